@@ -19,8 +19,9 @@ class Lists(NamedTuple):
     selected: Tensor  # how many keys the rows select, summed over rows
 
 
-def lists_of(call: Call, tokens: int, width: int) -> Lists:
-    """The lists of tiles of `tokens` adjacent rows and of `width` keys, which divides the block size."""
+def lists_of(call: Call, tokens: int, width: int, places: Tensor | None = None) -> Lists:
+    """The lists of tiles of `tokens` rows at adjacent places [B,S,G], which by default are their numbers, and of `width` keys, which
+    divides the block size."""
     start, end = call.clamped_ranges()
     B, S, G, _ = start.shape
     block = call.selection.block_size
@@ -28,7 +29,9 @@ def lists_of(call: Call, tokens: int, width: int) -> Lists:
     first = start.unsqueeze(-1) + torch.arange(0, block, width, device=start.device)
     length = torch.minimum(end.unsqueeze(-1), first + width) - first
     pair = torch.arange(B * G, device=start.device).view(B, 1, G, 1, 1)
-    tile = (torch.arange(S, device=start.device) // tokens).view(1, S, 1, 1, 1)
+    if places is None:
+        places = torch.arange(S, device=start.device).view(1, S, 1)
+    tile = (places // tokens)[..., None, None]
     number = (tile * B * G + pair) * -(-call.S_kv // width) + first // width
     real = length > 0
     number, inverse, rows = torch.unique(number[real], return_inverse=True, return_counts=True)
@@ -37,10 +40,10 @@ def lists_of(call: Call, tokens: int, width: int) -> Lists:
     return Lists(number, rows, keys, zeros.scatter_add(0, inverse, length[real]))
 
 
-def union_keys(call: Call, tokens: int) -> int:
-    """Keys that tiles of `tokens` adjacent rows load: each tile loads the union of its rows' keys once."""
+def union_keys(call: Call, tokens: int, places: Tensor | None = None) -> int:
+    """Keys that tiles of `tokens` rows, as of `lists_of`, load: each tile loads the union of its rows' keys once."""
     assert call.selection.block_size is not None, "only backends of whole blocks tile rows"
-    return int(lists_of(call, tokens, call.selection.block_size).keys.sum())
+    return int(lists_of(call, tokens, call.selection.block_size, places).keys.sum())
 
 
 def piecewise_keys(call: Call, width: int, section: int, pairs: int, piece: int) -> int:

@@ -1,6 +1,7 @@
 """Hopper's kernels (TMA, wgmma), and which calls they take.
 
-forward_tiles.cu, dq_tiles.cu  tiles of adjacent tokens, with the union of their blocks (tile_union.cu)
+forward_tiles.cu, dq_tiles.cu  tiles of adjacent tokens, with the union of their blocks (tile_union.cu), or of those that selected alike
+                               (token_order.py)
 forward_gather.cu, dq_gather.cu  the same of 256 columns, or over blocks smaller than a step
 dkdv_groups.cu                 over the lists of key_to_rows.py, whose segments order_segments.cu puts in order
 """
@@ -25,6 +26,7 @@ from nsa_sel.backends.cupy_cuda.block_tiles import block_lists_of, list_bytes
 from nsa_sel.backends.cupy_cuda.compiler import Constants
 from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows, list_gradients, lists_of, most_segments
 from nsa_sel.backends.cupy_cuda.tensor_map import key_group_map, row_map, tensor_map
+from nsa_sel.backends.cupy_cuda.token_order import places, start_union, stretch_of
 from nsa_sel.backends.specs import HOPPER_TILES
 from nsa_sel.core.call import Call
 from nsa_sel.core.choose_call import ChooseCall
@@ -71,6 +73,7 @@ class TilePlan(NamedTuple):
     counts: Tensor | None  # [all tiles, 2] int32
     tiles: int  # of a batch entry and group
     capacity: int
+    order: Tensor | None = None  # of tokens, [B,G,stretches,stretch] uint8, if tiles are not of adjacent ones (token_order.cuh)
 
 
 def mappable(*tensors: Tensor) -> bool:
@@ -152,51 +155,62 @@ def forward_tiles(call: Call) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h], with a positive scale."""
     B, S, G, h, _ = call.q.shape
     o, lse = unwritten(call.q, B, S, G, h, call.v.shape[-1]), unwritten(call.q, B, S, G, h, dtype=torch.float32)
-    by_parts(call, *_plan_sizes(call), _forward, o, lse)
+    stretch = stretch_of(call)
+    by_parts(call, *_plan_sizes(call, stretch), functools.partial(_forward, stretch), o, lse)
     return o, lse
 
 
-def _forward(call: Call, o: Tensor, lse: Tensor) -> None:
+def _forward(stretch: int | None, call: Call, o: Tensor, lse: Tensor) -> None:
+    """stretch: of the whole call, as `stretch_of` finds it; parts must not find another."""
     q, gathered = call.q, gathers(call)
     source, shape_of = ("forward_gather.cu", gather_shape) if gathered else ("forward_tiles.cu", forward_shape)
-    maps, shape = (row_map(q, ROWS // q.shape[3]), *_tile_maps(call)), shape_of(q, call.v, call.device)
-    _start_tiles(source, call, call.disjoint_ranges(), shape, maps, o.data_ptr(), lse.data_ptr())
+    maps, shape = (row_map(q, _box_tokens(call, stretch)), *_tile_maps(call)), shape_of(q, call.v, call.device)
+    _start_tiles(source, call, stretch, shape, maps, o.data_ptr(), lse.data_ptr())
 
 
 def loaded_keys(call: Call) -> int:
     """Keys that the forward loads: the union of each tile's rows. Counted, which waits for the device."""
-    return union_keys(call, HOPPER_TILES.tokens(*call.q.shape[3:]))
+    tokens, stretch = HOPPER_TILES.tokens(*call.q.shape[3:]), stretch_of(call)
+    order = plan_of(call, tokens, stretch).order if stretch else None
+    return union_keys(call, tokens, None if order is None else places(order, call.q.shape[1]))
 
 
 def dq_tiles(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
     """dq [B,S,G,h,Dk], and delta [B,S,G,h] for dk and dv; o, lse and dlse contiguous."""
     dq, delta = unwritten(call.q, *call.q.shape), temporary(call, lse, *lse.shape)
-    by_parts(call, *_plan_sizes(call, backward=True), _dq, o, lse, do, dlse, dq, delta)
+    stretch = stretch_of(call)
+    by_parts(call, *_plan_sizes(call, stretch, backward=True), functools.partial(_dq, stretch), o, lse, do, dlse, dq, delta)
     return dq, delta
 
 
-def _dq(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, dq: Tensor, delta: Tensor) -> None:
-    q, h, gathered = call.q, call.q.shape[3], gathers(call)
+def _dq(
+    stretch: int | None, call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, dq: Tensor, delta: Tensor
+) -> None:  # fmt: skip
+    q, box, gathered = call.q, _box_tokens(call, stretch), gathers(call)
     shape = gather_shape(q, call.v, call.device, backward=True) if gathered else dq_shape(q, call.v, call.device)
-    maps, source = (row_map(q, ROWS // h), row_map(do, ROWS // h), *_tile_maps(call)), "dq_gather.cu" if gathered else "dq_tiles.cu"
-    _start_tiles(source, call, call.disjoint_ranges(), shape, maps, *launch.pointers(o, lse, dlse, dq, delta))
+    maps, source = (row_map(q, box), row_map(do, box), *_tile_maps(call)), "dq_gather.cu" if gathered else "dq_tiles.cu"
+    _start_tiles(source, call, stretch, shape, maps, *launch.pointers(o, lse, dlse, dq, delta))
 
 
-def _start_tiles(source: str, call: Call, ranges: Tensor, shape: TileShape, maps: tuple[bytes, ...], *values: int) -> None:
-    plan = plan_of(call, shape.tokens)
+def _box_tokens(call: Call, stretch: int | None) -> int:
+    """Tokens of a TMA box of q and do: a warpgroup's, or one where these are not adjacent."""
+    return 1 if stretch else ROWS // call.q.shape[3]
+
+
+def _start_tiles(source: str, call: Call, stretch: int | None, shape: TileShape, maps: tuple[bytes, ...], *values: int) -> None:
     start_persistent(
-        source, _tile_macros(call, shape), call, plan, call.S_kv, call.device.sm_count, shape, *values, maps=maps,
-        problem=launch.problem(call, ranges),
+        source, _tile_macros(call, shape, stretch), call, plan_of(call, shape.tokens, stretch), call.S_kv, call.device.sm_count, shape,
+        *values, maps=maps, problem=launch.problem(call, call.disjoint_ranges()),
     )  # fmt: skip
 
 
 @known
-def _tile_macros(call: Call, shape: TileShape) -> Constants:
+def _tile_macros(call: Call, shape: TileShape, stretch: int | None) -> Constants:
     block = call.selection.block_size
     assert block is not None, "supports_tiles"
     return launch.macros(
         call, H=call.q.shape[3], CONSUMERS=shape.consumers, STAGES=shape.stages, Q_STAGES=shape.q_stages, BLOCK=block,
-        **launch.cache_macros(launch.page_of(call)),
+        **launch.cache_macros(launch.page_of(call)), **({"ORDER_TOKENS": stretch} if stretch else {}),
     )  # fmt: skip
 
 
@@ -223,7 +237,8 @@ def start_persistent(
         launch.clear(counter.data_ptr(), 4, device)
     launch.start(
         source, macros, device, min(sm_count, all_tiles), 128 * (shape.consumers + 1), shape.shared,
-        *launch.pointers(*plan[:3]), plan.tiles, plan.capacity, all_tiles, interleaved, *launch.pointers(counter), *values,
+        *launch.pointers(*plan[:3]), plan.tiles, plan.capacity, all_tiles, interleaved, *launch.pointers(counter),
+        *(() if plan.order is None else launch.pointers(plan.order)), *values,
         maps=maps, problem=problem,
     )  # fmt: skip
 
@@ -234,19 +249,25 @@ def _capacity(call: Call, tokens: int) -> int:
     return min(tokens * call.selection.n, -(-call.S_kv // call.selection.block_size))
 
 
-def _plan_sizes(call: Call, backward: bool = False) -> tuple[int, int]:
-    """Rows of a tile, and bytes of the plan for a tile of all groups."""
-    tokens = HOPPER_TILES.tokens(call.q.shape[3], call.q.shape[4], backward)
-    return tokens, call.q.shape[2] * _capacity(call, tokens) * (BLOCK_NUMBER.itemsize + bits_dtype(tokens).itemsize)
+def _plan_sizes(call: Call, stretch: int | None, backward: bool = False) -> tuple[int, int]:
+    """Rows that parts of a pass are made of, tiles or stretches of them, and bytes of their plan for all groups: with that of the forward
+    pass, whose order that of dq takes."""
+    own, forward = (HOPPER_TILES.tokens(call.q.shape[3], call.q.shape[4], of_dq) for of_dq in (backward, False))
+    rows = stretch or own
+    lists = sum(
+        _capacity(call, tokens) * (BLOCK_NUMBER.itemsize + bits_dtype(tokens).itemsize) * (rows // tokens)
+        for tokens in ({own, forward} if stretch else {own})
+    )
+    return rows, call.q.shape[2] * lists
 
 
-def plan_of(call: Call, tokens: int) -> TilePlan:
-    """The plan for tiles of `tokens` rows."""
-    plan: TilePlan = kept_plan(call, ("cupy-cuda union", call.S_kv), _build, tokens).value
+def plan_of(call: Call, tokens: int, stretch: int | None = None) -> TilePlan:
+    """The plan for tiles of `tokens` rows, adjacent ones or in the order of a stretch."""
+    plan: TilePlan = kept_plan(call, ("cupy-cuda union", call.S_kv), _build, tokens, stretch).value
     return plan
 
 
-def _build(call: Call, tokens: int) -> TilePlan:
+def _build(call: Call, tokens: int, stretch: int | None) -> TilePlan:
     q, block = call.q, call.selection.block_size
     B, S, G = q.shape[:3]
     assert block is not None, "supports_tiles"
@@ -257,13 +278,20 @@ def _build(call: Call, tokens: int) -> TilePlan:
     blocks = unwritten(q, all_tiles * capacity, dtype=BLOCK_NUMBER)
     rows = unwritten(q, all_tiles * capacity, dtype=bits_dtype(tokens))
     counts = unwritten(q, all_tiles, 2, dtype=torch.int32)
+    lists = launch.pointers(blocks, rows, counts)
+    if stretch is not None:
+        order = unwritten(q, B, G, -(-S // stretch), stretch, dtype=torch.uint8)
+        of_forward = HOPPER_TILES.tokens(*q.shape[3:])
+        found = None if tokens == of_forward else plan_of(call, of_forward, stretch).order
+        start_union(call, stretch, tokens, *lists, *launch.pointers(order, found), tiles, capacity)
+        return TilePlan(blocks, rows, counts, tiles, capacity, order)
     lengths = {} if call.lengths is None else launch.cache_macros(0)  # lists know no pages
     shared = (4 if tokens <= 32 else 8) << (blocks_of_keys - 1).bit_length()  # of a few sizes: a kernel is loaded anew for each
     threads = 512 if shared > 1 << 14 else 128  # few such CTAs fit a multiprocessor
     macros = launch.integer_macros(TOKENS=tokens, BLOCK=block, UNION_THREADS=threads, **lengths)
     launch.start(
-        "tile_union.cu", macros, call.q.get_device(), all_tiles, threads, shared,
-        *launch.pointers(blocks, rows, counts), tiles, capacity, problem=launch.problem(call, call.disjoint_ranges()),
+        "tile_union.cu", macros, call.q.get_device(), all_tiles, threads, shared, *lists, tiles, capacity,
+        problem=launch.problem(call, call.disjoint_ranges()),
     )  # fmt: skip
     return TilePlan(blocks, rows, counts, tiles, capacity)
 

@@ -20,7 +20,7 @@ import torch
 import nsa_sel
 from nsa_sel.backends import cuda_block, cupy_cuda
 from nsa_sel.backends._triton.kernel import Kernel
-from nsa_sel.backends.cupy_cuda import compiler, sm80, sm90
+from nsa_sel.backends.cupy_cuda import compiler, sm80, sm90, token_order
 from nsa_sel.core import registry
 from nsa_sel.core.call import Call
 from nsa_sel.core.check import check_call
@@ -49,6 +49,7 @@ HOPPERS = {
     "dq_gather.cu",
     "dkdv_groups.cu",
     "tile_union.cu",
+    "ordered_union.cu",
     "order_segments.cu",
 }
 OF_LISTS = {"sort_count.cu", "sum_counts.cu", "sort_scatter.cu"}
@@ -108,11 +109,36 @@ def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> No
             "forward_gather.cu",
             "dq_gather.cu",
             "forward_tokens.cu",
+            "ordered_union.cu",
             "dq_tiles.cu" if shape == "h1" else "dq_rows.cu",
             *({"dkdv_groups.cu", "order_segments.cu"} if shape == "h1" else {"dkdv_tiles.cu"}),
         }
     else:
         assert names == ALL_KERNELS - {"combine.cu", *HOPPERS}
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("shape", ["h16", *(pytest.param(shape, marks=pytest.mark.thorough) for shape in ("h4-fp16", "h12", "h12-256"))])
+def test_kernels_of_tokens_in_order_fit(monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
+    monkeypatch.setattr(token_order, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(token_order, "LEAST_ROWS", 1)
+    call = target_call(shape, 90)
+
+    def tiles() -> None:
+        o, lse = sm90.forward_tiles(call)
+        sm90.dq_tiles(call, o, lse, torch.empty_like(o), None)
+
+    kernels = compiled(monkeypatch, 90, tiles)
+    assert {kernel["kernel"] for kernel in kernels} == {
+        "ordered_union.cu",
+        *(("forward_gather.cu", "dq_gather.cu") if sm90.gathers(call) else ("forward_tiles.cu", "dq_tiles.cu")),
+    }
+    for kernel in kernels:
+        assert kernel["macros"]["ORDER_TOKENS"] == token_order.stretch_of(call)
+        assert kernel["shared"] <= TARGETS[90][0] * 1024, kernel
+        assert kernel["registers"] * kernel["threads"] <= 65536, kernel
+        assert kernel["spilled"] <= 2 * SPILLS.get((90, kernel["kernel"]), 0), kernel
+        assert kernel["serialized"] == 0, kernel
 
 
 @needs_nvrtc

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends import cupy_cuda
-from nsa_sel.backends.cupy_cuda import compiler, few_tokens, launch, sm90
+from nsa_sel.backends.cupy_cuda import compiler, few_tokens, launch, sm90, token_order
 from nsa_sel.core.call import Call
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.selection import Selection
@@ -64,11 +64,18 @@ def test_caches_match_the_oracle(monkeypatch: pytest.MonkeyPatch, page_size: int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("block", "h"), [(4, 16), (64, 16)])
-def test_tiles_without_steps_release_their_rows_once_all_lanes_have_them(monkeypatch: pytest.MonkeyPatch, block: int, h: int) -> None:
-    """Sequences without keys, more tiles than CTAs."""
+@pytest.mark.parametrize(("block", "ordered"), [(4, False), (64, False), pytest.param(64, True, marks=pytest.mark.thorough)])
+def test_tiles_without_steps_release_their_rows_once_all_lanes_have_them(
+    monkeypatch: pytest.MonkeyPatch, block: int, ordered: bool
+) -> None:
+    """Sequences without keys, more tiles than CTAs. ordered: of tokens that selected alike."""
     emulated(monkeypatch, BACKWARDS | EAGER)
-    check(small_cache(64, S_q=19, h=h, Dk=64, Dv=64, n=9 if block == 4 else 2, block=block))
+    if ordered:
+        monkeypatch.setattr(token_order, "LEAST_TOKENS", 1)
+        monkeypatch.setattr(token_order, "LEAST_ROWS", 1)
+    cache = small_cache(64, S_q=19, h=16, Dk=64, Dv=64, n=9 if block == 4 else 2, block=block)
+    check(cache)
+    assert bool(token_order.stretch_of(call_of(cache))) == ordered
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 
 import nsa_sel
 from nsa_sel.backends import choose_cuda, choose_triton, cupy_cuda
-from nsa_sel.backends.cupy_cuda import compressed, launch
+from nsa_sel.backends.cupy_cuda import compressed, launch, token_order
 from nsa_sel.core import registry
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.facts import device_info
@@ -37,7 +37,7 @@ SIZES = (  # B, S, S_kv: prefill of few rows and of many, decoding with few rows
 BLOCK, N = 64, 4
 HOPPERS = {
     "forward_tiles.cu", "forward_gather.cu", "dq_tiles.cu", "dq_gather.cu", "dkdv_groups.cu", "tile_union.cu", "forward_blocks.cu",
-    "forward_tokens.cu", "block_gradients.cu", "sum_sections.cu", "order_segments.cu",
+    "forward_tokens.cu", "ordered_union.cu", "block_gradients.cu", "sum_sections.cu", "order_segments.cu",
 }  # fmt: skip
 
 
@@ -150,6 +150,9 @@ def test_every_cuda_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         check_quantized(make_quantized("page", **sizes, dtype=torch.bfloat16, device="cuda"), "cupy-cuda")  # few new tokens over e4m3 keys
         q, k, v = make_qkv(1, 40, 2, 12, 256, 256, S_kv=150, dtype=torch.bfloat16, device="cuda")
         check_both("cupy-cuda", q, k, v, make_blocks(1, 40, 2, 150, N, 4, device="cuda"))
+        monkeypatch.setattr(token_order, "LEAST_TOKENS", 300)
+        monkeypatch.setattr(token_order, "LEAST_ROWS", 1)
         q, k, v = make_qkv(1, 300, 2, 16, 128, 128, S_kv=400, dtype=torch.bfloat16, device="cuda")
+        check_both("cupy-cuda", q, k, v, make_blocks(1, 300, 2, 400, N, BLOCK, device="cuda"))
         check_both("cuda-block", q, k, v, make_blocks(1, 300, 2, 400, N, BLOCK, device="cuda"))
     assert files <= {Path(name).name for name in ran}, f"never ran: {sorted(files - {Path(name).name for name in ran})}"

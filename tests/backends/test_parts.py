@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nsa_sel.backends import _slices, cupy_cuda, triton_tile
 from nsa_sel.backends._triton.kernel import Kernel
-from nsa_sel.backends.cupy_cuda import launch, sm90
+from nsa_sel.backends.cupy_cuda import launch, sm90, token_order
 from nsa_sel.core.call import Call
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.selection import Selection
@@ -67,9 +67,14 @@ def test_triton_tile(parts: list[tuple[int, ...]], B: int, tiles: int, cut: list
 
 
 @needs_compiler
-def test_cupy_cuda(monkeypatch: pytest.MonkeyPatch, parts: list[tuple[int, ...]]) -> None:
-    """Three tiles of 48 rows, of 100 bytes of a plan each; the last part has fewer rows than a tile."""
+@pytest.mark.parametrize("ordered", [False, True])
+def test_cupy_cuda(monkeypatch: pytest.MonkeyPatch, parts: list[tuple[int, ...]], ordered: bool) -> None:
+    """Three tiles of 48 rows, of 100 bytes of a plan each; the last part has fewer rows than a tile. ordered: tiles are of tokens that
+    selected alike, as parts are made of whole stretches, and are not too short for an order of which the whole call has one."""
     emulated(monkeypatch)
+    if ordered:
+        for name, value in (("LEAST_TOKENS", 100), ("LEAST_ROWS", 800), ("WARPGROUPS", 6)):
+            monkeypatch.setattr(token_order, name, value)
     started, start = [], launch.start
     monkeypatch.setattr(launch, "start", lambda source, *rest, **own: (started.append(source), start(source, *rest, **own)))
     q, k, v = make_qkv(S=100, G=2, h=4, Dk=64, Dv=64, S_kv=260, dtype=torch.float16)
@@ -83,7 +88,7 @@ def test_cupy_cuda(monkeypatch: pytest.MonkeyPatch, parts: list[tuple[int, ...]]
     whole = results()
     assert all(map(torch.equal, results(workspace_bytes=200), whole))
     assert parts == [(1, 96), (1, 4)]
-    assert started == ["tile_union.cu", "forward_tiles.cu"] * 3
+    assert started == ["ordered_union.cu" if ordered else "tile_union.cu", "forward_tiles.cu"] * 3
 
 
 @pytest.mark.parametrize("backend", ["triton-tile", "cupy-cuda"])

@@ -76,7 +76,11 @@ def map_of(address: int, shape: tuple[int, ...], strides: tuple[int, ...], box_r
 
 def row_map(x: Tensor, tokens: int) -> bytes:
     """`RowMap` of emulation/hopper.cuh."""
-    return struct.pack("<12q32x", x.data_ptr(), *x.shape, *x.stride(), tokens)
+    return row_map_of(x.data_ptr(), x.shape, x.stride(), tokens)
+
+
+def row_map_of(address: int, shape: tuple[int, ...], strides: tuple[int, ...], tokens: int) -> bytes:
+    return struct.pack("<12q32x", address, *shape, *strides, tokens)
 
 
 def packed(*values: int, maps: tuple[bytes, ...] = (), problem: tuple[Any, ...] = ()) -> bytes:

@@ -108,7 +108,7 @@ DEVICE void differentiate(const Arguments &x, unsigned char *keys, unsigned char
     GatherReader steps(shared, consumer, keys, values);
     TileScheduler scheduler(shared.tiles, x.plan);
     while (scheduler.next_tile()) {
-        const TokenTile tile(scheduler.number, x.plan, p.G);
+        const TokenTile tile = scheduler.tile(p.G);
         const RowPair rows(p, tile, consumer);
         QueryGradient gradient(steps, q_tile, rows, p.scale_log2);
         steps.begin_tile(steps_of(scheduler.counts.y));

@@ -98,7 +98,7 @@ DEVICE void differentiate(const Arguments &x, unsigned char *stages, unsigned ch
     StepReader steps(shared.steps, consumer, stages);
     TileScheduler scheduler(shared.tiles, x.plan);
     while (scheduler.next_tile()) {
-        const TokenTile tile(scheduler.number, x.plan, p.G);
+        const TokenTile tile = scheduler.tile(p.G);
         const RowPair rows(p, tile, consumer);
         const auto at = scheduler.at<Q_STAGES>();
         QueryGradient gradient(steps, Q_STAGES == 1 ? q_tiles : uniform(q_tiles + at.stage * (Q_BYTES / 16)), rows, p.scale_log2);
@@ -128,7 +128,7 @@ DEVICE void produce_tiles(const Arguments &x, unsigned char *row_memory, Shared 
     unsigned char *do_tile = row_memory + Q_STAGES * Q_BYTES;
     TileScheduler scheduler(shared.tiles, x.plan);
     while (scheduler.next_tile()) {
-        const TokenTile tile(scheduler.number, x.plan, x.p.G);
+        const TokenTile tile = scheduler.tile(x.p.G);
         produce_rows<DK>(shared.q[consumer], scheduler.at<Q_STAGES>(), row_memory, tile, consumer, x.q);
 #ifdef BY_ARITHMETIC
         produce_rows<DV, DV>(shared.gradients[consumer], scheduler.at<1>(), do_tile, tile, consumer, x.d_o, x.o_rows);

@@ -121,7 +121,7 @@ DEVICE void attend(const Arguments &x, unsigned char *keys, unsigned char *value
     GatherReader steps(shared, consumer, keys, values);
     TileScheduler scheduler(shared.tiles, x.plan);
     while (scheduler.next_tile()) {
-        const TokenTile tile(scheduler.number, x.plan, p.G);
+        const TokenTile tile = scheduler.tile(p.G);
         const RowPair rows(p, tile, consumer);
         Attention attention(steps, q_tile, rows, c, slack);
         steps.begin_tile(steps_of(scheduler.counts.y));

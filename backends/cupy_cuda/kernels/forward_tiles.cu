@@ -147,7 +147,7 @@ DEVICE void attend(const Arguments &x, unsigned char *stages, unsigned char *q_m
     StepReader steps(shared.steps, consumer, stages);
     TileScheduler scheduler(shared.tiles, x.plan);
     while (scheduler.next_tile()) {
-        const TokenTile tile(scheduler.number, x.plan, p.G);
+        const TokenTile tile = scheduler.tile(p.G);
         const RowPair rows(p, tile, consumer);
         Attention attention(steps, q_tile, rows, c, slack);
         steps.begin_tile(scheduler.counts.y * STEPS);
@@ -198,6 +198,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) forward_tiles(cons
         TileScheduler scheduler(shared.tiles, x.plan);
         while (scheduler.next_tile())
             produce_rows<DK>(shared.q[consumer], scheduler.at<1>(), memory + consumer * Q_BYTES,
-                             TokenTile(scheduler.number, x.plan, x.p.G), consumer, x.q);
+                             scheduler.tile(x.p.G), consumer, x.q);
     }
 }

@@ -195,7 +195,7 @@ DEVICE void produce_keys(const TensorMap &map, const Problem &p, const TilePlan 
         const int ask = max(steps_of(scheduler.counts.y) - 2, 0);
         u32 answer = 0;
         if (scheduler.counts.y == 0) answer = plan.ask_for_tile();
-        producer.load_tile(p, plan, TokenTile(scheduler.number, plan, p.G), scheduler.counts, [&](int step) {
+        producer.load_tile(p, plan, scheduler.tile(p.G), scheduler.counts, [&](int step) {
             if (step == ask) answer = plan.ask_for_tile();
         });
         coming = plan.tile_of(answer);
@@ -208,7 +208,7 @@ DEVICE void produce_part(Pipeline<N> &pipeline, int part, const TensorMap &map, 
     StepProducer<COLUMNS, OF_KEYS> producer(shared, pipeline, map, stages, part);
     TileScheduler scheduler(shared.tiles, plan);
     while (scheduler.next_tile()) {
-        const TokenTile tile(scheduler.number, plan, p.G);
+        const TokenTile tile = scheduler.tile(p.G);
         before(scheduler, tile);
         producer.load_tile(p, plan, tile, scheduler.counts, [](int) {});
     }
@@ -266,12 +266,13 @@ struct GatherReader {
     DEVICE void mask_keys(Tile &s, const GatheredStep &step, const RowPair &rows, float value) const {
         constexpr int N = elements<Tile>;
         const int *first = shared.first_key[step.keys.stage];
+        const int limits[2] = {rows.limit(0), rows.limit(1)};
         u32 unseen = 0;  // a bit for each element; not unrolled, for want of registers
 #pragma unroll 1
         for (int i = 0; i < N; ++i) {
             const int column = column_of(i), key = first[column / UNIT] + column % UNIT;
 #pragma unroll
-            for (int r = 0; r < 2; ++r) unseen |= static_cast<u32>(hidden(rows.problem, key, rows.limit[r])) << (N * r + i);
+            for (int r = 0; r < 2; ++r) unseen |= static_cast<u32>(hidden(rows.problem, key, limits[r])) << (N * r + i);
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r)

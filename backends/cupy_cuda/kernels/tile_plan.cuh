@@ -1,16 +1,18 @@
-// Which tile of adjacent tokens a CTA takes, and which blocks of keys the tile's steps go through.
+// Which tile of tokens a CTA takes, and which blocks of keys the tile's steps go through.
 //
-// Selected blocks come from lists, the union of a tile's tokens (tile_union.cu). Of compressed keys every token sees the first ones, so
-// that the list is arithmetic: blocks 0, 1, ... of BLOCK compressed keys, whole as far as the tile's first token sees them. For a window it
-// is arithmetic, too: blocks of BLOCK keys from the first key that the tile's first token sees, whole where the windows of all its tokens
-// overlap.
+// Selected blocks come from lists, the union of a tile's tokens (tile_union.cu, ordered_union.cu). Of compressed keys every token sees the
+// first ones, so that the list is arithmetic: blocks 0, 1, ... of BLOCK compressed keys, whole as far as the tile's first token sees them.
+// For a window it is arithmetic, too: blocks of BLOCK keys from the first key that the tile's first token sees, whole where the windows of
+// all its tokens overlap.
 //
-//   FEW_TOKENS  a tile has all tokens of a (b, g), and its CTA makes the list (few_tokens.cuh)
+//   ORDER_TOKENS  tiles are of tokens that selected alike (token_order.cuh)
+//   FEW_TOKENS    a tile has all tokens of a (b, g), and its CTA makes the list (few_tokens.cuh)
 #pragma once
 #ifdef FEW_TOKENS
 #include "few_tokens.cuh"
 #endif
 #include "softmax.cuh"
+#include "token_order.cuh"
 
 constexpr bool IN_TURNS = H == 1;  // the consumers have the same 64 tokens, and take the steps in turn
 constexpr int TQ = 64 / H, TOKENS = IN_TURNS ? TQ : CONSUMERS * TQ;
@@ -29,6 +31,9 @@ struct TilePlan {
     i64 tiles, capacity, all_tiles;  // tiles of one (b, g), blocks of a list at most
     i64 interleaved_heads;           // (b, g) whose tiles are interleaved: as many as have K and V in the L2 cache together
     u32 *tile_counter;               // tiles taken beyond each CTA's first, zero at first; null if there are none
+#ifdef ORDER_TOKENS
+    const unsigned char *order;  // [B,G,stretches,ORDER_TOKENS] (token_order.cuh)
+#endif
 
     // One warp asks for a tile that no other CTA has; `tile_of` waits for the answer.
     DEVICE u32 ask_for_tile() const {
@@ -51,6 +56,9 @@ DEVICE u32 tile_at(u32 at, u32 tiles) {
 // Tile number `number` in the order of the scheduler.
 struct TokenTile {
     u32 i, b, g;  // tile i of (b, g)
+#ifdef ORDER_TOKENS
+    const unsigned char *tokens;  // which token of the stretch is at each place of the tile
+#endif
     DEVICE TokenTile(u32 number, const TilePlan &plan, u32 G) {
         const u32 tiles = plan.tiles, heads = plan.interleaved_heads, all_heads = static_cast<u32>(plan.all_tiles) / tiles;
         const u32 first = number / (tiles * heads) * heads, width = min(heads, all_heads - first), rest = number - first * tiles;
@@ -59,8 +67,23 @@ struct TokenTile {
         b = bg / G;
         g = bg % G;
     }
+#ifdef ORDER_TOKENS
+    static constexpr u32 OF_STRETCH = ORDER_TOKENS / TOKENS;  // tiles
+    DEVICE const unsigned char *order(const TilePlan &plan, u32 G) const {
+        const u32 stretches = (static_cast<u32>(plan.tiles) + OF_STRETCH - 1) / OF_STRETCH;
+        return plan.order + ((b * G + g) * (stretches * OF_STRETCH) + i) * TOKENS;
+    }
+#endif
     DEVICE u32 index(const TilePlan &plan, u32 G) const { return (b * G + g) * static_cast<u32>(plan.tiles) + i; }  // among all lists
-    DEVICE i64 token(int consumer) const { return static_cast<i64>(i) * TOKENS + (IN_TURNS ? 0 : consumer * TQ); }  // the first of a consumer
+    DEVICE i64 place(int consumer) const { return static_cast<i64>(i) * TOKENS + (IN_TURNS ? 0 : consumer * TQ); }  // the first of a consumer
+    // A consumer's token number `at`; S or more if there is none.
+    DEVICE i64 token(int consumer, int at) const {
+#ifdef ORDER_TOKENS
+        return i / OF_STRETCH * ORDER_TOKENS + tokens[consumer * TQ + at];
+#else
+        return place(consumer) + at;
+#endif
+    }
 };
 
 // The blocks of a tile: how many are whole, and how many there are; then the first key of block number `at` of its list, and which tokens
@@ -84,7 +107,7 @@ DEVICE u64 selected_by(const Problem &p, const TilePlan &plan, const TokenTile &
 struct TileLimits {
     int first, last, first_key, last_key;
     DEVICE TileLimits(const Problem &p, const TokenTile &tile) {
-        const i64 token = tile.token(0);
+        const i64 token = tile.place(0);
         first = row_limit(p, tile.b, token);
         last = row_limit(p, tile.b, min(token + TOKENS, p.S) - 1);
 #ifdef WINDOW
@@ -114,7 +137,7 @@ DEVICE int block_key(const Problem &p, const TilePlan &plan, const TokenTile &ti
 }
 // All tokens that exist; what a token does not see of a partial block is masked key by key.
 DEVICE u64 selected_by(const Problem &p, const TilePlan &, const TokenTile &tile, i64) {
-    const i64 exist = p.S - tile.token(0);
+    const i64 exist = p.S - tile.place(0);
     return exist < TOKENS ? (1ull << exist) - 1 : ~0ull;
 }
 #endif

@@ -1,9 +1,10 @@
-// Persistent, warp-specialized kernels over tiles of adjacent tokens on Hopper: what forward_tiles.cu and dq_tiles.cu share.
+// Persistent, warp-specialized kernels over tiles of tokens on Hopper: what forward_tiles.cu and dq_tiles.cu share.
 //
 // Grid: at most one CTA per multiprocessor; of FEW_TOKENS, one CTA per tile, two per multiprocessor. A tile has TOKENS = CONSUMERS * TQ
-//   adjacent tokens of one (b, g) with their H heads. CTAs pull tiles from an atomic counter, because tiles differ in length.
+//   tokens of one (b, g), adjacent ones or in an order (token_order.cuh), with their H heads. CTAs pull tiles from an atomic counter,
+//   because tiles differ in length.
 // Warpgroups: each of CONSUMERS consumer warpgroups owns a 64-row accumulator, TQ = 64 / H tokens times H heads. In the producer warpgroup
-//   warp 0 loads K and V of the union of the tile's blocks (tile_union.cu), once for all consumers, in steps of KEYS keys, through a
+//   warp 0 loads K and V of the union of the tile's blocks (tile_plan.cuh), once for all consumers, in steps of KEYS keys, through a
 //   pipeline of STAGES stages; warp 1 + i loads q (and do) of consumer i, a tile ahead. All by TMA.
 // Every consumer waits for every step, and computes those that one of its tokens selected. Rows that did not select the step's block are
 // masked by a shift of their logits to -inf, at no cost per element.
@@ -41,6 +42,9 @@ struct TileQueue {
     Pipeline<AHEAD> pipeline;
     u32 number[AHEAD];
     int2 counts[AHEAD];
+#ifdef ORDER_TOKENS
+    unsigned char tokens[AHEAD + 1][TOKENS + 1];  // read until a warp takes its next tile; H may not divide 64: one more is looked at
+#endif
 };
 
 // A warp's view of the queue: which tile it is at.
@@ -56,6 +60,13 @@ struct TileScheduler {
     // Of a pipeline with one stage per tile.
     template <int N>
     DEVICE PipelineState<N> at() const { return {(taken - 1) % N, (taken - 1) / N % 2}; }
+    DEVICE TokenTile tile(u32 G) const {
+        TokenTile tile(number, plan, G);
+#ifdef ORDER_TOKENS
+        tile.tokens = queue.tokens[at<TileQueue::AHEAD + 1>().stage];
+#endif
+        return tile;
+    }
 
     // The producer of steps: publish a tile, past the last one, too; returns whether it is one.
     DEVICE bool publish(u32 tile, const Problem &p) {
@@ -63,6 +74,14 @@ struct TileScheduler {
         number = tile;
         counts = number < plan.all_tiles ? block_counts(p, plan, TokenTile(number, plan, p.G)) : make_int2(0, 0);
         queue.pipeline.wait_empty(at);
+#ifdef ORDER_TOKENS
+        if (number < plan.all_tiles) {
+            const TokenTile tile(number, plan, p.G);
+            const unsigned char *order = tile.order(plan, p.G);
+#pragma unroll 1
+            for (int i = threadIdx.x % 32; i < TOKENS; i += 32) queue.tokens[taken % (TileQueue::AHEAD + 1)][i] = order[i];
+        }
+#endif
         __syncwarp();  // all lanes have seen it: the next phase may pass
         if (threadIdx.x % 32 == 0) {
             queue.number[at.stage] = number;
@@ -115,7 +134,7 @@ struct Shared {
 DEVICE int last_visible(const Problem &p, const TokenTile &tile, u64 rows) {
     int last = 0;
     for (int r = threadIdx.x % 32; r < TOKENS; r += 32)
-        if (rows >> r & 1) last = max(last, row_limit(p, tile.b, static_cast<i64>(tile.i) * TOKENS + r));
+        if (rows >> r & 1) last = max(last, row_limit(p, tile.b, tile.token(0, r)));
     return __reduce_max_sync(ALL_LANES, last);
 }
 
@@ -136,7 +155,7 @@ DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const 
     PipelineState<STAGES> at;
     TileScheduler scheduler(shared.tiles, plan);
     for (u32 coming = blockIdx.x; scheduler.publish(coming, p);) {
-        const TokenTile tile(scheduler.number, plan, p.G);
+        const TokenTile tile = scheduler.tile(p.G);
         const int2 counts = scheduler.counts;
         const int partial = counts.y - counts.x;
         int first_key = 0, first_page = 0;
@@ -200,11 +219,20 @@ DEVICE void produce_rows(Pipeline<N> &rows, const PipelineState<N> &at, unsigned
                          const Maps &...maps) {
     rows.wait_empty(at);
     __syncwarp();  // all lanes have seen it: the next phase may pass
+#ifdef ORDER_TOKENS  // a box a token
+    const int lane = threadIdx.x % 32;
+#else
+    constexpr int lane = 0;
     if (threadIdx.x % 32) return;
+#endif
     u64 *full = &rows.full[at.stage];
-    const int s = static_cast<int>(tile.token(consumer));
-    mbarrier_arrive_expect(full, (COLUMNS + ...) / 64 * TQ * H * 128);
-    to += at.stage * (COLUMNS + ...) / 64 * PANEL;
+    if (lane == 0) mbarrier_arrive_expect(full, (COLUMNS + ...) / 64 * TQ * H * 128);
+#ifdef ORDER_TOKENS
+    __syncwarp();
+    if (lane >= TQ) return;
+#endif
+    to += at.stage * (COLUMNS + ...) / 64 * PANEL + lane * H * 128;
+    const int s = static_cast<int>(tile.token(consumer, lane));
     ((tma_load_row_tile<COLUMNS>(to, &maps, full, tile.g, s, tile.b), to += COLUMNS / 64 * PANEL), ...);
 }
 
@@ -253,31 +281,53 @@ struct StepReader {
 // A thread's two rows, (token, head) of the consumer's accumulator, 8 apart.
 struct RowPair {
     TokenBits bit[2];  // of the token in Step::rows; 0: the row does not exist
-    int limit[2];      // one past the last key that it may see
+#ifdef ORDER_TOKENS  // few steps have a mask, and registers are scarce
+    const TokenTile &tile;
+    const int consumer;
+#else
+    int limits[2];  // one past the last key that it may see
+#endif
     const Problem &problem;
-    DEVICE RowPair(const Problem &p, const TokenTile &tile, int consumer) : problem(p) {
+    DEVICE RowPair(const Problem &p, const TokenTile &of_tile, int of_consumer)
+        :
+#ifdef ORDER_TOKENS
+          tile(of_tile), consumer(of_consumer),
+#endif
+          problem(p) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int token = row(r) / H;
-            const i64 s = tile.token(consumer) + token;
+            const i64 s = of_tile.token(of_consumer, token);
             const bool exists = token < TQ && s < p.S;
             bit[r] = exists ? TokenBits{1} << token : TokenBits{0};
-            limit[r] = exists ? row_limit(p, tile.b, s) : 0;
+#ifndef ORDER_TOKENS
+            limits[r] = exists ? row_limit(p, of_tile.b, s) : 0;
+#endif
         }
+    }
+    // One past the last key that a row may see.
+    DEVICE int limit(int r) const {
+#ifdef ORDER_TOKENS
+        return bit[r] ? row_limit(problem, tile.b, tile.token(consumer, row(r) / H)) : 0;
+#else
+        return limits[r];
+#endif
     }
     // `value` in place of elements for keys, counted from `first`, that a row does not see.
     template <class Tile>
     DEVICE void mask(Tile &s, int first, float value) const {
 #pragma unroll
-        for (int r = 0; r < 2; ++r)
+        for (int r = 0; r < 2; ++r) {
+            const int end = limit(r);
 #pragma unroll
             for (int i = 0; i < elements<Tile>; ++i)
-                if (hidden(problem, first + column_of(i), limit[r])) element(s, r, i) = value;
+                if (hidden(problem, first + column_of(i), end)) element(s, r, i) = value;
+        }
     }
     static DEVICE int row(int r) { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r; }
     // Among B*S*G*H.
     static DEVICE i64 index(const Problem &p, const TokenTile &tile, int consumer, int r) {
-        return ((tile.b * p.S + tile.token(consumer) + row(r) / H) * p.G + tile.g) * H + row(r) % H;
+        return ((tile.b * p.S + tile.token(consumer, row(r) / H)) * p.G + tile.g) * H + row(r) % H;
     }
 };
 
