@@ -37,8 +37,9 @@ extern "C" void run(unsigned blocks, unsigned threads, unsigned shared, int mode
     launch(blocks, threads, shared, mode, [] {{ {kernel}(*arguments); }});
 }}
 """
-# Of the standard headers only C's: the wrappers of C++ around them take as long as the rest.
-COMPILE = ["g++", "-std=c++17", "-nostdinc++", "-O0", "-w", "-shared", "-fPIC", "-fno-strict-aliasing"]
+# -Og compiles nearly as fast as -O0, and the kernels run twice as fast. Of the standard headers only C's: the wrappers of C++ around them
+# take as long as the rest.
+COMPILE = ["g++", "-std=c++17", "-nostdinc++", "-Og", "-w", "-shared", "-fPIC", "-fno-strict-aliasing"]
 UNFORTIFIED = ["-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=0"]  # threads are fibers, which jump between stacks
 KEPT = ROOT / "build" / "emulation"
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++, which compiles the kernels for the CPU")
