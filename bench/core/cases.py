@@ -20,7 +20,6 @@ from nsa_sel.selection import Selection
 LAYERS, REAL_ROWS = 30, 8192  # of the committed maps of SmolLM2
 SCORES_AT_ONCE = 1 << 26  # of a random selection: 32k rows, 4 groups, 512 blocks, which sorting takes 2 GB for
 SPANS = ("few", "many", "mixed")  # distributions of `span_lengths`
-PREFIX = "prefix"  # as "few", which other benches have
 ALIKE = "alike"  # random, but the tokens of a sequence share most of their scores
 ALIKE_SHARE = 4.0  # standard deviation of what they share, over that of what they don't
 PER_HEAD, PER_HEAD_ALIKE = PER_HEADS = "per-head", "per-head-alike"  # as random and `ALIKE`, by MoBA's rule, for groups that share K and V
@@ -290,7 +289,7 @@ def length_of(case: str, n: int, block: int) -> int:
 
 def span_lengths(distribution: str, L: int, rows: int, generator: torch.Generator) -> Tensor:
     """How each row's L keys are cut, [rows, n]. few: one span. many: 8 equal ones. mixed: 2, 4 or 8 random ones, then spans of 0 keys."""
-    if distribution in ("few", PREFIX):
+    if distribution == "few":
         return torch.full((rows, 1), L)
     if distribution == "many":
         return torch.full((rows, MANY), L // MANY)
@@ -394,7 +393,7 @@ def packed_selection(case: Case, device: torch.device | str, seed: int) -> Selec
 
 def make_selection(case: Case, device: torch.device | str, seed: int = 0) -> Selection:
     """The selection of a case. A real or trained one is the same for every seed."""
-    if case.distribution in (*SPANS, PREFIX):
+    if case.distribution in SPANS:
         return span_selection(case, device, seed)
     if case.distribution in ("random", ALIKE, *PER_HEADS, "packed"):
         return (packed_selection if case.distribution == "packed" else random_selection)(case, device, seed)

@@ -234,36 +234,6 @@ def roofline(title: str, marks: Sequence[Mark], slopes: Sequence[Slope], flat: f
     return draw
 
 
-class Interval(NamedTuple):
-    """A length, or on which side of a measured one it lies: `side` is -1 (below), 0 or 1 (above)."""
-
-    row: str
-    S: float
-    side: int
-    role: str
-    words: str
-
-
-def lengths(title: str, x_label: str, intervals: Sequence[Interval], text: Callable[[float], str], span: tuple[float, float]) -> Draw:
-    """Rows of one or two points over lengths; what lies outside of the measured ones is an arrow."""
-
-    def draw(axes: Axes, theme: Theme) -> None:
-        rows = list(dict.fromkeys(interval.row for interval in intervals))
-        axes.set(xscale="log", title=title, xlabel=x_label, xlim=(span[0] / 1.6, span[1] * 2.2), ylim=(len(rows) - 0.5, -0.5))
-        axes.set_yticks(range(len(rows)), rows)
-        axes.tick_params(axis="y", length=0, labelcolor=theme["ink"])
-        _ticks(axes.xaxis, [2.0**e for e in range(40) if span[0] <= 2.0**e <= span[1]], text)
-        axes.grid(True, axis="x", linewidth=0.6)
-        shapes = {-1: "<", 0: "o", 1: ">"}
-        for interval in intervals:
-            together = [other for other in intervals if other.row == interval.row]
-            y = rows.index(interval.row) + (together.index(interval) - (len(together) - 1) / 2) * 0.36
-            axes.scatter(interval.S, y, s=44, color=theme[interval.role], marker=shapes[interval.side], zorder=3, linewidths=0)
-            _label(axes, interval.words, interval.S, y, 7, 8, theme[interval.role])
-
-    return draw
-
-
 class Share(NamedTuple):
     """Values, of which the drawing says which share is at most x."""
 

@@ -21,7 +21,7 @@ from nsa_sel.bench.report.document import Panel, Section, Table, document, image
 from nsa_sel.bench.report.figures import DARK, LIGHT, png
 from nsa_sel.bench.report.policy import decision_map, device_of, regrets, thresholds
 from nsa_sel.bench.report.roofline import PEAKS, Peaks
-from nsa_sel.bench.report.speed import breakeven, faster_in, pays_from, roof, speedup_by_L, speedup_by_S, times, verdict
+from nsa_sel.bench.report.speed import breakeven, faster_in, pays_from, roof, speedup_by_S, times, verdict
 from nsa_sel.bench.report.summary import OURS, ours_in
 from nsa_sel.bench.threshold_optimizer import of_matrix
 from nsa_sel.bench.tune.committed_rows import H200_ROWS
@@ -31,7 +31,7 @@ from nsa_sel.errors import ArgumentError
 
 REPORT = "docs/report"  # of the committed rows
 DOCUMENT = "selection_report.md"
-FIRST = ("speedup", "break-even", "decision-map")  # panels whose pictures come first
+FIRST = ("speedup", "regret", "decision-map")  # panels whose pictures come first
 NEEDED = (*Case._fields, "direction", "backend", "ms_median", "ms_p20", "ms_p80")
 ENVIRONMENT = ("device", "driver", "torch", "triton", "commit", "command")
 
@@ -101,7 +101,7 @@ def report(found: Rows, peaks: Peaks | None = None) -> Report:
 def panels(name: str, rows: list[Row], peaks: Peaks | None) -> tuple[Panel, ...]:
     """All panels of one device. The matrix of bench_sel_triton speaks for the thresholds; alone, for all."""
     device, suites = device_of(name), [row for row in rows if not of_matrix(row)] or rows
-    speed = verdict(suites), *(speedup_by_S(suites, over) for over in (DENSE, PACKED)), speedup_by_L(suites), breakeven(suites)
+    speed = verdict(suites), *(speedup_by_S(suites, over) for over in (DENSE, PACKED)), breakeven(suites)
     policy = decision_map(name, device), regrets(name, device, suites), thresholds(device, rows)
     return (*speed, roof(suites, peaks), times(suites), *policy)
 

@@ -11,7 +11,7 @@ from nsa_sel.bench.core.markdown import MARK, factor, ms, table
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report import figures, roofline, summary
 from nsa_sel.bench.report.document import Panel, Table, table_of_texts
-from nsa_sel.bench.report.figures import Facet, Figure, Interval, Line, Mark, Slope, role_of, short
+from nsa_sel.bench.report.figures import Facet, Figure, Line, Mark, Slope, role_of, short
 from nsa_sel.bench.report.roofline import Peaks, Point
 from nsa_sel.bench.report.summary import OURS, Curve, break_even, curves, from_length, indexed, ours_in, speed_up
 
@@ -112,69 +112,17 @@ def _ends(curve: Curve) -> str:
     return f"{KINDS[curve.kind]}, h {curve.h}, from {first} to {last}"
 
 
-def speedup_by_L(rows: Sequence[Row]) -> Panel:
-    """How many times faster ours is, over the number of keys that a row selects."""
-    panel = Panel("speedup-by-L", "Speed-up by selected keys")
-    facets, cells, partners = [], [], []
-    for direction, title in (("fwd", "1024 rows of 8k keys, forward"), ("bwd", "The same, backward"), ("decode", "64 sequences decoded")):
-        lines = []
-        for over, D in ((over, D) for over in (PACKED, DENSE) for D in (64, 128)):
-            gains = by_L(rows, direction, D, over)
-            if gains:
-                partners.append(over)
-                words = f"{WORDS[over].split()[0]}, D {D}"
-                lines.append(Line(list(gains), list(gains.values()), [over] * len(gains), words, over, dashed=D == 64))
-                cells += [(direction, WORDS[over], D, L, factor(gain)) for L, gain in gains.items()]
-        if lines:
-            draw = figures.gains(title, "selected keys a row, L", "times faster", lines, 1, "the other is faster", plain)
-            said = [f"than {line.label}, {', '.join(f'{factor(y)} at {x}' for x, y in zip(line.x, line.y, strict=True))}" for line in lines]
-            facets.append(Facet(f"{title}, times faster by L: {'; '.join(said)}.", draw))
-    missing = " ".join(f"No case by L has rows of ours and {over}: the suite threshold has." for over in WORDS if over not in partners)
-    if not facets:
-        return panel._replace(missing=missing)
-    key = tuple((over, f"over {WORDS[over]}") for over in dict.fromkeys(partners))
-    return panel._replace(
-        text="Random selections, 2 groups of 4 heads. With half of all keys selected (L 4096 of 8192) selection has little left to spare.",
-        figure=Figure(tuple(facets), key, ("D 128", "D 64")),
-        tables=(Table("Speed-up by L", table(["direction", "against", "D", "L", "faster by"], cells, 2), folded=True),),
-        missing=missing,
-    )
-
-
-def by_L(rows: Sequence[Row], direction: str, D: int, over: str) -> dict[int, float]:
-    """L -> how many times faster ours is, over the threshold cases of one direction and head dimension."""
-    index = indexed(rows)
-    some = [case for case in cases.threshold_cases() if case.Dk == D and (case.S == 1) == (direction == "decode")]
-    found = {case.n * case.block: speed_up(index.get((case.case, direction), {}), over) for case in some}
-    return {L: gain for L, gain in found.items() if gain is not None}
-
-
 def breakeven(rows: Sequence[Row]) -> Panel:
     """From which length on ours is faster than dense attention, by h."""
     panel = Panel("break-even", "Where selection starts to pay against dense attention")
     found = curves(rows)
     if not found:
         return panel._replace(missing=f"No length has rows of ours and {DENSE}: the suite breakeven has.")
-    span = min(curve.lengths[0] for curve in found), max(curve.lengths[-1] for curve in found)
-    facets = []
-    for direction in dict.fromkeys(curve.direction for curve in found):
-        intervals = [_interval(curve) for curve in found if curve.direction == direction]
-        draw = figures.lengths(TITLES[direction], "faster from so many tokens on", intervals, thousands, span)
-        alt = "; ".join(f"{interval.row}, {interval.words}" for interval in intervals)
-        facets.append(Facet(f"{TITLES[direction]}, faster than dense attention from so many tokens on: {alt}.", draw))
     return panel._replace(
-        text="The length from which on every measured length is faster, interpolated linearly between logarithms. An arrow: it lies beyond"
-        f" the measured lengths, which for text end at {_text_end(found)} and for random selections begin at 8k.",
-        figure=Figure(tuple(facets)),
-        tables=(Table("Break-even", summary.breakeven_table(rows), folded=True),),
+        text="The length from which on every measured length is faster, interpolated linearly between logarithms. Measured lengths of text"
+        f" end at {_text_end(found)}, those of random selections begin at 8k.",
+        tables=(Table("Break-even", summary.breakeven_table(rows)),),
     )
-
-
-def _interval(curve: Curve) -> Interval:
-    S = break_even(curve.lengths, curve.gains)
-    side, at = (-1, curve.lengths[0]) if S == 0 else (1, curve.lengths[-1]) if S == math.inf else (0, S)
-    role = "ink" if curve.kind == "real" else "muted"
-    return Interval(f"h {curve.h}", at, side, role, f"{KINDS[curve.kind]}: {from_length(S, curve.lengths)}")
 
 
 def times(rows: Sequence[Row]) -> Panel:

@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from statistics import correlation, linear_regression, median
+from statistics import median
 from typing import NamedTuple
 
 from nsa_sel.bench.core import cases
@@ -36,14 +36,6 @@ GAINS = (  # what it is, and the names of its cases
     ("decode, 64 to 1,024 of 8k keys", r"threshold-decode-D\d+-L(?!4096)\d+"),
     ("decode, 4,096 of 8k keys", r"threshold-decode-D\d+-L4096"),
 )
-
-
-class Fit(NamedTuple):
-    """ms = slope * S + intercept by least squares, and the share of the variance that it explains."""
-
-    slope: float
-    intercept: float
-    r2: float
 
 
 class Curve(NamedTuple):
@@ -81,12 +73,6 @@ def speed_up(of_case: dict[str, Row], over: str = DENSE) -> float | None:
     """How many times faster ours is than another backend; None when one of the rows is missing."""
     best, other = ours(of_case), of_case.get(over)
     return None if best is None or other is None else float(other["ms_median"] / best["ms_median"])
-
-
-def fit(lengths: Sequence[float], times: Sequence[float]) -> Fit:
-    """The straight line through times over lengths; at least two different lengths."""
-    slope, intercept = linear_regression(lengths, times)
-    return Fit(slope, intercept, 1.0 if len(set(times)) == 1 else correlation(lengths, times) ** 2)
 
 
 def break_even(lengths: Sequence[int], gains: Sequence[float]) -> float:
@@ -182,7 +168,7 @@ def layers_table(rows: Iterable[Row]) -> str:
 
 
 def scaling_table(rows: Iterable[Row]) -> str:
-    """ms against S of random selections, by direction and h: least squares, and how the time of 1024 rows changes from end to end."""
+    """ms of random selections by S, by direction and h, and how the time of 1024 rows changes from end to end."""
     index = indexed(rows)
     lines = []
     for direction in ("fwd", "bwd"):
@@ -190,15 +176,13 @@ def scaling_table(rows: Iterable[Row]) -> str:
             if len(points) < 2:
                 continue
             lengths, mine = [case.S / 1024 for case, _ in points], [row for _, found in points if (row := ours(found)) is not None]
-            slope, intercept, r2 = fit(lengths, [row["ms_median"] for row in mine])
             first, last = (mine[i]["ms_median"] / lengths[i] for i in (0, -1))
             dense = [found[DENSE]["ms_median"] / (case.S / 1024) for case, found in points if DENSE in found]
             times = ", ".join(f"{S:.0f}k {ms(row)}" for S, row in zip(lengths, mine, strict=True))
-            line = f"{slope:.3g}", f"{intercept:.2g}", f"{r2:.5f}"
             ends = f"{first:.3g}", f"{last:.3g}", f"{last / first:.2f}", f"{dense[-1] / dense[0]:.2f}" if len(dense) == len(points) else "-"
-            lines.append((direction, h, most_used(mine), times, *line, *ends))
+            lines.append((direction, h, most_used(mine), times, *ends))
     per_row = ["ms a 1024 rows, first", "last", "last / first", "dense: last / first"]
-    return table(["direction", "h", "which", "S: ms", "slope, ms a 1024 rows", "intercept, ms", "r^2", *per_row], lines, left=4)
+    return table(["direction", "h", "which", "S: ms", *per_row], lines, left=4)
 
 
 def curves(rows: Iterable[Row], over: str = DENSE) -> list[Curve]:

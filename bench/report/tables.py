@@ -21,9 +21,8 @@ from nsa_sel.bench.questions import (
     ways_to_choose,
     windows,
 )
-from nsa_sel.bench.report import decode_times, decoding, e4m3_trials, headline, on_paper, server, summary, targets, training
+from nsa_sel.bench.report import decode_times, decoding, headline, on_paper, server, summary, targets, training
 from nsa_sel.bench.report import layer as layer_picture
-from nsa_sel.bench.report.ideas import ideas_table
 from nsa_sel.bench.report.sharing import origin, sharing_table
 from nsa_sel.bench.tune.committed_rows import CPU_ROWS, H100_ROWS, H200_ROWS, read_rows
 from nsa_sel.core import registry
@@ -88,6 +87,20 @@ def profiles() -> str:
         lines.append((r["kernel"], r["case"], f"{r['duration_us'] / 1e3:.3g}", *percent, *reasons, *sizes))
     headers = ["kernel", "case", "ms", "L2", "DRAM", "L2 hits", "issue slots", "busiest pipe", "warps wait for", "registers", "shared, KB"]
     return table(headers, lines)
+
+
+def trials() -> str:
+    """Ideas that were tried on the way to the kernels, with their times in ms: `variants` maps a label to the trials whose times add up.
+
+    A time is the median of whole calls, plans included, of one run. In trials 10 and 11 it is a single kernel's by torch's profiler, but
+    for decoding and for one head in trial 11.
+    """
+    times = {(int(row["trial"].split()[0]), row["case"], row["variant"]): row["ms_median"] for row in rows_of("profiles/trials.jsonl")}
+    lines = []
+    for idea in rows_of("profiles/ideas.jsonl"):
+        sums = {label: sum(times[idea["trial"], idea["case"], name] for name in names) for label, names in idea["variants"].items()}
+        lines.append((idea["idea"], idea["case"], ", ".join(f"{label} {ms:.3g}" for label, ms in sums.items()), idea["outcome"]))
+    return table(["idea", "case", "ms", "outcome"], lines)
 
 
 def kernel_times() -> str:
@@ -279,8 +292,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "cuda_h100": lambda: cuda(read_rows(H100_ROWS)),
         "kernel_times": kernel_times,
         "profiles": profiles,
-        "e4m3": e4m3_trials.variants_table,
-        "trials": lambda: ideas_table(rows_of("profiles/ideas.jsonl"), rows_of("profiles/trials.jsonl")),
+        "trials": trials,
     },
 }
 DOCUMENTS = tuple(document for document in BY_DOCUMENT if (ROOT / document).exists())

@@ -9,8 +9,6 @@ import pytest
 
 from nsa_sel.bench.questions.kernel_counters import PROFILED, case_of, counters
 from nsa_sel.bench.questions.kernel_times import short
-from nsa_sel.bench.report.ideas import ideas_table
-from nsa_sel.bench.report.tables import rows_of
 
 
 def test_what_is_profiled_exists() -> None:
@@ -48,8 +46,3 @@ def test_counters_and_rules_are_read() -> None:
 )
 def test_names_of_kernels(name: str, expected: str) -> None:
     assert short(name) == expected
-
-
-def test_every_idea_has_its_times() -> None:
-    ideas = rows_of("profiles/ideas.jsonl")
-    assert len(ideas_table(ideas, rows_of("profiles/trials.jsonl")).splitlines()) == len(ideas) + 2

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nsa_sel.bench.core import environment, session, store, timing
+from nsa_sel.bench.core import environment, session
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.contenders import DENSE, PACKED, dense, named, ours
 from nsa_sel.bench.core.parity import WrongResult
 from nsa_sel.bench.core.session import Job, measured_rows, wanted
-from nsa_sel.bench.questions import one_range, speed
+from nsa_sel.bench.questions import speed
 from nsa_sel.bench.questions.speed import QUICK, jobs, suites_of
 from nsa_sel.errors import ArgumentError
 
@@ -84,14 +82,3 @@ def test_what_fails_is_told_and_passed_over(monkeypatch: pytest.MonkeyPatch) -> 
     peer = ours(PACKED)._replace(peer=True)
     rows = list(measured_rows(job._replace(contenders=(peer,)), wanted(job), {}, "cpu", told.append))
     assert [(row["wrong"], row["mae"], row["causal"]) for row in rows] == [("dk is not 0", None, True)] * 2
-
-
-def test_the_paths_through_one_range_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(timing, "SETTLE", 0)
-    monkeypatch.setenv(one_range.FLAG, "auto")
-    one_range.main(tmp_path / "dense.jsonl", "cpu", quick=True)
-    assert os.environ[one_range.FLAG] == "auto"
-    rows = store.read(tmp_path / "dense.jsonl")
-    assert [row["backend"] for row in rows] == ["packed-dense", "packed-varlen"] * 2
-    assert all(row["mae"] < 1e-6 and row["slices_over_selected"] >= 1 for row in rows)
-    assert "prefix-N64-h4-L256" in capsys.readouterr().out
