@@ -45,7 +45,7 @@ Headline = Annotated[
 
 def bench(
     suite: Annotated[
-        str, typer.Option(help=f"Instead of the matrix: {', '.join(SUITES)}, some of them comma-separated, or all (a GPU's sizes).")
+        str, typer.Option(help=f"Instead of the matrix: {', '.join(SUITES)}, comma-separated, or all (a GPU's sizes); cpu on a CPU.")
     ] = "",
     peers: Peers = False,
     peer: Peer = None,

@@ -56,6 +56,7 @@ SUITES = {
     "trained-layers": Suite(cases.trained_layer_cases, packed=False, whole=False, rep=20, rows=8),
 }
 QUICK = Suite(cases.quick_cases, packed=True, whole=True, rep=10, rows=16)
+OF_CPU = Suite(lambda: [Case("target", "random", 1, 2048, 2048, 2, 4, 64, 64, 8, 64, "float32")], True, whole=True, rep=2000, rows=128)
 
 
 def usual_backends(device: str) -> list[str]:
@@ -64,14 +65,16 @@ def usual_backends(device: str) -> list[str]:
 
 
 def suites_of(names: str, quick: bool, device: str) -> dict[str, Suite]:
-    """Suites by comma-separated names, or all; the quick one instead, which alone has sizes for a CPU."""
+    """Suites by comma-separated names, or all; the quick one instead. That one and "cpu" have sizes for a CPU."""
+    if (names, device, quick) == ("cpu", "cpu", False):
+        return {"cpu": OF_CPU}
     unknown = [name for name in names.split(",") if name not in (*SUITES, "all")]
     if unknown:
         raise ArgumentError("--suite", ", ".join(unknown), f"all, {', '.join(SUITES)}, comma-separated", "pass some of these")
     if quick:
         return {"quick": QUICK}
     if device == "cpu":
-        raise ArgumentError("--device", "cpu", "cuda for cases of 8k rows and more", "pass --quick, whose cases suit a CPU")
+        raise ArgumentError("--device", "cpu", "cuda for cases of 8k rows and more", "pass --quick or --suite cpu, whose cases suit a CPU")
     return {name: suite for name, suite in SUITES.items() if name in names.split(",") or names == "all"}
 
 
@@ -111,7 +114,7 @@ def main(
         str,
         typer.Option(
             help=f"{', '.join(SUITES)}, some of them comma-separated, or all. {PACKED} is in performance, decode and threshold alone:"
-            f" it takes up to 1.3 s a call at 32k rows. {DENSE} is in all. {' and '.join(PREFILL_ONLY)} do not decode."
+            f" it takes up to 1.3 s a call at 32k rows. {DENSE} is in all. {' and '.join(PREFILL_ONLY)} do not decode. On a CPU: cpu."
         ),
     ] = "all",
     backends: Backends = "",

@@ -17,15 +17,14 @@ from typer.testing import CliRunner
 
 from nsa_sel.bench import bench_sel_triton, command, sel_threshold_from_csv
 from nsa_sel.bench.bench_sel_triton import SEED, SEED_DECODE, from_csv
-from nsa_sel.bench.core import cases, environment, session, store, timing
+from nsa_sel.bench.core import cases, session, store, timing
 from nsa_sel.bench.core.cases import Case, length_of, make_selection, span_case
 from nsa_sel.bench.core.contenders import named, ours
 from nsa_sel.bench.core.parity import is_causal, make_problem, parity, sample
 from nsa_sel.bench.core.peers import peers
 from nsa_sel.bench.core.session import able
 from nsa_sel.bench.core.timing import Spread, Timing
-from nsa_sel.bench.questions import cpu_backends, speed
-from nsa_sel.bench.tune.committed_rows import CPU_ROWS
+from nsa_sel.bench.questions import speed
 from nsa_sel.cli.app import app
 from nsa_sel.errors import ArgumentError
 from tests.helpers.documents import table_lines
@@ -368,12 +367,3 @@ def test_others_refuse_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     refusing = {peer.name for peer in peers() if peer.refuses(chunk)}
     assert refusing == {"dense-cudnn", "dense-flash", "fla-nsa", "flash-attention", "flashinfer"}
     assert ours("triton-block").refuses(chunk._replace(S=1)) is not None
-
-
-def test_the_bench_of_cpu_backends_has_the_contenders_of_the_committed_rows(instant: list[Timing], tmp_path: Path) -> None:
-    cpu_backends.main(tmp_path / "rows.jsonl", quick=True, repeats=5)
-    rows, committed = (store.read(file) for file in (tmp_path / "rows.jsonl", environment.ROOT / CPU_ROWS))
-    assert {(row["backend"], row["direction"]) for row in rows} == {(row["backend"], row["direction"]) for row in committed}
-    assert all(set(row) >= set(committed[0]) for row in rows)
-    assert all((row["mae"] is None) == (row["backend"] == "dense-causal-sdpa") for row in rows)
-    assert set(instant) == {Timing(calls=5)}

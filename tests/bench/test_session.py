@@ -43,6 +43,8 @@ def test_jobs_follow_suites_backends_and_names() -> None:
         named("numba,tritn-tile")
     with pytest.raises(ArgumentError, match=r"--device is cpu; .*--quick"):
         suites_of("decode", False, "cpu")
+    (target,) = jobs(suites_of("cpu", False, "cpu"), named(f"numba,{PACKED}"), "", "cpu")
+    assert ([contender.name for contender in target.contenders], target.directions) == (["numba", PACKED], ("fwd", "bwd", "fwd+bwd"))
     assert [job.case.dtype for job in jobs({"quick": QUICK}, [ours(PACKED)], "", "cpu")] == ["float32"] * 3
 
 

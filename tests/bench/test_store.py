@@ -1,12 +1,8 @@
-"""Rows on disk and runs that are interrupted: spreads, resuming, memory that runs out, lines that a kill tore."""
+"""Rows on disk and runs that are interrupted: spreads, resuming, memory that runs out, torn lines."""
 
 from __future__ import annotations
 
-import json
-import os
-import random
 import resource
-import signal
 import subprocess
 import sys
 import time
@@ -21,9 +17,9 @@ from rich.console import Console
 from nsa_sel.bench.core import environment, markdown, session, store, timing
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.contenders import PACKED, ours
-from nsa_sel.bench.core.session import Job, run, wanted
+from nsa_sel.bench.core.session import Job, run
 from nsa_sel.bench.core.store import RowFile
-from nsa_sel.bench.core.timing import Spread, Timing, milliseconds, spread
+from nsa_sel.bench.core.timing import Timing, milliseconds, spread
 from nsa_sel.bench.report import summary
 from nsa_sel.bench.tune.cost_fit import is_cost_row
 from nsa_sel.errors import ArgumentError
@@ -97,8 +93,8 @@ def test_clocks_and_temperature_are_read_and_remembered(monkeypatch: pytest.Monk
 def test_the_command_is_free_of_machine_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/home/me/bin/nsa-sel", "bench", "--out", "/home/me/rows", "--csv=/home/me/x.csv", "--only", "a b"])
     assert environment.stamp("cpu")["command"] == "nsa-sel bench --out rows --csv=x.csv --only 'a b'"
-    monkeypatch.setattr(sys, "argv", [str(ROOT / "bench/questions/cpu_backends.py"), "--quick"])
-    assert environment.stamp("cpu")["command"] == "python -m nsa_sel.bench.questions.cpu_backends --quick"
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "bench/questions/speed.py"), "--quick"])
+    assert environment.stamp("cpu")["command"] == "python -m nsa_sel.bench.questions.speed --quick"
     monkeypatch.setattr(sys, "argv", ["/home/me/examples/train.py"])
     assert environment.stamp("cpu")["command"] == "python examples/train.py"
 
@@ -134,6 +130,7 @@ def test_what_stands_in_the_file_is_not_measured_again(instant: list[Timing], tm
     out = tmp_path / "rows.jsonl"
     first = run([job("fwd")], out, "cpu", QUIET)
     assert (len(instant), len(first)) == (2, 2)
+    out.write_bytes(out.read_bytes() + b'{"case": "tiny", "b')  # as a kill in the middle of a line leaves it
     both = run([job()], out, "cpu", QUIET)
     assert (len(instant), len(both)) == (4, 4)  # bwd alone was new
     assert {(row["backend"], row["direction"]) for row in both} == {(b, d) for b in (PACKED, "numba") for d in ("fwd", "bwd")}
@@ -258,58 +255,3 @@ def test_what_cannot_be_written_leaves_no_part(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert store.read(file) == [{"a": 1}]
-
-
-JOBS = [job(case=TINY._replace(case=f"case-{number}")) for number in range(50)]
-
-
-PIECES = 10  # of a line
-
-
-def append_in_pieces(file: Path, rows: list[dict[str, Any]], pieces: int) -> None:
-    """What a file system may make of one write: a kill leaves any part of a line. This one comes after so many pieces, if not 0."""
-    line = (json.dumps(rows[0]) + "\n").encode()
-    size = -(-len(line) // PIECES)
-    with file.open("ab", buffering=0) as opened:
-        for piece in range(PIECES):
-            opened.write(line[piece * size : (piece + 1) * size])
-            if piece + 1 == pieces:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-
-def interrupt_and_resume(out: Path, kills: int) -> None:
-    """Run `JOBS` in children whose rows cost nothing, kill that many of them in the middle of a row, and let the last one finish."""
-    facts = {"commit": "abc1234", "device": "none"}
-    environment.stamp = lambda device: facts
-    session.make_problem = session.sample = lambda *_, **__: None  # type: ignore[assignment]
-    session.contender_rows = lambda job, contender, directions, *_: (  # type: ignore[assignment]
-        timing.row(job.case, way, contender.name, Spread(*[1.0] * 5, 3), filler="x" * 60_000) for way in directions
-    )
-    expected = {store.key({**facts, **row}) for one in JOBS for row in wanted(one)}
-    moments, seen, found, torn = random.Random(0), [], [], 0
-    for attempt in range(kills + 1):
-        rows, pieces = moments.randrange(len(expected) // kills), moments.randint(1, PIECES)
-        child = os.fork()
-        if not child:
-            left = iter([*[0] * rows, pieces] if attempt < kills else ())
-            store.append = lambda file, rows, **_: append_in_pieces(file, rows, next(left, 0))  # noqa: B023, of this child alone
-            run(JOBS, out, "cpu", QUIET)
-            os._exit(0)
-        status = os.waitpid(child, 0)[1]
-        assert os.WIFSIGNALED(status) if attempt < kills else status == 0, "it finished before the last kill: the test needs more rows"
-        torn += out.exists() and not out.read_bytes().endswith(b"\n")
-        seen = store.read(out) if out.exists() else []  # any bad line but a torn last one raises
-        assert seen[: len(found)] == found, "a finished row was lost or changed"
-        found = seen
-    assert torn, "no kill tore a line"
-    keys = [store.key(row) for row in found]
-    assert len(keys) == len(set(keys)), "a row was measured twice"
-    assert set(keys) == expected
-    assert all(json.loads(line) for line in out.read_text().splitlines())
-
-
-def test_killing_a_run_twenty_times_loses_no_row_and_corrupts_no_file(tmp_path: Path) -> None:
-    """In a process of its own, whose children are forked: importing torch twenty times would take a minute."""
-    code = "import sys; from tests.bench.test_store import *; interrupt_and_resume(Path(sys.argv[1]), kills=20)"
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "rows.jsonl")], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
