@@ -11,10 +11,10 @@ Directions and fields are those of layer_parts. Results of `flex` are compared w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -23,7 +23,6 @@ from torch import Tensor
 from nsa_sel.bench.core import environment, markdown, store
 from nsa_sel.bench.core.baselines import dense_causal_sdpa
 from nsa_sel.bench.core.command_line import echo, need_gpu, program
-from nsa_sel.bench.core.flex_window import flex_window, window_mask
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.questions import layer_parts
 from nsa_sel.window import sliding_window_attention
@@ -58,6 +57,32 @@ def contender(name: str, case: Case) -> Callable[[Tensor, Tensor, Tensor], Tenso
     if name == "dense":
         return dense_causal_sdpa
     return lambda q, k, v: sliding_window_attention(q, k, v, WINDOW)
+
+
+def flex_window(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    """o [B,S,G,h,Dv] of q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv] under a `window_mask`. Compiles at the first call of its kind."""
+    h = q.shape[3]
+    o = _compiled()(q.flatten(2, 3).transpose(1, 2), k, v, block_mask=mask, enable_gqa=h > 1)
+    return torch.unflatten(o.transpose(1, 2), 2, (-1, h))
+
+
+@functools.cache
+def _compiled() -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)  # type: ignore[return-value]
+
+
+def window_mask(S: int, S_kv: int, window: int, device: str) -> Any:
+    """The BlockMask of rows at the last S positions that see the last `window` keys. Compiled on a GPU: S x S_kv is never in memory."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    start = S_kv - S
+
+    def near(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return (key <= row + start) & (key > row + start - window)
+
+    return create_block_mask(near, None, None, S, S_kv, device=device, _compile=device == "cuda")
 
 
 def inputs_of(case: Case) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,7 +131,7 @@ def main(
             attend = contender(who, case)
             error = float((attend(*inputs) - ours).abs().max()) if who == "flex" else None
             same = {"case": name, **case._asdict(), "window": WINDOW, "contender": who, "difference": error, **facts}
-            new = [{**row, **same} for row in layer_parts.measure((partial(attend, *inputs), inputs), rep)]
+            new = [{**row, **same} for row in layer_parts.measure((functools.partial(attend, *inputs), inputs), rep)]
             store.append(out, new)
             rows += new
             torch.cuda.empty_cache()

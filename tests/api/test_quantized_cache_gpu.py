@@ -10,8 +10,8 @@ import torch
 from nsa_sel.core import registry
 from nsa_sel.serving import selection_attention_with_kvcache
 from tests.helpers.cache_cases import LENGTHS
-from tests.helpers.graphs import captured, no_waiting, replayed
-from tests.helpers.quantized_cases import EACH, QuantizedCache, check_quantized, make_quantized
+from tests.helpers.graphs import no_waiting
+from tests.helpers.quantized_cases import EACH, QuantizedCache, check_quantized, make_quantized, replayed_with
 
 _SM = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1] if torch.cuda.is_available() else 0
 pytestmark = pytest.mark.gpu
@@ -82,20 +82,7 @@ def test_nan_reaches_the_rows_that_select_it_alone(backend: str) -> None:
 def test_a_graph_follows_writes_into_its_inputs(backend: str, page_size: int | None, each: str) -> None:
     """Scales, lengths, tables, selections, queries and pages; o and lse held NaN. Bit-equal to an eager call."""
     first, other = (gpu_cache(each, page_size, lengths=lengths, seed=seed) for lengths, seed in ((LENGTHS, 0), ((150, 9, 0, 1), 1)))
-
-    def call() -> tuple[torch.Tensor, torch.Tensor]:
-        o, lse = selection_attention_with_kvcache(*first.cache, **first.scales, return_lse=True, backend=backend)
-        return o, lse
-
-    with torch.no_grad():
-        graph, outputs = captured(call)
-    for name in ("q", "k_cache", "v_cache", "cache_seqlens", "block_table"):
-        if getattr(first.cache, name) is not None:
-            getattr(first.cache, name).copy_(getattr(other.cache, name))
-    first.cache.selection.ranges.copy_(other.cache.selection.ranges)
-    for name, scale in first.scales.items():
-        scale.copy_(other.scales[name])
-    assert all(map(torch.equal, replayed(graph, outputs), check_quantized(other, backend)))
+    assert all(map(torch.equal, replayed_with(first, other, backend), check_quantized(other, backend)))
 
 
 @pytest.mark.parametrize("each", EACH)

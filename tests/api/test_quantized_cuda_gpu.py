@@ -13,8 +13,8 @@ from nsa_sel.core import registry
 from nsa_sel.selection import Selection
 from nsa_sel.serving import selection_attention_with_kvcache
 from tests.helpers.cache_cases import LENGTHS
-from tests.helpers.graphs import captured, no_waiting, replayed
-from tests.helpers.quantized_cases import EACH, QuantizedCache, check_quantized, large_keys, make_quantized
+from tests.helpers.graphs import no_waiting
+from tests.helpers.quantized_cases import EACH, QuantizedCache, check_quantized, large_keys, make_quantized, replayed_with
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
@@ -166,20 +166,7 @@ def test_a_cache_that_sequences_share_is_copied() -> None:
 def test_a_graph_follows_writes_into_its_inputs(page_size: int | None, each: str) -> None:
     """Scales, lengths, tables, selections, queries and pages; o and lse held NaN. Bit-equal to an eager call."""
     first, other = (gpu_cache(each, page_size, lengths=lengths, seed=seed) for lengths, seed in ((LENGTHS, 0), ((150, 9, 0, 1), 1)))
-
-    def call() -> tuple[torch.Tensor, torch.Tensor]:
-        o, lse = selection_attention_with_kvcache(*first.cache, **first.scales, return_lse=True, backend="cupy-cuda")
-        return o, lse
-
-    with torch.no_grad():
-        graph, outputs = captured(call)
-    for name in ("q", "k_cache", "v_cache", "cache_seqlens", "block_table"):
-        if getattr(first.cache, name) is not None:
-            getattr(first.cache, name).copy_(getattr(other.cache, name))
-    first.cache.selection.ranges.copy_(other.cache.selection.ranges)
-    for name, scale in first.scales.items():
-        scale.copy_(other.scales[name])
-    assert all(map(torch.equal, replayed(graph, outputs), check(other)))
+    assert all(map(torch.equal, replayed_with(first, other, "cupy-cuda"), check(other)))
 
 
 @pytest.mark.parametrize("each", EACH)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nsa_sel.bench.core import flex_window, store
+from nsa_sel.bench.core import store
 from nsa_sel.bench.questions import windows
 from tests.api.test_window import check, inputs_of
 from tests.helpers.paths import ROOT
@@ -20,11 +20,9 @@ def test_flex_has_the_results_of_a_window(monkeypatch: pytest.MonkeyPatch) -> No
     from torch.nn.attention.flex_attention import flex_attention
 
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
-    monkeypatch.setattr(flex_window, "_compiled", lambda: flex_attention)
+    monkeypatch.setattr(windows, "_compiled", lambda: flex_attention)
     inputs, size = inputs_of((1, 150, 190, 2, 3, 16, 24, 41))
-    check(
-        lambda q, k, v, window, **_: flex_window.flex_window(q, k, v, flex_window.window_mask(150, 190, window, "cpu")), inputs, size, False
-    )
+    check(lambda q, k, v, window, **_: windows.flex_window(q, k, v, windows.window_mask(150, 190, window, "cpu")), inputs, size, False)
 
 
 def row(case: str, contender: str, direction: str, ms: float) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from nsa_sel.oracle import oracle_forward
 from nsa_sel.serving import selection_attention_with_kvcache
 from tests.helpers.cache_cases import Cache, gathered, make_cache, positions
 from tests.helpers.cases import assert_within_twice_baseline, plain_torch
+from tests.helpers.graphs import captured, replayed
 
 EACH = (None, "tensor", "head", "page")  # what has a scale of its own
 
@@ -82,3 +83,21 @@ def check_quantized(given: QuantizedCache, backend: str | None) -> tuple[Tensor,
     assert bool((o.masked_select(nothing.unsqueeze(-1)) == 0).all())
     assert bool((lse.masked_select(nothing) == -math.inf).all())
     return o, lse
+
+
+def replayed_with(first: QuantizedCache, other: QuantizedCache, backend: str) -> list[Tensor]:
+    """o and lse, which held NaN, of a graph that was captured over `first`, replayed with what `other` holds in its place."""
+
+    def call() -> tuple[Tensor, Tensor]:
+        o, lse = selection_attention_with_kvcache(*first.cache, **first.scales, return_lse=True, backend=backend)
+        return o, lse
+
+    with torch.no_grad():
+        graph, outputs = captured(call)
+    for name in ("q", "k_cache", "v_cache", "cache_seqlens", "block_table"):
+        if getattr(first.cache, name) is not None:
+            getattr(first.cache, name).copy_(getattr(other.cache, name))
+    first.cache.selection.ranges.copy_(other.cache.selection.ranges)
+    for name, scale in first.scales.items():
+        scale.copy_(other.scales[name])
+    return replayed(graph, outputs)
