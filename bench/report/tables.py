@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from nsa_sel.bench.core import cases, store, trained
+from nsa_sel.bench.core import store, trained
 from nsa_sel.bench.core.contenders import of_framework
 from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.markdown import factor, ms, spread, table, with_note
@@ -116,35 +115,6 @@ def kernel_times() -> str:
         each = [f"{name} {us:.0f}" + (f" ({count:.0f})" if count > 1 else "") for name, count, us in kernels]
         lines.append((*key, summary.short(row), f"{total:.0f}", ", ".join(each)))
     return table(["case", "direction", "backend", "us", "kernels: us (launches)"], lines)
-
-
-def cuda(rows: list[Row]) -> str:
-    """CUDA's backends beside the fastest of Triton's, on single cases and over the layers of the committed maps: milliseconds, medians."""
-    index, ours, others = summary.indexed(rows), of_framework("cupy"), of_framework("triton")
-
-    def times(case: str, direction: str) -> tuple[list[Row | None], Row] | None:
-        """The row of each CUDA backend, and the fastest one in Triton; None where a side is missing."""
-        found = index.get((case, direction), {})
-        triton = min((found[name] for name in others if name in found), key=lambda row: row["ms_median"], default=None)
-        cuda = [found.get(name) for name in ours]
-        return None if triton is None or not any(cuda) else (cuda, triton)
-
-    def gain(cuda: list[Row | None], triton: Row) -> float:
-        return float(triton["ms_median"] / min(row["ms_median"] for row in cuda if row))
-
-    lines: list[tuple[str, ...]] = []
-    for case in (*cases.performance_cases(), *cases.decode_cases()):
-        for direction in ("fwd", "bwd", "decode"):
-            if both := times(case.case, direction):
-                lines.append((case.case, direction, *map(ms, both[0]), ms(both[1]), factor(gain(*both))))
-    for B, h, direction in ((B, h, direction) for B in (1, 4) for h in (16, 4) for direction in ("fwd", "bwd")):
-        layers = [case.case for case in cases.layer_cases() if (case.B, case.h) == (B, h)]
-        if found := [both for name in layers if (both := times(name, direction))]:
-            columns = zip(*([*cuda, triton] for cuda, triton in found), strict=True)
-            middle = [f"{statistics.median(row['ms_median'] for row in column):.3g}" if all(column) else "-" for column in columns]
-            gains = [gain(*both) for both in found]
-            lines.append((f"{len(found)} layers, B {B}, h {h}", direction, *middle, f"{factor(min(gains))} to {factor(max(gains))}"))
-    return table(["case", "direction", *ours, "fastest of Triton's", "Triton's time over CUDA's"], lines)
 
 
 def peers(file: str) -> str:
@@ -288,8 +258,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     "docs/training.md": {"speed": training.speed_table, "losses": training.loss_table, "band": training.band_table},
     "docs/kernel-results.md": {
         "targets": lambda: targets.targets_table(*map(read_rows, (H200_ROWS, H100_ROWS, H200_PEERS))),
-        "cuda": of_h200(cuda),
-        "cuda_h100": lambda: cuda(read_rows(H100_ROWS)),
+        "performance_h100": lambda: performance(read_rows(H100_ROWS)),
         "kernel_times": kernel_times,
         "profiles": profiles,
         "trials": trials,
