@@ -42,8 +42,8 @@ DEVICE int keep_listed(const Arguments &x, const UnitSegment &segment, int *kept
     for (int first = 0; first < entries; first += THREADS) {
         const int i = first + threadIdx.x, entry = i < entries ? segment.listed[i] : 0;
         const u32 each = segment.each, row = static_cast<u32>(entry) / each;
-        const u64 mask = x.listed && i < entries ? x.listed[(segment.b * x.p.S + row) * x.p.G + segment.g] : ~0ull;
-        const bool keeps = i < entries && mask >> entry % each & 1;
+        bool keeps = i < entries;
+        if (x.listed && keeps) keeps = x.listed[(segment.b * x.p.S + row) * x.p.G + segment.g] >> entry % each & 1;
         const u32 votes = __ballot_sync(ALL_LANES, keeps);
         if (threadIdx.x % 32 == 0) counts[warp] = __popc(votes);
         __syncthreads();
