@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import signal
 import time
 import traceback
@@ -17,13 +18,13 @@ import torch
 
 from nsa_sel.core import registry
 from tests import conftest
-from tests.fuzz import calls, inputs
+from tests.fuzz import calls, inputs, tiles
 from tests.fuzz.generators import Case, case, digest
 
 CPU_SECONDS = 120  # of processor time, which does not grow under load, that one case may take; compiling takes most of it
 CHECKS = {
     "call": calls.check_call, "varlen": calls.check_varlen, "cache": calls.check_cache, "write": calls.check_write,
-    "bad": inputs.check_bad, "config": inputs.check_config, "log": inputs.check_log, "file": inputs.check_file,
+    "tiles": tiles.check_tiles, "bad": inputs.check_bad, "config": inputs.check_config, "log": inputs.check_log, "file": inputs.check_file,
 }  # fmt: skip
 
 
@@ -34,12 +35,14 @@ def prepare() -> None:
     contextlib.contextmanager(conftest.interpreter_of_tests.__wrapped__)().__enter__()  # for as long as the process lives
 
 
-def run(first: int, count: int, device: str) -> dict[str, Any]:
-    """A row of the ledger: the cases of these seeds, checked."""
+def run(first: int, count: int, device: str, kind: str | None = None, until: float = math.inf) -> dict[str, Any]:
+    """A row of the ledger: the cases of these seeds, checked. kind: as of `case`. until: of `time.time()`, when no further one is begun."""
     begun, kinds, ran, failed = time.perf_counter(), Counter[str](), calls.Ran(), []
-    cases = [case(seed, device) for seed in range(first, first + count)]
+    cases = [case(seed, device, kind) for seed in range(first, first + count)]
     of_cases = digest(cases)  # before they are checked, which may write into one
     for one in cases:
+        if time.time() > until:
+            break
         kinds[one.kind] += 1
         try:
             ran += check(one)

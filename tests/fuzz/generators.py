@@ -15,14 +15,23 @@ Facts = dict[str, Any]
 
 UNION = True  # whether ranges of a row may overlap, and a row may name a block twice; each key counts once
 KINDS = {"call": 48, "varlen": 8, "cache": 8, "bad": 14, "write": 8, "config": 7, "log": 4, "file": 3}  # kind -> weight
-GPU_KINDS = {"call": 60, "varlen": 10, "cache": 10, "bad": 10, "write": 10}
+GPU_KINDS = {"call": 60, "varlen": 10, "cache": 10, "bad": 10, "write": 10}  # beside "tiles", which is asked for by its name
 TRITON = ("triton-token", "triton-group", "triton-tile", "triton-block")
 ON_CPU = ("sdpa-packed", "numba", *TRITON)
-ON_GPU = (*TRITON, "cupy-cuda")
+ON_GPU = (*TRITON, "cupy-cuda", "cuda-block")
+BY_BLOCKS = ("triton-tile", "triton-block", "cuda-block")  # take no other selections
 GPU_STEP = 10  # seeds in a row that are of one size and backend, so that a test compiles few kernels
 GPU_SIZES = (  # h, Dk, Dv, block size, dtype
     (16, 128, 128, 64, "bfloat16"), (16, 192, 128, 64, "float16"), (4, 64, 64, 64, "bfloat16"), (3, 64, 128, 16, "float16"),
-    (1, 16, 8, 32, "float32"), (12, 40, 72, 16, "bfloat16"),
+    (1, 16, 8, 32, "float32"), (12, 40, 72, 16, "bfloat16"), (12, 256, 256, 4, "bfloat16"), (4, 64, 128, 8, "float16"),
+)  # fmt: skip
+TILE_SIZES = (  # backend, h, Dk, Dv, block size, dtype: every kernel of Hopper's tiles and lists, and those of Triton over small blocks
+    ("cupy-cuda", 12, 256, 256, 4, "bfloat16"), ("cuda-block", 16, 128, 128, 64, "bfloat16"), ("cupy-cuda", 3, 256, 256, 64, "float16"),
+    ("cupy-cuda", 16, 128, 128, 4, "bfloat16"), ("cuda-block", 3, 64, 128, 64, "float16"), ("cupy-cuda", 4, 64, 64, 8, "float16"),
+    ("cupy-cuda", 1, 128, 128, 64, "bfloat16"), ("cupy-cuda", 64, 256, 256, 32, "bfloat16"), ("cuda-block", 4, 128, 64, 128, "bfloat16"),
+    ("cupy-cuda", 5, 192, 128, 16, "bfloat16"), ("triton-tile", 12, 256, 256, 4, "bfloat16"), ("cupy-cuda", 16, 192, 128, 64, "bfloat16"),
+    ("triton-group", 12, 256, 256, 4, "bfloat16"), ("cuda-block", 1, 64, 64, 64, "bfloat16"), ("cupy-cuda", 2, 256, 256, 8, "float16"),
+    ("triton-tile", 4, 64, 64, 8, "float16"), ("cupy-cuda", 7, 64, 128, 128, "bfloat16"), ("triton-block", 4, 128, 128, 64, "bfloat16"),
 )  # fmt: skip
 TOPS = {"uint8": 255, "int8": 127, "int16": 2**15 - 1, "int32": 2**31 - 1, "int64": 2**63 - 1}
 
@@ -36,11 +45,13 @@ class Case(NamedTuple):
     facts: Facts
 
 
-def case(seed: int, device: str = "cpu") -> Case:
-    """The case of a seed."""
-    rng = random.Random(f"{device} {seed}")
+def case(seed: int, device: str = "cpu", kind: str | None = None) -> Case:
+    """The case of a seed. kind: of this kind alone."""
+    rng = random.Random(f"{device} {seed}" if kind is None else f"{kind} {seed}")
     weights = KINDS if device == "cpu" else GPU_KINDS
-    kind = rng.choices(list(weights), list(weights.values()))[0]
+    kind = rng.choices(list(weights), list(weights.values()))[0] if kind is None else kind
+    if kind == "tiles":
+        return Case(seed, device, kind, _tiles(rng, seed))
     facts = MAKERS[kind](rng, _cpu_sizes(rng) if device == "cpu" else _gpu_sizes(rng, seed))
     return Case(seed, device, kind, copy.deepcopy(facts))  # a check may write into them, and they share what was to choose from
 
@@ -104,7 +115,7 @@ def _blocks(rng: random.Random, z: Facts, n: int, dtype: str, twice: bool) -> li
 
 def selection(rng: random.Random, z: Facts, ways: tuple[str, ...] = ("ranges", "blocks")) -> Facts:
     """A selection for sizes z: how it is made, from which numbers, and what is done to it before the call."""
-    how = rng.choice(ways if z["backends"][0] not in ("triton-tile", "triton-block") else ways[1:])
+    how = rng.choice(ways if z["backends"][0] not in BY_BLOCKS else ways[1:])
     n, empty = rng.choice((0, 1, 1, 2, 3, 4, 9)), rng.choice((0.0, 0.0, 0.3, 1.0))  # empty: the share of rows with nothing
     then = rng.choice(("", "", "measure", "merge", "to", "copy", "deepcopy", "pickle"))
     made: Facts = {"how": how, "n": n, "dtype": rng.choice(("int32", "int64")), "then": then, "block": z["block"]}
@@ -141,6 +152,50 @@ def _call(rng: random.Random, z: Facts) -> Facts:
         "grads": rng.choice(("", "qkv", "qkv", "qkv", "q", "kv", "k", "v")), "uses": rng.choice(("o", "both", "both", "lse")),
         "do": rng.choice(("random", "ones")), "flag": rng.random() < 0.3,
         "again": rng.random() < 0.2,
+    }  # fmt: skip
+
+
+CHANGES = (
+    "same",
+    "same",
+    "same",
+    "memory",
+    "memory",
+    "stream",
+    "thread",
+    "write",
+    "no grad",
+    "inference",
+    "twice",
+    "graph",
+    "parts",
+    "measure",
+)
+
+
+def _tiles(rng: random.Random, seed: int) -> Facts:
+    """A call of several tiles, which is repeated with changes, so that it is replayed. The selection is a recipe: rows are many."""
+    backend, h, Dk, Dv, block, dtype = TILE_SIZES[seed // GPU_STEP % len(TILE_SIZES)]
+    B, S = rng.choice((1, 1, 2, 3)), rng.choice((1, 20, 64, 65, 130, 257, 600))
+    z: Facts = {"backend": backend, "h": h, "Dk": Dk, "Dv": Dv, "block": block, "dtype": dtype, "r": rng.choice((1, 1, 1, 1, 2, 4))}
+    B = rng.choice((B, 40)) if S == 1 else B
+    z |= {"B": B, "S": S, "G": rng.choice((1, 1, 2, 3)), "S_kv": S + rng.choice((0, 0, 1, 63, 64, 200, 1000, 3000))}
+    while z["S"] > 1 and z["B"] * z["S"] * z["G"] * z["r"] * h * z["S_kv"] > 1 << 25:
+        z["S"] = -(-z["S"] // 2)
+    blocks = -(-z["S_kv"] // block)
+    n = min(rng.choice((1, 2, 3, 8, 16, 33, 70, 256, 512)), blocks + 2)
+    layouts = ("plain", "plain", "plain", "keys first", "padded", "odd", "batch")
+    return {
+        **z, "n": n, "how": rng.choice(("random", "random", "popular", "near", "same", "mixed")), "empty": rng.choice((0.0, 0.0, 0.3, 0.9)),
+        "holes": rng.choice((0.0, 0.0, 0.3)), "far": rng.random() < 0.1, "twice": rng.random() < 0.2,
+        "index": rng.choice(("int32", "int64")), "kept": rng.random() < 0.7,
+        "q_pos": rng.choice((None, None, None, "random", "zero", "late", "falling", "shared")),
+        "layouts": [rng.choice(layouts) for _ in "qkv"],
+        "do": rng.choice(("plain", "plain", "keys first", "padded", "odd", "one row", "ones")),
+        "poison": rng.choice((None, "nan", "nan", "inf")), "uses": rng.choice(("o", "o", "both", "lse")),
+        "grads": rng.choice(("", "qkv", "qkv", "qkv", "qkv", "q", "kv")),
+        "scale": rng.choice((None, None, None, None, -0.5, 0.0, 1e-9, 2.0)),
+        "changes": [rng.choice(CHANGES) for _ in range(rng.choice((0, 1, 4, 6)))],
     }  # fmt: skip
 
 

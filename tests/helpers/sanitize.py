@@ -1,11 +1,11 @@
 """A small matrix of forced calls, forward and backward, for compute-sanitizer:
 
-compute-sanitizer --tool memcheck --error-exitcode 86 python tests/helpers/sanitize.py cupy-cuda 32 64
+compute-sanitizer --tool memcheck --error-exitcode 86 python tests/helpers/sanitize.py cupy-cuda 48 64
 
-The numbers are block sizes. Blocks of 64 run Hopper's kernels, whose TMA loads only memcheck supports. Calls that the backend's limits
-refuse are left out. Without numbers the calls are over caches: one new token and more, few rows and many, pages and none, e4m3. "layer"
-decodes with a layer over `NSACache`, "choosing" chooses among compressed keys in pages. "units" are calls of cuda-block in several units;
-"lists" are the kernels of its plans and of cupy-cuda's, which have no TMA.
+The numbers are block sizes. Blocks of 4 to 32 and of 64 run Hopper's kernels, whose TMA loads only memcheck supports. Calls that the
+backend's limits refuse are left out. Without numbers the calls are over caches: one new token and more, few rows and many, pages and none,
+e4m3. "layer" decodes with a layer over `NSACache`, "choosing" chooses among compressed keys in pages. "units" are calls of cuda-block in
+several units; "lists" are the kernels of its plans and of cupy-cuda's, which have no TMA.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import nsa_sel
 from nsa_sel.backends import choose_triton, cuda_block
 from nsa_sel.backends._triton import choose_pages
-from nsa_sel.backends.cupy_cuda import key_to_rows, launch, sm90
+from nsa_sel.backends.cupy_cuda import launch, sm90
 from nsa_sel.core import registry
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.selection import Selection
@@ -35,6 +35,7 @@ SIZES = (  # B, S, G, h, Dk, Dv, S_kv
     (1, 40, 1, 16, 128, 128, 300),
     (1, 20, 1, 40, 64, 64, 150),
     (1, 10, 1, 4, 256, 192, 150),
+    (1, 40, 2, 12, 256, 256, 300),
     (1, 1, 2, 16, 128, 128, 600),
     (150, 1, 2, 16, 128, 128, 200),  # more rows than CTAs: each has several
 )
@@ -94,12 +95,17 @@ def run_units() -> int:
 
 def run_lists() -> int:
     """How many selections were listed, and which rows share tiles, for the kernels of Hopper, on any GPU."""
-    sizes = ((1, 300, 2, 16, 700, 64), (2, 150, 1, 4, 2000, 128), (1, 70, 1, 1, 270_000, 64))  # B, S, G, h, S_kv, block
+    sizes = (  # B, S, G, h, S_kv, block
+        (1, 300, 2, 16, 700, 64), (2, 150, 1, 4, 2000, 128), (1, 70, 1, 1, 270_000, 64), (2, 150, 2, 12, 700, 4), (1, 70, 1, 2, 70_000, 32),
+    )  # fmt: skip
     for B, S, G, h, S_kv, block in sizes:
         q, k, v = make_qkv(B, S, G, h, 64, 64, S_kv=S_kv, dtype=torch.bfloat16, device="cuda")
         call = make_call(q, k, v, make_blocks(B, S, G, S_kv, 5, block, device="cuda"))
-        lists, reach = key_to_rows.lists_of(call, sm90.KEYS), call.reach(sm90.KEYS)
-        sm90._order(call, sm90._groups(call)[2], reach, lists.segment)
+        sm90.plan_of(call, 5)
+        lists, reach = sm90._lists(call)[0], call.reach(sm90.KEYS)
+        sm90._order(call, sm90._groups(call)[2], lists.reach, lists.segment)
+        if block < sm90.KEYS:
+            continue
         cuda_block._find_shared(call, reach, h)
         cuda_block._order(call, reach, *cuda_block._sizes(call, reach))
     torch.cuda.synchronize()
