@@ -186,6 +186,16 @@ def test_sections_segments_and_lists_without_rows(monkeypatch: pytest.MonkeyPatc
         assert started.count(kernel) == 1 + 1 + 3 + 6
 
 
+@pytest.mark.parametrize("started", [BACKWARDS | EAGER], indirect=True)
+def test_rows_of_more_entries_than_a_mask_has_bits(started: list[str]) -> None:
+    """Without a mask, whose shift by an entry's number ends the emulation."""
+    q, k, v = rows(S=2, G=1, h=16, S_kv=66 * 64)
+    selection = make_blocks(1, 2, 1, 66 * 64, 66, 64)
+    *checked, scale, _ = check_call(q, k, v, selection, None, None)
+    assert_forward(cuda_block.forward(Call(*checked, None, scale, settings_for(GPU), GPU)), q, k, v, selection.ranges)
+    assert started == ["block_partials.cu"]
+
+
 def test_positions_and_a_negative_scale(started: list[str]) -> None:
     q, k, v = rows(B=2, S=12, G=1, h=8)
     q_pos = torch.randint(0, 200, (2, 12), dtype=torch.int32, generator=torch.Generator().manual_seed(3))

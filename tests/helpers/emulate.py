@@ -40,6 +40,8 @@ extern "C" void run(unsigned blocks, unsigned threads, unsigned shared, int mode
 # -Og compiles nearly as fast as -O0, and the kernels run twice as fast. Of the standard headers only C's: the wrappers of C++ around them
 # take as long as the rest.
 COMPILE = ["g++", "-std=c++17", "-nostdinc++", "-Og", "-w", "-shared", "-fPIC", "-fno-strict-aliasing"]
+# A shift by all bits or more gives 0 on a GPU, and on a CPU anything: here it ends the process (SIGILL).
+CHECKED = ["-fsanitize=shift-exponent", "-fsanitize-undefined-trap-on-error"]
 UNFORTIFIED = ["-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=0"]  # threads are fibers, which jump between stacks
 KEPT = ROOT / "build" / "emulation"
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++, which compiles the kernels for the CPU")
@@ -96,7 +98,7 @@ def _library(source: str, macros: compiler.Constants) -> ctypes.CDLL:
     files = {file: EXTERN.sub(memory, text) for file, text in compiler.sources(source).items()}
     files |= {name: (EMULATION / name).read_text() for name in ("hardware.cuh", "hopper.cuh", "wgmma_ptx.cuh")}
     files["main.cpp"] = f'#include "{Path(source).name}"\n' + MAIN.format(kernel=Path(source).stem)
-    command = [*COMPILE, *UNFORTIFIED, *(f"-D{macro}={value}" for macro, value in macros)]
+    command = [*COMPILE, *CHECKED, *UNFORTIFIED, *(f"-D{macro}={value}" for macro, value in macros)]
     digest = hashlib.sha256(repr((_version(), command, sorted(files.items()))).encode()).hexdigest()
     kept = KEPT / f"{digest}.so"
     if not kept.exists():
