@@ -40,9 +40,9 @@ class Selection:
     Make one with `from_blocks`, `from_scores` or `from_ranges`. A row attends to the union of its ranges. Using a selection never reads
     the device, but for the one count of a class that `NSA_SEL_COUNT_SHARING` describes (docs/decisions.md).
 
-    The attributes below can't be replaced. Plans of backends and the statistics of `measure` are cached here, for forward, backward and
-    layers that share a selection. Writing into the ranges through PyTorch, or in any way on a CPU, drops them. After a write on a GPU
-    that PyTorch does not see (a kernel of your own) call `invalidate()`; NSA_DEBUG_TRITON=1 checks that.
+    The attributes below can't be replaced. Plans of backends, for each CUDA stream its own, and the statistics of `measure` are cached
+    here, for forward, backward and layers that share a selection. Writing into the ranges through PyTorch, or in any way on a CPU, drops
+    them. After a write on a GPU that PyTorch does not see (a kernel of your own) call `invalidate()`; NSA_DEBUG_TRITON=1 checks that.
 
     Attributes:
         ranges: int32 or int64, `[start, end)` in key positions; a range with end <= start is empty.
@@ -150,7 +150,7 @@ class Selection:
         else:
             checked = debugging()  # nothing compiles or captures the call
             selection._remember_version(checked)
-            selection._plans[_DISJOINT] = Plan([], (), unique)
+            selection._keep(_DISJOINT, Plan([], (), unique))
         if checked:
             selection.validate()
         return selection
@@ -259,7 +259,7 @@ class Selection:
         if self.ranges.is_inference() or UNKNOWN in states:
             return build()
         self._drop_old()
-        kept = self._plans.get(key)
+        kept = self._plans.get(self._on_stream(key))
         if kept is None or kept.states != states:
             kept = Plan(states, made_from, build())
             self._keep(key, kept)
@@ -274,11 +274,18 @@ class Selection:
     def _keep(self, key: tuple[Any, ...], plan: Plan) -> None:
         if len(self._plans) >= _MOST_PLANS:  # a growing KV cache makes new keys at every step
             self._plans.pop(next(iter(self._plans), None), None)
-        self._plans[key] = plan
+        self._plans[self._on_stream(key)] = plan
+
+    def _on_stream(self, key: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The key of a plan on the current stream: another stream could read it before it is built, or after its memory is used again."""
+        ranges = self.ranges
+        if not ranges.is_cuda or torch.compiler.is_compiling():
+            return key
+        return *key, torch._C._cuda_getCurrentRawStream(ranges.get_device())
 
     def kept(self, key: tuple[Any, ...]) -> Any:
         """The cached plan that depends on the ranges alone; None if there is none."""
-        found = self._plans.get(key)
+        found = self._plans.get(self._on_stream(key))
         return found.value if found is not None and not found.made_from and self._is_current() else None
 
     def keep(self, key: tuple[Any, ...], value: Any) -> None:

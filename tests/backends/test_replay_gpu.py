@@ -178,6 +178,27 @@ def test_threads_with_streams_of_their_own(backend: str, played: list[Any]) -> N
 
 
 @on_every_backend
+def test_streams_that_share_a_selection(backend: str, played: list[Any]) -> None:
+    """Neither reads a plan that another has only queued. The first calls are written as they are, the last ones replayed."""
+    q, k, v, do, blocks = inputs = inputs_of(0)
+    wanted = step(backend, inputs)
+    late, early = torch.cuda.Stream(), torch.cuda.Stream()
+    for _ in range(6):
+        shared, found = Selection.from_blocks(blocks, 64), []
+        torch.cuda.synchronize()
+        for stream in (late, early):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(20_000_000 * (stream is late))  # cycles
+                leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+                o, lse = selection_attention(*leaves, shared, return_lse=True, backend=backend)
+                found.append([o.detach(), lse.detach(), *torch.autograd.grad(o, leaves, do)])
+        torch.cuda.synchronize()
+        for got in found:
+            assert_equal(got, wanted)
+    assert played
+
+
+@on_every_backend
 def test_a_capture_after_replays(backend: str, played: list[Any]) -> None:
     """A CUDA graph holds a pass that runs as it is written, and follows what is written into its inputs."""
     problems = [inputs_of(seed) for seed in range(3)]
