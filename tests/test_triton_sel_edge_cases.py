@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import nsa_sel
+from nsa_sel.core import registry
 from nsa_sel.oracle import oracle_forward
 from nsa_sel.selection import Selection
 from tests.helpers.cases import assert_forward, edge_block_lists, edge_selections, make_blocks, make_call, make_grads, make_qkv
@@ -138,6 +139,17 @@ def test_poison_matrix(backend: str) -> None:
     """Rows that select nothing, whatever they hold; a row that selects something spoils no other."""
     q, k, v = make_qkv(S=8, G=1, h=2, Dk=16, Dv=24, S_kv=90)
     selection, row = rows_with_holes(1, 8, 1, 90, 16, 2)
+    run, mask = through(backend, selection), selected(selection, q, k)
+    check_empty_rows(run, q, k, v, mask, dict.fromkeys(("nan", "inf", "huge"), ("all",)))
+    check_one_row(run, q, k, v, mask, row, ("nan", "huge"))
+
+
+@pytest.mark.parametrize("backend", [backend for backend in ALL_BACKENDS if registry.backends()[backend].limits.takes_block(4)])
+def test_poison_matrix_of_small_blocks(backend: str) -> None:
+    """Several in a step and a tile. Two rows select a block that is in the future, of a tile of which they see some."""
+    q, k, v = make_qkv(S=8, G=1, h=2, Dk=16, S_kv=106)
+    selection, row = rows_with_holes(1, 8, 1, 106, 4, 2)
+    selection.ranges[:, :2, :, 0] = torch.tensor([104, 108])
     run, mask = through(backend, selection), selected(selection, q, k)
     check_empty_rows(run, q, k, v, mask, dict.fromkeys(("nan", "inf", "huge"), ("all",)))
     check_one_row(run, q, k, v, mask, row, ("nan", "huge"))

@@ -147,4 +147,6 @@ def dq_kernel(
             v_tile = load_columns(key_pointers(v, strides.v, b, g, position), valid, 0, dims.Dv, dims.BLOCK_DV)
             _, ds = p_and_ds(products(q_tile, k_tile), do_tile, v_tile, lse2, delta_rows, scale_log2, valid[None, :])
             acc = add_product(acc, ds.to(k_tile.dtype), k_tile)
-    store_columns(dq + out * dims.Dk, acc * scale, is_head, 0, dims.Dk)
+    # A row that saw no key has p = 0, which NaN or infinity in its q, do or dlse would make NaN.
+    saw = (lse2 != float("-inf"))[:, None]
+    store_columns(dq + out * dims.Dk, tl.where(saw, acc * scale, 0.0), is_head, 0, dims.Dk)

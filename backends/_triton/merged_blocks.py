@@ -15,7 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_sel.backends._replay import kept_plan
+from nsa_sel.backends._triton.arguments import position_strides, sizes
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
+from nsa_sel.backends._triton.rows import row_limit
 from nsa_sel.backends._triton.softmax import larger
 from nsa_sel.backends._triton.tiles import MIN_TILE, tile_size
 from nsa_sel.core.call import Call
@@ -27,16 +29,23 @@ MOST_BITS = 16  # blocks of a tile
 
 @triton.jit
 def merge_kernel(
-    ranges, tiles, bits, S_kv, N: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ENTRIES: tl.constexpr
+    ranges, q_pos, tiles, bits, stride_pos, sizes,
+    N: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Sort the N blocks of one row; runs in one tile become a range of it, with their bits. Empty ranges fill up M. One program per row."""
+    """Sort the N blocks of one row that it sees; runs in one tile become a range of it, with their bits. Empty ranges fill up M. One program
+    per row.
+
+    Of a tile that a row sees, too, a block that it does not see would list the row, whose q and do might be NaN: 0 * NaN would reach dk.
+    """
     NOWHERE: tl.constexpr = 2147483647
     EACH: tl.constexpr = WIDTH // BLOCK
+    S, S_kv, G = sizes
     row = tl.program_id(0).to(tl.int64)
+    limit = row_limit(q_pos, stride_pos, row // G // S, row // G % S, S, S_kv)
     i = tl.arange(0, ENTRIES)
     start = tl.load(ranges + (row * N + i) * 2, mask=i < N, other=0)
     end = tl.load(ranges + (row * N + i) * 2 + 1, mask=i < N, other=0)
-    key = tl.sort(tl.where((end > start) & (start < S_kv), start // BLOCK, NOWHERE).to(tl.int32))
+    key = tl.sort(tl.where((end > start) & (start < limit), start // BLOCK, NOWHERE).to(tl.int32))
     real = key != NOWHERE
     tile = key // EACH
     first = real & ((i == 0) | (tl.gather(tile, tl.maximum(i - 1, 0), 0) != tile))
@@ -81,7 +90,8 @@ def _build(call: Call, width: int) -> tuple[Selection, Tensor]:
     assert block is not None, "`merges` asks"
     tiles = torch.empty(B, S, G, most, 2, dtype=torch.int32, device=call.q.device)
     bits = torch.empty(B, S, G, most, dtype=torch.int32, device=call.q.device)
-    _merge(n, most, block, width).launch(B * S * G, (call.disjoint_ranges(), tiles, bits), (call.k.shape[2],))
+    tensors = (call.disjoint_ranges(), call.q_pos, tiles, bits)
+    _merge(n, most, block, width).launch(B * S * G, tensors, (position_strides(call), sizes(call)))
     return Selection(tiles, width, disjoint=True), bits
 
 
