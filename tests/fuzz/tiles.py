@@ -18,8 +18,9 @@ from torch import Tensor
 
 import nsa_sel
 from nsa_sel.backends import _replay, _slices
+from nsa_sel.backends._triton import dkdv
 from nsa_sel.backends._triton.kernel import Kernel
-from nsa_sel.backends.cupy_cuda import launch
+from nsa_sel.backends.cupy_cuda import launch, sm90
 from nsa_sel.core.reset import reset
 from nsa_sel.errors import BackendError
 from nsa_sel.selection import Selection
@@ -30,14 +31,14 @@ from tests.helpers.cases import RESULTS, assert_within_twice_baseline
 
 Results = dict[str, Tensor]
 SHARES = ("triton-block", "cuda-block")  # round a share of o and dq for each block of a row
-SMALL = 1 << 20  # bytes of a workspace that few plans fit
+SMALL = 1 << 16  # bytes of a workspace that few plans fit
 SAME_BITS = ("same", "memory", "stream", "thread", "twice", "graph")  # changes after which the same kernels run
 
 
 @contextlib.contextmanager
 def counted(ran: Ran) -> Iterator[None]:
-    """Adds how often each kernel was started as it is written, and how many passes and plans were replayed."""
-    start, triton, play = launch.start, Kernel.launch, _replay._play
+    """Adds how often each kernel was started as it is written, how many passes and plans were replayed, and how many parts of rows ran."""
+    start, triton, play, cut = launch.start, Kernel.launch, _replay._play, _slices.slices
 
     def started(source: str, *values: Any, **others: Any) -> None:
         ran[source] += 1
@@ -52,7 +53,15 @@ def counted(ran: Ran) -> Iterator[None]:
         ran["replayed" if found is not None else "not replayed"] += 1
         return found
 
-    with patch.object(launch, "start", started), patch.object(Kernel, "launch", launched), patch.object(_replay, "_play", played):
+    def sliced(*values: Any) -> Iterator[Any]:
+        for part in cut(*values):
+            ran["part"] += 1
+            yield part
+
+    with contextlib.ExitStack() as stack:
+        found = ((launch, "start", started), (Kernel, "launch", launched), (_replay, "_play", played), (_slices, "slices", sliced))
+        for module, name, counting in (*found, (sm90, "slices", sliced), (dkdv, "slices", sliced)):
+            stack.enter_context(patch.object(module, name, counting))
         yield
 
 
