@@ -145,6 +145,20 @@ def test_poison_matrix(backend: str, dtype: str, h: int) -> None:
     check_one_row(run, q, k, v, mask, row)
 
 
+SMALL = [case for case in POISONED if case[1] == "bfloat16" and registry.backends()[case[0]].limits.takes_block(4)]
+
+
+@pytest.mark.parametrize(("backend", "dtype"), unless_missing(SMALL))
+def test_poison_matrix_of_small_blocks(backend: str, dtype: str) -> None:
+    """The first two rows select a block that is in the future, of a tile of which they see some."""
+    q, k, v = gpu_qkv(dtype, B=2, S=150, G=2, h=4, Dk=64, Dv=128, S_kv=700)
+    selection, row = rows_with_holes(2, 150, 2, 700, 4, 9, device="cuda")
+    selection.ranges[:, :2, :, 0] = torch.tensor([552, 556], device="cuda")
+    run, mask = through(backend, selection), selected(selection, q, k)
+    check_empty_rows(run, q, k, v, mask)
+    check_one_row(run, q, k, v, mask, row)
+
+
 @pytest.mark.parametrize(("backend", "dtype"), unless_missing([case for case in POISONED if case[1] != "float32"]))
 def test_poison_matrix_of_padding_that_decodes(backend: str, dtype: str) -> None:
     """Sequences of length 0 in a batch of one token each, and rows that are split among programs."""

@@ -32,7 +32,7 @@ def merge_kernel(
     ranges, q_pos, tiles, bits, stride_pos, sizes,
     N: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Sort the N blocks of one row that it sees; runs in one tile become a range of it, with their bits. Empty ranges fill up M. One program
+    """Sort the N blocks that one row sees; runs in one tile become a range of it, with their bits. Empty ranges fill up M. One program
     per row.
 
     Of a tile that a row sees, too, a block that it does not see would list the row, whose q and do might be NaN: 0 * NaN would reach dk.
