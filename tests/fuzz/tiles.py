@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 import nsa_sel
-from nsa_sel.backends import _replay, _slices
+from nsa_sel.backends import _replay, _slices, cuda_block
 from nsa_sel.backends._triton import dkdv
 from nsa_sel.backends._triton.kernel import Kernel
-from nsa_sel.backends.cupy_cuda import launch, sm90
+from nsa_sel.backends.cupy_cuda import key_to_rows, launch, sm90
 from nsa_sel.core.reset import reset
 from nsa_sel.errors import BackendError
 from nsa_sel.selection import Selection
@@ -347,14 +347,15 @@ def in_thread(run: Callable[..., Results]) -> Results:
 
 
 def in_parts(run: Callable[..., Results]) -> Results:
-    """With little workspace, so that passes go through their rows in parts, or through pairs, or are refused."""
+    """With little workspace, short segments and small sections, so that passes go through their rows in parts, or are refused."""
     settings = lambda device: msgspec.structs.replace(settings_for(device), workspace_bytes=SMALL)  # noqa: E731
     reset()
-    try:
-        with patch("nsa_sel.core.decide.settings_for", settings), patch.object(_slices, "LEAST_ROWS", 64):
-            return run()
-    finally:
-        reset()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch("nsa_sel.core.decide.settings_for", settings))
+        for module, name, value in ((_slices, "LEAST_ROWS", 64), (key_to_rows, "SHORTEST", 4), (cuda_block, "L2_BYTES", 1 << 18)):
+            stack.enter_context(patch.object(module, name, value))
+        stack.callback(reset)
+        return run()
 
 
 def in_graph(run: Callable[..., Results]) -> Results:
