@@ -261,6 +261,9 @@ class Selection:
         self._drop_old()
         kept = self._plans.get(self._on_stream(key))
         if kept is None or kept.states != states:
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False):  # a later call may record gradients
+                    return self.plan(key, build, *made_from)
             kept = Plan(states, made_from, build())
             self._keep(key, kept)
         return kept.value

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import nsa_sel
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import _MOST_PLANS, Selection
 
@@ -116,3 +117,18 @@ def test_the_number_of_plans_is_bounded() -> None:
     for keys in range(100):
         assert selection.plan(("a", keys), lambda keys=keys: keys) == keys
     assert len(selection._plans) == _MOST_PLANS
+
+
+def test_plans_of_inference_mode_serve_calls_that_record_gradients() -> None:
+    """Sequences are copied to where blocks begin, by indices that autograd saves."""
+    q, k, v = (torch.randn(30, 1, *width, 16) for width in ((2,), (), ()))
+    selection = Selection.from_blocks(torch.tensor([0, 1]).expand(30, 1, 2), 4)
+
+    def attend(*inputs: Tensor) -> Tensor:
+        return nsa_sel.selection_attention_varlen(*inputs, selection, [0, 7, 30], align=True)
+
+    with torch.inference_mode():
+        evaluated = attend(q, k, v)
+    trained = attend(*(x.requires_grad_() for x in (q, k, v)))
+    assert torch.equal(trained, evaluated)
+    assert all(bool(x.any()) for x in torch.autograd.grad(trained.sum(), (q, k, v))[2:])
