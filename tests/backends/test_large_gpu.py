@@ -57,6 +57,31 @@ def test_the_last_rows(attend: Attend, keys: int) -> None:
         assert float((mine - other).norm() / other.norm()) < 1e-2
 
 
+def test_the_last_rows_of_small_blocks_and_wide_keys() -> None:
+    """By gathered steps and tiles of blocks, of the last of two sequences."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("kernels of SM 9.0 alone")
+    size, wide, rows = 4, 256, 70_000
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        at = torch.arange(rows - q.shape[1], rows, device=q.device, dtype=torch.int32) // size
+        blocks = torch.stack((torch.zeros_like(at), at - 1, at), -1).clamp(min=0)
+        selection = Selection.from_blocks(blocks[None, :, None].expand(q.shape[0], -1, G, 3), size)
+        return selection_attention(q, k, v, selection, return_lse=True, backend="cupy-cuda")
+
+    torch.manual_seed(0)
+    q = torch.randn(2, rows, G, h, wide, device="cuda", dtype=torch.bfloat16)
+    assert q.numel() > 2**31
+    k, v = torch.randn(2, 2, G, rows, wide, device="cuda", dtype=torch.bfloat16)
+    do = torch.zeros_like(q)
+    do[1, -LAST:].normal_()
+    found = (x[1:] for x in run(attend, q, k, v, do))
+    wanted = run(attend, q[1:, -LAST:].clone(), k[1:].clone(), v[1:].clone(), do[1:, -LAST:].clone())
+    for mine, other in zip(found, wanted, strict=True):
+        mine, other = mine.double(), other.double()
+        assert float((mine - other).norm() / other.norm()) < 1e-2
+
+
 def run(attend: Attend, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
     """What is found for the last rows, and gradients of q there, of k and of v."""
     inputs = tuple(x.requires_grad_() for x in (q, k, v))
