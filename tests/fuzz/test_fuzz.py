@@ -1,4 +1,4 @@
-"""150 cases of the fuzzer here, 150 more by make test-thorough, 300 on a GPU, and the ledger of 10,000: `python -m tests.fuzz --help`."""
+"""150 cases of the fuzzer here, 150 more by make test-thorough, 480 on a GPU, and the ledger of 10,000: `python -m tests.fuzz --help`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
+from nsa_sel.backends.specs import HOPPER_TILES
 from tests.fuzz.checks import run
-from tests.fuzz.generators import GPU_STEP, KINDS, ON_CPU, case, digest
+from tests.fuzz.generators import GPU_STEP, KINDS, ON_CPU, TILE_SIZES, case, digest
+from tests.fuzz.tiles import Truth, dense
 
 LEDGER = Path(__file__).parent / "ledger.jsonl"
 
@@ -25,6 +28,37 @@ def test_cases_are_right_or_refused(first: int) -> None:
 def test_cases_on_a_gpu_are_right_or_refused(first: int) -> None:
     """One that fails is shown by `python -m tests.fuzz --device cuda --first SEED`. A chunk is of one size and one backend."""
     assert run(first, GPU_STEP, "cuda")["failed"] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk", range(len(TILE_SIZES)))
+def test_large_calls_on_a_gpu_are_right_or_refused(chunk: int) -> None:
+    """`python -m tests.fuzz --device cuda --kind tiles --first SEED` shows one. Each chunk runs the kernels that it is for, and replays."""
+    row = run(chunk * GPU_STEP, GPU_STEP, "cuda", "tiles")
+    assert row["failed"] == []
+    backend, h, Dk, Dv, block, _ = TILE_SIZES[chunk]
+    wanted = {f"{backend} forward", f"{backend} backward", "replayed"}
+    if torch.cuda.get_device_capability() == (9, 0):
+        if backend == "cuda-block":
+            wanted |= {"block_partials.cu", "block_gradients.cu"}
+        elif backend == "cupy-cuda" and HOPPER_TILES.gathers(h, Dk, Dv, block):
+            wanted |= {"forward_gather.cu", "dq_gather.cu", "dkdv_groups.cu"}
+    assert wanted <= row["ran"].keys()
+
+
+def test_the_bounds_of_large_calls_show_one_key_of_many() -> None:
+    """Which `assert_within_twice_baseline` of the dense baseline in 16 bits would not."""
+    q, k, v, do = (torch.randn(1, *size, 64).bfloat16() for size in ((8, 1, 2), (1, 700), (1, 700), (8, 1, 2)))
+    mask = torch.ones(1, 8, 1, 700, dtype=torch.bool)
+    values = q, k, v, mask, do, torch.randn(1, 8, 1, 2), 0.125
+    names, truth = ("o", "lse", "dq", "dk", "dv"), Truth(*values)
+    truth.hold(dict(zip(names, dense(*values, exact=False), strict=True)), 1.0)
+    mask = mask.clone()
+    mask[0, 3, 0, 500] = False
+    fewer = dense(q, k, v, mask, *values[4:], exact=False)
+    for name, x in zip(names, fewer, strict=True):
+        with pytest.raises(AssertionError, match=f"^{name}: "):
+            truth.hold({name: x}, 1.0)
 
 
 def test_the_ledger_holds_10000_cases_and_no_failure() -> None:
