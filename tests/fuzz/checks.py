@@ -61,7 +61,9 @@ def check(case: Case) -> calls.Ran:
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", message="nsa-sel: .* failed")  # packed SDPA would hide what failed
         registry.forget_broken()
-        return CHECKS[case.kind](case, case.facts)
+        ran = calls.Ran()
+        with tiles.counted(ran) if case.device == "cuda" else contextlib.nullcontext():
+            return CHECKS[case.kind](case, case.facts) + ran
 
 
 @contextlib.contextmanager

@@ -180,6 +180,8 @@ def _tiles(rng: random.Random, seed: int) -> Facts:
     z: Facts = {"backend": backend, "h": h, "Dk": Dk, "Dv": Dv, "block": block, "dtype": dtype, "r": rng.choice((1, 1, 1, 1, 2, 4))}
     B = rng.choice((B, 40)) if S == 1 else B
     z |= {"B": B, "S": S, "G": rng.choice((1, 1, 2, 3)), "S_kv": S + rng.choice((0, 0, 1, 63, 64, 200, 1000, 3000))}
+    if block < 16 and rng.random() < 0.05:  # as many blocks as a tile's plan numbers
+        z |= {"B": 1, "G": 1, "r": 1, "S_kv": 32768 * block - rng.choice((0, 1))}
     while z["S"] > 1 and z["B"] * z["S"] * z["G"] * z["r"] * h * z["S_kv"] > 1 << 25:
         z["S"] = -(-z["S"] // 2)
     blocks = -(-z["S_kv"] // block)

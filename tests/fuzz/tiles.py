@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import patch
 
@@ -32,7 +32,8 @@ from tests.helpers.cases import RESULTS, assert_within_twice_baseline
 Results = dict[str, Tensor]
 SHARES = ("triton-block", "cuda-block")  # round a share of o and dq for each block of a row
 SMALL = 1 << 16  # bytes of a workspace that few plans fit
-SAME_BITS = ("same", "memory", "stream", "thread", "twice", "graph")  # changes after which the same kernels run
+SAME_BITS = ("same", "memory", "stream", "threads", "twice", "graph")  # changes after which the same kernels run
+WRITES = ("write", "graph write")  # after which the second selection counts
 
 
 @contextlib.contextmanager
@@ -201,7 +202,7 @@ class Problem:
         at = torch.arange(f["S_kv"] - S, f["S_kv"], device=case.device) if self.q_pos is None else self.q_pos
         self.position = at.long().expand(B, S)
         self.blocks = [blocks_of(f, g) for _ in range(2)]  # before and after a write
-        self.truths = [self.truth(x) for x in self.blocks[: 1 + ("write" in f["changes"])]]
+        self.truths = [self.truth(x) for x in self.blocks[: 1 + any(change in WRITES for change in f["changes"])]]
         self.kept: Selection | None = None
 
     def truth(self, blocks: Tensor) -> Truth:
@@ -253,14 +254,14 @@ class Problem:
 def check_tiles(case: Case, f: Facts) -> Ran:
     """Results of a call and of its repeats, each after a change."""
     ran = Ran()
-    with counted(ran), fp32_products():
+    with fp32_products():
         reset()
         problem = Problem(case)
         more = 4.0 if f["backend"] in SHARES else 1.0
         found: list[tuple[int, Results]] = []
         tensors = problem.tensors(problem.truths[0].mask)
         for change in ["same", *f["changes"]]:
-            number = int(change == "write")
+            number = int(change in WRITES)
             try:
                 got = repeat(problem, ran, change, number, tensors)
             except BackendError as error:
@@ -296,13 +297,16 @@ def repeat(problem: Problem, ran: Ran, change: str, number: int, tensors: list[T
         return run()
     if change == "stream":
         return on_other_stream(run)
-    if change == "thread":
-        return in_thread(run)
-    if change == "write":
-        before = selection.ranges.clone()
-        selection.ranges.copy_(problem.selection(1).ranges)
-        tensors = problem.tensors(problem.truths[1].mask)
+    if change == "threads":
+        return in_threads(run)
+    if change in WRITES:
+        before, after = selection.ranges.clone(), problem.selection(1).ranges
+        poisoned = problem.tensors(problem.truths[1].mask)
         try:
+            if change == "graph write":
+                return in_graph(run, [(selection.ranges, after), *zip(tensors, poisoned, strict=True)])
+            selection.ranges.copy_(after)
+            tensors = poisoned
             return run()
         finally:
             selection.ranges.copy_(before)
@@ -328,22 +332,16 @@ def on_other_stream(run: Callable[..., Results]) -> Results:
     return found
 
 
-def in_thread(run: Callable[..., Results]) -> Results:
-    found: list[Any] = []
-
-    def work() -> None:
-        try:
-            found.append(run())
-        except BaseException as error:
-            found.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    result: Results = found[0]
-    return result
+def in_threads(run: Callable[..., Results]) -> Results:
+    """Of the first of three threads that run at once, each on a stream of its own; the others have found the same."""
+    torch.cuda.synchronize()  # what they read is there
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: on_other_stream(run), range(3)))
+    torch.cuda.synchronize()
+    for other in found[1:]:
+        for name, x in other.items():
+            assert torch.equal(x, found[0][name]), f"{name} differs between threads"
+    return found[0]
 
 
 def in_parts(run: Callable[..., Results]) -> Results:
@@ -358,11 +356,17 @@ def in_parts(run: Callable[..., Results]) -> Results:
         return run()
 
 
-def in_graph(run: Callable[..., Results]) -> Results:
+def in_graph(run: Callable[..., Results], writes: Sequence[tuple[Tensor, Tensor]] = ()) -> Results:
+    """Of a graph that is replayed after these writes into what it reads, which are undone. What is expanded has the same values anyway."""
     on_other_stream(run)  # what compiles and loads must do so before
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = run()
+    writes = [(to, x, to.clone()) for to, x in writes if 0 not in to.stride()]
+    for to, x, _ in writes:
+        to.copy_(x)
     graph.replay()
     torch.cuda.synchronize()
+    for to, _, before in writes:
+        to.copy_(before)
     return {name: x.clone() for name, x in found.items()}
