@@ -93,6 +93,13 @@ def test_merged_blocks_name_each_tile_once_with_the_blocks_of_the_row(block: int
         assert found == {j for j in row if j >= 0}
 
 
+@pytest.mark.parametrize(("backend", "S"), [("triton-group", 1), ("triton-group", 5), ("triton-tile", 5)])
+def test_small_blocks_after_empty_ranges_and_duplicates(backend: str, S: int) -> None:
+    """More room than keys: of six blocks of 4 keys three are none, and there are 12 keys."""
+    blocks = torch.tensor([-1, 0, 0, 9, 2, 1]).expand(1, S, 1, 6)
+    check_both(backend, *make_qkv(S=S, G=1, h=2, Dk=16, S_kv=12), Selection.from_blocks(blocks, 4))
+
+
 def test_gradients_of_small_blocks_list_a_row_once_for_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     widths: list[Any] = []
     plan = dkdv.plan_within

@@ -64,6 +64,7 @@ def forward_ranges_kernel(
     low, high = 0, sizes[1]
     if BLOCK > 0:
         total = n * BLOCK
+        high = total  # empty ranges take numbers, too: there may be more than keys
     elif ONE_WALK:
         shift, before, after, total = walk_keys(row_ranges, 0, n, limit, table, NP, PAGE, ONE_PAGE)
     elif SPLIT:
