@@ -51,7 +51,7 @@ def case(seed: int, device: str = "cpu", kind: str | None = None) -> Case:
     weights = KINDS if device == "cpu" else GPU_KINDS
     kind = rng.choices(list(weights), list(weights.values()))[0] if kind is None else kind
     if kind == "tiles":
-        return Case(seed, device, kind, _tiles(rng, seed))
+        return Case(seed, device, kind, _tiles(rng, *(_interpreted(rng) if device == "cpu" else _large(rng, seed))))
     facts = MAKERS[kind](rng, _cpu_sizes(rng) if device == "cpu" else _gpu_sizes(rng, seed))
     return Case(seed, device, kind, copy.deepcopy(facts))  # a check may write into them, and they share what was to choose from
 
@@ -155,26 +155,12 @@ def _call(rng: random.Random, z: Facts) -> Facts:
     }  # fmt: skip
 
 
-CHANGES = (
-    "same",
-    "same",
-    "same",
-    "memory",
-    "memory",
-    "stream",
-    "thread",
-    "write",
-    "no grad",
-    "inference",
-    "twice",
-    "graph",
-    "parts",
-    "measure",
-)
+CHANGES = ("same", "same", "same", "memory", "memory", "write", "no grad", "inference", "twice", "parts", "measure")  # between calls
+ON_STREAMS = ("stream", "threads", "graph", "graph write")
 
 
-def _tiles(rng: random.Random, seed: int) -> Facts:
-    """A call of several tiles, which is repeated with changes, so that it is replayed. The selection is a recipe: rows are many."""
+def _large(rng: random.Random, seed: int) -> tuple[Facts, Facts]:
+    """Sizes of a call of several tiles on a GPU, and what `_tiles` may choose of. It is repeated, so that it is replayed."""
     backend, h, Dk, Dv, block, dtype = TILE_SIZES[seed // GPU_STEP % len(TILE_SIZES)]
     B, S = rng.choice((1, 1, 2, 3)), rng.choice((1, 20, 64, 65, 130, 257, 600))
     z: Facts = {"backend": backend, "h": h, "Dk": Dk, "Dv": Dv, "block": block, "dtype": dtype, "r": rng.choice((1, 1, 1, 1, 2, 4))}
@@ -184,20 +170,41 @@ def _tiles(rng: random.Random, seed: int) -> Facts:
         z |= {"B": 1, "G": 1, "r": 1, "S_kv": 32768 * block - rng.choice((0, 1))}
     while z["S"] > 1 and z["B"] * z["S"] * z["G"] * z["r"] * h * z["S_kv"] > 1 << 25:
         z["S"] = -(-z["S"] // 2)
-    blocks = -(-z["S_kv"] // block)
-    n = min(rng.choice((1, 2, 3, 8, 16, 33, 70, 256, 512)), blocks + 2)
+    return z, {"n": (1, 2, 3, 8, 16, 33, 70, 256, 512), "late": ("late",), "changes": CHANGES + ON_STREAMS, "repeats": (0, 1, 4, 6)}
+
+
+def _interpreted(rng: random.Random) -> tuple[Facts, Facts]:
+    """The same of a small call in Triton's interpreter."""
+    backend, block, S, h = rng.choice(TRITON), rng.choice((4, 4, 8, 16, 32)), rng.choice((1, 2, 5, 9)), rng.choice((1, 2, 3, 12))
+    block, S = (max(block, 16) if backend == "triton-block" else block), (min(S, 2) if backend == "triton-token" else S)
+    B, G = rng.choice(((1, 1), (1, 2), (2, 1))) if S * h < 10 else (1, 1)
+    z: Facts = {
+        "backend": backend,
+        "h": h,
+        "Dk": rng.choice((8, 16, 24)),
+        "Dv": rng.choice((8, 16, 40)),
+        "block": block,
+        "dtype": "float16",
+    }
+    z |= {"r": rng.choice((1, 1, 2)), "B": B, "S": S, "G": G, "S_kv": S + rng.choice((0, 1, 3, 15, 40))}
+    return z, {"n": (1, 2, 3, 5, 8, 17), "late": (), "changes": CHANGES, "repeats": (0, 0, 1)}
+
+
+def _tiles(rng: random.Random, z: Facts, choices: Facts) -> Facts:
+    """A call and its repeats after changes. The selection is a recipe: rows may be many."""
+    n = min(rng.choice(choices["n"]), -(-z["S_kv"] // z["block"]) + 2)
     layouts = ("plain", "plain", "plain", "keys first", "padded", "odd", "batch")
     return {
         **z, "n": n, "how": rng.choice(("random", "random", "popular", "near", "same", "mixed")), "empty": rng.choice((0.0, 0.0, 0.3, 0.9)),
         "holes": rng.choice((0.0, 0.0, 0.3)), "far": rng.random() < 0.1, "twice": rng.random() < 0.2,
         "index": rng.choice(("int32", "int64")), "kept": rng.random() < 0.7,
-        "q_pos": rng.choice((None, None, None, "random", "zero", "late", "falling", "shared")),
+        "q_pos": rng.choice((None, None, None, "random", "zero", "falling", "shared", *choices["late"])),
         "layouts": [rng.choice(layouts) for _ in "qkv"],
         "do": rng.choice(("plain", "plain", "keys first", "padded", "odd", "one row", "ones")),
         "poison": rng.choice((None, "nan", "nan", "inf")), "uses": rng.choice(("o", "o", "both", "lse")),
         "grads": rng.choice(("", "qkv", "qkv", "qkv", "qkv", "q", "kv")),
         "scale": rng.choice((None, None, None, None, -0.5, 0.0, 1e-9, 2.0)),
-        "changes": [rng.choice(CHANGES) for _ in range(rng.choice((0, 1, 4, 6)))],
+        "changes": [rng.choice(choices["changes"]) for _ in range(rng.choice(choices["repeats"]))],
     }  # fmt: skip
 
 
