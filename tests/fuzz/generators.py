@@ -155,14 +155,15 @@ def _call(rng: random.Random, z: Facts) -> Facts:
     }  # fmt: skip
 
 
-CHANGES = ("same", "same", "same", "memory", "memory", "write", "no grad", "inference", "twice", "parts", "measure")  # between calls
+REPEATS = ("same", "memory")  # of a call: replayed from the third on
+CHANGES = ("write", "no grad", "inference", "twice", "parts", "measure")  # of how it is made next
 ON_STREAMS = ("stream", "threads", "graph", "graph write")
 
 
 def _large(rng: random.Random, seed: int) -> tuple[Facts, Facts]:
     """Sizes of a call of several tiles on a GPU, and what `_tiles` may choose of. It is repeated, so that it is replayed."""
     backend, h, Dk, Dv, block, dtype = TILE_SIZES[seed // GPU_STEP % len(TILE_SIZES)]
-    B, S = rng.choice((1, 1, 2, 3)), rng.choice((1, 20, 64, 65, 130, 257, 600))
+    B, S = rng.choice((1, 1, 2, 3)), rng.choice((1, 20, 64, 65, 130, 130, 257, 600))
     z: Facts = {"backend": backend, "h": h, "Dk": Dk, "Dv": Dv, "block": block, "dtype": dtype, "r": rng.choice((1, 1, 1, 1, 2, 4))}
     B = rng.choice((B, 40)) if S == 1 else B
     z |= {"B": B, "S": S, "G": rng.choice((1, 1, 2, 3)), "S_kv": S + rng.choice((0, 0, 1, 63, 64, 200, 1000, 3000))}
@@ -170,7 +171,7 @@ def _large(rng: random.Random, seed: int) -> tuple[Facts, Facts]:
         z |= {"B": 1, "G": 1, "r": 1, "S_kv": 32768 * block - rng.choice((0, 1))}
     while z["S"] > 1 and z["B"] * z["S"] * z["G"] * z["r"] * h * z["S_kv"] > 1 << 25:
         z["S"] = -(-z["S"] // 2)
-    return z, {"n": (1, 2, 3, 8, 16, 33, 70, 256, 512), "late": ("late",), "changes": CHANGES + ON_STREAMS, "repeats": (0, 1, 4, 6)}
+    return z, {"n": (1, 2, 3, 8, 16, 33, 70, 256, 512), "late": ("late",), "changes": CHANGES + ON_STREAMS, "repeats": (0, 4, 4)}
 
 
 def _interpreted(rng: random.Random) -> tuple[Facts, Facts]:
@@ -193,18 +194,18 @@ def _interpreted(rng: random.Random) -> tuple[Facts, Facts]:
 def _tiles(rng: random.Random, z: Facts, choices: Facts) -> Facts:
     """A call and its repeats after changes. The selection is a recipe: rows may be many."""
     n = min(rng.choice(choices["n"]), -(-z["S_kv"] // z["block"]) + 2)
-    layouts = ("plain", "plain", "plain", "keys first", "padded", "odd", "batch")
+    layouts = (*["plain"] * 6, "keys first", "keys first", "padded", "padded", "odd", "batch")  # TMA does not load the last two
     return {
         **z, "n": n, "how": rng.choice(("random", "random", "popular", "near", "same", "mixed")), "empty": rng.choice((0.0, 0.0, 0.3, 0.9)),
         "holes": rng.choice((0.0, 0.0, 0.3)), "far": rng.random() < 0.1, "twice": rng.random() < 0.2,
         "index": rng.choice(("int32", "int64")), "kept": rng.random() < 0.7,
-        "q_pos": rng.choice((None, None, None, "random", "zero", "falling", "shared", *choices["late"])),
+        "q_pos": rng.choice((*[None] * 5, "random", "zero", "falling", "shared", *choices["late"])),
         "layouts": [rng.choice(layouts) for _ in "qkv"],
-        "do": rng.choice(("plain", "plain", "keys first", "padded", "odd", "one row", "ones")),
+        "do": rng.choice((*["plain"] * 5, "keys first", "padded", "odd", "one row", "ones")),
         "poison": rng.choice((None, "nan", "nan", "inf")), "uses": rng.choice(("o", "o", "both", "lse")),
         "grads": rng.choice(("", "qkv", "qkv", "qkv", "qkv", "q", "kv")),
         "scale": rng.choice((None, None, None, None, -0.5, 0.0, 1e-9, 2.0)),
-        "changes": [rng.choice(choices["changes"]) for _ in range(rng.choice(choices["repeats"]))],
+        "changes": rng.choices(REPEATS, k=rng.choice(choices["repeats"])) + rng.choices(choices["changes"], k=rng.choice((0, 0, 1, 2))),
     }  # fmt: skip
 
 
