@@ -1,6 +1,6 @@
 """cuda-block: triton-block, which visits every KV block by TMA and wgmma on Hopper (kernels/block_partials.cu, kernels/block_gradients.cu).
 
-Units and the sums of dq are triton-block's; so are calls that the kernels do not take (`takes`), the join of some heads (`_joins`), and
+Units are triton-block's; so are calls that the kernels do not take (`takes`), the join of some heads (`_joins`), the sum of dq of few, and
 large blocks, but for dk and dv (dkdv_groups.cu). Other blocks are visited as tiles of 64 keys. Lists and their segments come from
 cupy_cuda/key_to_rows.py. NaN as in triton-block.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +39,9 @@ KEYS_SUMMED = 8  # by a CTA of sum_sections.cu
 L2_BYTES = 36 * 2**20  # of q and do of a section, of the L2 cache's 50 MiB: each row is read once for every block that it selects
 LONGEST = 2048  # entries of a segment of the backward pass
 SEGMENTS_PER_SM = 2  # of the backward pass: in the order of order_segments.cu few balance, and have few parts
-MASK_BITS, JOIN_PER_SM, STREAMS = 64, 4, 2  # of the forward pass: entries of a row, at most; CTAs of join_partials.cu; streams
+MASK_BITS, JOIN_PER_SM, SHARES_PER_SM = 64, 4, 3  # entries of a row, at most, where CUDA joins; CTAs of join_partials.cu, join_shares.cu
+LEAST_HEADS = 8  # of the backward pass: with fewer, copying rows bounds the visit, and shared tiles gain nothing
+STREAMS = 2  # of the forward pass
 PER_SM, WARPGROUPS, STEPS = 2, 2, 32  # of block_partials.cu: CTAs per multiprocessor; warpgroups; steps of a segment, which has no part
 
 
@@ -60,8 +62,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     maps = sm90.listed_maps(k, v, q)
     if not _joins(call, lists.section):
         return triton_block.joined_partials(call, lists, _visits(call, lists, cuts, maps, None))
-    masks: Shared = kept_plan(call, ("cuda-block shared",), _find_shared, lists.reach, q.shape[3]).value
-    return _joined(call, lists, cuts, maps, sm90.adjacent_maps(k, v, q), masks)
+    return _joined(call, lists, cuts, maps, sm90.adjacent_maps(k, v, q), _shared(call, lists.reach))
 
 
 def _visits(
@@ -96,21 +97,29 @@ def _joined(
     sizes = (lists.pairs, lists.section, call.selection.n * lists.reach, h)
     parts = [(temporary(call, o, *sizes, o.shape[4]), temporary(call, lse, *sizes)) for _ in range(turns)]
     streams, early = _streams(q, turns), turns == 1
-    visit, (macros, shared), tokens = _visits(call, lists, cuts, maps, masks.listed), _join(call), sm90.ROWS // h
+    visit = _visits(call, lists, cuts, maps, masks.listed)
     problem = launch.problem(call, call.disjoint_ranges())
     try:
         for i, unit in enumerate(units(call, lists)):
-            turn, ctas = i % turns, unit.rows.pairs * -(-unit.rows.rows // tokens)
+            turn = i % turns
             with torch.cuda.stream(streams[turn]):
                 visit(unit, *parts[turn], early=early and i > 0)
-                launch.start(
-                    "join_partials.cu", macros, q.get_device(), ctas, 128, shared, lists.reach, *launch.pointers(*masks), *unit.rows,
-                    *launch.pointers(*parts[turn], o, lse), maps=join_maps, problem=problem, early=early,
-                )  # fmt: skip
+                _start_join(
+                    "join_partials.cu", call, lists.reach, unit, masks, *parts[turn], o, lse, maps=join_maps, problem=problem, early=early
+                )
     finally:  # a launch that fails frees the partials, too
         for stream in filter(None, streams):
             torch.cuda.current_stream(q.device).wait_stream(stream)
     return o, lse
+
+
+def _start_join(source: str, call: Call, reach: int, unit: Unit, masks: Shared, *tensors: Tensor, **others: Any) -> None:
+    """The kernel that computes what the tiles that tokens share give a unit's rows, and adds partials of all else."""
+    (macros, shared), tokens = _join(call, source), sm90.ROWS // call.q.shape[3]
+    launch.start(
+        source, macros, call.q.get_device(), unit.rows.pairs * -(-unit.rows.rows // tokens), 128, shared, reach,
+        *launch.pointers(*masks), *unit.rows, *launch.pointers(*tensors), **others,
+    )  # fmt: skip
 
 
 def _turns(call: Call, lists: KeyToRows) -> int:
@@ -135,6 +144,11 @@ def _stream(device: torch.device, thread: int, number: int) -> torch.cuda.Stream
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call, no-any-return]
 
 
+def _shared(call: Call, reach: int) -> Shared:
+    found: Shared = kept_plan(call, ("cuda-block shared",), _find_shared, reach, call.q.shape[3]).value
+    return found
+
+
 def _find_shared(call: Call, reach: int, h: int) -> Shared:
     q, each = call.q, call.selection.n * reach
     B, S, G = q.shape[:3]
@@ -157,15 +171,18 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     q, k, v, S = call.q, call.k, call.v, call.q.shape[1]
     loaded = [sm90.loadable(x) for x in (k, v, q, do)]  # autograd expands a constant; copies stay until the end
     do = loaded[3]
-    sizes, (visiting, summing, shared), device = _sizes(call, call.reach(WIDTH)), _constants(call), q.get_device()
+    sizes, device = _sizes(call, call.reach(WIDTH)), q.get_device()
     lists, *cuts = _cut_lists(call, sizes, sizes.segment)
     (order,) = kept_plan(call, ("cuda-block order",), _order, lists.reach, *sizes).value
     parts = [temporary(call, lse, sizes.parts, WIDTH, x.shape[3]) for x in (k, v)]
     sums = [temporary(call, lse, lists.pairs, lists.tiles, WIDTH, x.shape[3]) if lists.section < S else None for x in (k, v)]
     dk, dv = unwritten(k, *k.shape), unwritten(v, *v.shape)
-    maps, ranges = sm90.step_maps(*loaded), call.disjoint_ranges()
+    maps, problem = sm90.step_maps(*loaded), launch.problem(call, call.disjoint_ranges())
+    joins = _joins(call, lists.section) and q.shape[3] >= LEAST_HEADS and sizes.segment <= LONGEST
+    masks = _shared(call, lists.reach) if joins else None
+    visiting, summing, shared = _constants(call, LONGEST if joins else 0)
 
-    def visit(unit: Unit, delta: Tensor, part_dq: Tensor) -> None:
+    def visit(unit: Unit, delta: Tensor, part_dq: Tensor, dq: Tensor) -> None:
         rows, count = unit.rows, unit.lists.end_list - unit.lists.first_list
         to = (
             *launch.pointers(*cuts), sizes.segment, *unit.lists,
@@ -173,14 +190,16 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
         )  # fmt: skip
         launch.start(
             "block_gradients.cu", visiting, device, sizes.parts, 256, shared,
-            *launch.strided(do), *launch.pointers(lse, delta, lists.entries), lists.reach, *to, *launch.pointers(part_dq, order),
-            maps=maps, problem=launch.problem(call, ranges),
+            *launch.strided(do), *launch.pointers(lse, delta, lists.entries), lists.reach, *to,
+            *launch.pointers(part_dq, order, masks.listed if masks else None), maps=maps, problem=problem,
         )  # fmt: skip
-        launch.start(
-            "sum_sections.cu", summing, device, count * (WIDTH // KEYS_SUMMED), 128, 0, *to, problem=launch.problem(call, ranges)
-        )  # fmt: skip
+        if masks:
+            _start_join(
+                "join_shares.cu", call, lists.reach, unit, masks, part_dq, lse, delta, dq, maps=maps[:4], problem=problem, early=True
+            )
+        launch.start("sum_sections.cu", summing, device, count * (WIDTH // KEYS_SUMMED), 128, 0, *to, problem=problem)
 
-    return triton_block.sum_of_shares(call, o, lse, do, dlse, lists, visit)[0], dk, dv
+    return triton_block.sum_of_shares(call, o, lse, do, dlse, lists, visit, summed=joins)[0], dk, dv
 
 
 def loaded_keys(call: Call, selected: int, count: bool) -> int:
@@ -215,10 +234,12 @@ def takes(call: Call) -> bool:
 
 
 @known
-def _constants(call: Call) -> tuple[Constants, Constants, int]:
-    """Constants of both kernels, and block_gradients.cu's bytes of dynamic shared memory: those of dkdv_groups.cu, and a tile of ds."""
+def _constants(call: Call, segment: int) -> tuple[Constants, Constants, int]:
+    """Constants of both kernels, and block_gradients.cu's bytes of dynamic shared memory: those of dkdv_groups.cu, and a tile of ds.
+    segment: of its macros, the same for most calls."""
     shape = sm90.group_shape(call.q.shape[4], call.v.shape[3], call.device, sm90.PANEL)
-    return launch.macros(call, H=call.q.shape[3], STAGES=shape.stages), launch.macros(call, KEYS=KEYS_SUMMED), shape.shared
+    visiting = launch.macros(call, H=call.q.shape[3], STAGES=shape.stages, SEGMENT=segment)
+    return visiting, launch.macros(call, KEYS=KEYS_SUMMED), shape.shared
 
 
 @known
@@ -239,13 +260,14 @@ def _joins(call: Call, section: int) -> bool:
 
 
 @known
-def _join(call: Call) -> tuple[Constants, int]:
-    """Constants of join_partials.cu, and bytes of dynamic shared memory: q and a tile, or the stages of all warps."""
+def _join(call: Call, source: str) -> tuple[Constants, int]:
+    """Constants of a kernel that joins partials, and its bytes of dynamic shared memory: rows and a tile, or stages."""
     (h, Dk), Dv = call.q.shape[3:], call.v.shape[3]
-    ring_bytes = sm90.PANEL * Dv // 64  # 64 rows of o
-    ring = ((call.device.shared_memory + sm90.SYSTEM) // JOIN_PER_SM - sm90.SYSTEM - sm90.STATIC) // ring_bytes
-    macros = launch.macros(call, H=h, EACH=call.selection.n * call.reach(WIDTH), PER_SM=JOIN_PER_SM, RING=ring)
-    return macros, max(ring * ring_bytes, sm90.PANEL * (2 * Dk + Dv) // 64)
+    per_sm, columns, tiles = (JOIN_PER_SM, Dv, 2 * Dk + Dv) if source == "join_partials.cu" else (SHARES_PER_SM, Dk, 2 * (Dk + Dv))
+    ring_bytes = sm90.PANEL * columns // 64  # 64 rows
+    ring = ((call.device.shared_memory + sm90.SYSTEM) // per_sm - sm90.SYSTEM - sm90.STATIC) // ring_bytes
+    macros = launch.macros(call, H=h, EACH=call.selection.n * call.reach(WIDTH), PER_SM=per_sm, RING=ring)
+    return macros, max(ring * ring_bytes, sm90.PANEL * tiles // 64)
 
 
 class Sizes(NamedTuple):

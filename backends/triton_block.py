@@ -252,7 +252,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     plan = _plan(call, tile_width(call, config), heads.Dk, heads.Dk + heads.Dv)
     sums = Gradients(call, plan, lse)
 
-    def visit(unit: Unit, delta: Tensor, part_dq: Tensor) -> None:
+    def visit(unit: Unit, delta: Tensor, part_dq: Tensor, dq: Tensor) -> None:
         partial_unit(call, heads, plan, unit, lse, do, delta, sums, config, part_dq)
         sum_unit(call, heads, plan, unit, sums)
 
@@ -263,7 +263,7 @@ def dq_of_large(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | N
     """dq of blocks that are visited whole, and delta [B,S,G,h] for dk and dv."""
     plan = _large_plan(call, call.q.shape[4])
 
-    def visit(unit: Unit, delta: Tensor, part_dq: Tensor) -> None:
+    def visit(unit: Unit, delta: Tensor, part_dq: Tensor, dq: Tensor) -> None:
         large_blocks.dq_shares(call, plan, unit, lse, do, delta, part_dq)
 
     return sum_of_shares(call, o, lse, do, dlse, plan, visit)
@@ -277,9 +277,11 @@ def _large_plan(call: Call, D: int) -> KeyToRows:
 
 
 def sum_of_shares(
-    call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, plan: KeyToRows, visit: Callable[[Unit, Tensor, Tensor], None]
-) -> tuple[Tensor, Tensor]:
-    """dq and delta. visit(unit, delta, part_dq) writes the shares part_dq [pairs, section, n*reach, h, Dk] of a unit's entries."""
+    call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, plan: KeyToRows,
+    visit: Callable[[Unit, Tensor, Tensor, Tensor], None], summed: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dq and delta. visit(unit, delta, part_dq, dq) writes the shares part_dq [pairs, section, n*reach, h, Dk] of a unit's entries;
+    summed: and dq."""
     heads, n = arguments.heads(call), call.selection.n
     dq, delta = arguments.row_gradients(call, lse)
     rows = lse.numel()
@@ -288,8 +290,9 @@ def sum_of_shares(
     sum_dq = _sum_dq(heads, n, plan.reach, plan.width)
     reduced = (part_dq, call.disjoint_ranges(), call.q_pos, dq)
     for unit in units(call, plan):
-        visit(unit, delta, part_dq)
-        sum_dq.launch(_reduce_grid(unit, heads.h), reduced, (arguments.position_strides(call), arguments.sizes(call), unit.rows))
+        visit(unit, delta, part_dq, dq)
+        if not summed:
+            sum_dq.launch(_reduce_grid(unit, heads.h), reduced, (arguments.position_strides(call), arguments.sizes(call), unit.rows))
     return dq, delta
 
 

@@ -53,7 +53,7 @@ HOPPERS = {
     "order_segments.cu",
 }
 OF_LISTS = {"sort_count.cu", "sum_counts.cu", "sort_scatter.cu"}
-OF_JOIN = {"shared_tiles.cu", "join_partials.cu"}
+OF_JOIN = {"shared_tiles.cu", "join_partials.cu", "join_shares.cu"}
 OF_CUDA_BLOCK = {"block_partials.cu", "block_gradients.cu", "sum_sections.cu"}
 OF_SMALL_BLOCKS = {"count_blocks.cu", "order_blocks.cu", "count_rows.cu", "list_rows.cu"}
 APART = OF_CUDA_BLOCK | OF_JOIN | OF_SMALL_BLOCKS
@@ -184,9 +184,15 @@ def test_kernels_of_cuda_block_fit(monkeypatch: pytest.MonkeyPatch, h: int, Dk: 
     call = Call(*check_call(q, k, v, make_blocks(1, 300, 1, 300, 3, block), None, None)[:4], None, 0.1, settings_for(H200), H200)
     do = q.new_empty(*q.shape[:4], Dv)
     kernels = compiled(monkeypatch, 90, lambda: cuda_block.backward(call, *cuda_block.forward(call), do, None))
-    expected = {"dkdv_groups.cu", "sum_parts.cu"} if block == 512 else OF_CUDA_BLOCK | (set() if 64 % h else OF_JOIN)
+    joins = OF_JOIN if h == 16 else set() if 64 % h else OF_JOIN - {"join_shares.cu"}
+    expected = {"dkdv_groups.cu", "sum_parts.cu"} if block == 512 else OF_CUDA_BLOCK | joins
     assert {kernel["kernel"] for kernel in kernels} == {"order_segments.cu"} | OF_LISTS | expected
-    per_sm_of = {"block_partials.cu": cuda_block.PER_SM, "join_partials.cu": cuda_block.JOIN_PER_SM, "block_gradients.cu": 2}
+    per_sm_of = {
+        "block_partials.cu": cuda_block.PER_SM,
+        "join_partials.cu": cuda_block.JOIN_PER_SM,
+        "block_gradients.cu": 2,
+        "join_shares.cu": cuda_block.SHARES_PER_SM,
+    }
     for kernel in kernels:
         per_sm = {**per_sm_of, "sort_scatter.cu": 4}.get(kernel["kernel"], 1)  # CTAs
         assert per_sm * (kernel["shared"] + sm90.SYSTEM) <= TARGETS[90][0] * 1024 + sm90.SYSTEM, kernel

@@ -59,9 +59,10 @@ def test_positions() -> None:
 
 
 @pytest.mark.parametrize("h", [1, 4, 16])
-def test_reruns_are_bit_equal(h: int) -> None:
+def test_reruns_are_bit_equal(h: int, visits: list[str]) -> None:
     q, k, v = make_qkv(S=3000, G=4, h=h, Dk=128, S_kv=3000, dtype=torch.bfloat16, device="cuda")
     check_deterministic(BACKEND, q, k, v, make_blocks(1, 3000, 4, 3000, 16, 64, device="cuda"), 10)
+    assert ("join_shares.cu" in visits) == (h >= cuda_block.LEAST_HEADS)
 
 
 @pytest.mark.parametrize("h", [2, 16])

@@ -11,6 +11,10 @@
 //   Its columns are computed 64 at a time, as the accumulators of dk and dv leave no room for more.
 // Masks: rows of a list are in order, so that only the first entries can lie within the tile. Where no row of the segment sees a key, k may be
 //   NaN, which 0 * k would not cancel in dq: such keys are zeroed once. p and ds of masked keys are replaced, not multiplied, by 0.
+// Shared tiles: join_shares.cu computes what tiles that adjacent tokens share give dq. Steps whose entries are all such do not need ds as an
+//   operand from shared memory, nor its product with keys.
+//
+//   SEGMENT  entries of a segment at most if shared tiles are left out, which a bit for each says; 0: none is
 #include "unit_steps.cuh"
 
 constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 32;  // a thread
@@ -26,6 +30,7 @@ struct Arguments {
     UnitGradients to;
     u16 *part_dq;        // [pairs, section, n * reach, H, DK]
     const uint2 *order;  // [segments]: list and number (order_segments.cu)
+    const u64 *listed;   // [B,S,G]: a row's entries that have shares (shared_tiles.cu), if SEGMENT
 };
 
 // A CTA's segment, and where its sums go.
@@ -49,6 +54,37 @@ struct Found : UnitSegment {
 struct Steps : UnitSteps<Arguments, Found> {
     using UnitSteps<Arguments, Found>::UnitSteps;
 };
+
+#if SEGMENT
+// Which entries of a segment have shares: a bit for each.
+struct Shares {
+    u32 bits[(SEGMENT + 127) / 128 * 4];
+    DEVICE void find(const Steps &list) {
+#pragma unroll 4
+        for (int first = 0; first < list.segment.entries; first += 128) {
+            const int at = first + threadIdx.x;
+            bool has = false;
+            if (at < list.segment.entries) {
+                const u32 entry = list.segment.listed[at], each = list.segment.each;
+                has = list.x.listed[(list.b * list.x.p.S + entry / each) * list.x.p.G + list.g] >> entry % each & 1;
+            }
+            const u32 all = __ballot_sync(ALL_LANES, has);
+            if (threadIdx.x % 32 == 0) bits[at / 32] = all;
+        }
+    }
+    DEVICE bool has(int number) const { return number >= 0 && bits[number / 32] >> number % 32 & 1; }
+    DEVICE bool any(int step) const {  // TQ divides 64
+        if (TQ == 64) return uniform(bits[2 * step] | bits[2 * step + 1]);
+        return uniform(bits[step * TQ / 32] >> step * TQ % 32 & (~0u >> (32 - min(TQ, 32))));
+    }
+};
+#else
+struct Shares {
+    DEVICE void find(const Steps &) {}
+    DEVICE bool has(int number) const { return number >= 0; }
+    DEVICE bool any(int) const { return true; }
+};
+#endif
 
 // The tile's keys that no row of the segment sees become zeros.
 DEVICE void zero_unseen_keys(const Steps &list, unsigned char *k_tile) {
@@ -91,7 +127,8 @@ DEVICE void store_shares(u16 *to, const float (&dq)[32], float scale, const int 
     }
 }
 
-DEVICE void accumulate(const Steps &list, unsigned char *k_tile, unsigned char *ds_tile, unsigned char *stages, Shared &shared) {
+DEVICE void accumulate(const Steps &list, unsigned char *k_tile, unsigned char *ds_tile, unsigned char *stages, Shared &shared,
+                       Shares &shares) {
     const Arguments &x = list.x;
     const u32 keys = uniform(operand(shared_address(k_tile))), values = keys + K_BYTES / 16;
     const u32 stage0 = uniform(operand(shared_address(stages))), ds_operand = uniform(operand(shared_address(ds_tile)));
@@ -99,12 +136,14 @@ DEVICE void accumulate(const Steps &list, unsigned char *k_tile, unsigned char *
     float dk[DK / 2], dv[DV / 2], s[ROWS / 2], dp[ROWS / 2];
     load_sums<DK>(dk, x.to.sum_dk, list.segment.row + threadIdx.x / 32 * 16, list.segment.alone && x.to.adds);
     load_sums<DV>(dv, x.to.sum_dv, list.segment.row + threadIdx.x / 32 * 16, list.segment.alone && x.to.adds);
+    shares.find(list);
     mbarrier_wait(&shared.tile, 0);
     zero_unseen_keys(list, k_tile);
     for (int step = 0; step < list.steps; ++step) {
         const auto at = state_of(step);
         const u32 q_tile = uniform(stage0 + at.stage * (STAGE_BYTES / 16)), do_tile = q_tile + K_BYTES / 16;
-        const int entries[2] = {list.entry(step, row0), list.entry(step, row0 + 8)};
+        int entries[2];
+        for (int r = 0; r < 2; ++r) entries[r] = shares.has(list.number(step, row0 + 8 * r)) ? list.entry(step, row0 + 8 * r) : -1;
         wait_for_rows(shared, at);
         wgmma_fence();
         wgmma_a_bt<DK>(s, keys, q_tile);
@@ -119,6 +158,15 @@ DEVICE void accumulate(const Steps &list, unsigned char *k_tile, unsigned char *
         if (masked) mask_keys(x.p, dp, shared.limit[at.stage]);
         u32 weights[ROWS / 16][4], ds[ROWS / 16][4];
         as_operands(weights, ds, s, dp, shared.delta[at.stage]);
+        if (!shares.any(step)) {
+            wgmma_fence();
+            wgmma_add_a_b<DV>(dv, weights, do_tile + TRANSPOSED);
+            wgmma_add_a_b<DK>(dk, ds, q_tile + TRANSPOSED);
+            wgmma_commit();
+            wgmma_wait<0>();
+            shared.steps.release(at.stage);
+            continue;
+        }
         store_operand(ds_tile, ds);
         float dq[DK / 64][32];
         wgmma_fence();
@@ -149,8 +197,10 @@ extern "C" __global__ void __launch_bounds__(256, 2) block_gradients(const __gri
     extern __shared__ __align__(1024) unsigned char memory[];  // the tile's keys and values, ds, the stages
     __shared__ Shared shared;
     __shared__ Found found;
+    __shared__ Shares shares;
     unsigned char *ds_tile = memory + K_BYTES + V_BYTES, *stages = ds_tile + PANEL;
     const int producer = threadIdx.x / 32 - 4;
+    start_next_kernel();
     if (threadIdx.x < 32) found.find(x, blockIdx.x);
     if (threadIdx.x == 0) shared.init();
     zero_stages(stages);
@@ -158,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) block_gradients(const __gri
     if (found.entries <= 0) return;
     if (producer < 0) {
         reallocate_registers<1, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 2>(true);
-        accumulate(Steps(x, found), memory, ds_tile, stages, shared);
+        accumulate(Steps(x, found), memory, ds_tile, stages, shared, shares);
         return;
     }
     reallocate_registers<1, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 2>(false);
