@@ -84,7 +84,9 @@ def test_parts_give_the_bits_of_one_pass(
     assert all(map(torch.equal, whole, again))
     if backend == "cupy-cuda" and torch.cuda.get_device_capability() == (9, 0):
         kernels = ("forward_gather.cu", "dq_gather.cu") if D == 256 else ("forward_tiles.cu", "dq_tiles.cu")
-        assert [started.count(name) for name in kernels] == [len(parts) / 2] * 2
+        counts = [started.count(name) for name in kernels]
+        assert min(counts) > 1
+        assert sum(counts) == len(parts)  # forward tiles may have more tokens than those of dq
 
 
 @needs_cuda
