@@ -225,24 +225,39 @@ def exchanged(ranks: int) -> Row:
 
 
 def table(rows: list[Row]) -> str:
-    """Times with their spread, and the efficiency: the time of one rank over that of more (weak), or over their sum (strong)."""
+    """Times by the number of ranks, and the efficiency: the time of one rank over that of more (weak), or over their sum (strong)."""
     rows = [row for row in rows if "ms_median" in row]
-    alone = {_key(row): row["ms_median"] for row in rows if row["ranks"] == 1}
-    lines = []
+    numbers = sorted({row["ranks"] for row in rows})
+    alone = {_key(row): row for row in rows if row["ranks"] == 1}
+    several: dict[tuple[str, ...], dict[int, Row]] = {}
     for row in rows:
-        one = alone.get(_key(row))
-        shares = row["ranks"] if row["case"].startswith("strong") else 1
-        moved = (row["bytes_forward"] + (row["bytes_backward"] if row["direction"] != "fwd" else 0)) / 1e6
-        spread = f"{row['ms_p20']:.3g} - {row['ms_p80']:.3g}"
-        efficiency = f"{one / row['ms_median'] / shares:.2f}" if one else "-"
-        lines.append(
-            [
-                row["case"], row["part"], row["direction"], row.get("order", IN_TURN), markdown.ms(row), spread,
-                f"{row['ms_at_hand']:.3g}", efficiency, row["way"] or "-", f"{moved:.1f}",
-            ]
-        )  # fmt: skip
-    headers = ["case", "part", "direction", "rows", "ms", "p20 - p80", "keys at hand", "efficiency", "way", "MB moved"]
-    return markdown.table(headers, lines)
+        if row["ranks"] > 1:
+            several.setdefault((*_key(row), row.get("order", IN_TURN)), {})[row["ranks"]] = row
+    lines = []
+    for key, found in several.items():
+        kind, size, part, direction, _, order = key
+        one, more = alone.get(key[:-1]), [found.get(ranks) for ranks in numbers if ranks > 1]
+        times = [markdown.ms(one), *map(markdown.ms, more)]
+        at_hand = [f"{row['ms_at_hand']:.3g}" if row else "-" for row in (one, *more)]
+        shares = [_efficiency(one, row) for row in more]
+        moved = [f"{_moved(row):.1f}" if row else "-" for row in more]
+        exchange = ", ".join(dict.fromkeys(row["way"] or "-" for row in found.values()))
+        lines.append([f"{kind}-{size}", part, direction, order, *map(" / ".join, (times, at_hand, shares)), exchange, " / ".join(moved)])
+    shown = [" / ".join(map(str, ranks)) for ranks in (numbers, [ranks for ranks in numbers if ranks > 1])]
+    headers = [f"ms, {shown[0]} ranks", "keys at hand, ms", f"efficiency, {shown[1]}", "exchange", "MB moved"]
+    return markdown.table(["case", "part", "direction", "rows", *headers], lines)
+
+
+def _moved(row: Row) -> float:
+    """MB of the selected branch that a rank exchanges."""
+    return float(row["bytes_forward"] + (row["bytes_backward"] if row["direction"] != "fwd" else 0)) / 1e6
+
+
+def _efficiency(one: Row | None, row: Row | None) -> str:
+    if one is None or row is None:
+        return "-"
+    shares = row["ranks"] if row["case"].startswith("strong") else 1
+    return f"{one['ms_median'] / row['ms_median'] / shares:.2f}"
 
 
 def _key(row: Row) -> tuple[str, ...]:

@@ -95,8 +95,9 @@ def performance_table(rows: Iterable[Row]) -> str:
     names = {case.case for case in (*cases.performance_cases(), *cases.decode_cases(), *cases.trained_cases())}
     chosen = {key: found for key, found in indexed(rows).items() if key[0] in names and key[1] != "fwd+bwd"}
     mine = ours_in(row for found in chosen.values() for row in found.values())
+    order = [case for case, _ in chosen]  # rows of a case that were added later stand beside its first
     lines = []
-    for key, found in chosen.items():
+    for key, found in sorted(chosen.items(), key=lambda one: (order.index(one[0][0]), one[0][1] == "bwd")):
         if ours(found) is not None:
             times = [ms(found.get(backend)) for backend in (*mine, DENSE, PACKED)]
             lines.append((*key, *times, factor(speed_up(found)), factor(speed_up(found, PACKED), digits=0)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 
@@ -20,6 +21,7 @@ from nsa_sel.bench.questions import (
     ways_to_choose,
     windows,
 )
+from nsa_sel.bench.questions.host_time import CHOSEN, NOTHING
 from nsa_sel.bench.report import decode_times, decoding, headline, on_paper, server, summary, targets, training
 from nsa_sel.bench.report import layer as layer_picture
 from nsa_sel.bench.report.sharing import origin, sharing_table
@@ -76,12 +78,19 @@ def explained(name: str) -> str:
     return f"```\n$ nsa-sel explain --device {name}\n" + "\n".join(line.rstrip() for line in shown.splitlines()) + "\n```"
 
 
+# What warps wait for, by the names that Nsight Compute has for it in its tables.
+STALLS = {
+    "waiting for a scoreboard dependency on a L1TEX (local, global, surface, texture) operation": "long scoreboard",
+    "waiting on a fixed latency execution dependency": "wait",
+}
+
+
 def profiles() -> str:
     """What the hardware counters say of single kernels (bench/questions/kernel_counters.py), in percent of what the device could do."""
     lines = []
     for r in rows_of("profiles/counters.jsonl"):
         percent = [f"{r[key]:.0f}%" for key in ("l2_pct", "dram_pct", "l2_hit_pct", "issue_pct")]
-        reasons = [f"{r[key]} {r[f'{key}_pct']:.0f}%" if key in r else "-" for key in ("busiest_pipe", "stall")]
+        reasons = [f"{STALLS.get(r[key], r[key])} {r[f'{key}_pct']:.0f}%" if key in r else "-" for key in ("busiest_pipe", "stall")]
         sizes = r["registers"], f"{r['shared_kbyte']:.0f}"
         lines.append((r["kernel"], r["case"], f"{r['duration_us'] / 1e3:.3g}", *percent, *reasons, *sizes))
     headers = ["kernel", "case", "ms", "L2", "DRAM", "L2 hits", "issue slots", "busiest pipe", "warps wait for", "registers", "shared, KB"]
@@ -103,7 +112,8 @@ def trials() -> str:
 
 
 def kernel_times() -> str:
-    """GPU microseconds of every kernel of one call with the backend that takes least of it (bench/questions/kernel_times.py)."""
+    """GPU microseconds of the kernels of one call with the backend that takes least of it, but for those that take less than a hundredth
+    (bench/questions/kernel_times.py)."""
     least: dict[tuple[str, str], tuple[float, Row]] = {}
     for row in rows_of("profiles/kernel_times.jsonl"):
         total, key = sum(us for _, us in row["kernels"].values()), (row["case"], row["direction"])
@@ -111,7 +121,7 @@ def kernel_times() -> str:
             least[key] = total, row
     lines = []
     for key, (total, row) in least.items():
-        kernels = [(name.removesuffix("_kernel"), count, us) for name, (count, us) in row["kernels"].items() if us >= 1]
+        kernels = [(name.removesuffix("_kernel"), count, us) for name, (count, us) in row["kernels"].items() if us >= total / 100]
         each = [f"{name} {us:.0f}" + (f" ({count:.0f})" if count > 1 else "") for name, count, us in kernels]
         lines.append((*key, summary.short(row), f"{total:.0f}", ", ".join(each)))
     return table(["case", "direction", "backend", "us", "kernels: us (launches)"], lines)
@@ -124,19 +134,37 @@ def peers(file: str) -> str:
     return table(["case", "direction", *names], [(*key, *(ms(found.get(name)) for name in names)) for key, found in index.items()], left=2)
 
 
-def overhead() -> str:
-    """What a call costs the host beyond its backend, microseconds, and the ratio of a call to one without observing."""
-    parts = (
-        "call", "call, new", "further call, new", "backend", "beyond the backend", "check", "decide", "repeat", "decision, cached",
-        "autograd", "node", "call, calling thread", "call, new, calling thread", "autograd, calling thread",
-    )  # fmt: skip
+def _host_parts(parts: Sequence[str], last: Callable[[dict[str, Row]], str] | None = None) -> list[list[str]]:
+    """Microseconds of parts of a call by device and backend, "forward / forward + backward"; and what `last` makes of forward's rows."""
     lines = []
     for file in sorted((ROOT / "bench/results").glob("*/overhead.jsonl")):
-        for key, found in _by_part(store.read(file), ("device", "S", "backend", "direction")).items():
-            ratio = found["observing, off"]
-            shown = f"{ratio['ratio_median']:.2f} ({ratio['ratio_p20']:.2f} to {ratio['ratio_p80']:.2f})"
-            lines.append((*key, *_microseconds(found, parts), shown))
-    return table(["device", "rows", "backend", "direction", *parts, "observing off / none"], lines)
+        of_backend: dict[tuple[str, str], dict[str, dict[str, Row]]] = {}
+        for (device, backend, direction), found in _by_part(store.read(file), ("device", "backend", "direction")).items():
+            of_backend.setdefault((device, backend), {})[direction] = found
+        for key, directions in of_backend.items():
+            pairs = zip(*(_microseconds(directions.get(direction, {}), parts) for direction in ("fwd", "fwd+bwd")), strict=True)
+            cells = ["-" if set(pair) == {"-"} else " / ".join(pair) for pair in pairs]
+            lines.append([*key, *cells, *([last(directions["fwd"])] if last else [])])
+    return lines
+
+
+def overhead() -> str:
+    """What a call takes of the host, and what of that is not its backend's: microseconds."""
+    parts = ("call", "call, new", "further call, new", "backend", "beyond the backend", "call, calling thread", "call, new, calling thread")
+    return table(["device", "backend", *parts], _host_parts(parts))
+
+
+def overhead_parts() -> str:
+    """What a call does on the host beside its backend, microseconds, and the ratio of a call to one without observing. It hardly depends
+    on the backend: of the stand-in, and of the one that the policy picks."""
+
+    def observed(found: dict[str, Row]) -> str:
+        ratio = found["observing, off"]
+        return f"{ratio['ratio_median']:.2f} ({ratio['ratio_p20']:.2f} to {ratio['ratio_p80']:.2f})"
+
+    parts = ("check", "decide", "repeat", "decision, cached", "autograd", "node", "autograd, calling thread")
+    lines = [line for line in _host_parts(parts, observed) if line[1] in (NOTHING, CHOSEN)]
+    return table(["device", "backend", *parts, "observing off / none"], lines)
 
 
 def compiled() -> str:
@@ -197,6 +225,12 @@ def layer() -> str:
     return f"{made}\n\n{OF_TEXT}" if any("of text" in row["part"] for row in rows) else made
 
 
+@functools.cache
+def held_to_targets() -> list[targets.Line]:
+    """The targets of whole calls, and the committed rows that they are held to."""
+    return targets.lines(*map(read_rows, (H200_ROWS, H100_ROWS, H200_PEERS)))
+
+
 def other_ways() -> str:
     """Other ways to choose blocks."""
     return ways_to_choose.table(rows_of("profiles/ways_to_choose.jsonl"))
@@ -227,6 +261,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "peers": lambda: peers(H100_PEERS),
         "cpu": cpu_table,
         "overhead": overhead,
+        "overhead_parts": overhead_parts,
         "compiled": compiled,
     },
     "docs/choosing.md": {"other_ways": other_ways},
@@ -257,7 +292,8 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/training.md": {"speed": training.speed_table, "losses": training.loss_table, "band": training.band_table},
     "docs/kernel-results.md": {
-        "targets": lambda: targets.targets_table(*map(read_rows, (H200_ROWS, H100_ROWS, H200_PEERS))),
+        "targets": lambda: targets.targets_table(held_to_targets()),
+        "products": lambda: targets.products_table(held_to_targets()),
         "performance_h100": lambda: performance(read_rows(H100_ROWS)),
         "kernel_times": kernel_times,
         "profiles": profiles,

@@ -34,10 +34,8 @@ TARGETS = {  # ms, plans included
         "random-32k-h16": 9.0, "random-32k-h4": 2.8, "random-32k-h1": 0.8,
     },
 }  # fmt: skip
-HEADERS = (
-    "case", "direction", "best measured peer", "dense cuDNN", "target", "H200, older rows", "H100, newest rows", "TFLOP, least",
-    "of its kernel", "target needs", "dense reaches",
-)  # fmt: skip
+HEADERS = "case", "direction", "best measured peer", "dense cuDNN", "target", "H200, older rows", "H100, newest rows"
+PRODUCTS = "case", "direction", "TFLOP, least", "of its kernel", "target needs", "dense reaches"
 
 
 class Line(NamedTuple):
@@ -113,19 +111,27 @@ def kernel_tflop(case: Case, backward: bool, backend: str) -> float:
     return sum(amounts.get(term + suffix, 0.0) for term in ("tile", "exact")[: 1 + backward] for suffix in ("", "-wide"))
 
 
-def targets_table(of_h200: Iterable[Row], of_h100: Iterable[Row], of_peers: Iterable[Row]) -> str:
-    """Every target, what reached it, and its products; then the targets that ask for more than dense attention reaches."""
-    found = lines(of_h200, of_h100, of_peers)
+def targets_table(found: list[Line]) -> str:
+    """Every target, and what reached it."""
     cells = [
         (
             line.case, line.direction, ms(line.peer), ms(line.dense), f"{line.target:.3g}", _outcome(line.of_h200, line.target),
-            _outcome(line.of_h100, line.target), f"{line.least:.3g}", f"{line.kernel:.3g}", _percent(line.needed), _percent(line.of_dense),
+            _outcome(line.of_h100, line.target),
         )
         for line in found
     ]  # fmt: skip
+    return table(HEADERS, cells, left=2)
+
+
+def products_table(found: list[Line]) -> str:
+    """The products of every target; then the targets that ask for a higher rate than dense attention reaches."""
+    cells = [
+        (line.case, line.direction, f"{line.least:.3g}", f"{line.kernel:.3g}", _percent(line.needed), _percent(line.of_dense))
+        for line in found
+    ]
     beyond = [line for line in found if line.of_dense is not None and line.needed > line.of_dense]
     named = ", ".join(f"{line.case} {line.direction} ({_percent(line.needed)}, dense {_percent(line.of_dense)})" for line in beyond)
-    return table(HEADERS, cells, left=2) + f"\n\nTargets that need a higher rate than dense attention reaches: {named or 'none'}."
+    return table(PRODUCTS, cells, left=2) + f"\n\nTargets that need a higher rate than dense attention reaches: {named or 'none'}."
 
 
 def _outcome(row: Row | None, target: float) -> str:
