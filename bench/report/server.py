@@ -1,4 +1,4 @@
-"""The table of docs/serving.md about the example's server, from rows of examples/load_test.py."""
+"""The table of docs/serving-results.md about the example's server, from rows of examples/load_test.py."""
 
 from __future__ import annotations
 
