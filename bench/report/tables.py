@@ -272,7 +272,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     "docs/kernels.md": {"windows": lambda: windows.table(rows_of("profiles/windows.jsonl"))},
     "docs/models.md": {"models": models},
     "docs/layer.md": {"parts": layer, "memory": lambda: layer_parts.memory_table(rows_of("profiles/layer_parts.jsonl"))},
-    "docs/serving.md": {
+    "docs/serving-results.md": {
         "decode_targets": decode_times.targets_table,
         "decode_times": decode_times.times_table,
         "reading": decode_times.reading_table,
@@ -297,8 +297,8 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "performance_h100": lambda: performance(read_rows(H100_ROWS)),
         "kernel_times": kernel_times,
         "profiles": profiles,
-        "trials": trials,
     },
+    "docs/kernel-trials.md": {"trials": trials},
 }
 DOCUMENTS = tuple(document for document in BY_DOCUMENT if (ROOT / document).exists())
 TABLES = {name: make for document in DOCUMENTS for name, make in BY_DOCUMENT[document].items()}

@@ -378,7 +378,7 @@ def test_tables_of_a_matrix_are_derived_from_its_rows(folder: Path, tmp_path: Pa
 
 
 def test_rows_of_trials_say_what_was_measured() -> None:
-    """Those up to trial 11 do not, as docs/kernel-results.md says."""
+    """Those up to trial 11 do not, as docs/kernel-trials.md says."""
     rows = read_rows("bench/results/h200/profiles/trials.jsonl")
     later = [row for row in rows if int(row["trial"].split()[0]) > 11]
     fields = ("commit", "command", "driver", "torch", "triton", "device", "ms_p20", "ms_p80")
