@@ -154,7 +154,7 @@ SPECS = (
         ),
         requires=(_CUPY,),
         libraries=_CUDA,
-        summary="hand-written CUDA: tiles of adjacent rows on Hopper, else one block per query row and KV group; dk and dv by KV tiles",
+        summary="hand-written CUDA: tiles of adjacent rows on Hopper, else one CTA per query row and KV group; dk and dv by KV tiles",
         tiles=HOPPER_TILES,
         quantized_by=HOPPER_STEPS,
         reads_caches=True,

@@ -21,6 +21,20 @@ def table(headers: Sequence[str], lines: Iterable[Sequence[Any]], left: int | No
     return tabulate(cells, headers=headers, tablefmt="github", disable_numparse=True, colalign=align)
 
 
+def side_by_side(lines: Iterable[Sequence[Any]]) -> list[list[str]]:
+    """Lines of a case, a direction and cells, as one line for each case: "forward / backward", or a single direction's cell (decoding)."""
+    cases: dict[str, dict[str, Sequence[Any]]] = {}
+    for case, direction, *cells in lines:
+        cases.setdefault(case, {})[direction] = cells
+    made = []
+    for case, found in cases.items():
+        single = len(found) == 1 and "bwd" not in found
+        blank = ["-"] * len(next(iter(found.values())))
+        pairs = zip(found.get("fwd", blank), found.get("bwd", blank), strict=True)
+        made.append([case, *(next(iter(found.values())) if single else ["-" if set(pair) == {"-"} else " / ".join(pair) for pair in pairs])])
+    return made
+
+
 def scatters(row: Row) -> bool:
     """Whether the median is quoted with a mark. Some rows have no percentiles."""
     return "ms_p20" in row and row["ms_p80"] - row["ms_p20"] > SCATTERED * row["ms_median"]

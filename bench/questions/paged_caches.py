@@ -151,15 +151,16 @@ def kinds_of_pages(found: Iterable[Times]) -> list[str]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Microseconds over a cache in one piece, and over pages with how many times as long that takes."""
+    """Microseconds over a cache in one piece, and over pages: of each format of numbers, in this order."""
     found = by_cache(rows)
-    wheres, lines = kinds_of_pages(found.values()), []
-    for key, times in found.items():
-        us = {name: f"{row['ms_median'] * 1e3:.2f}{markdown.MARK * markdown.scatters(row)}" for name, row in times.items()}
-        whole = times.get(IN_ONE_PIECE, {}).get("ms_median")
-        paged = [us.get(name, "-") + (f" ({times[name]['ms_median'] / whole:.3f})" if whole and name in us else "") for name in wheres]
-        lines.append((*key, us.get(IN_ONE_PIECE, "-"), *paged))
-    return markdown.table(("case", "backend", "layout", "cache", IN_ONE_PIECE, *wheres), lines)
+    formats, wheres = list(dict.fromkeys(key[-1] for key in found)), [IN_ONE_PIECE, *kinds_of_pages(found.values())]
+
+    def cell(key: tuple[str, ...], where: str) -> str:
+        of_formats = [found.get((key[0], key[1], key[2], numbers), {}).get(where) for numbers in formats]
+        return " / ".join(f"{row['ms_median'] * 1e3:.2f}{markdown.MARK * markdown.scatters(row)}" if row else "-" for row in of_formats)
+
+    lines = [(*key, *(cell(key, where) for where in wheres)) for key in dict.fromkeys(key[:-1] for key in found)]
+    return markdown.table(("case", "backend", "layout", f"{IN_ONE_PIECE}: {' / '.join(formats)}", *wheres[1:]), lines)
 
 
 def page_costs(rows: Sequence[Row]) -> str:

@@ -127,7 +127,7 @@ def breakeven(rows: Sequence[Row]) -> Panel:
 
 def times(rows: Sequence[Row]) -> Panel:
     """Milliseconds of every backend, on the cases of the documents' table; where there are none of those, on all."""
-    caption = "Milliseconds a whole call, medians"
+    caption = "Milliseconds a whole call, medians, forward / backward"
     made = summary.performance_table(rows)
     if made.count("\n") > 1:
         text = "Factors compare the fastest of ours with dense attention and with packed SDPA."

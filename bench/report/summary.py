@@ -16,7 +16,7 @@ from typing import NamedTuple
 from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.contenders import DENSE, PACKED
-from nsa_sel.bench.core.markdown import MARK, factor, ms, scatters, spread, table
+from nsa_sel.bench.core.markdown import MARK, factor, ms, scatters, side_by_side, spread, table
 from nsa_sel.bench.core.store import Row, measured
 from nsa_sel.core.registry import backends
 
@@ -95,13 +95,12 @@ def performance_table(rows: Iterable[Row]) -> str:
     names = {case.case for case in (*cases.performance_cases(), *cases.decode_cases(), *cases.trained_cases())}
     chosen = {key: found for key, found in indexed(rows).items() if key[0] in names and key[1] != "fwd+bwd"}
     mine = ours_in(row for found in chosen.values() for row in found.values())
-    order = [case for case, _ in chosen]  # rows of a case that were added later stand beside its first
     lines = []
-    for key, found in sorted(chosen.items(), key=lambda one: (order.index(one[0][0]), one[0][1] == "bwd")):
+    for key, found in chosen.items():
         if ours(found) is not None:
             times = [ms(found.get(backend)) for backend in (*mine, DENSE, PACKED)]
             lines.append((*key, *times, factor(speed_up(found)), factor(speed_up(found, PACKED), digits=0)))
-    return table(["case", "direction", *mine, "dense cuDNN", "packed SDPA", "against dense", "against packed"], lines, left=2)
+    return table(["case", *mine, "dense cuDNN", "packed SDPA", "against dense", "against packed"], side_by_side(lines), left=1)
 
 
 def gains(rows: Iterable[Row], undecided: tuple[str, str] | None = None) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from nsa_sel.bench.core import store, trained
 from nsa_sel.bench.core.contenders import of_framework
 from nsa_sel.bench.core.environment import ROOT
-from nsa_sel.bench.core.markdown import factor, ms, spread, table, with_note
+from nsa_sel.bench.core.markdown import factor, ms, side_by_side, spread, table, with_note
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.questions import (
     decoding_peers,
@@ -131,7 +131,8 @@ def peers(file: str) -> str:
     """What others offer for the same selections, in one process with ours: milliseconds, medians."""
     index = {key: found for key, found in summary.indexed(store.read(ROOT / file)).items() if key[1] != "fwd+bwd"}
     names = dict.fromkeys(name for found in index.values() for name in found)
-    return table(["case", "direction", *names], [(*key, *(ms(found.get(name)) for name in names)) for key, found in index.items()], left=2)
+    lines = [(*key, *(ms(found.get(name)) for name in names)) for key, found in index.items()]
+    return table(["case", *names], side_by_side(lines), left=1)
 
 
 def _host_parts(parts: Sequence[str], last: Callable[[dict[str, Row]], str] | None = None) -> list[list[str]]:
@@ -185,7 +186,7 @@ def models() -> str:
         least = min(row["ms_median"] for name, row in found.items() if name != dense)
         cells = [ms(found[name]) if name in found else "-" for name in (*names, dense)]
         lines.append((*key, *cells, factor(found[dense]["ms_median"] / least)))
-    return table(["case", "direction", *names, dense, "against dense"], lines, left=2)
+    return table(["case", *names, dense, "against dense"], side_by_side(lines), left=1)
 
 
 def _by_part(rows: Iterable[Row], key: Sequence[str]) -> dict[tuple[str, ...], dict[str, Row]]:

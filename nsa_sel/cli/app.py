@@ -196,7 +196,7 @@ def decisions(
     top: Annotated[int, typer.Option(min=1, help="How many of the slowest buckets.")] = 10,
     as_json: AsJson = False,
 ) -> None:
-    """Summarise a log: which backends ran and by which rule, how often each check refused a backend, failures, the slowest buckets."""
+    """Summarize a log: which backends ran and by which rule, how often each check refused a backend, failures, the slowest buckets."""
     with _errors(as_json):
         found = summary.summarise(log, top)
         _print(_pretty(found) if as_json else summary.text(found))

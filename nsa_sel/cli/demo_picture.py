@@ -19,7 +19,7 @@ from matplotlib import pyplot
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
-# What a key block is to a row, and its colour; told apart by the colour-blind too.
+# What a key block is to a row, and its color; told apart by the color-blind too.
 KINDS = (
     ("later than the row", "#ffffff"),
     ("not selected", "#e9ecef"),

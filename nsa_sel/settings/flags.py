@@ -152,7 +152,7 @@ _variables = -1  # number of environment variables when misspelt flags were last
 
 
 def environment() -> tuple[str | None, ...]:
-    """The raw values of all flags: settings and memoised decisions hold for one such tuple."""
+    """The raw values of all flags: settings and memoized decisions hold for one such tuple."""
     # On the path of every call. os.environ.get encodes and decodes each name, 9 us for 22 flags; the mapping underneath takes 1 us,
     # and half of that where no flag is set.
     global _variables
