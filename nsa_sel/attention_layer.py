@@ -139,9 +139,8 @@ class NSAttention(nn.Module):
         check_transforms(x, name="NSAttention")
         check_longest(max_seqlen, cu_seqlens)
         if x.dim() != 3 or x.shape[2] != self.width:
-            raise ArgumentError(
-                "x", f"of shape {tuple(x.shape)}", f"[B,S,width = {self.width}]", "add the missing axes, or make another layer"
-            )
+            remedy = "a batch of one is x.unsqueeze(0); for another width make NSAttention(width, ...)"
+            raise ArgumentError("x", f"of shape {tuple(x.shape)}", f"[B,S,width = {self.width}]", remedy)
         if cu_seqlens is not None and len(x) != 1:
             remedy = "pass the tokens of all sequences in a row: x.flatten(0, 1).unsqueeze(0)"
             raise ArgumentError("x", f"of B = {len(x)} with cu_seqlens", "[1,T,width]", remedy)

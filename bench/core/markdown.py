@@ -31,8 +31,13 @@ def side_by_side(lines: Iterable[Sequence[Any]]) -> list[list[str]]:
         single = len(found) == 1 and "bwd" not in found
         blank = ["-"] * len(next(iter(found.values())))
         pairs = zip(found.get("fwd", blank), found.get("bwd", blank), strict=True)
-        made.append([case, *(next(iter(found.values())) if single else ["-" if set(pair) == {"-"} else " / ".join(pair) for pair in pairs])])
+        made.append([case, *(next(iter(found.values())) if single else map(pair_of, pairs))])
     return made
+
+
+def pair_of(cells: Sequence[str]) -> str:
+    """Two cells as one."""
+    return "-" if set(cells) == {"-"} else " / ".join(cells)
 
 
 def scatters(row: Row) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from nsa_sel.bench.core import store, trained
 from nsa_sel.bench.core.contenders import of_framework
 from nsa_sel.bench.core.environment import ROOT
-from nsa_sel.bench.core.markdown import factor, ms, side_by_side, spread, table, with_note
+from nsa_sel.bench.core.markdown import factor, ms, pair_of, side_by_side, spread, table, with_note
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.questions import (
     decoding_peers,
@@ -144,8 +144,7 @@ def _host_parts(parts: Sequence[str], last: Callable[[dict[str, Row]], str] | No
             of_backend.setdefault((device, backend), {})[direction] = found
         for key, directions in of_backend.items():
             pairs = zip(*(_microseconds(directions.get(direction, {}), parts) for direction in ("fwd", "fwd+bwd")), strict=True)
-            cells = ["-" if set(pair) == {"-"} else " / ".join(pair) for pair in pairs]
-            lines.append([*key, *cells, *([last(directions["fwd"])] if last else [])])
+            lines.append([*key, *map(pair_of, pairs), *([last(directions["fwd"])] if last else [])])
     return lines
 
 
@@ -201,14 +200,17 @@ def _microseconds(found: dict[str, Row], parts: Sequence[str]) -> list[str]:
 
 
 def varlen() -> str:
-    """Packed batches in the ways of bench/questions/packed_batches.py: milliseconds, medians."""
-    found: dict[tuple[str, str, str], dict[str, str]] = {}
+    """Packed batches in the ways of bench/questions/packed_batches.py: milliseconds, medians, of forward and of both passes."""
+    found: dict[tuple[str, str], dict[tuple[str, str], str]] = {}
     for row in store.measured(rows_of("varlen.jsonl")):
         backend = max((name for name in registry.backends() if row["backend"].startswith(name)), key=len)
         way = row["backend"].removeprefix(backend).removeprefix("-")
-        found.setdefault((row["case"], row["direction"], backend), {})[way] = ms(row)
-    lines = [(*key, *(times.get(way, "-") for way in ("", "copied", "each"))) for key, times in found.items()]
-    return table(["case", "direction", "backend", "one call", "one call, k and v copied", "a call for each sequence"], lines)
+        found.setdefault((row["case"], backend), {})[way, row["direction"]] = ms(row)
+    lines = [
+        (*key, *(pair_of([times.get((way, direction), "-") for direction in ("fwd", "fwd+bwd")]) for way in ("", "copied", "each")))
+        for key, times in found.items()
+    ]
+    return table(["case", "backend", "one call", "one call, k and v copied", "a call for each sequence"], lines)
 
 
 def sharing() -> str:

@@ -1,4 +1,4 @@
-"""Checks of single arguments, which every door makes."""
+"""Checks of single arguments, which every public function makes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backend as data: what it can run, needs and prefers. Policies, doors, benches and documents read it."""
+"""A backend as data: what it can run, needs and prefers. Policies, public functions, benches and documents read it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`selection_attention` for the public function and for every other door."""
+"""`selection_attention` for the public function and for every other caller."""
 
 from __future__ import annotations
 
