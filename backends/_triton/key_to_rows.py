@@ -3,7 +3,7 @@
 A counting sort, so that each tile's list has a fixed order and sums over it are bit-equal from run to run:
     rank        a program takes a stretch of one group's entries, sorts 256 at a time by tile, and numbers those of each tile
     prefix sum  by one program, or PyTorch's, over (tile, stretch): where each stretch's entries of a tile begin
-    scatter     every entry goes to its tile's beginning plus its rank
+    scatter     every entry goes to its tile's beginning plus its rank; few counts are summed here, by every program for itself
 All sizes are static bounds: building and using the plan never reads the device.
 
 Kernels share the lists by pieces: a launch takes one unit (some rows of some groups), a program one piece of it, `piece`
@@ -34,6 +34,7 @@ from nsa_sel.errors import BackendError
 SORTED = 256  # entries that a program sorts at once; eight bits of its keys
 MOST_TILES = 2**31 // SORTED - 1  # the other bits
 MOST_SUMMED = 16384  # counts that one program adds up: a longer table is many programs' work
+FEW_COUNTS = (256, 4096)  # counts that every program of `scatter_kernel` adds up: a kernel less to start
 STRETCHES = 4096  # programs that rank: enough for any GPU, few enough for a small table
 LEAST_ROOM = 1 << 20  # bytes of a plan, however small the workspace is
 
@@ -135,13 +136,26 @@ def ends_kernel(counts, ends, total, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def _upto(ends, sums, i, exists, FEW: tl.constexpr):
+    """Entries up to the end of share i, of the `sums` of FEW shares if there are so few; 0 for those that do not exist."""
+    if FEW > 0:
+        return tl.where(exists, tl.gather(sums, tl.minimum(tl.maximum(i, 0), FEW - 1).to(tl.int32), 0), 0)
+    return tl.load(ends + i, mask=exists, other=0)
+
+
+@triton.jit
 def scatter_kernel(
-    ranges, q_pos, ranks, ends, entries, piece_list, stride_pos, sizes, sort, pairs, piece, pieces,
-    N: tl.constexpr, REACH: tl.constexpr, WIDTH: tl.constexpr, SORTED: tl.constexpr,
+    ranges, q_pos, ranks, counts, ends, entries, piece_list, stride_pos, sizes, sort, total, pairs, piece, pieces,
+    N: tl.constexpr, REACH: tl.constexpr, WIDTH: tl.constexpr, SORTED: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """Put every entry in its list; the first entry of each piece tells in which list the piece begins. One program per SORTED entries of
-    a pair bg."""
+    a pair bg. FEW: at least the `total` of counts, if the first program writes the ends; else 0, and they are there."""
     S, _, _ = sizes
+    sums = 0
+    if FEW > 0:
+        share = tl.arange(0, FEW)
+        sums = tl.cumsum(tl.load(counts + share, mask=share < total, other=0), 0)
+        tl.store(ends + share, sums, mask=(share < total) & (tl.program_id(0) == 0))
     bg = tl.program_id(0) % sort.pairs_all
     e = tl.program_id(0) // sort.pairs_all * SORTED + tl.arange(0, SORTED)
     tile = _tile_of(ranges, q_pos, stride_pos, sizes, e, bg, N, REACH, WIDTH)
@@ -149,11 +163,12 @@ def scatter_kernel(
     s = tl.minimum(e // (N * REACH), S - 1)
     number = _list_of(tile, bg, s, sort)
     share = number * sort.stretches + s % sort.section // sort.stretch
-    at = tl.load(ends + share - 1, mask=real & (share > 0), other=0)
+    at = _upto(ends, sums, share - 1, real & (share > 0), FEW)
     at += tl.load(ranks + bg.to(tl.int64) * S * (N * REACH) + e, mask=real, other=0)
     tl.store(entries + at, e, mask=real)
     unit_pair = bg // pairs * pairs
-    within = at - list_start(ends, _list_of(0, unit_pair, s, sort), sort.stretches)
+    first = _list_of(0, unit_pair, s, sort) * sort.stretches
+    within = at - _upto(ends, sums, first - 1, first > 0, FEW)
     unit = s // sort.section * tl.cdiv(sort.pairs_all, pairs) + bg // pairs
     tl.store(piece_list + unit.to(tl.int64) * pieces + within // piece, number, mask=real & (within % piece == 0))
 
@@ -188,15 +203,18 @@ def _build(call: Call, width: int, section: int, pairs: int, piece: int, reach: 
     piece_list = unwritten(q, sections * -(-B * G // pairs) * pieces, dtype=torch.int64)
     ranges, q_pos = call.disjoint_ranges(), call.q_pos
     numbers = (position_strides(call), sizes(call), SortNumbers(tiles, B * G, section, stretch, stretches))
-    rank, scatter = _sort(n, reach, width)
+    total = lists * stretches
+    few = next((few for few in FEW_COUNTS if total <= few), 0) if capacity < 2**31 else 0
+    rank, scatter = _sort(n, reach, width, few)
     rank.launch(-(-S // stretch) * B * G, (ranges, q_pos, ranks, counts), numbers)
-    if capacity < 2**31 and lists * stretches <= MOST_SUMMED:
-        ends = unwritten(q, lists * stretches, dtype=torch.int32)
-        _ends().launch(1, (counts, ends), (lists * stretches,))
+    if capacity < 2**31 and total <= MOST_SUMMED:
+        ends = unwritten(q, total, dtype=torch.int32)
+        if not few:
+            _ends().launch(1, (counts, ends), (total,))
     else:
         ends = torch.cumsum(counts, 0, dtype=index)
-    tensors = (ranges, q_pos, ranks, ends, entries, piece_list)
-    scatter.launch(-(-each // SORTED) * B * G, tensors, (*numbers, pairs, piece, pieces))
+    tensors = (ranges, q_pos, ranks, counts if few else None, ends, entries, piece_list)
+    scatter.launch(-(-each // SORTED) * B * G, tensors, (*numbers, total, pairs, piece, pieces))
     return KeyToRows(entries, ends, piece_list, width, tiles, reach, stretches, section, pairs, piece, pieces)
 
 
@@ -235,7 +253,7 @@ def _ends() -> Kernel:
 
 
 @functools.lru_cache(REMEMBERED)
-def _sort(n: int, reach: int, width: int) -> tuple[Kernel, Kernel]:
+def _sort(n: int, reach: int, width: int, few: int) -> tuple[Kernel, Kernel]:
     """The kernels that rank and scatter."""
     constants = {"N": n, "REACH": reach, "WIDTH": width, "SORTED": SORTED, "num_warps": 2}
-    return Kernel(rank_kernel, **constants), Kernel(scatter_kernel, **constants)
+    return Kernel(rank_kernel, **constants), Kernel(scatter_kernel, FEW=few, **constants)
