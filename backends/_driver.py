@@ -9,7 +9,7 @@ import ctypes
 import functools
 import struct
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,18 +18,21 @@ MOST_BYTES = 4096  # of a kernel's arguments
 MAP_BYTES, MAP_ALIGNMENT = 128, 64  # of a CUtensorMap
 _GRID = struct.Struct("<7I4x")  # the first part of CUlaunchConfig (cuda.h): grid, block, shared memory
 _CONFIG = struct.Struct(f"<{_GRID.size}sQQI4x")  # the whole: that part, stream, attributes and their number
-_EARLY = struct.pack("<I4xI60x", 6, 1)  # CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+# CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION. The driver only reads it.
+_EARLY = ctypes.create_string_buffer(struct.pack("<I4xI60x", 6, 1), 72)
+_MOST_READY = 4096  # recordings and streams
+Steps = tuple[tuple[Any, ...], ...]
 
 
 class _Thread(threading.local):
     """Where a thread packs a launch, as the driver takes it, and the devices whose context it has bound."""
 
     def __init__(self) -> None:
-        self.config, self.early = ctypes.create_string_buffer(_CONFIG.size), ctypes.create_string_buffer(_EARLY, len(_EARLY))
-        self.config_address, self.early_address = ctypes.addressof(self.config), ctypes.addressof(self.early)
+        self.config = ctypes.create_string_buffer(_CONFIG.size)
         self.arguments = ctypes.create_string_buffer(MOST_BYTES)
         self.bound = {-1}  # a CPU has no context
         self.recording: Any = None  # of the pass that runs (_replay.py)
+        self.ready: dict[tuple[int, int], Steps] = {}  # of recordings and streams
 
 
 thread = _Thread()
@@ -77,7 +80,7 @@ def clear(address: int, size: int, stream: int) -> int:
 
 
 def grid(ctas: int, threads: int, shared: int) -> bytes:
-    """How `start_all` takes them."""
+    """How `ready` takes them."""
     return _GRID.pack(ctas, 1, 1, threads, 1, 1, shared)
 
 
@@ -89,26 +92,53 @@ def start(
     early: it may start before the kernel ahead of it in the stream has ended.
     """
     at = thread
-    _CONFIG.pack_into(at.config, 0, grid(ctas, threads, shared), stream, at.early_address if early else 0, early)
-    status: int = _launch()(at.config_address, function, pointers.address, None)
+    at.config.raw = _packed_config(grid(ctas, threads, shared), stream, early)
+    status: int = _launch()(ctypes.addressof(at.config), function, pointers.address, None)
     return status
 
 
-def start_all(steps: Iterable[tuple[Any, ...]], table: list[Any], stream: int) -> int:
+def _packed_config(grid_of: bytes, stream: int, early: bool) -> bytes:
+    return _CONFIG.pack(grid_of, stream, ctypes.addressof(_EARLY) if early else 0, early)
+
+
+def ready(number: int, device: int, steps: Steps, stream: int) -> Steps:
+    """How this thread starts kernels in a stream of a device with `start_all`.
+
+    Args:
+        number: of the steps, no other's.
+        device, stream: where.
+        steps: of each kernel the function, its `grid`, early and pointers as of `start`, how its arguments are packed, and a function that
+            takes them from the table.
+    """
+    at = thread
+    found = at.ready.get((number, stream))
+    if found is None:
+        if device not in at.bound:
+            bind_context(device)
+        if len(at.ready) >= _MOST_READY:
+            at.ready.clear()
+        found = at.ready[number, stream] = tuple([_ready(at.arguments, stream, *step) for step in steps])
+    return found
+
+
+def _ready(
+    packed: Any, stream: int, function: int, grid_of: bytes, early: bool, pointers: Pointers, arguments: struct.Struct, values: Any
+) -> tuple[Any, ...]:
+    config = ctypes.create_string_buffer(_packed_config(grid_of, stream, early))  # kept beside its address
+    return arguments.pack_into, packed, values, ctypes.addressof(config), function, pointers.address, config
+
+
+def start_all(steps: Steps, table: list[Any]) -> int:
     """Start kernels one after another; the status of the first launch that the driver refuses, 0 if it takes all.
 
     Args:
-        steps: of each kernel the function, its `grid`, early and pointers as of `start`, how its arguments are packed, and a function that
-            takes them from the table.
+        steps: which `ready` returned to this thread.
         table: values that kernels take.
-        stream: where.
     """
-    packed, config, address, early_address = thread.arguments, thread.config, thread.config_address, thread.early_address
-    launch, pack = _launch(), _CONFIG.pack_into
-    for function, grid_of, early, pointers, arguments, values in steps:
-        arguments.pack_into(packed, 0, *values(table))
-        pack(config, 0, grid_of, stream, early_address if early else 0, early)
-        status: int = launch(address, function, pointers.address, None)
+    launch = _launch()
+    for pack, packed, values, config, function, pointers, _ in steps:
+        pack(packed, 0, *values(table))
+        status: int = launch(config, function, pointers, None)
         if status:
             return status
     return 0

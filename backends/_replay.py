@@ -11,6 +11,7 @@ belongs to none of its tensors or to two: such a pass always runs as it is writt
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 import re
@@ -25,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_sel.backends import _driver
 from nsa_sel.backends._buffers import allocator, contiguous
-from nsa_sel.backends._driver import bind_context, clear, start_all, stream_of, thread
+from nsa_sel.backends._driver import clear, ready, start_all, stream_of, thread
 from nsa_sel.core.call import REPEATED, Call
 from nsa_sel.core.workspace import ALIGNMENT
 
@@ -35,6 +36,7 @@ LEAST_ADDRESS = 1 << 32  # of memory; larger numbers are addresses
 MOST_BYTES = 1 << 28  # of what a pass allocates beside its results, in one piece: the GPU bounds calls that need more
 MOST_KEPT = 1 << 20  # bytes of temporaries that stay with a plan: allocating them apart takes longer than they are worth
 MOST_RECORDINGS = 1024
+_numbers = itertools.count()
 _recordings: deque[tuple[dict[Any, Any], Any]] = deque()  # where they are, oldest first
 _VIEWS = (torch.ops.aten.slice.Tensor, torch.ops.aten.view.default, torch.ops.aten.view.dtype)  # operations that launch nothing
 _CODES = re.compile(r"(\d*)(\D)")  # of a struct's format: number and code
@@ -44,6 +46,7 @@ _INPUT, _OFFSET, _MAP, _CONSTANT = range(4)  # the parts of a table of `_play`
 class Recording(NamedTuple):
     """What a pass, or the building of a plan, does. Entries are those of the table of `_play`."""
 
+    number: int  # no other's
     device: int
     make: Callable[..., Tensor]  # `allocator`
     outputs: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # sizes, strides and dtype of what it returns
@@ -53,7 +56,7 @@ class Recording(NamedTuple):
     maps: tuple[tuple[int, Callable[[int], bytes | None]], ...]  # entry, encoder of tensor maps
     constants: tuple[bytes, ...]
     cleared: tuple[tuple[int, int], ...]  # entry, bytes
-    steps: tuple[Any, ...]  # of `_driver.start_all`
+    steps: tuple[Any, ...]  # of `_driver.ready`
     kernels: tuple[Any, ...]  # held, so that they stay loaded
     plan: tuple[Any, ...] | None  # of a plan: what makes it, its fields with a `_Part` of the one output for a tensor, and their offsets
 
@@ -115,14 +118,14 @@ def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *n
 
 
 def _plan_again(
-    call: Call, inputs: list[int], key: tuple[Any, ...], kind: Any, build: Callable[..., Any], numbers: tuple[Any, ...]
-) -> KeptPlan:
-    """Builds a plan for a pass that is replayed with these inputs."""
+    call: Call, inputs: list[int], on: tuple[Any, ...], key: tuple[Any, ...], kind: Any, build: Callable[..., Any], numbers: tuple[Any, ...]
+) -> KeptPlan:  # fmt: skip
+    """Builds a plan for a pass that is replayed with these inputs. on: see `Selection.keep`."""
     recording = call.known.get(kind)
     plan: KeptPlan | None = _play(recording, inputs[:4], call) if type(recording) is Recording else None
     if plan is None:
         return call.selection.plan(key, lambda: _built(call, build, numbers))  # type: ignore[no-any-return]
-    call.selection.keep(key, plan)
+    call.selection.keep(on, plan)
     return plan
 
 
@@ -201,9 +204,9 @@ def _play(recording: Recording, inputs: list[int], call: Call | None) -> Any:
     The table of what kernels take: addresses of the inputs, outputs, temporaries, and tensors of plans; addresses within these; tensor
     maps; what is the same in every pass, packed.
     """
-    device, make, outputs_of, scratch_bytes, plans_of, offsets, maps_of, constants, cleared, steps, _, plan_of = recording
-    if device not in thread.bound:
-        bind_context(device)
+    number, device, make, outputs_of, scratch_bytes, plans_of, offsets, maps_of, constants, cleared, steps, _, plan_of = recording
+    stream = stream_of(device)
+    steps = ready(number, device, steps, stream)
     outputs = tuple([make(*facts) for facts in outputs_of])
     table: list[Any] = inputs + [y.data_ptr() for y in outputs]
     scratch = make((scratch_bytes,), (1,), torch.uint8) if scratch_bytes else None
@@ -211,9 +214,10 @@ def _play(recording: Recording, inputs: list[int], call: Call | None) -> Any:
     plans = []  # held until all kernels are queued: in inference mode nobody else does
     for key, kind, build, numbers in plans_of:
         assert call is not None, "who uses plans has one"
-        plan = call.selection.kept(key)
+        on = key if device < 0 else (*key, stream)
+        plan = call.selection.kept(on)
         if plan is None:
-            plan = _plan_again(call, inputs, key, kind, build, numbers)
+            plan = _plan_again(call, inputs, on, key, kind, build, numbers)
         plans.append(plan)
         table += plan.addresses
     if offsets:
@@ -224,11 +228,10 @@ def _play(recording: Recording, inputs: list[int], call: Call | None) -> Any:
             return None
         table += maps
     table += constants
-    stream = stream_of(device)
     for entry, size in cleared:
         if clear(table[entry], size, stream):
             return None
-    if start_all(steps, table, stream):
+    if start_all(steps, table):
         return None
     if plan_of is None:
         return outputs
@@ -325,7 +328,7 @@ class Recorder:
         if table.refused:
             return None
         return Recording(
-            outputs[0].get_device(), allocator(outputs[0]), tuple(facts), scratch, tuple(self.plans),
+            next(_numbers), outputs[0].get_device(), allocator(outputs[0]), tuple(facts), scratch, tuple(self.plans),
             tuple(table.offsets), tuple(table.maps), tuple(table.constants),
             tuple((table.entry(place), size) for place, size in cleared),
             tuple((*step, _getter([table.entry(place) for place in places])) for *step, places in steps), tuple(self.kernels),

@@ -150,7 +150,7 @@ class Selection:
         else:
             checked = debugging()  # nothing compiles or captures the call
             selection._remember_version(checked)
-            selection._keep(_DISJOINT, Plan([], (), unique))
+            selection._keep(selection._on_stream(_DISJOINT), Plan([], (), unique))
         if checked:
             selection.validate()
         return selection
@@ -239,7 +239,7 @@ class Selection:
             return self.ranges.contiguous()
         if capturing(self.ranges) if captured is None else captured:
             return distinct_ranges(self.ranges, self.block_size)
-        found: Tensor | None = self.kept(_DISJOINT)
+        found: Tensor | None = self.kept(self._on_stream(_DISJOINT))
         return self.plan(_DISJOINT, lambda: distinct_ranges(self.ranges, self.block_size)) if found is None else found
 
     def plan(self, key: tuple[Any, ...], build: Callable[[], Any], *made_from: Any) -> Any:
@@ -259,13 +259,14 @@ class Selection:
         if self.ranges.is_inference() or UNKNOWN in states:
             return build()
         self._drop_old()
-        kept = self._plans.get(self._on_stream(key))
+        on = self._on_stream(key)
+        kept = self._plans.get(on)
         if kept is None or kept.states != states:
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False):  # a later call may record gradients
                     return self.plan(key, build, *made_from)
             kept = Plan(states, made_from, build())
-            self._keep(key, kept)
+            self._keep(on, kept)
         return kept.value
 
     def _drop_old(self) -> None:
@@ -274,10 +275,10 @@ class Selection:
             self.invalidate()
             self._remember_version()
 
-    def _keep(self, key: tuple[Any, ...], plan: Plan) -> None:
+    def _keep(self, on: tuple[Any, ...], plan: Plan) -> None:
         if len(self._plans) >= _MOST_PLANS:  # a growing KV cache makes new keys at every step
             self._plans.pop(next(iter(self._plans), None), None)
-        self._plans[self._on_stream(key)] = plan
+        self._plans[on] = plan
 
     def _on_stream(self, key: tuple[Any, ...]) -> tuple[Any, ...]:
         """The key of a plan on the current stream: another stream could read it before it is built, or after its memory is used again."""
@@ -286,16 +287,17 @@ class Selection:
             return key
         return *key, torch._C._cuda_getCurrentRawStream(ranges.get_device())
 
-    def kept(self, key: tuple[Any, ...]) -> Any:
-        """The cached plan that depends on the ranges alone; None if there is none."""
-        found = self._plans.get(self._on_stream(key))
+    def kept(self, on: tuple[Any, ...]) -> Any:
+        """The cached plan that depends on the ranges alone; None if there is none. on: its key and the current stream, as of
+        `_on_stream`."""
+        found = self._plans.get(on)
         return found.value if found is not None and not found.made_from and self._is_current() else None
 
-    def keep(self, key: tuple[Any, ...], value: Any) -> None:
-        """Cache a plan that depends on the ranges alone, as they are now."""
+    def keep(self, on: tuple[Any, ...], value: Any) -> None:
+        """Cache a plan that depends on the ranges alone, as they are now. on: as of `kept`."""
         if not self.ranges.is_inference():
             self._drop_old()
-            self._keep(key, Plan([], (), value))
+            self._keep(on, Plan([], (), value))
 
     def _holds(self) -> bool:
         """Whether cached statistics are valid: the ranges are unchanged, and no CUDA graph is captured, whose replays may see others."""

@@ -143,7 +143,10 @@ def hooked() -> bool:
     """Whether somebody wants to be told of launches: None or an empty chain of hooks means nobody."""
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+    try:
+        return bool(enter.calls or leave.calls)
+    except AttributeError:  # a hook without a chain
+        return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 _driver.hooked = hooked

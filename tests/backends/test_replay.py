@@ -27,9 +27,9 @@ from tests.helpers.emulate import GPU, needs_compiler
 pytestmark = needs_compiler
 
 
-def ctas_threads_and_shared() -> tuple[int, ...]:
-    """Of the CUlaunchConfig."""
-    return struct.unpack_from("<I8xI8xI", _driver.thread.config)
+def ctas_threads_and_shared(config: int) -> tuple[int, ...]:
+    """Of the CUlaunchConfig at this address."""
+    return struct.unpack("<I8xI8xI", ctypes.string_at(config, 28))
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(launch, "function", function)
     monkeypatch.setattr(tensor_map, "_encoded", encoded)
     monkeypatch.setattr(_driver, "stream_of", lambda device: 0)
-    monkeypatch.setattr(_driver, "_launch", lambda: lambda config, handle, *_: start(handle, *ctas_threads_and_shared()))
+    monkeypatch.setattr(_driver, "_launch", lambda: lambda config, handle, *_: start(handle, *ctas_threads_and_shared(config)))
     monkeypatch.setattr(_replay, "stream_of", lambda device: 0)
     monkeypatch.setattr(_replay, "clear", clear)
     monkeypatch.setattr(Selection, "_on_gpu", True)  # else it compares ranges with a copy

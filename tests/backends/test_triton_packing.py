@@ -123,9 +123,8 @@ def pack_every_kernel(h: int, S: int) -> None:
         assert packing._layout(1, 128, 0, parameters[: len(wanted) - 1], kinds[:tensors], kinds[tensors:], maps) is None
 
 
-def ctas_of(config: Any) -> int:
-    found: int = struct.unpack_from("<I", config)[0]
-    return found
+def ctas_of(config: int) -> int:
+    return ctypes.c_uint32.from_address(config).value
 
 
 def replay_every_kernel(h: int, S: int) -> None:
@@ -161,7 +160,7 @@ def replay_every_kernel(h: int, S: int) -> None:
             lambda *arguments, **options: kernel.run(*arguments, grid=grid, warmup=True, **options)
         )
         kernel.start, kernel.stream_of, _replay.stream_of = start, lambda device: 0, lambda device: 0
-        _driver._launch = lambda: lambda config, function, *_: start(function, ctas_of(_driver.thread.config), 0, 0, 0, None)
+        _driver._launch = lambda: lambda config, function, *_: start(function, ctas_of(config), 0, 0, 0, None)
         kernel.layout_of, kernel.CPU = layout_of, -2
         _driver.encoded_map = lambda encode, kind, address, *how: (0, struct.pack("<q120x", address))  # type: ignore[assignment]
         _buffers._empty_strided_cpu = lambda *facts: kept.append(make(*facts)) or kept[-1]
