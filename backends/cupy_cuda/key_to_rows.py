@@ -74,14 +74,18 @@ def segment_length(
 
 def lists_of(call: Call, width: int) -> KeyToRows:
     """The lists for tiles of `width` keys."""
-    B, S, G = call.q.shape[:3]
-    reach = call.reach(width)
-    segment = segment_length(call, width, B * G * S * call.selection.n * reach, LONGEST, SEGMENTS_PER_SM)
-    lists: KeyToRows = kept_plan(call, ("cupy-cuda lists",), _build, width, reach, segment).value
+    lists: KeyToRows = kept_plan(call, ("cupy-cuda lists",), build_lists, *numbers_of_lists(call, width)).value
     return lists
 
 
-def _build(call: Call, width: int, reach: int, segment: int) -> KeyToRows:
+def numbers_of_lists(call: Call, width: int) -> tuple[int, int, int]:
+    """What `build_lists` takes for tiles of `width` keys."""
+    B, S, G = call.q.shape[:3]
+    reach = call.reach(width)
+    return width, reach, segment_length(call, width, B * G * S * call.selection.n * reach, LONGEST, SEGMENTS_PER_SM)
+
+
+def build_lists(call: Call, width: int, reach: int, segment: int) -> KeyToRows:
     B, S, G = call.q.shape[:3]
     tiles = -(-call.k.shape[2] // width)
     return KeyToRows(*sort(call, width, S, with_parts(segment)), B * G * tiles, tiles, reach, segment)

@@ -24,7 +24,7 @@ from nsa_sel.backends._slices import by_parts, slices
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.block_tiles import block_lists_of, list_bytes
 from nsa_sel.backends.cupy_cuda.compiler import Constants
-from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows, list_gradients, lists_of, most_segments
+from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows, build_lists, list_gradients, most_segments, numbers_of_lists
 from nsa_sel.backends.cupy_cuda.tensor_map import key_group_map, row_map, tensor_map
 from nsa_sel.backends.cupy_cuda.token_order import places, start_union, stretch_of
 from nsa_sel.backends.specs import HOPPER_TILES
@@ -300,8 +300,8 @@ def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tens
     """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]."""
     if small_block(call) and math.prod(call.k.shape[:2]) > 1 and not list_bytes(call)[1]:
         return _by_pairs(call, lse, do, delta)
-    q, (macros, shape, rows), (lists, blocks) = call.q, _groups(call), _lists(call)
-    (order,) = kept_plan(call, ("cupy-cuda order",), _order, rows, lists.reach, lists.segment).value
+    q, (macros, shape, rows) = call.q, _groups(call)
+    lists, blocks, order = _lists(call, rows)
 
     def start(ctas: int, lists: tuple[int, ...]) -> None:
         launch.start(
@@ -324,12 +324,21 @@ def _by_pairs(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tenso
     return dk, dv
 
 
-def _lists(call: Call) -> tuple[KeyToRows, tuple[Tensor, ...]]:
-    """The lists of dkdv_groups.cu, and the tensors of `BlockTiles` (key_to_rows.cuh) for small blocks."""
+def _lists(call: Call, rows: int) -> tuple[KeyToRows, tuple[Tensor, ...], Tensor]:
+    """The lists of dkdv_groups.cu, the tensors of `BlockTiles` (key_to_rows.cuh) for small blocks, and the order in which the kernel takes
+    the lists' segments: those that begin within the same `rows` rows run together."""
     if small_block(call) is None:
-        return lists_of(call, KEYS), ()
-    lists = block_lists_of(call)
-    return lists.key_to_rows(), lists.block_tiles()
+        *lists, order = kept_plan(call, ("cupy-cuda ordered lists",), _ordered_lists, rows, *numbers_of_lists(call, KEYS)).value
+        return KeyToRows(*lists), (), order
+    found = block_lists_of(call)
+    (order,) = kept_plan(call, ("cupy-cuda order",), _order, rows, found.segment).value
+    return found.key_to_rows(), found.block_tiles(), order
+
+
+def _ordered_lists(call: Call, rows: int, *numbers: int) -> tuple[Any, ...]:
+    """The fields of `KeyToRows` and the order: one plan, so that a replay starts all kernels at once."""
+    lists = build_lists(call, *numbers)
+    return *lists, _order_of(call, lists, rows, call.selection.n * lists.reach)
 
 
 def small_block(call: Call) -> int | None:
@@ -348,13 +357,16 @@ def _groups(call: Call) -> tuple[Constants, GroupShape, int]:
     return launch.macros(call, H=h, STAGES=shape.stages, **({} if small is None else {"SMALL_BLOCK": small})), shape, rows
 
 
-def _order(call: Call, rows: int, reach: int, segment: int) -> tuple[Tensor]:
-    """The order in which dkdv_groups.cu takes the lists' segments: those that begin within the same `rows` rows run together. reach,
-    segment: of the lists."""
-    lists, blocks = _lists(call)
+def _order(call: Call, rows: int, segment: int) -> tuple[Tensor]:
+    """The order of the lists of small blocks. segment: of these."""
+    return (_order_of(call, block_lists_of(call).key_to_rows(), rows, 1),)
+
+
+def _order_of(call: Call, lists: KeyToRows, rows: int, each: int) -> Tensor:
+    """each: entries of a row."""
     assert lists.entries is not None, "in memory"
-    segments, each = most_segments(lists.entries.shape[0], segment, lists.lists), 1 if blocks else call.selection.n * reach
-    return (order_segments(call, lists, segments, 1, 0, 0, call.q.shape[1], each, rows),)
+    segments = most_segments(lists.entries.shape[0], lists.segment, lists.lists)
+    return order_segments(call, lists, segments, 1, 0, 0, call.q.shape[1], each, rows)
 
 
 def order_segments(call: Call, lists: KeyToRows, segments: int, ctas: int, *values: int, **macros: int) -> Tensor:

@@ -183,8 +183,8 @@ def test_order_of_segments(monkeypatch: pytest.MonkeyPatch, short: None, rows: i
     emulated(monkeypatch)
     q, k, v = make_qkv(B=2, S=60, G=2, h=2, Dk=64, S_kv=400, dtype=torch.float16)
     call = call_of(q, k, v, make_blocks(2, 60, 2, 400, 4, 64))
-    lists = key_to_rows.lists_of(call, 64)
-    (order,) = sm90._order(call, rows, lists.reach, lists.segment)
+    lists, _, order = sm90._lists(call, rows)
+    assert lists.entries is not None
     count = int(lists.segments[-1])
     assert len(order) >= count > lists.lists
     keys, seen = [], set()

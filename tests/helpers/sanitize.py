@@ -102,10 +102,10 @@ def run_lists() -> int:
         q, k, v = make_qkv(B, S, G, h, 64, 64, S_kv=S_kv, dtype=torch.bfloat16, device="cuda")
         call = make_call(q, k, v, make_blocks(B, S, G, S_kv, 5, block, device="cuda"))
         sm90.plan_of(call, 5)
-        lists, reach = sm90._lists(call)[0], call.reach(sm90.KEYS)
-        sm90._order(call, sm90._groups(call)[2], lists.reach, lists.segment)
+        sm90._lists(call, sm90._groups(call)[2])
         if block < sm90.KEYS:
             continue
+        reach = call.reach(sm90.KEYS)
         cuda_block._find_shared(call, reach, h)
         cuda_block._order(call, reach, *cuda_block._sizes(call, reach))
     torch.cuda.synchronize()
