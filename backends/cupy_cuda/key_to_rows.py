@@ -23,6 +23,7 @@ SHORTEST = 32  # entries of a segment: with fewer, loading the tile and writing 
 LONGEST, SEGMENTS_PER_SM = 1024, 4  # entries of a segment at most, of one head; segments
 BYTES = 12  # that an entry needs: its tile, itself, and its share of the counts
 SORTED = 4096  # entries that sort_scatter.cu sorts at once, half of which if they are few
+FEW_COUNTS, FEW_TILES = 2048, 512  # that sort_scatter.cu adds up itself
 SUM_CTAS = 4096  # of sum_parts.cu: enough for any GPU
 Kinds = tuple[tuple[int, bool], tuple[int, bool]]  # of segments: entries at most, and whether those of lists with one do not count
 
@@ -116,21 +117,36 @@ def sort(call: Call, width: int, section: int, kinds: Kinds) -> tuple[Tensor, Te
             f" {reach} tiles; allowed: {call.settings.workspace_bytes} (runtime.workspace_bytes). Remedy: build the Selection from"
             " blocks, pass max_length=, call selection.measure(), or raise runtime.workspace_bytes."
         )
+    few = lists * chunks <= FEW_COUNTS and tiles <= FEW_TILES
     tile_of, entries = (unwritten(q, capacity, dtype=torch.int32) for _ in range(2))
-    counts = unwritten(q, lists * chunks + published(lists), dtype=torch.int32)
+    counts = unwritten(q, lists * chunks + (0 if few else published(lists)), dtype=torch.int32)
     numbers = (S * n * reach, reach, tiles, B * G, section * n * reach, chunk, chunks)
     ranges = call.disjoint_ranges()
     problem = launch.problem(call, ranges)
-    count, scatter = launch.integer_macros(WIDTH=width, RANGE_BYTES=ranges.element_size()), launch.integer_macros(EACH=block // 256)
+    count = launch.integer_macros(WIDTH=width, RANGE_BYTES=ranges.element_size())
+    scatter = launch.integer_macros(EACH=block // 256, FEW=int(few))
     launch.start(
         "sort_count.cu", count, on, parts * chunks, 256, 0,
-        *numbers, *launch.pointers(tile_of, counts), published(lists) // 4, problem=problem,
+        *numbers, *launch.pointers(tile_of, counts), 0 if few else published(lists) // 4, problem=problem,
     )  # fmt: skip
-    begins, first, second = sum_counts(counts, lists, tiles, chunks, kinds)
+    sums = _sums(counts, lists) if few else sum_counts(counts, lists, tiles, chunks, kinds)
     launch.start(
-        "sort_scatter.cu", scatter, on, parts * chunks, 256, 0, *numbers, *launch.pointers(tile_of, counts, begins, entries), early=True
+        "sort_scatter.cu", scatter, on, parts * chunks, 256, 0,
+        *numbers, *launch.pointers(tile_of, counts, sums[0], entries), *_segments(sums, kinds), early=True,
     )  # fmt: skip
-    return entries, begins, first, second
+    return entries, *sums
+
+
+def _sums(like: Tensor, lists: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Unwritten begins and segments of each kind, [lists + 1] int64."""
+    begins, first, second = (unwritten(like, lists + 1, dtype=torch.int64) for _ in range(3))
+    return begins, first, second
+
+
+def _segments(sums: tuple[Tensor, Tensor, Tensor], kinds: Kinds) -> tuple[int, ...]:
+    """The values of `Segments` (sort.cuh) of each kind."""
+    (longest, several), (other_longest, other_several) = kinds
+    return sums[1].data_ptr(), longest, several, sums[2].data_ptr(), other_longest, other_several
 
 
 def published(lists: int) -> int:
@@ -146,13 +162,12 @@ def sum_counts(counts: Tensor, lists: int, tiles: int, chunks: int, kinds: Kinds
         lists, tiles, chunks: how many.
         kinds: of segments.
     """
-    begins, first, second = (unwritten(counts, lists + 1, dtype=torch.int64) for _ in range(3))
-    (longest, several), (other_longest, other_several) = kinds
+    sums = _sums(counts, lists)
     launch.start(
-        "sum_counts.cu", launch.integer_macros(), counts.get_device(), -(-lists // 32), 512, 0, *launch.pointers(counts, begins),
-        lists, tiles, chunks, first.data_ptr(), longest, several, second.data_ptr(), other_longest, other_several, early=True,
+        "sum_counts.cu", launch.integer_macros(), counts.get_device(), -(-lists // 32), 512, 0, *launch.pointers(counts, sums[0]),
+        lists, tiles, chunks, *_segments(sums, kinds), early=True,
     )  # fmt: skip
-    return begins, first, second
+    return sums
 
 
 def key_value_gradients(call: Call, width: int, start: Callable[[int, tuple[int, ...]], None]) -> tuple[Tensor, Tensor]:

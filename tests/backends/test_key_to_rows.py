@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -68,15 +68,22 @@ def padded(selection: Selection) -> Selection:
         (1, 300, 1, 70000, 16, 300, lambda: make_blocks(1, 300, 1, 70000, 16, 16)),  # and sort_count.cu: a chunk of two blocks
     ],
 )
-@pytest.mark.parametrize("mode", [0, BACKWARDS])
+@pytest.mark.parametrize(("mode", "few"), [(0, None), (BACKWARDS, None), (0, 0)])
 def test_lists_hold_every_entry_of_a_tile_in_order(
-    monkeypatch: pytest.MonkeyPatch, mode: int, B: int, S: int, G: int, S_kv: int, width: int, section: int, selection: object
-) -> None:
+    monkeypatch: pytest.MonkeyPatch, mode: int, few: int | None, B: int, S: int, G: int, S_kv: int, width: int, section: int,
+    selection: object,
+) -> None:  # fmt: skip
+    """few: 0 where counts have a kernel of their own, however few they are."""
     emulated(monkeypatch, mode)
+    if few is not None:
+        monkeypatch.setattr(key_to_rows, "FEW_COUNTS", few)
     call = call_of(B, S, G, S_kv, selection())  # type: ignore[operator]
-    entries, begins = (x.tolist() for x in key_to_rows.sort(call, width, section, SEGMENTS)[:2])
+    entries, begins, segments, parts = (x.tolist() for x in key_to_rows.sort(call, width, section, SEGMENTS))
     expected = lists_of(call, width, section)
     assert [entries[begin:end] for begin, end in pairwise(begins)] == expected
+    numbers = [-(-len(x) // 32) for x in expected]
+    assert segments == [0, *accumulate(numbers)]
+    assert parts == [0, *accumulate(x if x > 1 else 0 for x in numbers)]
 
 
 @needs_compiler

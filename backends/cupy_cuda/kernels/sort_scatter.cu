@@ -5,6 +5,7 @@
 // order: it is put right when the entries are written.
 //
 //   EACH  entries of a thread in a block
+//   FEW   1: counts are those of sort_count.cu, so few that every CTA adds them up, of TABLE tiles and chunks of BLOCK entries at most
 #include "sort.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS, BLOCK = EACH * THREADS, TABLE = 2 * THREADS;  // tiles at once
@@ -13,8 +14,9 @@ struct Arguments {
     Sort sort;
     const int *tiles;   // of sort_count.cu
     int *counts;        // of sum_counts.cu
-    const i64 *begins;  // [lists + 1]
+    i64 *begins;        // [lists + 1]
     int *entries;       // e, list after list
+    Segments segments[2];  // if FEW
 };
 
 struct Shared {
@@ -52,6 +54,40 @@ DEVICE int place_lists(Shared &shared, const int (&to)[2], int *counts, int tile
     return all[0];
 }
 
+// Where the chunk's entries of two tiles a thread go, from the counts of all chunks. The CTA of the first chunk of a section of a bg
+// writes where its lists begin, and the segments before them.
+DEVICE void add_counts(const Arguments &x, const Chunk &chunk, int (&to)[2]) {
+    const u32 tiles = x.sort.tiles, chunks = x.sort.chunks, number = blockIdx.x % chunks, tile = 2 * threadIdx.x;
+    int sums[3] = {0, 0, 0}, before[3], own[2] = {0, 0}, own_before[2] = {0, 0}, all[3];  // entries, and segments of each kind
+    for (u32 list = threadIdx.x; list < chunk.list; list += THREADS) {
+        int entries = 0;
+        for (u32 i = 0; i < chunks; ++i) entries += x.counts[(list / tiles * chunks + i) * tiles + list % tiles];
+        sums[0] += entries;
+        for (int n = 0; n < 2; ++n) sums[n + 1] += x.segments[n].of(entries);
+    }
+    block_prefix_sum<THREADS>(sums, before);
+    for (u32 i = 0; i < chunks; ++i)
+        for (u32 j = 0; j < 2; ++j) {
+            const int count = tile + j < tiles ? x.counts[chunk.list * chunks + i * tiles + tile + j] : 0;
+            own[j] += count;
+            own_before[j] += i < number ? count : 0;
+        }
+    int upto[3] = {own[0] + own[1], 0, 0};
+    for (int n = 0; n < 2; ++n) upto[n + 1] = x.segments[n].of(own[0]) + x.segments[n].of(own[1]);
+    block_prefix_sum<THREADS>(upto, all);
+    const int end = before[0] + upto[0];
+    to[0] = end - own[1] - own[0] + own_before[0];
+    to[1] = end - own[1] + own_before[1];
+    if (number > 0) return;
+    for (int n = 0; n < 3; ++n) {
+        i64 *at = (n ? x.segments[n - 1].before : x.begins) + chunk.list + tile;
+        const int last = n ? x.segments[n - 1].of(own[1]) : own[1];
+        if (chunk.list + tile == 0) at[0] = 0;
+        if (tile < tiles) at[1] = before[n] + upto[n] - last;
+        if (tile + 1 < tiles) at[2] = before[n] + upto[n];
+    }
+}
+
 // Where number i of `sorted` belongs among those of its tile that were counted at once.
 DEVICE int ordered_place(const u32 *sorted, int i, u32 own) {
     int place = i;
@@ -67,6 +103,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) sort_scatter(const __gr
     const Chunk chunk(x.sort, blockIdx.x);
     u32 *sorted = shared.sorted + 1;
     const int *all_tiles = x.tiles + chunk.bg * x.sort.entries_per_bg;
+    int to[2];
+    if constexpr (FEW) add_counts(x, chunk, to);
     for (u32 first = chunk.first; first < chunk.end; first += BLOCK)
         for (u32 tile0 = 0; tile0 < tiles; tile0 += TABLE) {
             const u32 number = warp * (32 * EACH) + lane;  // of the thread's first entry in the block
@@ -77,8 +115,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) sort_scatter(const __gr
                 own[i] = e < chunk.end ? all_tiles[e] - tile0 : ~0u;
             }
             const i64 tile = tile0 + 2 * threadIdx.x;
-            int *counts = x.counts + chunk.counts + tile, to[2];
-            for (int i = 0; i < 2; ++i) to[i] = tile + i < tiles ? static_cast<int>(x.begins[chunk.list + tile + i]) + counts[i] : 0;
+            int *counts = x.counts + chunk.counts + tile;
+            if constexpr (!FEW)
+                for (int i = 0; i < 2; ++i) to[i] = tile + i < tiles ? static_cast<int>(x.begins[chunk.list + tile + i]) + counts[i] : 0;
             for (int i = threadIdx.x; i < WARPS * TABLE / 4; i += THREADS) reinterpret_cast<uint4 *>(shared.counts)[i] = uint4{0, 0, 0, 0};
             __syncthreads();
 #pragma unroll

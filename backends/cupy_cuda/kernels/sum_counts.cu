@@ -7,17 +7,6 @@
 
 constexpr int WARPS = 16, THREADS = 32 * WARPS, EACH = 8;  // counts of a thread that are loaded together
 
-struct Segments {
-    i64 *before;           // [lists + 1]: how many the lists before have
-    i64 longest, several;  // entries; 1: those of lists that have one do not count
-
-    DEVICE int of(int entries) const {
-        const u32 most = longest;
-        const int segments = static_cast<int>((static_cast<u32>(entries) + most - 1) / most);
-        return segments > several ? segments : 0;
-    }
-};
-
 struct Arguments {
     int *counts;  // [lists / tiles, chunks, tiles], then what CTAs publish
     i64 *begins;  // [lists + 1]: where a list begins among the entries
