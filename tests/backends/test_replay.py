@@ -281,6 +281,18 @@ def test_a_recording_tells_what_each_address_is(extra: Any, recorded: bool) -> N
     assert _driver.thread.recording is None
 
 
+def test_launch_configs_are_kept_for_each_stream() -> None:
+    """As the driver takes them: grid, block and shared memory, the stream, and the attribute of an early start."""
+    step = (7, _driver.grid(3, 64, 128), True, _driver.Pointers((0,)), struct.Struct("<q"), _replay._getter([0]))
+    number = next(_replay._numbers)
+    found = [_driver.ready(number, -1, (step,), stream) for stream in (5, 6, 5)]
+    assert found[0] is found[2]
+    for stream, ((*_, config, function, _, _),) in zip((5, 6), found[:2], strict=True):
+        *grid, its_stream, attributes, count = struct.unpack("<7I4xQQI4x", ctypes.string_at(config, 56))
+        assert (function, grid, its_stream, count) == (7, [3, 1, 1, 64, 1, 1, 128], stream, 1)
+        assert struct.unpack("<I4xI", ctypes.string_at(attributes, 12)) == (6, 1)
+
+
 def test_a_selection_that_promises_no_overlaps_keeps_its_plans(driver: list[str]) -> None:
     known: dict[Any, Any] = {REPEATED: True}
     for _ in range(3):
