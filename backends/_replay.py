@@ -70,6 +70,8 @@ class _Part(NamedTuple):
 class KeptPlan:
     """A plan as a selection keeps it: its value, or what makes it of its fields, and the buffer that holds its tensors."""
 
+    __slots__ = ("_buffer", "_fields", "_kind", "_value", "addresses")
+
     def __init__(
         self, value: Any, kind: Any = None, fields: tuple[Any, ...] = (), offsets: Sequence[int] = (), buffer: Tensor | None = None
     ) -> None:
