@@ -117,7 +117,7 @@ def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> No
             *({"dkdv_groups.cu", "order_segments.cu"} if shape == "h1" else {"dkdv_tiles.cu"}),
         }
     else:
-        assert names == ALL_KERNELS - {"combine.cu", "sum_counts.cu", *HOPPERS}
+        assert names | {"sum_counts.cu"} == ALL_KERNELS - {"combine.cu", *HOPPERS}  # narrow tiles have more counts
 
 
 @needs_nvrtc
