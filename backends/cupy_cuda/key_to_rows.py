@@ -117,7 +117,7 @@ def sort(call: Call, width: int, section: int, kinds: Kinds) -> tuple[Tensor, Te
             f" {reach} tiles; allowed: {call.settings.workspace_bytes} (runtime.workspace_bytes). Remedy: build the Selection from"
             " blocks, pass max_length=, call selection.measure(), or raise runtime.workspace_bytes."
         )
-    few = lists * chunks <= FEW_COUNTS and tiles <= FEW_TILES
+    few = block < SORTED and lists * chunks <= FEW_COUNTS and tiles <= FEW_TILES
     tile_of, entries = (unwritten(q, capacity, dtype=torch.int32) for _ in range(2))
     counts = unwritten(q, lists * chunks + (0 if few else published(lists)), dtype=torch.int32)
     numbers = (S * n * reach, reach, tiles, B * G, section * n * reach, chunk, chunks)

@@ -5,18 +5,19 @@
 // order: it is put right when the entries are written.
 //
 //   EACH  entries of a thread in a block
-//   FEW   1: counts are those of sort_count.cu, so few that every CTA adds them up, of TABLE tiles and chunks of BLOCK entries at most
+//   FEW   1: counts are those of sort_count.cu, so few that every CTA adds them up, of TABLE tiles and chunks of BLOCK entries at most.
+//         CTAs are few, too: registers matter more than how many fit a multiprocessor
 #include "sort.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS, BLOCK = EACH * THREADS, TABLE = 2 * THREADS;  // tiles at once
 
 struct Arguments {
     Sort sort;
-    const int *tiles;   // of sort_count.cu
-    int *counts;        // of sum_counts.cu
-    i64 *begins;        // [lists + 1]
-    int *entries;       // e, list after list
-    Segments segments[2];  // if FEW
+    const int *tiles;      // of sort_count.cu
+    int *counts;           // of sum_counts.cu
+    i64 *begins;           // [lists + 1]
+    int *entries;          // e, list after list
+    Segments segments[2];  // written if FEW, as begins are
 };
 
 struct Shared {
@@ -96,7 +97,7 @@ DEVICE int ordered_place(const u32 *sorted, int i, u32 own) {
     return place;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4) sort_scatter(const __grid_constant__ Arguments x) {
+extern "C" __global__ void __launch_bounds__(THREADS, FEW ? 3 : 4) sort_scatter(const __grid_constant__ Arguments x) {
     __shared__ Shared shared;
     wait_for_stream();
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, tiles = x.sort.tiles;
