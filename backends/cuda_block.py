@@ -163,7 +163,7 @@ def _find_shared(call: Call, reach: int, h: int) -> Shared:
 @backward_of_any_scale
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv from one visit of every KV block, and a sum over each row's ranges."""
-    if not takes(call) or (is_large(call) and not sm90.mappable(call.q, call.k, call.v)):
+    if not takes(call) or (is_large(call) and not (sm90.mappable(call.q, call.k, call.v) and sm90.lists_fit(call))):
         return triton_block.backward(call, o, lse, do, dlse)
     if is_large(call):
         dq, delta = triton_block.dq_of_large(call, o, lse, do, dlse)

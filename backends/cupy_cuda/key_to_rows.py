@@ -92,6 +92,11 @@ def build_lists(call: Call, width: int, reach: int, segment: int) -> KeyToRows:
     return KeyToRows(*sort(call, width, S, with_parts(segment)), B * G * tiles, tiles, reach, segment)
 
 
+def fit(call: Call, entries: int) -> bool:
+    """Whether lists of so many entries stay within runtime.workspace_bytes."""
+    return BYTES * entries <= max(call.settings.workspace_bytes, 1 << 20) and entries < 2**31
+
+
 def with_parts(segment: int) -> Kinds:
     """The kinds of segments that `KeyToRows` counts."""
     return (segment, False), (segment, True)
@@ -110,8 +115,7 @@ def sort(call: Call, width: int, section: int, kinds: Kinds) -> tuple[Tensor, Te
     block = SORTED if capacity > SORTED * call.device.sm_count else SORTED // 2
     chunk = block * -(-tiles // block)  # the counts are no longer than the lists
     chunks = -(-min(section, S) * n * reach // chunk)
-    bound = max(call.settings.workspace_bytes, 1 << 20)
-    if BYTES * capacity > bound or max(capacity, lists * chunks) >= 2**31:
+    if not fit(call, capacity) or lists * chunks >= 2**31:
         raise BackendError(
             f"the list of rows of every KV tile needs {BYTES * capacity} bytes, because any of the {n} ranges of a row may span"
             f" {reach} tiles; allowed: {call.settings.workspace_bytes} (runtime.workspace_bytes). Remedy: build the Selection from"

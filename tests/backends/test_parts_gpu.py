@@ -121,3 +121,30 @@ def test_pairs_whose_lists_do_not_fit_together_have_the_bits_of_their_own_calls(
         assert torch.equal(dk, found[1][at])
         assert torch.equal(dv, found[2][at])
     assert len(pairs) == 2
+
+
+@needs_cuda
+@needs_hopper
+@pytest.mark.parametrize(("workspace", "runs"), [(1 << 26, 1), (1 << 23, 2), (1 << 20, 0)])
+def test_lists_of_large_blocks_fit_the_workspace(started: list[str], configure: Callable[[str], Path], workspace: int, runs: int) -> None:
+    """MoBA's shape: lists of 9.4 MB, of one KV group after another where they do not fit, or Triton's, in slices of rows."""
+    S, G, block = 4096, 4, 512
+    q, k, v = make_qkv(B=1, S=S, G=G, h=1, Dk=128, S_kv=S, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    k, v = (x[:, :2].detach().requires_grad_() for x in (k, v))
+    do, _ = make_grads(q, v)
+    scores = torch.rand(1, S, G, S // block, generator=torch.Generator("cuda").manual_seed(0), device="cuda")
+    selection = Selection.from_scores(scores, 3, block, S_kv=S)
+
+    def gradients() -> tuple[Tensor, ...]:
+        reset()
+        o, _ = attend("cuda-block", q, k, v, selection)
+        return torch.autograd.grad(o, (q, k, v), do)
+
+    expected = gradients()
+    started.clear()
+    configure(f"provenance: a test\nruntime: {{workspace_bytes: {workspace}}}\n")
+    with new_memory_is_nan():
+        found = gradients()
+    assert started.count("dkdv_groups.cu") == runs
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
