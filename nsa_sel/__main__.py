@@ -12,7 +12,10 @@ def main() -> None:
             from nsa_sel.cli.app import app
     except NsaSelError as error:
         sys.exit(f"error: {error}")
-    app()
+    try:
+        app()
+    except OSError as error:  # a full disk: commands name the files that they read and write themselves
+        sys.exit(f"error: output can't be written: {error.strerror}")
 
 
 if __name__ == "__main__":

@@ -141,6 +141,8 @@ class NSAttention(nn.Module):
         if x.dim() != 3 or x.shape[2] != self.width:
             remedy = "a batch of one is x.unsqueeze(0); for another width make NSAttention(width, ...)"
             raise ArgumentError("x", f"of shape {tuple(x.shape)}", f"[B,S,width = {self.width}]", remedy)
+        if not (x.is_cpu or x.is_cuda) or not x.is_floating_point():
+            raise ArgumentError("x", f"{x.dtype} on {x.device}", "a floating dtype on cpu or cuda", "move or cast it as the parameters")
         if cu_seqlens is not None and len(x) != 1:
             remedy = "pass the tokens of all sequences in a row: x.flatten(0, 1).unsqueeze(0)"
             raise ArgumentError("x", f"of B = {len(x)} with cu_seqlens", "[1,T,width]", remedy)

@@ -18,6 +18,7 @@ from torch.nn.functional import gelu, linear
 
 from nsa_sel.core.bounds import Bounds, CuSeqlens, compressed_bounds
 from nsa_sel.core.check_packed import check_packed_keys
+from nsa_sel.core.modules import hooked
 
 
 class PackedPieces(NamedTuple):
@@ -110,13 +111,22 @@ class BlockMLP(nn.Module):
 
     def _blocks(self, pieces: Tensor) -> Tensor:
         """[B,G,C,D] of pieces [B,pieces,stride,G,D]."""
+        C = blocks_of(pieces.shape[1], self.r)
+        if not self.is_plain():
+            blocks = torch.cat([pieces[:, j : j + C] for j in range(self.r)], 2) + self.inside[:, None]  # [B,C,compress_block,G,D]
+            compressed: Tensor = self.second(gelu(self.first(blocks.permute(0, 3, 1, 2, 4).flatten(3))))
+            return compressed
         pieces = pieces.permute(0, 3, 1, 2, 4).flatten(3)  # [B,G,pieces,stride*D]
-        C = blocks_of(pieces.shape[2], self.r)
         inside, *first, second, bias = self.weights()
-        matrices = first[0].view(2 * self.dim * self.r, self.stride * self.dim)
+        matrices = first[0].reshape(2 * self.dim * self.r, self.stride * self.dim)
         products = linear(pieces, matrices).view(*pieces.shape[:3], 2 * self.dim, self.r)
         hidden = linear(inside.flatten(), *first) + _Joined.apply(products, C)  # type: ignore[no-untyped-call]
         return linear(gelu(hidden), second, bias)
+
+    def is_plain(self) -> bool:
+        """Whether weights are all that the layers are: nothing hooks or replaces them (LoRA, quantization)."""
+        layers = self.first, self.second
+        return self.of_rank is not None or all(type(layer) is nn.Linear and not hooked(layer) for layer in layers)
 
     def weights(self) -> tuple[Tensor, ...]:
         """Positions inside a block, then weight and bias of both layers; of DTensors this rank's replicas."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.core.arguments import as_tensor, check_positive
+from nsa_sel.core.arguments import as_tensor, check_flag, check_positive
 from nsa_sel.core.block_ranges import distinct_ranges, ranges_of_blocks
 from nsa_sel.core.indices import as_positions, as_rows
 from nsa_sel.core.plans import UNKNOWN, Exact, Plan, capturing, state_of, validates
@@ -122,6 +122,7 @@ class Selection:
             raise ArgumentError("ranges", f"of shape {tuple(ranges.shape)}", "a last dimension of 2: start, end", remedy)
         check_positive("block_size", block_size, optional=True)
         check_positive("max_length", max_length, optional=True)
+        check_flag("disjoint", disjoint)
         return cls(ranges, block_size, max_length, disjoint=disjoint)
 
     @classmethod

@@ -22,7 +22,8 @@ def with_sink(o: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     Args:
         o: [...,h,Dv], for example [B,S,G,h,Dv] of `selection_attention(..., return_lse=True)`; any floating dtype.
         lse: [...,h], natural logarithm, float32 (float64 for float64 inputs).
-        sink: logits, of a shape that broadcasts to lse: [G,h] for a logit per head; any floating dtype. Not multiplied by `scale`.
+        sink: logits, of a shape that broadcasts to lse: [G,h] for a logit per head; any floating dtype; -inf is no sink. Not multiplied by
+            `scale`.
 
     Returns:
         [...,h,Dv] in o's dtype; the factor is computed in lse's.
@@ -45,4 +46,5 @@ def with_sink(o: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     if sink.dim() > lse.dim() or any(n not in (1, m) for n, m in zip(reversed(sink.shape), reversed(lse.shape), strict=False)):
         remedy = "pass one logit per head: [G,h] for heads in G groups of h"
         raise ArgumentError("sink", f"of shape {tuple(sink.shape)}", f"a shape that broadcasts to lse's {tuple(lse.shape)}", remedy)
-    return (o * torch.sigmoid(lse - sink.to(lse.dtype)).unsqueeze(-1)).to(o.dtype)
+    logits = sink.to(lse.dtype).clamp(min=torch.finfo(lse.dtype).min)  # -inf, for no sink, less an lse of -inf would be NaN
+    return (o * torch.sigmoid(lse - logits).unsqueeze(-1)).to(o.dtype)

@@ -12,6 +12,7 @@ from nsa_sel.caching.numbers import Numbers
 from nsa_sel.caching.pools import Pools
 from nsa_sel.caching.quantized import Scales
 from nsa_sel.compression import BlockMLP
+from nsa_sel.core.modules import hooked
 from nsa_sel.core.quantized import as_bytes, stored
 
 APPEND = "nsa_sel.backends._triton.cache"  # imported at the first step on a GPU
@@ -73,7 +74,7 @@ def put(x: Tensor, slots: Tensor, y: Tensor) -> None:
 
 def _weights(work: Compress, raw: Tensor) -> tuple[Tensor, ...] | None:
     """What the kernels take of a compression, or None where it has to be called: other modules, hooks, dtypes, kinds of tensors."""
-    if type(work) is not BlockMLP or any(module._forward_hooks or module._forward_pre_hooks for module in work.modules()):
+    if type(work) is not BlockMLP or hooked(work) or not work.is_plain():
         return None
     weights = work.weights()
     fit = all(type(x) in (Tensor, nn.Parameter) and x.dtype == raw.dtype and x.is_contiguous() for x in weights)

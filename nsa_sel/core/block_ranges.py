@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core import seen, transforms
+from nsa_sel.core.arguments import check_flag
 from nsa_sel.core.indices import checked_blocks, padded, range_dtype, whole_blocks
 from nsa_sel.core.plans import capturing
 from nsa_sel.core.ranges import disjoint
@@ -35,6 +36,7 @@ def ranges_of_blocks(
     if alike is not None and alike.as_given:
         indices, counts = block_indices, block_counts
     else:
+        check_flag("disjoint", disjoint)
         indices, counts = checked_blocks(block_indices, block_size, block_counts)
         if alike is None and _takes(indices):
             alike = _Alike.of(indices, block_size, disjoint, indices is block_indices and counts is block_counts)

@@ -56,7 +56,7 @@ def range_dtype(block_size: int) -> torch.dtype:
 
 def check_forced(first: int, local: int, n: int) -> None:
     """ArgumentError unless n blocks have room for the first and the local last ones, which are always among them."""
-    whole = all(isinstance(number, int) for number in (first, local))
+    whole = all(isinstance(number, int) and not isinstance(number, bool) for number in (first, local))
     if not whole or first < 0 or local < 0 or first + local > n:
         raise ArgumentError(
             "first + local", f"{shown(first)} + {shown(local)}", f"whole numbers >= 0 and together at most n = {n}",

@@ -71,8 +71,9 @@ def check_traced(name: str, *tensors: Any) -> None:
     faked = not _len_modes() and traces(*(x for x in tensors if isinstance(x, Tensor)))
     if faked or any(torch._C._get_dispatch_mode(mode) is not None for mode in modes):
         raise BackendError(
-            f"{name} is called while PyTorch traces or fakes operations (make_fx, FakeTensorMode); allowed: eager calls of plain tensors."
-            " Remedy: trace selection_attention, which is an op, or keep the call out of the traced code."
+            f"{name} is called while PyTorch traces or fakes operations (torch.compile, make_fx, FakeTensorMode); allowed: eager calls of"
+            " plain tensors. Remedy: trace selection_attention, which is an op, or keep the call out of the traced code, for example in a"
+            " function under torch.compiler.disable."
         )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nsa_sel import NSAttention, attention_layer, nsa_attention, rotary
+from nsa_sel import NSACache, NSAttention, attention_layer, nsa_attention, rotary
 from nsa_sel.compression import BlockMean, BlockMLP
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.rotary import rotate
@@ -198,6 +198,49 @@ def test_compression_holds_no_unfolded_windows() -> None:
     assert x.nbytes <= held < 3 * x.nbytes
 
 
+class _Adapted(torch.nn.Module):
+    """A linear layer with a change of low rank, which shows the layer's own weight, as adapters (LoRA) do."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.layer, self.weight, self.bias = layer, layer.weight, layer.bias
+        self.a, self.b = (torch.nn.Parameter(torch.randn(size, 1, dtype=layer.weight.dtype)) for size in layer.weight.shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + x @ self.b @ self.a.T  # type: ignore[no-any-return]
+
+
+def test_adapters_and_hooks_of_the_compression_take_part() -> None:
+    layer, merged = make(), make()
+    for module, own in ((layer.compress_k, merged.compress_k), (layer.compress_v, merged.compress_v)):
+        assert isinstance(module, BlockMLP)
+        assert isinstance(own, BlockMLP)
+        adapted = _Adapted(module.first)
+        module.first = adapted  # type: ignore[assignment]
+        own.first.weight.data += (adapted.a @ adapted.b.T).detach()
+        module.second.register_forward_hook(lambda _, given, found: 2 * found)
+        own.second.weight.data *= 2
+        own.second.bias.data *= 2
+    x = hidden(layer, 30)
+    torch.testing.assert_close(layer(x), merged(x), rtol=1e-9, atol=1e-9)
+    layer(x).sum().backward()
+    assert all(bool(part.grad.any()) for part in layer.compress_k.first.parameters())  # type: ignore[union-attr]
+    with torch.no_grad():
+        cache = NSACache.of([layer], 4, 8)
+        sequence = cache.open()
+        steps = [layer(part, cache=cache.step([sequence], part.shape[1])[0]) for part in x[:1].split([9, 1, 20], 1)]
+    torch.testing.assert_close(torch.cat(steps, 1), merged(x[:1]), rtol=1e-9, atol=1e-9)
+
+
+def test_weights_of_the_compression_may_have_any_strides() -> None:
+    module = make().compress_k
+    assert isinstance(module, BlockMLP)
+    x = torch.randn(1, 30, 2, 4, dtype=torch.float64)
+    wanted = module(x)
+    module.first.weight = torch.nn.Parameter(module.first.weight.detach().T.contiguous().T)
+    torch.testing.assert_close(module(x), wanted)
+
+
 @pytest.mark.parametrize("name", ["mlp", "mean"])
 def test_autocast_checkpoints_and_reruns(name: str) -> None:
     layer = make(name, torch.float32)
@@ -353,6 +396,8 @@ def test_wrong_layers(arguments: tuple[Any, ...], options: dict[str, Any], fragm
         (torch.zeros(3, 10), None, "x is of shape (3, 10); allowed: [B,S,width = 10]"),
         (torch.zeros(1, 3, 9), None, "x is of shape (1, 3, 9)"),
         ([1], None, "x is a list"),
+        (torch.zeros(1, 3, 10, dtype=torch.long), None, "x is torch.int64 on cpu; allowed: a floating dtype on cpu or cuda"),
+        (torch.zeros(1, 3, 10, device="meta"), None, "x is torch.float32 on meta"),
         (torch.zeros(1, 3, 10), torch.zeros(4, dtype=torch.long), "positions is of shape (4,)"),
         (torch.zeros(1, 3, 10), torch.zeros(3), "positions is of dtype torch.float32"),
     ],

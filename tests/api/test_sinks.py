@@ -57,12 +57,18 @@ def test_gradients_to_o_lse_and_sink_match_finite_differences() -> None:
     assert torch.autograd.gradcheck(nsa_sel.with_sink, (o, lse, sink))
 
 
-def test_rows_of_nothing_give_no_nan() -> None:
+@pytest.mark.parametrize("logit", [0.0, float("-inf")])
+def test_rows_of_nothing_give_no_nan(logit: float) -> None:
     o, lse = torch.zeros(1, 2, 4, requires_grad=True), torch.full((1, 2), float("-inf"), requires_grad=True)
-    sink = torch.zeros(2, requires_grad=True)
+    sink = torch.full((2,), logit, requires_grad=True)
     out = nsa_sel.with_sink(o, lse, sink)
     grads = torch.autograd.grad(out.sum(), (o, lse, sink))
     assert all(torch.equal(x, torch.zeros_like(x)) for x in (out, *grads))
+
+
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    o, lse = torch.randn(2, 3, 4), torch.randn(2, 3)
+    assert torch.equal(nsa_sel.with_sink(o, lse, torch.full((3,), float("-inf"))), o)
 
 
 @pytest.mark.parametrize(

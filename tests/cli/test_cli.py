@@ -288,6 +288,15 @@ def test_no_text_of_files_or_variables_commands_the_terminal(save: Any, tmp_path
     assert all("owned" in output for output in outputs[-2:])
 
 
-def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    root = str(Path(nsa_sel.__file__).parents[1])
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": root})
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_to_a_full_disk_is_an_error_in_words() -> None:
+    with open("/dev/full", "w") as full:
+        found = run_python("-m", "nsa_sel", "explain", stdout=full)
+    assert found.returncode == 1
+    assert found.stderr == "error: output can't be written: No space left on device\n"
+
+
+def run_python(*arguments: str, stdout: Any = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(nsa_sel.__file__).parents[1])}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False, env=environment)
