@@ -78,4 +78,5 @@ class Request:
         """A byte, by logits [256] float32 on the CPU."""
         if self.temperature == 0:
             return int(logits.argmax())
-        return int(torch.multinomial((logits / self.temperature).softmax(-1), 1, generator=self.random))
+        below = (logits - logits.max()).double() / self.temperature  # 0 at most: however low the temperature, nothing becomes NaN
+        return int(torch.multinomial(below.softmax(-1), 1, generator=self.random))

@@ -181,14 +181,14 @@ def serve(server: Server, listening: socket.socket) -> None:
 def main(
     run: Annotated[Path, typer.Argument(help="folder of a run of train_nsa_lm.py")],
     host: Annotated[str, typer.Option(help="address to listen at")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0: any free one, which is printed")] = 8000,
-    pages: Annotated[int | None, typer.Option(help="of the cache, by default as many as all running sequences can need")] = None,
-    page_size: Annotated[int, typer.Option(help="bytes of text per page")] = 64,
-    running: Annotated[int, typer.Option(help="sequences that are decoded at once, at most")] = 16,
-    waiting: Annotated[int, typer.Option(help="requests that wait beside them, at most; further ones get 503")] = 64,
-    chunk: Annotated[int, typer.Option(help="bytes of prompts that are prefilled between two decoding steps")] = 512,
-    prefixes: Annotated[int, typer.Option(help="sequences that are kept for prompts that begin alike, at most; 0 for none")] = 256,
-    grace: Annotated[float, typer.Option(help="seconds that running completions have after SIGTERM")] = 10,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one, which is printed")] = 8000,
+    pages: Annotated[int | None, typer.Option(min=1, help="of the cache, by default as many as all running sequences can need")] = None,
+    page_size: Annotated[int, typer.Option(min=1, help="bytes of text per page")] = 64,
+    running: Annotated[int, typer.Option(min=1, help="sequences that are decoded at once, at most")] = 16,
+    waiting: Annotated[int, typer.Option(min=0, help="requests that wait beside them, at most; further ones get 503")] = 64,
+    chunk: Annotated[int, typer.Option(min=2, help="bytes of prompts that are prefilled between two decoding steps")] = 512,
+    prefixes: Annotated[int, typer.Option(min=0, help="sequences that are kept for prompts that begin alike, at most; 0 for none")] = 256,
+    grace: Annotated[float, typer.Option(min=0, help="seconds that running completions have after SIGTERM")] = 10,
     fp8: Annotated[bool, typer.Option(help="keep K and V in e4m3 with scales of 1, in half the bytes of bfloat16")] = False,
     backend: Annotated[str | None, typer.Option(help="of the selected branch; by default the policy chooses")] = None,
     device: Device = "auto",
@@ -199,7 +199,12 @@ def main(
     engine = Engine(model, torch.device(device_of(device)), pages, page_size, torch.float8_e4m3fn if fp8 else None)
     limits = Limits(min(sizes.context, pages * page_size), running, waiting, chunk, prefixes)
     engine.warm_up(running, limits.context, min(chunk, limits.context))
-    with socket.create_server((host, port)) as listening:
+    try:
+        listening = socket.create_server((host, port))
+    except OSError as error:
+        value, allowed = f"{host}:{port} ({error.strerror})", "an address of this machine and a free port"
+        raise ArgumentError("--host, --port", value, allowed, "pass --port 0 for any free one") from error
+    with listening:
         serve(Server(Scheduler(engine, limits), grace), listening)
 
 

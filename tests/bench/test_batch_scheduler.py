@@ -295,6 +295,7 @@ def test_sampling_follows_the_seed_and_the_temperature() -> None:
     assert drawn[0] == [255, 255]
     assert all(first == second for first, second in drawn)
     assert drawn[1] != drawn[2]
+    assert asked(temperature=5e-324, seed=1)[0].sample(logits) == 255  # a failed step would end all requests
     request, _ = asked(temperature=1.0, seed=0)
     counts = torch.bincount(torch.tensor([request.sample(torch.tensor([0.0, 1.0])) for _ in range(400)])) / 400
     torch.testing.assert_close(counts, torch.tensor([0.0, 1.0]).softmax(0), atol=0.05, rtol=0)
