@@ -6,6 +6,8 @@ from typing import Any, Literal, overload
 
 from torch import Tensor, nn
 
+from nsa_sel.core.arguments import check_positive, check_tensors
+from nsa_sel.core.check_choose import check_compression, check_multiple
 from nsa_sel.core.entry import selection_attention
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
@@ -18,7 +20,8 @@ def block_scores(p: Tensor, block_size: int, compress_block: int, compress_strid
     keys adds p, summed over the h heads of a group, to the block that contains the chunk.
 
     Args:
-        p: [B,S,G,h,compressed keys], floating point: the softmax weights of the compressed branch.
+        p: [B,S,G,h,C], floating point: the softmax weights of the compressed branch, C = (S_kv - compress_block) // compress_stride + 1,
+            or 0 for shorter sequences.
         block_size: keys of a selection block, a multiple of compress_stride.
         compress_block: keys that a compressed key covers, a multiple of compress_stride.
         compress_stride: keys from one compressed key to the next.
@@ -30,11 +33,14 @@ def block_scores(p: Tensor, block_size: int, compress_block: int, compress_strid
     Raises:
         ArgumentError: p of another shape, or sizes that are no multiples of compress_stride.
     """
-    if p.dim() != 5:
-        raise ArgumentError("p", f"of shape {tuple(p.shape)}", "[B,S,G,h,compressed keys]", "split the heads into G groups of h")
-    for name, size in (("compress_block", compress_block), ("block_size", block_size)):
-        if compress_stride < 1 or size < 1 or size % compress_stride:
-            raise ArgumentError(name, size, f"a multiple of compress_stride = {compress_stride}", "choose sizes as in NSA's Eq. 9")
+    check_tensors(p=p)
+    check_compression(compress_block, compress_stride)
+    check_multiple("block_size", block_size, compress_stride)
+    check_positive("S_kv", S_kv)
+    C = max(0, (S_kv - compress_block) // compress_stride + 1)
+    if p.dim() != 5 or p.shape[4] != C:
+        allowed = f"[B,S,G,h,{C}], the compressed keys of S_kv = {S_kv}"
+        raise ArgumentError("p", f"of shape {tuple(p.shape)}", allowed, "split the heads into G groups of h; pass the sequence's length")
     blocks, step = -(-S_kv // block_size), block_size // compress_stride
     summed = p.detach().sum(3)
     short = blocks * step - summed.shape[-1]  # chunks at which no compressed key starts
@@ -105,6 +111,7 @@ class NSASelection(nn.Module):
             raise ArgumentError("scores, block_indices", f"{given} given", "one of them", "pass scores, or selected blocks")
         if scores is not None:
             sizes = self.n, self.block_size, self.first, self.local
+            check_tensors(k=k)
             selection = Selection.from_scores(scores, *sizes, S_kv=k.shape[2], q_pos=q_pos)
         elif block_indices is not None:
             selection = Selection.from_blocks(block_indices, self.block_size)

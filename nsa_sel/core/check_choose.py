@@ -104,7 +104,7 @@ def check_rule(rule: Rule) -> None:
         check_positive(name, getattr(rule, name))
     check_forced(rule.first, rule.local, rule.n)
     check_compression(rule.compress_block, rule.compress_stride)
-    _check_multiple("block_size", rule.block_size, rule.compress_stride)
+    check_multiple("block_size", rule.block_size, rule.compress_stride)
     if rule.compress_block > rule.block_size:
         allowed = f"at most block_size = {rule.block_size}"
         raise ArgumentError("compress_block", rule.compress_block, allowed, "compress fewer keys, or select larger blocks")
@@ -112,11 +112,12 @@ def check_rule(rule: Rule) -> None:
 
 def check_compression(compress_block: int, compress_stride: int) -> None:
     """ArgumentError unless blocks are whole numbers of strides."""
-    check_positive("compress_block", compress_block)
     check_positive("compress_stride", compress_stride)
-    _check_multiple("compress_block", compress_block, compress_stride)
+    check_multiple("compress_block", compress_block, compress_stride)
 
 
-def _check_multiple(name: str, size: int, stride: int) -> None:
+def check_multiple(name: str, size: int, stride: int) -> None:
+    """ArgumentError unless a size is a whole number of strides."""
+    check_positive(name, size)
     if size % stride:
         raise ArgumentError(name, size, f"a multiple of compress_stride = {stride}", "choose sizes as in NSA's Eq. 9")

@@ -58,5 +58,11 @@ def test_bad_arguments_are_refused() -> None:
         NSASelection()(q, k, v, torch.zeros(1), block_indices=torch.zeros(1))
     with pytest.raises(ArgumentError, match=r"^compress_block is 24; allowed: a multiple of compress_stride = 16"):
         block_scores(torch.zeros(1, 1, 1, 1, 3), 64, 24, 16, 64)
+    with pytest.raises(ArgumentError, match=r"^block_size is 0; allowed: a whole number"):
+        block_scores(torch.zeros(1, 1, 1, 1, 3), 0, 32, 16, 64)
     with pytest.raises(ArgumentError, match=r"^p is of shape \(1, 3\)"):
         block_scores(torch.zeros(1, 3), 64, 32, 16, 64)
+    with pytest.raises(ArgumentError, match=r"^p is of shape \(1, 1, 1, 1, 9\); allowed: \[B,S,G,h,3\]"):  # not of these 64 keys
+        block_scores(torch.zeros(1, 1, 1, 1, 9), 64, 32, 16, 64)
+    with pytest.raises(ArgumentError, match=r"^k is a list"):
+        NSASelection()(q, [k], v, torch.zeros(1, 16, 1, 1))
