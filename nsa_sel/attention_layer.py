@@ -149,6 +149,9 @@ class NSAttention(nn.Module):
         if cu_seqlens is not None and self.context is not None:
             raise ArgumentError("cu_seqlens", "given with context parallelism", "None there", "pass whole sequences, or one GPU's batch")
         if cache is not None:
+            if not isinstance(cache, LayerStep):
+                remedy = "pass step[i] of step = cache.step(...), i being the layer's number in the model"
+                raise ArgumentError("cache", f"a {type(cache).__name__}", "a step of an NSACache, for this layer", remedy)
             cache.check(x, self.rule, self.window, cu_seqlens is not None, self.context is not None)
             positions = cache.at.position if positions is None else positions
         (x,) = in_autocast_dtype(x)  # once for all three projections

@@ -121,8 +121,12 @@ class NSACache:
         Raises:
             ArgumentError: no layers, or layers of several sizes.
         """
-        layers = list(model_layers)
-        kinds = {(x.groups, x.head_dim, x.value_dim, *x.rule[:2], x.window, x.kv.weight.dtype, x.kv.weight.device) for x in layers}
+        try:
+            layers = list(model_layers)
+            kinds = {(x.groups, x.head_dim, x.value_dim, *x.rule[:2], x.window, x.kv.weight.dtype, x.kv.weight.device) for x in layers}
+        except (TypeError, AttributeError) as error:  # not by their type: wrappers of layers show what these have
+            value, remedy = f"a {type(model_layers).__name__} ({error})", "pass [block.attention for block in model.blocks], or the like"
+            raise ArgumentError("model_layers", value, "a list of NSAttention layers", remedy) from error
         if len(kinds) != 1:
             value = f"{len(layers)} layers of {len(kinds)} kinds"
             allowed = "layers of one number of groups, head dimensions, compression, window, dtype and device"
@@ -208,13 +212,12 @@ class NSACache:
         found = self._distinct(sequences)
         counts = _counts(tokens, len(found))
         sizes = self._sizes_of(found, counts, room, into)
-        copies = self._grow(found, counts)
-        self.pools.copy(*copies)
         pinned = self.device.type == "cuda"
-        staged, host = numbers.buffer(sizes, torch.device("cpu"), pinned)
+        staged, host = numbers.buffer(sizes, torch.device("cpu"), pinned)  # allocated first: where that fails, nothing has changed
+        memory, on_device = numbers.buffer(sizes, self.device) if into is None else (into.memory, into.numbers)
+        self._grow(found, counts)
         numbers.write(Numbers(*(x.numpy() for x in host)), sizes, found, counts)
         if into is None:
-            memory, on_device = numbers.buffer(sizes, self.device)
             as_prefill = (
                 room is None and sizes.S >= prefill.LEAST_ROWS and len({(x.length, n) for x, n in zip(found, counts, strict=True)}) == 1
             )
@@ -234,9 +237,12 @@ class NSACache:
         return found
 
     def _distinct(self, sequences: Sequence[int]) -> list[Cached]:
+        if not isinstance(sequences, Iterable):
+            raise ArgumentError("sequences", shown(sequences), "numbers of sequences", "pass a list, also of one")
+        sequences = list(sequences)
         found = [self._of(sequence) for sequence in sequences]
         if len(set(sequences)) < len(found):
-            raise ArgumentError("sequences", shown(list(sequences)), "each sequence once", "pass all its new tokens in one row")
+            raise ArgumentError("sequences", shown(sequences), "each sequence once", "pass all its new tokens in one row")
         return found
 
     def _sizes_of(self, sequences: list[Cached], tokens: list[int], room: int | None, into: CacheStep | None) -> Sizes:
@@ -270,8 +276,8 @@ class NSACache:
             allowed = f"a step of this cache of at least {B} sequences, {S} rows and room for {longest} keys, without room="
             raise ArgumentError("into", value, allowed, "make it with more of them, then capture it again")
 
-    def _grow(self, sequences: list[Cached], tokens: list[int]) -> tuple[Copies, Copies]:
-        """Hold pages for the new tokens, and the copies that shared ones need; CacheFull leaves all as it was."""
+    def _grow(self, sequences: list[Cached], tokens: list[int]) -> None:
+        """Hold pages for the new tokens, and copy shared ones; CacheFull, like any other error, leaves all as it was."""
         before = [(x.all.mark(), x.recent.mark()) for x in sequences]
         copies: tuple[Copies, Copies] = ([], [])
         try:
@@ -281,6 +287,7 @@ class NSACache:
                 for sequence, count in zip(sequences, tokens, strict=True):
                     copies[0].extend(sequence.all.grow(sequence.length, count))
                     copies[1].extend(sequence.recent.grow(sequence.length, count))
+                self.pools.copy(*copies)
         except BaseException:
             for sequence, (every, recent) in zip(sequences, before, strict=True):
                 sequence.all.restore(every)
@@ -288,11 +295,10 @@ class NSACache:
             raise
         for sequence, count in zip(sequences, tokens, strict=True):
             sequence.length += count
-        return copies
 
 
 def _counts(tokens: int | Sequence[int], B: int) -> list[int]:
-    counts = [tokens] * B if isinstance(tokens, int) else list(tokens)
+    counts = list(tokens) if isinstance(tokens, Sequence) else [tokens] * B
     whole = all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in counts)
     if not whole or len(counts) != B:
         allowed = f"a whole number >= 0, or one for each of {B} sequences"

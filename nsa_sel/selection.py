@@ -278,7 +278,7 @@ class Selection:
 
     def _keep(self, on: tuple[Any, ...], plan: Plan) -> None:
         if len(self._plans) >= _MOST_PLANS:  # a growing KV cache makes new keys at every step
-            self._plans.pop(next(iter(self._plans), None), None)
+            self._plans.pop(next(iter(tuple(self._plans)), None), None)  # a tuple: another thread may add a plan meanwhile
         self._plans[on] = plan
 
     def _on_stream(self, key: tuple[Any, ...]) -> tuple[Any, ...]:

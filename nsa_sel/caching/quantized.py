@@ -50,6 +50,8 @@ def scales_of(
     if dtype not in QUERIES:
         raise ArgumentError("dtype", shown(dtype), f"{', '.join(map(str, QUERIES))} with kv_dtype = {STORED}", "leave kv_dtype out")
     _check_device(device)
+    if not isinstance(kv_scales, Mapping | None):
+        raise ArgumentError("kv_scales", f"a {type(kv_scales).__name__}", f"a mapping from {', '.join(Scales._fields)}", "name the pools")
     given = {} if kv_scales is None else dict(kv_scales)
     unknown = [name for name in given if name not in Scales._fields]
     if unknown:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -61,6 +61,9 @@ class CacheStep:
     def __len__(self) -> int:
         """Layers of the cache."""
         return len(self.pools.k)
+
+    def __iter__(self) -> Iterator[LayerStep]:
+        return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, layer: int) -> LayerStep:
         """What layer `layer` takes as its `cache`."""

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from nsa_sel import NSACache, compressed_attention
-from nsa_sel.caching import prefill, step
+from nsa_sel.caching import numbers, prefill, step
+from nsa_sel.caching.pools import Pools
 from nsa_sel.core.choose import over_pages
 from nsa_sel.core.quantized import STORED
 from nsa_sel.errors import ArgumentError, BackendError, CacheFull
@@ -248,6 +249,8 @@ WRONG_CALLS: dict[str, tuple[Callable[[NSACache, int], object], str]] = {
     "freed": (lambda cache, a: (cache.free(a), cache.fork(a)), "sequence is 1"),
     "twice": (lambda cache, a: cache.step([a, a]), r"sequences is \[1, 1\]; allowed: each sequence once"),
     "other counts": (lambda cache, a: cache.step([a], [1, 2]), r"tokens is \[1, 2\]; allowed: .* each of 1 sequences"),
+    "no list": (lambda cache, a: cache.step(a), "sequences is 1; allowed: numbers of sequences"),  # type: ignore[arg-type]
+    "halves": (lambda cache, a: cache.step([a], 0.5), "tokens is 0.5"),  # type: ignore[arg-type]
     "negative": (lambda cache, a: cache.step([a], -1), "tokens is -1"),
     "flags": (lambda cache, a: cache.step([a], [True]), r"tokens is \[True\]"),
     "no room": (lambda cache, a: cache.step([a], room=20), "room is 20; allowed: at least 21"),
@@ -292,6 +295,38 @@ def test_layers_of_another_kind_are_refused(name: str) -> None:
         other(x, cache=model.cache.step([model.cache.open()])[0])
     with pytest.raises(ArgumentError, match="2 layers of 2 kinds"):
         NSACache.of([*model.layers, other], 4, 8)
+
+
+def test_what_is_no_step_and_no_layer_is_named() -> None:
+    model = Model([make_layer()], 4, 8)
+    step = model.cache.step([model.cache.open()])
+    with pytest.raises(ArgumentError, match=r"cache is a CacheStep; .* Remedy: pass step\[i\]"):
+        model.layers[0](hidden(model, 1, 1), cache=step)  # type: ignore[arg-type]
+    for wrong in (model.layers[0], [torch.nn.Linear(1, 1)]):
+        with pytest.raises(ArgumentError, match=r"model_layers is a \w+ \(.*allowed: a list of NSAttention layers"):
+            NSACache.of(wrong, 4, 8)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="kv_scales is a list; allowed: a mapping from k, v"):
+        NSACache.of(model.layers, 4, 8, dtype=torch.float32, kv_dtype=STORED, kv_scales=[1.0])  # type: ignore[arg-type]
+    assert len(list(step)) == 1
+
+
+@pytest.mark.parametrize("part", ["buffer", "copy"])
+def test_a_step_out_of_memory_changes_nothing(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a retry would attend to keys that nobody wrote."""
+    model = Model([make_layer()], 8, 8)
+    cache, a = model.cache, model.cache.open()
+    cache.step([a], 12)
+    b = cache.fork(a)
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    before = cache.free_pages, cache.free_window_pages, cache.held_pages([a]), cache.held_pages([b])
+    with monkeypatch.context() as patch:
+        patch.setattr(*((numbers, "buffer") if part == "buffer" else (Pools, "copy")), fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.step([b], 9)
+    assert (cache.length(b), (cache.free_pages, cache.free_window_pages, cache.held_pages([a]), cache.held_pages([b]))) == (12, before)
 
 
 def test_layers_refuse_what_a_cache_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import sys
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -34,6 +36,29 @@ def test_plans_are_built_once_until_the_ranges_are_written() -> None:
     selection.ranges[..., 1] = 3
     assert selection.plan(("a",), lambda: build("a")) == "a3"
     assert selection.plan(("a",), lambda: build("a")) == "a3"
+
+
+def test_threads_may_make_plans_of_one_selection() -> None:
+    selection, errors = Selection.from_ranges(row((0, 4))), list[Exception]()
+
+    def work(thread: int) -> None:
+        try:
+            for number in range(2000):
+                selection.plan((thread, number % (_MOST_PLANS + 1)), object)
+        except Exception as error:
+            errors.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(thread,)) for thread in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert errors == []
 
 
 def test_plans_are_rebuilt_when_their_other_inputs_change() -> None:
