@@ -31,7 +31,7 @@ def ranges_of_blocks(
     """Ranges [B,S,G,n,2] from the arguments of `Selection.from_blocks`, and those of distinct blocks (`ranges.disjoint`) where a kernel
     has found them."""
     given = (block_indices,) if block_counts is None else (block_indices, block_counts)
-    key = _key(block_indices, block_size, block_counts is None, disjoint)
+    key = _key(block_indices, block_size, block_counts, disjoint)
     alike: _Alike | None = None if key is None else seen.find(_classes.get(key, ()), *given)
     if alike is not None and alike.as_given:
         indices, counts = block_indices, block_counts
@@ -71,13 +71,13 @@ _classes: dict[Any, seen.Classes] = {}
 _MOST = 1024  # shapes
 
 
-def _key(block_indices: Any, block_size: Any, all_count: bool, disjoint: Any) -> tuple[Any, ...] | None:
-    """What tells classes apart beside guards, and the shape, which keeps them few; None where no kernel runs, or guards can't be asked."""
+def _key(block_indices: Any, block_size: Any, block_counts: Any, disjoint: Any) -> tuple[Any, ...] | None:
+    """What tells classes apart beside guards, and the shapes, which keep them few; None where no kernel runs, or guards can't be asked."""
     if type(block_size) is not int or type(disjoint) is not bool or not transforms.plain(block_indices):
         return None
     try:
-        return block_indices.shape, block_size, all_count, disjoint
-    except RuntimeError:  # a nested tensor
+        return block_indices.shape, block_size, None if block_counts is None else block_counts.shape, disjoint
+    except (AttributeError, RuntimeError):  # no tensor, or a nested one
         return None
 
 

@@ -43,6 +43,6 @@ def _key(
         return None
     try:
         low_bits = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
-        return low_bits, q.shape, k.shape, rule, S_kv, scale, needs_grad, backend
-    except (AttributeError, RuntimeError):  # no tensor, or one without strides or memory
+        return low_bits, q.shape, k.shape, v.shape, rule, S_kv, scale, needs_grad, backend
+    except (AttributeError, RuntimeError):  # no tensor, or one without shape or memory
         return None

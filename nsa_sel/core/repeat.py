@@ -73,10 +73,10 @@ def _key(q: Tensor, k: Tensor, v: Tensor, selection: Any, scale: Any, q_pos: Any
         return None
     try:
         return (
-            (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15, q.shape, k.shape, v is k,
+            (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15, q.shape, k.shape, None if v is k else v.shape,
             selection.block_size, selection.max_length, selection._cut_block, selection.exact(), scale, needs_grad, backend,
         )  # fmt: skip
-    except (AttributeError, RuntimeError):  # no tensor, or one without strides or memory
+    except (AttributeError, RuntimeError):  # no tensor, or one without shape or memory
         return None
 
 

@@ -17,7 +17,7 @@ def find(classes: Classes, *tensors: Any) -> Any:
 
     Alike are the Python type, dtype, device, shape and strides of each, whether autograd records it, and its dispatch keys: lazy negation,
     inference mode, sparse layouts. Those of the thread do not tell every tracer (make_fx): ask `transforms.untransformed` first. A tensor
-    that is given twice is like none.
+    that is given twice is like none. Read the shape of each tensor before: PyTorch ends the process where it checks a nested one.
     """
     for guards, found in classes:
         if guards.check(*tensors):

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa_sel import Selection, decisions, selection_attention, selection_attention_with_kvcache
+from nsa_sel import Selection, compressed_attention, decisions, selection_attention, selection_attention_with_kvcache
 from nsa_sel.errors import ArgumentError, BackendError
 from tests.helpers.cases import make_blocks, make_qkv
 
@@ -115,12 +115,24 @@ def test_nested_and_sparse_tensors_are_refused(name: str) -> None:
     q, k, v, selection = problem()
     inputs = {"q": q.detach(), "k": k.detach(), "v": v.detach()}
     x = inputs[name]
+    selection_attention(**inputs, selection=selection)  # is remembered: checks of later calls begin with its guards
     with warnings.catch_warnings(action="ignore"):
         nested = [torch.nested.nested_tensor([x[0], x[0]], layout=layout) for layout in (torch.strided, torch.jagged)]
     for wrong, words in ((nested[0], "varlen"), (nested[1], "varlen"), (x.to_sparse(), "to_dense")):
         with pytest.raises(ArgumentError, match=words) as caught:
             selection_attention(**inputs | {name: wrong}, selection=selection)
         assert str(caught.value).startswith(f"{name} is ")
+
+
+@pytest.mark.parametrize("name", ["q", "k_cmp", "v_cmp"])
+def test_nested_tensors_are_refused_by_the_compressed_branch(name: str) -> None:
+    inputs = {"q": torch.randn(2, 8, 1, 2, 8), "k_cmp": torch.randn(2, 1, 2, 8), "v_cmp": torch.randn(2, 1, 2, 8)}
+    sizes = {"compress_block": 4, "compress_stride": 4, "block_size": 4, "n": 2, "local": 1}
+    compressed_attention(**inputs, **sizes)
+    with warnings.catch_warnings(action="ignore"):
+        wrong = torch.nested.nested_tensor([*inputs[name]])
+    with pytest.raises(ArgumentError, match=f"^{name} is a nested tensor"):
+        compressed_attention(**inputs | {name: wrong}, **sizes)
 
 
 @pytest.mark.parametrize("backend", CPU)
