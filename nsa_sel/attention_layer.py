@@ -85,7 +85,12 @@ class NSAttention(nn.Module):
             check_positive(name, size)
         self.rule = Rule(compress_block, compress_stride, block_size, n, first, local)
         check_rule(self.rule)
+        check_flag("bias", bias)
         check_flag("recompute", recompute)
+        if not (rotary is None or isinstance(rotary, bool) or callable(rotary)):
+            raise ArgumentError(
+                "rotary", shown(rotary), "True, False or a callable", "pass functools.partial(nsa_sel.rotary.rotate, base=...)"
+            )
         if rotary is True and head_dim % 2:
             raise ArgumentError("head_dim", head_dim, "an even number with rotary positions", "pass an even one, or rotary=False")
         self.width, self.groups, self.heads, self.head_dim, self.value_dim = width, groups, heads, head_dim, value_dim

@@ -155,8 +155,11 @@ def check_branches(
     if S > S_kv:
         raise ArgumentError("q", f"of S = {S} rows", f"at most S_kv = {S_kv} rows", "pass the keys of all rows, and of those before them")
     for name, v in (("v_cmp", v_cmp), ("v_win", v_win)):
-        if v.shape[-1] != v_slc.shape[-1]:
-            value, allowed = f"of head dimension {v.shape[-1]}", f"v_slc's head dimension {v_slc.shape[-1]}"
+        if v.shape[-1:] != v_slc.shape[-1:]:
+            value, allowed = (
+                f"of head dimension {v.shape[-1]}" if v.dim() else "a single number",
+                f"v_slc's head dimension {v_slc.shape[-1]}",
+            )
             raise ArgumentError(name, value, allowed, "project the values of all branches to the same size: the gates add them")
     _check_gates(gates, q, packed)
     check_positive("window", window)

@@ -92,7 +92,7 @@ class NSACache:
         if page_size % compress_stride:
             allowed = f"a multiple of compress_stride = {compress_stride}"
             raise ArgumentError("page_size", page_size, allowed, "pass one: a page holds the compressed keys that end in it")
-        if dtype not in DTYPES:
+        if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
             raise ArgumentError("dtype", shown(dtype), ", ".join(DTYPES.values()), "pass the dtype of the layers' projections")
         self.device = torch.empty(0, device=device).device
         self.sizes = Sizes(0, 0, 0, pages, window_pages, page_size, compress_block, compress_stride, window)

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from nsa_sel.core import forks
-from nsa_sel.errors import ConfigError
+from nsa_sel.errors import ArgumentError, ConfigError, shown
 from nsa_sel.settings.flags import LOG_FLAG
 from nsa_sel.settings.schema import Settings
 from nsa_sel.telemetry.events import LOGGER, listening
@@ -43,9 +43,12 @@ def log_to(target: str | None) -> None:
         target: "stderr", or a file, to which lines are appended. None stops writing.
 
     Raises:
+        ArgumentError: for what is no name.
         ConfigError: for a file that can't be written.
     """
     global _handler, _level, _following
+    if not isinstance(target, str | os.PathLike | None):
+        raise ArgumentError("target", shown(target), '"stderr", the name of a file, or None', "pass one of these")
     with _lock:
         _following = False
         if _handler is not None:

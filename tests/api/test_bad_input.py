@@ -135,6 +135,7 @@ SELECTIONS = [
     Wrong("first a bool", lambda: Selection.from_scores(scores(1, 8, 1, 2), 4, 4, first=True), ("first + local is True + 2",)),
     Wrong("a promise in words", lambda: Selection.from_ranges(ranges(1, 1, 1, 1, 2), disjoint="no"), ("disjoint is 'no'", "True or False")),
     Wrong("a promise of blocks in words", lambda: Selection.from_blocks(ranges(1, 1, 1, 2), 16, disjoint="no"), ("disjoint is 'no'",)),
+    Wrong("a number as a log", lambda: nsa_sel.log_to(2), ("target is 2", "the name of a file")),  # type: ignore[arg-type]
     Wrong("local a float", lambda: Selection.from_scores(scores(1, 8, 1, 2), 4, 4, local=1.5), ("first + local is 1 + 1.5",)),
     Wrong("scores of other blocks", lambda: Selection.from_scores(scores(1, 8, 1, 3), 4, 4),
           ("scores is [B,S,G,blocks] = (1, 8, 1, 3) over 3 blocks of 4", "2 blocks for S_kv = 8",

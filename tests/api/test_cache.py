@@ -232,6 +232,7 @@ WRONG_SIZES: dict[str, tuple[dict[str, Any], str]] = {
     "no window": ({"window": 0}, "window is 0"),
     "strides": ({"compress_block": 24}, "compress_block is 24; allowed: a multiple of compress_stride"),
     "float8": ({"dtype": torch.float8_e4m3fn}, r"dtype is torch.float8_e4m3fn; allowed: float16"),
+    "several dtypes": ({"dtype": [torch.float32]}, r"dtype is \[torch.float32\]; allowed: float16"),
     "window pages": ({"window_pages": -1}, "window_pages is -1"),
 }
 

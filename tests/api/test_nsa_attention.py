@@ -166,6 +166,7 @@ WRONG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"v_win": lambda v: v[:, :, 1:]}, ("v_win is of 18 positions",)),
     ({"k_win": lambda k: k[:, :, 1:], "v_win": lambda v: v[:, :, 1:]}, ("k_win is of 18 positions", "k_slc's 19")),
     ({"v_cmp": lambda v: v[..., :2]}, ("v_cmp is of head dimension 2", "v_slc's head dimension 4")),
+    ({"v_cmp": lambda v: v[0, 0, 0, 0]}, ("v_cmp is a single number", "v_slc's head dimension 4")),
     ({"v_win": lambda v: v[..., :2]}, ("v_win is of head dimension 2", "v_slc's head dimension 4")),
     ({name: lambda x: x[:, :, :18] for name in NAMES[3:7]}, ("q is of S = 19 rows", "at most S_kv = 18")),
     ({"window": 0}, ("window is 0", "a whole number >= 1")),

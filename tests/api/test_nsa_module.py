@@ -378,6 +378,8 @@ def test_tensor_parallel_ranks_take_their_groups() -> None:
         ((0, 1, 1, 4), {}, ("width is 0", "a whole number >= 1")),
         ((8, 1, True, 4), {}, ("heads is True",)),
         ((8, 1, 1, 3), {}, ("head_dim is 3", "an even number", "rotary=False")),
+        ((8, 1, 1, 4), {"rotary": 5e5}, ("rotary is 500000.0; allowed: True, False or a callable", "base=...")),
+        ((8, 1, 1, 4), {"bias": torch.zeros(2)}, ("bias is tensor", "True or False")),
         ((8, 1, 1, 4), {"compression": "max"}, ("compression is 'max'", "'mlp', 'mean'")),
         ((8, 1, 1, 4), {"compress_block": 24}, ("compress_block is 24", "a multiple of compress_stride = 16")),
         ((8, 1, 1, 4), {"n": 2}, ("first + local is 1 + 2",)),
