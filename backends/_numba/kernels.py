@@ -11,6 +11,7 @@ Arrays are flat, because Numba would compile the loops again for every memory la
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import numpy as np
 from numba.extending import overload
 
 from nsa_sel.backends._numba.vectors import add, broadcast, lanes, larger, largest, load, multiply_add, splat, store, total
+from nsa_sel.errors import warn
 
 # NumPy integers: as Python literals, Numba would compile `_multiply` again for each value.
 _ZERO, _ONE = np.int64(0), np.int64(1)
@@ -30,7 +32,22 @@ LOG2E, _LN2 = math.log2(math.e), math.log(2.0)
 # Without reassoc, which would break the rounding trick of `_exp2`. Without arcp, with which the vector and scalar versions of one
 # loop could divide differently; memory addresses decide which version runs. Sums of products call vectors.multiply_add.
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "nsz"}}
-jit = numba.njit(cache=True, **_OPTIONS)
+
+
+def jit(function):
+    """numba.njit, kept on disk where there is a folder for that: a read-only installation of a user without a home has none."""
+    try:
+        return numba.njit(cache=True, **_OPTIONS)(function)
+    except RuntimeError as error:
+        if "cannot cache" not in str(error):
+            raise
+        _warn_of_no_folder()
+        return numba.njit(**_OPTIONS)(function)
+
+
+@functools.cache  # once per process
+def _warn_of_no_folder() -> None:
+    warn("numba compiles for seconds in each process, as it can write its cache nowhere. Remedy: set NUMBA_CACHE_DIR to a writable folder")
 
 
 class Problem(NamedTuple):

@@ -157,3 +157,22 @@ def test_a_multiply_add_rounds_once() -> None:
     a, c = np.full(8, 1 + 2**-12, np.float32), np.full(8, -1 - 2**-11, np.float32)
     run(a, c)
     assert (c == 2**-24).all()
+
+
+def test_kernels_compile_where_nothing_can_be_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read-only installation of a user without a home."""
+    njit = numba.njit
+
+    def without_folder(**options: Any) -> Any:
+        def apply(function: Any) -> Any:
+            if options.get("cache"):
+                raise RuntimeError("cannot cache function 'f': no locator available for file 'kernels.py'")
+            return njit(**options)(function)
+
+        return apply
+
+    monkeypatch.setattr(numba, "njit", without_folder)
+    kernels._warn_of_no_folder.cache_clear()
+    with pytest.warns(RuntimeWarning, match="set NUMBA_CACHE_DIR to a writable folder"):
+        function = kernels.jit(lambda x: x + 1)
+    assert function(2) == 3
