@@ -49,6 +49,7 @@ def selection_attention_with_kvcache(
     New token s of sequence b is at position cache_seqlens[b] - S_q + s, so new tokens see each other causally; a token below position 0
     sees nothing (o = 0, lse = -inf). It never waits for a GPU: a CUDA graph of it may be replayed after its inputs were written in
     place. Gradients are supported without pages and quantization only. Under torch.autocast nothing is cast: a cache keeps its dtype.
+    torch.compile breaks its graph here, and runs the call eagerly.
 
     Args:
         q: [B,S_q,G,h,Dk], or [B,G,h,Dk] for one new token per sequence; dtypes as of `selection_attention`.
@@ -74,8 +75,10 @@ def selection_attention_with_kvcache(
         ArgumentError: bad input; gradients over a paged or quantized cache.
         BackendError: as `selection_attention`; make_fx or FakeTensorMode traces the call.
     """
-    if not is_compiling():
-        transforms.check_traced("selection_attention_with_kvcache", q, k_cache, v_cache)
+    if is_compiling():
+        options: Any = {"k_scale": k_scale, "v_scale": v_scale, "scale": scale, "return_lse": return_lse, "backend": backend}
+        return _uncompiled(q, k_cache, v_cache, selection, cache_seqlens, block_table, **options)
+    transforms.check_traced("selection_attention_with_kvcache", q, k_cache, v_cache)
     check_flag("return_lse", return_lse)
     decode = isinstance(q, Tensor) and q.dim() == 4
     if decode:
@@ -109,6 +112,12 @@ def selection_attention_with_kvcache(
         found = run.attend(prepared(decided, backend))
     o, lse = (x.squeeze(1) for x in found) if decode else found
     return (o, lse) if return_lse else o
+
+
+@torch._disable_dynamo
+def _uncompiled(*arguments: Any, **options: Any) -> Any:
+    """The eager call, in a function that torch.compile traces: there is no op for it, and checks and decisions are no graph."""
+    return selection_attention_with_kvcache(*arguments, **options)
 
 
 def _with_gradients(

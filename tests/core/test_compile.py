@@ -14,10 +14,11 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 import nsa_sel.core.ops
-from nsa_sel import Selection, decisions, selection_attention, use_backend
+from nsa_sel import Selection, decisions, selection_attention, selection_attention_with_kvcache, use_backend
 from nsa_sel.backends import numba_cpu
 from nsa_sel.core import ops
 from nsa_sel.errors import ArgumentError, BackendError
@@ -144,6 +145,23 @@ def test_every_form_of_the_call_compiles_into_one_graph() -> None:
         return torch.autograd.grad(loss, (q, k, v, inputs[4]))
 
     assert_equal(gradients(got), gradients(wanted))
+
+
+def check_call_over_a_cache(device: str) -> None:
+    """It is no op. PyTorch 2.11 could not trace its checks and decisions, and raised an internal error."""
+    k, v, lengths = torch.randn(2, 40, 1, 8, device=device), torch.randn(2, 40, 1, 8, device=device), torch.tensor([40, 17], device=device)
+    selection = Selection.from_blocks(torch.tensor([[[[0, 1]]], [[[1, 2]]]], device=device), 16)
+
+    def work(q: Tensor) -> Tensor:
+        return selection_attention_with_kvcache(q * 2, k, v, selection, lengths) + 1  # type: ignore[no-any-return]
+
+    counter, q = CompileCounter(), torch.randn(2, 1, 1, 4, 8, device=device)
+    assert torch.equal(torch.compile(work, backend=counter)(q), work(q))
+    assert counter.frame_count == counter.op_count == 2
+
+
+def test_a_call_over_a_cache_runs_between_graphs() -> None:
+    check_call_over_a_cache("cpu")
 
 
 def test_flags_are_read_when_the_call_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nsa_sel import Selection, decisions
 from tests.backends.test_cuda_graphs import on_gpu
-from tests.core.test_compile import ALL_CHECKS, BLOCK, assert_equal, attend, check_ops, compiled, counting, results
+from tests.core.test_compile import ALL_CHECKS, BLOCK, assert_equal, attend, check_call_over_a_cache, check_ops, compiled, counting, results
 from tests.helpers.cases import make_blocks, make_qkv
 
 pytestmark = pytest.mark.gpu
@@ -32,6 +32,10 @@ def problem(S: int, n: int = 3, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, 
 @on_gpu
 def test_the_ops_pass_opcheck(backend: str) -> None:
     check_ops(backend, *problem(64), ALL_CHECKS)
+
+
+def test_a_call_over_a_cache_runs_between_graphs() -> None:
+    check_call_over_a_cache("cuda")
 
 
 @on_gpu
