@@ -6,6 +6,7 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports torch._dynamo at once
 from torch.compiler import is_compiling
 
 from nsa_sel.core import entry, run, shared_keys, transforms
@@ -114,7 +115,7 @@ def selection_attention_with_kvcache(
     return (o, lse) if return_lse else o
 
 
-@torch._disable_dynamo
+@_disable_dynamo
 def _uncompiled(*arguments: Any, **options: Any) -> Any:
     """The eager call, in a function that torch.compile traces: there is no op for it, and checks and decisions are no graph."""
     return selection_attention_with_kvcache(*arguments, **options)
