@@ -86,8 +86,8 @@ def distinct_blocks(blocks: Tensor) -> Tensor:
     row = torch.arange(SHARING_TOKENS[-1], device=blocks.device)[:, None]
     keys = torch.where(blocks >= 0, blocks.long() * SHARING_TOKENS[-1] + row, -1).flatten(1).sort(dim=1).values
     keys = torch.nn.functional.pad(keys, (1, 0), value=-1)
-    shifts = [tokens.bit_length() - 1 for tokens in SHARING_TOKENS]
-    return torch.stack([(keys[:, 1:] >> shift != keys[:, :-1] >> shift).sum() for shift in shifts])
+    changed = keys[:, 1:] ^ keys[:, :-1]
+    return torch.stack([(changed >> tokens.bit_length() - 1 != 0).sum() for tokens in SHARING_TOKENS])
 
 
 def sharing_of(distinct: Tensor, rows: int, tiles_of: int) -> tuple[float, ...]:

@@ -44,12 +44,12 @@ def sorted_blocks(scores: Tensor, n: int, block_size: int, first: int, local: in
     block = torch.arange(blocks, device=scores.device)
     forced = (block < first) | (block > current - local)
     wide = scores if scores.dtype == torch.float64 else scores.float()
-    wide = wide.clamp(max=torch.finfo(wide.dtype).max)  # only forced blocks get infinity
-    key = torch.where(forced, float("inf"), torch.where(scores.isnan(), float("-inf"), wide))
-    key = torch.where(block <= current, key, float("-inf"))
+    # Only forced blocks get infinity.
+    key = torch.nan_to_num(wide, nan=float("-inf"), posinf=torch.finfo(wide.dtype).max, neginf=float("-inf"))
+    key = key.masked_fill(forced, float("inf")).masked_fill(block > current, float("-inf"))
     # A stable sort: topk does not define the order of ties.
-    key, order = torch.sort(key, dim=-1, descending=True, stable=True)
-    chosen = torch.where(key > float("-inf"), order, blocks)[..., :n]
+    key, order = (x[..., :n] for x in torch.sort(key, dim=-1, descending=True, stable=True))
+    chosen = torch.where(key > float("-inf"), order, blocks)
     chosen = torch.sort(chosen, dim=-1).values
     if blocks < n:
         chosen = torch.nn.functional.pad(chosen, (0, n - blocks), value=blocks)
