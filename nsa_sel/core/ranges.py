@@ -87,7 +87,7 @@ def distinct_blocks(blocks: Tensor) -> Tensor:
     keys = torch.where(blocks >= 0, blocks.long() * SHARING_TOKENS[-1] + row, -1).flatten(1).sort(dim=1).values
     keys = torch.nn.functional.pad(keys, (1, 0), value=-1)
     changed = keys[:, 1:] ^ keys[:, :-1]
-    return torch.stack([(changed >> tokens.bit_length() - 1 != 0).sum() for tokens in SHARING_TOKENS])
+    return torch.stack([torch.count_nonzero(changed >> tokens.bit_length() - 1) for tokens in SHARING_TOKENS])
 
 
 def sharing_of(distinct: Tensor, rows: int, tiles_of: int) -> tuple[float, ...]:
