@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
-from itertools import combinations
+from itertools import product
 
 import msgspec
 import numpy as np
@@ -222,15 +222,12 @@ def least_squares(factors: np.ndarray, votes: np.ndarray) -> np.ndarray:
     root = np.sqrt(votes)[:, None]
     # R of the QR decomposition has the same residuals in a few rows.
     small = np.linalg.qr(np.hstack((factors / scale * root, root)))[1]
-    count = factors.shape[1]
-    best, found = np.inf, np.zeros(count)
-    for size in range(1, count + 1):
-        for subset in map(list, combinations(range(count), size)):
-            prices = np.linalg.lstsq(small[:, subset], small[:, -1], rcond=None)[0]
-            loss = float(((small[:, subset] @ prices - small[:, -1]) ** 2).sum())
-            if (prices >= 0).all() and loss < best - 1e-9:
-                best, found = loss, np.zeros(count)
-                found[subset] = prices / scale[subset]
+    subsets = np.array(sorted(product((True, False), repeat=factors.shape[1]), key=sum))
+    some = small[:, :-1] * subsets[:, None]  # [subsets,rows,terms], 0 for terms that are left out
+    prices = np.where(subsets, np.linalg.pinv(some) @ small[:, -1], 0.0)
+    losses = ((some @ prices[:, :, None] - small[:, -1:]) ** 2).sum((1, 2))
+    losses[(prices < 0).any(1)] = np.inf
+    found: np.ndarray = prices[np.argmax(losses < losses.min() + 1e-9)] / scale  # of equal ones the first of the smallest
     return found
 
 
