@@ -101,6 +101,7 @@ def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError(f"{name} was loaded, although the call is wrong")
 
     monkeypatch.setattr(registry, "load", load)
+    monkeypatch.setattr(registry, "load_chooser", load)
     monkeypatch.setattr("nsa_sel.core.begin.device_info", lambda device: DeviceInfo(kind="cpu"))  # no interpreter, whatever runs the tests
 
 

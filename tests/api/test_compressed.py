@@ -19,11 +19,12 @@ from nsa_sel.core.choose_call import ChooseCall
 from nsa_sel.core.decide import forget_decisions
 from nsa_sel.core.decision import Decision, Override
 from nsa_sel.core.request import example_choice, example_request
-from nsa_sel.errors import ArgumentError, BackendError
+from nsa_sel.errors import BackendError
 from nsa_sel.policies import rules
 from nsa_sel.policies.default import POLICY
 from nsa_sel.settings.devices import GPUS
 from tests.helpers.choose_cases import SHAPES, SMALL, assert_chosen, check_attention, make_choose_call, plain
+from tests.helpers.wrong_calls import each_of, refused
 
 WHOLE = (1, 50, 50, 1, 1, 16, 16, SMALL)
 BACKENDS = ("choose-torch", "choose-triton")
@@ -250,18 +251,11 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "fragments"), WRONG, ids=[f"{next(iter(changes))} {i}" for i, (changes, _) in enumerate(WRONG)])
+@each_of(WRONG)
 def test_wrong_calls(changes: dict[str, Any], fragments: tuple[str, ...]) -> None:
     call = make_choose_call(WHOLE)
     arguments = {"q": call.q, "k_cmp": call.k, "v_cmp": call.v, **call.rule._asdict(), "S_kv": 50}
-    for name, change in changes.items():
-        arguments[name] = change(arguments[name]) if callable(change) else change
-    with pytest.raises(ArgumentError) as caught:
-        compressed_attention(**arguments)
-    message, at = str(caught.value), 0
-    for fragment in fragments:
-        assert fragment in message[at:], (fragment, message)
-        at = message.index(fragment, at)
+    refused(compressed_attention, arguments, changes, fragments)
 
 
 @pytest.mark.parametrize("transform", [lambda f: torch.func.vmap(f), lambda f: torch.func.grad(lambda q: f(q).sum())], ids=["vmap", "grad"])

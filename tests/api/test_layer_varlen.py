@@ -20,6 +20,7 @@ from nsa_sel.errors import ArgumentError
 from tests.helpers import nsa_reference
 from tests.helpers.graphs import no_waiting
 from tests.helpers.varlen_cases import hide_bounds
+from tests.helpers.wrong_calls import each_of, refused
 
 pytestmark = pytest.mark.usefixtures("cheapest_backend")
 
@@ -47,18 +48,6 @@ def random(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list
 def batch(x: Tensor) -> Tensor:
     """Keys [keys,G,D] of one sequence as [1,G,keys,D]."""
     return x.transpose(0, 1).unsqueeze(0)
-
-
-def wrong(function: Any, arguments: dict[str, Any], changes: dict[str, Any], fragments: tuple[str, ...]) -> None:
-    """ArgumentError with the fragments in this order, for `arguments` with `changes`: values, or functions of the old ones."""
-    for name, change in changes.items():
-        arguments[name] = change(arguments[name]) if callable(change) else change
-    with pytest.raises(ArgumentError) as caught:
-        function(**arguments)
-    message, at = str(caught.value), 0
-    for fragment in fragments:
-        assert fragment in message[at:], (fragment, message)
-        at = message.index(fragment, at)
 
 
 # The compressed branch
@@ -134,10 +123,10 @@ WRONG_CHOICES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "fragments"), WRONG_CHOICES, ids=[f"{next(iter(x))} {i}" for i, (x, _) in enumerate(WRONG_CHOICES)])
+@each_of(WRONG_CHOICES)
 def test_wrong_choices(changes: dict[str, Any], fragments: tuple[str, ...]) -> None:
     q, k, v = random((T, 2, 3, 16), (C, 2, 16), (C, 2, 24))
-    wrong(compressed_attention, {"q": q, "k_cmp": k, "v_cmp": v, "cu_seqlens": CU, **SIZES}, changes, fragments)
+    refused(compressed_attention, {"q": q, "k_cmp": k, "v_cmp": v, "cu_seqlens": CU, **SIZES}, changes, fragments)
 
 
 def test_opcheck_of_packed_batches() -> None:
@@ -197,13 +186,10 @@ WRONG_LAYERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "fragments"), WRONG_LAYERS, ids=[f"{next(iter(x))} {i}" for i, (x, _) in enumerate(WRONG_LAYERS)])
-def test_wrong_layers(changes: dict[str, Any], fragments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_kernel(name: str) -> None:
-        raise AssertionError(f"{name} was loaded, although the call is wrong")
-
-    monkeypatch.setattr("nsa_sel.core.registry.load_chooser", no_kernel)
-    wrong(nsa_attention, {**make_nsa(torch.float32), **SIZES, "cu_seqlens": CU}, changes, fragments)
+@each_of(WRONG_LAYERS)
+@pytest.mark.usefixtures("no_kernel")
+def test_wrong_layers(changes: dict[str, Any], fragments: tuple[str, ...]) -> None:
+    refused(nsa_attention, {**make_nsa(torch.float32), **SIZES, "cu_seqlens": CU}, changes, fragments)
 
 
 @pytest.mark.parametrize(("compression", "block"), [("mlp", 8), ("mean", 4)])

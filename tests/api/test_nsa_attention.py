@@ -14,9 +14,10 @@ import nsa_sel
 from nsa_sel import nsa_attention
 from nsa_sel.backends._triton import gate
 from nsa_sel.core import gating
-from nsa_sel.errors import ArgumentError, BackendError
+from nsa_sel.errors import BackendError
 from tests.helpers import nsa_reference
 from tests.helpers.layer_kernels import by_autograd, check_deltas, check_gate, check_gate_parts, gated
+from tests.helpers.wrong_calls import each_of, refused
 
 pytestmark = pytest.mark.usefixtures("cheapest_backend")
 
@@ -177,22 +178,11 @@ WRONG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "fragments"), WRONG, ids=[f"{next(iter(changes))} {i}" for i, (changes, _) in enumerate(WRONG)])
-def test_wrong_calls(changes: dict[str, Any], fragments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_kernel(name: str) -> None:
-        raise AssertionError(f"{name} was loaded, although the call is wrong")
-
-    monkeypatch.setattr("nsa_sel.core.registry.load_chooser", no_kernel)
+@each_of(WRONG)
+@pytest.mark.usefixtures("no_kernel")
+def test_wrong_calls(changes: dict[str, Any], fragments: tuple[str, ...]) -> None:
     tensors, options = make("two-groups", torch.float32)
-    arguments = {**{name: x.detach() for name, x in tensors.items()}, **options}
-    for name, change in changes.items():
-        arguments[name] = change(arguments[name]) if callable(change) else change
-    with pytest.raises(ArgumentError) as caught:
-        nsa_attention(**arguments)
-    message, at = str(caught.value), 0
-    for fragment in fragments:
-        assert fragment in message[at:], (fragment, message)
-        at = message.index(fragment, at)
+    refused(nsa_attention, {**{name: x.detach() for name, x in tensors.items()}, **options}, changes, fragments)
 
 
 # The gated sum

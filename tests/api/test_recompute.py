@@ -19,6 +19,7 @@ from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.telemetry.events import tallies
 from nsa_sel.three_branches import Inputs
 from tests.api.test_nsa_attention import NAMES, SHAPES, WRONG, gradients, make
+from tests.helpers.wrong_calls import each_of, refused
 
 pytestmark = pytest.mark.usefixtures("cheapest_backend")
 
@@ -241,18 +242,12 @@ def test_a_layer_recomputes() -> None:
         nsa_sel.NSAttention(10, 2, 2, 4, recompute=None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("changes", "fragments"), WRONG, ids=[f"{next(iter(changes))} {i}" for i, (changes, _) in enumerate(WRONG)])
-def test_wrong_calls_are_told_before_any_unit(
-    changes: dict[str, Any], fragments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+@each_of(WRONG)
+def test_wrong_calls_are_told_before_any_unit(changes: dict[str, Any], fragments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     one_pair_each(monkeypatch)
     tensors, options = make("two-groups", torch.float32)
-    arguments = {**{name: x.detach() for name, x in tensors.items()}, **options}
-    for name, change in changes.items():
-        arguments[name] = change(arguments[name]) if callable(change) else change
-    with pytest.raises(ArgumentError) as caught:
-        nsa_attention(**arguments, recompute=True)
-    assert all(fragment in str(caught.value) for fragment in fragments)
+    arguments = {**{name: x.detach() for name, x in tensors.items()}, **options, "recompute": True}
+    refused(nsa_attention, arguments, changes, fragments)
 
 
 def test_keys_of_other_groups_and_a_flag_that_is_none() -> None:

@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa_sel import sliding_window_attention
 from nsa_sel.backends._window import chunks, plain
-from nsa_sel.errors import ArgumentError, BackendError
+from nsa_sel.errors import BackendError
 from tests.helpers.cases import assert_within_twice_baseline, gradient_terms, lse_dtype, make_grads, make_qkv
+from tests.helpers.wrong_calls import each_of, refused
 
 # name: B, S, S_kv, G, h, Dk, Dv, window
 SHAPES = {
@@ -207,18 +208,11 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "fragments"), WRONG, ids=[f"{next(iter(changes))} {i}" for i, (changes, _) in enumerate(WRONG)])
+@each_of(WRONG)
 def test_wrong_calls(changes: dict[str, Any], fragments: tuple[str, ...]) -> None:
     (q, k, v), window = inputs_of("h1")
-    arguments: dict[str, Any] = {"q": q.detach(), "k": k.detach(), "v": v.detach(), "window": window}
-    for name, change in changes.items():
-        arguments[name] = change(arguments[name]) if callable(change) else change
-    with pytest.raises(ArgumentError) as caught:
-        sliding_window_attention(**arguments)
-    message, at = str(caught.value), 0
-    for fragment in fragments:
-        assert fragment in message[at:], (fragment, message)
-        at = message.index(fragment, at)
+    arguments = {"q": q.detach(), "k": k.detach(), "v": v.detach(), "window": window}
+    refused(sliding_window_attention, arguments, changes, fragments)
 
 
 @pytest.mark.parametrize("transform", [torch.func.vmap, lambda f: torch.func.grad(lambda q: f(q).sum())], ids=["vmap", "grad"])

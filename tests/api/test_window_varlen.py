@@ -14,8 +14,9 @@ from nsa_sel import sliding_window_attention, window_kernels
 from nsa_sel.backends import window_triton
 from nsa_sel.backends._window import packed
 from nsa_sel.core.bounds import Bounds
-from tests.api.test_layer_varlen import CU, SPARE, T, batch, random, rows, wrong
+from tests.api.test_layer_varlen import CU, SPARE, T, batch, random, rows
 from tests.helpers.varlen_cases import hide_bounds
+from tests.helpers.wrong_calls import each_of, refused
 
 
 def each_window(q: Tensor, k: Tensor, v: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -100,7 +101,7 @@ WRONG_WINDOWS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "fragments"), WRONG_WINDOWS, ids=[f"{next(iter(x))} {i}" for i, (x, _) in enumerate(WRONG_WINDOWS)])
+@each_of(WRONG_WINDOWS)
 def test_wrong_windows(changes: dict[str, Any], fragments: tuple[str, ...]) -> None:
     q, k, v = random((T, 2, 3, 16), (T, 2, 16), (T, 2, 24))
-    wrong(sliding_window_attention, {"q": q, "k": k, "v": v, "window": 7, "cu_seqlens": CU}, changes, fragments)
+    refused(sliding_window_attention, {"q": q, "k": k, "v": v, "window": 7, "cu_seqlens": CU}, changes, fragments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,6 +22,20 @@ class Wrong(NamedTuple):
     attempt: Callable[[], object]
     fragments: tuple[str, ...] = ()
     error: type[NsaSelError] = ArgumentError
+
+
+Changed = tuple[dict[str, Any], tuple[str, ...]]  # what is changed of good arguments, and fragments of the message
+
+
+def each_of(cases: Sequence[Changed]) -> pytest.MarkDecorator:
+    """A test of every case, as `changes` and `fragments`."""
+    return pytest.mark.parametrize(("changes", "fragments"), cases, ids=[f"{next(iter(x))} {i}" for i, (x, _) in enumerate(cases)])
+
+
+def refused(function: Callable[..., object], arguments: dict[str, Any], changes: dict[str, Any], fragments: tuple[str, ...]) -> None:
+    """ArgumentError for good arguments with changes: values, or functions of the good argument."""
+    changed = {name: change(arguments[name]) if callable(change) else change for name, change in changes.items()}
+    assert_in_order(message_of(Wrong("", lambda: function(**arguments | changed))), fragments)
 
 
 def call(**changes: Any) -> Callable[[], object]:
