@@ -29,7 +29,7 @@ from torch import distributed as dist
 import nsa_sel
 from nsa_sel import Selection, selection_attention
 from nsa_sel.bench.questions import scaling
-from nsa_sel.core import count_sharing
+from nsa_sel.core import count_sharing, registry
 from nsa_sel.distributed import agreement, context_parallel_attention, exchanges
 from nsa_sel.errors import ArgumentError
 from tests.helpers import distributed_agreement as calls
@@ -402,6 +402,10 @@ def main() -> None:
         torch.set_num_threads(1)
     if "RANK" not in os.environ:
         folder.mkdir(parents=True, exist_ok=True)
+        nsa_sel.explain(*problem())  # what a decision needs is read once for all ranks
+        nsa_sel.reset()
+        for backend in BACKENDS:
+            registry.load(backend)
         for name, (number, checks) in jobs(words).items():
             fork_ranks(name, number, checks, folder)
         return

@@ -27,6 +27,9 @@ from tests.helpers.examples import load
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import BACKENDS, BLOCK, DEVICE, EQUAL, ROWS, mine, my_turn, problem, ranks
 
+example, several = load("train_nsa_lm"), load("several_ranks")  # here, for all ranks that are forked
+
+
 # DTensors
 
 
@@ -188,7 +191,6 @@ def tensor_parallel_trains_as_one_rank() -> None:
 
 def the_example_trains_as_one_rank() -> None:
     """A run that goes on in another way after every step has the losses of one that one rank alone made."""
-    example, several = load("train_nsa_lm"), load("several_ranks")
     with tempfile.TemporaryDirectory() as own:
         shared = [own]
         dist.broadcast_object_list(shared)
