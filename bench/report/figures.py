@@ -186,54 +186,6 @@ def _apart(values: Sequence[float], gap: float) -> list[float]:
     return placed
 
 
-class Mark(NamedTuple):
-    """One point with its words. `shape`: a marker of matplotlib."""
-
-    x: float
-    y: float
-    role: str
-    label: str
-    shape: str = "o"
-    left: bool = False  # of the point: where the label is
-
-
-class Slope(NamedTuple):
-    """A roof: a bandwidth in TB/s, and what is said about it."""
-
-    tbs: float
-    words: str
-    dashed: bool
-
-
-def roofline(title: str, marks: Sequence[Mark], slopes: Sequence[Slope], flat: float | None) -> Draw:
-    """TFLOP/s over operations per byte, under the lines of bandwidths and the roof of the tensor cores (None: unknown)."""
-
-    def draw(axes: Axes, theme: Theme) -> None:
-        axes.set(xscale="log", yscale="log", title=title, xlabel="operations per byte that the kernel moves", ylabel="TFLOP/s")
-        low_x, high_x = min(mark.x for mark in marks) / 2, max(mark.x for mark in marks) * 3
-        low_y, high_y = min(mark.y for mark in marks) / 3, max(flat or 0, *(mark.y for mark in marks)) * 1.8
-        axes.set(xlim=(low_x, high_x), ylim=(low_y, high_y))
-        _ticks(axes.xaxis, _nice(low_x * 1.05, high_x), lambda x: f"{x:g}")
-        _ticks(axes.yaxis, _nice(low_y * 1.05, high_y), lambda y: f"{y:g}")
-        axes.grid(True, linewidth=0.6)
-        top = flat or high_y
-        for tbs, words, dashed in slopes:
-            ridge = min(high_x, top / tbs)
-            style = DASHES if dashed else "-"
-            axes.plot((low_x, ridge), (low_x * tbs, ridge * tbs), color=theme["ink"], linewidth=1, linestyle=style, label=words)
-        axes.legend(loc="lower right", frameon=False, fontsize=7.5, labelcolor=theme["muted"], handlelength=1.8, borderaxespad=0.2)
-        if flat:
-            axes.axhline(flat, color=theme["ink"], linewidth=1)
-            axes.text(low_x * 1.15, flat * 1.05, f"tensor cores, {flat:g} TFLOP/s", fontsize=7.5, va="bottom", color=theme["muted"])
-        for mark in marks:
-            color, edge = theme[mark.role], theme["surface"]
-            axes.scatter(mark.x, mark.y, s=30, color=color, marker=mark.shape, zorder=3, edgecolors=edge, linewidths=0.6)
-            if mark.label:
-                _label(axes, mark.label, mark.x, mark.y, -5 if mark.left else 5, 7, color)
-
-    return draw
-
-
 class Share(NamedTuple):
     """Values, of which the drawing says which share is at most x."""
 

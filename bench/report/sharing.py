@@ -1,7 +1,4 @@
-"""How many blocks neighboring rows choose together, and how far back: text of two models beside random selections.
-
-`python -m nsa_sel.bench.report.sharing` prints the table of docs/decisions.md.
-"""
+"""How many blocks neighboring rows choose together, and how far back: text of two models beside random selections."""
 
 from __future__ import annotations
 
@@ -100,7 +97,3 @@ def sharing_table() -> str:
     kinds += [("text, trained with NSA", "trained", S) for S in TRAINED_LENGTHS if S <= max(trained.contexts(), default=0)]
     lines = [line(name, S, shared(make_selection(prefill(kind, S, 1), "cpu"))) for name, kind, S in kinds]
     return table(HEADERS, [*lines, *(line("random", S, [of_random(S)]) for S in RANDOM_LENGTHS)], left=1)
-
-
-if __name__ == "__main__":
-    print(sharing_table(), *map(origin, trained.contexts()), sep="\n\n")

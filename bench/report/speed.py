@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from nsa_sel.bench.core import cases
@@ -11,7 +10,7 @@ from nsa_sel.bench.core.markdown import MARK, factor, ms, table
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report import figures, roofline, summary
 from nsa_sel.bench.report.document import Panel, Table, table_of_texts
-from nsa_sel.bench.report.figures import Facet, Figure, Line, Mark, Slope, role_of, short
+from nsa_sel.bench.report.figures import Facet, Figure, Line, role_of, short
 from nsa_sel.bench.report.roofline import Peaks, Point
 from nsa_sel.bench.report.summary import OURS, Curve, break_even, curves, from_length, indexed, ours_in, speed_up
 
@@ -138,14 +137,11 @@ def times(rows: Sequence[Row]) -> Panel:
 
 
 def roof(rows: Sequence[Row], peaks: Peaks | None) -> Panel:
-    """Every kernel under the roof of the device."""
+    """What every kernel reaches of the roof of the device."""
     panel = Panel("roofline", "Roofline")
     points = roofline.points(rows, [case.case for case in (*cases.performance_cases(), *cases.decode_cases())])
     if not points:
         return panel._replace(missing=f"No row of {', '.join(roofline.COUNTED)} on the cases of the suites performance and decode.")
-    facets = []
-    for direction in (each for each in roofline.DIRECTIONS if any(point.direction == each for point in points)):
-        facets.append(_under_the_roof(direction, [point for point in points if point.direction == direction], peaks))
     headers = ["case", "direction", "kernel", "ms", "GFLOP", "least MB", "moved MB", "FLOP a byte", "TFLOP/s", "TB/s moved"]
     caption = "Counted work, and what was reached"
     roofs = "This device's roofs are left out: no figures of it are on record, and none were given (--copy-tbs, --matmul-tflops)."
@@ -155,32 +151,10 @@ def roof(rows: Sequence[Row], peaks: Peaks | None) -> Panel:
         caption += "; least ms: the longer of the times that the operations, and the least bytes, take at the roofs"
     return panel._replace(
         text=f"{roofs} Operations are those that the result needs. Bytes are what the kernel loads and stores, counted from"
-        " sizes and from how many blocks neighboring rows share. Points above the memory line are served by the L2 cache (dashed: the most"
-        " that a kernel moves here). Circles: text; squares: random selections. Dense attention and packed SDPA are not shown: the bytes"
-        " of their kernels are not counted here.",
-        figure=Figure(tuple(facets), _key([name for name in roofline.COUNTED if name in ours_in(rows)])),
+        " sizes and from how many blocks neighboring rows share; the L2 cache serves what exceeds the memory's bandwidth. Dense attention"
+        " and packed SDPA are not shown: the bytes of their kernels are not counted here.",
         tables=(Table(caption, table(headers, [_cells(point, peaks) for point in points], 3), folded=True),),
     )
-
-
-def _under_the_roof(direction: str, points: Sequence[Point], peaks: Peaks | None) -> Facet:
-    fastest, best = max(points, key=lambda point: point.moved_tbs), max(points, key=lambda point: point.tflops)
-    slopes = [Slope(peaks.copy_tbs, f"memory, {peaks.copy_tbs:g} TB/s", False)] if peaks else []
-    if not peaks or fastest.moved_tbs > peaks.copy_tbs:
-        slopes.append(Slope(fastest.moved_tbs, f"most moved here, {fastest.moved_tbs:.3g} TB/s", True))
-    # Points of one backend and h at about one intensity share a label, beside the highest.
-    highest = {(p.backend, p.h, round(2 * math.log(p.intensity))): p for p in sorted(points, key=lambda point: point.tflops)}
-    labelled = set(highest.values())
-    marks = []
-    for p in points:
-        label, shape = f"h {p.h}" if p in labelled else "", "o" if p.case.startswith("real") else "s"
-        marks.append(Mark(p.intensity, p.tflops, role_of(p.backend), label, shape, left=p.backend == roofline.BY_ROWS))
-    alt = (
-        f"{TITLES[direction]}, {len(points)} kernels and cases under the roof. Most operations: {best.backend} on {best.case},"
-        f" {best.tflops:.3g} TFLOP/s at {best.intensity:.3g} operations a byte. Most bytes: {fastest.backend} on {fastest.case},"
-        f" {fastest.moved_tbs:.3g} TB/s."
-    )
-    return Facet(alt, figures.roofline(TITLES[direction], marks, slopes, peaks.matmul_tflops if peaks else None))
 
 
 def _cells(point: Point, peaks: Peaks | None) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Fit cost models to measured rows: `python -m nsa_sel.bench.tune.cost_fit` prints their errors, and the sharing prior.
+"""Fit cost models to measured rows.
 
 policies/cost.py counts the work. Here each kind of work gets its price, by least squares of the relative error. Prices are never
 negative, so that more work is never predicted to be cheaper, but where a decoding batch has more rows than the GPU has multiprocessors:
@@ -20,14 +20,12 @@ from nsa_sel.backends.specs import CHOOSERS, SPECS
 from nsa_sel.bench.core import caches
 from nsa_sel.bench.core.caches import Cache
 from nsa_sel.bench.core.cases import CHOICE, LAYERS, Case, layer_selection, make_selection
-from nsa_sel.bench.core.markdown import table
 from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.tune.committed_rows import WAYS, cost_rows, digest, read_rows
+from nsa_sel.bench.tune.committed_rows import WAYS, digest, read_rows
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.request import SHARING_TOKENS, Request, phase_of_format
 from nsa_sel.policies.cost import gathers, modelled, work_of
 from nsa_sel.selection import Selection
-from nsa_sel.settings.devices import GPUS
 from nsa_sel.settings.schema import CostModel, Costs
 
 BACKENDS = {backend.name: backend for backend in (*SPECS, *CHOOSERS)}
@@ -249,19 +247,3 @@ def _amounts(row: Row, name: str, sm_count: int) -> list[float]:
 
 def _digits(number: float) -> float:
     return float(f"{number:.4g}")
-
-
-def main() -> None:
-    """Fit the committed rows of the H200 again: every model with its errors, and the prior."""
-    fitted = models([row for rows in cost_rows(is_cost_row).values() for row in rows], GPUS["h200"].sm_count)
-    lines = [
-        (name, model.rows, f"{model.median_error:.1%}", f"{model.worst_error:.1%}", f"{model.host:.3g}",
-         ", ".join(f"{term} {price:.3g}" for term, price in model.terms.items()))
-        for name, model in fitted.items()
-    ]  # fmt: skip
-    print(table(["model", "rows", "median error", "worst", "host, ms", "ms a unit"], lines))
-    print(f"sharing_prior: {list(prior())}")
-
-
-if __name__ == "__main__":
-    main()
