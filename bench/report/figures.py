@@ -170,7 +170,9 @@ def gains(title: str, x_label: str, y_label: str, lines: Sequence[Line], limit: 
             together = [line for line in lines if (line.at_start, line.end[0]) == side]
             for line, y in zip(together, _apart([math.log(line.end[1]) for line in together], gap), strict=True):
                 color = theme["ink" if line.role == "muted" else line.role]
-                _label(axes, line.label, line.end[0], math.exp(y), -6 if line.at_start else 6, 8, color)
+                offset, side = (-6, "right") if line.at_start else (6, "left")  # typographic points
+                at = line.end[0], math.exp(y)
+                axes.annotate(line.label, at, (offset, 0), textcoords="offset points", fontsize=8, va="center", ha=side, color=color)
 
     return draw
 
@@ -242,12 +244,6 @@ def short(name: str | None) -> str:
 
 def role_of(backend: str) -> str:
     return backend if backend in ROLES else "other"
-
-
-def _label(axes: Axes, words: str, x: float, y: float, offset: int, size: int, color: str) -> None:
-    """Words beside a point, so many typographic points to its right."""
-    side = "right" if offset < 0 else "left"
-    axes.annotate(words, (x, y), (offset, 0), textcoords="offset points", fontsize=size, va="center", ha=side, color=color)
 
 
 def _ticks(axis: Any, values: Sequence[float], text: Callable[[float], str]) -> None:

@@ -20,7 +20,7 @@ from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report.document import Panel, Section, Table, document, image_name, table_of_texts
 from nsa_sel.bench.report.figures import DARK, LIGHT, png
 from nsa_sel.bench.report.policy import decision_map, device_of, regrets, thresholds
-from nsa_sel.bench.report.roofline import PEAKS, Peaks
+from nsa_sel.bench.report.roofline import PEAKS
 from nsa_sel.bench.report.speed import breakeven, faster_in, pays_from, roof, speedup_by_S, times, verdict
 from nsa_sel.bench.report.summary import OURS, ours_in
 from nsa_sel.bench.threshold_optimizer import of_matrix
@@ -78,15 +78,15 @@ def read(files: Sequence[Path]) -> Rows:
     return Rows(rows, len(every) - len(rows))
 
 
-def report(found: Rows, peaks: Peaks | None = None) -> Report:
-    """The report of some rows, a section a device. `peaks`: of the devices; by default those on record."""
+def report(found: Rows) -> Report:
+    """The report of some rows, a section a device."""
     devices: dict[str, list[Row]] = {}
     for row in found.rows:
         devices.setdefault(row.get("device") or "a device that the rows do not name", []).append(row)
     sections = []
     for device, rows in devices.items():
         sentences = faster_in(rows, DENSE), pays_from(rows), faster_in(rows, PACKED)
-        sections.append(Section(device, sentences, FIRST, panels(device, rows, peaks or PEAKS.get(device))))
+        sections.append(Section(device, sentences, FIRST, panels(device, rows)))
     files = ", ".join(dict.fromkeys(row["file"] for row in found.rows))
     notes = [
         f"Times are medians of whole calls, plans included. “Ours” is the fastest of {', '.join(ours_in(found.rows) or OURS)} in each case"
@@ -98,12 +98,12 @@ def report(found: Rows, peaks: Peaks | None = None) -> Report:
     return Report(f"Selection attention measured on {' and '.join(devices)}", notes, sections, _facts(found))
 
 
-def panels(name: str, rows: list[Row], peaks: Peaks | None) -> tuple[Panel, ...]:
+def panels(name: str, rows: list[Row]) -> tuple[Panel, ...]:
     """All panels of one device. The matrix of bench_sel_triton speaks for the thresholds; alone, for all."""
     device, suites = device_of(name), [row for row in rows if not of_matrix(row)] or rows
     speed = verdict(suites), *(speedup_by_S(suites, over) for over in (DENSE, PACKED)), breakeven(suites)
     policy = decision_map(name, device), regrets(name, device, suites), thresholds(device, rows)
-    return (*speed, roof(suites, peaks), times(suites), *policy)
+    return (*speed, roof(suites, PEAKS.get(name)), times(suites), *policy)
 
 
 def _facts(found: Rows) -> list[Table]:
@@ -119,16 +119,12 @@ def _facts(found: Rows) -> list[Table]:
     ]
 
 
-def write(files: Sequence[Path], out: Path, copy_tbs: float | None = None, matmul_tflops: float | None = None) -> dict[str, Any]:
+def write(files: Sequence[Path], out: Path) -> dict[str, Any]:
     """Write Markdown and PNGs into the folder `out`; what was written and read. Raises ArgumentError."""
-    if (copy_tbs is None) != (matmul_tflops is None):
-        given = "--copy-tbs" if matmul_tflops is None else "--matmul-tflops"
-        raise ArgumentError(given, copy_tbs or matmul_tflops, "both peaks or none", "pass the other peak of the device too")
-    peaks = Peaks(copy_tbs, matmul_tflops, "given with the command") if copy_tbs and matmul_tflops else None
     names = [DOCUMENT]
     text_file = output_file("--out", output_folder("--out", out) / DOCUMENT)
     found = read(files)
-    made = report(found, peaks)
+    made = report(found)
     try:
         text_file.write_text(made.document())
         for name, device, panel in made.pictures():

@@ -144,7 +144,7 @@ def roof(rows: Sequence[Row], peaks: Peaks | None) -> Panel:
         return panel._replace(missing=f"No row of {', '.join(roofline.COUNTED)} on the cases of the suites performance and decode.")
     headers = ["case", "direction", "kernel", "ms", "GFLOP", "least MB", "moved MB", "FLOP a byte", "TFLOP/s", "TB/s moved"]
     caption = "Counted work, and what was reached"
-    roofs = "This device's roofs are left out: no figures of it are on record, and none were given (--copy-tbs, --matmul-tflops)."
+    roofs = "This device's roofs are left out: no figures of it are on record."
     if peaks:
         headers += ["least ms", "of the roof"]
         roofs = f"Roofs: {peaks.copy_tbs:g} TB/s of a copy, {peaks.matmul_tflops:g} TFLOP/s of a bf16 product ({peaks.source})."

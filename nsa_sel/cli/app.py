@@ -239,8 +239,6 @@ def demo(
 def report(
     rows: Annotated[list[Path], typer.Argument(metavar="ROWS...", help="JSON-lines files of measured rows, of any devices.")],
     out: Annotated[Path, typer.Option(help="Folder of selection_report.md and a PNG of each figure.")] = Path("report-output"),
-    copy_tbs: Annotated[float | None, typer.Option(min=0.001, help="TB/s of a copy in the device's memory, for the roofline.")] = None,
-    matmul_tflops: Annotated[float | None, typer.Option(min=0.001, help="TFLOP/s of a bf16 matrix product, likewise.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write what measured rows say: Markdown, and the figures as PNG.
@@ -248,7 +246,7 @@ def report(
     A panel whose cases have no rows says so in place of its figure. Lines without a measurement are counted.
     """
     with _errors(as_json):
-        written, text = bench_door.report(rows, out, copy_tbs, matmul_tflops)
+        written, text = bench_door.report(rows, out)
         _print(_pretty(written) if as_json else text)
 
 

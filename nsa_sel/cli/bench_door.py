@@ -26,12 +26,12 @@ def commands() -> tuple[Callable[..., None], ...]:
     return command.bench, command.threshold
 
 
-def report(rows: list[Path], out: Path, copy_tbs: float | None, matmul_tflops: float | None) -> tuple[Any, str]:
+def report(rows: list[Path], out: Path) -> tuple[Any, str]:
     """Write the report of measured rows, and return what was written: as a document and as text."""
     with needs_extra("report", "nsa-sel report"):
         from nsa_sel.bench.report import report as reporting
 
-    written = reporting.write(rows, out, copy_tbs, matmul_tflops)
+    written = reporting.write(rows, out)
     return written, reporting.text(written)
 
 
