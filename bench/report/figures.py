@@ -170,9 +170,9 @@ def gains(title: str, x_label: str, y_label: str, lines: Sequence[Line], limit: 
             together = [line for line in lines if (line.at_start, line.end[0]) == side]
             for line, y in zip(together, _apart([math.log(line.end[1]) for line in together], gap), strict=True):
                 color = theme["ink" if line.role == "muted" else line.role]
-                offset, side = (-6, "right") if line.at_start else (6, "left")  # typographic points
+                offset, ha = (-6, "right") if line.at_start else (6, "left")  # typographic points
                 at = line.end[0], math.exp(y)
-                axes.annotate(line.label, at, (offset, 0), textcoords="offset points", fontsize=8, va="center", ha=side, color=color)
+                axes.annotate(line.label, at, (offset, 0), textcoords="offset points", fontsize=8, va="center", ha=ha, color=color)
 
     return draw
 
