@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from unittest import mock
 
 import torch
@@ -36,7 +36,7 @@ from nsa_sel.policies.cost import modelled
 from nsa_sel.settings import tuned
 from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.flags import CONFIG_FLAG, FLAGS
-from nsa_sel.settings.schema import Costs, Settings, Way
+from nsa_sel.settings.schema import Costs, KernelConfig, Settings, Way
 from nsa_sel.settings.tuned import Stamp
 
 ROWS = ".costs.jsonl"  # suffix of the file of rows
@@ -69,11 +69,13 @@ def wanted(device: DeviceInfo, ways: Sequence[Way]) -> list[Row]:
 
 def _attending(device: DeviceInfo, settings: Settings, way: Way) -> list[Row]:
     """Those of attention to selected blocks."""
+    contenders, backward = named(",".join(BACKENDS)), way == "backward"
     return [
-        {**case._asdict(), "direction": DIRECTIONS[way], "backend": name, "launches": _configs(name, case, way, settings, device)}
+        {**case._asdict(), "direction": DIRECTIONS[way], "backend": name, "launches": _configs(kernels, name, case, way)}
         for case in cases.cost_cases()
         if cases.decodes(case) == (way == "decode")
-        for name, contender in zip(BACKENDS, named(",".join(BACKENDS)), strict=True)
+        for kernels in (tuned.apply(settings, cost_fit.request_of(case, None, backward), device).kernels,)
+        for name, contender in zip(BACKENDS, contenders, strict=True)
         if contender.refuses(case) is None and (name not in SLOW or case.S <= MAX_ROWS) and (name == DENSE or _is_modeled(name, case, way))
     ]
 
@@ -85,10 +87,8 @@ def _is_modeled(backend: str, case: Case, way: Way) -> bool:
     return has_terms and not registry.missing(backend) and modelled(entry, request, way == "backward")
 
 
-def _configs(backend: str, case: Case, way: Way, settings: Settings, device: DeviceInfo) -> str:
+def _configs(kernels: Mapping[str, KernelConfig], backend: str, case: Case, way: Way) -> str:
     """The ids of the kernel configs that a backend has for such calls."""
-    request = cost_fit.request_of(case, None, way == "backward")
-    kernels = tuned.apply(settings, request, device).kernels
     spaces = [space for space in SPACES if (space.backend, space.way) == (backend, way)]
     names = sorted(kernel_name(space, case.Dk, case.Dv, case.dtype) for space in spaces)
     return ", ".join(kernels[name].config_id(name) for name in names)
