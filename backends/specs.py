@@ -29,7 +29,8 @@ _CUDA = (
 # because few measured rows are wide.
 _GATHERED = ("launch", "pairs", "read", "scores", "rows", "read-wide")
 _TILES = ("launch", "union", "pairs", "tile", "distinct", "rows", "tile-wide")
-_BLOCKS = ("launch", "pairs", "exact", "partials", "rows", "exact-wide")
+_VISITS = ("visited", "visited-partials")  # of blocks that are visited whole, by other kernels
+_BLOCKS = ("launch", "pairs", "exact", "partials", "rows", "exact-wide", *_VISITS)
 _CHOICE = {
     "choose": ("launch", "compressed", "ranked", "rows", "compressed-wide"),
     "choose-backward": ("launch", "compressed", "rows", "compressed-wide"),
@@ -40,6 +41,7 @@ _WHOLE_STEPS = TileKernels(
 )  # fmt: skip
 HOPPER_TILES = msgspec.structs.replace(_WHOLE_STEPS, gathered_blocks=(4, 8, 16, 32), wide_dims=(256,))
 ARITHMETIC_TILES = msgspec.structs.replace(_WHOLE_STEPS, block_multiple=1, blocks_max=1 << 24, one_head=False)  # of keys; no plan in memory
+VISITED_WHOLE = 256  # keys of a block from which on backends that visit blocks visit it whole (_triton/large_blocks.py)
 E4M3_TILE_ROWS = 16  # tokens times heads of a tile of forward_tokens.cu, at most
 # Of block_gradients.cu, which has no plan of tiles.
 HOPPER_LISTS = msgspec.structs.replace(_WHOLE_STEPS, blocks_max=1 << 24, heads=(1, 64), key_dims=(64, 128))
@@ -137,8 +139,8 @@ SPECS = (
         shares="blocks",
         tiles=HOPPER_LISTS,
         cost_terms={
-            "forward": ("launch", "pairs", "exact", "listed", "rows"),
-            "backward": ("launch", "pairs", "exact", "partials", "rows"),
+            "forward": ("launch", "pairs", "exact", "listed", "rows", *_VISITS),
+            "backward": ("launch", "pairs", "exact", "partials", "rows", *_VISITS),
         },
     ),
     Backend(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from nsa_sel.backends.specs import E4M3_TILE_ROWS, HOPPER_STEPS, WIDEST, launch_class, tile_columns
+from nsa_sel.backends.specs import E4M3_TILE_ROWS, HOPPER_STEPS, VISITED_WHOLE, WIDEST, launch_class, tile_columns
 from nsa_sel.core.backend import Backend
 from nsa_sel.core.decision import Case
 from nsa_sel.core.request import FEW_TOKENS, SHARING_TOKENS, Request
@@ -21,9 +21,9 @@ BYTES = {"e4m3": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 TILE_ROWS = 64  # tokens x heads of a tile, or of one step over a block's rows
 STEP = 64  # keys that a kernel loads at once from a page that holds as many
 OTHERWISE_LOADED = {"gathered", "rows-read"}  # terms of calls that load keys in another way than plain ones of whole steps
-NEEDED = ("exact", "exact-wide", "compressed", "compressed-wide")  # terms of products that every backend computes
+OF_OTHER_KERNELS = {*OTHERWISE_LOADED, "visited", "visited-partials"}  # without rows of these nothing is known of such calls
+NEEDED = ("exact", "exact-wide", "visited", "compressed", "compressed-wide")  # terms of products that every backend computes
 SMALLEST_BLOCK = 16  # keys: no row that models are fitted to has smaller blocks
-LARGEST_BLOCK = 128  # keys: none has larger ones
 MOST_PARTS = 64  # most programs that share a row of a small batch, about one per multiprocessor
 
 
@@ -102,6 +102,7 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...], sm_count:
     exact_widths = 2 * wide_k + 2 * wide_v if backward else wide_k + wide_v
     # Elements moved per pair. Forward: q in, partial o out and in; backward: q and do in, partial dq out and in.
     partial_widths = Dk + Dv + 2 * Dk if backward else Dk + 2 * Dv
+    visits = 1 if block >= VISITED_WHOLE else -(-block // STEP)  # of a block, each with a partial result
     walk = keys / max(1, rows) / 1e3
     busy = rows > sm_count
     parts = max(1, min(MOST_PARTS, sm_count // max(1, rows)))
@@ -127,8 +128,8 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...], sm_count:
         "distinct": tile_blocks(request, sharing, 64) * block * key_bytes / 1e9,
         "tile" + suffix: tile_blocks(request, sharing, tokens) * block * tile_rows * 2 * tile_widths / 1e12,
         "exact" + suffix: keys / tokens * tile_rows * 2 * exact_widths / 1e12,
-        "partials": pairs * h * partial_widths * size / 1e9,
-        "listed": listed_pairs(request, sharing, tokens) * h * partial_widths * size / 1e9,
+        "partials": visits * pairs * h * partial_widths * size / 1e9,
+        "listed": visits * listed_pairs(request, sharing, tokens) * h * partial_widths * size / 1e9,
         "scores": keys * h / 1e9,
     }
 
@@ -136,6 +137,10 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...], sm_count:
 def work_of(backend: Backend, request: Request, backward: bool, sharing: tuple[float, ...], sm_count: int) -> dict[str, float]:
     """`work` in the terms of a backend's models."""
     amounts = work(request, backward, sharing, sm_count)
+    if backend.shares == "blocks" and (request.block_size or 0) >= VISITED_WHOLE:  # whatever tokens share, and at all widths
+        exact, partials = sum(amounts.pop(term, 0.0) for term in ("exact", "exact-wide")), amounts.pop("partials")
+        unseen = request.B * request.S * request.G / 2 / max(1.0, blocks_of(request).chosen)  # half of the blocks that rows are in
+        return {**amounts, "visited": exact * (1 - unseen), "visited-partials": partials, "listed": 0.0}
     if request.phase(backward) in backend.wide_alike:
         return {term.removesuffix("-wide"): amount for term, amount in amounts.items()}
     return amounts
@@ -190,11 +195,9 @@ def modelled(backend: Backend, request: Request, backward: bool) -> bool:
 
     Not for paged caches that the backend does not read itself, nor for a prefill over small pages: they were not measured. Not for calls
     that tile kernels do not take: they run on other kernels. Not for a choice of one query per sequence, or without attention: they were
-    not measured. Calls over quantized caches have models of their own. Not beyond the models, nor to larger blocks than were measured by a
-    backend that visits blocks without tile kernels: it has other kernels for these, and its model, other prices.
+    not measured. Calls over quantized caches have models of their own. Not beyond the models.
     """
-    of_other_kernels = backend.shares == "blocks" and backend.tiles is None and (request.block_size or 0) > LARGEST_BLOCK
-    if beyond_models(request) or of_other_kernels:
+    if beyond_models(request):
         return False
     if request.kind == "choose" and (request.S == 1 or request.pool is not None):
         return False
@@ -223,8 +226,8 @@ def predict(case: Case, backend: Backend) -> float | None:
     wide = any(term.endswith("-wide") for term in amounts)
     if wide and not any(term.endswith("-wide") for term in model.terms):
         return None
-    for term in OTHERWISE_LOADED & set(backend.cost_terms.get(request.phase(backward), ())):
-        if amounts[term] > 0 and term not in model.terms:
+    for term in OF_OTHER_KERNELS & set(backend.cost_terms.get(request.phase(backward), ())):
+        if amounts.get(term, 0.0) > 0 and term not in model.terms:
             return None
     least = costs.tensor_ms * sum(amounts.get(term, 0.0) for term in NEEDED)
     ms = max(model.host, least, sum(ms_each * amounts.get(term, 0.0) for term, ms_each in model.terms.items()))

@@ -1,8 +1,8 @@
 """triton-block's visits of large blocks: each row of a block's list meets all keys of the block, and writes one partial result.
 
-A block of LARGE keys or more has several tiles. Visited tile by tile, each row would write a partial for every one: 8 for a block of 512
-keys (MoBA). Here a program takes a piece of the lists of whole blocks (key_to_rows.py, as wide as a block), ROWS rows at a time, walks
-over the block's keys with the online softmax, and writes o and lse once. Backward the same walk gives the (row, block)'s share of dq;
+A block of VISITED_WHOLE keys or more has several tiles. Visited tile by tile, each row would write a partial for every one: 8 for a block
+of 512 keys (MoBA). Here a program takes a piece of the lists of whole blocks (key_to_rows.py, as wide as a block), ROWS rows at a time,
+walks over the block's keys with the online softmax, and writes o and lse once. Backward the same walk gives the (row, block)'s share of dq;
 dk and dv come from lists of tiles (dkdv.py).
 """
 
@@ -32,15 +32,14 @@ from nsa_sel.backends._triton.softmax import (
 from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, load_whole, row_pointers, store_columns, store_split
 from nsa_sel.backends._triton.tma import descriptor
 from nsa_sel.backends._triton.units import Unit, load_entries, piece_bounds
+from nsa_sel.backends.specs import VISITED_WHOLE
 from nsa_sel.core.call import Call
 from nsa_sel.settings.schema import KernelConfig
-
-LARGE = 256  # keys of a block from which on it is visited whole
 
 
 def is_large(call: Call) -> bool:
     """Whether the blocks of a call are visited whole."""
-    return (call.selection.block_size or 0) >= LARGE
+    return (call.selection.block_size or 0) >= VISITED_WHOLE
 
 
 @triton.jit

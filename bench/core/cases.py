@@ -146,20 +146,20 @@ def breakeven_cases() -> list[Case]:
 def cost_cases() -> list[Case]:
     """What a cost model needs to see of a GPU, in minutes: `nsa-sel tune` measures it with every backend (bench/tune/costs.py).
 
-    Small calls for the host's share, real and random selections for what neighbours share, 64 to 4096 keys a row, h 16, 4 and 1,
-    head dims 64, 128 and 192 with 128, and decoding of fewer rows than multiprocessors and of more, one token a step or few. Of the
-    committed rows of the H200, those of these sizes alone choose as well as all of them (a test says so).
+    Small calls for the host's share, real and random selections for what neighbours share, 64 to 4096 keys a row, h 16, 4 and 1, head
+    dims 64, 128 and 192 with 128, large blocks, and decoding of fewer rows than multiprocessors and of more, one token a step or few.
+    Of the committed rows of the H200, those of these sizes alone choose as well as all of them (a test says so).
     """
     found = [prefill(kind, S * 1024, h) for kind, S in (("real", 1), ("real", 8), ("random", 8), ("random", 32)) for h in (16, 4, 1)]
     wide = [prefill("real", 1024, 4, Dk=192), prefill("real", 8192, 16, Dk=192), prefill("random", 32768, 16, Dk=192)]
     narrow = prefill("real", 8192, 4, Dk=64)._replace(Dv=64)
-    between = ("decode-D64-L256", "decode-D64-L1024", "decode-D128-L256")
+    between = ("prefill-D64-L256", "decode-D64-L256", "decode-D64-L1024", "decode-D128-L256")
     lengths = [case for case in threshold_cases() if not case.case.endswith(between)]
     by_length = [case._replace(case=case.case.replace("threshold", "cost")) for case in lengths]
     one, batch, large = decode_cases()[:3]
     ranks = [case for case in parallel_cases() if (case.B, case.G, case.block) in ((8, 2, 128), (64, 1, 128))]
     decoding = [one, batch, large, *ranks, batch._replace(case="decode-B16-32k-h16-192", B=16, Dk=192), *few_token_cases()[:5]]
-    return [*found, narrow, *wide, *by_length, *decoding]
+    return [*found, narrow, *wide, *by_length, large_cases()[-1], *decoding]
 
 
 def choice_cases() -> list[Case]:
@@ -237,6 +237,17 @@ def wide_cases() -> list[Case]:
     small = prefill("random", 8192, 16, Dk=256)._replace(case="random-8k-h16-256-b16", Dv=256, n=64, block=16)
     decoding = [Case(f"decode-B{B}-32k-h16-256", "random", B, 1, 32768, 4, 16, 256, 256, 16, 64, "bfloat16") for B in (8, 64)]
     return [*found, small, *decoding]
+
+
+def large_cases() -> list[Case]:
+    """Blocks of 256 to 4096 keys of rows whose neighbors are not alike, h 1 (by MoBA's rule), 4 and 16: blocks that are visited whole."""
+    sizes = (  # S, G, h, n, block
+        (16384, 4, 4, 6, 256), (32768, 16, 1, 6, 1024), (16384, 4, 16, 4, 512), (65536, 8, 1, 3, 4096), (8192, 8, 4, 3, 512),
+    )  # fmt: skip
+    return [
+        Case(f"large-{S >> 10}k-h{h}-b{block}", PER_HEAD if h == 1 else "random", 1, S, S, G, h, 128, 128, n, block, "bfloat16")
+        for S, G, h, n, block in sizes
+    ]
 
 
 def quick_cases() -> list[Case]:

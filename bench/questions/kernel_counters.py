@@ -53,6 +53,8 @@ PROFILED = (
     Profiled("random-32k-h4", "bwd", "triton-block", "partial_dkdv_kernel", "block dK, dV and shares of dQ"),
     Profiled("random-32k-h16", "bwd", "cuda-block", "block_gradients", "CUDA block dK, dV and shares of dQ"),
     Profiled("random-32k-h4", "bwd", "cuda-block", "block_gradients", "CUDA block dK, dV and shares of dQ"),
+    Profiled("real-8k-h16", "bwd", "cuda-block", "join_shares", "CUDA block shares of dQ of shared tiles, and sum"),
+    Profiled("real-8k-h16", "fwd", "cuda-block", "join_partials", "CUDA block tiles that tokens share, and join"),
     Profiled("random-32k-h16", "fwd", "cuda-block", "block_partials", "CUDA block partials of o"),
     Profiled("random-32k-h4", "fwd", "cuda-block", "block_partials", "CUDA block partials of o"),
     Profiled("random-32k-h4", "fwd", "triton-block", "partial_kernel", "block partials of o"),

@@ -52,6 +52,7 @@ SUITES = {
     "layers": Suite(cases.layer_cases, packed=False, whole=False, rep=20, rows=8),
     "models": Suite(cases.model_cases, packed=False, whole=False, rep=20, rows=4),
     "wide": Suite(cases.wide_cases, packed=False, whole=False, rep=20, rows=4),
+    "large": Suite(cases.large_cases, packed=False, whole=False, rep=20, rows=4),
     "trained": Suite(cases.trained_cases, packed=False, whole=False, rep=50, rows=16),
     "trained-layers": Suite(cases.trained_layer_cases, packed=False, whole=False, rep=20, rows=8),
 }

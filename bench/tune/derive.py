@@ -101,23 +101,27 @@ def measured_profile(gpu: str) -> dict[str, Any]:
 
 
 def merged_costs(gpu: str) -> dict[str, Any]:
-    """The cost models of a measured GPU: its own, and the other's at prices that data sheets carry over where that has better rows.
+    """The cost models of a measured GPU: its own, and the other's at prices that data sheets carry over where that has better rows. Prices
+    of work that none of its own rows has are the other's, too.
 
     Args:
         gpu: "h100", whose own models are those with enough rows, or "h200", whose own are all but NEWER_ON_H100.
     """
     own, of_h100 = own_costs(gpu), gpu == "h100"
     other = "h200" if of_h100 else "h100"
-    theirs = own_costs(other)
     few = {name for name, model in own.models.items() if model.rows < ENOUGH_ROWS}
-    taken = {name for name in theirs.models if name in few or name not in own.models} if of_h100 else set(NEWER_ON_H100)
-    if not taken:
-        return plain(own)
-    told = f"{', '.join(sorted(taken))}: rows of an {GPUS[other].name}, prices carried over by data sheets"
-    theirs = msgspec.structs.replace(theirs, models={name: model for name, model in theirs.models.items() if name in taken})
-    carried = carried_over(theirs, factors(gpu, of=other), least_tensor_ms(gpu), told)
-    models = {name: (carried if name in taken else own).models[name] for name in cost_fit.TERMS if name in {*own.models, *taken}}
-    return plain(msgspec.structs.replace(own, models=models, provenance=f"{own.provenance}; {carried.provenance}"))
+    taken = {name for name in own_costs(other).models if name in few or name not in own.models} if of_h100 else set(NEWER_ON_H100)
+    told = f"rows of an {GPUS[other].name}, prices carried over by data sheets"
+    carried = carried_over(own_costs(other), factors(gpu, of=other), least_tensor_ms(gpu), told)
+    models, from_other = {}, []
+    for name in (each for each in cost_fit.TERMS if each in {*own.models, *taken}):
+        theirs = carried.models[name] if name in carried.models else own.models[name]
+        mine = theirs if name in taken else own.models[name]
+        missing = {term: price for term, price in theirs.terms.items() if term not in mine.terms}
+        from_other += [name] * (name in taken) + [f"{term} of {name}" for term in missing]
+        models[name] = msgspec.structs.replace(mine, terms={**mine.terms, **missing})
+    provenance = f"{own.provenance}; {', '.join(from_other)}: {carried.provenance}"
+    return plain(msgspec.structs.replace(own, models=models, provenance=provenance))
 
 
 @cache

@@ -22,10 +22,10 @@ RESOURCES = {
 OF_TERM = {
     "walk": "clock", "split-walk": "clock", "union": "clock",
     "pairs": "issue", "scores": "issue", "ranked": "issue",
-    "rows": "dram", "distinct": "dram", "partials": "dram", "listed": "dram",
+    "rows": "dram", "distinct": "dram", "partials": "dram", "listed": "dram", "visited-partials": "dram",
     "few-read": "dram", "busy-read": "dram", "rows-read": "dram",
     "read": "l2", "reread": "l2", "gathered": "l2",
-    "tile": "tensor", "exact": "tensor", "compressed": "tensor",
+    "tile": "tensor", "exact": "tensor", "visited": "tensor", "compressed": "tensor",
 }  # fmt: skip
 LAUNCHES = ("launch", "join", "busy", "rows-kernel")
 FROM_L2 = ("forward", "backward")  # phases of which "l2" holds

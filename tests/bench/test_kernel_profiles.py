@@ -7,6 +7,7 @@ import io
 
 import pytest
 
+from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.questions.kernel_counters import PROFILED, case_of, counters
 from nsa_sel.bench.questions.kernel_times import short
 
@@ -14,6 +15,9 @@ from nsa_sel.bench.questions.kernel_times import short
 def test_what_is_profiled_exists() -> None:
     for profiled in PROFILED:
         assert case_of(profiled.case).S > 1 or profiled.direction == "fwd"
+        if profiled.backend.startswith(("cupy-cuda", "cuda-block")):
+            source = ROOT / f"backends/cupy_cuda/kernels/{profiled.function}.cu"
+            assert f" {profiled.function}(const __grid_constant__ " in source.read_text()
 
 
 def test_counters_and_rules_are_read() -> None:

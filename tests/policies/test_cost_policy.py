@@ -14,15 +14,15 @@ from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report import on_paper
 from nsa_sel.bench.tune import cost_fit, regret
-from nsa_sel.bench.tune.committed_rows import cost_rows
+from nsa_sel.bench.tune.committed_rows import H100_RESULTS, cost_rows
 from nsa_sel.bench.tune.cost_fit import TERMS
 from nsa_sel.core.backend import Backend, Limits, Offer
 from nsa_sel.core.decision import Case as Asked
 from nsa_sel.core.decision import Decision, Override, load_policy, make_decision
 from nsa_sel.core.registry import backends
-from nsa_sel.core.request import FEW_TOKENS, SHARING_TOKENS, Request, example_choice
+from nsa_sel.core.request import FEW_TOKENS, SHARING_TOKENS, DeviceInfo, Request, example_choice
 from nsa_sel.errors import ConfigError
-from nsa_sel.policies.cost import blocks_of, predict, sharing_at, work
+from nsa_sel.policies.cost import blocks_of, predict, sharing_at, work, work_of
 from nsa_sel.settings.config import parse_config, settings_for
 from nsa_sel.settings.flags import CONFIG_FLAG
 from nsa_sel.settings.schema import COST_TERMS, CostModel, Costs
@@ -151,16 +151,45 @@ def test_prefills_beyond_the_models_have_a_preference_of_their_own(
     assert (mine.forward, mine.backward) == (TOKEN, "cupy-cuda")  # the file says nothing of backward
 
 
-def test_visiting_large_blocks_is_predicted_on_hopper() -> None:
+MOBA = replace(SHORT, S=4 * 16384, S_kv=16384, G=8, h=1, block_size=512, n=3, max_length=1536, needs_grad=True, sharing=DIFFERENT)
+
+
+@pytest.mark.parametrize(("device", "visits"), [(H200, "cuda-block"), (H100, "cuda-block"), (A100, BLOCK)])
+def test_large_blocks_that_neighbors_do_not_share_are_visited(device: DeviceInfo, visits: str) -> None:
     offers = tuple(Offer(backend) for backend in backends().values())
-    for block, predicted in ((64, True), (128, True), (512, False)):
-        asked = replace(SHORT, block_size=block, n=4, h=1)
-        decision = make_decision(asked, H200, load_policy("default"), settings_for(H200), offers)
-        found = {p.backend for p in decision.predictions}
-        assert (BLOCK in found, TILE in found, "cuda-block" in found) == (predicted, True, True)
-    moba = replace(SHORT, S=4 * 16384, S_kv=16384, G=8, h=1, block_size=512, n=3, max_length=1536, needs_grad=True)
-    decision = make_decision(moba, H200, load_policy("default"), settings_for(H200), offers)
-    assert (decision.forward, decision.backward) == ("cuda-block", "cuda-block")
+    decision = make_decision(MOBA, device, load_policy("default"), settings_for(device), offers)
+    assert decision.forward in (BLOCK, visits), "both have the same kernel"
+    assert decision.backward == visits
+    assert {p.backend for p in decision.predictions} >= {BLOCK, TILE, visits}
+
+
+def test_visits_of_whole_blocks_have_a_price_of_their_own() -> None:
+    def asked(backend: str, **facts: object) -> float | None:
+        models = {f"{name}/forward": model(exact=1, visited=100, visited_partials=0) for name in (BLOCK, TILE)}
+        costs = Costs(provenance="invented", dtypes=("bfloat16",), models=models if facts.pop("priced", True) else MODELS)
+        return predict(Asked(replace(MOBA, **facts), H200, settings(costs=costs), "forward"), backends()[backend])
+
+    whole, tiled = asked(BLOCK), asked(TILE)
+    assert whole is not None
+    assert tiled is not None
+    assert whole == pytest.approx(100 * tiled * (1 - 512 / 2 / 1536), rel=0.02), "half of a row's own block is seen"
+    smaller = {"block_size": 128, "n": 12}
+    assert asked(BLOCK, **smaller) == asked(TILE, **smaller)
+    assert asked(BLOCK, priced=False) is None, "no row says what they take"
+    assert asked(BLOCK, **smaller, priced=False) is not None
+
+
+@pytest.mark.parametrize("left_out", [("models-moba-16k", "models-moba-random-16k"), ("models-moba-32k",)])
+def test_visits_of_whole_blocks_are_predicted_where_rows_are_left_out(left_out: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (cost_fit, on_paper):
+        monkeypatch.setattr(module, "sharing_of", lambda case: SIMILAR)  # takes no part, and seconds to count
+    rows = [row for found in cost_rows(cost_fit.is_cost_row, H100_RESULTS).values() for row in found if row["backend"] == BLOCK]
+    out = [row for row in rows if row["case"] in left_out]
+    found = cost_fit.models([row for row in rows if row not in out], H100.sm_count)
+    errors = on_paper.errors(out, settings(costs=Costs(provenance="fitted", dtypes=("bfloat16",), models=found)))
+    assert set(errors) == {("forward", BLOCK), ("backward", BLOCK)}
+    for phase, ratios in errors.items():
+        assert max(abs(ratio - 1) for ratio in ratios) <= 0.1, (phase, ratios)
 
 
 def test_ties_and_missing_predictions_keep_the_preference() -> None:
@@ -259,7 +288,8 @@ def test_rows_beyond_the_keys_are_counted_by_their_mean() -> None:
 def test_work_has_every_cost_term() -> None:
     asked = [replace(request, Dk=Dk) for request in (replace(SHORT, page_size=16), example_choice()) for Dk in (128, 192)]
     counted = [work(request, backward, SIMILAR, 132) for request in asked for backward in (False, True)]
-    assert {term for amounts in counted for term in amounts} == set(COST_TERMS)
+    visits = work_of(backends()[BLOCK], MOBA, True, SIMILAR, 132)
+    assert {term for amounts in (*counted, visits) for term in amounts} == set(COST_TERMS)
     assert all(amount > 0 for amounts in counted for term, amount in amounts.items() if term not in OF_A_REGIME)
     few = replace(SHORT, B=1, G=4, S=1)  # rows; 132 programs make 33 parts of each
     assert work(few, False, SIMILAR, 132)["split-walk"] == pytest.approx(work(few, False, SIMILAR, 132)["walk"] / 33)
@@ -285,6 +315,8 @@ def test_work_of_the_example_equals_a_count_by_hand() -> None:
     assert forward["exact"] == pytest.approx(pairs * 64 * 16 * 2 * 256 / 1e12)
     assert forward["tile"] == pytest.approx(pairs * SIMILAR[2] / 4 * 64 * 64 * 2 * 256 / 1e12)
     assert forward["partials"] == pytest.approx(pairs * 16 * (128 + 2 * 128) * 2 / 1e9)
+    large = work(replace(SHORT, block_size=128, n=8), False, SIMILAR, 132)
+    assert large["partials"] == pytest.approx(2 * large["pairs"] * 16 * (128 + 2 * 128) * 2 / 1e3), "one of each tile of 64 keys"
     assert forward["listed"] == pytest.approx(forward["partials"] * (SIMILAR[2] - 1) / 3)  # 4 tokens a tile
     assert work(replace(SHORT, h=64), False, SIMILAR, 132)["listed"] == 0  # each a tile
     assert work(SHORT, True, SIMILAR, 132)["exact"] == pytest.approx(2 * forward["exact"])
