@@ -14,7 +14,7 @@ from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report import on_paper
 from nsa_sel.bench.tune import cost_fit, regret
-from nsa_sel.bench.tune.committed_rows import H100_RESULTS, cost_rows
+from nsa_sel.bench.tune.committed_rows import H100_RESULTS, H200_RESULTS, cost_rows, read_rows
 from nsa_sel.bench.tune.cost_fit import TERMS
 from nsa_sel.core.backend import Backend, Limits, Offer
 from nsa_sel.core.decision import Case as Asked
@@ -190,6 +190,17 @@ def test_visits_of_whole_blocks_are_predicted_where_rows_are_left_out(left_out: 
     assert set(errors) == {("forward", BLOCK), ("backward", BLOCK)}
     for phase, ratios in errors.items():
         assert max(abs(ratio - 1) for ratio in ratios) <= 0.1, (phase, ratios)
+
+
+def test_visits_of_other_whole_blocks_are_predicted_for_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H200's rows of blocks of 1,024 and 4,096 keys, by prices of an H100's rows of 256 and 512: no price is fitted to them."""
+    monkeypatch.setattr(on_paper, "sharing_of", lambda case: SIMILAR)
+    rows = read_rows(f"{H200_RESULTS}/profiles/large.jsonl")
+    assert {row["block"] for row in rows} == {1024, 4096}
+    errors = on_paper.errors(rows, settings_for(H200))
+    ratios = [ratio for found in errors.values() for ratio in found]
+    assert len(ratios) == len(rows)
+    assert max(abs(ratio - 1) for ratio in ratios) <= 0.3, errors
 
 
 def test_ties_and_missing_predictions_keep_the_preference() -> None:
