@@ -125,9 +125,9 @@ def test_pairs_whose_lists_do_not_fit_together_have_the_bits_of_their_own_calls(
 
 @needs_cuda
 @needs_hopper
-@pytest.mark.parametrize(("workspace", "runs"), [(1 << 26, 1), (1 << 23, 2), (1 << 20, 0)])
+@pytest.mark.parametrize(("workspace", "runs"), [(1 << 26, 1), (1 << 22, 2)])
 def test_lists_of_large_blocks_fit_the_workspace(started: list[str], configure: Callable[[str], Path], workspace: int, runs: int) -> None:
-    """MoBA's shape: lists of 9.4 MB, of one KV group after another where they do not fit, or Triton's, in slices of rows."""
+    """MoBA's shape: lists of 4.7 MB, of one KV group after another where they do not fit."""
     S, G, block = 4096, 4, 512
     q, k, v = make_qkv(B=1, S=S, G=G, h=1, Dk=128, S_kv=S, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     k, v = (x[:, :2].detach().requires_grad_() for x in (k, v))
