@@ -155,7 +155,7 @@ def scatter_kernel(
     if FEW > 0:
         share = tl.arange(0, FEW)
         sums = tl.cumsum(tl.load(counts + share, mask=share < total, other=0), 0)
-        tl.store(ends + share, sums, mask=(share < total) & (tl.program_id(0) == 0))
+        tl.store(ends + share, sums, mask=share < tl.where(tl.program_id(0) == 0, total, 0))
     bg = tl.program_id(0) % sort.pairs_all
     e = tl.program_id(0) // sort.pairs_all * SORTED + tl.arange(0, SORTED)
     tile = _tile_of(ranges, q_pos, stride_pos, sizes, e, bg, N, REACH, WIDTH)
