@@ -100,11 +100,7 @@ def selection_attention_with_kvcache(
     except ArgumentError as error:
         raise renamed(error, k="k_cache", v="v_cache") from None
     if transforms.needs_grad(q, k, v):
-        if block_table is not None or scales is not None:
-            name = next(name for name, x in (("q", q), ("k_cache", k), ("v_cache", v)) if x.requires_grad)
-            kind, other = ("paged", "without pages") if scales is None else ("quantized", "of q's dtype")
-            remedy = f"call it under torch.no_grad(), or use a cache {other}"
-            raise ArgumentError(name, "a tensor that requires gradients", f"none over a {kind} cache", remedy)
+        _check_differentiable(q, k, v, block_table is not None, scales is not None)
         found = _with_gradients(q, k, v, selection, cache_seqlens, scale, backend)
     elif r > 1:
         found = _of_shared_keys(q, k, v, selection, scale, backend, cache_seqlens, block_table, scales, r)
@@ -113,6 +109,15 @@ def selection_attention_with_kvcache(
         found = run.attend(prepared(decided, backend))
     o, lse = (x.squeeze(1) for x in found) if decode else found
     return (o, lse) if return_lse else o
+
+
+def _check_differentiable(q: Tensor, k: Tensor, v: Tensor, paged: bool, quantized: bool) -> None:
+    """ArgumentError for tensors that require gradients over a paged or quantized cache."""
+    if paged or quantized:
+        name = next(name for name, x in (("q", q), ("k_cache", k), ("v_cache", v)) if x.requires_grad)
+        kind, other = ("quantized", "of q's dtype") if quantized else ("paged", "without pages")
+        remedy = f"call it under torch.no_grad(), or use a cache {other}"
+        raise ArgumentError(name, "a tensor that requires gradients", f"none over a {kind} cache", remedy)
 
 
 @_disable_dynamo
