@@ -33,7 +33,7 @@ from nsa_sel.core.workspace import ALIGNMENT
 _fills = torch._C._get_deterministic_algorithms  # PyTorch then fills new tensors
 TRIES = 3  # passes of a class, after its first, that may be recorded: more may compile
 LEAST_ADDRESS = 1 << 32  # of memory; larger numbers are addresses
-MOST_BYTES = 1 << 28  # of what a pass allocates beside its results, in one piece: the GPU bounds calls that need more
+MOST_BYTES = 1 << 30  # of what a pass allocates beside its results, in one piece: the GPU bounds calls that need more
 MOST_KEPT = 1 << 20  # bytes of temporaries that stay with a plan: allocating them apart takes longer than they are worth
 MOST_RECORDINGS = 1024
 _numbers = itertools.count()
