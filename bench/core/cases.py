@@ -204,7 +204,7 @@ def text_case(S: int, h: int) -> Case | None:
 MODELS = {  # docs/models.md: G, h, Dk, Dv, n, block
     "nsa": (4, 16, 192, 128, 16, 64),
     "minimax-m3": (4, 16, 128, 128, 16, 128),
-    "minicpm4": (2, 16, 128, 128, 64, 64),
+    "minicpm4": (2, 16, 128, 128, 96, 64),
     "qsa": (2, 12, 256, 256, 512, 4),
     "moba": (32, 1, 128, 128, 3, 512),  # G of q; k and v have 8
 }
