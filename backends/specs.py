@@ -139,7 +139,7 @@ SPECS = (
         shares="blocks",
         tiles=HOPPER_LISTS,
         cost_terms={
-            "forward": ("launch", "pairs", "exact", "listed", "rows", *_VISITS),
+            "forward": ("launch", "union", "pairs", "exact", "listed", *_VISITS),
             "backward": ("launch", "pairs", "exact", "partials", "rows", *_VISITS),
         },
     ),
@@ -161,7 +161,7 @@ SPECS = (
         quantized_by=HOPPER_STEPS,
         reads_caches=True,
         cost_terms={
-            "forward": _TILES,
+            "forward": (*_TILES, "loaded"),
             "decode": ("launch", "busy", "walk", "few-read", "busy-read", "rows-kernel", "rows-read", "read-wide"),
             "tokens": ("launch", "few-read", "busy-read", "distinct"),  # of its tiles, which take pages of whole steps alone
             "decode-e4m3": ("launch", "few-read", "busy-read"),

@@ -126,6 +126,7 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...], sm_count:
         "gathered": read / 1e9 if gathers(request) else 0.0,
         "reread" + suffix: keys * h * key_bytes / 1e9,
         "distinct": tile_blocks(request, sharing, 64) * block * key_bytes / 1e9,
+        "loaded": tile_blocks(request, sharing, max(1, 3 * TILE_ROWS // h)) * block * key_bytes / 1e9,
         "tile" + suffix: tile_blocks(request, sharing, tokens) * block * tile_rows * 2 * tile_widths / 1e12,
         "exact" + suffix: keys / tokens * tile_rows * 2 * exact_widths / 1e12,
         "partials": visits * pairs * h * partial_widths * size / 1e9,

@@ -159,7 +159,7 @@ def cost_cases() -> list[Case]:
     one, batch, large = decode_cases()[:3]
     ranks = [case for case in parallel_cases() if (case.B, case.G, case.block) in ((8, 2, 128), (64, 1, 128))]
     decoding = [one, batch, large, *ranks, batch._replace(case="decode-B16-32k-h16-192", B=16, Dk=192), *few_token_cases()[:5]]
-    return [*found, narrow, *wide, *by_length, large_cases()[-1], *decoding]
+    return [*found, narrow, *wide, *by_length, large_cases()[0], large_cases()[-1], *decoding]
 
 
 def choice_cases() -> list[Case]:

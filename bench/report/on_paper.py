@@ -19,7 +19,6 @@ from nsa_sel.bench.tune import regret
 from nsa_sel.bench.tune.committed_rows import H100_RESULTS, H200_ROWS, cost_rows, read_rows
 from nsa_sel.bench.tune.cost_fit import BACKENDS, backend_of, case_of, is_time, phase_of, request_of, row_request, sharing_of
 from nsa_sel.bench.tune.data_sheets import MEASURED, factors, least_tensor_ms, sheets
-from nsa_sel.bench.tune.derive import NEWER_ON_H100
 from nsa_sel.core.backend import Offer
 from nsa_sel.core.decision import Case as Asked
 from nsa_sel.core.decision import Decision, load_policy, make_decision
@@ -105,8 +104,6 @@ def ways_to_predict() -> dict[str, Settings]:
     """The H100's settings: with its own costs; with those that data sheets make of the H200's; and with the H200's as they are."""
     fitted, costs = settings_for(GPUS[H100]), settings_for(GPUS[MEASURED]).costs
     assert costs is not None
-    own = {name: model for name, model in costs.models.items() if name not in NEWER_ON_H100}
-    costs = msgspec.structs.replace(costs, models=own)
     calculated = carried_over(costs, factors(H100), least_tensor_ms(H100), "calculated")
     return {"fitted": fitted} | {
         name: msgspec.structs.replace(fitted, costs=each) for name, each in (("calculated", calculated), ("copied", costs))

@@ -31,8 +31,7 @@ LENGTH_ROWS = (
     *(f"{folder}/*.jsonl" for folder in RESULTS.values()),
     "bench/results/sel_triton/*/rows.jsonl",
 )
-NEWER_ON_H100 = ("cuda-block/forward",)  # models whose kernels changed since the H200's rows, and have rows of an H100
-ENOUGH_ROWS = 20  # for a model of a GPU's own where the H200 has one: fewer do not vary every term
+ENOUGH_ROWS = 20  # for a model of a GPU's own where the other has more: fewer do not vary every term
 CONFIG_MARGIN = 1.05  # a kernel config must be this much faster to be committed: it was tuned on one problem of many
 
 
@@ -105,12 +104,11 @@ def merged_costs(gpu: str) -> dict[str, Any]:
     of work that none of its own rows has are the other's, too.
 
     Args:
-        gpu: "h100", whose own models are those with enough rows, or "h200", whose own are all but NEWER_ON_H100.
+        gpu: "h100" or "h200".
     """
-    own, of_h100 = own_costs(gpu), gpu == "h100"
-    other = "h200" if of_h100 else "h100"
-    few = {name for name, model in own.models.items() if model.rows < ENOUGH_ROWS}
-    taken = {name for name in own_costs(other).models if name in few or name not in own.models} if of_h100 else set(NEWER_ON_H100)
+    own, other = own_costs(gpu), "h200" if gpu == "h100" else "h100"
+    rows = {name: model.rows for name, model in own.models.items()}
+    taken = {name for name, model in own_costs(other).models.items() if rows.get(name, 0) < min(ENOUGH_ROWS, model.rows)}
     told = f"rows of an {GPUS[other].name}, prices carried over by data sheets"
     carried = carried_over(own_costs(other), factors(gpu, of=other), least_tensor_ms(gpu), told)
     models, from_other = {}, []

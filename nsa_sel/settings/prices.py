@@ -24,7 +24,7 @@ OF_TERM = {
     "pairs": "issue", "scores": "issue", "ranked": "issue",
     "rows": "dram", "distinct": "dram", "partials": "dram", "listed": "dram", "visited-partials": "dram",
     "few-read": "dram", "busy-read": "dram", "rows-read": "dram",
-    "read": "l2", "reread": "l2", "gathered": "l2",
+    "read": "l2", "reread": "l2", "gathered": "l2", "loaded": "l2",
     "tile": "tensor", "exact": "tensor", "visited": "tensor", "compressed": "tensor",
 }  # fmt: skip
 LAUNCHES = ("launch", "join", "busy", "rows-kernel")

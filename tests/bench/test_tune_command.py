@@ -129,7 +129,7 @@ def test_one_command_ends_with_a_profile_that_is_used_and_a_report_that_can_be_r
     some = chosen._replace(jobs=[job for job in chosen.jobs if job.kernel == "triton-tile/forward"][:1])
     words = some.text()
     assert words.index("first the threshold") < words.index("configs to measure") < words.index("then, with the configs that won")
-    assert f"{len(chosen.costs)} times of {', '.join(costs.BACKENDS)}, choose-triton, choose-torch on 53 cases" in words
+    assert f"{len(chosen.costs)} times of {', '.join(costs.BACKENDS)}, choose-triton, choose-torch on 54 cases" in words
     told: list[str] = []
     done = command.measure(some, 60, False, lambda what, share: told.append(what))
     assert done.costs is not None

@@ -78,7 +78,7 @@ def settings(request: Any = SHORT, device: DeviceInfo = UNKNOWN) -> Any:
 
 def test_the_suite_spans_what_the_models_need_and_is_small() -> None:
     suite = cases.cost_cases()
-    assert 20 <= len(suite) <= 40
+    assert 20 <= len(suite) <= 41
     assert len({case.case for case in suite}) == len(suite)
     prefill = [case for case in suite if not cases.decodes(case)]
     assert {case.distribution for case in prefill} == {"real", "random"}
@@ -125,13 +125,14 @@ def test_a_gpu_that_nobody_has_measured_picks_by_predicted_time() -> None:
     assert found is not None
     assert set(map(phase_of_name, found.models)) == PHASES
     assert len(found.models) == 24  # seven backends forward and backward, four decode, two of which several tokens; two that choose
-    assert all(model.worst_error < 0.01 for name, model in found.models.items() if "token" not in name), "they fit what made the times"
+    off = {name: model.worst_error for name, model in found.models.items() if "token" not in name and model.worst_error >= 0.01}
+    assert not off, "they fit what made the times"
     tuned.forget()
     after = explain_request(request, UNKNOWN)
     on_h200 = explain_request(request, H200)
     assert (after.forward, after.backward) == (on_h200.forward, on_h200.backward)
     random = cases.prefill("random", 32768, 1)
-    assert explain_request(cost_fit.request_of(random, cost_fit.sharing_of(random), False), UNKNOWN).forward == "triton-block"
+    assert explain_request(cost_fit.request_of(random, cost_fit.sharing_of(random), False), UNKNOWN).forward == "cuda-block"
     decode = explain_request(replace(SHORT, S=1), UNKNOWN)
     assert decode.forward == min(decode.predictions, key=lambda p: p.ms).backend != "sdpa-packed"
     assert len([p for p in after.predictions if p.direction == "forward"]) == 7

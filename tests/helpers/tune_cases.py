@@ -115,15 +115,15 @@ PRICES = {"launch": 0.02, "compressed": 2.0, "compressed-wide": 3.0, "ranked": 1
 
 
 def priced(row: Row, factor: float = 1.0) -> Row:
-    """The times that the H200's models predict, `factor` times as long; of triton-token and cuda-block, which they leave out, twice
-    triton-group's and triton-block's. Of choosing what `PRICES` say."""
+    """The times that the H200's models predict, `factor` times as long; of dense attention, which they leave out, twice triton-group's.
+    Of choosing what `PRICES` say."""
     if row["distribution"] == cases.CHOICE:
         backward = row["direction"] == "bwd"
         counted = work_of(BACKENDS[row["backend"]], request_of(case_of(row), None, backward), backward, (), H200.sm_count)
         total = sum(PRICES[term] * counted.get(term, 0.0) for term in TERMS[model_of(row)])
         return timed(factor * CHOOSERS[row["backend"]] * total)
     backend, way = row["backend"], phase_of(row)
-    stands_in = {"triton-token": "triton-group", "dense-cudnn": "triton-group", "cuda-block": "triton-block"}.get(backend, backend)
+    stands_in = "triton-group" if backend == "dense-cudnn" else backend
     profile, case = shipped_configs()["sm90_h200.yaml"].costs, case_of(row)
     assert profile is not None
     model, sharing = profile.models[f"{stands_in}/{way}"], sharing_of(case)

@@ -14,7 +14,7 @@ from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report import on_paper
 from nsa_sel.bench.tune import cost_fit, regret
-from nsa_sel.bench.tune.committed_rows import H100_RESULTS, H200_RESULTS, cost_rows, read_rows
+from nsa_sel.bench.tune.committed_rows import H100_RESULTS, cost_rows
 from nsa_sel.bench.tune.cost_fit import TERMS
 from nsa_sel.core.backend import Backend, Limits, Offer
 from nsa_sel.core.decision import Case as Asked
@@ -192,14 +192,19 @@ def test_visits_of_whole_blocks_are_predicted_where_rows_are_left_out(left_out: 
         assert max(abs(ratio - 1) for ratio in ratios) <= 0.1, (phase, ratios)
 
 
-def test_visits_of_other_whole_blocks_are_predicted_for_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An H200's rows of blocks of 1,024 and 4,096 keys, by prices of an H100's rows of 256 and 512: no price is fitted to them."""
-    monkeypatch.setattr(on_paper, "sharing_of", lambda case: SIMILAR)
-    rows = read_rows(f"{H200_RESULTS}/profiles/large.jsonl")
-    assert {row["block"] for row in rows} == {1024, 4096}
-    errors = on_paper.errors(rows, settings_for(H200))
+@pytest.mark.parametrize("block", [1024, 4096])
+def test_visits_of_other_whole_blocks_are_predicted(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    """By prices that are fitted to rows of all other sizes."""
+    for module in (on_paper, cost_fit):
+        monkeypatch.setattr(module, "sharing_of", lambda case: SIMILAR)
+    rows = [row for row in time_rows() if row["block"] >= 256 and row["backend"] in (BLOCK, "cuda-block")]
+    fitted, left_out = ([row for row in rows if (row["block"] == block) == out] for out in (False, True))
+    costs = settings_for(H200).costs
+    assert costs is not None
+    costs = replace(costs, models={**costs.models, **cost_fit.models(fitted, H200.sm_count)})
+    errors = on_paper.errors(left_out, replace(settings_for(H200), costs=costs))
     ratios = [ratio for found in errors.values() for ratio in found]
-    assert len(ratios) == len(rows)
+    assert len(ratios) == len(left_out) >= 3
     assert max(abs(ratio - 1) for ratio in ratios) <= 0.3, errors
 
 
@@ -459,7 +464,7 @@ def test_choices_are_close_to_the_best_measured() -> None:
     assert_close(found, 400)
     for distribution, least in (("random", 48), ("real", 250)):
         prefills = [choice for choice in found if choice.asked.case.distribution == distribution and choice.asked.case.S > FEW_TOKENS]
-        assert {choice.asked.case.h for choice in prefills} == {1, 4, 16}
+        assert {choice.asked.case.h for choice in prefills} >= {1, 4, 16}
         assert_close(prefills, least)
 
 
