@@ -110,7 +110,7 @@ def gradients_and_delta(
     call: ChooseCall, decision: Decision, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`gradients`, and delta = sum(do * o) - dlse [B,S,G,h] if the backend gives it."""
-    transforms.check_gradients(do, dlse)
+    transforms.check_gradients(do, dlse, name="compressed_attention")
     if call.q.numel() == 0 or call.k.numel() == 0:
         return torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v), None
     do = torch.zeros_like(o) if do is None else do.resolve_neg()

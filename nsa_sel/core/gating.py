@@ -146,7 +146,7 @@ class _GatedSum(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         if torch.is_grad_enabled():
             transforms.refuse_second_derivative("nsa_attention")
-        transforms.check_gradients(do)
+        transforms.check_gradients(do, name="nsa_attention")
         *branches, gates = ctx.saved_tensors
         dgates = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
         found = backward(do.resolve_neg(), branches, gates, (None, None, None), dgates)

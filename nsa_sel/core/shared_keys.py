@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa_sel.core import transforms
 from nsa_sel.core.indices import as_positions
 from nsa_sel.core.plans import capturing
 from nsa_sel.errors import ArgumentError
@@ -76,12 +77,14 @@ class _Rearranged(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, r: int, to_rows: bool) -> Tensor:
         ctx.numbers = r, to_rows
         each = WIDE.itemsize // x.element_size()
+        x = x.resolve_neg()  # eight bytes hold several numbers, whose signs a view would not change
         wide = x.stride(-1) == 1 and not any(size % each for size in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
         return _moved(x.view(WIDE), r, to_rows).view(x.dtype) if wide else _moved(x, r, to_rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         r, to_rows = ctx.numbers
+        transforms.check_gradients(gradient)
         return _rearranged(gradient, r, not to_rows), None, None
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import nsa_sel
 from nsa_sel.core import forward as forward_module
 from nsa_sel.core.shared_keys import as_rows, call_of_rows
-from nsa_sel.errors import ArgumentError
+from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
 from tests.helpers.cases import assert_forward, assert_gradients, lse_dtype, make_blocks, make_grads, make_qkv
@@ -46,6 +46,25 @@ def test_gradcheck() -> None:
     q, k, v = (x.requires_grad_() for x in shared(S=2, G=1, h=1, S_kv=8, dtype=torch.float64))
     selection = make_blocks(1, 2, 2, 8, 1, 4)
     assert torch.autograd.gradcheck(lambda *x: nsa_sel.selection_attention(*x, selection, return_lse=True), (q, k, v))
+
+
+def test_lazy_negation_of_queries_and_gradients_is_resolved() -> None:
+    q, k, v = shared()
+    selection, do = make_blocks(1, 6, 4, 40, 2, 8), torch.randn(1, 6, 4, 2, 16)
+
+    def results(q: Tensor, do: Tensor) -> tuple[Tensor, ...]:
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        o = nsa_sel.selection_attention(*inputs, selection)
+        return o, *torch.autograd.grad(o, inputs, do)
+
+    assert all(map(torch.equal, results(torch._neg_view(-q), torch._neg_view(-do)), results(q, do)))
+
+
+def test_batched_gradients_are_refused() -> None:
+    q, k, v = (x.requires_grad_() for x in shared())
+    o = nsa_sel.selection_attention(q, k, v, make_blocks(1, 6, 4, 40, 2, 8))
+    with pytest.raises(BackendError, match="batched gradients"):
+        torch.autograd.grad(o, q, torch.ones(2, *o.shape), is_grads_batched=True)
 
 
 def test_decoding_one_token() -> None:
