@@ -92,10 +92,15 @@ class BlockMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.dim, self.stride, self.r = dim, compress_stride, compress_block // compress_stride
-        self.inside = nn.Parameter(torch.zeros(compress_block, dim, device=device, dtype=dtype))
+        self.inside = nn.Parameter(torch.empty(compress_block, dim, device=device, dtype=dtype))
         self.first = nn.Linear(compress_block * dim, 2 * dim, device=device, dtype=dtype)
         self.second = nn.Linear(2 * dim, dim, device=device, dtype=dtype)
         self.of_rank: Callable[[Tensor], Tensor] | None = None  # of a parameter: set by nsa_sel.distributed.tensor_parallel
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the positions to 0, as FSDP and others do after `to_empty` of a model made on the meta device; both layers have their own."""
+        nn.init.zeros_(self.inside)
 
     def forward(self, x: Tensor, cu_seqlens: CuSeqlens | None = None) -> Tensor:
         """[B,G,C,D] of x [B,S,G,D]; of a packed x [T,G,D] the k_cmp [C,G,D] of `compressed_attention`, zeros after the last sequence.

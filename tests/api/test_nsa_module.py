@@ -282,6 +282,20 @@ def test_parameters_begin_as_those_of_linear_layers() -> None:
 
 
 @pytest.mark.thorough  # a packed one is in tests/api/test_layer_varlen.py
+def test_a_layer_made_on_the_meta_device_begins_as_any_other() -> None:
+    """By `reset_parameters` of each module, as FSDP calls it after `to_empty`."""
+    torch.manual_seed(0)
+    wanted = NSAttention(6, 2, 1, 4, **SMALL)
+    layer = NSAttention(6, 2, 1, 4, **SMALL, device="meta").to_empty(device="cpu")
+    for parameter in layer.parameters():
+        torch.nn.init.constant_(parameter, math.nan)
+    torch.manual_seed(0)
+    for module in layer.modules():
+        if list(module.parameters(recurse=False)):
+            module.reset_parameters()  # type: ignore[operator]
+    assert all(map(torch.equal, layer.parameters(), wanted.parameters()))
+
+
 def test_a_compiled_layer_is_one_graph() -> None:
     layer = make("mlp", torch.float32)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
