@@ -29,7 +29,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, return_ls
     size = min(max(window, 32), max(32, _ROWS // h))
     partial = min(S, max(0, window - 1 - start))  # rows with fewer than `window` keys
     first = partial + (S - partial) % size
-    sizes = [size] * (first // size) + [first % size] * (first % size > 0)
+    sizes = [size] * (first // size) + [first % size] * bool(first % size)
     *heads, rest = torch.split(q, [*sizes, S - first], 1)
     done, parts = start, []
     for rows in heads:

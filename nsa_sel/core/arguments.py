@@ -46,6 +46,11 @@ def check_flag(name: str, value: object) -> None:
         raise ArgumentError(name, shown(value), "True or False", "pass a bool")
 
 
+def is_whole(value: object) -> bool:
+    """Whether a value is an int, or a symbol of one, which sizes are where torch.export traces dynamic shapes; not a bool."""
+    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+
+
 def check_positive(argument: str, value: object, optional: bool = False) -> None:
     if value is None and optional:
         return

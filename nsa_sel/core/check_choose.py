@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.core.arguments import check_positive
+from nsa_sel.core.arguments import check_positive, is_whole
 from nsa_sel.core.check import check_positions, check_scale, check_sizes
 from nsa_sel.core.choose_call import Pool, Rule
 from nsa_sel.core.indices import check_forced
@@ -86,7 +86,7 @@ def _check_lse(lse: Tensor, rows: Tensor, decode: bool, pool: Pool) -> Tensor:
 def _check_length(S: int, name: str, k: Tensor, rule: Rule, S_kv: int | None, q_pos: Tensor | None) -> int:
     """S_kv; ArgumentError unless `name`, k [B,G,C,Dk], are the compressed keys of so many keys."""
     S_kv = S if S_kv is None else S_kv
-    if not isinstance(S_kv, int) or isinstance(S_kv, bool) or not (S if q_pos is None else 0) <= S_kv < 1 << 31:
+    if not is_whole(S_kv) or not (S if q_pos is None else 0) <= S_kv < 1 << 31:
         least = 0 if q_pos is not None else f"S = {S}"
         raise ArgumentError("S_kv", shown(S_kv), f"a whole number >= {least} and < 2^31", "pass the number of keys of the sequence")
     C = rule.compressed_keys(S_kv)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_sel.core.arguments import as_tensor, check_positive
+from nsa_sel.core.arguments import as_tensor, check_positive, is_whole
 from nsa_sel.core.indices import as_positions, check_forced, range_dtype, whole_blocks
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.settings.flags import FLAGS, parse_flag
@@ -71,7 +71,7 @@ def _check(scores: Tensor, n: int, block_size: int, first: int, local: int, S_kv
         return 0
     _, S, _, blocks = scores.shape
     S_kv = S if S_kv is None else S_kv
-    if not isinstance(S_kv, int) or not S <= S_kv < 1 << 62:
+    if not is_whole(S_kv) or not S <= S_kv < 1 << 62:
         raise ArgumentError("S_kv", shown(S_kv), f"a whole number >= S = {S}", "pass q_pos= when rows outnumber keys")
     if -(-S_kv // block_size) != blocks:
         raise ArgumentError(

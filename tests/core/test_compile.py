@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 import nsa_sel.core.ops
-from nsa_sel import Selection, decisions, selection_attention, selection_attention_with_kvcache, use_backend
+from nsa_sel import Selection, compressed_attention, decisions, selection_attention, selection_attention_with_kvcache, use_backend
 from nsa_sel.backends import numba_cpu
 from nsa_sel.core import ops
 from nsa_sel.errors import ArgumentError, BackendError
@@ -205,6 +205,26 @@ def test_export_keeps_the_op() -> None:
     program = torch.export.export(Model(), arguments)
     assert program.graph.find_nodes(op="call_function", target=OPS.selection_forward.default)
     assert torch.equal(program.module()(*arguments), from_blocks(*arguments))
+
+
+def test_export_of_choices_takes_any_length() -> None:
+    """S_kv is then a symbol of PyTorch's, which is no int."""
+    sizes = {"compress_block": 4, "compress_stride": 2, "block_size": 8, "n": 2, "local": 1}
+
+    class Model(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, k_cmp: Tensor, scores: Tensor) -> tuple[Tensor, ...]:
+            o, chosen = compressed_attention(q, k_cmp, k_cmp, S_kv=k.shape[2], **sizes)
+            best = Selection.from_scores(scores, 2, 8, 1, 1, S_kv=k.shape[2])
+            return o, *(selection_attention(q, k, k, selection) for selection in (chosen, best))
+
+    def arguments(S: int) -> tuple[Tensor, ...]:
+        return torch.randn(1, S, 2, 2, 8), torch.randn(1, 2, S, 8), torch.randn(1, 2, S // 2 - 1, 8), torch.randn(1, S, 2, -(-S // 8))
+
+    dynamic = [dict.fromkeys(dims, torch.export.Dim.DYNAMIC) for dims in ((1,), (2,), (2,), (1, 3))]
+    program = torch.export.export(Model(), arguments(32), dynamic_shapes=dynamic)
+    for S in (32, 58):
+        given = arguments(S)
+        assert_equal(program.module()(*given), Model()(*given))
 
 
 # The ops themselves
