@@ -114,7 +114,8 @@ class _Saved(torch.autograd.Function):
         if (copies := passes[SELECTED].copies) is not None:
             inputs = inputs._replace(k_slc=copies[0], v_slc=copies[1])
         ctx.gradients = [each.gradients for each in passes]
-        ctx.save_for_backward(*inputs.for_gradients(needs), *(each.o for each in passes), *(each.lse for each in passes))
+        bounds = transforms.versioned(None if options.bounds is None else options.bounds.tensor)
+        ctx.save_for_backward(*inputs.for_gradients(needs), *(each.o for each in passes), *(each.lse for each in passes), *bounds)
         return o
 
     @staticmethod

@@ -82,9 +82,11 @@ def request_of(q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int, needs_gra
 class _Choose(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, decided: DecidedChoice) -> tuple[Tensor, Tensor, Tensor]:
+        call, nothing = decided.call, q.new_empty(0)
         o, lse, ranges, ctx.decision = run_forward(decided)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.call = decided.call
+        bounds = None if call.sequences is None else call.sequences.bounds.tensor
+        ctx.save_for_backward(q, k, v, o, lse, *transforms.versioned(call.q_pos, bounds))
+        ctx.call = call.of(nothing, nothing, nothing)  # hooks on saved tensors may keep the others elsewhere
         ctx.mark_non_differentiable(ranges)
         ctx.set_materialize_grads(False)
         return o, lse, ranges
@@ -95,7 +97,7 @@ class _Choose(torch.autograd.Function):
             transforms.refuse_second_derivative("compressed_attention")
         if do is None and dlse is None:
             return None, None, None, None
-        q, k, v, o, lse = ctx.saved_tensors
+        q, k, v, o, lse = ctx.saved_tensors[:5]
         return *gradients(ctx.call.of(q, k, v), ctx.decision, o, lse, do, dlse), None
 
 

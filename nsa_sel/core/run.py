@@ -35,9 +35,7 @@ class _SelectionAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, decided: Decided, with_lse: bool) -> tuple[Tensor, Tensor] | Tensor:
         call = decided.call
         o, lse, ctx.decision = run_forward(decided)
-        # Saved so that autograd notices in-place writes to the selection and positions, too.
-        index = [x for x in (call.selection.ranges, call.q_pos) if x is not None and not x.is_inference()]
-        ctx.save_for_backward(q, k, v, o, lse, *index)
+        ctx.save_for_backward(q, k, v, o, lse, *transforms.versioned(call.selection.ranges, call.q_pos))
         known = call.known
         if _LAYOUT not in known:
             known[_LAYOUT] = _layout(q, k, v)

@@ -27,6 +27,11 @@ def needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
 
 
+def versioned(*tensors: Tensor | None) -> list[Tensor]:
+    """Those that are there and have a version counter: if they are saved, too, autograd notices writes to them before backward."""
+    return [x for x in tensors if x is not None and not x.is_inference()]
+
+
 def casts(q: Any) -> bool:
     """Whether torch.autocast casts q, and tensors of its dtype."""
     dtype = _autocast_dtype(q)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -95,6 +96,28 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(work, inputs)
     with pytest.raises(BackendError, match="second derivative"):
         torch.autograd.grad(work(*inputs)[0].sum(), inputs, create_graph=True)[0].sum().backward()
+
+
+def test_positions_written_after_forward_are_noticed() -> None:
+    call = make_choose_call((1, 20, 20, 1, 2, 3, 2, SMALL))
+    q, q_pos = call.q.requires_grad_(), torch.arange(20)
+    o, _ = compressed_attention(q, call.k, call.v, **call.rule._asdict(), q_pos=q_pos)
+    q_pos.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
+def test_hooks_on_saved_tensors_may_free_the_inputs() -> None:
+    """As torch.autograd.graph.save_on_cpu does."""
+    call = make_choose_call((1, 20, 20, 1, 2, 3, 2, SMALL))
+    inputs = [x.requires_grad_() + 0 for x in (call.q, call.k, call.v)]
+    kept = [weakref.ref(x) for x in inputs]
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+        o, _ = compressed_attention(*inputs, **call.rule._asdict())
+    del inputs
+    assert not any(x() is not None for x in kept)
+    o.sum().backward()
+    assert all(x.grad is not None for x in (call.q, call.k, call.v))
 
 
 def test_the_blocks_are_those_of_block_scores() -> None:

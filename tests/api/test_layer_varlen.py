@@ -172,6 +172,20 @@ def test_nsa_attention_is_the_papers_for_each_sequence(with_lse: bool, monkeypat
     assert torch.equal(again, o)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_bounds_written_after_forward_are_noticed(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the whole layer or of the compressed branch, where the host does not read them: the backward pass would take others."""
+    hide_bounds(monkeypatch)
+    tensors, cu = make_nsa(), torch.tensor(CU)
+    if whole:
+        o = nsa_attention(**tensors, **SIZES, cu_seqlens=cu)
+    else:
+        o, _ = compressed_attention(tensors["q"], tensors["k_cmp"], tensors["v_cmp"], **SIZES, cu_seqlens=cu)
+    cu.fill_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
 WRONG_LAYERS = [
     ({"q": lambda q: q[None]}, ("q is of shape", "[T,G,h,Dk]")),
     ({"gates": lambda g: g[..., :2]}, (f"gates is of shape ({T}, 2, 2, 2)", f"[T,G,h,3] = ({T}, 2, 2, 3)")),
