@@ -136,6 +136,8 @@ def from_csv(file: Path) -> list[Row]:
             found = list(csv.DictReader(opened))
     except OSError as error:
         raise ArgumentError("the CSV file", f"{file} ({error.strerror})", "a readable file of bench_sel_triton", "mend the path") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ArgumentError("the CSV file", f"{file} ({error})", "a file of bench_sel_triton", "restore it, or measure again") from error
     lacking = {"case", "direction", "backend", "n", "block", "ms_p20", "ms_p80"} - set(found[0] if found else ())
     if lacking:
         raise ArgumentError("the CSV file", f"{file} without {', '.join(sorted(lacking))}", "a file of bench_sel_triton", "mend the path")

@@ -160,7 +160,7 @@ def read_log(log: Path) -> Log:
             continue
         try:
             record = msgspec.json.decode(line)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:  # msgspec raises the second for bytes that are no UTF-8
             torn[number] = error
             continue
         except RecursionError as error:

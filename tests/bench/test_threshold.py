@@ -139,6 +139,9 @@ def test_csv_keeps_the_rows(tmp_path: Path) -> None:
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ArgumentError, match="without backend, block, case"):
         from_csv(tmp_path / "other.csv")
+    (tmp_path / "other.csv").write_bytes(b"a,b\n\xff,2\n")
+    with pytest.raises(ArgumentError, match=r"other\.csv .*invalid start byte.* measure again"):
+        from_csv(tmp_path / "other.csv")
 
 
 @pytest.fixture

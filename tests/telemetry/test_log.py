@@ -87,6 +87,16 @@ def test_a_line_that_a_crash_cut_short_costs_no_later_one(tmp_path: Path) -> Non
     assert read_log(log).torn == (2,)
 
 
+def test_a_line_that_is_no_text_costs_no_other_one(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    write(log, SHORT)
+    log.write_bytes(b'{"event": "\xff"}\n' + log.read_bytes())
+    assert read_log(log).torn == (1,)
+    log.write_bytes(b"\xff\n")
+    with pytest.raises(ArgumentError, match=f"line 1 of {log} is no decision"):
+        read_log(log)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("verdicts", {"numba": [[7], []]}), ("verdicts", {"numba": [0]}), ("verdicts", []), ("reasons", {}), ("reasons", [3]),
