@@ -15,7 +15,7 @@ from nsa_sel.branches import nsa_attention
 from nsa_sel.compat.heads import by_group, by_group_gate
 from nsa_sel.compressed import compressed_attention
 from nsa_sel.compression import BlockMean
-from nsa_sel.core.bounds import CuSeqlens
+from nsa_sel.core.bounds import Bounds, CuSeqlens
 from nsa_sel.core.entry import selection_attention
 from nsa_sel.core.packed import packed_attention
 from nsa_sel.errors import ArgumentError, shown
@@ -184,15 +184,22 @@ def _attend(rows: _Rows, k: Tensor, v: Tensor, options: _Options, cu_q: CuSeqlen
 
 def _one_by_one(rows: _Rows, k: Tensor, v: Tensor, options: _Options, cu_q: CuSeqlens, cu_k: CuSeqlens) -> Tensor:
     """`_attend` of packed sequences with other keys than queries (decoding): each as a batch of its own."""
-    bounds = zip(itertools.pairwise(_numbers(cu_q)), itertools.pairwise(_numbers(cu_k)), strict=True)
+    q = rows.q
+    bounds_q = Bounds.of("cu_seqlens_q", _numbers(cu_q), q.shape[1], q)
+    bounds_k = Bounds.of("cu_seqlens_k", _numbers(cu_k), k.shape[1], q)
+    bounds_q.check_sequences(bounds_k)
+    pairs = zip(itertools.pairwise(bounds_q.numbers or ()), itertools.pairwise(bounds_k.numbers or ()), strict=True)
     found = [
-        _attend(rows.part(*of_q), k[:, slice(*of_k)], v[:, slice(*of_k)], options, None, None) for of_q, of_k in bounds if of_q[1] > of_q[0]
+        _attend(rows.part(*of_q), k[:, slice(*of_k)], v[:, slice(*of_k)], options, None, None) for of_q, of_k in pairs if of_q[1] > of_q[0]
     ]
-    return torch.cat(found, 1) if found else rows.q.new_zeros(*rows.q.shape[:-1], v.shape[-1])
+    if not found:
+        return q.new_zeros(*q.shape[:-1], v.shape[-1])
+    o = torch.cat(found, 1)
+    return torch.nn.functional.pad(o, (*[0] * 7, q.shape[1] - o.shape[1]))  # rows after the last sequence
 
 
-def _numbers(cu_seqlens: CuSeqlens) -> list[int]:
-    return cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+def _numbers(cu_seqlens: CuSeqlens) -> CuSeqlens:
+    return cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
 
 
 def _check(g_cmp: Tensor | None, g_swa: Tensor | None, block_indices: Tensor | None, block_counts: Tensor | int, window_size: int) -> None:

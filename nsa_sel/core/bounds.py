@@ -59,6 +59,12 @@ class Bounds(NamedTuple):
         """N, the number of sequences."""
         return (len(self.numbers) if self.numbers is not None else self.tensor.numel()) - 1  # type: ignore[union-attr]
 
+    def check_sequences(self, keys: Bounds) -> None:
+        """ArgumentError unless these bounds of rows and those of keys are of as many sequences."""
+        if keys.number != self.number:
+            value = f"of {keys.number} sequences"
+            raise ArgumentError("cu_seqlens_k", value, f"cu_seqlens_q's {self.number} sequences", "pass bounds of the same sequences")
+
     def as_tensor(self) -> Tensor:
         """[N+1], as given, or on the CPU."""
         return torch.tensor(self.numbers, device="cpu") if self.tensor is None else self.tensor

@@ -37,9 +37,7 @@ def packed_attention(
         raise ArgumentError("k", f"of {Tk} keys", f"q's {T} rows, without cu_seqlens_k", "pass cu_seqlens_k")
     same = T == Tk and (cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q)
     bounds_k = bounds_q if same or cu_seqlens_k is None else Bounds.of("cu_seqlens_k", cu_seqlens_k, Tk, q)
-    if bounds_k.number != bounds_q.number:
-        value = f"of {bounds_k.number} sequences"
-        raise ArgumentError("cu_seqlens_k", value, f"cu_seqlens_q's {bounds_q.number} sequences", "pass bounds of the same sequences")
+    bounds_q.check_sequences(bounds_k)
     same = same or (T == Tk and bounds_q.numbers is not None and bounds_q.numbers == bounds_k.numbers)
     _check_align(align, selection.block_size)
     q, k, v = as_batch(q, k, v)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
@@ -132,6 +133,25 @@ def test_parallel_nsa_matches_its_reference(TQ: int) -> None:
             for b in range(B)
         ]
         assert_same(got, torch.stack(each) * g_slc[..., None], inputs)
+
+
+def test_parallel_nsa_keeps_padding_rows_of_packed_sequences_with_more_keys() -> None:
+    """With all branches sequences run one by one, and rows after the last one are 0."""
+    q, k, v, gate = torch.randn(1, 5, 4, 8), torch.randn(1, 60, 2, 8), torch.randn(1, 60, 2, 8), torch.rand(1, 5, 4)
+    call = functools.partial(parallel_nsa, q, k, v, gate, gate, gate, block_counts=3, block_size=4, window_size=8)
+    o = call(cu_seqlens=([0, 1, 3], [0, 40, 57]))
+    assert o.shape == (1, 5, 4, 8)
+    assert not bool(o[:, 3:].any())
+    own_gates = [gate[:, 1:3]] * 3
+    wanted = parallel_nsa(q[:, 1:3], k[:, 40:57], v[:, 40:57], *own_gates, block_counts=3, block_size=4, window_size=8)
+    torch.testing.assert_close(o[:, 1:3], wanted)
+    for bounds, words in (
+        (([0, 1, 3], [0, 40]), "cu_seqlens_k is of 1 sequences"),
+        (([0, 1, 6], [0, 40, 57]), "cu_seqlens_q is 6 last"),
+        (([0, 1, 3], torch.tensor([0, 40, 61])), "cu_seqlens_k is 61 last"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            call(cu_seqlens=bounds)
 
 
 @pytest.mark.parametrize("form", [list, torch.tensor])
