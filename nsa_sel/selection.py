@@ -414,14 +414,14 @@ class Selection:
             raise ArgumentError("S_kv", shown(S_kv), "a whole number >= 0, or None", "pass the number of keys, k.shape[2]")
         start, end = self.disjoint_ranges().long().unbind(-1)
         start = start.clamp(min=0)
-        unclamped = (end - start).clamp(min=0).sum(-1)
+        unclamped = (torch.maximum(end, start) - start).sum(-1)
         most = int(unclamped.max()) if unclamped.numel() else 0
         if S_kv is not None:
             B, S = start.shape[:2]
             position = torch.arange(S_kv - S, S_kv, device=start.device) if q_pos is None else q_pos
             position = as_positions(position, B, S, start.device)
             end = torch.minimum(end, (position + 1).clamp(max=S_kv)[:, :, None, None])
-        lengths = (end - start).clamp(min=0).sum(-1)
+        lengths = (torch.maximum(end, start) - start).sum(-1)
         rows, total = lengths.numel(), int(lengths.sum())
         longest = int(lengths.max()) if rows else 0
         sharing = None if self.block_size is None else sharing_of_blocks(torch.where(end > start, start // self.block_size, -1))

@@ -351,7 +351,8 @@ def _mark(keep, k0, ranges, r0, n, tile0, width):
     marked = 0
     keep[k0 : k0 + TILE] = False
     for r in range(r0, r0 + 2 * n, 2):
-        for j in range(max(ranges[r] - tile0, 0), min(ranges[r + 1] - tile0, width)):
+        first, end = max(ranges[r], 0), max(ranges[r + 1], 0)  # of the smallest int64, too, from which nothing can be taken away
+        for j in range(max(first - tile0, 0), min(end - tile0, width)):
             keep[k0 + j] = True
             marked += 1
     return marked

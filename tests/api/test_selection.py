@@ -293,6 +293,7 @@ def test_measure_does_not_overflow() -> None:
     assert selection.measure().total_length == FAR  # the second range holds the third
     rows = Selection.from_ranges(torch.cat((row((0, FAR)), row((7, FAR))), dim=1))
     assert rows.measure().total_length == 2 * FAR - 7
+    assert Selection.from_ranges(row((5, -FAR - 1))).measure(S_kv=9).max_length == 0
 
 
 def test_the_measured_bound_holds_at_other_positions_until_the_ranges_are_written() -> None:

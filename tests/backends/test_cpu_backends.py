@@ -131,6 +131,13 @@ def test_edges(way: str, name: str, dtype: torch.dtype) -> None:
     check(way, *make_qkv(3, 9, 2, 3, 16, 8, S_kv=37, dtype=dtype), edge_selections(3, 9, 2, 37)[name])
 
 
+@pytest.mark.parametrize("row", [[(-(2**63), 150)], [(-(2**63), 2**63 - 1)], [(0, 70), (5, -(2**63)), (80, 2**63 - 1)]])
+def test_ranges_at_the_limits_of_int64(way: str, row: list[tuple[int, int]]) -> None:
+    """As they are: nothing that finds the union has clamped them."""
+    selection = Selection.from_ranges(torch.tensor(row).expand(1, 20, 2, len(row), 2), disjoint=True)
+    check(way, *make_qkv(1, 20, 2, 2, 16, S_kv=200), selection)
+
+
 @pytest.mark.parametrize("h", [1, 4])
 def test_decode(way: str, h: int) -> None:
     """With is_causal=True on gathered keys, S = 1 would see only the first of them."""
