@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -92,6 +94,20 @@ def test_keys_after_unordered_positions_are_never_used(backend: str) -> None:
     q, k, v = make_qkv(S=3, G=1, h=2, Dk=16, S_kv=160)
     indices = torch.tensor([[0, 1], [2, 0], [1, 0]]).int()
     check_poison(backend, q, k, v, Selection.from_blocks(indices[None, :, None], 16), q_pos=torch.tensor([150, 36, 20]))
+
+
+@pytest.mark.parametrize("backend", TRITON)
+def test_a_position_far_below_the_first_key_sees_nothing(backend: str) -> None:
+    """A GPU's positions are not checked, and 32 bits do not hold this one."""
+    q, k, v = make_qkv(S=2, G=1, h=2, Dk=8, S_kv=20)
+    call = make_call(q, k, v, make_blocks(1, 2, 1, 20, 2, 16), q_pos=torch.tensor([19, 0]))
+    call.q_pos = torch.tensor([[19, -(2**62)]])
+    o, lse = registry.load(backend).forward(call)
+    assert not bool(o[:, 1].any())
+    assert bool((lse[:, 1] == -math.inf).all())
+    dq, _, dv = registry.load(backend).backward(call, o, lse, torch.ones_like(o), None)
+    assert not bool(dq[:, 1].any())
+    torch.testing.assert_close(dv.sum(), torch.tensor(2.0 * 8))  # weights of the other row's heads alone
 
 
 @pytest.mark.parametrize("backend", ALL_BACKENDS)

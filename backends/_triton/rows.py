@@ -51,10 +51,10 @@ def row_limit(q_pos, stride_pos, b, s, S, S_kv, LENGTHS: tl.constexpr = False):
         t = tl.load(q_pos + b * stride_pos[0] + s * stride_pos[1]).to(tl.int64)
         if LENGTHS:
             t += s - S
-        limit = tl.minimum(t + 1, S_kv).to(tl.int32)
+        limit = tl.maximum(tl.minimum(t + 1, S_kv), 0).to(tl.int32)  # before the cast: int64 may hold any position
     else:
-        limit = S_kv - S + s + 1
-    return tl.maximum(limit, 0)
+        limit = tl.maximum(S_kv - S + s + 1, 0)
+    return limit
 
 
 @triton.jit
