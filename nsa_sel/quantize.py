@@ -40,7 +40,10 @@ def quantize_e4m3(x: Tensor, each: Each = "head") -> tuple[Tensor, Tensor]:
         raise ArgumentError("each", shown(each), ", ".join(get_args(Each)), "pass one of these words")
     wide = x.float()
     finite = wide.isfinite()
-    largest = torch.where(finite, wide.abs(), 0).amax(_DIMS[each], keepdim=True) if x.numel() else wide.new_zeros(())
+    if x.numel():
+        largest = torch.where(finite, wide.abs(), 0).amax(_DIMS[each], keepdim=True)
+    else:  # of no numbers there is no largest
+        largest = wide.new_zeros([1 if dim in _DIMS[each] else size for dim, size in enumerate(x.shape)])
     scale = torch.where(largest > 0, (largest / LARGEST).clamp(min=_SMALLEST), 1.0)
     numbers = stored(torch.where(finite, wide, torch.nan), scale)
-    return numbers, scale.reshape(-1, x.shape[2]) if each == "page" else scale.reshape(-1)
+    return numbers, scale.reshape(x.shape[0], x.shape[2]) if each == "page" else scale.reshape(-1)

@@ -7,9 +7,11 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from nsa_sel.core.arguments import is_whole
 from nsa_sel.core.bounds import Bounds, CuSeqlens, compressed_bounds, positions_in_sequences
 from nsa_sel.core.check_choose import check_compression
 from nsa_sel.core.packed import packed_attention
+from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.selection import Selection
 
 
@@ -98,8 +100,10 @@ def varlen_positions(
         [T] int64; -1, which selects nothing, for rows after the last sequence or before their first key.
 
     Raises:
-        ArgumentError: bad bounds.
+        ArgumentError: bad bounds, or a T that is no number of rows.
     """
+    if not is_whole(T) or T < 0:
+        raise ArgumentError("T", shown(T), "a whole number >= 0, as an int", "pass the number of rows, q.shape[0]")
     like = torch.empty(0, device=device)
     bounds_q = Bounds.of("cu_seqlens_q", cu_seqlens_q, T, like)
     bounds_k = bounds_q if cu_seqlens_k is None else Bounds.of("cu_seqlens_k", cu_seqlens_k, None, like)

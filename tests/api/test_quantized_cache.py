@@ -296,7 +296,13 @@ def test_numbers_that_are_not_finite_count_for_no_scale() -> None:
     stored, scale = nsa_sel.quantize_e4m3(x, "tensor")
     assert float(scale) == pytest.approx(1 / 448)
     assert stored.float()[0, :, 0, 0].isnan().tolist() == [False, True, True, False]
-    assert nsa_sel.quantize_e4m3(x[:0])[1].tolist() == [1]
+
+
+@pytest.mark.parametrize(("each", "shape"), [("tensor", (1,)), ("head", (2,)), ("page", (0, 2))])
+def test_scales_of_an_empty_cache_have_its_shape(each: str, shape: tuple[int, ...]) -> None:
+    stored, scale = nsa_sel.quantize_e4m3(torch.empty(0, 3, 2, 4), each)  # type: ignore[arg-type]
+    assert (stored.shape, scale.shape) == ((0, 3, 2, 4), shape)
+    assert bool((scale == 1).all())
 
 
 def test_scales_of_tiny_numbers_have_a_reciprocal() -> None:

@@ -214,6 +214,9 @@ def test_measured_sharing_is_used_for_packed_rows() -> None:
 def test_varlen_positions_restart_in_every_sequence() -> None:
     assert varlen_positions([0, 3, 3, 5], T=7).tolist() == [0, 1, 2, 0, 1, -1, -1]
     assert varlen_positions([0, 1, 5], torch.tensor([0, 5, 7]), T=5).tolist() == [4, -1, -1, 0, 1]
+    for T in (7.0, -1, True, "7"):
+        with pytest.raises(ArgumentError, match=r"^T is .*; allowed: a whole number >= 0"):
+            varlen_positions([0, 0], T=T)  # type: ignore[arg-type]
     scores = torch.randn(1, 7, 1, 2, generator=torch.Generator().manual_seed(0))
     selection = Selection.from_scores(scores, 2, 2, q_pos=varlen_positions([0, 3, 3, 5], T=7), first=1, local=1)
     assert selection.block_indices[0, :, 0].tolist() == [[0, -1], [0, -1], [0, 1], [0, -1], [0, -1], [-1, -1], [-1, -1]]
