@@ -84,7 +84,7 @@ class _Choose(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, decided: DecidedChoice) -> tuple[Tensor, Tensor, Tensor]:
         call, nothing = decided.call, q.new_empty(0)
         o, lse, ranges, ctx.decision = run_forward(decided)
-        bounds = None if call.sequences is None else call.sequences.bounds.tensor
+        bounds = None if call.sequences is None else call.sequences.rows
         ctx.save_for_backward(q, k, v, o, lse, *transforms.versioned(call.q_pos, bounds))
         ctx.call = call.of(nothing, nothing, nothing)  # hooks on saved tensors may keep the others elsewhere
         ctx.mark_non_differentiable(ranges)
