@@ -173,7 +173,7 @@ def test_poison_matrix_of_small_blocks(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_poison_matrix_padding_of_packed_sequences(backend: str) -> None:
-    """Rows behind the last sequence, in the tile of its last rows: uninitialised memory."""
+    """Rows behind the last sequence, in the tile of its last rows: uninitialized memory."""
     q, k, v = (x[0].transpose(0, 1) if i else x[0] for i, x in enumerate(make_qkv(S=9, G=1, h=2, Dk=16)))
     do, _ = make_grads(q, v)
     do[7:] = float("nan")

@@ -146,7 +146,7 @@ def breakeven_cases() -> list[Case]:
 def cost_cases() -> list[Case]:
     """What a cost model needs to see of a GPU, in minutes: `nsa-sel tune` measures it with every backend (bench/tune/costs.py).
 
-    Small calls for the host's share, real and random selections for what neighbours share, 64 to 4096 keys a row, h 16, 4 and 1, head
+    Small calls for the host's share, real and random selections for what neighbors share, 64 to 4096 keys a row, h 16, 4 and 1, head
     dims 64, 128 and 192 with 128, large blocks, and decoding of fewer rows than multiprocessors and of more, one token a step or few.
     Of the committed rows of the H200, those of these sizes alone choose as well as all of them (a test says so).
     """

@@ -174,7 +174,7 @@ def measure_here(
     out: Path, device: str, *, quick: bool, samples: int = SAMPLES, count: bool = False, orders: Sequence[str] = (BOTH_ENDS,),
     only: str = "",
 ) -> None:  # fmt: skip
-    """Measure the cases of as many ranks as there are; rank 0 adds the rows to `out`. Every rank calls it, in an initialised job."""
+    """Measure the cases of as many ranks as there are; rank 0 adds the rows to `out`. Every rank calls it, in an initialized job."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     facts = environment.stamp(device)
     for case in cases(ranks, quick):

@@ -151,7 +151,7 @@ def paged(call: Call, page: int) -> Call:
 
 def _checked_results(work: Callable[..., tuple[Tensor, ...]], config: str) -> tuple[Tensor, ...]:
     """The results on memory that held NaN, the same twice, from a run that used `config`."""
-    torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN
+    torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN
     try:
         with configs_used() as used:
             results = work(debug=True)

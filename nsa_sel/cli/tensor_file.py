@@ -98,7 +98,7 @@ def _check_names(tensors: dict[str, Tensor]) -> None:
             close = [other for other in unknown if other.lower().startswith(name)]
             remedy = f"rename {close[0]!r} to {name!r}" if close else f"add {name!r}"
             raise ArgumentError(f"tensor {name!r}", f"missing; {holds}", _LAYOUT, remedy)
-    # Ignoring a misspelt q_pos would silently give other numbers.
+    # Ignoring a misspelled q_pos would silently give other numbers.
     for name in unknown:
         meant = difflib.get_close_matches(name.lower(), ALLOWED, n=1)
         remedy = f"rename it to {meant[0]!r}, or leave it out" if meant else "rename it, or leave it out"

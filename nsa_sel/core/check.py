@@ -40,7 +40,7 @@ def check_call(
         ArgumentError: the first bad argument.
     """
     decode = q.dim() == 4
-    q = check_sizes(q, k, v, stored)
+    q = check_sizes(q, k, v, stored, True)
     B, S, G, _, Dk = q_shape = q.shape
     S_kv, device = k.shape[2], q.device
     if not isinstance(selection, Selection):
@@ -58,9 +58,9 @@ def check_call(
     return q, k, v, selection, scale, None
 
 
-def check_sizes(q: Tensor, k: Tensor, v: Tensor, stored: torch.dtype | None = None) -> Tensor:
+def check_sizes(q: Tensor, k: Tensor, v: Tensor, stored: torch.dtype | None = None, selects: bool = False) -> Tensor:
     """q [B,S,G,h,Dk] of dense tensors q, k, v that fit together in shape, dtype (`stored`: of k and v), device and strides; else
-    ArgumentError."""
+    ArgumentError. selects: the call takes a selection, by which groups of q may share those of k and v."""
     decode = q.dim() == 4
     if decode:
         q = q.unsqueeze(1)
@@ -72,7 +72,7 @@ def check_sizes(q: Tensor, k: Tensor, v: Tensor, stored: torch.dtype | None = No
     B, _, G, h, Dk = q_shape
     for name, shape in (("k", k_shape), ("v", v_shape)):
         if len(shape) != 4 or shape[0] != B or shape[1] != G:
-            raise _other_layout(name, shape, q_shape, decode)
+            raise _other_layout(name, shape, q_shape, decode, selects)
     S_kv, Dv = k_shape[2], v_shape[3]
     if k_shape[3] != Dk:
         raise ArgumentError("k", f"of head dimension {k_shape[3]}", f"q's head dimension {Dk}", "project q and k to the same size")
@@ -131,7 +131,7 @@ def _other_rows(ranges: Tensor, q_shape: torch.Size, k_shape: torch.Size, decode
     return ArgumentError("selection", value, f"ranges [B,S,G,n,2] over q's rows {(B, S, G)}", remedy)
 
 
-def _other_layout(name: str, shape: torch.Size, q_shape: torch.Size, decode: bool) -> ArgumentError:
+def _other_layout(name: str, shape: torch.Size, q_shape: torch.Size, decode: bool, selects: bool) -> ArgumentError:
     """The error for a k or v of another B or G than q's, with the change of layout that fits."""
     B, _, G, h, Dk = q_shape
     allowed, remedies = f"[B={B}, G={G}, S_kv, D]", []
@@ -143,7 +143,8 @@ def _other_layout(name: str, shape: torch.Size, q_shape: torch.Size, decode: boo
     if not remedies:
         remedies.append(f"pass the keys and values of q's {B} sequences and {G} groups, one of each for all h heads of a group")
     if len(shape) == 4 and shape[1] and G % shape[1] == 0:
-        remedies.append(f"where q has {G // shape[1]} groups for each of {name}, pass a selection over all {G}")
+        change = f"pass a selection over all {G}" if selects else f"put the heads of q into {shape[1]} groups"
+        remedies.append(f"where q has {G // shape[1]} groups for each of k and v, {change}")
     return ArgumentError(name, f"of shape {tuple(shape)}", allowed, "; ".join(remedies))
 
 

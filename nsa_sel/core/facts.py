@@ -28,7 +28,7 @@ def request_of(
         B=B, S=S, S_kv=S_kv, G=G, h=h, Dk=Dk, Dv=Dv, n=selection.n, block_size=selection.block_size,
         max_length=selection.length_bound(S_kv), dtype=DTYPES[q.dtype], needs_grad=needs_grad,
         aligned=is_aligned(q, k, v),
-        sharing=selection.sharing if S > 1 else None,  # one row has no neighbours
+        sharing=selection.sharing if S > 1 else None,  # one row has no neighbors
         page_size=page_size,
         quantized=None if scales is None else scales.quantized,
     )  # fmt: skip

@@ -148,7 +148,7 @@ def _debug_name() -> Any:
     return os.environ.encodekey("NSA_DEBUG_TRITON")
 
 
-_variables = -1  # number of environment variables when misspelt flags were last looked for
+_variables = -1  # number of environment variables when misspelled flags were last looked for
 
 
 def environment() -> tuple[str | None, ...]:
@@ -160,7 +160,7 @@ def environment() -> tuple[str | None, ...]:
     encode = getattr(os.environ, "encodekey", None)
     if data is None or encode is None:
         return tuple(os.environ.get(name) for name in NAMES)
-    if len(data) != _variables:  # a variable was added or removed: it may be a misspelt flag
+    if len(data) != _variables:  # a variable was added or removed: it may be a misspelled flag
         _variables = len(data)
         for name, meant in unknown_variables().items():
             if name.startswith("NSA_SEL_"):  # other NSA_ variables may belong to other programs
@@ -183,12 +183,12 @@ def unknown_variables() -> dict[str, str | None]:
 
 @functools.cache  # once per process
 def _warn_of_unknown(name: str, meant: str | None) -> None:
-    hint = f"; did you mean {meant}?" if meant else "; `nsa-sel doctor` shows the flags that are set, PRD.md all there are"
+    hint = f"; did you mean {meant}?" if meant else "; `nsa-sel doctor` shows the flags that are set, docs/flags.md all there are"
     warn(f"the environment variable {name} is no flag and has no effect{hint}")
 
 
 def forget_warnings() -> None:
-    """Warn of misspelt flags anew."""
+    """Warn of misspelled flags anew."""
     global _variables
     _variables = -1
     _warn_of_unknown.cache_clear()

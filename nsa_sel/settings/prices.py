@@ -27,7 +27,6 @@ OF_TERM = {
     "read": "l2", "reread": "l2", "gathered": "l2", "loaded": "l2",
     "tile": "tensor", "exact": "tensor", "visited": "tensor", "compressed": "tensor",
 }  # fmt: skip
-LAUNCHES = ("launch", "join", "busy", "rows-kernel")
 FROM_L2 = ("forward", "backward")  # phases of which "l2" holds
 
 

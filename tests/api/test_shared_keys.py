@@ -180,8 +180,11 @@ def test_moba_chooses_for_heads_that_share_their_keys() -> None:
 
 
 def test_a_selection_of_other_rows_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"k is of shape .* where q has 2 groups for each of k, pass a selection over all 4"):
+    with pytest.raises(ArgumentError, match=r"k is of shape .* where q has 2 groups for each of k and v, pass a selection over all 4"):
         nsa_sel.selection_attention(*shared(), make_blocks(1, 6, 2, 40, 2, 8))
+    for takes_none in (lambda q, k, v: nsa_sel.sliding_window_attention(q, k, v, 8), lambda q, k, v: nsa_sel.infllm_selection(q, k)):
+        with pytest.raises(ArgumentError, match="where q has 2 groups for each of k and v, put the heads of q into 2 groups"):
+            takes_none(*shared())
     q, k, v = shared(G=2, r=2)
     with pytest.raises(ArgumentError, match="k is of shape"):
         nsa_sel.selection_attention(q[:, :, :3], k, v, make_blocks(1, 6, 3, 40, 2, 8))

@@ -177,7 +177,7 @@ def test_a_gpu_copies_for_a_backend_of_blocks(needs_grad: bool) -> None:
     assert packed_batches._pays(packed_request(h=4, needs_grad=needs_grad), H200, None)
     assert not packed_batches._pays(request, H200, "triton-group")
     assert not packed_batches._pays(request, H200, "sdpa-packed")
-    assert not packed_batches._pays(request, H200, "a misspelt one")
+    assert not packed_batches._pays(request, H200, "a misspelled one")
     with nsa_sel.use_backend("triton-group"):
         assert not packed_batches._pays(request, H200, None)
         assert packed_batches._pays(request, H200, "triton-tile")
