@@ -48,7 +48,7 @@ def selection_attention_with_kvcache(
     """`selection_attention` of each sequence's last S_q tokens over its KV cache; named after flash-attention's flash_attn_with_kvcache.
 
     New token s of sequence b is at position cache_seqlens[b] - S_q + s, so new tokens see each other causally; a token below position 0
-    sees nothing (o = 0, lse = -inf). It never waits for a GPU: a CUDA graph of it may be replayed after its inputs were written in
+    sees nothing (o = 0, lse = -inf). Lengths are never read from a GPU: a CUDA graph of it may be replayed after its inputs were written in
     place. Gradients are supported without pages and quantization only. Under torch.autocast nothing is cast: a cache keeps its dtype.
     torch.compile breaks its graph here, and runs the call eagerly.
 

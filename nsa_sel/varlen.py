@@ -41,14 +41,14 @@ def selection_attention_varlen(
     block_aligned: bool = False,
     align: bool | None = None,
 ) -> Any:
-    """`selection_attention` over concatenated sequences of mixed lengths, in one call. Never waits for a GPU.
+    """`selection_attention` over concatenated sequences of mixed lengths, in one call.
 
     Rows are the last positions of their sequence: row s of len_q rows is at len_k - len_q + s; a row before the first key sees nothing.
     Sequences may be empty. Rows and keys after the last sequence are padding: o = 0, lse = -inf, gradients 0.
 
     Some backends need whole blocks: every sequence must then begin at a multiple of block_size. Bounds on a CPU are checked for that, a
     single sequence always does, and `block_aligned` promises it. Otherwise k and v can be copied at every call so that each sequence
-    begins with a block: Tk + N * (block_size - 1) keys at most. dk and dv are copied back.
+    begins with a block: Tk + N * (block_size - 1) keys at most. dk and dv are copied back. Lengths are never read from a GPU.
 
     Args:
         q: [T,G,h,Dk].

@@ -150,6 +150,18 @@ def test_positions_limit_what_is_counted(logged: Events) -> None:
     assert event["sharing"] == selection.sharing
 
 
+def test_packed_batches_and_prefills_over_a_cache_count_once(logged: Events) -> None:
+    q, k, v = tensors()
+    caches = k.transpose(1, 2), v.transpose(1, 2)
+    for _ in range(2):
+        nsa_sel.selection_attention_varlen(q[0], caches[0][0], caches[1][0], apart(), [0, S], [0, S_KV])
+    assert len(logged("sel.sharing")) == 1
+    nsa_sel.reset()
+    for _ in range(2):
+        nsa_sel.selection_attention_with_kvcache(q, *caches, apart(), torch.tensor([S_KV]))
+    assert len(logged("sel.sharing")) == 2
+
+
 @pytest.mark.parametrize("rows", [1, 8])
 def test_decoding_steps_are_not_counted(logged: Events, rows: int) -> None:
     called(apart(rows), rows)

@@ -210,6 +210,12 @@ def test_limits_are_those_of_the_specs() -> None:
     assert written == real
 
 
+def test_the_readme_counts_the_backends_and_decisions_lists_them() -> None:
+    assert f"on {('seven', 'eight', 'nine')[len(SPECS) - 7]} backends" in TEXTS["README.md"]
+    listed = re.findall(r"^\| `([\w-]+)` \| (?:CPU|GPU)", TEXTS["docs/decisions.md"], flags=re.MULTILINE)
+    assert listed == [spec.name for spec in SPECS]
+
+
 def test_every_dependency_is_justified() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     groups = (
