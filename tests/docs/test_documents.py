@@ -210,6 +210,14 @@ def test_limits_are_those_of_the_specs() -> None:
     assert written == real
 
 
+def test_sizes_of_blocks_are_those_of_the_specs() -> None:
+    written = "`triton-tile`, `triton-block` and `cuda-block` need whole blocks (`block_size` is set) of a multiple of 16 keys"
+    assert f"{written}, or for `triton-tile` of 4 or 8" in TEXTS["PRD.md"]
+    whole = {spec.name: spec.limits for spec in SPECS if spec.limits.block_aligned_only}
+    sizes = {name: [n for n in (1, 2, 4, 8, 12, 16, 48) if limits.takes_block(n)] for name, limits in whole.items()}
+    assert sizes == {"triton-tile": [4, 8, 16, 48], "triton-block": [16, 48], "cuda-block": [16, 48]}
+
+
 def test_the_readme_counts_the_backends_and_decisions_lists_them() -> None:
     assert f"on {('seven', 'eight', 'nine')[len(SPECS) - 7]} backends" in TEXTS["README.md"]
     listed = re.findall(r"^\| `([\w-]+)` \| (?:CPU|GPU)", TEXTS["docs/decisions.md"], flags=re.MULTILINE)
