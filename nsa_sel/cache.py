@@ -148,24 +148,65 @@ class NSACache:
         return self._window_pages.free
 
     def held_pages(self, sequences: Iterable[int]) -> int:
-        """How many of `pages` these sequences hold together; a page that some of them share counts once."""
+        """How many of `pages` these sequences hold together; a page that some of them share counts once.
+
+        Args:
+            sequences: their numbers.
+
+        Returns:
+            The number of pages.
+
+        Raises:
+            ArgumentError: no number of an open sequence.
+        """
         return len({page for sequence in sequences for page in self._of(sequence).all.held().tolist()})
 
     def open(self) -> int:
-        """A new sequence without keys. Returns its number, which names it until it is freed."""
+        """A new sequence without keys.
+
+        Returns:
+            Its number, which names it until it is freed.
+        """
         return self._add(Cached(self._pages, self._window_pages, self.sizes.page_size, self.sizes.last_keys))
 
     def fork(self, sequence: int) -> int:
-        """A new sequence with the keys of another, whose pages they share until one of them writes to one. Returns its number."""
+        """A new sequence with the keys of another, whose pages they share until one of them writes to one.
+
+        Args:
+            sequence: the other's number.
+
+        Returns:
+            The new one's number.
+
+        Raises:
+            ArgumentError: no number of an open sequence.
+        """
         return self._add(self._of(sequence).fork())
 
     def free(self, sequence: int) -> None:
-        """Give back all pages of a sequence; its number names nothing any more."""
+        """Give back all pages of a sequence; its number names nothing any more.
+
+        Args:
+            sequence: its number.
+
+        Raises:
+            ArgumentError: no number of an open sequence.
+        """
         self._of(sequence).cut(0)
         del self._sequences[sequence]
 
     def length(self, sequence: int) -> int:
-        """How many keys a sequence has."""
+        """How many keys a sequence has.
+
+        Args:
+            sequence: its number.
+
+        Returns:
+            The number of keys.
+
+        Raises:
+            ArgumentError: no number of an open sequence.
+        """
         return self._of(sequence).length
 
     def truncate(self, sequence: int, length: int) -> None:

@@ -1,4 +1,4 @@
-"""Forward and backward parity of the Triton backends in the interpreter, on CPU tensors: the matrix of REQUIREMENTS 8, few rows."""
+"""Forward and backward parity of the Triton backends in the interpreter, on CPU tensors: the matrix of the GPU tests, few rows."""
 
 from __future__ import annotations
 

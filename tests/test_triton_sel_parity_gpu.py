@@ -1,4 +1,4 @@
-"""Every GPU backend on a GPU: the parity matrices of REQUIREMENTS 8, poison, edges, sizes past 2^31, reruns. `make gpu-test-full`."""
+"""Every GPU backend on a GPU: parity matrices, poison, edges, sizes past 2^31, reruns. `make gpu-test-full`."""
 
 from __future__ import annotations
 

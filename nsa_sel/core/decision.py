@@ -80,7 +80,17 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Decision:
-        """The decision that `to_json` wrote; NsaSelError names a field that does not fit."""
+        """The decision that `to_json` wrote.
+
+        Args:
+            line: its JSON.
+
+        Returns:
+            An equal decision.
+
+        Raises:
+            NsaSelError: naming a field that does not fit.
+        """
         try:
             return msgspec.json.decode(line, type=cls)
         except msgspec.DecodeError as error:

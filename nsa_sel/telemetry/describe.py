@@ -16,6 +16,9 @@ def describe(decision: Decision) -> str:
     Args:
         decision: from `explain`, `explain_request` or `decisions`.
 
+    Returns:
+        Lines of text.
+
     Raises:
         ArgumentError: for anything but a Decision.
     """
