@@ -18,10 +18,11 @@ Parts, in microseconds:
                                 torch.autograd.set_multithreading_enabled(False), which runs them on the thread that calls
     beyond the backend          call - backend, or call - node with gradients
     observing, off              call / call without event functions: what observability costs while it is off (a ratio)
-    graph, empty graph          the stand-in compiled: a graph of one call, and one of the same arguments without a call
+    graph, empty graph          the stand-in, and the policy's choice, compiled: a graph of one call, and one of the same arguments without
+                                a call. "graph, new": from block indices, which are part of the graph
     further call                what each call beyond the first takes, from functions of nine calls and of one: with gradients, what a layer
                                 of a model takes, as one backward pass runs all layers. "further call, new": from block indices; "further
-                                compiled call": in a graph. "compiling adds" is the difference
+                                compiled call": in a graph, and "..., new". "compiling adds" is the difference
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ CALLING, ON_CALLING = ", calling thread", ("call", NEW, "autograd")  # what is a
 UNOBSERVED = "call, without observing"
 FURTHER = {  # of MANY calls, and of one
     "further call": ("many calls", "call"), "further call, new": ("many calls, new", NEW),
-    "further compiled call": ("graph of many", "graph"),
+    "further compiled call": ("graph of many", "graph"), "further compiled call, new": ("graph of many, new", "graph, new"),
 }  # fmt: skip
 Parts = dict[str, Callable[[], Any]]
 Times = dict[str, list[float]]  # microseconds, one a round
@@ -112,14 +113,8 @@ def parts(problem: Problem, backend: str) -> Parts:
         "decision, cached": lambda: select(request, device, forced),
         "repeat": lambda: begin_or_repeat(q, k, v, selection, None, None, needs_grad, forced),
     }
-    size = selection.block_size
-    if size is not None:
-        indices = selection.block_indices
-
-        def new() -> Selection:
-            return Selection.from_blocks(indices, size)
-
-        found |= {NEW: _whole(problem, _chain(forced, new)), "many calls, new": _whole(problem, _chain(forced, new), MANY)}
+    new = _from_indices(selection)
+    found |= {NEW: _whole(problem, _chain(forced, new)), "many calls, new": _whole(problem, _chain(forced, new), MANY)}
     if not needs_grad:
         return found
     backward = registry.load(str(decision.backward)).backward
@@ -131,23 +126,32 @@ def parts(problem: Problem, backend: str) -> Parts:
     return found | {"autograd": node(empty_forward, empty_backward), "node": node(forward, backward)}
 
 
-def compiled_parts(problem: Problem, compiler: str) -> Parts:
-    """Calls of packed SDPA, or of what stands in for it, compiled by a backend of torch.compile."""
+def compiled_parts(problem: Problem, compiler: str, forced: str | None = PACKED) -> Parts:
+    """Calls of a backend, or of what stands in for it, or of the policy's choice, compiled by a backend of torch.compile."""
+    torch.compiler.reset()  # graphs of one function are counted, and after eight it would not compile another
     selection = problem.selection
-
-    def chain() -> Callable[..., Tensor]:  # a function of its own for each graph
-        return _chain(PACKED, lambda: selection)
+    new = _from_indices(selection)
 
     def empty(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return q * k.sum() * v.sum() * selection.ranges.sum()
 
-    def compiled(work: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return torch.compile(work, fullgraph=True, dynamic=True, backend=compiler)
+    def compiled(work: Callable[..., Tensor], calls: int = 1) -> Callable[[], Any]:
+        return _whole(problem, torch.compile(work, fullgraph=True, dynamic=True, backend=compiler), calls)
+
+    def graph(made: Callable[[], Selection], calls: int = 1) -> Callable[[], Any]:
+        return compiled(_chain(forced, made), calls)  # a function of its own for each graph
 
     return {
-        "graph": _whole(problem, compiled(chain())), "graph of many": _whole(problem, compiled(chain()), MANY),
-        "empty graph": _whole(problem, compiled(empty)),
+        "graph": graph(lambda: selection), "graph of many": graph(lambda: selection, MANY),
+        "graph, new": graph(new), "graph of many, new": graph(new, MANY), "empty graph": compiled(empty),
     }  # fmt: skip
+
+
+def _from_indices(selection: Selection) -> Callable[[], Selection]:
+    """Makes a selection of the same blocks, as a model does that chooses anew."""
+    indices, size = selection.block_indices, selection.block_size
+    assert size is not None, "block_indices are of whole blocks"
+    return lambda: Selection.from_blocks(indices, size)
 
 
 def _chain(backend: str | None, selection: Callable[[], Selection]) -> Callable[..., Tensor]:
@@ -225,7 +229,7 @@ def microseconds(work: Callable[[], Any], calls: int, synchronize: Callable[[], 
 def measured(problem: Problem, backend: str, rounds: int, calls: int, compiler: str = "") -> Times:
     """Every part in each round, with the call without observing and what follows from them."""
     synchronize: Callable[[], None] = torch.cuda.synchronize if problem.q.is_cuda else lambda: None
-    works = parts(problem, backend) | (compiled_parts(problem, compiler) if compiler else {})
+    works = parts(problem, backend) | (compiled_parts(problem, compiler, None if backend == CHOSEN else PACKED) if compiler else {})
     moved = [name for name in ON_CALLING if name in works and problem.q.requires_grad]
     times: Times = {name: [] for name in (*works, UNOBSERVED, *(name + CALLING for name in moved))}
     for turn in track(range(rounds + 1), f"{backend}, {direction_of(problem)}"):
@@ -258,7 +262,7 @@ def _difference(many: list[float], few: list[float], number: int = 1) -> list[fl
 def rows_of(case: Case, problem: Problem, backend: str, rounds: int, calls: int, compiler: str, facts: Row) -> list[Row]:
     """One row a part, in microseconds, and one with the ratio of a call to one without observing."""
     with standing_in() if backend == NOTHING else nullcontext():
-        times = measured(problem, backend, rounds, calls, compiler if backend == NOTHING else "")
+        times = measured(problem, backend, rounds, calls, compiler if backend in (NOTHING, CHOSEN) else "")
     common = {**case._asdict(), "direction": direction_of(problem), "backend": backend, "rounds": rounds, "calls_a_round": calls}
     ratios = [a / b for a, b in zip(times["call"], times[UNOBSERVED], strict=True)]
     rows = []
@@ -283,7 +287,7 @@ def main(
     calls: Annotated[int, typer.Option(min=1, help="calls of a part in a round")] = CALLS,
     device: Device = "auto",
     backends: Annotated[str, typer.Option(help=f"{NOTHING}, {CHOSEN} or backends, comma-separated; by default all")] = "",
-    compiler: Annotated[str, typer.Option(help="the backend of torch.compile for the stand-in's compiled calls")] = "inductor",
+    compiler: Annotated[str, typer.Option(help="the backend of torch.compile for compiled calls")] = "inductor",
     S: Annotated[int, typer.Option("--S", min=1, help="rows of a call")] = CASE.S,
 ) -> None:
     """Time the stand-in, the policy's choice, and every backend that takes the call, by name; print a table and write the rows."""

@@ -102,21 +102,29 @@ def test_backward_passes_are_timed_on_the_calling_thread_too(monkeypatch: pytest
 def test_what_each_further_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     more = MANY - 1
     eager = {"call": 10.0, "many calls": 10.0 + 3 * more, NEW: 20.0, "many calls, new": 20.0 + 5 * more, "backend": 4.0}
-    graphs = {"graph": 50.0, "empty graph": 20.0, "graph of many": 50.0 + 7 * more}
+    graphs = {
+        "graph": 50.0,
+        "graph of many": 50.0 + 7 * more,
+        "graph, new": 60.0,
+        "graph of many, new": 60.0 + 9 * more,
+        "empty graph": 20.0,
+    }
     monkeypatch.setattr(host_time, "parts", lambda *_: {name: lambda us=us: us for name, us in eager.items()})
     monkeypatch.setattr(host_time, "compiled_parts", lambda *_: {name: lambda us=us: us for name, us in graphs.items()})
     monkeypatch.setattr(host_time, "microseconds", lambda work, *_: work())
     times = measured(prepared(CASE, "cpu", False), NOTHING, rounds=1, calls=1, compiler="eager")
     assert (times["further call"], times["further call, new"]) == ([3.0], [5.0])
-    assert (times["further compiled call"], times["compiling adds"]) == ([7.0], [4.0])
-    assert not {"many calls", "many calls, new", "graph of many"} & set(times)
+    assert (times["further compiled call"], times["further compiled call, new"], times["compiling adds"]) == ([7.0], [9.0], [4.0])
+    assert not {"many calls", "many calls, new", "graph of many", "graph of many, new"} & set(times)
 
 
-def test_compiled_parts_do_the_same() -> None:
+@pytest.mark.parametrize("forced", [PACKED, None])
+def test_compiled_parts_do_the_same(forced: str | None) -> None:
     problem = prepared(CASE, "cpu", False)
-    works = compiled_parts(problem, "eager")
-    assert torch.equal(works["graph"](), parts(problem, PACKED)["call"]())
-    assert torch.equal(works["graph of many"](), parts(problem, PACKED)["many calls"]())
+    works, eager = compiled_parts(problem, "eager", forced), parts(problem, forced or CHOSEN)
+    for name, other in (("graph", "call"), ("graph of many", "many calls"), ("graph, new", NEW), ("graph of many, new", "many calls, new")):
+        assert torch.equal(works[name](), eager[other]()), name
+    assert (nsa_sel.decisions()[-1].override is None) == (forced is None)
     assert works["empty graph"]().shape == problem.q.shape
 
 
@@ -133,9 +141,9 @@ def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     of_parts = {(row["backend"], row["part"]) for row in rows}
     for name in names:
         assert {(name, "further call"), (name, "further call, new")} <= of_parts
-    for part in ("graph", "empty graph", "further compiled call", "compiling adds"):
-        assert (NOTHING, part) in of_parts
-        assert (CHOSEN, part) not in of_parts
+    for part in ("graph", "graph, new", "empty graph", "further compiled call", "further compiled call, new", "compiling adds"):
+        assert {(NOTHING, part), (CHOSEN, part)} <= of_parts
+        assert ("numba", part) not in of_parts
 
 
 @pytest.mark.parametrize("file", COMMITTED, ids=lambda file: file.parent.name)
