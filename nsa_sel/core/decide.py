@@ -126,7 +126,7 @@ def forget_decisions() -> None:
 
 def _check_name(argument: str, name: object) -> None:
     if not isinstance(name, str):
-        raise ArgumentError(argument, shown(name), "the name of a backend, as a str", "see nsa_sel.core.registry.backends()")
+        raise ArgumentError(argument, shown(name), "the name of a backend, as a str", "`nsa-sel doctor` lists the names")
 
 
 def _override(backend: str | None, settings: Settings, kind: Kind) -> Override | None:

@@ -46,9 +46,14 @@ def log_to(target: str | None) -> None:
         ArgumentError: for what is no name.
         ConfigError: for a file that can't be written.
     """
-    global _handler, _level, _following
     if not isinstance(target, str | os.PathLike | None):
         raise ArgumentError("target", shown(target), '"stderr", the name of a file, or None', "pass one of these")
+    _write_to(target, "target")
+
+
+def _write_to(target: str | None, source: str) -> None:
+    """`log_to`, of a target that the flag or argument `source` names."""
+    global _handler, _level, _following
     with _lock:
         _following = False
         if _handler is not None:
@@ -62,7 +67,7 @@ def log_to(target: str | None) -> None:
             _handler = logging.StreamHandler(sys.stderr) if target == "stderr" else LogFile(target)
         except OSError as error:
             allowed = f"stderr or a file that can be written; writing this one: {error.strerror}"
-            raise ConfigError(LOG_FLAG, target, allowed, "mend the path") from error
+            raise ConfigError(source, target, allowed, "mend the path") from error
         _handler.setFormatter(JsonLines())
         LOGGER.addHandler(_handler)
         _level = LOGGER.level
@@ -82,7 +87,7 @@ def follow(settings: Settings) -> None:
     implied = target is None or settings.sources.get("debug_log") != LOG_FLAG
     if implied and not _following and (target is None or _has_handler()):
         return
-    log_to(target)
+    _write_to(target, LOG_FLAG)
     _following = target is not None
 
 

@@ -147,3 +147,8 @@ def test_unwritable_logs_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     os.mkfifo(tmp_path / "fifo")  # that nobody reads: opening it would wait for ever
     monkeypatch.setenv("NSA_DEBUG_LOG", str(tmp_path / name))
     assert_in_order(message_of(Wrong("log", call(), error=ConfigError)), ("NSA_DEBUG_LOG is ", "; allowed: ", "Remedy: "))
+
+
+def test_log_to_names_its_own_argument(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^target is .*; allowed: stderr or a file that can be written"):
+        nsa_sel.log_to(str(tmp_path / "missing" / "log.jsonl"))
