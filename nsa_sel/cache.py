@@ -272,7 +272,7 @@ class NSACache:
         return self._opened
 
     def _of(self, sequence: int) -> Cached:
-        found = self._sequences.get(sequence) if isinstance(sequence, int) else None
+        found = self._sequences.get(sequence) if isinstance(sequence, int) and not isinstance(sequence, bool) else None
         if found is None:
             raise ArgumentError("sequence", shown(sequence), "the number of an open sequence of this cache", "call open() or fork()")
         return found

@@ -247,6 +247,7 @@ def test_sizes_that_make_no_cache(name: str) -> None:
 WRONG_CALLS: dict[str, tuple[Callable[[NSACache, int], object], str]] = {
     "unknown": (lambda cache, a: cache.step([a, a + 1]), "sequence is 2; allowed: the number of an open sequence"),
     "unhashable": (lambda cache, a: cache.length([a]), r"sequence is \[1\]"),  # type: ignore[arg-type]
+    "a bool": (lambda cache, a: cache.free(True), "sequence is True"),
     "freed": (lambda cache, a: (cache.free(a), cache.fork(a)), "sequence is 1"),
     "twice": (lambda cache, a: cache.step([a, a]), r"sequences is \[1, 1\]; allowed: each sequence once"),
     "other counts": (lambda cache, a: cache.step([a], [1, 2]), r"tokens is \[1, 2\]; allowed: .* each of 1 sequences"),
