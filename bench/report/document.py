@@ -38,7 +38,7 @@ class Section(NamedTuple):
     panels: tuple[Panel, ...]
 
 
-def document(title: str, notes: Sequence[str], sections: Sequence[Section], facts: Sequence[Table]) -> str:
+def document(title: str, notes: Sequence[str], sections: Sequence[Section], facts: Table) -> str:
     """The whole text, with the PNGs beside it: results and their pictures first, then how to read them, then the panels."""
     parts = [f"# {title}"]
     for section in sections:
@@ -54,7 +54,7 @@ def document(title: str, notes: Sequence[str], sections: Sequence[Section], fact
             if panel.figure and panel not in shown:
                 parts.append(_picture(sections, section, panel))
             parts += map(_table, panel.tables)
-    return "\n\n".join([*parts, "## Rows and environments", *map(_table, facts)]) + "\n"
+    return "\n\n".join([*parts, "## Rows and environments", _table(facts)]) + "\n"
 
 
 def image_name(sections: Sequence[Section], section: Section, panel: Panel) -> str:

@@ -151,7 +151,7 @@ def regrets(name: str, device: DeviceInfo | None, rows: Sequence[Row]) -> Panel:
         " do not."
         f"{f' Choices beyond the right edge of the drawings: {beyond}.' if beyond else ''}",
         figure=Figure(tuple(facets)),
-        tables=tuple(Table(f"Choices that were not the best, {label}", regret.misses(found), folded=True) for label, _, found in every),
+        tables=(Table(f"Choices that were not the best, {every[0][0]}", regret.misses(told), folded=True),),
     )
 
 

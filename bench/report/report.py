@@ -21,7 +21,7 @@ from nsa_sel.bench.report.document import Panel, Section, Table, document, image
 from nsa_sel.bench.report.figures import DARK, LIGHT, png
 from nsa_sel.bench.report.policy import decision_map, device_of, regrets, thresholds
 from nsa_sel.bench.report.roofline import PEAKS
-from nsa_sel.bench.report.speed import breakeven, faster_in, pays_from, roof, speedup_by_S, times, verdict
+from nsa_sel.bench.report.speed import faster_in, pays_from, roof, speedup, times, verdict
 from nsa_sel.bench.report.summary import OURS, ours_in
 from nsa_sel.bench.threshold_optimizer import of_matrix
 from nsa_sel.bench.tune.committed_rows import H200_ROWS
@@ -49,7 +49,7 @@ class Report(NamedTuple):
     title: str
     notes: list[str]
     sections: list[Section]
-    facts: list[Table]
+    facts: Table
 
     def document(self) -> str:
         return document(*self)
@@ -101,22 +101,15 @@ def report(found: Rows) -> Report:
 def panels(name: str, rows: list[Row]) -> tuple[Panel, ...]:
     """All panels of one device. The matrix of bench_sel_triton speaks for the thresholds; alone, for all."""
     device, suites = device_of(name), [row for row in rows if not of_matrix(row)] or rows
-    speed = verdict(suites), *(speedup_by_S(suites, over) for over in (DENSE, PACKED)), breakeven(suites)
     policy = decision_map(name, device), regrets(name, device, suites), thresholds(device, rows)
-    return (*speed, roof(suites, PEAKS.get(name)), times(suites), *policy)
+    return verdict(suites), speedup(suites), times(suites), roof(suites, PEAKS.get(name)), *policy
 
 
-def _facts(found: Rows) -> list[Table]:
-    """Where rows come from, and whose they are."""
+def _facts(found: Rows) -> Table:
+    """Where rows come from."""
     environments = Counter(tuple(str(row.get(field) or "-") for field in (*ENVIRONMENT, "file")) for row in found.rows)
-    backends = Counter(row["backend"] for row in found.rows)
-    shown = (*OURS, DENSE, PACKED)
-    uses = [(name, count, "all panels" if name in shown else "regret alone, where it has a cost model") for name, count in backends.items()]
     lines = [(count, *values) for values, count in environments.items()]
-    return [
-        Table("Environments", table_of_texts(["rows", *ENVIRONMENT, "file"], lines, 8)),
-        Table("Rows by backend", table_of_texts(["backend", "rows", "shown in"], uses, 1)),
-    ]
+    return Table("Environments", table_of_texts(["rows", *ENVIRONMENT, "file"], lines, 8))
 
 
 def write(files: Sequence[Path], out: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.contenders import DENSE, PACKED
-from nsa_sel.bench.core.markdown import MARK, factor, ms, table
+from nsa_sel.bench.core.markdown import factor, ms, table
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report import figures, roofline, summary
 from nsa_sel.bench.report.document import Panel, Table, table_of_texts
@@ -58,45 +58,29 @@ def verdict(rows: Sequence[Row]) -> Panel:
     )
 
 
-def speedup_by_S(rows: Sequence[Row], over: str) -> Panel:
-    """How many times faster ours is than another backend, over the length of the text."""
-    panel = Panel({DENSE: "speedup", PACKED: "speedup-packed"}[over], f"Speed-up over {WORDS[over]}, by length")
-    found = curves(rows, over)
+def speedup(rows: Sequence[Row]) -> Panel:
+    """How many times faster ours is than dense attention over the length of the text, and from which length on it is."""
+    panel = Panel("speedup", "Speed-up over dense attention, by length")
+    found = curves(rows)
     if not found:
-        return panel._replace(missing=f"No length has rows of ours and {over}: the suites performance and breakeven have.")
-    facets, label = [], f"times faster than {WORDS[over]}"
+        return panel._replace(missing=f"No length has rows of ours and {DENSE}: the suites performance and breakeven have.")
+    facets, label = [], "times faster than dense attention"
+    caption = "The length from which on ours is faster, between lengths interpolated by logarithms"
     for direction in dict.fromkeys(curve.direction for curve in found):
         some = [curve for curve in found if curve.direction == direction]
-        lines = [_line(curve) for curve in some]
-        draw = figures.gains(TITLES[direction], "tokens S", label, lines, 1, f"{WORDS[over]} is faster", thousands)
+        draw = figures.gains(TITLES[direction], "tokens S", label, list(map(_line, some)), 1, "dense attention is faster", thousands)
         facets.append(Facet(f"{TITLES[direction]}, {label}: {'; '.join(map(_ends, some))}.", draw))
-    cells = [
-        (curve.direction, KINDS[curve.kind], curve.h, thousands(S), f"{factor(gain)}{MARK * mark}", backend)
-        for curve in found
-        for S, gain, backend, mark in zip(curve.lengths, curve.gains, curve.backends, curve.scattered, strict=True)
-    ]
-    made = table(["direction", "selection", "h", "S", "faster by", "with"], cells, 2)
     return panel._replace(
         text=f"Text: the first S rows of what SmolLM2-135M selects in 8k tokens{_longer(found)}; random selections share few blocks."
         " 4 groups of h heads, 16 blocks of 64 keys a row. A point's color is the fastest backend of ours.",
-        figure=Figure(tuple(facets), _key(ours_in(rows)), ("text", "random selections")),
-        tables=(Table(f"Ours against {WORDS[over]}", made, folded=True),),
+        figure=Figure(tuple(facets), tuple((role_of(backend), backend) for backend in ours_in(rows)), ("text", "random selections")),
+        tables=(Table(caption, summary.breakeven_table(rows)),),
     )
-
-
-def _text_end(found: Sequence[Curve]) -> str:
-    """The longest texts that were measured, by direction: they may differ."""
-    ends = sorted({curve.lengths[-1] for curve in found if curve.kind == "real"})
-    return " or ".join(map(thousands, ends)) or "8k"
 
 
 def _longer(found: Sequence[Curve]) -> str:
     longest = max((curve.lengths[-1] for curve in found if curve.kind == "real"), default=0)
     return ", beyond that what models trained with NSA select" if longest > cases.REAL_ROWS else ""
-
-
-def _key(backends: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    return tuple((role_of(backend), backend) for backend in backends)
 
 
 def _line(curve: Curve) -> Line:
@@ -109,19 +93,6 @@ def _ends(curve: Curve) -> str:
     """A curve in words."""
     first, last = (f"{factor(curve.gains[i])} at {thousands(curve.lengths[i])}" for i in (0, -1))
     return f"{KINDS[curve.kind]}, h {curve.h}, from {first} to {last}"
-
-
-def breakeven(rows: Sequence[Row]) -> Panel:
-    """From which length on ours is faster than dense attention, by h."""
-    panel = Panel("break-even", "Where selection starts to pay against dense attention")
-    found = curves(rows)
-    if not found:
-        return panel._replace(missing=f"No length has rows of ours and {DENSE}: the suite breakeven has.")
-    return panel._replace(
-        text="The length from which on every measured length is faster, interpolated linearly between logarithms. Measured lengths of text"
-        f" end at {_text_end(found)}, those of random selections begin at 8k.",
-        tables=(Table("Break-even", summary.breakeven_table(rows)),),
-    )
 
 
 def times(rows: Sequence[Row]) -> Panel:
@@ -137,13 +108,15 @@ def times(rows: Sequence[Row]) -> Panel:
 
 
 def roof(rows: Sequence[Row], peaks: Peaks | None) -> Panel:
-    """What every kernel reaches of the roof of the device."""
+    """What the fastest of the counted kernels reaches of the roof of the device in each case."""
     panel = Panel("roofline", "Roofline")
     points = roofline.points(rows, [case.case for case in (*cases.performance_cases(), *cases.decode_cases())])
-    if not points:
+    kinds = dict.fromkeys((point.case, point.direction) for point in points)
+    fastest = [min((point for point in points if (point.case, point.direction) == kind), key=lambda point: point.ms) for kind in kinds]
+    if not fastest:
         return panel._replace(missing=f"No row of {', '.join(roofline.COUNTED)} on the cases of the suites performance and decode.")
     headers = ["case", "direction", "kernel", "ms", "GFLOP", "least MB", "moved MB", "FLOP a byte", "TFLOP/s", "TB/s moved"]
-    caption = "Counted work, and what was reached"
+    caption = f"Of {', '.join(roofline.COUNTED)} the fastest: its counted work, and what it reached"
     roofs = "This device's roofs are left out: no figures of it are on record."
     if peaks:
         headers += ["least ms", "of the roof"]
@@ -153,7 +126,7 @@ def roof(rows: Sequence[Row], peaks: Peaks | None) -> Panel:
         text=f"{roofs} Operations are those that the result needs. Bytes are what the kernel loads and stores, counted from"
         " sizes and from how many blocks neighboring rows share; the L2 cache serves what exceeds the memory's bandwidth. Dense attention"
         " and packed SDPA are not shown: the bytes of their kernels are not counted here.",
-        tables=(Table(caption, table(headers, [_cells(point, peaks) for point in points], 3), folded=True),),
+        tables=(Table(caption, table(headers, [_cells(point, peaks) for point in fastest], 3)),),
     )
 
 

@@ -39,7 +39,7 @@ GAINS = (  # what it is, and the names of its cases
 
 
 class Curve(NamedTuple):
-    """How many times faster than another backend ours is, over the lengths S that were measured; at each, which backend of ours."""
+    """How many times faster than dense attention ours is, over the lengths S that were measured; at each, which backend of ours."""
 
     direction: str
     kind: str  # of selections: real, random
@@ -185,8 +185,8 @@ def scaling_table(rows: Iterable[Row]) -> str:
     return table(["direction", "h", "which", "S: ms", *per_row], lines, left=4)
 
 
-def curves(rows: Iterable[Row], over: str = DENSE) -> list[Curve]:
-    """Ours against another backend over S, from the first rows of a text to 128k rows, by direction, kind of selection and h (falling).
+def curves(rows: Iterable[Row]) -> list[Curve]:
+    """Ours against dense attention over S, from the first rows of a text to 128k rows, by direction, kind of selection and h (falling).
 
     Text beyond the 8k tokens of SmolLM2's maps is that of models trained with NSA.
     """
@@ -198,9 +198,9 @@ def curves(rows: Iterable[Row], over: str = DENSE) -> list[Curve]:
             some = sorted((case for case in every if case.distribution in distributions), key=lambda case: case.S)
             for h, points in by_heads(index, some, direction):
                 measured = [
-                    (case.S, gain, best["backend"], scatters(best) or scatters(of_case[over]))
+                    (case.S, gain, best["backend"], scatters(best) or scatters(of_case[DENSE]))
                     for case, of_case in points
-                    if (gain := speed_up(of_case, over)) is not None and (best := ours(of_case)) is not None
+                    if (gain := speed_up(of_case)) is not None and (best := ours(of_case)) is not None
                 ]
                 if measured:
                     found.append(Curve(direction, kind, h, *zip(*measured, strict=True)))
