@@ -96,6 +96,14 @@ def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files of the CUDA kernels that are started from here on."""
+    from tests.helpers.launches import noted  # which imports Triton
+
+    return noted(monkeypatch)
+
+
+@pytest.fixture
 def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(name: str) -> None:
         raise AssertionError(f"{name} was loaded, although the call is wrong")

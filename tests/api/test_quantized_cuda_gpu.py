@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.core import registry
 from nsa_sel.selection import Selection
 from nsa_sel.serving import selection_attention_with_kvcache
@@ -39,15 +37,6 @@ def check(given: QuantizedCache) -> tuple[torch.Tensor, torch.Tensor]:
     again = selection_attention_with_kvcache(*given.cache, **given.scales, return_lse=True, backend="cupy-cuda")
     assert all(map(torch.equal, found, again))
     return found
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files of the kernels that ran."""
-    names: list[str] = []
-    start: Callable[..., None] = launch.start
-    monkeypatch.setattr(launch, "start", lambda source, *rest, **others: (names.append(source), start(source, *rest, **others))[1])
-    return names
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.core import registry
 from nsa_sel.settings.config import settings_for
 from tests.helpers.cases import make_blocks, make_qkv
+from tests.helpers.graphs import captured, replayed
+from tests.helpers.launches import noted
 from tests.helpers.parity import check_both, check_deterministic, check_poison
 from tests.helpers.poison import check_empty_rows, check_one_row, rows_with_holes, selected, through
 
@@ -28,8 +30,7 @@ def visits(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The kernels that were started: those of both passes in every test, and seen in none on another GPU."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("kernels of SM 9.0 alone")
-    files, start = [], launch.start
-    monkeypatch.setattr(launch, "start", lambda source, *rest, **own: (files.append(source), start(source, *rest, **own)))
+    files = noted(monkeypatch)
     yield files
     assert {"block_partials.cu", "block_gradients.cu"} <= set(files)
 
@@ -100,11 +101,8 @@ def test_units_on_two_streams(monkeypatch: pytest.MonkeyPatch, streams: list[int
     selection = make_blocks(1, 9000, 4, 9000, 4, 64, device="cuda")
     check_deterministic(BACKEND, q, k, v, selection, 5)
     both = selection_attention(q, k, v, selection, backend=BACKEND, return_lse=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = selection_attention(q, k, v, selection, backend=BACKEND, return_lse=True)
-    graph.replay()
-    assert all(map(torch.equal, both, captured))
+    graph = captured(lambda: selection_attention(q, k, v, selection, backend=BACKEND, return_lse=True))
+    assert all(map(torch.equal, both, replayed(*graph)))
     assert set(streams) == {2}
     monkeypatch.setattr(cuda_block, "_streams", lambda _, count: [None] * count)
     assert all(map(torch.equal, both, selection_attention(q, k, v, selection, backend=BACKEND, return_lse=True)))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.core import registry
 from nsa_sel.serving import selection_attention_with_kvcache
 from tests.helpers.cache_cases import LENGTHS, Cache, check, make_cache
@@ -21,16 +19,6 @@ pytestmark = [
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 MANY = LENGTHS * 16  # sequences: more rows than half of the multiprocessors
-Started = list[str]
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Started:
-    """The files of the kernels that ran."""
-    names: Started = []
-    start: Callable[..., None] = launch.start
-    monkeypatch.setattr(launch, "start", lambda source, *rest, **others: (names.append(source), start(source, *rest, **others))[1])
-    return names
 
 
 def gpu_cache(page_size: int | None, **sizes: Any) -> Cache:
@@ -62,7 +50,7 @@ def garbled(cache: Cache) -> Cache:
     ],
 )
 def test_each_kernel_reads_lengths_and_tables(
-    lengths: tuple[int, ...], S_q: int, block: int, kernel: str, page_size: int | None, started: Started
+    lengths: tuple[int, ...], S_q: int, block: int, kernel: str, page_size: int | None, started: list[str]
 ) -> None:
     cache = gpu_cache(page_size, lengths=lengths, S_q=S_q, block=block, room=640 if max(lengths) > 192 else 256)
     wanted = check(cache, "cupy-cuda")
@@ -75,7 +63,7 @@ def test_each_kernel_reads_lengths_and_tables(
 
 @pytest.mark.parametrize("S_q", [1, 4])
 @pytest.mark.parametrize("page_size", [None, 16, 64])
-def test_a_step_is_one_launch_that_never_waits(page_size: int | None, S_q: int, started: Started) -> None:
+def test_a_step_is_one_launch_that_never_waits(page_size: int | None, S_q: int, started: list[str]) -> None:
     cache = gpu_cache(page_size, lengths=MANY, S_q=S_q)
     selection_attention_with_kvcache(*cache, backend="cupy-cuda")
     started.clear()

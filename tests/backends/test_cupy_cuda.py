@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 import pytest
 import torch
@@ -34,6 +32,7 @@ from tests.helpers.cases import (
     unused_keys,
 )
 from tests.helpers.emulate import BACKWARDS, EAGER, GPU, LATE_WARP, emulated, needs_compiler
+from tests.helpers.launches import noted
 from tests.helpers.poison import EMPTY_PLACES, check_empty_rows, check_one_row, new_memory_is_nan, rows_with_holes, selected
 from tests.helpers.varlen_cases import check_sequences, pack
 
@@ -130,13 +129,7 @@ def test_tiles_of_warps_whose_first_lane_is_ahead(monkeypatch: pytest.MonkeyPatc
 def check_tiles(monkeypatch: pytest.MonkeyPatch, mode: int, h: int, Dk: int, Dv: int, block: int, n: int) -> None:
     """More tiles than CTAs, the last one with tokens that do not exist; keys that no row sees hold NaN."""
     emulated(monkeypatch, mode)
-    started, start = [], launch.start
-
-    def recorded(source: str, *rest: Any, **own: Any) -> None:
-        started.append(source)
-        start(source, *rest, **own)
-
-    monkeypatch.setattr(launch, "start", recorded)
+    started = noted(monkeypatch)
     S, S_kv = {1: 150, 12: 45, 16: 45}.get(h, 100), 260
     q, k, v = make_qkv(S=S, G=2, h=h, Dk=Dk, Dv=Dv, S_kv=S_kv, dtype=torch.float16)
     ranges = make_blocks(1, S, 2, S_kv, n, block).ranges
@@ -233,8 +226,7 @@ def test_decode_in_splits(monkeypatch: pytest.MonkeyPatch, sm: int, kernels: lis
     gpu = msgspec.structs.replace(GPU, sm=sm)
     q, k, v = rows(B=1, S=1, G=1, S_kv=400)
     emulated(monkeypatch, mode)
-    started, start = [], launch.start
-    monkeypatch.setattr(launch, "start", lambda source, *rest, **own: (started.append(source), start(source, *rest, **own)))
+    started = noted(monkeypatch)
     assert sm80.row_plan(1, 3, 16, 24, 192, False, True, sm, gpu.sm_count, gpu.shared_memory).splits > 1
     lone = Selection.from_ranges(torch.tensor([[0, 3], [0, 0]]).expand(1, 1, 1, 2, 2), max_length=400)  # most splits see nothing
     nothing = Selection.from_ranges(torch.zeros(1, 1, 1, 2, 2, dtype=torch.long), max_length=400)

@@ -60,20 +60,6 @@ def test_more_tiles_than_multiprocessors(h: int, Dk: int, Dv: int, block: int) -
     check_deterministic("cupy-cuda", q, k, v, selection, 3)
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files of the kernels that are started from here on."""
-    files: list[str] = []
-    start = launch.start
-
-    def noted(source: str, *rest: object, **own: bool) -> None:
-        files.append(source)
-        start(source, *rest, **own)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(launch, "start", noted)
-    return files
-
-
 def assert_ran(started: list[str], of_hopper: str) -> None:
     """On Hopper, the kernel that is Hopper's own."""
     assert torch.cuda.get_device_capability() != (9, 0) or of_hopper in started

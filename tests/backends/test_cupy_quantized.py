@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends import cupy_cuda
-from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.core.call import Call
 from nsa_sel.core.quantized import scales_of
 from nsa_sel.oracle import oracle_forward
@@ -19,6 +18,7 @@ from nsa_sel.settings.config import settings_for
 from tests.helpers.cache_cases import Cache, gathered, positions
 from tests.helpers.cases import assert_within_twice_baseline, plain_torch
 from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
+from tests.helpers.launches import noted
 from tests.helpers.poison import new_memory_is_nan
 from tests.helpers.quantized_cases import QuantizedCache, large_keys, make_quantized
 
@@ -52,14 +52,6 @@ def forward(given: QuantizedCache, sm_count: int = GPU.sm_count) -> tuple[Tensor
     call = call_of(given, sm_count)
     with new_memory_is_nan():
         return cupy_cuda.forward(call)
-
-
-def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files of the kernels that are started from here on."""
-    files: list[str] = []
-    start = launch.start
-    monkeypatch.setattr(launch, "start", lambda source, *rest, **others: (files.append(source), start(source, *rest, **others))[1])
-    return files
 
 
 def check(given: QuantizedCache, sm_count: int = GPU.sm_count) -> tuple[Tensor, Tensor]:

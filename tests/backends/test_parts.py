@@ -19,6 +19,7 @@ from nsa_sel.settings.config import settings_for
 from tests.backends.test_slices import Peak
 from tests.helpers.cases import assert_gradients, make_blocks, make_call, make_grads, make_qkv
 from tests.helpers.emulate import GPU, emulated, needs_compiler
+from tests.helpers.launches import noted
 from tests.helpers.poison import new_memory_is_nan
 
 pytestmark = pytest.mark.slow  # in all: the interpreter knows no threads, and a compiler
@@ -75,8 +76,7 @@ def test_cupy_cuda(monkeypatch: pytest.MonkeyPatch, parts: list[tuple[int, ...]]
     if ordered:
         for name, value in (("LEAST_TOKENS", 100), ("LEAST_ROWS", 800), ("WARPGROUPS", 6)):
             monkeypatch.setattr(token_order, name, value)
-    started, start = [], launch.start
-    monkeypatch.setattr(launch, "start", lambda source, *rest, **own: (started.append(source), start(source, *rest, **own)))
+    started = noted(monkeypatch)
     q, k, v = make_qkv(S=100, G=2, h=4, Dk=64, Dv=64, S_kv=260, dtype=torch.float16)
     ranges = make_blocks(1, 100, 2, 260, 3, 64).ranges
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends import _slices
-from nsa_sel.backends.cupy_cuda import launch, sm90, token_order
+from nsa_sel.backends.cupy_cuda import sm90, token_order
 from nsa_sel.core import registry
 from nsa_sel.core.reset import reset
 from nsa_sel.selection import Selection
@@ -25,15 +25,6 @@ pytestmark = pytest.mark.gpu
 LACKING = registry.missing("cupy-cuda")
 needs_cuda = pytest.mark.skipif(bool(LACKING), reason="; ".join(map(str, LACKING)))
 needs_hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs SM 9.0")
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files of the CUDA kernels that ran."""
-    names: list[str] = []
-    start: Callable[..., None] = launch.start
-    monkeypatch.setattr(launch, "start", lambda source, *rest, **others: (names.append(source), start(source, *rest, **others))[1])
-    return names
 
 
 @pytest.mark.parametrize(

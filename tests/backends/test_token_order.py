@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from nsa_sel.backends import cupy_cuda
-from nsa_sel.backends.cupy_cuda import launch, sm90, token_order
+from nsa_sel.backends.cupy_cuda import sm90, token_order
 from nsa_sel.backends.specs import HOPPER_TILES
 from nsa_sel.core.call import Call
 from nsa_sel.core.check import check_call
@@ -27,6 +25,7 @@ from tests.helpers.cases import (
     unused_keys,
 )
 from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
+from tests.helpers.launches import noted
 from tests.helpers.poison import new_memory_is_nan
 
 pytestmark = needs_compiler
@@ -174,13 +173,7 @@ def test_no_order_of_more_blocks_than_shared_memory_holds() -> None:
 def test_results(monkeypatch: pytest.MonkeyPatch, mode: int, h: int, Dk: int, Dv: int, block: int) -> None:
     """More tiles than CTAs, the last one with tokens that do not exist; rows without keys; keys that no row sees hold NaN."""
     emulated(monkeypatch, mode)
-    started, start = [], launch.start
-
-    def recorded(source: str, *rest: Any, **own: Any) -> None:
-        started.append(source)
-        start(source, *rest, **own)
-
-    monkeypatch.setattr(launch, "start", recorded)
+    started = noted(monkeypatch)
     S, S_kv = {16: 40}.get(h, 100), 260
     q, k, v = make_qkv(S=S, G=2, h=h, Dk=Dk, Dv=Dv, S_kv=S_kv, dtype=torch.float16)
     ranges = make_blocks(1, S, 2, S_kv, 3 if block == 64 else 2, block).ranges

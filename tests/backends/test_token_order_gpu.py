@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nsa_sel.backends.cupy_cuda import launch, token_order
+from nsa_sel.backends.cupy_cuda import token_order
 from nsa_sel.core import registry
 from nsa_sel.core.reset import reset
 from nsa_sel.selection import Selection
@@ -24,18 +24,13 @@ pytestmark = [
     ("h", "Dk", "Dv", "block"),
     [(16, 128, 128, 64), (4, 128, 128, 64), (4, 64, 64, 128), (5, 128, 64, 64), (12, 192, 128, 64), (32, 64, 128, 64), (8, 256, 256, 64)],
 )
-def test_tiles_of_tokens_that_selected_alike(monkeypatch: pytest.MonkeyPatch, h: int, Dk: int, Dv: int, block: int) -> None:
+def test_tiles_of_tokens_that_selected_alike(
+    monkeypatch: pytest.MonkeyPatch, started: list[str], h: int, Dk: int, Dv: int, block: int
+) -> None:
     """A batch, a last stretch that is not full, rows that selected nothing, and positions of any order."""
     monkeypatch.setattr(token_order, "LEAST_TOKENS", 1)
     monkeypatch.setattr(token_order, "LEAST_ROWS", 1)
     reset()
-    started, start = list[str](), launch.start
-
-    def noted(source: str, *rest: object, **own: bool) -> None:
-        started.append(source)
-        start(source, *rest, **own)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(launch, "start", noted)
     B, S, G, S_kv = 2, 1100, 3, 1300
     q, k, v = make_qkv(B, S, G, h, Dk, Dv, S_kv=S_kv, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     ranges = make_blocks(B, S, G, S_kv, 6, block, device="cuda").ranges

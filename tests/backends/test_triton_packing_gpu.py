@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from typing import Any
 
@@ -14,18 +13,12 @@ from nsa_sel.backends._triton import kernel as kernel_module
 from nsa_sel.backends.specs import SPECS
 from nsa_sel.selection import Selection
 from tests.helpers.cases import make_blocks, make_qkv
+from tests.helpers.graphs import captured, replayed
+from tests.helpers.launches import forget_launches
 
 pytestmark = pytest.mark.gpu
 BACKENDS = [spec.name for spec in SPECS if spec.framework == "triton"]
 SIZES = {"prefill": (1, 100, 2, 4, 256, 64), "few": (3, 1, 2, 16, 512, 128), "wide": (1, 40, 1, 3, 192, 192), "one": (1, 17, 1, 1, 64, 64)}
-
-
-def forget() -> None:
-    """The kernels that were launched."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("nsa_sel.backends."):
-            for remembering in [value for value in vars(module).values() if hasattr(value, "cache_clear")]:
-                remembering.cache_clear()
 
 
 def results(backend: str, sizes: tuple[int, ...], dtype: torch.dtype, seed: int = 1) -> list[torch.Tensor]:
@@ -65,18 +58,18 @@ def test_packed_launches_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, bac
 
     monkeypatch.setattr(kernel_module, "layout_of", layout_of)
     monkeypatch.setattr(kernel_module, "_started", was_started)
-    forget()
+    forget_launches()
     packed = results(backend, SIZES[size], dtype)
     assert layouts
     assert None not in layouts
     assert len(started) >= 3
     assert all(started)
     monkeypatch.setattr(kernel_module, "layout_of", lambda *of: None)
-    forget()
+    forget_launches()
     launched = len(started)
     plain = results(backend, SIZES[size], dtype)
     assert len(started) == launched
-    forget()
+    forget_launches()
     for a, b in zip(packed, plain, strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
@@ -100,9 +93,6 @@ def test_graphs_and_new_threads_take_packed_launches(backend: str) -> None:
     assert len(found) == 2
     assert torch.equal(found[0], wanted)
     assert torch.equal(found[1], wanted)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        again = forward()
+    graph = captured(lambda: (forward(),))
     v.zero_()
-    graph.replay()
-    assert torch.equal(again, torch.zeros_like(again))
+    assert not replayed(*graph)[0].any()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +27,7 @@ from nsa_sel.core.call import Call
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
+from tests.helpers.launches import forget_launches
 
 NUMBERS = (0, 1, 2, 15, 16, 48, -1, -16, 2**31 - 1, 2**31, 2**31 + 8, -(2**31), -(2**31) - 16, 2**40)
 
@@ -148,16 +148,9 @@ def test_what_launches_remember_is_bounded(function: Function) -> None:
 @pytest.fixture
 def no_launches() -> Iterator[None]:
     """None remembered by a backend, before and after."""
-
-    def forget() -> None:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("nsa_sel.backends."):
-                for remembering in [value for value in vars(module).values() if hasattr(value, "cache_clear")]:
-                    remembering.cache_clear()
-
-    forget()
+    forget_launches()
     yield
-    forget()
+    forget_launches()
 
 
 @pytest.mark.usefixtures("no_launches")
