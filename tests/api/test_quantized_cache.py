@@ -75,20 +75,14 @@ def test_a_prefill_attends_over_a_cache(backend: str) -> None:
 @pytest.mark.parametrize("backend", READERS)
 @pytest.mark.parametrize("factor", [0.0, -1.0])
 def test_scales_may_be_zero_or_negative(backend: str, factor: float) -> None:
-    given = make_quantized("head", 16, G=1, lengths=FEW)
-    exact = given.exact._replace(k_cache=given.exact.k_cache * factor)
-    scales = {**given.scales, "k_scale": given.scales["k_scale"] * factor}
-    check_quantized(given._replace(scales=scales, exact=exact), backend)
+    check_quantized(make_quantized("head", 16, G=1, lengths=FEW).scaled(factor), backend)
 
 
 @pytest.mark.parametrize("backend", READERS)
 @pytest.mark.parametrize("factor", [1e-3, 100.0])
 def test_weights_of_float16_keep_their_digits_beside_small_and_large_scales(backend: str, factor: float) -> None:
     """A weight times the scale of its page alone would be subnormal, or not exact beside weights of other pages."""
-    given = make_quantized("page", 16, G=1, lengths=(40, 60), n=3, dtype=torch.float16)
-    exact = given.exact._replace(v_cache=given.exact.v_cache * factor)
-    scales = {**given.scales, "v_scale": given.scales["v_scale"].double().mul(factor).float()}
-    check_quantized(given._replace(scales=scales, exact=exact), backend)
+    check_quantized(make_quantized("page", 16, G=1, lengths=(40, 60), n=3, dtype=torch.float16).scaled(v=factor), backend)
 
 
 @pytest.mark.parametrize("S_q", [1, 5])

@@ -8,19 +8,27 @@ import pytest
 import torch
 
 from nsa_sel.core import registry
-from nsa_sel.serving import selection_attention_with_kvcache
-from tests.helpers.cache_cases import LENGTHS
+from tests.helpers.cache_cases import LENGTHS, replayed_with
 from tests.helpers.graphs import no_waiting
-from tests.helpers.quantized_cases import EACH, QuantizedCache, check_quantized, make_quantized, replayed_with
+from tests.helpers.quantized_cases import (
+    EACH,
+    QuantizedCache,
+    called,
+    check_nan,
+    check_quantized,
+    make_quantized,
+    uneven_queries,
+)
 
 _SM = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1] if torch.cuda.is_available() else 0
 pytestmark = pytest.mark.gpu
-NAMES = [
-    name
+# Backends by the least page, and block, that they read: whole steps (more of them in test_quantized_cuda_gpu.py), or any.
+PAGES = {
+    name: 16 if backend.quantized_by is None else 64
     for name, backend in registry.backends().items()
     if "cuda" in backend.limits.dtypes and backend.limits.quantized.get("e4m3", 1000) <= _SM and not registry.missing(name)
-    if backend.quantized_by is None  # those of whole steps alone: test_quantized_cuda_gpu.py
-]
+}
+ANY = [name for name, page_size in PAGES.items() if page_size == 16]
 
 
 def gpu_cache(each: str | None, page_size: int | None, **sizes: Any) -> QuantizedCache:
@@ -28,7 +36,7 @@ def gpu_cache(each: str | None, page_size: int | None, **sizes: Any) -> Quantize
 
 
 @pytest.mark.parametrize(("page_size", "each"), [(None, None), (None, "head"), (16, "tensor"), (16, "page"), (64, None), (256, "page")])
-@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("backend", ANY)
 def test_caches_match_the_oracle(backend: str, page_size: int | None, each: str | None) -> None:
     for S_q, block, h in ((1, 64, 16), (8, 32, 4)):
         check_quantized(gpu_cache(each, page_size, S_q=S_q, block=block, h=h), backend)
@@ -48,47 +56,33 @@ def test_many_rows_use_tma_where_pages_hold_whole_steps(
 
 
 @pytest.mark.parametrize("exponent", [-60, -8, 0, 12, 60])
-def test_queries_of_any_magnitude_keep_their_digits(exponent: int) -> None:
-    """Queries of bfloat16 are scaled to float16, numbers of a row that differ by 2^16 among them."""
-    given = gpu_cache("head", 64, lengths=(150,), h=16)
-    spread = 2.0 ** torch.arange(-16, 16, 32 / 64, device="cuda").round()
-    q = (given.cache.q.float() * spread * 2.0**exponent).to(torch.bfloat16)
-    scales = {name: scale * 2.0**-exponent / 64 if name == "k_scale" else scale for name, scale in given.scales.items()}
-    exact = given.exact._replace(q=q, k_cache=given.exact.k_cache * 2.0**-exponent / 64)
-    check_quantized(given._replace(cache=given.cache._replace(q=q), scales=scales, exact=exact), "triton-group")
+@pytest.mark.parametrize("backend", PAGES)
+def test_queries_of_any_magnitude_keep_their_digits(backend: str, exponent: int) -> None:
+    """Queries of bfloat16 are scaled to float16."""
+    check_quantized(uneven_queries(gpu_cache("head", 64, lengths=(150,), h=16, block=64), exponent), backend)
 
 
-@pytest.mark.parametrize("backend", NAMES)
-def test_nan_reaches_the_rows_that_select_it_alone(backend: str) -> None:
-    given = gpu_cache("page", 16, lengths=(40, 40))
-    o, lse = check_quantized(given, backend)
-    table = given.cache.block_table
-    assert table is not None
-    for name in ("k_cache", "v_cache"):
-        stored = getattr(given.cache, name).clone()
-        stored[table[0, 0].long(), 3, 0, 5] = torch.nan  # key 3 of the first sequence and group: its first block is always selected
-        spoilt, spoilt_lse = selection_attention_with_kvcache(
-            *given.cache._replace(**{name: stored}), **given.scales, return_lse=True, backend=backend
-        )
-        assert bool(spoilt[0, :, 0].isnan().any(-1).all())
-        assert bool(spoilt_lse[0, :, 0].isnan().all()) == (name == "k_cache")
-        for new, old in ((spoilt, o), (spoilt_lse, lse)):
-            assert torch.equal(new[1], old[1])
-            assert torch.equal(new[0, :, 1], old[0, :, 1])
+@pytest.mark.parametrize(("backend", "page_size"), PAGES.items())
+def test_nan_reaches_the_rows_that_select_it_alone(backend: str, page_size: int) -> None:
+    given = gpu_cache("page", page_size, lengths=(40, 40), block=page_size)
+    check_quantized(given, backend)
+    check_nan(given, lambda given: called(given, backend))
 
 
-@pytest.mark.parametrize(("page_size", "each"), [(None, "head"), (16, "page")])
-@pytest.mark.parametrize("backend", NAMES)
-def test_a_graph_follows_writes_into_its_inputs(backend: str, page_size: int | None, each: str) -> None:
+@pytest.mark.parametrize("each", ["head", "page"])
+@pytest.mark.parametrize(("backend", "page_size"), PAGES.items())
+def test_a_graph_follows_writes_into_its_inputs(backend: str, page_size: int, each: str) -> None:
     """Scales, lengths, tables, selections, queries and pages; o and lse held NaN. Bit-equal to an eager call."""
-    first, other = (gpu_cache(each, page_size, lengths=lengths, seed=seed) for lengths, seed in ((LENGTHS, 0), ((150, 9, 0, 1), 1)))
-    assert all(map(torch.equal, replayed_with(first, other, backend), check_quantized(other, backend)))
+    sizes = {"page_size": page_size if each == "page" else None, "block": page_size}
+    first, other = (gpu_cache(each, lengths=lengths, seed=seed, **sizes) for lengths, seed in ((LENGTHS, 0), ((150, 9, 0, 1), 1)))
+    found = replayed_with(first.cache, other.cache, backend, first.scales, other.scales)
+    assert all(map(torch.equal, found, check_quantized(other, backend)))
 
 
 @pytest.mark.parametrize("each", EACH)
-def test_calls_never_wait_for_the_device(each: str | None) -> None:
-    given = gpu_cache(each, 16)
-    for backend in (*NAMES, None):
-        selection_attention_with_kvcache(*given.cache, **given.scales, backend=backend)
-        with no_waiting():
-            selection_attention_with_kvcache(*given.cache, **given.scales, backend=backend)
+@pytest.mark.parametrize(("backend", "page_size"), [*PAGES.items(), (None, 16)])
+def test_calls_never_wait_for_the_device(backend: str | None, page_size: int, each: str | None) -> None:
+    given = gpu_cache(each, page_size, block=page_size)
+    called(given, backend)
+    with no_waiting():
+        called(given, backend)

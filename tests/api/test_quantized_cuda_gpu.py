@@ -9,10 +9,8 @@ import torch
 
 from nsa_sel.core import registry
 from nsa_sel.selection import Selection
-from nsa_sel.serving import selection_attention_with_kvcache
 from tests.helpers.cache_cases import LENGTHS
-from tests.helpers.graphs import no_waiting
-from tests.helpers.quantized_cases import EACH, QuantizedCache, check_quantized, large_keys, make_quantized, replayed_with
+from tests.helpers.quantized_cases import EACH, QuantizedCache, called, check_quantized, large_keys, make_quantized, shared_by_sequences
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
@@ -34,8 +32,7 @@ def gpu_cache(each: str | None, page_size: int | None, **sizes: Any) -> Quantize
 def check(given: QuantizedCache) -> tuple[torch.Tensor, torch.Tensor]:
     """`check_quantized`, and the same bits again."""
     found = check_quantized(given, "cupy-cuda")
-    again = selection_attention_with_kvcache(*given.cache, **given.scales, return_lse=True, backend="cupy-cuda")
-    assert all(map(torch.equal, found, again))
+    assert all(map(torch.equal, found, called(given, "cupy-cuda")))
     return found
 
 
@@ -75,14 +72,13 @@ def test_tiles_of_tokens(S: int, h: int, D: int, block: int, page_size: int | No
     given = gpu_cache(each, page_size, S_q=S, h=h, Dk=D, Dv=D, block=block, lengths=(0, 1, 7, 70, 575) * 11, room=640)
     o, lse = check(given)
     assert set(started) == {"forward_tokens.cu"}
-    fp16 = given._replace(cache=given.cache._replace(q=given.cache.q.half()), exact=given.exact._replace(q=given.cache.q.half()))
-    check(fp16)
+    check(given.asked(given.cache.q.half()))
     for s in range(S):  # each token alone: of the last S_q, those before it
-        one = given.cache._replace(
+        one = given.replaced(
             q=given.cache.q[:, s : s + 1], selection=Selection(given.cache.selection.ranges[:, s : s + 1].contiguous(), block),
             cache_seqlens=(given.cache.cache_seqlens - (S - 1 - s)).clamp(min=0),
         )  # fmt: skip
-        alone, alone_lse = selection_attention_with_kvcache(*one, **given.scales, return_lse=True, backend="cupy-cuda")
+        alone, alone_lse = called(one, "cupy-cuda")
         torch.testing.assert_close(alone[:, 0], o[:, s], rtol=2**-7, atol=2**-7)
         torch.testing.assert_close(alone_lse[:, 0], lse[:, s], rtol=1e-5, atol=1e-5)
 
@@ -91,29 +87,12 @@ def test_tiles_of_tokens(S: int, h: int, D: int, block: int, page_size: int | No
 @pytest.mark.parametrize("each", ["head", "page"])
 def test_scales_may_be_zero_or_negative(each: str, factor: float) -> None:
     """The largest logit is that of the smallest product then."""
-    given = gpu_cache(each, 64, lengths=(150, 300))
-    exact = given.exact._replace(k_cache=given.exact.k_cache * factor, v_cache=given.exact.v_cache * -1.0)
-    scales = {"k_scale": given.scales["k_scale"] * factor, "v_scale": -given.scales["v_scale"]}
-    check(given._replace(scales=scales, exact=exact))
-
-
-@pytest.mark.parametrize("exponent", [-60, -8, 0, 12, 60])
-def test_queries_of_any_magnitude_keep_their_digits(exponent: int) -> None:
-    """Queries of bfloat16 are scaled to float16, numbers of a row that differ by 2^16 among them."""
-    given = gpu_cache("head", 64, lengths=(150,))
-    spread = 2.0 ** torch.arange(-16, 16, 32 / 128, device="cuda").round()
-    q = (given.cache.q.float() * spread * 2.0**exponent).to(torch.bfloat16)
-    scales = {name: scale * 2.0**-exponent / 64 if name == "k_scale" else scale for name, scale in given.scales.items()}
-    exact = given.exact._replace(q=q, k_cache=given.exact.k_cache * 2.0**-exponent / 64)
-    check(given._replace(cache=given.cache._replace(q=q), scales=scales, exact=exact))
+    check(gpu_cache(each, 64, lengths=(150, 300)).scaled(factor, -1.0))
 
 
 @pytest.mark.parametrize("factor", [1e-30, 1e-3, 100.0, 1e30])
 def test_scales_of_pages_may_have_any_size(factor: float) -> None:
-    given = gpu_cache("page", 64, lengths=(150, 300))
-    exact = given.exact._replace(v_cache=given.exact.v_cache * factor)
-    scales = {**given.scales, "v_scale": given.scales["v_scale"].double().mul(factor).float()}
-    check(given._replace(scales=scales, exact=exact))
+    check(gpu_cache("page", 64, lengths=(150, 300)).scaled(v=factor))
 
 
 @pytest.mark.parametrize(("page_size", "each"), [(None, "head"), (64, "page")])
@@ -122,47 +101,15 @@ def test_keys_may_be_larger_than_float16_has_numbers(S_q: int, page_size: int | 
     check(large_keys(gpu_cache(each, page_size, lengths=MANY, S_q=S_q, dtype=torch.float16)))
 
 
-def test_nan_reaches_the_rows_that_select_it_alone() -> None:
-    given = gpu_cache("page", 64, lengths=(40, 40))
-    o, lse = check(given)
-    table = given.cache.block_table
-    assert table is not None
-    for name in ("k_cache", "v_cache"):
-        stored = getattr(given.cache, name).clone()
-        stored[table[0, 0].long(), 3, 0, 5] = torch.nan  # key 3 of the first sequence and group
-        spoilt = given.cache._replace(**{name: stored})
-        new, new_lse = selection_attention_with_kvcache(*spoilt, **given.scales, return_lse=True, backend="cupy-cuda")
-        assert bool(new[0, :, 0].isnan().any(-1).all())
-        assert bool(new_lse[0, :, 0].isnan().all()) == (name == "k_cache")
-        for one, other in ((new, o), (new_lse, lse)):
-            assert torch.equal(one[1], other[1])
-            assert torch.equal(one[0, :, 1], other[0, :, 1])
-
-
 def test_a_cache_that_sequences_share_is_copied() -> None:
     """TMA takes no stride of 0."""
-    given = gpu_cache("head", None, lengths=(300, 300, 300))
-    wide = [x[:1].expand(3, -1, -1, -1) for x in (given.cache.k_cache, given.cache.v_cache)]
-    exact = [x[:1].expand(3, -1, -1, -1) for x in (given.exact.k_cache, given.exact.v_cache)]
-    check(
-        given._replace(
-            cache=given.cache._replace(k_cache=wide[0], v_cache=wide[1]), exact=given.exact._replace(k_cache=exact[0], v_cache=exact[1])
-        )
-    )
-
-
-@pytest.mark.parametrize(("page_size", "each"), [(None, "head"), (64, "page")])
-def test_a_graph_follows_writes_into_its_inputs(page_size: int | None, each: str) -> None:
-    """Scales, lengths, tables, selections, queries and pages; o and lse held NaN. Bit-equal to an eager call."""
-    first, other = (gpu_cache(each, page_size, lengths=lengths, seed=seed) for lengths, seed in ((LENGTHS, 0), ((150, 9, 0, 1), 1)))
-    assert all(map(torch.equal, replayed_with(first, other, "cupy-cuda"), check(other)))
+    check(shared_by_sequences(gpu_cache("head", None, lengths=(300, 300, 300))))
 
 
 @pytest.mark.parametrize("each", EACH)
-def test_a_step_is_one_launch_that_never_waits(each: str | None, started: list[str]) -> None:
+def test_a_step_is_one_launch(each: str | None, started: list[str]) -> None:
     given = gpu_cache(each, 64)
-    selection_attention_with_kvcache(*given.cache, **given.scales, backend="cupy-cuda")
+    called(given, "cupy-cuda")
     started.clear()
-    with no_waiting():
-        selection_attention_with_kvcache(*given.cache, **given.scales, backend="cupy-cuda")
+    called(given, "cupy-cuda")
     assert started == ["forward_blocks.cu"]

@@ -10,9 +10,9 @@ import torch
 from nsa_sel.core import registry
 from nsa_sel.oracle import oracle_forward
 from nsa_sel.serving import selection_attention_with_kvcache
-from tests.helpers.cache_cases import LENGTHS, PAGES, Cache, check, gathered, make_cache, positions
+from tests.helpers.cache_cases import LENGTHS, PAGES, Cache, check, gathered, make_cache, positions, replayed_with
 from tests.helpers.cases import assert_within_twice_baseline, plain_torch
-from tests.helpers.graphs import captured, no_waiting, replayed
+from tests.helpers.graphs import no_waiting
 
 pytestmark = pytest.mark.gpu
 
@@ -53,18 +53,7 @@ def test_many_rows_use_tma_where_pages_hold_whole_steps(
 def test_a_graph_follows_writes_into_its_inputs(backend: str, page_size: int | None) -> None:
     """Lengths, tables, selections, queries and pages; o and lse held NaN. Bit-equal to an eager call."""
     first, other = (gpu_cache(page_size, lengths=lengths, seed=seed) for lengths, seed in ((LENGTHS, 0), ((150, 9, 0, 1), 1)))
-
-    def call() -> tuple[torch.Tensor, torch.Tensor]:
-        o, lse = selection_attention_with_kvcache(*first, return_lse=True, backend=backend)
-        return o, lse
-
-    with torch.no_grad():
-        graph, outputs = captured(call)
-    for name in ("q", "k_cache", "v_cache", "cache_seqlens", "block_table"):
-        if getattr(first, name) is not None:
-            getattr(first, name).copy_(getattr(other, name))
-    first.selection.ranges.copy_(other.selection.ranges)
-    assert all(map(torch.equal, replayed(graph, outputs), check(other, backend)))
+    assert all(map(torch.equal, replayed_with(first, other, backend), check(other, backend)))
 
 
 @pytest.mark.parametrize("page_size", [None, 16])

@@ -20,7 +20,7 @@ from tests.helpers.cases import assert_within_twice_baseline, plain_torch
 from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
 from tests.helpers.launches import noted
 from tests.helpers.poison import new_memory_is_nan
-from tests.helpers.quantized_cases import QuantizedCache, large_keys, make_quantized
+from tests.helpers.quantized_cases import QuantizedCache, check_nan, large_keys, make_quantized, shared_by_sequences, uneven_queries
 
 pytestmark = needs_compiler
 
@@ -97,20 +97,14 @@ def test_several_tokens_and_scales_of_one(monkeypatch: pytest.MonkeyPatch) -> No
 def test_scales_may_be_zero_or_negative(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any], factor: float) -> None:
     """The largest logit is that of the smallest product then."""
     emulated(monkeypatch)
-    given = small_cache(**sizes, G=1)
-    exact = given.exact._replace(k_cache=given.exact.k_cache * factor, v_cache=-given.exact.v_cache)
-    check(given._replace(scales={"k_scale": given.scales["k_scale"] * factor, "v_scale": -given.scales["v_scale"]}, exact=exact))
+    check(small_cache(**sizes, G=1).scaled(factor, -1.0))
 
 
 @pytest.mark.parametrize("exponent", [-60, 60])
 def test_queries_of_any_magnitude_keep_their_digits(monkeypatch: pytest.MonkeyPatch, exponent: int) -> None:
-    """Queries of bfloat16 are scaled to float16, numbers of a row that differ by 2^32 among them."""
+    """Queries of bfloat16 are scaled to float16."""
     emulated(monkeypatch)
-    given = small_cache(**OF_PAGES, G=1)
-    q = (given.cache.q.float() * 2.0 ** torch.linspace(-16, 16, 128).round() * 2.0**exponent).to(torch.bfloat16)
-    scales = {**given.scales, "k_scale": given.scales["k_scale"] * 2.0**-exponent / 2**14}
-    exact = given.exact._replace(q=q, k_cache=given.exact.k_cache * 2.0**-exponent / 2**14)
-    check(given._replace(cache=given.cache._replace(q=q), scales=scales, exact=exact))
+    check(uneven_queries(small_cache(**OF_PAGES, G=1), exponent))
 
 
 @pytest.mark.parametrize("sizes", [{}, OF_TOKENS])
@@ -119,19 +113,9 @@ def test_keys_may_be_larger_than_float16_has_numbers(monkeypatch: pytest.MonkeyP
     check(large_keys(small_cache(**OF_HEADS, **sizes, G=1)), sm_count=2)
 
 
-@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
-def test_nan_reaches_the_rows_that_select_it_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_nan_reaches_the_rows_that_select_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     emulated(monkeypatch)
-    given = small_cache(**OF_HEADS)
-    o, lse = check(given)
-    stored = getattr(given.cache, name).clone()
-    stored[2, 3, 0, 5] = torch.nan  # every sequence has a key of the first block
-    spoilt, spoilt_lse = forward(given.replaced(**{name: stored}))
-    assert bool(spoilt[2, 0, 0].isnan().any(-1).all())
-    assert bool(spoilt_lse[2, 0, 0].isnan().all()) == (name == "k_cache")
-    for new, old in ((spoilt, o), (spoilt_lse, lse)):
-        assert torch.equal(new[:2], old[:2])
-        assert torch.equal(new[2, 0, 1], old[2, 0, 1])
+    check_nan(small_cache(**OF_HEADS), forward)
 
 
 def without_blocks(cache: Cache, token: int) -> Cache:
@@ -177,12 +161,7 @@ def test_nan_that_no_token_sees_of_a_block_that_it_selected_does_not_matter(monk
 def test_a_cache_that_sequences_share_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """TMA takes no stride of 0."""
     emulated(monkeypatch)
-    given = small_cache(**OF_HEADS, lengths=(150, 150, 150))
-
-    def first(cache: Any) -> Any:
-        return cache._replace(**{name: getattr(cache, name)[:1].expand(3, -1, -1, -1) for name in ("k_cache", "v_cache")})
-
-    check(given._replace(cache=first(given.cache), exact=first(given.exact)))
+    check(shared_by_sequences(small_cache(**OF_HEADS, lengths=(150, 150, 150))))
 
 
 @pytest.mark.parametrize(

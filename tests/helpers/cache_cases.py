@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ import nsa_sel
 from nsa_sel.selection import Selection
 from nsa_sel.serving import selection_attention_with_kvcache
 from tests.helpers.cases import assert_forward
+from tests.helpers.graphs import captured, replayed
 
 LENGTHS = (0, 1, 9, 150)  # shorter than a block among them
 PAGES = (16, 32, 64, 128, 256)
@@ -112,3 +114,23 @@ def check(cache: Cache, backend: str | None) -> tuple[Tensor, Tensor]:
     assert bool((o.masked_select(nothing.unsqueeze(-1)) == 0).all())
     assert bool((lse.masked_select(nothing) == -math.inf).all())
     return o, lse
+
+
+def replayed_with(
+    first: Cache, other: Cache, backend: str | None, scales: Mapping[str, Tensor] = {}, other_scales: Mapping[str, Tensor] = {}
+) -> list[Tensor]:  # fmt: skip
+    """o and lse, which held NaN, of a graph that was captured over `first`, replayed with what `other` holds in its place."""
+
+    def call() -> tuple[Tensor, Tensor]:
+        o, lse = selection_attention_with_kvcache(*first, **scales, return_lse=True, backend=backend)
+        return o, lse
+
+    with torch.no_grad():
+        graph, outputs = captured(call)
+    for name in ("q", "k_cache", "v_cache", "cache_seqlens", "block_table"):
+        if getattr(first, name) is not None:
+            getattr(first, name).copy_(getattr(other, name))
+    first.selection.ranges.copy_(other.selection.ranges)
+    for name, scale in scales.items():
+        scale.copy_(other_scales[name])
+    return replayed(graph, outputs)
