@@ -46,6 +46,16 @@ def nothing_has_failed() -> Any:
     assert not registry.broken_windows
 
 
+@pytest.fixture(params=["cuda", "triton"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's, which take most calls on Hopper, and Triton's for all."""
+    if request.param == "triton":
+        monkeypatch.setattr(window_kernels, "_by_cuda", lambda q, v: False)
+    elif torch.cuda.get_device_capability() != (9, 0) or registry.missing("cupy-cuda"):
+        pytest.skip("no kernels but Triton's")
+
+
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", GPU_SHAPES)
 def test_results_and_gradients(shape: str, dtype: torch.dtype) -> None:
@@ -77,20 +87,22 @@ def test_decode(dtype: torch.dtype) -> None:
     assert torch.equal(sliding_window_attention(q[:, 0], k, v, size), sliding_window_attention(q, k, v, size)[:, 0])
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("shape", ["long", "h3"])
-def test_strides(shape: str) -> None:
+def test_strides_and_a_negative_scale(shape: str) -> None:
     """A cache's layout [B,S_kv,G,D], heads that are not adjacent, and rows that TMA cannot load."""
     inputs, size = inputs_of(GPU_SHAPES[shape], torch.bfloat16, "cuda")
-    wanted = results(sliding_window_attention, inputs, size, True, return_lse=True)
+    wanted = results(sliding_window_attention, inputs, size, True, return_lse=True, scale=0.3)
     q, k, v = (x.detach() for x in inputs)
     k, v = (x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (k, v))
-    q = torch.nn.functional.pad(q, (1, 0))[..., 1:].transpose(1, 3).contiguous().transpose(1, 3).requires_grad_()
-    for mine, right in zip(results(sliding_window_attention, (q, k, v), size, True, return_lse=True), wanted, strict=True):
-        torch.testing.assert_close(mine, right)
+    q = q.neg().transpose(1, 3).contiguous().transpose(1, 3).requires_grad_()
+    o, lse, dq, *dkdv = results(sliding_window_attention, (q, k, v), size, True, return_lse=True, scale=-0.3)
+    assert all(map(torch.equal, (o, lse, -dq, *dkdv), wanted))
     padded = torch.nn.functional.pad(q.detach(), (1, 0))[..., 1:].requires_grad_()  # rows begin at odd addresses
     check(sliding_window_attention, (padded, k, v), size, True)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("shape", ["long", "h3", "h16-chunked-prefill"])
 def test_bit_equal_from_run_to_run(shape: str) -> None:
     inputs, size = inputs_of(GPU_SHAPES[shape], torch.bfloat16, "cuda")
@@ -99,13 +111,15 @@ def test_bit_equal_from_run_to_run(shape: str) -> None:
         assert all(map(torch.equal, first, results(sliding_window_attention, inputs, size, True, return_lse=True)))
 
 
-def test_keys_outside_of_every_window_are_not_read() -> None:
-    inputs, size = inputs_of(GPU_SHAPES["h16-chunked-prefill"], torch.bfloat16, "cuda")
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("shape", [(1, 200, 990, 2, 16, 128, 128, 256), (2, 200, 990, 2, 3, 64, 64, 100)], ids=["h16", "h3"])
+def test_keys_outside_of_every_window_are_not_read(shape: tuple[int, ...]) -> None:
+    inputs, size = inputs_of(shape, torch.bfloat16, "cuda")
     q, k, v = (x.detach() for x in inputs)
     unseen = torch.arange(k.shape[2], device="cuda")[:, None] <= k.shape[2] - q.shape[1] - size
     poisoned = tuple(x.requires_grad_() for x in (q, k.masked_fill(unseen, math.nan), v.masked_fill(unseen, math.nan)))
-    got = results(sliding_window_attention, poisoned, size, False)
-    assert all(map(torch.equal, got, results(sliding_window_attention, inputs, size, False)))
+    got = results(sliding_window_attention, poisoned, size, True, return_lse=True)
+    assert all(map(torch.equal, got, results(sliding_window_attention, inputs, size, True, return_lse=True)))
     assert all(int(torch.count_nonzero(x[:, :, unseen.squeeze(1)])) == 0 for x in got[-2:])
 
 
@@ -132,6 +146,7 @@ def test_more_than_2_31_elements() -> None:
         torch.testing.assert_close(mine[:, :, -128:], right[:, :, -128:])
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("shape", ["long", "h3"])
 def test_cuda_graphs(shape: str) -> None:
     inputs, size = inputs_of(GPU_SHAPES[shape], torch.bfloat16, "cuda")
