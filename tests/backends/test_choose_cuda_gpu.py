@@ -7,16 +7,15 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from nsa_sel.backends import choose_cuda
 from nsa_sel.backends.cupy_cuda import compressed
 from nsa_sel.core import registry
-from nsa_sel.core.choose_call import ChooseCall, Rule
+from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.facts import device_info
 from tests.helpers.cases import make_grads
-from tests.helpers.choose_cases import check_forward, check_gradients, make_choose_call, poisoned
-from tests.helpers.poison import new_memory_is_nan
+from tests.helpers.choose_cases import check_both, check_gradients, check_unread, make_choose_call, results
+from tests.helpers.graphs import captured, replayed
 
 LACKING = registry.missing("choose-cuda")
 pytestmark = [
@@ -38,21 +37,12 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, int, Rule]] = {  # B, S, S
 }  # fmt: skip
 
 
-def results(call: ChooseCall, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, ...]:
-    """o, lse, blocks, dq, dk, dv, in new memory that holds NaN."""
-    assert compressed.supports(call, device_info(call.q.device), do)
-    with new_memory_is_nan():
-        o, lse, blocks = choose_cuda.forward(call)
-        return o, lse, blocks, *choose_cuda.backward(call, o, lse, do, dlse)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_cuda_matches_the_oracle(shape: str, dtype: torch.dtype) -> None:
     call = make_choose_call(SHAPES[shape], dtype, "cuda")
     assert compressed.supports(call, device_info(call.q.device))
-    check_forward(choose_cuda.forward, call, slack=1e-4)
-    check_gradients(choose_cuda.forward, choose_cuda.backward, call, with_lse=shape != "h64")
+    check_both(choose_cuda, call, 1e-4, with_lse=shape != "h64")
 
 
 def test_cuda_takes_a_negative_scale_and_many_segments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,47 +63,34 @@ def test_calls_beyond_the_tiles_take_triton() -> None:
     wide.k = torch.nn.functional.pad(wide.k, (0, 1))[..., :-1]
     for call in (nothing, given, wide):
         assert not compressed.supports(call, device_info(call.q.device))
-        check_forward(choose_cuda.forward, call, slack=1e-4)
-        check_gradients(choose_cuda.forward, choose_cuda.backward, call)
+        check_both(choose_cuda, call, 1e-4)
 
 
 @pytest.mark.parametrize(("h", "D"), [(16, 128), (3, 64)])
 def test_keys_and_rows_that_count_for_nothing_are_not_read(h: int, D: int) -> None:
     call = make_choose_call((2, 1333, 1333, 2, h, D, D, Rule()), torch.bfloat16, "cuda", start=-100)
-    do, dlse = make_grads(call.q, call.v)
-    empty = (call.seen() == 0)[:, :, None, None]
-    clean = results(call, do, dlse)
-    found = results(poisoned(call), do.masked_fill(empty[..., None], math.nan), dlse.masked_fill(empty, math.nan))
-    assert not any(bool(x.isnan().any()) for x in found)
-    assert all(torch.equal(x, y) for x, y in zip(clean, found, strict=True))
-    for _ in range(20):
-        assert all(torch.equal(x, y) for x, y in zip(clean, results(call, do, dlse), strict=True))
+    assert compressed.supports(call, device_info(call.q.device))
+    check_unread(choose_cuda, call, reruns=20)
 
 
 def test_later_keys_do_not_reach_earlier_rows() -> None:
     """NaN in the last keys, which some rows see, but none of the same tile."""
     call = make_choose_call(SHAPES["h16"], torch.bfloat16, "cuda")
     do, dlse = make_grads(call.q, call.v)
-    clean = results(call, do, dlse)
+    clean = results(choose_cuda, call, do, dlse)
     call.k[:, :, 40:], call.v[:, :, 40:] = math.nan, math.nan
     rows = (call.seen() <= 40 - 64 // call.rule.compress_stride)[0]
-    for x, y in zip(clean[:2] + clean[3:4], (*(found := results(call, do, dlse))[:2], found[3]), strict=True):
+    for x, y in zip(clean[:2] + clean[3:4], (*(found := results(choose_cuda, call, do, dlse))[:2], found[3]), strict=True):
         assert torch.equal(x[:, rows], y[:, rows])
 
 
 def test_a_cuda_graph_replays_it() -> None:
     call = make_choose_call(SHAPES["h16"], torch.bfloat16, "cuda")
     do, dlse = make_grads(call.q, call.v)
-    expected = results(call, do, dlse)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        o, lse, blocks = choose_cuda.forward(call)
-        found = (o, lse, blocks, *choose_cuda.backward(call, o, lse, do, dlse))
+    expected = results(choose_cuda, call, do, dlse)
+    graph = captured(lambda: results(choose_cuda, call, do, dlse))
     compressed._build.cache_clear()
-    for x in found:
-        x.zero_()
-    graph.replay()
-    assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
+    assert all(map(torch.equal, expected, replayed(*graph)))
 
 
 def test_rows_beyond_32_bits_are_those_of_each_group_alone() -> None:

@@ -12,14 +12,12 @@ import torch
 import triton
 import triton.language as tl
 from msgspec.structs import replace
-from torch import Tensor
 
 from nsa_sel.backends import choose_torch, choose_triton
 from nsa_sel.backends._triton import choose_dkdv, sequences
 from nsa_sel.core.choose_call import ChooseCall, Rule
 from tests.helpers.cases import make_grads
-from tests.helpers.choose_cases import SMALL, check_forward, check_gradients, make_packed_call, oracle, poisoned
-from tests.helpers.poison import new_memory_is_nan
+from tests.helpers.choose_cases import SMALL, check_both, check_unread, make_packed_call, oracle, results
 
 BACKENDS = pytest.mark.parametrize("backend", [choose_torch, choose_triton], ids=["torch", "triton"])
 MIXED = (5, 0, 1, 18, 8, 11)  # shorter than a compressed block of 8, empty, one row, one compressed key, and more; not multiples
@@ -40,26 +38,17 @@ def few_keys_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(choose_dkdv, "SHORTEST", 8)
 
 
-def results(backend: ModuleType, call: ChooseCall, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, ...]:
-    """o, lse, blocks, dq, dk, dv, in new memory that holds NaN."""
-    with new_memory_is_nan():
-        o, lse, blocks = backend.forward(call)
-        return o, lse, blocks, *backend.backward(call, o, lse, do, dlse)
-
-
 @BACKENDS
 @pytest.mark.parametrize("case", CASES)
 def test_packed_batches_match_the_oracle(case: str, backend: ModuleType) -> None:
     call = CASES[case]
-    check_forward(backend.forward, call)
-    check_gradients(backend.forward, backend.backward, call)
+    check_both(backend, call)
 
 
 @BACKENDS
 def test_packed_batches_in_float16_with_a_negative_scale(backend: ModuleType) -> None:
     call = make_packed_call((9, 2, 12), sizes=(1, 4, 16, 16), dtype=torch.float16, scale=-0.3)
-    check_forward(backend.forward, call)
-    check_gradients(backend.forward, backend.backward, call)
+    check_both(backend, call)
 
 
 def test_the_oracle_of_a_packed_batch_is_that_of_each_sequence() -> None:
@@ -89,11 +78,7 @@ def test_packed_batches_equal_a_call_for_each_sequence(backend: ModuleType) -> N
 def test_padding_and_other_sequences_are_not_read(backend: ModuleType) -> None:
     """NaN in padding, in rows that see nothing, in unused keys, and in every second sequence; reruns are bit-equal."""
     call = make_packed_call((9, 1, 17), sizes=(1, 2, 16, 16))
-    do, dlse = make_grads(call.q, call.v)
-    clean = results(backend, call, do, dlse)
-    empty = (call.seen() == 0)[:, :, None, None]
-    found = results(backend, poisoned(call), do.masked_fill(empty[..., None], math.nan), dlse.masked_fill(empty, math.nan))
-    assert all(torch.equal(x, y) for x, y in zip(clean, found, strict=True))
+    clean, (do, dlse) = check_unread(backend, call), make_grads(call.q, call.v)
     q, k, v = call.q.clone(), call.k.clone(), call.v.clone()
     others = list(call.each_sequence())
     for rows, keys, _ in others[::2]:
@@ -159,16 +144,10 @@ def test_wrong_bounds_give_tiles_within_the_tensors() -> None:
 @pytest.mark.parametrize("sizes", [(2, 16, 128, 128), (1, 6, 192, 128)], ids=["h16", "h6-192-128"])
 def test_packed_batches_match_the_oracle_on_a_gpu(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     call = make_packed_call((70, 0, 1, 31, 333, 32, 150, *(1, 0, 40) * 30), 20, Rule(), sizes, dtype, "cuda")
-    check_forward(choose_triton.forward, call, slack=1e-4)
-    check_gradients(choose_triton.forward, choose_triton.backward, call)
+    check_both(choose_triton, call, 1e-4)
 
 
 @pytest.mark.gpu
 def test_packed_poison_and_reruns_on_a_gpu() -> None:
     call = make_packed_call((70, 0, 1, 31, 333, 32, 150) * 3, 20, Rule(), (2, 16, 128, 128), torch.bfloat16, "cuda")
-    do, dlse = make_grads(call.q, call.v)
-    clean = results(choose_triton, call, do, dlse)
-    empty = (call.seen() == 0)[:, :, None, None]
-    for _ in range(10):
-        found = results(choose_triton, poisoned(call), do.masked_fill(empty[..., None], math.nan), dlse.masked_fill(empty, math.nan))
-        assert all(torch.equal(x, y) for x, y in zip(clean, found, strict=True))
+    check_unread(choose_triton, call, reruns=10)

@@ -15,7 +15,7 @@ from nsa_sel.layer import block_scores
 from nsa_sel.oracle_choose import oracle_choose_backward
 from nsa_sel.selection import Selection
 from tests.helpers.cases import make_grads
-from tests.helpers.choose_cases import SHAPES, SMALL, check_forward, check_gradients, make_choose_call, oracle, plain, poisoned
+from tests.helpers.choose_cases import SHAPES, SMALL, check_both, check_forward, check_unread, make_choose_call, oracle, plain
 
 
 @pytest.mark.parametrize("shape", ["h3", "decode", "shorter-than-a-compressed-block"])
@@ -54,15 +54,13 @@ def test_oracle_importance_is_block_scores_of_p(shape: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_torch_matches_the_oracle(shape: str, dtype: torch.dtype) -> None:
     call = make_choose_call(shape, dtype)
-    check_forward(choose_torch.forward, call)
-    check_gradients(choose_torch.forward, choose_torch.backward, call)
+    check_both(choose_torch, call)
 
 
 def test_torch_takes_positions_and_a_negative_scale() -> None:
     q_pos = torch.randint(-3, 50, (2, 21), generator=torch.Generator().manual_seed(0))
     call = make_choose_call("h3", q_pos=q_pos, scale=-0.3)
-    check_forward(choose_torch.forward, call)
-    check_gradients(choose_torch.forward, choose_torch.backward, call, with_lse=False)
+    check_both(choose_torch, call, with_lse=False)
 
 
 def test_torch_takes_a_compressed_block_longer_than_a_block() -> None:
@@ -108,15 +106,7 @@ def test_torch_reads_no_key_and_no_row_that_counts_for_nothing(positions: str) -
     call = make_choose_call("h3", start=-10)
     if positions == "given":
         call.q_pos = call.positions()
-    do, dlse = make_grads(call.q, call.v)
-    clean = choose_torch.forward(call)
-    bad = poisoned(call)
-    found = choose_torch.forward(bad)
-    empty = (call.seen() == 0)[:, :, None, None]
-    clean_gradients = choose_torch.backward(call, *clean[:2], do, dlse)
-    gradients = choose_torch.backward(bad, *found[:2], do.masked_fill(empty[..., None], math.nan), dlse.masked_fill(empty, math.nan))
-    for x, y in zip((*found, *gradients), (*clean, *clean_gradients), strict=True):
-        assert torch.equal(x, y)
+    check_unread(choose_torch, call)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

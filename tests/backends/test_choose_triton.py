@@ -8,18 +8,16 @@ import math
 import pytest
 import torch
 from msgspec.structs import replace
-from torch import Tensor
 
 from nsa_sel.backends import choose_triton
 from nsa_sel.backends._triton import choose_dkdv
 from nsa_sel.backends._triton.importance import importance
-from nsa_sel.core.choose_call import ChooseCall, Rule
+from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.indices import whole_blocks
 from nsa_sel.core.scores import sorted_blocks
 from nsa_sel.settings.schema import KernelConfig
 from tests.helpers.cases import make_grads
-from tests.helpers.choose_cases import SHAPES, SMALL, check_forward, check_gradients, make_choose_call, oracle, poisoned
-from tests.helpers.poison import new_memory_is_nan
+from tests.helpers.choose_cases import SHAPES, SMALL, check_both, check_gradients, check_unread, make_choose_call, oracle, results
 
 FEW = ("h6", "192-128", "shorter-than-a-compressed-block", "decode")
 
@@ -32,32 +30,22 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(choose_triton, "config_of", lambda call, kernel: replace(choose_triton.CONFIGS[kernel], block_l=16))
 
 
-def results(call: ChooseCall, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, ...]:
-    """o, lse, ranges, dq, dk, dv, in new memory that holds NaN."""
-    with new_memory_is_nan():
-        o, lse, ranges = choose_triton.forward(call)
-        return o, lse, ranges, *choose_triton.backward(call, o, lse, do, dlse)
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_triton_matches_the_oracle(shape: str) -> None:
     call = make_choose_call(shape)
-    check_forward(choose_triton.forward, call)
-    check_gradients(choose_triton.forward, choose_triton.backward, call, with_lse=shape != "h6")
+    check_both(choose_triton, call, with_lse=shape != "h6")
 
 
 @pytest.mark.parametrize("shape", FEW)
 def test_triton_matches_the_oracle_in_float16(shape: str) -> None:
     call = make_choose_call(shape, torch.float16)
-    check_forward(choose_triton.forward, call)
-    check_gradients(choose_triton.forward, choose_triton.backward, call)
+    check_both(choose_triton, call)
 
 
 def test_triton_takes_positions_and_a_negative_scale() -> None:
     q_pos = torch.randint(-3, 50, (2, 13), generator=torch.Generator().manual_seed(0))
     call = make_choose_call((2, 13, 40, 2, 3, 16, 24, SMALL), q_pos=q_pos, scale=-0.3)
-    check_forward(choose_triton.forward, call)
-    check_gradients(choose_triton.forward, choose_triton.backward, call)
+    check_both(choose_triton, call)
 
 
 @pytest.mark.parametrize("rule", [SMALL, SMALL._replace(block_size=12), SMALL._replace(compress_block=4), SMALL._replace(block_size=128)])
@@ -106,21 +94,17 @@ def test_keys_and_rows_that_count_for_nothing_are_not_read(positions: str) -> No
     """Nor is memory that no kernel wrote; and reruns are bit-equal."""
     call = make_choose_call((1, 33, 33, 1, 3, 16, 24, SMALL), start=-10)
     call.q_pos = call.positions() if positions == "given" else None
-    do, dlse = make_grads(call.q, call.v)
-    empty = (call.seen() == 0)[:, :, None, None]
-    clean = results(call, do, dlse)
-    found = results(poisoned(call), do.masked_fill(empty[..., None], math.nan), dlse.masked_fill(empty, math.nan))
-    assert not any(bool(x.isnan().any()) for x in clean)
-    assert all(torch.equal(x, y) for x, y in zip(clean, found, strict=True))
+    check_unread(choose_triton, call)
 
 
 def test_strides_of_inputs() -> None:
     call = make_choose_call((2, 9, 25, 2, 3, 16, 24, SMALL))
     do, _ = make_grads(call.q, call.v)
-    expected = results(call, do, None)
+    expected = results(choose_triton, call, do, None)
     q = call.q.permute(3, 1, 0, 2, 4).contiguous().permute(2, 1, 3, 0, 4)
     k, v = (x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for x in (call.k, call.v))
-    found = results(dataclasses.replace(call, q=q, k=k, v=v), do.permute(3, 1, 0, 2, 4).contiguous().permute(2, 1, 3, 0, 4), None)
+    do = do.permute(3, 1, 0, 2, 4).contiguous().permute(2, 1, 3, 0, 4)
+    found = results(choose_triton, dataclasses.replace(call, q=q, k=k, v=v), do, None)
     assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
 
 
@@ -140,19 +124,12 @@ GPU_SHAPES = {
 def test_triton_matches_the_oracle_on_a_gpu(shape: str, dtype: torch.dtype) -> None:
     """Importance is summed in float32 from products of the inputs as they are: in 16 bits it is as exact as in float32."""
     call = make_choose_call(GPU_SHAPES[shape], dtype, "cuda")
-    check_forward(choose_triton.forward, call, slack=1e-4)
-    check_gradients(choose_triton.forward, choose_triton.backward, call)
+    check_both(choose_triton, call, 1e-4)
 
 
 @pytest.mark.gpu
 def test_triton_gpu_positions_poison_and_reruns() -> None:
     call = make_choose_call((2, 333, 333, 2, 6, 64, 64, Rule()), torch.bfloat16, "cuda", start=-100)
-    do, dlse = make_grads(call.q, call.v)
-    empty = (call.seen() == 0)[:, :, None, None]
-    clean = results(call, do, dlse)
-    for other in (poisoned(call), poisoned(dataclasses.replace(call, q_pos=call.positions()))):
-        found = results(other, do.masked_fill(empty[..., None], math.nan), dlse.masked_fill(empty, math.nan))
-        assert all(torch.equal(x, y) for x, y in zip(clean[:4], found[:4], strict=True))
-        assert not any(bool(x.isnan().any()) for x in found)
-    for _ in range(20):
-        assert all(torch.equal(x, y) for x, y in zip(clean, results(call, do, dlse), strict=True))
+    implied = check_unread(choose_triton, call, reruns=20)
+    given = check_unread(choose_triton, dataclasses.replace(call, q_pos=call.positions()))
+    assert all(map(torch.equal, implied[:4], given[:4]))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from nsa_sel.oracle_choose import Chosen, oracle_choose, oracle_choose_backward
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from tests.helpers.cases import assert_within_twice_baseline, gradient_terms, make_grads, make_qkv
+from tests.helpers.poison import new_memory_is_nan
 
 Forward = Callable[[ChooseCall], tuple[Tensor, Tensor, Tensor]]
 Backward = Callable[[ChooseCall, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
@@ -177,6 +179,12 @@ def check_gradients(forward: Forward, backward: Backward, call: ChooseCall, *, w
     assert all(int(torch.count_nonzero(x.transpose(1, 2)[unseen])) == 0 for x in got[1:])
 
 
+def check_both(backend: ModuleType, call: ChooseCall, slack: float = 0.0, *, with_lse: bool = True) -> None:
+    """`check_forward` and `check_gradients`."""
+    check_forward(backend.forward, call, slack)
+    check_gradients(backend.forward, backend.backward, call, with_lse=with_lse)
+
+
 def poisoned(call: ChooseCall) -> ChooseCall:
     """The call with NaN in q of rows that see nothing and in keys and values that no row sees; both exist."""
     empty = (call.seen() == 0)[:, :, None, None, None]
@@ -185,3 +193,22 @@ def poisoned(call: ChooseCall) -> ChooseCall:
     assert bool(unseen.any())
     q, k, v = (x.masked_fill(where, math.nan) for x, where in ((call.q, empty), (call.k, unseen), (call.v, unseen)))
     return call.of(q, k, v)
+
+
+def results(backend: ModuleType, call: ChooseCall, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, ...]:
+    """o, lse, ranges, dq, dk, dv, in new memory that holds NaN."""
+    with new_memory_is_nan():
+        o, lse, ranges = backend.forward(call)
+        return o, lse, ranges, *backend.backward(call, o, lse, do, dlse)
+
+
+def check_unread(backend: ModuleType, call: ChooseCall, reruns: int = 1) -> tuple[Tensor, ...]:
+    """The results: the same bits with NaN in q, do and dlse of rows that see nothing, and in keys and values that no row sees."""
+    do, dlse = make_grads(call.q, call.v)
+    clean = results(backend, call, do, dlse)
+    empty = (call.seen() == 0)[:, :, None, None]
+    spoilt = poisoned(call), do.masked_fill(empty[..., None], math.nan), dlse.masked_fill(empty, math.nan)
+    assert not any(bool(x.isnan().any()) for x in clean)
+    for _ in range(reruns):
+        assert all(map(torch.equal, clean, results(backend, *spoilt)))
+    return clean

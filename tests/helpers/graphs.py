@@ -51,8 +51,8 @@ def captured(step: Step, device: str = "cuda") -> tuple[Any, tuple[Tensor, ...]]
 
 
 def replayed(graph: Any, outputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """What one replay writes, NaN where it writes nothing."""
+    """What one replay writes, NaN or -1 where it writes nothing."""
     for output in outputs:
-        output.detach().fill_(float("nan"))
+        output.detach().fill_(float("nan") if output.is_floating_point() else -1)
     graph.replay()
     return [output.detach().clone() for output in outputs]
