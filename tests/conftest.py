@@ -127,6 +127,13 @@ def configure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str]
 
 
 @pytest.fixture
+def tuned_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where `nsa-sel tune` writes: in a cache folder of the test's own."""
+    monkeypatch.setenv("NSA_SEL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "tuned"
+
+
+@pytest.fixture
 def plain_cpu(monkeypatch: pytest.MonkeyPatch, configure: Callable[[str], Path]) -> Path:
     """A CPU without Triton's interpreter, whatever this process was started with, and a pinned preference; the file that pins it."""
     for user in ("attention", "core.begin"):

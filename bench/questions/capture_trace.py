@@ -102,9 +102,10 @@ def select(q: Tensor, k: Tensor, n: int, block_size: int) -> Tensor:
     return Selection.from_scores(scores, n, block_size, first=FIRST, local=LOCAL).block_indices
 
 
-def trace_of(q: Tensor, k: Tensor, v: Tensor, head: int = TRACE_HEAD) -> dict[str, Tensor]:
+def trace_of(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
     """What the trace holds of a layer's q [1,S,G,h,D], k and v [1,G,S,D]: one KV head and its query heads, rounded, and their selection."""
-    kept = {"q": q[:, :, head : head + 1], "k": k[:, head : head + 1], "v": v[:, head : head + 1]}
+    head = slice(TRACE_HEAD, TRACE_HEAD + 1)
+    kept = {"q": q[:, :, head], "k": k[:, head], "v": v[:, head]}
     trace = {name: tensor.to(TRACE_DTYPE).contiguous() for name, tensor in kept.items()}
     # From the rounded values: the file's own q and k give its selection again.
     trace["block_indices"] = select(trace["q"].float(), trace["k"].float(), TRACE_N, BLOCK).to(torch.int8)

@@ -93,9 +93,9 @@ class Figure(NamedTuple):
         return " ".join(facet.alt for facet in self.facets)
 
 
-def png(figure: Figure, theme: Theme, path: Path, columns: int = 3, title: str = "") -> None:
+def png(figure: Figure, theme: Theme, path: Path, title: str = "") -> None:
     """All drawings of a figure side by side."""
-    columns = min(columns, len(figure.facets))
+    columns = min(3, len(figure.facets))
     lines = -(-len(figure.facets) // columns)
     with pyplot.rc_context(_style(theme)):
         canvas, grid = pyplot.subplots(

@@ -17,11 +17,7 @@ from torch import Tensor
 import nsa_sel
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import _MOST_PLANS, Selection
-
-
-def row(*ranges: tuple[int, int]) -> Tensor:
-    """Ranges [1,1,1,n,2] of one row."""
-    return torch.tensor(ranges, dtype=torch.int32).reshape(1, 1, 1, -1, 2)
+from tests.api.test_selection import row
 
 
 def test_plans_are_built_once_until_the_ranges_are_written() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,10 +23,3 @@ def instant(monkeypatch: pytest.MonkeyPatch) -> list[Timing]:
     monkeypatch.setattr(timing, "milliseconds", milliseconds)
     monkeypatch.setenv("NSA_SEL_COMMIT", "abc1234")
     return asked
-
-
-@pytest.fixture
-def tuned_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where `nsa-sel tune` writes: in a cache folder of the test's own."""
-    monkeypatch.setenv("NSA_SEL_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "tuned"

@@ -35,13 +35,13 @@ def new_memory_is_nan() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def through(backend: str, selection: Selection, *, q_pos: Tensor | None = None, scale: float | None = None) -> Run:
+def through(backend: str, selection: Selection, *, q_pos: Tensor | None = None) -> Run:
     """A run of `backend`, forced, with the recorded decision asserted, and plans of its own."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor) -> tuple[Tensor, ...]:
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
         with new_memory_is_nan():
-            o, lse = attend(backend, *inputs, Selection(selection.ranges, selection.block_size), q_pos=q_pos, scale=scale)
+            o, lse = attend(backend, *inputs, Selection(selection.ranges, selection.block_size), q_pos=q_pos)
             return o.detach(), lse.detach(), *torch.autograd.grad((o, lse), inputs, (do, dlse))
 
     return run

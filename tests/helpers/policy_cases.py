@@ -58,7 +58,7 @@ def codes(decision: Decision, backend: str) -> list[str]:
     return [reason.code for verdict in decision.verdicts if verdict.backend == backend for reason in verdict.forward]
 
 
-def toy(framework: str = "torch", **limits: Any) -> Offer:
+def toy(**limits: Any) -> Offer:
     """A backend called toy that is offered here, for float16 and bfloat16 on GPUs unless `limits` say otherwise."""
     limits = {"dtypes": {"cuda": ("float16", "bfloat16")}, **limits}
-    return Offer(Backend(name="toy", path="toy", framework=framework, limits=Limits(**limits)))
+    return Offer(Backend(name="toy", path="toy", framework="torch", limits=Limits(**limits)))

@@ -23,11 +23,9 @@ DEVICES = [pytest.param(device, id=f"{lane}-{device.name.split()[-1]}") for lane
 lanes = pytest.mark.parametrize("device", DEVICES)
 
 
-def routed(
-    device: DeviceInfo, request: Request = LONG, offers: tuple[Offer, ...] = OFFERS, backend: str | None = None, needs_grad: bool = True
-) -> Decision:
+def routed(device: DeviceInfo, request: Request = LONG, offers: tuple[Offer, ...] = OFFERS, backend: str | None = None) -> Decision:
     """The decision of the shipped policy and profiles; L = 8192 is above every gate."""
-    request = replace(request, needs_grad=needs_grad)
+    request = replace(request, needs_grad=True)
     override = Override(backend, "argument") if backend else None
     return make_decision(request, device, load_policy("default"), settings_for(device), offers, override)
 

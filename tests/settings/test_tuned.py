@@ -33,13 +33,8 @@ from tests.helpers.paths import ROOT
 from tests.helpers.policy_cases import A100, CPU, H100, H200, SHORT, replace
 from tests.helpers.tune_cases import FORWARD, OTHER, key, one_problem_job, result, times, write
 
+pytestmark = pytest.mark.usefixtures("tuned_folder")
 COMMITTED = settings_for(H200).kernels[FORWARD]
-
-
-@pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv("NSA_SEL_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "tuned"
 
 
 def launch(request: Any = SHORT, device: DeviceInfo = H200, kernel: str = FORWARD) -> KernelConfig:
@@ -114,7 +109,7 @@ def test_environment_and_configuration_override_tuning(monkeypatch: pytest.Monke
     assert (launch(kernel="triton-group/dkdv").block_l, launch(kernel="triton-group/dkdv").num_stages) == (128, 2)
 
 
-def test_the_file_is_read_once_until_it_is_forgotten(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_the_file_is_read_once_until_it_is_forgotten(monkeypatch: pytest.MonkeyPatch, tuned_folder: Path) -> None:
     write(result())
     first = explain_request(SHORT, H200)
     write(result(winner=KernelConfig(16, 1, 1, loads="tma")))
@@ -126,7 +121,7 @@ def test_the_file_is_read_once_until_it_is_forgotten(monkeypatch: pytest.MonkeyP
     second = explain_request(SHORT, H200)
     assert (first.settings.kernels[FORWARD].block_l, second.settings.kernels[FORWARD].block_l) == (32, 16)
     assert len({first.settings.fingerprint, second.settings.fingerprint, settings_for(H200).fingerprint}) == 3
-    for file in folder.iterdir():
+    for file in tuned_folder.iterdir():
         file.unlink()
     tuned.forget()
     assert explain_request(SHORT, H200).settings == settings_for(H200)
@@ -172,10 +167,10 @@ def test_another_environment_is_explained_once(logged: Any) -> None:
     assert "nsa_sel was" not in ignored["words"]
 
 
-def test_environments_do_not_overwrite_each_other(folder: Path) -> None:
+def test_environments_do_not_overwrite_each_other(tuned_folder: Path) -> None:
     write(result(), kernels="0" * 16)
     write(result())
-    assert len(list(folder.glob("*.json"))) == 2
+    assert len(list(tuned_folder.glob("*.json"))) == 2
     assert launch() == OTHER
 
 
@@ -191,9 +186,9 @@ def test_environments_do_not_overwrite_each_other(folder: Path) -> None:
         (lambda text: text.replace(f'"kernel": "{FORWARD}"', '"kernel": "triton-group/sideways"'), "triton-group/sideways"),
     ],
 )
-def test_a_corrupt_file_is_reported_once_and_ignored(folder: Path, logged: Any, damage: Any, words: str) -> None:
+def test_a_corrupt_file_is_reported_once_and_ignored(tuned_folder: Path, logged: Any, damage: Any, words: str) -> None:
     write(result())
-    (file,) = folder.glob("*.json")
+    (file,) = tuned_folder.glob("*.json")
     damaged = damage(file.read_text())
     assert damaged != file.read_text()
     file.write_text(damaged)
@@ -215,9 +210,9 @@ def as_a_link_to_nothing(file: Path) -> None:
 
 
 @pytest.mark.parametrize(("damage", "words"), [*OF_THE_FILE, *OF_THE_FOLDER, (as_a_link_to_nothing, "is a symbolic link: remove it")])
-def test_a_file_that_is_not_the_users_alone_is_not_used(folder: Path, logged: Any, damage: Any, words: str) -> None:
+def test_a_file_that_is_not_the_users_alone_is_not_used(tuned_folder: Path, logged: Any, damage: Any, words: str) -> None:
     write(result())
-    (file,) = folder.glob("*.json")
+    (file,) = tuned_folder.glob("*.json")
     assert launch() == OTHER
     damage(file)
     tuned.forget()
@@ -228,13 +223,15 @@ def test_a_file_that_is_not_the_users_alone_is_not_used(folder: Path, logged: An
 
 
 @pytest.mark.parametrize("umask", [0, 0o22])
-def test_what_is_written_is_the_users_alone(folder: Path, umask: int) -> None:
+def test_what_is_written_is_the_users_alone(tuned_folder: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
         kernel_configs.tune(Run(stamp_of(H200)), [one_problem_job()], times)
     finally:
         os.umask(before)
-    modes = {path.name.split(".")[-1]: stat.S_IMODE(path.stat().st_mode) for path in (folder.parent, folder, *folder.iterdir())}
+    modes = {
+        path.name.split(".")[-1]: stat.S_IMODE(path.stat().st_mode) for path in (tuned_folder.parent, tuned_folder, *tuned_folder.iterdir())
+    }
     assert modes == {"cache": 0o700, "tuned": 0o700, "json": 0o600, "jsonl": 0o600, "lock": 0o600, "begun": 0o600}
 
 
@@ -242,7 +239,7 @@ def test_what_is_written_is_the_users_alone(folder: Path, umask: int) -> None:
 
 
 @pytest.fixture
-def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+def homeless(tuned_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No home, as for a user id that is on no list."""
 
     def home() -> Path:
