@@ -8,12 +8,9 @@ import pytest
 import torch
 
 from nsa_sel.backends.cupy_cuda import block_tiles
-from nsa_sel.core.call import Call
-from nsa_sel.core.check import check_call
 from nsa_sel.selection import Selection
-from nsa_sel.settings.config import settings_for
 from tests.helpers.cases import make_blocks, make_qkv
-from tests.helpers.emulate import BACKWARDS, GPU, emulated, needs_compiler
+from tests.helpers.emulate import BACKWARDS, call_of, emulated, needs_compiler
 
 
 @needs_compiler
@@ -32,8 +29,7 @@ def test_lists_hold_every_row_once(
     emulated(monkeypatch, mode)
     q, k, v = make_qkv(B, S, G, 1, 8, 8, S_kv=S_kv, dtype=torch.float16)
     selection = Selection(make_blocks(B, S, G, S_kv, n, block).ranges.long(), block)  # 64 bits
-    call = Call(*check_call(q, k, v, selection, None, None)[:4], None, 1.0, settings_for(GPU), GPU)
-    lists = block_tiles.block_lists_of(call)
+    lists = block_tiles.block_lists_of(call_of(q, k, v, selection))
     blocks, tiles = -(-S_kv // block), -(-S_kv // 64)
     slots = lists.slots.view(B * G, -1)
     assert torch.equal(slots.sort(-1).values.clamp(max=blocks), torch.arange(slots.shape[1]).clamp(max=blocks).expand_as(slots))
@@ -57,9 +53,6 @@ def test_popular_blocks_share_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     S = S_kv = 640
     q, k, v = make_qkv(1, S, 1, 1, 8, 8, S_kv=S_kv, dtype=torch.float16)
     popular = torch.arange(0, 160, 4)
-    call = Call(
-        *check_call(q, k, v, Selection.from_blocks(popular.expand(1, S, 1, 40), 4), None, None)[:4], None, 1.0, settings_for(GPU), GPU
-    )  # fmt: skip
-    lists = block_tiles.block_lists_of(call)
+    lists = block_tiles.block_lists_of(call_of(q, k, v, Selection.from_blocks(popular.expand(1, S, 1, 40), 4)))
     assert torch.equal(lists.slots.flatten()[:40].long(), popular)
     assert lists.begins.diff().tolist() == [S, S - 256, S - 512, 0, 0, 0, 0, 0, 0, 0]

@@ -6,20 +6,16 @@ import itertools
 import weakref
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from nsa_sel.backends import cuda_block
 from nsa_sel.backends.cupy_cuda import key_to_rows, launch, sm90
-from nsa_sel.core.call import Call
-from nsa_sel.core.check import check_call
 from nsa_sel.oracle import oracle_forward
 from nsa_sel.selection import Selection
-from nsa_sel.settings.config import settings_for
 from tests.helpers.cases import assert_forward, assert_gradients, make_blocks, make_grads, make_qkv, unused_keys
-from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
+from tests.helpers.emulate import BACKWARDS, EAGER, call_of, emulated, needs_compiler
 from tests.helpers.poison import new_memory_is_nan
 
 FORWARD = ["shared_tiles.cu", "block_partials.cu", "join_partials.cu"]
@@ -45,8 +41,7 @@ def results(
     do, dlse = random_do if do is None else do, torch.where(lse == float("-inf"), 0.0, dlse).float()
     unused = unused_keys(q, k, selection.ranges, q_pos).unsqueeze(-1)
     given = (q, torch.where(unused, poison, k), torch.where(unused, poison, v)) if poison else (q, k, v)
-    *checked, scale, q_pos = check_call(*given, selection, None, q_pos)
-    call = Call(*checked, q_pos, scale, msgspec.structs.replace(settings_for(GPU), **settings), GPU)
+    call = call_of(*given, selection, q_pos, **settings)
     with new_memory_is_nan():
         outputs = cuda_block.forward(call)
         gradients = cuda_block.backward(call, own.to(q.dtype), lse.float(), do, dlse)
@@ -136,8 +131,7 @@ def test_rows_that_select_nothing_give_zeros_at_any_scale(started: list[str], sc
     q, k, v = rows(S=12, G=1, h=16, S_kv=600)
     ranges = make_blocks(1, 12, 1, 600, 4, 64).ranges.clone()
     ranges[0, 5:9] = 0
-    *checked, scale, _ = check_call(q, k, v, Selection(ranges, 64), scale, None)
-    o, lse = cuda_block.forward(Call(*checked, None, scale, settings_for(GPU), GPU))
+    o, lse = cuda_block.forward(call_of(q, k, v, Selection(ranges, 64), scale=scale))
     expected, its_lse = oracle_forward(q, k, v, ranges, scale)  # in float16 PyTorch's overflows
     torch.testing.assert_close(o.double(), expected, atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(lse.double(), its_lse, atol=1e-3, rtol=1e-3)
@@ -150,8 +144,7 @@ def test_a_tile_is_shared_if_all_tokens_of_64_rows_selected_it(monkeypatch: pyte
     q, k, v = rows(B=B, S=S, G=G, h=h, S_kv=900)
     left_out = torch.rand(B, S, G, n, 1, generator=torch.Generator().manual_seed(1)) < 0.1
     ranges = torch.where(left_out, 0, make_blocks(B, S, G, 900, n, block).ranges)
-    *checked, scale, _ = check_call(q, k, v, Selection(ranges, block), None, None)
-    call = Call(*checked, None, scale, settings_for(GPU), GPU)
+    call = call_of(q, k, v, Selection(ranges, block))
     masks, starts, ends = cuda_block._find_shared(call, reach, h), *call.clamped_ranges()
     some = [0, 0]
     for b, g, first in itertools.product(range(B), range(G), range(0, S, tokens)):
@@ -204,8 +197,7 @@ def test_rows_of_more_entries_than_a_mask_has_bits(started: list[str]) -> None:
     """Without a mask, whose shift by an entry's number ends the emulation."""
     q, k, v = rows(S=2, G=1, h=16, S_kv=66 * 64)
     selection = make_blocks(1, 2, 1, 66 * 64, 66, 64)
-    *checked, scale, _ = check_call(q, k, v, selection, None, None)
-    assert_forward(cuda_block.forward(Call(*checked, None, scale, settings_for(GPU), GPU)), q, k, v, selection.ranges)
+    assert_forward(cuda_block.forward(call_of(q, k, v, selection)), q, k, v, selection.ranges)
     assert started == ["block_partials.cu"]
 
 
@@ -284,9 +276,9 @@ def test_a_launch_that_fails_waits_for_the_other_stream(monkeypatch: pytest.Monk
     monkeypatch.setattr(launch, "start", fails)
     monkeypatch.setattr(cuda_block, "_streams", lambda _, count: [None, stream])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Current)
-    *checked, scale, _ = check_call(*rows(S=40, S_kv=200), make_blocks(1, 40, 2, 200, 3, 64), None, None)
+    call = call_of(*rows(S=40, S_kv=200), make_blocks(1, 40, 2, 200, 3, 64))
     with pytest.raises(RuntimeError, match="no such kernel"):
-        cuda_block.forward(Call(*checked, None, scale, settings_for(GPU), GPU))
+        cuda_block.forward(call)
     assert waited == [stream]
 
 
@@ -296,8 +288,7 @@ def test_loaded_keys_count_a_tile_once_for_each_segment(monkeypatch: pytest.Monk
     monkeypatch.setattr(cuda_block, "L2_BYTES", 80_000)  # sections of 16 rows
     q, k, v = rows(S=42, G=1, h=16, Dk=64, S_kv=200)
     selection = make_blocks(1, 42, 1, 200, 3, 64)
-    *checked, scale, _ = check_call(q, k, v, selection, None, None)
-    call = Call(*checked, None, scale, settings_for(GPU), GPU)
+    call = call_of(q, k, v, selection)
     assert cuda_block._sizes(call, 1).section == 16
     expected, shared, chosen = 0, 0, selection.ranges[0, :, 0]
     for first in range(0, 42, 16):

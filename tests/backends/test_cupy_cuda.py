@@ -11,12 +11,9 @@ from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends.cupy_cuda import key_to_rows, launch, sm80, sm90
 from nsa_sel.core import entry
 from nsa_sel.core.call import Call
-from nsa_sel.core.check import check_call
-from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import BackendError
 from nsa_sel.oracle import oracle_backward, oracle_mask
 from nsa_sel.selection import Selection
-from nsa_sel.settings.config import settings_for
 from nsa_sel.varlen import selection_attention_varlen
 from tests.helpers.cases import (
     assert_forward,
@@ -31,19 +28,12 @@ from tests.helpers.cases import (
     plain_results,
     unused_keys,
 )
-from tests.helpers.emulate import BACKWARDS, EAGER, GPU, LATE_WARP, emulated, needs_compiler
+from tests.helpers.emulate import BACKWARDS, EAGER, GPU, LATE_WARP, call_of, emulated, needs_compiler
 from tests.helpers.launches import noted
 from tests.helpers.poison import EMPTY_PLACES, check_empty_rows, check_one_row, new_memory_is_nan, rows_with_holes, selected
 from tests.helpers.varlen_cases import check_sequences, pack
 
 pytestmark = needs_compiler
-
-
-def call_of(
-    q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None = None, scale: float | None = None, gpu: DeviceInfo = GPU
-) -> Call:
-    q, k, v, selection, scale, q_pos = check_call(q, k, v, selection, scale, q_pos)
-    return Call(q, k, v, selection, q_pos, scale, settings_for(gpu), gpu)
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None = None, scale: float | None = None) -> list[Tensor]:
@@ -232,7 +222,7 @@ def test_decode_in_splits(monkeypatch: pytest.MonkeyPatch, sm: int, kernels: lis
     nothing = Selection.from_ranges(torch.zeros(1, 1, 1, 2, 2, dtype=torch.long), max_length=400)
     for selection in (make_blocks(1, 1, 1, 400, 12, 16), lone, nothing):
         started.clear()
-        results = cupy_cuda.forward(call_of(q, k, v, selection, gpu=gpu))
+        results = cupy_cuda.forward(call_of(q, k, v, selection, device=gpu))
         assert started == kernels
         assert_forward(results, q, k, v, selection.ranges)
 

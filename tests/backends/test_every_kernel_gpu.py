@@ -10,7 +10,7 @@ import torch
 
 import nsa_sel
 from nsa_sel.backends import choose_cuda, choose_triton, cupy_cuda
-from nsa_sel.backends.cupy_cuda import compressed, launch, token_order
+from nsa_sel.backends.cupy_cuda import compressed, token_order
 from nsa_sel.core import registry
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.facts import device_info
@@ -18,8 +18,8 @@ from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from tests.helpers.cache_cases import LENGTHS
 from tests.helpers.cases import assert_forward, make_blocks, make_qkv, make_spans
-from tests.helpers.choose_cases import check_forward as check_forward_choice
-from tests.helpers.choose_cases import check_gradients, make_choose_call, make_packed_call
+from tests.helpers.choose_cases import check_both as check_choice
+from tests.helpers.choose_cases import make_choose_call, make_packed_call
 from tests.helpers.choosing_reference import assert_chosen, best, infllm_scores, moba_scores, msa_scores
 from tests.helpers.layer_kernels import check_deltas, check_gate, check_gate_parts, check_rotation
 from tests.helpers.parity import check_both, check_forward
@@ -88,11 +88,9 @@ def test_every_kernel_of_choosing(width: str) -> None:
     Dk, Dv, dtype = WIDTHS[width]
     for B, S, S_kv in ((1, 200, 200), (2, 40, 1200), (3, 1, 700)):
         call = make_choose_call((B, S, S_kv, 2, 4, Dk, Dv, Rule(n=4)), dtype, "cuda")
-        check_forward_choice(choose_triton.forward, call, slack=1e-4)
-        check_gradients(choose_triton.forward, choose_triton.backward, call)
+        check_choice(choose_triton, call, 1e-4)
     packed = make_packed_call((150, 0, 1, 31, 333), 9, Rule(n=4), (2, 4, Dk, Dv), dtype, "cuda")
-    check_forward_choice(choose_triton.forward, packed, slack=1e-4)
-    check_gradients(choose_triton.forward, choose_triton.backward, packed)
+    check_choice(choose_triton, packed, 1e-4)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="wgmma is Hopper's")
@@ -101,8 +99,7 @@ def test_every_cuda_kernel_of_choosing() -> None:
     for B, S, S_kv, h in ((2, 333, 1200, 16), (1, 2500, 2500, 4)):
         call = make_choose_call((B, S, S_kv, 2, h, 128, 128, Rule(n=4)), torch.bfloat16, "cuda")
         assert compressed.supports(call, device_info(call.q.device))
-        check_forward_choice(choose_cuda.forward, call, slack=1e-4)
-        check_gradients(choose_cuda.forward, choose_cuda.backward, call)
+        check_choice(choose_cuda, call, 1e-4)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -133,10 +130,7 @@ def test_every_kernel_of_the_layer(width: str) -> None:
     check_rotation(dtype, "cuda", Dk)
 
 
-def test_every_cuda_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: set[str] = set()
-    start = launch.start
-    monkeypatch.setattr(launch, "start", lambda source, *arguments, **options: (ran.add(source), start(source, *arguments, **options))[1])
+def test_every_cuda_kernel(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         for Dk, Dv, h in ((128, 128, 16), (192, 128, 4), (40, 24, 1), (128, 128, 1)):
             run_all("cupy-cuda", dtype, Dk, Dv, h)
@@ -155,4 +149,5 @@ def test_every_cuda_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         q, k, v = make_qkv(1, 300, 2, 16, 128, 128, S_kv=400, dtype=torch.bfloat16, device="cuda")
         check_both("cupy-cuda", q, k, v, make_blocks(1, 300, 2, 400, N, BLOCK, device="cuda"))
         check_both("cuda-block", q, k, v, make_blocks(1, 300, 2, 400, N, BLOCK, device="cuda"))
-    assert files <= {Path(name).name for name in ran}, f"never ran: {sorted(files - {Path(name).name for name in ran})}"
+    ran = {Path(name).name for name in started}
+    assert files <= ran, f"never ran: {sorted(files - ran)}"

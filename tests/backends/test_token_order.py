@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends.cupy_cuda import sm90, token_order
 from nsa_sel.backends.specs import HOPPER_TILES
 from nsa_sel.core.call import Call
-from nsa_sel.core.check import check_call
 from nsa_sel.oracle import oracle_backward
 from nsa_sel.selection import Selection
-from nsa_sel.settings.config import settings_for
 from tests.helpers.cases import (
     assert_forward,
     assert_within_twice_baseline,
@@ -24,7 +21,7 @@ from tests.helpers.cases import (
     plain_results,
     unused_keys,
 )
-from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
+from tests.helpers.emulate import BACKWARDS, EAGER, call_of, emulated, needs_compiler
 from tests.helpers.launches import noted
 from tests.helpers.poison import new_memory_is_nan
 
@@ -35,11 +32,6 @@ pytestmark = needs_compiler
 def of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_order, "LEAST_TOKENS", 1)
     monkeypatch.setattr(token_order, "LEAST_ROWS", 1)
-
-
-def call_of(q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None = None) -> Call:
-    q, k, v, selection, scale, q_pos = check_call(q, k, v, selection, None, q_pos)
-    return Call(q, k, v, selection, q_pos, scale, settings_for(GPU), GPU)
 
 
 def selected_blocks(call: Call, block: int) -> list[list[list[set[int]]]]:

@@ -16,6 +16,7 @@ from nsa_sel import oracle as slow
 from nsa_sel.core.call import Call
 from nsa_sel.core.check import check_call
 from nsa_sel.core.facts import device_info
+from nsa_sel.core.request import DeviceInfo
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 
@@ -85,11 +86,11 @@ def lse_dtype(q: Tensor) -> torch.dtype:
 
 def make_call(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, *, scale: float | None = None, q_pos: Tensor | None = None,
-    **changed: Any,
+    device: DeviceInfo | None = None, **changed: Any,
 ) -> Call:  # fmt: skip
-    """The checked call that a backend is given, with the settings of its device but for `changed`."""
+    """The checked call that a backend is given, by default on the device of q, with its settings but for `changed`."""
     q, k, v, selection, scale, q_pos = check_call(q, k, v, selection, scale, q_pos)
-    device = device_info(q.device)
+    device = device_info(q.device) if device is None else device
     return Call(q, k, v, selection, q_pos, scale, msgspec.structs.replace(settings_for(device), **changed), device)
 
 

@@ -22,7 +22,10 @@ import pytest
 from torch import Tensor
 
 from nsa_sel.backends.cupy_cuda import compiler, launch, sm90, whole_blocks
+from nsa_sel.core.call import Call
 from nsa_sel.core.request import DeviceInfo
+from nsa_sel.selection import Selection
+from tests.helpers.cases import make_call
 from tests.helpers.paths import ROOT
 
 EMULATION = Path(__file__).parent / "emulation"
@@ -66,6 +69,13 @@ def emulated(monkeypatch: pytest.MonkeyPatch, mode: int = 0) -> None:
         monkeypatch.setattr(module, "tensor_map", tensor_map)
     monkeypatch.setattr(sm90, "row_map", row_map)
     monkeypatch.setattr(sm90, "key_group_map", lambda x: tensor_map(x, 8, 64))
+
+
+def call_of(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None = None, scale: float | None = None, **changed: Any
+) -> Call:
+    """The checked call on the emulated GPU, with its settings but for `changed`."""
+    return make_call(q, k, v, selection, q_pos=q_pos, scale=scale, **{"device": GPU, **changed})
 
 
 def tensor_map(x: Tensor, box_rows: int, box_cols: int, promoted: bool = True) -> bytes:
