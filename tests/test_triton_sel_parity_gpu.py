@@ -13,6 +13,7 @@ from nsa_sel.core import registry
 from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
 from tests.helpers.cases import edge_block_lists, edge_selections, make_blocks, make_grads, make_qkv, make_spans
+from tests.helpers.gpus import needs
 from tests.helpers.parity import attend, check_both, check_deterministic, check_forward, check_poison
 from tests.helpers.poison import check_empty_rows, check_one_row, rows_with_holes, selected, through
 
@@ -26,8 +27,7 @@ CASES = [
 
 def unless_missing(cases: list[tuple[str, str]]) -> list[Any]:
     """The cases, with those of backends that this machine lacks something for skipped for the registry's reasons."""
-    reasons = {name: "; ".join(map(str, registry.missing(name))) for name in registry.backends()}
-    return [pytest.param(name, dtype, marks=[pytest.mark.skip(reason=reasons[name])] if reasons[name] else []) for name, dtype in cases]
+    return [pytest.param(name, dtype, marks=needs(name)) for name, dtype in cases]
 
 
 MAE = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 1e-3}

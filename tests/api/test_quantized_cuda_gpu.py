@@ -7,16 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_sel.core import registry
 from nsa_sel.selection import Selection
 from tests.helpers.cache_cases import LENGTHS
+from tests.helpers.gpus import needs, needs_hopper
 from tests.helpers.quantized_cases import EACH, QuantizedCache, called, check_quantized, large_keys, make_quantized, shared_by_sequences
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HOPPER or bool(registry.missing("cupy-cuda")), reason="needs SM 9.0, and CuPy with NVRTC"),
-]
+pytestmark = [pytest.mark.gpu, needs("cupy-cuda"), needs_hopper]
 MANY = LENGTHS * 40  # sequences: more rows than CTAs
 GARBAGE = 2**30  # after a sequence's last page: a key there would be far outside of memory
 

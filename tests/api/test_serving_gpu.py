@@ -12,12 +12,13 @@ from nsa_sel.oracle import oracle_forward
 from nsa_sel.serving import selection_attention_with_kvcache
 from tests.helpers.cache_cases import LENGTHS, PAGES, Cache, check, gathered, make_cache, positions, replayed_with
 from tests.helpers.cases import assert_within_twice_baseline, plain_torch
+from tests.helpers.gpus import needs
 from tests.helpers.graphs import no_waiting
 
 pytestmark = pytest.mark.gpu
 
 NAMES = [
-    pytest.param(name, marks=[pytest.mark.skip(reason="; ".join(map(str, registry.missing(name))))] if registry.missing(name) else [])
+    pytest.param(name, marks=needs(name))
     for name, backend in registry.backends().items()
     if "bfloat16" in backend.limits.dtypes.get("cuda", ()) and not backend.limits.block_aligned_only
 ]

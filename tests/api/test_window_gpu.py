@@ -15,6 +15,7 @@ from nsa_sel.core import registry
 from tests.api.test_window import check, inputs_of, results
 from tests.backends.test_window_triton import check_packed
 from tests.helpers.cases import make_grads
+from tests.helpers.gpus import HOPPER
 from tests.helpers.graphs import captured, no_waiting, replayed
 from tests.helpers.poison import new_memory_is_nan
 
@@ -51,7 +52,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """CUDA's, which take most calls on Hopper, and Triton's for all."""
     if request.param == "triton":
         monkeypatch.setattr(window_kernels, "_by_cuda", lambda q, v: False)
-    elif torch.cuda.get_device_capability() != (9, 0) or registry.missing("cupy-cuda"):
+    elif not HOPPER or registry.missing("cupy-cuda"):
         pytest.skip("no kernels but Triton's")
 
 

@@ -10,19 +10,14 @@ import torch
 
 from nsa_sel.backends import choose_cuda
 from nsa_sel.backends.cupy_cuda import compressed
-from nsa_sel.core import registry
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.facts import device_info
 from tests.helpers.cases import make_grads
 from tests.helpers.choose_cases import check_both, check_gradients, check_unread, make_choose_call, results
+from tests.helpers.gpus import needs, needs_hopper
 from tests.helpers.graphs import captured, replayed
 
-LACKING = registry.missing("choose-cuda")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(bool(LACKING), reason="; ".join(map(str, LACKING))),
-    pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="wgmma is Hopper's"),
-]
+pytestmark = [pytest.mark.gpu, needs("choose-cuda"), needs_hopper]
 SHAPES: dict[str, tuple[int, int, int, int, int, int, int, Rule]] = {  # B, S, S_kv, G, h, Dk, Dv
     "h16": (1, 1500, 1500, 2, 16, 128, 128, Rule()),
     "h4-batch": (3, 777, 777, 2, 4, 128, 128, Rule()),

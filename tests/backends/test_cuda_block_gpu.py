@@ -12,24 +12,21 @@ import torch
 from nsa_sel import selection_attention
 from nsa_sel.backends import cuda_block
 from nsa_sel.backends.cupy_cuda import launch
-from nsa_sel.core import registry
 from nsa_sel.settings.config import settings_for
 from tests.helpers.cases import make_blocks, make_qkv
+from tests.helpers.gpus import needs, needs_hopper
 from tests.helpers.graphs import captured, replayed
 from tests.helpers.launches import noted
 from tests.helpers.parity import check_both, check_deterministic, check_poison
 from tests.helpers.poison import check_empty_rows, check_one_row, rows_with_holes, selected, through
 
-LACKING = registry.missing("cuda-block")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(LACKING), reason="; ".join(map(str, LACKING)))]
+pytestmark = [pytest.mark.gpu, needs("cuda-block"), needs_hopper]
 BACKEND = "cuda-block"
 
 
 @pytest.fixture(autouse=True)
 def visits(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The kernels that were started: those of both passes in every test, and seen in none on another GPU."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("kernels of SM 9.0 alone")
+    """The kernels that were started: those of both passes in every test."""
     files = noted(monkeypatch)
     yield files
     assert {"block_partials.cu", "block_gradients.cu"} <= set(files)

@@ -16,6 +16,7 @@ from nsa_sel import Selection, decisions, selection_attention
 from nsa_sel.core import registry
 from nsa_sel.core.plans import Exact
 from tests.helpers.cases import assert_forward, make_blocks, make_grads, make_qkv
+from tests.helpers.gpus import needs
 from tests.helpers.graphs import captured, no_waiting, replayed
 
 BLOCK = 32
@@ -27,8 +28,7 @@ def device_backends() -> list[Any]:
     found = [pytest.param("cpu", name) for name in ("numba", "sdpa-packed")]
     for name, backend in registry.backends().items():
         if "bfloat16" in backend.limits.dtypes.get("cuda", ()):
-            missing = "; ".join(map(str, registry.missing(name)))
-            found.append(pytest.param("cuda", name, marks=[pytest.mark.gpu, *([pytest.mark.skip(reason=missing)] if missing else [])]))
+            found.append(pytest.param("cuda", name, marks=[pytest.mark.gpu, needs(name)]))
     return found
 
 

@@ -7,17 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_sel.core import registry
 from nsa_sel.serving import selection_attention_with_kvcache
 from tests.helpers.cache_cases import LENGTHS, Cache, check, make_cache
+from tests.helpers.gpus import HOPPER, needs
 from tests.helpers.graphs import no_waiting
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(bool(registry.missing("cupy-cuda")), reason="; ".join(map(str, registry.missing("cupy-cuda")))),
-]
-
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, needs("cupy-cuda")]
 MANY = LENGTHS * 16  # sequences: more rows than half of the multiprocessors
 
 

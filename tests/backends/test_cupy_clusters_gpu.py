@@ -8,15 +8,11 @@ import pytest
 import torch
 
 from nsa_sel.backends.cupy_cuda import whole_blocks
-from nsa_sel.core import registry
 from nsa_sel.serving import selection_attention_with_kvcache
 from tests.helpers.cache_cases import Cache, check, make_cache
+from tests.helpers.gpus import needs, needs_hopper
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(bool(registry.missing("cupy-cuda")), reason="; ".join(map(str, registry.missing("cupy-cuda")))),
-    pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"),
-]
+pytestmark = [pytest.mark.gpu, needs("cupy-cuda"), needs_hopper]
 
 LENGTHS = (0, 1, 9, 150, 600, 2048)  # of no key, one step, and fewer steps than a cluster has CTAs
 

@@ -16,16 +16,15 @@ import torch
 import nsa_sel
 from nsa_sel.backends.cupy_cuda import compiler, launch
 from nsa_sel.backends.specs import HOPPER_TILES
-from nsa_sel.core import registry
 from nsa_sel.selection import Selection
 from nsa_sel.settings.flags import CACHE_FLAG
 from tests.helpers.cases import assert_forward, make_blocks, make_qkv
+from tests.helpers.gpus import HOPPER, needs, needs_hopper
 from tests.helpers.parity import attend, check_both, check_deterministic, check_forward, check_poison
 from tests.helpers.paths import ROOT
 from tests.helpers.poison import check_empty_rows, check_one_row, rows_with_holes, selected, through
 
-LACKING = registry.missing("cupy-cuda")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(LACKING), reason="; ".join(map(str, LACKING)))]
+pytestmark = [pytest.mark.gpu, needs("cupy-cuda")]
 
 
 def test_on_another_stream() -> None:
@@ -62,7 +61,7 @@ def test_more_tiles_than_multiprocessors(h: int, Dk: int, Dv: int, block: int) -
 
 def assert_ran(started: list[str], of_hopper: str) -> None:
     """On Hopper, the kernel that is Hopper's own."""
-    assert torch.cuda.get_device_capability() != (9, 0) or of_hopper in started
+    assert not HOPPER or of_hopper in started
 
 
 @pytest.mark.parametrize(
@@ -286,12 +285,11 @@ def test_the_sanitizer_finds_nothing(what: str, calls: int, tool: str, tmp_path:
     assert f"{calls} calls" in sanitized(tool, tuple(what.split()), tmp_path)
 
 
+@needs_hopper
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "calls"), [("cupy-cuda 4 64", 42), ("cuda-block 64 128", 28), ("units", 2)])
 def test_memcheck_finds_nothing_in_kernels_of_hopper(what: str, calls: int, tmp_path: Path) -> None:
     """racecheck and synccheck do not support TMA; initcheck takes what it stores as never written."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("kernels of SM 9.0 alone")
     assert f"{calls} calls" in sanitized("memcheck", tuple(what.split()), tmp_path)
 
 

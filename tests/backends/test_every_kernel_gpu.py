@@ -21,6 +21,7 @@ from tests.helpers.cases import assert_forward, make_blocks, make_qkv, make_span
 from tests.helpers.choose_cases import check_both as check_choice
 from tests.helpers.choose_cases import make_choose_call, make_packed_call
 from tests.helpers.choosing_reference import assert_chosen, best, infllm_scores, moba_scores, msa_scores
+from tests.helpers.gpus import HOPPER, needs_hopper
 from tests.helpers.layer_kernels import check_deltas, check_gate, check_gate_parts, check_rotation
 from tests.helpers.parity import check_both, check_forward
 from tests.helpers.quantized_cases import check_quantized, make_quantized
@@ -93,7 +94,7 @@ def test_every_kernel_of_choosing(width: str) -> None:
     check_choice(choose_triton, packed, 1e-4)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="wgmma is Hopper's")
+@needs_hopper
 def test_every_cuda_kernel_of_choosing() -> None:
     """Those of tiles, compiled for compressed keys; tile by tile, and in several segments of rows."""
     for B, S, S_kv, h in ((2, 333, 1200, 16), (1, 2500, 2500, 4)):
@@ -137,7 +138,7 @@ def test_every_cuda_kernel(monkeypatch: pytest.MonkeyPatch, started: list[str]) 
     q, k, v = make_qkv(1, 1, 1, 16, 128, 128, S_kv=65536, dtype=torch.bfloat16, device="cuda")  # more splits than a cluster has CTAs
     check_forward("cupy-cuda", q, k, v, Selection.from_ranges(torch.tensor([[[[[0, 65536]]]]], dtype=torch.int32, device="cuda")))
     files = {file.name for file in Path(str(cupy_cuda.__file__)).parent.rglob("*.cu")}
-    if torch.cuda.get_device_capability() != (9, 0):
+    if not HOPPER:
         files -= HOPPERS
     else:
         sizes = {"lengths": LENGTHS * 20, "page_size": 64, "S_q": 4, "h": 4, "Dk": 128, "Dv": 128, "block": 64}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel import Selection, compressed_attention, decisions, selection_attention, sliding_window_attention
+from tests.helpers.gpus import HOPPER
 
 pytestmark = pytest.mark.gpu
 
@@ -34,7 +35,7 @@ def select(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None) -> tuple
 
 def select_by_blocks(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """By many units, on two streams."""
-    if torch.cuda.get_device_capability() != (9, 0):
+    if not HOPPER:
         pytest.skip("kernels of SM 9.0 alone")
     return select(q, k, v, "cuda-block")
 
@@ -59,7 +60,7 @@ def test_the_last_rows(attend: Attend, keys: int) -> None:
 
 def test_the_last_rows_of_small_blocks_and_wide_keys() -> None:
     """By gathered steps and tiles of blocks, of the last of two sequences."""
-    if torch.cuda.get_device_capability() != (9, 0):
+    if not HOPPER:
         pytest.skip("kernels of SM 9.0 alone")
     size, wide, rows = 4, 256, 70_000
 

@@ -7,16 +7,13 @@ import torch
 
 import nsa_sel
 from nsa_sel.bench.core.cases import make_inputs, make_selection, performance_cases
-from nsa_sel.core import registry
 from nsa_sel.core.facts import device_info
 from nsa_sel.settings.config import settings_for
+from tests.helpers.gpus import needs
 
 pytestmark = pytest.mark.gpu
 
-NAMES = [
-    pytest.param(name, marks=[pytest.mark.skip(reason="; ".join(map(str, registry.missing(name))))] if registry.missing(name) else [])
-    for name in ("triton-group", "triton-tile", "triton-block", "cuda-block", "cupy-cuda")
-]
+NAMES = [pytest.param(name, marks=needs(name)) for name in ("triton-group", "triton-tile", "triton-block", "cuda-block", "cupy-cuda")]
 
 
 @pytest.mark.parametrize("backend", NAMES)

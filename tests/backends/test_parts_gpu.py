@@ -13,18 +13,15 @@ from torch import Tensor
 
 from nsa_sel.backends import _slices
 from nsa_sel.backends.cupy_cuda import sm90, token_order
-from nsa_sel.core import registry
 from nsa_sel.core.reset import reset
 from nsa_sel.selection import Selection
 from tests.helpers.cases import make_grads, make_qkv
+from tests.helpers.gpus import HOPPER, needs, needs_hopper
 from tests.helpers.parity import attend
 from tests.helpers.poison import new_memory_is_nan
 
 pytestmark = pytest.mark.gpu
-
-LACKING = registry.missing("cupy-cuda")
-needs_cuda = pytest.mark.skipif(bool(LACKING), reason="; ".join(map(str, LACKING)))
-needs_hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs SM 9.0")
+needs_cuda = needs("cupy-cuda")
 
 
 @pytest.mark.parametrize(
@@ -73,7 +70,7 @@ def test_parts_give_the_bits_of_one_pass(
     assert sum(parts) == 2 * S
     assert len(parts) > 2
     assert all(map(torch.equal, whole, again))
-    if backend == "cupy-cuda" and torch.cuda.get_device_capability() == (9, 0):
+    if backend == "cupy-cuda" and HOPPER:
         kernels = ("forward_gather.cu", "dq_gather.cu") if D == 256 else ("forward_tiles.cu", "dq_tiles.cu")
         counts = [started.count(name) for name in kernels]
         assert min(counts) > 1

@@ -6,18 +6,13 @@ import pytest
 import torch
 
 from nsa_sel.backends.cupy_cuda import token_order
-from nsa_sel.core import registry
 from nsa_sel.core.reset import reset
 from nsa_sel.selection import Selection
 from tests.helpers.cases import make_blocks, make_qkv
+from tests.helpers.gpus import needs, needs_hopper
 from tests.helpers.parity import check_both, check_deterministic, check_poison
 
-LACKING = registry.missing("cupy-cuda")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(bool(LACKING), reason="; ".join(map(str, LACKING))),
-    pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="wgmma is Hopper's"),
-]
+pytestmark = [pytest.mark.gpu, needs("cupy-cuda"), needs_hopper]
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,10 @@ from nsa_sel.core.facts import device_info
 from nsa_sel.core.window_call import WindowCall
 from tests.api.test_window import check, inputs_of
 from tests.helpers.cases import make_grads
+from tests.helpers.gpus import needs, needs_hopper
 from tests.helpers.poison import new_memory_is_nan
 
-LACKING = registry.missing("cupy-cuda")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(bool(LACKING), reason="; ".join(map(str, LACKING))),
-    pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="wgmma is Hopper's"),
-]
+pytestmark = [pytest.mark.gpu, needs("cupy-cuda"), needs_hopper]
 SHAPES = {  # B, S, S_kv, G, h, Dk, Dv, window
     "h16": (1, 1500, 1500, 2, 16, 128, 128, 512),
     "h8-64-batch": (2, 777, 777, 2, 8, 64, 64, 200),

@@ -1,0 +1,17 @@
+"""Which GPU, and which packages, a test needs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsa_sel.core import registry
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a GPU of SM 9.0")
+
+
+def needs(backend: str) -> pytest.MarkDecorator:
+    """Skips a test where this machine lacks something for a backend, for the registry's reasons."""
+    lacking = "; ".join(map(str, registry.missing(backend)))
+    return pytest.mark.skipif(bool(lacking), reason=lacking)
