@@ -28,7 +28,7 @@ from nsa_sel.backends._triton.units import Unit, units, workspace_beside_plan
 from nsa_sel.backends.cupy_cuda import launch, sm90
 from nsa_sel.backends.cupy_cuda.compiler import Constants
 from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows as SegmentedLists
-from nsa_sel.backends.cupy_cuda.key_to_rows import most_segments, segment_length, sort
+from nsa_sel.backends.cupy_cuda.key_to_rows import lists_fit, most_segments, segment_length, sort
 from nsa_sel.backends.specs import HOPPER_LISTS
 from nsa_sel.core.call import Call
 
@@ -163,7 +163,7 @@ def _find_shared(call: Call, reach: int, h: int) -> Shared:
 @backward_of_any_scale
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv from one visit of every KV block, and a sum over each row's ranges."""
-    if not takes(call) or (is_large(call) and not (sm90.mappable(call.q, call.k, call.v) and sm90.lists_fit(call))):
+    if not takes(call) or (is_large(call) and not (sm90.mappable(call.q, call.k, call.v) and lists_fit(call, WIDTH))):
         return triton_block.backward(call, o, lse, do, dlse)
     if is_large(call):
         dq, delta = triton_block.dq_of_large(call, o, lse, do, dlse)
@@ -328,5 +328,5 @@ def _cut_lists(call: Call, sizes: Sizes, segment: int) -> tuple[KeyToRows, Tenso
 
 
 def _sort(call: Call, section: int, forward: int, backward: int, reach: int) -> tuple[Tensor, ...]:
-    """Lists of sections of so many rows, and segments of so many entries. reach: what else they follow from."""
-    return sort(call, WIDTH, section, ((forward, False), (backward, False)))
+    """Lists of sections of so many rows, and segments of so many entries."""
+    return sort(call, WIDTH, reach, section, ((forward, False), (backward, False)))

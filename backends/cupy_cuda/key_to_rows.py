@@ -39,9 +39,15 @@ class KeyToRows(NamedTuple):
     tiles: int  # of one batch entry and group
     reach: int
     segment: int  # entries, at most
+    block: int = 1  # tiles of a block whose rows are listed once, for all of its tiles
 
     def arguments(self) -> tuple[int, ...]:
         return (*launch.pointers(*self[:4]), *self[4:])
+
+    def capacity(self) -> int:
+        """Entries of all lists at most, those of a block in the list of each of its tiles."""
+        assert self.entries is not None, "in memory"
+        return self.entries.shape[0] * self.block
 
 
 def most_segments(entries: int, segment: int, lists: int) -> int:
@@ -56,7 +62,7 @@ def most_parts(entries: int, segment: int, lists: int) -> int:
 
 
 def segment_length(
-    call: Call, width: int, entries: int, most: int, per_sm: int, lists: int | None = None, entry_bytes: int = BYTES
+    call: Call, width: int, entries: int, most: int, per_sm: int, lists: int | None = None, entry_bytes: float = BYTES
 ) -> int:  # fmt: skip
     """Entries of a segment: few enough to give every multiprocessor `per_sm` and for balance, and enough for the segments' float32 parts to
     fit the workspace beside the lists. most: of one head. lists: how many; None: as many as there may be segments."""
@@ -79,17 +85,31 @@ def lists_of(call: Call, width: int) -> KeyToRows:
     return lists
 
 
-def numbers_of_lists(call: Call, width: int) -> tuple[int, int, int]:
+def numbers_of_lists(call: Call, width: int) -> tuple[int, int, int, int]:
     """What `build_lists` takes for tiles of `width` keys."""
     B, S, G = call.q.shape[:3]
-    reach = call.reach(width)
-    return width, reach, segment_length(call, width, B * G * S * call.selection.n * reach, LONGEST, SEGMENTS_PER_SM)
+    reach, block = reach_and_block(call, width)
+    entries = B * G * S * call.selection.n * reach * block
+    return width, reach, block, segment_length(call, width, entries, LONGEST, SEGMENTS_PER_SM, entry_bytes=BYTES / block)
 
 
-def build_lists(call: Call, width: int, reach: int, segment: int) -> KeyToRows:
+def reach_and_block(call: Call, width: int) -> tuple[int, int]:
+    """Entries of a range, and tiles of a block that has one list. One of them is 1."""
+    size, reach = call.selection.block_size, call.reach(width)
+    return (reach, 1) if size is None or size % width else (1, reach)
+
+
+def build_lists(call: Call, width: int, reach: int, block: int, segment: int) -> KeyToRows:
     B, S, G = call.q.shape[:3]
-    tiles = -(-call.k.shape[2] // width)
-    return KeyToRows(*sort(call, width, S, with_parts(segment)), B * G * tiles, tiles, reach, segment)
+    tiles, kinds = -(-call.k.shape[2] // width), with_parts(segment)
+    found = sort(call, width, reach, S, kinds)
+    lists = KeyToRows(*found, B * G * tiles, tiles, reach, segment, block)
+    if block > 1:
+        launch.start(
+            "cut_blocks.cu", launch.integer_macros(), call.q.get_device(), 1, 1024, 0,
+            *lists.arguments(), *_segments(found[2:], kinds), early=True,
+        )  # fmt: skip
+    return lists
 
 
 def fit(call: Call, entries: int) -> bool:
@@ -97,18 +117,24 @@ def fit(call: Call, entries: int) -> bool:
     return BYTES * entries <= max(call.settings.workspace_bytes, 1 << 20) and entries < 2**31
 
 
+def lists_fit(call: Call, width: int, pairs: int = 1) -> bool:
+    """Whether lists of tiles of `width` keys for so many (batch entry, group) fit the workspace together."""
+    return fit(call, pairs * call.q.shape[1] * call.selection.n * reach_and_block(call, width)[0])
+
+
 def with_parts(segment: int) -> Kinds:
     """The kinds of segments that `KeyToRows` counts."""
     return (segment, False), (segment, True)
 
 
-def sort(call: Call, width: int, section: int, kinds: Kinds) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def sort(call: Call, width: int, reach: int, section: int, kinds: Kinds) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The lists for tiles of `width` keys and sections of so many rows: by sections, in each by (batch entry, group), in each by tiles.
+    reach: entries of a range, for the tiles that it may meet; 1: for the last of them.
 
     Returns:
         Entries [B * G * S * n * reach] int32, list after list, and what `sum_counts` returns.
     """
-    q, n, on, reach = call.q, call.selection.n, call.q.get_device(), call.reach(width)
+    q, n, on = call.q, call.selection.n, call.q.get_device()
     B, S, G = q.shape[:3]
     tiles, parts = -(-call.k.shape[2] // width), B * G * -(-S // section)  # parts: sections of all (batch entry, group)
     capacity, lists = B * G * S * n * reach, parts * tiles
@@ -136,7 +162,7 @@ def sort(call: Call, width: int, section: int, kinds: Kinds) -> tuple[Tensor, Te
     sums = _sums(counts, lists) if few else sum_counts(counts, lists, tiles, chunks, kinds)
     launch.start(
         "sort_scatter.cu", scatter, on, parts * chunks, 256, 0,
-        *numbers, *launch.pointers(tile_of, counts, sums[0], entries), *_segments(sums, kinds), early=True,
+        *numbers, *launch.pointers(tile_of, counts, sums[0], entries), *_segments(sums[1:], kinds), early=True,
     )  # fmt: skip
     return entries, *sums
 
@@ -147,10 +173,10 @@ def _sums(like: Tensor, lists: int) -> tuple[Tensor, Tensor, Tensor]:
     return begins, first, second
 
 
-def _segments(sums: tuple[Tensor, Tensor, Tensor], kinds: Kinds) -> tuple[int, ...]:
+def _segments(before: tuple[Tensor, Tensor], kinds: Kinds) -> tuple[int, ...]:
     """The values of `Segments` (sort.cuh) of each kind."""
     (longest, several), (other_longest, other_several) = kinds
-    return sums[1].data_ptr(), longest, several, sums[2].data_ptr(), other_longest, other_several
+    return before[0].data_ptr(), longest, several, before[1].data_ptr(), other_longest, other_several
 
 
 def published(lists: int) -> int:
@@ -169,7 +195,7 @@ def sum_counts(counts: Tensor, lists: int, tiles: int, chunks: int, kinds: Kinds
     sums = _sums(counts, lists)
     launch.start(
         "sum_counts.cu", launch.integer_macros(), counts.get_device(), -(-lists // 32), 512, 0, *launch.pointers(counts, sums[0]),
-        lists, tiles, chunks, *_segments(sums, kinds), early=True,
+        lists, tiles, chunks, *_segments(sums[1:], kinds), early=True,
     )  # fmt: skip
     return sums
 
@@ -184,8 +210,7 @@ def list_gradients(
     call: Call, lists: KeyToRows, width: int, start: Callable[[int, tuple[int, ...]], None], blocks: tuple[Tensor, ...] = ()
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same over lists in memory. blocks: the tensors of `BlockTiles` (key_to_rows.cuh), if tiles are of small blocks."""
-    assert lists.entries is not None, "of a window or compressed keys"
-    entries = lists.entries.shape[0]
+    entries = lists.capacity()
     parts = most_parts(entries, lists.segment, lists.lists)
     ctas = most_segments(entries, lists.segment, lists.lists)
     return write_gradients(call, lists, width, parts, lambda values: start(ctas, values), blocks)

@@ -24,7 +24,7 @@ from nsa_sel.backends._slices import by_parts, slices
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.block_tiles import block_lists_of, list_bytes
 from nsa_sel.backends.cupy_cuda.compiler import Constants
-from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows, build_lists, fit, list_gradients, most_segments, numbers_of_lists
+from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows, build_lists, list_gradients, lists_fit, most_segments, numbers_of_lists
 from nsa_sel.backends.cupy_cuda.tensor_map import key_group_map, row_map, tensor_map
 from nsa_sel.backends.cupy_cuda.token_order import places, start_union, stretch_of
 from nsa_sel.backends.specs import HOPPER_TILES
@@ -299,7 +299,7 @@ def _build(call: Call, tokens: int, stretch: int | None) -> TilePlan:
 def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]."""
     pairs = math.prod(call.k.shape[:2])
-    if pairs > 1 and not (list_bytes(call)[1] if small_block(call) else lists_fit(call, pairs)):
+    if pairs > 1 and not (list_bytes(call)[1] if small_block(call) else lists_fit(call, KEYS, pairs)):
         return _by_pairs(call, lse, do, delta)
     q, (macros, shape, rows) = call.q, _groups(call)
     lists, blocks, order = _lists(call, rows)
@@ -313,11 +313,6 @@ def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tens
         )  # fmt: skip
 
     return list_gradients(call, lists, KEYS, start, blocks)
-
-
-def lists_fit(call: Call, pairs: int = 1) -> bool:
-    """Whether lists of whole tiles for so many (batch entry, group) fit the workspace together."""
-    return fit(call, pairs * call.q.shape[1] * call.selection.n * call.reach(KEYS))
 
 
 def _by_pairs(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
@@ -370,8 +365,7 @@ def _order(call: Call, rows: int, segment: int) -> tuple[Tensor]:
 
 def _order_of(call: Call, lists: KeyToRows, rows: int, each: int) -> Tensor:
     """each: entries of a row."""
-    assert lists.entries is not None, "in memory"
-    segments = most_segments(lists.entries.shape[0], lists.segment, lists.lists)
+    segments = most_segments(lists.capacity(), lists.segment, lists.lists)
     return order_segments(call, lists, segments, 1, 0, 0, call.q.shape[1], each, rows)
 
 

@@ -36,7 +36,7 @@ def dkdv(call: WindowCall, device: DeviceInfo, lse: Tensor, do: Tensor, delta: T
     tiles = -(-k.shape[2] // BLOCK)
     lists = k.shape[0] * k.shape[1] * tiles
     dk, dv = unwritten(k, *k.shape), unwritten(v, *v.shape)
-    key_to_rows = (0, 0, 0, 0, lists, tiles, 0, 0)  # nothing of it is in memory
+    key_to_rows = (0, 0, 0, 0, lists, tiles, 0, 0, 1)  # nothing of it is in memory
     arithmetic.start_dkdv(
         call, keys_of(call), device, lists, lse, do, delta, *key_to_rows, *launch.pointers(None, None, dk, dv)
     )  # fmt: skip

@@ -56,7 +56,7 @@ OF_LISTS = {"sort_count.cu", "sort_scatter.cu"}  # of few counts; of more also s
 OF_JOIN = {"shared_tiles.cu", "join_partials.cu", "join_shares.cu"}
 OF_CUDA_BLOCK = {"block_partials.cu", "block_gradients.cu", "sum_sections.cu"}
 OF_SMALL_BLOCKS = {"count_blocks.cu", "order_blocks.cu", "count_rows.cu", "list_rows.cu"}
-APART = OF_CUDA_BLOCK | OF_JOIN | OF_SMALL_BLOCKS
+APART = OF_CUDA_BLOCK | OF_JOIN | OF_SMALL_BLOCKS | {"cut_blocks.cu"}
 ALL_KERNELS = {file.name for file in (Path(cupy_cuda.__file__).parent / "kernels").glob("*.cu")} - APART
 
 
@@ -187,7 +187,7 @@ def test_kernels_of_cuda_block_fit(monkeypatch: pytest.MonkeyPatch, h: int, Dk: 
     do = q.new_empty(*q.shape[:4], Dv)
     kernels = compiled(monkeypatch, 90, lambda: cuda_block.backward(call, *cuda_block.forward(call), do, None))
     joins = OF_JOIN if h == 16 else set() if 64 % h else OF_JOIN - {"join_shares.cu"}
-    expected = {"dkdv_groups.cu", "sum_parts.cu"} if block == 512 else OF_CUDA_BLOCK | joins
+    expected = {"cut_blocks.cu", "dkdv_groups.cu", "sum_parts.cu"} if block == 512 else OF_CUDA_BLOCK | joins
     assert {kernel["kernel"] for kernel in kernels} == {"order_segments.cu"} | OF_LISTS | expected
     per_sm_of = {
         "block_partials.cu": cuda_block.PER_SM,

@@ -87,10 +87,10 @@ def test_large_blocks_are_visited_by_triton_and_dk_and_dv_are_sums_over_lists(st
 
 
 def test_lists_of_large_blocks_that_do_not_fit_are_of_a_pair_each_or_of_triton(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row of the lists has 8 entries: 2 blocks of 4 tiles."""
+    """A row of the lists has 2 entries, one for each of its blocks."""
     q, k, v = rows(S=20, G=2, h=1, S_kv=300)
-    for most, kernels in ((2 * 20 * 8, 1), (20 * 8, 2), (20 * 8 - 1, 0)):
-        monkeypatch.setattr(sm90, "fit", lambda _, entries, most=most: entries <= most)
+    for most, kernels in ((2 * 20 * 2, 1), (20 * 2, 2), (20 * 2 - 1, 0)):
+        monkeypatch.setattr(key_to_rows, "fit", lambda _, entries, most=most: entries <= most)
         results(q, k, v, make_blocks(1, 20, 2, 300, 2, 256))
         assert started == ["dkdv_groups.cu"] * kernels
         started.clear()

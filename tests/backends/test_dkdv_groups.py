@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from nsa_sel.backends.cupy_cuda import block_tiles, compressed, key_to_rows, sm90, window
+from nsa_sel.backends.cupy_cuda import block_tiles, compressed, key_to_rows, sm80, sm90, window
 from nsa_sel.core import registry
 from nsa_sel.core.call import Call
 from nsa_sel.core.check import check_call
@@ -17,7 +18,7 @@ from nsa_sel.core.window_call import WindowCall
 from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
-from tests.helpers.cases import assert_gradients, make_blocks, make_grads, make_qkv
+from tests.helpers.cases import assert_gradients, make_blocks, make_grads, make_qkv, unused_keys
 from tests.helpers.choose_cases import make_choose_call
 from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
 from tests.helpers.poison import new_memory_is_nan
@@ -63,6 +64,35 @@ def test_gradients(monkeypatch: pytest.MonkeyPatch, short: None, mode: int, h: i
     dq = oracle_backward(q, k, v, ranges, do, dlse)[0].to(q.dtype)  # another kernel's
     assert_gradients((dq, *found), q, k, v, ranges, do, dlse)
     assert key_to_rows.lists_of(call, 64).segments[-1] > key_to_rows.lists_of(call, 64).lists > 1
+
+
+@pytest.mark.parametrize(("h", "S", "dkdv"), [(1, 150, sm90.dkdv_groups), (16, 40, sm90.dkdv_groups), (4, 90, sm80.dkdv_tiles)])
+def test_gradients_of_blocks_of_several_tiles(
+    monkeypatch: pytest.MonkeyPatch, short: None, h: int, S: int, dkdv: Callable[..., tuple[Tensor, Tensor]]
+) -> None:  # fmt: skip
+    """One list for the tiles of a block gives the bits of one for each tile, but for positions of any order: sums have another order then.
+    NaN in keys that no row sees."""
+    emulated(monkeypatch)
+    S_kv, D = S + 210, 64
+    q, k, v = make_qkv(S=S, G=2, h=h, Dk=D, Dv=D, S_kv=S_kv, dtype=torch.float16)
+    ranges = make_blocks(1, S, 2, S_kv, 2, 128).ranges
+    ranges = torch.where(torch.arange(S)[:, None, None, None] % 23 == 5, 0, ranges)
+    q_pos = torch.randint(0, S_kv, (1, S), generator=torch.Generator().manual_seed(1))
+    for positions in (None, q_pos):
+        unused = unused_keys(q, k, ranges, positions).unsqueeze(-1)
+        checked = check_call(q, *(torch.where(unused, float("nan"), x) for x in (k, v)), Selection(ranges, 128), None, positions)[:4]
+        found = []
+
+        def run(lse: Tensor, do: Tensor, delta: Tensor, checked: Any = checked, positions: Any = positions, found: Any = found) -> Any:
+            call = Call(*checked, positions, D**-0.5, settings_for(GPU), GPU)
+            found.append(dkdv(call, call.disjoint_ranges(), lse, do, delta))
+            return found[-1]
+
+        check(q, k, v, ranges, positions, run)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(key_to_rows, "reach_and_block", lambda call, width: (call.reach(width), 1))
+            check(q, k, v, ranges, positions, run)
+        assert positions is not None or all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("mode", [pytest.param(0, marks=pytest.mark.thorough), BACKWARDS | EAGER])

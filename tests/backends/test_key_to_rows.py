@@ -78,7 +78,7 @@ def test_lists_hold_every_entry_of_a_tile_in_order(
     if few is not None:
         monkeypatch.setattr(key_to_rows, "FEW_COUNTS", few)
     call = call_of(B, S, G, S_kv, selection())  # type: ignore[operator]
-    entries, begins, segments, parts = (x.tolist() for x in key_to_rows.sort(call, width, section, SEGMENTS))
+    entries, begins, segments, parts = (x.tolist() for x in key_to_rows.sort(call, width, call.reach(width), section, SEGMENTS))
     expected = lists_of(call, width, section)
     assert [entries[begin:end] for begin, end in pairwise(begins)] == expected
     numbers = [-(-len(x) // 32) for x in expected]
@@ -91,8 +91,35 @@ def test_lists_of_rows_in_any_position(monkeypatch: pytest.MonkeyPatch) -> None:
     emulated(monkeypatch)
     q_pos = torch.randint(0, 200, (2, 50), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
     call = call_of(2, 50, 1, 200, make_blocks(2, 50, 1, 200, 3, 64), q_pos)
-    entries, begins = (x.tolist() for x in key_to_rows.sort(call, 64, 50, SEGMENTS)[:2])
+    entries, begins = (x.tolist() for x in key_to_rows.sort(call, 64, 1, 50, SEGMENTS)[:2])
     assert [entries[begin:end] for begin, end in pairwise(begins)] == lists_of(call, 64, 50)
+
+
+@needs_compiler
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize(
+    ("B", "S", "G", "S_kv", "block"),
+    [(2, 90, 2, 700, 256), (1, 300, 1, 1000, 512), (1, 70, 1, 330, 128), (1, 12, 2, 140_000, 4096)],  # a cut block; more lists than a round
+)
+def test_tiles_of_a_block_share_a_list(
+    monkeypatch: pytest.MonkeyPatch, B: int, S: int, G: int, S_kv: int, block: int, positions: bool
+) -> None:  # fmt: skip
+    """A tile's is the block's from the first entry that is not over before the tile: in order, or first what ends first."""
+    emulated(monkeypatch)
+    q_pos = torch.randint(0, S_kv, (B, S), generator=torch.Generator().manual_seed(1)) if positions else None
+    call = call_of(B, S, G, S_kv, make_blocks(B, S, G, S_kv, 3, block), q_pos)
+    lists = key_to_rows.build_lists(call, 64, *key_to_rows.reach_and_block(call, 64), 32)
+    assert (lists.reach, lists.block) == (1, block // 64)
+    assert lists.entries is not None
+    assert lists.entries.numel() == B * S * G * 3
+    entries, begins, tiles = lists.entries.tolist(), lists.begins.tolist(), lists.tiles
+    ends = [begins[i - i % tiles + min((i % tiles // lists.block + 1) * lists.block, tiles)] for i in range(lists.lists)]
+    found = [entries[begin:end] for begin, end in zip(begins, ends, strict=False)]
+    expected = [[entry // lists.block for entry in entries] for entries in lists_of(call, 64, S)]
+    assert (list(map(sorted, found)) if positions else found) == expected
+    numbers = [-(-len(x) // 32) for x in expected]
+    assert lists.segments.tolist() == [0, *accumulate(numbers)]
+    assert lists.parts.tolist() == [0, *accumulate(x if x > 1 else 0 for x in numbers)]
 
 
 @needs_compiler
@@ -125,7 +152,7 @@ def test_lists_are_those_of_triton(S: int, S_kv: int, section: int, n: int, bloc
     call = call_of(1, S, 2, S_kv, Selection.from_scores(scores, n, block, first=1, local=2, S_kv=S_kv), device="cuda")
     theirs = key_to_rows_by_triton(call, 64, section, 2, 64)
     for _ in range(3):
-        entries, begins, _, _ = key_to_rows.sort(call, 64, section, SEGMENTS)
+        entries, begins, _, _ = key_to_rows.sort(call, 64, call.reach(64), section, SEGMENTS)
         ends = theirs.ends.view(-1, theirs.stretches)[:, -1]
         assert torch.equal(begins[1:], ends.long())
         assert torch.equal(entries[: int(begins[-1])], theirs.entries[: int(begins[-1])])

@@ -114,8 +114,9 @@ struct ListSteps : Segment<KEYS> {
         const i64 begun = first_row(x.p, min(first_key + static_cast<i64>(KEYS), x.p.S_kv) - 1) - row0;
         return make_int2(static_cast<int>((begun + TQ - 1) / TQ), NO_END);
 #else
-        // Of rows in order, only the first KEYS entries of a list can lie within the tile.
-        return make_int2(x.p.q_pos ? steps : static_cast<int>((x.lists.begins[list] + KEYS - begin + TQ - 1) / TQ), NO_END);
+        // Of rows in order, only the first KEYS entries of a list can lie within the tile; else any of its own.
+        const i64 masked = x.p.q_pos ? x.lists.begins[list + 1] : x.lists.begins[list] + KEYS;
+        return make_int2(static_cast<int>((masked - begin + TQ - 1) / TQ), NO_END);
 #endif
     }
 };

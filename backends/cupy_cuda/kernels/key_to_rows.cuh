@@ -4,15 +4,24 @@
 // With bg = b * G + g, entry e of bg is (s * n + range) * reach + step: row s, and the step-th tile of `width` keys that the range reaches.
 // List bg * tiles + tile holds the entries of that tile in ascending order. A counting sort makes the lists (sort.cuh). Long ones
 // are split into segments, one CTA's work each.
+//
+// Blocks of several tiles have one list, for a row that sees one of these tiles whole sees all before it. An entry is a (row, range), in the
+// order of the last tile that the row sees; the list of a tile is the block's from the tile's own entries on.
 #pragma once
 #include "softmax.cuh"
 
 struct KeyToRows {
     const int *entries;   // e, list after list
-    const i64 *begins;    // [lists + 1]: where a list begins among the entries
+    const i64 *begins;    // [lists + 1]: where a list begins among the entries; its own end where the next one begins
     const i64 *segments;  // [lists + 1]: segments of the lists before
     const i64 *parts;     // [lists + 1]: segments of the lists before that have several
-    i64 lists, tiles, reach, segment;  // tiles of one bg, entries of a segment at most
+    i64 lists, tiles, reach, segment, block;  // tiles of one bg, entries of a segment at most, tiles of a block that has one list; 1: none
+
+    // Where a list ends: with those of its block.
+    DEVICE i64 end(i64 list) const {
+        const u32 of_bg = tiles, each = block, tile = static_cast<u32>(list) % of_bg;
+        return begins[list - tile + min((tile / each + 1) * each, of_bg)];
+    }
 };
 
 // dk and dv. A list of one segment is written as it is; of others the segments' float32 sums go to the parts, which sum_parts.cu adds.
@@ -65,7 +74,7 @@ struct Segment {
     DEVICE Segment(const KeyToRows &lists, i64 G, SegmentId id) : list(id.list), number(id.number) {
         final = lists.segments[list + 1] - lists.segments[list] == 1;
         begin = lists.begins[list] + number * lists.segment;
-        end = min(begin + lists.segment, lists.begins[list + 1]);
+        end = min(begin + lists.segment, lists.end(list));
         bg = list / lists.tiles;
         b = bg / G;
         g = bg % G;

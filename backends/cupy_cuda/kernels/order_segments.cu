@@ -77,7 +77,7 @@ struct Found {
         for (int j = 0; j < AT_ONCE; ++j) {
             number[j] = index[j] < lists.segments ? lists.base + index[j] - static_cast<u32>(all.segments[list[j]]) : 0;
             begin[j] = all.begins[list[j]] + number[j] * all.segment;
-            entries[j] = static_cast<u32>(min(all.begins[list[j] + 1] - begin[j], all.segment));
+            entries[j] = static_cast<u32>(min(all.end(list[j]) - begin[j], all.segment));
         }
 #pragma unroll
         for (int j = 0; j < AT_ONCE; ++j) {

@@ -1,4 +1,5 @@
-// Counting sort, first step: the tile of every entry, and how many entries of each tile a chunk has.
+// Counting sort, first step: the tile of every entry, and how many entries of each tile a chunk has. An entry of which each range has one is
+// of the last tile that its row sees (key_to_rows.cuh).
 //
 // Grid: one CTA per chunk (sort.cuh). Counts are in shared memory, of so many tiles at once.
 //
@@ -63,8 +64,9 @@ DEVICE void find_tiles(const Arguments &x, const Chunk &chunk, int *tiles, int *
             const int limit = p.q_pos ? row_limit(p, b, rows[i]) : max(0, min(first_position + static_cast<int>(rows[i]), S_kv - 1) + 1);
             int start, end;
             clamp_bounds(begins[i], stops[i], limit, start, end);
-            u32 tile = static_cast<u32>(start) / WIDTH + steps[i];
-            if (end <= start || tile > static_cast<u32>(end - 1) / WIDTH) tile = ~0u;
+            const u32 last = static_cast<u32>(end - 1) / WIDTH;
+            u32 tile = reach == 1 ? last : static_cast<u32>(start) / WIDTH + steps[i];
+            if (end <= start || tile > last) tile = ~0u;
             tiles[e] = static_cast<int>(tile);
             if (tile < TABLE) atomicAdd(table + tile, 1);
         }
