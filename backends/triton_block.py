@@ -60,7 +60,7 @@ def partial_kernel(
     (entry, head). Rows of a list are in order, so only its first BLOCK_L rows can have positions within the block and need a mask.
     """
     S, S_kv, G = sizes
-    e, stop = piece_bounds(ends, lists)
+    e, stop = piece_bounds(ends, lists, tl.program_id(0))
     if e < stop:
         number = tl.load(piece_list + tl.program_id(0))
         r = tl.arange(0, ROWS)  # here, not once per list

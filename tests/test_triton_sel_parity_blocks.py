@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ from nsa_sel.errors import BackendError
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from tests.helpers.cases import make_blocks, make_call, make_qkv, make_spans
-from tests.helpers.parity import attend, check_both
+from tests.helpers.parity import attend, check_both, check_deterministic, check_poison
 
 pytestmark = pytest.mark.slow  # in all: the interpreter knows no threads
 BACKENDS = ("triton-tile", "triton-block")
@@ -143,6 +144,51 @@ def test_key_to_rows_lists_every_row_of_a_tile_in_order(
         for number, at in enumerate(range(starts[first], ends[last - 1], piece)):
             begin = int(plan.piece_list[unit * plan.pieces + number])
             assert starts[begin] <= at < ends[begin]
+
+
+@pytest.mark.parametrize(("section", "pairs"), [(36, 4), (16, 1)])
+@pytest.mark.parametrize("positions", [False, True])
+def test_tiles_of_a_block_share_a_list(section: int, pairs: int, positions: bool) -> None:
+    """A tile's rows are in the lists from its own to that of the block's last tile."""
+    B, S, G, S_kv, width, block = 2, 36, 2, 140, 16, 4
+    q_pos = torch.randint(0, S_kv, (B, S), generator=torch.Generator().manual_seed(1)) if positions else None
+    call = replace(_call(B, S, G, 1, S_kv, make_blocks(B, S, G, S_kv, 2, block * width)), q_pos=q_pos)
+    plan = key_to_rows(call, width, section, pairs, 16, block)
+    ends = [0, *plan.ends.view(-1, plan.stretches)[:, -1].tolist()]
+    start, end = (x.tolist() for x in call.clamped_ranges())
+    for number in range(-(-S // section) * B * G * plan.tiles):
+        row0, b, g = number // plan.tiles // (B * G) * section, number // plan.tiles % (B * G) // G, number // plan.tiles % G
+        tile = number % plan.tiles
+        after = number - tile + min((tile // block + 1) * block, plan.tiles)
+        expected = [
+            s * 2 + i for s in range(row0, min(S, row0 + section)) for i in range(2) if start[b][s][g][i] <= tile * width < end[b][s][g][i]
+        ]
+        found = plan.entries[ends[number] : ends[after]].tolist()
+        assert (sorted(found) if positions else found) == expected
+
+
+@pytest.mark.parametrize(("S", "workspace", "pairs"), [(30, 1 << 20, 2), (30, 60_000, 1), (2, 1 << 20, 2)])
+@pytest.mark.parametrize("positions", [False, True])
+def test_gradients_of_tiles_that_share_a_list(
+    monkeypatch: pytest.MonkeyPatch, S: int, workspace: int, pairs: int, positions: bool
+) -> None:  # fmt: skip
+    """Blocks of four tiles, the last one cut; pieces of a few entries, in units of all groups or of one; fewer entries than blocks; rows
+    without keys; the same bits again, and NaN in keys that no row sees."""
+    monkeypatch.setattr(units, "SHORTEST", 4)
+    change_settings(monkeypatch, workspace_bytes=workspace)
+    S_kv = 200
+    q, k, v = make_qkv(S=S, G=2, h=2, Dk=16, Dv=8, S_kv=S_kv)
+    ranges = make_blocks(1, S, 2, S_kv, 1, 128).ranges
+    ranges = torch.where(torch.arange(S)[:, None, None, None] % 7 == 3, 0, ranges)
+    q_pos = torch.randint(0, S_kv, (1, S), generator=torch.Generator().manual_seed(1)) if positions else None
+    selection, sizes, plan = Selection(ranges, 128, disjoint=True), [], units.key_to_rows
+    monkeypatch.setattr(units, "key_to_rows", lambda call, *numbers: sizes.append(numbers) or plan(call, *numbers))
+    check_both("triton-tile", q, k, v, selection, q_pos=q_pos)
+    check_poison("triton-tile", q, k, v, selection, q_pos=q_pos)
+    if not positions:
+        check_deterministic("triton-tile", q, k, v, selection, reruns=2)
+    assert {size[2] for size in sizes} == {pairs}
+    assert {size[4] for size in sizes} == {4}
 
 
 def test_lists_follow_how_far_a_range_reaches() -> None:

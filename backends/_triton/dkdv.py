@@ -44,46 +44,52 @@ from nsa_sel.settings.schema import KernelConfig
 def partial_dkdv_kernel(
     q, k, v, ranges, bits, q_pos, lse, do, delta, part_dk, part_dv, part_dq, entries, ends, piece_list,
     strides, stride_do, sizes, lists, scale, scale_log2,
-    dims: tl.constexpr, N: tl.constexpr, REACH: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, BY_ENTRY: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_L: tl.constexpr,
+    dims: tl.constexpr, N: tl.constexpr, REACH: tl.constexpr, TILES: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+    BY_ENTRY: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """Parts of dk [BLOCK_L, Dk] and dv [BLOCK_L, Dv] for every list of one piece; part_dq, or None: shares of dq for each entry and head.
 
-    Grid: one program per piece of the unit's lists. K and V of a tile are loaded once; a step takes ROWS pairs of (entry, head), so
-    that any number of heads fills the tensor cores. WHOLE: every entry's range covers its tile up to the causal clamp, so that only
-    the first BLOCK_L rows of a list, in their order, need a mask. bits, or None: which blocks of BLOCK keys a range selects of its tile
-    (merged_blocks.py).
+    Grid: one program per piece of the unit's lists, and tile of the TILES of a block that share a list. K and V of a tile are loaded once;
+    a step takes ROWS pairs of (entry, head), so that any number of heads fills the tensor cores. WHOLE: every entry's range covers its tile
+    up to the causal clamp, so that only the first BLOCK_L rows of a list, in their order, need a mask, with positions of any order those of
+    the tile's own list. bits, or None: which blocks of BLOCK keys a range selects of its tile (merged_blocks.py).
     29 arguments: 15 tensors, each with an address of its own.
     """
     S, S_kv, G = sizes
-    e, stop = piece_bounds(ends, lists)
+    piece = tl.program_id(0) // TILES
+    e, stop = piece_bounds(ends, lists, piece)
     if e < stop:
-        number = tl.load(piece_list + tl.program_id(0))
+        number = tl.load(piece_list + piece)
         r = tl.arange(0, ROWS)  # here, not once per list
         while e < stop:
+            after = block_end(number, lists, TILES)
+            number += tl.program_id(0) % TILES - number % lists.tiles % TILES
+            number = tl.minimum(number, after)  # of a cut block not all tiles exist
             list_begin = list_start(ends, number, lists.stretches)
-            e1 = tl.minimum(list_start(ends, number + 1, lists.stretches), stop)
+            e1 = tl.minimum(list_start(ends, after, lists.stretches), stop)
+            e = tl.maximum(e, list_begin)
             if e < e1:
                 bg, b, g, column = list_tile(number, lists, G, BLOCK_L)
                 reachable = S_kv
                 if part_dq is not None:  # ds k must not meet keys that no row may see: they may hold NaN
                     reachable = highest_limit(entries, q_pos, strides.pos, e, e1, b, S, S_kv, N * REACH)
                 kv = load_kv(k, v, strides, b, g, column, column < reachable, dims)
+                masked_end = list_begin + BLOCK_L if q_pos is None else list_start(ends, number + 1, lists.stretches)
                 dk_acc, dk_rest, dv_acc = list_gradients(
-                    q, kv, ranges, bits, q_pos, lse, do, delta, part_dq, entries, e, e1, list_begin, bg, b, g, column, r,
+                    q, kv, ranges, bits, q_pos, lse, do, delta, part_dq, entries, e, e1, masked_end, bg, b, g, column, r,
                     strides, stride_do, sizes, lists, scale, scale_log2, dims, N, REACH, WHOLE, BLOCK,
                 )  # fmt: skip
                 unit_begin = list_start(ends, lists.first_list, lists.stretches)
-                part = part_number(number - lists.first_list, tl.program_id(0), e - unit_begin, BY_ENTRY) * BLOCK_L + tl.arange(0, BLOCK_L)
+                part = part_number(number, lists, piece, e - unit_begin, TILES, BY_ENTRY) * BLOCK_L + tl.arange(0, BLOCK_L)
                 store_split(part_dk + part * dims.Dk, dk_acc * scale, dk_rest * scale, part >= 0, dims.Dk, dims.BLOCK_REST)
                 store_columns(part_dv + part * dims.Dv, dv_acc, part >= 0, 0, dims.Dv)
             e = e1
-            number += 1
+            number = after
 
 
 @triton.jit
 def list_gradients(
-    q, kv, ranges, bits, q_pos, lse, do, delta, part_dq, entries, e, e1, list_begin, bg, b, g, column, r,
+    q, kv, ranges, bits, q_pos, lse, do, delta, part_dq, entries, e, e1, masked_end, bg, b, g, column, r,
     strides, stride_do, sizes, lists, scale, scale_log2,
     dims: tl.constexpr, N: tl.constexpr, REACH: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -91,14 +97,14 @@ def list_gradients(
     S, S_kv, G = sizes
     h: tl.constexpr = dims.h
     REST: tl.constexpr = dims.BLOCK_REST
-    ALWAYS: tl.constexpr = (not WHOLE) or q_pos is not None or bits is not None
+    ALWAYS: tl.constexpr = (not WHOLE) or bits is not None
     k_tile, k_rest, v_tile = kv
     ROWS: tl.constexpr = r.shape[0]
     dk_acc = tl.zeros(k_tile.shape, lse.dtype.element_ty)
     dk_rest = tl.zeros(k_rest.shape, lse.dtype.element_ty)
     dv_acc = tl.zeros(v_tile.shape, lse.dtype.element_ty)
     pairs = ((e1 - e) * h).to(tl.int32)
-    masked = (tl.maximum(list_begin + column.shape[0] - e, 0) * h).to(tl.int32)
+    masked = (tl.maximum(masked_end - e, 0) * h).to(tl.int32)
     first_out = (b * S * G + g) * h
     first_slot = ((bg - lists.first_pair) * lists.section - lists.first_row) * (N * REACH) * h
     # The next step's entries are fetched early: the rows' addresses wait for them.
@@ -146,19 +152,29 @@ def list_gradients(
 
 
 @triton.jit
-def part_number(list_in_unit, piece_in_unit, first_entry, BY_ENTRY: tl.constexpr):
-    """Where a piece's part of a list is kept: at list + piece, which the next list or the next piece raises; with BY_ENTRY, in units that
-    have fewer entries than lists and pieces together, at the part's first entry."""
+def block_end(number, lists, TILES: tl.constexpr):
+    """One past the last list of the block of list `number`."""
+    tile = number % lists.tiles
+    return number - tile + tl.minimum((tile // TILES + 1) * TILES, lists.tiles)
+
+
+@triton.jit
+def part_number(number, lists, piece_in_unit, first_entry, TILES: tl.constexpr, BY_ENTRY: tl.constexpr):
+    """Where a piece's part of list `number` is kept, beside those of the block's other tiles: at block + piece, which the next block or the
+    next piece raises; with BY_ENTRY, in units that have fewer entries than blocks and pieces together, at the part's first entry."""
+    tile = number % lists.tiles
     if BY_ENTRY:
-        return first_entry
+        part = first_entry
     else:
-        return list_in_unit + piece_in_unit
+        part = (number - lists.first_list) // lists.tiles * tl.cdiv(lists.tiles, TILES) + tile // TILES + piece_in_unit
+    return part * TILES + tile % TILES
 
 
 @triton.jit
 def sum_parts_kernel(
     part_dk, part_dv, sum_dk, sum_dv, dk, dv, ends, S_kv, lists,
-    dims: tl.constexpr, BLOCK_L: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, BY_ENTRY: tl.constexpr,
+    dims: tl.constexpr, BLOCK_L: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    BY_ENTRY: tl.constexpr,
 ):  # fmt: skip
     """dk [B*G, S_kv, Dk] and dv [B*G, S_kv, Dv]: the parts of each list added in the order of the pieces; tiles that nobody selects
     get zeros. Sections of rows but the LAST add to sum_dk and sum_dv [pairs, S_kv, D] instead, of which the FIRST reads nothing.
@@ -172,7 +188,7 @@ def sum_parts_kernel(
     within = tl.program_id(0) % PIECES * ROWS + tl.arange(0, ROWS)
     unit_begin = list_start(ends, lists.first_list, lists.stretches)
     begin = list_start(ends, number, lists.stretches) - unit_begin
-    end = list_start(ends, number + 1, lists.stretches) - unit_begin
+    end = list_start(ends, block_end(number, lists, TILES), lists.stretches) - unit_begin
     column = number % lists.tiles * BLOCK_L + within
     exists = column < S_kv
     pair = number // lists.tiles % lists.pairs_all
@@ -186,7 +202,7 @@ def sum_parts_kernel(
     if begin < end:
         for i in range(begin // lists.piece, (end - 1) // lists.piece + 1):
             first_entry = tl.maximum(begin, i * lists.piece)
-            part = part_number(number - lists.first_list, i, first_entry, BY_ENTRY) * BLOCK_L + within
+            part = part_number(number, lists, i, first_entry, TILES, BY_ENTRY) * BLOCK_L + within
             dk_acc += load_columns(part_dk + part * dims.Dk, exists, 0, dims.Dk, BLOCK_D)
             dv_acc += load_columns(part_dv + part * dims.Dv, exists, 0, dims.Dv, BLOCK_DV)
     if LAST:
@@ -205,10 +221,11 @@ class Gradients:
         B, S, G = call.q.shape[:3]
         _, _, S_kv, Dv = call.v.shape
         Dk = call.k.shape[3]
-        parts = most_parts(plan.section * call.selection.n * plan.reach, plan.pairs, plan.tiles, plan.piece)
-        self.by_entry = parts < plan.pieces + plan.pairs * plan.tiles
-        self.part_dk = temporary(call, lse, parts, plan.width, Dk)
-        self.part_dv = temporary(call, lse, parts, plan.width, Dv)
+        blocks = -(-plan.tiles // plan.block)
+        parts = most_parts(plan.section * call.selection.n * plan.reach, plan.pairs, blocks, plan.piece)
+        self.by_entry = parts < plan.pieces + plan.pairs * blocks
+        self.part_dk = temporary(call, lse, parts, plan.block, plan.width, Dk)
+        self.part_dv = temporary(call, lse, parts, plan.block, plan.width, Dv)
         self.slice = sums is not None
         sections: tuple[Tensor | None, Tensor | None] = (None, None)
         if sums is None and plan.section < S:
@@ -225,9 +242,9 @@ def partial_unit(
     `small` keys (`merged_blocks.merged`)."""
     block = call.selection.block_size
     whole = block is not None and block % plan.width == 0
-    partial = _partial(heads, config, call.selection.n, plan.reach, plan.width, whole, small, sums.by_entry)
+    partial = _partial(heads, config, call.selection.n, plan.reach, plan.block, plan.width, whole, small, sums.by_entry)
     partial.launch(
-        plan.pieces,
+        plan.pieces * plan.block,
         (call.q, call.k, call.v, call.disjoint_ranges(), bits, call.q_pos, lse, do, delta, sums.part_dk, sums.part_dv, part_dq,
          plan.entries, plan.ends, unit.piece_list),
         (arguments.strides(call), do.stride()[:4], arguments.sizes(call), unit.lists, call.scale, call.scale_log2()),
@@ -238,7 +255,7 @@ def sum_unit(call: Call, heads: arguments.Heads, plan: KeyToRows, unit: Unit, su
     """Add one unit's parts to dk and dv."""
     sizes = arguments.sizes(call)
     first, last = unit.rows.first_row == 0, unit.rows.first_row + unit.rows.rows == sizes[0]
-    total = _sum_parts(heads, plan.width, first and not sums.slice, last and not sums.slice, sums.by_entry)
+    total = _sum_parts(heads, plan.width, plan.block, first and not sums.slice, last and not sums.slice, sums.by_entry)
     total.launch(
         (unit.lists.end_list - unit.lists.first_list) * (plan.width // total.constants["ROWS"]),
         (sums.part_dk, sums.part_dv, sums.sum_dk, sums.sum_dv, sums.dk, sums.dv, plan.ends),
@@ -248,19 +265,19 @@ def sum_unit(call: Call, heads: arguments.Heads, plan: KeyToRows, unit: Unit, su
 
 @functools.lru_cache(REMEMBERED)
 def _partial(
-    heads: arguments.Heads, config: KernelConfig, n: int, reach: int, width: int, whole: bool, small: int, by_entry: bool
+    heads: arguments.Heads, config: KernelConfig, n: int, reach: int, tiles: int, width: int, whole: bool, small: int, by_entry: bool
 ) -> Kernel:  # fmt: skip
     return Kernel(
-        partial_dkdv_kernel, dims=arguments.split_dims(heads), N=n, REACH=reach, WHOLE=whole, BLOCK=small, BY_ENTRY=by_entry,
+        partial_dkdv_kernel, dims=arguments.split_dims(heads), N=n, REACH=reach, TILES=tiles, WHOLE=whole, BLOCK=small, BY_ENTRY=by_entry,
         ROWS=config.rows, BLOCK_L=width, **arguments.options(config),
     )  # fmt: skip
 
 
 @functools.lru_cache(REMEMBERED)
-def _sum_parts(heads: arguments.Heads, width: int, first: bool, last: bool, by_entry: bool) -> Kernel:
+def _sum_parts(heads: arguments.Heads, width: int, tiles: int, first: bool, last: bool, by_entry: bool) -> Kernel:
     return Kernel(
-        sum_parts_kernel, dims=arguments.dims(heads), BLOCK_L=width, ROWS=min(16, width), FIRST=first, LAST=last, BY_ENTRY=by_entry,
-        num_warps=4,
+        sum_parts_kernel, dims=arguments.dims(heads), BLOCK_L=width, TILES=tiles, ROWS=min(16, width), FIRST=first, LAST=last,
+        BY_ENTRY=by_entry, num_warps=4,
     )  # fmt: skip
 
 
@@ -285,7 +302,8 @@ def _add_rows(
     B, S, G = call.q.shape[:3]
     small = call.selection.block_size or 0
     call, bits = merged(call, width)
-    plan = plan_within(call, width, S, B * G, workspace_beside_plan(call, width) if parts is None else parts)
+    block = call.tiles_of_block(width)
+    plan = plan_within(call, width, S, B * G, workspace_beside_plan(call, width, block) if parts is None else parts, block)
     found = Gradients(call, plan, lse, sums)
     for unit in units(call, plan):
         partial_unit(call, heads, plan, unit, lse, do, delta, found, config, bits=bits, small=0 if bits is None else small)

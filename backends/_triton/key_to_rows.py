@@ -54,6 +54,8 @@ class KeyToRows(NamedTuple):
     pairs: int  # (batch entry, group) pairs in a unit
     piece: int  # entries per piece
     pieces: int  # of a unit, at most
+    block: int = 1  # tiles of a block, if rows are listed once for all of them: then an entry is in the list of the last one that its row
+    # sees, and a tile's rows are those from its own list to that of the block's last tile
 
 
 class SortNumbers(NamedTuple):
@@ -83,8 +85,9 @@ def _tile_of(
     inside = s < S
     limit = row_limit(q_pos, stride_pos, b, tl.minimum(s, S - 1), S, S_kv)
     start, end = load_range(ranges + (((b * S + s) * G + bg % G) * N + e // REACH % N) * 2, limit, inside)
-    tile = (start // WIDTH + e % REACH).to(tl.int32)
-    return tl.where((end > start) & (tile.to(tl.int64) * WIDTH < end), tile, -1)
+    last = ((end - 1) // WIDTH).to(tl.int32)
+    tile = last if REACH == 1 else (start // WIDTH + e % REACH).to(tl.int32)
+    return tl.where((end > start) & (tile <= last), tile, -1)
 
 
 @triton.jit
@@ -173,13 +176,15 @@ def scatter_kernel(
     tl.store(piece_list + unit.to(tl.int64) * pieces + within // piece, number, mask=real & (within % piece == 0))
 
 
-def key_to_rows(call: Call, width: int, section: int, pairs: int, piece: int) -> KeyToRows:
-    """The plan for tiles of `width` keys, units of `section` rows of `pairs` pairs, and pieces; remembered in the selection."""
-    plan: KeyToRows = kept_plan(call, ("key_to_rows",), _build, width, section, pairs, piece, call.reach(width)).value
+def key_to_rows(call: Call, width: int, section: int, pairs: int, piece: int, block: int = 1) -> KeyToRows:
+    """The plan for tiles of `width` keys, units of `section` rows of `pairs` pairs, and pieces; remembered in the selection. block: of
+    `KeyToRows`, 1 or `Call.tiles_of_block`."""
+    numbers = (width, section, pairs, piece, call.reach(width) // block, block)
+    plan: KeyToRows = kept_plan(call, ("key_to_rows",), _build, *numbers).value
     return plan
 
 
-def _build(call: Call, width: int, section: int, pairs: int, piece: int, reach: int) -> KeyToRows:
+def _build(call: Call, width: int, section: int, pairs: int, piece: int, reach: int, block: int) -> KeyToRows:
     B, S, G, n = call.selection.ranges.shape[:4]
     tiles = -(-call.k.shape[2] // width)
     each = S * n * reach
@@ -215,7 +220,7 @@ def _build(call: Call, width: int, section: int, pairs: int, piece: int, reach: 
         ends = torch.cumsum(counts, 0, dtype=index)
     tensors = (ranges, q_pos, ranks, counts if few else None, ends, entries, piece_list)
     scatter.launch(-(-each // SORTED) * B * G, tensors, (*numbers, total, pairs, piece, pieces))
-    return KeyToRows(entries, ends, piece_list, width, tiles, reach, stretches, section, pairs, piece, pieces)
+    return KeyToRows(entries, ends, piece_list, width, tiles, reach, stretches, section, pairs, piece, pieces, block)
 
 
 def _stretch(rows: int, entries: int, tiles: int, section: int) -> int:

@@ -74,7 +74,7 @@ def forward_visit(
     h: tl.constexpr = dims.h
     ACC: tl.constexpr = part_lse.dtype.element_ty
     BLOCK_DV: tl.constexpr = dims.BLOCK_DV
-    e, stop = piece_bounds(ends, lists)
+    e, stop = piece_bounds(ends, lists, tl.program_id(0))
     if e < stop:
         number = tl.load(piece_list + tl.program_id(0))
         r = tl.arange(0, ROWS)
@@ -128,7 +128,7 @@ def dq_visit(
     REST: tl.constexpr = dims.BLOCK_REST
     ACC: tl.constexpr = lse.dtype.element_ty
     BLOCK_D: tl.constexpr = dims.BLOCK_D
-    e, stop = piece_bounds(ends, lists)
+    e, stop = piece_bounds(ends, lists, tl.program_id(0))
     if e < stop:
         number = tl.load(piece_list + tl.program_id(0))
         r = tl.arange(0, ROWS)

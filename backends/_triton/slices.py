@@ -28,7 +28,7 @@ def slices_of(call: Call, width: int) -> Slices | None:
     None where the plan of the whole call fits, and where slices would have fewer than LEAST_ROWS rows.
     """
     (B, S, G, h, Dk), (_, _, S_kv, Dv) = call.q.shape, call.v.shape
-    entries, tiles, allowed = call.selection.n * call.reach(width), -(-S_kv // width), room(call)
+    entries, tiles, allowed = call.selection.n * call.reach(width) // call.tiles_of_block(width), -(-S_kv // width), room(call)
     if B * G * ((16 + _MERGED) * S * entries + 8 * tiles) <= allowed:  # whatever the plan's table takes: calls that fit anyway
         return None
     small = merges(call, width)

@@ -83,9 +83,9 @@ def _places(
 
 
 @triton.jit
-def piece_bounds(ends, lists):
-    """The entries [e, stop) of this program's piece of the unit's lists; e >= stop where the lists are shorter."""
-    e = list_start(ends, lists.first_list, lists.stretches) + tl.program_id(0).to(tl.int64) * lists.piece
+def piece_bounds(ends, lists, piece):
+    """The entries [e, stop) of a piece of the unit's lists; e >= stop where the lists are shorter."""
+    e = list_start(ends, lists.first_list, lists.stretches) + piece.to(tl.int64) * lists.piece
     return e, tl.minimum(e + lists.piece, list_start(ends, lists.end_list, lists.stretches))
 
 
@@ -120,23 +120,26 @@ def most_parts(entries: int, pairs: int, tiles: int, piece: int) -> int:
     return min(entries * pairs, -(-entries * pairs // piece) + pairs * tiles)
 
 
-def plan_within(call: Call, width: int, section: int, pairs: int, budget: int) -> KeyToRows:
+def plan_within(call: Call, width: int, section: int, pairs: int, budget: int, block: int = 1) -> KeyToRows:
     """The plan whose float32 parts fit `budget` bytes: pieces short enough to give PROGRAMS of them and then for balance, fewer pairs
-    per unit, at last longer pieces.
+    per unit, at last longer pieces. block: of `KeyToRows`; that many programs share a piece.
 
     Pieces grow only while they make most of the parts: every list has one part at least, however long pieces are.
     """
     S, _, h, Dk = call.q.shape[1:]
-    part_bytes = width * (Dk + call.v.shape[3]) * max(4, call.q.element_size())
+    part_bytes = block * width * (Dk + call.v.shape[3]) * max(4, call.q.element_size())
     longest = max(256, min(1024, 4096 // h))  # longer where a row brings fewer heads: each piece writes its parts
-    entries, tiles = min(section, S) * call.selection.n * call.reach(width), -(-call.k.shape[2] // width)
-    return key_to_rows(call, width, section, *_pairs_and_piece(entries, tiles, pairs, part_bytes, longest, budget))
+    entries, blocks = min(section, S) * call.selection.n * call.reach(width) // block, -(-call.k.shape[2] // (block * width))
+    pairs, piece = _pairs_and_piece(entries, blocks, pairs, part_bytes, longest, budget, -(-PROGRAMS // block))
+    return key_to_rows(call, width, section, pairs, piece, block)
 
 
 @functools.lru_cache(REMEMBERED)
-def _pairs_and_piece(entries: int, tiles: int, pairs: int, part_bytes: int, longest: int, budget: int) -> tuple[int, int]:
-    """Pairs of a unit, of `entries` entries each, and entries of a piece; see `plan_within`."""
-    piece = min(longest, max(SHORTEST, tile_size(-(-entries * pairs // PROGRAMS), 1)))
+def _pairs_and_piece(
+    entries: int, tiles: int, pairs: int, part_bytes: int, longest: int, budget: int, pieces: int
+) -> tuple[int, int]:  # fmt: skip
+    """Pairs of a unit, of `entries` entries each, and entries of a piece, of which there are `pieces` at least; see `plan_within`."""
+    piece = min(longest, max(SHORTEST, tile_size(-(-entries * pairs // pieces), 1)))
 
     def parts_bytes() -> int:
         return most_parts(entries, pairs, tiles, piece) * part_bytes
@@ -150,10 +153,10 @@ def _pairs_and_piece(entries: int, tiles: int, pairs: int, part_bytes: int, long
     return pairs, piece
 
 
-def workspace_beside_plan(call: Call, width: int) -> int:
+def workspace_beside_plan(call: Call, width: int, block: int = 1) -> int:
     """Bytes that runtime.workspace_bytes leaves beside the plan (entries, and a table of at most as many numbers) and delta."""
     B, S, G, h, _ = call.q.shape
-    bound, capacity = call.settings.workspace_bytes, B * S * G * call.selection.n * call.reach(width)
+    bound, capacity = call.settings.workspace_bytes, B * S * G * call.selection.n * call.reach(width) // block
     return max(bound - 8 * capacity - 4 * B * S * G * h, bound // 8)
 
 

@@ -88,15 +88,9 @@ def lists_of(call: Call, width: int) -> KeyToRows:
 def numbers_of_lists(call: Call, width: int) -> tuple[int, int, int, int]:
     """What `build_lists` takes for tiles of `width` keys."""
     B, S, G = call.q.shape[:3]
-    reach, block = reach_and_block(call, width)
-    entries = B * G * S * call.selection.n * reach * block
-    return width, reach, block, segment_length(call, width, entries, LONGEST, SEGMENTS_PER_SM, entry_bytes=BYTES / block)
-
-
-def reach_and_block(call: Call, width: int) -> tuple[int, int]:
-    """Entries of a range, and tiles of a block that has one list. One of them is 1."""
-    size, reach = call.selection.block_size, call.reach(width)
-    return (reach, 1) if size is None or size % width else (1, reach)
+    reach, block = call.reach(width), call.tiles_of_block(width)
+    segment = segment_length(call, width, B * G * S * call.selection.n * reach, LONGEST, SEGMENTS_PER_SM, entry_bytes=BYTES / block)
+    return width, reach // block, block, segment
 
 
 def build_lists(call: Call, width: int, reach: int, block: int, segment: int) -> KeyToRows:
@@ -119,7 +113,7 @@ def fit(call: Call, entries: int) -> bool:
 
 def lists_fit(call: Call, width: int, pairs: int = 1) -> bool:
     """Whether lists of tiles of `width` keys for so many (batch entry, group) fit the workspace together."""
-    return fit(call, pairs * call.q.shape[1] * call.selection.n * reach_and_block(call, width)[0])
+    return fit(call, pairs * call.q.shape[1] * call.selection.n * call.reach(width) // call.tiles_of_block(width))
 
 
 def with_parts(segment: int) -> Kinds:

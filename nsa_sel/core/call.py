@@ -128,6 +128,12 @@ class Call:
             return max(1, block // width)  # blocks and tiles are aligned to each other
         return min(-(-S_kv // width), -(-self.selection.range_bound(S_kv) // width) + 1)
 
+    def tiles_of_block(self, width: int) -> int:
+        """How many tiles of `width` keys a block has, of which all but the last that a row sees are seen whole; 1 if ranges are cut
+        otherwise. Lists of rows may then be of blocks."""
+        block = self.selection.block_size
+        return block // width if block is not None and block % width == 0 else 1
+
     def clamped_ranges(self) -> tuple[Tensor, Tensor]:
         """start, end [B,S,G,n] int64 after the causal clamp to [max(start, 0), min(end, t + 1, S_kv)); end >= start."""
         start, end = self.disjoint_ranges().long().unbind(-1)

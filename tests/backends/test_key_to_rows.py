@@ -108,7 +108,7 @@ def test_tiles_of_a_block_share_a_list(
     emulated(monkeypatch)
     q_pos = torch.randint(0, S_kv, (B, S), generator=torch.Generator().manual_seed(1)) if positions else None
     call = call_of(B, S, G, S_kv, make_blocks(B, S, G, S_kv, 3, block), q_pos)
-    lists = key_to_rows.build_lists(call, 64, *key_to_rows.reach_and_block(call, 64), 32)
+    lists = key_to_rows.build_lists(call, 64, 1, block // 64, 32)
     assert (lists.reach, lists.block) == (1, block // 64)
     assert lists.entries is not None
     assert lists.entries.numel() == B * S * G * 3
