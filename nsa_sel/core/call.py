@@ -129,8 +129,8 @@ class Call:
         return min(-(-S_kv // width), -(-self.selection.range_bound(S_kv) // width) + 1)
 
     def tiles_of_block(self, width: int) -> int:
-        """How many tiles of `width` keys a block has, of which all but the last that a row sees are seen whole; 1 if ranges are cut
-        otherwise. Lists of rows may then be of blocks."""
+        """Tiles of `width` keys that make a block; 1 where blocks are not made of whole tiles. Of a block's tiles a row sees those before the
+        last one whole, so that one list of rows may serve all of them."""
         block = self.selection.block_size
         return block // width if block is not None and block % width == 0 else 1
 
