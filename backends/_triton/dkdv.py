@@ -63,8 +63,8 @@ def partial_dkdv_kernel(
         r = tl.arange(0, ROWS)  # here, not once per list
         while e < stop:
             after = block_end(number, lists, TILES)
-            number += tl.program_id(0) % TILES - number % lists.tiles % TILES
-            number = tl.minimum(number, after)  # of a cut block not all tiles exist
+            if TILES > 1:  # of a cut block not all tiles exist
+                number = tl.minimum(number - number % lists.tiles % TILES + tl.program_id(0) % TILES, after)
             list_begin = list_start(ends, number, lists.stretches)
             e1 = tl.minimum(list_start(ends, after, lists.stretches), stop)
             e = tl.maximum(e, list_begin)
@@ -154,20 +154,21 @@ def list_gradients(
 @triton.jit
 def block_end(number, lists, TILES: tl.constexpr):
     """One past the last list of the block of list `number`."""
-    tile = number % lists.tiles
-    return number - tile + tl.minimum((tile // TILES + 1) * TILES, lists.tiles)
+    if TILES == 1:
+        return number + 1
+    else:
+        tile = number % lists.tiles
+        return number - tile + tl.minimum((tile // TILES + 1) * TILES, lists.tiles)
 
 
 @triton.jit
 def part_number(number, lists, piece_in_unit, first_entry, TILES: tl.constexpr, BY_ENTRY: tl.constexpr):
     """Where a piece's part of list `number` is kept, beside those of the block's other tiles: at block + piece, which the next block or the
     next piece raises; with BY_ENTRY, in units that have fewer entries than blocks and pieces together, at the part's first entry."""
-    tile = number % lists.tiles
-    if BY_ENTRY:
-        part = first_entry
-    else:
-        part = (number - lists.first_list) // lists.tiles * tl.cdiv(lists.tiles, TILES) + tile // TILES + piece_in_unit
-    return part * TILES + tile % TILES
+    block = number - lists.first_list
+    if TILES > 1:
+        block = block // lists.tiles * tl.cdiv(lists.tiles, TILES) + number % lists.tiles // TILES
+    return (first_entry if BY_ENTRY else block + piece_in_unit) * TILES + number % lists.tiles % TILES
 
 
 @triton.jit

@@ -129,8 +129,8 @@ class Call:
         return min(-(-S_kv // width), -(-self.selection.range_bound(S_kv) // width) + 1)
 
     def tiles_of_block(self, width: int) -> int:
-        """Tiles of `width` keys that make a block; 1 where blocks are not made of whole tiles. Of a block's tiles a row sees those before the
-        last one whole, so that one list of rows may serve all of them."""
+        """Tiles of `width` keys that make a block; 1 where blocks are not made of whole tiles. A row sees all of a block's tiles whole but
+        the last that it sees, so that one list of rows may serve all of them."""
         block = self.selection.block_size
         return block // width if block is not None and block % width == 0 else 1
 
