@@ -73,6 +73,7 @@ class TilePlan(NamedTuple):
     counts: Tensor | None  # [all tiles, 2] int32
     tiles: int  # of a batch entry and group
     capacity: int
+    counter: Tensor | None = None  # of tiles that CTAs took, one int32: zero between passes
     order: Tensor | None = None  # of tokens, [B,G,stretches,stretch] uint8, if tiles are not of adjacent ones (token_order.cuh)
 
 
@@ -231,15 +232,17 @@ def start_persistent(
     """
     (B, _, G, _, Dk), Dv, device = call.q.shape, call.v.shape[3], call.q.get_device()
     all_tiles, interleaved = B * G * plan.tiles, max(1, min(B * G, L2_BYTES // (2 * S_kv * (Dk + Dv))))
-    counter = None
-    if all_tiles > sm_count:
+    counter, listed = plan.counter, plan.counter is not None
+    if all_tiles <= sm_count:
+        counter = None
+    elif counter is None:
         counter = temporary(call, call.q, 1, dtype=torch.int32)
         launch.clear(counter.data_ptr(), 4, device)
     launch.start(
         source, macros, device, min(sm_count, all_tiles), 128 * (shape.consumers + 1), shape.shared,
         *launch.pointers(*plan[:3]), plan.tiles, plan.capacity, all_tiles, interleaved, *launch.pointers(counter),
         *(() if plan.order is None else launch.pointers(plan.order)), *values,
-        maps=maps, problem=problem,
+        maps=maps, problem=problem, early=listed,
     )  # fmt: skip
 
 
@@ -277,23 +280,23 @@ def _build(call: Call, tokens: int, stretch: int | None) -> TilePlan:
     all_tiles = B * G * tiles
     blocks = unwritten(q, all_tiles * capacity, dtype=BLOCK_NUMBER)
     rows = unwritten(q, all_tiles * capacity, dtype=bits_dtype(tokens))
-    counts = unwritten(q, all_tiles, 2, dtype=torch.int32)
-    lists = launch.pointers(blocks, rows, counts)
+    counts, counter = unwritten(q, all_tiles, 2, dtype=torch.int32), unwritten(q, 1, dtype=torch.int32)
+    lists = launch.pointers(blocks, rows, counts, counter)
     if stretch is not None:
         order = unwritten(q, B, G, -(-S // stretch), stretch, dtype=torch.uint8)
         of_forward = HOPPER_TILES.tokens(*q.shape[3:])
         found = None if tokens == of_forward else plan_of(call, of_forward, stretch).order
         start_union(call, stretch, tokens, *lists, *launch.pointers(order, found), tiles, capacity)
-        return TilePlan(blocks, rows, counts, tiles, capacity, order)
+        return TilePlan(blocks, rows, counts, tiles, capacity, counter, order)
     lengths = {} if call.lengths is None else launch.cache_macros(0)  # lists know no pages
     shared = (4 if tokens <= 32 else 8) << (blocks_of_keys - 1).bit_length()  # of a few sizes: a kernel is loaded anew for each
-    threads = 512 if shared > 1 << 14 else 128  # few such CTAs fit a multiprocessor
+    threads = 512 if shared > 1 << 14 or tokens * call.selection.n > 512 else 128  # few such CTAs fit; each takes its ranges at once
     macros = launch.integer_macros(TOKENS=tokens, BLOCK=block, UNION_THREADS=threads, **lengths)
     launch.start(
         "tile_union.cu", macros, call.q.get_device(), all_tiles, threads, shared, *lists, tiles, capacity,
         problem=launch.problem(call, call.disjoint_ranges()),
     )  # fmt: skip
-    return TilePlan(blocks, rows, counts, tiles, capacity)
+    return TilePlan(blocks, rows, counts, tiles, capacity, counter)
 
 
 def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:

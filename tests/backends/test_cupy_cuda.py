@@ -337,3 +337,14 @@ def test_lists_are_cached_for_positions_too(monkeypatch: pytest.MonkeyPatch) -> 
     assert kept() is not first
     call = call_of(q, k, v, selection)
     assert int(kept().begins[-1]) > int(first.begins[-1])  # later rows see more
+
+
+def test_a_plan_of_tiles_serves_more_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pass leaves the counter of tiles as it found it."""
+    emulated(monkeypatch)
+    call = call_of(*make_qkv(S=100, G=2, h=4, Dk=64, Dv=64, S_kv=260, dtype=torch.float16), make_blocks(1, 100, 2, 260, 3, 64))
+    o, lse = cupy_cuda.forward(call)
+    counter = sm90.plan_of(call, 48).counter
+    assert counter is not None
+    assert counter.item() == 0
+    assert all(map(torch.equal, cupy_cuda.forward(call), (o, lse)))

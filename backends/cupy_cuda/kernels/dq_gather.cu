@@ -134,6 +134,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq_gather(const __grid_
     unsigned char *keys = memory + CONSUMERS * ROW_BYTES, *values = keys + STAGES * K_BYTES;
     const int warpgroup = threadIdx.x / 128, producer = threadIdx.x / 32 - 4 * CONSUMERS;
     if (threadIdx.x == 0) shared.init();
+    wait_for_kernel_ahead();
+    start_next_kernel();
     __syncthreads();
     if (warpgroup < CONSUMERS) {
         reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>(true);

@@ -144,6 +144,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq_tiles(const __grid_c
     unsigned char *stages = memory + CONSUMERS * ROW_BYTES;
     const int warpgroup = threadIdx.x / 128, producer = threadIdx.x / 32 - 4 * CONSUMERS;
     if (threadIdx.x == 0) shared.init();
+    wait_for_kernel_ahead();
+    start_next_kernel();
     __syncthreads();
     if (warpgroup < CONSUMERS) {
         reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>(true);

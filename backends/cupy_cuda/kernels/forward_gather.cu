@@ -146,6 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_gather(const __
     unsigned char *keys = memory + CONSUMERS * Q_BYTES, *values = keys + STAGES * K_BYTES;
     const int warpgroup = threadIdx.x / 128, producer = threadIdx.x / 32 - 4 * CONSUMERS;
     if (threadIdx.x == 0) shared.init();
+    wait_for_stream();
     __syncthreads();
     if (warpgroup < CONSUMERS) {
         reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>(true);

@@ -22,6 +22,7 @@ struct Arguments {
     u16 *blocks;                 // [tiles of all * capacity]
     RowBits<TOKENS> *rows;       // likewise; bit r: token r of the tile selected the block
     int2 *counts;                // [tiles of all]: whole blocks, all blocks
+    u32 *counter;                // of tiles taken, zeroed
     unsigned char *order;        // [B,G,stretches,ORDER_TOKENS]; NO_TOKEN past the last one
     const unsigned char *given;  // the order, if the other pass has found it
     i64 tiles, capacity;         // of one bg; of a list
@@ -130,6 +131,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) ordered_union(const __grid
     const i64 first = static_cast<i64>(number) * ORDER_TOKENS, place0 = static_cast<i64>(blockIdx.x) * ORDER_TOKENS;
     const u32 tokens = static_cast<u32>(min(p.S - first, static_cast<i64>(ORDER_TOKENS))), n = p.n, ranges = tokens * n;
 
+    start_next_kernel();
+    if (blockIdx.x == 0 && thread == 0) *x.counter = 0;
     for (int i = thread; i < all_blocks; i += THREADS) numbers[i] = 0;
     for (int i = thread; i < ORDER_TOKENS; i += THREADS) {
         stretch.masks[i] = make_uint2(0, 0);

@@ -30,14 +30,16 @@ struct TilePlan {
     const int2 *counts;           // [all_tiles]: whole blocks, all blocks
     i64 tiles, capacity, all_tiles;  // tiles of one (b, g), blocks of a list at most
     i64 interleaved_heads;           // (b, g) whose tiles are interleaved: as many as have K and V in the L2 cache together
-    u32 *tile_counter;               // tiles taken beyond each CTA's first, zero at first; null if there are none
+    u32 *tile_counter;               // tiles asked for, zero at first and at the end; null if there are none beyond each CTA's first
 #ifdef ORDER_TOKENS
     const unsigned char *order;  // [B,G,stretches,ORDER_TOKENS] (token_order.cuh)
 #endif
 
-    // One warp asks for a tile that no other CTA has; `tile_of` waits for the answer.
+    // One warp asks for a tile that no other CTA has; `tile_of` waits for the answer. It asks once in each tile, so that the last one to ask,
+    // who gets none, zeroes the counter.
     DEVICE u32 ask_for_tile() const {
-        return threadIdx.x % 32 == 0 && tile_counter ? atomicAdd(tile_counter, 1u) : static_cast<u32>(all_tiles);
+        const u32 all = static_cast<u32>(all_tiles);
+        return threadIdx.x % 32 == 0 && tile_counter ? atomicInc(tile_counter, all - 1) : all;
     }
     DEVICE u32 tile_of(u32 answer) const { return gridDim.x + __shfl_sync(ALL_LANES, answer, 0); }
 };

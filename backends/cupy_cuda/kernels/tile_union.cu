@@ -21,6 +21,7 @@ struct Arguments {
     u16 *blocks;            // [tiles of all * capacity]
     RowBits<TOKENS> *rows;  // likewise; bit r: row r of the tile selected the block
     int2 *counts;           // whole blocks, all blocks
+    u32 *counter;           // of tiles taken, zeroed
     i64 tiles, capacity;  // of one bg; of a list
 };
 
@@ -33,14 +34,24 @@ DEVICE int lowest_limit(const Problem &p, i64 b, i64 first_row) {
 
 // A bit for every row that selected a block.
 DEVICE void mark_rows(const Problem &p, i64 b, i64 g, i64 first_row, TokenBits *rows) {
-    const u32 n = p.n;
-    for (u32 e = threadIdx.x; e < TOKENS * n; e += THREADS) {
-        const u32 r = e / n;
-        const i64 s = first_row + r;
-        if (s >= p.S) break;
-        int start, end;
-        clamped_range(p, ((b * p.S + s) * p.G + g) * p.n + e % n, row_limit(p, b, s), start, end);
-        if (end > start) atomicOr(&rows[start / BLOCK], TokenBits{1} << r);
+    constexpr u32 AT_ONCE = 2;  // of a thread that are loaded together
+    const u32 n = p.n, all = static_cast<u32>(min(static_cast<i64>(TOKENS), p.S - first_row)) * n;
+    for (u32 from = threadIdx.x; from < all; from += THREADS * AT_ONCE) {
+        Range loaded[AT_ONCE];
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; ++i) {
+            const u32 e = from + i * THREADS;
+            if (e < all) loaded[i] = Range(p, range_at(p, ((b * p.S + first_row + e / n) * p.G + g) * p.n + e % n));
+        }
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; ++i) {
+            const u32 e = from + i * THREADS, r = e / n;
+            if (e >= all) break;
+            int start, end;
+            loaded[i].clamp(p, row_limit(p, b, first_row + r), start, end);
+            // In halves: an operation on 64 bits would be a loop.
+            if (end > start) atomicOr(reinterpret_cast<u32 *>(&rows[start / BLOCK]) + r / 32, 1u << r % 32);
+        }
     }
 }
 
@@ -52,6 +63,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_union(const __grid_co
     const int thread = threadIdx.x, all_blocks = (static_cast<int>(p.S_kv) + BLOCK - 1) / BLOCK;
     const u32 tiles = x.tiles, G = p.G, bg = blockIdx.x / tiles, b = bg / G, g = bg % G;  // 64-bit divisions are slow
     const i64 first_row = static_cast<i64>(blockIdx.x % tiles) * TOKENS;
+    start_next_kernel();
+    if (blockIdx.x == 0 && thread == 0) *x.counter = 0;
 
     for (int block = thread; block < all_blocks; block += THREADS) rows[block] = 0;
     if (thread < 32) {

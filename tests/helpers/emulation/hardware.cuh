@@ -328,6 +328,11 @@ DEVICE u32 atomicAdd(u32 *at, u32 x) {
     *at += x;
     return old;
 }
+DEVICE u32 atomicInc(u32 *at, u32 last) {
+    const u32 old = *at;
+    *at = old >= last ? 0 : old + 1;
+    return old;
+}
 template <class T>
 DEVICE T atomicOr(T *at, T bits) {
     T old = *at;
