@@ -138,9 +138,8 @@ static u16 *memories[CLUSTER];
 static bool backwards, eager;
 static int late_warp;  // whose lanes, but the first, run when nothing else goes on; -1: none
 struct Arrival {  // a copy that no thread performs
-    Arrival *next = nullptr;
-    virtual ~Arrival() {}
-    virtual void happen() = 0;
+    Arrival *next;
+    void (*happen)(Arrival *);
 };
 static Arrival *arrivals, **last_arrival = &arrivals;  // in order; no std::deque or std::function, whose headers take half a second each
 static void (*body)();
@@ -174,11 +173,13 @@ template <class Work>
 static void later(Work work) {
     struct Kept : Arrival {
         Work work;
-        Kept(Work given) : work(given) {}
-        void happen() override { work(); }
     };
     if (eager) return work();
-    *last_arrival = new Kept(work);
+    Kept *kept = static_cast<Kept *>(aligned_alloc(64, (sizeof(Kept) + 63) / 64 * 64));
+    memcpy(static_cast<void *>(&kept->work), &work, sizeof(work));
+    kept->next = nullptr;
+    kept->happen = [](Arrival *it) { static_cast<Kept *>(it)->work(); };
+    *last_arrival = kept;
     last_arrival = &(*last_arrival)->next;
 }
 
@@ -186,8 +187,8 @@ static void first_arrives() {
     Arrival *first = arrivals;
     arrivals = first->next;
     if (!arrivals) last_arrival = &arrivals;
-    first->happen();
-    delete first;
+    first->happen(first);
+    free(first);
 }
 
 static void enter() {
