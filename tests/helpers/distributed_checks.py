@@ -397,7 +397,7 @@ def fork_ranks(name: str, number: int, checks: Checks, folder: Path) -> None:
 def main() -> None:
     """Join torchrun's job, or fork the ranks of each job."""
     folder, words = Path(sys.argv[2] if len(sys.argv) > 2 else tempfile.mkdtemp()), sys.argv[3:] or ["all"]
-    agreement.SECONDS = LONGEST.total_seconds()
+    agreement.SECONDS, agreement._ASK_EVERY = LONGEST.total_seconds(), 0.5
     if DEVICE == "cpu":
         torch.set_num_threads(1)
     if "RANK" not in os.environ:
@@ -406,8 +406,14 @@ def main() -> None:
         nsa_sel.reset()
         for backend in BACKENDS:
             registry.load(backend)
-        for name, (number, checks) in jobs(words).items():
-            fork_ranks(name, number, checks, folder)
+        ends = [job for job in jobs(words).items() if job[1][1][0] in ENDS[DEVICE]]
+        for row in (ends, [job for job in jobs(words).items() if job not in ends]):  # beside the others, ranks wait for dead ones
+            if os.fork() == 0:
+                for name, (number, checks) in row:
+                    fork_ranks(name, number, checks, folder)
+                os._exit(0)
+        for _ in range(2):
+            os.wait()
         return
     if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
