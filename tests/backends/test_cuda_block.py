@@ -65,7 +65,9 @@ def started(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return kernels
 
 
-@pytest.mark.parametrize(("h", "S", "G"), [(1, 80, 2), (3, 40, 2), pytest.param(4, 40, 1, marks=pytest.mark.thorough), (16, 12, 1)])
+@pytest.mark.parametrize(
+    ("h", "S", "G"), [(3, 40, 2), (8, 20, 1), *(pytest.param(*x, marks=pytest.mark.thorough) for x in ((1, 80, 2), (4, 40, 1), (16, 12, 1)))]
+)
 def test_heads(started: list[str], h: int, S: int, G: int) -> None:
     """Rows copied by lanes, and by TMA from 8 heads on; S_kv leaves a cut block, and the rows' own blocks are masked."""
     q, k, v = rows(S=S, G=G, h=h)
@@ -128,8 +130,8 @@ def test_a_selection_serves_calls_of_other_heads(started: list[str]) -> None:
 @pytest.mark.parametrize("scale", [0.0, 1e9])
 def test_rows_that_select_nothing_give_zeros_at_any_scale(started: list[str], scale: float) -> None:
     """Beside rows that do."""
-    q, k, v = rows(S=12, G=1, h=16, S_kv=600)
-    ranges = make_blocks(1, 12, 1, 600, 4, 64).ranges.clone()
+    q, k, v = rows(S=12, G=1, h=8, S_kv=600)
+    ranges = make_blocks(1, 12, 1, 600, 3, 64).ranges.clone()
     ranges[0, 5:9] = 0
     o, lse = cuda_block.forward(call_of(q, k, v, Selection(ranges, 64), scale=scale))
     expected, its_lse = oracle_forward(q, k, v, ranges, scale)  # in float16 PyTorch's overflows
@@ -160,12 +162,10 @@ def test_a_tile_is_shared_if_all_tokens_of_64_rows_selected_it(monkeypatch: pyte
     assert min(some) > 10
 
 
-def test_wide_heads_and_blocks_of_two_tiles(started: list[str]) -> None:
-    q, k, v = rows(S=9, G=1, h=16, Dk=128, Dv=128)
-    results(q, k, v, make_blocks(1, 9, 1, 200, 2, 128))
-    q, k, v = rows(S=9, G=1, h=2, Dk=128)
-    results(q, k, v, make_blocks(1, 9, 1, 200, 2, 64))
-    assert started == KERNELS + WITHOUT_SHARES
+@pytest.mark.parametrize(("h", "Dv", "block"), [(16, 128, 128), pytest.param(2, 64, 64, marks=pytest.mark.thorough)])
+def test_wide_heads_and_blocks_of_two_tiles(started: list[str], h: int, Dv: int, block: int) -> None:
+    results(*rows(S=9, G=1, h=h, Dk=128, Dv=Dv), make_blocks(1, 9, 1, 200, 2, block))
+    assert started == (KERNELS if h >= 8 else WITHOUT_SHARES)
 
 
 @pytest.mark.parametrize("started", [BACKWARDS | EAGER], indirect=True)
@@ -224,7 +224,7 @@ def test_unread_keys_may_hold_nan(monkeypatch: pytest.MonkeyPatch, started: list
 def test_gradients_of_a_constant(started: list[str]) -> None:
     """Autograd expands it: all strides are 0."""
     q, k, v = rows(S=5, G=1)
-    results(q, k, v, make_blocks(1, 5, 1, 200, 2, 64), do=torch.ones((), dtype=torch.float16).expand(1, 5, 1, 4, 64))
+    results(q, k, v, make_blocks(1, 5, 1, 200, 3, 64), do=torch.ones((), dtype=torch.float16).expand(1, 5, 1, 4, 64))
     assert started == WITHOUT_SHARES
 
 
@@ -234,7 +234,7 @@ def test_gradients_that_begin_between_multiples_of_16_bytes(started: list[str]) 
     do = torch.ones(1 + 5 * 4 * 64, dtype=torch.float16)[1:].view(1, 5, 1, 4, 64)
     assert do.data_ptr() % 16
     assert sm90.loadable(do).data_ptr() % 16 == 0
-    results(q, k, v, make_blocks(1, 5, 1, 200, 2, 64), do=do)
+    results(q, k, v, make_blocks(1, 5, 1, 200, 3, 64), do=do)
     assert started == WITHOUT_SHARES
 
 

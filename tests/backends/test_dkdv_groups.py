@@ -43,8 +43,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("h", "S", "G", "Dk", "Dv"),
     [
-        *((2, 150, 1, 64, 64), (3, 70, 2, 64, 128), (4, 90, 2, 64, 64), (16, 20, 1, 128, 64), (16, 30, 1, 192, 128), (3, 60, 1, 192, 64)),
-        (12, 26, 1, 256, 256),
+        *((2, 150, 1, 64, 64), (3, 70, 2, 64, 128), (16, 30, 1, 192, 128), (12, 26, 1, 256, 256)),
+        *(pytest.param(*sizes, marks=pytest.mark.thorough) for sizes in ((4, 90, 2, 64, 64), (16, 20, 1, 128, 64), (3, 60, 1, 192, 64))),
     ],
 )
 def test_gradients(monkeypatch: pytest.MonkeyPatch, short: None, mode: int, h: int, S: int, G: int, Dk: int, Dv: int) -> None:
@@ -99,8 +99,8 @@ def test_gradients_of_blocks_of_several_tiles(
 @pytest.mark.parametrize(
     ("h", "S", "G", "D", "block"),
     [
-        *((12, 40, 2, 256, 4), (2, 90, 1, 64, 4), (3, 60, 1, 64, 16)),
-        *(pytest.param(*sizes, marks=pytest.mark.thorough) for sizes in ((16, 30, 1, 64, 8), (8, 40, 1, 64, 32))),
+        *((12, 40, 1, 256, 4), (3, 60, 1, 64, 16)),
+        *(pytest.param(*sizes, marks=pytest.mark.thorough) for sizes in ((2, 90, 1, 64, 4), (16, 30, 1, 64, 8), (8, 40, 1, 64, 32))),
     ],
 )
 def test_gradients_of_small_blocks(
@@ -174,7 +174,7 @@ def test_gradients_on_a_gpu(short: None, h: int, Dk: int, Dv: int, block: int, n
         check(q, k, v, ranges, q_pos, run)
 
 
-@pytest.mark.parametrize(("h", "S", "S_kv"), [(16, 60, 130), (3, 70, 150)])
+@pytest.mark.parametrize(("h", "S", "S_kv"), [(16, 40, 110), (3, 70, 150)])
 def test_gradients_of_a_window_of_wide_keys(monkeypatch: pytest.MonkeyPatch, h: int, S: int, S_kv: int) -> None:
     """Boxes that reach past the window, and tiles that no row sees."""
     emulated(monkeypatch)
@@ -185,7 +185,7 @@ def test_gradients_of_a_window_of_wide_keys(monkeypatch: pytest.MonkeyPatch, h: 
     check(q, k, v, ranges, None, lambda lse, do, delta: window.dkdv(call, GPU, lse, do, delta))
 
 
-@pytest.mark.parametrize(("h", "S", "S_kv"), [(16, 40, 300), pytest.param(4, 300, 900, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(("h", "S", "S_kv"), [(16, 30, 200), pytest.param(4, 300, 900, marks=pytest.mark.thorough)])
 def test_gradients_of_wide_compressed_keys(monkeypatch: pytest.MonkeyPatch, h: int, S: int, S_kv: int) -> None:
     emulated(monkeypatch)
     call = make_choose_call((1, S, S_kv, 2, h, 192, 128, Rule(compress_block=8, compress_stride=4)), torch.float16)

@@ -68,7 +68,7 @@ def padded(selection: Selection) -> Selection:
         (1, 300, 1, 70000, 16, 300, lambda: make_blocks(1, 300, 1, 70000, 16, 16)),  # and sort_count.cu: a chunk of two blocks
     ],
 )
-@pytest.mark.parametrize(("mode", "few"), [(0, None), (BACKWARDS, None), (0, 0)])
+@pytest.mark.parametrize(("mode", "few"), [pytest.param(0, None, marks=pytest.mark.thorough), (BACKWARDS, None), (0, 0)])
 def test_lists_hold_every_entry_of_a_tile_in_order(
     monkeypatch: pytest.MonkeyPatch, mode: int, few: int | None, B: int, S: int, G: int, S_kv: int, width: int, section: int,
     selection: object,
@@ -123,7 +123,7 @@ def test_tiles_of_a_block_share_a_list(
 
 
 @needs_compiler
-@pytest.mark.parametrize(("chunks", "segment"), [(1, 1), (1, 4096), (3, 7), (200, 50)])
+@pytest.mark.parametrize(("chunks", "segment"), [(1, 1), pytest.param(1, 4096, marks=pytest.mark.thorough), (3, 7), (200, 50)])
 def test_segments_of_lists(monkeypatch: pytest.MonkeyPatch, chunks: int, segment: int) -> None:
     """Of more lists than a CTA takes at once, or more chunks."""
     emulated(monkeypatch)
