@@ -22,7 +22,7 @@ def test_gradcheck(backend: str) -> None:
     assert torch.autograd.gradcheck(lambda *inputs: attend(backend, *inputs, selection), (q, k, v), fast_mode=True)
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, *WHOLE_BLOCKS])
+@pytest.mark.parametrize("backend", [*BACKENDS[:3], *WHOLE_BLOCKS, pytest.param("triton-token", marks=pytest.mark.thorough)])  # the slowest
 def test_gradcheck_of_each_derivative(backend: str) -> None:
     """Without fast_mode: two rows share a block, of which one sees another up to itself; one row selects nothing. Of each head one column,
     and of the keys those where the blocks meet, since the interpreter takes a tenth of a second for every call."""

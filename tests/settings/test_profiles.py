@@ -48,11 +48,11 @@ from tests.helpers.policy_cases import (
     replace,
 )
 
-LONG_TO_DERIVE = "configs/devices/sm90_h100.yaml"  # draws the selections of its rows again
+LONG_TO_DERIVE = tuple(f"configs/devices/sm90_{gpu}.yaml" for gpu in ("h100", "h200"))  # draw the selections of their rows again
 
 
 @pytest.mark.parametrize(
-    "target", [pytest.param(file, marks=[pytest.mark.thorough] * (file == LONG_TO_DERIVE)) for file in sorted(PROFILES)]
+    "target", [pytest.param(file, marks=[pytest.mark.thorough] * (file in LONG_TO_DERIVE)) for file in sorted(PROFILES)]
 )
 def test_a_profile_is_derived_from_its_rows(target: str) -> None:
     assert (ROOT / target).read_text() == render(PROFILES[target]())
