@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -29,6 +31,7 @@ hypothesis.settings.load_profile("nsa_sel")
 
 def pytest_configure(config: pytest.Config) -> None:
     """One torch thread, as waking threads takes longer than the work on small tensors; and what runs: see `mode`."""
+    gc.disable()  # until all is imported
     torch.set_num_threads(1)
     config.option.markexpr, interpreted = mode(config.option.markexpr, gpu_tests_wanted(), torch.cuda.is_available())
     # Triton reads this once, when a test file first imports it: its kernels then run on CPU tensors.
@@ -62,6 +65,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported lives on: else looking through it for garbage would take a fifth of the time."""
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # some libraries tell what outlives Python
+    gc.enable()
 
 
 def gpu_tests_wanted() -> bool:

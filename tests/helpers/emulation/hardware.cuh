@@ -110,16 +110,21 @@ constexpr unsigned MOST_THREADS = CLUSTER == 1 ? 1024 : 512 * CLUSTER, MOST_GROU
 struct Fiber {
     ucontext_t start;
     jmp_buf here;
-    bool begun, done;
-    Gate *gate;  // waited for, until it opens once more than `opened`
-    bool (*until)(const void *, int);  // waited for, until it holds of these
-    const void *what;
-    int number;
-    u32 opened, exchanges;
+    bool begun;
+    u32 exchanges;
     u32 first_group, groups;  // of copies under way; the last is not committed
     u32 copies[MOST_GROUPS];
     Copy copy[MOST_GROUPS][MOST_COPIES];
     char stack[64 << 10];
+};
+
+struct Wait {  // of a fiber, apart from it: most of the time the scheduler looks for one that is ready
+    Gate *gate;  // until it opens once more than `opened`
+    bool (*until)(const void *, int);  // until it holds of these
+    const void *what;
+    int number;
+    u32 opened;
+    bool done;
     bool ready() const { return !done && (!gate || gate->opened != opened) && (!until || until(what, number)); }
 };
 
@@ -128,6 +133,7 @@ struct alignas(8) Slot {
 };
 
 static Fiber fibers[MOST_THREADS];
+static Wait waits[MOST_THREADS];
 static Gate warp_gates[MOST_THREADS / 32], block_gates[CLUSTER], cluster_gate;
 static Slot slots[MOST_THREADS / 32][2][32];
 static jmp_buf scheduler;
@@ -145,27 +151,26 @@ static Arrival *arrivals, **last_arrival = &arrivals;  // in order; no std::dequ
 static void (*body)();
 
 static void wait(Gate &gate, unsigned expected) {
-    Fiber &self = fibers[current];
     unsigned thread = current;
     if (++gate.arrived == expected) {
         gate.arrived = 0;
         ++gate.opened;
         return;
     }
-    self.gate = &gate;
-    self.opened = gate.opened;
-    if (!_setjmp(self.here)) _longjmp(scheduler, 1);
-    fibers[thread].gate = nullptr;
+    waits[thread].gate = &gate;
+    waits[thread].opened = gate.opened;
+    if (!_setjmp(fibers[thread].here)) _longjmp(scheduler, 1);
+    waits[thread].gate = nullptr;
 }
 
 // Wait until `holds(what, number)`.
 static void wait_until(bool (*holds)(const void *, int), const void *what, int number) {
     if (holds(what, number)) return;
-    Fiber &self = fibers[current];
     unsigned thread = current;
+    Wait &self = waits[thread];
     self.until = holds, self.what = what, self.number = number;
-    if (!_setjmp(self.here)) _longjmp(scheduler, 1);
-    fibers[thread].until = nullptr;
+    if (!_setjmp(fibers[thread].here)) _longjmp(scheduler, 1);
+    waits[thread].until = nullptr;
 }
 
 // What happens by itself: at once, or when no thread can go on without it.
@@ -195,7 +200,7 @@ static void enter() {
     body();
     Fiber &self = fibers[current];
     for (u32 i = 0; i < self.groups; ++i) require(!self.copies[(self.first_group + i) % MOST_GROUPS], "copies that nobody waited for");
-    self.done = true;
+    waits[current].done = true;
     _longjmp(scheduler, 1);
 }
 
@@ -205,9 +210,8 @@ static void run_cluster(unsigned first_block) {
     const unsigned all = threads * CLUSTER;
     for (unsigned i = 0; i < all; ++i) {
         Fiber &fiber = fibers[i];
-        fiber.begun = fiber.done = false;
-        fiber.gate = nullptr;
-        fiber.until = nullptr;
+        waits[i] = {};
+        fiber.begun = false;
         fiber.exchanges = fiber.first_group = fiber.copies[0] = 0;
         fiber.groups = 1;
     }
@@ -216,7 +220,7 @@ static void run_cluster(unsigned first_block) {
         int next = -1, late = -1;
         for (unsigned i = 0; i < all && next < 0; ++i) {
             unsigned thread = backwards ? all - 1 - i : i;
-            if (fibers[thread].ready()) (is_late(thread) ? late : next) = static_cast<int>(thread);
+            if (waits[thread].ready()) (is_late(thread) ? late : next) = static_cast<int>(thread);
         }
         if (next < 0 && arrivals) {
             first_arrives();
@@ -237,7 +241,7 @@ static void run_cluster(unsigned first_block) {
         makecontext(&fiber.start, enter, 0);
         setcontext(&fiber.start);
     }
-    for (unsigned i = 0; i < all; ++i) require(fibers[i].done, "threads wait for each other for ever");
+    for (unsigned i = 0; i < all; ++i) require(waits[i].done, "threads wait for each other for ever");
 }
 
 // What the 32 lanes of a warp tell each other; valid until the lane's next exchange.
