@@ -80,7 +80,7 @@ del sys.modules["nsa_sel"]
 import nsa_sel
 
 for module in pkgutil.walk_packages(kernel.__path__, "nsa_sel."):
-    if module.name != "nsa_sel.layers":
+    if module.name != "nsa_sel.layers" and not module.name.startswith(("nsa_sel.bench", "nsa_sel.cli")):
         importlib.import_module(module.name)
 assert hasattr(torch.ops.nsa_sel, "selection_forward")
 seen = len(nsa_sel.decisions())

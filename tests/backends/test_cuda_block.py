@@ -66,7 +66,8 @@ def started(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("h", "S", "G"), [(3, 40, 2), (8, 20, 1), *(pytest.param(*x, marks=pytest.mark.thorough) for x in ((1, 80, 2), (4, 40, 1), (16, 12, 1)))]
+    ("h", "S", "G"),
+    [(3, 40, 2), (8, 20, 1), *(pytest.param(*sizes, marks=pytest.mark.thorough) for sizes in ((1, 80, 2), (4, 40, 1), (16, 12, 1)))],
 )
 def test_heads(started: list[str], h: int, S: int, G: int) -> None:
     """Rows copied by lanes, and by TMA from 8 heads on; S_kv leaves a cut block, and the rows' own blocks are masked."""
