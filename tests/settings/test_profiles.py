@@ -17,7 +17,8 @@ from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report.derived import folders, matrix
 from nsa_sel.bench.threshold_optimizer import faster_by, length_pairs, thresholds
-from nsa_sel.bench.tune.committed_rows import read_rows
+from nsa_sel.bench.tune import cost_fit
+from nsa_sel.bench.tune.committed_rows import RESULTS, cost_rows, read_rows
 from nsa_sel.bench.tune.derive import PROFILES, evidence, length_rows, render, threshold, words
 from nsa_sel.core import registry
 from nsa_sel.core.decide import explain_request
@@ -58,6 +59,15 @@ def test_a_profile_is_derived_from_its_rows(target: str) -> None:
     assert (ROOT / target).read_text() == render(PROFILES[target]())
     assert shipped_configs()[Path(target).name] == config.parse_config((ROOT / target).read_bytes(), target)
     assert set(PROFILES) == {file.relative_to(ROOT).as_posix() for file in (ROOT / "configs" / "devices").iterdir()}
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+def test_costs_are_of_the_committed_rows(gpu: str) -> None:
+    """All of their files, as they are: whoever changes one has to derive the profile again."""
+    costs = shipped_configs()[f"sm90_{gpu}.yaml"].costs
+    assert costs is not None
+    for name in cost_rows(cost_fit.is_cost_row, RESULTS[gpu]):
+        assert cost_fit.source(name, read_rows(name)) in costs.provenance
 
 
 def test_the_example_runs_on_triton_where_it_was_measured_faster() -> None:
@@ -354,15 +364,18 @@ def test_a_threshold_needs_the_margin_at_every_longer_length() -> None:
     assert read_rows("bench/results/h200/selection.jsonl")
 
 
-@pytest.mark.parametrize("left_out", ["h100", pytest.param("none", marks=pytest.mark.thorough)])
-def test_tables_of_the_documents_are_derived_from_their_rows(monkeypatch: pytest.MonkeyPatch, left_out: str) -> None:
-    """The H100's takes longer than the others together: it draws the selections of its rows again."""
+@pytest.mark.parametrize("left_out", [("h100", "sharing"), pytest.param((), marks=pytest.mark.thorough)])
+def test_tables_of_the_documents_are_derived_from_their_rows(monkeypatch: pytest.MonkeyPatch, left_out: tuple[str, ...]) -> None:
+    """Those two take longer than the others together: they draw the selections of rows again."""
     from nsa_sel.bench.report.tables import DOCUMENTS, TABLES, with_tables
 
     for name, table in TABLES.items():
         monkeypatch.setitem(TABLES, name, functools.cache(table))  # some take seconds, and are asked for twice
-    monkeypatch.delitem(TABLES, left_out, raising=False)
-    texts = [re.sub(rf"<!-- table: {left_out} -->.*?<!-- end -->", "", (ROOT / file).read_text(), flags=re.DOTALL) for file in DOCUMENTS]
+    for name in left_out:
+        monkeypatch.delitem(TABLES, name)
+    texts = [(ROOT / file).read_text() for file in DOCUMENTS]
+    for name in left_out:
+        texts = [re.sub(rf"<!-- table: {name} -->.*?<!-- end -->", "", text, flags=re.DOTALL) for text in texts]
     for text in texts:
         assert with_tables(text) == text, "run python -m nsa_sel.bench.report.tables"
     assert all(any(f"<!-- table: {name} -->" in text for text in texts) for name in TABLES)
