@@ -112,5 +112,5 @@ define create-venv
 	echo 'nsa-sel needs Python 3.11 or newer; PYTHON is "$(PYTHON)", version:' "$$($(PYTHON) --version 2>&1)." \
 	'Remedy: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)' >&2; exit 1; }
 	$(PYTHON) -m venv $(1)
-	-$(1)/bin/pip install -qq --no-compile --upgrade pip  # one of 2026 finds what constraints.txt asks for in half the time
+	-$(1)/bin/pip install -qq --no-compile -c constraints.txt --upgrade pip  # one of 2026 finds what constraints.txt asks for in half the time
 endef

@@ -71,6 +71,7 @@ def pytest_collection_finish() -> None:
     """What is imported lives on: else looking through it for garbage would take a fifth of the time."""
     gc.freeze()
     atexit.register(gc.unfreeze)  # some libraries tell what outlives Python
+    gc.set_threshold(10_000, 20, 20)  # there is little of the rest
     gc.enable()
 
 

@@ -43,7 +43,7 @@ def on_target(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_nvrtc
 @pytest.mark.slow  # a compiler at work
 @pytest.mark.usefixtures("on_target")
-@pytest.mark.parametrize("shape", ["h16", "h3-64", pytest.param("h48-192", marks=pytest.mark.thorough)])  # wide as h64-192-128 of the call
+@pytest.mark.parametrize("shape", [pytest.param(shape, marks=[pytest.mark.thorough] * (shape != "h16")) for shape in FITTING])
 def test_kernels_of_compressed_keys_fit(monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
     call = make_choose_call(FITTING[shape], torch.bfloat16)
     kernels = compiled(monkeypatch, 90, lambda: run(call))

@@ -52,7 +52,7 @@ HOPPERS = {
     "ordered_union.cu",
     "order_segments.cu",
 }
-OF_CUDA_USUAL = ("h1", "decode-B64-h16", "decode-B16-h64")
+OF_CUDA_USUAL = ("decode-B64-h16", "decode-B16-h64")
 OF_LISTS = {"sort_count.cu", "sort_scatter.cu"}  # of few counts; of more also sum_counts.cu
 OF_JOIN = {"shared_tiles.cu", "join_partials.cu", "join_shares.cu"}
 OF_CUDA_BLOCK = {"block_partials.cu", "block_gradients.cu", "sum_sections.cu"}
@@ -82,7 +82,8 @@ def run(shape: str, sm: int) -> None:
         *(pytest.param(sm, "decode-h16", marks=pytest.mark.thorough) for sm in (89, 90, 100)),  # else 8.9 has the constants of 8.6
         *(pytest.param(sm, "h16", marks=pytest.mark.thorough) for sm in (86, 100, 120)),  # the kernels of 8.0, with constants of their own
         *(pytest.param(86, shape, marks=pytest.mark.thorough) for shape in ("h64-192-128", "decode-B64-h16")),
-        # As h12-256-small, which has the most columns, rows of a step and lists, and as decode-B16-h64: mostly in fewer registers.
+        # As h12-256-small, which has the most columns, rows of a step and lists, and as decode-B16-h64: mostly in fewer registers. Or, of
+        # one head, as 8.0.
         *(pytest.param(90, shape, marks=pytest.mark.thorough) for shape in ("h3-256", *OF_CUDA) if shape not in OF_CUDA_USUAL),
     ],
 )
@@ -177,7 +178,7 @@ def test_kernels_of_pages_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: s
         (16, 128, 128, 64, torch.bfloat16),
         pytest.param(4, 128, 128, 64, torch.bfloat16, marks=pytest.mark.thorough),  # between 16 and 1
         pytest.param(1, 128, 128, 128, torch.float16, marks=pytest.mark.thorough),  # as 16, without shares
-        (3, 64, 128, 64, torch.float16),
+        pytest.param(3, 64, 128, 64, torch.float16, marks=pytest.mark.thorough),  # without joins
         (1, 128, 128, 512, torch.bfloat16),  # visited by Triton
     ],
 )
