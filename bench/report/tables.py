@@ -46,6 +46,9 @@ OF_TEXT = (
 )
 
 
+H100_COUNTERS = "bench/results/h100/profiles/counters.jsonl"
+
+
 def rows_of(name: str) -> list[Row]:
     """The rows of a file of the H200, those without a time too."""
     return store.read(ROOT / H200 / name)
@@ -88,12 +91,26 @@ STALLS = {
 def profiles() -> str:
     """What the hardware counters say of single kernels (bench/questions/kernel_counters.py), in percent of what the device could do."""
     lines = []
-    for r in rows_of("profiles/counters.jsonl"):
+    counted = [("H200", r) for r in rows_of("profiles/counters.jsonl")]
+    for gpu, r in counted + [("H100", r) for r in store.read(ROOT / H100_COUNTERS)]:
         percent = [f"{r[key]:.0f}%" for key in ("l2_pct", "dram_pct", "l2_hit_pct", "issue_pct")]
         reasons = [f"{STALLS.get(r[key], r[key])} {r[f'{key}_pct']:.0f}%" if key in r else "-" for key in ("busiest_pipe", "stall")]
         sizes = r["registers"], f"{r['shared_kbyte']:.0f}"
-        lines.append((r["kernel"], r["case"], f"{r['duration_us'] / 1e3:.3g}", *percent, *reasons, *sizes))
-    headers = ["kernel", "case", "ms", "L2", "DRAM", "L2 hits", "issue slots", "busiest pipe", "warps wait for", "registers", "shared, KB"]
+        lines.append((r["kernel"], gpu, r["case"], f"{r['duration_us'] / 1e3:.3g}", *percent, *reasons, *sizes))
+    headers = [
+        "kernel",
+        "GPU",
+        "case",
+        "ms",
+        "L2",
+        "DRAM",
+        "L2 hits",
+        "issue slots",
+        "busiest pipe",
+        "warps wait for",
+        "registers",
+        "shared, KB",
+    ]
     return table(headers, lines)
 
 

@@ -34,7 +34,7 @@ TARGETS = {  # ms, plans included
         "random-32k-h16": 9.0, "random-32k-h4": 2.8, "random-32k-h1": 0.8,
     },
 }  # fmt: skip
-HEADERS = "case", "direction", "best measured peer", "dense cuDNN", "target", "H200, older rows", "H100, newest rows"
+HEADERS = "case", "direction", "best measured peer", "dense cuDNN", "target", "H200", "H100"
 PRODUCTS = "case", "direction", "TFLOP, least", "of its kernel", "target needs", "dense reaches"
 
 
@@ -65,10 +65,10 @@ class Line(NamedTuple):
 
 def lines(of_h200: Iterable[Row], of_h100: Iterable[Row], of_peers: Iterable[Row]) -> list[Line]:
     """Of every target that the H100 has rows of."""
-    older, newest, peers = indexed(of_h200), indexed(of_h100), indexed(of_peers)
+    h200, h100, peers = indexed(of_h200), indexed(of_h100), indexed(of_peers)
     found = []
     for direction, name, target in ((direction, *one) for direction, targets in TARGETS.items() for one in targets.items()):
-        best, rows = ours(newest.get((name, direction), {})), older.get((name, direction), {})
+        best, rows = ours(h100.get((name, direction), {})), h200.get((name, direction), {})
         if best is not None:
             case, backward = case_of(best), direction == "bwd"
             least, all_keys = (tflop_of(case, backward, pairs) for pairs in (selected_pairs(case), visible_pairs(case)))

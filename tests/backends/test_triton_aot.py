@@ -24,12 +24,11 @@ def some_but(*shapes: str) -> tuple[str, ...]:
 
 # Targets, shapes that are compiled to machine code, and shapes of which only shared memory is asked, in a third of the time. Triton makes
 # other code for 8.x, 9.0, 10.0 and 12.0, which at times LLVM or the assembler does not take. Usually only Hopper, where the kernels run,
-# which is whole but for decoding, that has the same kernels and their joins.
-CASES = [("90", ("h16",), ("decode-h16", "paged-16"))]
-# Then the others: of 12.0, which has the least shared memory and copies by TMA, the widest, which needs most; on Hopper most are whole, on
-# 10.0 a shape that has every kernel; shared memory is asked of each class of configs on each kind of GPU.
+# which is whole but for decoding, that has the same kernels and their joins; and of 12.0, which has the least shared memory and copies by
+# TMA, the widest, which needs most.
+CASES = [("90", ("h16",), ("decode-h16", "paged-16")), ("120", (), ("h3-256",))]
+# On Hopper most are whole, on 10.0 a shape that has every kernel; shared memory is asked of each class of configs on each kind of GPU.
 THOROUGH = [
-    ("120", (), ("h3-256",)),
     ("100", ("h4-fp16",), ()),
     ("80", ("positions-h4",), ()),
     ("86,89", ("paged-16", "h3-256"), some_but("h3-256", "paged-16")),

@@ -468,7 +468,6 @@ def test_choices_are_close_to_the_best_measured() -> None:
         assert_close(prefills, least)
 
 
-@pytest.mark.thorough  # draws the selections of its rows again
 def test_choices_are_close_on_the_h100() -> None:
     """By prices that are partly the H200's: its own rows are of fewer cases."""
     found = regret.choices(on_paper.h100_rows(), settings_for(H100), "counted", device=H100)

@@ -17,8 +17,7 @@ from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report.derived import folders, matrix
 from nsa_sel.bench.threshold_optimizer import faster_by, length_pairs, thresholds
-from nsa_sel.bench.tune import cost_fit
-from nsa_sel.bench.tune.committed_rows import RESULTS, cost_rows, read_rows
+from nsa_sel.bench.tune.committed_rows import read_rows
 from nsa_sel.bench.tune.derive import PROFILES, evidence, length_rows, render, threshold, words
 from nsa_sel.core import registry
 from nsa_sel.core.decide import explain_request
@@ -49,25 +48,12 @@ from tests.helpers.policy_cases import (
     replace,
 )
 
-LONG_TO_DERIVE = tuple(f"configs/devices/sm90_{gpu}.yaml" for gpu in ("h100", "h200"))  # draw the selections of their rows again
 
-
-@pytest.mark.parametrize(
-    "target", [pytest.param(file, marks=[pytest.mark.thorough] * (file in LONG_TO_DERIVE)) for file in sorted(PROFILES)]
-)
+@pytest.mark.parametrize("target", sorted(PROFILES))
 def test_a_profile_is_derived_from_its_rows(target: str) -> None:
     assert (ROOT / target).read_text() == render(PROFILES[target]())
     assert shipped_configs()[Path(target).name] == config.parse_config((ROOT / target).read_bytes(), target)
     assert set(PROFILES) == {file.relative_to(ROOT).as_posix() for file in (ROOT / "configs" / "devices").iterdir()}
-
-
-@pytest.mark.parametrize("gpu", ["h100", "h200"])
-def test_costs_are_of_the_committed_rows(gpu: str) -> None:
-    """All of their files, as they are: whoever changes one has to derive the profile again."""
-    costs = shipped_configs()[f"sm90_{gpu}.yaml"].costs
-    assert costs is not None
-    for name in cost_rows(cost_fit.is_cost_row, RESULTS[gpu]):
-        assert cost_fit.source(name, read_rows(name)) in costs.provenance
 
 
 def test_the_example_runs_on_triton_where_it_was_measured_faster() -> None:
