@@ -157,6 +157,11 @@ def is_broken(name: str, request: Request) -> bool:
     return bool(_broken) and (name, _kind(request)) in _broken
 
 
+def any_broken() -> bool:
+    """Whether any backend has failed in this process."""
+    return bool(_broken)
+
+
 def forget_broken() -> None:
     """Allow every backend again, and the kernels of windows."""
     _broken.clear()
