@@ -39,6 +39,8 @@ def loaded() -> Any:
         BackendError: it can't be built here.
     """
     module = _module()
+    if isinstance(module, BackendError):
+        raise module
     module.configure(*_driver.addresses(), _stream_of, _driver.bind_context, _blocked, events.count)
     return module
 
@@ -54,6 +56,7 @@ def _blocked() -> bool:
 
 @functools.cache
 def _module() -> Any:
+    """The module, or the error that is raised at every call: it is built once."""
     source = resources.files(__package__) / "node.cpp"
     of = repr((source.read_text(), torch.__version__, sys.implementation.cache_tag))
     name = f"nsa_sel_native_{hashlib.sha256(of.encode()).hexdigest()[:16]}"
@@ -67,11 +70,13 @@ def _module() -> Any:
             os.chmod(file, 0o755)
         os.close(private.opened(file, os.O_RDONLY))
     except Exception as error:
-        raise BackendError(
+        found = BackendError(
             f"NSA_SEL_NATIVE=1 needs an extension that is not built here: {_first_error(error)}; allowed: a machine with a C++ compiler,"
             " ninja and Python's headers, or a cache folder (NSA_SEL_CACHE) that has it for this PyTorch. Remedy: install g++ and ninja, or"
             " unset NSA_SEL_NATIVE."
-        ) from error
+        )
+        found.__cause__ = error
+        return found
     loader = importlib.machinery.ExtensionFileLoader(name, str(file))
     spec = importlib.util.spec_from_loader(name, loader)
     assert spec is not None, "a loader is given"

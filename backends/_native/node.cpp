@@ -1,6 +1,6 @@
 // The autograd node of selection_attention for calls whose passes are recorded (backends/_replay.py): both passes start without Python's
-// autograd.Function, checks and packing. What is not recorded, or may not be replayed, goes to Python: `attend` returns None, and a backward
-// pass calls nsa_sel/core/run.py. Everything here runs with the GIL held, which guards what passes share.
+// autograd.Function, checks and packing. What is not recorded, or may not be replayed, goes to Python: `attend` returns None, and a
+// backward pass calls nsa_sel/core/run.py. All but the launches holds the GIL, which guards what passes share.
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -11,6 +11,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <array>
+#include <memory>
 #include <set>
 #include <string>
 #include <tuple>
@@ -22,7 +23,6 @@ using torch::autograd::variable_list;
 using Addresses = std::vector<uint64_t>;
 
 constexpr size_t MOST_BYTES = 4096;  // of a kernel's arguments
-constexpr size_t MOST_PARAMETERS = 256;
 
 struct Driver {  // the CUDA driver's functions by address, and what is asked of Python
   int (*launch)(const void* config, void* function, void** parameters, void** extra);  // cuLaunchKernelEx
@@ -47,15 +47,16 @@ struct Facts {
   at::ScalarType dtype{};
   std::vector<int64_t> sizes, strides;
   c10::DispatchKeySet keys;
+  int64_t device = -1;
 
   explicit Facts(const Tensor& x) : given(x.defined()) {
     if (!given) return;
-    dtype = x.scalar_type(), sizes = x.sizes().vec(), strides = x.strides().vec(), keys = backend_keys(x);
+    dtype = x.scalar_type(), sizes = x.sizes().vec(), strides = x.strides().vec(), keys = backend_keys(x), device = x.get_device();
   }
   static c10::DispatchKeySet backend_keys(const Tensor& x) { return x.key_set() - c10::autograd_dispatch_keyset_with_ADInplaceOrView; }
   bool fit(const Tensor& x) const {
     if (!given || !x.defined()) return given == x.defined();
-    return x.scalar_type() == dtype && backend_keys(x) == keys && x.sizes() == sizes && x.strides() == strides;
+    return x.scalar_type() == dtype && backend_keys(x) == keys && x.get_device() == device && x.sizes() == sizes && x.strides() == strides;
   }
 };
 
@@ -144,16 +145,18 @@ struct Pass {
       table.push_back(reinterpret_cast<uint64_t>(PyBytes_AS_STRING(held.back().ptr())));
     }
     for (const auto& bytes : constants) table.push_back(reinterpret_cast<uint64_t>(bytes.data()));
+    py::gil_scoped_release unlocked;  // the driver waits where a stream's queue is full
     for (const auto& [entry, size] : cleared)
       if (driver->fill(table[entry], 0, size, stream)) return {};
     alignas(64) char packed[MOST_BYTES];
-    void* list[MOST_PARAMETERS];
+    std::vector<void*> list;
     for (const auto& [function, grid, early, parameters, arguments] : steps) {
       for (const auto& [entry, offset, size] : arguments)
         memcpy(packed + offset, entry < addressed ? static_cast<const void*>(&table[entry]) : reinterpret_cast<void*>(table[entry]), size);
-      for (size_t i = 0; i < parameters.size(); ++i) list[i] = packed + parameters[i];
+      list.clear();
+      for (size_t offset : parameters) list.push_back(packed + offset);
       const Config config{grid, reinterpret_cast<uint64_t>(stream), early ? driver->early : 0, early};
-      if (driver->launch(&config, reinterpret_cast<void*>(function), list, nullptr)) return {};
+      if (driver->launch(&config, reinterpret_cast<void*>(function), list.data(), nullptr)) return {};
     }
     return results;
   } catch (const c10::OutOfMemoryError&) {  // Python's path says what to do
@@ -163,19 +166,27 @@ struct Pass {
 
 // What a backward pass has beside autograd's saved tensors.
 struct State : torch::CustomClassHolder {
+  struct Python {
+    py::object selection, exact;  // exact: what is known of its lengths
+    py::object run_backward;      // of tensors, where no pass of C++ fits
+    py::list passes;
+    py::object name;  // of the backend
+  };
   Tensor ranges;  // disjoint
-  py::object selection, exact;  // exact: what is known of lengths
-  py::object name;  // the backend's
-  py::object run_backward;  // by Python, of tensors
-  py::list passes;
+  std::unique_ptr<Python> python;
 
-  ~State() override {
-    py::gil_scoped_acquire gil;
-    selection = exact = name = run_backward = py::object();
-    passes.release().dec_ref();
+  State(Tensor ranges, Python given) : ranges(std::move(ranges)), python(new Python(std::move(given))) {}
+  ~State() override {  // on any thread
+    if (Py_IsInitialized()) {
+      py::gil_scoped_acquire gil;
+      python.reset();
+    } else {
+      python.release();
+    }
   }
 
   variable_list replayed(const variable_list& saved, const variable_list& given) const {
+    const auto& [selection, exact, run_backward, passes, name] = *python;
     if (c10::GradMode::is_enabled() || !given[0].defined() || selection.attr("_exact").ptr() != exact.ptr()) return {};
     const variable_list inputs{saved[0], saved[1], saved[2], ranges, saved[3], saved[4], given[0], given[1]};
     for (py::handle x : passes) {
@@ -218,7 +229,7 @@ struct SelectionAttention : torch::autograd::Function<SelectionAttention> {
     try {
       variable_list found = state->replayed(saved, given);
       if (found.empty())
-        for (py::handle x : state->run_backward(saved[0], saved[1], saved[2], saved[3], saved[4], given[0], given[1]))
+        for (py::handle x : state->python->run_backward(saved[0], saved[1], saved[2], saved[3], saved[4], given[0], given[1]))
           found.push_back(x.is_none() ? Tensor() : x.cast<Tensor>());
       found.emplace_back();
       return found;
@@ -242,10 +253,8 @@ static py::object attend(
   made.results = pass.play(std::move(addresses), selection, stream);
   if (made.results.empty()) return py::none();
   ++counts[0];
-  made.state = c10::make_intrusive<State>();
-  State& state = *made.state;
-  state.ranges = ranges, state.selection = selection, state.exact = selection.attr("_exact"), state.name = name;
-  state.run_backward = run_backward, state.passes = backward;
+  State::Python python{selection, selection.attr("_exact"), run_backward, backward, name};
+  made.state = c10::make_intrusive<State>(ranges, std::move(python));
   made.written = selection.attr("ranges").cast<Tensor>();
   made.with_lse = with_lse;
   variable_list found = SelectionAttention::apply(q, k, v, &made);

@@ -237,7 +237,7 @@ def test_a_missing_compiler_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tm
 
     monkeypatch.setenv("NSA_SEL_CACHE", str(tmp_path))
     monkeypatch.setattr(extension, "_build", fail)
-    extension._module.cache_clear()
+    monkeypatch.setattr(extension, "_module", functools.cache(extension._module.__wrapped__))
+    extension.loaded.cache_clear()
     with pytest.raises(BackendError, match=r"NSA_SEL_NATIVE=1.*Ninja is required.*allowed: .*Remedy: install g\+\+ and ninja"):
-        extension._module()
-    extension._module.cache_clear()
+        extension.loaded()
