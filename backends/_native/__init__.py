@@ -8,6 +8,7 @@ its inputs and results tell.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,12 +31,18 @@ class Passes:
     def attend(self, call: Call, decision: Any, run_backward: Callable[..., Any], with_lse: bool) -> Any:
         """o, or (o, lse), recorded by autograd; None if Python has to run the call. run_backward: as in
         core/run.py, for a backward pass that is not replayed."""
-        if call.workspace is not None or call.selection.ranges.is_inference() or call.capturing():
+        if call.workspace is not None or call.selection.ranges.is_inference() or call.capturing() or _compiles_autograd():
             return None
         again = functools.partial(run_backward, others=call.others(), known=call.known, decision=decision)
         return extension.loaded().attend(
             self.forward, self.backward, call.q, call.k, call.v, call.disjoint_ranges(), call.selection, again, decision.backward, with_lse
         )  # fmt: skip
+
+
+def _compiles_autograd() -> bool:
+    """Whether PyTorch's compiled autograd takes the node, which it can't hash."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and bool(module.compiled_autograd_enabled)
 
 
 def watch() -> None:

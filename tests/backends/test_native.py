@@ -231,6 +231,19 @@ def test_errors_are_those_of_python(compiled: list[str], monkeypatch: pytest.Mon
         selection_attention(*tensors, selection, backend=BACKEND)
 
 
+@pytest.mark.filterwarnings("ignore")  # of dynamo's imports
+def test_compiled_autograd_gets_the_node_of_python(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo import compiled_autograd
+
+    learn(monkeypatch)
+    tensors, selection = inputs(9)
+    with runs(1, 1):
+        wanted = gradients(tensors, selection_attention(*tensors, selection, backend=BACKEND))
+    with runs(0, 0), compiled_autograd._enable(torch.compile(backend="eager")):
+        got = gradients(tensors, selection_attention(*tensors, selection, backend=BACKEND))
+    assert all(map(torch.equal, got, wanted))
+
+
 def test_a_missing_compiler_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("Ninja is required to load C++ extensions")
