@@ -23,19 +23,21 @@ from nsa_sel.core.native import NATIVE
 class Passes:
     """The passes of a class of calls: one forward pass, and one backward pass for each layout of the output gradients."""
 
-    __slots__ = ("backward", "forward")
+    __slots__ = ("backward", "exact", "forward", "numbers")
 
-    def __init__(self, forward: Any) -> None:
+    def __init__(self, forward: Any, exact: Any) -> None:
         self.forward, self.backward = forward, list[Any]()
+        self.exact = exact  # `Selection.exact` of the class
+        self.numbers = set[int]()  # of the recordings in `backward`
 
     def attend(self, call: Call, decision: Any, run_backward: Callable[..., Any], with_lse: bool) -> Any:
-        """o, or (o, lse), recorded by autograd; None if Python has to run the call. run_backward: as in
-        core/run.py, for a backward pass that is not replayed."""
-        if call.workspace is not None or call.selection.ranges.is_inference() or call.capturing() or _compiles_autograd():
+        """o, or (o, lse), recorded by autograd; None if Python has to run the call. run_backward: as in core/run.py, for a backward pass
+        that is not replayed."""
+        if call.workspace is not None or call.selection.ranges.is_inference() or _compiles_autograd():
             return None
         again = functools.partial(run_backward, others=call.others(), known=call.known, decision=decision)
         return extension.loaded().attend(
-            self.forward, self.backward, call.q, call.k, call.v, call.disjoint_ranges(), call.selection, again, decision.backward, with_lse
+            self.forward, self.backward, call.q, call.k, call.v, call.selection, again, decision.backward, with_lse
         )  # fmt: skip
 
 
@@ -56,15 +58,19 @@ def learn_forward(call: Call, o: Tensor, lse: Tensor) -> None:
     if thread.played is not None and NATIVE not in call.known and _repeats(call):
         learned = _learned(call, (call.q, call.k, call.v, call.disjoint_ranges()), (o, lse))
         if learned is not None:
-            call.known[NATIVE] = Passes(learned)
+            call.known[NATIVE] = Passes(learned, call.selection.exact())
 
 
 def learn_backward(call: Call, given: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> None:
-    """As `learn_forward`; given: o, lse, do and dlse."""
+    """As `learn_forward`; given: o, lse, do and dlse. What was measured since the forward pass makes another pass of it."""
     passes = call.known.get(NATIVE)
-    if thread.played is not None and passes is not None and _repeats(call):
+    if thread.played is None or passes is None or not _repeats(call) or passes.exact != call.selection.exact():
+        return
+    number = thread.played[0].number
+    if number not in passes.numbers:
         learned = _learned(call, (call.q, call.k, call.v, call.disjoint_ranges(), *given), gradients)
         if learned is not None:
+            passes.numbers.add(number)
             passes.backward.append(learned)
 
 

@@ -244,11 +244,13 @@ struct SelectionAttention : torch::autograd::Function<SelectionAttention> {
 
 // o, or (o, lse), with their node; None where Python has to run the call.
 static py::object attend(
-    const Pass& pass, const py::list& backward, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& ranges,
-    const py::object& selection, const py::object& run_backward, const py::object& name, bool with_lse) {
-  Addresses addresses = pass.addresses({q, k, v, ranges});
+    const Pass& pass, const py::list& backward, const Tensor& q, const Tensor& k, const Tensor& v, const py::object& selection,
+    const py::object& run_backward, const py::object& name, bool with_lse) {
   void* stream;
-  if (addresses.empty() || !pass.ready(&stream)) return py::none();
+  if (!pass.ready(&stream)) return py::none();
+  auto ranges = selection.attr("disjoint_ranges")(false).cast<Tensor>();  // no graph captures the call
+  Addresses addresses = pass.addresses({q, k, v, ranges});
+  if (addresses.empty()) return py::none();
   SelectionAttention::Forward made;
   made.results = pass.play(std::move(addresses), selection, stream);
   if (made.results.empty()) return py::none();

@@ -15,7 +15,7 @@ from torch import Tensor
 from nsa_sel import selection_attention
 from nsa_sel.backends import _driver, _native
 from nsa_sel.backends._native import extension
-from nsa_sel.core import begin, native, registry
+from nsa_sel.core import begin, memory, native, registry
 from nsa_sel.errors import BackendError
 from nsa_sel.selection import Selection
 from nsa_sel.telemetry import events
@@ -185,6 +185,31 @@ def test_what_was_measured_since_the_forward_pass_runs_by_python(compiled: list[
         o = selection_attention(*tensors, selection, backend=BACKEND)
         selection.measure()
         gradients(tensors, o)
+
+
+def test_what_a_measured_selection_does_is_not_learned_for_others(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are of one class before the forward pass."""
+    monkeypatch.setenv("NSA_SEL_NATIVE", "1")
+    for seed in range(7):
+        tensors, selection = inputs(seed)
+        o = selection_attention(*tensors, selection, backend=BACKEND)
+        selection.measure()
+        with runs(0, 0):
+            gradients(tensors, o)
+    tensors, selection = inputs(9)
+    with runs(1, 0):
+        gradients(tensors, selection_attention(*tensors, selection, backend=BACKEND))
+
+
+def test_a_pass_is_learned_once(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    learn(monkeypatch)
+    tensors, selection = inputs(9)
+    monkeypatch.setattr(native, "any_failed", lambda: True)
+    for _ in range(3):
+        gradients(tensors, selection_attention(*tensors, selection, backend=BACKEND))
+    classes = [found for entry in memory._memory.values() if isinstance(entry, tuple) for _, found in entry]
+    (passes,) = [known[native.NATIVE] for *_, known in classes if native.NATIVE in known]
+    assert len(passes.backward) == len(passes.numbers) == 1
 
 
 def test_saved_tensors_may_come_back_in_another_layout(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
