@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +25,8 @@ from tests.helpers.cases import make_blocks, make_grads, make_qkv
 from tests.helpers.emulate import GPU, needs_compiler
 from tests.helpers.paths import ROOT
 
-pytestmark = [needs_compiler, pytest.mark.slow]  # PyTorch's headers take a minute to compile, once
+needs_ninja = pytest.mark.skipif(shutil.which("ninja") is None, reason="PyTorch builds extensions by ninja, which is not on PATH")
+pytestmark = [needs_compiler, needs_ninja, pytest.mark.slow]  # PyTorch's headers take a minute to compile, once
 BACKEND = "cupy-cuda"
 driver = test_replay.driver  # a fixture
 
