@@ -19,6 +19,7 @@ from nsa_sel.core.request import FEW_TOKENS, SHARING_TOKENS, Request
 
 BYTES = {"e4m3": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 TILE_ROWS = 64  # tokens x heads of a tile, or of one step over a block's rows
+CTA_ROWS = 3 * TILE_ROWS  # of three warpgroups that share what they load, forward
 STEP = 64  # keys that a kernel loads at once from a page that holds as many
 OTHERWISE_LOADED = {"gathered", "rows-read"}  # terms of calls that load keys in another way than plain ones of whole steps
 OF_OTHER_KERNELS = {*OTHERWISE_LOADED, "visited", "visited-partials"}  # without rows of these nothing is known of such calls
@@ -126,7 +127,7 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...], sm_count:
         "gathered": read / 1e9 if gathers(request) else 0.0,
         "reread" + suffix: keys * h * key_bytes / 1e9,
         "distinct": tile_blocks(request, sharing, 64) * block * key_bytes / 1e9,
-        "loaded": tile_blocks(request, sharing, max(1, 3 * TILE_ROWS // h)) * block * key_bytes / 1e9,
+        "loaded": tile_blocks(request, sharing, max(1, CTA_ROWS // h)) * block * key_bytes / 1e9,
         "tile" + suffix: tile_blocks(request, sharing, tokens) * block * tile_rows * 2 * tile_widths / 1e12,
         "exact" + suffix: keys / tokens * tile_rows * 2 * exact_widths / 1e12,
         "partials": visits * pairs * h * partial_widths * size / 1e9,

@@ -33,7 +33,7 @@ COST_TERMS = {  # the work that a cost model may weigh; policies/cost.py counts 
     "reread": "GB of K and V loaded by one program per row and head",
     "reread-wide": "the same where a key and its value have more than 256 16-bit numbers",
     "distinct": "GB of K and V loaded by 64 adjacent rows, each block counted once",
-    "loaded": "GB of K and V loaded by CTAs of three such tiles, each block counted once",
+    "loaded": "GB of K and V loaded by CTAs of three tiles of adjacent tokens, each block counted once",
     "tile": "TFLOP of tiles of adjacent tokens over the union of their blocks",
     "tile-wide": "the same where a key and its value have more than 256 16-bit numbers",
     "exact": "TFLOP of blocks over the rows that select them",
