@@ -185,11 +185,12 @@ def overhead_parts() -> str:
 
 
 def compiled() -> str:
-    """What torch.compile makes of a call of a stand-in that computes nothing, microseconds of the host."""
-    parts = ("call", "graph", "empty graph", "further call", "further compiled call", "compiling adds")
-    rows = [row for row in rows_of("overhead.jsonl") if row["backend"] == "nothing" and "us_median" in row]
-    lines = [(*key, *_microseconds(found, parts)) for key, found in _by_part(rows, ("device", "direction")).items()]
-    return table(["device", "direction", *parts], lines)
+    """What torch.compile makes of a call of a stand-in that computes nothing and of the policy's choice, microseconds of the host."""
+    by_itself, further = ("call", "graph"), ("further call", "further compiled call")
+    parts = (*(name + new for name in (*by_itself, *further) for new in ("", ", new")), "empty graph")
+    rows = [row for row in rows_of("profiles/compiled_calls.jsonl") if "us_median" in row]
+    lines = [(*key, *_microseconds(found, parts)) for key, found in _by_part(rows, ("device", "backend", "direction")).items()]
+    return table(["device", "backend", "direction", *parts], lines)
 
 
 def models() -> str:
