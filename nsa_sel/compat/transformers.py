@@ -6,7 +6,6 @@ the most weight (`choose_blocks`). While a sequence has no more than n blocks, t
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -17,11 +16,22 @@ from nsa_sel.compression import BlockMean
 from nsa_sel.core.arguments import check_positive
 from nsa_sel.core.entry import selection_attention
 from nsa_sel.core.indices import check_forced
-from nsa_sel.errors import ArgumentError
+from nsa_sel.errors import ArgumentError, shown
 
 NAME = "nsa_sel"
+HERE = f"with attn_implementation={NAME!r}"
+ANOTHER = "use another attn_implementation for this model, for example 'sdpa'"
 UNPACKED = "pass sequences as a padded batch, or one a call, or use another implementation"
-UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias", "cache")  # arguments of other implementations, None in plain models
+# Keywords that models and trainers hand through to attention, and that do not change what it computes.
+NO_EFFECT = frozenset(("cache_position", "num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict", "use_cache"))
+LATENT = "run it with FlashMLA and DeepGEMM's indexer (vLLM, SGLang), or attn_implementation='eager'"
+# Models that select keys themselves, by the model_type of their configuration, and who runs them.
+OWN_SELECTION = {
+    "axk2": LATENT, "deepseek_v32": LATENT, "deepseek_v4": LATENT, "dots3_note_text": LATENT, "glm_moe_dsa": LATENT, "hy_v4": LATENT,
+    "mistral_large4_text": LATENT,
+    "minimax_m3_vl_text": "run it with attn_implementation='sdpa', or with vLLM or SGLang",
+    "qwen4_exp_text": "run it with attn_implementation='sdpa'",
+}  # fmt: skip
 
 
 def register_transformers(*, n: int = 16, block_size: int = 64, first: int = 1, local: int = 2) -> None:
@@ -55,25 +65,26 @@ def register_transformers(*, n: int = 16, block_size: int = 64, first: int = 1, 
     def attention(
         module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
-        """o [B,S,H,D] of query [B,H,S,D], key and value [B,G,S_kv,D]; attention_mask is what `first_keys` returned."""
-        check_options(module, options)
-        if attention_mask is None:
-            check_positions(options.get("position_ids"))
+        """Return o [B,S,H,D] of query [B,H,S,D], key and value [B,G,S_kv,D]. attention_mask is what `first_keys` returned."""
+        check_options(module, query, key, options)
         if attention_mask is not None and attention_mask.dim() != 1:  # a mask of the user's own comes as it is
             found = f"of shape {tuple(attention_mask.shape)}"
             raise ArgumentError("attention_mask", found, "[B, keys] of 0 and 1: padding before and after", "leave it out for a causal mask")
+        rising = check_positions(options.get("position_ids"), attention_mask, query.shape[2], key.shape[2])
         sizes = {"n": n, "block_size": block_size, "first": first, "local": local}
-        return attend(query, key, value, attention_mask, options.get("scaling"), sizes), None
+        o = attend(query, key, value, attention_mask, options.get("scaling"), sizes)
+        return o if rising is None else torch.where(rising, o, float("nan")), None
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, first_keys)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, first_key: Tensor | None, scale: float | None, sizes: dict[str, Any]) -> Tensor:
-    """o [B,S,H,D]. first_key [B] on the CPU: where the keys of each padded sequence begin; its rows before that are zeros."""
+def attend(query: Tensor, key: Tensor, value: Tensor, padded: Tensor | None, scale: float | None, sizes: dict[str, Any]) -> Tensor:
+    """Return o [B,S,H,D]. padded is what `first_keys` returned: rows before a sequence's first key are zeros."""
     G, S, S_kv = key.shape[1], query.shape[2], key.shape[2]
     q = torch.unflatten(query, 1, (G, -1)).permute(0, 3, 1, 2, 4)
-    if first_key is None:
+    begins = [] if padded is None else padded.view(2, -1)[0].tolist()
+    if not any(begins):  # padding after a sequence needs no care: no row before it sees it
         block = sizes["block_size"]
         means = BlockMean(block, block)(key.detach().transpose(1, 2))
         selection = choose_blocks(
@@ -81,74 +92,112 @@ def attend(query: Tensor, key: Tensor, value: Tensor, first_key: Tensor | None, 
         )
         o: Tensor = selection_attention(q, key, value, selection, scale=scale, q_pos=None, return_lse=False, backend=None)
         return o.flatten(2, 3)
-    found = []
-    for b, begin in enumerate(first_key.tolist()):  # each as it would be without padding: its blocks begin with its first key
-        padding = max(0, begin - (S_kv - S))  # rows that are padding themselves
-        rows = query[b : b + 1, :, padding:]
-        o = attend(rows, key[b : b + 1, :, begin:], value[b : b + 1, :, begin:], None, scale, sizes)
-        found.append(torch.cat((o.new_zeros(1, padding, *o.shape[2:]), o), 1))
-    return torch.cat(found)
+    parts = []
+    for b, begin in enumerate(begins):  # each as it would be without padding: its blocks begin with its first key
+        skipped = min(S, max(0, begin - (S_kv - S)))  # rows that are padding themselves
+        rows, keys, values = query[b : b + 1, :, skipped:], key[b : b + 1, :, begin:], value[b : b + 1, :, begin:]
+        zeros = query.new_zeros(1, skipped, query.shape[1], value.shape[-1])
+        parts.append(torch.cat((zeros, attend(rows, keys, values, None, scale, sizes)), 1) if skipped < S else zeros)
+    return torch.cat(parts)
 
 
 def first_keys(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, mask_function: Any = None,
-    attention_mask: Tensor | None = None, **kwargs: Any,
+    attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, local_size: int | None = None, config: Any = None,
+    **kwargs: Any,
 ) -> Tensor | None:  # fmt: skip
-    """Where the keys of each sequence begin, [B] int64 on the CPU, or None without padding: transformers asks once per forward pass."""
-    from transformers.masking_utils import causal_mask_function
+    """Return the first key of each sequence, then the key after each one's last, [2 * B] int64 on the CPU; None without padding.
 
+    transformers calls this in place of making a mask, once per kind of mask in each forward pass. Its arguments tell what the model asks of
+    attention, so what is not there is refused before anything is computed.
+
+    Raises:
+        ArgumentError: the mask is not causal over all keys, the model reads the mask itself, or the cache or attention_mask does not fit.
+    """
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    check_model(config)
+    if local_size is not None:
+        found = f"a sliding window or chunks, of {local_size} keys"
+        raise ArgumentError("the model's attention", found, f"causal attention over all keys {HERE}", ANOTHER)
+    if mask_function is bidirectional_mask_function:
+        raise ArgumentError("is_causal", False, f"True {HERE}", "use another attn_implementation for encoders and cross attention")
     if mask_function is not None and mask_function is not causal_mask_function:
-        raise ArgumentError(
-            "position_ids or the mask", "of packed sequences, or not causal", f"causal attention with attn_implementation={NAME!r}",
-            UNPACKED,
-        )  # fmt: skip
-    if int(q_offset) + q_length != kv_offset + kv_length:
-        raise ArgumentError(
-            "past_key_values",
-            f"of {kv_length} keys for queries up to {int(q_offset) + q_length}",
-            "a cache that grows",
-            "use a DynamicCache",
-        )
+        found = "of packed sequences, or of a mask function of the model's own"
+        raise ArgumentError("position_ids or the mask", found, f"one causal sequence a row {HERE}", UNPACKED)
+    end = kv_offset + kv_length
+    if int(q_offset) + q_length != end:
+        found = f"of {end} keys for queries up to {int(q_offset) + q_length}"
+        raise ArgumentError("past_key_values or attention_mask", found, "a cache that grows, and a mask of its keys", "use a DynamicCache")
+    if not allow_is_causal_skip:  # the model asks for a mask with columns, to change it or to choose keys by it
+        raise refused_model(config, "reads the attention mask itself", ANOTHER)
     if attention_mask is None:
         return None
-    seen = attention_mask[:, -kv_length:].bool()
-    begin = seen.int().argmax(1)
-    ended = (~seen).int().cumsum(1) - begin[:, None] > 0  # padding after the first key
-    if bool((seen & ended).any()):
+    if attention_mask.shape[1] < end:
+        found = f"of {attention_mask.shape[1]} keys where {end} are there"
+        raise ArgumentError("attention_mask", found, "[B, keys]: those of the cache, too", "pass 1 for each earlier token")
+    real = attention_mask[:, kv_offset:end].bool()
+    begin = real.int().argmax(1)
+    ends = begin + real.sum(1)
+    key = torch.arange(kv_length, device=real.device)
+    if bool(((key < ends[:, None]) & (key >= begin[:, None]) & ~real).any()):
         raise ArgumentError("attention_mask", "0 between keys", "0 before and after a sequence's keys", "pad at one end")
-    return None if not bool(begin.any()) else begin.cpu()
+    return None if bool(real.all()) else torch.cat((begin, ends)).cpu()
 
 
-_checked: weakref.ref[Tensor] | None = None  # positions that were checked last: all layers of a pass get the same tensor
+def check_model(config: Any) -> None:
+    """Raise ArgumentError for a model that selects keys by a rule of its own."""
+    remedy = OWN_SELECTION.get(getattr(config, "model_type", None) or "")
+    if remedy is not None:
+        raise refused_model(config, "selects its own keys", remedy)
 
 
-def check_positions(position_ids: Tensor | None) -> None:
-    """ArgumentError for packed sequences: positions that begin again. transformers notices them only without a cache.
+def refused_model(config: Any, why: str, remedy: str) -> ArgumentError:
+    name = type(config).__name__.removesuffix("Config")
+    return ArgumentError("the model", f"{name}, which {why}", f"dense causal attention {HERE}", remedy)
 
-    Of a pass over more than one token, it waits for the device once. Not under torch.compile, and not in a capture.
+
+def check_positions(position_ids: Tensor | None, padded: Tensor | None, S: int, S_kv: int) -> Tensor | None:
+    """Raise ArgumentError for packed sequences: positions that do not rise from token to token, padding apart.
+
+    It reads the positions in each call, so the host waits for the device. Where it cannot, under torch.compile and while a CUDA graph is
+    captured, it returns whether they rise, a bool tensor []; elsewhere None.
     """
-    global _checked
-    if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] < 3:
-        return
-    if _checked is not None and _checked() is position_ids:
-        return
-    if torch.compiler.is_compiling() or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return
-    _checked = weakref.ref(position_ids)
-    again = (position_ids[:, 1:-1] == 0) & (position_ids[:, 2:] == 1)  # padding at the end has 0 after 0, or no 0
-    if bool(again.any()):
-        allowed = f"positions that rise, with attn_implementation={NAME!r}"
-        raise ArgumentError("position_ids", "of packed sequences", allowed, UNPACKED)
+    if position_ids is None or S < 2:
+        return None
+    if position_ids.dim() > 2 or position_ids.shape[-1] != S:
+        raise ArgumentError("position_ids", f"of shape {tuple(position_ids.shape)}", f"[B, {S}] {HERE}", ANOTHER)
+    rise = position_ids[..., 1:] > position_ids[..., :-1]  # [B, S - 1]
+    if padded is not None:
+        begin, end = padded.to(rise.device).view(2, -1, 1)
+        key = torch.arange(S_kv - S, S_kv - 1, device=rise.device)
+        rise = rise | (key < begin) | (key + 1 >= end)
+    if torch.compiler.is_compiling() or (rise.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return rise.all()
+    if not bool(rise.all()):
+        raise ArgumentError("position_ids", "of packed sequences", f"positions that rise {HERE}", UNPACKED)
+    return None
 
 
-def check_options(module: torch.nn.Module, options: dict[str, Any]) -> None:
-    """ArgumentError for what a model asks of attention beside the plain causal one."""
-    for name in UNSUPPORTED:
-        if options.get(name) is not None:
-            remedy = "use another attn_implementation for this model"
-            raise ArgumentError(name, "given", f"None with attn_implementation={NAME!r}", remedy)
+def check_options(module: torch.nn.Module, query: Tensor, key: Tensor, options: dict[str, Any]) -> None:
+    """Raise ArgumentError for what a model asks of attention beside causal attention over all keys."""
+    check_model(getattr(module, "config", None))
+    if options.get("sliding_window") is not None:
+        raise ArgumentError("sliding_window", options["sliding_window"], f"None {HERE}: the layer has a sliding window", ANOTHER)
+    if options.get("output_attentions"):
+        raise ArgumentError(
+            "output_attentions", True, f"False {HERE}: no attention weights are computed", "use attn_implementation='eager'"
+        )
     if options.get("dropout"):
         raise ArgumentError("attention_dropout", options["dropout"], "0", "set config.attention_dropout = 0, or call model.eval()")
-    causal = options.get("is_causal")
-    if not (getattr(module, "is_causal", True) if causal is None else causal):
+    causal = getattr(module, "is_causal", True) if options.get("is_causal") is None else options["is_causal"]
+    if not causal:
         raise ArgumentError("is_causal", False, "True", "use another attn_implementation for encoders")
+    if "Cross" in type(module).__name__ or getattr(module, "is_cross_attention", False) or key.shape[2] < query.shape[2]:
+        found = f"{type(module).__name__} of {query.shape[2]} queries over {key.shape[2]} keys, which is cross attention"
+        raise ArgumentError("the layer", found, f"causal self-attention {HERE}", ANOTHER)
+    read = {"scaling", "dropout", "is_causal", "position_ids", "sliding_window", "output_attentions"}
+    for name, value in options.items():
+        if name not in read and name not in NO_EFFECT and value is not None:
+            found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else shown(value)
+            raise ArgumentError(name, found, f"None {HERE}, which does not have it", ANOTHER)

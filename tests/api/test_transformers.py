@@ -114,7 +114,7 @@ def test_what_is_not_there_is_refused() -> None:
     for options in ({}, {"use_cache": True, "attention_mask": torch.ones_like(ids)}):  # transformers looks at neither
         with pytest.raises(ArgumentError, match=r"position_ids is of packed sequences.*Remedy: pass sequences as a padded"):
             mine(ids, position_ids=torch.cat((torch.arange(6), torch.arange(6)))[None], **options)
-    with pytest.raises(ArgumentError, match=r"past_key_values is of 32 keys for queries up to 12.*DynamicCache"):
+    with pytest.raises(ArgumentError, match=r"past_key_values or attention_mask is of 32 keys for queries up to 12.*DynamicCache"):
         mine(ids, past_key_values=transformers.StaticCache(config=mine.config, max_cache_len=32))
     with pytest.raises(ArgumentError, match=r"attention_mask is of shape \(1, 1, 12, 12\); allowed: \[B, keys\]"):
         mine(ids, attention_mask=torch.ones(1, 1, 12, 12, dtype=torch.bool).tril())
@@ -125,8 +125,87 @@ def test_what_is_not_there_is_refused() -> None:
         mine.train()(ids)
     with pytest.raises(ArgumentError, match="is_causal is False"):
         transformers.AttentionInterface()["nsa_sel"](torch.nn.Module(), *torch.ones(3, 1, 2, 4, 8), None, is_causal=False)
-    with pytest.raises(ArgumentError, match="sliding_window is given"):
-        transformers.AttentionInterface()["nsa_sel"](torch.nn.Module(), *torch.ones(3, 1, 2, 4, 8), None, sliding_window=4)
+
+
+class Attention(torch.nn.Module):
+    """A layer as transformers hands it to attention."""
+
+    is_causal = True
+
+
+class CrossAttention(torch.nn.Module):
+    """As mllama's, without a word of is_causal."""
+
+
+Q, K = torch.randn(2, 1, 4, 24, 16).unbind()[0], torch.randn(1, 2, 24, 16)
+
+
+def attention(module: torch.nn.Module | None = None, q: Tensor = Q, **options: Any) -> Tensor:
+    register_transformers(n=8, block_size=8)
+    return transformers.AttentionInterface()["nsa_sel"](module or Attention(), q, K, K, None, **options)[0]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["cu_seq_lens_q", "max_length_q", "seq_idx", "block_indices", "indices", "sinks", "s_aux", "softcap", "position_bias", "cache",
+     "head_mask", "sliding_window", "output_attentions", "a_keyword_of_tomorrow"],
+)  # fmt: skip
+def test_each_option_that_is_not_taken_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^{name} is .*Remedy: use"):
+        attention(**{name: torch.tensor(4)})
+    attention(**{name: None})
+
+
+PACKED = torch.cat((torch.arange(10), torch.arange(14)))[None]
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [PACKED, PACKED + 2, torch.cat((torch.arange(22), torch.zeros(2, dtype=torch.long)))[None], torch.zeros(1, 24, dtype=torch.long),
+     torch.cat((torch.arange(23), torch.zeros(1, dtype=torch.long)))[None], torch.cat((torch.arange(10), torch.arange(5, 19)))[None]],
+    ids=["begin at 0", "begin at 2", "end in single tokens", "single tokens", "end in one token", "a prefix twice"],
+)  # fmt: skip
+def test_positions_of_packed_sequences_are_refused_each_time(positions: Tensor) -> None:
+    buffer = torch.arange(24)[None]
+    attention(position_ids=buffer)
+    buffer.copy_(positions)
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match="position_ids is of packed sequences"):
+            attention(position_ids=buffer)
+
+
+def test_packed_positions_give_nan_where_nothing_can_be_raised() -> None:
+    compiled = torch.compile(attention, backend="eager", fullgraph=True, dynamic=False)
+    assert torch.equal(compiled(position_ids=torch.arange(24)[None]), attention())
+    assert bool(compiled(position_ids=PACKED).isnan().all())
+
+
+def test_cross_attention_is_refused() -> None:
+    for module, q in ((CrossAttention(), Q), (Attention(), torch.cat((Q, Q), 2))):
+        with pytest.raises(ArgumentError, match="which is cross attention; allowed: causal self-attention"):
+            attention(module, q)
+
+
+@pytest.mark.parametrize(("keys", "columns"), [(8, 8), (5, 8), (8, 12)])
+def test_mask_wider_than_the_keys_counts_from_its_first_column(keys: int, columns: int) -> None:
+    mask = torch.ones(2, columns, dtype=torch.long)
+    mask[0, :3] = 0
+    assert first_keys(2, keys, keys, attention_mask=mask).tolist() == [3, 0, keys, keys]  # type: ignore[union-attr]
+
+
+def test_mask_narrower_than_the_keys_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="attention_mask is of 5 keys where 8 are there"):
+        first_keys(2, 3, 8, q_offset=5, attention_mask=torch.ones(2, 5))
+
+
+def test_models_that_choose_or_mask_keys_are_refused_before_they_run() -> None:
+    Config = type("DeepseekV32Config", (), {"model_type": "deepseek_v32"})
+    with pytest.raises(ArgumentError, match=r"DeepseekV32, which selects its own keys.*FlashMLA"):
+        first_keys(1, 4, 4, config=Config())
+    with pytest.raises(ArgumentError, match="reads the attention mask itself"):
+        first_keys(1, 4, 4, allow_is_causal_skip=False)
+    with pytest.raises(ArgumentError, match="the model's attention is a sliding window or chunks, of 16 keys"):
+        first_keys(1, 4, 4, local_size=16)
 
 
 def test_positions_of_one_sequence_are_taken() -> None:
@@ -144,5 +223,6 @@ def test_positions_of_one_sequence_are_taken() -> None:
 
 def test_padding_at_the_end_is_no_padding() -> None:
     seen = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
-    assert first_keys(2, 4, 4, attention_mask=seen) is None
-    assert first_keys(2, 4, 4, attention_mask=torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]])).tolist() == [1, 0]  # type: ignore[union-attr]
+    assert first_keys(2, 4, 4, attention_mask=torch.ones_like(seen)) is None
+    for mask, wanted in ((seen, [0, 0, 3, 4]), (torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]]), [1, 0, 3, 4])):
+        assert first_keys(2, 4, 4, attention_mask=mask).tolist() == wanted  # type: ignore[union-attr]
