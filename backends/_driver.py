@@ -32,7 +32,6 @@ class _Thread(threading.local):
         self.arguments = ctypes.create_string_buffer(MOST_BYTES)
         self.bound = {-1}  # a CPU has no context
         self.recording: Any = None  # of the pass that runs (_replay.py)
-        self.played: Any = None  # the recording of the pass that was replayed last, and its table
         self.ready: dict[tuple[int, int], Steps] = {}  # of recordings and streams
 
 
@@ -66,13 +65,6 @@ def _fill() -> Any:
     found = _library().cuMemsetD8Async
     found.argtypes = (ctypes.c_void_p, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p)
     return found
-
-
-def addresses() -> tuple[int, int, int, int]:
-    """Of the driver's functions that the compiled path calls (_native), and of the attribute of an early start."""
-    functions = (_launch(), _fill(), _library().cuStreamIsCapturing)
-    launch, fill, capturing = (ctypes.cast(x, ctypes.c_void_p).value or 0 for x in functions)
-    return launch, fill, capturing, ctypes.addressof(_EARLY)
 
 
 def stream_of(device: int) -> int:

@@ -236,7 +236,6 @@ def _play(recording: Recording, inputs: list[int], call: Call | None) -> Any:
     if start_all(steps, table):
         return None
     if plan_of is None:
-        thread.played = recording, table
         return outputs
     kind, fields, places = plan_of
     return KeptPlan(None, kind, fields, places, outputs[0])

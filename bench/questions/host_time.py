@@ -16,7 +16,6 @@ Parts, in microseconds:
     autograd, node              with gradients: an autograd node that does nothing; one that runs the backend and nothing else. PyTorch
                                 runs backward passes on a thread of its own, where a backend takes longer. "..., calling thread": under
                                 torch.autograd.set_multithreading_enabled(False), which runs them on the thread that calls
-    ..., native                 with --native on a GPU, with gradients: under NSA_SEL_NATIVE=1
     beyond the backend          call - backend, or call - node with gradients
     observing, off              call / call without event functions: what observability costs while it is off (a ratio)
     graph, empty graph          the stand-in, and the policy's choice, compiled: a graph of one call, and one of the same arguments without
@@ -28,11 +27,10 @@ Parts, in microseconds:
 
 from __future__ import annotations
 
-import os
 import time
 import types
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
@@ -68,15 +66,12 @@ NOTHING = "nothing"  # the stand-in, which runs in the place of packed SDPA
 MANY = 9  # calls in a function, for what each beyond the first takes
 NEW = "call, new"
 CALLING, ON_CALLING = ", calling thread", ("call", NEW, "autograd")  # what is also timed there, with gradients
-NATIVE, BY_NATIVE = ", native", ("call", NEW, "many calls, new")  # what is also timed under NSA_SEL_NATIVE=1
 UNOBSERVED = "call, without observing"
 FURTHER = {  # of MANY calls, and of one
     "further call": ("many calls", "call"), "further call, new": ("many calls, new", NEW),
-    "further call, new" + NATIVE: ("many calls, new" + NATIVE, NEW + NATIVE),
     "further compiled call": ("graph of many", "graph"), "further compiled call, new": ("graph of many, new", "graph, new"),
 }  # fmt: skip
 Parts = dict[str, Callable[[], Any]]
-Around = Callable[[], AbstractContextManager[Any]]
 Times = dict[str, list[float]]  # microseconds, one a round
 
 
@@ -225,11 +220,6 @@ def on_calling_thread() -> AbstractContextManager[Any]:
     return torch.autograd.set_multithreading_enabled(False)
 
 
-def by_native() -> AbstractContextManager[Any]:
-    """Calls inside the `with` block run by the extension, where they may."""
-    return mock.patch.dict(os.environ, NSA_SEL_NATIVE="1")
-
-
 def microseconds(work: Callable[[], Any], calls: int, synchronize: Callable[[], None]) -> float:
     """Median host time of one call, not counting the wait for what it queued. A mean would count other load on the core."""
     synchronize()
@@ -241,24 +231,19 @@ def microseconds(work: Callable[[], Any], calls: int, synchronize: Callable[[], 
     return float(np.median(np.diff(marks))) / 1e3
 
 
-def measured(problem: Problem, backend: str, rounds: int, calls: int, compiler: str = "", native: bool = False) -> Times:
+def measured(problem: Problem, backend: str, rounds: int, calls: int, compiler: str = "") -> Times:
     """Every part in each round, with the call without observing and what follows from them."""
     synchronize: Callable[[], None] = torch.cuda.synchronize if problem.q.is_cuda else lambda: None
     works = parts(problem, backend) | (compiled_parts(problem, compiler, None if backend == CHOSEN else PACKED) if compiler else {})
-    ways: list[tuple[str, tuple[Around, ...], tuple[str, ...]]] = [(CALLING, (on_calling_thread,), ON_CALLING)]
-    if native:
-        ways += [(NATIVE, (by_native,), BY_NATIVE), (NATIVE + CALLING, (by_native, on_calling_thread), (NEW,))]
-    moved = [(name, way, around) for way, around, names in ways for name in names if name in works and problem.q.requires_grad]
-    times: Times = {name: [] for name in (*works, UNOBSERVED, *(name + way for name, way, _ in moved))}
+    moved = [name for name in ON_CALLING if name in works and problem.q.requires_grad]
+    times: Times = {name: [] for name in (*works, UNOBSERVED, *(name + CALLING for name in moved))}
     for turn in track(range(rounds + 1), f"{backend}, {direction_of(problem)}"):
         for name, work in works.items():
             if name != "call":
                 times[name].append(microseconds(work, calls, synchronize))
-        for name, way, around in moved:
-            with ExitStack() as stack:
-                for enter in around:
-                    stack.enter_context(enter())
-                times[name + way].append(microseconds(works[name], calls, synchronize))
+        for name in moved:
+            with on_calling_thread():
+                times[name + CALLING].append(microseconds(works[name], calls, synchronize))
         # Which of the two goes first may matter: they alternate.
         for observing in (True, False) if turn % 2 else (False, True):
             with nullcontext() if observing else without_observing():
@@ -279,13 +264,11 @@ def _difference(many: list[float], few: list[float], number: int = 1) -> list[fl
     return [(a - b) / number for a, b in zip(many, few, strict=True)]
 
 
-def rows_of(
-    case: Case, problem: Problem, backend: str, rounds: int, calls: int, compiler: str, facts: Row, native: bool = False
-) -> list[Row]:  # fmt: skip
+def rows_of(case: Case, problem: Problem, backend: str, rounds: int, calls: int, compiler: str, facts: Row) -> list[Row]:
     """One row a part, in microseconds, and one with the ratio of a call to one without observing."""
     with standing_in() if backend == NOTHING else nullcontext():
         timed = compiler if backend in (NOTHING, CHOSEN) else ""
-        times = measured(problem, backend, rounds, calls, timed, native and backend != NOTHING)
+        times = measured(problem, backend, rounds, calls, timed)
     common = {**case._asdict(), "direction": direction_of(problem), "backend": backend, "rounds": rounds, "calls_a_round": calls}
     ratios = [a / b for a, b in zip(times["call"], times[UNOBSERVED], strict=True)]
     rows = []
@@ -312,7 +295,6 @@ def main(
     backends: Annotated[str, typer.Option(help=f"{NOTHING}, {CHOSEN} or backends, comma-separated; by default all")] = "",
     compiler: Annotated[str, typer.Option(help="the backend of torch.compile for compiled calls")] = "inductor",
     S: Annotated[int, typer.Option("--S", min=1, help="rows of a call")] = CASE.S,
-    native: Annotated[bool, typer.Option("--native", help="also under NSA_SEL_NATIVE=1, on a GPU, with gradients")] = False,
 ) -> None:
     """Time the stand-in, the policy's choice, and every backend that takes the call, by name; print a table and write the rows."""
     output_file("--out", out, make_folder=True)
@@ -323,7 +305,7 @@ def main(
     for name in backends.split(",") if backends else (NOTHING, CHOSEN, *registry.backends()):
         for needs_grad in (False, True):
             try:
-                rows += rows_of(case, prepared(case, where, needs_grad), name, rounds, calls, compiler, facts, native)
+                rows += rows_of(case, prepared(case, where, needs_grad), name, rounds, calls, compiler, facts)
             except BackendError as error:
                 echo(str(error))
                 break

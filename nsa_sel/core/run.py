@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_sel.core import compare, fallback, forward, native, registry, transforms
+from nsa_sel.core import compare, fallback, forward, registry, transforms
 from nsa_sel.core.begin import Decided
 from nsa_sel.core.call import Call
 from nsa_sel.core.decision import Decision
@@ -23,11 +23,6 @@ def attend(decided: Decided, workspace: Tensor | None = None, with_lse: bool = T
         decided.call.workspace = Workspace.of(workspace, decided.call.q.device)
     if not decided.request.needs_grad:
         return run_forward(decided)[:2]
-    passes = decided.call.known.get(native.NATIVE)
-    found = None if passes is None else passes.attend(decided.call, decided.decision, run_backward, with_lse)
-    if found is not None:
-        events.record(decided.decision, decided.request)
-        return found if with_lse else (found, None)
     found = _apply(decided.call.q, decided.call.k, decided.call.v, decided, with_lse)
     return found if with_lse else (found, None)
 
@@ -39,45 +34,26 @@ class _SelectionAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, decided: Decided, with_lse: bool) -> tuple[Tensor, Tensor] | Tensor:
         call = decided.call
-        learner = native.learner(call)
-        if learner is not None:
-            learner.watch()
         o, lse, ctx.decision = run_forward(decided)
         ctx.save_for_backward(q, k, v, o, lse, *transforms.versioned(call.selection.ranges, call.q_pos))
         known = call.known
         if _LAYOUT not in known:
             known[_LAYOUT] = _layout(q, k, v)
-        if learner is not None and ctx.decision is decided.decision:
-            learner.learn_forward(call, o, lse)
         ctx.others, ctx.known = call.others(), known
         ctx.set_materialize_grads(False)
         return (o, lse) if with_lse else o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            transforms.refuse_second_derivative()
+        if do is None and dlse is None:
+            return (None,) * 5
         q, k, v, o, lse = ctx.saved_tensors[:5]
-        return *run_backward(q, k, v, o, lse, do, dlse, ctx.others, ctx.known, ctx.decision), None, None
-
-
-def run_backward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None, others: tuple[Any, ...],
-    known: dict[Any, Any], decision: Decision,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """The gradients of q, k and v for autograd. others, known, decision: of the call, see `Call.others`."""
-    if torch.is_grad_enabled():
-        transforms.refuse_second_derivative()
-    if do is None and dlse is None:
-        return None, None, None
-    call = Call(q, k, v, *others)
-    if _layout(q, k, v) == known[_LAYOUT]:  # hooks on saved tensors may return others
-        call.known = known
-    learner = native.learner(call)
-    if learner is not None:
-        learner.watch()
-    found = gradients(call, decision, o, lse, do, dlse)
-    if learner is not None:
-        learner.learn_backward(call, (o, lse, do, dlse), found)
-    return found
+        call = Call(q, k, v, *ctx.others)
+        if _layout(q, k, v) == ctx.known[_LAYOUT]:  # hooks on saved tensors may return others
+            call.known = ctx.known
+        return *gradients(call, ctx.decision, o, lse, do, dlse), None, None
 
 
 # `Function.apply` without what it does for torch.func, which no call reaches under: some microseconds of Python.

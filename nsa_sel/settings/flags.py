@@ -51,7 +51,6 @@ FLAGS = (
     Flag("NSA_SEL_COUNT_SHARING", "count_sharing", "counting",
          "first: count how much neighbors share at the first call of a kind, which waits for the device once; a number: again after as"
          " many calls; off: assume the prior"),
-    Flag("NSA_SEL_NATIVE", "native", "bool", "1: calls with gradients that were seen before run by an autograd node in C++ (built once)"),
     Flag("NSA_USE_SEL_PACK", "use_sel_pack", "bool", "0 keeps packed SDPA out"),
     Flag("NSA_FORCE_PARITY", "force_parity", "bool", "1: packed SDPA, the reference path, for every call"),
     Flag("NSA_DEBUG_TRITON", "debug_triton", "bool", f"1: sel.triton.* events for every kernel launch; checks selections{_SHOWN}"),

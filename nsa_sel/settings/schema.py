@@ -186,7 +186,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     block_l: int | None = None
     block_d: int | None = None
     block_dv: int | None = None
-    native: bool = False
     use_sel_pack: bool = True
     force_parity: bool = False
     debug_triton: bool = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import struct
 import types
 from dataclasses import replace
@@ -33,15 +32,9 @@ def ctas_threads_and_shared(config: int) -> tuple[int, ...]:
     return struct.unpack("<I8xI8xI", ctypes.string_at(config, 28))
 
 
-def addresses(*functions: Any) -> tuple[int, ...]:
-    """`_driver.addresses` of a launch and a fill; there is no stream that could be captured, and no early start."""
-    return (*(ctypes.cast(x, ctypes.c_void_p).value or 0 for x in functions), 0, 0)
-
-
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Kernels that the driver was asked to start, whose packed arguments the emulation takes: those of the thread, or at the addresses that
-    the compiled path passes."""
+    """Kernels that the driver was asked to start, whose packed arguments the emulation takes."""
     kernels: list[tuple[str, Any]] = []
     started: list[str] = []
 
@@ -50,17 +43,11 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             kernels.append((source, macros))
         return kernels.index((source, macros))
 
-    def run(handle: int, ctas: int, threads: int, shared: int, arguments: Any) -> int:
+    def start(handle: int, ctas: int, threads: int, shared: int, *_: Any, **__: Any) -> int:
         source, macros = kernels[handle]
         started.append(source)
-        emulate._library(source, macros).run(ctas, threads, shared, 0, arguments)
+        emulate._library(source, macros).run(ctas, threads, shared, 0, _driver.thread.arguments)
         return 0
-
-    def start(handle: int, ctas: int, threads: int, shared: int, *_: Any, **__: Any) -> int:
-        return run(handle, ctas, threads, shared, _driver.thread.arguments)
-
-    def launch_from_cpp(config: int, handle: int | None, parameters: Any, _: int | None) -> int:
-        return run(handle or 0, *ctas_threads_and_shared(config), ctypes.c_void_p(parameters[0]))
 
     def launch_kernel(handle: int, ctas: int, y: int, z: int, threads: int, *others: int) -> None:
         start(handle, ctas, threads, others[2])
@@ -83,14 +70,6 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(_driver, "_launch", lambda: lambda config, handle, *_: start(handle, *ctas_threads_and_shared(config)))
     monkeypatch.setattr(_replay, "stream_of", lambda device: 0)
     monkeypatch.setattr(_replay, "clear", clear)
-    pointers = ctypes.POINTER(ctypes.c_void_p)
-    functions = (
-        ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, pointers, ctypes.c_void_p)(launch_from_cpp),
-        ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p)(
-            lambda address, value, size, stream: clear(address, size)
-        ),
-    )
-    monkeypatch.setattr(_driver, "addresses", functools.partial(addresses, *functions))
     monkeypatch.setattr(Selection, "_on_gpu", True)  # else it compares ranges with a copy
     tensor_map._encoder.cache_clear()
     return started

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from nsa_sel.bench.questions.host_time import (
     CALLING,
     CHOSEN,
     MANY,
-    NATIVE,
     NEW,
     NOTHING,
     ON_CALLING,
@@ -99,18 +97,6 @@ def test_backward_passes_are_timed_on_the_calling_thread_too(monkeypatch: pytest
         moved = {name for name, taken in times.items() if taken == [0.0] and name.endswith(CALLING)}
         assert moved == ({name + CALLING for name in ON_CALLING} if needs_grad else set())
         assert times[NEW] == [1.0]
-
-
-def test_native_calls_are_timed_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under the flag, the whole call on either thread, and each further one."""
-    on = torch._C._is_multithreading_enabled
-    monkeypatch.setattr(host_time, "microseconds", lambda *_: 2.0 * (os.environ.get("NSA_SEL_NATIVE") == "1") + on())
-    times = measured(prepared(CASE, "cpu", True), CHOSEN, rounds=1, calls=1, native=True)
-    assert {name: taken for name, taken in times.items() if NATIVE in name} == {
-        "call" + NATIVE: [3.0], NEW + NATIVE: [3.0], NEW + NATIVE + CALLING: [2.0], "further " + NEW + NATIVE: [0.0],
-    }  # fmt: skip
-    assert times[NEW + CALLING] == [0.0]
-    assert "NSA_SEL_NATIVE" not in os.environ
 
 
 def test_what_each_further_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,6 @@ VALUES = {  # what any flag sets: text -> value
     "NSA_SEL_TRITON_BLOCK_DV": ("64", 64),
     "NSA_SEL_AUTOTUNE": ("no", "off"),
     "NSA_SEL_COUNT_SHARING": ("64", 64),
-    "NSA_SEL_NATIVE": ("1", True),
     "NSA_USE_SEL_PACK": ("0", False),
     "NSA_FORCE_PARITY": ("yes", True),
     "NSA_DEBUG_TRITON": ("1", True),
