@@ -8,7 +8,6 @@
 # make derived               all that follows from the committed rows: matrix tables, profiles, documents' tables, docs/report/
 # make lane-sm80 ... lane-sm120    how calls are routed on such GPUs, which are injected: no GPU is needed
 # make package               the sdist, and the wheel made from it, in dist/
-# make hub-kernel            nsa-sel as a kernel of Hugging Face `kernels`, in build/hub-kernel/
 # make gpu-test              every kernel once on a GPU, and its routing: under 3 minutes; with PYTHON as it is: nothing is installed
 # make gpu-test-full         all GPU tests, likewise
 # make sanitize              compute-sanitizer on the kernels of cupy-cuda and cuda-block, a few minutes a tool
@@ -27,7 +26,7 @@ export PIP_NO_INPUT := 1
 # Nothing is compiled when it is installed: who imports it first keeps the bytecode. Else every process of every test compiles torch again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo docs report derived test test-thorough test-one-thread lint venv lane-sm80 lane-sm86 lane-sm89 lane-sm90 lane-sm100 lane-sm120 package hub-kernel need-gpu gpu-test gpu-test-full gpu-lane sanitize trace clean
+.PHONY: demo docs report derived test test-thorough test-one-thread lint venv lane-sm80 lane-sm86 lane-sm89 lane-sm90 lane-sm100 lane-sm120 package need-gpu gpu-test gpu-test-full gpu-lane sanitize trace clean
 
 demo: $(STAMP)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/nsa-sel demo  # threads of torch and Numba take turns: those that wait must not spin
@@ -65,10 +64,6 @@ lane-sm80 lane-sm86 lane-sm89 lane-sm90 lane-sm100 lane-sm120: lane-%: $(STAMP)
 
 package: $(STAMP)
 	$(BIN)/python -m build
-
-hub-kernel: $(STAMP)
-	rm -rf build/hub-kernel
-	$(BIN)/python -m nsa_sel.hub.kernel --out build/hub-kernel
 
 GPU_TEST = PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" NSA_TEST_TRITON_SEL=1 $(PYTHON) -m pytest $(shell $(PYTHON) -c 'import xdist' 2>/dev/null && printf '%s' '-n 8')
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 _MOST_SHOWN = 500  # characters of a bad value
-_PACKAGE = __name__.partition(".")[0]  # nsa_sel, or what a kernel of Hugging Face `kernels` is imported as
 
 
 def shown(value: object) -> str:
@@ -104,7 +103,7 @@ def needs_extra(extra: str, what: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package in ("", _PACKAGE):
+        if package in ("", "nsa_sel"):
             raise
         raise NsaSelError(f"{what} needs the package {package}, which is not installed. Remedy: pip install 'nsa-sel[{extra}]'") from error
 
@@ -112,6 +111,6 @@ def needs_extra(extra: str, what: str) -> Iterator[None]:
 def warn(words: str) -> None:
     """A RuntimeWarning at the user's line: the innermost one that is neither nsa-sel's nor PyTorch's."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (_PACKAGE, "torch"):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("nsa_sel", "torch"):
         frame, level = frame.f_back, level + 1
     warnings.warn(f"nsa-sel: {words}", RuntimeWarning, stacklevel=level)

@@ -1,1 +1,0 @@
-"""nsa-sel as a kernel of Hugging Face `kernels`."""
