@@ -102,4 +102,4 @@ def _sharing(decision: Decision) -> str:
 
 
 def _words(reasons: tuple[Reason, ...]) -> str:
-    return "\n".join(f"{r.field} is {r.actual}, required {r.required}; {r.remedy}" for r in reasons)
+    return "\n".join(reason.words for reason in reasons)
