@@ -30,11 +30,11 @@ from batch_scheduler import Scheduler
 from completions import Body, Finished, Request
 from decoding import Engine
 from nsa_lm import nsa_checkpoint, trained_model
+from options import Device, device_of, program
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from request_queue import Busy, Limits
 from serving_metrics import Metrics, Stopwatch
 
-from nsa_sel.bench.core.command_line import Device, device_of, program
 from nsa_sel.errors import ArgumentError
 
 Pieces = AsyncGenerator[tuple[str, Finished | None]]  # of text, and None until the last one

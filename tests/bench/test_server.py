@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -349,6 +352,13 @@ def test_the_load_test_measures_a_served_run(model: Any, tmp_path: Path, monkeyp
         assert 0 < row["first_ms_median"] <= row["request_ms_p95"]
         assert row["server"] == server.scheduler.limits._asdict()
         assert row["torch"] == torch.__version__
+
+
+def test_the_load_test_has_prompts_outside_of_a_checkout(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    code = "import load_test; print(len(load_test.prompts(load_test.Load(2, 1, 65536, 65536, 8))[0]))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "examples", capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("65536\n", 0), done.stderr
 
 
 @pytest.mark.parametrize("numbers", ["", "0", "1,257", "a", "1,,2"])
