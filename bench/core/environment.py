@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import platform
 import shlex
@@ -55,6 +56,15 @@ def command() -> str:
     else:
         called = f"python {program.parent.name}/{program.name}"
     return " ".join((called, *(shlex.quote(bare(argument)) for argument in sys.argv[1:])))
+
+
+def example(name: str) -> Any:
+    """A program of examples/, which only a checkout has, as a module."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
 
 
 def gpu_state(device: str = "cuda") -> dict[str, int | None]:

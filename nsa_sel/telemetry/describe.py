@@ -10,11 +10,12 @@ from nsa_sel.errors import ArgumentError
 from nsa_sel.telemetry.table import table
 
 
-def describe(decision: Decision) -> str:
+def describe(decision: Decision, columns: int = 0) -> str:
     """A decision as text for a terminal, with every reason of every backend.
 
     Args:
         decision: from `explain`, `explain_request` or `decisions`.
+        columns: of the terminal, which the table is made to fit; 0 for any number.
 
     Returns:
         Lines of text.
@@ -49,7 +50,7 @@ def describe(decision: Decision) -> str:
         [v.backend, _status(decision, v.backend), *(_predicted(decision, v.backend, direction) for direction in timed), _words(v.forward)]
         for v in decision.verdicts
     ]
-    lines += ["", table(["backend", "forward", *(f"{direction}, ms" for direction in timed), "reasons"], rows)]
+    lines += ["", table(["backend", "forward", *(f"{direction}, ms" for direction in timed), "reasons"], rows, columns=columns)]
     lines += [f"-> {sentence}" for sentence in counterfactuals(decision)]
     return "\n".join(lines)
 
@@ -102,4 +103,4 @@ def _sharing(decision: Decision) -> str:
 
 
 def _words(reasons: tuple[Reason, ...]) -> str:
-    return "\n".join(f"{r.field} is {r.actual}, required {r.required}; {r.remedy}" for r in reasons)
+    return "\n".join(reason.words for reason in reasons)
