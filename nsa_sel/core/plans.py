@@ -36,6 +36,15 @@ class Plan(NamedTuple):
     value: Any
 
 
+class Snapshot(NamedTuple):
+    """All that is cached for one version of the ranges. It is replaced as a whole, so that a thread sees an old one or a new one."""
+
+    version: int  # of the ranges
+    copy: Tensor | None  # of the ranges, where comparing is cheap (CPU) or asked for (debugging)
+    exact: Exact | None
+    plans: dict[Any, Plan]
+
+
 UNKNOWN = "unknown"  # the state of a tensor without a version counter
 
 
