@@ -77,8 +77,7 @@ def learn_backward(call: Call, given: Sequence[Tensor | None], gradients: Sequen
 def _repeats(call: Call) -> bool:
     """Whether nothing is asked of the calls of this class that Python alone does."""
     settings = call.settings
-    debugged = settings.debug_triton or settings.debug_timing or settings.debug_compare or settings.debug_nvtx
-    return REPEATED in call.known and call.workspace is None and not debugged
+    return REPEATED in call.known and call.workspace is None and not (settings.traced or settings.debug_nvtx)
 
 
 def _learned(call: Call, inputs: Sequence[Tensor | None], results: Sequence[Tensor]) -> Any:
