@@ -218,9 +218,10 @@ class Selection:
         exact = self.exact()
         return None if exact is None else exact[1]
 
-    def exact(self) -> tuple[int, tuple[float, ...] | None] | None:
-        """The longest row in keys, and `sharing`, from `measure`; None before it, and after the ranges were written."""
-        return None if self._exact is None or not self._holds() else self._exact[:2]
+    def exact(self) -> tuple[int, tuple[float, ...] | None, int] | None:
+        """The longest row in keys, `sharing`, and the mean row in keys to two digits, from `measure`; None before it, and after the
+        ranges were written."""
+        return None if self._exact is None or not self._holds() else self._exact[:3]
 
     def total_length(self, S_kv: int) -> int | None:
         """Keys of all rows at the positions S_kv - S + s, from `measure(S_kv)`; None before it, and after the ranges were written."""
@@ -427,7 +428,8 @@ class Selection:
         sharing = None if self.block_size is None else sharing_of_blocks(torch.where(end > start, start // self.block_size, -1))
         self.measured = Measured(rows, int((lengths == 0).sum()), longest, total / max(1, rows), total, sharing)
         self._drop_old()
-        self._exact = Exact(most, sharing and rounded(sharing), (S_kv, total) if S_kv is not None and q_pos is None else None)
+        of_keys = (S_kv, total) if S_kv is not None and q_pos is None else None
+        self._exact = Exact(most, sharing and rounded(sharing), int(float(f"{self.measured.mean_length:.2g}")), of_keys)
         return self.measured
 
     def to(self, device: torch.device | str) -> Selection:

@@ -179,6 +179,13 @@ def test_min_length_gate_on_both_sides(device: DeviceInfo, length: int, expected
     assert codes(decision, "triton-group") == codes(decision, "triton-token") == ([] if length >= 4096 else ["min-length"])
 
 
+def test_min_length_gate_takes_the_mean_where_it_was_measured() -> None:
+    decision = decide(replace(LONG, max_length=8192, mean_length=1500), H100)
+    (reason,) = (reason for verdict in decision.verdicts if verdict.backend == "triton-group" for reason in verdict.forward)
+    assert (reason.code, reason.field, reason.actual, reason.satisfied_by) == ("min-length", "request.mean_length", 1500, 4096)
+    assert counterfactuals(decision) == ("triton-group would be picked from mean L >= 4096; here mean L = 1500",)
+
+
 def test_min_length_gate_does_not_hold_a_forced_backend() -> None:
     decision = decide(SHORT, H100, backend="triton-token")
     assert decision.forward == "triton-token"
