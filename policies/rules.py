@@ -7,9 +7,10 @@ from nsa_sel.core.decision import Case
 
 
 def device_rule(case: Case, offer: Offer) -> tuple[Reason, ...]:
-    """A profile may disable Triton on a device (ADR-2025-08-M4-02 on SM 8.9); only NSA_TRITON_SEL_FORCE=1 overrides it."""
+    """A profile may disable Triton on a device (ADR-2025-08-M4-02 on SM 8.9), for attending and for choosing; only
+    NSA_TRITON_SEL_FORCE=1 overrides it."""
     off = case.settings.triton_off
-    if offer.backend.framework != "triton" or off is None or case.settings.triton_force or case.request.kind != "attend":
+    if offer.backend.framework != "triton" or off is None or case.settings.triton_force:
         return ()
     remedy = f"for experiments set NSA_TRITON_SEL_FORCE=1; to re-open the rule measure: {off.reopen}"
     return (Reason("device-rule", "disabled", "device.sm", case.device.sm, f"another: {off.rule}", remedy),)
