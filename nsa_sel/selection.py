@@ -218,10 +218,11 @@ class Selection:
         exact = self.exact()
         return None if exact is None else exact[1]
 
-    def exact(self) -> tuple[int, tuple[float, ...] | None] | None:
-        """The longest row in keys, and `sharing`, from `measure`; None before it, and after the ranges were written."""
+    def exact(self) -> tuple[int, tuple[float, ...] | None, int] | None:
+        """The longest row in keys, `sharing`, and the mean row in keys to two digits, from `measure`; None before it, and after the
+        ranges were written."""
         exact = self._valid_exact()
-        return None if exact is None else exact[:2]
+        return None if exact is None else exact[:3]
 
     def total_length(self, S_kv: int) -> int | None:
         """Keys of all rows at the positions S_kv - S + s, from `measure(S_kv)`; None before it, and after the ranges were written."""
@@ -230,7 +231,7 @@ class Selection:
 
     @property
     def _exact(self) -> Exact | None:
-        """What `measure` found of the ranges as they were: another object, once measured again. The node in C++ compares it."""
+        """What `measure` found of the ranges as they were: another object, once measured again."""
         snapshot = self._snapshot
         return None if snapshot is None else snapshot.exact
 
@@ -437,7 +438,8 @@ class Selection:
         self.measured = measured = Measured(rows, int((lengths == 0).sum()), longest, total / max(1, rows), total, sharing)
         snapshot = self._current()
         if snapshot is not None:
-            exact = Exact(most, sharing and rounded(sharing), (S_kv, total) if S_kv is not None and q_pos is None else None)
+            of_keys = (S_kv, total) if S_kv is not None and q_pos is None else None
+            exact = Exact(most, sharing and rounded(sharing), int(float(f"{measured.mean_length:.2g}")), of_keys)
             self._snapshot = snapshot._replace(exact=exact)
         return measured
 

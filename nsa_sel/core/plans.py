@@ -25,6 +25,7 @@ class Exact(NamedTuple):
 
     longest: int  # keys of the longest row, before the causal clamp
     sharing: tuple[float, ...] | None  # to two digits
+    mean: int  # keys of a row on average, to two digits
     total: tuple[int, int] | None  # S_kv, and the keys of all rows at the default positions
 
 

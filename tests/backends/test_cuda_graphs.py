@@ -142,7 +142,7 @@ def test_eager_calls_never_wait_for_the_device(backend: str) -> None:
 def test_nothing_measured_is_trusted_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode():
         selection = Selection(torch.empty(1, 4, 1, 2, 2, dtype=torch.int32, device="cuda"), max_length=50)
-    selection._exact, selection._version = Exact(7, (1.0,), (100, 20)), selection.ranges._version
+    selection._exact, selection._version = Exact(7, (1.0,), 7, (100, 20)), selection.ranges._version
     known = [(7, (1.0,), 20), (50, None, None)]
     for capturing in (False, True):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
