@@ -6,7 +6,6 @@ import functools
 import importlib
 import inspect
 import itertools
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -17,6 +16,7 @@ from nsa_sel.branches import nsa_attention
 from nsa_sel.compat.heads import by_group, by_group_gate
 from nsa_sel.compressed import compressed_attention
 from nsa_sel.compression import BlockMean
+from nsa_sel.core import forks
 from nsa_sel.core.bounds import Bounds, CuSeqlens
 from nsa_sel.core.entry import selection_attention
 from nsa_sel.core.packed import packed_attention
@@ -28,7 +28,7 @@ FIRST, LOCAL = 1, 2  # blocks that fla always selects: the first, and the last t
 CALLERS = ("fla.ops.nsa.parallel", "fla.ops.nsa", "fla.layers.nsa")  # modules that hold the name parallel_nsa
 MODEL = "fla.models.nsa.modeling_nsa"
 
-_lock = threading.Lock()
+_lock = forks.lock()
 _patches: set[object] = set()  # one token per patch that is not undone
 _originals: list[tuple[Any, str, Any]] = []  # (owner, attribute, fla's own value) while a patch is active
 
