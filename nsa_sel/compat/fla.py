@@ -213,6 +213,9 @@ def _attend(rows: _Rows, k: Tensor, v: Tensor, options: _Options, cu_q: CuSeqlen
     parts.append((o, g_slc))
     if g_swa is not None:
         parts.append((sliding_window_attention(q, k, v, options.window, scale=scale, cu_seqlens=cu_q), g_swa))
+    if cu_q is not None:
+        bounds = Bounds.of("cu_seqlens", cu_q, len(q), q)
+        parts = [(o, None if gate is None else bounds.zero_padding(gate)) for o, gate in parts]
     o = functools.reduce(torch.add, (o if gate is None else o * gate.unsqueeze(-1) for o, gate in parts))
     return o if cu_q is None else o.unsqueeze(0)
 

@@ -60,7 +60,7 @@ def near(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, g_cmp: Tensor, g_slc: Tensor, g_swa: Tensor, *, block_counts: int = N, block_size: int = BLOCK,
+    q: Tensor, k: Tensor, v: Tensor, g_cmp: Tensor, g_slc: Tensor, g_swa: Tensor | None, *, block_counts: int = N, block_size: int = BLOCK,
     window_size: int = 0, **rest: Any,
 ) -> Tensor:  # fmt: skip
     """`parallel_nsa` from fla's plain functions. Of its keys of a block that is not whole, no row sees the mean: it is padding here."""
@@ -71,7 +71,7 @@ def reference(
     o = naive().naive_nsa_compression(q, k_cmp, v_cmp, block_size, scale)[0] * g_cmp.unsqueeze(-1)
     blocks = naive().naive_nsa_topk(q, k_cmp, block_counts, block_size, scale)
     o = o + naive().naive_nsa_selection(q, k, v, blocks, block_size, scale) * g_slc.unsqueeze(-1)
-    return o if not window_size else o + near(q, k, v, window_size) * g_swa.unsqueeze(-1)
+    return o if g_swa is None or not window_size else o + near(q, k, v, window_size) * g_swa.unsqueeze(-1)
 
 
 def test_compressed_attention_and_its_blocks() -> None:
@@ -111,15 +111,21 @@ def test_all_branches_of_parallel_nsa(window: int) -> None:
     assert [str(decision.forward) for decision in list(decisions())[-2:]] == ["choose-torch", "sdpa-packed"]
 
 
-def test_packed_sequences_have_branches_of_their_own() -> None:
-    given = [x.detach()[:1].requires_grad_() for x in inputs()]
-    cu = [0, 37, 37, 38, 140]  # rows after the last sequence are padding
-    options: dict[str, Any] = {"block_counts": N, "block_size": BLOCK, "window_size": WINDOW}
-    wanted = torch.cat([reference(*(x[:, a:b] for x in given), **options) for a, b in itertools.pairwise(cu) if a < b], 1)
+@pytest.mark.parametrize("window", [WINDOW, 0])
+def test_packed_sequences_have_branches_of_their_own(window: int) -> None:
+    given = [x.detach()[:1] for x in inputs()[: 6 if window else 5]]
+    cu = [0, 37, 37, 38, 140]
+    for x in given:
+        x[:, 140:] = math.nan  # padding
+        x.requires_grad_()
+    options: dict[str, Any] = {"block_counts": N, "block_size": BLOCK, "window_size": window}
+    gates = () if window else (None,)
+    wanted = torch.cat([reference(*(x[:, a:b] for x in given), *gates, **options) for a, b in itertools.pairwise(cu) if a < b], 1)
+    wanted = torch.nn.functional.pad(wanted, (0, 0, 0, 0, 0, S - 140))
     for bounds in (torch.tensor(cu), cu):
-        assert_same(parallel_nsa(*given, **options, cu_seqlens=bounds)[:, :140], wanted, given)
+        assert_same(parallel_nsa(*given, *gates, **options, cu_seqlens=bounds), wanted, given)
     both = torch.tensor(cu)
-    assert_same(parallel_nsa(*given, **options, cu_seqlens=(both, both))[:, :140], wanted, given)
+    assert_same(parallel_nsa(*given, *gates, **options, cu_seqlens=(both, both)), wanted, given)
 
 
 @pytest.mark.parametrize("window", [WINDOW, 0])
