@@ -254,7 +254,6 @@ def test_compression_never_straddles_a_border(module: BlockMLP | BlockMean) -> N
 
 
 def test_a_compiled_module_is_one_graph() -> None:
-    """With bounds that the host may not read: windows go in chunks under masks."""
     torch.manual_seed(0)
     layer = NSAttention(10, 1, 2, 4, window=6, **SIZES)
     x, bounds = torch.randn(1, T, 10), torch.tensor(CU)
