@@ -12,6 +12,7 @@ import torch
 
 import nsa_sel
 from nsa_sel.core.request import example_request
+from nsa_sel.errors import ConfigError
 from nsa_sel.oracle import oracle_mask
 from nsa_sel.telemetry import events as telemetry
 from nsa_sel.telemetry.log import read_log
@@ -64,6 +65,15 @@ def test_log_to_holds_until_it_is_told_otherwise(tmp_path: Path) -> None:
     nsa_sel.selection_attention(*problem())
     nsa_sel.selection_attention(*problem(dtype=torch.float64))
     assert [line["event"] for line in lines_of(file)] == ["sel.settings", "sel.decision", "sel.decision"]
+
+
+def test_a_log_that_cannot_be_opened_leaves_the_previous_one(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    nsa_sel.log_to(str(file))
+    with pytest.raises(ConfigError, match="target is"):
+        nsa_sel.log_to(str(tmp_path / "missing" / "events.jsonl"))
+    nsa_sel.selection_attention(*problem())
+    assert [line["event"] for line in lines_of(file)] == ["sel.settings", "sel.decision"]
 
 
 def test_debug_flags_add_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
