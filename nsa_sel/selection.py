@@ -229,12 +229,6 @@ class Selection:
         exact = self._valid_exact()
         return exact.total[1] if exact is not None and exact.total is not None and exact.total[0] == S_kv else None
 
-    @property
-    def _exact(self) -> Exact | None:
-        """What `measure` found of the ranges as they were: another object, once measured again."""
-        snapshot = self._snapshot
-        return None if snapshot is None else snapshot.exact
-
     def _valid_exact(self) -> Exact | None:
         """What `measure` found, if it is valid: the ranges are unchanged, and no CUDA graph is captured, whose replays may see others."""
         snapshot = self._snapshot
