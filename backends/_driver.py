@@ -37,7 +37,7 @@ class _Thread(threading.local):
 
 
 thread = _Thread()
-hooked: Callable[[], bool] = lambda: False  # True while a profiler hooks Triton's launches (_triton/kernel.py)  # noqa: E731
+hooked: Callable[[], bool] = lambda: False  # True while a profiler hooks launches (_triton/kernel.py)  # noqa: E731
 
 
 class Pointers(threading.local):
@@ -125,7 +125,7 @@ def ready(number: int, device: int, steps: Steps, stream: int) -> Steps:
 def _ready(
     packed: Any, stream: int, function: int, grid_of: bytes, early: bool, pointers: Pointers, arguments: struct.Struct, values: Any
 ) -> tuple[Any, ...]:
-    config = ctypes.create_string_buffer(_packed_config(grid_of, stream, early))  # returned, too: it must outlive its address
+    config = ctypes.create_string_buffer(_packed_config(grid_of, stream, early))  # returned, so that it outlives its address
     return arguments.pack_into, packed, values, ctypes.addressof(config), function, pointers.address, config
 
 

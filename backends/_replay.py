@@ -38,11 +38,12 @@ _fills = torch._C._get_deterministic_algorithms  # if True, PyTorch fills new te
 TRIES = 3  # recording attempts per class after its first pass: a pass that compiles cannot be recorded
 LEAST_ADDRESS = 1 << 32  # arguments of at least this value are addresses
 MOST_BYTES = 1 << 30  # largest buffer of temporaries; calls that need more are GPU-bound, so replay saves nothing
-MOST_KEPT = 1 << 20  # bytes of temporaries that may stay in a plan's buffer: a separate allocation costs more than it saves
+MOST_KEPT = 1 << 20  # bytes of temporaries that may stay in a plan's buffer, because a separate allocation takes time
 MOST_RECORDINGS = 1024
 _numbers = itertools.count()
 _recordings: deque[tuple[dict[Any, Any], Any]] = deque()  # (dict, key) of every recording, oldest first
-_VIEWS = (torch.ops.aten.slice.Tensor, torch.ops.aten.view.default, torch.ops.aten.view.dtype)  # ops that launch nothing
+# Operations that launch nothing.
+_VIEWS = (torch.ops.aten.slice.Tensor, torch.ops.aten.view.default, torch.ops.aten.view.dtype)
 _CODES = re.compile(r"(\d*)(\D)")  # count and code in a struct format
 _INPUT, _OFFSET, _MAP, _CONSTANT = range(4)  # sections of the address table of `_play`
 
@@ -55,14 +56,14 @@ class Recording(NamedTuple):
     make: Callable[..., Tensor]  # `allocator`
     outputs: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # sizes, strides and dtype of each result
     scratch: int  # bytes of temporaries
-    plans: tuple[tuple[Any, ...], ...]  # arguments of `Recorder.use`: plan key, recording key in `Call.known`, build, numbers
+    plans: tuple[tuple[Any, ...], ...]  # per plan: its key, its recording's key in `Call.known`, build, numbers
     offsets: tuple[tuple[int, int], ...]  # entry, bytes
     maps: tuple[tuple[int, Callable[[int], bytes | None]], ...]  # entry, encoder of tensor maps
     constants: tuple[bytes, ...]
     cleared: tuple[tuple[int, int], ...]  # entry, bytes
     steps: tuple[Any, ...]  # launches, see `_driver.ready`
     kernels: tuple[Any, ...]  # kernel objects, held so that their code stays loaded
-    plan: tuple[Any, ...] | None  # for a plan: its type, its fields (a `_Part` of the buffer per tensor), and their offsets
+    plan: tuple[Any, ...] | None  # for a plan: type, fields (tensors as `_Part` of the buffer), offsets
 
 
 class _Part(NamedTuple):
@@ -87,7 +88,7 @@ class KeptPlan:
     def value(self) -> Any:
         """The plan as a tuple of tensors and numbers."""
         if self._value is None and self._kind is not None:
-            outer, thread.recording = thread.recording, None  # views launch nothing, so they must not refuse the recording
+            outer, thread.recording = thread.recording, None  # views launch nothing: do not refuse the recording
             try:
                 self._value = self._kind(self._view(x) if type(x) is _Part else x for x in self._fields)
             finally:

@@ -20,7 +20,7 @@ def slices(call: Call, b: slice, g: slice, rows: int) -> Iterator[tuple[Call, tu
     for first in range(0, S, rows):
         end = min(S, first + rows)
         at = b, slice(first, end), g
-        seen = S_kv if call.q_pos is not None else S_kv - S + end  # with this many keys, default positions stay the same
+        seen = S_kv if call.q_pos is not None else S_kv - S + end  # keeps default positions
         selection = Selection(ranges[at].contiguous(), whole.block_size, whole.length_bound(S_kv), disjoint=True)
         selection._cut_block = whole._cut_block
         k, v = (x[b, g, :seen] for x in (call.k, call.v))

@@ -29,7 +29,7 @@ class Rows(NamedTuple):
     position: Tensor  # [r,L]
     tables: list[Tensor]  # K and V as rows [N,D]
     indices: list[Tensor]  # [r,L], each key's row in each table
-    buffers: list[Tensor]  # [rows of a step * L,D]; reused, because allocating per step costs a CPU as much as the gather
+    buffers: list[Tensor]  # [rows of a step * L,D]; reused: allocating per step costs a CPU as much as the gather
 
     def gather(self, step: slice) -> list[Tensor]:
         """Return k [r,L,Dk] and v [r,L,Dv] of some of the rows. The next gather overwrites them."""
