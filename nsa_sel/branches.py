@@ -7,8 +7,7 @@ from torch import Tensor
 from nsa_sel import by_groups
 from nsa_sel.compressed import compressed_attention
 from nsa_sel.core import transforms
-from nsa_sel.core.arguments import check_flag, check_positive, check_tensors
-from nsa_sel.core.bounds import CuSeqlens
+from nsa_sel.core.arguments import CuSeqlens, check_flag, check_positive, check_tensors
 from nsa_sel.core.check import check_scale, check_sizes
 from nsa_sel.core.check_packed import as_batch, check_longest, check_packed_choose, check_packed_sizes, check_rows_are_keys
 from nsa_sel.core.choose_call import Rule

@@ -15,8 +15,8 @@ from torch.autograd import forward_ad
 from torch.nn.functional import linear
 
 from nsa_sel.core import transforms
-from nsa_sel.core.modules import hooked
 from nsa_sel.core.parts import copy_wide
+from nsa_sel.core.transforms import hooked
 from nsa_sel.rotary import Angles, rotated, write_rotated_back
 
 ALIGNED = 16  # bytes between rows of y, of which kernels read parts: what TMA takes

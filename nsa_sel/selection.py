@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.core.arguments import as_tensor, check_flag, check_positive
+from nsa_sel.core.arguments import as_positions, as_rows, as_tensor, check_flag, check_positive
 from nsa_sel.core.block_ranges import distinct_ranges, ranges_of_blocks
-from nsa_sel.core.indices import as_positions, as_rows
-from nsa_sel.core.plans import UNKNOWN, Exact, Plan, capturing, state_of, validates
 from nsa_sel.core.ranges import check_ranges, merged, rounded, sharing_of_blocks
 from nsa_sel.core.scores import best_blocks
+from nsa_sel.core.transforms import capturing
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.settings.flags import debugging
 
@@ -32,6 +31,40 @@ class Measured(NamedTuple):
     total_length: int  # keys, summed over rows
     # Distinct blocks of 1, 2, 4 ... 64 adjacent rows (SHARING_TOKENS) over those of one row; None: not whole blocks.
     sharing: tuple[float, ...] | None = None
+
+
+class Exact(NamedTuple):
+    """The statistics of `measure` that decisions use."""
+
+    longest: int  # keys of the longest row, before the causal clamp
+    sharing: tuple[float, ...] | None  # to two digits
+    total: tuple[int, int] | None  # S_kv, and the keys of all rows at the default positions
+
+
+class Plan(NamedTuple):
+    """A cached plan."""
+
+    states: list[Any]  # of `made_from` when it was built
+    made_from: tuple[Any, ...]  # kept alive, so that no other tensor reuses the memory
+    value: Any
+
+
+UNKNOWN = "unknown"  # the state of a tensor without a version counter
+
+
+def state_of(x: Any) -> Any:
+    """Return a value that changes when the tensor x is written or replaced; of a plain value the value itself."""
+    if not isinstance(x, Tensor):
+        return x
+    if x.is_cpu:  # compare its few values: a write through NumPy bumps no version
+        return x.dtype, x.shape, x.detach().contiguous().numpy().tobytes()
+    return UNKNOWN if x.is_inference() else (x.data_ptr(), x.dtype, x.shape, x.stride(), x._version)
+
+
+def validates(ranges: Tensor) -> bool:
+    """Return True if a new selection is validated: under NSA_DEBUG_TRITON, but not in a CUDA graph, whose ranges can't be read. Compiled
+    calls validate when they run."""
+    return not torch.compiler.is_compiling() and debugging() and not capturing(ranges)
 
 
 class Selection:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nsa_sel import window
 from nsa_sel.core import choose, choose_repeat, packed, prepare, repeat, run
-from nsa_sel.core.bounds import Bounds
+from nsa_sel.core.arguments import Bounds
 from nsa_sel.core.call import Call
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.decision import Decision

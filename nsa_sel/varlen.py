@@ -7,8 +7,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from nsa_sel.core.arguments import is_whole
-from nsa_sel.core.bounds import Bounds, CuSeqlens, compressed_bounds, positions_in_sequences
+from nsa_sel.core.arguments import Bounds, CuSeqlens, compressed_bounds, is_whole, positions_in_sequences
 from nsa_sel.core.check_choose import check_compression
 from nsa_sel.core.packed import packed_attention
 from nsa_sel.errors import ArgumentError, shown

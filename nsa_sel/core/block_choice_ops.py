@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core import block_choice
+from nsa_sel.core.arguments import range_dtype
 from nsa_sel.core.check_choose import Index
 from nsa_sel.core.choose_call import Pool, Rule
-from nsa_sel.core.indices import range_dtype
 
 
 @torch.library.custom_op("nsa_sel::choose_blocks", mutates_args=())

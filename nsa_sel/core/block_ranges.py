@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.core import seen, transforms
-from nsa_sel.core.arguments import check_flag
-from nsa_sel.core.indices import checked_blocks, padded, range_dtype, whole_blocks
-from nsa_sel.core.plans import capturing
+from nsa_sel.core import transforms
+from nsa_sel.core.arguments import check_flag, checked_blocks, padded, range_dtype, whole_blocks
 from nsa_sel.core.ranges import disjoint
+from nsa_sel.core.transforms import capturing
 from nsa_sel.errors import warn
 
 KERNEL = "nsa_sel.backends._triton.block_ranges"  # imported with the first block indices on a GPU
@@ -32,7 +31,7 @@ def ranges_of_blocks(
     has found them."""
     given = (block_indices,) if block_counts is None else (block_indices, block_counts)
     key = _key(block_indices, block_size, block_counts, disjoint)
-    alike: _Alike | None = None if key is None else seen.find(_classes.get(key, ()), *given)
+    alike: _Alike | None = None if key is None else transforms.find_class(_classes.get(key, ()), *given)
     if alike is not None and alike.as_given:
         indices, counts = block_indices, block_counts
     else:
@@ -43,7 +42,7 @@ def ranges_of_blocks(
             if key is not None:
                 if len(_classes) >= _MOST:
                     _classes.clear()
-                _classes[key] = seen.added(_classes.get(key, ()), alike, *given)
+                _classes[key] = transforms.with_class(_classes.get(key, ()), alike, *given)
     found: tuple[Tensor, Tensor | None] | None = None
     if alike is not None and not _failed and not (alike.several and capturing(indices)):
         found = _run("block_ranges", indices, counts, block_size, alike.dtype, alike.find_unique, alike.known)
@@ -67,7 +66,7 @@ class _Alike(NamedTuple):
         return cls(as_given, dtype, several, several and not torch.is_inference_mode_enabled(), {})
 
 
-_classes: dict[Any, seen.Classes] = {}
+_classes: dict[Any, transforms.Classes] = {}
 _MOST = 1024  # shapes
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nsa_sel.core.quantized import Scales
 from nsa_sel.core.request import DeviceInfo
+from nsa_sel.core.transforms import capturing
 from nsa_sel.core.workspace import Workspace
 from nsa_sel.selection import Selection
 from nsa_sel.settings.schema import Settings
@@ -19,11 +20,6 @@ CPU = DeviceInfo(kind="cpu")
 LOG2_E = math.log2(math.e)
 REPEATED = "repeated"  # a key of `Call.known` once a second call shares it
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
-
-
-def capturing(q: Tensor) -> bool:
-    """Whether a CUDA graph captures a call of q."""
-    return q.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def positions(q: Tensor, S_kv: int, q_pos: Tensor | None, lengths: Tensor | None) -> Tensor:

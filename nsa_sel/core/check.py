@@ -8,8 +8,8 @@ import sys
 import torch
 from torch import Tensor
 
+from nsa_sel.core.arguments import as_positions
 from nsa_sel.core.call import DTYPES
-from nsa_sel.core.indices import as_positions
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.selection import Selection
 

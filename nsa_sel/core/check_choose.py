@@ -7,10 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.core.arguments import check_positive, is_whole
+from nsa_sel.core.arguments import check_forced, check_positive, is_whole
 from nsa_sel.core.check import check_positions, check_scale, check_sizes
 from nsa_sel.core.choose_call import Pool, Rule
-from nsa_sel.core.indices import check_forced
 from nsa_sel.errors import ArgumentError, renamed, shown
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nsa_sel.core.arguments import check_tensors
-from nsa_sel.core.bounds import Bounds, CuSeqlens
+from nsa_sel.core.arguments import Bounds, CuSeqlens, check_tensors
 from nsa_sel.core.check import check_scale, check_sizes
 from nsa_sel.core.check_choose import check_rule
 from nsa_sel.core.choose_call import Rule

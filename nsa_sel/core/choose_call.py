@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.core.bounds import Bounds, compressed_bounds, row_positions
-from nsa_sel.core.call import LOG2_E, capturing
+from nsa_sel.core.arguments import Bounds, compressed_bounds, row_positions
+from nsa_sel.core.call import LOG2_E
+from nsa_sel.core.transforms import capturing
 from nsa_sel.settings.schema import Settings
 
 SCRATCH = 64 << 20  # bytes

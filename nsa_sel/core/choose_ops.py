@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core import choose
-from nsa_sel.core.bounds import Bounds
+from nsa_sel.core.arguments import Bounds, range_dtype
 from nsa_sel.core.choose_call import Rule
-from nsa_sel.core.indices import range_dtype
 
 
 @torch.library.custom_op("nsa_sel::choose", mutates_args=())

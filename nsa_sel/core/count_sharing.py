@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core import memory
-from nsa_sel.core.call import capturing, positions
+from nsa_sel.core.call import positions
 from nsa_sel.core.decide import select
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.memory import Count
 from nsa_sel.core.ranges import sample_rows, sampled_sharing
 from nsa_sel.core.request import FEW_TOKENS, SHARING_TOKENS, DeviceInfo, Request
+from nsa_sel.core.transforms import capturing
 from nsa_sel.selection import Selection
 from nsa_sel.settings import tuned
 from nsa_sel.settings.config import settings_for

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core import entry, registry, shared_keys
-from nsa_sel.core.bounds import Bounds, CuSeqlens, begin_with_blocks, positions_in_sequences, starts_with_blocks, whole_blocks
+from nsa_sel.core.arguments import Bounds, CuSeqlens, begin_with_blocks, positions_in_sequences, rounded_up, starts_with_blocks
 from nsa_sel.core.check import check_call
 from nsa_sel.core.check_packed import as_batch, check_packed_sizes
 from nsa_sel.core.decide import decide, select
@@ -79,18 +79,18 @@ def arrange(
     whole = starts_with_blocks(bounds_k, block, block_aligned)
     room, longest, aligning = Tk, bounds_k.longest(Tk), False
     if block is not None and not whole and align is not False:
-        room = whole_blocks(Tk + bounds_k.number * (block - 1), block)
+        room = rounded_up(Tk + bounds_k.number * (block - 1), block)
         if torch.compiler.is_compiling():
             aligning = align is True or (backend is not None and _needs_blocks(backend))
         else:
             r = shared_keys.ratio_of(q, k, rows)
             one, of_one = (q, rows) if r == 1 else shared_keys.one_of(q, rows, r)
             check_call(one, k, v, of_one, scale, q.new_empty(T, dtype=torch.int64), fake=True)  # before the copy
-            aligning = _aligns(one, k, v, of_one, room, whole_blocks(longest, block), needs, backend, align)
+            aligning = _aligns(one, k, v, of_one, room, rounded_up(longest, block), needs, backend, align)
         room = room if aligning else Tk
     limit_keys = room  # most keys of a row; a block counts as whole even if its sequence ends within it
     if block is not None and (whole or aligning):
-        limit_keys, longest = whole_blocks(room, block), whole_blocks(longest, block)
+        limit_keys, longest = rounded_up(room, block), rounded_up(longest, block)
 
     def build() -> tuple[Selection, Tensor | None, Tensor | None]:
         cu_q = bounds_q.on(q)

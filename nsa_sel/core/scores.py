@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_sel.core.arguments import as_tensor, check_positive, is_whole
-from nsa_sel.core.indices import as_positions, check_forced, range_dtype, whole_blocks
+from nsa_sel.core.arguments import as_positions, as_tensor, check_forced, check_positive, is_whole, range_dtype, whole_blocks
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.settings.flags import FLAGS, parse_flag
 

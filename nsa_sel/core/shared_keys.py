@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core import transforms
-from nsa_sel.core.indices import as_positions
-from nsa_sel.core.plans import capturing
+from nsa_sel.core.arguments import as_positions
+from nsa_sel.core.transforms import capturing
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 

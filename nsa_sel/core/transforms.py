@@ -1,16 +1,18 @@
-"""What PyTorch does around a call: tracing, function transforms, autocast, lazy negation. Detected and refused only here."""
+"""Detect, and refuse, what PyTorch does around a call: tracing, function transforms, autocast, lazy negation, graph capture, hooks."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards  # type: ignore[attr-defined]  # what guards the graphs of torch.compile
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+from torch.nn.modules.module import _has_any_global_hook
 
 from nsa_sel.errors import ArgumentError, BackendError
 
@@ -51,6 +53,11 @@ def plain(*tensors: Any) -> bool:
         if type(x) not in _PLAIN:
             return False
     return untransformed()
+
+
+def capturing(x: Tensor) -> bool:
+    """Return True if a CUDA graph captures operations on x; its replays may see other values, and nothing may wait for the device."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def untransformed() -> bool:
@@ -159,3 +166,35 @@ def _autocast_dtype(x: Any) -> torch.dtype | None:
         return None
     kind = "cuda" if getattr(x, "is_cuda", False) else "cpu"
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+MOST_CLASSES = 8  # guarded classes per key
+Classes = tuple[tuple[Any, Any], ...]  # guards of tensors, and the value that is cached for them
+
+
+def find_class(classes: Classes, *tensors: Any) -> Any:
+    """Return the value that is cached for tensors of this class, or None.
+
+    Two sets of tensors are of one class if they have the same Python types, dtypes, devices, shapes, strides, requires_grad and dispatch
+    keys (lazy negation, inference mode, sparse layouts): PyTorch's guards check this in C++. The number of tensors must be the same, and
+    no tensor may be passed twice. Guards do not notice every tracer (make_fx), so check `untransformed()` first. Read each tensor's shape
+    first, too: PyTorch aborts the process if it checks a nested tensor.
+    """
+    for guards, value in classes:
+        if guards.check(*tensors):
+            return value
+    return None
+
+
+def with_class(classes: Iterable[tuple[Any, Any]], value: Any, *tensors: Tensor) -> Classes:
+    """Return the classes with this value cached for the class of these tensors; it replaces an older value of that class."""
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    others = [x for x in classes if not x[0].check(*tensors)]
+    return (*others[1 - MOST_CLASSES :], (guards, value))
+
+
+def hooked(module: Any) -> bool:
+    """Return True if calling an nn.Module runs more than the forward of its class: hooks, a replaced forward, a compiler."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    replaced = "forward" in vars(module) or module._compiled_call_impl is not None
+    return replaced or any(hooks) or bool(_has_any_global_hook())  # type: ignore[no-untyped-call]

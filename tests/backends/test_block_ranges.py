@@ -14,7 +14,7 @@ from nsa_sel import Selection
 from nsa_sel.backends._triton import block_ranges as kernels
 from nsa_sel.backends._triton.kernel import Kernel
 from nsa_sel.core import block_ranges
-from nsa_sel.core.indices import whole_blocks
+from nsa_sel.core.arguments import whole_blocks
 from nsa_sel.core.ranges import disjoint
 from nsa_sel.errors import ArgumentError
 

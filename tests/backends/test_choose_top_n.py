@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nsa_sel.backends._triton.top_n import top_n
 from nsa_sel.core import scores as scores_module
-from nsa_sel.core.indices import range_dtype, whole_blocks
+from nsa_sel.core.arguments import range_dtype, whole_blocks
 from nsa_sel.core.scores import sorted_blocks
 from nsa_sel.selection import Selection
 

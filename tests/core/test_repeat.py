@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nsa_sel
 from nsa_sel import Selection, compressed_attention, selection_attention
-from nsa_sel.core import choose_repeat, repeat, seen
+from nsa_sel.core import choose_repeat, repeat, transforms
 from nsa_sel.errors import BackendError, NsaSelError
 from tests.helpers.cases import assert_forward, make_qkv
 from tests.helpers.choose_cases import SMALL
@@ -134,7 +134,7 @@ def test_keys_that_are_their_values_repeat(checked: list[int]) -> None:
 def test_more_classes_than_guards_tell_apart_are_checked_again(checked: list[int]) -> None:
     """Only the strides of k differ, which are no part of the key."""
     q, k, v = make_qkv(1, 8, 1, 2, 16, 16, S_kv=16)
-    spaced = [torch.empty(1, 1, 16 * step, 16)[:, :, ::step].copy_(k) for step in range(1, seen.MOST + 2)]
+    spaced = [torch.empty(1, 1, 16 * step, 16)[:, :, ::step].copy_(k) for step in range(1, transforms.MOST_CLASSES + 2)]
     for x in (*spaced, *spaced[-3:]):
         selection_attention(q, x, v, selection_of())
     assert len(checked) == len(spaced)
