@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.arguments import as_positions, as_rows, as_tensor, check_flag, check_positive
-from nsa_sel.core.block_ranges import distinct_ranges, ranges_of_blocks
-from nsa_sel.core.ranges import check_ranges, merged, rounded, sharing_of_blocks
-from nsa_sel.core.scores import best_blocks
+from nsa_sel.core.ranges import best_blocks, check_ranges, distinct_ranges, merged, ranges_of_blocks, rounded, sharing_of_blocks
 from nsa_sel.core.transforms import capturing
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.settings.flags import debugging

@@ -1,4 +1,4 @@
-"""The n best blocks of every row, exactly as `nsa_sel.core.scores.sorted_blocks`, without sorting: scores are read once.
+"""The n best blocks of every row, exactly as `nsa_sel.core.ranges.sorted_blocks`, without sorting: scores are read once.
 
 Scores become integers in the order of `sorted_blocks`: forced blocks highest, then the scores, lowest what cannot be selected (future
 blocks, NaN, -inf). Bisection finds the largest threshold that at least n of them reach; it ends early when exactly n do. Then all above
@@ -127,7 +127,7 @@ def top_n(
     rows: int | None = None,
     warps: int | None = None,
 ) -> None:
-    """Write the best blocks of every row to `ranges`; results are bit-equal to `nsa_sel.core.scores.sorted_blocks`.
+    """Write the best blocks of every row to `ranges`; results are bit-equal to `nsa_sel.core.ranges.sorted_blocks`.
 
     Args:
         scores: [B,S,G,blocks], float16, bfloat16 or float32, any strides, at most MOST_BLOCKS blocks.
