@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nsa_sel import forks
 from nsa_sel.backends._numba import kernels
 from nsa_sel.backends._numba.kernels import TILE, Problem
-from nsa_sel.core import forks
 from nsa_sel.core.call import Call
 
 _SMALL = 1 << 22  # multiply-adds below which waking threads costs more than it saves

@@ -15,10 +15,9 @@ from nsa_sel.core.arguments import Bounds, CuSeqlens, as_positions, check_flag, 
 from nsa_sel.core.check_choose import check_rule
 from nsa_sel.core.check_packed import check_longest
 from nsa_sel.core.choose_call import Rule
-from nsa_sel.core.parts import split_columns
 from nsa_sel.core.transforms import check_transforms, in_autocast_dtype
 from nsa_sel.errors import ArgumentError, renamed, shown
-from nsa_sel.projection import Heads, Parts, joins, project
+from nsa_sel.projection import Heads, Parts, joins, project, split_columns
 from nsa_sel.rotary import angles, angles_of, base_of, kept_and_rotated, rotate, rotate_by
 
 Rotary = Callable[[Tensor, Tensor], Tensor]

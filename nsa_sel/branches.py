@@ -11,9 +11,9 @@ from nsa_sel.core.arguments import CuSeqlens, check_flag, check_positive, check_
 from nsa_sel.core.check import check_scale, check_sizes
 from nsa_sel.core.check_packed import as_batch, check_longest, check_packed_choose, check_packed_sizes, check_rows_are_keys
 from nsa_sel.core.choose_call import Rule
-from nsa_sel.core.gating import gated_sum
 from nsa_sel.core.packed import packed_attention
 from nsa_sel.errors import ArgumentError, renamed
+from nsa_sel.gating import gated_sum
 from nsa_sel.three_branches import Inputs, Options
 from nsa_sel.window import sliding_window_attention
 

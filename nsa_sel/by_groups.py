@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nsa_sel import three_branches
+from nsa_sel import gating, three_branches
 from nsa_sel.compressed import compressed_attention
-from nsa_sel.core import entry, gating, transforms
+from nsa_sel.core import entry, transforms
 from nsa_sel.core.check_choose import check_choose
 from nsa_sel.core.decide import forced, use_backend, use_no_backend
 from nsa_sel.core.facts import device_info

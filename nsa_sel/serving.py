@@ -14,8 +14,8 @@ from nsa_sel.core.arguments import check_flag, check_tensors
 from nsa_sel.core.begin import begin
 from nsa_sel.core.check import as_selection, check_call
 from nsa_sel.core.prepare import prepared
-from nsa_sel.core.quantized import STORED, Scales, scales_of
 from nsa_sel.errors import ArgumentError, renamed
+from nsa_sel.quantize import STORED, Scales, scales_of
 from nsa_sel.selection import Selection
 
 

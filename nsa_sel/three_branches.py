@@ -17,8 +17,8 @@ from nsa_sel.core.arguments import Bounds
 from nsa_sel.core.call import Call
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.decision import Decision
-from nsa_sel.core.gating import Gated
 from nsa_sel.core.request import Request
+from nsa_sel.gating import Gated
 from nsa_sel.selection import Selection
 
 COMPRESSED, SELECTED, WINDOW = BRANCHES = range(3)  # in the order of the gates

@@ -214,7 +214,7 @@ class ChooserModule(Protocol):
     def backward(self, call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv, contiguous, with the shapes and dtypes of q, k, v; dlse is None when lse is unused.
 
-        p = exp(logits - lse) with the lse that is given, which is larger than that of `forward` where a gate is in it (core/gating.py).
+        p = exp(logits - lse) with the lse that is given, which is larger than that of `forward` where a gate is in it (nsa_sel/gating.py).
         """
         ...
 
@@ -233,7 +233,7 @@ class BackendModule(Protocol):
     Only a backend with `reads_caches` gets `Call.lengths` and `Call.block_table`; for others core/pages.py turns them into positions
     and ranges. A module may also have `loaded_keys(call, selected, count)`, for events: how many of the selected keys its forward
     loads, counted on the device if `count`, else from static facts. And `backward_and_delta`: `backward`, and delta = sum(do * o) - dlse
-    [B,S,G,h] in lse's dtype, of any strides: the gradient of a layer's gate (core/gating.py).
+    [B,S,G,h] in lse's dtype, of any strides: the gradient of a layer's gate (nsa_sel/gating.py).
     """
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
@@ -243,6 +243,6 @@ class BackendModule(Protocol):
     def backward(self, call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv, contiguous, with the shapes and dtypes of q, k, v; dlse is None when lse is unused.
 
-        p = exp(logits - lse) with the lse that is given, which is larger than that of `forward` where a gate is in it (core/gating.py).
+        p = exp(logits - lse) with the lse that is given, which is larger than that of `forward` where a gate is in it (nsa_sel/gating.py).
         """
         ...

@@ -12,8 +12,8 @@ from nsa_sel.core.decide import decide
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.facts import device_info, request_of
 from nsa_sel.core.memory import Count
-from nsa_sel.core.quantized import Scales
 from nsa_sel.core.request import Request
+from nsa_sel.quantize import Scales
 from nsa_sel.selection import Selection
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_sel.core.quantized import Scales
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.core.transforms import capturing
 from nsa_sel.core.workspace import Workspace
+from nsa_sel.quantize import Scales
 from nsa_sel.selection import Selection
 from nsa_sel.settings.schema import Settings
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.call import DTYPES
-from nsa_sel.core.quantized import Scales
 from nsa_sel.core.request import DeviceInfo, Request
+from nsa_sel.quantize import Scales
 from nsa_sel.selection import Selection
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from nsa_sel.core.begin import Decided, begin
 from nsa_sel.core.facts import device_info
-from nsa_sel.core.quantized import STORED, Scales
 from nsa_sel.core.request import Request
 from nsa_sel.core.run import attend
 from nsa_sel.errors import NsaSelError, warn
+from nsa_sel.quantize import STORED, Scales
 from nsa_sel.selection import Selection
 from nsa_sel.settings import tuned
 from nsa_sel.telemetry import events

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.core import gating_plain, transforms
+from nsa_sel.backends import _gate_plain
+from nsa_sel.core import transforms
 
 KERNELS = "nsa_sel.backends._triton.gate"  # imported at the first sum on a GPU
 WITH_LSE = (torch.bfloat16,)  # dtypes of branches that take gates with lse
@@ -33,7 +34,7 @@ class Gated(NamedTuple):
 
     def whole_do(self) -> Tensor:
         """The gradient of the branch's output, for a backward pass without lse."""
-        return self.do if self.gate is None else gating_plain.scaled(self.do, self.gate)
+        return self.do if self.gate is None else _gate_plain.scaled(self.do, self.gate)
 
 
 def gated_sum(compressed: Tensor, selected: Tensor, window: Tensor, gates: Tensor) -> Tensor:
@@ -47,7 +48,7 @@ def gated_sum(compressed: Tensor, selected: Tensor, window: Tensor, gates: Tenso
         [B,S,G,h,Dv] in the branches' dtype; sums, those of the gates' gradients included, are in float32 (float64 for float64 branches).
     """
     if transforms.traces(compressed, selected, window, gates):  # a compiler fuses it
-        return gating_plain.summed((compressed, selected, window), gates)
+        return _gate_plain.summed((compressed, selected, window), gates)
     o: Tensor = _GatedSum.apply(compressed, selected, window, gates)  # type: ignore[no-untyped-call]
     return o
 
@@ -124,7 +125,7 @@ def write_dgates(
 
 def _work(gates: Tensor) -> Any:
     """The kernels, or the same in plain PyTorch."""
-    return importlib.import_module(KERNELS) if on_gpu(gates) else gating_plain
+    return importlib.import_module(KERNELS) if on_gpu(gates) else _gate_plain
 
 
 def on_gpu(gates: Tensor) -> bool:
