@@ -12,9 +12,8 @@ from torch import Tensor
 from torch._C._dynamo.guards import _empty_strided_cpu, _empty_strided_cuda  # type: ignore[attr-defined]
 
 from nsa_sel.backends._driver import thread
-from nsa_sel.core.call import Call
+from nsa_sel.core.call import Call, WindowCall
 from nsa_sel.core.choose_call import ChooseCall
-from nsa_sel.core.window_call import WindowCall
 
 
 def temporary(call: Call | ChooseCall | WindowCall, like: Tensor, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:

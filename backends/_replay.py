@@ -27,8 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa_sel.backends import _driver
 from nsa_sel.backends._buffers import allocator, contiguous
 from nsa_sel.backends._driver import clear, ready, start_all, stream_of, thread
-from nsa_sel.core.call import REPEATED, Call
-from nsa_sel.core.workspace import ALIGNMENT
+from nsa_sel.core.call import ALIGNMENT, REPEATED, Call
 
 _fills = torch._C._get_deterministic_algorithms  # PyTorch then fills new tensors
 TRIES = 3  # passes of a class, after its first, that may be recorded: more may compile

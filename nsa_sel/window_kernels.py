@@ -15,7 +15,7 @@ from torch import Tensor
 from nsa_sel.backends._window import chunks
 from nsa_sel.backends.specs import ARITHMETIC_TILES
 from nsa_sel.core import registry, transforms
-from nsa_sel.core.facts import device_info
+from nsa_sel.core.call import device_info
 from nsa_sel.errors import warn
 
 CUDA, TRITON = "nsa_sel.backends.window_cuda", "nsa_sel.backends.window_triton"  # imported at the first call on a GPU

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from nsa_sel.core import fallback, registry, transforms
 from nsa_sel.core.arguments import Bounds, range_dtype
-from nsa_sel.core.call import DTYPES
+from nsa_sel.core.call import DTYPES, device_info, is_aligned
 from nsa_sel.core.check import check_scale
 from nsa_sel.core.choose_call import SCRATCH, ChooseCall, PagedKeys, Rule, Sequences
 from nsa_sel.core.decide import decide
 from nsa_sel.core.decision import Decision
-from nsa_sel.core.facts import device_info, is_aligned
 from nsa_sel.core.request import Request
 from nsa_sel.telemetry import events, target
 

@@ -9,9 +9,9 @@ import torch
 from torch.compiler import is_compiling
 
 from nsa_sel.core import memory, registry
+from nsa_sel.core.call import device_info
 from nsa_sel.core.decision import Decision, Override, load_policy, make_decision
 from nsa_sel.core.explain import check_names, refusal
-from nsa_sel.core.facts import device_info
 from nsa_sel.core.memory import forced_name
 from nsa_sel.core.request import DeviceInfo, Kind, Request
 from nsa_sel.errors import ArgumentError, BackendError, shown

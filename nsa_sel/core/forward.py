@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from nsa_sel.core import registry
-from nsa_sel.core.call import Call
-from nsa_sel.core.pages import over_the_pool
+from nsa_sel.core.call import Call, over_the_pool
 
 
 def forward(name: str, call: Call) -> tuple[Tensor, Tensor]:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from nsa_sel.core import entry, registry, shared_keys
 from nsa_sel.core.arguments import Bounds, CuSeqlens, begin_with_blocks, positions_in_sequences, rounded_up, starts_with_blocks
+from nsa_sel.core.call import device_info, request_of
 from nsa_sel.core.check import check_call
 from nsa_sel.core.check_packed import as_batch, check_packed_sizes
 from nsa_sel.core.decide import decide, select
-from nsa_sel.core.facts import device_info, request_of
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.core.transforms import in_autocast_dtype, needs_grad, transformed
 from nsa_sel.errors import ArgumentError, shown

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from nsa_sel.core import compare, fallback, forward, registry, transforms
 from nsa_sel.core.begin import Decided
-from nsa_sel.core.call import Call
+from nsa_sel.core.call import Call, Workspace
 from nsa_sel.core.decision import Decision
-from nsa_sel.core.workspace import Workspace
 from nsa_sel.telemetry import events
 
 

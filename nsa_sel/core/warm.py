@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.begin import Decided, begin
-from nsa_sel.core.facts import device_info
+from nsa_sel.core.call import device_info
 from nsa_sel.core.request import Request
 from nsa_sel.core.run import attend
 from nsa_sel.errors import NsaSelError, warn

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from nsa_sel import oracle as slow
-from nsa_sel.core.call import Call
+from nsa_sel.core.call import Call, device_info
 from nsa_sel.core.check import check_call
-from nsa_sel.core.facts import device_info
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for

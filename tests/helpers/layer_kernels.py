@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel import rotary
+from nsa_sel.backends import _gate_plain
 from nsa_sel.backends._triton import gate
 from tests.helpers.poison import new_memory_is_nan
 

@@ -155,7 +155,7 @@ def test_only_the_force_flag_lifts_the_rule(monkeypatch: pytest.MonkeyPatch, dev
 def test_a_real_gpu_is_routed_as_its_lane() -> None:
     """The result matches the oracle; on SM 8.9 the decision says why it is packed SDPA."""
     import nsa_sel
-    from nsa_sel.core.facts import device_info
+    from nsa_sel.core.call import device_info
     from tests.helpers.cases import assert_forward, make_blocks, make_qkv
 
     device = device_info(torch.device("cuda", 0))
