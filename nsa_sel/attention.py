@@ -10,8 +10,7 @@ from nsa_sel.core import entry, shared_keys
 from nsa_sel.core.arguments import check_tensors
 from nsa_sel.core.call import device_info, request_of
 from nsa_sel.core.check import as_selection, check_call
-from nsa_sel.core.count_sharing import with_count
-from nsa_sel.core.decide import select
+from nsa_sel.core.decide import select, with_count
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.transforms import in_autocast_dtype, needs_grad
 from nsa_sel.selection import Selection

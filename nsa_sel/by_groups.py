@@ -18,7 +18,7 @@ from nsa_sel import gating, three_branches
 from nsa_sel.compressed import compressed_attention
 from nsa_sel.core import entry, transforms
 from nsa_sel.core.call import device_info
-from nsa_sel.core.check_choose import check_choose
+from nsa_sel.core.check import check_choose
 from nsa_sel.core.decide import forced, use_backend, use_no_backend
 from nsa_sel.settings.config import settings_for
 from nsa_sel.three_branches import BRANCHES, COMPRESSED, SELECTED, WINDOW, Inputs, Needs, Options, Pass, Unit

@@ -16,7 +16,7 @@ from nsa_sel.caching.sequences import Sequence as Cached
 from nsa_sel.caching.step import CacheStep
 from nsa_sel.core.arguments import check_positive
 from nsa_sel.core.call import DTYPES
-from nsa_sel.core.check_choose import check_compression
+from nsa_sel.core.check import check_compression
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.quantize import STORED
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from nsa_sel.core import choose, choose_ops, choose_repeat, transforms
 from nsa_sel.core.arguments import CuSeqlens, check_flag, check_tensors
-from nsa_sel.core.check_choose import check_choose
-from nsa_sel.core.check_packed import check_longest, check_packed_choose
+from nsa_sel.core.check import check_choose
 from nsa_sel.core.choose_call import Rule
+from nsa_sel.core.packed import check_longest, check_packed_choose
 from nsa_sel.selection import Selection
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.arguments import Bounds, CuSeqlens, compressed_bounds, is_whole, positions_in_sequences
-from nsa_sel.core.check_choose import check_compression
+from nsa_sel.core.check import check_compression
 from nsa_sel.core.packed import packed_attention
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.selection import Selection

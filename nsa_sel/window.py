@@ -13,7 +13,7 @@ from nsa_sel.backends._window import chunks, packed
 from nsa_sel.core import transforms
 from nsa_sel.core.arguments import Bounds, CuSeqlens, check_flag, check_positive, check_tensors
 from nsa_sel.core.check import check_scale, check_sizes
-from nsa_sel.core.check_packed import as_batch, check_packed_sizes, check_rows_are_keys
+from nsa_sel.core.packed import as_batch, check_packed_sizes, check_rows_are_keys
 from nsa_sel.errors import ArgumentError
 from nsa_sel.gating import Gated
 

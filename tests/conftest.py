@@ -16,7 +16,7 @@ import torch
 
 from nsa_sel.core import registry
 from nsa_sel.core.request import DeviceInfo
-from nsa_sel.core.reset import reset
+from nsa_sel.core.warm import reset
 from nsa_sel.settings import flags, tuned
 from nsa_sel.telemetry import target
 from tests.helpers.interpreter import patch_interpreter

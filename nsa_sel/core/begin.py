@@ -7,10 +7,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from nsa_sel.core.call import Call, device_info, request_of
-from nsa_sel.core.count_sharing import with_count
-from nsa_sel.core.decide import decide
+from nsa_sel.core.decide import Count, decide, with_count
 from nsa_sel.core.decision import Decision
-from nsa_sel.core.memory import Count
 from nsa_sel.core.request import Request
 from nsa_sel.quantize import Scales
 from nsa_sel.selection import Selection

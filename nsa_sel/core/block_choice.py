@@ -12,7 +12,7 @@ from nsa_sel.core import fallback, registry
 from nsa_sel.core.arguments import range_dtype
 from nsa_sel.core.backend import ChooserModule
 from nsa_sel.core.call import device_info
-from nsa_sel.core.check_choose import Index
+from nsa_sel.core.check import Index
 from nsa_sel.core.choose import request_of
 from nsa_sel.core.choose_call import NSA_POOL, SCRATCH, ChooseCall, Pool, Rule
 from nsa_sel.core.decide import decide

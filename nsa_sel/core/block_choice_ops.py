@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nsa_sel.core import block_choice
 from nsa_sel.core.arguments import range_dtype
-from nsa_sel.core.check_choose import Index
+from nsa_sel.core.check import Index
 from nsa_sel.core.choose_call import Pool, Rule
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from nsa_sel.core import memory, transforms
+from nsa_sel.core import decide, transforms
 from nsa_sel.core.arguments import check_tensors
-from nsa_sel.core.check_choose import check_choose
+from nsa_sel.core.check import check_choose
 from nsa_sel.core.choose import DecidedChoice, begin, decided_call
 from nsa_sel.core.choose_call import Rule
 
@@ -19,14 +19,14 @@ def begin_or_repeat(
 ) -> DecidedChoice:  # fmt: skip
     """Check the arguments of `compressed_attention` and decide, unless all facts that both read are those of an earlier call."""
     key = _key(q, k, v, rule, S_kv, scale, q_pos, needs_grad, backend)
-    classes = memory.recall(key) or ()
+    classes = decide.recall(key) or ()
     found = transforms.find_class(classes, q, k, v)
     if found is None:
         check_tensors(q=q, k_cmp=k, v_cmp=v)
         rows, S_kv, scale, q_pos = check_choose(q, k, v, rule, scale, q_pos, S_kv, fake=False)
         decided = begin(rows, k, v, rule, S_kv, scale, q_pos, needs_grad, backend)
         if key is not None:
-            memory.remember(key, transforms.with_class(classes, (decided.decision, decided.request, scale), q, k, v))
+            decide.remember(key, transforms.with_class(classes, (decided.decision, decided.request, scale), q, k, v))
         return decided
     decision, request, checked_scale = found
     return decided_call(q.unsqueeze(1) if q.dim() == 4 else q, k, v, rule, checked_scale, None, decision, request)

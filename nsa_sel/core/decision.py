@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import math
 from collections.abc import Callable, Sequence
@@ -258,3 +259,47 @@ def changes(path: str, old: Any, new: Any) -> list[FieldChange]:
     if isinstance(old, list | tuple) and isinstance(new, list | tuple) and len(old) == len(new):
         return [c for i, (a, b) in enumerate(zip(old, new, strict=True)) for c in changes(f"{path}[{i}]", a, b)]
     return [] if old == new else [FieldChange(path, old, new)]
+
+
+def refusal(decision: Decision) -> str | None:
+    """Why no backend may run the call, with every reason of every candidate; None when one may."""
+    if decision.forward is not None and (decision.backward is not None or not decision.request.needs_grad):
+        return None
+    names = [verdict.backend for verdict in decision.verdicts]
+    if decision.override is not None and decision.override.backend not in names:
+        close = difflib.get_close_matches(decision.override.backend.lower(), names, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else "."
+        call = {"attend": "selection_attention", "choose": "compressed_attention and choose_blocks"}[decision.request.kind]
+        return (
+            f"backend {decision.override.backend!r} ({decision.override.source}) is unknown to {call}{hint} Allowed:"
+            f" {', '.join(names)}. Remedy: use one of these names."
+        )
+    if decision.override is not None:
+        head = f"backend {decision.override.backend!r}, forced by {decision.override.source}, refuses this call:"
+        shown = [verdict for verdict in decision.verdicts if verdict.backend == decision.override.backend]
+    else:
+        head, shown = "no backend may run this call:", list(decision.verdicts)
+    lines = [head]
+    for verdict in shown:
+        for reason in dict.fromkeys((*verdict.forward, *verdict.backward)):
+            if decision.override is None or reason.kind in REFUSING_KINDS:
+                lines.append(f"  {verdict.backend}: {reason}")
+    return "\n".join(lines)
+
+
+def counterfactuals(decision: Decision) -> tuple[str, ...]:
+    """What would make another backend win; each sentence is checked by deciding again."""
+    sentences = []
+    for verdict in decision.verdicts:
+        fixes = [reason for reason in verdict.forward if reason.satisfied_by is not None]
+        if verdict.backend == decision.forward or not verdict.forward or len(fixes) < len(verdict.forward):
+            continue
+        lifted = {reason.field.removeprefix("request."): reason.satisfied_by for reason in fixes}
+        changed = msgspec.structs.replace(decision.request, **lifted)
+        again = make_decision(changed, decision.device, load_policy(decision.policy), decision.settings, decision.offers)
+        if again.forward == verdict.backend:
+            names = {"max_length": "L"}
+            terms = [f"{names.get(field, field)} >= {value}" for field, value in lifted.items()]
+            here = [f"{names.get(field, field)} = {getattr(decision.request, field)}" for field in lifted]
+            sentences.append(f"{verdict.backend} would be picked from {' and '.join(terms)}; here {', '.join(here)}")
+    return tuple(sentences)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nsa_sel.core import memory, transforms
+from nsa_sel.core import decide, transforms
 from nsa_sel.core.arguments import check_tensors
 from nsa_sel.core.begin import Decided, begin
 from nsa_sel.core.call import REPEATED, Call
@@ -39,7 +39,7 @@ def begin_or_repeat(
     key = _key(q, k, v, selection, scale, q_pos, needs_grad, backend) if counts else None
     if key is not None and not decided.call.selects_nothing():
         found = decided.request, decided.decision, decided.call.scale, decided.sharing, decided.call.known
-        memory.remember(key, transforms.with_class(memory.recall(key) or (), found, *_distinct(q, k, v), decided.call.selection.ranges))
+        decide.remember(key, transforms.with_class(decide.recall(key) or (), found, *_distinct(q, k, v), decided.call.selection.ranges))
     return decided
 
 
@@ -48,7 +48,7 @@ def _recall(
 ) -> Decided | None:
     """What an earlier call with the same facts led to, for these tensors; None if there was none, or its count of sharing is used up."""
     key = _key(q, k, v, selection, scale, q_pos, needs_grad, backend)
-    classes = memory.recall(key)
+    classes = decide.recall(key)
     found = None if classes is None else transforms.find_class(classes, *_distinct(q, k, v), selection.ranges)
     if found is None:
         return None

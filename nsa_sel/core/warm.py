@@ -11,8 +11,10 @@ import msgspec
 import torch
 from torch import Tensor
 
+from nsa_sel.core import decide, registry
 from nsa_sel.core.begin import Decided, begin
 from nsa_sel.core.call import device_info
+from nsa_sel.core.decide import forget_decisions
 from nsa_sel.core.request import Request
 from nsa_sel.core.run import attend
 from nsa_sel.errors import NsaSelError, warn
@@ -136,3 +138,14 @@ def _tune(request: Request, device: torch.device) -> float | None:
     except NsaSelError as error:  # another process tunes, or the folder can't be written; the warm-up continues
         events.emit("sel.tuned.ignored", logging.WARNING, file=None, why="not tuned", words=str(error))
     return (events.now("cuda") - started) * 1e3
+
+
+def reset() -> None:
+    """Drop cached decisions, counts of sharing, configuration files, failed backends and warm-ups; counters and logs are kept.
+
+    For use after a configuration file, an installed package or a driver has changed.
+    """
+    forget_decisions()
+    decide.forget_counts()
+    registry.forget_broken()
+    forget_warmups()

@@ -15,7 +15,7 @@ from nsa_sel.core.arguments import check_tensors
 from nsa_sel.core.begin import Decided
 from nsa_sel.core.call import Call, device_info, request_of
 from nsa_sel.core.check import as_selection, check_call
-from nsa_sel.core.count_sharing import with_count
+from nsa_sel.core.decide import with_count
 from nsa_sel.core.request import Request
 from nsa_sel.distributed import cost, exchange_all, exchange_blocks, exchange_rows
 from nsa_sel.distributed.agreement import Agreed, agree, begin_call, group_of

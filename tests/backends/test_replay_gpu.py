@@ -15,7 +15,7 @@ from nsa_sel import Selection, decisions, selection_attention
 from nsa_sel.backends import _replay
 from nsa_sel.core import ranges as ranges_module
 from nsa_sel.core import registry
-from nsa_sel.core.reset import reset
+from nsa_sel.core.warm import reset
 from tests.helpers.cases import assert_forward, assert_gradients, make_blocks, make_grads, make_qkv
 
 pytestmark = pytest.mark.gpu

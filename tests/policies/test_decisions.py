@@ -12,8 +12,7 @@ import msgspec
 import pytest
 
 from nsa_sel.core.backend import Backend, Limits, Offer, Reason
-from nsa_sel.core.decision import Case, Decision, Override, load_policy, make_decision
-from nsa_sel.core.explain import counterfactuals, refusal
+from nsa_sel.core.decision import Case, Decision, Override, counterfactuals, load_policy, make_decision, refusal
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.errors import NsaSelError
 from nsa_sel.policies import guards, rules

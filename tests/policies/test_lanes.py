@@ -10,8 +10,7 @@ import torch
 
 from nsa_sel.core.backend import Offer, Reason
 from nsa_sel.core.decide import explain_request
-from nsa_sel.core.decision import Decision, Override, load_policy, make_decision
-from nsa_sel.core.explain import refusal
+from nsa_sel.core.decision import Decision, Override, load_policy, make_decision, refusal
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.settings.config import settings_for
 from tests.helpers.policy_cases import A100, B200, H100, H200, L40S, LONG, OFFERS, RTX3090, RTX4090, RTX5090, SHORT, codes, replace
