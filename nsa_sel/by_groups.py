@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa_sel import gating, three_branches
 from nsa_sel.compressed import compressed_attention
-from nsa_sel.core import entry, transforms
+from nsa_sel.core import attend, transforms
 from nsa_sel.core.call import device_info
 from nsa_sel.core.check import check_choose
 from nsa_sel.core.decide import forced, use_backend, use_no_backend
@@ -75,7 +75,7 @@ def _composed(inputs: Inputs, options: Options) -> Tensor:
     rule, scale, S_kv = options.rule, options.scale, inputs.k_slc.shape[2]
     compressed, selection = compressed_attention(*inputs.branch(COMPRESSED), **rule._asdict(), scale=scale, S_kv=S_kv)
     given: Any = {"q_pos": None, "return_lse": False, "backend": options.backend}
-    selected = entry.selection_attention(*inputs.branch(SELECTED), selection, scale=scale, **given)
+    selected = attend.selection_attention(*inputs.branch(SELECTED), selection, scale=scale, **given)
     near = sliding_window_attention(*inputs.branch(WINDOW), options.window, scale=scale)
     return gating.gated_sum(compressed, selected, near, inputs.gates)
 

@@ -5,15 +5,14 @@ All are `choose_blocks` with other arguments: a `Selection` without attention ou
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Literal
 
 from torch import Tensor
 
 from nsa_sel.compression import BlockMean
-from nsa_sel.core import block_choice, block_choice_ops, transforms
+from nsa_sel.core import choose, transforms
 from nsa_sel.core.arguments import check_flag, check_positive, check_tensors
-from nsa_sel.core.check import Index, check_index, check_rule, check_sizes
+from nsa_sel.core.check import check_index, check_rule, check_sizes
 from nsa_sel.core.choose_call import Pool, Rule
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.selection import Selection
@@ -174,7 +173,7 @@ def infllm_selection(
         coarse = rule._replace(compress_block=4 * compress_block, compress_stride=4 * compress_stride, block_size=4 * compress_block)
         means = _means(k, coarse.compress_block, coarse.compress_stride)
         index = check_index(q, means, coarse, pool, None, scale, q_pos, k.shape[2], transforms.traces(q, k))
-        lse = _core(index).log_sum_exp(index, coarse, backend)
+        lse = choose.log_sum_exp(index, coarse, backend)
     return _choose(q, _means(k, compress_block, compress_stride), rule, pool, lse, scale, q_pos, k.shape[2], backend)
 
 
@@ -184,12 +183,7 @@ def _choose(
 ) -> Selection:  # fmt: skip
     """The selection of plain tensors."""
     index = check_index(q, k, rule, pool, lse, scale, q_pos, S_kv, transforms.traces(q, k))
-    return Selection.from_ranges(_core(index).best_blocks(index, rule, pool, backend), rule.block_size, disjoint=True)
-
-
-def _core(index: Index) -> ModuleType:
-    """Where the choice runs: behind an op, if operations are traced."""
-    return block_choice_ops if transforms.traces(index.q, index.k) else block_choice
+    return Selection.from_ranges(choose.best_blocks(index, rule, pool, backend), rule.block_size, disjoint=True)
 
 
 def _plain(name: str, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports torch._dynamo at once
 from torch.compiler import is_compiling
 
-from nsa_sel.core import entry, run, shared_keys, transforms
+from nsa_sel.core import attend, run, shared_keys, transforms
 from nsa_sel.core.arguments import check_flag, check_tensors
-from nsa_sel.core.begin import begin
 from nsa_sel.core.check import as_selection, check_call
-from nsa_sel.core.prepare import prepared
+from nsa_sel.core.decide import decide_call
+from nsa_sel.core.warm import prepared
 from nsa_sel.errors import ArgumentError, renamed
 from nsa_sel.quantize import STORED, Scales, scales_of
 from nsa_sel.selection import Selection
@@ -105,7 +105,7 @@ def selection_attention_with_kvcache(
     elif r > 1:
         found = _of_shared_keys(q, k, v, selection, scale, backend, cache_seqlens, block_table, scales, r)
     else:
-        decided = begin(q, k, v, selection, scale, None, False, backend, cache_seqlens, block_table, scales)
+        decided = decide_call(q, k, v, selection, scale, None, False, backend, cache_seqlens, block_table, scales)
         found = run.attend(prepared(decided, backend))
     o, lse = (x.squeeze(1) for x in found) if decode else found
     return (o, lse) if return_lse else o
@@ -134,7 +134,7 @@ def _with_gradients(
     ranges = torch.where(position[:, :, None, None, None] < 0, 0, selection.ranges)
     selection = Selection(ranges, selection.block_size, selection.max_length, disjoint=selection.disjoint)
     with torch.autocast(q.device.type, enabled=False):
-        o, lse = entry.selection_attention(q, k, v, selection, scale=scale, q_pos=position.clamp(min=0), return_lse=True, backend=backend)
+        o, lse = attend.selection_attention(q, k, v, selection, scale=scale, q_pos=position.clamp(min=0), return_lse=True, backend=backend)
     return o, lse
 
 
@@ -146,11 +146,11 @@ def _of_shared_keys(
     if block_table is None:
         position = lengths.unsqueeze(1) + torch.arange(-q.shape[1], 0, device=q.device)
         rows, chosen, at = shared_keys.call_of_rows(q, selection, position, k.shape[2], r)
-        o, lse = run.attend(prepared(begin(rows, k, v, chosen, scale, at, False, backend, scales=scales), backend))
+        o, lse = run.attend(prepared(decide_call(rows, k, v, chosen, scale, at, False, backend, scales=scales), backend))
         return shared_keys.from_rows(o, r), shared_keys.from_rows(lse, r)
     rows, chosen = shared_keys.as_sequences(q, r), shared_keys.selection_of_sequences(selection, r)
     lengths, block_table = lengths.repeat_interleave(r), block_table.repeat_interleave(r, 0)
-    o, lse = run.attend(prepared(begin(rows, k, v, chosen, scale, None, False, backend, lengths, block_table, scales), backend))
+    o, lse = run.attend(prepared(decide_call(rows, k, v, chosen, scale, None, False, backend, lengths, block_table, scales), backend))
     return shared_keys.from_sequences(o, r), shared_keys.from_sequences(lse, r)
 
 

@@ -102,7 +102,7 @@ def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget()
     yield
     target.log_to(None)
-    target._followed = None
+    target.followed = None
     forget()
 
 
@@ -121,7 +121,7 @@ def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(registry, "load", load)
     monkeypatch.setattr(registry, "load_chooser", load)
-    monkeypatch.setattr("nsa_sel.core.begin.device_info", lambda device: DeviceInfo(kind="cpu"))  # no interpreter, whatever runs the tests
+    monkeypatch.setattr("nsa_sel.core.decide.device_info", lambda device: DeviceInfo(kind="cpu"))  # no interpreter, whatever runs the tests
 
 
 @pytest.fixture

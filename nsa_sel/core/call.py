@@ -6,7 +6,7 @@ import functools
 import math
 import os
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,6 +106,8 @@ class Call:
             share it (core/repeat.py). `replace` makes a call that knows nothing.
     """
 
+    function: ClassVar[str] = "selection_attention"  # the public function, for messages
+
     q: Tensor
     k: Tensor
     v: Tensor
@@ -124,8 +126,17 @@ class Call:
     problem: tuple[Any, Any] | None = field(default=None, init=False)  # of ranges: what a backend's kernels all take (cupy_cuda/launch.py)
 
     def others(self) -> tuple[Any, ...]:
-        """The arguments that follow q, k and v: what a backward pass keeps outside of autograd's saved tensors."""
+        """Return the arguments that follow q, k and v: what a backward pass keeps outside of autograd's saved tensors."""
         return self.selection, self.q_pos, self.scale, self.settings, self.device, self.lengths, self.block_table, self.workspace
+
+    def read_again(self) -> tuple[Tensor | None, ...]:
+        """Return the inputs besides q, k and v that the backward pass reads."""
+        return self.selection.ranges, self.q_pos
+
+    def nothing(self) -> tuple[Tensor, Tensor]:
+        """Return o and lse of a call that selects nothing."""
+        shape, dtype = self.q.shape[:-1], torch.promote_types(self.q.dtype, torch.float32)
+        return self.q.new_zeros(*shape, self.v.shape[-1]), torch.full(shape, float("-inf"), dtype=dtype, device=self.q.device)
 
     @property
     def S_kv(self) -> int:
@@ -261,7 +272,7 @@ class WindowCall(NamedTuple):
         return max(self.scale * LOG2_E, 1e-30)
 
 
-def over_the_pool(call: Call, block_table: Tensor) -> Call:
+def call_over_pool(call: Call, block_table: Tensor) -> Call:
     """The call of one sequence, q [1,B*S,G,h,Dk] over k, v [1,G,keys of all pages,D]; only ranges are copied."""
     (k, page_keys), (v, v_page_keys) = _pool("k_cache", call.k), _pool("v_cache", call.v)
     if page_keys != v_page_keys:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nsa_sel.core.arguments import Bounds, compressed_bounds, row_positions
+from nsa_sel.core.arguments import Bounds, compressed_bounds, range_dtype, row_positions
 from nsa_sel.core.call import LOG2_E
 from nsa_sel.core.transforms import capturing
 from nsa_sel.settings.schema import Settings
@@ -119,6 +119,10 @@ class ChooseCall:
         pages: where k and v are pages [pages,G,slots,D]; then there is a q_pos. Backends without a function `paged` get them gathered.
     """
 
+    function: ClassVar[str] = "compressed_attention"  # the public function, for messages
+    workspace: ClassVar[None] = None
+    known: ClassVar[None] = None
+
     q: Tensor
     k: Tensor
     v: Tensor
@@ -126,12 +130,30 @@ class ChooseCall:
     blocks: int
     start: int
     scale: float
+    settings: Settings
     q_pos: Tensor | None = None
     scratch: int = SCRATCH
     pool: Pool = NSA_POOL
-    settings: Settings = field(kw_only=True)
     sequences: Sequences | None = None
     pages: PagedKeys | None = None
+
+    def others(self) -> tuple[Any, ...]:
+        """Return the arguments that follow q, k and v: what a backward pass keeps outside of autograd's saved tensors."""
+        return self.rule, self.blocks, self.start, self.scale, self.settings, self.q_pos, self.scratch, self.pool, self.sequences
+
+    def read_again(self) -> tuple[Tensor | None, ...]:
+        """Return the inputs besides q, k and v that the backward pass reads."""
+        return self.q_pos, None if self.sequences is None else self.sequences.rows
+
+    def selects_nothing(self) -> bool:
+        """Return True if there are no rows. Without keys, blocks are chosen all the same."""
+        return self.q.numel() == 0
+
+    def nothing(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return o, lse and ranges of a call without rows."""
+        o = self.q.new_empty(*self.q.shape[:-1], self.v.shape[3])
+        ranges = o.new_empty(*o.shape[:3], self.rule.n, 2, dtype=range_dtype(self.rule.block_size))
+        return o, o.new_empty(o.shape[:-1], dtype=torch.promote_types(o.dtype, torch.float32)), ranges
 
     @property
     def C(self) -> int:

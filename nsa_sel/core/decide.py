@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 import torch
@@ -20,12 +20,13 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from nsa_sel.core import registry
-from nsa_sel.core.call import device_info, positions
+from nsa_sel.core.call import Call, device_info, positions, request_of
 from nsa_sel.core.decision import Decision, Override, load_policy, make_decision, refusal
 from nsa_sel.core.ranges import sample_rows, sampled_sharing
 from nsa_sel.core.request import FEW_TOKENS, SHARING_TOKENS, DeviceInfo, Kind, Request
 from nsa_sel.core.transforms import capturing
 from nsa_sel.errors import ArgumentError, BackendError, ConfigError, shown
+from nsa_sel.quantize import Scales
 from nsa_sel.selection import Selection
 from nsa_sel.settings import devices, tuned
 from nsa_sel.settings.config import forget_settings, settings_for
@@ -179,6 +180,27 @@ def decide(request: Request, device: DeviceInfo, backend: str | None = None) -> 
         raise BackendError(message, decision)
     devices.warn_if_assumed(decision)
     return decision
+
+
+class Decided(NamedTuple):
+    """A checked call, its decision, and its exact request."""
+
+    call: Any  # a Call or a ChooseCall
+    decision: Decision
+    request: Request
+    sharing: Count | None = None  # the count that the decision depends on
+
+
+def decide_call(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, q_pos: Tensor | None, needs_grad: bool, backend: str | None,
+    lengths: Tensor | None = None, block_table: Tensor | None = None, scales: Scales | None = None, counts: bool = True,
+) -> Decided:  # fmt: skip
+    """Decide on arguments that `check_call` returned. counts: False if this call may not count sharing."""
+    request, device = request_of(q, k, v, selection, needs_grad, block_table, scales), device_info(q.device)
+    request, count = with_count(request, device, backend, q, selection, q_pos, lengths, counts)
+    decision = decide(request, device, backend)
+    call = Call(q, k, v, selection, q_pos, scale, decision.settings, decision.device, lengths, block_table, scales=scales)
+    return Decided(call, decision, request, count)
 
 
 def after_failure(decision: Decision, failed: str) -> Decision:

@@ -8,7 +8,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from nsa_sel.core import entry, registry, shared_keys
+from nsa_sel.core import attend, registry, shared_keys
 from nsa_sel.core.arguments import (
     Bounds,
     CuSeqlens,
@@ -53,7 +53,7 @@ def packed_attention(
     if not torch.compiler.is_compiling():
         q, k, v = in_autocast_dtype(q, k, v)  # before copying and deciding
     batch = arrange(q, k, v, selection, bounds_q, None if same else bounds_k, scale, needs_grad(q, k, v), backend, block_aligned, align)
-    found = entry.selection_attention(
+    found = attend.selection_attention(
         q, batch.k, batch.v, batch.selection, scale=scale, q_pos=batch.q_pos, return_lse=return_lse, backend=backend
     )  # fmt: skip
     return (found[0].squeeze(0), found[1].squeeze(0)) if return_lse else found.squeeze(0)

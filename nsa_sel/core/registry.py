@@ -128,7 +128,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 # Automatically chosen backends that failed: not tried again for this request class in this process. Each access is one dict operation,
 # so no lock is needed.
-_broken: dict[tuple[str, Request], Reason] = {}
+broken: dict[tuple[str, Request], Reason] = {}
 broken_windows: set[tuple[Any, ...]] = set()  # heads that the kernels of sliding_window_attention failed for
 
 
@@ -144,7 +144,7 @@ def mark_broken(name: str, request: Request, error: BaseException) -> None:
         "failed-before", "unavailable", "kernel", f"{type(error).__name__}: {first_line}", "a kernel that compiles and launches",
         "see the warning or the event sel.backend.failed; nsa_sel.reset() lets it try again",
     )  # fmt: skip
-    _broken[name, _kind(request)] = reason
+    broken[name, _kind(request)] = reason
 
 
 def is_sticky(error: BaseException) -> bool:
@@ -154,17 +154,12 @@ def is_sticky(error: BaseException) -> bool:
 
 def is_broken(name: str, request: Request) -> bool:
     """Whether `name` has failed for this class of requests in this process."""
-    return bool(_broken) and (name, _kind(request)) in _broken
-
-
-def any_broken() -> bool:
-    """Whether any backend has failed in this process."""
-    return bool(_broken)
+    return bool(broken) and (name, _kind(request)) in broken
 
 
 def forget_broken() -> None:
     """Allow every backend again, and the kernels of windows."""
-    _broken.clear()
+    broken.clear()
     broken_windows.clear()
 
 
@@ -172,6 +167,6 @@ def offers(request: Request) -> tuple[Offer, ...]:
     """Every backend, with what is missing or broken here for this class of requests."""
     key = _kind(request)
     return tuple(
-        Offer(spec, missing(name) + ((reason,) if (reason := _broken.get((name, key))) else ()))
+        Offer(spec, missing(name) + ((reason,) if (reason := broken.get((name, key))) else ()))
         for name, spec in backends(request.kind).items()
     )

@@ -17,7 +17,7 @@ from nsa_sel.telemetry.log import JsonLines
 _lock = forks.lock()
 _handler: logging.Handler | None = None
 _level = logging.NOTSET  # the logger's level before `_handler` was added
-_followed: str | None = None  # the target in the settings of the last call
+followed: str | None = None  # the target in the settings of the last call
 _following = False  # whether `_handler` was added because of these settings
 
 
@@ -79,11 +79,11 @@ def follow(settings: Settings) -> None:
 
     Where the flag is unset and another flag asks for events, they go to stderr, unless a handler takes them already.
     """
-    global _followed, _following
+    global followed, _following
     target = settings.debug_log
-    if target == _followed:
+    if target == followed:
         return
-    _followed = target
+    followed = target
     implied = target is None or settings.sources.get("debug_log") != LOG_FLAG
     if implied and not _following and (target is None or _has_handler()):
         return

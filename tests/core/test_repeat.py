@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nsa_sel
 from nsa_sel import Selection, compressed_attention, selection_attention
-from nsa_sel.core import choose_repeat, repeat, transforms
+from nsa_sel.core import attend, choose, transforms
 from nsa_sel.errors import BackendError, NsaSelError
 from tests.helpers.cases import assert_forward, make_qkv
 from tests.helpers.choose_cases import SMALL
@@ -32,8 +32,8 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(len(calls))
         return real(*arguments)
 
-    real = repeat.check_call
-    monkeypatch.setattr(repeat, "check_call", check_call)
+    real = attend.check_call
+    monkeypatch.setattr(attend, "check_call", check_call)
     return calls
 
 
@@ -222,8 +222,8 @@ def checked_choices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(len(calls))
         return real(*arguments, **options)
 
-    real = choose_repeat.check_choose
-    monkeypatch.setattr(choose_repeat, "check_choose", check_choose)
+    real = choose.check_choose
+    monkeypatch.setattr(choose, "check_choose", check_choose)
     return calls
 
 
