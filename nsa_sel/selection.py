@@ -230,7 +230,7 @@ class Selection:
 
     def length_bound(self, S_kv: int) -> int:
         """An upper bound on the keys that a row selects among S_kv: from the static facts and, if it was called, `measure`."""
-        exact = self.exact()
+        exact = None if self._exact is None else self.exact()
         bound = S_kv if exact is None else min(S_kv, exact[0])
         if self.max_length is not None:
             bound = min(bound, self.max_length)
@@ -271,8 +271,10 @@ class Selection:
             return self.ranges.contiguous()
         if capturing(self.ranges) if captured is None else captured:
             return distinct_ranges(self.ranges, self.block_size)
-        found: Tensor | None = self.kept(self._on_stream(_DISJOINT))
-        return self.plan(_DISJOINT, lambda: distinct_ranges(self.ranges, self.block_size)) if found is None else found
+        kept = self._plans.get(self._on_stream(_DISJOINT) if self.ranges.is_cuda else _DISJOINT)  # `kept`, one call shorter
+        if kept is not None and self._is_current():
+            return kept.value  # type: ignore[no-any-return]
+        return self.plan(_DISJOINT, lambda: distinct_ranges(self.ranges, self.block_size))  # type: ignore[no-any-return]
 
     def plan(self, key: tuple[Any, ...], build: Callable[[], Any], *made_from: Any) -> Any:
         """The cached result of `build()`, rebuilt after the ranges were written.
@@ -290,8 +292,9 @@ class Selection:
         states = [state_of(x) for x in made_from] if made_from else []
         if self.ranges.is_inference() or UNKNOWN in states:
             return build()
-        self._drop_old()
-        on = self._on_stream(key)
+        if not self._is_current():
+            self._drop_plans()
+        on = self._on_stream(key) if self.ranges.is_cuda else key
         kept = self._plans.get(on)
         if kept is None or kept.states != states:
             if torch.is_inference_mode_enabled():
@@ -301,11 +304,10 @@ class Selection:
             self._keep(on, kept)
         return kept.value
 
-    def _drop_old(self) -> None:
-        """Drop the plans if the ranges were written."""
-        if not self._is_current():
-            self.invalidate()
-            self._remember_version()
+    def _drop_plans(self) -> None:
+        """Drop plans and statistics, and start over with the ranges as they are."""
+        self.invalidate()
+        self._remember_version()
 
     def _keep(self, on: tuple[Any, ...], plan: Plan) -> None:
         if len(self._plans) >= _MOST_PLANS:  # a growing KV cache makes new keys at every step
@@ -328,7 +330,8 @@ class Selection:
     def keep(self, on: tuple[Any, ...], value: Any) -> None:
         """Cache a plan that depends on the ranges alone, as they are now. on: as of `kept`."""
         if not self.ranges.is_inference():
-            self._drop_old()
+            if not self._is_current():
+                self._drop_plans()
             self._keep(on, Plan([], (), value))
 
     def _holds(self) -> bool:
@@ -457,7 +460,8 @@ class Selection:
         longest = int(lengths.max()) if rows else 0
         sharing = None if self.block_size is None else sharing_of_blocks(torch.where(end > start, start // self.block_size, -1))
         self.measured = Measured(rows, int((lengths == 0).sum()), longest, total / max(1, rows), total, sharing)
-        self._drop_old()
+        if not self._is_current():
+            self._drop_plans()
         self._exact = Exact(most, sharing and rounded(sharing), (S_kv, total) if S_kv is not None and q_pos is None else None)
         return self.measured
 

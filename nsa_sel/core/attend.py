@@ -19,6 +19,7 @@ from nsa_sel.core.decide import Decided, decide_call, forced, recall, remember, 
 from nsa_sel.core.warm import prepared
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.selection import Selection
+from nsa_sel.telemetry import target
 
 
 @overload
@@ -81,7 +82,10 @@ def selection_attention(
     """
     if type(return_lse) is not bool:
         check_flag("return_lse", return_lse)
-    decided = _recall_untouched(q, k, v, selection, scale, q_pos, backend)
+    decided = None
+    if transforms.untransformed():
+        with_casts = transforms.any_autocast() and transforms.casts(q)
+        decided = None if with_casts else _recall(q, k, v, selection, scale, q_pos, None, backend)
     if decided is None:
         plain = transforms.plain(q, k, v)
         if not plain:
@@ -100,10 +104,15 @@ def selection_attention(
             return _traced(q, k, v, selection, scale, q_pos, return_lse, backend)
         q, k, v = transforms.in_autocast_dtype(*transforms.materialized(q, k, v))  # before the checks, which want one dtype
         decided = checked(q, k, v, selection, scale, q_pos, transforms.needs_grad(q, k, v), backend)
-    decided = prepared(decided, backend)
+    settings = decided.call.settings
+    if settings.debug_log != target.followed or settings.debug_triton or settings.autotune not in ("on", "off"):
+        decided = prepared(decided, backend)
     if workspace is not None:
         decided.call.workspace = Workspace.of(workspace, decided.call.q.device)
-    o, lse = run.attend(decided, return_lse)
+    if decided.request.needs_grad:
+        o, lse = run.attend(decided, return_lse)
+    else:
+        o, lse, _ = run.run_forward(decided)
     if q.dim() == 4:
         o = o.squeeze(1)
         lse = lse.squeeze(1) if return_lse else lse
@@ -125,17 +134,6 @@ def _of_shared_keys(
 # Cache of checked calls. A call whose shapes, dtypes, flags and selection facts match a cached one skips the checks and the decision.
 
 
-def _recall_untouched(q: Any, k: Any, v: Any, selection: Any, scale: Any, q_pos: Any, backend: Any) -> Decided | None:
-    """Return the cached decision for arguments that nothing has checked, or None on a miss."""
-    try:
-        if not transforms.untransformed() or transforms.casts(q):
-            return None
-        needs_grad = transforms.needs_grad(q, k, v)
-    except AttributeError:  # not a tensor
-        return None
-    return _recall(q, k, v, selection, scale, q_pos, needs_grad, backend)
-
-
 def checked(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, scale: float | None, q_pos: Tensor | None, needs_grad: bool,
     backend: str | None, counts: bool = True,
@@ -152,17 +150,20 @@ def checked(
     key = _key(q, k, v, selection, scale, q_pos, needs_grad, backend) if counts else None
     if key is not None and not decided.call.selects_nothing():
         entry = decided.request, decided.decision, decided.call.scale, decided.sharing, decided.call.known
-        remember(key, transforms.with_class(recall(key) or (), entry, *_distinct(q, k, v), decided.call.selection.ranges))
+        remember(key, transforms.with_class(recall(key) or (), entry, *((q, k) if v is k else (q, k, v)), decided.call.selection.ranges))
     return decided
 
 
 def _recall(
-    q: Tensor, k: Tensor, v: Tensor, selection: Any, scale: Any, q_pos: Any, needs_grad: bool, backend: Any, counts: bool = True
+    q: Any, k: Any, v: Any, selection: Any, scale: Any, q_pos: Any, needs_grad: bool | None, backend: Any, counts: bool = True
 ) -> Decided | None:
-    """Return the cached decision of this call's class, for these tensors; None on a miss, or if its sharing count has expired."""
+    """Return the cached decision of this call's class, for these tensors; None on a miss, or if its sharing count has expired.
+
+    Nothing has to be checked. needs_grad: None to find out.
+    """
     key = _key(q, k, v, selection, scale, q_pos, needs_grad, backend)
     classes = recall(key)
-    entry = None if classes is None else transforms.find_class(classes, *_distinct(q, k, v), selection.ranges)
+    entry = None if classes is None else transforms.find_class(classes, *((q, k) if v is k else (q, k, v)), selection.ranges)
     if entry is None:
         return None
     request, decision, checked_scale, sharing, known = entry
@@ -175,7 +176,7 @@ def _recall(
     return Decided(call, decision, request)
 
 
-def _key(q: Tensor, k: Tensor, v: Tensor, selection: Any, scale: Any, q_pos: Any, needs_grad: bool, backend: Any) -> Any:
+def _key(q: Any, k: Any, v: Any, selection: Any, scale: Any, q_pos: Any, needs_grad: bool | None, backend: Any) -> Any:
     """Return the facts that `check_call`, `request_of` and `decide` read and that guards do not compare, and shapes, which keep classes
     few; None for a call that is not cached. The first entry is 0 if the addresses of q, k and v are multiples of 16.
 
@@ -184,16 +185,14 @@ def _key(q: Tensor, k: Tensor, v: Tensor, selection: Any, scale: Any, q_pos: Any
     if type(selection) is not Selection or q_pos is not None or not (scale is None or type(scale) is float):
         return None
     try:
+        if needs_grad is None:
+            needs_grad = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
         return (
-            (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15, q.shape, k.shape, None if v is k else v.shape,
-            selection.block_size, selection.max_length, selection._cut_block, selection.exact(), scale, needs_grad, backend,
+            (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15, q.shape, k.shape, None if v is k else v.shape, selection.block_size,
+            selection.max_length, selection._cut_block, None if selection._exact is None else selection.exact(), scale, needs_grad, backend,
         )  # fmt: skip
     except (AttributeError, RuntimeError):  # no tensor, or one without shape or memory
         return None
-
-
-def _distinct(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    return (q, k) if v is k else (q, k, v)
 
 
 # The ops `nsa_sel::selection_forward` and `selection_backward`, through which traced calls go.

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.request import DeviceInfo, Request
-from nsa_sel.core.transforms import capturing
 from nsa_sel.errors import ArgumentError
 from nsa_sel.quantize import Scales
 from nsa_sel.selection import Selection
@@ -145,12 +144,13 @@ class Call:
 
     def positions(self) -> Tensor:
         """The position of every query row, [B,S] int64; negative where a cached sequence is shorter than S."""
-        return positions(self.q, self.S_kv, self.q_pos, self.lengths)
+        S_kv = self.k.shape[2] if self.block_table is None else self.S_kv
+        return positions(self.q, S_kv, self.q_pos, self.lengths)
 
     def capturing(self) -> bool:
         """Whether a CUDA graph captures this call, so that nothing may wait for the device. Asked once: it takes 2 us."""
         if self._capturing is None:
-            self._capturing = capturing(self.q)
+            self._capturing = self.q.is_cuda and torch.cuda.is_current_stream_capturing()
         return self._capturing
 
     def disjoint_ranges(self) -> Tensor:

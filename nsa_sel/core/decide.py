@@ -28,9 +28,8 @@ from nsa_sel.core.transforms import capturing
 from nsa_sel.errors import ArgumentError, BackendError, ConfigError, shown
 from nsa_sel.quantize import Scales
 from nsa_sel.selection import Selection
-from nsa_sel.settings import devices, tuned
+from nsa_sel.settings import devices, flags, tuned
 from nsa_sel.settings.config import forget_settings, settings_for
-from nsa_sel.settings.flags import environment
 from nsa_sel.settings.schema import Settings
 from nsa_sel.telemetry import events
 
@@ -58,10 +57,18 @@ _counts: dict[Any, Count] = {}
 _MOST = 8192  # entries
 
 
+def _state() -> tuple[Any, ...]:
+    """Return what a cached entry depends on besides its facts. Every call comes here: `environment` is called only if a flag is set, or if
+    the number of environment variables has changed."""
+    unset = flags.variables is not None and len(flags.variables) == flags.checked and flags.variables.keys().isdisjoint(flags.encoded)
+    raw = flags.UNSET if unset else flags.environment()
+    return raw, tuned.generation, tuned.any_table and tuned.distributed(), forced_name.get()
+
+
 def recall(facts: Hashable) -> Any:
     """Return the value that `remember` stored for these facts in the current state, or None; None if facts is None or not hashable."""
     try:
-        return None if facts is None else _memory.get((facts, environment(), tuned.token(), forced_name.get()))
+        return None if facts is None else _memory.get((facts, _state()))
     except TypeError:  # an argument that is not hashable, which the checks refuse
         return None
 
@@ -70,7 +77,7 @@ def remember(facts: Hashable, value: Any) -> None:
     """Store a value for facts that are not None, in the current state."""
     if len(_memory) >= _MOST:
         _memory.clear()
-    _memory[facts, environment(), tuned.token(), forced_name.get()] = value
+    _memory[facts, _state()] = value
 
 
 def forget_decisions() -> None:

@@ -21,7 +21,7 @@ _len_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _NO_DISPATCH = Tensor.__torch_dispatch__
 _PLAIN = (Tensor, torch.nn.Parameter)
 _tracing: Callable[[], Any] = torch._C._get_tracing_state  # by torch.jit.trace
-_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # for any device; faster than asking for one by name
+any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # for any device; faster than asking for one by name
 
 
 def needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -35,9 +35,9 @@ def versioned(*tensors: Tensor | None) -> list[Tensor]:
 
 
 def casts(q: Any) -> bool:
-    """Whether torch.autocast casts q, and tensors of its dtype."""
+    """Return True if torch.autocast casts q, and tensors of its dtype."""
     dtype = _autocast_dtype(q)
-    return dtype is not None and q.dtype != dtype
+    return dtype is not None and getattr(q, "dtype", None) != dtype
 
 
 def is_sharded(q: Any) -> bool:
@@ -162,7 +162,7 @@ def in_autocast_dtype(*tensors: Any) -> tuple[Any, ...]:
 
 def _autocast_dtype(x: Any) -> torch.dtype | None:
     """The dtype to which torch.autocast casts on the device of x."""
-    if not _any_autocast():
+    if not any_autocast():
         return None
     kind = "cuda" if getattr(x, "is_cuda", False) else "cpu"
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
