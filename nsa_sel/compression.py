@@ -62,9 +62,8 @@ def _packed_pieces(x: Tensor, cu_seqlens: CuSeqlens, stride: int, r: int) -> Pac
 
 def split(x: Tensor, stride: int) -> Tensor:
     """The whole pieces of x [B,S,G,D]: [B,pieces,stride,G,D]."""
-    B, S, G, D = x.shape
-    whole = S // stride
-    return x[:, : whole * stride].reshape(B, whole, stride, G, D)
+    whole = x.shape[1] // stride
+    return torch.unflatten(x[:, : whole * stride], 1, (whole, stride))
 
 
 def blocks_of(pieces: int, r: int) -> int:

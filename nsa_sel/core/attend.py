@@ -184,12 +184,14 @@ def _key(q: Any, k: Any, v: Any, selection: Any, scale: Any, q_pos: Any, needs_g
     """
     if type(selection) is not Selection or q_pos is not None or not (scale is None or type(scale) is float):
         return None
+    snapshot = selection._snapshot
+    exact = None if snapshot is None or snapshot.exact is None else selection.exact()
     try:
         if needs_grad is None:
             needs_grad = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
         return (
             (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15, q.shape, k.shape, None if v is k else v.shape, selection.block_size,
-            selection.max_length, selection._cut_block, None if selection._exact is None else selection.exact(), scale, needs_grad, backend,
+            selection.max_length, selection._cut_block, exact, scale, needs_grad, backend,
         )  # fmt: skip
     except (AttributeError, RuntimeError):  # no tensor, or one without shape or memory
         return None

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -21,17 +21,19 @@ from torch.compiler import is_compiling
 
 from nsa_sel.core import registry
 from nsa_sel.core.call import Call, device_info, positions, request_of
-from nsa_sel.core.decision import Decision, Override, load_policy, make_decision, refusal
+from nsa_sel.core.decision import Decision, Override, every_name, load_policy, make_decision, missed, refusal, unknown_backend
 from nsa_sel.core.ranges import sample_rows, sampled_sharing
 from nsa_sel.core.request import FEW_TOKENS, SHARING_TOKENS, DeviceInfo, Kind, Request
 from nsa_sel.core.transforms import capturing
-from nsa_sel.errors import ArgumentError, BackendError, ConfigError, shown
+from nsa_sel.errors import ArgumentError, BackendError, ConfigError, shown, warn
 from nsa_sel.quantize import Scales
 from nsa_sel.selection import Selection
 from nsa_sel.settings import devices, flags, tuned
 from nsa_sel.settings.config import forget_settings, settings_for
 from nsa_sel.settings.schema import Settings
 from nsa_sel.telemetry import events
+
+WORTH_TELLING = 1.1  # how many times as long a call takes without a package, from which on the process is warned
 
 
 class Count:
@@ -114,7 +116,7 @@ def use_backend(name: str) -> Iterator[None]:
 
     Raises:
         ArgumentError: `name` is not a str.
-        BackendError: inside torch.compile; and at the call, if the backend is unknown or refuses it.
+        BackendError: the backend is unknown; inside torch.compile; and at the call, if the backend refuses it.
     """
     if is_compiling():
         raise BackendError(
@@ -124,6 +126,8 @@ def use_backend(name: str) -> Iterator[None]:
     if name is None:
         raise ArgumentError("name", None, "the name of a backend", "leave out the `with` to let the policy decide")
     _check_name("name", name)
+    if registry.kind_of(name) is None:
+        raise BackendError(unknown_backend(name, "use_backend", "nsa-sel", every_name()))
     token = forced_name.set(name)
     try:
         yield
@@ -175,6 +179,7 @@ def select(request: Request, device: DeviceInfo, backend: str | None = None) -> 
         override = _override(backend, settings, request.kind)
         decision = make_decision(facts[0], device, load_policy("default"), settings, offers, override)
         remember(facts, decision)
+        _warn_if_missed(decision)
     return decision
 
 
@@ -210,6 +215,18 @@ def decide_call(
     return Decided(call, decision, request, count)
 
 
+_told: set[tuple[DeviceInfo, str]] = set()  # devices and packages
+
+
+def _warn_if_missed(decision: Decision) -> None:
+    """Warn, once per process, device and package, that calls on a GPU are slower because a package is not installed."""
+    found = missed(decision) if decision.device.kind == "cuda" else None
+    if found is None or (found.factor or 1) < WORTH_TELLING or (decision.device, found.reason.field) in _told:
+        return
+    _told.add((decision.device, found.reason.field))
+    warn(f"{decision.device.name}: {found.words}")
+
+
 def after_failure(decision: Decision, failed: str) -> Decision:
     """The decision after backend `failed` broke during a call: the fallback, or BackendError if that refuses as well."""
     override = Override(registry.fallback(decision.request.kind), f"failure of {failed}")
@@ -231,7 +248,7 @@ def _check_config_names(settings: Settings) -> None:
 
     A missing backend of a committed profile is no error, but a step of the decision. Costs may be of both kinds, whatever is decided.
     """
-    attending, every = list(registry.backends()), [name for kind in get_args(Kind) for name in registry.backends(kind)]
+    attending, every = list(registry.backends()), every_name()
     costs = [name.rpartition("/")[0] for name in settings.costs.models] if settings.costs else []
     written = {
         "prefer_forward": (settings.prefer_forward, attending),

@@ -180,7 +180,8 @@ def run_pass(
         settings = call.settings
         if (
             call.workspace is None
-            and not (settings.debug_triton or settings.debug_timing or settings.debug_nvtx)
+            and settings.debug_log is None
+            and not (settings.debug_triton or settings.debug_timing or settings.debug_compare or settings.debug_nvtx)
             and (not call.q.is_cuda or call.q.get_device() == torch._C._cuda_getDevice())  # CUDA is initialized: q is there
         ):
             return function_of(name, call)(call, *given), decision
@@ -217,7 +218,7 @@ def _observed_pass(call: Call | ChooseCall, name: str, direction: str, function_
     settings, workspace = call.settings, call.workspace
     if workspace is not None:
         workspace.begin()
-    if settings.debug_triton or settings.debug_timing or settings.debug_nvtx:
+    if settings.traced or settings.debug_nvtx:
         loads = None
         if isinstance(call, Call) and (call.lengths is None or registry.backends()[name].reads_caches):
             loads = getattr(registry.load(name), "loaded_keys", None)
@@ -230,7 +231,8 @@ def _observed_pass(call: Call | ChooseCall, name: str, direction: str, function_
 
 
 def _silent(call: Call) -> Call:
-    return replace(call, settings=msgspec.structs.replace(call.settings, debug_timing=False, debug_triton=False), workspace=None)
+    off = {"debug_log": None, "debug_triton": False, "debug_timing": False, "debug_compare": False}
+    return replace(call, settings=msgspec.structs.replace(call.settings, **off), workspace=None)
 
 
 def _compare(backend: str | None, direction: str, results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:

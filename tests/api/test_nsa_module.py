@@ -416,12 +416,24 @@ def test_wrong_layers(arguments: tuple[Any, ...], options: dict[str, Any], fragm
         (torch.zeros(1, 3, 10, device="meta"), None, "x is torch.float32 on meta"),
         (torch.zeros(1, 3, 10), torch.zeros(4, dtype=torch.long), "positions is of shape (4,)"),
         (torch.zeros(1, 3, 10), torch.zeros(3), "positions is of dtype torch.float32"),
+        (torch.zeros(1, 3, 10).bfloat16(), None, "x is torch.bfloat16; allowed: torch.float32, the dtype of the layer's parameters"),
+        (torch.zeros(1, 3, 10).double(), None, "x is torch.float64; allowed: torch.float32"),
     ],
 )
-def test_wrong_input(x: Any, positions: Tensor | None, fragment: str) -> None:
+@pytest.mark.parametrize("rotary", [True, False])
+def test_wrong_input(x: Any, positions: Tensor | None, fragment: str, rotary: bool) -> None:
     with pytest.raises(ArgumentError) as caught:
-        make("mlp", torch.float32)(x, positions)
+        NSAttention(10, 2, 2, 4, **SMALL, rotary=rotary)(x, positions)
     assert fragment in str(caught.value)
+
+
+def test_autocast_casts_what_a_layer_does_not_take() -> None:
+    x = torch.zeros(1, 3, 10)
+    for given, layer in ((x.bfloat16(), make("mlp", torch.float32)), (x, make("mlp", torch.bfloat16))):
+        with pytest.raises(ArgumentError, match=r"^x is torch\.\w+; allowed: torch\.\w+, .* or run the model under torch\.autocast"):
+            layer(given)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(given).dtype == torch.bfloat16
 
 
 @pytest.mark.gpu
