@@ -147,7 +147,7 @@ def tuned_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.fixture
 def plain_cpu(monkeypatch: pytest.MonkeyPatch, configure: Callable[[str], Path]) -> Path:
     """A CPU without Triton's interpreter, whatever this process was started with, and a pinned preference; the file that pins it."""
-    for user in ("attention", "core.begin"):
+    for user in ("attention", "core.decide"):
         monkeypatch.setattr(f"nsa_sel.{user}.device_info", lambda device: DeviceInfo(kind="cpu"))
     return configure(PINNED)
 

@@ -242,7 +242,7 @@ class ChooserModule(Protocol):
 class BackendModule(Protocol):
     """The functions in a backend's module. Both get a checked call whose tensors are on the current device.
 
-    Only a backend with `reads_caches` gets `Call.lengths` and `Call.block_table`; for others core/pages.py turns them into positions
+    Only a backend with `reads_caches` gets `Call.lengths` and `Call.block_table`; for others core/call.py turns them into positions
     and ranges. A module may also have `loaded_keys(call, selected, count)`, for events: how many of the selected keys its forward
     loads, counted on the device if `count`, else from static facts. And `backward_and_delta`: `backward`, and delta = sum(do * o) - dlse
     [B,S,G,h] in lse's dtype, of any strides: the gradient of a layer's gate (nsa_sel/gating.py).

@@ -101,8 +101,8 @@ class Call:
         block_table: [B, pages of a sequence] int32, the pages of each sequence in a paged cache.
         workspace: memory for temporaries, if the user passed one.
         scales: of a quantized cache, None for k and v of q's dtype. Without gradients.
-        known: what follows from the shapes, strides, alignment and settings alone, by whoever found it; calls in which they are the same
-            share it (core/repeat.py). `replace` makes a call that knows nothing.
+        known: cache of facts that follow from shapes, strides, alignment and settings alone, shared by the calls of a
+            class (core/attend.py). Not copied by `replace`.
     """
 
     function: ClassVar[str] = "selection_attention"  # the public function, for messages

@@ -44,7 +44,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         pool: of a choice without attention, where Dv is 0: what is scored, and how it is reduced over heads, and over a block
             (`nsa_sel.core.choose_call.Pool.words`); ("lse",) for the log-sum-exp alone; None for attention.
         mean_length: keys that a row selects on average, to two digits, from `Selection.measure()`; None: not measured.
-        counted: whether `sharing` was counted on a sample of rows of the first call of its kind (nsa_sel/core/count_sharing.py).
+        counted: whether `sharing` was counted on a sample of rows of the first call of its kind (nsa_sel/core/decide.py).
     """
 
     B: int

@@ -69,7 +69,7 @@ def traces(*tensors: Any) -> bool:
     """Whether operations are traced: by torch.compile, a dispatch mode (make_fx, FakeTensorMode, a FLOP counter), or a tensor subclass.
     True for what is no tensor, too.
 
-    A call then goes through the ops of core/ops.py, because backends work below the dispatcher.
+    A call then goes through the ops, because backends work below the dispatcher.
     """
     if is_compiling() or _len_modes():
         return True

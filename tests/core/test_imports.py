@@ -217,7 +217,7 @@ def test_no_import_circle() -> None:
         ("core", ("attention", "branches", "varlen", "serving", "layer", "compat", "distributed", "bench", "cli", "settings.warmup")),
         (
             "backends",
-            ("policies", "core.decision", "core.decide", "core.begin", "core.run", "core.registry", "attention"),
+            ("policies", "core.decision", "core.decide", "core.run", "core.attend", "core.choose", "core.registry", "attention"),
         ),
         ("policies", ("backends.triton", "backends._triton", "backends.cupy_cuda", "backends.numba_cpu", "backends.sdpa_packed")),
         ("settings", ("attention", "policies", "bench", "cli")),
