@@ -13,9 +13,10 @@ from torch import Tensor
 
 from nsa_sel.core import ops, run, shared_keys, transforms
 from nsa_sel.core.arguments import check_flag, check_tensors
-from nsa_sel.core.call import REPEATED, Call, Workspace
+from nsa_sel.core.call import Call, Workspace
 from nsa_sel.core.check import as_selection, check_call
 from nsa_sel.core.decide import Decided, decide_call, forced, recall, remember, use_no_backend
+from nsa_sel.core.transforms import REPEATED
 from nsa_sel.core.warm import prepared
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.selection import Selection

@@ -1,13 +1,14 @@
-"""A backend as data: what it can run, needs and prefers. Policies, public functions, benches and documents read it."""
+"""A backend as data: what it can run, needs and prefers; the interfaces of its module, and of a policy."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Protocol
 
 import msgspec
 
 from nsa_sel.core.request import DeviceInfo, Kind, Request
+from nsa_sel.settings.schema import Settings, Way
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -210,6 +211,37 @@ class Offer(msgspec.Struct, frozen=True):
 
     backend: Backend
     missing: tuple[Reason, ...] = ()
+
+
+class PolicyInput(NamedTuple):
+    """The input of a policy's checks and predictions: a request in one direction."""
+
+    request: Request
+    device: DeviceInfo
+    settings: Settings
+    direction: Literal["forward", "backward"]
+
+    @property
+    def phase(self) -> Way:
+        """The direction; "decode" for the forward pass of one query per sequence."""
+        return "decode" if self.direction == "forward" and self.request.S == 1 else self.direction
+
+
+Check = Callable[[PolicyInput, Offer], tuple[Reason, ...]]
+
+
+class Policy(NamedTuple):
+    """A policy: of the backends that no check refuses, the one with the least predicted time is picked.
+
+    Without predictions, or where the user's own file sets the preference, it is the first of the preference. All reasons are kept,
+    except `slower` for a backend that can't run.
+    """
+
+    name: str
+    checks: tuple[Check, ...]
+    preference: Callable[[PolicyInput], tuple[str, ...]]
+    predict: Callable[[PolicyInput, Backend], float | None]  # milliseconds; None without measurements
+    unpredicted: Callable[[PolicyInput], str | None] = lambda _: None  # what of a request no measurement is near to, in words
 
 
 class ChooserModule(Protocol):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.request import DeviceInfo, Request
+from nsa_sel.core.transforms import REPEATED
 from nsa_sel.errors import ArgumentError
 from nsa_sel.quantize import Scales
 from nsa_sel.selection import Selection
@@ -70,7 +71,6 @@ class Workspace:
 
 CPU = DeviceInfo(kind="cpu")
 LOG2_E = math.log2(math.e)
-REPEATED = "repeated"  # a key of `Call.known` once a second call shares it
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 
 
@@ -263,6 +263,11 @@ class WindowCall(NamedTuple):
     window: int
     scale: float
     bounds: Tensor | None = None
+
+    @property
+    def workspace(self) -> None:
+        """None: temporaries are allocated, as for other calls without a workspace."""
+        return None
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, bounds: Tensor | None) -> WindowCall:

@@ -8,16 +8,16 @@ from __future__ import annotations
 import difflib
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
 from nsa_sel.core import registry
-from nsa_sel.core.backend import REFUSING_KINDS, Backend, Offer, Reason
+from nsa_sel.core.backend import REFUSING_KINDS, Offer, Policy, PolicyInput, Reason
 from nsa_sel.core.request import DeviceInfo, Kind, Request
 from nsa_sel.errors import ArgumentError, NsaSelError
-from nsa_sel.settings.schema import Settings, Way
+from nsa_sel.settings.schema import Settings
 
 
 class Override(msgspec.Struct, frozen=True):
@@ -108,37 +108,6 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(changes("", msgspec.to_builtins(self), msgspec.to_builtins(again)))
 
 
-class Case(NamedTuple):
-    """What a policy's checks see, for one direction."""
-
-    request: Request
-    device: DeviceInfo
-    settings: Settings
-    direction: Literal["forward", "backward"]
-
-    @property
-    def phase(self) -> Way:
-        """The direction; "decode" for the forward pass of one query per sequence."""
-        return "decode" if self.direction == "forward" and self.request.S == 1 else self.direction
-
-
-Check = Callable[[Case, Offer], tuple[Reason, ...]]
-
-
-class Policy(NamedTuple):
-    """A policy: of the backends that no check refuses, the one with the least predicted time is picked.
-
-    Without predictions, or where the user's own file sets the preference, it is the first of the preference. All reasons are kept,
-    except `slower` for a backend that can't run.
-    """
-
-    name: str
-    checks: tuple[Check, ...]
-    preference: Callable[[Case], tuple[str, ...]]
-    predict: Callable[[Case, Backend], float | None]  # milliseconds; None without measurements
-    unpredicted: Callable[[Case], str | None] = lambda _: None  # what of a request no measurement is near to, in words
-
-
 POLICIES = {"default": "nsa_sel.policies.default"}  # name -> module with POLICY; decisions record the name
 
 
@@ -175,8 +144,8 @@ def make_decision(
         The decision.
     """
     names = [offer.backend.name for offer in offers]
-    forward = _choose(Case(request, device, settings, "forward"), policy, offers, override)
-    backward = _choose(Case(request, device, settings, "backward"), policy, offers, override) if request.needs_grad else None
+    forward = _choose(PolicyInput(request, device, settings, "forward"), policy, offers, override)
+    backward = _choose(PolicyInput(request, device, settings, "backward"), policy, offers, override) if request.needs_grad else None
     verdicts = tuple(Verdict(name, forward.reasons[name], backward.reasons[name] if backward else ()) for name in forward.order)
     steps: tuple[str, ...] = ()
     if override is not None:
@@ -185,7 +154,7 @@ def make_decision(
         if override.backend not in names:
             rule += f", but no backend is called {override.backend!r}"
     else:
-        preferred = policy.preference(Case(request, device, settings, "forward"))
+        preferred = policy.preference(PolicyInput(request, device, settings, "forward"))
         steps = tuple(f"{name}: no backend of that name" for name in preferred if name not in names)
         steps += tuple(f"{name}: {', '.join(r.code for r in forward.reasons[name])}" for name in forward.stepped_over)
         rule = forward.rule
@@ -212,7 +181,7 @@ class _Choice(NamedTuple):
     runner_up: str | None
 
 
-def _choose(case: Case, policy: Policy, offers: Sequence[Offer], override: Override | None) -> _Choice:
+def _choose(case: PolicyInput, policy: Policy, offers: Sequence[Offer], override: Override | None) -> _Choice:
     offered = {offer.backend.name: offer.backend for offer in offers}
     reasons = {offer.backend.name: _reasons(case, offer, policy) for offer in offers}
     ordered = policy.preference(case)
@@ -244,7 +213,7 @@ def _choose(case: Case, policy: Policy, offers: Sequence[Offer], override: Overr
     return _Choice(tuple(order), reasons, tuple(predictions), by_time, rule, tuple(stepped_over), winner, runner_up)
 
 
-def _reasons(case: Case, offer: Offer, policy: Policy) -> tuple[Reason, ...]:
+def _reasons(case: PolicyInput, offer: Offer, policy: Policy) -> tuple[Reason, ...]:
     """The reasons of all checks; of a backend that can't run, without `slower`."""
     found = tuple(reason for check in policy.checks for reason in check(case, offer))
     if any(reason.kind in ("unavailable", "unsupported") for reason in found):

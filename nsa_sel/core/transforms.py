@@ -169,6 +169,7 @@ def _autocast_dtype(x: Any) -> torch.dtype | None:
 
 
 MOST_CLASSES = 8  # guarded classes per key
+REPEATED = "repeated"  # a key of `Call.known` once a second call of the class shares it
 Classes = tuple[tuple[Any, Any], ...]  # guards of tensors, and the value that is cached for them
 
 
