@@ -135,7 +135,7 @@ def check_branches(
     q: Tensor, q_cmp: Tensor, values: tuple[Tensor, Tensor, Tensor], keys: tuple[Tensor, Tensor], gates: Tensor, window: int,
     packed: bool = False,
 ) -> None:  # fmt: skip
-    """What `compressed_attention`, which checks its own arguments before any kernel runs, does not see."""
+    """Check the arguments that `compressed_attention`, which checks its own before any kernel runs, does not see."""
     if q.dim() != 5:
         remedy = "split the heads into G groups of h; for decode call q.unsqueeze(1)"
         raise ArgumentError("q", f"of shape {tuple(q.shape)}", "[B,S,G,h,Dk]; decode has S = 1", remedy)

@@ -111,7 +111,7 @@ def compressed_attention(
 def _traced(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, rule: Rule, scale: float | None, q_pos: Tensor | None, S_kv: int | None, backend: str | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """o [B,S,G,h,Dv], lse [B,S,G,h] and ranges [B,S,G,n,2] where operations are traced."""
+    """Return o [B,S,G,h,Dv], lse [B,S,G,h] and ranges [B,S,G,n,2] where operations are traced."""
     check_tensors(q=q, k_cmp=k_cmp, v_cmp=v_cmp)
     q, k_cmp, v_cmp = transforms.in_autocast_dtype(q, k_cmp, v_cmp)
     rows, S_kv, scale, q_pos = check_choose(q, k_cmp, v_cmp, rule, scale, q_pos, S_kv, fake=True)
@@ -123,7 +123,7 @@ def _packed(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, rule: Rule, scale: float | None, q_pos: Tensor | None, S_kv: int | None, cu_seqlens: CuSeqlens,
     max_seqlen: int | None, backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """o [1,T,G,h,Dv], lse [1,T,G,h] and ranges [1,T,G,n,2] of a packed batch."""
+    """Return o [1,T,G,h,Dv], lse [1,T,G,h] and ranges [1,T,G,n,2] of a packed batch."""
     check_tensors(q=q, k_cmp=k_cmp, v_cmp=v_cmp)
     traced = transforms.traces(q, k_cmp, v_cmp)
     if not traced:

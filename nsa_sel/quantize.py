@@ -34,7 +34,7 @@ class Scales(NamedTuple):
 
     @property
     def quantized(self) -> Quantized:
-        """As `Request.quantized` has it."""
+        """The format as in `Request.quantized`."""
         return FORMAT if self.each is None else f"{FORMAT}/{self.each}"  # type: ignore[return-value]
 
 
@@ -47,14 +47,14 @@ def stored(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """A view of e4m3 numbers as bytes, for what PyTorch does not do to them everywhere; other tensors as they are."""
+    """Return a view of e4m3 numbers as bytes, for what PyTorch does not do to them everywhere; other tensors as they are."""
     return x.view(torch.uint8) if x.dtype == STORED else x
 
 
 def scales_of(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, paged: bool
 ) -> Scales | None:  # fmt: skip
-    """The scales of a quantized cache, None of another one; ArgumentError for dtypes or scales that do not fit.
+    """Return the scales of a quantized cache, None of another one; ArgumentError for dtypes or scales that do not fit.
 
     Args:
         q: [B,S_q,G,h,Dk].
@@ -98,7 +98,7 @@ def _is_quantized(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
 
 
 def _kind(name: str, scale: object, q: Tensor, G: int, pages: int | None) -> str:
-    """What has a scale of its own: "tensor", "head" or "page" (each head of each page)."""
+    """Return what has a scale of its own: "tensor", "head" or "page" (each head of each page)."""
     x = as_tensor(name, scale)
     shapes = "one number, [G]" + ("" if pages is None else " or [pages,G]") + f" for G = {G}"
     shapes += "" if pages is None else f", pages = {pages}"
@@ -129,7 +129,7 @@ _DIMS = {"tensor": (0, 1, 2, 3), "head": (0, 1, 3), "page": (1, 3)}  # of the nu
 
 
 def quantize_e4m3(x: Tensor, each: Each = "head") -> tuple[Tensor, Tensor]:
-    """A cache of keys, or of values, in float8_e4m3fn, and its scale: the largest magnitude over 448, e4m3's largest number.
+    """Return a cache of keys, or of values, in float8_e4m3fn, and its scale: the largest magnitude over 448, e4m3's largest number.
 
     Numbers are within 1/16 of their own magnitude, or within scale / 1024 where they are small. Not differentiable.
 

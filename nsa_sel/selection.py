@@ -134,7 +134,7 @@ class Selection:
     def from_ranges(
         cls, ranges: Tensor, block_size: int | None = None, max_length: int | None = None, *, disjoint: bool = False
     ) -> Selection:
-        """A selection of key ranges.
+        """Return a selection of key ranges.
 
         Args:
             ranges: [B,S,G,n,2], or [B,G,n,2] for one query per sequence; int32 or int64; half-open [start, end).
@@ -169,7 +169,7 @@ class Selection:
     def from_blocks(
         cls, block_indices: Tensor, block_size: int, block_counts: Tensor | None = None, *, disjoint: bool = False
     ) -> Selection:
-        """A selection of whole blocks: block j holds the keys [j * block_size, (j + 1) * block_size).
+        """Return a selection of whole blocks: block j holds the keys [j * block_size, (j + 1) * block_size).
 
         Args:
             block_indices: [B,S,G,n], or [B,G,n] for one query per sequence; any integer dtype up to 64 bits; any order; negative
@@ -209,7 +209,7 @@ class Selection:
         S_kv: int | None = None,
         q_pos: Tensor | None = None,
     ) -> Selection:
-        """The n best blocks of every row (NSA Eq. 7-12): the first and local ones, then by score. Deterministic.
+        """Return the n best blocks of every row (NSA Eq. 7-12): the first and local ones, then by score. Deterministic.
 
         A row at position t sees the blocks that start at or before t.
 
@@ -239,7 +239,7 @@ class Selection:
         return torch.where(end > start, start // self.block_size, -1)
 
     def length_bound(self, S_kv: int) -> int:
-        """An upper bound on the keys that a row selects among S_kv: from the static facts and, if it was called, `measure`."""
+        """Return an upper bound on the keys that a row selects among S_kv: from the static facts and, if it was called, `measure`."""
         snapshot = self._snapshot
         exact = None if snapshot is None or snapshot.exact is None else self.exact()
         bound = S_kv if exact is None else min(S_kv, exact[0])
@@ -250,7 +250,7 @@ class Selection:
         return bound
 
     def range_bound(self, S_kv: int) -> int:
-        """An upper bound on the keys of one range among S_kv."""
+        """Return an upper bound on the keys of one range among S_kv."""
         size = self.block_size or self._cut_block
         return self.length_bound(S_kv) if size is None else min(size, S_kv)
 
@@ -261,8 +261,10 @@ class Selection:
         return None if exact is None else exact[1]
 
     def exact(self) -> tuple[int, tuple[float, ...] | None, int] | None:
-        """The longest row in keys, `sharing`, and the mean row in keys to two digits, from `measure`; None before it, and after the
-        ranges were written."""
+        """Return the longest row in keys, `sharing`, and the mean row in keys to two digits, from `measure`.
+
+        None before `measure`, and after the ranges were written.
+        """
         exact = self._valid_exact()
         return None if exact is None else exact[:3]
 
@@ -272,7 +274,10 @@ class Selection:
         return exact.total[1] if exact is not None and exact.total is not None and exact.total[0] == S_kv else None
 
     def _valid_exact(self) -> Exact | None:
-        """What `measure` found, if it is valid: the ranges are unchanged, and no CUDA graph is captured, whose replays may see others."""
+        """Return the statistics of `measure` if they are valid.
+
+        They are if the ranges are unchanged, and no CUDA graph is captured, whose replays may see other ranges.
+        """
         snapshot = self._snapshot
         if snapshot is None or snapshot.exact is None or capturing(self.ranges) or not self._is_current(snapshot):
             return None
@@ -298,7 +303,7 @@ class Selection:
         return self.plan(_DISJOINT, lambda: distinct_ranges(self.ranges, self.block_size))  # type: ignore[no-any-return]
 
     def plan(self, key: tuple[Any, ...], build: Callable[[], Any], *made_from: Any) -> Any:
-        """The cached result of `build()`, rebuilt after the ranges were written.
+        """Return the cached result of `build()`, rebuilt after the ranges were written.
 
         Tensors made under torch.inference_mode() have no version counter: plans made from them are not cached.
 
@@ -327,19 +332,19 @@ class Selection:
         return kept.value
 
     def _current(self) -> Snapshot | None:
-        """The snapshot of the ranges as they are, a new one if they were written; None for tensors that have no version."""
+        """Return the snapshot of the ranges as they are, a new one if they were written; None for tensors that have no version."""
         snapshot = self._snapshot
         return snapshot if snapshot is not None and self._is_current(snapshot) else self._remember()
 
     def _on_stream(self, key: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The key of a plan on the current stream: another stream could read it before it is built, or after its memory is used again."""
+        """Return the key of a plan on the current stream: another stream could read it too early, or after its memory is reused."""
         ranges = self.ranges
         if not ranges.is_cuda or torch.compiler.is_compiling():
             return key
         return *key, torch._C._cuda_getCurrentRawStream(ranges.get_device())
 
     def kept(self, on: tuple[Any, ...]) -> Any:
-        """The cached plan that depends on the ranges alone; None if there is none. on: its key and the current stream, as of
+        """Return the cached plan that depends on the ranges alone; None if there is none. on: its key and the current stream, as of
         `_on_stream`."""
         snapshot = self._snapshot
         found = None if snapshot is None else snapshot.plans.get(on)
@@ -354,7 +359,7 @@ class Selection:
             _keep(snapshot.plans, on, Plan([], (), value))
 
     def _is_current(self, snapshot: Snapshot) -> bool:
-        """Whether the ranges are as they were; ArgumentError where debugging finds an unannounced GPU write."""
+        """Return True if the ranges are as they were; ArgumentError where debugging finds an unannounced GPU write."""
         ranges = self.ranges
         if snapshot.version != ranges._version:
             return False
@@ -392,7 +397,7 @@ class Selection:
             snapshot.plans.clear()
 
     def merge(self) -> Selection:
-        """The same keys as sorted, disjoint ranges: overlapping and adjacent ranges become one, empty ones come last."""
+        """Return the same keys as sorted, disjoint ranges: overlapping and adjacent ranges become one, empty ones come last."""
         far = torch.iinfo(self.ranges.dtype).max
         bound = self.length_bound(far)
         return Selection(merged(self.ranges), None, bound if bound < far else None, disjoint=True)
@@ -423,7 +428,7 @@ class Selection:
         return moved
 
     def part(self, ranges: Tensor, S_kv: int, whole_blocks: bool) -> Selection:
-        """A selection of `ranges`, other rows' or cut, with these static facts; whole_blocks: no block was cut."""
+        """Return a selection of `ranges`, other rows' or cut, with these static facts; whole_blocks: no block was cut."""
         like_this = Selection(ranges, self.block_size, self.max_length, disjoint=self.disjoint)
         if self.block_size is None or whole_blocks:
             return like_this
@@ -485,7 +490,7 @@ class Selection:
         return measured
 
     def to(self, device: torch.device | str) -> Selection:
-        """The same selection on another device, without plans.
+        """Return the same selection on another device, without plans.
 
         Args:
             device: a torch.device, or its name; ArgumentError for anything else.

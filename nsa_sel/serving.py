@@ -112,7 +112,7 @@ def selection_attention_with_kvcache(
 
 
 def _check_differentiable(q: Tensor, k: Tensor, v: Tensor, paged: bool, quantized: bool) -> None:
-    """ArgumentError for tensors that require gradients over a paged or quantized cache."""
+    """Raise ArgumentError for tensors that require gradients over a paged or quantized cache."""
     if paged or quantized:
         name = next(name for name, x in (("q", q), ("k_cache", k), ("v_cache", v)) if x.requires_grad)
         kind, other = ("quantized", "of q's dtype") if quantized else ("paged", "without pages")
@@ -122,14 +122,14 @@ def _check_differentiable(q: Tensor, k: Tensor, v: Tensor, paged: bool, quantize
 
 @_disable_dynamo
 def _uncompiled(*arguments: Any, **options: Any) -> Any:
-    """The eager call, in a function that torch.compile traces: there is no op for it, and checks and decisions are no graph."""
+    """Return the eager call, in a function that torch.compile traces: there is no op for it, and checks and decisions are no graph."""
     return selection_attention_with_kvcache(*arguments, **options)
 
 
 def _with_gradients(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, lengths: Tensor, scale: float, backend: str | None
 ) -> tuple[Tensor, Tensor]:
-    """o and lse by a plain call, in which tokens below position 0 select nothing."""
+    """Return o and lse by a plain call, in which tokens below position 0 select nothing."""
     position = lengths.unsqueeze(1) + torch.arange(-q.shape[1], 0, device=q.device)
     ranges = torch.where(position[:, :, None, None, None] < 0, 0, selection.ranges)
     selection = Selection(ranges, selection.block_size, selection.max_length, disjoint=selection.disjoint)
@@ -142,7 +142,7 @@ def _of_shared_keys(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, backend: str | None, lengths: Tensor, block_table: Tensor | None,
     scales: Scales | None, r: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o and lse where r groups of q share a KV group: as r rows of a token, or over pages as r sequences of the same pages."""
+    """Return o and lse where r groups of q share a KV group: as r rows of a token, or over pages as r sequences of the same pages."""
     if block_table is None:
         position = lengths.unsqueeze(1) + torch.arange(-q.shape[1], 0, device=q.device)
         rows, chosen, at = shared_keys.call_of_rows(q, selection, position, k.shape[2], r)
@@ -155,7 +155,7 @@ def _of_shared_keys(
 
 
 def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None) -> int:
-    """How many keys a sequence has room for, of arguments whose shapes fit together; else ArgumentError. Reads nothing on a GPU."""
+    """Check the shapes of a cache and return the number of keys that a sequence has room for. Reads nothing on a GPU."""
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, cache_seqlens=cache_seqlens)
     if block_table is not None:
         check_tensors(block_table=block_table)

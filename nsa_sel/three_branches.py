@@ -54,13 +54,13 @@ class Inputs(NamedTuple):
         return self._fields.index("q_cmp" if own else "q"), 1 + 2 * c, 2 + 2 * c
 
     def for_gradients(self, needs: Needs) -> Inputs:
-        """What the gradients of those branches and of the gates take; None for the rest."""
+        """Return the inputs that the gradients of those branches and of the gates read; None for the rest."""
         kept = {"gates", *(("q", "q_cmp") if any(needs) else ())}
         kept.update(name for c in BRANCHES if needs[c] for name in self._fields[1 + 2 * c : 3 + 2 * c])
         return Inputs(*(x if name in kept else None for name, x in self._asdict().items()))
 
     def branch(self, c: int) -> tuple[Any, Any, Any]:
-        """q, k and v of branch c."""
+        """Return q, k and v of branch c."""
         q, k, v = self.fields_of(c)
         return self[q], self[k], self[v]
 
@@ -70,7 +70,7 @@ Needs = tuple[bool, bool, bool]  # whether a gradient of a branch's q, k or v is
 
 
 class Options(NamedTuple):
-    """As of `nsa_attention`, checked."""
+    """Checked options of `nsa_attention`."""
 
     window: int
     rule: Rule
@@ -84,7 +84,7 @@ Gradients = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
 
 
 class Pass(NamedTuple):
-    """A branch's forward pass. `gradients` holds none of its tensors but the selection."""
+    """A branch's forward pass. The `gradients` closure captures only the selection, so it keeps no activations alive."""
 
     o: Tensor
     lse: Tensor | None

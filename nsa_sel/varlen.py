@@ -88,7 +88,9 @@ def selection_attention_varlen(
 def varlen_positions(
     cu_seqlens_q: CuSeqlens, cu_seqlens_k: CuSeqlens | None = None, *, T: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """The position of each row of a packed batch in its own sequence, for `Selection.from_scores(..., q_pos=)`. Never waits for a GPU.
+    """Return the position of each row of a packed batch in its own sequence, for `Selection.from_scores(..., q_pos=)`.
+
+    Never waits for a GPU.
 
     Args:
         cu_seqlens_q, cu_seqlens_k: as of `selection_attention_varlen`.

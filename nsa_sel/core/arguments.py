@@ -22,7 +22,7 @@ _MOST = (1 << 31) - 1  # keys of a block, or of a row
 
 
 def check_tensors(**tensors: object) -> None:
-    """ArgumentError for the first argument that is not a dense tensor."""
+    """Raise ArgumentError for the first argument that is not a dense tensor."""
     for name, value in tensors.items():
         as_tensor(name, value)
 
@@ -35,7 +35,7 @@ def as_tensor(argument: str, value: object) -> Tensor:
 
 
 def check_dense(argument: str, value: Tensor) -> None:
-    """ArgumentError for a nested or sparse tensor, which may not even have a shape."""
+    """Raise ArgumentError for a nested or sparse tensor, which may not even have a shape."""
     if value.is_nested or value.layout is not torch.strided:
         kind, remedy = f"of layout {value.layout}", f"call {argument}.to_dense()"
         if value.is_nested:
@@ -44,13 +44,13 @@ def check_dense(argument: str, value: Tensor) -> None:
 
 
 def check_flag(name: str, value: object) -> None:
-    """ArgumentError unless `value` is a bool."""
+    """Raise ArgumentError unless `value` is a bool."""
     if not isinstance(value, bool):
         raise ArgumentError(name, shown(value), "True or False", "pass a bool")
 
 
 def is_whole(value: object) -> bool:
-    """Whether a value is an int, or a symbol of one, which sizes are where torch.export traces dynamic shapes; not a bool."""
+    """Return True for an int or a torch.SymInt (a size under torch.export with dynamic shapes), and False for a bool."""
     return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
 
 
@@ -104,12 +104,12 @@ def whole_blocks(indices: Tensor, block_size: int) -> Tensor:
 
 
 def range_dtype(block_size: int) -> torch.dtype:
-    """The dtype in which `whole_blocks` of int32 indices come."""
+    """Return the dtype in which `whole_blocks` of int32 indices come."""
     return torch.int64 if block_size > _WIDE_BLOCK else torch.int32
 
 
 def check_forced(first: int, local: int, n: int) -> None:
-    """ArgumentError unless n blocks have room for the first and the local last ones, which are always among them."""
+    """Raise ArgumentError unless n blocks have room for the first and the local last ones, which are always among them."""
     whole = all(isinstance(number, int) and not isinstance(number, bool) for number in (first, local))
     if not whole or first < 0 or local < 0 or first + local > n:
         raise ArgumentError(
@@ -189,32 +189,32 @@ class Bounds(NamedTuple):
         return (len(self.numbers) if self.numbers is not None else self.tensor.numel()) - 1  # type: ignore[union-attr]
 
     def check_sequences(self, keys: Bounds) -> None:
-        """ArgumentError unless these bounds of rows and those of keys are of as many sequences."""
+        """Raise ArgumentError unless these bounds of rows and those of keys are of as many sequences."""
         if keys.number != self.number:
             value = f"of {keys.number} sequences"
             raise ArgumentError("cu_seqlens_k", value, f"cu_seqlens_q's {self.number} sequences", "pass bounds of the same sequences")
 
     def as_tensor(self) -> Tensor:
-        """[N+1], as given, or on the CPU."""
+        """Return [N+1], as given, or on the CPU."""
         return torch.tensor(self.numbers, device="cpu") if self.tensor is None else self.tensor
 
     def on(self, like: Tensor) -> Tensor:
-        """[N+1] int64 on like's device, without waiting for it."""
+        """Return [N+1] int64 on like's device, without waiting for it."""
         return self.as_tensor().to(like.device, torch.int64, non_blocking=True)
 
     def padding(self, like: Tensor, T: int) -> Tensor | None:
-        """[T] bool on like's device, True for rows after the last sequence; None where the host knows that there are none."""
+        """Return [T] bool on like's device, True for rows after the last sequence; None where the host knows that there are none."""
         if self.numbers is not None and self.numbers[-1] == T:
             return None
         return torch.arange(T, device=like.device) >= (self.on(like) if self.numbers is None else self.numbers)[-1]
 
     def zero_padding(self, x: Tensor) -> Tensor:
-        """x [T,...] with zeros after the last sequence, where it may hold NaN."""
+        """Return x [T,...] with zeros after the last sequence, where it may hold NaN."""
         padding = self.padding(x, len(x))
         return x if padding is None else x.masked_fill(padding.view(-1, *[1] * (x.dim() - 1)), 0.0)
 
     def longest(self, total: int) -> int:
-        """An upper bound on the keys of a sequence, rounded up to a power of two so that batches share decisions."""
+        """Return an upper bound on the keys of a sequence, rounded up to a power of two so that batches share decisions."""
         most = self.most if self.numbers is None else _longest(self.numbers)
         return total if most is None else min(total, 1 << max(0, most - 1).bit_length())
 
@@ -224,7 +224,7 @@ def _longest(numbers: tuple[int, ...]) -> int:
 
 
 def _readable(bounds: Tensor) -> bool:
-    """Whether the host may read the numbers: on a CPU, not fake, and not while torch.compile traces."""
+    """Return True if the host may read the numbers: on a CPU, not fake, and not while torch.compile traces."""
     return bounds.is_cpu and type(bounds) is Tensor and not torch.compiler.is_compiling()
 
 
@@ -234,7 +234,7 @@ def rounded_up(keys: int, block: int) -> int:
 
 
 def positions_in_sequences(cu_q: Tensor, cu_k: Tensor, T: int, begin: Tensor, room: int) -> tuple[Tensor, Tensor]:
-    """first, limit [1,T] int64: the first key of each row's sequence, and how many of that sequence's keys the row may see.
+    """Return first, limit [1,T] int64: the first key of each row's sequence, and how many of that sequence's keys the row may see.
 
     begin [N or N+1]: the first key of each sequence, of `room` keys in all. Padding rows get first = room and limit = 0. Invalid bounds
     give keys that do not exist, which no backend reads.
@@ -253,14 +253,20 @@ def row_positions(cu: Tensor, T: int) -> Tensor:
 
 
 def compressed_bounds(cu: Tensor, compress_block: int, compress_stride: int) -> Tensor:
-    """[N+1] int64: the first compressed key of each sequence, and their number. Sequences are compressed apart, one after the other."""
+    """Return [N+1] int64: the first compressed key of each sequence, and their number.
+
+    Each sequence is compressed on its own, and the compressed keys follow one another.
+    """
     keys = ((cu.diff() - compress_block) // compress_stride + 1).clamp(min=0)
     return torch.nn.functional.pad(keys.cumsum(0), (1, 0))
 
 
 def begin_with_blocks(cu_k: Tensor, Tk: int, block: int, room: int) -> tuple[Tensor, Tensor]:
-    """begin [N+1], index [Tk] int64: the first key of each sequence once all begin with a block, then that of the padding; and the new
-    index of each key. Invalid bounds give indices below `room`, too."""
+    """Return begin [N+1] and index [Tk], int64, for a copy in which every sequence begins with a block.
+
+    begin: the first key of each sequence, then that of the padding. index: the new index of each key; below `room` for invalid
+    bounds, too.
+    """
     begin = torch.nn.functional.pad((-(-cu_k.diff() // block) * block).cumsum(0), (1, 0)).clamp(0, room)
     key = torch.arange(Tk, device=cu_k.device)
     own = torch.searchsorted(cu_k, key, right=True).clamp(min=1) - 1
@@ -268,7 +274,7 @@ def begin_with_blocks(cu_k: Tensor, Tk: int, block: int, room: int) -> tuple[Ten
 
 
 def starts_with_blocks(bounds: Bounds, block_size: int | None, promised: bool) -> bool:
-    """Whether every non-empty sequence begins at a multiple of block_size, as read on the host or as promised."""
+    """Return True if every non-empty sequence begins at a multiple of block_size, as read on the host or as promised."""
     if block_size is None or bounds.numbers is None:
         return block_size is not None and (promised or bounds.number == 1)
     unaligned = [start for start, end in zip(bounds.numbers, bounds.numbers[1:], strict=False) if end > start and start % block_size]

@@ -32,7 +32,7 @@ class Workspace:
 
     @classmethod
     def of(cls, buffer: object, device: torch.device) -> Workspace:
-        """The argument `workspace` of a call on `device`; ArgumentError if it is not suitable."""
+        """Return the argument `workspace` of a call on `device`; ArgumentError if it is not suitable."""
         allowed, remedy = (
             "a contiguous torch.uint8 tensor",
             f'pass torch.empty(size, dtype=torch.uint8, device="{device}"), or leave it out',
@@ -143,12 +143,12 @@ class Call:
         return self.k.shape[2] if self.block_table is None else self.block_table.shape[1] * self.k.shape[2]
 
     def positions(self) -> Tensor:
-        """The position of every query row, [B,S] int64; negative where a cached sequence is shorter than S."""
+        """Return the position of every query row, [B,S] int64; negative where a cached sequence is shorter than S."""
         S_kv = self.k.shape[2] if self.block_table is None else self.S_kv
         return positions(self.q, S_kv, self.q_pos, self.lengths)
 
     def capturing(self) -> bool:
-        """Whether a CUDA graph captures this call, so that nothing may wait for the device. Asked once: it takes 2 us."""
+        """Return True if a CUDA graph captures this call, so that nothing may wait for the device. Cached: asking takes 2 us."""
         if self._capturing is None:
             self._capturing = self.q.is_cuda and torch.cuda.is_current_stream_capturing()
         return self._capturing
@@ -162,7 +162,7 @@ class Call:
         return self._disjoint
 
     def selects_nothing(self) -> bool:
-        """Whether there are no rows, keys or ranges."""
+        """Return True if there are no rows, keys or ranges."""
         if REPEATED in self.known:  # calls without are not remembered
             return False
         if self.selection.n == 0 or self.q.numel() == 0 or self.k.numel() == 0:
@@ -170,19 +170,19 @@ class Call:
         return self.block_table is not None and self.S_kv == 0
 
     def timed(self) -> bool:
-        """Whether NSA_DEBUG_TIMING times this call."""
+        """Return True if NSA_DEBUG_TIMING times this call."""
         return self.settings.debug_timing and not self.capturing()
 
     def scale_log2(self) -> float:
-        """The factor from q.k to logits in base 2; never 0, which would turn a masked -inf into NaN."""
+        """Return the factor from q.k to logits in base 2; never 0, which would turn a masked -inf into NaN."""
         return max(self.scale * LOG2_E, 1e-30)
 
     def with_positive_scale(self) -> Call:
-        """The same logits from -q and -scale: kernels track the maximum of q.k, which must be that of the logits."""
+        """Return the same logits from -q and -scale: kernels track the maximum of q.k, which must be that of the logits."""
         return replace(self, q=-self.q, scale=-self.scale)
 
     def reach(self, width: int) -> int:
-        """The most tiles of `width` keys that one range can overlap."""
+        """Return the most tiles of `width` keys that one range can overlap."""
         block, S_kv = self.selection.block_size, self.k.shape[2]
         if block is not None and (width % block == 0 or block % width == 0):
             return max(1, block // width)  # blocks and tiles are aligned to each other
@@ -195,7 +195,7 @@ class Call:
         return block // width if block is not None and block % width == 0 else 1
 
     def clamped_ranges(self) -> tuple[Tensor, Tensor]:
-        """start, end [B,S,G,n] int64 after the causal clamp to [max(start, 0), min(end, t + 1, S_kv)); end >= start."""
+        """Return start, end [B,S,G,n] int64 after the causal clamp to [max(start, 0), min(end, t + 1, S_kv)); end >= start."""
         start, end = self.disjoint_ranges().long().unbind(-1)
         start = start.clamp(min=0)
         limit = (self.positions() + 1).clamp(max=self.S_kv)[:, :, None, None]
@@ -206,7 +206,7 @@ def request_of(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, needs_grad: bool, block_table: Tensor | None = None,
     scales: Scales | None = None,
 ) -> Request:  # fmt: skip
-    """The request of a checked call."""
+    """Return the request of a checked call."""
     B, S, G, h, Dk = q.shape
     _, _, S_kv, Dv = v.shape
     page_size = None
@@ -225,7 +225,7 @@ def request_of(
 
 
 def is_aligned(*tensors: Tensor) -> bool:
-    """Whether pointers and outer strides are multiples of 16 bytes."""
+    """Return True if pointers and outer strides are multiples of 16 bytes."""
     bits = 0  # of all of them: a bitwise or is a multiple of 16 if each is
     for x in tensors:
         bits |= x.data_ptr()
@@ -236,7 +236,7 @@ def is_aligned(*tensors: Tensor) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def device_info(device: torch.device) -> DeviceInfo:
-    """The facts of a torch device that policies use."""
+    """Return the facts of a torch device that policies use."""
     if device.type == "cpu":
         return DeviceInfo(kind="cpu", name="cpu", triton_interpret=os.environ.get("TRITON_INTERPRET") == "1")
     facts = torch.cuda.get_device_properties(device)
@@ -275,12 +275,12 @@ class WindowCall(NamedTuple):
         return cls(q if scale >= 0 else -q, k, v, window, abs(scale), bounds)
 
     def scale_log2(self) -> float:
-        """The factor from q.k to logits in base 2; never 0, which would turn a masked -inf into NaN."""
+        """Return the factor from q.k to logits in base 2; never 0, which would turn a masked -inf into NaN."""
         return max(self.scale * LOG2_E, 1e-30)
 
 
 def call_over_pool(call: Call, block_table: Tensor) -> Call:
-    """The call of one sequence, q [1,B*S,G,h,Dk] over k, v [1,G,keys of all pages,D]; only ranges are copied."""
+    """Return the call of one sequence, q [1,B*S,G,h,Dk] over k, v [1,G,keys of all pages,D]; only ranges are copied."""
     (k, page_keys), (v, v_page_keys) = _pool("k_cache", call.k), _pool("v_cache", call.v)
     if page_keys != v_page_keys:
         raise _odd_pages("v_cache", call.v, f"{page_keys} keys apart, as those of k_cache")

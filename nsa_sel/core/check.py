@@ -61,7 +61,7 @@ def check_call(
 
 
 def check_sizes(q: Tensor, k: Tensor, v: Tensor, stored: torch.dtype | None = None, selects: bool = False) -> Tensor:
-    """q [B,S,G,h,Dk] of dense tensors q, k, v that fit together in shape, dtype (`stored`: of k and v), device and strides; else
+    """Return q [B,S,G,h,Dk] of dense tensors q, k, v that fit together in shape, dtype (`stored`: of k and v), device and strides; else
     ArgumentError. selects: the call takes a selection, by which groups of q may share those of k and v."""
     decode = q.dim() == 4
     if decode:
@@ -90,7 +90,7 @@ def check_sizes(q: Tensor, k: Tensor, v: Tensor, stored: torch.dtype | None = No
 
 
 def check_scale(scale: float | None, Dk: int) -> float:
-    """The scale as a float; ArgumentError unless it is a finite number or None."""
+    """Return the scale as a float; ArgumentError unless it is a finite number or None."""
     if scale is None:
         return 1.0 / math.sqrt(Dk)
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not abs(scale) <= _LARGEST:
@@ -99,7 +99,7 @@ def check_scale(scale: float | None, Dk: int) -> float:
 
 
 def as_selection(selection: Selection | Tensor, rows: tuple[int, int, int] | None = None) -> Selection:
-    """The argument `selection` as a Selection.
+    """Return the argument `selection` as a Selection.
 
     Args:
         selection: a Selection, or ranges.
@@ -123,7 +123,7 @@ def as_selection(selection: Selection | Tensor, rows: tuple[int, int, int] | Non
 
 
 def _other_rows(ranges: Tensor, q_shape: torch.Size, k_shape: torch.Size, decode: bool) -> ArgumentError:
-    """The error for ranges of other rows than q's; a q in flash-attn's layout is one cause."""
+    """Return the error for ranges of other rows than q's; a q in flash-attn's layout is one cause."""
     B, S, G, h, _ = q_shape
     rows = tuple(ranges.shape[:3])
     value = f"over rows [B,S,G] = {rows}" if rows != (B, S, G) else f"of ranges {tuple(ranges.shape)}"
@@ -134,7 +134,7 @@ def _other_rows(ranges: Tensor, q_shape: torch.Size, k_shape: torch.Size, decode
 
 
 def _other_layout(name: str, shape: torch.Size, q_shape: torch.Size, decode: bool, selects: bool) -> ArgumentError:
-    """The error for a k or v of another B or G than q's, with the change of layout that fits."""
+    """Return the error for a k or v of another B or G than q's, with the change of layout that fits."""
     B, _, G, h, Dk = q_shape
     allowed, remedies = f"[B={B}, G={G}, S_kv, D]", []
     if decode:
@@ -165,7 +165,7 @@ def _check_dtypes(q: Tensor, k: Tensor, v: Tensor, stored: torch.dtype | None) -
 
 
 def check_positions(q_pos: Tensor, q: Tensor, S_kv: int, fake: bool) -> Tensor:
-    """q_pos [B,S] of rows at positions in [0, S_kv), which is checked on a CPU alone; else ArgumentError."""
+    """Return q_pos [B,S] of rows at positions in [0, S_kv), which is checked on a CPU alone; else ArgumentError."""
     B, S = q.shape[:2]
     positions = as_positions(q_pos, B, S, q.device)
     # On a GPU this would synchronize; positions outside [0, S_kv) are clamped there.
@@ -190,7 +190,7 @@ class Index(NamedTuple):
 def check_choose(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, rule: Rule, scale: float | None, q_pos: Tensor | None, S_kv: int | None, fake: bool
 ) -> tuple[Tensor, int, float, Tensor | None]:
-    """q [B,S,G,h,Dk], S_kv, the scale, and q_pos [B,S] or None, of dense tensors. Never reads a GPU or fake tensors.
+    """Return q [B,S,G,h,Dk], S_kv, the scale, and q_pos [B,S] or None, of dense tensors. Never reads a GPU or fake tensors.
 
     Raises:
         ArgumentError: the first bad argument.
@@ -215,7 +215,7 @@ def check_index(
     S_kv: int | None,
     fake: bool,
 ) -> Index:
-    """The arguments of `choose_blocks`, of dense tensors. Never reads GPU or fake tensors.
+    """Return the arguments of `choose_blocks`, of dense tensors. Never reads GPU or fake tensors.
 
     Raises:
         ArgumentError: the first bad argument.
@@ -235,7 +235,7 @@ def check_index(
 
 
 def _check_lse(lse: Tensor, rows: Tensor, decode: bool, pool: Pool) -> Tensor:
-    """lse [B,S,G,h] for the rows q [B,S,G,h,Dk]; else ArgumentError."""
+    """Return lse [B,S,G,h] for the rows q [B,S,G,h,Dk]; else ArgumentError."""
     if not pool.softmax:
         raise ArgumentError("lse", "given", "None without softmax=True", "pass softmax=True, or leave it out")
     given = lse.unsqueeze(1) if decode and lse.dim() == 3 else lse
@@ -261,7 +261,7 @@ def _check_length(S: int, name: str, k: Tensor, rule: Rule, S_kv: int | None, q_
 
 
 def check_rule(rule: Rule) -> None:
-    """ArgumentError for sizes and counts that do not fit together."""
+    """Raise ArgumentError for sizes and counts that do not fit together."""
     for name in ("compress_block", "compress_stride", "block_size", "n"):
         check_positive(name, getattr(rule, name))
     check_forced(rule.first, rule.local, rule.n)
@@ -273,13 +273,13 @@ def check_rule(rule: Rule) -> None:
 
 
 def check_compression(compress_block: int, compress_stride: int) -> None:
-    """ArgumentError unless blocks are whole numbers of strides."""
+    """Raise ArgumentError unless blocks are whole numbers of strides."""
     check_positive("compress_stride", compress_stride)
     check_multiple("compress_block", compress_block, compress_stride)
 
 
 def check_multiple(name: str, size: int, stride: int) -> None:
-    """ArgumentError unless a size is a whole number of strides."""
+    """Raise ArgumentError unless a size is a whole number of strides."""
     check_positive(name, size)
     if size % stride:
         raise ArgumentError(name, size, f"a multiple of compress_stride = {stride}", "choose sizes as in NSA's Eq. 9")

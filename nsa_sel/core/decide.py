@@ -146,12 +146,12 @@ def use_no_backend() -> Iterator[None]:
 
 
 def forced() -> str | None:
-    """The name that `use_backend` forces on this thread or task."""
+    """Return the name that `use_backend` forces on this thread or task."""
     return forced_name.get()
 
 
 def explain_request(request: Request, device: DeviceInfo | None = None, backend: str | None = None) -> Decision:
-    """The decision for a request, without tensors.
+    """Return the decision for a request, without tensors.
 
     Args:
         request: the sizes, dtype and flags of a call.
@@ -167,7 +167,7 @@ def explain_request(request: Request, device: DeviceInfo | None = None, backend:
 
 
 def select(request: Request, device: DeviceInfo, backend: str | None = None) -> Decision:
-    """The cached or new decision for the request's class under the current flags; `forward` is None when all refuse."""
+    """Return the cached or new decision for the request's class under the current flags; `forward` is None when all refuse."""
     if backend is not None:
         _check_name("backend", backend)
     facts = (request.request_class(), device, backend)
@@ -228,7 +228,7 @@ def _warn_if_missed(decision: Decision) -> None:
 
 
 def after_failure(decision: Decision, failed: str) -> Decision:
-    """The decision after backend `failed` broke during a call: the fallback, or BackendError if that refuses as well."""
+    """Return the decision after backend `failed` broke during a call: the fallback, or BackendError if that refuses as well."""
     override = Override(registry.fallback(decision.request.kind), f"failure of {failed}")
     policy, offers = load_policy(decision.policy), registry.offers(decision.request)
     again = make_decision(decision.request, decision.device, policy, decision.settings, offers, override)
@@ -244,7 +244,7 @@ def _check_name(argument: str, name: object) -> None:
 
 
 def _check_config_names(settings: Settings) -> None:
-    """ConfigError for a backend's name in the user's configuration file that is not installed.
+    """Raise ConfigError for a backend's name in the user's configuration file that is not installed.
 
     A missing backend of a committed profile is no error, but a step of the decision. Costs may be of both kinds, whatever is decided.
     """
@@ -268,8 +268,10 @@ def _check_config_names(settings: Settings) -> None:
 
 
 def _override(backend: str | None, settings: Settings, kind: Kind) -> Override | None:
-    """By precedence: argument, use_backend, NSA_FORCE_PARITY, NSA_SEL_BACKEND. But for the argument, a backend of another kind forces
-    nothing: a layer has calls of both."""
+    """Return the override by precedence: argument, use_backend, NSA_FORCE_PARITY, NSA_SEL_BACKEND.
+
+    Except for the argument, a backend of another kind forces nothing: a layer has calls of both kinds.
+    """
     if backend is not None:
         return Override(backend, "argument")
     surrounding = forced_name.get()
@@ -291,7 +293,7 @@ def with_count(
     request: Request, device: DeviceInfo, backend: str | None, q: Tensor, selection: Selection, q_pos: Tensor | None,
     lengths: Tensor | None = None, counts: bool = True, for_all_ranks: bool = False,
 ) -> tuple[Request, Count | None]:  # fmt: skip
-    """The request of a checked call with the sharing of its kind, counted now if it is the first.
+    """Return the request of a checked call with the sharing of its kind, counted now if it is the first.
 
     Args:
         request, device, backend: what the decision depends on.
@@ -324,7 +326,7 @@ def with_count(
 
 
 def kind_of(request: Request, device: DeviceInfo) -> Hashable:
-    """What calls that share a count have in common: blocks of a row, and lengths rounded up to powers of two.
+    """Return the class of calls that share a count: blocks of a row, and lengths rounded up to powers of two.
 
     Not sequences, groups, heads, dtype or gradients: a forward pass that is computed again, in parts or not, has the first one's count.
     """
@@ -333,13 +335,13 @@ def kind_of(request: Request, device: DeviceInfo) -> Hashable:
 
 
 def decides(request: Request, decide: Callable[[Request], Decision]) -> bool:
-    """Whether sharing changes which backend `decide` picks, in either direction: it is asked for both extremes."""
+    """Return True if sharing changes which backend `decide` picks, in either direction: it is asked for both extremes."""
     apart, alike = (decide(msgspec.structs.replace(request, sharing=sharing)) for sharing in (APART, ALIKE))
     return (apart.forward, apart.backward) != (alike.forward, alike.backward)
 
 
 def countable(request: Request) -> bool:
-    """Whether rows have neighbors and blocks to share; a decoding step has too few tokens for it to matter."""
+    """Return True if rows have neighbors and blocks to share; a decoding step has too few tokens for it to matter."""
     sizes = request.B * request.G * request.S_kv * request.n
     return request.S > FEW_TOKENS and request.block_size is not None and request.kind == "attend" and sizes > 0
 
@@ -355,12 +357,12 @@ def _matters(request: Request, device: DeviceInfo, backend: str | None) -> bool:
 
 
 def _waits(q: Tensor) -> bool:
-    """Whether the host may wait for the device: not in a CUDA graph's capture, nor where PyTorch's sync debug mode makes it an error."""
+    """Return True if the host may wait for the device: not in a CUDA graph's capture, nor if PyTorch's sync debug mode forbids it."""
     return not q.is_cuda or not (capturing(q) or torch.cuda.get_sync_debug_mode() == _ERROR)
 
 
 def count_rows(request: Request, q: Tensor, selection: Selection, q_pos: Tensor | None, lengths: Tensor | None) -> tuple[float, ...]:
-    """The sharing of a sample of the call's rows. Reads the device."""
+    """Return the sharing of a sample of the call's rows. Reads the device."""
     started = time.perf_counter()
     rows = sample_rows(request.B, request.S, request.G, request.n, q.device)
     limit = (positions(q, request.S_kv, q_pos, lengths)[rows.b, rows.s] + 1).clamp(max=request.S_kv)

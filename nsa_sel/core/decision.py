@@ -71,7 +71,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sharing_source(self) -> str:
-        """Where the sharing comes from that predictions assume: "measured", "counted at the first call", or the prior's file."""
+        """The source of the sharing that predictions assume: "measured", "counted at the first call", or the prior's file."""
         if self.request.sharing is None:
             return f"prior of {self.settings.sources.get('sharing_prior', 'base.yaml')}"
         return "counted at the first call" if self.request.counted else "measured"
@@ -82,7 +82,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Decision:
-        """The decision that `to_json` wrote.
+        """Return the decision that `to_json` wrote.
 
         Args:
             line: its JSON.
@@ -112,7 +112,7 @@ POLICIES = {"default": "nsa_sel.policies.default"}  # name -> module with POLICY
 
 
 def load_policy(name: str) -> Policy:
-    """The policy of this name; ArgumentError for an unknown one."""
+    """Return the policy of this name; ArgumentError for an unknown one."""
     if name not in POLICIES:
         raise ArgumentError("policy", repr(name), ", ".join(POLICIES), "record the decision with a policy of POLICIES")
     policy: Policy = importlib.import_module(POLICIES[name]).POLICY
@@ -214,7 +214,7 @@ def _choose(case: PolicyInput, policy: Policy, offers: Sequence[Offer], override
 
 
 def _reasons(case: PolicyInput, offer: Offer, policy: Policy) -> tuple[Reason, ...]:
-    """The reasons of all checks; of a backend that can't run, without `slower`."""
+    """Return the reasons of all checks; of a backend that can't run, without `slower`."""
     found = tuple(reason for check in policy.checks for reason in check(case, offer))
     if any(reason.kind in ("unavailable", "unsupported") for reason in found):
         return tuple(reason for reason in found if reason.kind != "slower")
@@ -222,7 +222,7 @@ def _reasons(case: PolicyInput, offer: Offer, policy: Policy) -> tuple[Reason, .
 
 
 def changes(path: str, old: Any, new: Any) -> list[FieldChange]:
-    """The leaves in which two nested values of dicts, lists and scalars differ, by path."""
+    """Return the leaves in which two nested values of dicts, lists and scalars differ, by path."""
     if isinstance(old, dict) and isinstance(new, dict):
         keys = list(dict.fromkeys([*old, *new]))
         return [c for key in keys for c in changes(f"{path}.{key}".lstrip("."), old.get(key), new.get(key))]
@@ -232,7 +232,7 @@ def changes(path: str, old: Any, new: Any) -> list[FieldChange]:
 
 
 def refusal(decision: Decision) -> str | None:
-    """Why no backend may run the call, with every reason of every candidate; None when one may."""
+    """Return why no backend may run the call, with every reason of every candidate; None if one may."""
     if decision.forward is not None and (decision.backward is not None or not decision.request.needs_grad):
         return None
     names = [verdict.backend for verdict in decision.verdicts]
@@ -255,19 +255,19 @@ def refusal(decision: Decision) -> str | None:
 
 
 def every_name() -> list[str]:
-    """The names of the backends of all kinds."""
+    """Return the names of the backends of all kinds."""
     return [name for kind in get_args(Kind) for name in registry.backends(kind)]
 
 
 def unknown_backend(name: str, source: str, call: str, names: Sequence[str]) -> str:
-    """The message about a backend's name that is none of `names`, with the closest of them."""
+    """Return the message about a backend's name that is none of `names`, with the closest of them."""
     close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}?" if close else "."
     return f"backend {name!r} ({source}) is unknown to {call}{hint} Allowed: {', '.join(names)}. Remedy: use one of these names."
 
 
 def missed(decision: Decision) -> Missed | None:
-    """The package that keeps the best backend for this decision from running; None where there is no such package, or one is forced."""
+    """Return the missing package that keeps the best backend from running; None without one, or if a backend is forced."""
     if decision.override is not None or decision.forward is None:
         return None
     lacking = {offer.backend.name: offer.missing[0] for offer in decision.offers if _installable(offer)}
@@ -294,7 +294,7 @@ class Missed(NamedTuple):
 
 
 def _installable(offer: Offer) -> bool:
-    """Whether pip can bring all that the backend lacks."""
+    """Return True if pip can bring all that the backend lacks."""
     of_pip = {f"package {need.package}" for need in offer.backend.requires}
     of_pip |= {f"library {library.name}" for library in offer.backend.libraries if library.distributions}
     return bool(offer.missing) and all(reason.field in of_pip for reason in offer.missing)
@@ -312,7 +312,7 @@ def _predicted(decision: Decision) -> float | None:
 
 
 def counterfactuals(decision: Decision) -> tuple[str, ...]:
-    """What would make another backend win; each sentence is checked by deciding again."""
+    """Return sentences that say what would make another backend win. Each is checked by deciding again."""
     sentences = []
     for verdict in decision.verdicts:
         fixes = [reason for reason in verdict.forward if reason.satisfied_by is not None]

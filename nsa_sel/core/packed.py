@@ -35,7 +35,7 @@ def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, cu_seqlens_q: CuSeqlens, cu_seqlens_k: CuSeqlens | None, *,
     scale: float | None, return_lse: bool, backend: str | None, block_aligned: bool, align: bool | None,
 ) -> Any:  # fmt: skip
-    """`selection_attention_varlen`, for it and for compat."""
+    """Run `selection_attention_varlen`, for it and for compat."""
     check_packed_sizes(sharing=True, q=q, k=k, v=v)
     T, G, Tk = q.shape[0], q.shape[1], k.shape[0]
     if T and not Tk:
@@ -73,7 +73,7 @@ def arrange(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, bounds_q: Bounds, bounds_k: Bounds | None, scale: float | None, needs: bool,
     backend: str | None, block_aligned: bool = False, align: bool | None = None,
 ) -> Batch:  # fmt: skip
-    """A packed batch, q [1,T,G,h,Dk] and k, v [1,G,Tk,D], as one sequence.
+    """Return a packed batch, q [1,T,G,h,Dk] and k, v [1,G,Tk,D], as one sequence.
 
     Args:
         selection: over [1,T,G] or [T,1,G], in positions of each row's own sequence.
@@ -124,7 +124,7 @@ def arrange(
 def _aligns(
     q: Tensor, k: Tensor, v: Tensor, rows: Selection, room: int, longest: int, needs: bool, backend: str | None, align: bool | None
 ) -> bool:  # fmt: skip
-    """Whether to copy k and v so that blocks stay whole; BackendError if the call after the copy is refused."""
+    """Return True if k and v are to be copied so that blocks stay whole; BackendError if the call after the copy is refused."""
     if transformed():
         return False  # the call itself raises
     copy_k, copy_v = (torch.empty(*x.shape[:2], room, x.shape[3], dtype=x.dtype, device="meta") for x in (k, v))
@@ -138,8 +138,11 @@ def _aligns(
 
 
 def _pays(request: Request, device: DeviceInfo, backend: str | None) -> bool:
-    """Whether a copy pays: `request`, the one after it, runs on a backend that prefers blocks, and the copy moves no more keys than all
-    rows may select, unless that backend is forced."""
+    """Return True if a copy pays off. `request` is that of the call after the copy.
+
+    It does if that call runs on a backend that prefers blocks, and the copy moves no more keys than all rows may select, or the backend is
+    forced.
+    """
     decision = select(request, device, backend)
     if decision.override is not None:
         return _prefers_blocks(decision.override.backend, request, device)
@@ -169,7 +172,7 @@ def _check_align(align: object, block_size: int | None) -> None:
 
 
 def _of_rows(selection: Selection | Tensor, T: int, G: int, device: torch.device) -> Selection:
-    """The selection, checked to have T rows and G groups: [1,T,G,n,2], or [T,1,G,n,2] made from [T,G,n,2]."""
+    """Return the selection, checked to have T rows and G groups: [1,T,G,n,2], or [T,1,G,n,2] made from [T,G,n,2]."""
     if isinstance(selection, Tensor):
         selection = Selection.from_ranges(selection)
     if not isinstance(selection, Selection):
@@ -187,7 +190,7 @@ def _of_rows(selection: Selection | Tensor, T: int, G: int, device: torch.device
 
 
 def _as_one_sequence(selection: Selection, Tk: int) -> Selection:
-    """The selection as [1,T,G,n,2], without the statistics of [T,1,G,n,2], which say nothing about adjacent rows."""
+    """Return the selection as [1,T,G,n,2], without the statistics of [T,1,G,n,2], which say nothing about adjacent rows."""
     if selection.ranges.shape[0] == 1:
         return selection
     bound = selection.length_bound(Tk)
@@ -195,8 +198,10 @@ def _as_one_sequence(selection: Selection, Tk: int) -> Selection:
 
 
 def check_packed_sizes(*, sharing: bool = False, **tensors: Tensor) -> None:
-    """ArgumentError unless the first tensor is a q [T,G,h,Dk], and the others are keys or values [Tk,G,D] of one Tk; with `sharing` they
-    may have fewer groups (core/shared_keys.py)."""
+    """Raise ArgumentError unless the first tensor is a q [T,G,h,Dk], and the others are keys or values [Tk,G,D] of one Tk.
+
+    With `sharing` they may have fewer groups (core/shared_keys.py).
+    """
     check_tensors(**tensors)
     (query, q), *rest = tensors.items()
     if q.dim() != 4:
@@ -211,14 +216,14 @@ def check_packed_sizes(*, sharing: bool = False, **tensors: Tensor) -> None:
 
 
 def check_packed_keys(name: str, x: Tensor) -> None:
-    """ArgumentError unless x is [T,G,D]."""
+    """Raise ArgumentError unless x is [T,G,D]."""
     check_tensors(**{name: x})
     if x.dim() != 3:
         raise ArgumentError(name, f"of shape {tuple(x.shape)}", "[T,G,D] with cu_seqlens", f"pass {name}.squeeze(0) of a [1,T,G,D]")
 
 
 def check_longest(max_seqlen: int | None, cu_seqlens: CuSeqlens | None) -> None:
-    """ArgumentError for a max_seqlen that is no length, or that comes without bounds. `Bounds.of` compares it with them."""
+    """Raise ArgumentError for a max_seqlen that is no length, or that comes without bounds. `Bounds.of` compares it with them."""
     if max_seqlen is None:
         return
     if cu_seqlens is None:
@@ -229,7 +234,7 @@ def check_longest(max_seqlen: int | None, cu_seqlens: CuSeqlens | None) -> None:
 
 
 def as_batch(q: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
-    """q [1,T,G,h,Dk] and keys or values [1,G,Tk,D], views of packed ones."""
+    """Return q [1,T,G,h,Dk] and keys or values [1,G,Tk,D], views of packed ones."""
     return q.unsqueeze(0), *(x.transpose(0, 1).unsqueeze(0) for x in keys)
 
 
@@ -237,7 +242,7 @@ def check_packed_choose(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, rule: Rule, scale: float | None, q_pos: Tensor | None, S_kv: int | None, cu_seqlens: CuSeqlens,
     max_seqlen: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, float, Bounds]:  # fmt: skip
-    """q [1,T,G,h,Dk], k_cmp and v_cmp [1,G,C,D], the scale, and the bounds. Never reads a GPU or fake tensors.
+    """Return q [1,T,G,h,Dk], k_cmp and v_cmp [1,G,C,D], the scale, and the bounds. Never reads a GPU or fake tensors.
 
     Raises:
         ArgumentError: the first bad argument.
@@ -259,7 +264,7 @@ def check_packed_choose(
 
 
 def _check_compressed(C: int, T: int, bounds: Bounds, rule: Rule) -> None:
-    """ArgumentError unless C compressed keys are enough for all sequences, as far as the host knows them, and no more than fit."""
+    """Raise ArgumentError unless C compressed keys are enough for all sequences, as far as the host knows them, and no more than fit."""
     most, least = rule.compressed_keys(T), 0
     if bounds.numbers is not None:
         least = sum(rule.compressed_keys(end - begin) for begin, end in zip(bounds.numbers, bounds.numbers[1:], strict=False))
@@ -271,6 +276,6 @@ def _check_compressed(C: int, T: int, bounds: Bounds, rule: Rule) -> None:
 
 
 def check_rows_are_keys(q: Tensor, name: str, k: Tensor) -> None:
-    """ArgumentError unless packed q and k have as many rows as keys."""
+    """Raise ArgumentError unless packed q and k have as many rows as keys."""
     if len(q) != len(k):
         raise ArgumentError(name, f"of {len(k)} keys", f"q's {len(q)} rows", "with cu_seqlens, pass the keys of all rows and no others")

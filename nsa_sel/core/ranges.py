@@ -40,7 +40,7 @@ _SAMPLED = 1 << 17  # blocks that `sample_rows` takes: of 16 a row, 128 tiles
 
 
 def disjoint(ranges: Tensor) -> Tensor:
-    """The ranges of every row sorted by start, each without the keys of those before it; empty ones are [0, 0)."""
+    """Return the ranges of every row sorted by start, each without the keys of those before it; empty ones are [0, 0)."""
     start, end = ranges.unbind(-1)
     start = start.clamp(min=0)
     filled = end > start
@@ -69,7 +69,7 @@ def merged(ranges: Tensor) -> Tensor:
 
 
 def check_ranges(ranges: Tensor, block_size: int | None, max_length: int | None, in_order: bool) -> None:
-    """ArgumentError for the first row that breaks a promise of its Selection. Reads the device.
+    """Raise ArgumentError for the first row that breaks a promise of its Selection. Reads the device.
 
     in_order: whether ranges that are not whole blocks must be sorted by start.
     """
@@ -208,7 +208,7 @@ def ranges_of_blocks(
 
 
 class _Alike(NamedTuple):
-    """What is the same for all block indices of a class that a kernel takes."""
+    """Facts of all block indices of a class that a kernel takes."""
 
     as_given: bool  # checks only look
     dtype: torch.dtype  # of the ranges
@@ -229,7 +229,7 @@ _MOST = 1024  # shapes
 
 
 def _key(block_indices: Any, block_size: Any, block_counts: Any, disjoint: Any) -> tuple[Any, ...] | None:
-    """What tells classes apart beside guards, and the shapes, which keep them few; None where no kernel runs, or guards can't be asked."""
+    """Return the facts that guards do not compare, and shapes, which keep classes few; None if no kernel runs or guards can't be used."""
     if type(block_size) is not int or type(disjoint) is not bool or not transforms.plain(block_indices):
         return None
     try:
@@ -247,14 +247,14 @@ def distinct_ranges(ranges: Tensor, block_size: int | None) -> Tensor:
 
 
 def _takes(x: Tensor) -> bool:
-    """Whether a kernel takes indices or ranges."""
+    """Return True if a kernel takes indices or ranges."""
     if not on_gpu(x) or not transforms.plain(x) or not x.numel():
         return False
     return not _failed and _kernel() is not None
 
 
 def _run(name: str, x: Tensor, *others: Any) -> Any:
-    """What a function of the kernels' module returns on the device of x; None once one has failed."""
+    """Run a function of the kernels' module on the device of x. Return None once one has failed."""
     try:
         if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():
             with torch.cuda.device(x.device):
@@ -269,7 +269,7 @@ def _run(name: str, x: Tensor, *others: Any) -> Any:
 
 
 def on_gpu(indices: Tensor) -> bool:
-    """Whether the kernel may run."""
+    """Return True if the kernel may run."""
     return indices.is_cuda
 
 
@@ -320,7 +320,7 @@ def sorted_blocks(scores: Tensor, n: int, block_size: int, first: int, local: in
 
 
 def _check_scores(scores: Tensor, n: int, block_size: int, first: int, local: int, S_kv: int | None, q_pos: Tensor | None) -> int:
-    """S_kv of good arguments, or 0 where q_pos gives the positions; else ArgumentError."""
+    """Return S_kv of good arguments, or 0 where q_pos gives the positions; else ArgumentError."""
     shape = f"{scores.dtype} of shape {tuple(scores.shape)}"
     if not scores.is_floating_point():
         raise ArgumentError("scores", shape, "floating point [B,S,G,blocks]", "call .float() on it")
@@ -346,7 +346,7 @@ def _check_scores(scores: Tensor, n: int, block_size: int, first: int, local: in
 
 
 def _top_n_takes(scores: Tensor) -> bool:
-    """Whether the kernel may run: on plain GPU tensors of its dtypes, unless flags keep Triton out or ask for the reference."""
+    """Return True if the kernel may run: on plain GPU tensors of its dtypes, unless flags keep Triton out or ask for the reference."""
     if not scores.is_cuda or scores.dtype not in TOP_N_DTYPES or type(scores) is not Tensor or torch.compiler.is_compiling():
         return False
     if torch._C._len_torch_dispatch_stack() or torch.cuda.get_device_capability(scores.device) < (8, 0):
@@ -361,5 +361,5 @@ def _flag(name: str) -> Any:
 
 @functools.cache
 def _top_n_kernel() -> Any:
-    """The kernel's module; None without Triton."""
+    """Return the kernel's module; None without Triton."""
     return importlib.import_module(TOP_N_KERNEL) if importlib.util.find_spec("triton") else None

@@ -39,7 +39,10 @@ def arguments(q: Any, k: Any, v: Any, selection: Selection | Tensor, q_pos: Any)
 
 
 def _strategies(q_pos: Any) -> list[tuple[Any, Any, Any, Any, Any]]:
-    """The shardings of a call on one dimension of a mesh: placements of q, o and lse; of ranges; of k and v; of q_pos; of dk and dv."""
+    """Return the shardings of a call on one dimension of a mesh.
+
+    Each has the placements of q, o and lse; of ranges; of k and v; of q_pos; of dk and dv.
+    """
     whole, pos = Replicate(), None if q_pos is None else Replicate()
     batch = pos if q_pos is None or len(q_pos.shape) == 1 else Shard(0)
     strategies: list[Any] = [

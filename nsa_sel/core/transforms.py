@@ -25,12 +25,12 @@ any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # for any 
 
 
 def needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether autograd records a call with these inputs."""
+    """Return True if autograd records a call with these inputs."""
     return (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
 
 
 def versioned(*tensors: Tensor | None) -> list[Tensor]:
-    """Those that are there and have a version counter: if they are saved, too, autograd notices writes to them before backward."""
+    """Return the tensors that have a version counter: if they are saved, autograd notices writes to them before backward."""
     return [x for x in tensors if x is not None and not x.is_inference()]
 
 
@@ -41,14 +41,16 @@ def casts(q: Any) -> bool:
 
 
 def is_sharded(q: Any) -> bool:
-    """Whether q is a DTensor; only possible if its module was imported."""
+    """Return True if q is a DTensor; only possible if its module was imported."""
     module = None if is_compiling() else sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(q, module.DTensor)
 
 
 def plain(*tensors: Any) -> bool:
-    """Whether nothing traces or transforms a call of these tensors, which are of no subclass: then nothing else here needs to be asked but
-    for autocast, negation and gradients."""
+    """Return True for plain tensors (no subclass) of a call that nothing traces or transforms.
+
+    Then only autocast, lazy negation and gradients are left to handle.
+    """
     for x in tensors:
         if type(x) not in _PLAIN:
             return False
@@ -61,13 +63,14 @@ def capturing(x: Tensor) -> bool:
 
 
 def untransformed() -> bool:
-    """Whether nothing traces or transforms the operations of this thread."""
+    """Return True if nothing traces or transforms the operations of this thread."""
     return not (is_compiling() or _len_modes() or transformed() or forward_ad._current_level >= 0 or _tracing() is not None)
 
 
 def traces(*tensors: Any) -> bool:
-    """Whether operations are traced: by torch.compile, a dispatch mode (make_fx, FakeTensorMode, a FLOP counter), or a tensor subclass.
-    True for what is no tensor, too.
+    """Return True if operations are traced: by torch.compile, a dispatch mode (make_fx, FakeTensorMode), or a tensor subclass.
+
+    True for arguments that are not tensors, too.
 
     A call then goes through the ops, because backends work below the dispatcher.
     """
@@ -77,7 +80,7 @@ def traces(*tensors: Any) -> bool:
 
 
 def check_traced(name: str, *tensors: Any) -> None:
-    """BackendError when make_fx or FakeTensorMode traces `name`, which is not an op."""
+    """Raise BackendError when make_fx or FakeTensorMode traces `name`, which is not an op."""
     check_transforms(*tensors, name=name)
     modes = torch._C._TorchDispatchModeKey.__members__.values()
     faked = not _len_modes() and traces(*(x for x in tensors if isinstance(x, Tensor)))
@@ -90,7 +93,7 @@ def check_traced(name: str, *tensors: Any) -> None:
 
 
 def check_eager(name: str, *tensors: Any) -> None:
-    """BackendError where anything traces `name`, torch.compile included."""
+    """Raise BackendError where anything traces `name`, torch.compile included."""
     if is_compiling():
         raise BackendError(
             f"{name} is called in a function that torch.compile traces; allowed: eager calls. Remedy: call it in a function under"
@@ -100,7 +103,7 @@ def check_eager(name: str, *tensors: Any) -> None:
 
 
 def check_transforms(*inputs: Any, name: str = "selection_attention") -> None:
-    """BackendError under transforms that no backend supports."""
+    """Raise BackendError under transforms that no backend supports."""
     if transformed():
         refuse_transforms("a transform of torch.func (vmap, grad, vjp, jvp, jacrev or the like)", name)
     if forward_ad._current_level >= 0 and any(map(_has_tangent, inputs)):
@@ -113,7 +116,7 @@ def check_transforms(*inputs: Any, name: str = "selection_attention") -> None:
 
 
 def check_gradients(*gradients: Tensor | None, name: str = "selection_attention") -> None:
-    """BackendError for batched gradients."""
+    """Raise BackendError for batched gradients."""
     for x in gradients:
         if x is not None and (is_batchedtensor(x) or is_legacy_batchedtensor(x) or transformed()):
             refuse_transforms("a backward pass of batched gradients (is_grads_batched=True, vectorize=True or vmap)", name)
@@ -140,13 +143,13 @@ def refuse_second_derivative(name: str = "selection_attention") -> NoReturn:
 
 
 def refuse_workspace(workspace: Tensor | None, where: str) -> None:
-    """ArgumentError for a workspace where none is supported."""
+    """Raise ArgumentError for a workspace where none is supported."""
     if workspace is not None:
         raise ArgumentError("workspace", f"given to {where}", "None there", "leave it out; temporaries are then allocated")
 
 
 def materialized(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensors without PyTorch's lazy negation, which kernels do not see in memory."""
+    """Return the tensors without PyTorch's lazy negation, which kernels do not see in memory."""
     if q.is_neg() or k.is_neg() or v.is_neg():
         return q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     return q, k, v
@@ -161,7 +164,7 @@ def in_autocast_dtype(*tensors: Any) -> tuple[Any, ...]:
 
 
 def _autocast_dtype(x: Any) -> torch.dtype | None:
-    """The dtype to which torch.autocast casts on the device of x."""
+    """Return the dtype to which torch.autocast casts on the device of x."""
     if not any_autocast():
         return None
     kind = "cuda" if getattr(x, "is_cuda", False) else "cpu"

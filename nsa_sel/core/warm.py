@@ -83,7 +83,7 @@ def forget_warmups() -> None:
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is being captured."""
+    """Return True if a CUDA graph is being captured."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
