@@ -98,12 +98,12 @@ class NSAttention(nn.Module):
         self.q = nn.Linear(width, groups * heads * head_dim, bias, **options)
         self.kv = nn.Linear(width, groups * 3 * (head_dim + value_dim), bias, **options)  # of a group: k, v of each branch in turn
         self.gate = nn.Linear(width, groups * heads * 3, **options)
-        self.compress_k, self.compress_v = (self._compression(D, options) for D in (head_dim, value_dim))
+        self.compress_k, self.compress_v = self._compression(head_dim, False, options), self._compression(value_dim, True, options)
         self.out = nn.Linear(groups * heads * value_dim, width, bias, **options)
 
-    def _compression(self, dim: int, options: Any) -> BlockMLP | BlockMean:
+    def _compression(self, dim: int, bias: bool, options: Any) -> BlockMLP | BlockMean:
         if self.compression == "mlp":
-            return BlockMLP(dim, self.rule.compress_block, self.rule.compress_stride, **options)
+            return BlockMLP(dim, self.rule.compress_block, self.rule.compress_stride, bias=bias, **options)
         if self.compression == "mean":
             return BlockMean(self.rule.compress_block, self.rule.compress_stride)
         raise ArgumentError("compression", shown(self.compression), "'mlp', 'mean'", "pass one of these, or call nsa_attention yourself")

@@ -108,7 +108,7 @@ def measure(make: Callable[[str], Callable[[], Tensor]], ways: list[str], rep: f
             work()
             row["peak_gib"] = round((torch.cuda.max_memory_allocated() - before) / 2**30, 3)
             if wanted is not None:
-                row["difference"] = float((o.float() - wanted).abs().max() / wanted.abs().max())
+                row["difference"] = float((o.detach().float() - wanted).abs().max() / wanted.abs().max())
             row |= milliseconds(work, Timing(rep=rep)).fields()
         except torch.cuda.OutOfMemoryError:
             row["error"] = "out of memory"
