@@ -481,7 +481,7 @@ def test_choices_are_close_for_lengths_that_nobody_measured() -> None:
 def test_regret_compares_what_was_measured() -> None:
     case = Case("a", "random", 1, 8192, 8192, 4, 16, 128, 128, 16, 64, "bfloat16")
     times = {GROUP: 2.0, "sdpa-packed": 1.0}
-    choice = regret.choose(regret.PolicyInput(case, "fwd"), times, settings_for(H200), "measured")
+    choice = regret.choose(regret.Asked(case, "fwd"), times, settings_for(H200), "measured")
     assert (choice.picked, choice.best, choice.regret) == (GROUP, "sdpa-packed", 1.0)
     assert "100.0%" in regret.misses([choice])
     assert regret.summary([choice]).startswith("0.0% of 1 within 10%")
