@@ -31,9 +31,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa_sel.backends import _driver
 from nsa_sel.backends._buffers import allocator, contiguous
 from nsa_sel.backends._driver import clear, ready, start_all, stream_of, thread
-from nsa_sel.core.call import REPEATED, Call
-from nsa_sel.core.workspace import ALIGNMENT
+from nsa_sel.core.transforms import REPEATED
 
+# nsa_sel.core.call.Call, not imported: it holds a selection, whose ranges a recorded kernel makes, which would be an import circle.
+Call = Any
+ALIGNMENT = 256  # bytes between tensors in one buffer: enough for TMA and 16-byte loads
 _fills = torch._C._get_deterministic_algorithms  # if True, PyTorch fills new tensors
 TRIES = 3  # recording attempts per class after its first pass: a pass that compiles cannot be recorded
 LEAST_ADDRESS = 1 << 32  # arguments of at least this value are addresses
@@ -171,7 +173,7 @@ def replayed(
 
 
 def recorded(
-    known: dict[Any, Any], key: Any, inputs: Sequence[Tensor | None], work: Callable[[], Any], call: Call | None = None, plan: bool = False
+    known: dict[Any, Any], key: Any, inputs: Sequence[Tensor | None], work: Callable[[], Any], call: Call = None, plan: bool = False
 ) -> Any:
     """Return `work()`, run or replayed.
 
@@ -211,12 +213,11 @@ def recorded(
     return result
 
 
-def _play(recording: Recording, inputs: list[int], call: Call | None) -> Any:
+def _play(recording: Recording, inputs: list[int], call: Call) -> Any:
     """Replay a pass and return its result, or None if the driver refuses a launch.
 
     Builds a table of argument values: addresses of inputs, outputs, temporaries and tensors of plans; addresses at an
-    offset within
-    these; tensor maps; packed constants.
+    offset within these; tensor maps; packed constants.
     """
     number, device, make, outputs_of, scratch_bytes, plans_of, offsets, maps_of, constants, cleared, steps, _, plan_of = recording
     stream = stream_of(device)

@@ -6,12 +6,12 @@ If the device's profile has no costs, or none for the request, the profile's ord
 from __future__ import annotations
 
 from nsa_sel.backends.specs import SPECS
-from nsa_sel.core.decision import Case, Policy
+from nsa_sel.core.backend import Policy, PolicyInput
 from nsa_sel.core.request import FEW_TOKENS
 from nsa_sel.policies import cost, guards, rules
 
 
-def preference(case: Case) -> tuple[str, ...]:
+def preference(case: PolicyInput) -> tuple[str, ...]:
     """Return the order of preference for this direction: measured if the device has a profile, else conservative.
 
     Empty for "choose" requests, which use the registry's order. On a GPU, prefills outside the cost models use
@@ -29,7 +29,7 @@ def preference(case: Case) -> tuple[str, ...]:
     return settings.prefer_forward if case.direction == "forward" else settings.prefer_backward
 
 
-def unpredicted(case: Case) -> str | None:
+def unpredicted(case: PolicyInput) -> str | None:
     """Return what puts the request outside all cost models; None if it is inside, or if the profile has no costs."""
     return cost.beyond_models(case.request) if case.settings.costs else None
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from nsa_sel.core.backend import Offer, Reason
-from nsa_sel.core.decision import Case
+from nsa_sel.core.backend import Offer, PolicyInput, Reason
 
 
-def device_rule(case: Case, offer: Offer) -> tuple[Reason, ...]:
+def device_rule(case: PolicyInput, offer: Offer) -> tuple[Reason, ...]:
     """Refuse Triton on devices whose profile disables it (ADR-2025-08-M4-02 on SM 8.9), for attending and choosing.
 
     Only NSA_TRITON_SEL_FORCE=1 overrides the rule.
@@ -18,13 +17,13 @@ def device_rule(case: Case, offer: Offer) -> tuple[Reason, ...]:
     return (Reason("device-rule", "disabled", "device.sm", case.device.sm, f"another: {off.rule}", remedy),)
 
 
-def switches(case: Case, offer: Offer) -> tuple[Reason, ...]:
+def switches(case: PolicyInput, offer: Offer) -> tuple[Reason, ...]:
     """Refuse a backend that a setting disables."""
     off = [switch for switch in offer.backend.switches if not getattr(case.settings, switch.setting)]
     return tuple(Reason(switch.code, "disabled", f"settings.{switch.setting}", False, True, switch.remedy) for switch in off)
 
 
-def triton_flags(case: Case, offer: Offer) -> tuple[Reason, ...]:
+def triton_flags(case: PolicyInput, offer: Offer) -> tuple[Reason, ...]:
     """Refuse Triton where flags or configuration disable it."""
     settings, request = case.settings, case.request
     if offer.backend.framework != "triton":
@@ -48,14 +47,14 @@ def triton_flags(case: Case, offer: Offer) -> tuple[Reason, ...]:
     return tuple(reasons)
 
 
-def no_triton_on_cpu(case: Case, offer: Offer) -> tuple[Reason, ...]:
+def no_triton_on_cpu(case: PolicyInput, offer: Offer) -> tuple[Reason, ...]:
     """Refuse Triton's interpreter on a CPU unless it is forced: it is for tests, and every CPU backend is faster."""
     if offer.backend.framework != "triton" or case.device.kind != "cpu":
         return ()
     return (Reason("triton-on-cpu", "slower", "device.kind", "cpu", "cuda", "force it by name to run the interpreter"),)
 
 
-def min_length(case: Case, offer: Offer) -> tuple[Reason, ...]:
+def min_length(case: PolicyInput, offer: Offer) -> tuple[Reason, ...]:
     """Apply the min-L gate of Triton and CUDA kernels on a GPU: rows must select at least `sel_triton_min_L` keys.
 
     Compares the measured average if `Selection.measure` ran, else the bound of the longest row.
