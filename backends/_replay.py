@@ -33,7 +33,8 @@ from nsa_sel.backends._buffers import allocator, contiguous
 from nsa_sel.backends._driver import clear, ready, start_all, stream_of, thread
 from nsa_sel.core.transforms import REPEATED
 
-# nsa_sel.core.call.Call, not imported: it holds a selection, whose ranges a recorded kernel makes, which would be an import circle.
+# nsa_sel.core.call.Call, not imported: it holds a selection, whose ranges a recorded kernel makes, which would be an
+# import circle.
 Call = Any
 ALIGNMENT = 256  # bytes between tensors in one buffer: enough for TMA and 16-byte loads
 _fills = torch._C._get_deterministic_algorithms  # if True, PyTorch fills new tensors
@@ -115,8 +116,7 @@ def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *n
     with this key.
 
     During a CUDA graph capture the plan is built every time: a graph replay must follow ranges written since the
-    capture, and a plan
-    built in a capture holds no data until the graph is replayed.
+    capture, and a plan built in a capture holds no data until the graph is replayed.
     """
     if call.capturing():
         return KeptPlan(build(call, *numbers))

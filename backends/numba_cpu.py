@@ -138,7 +138,8 @@ def _flat(tensor: Tensor, dtype: torch.dtype) -> Operand:
 def _parallel(kernel: Callable[..., None], items: int, work: int, *args: Any) -> None:
     """Run kernel(first, last, *args) over chunks of range(items) on torch's number of threads.
 
-    work: multiply-adds in total. A chunk has at least half of `_SMALL` of them, because starting one takes microseconds.
+    work: multiply-adds in total. A chunk has at least half of `_SMALL` of them, because starting one takes
+    microseconds.
     """
     threads = torch.get_num_threads() if work > _SMALL else 1
     if threads == 1:

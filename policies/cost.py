@@ -209,9 +209,9 @@ def modelled(backend: Backend, request: Request, backward: bool) -> bool:
     """Return whether the backend's cost model covers the request.
 
     Not covered: requests outside all models (`beyond_models`); calls that the backend's tile kernels do not take,
-    because other kernels
-    run; and calls that were not measured: paged caches that the backend does not read itself, prefills over small
-    pages, choosing for one query per sequence or without attention. Calls over quantized caches have their own models.
+    because other kernels run; and calls that were not measured: paged caches that the backend does not read itself,
+    prefills over small pages, choosing for one query per sequence or without attention. Calls over quantized caches
+    have their own models.
     """
     if beyond_models(request):
         return False

@@ -4,8 +4,7 @@
 //   delta = sum(do * o) - dlse,  p = 2^(c q k^T - lse),  ds = p * (do v^T - delta),  dq = scale * sum_j ds_j k_j
 //
 // WITH_O: for compressed keys or a window a tile has few steps, so loading o from memory for delta would take much of
-// its time; o then comes
-//   through TMA with do.
+// its time; o then comes through TMA with do.
 // do is held in registers as the operand of do v^T, so that wgmma reads half as much shared memory, and do (and o) of
 // the next tile can be loaded as soon as this one's are read. q of the next tile has its own stage.
 #include "token_tiles.cuh"

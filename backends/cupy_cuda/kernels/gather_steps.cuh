@@ -3,12 +3,13 @@
 //
 // A unit is one load: a block, or KEYS keys of a larger block. Units of smaller blocks fill a step in the order of the
 // tile's list, partial blocks first (token_tiles.cuh); missing units of the last step hold zeros. One bit per (token,
-// unit) tells whether the token selected the unit; for blocks of KEYS keys or more, one bit per token. Keys have one
-// stage more than values, because a step's first GEMM starts together with the second GEMM of the step before.
+// unit) tells whether the token selected the unit; for blocks of KEYS keys or more, one bit per token.
+// Keys have one stage more than values, because a step's first GEMM starts together with the second GEMM of the step
+// before.
 //
 // Producer warps: warp 0 loads K, warp 1 loads q and V. Units of 8 keys or more come through TMA: a box is eight keys
-// with all their columns, or KEYS keys by 64 columns. Boxes of four keys would take longer than the products, so lanes
-// copy such units with cp.async, half of them by warps 2 (V) and 3 (K).
+//   with all their columns, or KEYS keys by 64 columns. Boxes of four keys would take longer than the products, so
+//   lanes copy such units with cp.async, half of them by warps 2 (V) and 3 (K).
 //
 //   BLOCK   keys per block: a divisor of KEYS from 4 on, or a multiple of KEYS
 //   STAGES  stages of K; V has one less

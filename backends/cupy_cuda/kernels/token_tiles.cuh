@@ -2,25 +2,23 @@
 // share.
 //
 // Grid: persistent, at most one CTA per multiprocessor; with FEW_TOKENS one CTA per tile, two per multiprocessor. CTAs
-// pull tiles from an
-//   atomic counter, because tiles differ in length.
+//   pull tiles from an atomic counter, because tiles differ in length.
 // Tile: TOKENS = CONSUMERS * TQ tokens of one (b, g) with their H heads; adjacent tokens, or in the order of
-// token_order.cuh. Warpgroups: each of CONSUMERS consumer warpgroups owns a 64-row accumulator: TQ = 64 / H tokens
-// times H heads. In the producer
-//   warpgroup, warp 0 loads K and V of the union of the tile's blocks (tile_plan.cuh), once for all consumers, in steps
-//   of KEYS keys, through a pipeline of STAGES stages. Warp 1 + i loads q (and do) of consumer i, one tile ahead.
-// TMA: all loads of q, do, K and V. Steps: every consumer waits for every step and computes those that one of its
-// tokens selected. Rows that did not select the step's block
-//   are masked by shifting their logits to -inf, at no per-element cost.
+//   token_order.cuh.
+// Warpgroups: each of CONSUMERS consumer warpgroups owns a 64-row accumulator: TQ = 64 / H tokens times H heads. In the
+//   producer warpgroup, warp 0 loads K and V of the union of the tile's blocks (tile_plan.cuh), once for all consumers,
+//   in steps of KEYS keys, through a pipeline of STAGES stages. Warp 1 + i loads q (and do) of consumer i, one tile
+//   ahead.
+// TMA: all loads of q, do, K and V.
+// Steps: every consumer waits for every step and computes those that one of its tokens selected. Rows that did not
+//   select the step's block are masked by shifting their logits to -inf, at no per-element cost.
 // Pages: hold whole steps. The page of a block's first key is read with the block; later pages are read in turn if some
-// row sees a key in
-//   them. Otherwise the step's page is -1, for which TMA loads zeros.
+//   row sees a key in them. Otherwise the step's page is -1, for which TMA loads zeros.
 // Masks: a tile's steps begin with its partial blocks, which the causal clamp, a window or the end of the cache cuts
-// for some row. They
-//   take a per-element mask, and keys that no row sees are zeroed in shared memory, because 0 * NaN is NaN. Whole
-//   blocks follow, which every row of the tile sees up to their last key: no mask.
+//   for some row. They take a per-element mask, and keys that no row sees are zeroed in shared memory, because 0 * NaN
+//   is NaN. Whole blocks follow, which every row of the tile sees up to their last key: no mask.
 // One head: two consumers own the same 64 tokens, because the union of 128 tokens is longer, and alternate steps
-// (IN_TURNS).
+//   (IN_TURNS).
 //
 //   H          heads per group (1 to 64)
 //   CONSUMERS  consumer warpgroups
