@@ -1,9 +1,9 @@
-// The arguments of a call, and a row's limit and clamped ranges. All kernels compute:
+// The arguments of a call, a row's limit and its clamped ranges, and the formulas of all kernels.
 //
 // With logits s = scale * q k^T over the selected keys of a row, L = log sum_j exp(s_j) and p = exp(s - L):
 //   forward    o = sum_j p_j v_j
-//   backward   delta = sum(do * o) - dL,  ds = p * (do v^T - delta),  dq = scale * ds k,  dk = scale * ds^T q,  dv =
-//              p^T do
+//   backward   delta = sum(do * o) - dL,  ds = p * (do v^T - delta),  dq = scale * ds k,  dk = scale * ds^T q,
+//              dv = p^T do
 // Kernels compute in base 2 with c = scale * log2 e, because exp2 is one instruction. lse in memory is a natural
 // logarithm.
 //
