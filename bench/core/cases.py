@@ -85,11 +85,6 @@ def parallel_cases() -> list[Case]:
     ]
 
 
-def least_bytes(case: Case) -> int:
-    """Bytes of the keys and values of all rows' blocks, each row's read once: what a decoding step cannot avoid."""
-    return case.B * case.S * case.G * case.n * case.block * (case.Dk + case.Dv) * DTYPES[case.dtype].itemsize
-
-
 def few_token_cases() -> list[Case]:
     """Several new tokens a sequence, as speculative decoding checks them: one stream to a large batch, and one group of 128-key blocks."""
     sizes = (  # B, S, S_kv, G, h, D, block

@@ -11,7 +11,6 @@ import pytest
 from typer.testing import CliRunner
 
 from nsa_sel import explain_request
-from nsa_sel.bench.report import report
 from nsa_sel.bench.tune import command, costs
 from nsa_sel.bench.tune.costs import ROWS, wanted
 from nsa_sel.bench.tune.kernel_configs import Report
@@ -110,7 +109,6 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that nobody has measured, and times for all that is measured on it."""
     fake_gpu(monkeypatch, UNKNOWN)
     monkeypatch.setattr(registry, "missing", lambda name: ())  # everything is installed
-    monkeypatch.setattr(report, "device_of", lambda name: UNKNOWN)
 
 
 def plan(backend: str | None = None, way: Way | None = None, *, quick: bool = False, **sizes: int) -> command.Plan:
@@ -122,36 +120,25 @@ def ignore(what: str, share: float) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_one_command_ends_with_a_profile_that_is_used_and_a_report_that_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "png", lambda figure, theme, file, title: file.touch())  # drawing takes most of the time
+def test_one_command_ends_with_a_profile_that_is_used() -> None:
     chosen = plan()
     assert len(chosen.costs) == len(wanted(UNKNOWN, WAYS))
     some = chosen._replace(jobs=[job for job in chosen.jobs if job.kernel == "triton-tile/forward"][:1])
     words = some.text()
     assert words.index("first the threshold") < words.index("configs to measure") < words.index("then, with the configs that won")
     assert f"{len(chosen.costs)} times of {', '.join(costs.BACKENDS)}, choose-triton, choose-torch on 54 cases" in words
-    told: list[str] = []
-    done = command.measure(some, 60, False, lambda what, share: told.append(what))
+    done = command.measure(some, 60, False, ignore)
     assert done.costs is not None
     assert done.costs_left == 0
-    assert told[-1] == "the report"
     winner = done.report.results[0].winner
     assert winner is not None
     of_tuned = [row for row in json_lines(beside(STAMP, ROWS)) if winner.config_id("triton-tile/forward") in row["launches"]]
     assert {(row["Dk"], row["h"], row["direction"]) for row in of_tuned} == {(128, 16, "fwd")}, "costs are of the configs that won"
     assert explain_request(SHORT, UNKNOWN).forward == explain_request(SHORT, H200).forward
-    page = tuned.file_of(STAMP).with_suffix(".report") / report.DOCUMENT
-    assert done.page == page
-    text = page.read_text()
-    assert UNKNOWN.name in text
-    assert "In force: L = 64" in text
-    assert "; 0 without a time are left out" in text
     words = done.text()
-    assert words.endswith(f"report: {page}")
     assert "triton-tile/backward" in words
     assert "time is up" not in words
     document = json.loads(msgspec.json.encode(done.document()))
-    assert document["page"] == str(page)
     assert set(document["costs"]["models"]) == set(done.costs.models)
 
 
@@ -168,17 +155,11 @@ def test_time_that_is_up_is_told_and_costs_have_their_share(monkeypatch: pytest.
 
     monkeypatch.setattr(command.kernel_configs, "tune", tune_configs)
     monkeypatch.setattr(costs, "measure_costs", no_costs)
-    monkeypatch.setattr(command, "_page", lambda stamp, tell: None)
     chosen = plan()
     for minutes, kept in ((30, 10), (600, 20)):
         done = command.measure(chosen, minutes, False, ignore)
         assert given["costs"] - given["configs"] == pytest.approx(60 * kept, abs=10)
     assert f"time is up, 5 kernels and {len(chosen.costs)} times for the costs are left: run the command again" in done.text()
-
-
-@pytest.mark.usefixtures("here")
-def test_without_any_time_there_is_no_report_and_it_says_so() -> None:
-    assert "no report: ROWS is " in command.measure(plan(), 0, False, ignore).text()
 
 
 @pytest.mark.usefixtures("here")

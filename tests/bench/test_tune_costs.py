@@ -106,14 +106,12 @@ def test_the_suite_alone_chooses_as_well_as_all_rows() -> None:
     some = [row for row in rows if cost_fit.case_of(row)[1:] in sizes]
     assert len(some) < 0.8 * len(rows)
     own = replace(settings_for(H200), costs=cost_fit.costs(some, ["the suite's rows"], H200.sm_count))
-    regrets = sorted(choice.regret for choice in regret.choices(rows, own, "counted"))
+    regrets = sorted(choice.regret for choice in regret.choices(rows, H200, own))
     assert sum(found <= 0.10 for found in regrets) >= 0.95 * len(regrets)
     assert regrets[-1] <= 0.35
 
 
 # What a decision makes of it
-
-CALCULATED = "calculated from data sheets and the rows of NVIDIA H200"
 
 
 def test_a_gpu_that_nobody_has_measured_picks_by_predicted_time() -> None:
@@ -145,7 +143,7 @@ def test_a_gpu_that_nobody_has_measured_picks_by_predicted_time() -> None:
     assert after.settings.fingerprint != before.settings.fingerprint
 
 
-@pytest.mark.parametrize(("device", "shipped"), [(H200, "sm90_h200.yaml"), (A100, CALCULATED)])
+@pytest.mark.parametrize(("device", "shipped"), [(H200, "sm90_h200.yaml"), (A100, "sm90_h200.yaml (assumed)")])
 def test_they_go_before_a_profiles_and_leave_the_ways_that_were_not_measured(device: DeviceInfo, shipped: str) -> None:
     before = settings(device=device)
     assert before.sources["costs"] == shipped
