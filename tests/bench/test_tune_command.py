@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,45 +12,20 @@ from typer.testing import CliRunner
 from nsa_sel import explain_request
 from nsa_sel.bench.tune import command, costs
 from nsa_sel.bench.tune.costs import ROWS, wanted
-from nsa_sel.bench.tune.kernel_configs import Report
-from nsa_sel.bench.tune.resume import Run
-from nsa_sel.bench.tune.search_space import CASES, SPACES, committed_settings
+from nsa_sel.bench.tune.search_space import CASES, SPACES
 from nsa_sel.bench.tune.tuned_file import beside
 from nsa_sel.cli.app import app
 from nsa_sel.core import registry
-from nsa_sel.core.request import DeviceInfo
 from nsa_sel.settings import tuned
-from nsa_sel.settings.config import settings_for, shipped_configs
 from nsa_sel.settings.schema import WAYS, Way
 from nsa_sel.settings.tuned import stamp_of
 from tests.helpers import policy_cases
-from tests.helpers.policy_cases import H200, RTX4090, SHORT, replace
+from tests.helpers.policy_cases import H200, SHORT, replace
 from tests.helpers.tune_cases import fake_gpu, json_lines, some_jobs
 
 pytestmark = pytest.mark.usefixtures("tuned_folder")
 UNKNOWN = replace(policy_cases.UNKNOWN, sm_count=H200.sm_count)  # as many as the times of `priced` are for
 STAMP = stamp_of(UNKNOWN)
-
-
-def test_winners_must_beat_the_committed_configs_not_a_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    own = "provenance: mine\nkernels: {triton-tile/dq: {loads: pointer, block_l: 16, num_warps: 1, num_stages: 1}}\n"
-    (tmp_path / "own.yaml").write_text(own)
-    monkeypatch.setenv("NSA_SEL_CONFIG", str(tmp_path / "own.yaml"))
-    assert settings_for(H200).kernels["triton-tile/dq"].block_l == 16
-    shipped = shipped_configs()
-    assert committed_settings(H200).kernels == {**shipped["base.yaml"].kernels, **shipped["sm90_h200.yaml"].kernels}
-
-
-def test_it_says_when_what_is_found_will_not_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def note(device: DeviceInfo) -> str | None:
-        return command.Plan(device, settings_for(device), []).note
-
-    assert note(H200) is None
-    assert "ADR-2025-08-M4-02 keeps Triton off" in str(note(RTX4090))
-    monkeypatch.setenv("NSA_TRITON_SEL_FORCE", "1")
-    assert note(RTX4090) is None
-    monkeypatch.setenv("NSA_SEL_AUTOTUNE", "off")
-    assert "is ignored" in str(note(H200))
 
 
 def invoke(*arguments: str) -> Any:
@@ -140,29 +114,3 @@ def test_one_command_ends_with_a_profile_that_is_used() -> None:
     assert "time is up" not in words
     document = json.loads(msgspec.json.encode(done.document()))
     assert set(document["costs"]["models"]) == set(done.costs.models)
-
-
-@pytest.mark.usefixtures("here")
-def test_time_that_is_up_is_told_and_costs_have_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, float] = {}
-
-    def tune_configs(run: Run, jobs: Any, measure: Any) -> Report:
-        given["configs"] = run.deadline
-        return Report(tuned.file_of(run.stamp), (), 5, 0, ())
-
-    def no_costs(run: Run, device: Any, measure: Any, ways: Any) -> None:
-        given["costs"] = run.deadline
-
-    monkeypatch.setattr(command.kernel_configs, "tune", tune_configs)
-    monkeypatch.setattr(costs, "measure_costs", no_costs)
-    chosen = plan()
-    for minutes, kept in ((30, 10), (600, 20)):
-        done = command.measure(chosen, minutes, False, ignore)
-        assert given["costs"] - given["configs"] == pytest.approx(60 * kept, abs=10)
-    assert f"time is up, 5 kernels and {len(chosen.costs)} times for the costs are left: run the command again" in done.text()
-
-
-@pytest.mark.usefixtures("here")
-def test_a_quick_look_and_sizes_of_ones_own_measure_no_costs() -> None:
-    assert plan(quick=True).costs == plan(h=3).costs == plan("triton-tile").costs == ()
-    assert {row["direction"] for row in plan(way="backward").costs} == {"bwd"}
