@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
+from nsa_sel.oracle import oracle_forward
 from nsa_sel.selection import Selection
-from tests.helpers.cases import DISTRIBUTIONS, make_blocks, make_qkv, make_spans
+from tests.helpers.cases import DISTRIBUTIONS, cut_spans, make_blocks, make_qkv, make_spans
 from tests.helpers.pairwise import pairwise
 from tests.helpers.parity import attend, check_both, check_forward
 
@@ -15,10 +18,16 @@ RANGES = ("triton-group", "triton-token")
 BLOCKS = ("triton-tile", "triton-block")  # of whole blocks alone
 every = pytest.mark.parametrize("backend", [*RANGES, *BLOCKS])
 DIMS = [(64, 64), (64, 128), (128, 64), (128, 128)]
-# Any two of (distribution, L, head dims, heads) meet in a case; make gpu-test-full runs the whole product.
-MATRIX = [
-    *pairwise(["triton-group"], DISTRIBUTIONS, [64, 128, 256, 512], DIMS, [2, 8]),
+LENGTHS, HEADS = [64, 128, 256, 512], [2, 8]
+# Any two of (distribution, L, head dims, heads) meet in a case; make test-thorough and make gpu-test-full run the whole product.
+USUAL = [
+    *pairwise(["triton-group"], DISTRIBUTIONS, LENGTHS, DIMS, HEADS),
     *pairwise(["triton-token"], DISTRIBUTIONS, [64, 256], [(64, 128)], [2]),
+]
+MATRIX = [
+    *USUAL,
+    *(pytest.param(*case, marks=pytest.mark.thorough)
+      for case in itertools.product(RANGES, DISTRIBUTIONS, LENGTHS, DIMS, HEADS) if case not in USUAL),
     *((name, block, L, dims, h) for name in BLOCKS
       for (L, block), dims, h in pairwise([(64, 64), (128, 16), (256, 32), (512, 128)], DIMS, [2, 8])),
 ]  # fmt: skip
@@ -31,8 +40,10 @@ def test_forward_matrix(backend: str, kind: str | int, L: int, dims: tuple[int, 
     if isinstance(kind, int):
         selection = make_blocks(1, 2, 1, L + 88, L // kind, kind)
     else:
-        selection = Selection.from_ranges(make_spans(kind, 1, 2, 1, L + 88, L))
+        selection = cut_spans(kind, 1, 2, 1, L + 88, L)
     check_forward(backend, q, k, v, selection)
+    o, exact = attend(backend, q, k, v, selection)[0], oracle_forward(q, k, v, selection.ranges)[0]
+    assert float((o.double() - exact).abs().mean()) <= 1e-6
 
 
 # Heads of triton-token are programs of their own: 16 of them are no other case than 12, and 70 neither.

@@ -12,7 +12,7 @@ import nsa_sel
 from nsa_sel.core import registry
 from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
-from tests.helpers.cases import edge_block_lists, edge_selections, make_blocks, make_grads, make_qkv, make_spans
+from tests.helpers.cases import cut_spans, edge_block_lists, edge_selections, make_blocks, make_grads, make_qkv, make_spans
 from tests.helpers.gpus import needs
 from tests.helpers.parity import attend, check_both, check_deterministic, check_forward, check_poison
 from tests.helpers.poison import check_empty_rows, check_one_row, rows_with_holes, selected, through
@@ -39,10 +39,10 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def rows_of(backend: str, kind: str, S: int, G: int, S_kv: int, L: int) -> Selection:
-    """A selection of L keys a row: spans, or for a backend of whole blocks as many keys in blocks (few: 2 wide, many: 16 keys each)."""
+    """A selection of L keys a row: spans, or for a backend of whole blocks as many keys in blocks (few: 2; many: 8, of at least 16)."""
     if not registry.backends()[backend].limits.block_aligned_only:
-        return Selection.from_ranges(make_spans(kind, 1, S, G, S_kv, L, device="cuda"))
-    block_size = {"few": L // 2, "many": 16, "mixed": 32}[kind]
+        return cut_spans(kind, 1, S, G, S_kv, L, device="cuda")
+    block_size = {"few": L // 2, "many": max(16, L // 8), "mixed": 32}[kind]
     return make_blocks(1, S, G, S_kv, L // block_size, block_size, device="cuda")
 
 

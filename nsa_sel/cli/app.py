@@ -306,8 +306,8 @@ def _in_words(body: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-for _body in bench_door.commands():
-    app.command()(_in_words(_body))
+for _body, _class in bench_door.commands():
+    app.command(cls=_class)(_in_words(_body))
 
 
 def _device(where: Where) -> torch.device:

@@ -131,7 +131,7 @@ def counterfactuals(decision: Decision) -> tuple[str, ...]:
         changed = msgspec.structs.replace(decision.request, **lifted)
         again = make_decision(changed, decision.device, load_policy(decision.policy), decision.settings, decision.offers)
         if again.forward == verdict.backend:
-            names = {"max_length": "L"}
+            names = {"max_length": "L", "mean_length": "mean L"}
             terms = [f"{names.get(field, field)} >= {value}" for field, value in lifted.items()]
             here = [f"{names.get(field, field)} = {getattr(decision.request, field)}" for field in lifted]
             sentences.append(f"{verdict.backend} would be picked from {' and '.join(terms)}; here {', '.join(here)}")

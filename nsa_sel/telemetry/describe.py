@@ -29,9 +29,10 @@ def describe(decision: Decision, columns: int = 0) -> str:
     block = f", block {request.block_size}" if request.block_size else ""
     block += f", pages of {request.page_size} keys" if request.page_size else ""
     block += f", quantized KV cache ({request.quantized})" if request.quantized else ""
+    mean = "" if request.mean_length is None else f", {request.mean_length} on average"
     lines = [
         f"request   B={request.B} S={request.S} S_kv<={request.S_kv} G={request.G} h={request.h} Dk={request.Dk} Dv={request.Dv}"
-        f" n={request.n}{block}, at most {request.max_length} keys a row (L), {request.dtype},"
+        f" n={request.n}{block}, at most {request.max_length} keys a row (L){mean}, {request.dtype},"
         f" gradients {'needed' if request.needs_grad else 'not needed'}",
         f"device    {device.name}" + (f", SM {device.sm // 10}.{device.sm % 10}" if device.sm else ""),
         f"forward   {decision.forward or 'nothing may run it'}",

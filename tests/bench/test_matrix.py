@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from nsa_sel.bench import bench_sel_triton, sel_threshold_from_csv
+from nsa_sel.bench import bench_sel_triton, command, sel_threshold_from_csv
 from nsa_sel.bench.bench_sel_triton import SEED, SEED_DECODE, from_csv
 from nsa_sel.bench.core import store
 from nsa_sel.bench.core.cases import Case, length_of, make_selection, span_case
@@ -111,7 +112,7 @@ def test_every_flag_on_a_cpu(instant: list[Timing], tmp_path: Path, monkeypatch:
     assert len(from_csv(tmp_path / "all.csv")) == len(dense) + len(varlen) == len(rows)
     assert "| few-N8-H2-D16-Dv8-L16" in (tmp_path / "out" / "report.md").read_text()
 
-    decoding = ("--decode", 1, "--N", 3, "--H", 2, "--D", 16, "--Dv", 8, "--L_list", 64)
+    decoding = ("--decode", "--N", 3, "--H", 2, "--D", 16, "--Dv", 8, "--L_list", 64)
     assert script(monkeypatch, *decoding, *flags) == 0
     assert {row["direction"] for row in from_csv(tmp_path / "out" / "decode.csv")} == {"decode"}
     assert {row["direction"] for row in from_csv(tmp_path / "all.csv")} == {"decode"}  # the command's own rows
@@ -161,6 +162,17 @@ def test_nsa_sel_bench_measures_both_matrices(tmp_path: Path) -> None:
         assert refused.exit_code == 2
         assert isinstance(refused.exception, SystemExit)
         assert words in refused.output
+
+
+def test_nsa_sel_bench_takes_the_flags_of_the_script(tmp_path: Path) -> None:
+    flags = [set(inspect.signature(function).parameters) for function in (bench_sel_triton.main, command.bench)]
+    assert flags[0] <= flags[1]
+    for decode in (("--decode",), ("--decode", 1)):
+        unused = bench(tmp_path, *decode, "--dist", "few")
+        assert (unused.exit_code, "--dist is 'few'; allowed: none with --decode" in unused.output) == (2, True)
+    refused = bench(tmp_path, "--suite", "performance", "--quick", "--dist", "few", "--decode", 1)
+    assert refused.exit_code == 2
+    assert "--dist, --decode" in refused.output
 
 
 @pytest.mark.usefixtures("instant")

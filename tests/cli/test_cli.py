@@ -132,7 +132,7 @@ class TestExplain:
         ]
         expected = {"B": 2, "S": 1, "S_kv": 512, "G": 3, "h": 5, "Dk": 24, "Dv": 40, "n": 7, "block_size": None}
         expected |= {"max_length": 99, "dtype": "float32", "needs_grad": True, "aligned": True, "sharing": None, "page_size": 16}
-        expected |= {"quantized": None, "kind": "attend", "compress": None, "pool": None, "counted": False}
+        expected |= {"quantized": None, "kind": "attend", "compress": None, "pool": None, "counted": False, "mean_length": None}
         assert request == expected
         assert "at most 99 keys a row (L)" in invoke("explain", "--L", 99).output
         assert ask("explain", "--S", 1, "--quantized", "e4m3/head")["request"]["quantized"] == "e4m3/head"

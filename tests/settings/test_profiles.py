@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -317,6 +319,13 @@ def test_every_committed_row_by_length_decides_the_thresholds_of_the_h200() -> N
 def files_of(rows: list[Row], files: dict[str, list[Row]]) -> str:
     """The name of the file that holds these rows."""
     return next(name for name, found in files.items() if found is rows)
+
+
+@pytest.mark.parametrize("name", sorted(PROFILES))
+def test_commands_that_profiles_name_exist(name: str) -> None:
+    text = " ".join((ROOT / name).read_text().split())
+    for module, script in re.findall(r"python (?:-m ([\w.]+)|(\S+\.py))", text):
+        assert find_spec(module) if module else (ROOT / script).is_file(), module or script
 
 
 def test_a_threshold_needs_the_margin_at_every_longer_length() -> None:
