@@ -15,16 +15,15 @@ from torch import distributed as dist
 
 from nsa_sel.attention_layer import NSAttention
 from nsa_sel.compressed import compressed_attention
-from nsa_sel.core import transforms
 from nsa_sel.core.arguments import check_flag
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.gating import gated_sum
 from nsa_sel.distributed import cost
-from nsa_sel.distributed.agreement import Agreed, between_exchanges, group_of
-from nsa_sel.distributed.context import attend_within, check_exchange
+from nsa_sel.distributed.agreement import group_of
+from nsa_sel.distributed.context import check_exchange, selected_branch
 from nsa_sel.distributed.cut import Cut, Ranges, rank_rows
 from nsa_sel.distributed.exchange_near import Reach, Route, with_neighbors
-from nsa_sel.distributed.layer_slice import NAME, Options, Slice, Tensors, begin, own_compressed_keys
+from nsa_sel.distributed.layer_slice import Options, Slice, Tensors, begin, own_compressed_keys
 from nsa_sel.distributed.tensor import layers_of
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
@@ -133,69 +132,49 @@ class ContextOfLayer:
         given = Tensors(q, q_cmp, k_cmp.transpose(1, 2), v_cmp.transpose(1, 2), *others)
         of = begin(given, options, self.group, compressed=False)
         route = _route_before_compression(of.cut, of.rank, layer.rule)
-        with between_exchanges(of.group):
-            near, of.exchanges["before compression"] = with_neighbors([of.tensors.k_cmp], [of.tensors.v_cmp], route, of.group)
-            k_cmp = _joined([layer.compress_k(k.transpose(1, 2)) for k, _ in near], 2)
-            v_cmp = _joined([layer.compress_v(v.transpose(1, 2)) for _, v in near], 2)
+        near = with_neighbors([of.tensors.k_cmp], [of.tensors.v_cmp], route, of.group)
+        k_cmp = _joined([layer.compress_k(k.transpose(1, 2)) for k, _ in near], 2)
+        v_cmp = _joined([layer.compress_v(v.transpose(1, 2)) for _, v in near], 2)
         return _attend(of._replace(tensors=of.tensors._replace(k_cmp=k_cmp, v_cmp=v_cmp)))
 
 
 def _attend(of: Slice) -> Tensor:
-    """The three branches of a checked call, and their gated sum."""
-    window, scale, size = of.options.window, of.options.scale, of.cut.size
-    rows = torch.split(of.tensors.q, size, 1)
-    with between_exchanges(of.group):
-        compressed, selected, near = _branches_with_exchanges(of, rows)
-    parts = zip(compressed, torch.split(selected, size, 1), rows, near, torch.split(of.tensors.gates, size, 1), strict=True)
-    sums = [gated_sum(each, own, sliding_window_attention(x, k, v, window, scale=scale), gate) for each, own, x, (k, v), gate in parts]
-    o = _joined(sums, 1)
-    if o.requires_grad:
-        o.register_hook(functools.partial(_before_backward, of.agreed))  # type: ignore[no-untyped-call]
-    return o
+    """Return the gated sum of the three branches of a checked call."""
+    q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = of.tensors
+    rule, window, scale, backend, exchange, both_ends = of.options
+    cut, size = of.cut, of.cut.size
+    assert scale is not None, "begin() sets it"
 
-
-def _branches_with_exchanges(of: Slice, rows: tuple[Tensor, ...]) -> tuple[list[Tensor], Tensor, list[tuple[Tensor, Tensor]]]:
-    """The compressed branch of each slice, the selected branch of all rows, and keys and values of each slice's window.
-
-    rows: of each slice.
-    """
-    q, q_cmp, _, _, k_slc, v_slc, *_ = of.tensors
-    rule, _, scale, backend, exchange, both_ends = of.options
-    cut, q_pos = of.cut, None
-    assert scale is not None, "begin() fills it in"
-    (k_cmp, v_cmp), *near = _received(of)
-    chosen = []
-    for each, x in zip(cut.held(of.rank), rows if q_cmp is q else torch.split(q_cmp, cut.size, 1), strict=True):
-        seen = rule.compressed_keys(each.stop)
-        k, v = k_cmp[:, :, :seen], v_cmp[:, :, :seen]
-        chosen.append(compressed_attention(x, k, v, scale=scale, S_kv=each.stop, **rule._asdict()))
-    selection = chosen[0][1]
+    # Receive the compressed keys up to the end of the rank's last slice, the window's keys of each slice and, if slices are from both
+    # ends, the selected branch's keys of one contiguous slice, which its exchange takes.
+    keys, values = [k_cmp, k_win], [v_cmp, v_win]
+    if both_ends:
+        keys, values = [*keys, k_slc], [*values, v_slc]
+    route = _route_of_branches(cut, of.rank, rule, window - 1)
+    (k_cmp, v_cmp), *near = with_neighbors(keys, values, route, of.group)
+    q_pos = None
     if both_ends:
         k_slc, v_slc = near.pop()
-        selection = Selection.from_ranges(torch.cat([each.ranges for _, each in chosen], 1), rule.block_size, disjoint=True)
         q_pos = cut.positions(of.rank, q.device)
-    selected = attend_within(of.agreed, q, k_slc, v_slc, selection, q_pos, scale, backend, exchange)
-    of.exchanges["selected branch"] = selected.grad_fn
-    return [o for o, _ in chosen], selected, near
 
+    # The compressed branch of each slice, and the selected branch of all rows.
+    rows = torch.split(q, size, 1)
+    compressed, ranges = [], []
+    for held, x in zip(cut.held(of.rank), rows if q_cmp is q else torch.split(q_cmp, size, 1), strict=True):
+        seen = rule.compressed_keys(held.stop)
+        k, v = k_cmp[:, :, :seen], v_cmp[:, :, :seen]
+        o, selection = compressed_attention(x, k, v, scale=scale, S_kv=held.stop, **rule._asdict())
+        compressed.append(o)
+        ranges.append(selection.ranges)
+    if both_ends:
+        selection = Selection.from_ranges(torch.cat(ranges, 1), rule.block_size, disjoint=True)
+    selected = selected_branch(q, k_slc, v_slc, selection, q_pos, scale, of.group, backend, exchange)
 
-def _before_backward(agreed: Agreed, do: Tensor) -> None:
-    """Before the first of its exchanges: all of them are behind o."""
-    if torch.is_grad_enabled():
-        transforms.refuse_second_derivative(NAME)
-    agreed.before_backward(do.device)
-
-
-def _received(of: Slice) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values: the compressed ones up to the end of the rank's last slice; the window's, of each slice; from both ends those of
-    the selected branch, of one slice a rank, as its exchanges take them."""
-    _, _, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, _ = of.tensors
-    keys, values = [k_cmp, k_win], [v_cmp, v_win]
-    if of.cut.both_ends:
-        keys, values = [*keys, k_slc], [*values, v_slc]
-    route = _route_of_branches(of.cut, of.rank, of.options.rule, of.options.window - 1)
-    near, of.exchanges["keys of slices before"] = with_neighbors(keys, values, route, of.group)
-    return near
+    # The window of each slice, and the sum.
+    slices = zip(compressed, torch.split(selected, size, 1), rows, near, torch.split(gates, size, 1), strict=True)
+    return _joined(
+        [gated_sum(o, o_slc, sliding_window_attention(x, k, v, window, scale=scale), gate) for o, o_slc, x, (k, v), gate in slices], 1
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -207,7 +186,7 @@ def _route_before_compression(cut: Cut, rank: int, rule: Rule) -> Route:
 
 @functools.lru_cache(maxsize=256)
 def _route_of_branches(cut: Cut, rank: int, rule: Rule, before: int) -> Route:
-    """As `_received`; before: keys that a row sees before itself."""
+    """Return the route of the keys that `_attend` receives; before: keys that a row sees before itself."""
 
     def compressed_before(rank: int) -> Ranges:
         return (range(rule.compressed_keys(cut.held(rank)[-1].stop)),)

@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.autograd.graph import Node
 
 from nsa_sel.core import transforms
-from nsa_sel.distributed.agreement import exchanged
 from nsa_sel.distributed.cut import Ranges
 
 
@@ -82,23 +80,22 @@ class Route(NamedTuple):
 
 def with_neighbors(
     keys: Sequence[Tensor], values: Sequence[Tensor], route: Route, group: dist.ProcessGroup
-) -> tuple[list[tuple[Tensor, Tensor]], Node | None]:  # fmt: skip
+) -> list[tuple[Tensor, Tensor]]:  # fmt: skip
     """The keys and values that this rank wants of other ranks and of itself. Every rank calls it, and runs its backward pass.
 
     Args:
         keys, values: pairs of k [B,G,held,Dk] and v [B,G,held,Dv], of this rank's ranges in turn. One collective sends all of them.
         route: of these pairs, in turn.
-        group: of ranks that make the same call, and the same backward pass: here they do not compare.
+        group: of ranks that make the same call, and the same backward pass.
 
     Returns:
-        For each range that the rank wants of each pair in turn k [B,G,wanted,Dk] and v [B,G,wanted,Dv], differentiable; and the exchange's
-        node in autograd's graph, None without gradients.
+        For each range that the rank wants of each pair in turn k [B,G,wanted,Dk] and v [B,G,wanted,Dv], differentiable.
     """
     k, v = torch.cat([*keys], 2), torch.cat([*values], 2)
     both = torch.cat((k, v), -1).permute(2, 0, 1, 3)
     received: Tensor = _WithNeighbors.apply(both, route, group)  # type: ignore[no-untyped-call]
     near = [each.permute(1, 2, 0, 3) for each in route.in_order(received)]
-    return [(each[..., : k.shape[3]], each[..., k.shape[3] :]) for each in near], received.grad_fn
+    return [(each[..., : k.shape[3]], each[..., k.shape[3] :]) for each in near]
 
 
 def joined(reaches: Sequence[Reach]) -> Reach:
@@ -134,7 +131,6 @@ class _WithNeighbors(torch.autograd.Function):
         for part in (part for each in route.outgoing for part in each):
             total[part.begin : part.begin + part.size].add_(received[begin : begin + part.size])
             begin += part.size
-        exchanged(ctx.group)
         return total.to(dx.dtype), None, None
 
 

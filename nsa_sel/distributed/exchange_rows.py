@@ -22,7 +22,6 @@ from nsa_sel.core.call import Call
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.facts import device_info, request_of
 from nsa_sel.core.request import Request
-from nsa_sel.distributed.agreement import Agreed
 from nsa_sel.distributed.cost import ALIGNED, padded
 from nsa_sel.distributed.exchange_all import all_gather
 from nsa_sel.selection import Selection
@@ -49,24 +48,26 @@ def _whole(selection: Selection, k: Tensor) -> bool:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None, scale: float, agreed: Agreed, request: Request
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None, scale: float, group: dist.ProcessGroup,
+    decision: Decision, request: Request,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o [B,S,G,h,Dv] and lse [B,S,G,h] of this rank's rows q [B,S,G,h,Dk] over all ranks' slices; every rank calls it."""
     if request.needs_grad:
-        return _ContextParallelRows.apply(q, k, v, selection, q_pos, scale, agreed, request)  # type: ignore[no-any-return,no-untyped-call]
-    return _forward(_local_call(q, k, v, selection, q_pos, scale, agreed.group), agreed, request)[:2]
+        rows = _ContextParallelRows.apply(q, k, v, selection, q_pos, scale, group, decision, request)  # type: ignore[no-untyped-call]
+        return rows  # type: ignore[no-any-return]
+    return _forward(_local_call(q, k, v, selection, q_pos, scale, group), group, decision, request)[:2]
 
 
 class _ContextParallelRows(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None, scale: float, agreed: Agreed,
-        request: Request,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None, scale: float, group: dist.ProcessGroup,
+        decision: Decision, request: Request,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        call = _local_call(q, k, v, selection, q_pos, scale, agreed.group)
-        o, lse, ctx.decision = _forward(call, agreed, request)
+        call = _local_call(q, k, v, selection, q_pos, scale, group)
+        o, lse, ctx.decision = _forward(call, group, decision, request)
         ctx.save_for_backward(call.q, k, v, o, lse, call.q_pos)
-        ctx.facts, ctx.agreed = (call.selection, scale, call.settings, call.device), agreed
+        ctx.facts, ctx.group = (call.selection, scale, call.settings, call.device), group
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -79,15 +80,12 @@ class _ContextParallelRows(torch.autograd.Function):
         rows = *lse.shape[1:], q.shape[-1]
         do = torch.zeros_like(o) if do is None else do  # the other ranks wait for them
         dlse = torch.zeros_like(lse) if dlse is None else dlse
-        group = ctx.agreed.group
-        ctx.agreed.before_backward(q.device)
-        do, o, lse, dlse = _gather_rows([do, o, lse, dlse], group)
+        do, o, lse, dlse = _gather_rows([do, o, lse, dlse], ctx.group)
         call = Call(q, k, v, selection, positions, scale, settings, device)
         dq, dk, dv = run.gradients(call, ctx.decision, o.contiguous(), lse.contiguous(), do, dlse)
-        shares = _return_parts(_by_rank(dq, group).contiguous(), group)
-        ctx.agreed.after_backward()
+        shares = _return_parts(_by_rank(dq, ctx.group).contiguous(), ctx.group)
         total = shares.sum(0, dtype=torch.promote_types(dq.dtype, torch.float32)).to(dq.dtype)
-        return total.view(len(total), *rows), dk, dv, *(None,) * 5
+        return total.view(len(total), *rows), dk, dv, *(None,) * 6
 
 
 def _local_call(q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None, scale: float, group: Any) -> Call:
@@ -111,10 +109,9 @@ def _local_call(q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Te
     return call
 
 
-def _forward(call: Call, agreed: Agreed, request: Request) -> tuple[Tensor, Tensor, Decision]:
+def _forward(call: Call, group: dist.ProcessGroup, decision: Decision, request: Request) -> tuple[Tensor, Tensor, Decision]:
     """Attend with all ranks' rows to this slice, return the parts, and merge this rank's: o, lse and the decision that ran."""
-    group = agreed.group
-    o, lse, decision = run.run_forward(Decided(call, agreed.decision, request))
+    o, lse, decision = run.run_forward(Decided(call, decision, request))
     rows = o.shape[1] // dist.get_world_size(group), *o.shape[2:]
     received = _return_parts(packed([_by_rank(o, group), _by_rank(lse, group)]), group)
     part_o, part_lse = unpacked(received, [(o.dtype, rows), (lse.dtype, rows[:-1])])

@@ -1,25 +1,20 @@
-"""One rank's part of a layer's call: its tensors and options, checked, and agreed on with the other ranks before anything is exchanged."""
+"""One rank's part of a layer's call: its tensors and options, checked before anything is exchanged."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.autograd.graph import Node
 
 from nsa_sel.branches import check_branches
 from nsa_sel.core import transforms
 from nsa_sel.core.arguments import check_flag, check_tensors
 from nsa_sel.core.check_choose import check_choose
-from nsa_sel.core.choose import request_of
 from nsa_sel.core.choose_call import Rule
-from nsa_sel.core.decide import forced
-from nsa_sel.core.facts import device_info, is_aligned
 from nsa_sel.distributed import cost
-from nsa_sel.distributed.agreement import Agreed, agree, begin_call, group_of
+from nsa_sel.distributed.agreement import compare_call, group_of
 from nsa_sel.distributed.context import check_exchange
 from nsa_sel.distributed.cut import Cut, Ranges
 from nsa_sel.errors import ArgumentError
@@ -58,17 +53,7 @@ class Slice(NamedTuple):
     tensors: Tensors
     options: Options
     cut: Cut
-    agreed: Agreed
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return self.agreed.group
-
-    @property
-    def exchanges(self) -> dict[str, Node | None]:
-        """That the call has made, as of `Agreed`."""
-        assert self.agreed.exchanges is not None
-        return self.agreed.exchanges
+    group: dist.ProcessGroup
 
     @property
     def rank(self) -> int:
@@ -76,7 +61,7 @@ class Slice(NamedTuple):
 
 
 def begin(given: Tensors, options: Options, group: Any, *, compressed: bool) -> Slice:
-    """Check this rank's arguments, and agree with the other ranks.
+    """Check this rank's arguments, and compare them with the other ranks' where `compare_call` does.
 
     Args:
         given: dense tensors of any sizes.
@@ -90,7 +75,6 @@ def begin(given: Tensors, options: Options, group: Any, *, compressed: bool) -> 
     check_tensors(**given._asdict())
     transforms.check_eager(NAME, *given)
     group = group_of(group, NAME)
-    begin_call(group)
     check_exchange(options.exchange)
     cast = Tensors._make((*transforms.in_autocast_dtype(*given[:8]), given.gates))
     given = cast._replace(q_cmp=cast.q) if given.q_cmp is given.q else cast
@@ -105,17 +89,14 @@ def begin(given: Tensors, options: Options, group: Any, *, compressed: bool) -> 
         allowed = f"{own}: those that begin in this rank's {S} keys, and end in the sequence"
         raise ArgumentError("k_cmp", f"of {k_cmp.shape[2]} compressed keys", allowed, "compress them with the first keys of the next slice")
     k_all, v_all = (_of_all_ranks(x, options.rule.compressed_keys(ranks * S)) for x in (k_cmp, v_cmp))
-    _, S_kv, scale, _ = check_choose(q_cmp, k_all, v_all, options.rule, options.scale, None, ranks * S, fake=False)
+    _, _, scale, _ = check_choose(q_cmp, k_all, v_all, options.rule, options.scale, None, ranks * S, fake=False)
     options = options._replace(scale=scale)
-    grads = [name for name, x in given._asdict().items() if x.requires_grad and torch.is_grad_enabled()]
-    request = msgspec.structs.replace(request_of(q_cmp, k_all, v_all, options.rule, S_kv, bool(grads)), aligned=True)
-    facts = dict[str, Any](
-        window=options.window, scale=scale, exchange=options.exchange, compressed=compressed, grads=", ".join(grads),
-        first=options.rule.first, local=options.rule.local, both_ends=options.both_ends,
-        # With these, all facts of the selected branch, which does not compare its own:
-        selected_backend=options.backend, use_backend=forced(), q_aligned=is_aligned(q.resolve_neg()),
-    )  # fmt: skip
-    return Slice(given, options, cut, agree(request, device_info(q.device), group, None, q.device, **facts))
+    compare_call(group, q, NAME, lambda: {
+        **{**options._asdict(), "rule": options.rule._asdict()}, "compressed": compressed, "dtype": str(q.dtype),
+        "sizes": {name: x.shape for name, x in given._asdict().items() if name not in ("k_cmp", "v_cmp")},
+        "grads": [name for name, x in given._asdict().items() if x.requires_grad and torch.is_grad_enabled()],
+    })  # fmt: skip
+    return Slice(given, options, cut, group)
 
 
 def own_compressed_keys(rule: Rule, cut: Cut, rank: int) -> Ranges:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa_sel import NSAttention, nsa_attention, use_backend
 from nsa_sel.distributed import (
-    agreement,
     check_ranks,
-    context_layer,
     context_parallel,
     context_parallel_nsa_attention,
-    exchange_all,
     rank_rows,
     tensor_parallel,
 )
@@ -176,64 +172,14 @@ def sliced_layers_in_autocast_and_checkpoints() -> None:
     assert all(map(torch.equal, *results))
 
 
-def layers_compare_once_in_each_direction() -> None:
-    """However many exchanges there are. A backward pass says which of them it has; one without any compares nothing."""
-    layer, of = context_parallel(layer_of()), agreement._groups[dist.group.WORLD]
-    asked, match = list[str](), agreement._digests_match
-
-    def counted(group: Any, digest: int, device: torch.device, where: str) -> bool:
-        asked.append(where.split(", ")[1])
-        return match(group, digest, device, where)
-
-    agreement._digests_match = counted
-    for exchange in ("gather", "rows"):
-        layer = context_parallel(layer_of(), exchange=exchange, both_ends=True)
-        layer(hidden(24)).sum().backward()  # a class may be new
-        asked.clear()
-        layer(hidden(24)).sum().backward()
-        assert asked == ["forward", "backward"]
-        assert not of.owed
-    options = {**SMALL, "backend": "sdpa-packed"}
-    tensors = sliced(call_of(24 * ranks(), torch.float64, options), 24, 4)
-    o = context_parallel_nsa_attention(**tensors, **options)
-    torch.autograd.grad(o.sum(), tensors["gates"], retain_graph=True)
-    asked.clear()
-    torch.autograd.grad(o.sum(), o)
-    torch.autograd.grad(o.sum(), tensors["v_slc"], retain_graph=True)
-    torch.autograd.grad(o.sum(), tensors["v_win"], retain_graph=True)
-    o.sum().backward()
-    assert asked == ["backward"] * 3
-    agreement._digests_match = match
-    o = context_parallel_nsa_attention(**tensors, **options)
-    if DEVICE == "cpu":
-        with pytest.raises(NsaSelError, match=r"exchanges is '(selected branch|keys of slices before)' there"):
-            torch.autograd.grad(o.sum(), tensors["v_win" if rank() else "v_slc"])
-    layer(hidden(24))
-
-
-def ranks_that_fail_between_exchanges_make_no_further_call() -> None:
-    """Others may wait in the next exchange of the failed call, and would mix its bytes with this call's."""
-    layer = context_parallel(layer_of(), exchange="gather")
+def first_calls_of_layers_that_differ_raise_on_all_ranks() -> None:
+    group = dist.new_group()
+    layer = context_parallel(layer_of(), group)
+    with pytest.raises(NsaSelError, match=r"sizes\.q\[1\] is 16 there, 24 on rank 0"):
+        layer(hidden(16 if rank() else 24))
+    with pytest.raises(NsaSelError, match=r"window is 16 there, 12 on rank 0"):
+        context_parallel(layer_of({**SMALL, "window": 16} if rank() else SMALL), group)(hidden(24))
     layer(hidden(24)).sum().backward()
-    real = context_layer.compressed_attention, exchange_all.scatter_sums
-
-    def fails(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("out of memory")
-
-    o, other = layer(hidden(24)).sum(), layer(hidden(24)).sum()
-    repeated = checkpoint(lambda x: layer(x).square(), hidden(24), use_reentrant=False).sum()
-    backward = functools.partial(torch.autograd.backward, retain_graph=True)
-    context_layer.compressed_attention = exchange_all.scatter_sums = fails
-    for work in (lambda: layer(hidden(24)), o.backward):
-        with pytest.raises(RuntimeError, match="out of memory"):
-            work()
-        for again in (lambda: backward(other), lambda: backward(repeated), lambda: layer(hidden(24)), lambda: backward(other)):
-            with pytest.raises(NsaSelError, match=f"rank {rank()} failed between two exchanges of an earlier call"):
-                again()
-        check_ranks()  # all of them failed alike
-    context_layer.compressed_attention, exchange_all.scatter_sums = real
-    for work in (other, repeated, layer(hidden(24)).sum()):
-        work.backward()
 
 
 def layers_take_slices_of_part_of_the_ranks() -> None:
@@ -357,6 +303,5 @@ ANY_RANKS = (
     sharded_layers_are_the_whole_layer,
     split_layers_are_the_whole_layer,
     groups_that_ranks_do_not_divide_are_refused,
-    layers_compare_once_in_each_direction,
-    ranks_that_fail_between_exchanges_make_no_further_call,
+    first_calls_of_layers_that_differ_raise_on_all_ranks,
 )
