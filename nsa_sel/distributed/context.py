@@ -113,13 +113,13 @@ def selected_branch(
 
 
 def check_exchange(exchange: str) -> None:
-    """ArgumentError unless such an exchange exists."""
+    """Raise ArgumentError unless such an exchange exists."""
     if exchange not in get_args(cost.Choice):
         raise ArgumentError("exchange", shown(exchange), ", ".join(get_args(cost.Choice)), "pass one of these names")
 
 
 class _Slice(NamedTuple):
-    """This rank's checked arguments."""
+    """Checked arguments of this rank."""
 
     q: Tensor
     k: Tensor
@@ -151,7 +151,7 @@ def _checked(
 
 
 def _repeated(x: Any, ranks: int) -> Any:
-    """A view as large as all ranks' slices together, to check shapes; anything but a 4-d tensor is returned as it is."""
+    """Return a view as large as all ranks' slices together, to check shapes; anything but a 4-d tensor is returned as it is."""
     if not isinstance(x, Tensor) or x.dim() != 4:
         return x
     if not x.shape[2]:
@@ -240,7 +240,7 @@ def _chosen(part: _Slice) -> exchange_blocks.Chosen:
 
 
 def _positions(part: _Slice) -> Tensor:
-    """Those of the rank's rows [B,S] in the whole sequence."""
+    """Return the positions [B,S] of this rank's rows in the whole sequence."""
     of, first = part.sizes, part.sizes.first(part.rank)
     return torch.arange(first, first + of.S, device=part.q.device).expand(of.B, of.S) if part.q_pos is None else part.q_pos.long()
 
@@ -255,18 +255,18 @@ class _ContextParallel(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         selection, sizes, group, sent = part.selection, part.sizes, part.group, None
         if blocks is None:
-            seen = sizes.ranks * sizes.keys if q_pos is not None else sizes.first(part.rank) + sizes.S
-            k_seen, v_seen = (x[:, :, :seen] for x in exchange_all.gather(k, v, group))
+            visible = sizes.ranks * sizes.keys if q_pos is not None else sizes.first(part.rank) + sizes.S
+            k_all, v_all = (x[:, :, :visible] for x in exchange_all.gather(k, v, group))
         else:
             chosen, route, within = blocks
-            k_seen, v_seen, sent = exchange_blocks.exchange(k, v, chosen.wanted, route, group)
+            k_all, v_all, sent = exchange_blocks.exchange(k, v, chosen.wanted, route, group)
             selection, q_pos = exchange_blocks.compact_selection(selection, chosen, route, within)
         device = device_info(q.device)
-        call = Call(q, k_seen, v_seen, selection, q_pos, part.scale, settings_for(device), device)
+        call = Call(q, k_all, v_all, selection, q_pos, part.scale, settings_for(device), device)
         if call.settings.debug_triton and not call.capturing():
             selection.validate()
         o, lse, decision = run.run_forward(Decided(call, decision, request))
-        ctx.save_for_backward(q, k_seen, v_seen, o, lse, selection.ranges, q_pos)
+        ctx.save_for_backward(q, k_all, v_all, o, lse, selection.ranges, q_pos)
         ctx.facts, ctx.decision, ctx.group = (selection, part.scale, call.settings, device), decision, group
         ctx.sent, ctx.keys = sent, sizes.keys
         ctx.set_materialize_grads(False)
@@ -276,11 +276,11 @@ class _ContextParallel(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             transforms.refuse_second_derivative()
-        q, k_seen, v_seen, o, lse, _, q_pos = ctx.saved_tensors
+        q, k_all, v_all, o, lse, _, q_pos = ctx.saved_tensors
         selection, scale, settings, device = ctx.facts
         if do is None and dlse is None:
             do = torch.zeros_like(o)  # the other ranks wait for this one's gradients
-        dq, dk, dv = run.gradients(Call(q, k_seen, v_seen, selection, q_pos, scale, settings, device), ctx.decision, o, lse, do, dlse)
+        dq, dk, dv = run.gradients(Call(q, k_all, v_all, selection, q_pos, scale, settings, device), ctx.decision, o, lse, do, dlse)
         if ctx.sent is None:
             dk, dv = exchange_all.scatter_sums(dk, dv, ctx.keys, ctx.group)
         else:

@@ -1,7 +1,8 @@
 """Context parallelism of NSA's whole layer: each rank holds slices of the sequence, their rows and the keys of all branches.
 
-To the compressed branch and the window a slice's rows are the last ones of a sequence that ends with it. The rank receives the compressed
-keys of all slices before its own and the window's last keys; the selected branch is `context_parallel_attention`, for all rows of a rank.
+For the compressed branch and the window, a slice's rows are the last ones of a sequence that ends with the slice. The rank receives the
+compressed keys of all slices before its own, and the window's keys before each slice. The selected branch runs as in
+`context_parallel_attention`, for all rows of a rank.
 """
 
 from __future__ import annotations
@@ -117,17 +118,17 @@ def context_parallel(model: nn.Module, group: Any = None, exchange: cost.Choice 
 
 
 class ContextOfLayer:
-    """What an `NSAttention` does otherwise where ranks hold slices of the sequence."""
+    """Attention of an `NSAttention` layer whose sequence is split over ranks."""
 
     def __init__(self, group: dist.ProcessGroup, exchange: cost.Choice, both_ends: bool) -> None:
         self.group, self.exchange, self.both_ends = group, exchange, both_ends
 
     def positions(self, S: int, device: torch.device) -> Tensor:
-        """[S] int64, of this rank's rows in the sequence."""
+        """Return the positions of this rank's rows in the sequence, int64 [S]."""
         return rank_rows(dist.get_world_size(self.group) * S, self.group, both_ends=self.both_ends, device=device)
 
     def attend(self, layer: NSAttention, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *others: Tensor, q_cmp: Tensor) -> Tensor:
-        """The layer's `nsa_attention`; k_cmp [B,S,G,Dk] and v_cmp [B,S,G,Dv] are still to be compressed."""
+        """Run the layer's `nsa_attention`; k_cmp [B,S,G,Dk] and v_cmp [B,S,G,Dv] are still to be compressed."""
         options = Options(layer.rule, layer.window, None, layer.backend, self.exchange, self.both_ends)
         given = Tensors(q, q_cmp, k_cmp.transpose(1, 2), v_cmp.transpose(1, 2), *others)
         of = begin(given, options, self.group, compressed=False)
@@ -179,7 +180,7 @@ def _attend(of: Slice) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _route_before_compression(cut: Cut, rank: int, rule: Rule) -> Route:
-    """A block that begins in a slice may end in the next ones."""
+    """Return the route of keys to be compressed: a block that begins in a slice may end in the next ones."""
     after = rule.compress_block - rule.compress_stride
     return Route.of([Reach.of(cut.ranks, cut.held, lambda each: cut.near(each, after=after))], rank)
 

@@ -37,7 +37,7 @@ class Tensors(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The same on all ranks."""
+    """Options of a call, equal on all ranks."""
 
     rule: Rule
     window: int
@@ -67,7 +67,7 @@ def begin(given: Tensors, options: Options, group: Any, *, compressed: bool) -> 
         given: dense tensors of any sizes.
         options: a scale of None becomes the default one.
         group: process group or DeviceMesh of one dimension, None: all ranks.
-        compressed: whether k_cmp and v_cmp are.
+        compressed: True if k_cmp and v_cmp are compressed keys and values; False if they are still to be compressed.
 
     Raises:
         ArgumentError, BackendError, NsaSelError: as `context_parallel_nsa_attention`.
@@ -82,7 +82,13 @@ def begin(given: Tensors, options: Options, group: Any, *, compressed: bool) -> 
     check_branches(q, q_cmp, (v_cmp, v_slc, v_win), (k_slc, k_win), gates, options.window)
     S, ranks = q.shape[1], group.size()
     check_flag("both_ends", options.both_ends)
-    _check_sizes(S, k_slc.shape[2], options)
+    if k_slc.shape[2] != S:
+        remedy = "pass rows and keys of the same slices of the sequence"
+        raise ArgumentError("k_slc", f"of {k_slc.shape[2]} positions", f"q's {S} rows", remedy)
+    stride = options.rule.compress_stride
+    if not S or S % (stride * (1 + options.both_ends)):
+        allowed = f"a multiple of {'2 * ' * options.both_ends}compress_stride = {stride} on each rank"
+        raise ArgumentError("q", f"of S = {S} rows", allowed, "pad the sequence, so that all ranks' slices are of one such length")
     cut = Cut(S // (1 + options.both_ends), ranks, options.both_ends)
     own = sum(map(len, own_compressed_keys(options.rule, cut, group.rank()))) if compressed else S
     if k_cmp.dim() == 4 and k_cmp.shape[2] != own:
@@ -100,20 +106,11 @@ def begin(given: Tensors, options: Options, group: Any, *, compressed: bool) -> 
 
 
 def own_compressed_keys(rule: Rule, cut: Cut, rank: int) -> Ranges:
-    """Compressed keys that begin in each slice of a rank, and end in the sequence; a slice is a multiple of the stride."""
+    """Return the compressed keys that begin in each slice of a rank and end in the sequence; a slice is a multiple of the stride."""
     each, end = cut.size // rule.compress_stride, rule.compressed_keys(cut.number * cut.size)
     return tuple(range(i * each, max(i * each, min((i + 1) * each, end))) for i in cut.of(rank))
 
 
-def _check_sizes(S: int, keys: int, options: Options) -> None:
-    if keys != S:
-        raise ArgumentError("k_slc", f"of {keys} positions", f"q's {S} rows", "pass rows and keys of the same slices of the sequence")
-    stride = options.rule.compress_stride
-    if not S or S % (stride * (1 + options.both_ends)):
-        allowed = f"a multiple of {'2 * ' * options.both_ends}compress_stride = {stride} on each rank"
-        raise ArgumentError("q", f"of S = {S} rows", allowed, "pad the sequence, so that all ranks' slices are of one such length")
-
-
 def _of_all_ranks(x: Tensor, keys: int) -> Tensor:
-    """A view as large as all ranks' compressed keys, to check sizes; anything but a 4-d tensor is returned as it is."""
+    """Return a view as large as all ranks' compressed keys, to check sizes; anything but a 4-d tensor is returned as it is."""
     return x if x.dim() != 4 else x.new_empty(1, 1, 1, x.shape[3]).expand(*x.shape[:2], keys, -1)

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa_sel import NSAttention, nsa_attention, use_backend
 from nsa_sel.distributed import (
-    check_ranks,
     context_parallel,
     context_parallel_nsa_attention,
     rank_rows,
@@ -175,10 +174,22 @@ def sliced_layers_in_autocast_and_checkpoints() -> None:
 def first_calls_of_layers_that_differ_raise_on_all_ranks() -> None:
     group = dist.new_group()
     layer = context_parallel(layer_of(), group)
-    with pytest.raises(NsaSelError, match=r"sizes\.q\[1\] is 16 there, 24 on rank 0"):
-        layer(hidden(16 if rank() else 24))
-    with pytest.raises(NsaSelError, match=r"window is 16 there, 12 on rank 0"):
-        context_parallel(layer_of({**SMALL, "window": 16} if rank() else SMALL), group)(hidden(24))
+
+    def assert_raises(words: str, layer: nn.Module, S: int = 16) -> None:
+        with pytest.raises(NsaSelError, match=words):
+            layer(hidden(S))
+
+    assert_raises(r"sizes\.q\[1\] is 24 there, 16 on rank 0", layer, 24 if rank() else 16)
+    assert_raises("window is 13 there, 12 on rank 0", context_parallel(layer_of({**SMALL, "window": 12 + bool(rank())}), group))
+    assert_raises("both_ends is True there, False on rank 0", context_parallel(layer_of(), group, both_ends=bool(rank())))
+    layer.backend = "numba" if rank() else "sdpa-packed"
+    assert_raises("backend is 'numba' there, 'sdpa-packed' on rank 0", layer)
+    layer.backend = None
+    with use_backend("sdpa-packed" if rank() else "choose-torch"):
+        assert_raises("use_backend is 'sdpa-packed' there, 'choose-torch' on rank 0", layer)
+    with torch.set_grad_enabled(rank() > 0):
+        assert_raises("grads.* there", layer)
+    layer.backend = "sdpa-packed"
     layer(hidden(24)).sum().backward()
 
 
@@ -216,23 +227,6 @@ def wrong_slices_are_refused() -> None:
         context_parallel(nn.Linear(2, 2))
     with pytest.raises(ArgumentError, match=r"model is with an NSAttention\(recompute=True\)"):
         context_parallel(layer_of({**SMALL, "recompute": True}))
-    check_ranks()
-    other = context_parallel(layer_of({**SMALL, "window": 12 + rank()}))
-    with pytest.raises(NsaSelError, match="window is 13 there, 12 on rank 0"):
-        other(hidden(16))
-    other = context_parallel(layer_of(), both_ends=bool(rank()))
-    with pytest.raises(NsaSelError, match="both_ends is True there, False on rank 0"):
-        other(hidden(16))
-    layer.backend = "numba" if rank() else "sdpa-packed"
-    with pytest.raises(NsaSelError, match="selected_backend is 'numba' there, 'sdpa-packed' on rank 0"):
-        layer(hidden(16))
-    layer.backend = None
-    words = "use_backend is 'sdpa-packed' there, 'choose-torch' on rank 0"
-    with pytest.raises(NsaSelError, match=words), use_backend("sdpa-packed" if rank() else "choose-torch"):
-        layer(hidden(16))
-    other = context_parallel(layer_of())
-    with pytest.raises(NsaSelError, match=r"grads is '.*q_cmp.*' there, '' on rank 0"), torch.set_grad_enabled(rank() > 0):
-        other(hidden(16))
 
 
 # FSDP2 and tensor parallelism
