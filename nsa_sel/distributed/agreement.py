@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from nsa_sel.core.call import capturing
+from nsa_sel.core.count_sharing import may_wait
 from nsa_sel.core.decide import forced
 from nsa_sel.core.decision import changes
 from nsa_sel.core.facts import device_info
@@ -81,7 +81,8 @@ def check_ranks(group: Any = None, device: torch.device | None = None) -> None:
 def compare_call(group: dist.ProcessGroup, q: Tensor, name: str, facts: Callable[[], dict[str, Any]]) -> None:
     """Compare a call with those of the other ranks, if it is the group's first one or NSA_DEBUG_TRITON=1 is set.
 
-    Calls that a CUDA graph captures are not compared, because the host cannot read the result.
+    Calls are not compared where the host may not wait for the device: while a CUDA graph is captured, or if PyTorch's sync debug mode
+    forbids it.
 
     Args:
         group: the ranks that make the call.
@@ -92,7 +93,7 @@ def compare_call(group: dist.ProcessGroup, q: Tensor, name: str, facts: Callable
     Raises:
         NsaSelError: on all ranks, naming rank and field, where something differs.
     """
-    if (group in _compared and not settings_for(device_info(q.device)).debug_triton) or capturing(q):
+    if (group in _compared and not settings_for(device_info(q.device)).debug_triton) or not may_wait(q):
         return
     _compare(group, q.device, {"call": name, **facts(), "use_backend": forced()})
     _compared.add(group)
@@ -110,9 +111,12 @@ def _compare(group: dist.ProcessGroup, device: torch.device, call: dict[str, Any
         **msgspec.to_builtins(call),
     }
     digest = hashlib.sha256(msgspec.json.encode(facts, order="deterministic")).digest()[:8]
-    # The group's device, not the call's: ranks whose tensors are on different kinds of devices must get an error, too.
-    on = "cpu" if "cpu:" in dist.get_backend_config(group) else torch.device("cuda", torch.cuda.current_device())
-    mine = torch.tensor([int.from_bytes(digest, "big", signed=True)], device=on)
+    # If the group has a CPU backend, compare there: ranks whose tensors are on different kinds of devices must get the error, too.
+    if "cpu:" in dist.get_backend_config(group):
+        device = torch.device("cpu")
+    elif device.type != "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    mine = torch.tensor([int.from_bytes(digest, "big", signed=True)], device=device)
     digests = mine.new_empty(group.size())
     all_gather(digests, mine, group=group)
     if len(set(digests.tolist())) == 1:
