@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from nsa_sel.core.count_sharing import may_wait
-from nsa_sel.core.decide import forced
+from nsa_sel.core.call import device_info
+from nsa_sel.core.decide import forced, may_wait
 from nsa_sel.core.decision import changes
-from nsa_sel.core.facts import device_info
 from nsa_sel.distributed.exchange_all import all_gather
 from nsa_sel.errors import ArgumentError, NsaSelError
 from nsa_sel.settings import tuned

@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from nsa_sel.core import count_sharing, run, transforms
+from nsa_sel.core import decide, run, transforms
 from nsa_sel.core.arguments import check_tensors
-from nsa_sel.core.begin import Decided
-from nsa_sel.core.call import Call
+from nsa_sel.core.call import Call, device_info, request_of
 from nsa_sel.core.check import as_selection, check_call
-from nsa_sel.core.decide import decide
+from nsa_sel.core.decide import Decided
 from nsa_sel.core.decision import Decision
-from nsa_sel.core.facts import device_info, request_of
 from nsa_sel.core.request import SHARING_TOKENS, DeviceInfo, Request
 from nsa_sel.distributed import cost, exchange_all, exchange_blocks, exchange_rows
 from nsa_sel.distributed.agreement import compare_call, group_of
@@ -170,7 +168,7 @@ def _attend(part: _Slice, exchange: cost.Choice, count_blocks: bool, backend: st
     if done.kind == "rows":
         k, v = exchange_rows.aligned(k), exchange_rows.aligned(v)
         request = exchange_rows.request(q, k, v, selection, sizes.ranks, sizes.needs_grad)
-        decision = decide(request, device, backend)
+        decision = decide.decide(request, device, backend)
         o, lse = exchange_rows.attend(q, k, v, selection, q_pos, scale, group, decision, request)
     else:
         # One rank's rows over the keys of all ranks, laid out as they are gathered, without what measure() counted in these rows.
@@ -182,7 +180,7 @@ def _attend(part: _Slice, exchange: cost.Choice, count_blocks: bool, backend: st
             request = msgspec.structs.replace(request, block_size=None)
         elif backend is None:
             request = _with_sharing_of_rank_0(request, device, part)
-        decision = decide(request, device, backend)
+        decision = decide.decide(request, device, backend)
         o, lse = _ContextParallel.apply(part, blocks, decision, request, q, k, v, q_pos)  # type: ignore[no-untyped-call]
     cost.note(done)
     return o, lse
@@ -196,15 +194,15 @@ def _with_sharing_of_rank_0(request: Request, device: DeviceInfo, part: _Slice) 
 
     Rank 0 counts and broadcasts at the first call of a kind, so that all ranks take the same decisions. Waits for the device then.
     """
-    if not count_sharing.countable(request) or settings_for(device).count_sharing == "off":
+    if not decide.countable(request) or settings_for(device).count_sharing == "off":
         return request
-    counts, kind = _sharing.setdefault(part.group, {}), count_sharing.kind_of(request, device)
+    counts, kind = _sharing.setdefault(part.group, {}), decide.kind_of(request, device)
     if kind not in counts:
-        if not count_sharing.may_wait(part.q):
+        if not decide.may_wait(part.q):
             return request
         count = torch.zeros(len(SHARING_TOKENS), dtype=torch.float64, device=part.q.device)
         if part.rank == 0:
-            found = count_sharing.count_rows(request, part.q, part.selection, _positions(part), None)
+            found = decide.count_rows(request, part.q, part.selection, _positions(part), None)
             count.copy_(torch.tensor(found, dtype=torch.float64, device="cpu"))
         dist.broadcast(count, group=part.group, group_src=0)
         counts[kind] = tuple(count.tolist())

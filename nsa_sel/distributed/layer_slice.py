@@ -11,7 +11,7 @@ from torch import distributed as dist
 from nsa_sel.branches import check_branches
 from nsa_sel.core import transforms
 from nsa_sel.core.arguments import check_flag, check_tensors
-from nsa_sel.core.check_choose import check_choose
+from nsa_sel.core.check import check_choose
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.distributed import cost
 from nsa_sel.distributed.agreement import compare_call, group_of

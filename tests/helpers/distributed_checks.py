@@ -28,7 +28,7 @@ from torch import distributed as dist
 import nsa_sel
 from nsa_sel import Selection, selection_attention
 from nsa_sel.bench.questions import scaling
-from nsa_sel.core import count_sharing, registry
+from nsa_sel.core import decide, registry
 from nsa_sel.distributed import context, context_parallel_attention, exchanges
 from nsa_sel.errors import ArgumentError
 from tests.helpers import distributed_agreement as calls
@@ -193,14 +193,14 @@ def rank_0_counts_what_neighbors_share() -> None:
     """It counts its own rows at the first call of a kind. All ranks decide from its count."""
     q, k, v, selection = problem()
     slices = mine(q, 1), mine(k, 2), mine(v, 2), Selection(mine(selection.ranges, 1), BLOCK)
-    own, count = ROWS // ranks(), mock.Mock(wraps=count_sharing.count_rows)
-    with mock.patch.object(count_sharing, "count_rows", count), mock.patch.object(context, "_sharing", {}):
+    own, count = ROWS // ranks(), mock.Mock(wraps=decide.count_rows)
+    with mock.patch.object(decide, "count_rows", count), mock.patch.object(context, "_sharing", {}):
         for _ in range(2):
             context_parallel_attention(*slices, exchange="gather", scale=0.7)
     assert count.call_count == (rank() == 0)
     found, first = nsa_sel.decisions()[-1].request, torch.arange(own, device=DEVICE).expand(len(q), own)
     assert found.counted
-    assert found.sharing == count_sharing.count_rows(found, q[:, :own], Selection(selection.ranges[:, :own], BLOCK), first, None)
+    assert found.sharing == decide.count_rows(found, q[:, :own], Selection(selection.ranges[:, :own], BLOCK), first, None)
 
 
 def decode_sends_rows() -> None:
