@@ -46,14 +46,14 @@ SECONDS = 1800.0  # only against a hang, on a busy machine
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Without flags, and without Triton's interpreter, which the test process may have set."""
+    """Return the environment without flags and without Triton's interpreter, which the test process may have set."""
     clean = {name: text for name, text in os.environ.items() if not name.startswith(("NSA_", "TRITON_INTERPRET"))}
     path = os.pathsep.join((str(ROOT), clean.get("PYTHONPATH", "")))
     return {**clean, "NSA_SEL_CACHE": os.devnull + "/nothing", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
 
 
 def assert_passed(folder: Path, output: str, *words: str, number: int = 2) -> None:
-    """Every rank of every job wrote that it passed all checks. A rank that dies in a check writes nothing."""
+    """Check that every rank of every job wrote that it passed all checks. A rank that dies in a check writes nothing."""
     from tests.helpers.distributed_checks import jobs
 
     for job, (ranks, checks) in jobs(list(words), number).items():
@@ -65,7 +65,7 @@ def assert_passed(folder: Path, output: str, *words: str, number: int = 2) -> No
 
 
 def run(command: list[str], log: Path, **more: str) -> str:
-    """The end of what the command and the processes that it started wrote; all of them end."""
+    """Run the command, kill all processes that it started, and return the end of their output."""
     with log.open("wb") as opened:
         process = subprocess.Popen(command, cwd=ROOT, env=environment(**more), stdout=opened, stderr=opened, start_new_session=True)
     try:

@@ -42,9 +42,9 @@ from tests.helpers.ranks import ANY_RANGES, BACKENDS, BLOCK, DEVICE, DTYPE, EQUA
 def whole_and_split(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, backend: str, *, order: Tensor | None = None, **how: Any
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """o, lse, dq, dk, dv of this rank's part of a call of all ranks, which is checked by the oracle, and of a call of one rank.
+    """Return o, lse, dq, dk, dv of this rank's part, from one call of all ranks and from one call on this rank alone.
 
-    order: of the rows on ranks.
+    The oracle checks the call of all ranks. order: the rows in the order in which ranks hold them.
     """
     rows = torch.arange(q.shape[1], device=q.device) if order is None else order
     first = k.shape[2] - q.shape[1]
@@ -67,7 +67,7 @@ def whole_and_split(
 
 
 def assert_bits(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...], backend: str) -> None:
-    """The first `EQUAL[backend]` of o, lse, dq are bit-equal; dk and dv are summed in another order."""
+    """Check that the first `EQUAL[backend]` of o, lse, dq are bit-equal; dk and dv are summed in another order."""
     for name, a, b in list(zip(("o", "lse", "dq"), got, wanted, strict=False))[: EQUAL[backend]]:
         assert torch.equal(a, b), f"{name}: {float((a.float() - b.float()).abs().max())} off"
 
@@ -78,9 +78,7 @@ def gathering_is_bit_equal() -> None:
             assert_bits(*whole_and_split(*given, backend, exchange="gather"), backend)
             assert exchanges()[-1].kind == "gather"
     spans = Selection(make_spans("mixed", 2, ROWS, 2, ROWS, 40, device=DEVICE))
-    ragged = (
-        "triton-group" if DEVICE == "cuda" else "numba"
-    )  # packed SDPA sums a row as the rows of its bucket are, which other rows decide
+    ragged = "triton-group" if DEVICE == "cuda" else "numba"  # packed SDPA's sums depend on the other rows of a bucket
     assert_bits(*whole_and_split(*problem()[:3], spans, ragged), ragged)
     assert exchanges()[-1].why.endswith("; the selection is not of whole blocks")
 
@@ -92,7 +90,7 @@ def exchanged_blocks_are_within_the_bound() -> None:
             assert (exchanges()[-1].kind, exchanges()[-1].counted) == ("blocks", count)
             if backend == "numba":  # a row's keys come in the same order, and numba sums them one by one
                 assert_bits(got, wanted, backend)
-    for count in (False, True):  # rows after their slice: they see only the beginning of a block
+    for count in (False, True):  # rows after their slice attend to the beginning of a block only
         whole_and_split(*problem(32, 64), "sdpa-packed", exchange="blocks", count_blocks=count)
         assert nsa_sel.decisions()[-1].request.block_size is None, "decided for ranges"
 
@@ -169,7 +167,7 @@ def ranks_may_hold_rows_of_both_ends() -> None:
 
 
 def auto_takes_the_fewest_bytes() -> None:
-    """Rows for one token per rank over a long cache, gather for a prefill, blocks if counting finds few."""
+    """Sends rows for one token per rank over a long cache, gathers for a prefill, and sends blocks if counting finds few."""
     q, k, v, selection = problem(ranks(), 64 * BLOCK * ranks(), n=3)
     whole_and_split(q, k, v, selection, "sdpa-packed")
     few, others = exchanges()[-1], ranks() - 1
@@ -265,7 +263,7 @@ def bad_arguments() -> None:
 
 
 def the_document_runs() -> None:
-    """The code of docs/distributed.md, as tests/docs/test_documents.py runs it on one rank."""
+    """Run the code of docs/distributed.md, as tests/docs/test_documents.py does on one rank."""
     text = (ROOT / "docs" / "distributed.md").read_text()
     namespace: dict[str, Any] = {"__name__": "document"}
     for number, part in enumerate(text.split("```python\n")[1:], 1):
@@ -322,23 +320,23 @@ LONGEST = datetime.timedelta(seconds=1200)  # ranks may wait long on a busy mach
 
 
 def jobs(words: list[str], number: int = 2) -> dict[str, tuple[int, Checks]]:
-    """The ranks, `number` where a word does not say it, and the checks of each job, by name."""
-    found: dict[str, tuple[int, Checks]] = {}
+    """Return the number of ranks and the checks of each job, by name. number: of ranks, unless the word says it."""
+    chosen: dict[str, tuple[int, Checks]] = {}
     for word in words:
         if word == "three":
-            found[word] = 3, layers.THREE_RANKS
+            chosen[word] = 3, layers.THREE_RANKS
         elif word.startswith("share"):
-            found[word] = number, CHECKS[int(word[5:]) - 1 :: SHARES]
+            chosen[word] = number, CHECKS[int(word[5:]) - 1 :: SHARES]
         elif word == "four":
-            found[word] = 4, CHECKS
+            chosen[word] = 4, CHECKS
         else:
             named = tuple(check for check in CHECKS if word in check.__name__)
-            found[word] = number, CHECKS if word == "all" else named
-    return found
+            chosen[word] = number, CHECKS if word == "all" else named
+    return chosen
 
 
 def compile_once() -> None:
-    """Numba's kernels, by rank 0: the others take them from its cache on disk."""
+    """Compile Numba's kernels on rank 0. The others load them from its cache on disk."""
     for turn in (True, False):
         if (rank() == 0) == turn:
             q, k, v, selection = problem()

@@ -52,18 +52,18 @@ def hidden(S: int, batch: int = B, dtype: torch.dtype = torch.float64) -> Tensor
 
 
 def weighted(o: Tensor) -> Tensor:
-    """A loss for whole outputs whose gradients differ in every element."""
+    """Return a loss of whole outputs whose gradients differ in every element."""
     return o * torch.randn(o.shape, generator=torch.Generator().manual_seed(2), dtype=o.dtype).to(o.device)
 
 
 def gradients(layer: nn.Module) -> dict[str, Tensor]:
-    """In full, on every rank; a parameter that nothing depends on has zeros."""
-    found = {}
+    """Return the full gradients on every rank; zeros for a parameter that o does not depend on."""
+    grads = {}
     for name, parameter in layer.named_parameters():
         of = parameter if parameter.grad is None else parameter.grad
         full = getattr(of, "full_tensor", of.clone)().detach()
-        found[name] = torch.zeros_like(full) if parameter.grad is None else full
-    return found
+        grads[name] = torch.zeros_like(full) if parameter.grad is None else full
+    return grads
 
 
 def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -90,14 +90,14 @@ def sliced_layers_are_the_whole_layer() -> None:
             cut(weighted(got.new_ones(o.shape)), 1).mul(got).sum().backward()
             torch.testing.assert_close(got, cut(o, 1), rtol=1e-10, atol=1e-10)
             torch.testing.assert_close(own.grad, cut(x.grad, 1), rtol=1e-10, atol=1e-10)
-            found = gradients(part)
-            for dx in found.values():
+            grads = gradients(part)
+            for dx in grads.values():
                 dist.all_reduce(dx)
-            assert_same(found, gradients(whole))
+            assert_same(grads, gradients(whole))
 
 
 def call_of(S: int, dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Tensor]:
-    """Tensors of `nsa_attention` over S keys."""
+    """Return tensors for `nsa_attention` over S keys."""
     G, h, Dk, Dv, generator = 2, 2, 4, 6, torch.Generator().manual_seed(3)
     C = max(0, (S - options["compress_block"]) // options["compress_stride"] + 1)
     sizes: dict[str, tuple[int, ...]] = {"q": (B, S, G, h, Dk), "q_cmp": (B, S, G, h, Dk), "gates": (B, S, G, h, 3)}
@@ -108,7 +108,7 @@ def call_of(S: int, dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Te
 
 
 def sliced(tensors: dict[str, Tensor], S: int, stride: int, both: bool = False) -> dict[str, Tensor]:
-    """This rank's slices, of S rows in all."""
+    """Return this rank's slices, of S rows in all."""
     cut = {}
     for name, x in tensors.items():
         dim = 1 if name in ROW_TENSORS else 2
@@ -128,7 +128,7 @@ def with_gradients(attend: Callable[..., Tensor], tensors: dict[str, Tensor], we
 
 
 def terms_of(tensors: dict[str, Tensor], weights: Tensor) -> dict[str, float]:
-    """How large the terms are that cancel in gradients of the selected branch, as `assert_gradients` asks for its own."""
+    """Return the size of the terms that cancel in the selected branch's gradients."""
     do = weights * tensors["gates"][..., 1:2]
     names = "q", "k_slc", "v_slc"
     return dict(zip(names, gradient_terms(*(tensors[name].detach() for name in names), do.detach(), None), strict=True))
@@ -138,11 +138,8 @@ def sliced_calls_lose_no_more_than_whole_ones() -> None:
     """`context_parallel_nsa_attention` in float32, against float64, as `nsa_attention` of all rows; reruns are bit-equal."""
     for S, both in ((32, False), (32, True), (8, False), (8, True)):
         options = {name: size for name, size in SLICES[S].items() if name not in ("compression", "rotary")}
-        weights, stride, cut = (
-            weighted(torch.ones(B, S * ranks(), 2, 2, 6, dtype=torch.float64, device=DEVICE)),
-            4,
-            both_ends if both else mine,
-        )
+        weights = weighted(torch.ones(B, S * ranks(), 2, 2, 6, dtype=torch.float64, device=DEVICE))
+        stride, cut = 4, both_ends if both else mine
         wanted = []
         for dtype in (torch.float64, torch.float32):
             of = with_gradients(nsa_attention, call_of(S * ranks(), dtype, options), weights, **options)
