@@ -8,27 +8,31 @@ compressed keys of all slices before its own, and the window's keys before each 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from nsa_sel.attention_layer import NSAttention
+from nsa_sel.branches import check_branches
 from nsa_sel.compressed import compressed_attention
-from nsa_sel.core.arguments import check_flag
+from nsa_sel.core import transforms
+from nsa_sel.core.arguments import check_flag, check_tensors
+from nsa_sel.core.check import check_choose
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.distributed import cost
-from nsa_sel.distributed.agreement import group_of
+from nsa_sel.distributed.agreement import compare_call, group_of
 from nsa_sel.distributed.context import check_exchange, selected_branch
 from nsa_sel.distributed.cut import Cut, Ranges, rank_rows
 from nsa_sel.distributed.exchange_near import Reach, Route, with_neighbors
-from nsa_sel.distributed.layer_slice import Options, Slice, Tensors, begin, own_compressed_keys
 from nsa_sel.distributed.tensor import layers_of
 from nsa_sel.errors import ArgumentError
 from nsa_sel.gating import gated_sum
 from nsa_sel.selection import Selection
 from nsa_sel.window import sliding_window_attention
+
+_NAME = "context_parallel_nsa_attention"
 
 
 def context_parallel_nsa_attention(
@@ -81,9 +85,9 @@ def context_parallel_nsa_attention(
         BackendError: no backend may run the call; something traces it.
         NsaSelError: as `context_parallel_attention`.
     """
-    options = Options(Rule(compress_block, compress_stride, block_size, n, first, local), window, scale, backend, exchange, both_ends)
-    given = Tensors(q, q if q_cmp is None else q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates)
-    return _attend(begin(given, options, group, compressed=True))
+    options = _Options(Rule(compress_block, compress_stride, block_size, n, first, local), window, scale, backend, exchange, both_ends)
+    given = _Tensors(q, q if q_cmp is None else q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates)
+    return _attend(_begin(given, options, group, compressed=True))
 
 
 def context_parallel(model: nn.Module, group: Any = None, exchange: cost.Choice = "auto", both_ends: bool = False) -> nn.Module:
@@ -129,9 +133,9 @@ class ContextOfLayer:
 
     def attend(self, layer: NSAttention, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *others: Tensor, q_cmp: Tensor) -> Tensor:
         """Run the layer's `nsa_attention`; k_cmp [B,S,G,Dk] and v_cmp [B,S,G,Dv] are still to be compressed."""
-        options = Options(layer.rule, layer.window, None, layer.backend, self.exchange, self.both_ends)
-        given = Tensors(q, q_cmp, k_cmp.transpose(1, 2), v_cmp.transpose(1, 2), *others)
-        of = begin(given, options, self.group, compressed=False)
+        options = _Options(layer.rule, layer.window, None, layer.backend, self.exchange, self.both_ends)
+        given = _Tensors(q, q_cmp, k_cmp.transpose(1, 2), v_cmp.transpose(1, 2), *others)
+        of = _begin(given, options, self.group, compressed=False)
         route = _route_before_compression(of.cut, of.rank, layer.rule)
         near = with_neighbors([of.tensors.k_cmp], [of.tensors.v_cmp], route, of.group)
         k_cmp = _joined([layer.compress_k(k.transpose(1, 2)) for k, _ in near], 2)
@@ -139,12 +143,106 @@ class ContextOfLayer:
         return _attend(of._replace(tensors=of.tensors._replace(k_cmp=k_cmp, v_cmp=v_cmp)))
 
 
-def _attend(of: Slice) -> Tensor:
+class _Tensors(NamedTuple):
+    """This rank's rows q [B,S,G,h,Dk], keys [B,G,S,Dk] and values [B,G,S,Dv] of the branches, and gates [B,S,G,h,3]."""
+
+    q: Tensor
+    q_cmp: Tensor
+    k_cmp: Tensor  # [B,G,C,Dk], or all S of them before compression
+    v_cmp: Tensor
+    k_slc: Tensor
+    v_slc: Tensor
+    k_win: Tensor
+    v_win: Tensor
+    gates: Tensor
+
+
+class _Options(NamedTuple):
+    """Options of a call, equal on all ranks."""
+
+    rule: Rule
+    window: int
+    scale: float | None
+    backend: str | None
+    exchange: cost.Choice
+    both_ends: bool
+
+
+class _Slice(NamedTuple):
+    """A checked call."""
+
+    tensors: _Tensors
+    options: _Options
+    cut: Cut
+    group: dist.ProcessGroup
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+
+def _begin(given: _Tensors, options: _Options, group: Any, *, compressed: bool) -> _Slice:
+    """Check this rank's arguments, and compare them with the other ranks' where `compare_call` does.
+
+    Args:
+        given: dense tensors of any sizes.
+        options: a scale of None becomes the default one.
+        group: process group or DeviceMesh of one dimension, None: all ranks.
+        compressed: True if k_cmp and v_cmp are compressed keys and values; False if they are still to be compressed.
+
+    Raises:
+        ArgumentError, BackendError, NsaSelError: as `context_parallel_nsa_attention`.
+    """
+    check_tensors(**given._asdict())
+    transforms.check_eager(_NAME, *given)
+    group = group_of(group, _NAME)
+    check_exchange(options.exchange)
+    cast = _Tensors._make((*transforms.in_autocast_dtype(*given[:8]), given.gates))
+    given = cast._replace(q_cmp=cast.q) if given.q_cmp is given.q else cast
+    q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = given
+    check_branches(q, q_cmp, (v_cmp, v_slc, v_win), (k_slc, k_win), gates, options.window)
+    S, ranks = q.shape[1], group.size()
+    check_flag("both_ends", options.both_ends)
+    if k_slc.shape[2] != S:
+        remedy = "pass rows and keys of the same slices of the sequence"
+        raise ArgumentError("k_slc", f"of {k_slc.shape[2]} positions", f"q's {S} rows", remedy)
+    stride = options.rule.compress_stride
+    if not S or S % (stride * (1 + options.both_ends)):
+        allowed = f"a multiple of {'2 * ' * options.both_ends}compress_stride = {stride} on each rank"
+        raise ArgumentError("q", f"of S = {S} rows", allowed, "pad the sequence, so that all ranks' slices are of one such length")
+    cut = Cut(S // (1 + options.both_ends), ranks, options.both_ends)
+    own = sum(map(len, own_compressed_keys(options.rule, cut, group.rank()))) if compressed else S
+    if k_cmp.dim() == 4 and k_cmp.shape[2] != own:
+        allowed = f"{own}: those that begin in this rank's {S} keys, and end in the sequence"
+        raise ArgumentError("k_cmp", f"of {k_cmp.shape[2]} compressed keys", allowed, "compress them with the first keys of the next slice")
+    k_all, v_all = (_of_all_ranks(x, options.rule.compressed_keys(ranks * S)) for x in (k_cmp, v_cmp))
+    _, _, scale, _ = check_choose(q_cmp, k_all, v_all, options.rule, options.scale, None, ranks * S, fake=False)
+    options = options._replace(scale=scale)
+    compare_call(group, q, _NAME, lambda: {
+        **{**options._asdict(), "rule": options.rule._asdict()}, "compressed": compressed, "dtype": str(q.dtype),
+        "sizes": {name: x.shape for name, x in given._asdict().items() if name not in ("k_cmp", "v_cmp")},
+        "grads": [name for name, x in given._asdict().items() if x.requires_grad and torch.is_grad_enabled()],
+    })  # fmt: skip
+    return _Slice(given, options, cut, group)
+
+
+def own_compressed_keys(rule: Rule, cut: Cut, rank: int) -> Ranges:
+    """Return the compressed keys that begin in each slice of a rank and end in the sequence; a slice is a multiple of the stride."""
+    each, end = cut.size // rule.compress_stride, rule.compressed_keys(cut.number * cut.size)
+    return tuple(range(i * each, max(i * each, min((i + 1) * each, end))) for i in cut.of(rank))
+
+
+def _of_all_ranks(x: Tensor, keys: int) -> Tensor:
+    """Return a view as large as all ranks' compressed keys, to check sizes; anything but a 4-d tensor is returned as it is."""
+    return x if x.dim() != 4 else x.new_empty(1, 1, 1, x.shape[3]).expand(*x.shape[:2], keys, -1)
+
+
+def _attend(of: _Slice) -> Tensor:
     """Return the gated sum of the three branches of a checked call."""
     q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = of.tensors
     rule, window, scale, backend, exchange, both_ends = of.options
     cut, size = of.cut, of.cut.size
-    assert scale is not None, "begin() sets it"
+    assert scale is not None, "_begin() sets it"
 
     # Receive the compressed keys up to the end of the rank's last slice, the window's keys of each slice and, if slices are from both
     # ends, the selected branch's keys of one contiguous slice, which its exchange takes.
