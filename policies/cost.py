@@ -4,7 +4,7 @@
 
 The host queues kernels while the device works, so a call takes as long as the slower of both. Work is what a kernel does (bytes of K
 and V loaded, products on tensor cores, partial results moved); the cost of a unit is measured. Pure arithmetic: no tensors, no clock,
-the same number on every machine. On a GPU whose prices were calculated from data sheets, no call is predicted to beat its tensor cores.
+the same number on every machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ CTA_ROWS = 3 * TILE_ROWS  # of three warpgroups that share what they load, forwa
 STEP = 64  # keys that a kernel loads at once from a page that holds as many
 OTHERWISE_LOADED = {"gathered", "rows-read"}  # terms of calls that load keys in another way than plain ones of whole steps
 OF_OTHER_KERNELS = {*OTHERWISE_LOADED, "visited", "visited-partials"}  # without rows of these nothing is known of such calls
-NEEDED = ("exact", "exact-wide", "visited", "compressed", "compressed-wide")  # terms of products that every backend computes
 SMALLEST_BLOCK = 16  # keys: no row that models are fitted to has smaller blocks
 MOST_PARTS = 64  # most programs that share a row of a small batch, about one per multiprocessor
 
@@ -231,6 +230,5 @@ def predict(case: Case, backend: Backend) -> float | None:
     for term in OF_OTHER_KERNELS & set(backend.cost_terms.get(request.phase(backward), ())):
         if amounts.get(term, 0.0) > 0 and term not in model.terms:
             return None
-    least = costs.tensor_ms * sum(amounts.get(term, 0.0) for term in NEEDED)
-    ms = max(model.host, least, sum(ms_each * amounts.get(term, 0.0) for term, ms_each in model.terms.items()))
+    ms = max(model.host, sum(ms_each * amounts.get(term, 0.0) for term, ms_each in model.terms.items()))
     return float(f"{ms:.4g}")

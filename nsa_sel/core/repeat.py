@@ -67,7 +67,7 @@ def _key(q: Tensor, k: Tensor, v: Tensor, selection: Any, scale: Any, q_pos: Any
     few; None for a call that they must see each time. First the lowest bits of the addresses of q, k and v: unless they are 0, they do
     not tell whose they are.
 
-    With the search it takes half the time of checking and deciding ("repeat" in docs/performance.md).
+    With the search it takes half the time of checking and deciding (docs/performance.md, "Host overhead").
     """
     if type(selection) is not Selection or q_pos is not None or not (scale is None or type(scale) is float):
         return None

@@ -111,7 +111,6 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     provenance: str
     dtypes: tuple[str, ...]
-    tensor_ms: float = 0.0  # least ms of a TFLOP on tensor cores: for prices calculated from another GPU's; 0: no prediction needs it
     models: dict[str, CostModel]  # by backend and `Request.phase`: "triton-tile/decode", "choose-triton/choose-backward"
 
 
@@ -165,8 +164,6 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     runtime: Runtime = Runtime()
     triton_off: TritonOff | None = None
     costs: Costs | None = None
-    price_factors: dict[str, float] = {}  # by resource: price here over the price in the costs of `assumes` (nsa_sel/settings/prices.py)
-    tensor_ms: float = 0.0  # `Costs.tensor_ms` of the calculated costs
     kernels: dict[str, KernelConfig] = {}
 
 
@@ -214,11 +211,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     def traced(self) -> bool:
         """Whether a flag asks for the events of each pass: its kernels and their path, the keys it reads, its estimated work."""
         return self.debug_log is not None or self.debug_triton or self.debug_timing or self.debug_compare
-
-    @property
-    def calculated(self) -> bool:
-        """Whether predicted times are those of another GPU at prices calculated from data sheets."""
-        return self.sources.get("costs", "").startswith("calculated")
 
     def min_length(self, way: Way) -> int:
         """The L from which Triton may run in one direction."""
