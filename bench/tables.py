@@ -54,12 +54,12 @@ PARTS_FILE = ROOT / H200_RESULTS / "profiles/layer_parts.jsonl"
 PARTS = {"choose": "compressed keys, choosing", "select": "selected blocks", "window": "window", "gate": "gated sum"}  # bottom to top
 HEADS = 16  # of a group
 NOTE_TRAINED = '"trained": what a model that was trained with NSA at this context selects (`bench/data/README.md`).'
-NOTE_TEXT = (
-    '"of text": the selected branch attends to what a model chose in a text, SmolLM2-135M up to 8k and one trained with NSA beyond'
-    " (`bench/data/README.md`); the layer chooses all the same.\n"
-    '"fla": flash-linear-attention\'s `parallel_nsa` from its wheel, with its own compression (means of 64 keys: a quarter as many'
-    " compressed keys) and choice, but without a window."
-)
+NOTE_TEXT = """\
+"of text": the selected branch attends to what a model chose in a text, SmolLM2-135M up to 8k and one trained with NSA
+beyond (`bench/data/README.md`); the layer still chooses its own blocks.
+
+"fla": flash-linear-attention's `parallel_nsa` with its own compression (means of 64 keys: a quarter as many compressed
+keys) and choice, without a window."""
 
 
 class Pair(NamedTuple):
