@@ -42,10 +42,10 @@ from nsa_sel.bench.core.parity import Problem, make_problem
 from nsa_sel.bench.core.store import Row, as_lines, write_whole
 from nsa_sel.cli.output import output_file
 from nsa_sel.core import registry
-from nsa_sel.core.call import REPEATED, Call
+from nsa_sel.core.call import Call, device_info, request_of
 from nsa_sel.core.check import check_call
 from nsa_sel.core.decide import decide
-from nsa_sel.core.facts import device_info, request_of
+from nsa_sel.core.transforms import REPEATED
 from nsa_sel.errors import BackendError
 from nsa_sel.selection import Selection
 

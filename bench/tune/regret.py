@@ -21,7 +21,7 @@ from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.tune.committed_rows import RESULTS, cost_rows
 from nsa_sel.bench.tune.cost_fit import BACKENDS, backend_of, cache_of, case_of, is_time, request_of
 from nsa_sel.core.backend import Offer
-from nsa_sel.core.count_sharing import countable, decides
+from nsa_sel.core.decide import countable, decides
 from nsa_sel.core.decision import Decision, load_policy, make_decision
 from nsa_sel.core.ranges import sample_rows, sampled_sharing
 from nsa_sel.core.request import DeviceInfo, Request

@@ -16,7 +16,7 @@ from nsa_sel.caching.pools import Pools
 from nsa_sel.caching.quantized import Scales, dequantized
 from nsa_sel.compressed import compressed_attention
 from nsa_sel.core.choose_call import PagedKeys, Rule
-from nsa_sel.core.quantized import as_bytes
+from nsa_sel.quantize import as_bytes
 from nsa_sel.window import sliding_window_attention
 
 LEAST_ROWS = 64  # of a sequence, from which on gathering pays

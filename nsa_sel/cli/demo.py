@@ -18,11 +18,10 @@ from nsa_sel.attention import selection_attention
 from nsa_sel.cli import bench_door
 from nsa_sel.cli.tensor_file import Problem, read_problem
 from nsa_sel.core.backend import REFUSING_KINDS
+from nsa_sel.core.call import device_info, request_of
 from nsa_sel.core.check import check_call
 from nsa_sel.core.decide import decide, explain_request
-from nsa_sel.core.decision import Decision
-from nsa_sel.core.explain import refusal
-from nsa_sel.core.facts import device_info, request_of
+from nsa_sel.core.decision import Decision, refusal
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.oracle import oracle_backward, oracle_forward

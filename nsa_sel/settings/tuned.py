@@ -246,13 +246,13 @@ def parse(data: bytes, name: str) -> tuple[TunedFile, Table]:
 _tables: dict[tuple[DeviceInfo, Path], Table | None] = {}
 _shared: dict[DeviceInfo, Table | None] | None = None  # by sync_tuning: the same on all ranks
 _reported: set[tuple[str, str]] = set()
-_generation = 0  # counts the changes of what `in_force` returns
-_any = False  # whether a table was found: only then does a call look whether the job is distributed
+generation = 0  # number of changes to what `in_force` returns; cached decisions depend on it
+any_table = False  # whether a table was found: only then does a call look whether the job is distributed
 
 
 def read(device: DeviceInfo) -> Table | None:
     """This machine's table for `device`, cached; None where there is none for this environment."""
-    global _any
+    global any_table
     if device.kind != "cuda" and not device.triton_interpret:
         return None
     folder = cache_folder()
@@ -261,7 +261,7 @@ def read(device: DeviceInfo) -> Table | None:
     key = device, folder
     if key not in _tables:
         _tables[key] = _read(device, folder / "tuned")
-        _any = _any or _tables[key] is not None
+        any_table = any_table or _tables[key] is not None
     return _tables[key]
 
 
@@ -323,26 +323,21 @@ def in_force(device: DeviceInfo) -> Table | None:
     return None
 
 
-def token() -> tuple[int, bool]:
-    """The state that cached decisions depend on. Reads no file."""
-    return _generation, _any and distributed()
-
-
 def share(device: DeviceInfo, table: Table | None) -> None:
     """Use `table`, on which all ranks agreed, on `device` in this distributed job."""
-    global _shared, _generation, _any
+    global _shared, generation, any_table
     _shared = {**(_shared or {}), device: table}
-    _generation += 1
-    _any = _any or table is not None
+    generation += 1
+    any_table = any_table or table is not None
 
 
 def forget() -> None:
     """Read files anew, and forget what was shared and reported."""
-    global _shared, _generation, _any
+    global _shared, generation, any_table
     _tables.clear()
     _reported.clear()
-    _shared, _any = None, False
-    _generation += 1
+    _shared, any_table = None, False
+    generation += 1
 
 
 def apply(settings: Settings, request: Request, device: DeviceInfo) -> Settings:

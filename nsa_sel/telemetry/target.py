@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from nsa_sel.core import forks
+from nsa_sel import forks
 from nsa_sel.errors import ArgumentError, ConfigError, shown
 from nsa_sel.settings.flags import LOG_FLAG
 from nsa_sel.settings.schema import Settings
@@ -17,7 +17,7 @@ from nsa_sel.telemetry.log import JsonLines
 _lock = forks.lock()
 _handler: logging.Handler | None = None
 _level = logging.NOTSET  # the logger's level before `_handler` was added
-_followed: str | None = None  # the target in the settings of the last call
+followed: str | None = None  # the target in the settings of the last call
 _following = False  # whether `_handler` was added because of these settings
 
 
@@ -79,15 +79,15 @@ def follow(settings: Settings) -> None:
 
     Where the flag is unset and another flag asks for events, they go to stderr, unless a handler takes them already.
     """
-    global _followed, _following
+    global followed, _following
     target = settings.debug_log
-    if target == _followed:
+    if target == followed:
         return
     implied = target is None or settings.sources.get("debug_log") != LOG_FLAG
     if not implied or _following or (target is not None and not _has_handler()):
         _write_to(target, LOG_FLAG)  # may raise: then the next call tries again
         _following = target is not None
-    _followed = target
+    followed = target
 
 
 def _has_handler() -> bool:

@@ -14,8 +14,8 @@ from nsa_sel import NSACache, compressed_attention
 from nsa_sel.caching import numbers, prefill, step
 from nsa_sel.caching.pools import Pools
 from nsa_sel.core.choose import over_pages
-from nsa_sel.core.quantized import STORED
 from nsa_sel.errors import ArgumentError, BackendError, CacheFull
+from nsa_sel.quantize import STORED
 from tests.helpers.graphs import captured, replayed
 from tests.helpers.layer_cache import SIZES, Model, few_bits, make_layer, poison, short_numbers
 

@@ -22,7 +22,7 @@ from nsa_sel.cli import bench_door, demo, demo_picture, demo_text
 from nsa_sel.cli.app import app
 from nsa_sel.cli.demo_picture import BY_SCORE, FIRST, FUTURE, LOCAL, PASSED_OVER
 from nsa_sel.cli.tensor_file import Problem, read_problem
-from nsa_sel.core.facts import device_info
+from nsa_sel.core.call import device_info
 from nsa_sel.oracle import oracle_forward
 from nsa_sel.selection import Selection
 from tests.helpers.paths import ROOT

@@ -16,7 +16,7 @@ import nsa_sel
 import nsa_sel.core.decide
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Requirement
-from nsa_sel.core.explain import refusal
+from nsa_sel.core.decision import refusal
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.errors import BackendError, ConfigError
 from nsa_sel.settings.config import settings_for

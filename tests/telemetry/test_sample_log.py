@@ -66,8 +66,8 @@ def write() -> None:
 
     import nsa_sel
     from nsa_sel.backends import numba_cpu
-    from nsa_sel.core.count_sharing import count_rows
-    from nsa_sel.core.facts import request_of
+    from nsa_sel.core.call import request_of
+    from nsa_sel.core.decide import count_rows
     from nsa_sel.core.request import example_request
     from nsa_sel.settings import devices
     from tests.helpers.cases import make_blocks, make_qkv, make_spans
@@ -106,7 +106,7 @@ def tuning_events() -> None:
     import torch
 
     import nsa_sel
-    from nsa_sel.core.facts import device_info
+    from nsa_sel.core.call import device_info
     from nsa_sel.settings import tuned
     from tests.helpers.tune_cases import key, result, write
 
