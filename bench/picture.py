@@ -6,6 +6,7 @@ Left, a layer's attention as a share of dense attention's time, part by part; ri
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -17,7 +18,6 @@ from matplotlib.lines import Line2D
 from PIL import Image
 
 from nsa_sel.bench.core.environment import ROOT
-from nsa_sel.bench.tables import PARTS, layer_shares, tokens_per_second, training_pairs
 
 PICTURE = ROOT / "docs/report/layer"
 COLORS = {  # on light and on dark ground; parts of a layer are shades of one hue
@@ -34,9 +34,8 @@ COLORS = {  # on light and on dark ground; parts of a layer are shades of one hu
 PALETTE = 96  # colors of the PNG
 
 
-def draw_shares(axes: Any, color: dict[str, str]) -> None:
+def draw_shares(axes: Any, color: dict[str, str], shares: Sequence[Any]) -> None:
     """Draw stacked bars, one per length, below a line at dense attention's time."""
-    shares = layer_shares()
     axes.set(title="Attention of one layer, forward + backward", xlabel="tokens", ylabel="% of dense attention's time")
     axes.axhline(100, color=color["dense"], linewidth=1.4)
     for i, each in enumerate(shares):
@@ -48,20 +47,24 @@ def draw_shares(axes: Any, color: dict[str, str]) -> None:
     axes.set_xticks(range(len(shares)), [f"{each.S // 1024}k" for each in shares])
 
 
-def draw_rates(axes: Any, color: dict[str, str]) -> None:
+def draw_rates(axes: Any, color: dict[str, str], rates: Sequence[tuple[int, float, float]]) -> None:
     """Draw a pair of bars per context: dense attention, NSAttention."""
-    pairs = training_pairs("speed")
     axes.set(title="Training a model of 25M parameters", xlabel="context, tokens", ylabel="thousand tokens per second")
-    for i, (_, *runs) in enumerate(pairs):
-        dense, nsa = map(tokens_per_second, runs)
+    for i, (_, dense, nsa) in enumerate(rates):
         axes.bar(i - 0.2, dense / 1e3, 0.38, color=color["dense"])
         axes.bar(i + 0.2, nsa / 1e3, 0.38, color=color["select"])
         axes.text(i + 0.2, nsa / 1e3, f"{nsa / dense:.2g}x", ha="center", va="bottom", fontsize=8)
-    axes.set_xticks(range(len(pairs)), [f"{pair.context // 1024}k" for pair in pairs])
+    axes.set_xticks(range(len(rates)), [f"{context // 1024}k" for context, _, _ in rates])
 
 
-def write() -> None:
-    """Write the picture for light and for dark pages."""
+def write(shares: Sequence[Any], rates: Sequence[tuple[int, float, float]], parts: Mapping[str, str]) -> None:
+    """Write the picture for light and for dark pages.
+
+    Args:
+        shares: `Shares` of bench/tables.py, one per length.
+        rates: a context; tokens per second with dense attention and with NSAttention.
+        parts: words for each part of a layer.
+    """
     for i, ending in enumerate(("", "-dark")):
         color = {role: both[i] for role, both in COLORS.items()}
         style: Any = {
@@ -78,10 +81,10 @@ def write() -> None:
         }
         with pyplot.rc_context(style):
             canvas, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.7), layout="constrained")
-            draw_shares(left, color)
-            draw_rates(right, color)
+            draw_shares(left, color, shares)
+            draw_rates(right, color, rates)
             canvas.suptitle("NSAttention on an NVIDIA H200", fontsize=12, fontweight="bold", x=0.01, ha="left")
-            key = {"dense": "dense attention (cuDNN)", **PARTS}
+            key = {"dense": "dense attention (cuDNN)", **parts}
             handles = [Line2D([], [], marker="s", linestyle="", markersize=7, color=color[role], label=key[role]) for role in key]
             canvas.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False)
             drawn = io.BytesIO()

@@ -422,4 +422,5 @@ if __name__ == "__main__":
         file = ROOT / document
         file.write_text(with_tables(file.read_text()))
         print(f"{document} written")
-    picture.write()
+    rates = [(context, tokens_per_second(dense), tokens_per_second(nsa)) for context, dense, nsa in training_pairs("speed")]
+    picture.write(layer_shares(), rates, PARTS)

@@ -128,7 +128,7 @@ def merged_costs(gpu: str) -> dict[str, Any]:
 @cache
 def own_costs(gpu: str) -> Costs:
     """Cost models fitted to the committed rows of a GPU."""
-    return cost_fit.costs_of(cost_rows(cost_fit.is_cost_row, RESULTS[gpu]), GPUS[gpu].sm_count)
+    return cost_fit.costs_of(cost_rows(cost_fit.is_cost_row, RESULTS[gpu]))
 
 
 def kernel_configs(name: str) -> dict[str, Any]:
