@@ -36,7 +36,9 @@ Peers = Annotated[
 ]
 Peer = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME=MODULE:FUNCTION", help="With --peers, which it implies: also this function (docs/tuning.md). Repeatable."),
+    typer.Option(
+        metavar="NAME=MODULE:FUNCTION", help="With --peers, which it implies: also this function (docs/performance.md). Repeatable."
+    ),
 ]
 Headline = Annotated[
     bool, typer.Option("--headline", help="Instead: the README's claims again, on this GPU, each beside dense attention. Minutes.")

@@ -21,7 +21,7 @@ from nsa_sel.bench.core.contenders import DENSE, PACKED, of_framework
 from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.markdown import MARK, factor, ms, pair_of, scatters, side_by_side, spread, table, with_note
 from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.questions import decoding_steps, layer_parts, paged_caches, scaling
+from nsa_sel.bench.questions import decoding_steps, layer_parts, paged_caches, released_models, scaling
 from nsa_sel.bench.tune.committed_rows import CPU_ROWS, H100_RESULTS, H200_RESULTS, H200_ROWS, read_rows
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Offer
@@ -53,13 +53,13 @@ BAND_WINDOW = 20  # steps that losses of a band are averaged over
 PARTS_FILE = ROOT / H200_RESULTS / "profiles/layer_parts.jsonl"
 PARTS = {"choose": "compressed keys, choosing", "select": "selected blocks", "window": "window", "gate": "gated sum"}  # bottom to top
 HEADS = 16  # of a group
-NOTE_TRAINED = '"trained": what a model that was trained with NSA at this context selects ([decisions.md](decisions.md)).'
-NOTE_TEXT = (
-    '"of text": the selected branch attends to what a model chose in a text, SmolLM2-135M up to 8k and one trained with NSA beyond'
-    " ([decisions.md](decisions.md)); the layer chooses all the same.\n"
-    '"fla": flash-linear-attention\'s `parallel_nsa` from its wheel, with its own compression (means of 64 keys: a quarter as many'
-    " compressed keys) and choice, but without a window."
-)
+NOTE_TRAINED = '"trained": what a model that was trained with NSA at this context selects (`bench/data/README.md`).'
+NOTE_TEXT = """\
+"of text": the selected branch attends to what a model chose in a text, SmolLM2-135M up to 8k and one trained with NSA
+beyond (`bench/data/README.md`); the layer still chooses its own blocks.
+
+"fla": flash-linear-attention's `parallel_nsa` with its own compression (means of 64 keys: a quarter as many compressed
+keys) and choice, without a window."""
 
 
 class Pair(NamedTuple):
@@ -142,7 +142,7 @@ def layer_shares() -> list[Shares]:
     return shares
 
 
-# README.md, docs/decisions.md
+# README.md
 
 
 def claim() -> str:
@@ -161,8 +161,7 @@ def claim() -> str:
         f"Measured on an NVIDIA H200: attention of one layer, forward and backward, takes {percents} of dense attention's time (cuDNN) at"
         f" {lengths} tokens ({inputs}; 4 KV groups of 16 heads, D 128, bf16). A model of 25 million parameters trains at {gains} times as"
         f" many tokens per second as with dense attention at {listed(f'{pair.context // 1024}k' for pair in rates)}."
-        " [layer.md](https://github.com/nsa-sel/nsa-sel/blob/main/docs/layer.md)"
-        " has all parts, [training.md](https://github.com/nsa-sel/nsa-sel/blob/main/docs/training.md) the losses."
+        " [layer.md](https://github.com/nsa-sel/nsa-sel/blob/main/docs/layer.md) has all parts, and the losses."
     )
 
 
@@ -191,7 +190,7 @@ def explained(name: str) -> str:
     return f"```\n$ nsa-sel explain --device {name}\n" + "\n".join(line.rstrip() for line in shown.splitlines()) + "\n```"
 
 
-# docs/performance.md, docs/models.md
+# docs/performance.md, docs/choosing.md
 
 
 def performance() -> str:
@@ -289,7 +288,7 @@ def models() -> str:
     return table(["case", *names, DENSE, "against dense"], side_by_side(lines), left=1)
 
 
-# docs/layer.md, docs/varlen.md, docs/training.md, docs/distributed.md
+# docs/layer.md, docs/varlen.md, docs/distributed.md
 
 
 def layer() -> str:
@@ -370,11 +369,16 @@ def training_ranks() -> str:
 
 BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"claim": claim, "gains": gains, "explained": lambda: explained("h200")},
-    "docs/decisions.md": {"refused": lambda: explained("rtx4090")},
     "docs/performance.md": {"h200": performance, "breakeven": breakeven, "peers": peers, "cpu": cpu, "overhead": overhead},
     "docs/compat.md": {"fla": lambda: layer_parts.table(rows_of("profiles/fla_layer.jsonl", H100_RESULTS))},
-    "docs/models.md": {"models": models},
-    "docs/layer.md": {"parts": layer, "memory": lambda: layer_parts.memory_table(store.read(PARTS_FILE))},
+    "docs/choosing.md": {"models": models, "released_models": lambda: released_models.table(rows_of("released_models.jsonl"))},
+    "docs/layer.md": {
+        "parts": layer,
+        "memory": lambda: layer_parts.memory_table(store.read(PARTS_FILE)),
+        "speed": training_speed,
+        "losses": training_losses,
+        "band": training_band,
+    },
     "docs/serving.md": {
         "serving": lambda: paged_caches.table(rows_of("serving.jsonl")),
         "steps": lambda: decoding_steps.table(
@@ -383,7 +387,6 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/varlen.md": {"varlen": varlen},
     "docs/distributed.md": {"rank_scaling": lambda: scaling.table(rows_of("scaling.jsonl")), "ranks": training_ranks},
-    "docs/training.md": {"speed": training_speed, "losses": training_losses, "band": training_band},
 }
 TABLES = {name: make for tables in BY_DOCUMENT.values() for name, make in tables.items()}
 

@@ -1,4 +1,4 @@
-"""The shapes of shipped models (docs/models.md), small, in the interpreter: tiny blocks with an unaligned tail, several groups of q for
+"""The shapes of shipped models (docs/choosing.md), small, in the interpreter: tiny blocks with an unaligned tail, several groups of q for
 each KV group. Their sizes are in test_triton_sel_parity_models_gpu.py."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The shapes of shipped models (docs/models.md) on a GPU, for every fast backend: parity both ways, poison, 50 bit-equal reruns."""
+"""The shapes of shipped models (docs/choosing.md) on a GPU, for every fast backend: parity both ways, poison, 50 bit-equal reruns."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def text_case(S: int, h: int) -> Case | None:
     return prefill("trained", S, h) if S <= max(trained.contexts(), default=0) else None
 
 
-MODELS = {  # docs/models.md: G, h, Dk, Dv, n, block
+MODELS = {  # docs/choosing.md: G, h, Dk, Dv, n, block
     "nsa": (4, 16, 192, 128, 16, 64),
     "minimax-m3": (4, 16, 128, 128, 16, 128),
     "minicpm4": (2, 16, 128, 128, 96, 64),

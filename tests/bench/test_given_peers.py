@@ -51,8 +51,10 @@ def refuses(*args):
 
 @pytest.fixture
 def adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder: docs/tuning.md's adapter as my_peer.py, and others. Quick runs are of two tiny cases, without the usual peers."""
-    (documented,) = re.findall(r"^```python\n(# my_peer\.py\n.*?)^```$", (ROOT / "docs/tuning.md").read_text(), re.MULTILINE | re.DOTALL)
+    """Write docs/performance.md's adapter and others to the current folder; quick runs have two tiny cases and no usual peers."""
+    (documented,) = re.findall(
+        r"^```python\n(# my_peer\.py\n.*?)^```$", (ROOT / "docs/performance.md").read_text(), re.MULTILINE | re.DOTALL
+    )
     (tmp_path / "my_peer.py").write_text(documented)
     (tmp_path / "others.py").write_text(OTHERS)
     monkeypatch.chdir(tmp_path)
