@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 import nsa_sel
-from nsa_sel.core import registry
 from nsa_sel.selection import Selection
 from tests.helpers.cases import assert_forward, make_blocks, make_qkv
-from tests.helpers.parity import check_both, check_deterministic, check_poison
 from tests.helpers.poison import new_memory_is_nan
 
 pytestmark = pytest.mark.gpu
@@ -27,8 +25,6 @@ MODELS = {
     "minicpm4": (40, 2000, 2, 2, 16, 128, 128, 20, 64),
     "moba": (45, 1600, 8, 2, 1, 128, 128, 3, 512),
 }
-FAST = ("triton-group", "triton-tile", "triton-block", "cuda-block", "cupy-cuda")
-LIMITS = {name: registry.backends()[name].limits for name in FAST}
 
 
 def inputs(model: str, B: int = 1, S: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,19 +36,6 @@ def inputs(model: str, B: int = 1, S: int | None = None) -> tuple[Tensor, Tensor
 def selection_of(model: str, B: int = 1, S: int | None = None, n: int | None = None) -> Selection:
     rows, S_kv, groups, _, _, _, _, most, block = MODELS[model]
     return make_blocks(B, S or rows, groups, S_kv, n or most, block, device="cuda")
-
-
-@pytest.mark.parametrize(
-    ("model", "backend"), [(model, name) for model, (*_, block) in MODELS.items() for name in FAST if LIMITS[name].takes_block(block)]
-)
-def test_prefill_and_gradients(model: str, backend: str) -> None:
-    missing = "; ".join(map(str, registry.missing(backend)))
-    if missing:
-        pytest.skip(missing)
-    with new_memory_is_nan():
-        check_both(backend, *inputs(model), selection_of(model))
-    check_poison(backend, *inputs(model), selection_of(model, n=2))
-    check_deterministic(backend, *inputs(model), selection_of(model), reruns=50)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -21,34 +21,11 @@ from nsa_sel.core.request import DeviceInfo, example_request
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.selection import Selection
 from nsa_sel.serving import selection_attention_with_kvcache
-from tests.helpers.cache_cases import PAGES, Cache
-from tests.helpers.quantized_cases import EACH, check_quantized, large_keys, make_quantized
+from tests.helpers.cache_cases import Cache
+from tests.helpers.quantized_cases import check_quantized, large_keys, make_quantized
 
 READERS = ("sdpa-packed", "triton-group")
 FEW = (0, 1, 40)  # lengths: one Triton program takes 20 ms
-
-
-@pytest.mark.parametrize("each", [each for each in EACH if each != "page"])
-@pytest.mark.parametrize("backend", READERS)
-def test_contiguous_caches_match_the_oracle(backend: str, each: str | None) -> None:
-    check_quantized(make_quantized(each, None, G=1 + (each == "head"), lengths=FEW), backend)
-    check_quantized(make_quantized(each, None, G=1, Dv=16, S_q=4, lengths=FEW, dtype=torch.float16), backend)
-
-
-@pytest.mark.parametrize("each", EACH)
-@pytest.mark.parametrize("page_size", PAGES)
-def test_paged_caches_match_the_oracle_in_packed_sdpa(page_size: int, each: str | None) -> None:
-    for S_q, block, dtype in ((1, 16, torch.float32), (2, 32, torch.bfloat16), (8, 64, torch.float16)):
-        check_quantized(make_quantized(each, page_size, S_q=S_q, block=block, dtype=dtype), "sdpa-packed")
-    check_quantized(make_quantized(each, page_size, S_q=2, block=None), "sdpa-packed")
-
-
-@pytest.mark.parametrize(("page_size", "each"), [(16, "page"), (24, "page"), (64, "head"), (64, "page"), (256, None)])
-def test_paged_caches_match_the_oracle_in_triton(page_size: int, each: str | None) -> None:
-    """Rows are split, or too many for that; blocks are loaded by TMA where pages hold whole steps, else by pointers."""
-    check_quantized(make_quantized(each, page_size, G=1, lengths=FEW), "triton-group")
-    sizes = {"G": 2, "S_q": 2, "block": 32, "n": 4, "Dv": 16, "lengths": (9, 150)}  # whole blocks, and one that is cut
-    check_quantized(make_quantized(each, page_size, dtype=torch.float16, **sizes), "triton-group")
 
 
 @pytest.mark.parametrize(("page_size", "each"), [(None, "head"), (64, "page"), (16, "page")])

@@ -17,7 +17,6 @@ from nsa_sel.varlen import selection_attention_varlen, varlen_positions
 from tests.helpers.cases import make_blocks, make_qkv
 from tests.helpers.varlen_cases import (
     Packed,
-    assert_unselected_keys_change_nothing,
     attend_varlen,
     bounds,
     check_sequences,
@@ -44,35 +43,12 @@ def test_sequences_of_any_length(backend: str) -> None:
     assert nsa_sel.decisions()[-1].request.block_size == 16
 
 
-@pytest.mark.parametrize("backend", [*ON_RANGES, "triton-token"])
-def test_sequences_of_a_few_rows_match_the_oracle(backend: str) -> None:
-    check_varlen(backend, pack((3, 0, 1, 4), block_size=4, n=2, spare=1))
-    check_varlen(backend, pack((1, 0, 2), (20, 3, 7), block_size=None, spare=1))
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_aligned_sequences_keep_whole_blocks(backend: str) -> None:
     """The last key of most sequences ends a block; the rows of the last outnumber its keys."""
     for packed in (pack((2, 1, 0, 3), (32, 16, 16, 2), n=2), pack((16, 0, 2), n=2, spare=1)):
         check_varlen(backend, packed)
         assert nsa_sel.decisions()[-1].request.block_size == 16
-
-
-@pytest.mark.parametrize("backend", ON_RANGES)
-def test_rows_may_be_fewer_or_more_than_keys(backend: str) -> None:
-    """Rows are at the last positions; those before the first key see nothing."""
-    packed = pack((2, 1, 0, 3, 1), (21, 1, 9, 2, 0), spare=1)
-    check_varlen(backend, packed)
-    everything = torch.tensor([-3, 2**31 - 1]).int().expand(1, 8, 1, 1, 2)
-    check_varlen(backend, packed._replace(selection=Selection(everything)))
-    packed = pack((3, 1, 2), (1, 4, 1))  # as many rows as keys, and yet not the same
-    check_varlen(backend, packed._replace(selection=Selection(everything[:, :6])))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_half_precision_and_int64(backend: str) -> None:
-    packed = pack((1, 2), (16, 20), h=3, dtype=torch.float16)
-    check_varlen(backend, packed._replace(selection=Selection(packed.selection.ranges.long(), 16)))
 
 
 @pytest.mark.parametrize("backend", ON_RANGES)
@@ -95,12 +71,6 @@ def test_nan_in_other_sequences_changes_nothing(backend: str) -> None:
         for rows, keys in own:
             where = rows if i < 3 else keys
             assert torch.equal(clean[where], poisoned[where])
-
-
-@pytest.mark.parametrize("backend", ON_BLOCKS)
-def test_nan_in_unselected_keys_changes_nothing(backend: str) -> None:
-    packed = pack((2, 1, 1), (48, 16, 40), n=2, spare=4)
-    assert_unselected_keys_change_nothing(backend, packed, first=48)
 
 
 def test_unaligned_blocks_become_ranges() -> None:

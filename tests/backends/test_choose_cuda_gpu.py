@@ -13,7 +13,7 @@ from nsa_sel.backends.cupy_cuda import compressed
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.facts import device_info
 from tests.helpers.cases import make_grads
-from tests.helpers.choose_cases import check_both, check_gradients, check_unread, make_choose_call, results
+from tests.helpers.choose_cases import check_both, check_gradients, make_choose_call, results
 from tests.helpers.gpus import needs, needs_hopper
 from tests.helpers.graphs import captured, replayed
 
@@ -30,14 +30,6 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, int, Rule]] = {  # B, S, S
     "h64": (1, 700, 1900, 1, 64, 128, 128, Rule()),
     "h48-192": (1, 500, 1100, 1, 48, 192, 128, Rule()),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_cuda_matches_the_oracle(shape: str, dtype: torch.dtype) -> None:
-    call = make_choose_call(SHAPES[shape], dtype, "cuda")
-    assert compressed.supports(call, device_info(call.q.device))
-    check_both(choose_cuda, call, 1e-4, with_lse=shape != "h64")
 
 
 def test_cuda_takes_a_negative_scale_and_many_segments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,13 +51,6 @@ def test_calls_beyond_the_tiles_take_triton() -> None:
     for call in (nothing, given, wide):
         assert not compressed.supports(call, device_info(call.q.device))
         check_both(choose_cuda, call, 1e-4)
-
-
-@pytest.mark.parametrize(("h", "D"), [(16, 128), (3, 64)])
-def test_keys_and_rows_that_count_for_nothing_are_not_read(h: int, D: int) -> None:
-    call = make_choose_call((2, 1333, 1333, 2, h, D, D, Rule()), torch.bfloat16, "cuda", start=-100)
-    assert compressed.supports(call, device_info(call.q.device))
-    check_unread(choose_cuda, call, reruns=20)
 
 
 def test_later_keys_do_not_reach_earlier_rows() -> None:

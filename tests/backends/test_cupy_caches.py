@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends.cupy_cuda import compiler, few_tokens, launch, sm90, token_order
 from nsa_sel.core.call import Call
 from nsa_sel.core.request import DeviceInfo
-from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from tests.helpers import emulate
 from tests.helpers.cache_cases import Cache, gathered, make_cache, positions
@@ -51,18 +49,6 @@ def check(cache: Cache, gpu: DeviceInfo = GPU) -> tuple[Tensor, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("S_q", [1, 4])
-@pytest.mark.parametrize("page_size", [None, 16, 24, 64])
-def test_caches_match_the_oracle(monkeypatch: pytest.MonkeyPatch, page_size: int | None, S_q: int) -> None:
-    """Lengths 0, 1 and shorter than S_q among them: nothing is selected where there is no key."""
-    emulated(monkeypatch)
-    cache = small_cache(page_size, S_q=S_q)
-    o, lse = check(cache)
-    nothing = positions(cache) < 0
-    assert bool((o[nothing] == 0).all())
-    assert bool((lse[nothing] == -math.inf).all())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("block", "ordered"), [(4, False), (64, False), pytest.param(64, True, marks=pytest.mark.thorough)])
 def test_tiles_without_steps_release_their_rows_once_all_lanes_have_them(
@@ -78,38 +64,10 @@ def test_tiles_without_steps_release_their_rows_once_all_lanes_have_them(
     assert bool(token_order.stretch_of(call_of(cache))) == ordered
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page_size", [None, 64])
-def test_gathered_steps_read_lengths_and_tables(monkeypatch: pytest.MonkeyPatch, page_size: int | None) -> None:
-    """A chunk of a prefill: blocks smaller than a step, which a sequence ends within."""
-    emulated(monkeypatch)
-    cache = small_cache(page_size, S_q=15, h=16, Dk=64, Dv=64, n=9, block=8)
-    assert sm90.supports_tiles(call_of(cache))
-    check(cache)
-
-
-@pytest.mark.parametrize("page_size", [None, 16])
-def test_ranges_may_cross_pages(monkeypatch: pytest.MonkeyPatch, page_size: int | None) -> None:
-    emulated(monkeypatch, BACKWARDS)
-    cache = small_cache(page_size, lengths=(64, 150), block=None, S_q=2)
-    check(cache._replace(cache_seqlens=cache.cache_seqlens.long()))
-
-
 @pytest.mark.parametrize("sm", [86, 90])
 def test_splits_of_a_row_read_pages(monkeypatch: pytest.MonkeyPatch, sm: int) -> None:
     emulated(monkeypatch)
     check(small_cache(16, lengths=(190,), G=1, n=12), msgspec.structs.replace(GPU, sm=sm))
-
-
-def test_pages_of_any_strides_give_equal_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages of K between those of V, and heads before keys."""
-    emulated(monkeypatch)
-    cache = small_cache(16, Dk=24)
-    wanted = check(cache)
-    between = torch.stack((cache.k_cache, cache.v_cache), 1).unbind(1)
-    by_heads = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (cache.k_cache, cache.v_cache)]
-    for k_cache, v_cache in (between, by_heads):
-        assert all(map(torch.equal, check(cache._replace(k_cache=k_cache, v_cache=v_cache)), wanted))
 
 
 def test_lengths_past_the_end_are_clamped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,14 +107,6 @@ def test_pages_of_parts_of_a_step_are_gathered() -> None:
     """TMA loads 64 keys of one page."""
     for page_size, fits in ((16, False), (64, True), (96, False), (128, True), (None, True)):
         assert sm90.steps_in_pages(call_of(small_cache(page_size))) == fits
-
-
-def test_selections_of_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A range that covers all pages of a sequence."""
-    emulated(monkeypatch)
-    cache = small_cache(16, S_q=2)
-    every = torch.tensor([0, 192]).expand(4, 2, 2, 1, 2).contiguous()
-    check(cache._replace(selection=Selection(every, None, 192)))
 
 
 def lists_of(monkeypatch: pytest.MonkeyPatch, call: Call, block: int) -> list[tuple[int, dict[int, int]]]:

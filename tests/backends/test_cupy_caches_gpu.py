@@ -9,7 +9,7 @@ import torch
 
 from nsa_sel.serving import selection_attention_with_kvcache
 from tests.helpers.cache_cases import LENGTHS, Cache, check, make_cache
-from tests.helpers.gpus import HOPPER, needs
+from tests.helpers.gpus import needs
 from tests.helpers.graphs import no_waiting
 
 pytestmark = [pytest.mark.gpu, needs("cupy-cuda")]
@@ -23,39 +23,6 @@ def gpu_cache(page_size: int | None, **sizes: Any) -> Cache:
     )
 
 
-def garbled(cache: Cache) -> Cache:
-    """Pages that do not exist after every sequence's last one."""
-    assert cache.block_table is not None
-    return cache._replace(block_table=torch.where(cache.block_table < 0, 2**30, cache.block_table))
-
-
-@pytest.mark.parametrize("page_size", [None, 16, 64, 256])
-@pytest.mark.parametrize(
-    ("lengths", "S_q", "block", "kernel"),
-    [
-        (LENGTHS, 1, 64, "forward_blocks.cu"),
-        (LENGTHS, 4, 64, "forward_blocks.cu"),
-        (MANY, 1, 64, "forward_blocks.cu"),
-        (MANY, 10, 64, "forward_blocks.cu"),
-        (MANY, 4, 64, "forward_tiles.cu"),
-        (LENGTHS * 17, 3, 64, "forward_tiles.cu"),
-        (MANY, 8, 128, "forward_tiles.cu"),
-        ((0, 1, 9, 150, 600), 40, 128, "forward_tiles.cu"),
-        ((0, 1, 9, 150, 600), 40, 8, "forward_gather.cu"),
-    ],
-)
-def test_each_kernel_reads_lengths_and_tables(
-    lengths: tuple[int, ...], S_q: int, block: int, kernel: str, page_size: int | None, started: list[str]
-) -> None:
-    cache = gpu_cache(page_size, lengths=lengths, S_q=S_q, block=block, room=640 if max(lengths) > 192 else 256)
-    wanted = check(cache, "cupy-cuda")
-    expected = kernel if HOPPER and page_size != 16 else "forward_rows.cu"
-    assert set(started) - {"tile_union.cu", "combine.cu"} == {expected}
-    if page_size is not None:
-        got = selection_attention_with_kvcache(*garbled(cache), return_lse=True, backend="cupy-cuda")
-        assert all(map(torch.equal, got, wanted))
-
-
 @pytest.mark.parametrize("S_q", [1, 4])
 @pytest.mark.parametrize("page_size", [None, 16, 64])
 def test_a_step_is_one_launch_that_never_waits(page_size: int | None, S_q: int, started: list[str]) -> None:
@@ -65,14 +32,6 @@ def test_a_step_is_one_launch_that_never_waits(page_size: int | None, S_q: int, 
     with no_waiting():
         selection_attention_with_kvcache(*cache, backend="cupy-cuda")
     assert len(started) == 1
-
-
-def test_lengths_past_the_end_are_clamped() -> None:
-    for lengths in ((256, 256), (256,) * 64):
-        cache = gpu_cache(64, lengths=lengths, room=256)
-        wanted = check(cache, "cupy-cuda")
-        long = cache._replace(cache_seqlens=cache.cache_seqlens + 1000)
-        assert all(map(torch.equal, selection_attention_with_kvcache(*long, return_lse=True, backend="cupy-cuda"), wanted))
 
 
 @pytest.mark.parametrize("ahead", ["a kernel", "a copy", "two streams"])
