@@ -86,12 +86,11 @@ class Lane(NamedTuple):
     def shapes(self) -> list[Shape]:
         """Return shapes that reach each family of the backend's kernels: rows, tiles, and gathered small blocks."""
         tiles, found = self.backend.tiles, [Shape(3, 16, 24, None), Shape(3, 16, 24, 16), Shape(2, 16, 8, 4)]
-        if self.device == "emulated":  # other sizes are compiled anew
+        if self.device == "emulated" or (self.slow and self.backend.slow):  # other sizes are compiled anew, or take long and change nothing
             found = [Shape(3, 16, 24, None)]
         if tiles is not None and self.kind != "cpu":
+            found += [Shape(3, 64, 128, 8)] * bool(tiles.gathered_blocks) + [Shape(1, 64, 64, 64)] * tiles.one_head
             found += [Shape(4, 64, 64, 64), Shape(4, 64, 64, 128)]
-            found += [Shape(1, 64, 64, 64)] * tiles.one_head
-            found += [Shape(3, 64, 128, 8)] * bool(tiles.gathered_blocks)
         if self.device == "cuda":
             found += [Shape(12, 256, 256, 4), Shape(16, 192, 128, 64), Shape(16, 128, 128, 128), Shape(1, 128, 128, 512)]
         return [shape for shape in dict.fromkeys(found) if self.takes(shape)]
