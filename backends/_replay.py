@@ -151,7 +151,7 @@ def replayed(
     """`work(call, *given, *numbers)`, one pass, or the building of a plan: its kernels read q, k, v, the disjoint ranges, and what is
     `given`."""
     known = call.known
-    if REPEATED not in known or call.workspace is not None or call.settings.debug_triton or call.capturing():
+    if REPEATED not in known or call.workspace is not None or call.settings.traced or call.capturing():
         return work(call, *given, *numbers)
     ranges = call.disjoint_ranges()
     key = _kind(call, work, ranges, numbers)

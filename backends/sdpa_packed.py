@@ -37,7 +37,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     with torch.autocast(call.q.device.type, enabled=False):
         start, end = call.clamped_ranges()
         tiles = dense.tiles_of(call, start, end)
-        if call.settings.debug_triton:
+        if call.settings.traced:
             events.emit("sel.path", backend="sdpa-packed", path="varlen" if tiles is None else "dense")
         if tiles is not None:
             dense.forward(call, tiles, start, end, o, lse)

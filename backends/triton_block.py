@@ -221,7 +221,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 
     def visit(unit: Unit, part_o: Tensor, part_lse: Tensor) -> None:
         tensors = (call.q, call.k, call.v, call.q_pos, part_o, part_lse, plan.entries, plan.ends, unit.piece_list)
-        partial.launch(plan.pieces, tensors, (strides, sizes, unit.lists, call.scale_log2()))
+        numbers = (strides, sizes, unit.lists, call.scale_log2())
+        arguments.announced(call, heads, "triton-block/forward", config, partial).launch(plan.pieces, tensors, numbers)
 
     return joined_partials(call, plan, visit)
 
@@ -247,13 +248,13 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     heads = arguments.heads(call)
     if is_large(call):
         dq, delta = dq_of_large(call, o, lse, do, dlse)
-        return dq, *key_value_gradients(call, heads, lse, do, delta, arguments.kernel_config(call, heads, "triton-tile/dkdv"))
-    config = arguments.kernel_config(call, heads, "triton-block/backward")
-    plan = _plan(call, tile_width(call, config), heads.Dk, heads.Dk + heads.Dv)
+        return dq, *key_value_gradients(call, heads, lse, do, delta, "triton-tile/dkdv")
+    width = tile_width(call, arguments.kernel_config(call, heads, "triton-block/backward"))
+    plan = _plan(call, width, heads.Dk, heads.Dk + heads.Dv)
     sums = Gradients(call, plan, lse)
 
     def visit(unit: Unit, delta: Tensor, part_dq: Tensor, dq: Tensor) -> None:
-        partial_unit(call, heads, plan, unit, lse, do, delta, sums, config, part_dq)
+        partial_unit(call, heads, plan, unit, lse, do, delta, sums, "triton-block/backward", part_dq)
         sum_unit(call, heads, plan, unit, sums)
 
     return sum_of_shares(call, o, lse, do, dlse, plan, visit)[0], sums.dk, sums.dv

@@ -43,24 +43,24 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     programs, sms = B * S * G * _head_tiles(heads.h), multiprocessors(call)
     if programs <= (2 * sms if _small_block(call) else sms):
         config = arguments.kernel_config(call, heads, "triton-group/decode")
-        return _forward_ranges(call, heads, config, programs, _split_parts(call, config, programs))
+        return _forward_ranges(call, heads, "triton-group/decode", config, programs, _split_parts(call, config, programs))
     blocks = "triton-group/decode-blocks" if S <= FEW_TOKENS else "triton-group/forward-blocks"
     if _tma_fits(call, heads, blocks):
-        return _forward_blocks(call, heads, arguments.kernel_config(call, heads, blocks, tma=True), programs)
+        return _forward_blocks(call, heads, blocks, arguments.kernel_config(call, heads, blocks, True), programs)
     if call.block_table is not None and _whole_blocks(call):
-        config = arguments.kernel_config(call, heads, "triton-group/decode-pages", tma=False)
+        config = arguments.kernel_config(call, heads, "triton-group/decode-pages", False)
         if config.num_stages > 2 and programs > 2 * sms:  # with two stages, three programs fit on a multiprocessor
             config = msgspec.structs.replace(config, num_stages=2)
-        return _forward_blocks(call, heads, config, programs)
+        return _forward_blocks(call, heads, "triton-group/decode-pages", config, programs)
     ranges = "triton-group/decode-ranges" if S <= FEW_TOKENS or call.block_table is not None else "triton-group/forward"
-    config = arguments.kernel_config(call, heads, "triton-group/decode" if programs <= 2 * sms else ranges)
-    return _forward_ranges(call, heads, config, programs, 1)
+    name = "triton-group/decode" if programs <= 2 * sms else ranges
+    return _forward_ranges(call, heads, name, arguments.kernel_config(call, heads, name), programs, 1)
 
 
-def _forward_blocks(call: Call, heads: arguments.Heads, config: KernelConfig, programs: int) -> tuple[Tensor, Tensor]:
+def _forward_blocks(call: Call, heads: arguments.Heads, name: str, config: KernelConfig, programs: int) -> tuple[Tensor, Tensor]:
     o, lse = arguments.outputs(call)
     n = call.selection.n
-    kernel = _blocks(heads, _cache(call), n, _block(call), config)
+    kernel = arguments.announced(call, heads, name, config, _blocks(heads, _cache(call), n, _block(call), config))
     descriptors = _descriptors(call, kernel) if config.loads == "tma" else (None, None)
     kernel.launch(
         programs,
@@ -70,7 +70,9 @@ def _forward_blocks(call: Call, heads: arguments.Heads, config: KernelConfig, pr
     return o, lse
 
 
-def _forward_ranges(call: Call, heads: arguments.Heads, config: KernelConfig, programs: int, parts: int) -> tuple[Tensor, Tensor]:
+def _forward_ranges(
+    call: Call, heads: arguments.Heads, name: str, config: KernelConfig, programs: int, parts: int
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if config.num_stages > 2 and call.selection.length_bound(call.S_kv) <= parts * config.block_l:  # one step has no next to prefetch
         config = msgspec.structs.replace(config, num_stages=2)
     o, lse = arguments.outputs(call)
@@ -82,7 +84,8 @@ def _forward_ranges(call: Call, heads: arguments.Heads, config: KernelConfig, pr
     n, block = call.selection.n, _small_block(call)
     walk = n if block else arguments.walk_width(call)
     one_page = block == 0 and _one_page(call)
-    _ranges(heads, _cache(call), config, walk, one_page, parts > 1, block == 0 and parts > 1 and n <= walk, block).launch(
+    kernel = _ranges(heads, _cache(call), config, walk, one_page, parts > 1, block == 0 and parts > 1 and n <= walk, block)
+    arguments.announced(call, heads, name, config, kernel).launch(
         programs * parts,
         (call.q, call.k, call.v, *_index(call), *_scales(call), to_o, to_lse),
         (arguments.strides(call), _cache_strides(call), arguments.sizes(call), n, parts, call.scale_log2()),
@@ -111,14 +114,15 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     tensors = (call.k, call.v, call.disjoint_ranges(), call.q_pos, o, lse, do, dlse, dq, delta)
     numbers = (arguments.strides(call), do.stride()[:4], arguments.sizes(call), n, call.scale, call.scale_log2())
     if _tma_fits(call, heads, "triton-group/dq-blocks"):
-        config = arguments.kernel_config(call, heads, "triton-group/dq-blocks", tma=True)
-        kernel = _dq_blocks(heads, n, _block(call), config)
+        config = arguments.kernel_config(call, heads, "triton-group/dq-blocks", True)
+        kernel = arguments.announced(call, heads, "triton-group/dq-blocks", config, _dq_blocks(heads, n, _block(call), config))
         kernel.launch(grid, (call.q, *_descriptors(call, kernel), *tensors), numbers)
     else:
         config = arguments.kernel_config(call, heads, "triton-group/dq")
         block = _small_block(call)
-        _dq(heads, config, n if block else arguments.walk_width(call), block).launch(grid, (call.q, *tensors), numbers)
-    dk, dv = key_value_gradients(call, heads, lse, do, delta, arguments.kernel_config(call, heads, "triton-group/dkdv"))
+        kernel = _dq(heads, config, n if block else arguments.walk_width(call), block)
+        arguments.announced(call, heads, "triton-group/dq", config, kernel).launch(grid, (call.q, *tensors), numbers)
+    dk, dv = key_value_gradients(call, heads, lse, do, delta, "triton-group/dkdv")
     return dq, dk, dv
 
 

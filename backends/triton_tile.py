@@ -226,7 +226,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 
     def start(call: Call, o: Tensor, lse: Tensor) -> None:
         plan = block_union(call, kernel.constants["TQ"])
-        kernel.launch(
+        arguments.announced(call, heads, "triton-tile/forward", config, kernel).launch(
             plan.programs * -(-heads.h // config.rows),
             (*_inputs(call, kernel, config, plan), o, lse),
             (arguments.strides(call), arguments.sizes(call), plan.tiles, plan.capacity, call.scale_log2()),
@@ -246,7 +246,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
 
     def start(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, dq: Tensor, delta: Tensor) -> None:
         plan = block_union(call, kernel.constants["TQ"])
-        kernel.launch(
+        arguments.announced(call, heads, "triton-tile/dq", config, kernel).launch(
             plan.programs * -(-heads.h // config.rows),
             (*_inputs(call, kernel, config, plan), o, lse, do, dlse, dq, delta),
             (arguments.strides(call), do.stride()[:4], arguments.sizes(call), plan.tiles, plan.capacity, call.scale, call.scale_log2()),
@@ -254,7 +254,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
 
     dq, delta = arguments.row_gradients(call, lse)
     by_parts(call, kernel.constants["TQ"], tile_bytes(call, kernel.constants["TQ"]), start, o, lse, do, dlse, dq, delta)
-    dk, dv = key_value_gradients(call, heads, lse, do, delta, arguments.kernel_config(call, heads, "triton-tile/dkdv"))
+    dk, dv = key_value_gradients(call, heads, lse, do, delta, "triton-tile/dkdv")
     return dq, dk, dv
 
 

@@ -137,13 +137,14 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     o, lse = arguments.outputs(call)
     parts = split_parts(call, B * S * G * h, 2 * multiprocessors(call), SPLIT_KEYS)
     heads = arguments.heads(call)
-    config = arguments.kernel_config(call, heads, "triton-token/forward" if parts == 1 else "triton-token/decode")
+    name = "triton-token/forward" if parts == 1 else "triton-token/decode"
+    config = arguments.kernel_config(call, heads, name)
     if parts == 1:
         to_o, to_lse = o, lse
     else:
         to_o = temporary(call, lse, lse.numel(), parts, o.shape[-1])
         to_lse = temporary(call, lse, lse.numel(), parts)
-    _forward(heads, config, arguments.walk_width(call), parts > 1).launch(
+    arguments.announced(call, heads, name, config, _forward(heads, config, arguments.walk_width(call), parts > 1)).launch(
         B * S * G * h * parts,
         (call.q, call.k, call.v, call.disjoint_ranges(), call.q_pos, to_o, to_lse),
         (arguments.strides(call), arguments.sizes(call), call.selection.n, parts, call.scale_log2()),
@@ -159,12 +160,12 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     heads = arguments.heads(call)
     config = arguments.kernel_config(call, heads, "triton-token/dq")
     dq, delta = arguments.row_gradients(call, lse)
-    _dq(heads, config, arguments.walk_width(call)).launch(
+    arguments.announced(call, heads, "triton-token/dq", config, _dq(heads, config, arguments.walk_width(call))).launch(
         lse.numel(),
         (call.q, call.k, call.v, call.disjoint_ranges(), call.q_pos, o, lse, do, dlse, dq, delta),
         (arguments.strides(call), do.stride()[:4], arguments.sizes(call), call.selection.n, call.scale, call.scale_log2()),
     )
-    dk, dv = key_value_gradients(call, heads, lse, do, delta, arguments.kernel_config(call, heads, "triton-token/dkdv"))
+    dk, dv = key_value_gradients(call, heads, lse, do, delta, "triton-token/dkdv")
     return dq, dk, dv
 
 

@@ -1,4 +1,4 @@
-"""Triton against packed SDPA over the lengths of a selection: the seed matrix, and with --decode 1 the decode matrix.
+"""Triton against packed SDPA over the lengths of a selection: the seed matrix, and with --decode the decode matrix.
 
     python -m nsa_sel.bench.bench_sel_triton            # rows, CSV and Markdown under bench/results/sel_triton/<date>/
     python -m nsa_sel.bench.bench_sel_triton --N 64 --H 8 --D 128 --Dv 128 --L_list 64,1024 --dist few --iters 50 --warmup 5
@@ -199,6 +199,8 @@ def measure(
     """
     if csv is not None:
         output_file("--csv", csv, make_folder=True)
+    if any(decodings) and sizes["dist"]:
+        raise ArgumentError("--dist", repr(sizes["dist"]), "none with --decode", "leave it out: decoded rows select whole blocks")
     if streams > 1 and device == "cpu":
         raise ArgumentError("--streams", streams, "1 on a CPU, which has no streams", "leave it out")
     timing, rows = Timing(calls=iters or (10 if quick else 50), warmup=warmup, streams=streams), list[Row]()
@@ -225,7 +227,7 @@ DistFlag = Annotated[str, typer.Option(help="how L is cut: few (one span), many 
 ItersFlag = Annotated[int | None, typer.Option(min=3, help="timed calls, of which the median is taken [50; 10 with --quick]")]
 WarmupFlag = Annotated[int, typer.Option(min=0, help="calls before them")]
 StreamsFlag = Annotated[int, typer.Option(min=1, help="CUDA streams that each run the call at once; ms is the time over their number")]
-DecodeFlag = Annotated[int | None, typer.Option(min=0, max=1, help="1: the decode matrix, S = 1, blocks of 64 keys, 8 and 16 of them")]
+DecodeFlag = Annotated[int | None, typer.Option(min=0, max=1, help="1, or no value: the decode matrix, S = 1, 8 and 16 blocks of 64 keys")]
 CsvFlag = Annotated[Path | None, typer.Option(help="write the rows of this command's cases into this CSV file too")]
 
 

@@ -114,7 +114,7 @@ def threshold(
     rows: Annotated[list[Path], typer.Argument(metavar="ROWS", help="Rows of `nsa-sel bench`: .jsonl or .csv.")],
     margin: Annotated[float, typer.Option(help="How much faster than packed SDPA Triton must be.")] = MARGIN,
     backend: Annotated[str, typer.Option(help="The Triton backend that is compared.")] = TRITON,
-    out: Annotated[Path, typer.Option(help="Markdown file with the evidence.")] = Path("selection_report.md"),
+    out: Annotated[Path | None, typer.Option(help="Markdown file with the evidence; without it nothing is written.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with the thresholds, for NSA_SEL_CONFIG.")] = None,
 ) -> None:
     """From which L on Triton pays on this GPU, by evidence: sel_triton_min_L for each direction, or undecided."""
@@ -123,10 +123,11 @@ def threshold(
             output_file(option, path, make_folder=True)
     read = [row for file in rows for row in (bench_sel_triton.from_csv(file) if file.suffix == ".csv" else store.read(file))]
     found = decided(read, margin, backend)
-    parts = {part.title: some for part, some in bench_sel_triton.parts(read).items()}
-    store.write_whole(out, report(parts, margin, backend))
+    if out is not None:
+        store.write_whole(out, report({part.title: some for part, some in bench_sel_triton.parts(read).items()}, margin, backend))
     if config is not None:
         store.write_whole(config, as_yaml(profile(read, found, ", ".join(file.name for file in rows))))
     for each in found:
         echo(sentence(each))
-    echo(f"written: {', '.join(map(str, (out, config) if config else (out,)))}")
+    if out or config:
+        echo(f"written: {', '.join(str(path) for path in (out, config) if path)}")

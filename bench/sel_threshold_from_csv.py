@@ -47,15 +47,17 @@ def main(
     dense: Annotated[Path, typer.Option(help="CSV of rows with one contiguous range")],
     varlen: Annotated[Path, typer.Option(help="CSV of rows with several ranges")],
     margin: Annotated[float, typer.Option(help="how much faster Triton must be")] = MARGIN,
-    out: Annotated[Path, typer.Option(help="Markdown file")] = Path("selection_report.md"),
+    out: Annotated[Path | None, typer.Option(help="Markdown file with the evidence; without it nothing is written")] = None,
     backend: Annotated[str, typer.Option(help="the Triton backend that is compared")] = TRITON,
 ) -> None:
-    """Write the report, and print what it comes to."""
+    """Print the threshold, and write the evidence where --out says."""
     parts = {DENSE_PART.title: from_csv(dense), VARLEN.title: from_csv(varlen)}
-    store.write_whole(out, report(parts, margin, backend))
+    if out is not None:
+        store.write_whole(out, report(parts, margin, backend))
     for threshold in decided([row for rows in parts.values() for row in rows], margin, backend):
         echo(sentence(threshold))
-    echo(f"{out} written")
+    if out is not None:
+        echo(f"{out} written")
 
 
 def _verdicts(found: Sequence[Threshold]) -> str:

@@ -36,7 +36,7 @@ class Scheduler:
     def __init__(self, engine: Any, limits: Limits) -> None:
         self.engine, self.cache, self.limits, self.queue = engine, engine.cache, limits, RequestQueue(limits)
         self.prefixes = Prefixes(engine.cache, engine.page_size, limits.prefixes)
-        self.running: list[Request] = []  # oldest first
+        self.running = self.queue.running
         self.put_back = 0  # sequences that gave their pages to others
         self.stopped = False
 
@@ -48,7 +48,7 @@ class Scheduler:
     def run(self) -> None:
         """Make steps while there are requests, until the queue is closed."""
         try:
-            while self.queue.wait(self.running) and not self.stopped:
+            while self.queue.wait() and not self.stopped:
                 self.step()
         except Exception as error:
             log.exception("a step of the model failed")

@@ -9,22 +9,38 @@ another model, and only shown.
 
 from __future__ import annotations
 
+import statistics
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
+import records
 import typer
 from loss_curves import Curve, draw
+from options import program
+from tabulate import tabulate
 
-from nsa_sel.bench.core import markdown, store
-from nsa_sel.bench.core.command_line import program
-from nsa_sel.bench.report.losses import averages, furthest, speed
 from nsa_sel.errors import ArgumentError
+
+SETTLED = 10  # steps before speed counts: the first ones compile
+
+
+def averages(rows: list[dict[str, Any]], window: int) -> list[float]:
+    """Mean losses of every `window` steps, the last ones left out where they are fewer."""
+    return [statistics.fmean(row["loss"] for row in rows[i : i + window]) for i in range(0, len(rows) - window + 1, window)]
+
+
+def furthest(rows: list[dict[str, Any]], reference: list[dict[str, Any]], window: int) -> float | None:
+    """The largest difference of averaged losses over the steps of both; None of another attention, or of too few steps."""
+    if rows[0]["attention"] != reference[0]["attention"]:
+        return None
+    pairs = zip(averages(rows, window), averages(reference, window), strict=False)
+    return max((abs(a - b) for a, b in pairs), default=None)
 
 
 def losses(folder: Path) -> list[dict[str, Any]]:
     """The rows of a run, or ArgumentError."""
-    rows = store.read(folder / "losses.jsonl")
+    rows = records.read(folder / "losses.jsonl")
     if not rows:
         raise ArgumentError("a run", f"{folder} without a step", "a folder that train_nsa_lm.py wrote", "train there first")
     return rows
@@ -37,10 +53,11 @@ def table(runs: dict[str, list[dict[str, Any]]], window: int) -> str:
         held_out = [row["held_out_loss"] for row in rows if "held_out_loss" in row]
         far = furthest(rows, reference, window)
         last, most = (f"{held_out[-1]:.4f}" if held_out else "-"), ("-" if far is None else f"{far:.4f}")
-        numbers = len(rows), f"{rows[-1]['loss']:.4f}", last, f"{speed(rows):.0f}", most
+        speed = statistics.median(row["tokens_per_second"] for row in rows[SETTLED:] or rows)
+        numbers = len(rows), f"{rows[-1]['loss']:.4f}", last, f"{speed:.0f}", most
         lines.append((name, rows[0]["attention"], rows[0]["backend"] or "-", *numbers))
     headers = ("run", "attention", "backend", "steps", "last loss", "held out", "tokens/s", "furthest from the first")
-    return markdown.table(headers, lines)
+    return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
 
 
 def curve(name: str, rows: list[dict[str, Any]], window: int) -> Curve:

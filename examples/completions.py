@@ -14,7 +14,10 @@ from nsa_sel.errors import ArgumentError
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):
-    """JSON of a request, with OpenAI's names and defaults. `model` and `user` change nothing; fields that are not here are refused."""
+    """JSON of a request, with OpenAI's names and defaults.
+
+    `model` and `user` change nothing, and the fields after them are taken with the value that changes nothing. Others are refused.
+    """
 
     prompt: str
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 16
@@ -25,6 +28,12 @@ class Body(msgspec.Struct, forbid_unknown_fields=True):
     model: str | None = None
     user: str | None = None
     n: Literal[1] = 1
+    best_of: Literal[1] = 1
+    top_p: Annotated[float, msgspec.Meta(ge=1, le=1)] = 1.0
+    presence_penalty: Annotated[float, msgspec.Meta(ge=0, le=0)] = 0.0
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=0, le=0)] = 0.0
+    logprobs: None = None
+    suffix: None = None
 
     def stop_bytes(self) -> bytes:
         """The bytes that end a completion. Raises ArgumentError for text of other lengths."""

@@ -4,8 +4,8 @@
     python examples/load_test.py --url http://127.0.0.1:8000 --requests 64 --at-once 16
     python examples/load_test.py --at-once 16,64 --prompt 1024,16384 --least 1 --out rows.jsonl      # a row for each of four loads
 
-Prompts are pieces of this repository's documentation, of mixed lengths; they and their lengths depend on --seed alone. Only loopback
-addresses are accepted: servers of other people are not to be tested like this.
+Prompts are pieces of asyncio's source, of mixed lengths; they depend on --seed and Python's version alone. Only loopback addresses are
+accepted: servers of other people are not to be tested like this. Needs the extra `serve`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ from typing import Annotated, NamedTuple
 
 import aiohttp
 import msgspec
+import records
 import typer
+from options import Device, device_of, program
 from yarl import URL
 
-from nsa_sel.bench.core import environment, store
-from nsa_sel.bench.core.command_line import Device, device_of, echo, program
 from nsa_sel.errors import ArgumentError
-
-DOCS = Path(__file__).parents[1] / "docs"
 
 
 @dataclass
@@ -72,8 +70,8 @@ class Load(NamedTuple):
 
 
 def prompts(asked: Load) -> list[str]:
-    """Pieces of the documentation."""
-    text = "".join(file.read_text() for file in sorted(DOCS.glob("*.md"))).encode("ascii", "replace").decode()
+    """Pieces of asyncio's source, which every Python has."""
+    text = "".join(file.read_text() for file in sorted(Path(asyncio.__file__).parent.glob("*.py"))).encode("ascii", "replace").decode()
     chosen = random.Random(asked.seed)
     sizes = [chosen.randint(asked.least, asked.most) for _ in range(asked.requests)]
     return [text[start : start + size] for size in sizes for start in [chosen.randrange(len(text) - size)]]
@@ -129,7 +127,7 @@ async def limits_of(url: URL) -> dict[str, int]:
         return found
 
 
-def figures(found: list[Completion], seconds: float) -> store.Row:
+def figures(found: list[Completion], seconds: float) -> records.Row:
     """What came of a load: outcomes, rates, and times in ms with median and 95th percentile, None of fewer than two."""
     outcomes = [completion.outcome for completion in found]
     served = [completion for completion in found if completion.times]
@@ -152,7 +150,7 @@ def spread(seconds: list[float]) -> dict[str, float | None]:
     return {"median": percentiles[9] * 1e3, "p95": percentiles[18] * 1e3}
 
 
-def report(found: store.Row) -> str:
+def report(found: records.Row) -> str:
     """What a load test prints of its figures."""
 
     def milliseconds(name: str) -> str:
@@ -185,19 +183,19 @@ def main(
 ) -> None:
     """Measure a server on this machine, under every load in turn."""
     address, unserved = completions_at(url), 0
-    facts = environment.stamp(device_of(device)) if out else {}
+    facts = records.facts(device_of(device)) if out else {}
     loads = itertools.product(numbers("--prompt", prompt, 65_536), numbers("--at-once", at_once, 256))
     for number, (most, together) in enumerate(loads, seed):  # of the same prompts a server would share the pages
         asked = Load(requests or together, together, max(1, int(least * most)), most, max_tokens, number)
         try:
             found, took = asyncio.run(load(address, prompts(asked), asked, seconds))
         except TimeoutError:
-            echo(f"not done in {seconds} s")
+            print(f"not done in {seconds} s")
             raise typer.Exit(1) from None
         made = figures(found, took)
-        echo(report(made))
+        print(report(made))
         if out:
-            store.append(out, [{**asked._asdict(), **made, "server": asyncio.run(limits_of(address)), **facts}])
+            records.append(out, [{**asked._asdict(), **made, "server": asyncio.run(limits_of(address)), **facts}])
         unserved += sum(not completion.times for completion in found)
     if unserved:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""Loss curves as a picture, for train_nsa_lm.py and compare_losses.py."""
+"""Loss curves as a picture, for train_nsa_lm.py and compare_losses.py. It needs matplotlib, from the extra `report`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from nsa_sel.errors import NsaSelError
 
 
 class Curve(NamedTuple):
@@ -21,13 +18,17 @@ class Curve(NamedTuple):
 
 
 def draw(file: Path, unit: str, curves: list[Curve]) -> None:
-    """Replace the picture at once: a kill leaves the old one or the new one."""
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    """Replace the picture at once: a kill leaves the old one or the new one. Raises NsaSelError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise NsaSelError(f"{file.name} is not drawn, because matplotlib is not installed. Remedy: pip install matplotlib") from error
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
     for name, points, style in curves:
         axes.plot([step for step, _ in points], [loss for _, loss in points], style, linewidth=1, markersize=3, label=name)
     axes.set(xlabel="step", ylabel=unit)
     axes.legend()
     unfinished = file.with_name(f".{os.getpid()}.{file.name}")  # savefig goes by the ending
     figure.savefig(unfinished, dpi=120)
-    plt.close(figure)
     unfinished.replace(file)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from nsa_sel import NSAttention
-from nsa_sel.core.transforms import in_autocast_dtype
 from nsa_sel.errors import ArgumentError
 from nsa_sel.rotary import angles, rotate_by
 
@@ -57,7 +56,8 @@ class DenseAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B,S,width] of x [B,S,width]."""
         B, S, _ = x.shape
-        (x,) = in_autocast_dtype(x)  # once for both projections, as NSAttention does
+        if torch.is_autocast_enabled(x.device.type):  # cast once for both projections, as NSAttention does
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         q, (k, v) = self.q(x).view(B, S, -1, self.head_dim), self.kv(x).view(B, S, 2, -1, self.head_dim).unbind(2)
         table = angles(q, torch.arange(S, device=x.device))
         q, k, v = (y.transpose(1, 2) for y in (rotate_by(q, table), rotate_by(k, table), v))

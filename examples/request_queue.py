@@ -20,7 +20,7 @@ class Limits(NamedTuple):
 
     context: bytes of a prompt and its completion together; they must fit the cache.
     running: sequences that hold pages.
-    waiting: requests beside them.
+    waiting: requests beside as many as may run.
     chunk: bytes that one step prefills, at least 2.
     prefixes: sequences that are kept for texts that begin as theirs.
     """
@@ -40,6 +40,7 @@ class RequestQueue:
 
     Attributes:
         waiting: the next one first. Those that gave their pages back come before those that never ran.
+        running: those with pages, which the scheduler moves here; the oldest first.
         closed: why no request is taken; empty while they are.
         changed: held by whoever reads or writes the others.
     """
@@ -47,20 +48,21 @@ class RequestQueue:
     def __init__(self, limits: Limits) -> None:
         self.limits, self.closed = limits, ""
         self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
         self.changed = threading.Condition()
 
     def submit(self, request: Request) -> None:
-        """Take a request. Raises ArgumentError for one that is too long, and Busy."""
-        size, most = len(request.prompt) + request.max_tokens, self.limits.context
-        if size > most or not request.prompt:
+        """Take a request. Raises ArgumentError for one that is empty or too long, and Busy."""
+        if not request.prompt:
+            raise ArgumentError("prompt", "empty", "at least one byte", "send the text to complete, such as a newline")
+        if len(request.prompt) + request.max_tokens > (most := self.limits.context):
             value = f"of {len(request.prompt)} bytes, with max_tokens = {request.max_tokens}"
-            allowed = f"at least one byte, and with max_tokens {most} in all"
-            raise ArgumentError("prompt", value, allowed, "send a shorter prompt, or a smaller max_tokens")
+            raise ArgumentError("prompt", value, f"with max_tokens {most} bytes in all", "send a shorter prompt, or a smaller max_tokens")
         with self.changed:
             if self.closed:
                 raise Busy(self.closed)
-            if len(self.waiting) >= self.limits.waiting:
-                raise Busy(f"{len(self.waiting)} requests are waiting, as many as may; try again later")
+            if len(self.running) + len(self.waiting) >= self.limits.running + self.limits.waiting:
+                raise Busy(f"{len(self.running)} requests run and {len(self.waiting)} wait, as many as may; try again later")
             self.waiting.append(request)
             self.changed.notify()
 
@@ -89,8 +91,8 @@ class RequestQueue:
         with self.changed:
             self.waiting = deque(request for request in self.waiting if not request.canceled)
 
-    def wait(self, running: list[Request]) -> bool:
+    def wait(self) -> bool:
         """Sleep until there is something to do. False once nothing runs or waits, and nothing will."""
         with self.changed:
-            self.changed.wait_for(lambda: self.waiting or running or self.closed)
-            return bool(self.waiting or running)
+            self.changed.wait_for(lambda: self.waiting or self.running or self.closed)
+            return bool(self.waiting or self.running)

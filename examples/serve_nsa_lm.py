@@ -5,8 +5,8 @@
     curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "The layer ", "max_tokens": 64, "temperature": 0, "stream": true}'
 
 POST /v1/completions takes OpenAI's prompt, max_tokens, temperature, stream, stop (characters of one byte) and seed; a token is a byte.
-GET /metrics is for Prometheus, GET /health for load balancers. On SIGTERM, running completions finish within --grace seconds, others get
-an error. Needs the extra `serve`.
+GET /v1/models names the model, GET /metrics is for Prometheus, GET /health for load balancers. On SIGTERM, running completions finish
+within --grace seconds, others get 503. Clients that send or read nothing for --patience seconds are cut off. Needs the extra `serve`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import asyncio
 import codecs
 import contextlib
 import itertools
+import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -30,14 +31,15 @@ from batch_scheduler import Scheduler
 from completions import Body, Finished, Request
 from decoding import Engine
 from nsa_lm import nsa_checkpoint, trained_model
+from options import Device, device_of, program
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from request_queue import Busy, Limits
 from serving_metrics import Metrics, Stopwatch
 
-from nsa_sel.bench.core.command_line import Device, device_of, program
 from nsa_sel.errors import ArgumentError
 
 Pieces = AsyncGenerator[tuple[str, Finished | None]]  # of text, and None until the last one
+MODEL = "nsa-lm"
 ANSWER_SECONDS = 5  # after the bound of running completions: for the step under way, and to send what it gave
 
 
@@ -47,10 +49,19 @@ def error_json(message: str, kind: str) -> bytes:
 
 
 def refused(status: int, message: str) -> web.Response:
-    """400 for a request that can never be served, 503 for one that cannot be now."""
+    """400 and others below 500 for a request that can never be served, 503 for one that cannot be now."""
     headers = {"Retry-After": "1"} if status == 503 else {}
-    kind = "invalid_request_error" if status == 400 else "server_error"
+    kind = "invalid_request_error" if status < 500 else "server_error"
     return web.Response(status=status, body=error_json(message, kind), content_type="application/json", headers=headers)
+
+
+@web.middleware
+async def errors_in_json(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+    """aiohttp's own errors, such as an unknown path or a body that is too large, in OpenAI's form."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return refused(error.status, f"{request.method} {request.path}: {error.text}")
 
 
 class Answer:
@@ -60,7 +71,7 @@ class Answer:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.facts = {"id": f"cmpl-{next(self.numbers)}", "object": "text_completion", "created": int(time.time()), "model": "nsa-lm"}
+        self.facts = {"id": f"cmpl-{next(self.numbers)}", "object": "text_completion", "created": int(time.time()), "model": MODEL}
 
     def piece(self, text: str, finish: str | None = None) -> bytes:
         """With text, and once it is known the reason of the end, and the numbers of tokens."""
@@ -79,25 +90,22 @@ class Server:
     Args:
         scheduler: see there.
         grace: seconds that running completions have after SIGTERM.
+        patience: seconds in which a client must send its request, and take what it is sent.
     """
 
-    def __init__(self, scheduler: Scheduler, grace: float) -> None:
-        self.scheduler, self.grace, self.metrics = scheduler, grace, Metrics(scheduler)
+    def __init__(self, scheduler: Scheduler, grace: float, patience: float) -> None:
+        self.scheduler, self.grace, self.patience, self.metrics = scheduler, grace, patience, Metrics(scheduler)
         self.thread = threading.Thread(target=scheduler.run, name="model steps", daemon=True)
 
     def application(self) -> web.Application:
-        app = web.Application()
+        app = web.Application(middlewares=[errors_in_json])
         app.add_routes([
-            web.post("/v1/completions", self.complete), web.get("/metrics", self.scrape), web.get("/health", self.health),
+            web.post("/v1/completions", self.complete), web.get("/v1/models", self.models), web.get("/metrics", self.scrape),
+            web.get("/health", self.health),
         ])  # fmt: skip
-        app.on_startup.append(self.start)
-        app.on_shutdown.append(self.drain)
         return app
 
-    async def start(self, app: web.Application) -> None:
-        self.thread.start()
-
-    async def drain(self, app: web.Application) -> None:
+    async def drain(self) -> None:
         """Let running completions finish, within the bound."""
         self.scheduler.queue.close("the server is shutting down")
         await asyncio.to_thread(self.thread.join, self.grace)
@@ -109,6 +117,9 @@ class Server:
             return refused(503, self.scheduler.queue.closed)
         return web.json_response({"status": "ok", "limits": self.scheduler.limits._asdict()})
 
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "nsa-sel"}]})
+
     async def scrape(self, request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(self.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
@@ -119,18 +130,23 @@ class Server:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
         try:
-            body = msgspec.json.decode(await request.read(), type=Body)
+            async with asyncio.timeout(self.patience):
+                content = await request.read()
+            body = msgspec.json.decode(content, type=Body)
             asked = Request(body.prompt.encode(), body.max_tokens, emit, body.temperature, body.seed, body.stop_bytes())
             self.scheduler.queue.submit(asked)
         except (msgspec.MsgspecError, UnicodeError, ArgumentError) as error:
             self.metrics.ended.labels("refused").inc()
             return refused(400, str(error))
+        except TimeoutError:
+            self.metrics.ended.labels("refused").inc()
+            return refused(408, f"the request did not come within {self.patience} seconds")
         except Busy as error:
             self.metrics.ended.labels("busy").inc()
             return refused(503, str(error))
         self.metrics.prompt_tokens.inc(len(asked.prompt))
         async with contextlib.aclosing(self.texts(asked, events)) as pieces:
-            return await (streamed(request, asked, pieces) if body.stream else whole(asked, pieces))
+            return await (streamed(request, asked, pieces, self.patience) if body.stream else whole(asked, pieces))
 
     async def texts(self, asked: Request, events: asyncio.Queue[int | Finished]) -> Pieces:
         """The text that each byte completes, which may be none, and last what is left with the end. Canceled if left before."""
@@ -157,8 +173,8 @@ async def whole(asked: Request, pieces: Pieces) -> web.Response:
     return web.Response(body=Answer(asked).piece("".join(texts), end.reason), content_type="application/json")
 
 
-async def streamed(request: web.Request, asked: Request, pieces: Pieces) -> web.StreamResponse:
-    """The completion as server-sent events, one for each byte."""
+async def streamed(request: web.Request, asked: Request, pieces: Pieces, patience: float) -> web.StreamResponse:
+    """The completion as server-sent events, one for each byte. A client that does not take one for `patience` seconds is cut off."""
     answer, response = Answer(asked), web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     async for text, end in pieces:
         data = answer.piece(text, end and end.reason)
@@ -168,14 +184,40 @@ async def streamed(request: web.Request, asked: Request, pieces: Pieces) -> web.
             data = error_json(end.message, "server_error")
         if not response.prepared:
             await response.prepare(request)
-        await response.write(b"data: " + data + b"\n\n")
+        try:
+            async with asyncio.timeout(patience):
+                await response.write(b"data: " + data + b"\n\n")
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+            return response
     await response.write(b"data: [DONE]\n\n")
     return response
 
 
+async def answer(server: Server, listening: socket.socket) -> None:
+    """Answer requests until SIGTERM or SIGINT, with 503 while running completions finish; a second signal ends the process."""
+    loop, stopping = asyncio.get_running_loop(), asyncio.Event()
+    runner = web.AppRunner(
+        server.application(), handler_cancellation=True, shutdown_timeout=ANSWER_SECONDS, keepalive_timeout=server.patience
+    )  # fmt: skip
+    await runner.setup()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    server.thread.start()
+    await web.SockSite(runner, listening).start()
+    host, port = listening.getsockname()[:2]
+    print(f"serving at http://{host}:{port}; Ctrl-C or SIGTERM ends it", flush=True)
+    await stopping.wait()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.remove_signal_handler(number)
+    await server.drain()
+    await runner.cleanup()
+
+
 def serve(server: Server, listening: socket.socket) -> None:
-    """Answer requests until SIGTERM or SIGINT."""
-    web.run_app(server.application(), sock=listening, handler_cancellation=True, shutdown_timeout=ANSWER_SECONDS)
+    """`answer`, in an event loop of its own."""
+    asyncio.run(answer(server, listening))
 
 
 def main(
@@ -189,6 +231,7 @@ def main(
     chunk: Annotated[int, typer.Option(min=2, help="bytes of prompts that are prefilled between two decoding steps")] = 512,
     prefixes: Annotated[int, typer.Option(min=0, help="sequences that are kept for prompts that begin alike, at most; 0 for none")] = 256,
     grace: Annotated[float, typer.Option(min=0, help="seconds that running completions have after SIGTERM")] = 10,
+    patience: Annotated[float, typer.Option(min=1, help="seconds in which a client must send its request, and take what it is sent")] = 30,
     fp8: Annotated[bool, typer.Option(help="keep K and V in e4m3 with scales of 1, in half the bytes of bfloat16")] = False,
     backend: Annotated[str | None, typer.Option(help="of the selected branch; by default the policy chooses")] = None,
     device: Device = "auto",
@@ -205,7 +248,7 @@ def main(
         value, allowed = f"{host}:{port} ({error.strerror})", "an address of this machine and a free port"
         raise ArgumentError("--host, --port", value, allowed, "pass --port 0 for any free one") from error
     with listening:
-        serve(Server(Scheduler(engine, limits), grace), listening)
+        serve(Server(Scheduler(engine, limits), grace, patience), listening)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@
 The text is documentation that is found on the machine, or a folder's (--text). The folder --out holds text.bin, checkpoint.pt,
 losses.jsonl (a line a step) and losses.png. A run that is interrupted, or that had its --minutes, resumes when it is started
 again, with the same losses as one that never stopped, also on another number of ranks. `examples/compare_losses.py` compares runs.
+Needs the extra `cli`, and for the picture matplotlib (`report`).
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import records
 import torch
 import typer
 from byte_text import HELD_OUT, load_text
 from graphed_step import GraphedStep
 from loss_curves import Curve, draw
 from nsa_lm import TINY, LanguageModel, Sizes
+from options import Device, device_of, program
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.nn.functional import cross_entropy
 
 from nsa_sel import decisions
-from nsa_sel.bench.core import environment, store
-from nsa_sel.bench.core.command_line import Device, device_of, program
-from nsa_sel.errors import ArgumentError
+from nsa_sel.errors import ArgumentError, NsaSelError
 
 if TYPE_CHECKING:
     from several_ranks import Ranks
@@ -155,11 +156,10 @@ def train(
     training = Training(sizes, backend, device, read() if ranks is None else several_ranks().first_before_others(read), graph, ranks)
     if checkpoint.exists():
         training.load(checkpoint)
-    rows = store.read(log) if log.exists() else []
-    rows = [row for row in rows if row["step"] < training.step]  # steps after the checkpoint are trained again
+    rows = [row for row in records.read(log) if row["step"] < training.step]  # steps after the checkpoint are trained again
     if writes:
-        store.write_whole(log, store.as_lines(rows))
-    facts = environment.stamp(device.type)  # device, versions, commit, command
+        records.replace(log, rows)
+    facts = records.facts(device.type)
     if ranks is not None:
         facts |= {"parallel": ranks.way, "ranks": ranks.mesh.size()}
     started, tokens = time.perf_counter(), sizes.batch * sizes.context
@@ -177,7 +177,7 @@ def train(
             row["held_out_loss"] = training.held_out_loss()
         rows.append(row)
         if writes:
-            store.append(log, [row])
+            records.append(log, [row])
         if training.step % every == 0:
             training.save(checkpoint)
         if training.step % every == 0 and writes:
@@ -185,7 +185,10 @@ def train(
     training.save(checkpoint)
     held_out = Curve("held out", [(row["step"], row["held_out_loss"]) for row in rows if "held_out_loss" in row], "o-")
     if writes:
-        draw(out / "losses.png", "loss, nats a byte", [Curve("training", [(row["step"], row["loss"]) for row in rows]), held_out])
+        try:
+            draw(out / "losses.png", "loss, nats a byte", [Curve("training", [(row["step"], row["loss"]) for row in rows]), held_out])
+        except NsaSelError as error:  # without matplotlib a run is as good
+            print(error)
     return rows
 
 
@@ -236,7 +239,7 @@ def main(
         graph = False
     rows = train(out, sizes, backend, here, text, minutes, steps, every, graph, ranks)
     if rows and (ranks is None or ranks.rank == 0):
-        print(f"{len(rows)} steps, loss {rows[-1]['loss']:.4f}: {out / 'losses.png'}")
+        print(f"{len(rows)} steps, loss {rows[-1]['loss']:.4f}: {out}")
 
 
 if __name__ == "__main__":

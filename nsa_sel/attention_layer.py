@@ -20,7 +20,7 @@ from nsa_sel.core.indices import as_positions
 from nsa_sel.core.parts import split_columns
 from nsa_sel.core.transforms import check_transforms, in_autocast_dtype
 from nsa_sel.errors import ArgumentError, renamed, shown
-from nsa_sel.projection import Heads, Parts, joins, project
+from nsa_sel.projection import Heads, Parts, check_dtype, joins, project
 from nsa_sel.rotary import angles, angles_of, base_of, kept_and_rotated, rotate, rotate_by
 
 Rotary = Callable[[Tensor, Tensor], Tensor]
@@ -101,12 +101,12 @@ class NSAttention(nn.Module):
         self.q = nn.Linear(width, groups * heads * head_dim, bias, **options)
         self.kv = nn.Linear(width, groups * 3 * (head_dim + value_dim), bias, **options)  # of a group: k, v of each branch in turn
         self.gate = nn.Linear(width, groups * heads * 3, **options)
-        self.compress_k, self.compress_v = (self._compression(D, options) for D in (head_dim, value_dim))
+        self.compress_k, self.compress_v = self._compression(head_dim, False, options), self._compression(value_dim, True, options)
         self.out = nn.Linear(groups * heads * value_dim, width, bias, **options)
 
-    def _compression(self, dim: int, options: Any) -> BlockMLP | BlockMean:
+    def _compression(self, dim: int, bias: bool, options: Any) -> BlockMLP | BlockMean:
         if self.compression == "mlp":
-            return BlockMLP(dim, self.rule.compress_block, self.rule.compress_stride, **options)
+            return BlockMLP(dim, self.rule.compress_block, self.rule.compress_stride, bias=bias, **options)
         if self.compression == "mean":
             return BlockMean(self.rule.compress_block, self.rule.compress_stride)
         raise ArgumentError("compression", shown(self.compression), "'mlp', 'mean'", "pass one of these, or call nsa_attention yourself")
@@ -159,10 +159,12 @@ class NSAttention(nn.Module):
                 raise ArgumentError("cache", f"a {type(cache).__name__}", "a step of an NSACache, for this layer", remedy)
             cache.check(x, self.rule, self.window, cu_seqlens is not None, self.context is not None)
             positions = cache.at.position if positions is None else positions
+        bounds = None if cu_seqlens is None else Bounds.of("cu_seqlens", cu_seqlens, x.shape[1], x)
+        if bounds is not None:
+            x = bounds.zero_padding(x[0]).unsqueeze(0)  # NaN there would reach the gradients of the weights
         (x,) = in_autocast_dtype(x)  # once for all three projections
-        if cu_seqlens is not None and positions is None:
-            positions = self._positions(x, cu_seqlens)
-        parts = self._parts(x, positions, cache is None)
+        check_dtype(x, self.q)
+        parts = self._parts(x, self._positions(x, positions, bounds), cache is None)
         if cache is not None:
             o = cache.attend(parts, (self.compress_k, self.compress_v), self.rule, self.backend)
             return self.out(o.flatten(2))  # type: ignore[no-any-return]
@@ -182,18 +184,27 @@ class NSAttention(nn.Module):
             o = self.context.attend(self, q, k_cmp, v_cmp, *others, q_cmp=q_cmp)
         return self.out(o.flatten(2))  # type: ignore[no-any-return]
 
-    def _positions(self, x: Tensor, cu_seqlens: CuSeqlens) -> Tensor | None:
-        """[T] of x [1,T,width], 0 for padding; None without rotary positions."""
-        T = x.shape[1]
-        cu = Bounds.of("cu_seqlens", cu_seqlens, T, x).on(x)
-        return None if self.rotary is None else row_positions(cu, T)[0].clamp(min=0)
+    def _positions(self, x: Tensor, positions: Tensor | None, bounds: Bounds | None) -> Tensor | None:
+        """Checked positions of the rows of x, or the default ones; None without rotary positions."""
+        (B, S), device = x.shape[:2], x.device
+        if positions is not None:
+            try:
+                as_positions(positions, B, S, device)
+            except ArgumentError as error:
+                raise renamed(error, q_pos="positions") from None
+        if self.rotary is None:
+            return None
+        if positions is not None:
+            return positions
+        if bounds is not None:
+            return row_positions(bounds.on(x), S)[0].clamp(min=0)
+        return torch.arange(S, device=device) if self.context is None else self.context.positions(S, device)  # type: ignore[no-any-return]
 
     def _parts(self, x: Tensor, positions: Tensor | None, many: bool) -> Parts:
         """What the branches take, with rotary positions in q and the keys of the selected branch and the window.
 
         many: whether x has rows enough that copying the weights into one takes little of the time.
         """
-        positions = None if self.rotary is None else self._checked(positions, x)
         base = None if self.rotary is None else base_of(self.rotary)
         layers, heads = (self.q, self.kv, self.gate), Heads(self.heads, self.head_dim, self.value_dim)
         if positions is not None and base is not None and many and joins(x, layers):
@@ -204,17 +215,6 @@ class NSAttention(nn.Module):
         gates = self.gate(x).sigmoid().unflatten(-1, (-1, self.heads, 3))
         q_cmp, q, k_slc, k_win = self._rotated(q, k_slc, k_win, positions, base)
         return Parts(q_cmp, q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates)
-
-    def _checked(self, positions: Tensor | None, x: Tensor) -> Tensor:
-        """Positions of the rows of x, by default those of whole sequences."""
-        (B, S), device = x.shape[:2], x.device
-        if positions is None:
-            return torch.arange(S, device=device) if self.context is None else self.context.positions(S, device)  # type: ignore[no-any-return]
-        try:
-            as_positions(positions, B, S, device)
-        except ArgumentError as error:
-            raise renamed(error, q_pos="positions") from None
-        return positions
 
     def _rotated(self, q: Tensor, k_slc: Tensor, k_win: Tensor, positions: Tensor | None, base: float | None) -> tuple[Tensor, ...]:
         """q [B,S,G,h,D] as it is, and all three with rotary positions."""

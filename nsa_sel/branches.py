@@ -8,7 +8,7 @@ from nsa_sel import by_groups
 from nsa_sel.compressed import compressed_attention
 from nsa_sel.core import transforms
 from nsa_sel.core.arguments import check_flag, check_positive, check_tensors
-from nsa_sel.core.bounds import CuSeqlens
+from nsa_sel.core.bounds import Bounds, CuSeqlens
 from nsa_sel.core.check import check_scale, check_sizes
 from nsa_sel.core.check_packed import as_batch, check_longest, check_packed_choose, check_packed_sizes, check_rows_are_keys
 from nsa_sel.core.choose_call import Rule
@@ -110,8 +110,8 @@ def _attend_packed(
     check_branches(rows, own.unsqueeze(0), (v_cmp, v_slc, v_win), (k_slc, k_win), gates, window, packed=True)
     if not transforms.traces(q, own, *cmp, *slc, *win, gates):
         of_cmp, k_cmp, v_cmp, scale, bounds = check_packed_choose(own, *cmp, rule, scale, None, None, cu_seqlens, max_seqlen)
-        q_cmp = None if q_cmp is None else of_cmp
-        inputs = Inputs(rows, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates.unsqueeze(0), q_cmp)
+        q_cmp, gates = None if q_cmp is None else of_cmp, bounds.zero_padding(gates).unsqueeze(0)
+        inputs = Inputs(rows, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, q_cmp)
         return by_groups.attention(inputs, Options(window, rule, scale, backend, bounds)).squeeze(0)
     scale = check_scale(scale, q.shape[3])
     compressed, selection = compressed_attention(own, *cmp, **rule._asdict(), scale=scale, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
@@ -119,6 +119,7 @@ def _attend_packed(
         q, *slc, selection, cu_seqlens, None, scale=scale, return_lse=False, backend=backend, block_aligned=False, align=None
     )  # fmt: skip
     near = sliding_window_attention(q, *win, window, scale=scale, cu_seqlens=cu_seqlens)
+    gates = Bounds.of("cu_seqlens", cu_seqlens, len(q), q).zero_padding(gates)
     compressed, selected, near, gates = (x.unsqueeze(0) for x in (compressed, selected, near, gates))
     return gated_sum(compressed, selected, near, gates).squeeze(0)
 

@@ -62,9 +62,8 @@ def _packed_pieces(x: Tensor, cu_seqlens: CuSeqlens, stride: int, r: int) -> Pac
 
 def split(x: Tensor, stride: int) -> Tensor:
     """The whole pieces of x [B,S,G,D]: [B,pieces,stride,G,D]."""
-    B, S, G, D = x.shape
-    whole = S // stride
-    return x[:, : whole * stride].reshape(B, whole, stride, G, D)
+    whole = x.shape[1] // stride
+    return torch.unflatten(x[:, : whole * stride], 1, (whole, stride))
 
 
 def blocks_of(pieces: int, r: int) -> int:
@@ -78,6 +77,7 @@ class BlockMLP(nn.Module):
     Args:
         dim: D, of a key and of a compressed key.
         compress_block, compress_stride: keys of a block, a multiple of the second, and keys from one block to the next.
+        bias: whether the second layer has one. Keys need none: one number per query, added to all its logits, changes no weight.
         device, dtype: of the parameters.
     """
 
@@ -87,6 +87,7 @@ class BlockMLP(nn.Module):
         compress_block: int,
         compress_stride: int,
         *,
+        bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -94,7 +95,9 @@ class BlockMLP(nn.Module):
         self.dim, self.stride, self.r = dim, compress_stride, compress_block // compress_stride
         self.inside = nn.Parameter(torch.empty(compress_block, dim, device=device, dtype=dtype))
         self.first = nn.Linear(compress_block * dim, 2 * dim, device=device, dtype=dtype)
-        self.second = nn.Linear(2 * dim, dim, device=device, dtype=dtype)
+        self.second = nn.Linear(2 * dim, dim, bias, device=device, dtype=dtype)
+        if not bias:
+            self.register_load_state_dict_pre_hook(_drop_second_bias)  # type: ignore[no-untyped-call]
         self.of_rank: Callable[[Tensor], Tensor] | None = None  # of a parameter: set by nsa_sel.distributed.tensor_parallel
         self.reset_parameters()
 
@@ -133,13 +136,18 @@ class BlockMLP(nn.Module):
         layers = self.first, self.second
         return self.of_rank is not None or all(type(layer) is nn.Linear and not hooked(layer) for layer in layers)
 
-    def weights(self) -> tuple[Tensor, ...]:
-        """Positions inside a block, then weight and bias of both layers; of DTensors this rank's replicas."""
+    def weights(self) -> tuple[Any, ...]:
+        """Positions inside a block, then weight and bias of both layers, None for a bias left out; of DTensors this rank's replicas."""
         weights = self.inside, self.first.weight, self.first.bias, self.second.weight, self.second.bias
-        return weights if self.of_rank is None else tuple(map(self.of_rank, weights))
+        return weights if self.of_rank is None else tuple(None if x is None else self.of_rank(x) for x in weights)
 
     def extra_repr(self) -> str:
         return f"compress_block={self.r * self.stride}, compress_stride={self.stride}"
+
+
+def _drop_second_bias(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
+    """Ignore the bias in weights of versions that had it for keys, too."""
+    state_dict.pop(f"{prefix}second.bias", None)
 
 
 class _Joined(torch.autograd.Function):

@@ -17,6 +17,7 @@ from torch.nn.functional import linear
 from nsa_sel.core import transforms
 from nsa_sel.core.modules import hooked
 from nsa_sel.core.parts import copy_wide
+from nsa_sel.errors import ArgumentError
 from nsa_sel.rotary import Angles, rotated, write_rotated_back
 
 ALIGNED = 16  # bytes between rows of y, of which kernels read parts: what TMA takes
@@ -61,9 +62,19 @@ def joins(x: Tensor, layers: Sequence[nn.Module]) -> bool:
     dtype = weights[0].dtype
     if transforms.traces(x, *weights) or any(weight.dtype != dtype or weight.device != x.device for weight in weights):
         return False
-    kind = x.device.type
-    casts = torch.is_autocast_enabled(kind) and x.dtype == torch.get_autocast_dtype(kind) and dtype != torch.float64
-    return (dtype == x.dtype or casts) and sum(len(weight) for weight in weights) * x.element_size() % ALIGNED == 0
+    return _takes(x, dtype) and sum(len(weight) for weight in weights) * x.element_size() % ALIGNED == 0
+
+
+def check_dtype(x: Tensor, layer: nn.Module) -> None:
+    """ArgumentError for x in another dtype than the weights of a linear layer, unless autocast casts both."""
+    if type(layer) is nn.Linear and not hooked(layer) and not _takes(x, layer.weight.dtype):
+        remedy = "call x.to(layer.q.weight.dtype) or layer.to(x.dtype), or run the model under torch.autocast"
+        raise ArgumentError("x", x.dtype, f"{layer.weight.dtype}, the dtype of the layer's parameters", remedy)
+
+
+def _takes(x: Tensor, dtype: torch.dtype) -> bool:
+    """Return True if linear layers of this dtype take x, in autocast's dtype under autocast, which casts all but float64."""
+    return x.dtype == dtype or (torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, dtype))
 
 
 def _is_plain(layer: Any) -> bool:

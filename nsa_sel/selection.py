@@ -11,7 +11,7 @@ from torch import Tensor
 from nsa_sel.core.arguments import as_tensor, check_flag, check_positive
 from nsa_sel.core.block_ranges import distinct_ranges, ranges_of_blocks
 from nsa_sel.core.indices import as_positions, as_rows
-from nsa_sel.core.plans import UNKNOWN, Exact, Plan, capturing, state_of, validates
+from nsa_sel.core.plans import UNKNOWN, Exact, Plan, Snapshot, capturing, state_of, validates
 from nsa_sel.core.ranges import check_ranges, merged, rounded, sharing_of_blocks
 from nsa_sel.core.scores import best_blocks
 from nsa_sel.errors import ArgumentError, shown
@@ -44,6 +44,9 @@ class Selection:
     here, for forward, backward and layers that share a selection. Writing into the ranges through PyTorch, or in any way on a CPU, drops
     them. After a write on a GPU that PyTorch does not see (a kernel of your own) call `invalidate()`; NSA_DEBUG_TRITON=1 checks that.
 
+    Thread safety: any number of threads may pass one selection to calls, and call any of its methods, at the same time. Writing into the
+    ranges is the exception: no other thread may use the selection until the write, and `invalidate()` where it is needed, are done.
+
     Attributes:
         ranges: int32 or int64, `[start, end)` in key positions; a range with end <= start is empty.
         n: ranges per row, empty ones included.
@@ -60,11 +63,8 @@ class Selection:
     max_length: int | None
     disjoint: bool
     measured: Measured | None = None
-    _exact: Exact | None = None
     _cut_block: int | None = None  # the block size of ranges that were blocks before they were cut; unsorted
-    _plans: dict[Any, Plan]
-    _version: int | None = None  # of the ranges that `_plans` and `_exact` were made from
-    _copy: Tensor | None = None  # of those ranges, where comparing is cheap (CPU) or asked for (debugging)
+    _snapshot: Snapshot | None = None  # read once by each method: another thread may replace it meanwhile
 
     def __init__(self, ranges: Tensor, block_size: int | None = None, max_length: int | None = None, *, disjoint: bool = False) -> None:
         facts, n = self.__dict__, ranges.shape[-2]  # models make a selection for every call: `__setattr__` takes longer
@@ -73,7 +73,6 @@ class Selection:
         facts["block_size"] = block_size
         facts["max_length"] = max_length
         facts["disjoint"] = disjoint or n < 2
-        facts["_plans"] = {}
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _FACTS and name in self.__dict__:
@@ -82,13 +81,13 @@ class Selection:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: leaves out the plans, which belong to this tensor and its version."""
-        exact = self._exact if self._is_current() else None
-        return {**self.__dict__, "_exact": exact, "_plans": {}, "_version": None, "_copy": None}
+        return {**self.__dict__, "_snapshot": self._valid_exact()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        exact = state.pop("_snapshot")
         self.__dict__.update(state)
-        if self._exact is not None:
-            self._remember_version()
+        if exact is not None:
+            self._remember(exact)
 
     @classmethod
     def from_ranges(
@@ -150,8 +149,9 @@ class Selection:
             checked = validates(ranges)
         else:
             checked = debugging()  # nothing compiles or captures the call
-            selection._remember_version(checked)
-            selection._keep(selection._on_stream(_DISJOINT), Plan([], (), unique))
+            snapshot = selection._remember(checked=checked)
+            if snapshot is not None:
+                _keep(snapshot.plans, selection._on_stream(_DISJOINT), Plan([], (), unique))
         if checked:
             selection.validate()
         return selection
@@ -218,14 +218,23 @@ class Selection:
         exact = self.exact()
         return None if exact is None else exact[1]
 
-    def exact(self) -> tuple[int, tuple[float, ...] | None] | None:
-        """The longest row in keys, and `sharing`, from `measure`; None before it, and after the ranges were written."""
-        return None if self._exact is None or not self._holds() else self._exact[:2]
+    def exact(self) -> tuple[int, tuple[float, ...] | None, int] | None:
+        """The longest row in keys, `sharing`, and the mean row in keys to two digits, from `measure`; None before it, and after the
+        ranges were written."""
+        exact = self._valid_exact()
+        return None if exact is None else exact[:3]
 
     def total_length(self, S_kv: int) -> int | None:
         """Keys of all rows at the positions S_kv - S + s, from `measure(S_kv)`; None before it, and after the ranges were written."""
-        total = None if self._exact is None or not self._holds() else self._exact.total
-        return total[1] if total is not None and total[0] == S_kv else None
+        exact = self._valid_exact()
+        return exact.total[1] if exact is not None and exact.total is not None and exact.total[0] == S_kv else None
+
+    def _valid_exact(self) -> Exact | None:
+        """What `measure` found, if it is valid: the ranges are unchanged, and no CUDA graph is captured, whose replays may see others."""
+        snapshot = self._snapshot
+        if snapshot is None or snapshot.exact is None or capturing(self.ranges) or not self._is_current(snapshot):
+            return None
+        return snapshot.exact
 
     def disjoint_ranges(self, captured: bool | None = None) -> Tensor:
         """Contiguous ranges [B,S,G,n,2] of the same keys, without overlaps in a row.
@@ -257,29 +266,23 @@ class Selection:
             What `build` returned.
         """
         states = [state_of(x) for x in made_from] if made_from else []
-        if self.ranges.is_inference() or UNKNOWN in states:
+        snapshot = None if UNKNOWN in states else self._current()
+        if snapshot is None:
             return build()
-        self._drop_old()
         on = self._on_stream(key)
-        kept = self._plans.get(on)
+        kept = snapshot.plans.get(on)
         if kept is None or kept.states != states:
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False):  # a later call may record gradients
                     return self.plan(key, build, *made_from)
             kept = Plan(states, made_from, build())
-            self._keep(on, kept)
+            _keep(snapshot.plans, on, kept)
         return kept.value
 
-    def _drop_old(self) -> None:
-        """Drop the plans if the ranges were written."""
-        if not self._is_current():
-            self.invalidate()
-            self._remember_version()
-
-    def _keep(self, on: tuple[Any, ...], plan: Plan) -> None:
-        if len(self._plans) >= _MOST_PLANS:  # a growing KV cache makes new keys at every step
-            self._plans.pop(next(iter(tuple(self._plans)), None), None)  # a tuple: another thread may add a plan meanwhile
-        self._plans[on] = plan
+    def _current(self) -> Snapshot | None:
+        """The snapshot of the ranges as they are, a new one if they were written; None for tensors that have no version."""
+        snapshot = self._snapshot
+        return snapshot if snapshot is not None and self._is_current(snapshot) else self._remember()
 
     def _on_stream(self, key: tuple[Any, ...]) -> tuple[Any, ...]:
         """The key of a plan on the current stream: another stream could read it before it is built, or after its memory is used again."""
@@ -291,25 +294,24 @@ class Selection:
     def kept(self, on: tuple[Any, ...]) -> Any:
         """The cached plan that depends on the ranges alone; None if there is none. on: its key and the current stream, as of
         `_on_stream`."""
-        found = self._plans.get(on)
-        return found.value if found is not None and not found.made_from and self._is_current() else None
+        snapshot = self._snapshot
+        found = None if snapshot is None else snapshot.plans.get(on)
+        if snapshot is None or found is None or found.made_from or not self._is_current(snapshot):
+            return None
+        return found.value
 
     def keep(self, on: tuple[Any, ...], value: Any) -> None:
         """Cache a plan that depends on the ranges alone, as they are now. on: as of `kept`."""
-        if not self.ranges.is_inference():
-            self._drop_old()
-            self._keep(on, Plan([], (), value))
+        snapshot = self._current()
+        if snapshot is not None:
+            _keep(snapshot.plans, on, Plan([], (), value))
 
-    def _holds(self) -> bool:
-        """Whether cached statistics are valid: the ranges are unchanged, and no CUDA graph is captured, whose replays may see others."""
-        return not capturing(self.ranges) and self._is_current()
-
-    def _is_current(self) -> bool:
-        """Whether the ranges are unchanged since `_remember_version`; ArgumentError where debugging finds an unannounced GPU write."""
-        ranges, version = self.ranges, self._version
-        if version is None or version != ranges._version:  # no version is remembered of tensors that have none
+    def _is_current(self, snapshot: Snapshot) -> bool:
+        """Whether the ranges are as they were; ArgumentError where debugging finds an unannounced GPU write."""
+        ranges = self.ranges
+        if snapshot.version != ranges._version:
             return False
-        if self._copy is None or torch.compiler.is_compiling() or torch.equal(self._copy, ranges):
+        if snapshot.copy is None or torch.compiler.is_compiling() or torch.equal(snapshot.copy, ranges):
             return True
         if self._on_gpu:
             raise ArgumentError(
@@ -318,14 +320,15 @@ class Selection:
             )  # fmt: skip
         return False
 
-    def _remember_version(self, checked: bool | None = None) -> None:
-        """checked: `validates`, if the caller has asked."""
+    def _remember(self, exact: Exact | None = None, checked: bool | None = None) -> Snapshot | None:
+        """Begin a new snapshot; None for tensors that have no version. checked: `validates`, if the caller has asked."""
         ranges = self.ranges
-        if not ranges.is_inference():
-            copied = not self._on_gpu or (validates(ranges) if checked is None else checked)
-            facts = self.__dict__  # as in `__init__`
-            facts["_version"] = ranges._version
-            facts["_copy"] = ranges.detach().clone() if copied else None
+        if ranges.is_inference():
+            return None
+        copied = not self._on_gpu or (validates(ranges) if checked is None else checked)
+        snapshot = Snapshot(ranges._version, ranges.detach().clone() if copied else None, exact, {})
+        self.__dict__["_snapshot"] = snapshot  # as in `__init__`
+        return snapshot
 
     @property
     def _on_gpu(self) -> bool:
@@ -333,12 +336,13 @@ class Selection:
 
     def invalidate(self) -> None:
         """Drop plans and statistics: call it after a write into the ranges on a GPU that PyTorch does not see."""
-        self.forget_plans()
-        self._exact = self._version = self._copy = None
+        self._snapshot = None
 
     def forget_plans(self) -> None:
         """Drop the plans, to free their memory or to time building them."""
-        self._plans.clear()
+        snapshot = self._snapshot
+        if snapshot is not None:
+            snapshot.plans.clear()
 
     def merge(self) -> Selection:
         """The same keys as sorted, disjoint ranges: overlapping and adjacent ranges become one, empty ones come last."""
@@ -366,9 +370,9 @@ class Selection:
         ranges, bound = torch.stack((start.minimum(limit) + first, end + first), dim=-1), min(self.length_bound(S_kv), max_length)
         moved = Selection(ranges, size, bound, disjoint=self.disjoint)
         moved._cut_block = None if size else self.block_size
-        if size and self._exact is not None and self._holds():
-            moved._exact = self._exact._replace(total=None)
-            moved._remember_version()
+        exact = self._valid_exact() if size else None
+        if exact is not None:
+            moved._remember(exact._replace(total=None))
         return moved
 
     def part(self, ranges: Tensor, S_kv: int, whole_blocks: bool) -> Selection:
@@ -425,10 +429,13 @@ class Selection:
         rows, total = lengths.numel(), int(lengths.sum())
         longest = int(lengths.max()) if rows else 0
         sharing = None if self.block_size is None else sharing_of_blocks(torch.where(end > start, start // self.block_size, -1))
-        self.measured = Measured(rows, int((lengths == 0).sum()), longest, total / max(1, rows), total, sharing)
-        self._drop_old()
-        self._exact = Exact(most, sharing and rounded(sharing), (S_kv, total) if S_kv is not None and q_pos is None else None)
-        return self.measured
+        self.measured = measured = Measured(rows, int((lengths == 0).sum()), longest, total / max(1, rows), total, sharing)
+        snapshot = self._current()
+        if snapshot is not None:
+            of_keys = (S_kv, total) if S_kv is not None and q_pos is None else None
+            exact = Exact(most, sharing and rounded(sharing), int(float(f"{measured.mean_length:.2g}")), of_keys)
+            self._snapshot = snapshot._replace(exact=exact)
+        return measured
 
     def to(self, device: torch.device | str) -> Selection:
         """The same selection on another device, without plans.
@@ -440,11 +447,17 @@ class Selection:
             raise ArgumentError("device", shown(device), "a torch.device or its name", "pass q.device; ranges keep their dtype")
         moved = Selection(self.ranges.to(device), self.block_size, self.max_length, disjoint=self.disjoint)
         moved.measured = self.measured
-        if self._exact is not None and self._is_current():
-            moved._exact = self._exact
-            moved._remember_version()
+        exact = self._valid_exact()
+        if exact is not None:
+            moved._remember(exact)
         return moved
 
     def __repr__(self) -> str:
         facts = f"block_size={self.block_size}, max_length={self.max_length}, disjoint={self.disjoint}, measured={self.measured}"
         return f"Selection(ranges={tuple(self.ranges.shape)} {self.ranges.dtype} on {self.ranges.device}, {facts})"
+
+
+def _keep(plans: dict[Any, Plan], on: tuple[Any, ...], plan: Plan) -> None:
+    if len(plans) >= _MOST_PLANS:  # a growing KV cache makes new keys at every step
+        plans.pop(next(iter(tuple(plans)), None), None)  # a tuple: another thread may add a plan meanwhile
+    plans[on] = plan

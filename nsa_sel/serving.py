@@ -170,7 +170,10 @@ def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Ten
         if not same or (shape[0] != B if block_table is None else 0 in shape[:2]):
             allowed = f"[B={B}, S_max, G={G}, D]" if block_table is None else f"[pages, page_size, G={G}, D] with at least one page"
             allowed += "" if name == "k_cache" else f", the first two equal to k_cache's {tuple(k_shape[:2])}"
-            raise ArgumentError(name, f"of shape {tuple(shape)}", allowed, "move the axes; without pages leave block_table out")
+            remedy = "move the axes; without pages leave block_table out"
+            if same and block_table is None:
+                remedy = "pass these sequences alone; for pages [pages, page_size, G, D] pass block_table=, int32 [B, pages of a sequence]"
+            raise ArgumentError(name, f"of shape {tuple(shape)}", allowed, remedy)
     _check_index("cache_seqlens", cache_seqlens, q, "[B]", (B,), (torch.int32, torch.int64))
     if block_table is None:
         S_kv = k_shape[1]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from nsa_sel import window_kernels
-from nsa_sel.backends._window import chunks, packed
+from nsa_sel.backends._window import ops
 from nsa_sel.core import transforms
 from nsa_sel.core.arguments import check_flag, check_positive, check_tensors
 from nsa_sel.core.bounds import Bounds, CuSeqlens
@@ -117,9 +117,7 @@ def attend(
                 return window_kernels.attend(q, k, v, window, scale, of_rows)
             except Exception as error:
                 window_kernels.note_failure(q, v, error)
-    if bounds is not None:
-        return packed.attend(q, k, v, window, scale, return_lse, bounds)
-    return chunks.attend_seen(q, k, v, window, scale, return_lse)
+    return ops.attend(q, k, v, window, scale, return_lse, bounds)
 
 
 def gradients(
@@ -133,10 +131,7 @@ def gradients(
         found = window_kernels.gradients(gated.do, None, q, k, v, o, gated.lse, window, scale, _of_rows(q, bounds))
         if found is not None:
             return found
-    q, k, v = inputs = tuple(x.detach().requires_grad_() for x in (q, k, v))
-    with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):  # of who calls backward; forward cast already
-        again, _ = attend(q, k, v, window, scale, False, bounds)
-    dq, dk, dv = torch.autograd.grad(again, inputs, gated.whole_do())
+    dq, dk, dv = ops.gradients(gated.whole_do(), None, q, k, v, window, scale, False, bounds)
     return dq, dk, dv, None
 
 

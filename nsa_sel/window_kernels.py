@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_sel.backends._window import chunks
+from nsa_sel.backends._window import ops
 from nsa_sel.backends.specs import ARITHMETIC_TILES
 from nsa_sel.core import registry, transforms
 from nsa_sel.core.facts import device_info
@@ -120,8 +120,8 @@ class _Window(torch.autograd.Function):
         window, scale = ctx.facts
         if bounds is not None:  # chunks cannot take over
             return *_backward(do, dlse, q, k, v, o, lse, window, scale, bounds)[:3], None, None, None
-        found = gradients(do, dlse, q, k, v, o, lse, window, scale, None) or _by_chunks(do, dlse, q, k, v, window, scale)
-        return *found[:3], None, None, None
+        found = gradients(do, dlse, q, k, v, o, lse, window, scale, None)
+        return *(ops.gradients(do, dlse, q, k, v, window, scale, True, None) if found is None else found[:3]), None, None, None
 
 
 def gradients(
@@ -136,17 +136,6 @@ def gradients(
     except Exception as error:
         note_failure(q, v, error)
         return None
-
-
-def _by_chunks(
-    do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float
-) -> tuple[Tensor | None, ...]:
-    """dq, dk, dv by autograd through `chunks`."""
-    q, k, v = inputs = tuple(x.detach().requires_grad_() for x in (q, k, v))
-    with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):  # of who calls backward; forward cast already
-        results = chunks.attend_seen(q, k, v, window, scale, True)
-    used = [(x, gradient) for x, gradient in zip(results, (do, dlse), strict=True) if x is not None and gradient is not None]
-    return torch.autograd.grad([x for x, _ in used], inputs, [gradient for _, gradient in used])
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, bounds: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -38,7 +38,7 @@ POLICY = Policy(
     checks=(
         guards.available,
         guards.within_limits,
-        guards.tile_overrides,
+        guards.forced_path,
         rules.device_rule,
         rules.triton_flags,
         rules.switches,

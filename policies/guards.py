@@ -108,16 +108,11 @@ def _beyond_tiles(case: Case, offer: Offer) -> list[Reason]:
     return [Reason("tiles-only", "unsupported", "request", found, tiles.wanted(), "let the policy choose another backend")]
 
 
-def tile_overrides(case: Case, offer: Offer) -> tuple[Reason, ...]:
-    """Overrides must fit: a Triton kernel keeps a head dimension in one tile, and the `dense` path needs one range per row."""
+def forced_path(case: Case, offer: Offer) -> tuple[Reason, ...]:
+    """The `dense` path needs one range per row."""
     if offer.backend.framework != "triton":
         return ()
     reasons = []
-    for field, setting in (("Dk", "block_d"), ("Dv", "block_dv")):
-        tile, width = getattr(case.settings, setting), getattr(case.request, field)
-        if tile is not None and tile < width:
-            required, remedy = f">= {field} = {width}", "unset the override or widen it"
-            reasons.append(Reason("tile-too-narrow", "unsupported", f"settings.{setting}", tile, required, remedy))
     if case.settings.triton_force_path == "dense" and case.request.n != 1 and case.request.kind == "attend":
         reasons.append(
             Reason("path-dense", "unsupported", "request.n", case.request.n, 1, "unset NSA_SEL_TRITON_FORCE_PATH or set it to varlen")

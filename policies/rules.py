@@ -7,9 +7,10 @@ from nsa_sel.core.decision import Case
 
 
 def device_rule(case: Case, offer: Offer) -> tuple[Reason, ...]:
-    """A profile may disable Triton on a device (ADR-2025-08-M4-02 on SM 8.9); only NSA_TRITON_SEL_FORCE=1 overrides it."""
+    """A profile may disable Triton on a device (ADR-2025-08-M4-02 on SM 8.9), for attending and for choosing; only
+    NSA_TRITON_SEL_FORCE=1 overrides it."""
     off = case.settings.triton_off
-    if offer.backend.framework != "triton" or off is None or case.settings.triton_force or case.request.kind != "attend":
+    if offer.backend.framework != "triton" or off is None or case.settings.triton_force:
         return ()
     remedy = f"for experiments set NSA_TRITON_SEL_FORCE=1; to re-open the rule measure: {off.reopen}"
     return (Reason("device-rule", "disabled", "device.sm", case.device.sm, f"another: {off.rule}", remedy),)
@@ -53,10 +54,12 @@ def no_triton_on_cpu(case: Case, offer: Offer) -> tuple[Reason, ...]:
 
 
 def min_length(case: Case, offer: Offer) -> tuple[Reason, ...]:
-    """The min-L gate of Triton and CUDA kernels on a GPU: a row must be able to select `sel_triton_min_L` keys."""
-    gate, length = case.settings.min_length(case.phase), case.request.max_length
+    """The min-L gate of Triton and CUDA kernels on a GPU: a row must select `sel_triton_min_L` keys, on average where that was measured,
+    else by the bound of the longest row."""
+    gate, length = case.settings.min_length(case.phase), case.request.length
     gated = offer.backend.framework in ("triton", "cupy") and case.device.kind != "cpu" and case.request.kind == "attend"
     if not gated or length >= gate:
         return ()
     remedy = "lower NSA_SEL_TRITON_MIN_L or runtime.sel_triton_min_L when a measurement on this GPU shows a gain"
-    return (Reason("min-length", "slower", "request.max_length", length, f">= {gate}", remedy, satisfied_by=gate),)
+    field = "request.max_length" if case.request.mean_length is None else "request.mean_length"
+    return (Reason("min-length", "slower", field, length, f">= {gate}", remedy, satisfied_by=gate),)

@@ -42,6 +42,18 @@ def test_gradcheck_of_each_derivative(backend: str) -> None:
     assert torch.autograd.gradcheck(outputs, tuple(part.clone().requires_grad_() for part in parts), check_undefined_grad=False)
 
 
+@pytest.mark.parametrize(
+    "backend", [*BACKENDS[:2], *(pytest.param(name, marks=pytest.mark.thorough) for name in (*BACKENDS[2:], *WHOLE_BLOCKS))]
+)
+def test_gradcheck_of_all_derivatives(backend: str) -> None:
+    """Without fast_mode, by every number of q, k and v."""
+    blocks = Selection.from_blocks(torch.tensor([[0, -1], [0, 1]]).int()[None, :, None], 16)
+    spans = Selection.from_ranges(make_spans("few", 1, 2, 1, 5, 3))
+    S_kv, selection = (17, blocks) if backend in WHOLE_BLOCKS else (5, spans)
+    inputs = make_qkv(S=2, G=1, h=2, Dk=8, Dv=8, S_kv=S_kv, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *inputs: attend(backend, *inputs, selection), inputs)
+
+
 @pytest.mark.parametrize("backend", ["sdpa-packed", "numba"])
 def test_amp_training_stays_with_float32(backend: str) -> None:
     losses = {}

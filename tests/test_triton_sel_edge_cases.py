@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
 
+import nsa_sel
+from nsa_sel.core.facts import device_info
 from nsa_sel.selection import Selection
+from nsa_sel.settings.config import settings_for
 from tests.contract.attend import EDGES, cells, run
 from tests.contract.lanes import Lane
 from tests.helpers.cases import assert_forward, edge_selections, make_blocks, make_call, make_qkv
@@ -86,6 +90,63 @@ def test_poison_matrix_rows_that_see_nothing_of_the_first_block(backend: str, sc
     o, lse = attend(backend, q, k, v, selection, q_pos=q_pos, scale=scale)
     clean = put(q, ~mask.any(-1), 0.0)
     assert_forward((o, lse), clean, k, v, selection.ranges, scale, q_pos)
+
+
+def events_on(stderr: str) -> list[dict[str, str]]:
+    return [line for line in map(json.loads, stderr.splitlines()) if line["event"].startswith("sel.triton.")]
+
+
+@pytest.mark.parametrize("flags", [("NSA_DEBUG_LOG",), ("NSA_DEBUG_TIMING", "NSA_DEBUG_COMPARE")])
+def test_any_flag_that_asks_for_events_shows_each_kernel(
+    flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    q, k, v = make_qkv(S=3, G=1, h=2, Dk=8, Dv=16, S_kv=20, requires_grad=True)
+    for flag in flags:
+        monkeypatch.setenv(flag, "1")
+    nsa_sel.selection_attention(q, k, v, edge_selections(1, 3, 1, 20)["one_contiguous"], backend="triton-group").sum().backward()
+    kernels = [("sel.triton.kernel", f"triton-group/{name}") for name in ("decode", "dq", "dkdv")]
+    found = [(line["event"], line.get("kernel")) for line in events_on(capsys.readouterr().err)]
+    assert found == [kernels[0], ("sel.triton.reads", None), *kernels[1:], ("sel.triton.bwd", None)]
+
+
+def test_events_name_the_kernel_that_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """All block sizes, what triton-group changes of the config (one step needs two stages, 80 heads are two tiles of 64), and flags."""
+    q, k, v = (x.half() for x in make_qkv(S=1, G=1, h=80, Dk=24, Dv=8, S_kv=20))
+    one = Selection.from_ranges(edge_selections(1, 1, 1, 20)["one_contiguous"])
+    monkeypatch.setenv("NSA_DEBUG_LOG", "1")
+
+    def event() -> dict[str, str]:
+        nsa_sel.selection_attention(q, k, v, one, backend="triton-group")
+        return events_on(capsys.readouterr().err)[0]
+
+    committed = settings_for(device_info(torch.device("cpu"))).kernel("triton-group/decode")
+    assert (committed.block_l, committed.rows, committed.num_stages) == (64, 16, 3)
+    found = event()
+    assert found["config"] == f"triton-group/decode:pointer-L64-R64-w{committed.num_warps}-s2-D32-DV16"
+    assert (found["chosen"], found["source"]) == (committed.config_id("triton-group/decode"), "base.yaml")
+    monkeypatch.setenv("NSA_SEL_TRITON_BLOCK_DV", "64")
+    found = event()
+    assert (found["config"][-9:], found["source"]) == ("-D32-DV64", "environment")
+    monkeypatch.delenv("NSA_SEL_TRITON_BLOCK_DV")
+    monkeypatch.setenv("NSA_SEL_TRITON_BLOCK_L", "32")
+    monkeypatch.setenv("NSA_SEL_TRITON_DB", "0")
+    found = event()
+    assert (found["config"], found["source"]) == (f"triton-group/decode:pointer-L32-R64-w{committed.num_warps}-s1-D32-DV16", "environment")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tiles_narrower_than_head_dims_are_widened_with_one_warning(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nsa_sel.backends._triton import arguments
+
+    arguments.dims.cache_clear()
+    q, k, v = make_qkv(S=3, G=1, h=2, Dk=40, Dv=24, S_kv=20)
+    one = Selection.from_ranges(edge_selections(1, 3, 1, 20)["one_contiguous"])
+    wanted = nsa_sel.selection_attention(q, k, v, one, backend=backend)
+    monkeypatch.setenv("NSA_SEL_TRITON_BLOCK_D", "32")
+    with pytest.warns(RuntimeWarning, match=r"BLOCK_D is 32, but .* Dk = 40 in one tile.*set it to 64 or more") as told:
+        found = [nsa_sel.selection_attention(q, k, v, one, backend=backend) for _ in range(2)]
+    assert all(torch.equal(o, wanted) for o in found)
+    assert len(told) == 1
 
 
 @cells("interpreter", only=EDGES)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from nsa_sel.core.call import Call
+from nsa_sel.telemetry import events
 
 # A step's keys should fit a CPU's caches, but steps must not be so many that Python's overhead shows: 2, 4, 8, 16, 32, 64 MiB gave
 # a gathering forward pass of 328, 244, 237, 208, 282, 332 ms (one thread of a busy EPYC 7003; S 2048, G 2, h 4, D 64, 8 blocks of 64).
@@ -31,6 +35,18 @@ def may_read(call: Call) -> bool:
 
 def slices(count: int, size: int) -> list[slice]:
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+@contextlib.contextmanager
+def timed_bucket(call: Call, direction: str, length: int, rows: int) -> Iterator[None]:
+    """Emit `sel.timing.bucket` for the work of the block, on `rows` rows with `length` keys each, where NSA_DEBUG_TIMING asks for it."""
+    if not call.timed():
+        yield
+        return
+    started = events.now(call.q.device.type)
+    yield
+    ms = (events.now(call.q.device.type) - started) * 1e3
+    events.emit("sel.timing.bucket", backend="sdpa-packed", direction=direction, length=length, rows=rows, ms=ms)
 
 
 def all_finite(call: Call, lo: int, hi: int) -> bool:

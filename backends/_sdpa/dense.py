@@ -87,14 +87,15 @@ def forward(call: Call, tiles: list[Tile], start: Tensor, end: Tensor, o: Tensor
     k, v, spoilt = (call.k, call.v, None) if attend.may_read(call) else _without_overflows(call, start, end)
     k, v = k.flatten(0, 1).unsqueeze(1), v.flatten(0, 1).unsqueeze(1)
     for s0, s1, lo, hi in tiles:
-        key = torch.arange(lo, hi, device=k.device)
-        first, last = (x[:, :, s0:s1].reshape(B * G, 1, s1 - s0, 1) for x in (start, end))
-        q = call.q[:, s0:s1].permute(0, 2, 3, 1, 4).reshape(B * G, h, s1 - s0, Dk)
-        o_tile, lse_tile = attend.attend(q, k[:, :, lo:hi], v[:, :, lo:hi], (key >= first) & (key < last), call.scale)
-        filled = last > first
-        o_tile, lse_tile = torch.where(filled, o_tile, 0), torch.where(filled, lse_tile.unsqueeze(3), float("-inf"))
-        o[:, s0:s1] = o_tile.view(B, G, h, s1 - s0, -1).permute(0, 3, 1, 2, 4)
-        lse[:, s0:s1] = lse_tile.view(B, G, h, s1 - s0).permute(0, 3, 1, 2)
+        with attend.timed_bucket(call, "forward", hi - lo, B * G * (s1 - s0)):
+            key = torch.arange(lo, hi, device=k.device)
+            first, last = (x[:, :, s0:s1].reshape(B * G, 1, s1 - s0, 1) for x in (start, end))
+            q = call.q[:, s0:s1].permute(0, 2, 3, 1, 4).reshape(B * G, h, s1 - s0, Dk)
+            o_tile, lse_tile = attend.attend(q, k[:, :, lo:hi], v[:, :, lo:hi], (key >= first) & (key < last), call.scale)
+            filled = last > first
+            o_tile, lse_tile = torch.where(filled, o_tile, 0), torch.where(filled, lse_tile.unsqueeze(3), float("-inf"))
+            o[:, s0:s1] = o_tile.view(B, G, h, s1 - s0, -1).permute(0, 3, 1, 2, 4)
+            lse[:, s0:s1] = lse_tile.view(B, G, h, s1 - s0).permute(0, 3, 1, 2)
     if spoilt is not None:
         o.masked_fill_(spoilt[..., None, None], float("nan"))
         lse.masked_fill_(spoilt[..., None], float("nan"))

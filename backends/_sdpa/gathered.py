@@ -13,7 +13,6 @@ from nsa_sel.backends._buffers import temporary
 from nsa_sel.backends._sdpa import attend
 from nsa_sel.core.call import Call
 from nsa_sel.core.quantized import Scales
-from nsa_sel.telemetry import events
 
 _SMALLEST_BUCKET = 16  # keys
 _INDEX_BYTES = 48  # per key: its position, its indices in K and V, and the temporaries that make them
@@ -113,22 +112,18 @@ def packed(call: Call, start: Tensor, end: Tensor, per_key: int, direction: str)
     copies = k.element_size() + (wide.itemsize if k.dtype != wide else 0)
     key_bytes = (call.k.shape[3] + call.v.shape[3]) * copies + per_key * wide.itemsize
     half = attend.budget(call) // 2
-    timed, device = call.timed(), call.q.device.type
     steps = [(ids, L, min(max(1, half // (L * key_bytes)), attend.STEP_ROWS, len(ids))) for ids, L in buckets(call, start, end)]
     most = max((step * L for _, L, step in steps), default=0)
     buffers = [temporary(call, table, most, table.shape[1]) for table in (k_table, v_table)]
     for ids_of_bucket, L, step in steps:
-        started = events.now(device) if timed else 0.0
-        for chunk in attend.slices(len(ids_of_bucket), max(step, half // (L * _INDEX_BYTES))):
-            ids = ids_of_bucket[chunk]
-            position, keep, filled = positions(start[ids], end[ids], L)
-            b, g = (ids // (S * G)).unsqueeze(1), (ids % G).unsqueeze(1)
-            index = {strides: position * strides[2] + (b * strides[0] + g * strides[1]) for strides in {k_strides, v_strides}}
-            rows = Rows(ids, keep, filled, position, [k_table, v_table], [index[k_strides], index[v_strides]], buffers)
-            yield rows, attend.slices(len(ids), step)
-        if timed:
-            ms = (events.now(device) - started) * 1e3
-            events.emit("sel.timing.bucket", backend="sdpa-packed", direction=direction, length=L, rows=len(ids_of_bucket), ms=ms)
+        with attend.timed_bucket(call, direction, L, len(ids_of_bucket)):
+            for chunk in attend.slices(len(ids_of_bucket), max(step, half // (L * _INDEX_BYTES))):
+                ids = ids_of_bucket[chunk]
+                position, keep, filled = positions(start[ids], end[ids], L)
+                b, g = (ids // (S * G)).unsqueeze(1), (ids % G).unsqueeze(1)
+                index = {strides: position * strides[2] + (b * strides[0] + g * strides[1]) for strides in {k_strides, v_strides}}
+                rows = Rows(ids, keep, filled, position, [k_table, v_table], [index[k_strides], index[v_strides]], buffers)
+                yield rows, attend.slices(len(ids), step)
 
 
 def _table(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:

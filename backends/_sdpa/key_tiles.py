@@ -50,7 +50,7 @@ def keys_loaded(call: Call, start: Tensor, end: Tensor) -> int:
 def forward(call: Call, start: Tensor, end: Tensor, o: Tensor, lse: Tensor) -> None:
     """Fills o and lse: SDPA of each tile of keys with its rows, merged by lse."""
     _, S, _, h, Dk = call.q.shape
-    for (b, g), steps in _steps_by_pair(call, start, end):
+    for (b, g), steps in _steps_by_pair(call, start, end, "forward"):
         q = call.q[b, :, g].to(lse.dtype).reshape(S, -1).contiguous()
         k, v = call.k[b, g].to(lse.dtype), call.v[b, g].to(lse.dtype)
         o_sum, lse_sum = lse.new_zeros(S, h, v.shape[1]), lse.new_full((S, h), float("-inf"))
@@ -73,7 +73,7 @@ def backward(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor
     S, h, Dk = call.q.shape[1], *call.q.shape[3:]
     Dv = call.v.shape[3]
     dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v))
-    for (b, g), steps in _steps_by_pair(call, *call.clamped_ranges()):
+    for (b, g), steps in _steps_by_pair(call, *call.clamped_ranges(), "backward"):
         q, do_bg, lse_bg, delta_bg = (x[b, :, g].to(lse.dtype).reshape(S, -1).contiguous() for x in (call.q, do, lse, delta))
         k_bg, v_bg = call.k[b, g].to(lse.dtype), call.v[b, g].to(lse.dtype)
         dq_bg = torch.zeros_like(q)
@@ -95,10 +95,12 @@ def backward(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor
     return dq, dk, dv
 
 
-def _steps_by_pair(call: Call, start: Tensor, end: Tensor) -> Iterator[tuple[tuple[int, int], Iterator[Step]]]:
+def _steps_by_pair(call: Call, start: Tensor, end: Tensor, direction: str) -> Iterator[tuple[tuple[int, int], Iterator[Step]]]:
+    """The steps of each sequence and group, which are a bucket: each of its rows once for each tile of keys that it selected from."""
     B, G = call.k.shape[:2]
     for (b, g), lists in zip(itertools.product(range(B), range(G)), rows_by_tile(call, start, end), strict=True):
-        yield (b, g), _steps(call, start[b, :, g], end[b, :, g], lists)
+        with attend.timed_bucket(call, direction, _width(call), sum(map(len, lists))):
+            yield (b, g), _steps(call, start[b, :, g], end[b, :, g], lists)
 
 
 def _steps(call: Call, start: Tensor, end: Tensor, lists: Sequence[Tensor]) -> Iterator[Step]:

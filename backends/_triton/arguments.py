@@ -11,11 +11,12 @@ from torch import Tensor
 
 from nsa_sel.backends._buffers import temporary, unwritten
 from nsa_sel.backends._common import known
-from nsa_sel.backends._triton.kernel import REMEMBERED
+from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.tiles import tile_size
 from nsa_sel.backends._triton.tma import tma_fits
 from nsa_sel.backends.specs import launch_class, tile_columns
 from nsa_sel.core.call import Call
+from nsa_sel.errors import warn
 from nsa_sel.settings.schema import KernelConfig
 from nsa_sel.telemetry import events
 
@@ -85,7 +86,7 @@ class Heads(NamedTuple):
     h: int
     Dk: int
     Dv: int
-    block_d: int  # NSA_SEL_TRITON_BLOCK_D and _BLOCK_DV may widen the tiles that hold Dk and Dv (a guard refuses narrower ones)
+    block_d: int  # NSA_SEL_TRITON_BLOCK_D and _BLOCK_DV may widen the tiles that hold Dk and Dv
     block_dv: int
 
 
@@ -107,8 +108,13 @@ def heads(call: Call) -> Heads:
     return Heads(q.dtype, h, Dk, call.v.shape[3], settings.block_d or 0, settings.block_dv or 0)
 
 
+@functools.lru_cache(REMEMBERED)  # warns once
 def dims(of: Heads) -> Dims:
     """One tile for Dk."""
+    for flag, tile, dim, columns in (("BLOCK_D", of.block_d, "Dk", of.Dk), ("BLOCK_DV", of.block_dv, "Dv", of.Dv)):
+        if 0 < tile < columns:
+            runs = f"the kernel runs as without the flag; unset it, or set it to {tile_size(columns)} or more"
+            warn(f"NSA_SEL_TRITON_{flag} is {tile}, but Triton kernels hold {dim} = {columns} in one tile, which it can only widen: {runs}")
     return Dims(of.h, of.Dk, of.Dv, max(tile_size(of.Dk), of.block_d), 0, max(tile_size(of.Dv), of.block_dv))
 
 
@@ -137,23 +143,38 @@ def config_suffix(of: Heads) -> str:
     return launch_class(tiles.BLOCK_D + tiles.BLOCK_REST + tiles.BLOCK_DV, of.dtype.itemsize)
 
 
-def kernel_config(call: Call, of: Heads, kernel: str, *, tma: bool | None = None) -> KernelConfig:
-    """The config of `kernel` for this call and its heads, with pointer loads where TMA does not fit (`tma`, if the caller has asked
-    already), and the event that names it."""
-    settings, config = call.settings, _config(call, of, kernel, tma)
-    if settings.debug_triton:
-        name = kernel + config_suffix(of)
-        source = settings.sources.get(f"kernels.{name}", "base.yaml")
-        events.emit("sel.triton.kernel", kernel=kernel, config=config.config_id(name), source=source, path=path(call, kernel))
-    return config
-
-
 @known
-def _config(call: Call, of: Heads, kernel: str, tma: bool | None) -> KernelConfig:
+def kernel_config(call: Call, of: Heads, kernel: str, tma: bool | None = None) -> KernelConfig:
+    """Return the config of `kernel` for this call and its heads, with pointer loads where TMA does not fit (`tma`, if the caller has
+    asked already)."""
     config = call.settings.kernel(kernel + config_suffix(of))
     if config.loads == "tma" and not (tma_fits(call) if tma is None else tma):
         config = msgspec.structs.replace(config, loads="pointer")
     return config
+
+
+def announced(call: Call, of: Heads, name: str, config: KernelConfig, kernel: Kernel) -> Kernel:
+    """Return `kernel`, which is launched next, after the event that names its config.
+
+    Args:
+        name: of the kernel in configs/, without the class of head dims.
+        config: as `kernel_config` returned it, or with what the backend changed of it.
+        kernel: its constants are what the event shows: a backend may cut tiles to blocks, and widen rows and warps for many heads.
+    """
+    settings = call.settings
+    if settings.traced:
+        full, constants = name + config_suffix(of), kernel.constants
+        chosen = msgspec.structs.replace(settings.kernel(full), loads=config.loads)
+        rows = constants.get("ROWS", constants.get("BLOCK_H", 1))
+        stages, warps = constants["num_stages"], constants["num_warps"]
+        compiled = msgspec.structs.replace(chosen, block_l=constants["BLOCK_L"], rows=rows, num_warps=warps, num_stages=stages)
+        dims = constants["dims"]
+        events.emit(
+            "sel.triton.kernel", kernel=name,
+            config=f"{compiled.config_id(full)}-D{dims.BLOCK_D + dims.BLOCK_REST}-DV{dims.BLOCK_DV}", chosen=chosen.config_id(full),
+            source=settings.kernel_source(full), path=path(call, name),
+        )  # fmt: skip
+    return kernel
 
 
 def options(config: KernelConfig) -> dict[str, Any]:

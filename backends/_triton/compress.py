@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 import triton
@@ -26,7 +27,7 @@ from nsa_sel.core.facts import is_aligned
 FEW_KEYS, KEYS = 4, 8  # of a sum, at most: where few compressed keys may be new, and else
 ROW_BYTES, MOST_ROWS = 256, 64  # of a key, and keys of a tile in which they have no more bytes; the last row is `inside`
 OUT_ROWS, OUT_WEIGHTS = 2, 8192  # of a tile of `out`
-Weights = tuple[Tensor, ...]
+Weights = tuple[Any, ...]
 
 
 @triton.jit
@@ -119,7 +120,8 @@ def out_tile(
                 coming = tl.load(at + (tile + 1) * COLS * WIDTH, mask=more, other=0.0)
             named = column + tile * COLS
             y = tl.sum(x[:, :, None] * tl.trans(w).to(tl.float32)[None, :, :], 1)
-            y += tl.load(bias + named, mask=named < D, other=0.0).to(tl.float32)[None, :]
+            if bias is not None:
+                y += tl.load(bias + named, mask=named < D, other=0.0).to(tl.float32)[None, :]
             tl.store(out + named[None, :], y.to(to.dtype.element_ty), mask=placed[:, None] & (named < D)[None, :])
             w = coming
 
@@ -172,8 +174,8 @@ def compress(
         covered: [B,keys] int64, slots of keys that follow one another; block p covers those from p * stride on.
         fresh: [B,2] int32: the first of these keys that is new, and what is to be added to a key's number to give its row in `new`.
         slot: [B,P] int64, where compressed key p goes; the slots of the last page and later are no place.
-        of_k, of_v: inside [compress_block,D], of the first layer [width,compress_block * D] and [width], of the second [D,width] and [D];
-            all contiguous, of raw's dtype.
+        of_k, of_v: inside [compress_block,D], of the first layer [width,compress_block * D] and [width], of the second [D,width] and [D]
+            or None; all contiguous, of raw's dtype.
         to: [pages,slots,G,D], contiguous.
         stride: compress_stride.
     """

@@ -237,14 +237,19 @@ class Gradients:
 
 def partial_unit(
     call: Call, heads: arguments.Heads, plan: KeyToRows, unit: Unit, lse: Tensor, do: Tensor, delta: Tensor, sums: Gradients,
-    config: KernelConfig, part_dq: Tensor | None = None, bits: Tensor | None = None, small: int = 0,
+    name: str, part_dq: Tensor | None = None, bits: Tensor | None = None, small: int = 0,
 ) -> None:  # fmt: skip
-    """Write one unit's parts of dk and dv; with part_dq [pairs, section, n*reach, h, Dk], its shares of dq too. bits: of blocks of
-    `small` keys (`merged_blocks.merged`)."""
+    """Write one unit's parts of dk and dv by the kernel config `name`.
+
+    Args:
+        part_dq: [pairs, section, n*reach, h, Dk], for the unit's shares of dq; None: no dq.
+        bits: of blocks of `small` keys (`merged_blocks.merged`).
+    """
     block = call.selection.block_size
     whole = block is not None and block % plan.width == 0
+    config = arguments.kernel_config(call, heads, name)
     partial = _partial(heads, config, call.selection.n, plan.reach, plan.block, plan.width, whole, small, sums.by_entry)
-    partial.launch(
+    arguments.announced(call, heads, name, config, partial).launch(
         plan.pieces * plan.block,
         (call.q, call.k, call.v, call.disjoint_ranges(), bits, call.q_pos, lse, do, delta, sums.part_dk, sums.part_dv, part_dq,
          plan.entries, plan.ends, unit.piece_list),
@@ -283,20 +288,20 @@ def _sum_parts(heads: arguments.Heads, width: int, tiles: int, first: bool, last
 
 
 def key_value_gradients(
-    call: Call, heads: arguments.Heads, lse: Tensor, do: Tensor, delta: Tensor, config: KernelConfig
-) -> tuple[Tensor, Tensor]:
-    """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]; parts stay within the workspace bound where those of one
-    (batch entry, group) pair do."""
-    width = tile_width(call, config)
+    call: Call, heads: arguments.Heads, lse: Tensor, do: Tensor, delta: Tensor, name: str
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h], by the kernel config `name`; parts stay within the workspace
+    bound where those of one (batch entry, group) pair do."""
+    width = tile_width(call, arguments.kernel_config(call, heads, name))
     cut = slices_of(call, width)
     if cut is not None:
-        return _by_slices(call, heads, lse, do, delta, config, width, cut)
-    found = _add_rows(call, heads, lse, do, delta, config, width)
+        return _by_slices(call, heads, lse, do, delta, name, width, cut)
+    found = _add_rows(call, heads, lse, do, delta, name, width)
     return found.dk, found.dv
 
 
 def _add_rows(
-    call: Call, heads: arguments.Heads, lse: Tensor, do: Tensor, delta: Tensor, config: KernelConfig, width: int,
+    call: Call, heads: arguments.Heads, lse: Tensor, do: Tensor, delta: Tensor, name: str, width: int,
     sums: tuple[Tensor, Tensor] | None = None, parts: int | None = None,
 ) -> Gradients:  # fmt: skip
     """dk and dv of a call, or of a slice that adds to `sums`; parts: their bytes, by default what the workspace has beside the plan."""
@@ -307,13 +312,13 @@ def _add_rows(
     plan = plan_within(call, width, S, B * G, workspace_beside_plan(call, width, block) if parts is None else parts, block)
     found = Gradients(call, plan, lse, sums)
     for unit in units(call, plan):
-        partial_unit(call, heads, plan, unit, lse, do, delta, found, config, bits=bits, small=0 if bits is None else small)
+        partial_unit(call, heads, plan, unit, lse, do, delta, found, name, bits=bits, small=0 if bits is None else small)
         sum_unit(call, heads, plan, unit, found)
     return found
 
 
 def _by_slices(
-    call: Call, heads: arguments.Heads, lse: Tensor, do: Tensor, delta: Tensor, config: KernelConfig, width: int, cut: Slices
+    call: Call, heads: arguments.Heads, lse: Tensor, do: Tensor, delta: Tensor, name: str, width: int, cut: Slices
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dk and dv where the plan of all rows does not fit the workspace: pair after pair, each by slices of its rows."""
     B, _, G = call.q.shape[:3]
@@ -324,6 +329,6 @@ def _by_slices(
         for x in sums:
             x.zero_()
         for part, at in slices(call, slice(b, b + 1), slice(g, g + 1), cut.rows):
-            _add_rows(part, heads, lse[at].contiguous(), do[at], delta[at].contiguous(), config, width, sums, cut.parts)
+            _add_rows(part, heads, lse[at].contiguous(), do[at], delta[at].contiguous(), name, width, sums, cut.parts)
         dk[b, g], dv[b, g] = sums[0][0], sums[1][0]
     return dk, dv

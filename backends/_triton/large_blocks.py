@@ -183,7 +183,7 @@ def partials(call: Call, plan: KeyToRows, unit: Unit, part_o: Tensor, part_lse: 
     heads = arguments.heads(call)
     config = arguments.kernel_config(call, heads, "triton-tile/forward")
     kernel = _kernel(forward_visit, heads, call.selection.n, plan.width, config)
-    kernel.launch(
+    arguments.announced(call, heads, "triton-tile/forward", config, kernel).launch(
         plan.pieces,
         (call.q, *_keys(call, kernel, config), call.q_pos, part_o, part_lse, plan.entries, plan.ends, unit.piece_list),
         (arguments.strides(call), arguments.sizes(call), unit.lists, call.scale_log2()),
@@ -201,7 +201,7 @@ def dq_shares(call: Call, plan: KeyToRows, unit: Unit, lse: Tensor, do: Tensor, 
     heads = arguments.heads(call)
     config = arguments.kernel_config(call, heads, "triton-tile/dq")
     kernel = _kernel(dq_visit, heads, call.selection.n, plan.width, config)
-    kernel.launch(
+    arguments.announced(call, heads, "triton-tile/dq", config, kernel).launch(
         plan.pieces,
         (call.q, *_keys(call, kernel, config), call.q_pos, lse, do, delta, part_dq, plan.entries, plan.ends, unit.piece_list),
         (arguments.strides(call), do.stride()[:4], arguments.sizes(call), unit.lists, call.scale, call.scale_log2()),

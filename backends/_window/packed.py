@@ -28,10 +28,9 @@ def first_keys(bounds: Bounds, q: Tensor, window: int) -> Tensor:
 
 def clean(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """q, k, v with zeros in padding, which may hold NaN, and where it is, [T,1,1,1] bool; None where the host knows that there is none."""
-    T = q.shape[1]
-    if bounds.numbers is not None and bounds.numbers[-1] == T:
+    padding = bounds.padding(q, q.shape[1])
+    if padding is None:
         return q, k, v, None
-    padding = torch.arange(T, device=q.device) >= bounds.on(q)[-1]
     keys = padding[:, None]
     padding = padding[:, None, None, None]
     return q.masked_fill(padding, 0.0), k.masked_fill(keys, 0.0), v.masked_fill(keys, 0.0), padding

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 from nsa_sel.cli.output import printable
 from nsa_sel.errors import ArgumentError, NsaSelError
@@ -22,6 +23,15 @@ Device = Annotated[str, typer.Option("--device", help="auto, cuda, cpu")]
 Quick = Annotated[bool, typer.Option("--quick", help="a few small cases instead, on any device")]
 Only = Annotated[str, typer.Option("--only", help="only cases whose name contains this")]
 Backends = Annotated[str, typer.Option("--backends", help="backends, comma-separated; by default those that run on the device")]
+
+
+class BenchCommand(TyperCommand):
+    """A command that takes --decode without a value as --decode 1, which Typer's options can't."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        after = [*args[1:], "-"]
+        bare = [arg == "--decode" and following.startswith("-") for arg, following in zip(args, after, strict=True)]
+        return super().parse_args(ctx, ["--decode=1" if each else arg for each, arg in zip(bare, args, strict=True)])
 
 
 def device_of(name: str) -> str:
@@ -60,8 +70,10 @@ def program(main: Callable[..., None]) -> None:
         except KeyboardInterrupt as interrupt:
             raise typer.Exit(INTERRUPTED) from interrupt
 
+    app = typer.Typer(add_completion=False)
+    app.command(cls=BenchCommand)(interruptible)
     try:
-        typer.run(interruptible)
+        app()
     except NsaSelError as error:
         typer.echo(printable(f"error: {error}"), err=True)
         sys.exit(2)

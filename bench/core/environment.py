@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import platform
 import shlex
@@ -24,10 +25,7 @@ _last_state: tuple[float, dict[str, int | None]] = (-STATE_SECONDS, {})
 
 
 def stamp(device: str = "cuda") -> dict[str, Any]:
-    """Device, driver, versions, commit (NSA_SEL_COMMIT where git is not at hand) and the command, free of machine paths.
-
-    Uncommitted changes, but for those of rows, add a hash to the commit.
-    """
+    """Return device, driver, versions, commit and the command, free of machine paths."""
     on_gpu = device == "cuda"
     facts: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if on_gpu else _processor(),
@@ -37,7 +35,22 @@ def stamp(device: str = "cuda") -> dict[str, Any]:
     }
     if not on_gpu:
         facts |= {"numba": _version("numba"), "threads": torch.get_num_threads()}
-    return {**facts, "commit": os.environ.get(COMMIT_FLAG) or _commit(), "command": command()}
+    return {**facts, "commit": commit(), "command": command()}
+
+
+def commit() -> str:
+    """Return what NSA_SEL_COMMIT says, else the commit of this checkout; a repository around this folder is no checkout of it.
+
+    Uncommitted changes, but for those of rows, add a hash to the commit.
+    """
+    told = os.environ.get(COMMIT_FLAG)
+    if told:
+        return told
+    top, _, head = (_output("git", "rev-parse", "--show-toplevel", "--short", "HEAD") or "").partition("\n")
+    if not head or Path(top) != ROOT:
+        return "not a checkout"
+    changes = _output("git", "diff", "HEAD", "--", ".", ":!bench/results")
+    return f"{head}+{hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else head
 
 
 def command() -> str:
@@ -55,6 +68,15 @@ def command() -> str:
     else:
         called = f"python {program.parent.name}/{program.name}"
     return " ".join((called, *(shlex.quote(bare(argument)) for argument in sys.argv[1:])))
+
+
+def example(name: str) -> Any:
+    """A program of examples/, which only a checkout has, as a module."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
 
 
 def gpu_state(device: str = "cuda") -> dict[str, int | None]:
@@ -85,12 +107,6 @@ def _output(*command: str) -> str | None:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip() or None
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def _commit() -> str | None:
-    commit = _output("git", "rev-parse", "--short", "HEAD")
-    changes = _output("git", "diff", "HEAD", "--", ".", ":!bench/results") if commit else None
-    return f"{commit}+{hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else commit
 
 
 def _processor() -> str:

@@ -1,4 +1,4 @@
-"""What a trained model chose: the blocks of several layers over one long text, as examples/save_selections.py saved them in bench/data/.
+"""What a trained model chose: the blocks of several layers over one long text, as questions/save_selections.py saved them in bench/data/.
 
 A file trained_CONTEXT.npz holds, for each of its layers, one bit for every group, block and row: whether the row chose the block and the
 row before it did not, or the other way round. Neighboring rows choose much the same blocks, so that these bits compress well. Its text
@@ -27,7 +27,7 @@ from nsa_sel.selection import Selection
 FOLDER = Path(__file__).resolve().parents[1] / "data"
 GROUPS = 4  # of a case that names no layers: maps of one (layer, group) each
 LOADED = 12  # layers that are kept in memory: 2 MB each for 32k rows, 2 groups and 16 blocks
-CAPTURE = "train a model at this context, then run examples/save_selections.py (bench/data/README.md)"
+CAPTURE = "train a model at this context, then run nsa_sel.bench.questions.save_selections (bench/data/README.md)"
 
 
 def spread(total: int, count: int) -> list[int]:

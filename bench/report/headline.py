@@ -5,8 +5,6 @@ A claim is what the committed rows say, by the functions that make the README's 
 
 from __future__ import annotations
 
-import importlib
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -19,7 +17,6 @@ from rich.console import Console
 from nsa_sel.bench.core import environment, store
 from nsa_sel.bench.core.command_line import need_gpu
 from nsa_sel.bench.core.contenders import DENSE, PACKED, named
-from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.markdown import factor, table
 from nsa_sel.bench.core.session import able, run
 from nsa_sel.bench.core.store import Row, first_line
@@ -160,11 +157,7 @@ def _calls(folder: Path, console: Console) -> Gains:
 
 def _training(folder: Path, console: Console) -> Gains:
     """As many steps as the committed runs have, by the example's own program, a fresh model each time."""
-    sys.path.insert(0, str(ROOT / "examples"))
-    try:
-        program = importlib.import_module("train_nsa_lm")
-    finally:
-        sys.path.pop(0)
+    program, facts = environment.example("train_nsa_lm"), environment.stamp()
     (pair,) = (pair for pair in training.pairs("speed") if pair.context == CONTEXT)
     train: Callable[..., list[Row]] = program.train
     runs = list[list[Row]]()
@@ -173,7 +166,8 @@ def _training(folder: Path, console: Console) -> Gains:
         sizes = program.of_context(program.Sizes(attention=attention), CONTEXT, None)
         with tempfile.TemporaryDirectory() as out:
             # No step of so few is a checkpoint's; a minute is far more than they take.
-            runs.append(train(Path(out), sizes, None, torch.device("cuda"), None, 1.0, len(pair.nsa), len(pair.nsa) + 1, True))
+            rows = train(Path(out), sizes, None, torch.device("cuda"), None, 1.0, len(pair.nsa), len(pair.nsa) + 1, True)
+        runs.append([row | facts for row in rows])
         torch.cuda.empty_cache()
     store.append(folder / TRAINING_FILE, [row for rows in runs for row in rows])
     return training_gains(*runs)

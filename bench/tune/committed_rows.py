@@ -17,6 +17,10 @@ RESULTS = {"h100": H100_RESULTS, "h200": H200_RESULTS}
 H200_ROWS = f"{H200_RESULTS}/selection.jsonl"
 H100_ROWS = f"{H100_RESULTS}/selection.jsonl"
 CPU_ROWS = "bench/results/cpu/numba_vs_sdpa.jsonl"
+RENAMED = {  # commands that rows of older commits record -> as they are run today
+    "python -m nsa_sel.bench.bench_selection ": "python -m nsa_sel.bench.questions.speed ",
+    "python bench/bench_cpu.py --repeats 15 --seed 0": "python -m nsa_sel.bench.questions.speed --device cpu --suite cpu --out cpu.jsonl",
+}
 DIRECTIONS: dict[Way, str] = {"forward": "fwd", "backward": "bwd", "decode": "decode"}  # as rows name them
 WAYS: dict[str, Way] = {direction: way for way, direction in DIRECTIONS.items()}
 
@@ -24,6 +28,14 @@ WAYS: dict[str, Way] = {direction: way for way, direction in DIRECTIONS.items()}
 def read_rows(name: str) -> list[Row]:
     """The rows with a time of a JSON-lines file under the repository's root."""
     return store.measured(store.read(ROOT / name))
+
+
+def command_of(row: Row) -> str:
+    """Return the command that measures such rows today."""
+    command: str = row["command"]
+    for old, new in RENAMED.items():
+        command = command.replace(old, new)
+    return command
 
 
 def digest(name: str) -> str:

@@ -18,7 +18,7 @@ from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.threshold_optimizer import faster_by
 from nsa_sel.bench.tune import cost_fit, unmeasured
-from nsa_sel.bench.tune.committed_rows import CPU_ROWS, DIRECTIONS, H200_RESULTS, RESULTS, cost_rows, digest, read_rows
+from nsa_sel.bench.tune.committed_rows import CPU_ROWS, DIRECTIONS, H200_RESULTS, RESULTS, command_of, cost_rows, digest, read_rows
 from nsa_sel.bench.tune.data_sheets import factors, least_tensor_ms
 from nsa_sel.settings import tuned
 from nsa_sel.settings.devices import GPUS
@@ -58,7 +58,7 @@ def evidence(files: dict[str, list[Row]]) -> Evidence:
         Source(
             file=name, sha256=digest(name), rows=len(rows), device=rows[0]["device"],
             versions={key: rows[0][key] for key in ("torch", "triton", "driver") if rows[0].get(key)}, commit=rows[0]["commit"],
-            command=rows[0]["command"],
+            command=command_of(rows[0]),
         )
         for name, rows in files.items()
     )  # fmt: skip
@@ -74,7 +74,7 @@ def provenance(files: dict[str, list[Row]], finding: str) -> str:
     for name, rows in files.items():
         versions = ", ".join(f"{key} {rows[0][key]}" for key in ("torch", "triton", "numba", "driver") if rows[0].get(key))
         commits = ", ".join(f"{commit} ({count} rows)" for commit, count in Counter(row["commit"] for row in rows).items())
-        parts.append(f"{cost_fit.source(name, rows)}, {rows[0]['device']}, {versions}, commit {commits}, first `{rows[0]['command']}`")
+        parts.append(f"{cost_fit.source(name, rows)}, {rows[0]['device']}, {versions}, commit {commits}, first `{command_of(rows[0])}`")
     return "; ".join(parts)
 
 
@@ -89,6 +89,11 @@ def measured_profile(gpu: str) -> dict[str, Any]:
     found = evidence(files)
     decided = {way: each.value for way, each in found.sel_triton_min_L.items() if each.value is not None}
     finding = "; ".join(f"{way}: {words(each)}" for way, each in found.sel_triton_min_L.items())
+    if gpu != "h200":
+        fullest = evidence(length_rows()).sel_triton_min_L
+        finding += f"; measured on few cases: the {GPUS['h200'].name} has " + ", ".join(
+            f"{way} {each.cases}" for way, each in fullest.items()
+        )
     return {
         "match": {"kind": "cuda", "sm": device.sm, "name": device.name},
         "provenance": provenance(files, finding),
@@ -146,7 +151,8 @@ def kernel_configs(name: str) -> dict[str, Any]:
 def words(found: Threshold) -> str:
     """A threshold in words; the times are in the evidence."""
     ahead = f"{found.triton.backend} at least {found.margin}x ahead of {found.packed.backend}"
-    return f"{ahead} in every case from L = {found.value} on" if found.value is not None else f"undecided, from no L on {ahead}"
+    from_there = f"{ahead} in every case from L = {found.value} on" if found.value is not None else f"undecided, from no L on {ahead}"
+    return f"{from_there} ({found.cases} cases)"
 
 
 def cpu_profile() -> dict[str, Any]:

@@ -167,13 +167,13 @@ def _checked_results(work: Callable[..., tuple[Tensor, ...]], config: str) -> tu
 
 @contextlib.contextmanager
 def configs_used() -> Iterator[list[str]]:
-    """The ids of the configs that `sel.triton.kernel` events name inside the block."""
+    """Return the ids of the chosen configs that `sel.triton.kernel` events name inside the block."""
     used: list[str] = []
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if record.getMessage() == "sel.triton.kernel":
-                used.append(record.__dict__["nsa_sel"]["config"])
+                used.append(record.__dict__["nsa_sel"]["chosen"])
 
     listener, level = Listener(), events.LOGGER.level
     events.LOGGER.addHandler(listener)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,10 +73,10 @@ def put(x: Tensor, slots: Tensor, y: Tensor) -> None:
     as_bytes(x).flatten(0, 1).index_copy_(0, slots.flatten(), as_bytes(y).flatten(0, 1))
 
 
-def _weights(work: Compress, raw: Tensor) -> tuple[Tensor, ...] | None:
+def _weights(work: Compress, raw: Tensor) -> tuple[Any, ...] | None:
     """What the kernels take of a compression, or None where it has to be called: other modules, hooks, dtypes, kinds of tensors."""
     if type(work) is not BlockMLP or hooked(work) or not work.is_plain():
         return None
     weights = work.weights()
-    fit = all(type(x) in (Tensor, nn.Parameter) and x.dtype == raw.dtype and x.is_contiguous() for x in weights)
+    fit = all(x is None or (type(x) in (Tensor, nn.Parameter) and x.dtype == raw.dtype and x.is_contiguous()) for x in weights)
     return weights if fit and raw.dtype != torch.float64 else None

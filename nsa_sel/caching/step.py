@@ -169,7 +169,12 @@ class LayerStep(NamedTuple):
             remedy = "call the model under torch.no_grad() or torch.inference_mode()"
             raise ArgumentError("x", "a tensor that requires gradients, or of a layer that does", "none with a cache", remedy)
         for name, mine, cached in (("keys", new.k_cmp, self.pools.k_raw), ("values", new.v_cmp, self.pools.v_raw)):
-            here, there = ((x.dtype, x.device, x.shape[-2], x.shape[-1]) for x in (mine, cached))
+            if mine.dtype != cached.dtype:
+                remedy = (
+                    f"make it with dtype={mine.dtype}: by default NSACache has bfloat16, NSACache.of the dtype of the layers' parameters"
+                )
+                raise ArgumentError("cache", f"of {cached.dtype}", f"{mine.dtype}, the dtype of the layer's {name}", remedy)
+            here, there = ((x.device, *x.shape[-2:]) for x in (mine, cached))
             if here != there:
-                value, allowed = (f"of {G} groups of {name} of {D} numbers, {dtype} on {device}" for dtype, device, G, D in (there, here))
+                value, allowed = (f"of {G} groups of {name} of {D} numbers on {device}" for device, G, D in (there, here))
                 raise ArgumentError("cache", value, f"as the layer: {allowed}", "make it by NSACache.of(layers, ...)")

@@ -22,7 +22,7 @@ from nsa_sel.attention import selection_attention
 from nsa_sel.cli import bench_door
 from nsa_sel.cli import doctor as examination
 from nsa_sel.cli.choices import Choice, choice
-from nsa_sel.cli.output import output_file, output_folder, printable
+from nsa_sel.cli.output import output_file, output_folder, printable, terminal_columns
 from nsa_sel.cli.tensor_file import read_problem, write_result
 from nsa_sel.core.decide import explain_request
 from nsa_sel.core.explain import refusal
@@ -72,9 +72,12 @@ def options(
 
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
-    """Show this machine: versions, devices, settings and their sources, each backend or what it lacks, unknown NSA_* variables."""
+    """Say which backend runs your calls here and why.
+
+    Then show versions, devices, settings and their sources, each backend or what it lacks, unknown NSA_* variables.
+    """
     report = examination.examine()
-    _print(_pretty(report) if as_json else examination.text(report))
+    _print(_pretty(report) if as_json else examination.text(report, terminal_columns()))
 
 
 @app.command()
@@ -118,7 +121,7 @@ def explain(
         )  # fmt: skip
         request = request if choose is None else choice(request, choose)
         decision = explain_request(request, _device_facts(device), backend)
-        _print(decision.to_json() if as_json else describe(decision))
+        _print(decision.to_json() if as_json else describe(decision, terminal_columns()))
         message = refusal(decision)
         if message is not None:
             if not as_json:
@@ -160,7 +163,7 @@ def run(
             _print(_pretty({"decision": decision, **made, "empty_rows": empty, "out": out and str(out)}))
             return
         shapes = f"o {list(o.shape)} {str(o.dtype).removeprefix('torch.')}, lse {list(lse.shape)}, {empty} rows with nothing selected"
-        _print(f"{describe(decision)}\n\n{shapes}; {f'written to {out}' if out else 'not written: no --out'}")
+        _print(f"{describe(decision, terminal_columns())}\n\n{shapes}; {f'written to {out}' if out else 'not written: no --out'}")
 
 
 @app.command()
@@ -199,7 +202,7 @@ def decisions(
     """Summarize a log: which backends ran and by which rule, how often each check refused a backend, failures, the slowest buckets."""
     with _errors(as_json):
         found = summary.summarise(log, top)
-        _print(_pretty(found) if as_json else summary.text(found))
+        _print(_pretty(found) if as_json else summary.text(found, terminal_columns()))
 
 
 @app.command()
@@ -318,8 +321,8 @@ def _in_words(body: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-for _body in bench_door.commands():
-    app.command()(_in_words(_body))
+for _body, _class in bench_door.commands():
+    app.command(cls=_class)(_in_words(_body))
 
 
 def _device(where: Where) -> torch.device:

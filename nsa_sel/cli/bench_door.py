@@ -12,6 +12,8 @@ from nsa_sel.errors import needs_extra
 from nsa_sel.selection import Selection
 
 if TYPE_CHECKING:
+    from typer.core import TyperCommand
+
     from nsa_sel.bench.tune.command import Plan
     from nsa_sel.settings.schema import Way
 
@@ -19,11 +21,14 @@ if TYPE_CHECKING:
 # Commands
 
 
-def commands() -> tuple[Callable[..., None], ...]:
-    """The bodies of `nsa-sel bench` and `nsa-sel threshold`."""
-    from nsa_sel.bench import command
+def commands() -> tuple[tuple[Callable[..., None], type[TyperCommand]], ...]:
+    """Return the bodies of `nsa-sel bench` and `nsa-sel threshold`, and the classes of their commands."""
+    from typer.core import TyperCommand
 
-    return command.bench, command.threshold
+    from nsa_sel.bench import command
+    from nsa_sel.bench.core.command_line import BenchCommand
+
+    return (command.bench, BenchCommand), (command.threshold, TyperCommand)
 
 
 def report(rows: list[Path], out: Path) -> tuple[Any, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nsa_sel.cli.demo import DENSE, FIGURES, MASKED, Result, Row, Setting, Spread, device_name, dtype_name
+from nsa_sel.cli.output import terminal_columns
 from nsa_sel.telemetry.describe import describe
 from nsa_sel.telemetry.table import table
 
@@ -34,7 +35,7 @@ def introduction(setting: Setting) -> str:
         lines.append(f"Blocks of a row: {facts['first']} first, {facts['local']} local, {top} by score (NSA Eq. 7-12).")
     where = f"{device_name(setting.decision.device)} in {dtype_name(q.dtype)}"
     lines.append(f"Computed on {where}, forward and backward; every result is compared with a float64 oracle on {_of_rows(setting)}.")
-    return "\n".join([*lines, "", "The policy's choice:", describe(setting.decision), ""])
+    return "\n".join([*lines, "", "The policy's choice:", describe(setting.decision, terminal_columns()), ""])
 
 
 def _of_rows(setting: Setting) -> str:
@@ -51,7 +52,7 @@ def text(result: Result) -> str:
         name = row.name + (" (policy)" if row.policy_choice else "")
         cells.append([name, milliseconds(row.forward), milliseconds(row.forward_backward), " / ".join(ratios), *errors, row.verdict])
     headers = ["backend", "fwd ms", "fwd+bwd ms", "speed vs dense", "max err o", *FIGURES[1:], "verdict"]
-    lines = [table(headers, cells, right=range(1, len(headers) - 1)), ""]
+    lines = [table(headers, cells, right=range(1, len(headers) - 1), columns=terminal_columns()), ""]
     lines += [f"{name} does not run here: {why}" for name, why in result.refused.items()]
     shaky = [row.name for row in result.rows if any(_shaky(spread) for spread in (row.forward, row.forward_backward))]
     if shaky:

@@ -13,6 +13,7 @@ import nsa_sel
 from nsa_sel.core import registry
 from nsa_sel.core.backend import REFUSING_KINDS, Reason
 from nsa_sel.core.decide import explain_request
+from nsa_sel.core.explain import missed, refusal
 from nsa_sel.core.facts import device_info
 from nsa_sel.core.request import DeviceInfo, example_choice, example_request
 from nsa_sel.errors import NsaSelError
@@ -28,13 +29,15 @@ def examine() -> dict[str, Any]:
     """The report of this machine. Imports torch for the devices, and no kernel framework: versions come from package metadata.
 
     Returns:
-        nsa_sel, python, platform; packages (import name -> version, None where it is not installed); devices, each with its settings or
-        the error of reading them, and its backends with the reasons why no call can run on them; flags that are set; unknown_variables.
+        verdict, a sentence about the first GPU, or the CPU without one; nsa_sel, python, platform; packages (import name -> version, None
+        where it is not installed); devices, each with its settings or the error of reading them, and its backends with the reasons why no
+        call can run on them; flags that are set; unknown_variables.
     """
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
     unknown = unknown_variables()
     flags = sorted(name for name in os.environ if name.startswith("NSA_") and name not in unknown)
     return {
+        "verdict": _verdict(device_info(devices[1] if len(devices) > 1 else devices[0])),
         "nsa_sel": nsa_sel.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -45,17 +48,35 @@ def examine() -> dict[str, Any]:
     }
 
 
-def text(report: dict[str, Any]) -> str:
-    """The report for a terminal."""
+def text(report: dict[str, Any], columns: int = 0) -> str:
+    """The report for a terminal of so many columns (0: any number), the verdict first."""
     packages = [f"{name} {version or 'not installed'}" for name, version in report["packages"].items()]
-    lines = [f"nsa-sel {report['nsa_sel']}, Python {report['python']}, {report['platform']}", ", ".join(packages)]
+    lines = [report["verdict"], "", f"nsa-sel {report['nsa_sel']}, Python {report['python']}, {report['platform']}", ", ".join(packages)]
     for here in report["devices"]:
-        lines += ["", *_device_lines(**here)]
+        lines += ["", *_device_lines(**here, columns=columns)]
     lines += ["", "flags set: " + (", ".join(f"{name}={value}" for name, value in report["flags"].items()) or "none")]
     for unknown in report["unknown_variables"]:
         hint = f"; did you mean {unknown['did_you_mean']}?" if unknown["did_you_mean"] else ""
         lines.append(f"unknown variable {unknown['name']} has no effect{hint}")
     return "\n".join(lines)
+
+
+def _verdict(device: DeviceInfo) -> str:
+    """Which backend runs the example request on the device, and why."""
+    try:
+        decision = explain_request(example_request(needs_grad=True), device)
+        problem = refusal(decision)
+    except NsaSelError as error:
+        problem = str(error)
+    if problem is not None:
+        return f"nothing runs your calls on this machine ({device.name}): {problem}"
+    backward = f", {decision.backward} their backward pass" if decision.backward != decision.forward else ""
+    verb = {"least": "has the", "first": "is the"}.get(decision.rule.partition(" ")[0], "is")
+    found = missed(decision)
+    return (
+        f"{decision.forward} runs your calls on this machine ({device.name}){backward}, because it {verb} {decision.rule}"
+        f"{f'. But {found.words}' if found else ''}"
+    )
 
 
 def _utf8(text: str) -> str:
@@ -85,7 +106,9 @@ def _examine_device(device: DeviceInfo) -> dict[str, Any]:
     return {"device": device, "settings": decision.settings, "error": None, "backends": backends}
 
 
-def _device_lines(device: DeviceInfo, settings: Settings | None, error: str | None, backends: list[dict[str, Any]]) -> list[str]:
+def _device_lines(
+    device: DeviceInfo, settings: Settings | None, error: str | None, backends: list[dict[str, Any]], columns: int
+) -> list[str]:  # fmt: skip
     facts = f", SM {device.sm // 10}.{device.sm % 10}, {device.sm_count} SMs, {device.shared_memory} bytes shared" if device.sm else ""
     lines = [f"device {device.name}{facts}"]
     if settings is None:
@@ -103,12 +126,12 @@ def _device_lines(device: DeviceInfo, settings: Settings | None, error: str | No
         rows.append(("costs", f"{len(settings.costs.models)} models, see --json: {settings.costs.provenance}", settings.sources["costs"]))
     rows.append(("kernels", f"{len(settings.kernels)} kernel configs, see --json", settings.tuned or "base.yaml and profile"))
     standing = [(b["name"], "\n".join(_lack(r) for r in b["lacks"]) or "available", b["summary"]) for b in backends]
-    here = table(["backend", "here", "what it is"], standing, width=70)
-    return [*lines, "", table(["setting", "value", "source"], rows), "", here]
+    here = table(["backend", "here", "what it is"], standing, width=70, columns=columns)
+    return [*lines, "", table(["setting", "value", "source"], rows, columns=columns), "", here]
 
 
 def _lack(reason: Reason) -> str:
-    return f"{reason.kind}: {reason.field} is {reason.actual}, required {reason.required}; {reason.remedy}"
+    return f"{reason.kind}: {reason.words}"
 
 
 def _shown(value: object) -> str:

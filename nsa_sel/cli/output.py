@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import stat
 import tempfile
 import unicodedata
@@ -33,6 +34,11 @@ def _shown(found: re.Match[str]) -> str:
         return found[0]
     units = found[0].encode("utf-16-be", "surrogatepass").hex()
     return "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
+
+
+def terminal_columns() -> int:
+    """The columns of the terminal that stdout is, or of the variable COLUMNS; 0 for a file or a pipe."""
+    return shutil.get_terminal_size((0, 0)).columns
 
 
 def regular(option: str, path: Path) -> Path:

@@ -7,6 +7,7 @@
     from nsa_sel.compat import flash_nsa                     # for HFNSACore (Scalable-Flash-Native-Sparse-Attention)
     from nsa_sel.compat import FSA_topk_sparse_attention     # for fsa.ops (Flash-Sparse-Attention)
 
+    from nsa_sel.compat import patch_model                   # MiniMax-M3 in transformers: patch_model(model)
     from nsa_sel.compat import register_transformers         # attn_implementation="nsa_sel" of Hugging Face transformers
 
 They are differentiable, and choose a backend as `selection_attention` does. They do not copy q, k or v; with cu_seqlens, k and v may be
@@ -15,14 +16,16 @@ copied as described in `selection_attention_varlen`. docs/compat.md lists where 
 
 from nsa_sel.compat.fla import parallel_nsa, patch_fla
 from nsa_sel.compat.packed import FSA_topk_sparse_attention, compressed_attention, flash_nsa, topk_sparse_attention
-from nsa_sel.compat.transformers import register_transformers
+from nsa_sel.compat.transformers import Patched, patch_model, register_transformers
 
 __all__ = [
     "FSA_topk_sparse_attention",
+    "Patched",
     "compressed_attention",
     "flash_nsa",
     "parallel_nsa",
     "patch_fla",
+    "patch_model",
     "register_transformers",
     "topk_sparse_attention",
 ]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from nsa_sel.branches import nsa_attention
 from nsa_sel.compat.heads import by_group, by_group_gate
 from nsa_sel.compressed import compressed_attention
 from nsa_sel.compression import BlockMean
+from nsa_sel.core import forks
 from nsa_sel.core.bounds import Bounds, CuSeqlens
 from nsa_sel.core.entry import selection_attention
 from nsa_sel.core.packed import packed_attention
@@ -24,34 +26,67 @@ from nsa_sel.window import sliding_window_attention
 
 FIRST, LOCAL = 1, 2  # blocks that fla always selects: the first, and the last two
 CALLERS = ("fla.ops.nsa.parallel", "fla.ops.nsa", "fla.layers.nsa")  # modules that hold the name parallel_nsa
+MODEL = "fla.models.nsa.modeling_nsa"
+
+_lock = forks.lock()
+_patches: set[object] = set()  # one token per patch that is not undone
+_originals: list[tuple[Any, str, Any]] = []  # (owner, attribute, fla's own value) while a patch is active
 
 
 def patch_fla() -> Callable[[], None]:
     """Run flash-linear-attention's `NativeSparseAttention` layer and its NSA model on nsa-sel: all branches, backward, and generation.
 
-    Replaces `parallel_nsa` in fla's modules, of this process. Existing layers follow, and keep their weights.
+    Replaces `parallel_nsa` in fla's modules, of this process. Existing layers follow, and keep their weights. fla's model also takes its
+    cache as `cache=`, the name that transformers 5.24 and newer use in `generate`.
 
     Returns:
-        A function that puts fla's own back.
+        A function that undoes this patch. fla's own functions are back once every patch is undone, in any order.
 
     Raises:
-        ImportError: flash-linear-attention is not installed, or keeps `parallel_nsa` elsewhere.
+        ImportError: flash-linear-attention is not installed, or keeps `parallel_nsa` or its model elsewhere.
     """
     try:
         modules = [importlib.import_module(name) for name in CALLERS]
-        originals = [module.parallel_nsa for module in modules]
+        model = importlib.import_module(MODEL).NSAModel
+        originals = [*((module, "parallel_nsa", module.parallel_nsa) for module in modules), (model, "forward", model.forward)]
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"patch_fla needs flash-linear-attention with parallel_nsa in {', '.join(CALLERS)}: {error}."
+            f"patch_fla needs flash-linear-attention with parallel_nsa in {', '.join(CALLERS)}, and NSAModel in {MODEL}: {error}."
             ' Remedy: pip install "flash-linear-attention>=0.6".'
         ) from error
+    patch = object()
+    with _lock:
+        if not _patches:
+            _originals[:] = originals
+            for module in modules:
+                module.parallel_nsa = parallel_nsa  # type: ignore[attr-defined]
+            if "cache" not in inspect.signature(model.forward).parameters:
+                model.forward = _taking_cache(model.forward)
+        _patches.add(patch)
 
-    def put(functions: list[Callable[..., Tensor]]) -> None:
-        for module, function in zip(modules, functions, strict=True):
-            module.parallel_nsa = function  # type: ignore[attr-defined]
+    def undo() -> None:
+        with _lock:
+            if patch in _patches:
+                _patches.remove(patch)
+                if not _patches:
+                    for owner, name, value in _originals:
+                        setattr(owner, name, value)
 
-    put([parallel_nsa] * len(modules))
-    return lambda: put(originals)
+    return undo
+
+
+def _taking_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return fla's `NSAModel.forward` with the cache as `cache=`, too, which fla 0.6 drops without a word."""
+
+    @functools.wraps(forward)
+    def with_cache(self: Any, *args: Any, cache: Any = None, **kwargs: Any) -> Any:
+        if cache is None:
+            return forward(self, *args, **kwargs)
+        if kwargs.get("past_key_values") is not None:
+            raise ArgumentError("cache", "given with past_key_values", "one of them", "pass cache= alone")
+        return forward(self, *args, **{**kwargs, "past_key_values": cache})
+
+    return with_cache
 
 
 def parallel_nsa(
@@ -178,6 +213,9 @@ def _attend(rows: _Rows, k: Tensor, v: Tensor, options: _Options, cu_q: CuSeqlen
     parts.append((o, g_slc))
     if g_swa is not None:
         parts.append((sliding_window_attention(q, k, v, options.window, scale=scale, cu_seqlens=cu_q), g_swa))
+    if cu_q is not None:
+        bounds = Bounds.of("cu_seqlens", cu_q, len(q), q)
+        parts = [(o, None if gate is None else bounds.zero_padding(gate)) for o, gate in parts]
     o = functools.reduce(torch.add, (o if gate is None else o * gate.unsqueeze(-1) for o, gate in parts))
     return o if cu_q is None else o.unsqueeze(0)
 

@@ -35,7 +35,19 @@ class Reason(msgspec.Struct, frozen=True):
     satisfied_by: int | None = None  # a value of the field that removes this reason, if one number does
 
     def __str__(self) -> str:
-        return f"{self.code} ({self.kind}): {self.field} is {self.actual}, required {self.required}; {self.remedy}"
+        return f"{self.code} ({self.kind}): {self.words}"
+
+    @property
+    def fact(self) -> str:
+        """What was found and what is required."""
+        if self.code == "package-missing":
+            return f"{self.field} is not installed"
+        return f"{self.field} is {'not found' if self.code == 'library-missing' else self.actual}, required {self.required}"
+
+    @property
+    def words(self) -> str:
+        """The fact and the remedy."""
+        return f"{self.fact}; {self.remedy}"
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -73,6 +73,17 @@ class Bounds(NamedTuple):
         """[N+1] int64 on like's device, without waiting for it."""
         return self.as_tensor().to(like.device, torch.int64, non_blocking=True)
 
+    def padding(self, like: Tensor, T: int) -> Tensor | None:
+        """[T] bool on like's device, True for rows after the last sequence; None where the host knows that there are none."""
+        if self.numbers is not None and self.numbers[-1] == T:
+            return None
+        return torch.arange(T, device=like.device) >= (self.on(like) if self.numbers is None else self.numbers)[-1]
+
+    def zero_padding(self, x: Tensor) -> Tensor:
+        """x [T,...] with zeros after the last sequence, where it may hold NaN."""
+        padding = self.padding(x, len(x))
+        return x if padding is None else x.masked_fill(padding.view(-1, *[1] * (x.dim() - 1)), 0.0)
+
     def longest(self, total: int) -> int:
         """An upper bound on the keys of a sequence, rounded up to a power of two so that batches share decisions."""
         most = self.most if self.numbers is None else _longest(self.numbers)

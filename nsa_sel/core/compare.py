@@ -33,7 +33,8 @@ def compare_backward(call: Call, decision: Decision, found: tuple[Tensor, ...], 
 
 
 def _silent(call: Call) -> Call:
-    return replace(call, settings=msgspec.structs.replace(call.settings, debug_timing=False, debug_triton=False), workspace=None)
+    off = {"debug_log": None, "debug_triton": False, "debug_timing": False, "debug_compare": False}
+    return replace(call, settings=msgspec.structs.replace(call.settings, **off), workspace=None)
 
 
 def _emit(backend: str | None, direction: str, found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:

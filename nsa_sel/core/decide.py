@@ -10,15 +10,17 @@ from torch.compiler import is_compiling
 
 from nsa_sel.core import memory, registry
 from nsa_sel.core.decision import Decision, Override, load_policy, make_decision
-from nsa_sel.core.explain import check_names, refusal
+from nsa_sel.core.explain import check_names, every_name, missed, refusal, unknown_backend
 from nsa_sel.core.facts import device_info
 from nsa_sel.core.memory import forced_name
 from nsa_sel.core.request import DeviceInfo, Kind, Request
-from nsa_sel.errors import ArgumentError, BackendError, shown
+from nsa_sel.errors import ArgumentError, BackendError, shown, warn
 from nsa_sel.settings import devices, tuned
 from nsa_sel.settings.config import forget_settings, settings_for
 from nsa_sel.settings.schema import Settings
 from nsa_sel.telemetry import events
+
+WORTH_TELLING = 1.1  # how many times as long a call takes without a package, from which on the process is warned
 
 
 @contextlib.contextmanager
@@ -32,7 +34,7 @@ def use_backend(name: str) -> Iterator[None]:
 
     Raises:
         ArgumentError: `name` is not a str.
-        BackendError: inside torch.compile; and at the call, if the backend is unknown or refuses it.
+        BackendError: the backend is unknown; inside torch.compile; and at the call, if the backend refuses it.
     """
     if is_compiling():
         raise BackendError(
@@ -42,6 +44,8 @@ def use_backend(name: str) -> Iterator[None]:
     if name is None:
         raise ArgumentError("name", None, "the name of a backend", "leave out the `with` to let the policy decide")
     _check_name("name", name)
+    if registry.kind_of(name) is None:
+        raise BackendError(unknown_backend(name, "use_backend", "nsa-sel", every_name()))
     token = forced_name.set(name)
     try:
         yield
@@ -93,6 +97,7 @@ def select(request: Request, device: DeviceInfo, backend: str | None = None) -> 
         override = _override(backend, settings, request.kind)
         decision = make_decision(facts[0], device, load_policy("default"), settings, offers, override)
         memory.remember(facts, decision)
+        _warn_if_missed(decision)
     return decision
 
 
@@ -105,6 +110,18 @@ def decide(request: Request, device: DeviceInfo, backend: str | None = None) -> 
         raise BackendError(message, decision)
     devices.warn_if_assumed(decision)
     return decision
+
+
+_told: set[tuple[DeviceInfo, str]] = set()  # devices and packages
+
+
+def _warn_if_missed(decision: Decision) -> None:
+    """Warn, once per process, device and package, that calls on a GPU are slower because a package is not installed."""
+    found = missed(decision) if decision.device.kind == "cuda" else None
+    if found is None or (found.factor or 1) < WORTH_TELLING or (decision.device, found.reason.field) in _told:
+        return
+    _told.add((decision.device, found.reason.field))
+    warn(f"{decision.device.name}: {found.words}")
 
 
 def after_failure(decision: Decision, failed: str) -> Decision:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from typing import get_args
+from collections.abc import Sequence
+from typing import NamedTuple, get_args
 
 import msgspec
 
 from nsa_sel.core import registry
-from nsa_sel.core.backend import REFUSING_KINDS
+from nsa_sel.core.backend import REFUSING_KINDS, Offer, Reason
 from nsa_sel.core.decision import Decision, load_policy, make_decision
 from nsa_sel.core.request import Kind
 from nsa_sel.errors import ConfigError
@@ -20,7 +21,7 @@ def check_names(settings: Settings) -> None:
 
     A missing backend of a committed profile is no error, but a step of the decision. Costs may be of both kinds, whatever is decided.
     """
-    attending, every = list(registry.backends()), [name for kind in get_args(Kind) for name in registry.backends(kind)]
+    attending, every = list(registry.backends()), every_name()
     costs = [name.rpartition("/")[0] for name in settings.costs.models] if settings.costs else []
     written = {
         "prefer_forward": (settings.prefer_forward, attending),
@@ -45,13 +46,10 @@ def refusal(decision: Decision) -> str | None:
         return None
     names = [verdict.backend for verdict in decision.verdicts]
     if decision.override is not None and decision.override.backend not in names:
-        close = difflib.get_close_matches(decision.override.backend.lower(), names, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else "."
         call = {"attend": "selection_attention", "choose": "compressed_attention and choose_blocks"}[decision.request.kind]
-        return (
-            f"backend {decision.override.backend!r} ({decision.override.source}) is unknown to {call}{hint} Allowed:"
-            f" {', '.join(names)}. Remedy: use one of these names."
-        )
+        if decision.override.source != "argument":  # the others name a backend of any kind
+            names += [name for name in every_name() if name not in names]
+        return unknown_backend(decision.override.backend, decision.override.source, call, names)
     if decision.override is not None:
         head = f"backend {decision.override.backend!r}, forced by {decision.override.source}, refuses this call:"
         shown = [verdict for verdict in decision.verdicts if verdict.backend == decision.override.backend]
@@ -65,6 +63,63 @@ def refusal(decision: Decision) -> str | None:
     return "\n".join(lines)
 
 
+def every_name() -> list[str]:
+    """The names of the backends of all kinds."""
+    return [name for kind in get_args(Kind) for name in registry.backends(kind)]
+
+
+def unknown_backend(name: str, source: str, call: str, names: Sequence[str]) -> str:
+    """The message about a backend's name that is none of `names`, with the closest of them."""
+    close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    return f"backend {name!r} ({source}) is unknown to {call}{hint} Allowed: {', '.join(names)}. Remedy: use one of these names."
+
+
+def missed(decision: Decision) -> Missed | None:
+    """The package that keeps the best backend for this decision from running; None where there is no such package, or one is forced."""
+    if decision.override is not None or decision.forward is None:
+        return None
+    lacking = {offer.backend.name: offer.missing[0] for offer in decision.offers if _installable(offer)}
+    if not lacking:
+        return None
+    offers = [msgspec.structs.replace(offer, missing=()) if offer.backend.name in lacking else offer for offer in decision.offers]
+    again = make_decision(decision.request, decision.device, load_policy(decision.policy), decision.settings, offers)
+    best = next((name for name in (again.forward, again.backward) if name in lacking), None)
+    if best is None:
+        return None
+    reason, now, then = lacking[best], _predicted(decision), _predicted(again)
+    words = f"{reason.fact}, so calls like this run on {_winners(decision)} instead of {_winners(again)}"
+    if now and then:
+        words += f", and take {now / then:.2f} times as long ({now:.3g} ms instead of {then:.3g} ms, predicted)"
+    return Missed(reason, now / then if now and then else None, f"{words}. Remedy: {reason.remedy}")
+
+
+class Missed(NamedTuple):
+    """A package that is not installed: the reason, how many times as long calls take without it (None: not predicted), the message."""
+
+    reason: Reason
+    factor: float | None
+    words: str
+
+
+def _installable(offer: Offer) -> bool:
+    """Whether pip can bring all that the backend lacks."""
+    of_pip = {f"package {need.package}" for need in offer.backend.requires}
+    of_pip |= {f"library {library.name}" for library in offer.backend.libraries if library.distributions}
+    return bool(offer.missing) and all(reason.field in of_pip for reason in offer.missing)
+
+
+def _winners(decision: Decision) -> str:
+    return " and ".join(dict.fromkeys(name for name in (decision.forward, decision.backward) if name is not None))
+
+
+def _predicted(decision: Decision) -> float | None:
+    """Milliseconds of the chosen backends, forward and, where gradients are needed, backward; None without a prediction of each."""
+    wanted = {("forward", decision.forward), *([("backward", decision.backward)] if decision.request.needs_grad else [])}
+    times = [found.ms for found in decision.predictions if (found.direction, found.backend) in wanted]
+    return sum(times) if len(times) == len(wanted) else None
+
+
 def counterfactuals(decision: Decision) -> tuple[str, ...]:
     """What would make another backend win; each sentence is checked by deciding again."""
     sentences = []
@@ -76,8 +131,9 @@ def counterfactuals(decision: Decision) -> tuple[str, ...]:
         changed = msgspec.structs.replace(decision.request, **lifted)
         again = make_decision(changed, decision.device, load_policy(decision.policy), decision.settings, decision.offers)
         if again.forward == verdict.backend:
-            names = {"max_length": "L"}
+            names = {"max_length": "L", "mean_length": "mean L"}
             terms = [f"{names.get(field, field)} >= {value}" for field, value in lifted.items()]
             here = [f"{names.get(field, field)} = {getattr(decision.request, field)}" for field in lifted]
             sentences.append(f"{verdict.backend} would be picked from {' and '.join(terms)}; here {', '.join(here)}")
-    return tuple(sentences)
+    found = missed(decision)
+    return (*sentences, *([found.words] if found else []))

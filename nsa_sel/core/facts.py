@@ -24,13 +24,15 @@ def request_of(
     page_size = None
     if block_table is not None:
         page_size, S_kv = S_kv, S_kv * block_table.shape[1]
+    exact = selection.exact()
     return Request(
         B=B, S=S, S_kv=S_kv, G=G, h=h, Dk=Dk, Dv=Dv, n=selection.n, block_size=selection.block_size,
         max_length=selection.length_bound(S_kv), dtype=DTYPES[q.dtype], needs_grad=needs_grad,
         aligned=is_aligned(q, k, v),
-        sharing=selection.sharing if S > 1 else None,  # one row has no neighbors
+        sharing=exact[1] if exact and S > 1 else None,  # one row has no neighbors
         page_size=page_size,
         quantized=None if scales is None else scales.quantized,
+        mean_length=exact[2] if exact else None,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ def on_device(call: Call | ChooseCall, name: str, direction: str, work: Callable
     settings, workspace = call.settings, call.workspace if isinstance(call, Call) else None
     if workspace is not None:
         workspace.begin()
-    if settings.debug_triton or settings.debug_timing or settings.debug_nvtx:
+    if settings.traced or settings.debug_nvtx:
         loads = forward.loaded_keys(name, call) if isinstance(call, Call) else None
         result = passes.recorded(call, name, direction, loads, lambda: work(name))
     else:

@@ -105,7 +105,7 @@ def arrange(
     if torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         moved, q_pos, index = build()  # a replay must follow writes into the bounds
     else:
-        facts = Tk, whole, same, selection.sharing, selection.length_bound(Tk)
+        facts = Tk, whole, same, selection.exact(), selection.length_bound(Tk)
         moved, q_pos, index = selection.plan(("varlen", q.device, aligning), build, *facts, *bounds_q, *bounds_k)
     if index is not None:
         k, v = (x.new_zeros(*x.shape[:2], room, x.shape[3]).index_copy(2, index, x) for x in (k, v))

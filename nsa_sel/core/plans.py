@@ -25,6 +25,7 @@ class Exact(NamedTuple):
 
     longest: int  # keys of the longest row, before the causal clamp
     sharing: tuple[float, ...] | None  # to two digits
+    mean: int  # keys of a row on average, to two digits
     total: tuple[int, int] | None  # S_kv, and the keys of all rows at the default positions
 
 
@@ -34,6 +35,15 @@ class Plan(NamedTuple):
     states: list[Any]  # of `made_from` when it was built
     made_from: tuple[Any, ...]  # kept alive, so that no other tensor reuses the memory
     value: Any
+
+
+class Snapshot(NamedTuple):
+    """All that is cached for one version of the ranges. It is replaced as a whole, so that a thread sees an old one or a new one."""
+
+    version: int  # of the ranges
+    copy: Tensor | None  # of the ranges, where comparing is cheap (CPU) or asked for (debugging)
+    exact: Exact | None
+    plans: dict[Any, Plan]
 
 
 UNKNOWN = "unknown"  # the state of a tensor without a version counter

@@ -133,8 +133,8 @@ broken_windows: set[tuple[Any, ...]] = set()  # heads that the kernels of slidin
 
 
 def _kind(request: Request) -> Request:
-    """The class of calls that run the same kernels: the measured sharing of a selection changes none."""
-    return msgspec.structs.replace(request.request_class(), sharing=None)
+    """The class of calls that run the same kernels: the measured sharing and mean length of a selection change none."""
+    return msgspec.structs.replace(request.request_class(), sharing=None, mean_length=None)
 
 
 def mark_broken(name: str, request: Request, error: BaseException) -> None:

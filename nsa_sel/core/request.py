@@ -30,7 +30,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         B, S, S_kv, G, h, Dk, Dv: sizes of q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv].
         n: ranges per row.
         block_size: keys of a block, None for ranges.
-        max_length: most keys that a row selects (L of the min-L gate): a static bound, or exact after `Selection.measure()`.
+        max_length: most keys that a row selects: a static bound, or exact after `Selection.measure()`.
         dtype: of q, for example "bfloat16".
         needs_grad: whether there is a backward pass.
         aligned: whether pointers and strides of q, k, v are multiples of 16 bytes.
@@ -43,6 +43,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         compress: keys of a compressed key, and from one to the next; None for "attend".
         pool: of a choice without attention, where Dv is 0: what is scored, and how it is reduced over heads, and over a block
             (`nsa_sel.core.choose_call.Pool.words`); ("lse",) for the log-sum-exp alone; None for attention.
+        mean_length: keys that a row selects on average, to two digits, from `Selection.measure()`; None: not measured.
         counted: whether `sharing` was counted on a sample of rows of the first call of its kind (nsa_sel/core/count_sharing.py).
     """
 
@@ -66,6 +67,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     compress: tuple[int, int] | None = None
     pool: tuple[str, ...] | None = None
     counted: bool = False
+    mean_length: int | None = None
+
+    @property
+    def length(self) -> int:
+        """L of the min-L gate and of the tuner's key: the mean row where it was measured, else the bound of the longest."""
+        return self.max_length if self.mean_length is None else self.mean_length
 
     def phase(self, backward: bool) -> str:
         """What cost models are fitted to apart: "forward", "backward", "decode" (one query per sequence), "tokens" (up to `FEW_TOKENS`);

@@ -211,6 +211,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str  # of all the values above but `sources`
 
     @property
+    def traced(self) -> bool:
+        """Whether a flag asks for the events of each pass: its kernels and their path, the keys it reads, its estimated work."""
+        return self.debug_log is not None or self.debug_triton or self.debug_timing or self.debug_compare
+
+    @property
     def calculated(self) -> bool:
         """Whether predicted times are those of another GPU at prices calculated from data sheets."""
         return self.sources.get("costs", "").startswith("calculated")
@@ -228,3 +233,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             stages = max(2, config.num_stages) if self.triton_double_buffer else 1
             config = msgspec.structs.replace(config, num_stages=stages)
         return config
+
+    def kernel_source(self, name: str) -> str:
+        """Where the config of one kernel comes from: "environment", or a file, where it overrides block sizes or double buffering."""
+        overrides = [
+            self.sources.get(field, "base.yaml")
+            for field in ("block_l", "block_d", "block_dv", "triton_double_buffer")
+            if getattr(self, field) is not None
+        ]
+        if any(source.startswith("NSA_") for source in overrides):
+            return "environment"
+        return overrides[0] if overrides else self.sources.get(f"kernels.{name}", "base.yaml")

@@ -134,8 +134,8 @@ def bucket_of_length(L: int) -> int:
 
 
 def shape_of(request: Request) -> Shape:
-    """The classes of a request. Its L is the static bound of the longest row: the average could only be read from the device."""
-    return request.Dk, request.Dv, class_of_heads(request.h), bucket_of_length(request.max_length), request.dtype
+    """Return the classes of a request."""
+    return request.Dk, request.Dv, class_of_heads(request.h), bucket_of_length(request.length), request.dtype
 
 
 NO_FOLDER = f"a folder to keep tuning and compiled kernels in, as {CACHE_FLAG}, XDG_CACHE_HOME or a home directory give one"

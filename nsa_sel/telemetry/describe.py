@@ -10,11 +10,12 @@ from nsa_sel.errors import ArgumentError
 from nsa_sel.telemetry.table import table
 
 
-def describe(decision: Decision) -> str:
+def describe(decision: Decision, columns: int = 0) -> str:
     """A decision as text for a terminal, with every reason of every backend.
 
     Args:
         decision: from `explain`, `explain_request` or `decisions`.
+        columns: of the terminal, which the table is made to fit; 0 for any number.
 
     Returns:
         Lines of text.
@@ -28,9 +29,10 @@ def describe(decision: Decision) -> str:
     block = f", block {request.block_size}" if request.block_size else ""
     block += f", pages of {request.page_size} keys" if request.page_size else ""
     block += f", quantized KV cache ({request.quantized})" if request.quantized else ""
+    mean = "" if request.mean_length is None else f", {request.mean_length} on average"
     lines = [
         f"request   B={request.B} S={request.S} S_kv<={request.S_kv} G={request.G} h={request.h} Dk={request.Dk} Dv={request.Dv}"
-        f" n={request.n}{block}, at most {request.max_length} keys a row (L), {request.dtype},"
+        f" n={request.n}{block}, at most {request.max_length} keys a row (L){mean}, {request.dtype},"
         f" gradients {'needed' if request.needs_grad else 'not needed'}",
         f"device    {device.name}" + (f", SM {device.sm // 10}.{device.sm % 10}" if device.sm else ""),
         f"forward   {decision.forward or 'nothing may run it'}",
@@ -49,7 +51,7 @@ def describe(decision: Decision) -> str:
         [v.backend, _status(decision, v.backend), *(_predicted(decision, v.backend, direction) for direction in timed), _words(v.forward)]
         for v in decision.verdicts
     ]
-    lines += ["", table(["backend", "forward", *(f"{direction}, ms" for direction in timed), "reasons"], rows)]
+    lines += ["", table(["backend", "forward", *(f"{direction}, ms" for direction in timed), "reasons"], rows, columns=columns)]
     lines += [f"-> {sentence}" for sentence in counterfactuals(decision)]
     return "\n".join(lines)
 
@@ -102,4 +104,4 @@ def _sharing(decision: Decision) -> str:
 
 
 def _words(reasons: tuple[Reason, ...]) -> str:
-    return "\n".join(f"{r.field} is {r.actual}, required {r.required}; {r.remedy}" for r in reasons)
+    return "\n".join(reason.words for reason in reasons)

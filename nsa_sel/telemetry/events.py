@@ -70,7 +70,7 @@ def tallies() -> dict[tuple[str, ...], int]:
         ("warmups", backend): warmed-up requests.
         ("failed", backend): exceptions in a backend.
         ("fallbacks", backend, reason): passes that packed SDPA ran instead, after an exception in this pass or an earlier one.
-        ("bytes", backend, direction), ("flops", backend, direction): estimated work under NSA_DEBUG_TRITON or NSA_DEBUG_TIMING.
+        ("bytes", backend, direction), ("flops", backend, direction): estimated work, where `Settings.traced`.
     """
     with _lock:
         _fold()

@@ -19,7 +19,7 @@ Source = Literal["counted", "measured", "bound"]  # of a number of keys: by NSA_
 
 def recorded(call: Call | ChooseCall, backend: str, direction: str, loads: LoadedKeys | None, work: Callable[[], T]) -> T:
     """What `work`, one pass of `backend`, returns; with the events, counters and the NVTX range that the call's settings ask for: called
-    when any of debug_triton, debug_timing and debug_nvtx is set. module: the backend's, of which `loaded_keys` is asked."""
+    where `Settings.traced` or debug_nvtx is set. loads: the backend's `loaded_keys`."""
     timed, device = call.timed(), call.q.device.type
     nvtx = call.settings.debug_nvtx and call.q.is_cuda
     started = events.now(device) if timed else 0.0
@@ -28,7 +28,7 @@ def recorded(call: Call | ChooseCall, backend: str, direction: str, loads: Loade
     seconds = events.now(device) - started if timed else None
     if seconds is not None:
         events.emit("sel.timing", backend=backend, direction=direction, ms=seconds * 1e3)
-    if isinstance(call, Call) and (call.settings.debug_triton or timed):
+    if isinstance(call, Call) and call.settings.traced:
         (_tell_forward if direction == "forward" else _tell_backward)(call, backend, loads, seconds)
     return result
 

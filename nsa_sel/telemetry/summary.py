@@ -173,8 +173,8 @@ def _sums(group: Rows, *names: str) -> dict[str, int]:
     return {name: sum(fields[name] for fields in group) for name in names}
 
 
-def text(summary: dict[str, Any]) -> str:
-    """The summary for a terminal, without empty tables."""
+def text(summary: dict[str, Any], columns: int = 0) -> str:
+    """The summary for a terminal of so many columns (0: any number), without empty tables."""
     events = ", ".join(f"{n} {event}" for event, n in summary["events"].items())
     parts = [f"{summary['log']}: {summary['lines']} lines, {events}{torn_words(summary['torn_lines'])}"]
     for name, title in TABLES.items():
@@ -185,7 +185,7 @@ def text(summary: dict[str, Any]) -> str:
         else:
             headers, cells = [key.replace("_", " ") for key in rows[0]] if rows else [], [list(row.values()) for row in rows]
         if rows:
-            parts.append(f"{title}\n{table(headers, [[_shown(cell) for cell in row] for row in cells], width=72)}")
+            parts.append(f"{title}\n{table(headers, [[_shown(cell) for cell in row] for row in cells], width=72, columns=columns)}")
     return "\n\n".join(parts)
 
 

@@ -52,26 +52,26 @@ def log_to(target: str | None) -> None:
 
 
 def _write_to(target: str | None, source: str) -> None:
-    """`log_to`, of a target that the flag or argument `source` names."""
+    """`log_to`, of a target that the flag or argument `source` names. Where opening it fails, the previous target stays."""
     global _handler, _level, _following
     with _lock:
-        _following = False
+        try:
+            handler: logging.Handler | None = None
+            if target is not None:
+                handler = logging.StreamHandler(sys.stderr) if target == "stderr" else LogFile(target)
+        except OSError as error:
+            allowed = f"stderr or a file that can be written; writing this one: {error.strerror}"
+            raise ConfigError(source, target, allowed, "mend the path") from error
         if _handler is not None:
             LOGGER.removeHandler(_handler)
             LOGGER.setLevel(_level)
             _handler.close()
-            _handler = None
-        if target is None:
-            return
-        try:
-            _handler = logging.StreamHandler(sys.stderr) if target == "stderr" else LogFile(target)
-        except OSError as error:
-            allowed = f"stderr or a file that can be written; writing this one: {error.strerror}"
-            raise ConfigError(source, target, allowed, "mend the path") from error
-        _handler.setFormatter(JsonLines())
-        LOGGER.addHandler(_handler)
-        _level = LOGGER.level
-        LOGGER.setLevel(logging.INFO)
+        _handler, _following = handler, False
+        if handler is not None:
+            handler.setFormatter(JsonLines())
+            LOGGER.addHandler(handler)
+            _level = LOGGER.level
+            LOGGER.setLevel(logging.INFO)
 
 
 def follow(settings: Settings) -> None:
@@ -83,12 +83,11 @@ def follow(settings: Settings) -> None:
     target = settings.debug_log
     if target == _followed:
         return
-    _followed = target
     implied = target is None or settings.sources.get("debug_log") != LOG_FLAG
-    if implied and not _following and (target is None or _has_handler()):
-        return
-    _write_to(target, LOG_FLAG)
-    _following = target is not None
+    if not implied or _following or (target is not None and not _has_handler()):
+        _write_to(target, LOG_FLAG)  # may raise: then the next call tries again
+        _following = target is not None
+    _followed = target
 
 
 def _has_handler() -> bool:

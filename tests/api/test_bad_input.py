@@ -166,6 +166,13 @@ def test_use_backend_needs_a_name() -> None:
     assert_in_order(message_of(Wrong("use_backend", attempt)), ("name is None", "; allowed: ", "Remedy: "))
 
 
+@pytest.mark.parametrize(("name", "meant"), [("triton_tile", "triton-tile"), ("sdpa", "sdpa-packed"), ("chose-torch", "choose-torch")])
+def test_use_backend_checks_the_name_on_entry(name: str, meant: str) -> None:
+    with pytest.raises(BackendError) as caught, nsa_sel.use_backend(name):
+        pytest.fail("entered")
+    assert_in_order(str(caught.value), (f"{name!r} (use_backend) is unknown", f"did you mean {meant!r}?", "Allowed: ", "Remedy: "))
+
+
 def test_debugging_refuses_overlaps_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
     overlapping = torch.tensor([[0, 5], [3, 9]]).expand(B, S, G, 2, 2)

@@ -220,8 +220,15 @@ def test_autocast_and_modes(mode: Any) -> None:
         both = torch.cat((first, layer(padded, cache=cache.step([a], 13, into=first_step)[0])[:, 4:]), 1)
     assert both.dtype == torch.bfloat16
     assert float((both.float() - wanted.float()).square().mean().sqrt() / wanted.float().std()) < 0.02
-    with pytest.raises(ArgumentError, match=r"cache is of 2 groups of keys of 4 numbers, torch.bfloat16 .*float32"), torch.no_grad():
+    with pytest.raises(ArgumentError, match=r"cache is of torch.bfloat16; .* make it with dtype=torch.float32"), torch.no_grad():
         layer(x[:, :1], cache=cache.step([a])[0])
+    own = NSACache.of([layer], 16, 4)  # of the parameters' dtype
+    with (
+        pytest.raises(ArgumentError, match=r"cache is of torch.float32; allowed: torch.bfloat16, .* make it with dtype=torch.bfloat16"),
+        torch.no_grad(),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        layer(x[:, :1], cache=own.step([own.open()])[0])
 
 
 @pytest.mark.usefixtures("cheapest_backend")
@@ -295,7 +302,7 @@ def test_calls_that_are_wrong_change_nothing(name: str) -> None:
 WRONG_LAYERS: dict[str, tuple[dict[str, Any], str]] = {
     "window": ({"window": 5}, "cache is of window = 6; allowed: the layer's window = 5"),
     "stride": ({"compress_stride": 2}, "cache is of compress_stride = 4"),
-    "dtype": ({"dtype": torch.float32}, "cache is of 2 groups of keys of 4 numbers, torch.float64 .*torch.float32"),
+    "dtype": ({"dtype": torch.float32}, "cache is of torch.float64; allowed: torch.float32, .* make it with dtype=torch.float32"),
 }
 
 

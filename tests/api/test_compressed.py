@@ -208,7 +208,7 @@ def test_the_fallback_of_its_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (last().forward, last().override) == ("choose-torch", Override("choose-torch", "failure of choose-triton"))
 
 
-@pytest.mark.parametrize(("name", "backend"), [("h200", "choose-cuda"), ("a100", "choose-triton"), ("rtx4090", "choose-triton")])
+@pytest.mark.parametrize(("name", "backend"), [("h200", "choose-cuda"), ("a100", "choose-triton"), ("rtx5090", "choose-triton")])
 def test_on_a_gpu_triton_chooses_but_hopper_has_cuda(monkeypatch: pytest.MonkeyPatch, name: str, backend: str) -> None:
     request = example_choice(needs_grad=True)
     monkeypatch.setattr(registry, "offers", lambda request: tuple(map(Offer, registry.backends(request.kind).values())))

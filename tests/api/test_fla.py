@@ -18,6 +18,7 @@ from torch import Tensor
 from nsa_sel import compressed_attention, decisions
 from nsa_sel.compat import parallel_nsa, patch_fla
 from nsa_sel.compression import BlockMean
+from nsa_sel.errors import ArgumentError
 
 B, S, G, h, D, BLOCK, N, WINDOW = 2, 150, 2, 3, 16, 16, 4, 24  # the last block is not whole
 SCALE = D**-0.5
@@ -59,7 +60,7 @@ def near(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, g_cmp: Tensor, g_slc: Tensor, g_swa: Tensor, *, block_counts: int = N, block_size: int = BLOCK,
+    q: Tensor, k: Tensor, v: Tensor, g_cmp: Tensor, g_slc: Tensor, g_swa: Tensor | None, *, block_counts: int = N, block_size: int = BLOCK,
     window_size: int = 0, **rest: Any,
 ) -> Tensor:  # fmt: skip
     """`parallel_nsa` from fla's plain functions. Of its keys of a block that is not whole, no row sees the mean: it is padding here."""
@@ -70,7 +71,7 @@ def reference(
     o = naive().naive_nsa_compression(q, k_cmp, v_cmp, block_size, scale)[0] * g_cmp.unsqueeze(-1)
     blocks = naive().naive_nsa_topk(q, k_cmp, block_counts, block_size, scale)
     o = o + naive().naive_nsa_selection(q, k, v, blocks, block_size, scale) * g_slc.unsqueeze(-1)
-    return o if not window_size else o + near(q, k, v, window_size) * g_swa.unsqueeze(-1)
+    return o if g_swa is None or not window_size else o + near(q, k, v, window_size) * g_swa.unsqueeze(-1)
 
 
 def test_compressed_attention_and_its_blocks() -> None:
@@ -110,15 +111,21 @@ def test_all_branches_of_parallel_nsa(window: int) -> None:
     assert [str(decision.forward) for decision in list(decisions())[-2:]] == ["choose-torch", "sdpa-packed"]
 
 
-def test_packed_sequences_have_branches_of_their_own() -> None:
-    given = [x.detach()[:1].requires_grad_() for x in inputs()]
-    cu = [0, 37, 37, 38, 140]  # rows after the last sequence are padding
-    options: dict[str, Any] = {"block_counts": N, "block_size": BLOCK, "window_size": WINDOW}
-    wanted = torch.cat([reference(*(x[:, a:b] for x in given), **options) for a, b in itertools.pairwise(cu) if a < b], 1)
+@pytest.mark.parametrize("window", [WINDOW, 0])
+def test_packed_sequences_have_branches_of_their_own(window: int) -> None:
+    given = [x.detach()[:1] for x in inputs()[: 6 if window else 5]]
+    cu = [0, 37, 37, 38, 140]
+    for x in given:
+        x[:, 140:] = math.nan  # padding
+        x.requires_grad_()
+    options: dict[str, Any] = {"block_counts": N, "block_size": BLOCK, "window_size": window}
+    gates = () if window else (None,)
+    wanted = torch.cat([reference(*(x[:, a:b] for x in given), *gates, **options) for a, b in itertools.pairwise(cu) if a < b], 1)
+    wanted = torch.nn.functional.pad(wanted, (0, 0, 0, 0, 0, S - 140))
     for bounds in (torch.tensor(cu), cu):
-        assert_same(parallel_nsa(*given, **options, cu_seqlens=bounds)[:, :140], wanted, given)
+        assert_same(parallel_nsa(*given, *gates, **options, cu_seqlens=bounds), wanted, given)
     both = torch.tensor(cu)
-    assert_same(parallel_nsa(*given, **options, cu_seqlens=(both, both))[:, :140], wanted, given)
+    assert_same(parallel_nsa(*given, *gates, **options, cu_seqlens=(both, both)), wanted, given)
 
 
 @pytest.mark.parametrize("window", [WINDOW, 0])
@@ -173,13 +180,16 @@ def with_reference(monkeypatch: pytest.MonkeyPatch, layers: Any, work: Callable[
         return work()
 
 
-def test_patch_fla_replaces_and_puts_back(layers: Any) -> None:
-    import fla.ops.nsa
-
-    assert layers.parallel_nsa is fla.ops.nsa.parallel_nsa is parallel_nsa
-    undo = patch_fla()  # twice is once
-    undo()
-    assert layers.parallel_nsa is parallel_nsa
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 1, 0, 2)])
+def test_patches_undone_in_any_order_put_back_flas_own(order: tuple[int, ...]) -> None:
+    modules = [pytest.importorskip(name) for name in ("fla.ops.nsa", "fla.ops.nsa.parallel", "fla.layers.nsa")]
+    model = pytest.importorskip("fla.models.nsa.modeling_nsa").NSAModel
+    own = [*(module.parallel_nsa for module in modules), model.forward]
+    undo = [patch_fla() for _ in range(3)]
+    for i in order:
+        assert all(module.parallel_nsa is parallel_nsa for module in modules)
+        undo[i]()
+    assert [*(module.parallel_nsa for module in modules), model.forward] == own
 
 
 def test_flas_layer_runs_on_nsa_sel(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +205,7 @@ def test_flas_layer_runs_on_nsa_sel(layers: Any, monkeypatch: pytest.MonkeyPatch
     assert_same(got, with_reference(monkeypatch, layers, lambda: layer(x)[0]), weights)
 
 
-def test_flas_model_trains_and_generates_on_nsa_sel(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def flas_model() -> Any:
     from fla.models.nsa import NSAConfig, NSAForCausalLM
 
     torch.manual_seed(0)
@@ -203,7 +213,11 @@ def test_flas_model_trains_and_generates_on_nsa_sel(layers: Any, monkeypatch: py
         hidden_size=32, num_hidden_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, block_size=8, block_counts=3, window_size=12,
         vocab_size=50, intermediate_size=32, fuse_cross_entropy=False, fuse_norm=False, fuse_swiglu=False, fuse_linear_cross_entropy=False,
     )  # fmt: skip
-    model = NSAForCausalLM(config)
+    return NSAForCausalLM(config)
+
+
+def test_flas_model_trains_and_generates_on_nsa_sel(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = flas_model()
     tokens = torch.randint(50, (2, 30))
     weights = [x for x in model.parameters() if x.requires_grad]
     assert_same(model(tokens).logits, with_reference(monkeypatch, layers, lambda: model(tokens).logits), weights)
@@ -217,3 +231,16 @@ def test_flas_model_trains_and_generates_on_nsa_sel(layers: Any, monkeypatch: py
             for _ in range(4):  # without a cache
                 known = torch.cat((known, model(known, use_cache=False).logits[:, -1:].argmax(-1)), 1)
             assert torch.equal(new[i, first:], known[0])
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_flas_model_takes_its_cache_by_either_name(layers: Any, name: str) -> None:
+    """transformers 5.24 hands it over as cache=, older ones as past_key_values=."""
+    model, tokens = flas_model(), torch.randint(50, (2, 30))
+    with torch.no_grad():
+        whole, first = model(tokens).logits, model(tokens[:, :25], use_cache=True)
+        rest = model(tokens[:, 25:], use_cache=True, **{name: first.past_key_values})
+    assert torch.allclose(rest.logits, whole[:, 25:], rtol=0, atol=1e-5)
+    assert rest.past_key_values is first.past_key_values
+    with pytest.raises(ArgumentError, match="with past_key_values"):
+        model(tokens, past_key_values=first.past_key_values, cache=first.past_key_values)

@@ -148,11 +148,16 @@ def make_nsa(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_nsa_attention_is_the_papers_for_each_sequence(with_lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results and gradients, by the reference from the paper's equations; gates with lse are those of bfloat16, and not negative."""
+    """Results and gradients, by the reference from the paper's equations; gates with lse are those of bfloat16, and not negative.
+
+    NaN in padding reaches nothing."""
     monkeypatch.setattr(gating, "WITH_LSE", (torch.float64,) * with_lse)
     tensors = make_nsa()
     if with_lse:
         tensors["gates"] = tensors["gates"].detach().abs().requires_grad_()
+    with torch.no_grad():
+        for name, x in tensors.items():
+            x[keys()[-1].stop if name.endswith("cmp") else CU[-1] :] = math.nan
     options: dict[str, Any] = {"window": 6, **SIZES, "first": 1, "local": 2}
     o = nsa_attention(**tensors, **options, cu_seqlens=CU)
     do = torch.randn(o.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -211,8 +216,9 @@ def test_a_module_gives_what_it_gives_for_each_sequence(compression: Any, block:
     """Results and gradients of x and all parameters; NaN in padding reaches nothing but its own output."""
     torch.manual_seed(0)
     layer = NSAttention(10, 2, 2, 4, window=6, **{**SIZES, "compress_block": block}, compression=compression, dtype=torch.float64)
-    x = torch.randn(1, T, 10, dtype=torch.float64, requires_grad=True)
-    inputs = [x, *layer.parameters()]
+    x = torch.randn(1, T, 10, dtype=torch.float64)
+    x[:, CU[-1] :] = math.nan
+    inputs = [x.requires_grad_(), *layer.parameters()]
     alone = torch.cat([layer(x[:, own]) for own in rows() if own.stop > own.start], 1)
     o = layer(x, cu_seqlens=CU)
     torch.testing.assert_close(o[:, : CU[-1]], alone)
@@ -248,10 +254,11 @@ def test_compression_never_straddles_a_border(module: BlockMLP | BlockMean) -> N
 
 
 def test_a_compiled_module_is_one_graph() -> None:
-    """With bounds that the host may not read: windows go in chunks under masks."""
     torch.manual_seed(0)
     layer = NSAttention(10, 1, 2, 4, window=6, **SIZES)
-    x, bounds = torch.randn(1, T, 10, requires_grad=True), torch.tensor(CU)
+    x, bounds = torch.randn(1, T, 10), torch.tensor(CU)
+    x[:, CU[-1] :] = math.nan
+    x.requires_grad_()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     o, wanted = compiled(x, None, bounds), layer(x, cu_seqlens=bounds)
     torch.testing.assert_close(o, wanted)

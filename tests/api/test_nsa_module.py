@@ -56,7 +56,7 @@ def compressed(module: BlockMLP | BlockMean, x: Tensor, l: int, d: int) -> Tenso
         return torch.stack([block.mean(1) for block in blocks], 2)
     keys = [(block + module.inside[:, None]).transpose(1, 2).flatten(2) for block in blocks]  # [B,G,l*D], keys in order
     mlp = [torch.nn.functional.gelu(key @ module.first.weight.T + module.first.bias) for key in keys]
-    return torch.stack([y @ module.second.weight.T + module.second.bias for y in mlp], 2)
+    return torch.stack([torch.nn.functional.linear(y, module.second.weight, module.second.bias) for y in mlp], 2)
 
 
 def turned(x: Tensor, base: float) -> Tensor:
@@ -220,7 +220,8 @@ def test_adapters_and_hooks_of_the_compression_take_part() -> None:
         own.first.weight.data += (adapted.a @ adapted.b.T).detach()
         module.second.register_forward_hook(lambda _, given, found: 2 * found)
         own.second.weight.data *= 2
-        own.second.bias.data *= 2
+        if own.second.bias is not None:
+            own.second.bias.data *= 2
     x = hidden(layer, 30)
     torch.testing.assert_close(layer(x), merged(x), rtol=1e-9, atol=1e-9)
     layer(x).sum().backward()
@@ -230,6 +231,16 @@ def test_adapters_and_hooks_of_the_compression_take_part() -> None:
         sequence = cache.open()
         steps = [layer(part, cache=cache.step([sequence], part.shape[1])[0]) for part in x[:1].split([9, 1, 20], 1)]
     torch.testing.assert_close(torch.cat(steps, 1), merged(x[:1]), rtol=1e-9, atol=1e-9)
+
+
+def test_weights_with_a_bias_of_compressed_keys_load_and_give_the_same() -> None:
+    """The bias changed no result, and its gradient was rounding that Adam followed: layers no longer have it."""
+    old, new = make(), NSAttention(*SIZES["mlp"][:4], **SMALL, dtype=torch.float64)
+    assert "compress_k.second.bias" not in new.state_dict()
+    old.compress_k.second.bias = torch.nn.Parameter(torch.randn(4, dtype=torch.float64))  # type: ignore[union-attr]
+    new.load_state_dict(old.state_dict())
+    x = hidden(new, 30)
+    torch.testing.assert_close(new(x), old(x))
 
 
 def test_weights_of_the_compression_may_have_any_strides() -> None:
@@ -416,12 +427,24 @@ def test_wrong_layers(arguments: tuple[Any, ...], options: dict[str, Any], fragm
         (torch.zeros(1, 3, 10, device="meta"), None, "x is torch.float32 on meta"),
         (torch.zeros(1, 3, 10), torch.zeros(4, dtype=torch.long), "positions is of shape (4,)"),
         (torch.zeros(1, 3, 10), torch.zeros(3), "positions is of dtype torch.float32"),
+        (torch.zeros(1, 3, 10).bfloat16(), None, "x is torch.bfloat16; allowed: torch.float32, the dtype of the layer's parameters"),
+        (torch.zeros(1, 3, 10).double(), None, "x is torch.float64; allowed: torch.float32"),
     ],
 )
-def test_wrong_input(x: Any, positions: Tensor | None, fragment: str) -> None:
+@pytest.mark.parametrize("rotary", [True, False])
+def test_wrong_input(x: Any, positions: Tensor | None, fragment: str, rotary: bool) -> None:
     with pytest.raises(ArgumentError) as caught:
-        make("mlp", torch.float32)(x, positions)
+        NSAttention(10, 2, 2, 4, **SMALL, rotary=rotary)(x, positions)
     assert fragment in str(caught.value)
+
+
+def test_autocast_casts_what_a_layer_does_not_take() -> None:
+    x = torch.zeros(1, 3, 10)
+    for given, layer in ((x.bfloat16(), make("mlp", torch.float32)), (x, make("mlp", torch.bfloat16))):
+        with pytest.raises(ArgumentError, match=r"^x is torch\.\w+; allowed: torch\.\w+, .* or run the model under torch\.autocast"):
+            layer(given)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(given).dtype == torch.bfloat16
 
 
 @pytest.mark.gpu

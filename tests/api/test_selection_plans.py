@@ -59,6 +59,22 @@ def test_threads_may_make_plans_of_one_selection() -> None:
     assert errors == []
 
 
+@pytest.mark.parametrize("where", ["nsa_sel.selection.capturing", "torch.compiler.is_compiling"])
+def test_another_thread_may_invalidate_while_a_method_runs(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """As one that runs whenever a method looks whether what is cached is valid."""
+    selection, wanted = Selection.from_ranges(row((2, 4), (3, 9))), row((2, 4), (4, 9))
+    monkeypatch.setattr(where, lambda *_: bool(selection.invalidate()))
+    for _ in range(2):
+        selection.measure(S_kv=40)
+        assert selection.exact() in ((7, None), None)
+        selection.measure(S_kv=40)
+        assert selection.total_length(40) in (7, None)
+        selection.measure(S_kv=40)
+        assert copy.copy(selection).length_bound(40) in (7, 40)
+        assert torch.equal(selection.disjoint_ranges(), wanted)
+        assert selection.plan(("a",), lambda: "built") == "built"
+
+
 def test_plans_are_rebuilt_when_their_other_inputs_change() -> None:
     selection, made_from, built = Selection.from_ranges(row((0, 4))), torch.tensor([3, 5]), []
 
@@ -139,7 +155,8 @@ def test_the_number_of_plans_is_bounded() -> None:
     selection = Selection.from_ranges(row((0, 4)))
     for keys in range(100):
         assert selection.plan(("a", keys), lambda keys=keys: keys) == keys
-    assert len(selection._plans) == _MOST_PLANS
+    assert selection._snapshot is not None
+    assert len(selection._snapshot.plans) == _MOST_PLANS
 
 
 def test_plans_of_inference_mode_serve_calls_that_record_gradients() -> None:

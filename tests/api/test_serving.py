@@ -156,6 +156,7 @@ def test_warmup_runs_over_pages() -> None:
         ({"cache_seqlens": torch.tensor([0, 1, 2, 193])}, r"^cache_seqlens is from 0 to 193; allowed: lengths in \[0, 192\]"),
         ({"cache_seqlens": torch.tensor([0, 1, 2, -1])}, r"^cache_seqlens is from -1 to 2"),
         ({"cache_seqlens": torch.tensor([0, 1, 9, 161])}, r"^block_table\[3, 10\] is -1; allowed: pages in \[0, 15\) for all keys"),
+        ({"block_table": None}, r"^k_cache is of shape \(15, .* allowed: \[B=4, S_max, G=2, D\].* pass block_table=, int32 \[B, pages"),
         ({"block_table": torch.zeros(4, 12)}, r"^block_table is torch.float32"),
         ({"block_table": torch.zeros(4, dtype=torch.int32)}, r"^block_table is torch.int32 of shape \(4,\)"),
         ({"block_table": torch.zeros(12, 4, dtype=torch.int32).t()}, r"^block_table is of strides"),

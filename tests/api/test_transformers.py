@@ -175,9 +175,11 @@ def test_positions_of_packed_sequences_are_refused_each_time(positions: Tensor) 
 
 
 def test_packed_positions_give_nan_where_nothing_can_be_raised() -> None:
-    compiled = torch.compile(attention, backend="eager", fullgraph=True, dynamic=False)
-    assert torch.equal(compiled(position_ids=torch.arange(24)[None]), attention())
-    assert bool(compiled(position_ids=PACKED).isnan().all())
+    register_transformers(n=8, block_size=8)
+    attend, module = transformers.AttentionInterface()["nsa_sel"], Attention()
+    compiled = torch.compile(lambda positions: attend(module, Q, K, K, None, position_ids=positions)[0], backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.arange(24)[None]), attention())
+    assert bool(compiled(PACKED).isnan().all())
 
 
 def test_cross_attention_is_refused() -> None:

@@ -42,7 +42,7 @@ def new_tokens(device: str, dtype: torch.dtype, tokens: list[int]) -> tuple[NSAC
 
 def modules(device: str, dtype: torch.dtype) -> tuple[BlockMLP, BlockMLP]:
     torch.manual_seed(0)
-    found = BlockMLP(24, 8, 4, device=device, dtype=dtype), BlockMLP(16, 8, 4, device=device, dtype=dtype)
+    found = BlockMLP(24, 8, 4, bias=False, device=device, dtype=dtype), BlockMLP(16, 8, 4, device=device, dtype=dtype)
     for module in found:
         torch.nn.init.normal_(module.inside)
     return found
@@ -108,7 +108,7 @@ def test_compressed_keys_are_those_of_the_mlp(device: str, dtype: torch.dtype, t
     assert bool(placed.any())
     assert not bool(placed.all())
     both = modules(device, dtype)
-    of_k, of_v = (tuple(x.detach() for x in module.weights()) for module in both)
+    of_k, of_v = (tuple(x if x is None else x.detach() for x in module.weights()) for module in both)
     raw, to = step.pools[6:], step.pools[2:4]
     compress_kernels.compress(raw, keys[:2], step.at.covered, step.at.fresh, step.at.compressed_slot, of_k, of_v, to, 4)
     extend.append(step.pools, step.at, keys)
@@ -138,8 +138,9 @@ def test_rows_without_a_token_give_zero(device: str) -> None:
 
 def test_what_the_kernels_take() -> None:
     """A plain MLP of the cache's dtype; all else is called as it is."""
-    module, x = modules("cpu", torch.float32)[0], torch.zeros(1)
-    assert [tuple(y.shape) for y in extend._weights(module, x) or ()] == [(8, 24), (48, 192), (48,), (24, 48), (24,)]
+    (of_keys, module), x = modules("cpu", torch.float32), torch.zeros(1)
+    assert [y if y is None else tuple(y.shape) for y in extend._weights(of_keys, x) or ()] == [(8, 24), (48, 192), (48,), (24, 48), None]
+    assert [y if y is None else tuple(y.shape) for y in extend._weights(module, x) or ()] == [(8, 16), (32, 128), (32,), (16, 32), (16,)]
     assert extend._weights(module, x.bfloat16()) is None
     assert extend._weights(module.forward, x) is None
     handle = module.second.register_forward_hook(lambda *_: None)

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 from nsa_sel import Selection, decisions, selection_attention
 from nsa_sel.core import registry
-from nsa_sel.core.plans import Exact
+from nsa_sel.core.plans import Exact, Snapshot
 from tests.helpers.cases import assert_forward, make_blocks, make_grads, make_qkv
 from tests.helpers.gpus import needs
 from tests.helpers.graphs import captured, no_waiting, replayed
@@ -123,7 +123,7 @@ def test_eager_calls_never_wait_for_the_device(backend: str) -> None:
 def test_nothing_measured_is_trusted_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode():
         selection = Selection(torch.empty(1, 4, 1, 2, 2, dtype=torch.int32, device="cuda"), max_length=50)
-    selection._exact, selection._version = Exact(7, (1.0,), (100, 20)), selection.ranges._version
+    selection._snapshot = Snapshot(selection.ranges._version, None, Exact(7, (1.0,), 7, (100, 20)), {})
     known = [(7, (1.0,), 20), (50, None, None)]
     for capturing in (False, True):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)

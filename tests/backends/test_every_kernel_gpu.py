@@ -3,72 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import nsa_sel
-from nsa_sel.backends import choose_cuda, choose_triton, cupy_cuda
-from nsa_sel.backends.cupy_cuda import compressed, token_order
+from nsa_sel.backends import choose_cuda, choose_triton
+from nsa_sel.backends.cupy_cuda import compressed
 from nsa_sel.core import registry
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.facts import device_info
-from nsa_sel.selection import Selection
+from nsa_sel.core.request import DeviceInfo
 from nsa_sel.settings.config import settings_for
-from tests.helpers.cache_cases import LENGTHS
-from tests.helpers.cases import assert_forward, make_blocks, make_qkv, make_spans
+from tests.helpers.cases import make_qkv
 from tests.helpers.choose_cases import check_both as check_choice
 from tests.helpers.choose_cases import make_choose_call, make_packed_call
 from tests.helpers.choosing_reference import assert_chosen, best, infllm_scores, moba_scores, msa_scores
-from tests.helpers.gpus import HOPPER, needs_hopper
+from tests.helpers.gpus import needs_hopper
+from tests.helpers.kernel_cases import CUDA_CASES, CUDA_KERNELS, launched, run_all
 from tests.helpers.layer_kernels import check_deltas, check_gate, check_gate_parts, check_rotation
-from tests.helpers.parity import check_both, check_forward
-from tests.helpers.quantized_cases import check_quantized, make_quantized
+from tests.helpers.policy_cases import A100, B200, H200, RTX3090
 
-pytestmark = pytest.mark.gpu
+gpu = pytest.mark.gpu
 
 WIDTHS = {"": (64, 64, torch.bfloat16), "-wide": (192, 128, torch.bfloat16), "-widest": (128, 128, torch.float32)}  # class of kernel config
-SIZES = (  # B, S, S_kv: prefill of few rows and of many, decoding with few rows and with many
-    (1, 20, 150),
-    (4, 160, 192),
-    (1, 1, 2048),
-    (150, 1, 256),
-)
-BLOCK, N = 64, 4
-HOPPERS = {
-    "forward_tiles.cu", "forward_gather.cu", "dq_tiles.cu", "dq_gather.cu", "dkdv_groups.cu", "tile_union.cu", "forward_blocks.cu",
-    "forward_tokens.cu", "ordered_union.cu", "block_gradients.cu", "sum_sections.cu", "order_segments.cu",
-}  # fmt: skip
 
 
-def run_all(backend: str, dtype: torch.dtype, Dk: int, Dv: int, h: int) -> None:
-    """Ranges and blocks, prefill and decoding, contiguous and paged, forward and backward."""
-    for B, S, S_kv in SIZES:
-        q, k, v = make_qkv(B, S, 2, h, Dk, Dv, S_kv=S_kv, dtype=dtype, device="cuda")
-        selections = [Selection.from_ranges(make_spans("mixed", B, S, 2, S_kv, 77, device="cuda"))]
-        selections.append(make_blocks(B, S, 2, S_kv, N, BLOCK, device="cuda"))
-        for selection in selections[registry.backends()[backend].limits.block_aligned_only :]:
-            if B > 1:
-                check_forward(backend, q, k, v, selection)
-            else:
-                check_both(backend, q, k, v, selection)
-        if S == 1 and registry.backends()[backend].reads_caches:
-            for page_size in (BLOCK, 16):
-                check_paged(backend, q, k, v, selections[1], page_size)
-
-
-def check_paged(backend: str, q: Any, k: Any, v: Any, selection: Selection, page_size: int) -> None:
-    """Forward parity with the oracle over a paged cache, whose kernel may be another one than the contiguous cache's."""
-    B, G, S_kv, _ = k.shape
-    pages = [x.transpose(1, 2).reshape(B * S_kv // page_size, page_size, G, x.shape[3]) for x in (k, v)]
-    table = torch.arange(B * S_kv // page_size, dtype=torch.int32, device="cuda").view(B, -1)
-    lengths = torch.full((B,), S_kv, dtype=torch.int32, device="cuda")
-    got = nsa_sel.selection_attention_with_kvcache(q, *pages, selection, lengths, table, backend=backend, return_lse=True)
-    assert_forward(got, q, k, v, selection.ranges)
-    assert nsa_sel.decisions()[-1].forward == backend
-
-
+@gpu
 @pytest.mark.parametrize("width", WIDTHS)
 def test_every_triton_kernel(width: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     Dk, Dv, dtype = WIDTHS[width]
@@ -84,6 +45,7 @@ def test_every_triton_kernel(width: str, monkeypatch: pytest.MonkeyPatch, caplog
     assert wanted <= ran, f"never ran: {sorted(wanted - ran)}"
 
 
+@gpu
 @pytest.mark.parametrize("width", WIDTHS)
 def test_every_kernel_of_choosing(width: str) -> None:
     Dk, Dv, dtype = WIDTHS[width]
@@ -94,6 +56,7 @@ def test_every_kernel_of_choosing(width: str) -> None:
     check_choice(choose_triton, packed, 1e-4)
 
 
+@gpu
 @needs_hopper
 def test_every_cuda_kernel_of_choosing() -> None:
     """Those of tiles, compiled for compressed keys; tile by tile, and in several segments of rows."""
@@ -103,6 +66,7 @@ def test_every_cuda_kernel_of_choosing() -> None:
         check_choice(choose_cuda, call, 1e-4)
 
 
+@gpu
 @pytest.mark.parametrize("width", WIDTHS)
 def test_every_kernel_of_choosing_without_attention(width: str) -> None:
     """A MiniMax indexer with one key for all groups, MoBA, InfLLM-v2. Float32 sums agree to 5 digits; a mean may round to another 16-bit
@@ -122,6 +86,7 @@ def test_every_kernel_of_choosing_without_attention(width: str) -> None:
     assert {decision.forward for decision in nsa_sel.decisions()[-4:]} == {"choose-triton"}
 
 
+@gpu
 @pytest.mark.parametrize("width", WIDTHS)
 def test_every_kernel_of_the_layer(width: str) -> None:
     Dk, Dv, dtype = WIDTHS[width]
@@ -131,24 +96,23 @@ def test_every_kernel_of_the_layer(width: str) -> None:
     check_rotation(dtype, "cuda", Dk)
 
 
-def test_every_cuda_kernel(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None:
-    for dtype in (torch.float16, torch.bfloat16):
-        for Dk, Dv, h in ((128, 128, 16), (192, 128, 4), (40, 24, 1), (128, 128, 1)):
-            run_all("cupy-cuda", dtype, Dk, Dv, h)
-    q, k, v = make_qkv(1, 1, 1, 16, 128, 128, S_kv=65536, dtype=torch.bfloat16, device="cuda")  # more splits than a cluster has CTAs
-    check_forward("cupy-cuda", q, k, v, Selection.from_ranges(torch.tensor([[[[[0, 65536]]]]], dtype=torch.int32, device="cuda")))
-    files = {file.name for file in Path(str(cupy_cuda.__file__)).parent.rglob("*.cu")}
-    if not HOPPER:
-        files -= HOPPERS
-    else:
-        sizes = {"lengths": LENGTHS * 20, "page_size": 64, "S_q": 4, "h": 4, "Dk": 128, "Dv": 128, "block": 64}
-        check_quantized(make_quantized("page", **sizes, dtype=torch.bfloat16, device="cuda"), "cupy-cuda")  # few new tokens over e4m3 keys
-        q, k, v = make_qkv(1, 40, 2, 12, 256, 256, S_kv=150, dtype=torch.bfloat16, device="cuda")
-        check_both("cupy-cuda", q, k, v, make_blocks(1, 40, 2, 150, N, 4, device="cuda"))
-        monkeypatch.setattr(token_order, "LEAST_TOKENS", 300)
-        monkeypatch.setattr(token_order, "LEAST_ROWS", 1)
-        q, k, v = make_qkv(1, 300, 2, 16, 128, 128, S_kv=400, dtype=torch.bfloat16, device="cuda")
-        check_both("cupy-cuda", q, k, v, make_blocks(1, 300, 2, 400, N, BLOCK, device="cuda"))
-        check_both("cuda-block", q, k, v, make_blocks(1, 300, 2, 400, N, BLOCK, device="cuda"))
-    ran = {Path(name).name for name in started}
-    assert files <= ran, f"never ran: {sorted(files - ran)}"
+@gpu
+@pytest.mark.parametrize("name", CUDA_CASES)
+def test_every_cuda_kernel(name: str, started: list[str]) -> None:
+    case, sm = CUDA_CASES[name], device_info(torch.device("cuda")).sm
+    if not case.kernels(sm):
+        pytest.skip("needs a GPU of SM 9.0")
+    case.run("cuda")
+    ran = {Path(source).stem for source in started}
+    assert case.kernels(sm) <= ran, f"never ran: {sorted(case.kernels(sm) - ran)}"
+
+
+@pytest.mark.parametrize("device", [A100, RTX3090, H200, B200], ids=lambda device: f"sm{device.sm}")
+def test_the_table_of_cases_starts_every_cuda_kernel(monkeypatch: pytest.MonkeyPatch, device: DeviceInfo) -> None:
+    """Without a GPU: launches are noted alone. On SM 9.0 all files run, and on others all that some other one has."""
+    wanted = CUDA_KERNELS if device.sm == 90 else set().union(*(case.kernels(None) for case in CUDA_CASES.values()))
+    assert set().union(*(case.kernels(device.sm) for case in CUDA_CASES.values())) == wanted
+    for name, case in CUDA_CASES.items():
+        if case.kernels(device.sm):
+            never = case.kernels(device.sm) - launched(monkeypatch, case, device)
+            assert not never, f"{name} never starts {sorted(never)}"

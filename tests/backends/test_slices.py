@@ -134,7 +134,7 @@ def test_gradients_of_qsa_fit_the_workspace(monkeypatch: pytest.MonkeyPatch, S: 
     heads = arguments.heads(call)
     with Peak(q, k, v, lse, delta, selection.ranges) as peak:
         assert slices.slices_of(call, 32) is not None
-        dk, dv = dkdv.key_value_gradients(call, heads, lse, q, delta, arguments.kernel_config(call, heads, "triton-tile/dkdv"))
+        dk, dv = dkdv.key_value_gradients(call, heads, lse, q, delta, "triton-tile/dkdv")
     assert dk.shape == dv.shape == k.shape
     results = 2 * dk.numel() * dk.itemsize
     assert results < peak.most <= results + config.workspace_bytes

@@ -302,14 +302,14 @@ def test_sampling_follows_the_seed_and_the_temperature() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_length_and_limit() -> None:
-    them = scheduler(pages=8, waiting=2)
-    with pytest.raises(ArgumentError, match=r"^prompt is of 30 bytes, with max_tokens = 3; allowed: at least one byte, and .* 32 in all"):
+    them = scheduler(pages=8, running=1, waiting=1)
+    with pytest.raises(ArgumentError, match=r"^prompt is of 30 bytes, with max_tokens = 3; allowed: with max_tokens 32 bytes in all"):
         them.queue.submit(asked(b"x" * 30, 3)[0])
-    with pytest.raises(ArgumentError, match="prompt is of 0 bytes"):
+    with pytest.raises(ArgumentError, match="prompt is empty"):
         them.queue.submit(asked(b"")[0])
     for _ in range(2):
         them.queue.submit(asked(b"x" * 29, 3)[0])
-    with pytest.raises(queueing.Busy, match="2 requests are waiting"):
+    with pytest.raises(queueing.Busy, match="0 requests run and 2 wait"):
         them.queue.submit(asked()[0])
 
 

@@ -130,7 +130,7 @@ def test_every_flag_on_a_cpu(instant: list[Timing], tmp_path: Path, monkeypatch:
     assert len(from_csv(tmp_path / "all.csv")) == len(dense) + len(varlen) == len(rows)
     assert "| few-N8-H2-D16-Dv8-L16" in (tmp_path / "out" / "report.md").read_text()
 
-    decoding = ("--decode", 1, "--N", 3, "--H", 2, "--D", 16, "--Dv", 8, "--L_list", 64)
+    decoding = ("--decode", "--N", 3, "--H", 2, "--D", 16, "--Dv", 8, "--L_list", 64)
     assert script(monkeypatch, *decoding, *flags) == 0
     assert {row["direction"] for row in from_csv(tmp_path / "out" / "decode.csv")} == {"decode"}
     assert {row["direction"] for row in from_csv(tmp_path / "all.csv")} == {"decode"}  # the command's own rows
@@ -191,6 +191,9 @@ def test_nsa_sel_bench_measures_both_matrices(tmp_path: Path) -> None:
 def test_nsa_sel_bench_takes_the_flags_of_the_script(tmp_path: Path) -> None:
     flags = [set(inspect.signature(function).parameters) for function in (bench_sel_triton.main, command.bench)]
     assert flags[0] <= flags[1]
+    for decode in (("--decode",), ("--decode", 1)):
+        unused = bench(tmp_path, *decode, "--dist", "few")
+        assert (unused.exit_code, "--dist is 'few'; allowed: none with --decode" in unused.output) == (2, True)
     refused = bench(tmp_path, "--suite", "performance", "--quick", "--dist", "few", "--decode", 1)
     assert refused.exit_code == 2
     assert "--dist, --decode" in refused.output

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -44,10 +48,10 @@ def model() -> Any:
     return made
 
 
-def server_of(model: Any, pages: int = 32, grace: float = BOUND, **limits: int) -> Any:
+def server_of(model: Any, pages: int = 32, grace: float = BOUND, patience: float = BOUND, **limits: int) -> Any:
     """A server with pages of 16 bytes and a context of 128."""
     engine = decoding.Engine(model, torch.device("cpu"), pages, 16)
-    return program.Server(scheduling.Scheduler(engine, queueing.Limits(**{"context": 128} | limits)), grace)
+    return program.Server(scheduling.Scheduler(engine, queueing.Limits(**{"context": 128} | limits)), grace, patience)
 
 
 def terminate(server: Any) -> None:
@@ -186,9 +190,10 @@ def test_completions_over_shared_pages_are_the_models_own(model: Any) -> None:
 
 def test_what_cannot_be_served_is_refused_and_says_why(model: Any) -> None:
     wrong = {
-        "prompt is of 100 bytes, with max_tokens = 29; allowed: at least one byte, and with max_tokens 128 in all": body("x" * 100, 29),
-        "prompt is of 0 bytes": body(""),
-        "unknown field `top_p`": body(top_p=0.9),
+        "prompt is of 100 bytes, with max_tokens = 29; allowed: with max_tokens 128 bytes in all": body("x" * 100, 29),
+        "prompt is empty; allowed: at least one byte. Remedy: send the text": body(""),
+        "unknown field `echo`": body(echo=True),
+        "Expected `float` >= 1.0 - at `$.top_p`": body(top_p=0.9),
         "Expected `float` <= 2.0 - at `$.temperature`": body() | {"temperature": 3},
         "Expected `int` >= 1 - at `$.max_tokens`": body(max_tokens=0),
         "missing required field `prompt`": {},
@@ -200,16 +205,103 @@ def test_what_cannot_be_served_is_refused_and_says_why(model: Any) -> None:
         found = [await post(session, content) for content in wrong.values()]
         async with session.post("/v1/completions", data=b"{") as response:
             found.append((response.status, await response.json()))
-        async with session.post("/v1/completions", json=body(max_tokens=100)) as response:
-            return found, (response.status, response.headers["Retry-After"], await response.json())
+        return found
 
-    refusals, busy = served(server_of(model, waiting=0), client)
-    assert [status for status, _ in refusals] == [400] * 9
+    refusals = served(server_of(model), client)
+    assert [status for status, _ in refusals] == [400] * 10
     for message, (_, answer) in zip([*wrong, "truncated"], refusals, strict=True):
         assert message in answer["error"]["message"]
         assert answer["error"]["type"] == "invalid_request_error"
+
+
+def test_requests_beyond_those_that_run_and_wait_are_refused(model: Any) -> None:
+    """None may wait: an idle server takes one, with OpenAI's defaults said aloud, and refuses the next while that one runs."""
+    server = server_of(model, running=1, waiting=0)
+    gate = Gate(server)
+    defaults = {"top_p": 1, "n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logprobs": None, "suffix": None}
+
+    async def client(session: Any) -> Any:
+        first = asyncio.create_task(post(session, body(max_tokens=100, **defaults)))
+        await until(lambda: bool(server.scheduler.queue.running))
+        async with session.post("/v1/completions", json=body()) as response:
+            busy = response.status, response.headers["Retry-After"], await response.json()
+        gate.opened = True
+        return (await first)[0], busy
+
+    status, busy = served(server, client)
+    assert status == 200
     assert busy[:2] == (503, "1")
-    assert "0 requests are waiting" in busy[2]["error"]["message"]
+    assert "1 requests run and 0 wait, as many as may" in busy[2]["error"]["message"]
+
+
+def test_every_answer_is_json(model: Any) -> None:
+    async def client(session: Any) -> Any:
+        found = {}
+        for name, method, path, content in (
+            ("path", "GET", "/v1/chat", None), ("method", "GET", "/v1/completions", None), ("models", "GET", "/v1/models", None),
+            ("size", "POST", "/v1/completions", b"x" * (1 << 21)),
+        ):  # fmt: skip
+            async with session.request(method, path, data=content) as response:
+                found[name] = response.status, await response.json()
+        return found
+
+    found = served(server_of(model), client)
+    (answer,) = found.pop("models")[1]["data"]
+    assert (answer["id"], answer["object"]) == ("nsa-lm", "model")
+    assert {name: status for name, (status, _) in found.items()} == {"path": 404, "method": 405, "size": 413}
+    assert all(content["error"]["type"] == "invalid_request_error" and content["error"]["message"] for _, content in found.values())
+
+
+def test_slow_clients_are_cut_off(model: Any) -> None:
+    """Those that send nothing, part of the headers, or part of the body; and one that does not read what it is sent."""
+    beginnings = {
+        "nothing": b"", "headers": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n",
+        "body": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{",
+    }  # fmt: skip
+    server = server_of(model, patience=0.2)
+
+    async def client(session: Any) -> Any:
+        found = {}
+        for name, sent in beginnings.items():
+            reader, writer = await asyncio.open_connection("127.0.0.1", session._base_url.port)
+            writer.write(sent)
+            async with asyncio.timeout(BOUND):
+                found[name] = await reader.read()
+            writer.close()
+        return found
+
+    found = served(server, client)
+    assert found["nothing"] == found["headers"] == b""
+    assert found["body"].startswith(b"HTTP/1.1 408")
+    assert b"did not come within 0.2 seconds" in found["body"]
+
+
+class NeverTakes:
+    """A response whose client does not read."""
+
+    prepared = False
+
+    def __init__(self, **_: Any) -> None: ...
+
+    async def prepare(self, request: Any) -> None:
+        self.prepared = True
+
+    async def write(self, data: bytes) -> None:
+        await asyncio.Event().wait()
+
+
+def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    aborted: list[bool] = []
+    monkeypatch.setattr(program.web, "StreamResponse", NeverTakes)
+    transport = SimpleNamespace(abort=lambda: aborted.append(True))
+
+    async def pieces() -> Any:
+        yield "a", None
+        raise AssertionError("it was asked for more")
+
+    asked = scheduling.Request(b"x", 4, print)
+    asyncio.run(program.streamed(SimpleNamespace(transport=transport), asked, pieces(), patience=0.01))
+    assert aborted == [True]
 
 
 def test_a_client_that_disconnects_frees_its_pages(model: Any) -> None:
@@ -280,10 +372,13 @@ def test_sigterm_lets_running_completions_finish_within_the_bound(model: Any, in
         await until(lambda: bool(scheduler.queue.waiting))
         terminate(server)
         refused = await waiting
+        async with aiohttp.ClientSession(session._base_url) as late:  # a new connection
+            drained = [await post(late, body()), (await late.get("/health")).status] if in_time else [refused, 503]
         gate.opened = in_time
-        return await running, refused
+        return await running, refused, drained
 
-    stream, refused = served(server, client)
+    stream, refused, drained = served(server, client)
+    assert drained == [refused, 503]
     assert refused[0] == 503
     assert refused[1]["error"]["message"] == "the server is shutting down"
     if in_time:
@@ -349,6 +444,13 @@ def test_the_load_test_measures_a_served_run(model: Any, tmp_path: Path, monkeyp
         assert 0 < row["first_ms_median"] <= row["request_ms_p95"]
         assert row["server"] == server.scheduler.limits._asdict()
         assert row["torch"] == torch.__version__
+
+
+def test_the_load_test_has_prompts_outside_of_a_checkout(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    code = "import load_test; print(len(load_test.prompts(load_test.Load(2, 1, 65536, 65536, 8))[0]))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "examples", capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("65536\n", 0), done.stderr
 
 
 @pytest.mark.parametrize("numbers", ["", "0", "1,257", "a", "1,,2"])

@@ -117,6 +117,9 @@ def test_the_commit_names_changes_but_not_those_of_rows(monkeypatch: pytest.Monk
     assert environment.stamp("cpu")["commit"] == changed
     (tmp_path / "code.py").write_text("3\n")
     assert environment.stamp("cpu")["commit"] not in (clean, changed)
+    (tmp_path / "unpacked").mkdir()
+    monkeypatch.setattr(environment, "ROOT", tmp_path / "unpacked")
+    assert environment.stamp("cpu")["commit"] == "not a checkout", "the repository around the folder is another's"
 
 
 # Runs

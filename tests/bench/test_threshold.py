@@ -171,7 +171,7 @@ def test_report_from_csv(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "fwd: triton-group at least 1.2x" in capsys.readouterr().out
 
 
-def test_command_line_gives_the_same(folder: Path) -> None:
+def test_command_line_gives_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def ask(*arguments: object) -> Any:
         return CliRunner().invoke(app, ["threshold", *map(str, arguments)])
 
@@ -183,6 +183,11 @@ def test_command_line_gives_the_same(folder: Path) -> None:
         assert "fwd: 256" in report.read_text()
         assert yaml.safe_load(config.read_text())["runtime"] == {"sel_triton_min_L": {"forward": 256}}
     assert "from L = 64, the least measured" in ask(folder / "rows.jsonl", "--margin", 1.05, "--out", report).output
+    before = sorted(folder.iterdir())
+    monkeypatch.chdir(folder)
+    assert "written" not in ask("rows.jsonl").output
+    sel_threshold_from_csv.main(Path("dense.csv"), Path("varlen.csv"), margin=1.2, backend="triton-group")
+    assert sorted(folder.iterdir()) == before, "nothing is written unless told"
     for option in ("--out", "--config"):
         refused = ask(folder / "rows.jsonl", "--out", report, option, "/dev/null")
         assert refused.exit_code == 2

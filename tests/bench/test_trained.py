@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,12 +15,13 @@ from torch import Tensor
 from nsa_sel import compressed_attention, nsa_attention, selection_attention, use_backend
 from nsa_sel.bench.core import cases, trained
 from nsa_sel.bench.core.cases import layers_of, make_selection
-from nsa_sel.bench.questions import speed
+from nsa_sel.bench.questions import save_selections, speed
 from nsa_sel.bench.questions.text_parts import layer_with, text_parts
 from nsa_sel.bench.report import sharing, summary, tables
 from nsa_sel.bench.tune import cost_fit
 from nsa_sel.errors import ArgumentError, NsaSelError
 from nsa_sel.selection import Selection
+from tests.helpers.examples import load
 from tests.helpers.paths import ROOT
 
 S, G, N, BLOCK = 1024, 2, 4, 16
@@ -108,11 +107,10 @@ def test_what_would_not_come_back_is_refused(wrong: Tensor) -> None:
 def test_errors_say_what_to_do(file: Path) -> None:
     with pytest.raises(ArgumentError, match=r"^layers is \[1, 5\]; allowed: some of \[0, 1, 2\], the layers in trained_1024.npz"):
         trained.trained_selection(S, "cpu", [1, 5])
-    with pytest.raises(NsaSelError, match=r"no selections of a trained model over 1025 tokens. Remedy: train .*save_selections.py"):
+    with pytest.raises(NsaSelError, match=r"no selections of a trained model over 1025 tokens. Remedy: train .*questions.save_selections"):
         trained.trained_selection(S + 1, "cpu")
     with pytest.raises(NsaSelError, match=r"^bench/data has no trained_2048.npz. Remedy: train"):
         trained.provenance(2048)
-    assert (ROOT / "examples" / "save_selections.py").is_file()
 
 
 def test_damage_is_found(file: Path) -> None:
@@ -249,21 +247,14 @@ def test_the_parts_of_text_attend_to_what_the_model_chose() -> None:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of the example of one step on a CPU, with two layers."""
     folder = tmp_path_factory.mktemp("run")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "examples"))
-        example = importlib.import_module("train_nsa_lm")
-        importlib.import_module("save_selections")
+    example = load("train_nsa_lm")
     example.train(folder, example.TINY, "sdpa-packed", torch.device("cpu"), ROOT / "docs", 1, 1, 1, graph=False)
     return folder
 
 
-def program() -> Any:
-    return sys.modules["save_selections"]
-
-
 def test_a_run_is_captured_with_its_provenance(run: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", [str(ROOT / "examples" / "save_selections.py"), str(run)])
-    content, facts = program().saved(run, torch.device("cpu"), program().MOST_BYTES, "sdpa-packed")
+    monkeypatch.setattr(sys, "argv", [save_selections.__file__, str(run)])
+    content, facts = save_selections.saved(run, torch.device("cpu"), save_selections.MOST_BYTES, "sdpa-packed")
     trained.file_of(128).write_bytes(content)
     assert trained.provenance(128)["layers"] == [0, 1]
     found = trained.trained_selection(128, "cpu").validate()
@@ -274,7 +265,7 @@ def test_a_run_is_captured_with_its_provenance(run: Path, folder: Path, monkeypa
     log = [json.loads(line) for line in (run / "losses.jsonl").read_text().splitlines()]
     known = {
         "step": 1, "training_loss": log[0]["loss"], "held_out_loss": log[0]["held_out_loss"], "model": "examples/train_nsa_lm.py",
-        "command": f"python examples/save_selections.py {run.name}",
+        "command": f"python -m nsa_sel.bench.questions.save_selections {run.name}",
     }  # fmt: skip
     assert facts.items() >= known.items()
     assert all(facts[name] for name in ("device", "torch", "python", "text_sha256", "passage_sha256", "text_bytes"))
@@ -288,11 +279,11 @@ def test_a_run_is_captured_with_its_provenance(run: Path, folder: Path, monkeypa
 
 def test_what_is_captured_is_what_the_layers_choose(run: Path) -> None:
     """A model whose one layer is asked by hand for its compressed branch."""
-    example = sys.modules["train_nsa_lm"]
+    example = load("train_nsa_lm")
     torch.manual_seed(0)
     model = example.LanguageModel(replace(example.TINY, layers=1), "sdpa-packed")
     data = torch.randint(256, (1, 129))
-    (found,), _ = program().chosen_blocks(model, data, torch.device("cpu"))
+    (found,), _ = save_selections.chosen_blocks(model, data, torch.device("cpu"))
     (block,) = model.blocks
     layer, x = block.attention, block.norms[0](model.embed(data[:, :-1]))
     q = layer.q(x).unflatten(-1, (2, 2, 16))
@@ -304,13 +295,13 @@ def test_what_is_captured_is_what_the_layers_choose(run: Path) -> None:
 
 def test_wrong_runs_are_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"^the run is .* without checkpoint.pt; allowed: a folder that train_nsa_lm.py wrote"):
-        program().checkpoint_of(tmp_path)
+        save_selections.checkpoint_of(tmp_path)
     for file in run.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "text.bin").write_bytes((run / "text.bin").read_bytes()[::-1])
     with pytest.raises(ArgumentError, match=r"^text.bin is of another text than the checkpoint's"):
-        program().checkpoint_of(tmp_path)
+        save_selections.checkpoint_of(tmp_path)
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     torch.save(state | {"sizes": state["sizes"] | {"attention": "dense"}}, tmp_path / "checkpoint.pt")
     with pytest.raises(ArgumentError, match=r"^the run is .*, of dense attention; .*Remedy: train with --attention nsa"):
-        program().checkpoint_of(tmp_path)
+        save_selections.checkpoint_of(tmp_path)

@@ -111,6 +111,16 @@ def test_it_learns_and_backends_agree(tmp_path: Path, capsys: pytest.CaptureFixt
             comparison.main(folders, out=None, **options)
 
 
+def test_without_matplotlib_a_run_is_trained_and_not_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    rows = run(tmp_path / "run", 1)
+    assert "losses.png is not drawn, because matplotlib is not installed. Remedy: pip install matplotlib" in capsys.readouterr().out
+    assert [row["step"] for row in rows] == [0]
+    assert not (tmp_path / "run" / "losses.png").exists()
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     run(tmp_path / "run", 1)
     with pytest.raises(ArgumentError, match=r"^--out is a folder with a run of other sizes"):

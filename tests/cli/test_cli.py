@@ -19,6 +19,7 @@ from torch import Tensor
 
 import nsa_sel
 from nsa_sel.core import registry
+from nsa_sel.core.backend import Reason
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.registry import backends
 from nsa_sel.core.request import example_request
@@ -40,6 +41,32 @@ class TestDoctor:
             *backends(),
         ):
             assert word in result.output
+
+    def test_begins_with_its_verdict(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        because = "runs your calls on this machine (cpu), because it is"
+        first = invoke("doctor").output.splitlines()[0]
+        assert first == ask("doctor")["verdict"] == f"numba {because} the first of the preference (cpu.yaml)"
+        absent = Reason("package-missing", "unavailable", "package numba", None, ">= 0.60", "pip install 'nsa-sel[cpu]'")
+        monkeypatch.setattr(registry, "missing", lambda name: (absent,) if name == "numba" else ())
+        nsa_sel.reset()
+        first = invoke("doctor").output.splitlines()[0]
+        assert first.startswith(f"sdpa-packed {because} the first of the preference")
+        assert "But package numba is not installed" in first
+        assert first.endswith("pip install 'nsa-sel[cpu]'")
+        monkeypatch.setenv("NSA_SEL_BACKEND", "nmba")
+        assert invoke("doctor").output.startswith("nothing runs your calls on this machine (cpu): backend 'nmba' (NSA_SEL_BACKEND) is unk")
+
+    @pytest.mark.parametrize("columns", [60, 80, 120])
+    def test_tables_fit_the_terminal(self, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        for command in (("doctor",), ("explain", "--device", "sm89")):
+            lines = invoke(*command).output.splitlines()
+            rules = [number for number, line in enumerate(lines) if line.startswith("---")]
+            assert rules
+            for rule in rules:
+                end = lines.index("", rule) if "" in lines[rule:] else len(lines)
+                assert all(len(line) <= columns for line in lines[rule - 1 : end] if not line.startswith("->"))
 
     def test_says_what_a_backend_lacks_and_how_to_get_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("NSA_USE_SEL_PACK", "0")
@@ -105,7 +132,7 @@ class TestExplain:
         ]
         expected = {"B": 2, "S": 1, "S_kv": 512, "G": 3, "h": 5, "Dk": 24, "Dv": 40, "n": 7, "block_size": None}
         expected |= {"max_length": 99, "dtype": "float32", "needs_grad": True, "aligned": True, "sharing": None, "page_size": 16}
-        expected |= {"quantized": None, "kind": "attend", "compress": None, "pool": None, "counted": False}
+        expected |= {"quantized": None, "kind": "attend", "compress": None, "pool": None, "counted": False, "mean_length": None}
         assert request == expected
         assert "at most 99 keys a row (L)" in invoke("explain", "--L", 99).output
         assert ask("explain", "--S", 1, "--quantized", "e4m3/head")["request"]["quantized"] == "e4m3/head"

@@ -6,9 +6,10 @@ the backend (tests/helpers/parity.py). Keys and values lie between NaN in memory
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from torch import Tensor
 import nsa_sel
 from nsa_sel.selection import Selection
 from tests.contract.lanes import Lane, Shape, lanes, parameters
-from tests.helpers.cases import make_blocks, make_qkv, make_spans
+from tests.helpers.cases import DISTRIBUTIONS, cut_spans, make_blocks, make_qkv, make_spans, oracle_forward
 from tests.helpers.graphs import captured, replayed
+from tests.helpers.pairwise import pairwise
 from tests.helpers.parity import attend, check_both, check_deterministic, check_forward, results_of
 from tests.helpers.poison import check_empty_rows, check_one_row, new_memory_is_nan, rows_with_holes, selected, through
 from tests.helpers.varlen_cases import attend_varlen, check_varlen, pack, seen_keys
@@ -414,7 +416,54 @@ def check_fallback(lane: Lane, direction: str, patch: pytest.MonkeyPatch) -> Non
         attend(lane.name, q, k, v, selection_of(lane, shape, S, S_kv))[0].sum().backward()
 
 
+class Asked(NamedTuple):
+    """A cell of the matrix that the requirements ask for: how L keys of a row are cut, head dims, and heads."""
+
+    kind: str
+    L: int
+    Dk: int
+    Dv: int
+    h: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-L{self.L}-h{self.h}-{self.Dk}x{self.Dv}"
+
+
+AXES = (DISTRIBUTIONS, (64, 128, 256, 512), (64, 128), (64, 128), (2, 8))
+MATRIX = [Asked(*cell) for cell in itertools.product(*AXES)]
+PAIRS = [Asked(*cell) for cell in pairwise(*AXES)]  # in which any two of the values of different axes meet
+
+
+def check_matrix(lane: Lane, asked: Asked, patch: pytest.MonkeyPatch) -> None:
+    """Forward (on a GPU backward, too) in each dtype, and a mean absolute error of at most 1e-3 in 16 bits, and in float32 of 1e-6 on a
+    CPU and of 1e-4 on a GPU. Backends of whole blocks get blocks: 2, 8 of at least 16 keys, or of 32 keys."""
+    kind, L, Dk, Dv, h = asked
+    S, G, S_kv = (8, 2, L + 88) if lane.device == "cuda" else (2, 1, L + 88)
+    for dtype in lane.dtypes if lane.device == "cuda" else [torch.float32]:
+        q, k, v = make_qkv(1, S, G, h, Dk, Dv, S_kv=S_kv, dtype=dtype, device=lane.place, seed=L + Dk + h)
+        if lane.limits.block_aligned_only:
+            block = {"few": L // 2, "many": max(16, L // 8), "mixed": 32}[kind]
+            selection = make_blocks(1, S, G, S_kv, L // block, block, device=lane.place)
+        else:
+            selection = cut_spans(kind, 1, S, G, S_kv, L, device=lane.place)
+        (check_both if lane.device == "cuda" else check_forward)(lane.name, q, k, v, selection)
+        o, exact = attend(lane.name, q, k, v, selection)[0], oracle_forward(q, k, v, selection.ranges)[0]
+        most = 1e-3 if dtype.itemsize == 2 else 1e-4 if lane.device == "cuda" else 1e-6
+        assert float((o.detach().cpu().double() - exact).abs().mean()) <= most
+
+
+def matrix_of(lane: Lane) -> list[Asked]:
+    """Return the cells of a usual run; make test-thorough runs the others."""
+    if lane.device == "cuda":
+        return MATRIX
+    if lane.device == "emulated" or (lane.kind != lane.device and lane.device != "interpreter"):
+        return []
+    return PAIRS[:2] if lane.slow and lane.backend.slow else PAIRS
+
+
 PLAIN: dict[str, tuple[Callable[[Lane, Any, pytest.MonkeyPatch], None], Callable[[Lane], list[Any]]]] = {
+    "matrix": (check_matrix, matrix_of),
     "size": (check_size, sizes_of),
     "dtype": (check_dtype, lambda lane: lane.dtypes),
     "scale": (check_scale, lambda lane: [0.0, -0.3, 1e9] if not lane.slow else [-0.3, 1e9]),
@@ -436,8 +485,10 @@ def cells(*devices: str, only: tuple[str, ...] = (), leave_out: tuple[str, ...] 
             if behavior in leave_out:
                 continue
             whats = shapes_of(behavior, lane) if behavior in SHAPED else PLAIN[behavior][1](lane)
-            for parameter in parameters([(lane, what) for what in whats]):
-                found.append(pytest.param(behavior, *parameter.values, marks=parameter.marks, id=f"{behavior}-{parameter.id}"))
+            rest = [what for what in MATRIX if what not in whats] if behavior == "matrix" and whats else []
+            for parameter in parameters([(lane, what) for what in (*whats, *rest)]):
+                marks = [*parameter.marks, *[pytest.mark.thorough] * (parameter.values[1] in rest)]
+                found.append(pytest.param(behavior, *parameter.values, marks=marks, id=f"{behavior}-{parameter.id}"))
     return pytest.mark.parametrize(("behavior", "lane", "what"), found)
 
 

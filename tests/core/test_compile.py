@@ -18,7 +18,16 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 import nsa_sel.core.ops
-from nsa_sel import Selection, compressed_attention, decisions, selection_attention, selection_attention_with_kvcache, use_backend
+from nsa_sel import (
+    NSAttention,
+    Selection,
+    compressed_attention,
+    decisions,
+    selection_attention,
+    selection_attention_with_kvcache,
+    sliding_window_attention,
+    use_backend,
+)
 from nsa_sel.backends import numba_cpu
 from nsa_sel.core import ops
 from nsa_sel.errors import ArgumentError, BackendError
@@ -29,6 +38,7 @@ ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "t
 CPU = ("numba", "sdpa-packed")
 TRITON = ("triton-token", "triton-group", "triton-tile", "triton-block")
 BLOCK = 16
+PLAIN_LOOPS = {"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}  # of inductor, compiled in half the time
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -117,11 +127,75 @@ def test_inductor_is_bit_equal_to_eager() -> None:
         return selection_attention(q * 2, k, v, selection, **options)
 
     fast = compiled(work, "inductor")
-    plain = {"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}  # only how fast its loops are: compiled in half the time
-    with torch._inductor.config.patch(plain):
+    with torch._inductor.config.patch(PLAIN_LOOPS):
         for S in (64, 96):
             q, k, v, selection = problem(S, Dv=24)
             assert_equal(results(fast, q, k, v, selection), results(work, q, k, v, selection))
+
+
+def windows(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, return_lse: bool) -> tuple[Tensor, ...]:
+    """(o, lse) or (o,) of windows, with bounds those of a packed batch."""
+    if bounds is not None:
+        q, k, v = q[0], k[0].transpose(0, 1), v[0].transpose(0, 1)
+    o = sliding_window_attention(q * 2, k, v, 20, cu_seqlens=bounds, return_lse=return_lse)  # type: ignore[call-overload]
+    return o if return_lse else (o,)
+
+
+def assert_windows_equal(backend: Any, S: int, packed: bool, return_lse: bool) -> None:
+    """Compiled windows are bit-equal to eager ones."""
+    q, k, v, _ = problem(S, B=1 if packed else 2)
+    bounds = torch.tensor([0, S // 3, S - 1]) if packed else None  # the last row is padding
+    both = [work(q, k, v, bounds, return_lse) for work in (compiled(windows, backend), windows)]
+    do = [torch.randn_like(x) for x in both[0]]
+    for mine, right in zip(*((*outputs, *torch.autograd.grad(outputs, (q, k, v), do)) for outputs in both), strict=True):
+        assert torch.equal(mine, right)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_one_graph_of_windows_serves_every_length(packed: bool, return_lse: bool) -> None:
+    counter, graphs = counting()
+    for S in (70, 150, 97):
+        assert_windows_equal(counter, S, packed, return_lse)
+    assert graphs == {"forward": 1, "backward": 1}
+
+
+def test_windows_by_inductor_are_bit_equal_to_eager() -> None:
+    with torch._inductor.config.patch(PLAIN_LOOPS):
+        for S in (70, 150, 97):
+            assert_windows_equal("inductor", S, False, False)
+
+
+def check_layer(backend: Any) -> None:
+    layer = NSAttention(16, 1, 2, 8, n=4, block_size=32, window=64)
+    fast = torch.compile(layer, fullgraph=True, backend=backend)  # the first length is static, the second makes it a symbol
+    for S in (256, 200, 300):
+        x = torch.randn(2, S, 16, requires_grad=True)
+        inputs = (x, *layer.parameters())
+        got, wanted = fast(x), layer(x)
+        do = torch.randn_like(wanted)
+        torch.testing.assert_close(got, wanted)
+        for mine, right in zip(*(torch.autograd.grad(o, inputs, do) for o in (got, wanted)), strict=True):
+            torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_trains_at_every_length_with_two_graphs() -> None:
+    counter, graphs = counting()
+    check_layer(counter)
+    assert graphs == {"forward": 2, "backward": 2}
+
+
+@pytest.mark.thorough
+def test_a_layer_trains_at_every_length_by_inductor() -> None:
+    with torch._inductor.config.patch(PLAIN_LOOPS):
+        check_layer("inductor")
+
+
+def test_export_of_a_layer_takes_any_length() -> None:
+    layer = NSAttention(16, 1, 2, 8, n=4, block_size=32, window=64).requires_grad_(False)
+    program = torch.export.export(layer, (torch.randn(2, 256, 16),), dynamic_shapes={"x": {1: torch.export.Dim.DYNAMIC}})
+    x = torch.randn(2, 300, 16)
+    torch.testing.assert_close(program.module()(x), layer(x))
 
 
 def test_every_form_of_the_call_compiles_into_one_graph() -> None:
@@ -246,6 +320,15 @@ def check_ops(backend: str, q: Tensor, k: Tensor, v: Tensor, selection: Selectio
 def test_the_ops_pass_opcheck(backend: str) -> None:
     q, k, v, selection = problem(2, 1, 1, B=1, S_kv=32, n=1)
     check_ops(backend, *(x.detach().half().requires_grad_() for x in (q, k, v)), selection, ALL_CHECKS)
+
+
+def test_the_ops_of_windows_pass_opcheck() -> None:
+    q, k, v, _ = problem(9, 1, 1, B=1)
+    do, dlse = make_grads(q, v)
+    for lse, bounds in ((True, None), (False, torch.tensor([0, 3, 8]))):
+        torch.library.opcheck(OPS.window_chunks.default, (q, k, v, 4, 0.25, lse, bounds), test_utils=ALL_CHECKS)
+        inputs = (do, dlse if lse else None, q.detach(), k.detach(), v.detach(), 4, 0.25, lse, bounds)
+        torch.library.opcheck(OPS.window_chunks_backward.default, inputs, test_utils=ALL_CHECKS)
 
 
 @pytest.mark.parametrize("backend", TRITON)

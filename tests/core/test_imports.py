@@ -146,6 +146,16 @@ def every_file() -> list[Path]:
     return sorted({file.resolve() for file in [*ROOT.glob("*.py"), *own]})
 
 
+def test_examples_import_what_users_do() -> None:
+    """Of nsa-sel its public modules alone: examples are copied."""
+    public = {"nsa_sel", *(f"nsa_sel.{name}" for name in (*PUBLIC, "telemetry"))}
+    for file in (ROOT / "examples").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert [name for name in names if name.startswith("nsa_sel") and name not in public] == [], file.name
+
+
 @functools.cache
 def all_imports(file: Path) -> frozenset[str]:
     """The dotted names that a file imports, inside functions and for type checkers too: several tests read every file."""

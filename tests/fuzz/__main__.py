@@ -10,27 +10,18 @@ import math
 import multiprocessing
 import os
 import platform
-import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from nsa_sel.settings.flags import CACHE_FLAG, COMMIT_FLAG
+from nsa_sel.bench.core import environment
+from nsa_sel.settings.flags import CACHE_FLAG
 from tests.fuzz import checks
 from tests.fuzz.generators import GPU_STEP, case
 
 STEP = 100  # seeds of one row of the ledger
 PACKAGES = ("torch", "triton", "numba", "numpy", "msgspec", "PyYAML", "safetensors", "typer")
-
-
-def commit() -> str:
-    """What NSA_SEL_COMMIT says, for a copy of the files, else git."""
-    told = os.environ.get(COMMIT_FLAG)
-    if told:
-        return told
-    git = ("git", "describe", "--always", "--dirty")
-    return subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main() -> int:
@@ -48,7 +39,7 @@ def main() -> int:
     step, until = STEP if options.device == "cpu" else GPU_STEP, time.time() + options.seconds
     parts = [(first, min(step, last - first), options.device, options.kind, until) for first in range(options.first, last, step)]
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-    made = {"commit": commit(), "python": platform.python_version(), "versions": versions}
+    made = {"commit": environment.commit(), "python": platform.python_version(), "versions": versions}
     # What the workers find, as tests do: no flags, nothing tuned (but compiled kernels on a GPU), and on a CPU Triton's interpreter.
     cache = os.environ.get(CACHE_FLAG) if options.device == "cuda" else None
     for name in [name for name in os.environ if name.startswith("NSA_")]:

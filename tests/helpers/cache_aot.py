@@ -35,7 +35,7 @@ def compile_shape(name: str, sm: int) -> list[dict[str, Any]]:
     )
     with launches_compile(sm) as compiled:
         cache.append((new,) * 6, (raw,) * 6, slot, slot)
-        compress.compress((raw, raw), (new, new), covered, fresh, slot, weights, weights, (to, to), STRIDE)
+        compress.compress((raw, raw), (new, new), covered, fresh, slot, (*weights[:4], None), weights, (to, to), STRIDE)
     limit = TARGETS[sm][0] * 1024
     return [{"shape": name, "limit": limit, **resources(kernel, sm)} for kernel in compiled]
 

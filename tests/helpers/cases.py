@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel import oracle as slow
+from nsa_sel.bench.core.cases import span_lengths
 from nsa_sel.core.call import Call
 from nsa_sel.core.check import check_call
 from nsa_sel.core.facts import device_info
@@ -111,6 +112,18 @@ def make_spans(kind: str, B: int, S: int, G: int, S_kv: int, L: int, *, seed: in
     gaps = torch.randint(0, S_kv - L + 1, (B, S, G, len(lengths)), generator=generator).sort(-1).values
     start = gaps + lengths.cumsum(0) - lengths
     return torch.stack((start, start + lengths), -1).int().to(device)
+
+
+def cut_spans(kind: str, B: int, S: int, G: int, S_kv: int, L: int, *, device: str = "cpu") -> Selection:
+    """Return a selection of L keys per row, cut as the parity matrix and bench_sel_triton are asked to, before the causal clamp.
+
+    few: keys 0 to L. many: 8 equal spans. mixed: 2, 4 or 8 random spans. Spans of many and mixed have random positions.
+    """
+    generator = torch.Generator().manual_seed(L)
+    lengths = span_lengths(kind, L, B * S * G, generator).view(B, S, G, -1)
+    apart = 0 if kind == "few" else S_kv - L
+    start = torch.randint(0, apart + 1, lengths.shape, generator=generator).sort(-1).values + lengths.cumsum(-1) - lengths
+    return Selection.from_ranges(torch.stack((start, start + lengths), -1).int().to(device))
 
 
 def make_blocks(B: int, S: int, G: int, S_kv: int, n: int, block_size: int, *, seed: int = 0, device: str = "cpu") -> Selection:

@@ -95,7 +95,7 @@ def test_every_limit_is_a_refusal_with_values(
 def test_offers_within_their_limits_have_no_reasons(offer: Offer, changes: dict[str, Any], device: DeviceInfo) -> None:
     case = Case(replace(SHORT, **changes), device, settings(), "forward")
     assert guards.within_limits(case, offer) == ()
-    assert guards.tile_overrides(case, offer) == ()
+    assert guards.forced_path(case, offer) == ()
 
 
 def test_all_reasons_are_kept() -> None:
@@ -107,21 +107,12 @@ def test_all_reasons_are_kept() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("changes", "request_changes", "code", "field"),
-    [
-        ({"block_d": 64}, {}, "tile-too-narrow", "settings.block_d"),
-        ({"block_dv": 16}, {"Dv": 24}, "tile-too-narrow", "settings.block_dv"),
-        ({"triton_force_path": "dense"}, {}, "path-dense", "request.n"),
-    ],
-)
-def test_overrides_that_a_kernel_cannot_follow(changes: dict[str, Any], request_changes: dict[str, Any], code: str, field: str) -> None:
-    request = replace(LONG, **request_changes)
-    decision = decide(request, H100, **changes)
-    assert codes(decision, "triton-group") == codes(decision, "triton-token") == [code]
+def test_the_dense_path_refuses_several_ranges() -> None:
+    decision = decide(LONG, H100, triton_force_path="dense")
+    assert codes(decision, "triton-group") == codes(decision, "triton-token") == ["path-dense"]
     assert decision.forward == "sdpa-packed"
-    (reason,) = guards.tile_overrides(Case(request, H100, settings(**changes), "forward"), TRITON)
-    assert (reason.kind, reason.field) == ("unsupported", field)
+    (reason,) = guards.forced_path(Case(LONG, H100, settings(triton_force_path="dense"), "forward"), TRITON)
+    assert (reason.kind, reason.field) == ("unsupported", "request.n")
 
 
 def test_overrides_that_fit_change_nothing() -> None:
@@ -135,8 +126,8 @@ def test_the_dense_path_refuses_backends_of_whole_blocks() -> None:
     one = replace(LONG, n=1, block_size=64, max_length=64)
     for path, expected in (("dense", ["path-dense-blocks"]), ("varlen", []), ("auto", [])):
         case = Case(one, H100, settings(triton_force_path=path), "forward")
-        assert [reason.code for reason in guards.tile_overrides(case, joining)] == expected
-        assert guards.tile_overrides(case, TRITON) == ()
+        assert [reason.code for reason in guards.forced_path(case, joining)] == expected
+        assert guards.forced_path(case, TRITON) == ()
 
 
 # Rules: should it?
@@ -186,6 +177,13 @@ def test_min_length_gate_on_both_sides(device: DeviceInfo, length: int, expected
     decision = decide(replace(LONG, max_length=length), device)
     assert decision.forward == expected
     assert codes(decision, "triton-group") == codes(decision, "triton-token") == ([] if length >= 4096 else ["min-length"])
+
+
+def test_min_length_gate_takes_the_mean_where_it_was_measured() -> None:
+    decision = decide(replace(LONG, max_length=8192, mean_length=1500), H100)
+    (reason,) = (reason for verdict in decision.verdicts if verdict.backend == "triton-group" for reason in verdict.forward)
+    assert (reason.code, reason.field, reason.actual, reason.satisfied_by) == ("min-length", "request.mean_length", 1500, 4096)
+    assert counterfactuals(decision) == ("triton-group would be picked from mean L >= 4096; here mean L = 1500",)
 
 
 def test_min_length_gate_does_not_hold_a_forced_backend() -> None:

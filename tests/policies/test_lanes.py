@@ -12,7 +12,7 @@ from nsa_sel.core.backend import Offer, Reason
 from nsa_sel.core.decide import explain_request
 from nsa_sel.core.decision import Decision, Override, load_policy, make_decision
 from nsa_sel.core.explain import refusal
-from nsa_sel.core.request import DeviceInfo, Request
+from nsa_sel.core.request import DeviceInfo, Request, example_choice
 from nsa_sel.settings.config import settings_for
 from tests.helpers.policy_cases import A100, B200, H100, H200, L40S, LONG, OFFERS, RTX3090, RTX4090, RTX5090, SHORT, codes, replace
 
@@ -149,6 +149,15 @@ def test_only_the_force_flag_lifts_the_rule(monkeypatch: pytest.MonkeyPatch, dev
     decision = routed(device)
     assert decision.forward in KERNELS
     assert all("device-rule" not in codes(decision, backend) for backend in TRITON)
+
+
+@lanes
+def test_choosing_follows_the_rule_too(monkeypatch: pytest.MonkeyPatch, device: DeviceInfo) -> None:
+    decision = explain_request(example_choice(needs_grad=True), device)
+    assert (decision.forward == decision.backward == "choose-torch") is off(device)
+    assert ("device-rule" in codes(decision, "choose-triton")) is off(device)
+    monkeypatch.setenv("NSA_TRITON_SEL_FORCE", "1")
+    assert explain_request(example_choice(), device).forward != "choose-torch"
 
 
 @pytest.mark.gpu

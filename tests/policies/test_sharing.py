@@ -13,6 +13,7 @@ from nsa_sel.core.facts import request_of
 from nsa_sel.core.request import SHARING_TOKENS
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
+from nsa_sel.settings.tuned import shape_of
 from tests.helpers.cases import make_blocks, make_qkv
 from tests.helpers.policy_cases import H200, SHORT, UNKNOWN, replace
 
@@ -91,3 +92,13 @@ def test_expected_sharing_equals_that_of_random_selections(n: int) -> None:
     case = prefill("random", 2048, 16)._replace(n=n)
     measured = random_selection(case, "cpu", seed=0).measure(case.S_kv).sharing
     assert cost_fit.sharing_of(case) == pytest.approx(measured, rel=0.02)
+
+
+def test_a_measured_selection_counts_by_its_mean_length() -> None:
+    """In the min-L gate and the tuner's key. Without measure() ranges count as all keys."""
+    q, k, v = make_qkv(S=2, G=1, h=1, Dk=8, S_kv=4000)
+    selection = Selection.from_ranges(torch.tensor([[[[[0, 6]]], [[[0, 3010]]]]]).int().view(1, 2, 1, 1, 2))
+    assert (request_of(q, k, v, selection, False).length, shape_of(request_of(q, k, v, selection, False))[3]) == (4000, 4096)
+    selection.measure(4000)
+    found = request_of(q, k, v, selection, False)
+    assert (found.max_length, found.mean_length, found.length, shape_of(found)[3]) == (3010, 1500, 1500, 2048)

@@ -146,7 +146,9 @@ def test_a_configuration_may_be_a_link(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_unwritable_logs_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / "fifo")  # that nobody reads: opening it would wait for ever
     monkeypatch.setenv("NSA_DEBUG_LOG", str(tmp_path / name))
-    assert_in_order(message_of(Wrong("log", call(), error=ConfigError)), ("NSA_DEBUG_LOG is ", "; allowed: ", "Remedy: "))
+    wrong = Wrong("log", call(), error=ConfigError)
+    for _ in range(2):  # a caught error is no reason to run without a log
+        assert_in_order(message_of(wrong), ("NSA_DEBUG_LOG is ", "; allowed: ", "Remedy: "))
 
 
 def test_log_to_names_its_own_argument(tmp_path: Path) -> None:

@@ -59,8 +59,8 @@ DECIDING = [  # flag, text, request, device, forward without the flag, forward w
     ("NSA_SEL_TRITON_REQUIRE_ALIGN", "1", LONG, H100, "triton-group", "triton-group", None),
     ("NSA_SEL_TRITON_FORCE_PATH", "dense", LONG, H100, "triton-group", "sdpa-packed", "path-dense"),
     ("NSA_SEL_TRITON_FORCE_PATH", "varlen", LONG, H100, "triton-group", "triton-group", None),
-    ("NSA_SEL_TRITON_BLOCK_D", "64", LONG, H100, "triton-group", "sdpa-packed", "tile-too-narrow"),
-    ("NSA_SEL_TRITON_BLOCK_DV", "64", LONG, H100, "triton-group", "sdpa-packed", "tile-too-narrow"),
+    ("NSA_SEL_TRITON_BLOCK_D", "32", LONG, H100, "triton-group", "triton-group", None),
+    ("NSA_SEL_TRITON_BLOCK_DV", "64", LONG, H100, "triton-group", "triton-group", None),
     ("NSA_USE_SEL_PACK", "0", SHORT, CPU, "sdpa-packed", "numba", "pack-off"),
     ("NSA_FORCE_PARITY", "1", LONG, H100, "triton-group", "sdpa-packed", None),
 ]

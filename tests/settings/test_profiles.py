@@ -7,6 +7,7 @@ import hashlib
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from nsa_sel.bench.threshold_optimizer import faster_by, length_pairs, threshold
 from nsa_sel.bench.tune.committed_rows import read_rows
 from nsa_sel.bench.tune.derive import PROFILES, evidence, length_rows, render, threshold, words
 from nsa_sel.core import registry
+from nsa_sel.core.backend import Reason
 from nsa_sel.core.decide import explain_request
 from nsa_sel.core.explain import counterfactuals
 from nsa_sel.core.request import DeviceInfo, Request, example_request
@@ -191,6 +193,7 @@ def warned(request: Request, device: DeviceInfo, backend: str | None = None) -> 
 def nobody_told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a new process on a machine that has every package."""
     monkeypatch.setattr(devices, "_told", set())
+    monkeypatch.setattr(nsa_sel.core.decide, "_told", set())
     monkeypatch.setattr(registry, "offers", lambda request: OFFERS)
     nsa_sel.reset()
     yield
@@ -244,6 +247,29 @@ def test_what_is_measured_forced_or_the_users_own_is_not_told(monkeypatch: pytes
     assert warned(SHORT, A100) == []
     monkeypatch.delenv("NSA_SEL_CONFIG")
     assert len(warned(SHORT, A100)) == 1
+
+
+@pytest.mark.usefixtures("nobody_told")
+def test_a_hopper_gpu_without_cupy_is_told_once_what_that_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By explain or the first call: the pip command, and predicted times of both backends. Silent where it costs nothing."""
+    need = next(need for offer in OFFERS if offer.backend.name == "cupy-cuda" for need in offer.backend.requires)
+    absent = Reason("package-missing", "unavailable", "package cupy", None, ">= 14", need.remedy)
+    without = tuple(replace(offer, missing=(absent,)) if need in offer.backend.requires else offer for offer in OFFERS)
+    whole = explain_request(example_request(), H200)
+    nsa_sel.reset()
+    monkeypatch.setattr(registry, "offers", lambda request: without)
+    assert warned(example_request(), H200, "triton-tile") == []
+    (words,) = warned(example_request(), H200)
+    times = [f"{found.ms:.3g} ms" for found in whole.predictions[:2]]
+    assert (whole.forward, whole.runner_up) == ("cupy-cuda", "triton-tile")
+    for part in ("NVIDIA H200: package cupy is not installed", "triton-tile instead of cupy-cuda", "times as long", *times, need.remedy):
+        assert part in words
+    assert f"-> {words.removeprefix('nsa-sel: NVIDIA H200: ')}" in describe(explain_request(example_request(), H200))
+    assert warned(example_request(needs_grad=True), H200) == []
+    with pytest.warns(RuntimeWarning, match="H100.*package cupy is not installed"):
+        explain_request(example_request(), H100)
+    monkeypatch.setattr(nsa_sel.core.decide, "_told", set())
+    assert [words for words in warned(example_request(), A100) if "cupy" in words] == warned(example_request(), CPU) == []
 
 
 def test_values_of_a_users_file_are_not_assumed(configure: Callable[[str], Path]) -> None:
@@ -331,6 +357,13 @@ def test_every_committed_row_by_length_decides_the_thresholds_of_the_h200() -> N
 def files_of(rows: list[Row], files: dict[str, list[Row]]) -> str:
     """The name of the file that holds these rows."""
     return next(name for name, found in files.items() if found is rows)
+
+
+@pytest.mark.parametrize("name", sorted(PROFILES))
+def test_commands_that_profiles_name_exist(name: str) -> None:
+    text = " ".join((ROOT / name).read_text().split())
+    for module, script in re.findall(r"python (?:-m ([\w.]+)|(\S+\.py))", text):
+        assert find_spec(module) if module else (ROOT / script).is_file(), module or script
 
 
 def test_a_threshold_needs_the_margin_at_every_longer_length() -> None:

@@ -137,13 +137,13 @@ def test_the_launch_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch, logged: 
     q, k, v = make_qkv(S=9, h=2, S_kv=40)
     nsa_sel.selection_attention(q, k, v, nsa_sel.Selection.from_ranges(make_spans("few", 1, 9, 1, 40, 20)), backend="triton-group")
     (used,) = logged("sel.triton.kernel")
-    assert used["config"] == winner.config_id("triton-group/forward-widest")
+    assert used["chosen"] == winner.config_id("triton-group/forward-widest")
     assert used["source"] == nsa_sel.decisions()[-1].settings.tuned
     (loaded,) = logged("sel.tuned.loaded")
     assert loaded["fingerprint"] in used["source"]
     monkeypatch.setenv("NSA_SEL_AUTOTUNE", "off")
     nsa_sel.selection_attention(q, k, v, nsa_sel.Selection.from_ranges(make_spans("few", 1, 9, 1, 40, 20)), backend="triton-group")
-    assert logged("sel.triton.kernel")[1]["config"] == COMMITTED_SMALL
+    assert logged("sel.triton.kernel")[1]["chosen"] == COMMITTED_SMALL
     assert logged("sel.triton.kernel")[1]["source"] == "base.yaml"
 
 

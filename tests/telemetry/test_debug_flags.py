@@ -12,6 +12,7 @@ import torch
 
 import nsa_sel
 from nsa_sel.core.request import example_request
+from nsa_sel.errors import ConfigError
 from nsa_sel.oracle import oracle_mask
 from nsa_sel.telemetry import events as telemetry
 from nsa_sel.telemetry.log import read_log
@@ -45,12 +46,34 @@ def test_debug_log_holds_json_lines_that_replay(monkeypatch: pytest.MonkeyPatch,
     assert len([line for line in lines_of(file) if line["event"] == "sel.decision"]) == 2
 
 
+@pytest.mark.parametrize("flags", [("NSA_DEBUG_LOG",), ("NSA_DEBUG_TIMING", "NSA_DEBUG_COMPARE")])
+def test_any_flag_that_asks_for_events_shows_each_pass(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
+) -> None:
+    """Once, although packed SDPA is compared with itself."""
+    for flag in flags:
+        monkeypatch.setenv(flag, "1")
+    q, k, v, ranges = problem(requires_grad=True)
+    nsa_sel.selection_attention(q, k, v, ranges).sum().backward()
+    found = events_on(capsys.readouterr().err)
+    assert [found.count(event) for event in ("sel.path", "sel.reads", "sel.bwd")] == [1, 1, 1]
+
+
 def test_log_to_holds_until_it_is_told_otherwise(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     nsa_sel.log_to(str(file))
     nsa_sel.selection_attention(*problem())
     nsa_sel.selection_attention(*problem(dtype=torch.float64))
     assert [line["event"] for line in lines_of(file)] == ["sel.settings", "sel.decision", "sel.decision"]
+
+
+def test_a_log_that_cannot_be_opened_leaves_the_previous_one(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    nsa_sel.log_to(str(file))
+    with pytest.raises(ConfigError, match="target is"):
+        nsa_sel.log_to(str(tmp_path / "missing" / "events.jsonl"))
+    nsa_sel.selection_attention(*problem())
+    assert [line["event"] for line in lines_of(file)] == ["sel.settings", "sel.decision"]
 
 
 def test_debug_flags_add_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -127,7 +150,8 @@ def test_a_log_that_is_asked_for_by_1_is_on_stderr(
     for text in ("1", "true", "0"):
         monkeypatch.setenv("NSA_DEBUG_LOG", text)
         nsa_sel.selection_attention(*problem())
-    assert [event for event in events_on(capsys.readouterr().err) if event != "sel.settings"] == ["sel.decision"] * 2
+    found = [event for event in events_on(capsys.readouterr().err) if event != "sel.settings"]
+    assert found == ["sel.path", "sel.reads", "sel.decision"] * 2
     assert [file.name for file in tmp_path.iterdir()] == ["mine.yaml"]
 
 

@@ -97,6 +97,23 @@ def test_backward_estimates(monkeypatch: pytest.MonkeyPatch, logged: Any, flag: 
         assert not {"ms", "tflops", "gbps"}.intersection(event)
 
 
+@pytest.mark.parametrize(("S", "path", "forward"), [(4, "varlen", "gathered"), (64, "varlen", "tiles of keys"), (64, "dense", "slices")])
+def test_buckets_are_timed_in_both_directions(monkeypatch: pytest.MonkeyPatch, logged: Any, S: int, path: str, forward: str) -> None:
+    """Rows are counted once for each bucket, slice of keys, or tile of keys that they are in."""
+    monkeypatch.setenv("NSA_DEBUG_TIMING", "1")
+    monkeypatch.setenv("NSA_SEL_TRITON_FORCE_PATH", path)
+    q, k, v = make_qkv(2, S, 1, 2, 16, S_kv=64, requires_grad=True)
+    selection = Selection.from_blocks(torch.zeros(2, S, 1, 1, dtype=torch.int32), 32)
+    positions = torch.full((2, S), 63)
+    nsa_sel.selection_attention(q, k, v, selection, q_pos=positions, backend="sdpa-packed").sum().backward()
+    found = {"forward": [], "backward": []}
+    for event in logged("sel.timing.bucket"):
+        assert event["ms"] > 0
+        found[event["direction"]].append((event["length"], event["rows"]))
+    pairs = [(32, S), (32, S)]
+    assert found == {"forward": pairs if forward == "tiles of keys" else [(32, 2 * S)], "backward": pairs}
+
+
 @pytest.mark.parametrize("h", [1, 3])
 def test_reads_tell_what_is_loaded(monkeypatch: pytest.MonkeyPatch, logged: Any, h: int) -> None:
     """Rows that share blocks: those of a tile load their union, by blocks each is loaded once; nobody loads more than packed's total

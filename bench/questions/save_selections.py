@@ -1,7 +1,7 @@
 """Save the blocks that a trained model's layers choose in held-out text: the long texts of the benches (bench/data/README.md).
 
     python examples/train_nsa_lm.py --out runs/32k --context 32768   # first
-    python examples/save_selections.py runs/32k                      # writes bench/data/trained_32768.npz
+    python -m nsa_sel.bench.questions.save_selections runs/32k       # writes bench/data/trained_32768.npz
 
 The model runs once, without gradients, over one context of the part of the text that was never trained on: the first one of the batch
 that the run's `held_out_loss` is of. The file keeps as many layers as --most-bytes allow, evenly spread.
@@ -18,11 +18,8 @@ from unittest import mock
 
 import torch
 import typer
-from byte_text import load_text
-from nsa_lm import LanguageModel, Sizes, nsa_checkpoint, trained_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from train_nsa_lm import batch_at
 
 from nsa_sel import three_branches
 from nsa_sel.bench.core import environment, store, trained
@@ -40,15 +37,15 @@ def fingerprint(data: Tensor) -> str:
 
 def checkpoint_of(run: Path) -> tuple[dict[str, Any], Tensor]:
     """A run's checkpoint and its text, or ArgumentError."""
-    state = nsa_checkpoint(run, "text.bin", "losses.jsonl")
-    text = load_text(None, run / "text.bin", state["sizes"]["context"])
+    state = environment.example("nsa_lm").nsa_checkpoint(run, "text.bin", "losses.jsonl")
+    text = environment.example("byte_text").load_text(None, run / "text.bin", state["sizes"]["context"])
     if not fingerprint(text).startswith(state["text"]):
         raise ArgumentError("text.bin", "of another text than the checkpoint's", state["text"], "restore the run's own text.bin")
     return state, text
 
 
 @torch.no_grad()
-def losses(model: LanguageModel, data: Tensor, device: torch.device) -> Tensor:
+def losses(model: Any, data: Tensor, device: torch.device) -> Tensor:
     """Nats of every byte but the first of data [1,S+1], in the precision of training: [S]."""
     data = data.to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -56,7 +53,7 @@ def losses(model: LanguageModel, data: Tensor, device: torch.device) -> Tensor:
     return cross_entropy(logits.flatten(0, 1).float(), data[:, 1:].flatten(), reduction="none")
 
 
-def chosen_blocks(model: LanguageModel, data: Tensor, device: torch.device) -> tuple[list[Tensor], float]:
+def chosen_blocks(model: Any, data: Tensor, device: torch.device) -> tuple[list[Tensor], float]:
     """The blocks [S,G,n] int16 that every layer chooses over data [1,S+1], and the mean loss."""
     blocks: list[Tensor] = []
     attend = three_branches.attend
@@ -71,12 +68,12 @@ def chosen_blocks(model: LanguageModel, data: Tensor, device: torch.device) -> t
     return blocks, float(loss)
 
 
-def reach(model: LanguageModel, text: Tensor, sizes: Sizes, device: torch.device) -> dict[str, float]:
+def reach(model: Any, text: Tensor, sizes: Any, device: torch.device) -> dict[str, float]:
     """Does the model use what is far? Mean loss of the last eighth of held-out contexts: after all before it, and after an eighth."""
     last = sizes.context // 8
     whole, near = [], []
     for step in range(PASSAGES):
-        data = batch_at(text, step, sizes, held_out=True)[:1]
+        data = environment.example("train_nsa_lm").batch_at(text, step, sizes, held_out=True)[:1]
         whole.append(losses(model, data, device)[-last:].mean())
         near.append(losses(model, data[:, -2 * last - 1 :], device)[-last:].mean())
     return {"bytes": last, "after_all": float(torch.stack(whole).mean()), "after_as_many": float(torch.stack(near).mean())}
@@ -92,9 +89,9 @@ def saved(run: Path, device: torch.device, most: int, backend: str | None = None
         backend: of the selected branch.
     """
     state, text = checkpoint_of(run)
-    model, sizes = trained_model(state, backend)
+    model, sizes = environment.example("nsa_lm").trained_model(state, backend)
     model.to(device)
-    data = batch_at(text, 0, sizes, held_out=True)[:1]
+    data = environment.example("train_nsa_lm").batch_at(text, 0, sizes, held_out=True)[:1]
     blocks, loss = chosen_blocks(model, data, device)
     if len(blocks) != sizes.layers:
         raise RuntimeError(f"{len(blocks)} calls of nsa_sel.three_branches.attend in {sizes.layers} layers")

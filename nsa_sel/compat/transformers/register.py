@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.choosing import choose_blocks
+from nsa_sel.compat.transformers import minimax_m3
 from nsa_sel.compression import BlockMean
 from nsa_sel.core.arguments import check_positive
 from nsa_sel.core.entry import selection_attention
@@ -29,7 +30,6 @@ LATENT = "run it with FlashMLA and DeepGEMM's indexer (vLLM, SGLang), or attn_im
 OWN_SELECTION = {
     "axk2": LATENT, "deepseek_v32": LATENT, "deepseek_v4": LATENT, "dots3_note_text": LATENT, "glm_moe_dsa": LATENT, "hy_v4": LATENT,
     "mistral_large4_text": LATENT,
-    "minimax_m3_vl_text": "run it with attn_implementation='sdpa', or with vLLM or SGLang",
     "qwen4_exp_text": "run it with attn_implementation='sdpa'",
 }  # fmt: skip
 
@@ -70,6 +70,9 @@ def register_transformers(*, n: int = 16, block_size: int = 64, first: int = 1, 
         if attention_mask is not None and attention_mask.dim() != 1:  # a mask of the user's own comes as it is
             found = f"of shape {tuple(attention_mask.shape)}"
             raise ArgumentError("attention_mask", found, "[B, keys] of 0 and 1: padding before and after", "leave it out for a causal mask")
+        if minimax_m3.is_attention(module):
+            minimax_m3.check_positions(options.get("position_ids"), attention_mask, key.shape[2])
+            return minimax_m3.attend(module, query, key, value, attention_mask, options.get("block_indices"), options.get("scaling")), None
         rising = check_positions(options.get("position_ids"), attention_mask, query.shape[2], key.shape[2])
         sizes = {"n": n, "block_size": block_size, "first": first, "local": local}
         o = attend(query, key, value, attention_mask, options.get("scaling"), sizes)
@@ -197,6 +200,8 @@ def check_options(module: torch.nn.Module, query: Tensor, key: Tensor, options: 
         found = f"{type(module).__name__} of {query.shape[2]} queries over {key.shape[2]} keys, which is cross attention"
         raise ArgumentError("the layer", found, f"causal self-attention {HERE}", ANOTHER)
     read = {"scaling", "dropout", "is_causal", "position_ids", "sliding_window", "output_attentions"}
+    if minimax_m3.is_attention(module):
+        read.add("block_indices")
     for name, value in options.items():
         if name not in read and name not in NO_EFFECT and value is not None:
             found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else shown(value)

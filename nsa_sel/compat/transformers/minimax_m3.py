@@ -1,0 +1,102 @@
+"""MiniMax-M3 (MSA, arXiv 2606.13392): attention to the blocks that its indexer chose, and the indexer by `choose_blocks`.
+
+Blocks are those of transformers' own code: blocks of cache slots, so padding before the text shifts them.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa_sel.attention import selection_attention
+from nsa_sel.choosing import choose_blocks
+from nsa_sel.errors import ArgumentError
+from nsa_sel.selection import Selection
+
+MODEL_TYPE = "minimax_m3_vl_text"
+
+
+def is_attention(module: Any) -> bool:
+    """Return whether a module is an attention layer of MiniMax-M3's text model."""
+    return getattr(getattr(module, "config", None), "model_type", None) == MODEL_TYPE and hasattr(module, "indexer")
+
+
+def attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, padded: Tensor | None, block_indices: Tensor | None, scale: float | None
+) -> Tensor:
+    """Return o [B,S,H,D] of a layer, over the blocks of its indexer or, in layers without one, over all visible keys.
+
+    A row that sees no key gets the mean of all values, as in the model's eager attention: rows of padding, and the first rows of a
+    sequence behind a block of padding or more.
+
+    Args:
+        module: the attention layer.
+        query: [B,H,S,D].
+        key, value: [B,G,S_kv,D], the keys of the cache and of these rows; slot j holds key j.
+        padded: what `first_keys` returned.
+        block_indices: [B,G,S,n], blocks of slots, -1 is padding; None: all keys.
+        scale: factor of the logits, by default 1/sqrt(D).
+    """
+    B, G, S_kv, _ = key.shape
+    begin = None if padded is None else padded.view(2, B)[0].to(key.device)
+    end = None if padded is None else padded.view(2, B)[1].to(key.device)
+    q = torch.unflatten(query, 1, (G, -1)).permute(0, 3, 1, 2, 4)  # [B,S,G,h,D]
+    if block_indices is None and begin is None:
+        rows = torch.full((1, 1, 1, 1, 2), S_kv, dtype=torch.int32, device=key.device)
+        rows[..., 0] = 0
+        selection = Selection.from_ranges(rows.expand(B, q.shape[1], G, 1, 2))
+    elif block_indices is None:
+        ranges = torch.stack((begin, end), -1).to(torch.int32)[:, None, None, None]  # type: ignore[arg-type]
+        selection = Selection.from_ranges(ranges.expand(B, q.shape[1], G, 1, 2))
+    elif begin is None:
+        selection = Selection.from_blocks(block_indices.transpose(1, 2), module.indexer.block_size)
+    else:
+        size, blocks = module.indexer.block_size, block_indices.transpose(1, 2)  # [B,S,G,n]
+        bounds = (x.view(B, 1, 1, 1) for x in (begin, end))  # type: ignore[union-attr]
+        start = torch.maximum(blocks * size, next(bounds))
+        stop = torch.minimum((blocks + 1) * size, next(bounds)).masked_fill(blocks < 0, 0)
+        selection = Selection.from_ranges(torch.stack((start, stop), -1), disjoint=True)
+    if begin is None:
+        return selection_attention(q, key, value, selection, scale=scale).flatten(2, 3)
+    o, lse = selection_attention(q, key, value, selection, scale=scale, return_lse=True)
+    mean = value.mean(2, dtype=torch.float32).to(value.dtype)[:, None, :, None]  # [B,1,G,1,D]
+    return torch.where(lse.isneginf().unsqueeze(-1), mean, o).flatten(2, 3)
+
+
+def check_positions(position_ids: Tensor | None, padded: Tensor | None, S_kv: int) -> None:
+    """Raise ArgumentError unless positions are cache slots, where nothing is padded: the model's masks go by both."""
+    if position_ids is None or padded is not None or position_ids.shape[-1] < 2 or torch.compiler.is_compiling():
+        return
+    S = position_ids.shape[-1]
+    if bool((position_ids != torch.arange(S_kv - S, S_kv, device=position_ids.device)).any()):
+        allowed = f"{S_kv - S} to {S_kv - 1}, the slots of the tokens in the cache"
+        raise ArgumentError("position_ids", "not those of the cache's slots", allowed, "leave position_ids out")
+
+
+def choose(
+    self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], past_key_values: Any, position_ids: Tensor
+) -> Tensor:
+    """Return block indices [B,G,S,n]: the forward of `MiniMaxM3VLIndexer` without the scores of all keys.
+
+    A block's score is its largest logit of a key at or before position_ids; the blocks at and before the position are forced.
+    """
+    B, S, _ = hidden_states.shape
+    index_q = self.q_norm(self.q_proj(hidden_states).view(B, S, -1, self.head_dim)).transpose(1, 2)
+    index_k = self.k_norm(self.k_proj(hidden_states).view(B, S, 1, self.head_dim)).transpose(1, 2)
+    cos, sin = (x[..., : self.head_dim] for x in position_embeddings)
+    index_q, index_k = sys.modules[type(self).__module__].apply_rotary_pos_emb(index_q, index_k, cos, sin)
+    if past_key_values is not None:
+        index_k = past_key_values.layers[self.layer_idx].update_index(index_k)
+    blocks = -(-index_k.shape[2] // self.block_size)
+    selection = choose_blocks(
+        index_q.transpose(1, 2).unsqueeze(3),  # [B,S,G,1,D]
+        index_k,  # [B,1,S_kv,D]
+        block_size=self.block_size,
+        n=min(self.topk_blocks, blocks),
+        local=min(self.local_blocks, self.topk_blocks, blocks),
+        q_pos=position_ids.contiguous(),
+    )
+    return selection.block_indices.transpose(1, 2)
