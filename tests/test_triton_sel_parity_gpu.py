@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import nsa_sel
 from nsa_sel.core import registry
@@ -14,11 +15,10 @@ from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
 from tests.contract.attend import cells, run
 from tests.contract.lanes import Lane
-from tests.helpers.cases import make_blocks, make_grads, make_qkv, make_spans
+from tests.helpers.cases import assert_forward, make_blocks, make_grads, make_qkv, make_spans
 from tests.helpers.gpus import needs
 from tests.helpers.parity import attend
-
-pytestmark = pytest.mark.gpu
+from tests.helpers.poison import new_memory_is_nan
 
 # From the backends' own declarations: what the registry says runs on a GPU must run here, unless a package of it is missing.
 CASES = [
@@ -38,11 +38,13 @@ def gpu_qkv(dtype: str, **sizes: int) -> tuple[torch.Tensor, torch.Tensor, torch
     return make_qkv(dtype=DTYPES[dtype], device="cuda", **sizes)  # type: ignore[arg-type]
 
 
+@pytest.mark.gpu
 @cells("cuda")
 def test_contract(behavior: str, lane: Lane, what: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run(behavior, lane, what, monkeypatch)
 
 
+@pytest.mark.gpu
 def test_keys_past_two_to_the_31_elements() -> None:
     """Offsets know no dtype. One backend after another: several workers at once would not find the memory."""
     for backend in [backend for backend, dtype in CASES if dtype == "bfloat16" and not registry.missing(backend)]:
@@ -76,6 +78,7 @@ def check_keys_past_two_to_the_31_elements(backend: str) -> None:
     assert int(torch.count_nonzero(grads[1][:, :, : -2 * last])) == 0
 
 
+@pytest.mark.gpu
 def test_the_policy_routes_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "128")
     q, k, v = gpu_qkv("bfloat16", S=200, G=1, h=4, Dk=64)
@@ -88,6 +91,7 @@ def test_the_policy_routes_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
         assert decision.replay() == ()
 
 
+@pytest.mark.gpu
 def test_bulk_copies_are_taken_from_hopper_on(monkeypatch: pytest.MonkeyPatch, logged: Any) -> None:
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
     q, k, v = gpu_qkv("bfloat16", S=300, G=1, h=4, Dk=64)
@@ -99,6 +103,7 @@ def test_bulk_copies_are_taken_from_hopper_on(monkeypatch: pytest.MonkeyPatch, l
         assert any(config.startswith(kernel) for config in configs) == hopper, configs
 
 
+@pytest.mark.gpu
 def test_a_kernel_that_fails_is_replaced_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shared memory that no GPU has: the automatic choice steps down to packed SDPA, a forced one raises."""
     import msgspec
@@ -128,6 +133,7 @@ def test_a_kernel_that_fails_is_replaced_and_not_tried_again(monkeypatch: pytest
         nsa_sel.selection_attention(q, k, v, selection, backend="triton-group")
 
 
+@pytest.mark.gpu
 def test_amp_training_with_a_grad_scaler() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         torch.manual_seed(0)
@@ -151,6 +157,7 @@ def test_amp_training_with_a_grad_scaler() -> None:
         assert losses[-1] <= losses[0]
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("backend", "dtype"), unless_missing([(name, "bfloat16") for name in ("triton-group", "triton-tile", "cupy-cuda")])
 )
@@ -164,3 +171,55 @@ def test_the_first_call_of_a_thread(backend: str, dtype: str) -> None:
     thread.start()
     thread.join()
     assert [torch.equal(a, b) for a, b in zip(found[0], expected, strict=True)] == [True, True]
+
+
+# S, S_kv, groups of q, of k, h, Dk, Dv, n, block. Row counts that fill no tile; S_kv ends within a block.
+MODELS = {
+    "qsa": (45, 1030, 2, 2, 12, 256, 256, 100, 4),
+    "qsa-8": (45, 1030, 2, 2, 12, 256, 256, 50, 8),
+    "256": (45, 1030, 2, 2, 12, 256, 256, 6, 64),
+    "nsa": (40, 1000, 4, 4, 16, 192, 128, 6, 64),
+    "minimax-m3": (40, 1500, 4, 4, 16, 128, 128, 6, 128),
+    "minicpm4": (40, 2000, 2, 2, 16, 128, 128, 20, 64),
+    "moba": (45, 1600, 8, 2, 1, 128, 128, 3, 512),
+}
+
+
+def inputs(model: str, B: int = 1, S: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    rows, S_kv, groups, kv_groups, h, Dk, Dv, _, _ = MODELS[model]
+    size: dict[str, Any] = {"B": B, "S": S or rows, "h": h, "Dk": Dk, "Dv": Dv, "S_kv": S_kv, "dtype": torch.bfloat16, "device": "cuda"}
+    return make_qkv(G=groups, **size)[0], *make_qkv(G=kv_groups, seed=1, **size)[1:]
+
+
+def selection_of(model: str, B: int = 1, S: int | None = None, n: int | None = None) -> Selection:
+    rows, S_kv, groups, _, _, _, _, most, block = MODELS[model]
+    return make_blocks(B, S or rows, groups, S_kv, n or most, block, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("B", [2, 80])
+def test_decoding_by_the_policys_choice(model: str, B: int) -> None:
+    q, k, v = inputs(model, B, 1)
+    selection = selection_of(model, B, 1)
+    with new_memory_is_nan():
+        runs = [nsa_sel.selection_attention(q, k, v, selection, return_lse=True) for _ in range(50)]
+    assert nsa_sel.decisions()[-1].forward not in (None, "sdpa-packed")
+    assert_forward(runs[0], q, k, v, selection.ranges)
+    assert all(torch.equal(x, y) for run in runs for x, y in zip(runs[0], run, strict=True))
+
+
+@pytest.mark.gpu
+def test_heads_that_select_for_themselves_copy_no_keys() -> None:
+    """Beside o and what is rearranged (q and o), the peak stays far below a repeated K and V."""
+    S, G, r, D = 4096, 2, 16, 128
+    q = torch.randn(1, S, G * r, 1, D, dtype=torch.bfloat16, device="cuda")
+    k, v = (torch.randn(1, G, 65536, D, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    selection = make_blocks(1, S, G * r, 65536, 2, 4096, device="cuda")
+    nsa_sel.selection_attention(q, k, v, selection, backend="triton-tile")  # compiles, and caches the selection's rows
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    nsa_sel.selection_attention(q, k, v, selection, backend="triton-tile")
+    repeated = 2 * r * k.numel() * k.element_size()
+    assert torch.cuda.max_memory_allocated() - before < repeated / 4

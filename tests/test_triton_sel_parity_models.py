@@ -1,5 +1,5 @@
 """The shapes of shipped models (docs/models.md), small, in the interpreter: tiny blocks with an unaligned tail, several groups of q for
-each KV group. Their sizes are in test_triton_sel_parity_models_gpu.py."""
+each KV group. Their sizes are in test_triton_sel_parity_gpu.py."""
 
 from __future__ import annotations
 

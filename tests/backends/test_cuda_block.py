@@ -23,7 +23,6 @@ BACKWARD = ["block_gradients.cu", "join_shares.cu", "sum_sections.cu"]
 KERNELS = FORWARD + BACKWARD
 WITHOUT_SHARES = [kernel for kernel in KERNELS if kernel != "join_shares.cu"]  # with less than 8 heads
 HOPPERS = {"block_partials.cu", "join_partials.cu", "block_gradients.cu", "join_shares.cu"}  # kernels that load by TMA
-OF_JOIN = {"shared_tiles.cu", "join_partials.cu", "join_shares.cu"}
 pytestmark = [needs_compiler, pytest.mark.slow]  # a compiler, the interpreter, and thousands of emulated products
 
 
@@ -63,17 +62,6 @@ def started(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(launch, "start", recorded)
     monkeypatch.setattr(cuda_block, "_streams", lambda _, count: [None] * count)
     return kernels
-
-
-@pytest.mark.parametrize(
-    ("h", "S", "G"),
-    [(3, 40, 2), (8, 20, 1), *(pytest.param(*sizes, marks=pytest.mark.thorough) for sizes in ((1, 80, 2), (4, 40, 1), (16, 12, 1)))],
-)
-def test_heads(started: list[str], h: int, S: int, G: int) -> None:
-    """Rows copied by lanes, and by TMA from 8 heads on; S_kv leaves a cut block, and the rows' own blocks are masked."""
-    q, k, v = rows(S=S, G=G, h=h)
-    results(q, k, v, make_blocks(1, S, G, 200, 3, 64))
-    assert started == [kernel for kernel in (KERNELS if h >= 8 else WITHOUT_SHARES) if h != 3 or kernel not in OF_JOIN]
 
 
 @pytest.mark.parametrize(("h", "S"), [(3, 40), pytest.param(1, 80, marks=pytest.mark.thorough)])

@@ -42,7 +42,7 @@ def tensors(lane: Lane, shape: Shape, S: int, S_kv: int, **sizes: Any) -> tuple[
 
 def rows_of_edges(shape: Shape, S: int, S_kv: int, promised: bool) -> Tensor:
     """Ranges [1,S,1,4,2] int64, a row after the other of those that are easily mistreated; promised: no two of a row overlap."""
-    far, end, w = 2**40, S_kv, shape.block or 8
+    far, end, w = 2**63 - 1, S_kv, shape.block or 8
 
     def row(t: int) -> list[list[tuple[int, int]]]:
         own = t // w * w
@@ -286,6 +286,8 @@ FEW: dict[str, dict[str, int]] = {
 def shapes_of(behavior: str, lane: Lane) -> list[Shape]:
     """Return the shapes of a lane, the last ones alone where a behavior takes few."""
     shapes = lane.shapes()
+    if behavior == "many-rows":  # of kernels that are persistent, or have units
+        shapes = [shape for shape in shapes if shape.Dk >= 64 and (lane.backend.tiles or lane.backend.shares != "rows")]
     if lane.device == "emulated" and behavior in ("reuse", "poison", "many-keys"):
         shapes = [shape for shape in shapes if shape.h > 1 and (behavior != "many-keys" or shape.block in (None, 64))]
     return shapes[max(0, len(shapes) - FEW.get(lane.device, {}).get(behavior, len(shapes))) :]

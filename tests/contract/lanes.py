@@ -20,7 +20,7 @@ import torch
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Backend, Limits
 from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
-from tests.helpers.gpus import needs
+from tests.helpers.gpus import HOPPER, SM, needs
 
 SLOW = ("interpreter", "emulated")
 DEFAULT_DTYPE = {"emulated": "float16", "cuda": "bfloat16"}  # of others float32
@@ -133,7 +133,8 @@ class Lane(NamedTuple):
     def marks(self) -> list[pytest.MarkDecorator]:
         found = [pytest.mark.slow] if self.slow else []
         if self.device == "cuda":
-            found += [pytest.mark.gpu, needs(self.name)]
+            older = SM < self.limits.min_sm or (self.limits.tiles_only and not HOPPER)
+            found += [pytest.mark.gpu, needs(self.name), pytest.mark.skipif(older, reason="compute-capability: no kernels for this GPU")]
         return [*found, needs_compiler] if self.device == "emulated" else found
 
 
