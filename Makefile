@@ -45,8 +45,8 @@ test-thorough: $(STAMP)
 
 test-one-thread: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) -m 'not gpu and not slow and not thorough' \
-	-k 'not triton and not cuda and not imports and (numba or not test_cpu_backends) and (inductor or not test_compile)' \
-	tests/backends/test_cpu_backends.py tests/backends/test_numba_cpu.py tests/backends/test_sdpa_packed.py tests/backends/test_sdpa_paths.py \
+	-k 'not triton and not cuda and not imports and (numba or not (test_cpu_backends or test_attend)) and (inductor or not test_compile)' \
+	tests/contract/test_attend.py tests/backends/test_cpu_backends.py tests/backends/test_numba_cpu.py tests/backends/test_sdpa_packed.py tests/backends/test_sdpa_paths.py \
 	tests/core/test_compile.py tests/core/test_training.py
 
 lint: $(STAMP)
