@@ -76,7 +76,7 @@ def measured_times(rows: Sequence[Row]) -> dict[Asked, dict[str, float]]:
 
 
 def counted_sharing(case: Case) -> tuple[float, ...]:
-    """Return the sharing that a first call on the case would count (nsa_sel.core.count_sharing), without a GPU. Draws random rows anew."""
+    """Return the sharing that a first call on the case would count (nsa_sel.core.decide), without a GPU. Draws random rows anew."""
     if case.distribution == "random":
         return _sampled_sharing(case._replace(case="", h=1, Dk=0, Dv=0, dtype=""))
     return _sampled_sharing(case._replace(case=case.case.replace(f"-h{case.h}", "-h1"), h=1))  # a group's heads share their selection
