@@ -29,11 +29,11 @@ _CUDA = (
 # Cost terms (settings/schema.py, COST_TERMS) of each strategy's kernels. A model has at most one "-wide" term, because
 # few measured rows are wide.
 _GATHERED = ("launch", "pairs", "read", "scores", "rows", "read-wide")
-_TILES = ("launch", "union", "pairs", "tile", "distinct", "rows", "tile-wide")
-_VISITS = ("visited", "visited-partials")  # blocks of VISITED_WHOLE keys or more, which other kernels compute
-_BLOCKS = ("launch", "pairs", "exact", "partials", "rows", "exact-wide", *_VISITS)
+_TILES = ("launch", "union", "pairs", "tile", "rows", "tile-wide")
+_BLOCKS = ("launch", "pairs", "exact", "rows", "exact-wide", "visited")  # "visited": blocks of VISITED_WHOLE keys or more
+_DECODING = ("launch", "read", "gathered")
 _CHOICE = {
-    "choose": ("launch", "compressed", "ranked", "rows", "compressed-wide"),
+    "choose": ("launch", "compressed", "rows", "compressed-wide"),
     "choose-backward": ("launch", "compressed", "rows", "compressed-wide"),
 }
 
@@ -77,9 +77,9 @@ SPECS = (
         summary="one program per query row and head; no tensor cores, any h",
         slow=True,
         cost_terms={
-            "forward": ("launch", "reread", "scores", "reread-wide"),
-            "decode": ("launch", "walk", "split-walk", "reread", "scores", "reread-wide"),
-            "backward": ("launch", "pairs", "reread", "scores", "exact", "reread-wide"),
+            "forward": ("launch", "scores"),
+            "decode": ("launch", "scores"),
+            "backward": ("launch", "pairs", "scores", "exact"),
         },
     ),
     Backend(
@@ -93,11 +93,11 @@ SPECS = (
         sets_min_length=True,
         reads_caches=True,
         cost_terms={
-            "forward": ("launch", "read", "distinct", "rows", "read-wide"),
-            "decode": ("launch", "join", "busy", "split-walk", "few-read", "busy-read", "gathered", "read-wide"),
-            "tokens": ("launch", "split-walk", "read", "gathered", "distinct"),
-            "decode-e4m3": ("launch", "join", "few-read", "busy-read", "gathered"),
-            "tokens-e4m3": ("launch", "split-walk", "read", "gathered", "distinct"),
+            "forward": ("launch", "read", "rows", "read-wide"),
+            "decode": (*_DECODING, "read-wide"),
+            "tokens": _DECODING,
+            "decode-e4m3": _DECODING,
+            "tokens-e4m3": _DECODING,
             "backward": ("launch", "pairs", "read", "exact", "rows", "exact-wide"),
         },
     ),
@@ -140,8 +140,8 @@ SPECS = (
         shares="blocks",
         tiles=HOPPER_LISTS,
         cost_terms={
-            "forward": ("launch", "union", "pairs", "exact", "listed", *_VISITS),
-            "backward": ("launch", "pairs", "exact", "partials", "rows", *_VISITS),
+            "forward": ("launch", "union", "pairs", "exact", "visited"),
+            "backward": ("launch", "pairs", "exact", "rows", "visited"),
         },
     ),
     Backend(
@@ -162,10 +162,10 @@ SPECS = (
         quantized_by=HOPPER_STEPS,
         reads_caches=True,
         cost_terms={
-            "forward": (*_TILES, "loaded"),
-            "decode": ("launch", "busy", "walk", "few-read", "busy-read", "rows-kernel", "rows-read", "read-wide"),
-            "tokens": ("launch", "few-read", "busy-read", "distinct"),  # its tiles take only pages of whole steps
-            "decode-e4m3": ("launch", "few-read", "busy-read"),
+            "forward": _TILES,
+            "decode": ("launch", "read", "rows-read", "read-wide"),
+            "tokens": ("launch", "read"),  # its tiles take only pages of whole steps
+            "decode-e4m3": ("launch", "read"),
             "tokens-e4m3": ("launch", "read"),
             "backward": ("launch", "pairs", "tile", "exact"),
         },
@@ -218,7 +218,7 @@ CHOOSERS = (
         fallback=True,
         slow=True,
         cost_terms={
-            "choose": ("launch", "scores", "ranked", "rows", "compressed-wide"),
+            "choose": ("launch", "scores", "rows", "compressed-wide"),
             "choose-backward": ("launch", "scores", "rows", "compressed-wide"),
         },
     ),

@@ -56,7 +56,7 @@ def visible(limit, listed, first, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr):
 
     Returns the number of steps of BLOCK_L keys without a mask (the whole block if each listed row sees all of it, else
     0), the first key that needs a mask, and one past the last key that any listed row sees. Callers use two loops,
-    because Triton miscompiles a product in a branch (docs/kernel-trials.md, "Tried without rows").
+    because Triton miscompiles a product in a branch (docs/kernels.md, "Tried and dropped").
     """
     end = tl.minimum(first + WIDTH, tl.max(tl.where(listed, limit, 0), 0))
     steps = tl.where(tl.min(tl.where(listed, limit, first + WIDTH), 0) >= first + WIDTH, WIDTH // BLOCK_L, 0)

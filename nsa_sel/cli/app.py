@@ -239,21 +239,6 @@ def demo(
 
 
 @app.command()
-def report(
-    rows: Annotated[list[Path], typer.Argument(metavar="ROWS...", help="JSON-lines files of measured rows, of any devices.")],
-    out: Annotated[Path, typer.Option(help="Folder of selection_report.md and a PNG of each figure.")] = Path("report-output"),
-    as_json: AsJson = False,
-) -> None:
-    """Write what measured rows say: Markdown, and the figures as PNG.
-
-    A panel whose cases have no rows says so in place of its figure. Lines without a measurement are counted.
-    """
-    with _errors(as_json):
-        written, text = bench_door.report(rows, out)
-        _print(_pretty(written) if as_json else text)
-
-
-@app.command()
 def tune(
     quick: Annotated[bool, typer.Option("--quick", help="Few kernel configs of one case, next to the committed ones: minutes.")] = False,
     backend: Annotated[str | None, typer.Option(help="Only this Triton backend.")] = None,
@@ -269,7 +254,7 @@ def tune(
 ) -> None:
     """Measure on this GPU from which L on Triton is faster, the best kernel configs, and each backend's costs; later calls use them.
 
-    Without --backend, --L, --h, --Dk, --Dv, --dtype: the thresholds, the committed cases, the costs (not with --quick), and a report.
+    Without --backend, --L, --h, --Dk, --Dv, --dtype: the thresholds, the committed cases, and the costs (not with --quick).
     Every measurement is kept: the next run continues where one stopped. NSA_SEL_AUTOTUNE=off ignores what was found.
     """
     with _errors(as_json):

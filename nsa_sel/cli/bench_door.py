@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from nsa_sel.errors import needs_extra
 from nsa_sel.selection import Selection
 
 if TYPE_CHECKING:
@@ -31,15 +29,6 @@ def commands() -> tuple[tuple[Callable[..., None], type[TyperCommand]], ...]:
     return (command.bench, BenchCommand), (command.threshold, TyperCommand)
 
 
-def report(rows: list[Path], out: Path) -> tuple[Any, str]:
-    """Write the report of measured rows, and return what was written: as a document and as text."""
-    with needs_extra("report", "nsa-sel report"):
-        from nsa_sel.bench.report import report as reporting
-
-    written = reporting.write(rows, out)
-    return written, reporting.text(written)
-
-
 def tuning_plan(backend: str | None, way: Way | None, *, quick: bool, dry_run: bool, **sizes: Any) -> Plan:
     """What `nsa-sel tune` will measure. sizes: L, h, Dk, Dv and dtype, None where the user gives none."""
     from nsa_sel.bench.tune import command
@@ -51,9 +40,6 @@ def tune(plan: Plan, minutes: float, quick: bool, advance: Callable[[str, float]
     """Measure a plan, and return what was found: as a document and as text."""
     from nsa_sel.bench.tune import command
 
-    if plan.ways:  # a report follows the measurements: what it needs is better missed now
-        with needs_extra("report", "nsa-sel tune"):
-            import matplotlib  # noqa: F401
     found = command.measure(plan, minutes, quick, advance)
     return found.document(), found.text()
 

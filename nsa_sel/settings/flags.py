@@ -176,7 +176,7 @@ def unknown_variables() -> dict[str, str | None]:
 
 @functools.cache  # once per process
 def _warn_of_unknown(name: str, meant: str | None) -> None:
-    hint = f"; did you mean {meant}?" if meant else "; `nsa-sel doctor` shows the flags that are set, docs/flags.md all there are"
+    hint = f"; did you mean {meant}?" if meant else "; `nsa-sel doctor` shows the flags that are set, docs/decisions.md lists all"
     warn(f"the environment variable {name} is no flag and has no effect{hint}")
 
 

@@ -23,7 +23,6 @@ import pytest
 import torch
 
 from nsa_sel.bench.core import store
-from nsa_sel.bench.report.server import table
 from nsa_sel.errors import ArgumentError
 from tests.helpers.examples import load
 from tests.helpers.paths import ROOT
@@ -465,23 +464,3 @@ def test_the_load_test_refuses_other_loads(numbers: str) -> None:
 def test_the_load_test_refuses_other_machines(url: str) -> None:
     with pytest.raises(ArgumentError, match="run this on the server's machine"):
         load_test.completions_at(url)
-
-
-def test_the_table_of_loads_shows_the_last_row_of_each() -> None:
-    row = {"most": 1024, "at_once": 16, "requests": 64, "requests_per_second": 9.5, "tokens_per_second": 1216.4}
-    spreads = [(name, which) for name in ("first", "between", "request") for which in ("median", "p95")]
-    times = {f"{name}_ms_{which}": 1234.5 if which == "p95" else 2.25 for name, which in spreads}
-    lines = table([row | times | {"requests": 1}, row | dict.fromkeys(times) | {"at_once": 1}, row | times]).splitlines()
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
-    assert cells == [
-        ["1,024", "1", "64", "9.5", "1,216", "-", "-", "-"],
-        ["1,024", "16", "64", "9.5", "1,216", "2.2 (1,234.5)", "2.2 (1,234.5)", "2.2 (1,234.5)"],
-    ]
-
-
-def test_every_request_of_committed_loads_was_served() -> None:
-    rows = store.read(ROOT / "bench" / "results" / "h200" / "profiles" / "server.jsonl")
-    assert {(row["most"], row["at_once"]) for row in rows} == {(most, at_once) for most in (1024, 16384) for at_once in (16, 64)}
-    for row in rows:
-        assert row["outcomes"] == {"length": row["requests"]}
-        assert row["tokens_per_second"] == pytest.approx(row["requests_per_second"] * row["max_tokens"])

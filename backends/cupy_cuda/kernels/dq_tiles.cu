@@ -34,7 +34,7 @@ struct Arguments {
 
 // The `math` of consume_steps: one consumer's dq over a tile.
 struct QueryGradient {
-    static constexpr int BRIEF = 0;  // docs/kernel-trials.md, "Tried without rows"
+    static constexpr int BRIEF = 0;  // docs/kernels.md, "Tried and dropped"
     StepReader &steps;
     const u32 q_tile;  // an operand
     const RowPair &rows;
