@@ -1,4 +1,5 @@
-"""The gated sum and its backward pass in plain PyTorch: the functions of `nsa_sel.backends._triton.gate`, which a GPU has instead."""
+"""The gated sum and its backward pass in plain PyTorch, with the same functions as `nsa_sel.backends._triton.gate` for
+GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 
 def summed(branches: Sequence[Tensor], gates: Tensor) -> Tensor:
-    """sum_c gates[..., c] * branch c."""
+    """Return sum_c gates[..., c] * branch c."""
     wide = torch.promote_types(branches[0].dtype, torch.float32)
     total = sum(gate.unsqueeze(-1) * x.to(wide) for x, gate in zip(branches, gates.to(wide).unbind(-1), strict=True))
     return total.to(branches[0].dtype)  # type: ignore[union-attr]
@@ -32,12 +33,12 @@ def write_deltas(deltas: Sequence[Tensor | None], dgates: Tensor) -> None:
 
 
 def backward(do: Tensor, branches: Sequence[Tensor | None], gates: Tensor, dgates: Tensor, scales: bool) -> list[Tensor | None]:
-    wide, found = torch.promote_types(do.dtype, torch.float32), list[Tensor | None]()
+    wide, results = torch.promote_types(do.dtype, torch.float32), list[Tensor | None]()
     for c, o in enumerate(branches):
         if o is not None:
             dgates[..., c].copy_((do.to(wide) * o.to(wide)).sum(-1))
-        found.append(scaled(do, gates[..., c]) if scales and o is not None else None)
-    return found
+        results.append(scaled(do, gates[..., c]) if scales and o is not None else None)
+    return results
 
 
 def scaled(do: Tensor, gate: Tensor) -> Tensor:

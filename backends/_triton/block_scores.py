@@ -1,17 +1,20 @@
-"""Scores of blocks from q and index keys, for pools other than NSA's importance (importance.py), and for blocks of many index keys.
+"""Compute block scores from q and index keys, for pools other than NSA's importance (importance.py) and for blocks of
+many index keys.
 
 With x[i] the largest of a group's heads, or their sum, of the logits c q.k[i] or of the weights 2^(c q.k[i] - lse2):
 
     score[b] = largest of x[i] over the keys that touch block b, or their sum, each times the pieces of b that it covers
 
-The layout is that of importance.py: logits are computed transposed, [keys, heads x tokens], so that reductions over heads and keys stay
-within a warp; what a key adds to the next block, of which it covers the first pieces, is carried along the keys.
+The layout is that of importance.py: logits are computed transposed, [keys, heads x tokens], so that reductions over
+heads and keys stay within a warp; what a key adds to the next block, of which it covers the first pieces, is carried
+along the keys.
 
-    block_l    keys a step: BLOCKS whole blocks of PIECES keys each, or PIECES of the keys of one block, which takes PARTS steps
+    block_l    keys a step: BLOCKS whole blocks of PIECES keys each, or PIECES of the keys of one block, which takes
+               PARTS steps
     rows       columns: HEADS x TOKENS
 
-Steps whose keys all rows of the tile see need no mask. In the others the mask comes after the reduction over heads: what no row may see,
-NaN included, is dropped there.
+Steps whose keys all rows of the tile see need no mask. In other steps the mask comes after the reduction over heads and
+drops keys that a row may not see, NaN included.
 """
 
 from __future__ import annotations
@@ -33,12 +36,13 @@ from nsa_sel.backends._triton.tma import aligned
 from nsa_sel.core.choose_call import ChooseCall, Pool, Rule
 from nsa_sel.settings.schema import KernelConfig
 
-MOST_BLOCKS = 32  # of a step: the addresses of their scores take registers
+MOST_BLOCKS = 32  # most blocks per step, because the addresses of their scores take registers
 
 
 @triton.jit
 def over_heads(products, lse2, scale, dims: tl.constexpr, pool: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr):
-    """x [keys, TOKENS] of the products q.k [keys, HEADS * TOKENS]; of logits without their scale, which is positive."""
+    """Return x [keys, TOKENS] from the products q.k [keys, HEADS * TOKENS]. Logits are not scaled yet; the scale is
+    positive."""
     if pool.softmax:
         x = tl.exp2(products * scale - lse2[None, :]).reshape(products.shape[0], HEADS, TOKENS)
     else:
@@ -53,13 +57,14 @@ def over_heads(products, lse2, scale, dims: tl.constexpr, pool: tl.constexpr, HE
 
 @triton.jit
 def join(a, b, pool: tl.constexpr):
-    """Of scores of the same blocks from different keys."""
+    """Combine scores of the same blocks from different keys."""
     return tl.maximum(a, b) if pool.block_max else a + b
 
 
 @triton.jit
 def over_pieces(x, weight, least, pool: tl.constexpr):
-    """[BLOCKS, TOKENS] of x [BLOCKS, PIECES, TOKENS]; weight [PIECES]: how many pieces of the block a key covers."""
+    """Reduce x [BLOCKS, PIECES, TOKENS] to [BLOCKS, TOKENS]. weight [PIECES]: how many pieces of the block a key
+    covers."""
     weight = weight[None, :, None]
     if pool.block_max:
         return tl.max(tl.where(weight > 0, x, least), 1)
@@ -75,8 +80,9 @@ def walk(
 ):  # fmt: skip
     """Score the blocks of the steps [steps, last_step) and write those that are complete.
 
-    own [BLOCKS, TOKENS]: of the current blocks by their own keys so far; pending: what these keys add to the next blocks; spilled: what
-    earlier keys added to the current blocks, in row 0 where a step holds several.
+    own [BLOCKS, TOKENS]: scores of the current blocks from their own keys so far.
+    pending: contributions of these keys to the next blocks.
+    spilled: contributions of earlier keys to the current blocks, in row 0 if a step holds several blocks.
     """
     BLOCK_K: tl.constexpr = BLOCKS * PIECES
     REACH: tl.constexpr = rule.compress_block // rule.compress_stride
@@ -108,7 +114,7 @@ def walk(
             spill = over_pieces(x, tl.maximum(REACH - STEP + inside, 0), LEAST, pool)
             pending = spill if PARTS == 1 else tl.where(part == 0, spill, join(pending, spill, pool))
             if BLOCKS > 1:
-                earlier = tl.gather(pending, before, 0)  # row 0 holds the last block's: for the next step
+                earlier = tl.gather(pending, before, 0)  # row 0: the last block's spill, for the next step
                 total = join(own, tl.where((block == 0)[:, None], spilled, earlier), pool)
                 spilled = earlier
             else:
@@ -131,9 +137,11 @@ def block_scores_kernel(
     dims: tl.constexpr, rule: tl.constexpr, pool: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
     PIECES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """scores [B,S,G,blocks] up to the block of each tile's last position; later ones stay unwritten. scale: of log2 for weights.
+    """Store scores [B,S,G,blocks] up to the block of each tile's last position; later scores stay uninitialized.
 
-    Grid: one program per tile of TOKENS rows, late tiles first. Tiles: q [HEADS * TOKENS, BLOCK_D + BLOCK_REST], k [BLOCKS * PIECES, same].
+    Grid: one program per tile of TOKENS rows, late tiles first.
+    Tiles: q [HEADS * TOKENS, BLOCK_D + BLOCK_REST], k [BLOCKS * PIECES, BLOCK_D + BLOCK_REST].
+    scale: the logits' scale, times log2 e for softmax weights.
     """
     STEP: tl.constexpr = rule.block_size // rule.compress_stride
     LEAST: tl.constexpr = float("-inf") if pool.block_max and not pool.softmax else 0.0
@@ -147,9 +155,9 @@ def block_scores_kernel(
     exists = (s < sizes.S) & (head < dims.h)
     s = tl.minimum(s, sizes.S - 1).to(tl.int64)
     q_tile, q_rest = load_split(row_pointers(q, strides.q, b64, g64, s, head), exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
-    q_columns, rest_columns = q_tile.T, q_rest.T  # transposed in the loop, they would be copied to shared memory in every step
+    q_columns, rest_columns = q_tile.T, q_rest.T  # transpose once: in the loop, each step would copy them to shared memory
     lse2 = tl.zeros([HEADS * TOKENS], tl.float32)
-    if pool.softmax:  # columns that do not exist, and rows that saw nothing, have weights of 0 from an infinite log-sum-exp
+    if pool.softmax:  # columns that do not exist and rows without keys get lse = +inf, hence weight 0
         found = tl.load(row_pointers(lse, stride_lse, b64, g64, s, head), mask=exists, other=float("inf")).to(tl.float32)
         lse2 = tl.where(found == float("-inf"), float("inf"), found) * LOG2_E
 
@@ -161,11 +169,11 @@ def block_scores_kernel(
     end = tl.minimum(tl.where(t < 0, 0, t // rule.block_size + 1), blocks).to(tl.int32)
     last_step = (end + BLOCKS - 1) // BLOCKS * PARTS
     whole = 0
-    if PARTS * PIECES == STEP:  # steps follow each other without a gap
+    if PARTS * PIECES == STEP:  # steps are contiguous
         whole = tl.minimum(tl.min(seen, 0) // (BLOCKS * PIECES), last_step)
 
     out = scores + b64 * stride_scores[0] + g64 * stride_scores[2] + row * stride_scores[1]
-    shared = g if strides.k[1] != 0 else 0  # descriptors of keys that all groups share hold one group
+    shared = g if strides.k[1] != 0 else 0  # keys that all groups share have one group in the descriptor
     own = tl.full([BLOCKS, TOKENS], LEAST, tl.float32)
     own, pending, spilled = walk(
         0, whole, own, own, own, q_columns, rest_columns, lse2, seen, k_desc, k_rest_desc, k, out, is_token, strides, b, shared, sizes,
@@ -178,7 +186,9 @@ def block_scores_kernel(
 
 
 def block_scores(call: ChooseCall, lse: Tensor | None, scores: Tensor, config: KernelConfig) -> None:
-    """Write the score of every row's visible blocks, by call.pool, to `scores` [B,S,G,blocks] float32; later blocks may stay unwritten.
+    """Write the scores of every row's visible blocks, by call.pool, to `scores` [B,S,G,blocks] float32.
+
+    Later blocks may stay uninitialized.
 
     Args:
         call: with a positive scale and rule.reach <= rule.pieces.

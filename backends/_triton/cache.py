@@ -1,4 +1,5 @@
-"""A cache's new tokens: their keys and values written to pages, four of the six tensors in e4m3 where they have scales."""
+"""Append new tokens to a paged cache: store their keys and values, four of the six tensors in e4m3 if they have
+scales."""
 
 from __future__ import annotations
 
@@ -16,14 +17,15 @@ TENSORS = tl.constexpr(6)  # keys and values of three branches
 
 @triton.jit
 def to_e4m3(x, scale):
-    """x [rows,D] / scale [rows], beyond 448 saturated, with the bits of `nsa_sel.quantize.stored`: NaN compares as false, and stays NaN."""
+    """x [rows,D] / scale [rows], beyond 448 saturated, with the bits of `nsa_sel.quantize.stored`: NaN compares as
+    false, and stays NaN."""
     x = x.to(tl.float32) * tl.div_rn(1.0, scale)[:, None]
     return tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x)).to(tl.float8e4nv)
 
 
 @triton.jit
 def copy_row(x, to, scale, stride, b, s, slot, G, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
-    """x[b, s] [G,D] to row `slot` of to [slots,G,D], which has scales [G] where it is in e4m3."""
+    """Copy x[b, s] [G,D] to row `slot` of `to` [slots,G,D], divided by scales [G] if `to` is in e4m3."""
     g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     exists = (g < G)[:, None] & (d < D)[None, :]
     row = x + b * stride[0] + s * stride[1] + g.to(tl.int64)[:, None] * stride[2] + d[None, :]
@@ -39,8 +41,11 @@ def append_kernel(
     k_scale, v_scale, k_last_scale, v_last_scale, strides, S, G,
     Dk: tl.constexpr, Dv: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Grid: one program per token [B,S] and tensor: one that copied all would wait for each of them before it loads the next.
-    Sources [B,S,G,D]; k and v go to `slot` [B,S], the others to `last_slot` [B,S]. Scales [G] or None."""
+    """Copy the new tokens' six tensors to their pages.
+
+    Grid: one program per token [B,S] and tensor, because one program for all would pay the memory latency six times.
+    Sources are [B,S,G,D]; k and v go to `slot` [B,S], the others to `last_slot` [B,S]. Scales are [G] or None.
+    """
     row, which = tl.program_id(0) // TENSORS, tl.program_id(0) % TENSORS
     b, s = (row // S).to(tl.int64), (row % S).to(tl.int64)
     at, last = tl.load(slot + row), tl.load(last_slot + row)

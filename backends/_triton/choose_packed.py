@@ -1,7 +1,8 @@
-"""Choosing in packed batches: where a tile of rows or of compressed keys is (sequences.py), and the sizes of its sequence.
+"""Choosing in packed batches: locate a tile of rows or compressed keys (sequences.py), and return the sizes of its
+sequence.
 
-A program works with its sequence's sizes. Rows of padding see nothing. In a part of the rows `sizes.start` is the first of them, and
-rows count from there.
+A program works with its sequence's sizes. Padding rows see nothing. For a part of the rows, `sizes.start` is the first
+of them, and rows count from there.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from nsa_sel.backends._triton.choose_rows import Sizes
 from nsa_sel.backends._triton.rows import tile_rows
 from nsa_sel.backends._triton.sequences import sequence_of, span_of
 
-NOWHERE = tl.constexpr(-(1 << 40))  # a position from which no key is seen
+NOWHERE = tl.constexpr(-(1 << 40))  # a position that sees no key
 
 
 @triton.jit
 def sizes_of_sequence(i, cu, cu_cmp, sizes):
-    """The first row of sequence i, its first compressed key, and its `Sizes`: S is where its rows end, start + s a row's position in it."""
+    """Return the first row of sequence i, its first compressed key, and its `Sizes`.
+
+    In these sizes, S is where its rows end, and start + s is the position of row s in the sequence.
+    """
     begin, end = span_of(i, cu, sizes.start, sizes.S, sizes.sequences)
     first, last = span_of(i, cu_cmp, 0, sizes.C, sizes.sequences)
     start = tl.where(i < sizes.sequences, sizes.start - tl.load(cu + i), NOWHERE)
@@ -27,7 +31,8 @@ def sizes_of_sequence(i, cu, cu_cmp, sizes):
 
 @triton.jit
 def packed_tile(number, cu, cu_cmp, sizes, TOKENS: tl.constexpr):
-    """The first row of tile `number` of TOKENS rows, the first key of its sequence, and that sequence's sizes; no keys for no rows."""
+    """Return the first row of tile `number` of TOKENS rows, its sequence's first key and sizes; no keys if it has no
+    rows."""
     i = sequence_of(number, cu, sizes.start, sizes.S, sizes.sequences, TOKENS)
     begin, first, own = sizes_of_sequence(i, cu, cu_cmp, sizes)
     row = begin + (number - begin // TOKENS - i) * TOKENS
@@ -38,14 +43,14 @@ def packed_tile(number, cu, cu_cmp, sizes, TOKENS: tl.constexpr):
 
 @triton.jit
 def last_row(s, cu, sizes):
-    """The rows s, or the last one of their sequence where they do not exist; row 0 where it has none."""
+    """Return the rows s, clamped to the last row of their sequence, or to row 0 if it has none."""
     s = tl.minimum(s, sizes.S - 1)
     return s if cu is None else tl.maximum(s, 0)
 
 
 @triton.jit
 def token_tile(number, cu, cu_cmp, sizes, TOKENS: tl.constexpr):
-    """`packed_tile`, or the tile of that number and all sizes of a batch that is not packed."""
+    """Do `packed_tile`; for a batch that is not packed, return the tile's first row, key 0 and the batch's sizes."""
     if cu is None:
         return number * TOKENS, 0, sizes
     else:
@@ -54,8 +59,8 @@ def token_tile(number, cu, cu_cmp, sizes, TOKENS: tl.constexpr):
 
 @triton.jit
 def key_tile(number, cu, cu_cmp, sizes, sections, BLOCK_K: tl.constexpr):
-    """The first of BLOCK_K keys of tile `number` in its sequence; of that sequence the first key, the first row, sizes, and rows of a
-    section."""
+    """Return the first of the BLOCK_K keys of tile `number` within its sequence, and the sequence's first key, first
+    row, sizes and rows per section."""
     if cu is None:
         return number * BLOCK_K, 0, 0, sizes, sections.rows
     else:
@@ -67,7 +72,8 @@ def key_tile(number, cu, cu_cmp, sizes, sections, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def locate_tile(program, cu, cu_cmp, sizes, h: tl.constexpr, TQ: tl.constexpr, ROWS: tl.constexpr):
-    """Batch entry, group, and rows s, heads, indices in [B,S,G,h], existence, as `tile_rows`; the sequence's first key and sizes."""
+    """Return b, g, s, head, index in [B,S,G,h] and existence as `tile_rows` does, then the sequence's first key and
+    sizes."""
     if cu is None:
         b, g, _, s, _, head, out, exists = tile_rows(program, sizes.S, sizes.G, sizes.tiles, h, TQ, ROWS)
         return b, g, s, head, out, exists, 0, sizes

@@ -1,12 +1,12 @@
-"""Choosing blocks of a few new tokens over compressed keys in pages: nothing is gathered, and K and V are read once.
+"""Choose blocks for a few new tokens over compressed keys in pages, without gathering them; K and V are loaded once.
 
-    attention    o and lse of all new tokens of a sequence, and each head's share of every block: what its weights add to the block's score,
-                 relative to the largest logit until then
+    attention    o and lse of all new tokens of a sequence, and each head's share of every block: what its weights add
+                 to the block's score, relative to the largest logit until then
     importance   scores of blocks from the shares and lse (Eq. 8 to 10); then `top_n`
 
-A sequence's compressed keys are cut into parts, one program each, where few sequences would not fill the GPU; `importance` joins them, too
-(combine.py). Where parts end is the device's decision: tables have room for the longest sequence, and the keys that a sequence has are
-shared by its programs.
+A sequence's compressed keys are cut into parts, one program each, where few sequences would not fill the GPU;
+`importance` joins them, too (combine.py). Where parts end is the device's decision: tables have room for the longest
+sequence, and the keys that a sequence has are shared by its programs.
 """
 
 from __future__ import annotations
@@ -43,13 +43,16 @@ def attention_kernel(
     dims: tl.constexpr, rule: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr, SLOTS: tl.constexpr,
     SKIPPED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """o [B,S,G,h,Dv], if SPLIT that of parts [rows,parts,Dv]; lse [rows,parts] in base 2. For every step of BLOCKS blocks the largest
-    logit until then, in base 2, the peak; and in shares [B,G,S * h,steps * BLOCKS] the sums of p = 2^(logit - peak) over the compressed
-    keys that begin in a block or in the one before it, each as often as it covers pieces of the block. What the last block of a step
-    adds to the next step's first goes with the peak to ends [B,G,S * h,steps,2]: there the peak may be another.
+    """o [B,S,G,h,Dv], if SPLIT that of parts [rows,parts,Dv]; lse [rows,parts] in base 2. For every step of BLOCKS
+    blocks the largest logit until then, in base 2, the peak; and in shares [B,G,S * h,steps * BLOCKS] the sums of p =
+    2^(logit - peak) over the compressed keys that begin in a block or in the one before it, each as often as it covers
+    pieces of the block. What the last block of a step adds to the next step's first goes with the peak to ends [B,G,S *
+    h,steps,2]: there the peak may be another.
 
-    Grid: one program per sequence, group and part. Tiles: q [ROWS, BLOCK_D + BLOCK_REST], k [BLOCKS * PIECES, same], v [BLOCKS * PIECES,
-    BLOCK_DV]. Keys that no row of the sequence sees are not read. The table is read one step ahead, or every step would wait for it.
+    Grid: one program per sequence, group and part. Tiles: q [ROWS, BLOCK_D + BLOCK_REST], k [BLOCKS * PIECES, same], v
+    [BLOCKS * PIECES,
+    BLOCK_DV]. Keys that no row of the sequence sees are not read. The table is read one step ahead, or every step would
+    wait for it.
     """
     BLOCK_DV: tl.constexpr = dims.BLOCK_DV
     STEP: tl.constexpr = rule.block_size // rule.compress_stride
@@ -109,10 +112,11 @@ def importance_kernel(
     h: tl.constexpr, Dv: tl.constexpr, rule: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_DV: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """scores [B,S,G,blocks]: the shares of all heads, relative to lse; 0 for blocks that the row does not see. lse [B,S,G,h] from that
-    of parts, and where o is in parts o [B,S,G,h,Dv].
+    """scores [B,S,G,blocks]: the shares of all heads, relative to lse; 0 for blocks that the row does not see. lse
+    [B,S,G,h] from that of parts, and where o is in parts o [B,S,G,h,Dv].
 
-    Grid: one program per row [B,S,G] and STEPS steps of attention, then one per head of a row to join parts of o. Tile: shares [HEADS,
+    Grid: one program per row [B,S,G] and STEPS steps of attention, then one per head of a row to join parts of o. Tile:
+    shares [HEADS,
     STEPS, BLOCKS].
     """
     STEP: tl.constexpr = rule.block_size // rule.compress_stride
@@ -165,7 +169,8 @@ def _blocks(call: ChooseCall) -> int:
 
 
 def choose(call: ChooseCall, config: KernelConfig, o: Tensor, lse: Tensor, ranges: Tensor) -> None:
-    """Write o [B,S,G,h,Dv], lse [B,S,G,h] float32 and ranges [B,S,G,n,2], all contiguous, of a call over pages with a positive scale."""
+    """Write o [B,S,G,h,Dv], lse [B,S,G,h] float32 and ranges [B,S,G,n,2], all contiguous, of a call over pages with a
+    positive scale."""
     assert call.pages is not None
     B, S, G, h, _ = call.q.shape
     sizes, rows, parts = Sizes(S, call.C, G, call.start, 1, 0), B * S * G, _parts(call, B * G)

@@ -1,11 +1,13 @@
-"""New compressed keys and values of a cache: the MLP of Eq. 7 over the keys of every block that a step completes.
+"""Compute new compressed keys and values of a cache: the MLP of Eq. 7 over the keys of every block that a step
+completes.
 
     hidden   W_1 (x + inside) of the compress_block keys of each, in sums of KEYS of them
     out      W_2 gelu(hidden + b_1) + b_2, to the compressed key's slot
 
-Keys that the step brings are read where the projection left them, all others from their pages, so that nothing waits until they are
-appended. A program whose compressed keys all lack a place (slot >= limit) waits for one load, and leaves: so it is in most steps of one
-sequence. Few compressed keys take small tiles, so that many programs share the weights.
+Keys that the step brings are read where the projection left them, all others from their pages, so that nothing waits
+until they are appended. A program whose compressed keys all lack a place (slot >= limit) waits for one load, and
+leaves: so it is in most steps of one sequence. Few compressed keys take small tiles, so that many programs share the
+weights.
 """
 
 from __future__ import annotations
@@ -24,15 +26,15 @@ from nsa_sel.backends._triton.softmax import add_product
 from nsa_sel.backends._triton.tiles import MIN_TILE, tile_size
 from nsa_sel.core.call import is_aligned
 
-FEW_KEYS, KEYS = 4, 8  # of a sum, at most: where few compressed keys may be new, and else
-ROW_BYTES, MOST_ROWS = 256, 64  # of a key, and keys of a tile in which they have no more bytes; the last row is `inside`
-OUT_ROWS, OUT_WEIGHTS = 2, 8192  # of a tile of `out`
+FEW_KEYS, KEYS = 4, 8  # most keys per partial sum, if few compressed keys can be new, and otherwise
+ROW_BYTES, MOST_ROWS = 256, 64  # up to ROW_BYTES per key, a tile has MOST_ROWS rows; its last row is `inside`
+OUT_ROWS, OUT_WEIGHTS = 2, 8192  # rows and weights per tile of `out`
 Weights = tuple[Any, ...]
 
 
 @triton.jit
 def load_keys(rows, exists, d, D: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Keys at the pointers rows [ROWS, AT_ONCE], those of a row side by side: [ROWS, AT_ONCE * BLOCK_D]."""
+    """Load the keys at pointers rows [ROWS, AT_ONCE] as a tile [ROWS, AT_ONCE * BLOCK_D]."""
     if AT_ONCE == 1:
         return tl.load(rows + d[None, :], mask=exists[:, None] & (d < D)[None, :], other=0.0)
     else:
@@ -48,9 +50,10 @@ def hidden_tile(
 ):  # fmt: skip
     """hidden [BLOCK / KEYS, rows, width] of compressed keys [B,P,G], of ROWS - 1 of them, COLS columns and one sum.
 
-    Keys are in pages x [slots,G,D] at `covered` [B,keys]; a piece of STRIDE of them lies within a page, and KEYS divides STRIDE. From key
-    fresh[b, 0] on they are row key + fresh[b, 1] of new [B,S,G,D]. Tiles of a step, which is AT_ONCE keys: x [ROWS, AT_ONCE * BLOCK_D],
-    weight [AT_ONCE * BLOCK_D, COLS]. The last row of x is `inside`, whose product is added to the others'.
+    Keys are in pages x [slots,G,D] at `covered` [B,keys]; a piece of STRIDE of them lies within a page, and KEYS
+    divides STRIDE. From key fresh[b, 0] on they are row key + fresh[b, 1] of new [B,S,G,D]. Tiles of a step, which is
+    AT_ONCE keys: x [ROWS, AT_ONCE * BLOCK_D], weight [AT_ONCE * BLOCK_D, COLS]. The last row of x is `inside`, whose
+    product is added to the others'.
     """
     SUMS: tl.constexpr = BLOCK // KEYS
     columns, part, r = tl.cdiv(width, COLS), number % SUMS, tl.arange(0, ROWS)
@@ -93,7 +96,8 @@ def out_tile(
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """to [slots,G,D] at the slots [B,P] of compressed keys, from hidden [SUMS, rows, WIDTH], of ROWS keys and TILES tiles of COLS columns.
+    """to [slots,G,D] at the slots [B,P] of compressed keys, from hidden [SUMS, rows, WIDTH], of ROWS keys and TILES
+    tiles of COLS columns.
 
     Tiles: hidden [ROWS, BLOCK_W], weight [COLS, BLOCK_W]. Few rows leave tensor cores nothing to do.
     """
@@ -133,7 +137,8 @@ def hidden_kernel(
     Dk: tl.constexpr, Dv: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
     KEYS: tl.constexpr, AT_ONCE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """`hidden_tile` of keys and of values. Grid: one program per tile, those of the keys first; sizes: rows, G, P, keys of `covered`."""
+    """`hidden_tile` of keys and of values. Grid: one program per tile, those of the keys first; sizes: rows, G, P, keys
+    of `covered`."""
     number = tl.program_id(0)
     if number < of_k:
         hidden_tile(
@@ -170,12 +175,14 @@ def compress(
 
     Args:
         raw: [pages,page_size,G,D], contiguous: what is compressed. page_size is a multiple of the stride.
-        new: [B,S,G,D] of any strides with a contiguous last dimension: those of the step's tokens, which `raw` need not hold yet.
+        new: [B,S,G,D] of any strides with a contiguous last dimension: those of the step's tokens, which `raw` need not
+            hold yet.
         covered: [B,keys] int64, slots of keys that follow one another; block p covers those from p * stride on.
-        fresh: [B,2] int32: the first of these keys that is new, and what is to be added to a key's number to give its row in `new`.
+        fresh: [B,2] int32: the first of these keys that is new, and what is to be added to a key's number to give its
+            row in `new`.
         slot: [B,P] int64, where compressed key p goes; the slots of the last page and later are no place.
-        of_k, of_v: inside [compress_block,D], of the first layer [width,compress_block * D] and [width], of the second [D,width] and [D]
-            or None; all contiguous, of raw's dtype.
+        of_k, of_v: inside [compress_block,D], of the first layer [width,compress_block * D] and [width], of the second
+            [D,width] and [D] or None; all contiguous, of raw's dtype.
         to: [pages,slots,G,D], contiguous.
         stride: compress_stride.
     """
@@ -205,7 +212,7 @@ def compress(
 def _hidden(
     Dk: int, Dv: int, number_bytes: int, block: int, stride: int, keys: int, few: bool, aligned: bool
 ) -> Kernel:  # fmt: skip
-    """A tile of few rows loads all keys of its sum at once, if they have few bytes."""
+    """Return `hidden_kernel`. A tile of few rows loads all keys of its sum at once if they are small."""
     sizes = {"BLOCK_DK": tile_size(Dk), "BLOCK_DV": tile_size(Dv), "BLOCK": block, "STRIDE": stride, "KEYS": keys}
     wider = -(-max(sizes["BLOCK_DK"], sizes["BLOCK_DV"]) * number_bytes // ROW_BYTES)
     side = MIN_TILE if few else max(MIN_TILE, MOST_ROWS // wider)
@@ -215,7 +222,8 @@ def _hidden(
 
 @functools.lru_cache(REMEMBERED)
 def _out(Dk: int, Dv: int, widths: tuple[int, int], sums: int, few: bool) -> Kernel:
-    """With few rows there is a program for every tile of columns; else one loads hidden numbers once for all of them."""
+    """Return `out_kernel`. With few rows each column tile has a program; otherwise one program loads `hidden` once for
+    several."""
     block_w = tile_size(max(widths))
     columns = max(1, OUT_WEIGHTS // block_w)
     tiles = {"BLOCK_W": block_w, "ROWS": OUT_ROWS, "COLS": columns, "TILES": 1 if few else min(4, -(-max(Dk, Dv) // columns))}

@@ -1,11 +1,13 @@
-"""The gated sum of NSA's three branches (Eq. 5), o = sum_c g_c o_c, in one pass over memory, and what its backward pass takes.
+"""The gated sum of NSA's three branches (Eq. 5), o = sum_c g_c o_c, in one pass over memory, and what its backward pass
+takes.
 
-Backward, a branch either gets lse - ln g, and its own pass gives the gradient of its gate (nsa_sel/gating.py has the formulas): two small
-kernels, of one number per row and branch. Or one pass reads do and the branch, and writes g do and that gradient.
+Backward, a branch either gets lse - ln g, and its own pass gives the gradient of its gate (nsa_sel/gating.py has the
+formulas): two small kernels, of one number per row and branch. Or one pass reads do and the branch, and writes g do and
+that gradient.
 
-Grid: one program per ROWS of the B * S * G * h rows (a row is one head of one token). Tile: [ROWS, BLOCK_D >= Dv]. Sums are in float32,
-in float64 for float64 tensors. Tensors have any strides with a contiguous last dimension, but for `lse` and what is written in its place.
-The small kernels have tiles of [ROWS].
+Grid: one program per ROWS of the B * S * G * h rows (a row is one head of one token). Tile: [ROWS, BLOCK_D >= Dv]. Sums
+are in float32, in float64 for float64 tensors. Tensors have any strides with a contiguous last dimension, but for `lse`
+and what is written in its place. The small kernels have tiles of [ROWS].
 """
 
 from __future__ import annotations
@@ -22,15 +24,15 @@ from torch import Tensor
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.tiles import load_columns, store_columns, tile_size
 
-TILE = 4096  # numbers of a tile: 32 per thread
-FEW, FEW_TILE = 1 << 20, 1024  # numbers of all rows up to which tiles are smaller, so that more programs share them
-NUMBERS = 256  # of a tile without columns: 2 per thread
-INTERPRETED_TILE = 1 << 16  # the interpreter takes its time for every program
+TILE = 4096  # elements per tile, 32 per thread
+FEW, FEW_TILE = 1 << 20, 1024  # up to FEW elements in total, tiles of FEW_TILE elements give more programs
+NUMBERS = 256  # rows per program of the kernels without columns, 2 per thread
+INTERPRETED_TILE = 1 << 16  # larger, because the interpreter has a high cost per program
 
 
 @triton.jit
 def tile_rows(sizes, ROWS: tl.constexpr):
-    """The indices b, s, g, head of this program's rows, their numbers, all int64, and which of them exist."""
+    """Return the indices (b, s, g, head) of this program's rows, their numbers (int64), and which of them exist."""
     number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     exists = number < sizes[0]
     inside = tl.where(exists, number, 0)
@@ -40,13 +42,13 @@ def tile_rows(sizes, ROWS: tl.constexpr):
 
 @triton.jit
 def row_starts(x, stride, at):
-    """Where the rows at indices (b, s, g, head) of x [B,S,G,h,...] begin."""
+    """Return pointers to the rows at indices (b, s, g, head) of x [B,S,G,h,...]."""
     return x + at[0] * stride[0] + at[1] * stride[1] + at[2] * stride[2] + at[3] * stride[3]
 
 
 @triton.jit
 def branch(o, stride, gates, stride_gates, c: tl.constexpr, at, exists, D: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
-    """Rows of a branch [ROWS, BLOCK_D] and their gates [ROWS], wide."""
+    """Load rows of a branch [ROWS, BLOCK_D] and their gates [ROWS], in the accumulation dtype."""
     gate = tl.load(row_starts(gates, stride_gates, at) + c * stride_gates[4], mask=exists, other=0.0)
     return load_columns(row_starts(o, stride, at), exists, 0, D, BLOCK_D).to(WIDE), gate.to(WIDE)
 
@@ -56,8 +58,8 @@ def gate_kernel(
     cmp, slc, win, gates, o, is_token, strides, sizes,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """o [rows, D] = sum_c gates[..., c] * branch c; strides: of cmp, slc, win, gates and o. o may be one of the branches. Rows that are no
-    token by is_token [B,S], unless that is None, are not read, and give 0."""
+    """o [rows, D] = sum_c gates[..., c] * branch c; strides: of cmp, slc, win, gates and o. o may be one of the
+    branches. Rows that are no token by is_token [B,S], unless that is None, are not read, and give 0."""
     at, _, inside = tile_rows(sizes, ROWS)
     exists = inside
     if is_token is not None:
@@ -72,7 +74,7 @@ def gate_kernel(
 
 @triton.jit
 def raised(lse, gate):
-    """lse - ln gate: infinity for a gate of 0, NaN for a negative one; -inf, of a row without keys, stays."""
+    """Return lse - ln gate: infinity for a gate of 0, NaN for a negative gate; -inf (a row without keys) stays -inf."""
     off = gate == 0
     shifted = tl.where(off, float("inf"), lse - tl.log(tl.where(off, 1.0, gate)))
     return tl.where(lse == float("-inf"), lse, shifted)
@@ -88,7 +90,7 @@ def raise_branch(lse, to, gates, stride, c: tl.constexpr, at, number, exists):
 
 @triton.jit
 def raise_kernel(gates, lse_cmp, lse_slc, lse_win, to_cmp, to_slc, to_win, stride, sizes, ROWS: tl.constexpr):
-    """to = lse - ln gate of the branches that are not None; stride: of gates, lse and to are contiguous."""
+    """Store lse - ln gate of the branches that are not None. stride: of gates; lse and to are contiguous."""
     at, number, exists = tile_rows(sizes, ROWS)
     raise_branch(lse_cmp, to_cmp, gates, stride, 0, at, number, exists)
     raise_branch(lse_slc, to_slc, gates, stride, 1, at, number, exists)
@@ -104,7 +106,8 @@ def copy_branch(delta, stride_delta, dgates, stride, c: tl.constexpr, at, exists
 
 @triton.jit
 def delta_kernel(dgates, cmp, slc, win, strides, sizes, ROWS: tl.constexpr):
-    """dgates[..., c] = delta of branch c, of those that are not None; strides: of dgates and the three."""
+    """Store dgates[..., c] = delta of branch c, for branches that are not None. strides: of dgates and the three
+    deltas."""
     at, _, exists = tile_rows(sizes, ROWS)
     copy_branch(cmp, strides[1], dgates, strides[0], 0, at, exists)
     copy_branch(slc, strides[2], dgates, strides[0], 1, at, exists)
@@ -113,7 +116,7 @@ def delta_kernel(dgates, cmp, slc, win, strides, sizes, ROWS: tl.constexpr):
 
 @triton.jit
 def branch_or_do(do, o, stride, gates, stride_gates, c: tl.constexpr, at, exists, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """`branch`; placeholders, which nothing reads, where o is None."""
+    """Do `branch`, or return unused placeholders if o is None."""
     if o is None:
         return do, do
     else:
@@ -122,7 +125,7 @@ def branch_or_do(do, o, stride, gates, stride_gates, c: tl.constexpr, at, exists
 
 @triton.jit
 def branch_backward(do, branch, o, to, dgates, stride, c: tl.constexpr, at, number, exists, D: tl.constexpr):
-    """dgates[..., c] = sum_d do * x of branch c, unless o is None; and to `to`, unless it is None, gate * do."""
+    """Store dgates[..., c] = sum_d do * x of branch c unless o is None, and gate * do to `to` unless it is None."""
     x, gate = branch
     if o is not None:
         if to is not None:
@@ -135,9 +138,10 @@ def gate_backward_kernel(
     do, cmp, slc, win, gates, dgates, to_cmp, to_slc, to_win, strides, sizes,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """`branch_backward` of the branches that are not None; strides: of do, cmp, slc, win, gates and dgates, `to` is contiguous.
+    """Do `branch_backward` for the branches that are not None. strides: of do, cmp, slc, win, gates, dgates; `to` is
+    contiguous.
 
-    All loads come first: the compiler moves none of them across a store.
+    All loads come first, because the compiler does not move loads across a store.
     """
     at, number, exists = tile_rows(sizes, ROWS)
     grad = load_columns(row_starts(do, strides[0], at), exists, 0, D, BLOCK_D).to(WIDE)
@@ -150,14 +154,15 @@ def gate_backward_kernel(
 
 
 def write_sum(branches: Sequence[Tensor], gates: Tensor, to: Tensor, is_token: Tensor | None = None) -> None:
-    """Write o to a tensor of any strides with a contiguous last dimension; 0 to rows that are no token by is_token [B,S], contiguous."""
+    """Write o to `to`, of any strides with a contiguous last dimension; write 0 where is_token [B,S] (contiguous) is
+    False."""
     tensors = (*map(_unit, branches), gates, to)
     if to.numel():
         _launch(gate_kernel, to, (*tensors, is_token), tuple(x.stride() for x in tensors))
 
 
 def raise_lse(lse: Sequence[Tensor | None], gates: Tensor) -> list[Tensor | None]:
-    """lse - ln gate, contiguous, of every branch whose lse [B,S,G,h] is given."""
+    """Return contiguous lse - ln gate for every branch whose lse [B,S,G,h] is not None."""
     given = [None if x is None else x.contiguous() for x in lse]
     to = [None if x is None else _empty(x) for x in given]
     if gates.numel():
@@ -166,14 +171,14 @@ def raise_lse(lse: Sequence[Tensor | None], gates: Tensor) -> list[Tensor | None
 
 
 def write_deltas(deltas: Sequence[Tensor | None], dgates: Tensor) -> None:
-    """dgates[..., c] = delta [B,S,G,h] of branch c, of those that are given."""
+    """Write dgates[..., c] = delta [B,S,G,h] of branch c, for every branch that is not None."""
     if dgates.numel():
         strides = tuple((dgates if x is None else x).stride() for x in (dgates, *deltas))
         _launch_rows(delta_kernel, dgates, (dgates, *deltas), strides)
 
 
 def backward(do: Tensor, branches: Sequence[Tensor | None], gates: Tensor, dgates: Tensor, scales: bool) -> list[Tensor | None]:
-    """Write the gates' gradients of every branch that is given, and return gate * do of it, contiguous, if `scales`."""
+    """Write the gates' gradients of every branch that is not None; if `scales`, return contiguous gate * do of each."""
     do = _unit(do)
     read = [None if o is None else _unit(o) for o in branches]
     to = [_empty(o) if scales and o is not None else None for o in branches]
@@ -188,7 +193,7 @@ def _empty(like: Tensor) -> Tensor:
 
 
 def _unit(x: Tensor) -> Tensor:
-    """x with a contiguous last dimension."""
+    """Return x with a contiguous last dimension, copied if needed."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -1,7 +1,9 @@
-"""Rotary positions in one pass over memory, (a, b) -> (a cos - b sin, a sin + b cos), and back with -sin; plus another tensor, if given.
+"""Rotary positions in one pass: (a, b) -> (a cos - b sin, a sin + b cos), or back with -sin, plus another tensor if
+given.
 
-Grid: one program per ROWS of the B * S * H rows (a row is one head of one token). Tiles: a and b, the halves of a row, [ROWS, BLOCK].
-x, plus and what is written have any strides with a contiguous last dimension. Computed in the dtype of the angles.
+Grid: one program per ROWS of the B * S * H rows (a row is one head of one token). Tiles: a and b, the halves of a row,
+[ROWS, BLOCK]. x, plus and what is written have any strides with a contiguous last dimension. Computed in the dtype of
+the angles.
 """
 
 from __future__ import annotations
@@ -15,13 +17,13 @@ from torch import Tensor
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.tiles import load_columns, store_columns, tile_size
 
-TILE = 2048  # numbers of half a tile: 16 per thread
-INTERPRETED_TILE = 1 << 16  # the interpreter takes its time for every program
+TILE = 2048  # elements per half tile, 16 per thread
+INTERPRETED_TILE = 1 << 16  # larger, because the interpreter has a high cost per program
 
 
 @triton.jit
 def rows_of(x, stride, b, s, head):
-    """Where the rows (b, s, head) of x [B,S,H,D] begin."""
+    """Return pointers to the rows (b, s, head) of x [B,S,H,D]."""
     return x + b * stride[0] + s * stride[1] + head * stride[2]
 
 
@@ -30,8 +32,8 @@ def rotate_kernel(
     x, plus, cos, sin, out, strides, sequence_angles, rows, S, H,
     HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """out of x [B,S,H,2 * HALF], plus `plus` if it is not None; strides: of x, plus and out. cos and sin [S, HALF] of each sequence,
-    sequence_angles numbers apart (0: the same)."""
+    """out of x [B,S,H,2 * HALF], plus `plus` if it is not None; strides: of x, plus and out. cos and sin [S, HALF] of
+    each sequence, sequence_angles numbers apart (0: the same)."""
     number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     exists = number < rows
     inside = tl.where(exists, number, 0)

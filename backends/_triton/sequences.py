@@ -1,8 +1,9 @@
-"""Packed batches: which sequence a tile of rows or of keys belongs to, and where it begins and ends, in scalars.
+"""Packed batches: find the sequence of a tile of rows or keys, and its bounds, as scalars.
 
-Tiles lie within one sequence. Those of sequence i, which begins at row cu[i], begin at tile cu[i] // TILE + i: there is room for all of
-them, as each sequence wastes less than a tile, and the host knows a bound on their number, total // TILE + N + 1. A program finds its
-sequence by a search among `cu`, 32 entries at a time. What follows the last sequence is one more, number N: padding.
+A tile lies within one sequence. The tiles of sequence i, which begins at row cu[i], begin at tile number cu[i] // TILE
++ i. This leaves room for all tiles, because each sequence wastes less than one tile, and bounds their number by total
+// TILE + N + 1 on the host. A program finds its sequence by searching `cu`, 32 entries at a time. Padding after the
+last sequence counts as sequence N.
 """
 
 from __future__ import annotations
@@ -10,18 +11,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-PROBES = tl.constexpr(32)  # entries that a step of the search reads: a thread of a warp each
+PROBES = tl.constexpr(32)  # entries per search step, one per thread of a warp
 
 
 @triton.jit
 def clamped(bounds, i, origin, most):
-    """bounds[i] - origin, int32, within [0, most] even where the bounds are wrong."""
+    """Return bounds[i] - origin as int32, clamped to [0, most] even if the bounds are wrong."""
     return tl.minimum(tl.maximum(tl.load(bounds + i) - origin, 0), most).to(tl.int32)
 
 
 @triton.jit
 def sequence_of(number, bounds, origin, most, sequences, TILE: tl.constexpr):
-    """The last i in [0, sequences] whose tiles begin at or before tile `number`."""
+    """Return the last i in [0, sequences] whose tiles begin at or before tile `number`."""
     probe = tl.arange(0, PROBES)
     first = 0
     width = sequences + 1
@@ -37,7 +38,7 @@ def sequence_of(number, bounds, origin, most, sequences, TILE: tl.constexpr):
 
 @triton.jit
 def span_of(i, bounds, origin, most, sequences):
-    """Where sequence i begins and ends."""
+    """Return where sequence i begins and ends."""
     begin = clamped(bounds, i, origin, most)
     end = tl.where(i < sequences, clamped(bounds, tl.minimum(i + 1, sequences), origin, most), most)
     return begin, tl.maximum(begin, end)

@@ -1,11 +1,10 @@
-"""The n best blocks of every row, exactly as `nsa_sel.core.ranges.sorted_blocks`, without sorting: scores are read
-once.
+"""Select the n best blocks of every row without sorting, with results equal to `nsa_sel.core.ranges.sorted_blocks`.
 
-Scores become integers in the order of `sorted_blocks`: forced blocks highest, then the scores, lowest what cannot be
-selected (future blocks, NaN, -inf). Bisection finds the largest threshold that at least n of them reach; it ends early
-when exactly n do. Then all above it are selected, and of those equal to it the first ones. One prefix sum counts both,
-in two halves of an integer, and so gives every selected block its place in the ascending list. What is written are the
-keys of the blocks, as by `core.arguments.whole_blocks`.
+Scores are read once and mapped to integers in the order of `sorted_blocks`: forced blocks highest, then the scores,
+then blocks that cannot be selected (future blocks, NaN, -inf). Bisection finds the largest threshold that at least n of
+them reach, and ends early if exactly n do. All blocks above it are selected, and the first ones of those equal to it.
+One prefix sum counts both, in the two halves of an integer, which gives every selected block its index in the ascending
+list. The kernel stores the blocks' key ranges, like `core.arguments.whole_blocks`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Hopper's kernels (sm90.py) where the keys of a row are arithmetic (BY_ARITHMETIC in problem.cuh): no plan of tiles is in memory."""
+"""Launch Hopper's kernels (sm90.py) for calls whose visible keys follow from positions (BY_ARITHMETIC in problem.cuh):
+no plan needed."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ BLOCK = sm90.KEYS  # keys of a step; a tile masks those of its partial blocks on
 
 
 class Arithmetic(NamedTuple):
-    """Which keys a row sees, as problem.cuh has it."""
+    """Kernel parameters of which keys a row sees (problem.cuh)."""
 
     macros: dict[str, int]
     start: int  # `Problem.start`
@@ -27,8 +28,8 @@ class Arithmetic(NamedTuple):
 
 
 def supports(call: ChooseCall | WindowCall, device: DeviceInfo, *others: Tensor) -> bool:
-    """Whether the kernels compute calls of these sizes on `device`; `others`, of a backward pass, are read row by row as q, k and v
-    are."""
+    """Whether the kernels compute calls of these sizes on `device`; `others`, of a backward pass, are read row by row
+    as q, k and v are."""
     _, S, _, h, Dk = call.q.shape
     return (
         device.sm == ARITHMETIC_TILES.sm
@@ -38,7 +39,7 @@ def supports(call: ChooseCall | WindowCall, device: DeviceInfo, *others: Tensor)
 
 
 def forward(call: ChooseCall | WindowCall, keys: Arithmetic, device: DeviceInfo) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,Dv] and lse [B,S,G,h] in float32, with a positive scale."""
+    """Return o [B,S,G,h,Dv] and lse [B,S,G,h] in float32; the scale is positive."""
     q, shape = call.q, sm90.forward_shape(call.q, call.v, device)
     o, lse = unwritten(q, *q.shape[:4], call.v.shape[3]), unwritten(q, *q.shape[:4], dtype=torch.float32)
     _start_tiles("forward_tiles.cu", call, keys, device, shape, *launch.pointers(o, lse), rows=(q,))
@@ -49,7 +50,7 @@ def dq(
     call: ChooseCall | WindowCall, keys: Arithmetic, device: DeviceInfo, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None,
     **macros: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dq [B,S,G,h,Dk] and delta [B,S,G,h] for dk and dv; o, lse and dlse contiguous."""
+    """Return dq [B,S,G,h,Dk] and delta [B,S,G,h] for dk and dv. o, lse and dlse are contiguous."""
     q, shape = call.q, sm90.dq_shape(call.q, call.v, device, with_o=True)
     gradient, delta = unwritten(q, *q.shape), unwritten(lse, *lse.shape)
     values = launch.pointers(o, lse, dlse, gradient, delta)
@@ -60,7 +61,7 @@ def dq(
 def start_dkdv(
     call: ChooseCall | WindowCall, keys: Arithmetic, device: DeviceInfo, ctas: int, lse: Tensor, do: Tensor, delta: Tensor, *values: int
 ) -> None:
-    """Start dkdv_groups.cu; values: its `KeyToRows` and `KeyGradients`."""
+    """Launch dkdv_groups.cu. values: its `KeyToRows` and `KeyGradients`."""
     q, h = call.q, call.q.shape[3]
     shape = sm90.group_shape(q.shape[4], call.v.shape[3], device)
     launch.start(
@@ -87,7 +88,7 @@ def _start_tiles(
 
 
 def problem(call: ChooseCall | WindowCall, keys: Arithmetic) -> tuple[int | float, ...]:
-    """The values of `Problem` (problem.cuh): no positions, no ranges, no block table."""
+    """Return the values of `Problem` (problem.cuh), without positions, ranges and block table."""
     q, k = call.q, call.k
     _, S, G, h, _ = q.shape
     return (

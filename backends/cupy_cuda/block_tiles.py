@@ -1,6 +1,8 @@
-"""The inverse of the selection for blocks smaller than a tile of keys: of every tile the rows that selected any of its blocks, once each.
+"""Invert the selection for blocks smaller than a tile of keys: list for every tile, once each, the rows that selected
+any of its blocks.
 
-A tile is 64 / block_size blocks of about the same popularity (kernels/order_blocks.cu): of adjacent ones a row would often select few.
+A tile holds 64 / block_size blocks of similar popularity (kernels/order_blocks.cu), because a row selects few of
+several adjacent blocks.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class BlockLists(NamedTuple):
 
 
 def block_lists_of(call: Call) -> BlockLists:
-    """The lists of a call with blocks of less than 64 keys that divide 64."""
+    """Return the lists of a call whose block size is less than 64 and divides 64."""
     B, _, G = call.q.shape[:3]
     tiles, capacity = -(-call.k.shape[2] // KEYS), _capacity(call)
     segment = segment_length(call, KEYS, capacity, LONGEST, SEGMENTS_PER_SM, B * G * tiles, ENTRY_BYTES)
@@ -55,7 +57,7 @@ def block_lists_of(call: Call) -> BlockLists:
 
 
 def list_bytes(call: Call) -> tuple[int, bool]:
-    """The bytes of the lists, and whether the workspace has room for them."""
+    """Return the bytes of the lists, and whether they fit the workspace."""
     B, S, G = call.q.shape[:3]
     counts, capacity = B * G * -(-call.k.shape[2] // KEYS) * -(-S // CHUNK), _capacity(call)
     needed = ENTRY_BYTES * capacity + 4 * counts
@@ -63,7 +65,7 @@ def list_bytes(call: Call) -> tuple[int, bool]:
 
 
 def _capacity(call: Call) -> int:
-    """Entries of all lists, at most."""
+    """Return a bound on the entries of all lists."""
     B, S, G = call.q.shape[:3]
     return B * G * S * min(call.selection.n, -(-call.k.shape[2] // KEYS))
 

@@ -1,4 +1,5 @@
-"""Attention to compressed keys on Hopper, by the kernels of selected blocks: TMA, wgmma, warp-specialized CTAs (arithmetic.py).
+"""Attention to compressed keys on Hopper, with the kernels for selected blocks: TMA, wgmma, warp specialization
+(arithmetic.py).
 
 A row sees the first compressed keys. Nothing about the blocks is in memory but where the segments of the rows begin.
 """
@@ -25,23 +26,24 @@ PARTS = 4  # times `call.scratch`: bytes of float32 parts
 
 
 def supports(call: ChooseCall, device: DeviceInfo, *others: Tensor) -> bool:
-    """Whether the kernels compute this call on `device`; `others`, of a backward pass, are read row by row as q, k and v are."""
+    """Return whether the kernels compute this call on `device`. others: further tensors that a backward pass loads
+    through TMA."""
     first_keys = call.q_pos is None and call.sequences is None  # rows of a packed batch do not see the first keys
     return first_keys and call.k.shape[2] > 0 and arithmetic.supports(call, device, *others)
 
 
 def forward(call: ChooseCall, device: DeviceInfo) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,Dv] and lse [B,S,G,h] in float32, with a positive scale."""
+    """Return o [B,S,G,h,Dv] and lse [B,S,G,h] in float32; the scale is positive."""
     return arithmetic.forward(call, keys_of(call), device)
 
 
 def dq(call: ChooseCall, device: DeviceInfo, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """dq [B,S,G,h,Dk] and delta [B,S,G,h] for dk and dv; o, lse and dlse contiguous."""
+    """Return dq [B,S,G,h,Dk] and delta [B,S,G,h] for dk and dv. o, lse and dlse are contiguous."""
     return arithmetic.dq(call, keys_of(call), device, o, lse, do, dlse, MIXED_TILES=1)
 
 
 def dkdv(call: ChooseCall, device: DeviceInfo, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """dk [B,G,C,Dk] and dv [B,G,C,Dv] from lse and delta [B,S,G,h]."""
+    """Return dk [B,G,C,Dk] and dv [B,G,C,Dv] from lse and delta [B,S,G,h]."""
     lengths = rows_of_tiles(call)
     segment = segment_length(call, lengths, device.sm_count)
     pairs = call.k.shape[0] * call.k.shape[1]
@@ -55,12 +57,13 @@ def dkdv(call: ChooseCall, device: DeviceInfo, lse: Tensor, do: Tensor, delta: T
 
 
 def keys_of(call: ChooseCall) -> Arithmetic:
-    """What kernels need to know of the compressed keys."""
+    """Return the kernel parameters that describe the compressed keys."""
     return Arithmetic({"COMPRESS_BLOCK": call.rule.compress_block, "COMPRESS_STRIDE": call.rule.compress_stride}, call.start, 0)
 
 
 def rows_of_tiles(call: ChooseCall) -> tuple[int, ...]:
-    """For every tile of `BLOCK` compressed keys of one sequence and group, how many rows see one of them: the last ones."""
+    """Return, per tile of `BLOCK` compressed keys of one (b, g), how many rows see any of them; these are the last
+    rows."""
     return _rows_of_tiles(call.rule.of_keys(), call.q.shape[1], call.k.shape[2], call.start)
 
 
@@ -71,16 +74,16 @@ def _rows_of_tiles(rule: Rule, S: int, C: int, start: int) -> tuple[int, ...]:
 
 
 def segments_of(lengths: tuple[int, ...], segment: int) -> tuple[int, ...]:
-    """Segments of every tile's rows."""
+    """Return the number of segments of every tile's rows."""
     return tuple(-(-length // segment) for length in lengths)
 
 
 def segment_length(call: ChooseCall, lengths: tuple[int, ...], sm_count: int) -> int:
-    """Rows of a segment, which are whole steps: so many that CTAs occupy the multiprocessors evenly, in the shortest time, and that the
-    float32 parts of segments fit.
+    """Return the rows per segment (whole steps) with the shortest time for evenly loaded multiprocessors, whose partial
+    sums fit.
 
-    Multiples or fractions of the rows between one tile of keys and the next: segments of several tiles then have nearly the same rows, and
-    CTAs that run at the same time read each other's rows from the L2 cache.
+    Candidates are multiples or fractions of the rows between one tile of keys and the next. Segments of several tiles
+    then have nearly the same rows, and concurrent CTAs read them from the L2 cache.
     """
     q, k, v = call.q, call.k, call.v
     pairs, tokens = k.shape[0] * k.shape[1], sm90.ROWS // q.shape[3]
@@ -112,12 +115,13 @@ def _segment_length(
 
 
 def whole_steps(rows: int, tokens: int) -> int:
-    """`rows`, rounded up to whole steps of `tokens`."""
+    """Return `rows` rounded up to whole steps of `tokens`."""
     return -(-rows // tokens) * tokens
 
 
 def _lists_of(call: ChooseCall, lengths: tuple[int, ...], segment: int) -> KeyToRows:
-    """Remembered, but not inside a CUDA graph, which keeps what it makes, and is replayed when others may have been forgotten."""
+    """Remembered, but not inside a CUDA graph, which keeps what it makes, and is replayed when others may have been
+    forgotten."""
     q, k = call.q, call.k
     build = _build.__wrapped__ if capturing(q) else _build
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
@@ -128,7 +132,7 @@ def _lists_of(call: ChooseCall, lengths: tuple[int, ...], segment: int) -> KeyTo
 def _build(
     device: torch.device, stream: int, pairs: int, lengths: tuple[int, ...], segment: int, rule: Rule, S: int, start: int
 ) -> KeyToRows:  # fmt: skip
-    """The lists of all tiles, made on the device in its stream `stream`, without waiting."""
+    """Build the lists of all tiles on the device and stream, without synchronizing."""
     tiles = len(lengths)
     first = torch.arange(tiles, device=device, dtype=torch.int32) * (BLOCK * rule.compress_stride) + (rule.compress_block - 1 - start)
     counts = torch.cat(((S - first.clamp_(0, S)).repeat(pairs), first.new_zeros(published(pairs * tiles))))

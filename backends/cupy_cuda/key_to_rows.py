@@ -20,12 +20,12 @@ from nsa_sel.core.call import Call
 from nsa_sel.core.choose_call import ChooseCall
 from nsa_sel.errors import BackendError
 
-SHORTEST = 32  # entries of a segment: with fewer, loading the tile and writing its part is most of the work
-LONGEST, SEGMENTS_PER_SM = 1024, 4  # entries of a segment at most, of one head; segments
-BYTES = 12  # that an entry needs: its tile, itself, and its share of the counts
-SORTED = 4096  # entries that sort_scatter.cu sorts at once, half of which if they are few
-FEW_COUNTS, FEW_TILES = 2048, 512  # that sort_scatter.cu adds up itself
-SUM_CTAS = 4096  # of sum_parts.cu: enough for any GPU
+SHORTEST = 32  # fewest entries per segment: with fewer, loading the tile and storing partial sums dominates
+LONGEST, SEGMENTS_PER_SM = 1024, 4  # most entries per segment for one head; segments per multiprocessor
+BYTES = 12  # bytes per entry: its tile, the entry, and its share of the counts
+SORTED = 4096  # entries that sort_scatter.cu sorts at once; half as many if there are few
+FEW_COUNTS, FEW_TILES = 2048, 512  # up to these sizes sort_scatter.cu sums the counts itself
+SUM_CTAS = 4096  # CTAs of sum_parts.cu: enough for any GPU
 Kinds = tuple[tuple[int, bool], tuple[int, bool]]  # of segments: entries at most, and whether those of lists with one do not count
 
 
@@ -52,7 +52,7 @@ class KeyToRows(NamedTuple):
 
 
 def most_segments(entries: int, segment: int, lists: int) -> int:
-    """A bound on the segments of so many lists."""
+    """Return a bound on the number of segments of `lists` lists."""
     return min(entries, entries // segment + lists)
 
 
@@ -82,13 +82,13 @@ def segment_length(
 
 
 def lists_of(call: Call, width: int) -> KeyToRows:
-    """The lists for tiles of `width` keys."""
+    """Return the lists for tiles of `width` keys, cached in the selection."""
     lists: KeyToRows = kept_plan(call, ("cupy-cuda lists",), build_lists, *numbers_of_lists(call, width)).value
     return lists
 
 
 def numbers_of_lists(call: Call, width: int) -> tuple[int, int, int, int]:
-    """What `build_lists` takes for tiles of `width` keys."""
+    """Return the arguments of `build_lists` for tiles of `width` keys."""
     B, S, G = call.q.shape[:3]
     reach, block = call.reach(width), call.tiles_of_block(width)
     segment = segment_length(call, width, B * G * S * call.selection.n * reach, LONGEST, SEGMENTS_PER_SM, entry_bytes=BYTES / block)
@@ -109,7 +109,7 @@ def build_lists(call: Call, width: int, reach: int, block: int, segment: int) ->
 
 
 def fit(call: Call, entries: int) -> bool:
-    """Whether lists of so many entries stay within runtime.workspace_bytes."""
+    """Return whether lists of `entries` entries stay within runtime.workspace_bytes."""
     return BYTES * entries <= max(call.settings.workspace_bytes, 1 << 20) and entries < 2**31
 
 
@@ -119,7 +119,7 @@ def lists_fit(call: Call, width: int, pairs: int = 1) -> bool:
 
 
 def with_parts(segment: int) -> Kinds:
-    """The kinds of segments that `KeyToRows` counts."""
+    """Return the kinds of segments that `KeyToRows` counts."""
     return (segment, False), (segment, True)
 
 
@@ -164,13 +164,13 @@ def sort(call: Call, width: int, reach: int, section: int, kinds: Kinds) -> tupl
 
 
 def _sums(like: Tensor, lists: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Unwritten begins and segments of each kind, [lists + 1] int64."""
+    """Return uninitialized begins, and segments of each kind, [lists + 1] int64."""
     begins, first, second = (unwritten(like, lists + 1, dtype=torch.int64) for _ in range(3))
     return begins, first, second
 
 
 def _segments(before: tuple[Tensor, Tensor], kinds: Kinds) -> tuple[int, ...]:
-    """The values of `Segments` (sort.cuh) of each kind."""
+    """Return the values of `Segments` (sort.cuh) for each kind."""
     (longest, several), (other_longest, other_several) = kinds
     return before[0].data_ptr(), longest, several, before[1].data_ptr(), other_longest, other_several
 

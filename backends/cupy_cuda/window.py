@@ -1,4 +1,4 @@
-"""Sliding windows on Hopper, by the kernels of selected blocks: TMA, wgmma, warp-specialized CTAs (arithmetic.py).
+"""Sliding windows on Hopper, with the kernels for selected blocks: TMA, wgmma, warp specialization (arithmetic.py).
 
 A tile of keys is one CTA's work, as few rows see it.
 """
@@ -15,23 +15,24 @@ from nsa_sel.core.request import DeviceInfo
 
 
 def supports(call: WindowCall, device: DeviceInfo, *others: Tensor) -> bool:
-    """Whether the kernels compute this call on `device`; `others`, of a backward pass, are read row by row as q, k and v are."""
+    """Return whether the kernels compute this call on `device`. others: further tensors that a backward pass loads
+    through TMA."""
     sixteen_bit = call.q.element_size() == 2  # bfloat16, float16
     return sixteen_bit and call.bounds is None and arithmetic.supports(call, device, *others)
 
 
 def forward(call: WindowCall, device: DeviceInfo) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,Dv] and lse [B,S,G,h] in float32."""
+    """Return o [B,S,G,h,Dv] and lse [B,S,G,h] in float32."""
     return arithmetic.forward(call, keys_of(call), device)
 
 
 def dq(call: WindowCall, device: DeviceInfo, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """dq [B,S,G,h,Dk] and delta [B,S,G,h] for dk and dv; o, lse and dlse contiguous."""
+    """Return dq [B,S,G,h,Dk] and delta [B,S,G,h] for dk and dv. o, lse and dlse are contiguous."""
     return arithmetic.dq(call, keys_of(call), device, o, lse, do, dlse)
 
 
 def dkdv(call: WindowCall, device: DeviceInfo, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h], contiguous."""
+    """Return dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from contiguous lse and delta [B,S,G,h]."""
     k, v = call.k, call.v
     tiles = -(-k.shape[2] // BLOCK)
     lists = k.shape[0] * k.shape[1] * tiles
@@ -44,5 +45,5 @@ def dkdv(call: WindowCall, device: DeviceInfo, lse: Tensor, do: Tensor, delta: T
 
 
 def keys_of(call: WindowCall) -> Arithmetic:
-    """What kernels need to know of the window."""
+    """Return the kernel parameters that describe the window."""
     return Arithmetic({"WINDOW": 1}, 0, min(call.window, call.k.shape[2]))
