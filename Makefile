@@ -32,7 +32,7 @@ demo: $(STAMP)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/nsa-sel demo  # threads of torch and Numba take turns: those that wait must not spin
 
 docs: $(STAMP)
-	$(BIN)/python -m pdoc --docformat google --no-show-source -o $(DOCS) nsa_sel nsa_sel.compat nsa_sel.distributed nsa_sel.errors nsa_sel.telemetry.prometheus
+	$(BIN)/python -m pdoc --docformat google --no-show-source -o $(DOCS) nsa_sel nsa_sel.compat nsa_sel.distributed nsa_sel.errors
 
 report: $(STAMP)
 	$(BIN)/python -m nsa_sel.bench.report.report

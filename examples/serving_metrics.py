@@ -10,7 +10,7 @@ from batch_scheduler import Scheduler
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from nsa_sel.telemetry import prometheus
+import nsa_sel
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # bounds of the histograms
 
@@ -37,6 +37,10 @@ class State:
             yield GaugeMetricFamily(f"nsa_serve_{name}", text, value)
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(f"nsa_serve_{name}", text, value)
+        calls = CounterMetricFamily("nsa_sel_counters", "nsa_sel.counters()", labels=["name"])
+        for name, number in nsa_sel.counters().items():
+            calls.add_metric([name], number)
+        yield calls
 
 
 class Metrics:
@@ -45,7 +49,6 @@ class Metrics:
     def __init__(self, scheduler: Scheduler) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(State(scheduler))
-        prometheus.register(self.registry)
         options: Any = {"registry": self.registry}
         self.ended = Counter("nsa_serve_requests", "Requests by how they ended", ["outcome"], **options)
         self.prompt_tokens = Counter("nsa_serve_prompt_tokens", "Bytes of prompts that were taken", **options)

@@ -31,9 +31,8 @@ from nsa_sel.core.request import DeviceInfo, Request, example_request
 from nsa_sel.errors import ArgumentError, BackendError, NsaSelError, needs_extra
 from nsa_sel.settings.devices import GPUS, SHARED_MEMORY
 from nsa_sel.settings.schema import Way
-from nsa_sel.telemetry import events, summary
+from nsa_sel.telemetry import events
 from nsa_sel.telemetry.describe import describe
-from nsa_sel.telemetry.log import read_log, replayed, torn_words
 
 app = typer.Typer(
     help="Selection attention of Native Sparse Attention: what runs here, why, and how fast.",
@@ -164,45 +163,6 @@ def run(
             return
         shapes = f"o {list(o.shape)} {str(o.dtype).removeprefix('torch.')}, lse {list(lse.shape)}, {empty} rows with nothing selected"
         _print(f"{describe(decision, terminal_columns())}\n\n{shapes}; {f'written to {out}' if out else 'not written: no --out'}")
-
-
-@app.command()
-def replay(
-    log: Annotated[Path, typer.Argument(metavar="LOG", help="JSON lines: decisions, or events that NSA_DEBUG_LOG wrote.")],
-    as_json: AsJson = False,
-) -> None:
-    """Repeat recorded decisions with today's policy, without tensors or GPU. Exit code 1 when any field differs."""
-    with _errors(as_json):
-        read = read_log(log)
-        recorded = [(line.number, line.decision) for line in read.lines if line.decision is not None]
-        if not recorded:
-            allowed = "JSON lines of Decision.to_json or NSA_DEBUG_LOG"
-            raise ArgumentError("LOG", f"{log}, which holds no decision", allowed, "mend the path")
-        all_changes = [(line, decision, replayed(log, line, decision)) for line, decision in recorded]
-        differing = [(line, decision, changes) for line, decision, changes in all_changes if changes]
-        if as_json:
-            found = [{"line": line, "changes": changes} for line, _, changes in differing]
-            _print(_pretty({"log": str(log), "decisions": len(recorded), "torn_lines": read.torn, "differing": found}))
-        else:
-            for line, decision, changes in differing:
-                _print(f"line {line}: {decision.forward} on {decision.device.name}")
-                for change in changes:
-                    _print(f"  {change.field}: recorded {change.recorded!r}, replayed {change.replayed!r}")
-            _print(f"{len(recorded)} decisions, {len(differing)} differ{torn_words(read.torn)}")
-        if differing:
-            raise typer.Exit(1)
-
-
-@app.command()
-def decisions(
-    log: Annotated[Path, typer.Argument(metavar="LOG", help="JSON lines: events that NSA_DEBUG_LOG wrote, or decisions.")],
-    top: Annotated[int, typer.Option(min=1, help="How many of the slowest buckets.")] = 10,
-    as_json: AsJson = False,
-) -> None:
-    """Summarize a log: which backends ran and by which rule, how often each check refused a backend, failures, the slowest buckets."""
-    with _errors(as_json):
-        found = summary.summarise(log, top)
-        _print(_pretty(found) if as_json else summary.text(found, terminal_columns()))
 
 
 @app.command()

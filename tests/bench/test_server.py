@@ -352,7 +352,7 @@ def test_metrics_count_and_time_what_was_served(model: Any) -> None:
     }  # fmt: skip
     assert {name: float(found[name]) for name in expected} == expected
     assert 0 < float(found["nsa_serve_time_to_first_token_seconds_sum"]) < BOUND
-    assert float(found['nsa_sel_calls_total{backend="sdpa-packed"}']) > 0
+    assert float(found['nsa_sel_counters_total{name="calls.sdpa-packed"}']) > 0
 
 
 # The end

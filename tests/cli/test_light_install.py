@@ -45,7 +45,6 @@ MISSING = [  # package, what needs it, fragment of the last line
     *((name, MAIN, OF_CLI.format(name)) for name in ("typer", "rich", "tabulate", "safetensors")),
     ("matplotlib", f"sys.argv[1:] = ['demo']; {MAIN}", OF_DEMO),
     ("matplotlib", f"sys.argv[1:] = ['report', 'README.md']; {MAIN}", "'nsa-sel[report]'"),
-    ("prometheus_client", "from nsa_sel.telemetry import prometheus; prometheus.text()", "pip install 'nsa-sel[prometheus]'"),
 ]
 EACH = """
 import json, os, tempfile

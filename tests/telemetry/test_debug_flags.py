@@ -15,7 +15,7 @@ from nsa_sel.core.request import example_request
 from nsa_sel.errors import ConfigError
 from nsa_sel.oracle import oracle_mask
 from nsa_sel.telemetry import events as telemetry
-from nsa_sel.telemetry.log import read_log
+from nsa_sel.telemetry.log import read_decisions
 from tests.helpers.public_calls import last, problem
 
 pytestmark = pytest.mark.usefixtures("plain_cpu")
@@ -36,7 +36,7 @@ def test_debug_log_holds_json_lines_that_replay(monkeypatch: pytest.MonkeyPatch,
     assert len(lines) == 2
     assert all(line["time"] > 0 for line in lines)
     assert lines[0]["request"]["S_kv"] == 40  # the exact call; the decision holds its class
-    decision = next(line.decision for line in read_log(file).lines if line.decision is not None)
+    decision = read_decisions(file)[0]
     assert decision == last()
     assert decision.request.S_kv == 64
     assert decision.replay() == ()
