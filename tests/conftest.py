@@ -102,7 +102,7 @@ def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget()
     yield
     target.log_to(None)
-    target._last_target = None
+    target.followed = None
     forget()
 
 

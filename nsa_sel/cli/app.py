@@ -19,9 +19,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import nsa_sel
 from nsa_sel.attention import selection_attention
-from nsa_sel.cli import bench_door
+from nsa_sel.bench import command as benches
+from nsa_sel.bench.core.command_line import BenchCommand
 from nsa_sel.cli import doctor as examination
-from nsa_sel.cli.choices import Choice, choice
 from nsa_sel.cli.output import output_file, output_folder, printable, terminal_columns
 from nsa_sel.cli.tensor_file import read_problem, write_result
 from nsa_sel.core.decide import explain_request
@@ -51,6 +51,7 @@ Dtype = enum.StrEnum("Dtype", ["float16", "bfloat16", "float32", "float64"])
 CacheFormat = enum.StrEnum("CacheFormat", {"ones": "e4m3", "tensor": "e4m3/tensor", "head": "e4m3/head", "page": "e4m3/page"})
 Direction = enum.StrEnum("Direction", ["forward", "backward", "decode"])  # of kernel configs; decode: one query per sequence
 Where = enum.StrEnum("Where", ["auto", "cpu", "cuda"])
+Choice = enum.StrEnum("Choice", ["nsa", "minimax", "moba", "infllm"])
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
 Backend = Annotated[str | None, typer.Option(help="Force this backend; an error with all reasons when it refuses.")]
@@ -118,7 +119,7 @@ def explain(
             B=B, S=S, S_kv=S_kv, G=G, h=h, Dk=Dk, Dv=Dv, n=n, block_size=block_size or None, max_length=max_length,
             dtype=dtype.value, needs_grad=needs_grad, page_size=page_size, quantized=quantized.value if quantized else None,
         )  # fmt: skip
-        request = request if choose is None else choice(request, choose)
+        request = request if choose is None else _choosing_request(request, choose)
         decision = explain_request(request, _device_facts(device), backend)
         _print(decision.to_json() if as_json else describe(decision, terminal_columns()))
         message = refusal(decision)
@@ -174,26 +175,23 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Run attention of a language model on every backend that runs here: check, time and draw it. Exit code 1 when one is wrong."""
-    from nsa_sel.cli import demo as demonstration
-    from nsa_sel.cli import demo_text
-
     with _errors(as_json):
         with needs_extra("report", "nsa-sel demo"):
-            from nsa_sel.cli.demo_picture import draw
+            from nsa_sel.cli import demo as demonstration
         output_folder("--out-dir", out_dir)
         picture, figures = (output_file("--out-dir", out_dir / name) for name in ("demo.png", "demo.json"))
         setting = demonstration.prepare(trace)
         if not as_json:
-            _print(demo_text.introduction(setting))
+            _print(demonstration.introduction(setting))
         with _progress(as_json) as advance:
             result = demonstration.run(setting, advance)
         document = _pretty(result)
         try:
             figures.write_text(document + "\n")
-            draw(setting.problem, result, picture)
+            demonstration.draw(setting.problem, result, picture)
         except OSError as error:
             raise ArgumentError("--out-dir", f"{out_dir} ({error.strerror})", "a folder that can be written", "choose another") from error
-        _print(document if as_json else f"{demo_text.text(result)}\n\nwritten: {picture}, {figures}")
+        _print(document if as_json else f"{demonstration.text(result)}\n\nwritten: {picture}, {figures}")
         if not result.passed:
             raise typer.Exit(1)
 
@@ -209,8 +207,10 @@ def report(
     A panel whose cases have no rows says so in place of its figure. Lines without a measurement are counted.
     """
     with _errors(as_json):
-        written, text = bench_door.report(rows, out)
-        _print(_pretty(written) if as_json else text)
+        with needs_extra("report", "nsa-sel report"):
+            from nsa_sel.bench.report import report as reporting
+        written = reporting.write(rows, out)
+        _print(_pretty(written) if as_json else reporting.text(written))
 
 
 @app.command()
@@ -233,16 +233,21 @@ def tune(
     Every measurement is kept: the next run continues where one stopped. NSA_SEL_AUTOTUNE=off ignores what was found.
     """
     with _errors(as_json):
-        sizes = {"L": L, "h": h, "Dk": Dk, "Dv": Dv, "dtype": dtype and dtype.value}
-        plan = bench_door.tuning_plan(backend, cast(Way, direction.value) if direction else None, quick=quick, dry_run=dry_run, **sizes)
+        from nsa_sel.bench.tune import command as tuning
+
+        sizes = tuning.Sizes(L=L, h=h, Dk=Dk, Dv=Dv, dtype=dtype and dtype.value)
+        plan = tuning.plan(backend, cast(Way, direction.value) if direction else None, sizes, quick=quick, dry_run=dry_run)
         if dry_run:
             _print(_pretty(plan.document()) if as_json else plan.text())
             return
         if plan.note and not as_json:
             _print(f"note: {plan.note}")
+        if plan.ways:  # a report follows the measurements; check its packages before measuring
+            with needs_extra("report", "nsa-sel tune"):
+                import matplotlib  # noqa: F401
         with _progress(as_json) as advance:
-            document, text = bench_door.tune(plan, minutes, quick, advance)
-        _print(_pretty(document) if as_json else text)
+            outcome = tuning.measure(plan, minutes, quick, advance)
+        _print(_pretty(outcome.document()) if as_json else outcome.text())
 
 
 @contextlib.contextmanager
@@ -281,8 +286,25 @@ def _in_words(body: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-for _body, _class in bench_door.commands():
-    app.command(cls=_class)(_in_words(_body))
+app.command(cls=BenchCommand)(_in_words(benches.bench))
+app.command()(_in_words(benches.threshold))
+
+
+def _choosing_request(request: Request, model: Choice) -> Request:
+    """Return the request by which `model` chooses the blocks that `request` attends to. Only NSA's has values (Dv) and gradients."""
+    if request.block_size is None:
+        raise ArgumentError("--block-size", 0, "keys of a block", "blocks are chosen: pass their size")
+    if request.needs_grad and model != "nsa":
+        raise ArgumentError("--needs-grad", True, f"--no-grad with --choose {model}", "its choice has no gradient")
+    size, groups = request.block_size, request.G
+    fields: dict[Choice, dict[str, Any]] = {
+        Choice.nsa: {"compress": (32, 16)},
+        Choice.infllm: {"compress": (32, 16), "pool": ("weights", "sum", "max"), "Dv": 0},
+        Choice.minimax: {"compress": (1, 1), "pool": ("logits", "sum", "max"), "Dv": 0, "h": 1},
+        Choice.moba: {"compress": (size, size), "pool": ("logits", "sum", "max"), "Dv": 0, "G": groups * request.h, "h": 1},
+    }
+    common = {"kind": "choose", "max_length": request.S_kv, "page_size": None, "quantized": None}
+    return msgspec.structs.replace(request, **common, **fields[model])
 
 
 def _device(where: Where) -> torch.device:

@@ -24,7 +24,7 @@ def describe(decision: Decision, columns: int = 0) -> str:
     """
     if not isinstance(decision, Decision):
         raise ArgumentError("decision", f"a {type(decision).__name__}", "one Decision", "pass one of them, such as decisions()[-1]")
-    timed = [name for name in ("forward", "backward") if any(p.direction == name for p in decision.predictions)]
+    timed = list(dict.fromkeys(p.direction for p in decision.predictions))
     predicted = {(p.backend, p.direction): f"{p.ms:.3g}" for p in decision.predictions}
     rows = []
     for verdict in decision.verdicts:

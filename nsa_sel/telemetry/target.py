@@ -18,7 +18,7 @@ _lock = forks.lock()
 _handler: logging.Handler | None = None
 _handler_from_flag = False  # True if NSA_DEBUG_LOG or another flag added `_handler`, False if `log_to` did
 _level_before = logging.NOTSET  # the logger's level before `_handler` was added
-_last_target: str | None = None  # debug_log in the settings of the last call
+followed: str | None = None  # the target in the settings of the last call
 
 
 class LogFile(logging.FileHandler):
@@ -78,9 +78,9 @@ def follow(settings: Settings) -> None:
 
     If the flag is unset and another flag asks for events, they go to stderr, unless another handler already receives them.
     """
-    global _last_target, _handler_from_flag
+    global followed, _handler_from_flag
     target = settings.debug_log
-    if target == _last_target:
+    if target == followed:
         return
     implied = target is None or settings.sources.get("debug_log") != LOG_FLAG
     handlers = [*LOGGER.handlers, *(logging.getLogger().handlers if LOGGER.propagate else ())]
@@ -88,4 +88,4 @@ def follow(settings: Settings) -> None:
     if not implied or _handler_from_flag or (target is not None and not handled):
         _write_to(target, LOG_FLAG)  # may raise; the next call then tries again
         _handler_from_flag = target is not None
-    _last_target = target
+    followed = target

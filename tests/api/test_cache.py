@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel import NSACache, compressed_attention
-from nsa_sel.caching import numbers, prefill, step
+from nsa_sel.caching import prefill, step, step_tensors
 from nsa_sel.caching.pools import Pools
 from nsa_sel.core.choose import over_pages
 from nsa_sel.core.quantized import STORED
@@ -63,7 +63,7 @@ def test_chunks_of_any_size_equal_the_prefill(name: str, page_size: int) -> None
 @pytest.mark.parametrize("name", SIZES)
 def test_long_chunks_run_as_a_prefill(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of one length, by the kernels of a prefill; of other lengths, or with room for a graph, over pages."""
-    monkeypatch.setattr(prefill, "LEAST_ROWS", 5)
+    monkeypatch.setattr(prefill, "MIN_ROWS", 5)
     model = Model([make_layer(name), make_layer(name)], 40, 8)
     x = hidden(model, 2, 60)
     wanted, cache, ran = model.prefill(x), model.cache, list[int]()
@@ -106,7 +106,7 @@ def test_random_batches_drafts_and_forks(fp8: bool) -> None:
             close(model, found.pop(a), model.prefill(tokens.pop(a)[None])[0])
         elif what < 0.42:
             a = chance.choice(living)
-            length = chance.randint(cache._of(a).shortest(), cache.length(a))
+            length = chance.randint(cache._of(a).min_length(), cache.length(a))
             cache.truncate(a, length)
             tokens[a], found[a] = tokens[a][:length], found[a][:length]
         else:
@@ -268,7 +268,7 @@ WRONG_CALLS: dict[str, tuple[Callable[[NSACache, int], object], str]] = {
     "below zero": (lambda cache, a: cache.truncate(a, -1), "length is -1"),
     "no such layer": (lambda cache, a: cache.step([a])[1], "layer is 1; allowed: 0 to 0"),
     "a prefill as into": (
-        lambda cache, a: cache.step([a], into=cache.step([cache.open()], prefill.LEAST_ROWS)),
+        lambda cache, a: cache.step([a], into=cache.step([cache.open()], prefill.MIN_ROWS)),
         "into is of sequences of 64 keys; allowed: a step made with room=",
     ),
     "room and into": (lambda cache, a: cache.step([a], room=64, into=cache.step([a])), "into is of 1 sequences"),
@@ -332,7 +332,7 @@ def test_a_step_out_of_memory_changes_nothing(part: str, monkeypatch: pytest.Mon
 
     before = cache.free_pages, cache.free_window_pages, cache.held_pages([a]), cache.held_pages([b])
     with monkeypatch.context() as patch:
-        patch.setattr(*((numbers, "buffer") if part == "buffer" else (Pools, "copy")), fail)
+        patch.setattr(*((step_tensors, "allocate") if part == "buffer" else (Pools, "copy")), fail)
         with pytest.raises(torch.OutOfMemoryError):
             cache.step([b], 9)
     assert (cache.length(b), (cache.free_pages, cache.free_window_pages, cache.held_pages([a]), cache.held_pages([b]))) == (12, before)

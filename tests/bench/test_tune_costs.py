@@ -167,9 +167,9 @@ def test_a_way_that_was_not_measured_whole_does_not_displace_a_profiles() -> Non
     profile = Costs(
         provenance="other", dtypes=("float16", "bfloat16"), models={"triton-group/forward": MODEL, "triton-group/backward": MODEL}
     )
-    merged, others = tuned._over(own, profile)
+    merged, others = tuned._merge_costs(own, profile)
     assert (set(merged.models), merged.dtypes, others) == ({"triton-tile/forward", "triton-group/backward"}, ("bfloat16",), ["backward"])
-    assert tuned._over(own, None) == (own, [])
+    assert tuned._merge_costs(own, None) == (own, [])
 
 
 def test_a_file_of_the_users_goes_before_it_and_off_ignores_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def ranks_that_use_other_tuning_results_raise() -> None:
     call_of(64)
     device = nsa_sel.decisions()[-1].device
     if rank() == 1:
-        tuned.share(device, tuned.Table("mine.json", "abc", b"", {}, {}, None))
+        tuned.share(device, tuned.TunedTable("mine.json", "abc", b"", {}, {}, None))
     words = r"rank 1 would not run what rank 0 runs: .*settings\.tuned is 'tuned: mine\.json abc' there, None on rank 0"
     with pytest.raises(NsaSelError, match=words):
         call_of(288)  # new to both: on a GPU a rank that has agreed on a class does not compare reports

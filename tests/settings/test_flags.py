@@ -131,7 +131,7 @@ def test_unknown_flags_are_named_once(monkeypatch: pytest.MonkeyPatch, recwarn: 
     settings_for(H100)
     (warning,) = recwarn.list
     assert warning.category is RuntimeWarning
-    assert f"{name} is no flag and has no effect; " in str(warning.message)
+    assert f"{name} is not a flag and has no effect; " in str(warning.message)
     assert hint in str(warning.message)
 
 
@@ -140,7 +140,7 @@ def test_a_misspelled_flag_warns_in_a_call_after_others_too(monkeypatch: pytest.
     selection = nsa_sel.Selection.from_blocks(torch.zeros(1, 4, 1, 1, dtype=torch.int32), 8)
     nsa_sel.selection_attention(q, k, v, selection)
     monkeypatch.setenv("NSA_SEL_BACKEN", "numba")
-    with pytest.warns(RuntimeWarning, match="NSA_SEL_BACKEN is no flag and has no effect; did you mean NSA_SEL_BACKEND") as told:
+    with pytest.warns(RuntimeWarning, match="NSA_SEL_BACKEN is not a flag and has no effect; did you mean NSA_SEL_BACKEND") as told:
         nsa_sel.selection_attention(q, k, v, selection)
     assert len(told) == 1
 

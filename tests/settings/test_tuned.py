@@ -252,10 +252,10 @@ def homeless(tuned_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("homeless")
 def test_without_a_home_nothing_is_kept_and_that_is_said_once() -> None:
-    with pytest.warns(RuntimeWarning, match="nothing is kept on disk, for want of a folder .*: set NSA_SEL_CACHE") as told:
+    with pytest.warns(RuntimeWarning, match="nothing is cached on disk. .*; set NSA_SEL_CACHE") as told:
         assert [launch(request, device) for request in (SHORT, replace(SHORT, S_kv=4096)) for device in (H200, H100)] == 4 * [COMMITTED]
     assert len(told) == 1
-    with pytest.raises(ConfigError, match=r"the cache folder is None; allowed: a folder to keep tuning .* Remedy: set NSA_SEL_CACHE"):
+    with pytest.raises(ConfigError, match=r"the cache folder is None; allowed: a folder for tuning results .* Remedy: set NSA_SEL_CACHE"):
         kernel_configs.tune(Run(stamp_of(H200)), [one_problem_job()], times)
 
 

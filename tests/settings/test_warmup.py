@@ -281,7 +281,7 @@ def test_all_ranks_use_what_rank_0_tuned(tmp_path: Path) -> None:
     assert zero["unshared"] == one["unshared"] == [committed, None]
     for rank in (zero, one):
         (words,) = rank["warned"]
-        assert "ranks must use the same configs; call nsa_sel.sync_tuning() on every rank" in words
+        assert "ranks must use the same configs: call nsa_sel.sync_tuning() on every rank" in words
     assert zero["agreed"] == one["agreed"] == zero["alone"][1]
     assert zero["shared"] == one["shared"] == zero["still shared"] == one["still shared"] == zero["alone"]
     assert zero["costs"] == one["costs"] == "measured by rank 0"
