@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_sel import NSACache, compressed_attention
-from nsa_sel.caching import prefill, step, step_tensors
+from nsa_sel import NSACache
+from nsa_sel.caching import prefill, step_tensors
 from nsa_sel.caching.pools import Pools
-from nsa_sel.core.choose import over_pages
 from nsa_sel.core.quantized import STORED
 from nsa_sel.errors import ArgumentError, BackendError, CacheFull
 from tests.helpers.graphs import captured, replayed
@@ -80,12 +79,6 @@ def test_long_chunks_run_as_a_prefill(name: str, monkeypatch: pytest.MonkeyPatch
     assert ran[6:] == [20, 20, 31, 31]
 
 
-def test_token_by_token_in_float32() -> None:
-    model = Model([make_layer("mlp", torch.float32)], 16, 8)
-    x = hidden(model, 1, 45)
-    close(model, in_chunks(model, x, [1] * 45), model.prefill(x))
-
-
 @pytest.mark.parametrize("fp8", [False, True])
 def test_random_batches_drafts_and_forks(fp8: bool) -> None:
     """Every output of every sequence that lives is that of the prefill of its tokens."""
@@ -142,26 +135,6 @@ def test_a_cache_that_is_full_changes_nothing() -> None:
     assert cache.length(a) == cache.length(b) == 20
     cache.free(b)
     close(model, torch.cat((first, model.step([a], [x[0, 20:]])[0]))[None], model.prefill(x))
-
-
-def test_the_same_blocks_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32, token by token, as in the prefill; the cached call pads none and reads no page of NaN."""
-    layer = make_layer("mlp", torch.float32, n=3)
-    model, chosen = Model([layer], 12, 8), list[Tensor]()
-
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        o, lse, ranges = over_pages(*args, **kwargs)
-        chosen.append(ranges)
-        return o, lse, ranges
-
-    monkeypatch.setattr(step, "over_pages", recorded)
-    x = hidden(model, 1, 70)
-    in_chunks(model, x, [20] + [1] * 50)
-    q = layer.q(x).unflatten(-1, (2, 2, 4))
-    k, v = (layer.kv(x).unflatten(-1, (2, -1))[..., at : at + 4] for at in (0, 4))
-    _, whole = compressed_attention(q, layer.compress_k(k), layer.compress_v(v), **layer.rule._asdict())
-    assert torch.equal(torch.cat(chosen, 1), whole.ranges)
-    assert bool((whole.ranges[:, :16, :, -1] == 0).all())  # where fewer blocks are visible
 
 
 @pytest.mark.parametrize("fp8", [False, True])

@@ -18,7 +18,7 @@ from nsa_sel.core import registry
 from nsa_sel.core.backend import Requirement
 from nsa_sel.core.explain import refusal
 from nsa_sel.core.request import DeviceInfo, Request
-from nsa_sel.errors import BackendError, ConfigError
+from nsa_sel.errors import BackendError
 from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.flags import FLAGS
 from tests.helpers.cases import make_qkv
@@ -251,14 +251,6 @@ def test_an_edited_file_is_read_anew_once_decisions_are_forgotten(pinned: Path) 
     assert (decision.forward, decision.settings.sel_triton_min_L) == ("sdpa-packed", 8193)
 
 
-@pytest.mark.usefixtures("pinned")
-def test_decode_steps_share_a_decision() -> None:
-    steps = [replace(LONG, S=1, S_kv=S_kv) for S_kv in (8193, 9000, 16384)]
-    assert len({id(nsa_sel.explain_request(step, H100)) for step in steps}) == 1
-    assert nsa_sel.explain_request(steps[0], H100).request.S_kv == 16384
-    assert nsa_sel.explain_request(replace(LONG, S=1, S_kv=16385), H100).request.S_kv == 32768
-
-
 # The registry: installed packages, entry points, failures
 
 
@@ -281,18 +273,6 @@ def test_packages_add_backends_by_entry_point(monkeypatch: pytest.MonkeyPatch) -
     entry_point(monkeypatch, toy().backend)
     assert "toy" in registry.backends()
     assert "toy" in [offer.backend.name for offer in registry.offers(LONG)]
-
-
-@pytest.mark.usefixtures("fresh_registry")
-def test_a_file_may_prefer_what_a_package_adds_while_it_is_installed(
-    monkeypatch: pytest.MonkeyPatch, configure: Callable[[str], Path]
-) -> None:
-    configure("provenance: x\nruntime: {prefer_forward: [toy]}\n")
-    with pytest.raises(ConfigError, match=r"mine.yaml: prefer_forward is 'toy'; allowed: .*numba.* or install the package that brings"):
-        nsa_sel.explain_request(LONG, H100)
-    entry_point(monkeypatch, toy().backend)
-    registry.backends.cache_clear()
-    assert nsa_sel.explain_request(LONG, H100).forward == "toy"
 
 
 @pytest.mark.usefixtures("fresh_registry")
