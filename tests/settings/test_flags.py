@@ -16,13 +16,12 @@ import nsa_sel
 import nsa_sel.core.decide
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Requirement
-from nsa_sel.core.explain import refusal
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.errors import BackendError
 from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.flags import FLAGS
 from tests.helpers.cases import make_qkv
-from tests.helpers.policy_cases import A100, CPU, H100, LONG, OFFERS, RTX4090, SHORT, UNKNOWN, codes, decide, replace, toy
+from tests.helpers.policy_cases import A100, CPU, H100, LONG, OFFERS, RTX4090, SHORT, UNKNOWN, codes, replace, toy
 
 PINNED = """
 provenance: "numbers of the tests, whatever the profiles say"
@@ -217,11 +216,6 @@ def test_unknown_backends_are_named_with_a_suggestion(monkeypatch: pytest.Monkey
     assert hint or "is unknown to selection_attention. Allowed" in message
     assert caught.value.decision is not None
     assert caught.value.decision.forward is None
-
-
-def test_forced_backend_is_refused_when_only_its_backward_refuses() -> None:
-    decision = decide(replace(LONG, needs_grad=True), H100, backend="triton-group", triton_allow_grad=False)
-    assert "grad-off" in str(refusal(decision))
 
 
 # The memo

@@ -27,7 +27,7 @@ from nsa_sel.settings.tuned import stamp_of
 from nsa_sel.telemetry.describe import describe
 from tests.helpers.cases import make_qkv, make_spans
 from tests.helpers.damage import OF_THE_FILE, OF_THE_FOLDER
-from tests.helpers.policy_cases import A100, CPU, H100, H200, SHORT, replace
+from tests.helpers.policy_cases import H100, H200, SHORT, replace
 from tests.helpers.tune_cases import FORWARD, OTHER, key, one_problem_job, result, times, write
 
 pytestmark = pytest.mark.usefixtures("tuned_folder")
@@ -71,12 +71,6 @@ def test_a_tuned_launch_is_used_and_the_decision_names_it() -> None:
 def test_a_kernel_config_holds_for_its_key_alone(changes: dict[str, Any], way: Way, holds: bool) -> None:
     write(result(of=key(way)))
     assert launch(replace(SHORT, **changes)) == (OTHER if holds else COMMITTED)
-
-
-def test_another_gpu_gets_nothing() -> None:
-    write(result())
-    assert launch(device=H100) == launch(device=A100) == COMMITTED
-    assert explain_request(SHORT, CPU).settings.tuned is None
 
 
 @pytest.mark.parametrize("off", ["environment", "file"])

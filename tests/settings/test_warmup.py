@@ -78,13 +78,6 @@ def test_bad_requests_are_named(bad: dict[str, Any]) -> None:
         warmup("cpu", [bad])
 
 
-def test_autocast_and_inference_do_not_change_what_is_warmed_up() -> None:
-    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        warmup("cpu", [SMALL])
-    assert nsa_sel.decisions()[-1].request.dtype == "float32"
-    assert nsa_sel.decisions()[-1].backward == "numba"
-
-
 def test_tuning_on_a_cpu_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"tune is True; allowed: False on a CPU\. Remedy: Triton needs a GPU"):
         warmup("cpu", [SMALL], tune=True)

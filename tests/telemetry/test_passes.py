@@ -12,7 +12,7 @@ import torch
 
 import nsa_sel
 import nsa_sel.core.decide
-from nsa_sel.backends import _loads, numba_cpu
+from nsa_sel.backends import numba_cpu
 from nsa_sel.core.call import Call
 from nsa_sel.oracle import oracle_mask
 from nsa_sel.selection import Selection
@@ -127,22 +127,6 @@ def test_reads_tell_what_is_loaded(monkeypatch: pytest.MonkeyPatch, logged: Any,
     assert expected.items() <= loaded.items()
     assert loaded["numba"] == total
     assert all(found <= total for backend, found in loaded.items() if backend not in ("triton-token", "sdpa-packed"))
-
-
-def test_tiles_load_the_union_of_their_rows() -> None:
-    """The counting, against masks, for tiles of rows and pieces of lists."""
-    S, G, S_kv, block = 20, 2, 150, 32
-    q, k, v = make_qkv(2, S, G, 1, 16, S_kv=S_kv)
-    for q_pos in (None, torch.randint(0, S_kv, (2, S))):
-        blocks = make_blocks(2, S, G, S_kv, 3, block)
-        call = make_call(q, k, v, blocks, q_pos=q_pos)
-        mask = oracle_mask(blocks.ranges, S_kv, S, q_pos)
-        for tokens in (1, 3, 7, S, 64):
-            assert _loads.union_keys(call, tokens) == sum(int(mask[:, s : s + tokens].any(1).sum()) for s in range(0, S, tokens))
-        assert _loads.piecewise_keys(call, 16, S, 4, 1 << 20) == _loads.union_keys(call, S)
-        assert _loads.piecewise_keys(call, 16, S, 1, 1) == int(mask.sum())
-        some = [_loads.piecewise_keys(call, 16, 8, 4, piece) for piece in (2, 5, 1000)]
-        assert int(mask.sum()) >= some[0] >= some[1] >= some[2] == _loads.union_keys(call, 8)
 
 
 def test_gradients_are_compared(monkeypatch: pytest.MonkeyPatch, logged: Any) -> None:
