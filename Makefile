@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo docs report derived test test-thorough test-one-thread lint venv lane-sm80 lane-sm86 lane-sm89 lane-sm90 lane-sm100 lane-sm120 package need-gpu gpu-test gpu-test-full gpu-lane sanitize trace clean
 
 demo: $(STAMP)
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/nsa-sel demo  # threads of torch and Numba take turns: those that wait must not spin
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/nsa-sel demo  # torch's threads must not spin while they wait: others need the cores
 
 docs: $(STAMP)
 	$(BIN)/python -m pdoc --docformat google --no-show-source -o $(DOCS) nsa_sel nsa_sel.compat nsa_sel.distributed nsa_sel.errors

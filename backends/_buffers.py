@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,15 +13,12 @@ from torch import Tensor
 from torch._C._dynamo.guards import _empty_strided_cpu, _empty_strided_cuda  # type: ignore[attr-defined]
 
 from nsa_sel.backends._driver import thread
-from nsa_sel.core.call import Call
-from nsa_sel.core.choose_call import ChooseCall
-from nsa_sel.core.window_call import WindowCall
 
 
-def temporary(call: Call | ChooseCall | WindowCall, like: Tensor, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
-    """As `unwritten`, until the pass of the call ends: from the call's workspace, where it has one."""
-    workspace = call.workspace if isinstance(call, Call) else None
-    taken = None if workspace is None else workspace.take(sizes, like.dtype if dtype is None else dtype)
+def temporary(call: Any, like: Tensor, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+    """As `unwritten`, until the pass of the call ends: from the workspace of the Call, ChooseCall or WindowCall, if it has one."""
+    workspace = call.workspace
+    taken: Tensor | None = None if workspace is None else workspace.take(sizes, like.dtype if dtype is None else dtype)
     if taken is None:
         return unwritten(like, *sizes, dtype=dtype)
     return taken.fill_(float("nan")) if torch.are_deterministic_algorithms_enabled() and taken.is_floating_point() else taken

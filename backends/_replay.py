@@ -27,9 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa_sel.backends import _driver
 from nsa_sel.backends._buffers import allocator, contiguous
 from nsa_sel.backends._driver import clear, ready, start_all, stream_of, thread
-from nsa_sel.core.call import REPEATED, Call
-from nsa_sel.core.workspace import ALIGNMENT
+from nsa_sel.core.transforms import REPEATED
 
+Call = Any  # nsa_sel.core.call.Call, which holds a selection, whose ranges are made by a recorded kernel: importing it would be a circle
+ALIGNMENT = 256  # bytes between tensors in one buffer: enough for TMA and 16-byte loads
 _fills = torch._C._get_deterministic_algorithms  # PyTorch then fills new tensors
 TRIES = 3  # passes of a class, after its first, that may be recorded: more may compile
 LEAST_ADDRESS = 1 << 32  # of memory; larger numbers are addresses
@@ -161,7 +162,7 @@ def replayed(
 
 
 def recorded(
-    known: dict[Any, Any], key: Any, inputs: Sequence[Tensor | None], work: Callable[[], Any], call: Call | None = None, plan: bool = False
+    known: dict[Any, Any], key: Any, inputs: Sequence[Tensor | None], work: Callable[[], Any], call: Call = None, plan: bool = False
 ) -> Any:
     """`work()`, or a replay.
 
@@ -200,7 +201,7 @@ def recorded(
     return result
 
 
-def _play(recording: Recording, inputs: list[int], call: Call | None) -> Any:
+def _play(recording: Recording, inputs: list[int], call: Call) -> Any:
     """What the recorded pass returns; None if the driver refuses a launch.
 
     The table of what kernels take: addresses of the inputs, outputs, temporaries, and tensors of plans; addresses within these; tensor

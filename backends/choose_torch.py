@@ -13,9 +13,9 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from nsa_sel.core.arguments import range_dtype, whole_blocks
 from nsa_sel.core.choose_call import ChooseCall, Rule
-from nsa_sel.core.indices import range_dtype, whole_blocks
-from nsa_sel.core.scores import sorted_blocks
+from nsa_sel.core.ranges import sorted_blocks
 
 Others = ParamSpec("Others")
 Found = TypeVar("Found")

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nsa_sel import forks
 from nsa_sel.backends._numba import kernels
 from nsa_sel.backends._numba.kernels import TILE, Problem
-from nsa_sel.core import forks
 from nsa_sel.core.call import Call
 
 _SMALL = 1 << 22  # multiply-adds below which waking threads costs more than it saves
@@ -44,6 +44,7 @@ class _Prepared(NamedTuple):
     v: Operand
     limit: np.ndarray  # [B]: no row of the sequence may see this key or a later one
     work: int  # multiply-adds of one product over all rows
+    dtype: torch.dtype  # of sums: float64 for float64 inputs, else float32
 
     def transposed(self, x: Operand, D: int) -> np.ndarray:
         """The tiles of k or v that any row touches, transposed: [slots,D,TILE]."""
@@ -56,7 +57,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] in q's dtype and lse [B,S,G,h] in float32, float64 for float64 inputs; 16-bit inputs are computed in float32."""
     ready = _prepare(call, listed=False)
     kt = ready.transposed(ready.k, call.k.shape[-1])
-    shape, dtype = call.q.shape[:-1], _accumulate(call)
+    shape, dtype = call.q.shape[:-1], ready.dtype
     o = call.q.new_empty(*shape, call.v.shape[-1], dtype=dtype)
     lse = call.q.new_empty(shape, dtype=dtype)
     outputs = o.view(-1).numpy(), lse.view(-1).numpy()
@@ -66,8 +67,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, shaped and typed as q, k, v, contiguous; do [B,S,G,h,Dv] of any strides, dlse [B,S,G,h] or None for zeros."""
-    ready, dtype = _prepare(call, listed=True), _accumulate(call)
-    problem, q, work = ready.problem, ready.q, ready.work
+    ready = _prepare(call, listed=True)
+    problem, q, work, dtype = ready.problem, ready.q, ready.work, ready.dtype
     dlse = lse.new_zeros(()).expand_as(lse) if dlse is None else dlse
     o_, do_, lse_, dlse_ = (_flat(x, dtype) for x in (o, do, lse.unsqueeze(-1), dlse.unsqueeze(-1)))
     kt, vt = ready.transposed(ready.k, problem.Dk), ready.transposed(ready.v, problem.Dv)
@@ -81,22 +82,18 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     return grads[0].to(call.q.dtype), grads[1].to(call.q.dtype), grads[2].to(call.q.dtype)
 
 
-def _accumulate(call: Call) -> torch.dtype:
-    return torch.float64 if call.q.dtype == torch.float64 else torch.float32
-
-
 def _prepare(call: Call, *, listed: bool) -> _Prepared:
     B, S, G, h, Dk = call.q.shape
     S_kv, Dv = call.v.shape[2:]
-    dtype, n = _accumulate(call), call.selection.n
+    dtype, n = torch.promote_types(call.q.dtype, torch.float32), call.selection.n
     ranges = call.disjoint_ranges().to(torch.int64).view(-1).numpy()
     position = call.positions().contiguous().numpy()
-    q, k, v = (_flat(x, dtype) for x in (call.q, call.k, call.v))
+    q, k, v = _flat(call.q, dtype), _flat(call.k, dtype), _flat(call.v, dtype)
     tiles = _tiles(call, ranges, listed=listed)
     scale = q[0].dtype.type(call.scale * kernels.LOG2E)
     problem = Problem(S, G, h, Dk, Dv, S_kv, n, -(-S_kv // int(TILE)), scale, ranges, position.ravel(), tiles.slot)
     work = B * S * G * h * call.selection.length_bound(S_kv) * max(Dk, Dv)
-    return _Prepared(problem, tiles, q, k, v, position.max(1) + 1, work)
+    return _Prepared(problem, tiles, q, k, v, position.max(1) + 1, work, dtype)
 
 
 def _tiles(call: Call, ranges: np.ndarray, *, listed: bool) -> _Tiles:
@@ -123,14 +120,23 @@ def _flat(tensor: Tensor, dtype: torch.dtype) -> Operand:
     tensor = tensor.detach().to(dtype)
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         tensor = tensor.contiguous()
-    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)) + tensor.shape[-1]
-    return tensor.as_strided((extent,), (1,)).numpy(), tensor.stride()[:-1]
+    sizes, strides = tensor.shape, tensor.stride()
+    extent = sizes[-1]
+    for size, stride in zip(sizes[:-1], strides[:-1], strict=True):
+        extent += (size - 1) * stride
+    return tensor.as_strided((extent,), (1,)).numpy(), strides[:-1]
 
 
 def _parallel(kernel: Callable[..., None], items: int, work: int, *args: Any) -> None:
-    """kernel(first, last, *args) over chunks of range(items) in torch's number of threads; work: multiply-adds in all."""
+    """Run kernel(first, last, *args) over chunks of range(items) in torch's number of threads.
+
+    A chunk has at least half of `_SMALL` multiply-adds, of `work` in all: starting one takes microseconds.
+    """
     threads = torch.get_num_threads() if work > _SMALL else 1
-    chunk = -(-items // (1 if threads == 1 else 16 * threads))
+    if threads == 1:
+        kernel(0, items, *args)
+        return
+    chunk = -(-items // min(16 * threads, max(threads, 2 * work // _SMALL)))
     firsts = iter(range(0, items, chunk))
 
     def run() -> None:

@@ -11,8 +11,7 @@ from torch import Tensor
 from nsa_sel.backends import window_triton
 from nsa_sel.backends._triton.arguments import NARROW
 from nsa_sel.backends.cupy_cuda import window as cuda
-from nsa_sel.core.facts import device_info
-from nsa_sel.core.window_call import WindowCall
+from nsa_sel.core.call import WindowCall, device_info
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, bounds: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from nsa_sel.backends._triton import window_attention, window_dkdv
 from nsa_sel.backends._triton.arguments import narrow_suffix
 from nsa_sel.backends._triton.window_rows import heads_of
-from nsa_sel.core.window_call import WindowCall
+from nsa_sel.core.call import WindowCall
 from nsa_sel.settings.schema import KernelConfig
 
 CONFIGS = {  # by kernel and class of head dims (`narrow_suffix`); one that has no config of its own takes the plain one

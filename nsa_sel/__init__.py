@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from nsa_sel.compressed import compressed_attention
     from nsa_sel.core.decide import explain_request, use_backend
     from nsa_sel.core.decision import Decision
-    from nsa_sel.core.reset import reset
+    from nsa_sel.core.warm import reset
     from nsa_sel.layer import NSASelection, block_scores
     from nsa_sel.quantize import quantize_e4m3
     from nsa_sel.selection import Selection
@@ -84,7 +84,7 @@ _HOMES = {
     "moba_selection": "choosing",
     "nsa_attention": "branches",
     "quantize_e4m3": "quantize",
-    "reset": "core.reset",
+    "reset": "core.warm",
     "selection_attention": "attention",
     "selection_attention_varlen": "varlen",
     "selection_attention_with_kvcache": "serving",

@@ -11,16 +11,13 @@ from torch import Tensor, nn
 from nsa_sel.branches import nsa_attention
 from nsa_sel.caching.step import LayerStep
 from nsa_sel.compression import BlockMean, BlockMLP
-from nsa_sel.core.arguments import check_flag, check_positive, check_tensors
-from nsa_sel.core.bounds import Bounds, CuSeqlens, row_positions
-from nsa_sel.core.check_choose import check_rule
-from nsa_sel.core.check_packed import check_longest
+from nsa_sel.core.arguments import Bounds, CuSeqlens, as_positions, check_flag, check_positive, check_tensors, row_positions
+from nsa_sel.core.check import check_rule
 from nsa_sel.core.choose_call import Rule
-from nsa_sel.core.indices import as_positions
-from nsa_sel.core.parts import split_columns
+from nsa_sel.core.packed import check_longest
 from nsa_sel.core.transforms import check_transforms, in_autocast_dtype
 from nsa_sel.errors import ArgumentError, renamed, shown
-from nsa_sel.projection import Heads, Parts, check_dtype, joins, project
+from nsa_sel.projection import Heads, Parts, check_dtype, joins, project, split_columns
 from nsa_sel.rotary import angles, angles_of, base_of, kept_and_rotated, rotate, rotate_by
 
 Rotary = Callable[[Tensor, Tensor], Tensor]

@@ -7,14 +7,12 @@ from torch import Tensor
 from nsa_sel import by_groups
 from nsa_sel.compressed import compressed_attention
 from nsa_sel.core import transforms
-from nsa_sel.core.arguments import check_flag, check_positive, check_tensors
-from nsa_sel.core.bounds import Bounds, CuSeqlens
+from nsa_sel.core.arguments import Bounds, CuSeqlens, check_flag, check_positive, check_tensors
 from nsa_sel.core.check import check_scale, check_sizes
-from nsa_sel.core.check_packed import as_batch, check_longest, check_packed_choose, check_packed_sizes, check_rows_are_keys
 from nsa_sel.core.choose_call import Rule
-from nsa_sel.core.gating import gated_sum
-from nsa_sel.core.packed import packed_attention
+from nsa_sel.core.packed import as_batch, check_longest, check_packed_choose, check_packed_sizes, check_rows_are_keys, packed_attention
 from nsa_sel.errors import ArgumentError, renamed
+from nsa_sel.gating import gated_sum
 from nsa_sel.three_branches import Inputs, Options
 from nsa_sel.window import sliding_window_attention
 
@@ -137,7 +135,7 @@ def check_branches(
     q: Tensor, q_cmp: Tensor, values: tuple[Tensor, Tensor, Tensor], keys: tuple[Tensor, Tensor], gates: Tensor, window: int,
     packed: bool = False,
 ) -> None:  # fmt: skip
-    """What `compressed_attention`, which checks its own arguments before any kernel runs, does not see."""
+    """Check the arguments that `compressed_attention`, which checks its own before any kernel runs, does not see."""
     if q.dim() != 5:
         remedy = "split the heads into G groups of h; for decode call q.unsqueeze(1)"
         raise ArgumentError("q", f"of shape {tuple(q.shape)}", "[B,S,G,h,Dk]; decode has S = 1", remedy)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nsa_sel import three_branches
+from nsa_sel import gating, three_branches
 from nsa_sel.compressed import compressed_attention
-from nsa_sel.core import entry, gating, transforms
-from nsa_sel.core.check_choose import check_choose
+from nsa_sel.core import attend, transforms
+from nsa_sel.core.call import device_info
+from nsa_sel.core.check import check_choose
 from nsa_sel.core.decide import forced, use_backend, use_no_backend
-from nsa_sel.core.facts import device_info
 from nsa_sel.settings.config import settings_for
 from nsa_sel.three_branches import BRANCHES, COMPRESSED, SELECTED, WINDOW, Inputs, Needs, Options, Pass, Unit
 from nsa_sel.window import sliding_window_attention
@@ -41,14 +41,15 @@ def units_of(inputs: Inputs) -> list[Unit]:
 
 
 def attention(inputs: Inputs, options: Options, recompute: bool = False) -> Tensor:
-    """o [B,S,G,h,Dv] of `nsa_attention`. Without gradients it goes unit by unit.
+    """Return o [B,S,G,h,Dv] of `nsa_attention`. Without gradients it goes unit by unit.
 
     Where operations are traced it is composed of the public parts, and PyTorch's own checkpoint recomputes, all groups at once.
     """
     tensors = [x for x in inputs if x is not None]
-    if not torch.compiler.is_compiling():
+    plain = transforms.plain(*tensors)
+    if not plain and not torch.compiler.is_compiling():
         transforms.check_traced("nsa_attention", *tensors)
-    if transforms.traces(*tensors):
+    if not plain and transforms.traces(*tensors):
         if not recompute:
             return _composed(inputs, options)
         o: Tensor = checkpoint(lambda *given: _composed(Inputs(*given), options), *inputs, use_reentrant=False, preserve_rng_state=False)
@@ -67,7 +68,7 @@ def attention(inputs: Inputs, options: Options, recompute: bool = False) -> Tens
 
 
 def _even(number: int, fitting: int) -> int:
-    """The size of parts of at most `fitting`, as few and as even as possible."""
+    """Return the size of parts of at most `fitting`, as few and as even as possible."""
     return -(-number // -(-number // fitting)) if number else 1
 
 
@@ -75,13 +76,13 @@ def _composed(inputs: Inputs, options: Options) -> Tensor:
     rule, scale, S_kv = options.rule, options.scale, inputs.k_slc.shape[2]
     compressed, selection = compressed_attention(*inputs.branch(COMPRESSED), **rule._asdict(), scale=scale, S_kv=S_kv)
     given: Any = {"q_pos": None, "return_lse": False, "backend": options.backend}
-    selected = entry.selection_attention(*inputs.branch(SELECTED), selection, scale=scale, **given)
+    selected = attend.selection_attention(*inputs.branch(SELECTED), selection, scale=scale, **given)
     near = sliding_window_attention(*inputs.branch(WINDOW), options.window, scale=scale)
     return gating.gated_sum(compressed, selected, near, inputs.gates)
 
 
 def _forward(inputs: Inputs, options: Options, needs: Needs, blocks: Tensor | None = None) -> Tensor:
-    """o, unit by unit; blocks [B,S,G,n] is written, if it is given."""
+    """Return o, unit by unit; blocks [B,S,G,n] is written, if it is given."""
     o = _empty_output(inputs)
     for b, g in units_of(inputs):
         _write_unit(inputs.of((b, g)), options, needs, o[b, :, g], None if blocks is None else blocks[b, :, g])
@@ -155,7 +156,7 @@ class _Recomputed(torch.autograd.Function):
 
 
 def _checked(do: Tensor) -> Tensor:
-    """The gradient of o, as kernels take it; BackendError for what has none."""
+    """Return the gradient of o, as kernels take it; BackendError for what has none."""
     if torch.is_grad_enabled():
         transforms.refuse_second_derivative("nsa_attention")
     transforms.check_gradients(do, name="nsa_attention")
@@ -172,7 +173,7 @@ def _needs(inputs: Inputs, wanted: Sequence[bool]) -> Needs:
 def _unit_gradients(
     part: Inputs, do: Tensor, run: Callable[[int], Pass], wanted: Sequence[bool], to: Inputs, order: Sequence[Sequence[int]]
 ) -> Inputs:
-    """The gradients of a unit, as far as they are wanted.
+    """Return the gradients of a unit, as far as they are wanted.
 
     Args:
         part: inputs.
@@ -211,7 +212,7 @@ def _add_branches(
 
 
 class Surroundings(NamedTuple):
-    """Where a forward pass ran, for another one in the backward pass, which may be in another thread."""
+    """The backend and autocast state of a forward pass, to run it again in the backward pass, maybe on another thread."""
 
     backend: str | None  # of `use_backend`
     device_type: str

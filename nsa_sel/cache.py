@@ -15,9 +15,9 @@ from nsa_sel.caching.step import CacheStep
 from nsa_sel.caching.step_tensors import StepSizes, StepTensors
 from nsa_sel.core.arguments import check_positive
 from nsa_sel.core.call import DTYPES
-from nsa_sel.core.check_choose import check_compression
-from nsa_sel.core.quantized import STORED
+from nsa_sel.core.check import check_compression
 from nsa_sel.errors import ArgumentError, shown
+from nsa_sel.quantize import STORED
 
 KVScales = Mapping[str, torch.Tensor | float]
 _TABLE_SIZES = 8  # table sizes per power of two; with few sizes, calls repeat and are replayed

@@ -5,16 +5,14 @@ All are `choose_blocks` with other arguments: a `Selection` without attention ou
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Literal
 
 from torch import Tensor
 
 from nsa_sel.compression import BlockMean
-from nsa_sel.core import block_choice, block_choice_ops, transforms
+from nsa_sel.core import choose, transforms
 from nsa_sel.core.arguments import check_flag, check_positive, check_tensors
-from nsa_sel.core.check import check_sizes
-from nsa_sel.core.check_choose import Index, check_index, check_rule
+from nsa_sel.core.check import check_index, check_rule, check_sizes
 from nsa_sel.core.choose_call import Pool, Rule
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.selection import Selection
@@ -41,7 +39,9 @@ def choose_blocks(
     S_kv: int | None = None,
     backend: str | None = None,
 ) -> Selection:
-    """The n best blocks of every row, by the scores of index keys: the indexer of MiniMax Sparse Attention (arXiv 2606.13392) by default.
+    """Choose the n best blocks of every row by the scores of index keys.
+
+    By default as the indexer of MiniMax Sparse Attention (arXiv 2606.13392) does.
 
     Index key i stands for the keys [i * compress_stride, i * compress_stride + compress_block): for one key by default, for a block of
     them if they are pooled. A row at position t sees it once it sees the last of them. Its logit scale q.k, or with softmax its weight
@@ -95,7 +95,9 @@ def moba_selection(
     q_pos: Tensor | None = None,
     backend: str | None = None,
 ) -> Selection:
-    """The blocks of Mixture of Block Attention (MoBA, arXiv 2502.13189, Eq. 5-6): by the mean of a block's keys, for every head apart.
+    """Choose the blocks of Mixture of Block Attention (MoBA, arXiv 2502.13189, Eq. 5-6).
+
+    Every head chooses for itself, by the mean of a block's keys.
 
     A head's score of an earlier block is q . mean(keys of the block), with the queries and keys of attention itself (after rotary
     positions). The current block is always chosen, and counts among the n. Means are computed in float32 and rounded to k's dtype, and
@@ -140,7 +142,9 @@ def infllm_selection(
     q_pos: Tensor | None = None,
     backend: str | None = None,
 ) -> Selection:
-    """The blocks of InfLLM-v2 (arXiv 2509.24663; MiniCPM4, arXiv 2506.07900): the largest softmax weight of the means that touch a block.
+    """Choose the blocks of InfLLM-v2 (arXiv 2509.24663; MiniCPM4, arXiv 2506.07900).
+
+    A block's score is the largest softmax weight of the means of keys that touch it.
 
     Keys of attention itself (after rotary positions, unless the model leaves them out) are averaged, compress_block of them every
     compress_stride. Their softmax weights are added over the heads of a group; a block's score is the largest sum of the means that touch
@@ -175,7 +179,7 @@ def infllm_selection(
         coarse = rule._replace(compress_block=4 * compress_block, compress_stride=4 * compress_stride, block_size=4 * compress_block)
         means = _means(k, coarse.compress_block, coarse.compress_stride)
         index = check_index(q, means, coarse, pool, None, scale, q_pos, k.shape[2], transforms.traces(q, k))
-        lse = _core(index).log_sum_exp(index, coarse, backend)
+        lse = choose.log_sum_exp(index, coarse, backend)
     return _choose(q, _means(k, compress_block, compress_stride), rule, pool, lse, scale, q_pos, k.shape[2], backend)
 
 
@@ -183,18 +187,13 @@ def _choose(
     q: Tensor, k: Tensor, rule: Rule, pool: Pool, lse: Tensor | None, scale: float | None, q_pos: Tensor | None, S_kv: int | None,
     backend: str | None,
 ) -> Selection:  # fmt: skip
-    """The selection of plain tensors."""
+    """Choose for the tensors that `_plain` returned."""
     index = check_index(q, k, rule, pool, lse, scale, q_pos, S_kv, transforms.traces(q, k))
-    return Selection.from_ranges(_core(index).best_blocks(index, rule, pool, backend), rule.block_size, disjoint=True)
-
-
-def _core(index: Index) -> ModuleType:
-    """Where the choice runs: behind an op, if operations are traced."""
-    return block_choice_ops if transforms.traces(index.q, index.k) else block_choice
+    return Selection.from_ranges(choose.best_blocks(index, rule, pool, backend), rule.block_size, disjoint=True)
 
 
 def _plain(name: str, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k as kernels take them: dense, materialized, cast by autocast, without gradient."""
+    """Return q and k as kernels take them: dense, materialized, cast by autocast, without gradient."""
     check_tensors(q=q, k=k)
     transforms.check_transforms(q, k, name=name)
     if not transforms.traces(q, k):
@@ -204,13 +203,13 @@ def _plain(name: str, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _means(k: Tensor, block: int, stride: int) -> Tensor:
-    """[B,G,C,D] of k [B,G,S_kv,D]: the mean of `block` keys every `stride`, in k's dtype."""
+    """Return [B,G,C,D] of k [B,G,S_kv,D]: the mean of `block` keys every `stride`, in k's dtype."""
     mean: Tensor = BlockMean(block, stride)(k.transpose(1, 2))
     return mean
 
 
 def _is_max(name: str, reduction: str) -> bool:
-    """ArgumentError for anything but the two reductions."""
+    """Raise ArgumentError for anything but the two reductions."""
     if reduction not in ("max", "sum"):
         raise ArgumentError(name, shown(reduction), "'max' or 'sum'", "pass one of them")
     return reduction == "max"

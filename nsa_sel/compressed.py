@@ -6,12 +6,11 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
-from nsa_sel.core import choose, choose_ops, choose_repeat, transforms
-from nsa_sel.core.arguments import check_flag, check_tensors
-from nsa_sel.core.bounds import CuSeqlens
-from nsa_sel.core.check_choose import check_choose
-from nsa_sel.core.check_packed import check_longest, check_packed_choose
+from nsa_sel.core import choose, run, transforms
+from nsa_sel.core.arguments import CuSeqlens, check_flag, check_tensors
+from nsa_sel.core.check import check_choose
 from nsa_sel.core.choose_call import Rule
+from nsa_sel.core.packed import check_longest, check_packed_choose
 from nsa_sel.selection import Selection
 
 
@@ -102,7 +101,7 @@ def compressed_attention(
     else:
         q, k_cmp, v_cmp = transforms.in_autocast_dtype(*transforms.materialized(q, k_cmp, v_cmp))
         needs_grad = transforms.needs_grad(q, k_cmp, v_cmp)
-        o, lse, ranges = choose.choose(choose_repeat.begin_or_repeat(q, k_cmp, v_cmp, rule, S_kv, scale, q_pos, needs_grad, backend))
+        o, lse, ranges = run.attend(choose.checked(q, k_cmp, v_cmp, rule, S_kv, scale, q_pos, needs_grad, backend))
     selection = Selection.from_ranges(ranges, block_size, disjoint=True)
     if q.dim() == 4:
         o, lse = (x.squeeze(1 if cu_seqlens is None else 0) for x in (o, lse))
@@ -112,19 +111,19 @@ def compressed_attention(
 def _traced(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, rule: Rule, scale: float | None, q_pos: Tensor | None, S_kv: int | None, backend: str | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """o [B,S,G,h,Dv], lse [B,S,G,h] and ranges [B,S,G,n,2] where operations are traced."""
+    """Return o [B,S,G,h,Dv], lse [B,S,G,h] and ranges [B,S,G,n,2] where operations are traced."""
     check_tensors(q=q, k_cmp=k_cmp, v_cmp=v_cmp)
     q, k_cmp, v_cmp = transforms.in_autocast_dtype(q, k_cmp, v_cmp)
     rows, S_kv, scale, q_pos = check_choose(q, k_cmp, v_cmp, rule, scale, q_pos, S_kv, fake=True)
     needs_grad = transforms.needs_grad(q, k_cmp, v_cmp)
-    return choose_ops.traced(rows, k_cmp, v_cmp, rule, S_kv, scale, q_pos, backend, needs_grad, None)
+    return choose.traced(rows, k_cmp, v_cmp, rule, S_kv, scale, q_pos, backend, needs_grad, None)
 
 
 def _packed(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, rule: Rule, scale: float | None, q_pos: Tensor | None, S_kv: int | None, cu_seqlens: CuSeqlens,
     max_seqlen: int | None, backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """o [1,T,G,h,Dv], lse [1,T,G,h] and ranges [1,T,G,n,2] of a packed batch."""
+    """Return o [1,T,G,h,Dv], lse [1,T,G,h] and ranges [1,T,G,n,2] of a packed batch."""
     check_tensors(q=q, k_cmp=k_cmp, v_cmp=v_cmp)
     traced = transforms.traces(q, k_cmp, v_cmp)
     if not traced:
@@ -133,5 +132,6 @@ def _packed(
     rows, k, v, scale, bounds = check_packed_choose(q, k_cmp, v_cmp, rule, scale, q_pos, S_kv, cu_seqlens, max_seqlen)
     needs_grad = transforms.needs_grad(q, k_cmp, v_cmp)
     if traced:
-        return choose_ops.traced(rows, k, v, rule, len(q), scale, None, backend, needs_grad, bounds)
-    return choose.choose(choose.begin(rows, k, v, rule, len(q), scale, None, needs_grad, backend, bounds))
+        return choose.traced(rows, k, v, rule, len(q), scale, None, backend, needs_grad, bounds)
+    o, lse, ranges = run.attend(choose.decide_choice(rows, k, v, rule, len(q), scale, None, needs_grad, backend, bounds))
+    return o, lse, ranges

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear
 
-from nsa_sel.core.bounds import Bounds, CuSeqlens, compressed_bounds
-from nsa_sel.core.check_packed import check_packed_keys
-from nsa_sel.core.modules import hooked
+from nsa_sel.core.arguments import Bounds, CuSeqlens, compressed_bounds
+from nsa_sel.core.packed import check_packed_keys
+from nsa_sel.core.transforms import hooked
 
 
 class PackedPieces(NamedTuple):

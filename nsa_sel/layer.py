@@ -7,8 +7,8 @@ from typing import Any, Literal, overload
 from torch import Tensor, nn
 
 from nsa_sel.core.arguments import check_positive, check_tensors
-from nsa_sel.core.check_choose import check_compression, check_multiple
-from nsa_sel.core.entry import selection_attention
+from nsa_sel.core.attend import selection_attention
+from nsa_sel.core.check import check_compression, check_multiple
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 

@@ -15,8 +15,7 @@ from torch.autograd import forward_ad
 from torch.nn.functional import linear
 
 from nsa_sel.core import transforms
-from nsa_sel.core.modules import hooked
-from nsa_sel.core.parts import copy_wide
+from nsa_sel.core.transforms import hooked
 from nsa_sel.errors import ArgumentError
 from nsa_sel.rotary import Angles, rotated, write_rotated_back
 
@@ -170,3 +169,52 @@ def _write_gradients(to: Parts, gradients: Parts, gates: Tensor, table: Angles) 
             torch.ops.aten.sigmoid_backward.grad_input(dx, gates, grad_input=part)
         else:
             copy_wide(part, dx)
+
+
+WORD = 8  # bytes of an int64
+
+
+def split_columns(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    """x.split(sizes, -1)."""
+    if transforms.traces(x):  # a compiler fuses it
+        return torch.split(x, sizes, -1)
+    parts: tuple[Tensor, ...] = _Split.apply(x, sizes)  # type: ignore[no-untyped-call]
+    return parts
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.shape, ctx.sizes = x.shape, sizes
+        return torch.split(x, sizes, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:  # type: ignore[override]
+        like = next((dx for dx in gradients if dx is not None), None)
+        if like is None:
+            return None, None
+        found, first = like.new_empty(ctx.shape), 0
+        for size, dx in zip(ctx.sizes, gradients, strict=True):
+            part = found.narrow(-1, first, size)
+            if dx is None:
+                part.zero_()
+            elif torch.is_grad_enabled():
+                part.copy_(dx)
+            else:
+                copy_wide(part, dx.resolve_neg())
+            first += size
+        return found, None
+
+
+def copy_wide(to: Tensor, x: Tensor) -> None:
+    """to.copy_(x), eight bytes at a time where that fits: of strided tensors PyTorch copies number by number."""
+    if to.dtype == x.dtype and fits_wide(to) and fits_wide(x):
+        to, x = to.view(torch.int64), x.view(torch.int64)
+    to.copy_(x)
+
+
+def fits_wide(x: Tensor) -> bool:
+    """Whether x.view(torch.int64) is possible: rows of whole words, each of which begins at one."""
+    offsets = x.storage_offset(), x.shape[-1], *x.stride()[:-1]
+    return x.stride(-1) == 1 and all(offset * x.element_size() % WORD == 0 for offset in offsets)

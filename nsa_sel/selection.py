@@ -8,12 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.core.arguments import as_tensor, check_flag, check_positive
-from nsa_sel.core.block_ranges import distinct_ranges, ranges_of_blocks
-from nsa_sel.core.indices import as_positions, as_rows
-from nsa_sel.core.plans import UNKNOWN, Exact, Plan, Snapshot, capturing, state_of, validates
-from nsa_sel.core.ranges import check_ranges, merged, rounded, sharing_of_blocks
-from nsa_sel.core.scores import best_blocks
+from nsa_sel.core.arguments import as_positions, as_rows, as_tensor, check_flag, check_positive
+from nsa_sel.core.ranges import best_blocks, check_ranges, distinct_ranges, merged, ranges_of_blocks, rounded, sharing_of_blocks
+from nsa_sel.core.transforms import capturing
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.settings.flags import debugging
 
@@ -32,6 +29,50 @@ class Measured(NamedTuple):
     total_length: int  # keys, summed over rows
     # Distinct blocks of 1, 2, 4 ... 64 adjacent rows (SHARING_TOKENS) over those of one row; None: not whole blocks.
     sharing: tuple[float, ...] | None = None
+
+
+class Exact(NamedTuple):
+    """The statistics of `measure` that decisions use."""
+
+    longest: int  # keys of the longest row, before the causal clamp
+    sharing: tuple[float, ...] | None  # to two digits
+    mean: int  # keys of a row on average, to two digits
+    total: tuple[int, int] | None  # S_kv, and the keys of all rows at the default positions
+
+
+class Plan(NamedTuple):
+    """A cached plan."""
+
+    states: list[Any]  # of `made_from` when it was built
+    made_from: tuple[Any, ...]  # kept alive, so that no other tensor reuses the memory
+    value: Any
+
+
+class Snapshot(NamedTuple):
+    """All that is cached for one version of the ranges. It is replaced as a whole, so that a thread sees an old one or a new one."""
+
+    version: int  # of the ranges
+    copy: Tensor | None  # of the ranges, where comparing is cheap (CPU) or asked for (debugging)
+    exact: Exact | None
+    plans: dict[Any, Plan]
+
+
+UNKNOWN = "unknown"  # the state of a tensor without a version counter
+
+
+def state_of(x: Any) -> Any:
+    """Return a value that changes when the tensor x is written or replaced; of a plain value the value itself."""
+    if not isinstance(x, Tensor):
+        return x
+    if x.is_cpu:  # compare its few values: a write through NumPy bumps no version
+        return x.dtype, x.shape, x.detach().contiguous().numpy().tobytes()
+    return UNKNOWN if x.is_inference() else (x.data_ptr(), x.dtype, x.shape, x.stride(), x._version)
+
+
+def validates(ranges: Tensor) -> bool:
+    """Return True if a new selection is validated: under NSA_DEBUG_TRITON, but not in a CUDA graph, whose ranges can't be read. Compiled
+    calls validate when they run."""
+    return not torch.compiler.is_compiling() and debugging() and not capturing(ranges)
 
 
 class Selection:
@@ -93,7 +134,7 @@ class Selection:
     def from_ranges(
         cls, ranges: Tensor, block_size: int | None = None, max_length: int | None = None, *, disjoint: bool = False
     ) -> Selection:
-        """A selection of key ranges.
+        """Return a selection of key ranges.
 
         Args:
             ranges: [B,S,G,n,2], or [B,G,n,2] for one query per sequence; int32 or int64; half-open [start, end).
@@ -128,7 +169,7 @@ class Selection:
     def from_blocks(
         cls, block_indices: Tensor, block_size: int, block_counts: Tensor | None = None, *, disjoint: bool = False
     ) -> Selection:
-        """A selection of whole blocks: block j holds the keys [j * block_size, (j + 1) * block_size).
+        """Return a selection of whole blocks: block j holds the keys [j * block_size, (j + 1) * block_size).
 
         Args:
             block_indices: [B,S,G,n], or [B,G,n] for one query per sequence; any integer dtype up to 64 bits; any order; negative
@@ -168,7 +209,7 @@ class Selection:
         S_kv: int | None = None,
         q_pos: Tensor | None = None,
     ) -> Selection:
-        """The n best blocks of every row (NSA Eq. 7-12): the first and local ones, then by score. Deterministic.
+        """Return the n best blocks of every row (NSA Eq. 7-12): the first and local ones, then by score. Deterministic.
 
         A row at position t sees the blocks that start at or before t.
 
@@ -198,8 +239,9 @@ class Selection:
         return torch.where(end > start, start // self.block_size, -1)
 
     def length_bound(self, S_kv: int) -> int:
-        """An upper bound on the keys that a row selects among S_kv: from the static facts and, if it was called, `measure`."""
-        exact = self.exact()
+        """Return an upper bound on the keys that a row selects among S_kv: from the static facts and, if it was called, `measure`."""
+        snapshot = self._snapshot
+        exact = None if snapshot is None or snapshot.exact is None else self.exact()
         bound = S_kv if exact is None else min(S_kv, exact[0])
         if self.max_length is not None:
             bound = min(bound, self.max_length)
@@ -208,7 +250,7 @@ class Selection:
         return bound
 
     def range_bound(self, S_kv: int) -> int:
-        """An upper bound on the keys of one range among S_kv."""
+        """Return an upper bound on the keys of one range among S_kv."""
         size = self.block_size or self._cut_block
         return self.length_bound(S_kv) if size is None else min(size, S_kv)
 
@@ -219,8 +261,10 @@ class Selection:
         return None if exact is None else exact[1]
 
     def exact(self) -> tuple[int, tuple[float, ...] | None, int] | None:
-        """The longest row in keys, `sharing`, and the mean row in keys to two digits, from `measure`; None before it, and after the
-        ranges were written."""
+        """Return the longest row in keys, `sharing`, and the mean row in keys to two digits, from `measure`.
+
+        None before `measure`, and after the ranges were written.
+        """
         exact = self._valid_exact()
         return None if exact is None else exact[:3]
 
@@ -230,7 +274,10 @@ class Selection:
         return exact.total[1] if exact is not None and exact.total is not None and exact.total[0] == S_kv else None
 
     def _valid_exact(self) -> Exact | None:
-        """What `measure` found, if it is valid: the ranges are unchanged, and no CUDA graph is captured, whose replays may see others."""
+        """Return the statistics of `measure` if they are valid.
+
+        They are if the ranges are unchanged, and no CUDA graph is captured, whose replays may see other ranges.
+        """
         snapshot = self._snapshot
         if snapshot is None or snapshot.exact is None or capturing(self.ranges) or not self._is_current(snapshot):
             return None
@@ -249,11 +296,14 @@ class Selection:
             return self.ranges.contiguous()
         if capturing(self.ranges) if captured is None else captured:
             return distinct_ranges(self.ranges, self.block_size)
-        found: Tensor | None = self.kept(self._on_stream(_DISJOINT))
-        return self.plan(_DISJOINT, lambda: distinct_ranges(self.ranges, self.block_size)) if found is None else found
+        snapshot = self._snapshot  # `kept`, inlined
+        kept = None if snapshot is None else snapshot.plans.get(self._on_stream(_DISJOINT) if self.ranges.is_cuda else _DISJOINT)
+        if snapshot is not None and kept is not None and self._is_current(snapshot):
+            return kept.value  # type: ignore[no-any-return]
+        return self.plan(_DISJOINT, lambda: distinct_ranges(self.ranges, self.block_size))  # type: ignore[no-any-return]
 
     def plan(self, key: tuple[Any, ...], build: Callable[[], Any], *made_from: Any) -> Any:
-        """The cached result of `build()`, rebuilt after the ranges were written.
+        """Return the cached result of `build()`, rebuilt after the ranges were written.
 
         Tensors made under torch.inference_mode() have no version counter: plans made from them are not cached.
 
@@ -266,10 +316,12 @@ class Selection:
             What `build` returned.
         """
         states = [state_of(x) for x in made_from] if made_from else []
-        snapshot = None if UNKNOWN in states else self._current()
+        snapshot = None if UNKNOWN in states else self._snapshot
+        if UNKNOWN not in states and (snapshot is None or not self._is_current(snapshot)):
+            snapshot = self._remember()
         if snapshot is None:
             return build()
-        on = self._on_stream(key)
+        on = self._on_stream(key) if self.ranges.is_cuda else key
         kept = snapshot.plans.get(on)
         if kept is None or kept.states != states:
             if torch.is_inference_mode_enabled():
@@ -280,19 +332,19 @@ class Selection:
         return kept.value
 
     def _current(self) -> Snapshot | None:
-        """The snapshot of the ranges as they are, a new one if they were written; None for tensors that have no version."""
+        """Return the snapshot of the ranges as they are, a new one if they were written; None for tensors that have no version."""
         snapshot = self._snapshot
         return snapshot if snapshot is not None and self._is_current(snapshot) else self._remember()
 
     def _on_stream(self, key: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The key of a plan on the current stream: another stream could read it before it is built, or after its memory is used again."""
+        """Return the key of a plan on the current stream: another stream could read it too early, or after its memory is reused."""
         ranges = self.ranges
         if not ranges.is_cuda or torch.compiler.is_compiling():
             return key
         return *key, torch._C._cuda_getCurrentRawStream(ranges.get_device())
 
     def kept(self, on: tuple[Any, ...]) -> Any:
-        """The cached plan that depends on the ranges alone; None if there is none. on: its key and the current stream, as of
+        """Return the cached plan that depends on the ranges alone; None if there is none. on: its key and the current stream, as of
         `_on_stream`."""
         snapshot = self._snapshot
         found = None if snapshot is None else snapshot.plans.get(on)
@@ -307,7 +359,7 @@ class Selection:
             _keep(snapshot.plans, on, Plan([], (), value))
 
     def _is_current(self, snapshot: Snapshot) -> bool:
-        """Whether the ranges are as they were; ArgumentError where debugging finds an unannounced GPU write."""
+        """Return True if the ranges are as they were; ArgumentError where debugging finds an unannounced GPU write."""
         ranges = self.ranges
         if snapshot.version != ranges._version:
             return False
@@ -345,7 +397,7 @@ class Selection:
             snapshot.plans.clear()
 
     def merge(self) -> Selection:
-        """The same keys as sorted, disjoint ranges: overlapping and adjacent ranges become one, empty ones come last."""
+        """Return the same keys as sorted, disjoint ranges: overlapping and adjacent ranges become one, empty ones come last."""
         far = torch.iinfo(self.ranges.dtype).max
         bound = self.length_bound(far)
         return Selection(merged(self.ranges), None, bound if bound < far else None, disjoint=True)
@@ -376,7 +428,7 @@ class Selection:
         return moved
 
     def part(self, ranges: Tensor, S_kv: int, whole_blocks: bool) -> Selection:
-        """A selection of `ranges`, other rows' or cut, with these static facts; whole_blocks: no block was cut."""
+        """Return a selection of `ranges`, other rows' or cut, with these static facts; whole_blocks: no block was cut."""
         like_this = Selection(ranges, self.block_size, self.max_length, disjoint=self.disjoint)
         if self.block_size is None or whole_blocks:
             return like_this
@@ -438,7 +490,7 @@ class Selection:
         return measured
 
     def to(self, device: torch.device | str) -> Selection:
-        """The same selection on another device, without plans.
+        """Return the same selection on another device, without plans.
 
         Args:
             device: a torch.device, or its name; ArgumentError for anything else.

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports torch._dynamo at once
 from torch.compiler import is_compiling
 
-from nsa_sel.core import entry, run, shared_keys, transforms
+from nsa_sel.core import attend, run, shared_keys, transforms
 from nsa_sel.core.arguments import check_flag, check_tensors
-from nsa_sel.core.begin import begin
 from nsa_sel.core.check import as_selection, check_call
-from nsa_sel.core.prepare import prepared
-from nsa_sel.core.quantized import STORED, Scales, scales_of
+from nsa_sel.core.decide import decide_call
+from nsa_sel.core.warm import prepared
 from nsa_sel.errors import ArgumentError, renamed
+from nsa_sel.quantize import STORED, Scales, scales_of
 from nsa_sel.selection import Selection
 
 
@@ -105,14 +105,14 @@ def selection_attention_with_kvcache(
     elif r > 1:
         found = _of_shared_keys(q, k, v, selection, scale, backend, cache_seqlens, block_table, scales, r)
     else:
-        decided = begin(q, k, v, selection, scale, None, False, backend, cache_seqlens, block_table, scales)
+        decided = decide_call(q, k, v, selection, scale, None, False, backend, cache_seqlens, block_table, scales)
         found = run.attend(prepared(decided, backend))
     o, lse = (x.squeeze(1) for x in found) if decode else found
     return (o, lse) if return_lse else o
 
 
 def _check_differentiable(q: Tensor, k: Tensor, v: Tensor, paged: bool, quantized: bool) -> None:
-    """ArgumentError for tensors that require gradients over a paged or quantized cache."""
+    """Raise ArgumentError for tensors that require gradients over a paged or quantized cache."""
     if paged or quantized:
         name = next(name for name, x in (("q", q), ("k_cache", k), ("v_cache", v)) if x.requires_grad)
         kind, other = ("quantized", "of q's dtype") if quantized else ("paged", "without pages")
@@ -122,19 +122,19 @@ def _check_differentiable(q: Tensor, k: Tensor, v: Tensor, paged: bool, quantize
 
 @_disable_dynamo
 def _uncompiled(*arguments: Any, **options: Any) -> Any:
-    """The eager call, in a function that torch.compile traces: there is no op for it, and checks and decisions are no graph."""
+    """Return the eager call, in a function that torch.compile traces: there is no op for it, and checks and decisions are no graph."""
     return selection_attention_with_kvcache(*arguments, **options)
 
 
 def _with_gradients(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, lengths: Tensor, scale: float, backend: str | None
 ) -> tuple[Tensor, Tensor]:
-    """o and lse by a plain call, in which tokens below position 0 select nothing."""
+    """Return o and lse by a plain call, in which tokens below position 0 select nothing."""
     position = lengths.unsqueeze(1) + torch.arange(-q.shape[1], 0, device=q.device)
     ranges = torch.where(position[:, :, None, None, None] < 0, 0, selection.ranges)
     selection = Selection(ranges, selection.block_size, selection.max_length, disjoint=selection.disjoint)
     with torch.autocast(q.device.type, enabled=False):
-        o, lse = entry.selection_attention(q, k, v, selection, scale=scale, q_pos=position.clamp(min=0), return_lse=True, backend=backend)
+        o, lse = attend.selection_attention(q, k, v, selection, scale=scale, q_pos=position.clamp(min=0), return_lse=True, backend=backend)
     return o, lse
 
 
@@ -142,20 +142,20 @@ def _of_shared_keys(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, backend: str | None, lengths: Tensor, block_table: Tensor | None,
     scales: Scales | None, r: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o and lse where r groups of q share a KV group: as r rows of a token, or over pages as r sequences of the same pages."""
+    """Return o and lse where r groups of q share a KV group: as r rows of a token, or over pages as r sequences of the same pages."""
     if block_table is None:
         position = lengths.unsqueeze(1) + torch.arange(-q.shape[1], 0, device=q.device)
         rows, chosen, at = shared_keys.call_of_rows(q, selection, position, k.shape[2], r)
-        o, lse = run.attend(prepared(begin(rows, k, v, chosen, scale, at, False, backend, scales=scales), backend))
+        o, lse = run.attend(prepared(decide_call(rows, k, v, chosen, scale, at, False, backend, scales=scales), backend))
         return shared_keys.from_rows(o, r), shared_keys.from_rows(lse, r)
     rows, chosen = shared_keys.as_sequences(q, r), shared_keys.selection_of_sequences(selection, r)
     lengths, block_table = lengths.repeat_interleave(r), block_table.repeat_interleave(r, 0)
-    o, lse = run.attend(prepared(begin(rows, k, v, chosen, scale, None, False, backend, lengths, block_table, scales), backend))
+    o, lse = run.attend(prepared(decide_call(rows, k, v, chosen, scale, None, False, backend, lengths, block_table, scales), backend))
     return shared_keys.from_sequences(o, r), shared_keys.from_sequences(lse, r)
 
 
 def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None) -> int:
-    """How many keys a sequence has room for, of arguments whose shapes fit together; else ArgumentError. Reads nothing on a GPU."""
+    """Check the shapes of a cache and return the number of keys that a sequence has room for. Reads nothing on a GPU."""
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, cache_seqlens=cache_seqlens)
     if block_table is not None:
         check_tensors(block_table=block_table)

@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from nsa_sel import window
-from nsa_sel.core import choose, choose_repeat, packed, prepare, repeat, run
-from nsa_sel.core.bounds import Bounds
+from nsa_sel.core import choose, packed, run
+from nsa_sel.core.arguments import Bounds
+from nsa_sel.core.attend import checked
 from nsa_sel.core.call import Call
 from nsa_sel.core.choose_call import Rule
+from nsa_sel.core.decide import Decided
 from nsa_sel.core.decision import Decision
-from nsa_sel.core.gating import Gated
 from nsa_sel.core.request import Request
+from nsa_sel.core.warm import prepared
+from nsa_sel.gating import Gated
 from nsa_sel.selection import Selection
 
 COMPRESSED, SELECTED, WINDOW = BRANCHES = range(3)  # in the order of the gates
@@ -51,13 +54,13 @@ class Inputs(NamedTuple):
         return self._fields.index("q_cmp" if own else "q"), 1 + 2 * c, 2 + 2 * c
 
     def for_gradients(self, needs: Needs) -> Inputs:
-        """What the gradients of those branches and of the gates take; None for the rest."""
+        """Return the inputs that the gradients of those branches and of the gates read; None for the rest."""
         kept = {"gates", *(("q", "q_cmp") if any(needs) else ())}
         kept.update(name for c in BRANCHES if needs[c] for name in self._fields[1 + 2 * c : 3 + 2 * c])
         return Inputs(*(x if name in kept else None for name, x in self._asdict().items()))
 
     def branch(self, c: int) -> tuple[Any, Any, Any]:
-        """q, k and v of branch c."""
+        """Return q, k and v of branch c."""
         q, k, v = self.fields_of(c)
         return self[q], self[k], self[v]
 
@@ -67,7 +70,7 @@ Needs = tuple[bool, bool, bool]  # whether a gradient of a branch's q, k or v is
 
 
 class Options(NamedTuple):
-    """As of `nsa_attention`, checked."""
+    """Checked options of `nsa_attention`."""
 
     window: int
     rule: Rule
@@ -81,7 +84,7 @@ Gradients = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
 
 
 class Pass(NamedTuple):
-    """A branch's forward pass. `gradients` holds none of its tensors but the selection."""
+    """A branch's forward pass. The `gradients` closure captures only the selection, so it keeps no activations alive."""
 
     o: Tensor
     lse: Tensor | None
@@ -108,16 +111,16 @@ def _given(part: Inputs, options: Options) -> Selection:
     return Selection.from_blocks(part.blocks, options.rule.block_size, disjoint=True)
 
 
-def _begin_compressed(part: Inputs, options: Options, needs: bool) -> choose.DecidedChoice:
+def _begin_compressed(part: Inputs, options: Options, needs: bool) -> Decided:
     tensors, S_kv = part.branch(COMPRESSED), part.k_slc.shape[2]
     if options.bounds is None:
-        return choose_repeat.begin_or_repeat(*tensors, options.rule, S_kv, options.scale, None, needs, None)
-    return choose.begin(*tensors, options.rule, S_kv, options.scale, None, needs, None, options.bounds)
+        return choose.checked(*tensors, options.rule, S_kv, options.scale, None, needs, None)
+    return choose.decide_choice(*tensors, options.rule, S_kv, options.scale, None, needs, None, options.bounds)
 
 
 def _compressed(part: Inputs, options: Options, needs: bool) -> tuple[Pass, Selection]:
     decided = _begin_compressed(part, options, needs)
-    o, lse, ranges, decision = choose.run_forward(decided)
+    o, lse, ranges, decision = run.run_forward(decided)
     return _pass(options, decided, decision, o, lse), Selection.from_ranges(ranges, options.rule.block_size, disjoint=True)
 
 
@@ -127,15 +130,15 @@ def _compressed_again(part: Inputs, options: Options, needs: bool) -> Pass:
     return _pass(options, decided, decision, o, lse)
 
 
-def _pass(options: Options, decided: choose.DecidedChoice, decision: Decision, o: Tensor, lse: Tensor) -> Pass:
+def _pass(options: Options, decided: Decided, decision: Decision, o: Tensor, lse: Tensor) -> Pass:
     return Pass(o, lse, functools.partial(_compressed_gradients, options, decision, decided.request))
 
 
 def _compressed_gradients(
     options: Options, decision: Decision, request: Request, q: Tensor, k: Tensor, v: Tensor, o: Tensor, gated: Gated
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    call = choose.decided_call(q, k, v, options.rule, options.scale, None, decision, request, options.bounds).call
-    return choose.gradients_and_delta(call, decision, o, gated.lse, gated.do, None)
+    call = choose.decided_choice(q, k, v, options.rule, options.scale, None, decision, request, options.bounds).call
+    return run.gradients_and_delta(call, decision, o, gated.lse, gated.do, None)
 
 
 def _selected(part: Inputs, options: Options, needs: bool, selection: Selection) -> Pass:
@@ -145,8 +148,8 @@ def _selected(part: Inputs, options: Options, needs: bool, selection: Selection)
         bounds = options.bounds._replace(most=None)  # max_seqlen bounds the choice alone
         batch = packed.arrange(q, k, v, selection, bounds, None, options.scale, needs, options.backend)
         k, v, selection, q_pos, where = batch
-    decided = repeat.begin_or_repeat(q, k, v, selection, options.scale, q_pos, needs, options.backend)
-    decided = prepare.prepared(decided, options.backend)
+    decided = checked(q, k, v, selection, options.scale, q_pos, needs, options.backend)
+    decided = prepared(decided, options.backend)
     o, lse, decision = run.run_forward(decided)
     return Pass(o, lse, functools.partial(_selected_gradients, decided.call.others(), decision, where), None if where is None else (k, v))
 

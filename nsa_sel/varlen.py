@@ -7,9 +7,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from nsa_sel.core.arguments import is_whole
-from nsa_sel.core.bounds import Bounds, CuSeqlens, compressed_bounds, positions_in_sequences
-from nsa_sel.core.check_choose import check_compression
+from nsa_sel.core.arguments import Bounds, CuSeqlens, compressed_bounds, is_whole, positions_in_sequences
+from nsa_sel.core.check import check_compression
 from nsa_sel.core.packed import packed_attention
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.selection import Selection
@@ -89,7 +88,9 @@ def selection_attention_varlen(
 def varlen_positions(
     cu_seqlens_q: CuSeqlens, cu_seqlens_k: CuSeqlens | None = None, *, T: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """The position of each row of a packed batch in its own sequence, for `Selection.from_scores(..., q_pos=)`. Never waits for a GPU.
+    """Return the position of each row of a packed batch in its own sequence, for `Selection.from_scores(..., q_pos=)`.
+
+    Never waits for a GPU.
 
     Args:
         cu_seqlens_q, cu_seqlens_k: as of `selection_attention_varlen`.

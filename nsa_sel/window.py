@@ -11,12 +11,11 @@ from torch.compiler import is_compiling
 from nsa_sel import window_kernels
 from nsa_sel.backends._window import ops
 from nsa_sel.core import transforms
-from nsa_sel.core.arguments import check_flag, check_positive, check_tensors
-from nsa_sel.core.bounds import Bounds, CuSeqlens
+from nsa_sel.core.arguments import Bounds, CuSeqlens, check_flag, check_positive, check_tensors
 from nsa_sel.core.check import check_scale, check_sizes
-from nsa_sel.core.check_packed import as_batch, check_packed_sizes, check_rows_are_keys
-from nsa_sel.core.gating import Gated
+from nsa_sel.core.packed import as_batch, check_packed_sizes, check_rows_are_keys
 from nsa_sel.errors import ArgumentError
+from nsa_sel.gating import Gated
 
 
 @overload
@@ -91,7 +90,7 @@ def sliding_window_attention(
 def _packed(
     q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None, cu_seqlens: CuSeqlens, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """o [T,G,h,Dv] and lse [T,G,h] of a packed batch."""
+    """Return o [T,G,h,Dv] and lse [T,G,h] of a packed batch."""
     check_packed_sizes(q=q, k=k, v=v)
     check_rows_are_keys(q, "k", k)
     bounds = Bounds.of("cu_seqlens", cu_seqlens, len(q), q)
@@ -105,7 +104,7 @@ def _packed(
 def attend(
     q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, return_lse: bool, bounds: Bounds | None = None
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """o [B,S,G,h,Dv] and lse [B,S,G,h] of checked tensors, recorded by autograd; without return_lse lse may be None."""
+    """Return o [B,S,G,h,Dv] and lse [B,S,G,h] of checked tensors, recorded by autograd; without return_lse lse may be None."""
     if q.numel() == 0:
         return _nothing(q, k, v)
     if window_kernels.takes(q, v):
@@ -123,7 +122,7 @@ def attend(
 def gradients(
     window: int, scale: float, bounds: Bounds | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, gated: Gated
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """dq, dk, dv of `attend`, of which autograd recorded nothing: by the kernels, or by autograd through another forward pass; and
+    """Return dq, dk, dv of `attend`, of which autograd recorded nothing: by the kernels, or by autograd through another forward pass; and
     delta = sum(do * o) [B,S,G,h] if the kernels give it."""
     if q.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None
@@ -136,7 +135,7 @@ def gradients(
 
 
 def _of_rows(q: Tensor, bounds: Bounds | None) -> Tensor | None:
-    """The bounds as the kernels take them."""
+    """Return the bounds as the kernels take them."""
     return None if bounds is None else window_kernels.packed_bounds(bounds.on(q), q.shape[1])
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from nsa_sel.backends._window import ops
 from nsa_sel.backends.specs import ARITHMETIC_TILES
 from nsa_sel.core import registry, transforms
-from nsa_sel.core.facts import device_info
+from nsa_sel.core.call import device_info
 from nsa_sel.errors import warn
 
 CUDA, TRITON = "nsa_sel.backends.window_cuda", "nsa_sel.backends.window_triton"  # imported at the first call on a GPU
@@ -27,7 +27,7 @@ _OLDEST = (8, 0)  # compute capability
 
 
 def takes(q: Tensor, v: Tensor) -> bool:
-    """Whether the kernels run such tensors."""
+    """Return True if the kernels run such tensors."""
     if not q.is_cuda or q.dtype not in _DTYPES or max(q.shape[-1], v.shape[-1]) > _MOST_DIM:
         return False
     facts = torch.cuda.get_device_properties(q.device)
@@ -35,7 +35,7 @@ def takes(q: Tensor, v: Tensor) -> bool:
 
 
 def has_failed(q: Tensor, v: Tensor, kernels: str = TRITON) -> bool:
-    """Whether the kernels have failed for such heads in this process."""
+    """Return True if the kernels have failed for such heads in this process."""
     return bool(registry.broken_windows) and (kernels, *_heads(q, v)) in registry.broken_windows
 
 
@@ -56,12 +56,12 @@ def _heads(q: Tensor, v: Tensor) -> tuple[Any, ...]:
 
 
 def _by_cuda(q: Tensor, v: Tensor) -> bool:
-    """Whether CUDA's kernels are tried; they leave to Triton's what they do not compute."""
+    """Return True if CUDA's kernels are tried; they leave to Triton's what they do not compute."""
     return q.is_cuda and device_info(q.device).sm == ARITHMETIC_TILES.sm and not registry.missing(_NEEDED) and not has_failed(q, v, CUDA)
 
 
 def _run(function: str, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    """What `forward` or `backward` of the kernels returns."""
+    """Run `forward` or `backward` of the kernels."""
     with _on_device(q):
         if _by_cuda(q, v):
             try:
@@ -74,7 +74,7 @@ def _run(function: str, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[
 
 
 def packed_bounds(cu_seqlens: Tensor, T: int) -> Tensor:
-    """Where the sequence of each of T packed rows begins and ends, [2,T] int32, from cu_seqlens [N+1] on their device.
+    """Return where the sequence of each of T packed rows begins and ends, [2,T] int32, from cu_seqlens [N+1] on their device.
 
     T and 0 for rows after the last sequence, which see nothing.
     """
@@ -86,7 +86,7 @@ def packed_bounds(cu_seqlens: Tensor, T: int) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, bounds: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,Dv] and lse [B,S,G,h] of checked tensors, none of them empty; differentiable in q, k and v.
+    """Return o [B,S,G,h,Dv] and lse [B,S,G,h] of checked tensors, none of them empty; differentiable in q, k and v.
 
     bounds: `packed_bounds` of a packed batch, B = 1 and S = S_kv = T.
     """
@@ -128,7 +128,7 @@ def gradients(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, window: int, scale: float,
     bounds: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:  # fmt: skip
-    """dq, dk, dv and delta by the kernels; None if they have failed for such heads."""
+    """Return dq, dk, dv and delta by the kernels; None if they have failed for such heads."""
     if has_failed(q, v):
         return None
     try:
@@ -147,7 +147,7 @@ def _backward(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, window: int, scale: float,
     bounds: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv, and delta = sum(do * o) - dlse [B,S,G,h]."""
+    """Return dq, dk, dv, and delta = sum(do * o) - dlse [B,S,G,h]."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     do = torch.zeros_like(o) if do is None else do.resolve_neg()
     do = do if do.stride(-1) == 1 else do.contiguous()

@@ -13,8 +13,7 @@ import math
 from typing import NamedTuple
 
 from nsa_sel.backends.specs import E4M3_TILE_ROWS, HOPPER_STEPS, VISITED_WHOLE, WIDEST, launch_class, tile_columns
-from nsa_sel.core.backend import Backend
-from nsa_sel.core.decision import Case
+from nsa_sel.core.backend import Backend, PolicyInput
 from nsa_sel.core.request import FEW_TOKENS, SHARING_TOKENS, Request
 
 BYTES = {"e4m3": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -216,7 +215,7 @@ def modelled(backend: Backend, request: Request, backward: bool) -> bool:
     return backend.tiles.take(request, backward)
 
 
-def predict(case: Case, backend: Backend) -> float | None:
+def predict(case: PolicyInput, backend: Backend) -> float | None:
     """Milliseconds to four digits; None where the profile has no rows for such a request."""
     request, costs, backward = case.request, case.settings.costs, case.direction == "backward"
     model = costs and costs.models.get(f"{backend.name}/{request.phase(backward)}")

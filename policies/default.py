@@ -6,12 +6,12 @@ If the device's profile has no costs, or none for the request, the profile's ord
 from __future__ import annotations
 
 from nsa_sel.backends.specs import SPECS
-from nsa_sel.core.decision import Case, Policy
+from nsa_sel.core.backend import Policy, PolicyInput
 from nsa_sel.core.request import FEW_TOKENS
 from nsa_sel.policies import cost, guards, rules
 
 
-def preference(case: Case) -> tuple[str, ...]:
+def preference(case: PolicyInput) -> tuple[str, ...]:
     """The order of backends for this direction: measured where a profile exists, else conservative. Of choosers, that of the registry.
 
     On a GPU prefills beyond the cost models have an order of their own, unless the user's file sets one; a backend with tile kernels is
@@ -28,7 +28,7 @@ def preference(case: Case) -> tuple[str, ...]:
     return settings.prefer_forward if case.direction == "forward" else settings.prefer_backward
 
 
-def unpredicted(case: Case) -> str | None:
+def unpredicted(case: PolicyInput) -> str | None:
     """What of the request no cost model covers; None without costs, too."""
     return cost.beyond_models(case.request) if case.settings.costs else None
 

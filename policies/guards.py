@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from nsa_sel.core.backend import Offer, Reason
-from nsa_sel.core.decision import Case
+from nsa_sel.core.backend import Offer, PolicyInput, Reason
 
 
-def available(case: Case, offer: Offer) -> tuple[Reason, ...]:
+def available(case: PolicyInput, offer: Offer) -> tuple[Reason, ...]:
     """Packages and libraries that are missing, and failures, on this machine."""
     return offer.missing
 
 
-def within_limits(case: Case, offer: Offer) -> tuple[Reason, ...]:
+def within_limits(case: PolicyInput, offer: Offer) -> tuple[Reason, ...]:
     """Every limit of the backend that the call or the device exceeds, with both values."""
     limits, request, device = offer.backend.limits, case.request, case.device
     interpreted = device.kind == "cpu" and device.triton_interpret and "interpreter" in limits.dtypes
@@ -69,7 +68,7 @@ def within_limits(case: Case, offer: Offer) -> tuple[Reason, ...]:
     return tuple(reasons)
 
 
-def _quantized(case: Case, offer: Offer) -> list[Reason]:
+def _quantized(case: PolicyInput, offer: Offer) -> list[Reason]:
     """A backend that reads no caches of the request's format, or does so on newer GPUs alone."""
     format_name = (case.request.quantized or "").split("/")[0]
     if not format_name:
@@ -87,7 +86,7 @@ def _quantized(case: Case, offer: Offer) -> list[Reason]:
     return _beyond_steps(case, offer)
 
 
-def _beyond_steps(case: Case, offer: Offer) -> list[Reason]:
+def _beyond_steps(case: PolicyInput, offer: Offer) -> list[Reason]:
     """A backend whose kernels of whole steps alone read quantized caches takes what those take."""
     request, steps = case.request, offer.backend.quantized_by
     if steps is None or (case.device.sm == steps.sm and steps.take(request)):
@@ -98,7 +97,7 @@ def _beyond_steps(case: Case, offer: Offer) -> list[Reason]:
     return [Reason("quantized-steps", "unsupported", "request", found, steps.wanted(), "let the policy choose another backend")]
 
 
-def _beyond_tiles(case: Case, offer: Offer) -> list[Reason]:
+def _beyond_tiles(case: PolicyInput, offer: Offer) -> list[Reason]:
     """A backend of tile kernels alone takes what those take."""
     request, tiles = case.request, offer.backend.tiles
     if not offer.backend.limits.tiles_only or tiles is None or (case.device.sm == tiles.sm and tiles.take(request)):
@@ -108,7 +107,7 @@ def _beyond_tiles(case: Case, offer: Offer) -> list[Reason]:
     return [Reason("tiles-only", "unsupported", "request", found, tiles.wanted(), "let the policy choose another backend")]
 
 
-def forced_path(case: Case, offer: Offer) -> tuple[Reason, ...]:
+def forced_path(case: PolicyInput, offer: Offer) -> tuple[Reason, ...]:
     """The `dense` path needs one range per row."""
     if offer.backend.framework != "triton":
         return ()

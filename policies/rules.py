@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from nsa_sel.core.backend import Offer, Reason
-from nsa_sel.core.decision import Case
+from nsa_sel.core.backend import Offer, PolicyInput, Reason
 
 
-def device_rule(case: Case, offer: Offer) -> tuple[Reason, ...]:
+def device_rule(case: PolicyInput, offer: Offer) -> tuple[Reason, ...]:
     """A profile may disable Triton on a device (ADR-2025-08-M4-02 on SM 8.9), for attending and for choosing; only
     NSA_TRITON_SEL_FORCE=1 overrides it."""
     off = case.settings.triton_off
@@ -16,13 +15,13 @@ def device_rule(case: Case, offer: Offer) -> tuple[Reason, ...]:
     return (Reason("device-rule", "disabled", "device.sm", case.device.sm, f"another: {off.rule}", remedy),)
 
 
-def switches(case: Case, offer: Offer) -> tuple[Reason, ...]:
+def switches(case: PolicyInput, offer: Offer) -> tuple[Reason, ...]:
     """Settings that disable one backend."""
     off = [switch for switch in offer.backend.switches if not getattr(case.settings, switch.setting)]
     return tuple(Reason(switch.code, "disabled", f"settings.{switch.setting}", False, True, switch.remedy) for switch in off)
 
 
-def triton_flags(case: Case, offer: Offer) -> tuple[Reason, ...]:
+def triton_flags(case: PolicyInput, offer: Offer) -> tuple[Reason, ...]:
     """Flags and configuration that disable Triton."""
     settings, request = case.settings, case.request
     if offer.backend.framework != "triton":
@@ -46,14 +45,14 @@ def triton_flags(case: Case, offer: Offer) -> tuple[Reason, ...]:
     return tuple(reasons)
 
 
-def no_triton_on_cpu(case: Case, offer: Offer) -> tuple[Reason, ...]:
+def no_triton_on_cpu(case: PolicyInput, offer: Offer) -> tuple[Reason, ...]:
     """The interpreter is for tests: every CPU backend is faster."""
     if offer.backend.framework != "triton" or case.device.kind != "cpu":
         return ()
     return (Reason("triton-on-cpu", "slower", "device.kind", "cpu", "cuda", "force it by name to run the interpreter"),)
 
 
-def min_length(case: Case, offer: Offer) -> tuple[Reason, ...]:
+def min_length(case: PolicyInput, offer: Offer) -> tuple[Reason, ...]:
     """The min-L gate of Triton and CUDA kernels on a GPU: a row must select `sel_triton_min_L` keys, on average where that was measured,
     else by the bound of the longest row."""
     gate, length = case.settings.min_length(case.phase), case.request.length

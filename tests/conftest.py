@@ -16,7 +16,7 @@ import torch
 
 from nsa_sel.core import registry
 from nsa_sel.core.request import DeviceInfo
-from nsa_sel.core.reset import reset
+from nsa_sel.core.warm import reset
 from nsa_sel.settings import flags, tuned
 from nsa_sel.telemetry import target
 from tests.helpers.interpreter import patch_interpreter
@@ -121,7 +121,7 @@ def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(registry, "load", load)
     monkeypatch.setattr(registry, "load_chooser", load)
-    monkeypatch.setattr("nsa_sel.core.begin.device_info", lambda device: DeviceInfo(kind="cpu"))  # no interpreter, whatever runs the tests
+    monkeypatch.setattr("nsa_sel.core.decide.device_info", lambda device: DeviceInfo(kind="cpu"))  # no interpreter, whatever runs the tests
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def tuned_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.fixture
 def plain_cpu(monkeypatch: pytest.MonkeyPatch, configure: Callable[[str], Path]) -> Path:
     """A CPU without Triton's interpreter, whatever this process was started with, and a pinned preference; the file that pins it."""
-    for user in ("attention", "core.begin"):
+    for user in ("attention", "core.decide"):
         monkeypatch.setattr(f"nsa_sel.{user}.device_info", lambda device: DeviceInfo(kind="cpu"))
     return configure(PINNED)
 

@@ -10,7 +10,7 @@ import torch
 
 import nsa_sel
 from nsa_sel.core import registry
-from nsa_sel.core.facts import device_info
+from nsa_sel.core.call import device_info
 from nsa_sel.oracle import oracle_forward
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for

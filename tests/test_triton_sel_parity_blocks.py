@@ -16,8 +16,7 @@ from nsa_sel.backends._triton import block_union as block_union_module
 from nsa_sel.backends._triton import key_to_rows as key_to_rows_module
 from nsa_sel.backends._triton.block_union import block_union
 from nsa_sel.backends._triton.key_to_rows import key_to_rows
-from nsa_sel.core.call import Call
-from nsa_sel.core.facts import device_info
+from nsa_sel.core.call import Call, device_info
 from nsa_sel.errors import BackendError
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for

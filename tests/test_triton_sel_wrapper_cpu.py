@@ -11,9 +11,9 @@ from torch import Tensor
 
 import nsa_sel
 from nsa_sel.core import registry
+from nsa_sel.core.call import request_of
 from nsa_sel.core.check import check_call
 from nsa_sel.core.decision import Decision
-from nsa_sel.core.facts import request_of
 from nsa_sel.errors import BackendError
 from tests.helpers.cases import assert_gradients, make_grads, make_qkv, make_spans
 from tests.helpers.public_calls import call_forced, check, last, problem

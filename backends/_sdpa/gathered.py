@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from nsa_sel.backends._buffers import temporary
 from nsa_sel.backends._sdpa import attend
 from nsa_sel.core.call import Call
-from nsa_sel.core.quantized import Scales
+from nsa_sel.quantize import Scales
 
 _SMALLEST_BUCKET = 16  # keys
 _INDEX_BYTES = 48  # per key: its position, its indices in K and V, and the temporaries that make them

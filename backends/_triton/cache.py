@@ -16,7 +16,7 @@ TENSORS = tl.constexpr(6)  # keys and values of three branches
 
 @triton.jit
 def to_e4m3(x, scale):
-    """x [rows,D] / scale [rows], beyond 448 saturated, with the bits of `core.quantized.stored`: NaN compares as false, and stays NaN."""
+    """x [rows,D] / scale [rows], beyond 448 saturated, with the bits of `nsa_sel.quantize.stored`: NaN compares as false, and stays NaN."""
     x = x.to(tl.float32) * tl.div_rn(1.0, scale)[:, None]
     return tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x)).to(tl.float8e4nv)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.softmax import add_product
 from nsa_sel.backends._triton.tiles import MIN_TILE, tile_size
-from nsa_sel.core.facts import is_aligned
+from nsa_sel.core.call import is_aligned
 
 FEW_KEYS, KEYS = 4, 8  # of a sum, at most: where few compressed keys may be new, and else
 ROW_BYTES, MOST_ROWS = 256, 64  # of a key, and keys of a tile in which they have no more bytes; the last row is `inside`

@@ -1,6 +1,6 @@
 """The gated sum of NSA's three branches (Eq. 5), o = sum_c g_c o_c, in one pass over memory, and what its backward pass takes.
 
-Backward, a branch either gets lse - ln g, and its own pass gives the gradient of its gate (core/gating.py has the formulas): two small
+Backward, a branch either gets lse - ln g, and its own pass gives the gradient of its gate (nsa_sel/gating.py has the formulas): two small
 kernels, of one number per row and branch. Or one pass reads do and the branch, and writes g do and that gradient.
 
 Grid: one program per ROWS of the B * S * G * h rows (a row is one head of one token). Tile: [ROWS, BLOCK_D >= Dv]. Sums are in float32,

@@ -1,9 +1,9 @@
-"""The n best blocks of every row, exactly as `nsa_sel.core.scores.sorted_blocks`, without sorting: scores are read once.
+"""The n best blocks of every row, exactly as `nsa_sel.core.ranges.sorted_blocks`, without sorting: scores are read once.
 
 Scores become integers in the order of `sorted_blocks`: forced blocks highest, then the scores, lowest what cannot be selected (future
 blocks, NaN, -inf). Bisection finds the largest threshold that at least n of them reach; it ends early when exactly n do. Then all above
 it are selected, and of those equal to it the first ones. One prefix sum counts both, in two halves of an integer, and so gives every
-selected block its place in the ascending list. What is written are the keys of the blocks, as by `core.indices.whole_blocks`.
+selected block its place in the ascending list. What is written are the keys of the blocks, as by `core.arguments.whole_blocks`.
 """
 
 from __future__ import annotations
@@ -127,11 +127,11 @@ def top_n(
     rows: int | None = None,
     warps: int | None = None,
 ) -> None:
-    """Write the best blocks of every row to `ranges`; results are bit-equal to `nsa_sel.core.scores.sorted_blocks`.
+    """Write the best blocks of every row to `ranges`; results are bit-equal to `nsa_sel.core.ranges.sorted_blocks`.
 
     Args:
         scores: [B,S,G,blocks], float16, bfloat16 or float32, any strides, at most MOST_BLOCKS blocks.
-        ranges: [B,S,G,n,2] of `core.indices.range_dtype(block_size)`, with contiguous last dimensions.
+        ranges: [B,S,G,n,2] of `core.arguments.range_dtype(block_size)`, with contiguous last dimensions.
         block_size: keys of a block.
         first, local: blocks that are always among the n; together at most n.
         start: the position of row 0 where q_pos is None; row s is at start + s.

@@ -43,7 +43,7 @@ from nsa_sel.backends._triton.tiles import (
     tile_size,
 )
 from nsa_sel.backends._triton.window_rows import dims_of, key_value_descriptors, keys_of_rows, sizes_of, strides_of
-from nsa_sel.core.window_call import WindowCall
+from nsa_sel.core.call import WindowCall
 from nsa_sel.settings.schema import KernelConfig
 
 

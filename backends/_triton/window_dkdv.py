@@ -19,7 +19,7 @@ from nsa_sel.backends._triton.softmax import add_product, products, split_produc
 from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, row_pointers, store_columns, store_split
 from nsa_sel.backends._triton.tma import aligned, row_descriptor
 from nsa_sel.backends._triton.window_rows import dims_of, rows_of_keys, sizes_of, strides_of
-from nsa_sel.core.window_call import WindowCall
+from nsa_sel.core.call import WindowCall
 from nsa_sel.settings.schema import KernelConfig
 
 

@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_sel.backends._triton.arguments import Dims, Heads, split_dims
 from nsa_sel.backends._triton.tma import aligned, descriptor
-from nsa_sel.core.window_call import WindowCall
+from nsa_sel.core.call import WindowCall
 from nsa_sel.settings.schema import KernelConfig
 
 

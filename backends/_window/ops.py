@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from nsa_sel.backends._window import chunks, packed
-from nsa_sel.core.bounds import Bounds
+from nsa_sel.core.arguments import Bounds
 
 _Key, _excluded = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsa_sel.backends._window import chunks
 from nsa_sel.backends._window.plain import plain
-from nsa_sel.core.bounds import Bounds, positions_in_sequences
+from nsa_sel.core.arguments import Bounds, positions_in_sequences
 
 _ROWS = 4096  # rows times heads of a chunk, which bound the mask
 

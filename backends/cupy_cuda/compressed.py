@@ -13,9 +13,9 @@ from torch import Tensor
 from nsa_sel.backends.cupy_cuda import arithmetic, sm90
 from nsa_sel.backends.cupy_cuda.arithmetic import BLOCK, Arithmetic
 from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows, published, sum_counts, with_parts, write_gradients
-from nsa_sel.core.call import capturing
 from nsa_sel.core.choose_call import ChooseCall, Rule
 from nsa_sel.core.request import DeviceInfo
+from nsa_sel.core.transforms import capturing
 
 CTAS_PER_SM = 2  # of dkdv_groups.cu, each of which takes a segment; one of wide keys, which makes no difference
 SHORTEST = 16  # steps of a segment: with fewer, loading the keys and writing a part is most of the work

@@ -28,10 +28,9 @@ from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows, build_lists, list_
 from nsa_sel.backends.cupy_cuda.tensor_map import key_group_map, row_map, tensor_map
 from nsa_sel.backends.cupy_cuda.token_order import places, start_union, stretch_of
 from nsa_sel.backends.specs import HOPPER_TILES
-from nsa_sel.core.call import Call
+from nsa_sel.core.call import Call, WindowCall
 from nsa_sel.core.choose_call import ChooseCall
 from nsa_sel.core.request import DeviceInfo
-from nsa_sel.core.window_call import WindowCall
 
 SM = 90  # wgmma is this chip's alone
 ROWS, KEYS, PANEL = 64, 64, 64 * 128  # rows of a consumer warpgroup, keys of a step, bytes of 64 rows of 64 columns

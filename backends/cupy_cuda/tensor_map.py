@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends import _driver
-from nsa_sel.core.quantized import STORED
 from nsa_sel.errors import BackendError
+from nsa_sel.quantize import STORED
 
 # Of the driver's enumerations (cuda.h): CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion.
 UINT8, FLOAT16, BFLOAT16 = 0, 6, 9

@@ -10,8 +10,8 @@ from torch import Tensor
 from nsa_sel.backends._buffers import unwritten
 from nsa_sel.backends.cupy_cuda import arithmetic, launch
 from nsa_sel.backends.cupy_cuda.arithmetic import BLOCK, Arithmetic
+from nsa_sel.core.call import WindowCall
 from nsa_sel.core.request import DeviceInfo
-from nsa_sel.core.window_call import WindowCall
 
 
 def supports(call: WindowCall, device: DeviceInfo, *others: Tensor) -> bool:

@@ -18,7 +18,7 @@ from nsa_sel.bench.core.command_line import Only, Out, echo, need_gpu, program, 
 from nsa_sel.bench.core.store import RowFile, first_line
 from nsa_sel.bench.questions.speed import SHOWN, table
 from nsa_sel.bench.tune import choice_times, costs
-from nsa_sel.core.facts import device_info
+from nsa_sel.core.call import device_info
 from nsa_sel.settings.config import settings_for
 
 

@@ -31,8 +31,8 @@ from nsa_sel.bench.core.command_line import echo, need_gpu, program
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.core.timing import Timing, milliseconds, replayed_milliseconds
 from nsa_sel.cache import NSACache
-from nsa_sel.core.quantized import STORED
 from nsa_sel.projection import Parts
+from nsa_sel.quantize import STORED
 from nsa_sel.selection import Selection
 from nsa_sel.telemetry import events
 

@@ -50,11 +50,11 @@ from nsa_sel.bench.core.parity import Problem, make_problem
 from nsa_sel.bench.core.store import Row, as_lines, write_whole
 from nsa_sel.cli.output import output_file
 from nsa_sel.core import registry
-from nsa_sel.core.call import REPEATED, Call
+from nsa_sel.core.attend import checked
+from nsa_sel.core.call import Call, device_info, request_of
 from nsa_sel.core.check import check_call
 from nsa_sel.core.decide import decide, select
-from nsa_sel.core.facts import device_info, request_of
-from nsa_sel.core.repeat import begin_or_repeat
+from nsa_sel.core.transforms import REPEATED
 from nsa_sel.errors import BackendError
 from nsa_sel.selection import Selection
 from nsa_sel.telemetry import events
@@ -111,7 +111,7 @@ def parts(problem: Problem, backend: str) -> Parts:
         "check": lambda: check_call(q, k, v, selection, None, None),
         "decide": lambda: decide(request_of(q, k, v, selection, needs_grad), device_info(q.device), forced),
         "decision, cached": lambda: select(request, device, forced),
-        "repeat": lambda: begin_or_repeat(q, k, v, selection, None, None, needs_grad, forced),
+        "repeat": lambda: checked(q, k, v, selection, None, None, needs_grad, forced),
     }
     new = _from_indices(selection)
     found |= {NEW: _whole(problem, _chain(forced, new)), "many calls, new": _whole(problem, _chain(forced, new), MANY)}

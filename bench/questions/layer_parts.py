@@ -39,7 +39,7 @@ from nsa_sel.bench.core.timing import Timing, milliseconds
 from nsa_sel.bench.questions.text_parts import BLOCK, WINDOW, Part, text_parts
 from nsa_sel.branches import nsa_attention
 from nsa_sel.compressed import compressed_attention
-from nsa_sel.core.gating import gated_sum
+from nsa_sel.gating import gated_sum
 from nsa_sel.selection import Selection
 from nsa_sel.telemetry import events
 from nsa_sel.window import sliding_window_attention

@@ -19,8 +19,7 @@ from nsa_sel.bench.tune import regret
 from nsa_sel.bench.tune.committed_rows import H100_RESULTS, H200_ROWS, cost_rows, read_rows
 from nsa_sel.bench.tune.cost_fit import BACKENDS, backend_of, case_of, is_time, phase_of, request_of, row_request, sharing_of
 from nsa_sel.bench.tune.data_sheets import MEASURED, factors, least_tensor_ms, sheets
-from nsa_sel.core.backend import Offer
-from nsa_sel.core.decision import Case as Asked
+from nsa_sel.core.backend import Offer, PolicyInput
 from nsa_sel.core.decision import Decision, load_policy, make_decision
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.policies.cost import predict
@@ -116,7 +115,7 @@ def errors(rows: Sequence[Row], settings: Settings) -> dict[tuple[str, str], lis
     for row in rows:
         backward = row["direction"] == "bwd"
         request = row_request(row, sharing_of(case_of(row)))
-        asked = Asked(request, GPUS[H100], settings, "backward" if backward else "forward")
+        asked = PolicyInput(request, GPUS[H100], settings, "backward" if backward else "forward")
         ms = predict(asked, BACKENDS[backend_of(row)])
         if ms is not None:
             found.setdefault((str(phase_of(row)), backend_of(row)), []).append(ms / row["ms_median"])

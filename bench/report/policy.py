@@ -22,8 +22,8 @@ from nsa_sel.bench.threshold_optimizer import MARGIN, TRITON, Pair, length_pairs
 from nsa_sel.bench.tune import cost_fit, regret
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Offer
+from nsa_sel.core.call import device_info
 from nsa_sel.core.decision import load_policy, make_decision
-from nsa_sel.core.facts import device_info
 from nsa_sel.core.request import DeviceInfo, Request, example_request
 from nsa_sel.settings import tuned
 from nsa_sel.settings.config import settings_for

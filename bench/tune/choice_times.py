@@ -15,8 +15,8 @@ from nsa_sel.bench.core.timing import Timing
 from nsa_sel.bench.tune import cost_fit
 from nsa_sel.bench.tune.committed_rows import DIRECTIONS
 from nsa_sel.compressed import compressed_attention
-from nsa_sel.core import decision, registry
-from nsa_sel.core.backend import Offer
+from nsa_sel.core import registry
+from nsa_sel.core.backend import Offer, PolicyInput
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.policies.cost import modelled
@@ -32,7 +32,7 @@ def wanted(device: DeviceInfo, settings: Settings, way: Way) -> list[Row]:
     rows = []
     for case in cases.choice_cases() if way != "decode" else ():
         request = cost_fit.request_of(case, None, way == "backward")
-        asked = decision.Case(request, device, settings, "backward" if way == "backward" else "forward")
+        asked = PolicyInput(request, device, settings, "backward" if way == "backward" else "forward")
         for name, backend in registry.backends("choose").items():
             runs = not registry.missing(name) and not within_limits(asked, Offer(backend))
             covered = backend.cost_terms and modelled(backend, request, way == "backward")

@@ -15,7 +15,7 @@ from nsa_sel.bench.tune.resume import Run, Tell
 from nsa_sel.bench.tune.search_space import CASES, TUNED, Case, Job, committed_settings, jobs
 from nsa_sel.bench.tune.tuned_file import beside, usable_folder
 from nsa_sel.core import registry
-from nsa_sel.core.facts import device_info
+from nsa_sel.core.call import device_info
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import ArgumentError, ConfigError
 from nsa_sel.settings import tuned

@@ -1,4 +1,4 @@
-"""What the policy counts by itself at the first call on a case, as `nsa_sel.core.count_sharing` does, without a GPU."""
+"""What the policy counts by itself at the first call on a case, as `nsa_sel.core.decide` does, without a GPU."""
 
 from __future__ import annotations
 

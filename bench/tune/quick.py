@@ -10,8 +10,8 @@ from nsa_sel.bench.tune.kernel_configs import tune
 from nsa_sel.bench.tune.resume import Run
 from nsa_sel.bench.tune.runner import Runner, timer
 from nsa_sel.bench.tune.search_space import TUNED, Case, committed_settings, jobs
+from nsa_sel.core.call import device_info
 from nsa_sel.core.decide import decide
-from nsa_sel.core.facts import device_info
 from nsa_sel.core.request import Request
 from nsa_sel.settings import tuned
 

@@ -24,7 +24,7 @@ from nsa_sel.bench.tune.committed_rows import H200_RESULTS, cost_rows
 from nsa_sel.bench.tune.cost_fit import BACKENDS, backend_of, cache_of, case_of, is_cost_row, is_time, models, request_of, sharing_of
 from nsa_sel.bench.tune.counted import counted_sharing
 from nsa_sel.core.backend import Offer
-from nsa_sel.core.count_sharing import countable, decides
+from nsa_sel.core.decide import countable, decides
 from nsa_sel.core.decision import Decision, load_policy, make_decision
 from nsa_sel.core.request import FEW_TOKENS, DeviceInfo, Request
 from nsa_sel.settings.config import settings_for

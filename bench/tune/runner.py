@@ -18,8 +18,7 @@ from nsa_sel.bench.tune.kernel_configs import Times
 from nsa_sel.bench.tune.resume import context_loss
 from nsa_sel.bench.tune.search_space import BLOCK, PROBLEMS, Case, Job
 from nsa_sel.core import registry
-from nsa_sel.core.call import Call
-from nsa_sel.core.facts import device_info
+from nsa_sel.core.call import Call, device_info
 from nsa_sel.errors import NsaSelError
 from nsa_sel.selection import Selection
 from nsa_sel.settings.schema import KernelConfig, Settings, Way

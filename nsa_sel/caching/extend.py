@@ -13,8 +13,8 @@ from nsa_sel.caching.pools import Pools
 from nsa_sel.caching.quantized import CacheScales
 from nsa_sel.caching.step_tensors import StepTensors
 from nsa_sel.compression import BlockMLP
-from nsa_sel.core.modules import hooked
-from nsa_sel.core.quantized import as_bytes, stored
+from nsa_sel.core.transforms import hooked
+from nsa_sel.quantize import as_bytes, stored
 
 APPEND = "nsa_sel.backends._triton.cache"  # imported at the first step on a GPU
 COMPRESS = "nsa_sel.backends._triton.compress"

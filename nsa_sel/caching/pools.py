@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nsa_sel.caching.sequences import Copies
 from nsa_sel.caching.step_tensors import StepSizes
-from nsa_sel.core.quantized import as_bytes
+from nsa_sel.quantize import as_bytes
 
 
 class Pools(NamedTuple):

@@ -16,7 +16,7 @@ from nsa_sel.caching.quantized import CacheScales, dequantized
 from nsa_sel.caching.step_tensors import StepSizes, StepTensors
 from nsa_sel.compressed import compressed_attention
 from nsa_sel.core.choose_call import PagedKeys, Rule
-from nsa_sel.core.quantized import as_bytes
+from nsa_sel.quantize import as_bytes
 from nsa_sel.window import sliding_window_attention
 
 MIN_ROWS = 64  # per sequence, from which gathering is faster

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from nsa_sel.core import registry
 from nsa_sel.core.arguments import as_tensor
-from nsa_sel.core.facts import device_info
-from nsa_sel.core.quantized import E5M2, FORMAT, LARGEST, QUERIES, STORED
+from nsa_sel.core.call import device_info
 from nsa_sel.errors import ArgumentError, shown
+from nsa_sel.quantize import E5M2, FORMAT, LARGEST, QUERIES, STORED
 
 _MIN_SCALE, _MAX_SCALE = 1e-30, 1e30  # kernels divide by a scale
 

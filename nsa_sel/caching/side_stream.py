@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nsa_sel.core.call import capturing
+from nsa_sel.core.transforms import capturing
 
 
 class SideStream:

@@ -24,9 +24,9 @@ from nsa_sel.bench.core.command_line import BenchCommand
 from nsa_sel.cli import doctor as examination
 from nsa_sel.cli.output import output_file, output_folder, printable, terminal_columns
 from nsa_sel.cli.tensor_file import read_problem, write_result
+from nsa_sel.core.call import device_info
 from nsa_sel.core.decide import explain_request
-from nsa_sel.core.explain import refusal
-from nsa_sel.core.facts import device_info
+from nsa_sel.core.decision import refusal
 from nsa_sel.core.request import DeviceInfo, Request, example_request
 from nsa_sel.errors import ArgumentError, BackendError, NsaSelError, needs_extra
 from nsa_sel.settings.devices import GPUS, SHARED_MEMORY

@@ -19,11 +19,10 @@ from nsa_sel.attention import selection_attention
 from nsa_sel.bench.core import baselines, cases, timing
 from nsa_sel.cli.output import terminal_columns
 from nsa_sel.cli.tensor_file import Problem, read_problem
+from nsa_sel.core.call import device_info, request_of
 from nsa_sel.core.check import check_call
 from nsa_sel.core.decide import decide, explain_request
-from nsa_sel.core.decision import Decision
-from nsa_sel.core.explain import refusal
-from nsa_sel.core.facts import device_info, request_of
+from nsa_sel.core.decision import Decision, refusal
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection

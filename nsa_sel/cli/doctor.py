@@ -12,9 +12,9 @@ import torch
 import nsa_sel
 from nsa_sel.core import registry
 from nsa_sel.core.backend import REFUSING_KINDS
+from nsa_sel.core.call import device_info
 from nsa_sel.core.decide import explain_request
-from nsa_sel.core.explain import missed, refusal
-from nsa_sel.core.facts import device_info
+from nsa_sel.core.decision import missed, refusal
 from nsa_sel.core.request import DeviceInfo, example_choice, example_request
 from nsa_sel.errors import NsaSelError
 from nsa_sel.settings.flags import unknown_variables

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from nsa_sel import forks
 from nsa_sel.branches import nsa_attention
 from nsa_sel.compat.heads import by_group, by_group_gate
 from nsa_sel.compressed import compressed_attention
 from nsa_sel.compression import BlockMean
-from nsa_sel.core import forks
-from nsa_sel.core.bounds import Bounds, CuSeqlens
-from nsa_sel.core.entry import selection_attention
+from nsa_sel.core.arguments import Bounds, CuSeqlens
+from nsa_sel.core.attend import selection_attention
 from nsa_sel.core.packed import packed_attention
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.selection import Selection

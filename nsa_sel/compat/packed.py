@@ -9,7 +9,7 @@ from nsa_sel import compressed
 from nsa_sel.branches import nsa_attention
 from nsa_sel.compat.heads import by_group, by_group_gate
 from nsa_sel.compression import BlockMean
-from nsa_sel.core.bounds import CuSeqlens
+from nsa_sel.core.arguments import CuSeqlens
 from nsa_sel.core.packed import packed_attention
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection

@@ -1,13 +1,14 @@
-"""A backend as data: what it can run, needs and prefers. Policies, public functions, benches and documents read it."""
+"""A backend as data: what it can run, needs and prefers; the interfaces of its module, and of a policy."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Protocol
 
 import msgspec
 
 from nsa_sel.core.request import DeviceInfo, Kind, Request
+from nsa_sel.settings.schema import Settings, Way
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +40,7 @@ class Reason(msgspec.Struct, frozen=True):
 
     @property
     def fact(self) -> str:
-        """What was found and what is required."""
+        """The actual and the required value."""
         if self.code == "package-missing":
             return f"{self.field} is not installed"
         return f"{self.field} is {'not found' if self.code == 'library-missing' else self.actual}, required {self.required}"
@@ -51,7 +52,7 @@ class Reason(msgspec.Struct, frozen=True):
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a backend can run. One guard interprets it (policies/guards.py); tests and benches generate their cases from it."""
+    """Limits of a backend. One guard interprets them (policies/guards.py); tests and benches generate their cases from it."""
 
     dtypes: Mapping[str, tuple[str, ...]]  # device kind ("cpu", "cuda", "interpreter") -> dtype names
     head_dim_multiple: Annotated[int, msgspec.Meta(ge=1)] = 1
@@ -68,7 +69,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tiles_only: bool = False  # only the calls of its tile kernels, see `Backend.tiles`
 
     def takes_block(self, size: int) -> bool:
-        """Whether it runs blocks of `size` keys."""
+        """Return True if it runs blocks of `size` keys."""
         return size % self.block_multiple == 0 or size in self.small_blocks
 
 
@@ -96,7 +97,7 @@ class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
         return min(64, self.warpgroups(h, Dk, backward) * (self.warpgroup_rows // h))
 
     def fits(self, S: int, S_kv: int, h: int, Dk: int, Dv: int, block_size: int | None, backward: bool = False) -> bool:
-        """Whether a pass of these sizes runs on tiles."""
+        """Return True if a pass of these sizes runs on tiles."""
         heads = self.heads[0] if h == 1 and self.one_head and not backward else h
         if block_size is None or not (self.fits_few(heads, Dk, Dv, block_size) or self.gathers(h, Dk, Dv, block_size)):
             return False
@@ -104,7 +105,7 @@ class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
         return tokens <= S and S_kv <= self.blocks_max * (2 if tokens <= 32 else 1) * block_size
 
     def gathers(self, h: int, Dk: int, Dv: int, block_size: int | None) -> bool:
-        """Whether passes of these sizes, and of many tokens, have pipelines of their own for keys and values."""
+        """Return True if passes of these sizes, and of many tokens, have pipelines of their own for keys and values."""
         if block_size is None or not self.heads[0] <= h <= self.heads[1]:
             return False
         wide = Dk == Dv and Dk in self.wide_dims
@@ -113,13 +114,13 @@ class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
         return wide and block_size % self.block_multiple == 0
 
     def fits_few(self, h: int, Dk: int, Dv: int, block_size: int | None) -> bool:
-        """Whether a few new tokens of these sizes run on tiles, one for each sequence and group."""
+        """Return True if a few new tokens of these sizes run on tiles, one for each sequence and group."""
         if block_size is None or block_size % self.block_multiple or not self.heads[0] <= h <= self.heads[1]:
             return False
         return Dk in self.key_dims and Dv in self.value_dims
 
     def wanted(self) -> str:
-        """What `take` and `sm` ask for, in words."""
+        """Describe the calls that `take` and `sm` accept."""
         fewest, most = self.heads
         return (
             f"SM {self.sm / 10}, {fewest} <= h <= {most}, Dk in {self.key_dims}, Dv in {self.value_dims}, a tile of rows, 16-byte alignment"
@@ -139,12 +140,12 @@ class StepKernels(msgspec.Struct, frozen=True, kw_only=True):
     dims: tuple[int, ...]  # columns of keys and of values
 
     def take(self, request: Request) -> bool:
-        """Whether the forward pass of these sizes runs on them."""
+        """Return True if the forward pass of these sizes runs on them."""
         whole = request.block_size is not None and request.block_size % self.keys == 0 and (request.page_size or 0) % self.keys == 0
         return whole and request.aligned and request.Dk in self.dims and request.Dv in self.dims
 
     def wanted(self) -> str:
-        """What `take` and `sm` ask for, in words."""
+        """Describe the calls that `take` and `sm` accept."""
         return f"SM {self.sm / 10}, blocks and pages of a multiple of {self.keys} keys, Dk and Dv in {self.dims}, 16-byte alignment"
 
 
@@ -199,7 +200,7 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     wide_alike: tuple[str, ...] = ()  # phases whose products take as long for wide keys as for others: one price for both
 
     def prefers_blocks(self, request: Request, device: DeviceInfo) -> bool:
-        """Whether it accepts only whole blocks, or has faster kernels for them on this device."""
+        """Return True if it accepts only whole blocks, or has faster kernels for them on this device."""
         if self.limits.block_aligned_only:
             return True
         return self.tiles is not None and self.tiles.sm == device.sm and self.tiles.take(request)
@@ -212,6 +213,37 @@ class Offer(msgspec.Struct, frozen=True):
     missing: tuple[Reason, ...] = ()
 
 
+class PolicyInput(NamedTuple):
+    """The input of a policy's checks and predictions: a request in one direction."""
+
+    request: Request
+    device: DeviceInfo
+    settings: Settings
+    direction: Literal["forward", "backward"]
+
+    @property
+    def phase(self) -> Way:
+        """The direction; "decode" for the forward pass of one query per sequence."""
+        return "decode" if self.direction == "forward" and self.request.S == 1 else self.direction
+
+
+Check = Callable[[PolicyInput, Offer], tuple[Reason, ...]]
+
+
+class Policy(NamedTuple):
+    """A policy: of the backends that no check refuses, the one with the least predicted time is picked.
+
+    Without predictions, or where the user's own file sets the preference, it is the first of the preference. All reasons are kept,
+    except `slower` for a backend that can't run.
+    """
+
+    name: str
+    checks: tuple[Check, ...]
+    preference: Callable[[PolicyInput], tuple[str, ...]]
+    predict: Callable[[PolicyInput, Backend], float | None]  # milliseconds; None without measurements
+    unpredicted: Callable[[PolicyInput], str | None] = lambda _: None  # what of a request no measurement is near to, in words
+
+
 class ChooserModule(Protocol):
     """The functions in the module of a backend of the kind "choose". All get a checked call whose tensors are on the current device.
 
@@ -220,41 +252,41 @@ class ChooserModule(Protocol):
     """
 
     def forward(self, call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
-        """o [B,S,G,h,Dv], lse [B,S,G,h] in float32 (float64 for float64 inputs), the blocks' ranges [B,S,G,n,2], empty ones last."""
+        """Return o [B,S,G,h,Dv], lse [B,S,G,h] in float32 (float64 for float64 inputs), the blocks' ranges [B,S,G,n,2], empty ones last."""
         ...
 
     def backward(self, call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv, contiguous, with the shapes and dtypes of q, k, v; dlse is None when lse is unused.
+        """Return dq, dk, dv, contiguous, with the shapes and dtypes of q, k, v; dlse is None when lse is unused.
 
-        p = exp(logits - lse) with the lse that is given, which is larger than that of `forward` where a gate is in it (core/gating.py).
+        p = exp(logits - lse) with the lse that is given, which is larger than that of `forward` where a gate is in it (nsa_sel/gating.py).
         """
         ...
 
     def log_sum_exp(self, call: ChooseCall) -> Tensor:
-        """lse [B,S,G,h] of `forward` alone."""
+        """Return lse [B,S,G,h] of `forward` alone."""
         ...
 
     def best_blocks(self, call: ChooseCall, lse: Tensor | None) -> Tensor:
-        """ranges of `forward` by the scores that `call.pool` defines; lse [B,S,G,h] for a pool with softmax. Values are not read."""
+        """Return ranges of `forward` by the scores that `call.pool` defines; lse [B,S,G,h] for a pool with softmax. Values are not read."""
         ...
 
 
 class BackendModule(Protocol):
     """The functions in a backend's module. Both get a checked call whose tensors are on the current device.
 
-    Only a backend with `reads_caches` gets `Call.lengths` and `Call.block_table`; for others core/pages.py turns them into positions
+    Only a backend with `reads_caches` gets `Call.lengths` and `Call.block_table`; for others core/call.py turns them into positions
     and ranges. A module may also have `loaded_keys(call, selected, count)`, for events: how many of the selected keys its forward
     loads, counted on the device if `count`, else from static facts. And `backward_and_delta`: `backward`, and delta = sum(do * o) - dlse
-    [B,S,G,h] in lse's dtype, of any strides: the gradient of a layer's gate (core/gating.py).
+    [B,S,G,h] in lse's dtype, of any strides: the gradient of a layer's gate (nsa_sel/gating.py).
     """
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        """o [B,S,G,h,Dv] in q's dtype and lse [B,S,G,h] in float32 (float64 for float64 inputs)."""
+        """Return o [B,S,G,h,Dv] in q's dtype and lse [B,S,G,h] in float32 (float64 for float64 inputs)."""
         ...
 
     def backward(self, call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv, contiguous, with the shapes and dtypes of q, k, v; dlse is None when lse is unused.
+        """Return dq, dk, dv, contiguous, with the shapes and dtypes of q, k, v; dlse is None when lse is unused.
 
-        p = exp(logits - lse) with the lse that is given, which is larger than that of `forward` where a gate is in it (core/gating.py).
+        p = exp(logits - lse) with the lse that is given, which is larger than that of `forward` where a gate is in it (nsa_sel/gating.py).
         """
         ...

@@ -1,29 +1,77 @@
-"""One checked call, as backends receive it."""
+"""One checked call as backends receive it: `Call` and `WindowCall`, the workspace, the facts that policies see, calls over paged caches."""
 
 from __future__ import annotations
 
+import functools
 import math
+import os
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nsa_sel.core.quantized import Scales
-from nsa_sel.core.request import DeviceInfo
-from nsa_sel.core.workspace import Workspace
+from nsa_sel.core.request import DeviceInfo, Request
+from nsa_sel.core.transforms import REPEATED
+from nsa_sel.errors import ArgumentError
+from nsa_sel.quantize import Scales
 from nsa_sel.selection import Selection
 from nsa_sel.settings.schema import Settings
 
+ALIGNMENT = 256  # bytes: enough for TMA and 16-byte loads
+
+
+class Workspace:
+    """Allocates the temporaries of a pass one after another in the buffer; the next pass starts over. Results are never in it."""
+
+    __slots__ = ("buffer", "taken")
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+        self.taken = 0  # bytes that this pass asked for, also beyond the buffer
+
+    @classmethod
+    def of(cls, buffer: object, device: torch.device) -> Workspace:
+        """Return the argument `workspace` of a call on `device`; ArgumentError if it is not suitable."""
+        allowed, remedy = (
+            "a contiguous torch.uint8 tensor",
+            f'pass torch.empty(size, dtype=torch.uint8, device="{device}"), or leave it out',
+        )
+        if not isinstance(buffer, Tensor):
+            raise ArgumentError("workspace", f"a {type(buffer).__name__}", allowed, remedy)
+        if buffer.dtype != torch.uint8:
+            raise ArgumentError("workspace", f"of dtype {buffer.dtype}", allowed, remedy)
+        if not buffer.is_contiguous():
+            raise ArgumentError("workspace", f"of shape {tuple(buffer.shape)} and strides {buffer.stride()}", allowed, remedy)
+        if buffer.device != device:
+            raise ArgumentError("workspace", f"on {buffer.device}", f"q's device {device}", remedy)
+        if buffer.is_inference() and not torch.is_inference_mode_enabled():
+            raise ArgumentError("workspace", "made under torch.inference_mode()", "one made outside, for a call outside", remedy)
+        return cls(buffer.view(-1))
+
+    def begin(self) -> None:
+        """Start a pass: all memory is free."""
+        self.taken = 0
+
+    def take(self, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """Uninitialized memory for a contiguous tensor until the pass ends; None if the buffer is too small, which `check` reports."""
+        first = self.taken + -(self.buffer.data_ptr() + self.taken) % ALIGNMENT
+        self.taken = first + math.prod(sizes) * dtype.itemsize
+        if self.taken > self.buffer.numel():
+            return None
+        return self.buffer[first : self.taken].view(dtype).view(sizes)
+
+    def check(self, backend: str, direction: str) -> None:
+        """ArgumentError with the size that the pass needed, if it exceeds the buffer."""
+        size = self.buffer.numel()
+        if self.taken > size:
+            allowed = f"at least {self.taken} bytes for the {direction} pass of {backend}"
+            raise ArgumentError("workspace", f"of {size} bytes", allowed, "pass a larger buffer, or leave it out")
+
+
 CPU = DeviceInfo(kind="cpu")
 LOG2_E = math.log2(math.e)
-REPEATED = "repeated"  # a key of `Call.known` once a second call shares it
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
-
-
-def capturing(q: Tensor) -> bool:
-    """Whether a CUDA graph captures a call of q."""
-    return q.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def positions(q: Tensor, S_kv: int, q_pos: Tensor | None, lengths: Tensor | None) -> Tensor:
@@ -53,9 +101,11 @@ class Call:
         block_table: [B, pages of a sequence] int32, the pages of each sequence in a paged cache.
         workspace: memory for temporaries, if the user passed one.
         scales: of a quantized cache, None for k and v of q's dtype. Without gradients.
-        known: what follows from the shapes, strides, alignment and settings alone, by whoever found it; calls in which they are the same
-            share it (core/repeat.py). `replace` makes a call that knows nothing.
+        known: cache of facts that follow from shapes, strides, alignment and settings alone, shared by the calls of a
+            class (core/attend.py). Not copied by `replace`.
     """
+
+    function: ClassVar[str] = "selection_attention"  # the public function, for messages
 
     q: Tensor
     k: Tensor
@@ -75,8 +125,17 @@ class Call:
     problem: tuple[Any, Any] | None = field(default=None, init=False)  # of ranges: what a backend's kernels all take (cupy_cuda/launch.py)
 
     def others(self) -> tuple[Any, ...]:
-        """The arguments that follow q, k and v: what a backward pass keeps outside of autograd's saved tensors."""
+        """Return the arguments that follow q, k and v: what a backward pass keeps outside of autograd's saved tensors."""
         return self.selection, self.q_pos, self.scale, self.settings, self.device, self.lengths, self.block_table, self.workspace
+
+    def read_again(self) -> tuple[Tensor | None, ...]:
+        """Return the inputs besides q, k and v that the backward pass reads."""
+        return self.selection.ranges, self.q_pos
+
+    def nothing(self) -> tuple[Tensor, Tensor]:
+        """Return o and lse of a call that selects nothing."""
+        shape, dtype = self.q.shape[:-1], torch.promote_types(self.q.dtype, torch.float32)
+        return self.q.new_zeros(*shape, self.v.shape[-1]), torch.full(shape, float("-inf"), dtype=dtype, device=self.q.device)
 
     @property
     def S_kv(self) -> int:
@@ -84,13 +143,14 @@ class Call:
         return self.k.shape[2] if self.block_table is None else self.block_table.shape[1] * self.k.shape[2]
 
     def positions(self) -> Tensor:
-        """The position of every query row, [B,S] int64; negative where a cached sequence is shorter than S."""
-        return positions(self.q, self.S_kv, self.q_pos, self.lengths)
+        """Return the position of every query row, [B,S] int64; negative where a cached sequence is shorter than S."""
+        S_kv = self.k.shape[2] if self.block_table is None else self.S_kv
+        return positions(self.q, S_kv, self.q_pos, self.lengths)
 
     def capturing(self) -> bool:
-        """Whether a CUDA graph captures this call, so that nothing may wait for the device. Asked once: it takes 2 us."""
+        """Return True if a CUDA graph captures this call, so that nothing may wait for the device. Cached: asking takes 2 us."""
         if self._capturing is None:
-            self._capturing = capturing(self.q)
+            self._capturing = self.q.is_cuda and torch.cuda.is_current_stream_capturing()
         return self._capturing
 
     def disjoint_ranges(self) -> Tensor:
@@ -102,7 +162,7 @@ class Call:
         return self._disjoint
 
     def selects_nothing(self) -> bool:
-        """Whether there are no rows, keys or ranges."""
+        """Return True if there are no rows, keys or ranges."""
         if REPEATED in self.known:  # calls without are not remembered
             return False
         if self.selection.n == 0 or self.q.numel() == 0 or self.k.numel() == 0:
@@ -110,19 +170,19 @@ class Call:
         return self.block_table is not None and self.S_kv == 0
 
     def timed(self) -> bool:
-        """Whether NSA_DEBUG_TIMING times this call."""
+        """Return True if NSA_DEBUG_TIMING times this call."""
         return self.settings.debug_timing and not self.capturing()
 
     def scale_log2(self) -> float:
-        """The factor from q.k to logits in base 2; never 0, which would turn a masked -inf into NaN."""
+        """Return the factor from q.k to logits in base 2; never 0, which would turn a masked -inf into NaN."""
         return max(self.scale * LOG2_E, 1e-30)
 
     def with_positive_scale(self) -> Call:
-        """The same logits from -q and -scale: kernels track the maximum of q.k, which must be that of the logits."""
+        """Return the same logits from -q and -scale: kernels track the maximum of q.k, which must be that of the logits."""
         return replace(self, q=-self.q, scale=-self.scale)
 
     def reach(self, width: int) -> int:
-        """The most tiles of `width` keys that one range can overlap."""
+        """Return the most tiles of `width` keys that one range can overlap."""
         block, S_kv = self.selection.block_size, self.k.shape[2]
         if block is not None and (width % block == 0 or block % width == 0):
             return max(1, block // width)  # blocks and tiles are aligned to each other
@@ -135,8 +195,139 @@ class Call:
         return block // width if block is not None and block % width == 0 else 1
 
     def clamped_ranges(self) -> tuple[Tensor, Tensor]:
-        """start, end [B,S,G,n] int64 after the causal clamp to [max(start, 0), min(end, t + 1, S_kv)); end >= start."""
+        """Return start, end [B,S,G,n] int64 after the causal clamp to [max(start, 0), min(end, t + 1, S_kv)); end >= start."""
         start, end = self.disjoint_ranges().long().unbind(-1)
         start = start.clamp(min=0)
         limit = (self.positions() + 1).clamp(max=self.S_kv)[:, :, None, None]
         return start, torch.maximum(torch.minimum(end, limit), start)
+
+
+def request_of(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, needs_grad: bool, block_table: Tensor | None = None,
+    scales: Scales | None = None,
+) -> Request:  # fmt: skip
+    """Return the request of a checked call."""
+    B, S, G, h, Dk = q.shape
+    _, _, S_kv, Dv = v.shape
+    page_size = None
+    if block_table is not None:
+        page_size, S_kv = S_kv, S_kv * block_table.shape[1]
+    exact = selection.exact()
+    return Request(
+        B=B, S=S, S_kv=S_kv, G=G, h=h, Dk=Dk, Dv=Dv, n=selection.n, block_size=selection.block_size,
+        max_length=selection.length_bound(S_kv), dtype=DTYPES[q.dtype], needs_grad=needs_grad,
+        aligned=is_aligned(q, k, v),
+        sharing=exact[1] if exact and S > 1 else None,  # one row has no neighbors
+        page_size=page_size,
+        quantized=None if scales is None else scales.quantized,
+        mean_length=exact[2] if exact else None,
+    )  # fmt: skip
+
+
+def is_aligned(*tensors: Tensor) -> bool:
+    """Return True if pointers and outer strides are multiples of 16 bytes."""
+    bits = 0  # of all of them: a bitwise or is a multiple of 16 if each is
+    for x in tensors:
+        bits |= x.data_ptr()
+        for stride in x.stride()[:-1]:
+            bits |= stride * x.element_size()
+    return bits % 16 == 0
+
+
+@functools.lru_cache(maxsize=64)
+def device_info(device: torch.device) -> DeviceInfo:
+    """Return the facts of a torch device that policies use."""
+    if device.type == "cpu":
+        return DeviceInfo(kind="cpu", name="cpu", triton_interpret=os.environ.get("TRITON_INTERPRET") == "1")
+    facts = torch.cuda.get_device_properties(device)
+    shared = getattr(facts, "shared_memory_per_block_optin", facts.shared_memory_per_block)  # torch's stubs lack the first
+    return DeviceInfo(
+        kind="cuda", name=facts.name, sm=facts.major * 10 + facts.minor, sm_count=facts.multi_processor_count,
+        shared_memory=shared,
+    )  # fmt: skip
+
+
+class WindowCall(NamedTuple):
+    """The checked arguments of a call with a positive scale.
+
+    Args:
+        q: [B,S,G,h,Dk]; k: [B,G,S_kv,Dk]; v: [B,G,S_kv,Dv], any strides with a contiguous last dimension; none is empty, S <= S_kv.
+        window: keys that a row sees.
+        scale: factor of the logits.
+        bounds: of a packed batch: where each row's sequence begins and ends, [2,T] int32, contiguous; T and 0 in padding.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    window: int
+    scale: float
+    bounds: Tensor | None = None
+
+    @property
+    def workspace(self) -> None:
+        """None: temporaries are allocated, as for other calls without a workspace."""
+        return None
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, bounds: Tensor | None) -> WindowCall:
+        """With -q for a negative scale: kernels track the maximum of q.k, which must be that of the logits."""
+        return cls(q if scale >= 0 else -q, k, v, window, abs(scale), bounds)
+
+    def scale_log2(self) -> float:
+        """Return the factor from q.k to logits in base 2; never 0, which would turn a masked -inf into NaN."""
+        return max(self.scale * LOG2_E, 1e-30)
+
+
+def call_over_pool(call: Call, block_table: Tensor) -> Call:
+    """Return the call of one sequence, q [1,B*S,G,h,Dk] over k, v [1,G,keys of all pages,D]; only ranges are copied."""
+    (k, page_keys), (v, v_page_keys) = _pool("k_cache", call.k), _pool("v_cache", call.v)
+    if page_keys != v_page_keys:
+        raise _odd_pages("v_cache", call.v, f"{page_keys} keys apart, as those of k_cache")
+    ranges = pool_ranges(call, block_table, page_keys).flatten(0, 1).unsqueeze(0)
+    rows = ranges.shape[1]
+    last = torch.full((1, 1), k.shape[2] - 1, device=k.device).expand(1, rows)  # the ranges are clamped already
+    selection = Selection(ranges, None, call.selection.length_bound(call.S_kv), disjoint=True)
+    scales = call.scales
+    if scales is not None and scales.page_keys:
+        scales = scales._replace(page_keys=page_keys)
+    q = call.q.flatten(0, 1).unsqueeze(0)
+    return replace(call, q=q, k=k, v=v, selection=selection, q_pos=last, lengths=None, block_table=None, scales=scales)
+
+
+def _pool(name: str, x: Tensor) -> tuple[Tensor, int]:
+    """Pages x [pages,G,page_size,D] as one sequence [1,G,keys,D], and the distance of pages in keys.
+
+    Other data, such as the pages of V, may be between those of K; no range selects it.
+    """
+    pages, G, page_size, D = x.shape
+    page, group, key, _ = x.stride()
+    if pages == 1:
+        return x, page_size
+    if page % key:
+        raise _odd_pages(name, x, "a whole number of keys apart")
+    page_keys = page // key
+    return x.as_strided((1, G, (pages - 1) * page_keys + page_size, D), (0, group, key, 1)), page_keys
+
+
+def _odd_pages(name: str, x: Tensor, allowed: str) -> ArgumentError:
+    value = f"pages {x.stride(0)} elements and keys {x.stride(2)} elements apart"
+    return ArgumentError(name, value, f"pages {allowed}, for a backend that reads no block table", "use triton-group, or copy the cache")
+
+
+def pool_ranges(call: Call, block_table: Tensor, page_keys: int) -> Tensor:
+    """Ranges [B,S,G,n * pieces,2] int64 of the pool, whose pages begin `page_keys` keys apart: the call's ranges after the causal clamp,
+    cut at the ends of pages. Reads only the entries of the block table that the ranges reach."""
+    page_size, block = call.k.shape[2], call.selection.block_size
+    start, end = (x.unsqueeze(-1) for x in call.clamped_ranges())
+    if block is not None and page_size % block == 0:
+        pieces = 1
+    else:  # the most pages that a range can overlap
+        pieces = min(block_table.shape[1], (min(block or call.S_kv, call.selection.length_bound(call.S_kv)) - 2) // page_size + 2)
+    page = start // page_size + torch.arange(pieces, device=start.device)  # [B,S,G,n,pieces], in the sequence
+    low, high = torch.maximum(start, page * page_size), torch.minimum(end, (page + 1) * page_size)
+    filled = high > low
+    sequence = torch.arange(len(block_table), device=start.device).view(-1, 1, 1, 1, 1)
+    pool_page = block_table[sequence, torch.where(filled, page, 0)].long()
+    low, high = (torch.where(filled, x + pool_page * page_keys - page * page_size, 0) for x in (low, high))
+    return torch.stack((low, high), -1).flatten(3, 4)

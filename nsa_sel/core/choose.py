@@ -1,76 +1,70 @@
-"""One call of `compressed_attention`, run as `selection_attention` is, with backends of the kind "choose"."""
+"""Calls of the kind "choose", eager and traced: attention over compressed keys with the blocks that it chooses
+(`compressed_attention`), and choices of blocks without attention (`choose_blocks`).
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
-from nsa_sel.core import fallback, registry, transforms
-from nsa_sel.core.bounds import Bounds
-from nsa_sel.core.call import DTYPES
-from nsa_sel.core.check import check_scale
-from nsa_sel.core.choose_call import SCRATCH, ChooseCall, PagedKeys, Rule, Sequences
-from nsa_sel.core.decide import decide
+from nsa_sel.core import registry, run, transforms
+from nsa_sel.core.arguments import Bounds, check_tensors, range_dtype
+from nsa_sel.core.backend import ChooserModule
+from nsa_sel.core.call import DTYPES, device_info, is_aligned
+from nsa_sel.core.check import Index, check_choose, check_scale
+from nsa_sel.core.choose_call import NSA_POOL, SCRATCH, ChooseCall, PagedKeys, Pool, Rule, Sequences
+from nsa_sel.core.decide import Decided, decide, recall, remember
 from nsa_sel.core.decision import Decision
-from nsa_sel.core.facts import device_info, is_aligned
-from nsa_sel.core.indices import range_dtype
 from nsa_sel.core.request import Request
-from nsa_sel.telemetry import events, target
+from nsa_sel.telemetry import target
+
+LSE = ("lse",)  # the pool of a request for the log-sum-exp alone
 
 
-class DecidedChoice(NamedTuple):
-    """A checked call of the kind "choose", its decision, and its exact request."""
-
-    call: ChooseCall
-    decision: Decision
-    request: Request
+# From arguments to a decided call
 
 
-def begin(
-    q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int, scale: float, q_pos: Tensor | None, needs_grad: bool, backend: str | None,
-    bounds: Bounds | None = None,
-) -> DecidedChoice:  # fmt: skip
-    """Decide on checked arguments; `bounds` of the sequences of a packed batch."""
-    request = request_of(q, k, v, rule, S_kv, needs_grad)
-    return decided_call(q, k, v, rule, scale, q_pos, decide(request, device_info(q.device), backend), request, bounds)
+def checked(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int | None, scale: float | None, q_pos: Tensor | None, needs_grad: bool,
+    backend: str | None,
+) -> Decided:  # fmt: skip
+    """Check the arguments of `compressed_attention` and decide, unless the class of the call is cached."""
+    key = _key(q, k, v, rule, S_kv, scale, q_pos, needs_grad, backend)
+    classes = recall(key) or ()
+    entry = transforms.find_class(classes, q, k, v)
+    if entry is None:
+        check_tensors(q=q, k_cmp=k, v_cmp=v)
+        rows, S_kv, scale, q_pos = check_choose(q, k, v, rule, scale, q_pos, S_kv, fake=False)
+        decided = decide_choice(rows, k, v, rule, S_kv, scale, q_pos, needs_grad, backend)
+        if key is not None:
+            remember(key, transforms.with_class(classes, (decided.decision, decided.request, scale), q, k, v))
+        return decided
+    decision, request, checked_scale = entry
+    return decided_choice(q.unsqueeze(1) if q.dim() == 4 else q, k, v, rule, checked_scale, None, decision, request)
 
 
-def over_pages(
-    q: Tensor, k: Tensor, v: Tensor, pages: PagedKeys, rule: Rule, S_kv: int, q_pos: Tensor, backend: str | None = None
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """o [B,S,G,h,Dv], lse [B,S,G,h] and ranges [B,S,G,n,2] of checked rows at q_pos [B,S], without gradients; k and v as of
-    `ChooseCall.pages`, with room for S_kv keys of a sequence."""
-    decided = begin(q, k, v, rule, S_kv, check_scale(None, q.shape[4]), q_pos, False, backend)
-    decided.call.pages = pages
-    return run_forward(decided)[:3]
-
-
-def decided_call(
-    q: Tensor, k: Tensor, v: Tensor, rule: Rule, scale: float, q_pos: Tensor | None, decision: Decision, request: Request,
-    bounds: Bounds | None = None,
-) -> DecidedChoice:  # fmt: skip
-    """The call of checked arguments with this decision and this exact request."""
-    settings, S_kv = decision.settings, request.S_kv
-    target.follow(settings)
-    scratch = min(SCRATCH, settings.workspace_bytes)
-    longest = S_kv if bounds is None else bounds.longest(S_kv)
-    call = ChooseCall(q, k, v, rule, -(-longest // rule.block_size), S_kv - q.shape[1], scale, q_pos, scratch, settings=settings)
-    call.sequences = None if bounds is None else Sequences.of(bounds, rule, q)
-    return DecidedChoice(call, decision, request)
-
-
-def choose(decided: DecidedChoice) -> tuple[Tensor, Tensor, Tensor]:
-    """o [B,S,G,h,Dv], lse [B,S,G,h] and ranges [B,S,G,n,2]; autograd records o and lse if the request needs gradients."""
-    if not decided.request.needs_grad:
-        return run_forward(decided)[:3]
-    o, lse, ranges = _Choose.apply(decided.call.q, decided.call.k, decided.call.v, decided)  # type: ignore[no-untyped-call]
-    return o, lse, ranges
+def _key(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int | None, scale: float | None, q_pos: Tensor | None, needs_grad: bool,
+    backend: str | None,
+) -> tuple[Any, ...] | None:  # fmt: skip
+    """Return the facts that `check_choose`, `request_of` and `decide` read and that guards do not compare, and shapes, which keep classes
+    few; None for a call that is not cached."""
+    whole = {type(number) for number in rule} == {int}  # True and 1.0 equal 1, and are refused
+    if q_pos is not None or not whole or not (scale is None or type(scale) is float) or not (S_kv is None or type(S_kv) is int):
+        return None
+    try:
+        low_bits = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+        return low_bits, q.shape, k.shape, v.shape, rule, S_kv, scale, needs_grad, backend
+    except (AttributeError, RuntimeError):  # no tensor, or one without shape or memory
+        return None
 
 
 def request_of(q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int, needs_grad: bool) -> Request:
-    """The request of a checked call."""
+    """Return the request of a checked call."""
     B, S, G, h, Dk = q.shape
     return Request(
         B=B, S=S, S_kv=S_kv, G=G, h=h, Dk=Dk, Dv=v.shape[3], n=rule.n, block_size=rule.block_size, max_length=S_kv, dtype=DTYPES[q.dtype],
@@ -79,82 +73,203 @@ def request_of(q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int, needs_gra
     )  # fmt: skip
 
 
-class _Choose(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, decided: DecidedChoice) -> tuple[Tensor, Tensor, Tensor]:
-        call, nothing = decided.call, q.new_empty(0)
-        o, lse, ranges, ctx.decision = run_forward(decided)
-        bounds = None if call.sequences is None else call.sequences.rows
-        ctx.save_for_backward(q, k, v, o, lse, *transforms.versioned(call.q_pos, bounds))
-        ctx.call = call.of(nothing, nothing, nothing)  # hooks on saved tensors may keep the others elsewhere
-        ctx.mark_non_differentiable(ranges)
-        ctx.set_materialize_grads(False)
-        return o, lse, ranges
-
-    @staticmethod
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _ranges: None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            transforms.refuse_second_derivative("compressed_attention")
-        if do is None and dlse is None:
-            return None, None, None, None
-        q, k, v, o, lse = ctx.saved_tensors[:5]
-        return *gradients(ctx.call.of(q, k, v), ctx.decision, o, lse, do, dlse), None
+def decide_choice(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int, scale: float, q_pos: Tensor | None, needs_grad: bool, backend: str | None,
+    bounds: Bounds | None = None,
+) -> Decided:  # fmt: skip
+    """Decide on checked arguments; `bounds` of the sequences of a packed batch."""
+    request = request_of(q, k, v, rule, S_kv, needs_grad)
+    return decided_choice(q, k, v, rule, scale, q_pos, decide(request, device_info(q.device), backend), request, bounds)
 
 
-def gradients(
-    call: ChooseCall, decision: Decision, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of a call with outputs o and lse; do or dlse is None if o or lse is unused."""
-    return gradients_and_delta(call, decision, o, lse, do, dlse)[:3]
+def decided_choice(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, scale: float, q_pos: Tensor | None, decision: Decision, request: Request,
+    bounds: Bounds | None = None, pool: Pool = NSA_POOL,
+) -> Decided:  # fmt: skip
+    """Return the call of checked arguments with this decision and this exact request."""
+    settings, S_kv = decision.settings, request.S_kv
+    if settings.debug_log != target.followed:
+        target.follow(settings)
+    longest = S_kv if bounds is None else bounds.longest(S_kv)
+    scratch = min(SCRATCH, settings.workspace_bytes)
+    call = ChooseCall(q, k, v, rule, -(-longest // rule.block_size), S_kv - q.shape[1], scale, settings, q_pos, scratch, pool)
+    call.sequences = None if bounds is None else Sequences.of(bounds, rule, q)
+    return Decided(call, decision, request)
 
 
-def gradients_and_delta(
-    call: ChooseCall, decision: Decision, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """`gradients`, and delta = sum(do * o) - dlse [B,S,G,h] if the backend gives it."""
-    transforms.check_gradients(do, dlse, name="compressed_attention")
-    if call.q.numel() == 0 or call.k.numel() == 0:
-        return torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v), None
-    do = torch.zeros_like(o) if do is None else do.resolve_neg()
-    do = do if do.stride(-1) == 1 else do.contiguous()
-    dlse = None if dlse is None else dlse.resolve_neg()
-    work = fallback.with_delta(registry.load_chooser, call, o, lse, do, dlse)
-    found, decision = fallback.run(call, decision, "backward", work)
-    events.count("backward", str(decision.backward))
-    return found
+# Runs other than `run.attend` of a decided call
 
 
-def run_forward(decided: DecidedChoice) -> tuple[Tensor, Tensor, Tensor, Decision]:
-    """o, lse, ranges, and the decision of the backend that ran."""
-    call, decision, request = decided
-    if call.q.numel() == 0:
-        o = call.q.new_empty(*call.q.shape[:-1], call.v.shape[3])
-        wide = torch.promote_types(call.q.dtype, torch.float32)
-        ranges = o.new_empty(*o.shape[:3], call.rule.n, 2, dtype=range_dtype(call.rule.block_size))
-        return o, o.new_empty(o.shape[:-1], dtype=wide), ranges, decision
-    (o, lse, ranges), decision = fallback.run(call, decision, "forward", lambda name: _forward(name, call))
-    events.record(decision, request)
-    return o, lse, ranges, decision
+def over_pages(
+    q: Tensor, k: Tensor, v: Tensor, pages: PagedKeys, rule: Rule, S_kv: int, q_pos: Tensor, backend: str | None = None
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return o [B,S,G,h,Dv], lse [B,S,G,h] and ranges [B,S,G,n,2] of checked rows at q_pos [B,S], without gradients.
+
+    k and v are as of `ChooseCall.pages`, with room for S_kv keys of a sequence.
+    """
+    decided = decide_choice(q, k, v, rule, S_kv, check_scale(None, q.shape[4]), q_pos, False, backend)
+    decided.call.pages = pages
+    o, lse, ranges, _ = run.run_forward(decided)
+    return o, lse, ranges
 
 
-def _forward(name: str, call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
-    module = registry.load_chooser(name)
-    found: tuple[Tensor, Tensor, Tensor]
-    found = module.paged(call) if call.pages is not None and hasattr(module, "paged") else module.forward(call.gathered())
-    return found
+def attend_again(decided: Decided) -> tuple[Tensor, Tensor, Decision]:
+    """Return o, lse and the decision of the backend that ran, for a backward pass that recomputes: blocks are not chosen again where the
+    backend can leave that out."""
 
-
-def attend_again(decided: DecidedChoice) -> tuple[Tensor, Tensor, Decision]:
-    """o and lse of a call whose blocks are known already, and the decision of the backend that ran: `run_forward`, without choosing where
-    the backend can leave that out."""
-    call, decision, _ = decided
-    if call.q.numel() == 0:
-        return *run_forward(decided)[:2], decision
-
-    def work(name: str) -> tuple[Tensor, ...]:
+    def attention_of(name: str, _: Any) -> Callable[..., Any]:
         module = registry.load_chooser(name)
-        return getattr(module, "attention", module.forward)(call)  # type: ignore[no-any-return]
+        return getattr(module, "attention", module.forward)
 
-    (o, lse, *_), decision = fallback.run(call, decision, "forward", work)
-    events.record(decision, decided.request)
+    o, lse, *_, decision = run.run_forward(decided, attention_of)
     return o, lse, decision
+
+
+def best_blocks(index: Index, rule: Rule, pool: Pool, backend: str | None) -> Tensor:
+    """Return ranges [B,S,G,n,2], ascending, [0, 0) last. A pool with softmax and no lse takes that of the index keys themselves."""
+    if transforms.traces(index.q, index.k):
+        return torch.ops.nsa_sel.choose_blocks(*index, list(rule), list(pool), backend)  # type: ignore[no-any-return]
+    return _best_blocks(index, rule, pool, backend)
+
+
+def _best_blocks(index: Index, rule: Rule, pool: Pool, backend: str | None) -> Tensor:
+    if index.q.numel() == 0:
+        return index.q.new_empty(*index.q.shape[:3], rule.n, 2, dtype=range_dtype(rule.block_size))
+
+    def best_of(name: str, _: Any) -> Callable[[ChooseCall], tuple[Tensor]]:
+        module = registry.load_chooser(name)
+        own = pool.softmax and index.lse is None
+        return lambda call: (module.best_blocks(call, _log_sum_exp(module, call) if own else index.lse),)
+
+    return _run_index(index, rule, pool, pool.words(), backend, best_of)
+
+
+def log_sum_exp(index: Index, rule: Rule, backend: str | None) -> Tensor:
+    """Return lse [B,S,G,h], natural logarithm, float32 (float64 for float64 inputs), -inf for rows that see no index key."""
+    if transforms.traces(index.q, index.k):
+        q, k, _, *rest = index
+        return torch.ops.nsa_sel.choose_lse(q, k, *rest, list(rule), backend)  # type: ignore[no-any-return]
+    return _lse_of_index(index, rule, backend)
+
+
+def _lse_of_index(index: Index, rule: Rule, backend: str | None) -> Tensor:
+    if index.q.numel() == 0:
+        return index.q.new_empty(index.q.shape[:-1], dtype=torch.promote_types(index.q.dtype, torch.float32))
+
+    def lse_of(name: str, _: Any) -> Callable[[ChooseCall], tuple[Tensor]]:
+        module = registry.load_chooser(name)
+        return lambda call: (_log_sum_exp(module, call),)
+
+    return _run_index(index, rule, NSA_POOL, LSE, backend, lse_of)
+
+
+def _run_index(index: Index, rule: Rule, pool: Pool, words: tuple[str, ...], backend: str | None, function_of: run.FunctionOf) -> Tensor:
+    q, k, _, S_kv, scale, q_pos = index
+    request = msgspec.structs.replace(request_of(q, k, k, rule, S_kv, False), Dv=0, pool=words)
+    decision = decide(request, device_info(q.device), backend)
+    result: Tensor = run.run_forward(decided_choice(q, k, k, rule, scale, q_pos, decision, request, pool=pool), function_of)[0]
+    return result
+
+
+def _log_sum_exp(module: ChooserModule, call: ChooseCall) -> Tensor:
+    """Return lse. Keys that all groups share are treated as one group of all heads."""
+    q, k = call.q, call.k
+    if k.stride(1) or q.shape[2] == 1:
+        return module.log_sum_exp(call)
+    lse = module.log_sum_exp(call.of(q.flatten(2, 3).unsqueeze(2), k[:, :1], k[:, :1]))
+    return lse.view(q.shape[:-1])
+
+
+# The ops `nsa_sel::choose`, `choose_backward`, `choose_blocks` and `choose_lse`, through which traced calls go. The last two have no
+# gradient: their callers detach.
+
+
+def traced(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int, scale: float, q_pos: Tensor | None, backend: str | None, needs_grad: bool,
+    bounds: Bounds | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return o, lse and ranges of checked arguments, through the op."""
+    cu_seqlens, most = (None, None) if bounds is None else (bounds.as_tensor(), bounds.most)
+    o, lse, ranges = torch.ops.nsa_sel.choose(q, k, v, list(rule), S_kv, scale, q_pos, backend, needs_grad, cu_seqlens, most)
+    return o, lse, ranges
+
+
+@torch.library.custom_op("nsa_sel::choose", mutates_args=())
+def _choose(
+    q: Tensor, k: Tensor, v: Tensor, rule: list[int], S_kv: int, scale: float, q_pos: Tensor | None, backend: str | None, needs_grad: bool,
+    cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    bounds = _bounds(cu_seqlens, q, max_seqlen)
+    o, lse, ranges, _ = run.run_forward(decide_choice(q, k, v, Rule(*rule), S_kv, scale, q_pos, needs_grad, backend, bounds))
+    return o, lse, ranges
+
+
+@torch.library.custom_op("nsa_sel::choose_backward", mutates_args=())
+def _choose_backward(
+    do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, rule: list[int], S_kv: int,
+    scale: float, q_pos: Tensor | None, backend: str | None, cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    decided = decide_choice(q, k, v, Rule(*rule), S_kv, scale, q_pos, True, backend, _bounds(cu_seqlens, q))
+    return run.gradients(decided.call, decided.decision, o, lse, do, dlse)
+
+
+def _bounds(cu_seqlens: Tensor | None, q: Tensor, max_seqlen: int | None = None) -> Bounds | None:
+    return None if cu_seqlens is None else Bounds.of("cu_seqlens", cu_seqlens, q.shape[1], q, max_seqlen)
+
+
+@_choose.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, rule: list[int], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    rows = q.shape[:-1]
+    lse = q.new_empty(rows, dtype=torch.promote_types(q.dtype, torch.float32))
+    sizes = Rule(*rule)
+    return q.new_empty(*rows, v.shape[-1]), lse, q.new_empty(*rows[:3], sizes.n, 2, dtype=range_dtype(sizes.block_size))
+
+
+@_choose_backward.register_fake
+def _(do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, rule, S_kv, scale, q_pos, backend, _, cu_seqlens, _ = inputs  # which sequence is the longest changes no gradient
+    o, lse, ranges = output
+    ctx.save_for_backward(q, k, v, o, lse, q_pos, cu_seqlens)
+    ctx.facts = rule, S_kv, scale, backend
+    ctx.mark_non_differentiable(ranges)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _ranges: None) -> tuple[Tensor | None, ...]:
+    if do is None and dlse is None:
+        return (None,) * 11
+    q, k, v, o, lse, q_pos, cu_seqlens = ctx.saved_tensors
+    rule, S_kv, scale, backend = ctx.facts
+    gradients = torch.ops.nsa_sel.choose_backward(do, dlse, q, k, v, o, lse, rule, S_kv, scale, q_pos, backend, cu_seqlens)
+    return *gradients, *(None,) * 8
+
+
+_choose.register_autograd(_backward, setup_context=_save)
+
+
+@torch.library.custom_op("nsa_sel::choose_blocks", mutates_args=())
+def _blocks(
+    q: Tensor, k: Tensor, lse: Tensor | None, S_kv: int, scale: float, q_pos: Tensor | None, rule: list[int], pool: list[bool],
+    backend: str | None,
+) -> Tensor:  # fmt: skip
+    return _best_blocks(Index(q, k, lse, S_kv, scale, q_pos), Rule(*rule), Pool(*pool), backend)
+
+
+@torch.library.custom_op("nsa_sel::choose_lse", mutates_args=())
+def _lse(q: Tensor, k: Tensor, S_kv: int, scale: float, q_pos: Tensor | None, rule: list[int], backend: str | None) -> Tensor:
+    return _lse_of_index(Index(q, k, None, S_kv, scale, q_pos), Rule(*rule), backend)
+
+
+@_blocks.register_fake
+def _(q: Tensor, k: Tensor, lse: Tensor | None, S_kv: int, scale: float, q_pos: Tensor | None, rule: list[int], *_: Any) -> Tensor:
+    own = Rule(*rule)
+    return q.new_empty(*q.shape[:3], own.n, 2, dtype=range_dtype(own.block_size))
+
+
+@_lse.register_fake
+def _(q: Tensor, *_: Any) -> Tensor:
+    return q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nsa_sel.core.bounds import Bounds, compressed_bounds, row_positions
-from nsa_sel.core.call import LOG2_E, capturing
+from nsa_sel.core.arguments import Bounds, compressed_bounds, range_dtype, row_positions
+from nsa_sel.core.call import LOG2_E
+from nsa_sel.core.transforms import capturing
 from nsa_sel.settings.schema import Settings
 
 SCRATCH = 64 << 20  # bytes
 
 
 class Rule(NamedTuple):
-    """How keys are compressed, in keys, and how many blocks are selected.
+    """Sizes of compressed keys and of blocks, in keys, and numbers of selected blocks.
 
     Compressed key i covers the keys [i * compress_stride, i * compress_stride + compress_block). Sizes are multiples of compress_stride.
     """
@@ -31,7 +32,7 @@ class Rule(NamedTuple):
     local: int = 2
 
     def of_keys(self) -> Rule:
-        """The rule without counts: what kernels are compiled for."""
+        """Return the rule without counts: what kernels are compiled for."""
         return self._replace(n=0, first=0, local=0)
 
     def compressed_keys(self, S_kv: int) -> int:
@@ -73,14 +74,14 @@ class PagedKeys(NamedTuple):
     skipped: int  # pieces at the start of a sequence in which no compressed key ends
 
     def gathered(self, x: Tensor) -> Tensor:
-        """[B,G,C,D] of pages x [pages,G,slots,D]."""
+        """Return [B,G,C,D] of pages x [pages,G,slots,D]."""
         pages = x.transpose(1, 2).index_select(0, self.table.flatten()).unflatten(0, self.table.shape)  # type: ignore[no-untyped-call]
         found: Tensor = pages.flatten(1, 2)[:, self.skipped :].transpose(1, 2)
         return found
 
 
 class Pool(NamedTuple):
-    """What the score of a block is; by default NSA's importance (Eq. 8 to 10).
+    """The definition of a block's score; by default NSA's importance (Eq. 8 to 10).
 
     Heads of a group are reduced first, for every index key, then the keys that touch the block. A sum over a block takes each key as often
     as it covers pieces of compress_stride keys there.
@@ -91,7 +92,7 @@ class Pool(NamedTuple):
     block_max: bool = False  # the largest of a block's keys; else their sum
 
     def words(self) -> tuple[str, str, str]:
-        """As a request says it: what is scored, and how it is reduced over the heads, and over the block."""
+        """Return what is scored, and the reductions over heads and over a block, as a request names them."""
         return "weights" if self.softmax else "logits", "max" if self.heads_max else "sum", "max" if self.block_max else "sum"
 
 
@@ -118,6 +119,10 @@ class ChooseCall:
         pages: where k and v are pages [pages,G,slots,D]; then there is a q_pos. Backends without a function `paged` get them gathered.
     """
 
+    function: ClassVar[str] = "compressed_attention"  # the public function, for messages
+    workspace: ClassVar[None] = None
+    known: ClassVar[None] = None
+
     q: Tensor
     k: Tensor
     v: Tensor
@@ -125,12 +130,30 @@ class ChooseCall:
     blocks: int
     start: int
     scale: float
+    settings: Settings
     q_pos: Tensor | None = None
     scratch: int = SCRATCH
     pool: Pool = NSA_POOL
-    settings: Settings = field(kw_only=True)
     sequences: Sequences | None = None
     pages: PagedKeys | None = None
+
+    def others(self) -> tuple[Any, ...]:
+        """Return the arguments that follow q, k and v: what a backward pass keeps outside of autograd's saved tensors."""
+        return self.rule, self.blocks, self.start, self.scale, self.settings, self.q_pos, self.scratch, self.pool, self.sequences
+
+    def read_again(self) -> tuple[Tensor | None, ...]:
+        """Return the inputs besides q, k and v that the backward pass reads."""
+        return self.q_pos, None if self.sequences is None else self.sequences.rows
+
+    def selects_nothing(self) -> bool:
+        """Return True if there are no rows. Without keys, blocks are chosen all the same."""
+        return self.q.numel() == 0
+
+    def nothing(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return o, lse and ranges of a call without rows."""
+        o = self.q.new_empty(*self.q.shape[:-1], self.v.shape[3])
+        ranges = o.new_empty(*o.shape[:3], self.rule.n, 2, dtype=range_dtype(self.rule.block_size))
+        return o, o.new_empty(o.shape[:-1], dtype=torch.promote_types(o.dtype, torch.float32)), ranges
 
     @property
     def C(self) -> int:
@@ -138,19 +161,19 @@ class ChooseCall:
         return self.k.shape[2] if self.pages is None else max(0, self.pages.table.shape[1] * self.k.shape[2] - self.pages.skipped)
 
     def gathered(self) -> ChooseCall:
-        """The same call without pages."""
+        """Return the same call without pages."""
         return self if self.pages is None else replace(self, k=self.pages.gathered(self.k), v=self.pages.gathered(self.v), pages=None)
 
     def of(self, q: Tensor, k: Tensor, v: Tensor) -> ChooseCall:
-        """The call of other tensors of the same sizes, such as those that autograd saved."""
+        """Return the call of other tensors of the same sizes, such as those that autograd saved."""
         return replace(self, q=q, k=k, v=v)
 
     def timed(self) -> bool:
-        """Whether NSA_DEBUG_TIMING times this call."""
+        """Return True if NSA_DEBUG_TIMING times this call."""
         return self.settings.debug_timing and not capturing(self.q)
 
     def positions(self) -> Tensor:
-        """[B,S] int64, of each row in its own sequence; -1 for padding."""
+        """Return [B,S] int64, of each row in its own sequence; -1 for padding."""
         B, S = self.q.shape[:2]
         if self.q_pos is not None:
             return self.q_pos.long()
@@ -159,12 +182,12 @@ class ChooseCall:
         return torch.arange(self.start, self.start + S, device=self.q.device).expand(B, S)
 
     def seen(self) -> Tensor:
-        """How many compressed keys each row sees, [B,S] int64: always the first ones of its sequence."""
+        """Return the number of compressed keys that each row sees, [B,S] int64: always the first ones of its sequence."""
         past = self.positions() + 1 - self.rule.compress_block
         return torch.where(past >= 0, past // self.rule.compress_stride + 1, 0).clamp(max=self.k.shape[2])
 
     def most_seen(self) -> int:
-        """A bound on `seen`, exact where positions are implied; does not wait for a GPU."""
+        """Return a bound on `seen`, exact where positions are implied; does not wait for a GPU."""
         C = self.k.shape[2]
         if self.q_pos is not None:
             return C
@@ -172,13 +195,13 @@ class ChooseCall:
         return min(C, past // self.rule.compress_stride + 1) if past >= 0 else 0
 
     def visible_blocks(self) -> int:
-        """A bound on the blocks that any row sees, exact where positions are implied; does not wait for a GPU."""
+        """Return a bound on the blocks that any row sees, exact where positions are implied; does not wait for a GPU."""
         if self.q_pos is not None:
             return self.blocks
         return max(0, min(self.blocks, (self.start + self.q.shape[1] - 1) // self.rule.block_size + 1))
 
     def part(self, batch: slice, rows: slice) -> ChooseCall:
-        """The call for some rows of some sequences, on views."""
+        """Return the call for some rows of some sequences, on views."""
         q_pos = None if self.q_pos is None else self.q_pos[batch, rows]
         part = replace(self, q=self.q[batch, rows], start=self.start + (rows.start or 0), q_pos=q_pos)
         if self.pages is None:
@@ -188,7 +211,7 @@ class ChooseCall:
         return part
 
     def each_sequence(self) -> Iterator[tuple[slice, slice, ChooseCall]]:
-        """The rows, the compressed keys and the call of every sequence of a packed batch. Waits for a GPU as `Sequences.numbers`."""
+        """Return the rows, the compressed keys and the call of every sequence of a packed batch. Waits for a GPU as `Sequences.numbers`."""
         assert self.sequences is not None
         numbers, first = self.sequences.numbers(), 0
         for begin, end in itertools.pairwise(numbers):
@@ -208,9 +231,9 @@ class ChooseCall:
                 yield slice(b, min(B, b + sequences)), slice(s, min(S, s + rows))
 
     def scale_log2(self) -> float:
-        """The factor from q.k to logits in base 2; never 0, which would turn a masked -inf into NaN."""
+        """Return the factor from q.k to logits in base 2; never 0, which would turn a masked -inf into NaN."""
         return max(self.scale * LOG2_E, 1e-30)
 
     def with_positive_scale(self) -> ChooseCall:
-        """The same logits from -q and -scale: kernels track the maximum of q.k, which must be that of the logits."""
+        """Return the same logits from -q and -scale: kernels track the maximum of q.k, which must be that of the logits."""
         return replace(self, q=-self.q, scale=-self.scale)

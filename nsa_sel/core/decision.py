@@ -5,17 +5,19 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
-from nsa_sel.core.backend import REFUSING_KINDS, Backend, Offer, Reason
-from nsa_sel.core.request import DeviceInfo, Request
+from nsa_sel.core import registry
+from nsa_sel.core.backend import REFUSING_KINDS, Offer, Policy, PolicyInput, Reason
+from nsa_sel.core.request import DeviceInfo, Kind, Request
 from nsa_sel.errors import ArgumentError, NsaSelError
-from nsa_sel.settings.schema import Settings, Way
+from nsa_sel.settings.schema import Settings
 
 
 class Override(msgspec.Struct, frozen=True):
@@ -69,7 +71,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sharing_source(self) -> str:
-        """Where the sharing comes from that predictions assume: "measured", "counted at the first call", or the prior's file."""
+        """The source of the sharing that predictions assume: "measured", "counted at the first call", or the prior's file."""
         if self.request.sharing is None:
             return f"prior of {self.settings.sources.get('sharing_prior', 'base.yaml')}"
         return "counted at the first call" if self.request.counted else "measured"
@@ -80,7 +82,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Decision:
-        """The decision that `to_json` wrote.
+        """Return the decision that `to_json` wrote.
 
         Args:
             line: its JSON.
@@ -106,42 +108,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(changes("", msgspec.to_builtins(self), msgspec.to_builtins(again)))
 
 
-class Case(NamedTuple):
-    """What a policy's checks see, for one direction."""
-
-    request: Request
-    device: DeviceInfo
-    settings: Settings
-    direction: Literal["forward", "backward"]
-
-    @property
-    def phase(self) -> Way:
-        """The direction; "decode" for the forward pass of one query per sequence."""
-        return "decode" if self.direction == "forward" and self.request.S == 1 else self.direction
-
-
-Check = Callable[[Case, Offer], tuple[Reason, ...]]
-
-
-class Policy(NamedTuple):
-    """A policy: of the backends that no check refuses, the one with the least predicted time is picked.
-
-    Without predictions, or where the user's own file sets the preference, it is the first of the preference. All reasons are kept,
-    except `slower` for a backend that can't run.
-    """
-
-    name: str
-    checks: tuple[Check, ...]
-    preference: Callable[[Case], tuple[str, ...]]
-    predict: Callable[[Case, Backend], float | None]  # milliseconds; None without measurements
-    unpredicted: Callable[[Case], str | None] = lambda _: None  # what of a request no measurement is near to, in words
-
-
 POLICIES = {"default": "nsa_sel.policies.default"}  # name -> module with POLICY; decisions record the name
 
 
 def load_policy(name: str) -> Policy:
-    """The policy of this name; ArgumentError for an unknown one."""
+    """Return the policy of this name; ArgumentError for an unknown one."""
     if name not in POLICIES:
         raise ArgumentError("policy", repr(name), ", ".join(POLICIES), "record the decision with a policy of POLICIES")
     policy: Policy = importlib.import_module(POLICIES[name]).POLICY
@@ -173,8 +144,8 @@ def make_decision(
         The decision.
     """
     names = [offer.backend.name for offer in offers]
-    forward = _choose(Case(request, device, settings, "forward"), policy, offers, override)
-    backward = _choose(Case(request, device, settings, "backward"), policy, offers, override) if request.needs_grad else None
+    forward = _choose(PolicyInput(request, device, settings, "forward"), policy, offers, override)
+    backward = _choose(PolicyInput(request, device, settings, "backward"), policy, offers, override) if request.needs_grad else None
     verdicts = tuple(Verdict(name, forward.reasons[name], backward.reasons[name] if backward else ()) for name in forward.order)
     steps: tuple[str, ...] = ()
     if override is not None:
@@ -183,7 +154,7 @@ def make_decision(
         if override.backend not in names:
             rule += f", but no backend is called {override.backend!r}"
     else:
-        preferred = policy.preference(Case(request, device, settings, "forward"))
+        preferred = policy.preference(PolicyInput(request, device, settings, "forward"))
         steps = tuple(f"{name}: no backend of that name" for name in preferred if name not in names)
         steps += tuple(f"{name}: {', '.join(r.code for r in forward.reasons[name])}" for name in forward.stepped_over)
         rule = forward.rule
@@ -210,7 +181,7 @@ class _Choice(NamedTuple):
     runner_up: str | None
 
 
-def _choose(case: Case, policy: Policy, offers: Sequence[Offer], override: Override | None) -> _Choice:
+def _choose(case: PolicyInput, policy: Policy, offers: Sequence[Offer], override: Override | None) -> _Choice:
     offered = {offer.backend.name: offer.backend for offer in offers}
     reasons = {offer.backend.name: _reasons(case, offer, policy) for offer in offers}
     ordered = policy.preference(case)
@@ -242,8 +213,8 @@ def _choose(case: Case, policy: Policy, offers: Sequence[Offer], override: Overr
     return _Choice(tuple(order), reasons, tuple(predictions), by_time, rule, tuple(stepped_over), winner, runner_up)
 
 
-def _reasons(case: Case, offer: Offer, policy: Policy) -> tuple[Reason, ...]:
-    """The reasons of all checks; of a backend that can't run, without `slower`."""
+def _reasons(case: PolicyInput, offer: Offer, policy: Policy) -> tuple[Reason, ...]:
+    """Return the reasons of all checks; of a backend that can't run, without `slower`."""
     found = tuple(reason for check in policy.checks for reason in check(case, offer))
     if any(reason.kind in ("unavailable", "unsupported") for reason in found):
         return tuple(reason for reason in found if reason.kind != "slower")
@@ -251,10 +222,109 @@ def _reasons(case: Case, offer: Offer, policy: Policy) -> tuple[Reason, ...]:
 
 
 def changes(path: str, old: Any, new: Any) -> list[FieldChange]:
-    """The leaves in which two nested values of dicts, lists and scalars differ, by path."""
+    """Return the leaves in which two nested values of dicts, lists and scalars differ, by path."""
     if isinstance(old, dict) and isinstance(new, dict):
         keys = list(dict.fromkeys([*old, *new]))
         return [c for key in keys for c in changes(f"{path}.{key}".lstrip("."), old.get(key), new.get(key))]
     if isinstance(old, list | tuple) and isinstance(new, list | tuple) and len(old) == len(new):
         return [c for i, (a, b) in enumerate(zip(old, new, strict=True)) for c in changes(f"{path}[{i}]", a, b)]
     return [] if old == new else [FieldChange(path, old, new)]
+
+
+def refusal(decision: Decision) -> str | None:
+    """Return why no backend may run the call, with every reason of every candidate; None if one may."""
+    if decision.forward is not None and (decision.backward is not None or not decision.request.needs_grad):
+        return None
+    names = [verdict.backend for verdict in decision.verdicts]
+    if decision.override is not None and decision.override.backend not in names:
+        call = {"attend": "selection_attention", "choose": "compressed_attention and choose_blocks"}[decision.request.kind]
+        if decision.override.source != "argument":  # the others name a backend of any kind
+            names += [name for name in every_name() if name not in names]
+        return unknown_backend(decision.override.backend, decision.override.source, call, names)
+    if decision.override is not None:
+        head = f"backend {decision.override.backend!r}, forced by {decision.override.source}, refuses this call:"
+        shown = [verdict for verdict in decision.verdicts if verdict.backend == decision.override.backend]
+    else:
+        head, shown = "no backend may run this call:", list(decision.verdicts)
+    lines = [head]
+    for verdict in shown:
+        for reason in dict.fromkeys((*verdict.forward, *verdict.backward)):
+            if decision.override is None or reason.kind in REFUSING_KINDS:
+                lines.append(f"  {verdict.backend}: {reason}")
+    return "\n".join(lines)
+
+
+def every_name() -> list[str]:
+    """Return the names of the backends of all kinds."""
+    return [name for kind in get_args(Kind) for name in registry.backends(kind)]
+
+
+def unknown_backend(name: str, source: str, call: str, names: Sequence[str]) -> str:
+    """Return the message about a backend's name that is none of `names`, with the closest of them."""
+    close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    return f"backend {name!r} ({source}) is unknown to {call}{hint} Allowed: {', '.join(names)}. Remedy: use one of these names."
+
+
+def missed(decision: Decision) -> Missed | None:
+    """Return the missing package that keeps the best backend from running; None without one, or if a backend is forced."""
+    if decision.override is not None or decision.forward is None:
+        return None
+    lacking = {offer.backend.name: offer.missing[0] for offer in decision.offers if _installable(offer)}
+    if not lacking:
+        return None
+    offers = [msgspec.structs.replace(offer, missing=()) if offer.backend.name in lacking else offer for offer in decision.offers]
+    again = make_decision(decision.request, decision.device, load_policy(decision.policy), decision.settings, offers)
+    best = next((name for name in (again.forward, again.backward) if name in lacking), None)
+    if best is None:
+        return None
+    reason, now, then = lacking[best], _predicted(decision), _predicted(again)
+    words = f"{reason.fact}, so calls like this run on {_winners(decision)} instead of {_winners(again)}"
+    if now and then:
+        words += f", and take {now / then:.2f} times as long ({now:.3g} ms instead of {then:.3g} ms, predicted)"
+    return Missed(reason, now / then if now and then else None, f"{words}. Remedy: {reason.remedy}")
+
+
+class Missed(NamedTuple):
+    """A package that is not installed: the reason, how many times as long calls take without it (None: not predicted), the message."""
+
+    reason: Reason
+    factor: float | None
+    words: str
+
+
+def _installable(offer: Offer) -> bool:
+    """Return True if pip can bring all that the backend lacks."""
+    of_pip = {f"package {need.package}" for need in offer.backend.requires}
+    of_pip |= {f"library {library.name}" for library in offer.backend.libraries if library.distributions}
+    return bool(offer.missing) and all(reason.field in of_pip for reason in offer.missing)
+
+
+def _winners(decision: Decision) -> str:
+    return " and ".join(dict.fromkeys(name for name in (decision.forward, decision.backward) if name is not None))
+
+
+def _predicted(decision: Decision) -> float | None:
+    """Milliseconds of the chosen backends, forward and, where gradients are needed, backward; None without a prediction of each."""
+    wanted = {("forward", decision.forward), *([("backward", decision.backward)] if decision.request.needs_grad else [])}
+    times = [found.ms for found in decision.predictions if (found.direction, found.backend) in wanted]
+    return sum(times) if len(times) == len(wanted) else None
+
+
+def counterfactuals(decision: Decision) -> tuple[str, ...]:
+    """Return sentences that say what would make another backend win. Each is checked by deciding again."""
+    sentences = []
+    for verdict in decision.verdicts:
+        fixes = [reason for reason in verdict.forward if reason.satisfied_by is not None]
+        if verdict.backend == decision.forward or not verdict.forward or len(fixes) < len(verdict.forward):
+            continue
+        lifted = {reason.field.removeprefix("request."): reason.satisfied_by for reason in fixes}
+        changed = msgspec.structs.replace(decision.request, **lifted)
+        again = make_decision(changed, decision.device, load_policy(decision.policy), decision.settings, decision.offers)
+        if again.forward == verdict.backend:
+            names = {"max_length": "L", "mean_length": "mean L"}
+            terms = [f"{names.get(field, field)} >= {value}" for field, value in lifted.items()]
+            here = [f"{names.get(field, field)} = {getattr(decision.request, field)}" for field in lifted]
+            sentences.append(f"{verdict.backend} would be picked from {' and '.join(terms)}; here {', '.join(here)}")
+    found = missed(decision)
+    return (*sentences, *([found.words] if found else []))

@@ -8,15 +8,24 @@ import msgspec
 import torch
 from torch import Tensor
 
-from nsa_sel.core import entry, registry, shared_keys
-from nsa_sel.core.bounds import Bounds, CuSeqlens, begin_with_blocks, positions_in_sequences, starts_with_blocks, whole_blocks
-from nsa_sel.core.check import check_call
-from nsa_sel.core.check_packed import as_batch, check_packed_sizes
+from nsa_sel.core import attend, registry, shared_keys
+from nsa_sel.core.arguments import (
+    Bounds,
+    CuSeqlens,
+    begin_with_blocks,
+    check_tensors,
+    positions_in_sequences,
+    rounded_up,
+    starts_with_blocks,
+)
+from nsa_sel.core.call import device_info, request_of
+from nsa_sel.core.check import check_call, check_rule, check_scale, check_sizes
+from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.decide import decide, select
-from nsa_sel.core.facts import device_info, request_of
 from nsa_sel.core.request import DeviceInfo, Request
+from nsa_sel.core.shared_keys import ratio
 from nsa_sel.core.transforms import in_autocast_dtype, needs_grad, transformed
-from nsa_sel.errors import ArgumentError, shown
+from nsa_sel.errors import ArgumentError, renamed, shown
 from nsa_sel.selection import Selection
 
 _PASSES = 3  # over K and V that a copy makes: write zeros, read, write
@@ -26,7 +35,7 @@ def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, cu_seqlens_q: CuSeqlens, cu_seqlens_k: CuSeqlens | None, *,
     scale: float | None, return_lse: bool, backend: str | None, block_aligned: bool, align: bool | None,
 ) -> Any:  # fmt: skip
-    """`selection_attention_varlen`, for it and for compat."""
+    """Run `selection_attention_varlen`, for it and for compat."""
     check_packed_sizes(sharing=True, q=q, k=k, v=v)
     T, G, Tk = q.shape[0], q.shape[1], k.shape[0]
     if T and not Tk:
@@ -44,7 +53,7 @@ def packed_attention(
     if not torch.compiler.is_compiling():
         q, k, v = in_autocast_dtype(q, k, v)  # before copying and deciding
     batch = arrange(q, k, v, selection, bounds_q, None if same else bounds_k, scale, needs_grad(q, k, v), backend, block_aligned, align)
-    found = entry.selection_attention(
+    found = attend.selection_attention(
         q, batch.k, batch.v, batch.selection, scale=scale, q_pos=batch.q_pos, return_lse=return_lse, backend=backend
     )  # fmt: skip
     return (found[0].squeeze(0), found[1].squeeze(0)) if return_lse else found.squeeze(0)
@@ -64,7 +73,7 @@ def arrange(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, bounds_q: Bounds, bounds_k: Bounds | None, scale: float | None, needs: bool,
     backend: str | None, block_aligned: bool = False, align: bool | None = None,
 ) -> Batch:  # fmt: skip
-    """A packed batch, q [1,T,G,h,Dk] and k, v [1,G,Tk,D], as one sequence.
+    """Return a packed batch, q [1,T,G,h,Dk] and k, v [1,G,Tk,D], as one sequence.
 
     Args:
         selection: over [1,T,G] or [T,1,G], in positions of each row's own sequence.
@@ -79,18 +88,18 @@ def arrange(
     whole = starts_with_blocks(bounds_k, block, block_aligned)
     room, longest, aligning = Tk, bounds_k.longest(Tk), False
     if block is not None and not whole and align is not False:
-        room = whole_blocks(Tk + bounds_k.number * (block - 1), block)
+        room = rounded_up(Tk + bounds_k.number * (block - 1), block)
         if torch.compiler.is_compiling():
             aligning = align is True or (backend is not None and _needs_blocks(backend))
         else:
             r = shared_keys.ratio_of(q, k, rows)
             one, of_one = (q, rows) if r == 1 else shared_keys.one_of(q, rows, r)
             check_call(one, k, v, of_one, scale, q.new_empty(T, dtype=torch.int64), fake=True)  # before the copy
-            aligning = _aligns(one, k, v, of_one, room, whole_blocks(longest, block), needs, backend, align)
+            aligning = _aligns(one, k, v, of_one, room, rounded_up(longest, block), needs, backend, align)
         room = room if aligning else Tk
     limit_keys = room  # most keys of a row; a block counts as whole even if its sequence ends within it
     if block is not None and (whole or aligning):
-        limit_keys, longest = whole_blocks(room, block), whole_blocks(longest, block)
+        limit_keys, longest = rounded_up(room, block), rounded_up(longest, block)
 
     def build() -> tuple[Selection, Tensor | None, Tensor | None]:
         cu_q = bounds_q.on(q)
@@ -115,7 +124,7 @@ def arrange(
 def _aligns(
     q: Tensor, k: Tensor, v: Tensor, rows: Selection, room: int, longest: int, needs: bool, backend: str | None, align: bool | None
 ) -> bool:  # fmt: skip
-    """Whether to copy k and v so that blocks stay whole; BackendError if the call after the copy is refused."""
+    """Return True if k and v are to be copied so that blocks stay whole; BackendError if the call after the copy is refused."""
     if transformed():
         return False  # the call itself raises
     copy_k, copy_v = (torch.empty(*x.shape[:2], room, x.shape[3], dtype=x.dtype, device="meta") for x in (k, v))
@@ -129,8 +138,11 @@ def _aligns(
 
 
 def _pays(request: Request, device: DeviceInfo, backend: str | None) -> bool:
-    """Whether a copy pays: `request`, the one after it, runs on a backend that prefers blocks, and the copy moves no more keys than all
-    rows may select, unless that backend is forced."""
+    """Return True if a copy pays off. `request` is that of the call after the copy.
+
+    It does if that call runs on a backend that prefers blocks, and the copy moves no more keys than all rows may select, or the backend is
+    forced.
+    """
     decision = select(request, device, backend)
     if decision.override is not None:
         return _prefers_blocks(decision.override.backend, request, device)
@@ -160,7 +172,7 @@ def _check_align(align: object, block_size: int | None) -> None:
 
 
 def _of_rows(selection: Selection | Tensor, T: int, G: int, device: torch.device) -> Selection:
-    """The selection, checked to have T rows and G groups: [1,T,G,n,2], or [T,1,G,n,2] made from [T,G,n,2]."""
+    """Return the selection, checked to have T rows and G groups: [1,T,G,n,2], or [T,1,G,n,2] made from [T,G,n,2]."""
     if isinstance(selection, Tensor):
         selection = Selection.from_ranges(selection)
     if not isinstance(selection, Selection):
@@ -178,8 +190,92 @@ def _of_rows(selection: Selection | Tensor, T: int, G: int, device: torch.device
 
 
 def _as_one_sequence(selection: Selection, Tk: int) -> Selection:
-    """The selection as [1,T,G,n,2], without the statistics of [T,1,G,n,2], which say nothing about adjacent rows."""
+    """Return the selection as [1,T,G,n,2], without the statistics of [T,1,G,n,2], which say nothing about adjacent rows."""
     if selection.ranges.shape[0] == 1:
         return selection
     bound = selection.length_bound(Tk)
     return Selection(selection.ranges.transpose(0, 1), selection.block_size, bound, disjoint=selection.disjoint)
+
+
+def check_packed_sizes(*, sharing: bool = False, **tensors: Tensor) -> None:
+    """Raise ArgumentError unless the first tensor is a q [T,G,h,Dk], and the others are keys or values [Tk,G,D] of one Tk.
+
+    With `sharing` they may have fewer groups (core/shared_keys.py).
+    """
+    check_tensors(**tensors)
+    (query, q), *rest = tensors.items()
+    if q.dim() != 4:
+        remedy = f"a q [T,heads,Dk] is passed as {query}.unflatten(1, (G, h)), a q [1,T,G,h,Dk] as {query}.squeeze(0)"
+        raise ArgumentError(query, f"of shape {tuple(q.shape)}", "[T,G,h,Dk]", remedy)
+    first, k = rest[0]
+    groups = q.shape[1] // ratio(q.shape[1], k.shape[1]) if sharing and k.dim() == 3 else q.shape[1]
+    for name, x in rest:
+        if x.dim() != 3 or x.shape[1] != groups or x.shape[0] != k.shape[0]:
+            keys = "Tk" if name == first else f"Tk={k.shape[0]}"
+            raise ArgumentError(name, f"of shape {tuple(x.shape)}", f"[{keys}, G={groups}, D]", "pass one key per position and KV group")
+
+
+def check_packed_keys(name: str, x: Tensor) -> None:
+    """Raise ArgumentError unless x is [T,G,D]."""
+    check_tensors(**{name: x})
+    if x.dim() != 3:
+        raise ArgumentError(name, f"of shape {tuple(x.shape)}", "[T,G,D] with cu_seqlens", f"pass {name}.squeeze(0) of a [1,T,G,D]")
+
+
+def check_longest(max_seqlen: int | None, cu_seqlens: CuSeqlens | None) -> None:
+    """Raise ArgumentError for a max_seqlen that is no length, or that comes without bounds. `Bounds.of` compares it with them."""
+    if max_seqlen is None:
+        return
+    if cu_seqlens is None:
+        raise ArgumentError("max_seqlen", shown(max_seqlen), "None without cu_seqlens", "pass the bounds of the sequences, too")
+    if not isinstance(max_seqlen, int) or isinstance(max_seqlen, bool) or not 0 <= max_seqlen < 1 << 31:
+        remedy = "pass the rows of the longest sequence, or more, as the host knows them"
+        raise ArgumentError("max_seqlen", shown(max_seqlen), "a whole number >= 0 and < 2^31, as an int", remedy)
+
+
+def as_batch(q: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
+    """Return q [1,T,G,h,Dk] and keys or values [1,G,Tk,D], views of packed ones."""
+    return q.unsqueeze(0), *(x.transpose(0, 1).unsqueeze(0) for x in keys)
+
+
+def check_packed_choose(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, rule: Rule, scale: float | None, q_pos: Tensor | None, S_kv: int | None, cu_seqlens: CuSeqlens,
+    max_seqlen: int | None,
+) -> tuple[Tensor, Tensor, Tensor, float, Bounds]:  # fmt: skip
+    """Return q [1,T,G,h,Dk], k_cmp and v_cmp [1,G,C,D], the scale, and the bounds. Never reads a GPU or fake tensors.
+
+    Raises:
+        ArgumentError: the first bad argument.
+    """
+    check_rule(rule)
+    for name, value in (("q_pos", q_pos), ("S_kv", S_kv)):
+        if value is not None:
+            remedy = "leave it out: with cu_seqlens, rows are all positions of their sequence"
+            raise ArgumentError(name, "given together with cu_seqlens", "one of them", remedy)
+    check_packed_sizes(q=q, k_cmp=k_cmp, v_cmp=v_cmp)
+    bounds = Bounds.of("cu_seqlens", cu_seqlens, len(q), q, max_seqlen)
+    rows, k, v = as_batch(q, k_cmp, v_cmp)
+    try:
+        check_sizes(rows, k, v)
+    except ArgumentError as error:
+        raise renamed(error, k="k_cmp", v="v_cmp") from None
+    _check_compressed(len(k_cmp), len(q), bounds, rule)
+    return rows, k, v, check_scale(scale, q.shape[3]), bounds
+
+
+def _check_compressed(C: int, T: int, bounds: Bounds, rule: Rule) -> None:
+    """Raise ArgumentError unless C compressed keys are enough for all sequences, as far as the host knows them, and no more than fit."""
+    most, least = rule.compressed_keys(T), 0
+    if bounds.numbers is not None:
+        least = sum(rule.compressed_keys(end - begin) for begin, end in zip(bounds.numbers, bounds.numbers[1:], strict=False))
+    if not least <= C <= most:
+        block, stride = rule.compress_block, rule.compress_stride
+        allowed = f"{least} to {most} for T = {T} and blocks of {block} keys every {stride}"
+        remedy = "compress each sequence apart, as nsa_sel.compression does; compressed_cu_seqlens says where each begins"
+        raise ArgumentError("k_cmp", f"of {C} compressed keys", allowed, remedy)
+
+
+def check_rows_are_keys(q: Tensor, name: str, k: Tensor) -> None:
+    """Raise ArgumentError unless packed q and k have as many rows as keys."""
+    if len(q) != len(k):
+        raise ArgumentError(name, f"of {len(k)} keys", f"q's {len(q)} rows", "with cu_seqlens, pass the keys of all rows and no others")

@@ -1,21 +1,46 @@
-"""Functions of ranges [B,S,G,n,2], half-open [start, end): union, merging, checks, and how much adjacent rows share."""
+"""Ranges [B,S,G,n,2] of keys, half-open [start, end): union, merging, checks, how much adjacent rows share; ranges of blocks, and the best
+blocks by score.
+
+On a GPU one kernel makes ranges from block indices and removes duplicates, and one finds the best blocks; plain PyTorch does so elsewhere
+and where operations are traced. A CUDA graph captures PyTorch's operations where it can't keep a plan: the graph needs another kernel than
+calls before the capture, and loading a kernel during a capture breaks it.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+import importlib
+import importlib.util
+import os
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from nsa_sel.core import transforms
+from nsa_sel.core.arguments import (
+    as_positions,
+    as_tensor,
+    check_flag,
+    check_forced,
+    check_positive,
+    checked_blocks,
+    is_whole,
+    padded,
+    range_dtype,
+    whole_blocks,
+)
 from nsa_sel.core.request import SHARING_TOKENS
-from nsa_sel.errors import ArgumentError
+from nsa_sel.core.transforms import capturing
+from nsa_sel.errors import ArgumentError, shown, warn
+from nsa_sel.settings.flags import FLAGS, parse_flag
 
 _SORTED_AT_ONCE = 1 << 22  # blocks that `sharing_of_blocks` sorts at a time, to bound its memory
 _SAMPLED = 1 << 17  # blocks that `sample_rows` takes: of 16 a row, 128 tiles
 
 
 def disjoint(ranges: Tensor) -> Tensor:
-    """The ranges of every row sorted by start, each without the keys of those before it; empty ones are [0, 0)."""
+    """Return the ranges of every row sorted by start, each without the keys of those before it; empty ones are [0, 0)."""
     start, end = ranges.unbind(-1)
     start = start.clamp(min=0)
     filled = end > start
@@ -44,7 +69,7 @@ def merged(ranges: Tensor) -> Tensor:
 
 
 def check_ranges(ranges: Tensor, block_size: int | None, max_length: int | None, in_order: bool) -> None:
-    """ArgumentError for the first row that breaks a promise of its Selection. Reads the device.
+    """Raise ArgumentError for the first row that breaks a promise of its Selection. Reads the device.
 
     in_order: whether ranges that are not whole blocks must be sorted by start.
     """
@@ -151,3 +176,190 @@ def sampled_sharing(ranges: Tensor, limit: Tensor, block_size: int) -> tuple[flo
 def rounded(sharing: tuple[float, ...]) -> tuple[float, ...]:
     """Two digits after the point, so that similar selections share one cached decision."""
     return tuple(round(ratio, 2) for ratio in sharing)
+
+
+KERNEL = "nsa_sel.backends._triton.block_ranges"  # imported with the first block indices on a GPU
+_failed: list[bool] = []  # an entry once the kernel has failed: it is not tried again
+
+
+def ranges_of_blocks(
+    block_indices: Tensor, block_size: int, block_counts: Tensor | None, disjoint: bool
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Ranges [B,S,G,n,2] from the arguments of `Selection.from_blocks`, and those of distinct blocks (`ranges.disjoint`) where a kernel
+    has found them."""
+    given = (block_indices,) if block_counts is None else (block_indices, block_counts)
+    key = _key(block_indices, block_size, block_counts, disjoint)
+    alike: _Alike | None = None if key is None else transforms.find_class(_classes.get(key, ()), *given)
+    if alike is not None and alike.as_given:
+        indices, counts = block_indices, block_counts
+    else:
+        check_flag("disjoint", disjoint)
+        indices, counts = checked_blocks(block_indices, block_size, block_counts)
+        if alike is None and _takes(indices):
+            alike = _Alike.of(indices, block_size, disjoint, indices is block_indices and counts is block_counts)
+            if key is not None:
+                if len(_classes) >= _MOST:
+                    _classes.clear()
+                _classes[key] = transforms.with_class(_classes.get(key, ()), alike, *given)
+    found: tuple[Tensor, Tensor | None] | None = None
+    if alike is not None and not _failed and not (alike.several and capturing(indices)):
+        found = _run("block_ranges", indices, counts, block_size, alike.dtype, alike.find_unique, alike.known)
+    return (whole_blocks(padded(indices, counts), block_size), None) if found is None else found
+
+
+class _Alike(NamedTuple):
+    """Facts of all block indices of a class that a kernel takes."""
+
+    as_given: bool  # checks only look
+    dtype: torch.dtype  # of the ranges
+    several: bool  # blocks of a row, maybe not distinct
+    find_unique: bool
+    known: dict[Any, Any]  # recordings
+
+    @classmethod
+    def of(cls, indices: Tensor, block_size: int, disjoint: bool, as_given: bool) -> _Alike:
+        several = not disjoint and indices.shape[-1] > 1
+        dtype = torch.int64 if indices.dtype == torch.int64 else range_dtype(block_size)
+        # What a plan may keep: see `Selection.plan`.
+        return cls(as_given, dtype, several, several and not torch.is_inference_mode_enabled(), {})
+
+
+_classes: dict[Any, transforms.Classes] = {}
+_MOST = 1024  # shapes
+
+
+def _key(block_indices: Any, block_size: Any, block_counts: Any, disjoint: Any) -> tuple[Any, ...] | None:
+    """Return the facts that guards do not compare, and shapes, which keep classes few; None if no kernel runs or guards can't be used."""
+    if type(block_size) is not int or type(disjoint) is not bool or not transforms.plain(block_indices):
+        return None
+    try:
+        return block_indices.shape, block_size, None if block_counts is None else block_counts.shape, disjoint
+    except (AttributeError, RuntimeError):  # no tensor, or a nested one
+        return None
+
+
+def distinct_ranges(ranges: Tensor, block_size: int | None) -> Tensor:
+    """`ranges.disjoint`, of blocks on a GPU by one kernel."""
+    found: Tensor | None = None
+    if block_size is not None and _takes(ranges) and not capturing(ranges):
+        found = _run("distinct_ranges", ranges, block_size)
+    return disjoint(ranges) if found is None else found
+
+
+def _takes(x: Tensor) -> bool:
+    """Return True if a kernel takes indices or ranges."""
+    if not on_gpu(x) or not transforms.plain(x) or not x.numel():
+        return False
+    return not _failed and _kernel() is not None
+
+
+def _run(name: str, x: Tensor, *others: Any) -> Any:
+    """Run a function of the kernels' module on the device of x. Return None once one has failed."""
+    try:
+        if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():
+            with torch.cuda.device(x.device):
+                return getattr(_kernel(), name)(x, *others)
+        return getattr(_kernel(), name)(x, *others)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        _failed.append(True)
+        warn(f"the kernel of block indices failed, PyTorch's operations replace it from now on: {error!r}")
+        return None
+
+
+def on_gpu(indices: Tensor) -> bool:
+    """Return True if the kernel may run."""
+    return indices.is_cuda
+
+
+@functools.cache
+def _kernel() -> Any:
+    """Its module, None without Triton."""
+    return importlib.import_module(KERNEL) if importlib.util.find_spec("triton") is not None else None
+
+
+TOP_N_KERNEL = "nsa_sel.backends._triton.top_n"  # module with top_n, imported at the first call on a GPU
+TOP_N_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def best_blocks(scores: Tensor, n: int, block_size: int, first: int, local: int, S_kv: int | None, q_pos: Tensor | None) -> Tensor:
+    """Ranges [B,S,G,n,2] of the best blocks, ascending, padded with [0, 0), from the arguments of `Selection.from_scores`."""
+    scores = as_tensor("scores", scores)
+    S_kv = _check_scores(scores, n, block_size, first, local, S_kv, q_pos)
+    B, S, G, blocks = scores.shape
+    if q_pos is not None:
+        q_pos = as_positions(q_pos, B, S, scores.device)
+    kernel = _top_n_kernel() if _top_n_takes(scores) else None
+    if kernel is None or blocks > kernel.MOST_BLOCKS:
+        return whole_blocks(sorted_blocks(scores, n, block_size, first, local, S_kv, q_pos), block_size)
+    ranges = torch.empty(B, S, G, n, 2, dtype=range_dtype(block_size), device=scores.device)
+    with torch.cuda.device(scores.device):
+        kernel.top_n(scores.detach(), ranges, block_size, first, local, 0 if q_pos is not None else S_kv - S, q_pos)
+    return ranges
+
+
+def sorted_blocks(scores: Tensor, n: int, block_size: int, first: int, local: int, S_kv: int, q_pos: Tensor | None) -> Tensor:
+    """Ascending indices [B,S,G,n] int32 of the best blocks, padded with -1, by a stable sort, on any device. Arguments are checked."""
+    _, S, _, blocks = scores.shape
+    positions = torch.arange(S_kv - S, S_kv, device=scores.device) if q_pos is None else q_pos
+    current = positions.expand(scores.shape[:2])[:, :, None, None] // block_size
+    block = torch.arange(blocks, device=scores.device)
+    forced = (block < first) | (block > current - local)
+    wide = scores if scores.dtype == torch.float64 else scores.float()
+    # Only forced blocks get infinity.
+    key = torch.nan_to_num(wide, nan=float("-inf"), posinf=torch.finfo(wide.dtype).max, neginf=float("-inf"))
+    key = key.masked_fill(forced, float("inf")).masked_fill(block > current, float("-inf"))
+    # A stable sort: topk does not define the order of ties.
+    key, order = (x[..., :n] for x in torch.sort(key, dim=-1, descending=True, stable=True))
+    chosen = torch.where(key > float("-inf"), order, blocks)
+    chosen = torch.sort(chosen, dim=-1).values
+    if blocks < n:
+        chosen = torch.nn.functional.pad(chosen, (0, n - blocks), value=blocks)
+    return torch.where(chosen < blocks, chosen, -1).int()
+
+
+def _check_scores(scores: Tensor, n: int, block_size: int, first: int, local: int, S_kv: int | None, q_pos: Tensor | None) -> int:
+    """Return S_kv of good arguments, or 0 where q_pos gives the positions; else ArgumentError."""
+    shape = f"{scores.dtype} of shape {tuple(scores.shape)}"
+    if not scores.is_floating_point():
+        raise ArgumentError("scores", shape, "floating point [B,S,G,blocks]", "call .float() on it")
+    if scores.dim() != 4:
+        remedy = "add the missing axes" if scores.dim() < 4 else "sum over the heads of a group, which share one score (NSA Eq. 10)"
+        raise ArgumentError("scores", shape, "floating point [B,S,G,blocks]", remedy)
+    for name, number in (("n", n), ("block_size", block_size)):
+        check_positive(name, number)
+    check_forced(first, local, n)
+    if q_pos is not None:
+        return 0
+    _, S, _, blocks = scores.shape
+    S_kv = S if S_kv is None else S_kv
+    if not is_whole(S_kv) or not S <= S_kv < 1 << 62:
+        raise ArgumentError("S_kv", shown(S_kv), f"a whole number >= S = {S}", "pass q_pos= when rows outnumber keys")
+    if -(-S_kv // block_size) != blocks:
+        raise ArgumentError(
+            "scores", f"[B,S,G,blocks] = {tuple(scores.shape)} over {blocks} blocks of {block_size}",
+            f"{-(-S_kv // block_size)} blocks for S_kv = {S_kv}",
+            "check block_size and the order of axes; where S_kv is not S, pass S_kv= (the number of keys) or q_pos=",
+        )  # fmt: skip
+    return S_kv
+
+
+def _top_n_takes(scores: Tensor) -> bool:
+    """Return True if the kernel may run: on plain GPU tensors of its dtypes, unless flags keep Triton out or ask for the reference."""
+    if not scores.is_cuda or scores.dtype not in TOP_N_DTYPES or type(scores) is not Tensor or torch.compiler.is_compiling():
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch.cuda.get_device_capability(scores.device) < (8, 0):
+        return False
+    return _flag("NSA_USE_TRITON_SEL") is not False and not _flag("NSA_FORCE_PARITY")
+
+
+def _flag(name: str) -> Any:
+    text = os.environ.get(name)
+    return None if text is None else parse_flag(next(flag for flag in FLAGS if flag.name == name), text)
+
+
+@functools.cache
+def _top_n_kernel() -> Any:
+    """Return the kernel's module; None without Triton."""
+    return importlib.import_module(TOP_N_KERNEL) if importlib.util.find_spec("triton") else None

@@ -47,12 +47,12 @@ def _every() -> dict[str, Backend]:
 
 @functools.cache
 def fallback(kind: Kind = "attend") -> str:
-    """The name of the backend that replaces one of this kind that failed."""
+    """Return the name of the backend that replaces one of this kind that failed."""
     return next(spec.name for spec in (*SPECS, *CHOOSERS) if spec.fallback and spec.kind == kind)
 
 
 def load(name: str) -> BackendModule:
-    """The module of a backend; this is where a kernel framework is first imported."""
+    """Return the module of a backend; this is where a kernel framework is first imported."""
     return _module(backends()[name].path)
 
 
@@ -62,7 +62,7 @@ def load_chooser(name: str) -> ChooserModule:
 
 
 def kind_of(name: str) -> Kind | None:
-    """The kind of the backend of this name; None for an unknown one."""
+    """Return the kind of the backend of this name; None for an unknown one."""
     kinds: tuple[Kind, ...] = get_args(Kind)
     return next((kind for kind in kinds if name in backends(kind)), None)
 
@@ -74,7 +74,7 @@ def _module(path: str) -> BackendModule:
 
 @functools.cache
 def missing(name: str) -> tuple[Reason, ...]:
-    """What `name` lacks on this machine, found without importing it."""
+    """Return what backend `name` lacks on this machine. It is not imported."""
     reasons, spec = [], backends(kind_of(name) or "attend")[name]
     for need in spec.requires:
         version = _version(need.package)
@@ -90,7 +90,7 @@ def missing(name: str) -> tuple[Reason, ...]:
 
 
 def _found(library: Library) -> bool:
-    """Whether a distribution contains the library, or the loader finds it."""
+    """Return True if a distribution contains the library, or the loader finds it."""
     for distribution in library.distributions:
         try:
             importlib.metadata.version(distribution)
@@ -107,7 +107,7 @@ def _found(library: Library) -> bool:
 
 
 def _version(package: str) -> str | None:
-    """The version of an installed import package, whose distribution may have another name (cupy: cupy-cuda13x)."""
+    """Return the version of an installed import package, whose distribution may have another name (cupy: cupy-cuda13x)."""
     if importlib.util.find_spec(package) is None:
         return None
     distributions = _distributions().get(package, [package])
@@ -128,12 +128,12 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 # Automatically chosen backends that failed: not tried again for this request class in this process. Each access is one dict operation,
 # so no lock is needed.
-_broken: dict[tuple[str, Request], Reason] = {}
+broken: dict[tuple[str, Request], Reason] = {}
 broken_windows: set[tuple[Any, ...]] = set()  # heads that the kernels of sliding_window_attention failed for
 
 
 def _kind(request: Request) -> Request:
-    """The class of calls that run the same kernels: the measured sharing and mean length of a selection change none."""
+    """Return the class of calls that run the same kernels: the measured sharing and mean length of a selection change none."""
     return msgspec.structs.replace(request.request_class(), sharing=None, mean_length=None)
 
 
@@ -144,27 +144,22 @@ def mark_broken(name: str, request: Request, error: BaseException) -> None:
         "failed-before", "unavailable", "kernel", f"{type(error).__name__}: {first_line}", "a kernel that compiles and launches",
         "see the warning or the event sel.backend.failed; nsa_sel.reset() lets it try again",
     )  # fmt: skip
-    _broken[name, _kind(request)] = reason
+    broken[name, _kind(request)] = reason
 
 
 def is_sticky(error: BaseException) -> bool:
-    """Whether the error means that the CUDA context is lost, so that nothing else can run."""
+    """Return True if the error means that the CUDA context is lost, so that nothing else can run."""
     return any(text in str(error) for text in STICKY)
 
 
 def is_broken(name: str, request: Request) -> bool:
-    """Whether `name` has failed for this class of requests in this process."""
-    return bool(_broken) and (name, _kind(request)) in _broken
-
-
-def any_broken() -> bool:
-    """Whether any backend has failed in this process."""
-    return bool(_broken)
+    """Return True if `name` has failed for this class of requests in this process."""
+    return bool(broken) and (name, _kind(request)) in broken
 
 
 def forget_broken() -> None:
     """Allow every backend again, and the kernels of windows."""
-    _broken.clear()
+    broken.clear()
     broken_windows.clear()
 
 
@@ -172,6 +167,6 @@ def offers(request: Request) -> tuple[Offer, ...]:
     """Every backend, with what is missing or broken here for this class of requests."""
     key = _kind(request)
     return tuple(
-        Offer(spec, missing(name) + ((reason,) if (reason := _broken.get((name, key))) else ()))
+        Offer(spec, missing(name) + ((reason,) if (reason := broken.get((name, key))) else ()))
         for name, spec in backends(request.kind).items()
     )

@@ -44,7 +44,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         pool: of a choice without attention, where Dv is 0: what is scored, and how it is reduced over heads, and over a block
             (`nsa_sel.core.choose_call.Pool.words`); ("lse",) for the log-sum-exp alone; None for attention.
         mean_length: keys that a row selects on average, to two digits, from `Selection.measure()`; None: not measured.
-        counted: whether `sharing` was counted on a sample of rows of the first call of its kind (nsa_sel/core/count_sharing.py).
+        counted: whether `sharing` was counted on a sample of rows of the first call of its kind (nsa_sel/core/decide.py).
     """
 
     B: int
@@ -75,8 +75,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         return self.max_length if self.mean_length is None else self.mean_length
 
     def phase(self, backward: bool) -> str:
-        """What cost models are fitted to apart: "forward", "backward", "decode" (one query per sequence), "tokens" (up to `FEW_TOKENS`);
-        "choose", "choose-backward". Of a quantized cache "decode-e4m3", and so on (`phase_of_format`)."""
+        """Return the phase: cost models are fitted to each apart.
+
+        One of "forward", "backward", "decode" (one query per sequence), "tokens" (up to `FEW_TOKENS`), "choose" and "choose-backward";
+        over a quantized cache "decode-e4m3", and so on (`phase_of_format`).
+        """
         if self.kind == "choose":
             return "choose-backward" if backward else "choose"
         if backward:
@@ -84,7 +87,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         return phase_of_format("decode" if self.S == 1 else "tokens" if self.S <= FEW_TOKENS else "forward", self.quantized)
 
     def request_class(self) -> Request:
-        """The key of cached decisions: S_kv rounded up to a power of two, so that decode steps share one.
+        """Return the key of cached decisions: S_kv rounded up to a power of two, so that decode steps share one.
 
         S_kv of a prefill from the first token stays exact, since S is in the key anyway. Policies see the class, never the exact call,
         so a cached decision equals a new one.
@@ -97,17 +100,17 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def phase_of_format(phase: str, quantized: Quantized | None) -> str:
-    """The name of a phase over caches of this format, None for those of q's dtype: "decode", "decode-e4m3"."""
+    """Return the name of a phase over caches of this format, None for those of q's dtype: "decode", "decode-e4m3"."""
     return phase if quantized is None else f"{phase}-{quantized.partition('/')[0]}"
 
 
 def example_request(*, needs_grad: bool = False) -> Request:
-    """An 8k-token prefill of the NSA paper's shape: 16 blocks of 64 keys per row, 4 groups of 16 heads, bf16."""
+    """Return an 8k-token prefill of the NSA paper's shape: 16 blocks of 64 keys per row, 4 groups of 16 heads, bf16."""
     return Request(
         B=1, S=8192, S_kv=8192, G=4, h=16, Dk=128, Dv=128, n=16, block_size=64, max_length=1024, dtype="bfloat16", needs_grad=needs_grad,
     )  # fmt: skip
 
 
 def example_choice(*, needs_grad: bool = False) -> Request:
-    """The choice of the blocks of `example_request`, from compressed keys of 32 keys every 16 keys."""
+    """Return the choice of the blocks of `example_request`, from compressed keys of 32 keys every 16 keys."""
     return msgspec.structs.replace(example_request(needs_grad=needs_grad), max_length=8192, kind="choose", compress=(32, 16))

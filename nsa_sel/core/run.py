@@ -1,109 +1,241 @@
-"""Run a decided call: forward and gradients, and the autograd Function of both."""
+"""Run a decided call of any kind: a pass of its backend with the fallback, its outputs and gradients, and the autograd Function of both."""
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
-from nsa_sel.core import compare, fallback, forward, registry, transforms
-from nsa_sel.core.begin import Decided
-from nsa_sel.core.call import Call
+from nsa_sel.core import registry, transforms
+from nsa_sel.core.call import Call, call_over_pool
+from nsa_sel.core.choose_call import ChooseCall
+from nsa_sel.core.decide import Decided, after_failure, forget_decisions
 from nsa_sel.core.decision import Decision
-from nsa_sel.core.workspace import Workspace
-from nsa_sel.telemetry import events
+from nsa_sel.errors import ArgumentError, warn
+from nsa_sel.telemetry import events, passes
+
+# Given a backend's name and a call: the function of that backend to run. run_pass calls it as function(call, *given).
+FunctionOf = Callable[[str, Any], Callable[..., Any]]
 
 
-def attend(decided: Decided, workspace: Tensor | None = None, with_lse: bool = True) -> tuple[Tensor, Any]:
-    """o [B,S,G,h,Dv] and lse [B,S,G,h], recorded by autograd if the request needs gradients. Then lse is None unless with_lse: every output
-    takes PyTorch microseconds."""
-    if workspace is not None:
-        decided.call.workspace = Workspace.of(workspace, decided.call.q.device)
+def attend(decided: Decided, with_lse: bool = True) -> Any:
+    """Return the outputs of a call: o [B,S,G,h,Dv], lse [B,S,G,h], and for a ChooseCall ranges [B,S,G,n,2].
+
+    Autograd records the call if the request needs gradients; lse is then None unless `with_lse`, because each output costs microseconds.
+    """
     if not decided.request.needs_grad:
-        return run_forward(decided)[:2]
-    found = _apply(decided.call.q, decided.call.k, decided.call.v, decided, with_lse)
-    return found if with_lse else (found, None)
+        return run_forward(decided)[:-1]
+    call = decided.call
+    outputs = _apply(call.q, call.k, call.v, decided, with_lse)
+    return outputs if with_lse else (outputs, None)
 
 
 _LAYOUT = "layout"  # a key of `Call.known`
 
 
-class _SelectionAttention(torch.autograd.Function):
+class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, decided: Decided, with_lse: bool) -> tuple[Tensor, Tensor] | Tensor:
-        call = decided.call
-        o, lse, ctx.decision = run_forward(decided)
-        ctx.save_for_backward(q, k, v, o, lse, *transforms.versioned(call.selection.ranges, call.q_pos))
-        known = call.known
-        if _LAYOUT not in known:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, decided: Decided, with_lse: bool) -> tuple[Tensor, ...] | Tensor:
+        call, known = decided.call, decided.call.known
+        *outputs, ctx.decision = run_forward(decided)
+        ctx.save_for_backward(q, k, v, *outputs[:2], *transforms.versioned(*call.read_again()))
+        if known is not None and _LAYOUT not in known:
             known[_LAYOUT] = _layout(q, k, v)
-        ctx.others, ctx.known = call.others(), known
+        ctx.kind, ctx.others, ctx.known = type(call), call.others(), known
+        ctx.mark_non_differentiable(*outputs[2:])
         ctx.set_materialize_grads(False)
-        return (o, lse) if with_lse else o
+        return tuple(outputs) if with_lse else outputs[0]
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None = None, _: None = None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            transforms.refuse_second_derivative()
+            transforms.refuse_second_derivative(ctx.kind.function)
         if do is None and dlse is None:
             return (None,) * 5
         q, k, v, o, lse = ctx.saved_tensors[:5]
-        call = Call(q, k, v, *ctx.others)
-        if _layout(q, k, v) == ctx.known[_LAYOUT]:  # hooks on saved tensors may return others
+        call = ctx.kind(q, k, v, *ctx.others)
+        if ctx.known is not None and _layout(q, k, v) == ctx.known[_LAYOUT]:  # hooks on saved tensors may return others
             call.known = ctx.known
         return *gradients(call, ctx.decision, o, lse, do, dlse), None, None
 
 
-# `Function.apply` without what it does for torch.func, which no call reaches under: some microseconds of Python.
-_apply: Callable[..., Any] = super(torch.autograd.Function, _SelectionAttention).apply
+# `Function.apply` without its handling of torch.func, under which no call gets here: saves microseconds of Python.
+_apply: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply
 
 
 def _layout(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-    """What may differ between tensors of the same values."""
+    """Return the facts in which tensors of the same values may differ."""
     return q.stride(), k.stride(), v.stride(), (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
 
 
-def run_forward(decided: Decided) -> tuple[Tensor, Tensor, Decision]:
-    """o, lse, and the decision of the backend that ran: the decided one, or the fallback."""
-    call, decision, request, _ = decided
+def forward_of(name: str, call: Call | ChooseCall) -> Callable[[Any], tuple[Tensor, ...]]:
+    """Return the function of backend `name` that runs the forward pass of a call.
+
+    A backend that reads no caches gets an equal call without lengths and block table, and one that reads no pages gets gathered keys.
+    """
+    if isinstance(call, ChooseCall):
+        chooser = registry.load_chooser(name)
+        if call.pages is None:
+            return chooser.forward
+        paged = getattr(chooser, "paged", None)
+        return (lambda call: chooser.forward(call.gathered())) if paged is None else paged  # type: ignore[no-any-return]
+    forward = registry.load(name).forward
+    if call.lengths is None or registry.backends()[name].reads_caches:
+        return forward
+    return functools.partial(_forward_without_lengths, forward)
+
+
+def _forward_without_lengths(forward: Callable[[Call], tuple[Tensor, Tensor]], call: Call) -> tuple[Tensor, Tensor]:
+    """Return o and lse of a call with lengths, by a `forward` that does not read them."""
+    B, S = call.q.shape[:2]
+    if call.block_table is None:
+        # One operation for one new token each: the forward pass takes only a few microseconds.
+        positions = call.lengths.unsqueeze(1) - 1 if S == 1 and call.lengths is not None else call.positions().clamp_(min=-1)
+        return forward(replace(call, q_pos=positions, lengths=None))
+    o, lse = forward(call_over_pool(call, call.block_table))
+    return o.view(B, S, *o.shape[2:]), lse.view(B, S, *lse.shape[2:])
+
+
+def run_forward(decided: Decided, function_of: FunctionOf = forward_of) -> Any:
+    """Return the outputs of a call, followed by the decision of the backend that ran: the decided one, or the fallback."""
+    call, decision = decided.call, decided.decision
     if call.selects_nothing():
-        shape = call.q.shape[:-1]
-        lse_dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-        o = call.q.new_zeros(*shape, call.v.shape[-1])
-        lse = torch.full(shape, float("-inf"), dtype=lse_dtype, device=call.q.device)
+        outputs = call.nothing()
     else:
-        (o, lse), decision = fallback.run(call, decision, "forward", lambda name: forward.forward(name, call))
-    events.record(decision, request)
-    if call.settings.debug_compare and not call.capturing():
-        compare.compare_forward(call, decision, o, forward.forward)
-    return o, lse, decision
+        outputs, decision = run_pass(call, decision, "forward", function_of)
+    events.record(decision, decided.request)
+    if call.settings.debug_compare and isinstance(call, Call) and not call.capturing():
+        with torch.no_grad():
+            silent = _silent(call)
+            _compare(decision.forward, "forward", outputs[:1], forward_of(registry.fallback(), silent)(silent)[:1])
+    return *outputs, decision
 
 
-def gradients(call: Call, decision: Decision, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, ...]:
-    """dq, dk, dv of a call with outputs o and lse; do or dlse is None if o or lse is unused."""
+def gradients(
+    call: Call | ChooseCall, decision: Decision, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv of a call with outputs o and lse; do or dlse is None if o or lse is unused."""
     return gradients_and_delta(call, decision, o, lse, do, dlse, False)[:3]
 
 
 def gradients_and_delta(
-    call: Call, decision: Decision, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None, with_delta: bool = True
+    call: Call | ChooseCall, decision: Decision, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None, with_delta: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """`gradients`, and delta = sum(do * o) - dlse [B,S,G,h] if it is asked for and the backend gives it."""
-    transforms.check_gradients(do, dlse)
-    if call.selects_nothing():
+    """Return `gradients`, and delta = sum(do * o) - dlse [B,S,G,h] if it is asked for and the backend computes it."""
+    transforms.check_gradients(do, dlse, name=call.function)
+    if call.q.numel() == 0 or call.k.numel() == 0 or call.selects_nothing():
         return torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v), None
     do = torch.zeros_like(o) if do is None else do.resolve_neg() if do.is_neg() else do
     dlse = None if dlse is None else dlse.resolve_neg()
     # Kernels read rows with a contiguous last dimension; an expanded gradient (from .sum()) has stride 0 there.
     do = do if do.stride()[-1] == 1 else do.contiguous()
-    given = o, lse, do, dlse
-    if with_delta:
-        work = fallback.with_delta(registry.load, call, *given)
-    else:
-        work = lambda name: (*registry.load(name).backward(call, *given), None)  # noqa: E731
-    (dq, dk, dv, delta), decision = fallback.run(call, decision, "backward", work)
+    (dq, dk, dv, *delta), decision = run_pass(
+        call, decision, "backward", _backward_and_delta_of if with_delta else _backward_of, o, lse, do, dlse
+    )
     events.count("backward", str(decision.backward))
-    if call.settings.debug_compare and not call.capturing():
-        compare.compare_backward(call, decision, (dq, dk, dv), o, lse, do, dlse)
-    return dq, dk, dv, delta
+    if call.settings.debug_compare and isinstance(call, Call) and not call.capturing():
+        with torch.no_grad():
+            _compare(
+                decision.backward, "backward", (dq, dk, dv), registry.load(registry.fallback()).backward(_silent(call), o, lse, do, dlse)
+            )
+    return dq, dk, dv, delta[0] if delta else None
+
+
+def _backward_of(name: str, call: Call | ChooseCall) -> Callable[..., Any]:
+    return (registry.load_chooser(name) if isinstance(call, ChooseCall) else registry.load(name)).backward
+
+
+def _backward_and_delta_of(name: str, call: Call | ChooseCall) -> Callable[..., Any]:
+    module: Any = registry.load_chooser(name) if isinstance(call, ChooseCall) else registry.load(name)
+    return module.backward_and_delta if hasattr(module, "backward_and_delta") else module.backward  # type: ignore[no-any-return]
+
+
+def run_pass(
+    call: Call | ChooseCall, decision: Decision, direction: str, function_of: FunctionOf, *given: Tensor | None
+) -> tuple[Any, Decision]:
+    """Run one pass by the decided backend; if an automatically chosen backend fails, by the fallback.
+
+    Args:
+        call: the call.
+        decision: its decision.
+        direction: "forward" or "backward".
+        function_of: returns the function to run, which is called as function(call, *given).
+        given: o, lse, do and dlse of a backward pass.
+
+    Returns:
+        The result of the function, and the decision of the backend that ran.
+    """
+    name = decision.forward if direction == "forward" else decision.backward
+    assert name is not None, "decide() refuses before any kernel"
+    if registry.broken and decision.override is None and registry.is_broken(name, decision.request):  # since autograd recorded the call
+        events.count("fallbacks", name, "failed-before")
+        return run_pass(call, after_failure(decision, name), direction, function_of, *given)
+    try:
+        settings = call.settings
+        if (
+            call.workspace is None
+            and settings.debug_log is None
+            and not (settings.debug_triton or settings.debug_timing or settings.debug_compare or settings.debug_nvtx)
+            and (not call.q.is_cuda or call.q.get_device() == torch._C._cuda_getDevice())  # CUDA is initialized: q is there
+        ):
+            return function_of(name, call)(call, *given), decision
+        return _observed_pass(call, name, direction, function_of, given), decision
+    except ArgumentError:  # the workspace is too small
+        raise
+    except torch.OutOfMemoryError as error:
+        error.add_note(
+            f"{name}, {direction} pass: beside its results it may take up to {call.settings.workspace_bytes} bytes"
+            " (runtime.workspace_bytes). Remedy: lower that bound, or pass fewer rows at once."
+        )
+        raise
+    except Exception as error:
+        events.count("failed", name)
+        events.emit("sel.backend.failed", logging.ERROR, backend=name, direction=direction, error=repr(error), request=decision.request)
+        fallback = registry.fallback(decision.request.kind)
+        if decision.override is not None or name == fallback or registry.is_sticky(error):
+            raise
+        # A warning is visible without logging; once per request class, which is not tried again.
+        remedy = f"backend={name!r} raises the error with its traceback, nsa_sel.reset() lets {name} try again"
+        warn(f"{name} failed, {fallback} runs calls of this class from now on: {error!r}. Remedy: {remedy}")
+        registry.mark_broken(name, decision.request, error)
+        forget_decisions()
+        again = after_failure(decision, name)
+        events.count("fallbacks", name, type(error).__name__)
+        return run_pass(call, again, direction, function_of, *given)
+
+
+def _observed_pass(call: Call | ChooseCall, name: str, direction: str, function_of: FunctionOf, given: tuple[Tensor | None, ...]) -> Any:
+    """Run one pass with q's device current, temporaries in the workspace, and the records that flags ask for."""
+    if call.q.is_cuda and call.q.get_device() != torch._C._cuda_getDevice():
+        with torch.cuda.device(call.q.device):
+            return _observed_pass(call, name, direction, function_of, given)
+    settings, workspace = call.settings, call.workspace
+    if workspace is not None:
+        workspace.begin()
+    if settings.traced or settings.debug_nvtx:
+        loads = None
+        if isinstance(call, Call) and (call.lengths is None or registry.backends()[name].reads_caches):
+            loads = getattr(registry.load(name), "loaded_keys", None)
+        result = passes.recorded(call, name, direction, loads, lambda: function_of(name, call)(call, *given))
+    else:
+        result = function_of(name, call)(call, *given)
+    if workspace is not None:
+        workspace.check(name, direction)
+    return result
+
+
+def _silent(call: Call) -> Call:
+    off = {"debug_log": None, "debug_triton": False, "debug_timing": False, "debug_compare": False}
+    return replace(call, settings=msgspec.structs.replace(call.settings, **off), workspace=None)
+
+
+def _compare(backend: str | None, direction: str, results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    """Emit the event of NSA_DEBUG_COMPARE: the largest mean absolute error of a pass against the fallback."""
+    mae = max(float((mine.detach().double() - other.double()).abs().mean()) for mine, other in zip(results, expected, strict=True))
+    events.emit("sel.compare", backend=backend, direction=direction, reference=registry.fallback(), mae=mae)

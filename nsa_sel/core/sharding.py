@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from nsa_sel.core import ops
 from nsa_sel.core.check import as_selection
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
@@ -21,8 +20,12 @@ from nsa_sel.selection import Selection
 Placements = list[Any]  # on one dimension of a mesh: one per tensor, None for other arguments
 
 
-def sharded(q: Any, k: Any, v: Any, selection: Selection | Tensor, *, q_pos: Any, **others: Any) -> Any:
-    """`selection_attention` of DTensors: o and lse are sharded as q; ArgumentError for plain tensors beside DTensors."""
+def arguments(q: Any, k: Any, v: Any, selection: Selection | Tensor, q_pos: Any) -> tuple[Selection, Any]:
+    """Return the selection and q_pos for a call of DTensors; o and lse are then sharded as q.
+
+    Raises:
+        ArgumentError: a plain tensor, or one on another mesh.
+    """
     selection = as_selection(selection)
     for name, x in (("k", k), ("v", v), ("selection", selection.ranges), ("q_pos", q_pos)):
         if x is not None and not (isinstance(x, DTensor) and x.device_mesh == q.device_mesh):
@@ -32,11 +35,14 @@ def sharded(q: Any, k: Any, v: Any, selection: Selection | Tensor, *, q_pos: Any
     if q_pos is None and q.dim() == 5 and Shard(1) in q.placements:  # a rank's rows do not imply their positions
         position = torch.arange(k.shape[2] - q.shape[1], k.shape[2], device=q.device)
         q_pos = DTensor.from_local(position, q.device_mesh, [Replicate()] * q.device_mesh.ndim, run_check=False)
-    return ops.traced(q, k, v, selection, q_pos=q_pos, **others)
+    return selection, q_pos
 
 
 def _strategies(q_pos: Any) -> list[tuple[Any, Any, Any, Any, Any]]:
-    """The shardings of a call on one dimension of a mesh: placements of q, o and lse; of ranges; of k and v; of q_pos; of dk and dv."""
+    """Return the shardings of a call on one dimension of a mesh.
+
+    Each has the placements of q, o and lse; of ranges; of k and v; of q_pos; of dk and dv.
+    """
     whole, pos = Replicate(), None if q_pos is None else Replicate()
     batch = pos if q_pos is None or len(q_pos.shape) == 1 else Shard(0)
     strategies: list[Any] = [

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core import transforms
-from nsa_sel.core.indices import as_positions
-from nsa_sel.core.plans import capturing
+from nsa_sel.core.arguments import as_positions
+from nsa_sel.core.transforms import capturing
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 
@@ -45,7 +45,7 @@ def ratio_of(q: Any, k: Any, selection: Any) -> int:
 
 
 def one_of(q: Tensor, selection: Selection, r: int) -> tuple[Tensor, Selection]:
-    """q and the selection with one of every r groups, for checks; ArgumentError for a selection of other rows than q's."""
+    """Return q and the selection with one of every r groups, for checks; ArgumentError for a selection of other rows than q's."""
     ranges = selection.ranges
     if ranges.shape[:3] != q.shape[:3]:
         value, rows = f"over rows [B,S,G] = {tuple(ranges.shape[:3])}", tuple(q.shape[:3])
@@ -55,12 +55,12 @@ def one_of(q: Tensor, selection: Selection, r: int) -> tuple[Tensor, Selection]:
 
 
 def as_rows(x: Tensor, r: int) -> Tensor:
-    """x [B,S,Gs,...] as [B,r*S,G,...]."""
+    """Return x [B,S,Gs,...] as [B,r*S,G,...]."""
     return _rearranged(x, r, True)
 
 
 def from_rows(x: Tensor, r: int) -> Tensor:
-    """x [B,r*S,G,...] as [B,S,Gs,...]."""
+    """Return x [B,r*S,G,...] as [B,S,Gs,...]."""
     return _rearranged(x, r, False)
 
 
@@ -95,7 +95,7 @@ def _moved(x: Tensor, r: int, to_rows: bool) -> Tensor:
 
 
 def call_of_rows(q: Tensor, selection: Selection, q_pos: Tensor | None, S_kv: int, r: int) -> tuple[Tensor, Selection, Tensor]:
-    """q [B,r*S,G,h,Dk], its selection and positions [B,r*S], of q [B,S,Gs,h,Dk]; the last two are cached in the selection.
+    """Return q [B,r*S,G,h,Dk], its selection and positions [B,r*S], of q [B,S,Gs,h,Dk]; the last two are cached in the selection.
 
     Args:
         q_pos: [S] or [B,S]; None for S_kv - S + s.
@@ -122,17 +122,17 @@ def call_of_rows(q: Tensor, selection: Selection, q_pos: Tensor | None, S_kv: in
 
 
 def as_sequences(x: Tensor, r: int) -> Tensor:
-    """x [B,S,Gs,...] as [B*r,S,G,...]: over pages, where a sequence's keys are a row of the block table, which may be repeated."""
+    """Return x [B,S,Gs,...] as [B*r,S,G,...]: over pages, where a sequence's keys are a row of the block table, which may be repeated."""
     return torch.unflatten(x, 2, (x.shape[2] // r, r)).movedim(3, 1).flatten(0, 1)
 
 
 def from_sequences(x: Tensor, r: int) -> Tensor:
-    """x [B*r,S,G,...] as [B,S,Gs,...]."""
+    """Return x [B*r,S,G,...] as [B,S,Gs,...]."""
     return torch.unflatten(x, 0, (x.shape[0] // r, r)).movedim(1, 3).flatten(2, 3)
 
 
 def selection_of_sequences(selection: Selection, r: int) -> Selection:
-    """The selection over [B*r,S,G]."""
+    """Return the selection over [B*r,S,G]."""
     return _with_ranges(selection, as_sequences(selection.ranges, r))
 
 

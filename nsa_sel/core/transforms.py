@@ -1,16 +1,18 @@
-"""What PyTorch does around a call: tracing, function transforms, autocast, lazy negation. Detected and refused only here."""
+"""Detect, and refuse, what PyTorch does around a call: tracing, function transforms, autocast, lazy negation, graph capture, hooks."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards  # type: ignore[attr-defined]  # what guards the graphs of torch.compile
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+from torch.nn.modules.module import _has_any_global_hook
 
 from nsa_sel.errors import ArgumentError, BackendError
 
@@ -19,50 +21,58 @@ _len_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _NO_DISPATCH = Tensor.__torch_dispatch__
 _PLAIN = (Tensor, torch.nn.Parameter)
 _tracing: Callable[[], Any] = torch._C._get_tracing_state  # by torch.jit.trace
-_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # for any device; faster than asking for one by name
+any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # for any device; faster than asking for one by name
 
 
 def needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether autograd records a call with these inputs."""
+    """Return True if autograd records a call with these inputs."""
     return (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
 
 
 def versioned(*tensors: Tensor | None) -> list[Tensor]:
-    """Those that are there and have a version counter: if they are saved, too, autograd notices writes to them before backward."""
+    """Return the tensors that have a version counter: if they are saved, autograd notices writes to them before backward."""
     return [x for x in tensors if x is not None and not x.is_inference()]
 
 
 def casts(q: Any) -> bool:
-    """Whether torch.autocast casts q, and tensors of its dtype."""
+    """Return True if torch.autocast casts q, and tensors of its dtype."""
     dtype = _autocast_dtype(q)
-    return dtype is not None and q.dtype != dtype
+    return dtype is not None and getattr(q, "dtype", None) != dtype
 
 
 def is_sharded(q: Any) -> bool:
-    """Whether q is a DTensor; only possible if its module was imported."""
+    """Return True if q is a DTensor; only possible if its module was imported."""
     module = None if is_compiling() else sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(q, module.DTensor)
 
 
 def plain(*tensors: Any) -> bool:
-    """Whether nothing traces or transforms a call of these tensors, which are of no subclass: then nothing else here needs to be asked but
-    for autocast, negation and gradients."""
+    """Return True for plain tensors (no subclass) of a call that nothing traces or transforms.
+
+    Then only autocast, lazy negation and gradients are left to handle.
+    """
     for x in tensors:
         if type(x) not in _PLAIN:
             return False
     return untransformed()
 
 
+def capturing(x: Tensor) -> bool:
+    """Return True if a CUDA graph captures operations on x; its replays may see other values, and nothing may wait for the device."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def untransformed() -> bool:
-    """Whether nothing traces or transforms the operations of this thread."""
+    """Return True if nothing traces or transforms the operations of this thread."""
     return not (is_compiling() or _len_modes() or transformed() or forward_ad._current_level >= 0 or _tracing() is not None)
 
 
 def traces(*tensors: Any) -> bool:
-    """Whether operations are traced: by torch.compile, a dispatch mode (make_fx, FakeTensorMode, a FLOP counter), or a tensor subclass.
-    True for what is no tensor, too.
+    """Return True if operations are traced: by torch.compile, a dispatch mode (make_fx, FakeTensorMode), or a tensor subclass.
 
-    A call then goes through the ops of core/ops.py, because backends work below the dispatcher.
+    True for arguments that are not tensors, too.
+
+    A call then goes through the ops, because backends work below the dispatcher.
     """
     if is_compiling() or _len_modes():
         return True
@@ -70,7 +80,7 @@ def traces(*tensors: Any) -> bool:
 
 
 def check_traced(name: str, *tensors: Any) -> None:
-    """BackendError when make_fx or FakeTensorMode traces `name`, which is not an op."""
+    """Raise BackendError when make_fx or FakeTensorMode traces `name`, which is not an op."""
     check_transforms(*tensors, name=name)
     modes = torch._C._TorchDispatchModeKey.__members__.values()
     faked = not _len_modes() and traces(*(x for x in tensors if isinstance(x, Tensor)))
@@ -83,7 +93,7 @@ def check_traced(name: str, *tensors: Any) -> None:
 
 
 def check_eager(name: str, *tensors: Any) -> None:
-    """BackendError where anything traces `name`, torch.compile included."""
+    """Raise BackendError where anything traces `name`, torch.compile included."""
     if is_compiling():
         raise BackendError(
             f"{name} is called in a function that torch.compile traces; allowed: eager calls. Remedy: call it in a function under"
@@ -93,7 +103,7 @@ def check_eager(name: str, *tensors: Any) -> None:
 
 
 def check_transforms(*inputs: Any, name: str = "selection_attention") -> None:
-    """BackendError under transforms that no backend supports."""
+    """Raise BackendError under transforms that no backend supports."""
     if transformed():
         refuse_transforms("a transform of torch.func (vmap, grad, vjp, jvp, jacrev or the like)", name)
     if forward_ad._current_level >= 0 and any(map(_has_tangent, inputs)):
@@ -106,7 +116,7 @@ def check_transforms(*inputs: Any, name: str = "selection_attention") -> None:
 
 
 def check_gradients(*gradients: Tensor | None, name: str = "selection_attention") -> None:
-    """BackendError for batched gradients."""
+    """Raise BackendError for batched gradients."""
     for x in gradients:
         if x is not None and (is_batchedtensor(x) or is_legacy_batchedtensor(x) or transformed()):
             refuse_transforms("a backward pass of batched gradients (is_grads_batched=True, vectorize=True or vmap)", name)
@@ -133,13 +143,13 @@ def refuse_second_derivative(name: str = "selection_attention") -> NoReturn:
 
 
 def refuse_workspace(workspace: Tensor | None, where: str) -> None:
-    """ArgumentError for a workspace where none is supported."""
+    """Raise ArgumentError for a workspace where none is supported."""
     if workspace is not None:
         raise ArgumentError("workspace", f"given to {where}", "None there", "leave it out; temporaries are then allocated")
 
 
 def materialized(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensors without PyTorch's lazy negation, which kernels do not see in memory."""
+    """Return the tensors without PyTorch's lazy negation, which kernels do not see in memory."""
     if q.is_neg() or k.is_neg() or v.is_neg():
         return q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     return q, k, v
@@ -154,8 +164,41 @@ def in_autocast_dtype(*tensors: Any) -> tuple[Any, ...]:
 
 
 def _autocast_dtype(x: Any) -> torch.dtype | None:
-    """The dtype to which torch.autocast casts on the device of x."""
-    if not _any_autocast():
+    """Return the dtype to which torch.autocast casts on the device of x."""
+    if not any_autocast():
         return None
     kind = "cuda" if getattr(x, "is_cuda", False) else "cpu"
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+MOST_CLASSES = 8  # guarded classes per key
+REPEATED = "repeated"  # a key of `Call.known` once a second call of the class shares it
+Classes = tuple[tuple[Any, Any], ...]  # guards of tensors, and the value that is cached for them
+
+
+def find_class(classes: Classes, *tensors: Any) -> Any:
+    """Return the value that is cached for tensors of this class, or None.
+
+    Two sets of tensors are of one class if they have the same Python types, dtypes, devices, shapes, strides, requires_grad and dispatch
+    keys (lazy negation, inference mode, sparse layouts): PyTorch's guards check this in C++. The number of tensors must be the same, and
+    no tensor may be passed twice. Guards do not notice every tracer (make_fx), so check `untransformed()` first. Read each tensor's shape
+    first, too: PyTorch aborts the process if it checks a nested tensor.
+    """
+    for guards, value in classes:
+        if guards.check(*tensors):
+            return value
+    return None
+
+
+def with_class(classes: Iterable[tuple[Any, Any]], value: Any, *tensors: Tensor) -> Classes:
+    """Return the classes with this value cached for the class of these tensors; it replaces an older value of that class."""
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    others = [x for x in classes if not x[0].check(*tensors)]
+    return (*others[1 - MOST_CLASSES :], (guards, value))
+
+
+def hooked(module: Any) -> bool:
+    """Return True if calling an nn.Module runs more than the forward of its class: hooks, a replaced forward, a compiler."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    replaced = "forward" in vars(module) or module._compiled_call_impl is not None
+    return replaced or any(hooks) or bool(_has_any_global_hook())  # type: ignore[no-untyped-call]

@@ -11,15 +11,16 @@ import msgspec
 import torch
 from torch import Tensor
 
-from nsa_sel.core.begin import Decided, begin
-from nsa_sel.core.facts import device_info
-from nsa_sel.core.quantized import STORED, Scales
+from nsa_sel.core import decide, registry
+from nsa_sel.core.call import device_info
+from nsa_sel.core.decide import Decided, decide_call, forget_decisions
 from nsa_sel.core.request import Request
 from nsa_sel.core.run import attend
 from nsa_sel.errors import NsaSelError, warn
+from nsa_sel.quantize import STORED, Scales
 from nsa_sel.selection import Selection
 from nsa_sel.settings import tuned
-from nsa_sel.telemetry import events
+from nsa_sel.telemetry import events, target
 
 TUNER = "nsa_sel.bench.tune.quick"  # module with tune_for(request, device), loaded by name like backends and policies
 _started: set[torch.device] = set()  # devices whose first call has started its warm-up
@@ -36,6 +37,26 @@ class Warmed(msgspec.Struct, frozen=True, kw_only=True):
     ms_tuning: float | None = None  # of quick tuning
 
 
+def prepared(decided: Decided, backend: str | None) -> Decided:
+    """Do what flags ask for between the decision and the run: events go to their target, kernels warm up before a device's first call, and
+    the selection is validated.
+
+    Returns:
+        `decided`, decided again where a warm-up may have changed the choice.
+
+    Raises:
+        ArgumentError: a selection that breaks its promises.
+    """
+    settings = decided.call.settings
+    if settings.debug_log != target.followed:
+        target.follow(settings)
+    if settings.autotune in ("warmup", "warmup-tune"):
+        decided = before_first_call(decided, backend)
+    if settings.debug_triton and not decided.call.capturing():
+        decided.call.selection.validate()
+    return decided
+
+
 def before_first_call(decided: Decided, backend: str | None) -> Decided:
     """`decided`, decided again after the warm-up before the first call on a device. Never raises.
 
@@ -50,7 +71,7 @@ def before_first_call(decided: Decided, backend: str | None) -> Decided:
     except Exception as error:
         events.emit("sel.triton.warmup", logging.ERROR, request=request, error=repr(error))
         warn(f"the warm-up failed, kernels compile at their first call: {error!r}")
-    return begin(
+    return decide_call(
         call.q, call.k, call.v, call.selection, call.scale, call.q_pos, request.needs_grad, backend, call.lengths, call.block_table,
         call.scales,
     )  # fmt: skip
@@ -62,7 +83,7 @@ def forget_warmups() -> None:
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is being captured."""
+    """Return True if a CUDA graph is being captured."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
@@ -77,7 +98,7 @@ def warm(request: Request, device: torch.device, tune: bool) -> Warmed:
         lengths, table, scales = None, None, None
         if request.page_size is not None or request.quantized is not None:
             k, v, lengths, table, scales = _cache(request, k, v)
-        o, _ = attend(begin(q, k, v, selection, scale, None, request.needs_grad, None, lengths, table, scales, counts=False))
+        o, _ = attend(decide_call(q, k, v, selection, scale, None, request.needs_grad, None, lengths, table, scales, counts=False))
         ms_forward = (events.now(kind) - started) * 1e3
         decision = events.decisions()[-1]
         if request.needs_grad:
@@ -136,3 +157,14 @@ def _tune(request: Request, device: torch.device) -> float | None:
     except NsaSelError as error:  # another process tunes, or the folder can't be written; the warm-up continues
         events.emit("sel.tuned.ignored", logging.WARNING, file=None, why="not tuned", words=str(error))
     return (events.now("cuda") - started) * 1e3
+
+
+def reset() -> None:
+    """Drop cached decisions, counts of sharing, configuration files, failed backends and warm-ups; counters and logs are kept.
+
+    For use after a configuration file, an installed package or a driver has changed.
+    """
+    forget_decisions()
+    decide.forget_counts()
+    registry.forget_broken()
+    forget_warmups()

@@ -22,9 +22,8 @@ from torch.autograd.graph import Node
 
 from nsa_sel.core import decide
 from nsa_sel.core.backend import REFUSING_KINDS
-from nsa_sel.core.decision import Decision, changes
-from nsa_sel.core.explain import refusal
-from nsa_sel.core.facts import device_info
+from nsa_sel.core.call import device_info
+from nsa_sel.core.decision import Decision, changes, refusal
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.distributed.ended import connect, has_ended, name_process
 from nsa_sel.distributed.exchange_all import all_gather

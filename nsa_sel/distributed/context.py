@@ -12,11 +12,9 @@ from torch import distributed as dist
 
 from nsa_sel.core import run, transforms
 from nsa_sel.core.arguments import check_tensors
-from nsa_sel.core.begin import Decided
-from nsa_sel.core.call import Call
+from nsa_sel.core.call import Call, device_info, request_of
 from nsa_sel.core.check import as_selection, check_call
-from nsa_sel.core.count_sharing import with_count
-from nsa_sel.core.facts import device_info, request_of
+from nsa_sel.core.decide import Decided, with_count
 from nsa_sel.core.request import Request
 from nsa_sel.distributed import cost, exchange_all, exchange_blocks, exchange_rows
 from nsa_sel.distributed.agreement import Agreed, agree, begin_call, group_of

@@ -18,7 +18,6 @@ from nsa_sel.compressed import compressed_attention
 from nsa_sel.core import transforms
 from nsa_sel.core.arguments import check_flag
 from nsa_sel.core.choose_call import Rule
-from nsa_sel.core.gating import gated_sum
 from nsa_sel.distributed import cost
 from nsa_sel.distributed.agreement import Agreed, between_exchanges, group_of
 from nsa_sel.distributed.context import attend_within, check_exchange
@@ -27,6 +26,7 @@ from nsa_sel.distributed.exchange_near import Reach, Route, with_neighbors
 from nsa_sel.distributed.layer_slice import NAME, Options, Slice, Tensors, begin, own_compressed_keys
 from nsa_sel.distributed.tensor import layers_of
 from nsa_sel.errors import ArgumentError
+from nsa_sel.gating import gated_sum
 from nsa_sel.selection import Selection
 from nsa_sel.window import sliding_window_attention
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from nsa_sel.core import forks
+from nsa_sel import forks
 
 _TAG = 0x6E7361  # of messages that nobody receives
 _MOST = 256  # processes that this one connects to, each by a file descriptor

@@ -17,10 +17,9 @@ from torch import Tensor
 from torch import distributed as dist
 
 from nsa_sel.core import run, transforms
-from nsa_sel.core.begin import Decided
-from nsa_sel.core.call import Call
+from nsa_sel.core.call import Call, device_info, request_of
+from nsa_sel.core.decide import Decided
 from nsa_sel.core.decision import Decision
-from nsa_sel.core.facts import device_info, request_of
 from nsa_sel.core.request import Request
 from nsa_sel.distributed.agreement import Agreed
 from nsa_sel.distributed.cost import ALIGNED, padded

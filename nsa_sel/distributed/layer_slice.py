@@ -13,11 +13,11 @@ from torch.autograd.graph import Node
 from nsa_sel.branches import check_branches
 from nsa_sel.core import transforms
 from nsa_sel.core.arguments import check_flag, check_tensors
-from nsa_sel.core.check_choose import check_choose
+from nsa_sel.core.call import device_info, is_aligned
+from nsa_sel.core.check import check_choose
 from nsa_sel.core.choose import request_of
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.decide import forced
-from nsa_sel.core.facts import device_info, is_aligned
 from nsa_sel.distributed import cost
 from nsa_sel.distributed.agreement import Agreed, agree, begin_call, group_of
 from nsa_sel.distributed.context import check_exchange

@@ -63,7 +63,7 @@ FLAGS = (
     Flag("NSA_DEBUG_NVTX", "debug_nvtx", "bool", "1: an NVTX range around each pass of a backend on a GPU, for profilers"),
 )  # fmt: skip
 NAMES = (*(flag.name for flag in FLAGS), CONFIG_FLAG, CACHE_FLAG)
-_UNSET = (None,) * len(NAMES)
+UNSET = (None,) * len(NAMES)
 _BOOLS = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
 
 
@@ -154,30 +154,23 @@ def _debug_name() -> Any:
     return os.environ.encodekey("NSA_DEBUG_TRITON")
 
 
-_variables = -1  # number of environment variables when misspelled flags were last looked for
+# os.environ.get encodes and decodes each name, 9 us for 22 flags; the mapping underneath takes 1 us, and half of that where no flag is set.
+variables: Any = getattr(os.environ, "_data", None)
+encoded: tuple[Any, ...] = () if variables is None else tuple(os.environ.encodekey(name) for name in NAMES)
+checked = -1  # number of environment variables when misspelled flags were last looked for
 
 
 def environment() -> tuple[str | None, ...]:
     """The raw values of all flags: settings and memoized decisions hold for one such tuple."""
-    # On the path of every call. os.environ.get encodes and decodes each name, 9 us for 22 flags; the mapping underneath takes 1 us,
-    # and half of that where no flag is set.
-    global _variables
-    data = getattr(os.environ, "_data", None)
-    encode = getattr(os.environ, "encodekey", None)
-    if data is None or encode is None:
+    global checked
+    if variables is None:
         return tuple(os.environ.get(name) for name in NAMES)
-    if len(data) != _variables:  # a variable was added or removed: it may be a misspelled flag
-        _variables = len(data)
+    if len(variables) != checked:  # a variable was added or removed: it may be a misspelled flag
+        checked = len(variables)
         for name, meant in unknown_variables().items():
             if name.startswith("NSA_SEL_"):  # other NSA_ variables may belong to other programs
                 _warn_of_unknown(name, meant)
-    names = _encoded_names(encode)
-    return _UNSET if data.keys().isdisjoint(names) else tuple(map(data.get, names))
-
-
-@functools.cache
-def _encoded_names(encode: Any) -> tuple[Any, ...]:
-    return tuple(encode(name) for name in NAMES)
+    return UNSET if variables.keys().isdisjoint(encoded) else tuple(map(variables.get, encoded))
 
 
 def unknown_variables() -> dict[str, str | None]:
@@ -195,6 +188,6 @@ def _warn_of_unknown(name: str, meant: str | None) -> None:
 
 def forget_warnings() -> None:
     """Warn of misspelled flags again."""
-    global _variables
-    _variables = -1
+    global checked
+    checked = -1
     _warn_of_unknown.cache_clear()

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import torch
 
+from nsa_sel.core.call import device_info
 from nsa_sel.core.decide import forget_decisions
-from nsa_sel.core.facts import device_info
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import NsaSelError
 from nsa_sel.settings import tuned

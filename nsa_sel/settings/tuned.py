@@ -253,13 +253,13 @@ def parse(data: bytes, name: str) -> tuple[TunedFile, TunedTable]:
 _tables: dict[tuple[DeviceInfo, Path], TunedTable | None] = {}
 _shared: dict[DeviceInfo, TunedTable | None] | None = None  # set by sync_tuning: the same on all ranks
 _reported: set[tuple[str, str]] = set()
-_generation = 0  # counts the changes of what `in_force` returns
-_any = False  # whether a table was found: only then does a call look whether the job is distributed
+generation = 0  # number of changes to what `in_force` returns; cached decisions depend on it
+any_table = False  # True once a table was found; only then must a call check whether the job is distributed
 
 
 def read(device: DeviceInfo) -> TunedTable | None:
     """Return this machine's table for `device` and this environment, cached. None if there is no such file."""
-    global _any
+    global any_table
     if device.kind != "cuda" and not device.triton_interpret:
         return None
     folder = cache_folder()
@@ -268,7 +268,7 @@ def read(device: DeviceInfo) -> TunedTable | None:
     key = device, folder
     if key not in _tables:
         _tables[key] = _read(device, folder / "tuned")
-        _any = _any or _tables[key] is not None
+        any_table = any_table or _tables[key] is not None
     return _tables[key]
 
 
@@ -335,26 +335,21 @@ def in_force(device: DeviceInfo) -> TunedTable | None:
     return None
 
 
-def token() -> tuple[int, bool]:
-    """The state that cached decisions depend on. Reads no file."""
-    return _generation, _any and distributed()
-
-
 def share(device: DeviceInfo, table: TunedTable | None) -> None:
     """Use `table` on `device` in this distributed job. All ranks must pass the same table."""
-    global _shared, _generation, _any
+    global _shared, generation, any_table
     _shared = {**(_shared or {}), device: table}
-    _generation += 1
-    _any = _any or table is not None
+    generation += 1
+    any_table = any_table or table is not None
 
 
 def forget() -> None:
     """Drop tables, shared tables and the memory of reports, so that files are read again."""
-    global _shared, _generation, _any
+    global _shared, generation, any_table
     _tables.clear()
     _reported.clear()
-    _shared, _any = None, False
-    _generation += 1
+    _shared, any_table = None, False
+    generation += 1
 
 
 def apply(settings: Settings, request: Request, device: DeviceInfo) -> Settings:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from nsa_sel.core.decision import Decision
-from nsa_sel.core.explain import counterfactuals
+from nsa_sel.core.decision import Decision, counterfactuals
 from nsa_sel.core.request import SHARING_TOKENS
 from nsa_sel.errors import ArgumentError
 from nsa_sel.telemetry.table import table

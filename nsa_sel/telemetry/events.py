@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from nsa_sel.core import forks
+from nsa_sel import forks
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.request import Request
 

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from nsa_sel.core import forks
+from nsa_sel import forks
 from nsa_sel.errors import ArgumentError, ConfigError, shown
 from nsa_sel.settings.flags import LOG_FLAG
 from nsa_sel.settings.schema import Settings

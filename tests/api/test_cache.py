@@ -13,8 +13,8 @@ from torch import Tensor
 from nsa_sel import NSACache
 from nsa_sel.caching import prefill, step_tensors
 from nsa_sel.caching.pools import Pools
-from nsa_sel.core.quantized import STORED
 from nsa_sel.errors import ArgumentError, BackendError, CacheFull
+from nsa_sel.quantize import STORED
 from tests.helpers.graphs import captured, replayed
 from tests.helpers.layer_cache import SIZES, Model, few_bits, make_layer, poison, short_numbers
 

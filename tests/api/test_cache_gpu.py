@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nsa_sel import NSACache, NSAttention
 from nsa_sel.caching.step import CacheStep
-from nsa_sel.core.quantized import STORED
+from nsa_sel.quantize import STORED
 from tests.helpers.graphs import captured, no_waiting, replayed
 from tests.helpers.layer_cache import poison, with_stored_keys
 

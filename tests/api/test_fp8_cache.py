@@ -10,9 +10,9 @@ import torch
 
 from nsa_sel import NSACache, quantize_e4m3
 from nsa_sel.caching import prefill, quantized
-from nsa_sel.core.quantized import STORED, stored
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import ArgumentError
+from nsa_sel.quantize import STORED, stored
 from tests.helpers.cases import assert_within_twice_baseline
 from tests.helpers.layer_cache import Model, few_bits, make_layer, short_numbers, with_stored_keys
 

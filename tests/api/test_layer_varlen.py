@@ -13,9 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import nsa_sel
-from nsa_sel import NSAttention, compressed_attention, compressed_cu_seqlens, nsa_attention
+from nsa_sel import NSAttention, compressed_attention, compressed_cu_seqlens, gating, nsa_attention
 from nsa_sel.compression import BlockMean, BlockMLP
-from nsa_sel.core import gating
 from nsa_sel.errors import ArgumentError
 from tests.helpers import nsa_reference
 from tests.helpers.graphs import no_waiting

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nsa_sel import NSAttention, compressed_attention, nsa_attention
 from nsa_sel.backends import choose_triton
-from nsa_sel.core.bounds import Bounds
+from nsa_sel.core.arguments import Bounds
 from nsa_sel.errors import ArgumentError
 from tests.helpers.varlen_cases import hide_bounds
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import nsa_sel
-from nsa_sel import nsa_attention
+from nsa_sel import gating, nsa_attention
 from nsa_sel.backends._triton import gate
-from nsa_sel.core import gating
 from nsa_sel.errors import BackendError
 from tests.helpers import nsa_reference
 from tests.helpers.layer_kernels import by_autograd, check_deltas, check_gate, check_gate_parts, gated

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import nsa_sel
-from nsa_sel.core.quantized import STORED
 from nsa_sel.core.request import DeviceInfo, example_request
 from nsa_sel.errors import ArgumentError, BackendError
+from nsa_sel.quantize import STORED
 from nsa_sel.selection import Selection
 from nsa_sel.serving import selection_attention_with_kvcache
 from tests.helpers.cache_cases import PAGES, Cache

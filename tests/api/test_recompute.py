@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import nsa_sel
 from nsa_sel import by_groups, nsa_attention
 from nsa_sel.backends import choose_triton
-from nsa_sel.core import choose
+from nsa_sel.core import choose, run
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.telemetry.events import tallies
@@ -263,8 +263,8 @@ def test_attention_again_is_that_of_the_choice(backend: str, monkeypatch: pytest
     """Bit by bit; the Triton backend does not choose again."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, *shape, 8, generator=generator) for shape in ((43, 1, 3), (1, 9), (1, 9)))
-    decided = choose.begin(q, k, v, Rule(8, 4, 8, 4, 1, 2), 43, 0.5, None, False, backend)
-    o, lse, _, decision = choose.run_forward(decided)
+    decided = choose.decide_choice(q, k, v, Rule(8, 4, 8, 4, 1, 2), 43, 0.5, None, False, backend)
+    o, lse, _, decision = run.run_forward(decided)
     monkeypatch.delattr(choose_triton, "best_blocks")
     again = choose.attend_again(decided)
     assert torch.equal(again[0], o)

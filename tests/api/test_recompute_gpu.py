@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nsa_sel import NSAttention, by_groups, nsa_attention
-from nsa_sel.core.facts import device_info
+from nsa_sel.core.call import device_info
 from nsa_sel.settings.config import settings_for
 from tests.helpers.graphs import captured, replayed
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import nsa_sel
-from nsa_sel.core import entry
+from nsa_sel.core import attend
 from nsa_sel.core import packed as packed_batches
 from nsa_sel.core.call import CPU as CPU_DEVICE
 from nsa_sel.core.call import Call
@@ -154,7 +154,7 @@ def test_a_broken_promise_of_alignment_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_an_unaligned_block_reaches_two_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, given = pack((5, 40, 40), block_size=16), []
-    monkeypatch.setattr(entry, "selection_attention", lambda *args, **options: given.append(args[:4]) or args[0])
+    monkeypatch.setattr(attend, "selection_attention", lambda *args, **options: given.append(args[:4]) or args[0])
     for cu in (packed.cu_q, [0, 85]):
         selection_attention_varlen(*packed[:4], cu)
     for inputs in given:

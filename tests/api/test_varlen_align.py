@@ -10,7 +10,7 @@ from torch import Tensor
 
 import nsa_sel
 from nsa_sel.bench.core.cases import packed_cases
-from nsa_sel.core import entry
+from nsa_sel.core import attend
 from nsa_sel.core import packed as packed_batches
 from nsa_sel.core.request import Request
 from nsa_sel.errors import ArgumentError, BackendError
@@ -92,7 +92,7 @@ def test_a_selected_nan_spreads_as_in_aligned_sequences(backend: str) -> None:
 
 def test_the_copy_has_zeros_between_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, given = pack((5, 0, 18), n=2, G=2, spare=2), []
-    monkeypatch.setattr(entry, "selection_attention", lambda *args, **options: given.extend(args[1:3]) or args[0])
+    monkeypatch.setattr(attend, "selection_attention", lambda *args, **options: given.extend(args[1:3]) or args[0])
     selection_attention_varlen(*packed[:4], packed.cu_q, align=True)
     for x, copy in zip(packed[1:3], given, strict=True):
         wanted = x.new_zeros(1, 2, 80, x.shape[-1])  # 25 keys and 3 * 15, in whole blocks
@@ -112,8 +112,8 @@ def test_invalid_bounds_access_no_other_memory(monkeypatch: pytest.MonkeyPatch) 
 
 def test_autocast_casts_before_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, given = pack((5, 9), n=2), []
-    call = entry.selection_attention
-    monkeypatch.setattr(entry, "selection_attention", lambda *args, **options: given.extend(args[:3]) or call(*args, **options))
+    call = attend.selection_attention
+    monkeypatch.setattr(attend, "selection_attention", lambda *args, **options: given.extend(args[:3]) or call(*args, **options))
     with torch.autocast("cpu", torch.bfloat16):
         o = selection_attention_varlen(*packed[:4], packed.cu_q, align=True)
     assert {x.dtype for x in (o, *given)} == {torch.bfloat16}
@@ -151,7 +151,7 @@ def test_a_backend_forced_by_environment_copies(monkeypatch: pytest.MonkeyPatch)
 
 def test_aligned_sequences_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Tensor] = []
-    monkeypatch.setattr(entry, "selection_attention", lambda *args, **options: given.extend(args[1:3]) or args[0])
+    monkeypatch.setattr(attend, "selection_attention", lambda *args, **options: given.extend(args[1:3]) or args[0])
     packed = pack((16, 0, 32, 7))
     selection_attention_varlen(*packed[:4], packed.cu_q, align=True)
     hide_bounds(monkeypatch)

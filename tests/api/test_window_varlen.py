@@ -13,7 +13,7 @@ from torch import Tensor
 from nsa_sel import sliding_window_attention, window_kernels
 from nsa_sel.backends import window_triton
 from nsa_sel.backends._window import packed
-from nsa_sel.core.bounds import Bounds
+from nsa_sel.core.arguments import Bounds
 from tests.api.test_layer_varlen import CU, SPARE, T, batch, random, rows
 from tests.helpers.varlen_cases import hide_bounds
 from tests.helpers.wrong_calls import each_of, refused

@@ -13,8 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from nsa_sel import Selection
 from nsa_sel.backends._triton import block_ranges as kernels
 from nsa_sel.backends._triton.kernel import Kernel
-from nsa_sel.core import block_ranges
-from nsa_sel.core.indices import whole_blocks
+from nsa_sel.core import ranges as ranges_module
+from nsa_sel.core.arguments import whole_blocks
 from nsa_sel.core.ranges import disjoint
 from nsa_sel.errors import ArgumentError
 
@@ -37,9 +37,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         launch(self, *arguments)
 
     monkeypatch.setattr(Kernel, "launch", counted)
-    monkeypatch.setattr(block_ranges, "on_gpu", lambda indices: True)
-    monkeypatch.setattr(block_ranges, "_failed", [])
-    monkeypatch.setattr(block_ranges, "_classes", {})
+    monkeypatch.setattr(ranges_module, "on_gpu", lambda indices: True)
+    monkeypatch.setattr(ranges_module, "_failed", [])
+    monkeypatch.setattr(ranges_module, "_classes", {})
     return started
 
 
@@ -83,8 +83,8 @@ def test_a_selection_of_blocks_is_one_launch(launches: list[Any], monkeypatch: p
 @pytest.mark.parametrize("decode", [False, True])
 def test_blocks_that_were_seen_before_are_not_checked_again(launches: list[Any], monkeypatch: pytest.MonkeyPatch, decode: bool) -> None:
     taken: list[Any] = []
-    real = block_ranges._takes
-    monkeypatch.setattr(block_ranges, "_takes", lambda x: taken.append(x) or real(x))
+    real = ranges_module._takes
+    monkeypatch.setattr(ranges_module, "_takes", lambda x: taken.append(x) or real(x))
     counts = torch.arange(20).reshape(2, 5, 2) % 5
     for seed in range(3):
         indices = some_blocks(4, torch.int32) + seed
@@ -109,7 +109,7 @@ def test_blocks_that_were_seen_before_are_not_checked_again(launches: list[Any],
         with pytest.raises(ArgumentError, match="block_size"):
             Selection.from_blocks(indices, bad)  # type: ignore[arg-type]
     launched = len(launches)
-    monkeypatch.setattr(block_ranges, "capturing", lambda x: True)
+    monkeypatch.setattr(ranges_module, "capturing", lambda x: True)
     assert torch.equal(Selection.from_blocks(indices, 64).ranges, whole_blocks(indices.unsqueeze(1) if decode else indices, 64))
     assert len(launches) == launched
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from nsa_sel import gating
 from nsa_sel.backends._triton import cache as cache_kernels
 from nsa_sel.backends._triton import compress as compress_kernels
 from nsa_sel.backends._triton import gate
 from nsa_sel.cache import NSACache
 from nsa_sel.caching import extend
 from nsa_sel.compression import BlockMLP
-from nsa_sel.core import gating
-from nsa_sel.core.quantized import STORED, stored
+from nsa_sel.quantize import STORED, stored
 from tests.helpers.cases import assert_within_twice_baseline
 from tests.helpers.layer_cache import poison
 

@@ -10,8 +10,8 @@ import torch
 
 from nsa_sel.backends import choose_cuda
 from nsa_sel.backends.cupy_cuda import compressed
+from nsa_sel.core.call import device_info
 from nsa_sel.core.choose_call import Rule
-from nsa_sel.core.facts import device_info
 from tests.helpers.cases import make_grads
 from tests.helpers.choose_cases import check_both, check_gradients, check_unread, make_choose_call, results
 from tests.helpers.gpus import needs, needs_hopper

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends._triton.top_n import top_n
-from nsa_sel.core import scores as scores_module
-from nsa_sel.core.indices import range_dtype, whole_blocks
-from nsa_sel.core.scores import sorted_blocks
+from nsa_sel.core import ranges as ranges_module
+from nsa_sel.core.arguments import range_dtype, whole_blocks
+from nsa_sel.core.ranges import sorted_blocks
 from nsa_sel.selection import Selection
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -125,13 +125,13 @@ def test_top_n_on_a_gpu(blocks: int, dtype: torch.dtype) -> None:
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The shapes of scores that the kernel got from `Selection.from_scores`."""
     shapes: list[torch.Size] = []
-    real = scores_module._kernel()
+    real = ranges_module._top_n_kernel()
 
     def top_n(scores: Tensor, *arguments: Any) -> None:
         shapes.append(scores.shape)
         real.top_n(scores, *arguments)
 
-    monkeypatch.setattr(scores_module, "_kernel", lambda: SimpleNamespace(top_n=top_n, MOST_BLOCKS=20))
+    monkeypatch.setattr(ranges_module, "_top_n_kernel", lambda: SimpleNamespace(top_n=top_n, MOST_BLOCKS=20))
     return shapes
 
 
@@ -139,7 +139,7 @@ def test_from_scores_uses_the_kernel_where_it_may(monkeypatch: pytest.MonkeyPatc
     scores = torch.rand(2, 40, 2, 5)
     expected = Selection.from_scores(scores, 3, 8)
     assert ran == []
-    monkeypatch.setattr(scores_module, "_takes", lambda scores: True)
+    monkeypatch.setattr(ranges_module, "_top_n_takes", lambda scores: True)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     for q_pos in (None, torch.arange(40)):
         assert torch.equal(Selection.from_scores(scores, 3, 8, q_pos=q_pos).ranges, expected.ranges)

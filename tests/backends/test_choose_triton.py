@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from nsa_sel.backends import choose_triton
 from nsa_sel.backends._triton import choose_dkdv
 from nsa_sel.backends._triton.importance import importance
+from nsa_sel.core.arguments import whole_blocks
 from nsa_sel.core.choose_call import Rule
-from nsa_sel.core.indices import whole_blocks
-from nsa_sel.core.scores import sorted_blocks
+from nsa_sel.core.ranges import sorted_blocks
 from nsa_sel.settings.schema import KernelConfig
 from tests.helpers.cases import make_grads
 from tests.helpers.choose_cases import SHAPES, SMALL, check_both, check_gradients, check_unread, make_choose_call, oracle, results

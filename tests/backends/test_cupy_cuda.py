@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends.cupy_cuda import key_to_rows, launch, sm80, sm90
-from nsa_sel.core import entry
+from nsa_sel.core import attend
 from nsa_sel.core.call import Call
 from nsa_sel.errors import BackendError
 from nsa_sel.oracle import oracle_backward, oracle_mask
@@ -310,7 +310,7 @@ def test_packed_batches(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(call_of(q, k, v, selection, q_pos))
         return cupy_cuda.forward(calls[-1])
 
-    monkeypatch.setattr(entry, "selection_attention", selection_attention)
+    monkeypatch.setattr(attend, "selection_attention", selection_attention)
     sizes = {"G": 2, "h": 3, "spare": 1, "dtype": torch.float16}
     for packed in (pack((3, 0, 1, 5), block_size=None, **sizes), pack((2, 1, 0, 3), (21, 16, 9, 2), n=2, **sizes)):  # type: ignore[arg-type]
         cu_k = None if packed.cu_q == packed.cu_k else packed.cu_k

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nsa_sel.backends import cupy_cuda
 from nsa_sel.core.call import Call
-from nsa_sel.core.quantized import scales_of
 from nsa_sel.oracle import oracle_forward
+from nsa_sel.quantize import scales_of
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from tests.helpers.cache_cases import Cache, gathered, positions

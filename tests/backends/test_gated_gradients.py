@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_sel import Selection, by_groups, compressed_attention, decisions, use_backend, window_kernels
+from nsa_sel import Selection, by_groups, compressed_attention, decisions, gating, use_backend, window_kernels
 from nsa_sel.backends import window_triton
 from nsa_sel.backends._triton import gate
-from nsa_sel.core import gating, registry
+from nsa_sel.core import registry
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.oracle import oracle_mask
 from nsa_sel.three_branches import Inputs, Options

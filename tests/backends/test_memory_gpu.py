@@ -7,7 +7,7 @@ import torch
 
 import nsa_sel
 from nsa_sel.bench.core.cases import make_inputs, make_selection, performance_cases
-from nsa_sel.core.facts import device_info
+from nsa_sel.core.call import device_info
 from nsa_sel.settings.config import settings_for
 from tests.helpers.gpus import needs
 

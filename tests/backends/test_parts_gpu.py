@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nsa_sel.backends import _slices
 from nsa_sel.backends.cupy_cuda import sm90, token_order
-from nsa_sel.core.reset import reset
+from nsa_sel.core.warm import reset
 from nsa_sel.selection import Selection
 from tests.helpers.cases import make_grads, make_qkv
 from tests.helpers.gpus import HOPPER, needs, needs_hopper

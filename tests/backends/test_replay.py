@@ -16,8 +16,8 @@ from nsa_sel.backends import _driver, _replay, cupy_cuda
 from nsa_sel.backends._buffers import unwritten
 from nsa_sel.backends._common import backward_of_any_scale
 from nsa_sel.backends.cupy_cuda import block_tiles, key_to_rows, launch, sm90, tensor_map, token_order
-from nsa_sel.core.call import REPEATED, Call
-from nsa_sel.core.workspace import Workspace
+from nsa_sel.core.call import Call, Workspace
+from nsa_sel.core.transforms import REPEATED
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from tests.helpers import emulate

@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa_sel import Selection, decisions, selection_attention
 from nsa_sel.backends import _replay
-from nsa_sel.core import block_ranges, registry
-from nsa_sel.core.reset import reset
+from nsa_sel.core import ranges as ranges_module
+from nsa_sel.core import registry
+from nsa_sel.core.warm import reset
 from tests.helpers.cases import assert_forward, assert_gradients, make_blocks, make_grads, make_qkv
 
 pytestmark = pytest.mark.gpu
@@ -67,7 +68,7 @@ def as_written(work: Callable[[], Any]) -> Any:
     reset()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_replay, "TRIES", 0)
-        patch.setattr(block_ranges, "_classes", {})
+        patch.setattr(ranges_module, "_classes", {})
         found = work()
     reset()
     return found

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nsa_sel.backends._triton import dkdv, slices
 from nsa_sel.backends._triton.slices import Slices
-from nsa_sel.core.reset import reset
+from nsa_sel.core.warm import reset
 from nsa_sel.selection import Selection
 from tests.helpers.cases import make_grads, make_qkv
 from tests.helpers.parity import attend

@@ -10,8 +10,8 @@ import torch
 
 from nsa_sel.backends import _driver
 from nsa_sel.backends.cupy_cuda import tensor_map
-from nsa_sel.core.quantized import STORED
 from nsa_sel.errors import BackendError
+from nsa_sel.quantize import STORED
 
 runtime = pytest.importorskip("cupy_backends.cuda.api.runtime", reason="no CuPy; remedy: pip install cupy-cuda13x")
 

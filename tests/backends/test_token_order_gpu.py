@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nsa_sel.backends.cupy_cuda import token_order
-from nsa_sel.core.reset import reset
+from nsa_sel.core.warm import reset
 from nsa_sel.selection import Selection
 from tests.helpers.cases import make_blocks, make_qkv
 from tests.helpers.gpus import needs, needs_hopper

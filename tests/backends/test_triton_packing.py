@@ -20,8 +20,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nsa_sel.backends import _buffers, _driver, _replay
 from nsa_sel.backends._triton import kernel, packing
 from nsa_sel.core import registry
-from nsa_sel.core.call import REPEATED, Call
+from nsa_sel.core.call import Call
 from nsa_sel.core.request import DeviceInfo
+from nsa_sel.core.transforms import REPEATED
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from tests.helpers.aot import launches_compile

@@ -14,7 +14,7 @@ from nsa_sel import sliding_window_attention, window_kernels
 from nsa_sel.backends import window_cuda, window_triton
 from nsa_sel.backends.cupy_cuda import arithmetic, compiler, launch, window
 from nsa_sel.core import registry
-from nsa_sel.core.window_call import WindowCall
+from nsa_sel.core.call import WindowCall
 from tests.api.test_window import inputs_of, results
 from tests.helpers import emulate
 from tests.helpers.aot import TARGETS

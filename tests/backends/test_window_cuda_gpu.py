@@ -13,8 +13,7 @@ from nsa_sel import sliding_window_attention, window_kernels
 from nsa_sel.backends import window_cuda, window_triton
 from nsa_sel.backends.cupy_cuda import window as cuda
 from nsa_sel.core import registry
-from nsa_sel.core.facts import device_info
-from nsa_sel.core.window_call import WindowCall
+from nsa_sel.core.call import WindowCall, device_info
 from tests.api.test_window import check, inputs_of
 from tests.helpers.cases import make_grads
 from tests.helpers.gpus import needs, needs_hopper

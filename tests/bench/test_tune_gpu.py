@@ -16,7 +16,7 @@ from nsa_sel.bench.core.contenders import DENSE, PREFILL_ONLY
 from nsa_sel.bench.tune import costs
 from nsa_sel.bench.tune.tuned_file import beside
 from nsa_sel.cli.app import app
-from nsa_sel.core.facts import device_info
+from nsa_sel.core.call import device_info
 from nsa_sel.errors import ArgumentError
 from nsa_sel.settings import tuned
 from nsa_sel.settings.tuned import stamp_of

@@ -19,7 +19,7 @@ from nsa_sel.backends import numba_cpu
 from nsa_sel.bench.core import cases
 from nsa_sel.cli import demo
 from nsa_sel.cli.app import app
-from nsa_sel.core.facts import device_info
+from nsa_sel.core.call import device_info
 from nsa_sel.selection import Selection
 from tests.helpers.paths import ROOT
 

@@ -17,7 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
-import nsa_sel.core.ops
+import nsa_sel.core.attend
 from nsa_sel import (
     NSAttention,
     Selection,
@@ -29,7 +29,7 @@ from nsa_sel import (
     use_backend,
 )
 from nsa_sel.backends import numba_cpu
-from nsa_sel.core import ops
+from nsa_sel.core import attend as attend_module
 from nsa_sel.errors import ArgumentError, BackendError
 from tests.helpers.cases import assert_forward, assert_gradients, make_blocks, make_grads, make_qkv
 
@@ -252,7 +252,7 @@ def test_flags_are_read_when_the_call_runs(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_eager_calls_skip_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "traced", None)
+    monkeypatch.setattr(attend_module, "_traced", None)
     results(attend, *problem(64), backend="sdpa-packed")
     assert decisions()[-1].forward == "sdpa-packed"
 

@@ -19,9 +19,9 @@ import nsa_sel
 from nsa_sel import Selection, selection_attention
 from nsa_sel.backends.specs import SPECS
 from nsa_sel.bench.core.cases import real_selection
-from nsa_sel.core import count_sharing, registry
+from nsa_sel.core import decide, registry
 from nsa_sel.core.backend import Offer
-from nsa_sel.core.begin import begin
+from nsa_sel.core.decide import decide_call
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.ranges import sample_rows, sampled_sharing
 from nsa_sel.settings import tuned
@@ -222,12 +222,12 @@ def test_calls_of_one_kind_follow_a_new_count(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_capture_goes_by_the_prior_and_the_next_call_counts(logged: Events, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as capture:
-        capture.setattr(count_sharing, "_waits", lambda q: False)
+        capture.setattr(decide, "_waits", lambda q: False)
         assert called(apart()).forward == called(apart()).forward == "numba"
     assert logged("sel.sharing") == []
     assert called(apart()).forward == "sdpa-packed"
     with monkeypatch.context() as capture:
-        capture.setattr(count_sharing, "_waits", lambda q: False)
+        capture.setattr(decide, "_waits", lambda q: False)
         assert called(apart()).forward == "sdpa-packed", "a later capture uses the count"
     assert len(logged("sel.sharing")) == 1
 
@@ -302,7 +302,7 @@ def test_random_and_text_get_their_backends_on_an_h200(
 ) -> None:
     monkeypatch.delenv("NSA_SEL_CONFIG")
     monkeypatch.setattr(registry, "offers", lambda request: tuple(Offer(spec) for spec in SPECS))
-    monkeypatch.setattr("nsa_sel.core.begin.device_info", lambda device: H200)
+    monkeypatch.setattr("nsa_sel.core.decide.device_info", lambda device: H200)
     rows = 8192 if kind == "text" else 32768
     q, k = torch.zeros(1, rows, 4, h, 128, dtype=torch.bfloat16), torch.zeros(1, 4, rows, 128, dtype=torch.bfloat16)
     if kind == "text":
@@ -310,8 +310,8 @@ def test_random_and_text_get_their_backends_on_an_h200(
     else:
         seen = torch.arange(rows)[:, None, None] // 64 + 1
         selection = Selection.from_blocks((torch.rand(1, rows, 4, 16) * seen).int(), 64)
-    prior = begin(q, k, k, selection, 1.0, None, False, None, counts=False).decision
-    decision = begin(q, k, k, selection, 1.0, None, False, None).decision
+    prior = decide_call(q, k, k, selection, 1.0, None, False, None, counts=False).decision
+    decision = decide_call(q, k, k, selection, 1.0, None, False, None).decision
     assert prior.sharing_source == "prior of base.yaml"
     assert decision.forward in forward
     assert decision.sharing_source == (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_sel.core.parts import copy_wide, fits_wide, split_columns
+from nsa_sel.projection import copy_wide, fits_wide, split_columns
 from tests.helpers.poison import new_memory_is_nan
 
 

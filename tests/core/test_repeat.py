@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nsa_sel
 from nsa_sel import Selection, compressed_attention, selection_attention
-from nsa_sel.core import choose_repeat, repeat, seen
+from nsa_sel.core import attend, choose, transforms
 from nsa_sel.errors import BackendError, NsaSelError
 from tests.helpers.cases import assert_forward, make_qkv
 from tests.helpers.choose_cases import SMALL
@@ -32,8 +32,8 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(len(calls))
         return real(*arguments)
 
-    real = repeat.check_call
-    monkeypatch.setattr(repeat, "check_call", check_call)
+    real = attend.check_call
+    monkeypatch.setattr(attend, "check_call", check_call)
     return calls
 
 
@@ -134,7 +134,7 @@ def test_keys_that_are_their_values_repeat(checked: list[int]) -> None:
 def test_more_classes_than_guards_tell_apart_are_checked_again(checked: list[int]) -> None:
     """Only the strides of k differ, which are no part of the key."""
     q, k, v = make_qkv(1, 8, 1, 2, 16, 16, S_kv=16)
-    spaced = [torch.empty(1, 1, 16 * step, 16)[:, :, ::step].copy_(k) for step in range(1, seen.MOST + 2)]
+    spaced = [torch.empty(1, 1, 16 * step, 16)[:, :, ::step].copy_(k) for step in range(1, transforms.MOST_CLASSES + 2)]
     for x in (*spaced, *spaced[-3:]):
         selection_attention(q, x, v, selection_of())
     assert len(checked) == len(spaced)
@@ -222,8 +222,8 @@ def checked_choices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(len(calls))
         return real(*arguments, **options)
 
-    real = choose_repeat.check_choose
-    monkeypatch.setattr(choose_repeat, "check_choose", check_choose)
+    real = choose.check_choose
+    monkeypatch.setattr(choose, "check_choose", check_choose)
     return calls
 
 

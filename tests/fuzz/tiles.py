@@ -21,7 +21,7 @@ from nsa_sel.backends import _replay, _slices, cuda_block
 from nsa_sel.backends._triton import dkdv
 from nsa_sel.backends._triton.kernel import Kernel
 from nsa_sel.backends.cupy_cuda import key_to_rows, launch, sm90
-from nsa_sel.core.reset import reset
+from nsa_sel.core.warm import reset
 from nsa_sel.errors import BackendError
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for

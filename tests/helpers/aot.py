@@ -32,8 +32,8 @@ from nsa_sel.backends.specs import SPECS
 from nsa_sel.core import registry
 from nsa_sel.core.call import Call
 from nsa_sel.core.check import check_call
-from nsa_sel.core.quantized import STORED, Scales
 from nsa_sel.core.request import DeviceInfo
+from nsa_sel.quantize import STORED, Scales
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 

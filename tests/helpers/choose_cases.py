@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_sel.core.bounds import Bounds
+from nsa_sel.core.arguments import Bounds
 from nsa_sel.core.choose_call import ChooseCall, PagedKeys, Rule, Sequences
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.oracle_choose import Chosen, oracle_choose, oracle_choose_backward

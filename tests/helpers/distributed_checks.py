@@ -29,7 +29,7 @@ from torch import distributed as dist
 import nsa_sel
 from nsa_sel import Selection, selection_attention
 from nsa_sel.bench.questions import scaling
-from nsa_sel.core import count_sharing, registry
+from nsa_sel.core import decide, registry
 from nsa_sel.distributed import agreement, context_parallel_attention, exchanges
 from nsa_sel.errors import ArgumentError
 from tests.helpers import distributed_agreement as calls
@@ -194,14 +194,14 @@ def rank_0_counts_what_neighbors_share() -> None:
     """Once per class of calls, of its own rows at their places in the sequence, and all ranks run what it then decides."""
     q, k, v, selection = problem()
     slices = mine(q, 1), mine(k, 2), mine(v, 2), Selection(mine(selection.ranges, 1), BLOCK)
-    own, count = ROWS // ranks(), mock.Mock(wraps=count_sharing.count_rows)
-    with mock.patch.multiple(count_sharing, _matters=lambda *_: True, count_rows=count):
+    own, count = ROWS // ranks(), mock.Mock(wraps=decide.count_rows)
+    with mock.patch.multiple(decide, _matters=lambda *_: True, count_rows=count):
         for _ in range(2):
             context_parallel_attention(*slices, exchange="gather", scale=0.7)
     assert count.call_count == (rank() == 0)
     found, first = nsa_sel.decisions()[-1].request, torch.arange(own, device=DEVICE).expand(len(q), own)
     assert found.counted
-    assert found.sharing == count_sharing.count_rows(found, q[:, :own], Selection(selection.ranges[:, :own], BLOCK), first, None)
+    assert found.sharing == decide.count_rows(found, q[:, :own], Selection(selection.ranges[:, :own], BLOCK), first, None)
 
 
 def decode_sends_rows() -> None:

@@ -131,7 +131,7 @@ CUDA_CASES = {
 def launched(monkeypatch: pytest.MonkeyPatch, case: Case, gpu: DeviceInfo) -> set[str]:
     """The CUDA kernels that a case launches on `gpu`, which is not here: tensors are on the CPU, no kernel runs, no result is checked."""
     started = set[str]()
-    monkeypatch.setattr("nsa_sel.core.begin.device_info", lambda device: gpu)
+    monkeypatch.setattr("nsa_sel.core.decide.device_info", lambda device: gpu)
     monkeypatch.setattr(registry, "missing", lambda name: ())
     monkeypatch.setattr(launch, "start", lambda source, *rest, **own: started.add(Path(source).stem))
     monkeypatch.setattr(launch, "clear", lambda *_: None)

@@ -12,8 +12,8 @@ from torch import Tensor
 from nsa_sel import NSACache, NSAttention
 from nsa_sel.caching.quantized import CacheScales
 from nsa_sel.caching.sequences import CachedSequence
-from nsa_sel.core.quantized import STORED, as_bytes, stored
 from nsa_sel.projection import Parts
+from nsa_sel.quantize import STORED, as_bytes, stored
 
 SMALL: dict[str, Any] = {"window": 6, "compress_block": 8, "compress_stride": 4, "block_size": 8, "n": 4}
 SIZES: dict[str, tuple[int, int, int, int, int | None, dict[str, Any]]] = {  # width, G, h, Dk, Dv, options

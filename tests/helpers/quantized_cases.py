@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import nsa_sel
-from nsa_sel.core.quantized import STORED
 from nsa_sel.oracle import oracle_forward
+from nsa_sel.quantize import STORED
 from nsa_sel.serving import selection_attention_with_kvcache
 from tests.helpers.cache_cases import Cache, gathered, make_cache, positions
 from tests.helpers.cases import assert_within_twice_baseline, plain_torch

@@ -47,7 +47,7 @@ def tensors(packed: Packed) -> dict[str, Any]:
 
 def hide_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host may not read tensors of bounds, as on a GPU."""
-    monkeypatch.setattr("nsa_sel.core.bounds._readable", lambda bounds: False)
+    monkeypatch.setattr("nsa_sel.core.arguments._readable", lambda bounds: False)
 
 
 def bounds(lengths: Sequence[int]) -> list[int]:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from nsa_sel.backends.specs import CHOOSERS
 from nsa_sel.bench.tune.cost_fit import TERMS
-from nsa_sel.core.backend import Offer
+from nsa_sel.core.backend import Offer, PolicyInput
 from nsa_sel.core.decide import explain_request, forget_decisions
-from nsa_sel.core.decision import Case, Decision, Override, load_policy, make_decision
+from nsa_sel.core.decision import Decision, Override, load_policy, make_decision
 from nsa_sel.core.registry import backends
 from nsa_sel.core.request import Request, example_choice
 from nsa_sel.errors import ConfigError
@@ -140,10 +140,10 @@ def test_more_work_is_never_predicted_cheaper(B: int, G: int, h: int, tiles: int
     every = {name: model(**{term.replace("-", "_"): 1.0 for term in terms}) for name, terms in TERMS.items() if "choose" in name}
     costs = Costs(provenance="invented", dtypes=("bfloat16",), models=every)
 
-    def asked(B: int, G: int, h: int, tiles: int) -> Case:
+    def asked(B: int, G: int, h: int, tiles: int) -> PolicyInput:
         S = 256 * tiles
         request = replace(CHOICE, B=B, S=S, S_kv=S, max_length=S, G=G, h=h)
-        return Case(request, H200, settings(costs=costs), "backward" if backward else "forward")
+        return PolicyInput(request, H200, settings(costs=costs), "backward" if backward else "forward")
 
     facts = {"B": B, "G": G, "h": h, "tiles": tiles}
     less, more = asked(**facts), asked(**{**facts, grown: facts[grown] + by})

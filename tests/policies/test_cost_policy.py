@@ -16,8 +16,7 @@ from nsa_sel.bench.report import on_paper
 from nsa_sel.bench.tune import cost_fit, regret
 from nsa_sel.bench.tune.committed_rows import H100_RESULTS, cost_rows
 from nsa_sel.bench.tune.cost_fit import TERMS
-from nsa_sel.core.backend import Backend, Limits, Offer
-from nsa_sel.core.decision import Case as Asked
+from nsa_sel.core.backend import Backend, Limits, Offer, PolicyInput
 from nsa_sel.core.decision import Decision, Override, load_policy, make_decision
 from nsa_sel.core.registry import backends
 from nsa_sel.core.request import FEW_TOKENS, SHARING_TOKENS, DeviceInfo, Request, example_choice
@@ -167,7 +166,7 @@ def test_visits_of_whole_blocks_have_a_price_of_their_own() -> None:
     def asked(backend: str, **facts: object) -> float | None:
         models = {f"{name}/forward": model(exact=1, visited=100, visited_partials=0) for name in (BLOCK, TILE)}
         costs = Costs(provenance="invented", dtypes=("bfloat16",), models=models if facts.pop("priced", True) else MODELS)
-        return predict(Asked(replace(MOBA, **facts), H200, settings(costs=costs), "forward"), backends()[backend])
+        return predict(PolicyInput(replace(MOBA, **facts), H200, settings(costs=costs), "forward"), backends()[backend])
 
     whole, tiled = asked(BLOCK), asked(TILE)
     assert whole is not None
@@ -371,10 +370,10 @@ def test_more_work_is_never_predicted_cheaper(
     assert costs is not None
     costs = costs if shipped else replace(costs, models=EVERY)
 
-    def asked(B: int, G: int, h: int, n: int, tiles: int) -> Asked:
+    def asked(B: int, G: int, h: int, n: int, tiles: int) -> PolicyInput:
         S = 64 * tiles
         request = replace(SHORT, B=B, S=S, S_kv=S, G=G, h=h, n=n, max_length=min(n * 64, S), sharing=DIFFERENT if different else SIMILAR)
-        return Asked(request, H200, settings(costs=costs), "backward" if direction else "forward")
+        return PolicyInput(request, H200, settings(costs=costs), "backward" if direction else "forward")
 
     facts = {"B": B, "G": G, "h": h, "n": n, "tiles": tiles}
     less, more = asked(**facts), asked(**{**facts, grown: facts[grown] + by})
@@ -386,7 +385,7 @@ def test_more_work_is_never_predicted_cheaper(
 
 def test_cupy_cuda_is_predicted_only_for_its_tile_kernels() -> None:
     def asked(direction: str = "forward", **facts: object) -> float | None:
-        return predict(Asked(replace(SHORT, **facts), H200, settings_for(H200), direction), backends()["cupy-cuda"])
+        return predict(PolicyInput(replace(SHORT, **facts), H200, settings_for(H200), direction), backends()["cupy-cuda"])
 
     assert asked() is not None
     assert asked("backward") is not None

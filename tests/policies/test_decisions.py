@@ -11,9 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from nsa_sel.core.backend import Backend, Limits, Offer, Reason
-from nsa_sel.core.decision import Case, Decision, Override, load_policy, make_decision
-from nsa_sel.core.explain import counterfactuals, refusal
+from nsa_sel.core.backend import Backend, Limits, Offer, PolicyInput, Reason
+from nsa_sel.core.decision import Decision, Override, counterfactuals, load_policy, make_decision, refusal
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.errors import NsaSelError
 from nsa_sel.policies import guards, rules
@@ -71,7 +70,7 @@ TRITON = next(offer for offer in OFFERS if offer.backend.framework == "triton")
 def test_every_limit_is_a_refusal_with_values(
     offer: Offer, changes: dict[str, Any], device: DeviceInfo, code: str, field: str, actual: object, direction: Any
 ) -> None:
-    (reason,) = guards.within_limits(Case(replace(SHORT, **changes), device, settings(), direction), offer)
+    (reason,) = guards.within_limits(PolicyInput(replace(SHORT, **changes), device, settings(), direction), offer)
     assert (reason.code, reason.kind, reason.field, reason.actual) == (code, "unsupported", field, actual)
     assert reason.remedy
     assert reason.required != reason.actual
@@ -93,7 +92,7 @@ def test_every_limit_is_a_refusal_with_values(
     ],
 )
 def test_offers_within_their_limits_have_no_reasons(offer: Offer, changes: dict[str, Any], device: DeviceInfo) -> None:
-    case = Case(replace(SHORT, **changes), device, settings(), "forward")
+    case = PolicyInput(replace(SHORT, **changes), device, settings(), "forward")
     assert guards.within_limits(case, offer) == ()
     assert guards.forced_path(case, offer) == ()
 
@@ -101,7 +100,7 @@ def test_offers_within_their_limits_have_no_reasons(offer: Offer, changes: dict[
 def test_all_reasons_are_kept() -> None:
     offer = toy(min_sm=90, head_dim_multiple=16, head_dim_max=64)
     request = replace(SHORT, Dk=72, Dv=200, dtype="float64")
-    found = guards.within_limits(Case(request, A100, settings(), "forward"), offer)
+    found = guards.within_limits(PolicyInput(request, A100, settings(), "forward"), offer)
     assert [reason.code for reason in found] == [
         "dtype", "compute-capability", "head-dim-multiple", "head-dim-max", "head-dim-multiple", "head-dim-max",
     ]  # fmt: skip
@@ -111,7 +110,7 @@ def test_the_dense_path_refuses_several_ranges() -> None:
     decision = decide(LONG, H100, triton_force_path="dense")
     assert codes(decision, "triton-group") == codes(decision, "triton-token") == ["path-dense"]
     assert decision.forward == "sdpa-packed"
-    (reason,) = guards.forced_path(Case(LONG, H100, settings(triton_force_path="dense"), "forward"), TRITON)
+    (reason,) = guards.forced_path(PolicyInput(LONG, H100, settings(triton_force_path="dense"), "forward"), TRITON)
     assert (reason.kind, reason.field) == ("unsupported", "request.n")
 
 
@@ -125,7 +124,7 @@ def test_the_dense_path_refuses_backends_of_whole_blocks() -> None:
     joining = Offer(Backend(name="joining", path="x", framework="triton", limits=limits))
     one = replace(LONG, n=1, block_size=64, max_length=64)
     for path, expected in (("dense", ["path-dense-blocks"]), ("varlen", []), ("auto", [])):
-        case = Case(one, H100, settings(triton_force_path=path), "forward")
+        case = PolicyInput(one, H100, settings(triton_force_path=path), "forward")
         assert [reason.code for reason in guards.forced_path(case, joining)] == expected
         assert guards.forced_path(case, TRITON) == ()
 
@@ -263,10 +262,10 @@ def test_a_refusal_lists_every_backend() -> None:
 
 def test_device_rules_are_data() -> None:
     rule = TritonOff(rule="ADR-1", evidence="rows", reopen="measure --again")
-    (reason,) = rules.device_rule(Case(LONG, A100, settings(triton_off=rule), "forward"), TRITON)
+    (reason,) = rules.device_rule(PolicyInput(LONG, A100, settings(triton_off=rule), "forward"), TRITON)
     assert (reason.kind, reason.required) == ("disabled", "another: ADR-1")
     assert "measure --again" in reason.remedy
-    assert rules.device_rule(Case(LONG, A100, settings(triton_off=rule, triton_force=True), "forward"), TRITON) == ()
+    assert rules.device_rule(PolicyInput(LONG, A100, settings(triton_off=rule, triton_force=True), "forward"), TRITON) == ()
     assert decide(LONG, A100, triton_off=rule).forward == "sdpa-packed"
 
 

@@ -10,8 +10,7 @@ import torch
 
 from nsa_sel.core.backend import Offer, Reason
 from nsa_sel.core.decide import explain_request
-from nsa_sel.core.decision import Decision, Override, load_policy, make_decision
-from nsa_sel.core.explain import refusal
+from nsa_sel.core.decision import Decision, Override, load_policy, make_decision, refusal
 from nsa_sel.core.request import DeviceInfo, Request, example_choice
 from nsa_sel.settings.config import settings_for
 from tests.helpers.policy_cases import A100, B200, H100, H200, L40S, LONG, OFFERS, RTX3090, RTX4090, RTX5090, SHORT, codes, replace
@@ -164,7 +163,7 @@ def test_choosing_follows_the_rule_too(monkeypatch: pytest.MonkeyPatch, device: 
 def test_a_real_gpu_is_routed_as_its_lane() -> None:
     """The result matches the oracle; on SM 8.9 the decision says why it is packed SDPA."""
     import nsa_sel
-    from nsa_sel.core.facts import device_info
+    from nsa_sel.core.call import device_info
     from tests.helpers.cases import assert_forward, make_blocks, make_qkv
 
     device = device_info(torch.device("cuda", 0))

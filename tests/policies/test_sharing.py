@@ -8,8 +8,8 @@ import torch
 from nsa_sel.bench.core.cases import prefill, random_selection
 from nsa_sel.bench.tune import cost_fit
 from nsa_sel.core import decide
+from nsa_sel.core.call import request_of
 from nsa_sel.core.check import check_call
-from nsa_sel.core.facts import request_of
 from nsa_sel.core.request import SHARING_TOKENS
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for

@@ -23,7 +23,7 @@ from nsa_sel.bench.tune.derive import PROFILES, evidence, length_rows, render, t
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Reason
 from nsa_sel.core.decide import explain_request
-from nsa_sel.core.explain import counterfactuals
+from nsa_sel.core.decision import counterfactuals
 from nsa_sel.core.request import DeviceInfo, Request, example_request
 from nsa_sel.errors import ConfigError
 from nsa_sel.settings import config, devices, prices

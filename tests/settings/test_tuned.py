@@ -16,8 +16,8 @@ import torch
 import nsa_sel
 from nsa_sel.bench.tune import kernel_configs
 from nsa_sel.bench.tune.resume import Run
+from nsa_sel.core.call import device_info
 from nsa_sel.core.decide import explain_request
-from nsa_sel.core.facts import device_info
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import ConfigError
 from nsa_sel.settings import tuned

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_sel.attention import selection_attention
 from nsa_sel.choosing import choose_blocks
+from nsa_sel.core.attend import selection_attention
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 

@@ -14,9 +14,8 @@ from torch import Tensor
 from nsa_sel.choosing import choose_blocks
 from nsa_sel.compat.transformers import minimax_m3
 from nsa_sel.compression import BlockMean
-from nsa_sel.core.arguments import check_positive
-from nsa_sel.core.entry import selection_attention
-from nsa_sel.core.indices import check_forced
+from nsa_sel.core.arguments import check_forced, check_positive
+from nsa_sel.core.attend import selection_attention
 from nsa_sel.errors import ArgumentError, shown
 
 NAME = "nsa_sel"

@@ -18,22 +18,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.core import gating_plain, transforms
+from nsa_sel.backends import _gate_plain
+from nsa_sel.core import transforms
 
 KERNELS = "nsa_sel.backends._triton.gate"  # imported at the first sum on a GPU
 WITH_LSE = (torch.bfloat16,)  # dtypes of branches that take gates with lse
 
 
 class Gated(NamedTuple):
-    """What a branch's backward pass takes, to give the gradients of the gated sum."""
+    """Inputs of a branch's backward pass that make it return the gradients of the gated sum."""
 
     do: Tensor  # [B,S,G,h,Dv]
     lse: Any  # [B,S,G,h], None if the branch has none
     gate: Tensor | None  # [B,S,G,h], if lse is lse - ln gate; None: do is gate * do
 
     def whole_do(self) -> Tensor:
-        """The gradient of the branch's output, for a backward pass without lse."""
-        return self.do if self.gate is None else gating_plain.scaled(self.do, self.gate)
+        """Return the gradient of the branch's output, for a backward pass without lse."""
+        return self.do if self.gate is None else _gate_plain.scaled(self.do, self.gate)
 
 
 def gated_sum(compressed: Tensor, selected: Tensor, window: Tensor, gates: Tensor) -> Tensor:
@@ -47,7 +48,7 @@ def gated_sum(compressed: Tensor, selected: Tensor, window: Tensor, gates: Tenso
         [B,S,G,h,Dv] in the branches' dtype; sums, those of the gates' gradients included, are in float32 (float64 for float64 branches).
     """
     if transforms.traces(compressed, selected, window, gates):  # a compiler fuses it
-        return gating_plain.summed((compressed, selected, window), gates)
+        return _gate_plain.summed((compressed, selected, window), gates)
     o: Tensor = _GatedSum.apply(compressed, selected, window, gates)  # type: ignore[no-untyped-call]
     return o
 
@@ -66,7 +67,7 @@ def sum_of_tokens(branches: Sequence[Tensor], gates: Tensor, is_token: Tensor) -
 
 
 def add_up(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of up to three tensors [B,S,G,h,D], in the first one, rounded once."""
+    """Return the sum of up to three tensors [B,S,G,h,D], in the first one, rounded once."""
     first = parts[0]
     if len(parts) == 2:
         first.add_(parts[1])
@@ -78,7 +79,7 @@ def add_up(parts: Sequence[Tensor]) -> Tensor:
 def backward(
     do: Tensor, branches: Sequence[Tensor | None], gates: Tensor, lse: Sequence[Tensor | None], dgates: Tensor
 ) -> list[Gated | None]:
-    """What the branches' backward passes take. `write_dgates` follows them.
+    """Return the inputs of the branches' backward passes. Call `write_dgates` after them.
 
     Args:
         do: [B,S,G,h,Dv], gradient of the gated sum.
@@ -123,12 +124,12 @@ def write_dgates(
 
 
 def _work(gates: Tensor) -> Any:
-    """The kernels, or the same in plain PyTorch."""
-    return importlib.import_module(KERNELS) if on_gpu(gates) else gating_plain
+    """Return the kernels, or the same in plain PyTorch."""
+    return importlib.import_module(KERNELS) if on_gpu(gates) else _gate_plain
 
 
 def on_gpu(gates: Tensor) -> bool:
-    """Whether the kernels run."""
+    """Return True if the kernels run."""
     return gates.is_cuda
 
 
