@@ -134,7 +134,7 @@ class Training:
         state = torch.load(file, map_location=self.device, weights_only=True)
         for name, mine in self.identity.items():
             if state[name] != mine:
-                raise ArgumentError("--out", f"a folder with a run of another {name}: {state[name]}", str(mine), "pass another folder")
+                raise ArgumentError("--out", f"a folder of a run with other {name}: {state[name]}", str(mine), "pass another folder")
         both = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
         set_state_dict(self.model, self.optimizer, **both, options=WHOLE)
         for group in self.optimizer.param_groups:

@@ -24,7 +24,7 @@ _TABLE_SIZES = 8  # table sizes per power of two; with few sizes, calls repeat a
 
 
 class NSACache:
-    """The cache of a model's `NSAttention` layers. Prefill, prefill in chunks, decoding and verifying drafted tokens are one call:
+    """The cache of a model's `NSAttention` layers. Prefill, chunked prefill, decoding and verifying draft tokens are one call:
 
         a = cache.open()
         step = cache.step([a, b], tokens=[3, 1])

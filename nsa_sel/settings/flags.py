@@ -161,7 +161,7 @@ checked = -1  # number of environment variables when misspelled flags were last 
 
 
 def environment() -> tuple[str | None, ...]:
-    """The raw values of all flags: settings and memoized decisions hold for one such tuple."""
+    """Return the raw values of all flags, on which settings and cached decisions depend."""
     global checked
     if variables is None:
         return tuple(os.environ.get(name) for name in NAMES)

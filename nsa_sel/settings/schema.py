@@ -97,7 +97,7 @@ class TritonOff(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long one backend takes in one direction: the longer of `host` and the sum of coefficient x counted work (policies/cost.py)."""
+    """The predicted time of one backend in one direction: max(`host`, sum of coefficient x counted work) (policies/cost.py)."""
 
     host: float  # ms of host time to launch the call, a lower bound however small the work
     terms: dict[str, float]  # a term of COST_TERMS -> ms per unit

@@ -208,7 +208,7 @@ class TestRun:
         for path in (text, tmp_path / "absent.safetensors", tmp_path):
             assert "allowed: a readable .safetensors file" in refused("run", path)
         file = save(tensors(), block_size="8")
-        assert "another file than FILE" in refused("run", file, "--out", file)
+        assert "a file other than FILE" in refused("run", file, "--out", file)
         assert "its folder must exist" in refused("run", file, "--out", tmp_path / "absent" / "out.safetensors")
         assert "FILE" in ask("run", text, exit_code=2)["error"]
 

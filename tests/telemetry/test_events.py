@@ -95,7 +95,7 @@ def test_many_decisions_are_counted_and_the_last_kept() -> None:
 
 FORKING = """
 import os, signal, threading, time
-from nsa_sel.core import forks
+from nsa_sel import forks
 from nsa_sel.telemetry import events
 locks = {"observe": events._lock, "any": forks.lock()}
 for name, lock in locks.items():
