@@ -4,8 +4,7 @@
 #                           products: torch itself has one thread in all tests (tests/conftest.py), so the others would do the same again,
 #                           as would torch's own paths in test_cpu_backends.py, and what test_compile.py only traces
 # make docs                  the API reference, from the docstrings, in build/docs/
-# make report                docs/report/ and the README's picture, from the committed rows
-# make derived               all that follows from the committed rows: matrix tables, profiles, documents' tables, docs/report/
+# make derived               all that follows from the committed rows: profiles, matrix tables, documents' tables, the README's picture
 # make lane-sm80 ... lane-sm120    how calls are routed on such GPUs, which are injected: no GPU is needed
 # make package               the sdist, and the wheel made from it, in dist/
 # make gpu-test              every kernel once on a GPU, and its routing: under 3 minutes; with PYTHON as it is: nothing is installed
@@ -26,7 +25,7 @@ export PIP_NO_INPUT := 1
 # Nothing is compiled when it is installed: who imports it first keeps the bytecode. Else every process of every test compiles torch again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo docs report derived test test-thorough test-one-thread lint venv lane-sm80 lane-sm86 lane-sm89 lane-sm90 lane-sm100 lane-sm120 package need-gpu gpu-test gpu-test-full gpu-lane sanitize trace clean
+.PHONY: demo docs derived test test-thorough test-one-thread lint venv lane-sm80 lane-sm86 lane-sm89 lane-sm90 lane-sm100 lane-sm120 package need-gpu gpu-test gpu-test-full gpu-lane sanitize trace clean
 
 demo: $(STAMP)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/nsa-sel demo  # torch's threads must not spin while they wait: others need the cores
@@ -34,11 +33,9 @@ demo: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m pdoc --docformat google --no-show-source -o $(DOCS) nsa_sel nsa_sel.compat nsa_sel.distributed nsa_sel.errors
 
-report: $(STAMP)
-	$(BIN)/python -m nsa_sel.bench.report.report
-
 derived: $(STAMP)
-	$(BIN)/python -m nsa_sel.bench.report.derived
+	$(BIN)/python -m nsa_sel.bench.tune.derive
+	$(BIN)/python -m nsa_sel.bench.tables
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(SPREAD)
@@ -48,8 +45,8 @@ test-thorough: $(STAMP)
 
 test-one-thread: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) -m 'not gpu and not slow and not thorough' \
-	-k 'not triton and not cuda and not imports and (numba or not test_cpu_backends) and (inductor or not test_compile)' \
-	tests/backends/test_cpu_backends.py tests/backends/test_numba_cpu.py tests/backends/test_sdpa_packed.py tests/backends/test_sdpa_paths.py \
+	-k 'not triton and not cuda and not imports and (numba or not (test_cpu_backends or test_attend)) and (inductor or not test_compile)' \
+	tests/contract/test_attend.py tests/backends/test_cpu_backends.py tests/backends/test_numba_cpu.py tests/backends/test_sdpa_packed.py tests/backends/test_sdpa_paths.py \
 	tests/core/test_compile.py tests/core/test_training.py
 
 lint: $(STAMP)
@@ -88,7 +85,7 @@ trace: $(TRACE)/.installed
 	$(TRACE)/bin/python bench/questions/capture_trace.py
 
 clean:
-	rm -rf .venv build dist *.egg-info .*_cache .hypothesis demo-output report-output
+	rm -rf .venv build dist *.egg-info .*_cache .hypothesis demo-output
 
 $(STAMP): pyproject.toml constraints.txt
 	$(call create-venv,.venv)

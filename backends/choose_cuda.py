@@ -1,7 +1,7 @@
 """Choosing blocks with CUDA on Hopper: attention to compressed keys and its gradients by TMA and wgmma (cupy_cuda/compressed.py).
 
 Importance and top n are the Triton kernels of choose_triton.py. Calls with positions (q_pos), without any compressed key, or with tensors
-that TMA cannot read take all of its kernels. Triton's dq is faster with Dk = Dv = 64 (docs/kernel-trials.md, "Tried without rows").
+that TMA cannot read take all of its kernels. Triton's dq is faster with Dk = Dv = 64 (docs/kernels.md, "Tried and dropped").
 """
 
 from __future__ import annotations

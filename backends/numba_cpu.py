@@ -136,7 +136,7 @@ def _parallel(kernel: Callable[..., None], items: int, work: int, *args: Any) ->
     if threads == 1:
         kernel(0, items, *args)
         return
-    chunk = -(-items // min(16 * threads, max(threads, 2 * work // _SMALL)))
+    chunk = -(-items // min(16 * threads, max(threads, 2 * work // max(1, _SMALL))))
     firsts = iter(range(0, items, chunk))
 
     def run() -> None:

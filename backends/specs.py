@@ -28,11 +28,11 @@ _CUDA = (
 # What the kernels of each strategy spend their time on, as terms of settings/config.py's COST_TERMS; at most one "-wide" term a model,
 # because few measured rows are wide.
 _GATHERED = ("launch", "pairs", "read", "scores", "rows", "read-wide")
-_TILES = ("launch", "union", "pairs", "tile", "distinct", "rows", "tile-wide")
-_VISITS = ("visited", "visited-partials")  # of blocks that are visited whole, by other kernels
-_BLOCKS = ("launch", "pairs", "exact", "partials", "rows", "exact-wide", *_VISITS)
+_TILES = ("launch", "union", "pairs", "tile", "rows", "tile-wide")
+_BLOCKS = ("launch", "pairs", "exact", "rows", "exact-wide", "visited")  # "visited": blocks that are visited whole, by other kernels
+_DECODING = ("launch", "read", "gathered")
 _CHOICE = {
-    "choose": ("launch", "compressed", "ranked", "rows", "compressed-wide"),
+    "choose": ("launch", "compressed", "rows", "compressed-wide"),
     "choose-backward": ("launch", "compressed", "rows", "compressed-wide"),
 }
 
@@ -76,9 +76,9 @@ SPECS = (
         summary="one program per query row and head; no tensor cores, any h",
         slow=True,
         cost_terms={
-            "forward": ("launch", "reread", "scores", "reread-wide"),
-            "decode": ("launch", "walk", "split-walk", "reread", "scores", "reread-wide"),
-            "backward": ("launch", "pairs", "reread", "scores", "exact", "reread-wide"),
+            "forward": ("launch", "scores"),
+            "decode": ("launch", "scores"),
+            "backward": ("launch", "pairs", "scores", "exact"),
         },
     ),
     Backend(
@@ -92,11 +92,11 @@ SPECS = (
         sets_min_length=True,
         reads_caches=True,
         cost_terms={
-            "forward": ("launch", "read", "distinct", "rows", "read-wide"),
-            "decode": ("launch", "join", "busy", "split-walk", "few-read", "busy-read", "gathered", "read-wide"),
-            "tokens": ("launch", "split-walk", "read", "gathered", "distinct"),
-            "decode-e4m3": ("launch", "join", "few-read", "busy-read", "gathered"),
-            "tokens-e4m3": ("launch", "split-walk", "read", "gathered", "distinct"),
+            "forward": ("launch", "read", "rows", "read-wide"),
+            "decode": (*_DECODING, "read-wide"),
+            "tokens": _DECODING,
+            "decode-e4m3": _DECODING,
+            "tokens-e4m3": _DECODING,
             "backward": ("launch", "pairs", "read", "exact", "rows", "exact-wide"),
         },
     ),
@@ -139,8 +139,8 @@ SPECS = (
         shares="blocks",
         tiles=HOPPER_LISTS,
         cost_terms={
-            "forward": ("launch", "union", "pairs", "exact", "listed", *_VISITS),
-            "backward": ("launch", "pairs", "exact", "partials", "rows", *_VISITS),
+            "forward": ("launch", "union", "pairs", "exact", "visited"),
+            "backward": ("launch", "pairs", "exact", "rows", "visited"),
         },
     ),
     Backend(
@@ -161,10 +161,10 @@ SPECS = (
         quantized_by=HOPPER_STEPS,
         reads_caches=True,
         cost_terms={
-            "forward": (*_TILES, "loaded"),
-            "decode": ("launch", "busy", "walk", "few-read", "busy-read", "rows-kernel", "rows-read", "read-wide"),
-            "tokens": ("launch", "few-read", "busy-read", "distinct"),  # of its tiles, which take pages of whole steps alone
-            "decode-e4m3": ("launch", "few-read", "busy-read"),
+            "forward": _TILES,
+            "decode": ("launch", "read", "rows-read", "read-wide"),
+            "tokens": ("launch", "read"),  # of its tiles, which take pages of whole steps alone
+            "decode-e4m3": ("launch", "read"),
             "tokens-e4m3": ("launch", "read"),
             "backward": ("launch", "pairs", "tile", "exact"),
         },
@@ -217,7 +217,7 @@ CHOOSERS = (
         fallback=True,
         slow=True,
         cost_terms={
-            "choose": ("launch", "scores", "ranked", "rows", "compressed-wide"),
+            "choose": ("launch", "scores", "rows", "compressed-wide"),
             "choose-backward": ("launch", "scores", "rows", "compressed-wide"),
         },
     ),

@@ -1,7 +1,7 @@
 """Sliding-window attention with CUDA on Hopper, by TMA and wgmma (cupy_cuda/window.py).
 
 The Triton kernels of window_triton.py compute what those do not: packed batches, few rows, odd head dimensions, float32, and tensors that
-TMA cannot read. Triton's dq is faster with Dk = Dv = 64 (docs/kernel-trials.md, "Tried without rows").
+TMA cannot read. Triton's dq is faster with Dk = Dv = 64 (docs/kernels.md, "Tried and dropped").
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from nsa_sel.bench import bench_sel_triton
+from nsa_sel.bench import headline as claims
 from nsa_sel.bench.core import store
 from nsa_sel.bench.core.command_line import Backends, Device, device_of, echo, stderr_console
 from nsa_sel.bench.core.contenders import DENSE, named
@@ -16,7 +17,6 @@ from nsa_sel.bench.core.peers import peers as every_peer
 from nsa_sel.bench.core.session import able, run
 from nsa_sel.bench.questions import speed
 from nsa_sel.bench.questions.speed import SUITES, usual_backends
-from nsa_sel.bench.report import headline as claims
 from nsa_sel.bench.sel_threshold_from_csv import report
 from nsa_sel.bench.threshold_optimizer import MARGIN, TRITON, as_yaml, decided, profile, sentence
 from nsa_sel.cli.output import output_file
@@ -36,7 +36,9 @@ Peers = Annotated[
 ]
 Peer = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME=MODULE:FUNCTION", help="With --peers, which it implies: also this function (docs/tuning.md). Repeatable."),
+    typer.Option(
+        metavar="NAME=MODULE:FUNCTION", help="With --peers, which it implies: also this function (docs/performance.md). Repeatable."
+    ),
 ]
 Headline = Annotated[
     bool, typer.Option("--headline", help="Instead: the README's claims again, on this GPU, each beside dense attention. Minutes.")

@@ -4,7 +4,7 @@
 
 The host queues kernels while the device works, so a call takes as long as the slower of both. Work is what a kernel does (bytes of K
 and V loaded, products on tensor cores, partial results moved); the cost of a unit is measured. Pure arithmetic: no tensors, no clock,
-the same number on every machine. On a GPU whose prices were calculated from data sheets, no call is predicted to beat its tensor cores.
+the same number on every machine.
 """
 
 from __future__ import annotations
@@ -18,13 +18,10 @@ from nsa_sel.core.request import FEW_TOKENS, SHARING_TOKENS, Request
 
 BYTES = {"e4m3": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 TILE_ROWS = 64  # tokens x heads of a tile, or of one step over a block's rows
-CTA_ROWS = 3 * TILE_ROWS  # of three warpgroups that share what they load, forward
 STEP = 64  # keys that a kernel loads at once from a page that holds as many
 OTHERWISE_LOADED = {"gathered", "rows-read"}  # terms of calls that load keys in another way than plain ones of whole steps
-OF_OTHER_KERNELS = {*OTHERWISE_LOADED, "visited", "visited-partials"}  # without rows of these nothing is known of such calls
-NEEDED = ("exact", "exact-wide", "visited", "compressed", "compressed-wide")  # terms of products that every backend computes
+OF_OTHER_KERNELS = {*OTHERWISE_LOADED, "visited"}  # without rows of these nothing is known of such calls
 SMALLEST_BLOCK = 16  # keys: no row that models are fitted to has smaller blocks
-MOST_PARTS = 64  # most programs that share a row of a small batch, about one per multiprocessor
 
 
 def ceil_sum(count: int, step: int) -> int:
@@ -68,24 +65,8 @@ def tile_blocks(request: Request, sharing: tuple[float, ...], tokens: int) -> fl
     return min(pairs * sharing_at(sharing, tokens), visible) / tokens
 
 
-def listed_pairs(request: Request, sharing: tuple[float, ...], tokens: int) -> float:
-    """(row, block) pairs whose block not all `tokens` adjacent tokens of its tile select, as if such a block had one row of the tile.
-
-    With a share x of such pairs, t tokens have t x + (1 - x) times the distinct blocks of one token.
-    """
-    pairs = blocks_of(request).chosen
-    tokens = min(tokens, max(1, request.S))
-    if tokens == 1 or not pairs:
-        return 0.0
-    distinct = tile_blocks(request, sharing, tokens) * tokens / pairs
-    return pairs * max(0.0, distinct - 1) / (tokens - 1)
-
-
-def work(request: Request, backward: bool, sharing: tuple[float, ...], sm_count: int) -> dict[str, float]:
-    """The amount of each kind of work in `nsa_sel.settings.schema.COST_TERMS`, in its unit, for selections of whole blocks.
-
-    sm_count: multiprocessors of the GPU.
-    """
+def work(request: Request, backward: bool, sharing: tuple[float, ...]) -> dict[str, float]:
+    """The amount of each kind of work in `nsa_sel.settings.schema.COST_TERMS`, in its unit, for selections of whole blocks."""
     if request.kind == "choose":
         return choice_work(request, backward)
     size, h, Dk, Dv = BYTES[request.dtype], request.h, request.Dk, request.Dv
@@ -100,48 +81,30 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...], sm_count:
     # Products per (row, key). Forward: logits, o. Backward of tiles: logits, dP, dQ; of blocks: logits, dP, dV, dK.
     tile_widths = 2 * wide_k + wide_v if backward else wide_k + wide_v
     exact_widths = 2 * wide_k + 2 * wide_v if backward else wide_k + wide_v
-    # Elements moved per pair. Forward: q in, partial o out and in; backward: q and do in, partial dq out and in.
-    partial_widths = Dk + Dv + 2 * Dk if backward else Dk + 2 * Dv
-    visits = 1 if block >= VISITED_WHOLE else -(-block // STEP)  # of a block, each with a partial result
-    walk = keys / max(1, rows) / 1e3
-    busy = rows > sm_count
-    parts = max(1, min(MOST_PARTS, sm_count // max(1, rows)))
     read = keys * -(-h // TILE_ROWS) * key_bytes
     suffix = "-wide" if launch_class(wide_k + wide_v, size) else ""
     by_rows = not HOPPER_STEPS.take(request)
     return {
         "launch": 1.0,
-        "rows-kernel": float(by_rows),
         "rows-read": read / 1e9 if by_rows else 0.0,
-        "join": float(parts > 1),
-        "busy": float(busy),
-        "walk": walk,
-        "split-walk": 0.0 if busy else walk / parts,
         "union": tile_blocks(request, sharing, tokens) * block * tokens / max(1, rows) / 1e3,
         "pairs": pairs / 1e6,
         "rows": rows * h * (Dk + Dv) * size * (2 if backward else 1) / 1e9,
         "read" + suffix: read / 1e9,
-        "few-read": 0.0 if busy or suffix else read / 1e9,
-        "busy-read": read / 1e9 if busy and not suffix else 0.0,
         "gathered": read / 1e9 if gathers(request) else 0.0,
-        "reread" + suffix: keys * h * key_bytes / 1e9,
-        "distinct": tile_blocks(request, sharing, 64) * block * key_bytes / 1e9,
-        "loaded": tile_blocks(request, sharing, max(1, CTA_ROWS // h)) * block * key_bytes / 1e9,
         "tile" + suffix: tile_blocks(request, sharing, tokens) * block * tile_rows * 2 * tile_widths / 1e12,
         "exact" + suffix: keys / tokens * tile_rows * 2 * exact_widths / 1e12,
-        "partials": visits * pairs * h * partial_widths * size / 1e9,
-        "listed": visits * listed_pairs(request, sharing, tokens) * h * partial_widths * size / 1e9,
         "scores": keys * h / 1e9,
     }
 
 
-def work_of(backend: Backend, request: Request, backward: bool, sharing: tuple[float, ...], sm_count: int) -> dict[str, float]:
+def work_of(backend: Backend, request: Request, backward: bool, sharing: tuple[float, ...]) -> dict[str, float]:
     """`work` in the terms of a backend's models."""
-    amounts = work(request, backward, sharing, sm_count)
+    amounts = work(request, backward, sharing)
     if backend.shares == "blocks" and (request.block_size or 0) >= VISITED_WHOLE:  # whatever tokens share, and at all widths
-        exact, partials = sum(amounts.pop(term, 0.0) for term in ("exact", "exact-wide")), amounts.pop("partials")
+        exact = sum(amounts.pop(term, 0.0) for term in ("exact", "exact-wide"))
         unseen = request.B * request.S * request.G / 2 / max(1.0, blocks_of(request).chosen)  # half of the blocks that rows are in
-        return {**amounts, "visited": exact * (1 - unseen), "visited-partials": partials, "listed": 0.0}
+        return {**amounts, "visited": exact * (1 - unseen)}
     if request.phase(backward) in backend.wide_alike:
         return {term.removesuffix("-wide"): amount for term, amount in amounts.items()}
     return amounts
@@ -173,13 +136,12 @@ def choice_work(request: Request, backward: bool) -> dict[str, float]:
     widths = 4 * wide_k + 3 * wide_v if backward else 2 * wide_k + wide_v
     seen, rows = seen_of(request), request.B * request.S * request.G
     suffix = "-wide" if launch_class(wide_k + wide_v, size) else ""
-    counted = {
+    return {
         "launch": 1.0,
         "rows": rows * h * (Dk + Dv) * size * (2 if backward else 1) / 1e9,
         "compressed" + suffix: seen * h * 2 * widths / 1e12,
         "scores": seen * h / 1e9,
     }
-    return counted if backward else {**counted, "ranked": blocks_of(request).visible / 1e9}
 
 
 def beyond_models(request: Request) -> str | None:
@@ -223,13 +185,12 @@ def predict(case: PolicyInput, backend: Backend) -> float | None:
         return None
     if not modelled(backend, request, backward):
         return None
-    amounts = work_of(backend, request, backward, request.sharing or case.settings.sharing_prior, case.device.sm_count)
+    amounts = work_of(backend, request, backward, request.sharing or case.settings.sharing_prior)
     wide = any(term.endswith("-wide") for term in amounts)
     if wide and not any(term.endswith("-wide") for term in model.terms):
         return None
     for term in OF_OTHER_KERNELS & set(backend.cost_terms.get(request.phase(backward), ())):
         if amounts.get(term, 0.0) > 0 and term not in model.terms:
             return None
-    least = costs.tensor_ms * sum(amounts.get(term, 0.0) for term in NEEDED)
-    ms = max(model.host, least, sum(ms_each * amounts.get(term, 0.0) for term, ms_each in model.terms.items()))
+    ms = max(model.host, sum(ms_each * amounts.get(term, 0.0) for term, ms_each in model.terms.items()))
     return float(f"{ms:.4g}")

@@ -104,22 +104,3 @@ def test_a_second_derivative_is_refused() -> None:
     o = nsa_sel.selection_attention(q, k, v, make_blocks(1, 4, 1, 4, 1, 4))
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(o.sum(), q, create_graph=True)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_ranges_of_any_layout(backend: str) -> None:
-    q, k, v = make_qkv(S=4, G=3, h=2, Dk=8, S_kv=12)
-    ranges = torch.tensor([[0, 5], [7, 9]]).int().expand(1, 3, 4, 2, 2).contiguous().transpose(1, 2)
-    o, _ = attend(backend, q, k, v, Selection.from_ranges(ranges))
-    expected, _ = attend(backend, q, k, v, Selection.from_ranges(ranges.contiguous()))
-    assert torch.equal(o, expected)
-
-
-@pytest.mark.parametrize("backend", ["sdpa-packed", "numba"])
-def test_huge_unselected_keys_do_no_harm(backend: str) -> None:
-    q, k, v = make_qkv(S=40, G=1, h=2, Dk=8)
-    for ranges in (torch.tensor([[3, 40]]), torch.tensor([[1, 2], [3, 40]])):
-        selection = Selection.from_ranges(ranges.int().expand(1, 40, 1, len(ranges), 2))
-        clean, _ = attend(backend, q, k, v, selection)
-        k[:, :, 0] = 3e38
-        assert torch.equal(clean.isfinite(), attend(backend, q, k, v, selection)[0].isfinite())

@@ -1,5 +1,5 @@
-"""The shapes of shipped models (docs/models.md), small, in the interpreter: tiny blocks with an unaligned tail, several groups of q for
-each KV group. Their sizes are in test_triton_sel_parity_models_gpu.py."""
+"""The shapes of shipped models (docs/choosing.md), small, in the interpreter: tiny blocks with an unaligned tail, several groups of q for
+each KV group. Their sizes are in test_triton_sel_parity_gpu.py."""
 
 from __future__ import annotations
 
@@ -13,37 +13,11 @@ from nsa_sel.backends._triton import dkdv
 from nsa_sel.backends._triton.merged_blocks import merged
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import BackendError
-from nsa_sel.selection import Selection
-from tests.helpers.cases import edge_block_lists, make_blocks, make_call, make_qkv
-from tests.helpers.parity import attend, check_both, check_deterministic, check_poison
+from tests.helpers.cases import make_blocks, make_call, make_qkv
+from tests.helpers.parity import attend, check_both
 
 pytestmark = pytest.mark.slow  # in all: the interpreter knows no threads
-GATHERING = ("triton-group", "triton-tile")  # the kernels of small blocks
 small_blocks = pytest.mark.parametrize(("block", "n"), [(4, 9), (8, 5)])
-
-
-@pytest.mark.parametrize("backend", GATHERING)
-@small_blocks
-def test_small_blocks_with_an_unaligned_tail(backend: str, block: int, n: int) -> None:
-    check_both(backend, *make_qkv(S=7, G=2, h=3, Dk=32, Dv=16, S_kv=63), make_blocks(1, 7, 2, 63, n, block))
-
-
-@pytest.mark.parametrize("backend", GATHERING)
-def test_small_blocks_at_any_positions(backend: str) -> None:
-    position = torch.tensor([[5, 62, 0, 33, 33]])
-    check_both(backend, *make_qkv(S=5, G=1, h=2, Dk=16, S_kv=63), make_blocks(1, 5, 1, 63, 9, 4), q_pos=position)
-
-
-@pytest.mark.parametrize("backend", GATHERING)
-def test_small_blocks_never_read_unselected_keys(backend: str) -> None:
-    check_poison(backend, *make_qkv(S=7, G=2, h=3, Dk=16, S_kv=63), make_blocks(1, 7, 2, 63, 3, 4))
-
-
-@pytest.mark.parametrize("backend", GATHERING)
-@pytest.mark.parametrize("name", ["empty_alternating", "padded", "unsorted", "own_and_future", "int64"])
-def test_lists_of_small_blocks_that_are_easily_mistreated(backend: str, name: str) -> None:
-    selection = Selection.from_blocks(edge_block_lists(1, 5, 1, 30, 4)[name], 4)
-    check_both(backend, *make_qkv(S=5, G=1, h=2, Dk=16, S_kv=30), selection)
 
 
 @pytest.mark.parametrize(("B", "G", "D", "parts"), [(1, 2, 16, 5), (6, 1, 136, 2)])
@@ -64,10 +38,6 @@ def test_few_warps_share_a_row_of_small_blocks_while_a_multiprocessor_has_room(B
     call.device = DeviceInfo(kind="cuda", sm=90, name="NVIDIA H100", sm_count=132, shared_memory=227 << 10)
     config = call.settings.kernel("triton-group/decode" + ("-widest" if D == 256 else ""))
     assert triton_group._split_parts(call, config, 2 * B) == parts
-
-
-def test_reruns_of_small_blocks_are_bit_equal() -> None:
-    check_deterministic("triton-tile", *make_qkv(S=5, G=1, h=2, Dk=16, S_kv=63), make_blocks(1, 5, 1, 63, 6, 4), reruns=3)
 
 
 def test_other_small_blocks_are_refused_with_the_sizes_that_are_taken() -> None:
@@ -91,13 +61,6 @@ def test_merged_blocks_name_each_tile_once_with_the_blocks_of_the_row(block: int
         each = width // block
         found = {tile * each + i for tile, mask in zip(tiles, marked, strict=True) if tile >= 0 for i in range(each) if mask >> i & 1}
         assert found == {j for j in row if j >= 0}
-
-
-@pytest.mark.parametrize(("backend", "S"), [("triton-group", 1), ("triton-group", 5), ("triton-tile", 5)])
-def test_small_blocks_after_empty_ranges_and_duplicates(backend: str, S: int) -> None:
-    """More room than keys: of six blocks of 4 keys three are none, and there are 12 keys."""
-    blocks = torch.tensor([-1, 0, 0, 9, 2, 1]).expand(1, S, 1, 6)
-    check_both(backend, *make_qkv(S=S, G=1, h=2, Dk=16, S_kv=12), Selection.from_blocks(blocks, 4))
 
 
 def test_gradients_of_small_blocks_list_a_row_once_for_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:

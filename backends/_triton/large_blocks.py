@@ -54,7 +54,7 @@ def list_of_piece(ends, number, stop, lists, G, WIDTH: tl.constexpr):
 def visible(limit, listed, first, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr):
     """Steps of BLOCK_L keys from `first` on without a mask: all of a block of WIDTH keys that each listed row sees whole, else none. Then
     the first key of those with a mask, and one past the last that any of these rows sees. Two loops, because a product in a branch is
-    miscompiled (docs/kernel-trials.md, "Tried without rows")."""
+    miscompiled (docs/kernels.md, "Tried and dropped")."""
     end = tl.minimum(first + WIDTH, tl.max(tl.where(listed, limit, 0), 0))
     steps = tl.where(tl.min(tl.where(listed, limit, first + WIDTH), 0) >= first + WIDTH, WIDTH // BLOCK_L, 0)
     return steps, tl.where(steps > 0, end, first), end

@@ -85,11 +85,6 @@ def parallel_cases() -> list[Case]:
     ]
 
 
-def least_bytes(case: Case) -> int:
-    """Bytes of the keys and values of all rows' blocks, each row's read once: what a decoding step cannot avoid."""
-    return case.B * case.S * case.G * case.n * case.block * (case.Dk + case.Dv) * DTYPES[case.dtype].itemsize
-
-
 def few_token_cases() -> list[Case]:
     """Several new tokens a sequence, as speculative decoding checks them: one stream to a large batch, and one group of 128-key blocks."""
     sizes = (  # B, S, S_kv, G, h, D, block
@@ -201,7 +196,7 @@ def text_case(S: int, h: int) -> Case | None:
     return prefill("trained", S, h) if S <= max(trained.contexts(), default=0) else None
 
 
-MODELS = {  # docs/models.md: G, h, Dk, Dv, n, block
+MODELS = {  # docs/choosing.md: G, h, Dk, Dv, n, block
     "nsa": (4, 16, 192, 128, 16, 64),
     "minimax-m3": (4, 16, 128, 128, 16, 128),
     "minicpm4": (2, 16, 128, 128, 96, 64),

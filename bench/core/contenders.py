@@ -58,7 +58,6 @@ class Contender(NamedTuple):
     # What a timed call gets: "new", a selection that nothing was made of; "kept", what was made of it before; None: it has none.
     selection: str | None = "new"
     finds_gradients: bool = False  # whether it has a backward pass is not known before it is called
-    computes_nothing: bool = False  # it shows what a part of a call takes, and has no result
     forward_only: tuple[str, ...] = ()  # devices on which it has no backward pass
     directions: tuple[str, ...] = ("fwd", "bwd", "fwd+bwd", "decode")
 

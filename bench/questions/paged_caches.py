@@ -163,24 +163,6 @@ def table(rows: Sequence[Row]) -> str:
     return markdown.table(("case", "backend", "layout", f"{IN_ONE_PIECE}: {' / '.join(formats)}", *wheres[1:]), lines)
 
 
-def page_costs(rows: Sequence[Row]) -> str:
-    """How many times as long pages take as one piece, from the least to the most of all cases and orders, by backend and format."""
-    found = by_cache(rows)
-    costs: dict[tuple[str, str], dict[str, list[float]]] = {}
-    for (_, backend, _, numbers), times in found.items():
-        for where, row in times.items():
-            if where != IN_ONE_PIECE and IN_ONE_PIECE in times:
-                of_kind = costs.setdefault((backend, numbers), {})
-                of_kind.setdefault(where, []).append(row["ms_median"] / times[IN_ONE_PIECE]["ms_median"])
-    wheres = kinds_of_pages(found.values())
-
-    def cell(factors: list[float] | None) -> str:
-        return f"{markdown.factor(min(factors))} to {markdown.factor(max(factors))}" if factors else "-"
-
-    lines = [(*kind, *(cell(of_kind.get(where)) for where in wheres)) for kind, of_kind in sorted(costs.items())]
-    return markdown.table(("backend", "cache", *wheres), lines)
-
-
 def main(
     out: Out,
     backends: Annotated[str, typer.Option(help="backends that read caches, comma-separated")] = ",".join(READERS),

@@ -27,7 +27,6 @@ from nsa_sel.bench.core.command_line import Device, device_of, program
 from nsa_sel.errors import ArgumentError
 
 MOST_BYTES = 3_000_000
-PASSAGES = 8  # held-out contexts that show how far a model reaches
 
 
 def fingerprint(data: Tensor) -> str:
@@ -68,17 +67,6 @@ def chosen_blocks(model: Any, data: Tensor, device: torch.device) -> tuple[list[
     return blocks, float(loss)
 
 
-def reach(model: Any, text: Tensor, sizes: Any, device: torch.device) -> dict[str, float]:
-    """Does the model use what is far? Mean loss of the last eighth of held-out contexts: after all before it, and after an eighth."""
-    last = sizes.context // 8
-    whole, near = [], []
-    for step in range(PASSAGES):
-        data = environment.example("train_nsa_lm").batch_at(text, step, sizes, held_out=True)[:1]
-        whole.append(losses(model, data, device)[-last:].mean())
-        near.append(losses(model, data[:, -2 * last - 1 :], device)[-last:].mean())
-    return {"bytes": last, "after_all": float(torch.stack(whole).mean()), "after_as_many": float(torch.stack(near).mean())}
-
-
 def saved(run: Path, device: torch.device, most: int, backend: str | None = None) -> tuple[bytes, dict[str, Any]]:
     """The bytes of the file, and where they come from.
 
@@ -102,7 +90,6 @@ def saved(run: Path, device: torch.device, most: int, backend: str | None = None
         "model": "examples/train_nsa_lm.py", "sizes": asdict(sizes), "step": state["step"], "training": trained_on,
         "training_loss": rows[-1]["loss"], "held_out_loss": held_out[-1] if held_out else None,
         "text_bytes": len(text), "text_sha256": fingerprint(text), "passage_sha256": fingerprint(data), "passage_loss": loss,
-        "reach": reach(model, text, sizes, device),
         "python": platform.python_version(), **environment.stamp(device.type),
     }  # fmt: skip
     return trained.fitting(dict(enumerate(blocks)), sizes.block, facts, most), facts
@@ -121,7 +108,6 @@ def main(
     file.write_bytes(content)
     print(f"{file.name}: {len(content)} bytes, sha256 {hashlib.sha256(content).hexdigest()}")
     print(f"step {facts['step']}, loss {facts['passage_loss']:.4f} on this text; {facts['held_out_loss']} of the run's held-out batch")
-    print(f"how far it reaches: {facts['reach']}")
 
 
 if __name__ == "__main__":

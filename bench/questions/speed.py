@@ -18,7 +18,6 @@ from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.command_line import Backends, Device, Only, Out, Quick, device_of, echo, program, stderr_console
 from nsa_sel.bench.core.contenders import DENSE, PACKED, PREFILL_ONLY, SLOW, Contender, backends_on, named
-from nsa_sel.bench.core.reading_alone import BACKEND, readings
 from nsa_sel.bench.core.session import Job, able, run
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.core.timing import Timing
@@ -37,14 +36,13 @@ class Suite(NamedTuple):
     whole: bool  # whether fwd+bwd is measured, beside fwd and bwd
     rep: float  # ms of timed calls
     rows: int  # compared with the oracle
-    floor: bool = False  # whether rows say what must be read at least, `least_bytes`, and others what reading alone takes
 
 
 # In this order a case that several suites share is looked at most closely by the first of them.
 SUITES = {
     "performance": Suite(cases.performance_cases, packed=True, whole=True, rep=50, rows=64),
     "decode": Suite(cases.decode_cases, packed=True, whole=False, rep=50, rows=64),
-    "parallel": Suite(cases.parallel_cases, packed=False, whole=False, rep=50, rows=64, floor=True),
+    "parallel": Suite(cases.parallel_cases, packed=False, whole=False, rep=50, rows=64),
     "tokens": Suite(cases.few_token_cases, packed=False, whole=False, rep=20, rows=4),
     "threshold": Suite(cases.threshold_cases, packed=True, whole=False, rep=50, rows=64),
     "breakeven": Suite(cases.breakeven_cases, packed=False, whole=True, rep=50, rows=16),
@@ -89,14 +87,10 @@ def jobs(suites: dict[str, Suite], contenders: Sequence[Contender], only: str, d
             chosen = tuple(contender for contender in contenders if takes_part.get(contender.name, True))
             if step:  # computes no gradients, and checks none
                 chosen = tuple(contender._replace(directions=("decode",)) for contender in chosen)
-            if suite.floor:
-                chosen += tuple(reading for contender in chosen if contender.name == BACKEND for reading in readings(contender))
             directions = ("decode",) if step else ("fwd", "bwd", "fwd+bwd") if suite.whole else ("fwd", "bwd")
             if only in case.case and chosen:
                 case = case if device == "cuda" else case._replace(dtype="float32")  # what CPUs compute in
                 more: dict[str, object] = {"quick": True} if name == "quick" else {}
-                if suite.floor:
-                    more["least_bytes"] = cases.least_bytes(case)
                 found.setdefault(case.case, Job(case, chosen, directions, suite.rows, Timing(suite.rep), more))
     names = sorted({case.case for suite in suites.values() for case in suite.cases()})
     if not any(only in name for name in names):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -13,14 +12,12 @@ from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.tune import costs, kernel_configs, runner, thresholds
 from nsa_sel.bench.tune.resume import Run, Tell
 from nsa_sel.bench.tune.search_space import CASES, TUNED, Case, Job, committed_settings, jobs
-from nsa_sel.bench.tune.tuned_file import beside, usable_folder
 from nsa_sel.core import registry
 from nsa_sel.core.call import device_info
 from nsa_sel.core.request import DeviceInfo
-from nsa_sel.errors import ArgumentError, ConfigError
+from nsa_sel.errors import ArgumentError
 from nsa_sel.settings import tuned
 from nsa_sel.settings.schema import WAYS, Costs, Settings, Threshold, Way
-from nsa_sel.settings.tuned import Stamp
 
 COSTS_SHARE, COSTS_MINUTES = 1 / 3, 20.0
 REP, QUICK_REP = 20.0, 10.0  # ms of timed calls per config
@@ -91,23 +88,22 @@ class Plan(NamedTuple):
             backends, cases = dict.fromkeys(row["backend"] for row in self.costs), {row["case"] for row in self.costs}
             lines.append(
                 f"then, with the configs that won, {len(self.costs)} times of {', '.join(backends)} on {len(cases)} cases, for the cost"
-                " models by which backends are chosen; then the report"
+                " models by which backends are chosen"
             )
         return "\n".join(lines)
 
 
 class Done(NamedTuple):
-    """What a run found. `costs_left`: rows; `page`: the report, or why there is none."""
+    """What a run found. `costs_left`: rows."""
 
     report: kernel_configs.Report
     thresholds: dict[Way, Threshold]
     costs: Costs | None = None
     costs_left: int = 0
-    page: Path | str | None = None
 
     def document(self) -> dict[str, Any]:
         """For --json."""
-        rest = {"thresholds": self.thresholds, "costs": self.costs, "costs_left": self.costs_left, "page": self.page and str(self.page)}
+        rest = {"thresholds": self.thresholds, "costs": self.costs, "costs_left": self.costs_left}
         return {**self.report._asdict(), "file": str(self.report.file), **rest}
 
     def text(self) -> str:
@@ -130,8 +126,6 @@ class Done(NamedTuple):
         left = [f"{count} {what}" for count, what in ((report.left, "kernels"), (self.costs_left, "times for the costs")) if count]
         if left:
             lines.append(f"time is up, {' and '.join(left)} are left: run the command again to go on")
-        if self.page is not None:
-            lines.append(f"report: {self.page}" if isinstance(self.page, Path) else f"no report: {self.page}")
         return "\n".join(lines)
 
 
@@ -210,25 +204,9 @@ def measure(chosen: Plan, minutes: float, quick: bool, tell: Tell) -> Done:
         if chosen.costs:
             models = costs.measure_costs(run, chosen.device, costs.Runner(), chosen.ways)
             costs_left = costs.unmeasured(stamp, costs.wanted(chosen.device, chosen.ways))  # with the configs that won
-        return Done(report, found, models, costs_left, _page(stamp, tell) if chosen.ways else None)
+        return Done(report, found, models, costs_left)
     finally:
         tuned.forget()
-
-
-def _page(stamp: Stamp, tell: Tell) -> Path | str:
-    """Write what `nsa-sel report` makes of the user's rows, in a folder beside the file; its path, or why there is none."""
-    from nsa_sel.bench.report import report as reporting  # loads matplotlib
-
-    tell("the report", 1.0)
-    tuned.forget()  # it shows what the policy picks now
-    folder = beside(stamp, ".report")
-    files = [file for file in (beside(stamp, costs.ROWS), beside(stamp, thresholds.ROWS)) if file.exists()]
-    try:
-        with usable_folder():
-            reporting.write(files, folder)
-    except (ArgumentError, ConfigError) as error:
-        return str(error)
-    return folder / reporting.DOCUMENT
 
 
 def _table(rows: list[tuple[Any, ...]], headers: list[str]) -> str:

@@ -30,7 +30,7 @@ from nsa_sel.settings.schema import CostModel, Costs
 
 BACKENDS = {backend.name: backend for backend in (*SPECS, *CHOOSERS)}
 TERMS = {f"{backend.name}/{phase}": terms for backend in BACKENDS.values() for phase, terms in backend.cost_terms.items()}
-OF_CACHES = {"gathered", "rows-kernel", "rows-read"}  # terms that no plain call has
+OF_CACHES = {"gathered", "rows-read"}  # terms that no plain call has
 CHOICE_PHASES = {"fwd": "choose", "bwd": "choose-backward"}  # of rows of choosing; `WAYS` are those of others
 DTYPES = {"bfloat16": ("bfloat16", "float16")}  # dtype of rows -> dtypes that the model holds for: same size, same tensor cores
 # Commands whose rows time more, or less, than a call (packed batches, a plain call beside caches) under a backend's name; old rows have
@@ -143,23 +143,22 @@ def row_request(row: Row, sharing: tuple[float, ...] | None) -> Request:
     return request_of(case_of(row), sharing, row.get("direction") == "bwd", cache_of(row))
 
 
-def models(rows: Sequence[Row], sm_count: int) -> dict[str, CostModel]:
-    """The cost model of every backend and direction in the rows, all of which pass `is_cost_row`; sm_count: of their GPU."""
+def models(rows: Sequence[Row]) -> dict[str, CostModel]:
+    """The cost model of every backend and direction in the rows, all of which pass `is_cost_row`."""
     by_model: dict[str, list[Row]] = {}
     for row in rows:
         by_model.setdefault(model_of(row), []).append(row)
-    return {name: fit(name, by_model[name], sm_count) for name in TERMS if name in by_model}
+    return {name: fit(name, by_model[name]) for name in TERMS if name in by_model}
 
 
-def costs(rows: Sequence[Row], sources: Sequence[str], sm_count: int) -> Costs:
+def costs(rows: Sequence[Row], sources: Sequence[str]) -> Costs:
     """The `costs:` part of a profile.
 
     Args:
         rows: all pass `is_cost_row`.
         sources: where the rows come from, in words.
-        sm_count: multiprocessors of their GPU.
     """
-    found = models(rows, sm_count)
+    found = models(rows)
     errors = sorted(model.median_error for model in found.values())
     finding = (
         f"ms = max(host, sum of price x work), non-negative least squares of the relative error over {len(rows)} rows of {len(found)}"
@@ -174,12 +173,12 @@ def source(name: str, rows: Sequence[Row]) -> str:
     return f"{name} (sha256 {digest(name)}, {len(rows)} rows)"
 
 
-def costs_of(files: Mapping[str, Sequence[Row]], sm_count: int) -> Costs:
+def costs_of(files: Mapping[str, Sequence[Row]]) -> Costs:
     """`costs` of rows by committed file, all of which pass `is_cost_row`."""
-    return costs([row for rows in files.values() for row in rows], [source(name, read_rows(name)) for name in files], sm_count)
+    return costs([row for rows in files.values() for row in rows], [source(name, read_rows(name)) for name in files])
 
 
-def fit(name: str, rows: Sequence[Row], sm_count: int) -> CostModel:
+def fit(name: str, rows: Sequence[Row]) -> CostModel:
     """The model with the least weighted sum of squared relative errors over the rows of one backend and direction.
 
     Rows of the same sizes share a weight of 1, but for those whose keys are gathered from small pages, which share one of their own:
@@ -192,7 +191,7 @@ def fit(name: str, rows: Sequence[Row], sm_count: int) -> CostModel:
     """
     rows = sorted(rows, key=lambda row: float(row["ms_median"]))
     ms = np.array([row["ms_median"] for row in rows])
-    amounts = np.array([_amounts(row, name, sm_count) for row in rows])
+    amounts = np.array([_amounts(row, name) for row in rows])
     sizes = [(case_of(row)[1:], gathers(row_request(row, None))) for row in rows]
     alike = Counter(sizes)
     scatter = np.array([(row["ms_p80"] - row["ms_p20"]) / row["ms_median"] for row in rows])
@@ -239,9 +238,9 @@ def prior() -> tuple[float, ...]:
     return tuple(round(float(ratio), 2) for ratio in np.mean(np.array(found), axis=0))
 
 
-def _amounts(row: Row, name: str, sm_count: int) -> list[float]:
+def _amounts(row: Row, name: str) -> list[float]:
     sharing = sharing_of(case_of(row))
-    counted = work_of(BACKENDS[backend_of(row)], row_request(row, sharing), name.endswith("backward"), sharing, sm_count)
+    counted = work_of(BACKENDS[backend_of(row)], row_request(row, sharing), name.endswith("backward"), sharing)
     return [counted.get(term, 0.0) for term in TERMS[name]]
 
 

@@ -118,7 +118,7 @@ def measure_costs(run: Run, device: DeviceInfo, measure: Measure, ways: Sequence
         tuned.forget()  # the configs in force are those of the file now
         collect(run, ROWS, wanted(device, ways), measure)
         path, every = beside(run.stamp, ROWS), wanted(device, ORDER)
-        found = fitted(every, Measurements(path).of(every), path.name, device.sm_count)
+        found = fitted(every, Measurements(path).of(every), path.name)
         before = written(run.stamp).costs
         if found is not None and (before is None or _ways(before) <= _ways(found)):
             rewrite(run.stamp, costs=found)
@@ -130,7 +130,7 @@ def _ways(costs: Costs) -> set[str]:
     return {name.partition("/")[2] for name in costs.models}
 
 
-def fitted(every: Sequence[Row], known: Sequence[Row], name: str, sm_count: int) -> Costs | None:
+def fitted(every: Sequence[Row], known: Sequence[Row], name: str) -> Costs | None:
     """The models of the phases all of whose rows are known, None where no phase has two backends to compare.
 
     A backend that mostly fails has fewer rows than its model has terms, and gets no model: the policy then prefers the others.
@@ -150,7 +150,7 @@ def fitted(every: Sequence[Row], known: Sequence[Row], name: str, sm_count: int)
     if not rows:
         return None
     digest = hashlib.sha256("".join(json.dumps(row, sort_keys=True) for row in rows).encode()).hexdigest()[:16]
-    return cost_fit.costs(rows, (f"`nsa-sel tune` on this machine: {name} ({len(rows)} of its rows, sha256 {digest})",), sm_count)
+    return cost_fit.costs(rows, (f"`nsa-sel tune` on this machine: {name} ({len(rows)} of its rows, sha256 {digest})",))
 
 
 class Runner:

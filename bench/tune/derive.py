@@ -17,12 +17,10 @@ from nsa_sel.bench import threshold_optimizer as optimizer
 from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.threshold_optimizer import faster_by
-from nsa_sel.bench.tune import cost_fit, unmeasured
+from nsa_sel.bench.tune import cost_fit
 from nsa_sel.bench.tune.committed_rows import CPU_ROWS, DIRECTIONS, H200_RESULTS, RESULTS, command_of, cost_rows, digest, read_rows
-from nsa_sel.bench.tune.data_sheets import factors, least_tensor_ms
 from nsa_sel.settings import tuned
 from nsa_sel.settings.devices import GPUS
-from nsa_sel.settings.prices import carried_over
 from nsa_sel.settings.schema import Costs, Evidence, KernelConfig, Side, Source, Threshold
 
 H200_TUNED = f"{H200_RESULTS}/tuned.json"  # as `nsa-sel tune` wrote it
@@ -105,37 +103,32 @@ def measured_profile(gpu: str) -> dict[str, Any]:
 
 
 def merged_costs(gpu: str) -> dict[str, Any]:
-    """The cost models of a measured GPU: its own, and the other's at prices that data sheets carry over where that has better rows. Prices
-    of work that none of its own rows has are the other's, too.
+    """The cost models of a measured GPU: its own, and those of the other one, as they are, where that has more rows.
+
+    The H100 and the H200 are one chip with other memory. Prices of work that none of a model's own rows has are the other's, too.
 
     Args:
         gpu: "h100" or "h200".
     """
     own, other = own_costs(gpu), "h200" if gpu == "h100" else "h100"
-    rows = {name: model.rows for name, model in own.models.items()}
-    taken = {name for name, model in own_costs(other).models.items() if rows.get(name, 0) < min(ENOUGH_ROWS, model.rows)}
-    told = f"rows of an {GPUS[other].name}, prices carried over by data sheets"
-    carried = carried_over(own_costs(other), factors(gpu, of=other), least_tensor_ms(gpu), told)
-    models, from_other = {}, []
-    for name in (each for each in cost_fit.TERMS if each in {*own.models, *taken}):
-        theirs = carried.models[name] if name in carried.models else own.models[name]
-        mine = theirs if name in taken else own.models[name]
-        missing = {term: price for term, price in theirs.terms.items() if term not in mine.terms}
-        from_other += [name] * (name in taken) + [f"{term} of {name}" for term in missing]
+    theirs, models, borrowed = own_costs(other), {}, list[str]()
+    for name in (each for each in cost_fit.TERMS if each in {*own.models, *theirs.models}):
+        mine, their = own.models.get(name), theirs.models.get(name)
+        if mine is None or (their is not None and mine.rows < min(ENOUGH_ROWS, their.rows)):
+            models[name] = their
+            borrowed.append(name)
+            continue
+        missing = {term: price for term, price in (their.terms if their else {}).items() if term not in mine.terms}
         models[name] = msgspec.structs.replace(mine, terms={**mine.terms, **missing})
-    provenance = f"{own.provenance}; {', '.join(from_other)}: {carried.provenance}"
-    return plain(msgspec.structs.replace(own, models=models, provenance=provenance))
+        borrowed += [f"{term} of {name}" for term in missing]
+    provenance = f"{own.provenance}; {', '.join(borrowed)}: of an {GPUS[other].name}: {theirs.provenance}"
+    return {**msgspec.to_builtins(msgspec.structs.replace(own, models=models, provenance=provenance)), "dtypes": list(own.dtypes)}
 
 
 @cache
 def own_costs(gpu: str) -> Costs:
     """Cost models fitted to the committed rows of a GPU."""
-    return cost_fit.costs_of(cost_rows(cost_fit.is_cost_row, RESULTS[gpu]), GPUS[gpu].sm_count)
-
-
-def plain(costs: Costs) -> dict[str, Any]:
-    """As a profile keeps it."""
-    return {**msgspec.to_builtins(costs), "dtypes": list(costs.dtypes)}
+    return cost_fit.costs_of(cost_rows(cost_fit.is_cost_row, RESULTS[gpu]))
 
 
 def kernel_configs(name: str) -> dict[str, Any]:
@@ -177,13 +170,8 @@ def render(profile: dict[str, Any]) -> str:
 
 PROFILES: dict[str, Callable[[], dict[str, Any]]] = {
     "configs/devices/cpu.yaml": cpu_profile,
-    "configs/devices/sm80_a100.yaml": partial(unmeasured.calculated_profile, "a100"),
-    "configs/devices/sm86_rtx3090.yaml": partial(unmeasured.calculated_profile, "rtx3090"),
-    "configs/devices/sm89_rtx4090.yaml": unmeasured.rtx4090_profile,
     "configs/devices/sm90_h100.yaml": partial(measured_profile, "h100"),
     "configs/devices/sm90_h200.yaml": partial(measured_profile, "h200"),
-    "configs/devices/sm100_b200.yaml": partial(unmeasured.calculated_profile, "b200"),
-    "configs/devices/sm120_rtx5090.yaml": partial(unmeasured.calculated_profile, "rtx5090"),
 }
 
 if __name__ == "__main__":

@@ -197,23 +197,6 @@ def demo(
 
 
 @app.command()
-def report(
-    rows: Annotated[list[Path], typer.Argument(metavar="ROWS...", help="JSON-lines files of measured rows, of any devices.")],
-    out: Annotated[Path, typer.Option(help="Folder of selection_report.md and a PNG of each figure.")] = Path("report-output"),
-    as_json: AsJson = False,
-) -> None:
-    """Write what measured rows say: Markdown, and the figures as PNG.
-
-    A panel whose cases have no rows says so in place of its figure. Lines without a measurement are counted.
-    """
-    with _errors(as_json):
-        with needs_extra("report", "nsa-sel report"):
-            from nsa_sel.bench.report import report as reporting
-        written = reporting.write(rows, out)
-        _print(_pretty(written) if as_json else reporting.text(written))
-
-
-@app.command()
 def tune(
     quick: Annotated[bool, typer.Option("--quick", help="Try few kernel configs for one case. Takes minutes.")] = False,
     backend: Annotated[str | None, typer.Option(help="Tune only this Triton backend.")] = None,
@@ -229,7 +212,7 @@ def tune(
 ) -> None:
     """Measure on this GPU the smallest L for which Triton is faster, the best kernel configs, and cost models. Later calls use them.
 
-    Without --backend, --L, --h, --Dk, --Dv, --dtype: the thresholds, the committed cases, the costs (not with --quick), and a report.
+    Without --backend, --L, --h, --Dk, --Dv, --dtype: the thresholds, the committed cases, and the costs (not with --quick).
     Measurements are saved, so the next run continues where this one stopped. NSA_SEL_AUTOTUNE=off ignores the results.
     """
     with _errors(as_json):
@@ -242,9 +225,6 @@ def tune(
             return
         if plan.note and not as_json:
             _print(f"note: {plan.note}")
-        if plan.ways:  # a report follows the measurements; check its packages before measuring
-            with needs_extra("report", "nsa-sel tune"):
-                import matplotlib  # noqa: F401
         with _progress(as_json) as advance:
             outcome = tuning.measure(plan, minutes, quick, advance)
         _print(_pretty(outcome.document()) if as_json else outcome.text())

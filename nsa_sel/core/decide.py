@@ -291,21 +291,21 @@ _ERROR = 2  # of torch.cuda.get_sync_debug_mode(): the user forbids to wait for 
 
 def with_count(
     request: Request, device: DeviceInfo, backend: str | None, q: Tensor, selection: Selection, q_pos: Tensor | None,
-    lengths: Tensor | None = None, counts: bool = True, for_all_ranks: bool = False,
+    lengths: Tensor | None = None, counts: bool = True,
 ) -> tuple[Request, Count | None]:  # fmt: skip
     """Return the request of a checked call with the sharing of its kind, counted now if it is the first.
+
+    Ranks of a distributed job do not count, because their decisions must be equal; `context_parallel_attention` broadcasts a count.
 
     Args:
         request, device, backend: what the decision depends on.
         q, selection, q_pos, lengths: of the call.
         counts: whether this call may count; another one only uses what is known.
-        for_all_ranks: whether the ranks of a distributed job take this decision. Those that decide for themselves do not count: they must
-            decide alike.
 
     Returns:
         The request, and the count that its sharing comes from. None where sharing was measured, may not be counted, or decides nothing.
     """
-    if request.sharing is not None or not countable(request) or (tuned.distributed() and not for_all_ranks):
+    if request.sharing is not None or not countable(request) or tuned.distributed():
         return request, None
     often = settings_for(device).count_sharing
     if often == "off":
@@ -315,7 +315,7 @@ def with_count(
     if counts and (count is None or not count.use()):
         if not _matters(request, device, backend):
             return request, None
-        if not _waits(q):
+        if not may_wait(q):
             count = count or Count(None, 0)  # of which no call is left: the next one asks again
         else:
             count = Count(count_rows(request, q, selection, q_pos, lengths), math.inf if often == "first" else often - 1)
@@ -356,7 +356,7 @@ def _matters(request: Request, device: DeviceInfo, backend: str | None) -> bool:
     return found
 
 
-def _waits(q: Tensor) -> bool:
+def may_wait(q: Tensor) -> bool:
     """Return True if the host may wait for the device: not in a CUDA graph's capture, nor if PyTorch's sync debug mode forbids it."""
     return not q.is_cuda or not (capturing(q) or torch.cuda.get_sync_debug_mode() == _ERROR)
 

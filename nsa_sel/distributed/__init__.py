@@ -1,4 +1,4 @@
-"""Several GPUs, on torch.distributed: context and tensor parallelism, ranks that agree, sharding of DTensors. See docs/distributed.md."""
+"""Run on several GPUs with torch.distributed: context parallelism and tensor parallelism. See docs/distributed.md."""
 
 from nsa_sel.distributed.agreement import check_ranks
 from nsa_sel.distributed.context import context_parallel_attention

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Hashable
 from typing import Any, Literal, NamedTuple, get_args, overload
 
 import msgspec
@@ -10,14 +11,15 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from nsa_sel.core import run, transforms
+from nsa_sel.core import decide, run, transforms
 from nsa_sel.core.arguments import check_tensors
 from nsa_sel.core.call import Call, device_info, request_of
 from nsa_sel.core.check import as_selection, check_call
-from nsa_sel.core.decide import Decided, with_count
-from nsa_sel.core.request import Request
+from nsa_sel.core.decide import Decided
+from nsa_sel.core.decision import Decision
+from nsa_sel.core.request import SHARING_TOKENS, DeviceInfo, Request
 from nsa_sel.distributed import cost, exchange_all, exchange_blocks, exchange_rows
-from nsa_sel.distributed.agreement import Agreed, agree, begin_call, group_of
+from nsa_sel.distributed.agreement import compare_call, group_of
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
@@ -79,41 +81,43 @@ def context_parallel_attention(
     Raises:
         ArgumentError: bad input.
         BackendError: no backend may run the call; something traces it.
-        NsaSelError: ranks differ in sizes, flags, versions, devices or the order of calls (it names rank and field), a rank does not
-            join, or there is no distributed job. On a GPU, ranks that differ in an agreed call stop by a device-side assert instead.
+        NsaSelError: there is no distributed job; or ranks differ in sizes, arguments, flags, versions or devices at the first call of the
+            group, or at any call with NSA_DEBUG_TRITON=1. It names rank and field.
     """
     check_tensors(q=q, k=k, v=v)
     transforms.check_eager("context_parallel_attention", q, k, v)
     q, k, v = transforms.materialized(q, k, v)
     group = group_of(group, "context_parallel_attention")
-    begin_call(group)
     check_exchange(exchange)
     decode = isinstance(q, Tensor) and q.dim() == 4
     q, k, v = transforms.in_autocast_dtype(q, k, v)
-    o, lse = _attend(_checked(q, k, v, selection, q_pos, scale, group), exchange, count_blocks, backend)
+    part = _checked(q, k, v, selection, q_pos, scale, group)
+    compare_call(group, q, "context_parallel_attention", lambda: {
+        **part.sizes._asdict(), "dtype": str(q.dtype), "max_length": part.selection.max_length, "scale": part.scale, "backend": backend,
+        "exchange": exchange, "count_blocks": count_blocks,
+    })  # fmt: skip
+    o, lse = _attend(part, exchange, count_blocks, backend)
     if decode:
         o, lse = o.squeeze(1), lse.squeeze(1)
     return (o, lse) if return_lse else o
 
 
-def attend_within(
-    whole: Agreed, q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None, scale: float, backend: str | None,
-    exchange: cost.Choice,
+def selected_branch(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None, scale: float, group: dist.ProcessGroup,
+    backend: str | None, exchange: cost.Choice,
 ) -> Tensor:  # fmt: skip
-    """The o of `context_parallel_attention` as part of the agreed call `whole`, which ranks do not compare again, neither here nor in the
-    backward pass."""
-    part = _checked(*transforms.materialized(q, k, v), selection, q_pos, scale, whole.group)
-    return _attend(part, exchange, False, backend, whole)[0]
+    """Return the o of `context_parallel_attention` as part of a layer, whose ranks have compared their calls."""
+    return _attend(_checked(*transforms.materialized(q, k, v), selection, q_pos, scale, group), exchange, False, backend)[0]
 
 
 def check_exchange(exchange: str) -> None:
-    """ArgumentError unless such an exchange exists."""
+    """Raise ArgumentError unless such an exchange exists."""
     if exchange not in get_args(cost.Choice):
         raise ArgumentError("exchange", shown(exchange), ", ".join(get_args(cost.Choice)), "pass one of these names")
 
 
 class _Slice(NamedTuple):
-    """This rank's checked arguments."""
+    """Checked arguments of this rank."""
 
     q: Tensor
     k: Tensor
@@ -145,7 +149,7 @@ def _checked(
 
 
 def _repeated(x: Any, ranks: int) -> Any:
-    """A view as large as all ranks' slices together, to check shapes; anything but a 4-d tensor is returned as it is."""
+    """Return a view as large as all ranks' slices together, to check shapes; anything but a 4-d tensor is returned as it is."""
     if not isinstance(x, Tensor) or x.dim() != 4:
         return x
     if not x.shape[2]:
@@ -155,65 +159,66 @@ def _repeated(x: Any, ranks: int) -> Any:
     return x.as_strided((B, G, ranks * keys, D), (batch, group, 0, number))
 
 
-def _attend(
-    part: _Slice, exchange: cost.Choice, count_blocks: bool, backend: str | None, within: Agreed | None = None
-) -> tuple[Tensor, Tensor]:
-    """o and lse of this rank's rows, by the exchange that the ranks agree on. within: as of `agree`."""
+def _attend(part: _Slice, exchange: cost.Choice, count_blocks: bool, backend: str | None) -> tuple[Tensor, Tensor]:
+    """Return o and lse of this rank's rows."""
     q, k, v, selection, q_pos, scale, sizes, group = part
     device = device_info(q.device)
-    arguments = {
-        "keys": sizes.keys, "exchange": exchange, "count_blocks": count_blocks, "scale": scale, "q_pos": sizes.has_pos,
-        "block_size": sizes.block_size,
-    }  # fmt: skip
-
-    def counted(request: Request) -> Request:
-        return with_count(request, device, backend, q, selection, _positions(part), for_all_ranks=True)[0]
-
-    def agreed(request: Request, **more: Any) -> Agreed:
-        return agree(request, device, group, backend, q.device, counted if request.S == sizes.S else None, within, **arguments, **more)
-
-    done, route, chosen = _planned(part, exchange, count_blocks, agreed)
+    done, route, chosen = _plan(part, exchange, count_blocks)
     target.follow(settings_for(device))
     if done.kind == "rows":
         k, v = exchange_rows.aligned(k), exchange_rows.aligned(v)
         request = exchange_rows.request(q, k, v, selection, sizes.ranks, sizes.needs_grad)
-        on = agreed(request, index_size=sizes.index_size)
-        o, lse = exchange_rows.attend(q, k, v, selection, q_pos, scale, on, request)
+        decision = decide.decide(request, device, backend)
+        o, lse = exchange_rows.attend(q, k, v, selection, q_pos, scale, group, decision, request)
     else:
-        request = _request(part)
+        # One rank's rows over the keys of all ranks, laid out as they are gathered, without what measure() counted in these rows.
+        both = k.new_empty(1, sizes.B, sizes.G, sizes.Dk + sizes.Dv).expand(sizes.ranks * sizes.keys, -1, -1, -1).permute(1, 2, 0, 3)
+        unmeasured = Selection(selection.ranges, selection.block_size, selection.max_length)
+        request = request_of(q, both[..., : sizes.Dk], both[..., sizes.Dk :], unmeasured, sizes.needs_grad)
+        blocks = None if route is None else (chosen or _chosen(part), route, sizes.within)
         if route is not None and not sizes.within:  # rows may see only the beginning of a block
             request = msgspec.structs.replace(request, block_size=None)
-        on = agreed(request)
-        blocks = None if route is None else (chosen or _chosen(part), route, sizes.within)
-        o, lse = _ContextParallel.apply(part, blocks, on, request, q, k, v, q_pos)  # type: ignore[no-untyped-call]
+        elif backend is None:
+            request = _with_sharing_of_rank_0(request, device, part)
+        decision = decide.decide(request, device, backend)
+        o, lse = _ContextParallel.apply(part, blocks, decision, request, q, k, v, q_pos)  # type: ignore[no-untyped-call]
     cost.note(done)
     return o, lse
 
 
-def _request(part: _Slice) -> Request:
-    """The request that all ranks have in common: one rank's rows over the keys of all, laid out as they are gathered.
+_sharing: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, tuple[float, ...]]] = weakref.WeakKeyDictionary()
 
-    It leaves out what `measure()` found of one rank's rows.
+
+def _with_sharing_of_rank_0(request: Request, device: DeviceInfo, part: _Slice) -> Request:
+    """Return the request with the share of blocks that neighboring rows have in common, as rank 0 counts it in its own rows.
+
+    Rank 0 counts and broadcasts at the first call of a kind, so that all ranks take the same decisions. Waits for the device then.
     """
-    of, selection = part.sizes, part.selection
-    both = part.k.new_empty(1, of.B, of.G, of.Dk + of.Dv).expand(of.ranks * of.keys, -1, -1, -1).permute(1, 2, 0, 3)
-    unmeasured = Selection(selection.ranges, selection.block_size, selection.max_length)
-    return request_of(part.q, both[..., : of.Dk], both[..., of.Dk :], unmeasured, of.needs_grad)
+    if not decide.countable(request) or settings_for(device).count_sharing == "off":
+        return request
+    counts, kind = _sharing.setdefault(part.group, {}), decide.kind_of(request, device)
+    if kind not in counts:
+        if not decide.may_wait(part.q):
+            return request
+        count = torch.zeros(len(SHARING_TOKENS), dtype=torch.float64, device=part.q.device)
+        if part.rank == 0:
+            found = decide.count_rows(request, part.q, part.selection, _positions(part), None)
+            count.copy_(torch.tensor(found, dtype=torch.float64, device="cpu"))
+        dist.broadcast(count, group=part.group, group_src=0)
+        counts[kind] = tuple(count.tolist())
+    return msgspec.structs.replace(request, sharing=counts[kind], counted=True)
 
 
-def _planned(
-    part: _Slice, exchange: cost.Choice, count: bool, agreed: Callable[[Request], Agreed]
+def _plan(
+    part: _Slice, exchange: cost.Choice, count: bool
 ) -> tuple[cost.Exchange, exchange_blocks.Route | None, exchange_blocks.Chosen | None]:
-    """The exchange to run; the route of blocks, None where none are sent; the blocks that the rank's rows chose, if counted."""
+    """Return the exchange to run; the route of blocks, None where none are sent; the blocks that the rank's rows chose, if counted."""
     of, obstacle = part.sizes, cost.obstacle(part.sizes)
-    counts = count and exchange in ("auto", "blocks") and obstacle is None
-    if counts or (exchange == "blocks" and obstacle is not None):  # a collective follows, or an error that all ranks raise
-        agreed(_request(part))
     if exchange == "blocks" and obstacle is not None:
         remedy = "pass exchange='rows' or 'gather', or a selection of whole blocks and slices of a multiple of them"
         raise ArgumentError("exchange", f"'blocks', but {obstacle}", "rows, gather, auto", remedy)
     chosen = None
-    if counts:
+    if count and exchange in ("auto", "blocks") and obstacle is None:
         chosen = _chosen(part)
         slots: list[list[int]] | None = exchange_blocks.counted_slots(chosen.wanted, part.rank, part.group)
         done = cost.cheapest_exchange(of, exchange, slots, counted=True)
@@ -233,7 +238,7 @@ def _chosen(part: _Slice) -> exchange_blocks.Chosen:
 
 
 def _positions(part: _Slice) -> Tensor:
-    """Those of the rank's rows [B,S] in the whole sequence."""
+    """Return the positions [B,S] of this rank's rows in the whole sequence."""
     of, first = part.sizes, part.sizes.first(part.rank)
     return torch.arange(first, first + of.S, device=part.q.device).expand(of.B, of.S) if part.q_pos is None else part.q_pos.long()
 
@@ -243,24 +248,24 @@ class _ContextParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, part: _Slice, blocks: tuple[exchange_blocks.Chosen, exchange_blocks.Route, bool] | None, agreed: Agreed,
+        ctx: Any, part: _Slice, blocks: tuple[exchange_blocks.Chosen, exchange_blocks.Route, bool] | None, decision: Decision,
         request: Request, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         selection, sizes, group, sent = part.selection, part.sizes, part.group, None
         if blocks is None:
-            seen = sizes.ranks * sizes.keys if q_pos is not None else sizes.first(part.rank) + sizes.S
-            k_seen, v_seen = (x[:, :, :seen] for x in exchange_all.gather(k, v, group))
+            visible = sizes.ranks * sizes.keys if q_pos is not None else sizes.first(part.rank) + sizes.S
+            k_all, v_all = (x[:, :, :visible] for x in exchange_all.gather(k, v, group))
         else:
             chosen, route, within = blocks
-            k_seen, v_seen, sent = exchange_blocks.exchange(k, v, chosen.wanted, route, group)
+            k_all, v_all, sent = exchange_blocks.exchange(k, v, chosen.wanted, route, group)
             selection, q_pos = exchange_blocks.compact_selection(selection, chosen, route, within)
         device = device_info(q.device)
-        call = Call(q, k_seen, v_seen, selection, q_pos, part.scale, settings_for(device), device)
+        call = Call(q, k_all, v_all, selection, q_pos, part.scale, settings_for(device), device)
         if call.settings.debug_triton and not call.capturing():
             selection.validate()
-        o, lse, decision = run.run_forward(Decided(call, agreed.decision, request))
-        ctx.save_for_backward(q, k_seen, v_seen, o, lse, selection.ranges, q_pos)
-        ctx.facts, ctx.decision, ctx.agreed = (selection, part.scale, call.settings, device), decision, agreed
+        o, lse, decision = run.run_forward(Decided(call, decision, request))
+        ctx.save_for_backward(q, k_all, v_all, o, lse, selection.ranges, q_pos)
+        ctx.facts, ctx.decision, ctx.group = (selection, part.scale, call.settings, device), decision, group
         ctx.sent, ctx.keys = sent, sizes.keys
         ctx.set_materialize_grads(False)
         return o, lse
@@ -269,15 +274,13 @@ class _ContextParallel(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             transforms.refuse_second_derivative()
-        q, k_seen, v_seen, o, lse, _, q_pos = ctx.saved_tensors
+        q, k_all, v_all, o, lse, _, q_pos = ctx.saved_tensors
         selection, scale, settings, device = ctx.facts
         if do is None and dlse is None:
             do = torch.zeros_like(o)  # the other ranks wait for this one's gradients
-        dq, dk, dv = run.gradients(Call(q, k_seen, v_seen, selection, q_pos, scale, settings, device), ctx.decision, o, lse, do, dlse)
-        ctx.agreed.before_backward(q.device)
+        dq, dk, dv = run.gradients(Call(q, k_all, v_all, selection, q_pos, scale, settings, device), ctx.decision, o, lse, do, dlse)
         if ctx.sent is None:
-            dk, dv = exchange_all.scatter_sums(dk, dv, ctx.keys, ctx.agreed.group)
+            dk, dv = exchange_all.scatter_sums(dk, dv, ctx.keys, ctx.group)
         else:
-            dk, dv = exchange_blocks.return_sums(dk, dv, ctx.sent, ctx.agreed.group)
-        ctx.agreed.after_backward()
+            dk, dv = exchange_blocks.return_sums(dk, dv, ctx.sent, ctx.group)
         return None, None, None, None, dq, dk, dv, None

@@ -1,34 +1,38 @@
 """Context parallelism of NSA's whole layer: each rank holds slices of the sequence, their rows and the keys of all branches.
 
-To the compressed branch and the window a slice's rows are the last ones of a sequence that ends with it. The rank receives the compressed
-keys of all slices before its own and the window's last keys; the selected branch is `context_parallel_attention`, for all rows of a rank.
+For the compressed branch and the window, a slice's rows are the last ones of a sequence that ends with the slice. The rank receives the
+compressed keys of all slices before its own, and the window's keys before each slice. The selected branch runs as in
+`context_parallel_attention`, for all rows of a rank.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from nsa_sel.attention_layer import NSAttention
+from nsa_sel.branches import check_branches
 from nsa_sel.compressed import compressed_attention
 from nsa_sel.core import transforms
-from nsa_sel.core.arguments import check_flag
+from nsa_sel.core.arguments import check_flag, check_tensors
+from nsa_sel.core.check import check_choose
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.distributed import cost
-from nsa_sel.distributed.agreement import Agreed, between_exchanges, group_of
-from nsa_sel.distributed.context import attend_within, check_exchange
+from nsa_sel.distributed.agreement import compare_call, group_of
+from nsa_sel.distributed.context import check_exchange, selected_branch
 from nsa_sel.distributed.cut import Cut, Ranges, rank_rows
 from nsa_sel.distributed.exchange_near import Reach, Route, with_neighbors
-from nsa_sel.distributed.layer_slice import NAME, Options, Slice, Tensors, begin, own_compressed_keys
 from nsa_sel.distributed.tensor import layers_of
 from nsa_sel.errors import ArgumentError
 from nsa_sel.gating import gated_sum
 from nsa_sel.selection import Selection
 from nsa_sel.window import sliding_window_attention
+
+_NAME = "context_parallel_nsa_attention"
 
 
 def context_parallel_nsa_attention(
@@ -81,9 +85,9 @@ def context_parallel_nsa_attention(
         BackendError: no backend may run the call; something traces it.
         NsaSelError: as `context_parallel_attention`.
     """
-    options = Options(Rule(compress_block, compress_stride, block_size, n, first, local), window, scale, backend, exchange, both_ends)
-    given = Tensors(q, q if q_cmp is None else q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates)
-    return _attend(begin(given, options, group, compressed=True))
+    options = _Options(Rule(compress_block, compress_stride, block_size, n, first, local), window, scale, backend, exchange, both_ends)
+    given = _Tensors(q, q if q_cmp is None else q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates)
+    return _attend(_begin(given, options, group, compressed=True))
 
 
 def context_parallel(model: nn.Module, group: Any = None, exchange: cost.Choice = "auto", both_ends: bool = False) -> nn.Module:
@@ -118,96 +122,170 @@ def context_parallel(model: nn.Module, group: Any = None, exchange: cost.Choice 
 
 
 class ContextOfLayer:
-    """What an `NSAttention` does otherwise where ranks hold slices of the sequence."""
+    """Attention of an `NSAttention` layer whose sequence is split over ranks."""
 
     def __init__(self, group: dist.ProcessGroup, exchange: cost.Choice, both_ends: bool) -> None:
         self.group, self.exchange, self.both_ends = group, exchange, both_ends
 
     def positions(self, S: int, device: torch.device) -> Tensor:
-        """[S] int64, of this rank's rows in the sequence."""
+        """Return the positions of this rank's rows in the sequence, int64 [S]."""
         return rank_rows(dist.get_world_size(self.group) * S, self.group, both_ends=self.both_ends, device=device)
 
     def attend(self, layer: NSAttention, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *others: Tensor, q_cmp: Tensor) -> Tensor:
-        """The layer's `nsa_attention`; k_cmp [B,S,G,Dk] and v_cmp [B,S,G,Dv] are still to be compressed."""
-        options = Options(layer.rule, layer.window, None, layer.backend, self.exchange, self.both_ends)
-        given = Tensors(q, q_cmp, k_cmp.transpose(1, 2), v_cmp.transpose(1, 2), *others)
-        of = begin(given, options, self.group, compressed=False)
+        """Run the layer's `nsa_attention`; k_cmp [B,S,G,Dk] and v_cmp [B,S,G,Dv] are still to be compressed."""
+        options = _Options(layer.rule, layer.window, None, layer.backend, self.exchange, self.both_ends)
+        given = _Tensors(q, q_cmp, k_cmp.transpose(1, 2), v_cmp.transpose(1, 2), *others)
+        of = _begin(given, options, self.group, compressed=False)
         route = _route_before_compression(of.cut, of.rank, layer.rule)
-        with between_exchanges(of.group):
-            near, of.exchanges["before compression"] = with_neighbors([of.tensors.k_cmp], [of.tensors.v_cmp], route, of.group)
-            k_cmp = _joined([layer.compress_k(k.transpose(1, 2)) for k, _ in near], 2)
-            v_cmp = _joined([layer.compress_v(v.transpose(1, 2)) for _, v in near], 2)
+        near = with_neighbors([of.tensors.k_cmp], [of.tensors.v_cmp], route, of.group)
+        k_cmp = _joined([layer.compress_k(k.transpose(1, 2)) for k, _ in near], 2)
+        v_cmp = _joined([layer.compress_v(v.transpose(1, 2)) for _, v in near], 2)
         return _attend(of._replace(tensors=of.tensors._replace(k_cmp=k_cmp, v_cmp=v_cmp)))
 
 
-def _attend(of: Slice) -> Tensor:
-    """The three branches of a checked call, and their gated sum."""
-    window, scale, size = of.options.window, of.options.scale, of.cut.size
-    rows = torch.split(of.tensors.q, size, 1)
-    with between_exchanges(of.group):
-        compressed, selected, near = _branches_with_exchanges(of, rows)
-    parts = zip(compressed, torch.split(selected, size, 1), rows, near, torch.split(of.tensors.gates, size, 1), strict=True)
-    sums = [gated_sum(each, own, sliding_window_attention(x, k, v, window, scale=scale), gate) for each, own, x, (k, v), gate in parts]
-    o = _joined(sums, 1)
-    if o.requires_grad:
-        o.register_hook(functools.partial(_before_backward, of.agreed))  # type: ignore[no-untyped-call]
-    return o
+class _Tensors(NamedTuple):
+    """This rank's rows q [B,S,G,h,Dk], keys [B,G,S,Dk] and values [B,G,S,Dv] of the branches, and gates [B,S,G,h,3]."""
+
+    q: Tensor
+    q_cmp: Tensor
+    k_cmp: Tensor  # [B,G,C,Dk], or all S of them before compression
+    v_cmp: Tensor
+    k_slc: Tensor
+    v_slc: Tensor
+    k_win: Tensor
+    v_win: Tensor
+    gates: Tensor
 
 
-def _branches_with_exchanges(of: Slice, rows: tuple[Tensor, ...]) -> tuple[list[Tensor], Tensor, list[tuple[Tensor, Tensor]]]:
-    """The compressed branch of each slice, the selected branch of all rows, and keys and values of each slice's window.
+class _Options(NamedTuple):
+    """Options of a call, equal on all ranks."""
 
-    rows: of each slice.
+    rule: Rule
+    window: int
+    scale: float | None
+    backend: str | None
+    exchange: cost.Choice
+    both_ends: bool
+
+
+class _Slice(NamedTuple):
+    """A checked call."""
+
+    tensors: _Tensors
+    options: _Options
+    cut: Cut
+    group: dist.ProcessGroup
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+
+def _begin(given: _Tensors, options: _Options, group: Any, *, compressed: bool) -> _Slice:
+    """Check this rank's arguments, and compare them with the other ranks' where `compare_call` does.
+
+    Args:
+        given: dense tensors of any sizes.
+        options: a scale of None becomes the default one.
+        group: process group or DeviceMesh of one dimension, None: all ranks.
+        compressed: True if k_cmp and v_cmp are compressed keys and values; False if they are still to be compressed.
+
+    Raises:
+        ArgumentError, BackendError, NsaSelError: as `context_parallel_nsa_attention`.
     """
-    q, q_cmp, _, _, k_slc, v_slc, *_ = of.tensors
-    rule, _, scale, backend, exchange, both_ends = of.options
-    cut, q_pos = of.cut, None
-    assert scale is not None, "begin() fills it in"
-    (k_cmp, v_cmp), *near = _received(of)
-    chosen = []
-    for each, x in zip(cut.held(of.rank), rows if q_cmp is q else torch.split(q_cmp, cut.size, 1), strict=True):
-        seen = rule.compressed_keys(each.stop)
-        k, v = k_cmp[:, :, :seen], v_cmp[:, :, :seen]
-        chosen.append(compressed_attention(x, k, v, scale=scale, S_kv=each.stop, **rule._asdict()))
-    selection = chosen[0][1]
+    check_tensors(**given._asdict())
+    transforms.check_eager(_NAME, *given)
+    group = group_of(group, _NAME)
+    check_exchange(options.exchange)
+    cast = _Tensors._make((*transforms.in_autocast_dtype(*given[:8]), given.gates))
+    given = cast._replace(q_cmp=cast.q) if given.q_cmp is given.q else cast
+    q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = given
+    check_branches(q, q_cmp, (v_cmp, v_slc, v_win), (k_slc, k_win), gates, options.window)
+    S, ranks = q.shape[1], group.size()
+    check_flag("both_ends", options.both_ends)
+    if k_slc.shape[2] != S:
+        remedy = "pass rows and keys of the same slices of the sequence"
+        raise ArgumentError("k_slc", f"of {k_slc.shape[2]} positions", f"q's {S} rows", remedy)
+    stride = options.rule.compress_stride
+    if not S or S % (stride * (1 + options.both_ends)):
+        allowed = f"a multiple of {'2 * ' * options.both_ends}compress_stride = {stride} on each rank"
+        raise ArgumentError("q", f"of S = {S} rows", allowed, "pad the sequence, so that all ranks' slices are of one such length")
+    cut = Cut(S // (1 + options.both_ends), ranks, options.both_ends)
+    own = sum(map(len, own_compressed_keys(options.rule, cut, group.rank()))) if compressed else S
+    if k_cmp.dim() == 4 and k_cmp.shape[2] != own:
+        allowed = f"{own}: those that begin in this rank's {S} keys, and end in the sequence"
+        raise ArgumentError("k_cmp", f"of {k_cmp.shape[2]} compressed keys", allowed, "compress them with the first keys of the next slice")
+    k_all, v_all = (_of_all_ranks(x, options.rule.compressed_keys(ranks * S)) for x in (k_cmp, v_cmp))
+    _, _, scale, _ = check_choose(q_cmp, k_all, v_all, options.rule, options.scale, None, ranks * S, fake=False)
+    options = options._replace(scale=scale)
+    compare_call(group, q, _NAME, lambda: {
+        **{**options._asdict(), "rule": options.rule._asdict()}, "compressed": compressed, "dtype": str(q.dtype),
+        "sizes": {name: x.shape for name, x in given._asdict().items() if name not in ("k_cmp", "v_cmp")},
+        "grads": [name for name, x in given._asdict().items() if x.requires_grad and torch.is_grad_enabled()],
+    })  # fmt: skip
+    return _Slice(given, options, cut, group)
+
+
+def own_compressed_keys(rule: Rule, cut: Cut, rank: int) -> Ranges:
+    """Return the compressed keys that begin in each slice of a rank and end in the sequence; a slice is a multiple of the stride."""
+    each, end = cut.size // rule.compress_stride, rule.compressed_keys(cut.number * cut.size)
+    return tuple(range(i * each, max(i * each, min((i + 1) * each, end))) for i in cut.of(rank))
+
+
+def _of_all_ranks(x: Tensor, keys: int) -> Tensor:
+    """Return a view as large as all ranks' compressed keys, to check sizes; anything but a 4-d tensor is returned as it is."""
+    return x if x.dim() != 4 else x.new_empty(1, 1, 1, x.shape[3]).expand(*x.shape[:2], keys, -1)
+
+
+def _attend(of: _Slice) -> Tensor:
+    """Return the gated sum of the three branches of a checked call."""
+    q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = of.tensors
+    rule, window, scale, backend, exchange, both_ends = of.options
+    cut, size = of.cut, of.cut.size
+    assert scale is not None, "_begin() sets it"
+
+    # Receive the compressed keys up to the end of the rank's last slice, the window's keys of each slice and, if slices are from both
+    # ends, the selected branch's keys of one contiguous slice, which its exchange takes.
+    keys, values = [k_cmp, k_win], [v_cmp, v_win]
+    if both_ends:
+        keys, values = [*keys, k_slc], [*values, v_slc]
+    route = _route_of_branches(cut, of.rank, rule, window - 1)
+    (k_cmp, v_cmp), *near = with_neighbors(keys, values, route, of.group)
+    q_pos = None
     if both_ends:
         k_slc, v_slc = near.pop()
-        selection = Selection.from_ranges(torch.cat([each.ranges for _, each in chosen], 1), rule.block_size, disjoint=True)
         q_pos = cut.positions(of.rank, q.device)
-    selected = attend_within(of.agreed, q, k_slc, v_slc, selection, q_pos, scale, backend, exchange)
-    of.exchanges["selected branch"] = selected.grad_fn
-    return [o for o, _ in chosen], selected, near
 
+    # The compressed branch of each slice, and the selected branch of all rows.
+    rows = torch.split(q, size, 1)
+    compressed, ranges = [], []
+    for held, x in zip(cut.held(of.rank), rows if q_cmp is q else torch.split(q_cmp, size, 1), strict=True):
+        seen = rule.compressed_keys(held.stop)
+        k, v = k_cmp[:, :, :seen], v_cmp[:, :, :seen]
+        o, selection = compressed_attention(x, k, v, scale=scale, S_kv=held.stop, **rule._asdict())
+        compressed.append(o)
+        ranges.append(selection.ranges)
+    if both_ends:
+        selection = Selection.from_ranges(torch.cat(ranges, 1), rule.block_size, disjoint=True)
+    selected = selected_branch(q, k_slc, v_slc, selection, q_pos, scale, of.group, backend, exchange)
 
-def _before_backward(agreed: Agreed, do: Tensor) -> None:
-    """Before the first of its exchanges: all of them are behind o."""
-    if torch.is_grad_enabled():
-        transforms.refuse_second_derivative(NAME)
-    agreed.before_backward(do.device)
-
-
-def _received(of: Slice) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values: the compressed ones up to the end of the rank's last slice; the window's, of each slice; from both ends those of
-    the selected branch, of one slice a rank, as its exchanges take them."""
-    _, _, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, _ = of.tensors
-    keys, values = [k_cmp, k_win], [v_cmp, v_win]
-    if of.cut.both_ends:
-        keys, values = [*keys, k_slc], [*values, v_slc]
-    route = _route_of_branches(of.cut, of.rank, of.options.rule, of.options.window - 1)
-    near, of.exchanges["keys of slices before"] = with_neighbors(keys, values, route, of.group)
-    return near
+    # The window of each slice, and the sum.
+    slices = zip(compressed, torch.split(selected, size, 1), rows, near, torch.split(gates, size, 1), strict=True)
+    return _joined(
+        [gated_sum(o, o_slc, sliding_window_attention(x, k, v, window, scale=scale), gate) for o, o_slc, x, (k, v), gate in slices], 1
+    )
 
 
 @functools.lru_cache(maxsize=256)
 def _route_before_compression(cut: Cut, rank: int, rule: Rule) -> Route:
-    """A block that begins in a slice may end in the next ones."""
+    """Return the route of keys to be compressed: a block that begins in a slice may end in the next ones."""
     after = rule.compress_block - rule.compress_stride
     return Route.of([Reach.of(cut.ranks, cut.held, lambda each: cut.near(each, after=after))], rank)
 
 
 @functools.lru_cache(maxsize=256)
 def _route_of_branches(cut: Cut, rank: int, rule: Rule, before: int) -> Route:
-    """As `_received`; before: keys that a row sees before itself."""
+    """Return the route of the keys that `_attend` receives; before: keys that a row sees before itself."""
 
     def compressed_before(rank: int) -> Ranges:
         return (range(rule.compressed_keys(cut.held(rank)[-1].stop)),)

@@ -1,4 +1,4 @@
-"""Bytes that ranks exchange: of each kind of exchange, the cheapest kind, and a record of why it was taken."""
+"""Count the bytes of each exchange, pick the cheapest one, and record the reason."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Exchange(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What costs depend on: q [B,S,G,h,Dk], k [B,G,keys,Dk] and v [B,G,keys,Dv] of each rank, n ranges a row."""
+    """Sizes that costs depend on: q [B,S,G,h,Dk], k [B,G,keys,Dk] and v [B,G,keys,Dv] of each rank, n ranges per row."""
 
     ranks: int
     B: int
@@ -67,18 +67,18 @@ class Sizes(NamedTuple):
 
     @property
     def within(self) -> bool:
-        """Whether rows are at the positions of their own rank's keys, so that they see nothing of later ranks."""
+        """True if rows are at the positions of their own rank's keys, so that they attend to no key of later ranks."""
         return not self.has_pos and self.S == self.keys
 
     def first(self, rank: int) -> int:
-        """The default position of a rank's first row."""
+        """Return the default position of a rank's first row."""
         return self.ranks * (self.keys - self.S) + rank * self.S
 
 
 def exchanged_bytes(
     slots: Sequence[Sequence[int]], *, B: int, G: int, keys: int, Dk: int, Dv: int, element_size: int, block_size: int, needs_grad: bool
 ) -> tuple[Bytes, Bytes]:
-    """Bytes of the exchanges "gather" and "blocks".
+    """Return the bytes of the exchanges "gather" and "blocks".
 
     "gather" sends every slice to every rank, and the gradients of all keys back to their owners. "blocks" sends an int32 index per
     requested block, its keys and values forward, and their gradients backward.
@@ -107,18 +107,18 @@ def rows_bytes(
     ranks: int, *, B: int, S: int, G: int, h: int, Dk: int, Dv: int, n: int, element_size: int, index_size: int, has_pos: bool,
     needs_grad: bool,
 ) -> Bytes:  # fmt: skip
-    """Bytes of the exchange "rows".
+    """Return the bytes of the exchange "rows".
 
     Each rank sends its queries, ranges and positions to every other rank, and receives partial o and lse. Backward it sends o, lse and
     their gradients, and receives partial dq. Tensors that share a packet are padded to 16 bytes.
 
     Args:
-        ranks: their number.
+        ranks: number of ranks.
         B, S, G, h, Dk, Dv, n: sizes of each rank's q [B,S,G,h,Dk], v [B,G,keys,Dv] and ranges [B,S,G,n,2].
         element_size: bytes of an element of q.
         index_size: bytes of an element of the ranges.
-        has_pos: whether int64 positions [B,S] are sent, too.
-        needs_grad: whether there is a backward pass.
+        has_pos: True if int64 positions [B,S] are sent, too.
+        needs_grad: True if there is a backward pass.
 
     Returns:
         Bytes to or from the busiest rank.
@@ -133,12 +133,12 @@ def rows_bytes(
 
 
 def padded(size: int) -> int:
-    """`size` bytes rounded up to a multiple of `ALIGNED`, at least one of them: a packet is never empty."""
+    """Return `size` bytes rounded up to a multiple of `ALIGNED`, at least one multiple, because a packet is never empty."""
     return max(1, -(-size // ALIGNED)) * ALIGNED
 
 
 def obstacle(of: Sizes) -> str | None:
-    """Why blocks can't be sent; None when they can."""
+    """Return the reason why blocks cannot be sent; None if they can."""
     if of.block_size is None:
         return "the selection is not of whole blocks"
     if of.keys % of.block_size:
@@ -147,7 +147,10 @@ def obstacle(of: Sizes) -> str | None:
 
 
 def cheapest_exchange(of: Sizes, asked: Choice, slots: list[list[int]] | None, counted: bool) -> Exchange:
-    """The exchange that `asked` names, for "auto" the kind with the fewest bytes. slots: as in `exchanged_bytes`, None: no blocks."""
+    """Return the exchange that `asked` names, or for "auto" the one with the fewest bytes.
+
+    slots: as in `exchanged_bytes`; None if blocks cannot be sent.
+    """
     facts = of._asdict()
     needed = {name: facts[name] for name in ("B", "G", "Dk", "Dv", "element_size", "needs_grad")}
     room = slots or [[0] * of.ranks] * of.ranks
@@ -163,7 +166,7 @@ def cheapest_exchange(of: Sizes, asked: Choice, slots: list[list[int]] | None, c
 
 @functools.lru_cache(maxsize=1024)
 def planned(of: Sizes, asked: Choice) -> tuple[Exchange, list[list[int]] | None]:
-    """`cheapest_exchange` from static facts only, and the slots."""
+    """Return `cheapest_exchange` from static facts only, and the slots."""
     slots = None
     if of.block_size is not None and obstacle(of) is None:
         slots = static_slots(of.ranks, of.keys // of.block_size, of.S, of.n, of.within)
@@ -171,7 +174,7 @@ def planned(of: Sizes, asked: Choice) -> tuple[Exchange, list[list[int]] | None]
 
 
 def cheapest(gather: Bytes, blocks: Bytes | None, rows: Bytes) -> tuple[Kind, str]:
-    """The kind with the fewest bytes, the first of equals, and the reason in words."""
+    """Return the kind with the fewest bytes, the first of equals, and the reason in words."""
     kinds: dict[Kind, Bytes] = {"gather": gather, **({} if blocks is None else {"blocks": blocks}), "rows": rows}
     kind = min(kinds, key=lambda name: kinds[name].total)
     first = {"gather": "gathering is", "blocks": "blocks are", "rows": "rows are"}[kind]
@@ -185,14 +188,14 @@ def note(exchange: Exchange) -> None:
 
 
 def exchanges() -> tuple[Exchange, ...]:
-    """The exchanges of this process's last `KEPT_EXCHANGES` calls, oldest first; `print` one to read why it was taken."""
+    """Return the exchanges of this process's last `KEPT_EXCHANGES` calls, oldest first; `print` one to read the reason."""
     return tuple(_done)
 
 
 def static_slots(ranks: int, blocks: int, rows: int, chosen: int, past_only: bool) -> list[list[int]]:
-    """The slots that suffice for any selection of `chosen` blocks per row, with `rows` rows and `blocks` blocks per rank.
+    """Return the slots that suffice for any selection of `chosen` blocks per row, with `rows` rows and `blocks` blocks per rank.
 
-    past_only: rows see nothing of later ranks.
+    past_only: rows attend to no key of later ranks.
     """
     most = min(blocks, rows * chosen)
     return [[0 if p == r or (past_only and p > r) else most for p in range(ranks)] for r in range(ranks)]

@@ -1,7 +1,7 @@
-"""How a sequence is cut into slices, and which of them each rank holds: one of as many as there are ranks, or two from both ends.
+"""How a sequence is cut into slices, and which rank holds which: rank r holds slice r, or two slices from both ends of the sequence.
 
-A row sees the compressed keys before it, so that the last slice takes the longest. The first slice with the last, the second with the last
-but one, and so on, make equal work.
+A row attends to the compressed keys before it, so the last slice takes longest. Pairing the first slice with the last, the second with
+the last but one, and so on, gives all ranks equal work.
 """
 
 from __future__ import annotations
@@ -27,43 +27,43 @@ class Cut(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Of slices."""
+        """Number of slices."""
         return self.ranks * (1 + self.both_ends)
 
     def of(self, rank: int) -> tuple[int, ...]:
-        """The numbers of a rank's slices, in the order of its rows."""
+        """Return the indices of a rank's slices, in the order of its rows."""
         return (rank, self.number - 1 - rank) if self.both_ends else (rank,)
 
     def held(self, rank: int) -> Ranges:
-        """A rank's positions, of each slice."""
+        """Return the positions of each slice of a rank."""
         return self.near(rank)
 
     def near(self, rank: int, before: int = 0, after: int = 0) -> Ranges:
-        """Of each slice of a rank: its positions, with up to `before` before them and `after` after them."""
+        """Return the positions of each slice of a rank, with up to `before` before them and `after` after them."""
         size, end = self.size, self.number * self.size
         return tuple(range(max(0, i * size - before), min(end, (i + 1) * size + after)) for i in self.of(rank))
 
     def in_turn(self) -> Cut:
-        """One slice a rank, of as many positions in all."""
+        """Return the cut of the same sequence into one slice per rank."""
         return Cut(self.size * self.number // self.ranks, self.ranks)
 
     def positions(self, rank: int, device: torch.device) -> Tensor:
-        """[rows] int64, of a rank's rows in the sequence."""
+        """Return the positions of a rank's rows in the sequence, int64 [rows]."""
         return torch.cat([torch.arange(each.start, each.stop, device=device) for each in self.held(rank)])
 
 
 def rank_rows(S: int, group: Any = None, *, both_ends: bool = False, device: torch.device | str | None = None) -> Tensor:
-    """Which rows of a sequence this rank holds under `context_parallel`: for tokens, targets, and positions of your own.
+    """Return the rows of a sequence that this rank holds under `context_parallel`, to slice tokens and targets.
 
     `x[:, rank_rows(x.shape[1])]` are the rank's rows of x [B,S,...].
 
     Args:
-        S: rows of the whole sequence.
+        S: number of rows of the whole sequence.
         group, both_ends: as of `context_parallel`.
-        device: of the result, by default the current default device.
+        device: device of the result, by default the current default device.
 
     Returns:
-        [S / ranks] int64, their positions, ascending.
+        Their positions, int64 [S / ranks], ascending.
 
     Raises:
         ArgumentError: S is not divisible by the number of slices, or the group is none.

@@ -1,4 +1,4 @@
-"""The exchange "gather": K and V of all ranks on every rank; their gradients return to the owners, summed in the order of ranks."""
+"""The exchange "gather": every rank receives K and V of all ranks. Gradients return to the owners, which add them in the order of ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 def gather(k: Tensor, v: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """All ranks' k [B,G,keys,Dk] and v [B,G,keys,Dv] in the order of ranks: views [B,G,ranks*keys,D] of one tensor, from one collective.
+    """Return all ranks' k [B,G,keys,Dk] and v [B,G,keys,Dv] in the order of ranks, from one collective.
 
-    That tensor is [ranks*keys,B,G,Dk+Dv], so that the received slices need no copy.
+    The results are views [B,G,ranks*keys,D] of one tensor [ranks*keys,B,G,Dk+Dv], so that received slices need no copy.
     """
     B, G, keys, Dk = k.shape
     mine = k.new_empty(keys, B, G, Dk + v.shape[-1])
@@ -24,24 +24,26 @@ def gather(k: Tensor, v: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tens
 
 
 def scatter_sums(dk: Tensor, dv: Tensor, keys: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Gradients of this rank's own `keys` keys from its share for the first `seen` keys, dk [B,G,seen,Dk] and dv [B,G,seen,Dv].
+    """Return the gradients of this rank's own `keys` keys: the sum of all ranks' shares.
 
-    A reduce_scatter with the same bytes as one, except that each rank adds what it receives, in float32 and in the order of ranks: runs
-    are bit-equal, and 16-bit gradients are rounded once per rank.
+    It moves the bytes of a reduce_scatter, but each rank adds what it receives in float32 and in the order of ranks. So runs are bit-equal,
+    and 16-bit gradients are rounded once per rank.
+
+    Args:
+        dk, dv: this rank's share [B,G,visible,Dk] and [B,G,visible,Dv], for the first `visible` keys of the sequence.
+        keys: number of keys per rank.
+        group: the ranks.
     """
-    B, G, seen, Dk = dk.shape
+    B, G, visible, Dk = dk.shape
     ranks = dist.get_world_size(group)
     mine = dk.new_zeros(ranks * keys, B, G, Dk + dv.shape[-1])
-    mine[:seen, ..., :Dk], mine[:seen, ..., Dk:] = dk.permute(2, 0, 1, 3), dv.permute(2, 0, 1, 3)
+    mine[:visible, ..., :Dk], mine[:visible, ..., Dk:] = dk.permute(2, 0, 1, 3), dv.permute(2, 0, 1, 3)
     parts = torch.empty_like(mine)
     dist.all_to_all_single(parts, mine, group=group)
-    total = added(list(parts.view(ranks, keys, *mine.shape[1:]))).to(dk.dtype).permute(1, 2, 0, 3)
-    return total[..., :Dk].contiguous(), total[..., Dk:].contiguous()
-
-
-def added(parts: list[Tensor]) -> Tensor:
-    """Their sum, one after another, in float32 or better."""
-    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
-    for part in parts[1:]:
+    # [keys,B,G,Dk+Dv], added one after another
+    first, *others = parts.view(ranks, keys, *mine.shape[1:])
+    total = first.to(torch.promote_types(dk.dtype, torch.float32), copy=True)
+    for part in others:
         total += part
-    return total
+    total = total.to(dk.dtype).permute(1, 2, 0, 3)
+    return total[..., :Dk].contiguous(), total[..., Dk:].contiguous()

@@ -1,8 +1,8 @@
-"""The exchange "blocks": each rank receives only the blocks that its rows selected, and returns their gradients to the owners.
+"""The exchange "blocks": each rank receives only the blocks that its rows select, and returns their gradients to the owners.
 
-A rank attends to a compact K and V: the received blocks in the order of positions, then its own slice. Where its rows can't select all
-of that slice, it too is reduced to the selected blocks, so that a long slice is not copied for a few rows. In a whole slice positions
-give the causal mask; ranges of gathered blocks are cut when they are mapped to the compact K.
+A rank attends to a compact K and V: the received blocks in the order of positions, then its own slice. If its rows cannot select all
+blocks of a long slice, only the selected ones are kept, so that the slice is not copied for a few rows. Within a whole slice, positions
+give the causal mask; ranges of received blocks are cut when they are mapped to the compact K.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nsa_sel.selection import Selection
 
 
 class Route(NamedTuple):
-    """How many blocks each rank sends to each other one: static numbers, equal on all ranks."""
+    """Number of blocks that each rank sends to each other rank: static, and equal on all ranks."""
 
     slots: list[list[int]]  # slots[r][p]: blocks of rank p that rank r has room for, per batch entry and group
     rank: int
@@ -27,54 +27,54 @@ class Route(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Blocks of a rank's slice."""
+        """Number of blocks of a rank's slice."""
         return self.keys // self.block
 
     @property
     def whole(self) -> bool:
-        """Whether the compact K holds the rank's whole slice."""
+        """True if the compact K holds the rank's whole slice."""
         return self.own == self.blocks
 
     @property
     def incoming(self) -> list[int]:
-        """Slots that this rank receives, by sender."""
+        """Slots that this rank receives from each rank."""
         return self.slots[self.rank]
 
     @property
     def outgoing(self) -> list[int]:
-        """Slots that this rank sends, by receiver."""
+        """Slots that this rank sends to each rank."""
         return [row[self.rank] for row in self.slots]
 
 
 class Sent(NamedTuple):
-    """What the backward pass needs of the forward's exchange; block indices count from the slice's first one, -1: none."""
+    """The blocks of a forward exchange, for the backward pass. Indices count from the slice's first block; -1 is an unused slot."""
 
     route: Route
-    blocks: Tensor  # of this rank's slice that were sent, int64 [B,G,sum(route.outgoing)]
-    own: Tensor | None  # that the compact K has of this rank's slice, int64 [B,G,route.own]; None: all
+    blocks: Tensor  # sent blocks of this rank's slice, int64 [B,G,sum(route.outgoing)]
+    own: Tensor | None  # blocks of this rank's slice in the compact K, int64 [B,G,route.own]; None: all
 
 
 class Chosen(NamedTuple):
     """The blocks that a rank's rows select."""
 
     positions: Tensor  # of the rows, [B,S]
-    of_ranges: Tensor  # the block of each range, [B,S,G,n] int64; the number of blocks where a row sees nothing of it
-    wanted: Tensor  # whether any row may read a block, [B,G,blocks] bool
+    of_ranges: Tensor  # the block of each range, [B,S,G,n] int64; the number of blocks where no key of it is visible
+    wanted: Tensor  # True where any row may read the block, [B,G,blocks] bool
 
 
 def chosen(ranges: Tensor, positions: Tensor, block: int, blocks: int) -> Chosen:
-    """The blocks of whole-block ranges [B,S,G,n,2] of rows at positions [B,S]."""
+    """Return the blocks of whole-block ranges [B,S,G,n,2] of rows at positions [B,S]."""
     B, S, G, n = ranges.shape[:4]
     start, end = ranges.long().unbind(-1)
-    seen = (end > start) & (start >= 0) & (start <= positions[:, :, None, None]) & (start < blocks * block)
-    index = torch.where(seen, start // block, blocks)
+    visible = (end > start) & (start >= 0) & (start <= positions[:, :, None, None]) & (start < blocks * block)
+    index = torch.where(visible, start // block, blocks)
     wanted = torch.zeros(B, G, blocks + 1, dtype=torch.bool, device=ranges.device)
     wanted.scatter_(2, index.permute(0, 2, 1, 3).reshape(B, G, S * n), True)
     return Chosen(positions, index, wanted[..., :blocks])
 
 
 def counted_slots(wanted: Tensor, rank: int, group: dist.ProcessGroup) -> list[list[int]]:
-    """The fewest slots that suffice for `Chosen.wanted` of every rank. A collective; waits for the device."""
+    """Return the fewest slots that suffice for `Chosen.wanted` of every rank. A collective; waits for the device."""
     ranks = dist.get_world_size(group)
     most = wanted.reshape(*wanted.shape[:2], ranks, -1).sum(-1).amax((0, 1))
     most[rank] = 0
@@ -85,9 +85,11 @@ def counted_slots(wanted: Tensor, rank: int, group: dist.ProcessGroup) -> list[l
 
 
 def exchange(k: Tensor, v: Tensor, wanted: Tensor, route: Route, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Sent]:
-    """The compact k [B,G,keys,Dk] and v of this rank, of sum(route.incoming) + route.own blocks."""
+    """Return the compact k [B,G,keys,Dk] and v of this rank, of sum(route.incoming) + route.own blocks, and what was sent."""
     Dk = k.shape[3]
-    indices = _wanted_of_each(wanted, route)
+    # The wanted blocks of each rank's slice, ascending and padded with -1: int32 [B,G,route.blocks] per rank.
+    unwanted, order = torch.sort((~_by_owner(wanted, route)).to(torch.uint8), dim=-1, stable=True)
+    indices = torch.where(unwanted == 0, order, -1).int().unbind(2)
     requests = [each[..., :slots] for each, slots in zip(indices, route.incoming, strict=True)]
     requested = torch.cat(_all_to_all(requests, route.outgoing, group), 2).long()
     own = None if route.whole else indices[route.rank][..., : route.own].long()
@@ -97,56 +99,47 @@ def exchange(k: Tensor, v: Tensor, wanted: Tensor, route: Route, group: dist.Pro
 
 
 def _in_blocks(k: Tensor, v: Tensor, route: Route) -> Tensor:
-    """The keys and values of each block, concatenated: [B,G,blocks,block,Dk+Dv]."""
+    """Return the keys and values of each block, concatenated: [B,G,blocks,block,Dk+Dv]."""
     both = torch.cat((k, v), -1)
     return both.view(*both.shape[:2], both.shape[2] // route.block, route.block, both.shape[3])
 
 
 def _gathered(k: Tensor, v: Tensor, blocks: Tensor, route: Route) -> Tensor:
-    """The blocks [B,G,slots] of a slice as [B,G,slots,block,Dk+Dv]; index -1 gives any block."""
+    """Gather the blocks [B,G,slots] of a slice as [B,G,slots,block,Dk+Dv]; index -1 gives any block."""
     index = blocks.clamp(min=0)[..., None, None]
     slices = [x.view(*x.shape[:2], route.blocks, route.block, x.shape[3]) for x in (k, v)]
     return torch.cat([x.gather(2, index.expand(*blocks.shape, *x.shape[3:])) for x in slices], -1)
 
 
 def return_sums(dk: Tensor, dv: Tensor, sent: Sent, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Gradients of this rank's slice: those of its compact K and V, and those that others return, added in the order of ranks."""
-    route = sent.route
-    Dk = dk.shape[3]
-    *parts, own = torch.split(_in_blocks(dk, dv, route), [*route.incoming, route.own], 2)
-    returned = _all_to_all(list(parts), route.outgoing, group)
-    indices = torch.split(_scatter_index(sent.blocks, route), route.outgoing, 2)
-    added: list[tuple[Tensor, Tensor | None]] = list(zip(returned, indices, strict=True))
-    added[route.rank] = own, None if sent.own is None else _scatter_index(sent.own, route)
-    of_k, of_v = ([(part[..., columns], blocks) for part, blocks in added] for columns in (slice(Dk), slice(Dk, None)))
-    return _summed(of_k, route), _summed(of_v, route)
+    """Return the gradients [B,G,keys,Dk] and [B,G,keys,Dv] of this rank's slice from those of every rank's compact K and V.
 
-
-def _scatter_index(blocks: Tensor, route: Route) -> Tensor:
-    """Block indices with -1 replaced by the one past the last."""
-    return torch.where(blocks < 0, route.blocks, blocks)
-
-
-def _summed(added: list[tuple[Tensor, Tensor | None]], route: Route) -> Tensor:
-    """The sum [B,G,keys,D] of each rank's part [B,G,slots,block,D] at blocks [B,G,slots] (None: all of them), in float32 or better.
-
-    A spare block collects what unused slots return. A part has every other block at most once, so the order of additions is fixed.
+    Each rank adds what it receives in the order of ranks, in float32 or better. A part has every block at most once, so the order of
+    additions is fixed.
     """
-    part, _ = added[0]
-    B, G, _, block, D = part.shape
-    total = torch.zeros(B * G, route.blocks + 1, block, D, dtype=torch.promote_types(part.dtype, torch.float32), device=part.device)
-    batch = torch.arange(B * G, device=part.device)[:, None]
+    route, Dk = sent.route, dk.shape[3]
+    compact = _in_blocks(dk, dv, route)
+    *parts, own = torch.split(compact, [*route.incoming, route.own], 2)
+    returned = _all_to_all(list(parts), route.outgoing, group)
+    added: list[tuple[Tensor, Tensor | None]] = list(zip(returned, torch.split(sent.blocks, route.outgoing, 2), strict=True))
+    added[route.rank] = own, sent.own
+    B, G = dk.shape[:2]
+    batch = torch.arange(B * G, device=dk.device)[:, None]
+    # [B*G,blocks+1,block,Dk+Dv]: index -1, the spare last block, collects what unused slots return.
+    dtype = torch.promote_types(dk.dtype, torch.float32)
+    total = compact.new_zeros(B * G, route.blocks + 1, *compact.shape[3:], dtype=dtype)
     for part, blocks in added:
         if blocks is None:
             total[:, :-1] += part.flatten(0, 1)
         elif part.shape[2]:
             index = batch, blocks.flatten(0, 1)
             total[index] = total[index] + part.flatten(0, 1)
-    return total[:, :-1].to(part.dtype).reshape(B, G, route.keys, D)
+    total = total[:, :-1].to(dk.dtype).reshape(B, G, route.keys, -1)
+    return total[..., :Dk].contiguous(), total[..., Dk:].contiguous()
 
 
 def compact_selection(selection: Selection, chosen: Chosen, route: Route, within: bool) -> tuple[Selection, Tensor | None]:
-    """The selection in positions of the compact K, and the rows' positions [B,S] there, None for its last ones.
+    """Return the selection in positions of the compact K, and the rows' positions [B,S] there (None: the last ones).
 
     within: rows are at the positions of their rank's slice, which is whole. Received blocks are then entirely before them, and stay
     whole. Otherwise each range is cut at its row's position, and the result is no longer of whole blocks.
@@ -155,7 +148,7 @@ def compact_selection(selection: Selection, chosen: Chosen, route: Route, within
     block, blocks, received = route.block, wanted.shape[2], sum(route.incoming)
     B, S, G, n = selection.ranges.shape[:4]
     first = route.rank * route.blocks
-    slot = torch.zeros(B, G, blocks + 1, dtype=torch.int64, device=wanted.device)  # of each block in the compact K
+    slot = torch.zeros(B, G, blocks + 1, dtype=torch.int64, device=wanted.device)  # index of each block in the compact K
     before = 0
     for owner, (counts, slots) in enumerate(zip(_by_owner(wanted, route).cumsum(-1).unbind(2), route.incoming, strict=True)):
         if slots or (owner == route.rank and not route.whole):
@@ -174,19 +167,16 @@ def compact_selection(selection: Selection, chosen: Chosen, route: Route, within
     if within:
         return Selection(ranges, block, selection.max_length), None
     bound = selection.length_bound(blocks * block)
-    seen = (positions - route.rank * route.keys + 1).clamp(0, route.keys) if route.whole else torch.full_like(positions, route.own * block)
-    return Selection(ranges, None, bound), (received * block + seen - 1).clamp(min=0)
+    if route.whole:
+        visible = (positions - route.rank * route.keys + 1).clamp(0, route.keys)
+    else:
+        visible = torch.full_like(positions, route.own * block)
+    return Selection(ranges, None, bound), (received * block + visible - 1).clamp(min=0)
 
 
 def _by_owner(wanted: Tensor, route: Route) -> Tensor:
-    """[B,G,blocks] as [B,G,ranks,route.blocks]."""
+    """View [B,G,blocks] as [B,G,ranks,route.blocks]."""
     return wanted.unflatten(2, (-1, route.blocks))  # type: ignore[no-untyped-call,no-any-return]
-
-
-def _wanted_of_each(wanted: Tensor, route: Route) -> tuple[Tensor, ...]:
-    """For each rank the indices [B,G,route.blocks] int32 of its wanted blocks, ascending, padded with -1."""
-    chosen = torch.sort((~_by_owner(wanted, route)).to(torch.uint8), dim=-1, stable=True)
-    return torch.where(chosen.values == 0, chosen.indices, -1).int().unbind(2)
 
 
 def _all_to_all(parts: list[Tensor], slots: list[int], group: dist.ProcessGroup) -> list[Tensor]:

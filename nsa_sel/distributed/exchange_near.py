@@ -1,4 +1,4 @@
-"""Keys that a rank's rows see beside its own slices: those right before them, right after them, or all before them, whoever holds them.
+"""Keys that a rank's rows attend to besides its own: those right before its slices, right after them, or all before them.
 
 One collective sends every rank what it wants. Gradients return to the owners, which add them in float32 and in the order of ranks, so
 that runs are bit-equal.
@@ -12,58 +12,56 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.autograd.graph import Node
 
 from nsa_sel.core import transforms
-from nsa_sel.distributed.agreement import exchanged
 from nsa_sel.distributed.cut import Ranges
 
 
 class Part(NamedTuple):
     """Keys that one rank holds and another wants."""
 
-    wanted: int  # number of the wanted range
-    position: int  # of the first key in the sequence
-    begin: int  # the first key, counted from the owner's first one
+    wanted: int  # index of the wanted range
+    position: int  # position of the first key in the sequence
+    begin: int  # index of the first key in the owner's tensor
     size: int
 
 
 class Reach(NamedTuple):
-    """Which positions of the sequence each rank holds, by rank, and which it wants."""
+    """Positions of the sequence that each rank holds, and those that it wants, by rank."""
 
     held: tuple[Ranges, ...]
     wanted: tuple[Ranges, ...]
 
     @classmethod
     def of(cls, ranks: int, held: Callable[[int], Ranges], wanted: Callable[[int], Ranges]) -> Reach:
-        """That of a function of the rank for each."""
+        """Return the reach of `ranks` ranks, from functions that map a rank to its ranges."""
         return cls(tuple(map(held, range(ranks))), tuple(map(wanted, range(ranks))))
 
     def parts(self, rank: int, owner: int) -> list[Part]:
-        """What `rank` wants of `owner`: of each wanted range parts of the held ones."""
-        found = []
+        """Return the parts of the ranges that `owner` holds and `rank` wants."""
+        parts = []
         for number, wanted in enumerate(self.wanted[rank]):
             before = 0
             for held in self.held[owner]:
                 first, stop = max(wanted.start, held.start), min(wanted.stop, held.stop)
                 if first < stop:
-                    found.append(Part(number, first, before + first - held.start, stop - first))
+                    parts.append(Part(number, first, before + first - held.start, stop - first))
                 before += len(held)
-        return found
+        return parts
 
 
 class Route(NamedTuple):
-    """One rank's part of a reach. Callers keep it: with many ranks it takes longer to compute than to follow."""
+    """Keys that one rank sends and receives. Callers cache it, because computing it is slow with many ranks."""
 
-    outgoing: list[list[Part]]  # what each rank wants of this rank
-    sent: list[int]  # keys to each rank
-    received: list[int]  # keys from each rank
-    pieces: list[int]  # keys of each received part
-    order: list[list[int]]  # of each wanted range its received parts, by position
+    outgoing: list[list[Part]]  # parts of this rank's keys that each rank wants
+    sent: list[int]  # number of keys to each rank
+    received: list[int]  # number of keys from each rank
+    pieces: list[int]  # number of keys of each received part
+    order: list[list[int]]  # for each wanted range, the indices of its received parts, by position
 
     @classmethod
     def of(cls, reaches: Sequence[Reach], rank: int) -> Route:
-        """That of several sequences, one after another."""
+        """Return the route of a rank for several sequences, concatenated."""
         reach = joined(reaches)
         ranks = range(len(reach.held))
         outgoing, incoming = [reach.parts(each, rank) for each in ranks], [reach.parts(rank, owner) for owner in ranks]
@@ -73,7 +71,7 @@ class Route(NamedTuple):
         return cls(outgoing, sent, received, [part.size for each in incoming for part in each], order)
 
     def in_order(self, received: Tensor) -> list[Tensor]:
-        """Of keys that came in the order of owners, those of each range that the rank wants."""
+        """Return the keys of each wanted range, from keys that were received in the order of owners."""
         if self.order == [[*range(len(self.pieces))]]:
             return [received]
         pieces = torch.split(received, self.pieces) if self.pieces else ()
@@ -82,27 +80,26 @@ class Route(NamedTuple):
 
 def with_neighbors(
     keys: Sequence[Tensor], values: Sequence[Tensor], route: Route, group: dist.ProcessGroup
-) -> tuple[list[tuple[Tensor, Tensor]], Node | None]:  # fmt: skip
-    """The keys and values that this rank wants of other ranks and of itself. Every rank calls it, and runs its backward pass.
+) -> list[tuple[Tensor, Tensor]]:  # fmt: skip
+    """Return the keys and values that this rank wants of all ranks. Every rank calls it, and runs its backward pass.
 
     Args:
-        keys, values: pairs of k [B,G,held,Dk] and v [B,G,held,Dv], of this rank's ranges in turn. One collective sends all of them.
-        route: of these pairs, in turn.
-        group: of ranks that make the same call, and the same backward pass: here they do not compare.
+        keys, values: one k [B,G,held,Dk] and v [B,G,held,Dv] per sequence, of the ranges that this rank holds. One collective sends all.
+        route: this rank's route for these sequences.
+        group: of ranks that make the same call, and the same backward pass.
 
     Returns:
-        For each range that the rank wants of each pair in turn k [B,G,wanted,Dk] and v [B,G,wanted,Dv], differentiable; and the exchange's
-        node in autograd's graph, None without gradients.
+        k [B,G,wanted,Dk] and v [B,G,wanted,Dv] of each wanted range of each sequence, differentiable.
     """
     k, v = torch.cat([*keys], 2), torch.cat([*values], 2)
     both = torch.cat((k, v), -1).permute(2, 0, 1, 3)
     received: Tensor = _WithNeighbors.apply(both, route, group)  # type: ignore[no-untyped-call]
     near = [each.permute(1, 2, 0, 3) for each in route.in_order(received)]
-    return [(each[..., : k.shape[3]], each[..., k.shape[3] :]) for each in near], received.grad_fn
+    return [(each[..., : k.shape[3]], each[..., k.shape[3] :]) for each in near]
 
 
 def joined(reaches: Sequence[Reach]) -> Reach:
-    """That of several sequences, one after another."""
+    """Return the reach of several sequences, concatenated."""
     ranks, first = len(reaches[0].held), 0
     held: list[Ranges] = [()] * ranks
     wanted: list[Ranges] = [()] * ranks
@@ -115,7 +112,7 @@ def joined(reaches: Sequence[Reach]) -> Reach:
 
 
 class _WithNeighbors(torch.autograd.Function):
-    """Of x [held,B,G,D]."""
+    """Exchange x [held,B,G,D]; returns [received,B,G,D]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, route: Route, group: dist.ProcessGroup) -> Tensor:
@@ -134,12 +131,11 @@ class _WithNeighbors(torch.autograd.Function):
         for part in (part for each in route.outgoing for part in each):
             total[part.begin : part.begin + part.size].add_(received[begin : begin + part.size])
             begin += part.size
-        exchanged(ctx.group)
         return total.to(dx.dtype), None, None
 
 
 def _exchanged(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send the next sent[p] keys of x [keys,...] to each rank p; of it come received[p] keys, in the order of ranks."""
+    """Send the next sent[p] keys of x [keys,...] to each rank p. Returns received[p] keys of each rank p, in the order of ranks."""
     result = x.new_empty(sum(received), *x.shape[1:])
     dist.all_to_all_single(result, x, received, sent, group=group)
     return result

@@ -43,7 +43,7 @@ def tensor_parallel(model: nn.Module, mesh: Any) -> nn.Module:
 
 
 def layers_of(model: nn.Module) -> list[NSAttention]:
-    """The layers of a model, itself included; ArgumentError if there is none."""
+    """Return the NSAttention layers of a model, itself included. Raises ArgumentError if there is none."""
     layers = [module for module in model.modules() if isinstance(module, NSAttention)]
     if not layers:
         raise ArgumentError("model", f"a {type(model).__name__}", "one with NSAttention layers", "pass a model that has them, or a layer")
@@ -64,7 +64,7 @@ def _split(layer: NSAttention, mesh: Any) -> None:
 
 
 def _shared_input(mesh: Any, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """x as one DTensor for `q`, `kv` and `gate`, so that the parts of its gradient are added over ranks once, not thrice."""
+    """Wrap x in one DTensor for `q`, `kv` and `gate`, so that its gradient is added over ranks once instead of three times."""
     from torch.distributed.tensor import DTensor, Replicate
 
     plain = inputs and isinstance(inputs[0], Tensor) and not isinstance(inputs[0], DTensor)
@@ -72,7 +72,7 @@ def _shared_input(mesh: Any, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any
 
 
 def _replica(parameter: Any) -> Tensor:
-    """The plain tensor of a replicated DTensor; its gradient is a part of the parameter's, and is added over ranks."""
+    """Return the plain tensor of a replicated DTensor. Its gradient is a partial sum, which is added over ranks."""
     from torch.distributed.tensor import Partial, Replicate
 
     replica: Tensor = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])

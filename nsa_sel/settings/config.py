@@ -17,7 +17,7 @@ import msgspec
 
 from nsa_sel.core.request import SHARING_TOKENS, DeviceInfo
 from nsa_sel.errors import ConfigError
-from nsa_sel.settings import flags, prices, private
+from nsa_sel.settings import flags, private
 from nsa_sel.settings.schema import COST_TERMS, WAYS, ConfigFile, Costs, KernelConfig, Runtime, Settings, Way
 
 MAX_FILE_BYTES = 1 << 16  # of a configuration file; the shipped ones have a tenth of that
@@ -65,9 +65,6 @@ def parse_config(text: bytes, source: str, shipped: bool = False) -> ConfigFile:
         raise ConfigError(f"{source}: runtime.count_sharing", interval, flags.ALLOWED["counting"], "use an allowed value")
     if config.costs:
         check_costs(source, config.costs)
-    unknown = sorted(set(config.price_factors) - set(prices.RESOURCES))
-    if unknown or not all(math.isfinite(each) and each > 0 for each in config.price_factors.values()):
-        raise ConfigError(f"{source}: price_factors", config.price_factors, f"numbers > 0 for {', '.join(prices.RESOURCES)}", "mend it")
     for name, kernel in config.kernels.items():
         check_kernel(source, name, kernel)
     return config
@@ -134,7 +131,6 @@ class Profile(NamedTuple):
 
     name: str
     assumed: str | None  # the profile whose values are used although they were measured on another device
-    measured: str  # the device of the assumed profile
     layers: tuple[tuple[str, ConfigFile], ...]  # applied over base.yaml; later ones win
 
 
@@ -158,10 +154,7 @@ def profile_for(device: DeviceInfo) -> Profile | None:
     else:
         return None
     names = [layer for layer in dict.fromkeys((assumed, name) if assumed else (name,)) if layer != BASE]
-    found = shipped[assumed].match if assumed else None
-    return Profile(
-        name, assumed, found.name if found else "", tuple((layer, _for(device, shipped[layer])) for layer in names if layer != BASE)
-    )
+    return Profile(name, assumed, tuple((layer, _for(device, shipped[layer])) for layer in names))
 
 
 def nearest_measured(sm: int) -> str:
@@ -234,9 +227,6 @@ def _resolve(device: DeviceInfo, _environment: tuple[str | None, ...]) -> Settin
         sources |= {field: source for field in new if field in Runtime.__struct_fields__ or field == "costs"}
         sources |= {f"kernels.{kernel}": source for kernel in layer.kernels}
         values |= {**new, "profile": name}
-        if profile and name == profile.name and assumed and layer.price_factors:
-            sources["costs"] = f"calculated from data sheets and the rows of {profile.measured}"
-            values["costs"] = prices.carried_over(values["costs"], layer.price_factors, layer.tensor_ms, sources["costs"])
     for flag in flags.FLAGS:
         text = os.environ.get(flag.name)
         if text is not None:

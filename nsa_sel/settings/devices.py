@@ -54,8 +54,6 @@ def warn_if_assumed(decision: Decision) -> None:
         chosen = "backends are chosen by the built-in values"
     else:
         chosen = f"backends are chosen by the values of {settings.assumed}, which were measured on another GPU"
-        if settings.calculated:
-            chosen += ", at prices calculated from data sheets"
     words = f"nobody has measured {device.name} (compute capability {(device.sm or 0) / 10}): {chosen}. Measure it with: {command}"
     events.emit(
         "sel.profile.assumed", logging.WARNING, device=device.name, sm=device.sm, profile=settings.profile, assumed=settings.assumed,

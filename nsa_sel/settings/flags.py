@@ -182,7 +182,7 @@ def unknown_variables() -> dict[str, str | None]:
 
 @functools.cache  # once per process
 def _warn_of_unknown(name: str, meant: str | None) -> None:
-    hint = f"; did you mean {meant}?" if meant else "; docs/flags.md lists all flags, `nsa-sel doctor` those that are set"
+    hint = f"; did you mean {meant}?" if meant else "; docs/decisions.md lists all flags, `nsa-sel doctor` those that are set"
     warn(f"the environment variable {name} is not a flag and has no effect{hint}")
 
 

@@ -16,36 +16,21 @@ Autotune = Literal["on", "off", "warmup", "warmup-tune"]
 CountSharing = Literal["off", "first"] | int  # int: again after so many calls of a kind
 COST_TERMS = {  # the work that a cost model may charge for; policies/cost.py counts it
     "launch": "1 per call",
-    "join": "1 per call where rows are split among programs and another kernel joins their results",
-    "busy": "1 per call where there are more rows than multiprocessors: another kernel or kernel config",
-    "walk": "thousands of keys that the program of one row visits in sequence",
-    "split-walk": "the same for one split of a row; rows are split among programs where there are few of them",
     "union": "thousands of keys that the program of one tile of adjacent tokens visits in sequence",
     "pairs": "millions of (row, block) pairs",
     "rows": "GB of q and o, and of their gradients in the backward pass",
     "read": "GB of K and V loaded by one program per row, for all its heads",
     "read-wide": "the same where a key and its value have more than 256 16-bit numbers: other kernel configs, other speed",
-    "few-read": "the same where there are at most as many rows as multiprocessors: bound by the loads in flight",
-    "busy-read": "the same where there are more rows: bound by memory bandwidth",
     "gathered": "GB of K and V loaded by one program per row from pages whose size is not a multiple of 64 keys",
-    "rows-kernel": "1 per call that kernels of whole steps (`StepKernels`) do not support: small pages, other blocks or head dims",
-    "rows-read": "GB of K and V loaded by one program per row in such calls",
-    "reread": "GB of K and V loaded by one program per row and head",
-    "reread-wide": "the same where a key and its value have more than 256 16-bit numbers",
-    "distinct": "GB of K and V loaded by 64 adjacent rows, each block counted once",
-    "loaded": "GB of K and V loaded by CTAs of three tiles of adjacent tokens, each block counted once",
+    "rows-read": "the same in calls that kernels of whole steps (`StepKernels`) do not support: small pages, other blocks or head dims",
     "tile": "TFLOP of tiles of adjacent tokens over the union of their blocks",
     "tile-wide": "the same where a key and its value have more than 256 16-bit numbers",
     "exact": "TFLOP of blocks over the rows that select them",
     "exact-wide": "the same where a key and its value have more than 256 16-bit numbers",
     "visited": "TFLOP of blocks of 256 keys and more over the rows that select them, where blocks are visited whole",
-    "partials": "GB of gathered queries, and of partial outputs or dQ written and read, for each visit of a block by a row",
-    "visited-partials": "the same where blocks are visited whole: a visit covers all keys of the block",
-    "listed": "as `partials`, for visits of blocks that not all adjacent tokens of a tile select",
     "scores": "billions of (row, head, key) triples; for choosing, of compressed keys visible to the row",
     "compressed": "TFLOP of choosing: rows and heads over their visible compressed keys",
     "compressed-wide": "the same where a key and its value have more than 256 16-bit numbers",
-    "ranked": "billions of (row, block) pairs among which the best blocks are chosen",
 }
 
 
@@ -111,7 +96,6 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     provenance: str
     dtypes: tuple[str, ...]
-    tensor_ms: float = 0.0  # least ms of a TFLOP on tensor cores: for prices calculated from another GPU's; 0: no prediction needs it
     models: dict[str, CostModel]  # by backend and `Request.phase`: "triton-tile/decode", "choose-triton/choose-backward"
 
 
@@ -165,8 +149,6 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     runtime: Runtime = Runtime()
     triton_off: TritonOff | None = None
     costs: Costs | None = None
-    price_factors: dict[str, float] = {}  # by resource: price here over the price in the costs of `assumes` (nsa_sel/settings/prices.py)
-    tensor_ms: float = 0.0  # `Costs.tensor_ms` of the calculated costs
     kernels: dict[str, KernelConfig] = {}
 
 
@@ -214,11 +196,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     def traced(self) -> bool:
         """True if a flag asks for the events of each pass: its kernels, their path, the keys it reads, its estimated work."""
         return self.debug_log is not None or self.debug_triton or self.debug_timing or self.debug_compare
-
-    @property
-    def calculated(self) -> bool:
-        """Whether predicted times are those of another GPU at prices calculated from data sheets."""
-        return self.sources.get("costs", "").startswith("calculated")
 
     def min_length(self, way: Way) -> int:
         """Return the L from which Triton may run in one direction."""

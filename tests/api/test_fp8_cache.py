@@ -56,7 +56,7 @@ def test_layers_attend_to_what_is_stored(name: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_pages_of_a_cache_calibrate_another() -> None:
-    """As docs/cache.md does it: one scale for each group of each layer, by which nothing saturates."""
+    """As docs/serving.md does it: one scale for each group of each layer, by which nothing saturates."""
     layers = [make_layer("mlp", torch.float32), make_layer("mlp", torch.float32, window=64)]
     layers[0].window = 64
     x, wide = torch.randn(1, 50, layers[0].width), NSACache.of(layers, 8, 8)

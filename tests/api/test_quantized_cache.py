@@ -16,39 +16,28 @@ import pytest
 import torch
 
 import nsa_sel
+from nsa_sel.core import registry
 from nsa_sel.core.request import DeviceInfo, example_request
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.quantize import STORED
 from nsa_sel.selection import Selection
 from nsa_sel.serving import selection_attention_with_kvcache
-from tests.helpers.cache_cases import PAGES, Cache
-from tests.helpers.quantized_cases import EACH, check_quantized, large_keys, make_quantized
+from tests.helpers.cache_cases import LENGTHS, Cache, replayed_with
+from tests.helpers.gpus import needs, needs_hopper
+from tests.helpers.graphs import no_waiting
+from tests.helpers.quantized_cases import (
+    EACH,
+    QuantizedCache,
+    called,
+    check_quantized,
+    large_keys,
+    make_quantized,
+    shared_by_sequences,
+    uneven_queries,
+)
 
 READERS = ("sdpa-packed", "triton-group")
 FEW = (0, 1, 40)  # lengths: one Triton program takes 20 ms
-
-
-@pytest.mark.parametrize("each", [each for each in EACH if each != "page"])
-@pytest.mark.parametrize("backend", READERS)
-def test_contiguous_caches_match_the_oracle(backend: str, each: str | None) -> None:
-    check_quantized(make_quantized(each, None, G=1 + (each == "head"), lengths=FEW), backend)
-    check_quantized(make_quantized(each, None, G=1, Dv=16, S_q=4, lengths=FEW, dtype=torch.float16), backend)
-
-
-@pytest.mark.parametrize("each", EACH)
-@pytest.mark.parametrize("page_size", PAGES)
-def test_paged_caches_match_the_oracle_in_packed_sdpa(page_size: int, each: str | None) -> None:
-    for S_q, block, dtype in ((1, 16, torch.float32), (2, 32, torch.bfloat16), (8, 64, torch.float16)):
-        check_quantized(make_quantized(each, page_size, S_q=S_q, block=block, dtype=dtype), "sdpa-packed")
-    check_quantized(make_quantized(each, page_size, S_q=2, block=None), "sdpa-packed")
-
-
-@pytest.mark.parametrize(("page_size", "each"), [(16, "page"), (24, "page"), (64, "head"), (64, "page"), (256, None)])
-def test_paged_caches_match_the_oracle_in_triton(page_size: int, each: str | None) -> None:
-    """Rows are split, or too many for that; blocks are loaded by TMA where pages hold whole steps, else by pointers."""
-    check_quantized(make_quantized(each, page_size, G=1, lengths=FEW), "triton-group")
-    sizes = {"G": 2, "S_q": 2, "block": 32, "n": 4, "Dv": 16, "lengths": (9, 150)}  # whole blocks, and one that is cut
-    check_quantized(make_quantized(each, page_size, dtype=torch.float16, **sizes), "triton-group")
 
 
 @pytest.mark.parametrize(("page_size", "each"), [(None, "head"), (64, "page"), (16, "page")])
@@ -318,3 +307,152 @@ def test_scales_of_tiny_numbers_have_a_reciprocal() -> None:
 def test_what_cannot_be_quantized_is_refused(given: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         nsa_sel.quantize_e4m3(*given)
+
+
+_SM = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1] if torch.cuda.is_available() else 0
+
+# Backends by the least page, and block, that they read: whole steps (more of them below), or any.
+PAGES = {
+    name: 16 if backend.quantized_by is None else 64
+    for name, backend in registry.backends().items()
+    if "cuda" in backend.limits.dtypes and backend.limits.quantized.get("e4m3", 1000) <= _SM and not registry.missing(name)
+}
+
+
+def gpu_cache(each: str | None, page_size: int | None, **sizes: Any) -> QuantizedCache:
+    return make_quantized(each, page_size, **{"dtype": torch.bfloat16, "device": "cuda", "Dk": 64, "Dv": 128, **sizes})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("page_size", "each"), [(None, "head"), (24, "page"), (64, "head"), (64, "page")])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_many_rows_use_tma_where_pages_hold_whole_steps(
+    page_size: int | None, each: str, dtype: torch.dtype, logged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
+    check_quantized(gpu_cache(each, page_size, lengths=LENGTHS * 64, S_q=2, block=32, dtype=dtype), "triton-group")
+    configs = [event["config"] for event in logged("sel.triton.kernel")]
+    tma = torch.cuda.get_device_capability() >= (9, 0) and page_size != 24
+    assert [config.split(":")[0].split("-wide")[0] for config in configs] == [f"triton-group/decode-{'blocks' if tma else 'pages'}"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exponent", [-60, -8, 0, 12, 60])
+@pytest.mark.parametrize("backend", PAGES)
+def test_queries_of_any_magnitude_keep_their_digits(backend: str, exponent: int) -> None:
+    """Queries of bfloat16 are scaled to float16."""
+    check_quantized(uneven_queries(gpu_cache("head", 64, lengths=(150,), h=16, block=64), exponent), backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("each", ["head", "page"])
+@pytest.mark.parametrize(("backend", "page_size"), PAGES.items())
+def test_a_graph_follows_writes_into_its_inputs(backend: str, page_size: int, each: str) -> None:
+    """Scales, lengths, tables, selections, queries and pages; o and lse held NaN. Bit-equal to an eager call."""
+    sizes = {"page_size": page_size if each == "page" else None, "block": page_size}
+    first, other = (gpu_cache(each, lengths=lengths, seed=seed, **sizes) for lengths, seed in ((LENGTHS, 0), ((150, 9, 0, 1), 1)))
+    found = replayed_with(first.cache, other.cache, backend, first.scales, other.scales)
+    assert all(map(torch.equal, found, check_quantized(other, backend)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("each", EACH)
+@pytest.mark.parametrize(("backend", "page_size"), [*PAGES.items(), (None, 16)])
+def test_calls_never_wait_for_the_device(backend: str | None, page_size: int, each: str | None) -> None:
+    given = gpu_cache(each, page_size, block=page_size)
+    called(given, backend)
+    with no_waiting():
+        called(given, backend)
+
+
+GARBAGE = 2**30  # after a sequence's last page: a key there would be far outside of memory
+
+
+def gpu_cache_gpu(each: str | None, page_size: int | None, **sizes: Any) -> QuantizedCache:
+    given = make_quantized(
+        each, page_size, **{"dtype": torch.bfloat16, "device": "cuda", "h": 16, "Dk": 128, "Dv": 128, "block": 64, "room": 512, **sizes}
+    )
+    table = given.cache.block_table
+    return given if table is None else given.replaced(block_table=torch.where(table < 0, GARBAGE, table))
+
+
+def check(given: QuantizedCache) -> tuple[torch.Tensor, torch.Tensor]:
+    """`check_quantized`, and the same bits again."""
+    found = check_quantized(given, "cupy-cuda")
+    assert all(map(torch.equal, found, called(given, "cupy-cuda")))
+    return found
+
+
+@pytest.mark.gpu
+@needs("cupy-cuda")
+@needs_hopper
+@pytest.mark.parametrize(
+    ("S", "h", "D", "block", "page_size", "each"),
+    [
+        (4, 4, 128, 64, 64, "page"),
+        (8, 3, 64, 128, None, "head"),
+        (3, 8, 128, 64, 256, "page"),
+        (8, 1, 128, 64, None, None),
+    ],
+)
+def test_tiles_of_tokens(S: int, h: int, D: int, block: int, page_size: int | None, each: str | None, started: list[str]) -> None:
+    """One tile of all tokens of a sequence, and several; sequences shorter than S among others."""
+    given = gpu_cache_gpu(each, page_size, S_q=S, h=h, Dk=D, Dv=D, block=block, lengths=(0, 1, 7, 70, 575) * 11, room=640)
+    o, lse = check(given)
+    assert set(started) == {"forward_tokens.cu"}
+    check(given.asked(given.cache.q.half()))
+    for s in range(S):  # each token alone: of the last S_q, those before it
+        one = given.replaced(
+            q=given.cache.q[:, s : s + 1], selection=Selection(given.cache.selection.ranges[:, s : s + 1].contiguous(), block),
+            cache_seqlens=(given.cache.cache_seqlens - (S - 1 - s)).clamp(min=0),
+        )  # fmt: skip
+        alone, alone_lse = called(one, "cupy-cuda")
+        torch.testing.assert_close(alone[:, 0], o[:, s], rtol=2**-7, atol=2**-7)
+        torch.testing.assert_close(alone_lse[:, 0], lse[:, s], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@needs("cupy-cuda")
+@needs_hopper
+@pytest.mark.parametrize("factor", [0.0, -1.0])
+@pytest.mark.parametrize("each", ["head", "page"])
+def test_scales_may_be_zero_or_negative_gpu(each: str, factor: float) -> None:
+    """The largest logit is that of the smallest product then."""
+    check(gpu_cache_gpu(each, 64, lengths=(150, 300)).scaled(factor, -1.0))
+
+
+@pytest.mark.gpu
+@needs("cupy-cuda")
+@needs_hopper
+@pytest.mark.parametrize("factor", [1e-30, 1e-3, 100.0, 1e30])
+def test_scales_of_pages_may_have_any_size(factor: float) -> None:
+    check(gpu_cache_gpu("page", 64, lengths=(150, 300)).scaled(v=factor))
+
+
+@pytest.mark.gpu
+@needs("cupy-cuda")
+@needs_hopper
+@pytest.mark.parametrize(("page_size", "each"), [(None, "head"), (64, "page")])
+@pytest.mark.parametrize("S_q", [1, 4, 12])
+def test_keys_may_be_larger_than_float16_has_numbers_gpu(S_q: int, page_size: int | None, each: str) -> None:
+    check(large_keys(gpu_cache_gpu(each, page_size, lengths=LENGTHS * 40, S_q=S_q, dtype=torch.float16)))
+
+
+@pytest.mark.gpu
+@needs("cupy-cuda")
+@needs_hopper
+def test_a_cache_that_sequences_share_is_copied() -> None:
+    """TMA takes no stride of 0."""
+    check(shared_by_sequences(gpu_cache_gpu("head", None, lengths=(300, 300, 300))))
+
+
+@pytest.mark.gpu
+@needs("cupy-cuda")
+@needs_hopper
+@pytest.mark.parametrize("each", EACH)
+def test_a_step_is_one_launch(each: str | None, started: list[str]) -> None:
+    given = gpu_cache_gpu(each, 64)
+    called(given, "cupy-cuda")
+    started.clear()
+    called(given, "cupy-cuda")
+    assert started == ["forward_blocks.cu"]

@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nsa_sel import selection_attention, selection_attention_varlen, selection_attention_with_kvcache
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Measured, Selection
-from tests.helpers.cases import make_blocks, make_spans
+from tests.helpers.cases import assert_forward, make_blocks, make_qkv, make_spans
+from tests.helpers.parity import attend
 
 FAR = torch.iinfo(torch.int32).max
 
@@ -345,3 +347,22 @@ def test_tensors_of_inference_mode_keep_no_plans() -> None:
         assert [selection.plan(("a",), lambda number=number: number) for number in (1, 2)] == [1, 2]
         selection.measure()
         assert selection.length_bound(100) == 100
+
+
+@pytest.mark.parametrize("backend", ["sdpa-packed", "numba"])
+def test_packed_cached_and_compiled_calls_use_the_union(backend: str) -> None:
+    q, k, v = make_qkv(1, 2, 1, 3, 16, S_kv=64)
+    selection = Selection.from_blocks(torch.tensor([3, 1, 3]).expand(1, 2, 1, 3), 16)
+    o, lse = attend(backend, q, k, v, selection)
+    assert_forward((o, lse), q, k, v, selection.ranges)
+    packed = selection_attention_varlen(q[0], k[0].transpose(0, 1), v[0].transpose(0, 1), selection, [0, 2], [0, 64], backend=backend)
+    torch.testing.assert_close(packed, o[0])
+    caches = [x.transpose(1, 2) for x in (k, v)]
+    cached = selection_attention_with_kvcache(q, *caches, selection, torch.tensor([64]), backend=backend)
+    torch.testing.assert_close(cached, o)
+    table = torch.arange(2, dtype=torch.int32).view(1, 2)
+    pages = [x.reshape(2, 32, 1, -1) for x in caches]
+    paged = selection_attention_with_kvcache(q, *pages, selection, torch.tensor([64]), table, backend=backend)
+    torch.testing.assert_close(paged, o)
+    compiled = torch.compile(lambda q, k, v, s: selection_attention(q, k, v, s, backend=backend), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(q, k, v, selection), o)

@@ -16,33 +16,9 @@ from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.oracle import oracle_forward
 from nsa_sel.selection import Selection
 from nsa_sel.serving import selection_attention_with_kvcache
-from tests.helpers.cache_cases import LENGTHS, PAGES, Cache, check, gathered, make_cache, positions
+from tests.helpers.cache_cases import LENGTHS, Cache, check, gathered, make_cache, positions
 from tests.helpers.cases import assert_gradients, assert_within_twice_baseline, make_grads, plain_torch
-
-ON_CPU = ("sdpa-packed", "numba", "triton-group", "triton-token")
-
-
-@pytest.mark.parametrize("backend", ON_CPU)
-@pytest.mark.parametrize("S_q", [1, 4])
-def test_contiguous_caches_match_the_oracle(backend: str, S_q: int) -> None:
-    check(make_cache(page_size=None, S_q=S_q, G=1), backend)
-
-
-@pytest.mark.parametrize(
-    ("backend", "page_size"), [*((name, size) for name in ON_CPU if name != "triton-token" for size in PAGES), ("triton-token", 32)]
-)
-def test_paged_caches_match_the_oracle(backend: str, page_size: int) -> None:
-    few = backend.startswith("triton")  # programs: each takes 20 ms
-    for S_q, block in ((1, 16), (2, 64)) if few else ((1, 16), (2, 32), (8, 64)):
-        check(make_cache(page_size=page_size, S_q=S_q, block=block, G=1 if few else 2), backend)
-
-
-@pytest.mark.parametrize("backend", ON_CPU)
-def test_ranges_may_cross_pages(backend: str) -> None:
-    cache = make_cache((64, 150), page_size=16, block=None, S_q=2, G=1)
-    check(cache, backend)
-    longest = torch.tensor([15, 49]).expand(2, 2, 1, 1, 2)  # 34 keys on four pages, as many as 34 keys can touch
-    check(cache._replace(selection=Selection(longest, None, 34)), backend)
+from tests.helpers.graphs import no_waiting
 
 
 @pytest.mark.parametrize("page_size", [16, 24, 64])
@@ -63,22 +39,6 @@ def test_small_pages_never_use_tma(configure: Callable[[str], Path], names: tupl
     configs = [f"  triton-group/decode-{name}: {{loads: tma, block_l: {block_l}, num_warps: 1, num_stages: 1}}\n" for name in names]
     configure(f"provenance: a test\nkernels:\n{''.join(configs)}")
     check(make_cache(page_size=16, S_q=2, block=32), "triton-group")
-
-
-@pytest.mark.parametrize("backend", ON_CPU)
-def test_pages_of_any_layout_give_equal_results(backend: str) -> None:
-    """Pages of K between those of V, heads before keys, and a single page: views, without copies. float16 and 64-bit lengths, too."""
-    half = make_cache((1, 70), dtype=torch.float16, G=1)
-    check(half._replace(cache_seqlens=half.cache_seqlens.long()), backend)
-    cache = make_cache((40, 61), page_size=32, n=2, Dv=16)
-    wanted = check(cache, backend)
-    both = torch.stack((cache.k_cache, cache.v_cache), 1)
-    by_heads = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (cache.k_cache, cache.v_cache)]
-    for k_cache, v_cache in (both.unbind(1), by_heads):
-        assert not k_cache.is_contiguous()
-        got = check(cache._replace(k_cache=k_cache, v_cache=v_cache), backend)
-        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
-    check(make_cache((1,), page_size=256, n=2), backend)
 
 
 @pytest.mark.parametrize("backend", ["sdpa-packed", "triton-group"])
@@ -207,3 +167,52 @@ def test_warmup_runs_over_pages() -> None:
 def test_bad_arguments_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         selection_attention_with_kvcache(*make_cache()._replace(**changes))
+
+
+def gpu_cache(page_size: int | None, **sizes: object) -> Cache:
+    return make_cache(page_size=page_size, **{"dtype": torch.bfloat16, "device": "cuda", "Dk": 64, "Dv": 128, **sizes})  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [16, 24, 64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_many_rows_use_tma_where_pages_hold_whole_steps(
+    page_size: int, dtype: torch.dtype, logged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Enough rows to fill the GPU are not split; TMA needs Hopper or newer."""
+    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
+    check(gpu_cache(page_size, lengths=LENGTHS * 64, S_q=2, dtype=dtype), "triton-group")
+    configs = [event["config"] for event in logged("sel.triton.kernel")]
+    tma = torch.cuda.get_device_capability() >= (9, 0) and page_size % 16 == 0
+    assert [config.split(":")[0].split("-wide")[0] for config in configs] == [f"triton-group/decode-{'blocks' if tma else 'pages'}"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_calls_never_wait_for_the_device(page_size: int | None) -> None:
+    cache = gpu_cache(page_size)
+    for backend in ("triton-group", "sdpa-packed", None):
+        selection_attention_with_kvcache(*cache, backend=backend)
+        with no_waiting():
+            selection_attention_with_kvcache(*cache, backend=backend)
+
+
+@pytest.mark.gpu
+def test_pools_may_have_more_than_two_to_the_31_elements() -> None:
+    """The last pages of a pool that 32-bit offsets can't reach."""
+    D, page_size = 128, 64
+    pages = 2**31 // (D * page_size) + 8
+    pool = torch.empty(pages, page_size, 1, D, dtype=torch.bfloat16, device="cuda")
+    small = make_cache((150,), page_size, G=1, Dk=D, Dv=D, dtype=torch.bfloat16, device="cuda")
+    assert small.block_table is not None
+    pool[-6:] = small.k_cache
+    far = small._replace(
+        k_cache=pool, v_cache=pool, block_table=torch.where(small.block_table < 0, -1, small.block_table + pages - 6).int()
+    )
+    near = small._replace(v_cache=small.k_cache)
+    k, v = gathered(near)
+    exact, baseline = (of(near.q, k, v, near.selection.ranges, q_pos=positions(near)) for of in (oracle_forward, plain_torch))
+    with_cuda = ("cupy-cuda",) if not registry.missing("cupy-cuda") else ()
+    for backend in ("triton-group", "sdpa-packed", *with_cuda):
+        o = selection_attention_with_kvcache(*far, backend=backend)
+        assert_within_twice_baseline(o, exact[0], baseline[0], backend)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import pytest
 import torch
 
 import nsa_sel
+from nsa_sel import compat
 from nsa_sel.core import attend
 from nsa_sel.core import packed as packed_batches
 from nsa_sel.core.call import CPU as CPU_DEVICE
@@ -14,10 +18,11 @@ from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from nsa_sel.varlen import selection_attention_varlen, varlen_positions
+from tests.contract.lanes import lanes
 from tests.helpers.cases import make_blocks, make_qkv
+from tests.helpers.graphs import captured, no_waiting, replayed
 from tests.helpers.varlen_cases import (
     Packed,
-    assert_unselected_keys_change_nothing,
     attend_varlen,
     bounds,
     check_sequences,
@@ -44,35 +49,12 @@ def test_sequences_of_any_length(backend: str) -> None:
     assert nsa_sel.decisions()[-1].request.block_size == 16
 
 
-@pytest.mark.parametrize("backend", [*ON_RANGES, "triton-token"])
-def test_sequences_of_a_few_rows_match_the_oracle(backend: str) -> None:
-    check_varlen(backend, pack((3, 0, 1, 4), block_size=4, n=2, spare=1))
-    check_varlen(backend, pack((1, 0, 2), (20, 3, 7), block_size=None, spare=1))
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_aligned_sequences_keep_whole_blocks(backend: str) -> None:
     """The last key of most sequences ends a block; the rows of the last outnumber its keys."""
     for packed in (pack((2, 1, 0, 3), (32, 16, 16, 2), n=2), pack((16, 0, 2), n=2, spare=1)):
         check_varlen(backend, packed)
         assert nsa_sel.decisions()[-1].request.block_size == 16
-
-
-@pytest.mark.parametrize("backend", ON_RANGES)
-def test_rows_may_be_fewer_or_more_than_keys(backend: str) -> None:
-    """Rows are at the last positions; those before the first key see nothing."""
-    packed = pack((2, 1, 0, 3, 1), (21, 1, 9, 2, 0), spare=1)
-    check_varlen(backend, packed)
-    everything = torch.tensor([-3, 2**31 - 1]).int().expand(1, 8, 1, 1, 2)
-    check_varlen(backend, packed._replace(selection=Selection(everything)))
-    packed = pack((3, 1, 2), (1, 4, 1))  # as many rows as keys, and yet not the same
-    check_varlen(backend, packed._replace(selection=Selection(everything[:, :6])))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_half_precision_and_int64(backend: str) -> None:
-    packed = pack((1, 2), (16, 20), h=3, dtype=torch.float16)
-    check_varlen(backend, packed._replace(selection=Selection(packed.selection.ranges.long(), 16)))
 
 
 @pytest.mark.parametrize("backend", ON_RANGES)
@@ -95,12 +77,6 @@ def test_nan_in_other_sequences_changes_nothing(backend: str) -> None:
         for rows, keys in own:
             where = rows if i < 3 else keys
             assert torch.equal(clean[where], poisoned[where])
-
-
-@pytest.mark.parametrize("backend", ON_BLOCKS)
-def test_nan_in_unselected_keys_changes_nothing(backend: str) -> None:
-    packed = pack((2, 1, 1), (48, 16, 40), n=2, spare=4)
-    assert_unselected_keys_change_nothing(backend, packed, first=48)
 
 
 def test_unaligned_blocks_become_ranges() -> None:
@@ -278,3 +254,131 @@ def test_the_reference_notices_swapped_rows() -> None:
     with pytest.raises(AssertionError):
         check_sequences(packed, (o.flip(0), lse.flip(0)), zeros, torch.zeros_like(o), torch.zeros_like(lse))
     assert bounds((2, 0, 3)) == [0, 2, 2, 5]
+
+
+on_gpu = pytest.mark.parametrize("backend", [pytest.param(lane.name, marks=lane.marks()) for lane in lanes("cuda")])
+SIZES: dict[str, Any] = {"G": 2, "h": 4, "Dk": 64, "Dv": 128, "device": "cuda"}
+MIXED_GPU = (70, 0, 1, 37, 16, 2)
+ALIGNED_GPU = (64, 0, 96, 32, 0, 41)
+FEW, MANY = (1, 3, 0, 40, 1, 7), (160, 32, 64, 32, 320, 90)  # rows, and the keys before and among them; the fourth has more rows
+
+
+def on_device(packed: Packed) -> dict[str, Any]:
+    """Bounds that only the GPU holds."""
+    cu_q, cu_k = (torch.tensor(bounds, dtype=torch.int32, device="cuda") for bounds in (packed.cu_q, packed.cu_k))
+    return {"cu_seqlens_q": cu_q, "cu_seqlens_k": None if packed.cu_q == packed.cu_k else cu_k}
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("lengths", [(ALIGNED_GPU, ALIGNED_GPU), (FEW, MANY)], ids=["the same", "more keys"])
+def test_aligned_sequences_keep_whole_blocks_gpu(backend: str, lengths: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    for h, block_size in ((4, 32), (3, 16)):
+        packed = pack(*lengths, block_size=block_size, spare=5, dtype=torch.bfloat16, **{**SIZES, "h": h})
+        check_varlen(backend, packed, **{"block_aligned": True, **on_device(packed)} if h == 3 else {})
+        assert nsa_sel.decisions()[-1].request.block_size == block_size
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("lengths", [(MIXED_GPU, MIXED_GPU), (FEW, (161, 33, 0, 30, 320, 90))], ids=["the same", "more keys"])
+def test_unaligned_sequences_are_copied_to_whole_blocks(backend: str, lengths: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    for h, block_size in ((4, 64), (3, 16)):
+        packed = pack(*lengths, block_size=block_size, spare=5, dtype=torch.bfloat16, **{**SIZES, "h": h})
+        check_varlen(backend, packed, align=True, **on_device(packed) if h == 3 else {})
+        assert nsa_sel.decisions()[-1].request.block_size == block_size
+
+
+@pytest.mark.gpu
+def test_keys_are_copied_where_it_pays_unless_forbidden() -> None:
+    """1k rows that may select 256 keys each: the decision for whole blocks says whether to copy."""
+    packed = pack((500, 7, 517), block_size=64, n=4, G=2, h=16, Dk=128, Dv=128, dtype=torch.bfloat16, device="cuda")
+    options = on_device(packed)
+    nsa_sel.selection_attention_varlen(*packed[:4], **options, align=True)
+    decision = nsa_sel.decisions()[-1]
+    for_blocks = packed_batches._prefers_blocks(str(decision.forward), decision.request, decision.device)
+    nsa_sel.selection_attention_varlen(*packed[:4], **options)
+    assert nsa_sel.decisions()[-1].request.block_size == (64 if for_blocks else None)
+    for align, backend in ((False, None), (None, "triton-group")):
+        nsa_sel.selection_attention_varlen(*packed[:4], **options, align=align, backend=backend)
+        assert nsa_sel.decisions()[-1].request.block_size is None
+    with nsa_sel.use_backend("triton-tile"):
+        nsa_sel.selection_attention_varlen(*packed[:4], **options)
+    assert nsa_sel.decisions()[-1].request.block_size == 64
+
+
+def step(backend: str, packed: Packed, **options: Any) -> tuple[torch.Tensor, ...]:
+    """o, lse and all gradients."""
+    inputs = [x.detach().requires_grad_() for x in packed[:3]]
+    o, lse = attend_varlen(backend, packed, *inputs, **options)
+    return o.detach(), lse.detach(), *torch.autograd.grad(o.sum() + lse.masked_fill(lse.detach() == -torch.inf, 0).sum(), inputs)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("lengths", [(ALIGNED_GPU, ALIGNED_GPU), (FEW, MANY)], ids=["the same", "more keys"])
+def test_calls_never_wait_for_the_device(backend: str, lengths: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    packed = pack(*lengths, block_size=32, spare=5, dtype=torch.bfloat16, **SIZES)
+    expected = step(backend, packed)  # compiles
+    fresh = packed._replace(selection=Selection(packed.selection.ranges, 32))
+    options = on_device(packed)
+    with no_waiting():
+        found = step(backend, fresh, block_aligned=True, **options)
+        fresh.selection.forget_plans()
+        listed = step(backend, fresh)
+    for one, other, third in zip(expected, found, listed, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, third)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_a_copy_never_waits_and_is_bit_equal_again(backend: str) -> None:
+    packed = pack(MIXED_GPU, block_size=32, spare=5, dtype=torch.bfloat16, **SIZES)
+    expected = step(backend, packed, align=True)  # compiles
+    options = on_device(packed)
+    with no_waiting():
+        found = [step(backend, packed._replace(selection=Selection(packed.selection.ranges, 32)), align=True, **options) for _ in range(5)]
+    for again in found:
+        assert all(torch.equal(one, other) for one, other in zip(expected, again, strict=True))
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("odd", [0, 7], ids=["whole", "copied"])
+def test_a_graph_follows_writes_into_bounds_and_ranges(backend: str, odd: int) -> None:
+    first, second = (
+        pack(lengths, block_size=32, dtype=torch.bfloat16, seed=seed, **SIZES)
+        for seed, lengths in enumerate(((128 - odd, 0, 96, 32 + odd), (64 + odd, 64, 0, 128 - odd)))
+    )
+    selection = Selection(first.selection.ranges.clone(), 32)
+    given = first._replace(selection=selection)
+    options: dict[str, Any] = {**on_device(first), "align" if odd else "block_aligned": True}
+    graph, outputs = captured(lambda: step(backend, given, **options))
+    for packed in (first, second):
+        selection.ranges.copy_(packed.selection.ranges)
+        options["cu_seqlens_q"].copy_(torch.tensor(packed.cu_q))
+        now = Packed(*first[:3], Selection(packed.selection.ranges, 32), packed.cu_q, packed.cu_k)
+        assert all(map(torch.equal, replayed(graph, outputs), step(backend, now, align=bool(odd))))
+
+
+@pytest.mark.gpu
+def test_calls_of_other_libraries_do_not_wait_for_the_device() -> None:
+    """Forward and backward, bounds on the device, gradients of what they should be."""
+    packed = pack(ALIGNED_GPU, block_size=32, dtype=torch.bfloat16, **SIZES)
+    blocks = packed.selection.block_indices  # [1,T,G,n]
+    cu = torch.tensor(packed.cu_q, dtype=torch.int32, device="cuda")
+    expected = step("sdpa-packed", packed)
+    calls = (
+        lambda q, k, v: compat.topk_sparse_attention(q, k, v, blocks[0].transpose(0, 1), 32, cu, block_aligned=True),
+        lambda q, k, v: compat.parallel_nsa(q[None], k[None], v[None], block_indices=blocks, block_size=32, cu_seqlens=cu)[0],
+    )
+    for call in calls:
+        for mode in (contextlib.nullcontext(), no_waiting()):  # the first compiles
+            inputs = [packed.q.flatten(1, 2).detach().requires_grad_(), *(x.detach().requires_grad_() for x in packed[1:3])]
+            with mode:
+                o = call(*inputs)
+                gradients = torch.autograd.grad(o.sum(), inputs)
+        torch.testing.assert_close(o, expected[0].flatten(1, 2), atol=2e-2, rtol=2e-2)
+        assert [x.shape for x in gradients] == [x.shape for x in inputs]
+        assert all(bool(x.isfinite().all()) for x in gradients)

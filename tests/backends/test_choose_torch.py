@@ -15,7 +15,7 @@ from nsa_sel.layer import block_scores
 from nsa_sel.oracle_choose import oracle_choose_backward
 from nsa_sel.selection import Selection
 from tests.helpers.cases import make_grads
-from tests.helpers.choose_cases import SHAPES, SMALL, check_both, check_forward, check_unread, make_choose_call, oracle, plain
+from tests.helpers.choose_cases import SMALL, check_forward, make_choose_call, oracle, plain
 
 
 @pytest.mark.parametrize("shape", ["h3", "decode", "shorter-than-a-compressed-block"])
@@ -48,19 +48,6 @@ def test_oracle_importance_is_block_scores_of_p(shape: str) -> None:
     selection = Selection.from_scores(exact.importance, rule.n, rule.block_size, rule.first, rule.local, S_kv=S_kv)
     starts = torch.where(exact.blocks < 0, 0, exact.blocks * rule.block_size)
     assert torch.equal(selection.ranges[..., 0], starts)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_torch_matches_the_oracle(shape: str, dtype: torch.dtype) -> None:
-    call = make_choose_call(shape, dtype)
-    check_both(choose_torch, call)
-
-
-def test_torch_takes_positions_and_a_negative_scale() -> None:
-    q_pos = torch.randint(-3, 50, (2, 21), generator=torch.Generator().manual_seed(0))
-    call = make_choose_call("h3", q_pos=q_pos, scale=-0.3)
-    check_both(choose_torch, call, with_lse=False)
 
 
 def test_torch_takes_a_compressed_block_longer_than_a_block() -> None:
@@ -99,14 +86,6 @@ def test_torch_chunks_give_the_same_and_bound_temporaries(positions: str) -> Non
     assert torch.equal(chunked[2], whole[2])
     for x, y in zip((*chunked[:2], *chunked_gradients), (*whole[:2], *gradients), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("positions", ["implied", "given"])
-def test_torch_reads_no_key_and_no_row_that_counts_for_nothing(positions: str) -> None:
-    call = make_choose_call("h3", start=-10)
-    if positions == "given":
-        call.q_pos = call.positions()
-    check_unread(choose_torch, call)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

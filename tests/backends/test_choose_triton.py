@@ -17,9 +17,7 @@ from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.ranges import sorted_blocks
 from nsa_sel.settings.schema import KernelConfig
 from tests.helpers.cases import make_grads
-from tests.helpers.choose_cases import SHAPES, SMALL, check_both, check_gradients, check_unread, make_choose_call, oracle, results
-
-FEW = ("h6", "192-128", "shorter-than-a-compressed-block", "decode")
+from tests.helpers.choose_cases import SMALL, check_both, check_gradients, make_choose_call, oracle, results
 
 
 @pytest.fixture(autouse=True)
@@ -28,18 +26,6 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     sequences take several steps."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(choose_triton, "config_of", lambda call, kernel: replace(choose_triton.CONFIGS[kernel], block_l=16))
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_triton_matches_the_oracle(shape: str) -> None:
-    call = make_choose_call(shape)
-    check_both(choose_triton, call, with_lse=shape != "h6")
-
-
-@pytest.mark.parametrize("shape", FEW)
-def test_triton_matches_the_oracle_in_float16(shape: str) -> None:
-    call = make_choose_call(shape, torch.float16)
-    check_both(choose_triton, call)
 
 
 def test_triton_takes_positions_and_a_negative_scale() -> None:
@@ -89,14 +75,6 @@ def test_sections_of_rows_add_up(monkeypatch: pytest.MonkeyPatch, positions: str
     check_gradients(choose_triton.forward, choose_triton.backward, call)
 
 
-@pytest.mark.parametrize("positions", ["implied", "given"])
-def test_keys_and_rows_that_count_for_nothing_are_not_read(positions: str) -> None:
-    """Nor is memory that no kernel wrote; and reruns are bit-equal."""
-    call = make_choose_call((1, 33, 33, 1, 3, 16, 24, SMALL), start=-10)
-    call.q_pos = call.positions() if positions == "given" else None
-    check_unread(choose_triton, call)
-
-
 def test_strides_of_inputs() -> None:
     call = make_choose_call((2, 9, 25, 2, 3, 16, 24, SMALL))
     do, _ = make_grads(call.q, call.v)
@@ -106,30 +84,3 @@ def test_strides_of_inputs() -> None:
     do = do.permute(3, 1, 0, 2, 4).contiguous().permute(2, 1, 3, 0, 4)
     found = results(choose_triton, dataclasses.replace(call, q=q, k=k, v=v), do, None)
     assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
-
-
-GPU_SHAPES = {
-    **SHAPES,
-    "h16-long": (1, 300, 2000, 2, 16, 128, 128, Rule()),
-    "h6-prefill": (2, 333, 333, 2, 6, 64, 64, Rule()),
-    "h48": (1, 40, 400, 1, 48, 192, 128, Rule()),
-    "h96": (1, 40, 400, 1, 96, 64, 64, Rule()),
-    "Dk256": (1, 70, 500, 1, 12, 256, 256, Rule()),
-}  # fmt: skip
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("shape", GPU_SHAPES)
-def test_triton_matches_the_oracle_on_a_gpu(shape: str, dtype: torch.dtype) -> None:
-    """Importance is summed in float32 from products of the inputs as they are: in 16 bits it is as exact as in float32."""
-    call = make_choose_call(GPU_SHAPES[shape], dtype, "cuda")
-    check_both(choose_triton, call, 1e-4)
-
-
-@pytest.mark.gpu
-def test_triton_gpu_positions_poison_and_reruns() -> None:
-    call = make_choose_call((2, 333, 333, 2, 6, 64, 64, Rule()), torch.bfloat16, "cuda", start=-100)
-    implied = check_unread(choose_triton, call, reruns=20)
-    given = check_unread(choose_triton, dataclasses.replace(call, q_pos=call.positions()))
-    assert all(map(torch.equal, implied[:4], given[:4]))

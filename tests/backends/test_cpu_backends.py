@@ -17,31 +17,15 @@ from nsa_sel.core.call import Call
 from nsa_sel.oracle import oracle_mask
 from nsa_sel.selection import Selection
 from tests.helpers.cases import (
-    DISTRIBUTIONS,
     RESULTS,
-    assert_all_close,
-    assert_within_twice_baseline,
-    edge_selections,
     lse_dtype,
-    make_blocks,
     make_call,
     make_grads,
-    make_qkv,
     make_spans,
     oracle_results,
-    plain_results,
 )
-from tests.helpers.pairwise import pairwise
 
 LIMITS = {torch.float32: 1e-6, torch.float64: 1e-14}  # mean absolute error; packed SDPA's is relative to results larger than 1
-SHAPES = [  # B, S, G, h, Dk, Dv, S_kv
-    (1, 150, 2, 4, 64, 64, 150),
-    (3, 9, 2, 2, 16, 48, 70),
-    (2, 40, 1, 3, 24, 8, 129),
-    (1, 20, 2, 6, 7, 13, 64),
-    (1, 10, 1, 12, 40, 192, 33),
-    (2, 5, 3, 1, 8, 80, 200),
-]
 Run = Callable[[Call, Tensor, Tensor | None], tuple[Tensor, ...]]
 
 
@@ -79,17 +63,12 @@ RUNS: dict[str, Run] = {
     "static buckets": by_static_buckets,
     "key tiles": by_path(key_tiles),
 }
-WAYS_FOR_BAD_KEYS = [way for way in RUNS if way != "key tiles"]  # which the backend takes forward only where all keys are finite
 
 
 @pytest.fixture(params=RUNS)
 def way(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
-
-
-def run(way: str, q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, **how: Any) -> tuple[Tensor, ...]:
-    return RUNS[way](make_call(q, k, v, selection, **how), *make_grads(q, v))
 
 
 def check(way: str, q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, do: Tensor | None = None, **how: Any) -> None:
@@ -114,56 +93,6 @@ def check_call(way: str, call: Call, do: Tensor | None = None) -> None:
     assert not any(results[0][i][rows].any() for i in (0, 2))
 
 
-@pytest.mark.parametrize(("shape", "kind", "dtype"), pairwise(SHAPES, DISTRIBUTIONS, list(LIMITS)))
-def test_spans(way: str, shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> None:
-    B, S, G, h, Dk, Dv, S_kv = shape
-    check(way, *make_qkv(B, S, G, h, Dk, Dv, S_kv=S_kv, dtype=dtype), make_spans(kind, B, S, G, S_kv, L=90))
-
-
-@pytest.mark.parametrize(("h", "block_size"), [(1, 5), (3, 16), (6, 64), (12, 128), (16, 16)])
-def test_blocks(way: str, h: int, block_size: int) -> None:
-    check(way, *make_qkv(1, 70, 2, h, 32, S_kv=300), make_blocks(1, 70, 2, 300, 4, block_size))
-
-
-@pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize("name", edge_selections(1, 1, 1, 16))
-def test_edges(way: str, name: str, dtype: torch.dtype) -> None:
-    check(way, *make_qkv(3, 9, 2, 3, 16, 8, S_kv=37, dtype=dtype), edge_selections(3, 9, 2, 37)[name])
-
-
-@pytest.mark.parametrize("row", [[(-(2**63), 150)], [(-(2**63), 2**63 - 1)], [(0, 70), (5, -(2**63)), (80, 2**63 - 1)]])
-def test_ranges_at_the_limits_of_int64(way: str, row: list[tuple[int, int]]) -> None:
-    """As they are: nothing that finds the union has clamped them."""
-    selection = Selection.from_ranges(torch.tensor(row).expand(1, 20, 2, len(row), 2), disjoint=True)
-    check(way, *make_qkv(1, 20, 2, 2, 16, S_kv=200), selection)
-
-
-@pytest.mark.parametrize("h", [1, 4])
-def test_decode(way: str, h: int) -> None:
-    """With is_causal=True on gathered keys, S = 1 would see only the first of them."""
-    q, k, v = make_qkv(3, 1, 2, h, 64, 32, S_kv=200)
-    check(way, q, k, v, make_blocks(3, 1, 2, 200, 4, 32))
-    check(way, q, k, v, torch.tensor([150, 200], dtype=torch.int32).expand(3, 1, 2, 1, 2))
-    check(way, q, k, v, make_spans("mixed", 3, 1, 2, 200, L=70), q_pos=torch.tensor([[4], [77], [129]]))
-
-
-@pytest.mark.parametrize(("per_sequence", "scale"), [(False, 0.7), (True, -0.3), (False, 0.0)])
-def test_positions_and_scale(way: str, per_sequence: bool, scale: float) -> None:
-    q_pos = torch.randint(0, 140, (2, 30) if per_sequence else (30,), dtype=torch.int32 if per_sequence else torch.int64)
-    q, k, v = make_qkv(2, 30, 2, 2, 16, 8, S_kv=140)
-    for ranges in (make_spans("mixed", 2, 30, 2, 140, L=80), edge_selections(2, 30, 2, 140)["one_contiguous"]):
-        check(way, q, k, v, ranges, scale=scale, q_pos=q_pos)
-
-
-def test_positions_and_ranges_may_change_under_one_selection(way: str) -> None:
-    q, k, v = make_qkv(1, 10, 1, 2, 16, S_kv=100)
-    selection = Selection.from_ranges(make_spans("few", 1, 10, 1, 100, L=60))
-    check(way, q, k, v, selection)
-    check(way, q, k, v, selection, q_pos=torch.arange(10))
-    selection.ranges.copy_(make_spans("many", 1, 10, 1, 100, L=60, seed=1)[..., : selection.n, :])
-    check(way, q, k, v, selection)
-
-
 def test_layouts(way: str) -> None:
     """A [B,S_kv,G,D] cache as its transposed view, in a wider tensor, or shared by sequences or groups; views of q, do and ranges."""
     B, S, G, h, D, S_kv = 2, 12, 2, 4, 16, 80
@@ -176,64 +105,3 @@ def test_layouts(way: str) -> None:
     check(way, q, k, v, ranges.transpose(0, 1).contiguous().transpose(0, 1), do=torch.ones(()).expand(B, S, G, h, D))
     check(way, q[:, :1], k[:1].expand(B, -1, -1, -1), v, ranges[:, :1])
     check(way, q, *(x[:, :1].expand(-1, G, -1, -1) for x in (k, v)), ranges)
-
-
-def assert_same(way: str, got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    """Bit-equal for numba. Packed SDPA takes another path where a key is not finite."""
-    assert way != "numba" or all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
-    assert_all_close(got, expected)
-
-
-@pytest.mark.parametrize("way", WAYS_FOR_BAD_KEYS)
-@pytest.mark.parametrize(("bad", "sizes", "dtype"), pairwise([math.nan, math.inf], [(2, 16), (2, 8), (1, 16)], list(LIMITS)))
-def test_keys_that_no_row_selects_may_hold_anything(way: str, bad: float, sizes: tuple[int, int], dtype: torch.dtype) -> None:
-    """Keys between the ranges, and keys beyond t; and rows that select nothing."""
-    n, Dv = sizes
-    q, k, v = make_qkv(2, 30, 1, 2, 16, Dv, S_kv=100, dtype=dtype)
-    ranges = torch.tensor([[3, 9], [60, 500]][-n:], dtype=torch.int32).repeat(2, 30, 1, 1, 1)
-    ranges[:, ::4] = 0
-    q_pos = torch.arange(40, 70)
-    expected = run(way, q, k, v, ranges, q_pos=q_pos)
-    hidden = ~oracle_mask(ranges, 100, 30, q_pos).any(1)
-    assert hidden.any()
-    k[hidden], v[hidden] = bad, bad
-    got = run(way, q, k, v, ranges, q_pos=q_pos)
-    assert_same(way, got, expected)
-    assert not any(x[hidden].any() for x in got[3:])
-
-
-@pytest.mark.parametrize("way", WAYS_FOR_BAD_KEYS)
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("n", [1, 2])
-def test_a_bad_key_stays_with_the_row_that_selects_it(way: str, n: int, bad: float) -> None:
-    """The last row selects a bad key from the middle of the others' tile: the other rows and keys never see it."""
-    q, k, v = make_qkv(1, 30, 1, 2, 16, S_kv=100)
-    ranges = torch.tensor([[0, 10], [11, 64]][-n:], dtype=torch.int32).repeat(1, 30, 1, 1, 1)
-    ranges[:, -1] = torch.tensor([10, 11]) * torch.eye(n, dtype=torch.int32)[:, :1]
-    q_pos, keys = torch.full((30,), 99), torch.arange(100) != 10
-    expected = run(way, q, k, v, ranges, q_pos=q_pos)
-    k[:, :, 10] = v[:, :, 10] = bad
-    got = run(way, q, k, v, ranges, q_pos=q_pos)
-    assert got[0][:, -1].isnan().all() or bad == math.inf
-    unspoilt = [(*(x[:, :-1] for x in found[:3]), *(x[:, :, keys] for x in found[3:])) for found in (got, expected)]
-    assert_same(way, *unspoilt)
-
-
-@pytest.mark.parametrize(
-    ("kind", "Dv", "dtype"), pairwise([*DISTRIBUTIONS, "blocks", "one range"], [32, 16], [torch.float16, torch.bfloat16])
-)
-def test_16_bit_errors_are_within_twice_the_baseline(way: str, dtype: torch.dtype, Dv: int, kind: str) -> None:
-    q, k, v = make_qkv(2, 48, 2, 4, 32, Dv, S_kv=160, dtype=dtype)
-    spans = make_spans(kind, 2, 48, 2, 160, L=90) if kind in DISTRIBUTIONS else edge_selections(2, 48, 2, 160)["one_contiguous"]
-    ranges = make_blocks(2, 48, 2, 160, 4, 16).ranges if kind == "blocks" else spans
-    given = q, k, v, ranges, *make_grads(q, v)
-    for name, mine, exact, plain in zip(RESULTS, run(way, *given[:4]), oracle_results(*given), plain_results(*given), strict=True):
-        assert mine.dtype == plain.dtype, name
-        assert_within_twice_baseline(mine, exact, plain, name)
-
-
-def test_without_a_gradient_of_lse(way: str) -> None:
-    q, k, v = make_qkv(1, 50, 1, 4, 16)
-    call = make_call(q, k, v, make_spans("few", 1, 50, 1, 50, L=20))
-    do, dlse = make_grads(q, v)
-    assert all(map(torch.equal, RUNS[way](call, do, None), RUNS[way](call, do, torch.zeros_like(dlse))))

@@ -23,7 +23,6 @@ BACKWARD = ["block_gradients.cu", "join_shares.cu", "sum_sections.cu"]
 KERNELS = FORWARD + BACKWARD
 WITHOUT_SHARES = [kernel for kernel in KERNELS if kernel != "join_shares.cu"]  # with less than 8 heads
 HOPPERS = {"block_partials.cu", "join_partials.cu", "block_gradients.cu", "join_shares.cu"}  # kernels that load by TMA
-OF_JOIN = {"shared_tiles.cu", "join_partials.cu", "join_shares.cu"}
 pytestmark = [needs_compiler, pytest.mark.slow]  # a compiler, the interpreter, and thousands of emulated products
 
 
@@ -63,17 +62,6 @@ def started(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(launch, "start", recorded)
     monkeypatch.setattr(cuda_block, "_streams", lambda _, count: [None] * count)
     return kernels
-
-
-@pytest.mark.parametrize(
-    ("h", "S", "G"),
-    [(3, 40, 2), (8, 20, 1), *(pytest.param(*sizes, marks=pytest.mark.thorough) for sizes in ((1, 80, 2), (4, 40, 1), (16, 12, 1)))],
-)
-def test_heads(started: list[str], h: int, S: int, G: int) -> None:
-    """Rows copied by lanes, and by TMA from 8 heads on; S_kv leaves a cut block, and the rows' own blocks are masked."""
-    q, k, v = rows(S=S, G=G, h=h)
-    results(q, k, v, make_blocks(1, S, G, 200, 3, 64))
-    assert started == [kernel for kernel in (KERNELS if h >= 8 else WITHOUT_SHARES) if h != 3 or kernel not in OF_JOIN]
 
 
 @pytest.mark.parametrize(("h", "S"), [(3, 40), pytest.param(1, 80, marks=pytest.mark.thorough)])
@@ -127,19 +115,6 @@ def test_a_selection_serves_calls_of_other_heads(started: list[str]) -> None:
     assert started == KERNELS + WITHOUT_SHARES
 
 
-@pytest.mark.parametrize("started", [BACKWARDS | EAGER], indirect=True)
-@pytest.mark.parametrize("scale", [0.0, 1e9])
-def test_rows_that_select_nothing_give_zeros_at_any_scale(started: list[str], scale: float) -> None:
-    """Beside rows that do."""
-    q, k, v = rows(S=12, G=1, h=8, S_kv=600)
-    ranges = make_blocks(1, 12, 1, 600, 3, 64).ranges.clone()
-    ranges[0, 5:9] = 0
-    o, lse = cuda_block.forward(call_of(q, k, v, Selection(ranges, 64), scale=scale))
-    expected, its_lse = oracle_forward(q, k, v, ranges, scale)  # in float16 PyTorch's overflows
-    torch.testing.assert_close(o.double(), expected, atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(lse.double(), its_lse, atol=1e-3, rtol=1e-3)
-
-
 @pytest.mark.parametrize(("h", "block"), [(1, 64), (16, 64), (8, 128)])
 def test_a_tile_is_shared_if_all_tokens_of_64_rows_selected_it(monkeypatch: pytest.MonkeyPatch, h: int, block: int) -> None:
     emulated(monkeypatch)
@@ -161,12 +136,6 @@ def test_a_tile_is_shared_if_all_tokens_of_64_rows_selected_it(monkeypatch: pyte
             assert (masks.shared[b, s, g], masks.listed[b, s, g]) == (shared, sum(1 << entry for entry in tiles.values()) - shared)
             some = [some[0] + (shared > 0), some[1] + (len(tiles) > len(common))]
     assert min(some) > 10
-
-
-@pytest.mark.parametrize(("h", "Dv", "block"), [(16, 128, 128), pytest.param(2, 64, 64, marks=pytest.mark.thorough)])
-def test_wide_heads_and_blocks_of_two_tiles(started: list[str], h: int, Dv: int, block: int) -> None:
-    results(*rows(S=9, G=1, h=h, Dk=128, Dv=Dv), make_blocks(1, 9, 1, 200, 2, block))
-    assert started == (KERNELS if h >= 8 else WITHOUT_SHARES)
 
 
 @pytest.mark.parametrize("started", [BACKWARDS | EAGER], indirect=True)
@@ -200,26 +169,6 @@ def test_rows_of_more_entries_than_a_mask_has_bits(started: list[str]) -> None:
     selection = make_blocks(1, 2, 1, 66 * 64, 66, 64)
     assert_forward(cuda_block.forward(call_of(q, k, v, selection)), q, k, v, selection.ranges)
     assert started == ["block_partials.cu"]
-
-
-def test_positions_and_a_negative_scale(started: list[str]) -> None:
-    q, k, v = rows(B=2, S=12, G=1, h=8)
-    q_pos = torch.randint(0, 200, (2, 12), dtype=torch.int32, generator=torch.Generator().manual_seed(3))
-    results(q, k, v, make_blocks(2, 12, 1, 200, 3, 64), q_pos=q_pos)
-    results(q, k.transpose(1, 2).contiguous().transpose(1, 2), v, make_blocks(2, 12, 1, 200, 3, 64))
-    assert started == KERNELS * 2
-
-
-@pytest.mark.parametrize("positions", [False, True])
-def test_unread_keys_may_hold_nan(monkeypatch: pytest.MonkeyPatch, started: list[str], positions: bool) -> None:
-    """The rest of a selected block among them, be it shared."""
-    monkeypatch.setattr(cuda_block, "LEAST_HEADS", 4)
-    q, k, v = rows(S=12, G=1)
-    q_pos = torch.arange(150, 162).flip(0) if positions else None
-    selection = make_blocks(1, 12, 1, 200, 3, 64)
-    clean, poisoned = (results(q, k, v, Selection(selection.ranges, 64), q_pos=q_pos, poison=x) for x in (0.0, float("nan")))
-    assert all(map(torch.equal, clean, poisoned))
-    assert started == KERNELS * 2
 
 
 def test_gradients_of_a_constant(started: list[str]) -> None:

@@ -17,8 +17,7 @@ from tests.helpers.cases import make_blocks, make_qkv
 from tests.helpers.gpus import needs, needs_hopper
 from tests.helpers.graphs import captured, replayed
 from tests.helpers.launches import noted
-from tests.helpers.parity import check_both, check_deterministic, check_poison
-from tests.helpers.poison import check_empty_rows, check_one_row, rows_with_holes, selected, through
+from tests.helpers.parity import check_both, check_deterministic
 
 pytestmark = [pytest.mark.gpu, needs("cuda-block"), needs_hopper]
 BACKEND = "cuda-block"
@@ -32,17 +31,6 @@ def visits(monkeypatch: pytest.MonkeyPatch) -> Any:
     assert {"block_partials.cu", "block_gradients.cu"} <= set(files)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("h", "Dk", "Dv", "block"),
-    [(16, 128, 128, 64), (4, 128, 128, 64), (1, 128, 128, 64), (2, 64, 128, 128), (8, 128, 64, 64), (3, 64, 64, 192), (64, 128, 128, 64)],
-)
-def test_heads_widths_and_blocks(h: int, Dk: int, Dv: int, block: int, dtype: torch.dtype) -> None:
-    S = 500 if h < 16 else 130
-    q, k, v = make_qkv(S=S, G=2, h=h, Dk=Dk, Dv=Dv, S_kv=S + 330, dtype=dtype, device="cuda")
-    check_both(BACKEND, q, k, v, make_blocks(1, S, 2, S + 330, 3, block, device="cuda"))
-
-
 @pytest.mark.parametrize(("n", "block"), [(70, 64), (25, 192)])
 def test_rows_of_more_entries_than_a_mask_has_bits(n: int, block: int) -> None:
     """70 tiles a row, or 75: none is left out."""
@@ -50,23 +38,11 @@ def test_rows_of_more_entries_than_a_mask_has_bits(n: int, block: int) -> None:
     check_both(BACKEND, q, k, v, make_blocks(1, 130, 2, 9000, n, block, device="cuda"))
 
 
-def test_positions() -> None:
-    q, k, v = make_qkv(B=2, S=200, G=1, h=4, Dk=128, S_kv=400, dtype=torch.bfloat16, device="cuda")
-    q_pos = torch.randint(0, 400, (2, 200), generator=torch.Generator().manual_seed(1)).cuda()
-    check_both(BACKEND, q, k, v, make_blocks(2, 200, 1, 400, 4, 64, device="cuda"), q_pos=q_pos)
-
-
 @pytest.mark.parametrize("h", [1, 4, 16])
 def test_reruns_are_bit_equal(h: int, visits: list[str]) -> None:
     q, k, v = make_qkv(S=3000, G=4, h=h, Dk=128, S_kv=3000, dtype=torch.bfloat16, device="cuda")
     check_deterministic(BACKEND, q, k, v, make_blocks(1, 3000, 4, 3000, 16, 64, device="cuda"), 10)
     assert ("join_shares.cu" in visits) == (h >= cuda_block.LEAST_HEADS)
-
-
-@pytest.mark.parametrize("h", [2, 16])
-def test_unread_keys_may_hold_nan(h: int) -> None:
-    q, k, v = make_qkv(S=100, G=2, h=h, Dk=128, S_kv=700, dtype=torch.bfloat16, device="cuda")
-    check_poison(BACKEND, q, k, v, make_blocks(1, 100, 2, 700, 2, 64, device="cuda"))
 
 
 def test_units_of_rows(monkeypatch: pytest.MonkeyPatch, visits: list[str]) -> None:
@@ -141,31 +117,9 @@ def test_a_launch_that_fails_waits_for_the_other_stream(monkeypatch: pytest.Monk
     assert torch.equal(selection_attention(q, k, v, selection, backend=BACKEND), o)
 
 
-@pytest.mark.parametrize("first", [4, 16])
-def test_a_selection_serves_calls_of_other_heads(first: int) -> None:
-    selection = make_blocks(1, 300, 2, 1500, 6, 64, device="cuda")
-    for h in (first, 20 - first):
-        q, k, v = make_qkv(S=300, G=2, h=h, Dk=128, S_kv=1500, dtype=torch.bfloat16, device="cuda")
-        check_both(BACKEND, q, k, v, selection)
-
-
 def test_rows_and_keys_that_are_expanded() -> None:
     """TMA reads copies, which stay until the last kernel has read them."""
     q, k, v = make_qkv(B=2, S=600, G=2, h=16, Dk=128, S_kv=900, dtype=torch.bfloat16, device="cuda")
     selection = make_blocks(2, 600, 2, 900, 4, 64, device="cuda")
     check_both(BACKEND, q, k[:, :1].expand(-1, 2, -1, -1), v[:1].expand(2, -1, -1, -1), selection)
     check_both(BACKEND, q[:1].expand(2, -1, -1, -1, -1), k, v, selection)
-
-
-@pytest.mark.parametrize("h", [1, 2, 16, 64])
-def test_rows_that_select_nothing(h: int) -> None:
-    """Whatever they hold, and at a scale beyond any."""
-    q, k, v = make_qkv(B=2, S=301, G=2, h=h, Dk=128, S_kv=1500, dtype=torch.bfloat16, device="cuda")
-    selection, row = rows_with_holes(2, 301, 2, 1500, 64, 3, device="cuda")
-    run, mask = through(BACKEND, selection), selected(selection, q, k)
-    check_empty_rows(run, q, k, v, mask)
-    check_one_row(run, q, k, v, mask, row)
-    o, lse = selection_attention(q, k, v, selection, scale=1e9, backend=BACKEND, return_lse=True)
-    empty = ~mask.any(-1).to(o.device)
-    assert not o[empty].any()
-    assert bool((lse[empty] == float("-inf")).all())

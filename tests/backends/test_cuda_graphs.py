@@ -59,25 +59,6 @@ def training(backend: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor, selectio
 
 
 @everywhere
-@pytest.mark.parametrize(("S", "block"), [(1, BLOCK), (100, BLOCK), (100, 64)])  # cupy-cuda on Hopper: by rows, and by tiles
-@pytest.mark.parametrize("measured", [False, True])
-def test_training_follows_what_is_written(device: str, backend: str, S: int, block: int, measured: bool) -> None:
-    """All inputs and the selection; also rows that select more than they did when `measure` looked, before the capture."""
-    q, k, v, do, blocks = problem(device, S, 0, block)
-    static = Selection.from_blocks(torch.where(torch.arange(3, device=device) > 0, -1, blocks), block)
-    if measured:
-        training(backend, q, k, v, do, static)  # compiled before the capture, which ignores what was measured
-        static.measure(S_KV)
-    graph, outputs = captured(lambda: training(backend, q, k, v, do, static), device)
-    for seed in (1, 2):
-        *tensors, blocks = problem(device, S, seed, block)
-        selection = Selection.from_blocks(blocks, block)
-        for old, new in zip((q, k, v, do, static.ranges), (*tensors, selection.ranges), strict=True):
-            old.copy_(new)
-        assert_equal(replayed(graph, outputs), training(backend, *tensors, selection))
-
-
-@everywhere
 def test_decode_over_a_cache_that_grows(device: str, backend: str) -> None:
     """One graph serves all steps of a generation: the token, its position and its selection are written in place. NaN lies beyond."""
     _, keys, values, _, _ = problem(device, 1, 0)

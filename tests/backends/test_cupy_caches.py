@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,16 @@ from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends.cupy_cuda import compiler, few_tokens, launch, sm90, token_order
 from nsa_sel.core.call import Call
 from nsa_sel.core.request import DeviceInfo
-from nsa_sel.selection import Selection
+from nsa_sel.serving import selection_attention_with_kvcache
 from nsa_sel.settings.config import settings_for
 from tests.helpers import emulate
-from tests.helpers.cache_cases import Cache, gathered, make_cache, positions
+from tests.helpers.cache_cases import LENGTHS, Cache, gathered, make_cache, positions
+from tests.helpers.cache_cases import check as check_public
 from tests.helpers.cases import assert_forward
 from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
+from tests.helpers.gpus import needs
+from tests.helpers.graphs import no_waiting
 from tests.helpers.poison import new_memory_is_nan
-
-pytestmark = needs_compiler
 
 GARBAGE = 2**30  # in the block table, after a sequence's last page: a key there would be far outside of memory
 
@@ -51,18 +51,7 @@ def check(cache: Cache, gpu: DeviceInfo = GPU) -> tuple[Tensor, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("S_q", [1, 4])
-@pytest.mark.parametrize("page_size", [None, 16, 24, 64])
-def test_caches_match_the_oracle(monkeypatch: pytest.MonkeyPatch, page_size: int | None, S_q: int) -> None:
-    """Lengths 0, 1 and shorter than S_q among them: nothing is selected where there is no key."""
-    emulated(monkeypatch)
-    cache = small_cache(page_size, S_q=S_q)
-    o, lse = check(cache)
-    nothing = positions(cache) < 0
-    assert bool((o[nothing] == 0).all())
-    assert bool((lse[nothing] == -math.inf).all())
-
-
+@needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(("block", "ordered"), [(4, False), (64, False), pytest.param(64, True, marks=pytest.mark.thorough)])
 def test_tiles_without_steps_release_their_rows_once_all_lanes_have_them(
@@ -78,40 +67,14 @@ def test_tiles_without_steps_release_their_rows_once_all_lanes_have_them(
     assert bool(token_order.stretch_of(call_of(cache))) == ordered
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page_size", [None, 64])
-def test_gathered_steps_read_lengths_and_tables(monkeypatch: pytest.MonkeyPatch, page_size: int | None) -> None:
-    """A chunk of a prefill: blocks smaller than a step, which a sequence ends within."""
-    emulated(monkeypatch)
-    cache = small_cache(page_size, S_q=15, h=16, Dk=64, Dv=64, n=9, block=8)
-    assert sm90.supports_tiles(call_of(cache))
-    check(cache)
-
-
-@pytest.mark.parametrize("page_size", [None, 16])
-def test_ranges_may_cross_pages(monkeypatch: pytest.MonkeyPatch, page_size: int | None) -> None:
-    emulated(monkeypatch, BACKWARDS)
-    cache = small_cache(page_size, lengths=(64, 150), block=None, S_q=2)
-    check(cache._replace(cache_seqlens=cache.cache_seqlens.long()))
-
-
+@needs_compiler
 @pytest.mark.parametrize("sm", [86, 90])
 def test_splits_of_a_row_read_pages(monkeypatch: pytest.MonkeyPatch, sm: int) -> None:
     emulated(monkeypatch)
     check(small_cache(16, lengths=(190,), G=1, n=12), msgspec.structs.replace(GPU, sm=sm))
 
 
-def test_pages_of_any_strides_give_equal_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages of K between those of V, and heads before keys."""
-    emulated(monkeypatch)
-    cache = small_cache(16, Dk=24)
-    wanted = check(cache)
-    between = torch.stack((cache.k_cache, cache.v_cache), 1).unbind(1)
-    by_heads = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (cache.k_cache, cache.v_cache)]
-    for k_cache, v_cache in (between, by_heads):
-        assert all(map(torch.equal, check(cache._replace(k_cache=k_cache, v_cache=v_cache)), wanted))
-
-
+@needs_compiler
 def test_lengths_past_the_end_are_clamped(monkeypatch: pytest.MonkeyPatch) -> None:
     emulated(monkeypatch)
     cache = small_cache(16, lengths=(192, 192))
@@ -119,6 +82,7 @@ def test_lengths_past_the_end_are_clamped(monkeypatch: pytest.MonkeyPatch) -> No
     assert all(map(torch.equal, cupy_cuda.forward(call_of(long)), check(cache)))
 
 
+@needs_compiler
 @pytest.mark.parametrize("lengths", [(70, 150, 3), (0, 1, 9)])
 def test_the_union_of_a_tile_follows_lengths(monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...]) -> None:
     """Blocks that a row of the tile may see, and which of them all rows see whole."""
@@ -135,6 +99,7 @@ def test_the_union_of_a_tile_follows_lengths(monkeypatch: pytest.MonkeyPatch, le
         assert whole == sum((block + 1) * 16 <= max(0, lengths[b] - 7) for block in wanted)
 
 
+@needs_compiler
 def test_another_length_makes_another_union(monkeypatch: pytest.MonkeyPatch) -> None:
     emulated(monkeypatch)
     cache = small_cache(64, S_q=8)
@@ -145,18 +110,11 @@ def test_another_length_makes_another_union(monkeypatch: pytest.MonkeyPatch) -> 
     assert sm90.plan_of(call, 12) is not first
 
 
+@needs_compiler
 def test_pages_of_parts_of_a_step_are_gathered() -> None:
     """TMA loads 64 keys of one page."""
     for page_size, fits in ((16, False), (64, True), (96, False), (128, True), (None, True)):
         assert sm90.steps_in_pages(call_of(small_cache(page_size))) == fits
-
-
-def test_selections_of_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A range that covers all pages of a sequence."""
-    emulated(monkeypatch)
-    cache = small_cache(16, S_q=2)
-    every = torch.tensor([0, 192]).expand(4, 2, 2, 1, 2).contiguous()
-    check(cache._replace(selection=Selection(every, None, 192)))
 
 
 def lists_of(monkeypatch: pytest.MonkeyPatch, call: Call, block: int) -> list[tuple[int, dict[int, int]]]:
@@ -175,6 +133,7 @@ def lists_of(monkeypatch: pytest.MonkeyPatch, call: Call, block: int) -> list[tu
     ]
 
 
+@needs_compiler
 @pytest.mark.parametrize("mode", [0, BACKWARDS])
 @pytest.mark.parametrize(("lengths", "S_q", "n"), [((150, 9, 64, 0), 4, 12), ((3, 1, 190), 8, 7), ((70,), 2, 1)])
 def test_few_tokens_make_their_union(monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], S_q: int, n: int, mode: int) -> None:
@@ -196,6 +155,7 @@ def test_few_tokens_make_their_union(monkeypatch: pytest.MonkeyPatch, lengths: t
         assert [(block + 1) * 16 <= lowest for block in found] == [True] * whole + [False] * (len(found) - whole)
 
 
+@needs_compiler
 @pytest.mark.parametrize(
     ("changed", "takes"),
     [
@@ -217,3 +177,54 @@ def test_which_calls_read_the_union_of_their_tokens(changed: dict[str, Any], tak
     facts = {"lengths": (150,) * 50, "page_size": 64, "S_q": 4, "h": 16, "Dk": 64, "Dv": 128, "block": 64, "dtype": torch.float16}
     cache = make_cache(**{**facts, **changed})  # type: ignore[arg-type]
     assert few_tokens.supports(call_of(cache, msgspec.structs.replace(GPU, sm_count=132))) == takes
+
+
+MANY = LENGTHS * 16  # sequences: more rows than half of the multiprocessors
+
+
+def gpu_cache(page_size: int | None, **sizes: Any) -> Cache:
+    """NaN wherever no sequence has a key."""
+    return make_cache(
+        page_size=page_size, **{"dtype": torch.bfloat16, "device": "cuda", "Dk": 128, "Dv": 128, "h": 16, "block": 64, **sizes}
+    )
+
+
+@pytest.mark.gpu
+@needs("cupy-cuda")
+@pytest.mark.parametrize("S_q", [1, 4])
+@pytest.mark.parametrize("page_size", [None, 16, 64])
+def test_a_step_is_one_launch_that_never_waits(page_size: int | None, S_q: int, started: list[str]) -> None:
+    cache = gpu_cache(page_size, lengths=MANY, S_q=S_q)
+    selection_attention_with_kvcache(*cache, backend="cupy-cuda")
+    started.clear()
+    with no_waiting():
+        selection_attention_with_kvcache(*cache, backend="cupy-cuda")
+    assert len(started) == 1
+
+
+@pytest.mark.gpu
+@needs("cupy-cuda")
+@pytest.mark.parametrize("ahead", ["a kernel", "a copy", "two streams"])
+@pytest.mark.parametrize("lengths", [LENGTHS, MANY])
+def test_a_graph_may_have_anything_ahead_of_a_step(lengths: tuple[int, ...], ahead: str) -> None:
+    """A kernel that is started early waits for what writes its queries."""
+    cache = gpu_cache(64, lengths=lengths)
+    wanted = check_public(cache, "cupy-cuda")
+    q = torch.zeros_like(cache.q)
+    half, rest = (x.clone() for x in (cache.q[: len(lengths) // 2], cache.q[len(lengths) // 2 :]))
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        if ahead == "two streams":
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                q[: len(half)].mul_(0).add_(half)
+            q[len(half) :].mul_(0).add_(rest)
+            torch.cuda.current_stream().wait_stream(side)
+        else:
+            for to, values in ((q[: len(half)], half), (q[len(half) :], rest)):
+                to.copy_(values) if ahead == "a copy" else to.mul_(0).add_(values)
+        found = selection_attention_with_kvcache(q, *cache[1:], return_lse=True, backend="cupy-cuda")
+    for _ in range(3):
+        q.fill_(9.0)
+        graph.replay()
+        assert all(map(torch.equal, found, wanted))

@@ -9,17 +9,13 @@ from torch import Tensor
 
 from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends.cupy_cuda import key_to_rows, launch, sm80, sm90
-from nsa_sel.core import attend
-from nsa_sel.core.call import Call
 from nsa_sel.errors import BackendError
-from nsa_sel.oracle import oracle_backward, oracle_mask
+from nsa_sel.oracle import oracle_backward
 from nsa_sel.selection import Selection
-from nsa_sel.varlen import selection_attention_varlen
 from tests.helpers.cases import (
     assert_forward,
     assert_gradients,
     assert_within_twice_baseline,
-    edge_selections,
     gradient_terms,
     make_blocks,
     make_grads,
@@ -30,8 +26,7 @@ from tests.helpers.cases import (
 )
 from tests.helpers.emulate import BACKWARDS, EAGER, GPU, LATE_WARP, call_of, emulated, needs_compiler
 from tests.helpers.launches import noted
-from tests.helpers.poison import EMPTY_PLACES, check_empty_rows, check_one_row, new_memory_is_nan, rows_with_holes, selected
-from tests.helpers.varlen_cases import check_sequences, pack
+from tests.helpers.poison import new_memory_is_nan
 
 pytestmark = needs_compiler
 
@@ -53,28 +48,6 @@ def rows(dtype: torch.dtype = torch.float16, **sizes: int) -> tuple[Tensor, Tens
     return make_qkv(**{"B": 2, "S": 8, "G": 2, "h": 3, "Dk": 16, "Dv": 24, "S_kv": 70, **sizes}, dtype=dtype)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("edge", sorted(edge_selections(1, 2, 1, 16)))
-def test_edges(monkeypatch: pytest.MonkeyPatch, edge: str) -> None:
-    emulated(monkeypatch)
-    check(*rows(S_kv=40), Selection.from_ranges(edge_selections(2, 8, 2, 40)[edge]))
-
-
-@pytest.mark.parametrize("kind", ["few", "many", "mixed"])
-def test_ranges(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Up to 36 ranges a row: more than a warp loads at once."""
-    emulated(monkeypatch)
-    check(*rows(B=1, S=4, S_kv=190), Selection.from_ranges(make_spans(kind, 1, 4, 2, 190, 143)))
-
-
-def test_positions_and_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    emulated(monkeypatch)
-    selection = Selection.from_ranges(make_spans("few", 2, 8, 2, 70, 30))
-    for scale in (None, -0.3, 0.0):
-        check(*rows(), selection, scale=scale)
-    check(*rows(), selection, q_pos=torch.tensor([3, 69, 0, 17, 17, 30, 2, 5]))
-    check(*rows(), selection, q_pos=torch.randint(0, 70, (2, 8), dtype=torch.int32))
-
-
 @pytest.mark.parametrize("mode", [BACKWARDS, BACKWARDS | EAGER])
 def test_segments_of_lists_whatever_runs_first(monkeypatch: pytest.MonkeyPatch, mode: int) -> None:
     """Every row chose block 0: its list has several segments of several steps. The same bits in every order of threads and copies."""
@@ -86,13 +59,6 @@ def test_segments_of_lists_whatever_runs_first(monkeypatch: pytest.MonkeyPatch, 
     emulated(monkeypatch, mode)
     for one, other in zip(expected, check(q, k, v, Selection(selection.ranges, 32)), strict=True):
         assert torch.equal(one, other)
-
-
-def test_every_number_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    emulated(monkeypatch)
-    for h in (1, 16, 70):
-        q, k, v = rows(B=1, S=6, G=1, h=h)
-        check(q, k, v, make_blocks(1, 6, 1, 70, 3, 16))
 
 
 @pytest.mark.slow  # a compiler, and thousands of emulated products
@@ -171,13 +137,6 @@ def test_dq_of_gathered_steps(monkeypatch: pytest.MonkeyPatch, mode: int, h: int
     torch.testing.assert_close(delta, (do.float() * o.float()).sum(-1) - dlse, atol=1e-4, rtol=1e-4)
 
 
-def test_wide_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operands read from shared memory, and two warps for 16 keys; bfloat16."""
-    emulated(monkeypatch)
-    q, k, v = rows(torch.bfloat16, B=1, S=3, G=1, Dk=192, Dv=136)
-    check(q, k, v, make_blocks(1, 3, 1, 70, 2, 16))
-
-
 def test_rows_that_no_wide_copy_can_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def shifted(x: Tensor) -> Tensor:
         y = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
@@ -227,39 +186,6 @@ def test_decode_in_splits(monkeypatch: pytest.MonkeyPatch, sm: int, kernels: lis
         assert_forward(results, q, k, v, selection.ranges)
 
 
-def test_unselected_keys_are_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    emulated(monkeypatch)
-    q, k, v = rows(B=1)
-    lone = torch.tensor([[0, -1], [3, 0], [0, -1], [0, 1], [1, -1], [0, -1], [-1, -1], [3, 1]])
-    selection = Selection.from_blocks(lone[None, :, None].expand(1, 8, 2, 2), 16)  # rows 1 and 7 are within block 3
-    unused = ~oracle_mask(selection.ranges, 70, 8, None).any(1)
-    poison = torch.where(unused.unsqueeze(-1), float("nan"), 0.0).half()
-    results = []
-    for extra in (torch.zeros_like(poison), poison):
-        call = call_of(q, k + extra, v + extra, selection)
-        o, lse = cupy_cuda.forward(call)
-        results.append((o, lse, *cupy_cuda.backward(call, o, lse, make_grads(q, v)[0], None)))
-    for clean, poisoned in zip(*results, strict=True):
-        assert torch.equal(clean, poisoned)
-
-
-@pytest.mark.parametrize("h", [3, 16])
-def test_poison_matrix(monkeypatch: pytest.MonkeyPatch, h: int) -> None:
-    emulated(monkeypatch)
-    q, k, v = rows(h=h)
-    selection, row = rows_with_holes(2, 8, 2, 70, 16, 2)
-
-    def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor) -> tuple[Tensor, ...]:
-        call = call_of(q, k, v, Selection(selection.ranges, 16))
-        with new_memory_is_nan():
-            o, lse = cupy_cuda.forward(call)
-            return o, lse, *cupy_cuda.backward(call, o, lse, do, dlse)
-
-    mask = selected(selection, q, k)
-    check_empty_rows(run, q, k, v, mask, {"nan": EMPTY_PLACES})
-    check_one_row(run, q, k, v, mask, row, ("nan",), reach=16)
-
-
 def test_a_list_of_rows_that_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     emulated(monkeypatch)
     q, k, v = rows()
@@ -297,46 +223,6 @@ def test_the_union_of_a_tile(monkeypatch: pytest.MonkeyPatch, tokens: int, n: in
         assert plan.blocks[found].tolist() == sorted(members)
         assert [bits % 2 ** (8 * plan.rows.itemsize) for bits in plan.rows[found].tolist()] == [members[key] for key in sorted(members)]
         assert whole == sum((key + 1) * block <= lowest for key in members)
-
-
-def test_packed_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences end to end: as one call of absolute ranges, with positions of its own and without."""
-    emulated(monkeypatch)
-    calls: list[Call] = []
-
-    def selection_attention(
-        q: Tensor, k: Tensor, v: Tensor, selection: Selection, *, q_pos: Tensor | None, **options: object
-    ) -> tuple[Tensor, Tensor]:
-        calls.append(call_of(q, k, v, selection, q_pos))
-        return cupy_cuda.forward(calls[-1])
-
-    monkeypatch.setattr(attend, "selection_attention", selection_attention)
-    sizes = {"G": 2, "h": 3, "spare": 1, "dtype": torch.float16}
-    for packed in (pack((3, 0, 1, 5), block_size=None, **sizes), pack((2, 1, 0, 3), (21, 16, 9, 2), n=2, **sizes)):  # type: ignore[arg-type]
-        cu_k = None if packed.cu_q == packed.cu_k else packed.cu_k
-        o, lse = selection_attention_varlen(*packed[:4], packed.cu_q, cu_k, return_lse=True)
-        assert (calls[-1].q_pos is None) == (cu_k is None)
-        do, dlse = (x[0] for x in make_grads(calls[-1].q, calls[-1].v))
-        dlse = torch.where(lse == float("-inf"), 0.0, dlse)
-        dq, dk, dv = cupy_cuda.backward(calls[-1], o[None], lse[None], do[None], dlse[None])
-        check_sequences(packed, (o, lse), (dq[0], dk[0].transpose(0, 1), dv[0].transpose(0, 1)), do, dlse)
-
-
-def test_lists_are_cached_for_positions_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    emulated(monkeypatch)
-    q, k, v = rows(B=1)
-    selection, positions = make_blocks(1, 8, 2, 70, 3, 16), torch.tensor([3, 69, 0, 17, 17, 30, 2, 5])
-    call = call_of(q, k, v, selection, positions)
-
-    def kept() -> key_to_rows.KeyToRows:
-        return key_to_rows.lists_of(call, 16)
-
-    first = kept()
-    assert kept() is first
-    positions[0] = 69
-    assert kept() is not first
-    call = call_of(q, k, v, selection)
-    assert int(kept().begins[-1]) > int(first.begins[-1])  # later rows see more
 
 
 def test_a_plan_of_tiles_serves_more_passes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from tests.helpers.cases import assert_within_twice_baseline, plain_torch
 from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
 from tests.helpers.launches import noted
 from tests.helpers.poison import new_memory_is_nan
-from tests.helpers.quantized_cases import QuantizedCache, check_nan, large_keys, make_quantized, shared_by_sequences, uneven_queries
+from tests.helpers.quantized_cases import QuantizedCache, large_keys, make_quantized, shared_by_sequences, uneven_queries
 
 pytestmark = needs_compiler
 
@@ -86,12 +86,6 @@ def test_caches_match_the_oracle_in_any_order(monkeypatch: pytest.MonkeyPatch, s
     assert all(map(torch.equal, *found))
 
 
-def test_several_tokens_and_scales_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    emulated(monkeypatch)
-    check(small_cache(**OF_PAGES, S_q=2), sm_count=8)
-    check(small_cache(**{**OF_HEADS, "each": None}, S_q=2), sm_count=8)
-
-
 @pytest.mark.parametrize("sizes", [OF_PAGES, OF_HEADS])
 @pytest.mark.parametrize("factor", [0.0, -1.0])
 def test_scales_may_be_zero_or_negative(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any], factor: float) -> None:
@@ -111,11 +105,6 @@ def test_queries_of_any_magnitude_keep_their_digits(monkeypatch: pytest.MonkeyPa
 def test_keys_may_be_larger_than_float16_has_numbers(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any]) -> None:
     emulated(monkeypatch)
     check(large_keys(small_cache(**OF_HEADS, **sizes, G=1)), sm_count=2)
-
-
-def test_nan_reaches_the_rows_that_select_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    emulated(monkeypatch)
-    check_nan(small_cache(**OF_HEADS), forward)
 
 
 def without_blocks(cache: Cache, token: int) -> Cache:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends.cupy_cuda import block_tiles, compressed, key_to_rows, sm80, sm90, window
-from nsa_sel.core import registry
 from nsa_sel.core.call import Call, WindowCall
 from nsa_sel.core.check import check_call
 from nsa_sel.core.choose_call import Rule
@@ -22,7 +21,6 @@ from tests.helpers.choose_cases import make_choose_call
 from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
 from tests.helpers.poison import new_memory_is_nan
 
-LACKING = registry.missing("cupy-cuda")
 pytestmark = [needs_compiler, pytest.mark.slow]  # a compiler, and thousands of emulated products
 
 
@@ -135,42 +133,6 @@ def test_gradients_of_pairs_whose_lists_do_not_fit_together(monkeypatch: pytest.
     monkeypatch.setattr(block_tiles, "ENTRY_BYTES", call.settings.workspace_bytes // (2 * S * 2))
     assert not block_tiles.list_bytes(call)[1]
     check(q, k, v, selection.ranges, positions, lambda lse, do, delta: sm90.dkdv_groups(call, call.disjoint_ranges(), lse, do, delta))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(bool(LACKING), reason="; ".join(map(str, LACKING)))
-@pytest.mark.parametrize(
-    ("h", "Dk", "Dv", "block", "n", "dtype"),
-    [
-        (12, 256, 256, 64, 5, torch.bfloat16),
-        (16, 256, 256, 128, 3, torch.float16),
-        (12, 256, 256, 4, 60, torch.bfloat16),
-        (2, 256, 256, 8, 30, torch.bfloat16),
-        (16, 128, 128, 4, 90, torch.bfloat16),
-        (4, 128, 64, 16, 30, torch.float16),
-        (3, 192, 128, 32, 11, torch.bfloat16),
-        (64, 64, 64, 4, 33, torch.float16),
-    ],
-)
-def test_gradients_on_a_gpu(short: None, h: int, Dk: int, Dv: int, block: int, n: int, dtype: torch.dtype) -> None:
-    """NaN in keys that no row sees; positions of any order; the same bits again."""
-    S, G, S_kv = 500, 2, 1411
-    q, k, v = make_qkv(B=2, S=S, G=G, h=h, Dk=Dk, Dv=Dv, S_kv=S_kv, dtype=dtype, device="cuda")
-    ranges = make_blocks(2, S, G, S_kv, n, block, device="cuda").ranges
-    unseen = max(64, block)
-    ranges = torch.where(ranges[..., :1] // unseen % 5 == 2, 0, ranges)
-    seen = torch.arange(S_kv, device="cuda") // unseen % 5 != 2
-    poisoned = [torch.where(seen[:, None], x, float("nan")) for x in (k, v)]
-    positions = torch.randint(0, S_kv, (2, S), generator=torch.Generator().manual_seed(3)).cuda()
-    for q_pos in (None, positions):
-        call = Call(*check_call(q, *poisoned, Selection(ranges, block), None, q_pos)[:4], q_pos, Dk**-0.5, settings_for(GPU), GPU)
-
-        def run(lse: Tensor, do: Tensor, delta: Tensor, call: Call = call) -> tuple[Tensor, Tensor]:
-            runs = [sm90.dkdv_groups(call, call.disjoint_ranges(), lse, do, delta) for _ in range(50)]
-            assert all(torch.equal(x, y) for found in runs for x, y in zip(runs[0], found, strict=True))
-            return runs[0]
-
-        check(q, k, v, ranges, q_pos, run)
 
 
 @pytest.mark.parametrize(("h", "S", "S_kv"), [(16, 40, 110), (3, 70, 150)])

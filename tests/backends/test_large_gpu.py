@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import nsa_sel
 from nsa_sel import Selection, compressed_attention, decisions, selection_attention, sliding_window_attention
-from tests.helpers.gpus import HOPPER
-
-pytestmark = pytest.mark.gpu
+from nsa_sel.bench.core.cases import make_inputs, make_selection, performance_cases
+from nsa_sel.core.call import device_info
+from nsa_sel.settings.config import settings_for
+from tests.helpers.gpus import HOPPER, needs
 
 G, h, D, LAST = 4, 16, 128, 64
 S = 2**31 // (G * h * D) + LAST  # rows of q
@@ -44,6 +46,7 @@ def window(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     return sliding_window_attention(q, k, v, 512, return_lse=True)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(("attend", "keys"), [(choose, COMPRESSED), (select, S), (select_by_blocks, S), (window, S)])
 def test_the_last_rows(attend: Attend, keys: int) -> None:
     torch.manual_seed(0)
@@ -58,6 +61,7 @@ def test_the_last_rows(attend: Attend, keys: int) -> None:
         assert float((mine - other).detach().norm() / other.detach().norm()) < 1e-2
 
 
+@pytest.mark.gpu
 def test_the_last_rows_of_small_blocks_and_wide_keys() -> None:
     """By gathered steps and tiles of blocks, of the last of two sequences."""
     if not HOPPER:
@@ -89,3 +93,28 @@ def run(attend: Attend, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Te
     results = attend(*inputs)
     dq, dk, dv = torch.autograd.grad(results[0], inputs, do)
     return *(x[:, -LAST:] for x in (*results, dq)), dk, dv
+
+
+NAMES = [pytest.param(name, marks=needs(name)) for name in ("triton-group", "triton-tile", "triton-block", "cuda-block", "cupy-cuda")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", NAMES)
+def test_a_training_step_takes_what_it_must(backend: str) -> None:
+    """Within 5% of inputs, outputs and the bound on workspace together; the selection's measured facts are not at hand."""
+    case = next(case for case in performance_cases() if case.case == "random-32k-h16")
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    selection = make_selection(case, "cuda")
+    q, k, v, do = make_inputs(case, "cuda")
+    inputs = torch.cuda.memory_allocated() - before
+    for x in (q, k, v):
+        x.requires_grad_()
+    torch.cuda.reset_peak_memory_stats()
+    o, lse = nsa_sel.selection_attention(q, k, v, selection, return_lse=True, backend=backend)
+    gradients = torch.autograd.grad(o, (q, k, v), do)
+    peak = torch.cuda.max_memory_allocated() - before
+    outputs = sum(x.numel() * x.element_size() for x in (o, lse, *gradients))
+    bound = settings_for(device_info(q.device)).workspace_bytes
+    assert nsa_sel.decisions()[-1].backward == backend
+    assert peak <= 1.05 * (inputs + outputs + bound), f"{peak} bytes for {inputs} of inputs, {outputs} of outputs, {bound} of workspace"

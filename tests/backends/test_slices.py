@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +18,12 @@ from nsa_sel.backends._triton.kernel import Kernel
 from nsa_sel.backends._triton.slices import Slices
 from nsa_sel.core.call import Call
 from nsa_sel.core.request import DeviceInfo
+from nsa_sel.core.warm import reset
 from nsa_sel.errors import BackendError
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from tests.helpers.cases import make_blocks, make_grads, make_qkv, make_spans
 from tests.helpers.parity import attend, check_both, check_deterministic, check_poison
-
-pytestmark = pytest.mark.slow  # in all: the interpreter knows no threads
 
 
 @pytest.fixture
@@ -40,6 +41,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("B", "positions"), [(2, False), (1, True)])
 def test_slices_of_small_blocks_add_up(cut: list[int], B: int, positions: bool) -> None:
     q_pos = torch.arange(13, 50, 3)[None] if positions else None
@@ -47,6 +49,7 @@ def test_slices_of_small_blocks_add_up(cut: list[int], B: int, positions: bool) 
     assert cut == [5, 5, 3] * 2 * B
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ranges", "blocks"])
 def test_slices_of_other_selections_add_up(cut: list[int], kind: str) -> None:
     selection = Selection.from_ranges(make_spans("few", 1, 12, 2, 70, 30)) if kind == "ranges" else make_blocks(1, 12, 2, 70, 4, 16)
@@ -54,16 +57,19 @@ def test_slices_of_other_selections_add_up(cut: list[int], kind: str) -> None:
     assert cut == [5, 5, 2] * 2
 
 
+@pytest.mark.slow
 def test_slices_are_deterministic(cut: list[int]) -> None:
     check_deterministic("triton-tile", *make_qkv(S=7, G=2, h=2, S_kv=50), make_blocks(1, 7, 2, 50, 9, 4), reruns=2)
     assert cut == [5, 2] * 4
 
 
+@pytest.mark.slow
 def test_slices_read_no_unselected_key(cut: list[int]) -> None:
     check_poison("triton-tile", *make_qkv(S=7, G=2, h=2, S_kv=80), make_blocks(1, 7, 2, 80, 3, 4))
     assert cut == [5, 2] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [4, 16])
 def test_a_pair_in_one_slice_gets_the_bits_of_one_plan(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     """More pairs in one plan share pieces, so that their parts begin elsewhere."""
@@ -79,6 +85,7 @@ def test_a_pair_in_one_slice_gets_the_bits_of_one_plan(monkeypatch: pytest.Monke
     assert all(torch.equal(a, b) for a, b in zip(whole, gradients(), strict=True))
 
 
+@pytest.mark.slow
 def test_too_many_slices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (key_to_rows, slices):
         monkeypatch.setattr(module, "room", lambda call: 800)
@@ -112,6 +119,7 @@ class Peak(TorchDispatchMode):
         self.most = max(self.most, self.bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("S", [65536, 131072])
 def test_gradients_of_qsa_fit_the_workspace(monkeypatch: pytest.MonkeyPatch, S: int) -> None:
     """Two groups of 12 heads, D 256, 512 blocks of 4 keys and a tail that is not whole: tensors without memory, and no kernel runs."""
@@ -130,3 +138,31 @@ def test_gradients_of_qsa_fit_the_workspace(monkeypatch: pytest.MonkeyPatch, S: 
     assert dk.shape == dv.shape == k.shape
     results = 2 * dk.numel() * dk.itemsize
     assert results < peak.most <= results + config.workspace_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton-group", "triton-tile"])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_slices_give_the_gradients_of_one_plan(
+    monkeypatch: pytest.MonkeyPatch, configure: Callable[[str], Path], backend: str, dtype: torch.dtype, most: float
+) -> None:
+    S, G, n = 8190, 2, 64
+    q, k, v = make_qkv(S=S, G=G, h=3, Dk=64, S_kv=8190, dtype=dtype, device="cuda", requires_grad=True)
+    do, _ = make_grads(q, v)
+    scores = torch.rand(1, S, G, -(-S // 4), generator=torch.Generator("cuda").manual_seed(0), device="cuda")
+    ranges = Selection.from_scores(scores, n, 4, S_kv=S).ranges
+    cuts: list[Slices | None] = []
+    monkeypatch.setattr(dkdv, "slices_of", lambda call, width: cuts.append(slices.slices_of(call, width)) or cuts[-1])
+
+    def gradients() -> tuple[Tensor, ...]:
+        o, _ = attend(backend, q, k, v, Selection(ranges, 4, disjoint=True))
+        return torch.autograd.grad(o, (q, k, v), do)
+
+    whole = gradients()
+    configure("provenance: a test\nruntime: {workspace_bytes: 16777216}\n")
+    reset()
+    first, second = gradients(), gradients()
+    assert [cut and cut.rows for cut in cuts] == [None, 1024, 1024]
+    for x, a, b in zip(whole, first, second, strict=True):
+        assert (x.float() - a.float()).abs().max() <= most * x.float().abs().max()
+        assert torch.equal(a, b)

@@ -10,8 +10,6 @@ import triton
 from tests.helpers.aot import PAGED, SHAPES, TARGETS, target_call
 from tests.helpers.aot_process import compiled
 
-pytestmark = pytest.mark.slow
-
 # One for each class of kernel configs in base.yaml: plain, wide, widest (also with small blocks), decoding, pages. The other shapes run
 # the same configs for other numbers of heads and types: on one target.
 SOME = ("h16", "h64-192-128", "h3-256", "h12-256-small", "decode-h16", "paged-16")
@@ -78,6 +76,7 @@ def spills_allowed(kernel: dict[str, object]) -> int:
     return max(allowed, 512) if OLDER and name != "partial_dkdv_kernel" else allowed * (2 if OLDER else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("targets", "whole", "shared"), [*CASES, *(pytest.param(*case, marks=pytest.mark.thorough) for case in THOROUGH)])
 def test_kernels_fit(targets: str, whole: tuple[str, ...], shared: tuple[str, ...]) -> None:
     found = compiled("aot.py", targets, *whole, "--shared", *shared)
@@ -97,8 +96,92 @@ def test_kernels_fit(targets: str, whole: tuple[str, ...], shared: tuple[str, ..
         assert by_tma == (expected.get(backend, set()) if sm >= 90 else set()), backend
 
 
+@pytest.mark.slow
 def test_what_fits_sm_86_fits_sm_80() -> None:
     """The kernels of 8.x have the same configs, and so the same shared memory, of which 8.0 has more."""
     configs = {sm: target_call("h16", sm).settings.kernels for sm in (80, 86, 89)}
     assert configs[80] == configs[86] == configs[89]
     assert TARGETS[80] > TARGETS[86]
+
+
+@pytest.mark.slow
+def test_append_and_compression_fit() -> None:
+    found = compiled("cache_aot.py", "90", "many")
+    assert [kernel["kernel"] for kernel in found] == ["append_kernel", "hidden_kernel", "out_kernel"]
+    for kernel in found:
+        assert kernel["shared"] <= 99 << 10, kernel  # of SM 8.6 and 8.9
+        assert kernel["spilled"] == 0, kernel
+
+
+KERNELS_CHOOSE = {"forward_kernel", "importance_kernel", "top_n_kernel", "dq_kernel", "dkdv_kernel", "sum_sections_kernel"}
+TENSOR_CORES = {"forward_kernel", "importance_kernel", "dq_kernel", "dkdv_kernel"}
+
+
+def spills_allowed_choose(kernel: dict[str, object]) -> int:
+    """Bytes per thread: a row of few blocks keeps its masks in memory."""
+    return 8 if kernel["kernel"] == "top_n_kernel" else 0
+
+
+# Attention and its choice; a choice without attention; few rows over pages. The others have the same kernels of other sizes and bounds, or
+# for 8.0.
+SOME_CHOOSE = ("h16", "msa", "pages")
+OTHERS = ("h8-64", "most-blocks", "packed", "pages-drafts", "80", "moba")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [SOME_CHOOSE, pytest.param(OTHERS, marks=pytest.mark.thorough)])
+def test_choosing_fits(asked: tuple[str, ...]) -> None:
+    """In one process."""
+    found = compiled("choose_aot.py", "90", *asked)
+    for kernel in found:
+        assert kernel["shared"] <= kernel["limit"], kernel
+        assert kernel["spilled"] <= spills_allowed_choose(kernel), kernel
+        assert kernel["looped"] == 0, kernel
+    of = {shape: [kernel for kernel in found if kernel["shape"] == shape] for shape in asked if not shape.isdigit()}
+    assert len(found) == sum(map(len, of.values()))
+    for shape, kernels in of.items():
+        if shape in ("msa", "moba"):  # without attention
+            sm = 80 if shape == "moba" else 90
+            assert {(kernel["kernel"], kernel["sm"]) for kernel in kernels} == {("block_scores_kernel", sm), ("top_n_kernel", sm)}
+            for kernel in kernels:
+                assert kernel["wgmma"] == kernel["tma"] == (sm == 90 and kernel["kernel"] == "block_scores_kernel"), kernel
+        elif shape == "most-blocks":
+            assert [(kernel["kernel"], kernel["spilled"]) for kernel in kernels] == [("top_n_kernel", 0)]
+        elif shape.startswith("pages"):
+            assert [kernel["kernel"] for kernel in kernels] == ["attention_kernel", "importance_kernel", "top_n_kernel"]
+            for kernel in kernels:
+                assert kernel["spilled"] == 0, kernel
+                assert kernel["shared"] <= 99 << 10, kernel  # on SM 8.6 and 8.9, too
+        else:
+            assert {kernel["kernel"] for kernel in kernels} == KERNELS_CHOOSE
+            assert all(kernel["wgmma"] == (kernel["kernel"] in TENSOR_CORES) for kernel in kernels), kernels
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sm", [90, pytest.param(80, marks=pytest.mark.thorough)])
+def test_gates_compile(sm: int) -> None:
+    found = compiled("gate_aot.py", str(sm))
+    each = ["gate_kernel", "raise_kernel", "delta_kernel", *["gate_backward_kernel"] * 2]
+    assert [(kernel["sm"], kernel["kernel"]) for kernel in found] == [(sm, name) for name in each]
+    assert all(kernel["spilled"] == 0 for kernel in found), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sm", [pytest.param(86, marks=pytest.mark.thorough), 90])
+def test_windows_fit(sm: int) -> None:
+    """8.6 has the least shared memory, 9.0 has TMA and WGMMA."""
+    found = compiled("window_aot.py", str(sm), "h16")
+    assert {(kernel["sm"], kernel["kernel"]) for kernel in found} == {(sm, f"{name}_kernel") for name in ("forward", "dq", "dkdv")}
+    for kernel in found:
+        assert kernel["shared"] <= kernel["limit"], kernel
+        assert sm < 90 or (kernel["spilled"] == 0 and kernel["wgmma"] and kernel["tma"]), kernel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["gfx942", pytest.param("gfx950", marks=pytest.mark.thorough)])
+def test_the_kernels_of_decoding_compile_for_amd_and_fit(arch: str) -> None:
+    found = compiled("hip_aot.py", arch, "triton-token", "decode-h16", "triton-group", "paged-16")
+    assert [kernel["kernel"] for kernel in found] == ["forward_kernel", "combine_kernel", "forward_blocks_kernel"]
+    for kernel in found:
+        assert kernel["shared"] <= kernel["limit"], kernel
+        assert kernel["hsaco"] > 0, kernel

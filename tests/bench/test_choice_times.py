@@ -11,55 +11,14 @@ from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.parity import WrongResult
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.core.timing import Timing
-from nsa_sel.bench.tune import choice_times, costs, tuned_file
-from nsa_sel.bench.tune.costs import wanted
+from nsa_sel.bench.tune import choice_times, costs
 from nsa_sel.core import registry
-from nsa_sel.core.decide import explain_request
-from nsa_sel.core.decision import Decision
-from nsa_sel.core.request import example_choice
-from nsa_sel.settings import tuned
-from nsa_sel.settings.config import settings_for
-from nsa_sel.settings.schema import WAYS
-from nsa_sel.settings.tuned import stamp_of
-from tests.helpers.policy_cases import H200, UNKNOWN
-from tests.helpers.tune_cases import priced, write
 
 SMALL = cases.Case("choose-small", cases.CHOICE, 1, 90, 200, 2, 3, 16, 24, 3, 64, "float32")
 
 
 def row(direction: str) -> Row:
     return {**SMALL._asdict(), "direction": direction, "backend": "choose-torch", "launches": ""}
-
-
-def test_every_chooser_that_runs_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "missing", lambda name: ())
-    rows = [row for row in wanted(H200, WAYS) if row["distribution"] == cases.CHOICE]
-    named = {(row["backend"], row["direction"], row["h"], row["Dk"]) for row in rows}
-    assert {(name, way, 16, 128) for name in registry.backends("choose") for way in ("fwd", "bwd")} <= named
-    assert ("choose-cuda", "fwd", 1, 128) not in named, "its tiles take no single head"
-    assert ("choose-cuda", "bwd", 16, 192) in named
-    assert not choice_times.wanted(H200, settings_for(H200), "decode")
-    monkeypatch.setattr(registry, "missing", lambda name: (name,) if name == "choose-triton" else ())
-    assert "choose-triton" not in {row["backend"] for row in wanted(H200, WAYS)}
-
-
-@pytest.mark.usefixtures("tuned_folder")
-def test_choosers_are_ranked_by_what_was_measured_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "missing", lambda name: ())
-    request = example_choice(needs_grad=True)
-    asked = [row for way in WAYS for row in choice_times.wanted(UNKNOWN, settings_for(UNKNOWN), way)]
-    found = costs.fitted(asked, [{**row, **priced(row)} for row in asked], "rows", UNKNOWN.sm_count)
-    write(device=UNKNOWN)
-    tuned_file.rewrite(stamp_of(UNKNOWN), costs=found)
-    tuned.forget()
-    decision = explain_request(request, UNKNOWN)
-    assert (decision.forward, decision.backward, decision.runner_up) == ("choose-triton", "choose-triton", "choose-torch")
-    assert decision.rule.startswith("least predicted time: choose-triton")
-    assert tuned.file_of(stamp_of(UNKNOWN)).name in decision.rule
-    assert [(p.direction, p.backend) for p in decision.predictions] == [
-        (direction, name) for direction in ("forward", "backward") for name in ("choose-triton", "choose-torch")
-    ]
-    assert Decision.from_json(decision.to_json()).replay() == ()
 
 
 def test_a_chooser_is_timed_and_compared() -> None:

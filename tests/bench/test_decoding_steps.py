@@ -38,6 +38,6 @@ def test_committed_rows() -> None:
         parts = sum(times[*size, part] for part in ("extend", "choose", "select", "window"))
         if size[2] == "bf16" or size[0] == 1:
             assert times[*size, "between"] < times[*size, "whole"] < 1.05 * parts
-        else:  # docs/serving-results.md: steps of many sequences over e4m3 caches gain nothing by running the window beside the rest
+        else:  # docs/serving.md: steps of many sequences over e4m3 caches gain nothing by running the window beside the rest
             assert times[*size, "whole"] < 1.1 * parts
         assert (times[*size, "whole"] < times[*size[:2], "bf16", "dense"]) == (size[0] * size[1] > 32768)

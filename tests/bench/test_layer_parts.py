@@ -37,20 +37,3 @@ def test_memory_table_leaves_out_what_is_the_result() -> None:
     lines = layer_parts.memory_table([*memory, older]).splitlines()
     assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == ["part", "h", "8k"]
     assert [cell.strip() for cell in lines[2].split("|")[1:-1]] == ["layer", "16", "372 / 900"]
-
-
-def test_committed_rows() -> None:
-    assert {row["part"] for row in ROWS} | {"fla"} == set(layer_parts.parts(8192, 16)) | set(layer_parts.parts(32768, 16))
-    chooser = {row["S"]: row["backend"] for row in ROWS if row["part"] == "choose"}
-    assert set(chooser.values()) == {"choose-cuda"}
-    times = {(row["part"], row["S"], row["direction"]): row["ms_median"] for row in ROWS}
-    assert times["from_scores", 32768, "fwd"] <= 0.8
-    assert times["choose", 8192, "fwd"] <= 0.35
-    assert times["choose", 32768, "fwd"] <= 4.0
-    assert all(row["peak_mib"] <= 64 for row in ROWS if row["part"] == "from_scores" and row["S"] <= 32768)
-    for S, share in ((8192, 0.75), (32768, 0.3)):
-        both = {part: times[part, S, "fwd"] + times[part, S, "bwd"] for part in ("layer of text", "dense")}
-        assert both["layer of text"] < share * both["dense"]
-    beyond = {(row["part"], row["S"]): layer_parts.beyond(row) for row in ROWS if row["direction"] == "fwd+bwd"}
-    assert beyond["recomputed", 32768] < beyond["layer", 32768] / 2
-    assert beyond["recomputed", 131072] <= 2048

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
-from torch import Tensor
 from typer.testing import CliRunner
 
 from nsa_sel.bench import bench_sel_triton, command, sel_threshold_from_csv
 from nsa_sel.bench.bench_sel_triton import SEED, SEED_DECODE, from_csv
-from nsa_sel.bench.core import cases, session, store, timing
+from nsa_sel.bench.core import store
 from nsa_sel.bench.core.cases import Case, length_of, make_selection, span_case
-from nsa_sel.bench.core.contenders import named, ours
 from nsa_sel.bench.core.parity import is_causal, make_problem, parity, sample
 from nsa_sel.bench.core.peers import peers
 from nsa_sel.bench.core.session import able
-from nsa_sel.bench.core.timing import Spread, Timing
+from nsa_sel.bench.core.timing import Timing
 from nsa_sel.bench.questions import speed
 from nsa_sel.cli.app import app
 from nsa_sel.errors import ArgumentError
@@ -33,19 +28,6 @@ QUIET = Console(quiet=True)
 
 
 # Cases
-
-
-@pytest.mark.parametrize("dist", cases.SPANS)
-@pytest.mark.parametrize("L", [8, 16, 104, 1024])
-def test_spans_are_disjoint_and_select_L_keys(dist: str, L: int) -> None:
-    case = span_case(dist, 5, 2, 16, 8, L)
-    selection = make_selection(case, "cpu").merge()  # what touches becomes one: lengths are counted once
-    assert make_selection(case, "cpu").validate().n == case.n
-    found = selection.measure(case.S_kv)
-    assert (found.max_length, found.mean_length) == (L, L)  # nothing is clamped: all keys come before the first row
-    assert length_of(case.case, case.n, case.block) == L
-    again = make_selection(case, "cpu", seed=1).merge().ranges
-    assert torch.equal(selection.ranges, again) == (dist == "few")
 
 
 @pytest.mark.parametrize("L", [16, 128, 1024])
@@ -146,12 +128,6 @@ def test_every_flag_on_a_cpu(instant: list[Timing], tmp_path: Path, monkeypatch:
     assert "--device is 'tpu'; allowed: auto, cuda, cpu" in capsys.readouterr().err
 
 
-def test_streams_share_the_time_of_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "_on_streams", lambda work, count: lambda: [work() for _ in range(count)])
-    monkeypatch.setattr(timing, "_timed_on_cpu", lambda work, calls: [float(len(work()))] * calls)
-    assert timing.milliseconds(lambda: None, device="cpu", timing=Timing(calls=5, streams=4)) == Spread(1, 1, 1, 1, 1, 5)
-
-
 # Commands
 
 
@@ -225,54 +201,6 @@ def test_the_playbooks_commands_fit_together(tmp_path: Path, monkeypatch: pytest
     ]
 
 
-@pytest.mark.usefixtures("tiny")
-def test_nsa_sel_bench_refuses_before_the_first_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "measured_rows", None)  # nothing is measured
-    (tmp_path / "file").touch()
-    (tmp_path / "fifo").mkdir()
-    os.mkfifo(tmp_path / "fifo" / "rows.jsonl")
-    for arguments, words in (
-        (("--quick", "--out", tmp_path / "file"), "--out is "),
-        (("--quick", "--out", "/proc/nobody/writes/here"), "(No such file or directory); allowed: a file that can be written"),
-        (("--quick", "--out", tmp_path / "fifo"), "rows.jsonl, a FIFO; allowed: a regular file, or a name that is free"),
-        (("--quick", "--only", "tiny"), "--only is 'tiny'; allowed: only with --suite or --peers"),
-        (("--quick", "--suite", "performance", "--only", "tnyi"), "--only is 'tnyi'; allowed: a part of a case's name, such as one, tiny"),
-    ):
-        refused = bench(tmp_path, *arguments)
-        assert refused.exit_code == 2, refused.output
-        assert isinstance(refused.exception, SystemExit)
-        assert words in " ".join(refused.output.split())
-        assert refused.output.count("Remedy: ") == 1
-    assert script(monkeypatch, "--quick", "--csv", "/dev/null", "--out", tmp_path / "rows") == 2
-    assert not (tmp_path / "rows").exists()
-
-
-@pytest.mark.usefixtures("instant", "tiny")
-@pytest.mark.parametrize("after", [0, 3])
-def test_ctrl_c_says_how_to_go_on_and_the_same_command_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    append, written = store.append, []
-
-    def interrupted(file: Path, rows: list[store.Row], **_: Any) -> None:
-        if len(written) == after:
-            raise KeyboardInterrupt
-        written.extend(rows)
-        append(file, rows)
-
-    monkeypatch.setattr(store, "append", interrupted)
-    result = bench(tmp_path, "--quick", "--backends", "numba,sdpa-packed")
-    assert result.exit_code == 130
-    assert isinstance(result.exception, SystemExit)
-    assert f"is in {tmp_path / 'rows.jsonl'}: run the same command again to resume" in result.output
-    monkeypatch.setattr(store, "append", append)
-    again = bench(tmp_path, "--quick", "--backends", "numba,sdpa-packed")
-    assert again.exit_code == 0
-    assert len(store.read(tmp_path / "rows.jsonl")) == 2 * 3  # forward and backward of one case, decoding of another
-    assert (f"{after} of 4 rows were in rows.jsonl" in again.output) == bool(after)
-    monkeypatch.setattr(store, "append", interrupted)
-    del written[after:]
-    assert script(monkeypatch, "--quick", "--out", tmp_path / "other") == 130
-
-
 @pytest.mark.usefixtures("instant", "tiny")
 def test_peers_are_measured_beside_ours_or_say_what_they_lack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fla", None)  # as if it were not installed
@@ -318,55 +246,3 @@ def test_peers_compute_what_they_say(case: Case, name: str) -> None:
     assert mae < 1e-6
     assert of_gradients is None or of_gradients < 1e-5
     assert is_causal(call, problem) is (None if case.S == 1 else True)
-
-
-def parallel_nsa(
-    q: Tensor, k: Tensor, v: Tensor, g_slc: Any = None, block_indices: Any = None, block_counts: Any = 16, block_size: int = 64
-) -> Tensor:
-    """Stands in for flash-linear-attention's: the same arguments and layouts, on our packed backend."""
-    assert q.is_contiguous()
-    assert k.is_contiguous()
-    from nsa_sel import Selection, selection_attention
-
-    G = k.shape[2]
-    k, v = k.transpose(1, 2), v.transpose(1, 2)
-    selection = Selection.from_blocks(block_indices, block_size)
-    o: Tensor = selection_attention(q.unflatten(2, (G, -1)), k, v, selection, backend="sdpa-packed")
-    return o.flatten(2, 3)
-
-
-def test_flash_linear_attention_is_called_as_it_asks_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    (peer,) = (peer for peer in peers() if peer.name == "fla-nsa")
-    package, ops, nsa = ModuleType("fla"), ModuleType("fla.ops"), ModuleType("fla.ops.nsa")
-    package.__spec__ = type("Spec", (), {})()  # type: ignore[assignment]
-    for name, module in (("fla", package), ("fla.ops", ops), ("fla.ops.nsa", nsa)):
-        monkeypatch.setitem(sys.modules, name, module)
-    assert peer.lacks("cpu") == "needs a GPU"
-    assert "fla.ops.nsa has no parallel_nsa: pip install" in str(peer.lacks("cuda"))
-    nsa.parallel_nsa = lambda q, k, v, indices: None  # type: ignore[attr-defined]
-    assert "has no argument g_slc, block_indices, block_counts, block_size" in str(peer.lacks("cuda"))
-    nsa.parallel_nsa = parallel_nsa  # type: ignore[attr-defined]
-    assert peer.lacks("cuda") is None
-
-    case = Case("blocks", "random", 2, 48, 48, 2, 16, 16, 8, 2, 16, "float32")
-    assert peer.refuses(case) is None
-    assert "heads" in str(peer.refuses(case._replace(h=12)))
-    assert "blocks" in str(peer.refuses(case._replace(block=0)))
-    problem = make_problem(case, "cpu")
-    ready = peer.prepare(problem)
-    k, v = ready.layout(problem.k), ready.layout(problem.v)
-    assert torch.equal(k, problem.k)
-    assert k.transpose(1, 2).is_contiguous()  # so that the call copies nothing
-    mae, of_gradients = parity(ready.call, problem._replace(k=k, v=v), sample(case, problem, 8))
-    assert max(mae, of_gradients or 0) < 1e-5
-
-
-def test_others_refuse_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    told: list[str] = []
-    on_cpu = [contender.name for contender in able([*named("triton-tile,numba,dense-cudnn"), *peers()], "cpu", told.append)]
-    assert on_cpu == ["numba", "flex-attention", "masked-sdpa", "dense-sdpa"]
-    assert all("\n" not in line for line in told)
-    chunk = Case("chunk", "random", 1, 16, 64, 1, 1, 16, 16, 2, 16, "float32")
-    refusing = {peer.name for peer in peers() if peer.refuses(chunk)}
-    assert refusing == {"dense-cudnn", "dense-flash", "fla-nsa", "flash-attention", "flashinfer"}
-    assert ours("triton-block").refuses(chunk._replace(S=1)) is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from nsa_sel.bench.core.caches import GROUPS_FIRST, KEYS_FIRST, Cache
 from nsa_sel.bench.core.command_line import stderr_console
@@ -32,14 +31,6 @@ def test_the_bench_compares_pages_with_contiguous_caches(instant: list[Timing], 
     assert [part.strip("† ") for part in final.split("|")][1:-1] == ["S4", "sdpa-packed", GROUPS_FIRST, *times]
 
 
-def test_the_cases_are_of_one_stream_and_batches_on_one_gpu_and_on_a_share_of_it() -> None:
-    found = paged_caches.serving_cases()
-    assert {(case.B, case.S_kv) for case in found if case.S == 1} >= {(1, 65536), (64, 32768), (256, 16384)}
-    assert {case.S for case in found} == {1, 4}
-    assert {(case.G, case.block) for case in found} >= {(1, 128), (4, 64)}
-    assert len({case.case for case in found}) == len(found) == 5 + len(paged_caches.FOUR_TOKENS)
-
-
 def test_the_bench_compares_quantized_caches_with_others(instant: list[Timing], tmp_path: Path) -> None:
     last = Last()
     caches = (Cache(64), Cache(None, quantized="e4m3/head"), Cache(64, quantized="e4m3/page"))
@@ -52,21 +43,6 @@ def test_the_bench_compares_quantized_caches_with_others(instant: list[Timing], 
     head, _, line = ([part.strip() for part in line.split("|")[4:-1]] for line in paged_caches.table(rows).splitlines())
     assert head == ["in one piece: bfloat16 / e4m3/head / e4m3/page", "pages of 64"]
     assert [[time == "-" for time in cell.split(" / ")] for cell in line] == [[True, False, True], [False, True, False]]
-
-
-def test_costs_of_pages_are_from_the_least_to_the_most_of_all_cases() -> None:
-    def row(case: str, where: str, ms: float, backend: str = "cupy-cuda") -> dict[str, Any]:
-        return {"case": case, "backend": f"{backend}, {where}, keys first", "dtype": "bfloat16", "ms_median": ms}
-
-    rows = [row("a", "in one piece", 1), row("a", "pages of 16", 2), row("a", "pages of 64", 1.1)]
-    rows += [row("b", "in one piece", 2), row("b", "pages of 16", 3), row("b", "pages of 64", 1.9)]
-    rows += [row("c", "pages of 64", 9), row("a", "in one piece", 1, "triton-group"), row("a", "pages of 64", 1.5, "triton-group")]
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in paged_caches.page_costs(rows).splitlines()]
-    assert lines[0] == ["backend", "cache", "pages of 16", "pages of 64"]
-    assert lines[2:] == [
-        ["cupy-cuda", "bfloat16", "1.50x to 2.00x", "0.95x to 1.10x"],
-        ["triton-group", "bfloat16", "-", "1.50x to 1.50x"],
-    ]
 
 
 def test_every_backend_is_measured_on_the_same_cache() -> None:

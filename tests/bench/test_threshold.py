@@ -15,8 +15,7 @@ from nsa_sel.bench import bench_sel_triton, sel_threshold_from_csv, threshold_op
 from nsa_sel.bench.bench_sel_triton import from_csv, to_csv
 from nsa_sel.bench.core import cases, store
 from nsa_sel.bench.threshold_optimizer import decided, profile, sentence, thresholds
-from nsa_sel.bench.tune import derive
-from nsa_sel.bench.tune.committed_rows import CPU_ROWS, DIRECTIONS
+from nsa_sel.bench.tune.committed_rows import CPU_ROWS
 from nsa_sel.cli.app import app
 from nsa_sel.errors import ArgumentError
 from nsa_sel.settings.config import parse_config
@@ -69,14 +68,6 @@ def test_overlapping_spreads_are_undecided() -> None:
     assert "is never 1.2x faster than sdpa-packed up to L = 256" in sentence(never)
 
 
-def test_no_case_from_the_threshold_on_may_lose_a_tenth_whatever_the_margin() -> None:
-    times: Times = {64: (1.2, 1), 256: (1.05, 1), 1024: (1, 1)}
-    assert only(rows_of(times, spread=0), margin=0.5).length == 256
-    assert only(rows_of(times, spread=0), margin=1.0).length == 1024
-    with pytest.raises(ArgumentError, match="--margin is 0; allowed: a number > 0"):
-        thresholds([], margin=0)
-
-
 def test_directions_are_apart_and_only_comparable_rows_count() -> None:
     rows = [
         *rows_of({64: (1, 2)}),
@@ -88,15 +79,6 @@ def test_directions_are_apart_and_only_comparable_rows_count() -> None:
     ]
     assert [(found.direction, found.length, found.lengths) for found in thresholds(rows)] == [("fwd", 64, [64]), ("bwd", 256, [64, 256])]
     assert only([*rows_of({64: (9, 1)}), *rows_of({64: (1, 2)})]).length == 64  # measured again: the later one counts
-
-
-def test_derive_uses_the_same_rule() -> None:
-    files = derive.length_rows()
-    found, rows = derive.evidence(files).sel_triton_min_L, [row for of_file in files.values() for row in of_file]
-    assert {DIRECTIONS[way]: known.value for way, known in found.items()} == {one.direction: one.length for one in thresholds(rows)}
-    noisy = [*rows_of({64: (1, 1.3)}, spread=0.2), *rows_of({256: (1, 1.3)})]
-    known = derive.threshold(only(noisy))
-    assert (known.verdict, known.value, known.closest) == ("measured", 256, only(noisy).closest.triton["case"])
 
 
 def test_a_profile_sets_what_is_decided() -> None:
@@ -111,15 +93,6 @@ def test_a_profile_sets_what_is_decided() -> None:
     assert profile(some, decided(some, 1.2), "")["runtime"] == {"sel_triton_min_L": {"forward": 64, "decode": 64}}
     nothing = list(rows_of({64: (1, 1)}))
     assert profile(nothing, decided(nothing, 1.2), "")["runtime"] == {}
-
-
-def test_rows_that_say_nothing_are_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"^ROWS is 1 rows, in which no case has both .*; allowed: .*measure on a GPU: nsa-sel bench"):
-        decided(list(rows_of({64: (1, 2)}))[:1], 1.2)
-    with pytest.raises(ArgumentError, match="--backend is 'nope'; allowed: numba, triton-token, triton-group"):
-        decided(list(rows_of({64: (1, 2)})), 1.2, "nope")
-    with pytest.raises(ArgumentError, match="from a GPU and another; allowed: rows of one device"):
-        decided([*rows_of({64: (1, 2)}), *rows_of({64: (1, 2)}, device="another")], 1.2)
 
 
 # Files

@@ -7,7 +7,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from nsa_sel.bench.core import cases, trained
 from nsa_sel.bench.core.cases import layers_of, make_selection
 from nsa_sel.bench.questions import save_selections, speed
 from nsa_sel.bench.questions.text_parts import layer_with, text_parts
-from nsa_sel.bench.report import sharing, summary, tables
 from nsa_sel.bench.tune import cost_fit
 from nsa_sel.errors import ArgumentError, NsaSelError
 from nsa_sel.selection import Selection
@@ -25,8 +23,7 @@ from tests.helpers.examples import load
 from tests.helpers.paths import ROOT
 
 S, G, N, BLOCK = 1024, 2, 4, 16
-REACH = {"bytes": 128, "after_all": 1.0, "after_as_many": 1.5}
-FACTS = {"step": 300, "passage_loss": 1.25, "device": "a GPU", "commit": "abc1234", "sizes": {"layers": 3}, "reach": REACH}
+FACTS = {"step": 300, "passage_loss": 1.25, "device": "a GPU", "commit": "abc1234", "sizes": {"layers": 3}}
 
 
 def blocks(seed: int, S: int = S) -> Tensor:
@@ -84,26 +81,6 @@ def test_any_rows_are_kept_exactly(folder: Path, S: int) -> None:
     assert torch.equal(found, torch.cat((rows, blocks(0, S)), 1))
 
 
-def test_layers_are_left_out_until_the_file_is_small_enough(folder: Path) -> None:
-    by_layer = {layer: blocks(layer) for layer in range(6)}
-    whole = len(trained.contents(by_layer, BLOCK, FACTS))
-    kept = {}
-    for most in (whole, whole - 1, whole // 2):
-        trained.file_of(S).write_bytes(trained.fitting(by_layer, BLOCK, FACTS, most))
-        assert trained.file_of(S).stat().st_size <= most
-        kept[most] = trained.provenance(S)["layers"]
-    assert kept == {whole: [0, 1, 2, 3, 4, 5], whole - 1: [0, 1, 3, 4, 5], whole // 2: [1, 4]}
-    with pytest.raises(ArgumentError, match=r"^--most-bytes is 100 bytes for 6 layers; allowed: at least \d+ bytes, for 2 layers"):
-        trained.fitting(by_layer, BLOCK, FACTS, 100)
-
-
-@pytest.mark.parametrize("wrong", [blocks(0).flip(-1), torch.full((S, G, N), S // BLOCK).short(), torch.zeros(S, G, N).short()])
-def test_what_would_not_come_back_is_refused(wrong: Tensor) -> None:
-    """Descending indices, a block beyond the text, a block twice."""
-    with pytest.raises(ArgumentError, match=r"^the blocks of layer 1 is others.*Remedy: sort each row"):
-        trained.contents({0: blocks(0), 1: wrong}, BLOCK, {})
-
-
 def test_errors_say_what_to_do(file: Path) -> None:
     with pytest.raises(ArgumentError, match=r"^layers is \[1, 5\]; allowed: some of \[0, 1, 2\], the layers in trained_1024.npz"):
         trained.trained_selection(S, "cpu", [1, 5])
@@ -111,19 +88,6 @@ def test_errors_say_what_to_do(file: Path) -> None:
         trained.trained_selection(S + 1, "cpu")
     with pytest.raises(NsaSelError, match=r"^bench/data has no trained_2048.npz. Remedy: train"):
         trained.provenance(2048)
-
-
-def test_damage_is_found(file: Path) -> None:
-    whole = file.read_bytes()
-    file.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(NsaSelError, match=r"^trained_1024.npz is damaged: provenance can't be read.*Remedy: git restore bench/data/"):
-        trained.provenance(S)
-    file.write_bytes(whole)
-    with np.load(file) as arrays:
-        np.savez_compressed(file, **{**arrays, "layer01": np.full((G, S // BLOCK, S // 8), 128, np.uint8)})  # rows of more than n blocks
-    with pytest.raises(NsaSelError, match=r"is damaged: its layer 1 is not what its SHA-256 says"):
-        trained.trained_selection(S, "cpu", [1])
-    trained.trained_selection(S, "cpu", [0, 2])
 
 
 # Cases
@@ -134,10 +98,8 @@ def test_without_files_there_are_no_cases() -> None:
     assert trained.contexts() == cases.trained_cases() == cases.trained_layer_cases() == []
     assert cases.text_case(32768, 16) is None
     assert cases.text_case(8192, 16) == cases.prefill("real", 8192, 16)
-    assert "trained" not in sharing.sharing_table()
     assert text_parts(32768, 16, tuple, tuple) == {}
     assert set(text_parts(8192, 16, tuple, tuple)) == {"select of text", "layer of text"}
-    assert "trained" not in summary.gains([])
 
 
 @pytest.mark.usefixtures("file")
@@ -156,49 +118,6 @@ def test_cases_are_those_of_the_files(folder: Path) -> None:
         assert cost_fit.sharing_of(case) == tuple(round(ratio, 2) for ratio in selection.measure(S).sharing or ())
     suites = speed.suites_of("trained,trained-layers", False, "cuda")
     assert [job.case for job in speed.jobs(suites, speed.named("triton-tile,dense-cudnn"), "")] == [*found, *alone]
-
-
-@pytest.mark.usefixtures("file")
-def test_measured_cases_join_the_tables_and_lengthen_the_text() -> None:
-    rows = [
-        {**case._asdict(), "direction": "fwd", "backend": backend, "ms_median": ms, "ms_p20": ms, "ms_p80": ms}
-        for case in cases.trained_cases()
-        for backend, ms in (("triton-tile", 1.0), ("dense-cudnn", 3.0))
-    ]
-    assert "| text, of a model trained with NSA | 3.00x     | -          | -                  |" in summary.gains(rows)
-    longer = [{**row, "case": row["case"].replace("trained-1k", "real-2k")} for row in rows]
-    assert [curve.lengths for curve in summary.curves([*rows, *longer])] == [(S, 2 * S)] * 3
-    assert tables.performance(rows).count("trained-1k") == 3
-    assert "trained with NSA at this context" in tables.performance(rows)
-
-
-# Sharing
-
-
-@pytest.mark.usefixtures("file")
-def test_sharing_counts_the_blocks_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "TRAINED_LENGTHS", (S, 32768))
-    found = sharing.shared(trained.trained_selection(S, "cpu", [1]))
-    for group, one in enumerate(found):
-        rows = [set(row.tolist()) - {-1} for row in blocks(1)[:, group]]
-        for tokens, mean in zip(sharing.TILES, one.together, strict=True):
-            unions = [len(set().union(*rows[first : first + tokens])) for first in range(0, S, tokens)]
-            assert mean == pytest.approx(sum(unions) / len(unions))
-        assert one.alone == pytest.approx(sum(map(len, rows)) / S)
-        far = [sum(0 < block <= s // BLOCK - N for block in rows[s]) for s in range(2 * N * BLOCK, S)]
-        assert one.far == pytest.approx(sum(far) / len(far))  # of one free block, n = 4
-    lines = [line for line in sharing.sharing_table().splitlines() if "trained" in line]
-    assert [line.split("|")[2].strip() for line in lines] == ["1k"]
-    assert "layers 0, 1, 2 of 3, at a context of 1,024 bytes, after 300 steps, 1.250 nats a byte" in tables.sharing()
-    assert "The last 128 bytes of held-out contexts: 1.000 nats a byte after all that precedes them, 1.500 after" in tables.sharing()
-
-
-def test_far_share_of_random_rows_is_what_random_selections_have() -> None:
-    case = cases.prefill("random", 8192, 1)._replace(G=1)
-    (drawn,), expected = sharing.shared(make_selection(case, "cpu")), sharing.of_random(8192)
-    assert drawn.alone == expected.alone
-    assert drawn.together == pytest.approx(expected.together, rel=0.01)
-    assert drawn.far == pytest.approx(expected.far, abs=0.01)
 
 
 # The layer
@@ -272,9 +191,6 @@ def test_a_run_is_captured_with_its_provenance(run: Path, folder: Path, monkeypa
     assert facts["sizes"]["context"] == 128
     assert facts["training"]["device"] == log[0]["device"]
     assert 0 < facts["passage_loss"] < 6
-    assert facts["reach"]["bytes"] == 16
-    assert facts["reach"]["after_all"] == pytest.approx(facts["reach"]["after_as_many"], abs=0.1)  # untrained, it uses nothing
-    assert facts["reach"]["after_all"] != facts["reach"]["after_as_many"]
 
 
 def test_what_is_captured_is_what_the_layers_choose(run: Path) -> None:
@@ -291,17 +207,3 @@ def test_what_is_captured_is_what_the_layers_choose(run: Path) -> None:
     with torch.no_grad():
         _, selection = compressed_attention(q, layer.compress_k(k), layer.compress_k(k), **layer.rule._asdict())
     assert torch.equal(found, selection.block_indices[0].short())
-
-
-def test_wrong_runs_are_refused(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"^the run is .* without checkpoint.pt; allowed: a folder that train_nsa_lm.py wrote"):
-        save_selections.checkpoint_of(tmp_path)
-    for file in run.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "text.bin").write_bytes((run / "text.bin").read_bytes()[::-1])
-    with pytest.raises(ArgumentError, match=r"^text.bin is of another text than the checkpoint's"):
-        save_selections.checkpoint_of(tmp_path)
-    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    torch.save(state | {"sizes": state["sizes"] | {"attention": "dense"}}, tmp_path / "checkpoint.pt")
-    with pytest.raises(ArgumentError, match=r"^the run is .*, of dense attention; .*Remedy: train with --attention nsa"):
-        save_selections.checkpoint_of(tmp_path)

@@ -53,7 +53,7 @@ assert error(lambda k: linear(k[:, :, index].transpose(-1, -2))) < 1e-4
 
 @pytest.mark.thorough  # of torch's compiler, not of ours
 def test_documented_ways_to_compress_keys_have_right_gradients_when_compiled() -> None:
-    """In plain torch, whose faults docs/training.md names; in a process of its own, which may not survive them."""
+    """In plain torch, whose faults docs/layer.md names; in a process of its own, which may not survive them."""
     found = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from nsa_sel.backends.specs import launch_class, tile_columns
-from nsa_sel.bench.tune import command, kernel_configs, tuned_file
+from nsa_sel.bench.tune import kernel_configs, tuned_file
 from nsa_sel.bench.tune.kernel_configs import JOURNAL, Measure, Times, tune
 from nsa_sel.bench.tune.resume import ContextLost, Run
-from nsa_sel.bench.tune.runner import WrongResult
-from nsa_sel.bench.tune.search_space import CASES, PROBLEMS, SPACES, TUNED, Case, Job, configs, is_near, jobs
+from nsa_sel.bench.tune.search_space import CASES, PROBLEMS, SPACES, TUNED, Case, Job, configs, jobs
 from nsa_sel.core.registry import backends
 from nsa_sel.settings import tuned
 from nsa_sel.settings.config import settings_for, shipped_configs
@@ -69,24 +67,6 @@ def test_gpus_before_sm_90_get_no_tma() -> None:
         assert "forward-blocks" not in job.kernel
         assert "dq-blocks" not in job.kernel
         assert {config.loads for config in job.candidates} == {"pointer"}
-
-
-@pytest.mark.parametrize(
-    ("config", "near"),
-    [
-        (KernelConfig(32, 4, 2, 64), True), (KernelConfig(64, 4, 3, 64), True), (KernelConfig(64, 4, 2, 64, "tma"), True),
-        (KernelConfig(64, 4, 2, 64), False), (KernelConfig(16, 4, 2, 64), False), (KernelConfig(32, 8, 2, 64), False),
-    ],
-)  # fmt: skip
-def test_quick_keeps_configs_one_step_from_the_committed_one(config: KernelConfig, near: bool) -> None:
-    assert is_near(config, KernelConfig(64, 4, 2, 64)) == near
-    assert all(1 <= len(job.candidates) <= 9 for job in some_jobs())
-
-
-def test_backend_and_direction_narrow_the_jobs() -> None:
-    found = jobs(settings_for(H200), 90, (CASE,), "triton-tile", "backward")
-    assert {(job.key.backend, job.key.way) for job in found} == {("triton-tile", "backward")}
-    assert [job.kernel for job in found] == ["triton-tile/dq", "triton-tile/dkdv"]
 
 
 # What wins
@@ -155,14 +135,6 @@ def test_what_may_be_slower_by_the_mean_or_is_on_one_problem_does_not_win(real: 
     assert winner or content(STAMP)[1].kernels == {}
 
 
-def test_what_loses_on_the_first_problem_is_not_measured_on_the_second() -> None:
-    seen, results = judged({A: ms(11), B: ms(9)}, {A: ms(1)})
-    assert ("random-blocks", A) not in seen
-    assert ("random-blocks", B) in seen
-    assert [result.measured for result in results] == [3, 2]
-    assert {result.winner for result in results} == {B}
-
-
 @pytest.mark.parametrize("lost_on", TWO)
 def test_what_loses_in_the_second_round_does_not_win(lost_on: str) -> None:
     seen: list[tuple[str, KernelConfig]] = []
@@ -175,42 +147,6 @@ def test_what_loses_in_the_second_round_does_not_win(lost_on: str) -> None:
     assert [seen.count((problem, A)) for problem in TWO] == [2, 2]
     assert {result.winner for result in results} == {None}
     assert "was faster in one of two rounds" in results[0].verdict
-
-
-def test_a_problem_that_does_not_fit_does_not_judge() -> None:
-    def small(job: Job, problem: str, config: KernelConfig) -> Times:
-        if problem == "random-blocks":
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return times(job, problem, config)
-
-    (result,) = tune(RUN, [JOB], small).results
-    assert result.problem == "real-blocks"
-    assert result.winner is not None
-    assert result.verdict.endswith("not judged on random-blocks: OutOfMemoryError: CUDA out of memory")
-
-
-def test_the_journal_tells_problems_apart() -> None:
-    tune(RUN, [JOB], times)
-    assert {entry["problem"] for entry in json_lines(tuned_file.beside(STAMP, JOURNAL))} == set(TWO)
-    only = tune(RUN, [JOB._replace(problems=TWO[1:])], times)
-    assert {result.problem for result in only.results} == {"random-blocks"}
-    assert [result.problem for result in tuned_file.written(STAMP).results] == ["random-blocks"]  # the earlier judgement is replaced
-
-
-def test_a_new_rival_is_measured_beside_the_committed_config_at_the_same_time() -> None:
-    speed = [1.0]
-
-    def drifting(job: Job, problem: str, config: KernelConfig) -> Times:
-        return ms({A: 8.0, B: 7.0}.get(config, 10.0) * speed[0])
-
-    job = one_problem_job()
-    assert tuned_with(drifting, job._replace(candidates=(A,))).winner == A
-    speed[0] = 0.5  # everything is faster now, the committed config too
-
-    def equal(job: Job, problem: str, config: KernelConfig) -> Times:
-        return drifting(job, problem, job.committed)
-
-    assert tuned_with(equal, job._replace(candidates=(A, B))).winner is None
 
 
 def failing(broken: KernelConfig | None, error: Exception) -> Measure:
@@ -231,14 +167,6 @@ def test_what_fails_is_recorded_and_passed_over() -> None:
     assert result.failed == 1
     failed = [entry["error"] for entry in json_lines(tuned_file.beside(STAMP, JOURNAL)) if entry["state"] == "failed"]
     assert failed == ["RuntimeError: out of resource: shared memory"]
-
-
-def test_a_committed_config_that_fails_leaves_its_kernel_out() -> None:
-    report = tune(RUN, [JOB], failing(None, WrongResult("this problem does not use it")))
-    assert report.results == ()
-    assert "WrongResult: this problem does not use it" in report.skipped[0]
-    assert "passed over: triton-group" in command.Done(report, {}).text()
-    assert not tuned.file_of(STAMP).exists()
 
 
 def test_a_lost_context_ends_the_run_and_the_next_one_passes_over() -> None:

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from nsa_sel.bench.tune.kernel_configs import Times
-from nsa_sel.bench.tune.resume import ContextLost
-from nsa_sel.bench.tune.runner import Runner, WrongResult, check_agreement, prepare
+from nsa_sel.bench.tune.runner import Runner, WrongResult, check_agreement
 from nsa_sel.bench.tune.search_space import PROBLEMS, Case, Job, Problem, jobs
 from nsa_sel.core import registry
 from nsa_sel.core.request import DeviceInfo
@@ -70,29 +69,6 @@ def test_a_config_that_gives_other_results_is_wrong(monkeypatch: pytest.MonkeyPa
     assert measure(job, job.problems[0], job.candidates[1])
 
 
-@pytest.mark.usefixtures("small")
-def test_a_config_that_is_not_repeatable_or_not_used_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = small_jobs("triton-tile", "forward")[0]
-    other = job._replace(kernel="triton-tile/dq-widest")
-    with pytest.raises(WrongResult, match=r"this problem does not use triton-tile/dq-widest:.*; it used triton-tile/forward-widest:"):
-        runner()(other, job.problems[0], job.candidates[0])
-    module = registry.load("triton-tile")
-    real, count = module.forward, iter(range(100))
-    monkeypatch.setattr(module, "forward", lambda call: tuple(x + next(count) for x in real(call)))
-    with pytest.raises(WrongResult, match="does not give the same results twice"):
-        runner()(job, job.problems[0], job.candidates[0])
-
-
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize(("L", "n"), [(1, 1), (128, 2), (100_000, 2)])
-def test_a_problem_selects_what_the_case_says_or_all(L: int, n: int) -> None:
-    job = small_jobs("triton-tile", "forward")[0]
-    call = prepare(job._replace(case=SMALL._replace(L=L)), "random-blocks", torch.device("cpu"), settings_for(H200)).call
-    assert (call.selection.n, call.selection.block_size) == (n, 64)
-    ranges = prepare(job, "random-ranges", torch.device("cpu"), settings_for(H200)).call.selection
-    assert (ranges.block_size, ranges.length_bound(128)) == (None, 128)
-
-
 def test_agreement_is_to_roundings() -> None:
     expected = torch.randn(100, 8).bfloat16()
     lse = torch.where(torch.arange(100) == 3, -torch.inf, torch.randn(100))
@@ -103,18 +79,6 @@ def test_agreement_is_to_roundings() -> None:
             check_agreement((bad, lse), (expected, lse))
     with pytest.raises(WrongResult, match="result 1 is -inf at other places"):
         check_agreement((expected, lse.roll(1)), (expected, lse))
-
-
-@pytest.mark.usefixtures("small")
-def test_a_lost_context_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = small_jobs("triton-token", "decode")[0]
-
-    def fail(call: Any) -> Any:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(registry.load("triton-token"), "forward", fail)
-    with pytest.raises(ContextLost, match=f"{job.config_id(job.candidates[0])} broke the CUDA context"):
-        runner()(job, job.problems[0], job.candidates[0])
 
 
 def test_flags_that_override_configs_do_not_reach_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,14 +29,6 @@ def row(case: str, contender: str, direction: str, ms: float) -> dict[str, Any]:
     return {"case": case, "contender": contender, "direction": direction, "ms_median": ms}
 
 
-def test_table() -> None:
-    rows = [row("8k", "ours", "fwd", 9.0), row("8k", "ours", "fwd", 1.0), row("8k", "ours", "bwd", 3.0)]
-    rows += [row("8k", "flex", "fwd", 2.0), row("8k", "flex", "bwd", 4.0), row("32k", "dense", "fwd", 29.0)]
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in windows.table(rows).splitlines()]
-    assert lines[2] == ["8k", "1 / 3", "2 / 4", "- / -", "2.00x / 1.33x / 1.50x"]
-    assert lines[3] == ["32k", "- / -", "- / -", "29 / -", "-"]
-
-
 @pytest.mark.skipif(not FILE.exists(), reason="no rows of this bench are committed")
 @pytest.mark.parametrize("case", windows.CASES)
 def test_ours_is_ahead_of_flex_by_a_third(case: str) -> None:

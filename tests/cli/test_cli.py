@@ -235,7 +235,6 @@ def test_no_text_of_files_or_variables_commands_the_terminal(save: Any, tmp_path
     rows.write_text(json.dumps({"case": bad, "error": bad}) + "\n" + json.dumps({"case": "x", "backend": bad, "error": bad}) + "\n")
     config.write_text(json.dumps({"provenance": bad, "runtime": {"prefer_forward": ["numba"]}}))
     outputs = [invoke("run", save({**tensors(), bad: torch.zeros(1)})).output, invoke("threshold", rows).output]
-    outputs.append(invoke("report", rows, "--out", tmp_path / "report").output)
     monkeypatch.setenv("NSA_SEL_CONFIG", str(config))
     outputs += [invoke("doctor").output, invoke("doctor", "--json").output]
     monkeypatch.setenv("NSA_SEL_BACKEND", bad)

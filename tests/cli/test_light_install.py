@@ -43,7 +43,6 @@ MISSING = [  # package, what needs it, fragment of the last line
     ("numba", CALL + "nsa_sel.selection_attention(q, k, v, selection, backend='numba')", "pip install 'nsa-sel[cpu]'"),
     *((name, MAIN, OF_CLI.format(name)) for name in ("typer", "rich", "tabulate", "safetensors")),
     ("matplotlib", f"sys.argv[1:] = ['demo']; {MAIN}", OF_DEMO),
-    ("matplotlib", f"sys.argv[1:] = ['report', 'README.md']; {MAIN}", "'nsa-sel[report]'"),
 ]
 EACH = """
 import json, os, tempfile

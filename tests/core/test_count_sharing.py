@@ -222,12 +222,12 @@ def test_calls_of_one_kind_follow_a_new_count(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_capture_goes_by_the_prior_and_the_next_call_counts(logged: Events, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as capture:
-        capture.setattr(decide, "_waits", lambda q: False)
+        capture.setattr(decide, "may_wait", lambda q: False)
         assert called(apart()).forward == called(apart()).forward == "numba"
     assert logged("sel.sharing") == []
     assert called(apart()).forward == "sdpa-packed"
     with monkeypatch.context() as capture:
-        capture.setattr(decide, "_waits", lambda q: False)
+        capture.setattr(decide, "may_wait", lambda q: False)
         assert called(apart()).forward == "sdpa-packed", "a later capture uses the count"
     assert len(logged("sel.sharing")) == 1
 

@@ -3,8 +3,7 @@
 `torchrun --standalone --nproc-per-node 2 -m tests.helpers.distributed_checks cuda` runs all checks through NCCL, `cpu` through gloo, on 2
 or 4 ranks. Without torchrun it forks the ranks of job after job, which share the imports and meet in files of FOLDER. The first failure
 ends a rank, since others wait for it. FOLDER gets each job's and rank's results. WORDs: "all" checks; "three" ranks; "four" ranks with
-all; "share1" to "share7", parts of all that may run at once; "end", checks that end their process group, with processes of their own;
-else a part of checks' names.
+all; "share1" to "share7", parts of all that may run at once; else a part of checks' names.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ import nsa_sel
 from nsa_sel import Selection, selection_attention
 from nsa_sel.bench.questions import scaling
 from nsa_sel.core import decide, registry
-from nsa_sel.distributed import agreement, context_parallel_attention, exchanges
+from nsa_sel.distributed import context, context_parallel_attention, exchanges
 from nsa_sel.errors import ArgumentError
 from tests.helpers import distributed_agreement as calls
 from tests.helpers import distributed_layer as layers
@@ -43,9 +42,9 @@ from tests.helpers.ranks import ANY_RANGES, BACKENDS, BLOCK, DEVICE, DTYPE, EQUA
 def whole_and_split(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, backend: str, *, order: Tensor | None = None, **how: Any
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """o, lse, dq, dk, dv of this rank's part of a call of all ranks, which is checked by the oracle, and of a call of one rank.
+    """Return o, lse, dq, dk, dv of this rank's part, from one call of all ranks and from one call on this rank alone.
 
-    order: of the rows on ranks.
+    The oracle checks the call of all ranks. order: the rows in the order in which ranks hold them.
     """
     rows = torch.arange(q.shape[1], device=q.device) if order is None else order
     first = k.shape[2] - q.shape[1]
@@ -68,7 +67,7 @@ def whole_and_split(
 
 
 def assert_bits(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...], backend: str) -> None:
-    """The first `EQUAL[backend]` of o, lse, dq are bit-equal; dk and dv are summed in another order."""
+    """Check that the first `EQUAL[backend]` of o, lse, dq are bit-equal; dk and dv are summed in another order."""
     for name, a, b in list(zip(("o", "lse", "dq"), got, wanted, strict=False))[: EQUAL[backend]]:
         assert torch.equal(a, b), f"{name}: {float((a.float() - b.float()).abs().max())} off"
 
@@ -79,9 +78,7 @@ def gathering_is_bit_equal() -> None:
             assert_bits(*whole_and_split(*given, backend, exchange="gather"), backend)
             assert exchanges()[-1].kind == "gather"
     spans = Selection(make_spans("mixed", 2, ROWS, 2, ROWS, 40, device=DEVICE))
-    ragged = (
-        "triton-group" if DEVICE == "cuda" else "numba"
-    )  # packed SDPA sums a row as the rows of its bucket are, which other rows decide
+    ragged = "triton-group" if DEVICE == "cuda" else "numba"  # packed SDPA's sums depend on the other rows of a bucket
     assert_bits(*whole_and_split(*problem()[:3], spans, ragged), ragged)
     assert exchanges()[-1].why.endswith("; the selection is not of whole blocks")
 
@@ -93,7 +90,7 @@ def exchanged_blocks_are_within_the_bound() -> None:
             assert (exchanges()[-1].kind, exchanges()[-1].counted) == ("blocks", count)
             if backend == "numba":  # a row's keys come in the same order, and numba sums them one by one
                 assert_bits(got, wanted, backend)
-    for count in (False, True):  # rows after their slice: they see only the beginning of a block
+    for count in (False, True):  # rows after their slice attend to the beginning of a block only
         whole_and_split(*problem(32, 64), "sdpa-packed", exchange="blocks", count_blocks=count)
         assert nsa_sel.decisions()[-1].request.block_size is None, "decided for ranges"
 
@@ -170,7 +167,7 @@ def ranks_may_hold_rows_of_both_ends() -> None:
 
 
 def auto_takes_the_fewest_bytes() -> None:
-    """Rows for one token per rank over a long cache, gather for a prefill, blocks if counting finds few."""
+    """Sends rows for one token per rank over a long cache, gathers for a prefill, and sends blocks if counting finds few."""
     q, k, v, selection = problem(ranks(), 64 * BLOCK * ranks(), n=3)
     whole_and_split(q, k, v, selection, "sdpa-packed")
     few, others = exchanges()[-1], ranks() - 1
@@ -191,11 +188,11 @@ def auto_takes_the_fewest_bytes() -> None:
 
 
 def rank_0_counts_what_neighbors_share() -> None:
-    """Once per class of calls, of its own rows at their places in the sequence, and all ranks run what it then decides."""
+    """It counts its own rows at the first call of a kind. All ranks decide from its count."""
     q, k, v, selection = problem()
     slices = mine(q, 1), mine(k, 2), mine(v, 2), Selection(mine(selection.ranges, 1), BLOCK)
     own, count = ROWS // ranks(), mock.Mock(wraps=decide.count_rows)
-    with mock.patch.multiple(decide, _matters=lambda *_: True, count_rows=count):
+    with mock.patch.object(decide, "count_rows", count), mock.patch.object(context, "_sharing", {}):
         for _ in range(2):
             context_parallel_attention(*slices, exchange="gather", scale=0.7)
     assert count.call_count == (rank() == 0)
@@ -266,7 +263,7 @@ def bad_arguments() -> None:
 
 
 def the_document_runs() -> None:
-    """The code of docs/distributed.md, as tests/docs/test_documents.py runs it on one rank."""
+    """Run the code of docs/distributed.md, as tests/docs/test_documents.py does on one rank."""
     text = (ROOT / "docs" / "distributed.md").read_text()
     namespace: dict[str, Any] = {"__name__": "document"}
     for number, part in enumerate(text.split("```python\n")[1:], 1):
@@ -290,8 +287,6 @@ def scaling_is_measured() -> None:
     assert len(rows) == (wanted if rank() == 0 else 0)
 
 
-ENDS = {"cpu": calls.DEATHS, "cuda": (calls.gpus_stop_where_calls_differ, *calls.WITHOUT_GLOO)}
-
 CHECKS: tuple[Callable[[], None], ...] = (
     gathering_is_bit_equal,
     exchanged_blocks_are_within_the_bound,
@@ -303,13 +298,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     rank_0_counts_what_neighbors_share,
     decode_sends_rows,
     nan_in_unselected_keys_changes_nothing,
-    calls.ranks_agree,
-    calls.rank_0_decides,
-    calls.calls_that_were_agreed_on_and_differ_raise_on_all_ranks,
-    calls.backward_passes_that_differ_raise_on_all_ranks,
-    calls.a_rank_that_fails_alone_is_noticed,
-    calls.a_waiting_rank_says_what_changed,
-    calls.ranks_that_use_other_tuning_results_raise,
+    *calls.CHECKS,
     another_default_device_changes_nothing,
     bad_arguments,
     models.dtensors_need_no_communication,
@@ -331,25 +320,23 @@ LONGEST = datetime.timedelta(seconds=1200)  # ranks may wait long on a busy mach
 
 
 def jobs(words: list[str], number: int = 2) -> dict[str, tuple[int, Checks]]:
-    """The ranks, `number` where a word does not say it, and the checks of each job, by name."""
-    found: dict[str, tuple[int, Checks]] = {}
+    """Return the number of ranks and the checks of each job, by name. number: of ranks, unless the word says it."""
+    chosen: dict[str, tuple[int, Checks]] = {}
     for word in words:
-        if word == "end":
-            found |= {check.__name__: (number, (check,)) for check in ENDS[DEVICE]}
-        elif word == "three":
-            found[word] = 3, layers.THREE_RANKS
+        if word == "three":
+            chosen[word] = 3, layers.THREE_RANKS
         elif word.startswith("share"):
-            found[word] = number, CHECKS[int(word[5:]) - 1 :: SHARES]
+            chosen[word] = number, CHECKS[int(word[5:]) - 1 :: SHARES]
         elif word == "four":
-            found[word] = 4, CHECKS
+            chosen[word] = 4, CHECKS
         else:
-            named = tuple(check for check in (*CHECKS, *ENDS[DEVICE]) if word in check.__name__)
-            found[word] = number, CHECKS if word == "all" else named
-    return found
+            named = tuple(check for check in CHECKS if word in check.__name__)
+            chosen[word] = number, CHECKS if word == "all" else named
+    return chosen
 
 
 def compile_once() -> None:
-    """Numba's kernels, by rank 0: the others take them from its cache on disk."""
+    """Compile Numba's kernels on rank 0. The others load them from its cache on disk."""
     for turn in (True, False):
         if (rank() == 0) == turn:
             q, k, v, selection = problem()
@@ -379,7 +366,7 @@ def run_checks(checks: Checks, folder: Path) -> None:
 
 
 def fork_ranks(name: str, number: int, checks: Checks, folder: Path) -> None:
-    """Run a job in `number` forks of this process, one after another of which end."""
+    """Run a job in `number` forks of this process."""
     for one in range(number):
         if os.fork() == 0:
             os.environ["RANK"] = str(one)  # the code of docs/distributed.md asks for it
@@ -397,7 +384,6 @@ def fork_ranks(name: str, number: int, checks: Checks, folder: Path) -> None:
 def main() -> None:
     """Join torchrun's job, or fork the ranks of each job."""
     folder, words = Path(sys.argv[2] if len(sys.argv) > 2 else tempfile.mkdtemp()), sys.argv[3:] or ["all"]
-    agreement.SECONDS, agreement._ASK_EVERY = LONGEST.total_seconds(), 0.5
     if DEVICE == "cpu":
         torch.set_num_threads(1)
     if "RANK" not in os.environ:
@@ -406,22 +392,14 @@ def main() -> None:
         nsa_sel.reset()
         for backend in BACKENDS:
             registry.load(backend)
-        ends = [job for job in jobs(words).items() if job[1][1][0] in ENDS[DEVICE]]
-        for row in (ends, [job for job in jobs(words).items() if job not in ends]):  # beside the others, ranks wait for dead ones
-            if os.fork() == 0:
-                for name, (number, checks) in row:
-                    fork_ranks(name, number, checks, folder)
-                os._exit(0)
-        for _ in range(2):
-            os.wait()
+        for name, (number, checks) in jobs(words).items():
+            fork_ranks(name, number, checks, folder)
         return
     if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", timeout=LONGEST)
     for name, (_, checks) in jobs(words).items():
         run_checks(checks, folder / name)
-    if any(check in ENDS[DEVICE] for _, checks in jobs(words).values() for check in checks):
-        os._exit(0)  # without the ranks that have ended
     dist.destroy_process_group()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa_sel import NSAttention, nsa_attention, use_backend
 from nsa_sel.distributed import (
-    agreement,
-    check_ranks,
-    context_layer,
     context_parallel,
     context_parallel_nsa_attention,
-    exchange_all,
     rank_rows,
     tensor_parallel,
 )
@@ -57,18 +52,18 @@ def hidden(S: int, batch: int = B, dtype: torch.dtype = torch.float64) -> Tensor
 
 
 def weighted(o: Tensor) -> Tensor:
-    """A loss for whole outputs whose gradients differ in every element."""
+    """Return a loss of whole outputs whose gradients differ in every element."""
     return o * torch.randn(o.shape, generator=torch.Generator().manual_seed(2), dtype=o.dtype).to(o.device)
 
 
 def gradients(layer: nn.Module) -> dict[str, Tensor]:
-    """In full, on every rank; a parameter that nothing depends on has zeros."""
-    found = {}
+    """Return the full gradients on every rank; zeros for a parameter that o does not depend on."""
+    grads = {}
     for name, parameter in layer.named_parameters():
         of = parameter if parameter.grad is None else parameter.grad
         full = getattr(of, "full_tensor", of.clone)().detach()
-        found[name] = torch.zeros_like(full) if parameter.grad is None else full
-    return found
+        grads[name] = torch.zeros_like(full) if parameter.grad is None else full
+    return grads
 
 
 def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -95,14 +90,14 @@ def sliced_layers_are_the_whole_layer() -> None:
             cut(weighted(got.new_ones(o.shape)), 1).mul(got).sum().backward()
             torch.testing.assert_close(got, cut(o, 1), rtol=1e-10, atol=1e-10)
             torch.testing.assert_close(own.grad, cut(x.grad, 1), rtol=1e-10, atol=1e-10)
-            found = gradients(part)
-            for dx in found.values():
+            grads = gradients(part)
+            for dx in grads.values():
                 dist.all_reduce(dx)
-            assert_same(found, gradients(whole))
+            assert_same(grads, gradients(whole))
 
 
 def call_of(S: int, dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Tensor]:
-    """Tensors of `nsa_attention` over S keys."""
+    """Return tensors for `nsa_attention` over S keys."""
     G, h, Dk, Dv, generator = 2, 2, 4, 6, torch.Generator().manual_seed(3)
     C = max(0, (S - options["compress_block"]) // options["compress_stride"] + 1)
     sizes: dict[str, tuple[int, ...]] = {"q": (B, S, G, h, Dk), "q_cmp": (B, S, G, h, Dk), "gates": (B, S, G, h, 3)}
@@ -113,7 +108,7 @@ def call_of(S: int, dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Te
 
 
 def sliced(tensors: dict[str, Tensor], S: int, stride: int, both: bool = False) -> dict[str, Tensor]:
-    """This rank's slices, of S rows in all."""
+    """Return this rank's slices, of S rows in all."""
     cut = {}
     for name, x in tensors.items():
         dim = 1 if name in ROW_TENSORS else 2
@@ -133,7 +128,7 @@ def with_gradients(attend: Callable[..., Tensor], tensors: dict[str, Tensor], we
 
 
 def terms_of(tensors: dict[str, Tensor], weights: Tensor) -> dict[str, float]:
-    """How large the terms are that cancel in gradients of the selected branch, as `assert_gradients` asks for its own."""
+    """Return the size of the terms that cancel in the selected branch's gradients."""
     do = weights * tensors["gates"][..., 1:2]
     names = "q", "k_slc", "v_slc"
     return dict(zip(names, gradient_terms(*(tensors[name].detach() for name in names), do.detach(), None), strict=True))
@@ -143,11 +138,8 @@ def sliced_calls_lose_no_more_than_whole_ones() -> None:
     """`context_parallel_nsa_attention` in float32, against float64, as `nsa_attention` of all rows; reruns are bit-equal."""
     for S, both in ((32, False), (32, True), (8, False), (8, True)):
         options = {name: size for name, size in SLICES[S].items() if name not in ("compression", "rotary")}
-        weights, stride, cut = (
-            weighted(torch.ones(B, S * ranks(), 2, 2, 6, dtype=torch.float64, device=DEVICE)),
-            4,
-            both_ends if both else mine,
-        )
+        weights = weighted(torch.ones(B, S * ranks(), 2, 2, 6, dtype=torch.float64, device=DEVICE))
+        stride, cut = 4, both_ends if both else mine
         wanted = []
         for dtype in (torch.float64, torch.float32):
             of = with_gradients(nsa_attention, call_of(S * ranks(), dtype, options), weights, **options)
@@ -176,64 +168,26 @@ def sliced_layers_in_autocast_and_checkpoints() -> None:
     assert all(map(torch.equal, *results))
 
 
-def layers_compare_once_in_each_direction() -> None:
-    """However many exchanges there are. A backward pass says which of them it has; one without any compares nothing."""
-    layer, of = context_parallel(layer_of()), agreement._groups[dist.group.WORLD]
-    asked, match = list[str](), agreement._digests_match
+def first_calls_of_layers_that_differ_raise_on_all_ranks() -> None:
+    group = dist.new_group()
+    layer = context_parallel(layer_of(), group)
 
-    def counted(group: Any, digest: int, device: torch.device, where: str) -> bool:
-        asked.append(where.split(", ")[1])
-        return match(group, digest, device, where)
+    def assert_raises(words: str, layer: nn.Module, S: int = 16) -> None:
+        with pytest.raises(NsaSelError, match=words):
+            layer(hidden(S))
 
-    agreement._digests_match = counted
-    for exchange in ("gather", "rows"):
-        layer = context_parallel(layer_of(), exchange=exchange, both_ends=True)
-        layer(hidden(24)).sum().backward()  # a class may be new
-        asked.clear()
-        layer(hidden(24)).sum().backward()
-        assert asked == ["forward", "backward"]
-        assert not of.owed
-    options = {**SMALL, "backend": "sdpa-packed"}
-    tensors = sliced(call_of(24 * ranks(), torch.float64, options), 24, 4)
-    o = context_parallel_nsa_attention(**tensors, **options)
-    torch.autograd.grad(o.sum(), tensors["gates"], retain_graph=True)
-    asked.clear()
-    torch.autograd.grad(o.sum(), o)
-    torch.autograd.grad(o.sum(), tensors["v_slc"], retain_graph=True)
-    torch.autograd.grad(o.sum(), tensors["v_win"], retain_graph=True)
-    o.sum().backward()
-    assert asked == ["backward"] * 3
-    agreement._digests_match = match
-    o = context_parallel_nsa_attention(**tensors, **options)
-    if DEVICE == "cpu":
-        with pytest.raises(NsaSelError, match=r"exchanges is '(selected branch|keys of slices before)' there"):
-            torch.autograd.grad(o.sum(), tensors["v_win" if rank() else "v_slc"])
-    layer(hidden(24))
-
-
-def ranks_that_fail_between_exchanges_make_no_further_call() -> None:
-    """Others may wait in the next exchange of the failed call, and would mix its bytes with this call's."""
-    layer = context_parallel(layer_of(), exchange="gather")
+    assert_raises(r"sizes\.q\[1\] is 24 there, 16 on rank 0", layer, 24 if rank() else 16)
+    assert_raises("window is 13 there, 12 on rank 0", context_parallel(layer_of({**SMALL, "window": 12 + bool(rank())}), group))
+    assert_raises("both_ends is True there, False on rank 0", context_parallel(layer_of(), group, both_ends=bool(rank())))
+    layer.backend = "numba" if rank() else "sdpa-packed"
+    assert_raises("backend is 'numba' there, 'sdpa-packed' on rank 0", layer)
+    layer.backend = None
+    with use_backend("sdpa-packed" if rank() else "choose-torch"):
+        assert_raises("use_backend is 'sdpa-packed' there, 'choose-torch' on rank 0", layer)
+    with torch.set_grad_enabled(rank() > 0):
+        assert_raises("grads.* there", layer)
+    layer.backend = "sdpa-packed"
     layer(hidden(24)).sum().backward()
-    real = context_layer.compressed_attention, exchange_all.scatter_sums
-
-    def fails(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("out of memory")
-
-    o, other = layer(hidden(24)).sum(), layer(hidden(24)).sum()
-    repeated = checkpoint(lambda x: layer(x).square(), hidden(24), use_reentrant=False).sum()
-    backward = functools.partial(torch.autograd.backward, retain_graph=True)
-    context_layer.compressed_attention = exchange_all.scatter_sums = fails
-    for work in (lambda: layer(hidden(24)), o.backward):
-        with pytest.raises(RuntimeError, match="out of memory"):
-            work()
-        for again in (lambda: backward(other), lambda: backward(repeated), lambda: layer(hidden(24)), lambda: backward(other)):
-            with pytest.raises(NsaSelError, match=f"rank {rank()} failed between two exchanges of an earlier call"):
-                again()
-        check_ranks()  # all of them failed alike
-    context_layer.compressed_attention, exchange_all.scatter_sums = real
-    for work in (other, repeated, layer(hidden(24)).sum()):
-        work.backward()
 
 
 def layers_take_slices_of_part_of_the_ranks() -> None:
@@ -270,23 +224,6 @@ def wrong_slices_are_refused() -> None:
         context_parallel(nn.Linear(2, 2))
     with pytest.raises(ArgumentError, match=r"model is with an NSAttention\(recompute=True\)"):
         context_parallel(layer_of({**SMALL, "recompute": True}))
-    check_ranks()
-    other = context_parallel(layer_of({**SMALL, "window": 12 + rank()}))
-    with pytest.raises(NsaSelError, match="window is 13 there, 12 on rank 0"):
-        other(hidden(16))
-    other = context_parallel(layer_of(), both_ends=bool(rank()))
-    with pytest.raises(NsaSelError, match="both_ends is True there, False on rank 0"):
-        other(hidden(16))
-    layer.backend = "numba" if rank() else "sdpa-packed"
-    with pytest.raises(NsaSelError, match="selected_backend is 'numba' there, 'sdpa-packed' on rank 0"):
-        layer(hidden(16))
-    layer.backend = None
-    words = "use_backend is 'sdpa-packed' there, 'choose-torch' on rank 0"
-    with pytest.raises(NsaSelError, match=words), use_backend("sdpa-packed" if rank() else "choose-torch"):
-        layer(hidden(16))
-    other = context_parallel(layer_of())
-    with pytest.raises(NsaSelError, match=r"grads is '.*q_cmp.*' there, '' on rank 0"), torch.set_grad_enabled(rank() > 0):
-        other(hidden(16))
 
 
 # FSDP2 and tensor parallelism
@@ -357,6 +294,5 @@ ANY_RANKS = (
     sharded_layers_are_the_whole_layer,
     split_layers_are_the_whole_layer,
     groups_that_ranks_do_not_divide_are_refused,
-    layers_compare_once_in_each_direction,
-    ranks_that_fail_between_exchanges_make_no_further_call,
+    first_calls_of_layers_that_differ_raise_on_all_ranks,
 )

@@ -126,7 +126,7 @@ class Layer(nn.Module):
 
 
 def trained(model: nn.Module, x: Tensor, selection: Selection, steps: int = 3) -> list[float]:
-    """Losses of a few steps."""
+    """Train a few steps and return the losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     for _ in range(steps):
@@ -139,7 +139,7 @@ def trained(model: nn.Module, x: Tensor, selection: Selection, steps: int = 3) -
 
 
 def model_and_input() -> tuple[Layer, Tensor, Selection, list[float]]:
-    """A layer with a group for each rank, its input [ranks,64,32], and the losses that one rank alone trains to."""
+    """Return a layer with a group per rank, its input [ranks,64,32], a selection, and the losses of training on one rank."""
     torch.manual_seed(0)
     x = torch.randn(ranks(), 64, 32).to(DEVICE)
     selection = make_blocks(ranks(), 64, ranks(), 64, 3, BLOCK, device=DEVICE)

@@ -7,7 +7,8 @@ import torch
 
 from nsa_sel.core import registry
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+SM = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1] if torch.cuda.is_available() else 0
+HOPPER = SM == 90
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a GPU of SM 9.0")
 
 

@@ -46,17 +46,17 @@ def check_poison(backend: str, q: Tensor, k: Tensor, v: Tensor, selection: Selec
     unused = unused_keys(q, k, selection.ranges, q_pos)
     assert bool(unused.any()), "the case must leave keys unselected"
     poison = torch.where(unused.unsqueeze(-1), float("nan"), 0.0).to(k.dtype)
-    clean, poisoned = (_results(backend, q, k + x, v + x, selection, q_pos) for x in (torch.zeros_like(poison), poison))
+    clean, poisoned = (results_of(backend, q, k + x, v + x, selection, q_pos) for x in (torch.zeros_like(poison), poison))
     assert all(torch.equal(a, b) for a, b in zip(clean, poisoned, strict=True))
 
 
 def check_deterministic(backend: str, q: Tensor, k: Tensor, v: Tensor, selection: Selection, reruns: int) -> None:
     """Reruns are bit-equal, forward and backward, with plans built anew."""
-    runs = [_results(backend, q, k, v, Selection(selection.ranges, selection.block_size)) for _ in range(reruns)]
+    runs = [results_of(backend, q, k, v, Selection(selection.ranges, selection.block_size)) for _ in range(reruns)]
     assert all(torch.equal(a, b) for run in runs for a, b in zip(runs[0], run, strict=True))
 
 
-def _results(backend: str, q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None = None) -> tuple[Tensor, ...]:
+def results_of(backend: str, q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None = None) -> tuple[Tensor, ...]:
     """o, lse, dq, dk, dv for a gradient of o alone."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     o, lse = attend(backend, *inputs, selection, q_pos=q_pos)

@@ -36,18 +36,18 @@ def ranks() -> int:
 
 
 def mine(x: Tensor, dim: int) -> Tensor:
-    """This rank's slice."""
+    """Return this rank's slice."""
     return x.detach().chunk(ranks(), dim)[rank()].contiguous().requires_grad_(x.requires_grad)
 
 
 def both_ends(x: Tensor, dim: int) -> Tensor:
-    """This rank's slices of both ends."""
+    """Return this rank's slices of both ends."""
     rows = rank_rows(x.shape[dim], both_ends=True, device=x.device)
     return x.detach().index_select(dim, rows).requires_grad_(x.requires_grad)
 
 
 def all_of(x: Tensor, dim: int) -> Tensor:
-    """The slices of all ranks."""
+    """Gather the slices of all ranks."""
     every = [torch.empty_like(x) for _ in range(ranks())]
     dist.all_gather(every, x.contiguous())
     return torch.cat(every, dim)
@@ -57,7 +57,7 @@ _turns = itertools.count()
 
 
 def my_turn() -> bool:
-    """Whether this rank compares with the oracle, which is slow: ranks take turns."""
+    """Return True if this rank compares with the oracle. Ranks take turns, because the oracle is slow."""
     return next(_turns) % ranks() == rank()
 
 

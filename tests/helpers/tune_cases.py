@@ -111,7 +111,7 @@ def write(*results: Result, device: DeviceInfo = H200, **stamped: object) -> Non
 
 
 CHOOSERS = {"choose-cuda": 1.0, "choose-triton": 1.5, "choose-torch": 10.0}  # how slow they are, invented
-PRICES = {"launch": 0.02, "compressed": 2.0, "compressed-wide": 3.0, "ranked": 1.0, "rows": 0.3, "scores": 0.5}
+PRICES = {"launch": 0.02, "compressed": 2.0, "compressed-wide": 3.0, "rows": 0.3, "scores": 0.5}
 
 
 def priced(row: Row, factor: float = 1.0) -> Row:
@@ -119,7 +119,7 @@ def priced(row: Row, factor: float = 1.0) -> Row:
     Of choosing what `PRICES` say."""
     if row["distribution"] == cases.CHOICE:
         backward = row["direction"] == "bwd"
-        counted = work_of(BACKENDS[row["backend"]], request_of(case_of(row), None, backward), backward, (), H200.sm_count)
+        counted = work_of(BACKENDS[row["backend"]], request_of(case_of(row), None, backward), backward, ())
         total = sum(PRICES[term] * counted.get(term, 0.0) for term in TERMS[model_of(row)])
         return timed(factor * CHOOSERS[row["backend"]] * total)
     backend, way = row["backend"], phase_of(row)
@@ -127,6 +127,6 @@ def priced(row: Row, factor: float = 1.0) -> Row:
     profile, case = shipped_configs()["sm90_h200.yaml"].costs, case_of(row)
     assert profile is not None
     model, sharing = profile.models[f"{stands_in}/{way}"], sharing_of(case)
-    amounts = work_of(BACKENDS[stands_in], request_of(case, sharing, way == "backward"), way == "backward", sharing, H200.sm_count)
+    amounts = work_of(BACKENDS[stands_in], request_of(case, sharing, way == "backward"), way == "backward", sharing)
     predicted = max(model.host, sum(price * amounts.get(term, 0.0) for term, price in model.terms.items()))
     return timed(predicted * factor * (1.0 if stands_in == backend else 2.0))

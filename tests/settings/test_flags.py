@@ -119,7 +119,9 @@ def test_every_flag_sets_its_field(monkeypatch: pytest.MonkeyPatch, recwarn: pyt
     assert not recwarn.list
 
 
-@pytest.mark.parametrize(("name", "hint"), [("NSA_SEL_BAKEND", "did you mean NSA_SEL_BACKEND"), ("NSA_SEL_XYZZY_PLUGH", "docs/flags.md")])
+@pytest.mark.parametrize(
+    ("name", "hint"), [("NSA_SEL_BAKEND", "did you mean NSA_SEL_BACKEND"), ("NSA_SEL_XYZZY_PLUGH", "docs/decisions.md")]
+)
 def test_unknown_flags_are_named_once(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, name: str, hint: str) -> None:
     monkeypatch.setenv(name, "1")
     monkeypatch.setenv("NSA_OF_SOMEBODY_ELSE", "1")

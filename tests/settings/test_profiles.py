@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import nsa_sel.core.decide
+from nsa_sel.bench import tables
 from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.report.derived import folders, matrix
 from nsa_sel.bench.threshold_optimizer import faster_by, length_pairs, thresholds
 from nsa_sel.bench.tune.committed_rows import read_rows
 from nsa_sel.bench.tune.derive import PROFILES, evidence, length_rows, render, threshold, words
@@ -25,11 +25,10 @@ from nsa_sel.core.backend import Reason
 from nsa_sel.core.decide import explain_request
 from nsa_sel.core.decision import counterfactuals
 from nsa_sel.core.request import DeviceInfo, Request, example_request
-from nsa_sel.errors import ConfigError
-from nsa_sel.settings import config, devices, prices
+from nsa_sel.settings import config, devices
 from nsa_sel.settings.config import profile_for, settings_for, shipped_configs
 from nsa_sel.settings.devices import GPUS
-from nsa_sel.settings.schema import COST_TERMS, WAYS, Way
+from nsa_sel.settings.schema import WAYS, Way
 from nsa_sel.telemetry.describe import describe
 from tests.helpers.policy_cases import (
     A100,
@@ -55,7 +54,8 @@ from tests.helpers.policy_cases import (
 def test_a_profile_is_derived_from_its_rows(target: str) -> None:
     assert (ROOT / target).read_text() == render(PROFILES[target]())
     assert shipped_configs()[Path(target).name] == config.parse_config((ROOT / target).read_bytes(), target)
-    assert set(PROFILES) == {file.relative_to(ROOT).as_posix() for file in (ROOT / "configs" / "devices").iterdir()}
+    by_hand = {"configs/devices/sm89_rtx4090.yaml"}
+    assert {*PROFILES, *by_hand} == {file.relative_to(ROOT).as_posix() for file in (ROOT / "configs" / "devices").iterdir()}
 
 
 def test_the_example_runs_on_triton_where_it_was_measured_faster() -> None:
@@ -75,52 +75,16 @@ def test_a_gpu_finds_its_profile_by_name() -> None:
         assert found.sources["costs"] == "sm90_h200.yaml"
 
 
-def test_an_unmeasured_gpu_takes_over_what_its_profile_assumes_and_every_decision_says_so() -> None:
+def test_an_unmeasured_gpu_assumes_the_nearest_profile_and_every_decision_says_so() -> None:
     decision = explain_request(replace(LONG, needs_grad=True), B200)
-    assert (decision.settings.profile, decision.settings.assumed) == ("sm100_b200.yaml", "sm90_h200.yaml")
+    assert (decision.settings.profile, decision.settings.assumed) == ("sm90_h200.yaml", "sm90_h200.yaml")
     assert decision.settings.sources["sel_triton_min_L"] == "sm90_h200.yaml (assumed)"
-    assert decision.settings.sources["costs"] == CALCULATED
-    assert decision.settings.provenance.startswith("calculated, not measured: ")
-    assert f"({CALCULATED})" in decision.rule
-    assert "config    sm100_b200.yaml, assumes values of sm90_h200.yaml, measured on another device" in describe(decision)
+    assert decision.settings.sources["costs"] == "sm90_h200.yaml (assumed)"
+    assert decision.settings.provenance.startswith("assumed, no profile names this device; ")
+    assert "(sm90_h200.yaml (assumed))" in decision.rule
+    assert "assumes values of sm90_h200.yaml, measured on another device" in describe(decision)
     assert decision.settings.fingerprint != settings_for(H200).fingerprint
-    assert (settings_for(A100).profile, settings_for(A100).assumed) == ("sm80_a100.yaml", "sm90_h200.yaml")
     assert "assumes the built-in values" in describe(explain_request(SHORT, RTX4090))
-
-
-def test_prices_of_an_unmeasured_gpu_are_the_measured_ones_times_the_ratio_of_the_rates() -> None:
-    a100, h200 = settings_for(A100).costs, settings_for(H200).costs
-    assert a100 is not None
-    assert h200 is not None
-    assert a100.models.keys() == {name for name in h200.models if not name.startswith(config.ONE_SM_ONLY)}
-    bandwidth, multiprocessors, clock = 4800 / 2039, (132 * 1980) / (108 * 1410), 1980 / 1410
-    by_resource = {"dram": bandwidth, "l2": multiprocessors, "issue": multiprocessors, "clock": clock, "tensor": 989 / 312, None: 1.0}
-    for name, found in a100.models.items():
-        phase, model = name.partition("/")[2], h200.models[name]
-        assert found.terms.keys() == model.terms.keys()
-        for term, price in model.terms.items():
-            ratio = by_resource[prices.resource_of(term, phase)]
-            assert found.terms[term] == pytest.approx(price * ratio, rel=1e-3), (name, term)
-        assert found.host == model.host
-    request = replace(LONG, S=1, S_kv=65536, B=256)
-    (there,), (here,) = (
-        [each.ms for each in explain_request(request, device).predictions if each.backend == "triton-group"] for device in (A100, H200)
-    )
-    assert 2.2 < there / here <= bandwidth + 1e-3
-
-
-def test_every_term_of_a_cost_model_has_a_resource_or_is_a_launch() -> None:
-    plain = {term.removesuffix("-wide") for term in COST_TERMS}
-    assert plain == {*prices.OF_TERM, "launch", "join", "busy", "rows-kernel"}
-    assert set(prices.OF_TERM.values()) == set(prices.RESOURCES)
-    assert [prices.resource_of("read", phase) for phase in ("forward", "decode", "tokens-e4m3")] == ["l2", "dram", "dram"]
-
-
-def test_a_bad_price_factor_is_refused_by_name(configure: Callable[[str], Path]) -> None:
-    for text in ("{dram: 0}", "{dram: .nan}", "{memory: 2.0}"):
-        configure(f"provenance: own rows\nprice_factors: {text}\n")
-        with pytest.raises(ConfigError, match="price_factors"):
-            settings_for(H200)
 
 
 def test_a_gpu_without_a_profile_takes_over_a_measured_one_of_its_compute_capability() -> None:
@@ -138,7 +102,6 @@ def test_a_rule_for_a_compute_capability_speaks_for_each_of_its_devices() -> Non
         assert found.triton_off is not None
 
 
-CALCULATED = "calculated from data sheets and the rows of NVIDIA H200"
 ELSEWHERE = (A100, replace(A100, name="NVIDIA A30"), RTX3090, B200, RTX5090, UNKNOWN)  # of no compute capability that was measured
 
 
@@ -147,7 +110,7 @@ def test_a_gpu_of_another_compute_capability_takes_over_the_nearest_measured_pro
     found, measured = settings_for(device), settings_for(H200)
     assert (found.assumed, found.sel_triton_min_L) == ("sm90_h200.yaml", measured.sel_triton_min_L)
     assert found.sources["sel_triton_min_L"] == "sm90_h200.yaml (assumed)"
-    assert found.sources["costs"] == ("sm90_h200.yaml (assumed)" if device == UNKNOWN else CALCULATED)
+    assert found.sources["costs"] == "sm90_h200.yaml (assumed)"
     # Launches are compiled for every chip as base.yaml has them; cupy-cuda's model is of kernels that only Hopper has.
     assert found.kernels == shipped_configs()["base.yaml"].kernels != measured.kernels
     assert found.costs is not None
@@ -209,7 +172,6 @@ def test_an_assumed_profile_is_told_once_with_the_command_that_measures(device: 
     (words,) = warned(SHORT, device)
     for part in (device.name, "nobody has measured", "values of sm90_h200.yaml", "Measure it with: nsa-sel tune"):
         assert part in words
-    assert ("at prices calculated from data sheets" in words) == settings_for(device).calculated
     assert warned(replace(SHORT, S=1, S_kv=65536), device) == []
     (event,) = logged("sel.profile.assumed")
     assert (event["device"], event["sm"], event["assumed"]) == (device.name, device.sm, "sm90_h200.yaml")
@@ -383,35 +345,15 @@ def test_a_threshold_needs_the_margin_at_every_longer_length() -> None:
     assert read_rows("bench/results/h200/selection.jsonl")
 
 
-@pytest.mark.parametrize("left_out", [("h100", "sharing"), pytest.param((), marks=pytest.mark.thorough)])
-def test_tables_of_the_documents_are_derived_from_their_rows(monkeypatch: pytest.MonkeyPatch, left_out: tuple[str, ...]) -> None:
-    """Those two take longer than the others together: they draw the selections of rows again."""
-    from nsa_sel.bench.report.tables import DOCUMENTS, TABLES, with_tables
-
-    for name, table in TABLES.items():
-        monkeypatch.setitem(TABLES, name, functools.cache(table))  # some take seconds, and are asked for twice
-    for name in left_out:
-        monkeypatch.delitem(TABLES, name)
-    texts = [(ROOT / file).read_text() for file in DOCUMENTS]
-    for name in left_out:
-        texts = [re.sub(rf"<!-- table: {name} -->.*?<!-- end -->", "", text, flags=re.DOTALL) for text in texts]
+def test_tables_of_the_documents_are_derived_from_their_rows() -> None:
+    texts = [(ROOT / file).read_text() for file in tables.BY_DOCUMENT]
     for text in texts:
-        assert with_tables(text) == text, "run python -m nsa_sel.bench.report.tables"
-    assert all(any(f"<!-- table: {name} -->" in text for text in texts) for name in TABLES)
-    short = [name for name, table in TABLES.items() if len(table().splitlines()) < 3]
-    assert short == ["claim"]  # a sentence; the others have a heading, a rule, and rows
+        assert tables.with_tables(text) == text, "run make derived"
+    assert all(any(f"<!-- table: {name} -->" in text for text in texts) for name in tables.TABLES)
 
 
-@pytest.mark.parametrize("folder", folders(), ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", tables.matrices(), ids=lambda folder: folder.name)
 def test_tables_of_a_matrix_are_derived_from_its_rows(folder: Path, tmp_path: Path) -> None:
-    matrix(folder, tmp_path)
+    tables.write_matrix(folder, tmp_path)
     for file in tmp_path.iterdir():
         assert (folder / file.name).read_text() == file.read_text(), "run make derived"
-
-
-def test_rows_of_trials_say_what_was_measured() -> None:
-    """Those up to trial 11 do not, as docs/kernel-trials.md says."""
-    rows = read_rows("bench/results/h200/profiles/trials.jsonl")
-    later = [row for row in rows if int(row["trial"].split()[0]) > 11]
-    fields = ("commit", "command", "driver", "torch", "triton", "device", "ms_p20", "ms_p80")
-    assert [row["variant"] for row in later if not all(row.get(field) for field in fields)] == []

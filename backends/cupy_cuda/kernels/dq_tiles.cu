@@ -32,7 +32,7 @@ struct Arguments {
 
 // What a consumer computes of a tile (consume_steps).
 struct QueryGradient {
-    static constexpr int BRIEF = 0;  // docs/kernel-trials.md, "Tried without rows"
+    static constexpr int BRIEF = 0;  // docs/kernels.md, "Tried and dropped"
     StepReader &steps;
     const u32 q_tile;  // an operand
     const RowPair &rows;

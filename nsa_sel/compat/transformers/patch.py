@@ -74,7 +74,9 @@ def patch_model(model: torch.nn.Module) -> Patched:
         patched._undo.append(partial(indexer.__dict__.pop, "forward", None))
         patched.changed[name] = f"{indexer.topk_blocks} of the blocks of {indexer.block_size} keys, chosen by choose_blocks"
     if not patched.changed:
-        remedy = "for a dense model call register_transformers() and model.set_attn_implementation('nsa_sel'); docs/models.md lists models"
+        remedy = (
+            "for a dense model call register_transformers() and model.set_attn_implementation('nsa_sel'); docs/choosing.md lists models"
+        )
         raise ArgumentError("model", f"{type(model).__name__}, without a layer that selects blocks", "a MiniMax-M3 model", remedy)
     for config in configs.values():
         patched._undo.append(partial(setattr, config, "_attn_implementation", config._attn_implementation))

@@ -1,0 +1,132 @@
+"""What every backend owes a decoding step over a KV cache: contiguous or in pages, in its own dtype or in e4m3."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_sel.serving import selection_attention_with_kvcache
+from tests.contract.lanes import Lane, lanes, parameters
+from tests.helpers.cache_cases import check, make_cache, replayed_with
+from tests.helpers.gpus import SM
+from tests.helpers.graphs import no_waiting
+from tests.helpers.poison import new_memory_is_nan
+from tests.helpers.quantized_cases import called, check_nan, check_quantized, make_quantized
+
+LENGTHS = {"cpu": (0, 1, 9, 150), "interpreter": (0, 9, 150), "emulated": (0, 1, 9, 150), "cuda": (0, 1, 9, 150) * 17}
+
+
+class Layout(NamedTuple):
+    """Keys of a page, new tokens of a sequence, keys of a block, heads, columns; each: what has a scale of its own, in e4m3."""
+
+    page: int | None
+    S_q: int = 1
+    block: int | None = 16
+    h: int = 2
+    Dk: int = 16
+    Dv: int = 8
+    each: str | None = None
+
+    @property
+    def name(self) -> str:
+        scaled = "" if self.each is None else f"-{self.each}"
+        return f"pages-{self.page}-S{self.S_q}-block-{self.block}-h{self.h}-{self.Dk}x{self.Dv}{scaled}"
+
+    def sizes(self, lane: Lane) -> dict[str, Any]:
+        facts = self._asdict()
+        n = 6 if self.block == 8 else 1 if self.block == 128 else 3
+        facts = {name: facts[name] for name in ("S_q", "block", "h", "Dk", "Dv")}
+        G = 1 if self.S_q == 1 and self.each is None else 2  # few rows are split
+        return {**facts, "G": G, "n": n, "page_size": self.page, "lengths": LENGTHS[lane.device], "dtype": lane.dtype, "device": lane.place}
+
+
+ROWS = (Layout(None, 4), Layout(16), Layout(24, 2, None), Layout(64, 2, 32), Layout(64, 2, 128), Layout(256, 8, 64))
+EMULATED = tuple(layout._replace(h=3, Dv=24) for layout in (Layout(None, 4), Layout(16), Layout(24, 2, None), Layout(64, 2, 128)))
+TILES = (Layout(64, 15, 64, 16, 64, 64), Layout(64, 15, 128, 16, 64, 64), Layout(None, 15, 8, 16, 64, 64))
+SCALED = (
+    Layout(None, 1, 16, each="head"), Layout(16, 2, 16, each="page"), Layout(64, 2, 32, each="page", Dv=16),
+    Layout(24, 1, None, each="tensor"),
+)  # fmt: skip
+STEPS = (
+    Layout(None, 1, 64, 3, 64, 128, "head"), Layout(64, 1, 64, 3, 128, 64, "page"), Layout(64, 4, 128, 3, 128, 64, "page"),
+    Layout(None, 4, 64, 3, 64, 128, "head"),
+)  # fmt: skip
+
+
+def layouts(lane: Lane) -> list[Layout]:
+    """Return the caches that a backend takes; those of the fallback's kind are gathered for it."""
+    if lane.limits.block_aligned_only:
+        return [Layout(None, 4, 64, 4, 64, 64)] if lane.backend.tiles else [Layout(None, 4)]
+    found = [*EMULATED, *TILES] if lane.device == "emulated" else [*ROWS]
+    return [*found, *TILES] if lane.device == "cuda" and lane.backend.tiles else found
+
+
+def scaled(lane: Lane) -> list[Layout]:
+    """Return the caches in e4m3 that a backend reads."""
+    if "e4m3" not in lane.limits.quantized:
+        return []
+    return list(SCALED if lane.backend.quantized_by is None else STEPS)
+
+
+def check_cache(lane: Lane, layout: Layout, patch: pytest.MonkeyPatch) -> None:
+    """o and lse from new memory; a second call without waiting, and a replay of a graph, give the same bits."""
+    cache = make_cache(**layout.sizes(lane))
+    with new_memory_is_nan():
+        wanted = check(cache, lane.name)
+    if lane.device == "cuda":
+        garbled, other = cache, make_cache(**{**layout.sizes(lane), "seed": 1})
+        if cache.block_table is not None:  # pages that do not exist after every sequence's last one
+            garbled = cache._replace(block_table=torch.where(cache.block_table < 0, 2**30, cache.block_table))
+        with no_waiting():
+            found = selection_attention_with_kvcache(*garbled, return_lse=True, backend=lane.name)
+        assert all(map(torch.equal, found, wanted))
+        assert all(map(torch.equal, replayed_with(cache, other, lane.name), check(other, lane.name)))
+
+
+def check_strides(lane: Lane, layout: Layout, patch: pytest.MonkeyPatch) -> None:
+    """Pages of K between those of V, heads before keys: views, without copies."""
+    cache = make_cache(**{**layout.sizes(lane), "Dv": layout.Dk})
+    wanted = check(cache, lane.name)
+    both = torch.stack((cache.k_cache, cache.v_cache), 1)
+    by_heads = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (cache.k_cache, cache.v_cache)]
+    for k_cache, v_cache in (both.unbind(1), by_heads):
+        assert all(map(torch.equal, check(cache._replace(k_cache=k_cache, v_cache=v_cache), lane.name), wanted))
+
+
+def _spread(x: Tensor) -> Tensor:
+    """The same numbers with other strides: every third of a larger tensor, columns first."""
+    if x.dim() == 1:
+        return torch.stack((x, x.neg(), x.neg()), 1).flatten()[::3] if x.numel() > 1 else x
+    return torch.stack((x, x.neg(), x.neg())).permute(2, 0, 1).contiguous()[:, 0].t()
+
+
+def check_scales(lane: Lane, layout: Layout, patch: pytest.MonkeyPatch) -> None:
+    """e4m3 keys with scales, whose strides are not those of the values' scales; NaN in pages of nobody."""
+    steps = lane.backend.quantized_by
+    if lane.device == "cuda" and (SM < lane.limits.quantized["e4m3"] or (steps is not None and steps.sm != SM)):
+        pytest.skip("quantized-sm: this GPU has no kernels for e4m3")
+    given = make_quantized(layout.each, **layout.sizes(lane))
+    with new_memory_is_nan():
+        wanted = check_quantized(given, lane.name)
+    spread = {**given.scales, "v_scale": _spread(given.scales["v_scale"])}
+    assert all(map(torch.equal, check_quantized(given._replace(scales=spread), lane.name), wanted))
+    if lane.device in ("emulated", "cuda") and layout.S_q == 1:
+        sizes = layout.sizes(lane)
+        alike = make_quantized(layout.each, **{**sizes, "lengths": (layout.block or 16, 150), "n": 2, "room": 192, "G": 2})
+        check_nan(alike, lambda given: called(given, lane.name))
+
+
+CHECKS = {"cache": (check_cache, layouts), "strides": (check_strides, lambda lane: layouts(lane)[:2]), "scales": (check_scales, scaled)}
+
+
+def cells(*devices: str) -> Any:
+    """Return the mark that runs a test `(behavior, lane, what)` for all cells of these devices."""
+    found = []
+    for behavior, (_, whats) in CHECKS.items():
+        for lane in lanes(*devices):
+            for parameter in parameters([(lane, what) for what in whats(lane)]):
+                found.append(pytest.param(behavior, *parameter.values, marks=parameter.marks, id=f"{behavior}-{parameter.id}"))
+    return pytest.mark.parametrize(("behavior", "lane", "what"), found)
