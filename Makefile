@@ -31,7 +31,7 @@ demo: $(STAMP)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/nsa-sel demo  # torch's threads must not spin while they wait: others need the cores
 
 docs: $(STAMP)
-	$(BIN)/python -m pdoc --docformat google --no-show-source -o $(DOCS) nsa_sel nsa_sel.compat nsa_sel.distributed nsa_sel.errors nsa_sel.telemetry.prometheus
+	$(BIN)/python -m pdoc --docformat google --no-show-source -o $(DOCS) nsa_sel nsa_sel.compat nsa_sel.distributed nsa_sel.errors
 
 derived: $(STAMP)
 	$(BIN)/python -m nsa_sel.bench.tune.derive

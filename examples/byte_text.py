@@ -1,4 +1,4 @@
-"""The bytes that examples/train_nsa_lm.py learns: documentation that is found on the machine, or a folder's or file's text."""
+"""The training text of examples/train_nsa_lm.py: the machine's documentation, or the text of a folder or file."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from torch import Tensor
 from nsa_sel.errors import ArgumentError
 
 TEXT_ENDINGS = (".rst", ".txt", ".md")
-MOST_BYTES = 64 << 20  # of text
-SHORT = 200  # bytes of a text that is left out
-HELD_OUT = 32  # one part in so many of the text is for validation
-LEAST_CONTEXTS = 2 * HELD_OUT  # that the text must hold
+MAX_BYTES = 64 << 20  # of text
+MIN_FILE_BYTES = 200  # shorter texts are left out
+HELD_OUT = 32  # 1 / HELD_OUT of the text is for validation
+MIN_CONTEXTS = 2 * HELD_OUT  # minimum length of the text, in contexts
 
 
 def documentation(folders: list[Path], most: int) -> Iterator[bytes]:
-    """Texts below the folders in the order of their paths: .rst, .txt and .md files first, then the docstrings of Python files."""
+    """Yield texts below the folders, sorted by path: .rst, .txt and .md files first, then the docstrings of Python files."""
     files = [file for folder in folders for file in sorted(folder.rglob("*")) if file.suffix in (*TEXT_ENDINGS, ".py")]
-    seen: set[bytes] = set()
+    digests: set[bytes] = set()
     for file in sorted(files, key=lambda file: file.suffix == ".py"):
         text = read(file) if most > 0 else b""
         if file.suffix == ".py":
             text = b"\n\n".join(re.findall(rb'"""(.*?)"""', text, re.DOTALL))
         digest = hashlib.sha256(text).digest()
-        if len(text) > SHORT and digest not in seen:  # packages repeat each other's licences
-            seen.add(digest)
+        if len(text) > MIN_FILE_BYTES and digest not in digests:  # packages share licenses
+            digests.add(digest)
             most -= len(text)
             yield text
 
 
 def read(file: Path) -> bytes:
-    """A file's bytes; none of one that can't be read."""
+    """Return a file's bytes, or none if it cannot be read."""
     try:
         return file.read_bytes()
     except OSError:
@@ -45,13 +45,13 @@ def read(file: Path) -> bytes:
 
 
 def load_text(source: Path | None, cache: Path, context: int) -> Tensor:
-    """The bytes to learn, uint8; kept in `cache`, so that a run resumes with the text that it began with, whatever is installed since."""
+    """Return the training text as uint8. It is stored in `cache`, so that a resumed run uses the same text."""
     if not cache.exists():
         paths = sysconfig.get_paths()
-        found = [Path("/usr/share/doc"), Path("/usr/lib/python3"), Path(paths["stdlib"]), Path(paths["purelib"])]
-        folders = [source] if source else [folder for folder in found if folder.is_dir()]
-        joined = read(source) if source and source.is_file() else b"\n\n".join(documentation(folders, MOST_BYTES))[:MOST_BYTES]
-        least = LEAST_CONTEXTS * context
+        candidates = [Path("/usr/share/doc"), Path("/usr/lib/python3"), Path(paths["stdlib"]), Path(paths["purelib"])]
+        folders = [source] if source else [folder for folder in candidates if folder.is_dir()]
+        joined = read(source) if source and source.is_file() else b"\n\n".join(documentation(folders, MAX_BYTES))[:MAX_BYTES]
+        least = MIN_CONTEXTS * context
         if len(joined) < least:
             where, allowed = ", ".join(map(str, folders)), f"at least {least} in .rst, .txt, .md files and docstrings of .py files"
             remedy = "pass --text with a folder of more text, or install some, such as `apt-get install python3-doc`"

@@ -1,4 +1,4 @@
-"""A training step as a CUDA graph: one launch by the host instead of about a thousand, which small models wait for."""
+"""Run a training step as a CUDA graph: one launch instead of about a thousand, which would bound small models."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 class GraphedStep:
-    """A function of one tensor, of one shape, that is captured after its first calls and replayed from then on."""
+    """Capture a function of one tensor of a fixed shape after its first calls, and replay it from then on."""
 
-    EAGER = 3  # calls in which kernels are compiled, and the policy decides
+    EAGER = 3  # calls before the capture, in which kernels compile and the policy decides
 
     def __init__(self, step: Callable[[Tensor], Tensor], device: torch.device) -> None:
         self.step, self.stream, self.graph, self.done = step, torch.cuda.Stream(device), torch.cuda.CUDAGraph(), 0
 
     def run(self, data: Tensor) -> Tensor:
-        """The step's result for data; the next call overwrites it."""
+        """Return the result of the step for `data`. The next call overwrites it."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             if self.done < self.EAGER:

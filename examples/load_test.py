@@ -1,11 +1,11 @@
-"""Send completions to a server on this machine, several at once, and print its speed.
+"""Send concurrent completions to a server on this machine, and print its speed.
 
     python examples/serve_nsa_lm.py runs/nsa --port 8000                                             # first
     python examples/load_test.py --url http://127.0.0.1:8000 --requests 64 --at-once 16
     python examples/load_test.py --at-once 16,64 --prompt 1024,16384 --least 1 --out rows.jsonl      # a row for each of four loads
 
-Prompts are pieces of asyncio's source, of mixed lengths; they depend on --seed and Python's version alone. Only loopback addresses are
-accepted: servers of other people are not to be tested like this. Needs the extra `serve`.
+Prompts are excerpts of asyncio's source, of mixed lengths, determined by --seed and the Python version. Only loopback addresses are
+accepted, to keep it from loading other people's servers. Needs the extra `serve`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from nsa_sel.errors import ArgumentError
 
 @dataclass
 class Completion:
-    """When the bytes of a completion came, in seconds from its request, and how it ended."""
+    """Arrival times of a completion's bytes, in seconds since its request, and its outcome."""
 
     times: list[float] = field(default_factory=list)
     outcome: str = "no answer"
@@ -40,11 +40,11 @@ class Completion:
 
 
 def completions_at(url: str) -> URL:
-    """The address of the endpoint, or ArgumentError for another machine's."""
+    """Return the address of the endpoint. Raises ArgumentError for another machine."""
     try:
         base = URL(url)
         local = base.scheme == "http" and ipaddress.ip_address(base.host or "").is_loopback
-    except ValueError:  # a name: it may lead anywhere
+    except ValueError:  # a host name may resolve to any machine
         local = False
     if not local:
         raise ArgumentError("--url", url, "http://127.0.0.1:PORT or http://[::1]:PORT", "run this on the server's machine")
@@ -52,11 +52,11 @@ def completions_at(url: str) -> URL:
 
 
 class Load(NamedTuple):
-    """What is asked of a server.
+    """The requests of a load test.
 
-    requests: in all.
-    at_once: of them, at most.
-    least, most: bytes of a prompt.
+    requests: total number.
+    at_once: maximum number of concurrent requests.
+    least, most: range of the prompts' lengths in bytes.
     max_tokens: bytes of a completion.
     seed: of the prompts.
     """
@@ -70,7 +70,7 @@ class Load(NamedTuple):
 
 
 def prompts(asked: Load) -> list[str]:
-    """Pieces of asyncio's source, which every Python has."""
+    """Return excerpts of asyncio's source, which every Python has."""
     text = "".join(file.read_text() for file in sorted(Path(asyncio.__file__).parent.glob("*.py"))).encode("ascii", "replace").decode()
     chosen = random.Random(asked.seed)
     sizes = [chosen.randint(asked.least, asked.most) for _ in range(asked.requests)]
@@ -78,36 +78,36 @@ def prompts(asked: Load) -> list[str]:
 
 
 async def complete(session: aiohttp.ClientSession, url: URL, prompt: str, max_tokens: int) -> Completion:
-    """One streamed completion; an error is its outcome."""
-    found, began = Completion(), time.perf_counter()
+    """Run one streamed completion. An error becomes its outcome."""
+    completion, began = Completion(), time.perf_counter()
     body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
     try:
         async with session.post(url, json=body, allow_redirects=False) as response:
             if response.status != 200:
-                found.outcome = f"status {response.status}"
-                return found
+                completion.outcome = f"status {response.status}"
+                return completion
             async for line in response.content:
                 if line.startswith(b"data: {"):
-                    read(found, msgspec.json.decode(line[6:]), time.perf_counter() - began)
+                    read(completion, msgspec.json.decode(line[6:]), time.perf_counter() - began)
     except aiohttp.ClientError as error:
-        found.outcome = type(error).__name__
+        completion.outcome = type(error).__name__
     finally:
-        found.seconds = time.perf_counter() - began
-    return found
+        completion.seconds = time.perf_counter() - began
+    return completion
 
 
-def read(found: Completion, event: dict[str, list[dict[str, object]]], now: float) -> None:
-    """Note one event: a byte, the end, or an error."""
+def read(completion: Completion, event: dict[str, list[dict[str, object]]], now: float) -> None:
+    """Record one event: a byte, the end, or an error."""
     if "error" in event:
-        found.outcome = "error"
+        completion.outcome = "error"
     elif event["choices"][0]["finish_reason"]:
-        found.outcome = str(event["choices"][0]["finish_reason"])
+        completion.outcome = str(event["choices"][0]["finish_reason"])
     else:
-        found.times.append(now)
+        completion.times.append(now)
 
 
 async def load(url: URL, texts: list[str], asked: Load, seconds: float) -> tuple[list[Completion], float]:
-    """Completions of all texts, and the seconds they took together; TimeoutError after so many."""
+    """Return the completions of all texts and the total seconds. Raises TimeoutError after `seconds`."""
     gate, began = asyncio.Semaphore(asked.at_once), time.perf_counter()
 
     async def one(text: str) -> Completion:
@@ -116,52 +116,51 @@ async def load(url: URL, texts: list[str], asked: Load, seconds: float) -> tuple
 
     connector = aiohttp.TCPConnector(limit=asked.at_once)
     async with asyncio.timeout(seconds), aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout()) as session:
-        found = await asyncio.gather(*(one(text) for text in texts))
-    return found, time.perf_counter() - began
+        completions = await asyncio.gather(*(one(text) for text in texts))
+    return completions, time.perf_counter() - began
 
 
 async def limits_of(url: URL) -> dict[str, int]:
-    """What the server takes on, as its /health says."""
+    """Return the server's limits, from /health."""
     async with aiohttp.ClientSession() as session, session.get(url.with_path("/health")) as response:
-        found: dict[str, int] = (await response.json())["limits"]
-        return found
+        limits: dict[str, int] = (await response.json())["limits"]
+        return limits
 
 
-def figures(found: list[Completion], seconds: float) -> records.Row:
-    """What came of a load: outcomes, rates, and times in ms with median and 95th percentile, None of fewer than two."""
-    outcomes = [completion.outcome for completion in found]
-    served = [completion for completion in found if completion.times]
+def figures(completions: list[Completion], seconds: float) -> records.Row:
+    """Return outcomes, rates, and times in ms (median and 95th percentile; None for fewer than two)."""
+    outcomes = [completion.outcome for completion in completions]
+    served = [completion for completion in completions if completion.times]
     times = {
         "first": [completion.times[0] for completion in served],
         "between": [later - earlier for one in served for earlier, later in zip(one.times, one.times[1:], strict=False)],
         "request": [completion.seconds for completion in served],
     }
-    tokens = sum(len(completion.times) for completion in found)
-    rates = {"seconds": seconds, "requests_per_second": len(found) / seconds, "tokens_per_second": tokens / seconds}
+    tokens = sum(len(completion.times) for completion in completions)
+    rates = {"seconds": seconds, "requests_per_second": len(completions) / seconds, "tokens_per_second": tokens / seconds}
     spreads = {f"{name}_ms_{which}": ms for name, values in times.items() for which, ms in spread(values).items()}
     return {"outcomes": {name: outcomes.count(name) for name in sorted(set(outcomes))}, **rates, **spreads}
 
 
 def spread(seconds: list[float]) -> dict[str, float | None]:
-    """Median and 95th percentile in ms."""
+    """Return median and 95th percentile in ms."""
     if len(seconds) < 2:
         return {"median": None, "p95": None}
     percentiles = statistics.quantiles(seconds, n=20, method="inclusive")
     return {"median": percentiles[9] * 1e3, "p95": percentiles[18] * 1e3}
 
 
-def report(found: records.Row) -> str:
-    """What a load test prints of its figures."""
+def report(row: records.Row) -> str:
+    """Format the figures of a load test."""
 
     def milliseconds(name: str) -> str:
-        median, p95 = found[f"{name}_ms_median"], found[f"{name}_ms_p95"]
+        median, p95 = row[f"{name}_ms_median"], row[f"{name}_ms_p95"]
         return "too few" if median is None else f"median {median:.1f} ms, 95% {p95:.1f} ms"
 
-    outcomes = found["outcomes"]
+    outcomes = row["outcomes"]
     lines = [
-        f"{sum(outcomes.values())} requests in {found['seconds']:.2f} s: "
-        + ", ".join(f"{count} {name}" for name, count in outcomes.items()),
-        f"{found['requests_per_second']:.2f} requests/s, {found['tokens_per_second']:.1f} tokens/s",
+        f"{sum(outcomes.values())} requests in {row['seconds']:.2f} s: " + ", ".join(f"{count} {name}" for name, count in outcomes.items()),
+        f"{row['requests_per_second']:.2f} requests/s, {row['tokens_per_second']:.1f} tokens/s",
         f"time to first token: {milliseconds('first')}",
         f"time between tokens: {milliseconds('between')}",
         f"time of a request: {milliseconds('request')}",
@@ -185,28 +184,28 @@ def main(
     address, unserved = completions_at(url), 0
     facts = records.facts(device_of(device)) if out else {}
     loads = itertools.product(numbers("--prompt", prompt, 65_536), numbers("--at-once", at_once, 256))
-    for number, (most, together) in enumerate(loads, seed):  # of the same prompts a server would share the pages
+    for number, (most, together) in enumerate(loads, seed):  # new prompts for each load: a server would share the pages of equal ones
         asked = Load(requests or together, together, max(1, int(least * most)), most, max_tokens, number)
         try:
-            found, took = asyncio.run(load(address, prompts(asked), asked, seconds))
+            completions, took = asyncio.run(load(address, prompts(asked), asked, seconds))
         except TimeoutError:
             print(f"not done in {seconds} s")
             raise typer.Exit(1) from None
-        made = figures(found, took)
-        print(report(made))
+        row = figures(completions, took)
+        print(report(row))
         if out:
-            records.append(out, [{**asked._asdict(), **made, "server": asyncio.run(limits_of(address)), **facts}])
-        unserved += sum(not completion.times for completion in found)
+            records.append(out, [{**asked._asdict(), **row, "server": asyncio.run(limits_of(address)), **facts}])
+        unserved += sum(not completion.times for completion in completions)
     if unserved:
         raise typer.Exit(1)
 
 
 def numbers(option: str, text: str, most: int) -> list[int]:
-    """Comma-separated whole numbers from 1 to `most`, or ArgumentError."""
-    found = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
-    if not all(1 <= number <= most for number in found):
+    """Parse comma-separated whole numbers from 1 to `most`. Raises ArgumentError."""
+    parsed = [int(number) if number.isdecimal() else 0 for number in text.split(",")]
+    if not all(1 <= number <= most for number in parsed):
         raise ArgumentError(option, repr(text), f"whole numbers from 1 to {most}, comma-separated", "pass such numbers")
-    return found
+    return parsed
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Loss curves as a picture, for train_nsa_lm.py and compare_losses.py. It needs matplotlib, from the extra `report`."""
+"""Plot loss curves, for train_nsa_lm.py and compare_losses.py. Needs matplotlib, from the extra `report`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nsa_sel.errors import NsaSelError
 
 
 class Curve(NamedTuple):
-    """Losses at steps. Style is as of matplotlib, such as "o-"."""
+    """Losses at steps. style: a matplotlib format such as "o-"."""
 
     name: str
     points: list[tuple[float, float]]  # step, loss
@@ -18,7 +18,7 @@ class Curve(NamedTuple):
 
 
 def draw(file: Path, unit: str, curves: list[Curve]) -> None:
-    """Replace the picture at once: a kill leaves the old one or the new one. Raises NsaSelError without matplotlib."""
+    """Write a picture atomically. Raises NsaSelError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
@@ -29,6 +29,6 @@ def draw(file: Path, unit: str, curves: list[Curve]) -> None:
         axes.plot([step for step, _ in points], [loss for _, loss in points], style, linewidth=1, markersize=3, label=name)
     axes.set(xlabel="step", ylabel=unit)
     axes.legend()
-    unfinished = file.with_name(f".{os.getpid()}.{file.name}")  # savefig goes by the ending
+    unfinished = file.with_name(f".{os.getpid()}.{file.name}")  # savefig chooses the format by the ending
     figure.savefig(unfinished, dpi=120)
     unfinished.replace(file)

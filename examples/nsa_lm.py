@@ -24,7 +24,7 @@ class Sizes:
     layers: int = 6
     width: int = 512
     groups: int = 2
-    heads: int = 8  # a group
+    heads: int = 8  # per group
     head_dim: int = 64
     compress_block: int = 32
     compress_stride: int = 16
@@ -44,7 +44,7 @@ TINY = Sizes(
 
 
 class DenseAttention(nn.Module):
-    """Causal attention with the same heads."""
+    """Dense causal attention with the same heads, for comparison."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class DenseAttention(nn.Module):
         self.out = nn.Linear(heads * sizes.head_dim, sizes.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B,S,width] of x [B,S,width]."""
+        """Return [B,S,width] for x [B,S,width]."""
         B, S, _ = x.shape
         if torch.is_autocast_enabled(x.device.type):  # cast once for both projections, as NSAttention does
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -66,7 +66,7 @@ class DenseAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each behind a norm, each added."""
+    """A transformer block: pre-norm attention and MLP with residuals."""
 
     def __init__(self, sizes: Sizes, backend: str | None) -> None:
         super().__init__()
@@ -78,13 +78,13 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(sizes.width, 4 * sizes.width), nn.GELU(), nn.Linear(4 * sizes.width, sizes.width))
 
     def forward(self, x: Tensor, **cache: Any) -> Tensor:
-        """[B,S,width] of x [B,S,width]; `cache=` goes to NSAttention."""
+        """Return [B,S,width] for x [B,S,width]. `cache=` is passed to NSAttention."""
         x = x + self.attention(self.norms[0](x), **cache)
         return x + self.mlp(self.norms[1](x))  # type: ignore[no-any-return]
 
 
 class LanguageModel(nn.Module):
-    """Logits [B,S,256] of bytes [B,S]."""
+    """A language model with logits [B,S,256] for bytes [B,S]."""
 
     def __init__(self, sizes: Sizes, backend: str | None) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class LanguageModel(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, text: Tensor, step: Any = None) -> Tensor:
-        """Of the bytes after those of an NSACache, with a `step` of it; otherwise of a whole text."""
+        """Return logits for a whole text, or, with a `step` of an NSACache, for the bytes after those in the cache."""
         x = self.embed(text)
         for i, block in enumerate(self.blocks):
             x = block(x) if step is None else block(x, cache=step[i])
@@ -104,11 +104,14 @@ class LanguageModel(nn.Module):
 
 
 def nsa_checkpoint(run: Path, *others: str) -> dict[str, Any]:
-    """The checkpoint of a run with NSA, or ArgumentError.
+    """Load the checkpoint of a run with NSA.
 
     Args:
-        run: a folder of train_nsa_lm.py.
-        others: names of files that must be there, too.
+        run: a folder written by train_nsa_lm.py.
+        others: names of other required files.
+
+    Raises:
+        ArgumentError: a file is missing, or the run has another attention.
     """
     for name in ("checkpoint.pt", *others):
         if not (run / name).exists():
@@ -120,7 +123,7 @@ def nsa_checkpoint(run: Path, *others: str) -> dict[str, Any]:
 
 
 def trained_model(state: dict[str, Any], backend: str | None) -> tuple[LanguageModel, Sizes]:
-    """The model of a checkpoint, on the CPU, and its sizes."""
+    """Return the model of a checkpoint, on the CPU, and its sizes."""
     sizes = Sizes(**state["sizes"])
     model = LanguageModel(sizes, backend)
     model.load_state_dict(state["model"])

@@ -1,4 +1,4 @@
-"""Options on the command line that the programs here share, and errors in one line. Needs typer, from the extra `cli`."""
+"""Command-line options shared by the examples, and one-line errors. Needs typer, from the extra `cli`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Device = Annotated[str, typer.Option("--device", help="auto, cuda, cpu")]
 
 
 def device_of(name: str) -> str:
-    """cuda or cpu, of auto, cuda, cpu; ArgumentError for one that is not there."""
+    """Resolve auto, cuda or cpu to cuda or cpu. Raises ArgumentError for a missing device."""
     allowed = ("auto", "cuda", "cpu") if torch.cuda.is_available() else ("auto", "cpu")
     if name not in allowed:
         raise ArgumentError("--device", repr(name), ", ".join(allowed), "pass one of these, or see `nsa-sel doctor`")
@@ -23,7 +23,7 @@ def device_of(name: str) -> str:
 
 
 def program(main: Callable[..., None]) -> None:
-    """Run `main` with the options of the command line; an NsaSelError is one line and exit code 2."""
+    """Run `main` with the options of the command line. An NsaSelError is printed in one line, with exit code 2."""
     try:
         typer.run(main)
     except NsaSelError as error:

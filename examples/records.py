@@ -1,4 +1,4 @@
-"""Records of a run: lines of JSON in a file, and what every line says of where it was made."""
+"""Records of a run: JSON lines in a file, each with the environment that made it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Row = dict[str, Any]
 
 
 def facts(device: str) -> Row:
-    """Device, versions, and the command without the machine's paths. The commit is that of NSA_SEL_COMMIT, if set."""
-    arguments = [Path(part).name if Path(part).is_absolute() else part for part in sys.argv[1:]]
+    """Return device, versions, and the command without absolute paths. The commit is NSA_SEL_COMMIT, if set."""
+    arguments = [Path(text).name if Path(text).is_absolute() else text for text in sys.argv[1:]]
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
         "torch": torch.__version__,
@@ -31,19 +31,19 @@ def facts(device: str) -> Row:
 
 
 def append(file: Path, rows: Iterable[Row]) -> None:
-    """Add rows at the end of a file."""
+    """Append rows to a file."""
     with file.open("a") as opened:
         opened.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def replace(file: Path, rows: Iterable[Row]) -> None:
-    """Replace a file's rows at once: a kill leaves the old ones or the new ones."""
+    """Replace a file's rows atomically."""
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     unfinished.write_text("".join(json.dumps(row) + "\n" for row in rows))
     unfinished.replace(file)
 
 
 def read(file: Path) -> list[Row]:
-    """The rows of a file, none of a missing one; without a last line that a kill left unfinished."""
+    """Return the rows of a file, without an unfinished last line. A missing file has none."""
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     return [json.loads(line) for line in lines]

@@ -1,4 +1,4 @@
-"""Requests that wait for a scheduler, in order of arrival. For any thread."""
+"""A thread-safe queue of requests for the scheduler, in order of arrival."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from nsa_sel.errors import ArgumentError
 
 
 class Busy(Exception):
-    """No request is taken now: too many wait, or the server is stopping."""
+    """The request is refused for now: too many requests wait, or the server is stopping."""
 
 
 class Limits(NamedTuple):
-    """What a server takes on.
+    """Limits of a server.
 
-    context: bytes of a prompt and its completion together; they must fit the cache.
-    running: sequences that hold pages.
-    waiting: requests beside as many as may run.
-    chunk: bytes that one step prefills, at least 2.
-    prefixes: sequences that are kept for texts that begin as theirs.
+    context: most bytes of a prompt and its completion together; they must fit the cache.
+    running: most sequences that hold pages.
+    waiting: most requests that wait.
+    chunk: most bytes that one step prefills, at least 2.
+    prefixes: most sequences that are kept for texts with the same prefix.
     """
 
     context: int
@@ -33,16 +33,16 @@ class Limits(NamedTuple):
 
 
 class RequestQueue:
-    """Requests without pages.
+    """Waiting and running requests.
 
     Args:
-        limits: see there.
+        limits: see `Limits`.
 
     Attributes:
-        waiting: the next one first. Those that gave their pages back come before those that never ran.
-        running: those with pages, which the scheduler moves here; the oldest first.
-        closed: why no request is taken; empty while they are.
-        changed: held by whoever reads or writes the others.
+        waiting: requests without pages, the next one first. Preempted requests come before new ones.
+        running: requests with pages, which the scheduler moves here, the oldest first.
+        closed: the reason why new requests are refused; empty while they are accepted.
+        changed: the condition that guards the other attributes.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -52,7 +52,7 @@ class RequestQueue:
         self.changed = threading.Condition()
 
     def submit(self, request: Request) -> None:
-        """Take a request. Raises ArgumentError for one that is empty or too long, and Busy."""
+        """Enqueue a request. Raises ArgumentError if it is empty or too long, and Busy."""
         if not request.prompt:
             raise ArgumentError("prompt", "empty", "at least one byte", "send the text to complete, such as a newline")
         if len(request.prompt) + request.max_tokens > (most := self.limits.context):
@@ -67,13 +67,13 @@ class RequestQueue:
             self.changed.notify()
 
     def cancel(self, request: Request) -> None:
-        """Have a request forgotten before the next step; nothing where it has ended."""
+        """Cancel a request before the next step. No effect if it has ended."""
         with self.changed:
             request.canceled = True
             self.changed.notify()
 
     def close(self, why: str) -> None:
-        """Take no requests anymore, and end those that never ran."""
+        """Refuse new requests, and end those that never ran."""
         with self.changed:
             self.closed = self.closed or why
             for request in [request for request in self.waiting if not request.started]:
@@ -81,18 +81,18 @@ class RequestQueue:
                 request.emit(Finished("error", why))
             self.changed.notify()
 
-    def put_back(self, request: Request) -> None:
-        """Take one first that has run."""
+    def requeue(self, request: Request) -> None:
+        """Put a preempted request at the head of the queue."""
         with self.changed:
             self.waiting.appendleft(request)
 
     def forget_canceled(self) -> None:
-        """Drop those that nobody waits for."""
+        """Drop canceled requests."""
         with self.changed:
             self.waiting = deque(request for request in self.waiting if not request.canceled)
 
     def wait(self) -> bool:
-        """Sleep until there is something to do. False once nothing runs or waits, and nothing will."""
+        """Block until there is a request. Return False once the queue is closed and empty."""
         with self.changed:
             self.changed.wait_for(lambda: self.waiting or self.running or self.closed)
             return bool(self.waiting or self.running)

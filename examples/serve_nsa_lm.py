@@ -4,9 +4,10 @@
     python examples/serve_nsa_lm.py runs/tiny --port 8000
     curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "The layer ", "max_tokens": 64, "temperature": 0, "stream": true}'
 
-POST /v1/completions takes OpenAI's prompt, max_tokens, temperature, stream, stop (characters of one byte) and seed; a token is a byte.
-GET /v1/models names the model, GET /metrics is for Prometheus, GET /health for load balancers. On SIGTERM, running completions finish
-within --grace seconds, others get 503. Clients that send or read nothing for --patience seconds are cut off. Needs the extra `serve`.
+POST /v1/completions accepts OpenAI's prompt, max_tokens, temperature, stream, stop (one-byte characters) and seed. A token is a byte.
+GET /v1/models lists the model, GET /metrics serves Prometheus, GET /health load balancers. On SIGTERM, running completions finish
+within --grace seconds and other requests get 503. Clients that send or read nothing for --patience seconds are disconnected.
+Needs the extra `serve`.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ from serving_metrics import Metrics, Stopwatch
 
 from nsa_sel.errors import ArgumentError
 
-Pieces = AsyncGenerator[tuple[str, Finished | None]]  # of text, and None until the last one
+Pieces = AsyncGenerator[tuple[str, Finished | None]]  # text, and the end with the last piece
 MODEL = "nsa-lm"
-ANSWER_SECONDS = 5  # after the bound of running completions: for the step under way, and to send what it gave
+ANSWER_SECONDS = 5  # after the grace period, for the current step and its responses
 
 
 def error_json(message: str, kind: str) -> bytes:
-    """An error in OpenAI's form."""
+    """Return an error in OpenAI's format."""
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": None}})
 
 
 def refused(status: int, message: str) -> web.Response:
-    """400 and others below 500 for a request that can never be served, 503 for one that cannot be now."""
+    """Return an error response: below 500 for an invalid request, 503 for one that cannot be served now."""
     headers = {"Retry-After": "1"} if status == 503 else {}
     kind = "invalid_request_error" if status < 500 else "server_error"
     return web.Response(status=status, body=error_json(message, kind), content_type="application/json", headers=headers)
@@ -57,7 +58,7 @@ def refused(status: int, message: str) -> web.Response:
 
 @web.middleware
 async def errors_in_json(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
-    """aiohttp's own errors, such as an unknown path or a body that is too large, in OpenAI's form."""
+    """Convert aiohttp's errors, such as an unknown path or an oversized body, to OpenAI's format."""
     try:
         return await handler(request)
     except web.HTTPException as error:
@@ -65,7 +66,7 @@ async def errors_in_json(request: web.Request, handler: Callable[[web.Request], 
 
 
 class Answer:
-    """The JSON of one completion, in one piece or byte by byte."""
+    """The JSON of one completion, whole or streamed."""
 
     numbers = itertools.count(1)
 
@@ -74,7 +75,7 @@ class Answer:
         self.facts = {"id": f"cmpl-{next(self.numbers)}", "object": "text_completion", "created": int(time.time()), "model": MODEL}
 
     def piece(self, text: str, finish: str | None = None) -> bytes:
-        """With text, and once it is known the reason of the end, and the numbers of tokens."""
+        """Return JSON with some text, and at the end the finish reason and the token counts."""
         choice = {"text": text, "index": 0, "logprobs": None, "finish_reason": finish}
         usage = {"usage": self.usage()} if finish else {}
         return msgspec.json.encode({**self.facts, "choices": [choice], **usage})
@@ -88,9 +89,9 @@ class Server:
     """The HTTP side of a scheduler, whose thread begins and ends with the application.
 
     Args:
-        scheduler: see there.
-        grace: seconds that running completions have after SIGTERM.
-        patience: seconds in which a client must send its request, and take what it is sent.
+        scheduler: runs the requests.
+        grace: seconds for running completions to finish after SIGTERM.
+        patience: seconds for a client to send its request, and to receive each piece.
     """
 
     def __init__(self, scheduler: Scheduler, grace: float, patience: float) -> None:
@@ -106,11 +107,11 @@ class Server:
         return app
 
     async def drain(self) -> None:
-        """Let running completions finish, within the bound."""
+        """Let running completions finish within the grace period."""
         self.scheduler.queue.close("the server is shutting down")
         await asyncio.to_thread(self.thread.join, self.grace)
         self.scheduler.stop("the server is shutting down")
-        await asyncio.to_thread(self.thread.join, ANSWER_SECONDS)  # the step under way
+        await asyncio.to_thread(self.thread.join, ANSWER_SECONDS)  # the current step
 
     async def health(self, request: web.Request) -> web.Response:
         if self.scheduler.queue.closed:
@@ -149,7 +150,7 @@ class Server:
             return await (streamed(request, asked, pieces, self.patience) if body.stream else whole(asked, pieces))
 
     async def texts(self, asked: Request, events: asyncio.Queue[int | Finished]) -> Pieces:
-        """The text that each byte completes, which may be none, and last what is left with the end. Canceled if left before."""
+        """Yield the text that each byte completes, possibly empty, and finally the rest with the end. Closing it early cancels."""
         decoder, clock, outcome = codecs.getincrementaldecoder("utf-8")("replace"), Stopwatch(self.metrics), "disconnected"
         try:
             while isinstance(event := await events.get(), int):
@@ -163,7 +164,7 @@ class Server:
 
 
 async def whole(asked: Request, pieces: Pieces) -> web.Response:
-    """The completion as one JSON object."""
+    """Return the completion as one JSON object."""
     texts, end = [], Finished("error")
     async for text, last in pieces:
         texts.append(text)
@@ -174,12 +175,12 @@ async def whole(asked: Request, pieces: Pieces) -> web.Response:
 
 
 async def streamed(request: web.Request, asked: Request, pieces: Pieces, patience: float) -> web.StreamResponse:
-    """The completion as server-sent events, one for each byte. A client that does not take one for `patience` seconds is cut off."""
+    """Stream the completion as server-sent events, one per byte. Abort if the client receives nothing for `patience` seconds."""
     answer, response = Answer(asked), web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     async for text, end in pieces:
         data = answer.piece(text, end and end.reason)
         if end is not None and end.reason == "error":
-            if not response.prepared:  # its status can still say so
+            if not response.prepared:  # the status is not sent yet
                 return refused(503, end.message)
             data = error_json(end.message, "server_error")
         if not response.prepared:
@@ -196,7 +197,7 @@ async def streamed(request: web.Request, asked: Request, pieces: Pieces, patienc
 
 
 async def answer(server: Server, listening: socket.socket) -> None:
-    """Answer requests until SIGTERM or SIGINT, with 503 while running completions finish; a second signal ends the process."""
+    """Serve requests until SIGTERM or SIGINT, then drain. A second signal ends the process."""
     loop, stopping = asyncio.get_running_loop(), asyncio.Event()
     runner = web.AppRunner(
         server.application(), handler_cancellation=True, shutdown_timeout=ANSWER_SECONDS, keepalive_timeout=server.patience
@@ -216,7 +217,7 @@ async def answer(server: Server, listening: socket.socket) -> None:
 
 
 def serve(server: Server, listening: socket.socket) -> None:
-    """`answer`, in an event loop of its own."""
+    """Run `answer` in an event loop."""
     asyncio.run(answer(server, listening))
 
 

@@ -1,4 +1,4 @@
-"""What a server of completions tells Prometheus: its own state and latencies, and nsa-sel's counters of calls."""
+"""Prometheus metrics of the completion server: its state and latencies, and `nsa_sel.counters()`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from batch_scheduler import Scheduler
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from nsa_sel.telemetry import prometheus
+import nsa_sel
 
-SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # bounds of the histograms
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # bucket bounds of the histograms
 
 
 class State:
-    """A collector of what a scheduler is doing; it stores nothing: each scrape reads it."""
+    """Collect the scheduler's state and nsa-sel's counters at each scrape."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -26,42 +26,45 @@ class State:
             "requests_running": ("Sequences that hold pages of the cache", len(self.scheduler.running)),
             "requests_waiting": ("Requests without pages", len(self.scheduler.queue.waiting)),
             "cache_pages_free": ("Free pages of the cache", self.scheduler.cache.free_pages),
-            "prefixes_kept": ("Sequences that are kept for texts that begin as theirs", len(self.scheduler.prefixes.kept)),
+            "prefixes_kept": ("Sequences kept for texts with the same prefix", len(self.scheduler.prefixes.kept)),
         }
         counters = {
-            "put_back": ("Sequences that gave their pages to older ones", self.scheduler.put_back),
-            "prefix_hits": ("Sequences that began with pages of another", self.scheduler.prefixes.hits),
-            "prefix_tokens": ("Bytes that were not prefilled, because another sequence had read them", self.scheduler.prefixes.saved),
+            "preempted": ("Sequences that released their pages for older ones", self.scheduler.preempted),
+            "prefix_hits": ("Sequences that started with pages of another one", self.scheduler.prefixes.hits),
+            "prefix_tokens": ("Bytes that were not prefilled because of a shared prefix", self.scheduler.prefixes.saved),
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"nsa_serve_{name}", text, value)
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(f"nsa_serve_{name}", text, value)
+        calls = CounterMetricFamily("nsa_sel_counters", "nsa_sel.counters()", labels=["name"])
+        for name, number in nsa_sel.counters().items():
+            calls.add_metric([name], number)
+        yield calls
 
 
 class Metrics:
-    """The registry of one server."""
+    """The metrics of one server."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(State(scheduler))
-        prometheus.register(self.registry)
         options: Any = {"registry": self.registry}
-        self.ended = Counter("nsa_serve_requests", "Requests by how they ended", ["outcome"], **options)
-        self.prompt_tokens = Counter("nsa_serve_prompt_tokens", "Bytes of prompts that were taken", **options)
+        self.ended = Counter("nsa_serve_requests", "Requests by outcome", ["outcome"], **options)
+        self.prompt_tokens = Counter("nsa_serve_prompt_tokens", "Bytes of accepted prompts", **options)
         self.tokens = Counter("nsa_serve_generated_tokens", "Bytes of completions", **options)
-        self.first = Histogram("nsa_serve_time_to_first_token_seconds", "From a request to its first byte", buckets=SECONDS, **options)
-        self.between = Histogram("nsa_serve_time_between_tokens_seconds", "From a byte to the next", buckets=SECONDS, **options)
+        self.first = Histogram("nsa_serve_time_to_first_token_seconds", "Time from a request to its first byte", buckets=SECONDS, **options)
+        self.between = Histogram("nsa_serve_time_between_tokens_seconds", "Time between bytes", buckets=SECONDS, **options)
 
 
 class Stopwatch:
-    """Times of one completion's bytes."""
+    """Measure the times between the bytes of one completion."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics, self.last, self.histogram = metrics, time.perf_counter(), metrics.first
 
     def token(self) -> None:
-        """A byte has come."""
+        """Record a byte."""
         now = time.perf_counter()
         self.histogram.observe(now - self.last)
         self.metrics.tokens.inc()

@@ -1,12 +1,12 @@
-"""How train_nsa_lm.py trains on several ranks, which torchrun starts:
+"""Train train_nsa_lm.py on several ranks under torchrun:
 
     torchrun --standalone --nproc-per-node 2 examples/train_nsa_lm.py --out runs/sliced --parallel context
 
-data       FSDP2 alone: each rank has sequences of its own
-context    each rank has two slices of every sequence, from both ends (`nsa_sel.distributed.context_parallel`), and FSDP2 over the ranks
-tensor     each rank has KV groups of its own and columns of the MLP, over as many ranks as there are groups; FSDP2 over what is left
+data       FSDP2 only: each rank has its own sequences
+context    each rank has two slices of every sequence, one from each end (`nsa_sel.distributed.context_parallel`), with FSDP2
+tensor     each rank has its own KV groups and columns of the MLP, over at most as many ranks as groups; FSDP2 over the other ranks
 
-Every rank draws the batch of a step and takes its part, so that a run sees the same bytes on any number of ranks.
+Every rank draws the whole batch of a step and takes its part, so that a run sees the same bytes on any number of ranks.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ DATA, CONTEXT, TENSOR = WAYS = "data", "context", "tensor"
 
 
 class Ranks(NamedTuple):
-    """The ranks of a job, by parts of the batch ("data") and of a layer ("tensor"), and what they share."""
+    """The ranks of a job, as a mesh with the dimensions "data" and "tensor". way: the value of --parallel."""
 
     way: str
     mesh: DeviceMesh
     rank: int
 
     def spread(self, model: LanguageModel) -> list[dict[str, Any]]:
-        """Change the model in place, so that each rank holds a part of its parameters and computes its part of a step. The parameters, in
-        groups for an optimizer: those of one mesh each, as one call of a kernel takes no others."""
+        """Shard the model in place. Return the parameters in optimizer groups, one per mesh, because fused kernels need one mesh."""
         data, tensor = self.mesh["data"], self.mesh["tensor"]
         if self.way == CONTEXT:
             context_parallel(model, data, both_ends=True)
@@ -54,7 +53,7 @@ class Ranks(NamedTuple):
         return [{"params": group} for group in by_mesh(model.parameters())]
 
     def part_of(self, data: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's bytes and the bytes after them, of a batch [batch, context + 1]."""
+        """Return this rank's inputs and targets of a batch [batch, context + 1]."""
         mesh = self.mesh["data"]
         if self.way == CONTEXT:
             rows = rank_rows(data.shape[1] - 1, mesh, both_ends=True, device=data.device)
@@ -64,7 +63,7 @@ class Ranks(NamedTuple):
 
 
 def join(way: str, sizes: Sizes, device: torch.device) -> tuple[Ranks, torch.device]:
-    """Become one of the ranks that torchrun started, with a GPU of its own. ArgumentError for what cannot be cut into so many parts."""
+    """Join the ranks that torchrun started, each with its own GPU. Raises ArgumentError for sizes that ranks do not divide."""
     if way not in WAYS:
         raise ArgumentError("--parallel", repr(way), ", ".join(WAYS), "pass one of these")
     if "RANK" not in os.environ:
@@ -89,7 +88,7 @@ def join(way: str, sizes: Sizes, device: torch.device) -> tuple[Ranks, torch.dev
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters in groups of one mesh: tensor parallelism leaves some on a mesh of their own."""
+    """Group parameters by mesh: with tensor parallelism they are on several."""
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
@@ -97,7 +96,7 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def clip(parameters: Iterable[nn.Parameter], most: float) -> None:
-    """`clip_grad_norm_` of parameters on several meshes."""
+    """Clip the norm of all gradients, like `clip_grad_norm_`, for parameters on several meshes."""
     groups = by_mesh(parameters)
     norms = [nn.utils.get_total_norm([x.grad for x in group if x.grad is not None]) for group in groups]
     total = torch.stack([x.full_tensor() if isinstance(x, DTensor) else x for x in norms]).norm()
@@ -106,24 +105,24 @@ def clip(parameters: Iterable[nn.Parameter], most: float) -> None:
 
 
 def mean(loss: Tensor) -> float:
-    """Of all ranks."""
+    """Return the mean loss of all ranks."""
     loss = loss.detach().clone()
     dist.all_reduce(loss)
     return loss.item() / dist.get_world_size()
 
 
 def of_first(value: bool) -> bool:
-    """The first rank's value."""
+    """Return the first rank's value on all ranks."""
     values = [value]
     dist.broadcast_object_list(values)
     return values[0]
 
 
 def first_before_others(work: Callable[[], Tensor]) -> Tensor:
-    """The work's result; the first rank has done it when the others begin."""
+    """Return the result of `work`, which the first rank finishes before the others start."""
     if dist.get_rank():
         dist.barrier()
         return work()
-    done = work()
+    result = work()
     dist.barrier()
-    return done
+    return result

@@ -7,10 +7,10 @@
     python examples/train_nsa_lm.py --out runs/tiny --tiny                    # a size for a CPU
     torchrun --standalone --nproc-per-node 2 examples/train_nsa_lm.py --out runs/sliced --parallel context    # several_ranks.py
 
-The text is documentation that is found on the machine, or a folder's (--text). The folder --out holds text.bin, checkpoint.pt,
-losses.jsonl (a line a step) and losses.png. A run that is interrupted, or that had its --minutes, resumes when it is started
-again, with the same losses as one that never stopped, also on another number of ranks. `examples/compare_losses.py` compares runs.
-Needs the extra `cli`, and for the picture matplotlib (`report`).
+The text is the machine's documentation, or the files of a folder (--text). The folder --out holds text.bin, checkpoint.pt, losses.jsonl
+(one line per step) and losses.png. Start an interrupted or finished run again to resume it: losses are those of an uninterrupted run,
+also on another number of ranks. `examples/compare_losses.py` compares runs. Needs the extra `cli`, and matplotlib (`report`) for the
+picture.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def of_context(sizes: Sizes, context: int | None, batch: int | None) -> Sizes:
-    """The sizes with another context, and with a batch of about as many bytes unless one is given."""
+    """Return the sizes with another context, and with a batch of about as many bytes unless `batch` is given."""
     context = context or sizes.context
     return replace(sizes, context=context, batch=batch or max(1, sizes.batch * sizes.context // context))
 
 
 def batch_at(text: Tensor, step: int, sizes: Sizes, held_out: bool = False) -> Tensor:
-    """Bytes [batch, context + 1] int64 of one step, which depend on the seed and the step alone."""
+    """Return the bytes [batch, context + 1] int64 of one step. They depend only on the seed and the step."""
     border = len(text) - len(text) // HELD_OUT
-    part = text[border:] if held_out else text[:border]
+    source = text[border:] if held_out else text[:border]
     generator = torch.Generator().manual_seed((sizes.seed << 32) + 2 * step + held_out)
-    starts = torch.randint(len(part) - sizes.context, (sizes.batch,), generator=generator)
-    return torch.stack([part[start : start + sizes.context + 1] for start in starts.tolist()]).long()
+    starts = torch.randint(len(source) - sizes.context, (sizes.batch,), generator=generator)
+    return torch.stack([source[start : start + sizes.context + 1] for start in starts.tolist()]).long()
 
 
 # The run
 
 
 class Training:
-    """A model, its optimizer and the next step: all that a checkpoint holds."""
+    """A model, its optimizer and the next step: the contents of a checkpoint."""
 
     def __init__(
         self, sizes: Sizes, backend: str | None, device: torch.device, text: Tensor, graph: bool = True, ranks: Ranks | None = None
@@ -75,21 +75,21 @@ class Training:
         self.model = LanguageModel(sizes, backend).to(device)
         parameters: Any = self.model.parameters() if ranks is None else ranks.spread(self.model)
         self.graph = GraphedStep(self.update, device) if graph and device.type == "cuda" else None
-        self.rate = torch.zeros((), device=device)  # a captured step reads it anew
+        self.rate = torch.zeros((), device=device)  # a tensor, so that a captured step reads the current value
         options = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True, "capturable": self.graph is not None}
         self.optimizer = torch.optim.AdamW(parameters, self.rate, **options)
         fingerprint = hashlib.sha256(text.numpy().tobytes()).hexdigest()[:16]
         self.identity = {"sizes": asdict(sizes), "text": fingerprint, "graph": self.graph is not None}
 
     def loss(self, data: Tensor) -> Tensor:
-        """Of a batch; on several ranks of this rank's part of it."""
+        """Return the loss of a batch, or of this rank's part of it."""
         given, following = (data[:, :-1], data[:, 1:]) if self.ranks is None else self.ranks.part_of(data)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             logits = self.model(given)
         return cross_entropy(logits.flatten(0, 1).float(), following.flatten())
 
     def update(self, data: Tensor) -> Tensor:
-        """Forward, backward, and the optimizer's step; the loss."""
+        """Run forward, backward and the optimizer's step, and return the loss."""
         loss = self.loss(data)
         self.optimizer.zero_grad()
         loss.backward()
@@ -99,25 +99,25 @@ class Training:
         return loss.detach()
 
     def advance(self) -> float:
-        """One step; its loss."""
-        at = self.step + 1
-        self.rate.fill_(self.sizes.learning_rate * min(at / self.sizes.warmup, math.sqrt(self.sizes.warmup / at)))
+        """Run one training step and return its loss."""
+        step = self.step + 1
+        self.rate.fill_(self.sizes.learning_rate * min(step / self.sizes.warmup, math.sqrt(self.sizes.warmup / step)))
         data = batch_at(self.text, self.step, self.sizes).to(self.device)
         loss = self.graph.run(data) if self.graph else self.update(data)
         self.step += 1
-        return self.mean(loss)  # waits for the device: the time of a step is that of its work
+        return self.mean(loss)  # synchronizes, so that the measured time of a step covers its work
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
-        """Of one fixed batch of the part that is never trained on."""
+        """Return the loss of one fixed batch of the held-out text."""
         return self.mean(self.loss(batch_at(self.text, 0, self.sizes, held_out=True).to(self.device)))
 
     def mean(self, loss: Tensor) -> float:
-        """Of all ranks."""
+        """Return the mean loss of all ranks."""
         return loss.item() if self.ranks is None else several_ranks().mean(loss)
 
     def save(self, file: Path) -> None:
-        """Replace the checkpoint at once: a kill leaves the old one or the new one. It holds whole tensors, however many ranks save it."""
+        """Replace the checkpoint atomically. It holds unsharded tensors, whatever the number of ranks."""
         model, optimizer = get_state_dict(self.model, self.optimizer, options=WHOLE)
         if self.ranks is not None and self.ranks.rank:
             return
@@ -130,11 +130,11 @@ class Training:
         unfinished.replace(file)
 
     def load(self, file: Path) -> None:
-        """Resume from a checkpoint of the same run, or raise ArgumentError."""
+        """Resume from a checkpoint of the same run. Raises ArgumentError for another run."""
         state = torch.load(file, map_location=self.device, weights_only=True)
         for name, mine in self.identity.items():
             if state[name] != mine:
-                raise ArgumentError("--out", f"a folder with a run of other {name}: {state[name]}", str(mine), "pass another folder")
+                raise ArgumentError("--out", f"a folder of a run with other {name}: {state[name]}", str(mine), "pass another folder")
         both = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
         set_state_dict(self.model, self.optimizer, **both, options=WHOLE)
         for group in self.optimizer.param_groups:
@@ -146,9 +146,13 @@ def train(
     out: Path, sizes: Sizes, backend: str | None, device: torch.device, text: Path | None, minutes: float, steps: int | None, every: int,
     graph: bool, ranks: Ranks | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Train until `minutes` are over or step `steps` is done, a checkpoint every so many steps; all rows of the run so far.
+    """Train for `minutes` or until step `steps`, with a checkpoint after every `every` steps.
 
-    ranks: that train together. The first one writes the files.
+    Args:
+        ranks: the ranks that train together. The first one writes the files.
+
+    Returns:
+        All rows of the run, including earlier ones.
     """
     out.mkdir(parents=True, exist_ok=True)
     checkpoint, log, writes = out / "checkpoint.pt", out / "losses.jsonl", ranks is None or ranks.rank == 0
@@ -187,24 +191,24 @@ def train(
     if writes:
         try:
             draw(out / "losses.png", "loss, nats a byte", [Curve("training", [(row["step"], row["loss"]) for row in rows]), held_out])
-        except NsaSelError as error:  # without matplotlib a run is as good
+        except NsaSelError as error:  # matplotlib is optional
             print(error)
     return rows
 
 
 def in_time(started: float, minutes: float, ranks: Ranks | None) -> bool:
-    """Whether minutes are left, by the first rank's clock."""
+    """Return True if time is left, by the first rank's clock."""
     left = time.perf_counter() - started < minutes * 60
     return left if ranks is None else several_ranks().of_first(left)
 
 
 def several_ranks() -> Any:
-    """The module, whose imports take seconds that a run alone does not need."""
+    """Import the module on demand: its imports take seconds that a single process does not need."""
     return importlib.import_module("several_ranks")
 
 
 def chosen(sizes: Sizes) -> str | None:
-    """Who ran the last selected branch, forward and backward; None of dense attention."""
+    """Return the backends of the last selected branch, forward and backward; None for dense attention."""
     if sizes.attention == "dense":
         return None
     last = next(decision for decision in reversed(decisions()) if decision.request.kind == "attend")

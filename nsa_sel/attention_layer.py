@@ -155,7 +155,7 @@ class NSAttention(nn.Module):
                 remedy = "pass step[i] of step = cache.step(...), i being the layer's number in the model"
                 raise ArgumentError("cache", f"a {type(cache).__name__}", "a step of an NSACache, for this layer", remedy)
             cache.check(x, self.rule, self.window, cu_seqlens is not None, self.context is not None)
-            positions = cache.at.position if positions is None else positions
+            positions = cache.tensors.position if positions is None else positions
         bounds = None if cu_seqlens is None else Bounds.of("cu_seqlens", cu_seqlens, x.shape[1], x)
         if bounds is not None:
             x = bounds.zero_padding(x[0]).unsqueeze(0)  # NaN there would reach the gradients of the weights

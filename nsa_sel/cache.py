@@ -7,13 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from nsa_sel.attention_layer import NSAttention
-from nsa_sel.caching import numbers, prefill, quantized
-from nsa_sel.caching.numbers import Numbers, Sizes
+from nsa_sel.caching import prefill, quantized, step_tensors
 from nsa_sel.caching.pages import Pages
 from nsa_sel.caching.pools import Pools
-from nsa_sel.caching.sequences import Copies
-from nsa_sel.caching.sequences import Sequence as Cached
+from nsa_sel.caching.sequences import CachedSequence, Copies
 from nsa_sel.caching.step import CacheStep
+from nsa_sel.caching.step_tensors import StepSizes, StepTensors
 from nsa_sel.core.arguments import check_positive
 from nsa_sel.core.call import DTYPES
 from nsa_sel.core.check import check_compression
@@ -21,47 +20,47 @@ from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.quantize import STORED
 
 KVScales = Mapping[str, torch.Tensor | float]
-_ROOM_STEPS = 8  # sizes of tables per power of two: with few of them, calls repeat
+_TABLE_SIZES = 8  # table sizes per power of two; with few sizes, calls repeat and are replayed
 
 
 class NSACache:
-    """The cache of a model's `NSAttention` layers. Prefill, prefill in chunks, decoding and verifying drafted tokens are one call:
+    """The cache of a model's `NSAttention` layers. Prefill, chunked prefill, decoding and verifying draft tokens are one call:
 
         a = cache.open()
         step = cache.step([a, b], tokens=[3, 1])
         for i, layer in enumerate(layers):
             x = x + layer(norm(x), cache=step[i])  # [B,S,width]; the new tokens of a sequence are its last rows
 
-    Pages of all keys hold the selected branch's K and V, and the compressed keys that end in them. Other pages hold the last keys alone:
-    the window's, and those that a compressed key still needs; the next step of a sequence gives back those that its rows do not see.
-    Sequences may share pages: a shared page that would be written is copied first. Device work is stream-ordered, so that all steps must
+    The pages of all keys hold the selected branch's K and V, and the compressed keys that end in them. Separate pages hold recent keys:
+    those of the window, and those that a compressed key still needs. The next step of a sequence releases the recent pages that its rows
+    do not need. Sequences can share pages; a shared page is copied before it is written. Device work is stream-ordered, so all steps must
     run on one stream. Not thread-safe.
 
     Args:
-        layers: how many layers the model has.
-        pages: of page_size keys each, for all sequences together, in every layer.
+        layers: number of layers of the model.
+        pages: number of pages of page_size keys, for all sequences together, in every layer.
         page_size: a multiple of compress_stride.
         groups: G, KV groups; with tensor parallelism those of this rank.
         head_dim, value_dim: Dk and Dv; by default Dv = Dk.
-        compress_block, compress_stride, window: the layers'.
-        window_pages: pages for the last keys of all sequences; by default as many as `pages`, which never run out first. A sequence
-            holds (max(window, compress_block) + S - 2) // page_size + 2 of them at most, with S rows in its longest step.
-        dtype: float16, bfloat16, float32 or float64: that of the layers' projections (under torch.autocast its dtype).
-        kv_dtype: of K and V of the selected branch and of the window: dtype, the default, or float8_e4m3fn, which has half the bytes of
-            bfloat16. Layers then attend to what is stored, in prefill as in decoding. Compressed keys, and keys before they are
-            compressed, stay in dtype. Not for float64, nor GPUs below SM 8.9.
-        kv_scales: with float8_e4m3fn: factors of stored numbers, key = stored * scale, by the names of pools: "k" and "v" of the selected
-            branch, "k_win" and "v_win" of the window; 1 for those left out. A positive number, or float32 of one element, [layers], or
-            [layers,G]; with dtype float16 at most 65504 / 448. Numbers beyond 448 * scale are stored as that; NaN stays NaN.
+        compress_block, compress_stride, window: as for the layers.
+        window_pages: number of pages of recent keys of all sequences; by default `pages`, which is always enough. A sequence
+            holds at most (max(window, compress_block) + S - 2) // page_size + 2 of them, with S rows in its longest step.
+        dtype: float16, bfloat16, float32 or float64, the dtype of the layers' projections (under torch.autocast, autocast's dtype).
+        kv_dtype: dtype of K and V of the selected branch and of the window: `dtype`, the default, or float8_e4m3fn, half the bytes of
+            bfloat16. Layers attend to the quantized keys, in prefill as in decoding. Compressed keys, and keys before compression, stay
+            in `dtype`. float8_e4m3fn does not support float64, nor GPUs below SM 8.9.
+        kv_scales: with float8_e4m3fn, scales by pool name, key = stored * scale: "k" and "v" for the selected branch, "k_win" and "v_win"
+            for the window; 1 if left out. A positive number, or float32 with one element, [layers], or [layers,G]; with dtype float16 at
+            most 65504 / 448. Values beyond 448 * scale are clamped; NaN stays NaN.
         device: by default the current one.
 
     Attributes:
-        pools: its memory on the device, `nsa_sel.caching.pools.Pools` [layers, ...].
-        sizes: pages and compression, `nsa_sel.caching.numbers.Sizes`.
-        scales: of pools in e4m3, `nsa_sel.caching.quantized.Scales` [layers,G]; else None.
+        pools: device memory, `nsa_sel.caching.pools.Pools` [layers, ...].
+        sizes: pages and compression, `nsa_sel.caching.step_tensors.StepSizes`.
+        scales: of e4m3 pools, `nsa_sel.caching.quantized.CacheScales` [layers,G]; else None.
 
     Raises:
-        ArgumentError: sizes that do not fit together, other dtypes or scales, or a GPU that has no e4m3.
+        ArgumentError: sizes that do not fit together, an unsupported dtype or scale, or a GPU without e4m3.
     """
 
     def __init__(
@@ -95,12 +94,12 @@ class NSACache:
         if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
             raise ArgumentError("dtype", shown(dtype), ", ".join(DTYPES.values()), "pass the dtype of the layers' projections")
         self.device = torch.empty(0, device=device).device
-        self.sizes = Sizes(0, 0, 0, pages, window_pages, page_size, compress_block, compress_stride, window)
+        self.sizes = StepSizes(0, 0, 0, pages, window_pages, page_size, compress_block, compress_stride, window)
         self._pages, self._window_pages = Pages("pages", pages), Pages("window_pages", window_pages)
         self.scales = quantized.scales_of(kv_dtype, kv_scales, dtype, layers, groups, self.device)
         attended = dtype if self.scales is None else STORED
         self.pools = Pools.make(layers, self.sizes, groups, (head_dim, value_dim), dtype, attended, self.device)
-        self._sequences: dict[int, Cached] = {}
+        self._sequences: dict[int, CachedSequence] = {}
         self._opened = 0
 
     @classmethod
@@ -108,23 +107,23 @@ class NSACache:
         cls, model_layers: Iterable[NSAttention], pages: int, page_size: int, *, window_pages: int | None = None,
         dtype: torch.dtype | None = None, kv_dtype: torch.dtype | None = None, kv_scales: KVScales | None = None,
     ) -> NSACache:  # fmt: skip
-        """A cache for these layers, in their order.
+        """Create a cache for these layers, in their order.
 
         Args:
             model_layers: layers of the same sizes on one device.
-            pages, page_size, window_pages, kv_dtype, kv_scales: as of `NSACache`.
-            dtype: by default that of the layers' parameters; pass autocast's if the model runs under torch.autocast.
+            pages, page_size, window_pages, kv_dtype, kv_scales: as for `NSACache`.
+            dtype: by default the dtype of the layers' parameters. Pass autocast's dtype if the model runs under torch.autocast.
 
         Returns:
             The cache, on the layers' device.
 
         Raises:
-            ArgumentError: no layers, or layers of several sizes.
+            ArgumentError: no layers, or layers of different sizes.
         """
         try:
             layers = list(model_layers)
             kinds = {(x.groups, x.head_dim, x.value_dim, *x.rule[:2], x.window, x.kv.weight.dtype, x.kv.weight.device) for x in layers}
-        except (TypeError, AttributeError) as error:  # not by their type: wrappers of layers show what these have
+        except (TypeError, AttributeError) as error:  # checked by attributes, so that wrapped layers are accepted
             value, remedy = f"a {type(model_layers).__name__} ({error})", "pass [block.attention for block in model.blocks], or the like"
             raise ArgumentError("model_layers", value, "a list of NSAttention layers", remedy) from error
         if len(kinds) != 1:
@@ -139,155 +138,158 @@ class NSACache:
 
     @property
     def free_pages(self) -> int:
-        """How many of `pages` no sequence holds."""
+        """Number of `pages` that no sequence holds."""
         return self._pages.free
 
     @property
     def free_window_pages(self) -> int:
-        """How many of `window_pages` no sequence holds."""
+        """Number of `window_pages` that no sequence holds."""
         return self._window_pages.free
 
     def held_pages(self, sequences: Iterable[int]) -> int:
-        """How many of `pages` these sequences hold together; a page that some of them share counts once.
+        """Return how many of `pages` these sequences hold together. A shared page counts once.
 
         Args:
-            sequences: their numbers.
+            sequences: ids from `open` or `fork`.
 
         Returns:
             The number of pages.
 
         Raises:
-            ArgumentError: no number of an open sequence.
+            ArgumentError: not the id of an open sequence.
         """
         return len({page for sequence in sequences for page in self._of(sequence).all.held().tolist()})
 
     def open(self) -> int:
-        """A new sequence without keys.
+        """Create a sequence without keys.
 
         Returns:
-            Its number, which names it until it is freed.
+            Its id, valid until `free`.
         """
-        return self._add(Cached(self._pages, self._window_pages, self.sizes.page_size, self.sizes.last_keys))
+        return self._add(CachedSequence(self._pages, self._window_pages, self.sizes.page_size, self.sizes.last_keys))
 
     def fork(self, sequence: int) -> int:
-        """A new sequence with the keys of another, whose pages they share until one of them writes to one.
+        """Create a sequence with the keys of another one. They share pages until one of them writes to a page.
 
         Args:
-            sequence: the other's number.
+            sequence: id of the other sequence.
 
         Returns:
-            The new one's number.
+            The id of the new sequence.
 
         Raises:
-            ArgumentError: no number of an open sequence.
+            ArgumentError: not the id of an open sequence.
         """
         return self._add(self._of(sequence).fork())
 
     def free(self, sequence: int) -> None:
-        """Give back all pages of a sequence; its number names nothing any more.
+        """Release all pages of a sequence. Its id becomes invalid.
 
         Args:
-            sequence: its number.
+            sequence: its id.
 
         Raises:
-            ArgumentError: no number of an open sequence.
+            ArgumentError: not the id of an open sequence.
         """
-        self._of(sequence).cut(0)
+        self._of(sequence).truncate(0)
         del self._sequences[sequence]
 
     def length(self, sequence: int) -> int:
-        """How many keys a sequence has.
+        """Return the number of keys of a sequence.
 
         Args:
-            sequence: its number.
+            sequence: its id.
 
         Returns:
             The number of keys.
 
         Raises:
-            ArgumentError: no number of an open sequence.
+            ArgumentError: not the id of an open sequence.
         """
         return self._of(sequence).length
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Drop the keys from `length` on, for example of drafted tokens that were not accepted.
+        """Drop the keys from `length` on, for example those of rejected draft tokens.
 
         Args:
-            sequence: its number.
-            length: what it had before its last step, or more; less only while pages of the window before it are held, or 0.
+            sequence: its id.
+            length: 0, or at least the length before its last step. Smaller lengths work only while the window's earlier pages are held.
 
         Raises:
             ArgumentError: another length.
         """
-        found = self._of(sequence)
-        least = found.shortest()
-        if not isinstance(length, int) or isinstance(length, bool) or (length and not least <= length <= found.length) or length < 0:
-            remedy = "keep a fork of the shorter sequence, or prefill another one: the window's keys before it are given back"
-            raise ArgumentError("length", shown(length), f"0, or {least} to {found.length}", remedy)
-        found.cut(length)
+        cached = self._of(sequence)
+        least = cached.min_length()
+        if not isinstance(length, int) or isinstance(length, bool) or (length and not least <= length <= cached.length) or length < 0:
+            remedy = "keep a fork of the shorter sequence, or prefill another one: the window's earlier keys were released"
+            raise ArgumentError("length", shown(length), f"0, or {least} to {cached.length}", remedy)
+        cached.truncate(length)
 
     def step(
         self, sequences: Sequence[int], tokens: int | Sequence[int] = 1, *, room: int | None = None, into: CacheStep | None = None
     ) -> CacheStep:
-        """Make room for new tokens of some sequences, and say where their keys go. Every layer must then run with the step.
+        """Allocate pages for new tokens of some sequences. Every layer must then run with the step.
 
-        Nothing waits for a GPU. A step whose device work was captured in a CUDA graph is passed as `into`: its tensors are written in
-        place, and the graph is replayed with them.
+        Never synchronizes with the GPU. To replay a step whose device work was captured in a CUDA graph, pass it as `into`: its tensors
+        are updated in place.
 
         Args:
-            sequences: [B] numbers, each once.
-            tokens: new ones of each sequence, or one number for all. x has as many rows for every sequence as the most of them, S; new
-                tokens are the last rows of a sequence, those before have none.
-            room: keys for which tables have room, by default those of the longest sequence, rounded up. Pass it for a CUDA graph: a
-                step without it that has many tokens of sequences of one length runs as a prefill of this very length does.
-            into: an earlier step of at least this many sequences, rows and keys, to be written again. Further sequences of it get no
+            sequences: [B] ids, each once.
+            tokens: number of new tokens of each sequence, or one number for all. x has S rows for every sequence, S being the largest
+                of these numbers. New tokens are the last rows of a sequence; the rows before them have no token.
+            room: number of keys per sequence that the block tables have entries for; by default the longest sequence's length, rounded
+                up. Pass it for a CUDA graph: without it, a step of many tokens of sequences of one length runs as a prefill of exactly
+                this length.
+            into: an earlier step of at least this many sequences, rows and keys, to update in place. Its additional sequences get no
                 tokens.
 
         Returns:
             A new step, or `into`.
 
         Raises:
-            ArgumentError: bad input.
-            CacheFull: too few free pages. Nothing has changed then.
+            ArgumentError: invalid arguments.
+            CacheFull: too few free pages. The cache is unchanged.
         """
-        found = self._distinct(sequences)
-        counts = _counts(tokens, len(found))
-        sizes = self._sizes_of(found, counts, room, into)
+        cached = self._distinct(sequences)
+        counts = _counts(tokens, len(cached))
+        sizes = self._sizes_of(cached, counts, room, into)
         pinned = self.device.type == "cuda"
-        staged, host = numbers.buffer(sizes, torch.device("cpu"), pinned)  # allocated first: where that fails, nothing has changed
-        memory, on_device = numbers.buffer(sizes, self.device) if into is None else (into.memory, into.numbers)
-        self._grow(found, counts)
-        numbers.write(Numbers(*(x.numpy() for x in host)), sizes, found, counts)
+        staged, host = step_tensors.allocate(sizes, torch.device("cpu"), pinned)  # allocated first: if this fails, the cache is unchanged
+        memory, on_device = step_tensors.allocate(sizes, self.device) if into is None else (into.memory, into.tensors)
+        self._grow(cached, counts)
+        step_tensors.fill(StepTensors(*(x.numpy() for x in host)), sizes, cached, counts)
         if into is None:
             as_prefill = (
-                room is None and sizes.S >= prefill.LEAST_ROWS and len({(x.length, n) for x, n in zip(found, counts, strict=True)}) == 1
+                room is None and sizes.S >= prefill.MIN_ROWS and len({(x.length, n) for x, n in zip(cached, counts, strict=True)}) == 1
             )
-            into = CacheStep(sizes, self.pools, on_device, memory, self._lengths(found[0]) if as_prefill else None, self.scales)
+            first = cached[0].recent.first * self.sizes.page_size if cached else 0
+            lengths = prefill.PrefillLengths(cached[0].length, cached[0].length - first) if as_prefill else None
+            into = CacheStep(sizes, self.pools, on_device, memory, lengths, self.scales)
         into.memory.copy_(staged, non_blocking=True)
         return into
 
-    def _add(self, sequence: Cached) -> int:
+    def _add(self, sequence: CachedSequence) -> int:
         self._opened += 1
         self._sequences[self._opened] = sequence
         return self._opened
 
-    def _of(self, sequence: int) -> Cached:
-        found = self._sequences.get(sequence) if isinstance(sequence, int) and not isinstance(sequence, bool) else None
-        if found is None:
+    def _of(self, sequence: int) -> CachedSequence:
+        cached = self._sequences.get(sequence) if isinstance(sequence, int) and not isinstance(sequence, bool) else None
+        if cached is None:
             raise ArgumentError("sequence", shown(sequence), "the number of an open sequence of this cache", "call open() or fork()")
-        return found
+        return cached
 
-    def _distinct(self, sequences: Sequence[int]) -> list[Cached]:
+    def _distinct(self, sequences: Sequence[int]) -> list[CachedSequence]:
         if not isinstance(sequences, Iterable):
             raise ArgumentError("sequences", shown(sequences), "numbers of sequences", "pass a list, also of one")
         sequences = list(sequences)
-        found = [self._of(sequence) for sequence in sequences]
-        if len(set(sequences)) < len(found):
+        cached = [self._of(sequence) for sequence in sequences]
+        if len(set(sequences)) < len(cached):
             raise ArgumentError("sequences", shown(sequences), "each sequence once", "pass all its new tokens in one row")
-        return found
+        return cached
 
-    def _sizes_of(self, sequences: list[Cached], tokens: list[int], room: int | None, into: CacheStep | None) -> Sizes:
-        """Sizes of a step; ArgumentError where `room` or `into` is too small for it."""
+    def _sizes_of(self, sequences: list[CachedSequence], tokens: list[int], room: int | None, into: CacheStep | None) -> StepSizes:
+        """Return the sizes of a step. Raises ArgumentError if `room` or `into` is too small for it."""
         B, S = len(sequences), max(tokens, default=0)
         longest = max((x.length + count for x, count in zip(sequences, tokens, strict=True)), default=0)
         if into is not None:
@@ -295,43 +297,40 @@ class NSACache:
             return into.sizes
         if room is None:
             pages = max(1, -(-longest // self.sizes.page_size))
-            unit = max(1, (1 << (pages.bit_length() - 1)) // _ROOM_STEPS)
+            unit = max(1, (1 << (pages.bit_length() - 1)) // _TABLE_SIZES)
             pages = -(-pages // unit) * unit
         else:
             check_positive("room", room)
             if room < longest:
                 raise ArgumentError("room", room, f"at least {longest}, the keys of the longest sequence", "pass more, or leave it out")
             pages = -(-room // self.sizes.page_size)
-        return self.sizes._replace(B=B, S=S, room=pages)
-
-    def _lengths(self, sequence: Cached) -> prefill.Lengths:
-        return prefill.Lengths(sequence.length, sequence.length - sequence.recent.first * self.sizes.page_size)
+        return self.sizes._replace(B=B, S=S, table_pages=pages)
 
     def _check_into(self, into: CacheStep, B: int, S: int, longest: int, room: int | None) -> None:
-        sizes, held = into.sizes, into.sizes.room * self.sizes.page_size
-        if into.alike is not None:
-            remedy = "make it with room=: without, it runs as a prefill of that very length"
-            raise ArgumentError("into", f"of sequences of {into.alike.keys} keys", "a step made with room=", remedy)
-        if room is not None or into.pools is not self.pools or B > sizes.B or S > sizes.S or longest > held:
-            value = f"of {sizes.B} sequences, {sizes.S} rows and room for {held} keys"
+        sizes, most_keys = into.sizes, into.sizes.table_pages * self.sizes.page_size
+        if into.prefill_lengths is not None:
+            remedy = "make it with room=; without room= it runs as a prefill of exactly this length"
+            raise ArgumentError("into", f"of sequences of {into.prefill_lengths.keys} keys", "a step made with room=", remedy)
+        if room is not None or into.pools is not self.pools or B > sizes.B or S > sizes.S or longest > most_keys:
+            value = f"of {sizes.B} sequences, {sizes.S} rows and room for {most_keys} keys"
             allowed = f"a step of this cache of at least {B} sequences, {S} rows and room for {longest} keys, without room="
             raise ArgumentError("into", value, allowed, "make it with more of them, then capture it again")
 
-    def _grow(self, sequences: list[Cached], tokens: list[int]) -> None:
-        """Hold pages for the new tokens, and copy shared ones; CacheFull, like any other error, leaves all as it was."""
-        before = [(x.all.mark(), x.recent.mark()) for x in sequences]
+    def _grow(self, sequences: list[CachedSequence], tokens: list[int]) -> None:
+        """Take pages for the new tokens, and copy shared ones. On CacheFull, or any other error, the cache is unchanged."""
+        before = [(x.all.snapshot(), x.recent.snapshot()) for x in sequences]
         copies: tuple[Copies, Copies] = ([], [])
         try:
             with self._pages.all_or_nothing(), self._window_pages.all_or_nothing():
                 for sequence, count in zip(sequences, tokens, strict=True):
-                    sequence.begin(count)
+                    sequence.release_unneeded(count)
                 for sequence, count in zip(sequences, tokens, strict=True):
                     copies[0].extend(sequence.all.grow(sequence.length, count))
                     copies[1].extend(sequence.recent.grow(sequence.length, count))
                 self.pools.copy(*copies)
         except BaseException:
-            for sequence, (every, recent) in zip(sequences, before, strict=True):
-                sequence.all.restore(every)
+            for sequence, (full, recent) in zip(sequences, before, strict=True):
+                sequence.all.restore(full)
                 sequence.recent.restore(recent)
             raise
         for sequence, count in zip(sequences, tokens, strict=True):

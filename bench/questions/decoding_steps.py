@@ -90,13 +90,13 @@ def parts(layer: NSAttention, cache: NSACache, sequences: list[int], length: int
     select, window = (numbers * keys * step.pools.k.itemsize for keys in (rule.n * rule.block_size, layer.window))
 
     def selected() -> Tensor:
-        return step.select(new.q, Selection.from_ranges(ranges, rule.block_size, disjoint=True), None)
+        return step.attend_selected(new.q, Selection.from_ranges(ranges, rule.block_size, disjoint=True), None)
 
     found = {
         "extend": Part(lambda: step.extend(new, compress), 0),
         "choose": Part(lambda: step.choose(new.q_cmp, rule), choose),
         "select": Part(selected, select),
-        "window": Part(lambda: step.near(new.q), window),
+        "window": Part(lambda: step.attend_window(new.q), window),
         "whole": Part(lambda: step.attend(new, compress, rule, None), choose + select + window),
         "between": Part(lambda: before.attend(new, compress, rule, None), choose + select + window),
     }

@@ -1,4 +1,4 @@
-"""Pages of a pool: which are free, and how many sequences hold each. Host bookkeeping; no tensor is touched."""
+"""Pages of a pool: free pages, and the number of sequences that hold each page. Host bookkeeping; touches no tensor."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from nsa_sel.errors import CacheFull
 
 
 class Pages:
-    """Counts of the holders of `number` pages. A page without holders is free.
+    """Reference counts of `number` pages. A page without holders is free.
 
     Args:
-        name: what the pool holds, for errors.
-        number: of pages.
+        name: the pool's name, for errors.
+        number: number of pages.
     """
 
     def __init__(self, name: str, number: int) -> None:
         self.name, self.number = name, number
-        self._free = list(range(number - 1, -1, -1))  # the last one is taken next
+        self._free = list(range(number - 1, -1, -1))  # `take` pops the last one
         self._holders = [0] * number
-        self._journal: list[tuple[int, bool]] | None = None  # pages taken (True) and released (False), while they may have to be undone
+        self._journal: list[tuple[int, bool]] | None = None  # pages taken (True) and released (False) inside `all_or_nothing`
 
     @property
     def free(self) -> int:
-        """The number of free pages."""
+        """Number of free pages."""
         return len(self._free)
 
     def take(self) -> int:
-        """A free page, which then has one holder; CacheFull where none is left."""
+        """Take a free page, with one holder. Raises CacheFull if none is left."""
         if not self._free:
             raise CacheFull(self.name, self.number)
         page = self._free.pop()
@@ -45,7 +45,7 @@ class Pages:
         return self._holders[page] > 1
 
     def release(self, page: int) -> None:
-        """Remove a holder; a page without one is free."""
+        """Remove a holder. A page without holders becomes free."""
         self._holders[page] -= 1
         if not self._holders[page]:
             self._free.append(page)
@@ -54,7 +54,7 @@ class Pages:
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """What was taken and released inside is undone, in reverse order, if an error leaves the block."""
+        """Undo all `take` and `release` calls inside the `with` block, in reverse order, if it raises."""
         self._journal = []
         try:
             yield

@@ -1,4 +1,4 @@
-"""Scales of a cache in e4m3, and what its stored numbers stand for."""
+"""Scales of a cache in e4m3, and dequantization."""
 
 from __future__ import annotations
 
@@ -14,31 +14,34 @@ from nsa_sel.core.call import device_info
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.quantize import E5M2, FORMAT, LARGEST, QUERIES, STORED
 
-_LEAST, _MOST = 1e-30, 1e30  # of a scale: kernels divide by it
+_MIN_SCALE, _MAX_SCALE = 1e-30, 1e30  # kernels divide by a scale
 
 
-class Scales(NamedTuple):
-    """Of the pools of these names in e4m3: key = stored * scale. float32, [layers,G] of a cache or [G] of one of its layers."""
+class CacheScales(NamedTuple):
+    """Scales of the e4m3 pools of these names: key = stored * scale. float32, [layers,G] of a cache or [G] of one layer."""
 
     k: Tensor
     v: Tensor
     k_win: Tensor
     v_win: Tensor
 
-    def layer(self, i: int) -> Scales:
-        """Views of one layer's."""
-        return Scales(*(x[i] for x in self))
+    def layer(self, i: int) -> CacheScales:
+        """Return views of layer i."""
+        return CacheScales(*(x[i] for x in self))
 
 
 def scales_of(
     kv_dtype: torch.dtype | None, kv_scales: Mapping[str, Tensor | float] | None, dtype: torch.dtype, layers: int, G: int,
     device: torch.device,
-) -> Scales | None:  # fmt: skip
-    """Scales of a cache of layers of `dtype`, None where its keys and values are not quantized; ArgumentError for what does not fit.
+) -> CacheScales | None:  # fmt: skip
+    """Return the scales of a cache, or None if its keys and values are not quantized.
 
     Args:
-        kv_dtype, kv_scales: as of `NSACache`.
-        dtype, layers, G, device: the cache's.
+        kv_dtype, kv_scales: as for `NSACache`.
+        dtype, layers, G, device: of the cache.
+
+    Raises:
+        ArgumentError: an unsupported dtype, scale or device.
     """
     if kv_dtype is None or kv_dtype == dtype:
         if kv_scales is not None:
@@ -51,23 +54,25 @@ def scales_of(
         raise ArgumentError("dtype", shown(dtype), f"{', '.join(map(str, QUERIES))} with kv_dtype = {STORED}", "leave kv_dtype out")
     _check_device(device)
     if not isinstance(kv_scales, Mapping | None):
-        raise ArgumentError("kv_scales", f"a {type(kv_scales).__name__}", f"a mapping from {', '.join(Scales._fields)}", "name the pools")
+        raise ArgumentError(
+            "kv_scales", f"a {type(kv_scales).__name__}", f"a mapping from {', '.join(CacheScales._fields)}", "name the pools"
+        )
     given = {} if kv_scales is None else dict(kv_scales)
-    unknown = [name for name in given if name not in Scales._fields]
+    unknown = [name for name in given if name not in CacheScales._fields]
     if unknown:
-        raise ArgumentError("kv_scales", f"of {shown(unknown[0])}", f"of {', '.join(Scales._fields)}", "name pools of the cache")
+        raise ArgumentError("kv_scales", f"of {shown(unknown[0])}", f"of {', '.join(CacheScales._fields)}", "name pools of the cache")
     with torch.inference_mode(False):
-        return Scales(*(_scale(name, given.get(name, 1.0), layers, G, dtype).to(device) for name in Scales._fields))
+        return CacheScales(*(_scale(name, given.get(name, 1.0), layers, G, dtype).to(device) for name in CacheScales._fields))
 
 
 def dequantized(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Stored keys x [B,G,N,D] times scale [G] in `dtype`, rounded once: the product is one of float32. `dtype` holds it (`scales_of`)."""
+    """Return stored keys x [B,G,N,D] times scale [G] in `dtype`. The product is rounded once and is in range (`scales_of` checks)."""
     return x.to(dtype).mul_(scale[:, None, None])
 
 
 def _scale(name: str, scale: Tensor | float, layers: int, G: int, dtype: torch.dtype) -> Tensor:
-    """[layers,G] of one number, [layers] or [layers,G]. Waits for a GPU where it lies on one."""
-    most = min(_MOST, torch.finfo(dtype).max / LARGEST)  # a prefill converts stored numbers to dtype, whose keys need no more
+    """Return a scale as float32 [layers,G], from one number, [layers] or [layers,G]. Synchronizes if `scale` is on a GPU."""
+    most = min(_MAX_SCALE, torch.finfo(dtype).max / LARGEST)  # a prefill converts keys to dtype, where they must be in range
     name = f"kv_scales[{name!r}]"
     x = torch.tensor(float(scale)) if isinstance(scale, int | float) else as_tensor(name, scale).detach()
     if x.dtype != torch.float32:
@@ -75,16 +80,16 @@ def _scale(name: str, scale: Tensor | float, layers: int, G: int, dtype: torch.d
     if x.numel() != 1 and x.shape not in ((layers,), (layers, G)):
         allowed = f"one number, [layers] or [layers,G] for layers = {layers}, G = {G}"
         raise ArgumentError(name, f"of shape {tuple(x.shape)}", allowed, "give each layer, or each group of each layer, one")
-    if not bool(((x >= _LEAST) & (x <= most)).all()):
+    if not bool(((x >= _MIN_SCALE) & (x <= most)).all()):
         low, high = float(x.min()), float(x.max())
-        allowed = f"numbers from {_LEAST:g} to {most:g} for keys and values of {dtype}"
+        allowed = f"numbers from {_MIN_SCALE:g} to {most:g} for keys and values of {dtype}"
         raise ArgumentError(name, f"from {low:g} to {high:g}", allowed, "see nsa_sel.quantize_e4m3")
     x = x.reshape(1, 1) if x.numel() == 1 else x.reshape(layers, -1)
     return x.expand(layers, G).clone()
 
 
 def _check_device(device: torch.device) -> None:
-    """ArgumentError for a GPU on which no kernel reads e4m3: packed SDPA alone, which gathers keys, is no way to decode."""
+    """Raise ArgumentError for a GPU without kernels that read e4m3. Packed SDPA gathers keys, which is too slow for decoding."""
     facts = device_info(device)
     least = min(x.limits.quantized[FORMAT] for x in registry.backends().values() if FORMAT in x.limits.quantized and not x.fallback)
     if facts.kind == "cuda" and (facts.sm or 0) < least:

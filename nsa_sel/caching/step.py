@@ -1,4 +1,4 @@
-"""A step of a cache: some new tokens of some sequences, as every layer of a model attends to them."""
+"""A step of a cache: new tokens of some sequences, passed to every layer of a model."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from nsa_sel.caching import prefill
-from nsa_sel.caching.beside import Beside
 from nsa_sel.caching.extend import Compress, append, compress
-from nsa_sel.caching.numbers import Numbers, Sizes
 from nsa_sel.caching.pools import Pools
-from nsa_sel.caching.quantized import Scales
+from nsa_sel.caching.quantized import CacheScales
+from nsa_sel.caching.side_stream import SideStream
+from nsa_sel.caching.step_tensors import StepSizes, StepTensors
 from nsa_sel.core import transforms
 from nsa_sel.core.choose import over_pages
 from nsa_sel.core.choose_call import PagedKeys, Rule
@@ -24,72 +24,74 @@ from nsa_sel.serving import selection_attention_with_kvcache
 
 
 class CacheStep:
-    """New tokens of some sequences of an `NSACache`, made by `NSACache.step`. step[i] goes to layer i: `layer(x, cache=step[i])`.
+    """New tokens of some sequences of an `NSACache`, made by `NSACache.step`. Pass step[i] to layer i: `layer(x, cache=step[i])`.
 
-    Every layer runs once with it, in any order, before the cache's next step. The new tokens of a sequence are the last rows of its row of
-    x: with 3 tokens of 4 rows, row 0 has none. Rows without a token may hold anything and give 0 (or the output's bias).
+    Every layer must run once with the step, in any order, before the cache's next step. The new tokens of a sequence are the last of its
+    S rows of x: with 3 tokens in 4 rows, row 0 has no token. Rows without a token may hold anything; their output is 0 (or the output
+    projection's bias).
 
     Attributes:
-        positions: [B,S] int64 on the device, of each row in its sequence; 0 for rows without a token.
-        is_token: [B,S] bool on the device, which rows have one.
-        lengths: [B] int32 on the device, keys of each sequence, with the new ones.
-        sizes, pools, numbers, memory, alike, scales: what layers and the cache take.
+        positions: [B,S] int64 on the device, position of each row in its sequence. 0 for rows without a token.
+        is_token: [B,S] bool on the device, False for rows without a token.
+        lengths: [B] int32 on the device, keys of each sequence, including the new ones.
+        sizes, pools, tensors, memory, prefill_lengths, scales: internal; read by the layers and the cache.
     """
 
     def __init__(
-        self, sizes: Sizes, pools: Pools, numbers: Numbers, memory: Tensor, alike: prefill.Lengths | None, scales: Scales | None
+        self, sizes: StepSizes, pools: Pools, tensors: StepTensors, memory: Tensor,
+        prefill_lengths: prefill.PrefillLengths | None, scales: CacheScales | None,
     ) -> None:  # fmt: skip
-        self.sizes, self.pools, self.numbers, self.scales = sizes, pools, numbers, scales
-        self.memory = memory  # of the numbers
-        self.alike = alike  # as of LayerStep
+        self.sizes, self.pools, self.tensors, self.scales = sizes, pools, tensors, scales
+        self.memory = memory  # the buffer of `tensors`
+        self.prefill_lengths = prefill_lengths
 
     @property
     def positions(self) -> Tensor:
-        position: Tensor = self.numbers.position
+        position: Tensor = self.tensors.position
         return position
 
     @property
     def is_token(self) -> Tensor:
-        is_token: Tensor = self.numbers.is_token
+        is_token: Tensor = self.tensors.is_token
         return is_token
 
     @property
     def lengths(self) -> Tensor:
-        lengths: Tensor = self.numbers.lengths
+        lengths: Tensor = self.tensors.lengths
         return lengths
 
     def __len__(self) -> int:
-        """Layers of the cache."""
+        """Return the number of layers of the cache."""
         return len(self.pools.k)
 
     def __iter__(self) -> Iterator[LayerStep]:
         return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, layer: int) -> LayerStep:
-        """What layer `layer` takes as its `cache`."""
+        """Return the step for one layer, its argument `cache`."""
         if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < len(self):
             raise ArgumentError("layer", repr(layer), f"0 to {len(self) - 1}, the layers of the cache", "make the cache with more layers")
         scales = None if self.scales is None else self.scales.layer(layer)
-        return LayerStep(self.sizes, self.pools.layer(layer), self.numbers, self.alike, scales)
+        return LayerStep(self.sizes, self.pools.layer(layer), self.tensors, self.prefill_lengths, scales)
 
 
 class LayerStep(NamedTuple):
     """A `CacheStep` for one layer."""
 
-    sizes: Sizes
+    sizes: StepSizes
     pools: Pools
-    at: Numbers
-    alike: prefill.Lengths | None  # of all sequences, if many new tokens are to be attended to as in a prefill
-    scales: Scales | None  # of pages in e4m3
+    tensors: StepTensors
+    prefill_lengths: prefill.PrefillLengths | None  # None: decode kernels; else attend as a prefill of sequences of one length
+    scales: CacheScales | None  # of e4m3 pages
 
     def check(self, x: Tensor, rule: Rule, window: int, packed: bool, context: bool) -> None:
-        """ArgumentError unless the step fits hidden states x [B,S,width] and a layer with these sizes."""
+        """Raise ArgumentError unless the step fits hidden states x [B,S,width] and a layer with these sizes."""
         transforms.check_eager("NSAttention with a cache", x)
         for name, given in (("cu_seqlens", packed), ("context parallelism", context)):
             if given:
                 remedy = "pass the rows [B,S] of the step; sequences of other lengths have rows without a token"
-                raise ArgumentError("cache", f"given with {name}", f"no {name} there", remedy)
-        rows = self.at.position.shape
+                raise ArgumentError("cache", f"given with {name}", f"no {name} with a cache", remedy)
+        rows = self.tensors.position.shape
         if x.shape[:2] != rows:
             remedy = "pass one row per token of the step, the last rows of each sequence"
             raise ArgumentError(
@@ -105,66 +107,80 @@ class LayerStep(NamedTuple):
                 raise ArgumentError("cache", f"of {name} = {theirs}", f"the layer's {name} = {mine}", "make it by NSACache.of(layers, ...)")
 
     def attend(self, new: Parts, by: tuple[Compress, Compress], rule: Rule, backend: str | None) -> Tensor:
-        """Append the keys and values of the new tokens, extend the compressed keys, and attend: [B,S,G,h,Dv], 0 for rows without a token.
+        """Append the keys and values of the new tokens, extend the compressed keys, and attend.
 
         Args:
-            new: projected new tokens.
+            new: projections of the new tokens.
             by: the layer's compression of keys and of values.
             rule, backend: the layer's.
 
+        Returns:
+            o [B,S,G,h,Dv], 0 for rows without a token.
+
         Raises:
-            ArgumentError: sizes, dtypes or devices other than the cache's; gradients.
+            ArgumentError: sizes, dtypes or devices differ from the cache's, or gradients are needed.
         """
         self._check(new)
-        if self.alike is not None:
+        if self.prefill_lengths is not None:
             self.extend(new, by)
-            branches = prefill.branches(new.q, new.q_cmp, self.pools, self.at, self.sizes, self.alike, rule, backend, self.scales)
+            branches = prefill.branches(
+                new.q, new.q_cmp, self.pools, self.tensors, self.sizes, self.prefill_lengths, rule, backend, self.scales
+            )
             return gated_sum(*branches, new.gates)
-        beside = Beside(new.q)
-        window = beside.run(lambda: self._append_and_attend(new))
-        self._compress(new, by, beside.join)
+
+        def append_and_attend_window() -> Tensor:
+            append(self.pools, self.tensors, new.keys(), self.scales)
+            return self.attend_window(new.q)
+
+        side = SideStream(new.q)  # neither compressing nor choosing depends on the window
+        window = side.run(append_and_attend_window)
+        self._compress(new, by, side.join)
         compressed, blocks = self.choose(new.q_cmp, rule)
-        beside.join()
-        return sum_of_tokens((compressed, self.select(new.q, blocks, backend), window), new.gates, self.at.is_token)
+        side.join()
+        return sum_of_tokens((compressed, self.attend_selected(new.q, blocks, backend), window), new.gates, self.tensors.is_token)
 
     def extend(self, new: Parts, by: tuple[Compress, Compress]) -> None:
-        """Append keys and values, and compress those whose last key is new."""
-        append(self.pools, self.at, new.keys(), self.scales)
+        """Append keys and values, and write the compressed keys whose last key is new."""
+        append(self.pools, self.tensors, new.keys(), self.scales)
         self._compress(new, by, lambda: None)
 
     def _compress(self, new: Parts, by: tuple[Compress, Compress], appended: Callable[[], None]) -> None:
-        compress(self.pools, self.at, (new.k_cmp, new.v_cmp), by, self.sizes.compress_stride, appended)
-
-    def _append_and_attend(self, new: Parts) -> Tensor:
-        """The window, over the new tokens, too: neither the choice of blocks nor what is compressed has to wait for it."""
-        append(self.pools, self.at, new.keys(), self.scales)
-        return self.near(new.q)
+        compress(self.pools, self.tensors, (new.k_cmp, new.v_cmp), by, self.sizes.compress_stride, appended)
 
     def choose(self, q: Tensor, rule: Rule) -> tuple[Tensor, Selection]:
-        """The compressed branch of q [B,S,G,h,Dk], and the blocks that it chooses."""
-        pages = PagedKeys(self.at.table, self.sizes.reach - 1)
+        """Return the compressed branch [B,S,G,h,Dv] of q [B,S,G,h,Dk], and the blocks that it chooses."""
+        pages = PagedKeys(self.tensors.table, self.sizes.covered_pieces - 1)
         k, v = (x.transpose(1, 2) for x in self.pools[2:4])
-        o, _, ranges = over_pages(q, k, v, pages, rule, self.sizes.room * self.sizes.page_size, self.at.position)
+        o, _, ranges = over_pages(q, k, v, pages, rule, self.sizes.table_pages * self.sizes.page_size, self.tensors.position)
         return o, Selection.from_ranges(ranges, rule.block_size, disjoint=True)
 
-    def select(self, q: Tensor, blocks: Selection, backend: str | None) -> Tensor:
-        """The selected branch."""
+    def attend_selected(self, q: Tensor, blocks: Selection, backend: str | None) -> Tensor:
+        """Return the selected branch [B,S,G,h,Dv]."""
         k_scale, v_scale = (None, None) if self.scales is None else self.scales[:2]
         return selection_attention_with_kvcache(
-            q, self.pools.k, self.pools.v, blocks, self.at.lengths, self.at.table, k_scale=k_scale, v_scale=v_scale, backend=backend
+            q,
+            self.pools.k,
+            self.pools.v,
+            blocks,
+            self.tensors.lengths,
+            self.tensors.table,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            backend=backend,
         )
 
-    def near(self, q: Tensor) -> Tensor:
-        """The window: one range of the last keys for each row."""
-        ranges = self.at.near[:, :, None, None].expand(-1, -1, q.shape[2], -1, -1)
+    def attend_window(self, q: Tensor) -> Tensor:
+        """Return the window branch [B,S,G,h,Dv]: each row attends to one range of the recent keys."""
+        ranges = self.tensors.window_ranges[:, :, None, None].expand(-1, -1, q.shape[2], -1, -1)
         selection = Selection(ranges, None, self.sizes.window, disjoint=True)
         k_scale, v_scale = (None, None) if self.scales is None else self.scales[2:]
         return selection_attention_with_kvcache(
-            q, self.pools.k_win, self.pools.v_win, selection, self.at.recent_lengths, self.at.recent_table, k_scale=k_scale,
+            q, self.pools.k_win, self.pools.v_win, selection, self.tensors.recent_lengths, self.tensors.recent_table, k_scale=k_scale,
             v_scale=v_scale,
         )  # fmt: skip
 
     def _check(self, new: Parts) -> None:
+        """Raise ArgumentError unless the projections fit the cache."""
         if any(x.requires_grad for x in new):
             remedy = "call the model under torch.no_grad() or torch.inference_mode()"
             raise ArgumentError("x", "a tensor that requires gradients, or of a layer that does", "none with a cache", remedy)
@@ -174,7 +190,7 @@ class LayerStep(NamedTuple):
                     f"make it with dtype={mine.dtype}: by default NSACache has bfloat16, NSACache.of the dtype of the layers' parameters"
                 )
                 raise ArgumentError("cache", f"of {cached.dtype}", f"{mine.dtype}, the dtype of the layer's {name}", remedy)
-            here, there = ((x.device, *x.shape[-2:]) for x in (mine, cached))
-            if here != there:
-                value, allowed = (f"of {G} groups of {name} of {D} numbers on {device}" for device, G, D in (there, here))
+            layer_sizes, cache_sizes = ((x.device, *x.shape[-2:]) for x in (mine, cached))
+            if layer_sizes != cache_sizes:
+                value, allowed = (f"of {G} groups of {name} of {D} numbers on {device}" for device, G, D in (cache_sizes, layer_sizes))
                 raise ArgumentError("cache", value, f"as the layer: {allowed}", "make it by NSACache.of(layers, ...)")

@@ -1,4 +1,4 @@
-"""The command line `nsa-sel`. With --json, stdout holds one JSON document and nothing else."""
+"""The command line `nsa-sel`. With --json, a command writes exactly one JSON document to stdout."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import nsa_sel
 from nsa_sel.attention import selection_attention
-from nsa_sel.cli import bench_door
+from nsa_sel.bench import command as benches
+from nsa_sel.bench.core.command_line import BenchCommand
 from nsa_sel.cli import doctor as examination
-from nsa_sel.cli.choices import Choice, choice
 from nsa_sel.cli.output import output_file, output_folder, printable, terminal_columns
 from nsa_sel.cli.tensor_file import read_problem, write_result
 from nsa_sel.core.call import device_info
@@ -31,9 +31,8 @@ from nsa_sel.core.request import DeviceInfo, Request, example_request
 from nsa_sel.errors import ArgumentError, BackendError, NsaSelError, needs_extra
 from nsa_sel.settings.devices import GPUS, SHARED_MEMORY
 from nsa_sel.settings.schema import Way
-from nsa_sel.telemetry import events, summary
+from nsa_sel.telemetry import events
 from nsa_sel.telemetry.describe import describe
-from nsa_sel.telemetry.log import read_log, replayed, torn_words
 
 app = typer.Typer(
     help="Selection attention of Native Sparse Attention: what runs here, why, and how fast.",
@@ -44,17 +43,18 @@ app = typer.Typer(
 )
 
 _EXAMPLE = example_request()
-INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
+INTERRUPTED = 130  # exit code after Ctrl-C, as in shells
 
 
-# What typer offers as choices.
+# Values of options
 Dtype = enum.StrEnum("Dtype", ["float16", "bfloat16", "float32", "float64"])
 CacheFormat = enum.StrEnum("CacheFormat", {"ones": "e4m3", "tensor": "e4m3/tensor", "head": "e4m3/head", "page": "e4m3/page"})
-Direction = enum.StrEnum("Direction", ["forward", "backward", "decode"])  # of kernel configs; decode: one query per sequence
+Direction = enum.StrEnum("Direction", ["forward", "backward", "decode"])  # decode: one query per sequence
 Where = enum.StrEnum("Where", ["auto", "cpu", "cuda"])
+Choice = enum.StrEnum("Choice", ["nsa", "minimax", "moba", "infllm"])
 
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
-Backend = Annotated[str | None, typer.Option(help="Force this backend; an error with all reasons when it refuses.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Write one JSON document to stdout.")]
+Backend = Annotated[str | None, typer.Option(help="Force this backend. If it refuses, print all reasons and fail.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -72,9 +72,9 @@ def options(
 
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
-    """Say which backend runs your calls here and why.
+    """Show which backend runs your calls on this machine, and why.
 
-    Then show versions, devices, settings and their sources, each backend or what it lacks, unknown NSA_* variables.
+    Then list versions, devices, settings and their sources, backends and their missing requirements, and unknown NSA_* variables.
     """
     report = examination.examine()
     _print(_pretty(report) if as_json else examination.text(report, terminal_columns()))
@@ -83,31 +83,31 @@ def doctor(as_json: AsJson = False) -> None:
 @app.command()
 def explain(
     B: Annotated[int, typer.Option("--B", min=1, help="Batch size.")] = _EXAMPLE.B,
-    S: Annotated[int, typer.Option("--S", min=1, help="Query rows a sequence; 1 is decode.")] = _EXAMPLE.S,
+    S: Annotated[int, typer.Option("--S", min=1, help="Query rows per sequence; 1 for decode.")] = _EXAMPLE.S,
     S_kv: Annotated[int | None, typer.Option("--S-kv", min=1, help=f"Keys; by default S, at least {_EXAMPLE.S_kv}.")] = None,
     G: Annotated[int, typer.Option("--G", min=1, help="KV groups.")] = _EXAMPLE.G,
     h: Annotated[int, typer.Option("--h", min=1, help="Query heads per group.")] = _EXAMPLE.h,
     Dk: Annotated[int, typer.Option("--Dk", min=1, help="Head dimension of q and k.")] = _EXAMPLE.Dk,
     Dv: Annotated[int, typer.Option("--Dv", min=1, help="Head dimension of v.")] = _EXAMPLE.Dv,
-    n: Annotated[int, typer.Option("--n", min=1, help="Ranges a row.")] = _EXAMPLE.n,
-    block_size: Annotated[int, typer.Option(min=0, help="Keys a block; 0: ranges that are not blocks.")] = _EXAMPLE.block_size or 0,
+    n: Annotated[int, typer.Option("--n", min=1, help="Ranges per row.")] = _EXAMPLE.n,
+    block_size: Annotated[int, typer.Option(min=0, help="Keys per block; 0: ranges that are not blocks.")] = _EXAMPLE.block_size or 0,
     max_length: Annotated[
-        int | None, typer.Option("--max-length", "--L", min=1, help="Most keys a row selects (L); by default n blocks, at most S_kv.")
+        int | None, typer.Option("--max-length", "--L", min=1, help="Maximum keys per row (L); by default n blocks, at most S_kv.")
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Of q, k, v.")] = Dtype.bfloat16,
-    needs_grad: Annotated[bool, typer.Option("--needs-grad/--no-grad", help="Whether gradients are needed.")] = _EXAMPLE.needs_grad,
-    page_size: Annotated[int | None, typer.Option(min=1, help="Keys a page, of a paged KV cache.")] = None,
-    quantized: Annotated[CacheFormat | None, typer.Option(help="Format of a quantized KV cache, and what has a scale of its own.")] = None,
-    choose: Annotated[Choice | None, typer.Option(help="Explain the choice of n blocks instead, by this way and its own sizes.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of q, k, v.")] = Dtype.bfloat16,
+    needs_grad: Annotated[bool, typer.Option("--needs-grad/--no-grad", help="With or without gradients.")] = _EXAMPLE.needs_grad,
+    page_size: Annotated[int | None, typer.Option(min=1, help="Keys per page of a paged KV cache.")] = None,
+    quantized: Annotated[CacheFormat | None, typer.Option(help="Format of a quantized KV cache, and what each scale covers.")] = None,
+    choose: Annotated[Choice | None, typer.Option(help="Explain how this model's choice of n blocks would run instead.")] = None,
     device: Annotated[
-        str, typer.Option(help=f"auto, cpu, cuda (those of this machine), {', '.join(GPUS)}, or a compute capability like sm89.")
+        str, typer.Option(help=f"auto, cpu or cuda of this machine, {', '.join(GPUS)}, or a compute capability such as sm89.")
     ] = "auto",
     backend: Backend = None,
     as_json: AsJson = False,
 ) -> None:
     """Show which backend would run a call of this shape, and why the others would not. Runs nothing.
 
-    Packages are those of this machine, whatever --device says. Exit code 2 when nothing may run the call.
+    Installed packages are those of this machine, whatever --device says. Exit code 2 if no backend can run the call.
     """
     with _errors(as_json):
         S_kv = max(S, _EXAMPLE.S_kv) if S_kv is None else S_kv
@@ -119,7 +119,7 @@ def explain(
             B=B, S=S, S_kv=S_kv, G=G, h=h, Dk=Dk, Dv=Dv, n=n, block_size=block_size or None, max_length=max_length,
             dtype=dtype.value, needs_grad=needs_grad, page_size=page_size, quantized=quantized.value if quantized else None,
         )  # fmt: skip
-        request = request if choose is None else choice(request, choose)
+        request = request if choose is None else _choosing_request(request, choose)
         decision = explain_request(request, _device_facts(device), backend)
         _print(decision.to_json() if as_json else describe(decision, terminal_columns()))
         message = refusal(decision)
@@ -135,9 +135,9 @@ def run(
     out: Annotated[Path | None, typer.Option(help="Write o, lse and the decision to this .safetensors file.")] = None,
     backend: Backend = None,
     device: Annotated[Where, typer.Option(help="auto: the first CUDA device, else the CPU.")] = Where.auto,
-    dtype: Annotated[Dtype | None, typer.Option(help="Cast q, k, v; by default as in the file.")] = None,
-    scale: Annotated[float | None, typer.Option(help="Of the logits; by default 1/sqrt(Dk).")] = None,
-    block_size: Annotated[int | None, typer.Option(min=1, help="Keys a block; by default what the file's metadata says.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Cast q, k, v to this dtype; by default the file's.")] = None,
+    scale: Annotated[float | None, typer.Option(help="Scale of the logits; by default 1/sqrt(Dk).")] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Keys per block; by default the file's metadata.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compute selection attention of the tensors in FILE.
@@ -148,7 +148,7 @@ def run(
     with _errors(as_json):
         target = out and output_file("--out", out)
         if target is not None and target.exists() and target.samefile(file):
-            raise ArgumentError("--out", out, "another file than FILE, which is being read", "choose another name")
+            raise ArgumentError("--out", out, "a file other than FILE", "choose another name")
         problem = read_problem(file, block_size).to(_device(device), getattr(torch, dtype.value) if dtype else None)
         with torch.no_grad():
             o, lse = selection_attention(
@@ -159,120 +159,80 @@ def run(
             write_result(target, o, lse, decision)
         empty = int((lse == float("-inf")).all(-1).sum())
         if as_json:
-            made = {name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for name, t in (("o", o), ("lse", lse))}
-            _print(_pretty({"decision": decision, **made, "empty_rows": empty, "out": out and str(out)}))
+            outputs = {name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for name, t in (("o", o), ("lse", lse))}
+            _print(_pretty({"decision": decision, **outputs, "empty_rows": empty, "out": out and str(out)}))
             return
         shapes = f"o {list(o.shape)} {str(o.dtype).removeprefix('torch.')}, lse {list(lse.shape)}, {empty} rows with nothing selected"
         _print(f"{describe(decision, terminal_columns())}\n\n{shapes}; {f'written to {out}' if out else 'not written: no --out'}")
 
 
 @app.command()
-def replay(
-    log: Annotated[Path, typer.Argument(metavar="LOG", help="JSON lines: decisions, or events that NSA_DEBUG_LOG wrote.")],
-    as_json: AsJson = False,
-) -> None:
-    """Repeat recorded decisions with today's policy, without tensors or GPU. Exit code 1 when any field differs."""
-    with _errors(as_json):
-        read = read_log(log)
-        recorded = [(line.number, line.decision) for line in read.lines if line.decision is not None]
-        if not recorded:
-            allowed = "JSON lines of Decision.to_json or NSA_DEBUG_LOG"
-            raise ArgumentError("LOG", f"{log}, which holds no decision", allowed, "mend the path")
-        all_changes = [(line, decision, replayed(log, line, decision)) for line, decision in recorded]
-        differing = [(line, decision, changes) for line, decision, changes in all_changes if changes]
-        if as_json:
-            found = [{"line": line, "changes": changes} for line, _, changes in differing]
-            _print(_pretty({"log": str(log), "decisions": len(recorded), "torn_lines": read.torn, "differing": found}))
-        else:
-            for line, decision, changes in differing:
-                _print(f"line {line}: {decision.forward} on {decision.device.name}")
-                for change in changes:
-                    _print(f"  {change.field}: recorded {change.recorded!r}, replayed {change.replayed!r}")
-            _print(f"{len(recorded)} decisions, {len(differing)} differ{torn_words(read.torn)}")
-        if differing:
-            raise typer.Exit(1)
-
-
-@app.command()
-def decisions(
-    log: Annotated[Path, typer.Argument(metavar="LOG", help="JSON lines: events that NSA_DEBUG_LOG wrote, or decisions.")],
-    top: Annotated[int, typer.Option(min=1, help="How many of the slowest buckets.")] = 10,
-    as_json: AsJson = False,
-) -> None:
-    """Summarize a log: which backends ran and by which rule, how often each check refused a backend, failures, the slowest buckets."""
-    with _errors(as_json):
-        found = summary.summarise(log, top)
-        _print(_pretty(found) if as_json else summary.text(found, terminal_columns()))
-
-
-@app.command()
 def demo(
     trace: Annotated[
-        Path | None, typer.Option(help="A file as for `run`; by default SmolLM2-135M's trace, which a checkout has, else a synthetic one.")
+        Path | None, typer.Option(help="A file as for `run`; by default the trace of SmolLM2-135M in a checkout, else a synthetic one.")
     ] = None,
     out_dir: Annotated[Path, typer.Option(help="Folder of demo.png and demo.json.")] = Path("demo-output"),
     as_json: AsJson = False,
 ) -> None:
-    """Run attention of a language model on every backend that runs here: check, time and draw it. Exit code 1 when one is wrong."""
-    from nsa_sel.cli import demo as demonstration
-    from nsa_sel.cli import demo_text
-
+    """Run attention of a language model on every available backend; check, time and draw it. Exit code 1 if one is wrong."""
     with _errors(as_json):
         with needs_extra("report", "nsa-sel demo"):
-            from nsa_sel.cli.demo_picture import draw
+            from nsa_sel.cli import demo as demonstration
         output_folder("--out-dir", out_dir)
         picture, figures = (output_file("--out-dir", out_dir / name) for name in ("demo.png", "demo.json"))
         setting = demonstration.prepare(trace)
         if not as_json:
-            _print(demo_text.introduction(setting))
+            _print(demonstration.introduction(setting))
         with _progress(as_json) as advance:
             result = demonstration.run(setting, advance)
         document = _pretty(result)
         try:
             figures.write_text(document + "\n")
-            draw(setting.problem, result, picture)
+            demonstration.draw(setting.problem, result, picture)
         except OSError as error:
             raise ArgumentError("--out-dir", f"{out_dir} ({error.strerror})", "a folder that can be written", "choose another") from error
-        _print(document if as_json else f"{demo_text.text(result)}\n\nwritten: {picture}, {figures}")
+        _print(document if as_json else f"{demonstration.text(result)}\n\nwritten: {picture}, {figures}")
         if not result.passed:
             raise typer.Exit(1)
 
 
 @app.command()
 def tune(
-    quick: Annotated[bool, typer.Option("--quick", help="Few kernel configs of one case, next to the committed ones: minutes.")] = False,
-    backend: Annotated[str | None, typer.Option(help="Only this Triton backend.")] = None,
-    direction: Annotated[Direction | None, typer.Option(help="Only this direction.")] = None,
-    L: Annotated[list[int] | None, typer.Option("--L", min=1, help="Selected keys a row; may be given several times.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Try few kernel configs for one case. Takes minutes.")] = False,
+    backend: Annotated[str | None, typer.Option(help="Tune only this Triton backend.")] = None,
+    direction: Annotated[Direction | None, typer.Option(help="Tune only this direction.")] = None,
+    L: Annotated[list[int] | None, typer.Option("--L", min=1, help="Selected keys per row; repeatable.")] = None,
     h: Annotated[int | None, typer.Option("--h", min=1, help="Query heads per group.")] = None,
     Dk: Annotated[int | None, typer.Option("--Dk", min=1, help="Head dimension of q and k.")] = None,
     Dv: Annotated[int | None, typer.Option("--Dv", min=1, help="Head dimension of v.")] = None,
-    dtype: Annotated[Dtype | None, typer.Option(help="Of q, k, v.")] = None,
-    minutes: Annotated[float, typer.Option(min=0, help="Stop after this time; the next run continues.")] = 60,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be measured; needs no GPU.")] = False,
+    dtype: Annotated[Dtype | None, typer.Option(help="Dtype of q, k, v.")] = None,
+    minutes: Annotated[float, typer.Option(min=0, help="Stop after this time. The next run continues.")] = 60,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the measurements without running them. Needs no GPU.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure on this GPU from which L on Triton is faster, the best kernel configs, and each backend's costs; later calls use them.
+    """Measure on this GPU the smallest L for which Triton is faster, the best kernel configs, and cost models. Later calls use them.
 
     Without --backend, --L, --h, --Dk, --Dv, --dtype: the thresholds, the committed cases, and the costs (not with --quick).
-    Every measurement is kept: the next run continues where one stopped. NSA_SEL_AUTOTUNE=off ignores what was found.
+    Measurements are saved, so the next run continues where this one stopped. NSA_SEL_AUTOTUNE=off ignores the results.
     """
     with _errors(as_json):
-        sizes = {"L": L, "h": h, "Dk": Dk, "Dv": Dv, "dtype": dtype and dtype.value}
-        plan = bench_door.tuning_plan(backend, cast(Way, direction.value) if direction else None, quick=quick, dry_run=dry_run, **sizes)
+        from nsa_sel.bench.tune import command as tuning
+
+        sizes = tuning.Sizes(L=L, h=h, Dk=Dk, Dv=Dv, dtype=dtype and dtype.value)
+        plan = tuning.plan(backend, cast(Way, direction.value) if direction else None, sizes, quick=quick, dry_run=dry_run)
         if dry_run:
             _print(_pretty(plan.document()) if as_json else plan.text())
             return
         if plan.note and not as_json:
             _print(f"note: {plan.note}")
         with _progress(as_json) as advance:
-            document, text = bench_door.tune(plan, minutes, quick, advance)
-        _print(_pretty(document) if as_json else text)
+            outcome = tuning.measure(plan, minutes, quick, advance)
+        _print(_pretty(outcome.document()) if as_json else outcome.text())
 
 
 @contextlib.contextmanager
 def _errors(as_json: bool) -> Iterator[None]:
-    """Print the errors that nsa-sel raises on purpose without a traceback, with exit code 2; 130 after Ctrl-C."""
+    """Print nsa-sel's own errors without a traceback and exit with code 2. Exit with code 130 after Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
@@ -288,15 +248,15 @@ def _errors(as_json: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _progress(as_json: bool) -> Iterator[Callable[[str, float], None]]:
-    """A progress bar on stderr, updated by a call with the current step and the share done; nothing is drawn without a terminal."""
+    """Yield a function of (step, share done) that updates a progress bar on stderr. Draws nothing without a terminal."""
     columns = (TextColumn("{task.description:<42}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=as_json or not sys.stderr.isatty()) as progress:
         task = progress.add_task("", total=1.0)
         yield lambda what, done: progress.update(task, description=what, completed=done)
 
 
-def _in_words(body: Callable[..., None]) -> Callable[..., None]:
-    """A command from elsewhere, with its errors printed like those of the commands here."""
+def _with_errors(body: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a command of nsa_sel.bench so that its errors are printed like those of the commands here."""
 
     @functools.wraps(body)
     def call(**options: Any) -> None:
@@ -306,8 +266,25 @@ def _in_words(body: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-for _body, _class in bench_door.commands():
-    app.command(cls=_class)(_in_words(_body))
+app.command(cls=BenchCommand)(_with_errors(benches.bench))
+app.command()(_with_errors(benches.threshold))
+
+
+def _choosing_request(request: Request, model: Choice) -> Request:
+    """Return the request by which `model` chooses the blocks that `request` attends to. Only NSA's has values (Dv) and gradients."""
+    if request.block_size is None:
+        raise ArgumentError("--block-size", 0, "keys of a block", "blocks are chosen: pass their size")
+    if request.needs_grad and model != "nsa":
+        raise ArgumentError("--needs-grad", True, f"--no-grad with --choose {model}", "its choice has no gradient")
+    size, groups = request.block_size, request.G
+    fields: dict[Choice, dict[str, Any]] = {
+        Choice.nsa: {"compress": (32, 16)},
+        Choice.infllm: {"compress": (32, 16), "pool": ("weights", "sum", "max"), "Dv": 0},
+        Choice.minimax: {"compress": (1, 1), "pool": ("logits", "sum", "max"), "Dv": 0, "h": 1},
+        Choice.moba: {"compress": (size, size), "pool": ("logits", "sum", "max"), "Dv": 0, "G": groups * request.h, "h": 1},
+    }
+    common = {"kind": "choose", "max_length": request.S_kv, "page_size": None, "quantized": None}
+    return msgspec.structs.replace(request, **common, **fields[model])
 
 
 def _device(where: Where) -> torch.device:

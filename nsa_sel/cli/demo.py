@@ -1,4 +1,4 @@
-"""The demo: attention of a language model on every backend that runs here, checked against float64 and timed."""
+"""`nsa-sel demo`: attention of a language model on every backend that runs here, checked against float64, timed and drawn."""
 
 from __future__ import annotations
 
@@ -10,40 +10,42 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib
 import msgspec
 import torch
 from torch import Tensor
 
 from nsa_sel.attention import selection_attention
-from nsa_sel.cli import bench_door
+from nsa_sel.bench.core import baselines, cases, timing
+from nsa_sel.cli.output import terminal_columns
 from nsa_sel.cli.tensor_file import Problem, read_problem
-from nsa_sel.core.backend import REFUSING_KINDS
 from nsa_sel.core.call import device_info, request_of
 from nsa_sel.core.check import check_call
 from nsa_sel.core.decide import decide, explain_request
 from nsa_sel.core.decision import Decision, refusal
-from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
 from nsa_sel.telemetry import events
+from nsa_sel.telemetry.describe import describe
+from nsa_sel.telemetry.table import table
+
+matplotlib.use("Agg")  # needs no display
+
+from matplotlib import pyplot
 
 MASKED = "masked SDPA"
 DENSE = "dense causal SDPA"
 GRADIENTS = ("dq", "dk", "dv")
-FIGURES = ("o", "lse", *GRADIENTS)
-# Largest mean absolute error of o and lse, by device kind and dtype.
-BOUNDS = {
-    ("cpu", "float32"): 1e-6,
-    ("cuda", "float32"): 1e-4,
-    ("cuda", "float16"): 1e-3,
-    ("cuda", "bfloat16"): 1e-3,
-}
-CHECKED_ROWS = 1024  # at most: the float64 oracle is plain code, and takes milliseconds per row
-COPIES_ON_GPU = 16  # of the default problem, as a batch: with a single one a GPU would mostly wait for the host
+OUTPUTS = ("o", "lse", *GRADIENTS)
+# Largest allowed mean absolute error of o and lse, by device kind and dtype.
+BOUNDS = {("cpu", "float32"): 1e-6, ("cuda", "float32"): 1e-4, ("cuda", "float16"): 1e-3, ("cuda", "bfloat16"): 1e-3}
+CHECKED_ROWS = 1024  # maximum: the float64 oracle is a plain loop and takes milliseconds per row
+COPIES_ON_GPU = 16  # batch size of the default problem on a GPU: a single copy would be bound by the host
 ROUNDS = {"cpu": 9, "cuda": 51}
-TIMING_SECONDS = {"cpu": 12.0, "cuda": 25.0}  # in equal shares; each kind of work runs at least once, unless twice that time is up
+TIMING_SECONDS = {"cpu": 12.0, "cuda": 25.0}  # in equal shares; each kind of work runs at least once within twice that time
 
+Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 Advance = Callable[[str, float], None]
 
 
@@ -57,35 +59,34 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Error(msgspec.Struct, frozen=True):
-    """Mean and largest absolute difference from the float64 oracle, and the bound that the mean has to keep."""
+    """Mean and largest absolute difference from the float64 oracle, and the bound of the mean."""
 
     mae: float
     max: float
     bound: float
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """What one backend or baseline did. `forward` and `forward_backward` are None where it can't, or failed."""
+class Row(msgspec.Struct, kw_only=True):
+    """The result of one backend or baseline."""
 
     name: str
-    baseline: bool
-    policy_choice: bool
-    forward: Spread | None
-    forward_backward: Spread | None
-    errors: dict[str, Error]
-    decision: Decision | None
-    passed: bool | None  # None: computes another function, nothing to check
-    verdict: str
+    policy_choice: bool = False
+    errors: dict[str, Error] = {}
+    forward: Spread | None = None  # None: failed or not timed
+    forward_backward: Spread | None = None
+    decision: Decision | None = None  # None: a baseline
+    passed: bool | None = None  # None: computes another function
+    verdict: str = "other function"
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """All figures of one demo; demo.json is this."""
+    """The results of one demo, as written to demo.json."""
 
     facts: dict[str, Any]
     device: str
     dtype: str
     bound: float  # of the mean absolute error of o and lse
-    checked_rows: int  # of each sequence, against the oracle
+    checked_rows: int  # of each sequence, compared with the oracle
     torch: str
     threads: int
     decision: Decision
@@ -95,260 +96,260 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Setting(NamedTuple):
-    """The problem where and how it will be computed, and what the policy chooses for training and for inference."""
+    """The problem on its device, the policy's decision, and the query rows [R] of each sequence that the oracle checks, ascending."""
 
     problem: Problem
     decision: Decision
-    inference: Decision
-    rows: Tensor  # [rows] the query rows of each sequence that the oracle checks, ascending, on the CPU
-
-
-class Candidate(NamedTuple):
-    """One way to compute the problem, and the backends that its recorded decisions must name: inference, forward, backward."""
-
-    name: str
-    run: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
-    names: tuple[str | None, str | None, str | None] | None = None
-    policy_choice: bool = False
-    gradients: bool = True
-    checked: bool = True
-
-
-class _Outcome(NamedTuple):
-    differences: dict[str, tuple[float, float]]  # mean and largest absolute difference by figure
-    decision: Decision | None = None
-    failure: str = ""
+    rows: Tensor
 
 
 def prepare(trace: Path | None = None) -> Setting:
-    """The problem on the first CUDA device in its own dtype, bfloat16 for 8-bit numbers, or on the CPU in float32.
+    """Load the problem: on the first CUDA device in its own dtype (bfloat16 for 8-bit values), or on the CPU in float32.
 
     Args:
-        trace: by default the captured trace of SmolLM2-135M, which a checkout has, else a synthetic one; `COPIES_ON_GPU` of it on a GPU.
+        trace: a file as for `nsa-sel run`. By default the trace of SmolLM2-135M in a checkout, or else a synthetic problem; on a GPU as
+            a batch of `COPIES_ON_GPU`.
 
     Raises:
-        ArgumentError: for a file that does not hold a problem.
-        BackendError: where no backend may run it.
+        ArgumentError: the file does not hold a problem.
+        BackendError: no backend can run it.
     """
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    problem = read_problem(trace) if trace is not None else _default_problem()
-    if trace is None and cuda:
-        problem = _copied(problem, COPIES_ON_GPU)
-    if problem.q.dtype.itemsize == 1:
-        problem.facts["rounded to"] = dtype_name(problem.q.dtype)
-    problem = problem.to(device, _dtype(problem.q) if cuda else torch.float32)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    problem = default_problem() if trace is None else read_problem(trace)
+    q, k, v, selection, _, facts = problem
+    if trace is None and device.type == "cuda":
+        ranges = selection.ranges.repeat(COPIES_ON_GPU, 1, 1, 1, 1)
+        q, k, v = (x.repeat(COPIES_ON_GPU, *[1] * (x.dim() - 1)) for x in (q, k, v))
+        selection, facts = Selection(ranges, selection.block_size, selection.max_length), {**facts, "copies": COPIES_ON_GPU}
+    if q.dtype.itemsize == 1:
+        facts["rounded to"] = _name(q.dtype)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
+    problem = Problem(q, k, v, selection, problem.q_pos, facts).to(device, dtype)
     q, k, v, selection, _, q_pos = check_call(*problem[:4], None, problem.q_pos)
-    problem = Problem(q, k, v, selection, q_pos, problem.facts)
-    if (device.type, dtype_name(q.dtype)) not in BOUNDS:
+    if (device.type, _name(q.dtype)) not in BOUNDS:
         raise ArgumentError("q", f"of dtype {q.dtype}", "float16, bfloat16 or float32", "save the trace in one of these")
-    training, inference = (decide(_request(problem, grad), device_info(device)) for grad in (True, False))
-    return Setting(problem, training, inference, _sample(q.shape[1], max(1, CHECKED_ROWS // q.shape[0])))
+    decision = decide(request_of(q, k, v, selection, True), device_info(device))
+    S, count = q.shape[1], max(1, CHECKED_ROWS // q.shape[0])
+    rows = torch.arange(S)
+    if count < S:  # the first, the last and random rows, the same in every run
+        between = 1 + torch.randperm(S - 2, generator=torch.Generator().manual_seed(0))[: max(0, count - 2)]
+        rows = torch.cat([torch.tensor([0, S - 1]), between]).sort().values
+    return Setting(Problem(q, k, v, selection, q_pos, facts), decision, rows)
 
 
-def _default_problem() -> Problem:
+def default_problem() -> Problem:
+    """Return the trace of SmolLM2-135M, or, in an installed package, random q, k, v with blocks that the model selects."""
     trace = resources.files("nsa_sel") / "bench" / "data" / "smollm2_trace.safetensors"
     if trace.is_file():
         with resources.as_file(trace) as file:
             return read_problem(file)
-    generator, selection = torch.Generator().manual_seed(0), bench_door.real_selection(1)
+    generator, selection = torch.Generator().manual_seed(0), cases.real_selection(1, "cpu")
     S = selection.ranges.shape[1]
     q, k, v = (torch.randn(shape, generator=generator).bfloat16() for shape in ((1, S, 1, 3, 64), (1, 1, S, 64), (1, 1, S, 64)))
     return Problem(q, k, v, selection, None, {"synthetic": True, "first": 1, "local": 2})
 
 
-def _dtype(q: Tensor) -> torch.dtype:
-    """What a GPU computes the trace in."""
-    return torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
-
-
-def _copied(problem: Problem, copies: int) -> Problem:
-    """The same sequences several times, as one batch."""
-    q, k, v, old = (problem.q, problem.k, problem.v, problem.selection)
-    ranges = old.ranges.repeat(copies, 1, 1, 1, 1)
-    q, k, v = (tensor.repeat(copies, *[1] * (tensor.dim() - 1)) for tensor in (q, k, v))
-    return Problem(q, k, v, Selection(ranges, old.block_size, old.max_length), problem.q_pos, {**problem.facts, "copies": copies})
-
-
-def _sample(S: int, count: int) -> Tensor:
-    """Rows for the oracle: `count` of S, the first and the last among them, the same ones in every run."""
-    if count >= S:
-        return torch.arange(S)
-    between = 1 + torch.randperm(S - 2, generator=torch.Generator().manual_seed(0))[: max(0, count - 2)]
-    return torch.cat([torch.tensor([0, S - 1]), between]).sort().values
-
-
 def run(setting: Setting, advance: Advance = lambda what, done: None) -> Result:
-    """Check every candidate against the oracle, then time all of them in turns. `advance(what, share done)` follows the work."""
-    problem = setting.problem
-    q, v, facts = problem.q, problem.v, problem.facts
-    generator = torch.Generator().manual_seed(0)
-    do = torch.randn(*q.shape[:-1], v.shape[-1], generator=generator).to(q)
-    candidates, refused = _candidates(setting)
+    """Check every backend and baseline against the oracle, then time all of them in turns.
+
+    Args:
+        setting: from `prepare`.
+        advance: called with the current step and the share of the work that is done.
+    """
+    problem, decision, rows = setting
+    q, k, v, selection, q_pos, facts = problem
+    do = torch.randn(*q.shape[:-1], v.shape[-1], generator=torch.Generator().manual_seed(0)).to(q)
+    mask = baselines.token_mask(selection, k.shape[2], q_pos)
+    chosen = str(decision.forward) if decision.forward == decision.backward else f"{decision.forward} + {decision.backward}"
+    candidates: dict[str, tuple[Row, Attend]] = {
+        chosen: (Row(name=chosen, policy_choice=True), _attend_by(problem, None)),
+        DENSE: (Row(name=DENSE), lambda q, k, v: (baselines.dense_causal_sdpa(q, k, v, kernel="any"), None)),
+    }
+    refused = {}
+    for name in (verdict.backend for verdict in decision.verdicts if verdict.backend != chosen):
+        forced = explain_request(request_of(q, k, v, selection, True), decision.device, name)
+        if refusal(forced) is None:
+            candidates[name] = Row(name=name), _attend_by(problem, name)
+        else:
+            reasons = next(verdict.forward + verdict.backward for verdict in forced.verdicts if verdict.backend == name)
+            refused[name] = "; ".join(dict.fromkeys(reason.words for reason in reasons if reason.kind != "slower"))
+
+    candidates[MASKED] = Row(name=MASKED), lambda q, k, v: (baselines.masked_sdpa(q, k, v, mask), None)
 
     advance("float64 oracle", 0.0)
-    exact = _exact(setting, do)
-    outcomes = {}
-    for i, candidate in enumerate(candidates):
-        advance(f"checking {candidate.name}", 0.1 + 0.3 * i / len(candidates))
-        outcomes[candidate.name] = _check(candidate, setting, do, exact)
-    sound = [candidate for candidate in candidates if not outcomes[candidate.name].failure]
-    times = _time(sound, problem, do, advance)
-
-    bound = BOUNDS[q.device.type, dtype_name(q.dtype)]
-    rows = tuple(_row(candidate, outcomes[candidate.name], times, bound, outcomes[MASKED]) for candidate in candidates)
+    position = torch.arange(k.shape[2] - q.shape[1], k.shape[2]).expand(q.shape[:2]) if q_pos is None else q_pos.cpu()
+    few_q, few_do, ranges, position = (x.cpu()[:, rows] for x in (q, do, selection.ranges, position))
+    o, lse = oracle_forward(few_q, k, v, ranges, None, position)
+    exact = dict(zip(OUTPUTS, (o, lse, *oracle_backward(few_q, k, v, ranges, few_do, None, None, position)), strict=True))
+    bound = BOUNDS[q.device.type, _name(q.dtype)]
+    for i, (row, attend) in enumerate(sorted(candidates.values(), key=lambda candidate: candidate[0].name != MASKED)):  # masked SDPA first
+        advance(f"checking {row.name}", 0.1 + 0.3 * i / len(candidates))
+        _check(row, attend, setting, do, exact, bound, candidates[MASKED][0].errors)
+    _time([(row, attend) for row, attend in candidates.values() if not row.verdict.startswith("FAILED")], problem, do, advance)
+    results = tuple(row for row, _ in candidates.values())
     return Result(
-        facts=facts, device=device_name(setting.decision.device), dtype=dtype_name(q.dtype), bound=bound,
-        checked_rows=len(setting.rows), torch=str(torch.__version__), threads=torch.get_num_threads(), decision=setting.decision,
-        rows=rows, refused=refused,
-        passed=all(row.passed is not False for row in rows),
+        facts=facts, device=_device(setting), dtype=_name(q.dtype), bound=bound, checked_rows=len(rows), torch=str(torch.__version__),
+        threads=torch.get_num_threads(), decision=decision, rows=results, refused=refused,
+        passed=all(row.passed is not False for row in results),
     )  # fmt: skip
 
 
-def _request(problem: Problem, needs_grad: bool) -> Request:
-    return request_of(problem.q, problem.k, problem.v, problem.selection, needs_grad)
-
-
-def _candidates(setting: Setting) -> tuple[list[Candidate], dict[str, str]]:
-    """The policy's choice, every other backend that can be forced, and the baselines; and the reasons of those that refuse."""
-    problem, decision = setting.problem, setting.decision
-    chosen = (setting.inference.forward, decision.forward, decision.backward)
-    one = chosen[0] if len(set(chosen)) == 1 else None
-    own = one or f"{chosen[0]}, training {chosen[1]} + {chosen[2]}"
-    candidates, refused = [Candidate(own, _selected(problem, None), chosen, policy_choice=True)], {}
-    candidates.append(Candidate(DENSE, lambda q, k, v: (bench_door.dense_causal_sdpa(q, k, v), None), checked=False))
-    for name in (verdict.backend for verdict in decision.verdicts if verdict.backend != one):
-        training, inference = (explain_request(_request(problem, grad), decision.device, name) for grad in (True, False))
-        if refusal(inference) is not None:
-            reasons = next(v.forward for v in inference.verdicts if v.backend == name)
-            refused[name] = "; ".join(f"{r.field} is {r.actual}, required {r.required}" for r in reasons if r.kind in REFUSING_KINDS)
-            continue
-        gradients = refusal(training) is None
-        names = (name, name, name) if gradients else (name, None, None)
-        candidates.append(Candidate(name, _selected(problem, name), names, gradients=gradients))
-    masked = bench_door.masked_sdpa(problem.selection, problem.k.shape[2], problem.q_pos)
-    candidates.append(Candidate(MASKED, lambda q, k, v: (masked(q, k, v), None)))
-    return candidates, refused
-
-
-def _selected(problem: Problem, backend: str | None) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    old = problem.selection
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _attend_by(problem: Problem, backend: str | None) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         # A new selection has no plans yet, as in a model's next layer.
-        selection = Selection(old.ranges, old.block_size, old.max_length, disjoint=True)
-        o, lse = selection_attention(q, k, v, selection, q_pos=problem.q_pos, return_lse=True, backend=backend)
-        return o, lse
+        selection = Selection(problem.selection.ranges, problem.selection.block_size, problem.selection.max_length, disjoint=True)
+        return selection_attention(q, k, v, selection, q_pos=problem.q_pos, return_lse=True, backend=backend)
 
-    return run
-
-
-def _exact(setting: Setting, do: Tensor) -> dict[str, Tensor]:
-    """The oracle's o, lse and dq of the setting's rows, and its dk and dv of a loss over these rows alone."""
-    q, k, v, selection, q_pos, _ = setting.problem
-    rows, S_kv = setting.rows, k.shape[2]
-    position = torch.arange(S_kv - q.shape[1], S_kv).expand(q.shape[:2]) if q_pos is None else q_pos.cpu()
-    few_q, few_do, ranges, position = (x.cpu()[:, rows] for x in (q, do, selection.ranges, position))
-    forward = oracle_forward(few_q, k, v, ranges, None, position)
-    gradients = oracle_backward(few_q, k, v, ranges, few_do, None, None, position)
-    return dict(zip(FIGURES, (*forward, *gradients), strict=True))
+    return attend
 
 
-def _check(candidate: Candidate, setting: Setting, do: Tensor, exact: dict[str, Tensor]) -> _Outcome:
-    """One inference and one training call on all rows: checks the backends that the decisions name, and compares the setting's rows with
-    the oracle's. Gradients are of a loss over these rows alone; a candidate without gradients has the inference call only."""
-    inputs = tuple(tensor.detach().requires_grad_(candidate.gradients) for tensor in setting.problem[:3])
-    rows = setting.rows.to(do.device)
-    of_rows = torch.zeros_like(do).index_copy_(1, rows, do[:, rows])
-    decision = None
-    try:
-        with torch.no_grad():
-            o, lse = candidate.run(*inputs)
-        if candidate.names is not None:
-            _expect(candidate.names[0], events.decisions()[-1].forward)
-        got = {"o": o[:, rows]} if lse is None else {"o": o[:, rows], "lse": lse[:, rows]}
-        if candidate.gradients:
-            o, lse = candidate.run(*inputs)
-            got |= {"o": o[:, rows]} if lse is None else {"o": o[:, rows], "lse": lse[:, rows]}
-            dq, dk, dv = torch.autograd.grad(o, inputs, of_rows)
-            got |= {"dq": dq[:, rows], "dk": dk, "dv": dv}
-        if candidate.names is not None:
-            decision = events.decisions()[-1]
-            if candidate.gradients:
-                _expect(candidate.names[1], decision.forward)
-                _expect(candidate.names[2], decision.backward)
-    except Exception as error:  # a kernel's exception is this row's result
-        return _Outcome({}, decision, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-    return _Outcome({name: _difference(got[name], exact[name]) for name in got} if candidate.checked else {}, decision)
+def _check(
+    row: Row, attend: Attend, setting: Setting, do: Tensor, exact: dict[str, Tensor], bound: float, masked: dict[str, Error]
+) -> None:  # fmt: skip
+    """Run one candidate forward and backward, and fill in errors, decision and verdict.
 
-
-def _expect(wanted: str | None, recorded: str | None) -> None:
-    if wanted != recorded:
-        raise BackendError(f"the recorded decision names {recorded}, not {wanted}")
-
-
-def _difference(got: Tensor, exact: Tensor) -> tuple[float, float]:
-    got = got.detach().cpu().double()
-    difference = torch.where(got == exact, 0.0, (got - exact).abs())  # equal first: lse of an empty row is -inf in both
-    return float(difference.mean()), float(difference.max())
-
-
-def _time(candidates: list[Candidate], problem: Problem, do: Tensor, advance: Advance) -> dict[tuple[str, str], Spread]:
-    """Times by candidate and kind of work, "forward" or "forward_backward"; one call of each in turn, so that all see the same noise.
-
-    Work that has used up its share of the time runs no more; when twice the time is up, on a busy machine, nothing does.
+    The gradients are those of a loss over the checked rows alone. Gradients may have twice the error of masked SDPA.
     """
-    inputs = tuple(tensor.detach().requires_grad_() for tensor in problem[:3])
-    work: dict[tuple[str, str], Callable[[], object]] = {}
-    for candidate in candidates:
-        work[candidate.name, "forward"] = functools.partial(_forward, candidate, inputs)
-        if candidate.gradients:
-            work[candidate.name, "forward_backward"] = functools.partial(_forward_backward, candidate, inputs, do)
-    samples: dict[tuple[str, str], list[float]] = {key: [] for key in work}
-    device = problem.q.device.type
+    inputs = tuple(x.detach().requires_grad_() for x in setting.problem[:3])
+    rows = setting.rows.to(do.device)
+    try:
+        o, lse = attend(*inputs)
+        dq, dk, dv = torch.autograd.grad(o, inputs, torch.zeros_like(do).index_copy_(1, rows, do[:, rows]))
+        if row.name not in (MASKED, DENSE):  # results do not prove which backend ran, but the recorded decision does
+            row.decision, wanted = events.decisions()[-1], setting.decision
+            names = (wanted.forward, wanted.backward) if row.policy_choice else (row.name, row.name)
+            if (row.decision.forward, row.decision.backward) != names:
+                ran = f"{row.decision.forward} and {row.decision.backward}"
+                raise BackendError(f"the recorded decision names {ran}, not {' and '.join(map(str, names))}")
+    except Exception as error:  # a kernel's exception is this row's result
+        row.passed, row.verdict = False, f"FAILED: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return
+    if row.name == DENSE:
+        return
+    got = {"o": o[:, rows], "lse": None if lse is None else lse[:, rows], "dq": dq[:, rows], "dk": dk, "dv": dv}
+    for name, value in got.items():
+        if value is not None:
+            value = value.detach().cpu().double()
+            difference = torch.where(value == exact[name], 0.0, (value - exact[name]).abs())  # lse of empty rows is -inf in both
+            mae = float(difference.mean())
+            reference = mae if row.name == MASKED else masked[name].mae if name in masked else 0.0
+            allowed = max(bound, 2 * reference) if name in GRADIENTS and math.isfinite(reference) else bound
+            row.errors = {**row.errors, name: Error(mae, float(difference.max()), allowed)}
+    wrong = [f"{name} off by {e.mae:.1e}, allowed {e.bound:.1e}" for name, e in row.errors.items() if not e.mae <= e.bound]
+    row.passed, row.verdict = not wrong, f"WRONG: mean {'; '.join(wrong)}" if wrong else "ok"
+
+
+def _time(candidates: list[tuple[Row, Attend]], problem: Problem, do: Tensor, advance: Advance) -> None:
+    """Time forward, and forward with backward, of every candidate: one call of each in turn, so that all see the same noise.
+
+    Work that has used its share of the time stops. On a busy machine everything stops after twice the time.
+    """
+    inputs, device = tuple(x.detach().requires_grad_() for x in problem[:3]), problem.q.device.type
+
+    def forward_backward(attend: Attend) -> None:
+        torch.autograd.grad(attend(*inputs)[0], inputs, do)
+
+    work: list[tuple[Row, str, Callable[[], object], list[float]]] = []
+    for row, attend in candidates:
+        work.append((row, "forward", functools.partial(attend, *inputs), []))
+        work.append((row, "forward_backward", functools.partial(forward_backward, attend), []))
     share, began = TIMING_SECONDS[device] / max(1, len(work)) * 1e3, time.perf_counter()
     for done in range(ROUNDS[device]):
         advance("timing", 0.4 + 0.6 * done / ROUNDS[device])
-        for key, call in work.items():
-            if sum(samples[key]) < share and time.perf_counter() - began < 2 * TIMING_SECONDS[device]:
-                samples[key].append(bench_door.one_call(call, device))
-    return {key: Spread(*bench_door.percentiles(times), len(times)) for key, times in samples.items() if times}
+        for _, _, call, times in work:
+            if sum(times) < share and time.perf_counter() - began < 2 * TIMING_SECONDS[device]:
+                times.append(timing.one_call(call, device))
+    for row, field, _, times in work:
+        if times:
+            setattr(row, field, Spread(*timing.spread(times)[:3], len(times)))
 
 
-@torch.no_grad()
-def _forward(candidate: Candidate, inputs: tuple[Tensor, ...]) -> None:
-    candidate.run(*inputs)
+def introduction(setting: Setting) -> str:
+    """Describe the problem and the policy's choice, before the demo runs."""
+    q, k, _, selection, _, facts = setting.problem
+    (B, S, G, h), S_kv = q.shape[:4], k.shape[2]
+    ranges = f"blocks of {selection.block_size}" if selection.block_size else "ranges"
+    lines = [f"NSA's selection branch: B={B}, {S} query rows, {S_kv} keys, G={G}, h={h}; a row attends to at most {selection.n} {ranges}."]
+    if "model" in facts:
+        rounded = f", rounded to {facts['rounded to']} in the file" if "rounded to" in facts else ""
+        head = f", KV head {facts['head']}" if "head" in facts else ""
+        lines.append(f"Model: {facts['model']}, layer {facts.get('layer', '?')}{head}, q and k after RoPE{rounded}.")
+    if facts.get("synthetic"):
+        lines.append(
+            "q, k and v are random numbers, because an installed package does not carry the model's. The blocks are those that"
+            " SmolLM2-135M selects. From a checkout: nsa-sel demo --trace bench/data/smollm2_trace.safetensors"
+        )
+    if "copies" in facts:
+        lines.append(f"The batch holds {B} copies: a GPU computes a single one faster than the host can launch it.")
+    checked = "all" if len(setting.rows) == S else str(len(setting.rows))
+    lines.append(f"Runs on {_device(setting)} in {_name(q.dtype)}. A float64 oracle checks {checked} of {S} rows of each sequence.")
+    return "\n".join([*lines, "", "The policy's choice:", describe(setting.decision, terminal_columns()), ""])
 
 
-def _forward_backward(candidate: Candidate, inputs: tuple[Tensor, ...], do: Tensor) -> None:
-    torch.autograd.grad(candidate.run(*inputs)[0], inputs, do)
+def text(result: Result) -> str:
+    """Format the results as a table, with the refusals and how to read the numbers."""
+    cells = []
+    for row in result.rows:
+        errors = [f"{row.errors[name].max:.1e}" if name in row.errors else "-" for name in OUTPUTS]
+        speeds = " / ".join(_speed(result, row, field) for field in ("forward", "forward_backward"))
+        name = row.name + (" (policy)" if row.policy_choice else "")
+        cells.append([name, _median(row.forward), _median(row.forward_backward), speeds, *errors, row.verdict])
+    headers = ["backend", "fwd ms", "fwd+bwd ms", "speed vs dense", "max err o", *OUTPUTS[1:], "verdict"]
+    lines = [table(headers, cells, right=range(1, len(headers) - 1), columns=terminal_columns()), ""]
+    lines += [f"{name} does not run here: {why}" for name, why in result.refused.items()]
+    for field in ("forward", "forward_backward"):
+        timed = [(spread.median, row.name) for row in result.rows if row.passed and (spread := getattr(row, field))]
+        if timed:
+            lines.append(f"Fastest {field.replace('_', ' + ')}: {min(timed)[1]}, {min(timed)[0]:.3g} ms.")
+    lines.append(f"{DENSE} computes another function: every row attends to all keys up to its position.")
+    lines.append("Times are medians. Each call has a new selection, whose plans are part of the time. On a GPU the L2 cache is flushed.")
+    lines.append(f"Bounds of the mean error: {result.bound:g} for o and lse; for gradients that, or twice the error of {MASKED}.")
+    wrong = [row.name for row in result.rows if row.passed is False]
+    lines.append(f"WRONG: {', '.join(wrong)}." if wrong else "Every result agrees with the oracle.")
+    return "\n".join(lines)
 
 
-def _row(candidate: Candidate, outcome: _Outcome, times: dict[tuple[str, str], Spread], bound: float, masked: _Outcome) -> Row:
-    errors = {}
-    for name, (mae, largest) in outcome.differences.items():
-        # Gradients may have twice the error of torch's dense kernels in the same precision.
-        twice = 2 * masked.differences[name][0] if name in GRADIENTS and name in masked.differences else 0.0
-        errors[name] = Error(mae, largest, max(bound, twice) if math.isfinite(twice) else bound)
-    wrong = [f"{name} off by {error.mae:.1e}, allowed {error.bound:.1e}" for name, error in errors.items() if not error.mae <= error.bound]
-    if outcome.failure:
-        verdict, passed = f"FAILED: {outcome.failure}", False
-    elif not candidate.checked:
-        verdict, passed = "other function", None
-    else:
-        verdict, passed = (f"WRONG: mean {'; '.join(wrong)}", False) if wrong else ("ok", True)
-    return Row(
-        name=candidate.name, baseline=candidate.names is None, policy_choice=candidate.policy_choice,
-        forward=times.get((candidate.name, "forward")), forward_backward=times.get((candidate.name, "forward_backward")),
-        errors=errors, decision=outcome.decision, passed=passed, verdict=verdict,
-    )  # fmt: skip
+def draw(problem: Problem, result: Result, path: Path) -> None:
+    """Write a PNG: the key blocks that the first KV head selects, and the time of each backend."""
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(15, 7), layout="constrained")
+    start, end = (bound[0, :, 0, :, None] for bound in problem.selection.ranges.cpu().unbind(-1))  # [S, n, 1]
+    S_kv, size = problem.k.shape[2], problem.selection.block_size or 1
+    first_key = torch.arange(0, S_kv, size)
+    selected = torch.zeros(len(start), len(first_key), dtype=torch.bool)
+    for i in range(start.shape[1]):  # one range at a time: [S, n, blocks] would be large
+        selected |= (start[:, i] < first_key + size) & (end[:, i] > first_key) & (end[:, i] > start[:, i])
+    left.imshow(selected.numpy(), cmap="Blues", aspect="auto", interpolation="nearest", extent=(0, S_kv, len(start), 0))
+    left.set(xlabel=f"key position, in blocks of {size}", ylabel="query row", title="key blocks that a row of KV head 0 selects")
+    rows = [row for row in result.rows if row.forward is not None]
+    for field, offset in (("forward", -0.2), ("forward_backward", 0.2)):
+        spreads = [getattr(row, field) or Spread(0, 0, 0, 0) for row in rows]
+        whiskers = [[s.median - s.p20 for s in spreads], [s.p80 - s.median for s in spreads]]
+        places = [i + offset for i in range(len(rows))]
+        bars = right.barh(places, [s.median for s in spreads], 0.38, xerr=whiskers, label=field.replace("_", " + "))
+        right.bar_label(bars, [f"{_median(s)} ms" for s in spreads], padding=3)
+    right.set_xscale("log")
+    right.set_yticks(range(len(rows)), [row.name + ("\n(policy)" if row.policy_choice else "") for row in rows])
+    right.invert_yaxis()
+    right.set(xlabel="milliseconds per call: median, 20% and 80% quantiles", title=f"{result.device}, {result.dtype}")
+    right.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype without "torch."."""
+def _median(spread: Spread | None) -> str:
+    return "-" if spread is None else f"{spread.median:.3g}" if spread.median < 999.5 else f"{spread.median:.0f}"
+
+
+def _speed(result: Result, row: Row, field: str) -> str:
+    """Return the speed of a row relative to dense attention, or a dash if one of them was not timed."""
+    dense, spread = next(getattr(other, field) for other in result.rows if other.name == DENSE), getattr(row, field)
+    return f"{dense.median / spread.median:.3g}x" if dense and spread else "-"
+
+
+def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def device_name(device: DeviceInfo) -> str:
-    """The device as the demo shows it."""
+def _device(setting: Setting) -> str:
+    device = setting.decision.device
     return f"CPU ({torch.get_num_threads()} threads)" if device.kind == "cpu" else device.name

@@ -1,4 +1,4 @@
-"""`nsa-sel doctor`: this machine's packages, devices, settings with their sources, backends and flags."""
+"""`nsa-sel doctor`: report packages, devices, settings with their sources, backends and flags of this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 import nsa_sel
 from nsa_sel.core import registry
-from nsa_sel.core.backend import REFUSING_KINDS, Reason
+from nsa_sel.core.backend import REFUSING_KINDS
 from nsa_sel.core.call import device_info
 from nsa_sel.core.decide import explain_request
 from nsa_sel.core.decision import missed, refusal
@@ -22,16 +22,19 @@ from nsa_sel.settings.schema import Settings
 from nsa_sel.telemetry.table import table
 
 PACKAGES = ("torch", "triton", "numba", "cupy", "numpy")
-_SHOWN_APART = ("profile", "provenance", "assumed", "fingerprint", "sources", "kernels", "triton_off", "costs")
+_SEPARATE_FIELDS = ("profile", "provenance", "assumed", "fingerprint", "sources", "kernels", "triton_off", "costs")
 
 
 def examine() -> dict[str, Any]:
-    """The report of this machine. Imports torch for the devices, and no kernel framework: versions come from package metadata.
+    """Examine this machine. Imports torch, but no kernel framework: versions come from package metadata.
 
     Returns:
-        verdict, a sentence about the first GPU, or the CPU without one; nsa_sel, python, platform; packages (import name -> version, None
-        where it is not installed); devices, each with its settings or the error of reading them, and its backends with the reasons why no
-        call can run on them; flags that are set; unknown_variables.
+        verdict: a sentence about the first GPU, or about the CPU without a GPU.
+        nsa_sel, python, platform: versions.
+        packages: import name -> version, None if not installed.
+        devices: for each device its settings or the error of reading them, and its backends with the reasons why no call can use them.
+        flags: the flags that are set.
+        unknown_variables: NSA_* variables that are not flags, with the flag of a similar name.
     """
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
     unknown = unknown_variables()
@@ -49,11 +52,11 @@ def examine() -> dict[str, Any]:
 
 
 def text(report: dict[str, Any], columns: int = 0) -> str:
-    """The report for a terminal of so many columns (0: any number), the verdict first."""
+    """Format a report for a terminal of `columns` columns (0: unlimited)."""
     packages = [f"{name} {version or 'not installed'}" for name, version in report["packages"].items()]
     lines = [report["verdict"], "", f"nsa-sel {report['nsa_sel']}, Python {report['python']}, {report['platform']}", ", ".join(packages)]
-    for here in report["devices"]:
-        lines += ["", *_device_lines(**here, columns=columns)]
+    for device in report["devices"]:
+        lines += ["", *_device_lines(**device, columns=columns)]
     lines += ["", "flags set: " + (", ".join(f"{name}={value}" for name, value in report["flags"].items()) or "none")]
     for unknown in report["unknown_variables"]:
         hint = f"; did you mean {unknown['did_you_mean']}?" if unknown["did_you_mean"] else ""
@@ -62,7 +65,7 @@ def text(report: dict[str, Any], columns: int = 0) -> str:
 
 
 def _verdict(device: DeviceInfo) -> str:
-    """Which backend runs the example request on the device, and why."""
+    """Say which backend runs the example request on the device, and why."""
     try:
         decision = explain_request(example_request(needs_grad=True), device)
         problem = refusal(decision)
@@ -72,20 +75,20 @@ def _verdict(device: DeviceInfo) -> str:
         return f"nothing runs your calls on this machine ({device.name}): {problem}"
     backward = f", {decision.backward} their backward pass" if decision.backward != decision.forward else ""
     verb = {"least": "has the", "first": "is the"}.get(decision.rule.partition(" ")[0], "is")
-    found = missed(decision)
+    reason = missed(decision)
     return (
         f"{decision.forward} runs your calls on this machine ({device.name}){backward}, because it {verb} {decision.rule}"
-        f"{f'. But {found.words}' if found else ''}"
+        f"{f'. But {reason.words}' if reason else ''}"
     )
 
 
 def _utf8(text: str) -> str:
-    """Text of the environment, with bytes that are not UTF-8 as escapes."""
+    """Escape the bytes of an environment variable that are not UTF-8."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def _version(package: str) -> str | None:
-    # The distribution may have another name: cupy comes as cupy-cuda13x.
+    # The distribution may have another name: cupy is installed as cupy-cuda13x.
     for distribution in importlib.metadata.packages_distributions().get(package, ()):
         return importlib.metadata.version(distribution)
     return None
@@ -99,7 +102,7 @@ def _examine_device(device: DeviceInfo) -> dict[str, Any]:
     backends = []
     specs = registry.backends() | registry.backends("choose")
     for verdict in (*decision.verdicts, *choice.verdicts):
-        # Reasons about the example request say nothing about the machine.
+        # Leave out reasons that concern the example request, not the machine.
         reasons = dict.fromkeys((*verdict.forward, *verdict.backward))
         lacks = [reason for reason in reasons if reason.kind in REFUSING_KINDS and not reason.field.startswith("request.")]
         backends.append({"name": verdict.backend, "summary": specs[verdict.backend].summary, "lacks": lacks})
@@ -118,25 +121,21 @@ def _device_lines(
     if settings.triton_off:
         lines += [f"rule {settings.triton_off.rule}: {settings.triton_off.evidence}; to re-open: {settings.triton_off.reopen}"]
     rows = [
-        (field, _shown(getattr(settings, field)), settings.sources.get(field, "built-in"))
+        (field, _format(getattr(settings, field)), settings.sources.get(field, "built-in"))
         for field in Settings.__struct_fields__
-        if field not in _SHOWN_APART
+        if field not in _SEPARATE_FIELDS
     ]
     if settings.costs:
         rows.append(("costs", f"{len(settings.costs.models)} models, see --json: {settings.costs.provenance}", settings.sources["costs"]))
     rows.append(("kernels", f"{len(settings.kernels)} kernel configs, see --json", settings.tuned or "base.yaml and profile"))
-    standing = [(b["name"], "\n".join(_lack(r) for r in b["lacks"]) or "available", b["summary"]) for b in backends]
-    here = table(["backend", "here", "what it is"], standing, width=70, columns=columns)
-    return [*lines, "", table(["setting", "value", "source"], rows, columns=columns), "", here]
+    status = [(b["name"], "\n".join(f"{r.kind}: {r.words}" for r in b["lacks"]) or "available", b["summary"]) for b in backends]
+    backend_table = table(["backend", "here", "what it is"], status, width=70, columns=columns)
+    return [*lines, "", table(["setting", "value", "source"], rows, columns=columns), "", backend_table]
 
 
-def _lack(reason: Reason) -> str:
-    return f"{reason.kind}: {reason.words}"
-
-
-def _shown(value: object) -> str:
+def _format(value: object) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{key} {part}" for key, part in value.items())
+        return ", ".join(f"{key} {entry}" for key, entry in value.items())
     if isinstance(value, tuple):
-        return ", ".join(str(part) for part in value)
+        return ", ".join(map(str, value))
     return "-" if value is None else str(value)

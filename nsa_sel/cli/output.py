@@ -1,4 +1,4 @@
-"""The output of commands: text that is safe for a terminal, and files and folders that are checked before the work begins."""
+"""Output of commands: text that is safe for a terminal, and checks of output paths before the work begins."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from nsa_sel.errors import ArgumentError
 
-# Control characters but tab and newline, formats such as bidi overrides, separators of lines, lone surrogates. Most texts are ASCII: a
-# pattern finds the few others quickly.
+# Escaped are control characters except tab and newline, formats such as bidi overrides, line separators, and lone surrogates. The
+# pattern skips printable ASCII quickly.
 _SUSPECT = re.compile(r"[^\t\n\x20-\x7e]")
 _ESCAPED = ("Cc", "Cf", "Cs", "Zl", "Zp")
 _KINDS = {
@@ -22,29 +22,29 @@ _KINDS = {
 
 
 def printable(text: str) -> str:
-    """`text` with every character that could control a terminal as `\\uXXXX`: files and variables may hold such characters.
+    """Escape every character that could control a terminal as `\\uXXXX`. File contents and variables may hold such characters.
 
-    In a JSON document they occur in strings alone, where the escape is the same text.
+    In JSON they occur only in strings, where the escape means the same text.
     """
-    return _SUSPECT.sub(_shown, text)
 
+    def escape(match: re.Match[str]) -> str:
+        if unicodedata.category(match[0]) not in _ESCAPED:
+            return match[0]
+        units = match[0].encode("utf-16-be", "surrogatepass").hex()
+        return "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
 
-def _shown(found: re.Match[str]) -> str:
-    if unicodedata.category(found[0]) not in _ESCAPED:
-        return found[0]
-    units = found[0].encode("utf-16-be", "surrogatepass").hex()
-    return "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
+    return _SUSPECT.sub(escape, text)
 
 
 def terminal_columns() -> int:
-    """The columns of the terminal that stdout is, or of the variable COLUMNS; 0 for a file or a pipe."""
+    """Return the width of the terminal, or the variable COLUMNS; 0 for a file or a pipe."""
     return shutil.get_terminal_size((0, 0)).columns
 
 
 def regular(option: str, path: Path) -> Path:
-    """The file that `path` names, links followed. Raises ArgumentError where it is, or can be, no regular file.
+    """Return the file that `path` names, following links. Raises ArgumentError if it exists and is not a regular file.
 
-    Commands replace a file by renaming another one: a device, a FIFO or a link would be lost.
+    Commands replace a file by renaming another one over it, which would destroy a device, a FIFO or a link.
     """
     target = Path(os.path.realpath(path))
     try:
@@ -52,15 +52,15 @@ def regular(option: str, path: Path) -> Path:
     except FileNotFoundError:
         return target
     except OSError as error:
-        raise ArgumentError(option, f"{path} ({error.strerror})", "a file that can be written", "mend the path") from error
+        raise ArgumentError(option, f"{path} ({error.strerror})", "a file that can be written", "correct the path") from error
     if mode != stat.S_IFREG:
-        allowed = "a regular file, or a name that is free"
+        allowed = "a regular file, or an unused name"
         raise ArgumentError(option, f"{path}, {_KINDS.get(mode, 'no regular file')}", allowed, "choose another name")
     return target
 
 
 def output_file(option: str, path: Path, *, make_folder: bool = False) -> Path:
-    """The file that writing to `path` makes or replaces: `regular`, and writable now. Raises ArgumentError."""
+    """Return the file that writing to `path` creates or replaces. Raises ArgumentError unless it is regular and writable."""
     target = regular(option, path)
     try:
         if make_folder:
@@ -69,13 +69,13 @@ def output_file(option: str, path: Path, *, make_folder: bool = False) -> Path:
             target.open("ab").close()
         _try_to_write(target.parent)
     except OSError as error:
-        remedy = "mend the path" if make_folder else "mend the path; its folder must exist"
+        remedy = "correct the path" if make_folder else "correct the path; its folder must exist"
         raise ArgumentError(option, f"{path} ({error.strerror})", "a file that can be written", remedy) from error
     return target
 
 
 def output_folder(option: str, path: Path) -> Path:
-    """`path`, created where it is missing. Raises ArgumentError where nothing can be written there."""
+    """Return `path` after creating the folder. Raises ArgumentError if it is not writable."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         _try_to_write(path)
@@ -85,6 +85,6 @@ def output_folder(option: str, path: Path) -> Path:
 
 
 def _try_to_write(folder: Path) -> None:
-    """Permissions are not enough: a file system may be read-only, or map root to nobody."""
+    """Write a temporary file. Checking permissions is not enough: a file system may be read-only, or map root to nobody."""
     with tempfile.TemporaryFile(dir=folder):
         pass

@@ -1,4 +1,4 @@
-"""The files of `nsa-sel run`: q, k, v and a selection in, o and lse out, as .safetensors."""
+"""The files of `nsa-sel run`: read q, k, v and a selection, write o and lse, as .safetensors."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _LAYOUT = (
 
 
 class Problem(NamedTuple):
-    """The content of a file: q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv], the selection of q's rows and their positions
-    (None: S_kv - S + s), and the facts in the file's metadata."""
+    """The content of a file: q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv], the selection, the rows' positions q_pos (None:
+    S_kv - S + s), and facts from the file's metadata."""
 
     q: Tensor
     k: Tensor
@@ -36,24 +36,25 @@ class Problem(NamedTuple):
     facts: dict[str, Any]
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Problem:
-        """The same problem on `device`, with q, k, v in `dtype` (None: as they are)."""
+        """Return the problem on `device`, with q, k, v in `dtype` (None: unchanged)."""
         q, k, v = (tensor.to(device, dtype) for tensor in (self.q, self.k, self.v))
         q_pos = self.q_pos if self.q_pos is None else self.q_pos.to(device)
         return Problem(q, k, v, self.selection.to(device), q_pos, self.facts)
 
 
 def read_problem(path: Path, block_size: int | None = None) -> Problem:
-    """The problem in a file, on the CPU.
+    """Read a problem from a file, to the CPU.
 
-    The file has q, k, v; `ranges` [B,S,G,n,2] int32/int64 or `block_indices` [B,S,G,n] of any integer dtype (-1 is padding; 255 of
-    uint8 is a block); optionally `q_pos`. Ranges that are not blocks are merged, so that a key in two ranges of a row counts once;
-    blocks must be whole, and a row may name each of them once.
+    The file has q, k, v; `ranges` [B,S,G,n,2] int32/int64 or `block_indices` [B,S,G,n] of any integer dtype (-1 is padding, but uint8
+    255 is a block); optionally `q_pos`. Ranges that are not blocks are merged, so that overlapping keys count once. Blocks must be
+    whole, and distinct in a row.
 
     Args:
-        block_size: keys per block; by default the metadata's entry `block_size`, or that field of a JSON entry `provenance`.
+        path: the file.
+        block_size: keys per block; by default the metadata entry `block_size`, or that field of the JSON entry `provenance`.
 
     Raises:
-        ArgumentError: naming the tensor at fault and what the file holds.
+        ArgumentError: with the bad tensor and the content of the file.
     """
     try:
         with safetensors.safe_open(path, framework="pt") as file:
@@ -61,7 +62,7 @@ def read_problem(path: Path, block_size: int | None = None) -> Problem:
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
     except (OSError, safetensors.SafetensorError) as error:
         raise ArgumentError(
-            "FILE", f"{path} ({error})", "a readable .safetensors file", "mend the path, or write it with save_file"
+            "FILE", f"{path} ({error})", "a readable .safetensors file", "correct the path, or write it with save_file"
         ) from error
     _check_names(tensors)
     facts = _facts(metadata)
@@ -80,12 +81,14 @@ def read_problem(path: Path, block_size: int | None = None) -> Problem:
 
 
 def write_result(path: Path, o: Tensor, lse: Tensor, decision: Decision) -> None:
-    """Write o and lse to `path`, and the decision that made them as the metadata entry `decision`. Raises ArgumentError."""
+    """Write o and lse, with the decision as the metadata entry `decision`. Raises ArgumentError."""
     tensors = {"o": o.detach().cpu().contiguous(), "lse": lse.detach().cpu().contiguous()}
     try:
         safetensors.torch.save_file(tensors, path, {"decision": decision.to_json()})
     except (OSError, safetensors.SafetensorError) as error:
-        raise ArgumentError("--out", f"{path} ({error})", "a file that can be written", "mend the path; its folder must exist") from error
+        raise ArgumentError(
+            "--out", f"{path} ({error})", "a file that can be written", "correct the path; its folder must exist"
+        ) from error
 
 
 def _check_names(tensors: dict[str, Tensor]) -> None:
@@ -95,10 +98,10 @@ def _check_names(tensors: dict[str, Tensor]) -> None:
     unknown = [name for name in tensors if name not in ALLOWED]
     for name in REQUIRED:
         if name not in tensors:
-            close = [other for other in unknown if other.lower().startswith(name)]
-            remedy = f"rename {close[0]!r} to {name!r}" if close else f"add {name!r}"
+            similar = [other for other in unknown if other.lower().startswith(name)]
+            remedy = f"rename {similar[0]!r} to {name!r}" if similar else f"add {name!r}"
             raise ArgumentError(f"tensor {name!r}", f"missing; {holds}", _LAYOUT, remedy)
-    # Ignoring a misspelled q_pos would silently give other numbers.
+    # Ignoring a misspelled q_pos would silently change the result.
     for name in unknown:
         meant = difflib.get_close_matches(name.lower(), ALLOWED, n=1)
         remedy = f"rename it to {meant[0]!r}, or leave it out" if meant else "rename it, or leave it out"
@@ -114,7 +117,7 @@ def _facts(metadata: dict[str, str]) -> dict[str, Any]:
     try:
         provenance = json.loads(metadata.get("provenance", "{}"))
     except (ValueError, RecursionError):
-        provenance = {}  # somebody else's free text
+        provenance = {}  # free text
     return {**metadata, **(provenance if isinstance(provenance, dict) else {})}
 
 

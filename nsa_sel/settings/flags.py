@@ -1,4 +1,4 @@
-"""The environment flags: which there are, what they take, and their values in this process."""
+"""The environment flags: names, allowed values, and their values in this process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from nsa_sel.settings.schema import Autotune, ForcePath
 Kind = Literal["bool", "length", "tile", "path", "autotune", "counting", "text", "log"]
 LOG_FLAG = "NSA_DEBUG_LOG"
 CONFIG_FLAG = "NSA_SEL_CONFIG"
-CACHE_FLAG = "NSA_SEL_CACHE"  # the folder of what nsa-sel tune found, and of compiled CUDA kernels
-TEST_FLAG = "NSA_TEST_TRITON_SEL"  # read by the tests alone
-COMMIT_FLAG = "NSA_SEL_COMMIT"  # read by the benches alone
-MOST_LENGTH = (1 << 31) - 1
+CACHE_FLAG = "NSA_SEL_CACHE"  # the folder of tuning results and compiled CUDA kernels
+TEST_FLAG = "NSA_TEST_TRITON_SEL"  # read only by the tests
+COMMIT_FLAG = "NSA_SEL_COMMIT"  # read only by the benches
+MAX_LENGTH = (1 << 31) - 1
 
 
 class Flag(msgspec.Struct, frozen=True):
-    """One environment variable: the field of Settings that it sets, and the values it takes."""
+    """One environment variable: the field of Settings that it sets, and the values that it accepts."""
 
     name: str
     field: str
@@ -31,34 +31,36 @@ class Flag(msgspec.Struct, frozen=True):
     help: str
 
 
-_SHOWN = "; events go to stderr where neither NSA_DEBUG_LOG nor logging says where to"
+_SHOWN = "; events go to stderr unless NSA_DEBUG_LOG or a logging handler takes them"
 FLAGS = (
-    Flag("NSA_SEL_BACKEND", "backend", "text", "name of the backend to use, or an error that says why it can't"),
-    Flag("NSA_USE_TRITON_SEL", "use_triton_sel", "bool", "0 keeps Triton out, 1 lets the policy consider it"),
-    Flag("NSA_SEL_TRITON_MIN_L", "sel_triton_min_L", "length", "Triton only from this many selected keys a row on"),
+    Flag("NSA_SEL_BACKEND", "backend", "text", "name of the backend to use; an error with all reasons if it cannot run the call"),
+    Flag("NSA_USE_TRITON_SEL", "use_triton_sel", "bool", "0 disables Triton, 1 lets the policy consider it"),
+    Flag("NSA_SEL_TRITON_MIN_L", "sel_triton_min_L", "length", "Triton only for rows of at least this many selected keys"),
     Flag("NSA_TRITON_SEL_FORCE", "triton_force", "bool", "1 lifts the device rule that disables Triton (experiments)"),
-    Flag("NSA_SEL_TRITON_GROUP", "triton_group", "bool", "0 keeps triton-group out, so that triton-token is the Triton choice"),
+    Flag("NSA_SEL_TRITON_GROUP", "triton_group", "bool", "0 disables triton-group, so that triton-token is the Triton choice"),
     Flag("NSA_SEL_TRITON_ALLOW_GRAD", "triton_allow_grad", "bool", "0: no Triton when gradients are needed"),
     Flag("NSA_SEL_TRITON_REQUIRE_ALIGN", "triton_require_align", "bool",
          "1: Triton only for 16-byte aligned tensors and head dims that are multiples of 16"),
-    Flag("NSA_SEL_TRITON_FORCE_PATH", "triton_force_path", "path", "dense: by one range a row; varlen: by any number; auto: by what pays"),
+    Flag("NSA_SEL_TRITON_FORCE_PATH", "triton_force_path", "path",
+         "dense: one range per row; varlen: any number of ranges; auto: the faster one"),
     Flag("NSA_SEL_TRITON_DB", "triton_double_buffer", "bool", "1: at least two pipeline stages; 0: one"),
-    Flag("NSA_SEL_TRITON_BLOCK_L", "block_l", "tile", "keys a kernel step takes"),
+    Flag("NSA_SEL_TRITON_BLOCK_L", "block_l", "tile", "keys per kernel step"),
     Flag("NSA_SEL_TRITON_BLOCK_D", "block_d", "tile", "columns of the one tile that holds Dk in a Triton kernel; it can only widen it"),
     Flag("NSA_SEL_TRITON_BLOCK_DV", "block_dv", "tile", "columns of the one tile that holds Dv in a Triton kernel; it can only widen it"),
     Flag("NSA_SEL_AUTOTUNE", "autotune", "autotune",
-         "off: ignore what nsa-sel tune found; on: use it; warmup: compile at the first call per device; warmup-tune: tune lightly too"),
+         "off: ignore the results of nsa-sel tune; on: use them; warmup: also compile at the first call per device; warmup-tune: also"
+         " tune briefly"),
     Flag("NSA_SEL_COUNT_SHARING", "count_sharing", "counting",
-         "first: count how much neighbors share at the first call of a kind, which waits for the device once; a number: again after as"
+         "first: count at the first call of a kind how much neighbors share, with one synchronization; a number: count again after as"
          " many calls; off: assume the prior"),
-    Flag("NSA_USE_SEL_PACK", "use_sel_pack", "bool", "0 keeps packed SDPA out"),
+    Flag("NSA_USE_SEL_PACK", "use_sel_pack", "bool", "0 disables packed SDPA"),
     Flag("NSA_FORCE_PARITY", "force_parity", "bool", "1: packed SDPA, the reference path, for every call"),
     Flag("NSA_DEBUG_TRITON", "debug_triton", "bool", f"1: checks every selection and counts the keys that events name{_SHOWN}"),
     Flag(LOG_FLAG, "debug_log", "log",
          "1 or stderr: events as JSON lines on stderr; a file (./1 for one named 1): appended to it; 0: no events"),
-    Flag("NSA_DEBUG_TIMING", "debug_timing", "bool", f"1: events carry times (synchronises the device){_SHOWN}"),
+    Flag("NSA_DEBUG_TIMING", "debug_timing", "bool", f"1: events carry times (synchronizes the device){_SHOWN}"),
     Flag("NSA_DEBUG_COMPARE", "debug_compare", "bool", f"1: every call is compared with packed SDPA; the MAE is logged{_SHOWN}"),
-    Flag("NSA_DEBUG_NVTX", "debug_nvtx", "bool", "1: an NVTX range around each pass of a backend on a GPU, for its profilers"),
+    Flag("NSA_DEBUG_NVTX", "debug_nvtx", "bool", "1: an NVTX range around each pass of a backend on a GPU, for profilers"),
 )  # fmt: skip
 NAMES = (*(flag.name for flag in FLAGS), CONFIG_FLAG, CACHE_FLAG)
 UNSET = (None,) * len(NAMES)
@@ -66,7 +68,7 @@ _BOOLS = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false":
 
 
 def is_tile(number: int) -> bool:
-    """Whether a kernel can have a tile of `number` columns."""
+    """Return True if a kernel can have a tile of `number` columns."""
     return 16 <= number <= 512 and number & (number - 1) == 0
 
 
@@ -75,7 +77,7 @@ def _bool(text: str) -> bool | None:
 
 
 def _number(text: str, fits: Callable[[int], bool]) -> int | None:
-    if not text.strip().isdecimal() or len(text) >= 100:  # Python reads no number of 5000 digits
+    if not text.strip().isdecimal() or len(text) >= 100:  # int() refuses thousands of digits
         return None
     return int(text) if fits(int(text)) else None
 
@@ -87,15 +89,15 @@ def _autotune(text: str) -> str | None:
     return None if switch is None else "on" if switch else "off"
 
 
-def is_often(number: int) -> bool:
-    """Whether sharing can be counted again after so many calls. After each is refused: 1 means "on" in other flags."""
-    return 2 <= number <= MOST_LENGTH
+def is_count_interval(number: int) -> bool:
+    """Return True if sharing can be counted again after `number` calls. 1 is refused because it means "on" in other flags."""
+    return 2 <= number <= MAX_LENGTH
 
 
 def _counting(text: str) -> str | int | None:
     if text.strip().lower() == "first":
         return "first"
-    return "off" if _bool(text) is False else _number(text, is_often)
+    return "off" if _bool(text) is False else _number(text, is_count_interval)
 
 
 ALLOWED: dict[Kind, str] = {
@@ -108,9 +110,9 @@ ALLOWED: dict[Kind, str] = {
     "text": "a name",
     "log": "0, 1, stderr or the name of a file",
 }
-_PARSERS: dict[Kind, Callable[[str], Any]] = {  # None for a text that is not allowed
+_PARSERS: dict[Kind, Callable[[str], Any]] = {  # return None for a text that is not allowed
     "bool": _bool,
-    "length": lambda text: _number(text, lambda number: number <= MOST_LENGTH),
+    "length": lambda text: _number(text, lambda number: number <= MAX_LENGTH),
     "tile": lambda text: _number(text, is_tile),
     "path": lambda text: text if text in get_args(ForcePath) else None,
     "autotune": _autotune,
@@ -121,21 +123,25 @@ _PARSERS: dict[Kind, Callable[[str], Any]] = {  # None for a text that is not al
 
 
 def parse_flag(flag: Flag, text: str) -> Any:
-    """The value that `text` gives to `flag`.
+    """Return the value that `text` gives to `flag`.
+
+    Args:
+        flag: the flag.
+        text: the value of its environment variable.
 
     Raises:
-        ConfigError: naming the flag, the text and what is allowed.
+        ConfigError: with the flag, the text and the allowed values.
     """
     if flag.kind == "log" and _bool(text) is False:
         return None
     value = _PARSERS[flag.kind](text)
     if value is None:
-        raise ConfigError(flag.name, text, ALLOWED[flag.kind], f"unset it, or set it to what it takes: {flag.help}")
+        raise ConfigError(flag.name, text, ALLOWED[flag.kind], f"unset it, or use an allowed value: {flag.help}")
     return value
 
 
 def debugging() -> bool:
-    """Whether NSA_DEBUG_TRITON asks for the checks that read the device."""
+    """Return True if NSA_DEBUG_TRITON asks for the checks that read the device."""
     data = getattr(os.environ, "_data", None)  # see `environment`
     if data is not None and _debug_name() not in data:
         return False
@@ -155,7 +161,7 @@ checked = -1  # number of environment variables when misspelled flags were last 
 
 
 def environment() -> tuple[str | None, ...]:
-    """The raw values of all flags: settings and memoized decisions hold for one such tuple."""
+    """Return the raw values of all flags, on which settings and cached decisions depend."""
     global checked
     if variables is None:
         return tuple(os.environ.get(name) for name in NAMES)
@@ -168,7 +174,7 @@ def environment() -> tuple[str | None, ...]:
 
 
 def unknown_variables() -> dict[str, str | None]:
-    """Variables named NSA_* that are no flags, each with the flag that may be meant."""
+    """Return the environment variables named NSA_* that are not flags, each with the flag of a similar name."""
     flags = (*NAMES, TEST_FLAG, COMMIT_FLAG)
     names = sorted(name for name in os.environ if name.startswith("NSA_") and name not in flags)
     return {name: next(iter(difflib.get_close_matches(name, flags, n=1)), None) for name in names}
@@ -176,12 +182,12 @@ def unknown_variables() -> dict[str, str | None]:
 
 @functools.cache  # once per process
 def _warn_of_unknown(name: str, meant: str | None) -> None:
-    hint = f"; did you mean {meant}?" if meant else "; `nsa-sel doctor` shows the flags that are set, docs/decisions.md lists all"
-    warn(f"the environment variable {name} is no flag and has no effect{hint}")
+    hint = f"; did you mean {meant}?" if meant else "; docs/decisions.md lists all flags, `nsa-sel doctor` those that are set"
+    warn(f"the environment variable {name} is not a flag and has no effect{hint}")
 
 
 def forget_warnings() -> None:
-    """Warn of misspelled flags anew."""
+    """Warn of misspelled flags again."""
     global checked
     checked = -1
     _warn_of_unknown.cache_clear()

@@ -1,7 +1,7 @@
-"""Files of the cache folder. Machine code and kernel configs are loaded from them: only the user may be able to write them.
+"""Read and write files of the cache folder. Machine code is loaded from them, so only the user may have write access.
 
-A file is accepted when it is a regular file, no symbolic link, and it and its folder belong to the process's effective user or to root
-and nobody else may write to them. Folders above are not checked: renaming a folder does not change its owner.
+A file is accepted if it is a regular file and not a symbolic link, if it and its folder belong to the process's effective user or to
+root, and if nobody else can write to either. Parent folders are not checked, because renaming a folder does not change its owner.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from pathlib import Path
 
 
 class Untrusted(OSError):
-    """A path is not a file of the user's own; `strerror` says why, with the remedy."""
+    """A file that other users could have written. `strerror` has the reason and the remedy."""
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """The first `most` bytes of a file that the user names, of any owner, links followed. Raises OSError; never waits for a FIFO."""
+    """Return the first `most` bytes of a file that the user names: any owner, links followed. Raises OSError; never blocks on a FIFO."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         _check_kind(path, os.fstat(file.fileno()))
         return file.read(most)
 
 
 def opened(path: Path, flags: int) -> int:
-    """A descriptor of a file of the user's own; with O_CREAT in `flags` it is created with mode 0600. Raises OSError."""
+    """Open a private file and return its descriptor. O_CREAT in `flags` creates it with mode 0600. Raises OSError."""
     folder = _opened_folder(path.parent)
     try:
         descriptor = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder)
@@ -47,28 +47,28 @@ def opened(path: Path, flags: int) -> int:
 
 
 def read(path: Path) -> bytes:
-    """The content of a file of the user's own. Raises OSError."""
+    """Return the content of a private file. Raises OSError."""
     with open(opened(path, os.O_RDONLY), "rb") as file:
         return file.read()
 
 
 def write(path: Path, content: bytes) -> None:
-    """Replace a file atomically: readers see the old or the new content, even after a crash. Raises OSError, and leaves no part."""
+    """Replace a file atomically: readers see the old or the new content, even after a crash. Raises OSError and leaves no partial file."""
     make_folder(path.parent)
     folder = _opened_folder(path.parent)
-    part = f".{path.name}.{secrets.token_hex(8)}"
+    temporary = f".{path.name}.{secrets.token_hex(8)}"
     try:
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
         try:
             with open(descriptor, "wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(descriptor)
-            os.replace(part, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+            os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
-            os.unlink(part, dir_fd=folder)
+            os.unlink(temporary, dir_fd=folder)
             raise
-        with contextlib.suppress(OSError):  # some file systems can't; the file is there all the same
+        with contextlib.suppress(OSError):  # not supported by some file systems; the file is complete anyway
             os.fsync(folder)
     finally:
         os.close(folder)

@@ -1,4 +1,4 @@
-"""The data types of settings: what configs/*.yaml may hold, and the effective values that a decision records. No code reads files here."""
+"""The data types of settings: the fields of configs/*.yaml and the effective values that a decision records. Reads no files."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ WAYS: tuple[Way, ...] = get_args(Way)
 Autotune = Literal["on", "off", "warmup", "warmup-tune"]
 
 CountSharing = Literal["off", "first"] | int  # int: again after so many calls of a kind
-COST_TERMS = {  # the work that a cost model may weigh; policies/cost.py counts it
+COST_TERMS = {  # the work that a cost model may charge for; policies/cost.py counts it
     "launch": "1 per call",
     "union": "thousands of keys that the program of one tile of adjacent tokens visits in sequence",
     "pairs": "millions of (row, block) pairs",
     "rows": "GB of q and o, and of their gradients in the backward pass",
     "read": "GB of K and V loaded by one program per row, for all its heads",
     "read-wide": "the same where a key and its value have more than 256 16-bit numbers: other kernel configs, other speed",
-    "gathered": "GB of K and V loaded by one program per row from pages that hold no whole steps of 64 keys",
-    "rows-read": "the same in calls that kernels of whole steps (`StepKernels`) do not take: small pages, other blocks or head dims",
+    "gathered": "GB of K and V loaded by one program per row from pages whose size is not a multiple of 64 keys",
+    "rows-read": "the same in calls that kernels of whole steps (`StepKernels`) do not support: small pages, other blocks or head dims",
     "tile": "TFLOP of tiles of adjacent tokens over the union of their blocks",
     "tile-wide": "the same where a key and its value have more than 256 16-bit numbers",
     "exact": "TFLOP of blocks over the rows that select them",
     "exact-wide": "the same where a key and its value have more than 256 16-bit numbers",
     "visited": "TFLOP of blocks of 256 keys and more over the rows that select them, where blocks are visited whole",
-    "scores": "billions of (row, head, key) triples; of choosing, of compressed keys that the row sees",
-    "compressed": "TFLOP of choosing: rows and heads over the compressed keys that they see",
+    "scores": "billions of (row, head, key) triples; for choosing, of compressed keys visible to the row",
+    "compressed": "TFLOP of choosing: rows and heads over their visible compressed keys",
     "compressed-wide": "the same where a key and its value have more than 256 16-bit numbers",
 }
 
@@ -44,7 +44,7 @@ class KernelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loads: Literal["pointer", "tma"] = "pointer"
 
     def config_id(self, kernel: str) -> str:
-        """The config's name in events and decisions: "triton-group/forward:tma-L64-R16-w1-s2"."""
+        """Return the config's name in events and decisions, such as "triton-group/forward:tma-L64-R16-w1-s2"."""
         return f"{kernel}:{self.loads}-L{self.block_l}-R{self.rows}-w{self.num_warps}-s{self.num_stages}"
 
 
@@ -66,7 +66,7 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Match(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The devices of a profile: `kind`, and for GPUs the compute capability and a part of the name ("": every name)."""
+    """The devices of a profile: `kind`, and for GPUs the compute capability and a substring of the name ("": any name)."""
 
     kind: Literal["cpu", "cuda"]
     sm: int | None = None
@@ -74,7 +74,7 @@ class Match(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TritonOff(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A device rule that disables Triton, the record behind it, and the command that would re-open it."""
+    """A device rule that disables Triton, its evidence, and the command that measures again."""
 
     rule: str
     evidence: str
@@ -82,12 +82,12 @@ class TritonOff(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long one backend takes in one direction: the longer of `host` and the sum of coefficient x counted work (policies/cost.py)."""
+    """The predicted time of one backend in one direction: max(`host`, sum of coefficient x counted work) (policies/cost.py)."""
 
-    host: float  # ms that the host needs to queue the call, however small the work
+    host: float  # ms of host time to launch the call, a lower bound however small the work
     terms: dict[str, float]  # a term of COST_TERMS -> ms per unit
-    rows: int  # measured rows behind it
-    median_error: float  # of the predictions for those rows, relative to the measured time
+    rows: int  # number of measured rows that it was fitted to
+    median_error: float  # of the predictions for these rows, relative to the measured time
     worst_error: float
 
 
@@ -111,11 +111,11 @@ class Side(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Threshold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The evidence for `sel_triton_min_L` in one direction: the closest of the compared cases at that L, both sides."""
 
-    verdict: Literal["measured", "undecided"]  # undecided: spreads overlap or the margin is missed; the previous value stays
+    verdict: Literal["measured", "undecided"]  # undecided: spreads overlap or the margin is missed, so the previous value stays
     value: int | None
-    margin: float  # by which Triton must be faster, spreads apart, in every case from `value` on
-    cases: int  # in which both sides were measured
-    closest: str  # the case of the two times; for an undecided threshold the case that forbids it
+    margin: float  # factor by which Triton must be faster, with disjoint spreads, in every case from `value` on
+    cases: int  # number of cases with both sides measured
+    closest: str  # the case of the two times; for an undecided threshold, the case that prevents it
     triton: Side
     packed: Side
 
@@ -184,25 +184,25 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     triton_off: TritonOff | None = None
     costs: Costs | None = None
     kernels: dict[str, KernelConfig]
-    tuned: str | None = None  # the user's own tuning in force: file and fingerprint (nsa_sel/settings/tuned.py)
-    config_file: str | None = None  # the file named by NSA_SEL_CONFIG: its preference overrides predicted times
+    tuned: str | None = None  # file and fingerprint of the user's own tuning (nsa_sel/settings/tuned.py)
+    config_file: str | None = None  # the file named by NSA_SEL_CONFIG, whose preference overrides predicted times
     profile: str  # file name of the profile, or "built-in"
     provenance: str
-    assumed: str | None = None  # the other device's profile (base.yaml: none) whose values are used unmeasured
-    sources: dict[str, str]  # field -> where its value comes from; built-in values are left out
+    assumed: str | None = None  # the other device's profile whose values are used unmeasured; base.yaml: built-in values
+    sources: dict[str, str]  # field -> source of its value; built-in values are left out
     fingerprint: str  # of all the values above but `sources`
 
     @property
     def traced(self) -> bool:
-        """Whether a flag asks for the events of each pass: its kernels and their path, the keys it reads, its estimated work."""
+        """True if a flag asks for the events of each pass: its kernels, their path, the keys it reads, its estimated work."""
         return self.debug_log is not None or self.debug_triton or self.debug_timing or self.debug_compare
 
     def min_length(self, way: Way) -> int:
-        """The L from which Triton may run in one direction."""
+        """Return the L from which Triton may run in one direction."""
         return self.sel_triton_min_L if isinstance(self.sel_triton_min_L, int) else self.sel_triton_min_L[way]
 
     def kernel(self, name: str) -> KernelConfig:
-        """The config of one kernel, with the overrides of block size and double buffering applied."""
+        """Return the config of one kernel, with the overrides of block size and double buffering applied."""
         config = self.kernels[name]
         if self.block_l is not None:
             config = msgspec.structs.replace(config, block_l=self.block_l)
@@ -212,7 +212,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return config
 
     def kernel_source(self, name: str) -> str:
-        """Where the config of one kernel comes from: "environment", or a file, where it overrides block sizes or double buffering."""
+        """Return the source of one kernel's config: "environment" or a file."""
         overrides = [
             self.sources.get(field, "base.yaml")
             for field in ("block_l", "block_d", "block_dv", "triton_double_buffer")

@@ -1,4 +1,4 @@
-"""One table of tuned kernel configs, thresholds and costs for all ranks of a torch.distributed job."""
+"""Share one table of tuned kernel configs, thresholds and costs among all ranks of a torch.distributed job."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from nsa_sel.settings.config import settings_for
 
 
 def sync_tuning(device: DeviceInfo | None = None) -> str | None:
-    """Use rank 0's tuning results, or none where it has none, on every rank. A collective: all ranks call it, after init_process_group.
+    """Use rank 0's tuning results on every rank. A collective: all ranks must call it, after init_process_group.
 
-    Without it a distributed job ignores tuning results: sharing them at the first call would hang where a rank makes none.
+    A distributed job that does not call it ignores tuning results. Sharing them at the first call would hang if a rank makes no call.
 
     Args:
-        device: by default this rank's current one.
+        device: by default this rank's current device.
 
     Returns:
-        The fingerprint of the table that all ranks now use on `device`, None for the committed kernel configs.
+        The fingerprint of the table that all ranks now use on `device`, or None if rank 0 has none and the committed configs are used.
 
     Raises:
-        NsaSelError: on all ranks, naming rank and field, where rank 0's table is not for another rank's environment, or where ranks
-            differ in NSA_SEL_AUTOTUNE; and outside of a distributed job.
+        NsaSelError: outside of a distributed job; on all ranks, if rank 0's table is for another environment than a rank's, or if ranks
+            differ in NSA_SEL_AUTOTUNE. The message has the rank and the field.
     """
     from torch import distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
         raise NsaSelError(
-            "sync_tuning is called outside a distributed job; allowed: after torch.distributed.init_process_group. Remedy: move it."
+            "sync_tuning is called outside a distributed job; allowed: after torch.distributed.init_process_group. Remedy: move the call."
         )
     if device is None:
-        here = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        device = device_info(here)
+        cuda = torch.cuda.is_available()
+        device = device_info(torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
     table = tuned.read(device)
     mine = (tuned.stamp_of(device), settings_for(device).autotune == "off", table and (table.name, table.data))
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, msgspec.msgpack.encode(mine))
-    found = [msgspec.msgpack.decode(rank, type=tuple[tuned.Stamp, bool, tuple[str, bytes] | None]) for rank in ranks]
-    stamp, ignored, shared = found[0]
-    for rank, (other, other_ignored, _) in enumerate(found):
+    decoded = [msgspec.msgpack.decode(rank, type=tuple[tuned.Stamp, bool, tuple[str, bytes] | None]) for rank in ranks]
+    stamp, ignored, shared = decoded[0]
+    for rank, (other, other_ignored, _) in enumerate(decoded):
         if other_ignored != ignored:
-            words = f"NSA_SEL_AUTOTUNE is {'off' if other_ignored else 'not off'} there, and the opposite on rank 0"
             raise NsaSelError(
-                f"rank {rank} would use other kernel configs than rank 0: {words}. Remedy: set it to the same value on all ranks."
+                f"rank {rank} would use other kernel configs than rank 0: NSA_SEL_AUTOTUNE is {'off' if other_ignored else 'not off'}"
+                " there, and the opposite on rank 0. Remedy: set it to the same value on all ranks."
             )
         differing = other.differences(stamp)
         if shared is not None and not ignored and differing:

@@ -1,8 +1,8 @@
-"""The results of `nsa-sel tune` on this machine: kernel configs, thresholds and costs, and the calls that use them.
+"""Tuning results of this machine (`nsa-sel tune`): kernel configs, thresholds and costs, and how calls use them.
 
-There is one file per device and environment; the results of another GPU, driver, torch, triton or kernel source are not used. No fault
-of a file is fatal: it is reported once (`sel.tuned.ignored` and a RuntimeWarning), and the committed configs are used. Files are read once
-per process; `forget` reads them anew.
+There is one file per device and environment. Results of another GPU, driver, torch, triton or kernel source are not used. A bad file is
+not fatal: it is reported once (`sel.tuned.ignored` and a RuntimeWarning), and the committed configs are used. Files are read once per
+process; `forget` drops what was read.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from nsa_sel.settings.schema import Costs, KernelConfig, Settings, Threshold, Wa
 from nsa_sel.telemetry import events
 from nsa_sel.version import __version__
 
-MOST_HEADS, LEAST_LENGTH, MOST_LENGTH = 64, 64, 4096  # sizes outside belong to the outermost classes
-ANEW = "remove the file and run `nsa-sel tune` again"
+MAX_HEADS, MIN_LENGTH, MAX_LENGTH = 64, 64, 4096  # other sizes are clamped to these
+RETUNE = "remove the file and run `nsa-sel tune` again"
 KERNEL_SOURCES = re.compile(r"(triton_\w+|choose_triton)\.py")
 
 Shape = tuple[int, int, int, int, str]  # Dk, Dv, class of h, bucket of L, dtype
 
 
 class Stamp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The environment of measured times. `kernels` is a hash of the kernels' sources and of the committed kernel configs."""
+    """The environment of a measurement. `kernels` is a hash of the kernel sources and of the committed kernel configs."""
 
     device: str
     sm: int | None
@@ -49,17 +49,17 @@ class Stamp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     kernels: str
 
     def digest(self) -> str:
-        """The part of the file's name that stands for the environment."""
+        """Return the part of the file name that identifies the environment."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:12]
 
     def differences(self, other: Stamp) -> list[str]:
-        """The fields in which `other` differs, with both values."""
+        """Return the fields in which `other` differs, with both values, as "torch was 2.8, is 2.9"."""
         pairs = ((field, getattr(other, field), getattr(self, field)) for field in self.__struct_fields__)
         return [f"{field} was {theirs}, is {mine}" for field, theirs, mine in pairs if theirs != mine]
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The calls that a result is for; `h` and `L` are classes, `class_of_heads` and `bucket_of_length`."""
+    """The class of calls of a result. `h` and `L` are rounded by `class_of_heads` and `bucket_of_length`."""
 
     backend: str
     way: Way
@@ -71,12 +71,12 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def shape(self) -> Shape:
-        """The key without backend and direction."""
+        """Return the key without backend and direction."""
         return self.Dk, self.Dv, self.h, self.L, self.dtype
 
 
 class Timed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A kernel config and the time of the whole direction with it: median, 20th and 80th percentile in ms."""
+    """A kernel config and the time of the whole pass with it: median, 20th and 80th percentile in ms."""
 
     config: KernelConfig
     ms_median: float
@@ -85,10 +85,10 @@ class Timed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The result for one kernel on one problem.
+    """The result of tuning one kernel on one problem.
 
-    `winner` is the same for all problems of a kernel, None where no config was faster than the committed one over all of them, twice
-    (nsa_sel/bench/tune has the rule).
+    `winner` is the same for all problems of a kernel. It is None unless a config beat the committed one over all problems in two
+    measurements (rule in nsa_sel/bench/tune).
     """
 
     key: Key
@@ -97,9 +97,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     committed: Timed
     winner: KernelConfig | None
     verdict: str  # a sentence
-    top: tuple[Timed, ...]  # the fastest configs and the winner, with or without the committed one
-    measured: int  # configs
-    failed: int  # that did not compile, did not fit, or gave other results
+    top: tuple[Timed, ...]  # the fastest configs, including the winner
+    measured: int  # number of configs
+    failed: int  # configs that did not compile, did not fit, or gave wrong results
 
 
 class TunedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -108,75 +108,75 @@ class TunedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     stamp: Stamp
     commit: str | None
     results: tuple[Result, ...] = ()
-    thresholds: dict[Way, Threshold] = {}  # sel_triton_min_L, where it was measured
-    costs: Costs | None = None  # of the ways that were measured whole
+    thresholds: dict[Way, Threshold] = {}  # sel_triton_min_L of the measured directions
+    costs: Costs | None = None  # of the completely measured directions
 
 
-class Table(NamedTuple):
-    """The kernel configs of one file by shape, direction and kernel, its thresholds and its costs."""
+class TunedTable(NamedTuple):
+    """The kernel configs of one file by shape, direction and kernel, with its thresholds and costs."""
 
     name: str  # of the file, without its folder
     fingerprint: str
     data: bytes
     kernels: dict[tuple[Shape, Way], dict[str, KernelConfig]]
-    min_length: dict[Way, int]  # of the directions where it is decided
+    min_length: dict[Way, int]  # of the directions with a threshold
     costs: Costs | None
 
 
 def class_of_heads(h: int) -> int:
-    """h rounded up to a power of two, at most `MOST_HEADS`."""
-    return min(MOST_HEADS, 1 << (h - 1).bit_length())
+    """Return h rounded up to a power of two, at most `MAX_HEADS`."""
+    return min(MAX_HEADS, 1 << (h - 1).bit_length())
 
 
 def bucket_of_length(L: int) -> int:
-    """L rounded up to a power of two, from `LEAST_LENGTH` to `MOST_LENGTH`."""
-    return min(MOST_LENGTH, max(LEAST_LENGTH, 1 << (max(1, L) - 1).bit_length()))
+    """Return L rounded up to a power of two, clamped to `MIN_LENGTH` and `MAX_LENGTH`."""
+    return min(MAX_LENGTH, max(MIN_LENGTH, 1 << (max(1, L) - 1).bit_length()))
 
 
 def shape_of(request: Request) -> Shape:
-    """Return the classes of a request."""
+    """Return the shape class of a request."""
     return request.Dk, request.Dv, class_of_heads(request.h), bucket_of_length(request.length), request.dtype
 
 
-NO_FOLDER = f"a folder to keep tuning and compiled kernels in, as {CACHE_FLAG}, XDG_CACHE_HOME or a home directory give one"
+CACHE_FOLDERS = f"a folder for tuning results and compiled kernels: {CACHE_FLAG}, XDG_CACHE_HOME or a home directory"
 
 
 def cache_folder() -> Path | None:
-    """The folder of tuning results: NSA_SEL_CACHE, else nsa-sel in XDG_CACHE_HOME, else ~/.cache/nsa-sel.
+    """Return the cache folder: NSA_SEL_CACHE, else nsa-sel in XDG_CACHE_HOME, else ~/.cache/nsa-sel.
 
     Returns:
-        The folder, or None where the user has no home; that is reported once.
+        The folder, or None with one warning if the user has no home directory.
     """
     own = os.environ.get(CACHE_FLAG)
     if own:
         return Path(own)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nsa-sel"
-    except RuntimeError:  # neither HOME nor an entry in the list of users
+    except RuntimeError:  # neither HOME nor an entry in the user database
         if ("", "no folder") not in _reported:
             _reported.add(("", "no folder"))
-            warn(f"nothing is kept on disk, for want of {NO_FOLDER}: set {CACHE_FLAG}")
+            warn(f"nothing is cached on disk. It needs {CACHE_FOLDERS}; set {CACHE_FLAG}")
         return None
 
 
 def file_of(stamp: Stamp) -> Path:
-    """The file of one environment.
+    """Return the path of the file for one environment.
 
     Raises:
-        ConfigError: where there is no cache folder.
+        ConfigError: there is no cache folder.
     """
     folder = cache_folder()
     if folder is None:
-        raise ConfigError("the cache folder", None, NO_FOLDER, f"set {CACHE_FLAG}")
-    return folder / "tuned" / f"{_stem(stamp.device, stamp.sm)}-{stamp.digest()}.json"
+        raise ConfigError("the cache folder", None, CACHE_FOLDERS, f"set {CACHE_FLAG}")
+    return folder / "tuned" / f"{_file_prefix(stamp.device, stamp.sm)}-{stamp.digest()}.json"
 
 
-def _stem(name: str, sm: int | None) -> str:
+def _file_prefix(name: str, sm: int | None) -> str:
     return f"{re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')}-sm{sm or 0}"
 
 
 def stamp_of(device: DeviceInfo) -> Stamp:
-    """The environment of this process on `device`."""
+    """Return the environment of this process on `device`."""
     return Stamp(
         device=device.name, sm=device.sm, driver=_driver() if device.kind == "cuda" else None, torch=version_of("torch"),
         triton=version_of("triton"), nsa_sel=__version__, kernels=_kernels(),
@@ -186,11 +186,11 @@ def stamp_of(device: DeviceInfo) -> Stamp:
 @functools.cache
 def _driver() -> str | None:
     try:
-        found = re.search(r"Module\D*?\s(\d+\.[\d.]+)", Path("/proc/driver/nvidia/version").read_text())
-        if found:
-            return found[1]
+        match = re.search(r"Module\D*?\s(\d+\.[\d.]+)", Path("/proc/driver/nvidia/version").read_text())
+        if match:
+            return match[1]
     except OSError:
-        pass  # a container may hide it
+        pass  # a container may hide the file
     command = ("nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader")
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip() or None
@@ -200,7 +200,7 @@ def _driver() -> str | None:
 
 @functools.cache
 def version_of(package: str) -> str | None:
-    """Of an installed package."""
+    """Return the version of a package, or None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -219,39 +219,46 @@ def _kernels() -> str:
     return digest.hexdigest()[:16]
 
 
-def parse(data: bytes, name: str) -> tuple[TunedFile, Table]:
-    """A file's content.
+def parse(data: bytes, name: str) -> tuple[TunedFile, TunedTable]:
+    """Parse and check the content of a file.
+
+    Args:
+        data: JSON.
+        name: the file's name.
+
+    Returns:
+        The whole content, and the values that calls use.
 
     Raises:
-        ConfigError: naming the field with a bad value.
+        ConfigError: with the name of the bad field.
     """
     try:
         file = msgspec.json.decode(data, type=TunedFile)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(name, str(error), "what `nsa-sel tune` wrote", ANEW) from error
+        raise ConfigError(name, str(error), "a file written by `nsa-sel tune`", RETUNE) from error
     committed = shipped_configs()["base.yaml"].kernels
     kernels: dict[tuple[Shape, Way], dict[str, KernelConfig]] = {}
     for result in file.results:
         if result.kernel not in committed:
-            raise ConfigError(name, result.kernel, ", ".join(committed), ANEW)
+            raise ConfigError(name, result.kernel, ", ".join(committed), RETUNE)
         if result.winner is not None:
-            check_kernel(name, result.kernel, result.winner, ANEW)
+            check_kernel(name, result.kernel, result.winner, RETUNE)
             kernels.setdefault((result.key.shape, result.key.way), {})[result.kernel] = result.winner
-    min_length = {way: found.value for way, found in file.thresholds.items() if found.value is not None}
+    min_length = {way: threshold.value for way, threshold in file.thresholds.items() if threshold.value is not None}
     if file.costs is not None:
-        check_costs(name, file.costs, ANEW)
-    return file, Table(name, hashlib.sha256(data).hexdigest()[:12], data, kernels, min_length, file.costs)
+        check_costs(name, file.costs, RETUNE)
+    return file, TunedTable(name, hashlib.sha256(data).hexdigest()[:12], data, kernels, min_length, file.costs)
 
 
-_tables: dict[tuple[DeviceInfo, Path], Table | None] = {}
-_shared: dict[DeviceInfo, Table | None] | None = None  # by sync_tuning: the same on all ranks
+_tables: dict[tuple[DeviceInfo, Path], TunedTable | None] = {}
+_shared: dict[DeviceInfo, TunedTable | None] | None = None  # set by sync_tuning: the same on all ranks
 _reported: set[tuple[str, str]] = set()
 generation = 0  # number of changes to what `in_force` returns; cached decisions depend on it
-any_table = False  # whether a table was found: only then does a call look whether the job is distributed
+any_table = False  # True once a table was found; only then must a call check whether the job is distributed
 
 
-def read(device: DeviceInfo) -> Table | None:
-    """This machine's table for `device`, cached; None where there is none for this environment."""
+def read(device: DeviceInfo) -> TunedTable | None:
+    """Return this machine's table for `device` and this environment, cached. None if there is no such file."""
     global any_table
     if device.kind != "cuda" and not device.triton_interpret:
         return None
@@ -265,10 +272,10 @@ def read(device: DeviceInfo) -> Table | None:
     return _tables[key]
 
 
-def _read(device: DeviceInfo, folder: Path) -> Table | None:
+def _read(device: DeviceInfo, folder: Path) -> TunedTable | None:
     file = folder
     try:
-        files = list(folder.glob(f"{_stem(device.name, device.sm)}-{'?' * 12}.json"))
+        files = list(folder.glob(f"{_file_prefix(device.name, device.sm)}-{'?' * 12}.json"))
         if not files:
             return None
         stamp = stamp_of(device)
@@ -282,19 +289,20 @@ def _read(device: DeviceInfo, folder: Path) -> Table | None:
                 thresholds=table.min_length, costs=sorted(table.costs.models) if table.costs else [], stamp=content.stamp,
             )  # fmt: skip
             return table
-        words = f"measured in another environment: {'; '.join(differing)}. Run `nsa-sel tune` here, or remove the file"
-        _ignore(file, "environment", words)
+        _ignore(
+            file, "environment", f"measured in another environment: {'; '.join(differing)}. Run `nsa-sel tune` here, or remove the file"
+        )
     except ConfigError as error:
         _ignore(file, "corrupt", str(error))
     except private.Untrusted as error:
         _ignore(file, "unreadable", str(error.strerror))
     except OSError as error:
-        _ignore(file, "unreadable", f"{error.strerror}: mend the file's permissions")
+        _ignore(file, "unreadable", f"{error.strerror}: correct the file's permissions")
     return None
 
 
 def _ignore(file: Path | str, why: str, words: str) -> None:
-    """Report once per process that the committed kernel configs are used, and why."""
+    """Report once per process that a file is ignored, with the reason and the remedy (`words`)."""
     if (str(file), why) not in _reported:
         _reported.add((str(file), why))
         events.emit("sel.tuned.ignored", logging.WARNING, file=str(file), why=why, words=words)
@@ -302,16 +310,16 @@ def _ignore(file: Path | str, why: str, words: str) -> None:
 
 
 def distributed() -> bool:
-    """Whether this process is one of several ranks. Does not import torch."""
+    """Return True if this process is one of several ranks. Does not import torch."""
     dist = sys.modules.get("torch.distributed")
     return dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def in_force(device: DeviceInfo) -> Table | None:
-    """The table for calls on `device`. In a distributed job it is the one that `nsa_sel.sync_tuning()` shared, and none before that.
+def in_force(device: DeviceInfo) -> TunedTable | None:
+    """Return the table for calls on `device`. In a distributed job, only `nsa_sel.sync_tuning()` provides one.
 
-    Sharing at the first call would hang a job in which some rank makes no call; ranks with kernel configs of their own would differ
-    in the last digits and in speed.
+    Sharing at the first call would hang a job in which some rank makes no call. Ranks with different kernel configs would differ in the
+    last bits and in speed.
     """
     if not distributed():
         return read(device)
@@ -319,12 +327,16 @@ def in_force(device: DeviceInfo) -> Table | None:
         return _shared.get(device)
     table = read(device)
     if table is not None:
-        _ignore(table.name, "distributed", "ranks must use the same configs; call nsa_sel.sync_tuning() on every rank to use rank 0's")
+        _ignore(
+            table.name,
+            "distributed",
+            "all ranks must use the same configs: call nsa_sel.sync_tuning() on every rank to use those of rank 0",
+        )
     return None
 
 
-def share(device: DeviceInfo, table: Table | None) -> None:
-    """Use `table`, on which all ranks agreed, on `device` in this distributed job."""
+def share(device: DeviceInfo, table: TunedTable | None) -> None:
+    """Use `table` on `device` in this distributed job. All ranks must pass the same table."""
     global _shared, generation, any_table
     _shared = {**(_shared or {}), device: table}
     generation += 1
@@ -332,7 +344,7 @@ def share(device: DeviceInfo, table: Table | None) -> None:
 
 
 def forget() -> None:
-    """Read files anew, and forget what was shared and reported."""
+    """Drop tables, shared tables and the memory of reports, so that files are read again."""
     global _shared, generation, any_table
     _tables.clear()
     _reported.clear()
@@ -341,28 +353,33 @@ def forget() -> None:
 
 
 def apply(settings: Settings, request: Request, device: DeviceInfo) -> Settings:
-    """The settings for calls like `request`, with the user's own tuning where it is in force.
+    """Return the settings for calls like `request`, including the user's tuning results.
 
-    The values of the file that NSA_SEL_CONFIG names stay, and so do overrides by flags (`Settings.kernel`).
+    Values of the file named by NSA_SEL_CONFIG and of flags take precedence over tuning results.
+
+    Args:
+        settings: the settings without tuning results.
+        request: the call.
+        device: its device.
     """
     table = None if settings.autotune == "off" else in_force(device)
     if table is None:
         return settings
-    shape, held, origin = shape_of(request), settings.config_file, f"tuned: {table.name} {table.fingerprint}"
+    shape, origin = shape_of(request), f"tuned: {table.name} {table.fingerprint}"
 
-    def free(field: str, *flags: str) -> bool:
+    def may_override(field: str, *flags: str) -> bool:
         source = settings.sources.get(field)
-        return source is None or source not in (held, *flags)
+        return source is None or source not in (settings.config_file, *flags)
 
     forward: Way = "decode" if request.S == 1 else "forward"
     own = {**table.kernels.get((shape, forward), {}), **table.kernels.get((shape, "backward"), {})}
-    own = {kernel: config for kernel, config in own.items() if free(f"kernels.{kernel}")}
+    own = {kernel: config for kernel, config in own.items() if may_override(f"kernels.{kernel}")}
     sources = {**settings.sources, **{f"kernels.{kernel}": origin for kernel in own}}
     min_length, costs = settings.sel_triton_min_L, settings.costs
-    if table.min_length and free("sel_triton_min_L", "NSA_SEL_TRITON_MIN_L"):
+    if table.min_length and may_override("sel_triton_min_L", "NSA_SEL_TRITON_MIN_L"):
         min_length, sources["sel_triton_min_L"] = by_way(table.min_length, min_length), origin
-    if table.costs is not None and free("costs"):
-        costs, others = _over(table.costs, costs)
+    if table.costs is not None and may_override("costs"):
+        costs, others = _merge_costs(table.costs, costs)
         sources["costs"] = origin + (f"; {', '.join(others)}: {settings.sources.get('costs', 'built-in')}" if others else "")
     return msgspec.structs.replace(
         settings, kernels={**settings.kernels, **own}, sel_triton_min_L=min_length, costs=costs, tuned=origin, sources=sources,
@@ -370,10 +387,10 @@ def apply(settings: Settings, request: Request, device: DeviceInfo) -> Settings:
     )  # fmt: skip
 
 
-def _over(own: Costs, before: Costs | None) -> tuple[Costs, list[str]]:
-    """The user's costs, completed by those of a profile for the phases that the user's leave out, which are named.
+def _merge_costs(own: Costs, before: Costs | None) -> tuple[Costs, list[str]]:
+    """Add a profile's cost models to the user's, for the phases without a model of the user. Return the costs and those phases.
 
-    Predictions are compared within a phase (`Request.phase`): all its models are from one machine.
+    Predictions are compared within a phase (`Request.phase`), so all models of a phase must come from one machine.
     """
     ways = {name.rpartition("/")[2] for name in own.models}
     rest = {name: model for name, model in before.models.items() if name.rpartition("/")[2] not in ways} if before else {}

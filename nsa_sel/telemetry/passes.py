@@ -1,4 +1,4 @@
-"""What the NSA_DEBUG_* flags record of one pass of a backend: its time, the keys it reads, its estimated work, an NVTX range."""
+"""Record one pass of a backend for the NSA_DEBUG_* flags: its time, the keys it reads, its estimated work, an NVTX range."""
 
 from __future__ import annotations
 
@@ -14,12 +14,22 @@ from nsa_sel.telemetry import events
 
 T = TypeVar("T")
 LoadedKeys = Callable[[Call, int, bool], int]  # see BackendModule
-Source = Literal["counted", "measured", "bound"]  # of a number of keys: by NSA_DEBUG_TRITON, by Selection.measure(), from static facts
+Source = Literal["counted", "measured", "bound"]  # how keys were counted: by NSA_DEBUG_TRITON, by Selection.measure(), statically
 
 
 def recorded(call: Call | ChooseCall, backend: str, direction: str, loads: LoadedKeys | None, work: Callable[[], T]) -> T:
-    """What `work`, one pass of `backend`, returns; with the events, counters and the NVTX range that the call's settings ask for: called
-    where `Settings.traced` or debug_nvtx is set. loads: the backend's `loaded_keys`."""
+    """Run one pass of a backend with the events, counters and NVTX range that the call's settings ask for.
+
+    Args:
+        call: the call. Its settings have `traced` or `debug_nvtx` set.
+        backend: the backend's name.
+        direction: "forward" or "backward".
+        loads: the backend's `loaded_keys`.
+        work: runs the pass.
+
+    Returns:
+        The result of `work`.
+    """
     timed, device = call.timed(), call.q.device.type
     nvtx = call.settings.debug_nvtx and call.q.is_cuda
     started = events.now(device) if timed else 0.0
@@ -29,22 +39,26 @@ def recorded(call: Call | ChooseCall, backend: str, direction: str, loads: Loade
     if seconds is not None:
         events.emit("sel.timing", backend=backend, direction=direction, ms=seconds * 1e3)
     if isinstance(call, Call) and call.settings.traced:
-        (_tell_forward if direction == "forward" else _tell_backward)(call, backend, loads, seconds)
+        if direction == "forward":
+            _record_forward(call, backend, loads)
+        else:
+            _record_backward(call, backend, seconds)
     return result
 
 
 def keys_read(call: Call, count: bool) -> tuple[int, Source]:
-    """The number of keys that all rows [B,S,G] of the call select after the causal clamp, and its source.
+    """Return the number of keys that all rows [B,S,G] of a call select after the causal clamp, and the source of the number.
 
     Args:
-        count: read the ranges, which synchronises the device; the result is cached with the selection.
+        call: the call.
+        count: read the ranges, which synchronizes the device. The result is cached with the selection.
 
     Returns:
-        The sum over rows, and "counted" or "measured" (by `Selection.measure(S_kv)`) where it is exact; "bound" where every row is taken
-        to select as many keys as it may.
+        The sum over rows. The source is "counted" or "measured" (by `Selection.measure(S_kv)`) if the sum is exact, and "bound" if every
+        row is assumed to select as many keys as its static limits allow.
     """
     selection, S_kv = call.selection, call.S_kv
-    elsewhere = call.q_pos is not None or call.lengths is not None  # rows are not at the default positions
+    own_positions = call.q_pos is not None or call.lengths is not None  # rows are not at the default positions
     B, S, G = call.q.shape[:3]
     if count and not call.capturing():
 
@@ -53,20 +67,20 @@ def keys_read(call: Call, count: bool) -> tuple[int, Source]:
             return int((end - start).sum())
 
         return selection.plan(("keys read", S_kv), total, call.q_pos, call.lengths), "counted"
-    measured = None if elsewhere else selection.total_length(S_kv)
+    measured = None if own_positions else selection.total_length(S_kv)
     if measured is not None:
         return measured, "measured"
     most = selection.length_bound(S_kv)
-    if elsewhere:
+    if own_positions:
         return B * S * G * most, "bound"
-    short = max(0, min(S, most - (S_kv - S)))  # rows that see fewer keys than `most`: S_kv - S + 1, S_kv - S + 2 ...
+    short = max(0, min(S, most - (S_kv - S)))  # rows that can select fewer keys than `most`: S_kv - S + 1, S_kv - S + 2, ...
     return B * G * (short * (S_kv - S) + short * (short + 1) // 2 + (S - short) * most), "bound"
 
 
-def _tell_forward(call: Call, backend: str, loads: LoadedKeys | None, seconds: float | None) -> None:
-    """Event and counters of a forward pass: what its rows select, and what this backend loads of it.
+def _record_forward(call: Call, backend: str, loads: LoadedKeys | None) -> None:
+    """Emit the event and counters of a forward pass: the keys that its rows select, and the keys that this backend loads.
 
-    Counted are two products for each (row, head, key), K and V as loaded, and q and o once.
+    FLOPs: two products for each (row, head, key). Bytes: K and V as loaded, q and o once.
     """
     tokens, source = keys_read(call, call.settings.debug_triton)
     (B, S, G, h, Dk), Dv = call.q.shape, call.v.shape[3]
@@ -81,11 +95,11 @@ def _tell_forward(call: Call, backend: str, loads: LoadedKeys | None, seconds: f
     events.count("flops", backend, "forward", by=2 * tokens * h * (Dk + Dv))
 
 
-def _tell_backward(call: Call, backend: str, loads: LoadedKeys | None, seconds: float | None) -> None:
-    """An estimate of the work that any backward pass has, not a count of what this backend does.
+def _record_backward(call: Call, backend: str, seconds: float | None) -> None:
+    """Emit an estimate of the minimum work of a backward pass, whatever the backend.
 
-    FLOPs: five products for each (row, head, key): logits, do.v, and the shares of dq, dk, dv. Bytes: selected K and V once a row
-    and group; q, o, do and dq once; dk and dv once.
+    FLOPs: five products for each (row, head, key): logits, do.v, dq, dk and dv. Bytes: selected K and V once per row and group; q, o, do
+    and dq once; dk and dv once.
     """
     keys, source = keys_read(call, call.settings.debug_triton)
     h, Dk = call.q.shape[3:]

@@ -1,4 +1,4 @@
-"""Where events go: the target of NSA_DEBUG_LOG, or the user's own `log_to`."""
+"""The destination of events: the target of NSA_DEBUG_LOG, or of the user's own `log_to`."""
 
 from __future__ import annotations
 
@@ -16,35 +16,34 @@ from nsa_sel.telemetry.log import JsonLines
 
 _lock = forks.lock()
 _handler: logging.Handler | None = None
-_level = logging.NOTSET  # the logger's level before `_handler` was added
+_handler_from_flag = False  # True if NSA_DEBUG_LOG or another flag added `_handler`, False if `log_to` did
+_level_before = logging.NOTSET  # the logger's level before `_handler` was added
 followed: str | None = None  # the target in the settings of the last call
-_following = False  # whether `_handler` was added because of these settings
 
 
 class LogFile(logging.FileHandler):
-    """Appends to a file. It never waits: opening a FIFO that nobody reads is an error."""
+    """Append to a file. Opening never blocks: a FIFO without a reader is an error."""
 
     def _open(self) -> Any:
-        return open(self.baseFilename, "a", encoding="utf-8", opener=_opener)
+        def opener(path: str, flags: int) -> int:
+            descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+            os.set_blocking(descriptor, True)
+            if os.fstat(descriptor).st_size:  # a crashed process may have left its last line without a newline
+                os.write(descriptor, b"\n")
+            return descriptor
 
-
-def _opener(path: str, flags: int) -> int:
-    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
-    os.set_blocking(descriptor, True)
-    if os.fstat(descriptor).st_size:  # a process that crashed may have left its last line without an end
-        os.write(descriptor, b"\n")
-    return descriptor
+        return open(self.baseFilename, "a", encoding="utf-8", opener=opener)
 
 
 def log_to(target: str | None) -> None:
     """Write events as JSON lines.
 
     Args:
-        target: "stderr", or a file, to which lines are appended. None stops writing.
+        target: "stderr", or the name of a file to append to. None stops writing.
 
     Raises:
-        ArgumentError: for what is no name.
-        ConfigError: for a file that can't be written.
+        ArgumentError: `target` is not a name.
+        ConfigError: the file cannot be written.
     """
     if not isinstance(target, str | os.PathLike | None):
         raise ArgumentError("target", shown(target), '"stderr", the name of a file, or None', "pass one of these")
@@ -52,8 +51,8 @@ def log_to(target: str | None) -> None:
 
 
 def _write_to(target: str | None, source: str) -> None:
-    """`log_to`, of a target that the flag or argument `source` names. Where opening it fails, the previous target stays."""
-    global _handler, _level, _following
+    """Replace the handler. source: the flag or argument that names the target. If opening fails, the previous handler stays."""
+    global _handler, _level_before, _handler_from_flag
     with _lock:
         try:
             handler: logging.Handler | None = None
@@ -61,35 +60,32 @@ def _write_to(target: str | None, source: str) -> None:
                 handler = logging.StreamHandler(sys.stderr) if target == "stderr" else LogFile(target)
         except OSError as error:
             allowed = f"stderr or a file that can be written; writing this one: {error.strerror}"
-            raise ConfigError(source, target, allowed, "mend the path") from error
+            raise ConfigError(source, target, allowed, "correct the path") from error
         if _handler is not None:
             LOGGER.removeHandler(_handler)
-            LOGGER.setLevel(_level)
+            LOGGER.setLevel(_level_before)
             _handler.close()
-        _handler, _following = handler, False
+        _handler, _handler_from_flag = handler, False
         if handler is not None:
             handler.setFormatter(JsonLines())
             LOGGER.addHandler(handler)
-            _level = LOGGER.level
+            _level_before = LOGGER.level
             LOGGER.setLevel(logging.INFO)
 
 
 def follow(settings: Settings) -> None:
-    """Write events to the target of NSA_DEBUG_LOG, where it differs from the last call's; the user's own `log_to` is left alone.
+    """Write events to the target of NSA_DEBUG_LOG if it changed since the last call. A target set by `log_to` stays.
 
-    Where the flag is unset and another flag asks for events, they go to stderr, unless a handler takes them already.
+    If the flag is unset and another flag asks for events, they go to stderr, unless another handler already receives them.
     """
-    global followed, _following
+    global followed, _handler_from_flag
     target = settings.debug_log
     if target == followed:
         return
     implied = target is None or settings.sources.get("debug_log") != LOG_FLAG
-    if not implied or _following or (target is not None and not _has_handler()):
-        _write_to(target, LOG_FLAG)  # may raise: then the next call tries again
-        _following = target is not None
-    followed = target
-
-
-def _has_handler() -> bool:
     handlers = [*LOGGER.handlers, *(logging.getLogger().handlers if LOGGER.propagate else ())]
-    return listening() and not all(isinstance(handler, logging.NullHandler) for handler in handlers)
+    handled = listening() and not all(isinstance(handler, logging.NullHandler) for handler in handlers)
+    if not implied or _handler_from_flag or (target is not None and not handled):
+        _write_to(target, LOG_FLAG)  # may raise; the next call then tries again
+        _handler_from_flag = target is not None
+    followed = target

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_sel import NSACache, NSAttention, compressed_attention
-from nsa_sel.caching import numbers, prefill, step
+from nsa_sel import NSACache, NSAttention
+from nsa_sel.caching import prefill, step_tensors
 from nsa_sel.caching.pools import Pools
 from nsa_sel.caching.step import CacheStep
-from nsa_sel.core.choose import over_pages
 from nsa_sel.errors import ArgumentError, BackendError, CacheFull
 from nsa_sel.quantize import STORED
 from tests.helpers.graphs import captured, no_waiting, replayed
@@ -65,7 +64,7 @@ def test_chunks_of_any_size_equal_the_prefill(name: str, page_size: int) -> None
 @pytest.mark.parametrize("name", SIZES)
 def test_long_chunks_run_as_a_prefill(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of one length, by the kernels of a prefill; of other lengths, or with room for a graph, over pages."""
-    monkeypatch.setattr(prefill, "LEAST_ROWS", 5)
+    monkeypatch.setattr(prefill, "MIN_ROWS", 5)
     model = Model([make_layer(name), make_layer(name)], 40, 8)
     x = hidden(model, 2, 60)
     wanted, cache, ran = model.prefill(x), model.cache, list[int]()
@@ -80,13 +79,6 @@ def test_long_chunks_run_as_a_prefill(name: str, monkeypatch: pytest.MonkeyPatch
     close(model, torch.cat((first[1], rest[1])), wanted[1])
     close(model, model.step([a], [x[0, 49:]], room=64)[0], wanted[0, 49:])
     assert ran[6:] == [20, 20, 31, 31]
-
-
-@pytest.mark.usefixtures("cheapest_backend")
-def test_token_by_token_in_float32() -> None:
-    model = Model([make_layer("mlp", torch.float32)], 16, 8)
-    x = hidden(model, 1, 45)
-    close(model, in_chunks(model, x, [1] * 45), model.prefill(x))
 
 
 @pytest.mark.usefixtures("cheapest_backend")
@@ -110,7 +102,7 @@ def test_random_batches_drafts_and_forks(fp8: bool) -> None:
             close(model, found.pop(a), model.prefill(tokens.pop(a)[None])[0])
         elif what < 0.42:
             a = chance.choice(living)
-            length = chance.randint(cache._of(a).shortest(), cache.length(a))
+            length = chance.randint(cache._of(a).min_length(), cache.length(a))
             cache.truncate(a, length)
             tokens[a], found[a] = tokens[a][:length], found[a][:length]
         else:
@@ -147,27 +139,6 @@ def test_a_cache_that_is_full_changes_nothing() -> None:
     assert cache.length(a) == cache.length(b) == 20
     cache.free(b)
     close(model, torch.cat((first, model.step([a], [x[0, 20:]])[0]))[None], model.prefill(x))
-
-
-@pytest.mark.usefixtures("cheapest_backend")
-def test_the_same_blocks_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32, token by token, as in the prefill; the cached call pads none and reads no page of NaN."""
-    layer = make_layer("mlp", torch.float32, n=3)
-    model, chosen = Model([layer], 12, 8), list[Tensor]()
-
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        o, lse, ranges = over_pages(*args, **kwargs)
-        chosen.append(ranges)
-        return o, lse, ranges
-
-    monkeypatch.setattr(step, "over_pages", recorded)
-    x = hidden(model, 1, 70)
-    in_chunks(model, x, [20] + [1] * 50)
-    q = layer.q(x).unflatten(-1, (2, 2, 4))
-    k, v = (layer.kv(x).unflatten(-1, (2, -1))[..., at : at + 4] for at in (0, 4))
-    _, whole = compressed_attention(q, layer.compress_k(k), layer.compress_v(v), **layer.rule._asdict())
-    assert torch.equal(torch.cat(chosen, 1), whole.ranges)
-    assert bool((whole.ranges[:, :16, :, -1] == 0).all())  # where fewer blocks are visible
 
 
 @pytest.mark.usefixtures("cheapest_backend")
@@ -278,7 +249,7 @@ WRONG_CALLS: dict[str, tuple[Callable[[NSACache, int], object], str]] = {
     "below zero": (lambda cache, a: cache.truncate(a, -1), "length is -1"),
     "no such layer": (lambda cache, a: cache.step([a])[1], "layer is 1; allowed: 0 to 0"),
     "a prefill as into": (
-        lambda cache, a: cache.step([a], into=cache.step([cache.open()], prefill.LEAST_ROWS)),
+        lambda cache, a: cache.step([a], into=cache.step([cache.open()], prefill.MIN_ROWS)),
         "into is of sequences of 64 keys; allowed: a step made with room=",
     ),
     "room and into": (lambda cache, a: cache.step([a], room=64, into=cache.step([a])), "into is of 1 sequences"),
@@ -346,7 +317,7 @@ def test_a_step_out_of_memory_changes_nothing(part: str, monkeypatch: pytest.Mon
 
     before = cache.free_pages, cache.free_window_pages, cache.held_pages([a]), cache.held_pages([b])
     with monkeypatch.context() as patch:
-        patch.setattr(*((numbers, "buffer") if part == "buffer" else (Pools, "copy")), fail)
+        patch.setattr(*((step_tensors, "allocate") if part == "buffer" else (Pools, "copy")), fail)
         with pytest.raises(torch.OutOfMemoryError):
             cache.step([b], 9)
     assert (cache.length(b), (cache.free_pages, cache.free_window_pages, cache.held_pages([a]), cache.held_pages([b]))) == (12, before)

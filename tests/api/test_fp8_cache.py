@@ -37,7 +37,7 @@ def test_stored_numbers_are_the_nearest(scale: float) -> None:
 @pytest.mark.parametrize("name", ["mlp", "mean"])
 def test_layers_attend_to_what_is_stored(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks, token by token, and as a prefill does: within twice the error of a float32 layer with the same numbers."""
-    monkeypatch.setattr(prefill, "LEAST_ROWS", 9)
+    monkeypatch.setattr(prefill, "MIN_ROWS", 9)
     layer = short_numbers(make_layer(name, torch.float32))
     x = few_bits(torch.randn(2, 45, layer.width))
     heads = 1 + torch.arange(layer.groups)[None]

@@ -52,11 +52,11 @@ def modules(device: str, dtype: torch.dtype) -> tuple[BlockMLP, BlockMLP]:
 def test_append_writes_every_key_to_its_page(device: str) -> None:
     cache, step, keys = new_tokens(device, torch.float16, [1, 3, 2, 0])
     wanted = [x.clone() for x in step.pools]
-    slots = (step.at.recent_slot,) * 2 + (step.at.slot,) * 2 + (step.at.recent_slot,) * 2
+    slots = (step.tensors.recent_slot,) * 2 + (step.tensors.slot,) * 2 + (step.tensors.recent_slot,) * 2
     for i, slot, y in zip((6, 7, 0, 1, 4, 5), slots, keys, strict=True):
         extend.put(wanted[i], slot, y)
     to = step.pools
-    cache_kernels.append(keys, (to.k_raw, to.v_raw, to.k, to.v, to.k_win, to.v_win), step.at.slot, step.at.recent_slot)
+    cache_kernels.append(keys, (to.k_raw, to.v_raw, to.k, to.v, to.k_win, to.v_win), step.tensors.slot, step.tensors.recent_slot)
     for mine, right in zip(to, wanted, strict=True):
         torch.testing.assert_close(mine[:-1], right[:-1], rtol=0, atol=0, equal_nan=True)  # nobody reads the last page
 
@@ -102,21 +102,21 @@ def test_append_quantizes_with_the_bits_of_a_cpu(dtype: torch.dtype) -> None:
 def test_compressed_keys_are_those_of_the_mlp(device: str, dtype: torch.dtype, tokens: list[int]) -> None:
     """Within twice the error of the module in the same precision, from float64; nothing else is written. New keys are not in pages yet."""
     cache, step, keys = new_tokens(device, dtype, tokens)
-    extend.append(step.pools, step.at, [torch.full_like(x, math.nan) for x in keys])
+    extend.append(step.pools, step.tensors, [torch.full_like(x, math.nan) for x in keys])
     before = [x.clone() for x in step.pools]
-    placed = step.at.compressed_slot < 24 * 2
+    placed = step.tensors.compressed_slot < 24 * 2
     assert bool(placed.any())
     assert not bool(placed.all())
     both = modules(device, dtype)
     of_k, of_v = (tuple(x if x is None else x.detach() for x in module.weights()) for module in both)
     raw, to = step.pools[6:], step.pools[2:4]
-    compress_kernels.compress(raw, keys[:2], step.at.covered, step.at.fresh, step.at.compressed_slot, of_k, of_v, to, 4)
-    extend.append(step.pools, step.at, keys)
-    slots = step.at.compressed_slot[placed]
+    compress_kernels.compress(raw, keys[:2], step.tensors.covered, step.tensors.first_new, step.tensors.compressed_slot, of_k, of_v, to, 4)
+    extend.append(step.pools, step.tensors, keys)
+    slots = step.tensors.compressed_slot[placed]
     rest = torch.ones(len(to[0].flatten(0, 1)), dtype=torch.bool, device=device).index_fill_(0, slots, False)
     for y, mine, clean, module in zip(raw, to, before[2:4], both, strict=True):
-        plain = module(extend.covered(y, step.at)).transpose(1, 2)[placed].detach()
-        exact = module.double()(extend.covered(y, step.at).double()).transpose(1, 2)[placed].detach()
+        plain = module(extend.covered(y, step.tensors)).transpose(1, 2)[placed].detach()
+        exact = module.double()(extend.covered(y, step.tensors).double()).transpose(1, 2)[placed].detach()
         assert_within_twice_baseline(mine.flatten(0, 1)[slots], exact, plain)
         torch.testing.assert_close(mine.flatten(0, 1)[rest], clean.flatten(0, 1)[rest], rtol=0, atol=0, equal_nan=True)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import zlib
 from typing import Any
 
@@ -114,18 +113,6 @@ def test_a_prompt_is_prefilled_in_chunks_beside_the_decoding_of_others() -> None
     assert (them.running, them.cache.free_pages) == ([], 32)
 
 
-def test_short_prompts_are_prefilled_together() -> None:
-    them = scheduler(chunk=16)
-    requests = [asked(prompt, 2) for prompt in (b"four", b"two", b"3", b"third", b"1234567890")]
-    for request, _ in requests[:4]:
-        them.queue.submit(request)
-    them.step()  # the byte of "3" by itself, "four" and "two" together; "third" is longer than a fourth of 16
-    assert them.cache.steps == [(1, 1), (2, 4)]
-    them.queue.submit(requests[4][0])
-    finish(them)
-    assert [events for _, events in requests] == [[*completion(request.prompt, 2), done()] for request, _ in requests]
-
-
 def test_pages_that_run_out_are_taken_from_the_youngest_and_nothing_is_lost() -> None:
     them = scheduler(pages=5)
     requests = [asked(prompt, 8) for prompt in (b"old.", b"mid.", b"new.")]
@@ -135,7 +122,7 @@ def test_pages_that_run_out_are_taken_from_the_youngest_and_nothing_is_lost() ->
     while them.running or them.queue.waiting:
         them.step()
         order += [request.prompt for request, events in requests if done() in events and request.prompt not in order]
-    assert them.put_back >= 2
+    assert them.preempted >= 2
     assert order == [b"old.", b"mid.", b"new."]
     assert [events for _, events in requests] == [[*completion(request.prompt, 8), done()] for request, _ in requests]
 
@@ -164,7 +151,7 @@ def test_random_requests_and_cancellations_lose_nothing(seed: int) -> None:
         captured = (
             (them.limits.running, 1),
             (1, chunk),
-            (scheduling.TOGETHER, chunk // scheduling.TOGETHER),
+            (scheduling.PREFILL_BATCH, chunk // scheduling.PREFILL_BATCH),
         )  # sizes of an engine's graphs
         assert all(any(batch <= most and size <= rows for most, rows in captured) for batch, size in steps)
         assert sum(size > 1 for _, size in steps) <= 1
@@ -205,32 +192,6 @@ def test_a_prompt_that_begins_as_another_is_prefilled_from_there(first: bytes, l
             assert (them.prefixes.hits, them.prefixes.saved) == (saved > 0, saved) if not number else them.prefixes.saved >= 2 * saved
 
 
-def test_a_chat_shares_its_earlier_turns() -> None:
-    them = scheduler(pages=64, prefixes=99)
-    text = b"question"
-    for turn in range(3):
-        request, events = asked(text, 5)
-        them.queue.submit(request)
-        before = them.prefixes.saved
-        finish(them)
-        assert events == [*completion(text, 5), done()]
-        assert them.prefixes.saved - before == max(0, len(text) - 5) * (turn > 0)  # all but the last sampled byte and the new question
-        text = bytes(request.text) + b"more"
-
-
-def test_kept_sequences_are_bounded_and_the_least_recently_used_goes_first() -> None:
-    them = scheduler(pages=64, chunk=8, prefixes=4)
-    for prompt in (b"first...", b"second..", b"first...", b"third..."):
-        them.queue.submit(asked(prompt, 1)[0])
-        finish(them)
-    assert list(them.prefixes.kept) == [b"second..", b"first...", b"third..."]
-    them.queue.submit(asked(b"fourth..fifth...", 1)[0])
-    finish(them)
-    assert list(them.prefixes.kept) == [b"first...", b"third...", b"fourth..", b"fourth..fifth..."]
-    them.prefixes.clear()
-    assert them.cache.free_pages == 64
-
-
 def test_pages_of_kept_sequences_are_free_for_requests_that_need_them() -> None:
     them = scheduler(pages=8, prefixes=99)
     for prompt in (b"x" * 12, b"y" * 28):
@@ -238,44 +199,8 @@ def test_pages_of_kept_sequences_are_free_for_requests_that_need_them() -> None:
         them.queue.submit(request)
         finish(them)
         assert events == [*completion(prompt, 4), done()]
-    assert them.put_back == 0
+    assert them.preempted == 0
     assert all(text.startswith(b"y") for text in them.prefixes.kept)
-
-
-def kept_and_running(them: Any, prompt: bytes, steps: int) -> Any:
-    """A scheduler that keeps three texts of two pages each, and runs a prompt whose completion has many bytes to go."""
-    for text in (b"first...", b"second..", b"third..."):
-        them.queue.submit(asked(text, 1)[0])
-        finish(them)
-    them.queue.submit(asked(prompt, 20)[0])
-    for _ in range(steps):
-        them.step()
-    assert len(them.running) == 1
-    return list(them.prefixes.kept)
-
-
-def test_a_request_takes_as_many_kept_sequences_as_it_needs_the_oldest_first() -> None:
-    them = scheduler(pages=12, chunk=64, prefixes=99)
-    before = kept_and_running(them, b"r" * 16, 1)  # a fork of it is kept, which shares its pages
-    request, _ = asked(b"w" * 8, 4)
-    them.queue.submit(request)
-    them.step()
-    assert request in them.running
-    assert list(them.prefixes.kept) == [*before[1:], b"w" * 8]
-
-
-def test_a_request_that_cannot_run_takes_no_kept_sequences() -> None:
-    """Kept pages that it would share itself, and those that a running sequence shares, would not be free."""
-    them = scheduler(pages=14, chunk=64, prefixes=99)
-    before = kept_and_running(them, b"r" * 20, 1)
-    for prompt in (b"w" * 36, b"third..." + b"w" * 28):
-        request, _ = asked(prompt, 4)
-        them.queue.submit(request)
-        them.step()
-        assert request in them.queue.waiting
-        assert sorted(them.prefixes.kept) == sorted(before)
-        request.canceled = True
-    finish(them)
 
 
 def test_a_stop_byte_ends_a_completion_and_is_left_out() -> None:
@@ -327,18 +252,6 @@ def test_closing_ends_those_that_never_ran_and_finishes_the_others() -> None:
     assert events == [*completion(b"prompt", 4), done()]
 
 
-def test_stopping_ends_all() -> None:
-    them = scheduler(running=2)
-    requests = [asked(max_tokens=9) for _ in range(3)]
-    for request, _ in requests:
-        them.queue.submit(request)
-    them.step()
-    them.stop("time is up")
-    them.run()
-    assert [events[-1] for _, events in requests] == [completions.Finished("error", "time is up")] * 3
-    assert them.cache.free_pages == 8
-
-
 @pytest.mark.parametrize("context", [32, 99])
 def test_a_failing_step_ends_all_with_its_error(context: int, caplog: pytest.LogCaptureFixture) -> None:
     """By the model, or by a context that the cache cannot hold."""
@@ -353,17 +266,3 @@ def test_a_failing_step_ends_all_with_its_error(context: int, caplog: pytest.Log
     assert all(events[-1].reason == "error" and error in events[-1].message for _, events in requests)
     assert error in them.queue.closed
     assert "a step of the model failed" in caplog.text
-
-
-def test_the_thread_waits_for_requests_and_ends_when_closed() -> None:
-    them, ended = scheduler(), threading.Event()
-    thread = threading.Thread(target=them.run)
-    thread.start()
-    request, _ = asked()
-    request.emit = lambda event: ended.set() if event == done() else None
-    them.queue.submit(request)
-    assert ended.wait(10)
-    them.queue.close("done")
-    thread.join(10)
-    assert not thread.is_alive()
-    assert bytes(request.text) == b"prompt" + bytes(completion(b"prompt", 3))

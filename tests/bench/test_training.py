@@ -123,10 +123,10 @@ def test_without_matplotlib_a_run_is_trained_and_not_drawn(
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     run(tmp_path / "run", 1)
-    with pytest.raises(ArgumentError, match=r"^--out is a folder with a run of other sizes"):
+    with pytest.raises(ArgumentError, match=r"^--out is a folder of a run with other sizes"):
         run(tmp_path / "run", 2, seed=1)
     (tmp_path / "run" / "text.bin").write_bytes(b"another text " * 1000)
-    with pytest.raises(ArgumentError, match=r"^--out is a folder with a run of other text"):
+    with pytest.raises(ArgumentError, match=r"^--out is a folder of a run with other text"):
         run(tmp_path / "run", 2)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ArgumentError, match=r"^--text is 0 bytes below .*python3-doc"):

@@ -9,7 +9,6 @@ import sys
 import pytest
 
 import nsa_sel
-from tests.core.test_imports import all_imports, modules
 from tests.helpers.paths import ROOT
 
 EXTRAS = ("numba", "typer", "click", "rich", "tabulate", "safetensors", "matplotlib", "PIL", "cupy", "prometheus_client")
@@ -44,7 +43,6 @@ MISSING = [  # package, what needs it, fragment of the last line
     ("numba", CALL + "nsa_sel.selection_attention(q, k, v, selection, backend='numba')", "pip install 'nsa-sel[cpu]'"),
     *((name, MAIN, OF_CLI.format(name)) for name in ("typer", "rich", "tabulate", "safetensors")),
     ("matplotlib", f"sys.argv[1:] = ['demo']; {MAIN}", OF_DEMO),
-    ("prometheus_client", "from nsa_sel.telemetry import prometheus; prometheus.text()", "pip install 'nsa-sel[prometheus]'"),
 ]
 EACH = """
 import json, os, tempfile
@@ -77,11 +75,3 @@ def test_the_public_names_are_shown() -> None:
     assert all(getattr(nsa_sel, name) for name in nsa_sel.__all__)
     with pytest.raises(AttributeError, match=r"no attribute 'selection_atention'; it has .*selection_attention"):
         _ = nsa_sel.selection_atention
-
-
-def test_one_door_leads_to_bench() -> None:
-    doors = set()
-    for name, file in modules():
-        if not name.startswith("bench") and any(target.startswith("nsa_sel.bench") for target in all_imports(file)):
-            doors.add(name)
-    assert doors <= {"cli.bench_door", "core.warm", "settings.warmup"}  # a warm-up may tune

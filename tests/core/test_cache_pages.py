@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from nsa_sel.cache import NSACache
-from nsa_sel.caching import extend, numbers
+from nsa_sel.caching import extend, step_tensors
 from nsa_sel.caching.pages import Pages
-from nsa_sel.caching.sequences import Sequence
+from nsa_sel.caching.sequences import CachedSequence
 from nsa_sel.errors import CacheFull
 from tests.helpers.layer_cache import poison
 
@@ -34,17 +34,17 @@ def append(cache: NSACache, batch: list[int], rows: list[list[int]]) -> None:
         x[b, x.shape[1] - len(new) :] = torch.tensor(new, dtype=torch.float64)
     for i in range(len(step)):
         layer = step[i]
-        extend.append(layer.pools, layer.at, (x[..., None, None],) * 6)
-        raw = extend.covered(layer.pools.k_raw, layer.at).flatten(1)
+        extend.append(layer.pools, layer.tensors, (x[..., None, None],) * 6)
+        raw = extend.covered(layer.pools.k_raw, layer.tensors).flatten(1)
         if raw.shape[1] >= BLOCK:
-            extend.put(layer.pools.k_cmp, layer.at.compressed_slot, raw.unfold(1, BLOCK, STRIDE).sum(-1)[..., None, None])
+            extend.put(layer.pools.k_cmp, layer.tensors.compressed_slot, raw.unfold(1, BLOCK, STRIDE).sum(-1)[..., None, None])
 
 
-def check(cache: NSACache, sequence: Sequence, tokens: list[int]) -> None:
+def check(cache: NSACache, sequence: CachedSequence, tokens: list[int]) -> None:
     """All keys, all compressed keys, and the last keys of a sequence, in both layers."""
     wanted = torch.tensor(tokens, dtype=torch.float64)
     assert sequence.length == len(tokens)
-    first = sequence.needed_from(max(len(tokens), 1)) - sequence.recent.first * PAGE
+    first = sequence.first_needed(max(len(tokens), 1)) - sequence.recent.first * PAGE
     for i in range(2):
         pools = cache.pools.layer(i)
         assert torch.equal(_keys(pools.k, sequence.all.held())[: len(tokens)], wanted)
@@ -75,7 +75,7 @@ def test_a_thousand_random_steps_lose_nothing() -> None:
             del tokens[a]
         elif what < 0.4:
             a = chance.choice(living)
-            length = 0 if chance.random() < 0.1 else chance.randint(cache._of(a).shortest(), len(tokens[a]))
+            length = 0 if chance.random() < 0.1 else chance.randint(cache._of(a).min_length(), len(tokens[a]))
             cache.truncate(a, length)
             del tokens[a][length:]
         else:
@@ -125,6 +125,6 @@ def test_an_error_undoes_all_pages() -> None:
 
 def test_bookkeeping_on_the_device_takes_less_than_two_bytes_a_key() -> None:
     for page_size in (16, 64):
-        sizes = numbers.Sizes(64, 1, 32768 // page_size, 1, 1, page_size, 32, 16, 512)
-        memory, _ = numbers.buffer(sizes, torch.device("cpu"))
+        sizes = step_tensors.StepSizes(64, 1, 32768 // page_size, 1, 1, page_size, 32, 16, 512)
+        memory, _ = step_tensors.allocate(sizes, torch.device("cpu"))
         assert memory.nbytes < 2 * 64 * 32768

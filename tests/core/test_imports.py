@@ -92,8 +92,8 @@ def loaded_by(code: str) -> set[str]:
         "import nsa_sel.core.registry\nfor name in nsa_sel.core.registry.backends(): nsa_sel.core.registry.missing(name)",
         "from nsa_sel.settings.config import settings_for\n"
         "from nsa_sel.core.request import DeviceInfo\nsettings_for(DeviceInfo(kind='cuda', sm=90))",
-        "import pathlib; from nsa_sel.telemetry.log import read_log\n"
-        "for line in read_log(pathlib.Path('tests/data/decisions.jsonl')).lines: line.decision and line.decision.replay()",
+        "import pathlib; from nsa_sel.telemetry.log import read_decisions\n"
+        "for decision in read_decisions(pathlib.Path('tests/data/decisions.jsonl')): decision.replay()",
     ],
     ids=["package", "policies", "registry", "settings", "replay"],
 )

@@ -46,7 +46,7 @@ assert {"base.yaml", "cpu.yaml", "sm89_rtx4090.yaml"} <= set(shipped_configs())
 assert "sdpa-packed" in backends()
 assert [file.name for file in (home / "bench" / "data").iterdir()] == ["smollm2_maps.npz"]
 from nsa_sel.cli import demo
-assert demo._default_problem().facts["synthetic"]
+assert demo.default_problem().facts["synthetic"]
 
 q, k, v = torch.randn(1, 4, 1, 2, 8), torch.randn(1, 1, 4, 8), torch.randn(1, 1, 4, 8)
 ranges = torch.tensor([0, 4]).expand(1, 4, 1, 1, 2)
@@ -138,5 +138,5 @@ def test_metadata_names_version_and_light_dependencies(built: Built) -> None:
     assert {re.split(r"[^\w-]", text)[0] for text in needed} == {"torch", "triton", "numpy", "msgspec", "PyYAML"}
     assert metadata["Version"] == nsa_sel.__version__
     (every,) = (text for text in metadata.get_all("Requires-Dist", []) if "extra == 'all'" in text.replace('"', "'"))
-    optional = {"serve" if extra == "prometheus" else extra for extra in metadata.get_all("Provides-Extra", [])}
-    assert set(re.split(r"[][,]", every)[1:-1]) == optional - {"all", "cuda12", "docs", "trace", "dev"}, "serve brings prometheus"
+    optional = set(metadata.get_all("Provides-Extra", []))
+    assert set(re.split(r"[][,]", every)[1:-1]) == optional - {"all", "cuda12", "docs", "trace", "dev"}

@@ -32,7 +32,7 @@ from tests import conftest
 from tests.fuzz.calls import Ran, clear
 from tests.fuzz.generators import ODD_TENSORS, Case, Facts
 from tests.helpers.cases import make_qkv
-from tests.helpers.paths import DATA, ROOT
+from tests.helpers.paths import ROOT
 
 # Wrong arguments
 
@@ -170,16 +170,6 @@ def _command(*arguments: str) -> Ran:
     assert result.exit_code in (0, 1, 2)
     assert not raw, f"control characters {raw} in the output of {arguments[0]}"
     return Ran({"refused" if result.exit_code == 2 else "accepted": 1})
-
-
-def check_log(case: Case, f: Facts) -> Ran:
-    """A log in which anything may stand: summarised and replayed, or refused by the line."""
-    whole = (DATA / f["log"]).read_text().splitlines()
-    lines = [edit_text(json.dumps(edit_tree(json.loads(whole[int(share * len(whole))]), tree)), text) for share, tree, text in f["lines"]]
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log.jsonl"
-        log.write_bytes("\n".join(lines).encode("utf-8", "surrogatepass"))
-        return _command("decisions", str(log)) + _command("replay", str(log))
 
 
 def check_file(case: Case, f: Facts) -> Ran:

@@ -101,7 +101,7 @@ def check_ranks_compares_versions_settings_and_tuning() -> None:
         assert_raises_on_all(check_ranks, "versions.numba is 'numba-1' there, 'numba-0' on rank 0")
     small_call()
     if rank() == 1:  # as where one of them has not called sync_tuning()
-        tuned.share(nsa_sel.decisions()[-1].device, tuned.Table("mine.json", "abc", b"", {}, {}, None))
+        tuned.share(nsa_sel.decisions()[-1].device, tuned.TunedTable("mine.json", "abc", b"", {}, {}, None))
     assert_raises_on_all(check_ranks, "tuning is 'mine.json abc' there, None on rank 0")
     tuned.forget()
     check_ranks()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from nsa_sel import NSACache, NSAttention
-from nsa_sel.caching.quantized import Scales
-from nsa_sel.caching.sequences import Sequence
+from nsa_sel.caching.quantized import CacheScales
+from nsa_sel.caching.sequences import CachedSequence
 from nsa_sel.projection import Parts
 from nsa_sel.quantize import STORED, as_bytes, stored
 
@@ -34,7 +34,7 @@ def make_layer(name: str = "mlp", dtype: torch.dtype = torch.float64, device: st
     return layer.requires_grad_(False)
 
 
-def with_stored_keys(layer: NSAttention, scales: Scales, dtype: torch.dtype | None = None) -> NSAttention:
+def with_stored_keys(layer: NSAttention, scales: CacheScales, dtype: torch.dtype | None = None) -> NSAttention:
     """A copy in `dtype` that attends, without a cache, to the keys and values which a cache with these scales [G] would hold in e4m3.
 
     What it attends to is projected by `layer` in any case, so that copies of other dtypes attend to the same numbers.
@@ -77,9 +77,9 @@ def poison(cache: NSACache) -> None:
         as_bytes(x).masked_fill_(~mask.to(x.device)[None, :, :, None, None], 0x7F if x.dtype == STORED else math.nan)
 
 
-def _first_key(sequence: Sequence) -> int:
+def _first_key(sequence: CachedSequence) -> int:
     """Of the last keys that may be read: those before the shortest length to which the sequence may be cut."""
-    return sequence.needed_from(max(sequence.shortest(), 1))
+    return sequence.first_needed(max(sequence.min_length(), 1))
 
 
 def _mark(mask: Tensor, held: Any, first: int, end: int) -> None:

@@ -82,7 +82,7 @@ def json_lines(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
 
 
-def content(stamp: Stamp) -> tuple[TunedFile, tuned.Table]:
+def content(stamp: Stamp) -> tuple[TunedFile, tuned.TunedTable]:
     """The user's file, which must be readable."""
     return tuned.parse(tuned.file_of(stamp).read_bytes(), "file")
 

@@ -19,7 +19,7 @@ from nsa_sel.policies import guards, rules
 from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.schema import TritonOff
 from nsa_sel.telemetry.describe import describe
-from nsa_sel.telemetry.log import decision_events, read_log
+from nsa_sel.telemetry.log import decision_events, read_decisions
 from tests.helpers.paths import DATA
 from tests.helpers.policy_cases import (
     A100,
@@ -346,10 +346,9 @@ def sample() -> list[Decision]:
 
 def test_the_committed_log_replays() -> None:
     """A difference is a changed policy. If it is intended, see the head of this file."""
-    lines = [line for line in read_log(LOG).lines if line.decision is not None]
-    assert len(lines) >= 20
-    differing = {line.number: changes for line in lines if line.decision and (changes := line.decision.replay())}
-    assert differing == {}
+    decisions = read_decisions(LOG)
+    assert len(decisions) >= 20
+    assert {i: changes for i, decision in enumerate(decisions) if (changes := decision.replay())} == {}
 
 
 if __name__ == "__main__":

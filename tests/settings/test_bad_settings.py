@@ -131,7 +131,7 @@ def test_unreadable_files_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setenv("NSA_SEL_CONFIG", str(tmp_path / name))
     assert_in_order(
         message_of(Wrong("file", call(), error=ConfigError)),
-        ("NSA_SEL_CONFIG is ", "; allowed: a readable YAML file; reading this one: ", "Remedy: mend the path"),
+        ("NSA_SEL_CONFIG is ", "; allowed: a readable YAML file; reading this one: ", "Remedy: correct the path"),
     )
 
 

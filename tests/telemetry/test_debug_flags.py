@@ -8,14 +8,13 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 import nsa_sel
 from nsa_sel.core.request import example_request
 from nsa_sel.errors import ConfigError
 from nsa_sel.oracle import oracle_mask
 from nsa_sel.telemetry import events as telemetry
-from nsa_sel.telemetry.log import read_log
+from nsa_sel.telemetry.log import read_decisions
 from tests.helpers.public_calls import last, problem
 
 pytestmark = pytest.mark.usefixtures("plain_cpu")
@@ -36,7 +35,7 @@ def test_debug_log_holds_json_lines_that_replay(monkeypatch: pytest.MonkeyPatch,
     assert len(lines) == 2
     assert all(line["time"] > 0 for line in lines)
     assert lines[0]["request"]["S_kv"] == 40  # the exact call; the decision holds its class
-    decision = next(line.decision for line in read_log(file).lines if line.decision is not None)
+    decision = read_decisions(file)[0]
     assert decision == last()
     assert decision.request.S_kv == 64
     assert decision.replay() == ()
@@ -57,14 +56,6 @@ def test_any_flag_that_asks_for_events_shows_each_pass(
     nsa_sel.selection_attention(q, k, v, ranges).sum().backward()
     found = events_on(capsys.readouterr().err)
     assert [found.count(event) for event in ("sel.path", "sel.reads", "sel.bwd")] == [1, 1, 1]
-
-
-def test_log_to_holds_until_it_is_told_otherwise(tmp_path: Path) -> None:
-    file = tmp_path / "events.jsonl"
-    nsa_sel.log_to(str(file))
-    nsa_sel.selection_attention(*problem())
-    nsa_sel.selection_attention(*problem(dtype=torch.float64))
-    assert [line["event"] for line in lines_of(file)] == ["sel.settings", "sel.decision", "sel.decision"]
 
 
 def test_a_log_that_cannot_be_opened_leaves_the_previous_one(tmp_path: Path) -> None:
@@ -141,18 +132,6 @@ def test_debug_flags_leave_it_to_who_listens_already(
     nsa_sel.selection_attention(*arguments)
     assert [record.getMessage() for record in caplog.records] == ["sel.path", "sel.reads", "sel.decision"]
     assert capsys.readouterr().err == ""
-
-
-def test_a_log_that_is_asked_for_by_1_is_on_stderr(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for text in ("1", "true", "0"):
-        monkeypatch.setenv("NSA_DEBUG_LOG", text)
-        nsa_sel.selection_attention(*problem())
-    found = [event for event in events_on(capsys.readouterr().err) if event != "sel.settings"]
-    assert found == ["sel.path", "sel.reads", "sel.decision"] * 2
-    assert [file.name for file in tmp_path.iterdir()] == ["mine.yaml"]
 
 
 def test_a_log_holds_names_that_are_no_utf8(tmp_path: Path) -> None:

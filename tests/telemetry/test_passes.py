@@ -12,7 +12,7 @@ import torch
 
 import nsa_sel
 import nsa_sel.core.decide
-from nsa_sel.backends import _loads, numba_cpu
+from nsa_sel.backends import numba_cpu
 from nsa_sel.core.call import Call
 from nsa_sel.oracle import oracle_mask
 from nsa_sel.selection import Selection
@@ -48,19 +48,6 @@ def test_keys_read(S: int, S_kv: int, positions: bool) -> None:
         selection.ranges[:, :, :, 0] = 0  # written: what was measured and counted holds no more
         assert passes.keys_read(call, count=False)[1] == "bound"
         assert passes.keys_read(call, count=True) == (int(oracle_mask(selection.ranges, S_kv, S).sum()), "counted")
-
-
-def test_a_measure_at_another_length_is_not_used() -> None:
-    q, k, v = make_qkv(1, 8, 1, 1, 16, S_kv=32)
-    selection = Selection.from_ranges(make_spans("few", 1, 8, 1, 32, 6))
-    call = make_call(q, k, v, selection)
-    for S_kv, q_pos in ((16, None), (None, None), (32, torch.arange(8))):
-        selection.measure(S_kv, q_pos)
-        assert passes.keys_read(call, count=False)[1] == "bound"
-    selection.measure(32)
-    total = passes.keys_read(call, count=False)
-    assert total[1] == "measured"
-    assert passes.keys_read(make_call(q, k, v, selection.to("cpu")), count=False) == total
 
 
 def test_nothing_waits_for_the_device_inside_a_graph(monkeypatch: pytest.MonkeyPatch, logged: Any) -> None:
@@ -142,66 +129,6 @@ def test_reads_tell_what_is_loaded(monkeypatch: pytest.MonkeyPatch, logged: Any,
     assert all(found <= total for backend, found in loaded.items() if backend not in ("triton-token", "sdpa-packed"))
 
 
-def test_tiles_load_the_union_of_their_rows() -> None:
-    """The counting, against masks, for tiles of rows and pieces of lists."""
-    S, G, S_kv, block = 20, 2, 150, 32
-    q, k, v = make_qkv(2, S, G, 1, 16, S_kv=S_kv)
-    for q_pos in (None, torch.randint(0, S_kv, (2, S))):
-        blocks = make_blocks(2, S, G, S_kv, 3, block)
-        call = make_call(q, k, v, blocks, q_pos=q_pos)
-        mask = oracle_mask(blocks.ranges, S_kv, S, q_pos)
-        for tokens in (1, 3, 7, S, 64):
-            assert _loads.union_keys(call, tokens) == sum(int(mask[:, s : s + tokens].any(1).sum()) for s in range(0, S, tokens))
-        assert _loads.piecewise_keys(call, 16, S, 4, 1 << 20) == _loads.union_keys(call, S)
-        assert _loads.piecewise_keys(call, 16, S, 1, 1) == int(mask.sum())
-        some = [_loads.piecewise_keys(call, 16, 8, 4, piece) for piece in (2, 5, 1000)]
-        assert int(mask.sum()) >= some[0] >= some[1] >= some[2] == _loads.union_keys(call, 8)
-
-
-def test_dense_tiles_load_their_slices(monkeypatch: pytest.MonkeyPatch, logged: Any) -> None:
-    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
-    q, k, v = make_qkv(1, 12, 2, 2, 16, S_kv=60)
-    whole = torch.tensor([0, 60]).expand(1, 12, 2, 1, 2)
-    nsa_sel.selection_attention(q, k, v, whole, backend="sdpa-packed")
-    assert logged("sel.reads")[-1]["loaded_tokens"] == 2 * 60
-    monkeypatch.setenv("NSA_SEL_TRITON_FORCE_PATH", "varlen")
-    nsa_sel.selection_attention(q, k, v, whole, backend="sdpa-packed")
-    assert logged("sel.reads")[-1]["loaded_tokens"] == 2 * 12 * 60  # 49 to 60 keys a row, padded to the longest of the bucket
-
-
-def test_without_a_look_loads_are_bounds(monkeypatch: pytest.MonkeyPatch, logged: Any) -> None:
-    monkeypatch.setenv("NSA_DEBUG_TIMING", "1")
-    q, k, v = make_qkv(1, 8, 2, 2, 16, S_kv=96)
-    blocks = make_blocks(1, 8, 2, 96, 3, 16)
-    for backend, heads in (("sdpa-packed", 1), ("triton-tile", 1), ("triton-block", 1), ("triton-group", 1), ("triton-token", 2)):
-        nsa_sel.selection_attention(q, k, v, blocks, backend=backend)
-        event = logged("sel.triton.reads" if backend.startswith("triton") else "sel.reads")[-1]
-        assert (event["source"], event["loaded_tokens"]) == ("bound", heads * event["tokens"])
-
-
-def test_passes_are_counted_only_when_asked_for() -> None:
-    q, k, v = make_qkv(1, 8, 2, 2, 16, S_kv=96)
-    with counted() as grown:
-        nsa_sel.selection_attention(q, k, v, make_blocks(1, 8, 2, 96, 3, 16))
-    assert not {"bytes", "flops"}.intersection(name[0] for name in grown)
-
-
-def test_buckets_are_timed(monkeypatch: pytest.MonkeyPatch, logged: Any) -> None:
-    lengths = torch.tensor([3, 20, 40])[torch.arange(12) % 3].view(1, 12, 1, 1).expand(1, 12, 2, 1)
-    ranges = torch.stack((torch.zeros_like(lengths), lengths), -1).repeat(1, 1, 1, 2, 1)
-    ranges[..., 1, :] = 0  # two ranges a row: one would be taken densely
-    q, k, v = make_qkv(1, 12, 2, 2, 16, S_kv=60)
-    nsa_sel.selection_attention(q, k, v, ranges, backend="sdpa-packed")
-    assert logged("sel.timing.bucket") == []
-    monkeypatch.setenv("NSA_DEBUG_TIMING", "1")
-    monkeypatch.setenv("NSA_DEBUG_COMPARE", "1")  # runs packed SDPA again: those buckets are no part of the call
-    nsa_sel.selection_attention(q, k, v, ranges, backend="sdpa-packed")
-    buckets = logged("sel.timing.bucket")
-    assert [(b["length"], b["rows"], b["direction"]) for b in buckets] == [(16, 8, "forward"), (32, 8, "forward"), (40, 8, "forward")]
-    (whole,) = logged("sel.timing")
-    assert 0 < sum(bucket["ms"] for bucket in buckets) <= whole["ms"]
-
-
 def test_gradients_are_compared(monkeypatch: pytest.MonkeyPatch, logged: Any) -> None:
     monkeypatch.setenv("NSA_DEBUG_COMPARE", "1")
     real = numba_cpu.backward
@@ -217,14 +144,6 @@ def test_gradients_are_compared(monkeypatch: pytest.MonkeyPatch, logged: Any) ->
     assert [(event["direction"], event["backend"]) for event in (forward, backward)] == [("forward", "numba"), ("backward", "numba")]
     assert forward["mae"] < 1e-6
     assert backward["mae"] == pytest.approx(0.5, abs=1e-3)
-
-
-def test_nothing_is_watched_when_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "recorded", lambda *_: pytest.fail("a pass was recorded"))
-    monkeypatch.setattr(events, "now", lambda *_: pytest.fail("the clock was read"))
-    q, k, v = make_qkv(1, 4, 1, 2, 16, S_kv=32, requires_grad=True)
-    for backend in ("numba", "sdpa-packed"):
-        nsa_sel.selection_attention(q, k, v, make_spans("few", 1, 4, 1, 32, 6), backend=backend).sum().backward()
 
 
 @pytest.mark.parametrize(("flag", "on_gpu"), [(True, True), (True, False), (False, True)])
