@@ -1,17 +1,22 @@
-// dk, dv and the partial sums of dq on Hopper: one visit of a KV tile with the rows that selected it, in the units and lists of triton-block
-// (_triton/units.py, _triton/key_to_rows.py), whose kernels add up the shares of dq.
+// dk, dv and partial sums of dq on Hopper: visit each KV tile once with the rows that selected it, in the units and
+// lists of triton-block (_triton/units.py, _triton/key_to_rows.py), whose kernels sum the shares of dq.
 //
 //   p^T = 2^(c k q^T - lse),  ds^T = p^T * (v do^T - delta)
 //   dv = sum p^T do,  dk = scale * sum ds^T q,  and for each (row, range)  dq = scale * ds k
 //
-// Grid: one CTA for each segment of each list of the unit, in the order of order_segments.cu; two CTAs per multiprocessor, as in dkdv_groups.cu: one
+// Grid: one CTA for each segment of each list of the unit, in the order of order_segments.cu; two CTAs per
+// multiprocessor, as in dkdv_groups.cu: one
 //   computes p and ds, begins, ends or stores while the other multiplies.
-// Sections: a list with one segment adds its rows to the sums of the sections before, in registers; sum_sections.cu does so for others.
-// Tiles: 64 keys by 64 rows (row_steps.cuh). Keys are the rows of all products but the last one, whose operand ds^T goes through shared memory.
+// Sections: a list with one segment adds its rows to the sums of the sections before, in registers; sum_sections.cu
+// does so for others. Tiles: 64 keys by 64 rows (row_steps.cuh). Keys are the rows of all products but the last one,
+// whose operand ds^T goes through shared memory.
 //   Its columns are computed 64 at a time, as the accumulators of dk and dv leave no room for more.
-// Masks: rows of a list are in order, so that only the first entries can lie within the tile. Where no row of the segment sees a key, k may be
-//   NaN, which 0 * k would not cancel in dq: such keys are zeroed once. p and ds of masked keys are replaced, not multiplied, by 0.
-// Shared tiles: join_shares.cu computes what tiles that adjacent tokens share give dq. Steps whose entries are all such do not need ds as an
+// Masks: rows of a list are in order, so that only the first entries can lie within the tile. Where no row of the
+// segment sees a key, k may be
+//   NaN, which 0 * k would not cancel in dq: such keys are zeroed once. p and ds of masked keys are replaced, not
+//       multiplied, by 0.
+// Shared tiles: join_shares.cu computes what tiles that adjacent tokens share give dq. Steps whose entries are all such
+// do not need ds as an
 //   operand from shared memory, nor its product with keys.
 //
 //   SEGMENT  entries of a segment at most if shared tiles are left out, which a bit for each says; 0: none is
@@ -96,7 +101,8 @@ DEVICE void zero_unseen_keys(const Steps &list, unsigned char *k_tile) {
     named_barrier<128>(1);
 }
 
-// ds^T as operand a of the product with keys: 64 keys of 64 rows, in a swizzled panel. For all threads once the barrier is passed.
+// ds^T as operand a of the product with keys: 64 keys of 64 rows, in a swizzled panel. For all threads once the barrier
+// is passed.
 DEVICE void store_operand(unsigned char *tile, const u32 (&ds)[ROWS / 16][4]) {
     const int lane = threadIdx.x % 32, key0 = threadIdx.x / 32 * 16 + lane / 4;
 #pragma unroll
@@ -108,7 +114,8 @@ DEVICE void store_operand(unsigned char *tile, const u32 (&ds)[ROWS / 16][4]) {
     named_barrier<128>(1);
 }
 
-// Columns [column, column + 64) of the shares of dq of tile rows row0 and row0 + 8, which belong to these entries: 16 bytes a lane.
+// Columns [column, column + 64) of the shares of dq of tile rows row0 and row0 + 8, which belong to these entries: 16
+// bytes a lane.
 DEVICE void store_shares(u16 *to, const float (&dq)[32], float scale, const int (&entries)[2], int row0, int column) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

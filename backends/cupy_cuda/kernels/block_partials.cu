@@ -1,18 +1,24 @@
-// The partial o and log-sum-exp of (row, range) on Hopper: one visit of a KV tile with the rows that selected it, in the units and lists of
-// triton-block. join_partials.cu joins them, or triton-block's kernel.
+// Partial o and log-sum-exp of every (row, range) on Hopper: visit each KV tile once with the rows that selected it, in
+// the units and lists of triton-block. join_partials.cu or triton-block's join kernel merges them.
 //
 //   s = c q k^T,  p = 2^(s - m),  l = sum p,  o = p v / l,  lse = m + log2 l
 //
 // Grid: one CTA for each segment of each list of the unit, in the order of the lists; two CTAs per multiprocessor.
-// Tiles: 64 rows, TQ = 64 / H listed tokens times H heads, by 64 keys. The tile's keys and values stay, a step brings q alone.
-// Bytes, of rows of 128 columns: a step reads 16 KiB of q, from L2, where a section's q stays, and writes 16 KiB of o to memory: 910 cycles of a
-//   multiprocessor's share (18 bytes a cycle, of 4.3 TB/s, 132 multiprocessors and 1.8 GHz). Its products take 512 cycles of the tensor cores, its
-//   exponentials 256. So writing would bound it, if nothing waited; it takes about twice as long (docs/kernels.md).
-// Warpgroups: two, which take steps in turn, so that a multiprocessor has four steps under way. For a fifth warp registers would not suffice: each
-//   warpgroup has stages of its own, and asks for q by TMA, a token a lane, once the logits of the stage's last step are there.
-// Masks: rows of a list are in order, so that only the first entries can lie within the tile. Values that no row of the segment sees may be NaN,
+// Tiles: 64 rows, TQ = 64 / H listed tokens times H heads, by 64 keys. The tile's keys and values stay, a step brings q
+// alone. Bytes, of rows of 128 columns: a step reads 16 KiB of q, from L2, where a section's q stays, and writes 16 KiB
+// of o to memory: 910 cycles of a
+//   multiprocessor's share (18 bytes a cycle, of 4.3 TB/s, 132 multiprocessors and 1.8 GHz). Its products take 512
+//   cycles of the tensor cores, its exponentials 256. So writing would bound it, if nothing waited; it takes about
+//   twice as long (docs/kernels.md).
+// Warpgroups: two, which take steps in turn, so that a multiprocessor has four steps under way. For a fifth warp
+// registers would not suffice: each
+//   warpgroup has stages of its own, and asks for q by TMA, a token a lane, once the logits of the stage's last step
+//   are there.
+// Masks: rows of a list are in order, so that only the first entries can lie within the tile. Values that no row of the
+// segment sees may be NaN,
 //   which 0 * v would not cancel: they are zeroed once.
-// Order of columns: a lane's accumulators are columns 8 j + 2 c and the next one, c its number in its quad. The columns of v are permuted once,
+// Order of columns: a lane's accumulators are columns 8 j + 2 c and the next one, c its number in its quad. The columns
+// of v are permuted once,
 //   so that those of four j are eight adjacent columns of o, which it stores at once.
 //
 //   STAGES  of q of a warpgroup
@@ -58,7 +64,8 @@ DEVICE int keep_listed(const Arguments &x, const UnitSegment &segment, int *kept
     return all;
 }
 
-// Of every 32 columns of the values, numbers 8 c + 2 j and the next one go to 8 j + 2 c. Values that no row of the segment sees become zeros.
+// Of every 32 columns of the values, numbers 8 c + 2 j and the next one go to 8 j + 2 c. Values that no row of the
+// segment sees become zeros.
 DEVICE void prepare_values(const Steps &list, unsigned char *v_tile) {
     const int limit = seen_keys<THREADS>(list);
     for (int i = threadIdx.x; i < KEYS * (DV / 32); i += THREADS) {

@@ -1,8 +1,8 @@
-// Tensor-core products of a warp (mma.sync) with operands in shared memory, and the copies that bring them there.
+// Tensor-core products of a warp (mma.sync) with operands in shared memory, and cp.async copies of these operands.
 //
-// A tile in shared memory is row-major. Its columns are padded to a multiple of 16, and rows to an odd number of 16-byte units, so that the
-// eight rows that `ldmatrix` reads at once lie in different banks. In an accumulator of N tiles of 16 x 8, float [j][i] of a lane is at row
-// lane / 4 + i / 2 * 8 and column 8 * j + lane % 4 * 2 + i % 2.
+// A tile in shared memory is row-major. Its columns are padded to a multiple of 16, and rows to an odd number of
+// 16-byte units, so that the eight rows that `ldmatrix` reads at once lie in different banks. In an accumulator of N
+// tiles of 16 x 8, float [j][i] of a lane is at row lane / 4 + i / 2 * 8 and column 8 * j + lane % 4 * 2 + i % 2.
 #pragma once
 #include "problem.cuh"
 
@@ -89,7 +89,8 @@ DEVICE void add_a_bt(float (&s)[N][4], const u16 *a, int m, const u16 *b) {
     }
 }
 
-// acc += s b for 8 * N columns of s, rounded to 16 bits, and columns [first, first + 8 * M) of b, of which COLUMNS exist.
+// acc += s b for 8 * N columns of s, rounded to 16 bits, and columns [first, first + 8 * M) of b, of which COLUMNS
+// exist.
 template <int PITCH, int COLUMNS, int N, int M>
 DEVICE void add_s_b(float (&acc)[M][4], const float (&s)[N][4], const u16 *b, int first) {
 #pragma unroll

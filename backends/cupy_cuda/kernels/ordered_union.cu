@@ -1,13 +1,16 @@
-// An order of tokens in which those that selected alike share a tile, and the unions of the tiles' blocks, as of tile_union.cu.
+// Reorder tokens so that tokens with similar selections share a tile, and build the unions of the tiles' blocks, as
+// tile_union.cu does.
 //
-// A warpgroup computes the union of what its TQ tokens selected. Selections that a model was trained with flicker from token to token: the
-// union of adjacent tokens is up to twice what one selected. Within a stretch of ORDER_TOKENS tokens they are put in order, greedily: the
-// next one adds the fewest blocks to the union of its warpgroup's tokens before it, or, if it is a warpgroup's first, to that of the
-// warpgroup before. Of equal ones it is the first.
+// A warpgroup computes the union of the blocks that its TQ tokens selected. Selections of trained models vary from
+// token to token: the union of adjacent tokens is up to twice the selection of one. Within a stretch of ORDER_TOKENS
+// tokens, the order is greedy: the next token is the one that adds the fewest blocks to the union of its warpgroup's
+// previous tokens, or, for a warpgroup's first token, to the union of the previous warpgroup. Ties go to the first
+// token.
 //
-// Grid: one CTA per (b, g, stretch), which numbers the blocks that its tokens selected. For the order a token's blocks are 64 bits. Blocks
-// that only one token selected, or all did, cost the same in any order and have no bit; the others share bits if there are more. For the
-// lists a block has a bit for each place of the stretch, of which every tile takes its own.
+// Grid: one CTA per (b, g, stretch), which numbers the blocks that its tokens selected. For the order a token's blocks
+// are 64 bits. Blocks that only one token selected, or all did, cost the same in any order and have no bit; the others
+// share bits if there are more. For the lists a block has a bit for each place of the stretch, of which every tile
+// takes its own.
 //
 //   ORDER_TOKENS  tokens of a stretch (token_order.cuh)
 //   TOKENS, TQ    of a tile, of a warpgroup
@@ -36,7 +39,8 @@ struct Stretch {
     unsigned char places[ORDER_TOKENS];  // of each token
 };
 
-// The block of every range of the tokens from row `first` on, NO_BLOCK if it has no keys, and how many selected each block.
+// The block of every range of the tokens from row `first` on, NO_BLOCK if it has no keys, and how many selected each
+// block.
 DEVICE void load_blocks(const Problem &p, u32 bg, i64 first, u32 ranges, const Stretch &stretch, u16 *selected, u32 *numbers) {
     constexpr u32 AT_ONCE = 4;  // of a thread that are loaded together
     const u32 G = p.G, n = p.n;

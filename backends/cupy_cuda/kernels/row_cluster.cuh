@@ -1,7 +1,7 @@
-// What the CTAs of a cluster found over their shares of a row's keys, combined through distributed shared memory.
+// Merge the results of a cluster's CTAs over their shares of a row's keys, through distributed shared memory.
 //
-// Every CTA sends each other one what it has for that one's columns, and waits for what all sent to it: one way, no barrier of the cluster.
-// Sums are over the CTAs in their order, so that results repeat bit by bit.
+// Every CTA sends each other CTA the partial results for that CTA's columns, and waits for what all others sent to it,
+// without a cluster barrier. Sums run over the CTAs in order, so that results are bit-equal from run to run.
 //
 //   CLUSTER  CTAs of a cluster, which share a row; 1: no clusters
 #pragma once

@@ -1,5 +1,6 @@
-// dk and dv of the tiles of keys whose lists have several segments: their parts, added in the order of the segments. Zeros for tiles that
-// no row selected. Grid: one CTA per (list, KEYS keys): few keys if there are few lists, because a CTA waits for one part after the other.
+// Sum dk and dv of tiles whose lists have several segments: add the partial sums in the order of the segments. Store
+// zeros for tiles that no row selected. Grid: one CTA per (list, KEYS keys); few keys if there are few lists, because
+// each CTA loads its partial sums in sequence.
 #include "key_to_rows.cuh"
 
 struct Arguments {

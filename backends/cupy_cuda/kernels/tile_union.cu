@@ -1,8 +1,9 @@
-// The union of the blocks that a tile of TOKENS adjacent rows selected: one list a tile, ascending by block, with a bit per row for each
-// block (token_tiles.cuh).
+// Build the union of the blocks that a tile of TOKENS adjacent rows selected: one list per tile, ascending by block,
+// with one bit per row for each block (token_tiles.cuh).
 //
-// Grid: one CTA per (b, g, tile of rows). Shared memory holds TOKENS bits per block of keys; blocks with any bit go into the list.
-// Whole blocks, which every row of the tile sees to their last key, come first: all up to the lowest row's limit.
+// Grid: one CTA per (b, g, tile of rows). Shared memory holds TOKENS bits per block of keys; blocks with any bit go
+// into the list. Whole blocks, which every row of the tile sees to their last key, come first: all up to the lowest
+// row's limit.
 //
 //   TOKENS         rows of a tile, at most 64
 //   BLOCK          keys of a block
@@ -22,17 +23,17 @@ struct Arguments {
     RowBits<TOKENS> *rows;  // likewise; bit r: row r of the tile selected the block
     int2 *counts;           // whole blocks, all blocks
     u32 *counter;           // of tiles taken, zeroed
-    i64 tiles, capacity;  // of one bg; of a list
+    i64 tiles, capacity;  // tiles per bg; largest list length
 };
 
-// The smallest row_limit of the tile; a warp calls this.
+// Return the smallest row_limit of the tile, by one warp.
 DEVICE int lowest_limit(const Problem &p, i64 b, i64 first_row) {
     int lowest = static_cast<int>(p.S_kv);
     for (int r = threadIdx.x; r < TOKENS && first_row + r < p.S; r += 32) lowest = min(lowest, row_limit(p, b, first_row + r));
     return __reduce_min_sync(ALL_LANES, lowest);
 }
 
-// A bit for every row that selected a block.
+// Set, for every block, the bits of the rows that selected it.
 DEVICE void mark_rows(const Problem &p, i64 b, i64 g, i64 first_row, TokenBits *rows) {
     constexpr u32 AT_ONCE = 2;  // of a thread that are loaded together
     const u32 n = p.n, all = static_cast<u32>(min(static_cast<i64>(TOKENS), p.S - first_row)) * n;
@@ -75,7 +76,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_union(const __grid_co
     mark_rows(p, b, g, first_row, rows);
     __syncthreads();
 
-    // Each warp has some adjacent blocks. It counts those that have rows; the prefix sum is where its own begin in the list.
+    // Each warp has some adjacent blocks. It counts those that have rows; the prefix sum is where its own begin in the
+    // list.
     constexpr int WARPS = THREADS / 32;
     const int lane = thread % 32, share = (all_blocks + 32 * WARPS - 1) / (32 * WARPS) * 32;
     const int first = thread / 32 * share, end = min(first + share, all_blocks);

@@ -1,7 +1,8 @@
-// Tiles whose tokens are not adjacent, but those of a stretch of ORDER_TOKENS tokens that selected alike (ordered_union.cu).
+// Tiles of tokens with similar selections, taken from a stretch of ORDER_TOKENS tokens, instead of adjacent tokens
+// (ordered_union.cu).
 //
-// Place i of a stretch holds token `order[i]` of it. Tiles and their warpgroups are made of adjacent places; a stretch is whole tiles.
-// Without ORDER_TOKENS tokens are where they are.
+// Position i of a stretch holds its token `order[i]`. Tiles and their warpgroups take adjacent positions; a stretch is
+// whole tiles. Without ORDER_TOKENS, tiles take adjacent tokens.
 #pragma once
 #include "problem.cuh"
 
