@@ -42,11 +42,11 @@ def backward(do: Tensor, branches: Sequence[Tensor | None], gates: Tensor, dgate
 
 
 def scaled(do: Tensor, gate: Tensor) -> Tensor:
-    """gate * do, computed in float32 at least."""
+    """Return gate * do, computed in float32 or wider."""
     wide = torch.promote_types(do.dtype, torch.float32)
     return (gate.to(wide).unsqueeze(-1) * do.to(wide)).to(do.dtype)
 
 
 def _raised(lse: Tensor, gate: Tensor) -> Tensor:
-    """lse - ln gate; -inf, of a row without keys, stays."""
+    """Return lse - ln gate; -inf (a row without keys) stays -inf."""
     return torch.where(lse == -math.inf, lse, lse - gate.to(lse.dtype).log())

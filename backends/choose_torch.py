@@ -34,8 +34,8 @@ def _without_autocast(work: Callable[Concatenate[ChooseCall, Others], Found]) ->
 
 @_without_autocast
 def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
-    """o [B,S,G,h,Dv] in q's dtype, lse [B,S,G,h] in float32 (float64 for float64 inputs), ranges [B,S,G,n,2] of the
-    blocks."""
+    """Return o [B,S,G,h,Dv] in q's dtype, lse [B,S,G,h] in float32 (float64 for float64 inputs), ranges [B,S,G,n,2] of
+    the blocks."""
     if call.sequences is not None:
         return _packed_forward(call)
     B, S, G, h, _ = call.q.shape

@@ -1,7 +1,7 @@
 """Windows in plain PyTorch as one call, whole or packed; torch.compile traces it as one op.
 
-Traced, the chunks would be a graph for each length, which takes minutes to compile: how many there are depends on the length. The ops are
-`nsa_sel::window_chunks` and `window_chunks_backward`; eager calls do not go through them.
+Traced, the chunks would be a graph for each length, which takes minutes to compile: how many there are depends on the
+length. The ops are `nsa_sel::window_chunks` and `window_chunks_backward`; eager calls do not go through them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _Key, _excluded = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
 def attend(
     q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, return_lse: bool, bounds: Bounds | None
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """o [B,S,G,h,Dv], and lse [B,S,G,h] with return_lse, of checked tensors none of which is empty; recorded by autograd."""
+    """o [B,S,G,h,Dv], and lse [B,S,G,h] with return_lse, of checked tensors none of which is empty; recorded by
+    autograd."""
     if is_compiling():
         cu_seqlens = None if bounds is None else bounds.as_tensor()
         o, lse = torch.ops.nsa_sel.window_chunks(q, k, v, window, scale, return_lse, cu_seqlens)
@@ -35,7 +36,7 @@ def gradients(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, return_lse: bool,
     bounds: Bounds | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """dq, dk, dv by autograd through another forward pass."""
+    """Return dq, dk, dv by autograd through another forward pass."""
     q, k, v = inputs = tuple(x.detach().requires_grad_() for x in (q, k, v))
     with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):  # of who calls backward; forward cast already
         results = attend(q, k, v, window, scale, return_lse, bounds)

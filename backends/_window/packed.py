@@ -1,8 +1,10 @@
-"""Sliding windows over a packed batch, q [1,T,G,h,Dk], k and v [1,G,T,D]: which keys a row sees, and attention on any device.
+"""Sliding windows over a packed batch, q [1,T,G,h,Dk], k and v [1,G,T,D]: which keys a row sees, and attention on any
+device.
 
-A row sees one run of keys, which ends with its own: those of its window from the first key of its sequence on. Where the host knows the
-bounds, each sequence is a call of its own (chunks.py). Otherwise chunks of rows, under a mask each, never wait for a GPU. Within such a
-chunk 0 * NaN is NaN: a NaN in a key or value may reach rows of adjacent sequences, but one in padding reaches nothing.
+A row sees one run of keys, which ends with its own: those of its window from the first key of its sequence on. Where
+the host knows the bounds, each sequence is a call of its own (chunks.py). Otherwise chunks of rows, under a mask each,
+never wait for a GPU. Within such a chunk 0 * NaN is NaN: a NaN in a key or value may reach rows of adjacent sequences,
+but one in padding reaches nothing.
 """
 
 from __future__ import annotations
@@ -20,14 +22,15 @@ _ROWS = 4096  # rows times heads of a chunk, which bound the mask
 
 
 def first_keys(bounds: Bounds, q: Tensor, window: int) -> Tensor:
-    """[T] int64, never decreasing: the first key that each row sees; T for rows of padding."""
+    """Return the first key that each row sees, [T] int64, never decreasing; T for padding rows."""
     T, cu = q.shape[1], bounds.on(q)
     begin, _ = positions_in_sequences(cu, cu, T, cu, T)
     return torch.maximum(begin[0], torch.arange(1 - window, T + 1 - window, device=q.device))
 
 
 def clean(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """q, k, v with zeros in padding, which may hold NaN, and where it is, [T,1,1,1] bool; None where the host knows that there is none."""
+    """q, k, v with zeros in padding, which may hold NaN, and where it is, [T,1,1,1] bool; None where the host knows
+    that there is none."""
     padding = bounds.padding(q, q.shape[1])
     if padding is None:
         return q, k, v, None
@@ -59,7 +62,7 @@ def _each(
 
 
 def _nothing(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """o = 0, which autograd connects with all inputs, and lse = -inf."""
+    """Return o = 0, connected to all inputs for autograd, and lse = -inf."""
     o = q[..., :1].expand(*q.shape[:-1], v.shape[-1]) + (k.sum() + v.sum())
     o = o.masked_fill(torch.ones((), dtype=torch.bool, device=q.device), 0.0)
     return o, o.new_full(o.shape[:-1], -math.inf, dtype=torch.promote_types(q.dtype, torch.float32))

@@ -1,4 +1,5 @@
-"""Attention under a mask written out, with lse: differentiable, bit-equal from run to run, logits of a bounded size.
+"""Masked attention with lse in plain PyTorch: differentiable, bit-equal from run to run, with bounded memory for
+logits.
 
 16-bit inputs are computed in float32, whatever autocast says.
 """
@@ -15,11 +16,14 @@ from torch.compiler import is_compiling
 
 from nsa_sel.core import transforms
 
-_PIECE = 64 << 20  # bytes of logits
+_PIECE = 64 << 20  # most bytes of logits at once
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """o [N,H,M,Dv] in q's dtype and lse [N,H,M] of q [N,H,M,Dk], k [N,H,L,Dk], v [N,H,L,Dv]; keep [M,L] bool has a key in every row."""
+    """Return o [N,H,M,Dv] in q's dtype and lse [N,H,M] for q [N,H,M,Dk], k [N,H,L,Dk], v [N,H,L,Dv].
+
+    keep: [M,L] bool with at least one key per row, or None.
+    """
     o, lse = _Plain.apply(q, k, v, keep, scale)  # type: ignore[no-untyped-call]
     return o, lse
 
