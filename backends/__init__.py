@@ -1,1 +1,1 @@
-"""The backends: each module holds forward(...) and backward(...); specs.py tells what each can run, as data."""
+"""Backends: each module defines forward(...) and backward(...); specs.py declares what each can run, as data."""

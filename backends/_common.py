@@ -1,4 +1,4 @@
-"""What GPU backends share: passes of either scale, replayed where they were seen before, and what calls of the same shapes know."""
+"""Decorators that GPU backends share: negative scales, replayed passes, and values cached per class of calls."""
 
 from __future__ import annotations
 
@@ -11,44 +11,50 @@ from torch import Tensor
 from nsa_sel.backends._replay import replayed
 from nsa_sel.core.call import Call
 
-Found = TypeVar("Found", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def forward_of_any_scale(forward: Found) -> Found:
-    """A backend's `forward`, replayed where it was recorded. Kernels keep the largest product, which must belong to the largest logit: a
-    negative scale goes to them as (-q, -scale)."""
+def forward_of_any_scale(forward: Function) -> Function:
+    """Wrap a backend's `forward`: replay it if it was recorded, and pass negative scales to it as (-q, -scale).
+
+    Kernels track the largest product q k^T, which is the largest logit only if the scale is positive.
+    """
 
     @functools.wraps(forward)
     def run(call: Call) -> Any:
         return replayed(call, forward) if call.scale >= 0 else forward(call.with_positive_scale())
 
-    return cast(Found, run)
+    return cast(Function, run)
 
 
-def backward_of_any_scale(backward: Found) -> Found:
-    """As `forward_of_any_scale`; the gradient of -q changes its sign. dlse is contiguous."""
+def backward_of_any_scale(backward: Function) -> Function:
+    """Wrap a backend's `backward` like `forward_of_any_scale`, with dq negated for (-q, -scale). Makes dlse
+    contiguous."""
 
     @functools.wraps(backward)
     def run(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Any:
         dlse = None if dlse is None else dlse.contiguous()
         if call.scale >= 0:
             return replayed(call, backward, (o, lse, do, dlse))
-        dq, *others = backward(call.with_positive_scale(), o, lse, do, dlse)
-        return (-dq, *others)
+        dq, dk, dv = backward(call.with_positive_scale(), o, lse, do, dlse)
+        return -dq, dk, dv
 
-    return cast(Found, run)
+    return cast(Function, run)
 
 
-def known(find: Found) -> Found:
-    """`find(call, ...)` without finding it again for calls that share `Call.known`: what it returns, never None, follows from the shapes,
-    strides, alignment and settings of the call, and not from its ranges."""
+def known(derive: Function) -> Function:
+    """Cache `derive(call, ...)` in `Call.known`, which calls of the same class share.
 
-    @functools.wraps(find)
-    def recall(call: Call, *others: Any) -> Any:
-        key = (find, *others) if others else find
-        found = call.known.get(key)
-        if found is None:
-            found = call.known[key] = find(call, *others)
-        return found
+    The result must follow from the call's shapes, strides, alignment and settings, not from its ranges, and must not be
+    None.
+    """
 
-    return cast(Found, recall)
+    @functools.wraps(derive)
+    def cached(call: Call, *args: Any) -> Any:
+        key = (derive, *args) if args else derive
+        value = call.known.get(key)
+        if value is None:
+            value = call.known[key] = derive(call, *args)
+        return value
+
+    return cast(Function, cached)

@@ -1,6 +1,7 @@
-"""What Triton's kernels and those of CUDA C++ ask of the CUDA driver, through ctypes: launches with packed arguments, and tensor maps.
+"""Call the CUDA driver through ctypes, for Triton and CUDA C++ kernels: launches with packed arguments, and TMA tensor
+maps.
 
-A thread packs a kernel's arguments into a buffer of its own; the driver copies them before a launch returns.
+Each thread packs kernel arguments into its own buffer. The driver copies them before a launch returns.
 """
 
 from __future__ import annotations
@@ -14,33 +15,33 @@ from typing import Any
 
 import torch
 
-MOST_BYTES = 4096  # of a kernel's arguments
-MAP_BYTES, MAP_ALIGNMENT = 128, 64  # of a CUtensorMap
-_GRID = struct.Struct("<7I4x")  # the first part of CUlaunchConfig (cuda.h): grid, block, shared memory
-_CONFIG = struct.Struct(f"<{_GRID.size}sQQI4x")  # the whole: that part, stream, attributes and their number
+MOST_BYTES = 4096  # largest kernel argument buffer
+MAP_BYTES, MAP_ALIGNMENT = 128, 64  # size and alignment of a CUtensorMap
+_GRID = struct.Struct("<7I4x")  # first part of CUlaunchConfig (cuda.h): grid, block, shared memory
+_CONFIG = struct.Struct(f"<{_GRID.size}sQQI4x")  # whole CUlaunchConfig: that part, stream, attributes and their count
 # CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION. The driver only reads it.
 _EARLY = ctypes.create_string_buffer(struct.pack("<I4xI60x", 6, 1), 72)
-_MOST_READY = 4096  # recordings and streams
+_MOST_READY = 4096  # largest number of (recording, stream) entries per thread
 Steps = tuple[tuple[Any, ...], ...]
 
 
 class _Thread(threading.local):
-    """Where a thread packs a launch, as the driver takes it, and the devices whose context it has bound."""
+    """Per-thread launch buffers, and the devices whose context the thread has bound."""
 
     def __init__(self) -> None:
         self.config = ctypes.create_string_buffer(_CONFIG.size)
         self.arguments = ctypes.create_string_buffer(MOST_BYTES)
-        self.bound = {-1}  # a CPU has no context
-        self.recording: Any = None  # of the pass that runs (_replay.py)
-        self.ready: dict[tuple[int, int], Steps] = {}  # of recordings and streams
+        self.bound = {-1}  # -1: a CPU, which needs no context
+        self.recording: Any = None  # the recorder of the running pass (_replay.py)
+        self.ready: dict[tuple[int, int], Steps] = {}  # prepared launches per (recording, stream)
 
 
 thread = _Thread()
-hooked: Callable[[], bool] = lambda: False  # whether somebody wants launches to go another way (_triton/kernel.py)  # noqa: E731
+hooked: Callable[[], bool] = lambda: False  # True while a profiler hooks launches (_triton/kernel.py)  # noqa: E731
 
 
 class Pointers(threading.local):
-    """The address of the driver's list of a kernel's arguments: pointers to where they are packed, at `offsets` of the thread's buffer."""
+    """The kernelParams array of a launch: pointers to the packed arguments, at `offsets` in the thread's buffer."""
 
     def __init__(self, offsets: tuple[int, ...]) -> None:
         begin = ctypes.addressof(thread.arguments)
@@ -48,48 +49,48 @@ class Pointers(threading.local):
         self.address = ctypes.addressof(self.list)
 
 
-@functools.cache  # finding the library takes longer than its calls
+@functools.cache  # loading the library takes longer than calling it
 def _library() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
 @functools.cache
 def _launch() -> Any:
-    found = _library().cuLaunchKernelEx
-    found.argtypes = (ctypes.c_void_p,) * 4
-    return found
+    launch = _library().cuLaunchKernelEx
+    launch.argtypes = (ctypes.c_void_p,) * 4
+    return launch
 
 
 @functools.cache
 def _fill() -> Any:
-    found = _library().cuMemsetD8Async
-    found.argtypes = (ctypes.c_void_p, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p)
-    return found
+    fill = _library().cuMemsetD8Async
+    fill.argtypes = (ctypes.c_void_p, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p)
+    return fill
 
 
 def stream_of(device: int) -> int:
-    """PyTorch's current stream."""
+    """Return the handle of PyTorch's current stream on the device."""
     stream: int = torch._C._cuda_getCurrentRawStream(device)
     return stream
 
 
 def clear(address: int, size: int, stream: int) -> int:
-    """Zero `size` bytes; the driver's status."""
+    """Zero `size` bytes on the stream; return the driver's status."""
     status: int = _fill()(address, 0, size, stream)
     return status
 
 
 def grid(ctas: int, threads: int, shared: int) -> bytes:
-    """How `ready` takes them."""
+    """Pack grid, block and shared memory size as `ready` expects them."""
     return _GRID.pack(ctas, 1, 1, threads, 1, 1, shared)
 
 
 def start(
     function: int, ctas: int, threads: int, shared: int, stream: int, pointers: Pointers, *, early: bool = False
 ) -> int:  # fmt: skip
-    """Start `function` with the arguments in `thread.arguments`; the driver's status, 0 if it takes the launch.
+    """Launch `function` with the arguments in `thread.arguments`; return the driver's status (0: success).
 
-    early: it may start before the kernel ahead of it in the stream has ended.
+    early: programmatic dependent launch; the kernel may start before the previous kernel of the stream ends.
     """
     at = thread
     at.config.raw = _packed_config(grid(ctas, threads, shared), stream, early)
@@ -102,38 +103,38 @@ def _packed_config(grid_of: bytes, stream: int, early: bool) -> bytes:
 
 
 def ready(number: int, device: int, steps: Steps, stream: int) -> Steps:
-    """How this thread starts kernels in a stream of a device with `start_all`.
+    """Return launches prepared for `start_all` on this thread and stream, from a cache if they were prepared before.
 
     Args:
-        number: of the steps, no other's.
-        device, stream: where.
-        steps: of each kernel the function, its `grid`, early and pointers as of `start`, how its arguments are packed, and a function that
-            takes them from the table.
+        number: a unique id of `steps`.
+        device, stream: the target of the launches.
+        steps: per kernel the function, its `grid`, `early` and `pointers` as in `start`, the struct that packs its
+            arguments, and a function that takes their values from a table.
     """
     at = thread
-    found = at.ready.get((number, stream))
-    if found is None:
+    prepared = at.ready.get((number, stream))
+    if prepared is None:
         if device not in at.bound:
             bind_context(device)
         if len(at.ready) >= _MOST_READY:
             at.ready.clear()
-        found = at.ready[number, stream] = tuple([_ready(at.arguments, stream, *step) for step in steps])
-    return found
+        prepared = at.ready[number, stream] = tuple([_ready(at.arguments, stream, *step) for step in steps])
+    return prepared
 
 
 def _ready(
     packed: Any, stream: int, function: int, grid_of: bytes, early: bool, pointers: Pointers, arguments: struct.Struct, values: Any
 ) -> tuple[Any, ...]:
-    config = ctypes.create_string_buffer(_packed_config(grid_of, stream, early))  # kept beside its address
+    config = ctypes.create_string_buffer(_packed_config(grid_of, stream, early))  # returned, so that it outlives its address
     return arguments.pack_into, packed, values, ctypes.addressof(config), function, pointers.address, config
 
 
 def start_all(steps: Steps, table: list[Any]) -> int:
-    """Start kernels one after another; the status of the first launch that the driver refuses, 0 if it takes all.
+    """Launch kernels in order; return the status of the first launch that fails, or 0.
 
     Args:
-        steps: which `ready` returned to this thread.
-        table: values that kernels take.
+        steps: what `ready` returned on this thread.
+        table: argument values that the steps pick from.
     """
     launch = _launch()
     for pack, packed, values, config, function, pointers, _ in steps:
@@ -145,10 +146,10 @@ def start_all(steps: Steps, table: list[Any]) -> int:
 
 
 def bind_context(device: int) -> None:
-    """Bind the context of a device to this thread, once, if it has none: launches and tensor maps need it and do not bind it.
+    """Bind the device's primary context (the one PyTorch uses) to this thread if it has none.
 
-    Autograd runs backward passes, and what they recompute, on threads of its own; where the first kernel of such a thread was compiled
-    elsewhere, nothing else has bound the context yet. It is the device's primary one, which PyTorch uses.
+    Launches and tensor maps need a bound context but do not bind one. Autograd runs backward passes on its own threads,
+    where nothing has bound a context yet if the first kernel was compiled on another thread.
     """
     driver, number, context = _library(), ctypes.c_int(), ctypes.c_void_p()
     status = driver.cuCtxGetCurrent(ctypes.byref(context))
@@ -164,14 +165,14 @@ def bind_context(device: int) -> None:
 
 
 def parameters(function: int) -> list[tuple[int, int]] | None:
-    """Offset and size of every parameter of a kernel, as it was compiled; None from a driver before CUDA 12.4."""
+    """Return offset and size of every parameter of a compiled kernel, or None with drivers older than CUDA 12.4."""
     ask = getattr(_library(), "cuFuncGetParamInfo", None)
     if ask is None:
         return None
-    offset, size, found = ctypes.c_size_t(), ctypes.c_size_t(), list[tuple[int, int]]()
-    while not ask(ctypes.c_void_p(function), ctypes.c_size_t(len(found)), ctypes.byref(offset), ctypes.byref(size)):
-        found.append((offset.value, size.value))
-    return found
+    offset, size, result = ctypes.c_size_t(), ctypes.c_size_t(), list[tuple[int, int]]()
+    while not ask(ctypes.c_void_p(function), ctypes.c_size_t(len(result)), ctypes.byref(offset), ctypes.byref(size)):
+        result.append((offset.value, size.value))
+    return result
 
 
 def encode() -> Any:
@@ -182,13 +183,14 @@ def encoded_map(
     encode: Callable[..., int], kind: int, address: int, sizes: tuple[int, ...], steps: tuple[int, ...], box: tuple[int, ...],
     swizzle: int, promotion: int,
 ) -> tuple[int, bytes]:  # fmt: skip
-    """The driver's status and the bytes of a tensor map.
+    """Encode a tensor map; return the driver's status and the map's bytes.
 
     Args:
-        encode: the driver's function.
-        kind, swizzle, promotion: of CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion (cuda.h).
-        sizes, box: of the tensor and of a tile, outermost dimension first.
-        steps: strides in bytes, outermost first, without that of the last dimension.
+        encode: cuTensorMapEncodeTiled.
+        kind, swizzle, promotion: values of CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion (cuda.h).
+        address: base address of the tensor.
+        sizes, box: sizes of the tensor and of a tile, outermost dimension first.
+        steps: strides in bytes, outermost first, without the last dimension's.
     """
     rank = len(sizes)
     memory = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)

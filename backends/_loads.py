@@ -1,4 +1,5 @@
-"""Counts of the keys that kernels load, from the ranges of a call, for debug events. All of these synchronize with the device."""
+"""Count the keys that kernels load, from a call's ranges, for debug events. All functions synchronize with the
+device."""
 
 from __future__ import annotations
 
@@ -11,17 +12,20 @@ from nsa_sel.core.call import Call
 
 
 class Lists(NamedTuple):
-    """Every (tile of rows, batch entry and group, tile of keys) with a key that one of the rows selects, in this order; fields [lists]."""
+    """Every (tile of rows, batch entry and group, tile of keys) in which a row selects a key, in this order. Fields are
+    [lists]."""
 
     number: Tensor  # (tile of rows * B * G + b * G + g) * tiles of keys + tile of keys
-    rows: Tensor  # how many rows select any of its keys, a row once for each of its blocks
-    keys: Tensor  # how many keys, from the first of the tile to the last that any row selects
-    selected: Tensor  # how many keys the rows select, summed over rows
+    rows: Tensor  # rows that select any of its keys, counted once per block
+    keys: Tensor  # keys from the first of the tile to the last that any row selects
+    selected: Tensor  # keys that the rows select, summed over rows
 
 
 def lists_of(call: Call, tokens: int, width: int, places: Tensor | None = None) -> Lists:
-    """The lists of tiles of `tokens` rows at adjacent places [B,S,G], which by default are their numbers, and of `width` keys, which
-    divides the block size."""
+    """Return the lists for tiles of `tokens` rows and of `width` keys; `width` divides the block size.
+
+    places: [B,S,G], the rows' order in which tiles take adjacent rows; by default s.
+    """
     start, end = call.clamped_ranges()
     B, S, G, _ = start.shape
     block = call.selection.block_size
@@ -41,14 +45,17 @@ def lists_of(call: Call, tokens: int, width: int, places: Tensor | None = None) 
 
 
 def union_keys(call: Call, tokens: int, places: Tensor | None = None) -> int:
-    """Keys that tiles of `tokens` rows, as of `lists_of`, load: each tile loads the union of its rows' keys once."""
+    """Return how many keys tiles of `tokens` rows (see `lists_of`) load: each tile loads the union of its rows' keys
+    once."""
     assert call.selection.block_size is not None, "only backends of whole blocks tile rows"
     return int(lists_of(call, tokens, call.selection.block_size, places).keys.sum())
 
 
 def piecewise_keys(call: Call, width: int, section: int, pairs: int, piece: int) -> int:
-    """Keys loaded by tiles of `width` keys, each once for every piece of `piece` rows that its list overlaps. The lists of a section of
-    rows and of `pairs` (batch entry, group) pairs are consecutive."""
+    """Return how many keys tiles of `width` keys load: each once per piece of `piece` rows that its list overlaps.
+
+    The lists of one section of rows and of `pairs` (batch entry, group) pairs are consecutive.
+    """
     B, _, G = call.q.shape[:3]
     lists = lists_of(call, section, width)
     at = lists.number // -(-call.S_kv // width)

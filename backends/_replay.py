@@ -1,11 +1,15 @@
-"""Passes replayed from a recording: what a pass launches follows from the facts of its call, all but the addresses.
+"""Record the kernel launches of a forward or backward pass and replay them for later calls of the same class, to save
+host time.
 
-The first passes of a class run as they are written, and one of them is recorded: which kernels it starts, with which numbers, and to which
-tensor each address belongs. Later ones allocate their results and one buffer for all temporaries, fill in the addresses, and start the
-kernels. Plans of selections are recorded each on their own; all tensors of one are in one buffer, which the selection keeps.
+The launches of a pass are determined by its call's shapes, strides, dtypes, alignment and settings, except for
+addresses. One of the first passes of a class is recorded: which kernels it launches, with which scalars, and to which
+tensor each address belongs. Later passes allocate their results and one buffer for all temporaries, fill in the
+addresses, and launch the kernels. Plans of selections are recorded separately; all tensors of a plan lie in one buffer,
+which the selection keeps.
 
-A recording holds no tensor and no address. None is made of a pass that compiles, runs an operation of PyTorch, or passes an address that
-belongs to none of its tensors or to two: such a pass always runs as it is written. So do all passes in a CUDA graph's capture.
+A recording holds no tensor and no address. A pass is never recorded if it compiles, runs a PyTorch operation, or passes
+an address that belongs to none of its tensors or to several; it then always runs as Python. So do all passes during a
+CUDA graph capture.
 """
 
 from __future__ import annotations
@@ -29,37 +33,40 @@ from nsa_sel.backends._buffers import allocator, contiguous
 from nsa_sel.backends._driver import clear, ready, start_all, stream_of, thread
 from nsa_sel.core.transforms import REPEATED
 
-Call = Any  # nsa_sel.core.call.Call, which holds a selection, whose ranges are made by a recorded kernel: importing it would be a circle
+# nsa_sel.core.call.Call, not imported: it holds a selection, whose ranges a recorded kernel makes, which would be an
+# import circle.
+Call = Any
 ALIGNMENT = 256  # bytes between tensors in one buffer: enough for TMA and 16-byte loads
-_fills = torch._C._get_deterministic_algorithms  # PyTorch then fills new tensors
-TRIES = 3  # passes of a class, after its first, that may be recorded: more may compile
-LEAST_ADDRESS = 1 << 32  # of memory; larger numbers are addresses
-MOST_BYTES = 1 << 30  # of what a pass allocates beside its results, in one piece: the GPU bounds calls that need more
-MOST_KEPT = 1 << 20  # bytes of temporaries that stay with a plan: allocating them apart takes longer than they are worth
+_fills = torch._C._get_deterministic_algorithms  # if True, PyTorch fills new tensors
+TRIES = 3  # recording attempts per class after its first pass: a pass that compiles cannot be recorded
+LEAST_ADDRESS = 1 << 32  # arguments of at least this value are addresses
+MOST_BYTES = 1 << 30  # largest buffer of temporaries; calls that need more are GPU-bound, so replay saves nothing
+MOST_KEPT = 1 << 20  # bytes of temporaries that may stay in a plan's buffer, because a separate allocation takes time
 MOST_RECORDINGS = 1024
 _numbers = itertools.count()
-_recordings: deque[tuple[dict[Any, Any], Any]] = deque()  # where they are, oldest first
-_VIEWS = (torch.ops.aten.slice.Tensor, torch.ops.aten.view.default, torch.ops.aten.view.dtype)  # operations that launch nothing
-_CODES = re.compile(r"(\d*)(\D)")  # of a struct's format: number and code
-_INPUT, _OFFSET, _MAP, _CONSTANT = range(4)  # the parts of a table of `_play`
+_recordings: deque[tuple[dict[Any, Any], Any]] = deque()  # (dict, key) of every recording, oldest first
+# Operations that launch nothing.
+_VIEWS = (torch.ops.aten.slice.Tensor, torch.ops.aten.view.default, torch.ops.aten.view.dtype)
+_CODES = re.compile(r"(\d*)(\D)")  # count and code in a struct format
+_INPUT, _OFFSET, _MAP, _CONSTANT = range(4)  # sections of the address table of `_play`
 
 
 class Recording(NamedTuple):
-    """What a pass, or the building of a plan, does. Entries are those of the table of `_play`."""
+    """The recorded launches of a pass or of building a plan. `entry` means an index in the address table of `_play`."""
 
-    number: int  # no other's
+    number: int  # unique id
     device: int
     make: Callable[..., Tensor]  # `allocator`
-    outputs: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # sizes, strides and dtype of what it returns
+    outputs: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # sizes, strides and dtype of each result
     scratch: int  # bytes of temporaries
-    plans: tuple[tuple[Any, ...], ...]  # of each its key in the selection, that of its recording in `Call.known`, and how it is built
+    plans: tuple[tuple[Any, ...], ...]  # per plan: its key, its recording's key in `Call.known`, build, numbers
     offsets: tuple[tuple[int, int], ...]  # entry, bytes
     maps: tuple[tuple[int, Callable[[int], bytes | None]], ...]  # entry, encoder of tensor maps
     constants: tuple[bytes, ...]
     cleared: tuple[tuple[int, int], ...]  # entry, bytes
-    steps: tuple[Any, ...]  # of `_driver.ready`
-    kernels: tuple[Any, ...]  # held, so that they stay loaded
-    plan: tuple[Any, ...] | None  # of a plan: what makes it, its fields with a `_Part` of the one output for a tensor, and their offsets
+    steps: tuple[Any, ...]  # launches, see `_driver.ready`
+    kernels: tuple[Any, ...]  # kernel objects, held so that their code stays loaded
+    plan: tuple[Any, ...] | None  # for a plan: type, fields (tensors as `_Part` of the buffer), offsets
 
 
 class _Part(NamedTuple):
@@ -69,7 +76,7 @@ class _Part(NamedTuple):
 
 
 class KeptPlan:
-    """A plan as a selection keeps it: its value, or what makes it of its fields, and the buffer that holds its tensors."""
+    """A plan cached in a selection: its value, or the type, fields and buffer from which `value` makes it on demand."""
 
     __slots__ = ("_buffer", "_fields", "_kind", "_value", "addresses")
 
@@ -82,9 +89,9 @@ class KeptPlan:
 
     @property
     def value(self) -> Any:
-        """The tuple of tensors and numbers."""
+        """The plan as a tuple of tensors and numbers."""
         if self._value is None and self._kind is not None:
-            outer, thread.recording = thread.recording, None  # these views launch nothing, whatever operations PyTorch makes of them
+            outer, thread.recording = thread.recording, None  # views launch nothing: do not refuse the recording
             try:
                 self._value = self._kind(self._view(x) if type(x) is _Part else x for x in self._fields)
             finally:
@@ -102,13 +109,14 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *numbers: Any) -> KeptPlan:
-    """`build(call, *numbers)`, kept in the selection for this key, number of keys, and positions or lengths: the causal clamp depends on
-    them.
+    """Return `build(call, *numbers)`, cached in the selection by key, numbers, S_kv, and positions or lengths (causal
+    clamp).
 
-    Whatever the plan has beside the values of its tensors must follow from these: a recording takes any plan with this key.
+    Everything in the plan except the values of its tensors must follow from these, because a recording accepts any plan
+    with this key.
 
-    In a CUDA graph it is built every time: a replay must follow ranges that were written since the capture, and a plan that a capture
-    builds holds nothing until the graph is replayed.
+    During a CUDA graph capture the plan is built every time: a graph replay must follow ranges written since the
+    capture, and a plan built in a capture holds no data until the graph is replayed.
     """
     if call.capturing():
         return KeptPlan(build(call, *numbers))
@@ -123,7 +131,7 @@ def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *n
 def _plan_again(
     call: Call, inputs: list[int], on: tuple[Any, ...], key: tuple[Any, ...], kind: Any, build: Callable[..., Any], numbers: tuple[Any, ...]
 ) -> KeptPlan:  # fmt: skip
-    """Builds a plan for a pass that is replayed with these inputs. on: see `Selection.keep`."""
+    """Build a plan for a pass that is being replayed with these inputs. on: see `Selection.keep`."""
     recording = call.known.get(kind)
     plan: KeptPlan | None = _play(recording, inputs[:4], call) if type(recording) is Recording else None
     if plan is None:
@@ -133,7 +141,8 @@ def _plan_again(
 
 
 def _kind(call: Call, work: Callable[..., Any], ranges: Tensor, numbers: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What tells recordings of calls that share `Call.known` apart: `measure` may be called between a forward and its backward pass."""
+    """Return the key of a recording in `Call.known`. It has `exact()`, because `measure` may run between forward and
+    backward."""
     return work, ranges.dtype, call.selection.exact(), *numbers
 
 
@@ -149,8 +158,10 @@ def _built(call: Call, build: Callable[..., Any], numbers: tuple[Any, ...]) -> K
 def replayed(
     call: Call, work: Callable[..., Any], given: tuple[Tensor | None, ...] = (), numbers: tuple[Any, ...] = (), plan: bool = False
 ) -> Any:
-    """`work(call, *given, *numbers)`, one pass, or the building of a plan: its kernels read q, k, v, the disjoint ranges, and what is
-    `given`."""
+    """Return `work(call, *given, *numbers)` (a pass, or building a plan), run or replayed.
+
+    Its kernels read q, k, v, the disjoint ranges, and the tensors in `given`.
+    """
     known = call.known
     if REPEATED not in known or call.workspace is not None or call.settings.traced or call.capturing():
         return work(call, *given, *numbers)
@@ -164,28 +175,29 @@ def replayed(
 def recorded(
     known: dict[Any, Any], key: Any, inputs: Sequence[Tensor | None], work: Callable[[], Any], call: Call = None, plan: bool = False
 ) -> Any:
-    """`work()`, or a replay.
+    """Return `work()`, run or replayed.
 
     Args:
-        known: recordings, with their keys.
-        key: what the launches of `work` follow from, the device included, but for the addresses, where all are multiples of 16.
+        known: recordings by key.
+        key: everything that determines the launches of `work`, including the device, except for addresses. Replays need
+            all addresses to be multiples of 16.
         inputs: the tensors that kernels read.
-        work: a pass, or the building of a plan.
-        call: of the pass, whose plans it uses.
-        plan: whether `work` builds one.
+        work: a pass, or building a plan.
+        call: the pass's call, whose plans it uses.
+        plan: whether `work` builds a plan.
     """
-    if thread.recording is not None:  # a part of what is recorded
+    if thread.recording is not None:  # nested in a pass that is being recorded
         return work()
     recording = known.get(key)
     addresses = [0 if x is None else x.data_ptr() for x in inputs]
     if functools.reduce(operator.or_, addresses) & 15 or _fills() or _driver.hooked():
         return work()
     if type(recording) is Recording:
-        found = _play(recording, addresses, call)
-        if found is not None:
-            return found
-        recording = 0  # the driver refuses a launch: the pass fails in words of its own
-    if recording is None or recording == TRIES:  # most keys are seen once
+        result = _play(recording, addresses, call)
+        if result is not None:
+            return result
+        recording = 0  # the driver refused a launch: run the pass, which raises its own error
+    if recording is None or recording == TRIES:  # do not record the first pass: most keys occur once
         known.setdefault(key, 0)
         return work()
     recorder = Recorder(addresses)
@@ -195,17 +207,17 @@ def recorded(
     known[key] = made or recording + 1
     if made:
         _recordings.append((known, key))
-        if len(_recordings) > MOST_RECORDINGS:  # keys and values that grow make new classes at every step
+        if len(_recordings) > MOST_RECORDINGS:  # a growing cache makes a new class at every step
             old, its_key = _recordings.popleft()
             old.pop(its_key, None)
     return result
 
 
 def _play(recording: Recording, inputs: list[int], call: Call) -> Any:
-    """What the recorded pass returns; None if the driver refuses a launch.
+    """Replay a pass and return its result, or None if the driver refuses a launch.
 
-    The table of what kernels take: addresses of the inputs, outputs, temporaries, and tensors of plans; addresses within these; tensor
-    maps; what is the same in every pass, packed.
+    Builds a table of argument values: addresses of inputs, outputs, temporaries and tensors of plans; addresses at an
+    offset within these; tensor maps; packed constants.
     """
     number, device, make, outputs_of, scratch_bytes, plans_of, offsets, maps_of, constants, cleared, steps, _, plan_of = recording
     stream = stream_of(device)
@@ -214,9 +226,9 @@ def _play(recording: Recording, inputs: list[int], call: Call) -> Any:
     table: list[Any] = inputs + [y.data_ptr() for y in outputs]
     scratch = make((scratch_bytes,), (1,), torch.uint8) if scratch_bytes else None
     table.append(0 if scratch is None else scratch.data_ptr())
-    plans = []  # held until all kernels are queued: in inference mode nobody else does
+    plans = []  # hold references until all kernels are queued: in inference mode nothing else does
     for key, kind, build, numbers in plans_of:
-        assert call is not None, "who uses plans has one"
+        assert call is not None, "a pass that uses plans has a call"
         on = key if device < 0 else (*key, stream)
         plan = call.selection.kept(on)
         if plan is None:
@@ -243,7 +255,7 @@ def _play(recording: Recording, inputs: list[int], call: Call) -> Any:
 
 
 class _Span(NamedTuple):
-    """Memory [begin, begin + size) that is `offset` bytes behind what an entry of the table points to."""
+    """Memory [begin, begin + size), which starts `offset` bytes after the address in a table entry."""
 
     begin: int
     size: int
@@ -252,31 +264,31 @@ class _Span(NamedTuple):
 
 
 class Recorder:
-    """Records one pass of this thread, inside `with`. `refused` once the pass can't be replayed."""
+    """Record one pass of this thread inside a `with` block. `refused` becomes True if the pass cannot be replayed."""
 
     def __init__(self, inputs: list[int]) -> None:
         self.inputs, self.refused = inputs, False
-        self.made: list[Tensor] = []  # by `unwritten`
+        self.made: list[Tensor] = []  # tensors that `unwritten` allocated
         self.plans: list[tuple[Any, ...]] = []
         self.plan_tensors: list[Tensor] = []
-        self.encoders: dict[bytes, tuple[int, Callable[[int], bytes | None]]] = {}  # of tensor maps: address and encoder
+        self.encoders: dict[bytes, tuple[int, Callable[[int], bytes | None]]] = {}  # tensor map -> address, encoder
         self.cleared: list[tuple[int, int]] = []
-        self.kernels: list[Any] = []  # what a kernel's code goes with
+        self.kernels: list[Any] = []  # objects that keep kernel code loaded
         self.launches: list[tuple[Any, ...]] = []  # arguments of `launch`
 
     def __enter__(self) -> None:
         python = torch._C.DispatchKey.Python
-        self.refused |= torch._C._dispatch_tls_is_dispatch_key_excluded(python)  # then the watch sees nothing
+        self.refused |= torch._C._dispatch_tls_is_dispatch_key_excluded(python)  # `_Watch` would then see no operation
         self._watch = _Watch()  # type: ignore[no-untyped-call]
         self._watch.__enter__()  # type: ignore[no-untyped-call]
         thread.recording = self._watch.recorder = self
 
     def __exit__(self, *error: Any) -> None:
-        thread.recording = self._watch.recorder = None  # no cycle, which would keep tensors
+        thread.recording = self._watch.recorder = None  # break the reference cycle, which would keep tensors alive
         self._watch.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def use(self, call: Call, plan: KeptPlan, arguments: tuple[Any, ...]) -> None:
-        """The pass uses a plan."""
+        """Record that the pass uses a plan."""
         q = call.q.data_ptr()
         self.refused |= q != self.inputs[0] or REPEATED not in call.known
         if arguments not in self.plans:
@@ -287,11 +299,11 @@ class Recorder:
         self, function: int, ctas: int, threads: int, shared: int, early: bool, pointers: Any, arguments: struct.Struct,
         values: tuple[Any, ...],
     ) -> None:  # fmt: skip
-        """The pass starts a kernel: see `_driver.start`, and the values that are packed."""
+        """Record a kernel launch: the arguments of `_driver.start`, and the values that were packed."""
         self.launches.append((function, _driver.grid(ctas, threads, shared), early, pointers, arguments, values))
 
     def finished(self, result: Any, plan: bool) -> Recording | None:
-        """The recording of a pass, or of a plan, that has returned `result`."""
+        """Return the recording of a pass (or plan) that returned `result`, or None if it cannot be replayed."""
         outputs = _tensors(result)
         own = [x for x in self.made if not any(x is y for y in outputs)]
         simple = isinstance(result, tuple) and all(isinstance(x, Tensor | int | None) for x in result)
@@ -316,7 +328,7 @@ class Recorder:
             facts = [((size,), (1,), torch.uint8)]
             places = [_Part(part.offset, tuple(x.shape), x.dtype) for part, x in zip(parts, outputs, strict=False)]
             fields = iter(places)
-            kind = getattr(type(result), "_make", tuple)  # of named tuples
+            kind = getattr(type(result), "_make", tuple)  # `_make` for named tuples
             described = kind, tuple(next(fields) if isinstance(x, Tensor) else x for x in result), tuple(x.offset for x in places)
             own = own if apart else []
         else:
@@ -340,7 +352,8 @@ class Recorder:
 
 
 def _packed(tensors: list[Tensor], entry: int) -> tuple[int, list[_Span]]:
-    """The size of a buffer for these tensors one after another, which is `entry` of the table, and where each is."""
+    """Return the size of a buffer (table entry `entry`) that holds these tensors one after another, and the span of
+    each."""
     size, spans = 0, []
     for x in tensors:
         spans.append(_Span(x.data_ptr(), x.nbytes, entry, size))
@@ -349,7 +362,7 @@ def _packed(tensors: list[Tensor], entry: int) -> tuple[int, list[_Span]]:
 
 
 class _Table:
-    """Makes the table of `_play` from recorded values. A place is a part of the table and a number in it."""
+    """Builds the table of `_play` from recorded values. A place is (section of the table, index in the section)."""
 
     def __init__(self, spans: list[_Span], bases: int, encoders: dict[bytes, tuple[int, Callable[[int], bytes | None]]]) -> None:
         self.spans, self.bases, self.encoders, self.refused = spans, bases, encoders, False
@@ -358,9 +371,12 @@ class _Table:
         self.constants: list[bytes] = []
 
     def packed(self, arguments: struct.Struct, values: tuple[Any, ...]) -> tuple[struct.Struct, list[tuple[int, int]]]:
-        """How a replay packs a kernel's arguments, and the places of what it packs: numbers side by side are packed already."""
+        """Return the struct with which a replay packs a kernel's arguments, and the places of its values.
+
+        Runs of adjacent scalars are packed once into a constant.
+        """
         codes, places, left = "<", list[tuple[int, int]](), iter(values)
-        same, numbers = "", list[Any]()  # codes and values of numbers side by side
+        same, numbers = "", list[Any]()  # codes and values of the current run of scalars
         for number, code in [*_CODES.findall(arguments.format[1:]), ("", "")]:
             for one in [number + code] if code in ("s", "") else int(number or 1) * [code]:
                 value = next(left) if one and code != "x" else None
@@ -382,15 +398,15 @@ class _Table:
         if type(value) is bytes and value in self.encoders:
             address, encode = self.encoders[value]
             place = self.place(address)
-            self.refused |= place[0] != _INPUT  # of a tensor's beginning
+            self.refused |= place[0] != _INPUT  # maps must point to the start of a tensor
             return _MAP, _index(self.maps, (place[1], encode))
         if type(value) is bytes:
             return _CONSTANT, _index(self.constants, value)
-        found = [x for x in self.spans if x.begin <= value < x.begin + x.size]
-        self.refused |= len(found) != 1
+        spans = [x for x in self.spans if x.begin <= value < x.begin + x.size]
+        self.refused |= len(spans) != 1
         if self.refused:
             return _INPUT, 0
-        (span,) = found
+        (span,) = spans
         offset = span.offset + value - span.begin
         return (_OFFSET, _index(self.offsets, (span.entry, offset))) if offset else (_INPUT, span.entry)
 
@@ -400,25 +416,25 @@ class _Table:
 
 
 def _getter(entries: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """What takes these entries of a table."""
+    """Return a function that takes these entries from a table."""
     return operator.itemgetter(*entries) if len(entries) > 1 else lambda table: tuple([table[entry] for entry in entries])
 
 
-def _index(found: list[Any], x: Any) -> int:
-    """The place of x in the list, to which it is added if it is new."""
-    if x not in found:
-        found.append(x)
-    return found.index(x)
+def _index(values: list[Any], x: Any) -> int:
+    """Return the index of x in the list, appending it if it is new."""
+    if x not in values:
+        values.append(x)
+    return values.index(x)
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses a recording in which PyTorch runs an operation."""
+    """Refuse the recording if PyTorch dispatches an operation during the pass."""
 
     recorder: Recorder | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # skipping imports dynamo, which takes two seconds
+        return False  # True would import dynamo, which takes two seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.recorder is not None and thread.recording is self.recorder and func not in _VIEWS:

@@ -1,4 +1,4 @@
-"""Some rows of a call as a call of their own, where a plan of all rows would not fit the workspace."""
+"""Split a call into calls on parts of its rows if a plan of all rows would exceed the workspace."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 from nsa_sel.core.call import Call
 from nsa_sel.selection import Selection
 
-LEAST_ROWS = 1024  # of a part, whatever the workspace: with fewer a GPU would be idle
+LEAST_ROWS = 1024  # fewest rows per part, whatever the workspace: fewer would leave a GPU idle
 
 
 def slices(call: Call, b: slice, g: slice, rows: int) -> Iterator[tuple[Call, tuple[slice, slice, slice]]]:
-    """The calls of `rows` rows of these batch entries and groups, and where their rows are in [B,S,G]."""
+    """Yield calls on `rows` rows each of these batch entries and groups, and the slices of their rows in [B,S,G]."""
     S, S_kv, whole = call.q.shape[1], call.k.shape[2], call.selection
     ranges = call.disjoint_ranges()
     for first in range(0, S, rows):
         end = min(S, first + rows)
         at = b, slice(first, end), g
-        seen = S_kv if call.q_pos is not None else S_kv - S + end  # so many keys give the rows their default positions
+        seen = S_kv if call.q_pos is not None else S_kv - S + end  # keeps default positions
         selection = Selection(ranges[at].contiguous(), whole.block_size, whole.length_bound(S_kv), disjoint=True)
         selection._cut_block = whole._cut_block
         k, v = (x[b, g, :seen] for x in (call.k, call.v))
@@ -29,16 +29,17 @@ def slices(call: Call, b: slice, g: slice, rows: int) -> Iterator[tuple[Call, tu
 
 
 def by_parts(call: Call, tile_rows: int, tile_bytes: int, start: Callable[..., None], *tensors: Tensor | None) -> None:
-    """`start(call, *tensors)`, in as many parts as keep its plan within runtime.workspace_bytes: whole tiles, so that bits stay the same.
+    """Run `start(call, *tensors)` in parts whose plans stay within runtime.workspace_bytes.
 
-    The rows of a cache are few, and are never parted.
+    Parts are whole tiles, so that results do not change. Calls over caches with lengths have few rows and are never
+    split.
 
     Args:
         call: the call.
-        tile_rows: rows of a tile of the plan.
-        tile_bytes: of the plan, for a tile of all groups.
-        start: one pass over the rows of a call.
-        tensors: what it reads and writes, [B,S,...] each.
+        tile_rows: rows per tile of the plan.
+        tile_bytes: bytes of the plan per tile of all groups.
+        start: launches one pass over the rows of a call.
+        tensors: tensors that it reads and writes, [B,S,...] each.
     """
     B, S, G = call.q.shape[:3]
     tiles = -(-S // tile_rows)

@@ -1,7 +1,8 @@
-"""Choosing blocks with CUDA on Hopper: attention to compressed keys and its gradients by TMA and wgmma (cupy_cuda/compressed.py).
+"""choose-cuda: attention to compressed keys and its gradients with TMA and wgmma on Hopper (cupy_cuda/compressed.py).
 
-Importance and top n are the Triton kernels of choose_triton.py. Calls with positions (q_pos), without any compressed key, or with tensors
-that TMA cannot read take all of its kernels. Triton's dq is faster with Dk = Dv = 64 (docs/kernels.md, "Tried and dropped").
+Importance and top n use the Triton kernels of choose_triton.py. Calls with positions (q_pos), without compressed keys,
+or with tensors that TMA cannot load use only Triton kernels. Triton's dq is faster with Dk = Dv = 64 (docs/kernels.md,
+"Tried and dropped").
 """
 
 from __future__ import annotations
@@ -16,30 +17,30 @@ from nsa_sel.core.choose_call import ChooseCall
 
 
 def attention(call: ChooseCall) -> tuple[Tensor, Tensor]:
-    """o and lse alone."""
+    """Return o and lse only."""
     device = device_info(call.q.device)
     call = call if call.scale >= 0 else call.with_positive_scale()
     return compressed.forward(call, device) if compressed.supports(call, device) else choose_triton.attention(call)
 
 
 def paged(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
-    """`forward` over compressed keys in pages, with positions: by Triton's kernels."""
+    """Do `forward` over compressed keys in pages, with positions, in Triton kernels."""
     return choose_triton.paged(call)
 
 
 def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
-    """o [B,S,G,h,Dv] in q's dtype, lse [B,S,G,h] in float32, and ranges [B,S,G,n,2] of the blocks."""
+    """Return o [B,S,G,h,Dv] in q's dtype, lse [B,S,G,h] in float32, and ranges [B,S,G,n,2] of the blocks."""
     o, lse = attention(call)
     return o, lse, choose_triton.best_blocks(call, lse)
 
 
 def backward(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, contiguous, in the dtypes of q, k, v; do has a contiguous last dimension."""
+    """Return contiguous dq, dk, dv in the dtypes of q, k, v. do has a contiguous last dimension."""
     return backward_and_delta(call, o, lse, do, dlse)[:3]
 
 
 def backward_and_delta(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`backward`, and delta [B,S,G,h]."""
+    """Return the results of `backward` and delta [B,S,G,h]."""
     if call.scale < 0:
         dq, dk, dv, delta = backward_and_delta(call.with_positive_scale(), o, lse, do, dlse)
         return -dq, dk, dv, delta

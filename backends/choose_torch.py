@@ -1,7 +1,9 @@
-"""Choosing blocks in plain PyTorch: the reference, which runs everywhere in bounded memory, rows in chunks.
+"""choose-torch: choosing blocks in plain PyTorch. The reference, which runs everywhere in bounded memory, in chunks of
+rows.
 
-16-bit inputs are computed in float32, whatever autocast says. Gradients of k and v are added chunk by chunk, in the order of the rows.
-The sequences of a packed batch run one after the other: the host waits for a GPU whose bounds it does not know.
+16-bit inputs are computed in float32, regardless of autocast. Gradients of k and v are added chunk by chunk, in row
+order. The sequences of a packed batch run one after another; this synchronizes with a GPU if the host does not know the
+bounds.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def _without_autocast(work: Callable[Concatenate[ChooseCall, Others], Found]) ->
 
 @_without_autocast
 def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
-    """o [B,S,G,h,Dv] in q's dtype, lse [B,S,G,h] in float32 (float64 for float64 inputs), ranges [B,S,G,n,2] of the blocks."""
+    """o [B,S,G,h,Dv] in q's dtype, lse [B,S,G,h] in float32 (float64 for float64 inputs), ranges [B,S,G,n,2] of the
+    blocks."""
     if call.sequences is not None:
         return _packed_forward(call)
     B, S, G, h, _ = call.q.shape
@@ -43,7 +46,7 @@ def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
         part = call.part(*at)
         logits = _logits(part)
         part_lse = logits.logsumexp(-1)
-        p = logits.softmax(-1).masked_fill_((part_lse == -torch.inf).unsqueeze(-1), 0.0)  # exp(logits - lse) rounds lse first
+        p = logits.softmax(-1).masked_fill_((part_lse == -torch.inf).unsqueeze(-1), 0.0)  # not exp(logits - lse): lse is rounded
         o[at] = _heads(p.flatten(2, 3) @ _visible(part, part.v), h)
         lse[at] = part_lse.transpose(1, 2)
         importance = block_importance(p.sum(3), call.rule, call.blocks).transpose(1, 2)
@@ -54,7 +57,7 @@ def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
 
 @_without_autocast
 def log_sum_exp(call: ChooseCall) -> Tensor:
-    """lse [B,S,G,h] alone."""
+    """Return lse [B,S,G,h] only."""
     lse = call.q.new_empty(call.q.shape[:-1], dtype=_wide(call))
     for at in call.parts(_row_bytes(call)):
         lse[at] = _logits(call.part(*at)).logsumexp(-1).transpose(1, 2)
@@ -63,7 +66,8 @@ def log_sum_exp(call: ChooseCall) -> Tensor:
 
 @_without_autocast
 def best_blocks(call: ChooseCall, lse: Tensor | None) -> Tensor:
-    """ranges [B,S,G,n,2] by the scores that call.pool defines, of lse [B,S,G,h] where they are weights."""
+    """Return ranges [B,S,G,n,2] of the best blocks by call.pool's scores. lse: [B,S,G,h] if scores use softmax
+    weights."""
     rule = call.rule
     ranges = call.q.new_empty(*call.q.shape[:3], rule.n, 2, dtype=range_dtype(rule.block_size))
     for at in call.parts(_row_bytes(call)):
@@ -75,7 +79,7 @@ def best_blocks(call: ChooseCall, lse: Tensor | None) -> Tensor:
 
 
 def block_scores(part: ChooseCall, lse: Tensor | None) -> Tensor:
-    """[B,G,S,blocks]; without softmax -inf for a block none of whose index keys the row sees."""
+    """Return scores [B,G,S,blocks]. Without softmax, a block has -inf if the row sees none of its index keys."""
     logits, pool = _logits(part), part.pool
     seen = torch.arange(logits.shape[-1], device=logits.device) < part.seen()[:, None, :, None]
     if lse is not None:
@@ -89,9 +93,10 @@ def block_scores(part: ChooseCall, lse: Tensor | None) -> Tensor:
 
 @_without_autocast
 def backward(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the dtypes of q, k, v; p is recomputed from lse.
+    """Return dq, dk, dv in the dtypes of q, k, v. p is recomputed from lse.
 
-    With p = exp(scale q.k - lse) and delta = rowsum(do * o) - dlse: ds = p (do.v - delta), dq = scale ds k, dk = scale ds^T q, dv = p^T do.
+    With p = exp(scale q.k - lse) and delta = rowsum(do * o) - dlse: ds = p (do.v - delta), dq = scale ds k, dk = scale
+    ds^T q, dv = p^T do.
     """
     if call.sequences is not None:
         return _packed_backward(call, o, lse, do, dlse)
@@ -116,7 +121,7 @@ def backward(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor 
 
 
 def _packed_forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
-    """`forward` of each sequence; padding sees nothing."""
+    """Run `forward` for each sequence. Padding rows see nothing."""
     _, S, G, h, _ = call.q.shape
     o = call.q.new_zeros(1, S, G, h, call.v.shape[3])
     lse = call.q.new_full((1, S, G, h), -torch.inf, dtype=_wide(call))
@@ -135,7 +140,10 @@ def _packed_backward(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse:
 
 
 def block_importance(p: Tensor, rule: Rule, blocks: int) -> Tensor:
-    """[..., blocks] from p [..., C], summed over heads (Eq. 9): compressed key i adds p to the block of each piece that it covers."""
+    """Return importance [..., blocks] from p [..., C], summed over heads (Eq. 9).
+
+    Compressed key i adds p to the block of each piece that it covers.
+    """
     short = blocks * rule.pieces - p.shape[-1]
     pieces = torch.nn.functional.pad(p, (0, short))
     for shift in range(1, rule.reach):
@@ -144,7 +152,8 @@ def block_importance(p: Tensor, rule: Rule, blocks: int) -> Tensor:
 
 
 def _largest(x: Tensor, rule: Rule, blocks: int, least: float) -> Tensor:
-    """[..., blocks] from x [..., C]: the largest of the compressed keys that cover a piece of the block, or `least`."""
+    """Return the maximum [..., blocks] of x [..., C] over the compressed keys that cover a piece of the block, or
+    `least`."""
     short = blocks * rule.pieces - x.shape[-1]
     pieces = torch.nn.functional.pad(x, (0, short), value=least)
     for shift in range(1, rule.reach):
@@ -153,7 +162,10 @@ def _largest(x: Tensor, rule: Rule, blocks: int, least: float) -> Tensor:
 
 
 def _logits(part: ChooseCall) -> Tensor:
-    """[B,G,S,h,C] of the keys that any row may see, -inf where a row does not; rows that see nothing may hold anything."""
+    """Return logits [B,G,S,h,C] of the keys that any row may see, -inf where a row does not see a key.
+
+    Logits of rows that see nothing are undefined.
+    """
     h = part.q.shape[3]
     seen = part.seen()[:, None, :, None, None]
     k = _visible(part, part.k)
@@ -163,7 +175,7 @@ def _logits(part: ChooseCall) -> Tensor:
 
 
 def _visible(part: ChooseCall, x: Tensor) -> Tensor:
-    """The keys or values that any row may see, with zeros for those that none does: they may hold NaN."""
+    """Return the keys or values that any row may see. Those that no row sees are zeroed, because they may hold NaN."""
     x = x[:, :, : part.most_seen()].to(_wide(part))
     if part.q_pos is None:
         return x
@@ -172,21 +184,21 @@ def _visible(part: ChooseCall, x: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[B,G,S*h,D] of x [B,S,G,h,D]."""
+    """Return x [B,S,G,h,D] as [B,G,S*h,D]."""
     return x.transpose(1, 2).flatten(2, 3)
 
 
 def _heads(x: Tensor, h: int) -> Tensor:
-    """[B,S,G,h,D] of x [B,G,S*h,D]."""
+    """Return x [B,G,S*h,D] as [B,S,G,h,D]."""
     return x.view(*x.shape[:2], x.shape[2] // h, h, x.shape[3]).transpose(1, 2)
 
 
 def _wide(call: ChooseCall) -> torch.dtype:
-    """The dtype of sums."""
+    """Return the accumulation dtype."""
     return torch.float64 if call.q.dtype == torch.float64 else torch.float32
 
 
 def _row_bytes(call: ChooseCall) -> int:
-    """Of the largest temporary, per row: p, a row of q or o, or what sorting the scores of blocks takes."""
+    """Return the bytes per row of the largest temporary: p, a row of q or o, or the sort of block scores."""
     G, h, Dk = call.q.shape[2:]
     return max(G * h * max(call.k.shape[2], Dk, call.v.shape[3]) * _wide(call).itemsize, G * call.blocks * 8)

@@ -1,12 +1,13 @@
-"""Choosing blocks in Triton: attention to compressed keys, importance without p in memory, and top n without sorting.
+"""choose-triton: attention to compressed keys, importance without storing p, and top n without sorting.
 
 Forward kernels:
     _triton/choose_attention.py   o and lse
-    _triton/importance.py         scores of blocks of some rows, from q, k and lse: NSA's
-    _triton/block_scores.py       the same for other pools: the largest, or of logits
+    _triton/importance.py         block scores from q, k and lse, as NSA defines them
+    _triton/block_scores.py       block scores for other pools: the maximum, or logits
     _triton/choose_pages.py       all of these for a few new tokens over compressed keys in pages
-    _triton/top_n.py              their best blocks; then the next rows, so that scores never stand in memory for all
-Backward: dq in _triton/choose_attention.py, dk and dv in _triton/choose_dkdv.py. There is no gradient through the choice.
+    _triton/top_n.py              the best blocks
+Scores and top n run on a chunk of rows at a time, so that the scores of all rows are never in memory.
+Backward: dq in _triton/choose_attention.py, dk and dv in _triton/choose_dkdv.py. The selection itself has no gradient.
 A compressed key must not cover more pieces than a block has (rule.reach <= rule.pieces).
 """
 
@@ -58,14 +59,17 @@ def config_of(call: ChooseCall, kernel: str) -> KernelConfig:
 
 
 def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
-    """o [B,S,G,h,Dv] in q's dtype, lse [B,S,G,h] in float32, and ranges [B,S,G,n,2] of the blocks, ascending, [0, 0) for padding."""
+    """Return o [B,S,G,h,Dv] in q's dtype, lse [B,S,G,h] in float32, and ranges [B,S,G,n,2] of the blocks.
+
+    Ranges are ascending, with [0, 0) for padding.
+    """
     call = call if call.scale >= 0 else call.with_positive_scale()
     o, lse = attention(call)
     return o, lse, best_blocks(call, lse)
 
 
 def paged(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
-    """`forward` over compressed keys in pages: without gathering them for a few new tokens a sequence."""
+    """Do `forward` over compressed keys in pages; for a few new tokens per sequence, without gathering the keys."""
     if not choose_pages.takes(call):
         return forward(call.gathered())
     call = call if call.scale >= 0 else call.with_positive_scale()
@@ -80,7 +84,7 @@ def paged(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def attention(call: ChooseCall) -> tuple[Tensor, Tensor]:
-    """o and lse alone."""
+    """Return o and lse only."""
     call = call if call.scale >= 0 else call.with_positive_scale()
     B, S, G, h, _ = call.q.shape
     o = call.q.new_empty(B, S, G, h, call.v.shape[3])
@@ -90,25 +94,28 @@ def attention(call: ChooseCall) -> tuple[Tensor, Tensor]:
 
 
 def log_sum_exp(call: ChooseCall) -> Tensor:
-    """lse [B,S,G,h] in float32: of attention to the first columns of k, the fewest that its kernel multiplies."""
+    """Return lse [B,S,G,h] in float32. The attention kernel needs values, so it gets the first columns of k, as few as
+    it allows."""
     return attention(call.of(call.q, call.k, call.k[..., :MIN_TILE]))[1]
 
 
 def best_blocks(call: ChooseCall, lse: Tensor | None) -> Tensor:
-    """ranges [B,S,G,n,2], for a pool with softmax from lse [B,S,G,h], whichever kernel computed that; scores of as many rows at once as
-    fit the scratch."""
+    """Return ranges [B,S,G,n,2] of the best blocks, scoring as many rows at once as fit the scratch.
+
+    lse: [B,S,G,h] from any kernel for a pool with softmax, else None.
+    """
     call = call if call.scale >= 0 else call.with_positive_scale()
     _, _, block_size, n, first, local = call.rule
     B, S, G = call.q.shape[:3]
     ranges = call.q.new_empty(B, S, G, n, 2, dtype=range_dtype(block_size))
-    width = -(-call.blocks // 16) * 16  # so that rows begin at multiples of 16 bytes
+    width = -(-call.blocks // 16) * 16  # rows begin at multiples of 16 bytes
     parts = list(call.parts(G * width * 4))
-    b, s = (each.stop for each in parts[0]) if parts else (0, 0)  # the first part is the largest
+    b, s = (span.stop for span in parts[0]) if parts else (0, 0)  # the first part is the largest
     scratch = call.q.new_empty(b, s, G, width, dtype=torch.float32)
     for at in parts:
         part, part_lse, part_ranges, scores = (call, lse, ranges, scratch) if len(parts) == 1 else _rows(call, lse, ranges, scratch, at)
         visible = part.visible_blocks()
-        scores = scores if width == visible else scores[..., :visible]  # the fewer, the faster is top_n
+        scores = scores if width == visible else scores[..., :visible]  # top_n is faster with fewer
         positions = part.q_pos
         if call.sequences is not None:
             positions = torch.empty(part.q.shape[:2], dtype=torch.int32, device=call.q.device)
@@ -120,15 +127,17 @@ def best_blocks(call: ChooseCall, lse: Tensor | None) -> Tensor:
 def _rows(
     call: ChooseCall, lse: Tensor | None, ranges: Tensor, scratch: Tensor, at: tuple[slice, slice]
 ) -> tuple[ChooseCall, Tensor | None, Tensor, Tensor]:
-    """The call, lse, ranges and scores of the rows `at`."""
+    """Return the call, lse, ranges and scores of the rows `at`."""
     part = call.part(*at)
     b, s = part.q.shape[:2]
     return part, None if lse is None else lse[at], ranges[at], scratch[:b, :s]
 
 
 def _scores(part: ChooseCall, lse: Tensor | None, scores: Tensor, positions: Tensor | None) -> None:
-    """Write the scores of visible blocks to [B,S,G,blocks]; later ones may stay unwritten. Of a packed batch the positions, too, which
-    importance alone knows."""
+    """Store the scores of visible blocks to [B,S,G,blocks]; scores of later blocks may stay uninitialized.
+
+    positions: for a packed batch, receives the rows' positions, which only `importance` computes.
+    """
     config = config_of(part, "choose/importance")
     if lse is not None and part.pool == NSA_POOL and (part.rule.pieces <= config.block_l or positions is not None):
         importance(part, lse, scores, config, positions)
@@ -137,12 +146,13 @@ def _scores(part: ChooseCall, lse: Tensor | None, scores: Tensor, positions: Ten
 
 
 def backward(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, contiguous, in the dtypes of q, k, v; o and lse are contiguous, do has a contiguous last dimension."""
+    """Return contiguous dq, dk, dv in the dtypes of q, k, v. o and lse are contiguous; do has a contiguous last
+    dimension."""
     return backward_and_delta(call, o, lse, do, dlse)[:3]
 
 
 def backward_and_delta(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`backward`, and delta [B,S,G,h], of any strides."""
+    """Return the results of `backward` and delta [B,S,G,h] with any strides."""
     if call.scale < 0:
         negative, dk, dv, delta = backward_and_delta(call.with_positive_scale(), o, lse, do, dlse)
         return -negative, dk, dv, delta
@@ -151,7 +161,8 @@ def backward_and_delta(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dls
 
 
 def dq(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """dq [B,S,G,h,Dk], and facts [B,G,2,S,h] of the rows for dk and dv: delta, and lse in base 2; of a call with a positive scale."""
+    """Return dq [B,S,G,h,Dk] and facts [B,G,2,S,h] of the rows (delta, base-2 lse) for dk and dv. The scale is
+    positive."""
     B, S, G, h = lse.shape
     gradient, facts = torch.empty_like(call.q, memory_format=torch.contiguous_format), lse.new_empty(B, G, 2, S, h)
     choose_attention.dq(call, o, lse, do, dlse, gradient, facts, config_of(call, "choose/dq"))

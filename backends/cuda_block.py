@@ -1,8 +1,10 @@
-"""cuda-block: triton-block, which visits every KV block by TMA and wgmma on Hopper (kernels/block_partials.cu, kernels/block_gradients.cu).
+"""cuda-block: triton-block with TMA and wgmma kernels for Hopper (kernels/block_partials.cu,
+kernels/block_gradients.cu).
 
-Units are triton-block's; so are calls that the kernels do not take (`takes`), the join of some heads (`_joins`), the sum of dq of few, and
-large blocks, but for dk and dv (dkdv_groups.cu). Other blocks are visited as tiles of 64 keys. Lists and their segments come from
-cupy_cuda/key_to_rows.py. NaN as in triton-block.
+Blocks are visited as tiles of 64 keys. Units are triton-block's. Triton kernels also compute calls that the CUDA
+kernels do not take (`takes`), merge partials for some head counts (`_joins`), sum dq for few heads, and visit large
+blocks, except for dk and dv (dkdv_groups.cu). Lists and their segments come from cupy_cuda/key_to_rows.py. NaN spreads
+as in triton-block.
 """
 
 from __future__ import annotations
@@ -35,18 +37,20 @@ from nsa_sel.core.call import Call
 __all__ = ["backward", "forward", "loaded_keys"]
 
 WIDTH = sm90.KEYS
-KEYS_SUMMED = 8  # by a CTA of sum_sections.cu
-L2_BYTES = 36 * 2**20  # of q and do of a section, of the L2 cache's 50 MiB: each row is read once for every block that it selects
-LONGEST = 2048  # entries of a segment of the backward pass
-SEGMENTS_PER_SM = 2  # of the backward pass: in the order of order_segments.cu few balance, and have few parts
-MASK_BITS, JOIN_PER_SM, SHARES_PER_SM = 64, 4, 3  # entries of a row, at most, where CUDA joins; CTAs of join_partials.cu, join_shares.cu
-LEAST_HEADS = 8  # of the backward pass: with fewer, copying rows bounds the visit, and shared tiles gain nothing
-STREAMS = 2  # of the forward pass
-PER_SM, WARPGROUPS, STEPS = 2, 2, 32  # of block_partials.cu: CTAs per multiprocessor; warpgroups; steps of a segment, which has no part
+KEYS_SUMMED = 8  # keys per CTA of sum_sections.cu
+L2_BYTES = 36 * 2**20  # bytes of q and do per section, of 50 MiB of L2: rows are read once per selected block
+LONGEST = 2048  # most entries per segment in the backward pass
+SEGMENTS_PER_SM = 2  # backward pass: order_segments.cu balances few segments, which need few partial sums
+# Most entries per row for join_partials.cu and join_shares.cu (one mask bit each), and their CTAs per multiprocessor.
+MASK_BITS, JOIN_PER_SM, SHARES_PER_SM = 64, 4, 3
+LEAST_HEADS = 8  # backward pass: with fewer heads the visit is bound by copying rows, so shared tiles gain nothing
+STREAMS = 2  # forward pass
+PER_SM, WARPGROUPS, STEPS = 2, 2, 32  # block_partials.cu: CTAs per multiprocessor; warpgroups; steps per segment
 
 
 class Shared(NamedTuple):
-    """Masks of the rows' entries [B,S,G] int64: those that the join attends to itself, and all others (shared_tiles.cu)."""
+    """Masks of the rows' entries [B,S,G] int64 from shared_tiles.cu: those that the join kernel computes, and all
+    others."""
 
     shared: Tensor
     listed: Tensor
@@ -54,7 +58,7 @@ class Shared(NamedTuple):
 
 @forward_of_any_scale
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,Dv] and lse [B,S,G,h]."""
+    """Return o [B,S,G,h,Dv] and lse [B,S,G,h]."""
     if not takes(call) or is_large(call):
         return triton_block.forward(call)
     lists, *cuts = _cut_lists(call, _sizes(call, call.reach(WIDTH)), _partials(call)[1])
@@ -68,8 +72,11 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 def _visits(
     call: Call, lists: KeyToRows, cuts: list[Tensor], maps: tuple[bytes, ...], listed: Tensor | None
 ) -> Callable[..., None]:  # fmt: skip
-    """visit(unit, part_o, part_lse): of `triton_block.joined_partials`, for the entries that are `listed`. early: the kernel ahead in the
-    stream is a join of this pass."""
+    """Return the `visit` of `triton_block.joined_partials`, for the entries in the mask `listed`, or all.
+
+    visit(..., early=True): the previous kernel of the stream is a join of this pass, so programmatic dependent launch
+    is safe.
+    """
     (macros, segment, shared), device = _partials(call), call.q.get_device()
     segments = most_segments(lists.pairs * lists.section * call.selection.n * lists.reach, segment, lists.pairs * lists.tiles)
     problem = launch.problem(call, call.disjoint_ranges())
@@ -87,9 +94,12 @@ def _visits(
 def _joined(
     call: Call, lists: KeyToRows, cuts: list[Tensor], maps: tuple[bytes, ...], join_maps: tuple[bytes, ...], masks: Shared
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o and lse by block_partials.cu and join_partials.cu. Where there are several units, halves of them take turns on two streams: one
-    reads partials at memory speed while the other multiplies, and neither waits for the other's last CTAs. On one stream kernels start
-    early: the join multiplies before it needs partials."""
+    """Return o and lse, computed by block_partials.cu and join_partials.cu.
+
+    Several units alternate between two streams, so that one reads partials at memory speed while the other multiplies,
+    and neither waits for the other's last CTAs. On one stream, kernels use programmatic dependent launch: the join
+    multiplies before it needs partials.
+    """
     q, h = call.q, call.q.shape[3]
     turns = _turns(call, lists)
     lists = lists._replace(pairs=lists.pairs // turns)
@@ -107,14 +117,15 @@ def _joined(
                 _start_join(
                     "join_partials.cu", call, lists.reach, unit, masks, *parts[turn], o, lse, maps=join_maps, problem=problem, early=early
                 )
-    finally:  # a launch that fails frees the partials, too
+    finally:  # also if a launch fails, because the partials are freed then
         for stream in filter(None, streams):
             torch.cuda.current_stream(q.device).wait_stream(stream)
     return o, lse
 
 
 def _start_join(source: str, call: Call, reach: int, unit: Unit, masks: Shared, *tensors: Tensor, **others: Any) -> None:
-    """The kernel that computes what the tiles that tokens share give a unit's rows, and adds partials of all else."""
+    """Launch the kernel that computes a unit's rows over the tiles that their tokens share, and adds the partials of
+    all others."""
     (macros, shared), tokens = _join(call, source), sm90.ROWS // call.q.shape[3]
     launch.start(
         source, macros, call.q.get_device(), unit.rows.pairs * -(-unit.rows.rows // tokens), 128, shared, reach,
@@ -123,13 +134,14 @@ def _start_join(source: str, call: Call, reach: int, unit: Unit, masks: Shared, 
 
 
 def _turns(call: Call, lists: KeyToRows) -> int:
-    """Streams whose units take turns, each with its share of the partials' memory."""
+    """Return how many streams the units alternate between, each with its share of the partials' memory."""
     B, S, G = call.q.shape[:3]
     return min(STREAMS, lists.pairs) if lists.pairs * lists.section < B * S * G else 1
 
 
 def _streams(like: Tensor, count: int) -> list[torch.cuda.Stream | None]:
-    """None, the current stream, and others that wait for it. A replay has one: a pass with others always runs as it is written."""
+    """Return None (the current stream) and further streams that wait for it. A pass with several streams is never
+    replayed."""
     if count > 1 and thread.recording is not None:
         thread.recording.refused = True
     others = [_stream(like.device, threading.get_ident(), i) for i in range(1, count)]
@@ -140,13 +152,13 @@ def _streams(like: Tensor, count: int) -> list[torch.cuda.Stream | None]:
 
 @functools.lru_cache(maxsize=64)
 def _stream(device: torch.device, thread: int, number: int) -> torch.cuda.Stream:
-    """A thread's own: another may be capturing a CUDA graph."""
+    """Return a stream of this thread only, because another thread may be capturing a CUDA graph."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _shared(call: Call, reach: int) -> Shared:
-    found: Shared = kept_plan(call, ("cuda-block shared",), _find_shared, reach, call.q.shape[3]).value
-    return found
+    masks: Shared = kept_plan(call, ("cuda-block shared",), _find_shared, reach, call.q.shape[3]).value
+    return masks
 
 
 def _find_shared(call: Call, reach: int, h: int) -> Shared:
@@ -162,14 +174,14 @@ def _find_shared(call: Call, reach: int, h: int) -> Shared:
 
 @backward_of_any_scale
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv from one visit of every KV block, and a sum over each row's ranges."""
+    """Return dq, dk, dv from one visit of every KV block, and a sum over each row's ranges for dq."""
     if not takes(call) or (is_large(call) and not (sm90.mappable(call.q, call.k, call.v) and lists_fit(call, WIDTH))):
         return triton_block.backward(call, o, lse, do, dlse)
     if is_large(call):
         dq, delta = triton_block.dq_of_large(call, o, lse, do, dlse)
         return dq, *sm90.dkdv_groups(call, call.disjoint_ranges(), lse, sm90.loadable(do), delta)
     q, k, v, S = call.q, call.k, call.v, call.q.shape[1]
-    loaded = [sm90.loadable(x) for x in (k, v, q, do)]  # autograd expands a constant; copies stay until the end
+    loaded = [sm90.loadable(x) for x in (k, v, q, do)]  # do may be an expanded constant; copies live until the end
     do = loaded[3]
     sizes, device = _sizes(call, call.reach(WIDTH)), q.get_device()
     lists, *cuts = _cut_lists(call, sizes, sizes.segment)
@@ -203,8 +215,11 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
 
 
 def loaded_keys(call: Call, selected: int, count: bool) -> int:
-    """Keys that the forward loads: a tile once for each segment of its list of rows, and once for adjacent tokens that share it; not
-    counted, at most what the rows select."""
+    """Return how many keys the forward loads: a tile once per segment of its row list, and once per group of tokens
+    that share it.
+
+    Without `count`, return an upper bound.
+    """
     if not takes(call) or is_large(call):
         return triton_block.loaded_keys(call, selected, count)
     if not count:
@@ -227,7 +242,7 @@ def loaded_keys(call: Call, selected: int, count: bool) -> int:
 
 @known
 def takes(call: Call) -> bool:
-    """Whether the kernels compute this call."""
+    """Return whether the CUDA kernels compute this call."""
     (h, Dk), Dv = call.q.shape[3:], call.v.shape[3]
     fits = HOPPER_LISTS.fits_few(h, Dk, Dv, call.selection.block_size)
     return fits and call.device.sm == HOPPER_LISTS.sm and launch.aligned(call.q, call.k, call.v)
@@ -235,8 +250,10 @@ def takes(call: Call) -> bool:
 
 @known
 def _constants(call: Call, segment: int) -> tuple[Constants, Constants, int]:
-    """Constants of both kernels, and block_gradients.cu's bytes of dynamic shared memory: those of dkdv_groups.cu, and a tile of ds.
-    segment: of its macros, the same for most calls."""
+    """Return the macros of both backward kernels, and the bytes of dynamic shared memory of block_gradients.cu.
+
+    The latter are those of dkdv_groups.cu plus a tile of ds. segment: SEGMENT of block_gradients.cu.
+    """
     shape = sm90.group_shape(call.q.shape[4], call.v.shape[3], call.device, sm90.PANEL)
     visiting = launch.macros(call, H=call.q.shape[3], STAGES=shape.stages, SEGMENT=segment)
     return visiting, launch.macros(call, KEYS=KEYS_SUMMED), shape.shared
@@ -244,7 +261,8 @@ def _constants(call: Call, segment: int) -> tuple[Constants, Constants, int]:
 
 @known
 def _partials(call: Call) -> tuple[Constants, int, int]:
-    """Constants of block_partials.cu, entries of a segment at most, and bytes of dynamic shared memory: a tile, and the stages of q."""
+    """Return the macros of block_partials.cu, most entries per segment, and bytes of dynamic shared memory (a tile,
+    stages of q)."""
     h, Dk = call.q.shape[3:]
     segment, q_bytes, tile_bytes = STEPS * (sm90.ROWS // h), sm90.PANEL * Dk // 64, sm90.PANEL * (Dk + call.v.shape[3]) // 64
     of_cta = (call.device.shared_memory + sm90.SYSTEM) // PER_SM - sm90.SYSTEM - sm90.STATIC - 4 * segment
@@ -253,7 +271,8 @@ def _partials(call: Call) -> tuple[Constants, int, int]:
 
 
 def _joins(call: Call, section: int) -> bool:
-    """Whether join_partials.cu joins: 64 rows are whole tokens within a section, and a mask holds the entries of a row."""
+    """Return whether join_partials.cu merges: 64 rows are whole tokens of one section, and a mask holds the entries of
+    a row."""
     S, h = call.q.shape[1], call.q.shape[3]
     aligned = section >= S or section % (sm90.ROWS // h) == 0
     return sm90.ROWS % h == 0 and aligned and call.selection.n * call.reach(WIDTH) <= MASK_BITS
@@ -261,7 +280,7 @@ def _joins(call: Call, section: int) -> bool:
 
 @known
 def _join(call: Call, source: str) -> tuple[Constants, int]:
-    """Constants of a kernel that joins partials, and its bytes of dynamic shared memory: rows and a tile, or stages."""
+    """Return the macros of a join kernel and its bytes of dynamic shared memory (rows and a tile, or stages)."""
     (h, Dk), Dv = call.q.shape[3:], call.v.shape[3]
     per_sm, columns, tiles = (JOIN_PER_SM, Dv, 2 * Dk + Dv) if source == "join_partials.cu" else (SHARES_PER_SM, Dk, 2 * (Dk + Dv))
     ring_bytes = sm90.PANEL * columns // 64  # 64 rows
@@ -271,7 +290,7 @@ def _join(call: Call, source: str) -> tuple[Constants, int]:
 
 
 class Sizes(NamedTuple):
-    """Rows of a section and (batch entry, group) pairs of a unit, entries of a segment, segments of a unit at most."""
+    """Rows per section, (batch entry, group) pairs per unit, most entries per segment, most segments per unit."""
 
     section: int
     pairs: int
@@ -281,8 +300,11 @@ class Sizes(NamedTuple):
 
 @known
 def _sizes(call: Call, reach: int) -> Sizes:
-    """Units whose q and do of one pair fit L2_BYTES, and whose shares of dq, parts and sums fit the workspace together. So do the partials
-    of o and lse, so that both passes share their lists."""
+    """Return units whose q and do per pair fit L2_BYTES, and whose shares of dq, partial sums and sums fit the
+    workspace.
+
+    The partials of o and lse also fit, so that both passes share their lists.
+    """
     B, S, G, h, Dk = call.q.shape
     entries, columns, tiles = call.selection.n * reach, Dk + call.v.shape[3], -(-call.k.shape[2] // WIDTH)
     size, tile_bytes, workspace = call.q.element_size(), 4 * WIDTH * columns, workspace_beside_plan(call, WIDTH)
@@ -306,8 +328,11 @@ def _sizes(call: Call, reach: int) -> Sizes:
 
 
 def _order(call: Call, reach: int, section: int, pairs: int, segment: int, parts: int) -> tuple[Tensor]:
-    """The order in which block_gradients.cu takes the segments: in each unit long ones first, of as many pairs together as have q and do
-    in the L2 cache. reach: what else the lists follow from."""
+    """Return the order in which block_gradients.cu takes the segments of each unit.
+
+    Pairs whose q and do fit the L2 cache together come together, and among their segments long ones come first. reach:
+    part of the key.
+    """
     (B, S, G, h, Dk), Dv = call.q.shape, call.v.shape[3]
     lists, begins, segments = _cut_lists(call, Sizes(section, pairs, segment, parts), segment)
     cut = SegmentedLists(None, begins, segments, segments, begins.shape[0] - 1, lists.tiles, reach, segment)
@@ -318,7 +343,8 @@ def _order(call: Call, reach: int, section: int, pairs: int, segment: int, parts
 
 
 def _cut_lists(call: Call, sizes: Sizes, segment: int) -> tuple[KeyToRows, Tensor, Tensor]:
-    """The lists of both passes, and for one's segments of at most so many entries `begins` and `segments` of unit_lists.cuh."""
+    """Return the lists of both passes, and `begins` and `segments` of unit_lists.cuh for segments of at most `segment`
+    entries."""
     reach, forward = call.reach(WIDTH), _partials(call)[1]
     numbers = (sizes.section, forward, sizes.segment, reach)
     entries, begins, *segments = kept_plan(call, ("cuda-block lists",), _sort, *numbers).value
@@ -328,5 +354,5 @@ def _cut_lists(call: Call, sizes: Sizes, segment: int) -> tuple[KeyToRows, Tenso
 
 
 def _sort(call: Call, section: int, forward: int, backward: int, reach: int) -> tuple[Tensor, ...]:
-    """Lists of sections of so many rows, and segments of so many entries."""
+    """Build the lists for sections of `section` rows, with segments of `forward` and of `backward` entries."""
     return sort(call, WIDTH, reach, section, ((forward, False), (backward, False)))

@@ -1,7 +1,9 @@
-"""Compiled CPU loops: forward and dq by query row, dk and dv by tile of keys; no gather, bit-equal for any thread count.
+"""numba: compiled CPU loops. Forward and dq run per query row, dk and dv per tile of keys; results do not depend on the
+thread count.
 
-Threads are torch's (`torch.set_num_threads`), run from a pool of this module over kernels that release the GIL: Numba's OpenMP layer
-spins against torch's, its workqueue layer aborts the process when two threads call it, and both are chosen once per process.
+Nothing is gathered. The module runs its kernels, which release the GIL, from its own thread pool with torch's thread
+count (`torch.set_num_threads`). It does not use Numba's threading layers, because OpenMP spins against torch's threads,
+workqueue aborts the process when two threads call it, and the layer is fixed once per process.
 """
 
 from __future__ import annotations
@@ -21,40 +23,43 @@ from nsa_sel.backends._numba import kernels
 from nsa_sel.backends._numba.kernels import TILE, Problem
 from nsa_sel.core.call import Call
 
-_SMALL = 1 << 22  # multiply-adds below which waking threads costs more than it saves
+_SMALL = 1 << 22  # multiply-adds; with fewer, waking threads costs more than it saves
 
-Operand = tuple[np.ndarray, tuple[int, ...]]  # flat memory and the strides of all dimensions but the last, whose stride is 1
+Operand = tuple[np.ndarray, tuple[int, ...]]  # flat memory, and the strides of all dimensions but the last (1)
 
 
 class _Tiles(NamedTuple):
-    """Which query rows touch which tile of keys, in the order [B,G,tile]."""
+    """The query rows that select from each tile of keys (CSR lists), in the order [B,G,tile]."""
 
-    slot: np.ndarray  # [B*G*tiles] int64: the tile's index among those that any row touches, -1 for others
-    at: np.ndarray  # [B*G*tiles + 1] int64: where a tile's list begins in rows
-    rows: np.ndarray  # int32: query rows, ascending for each tile; empty when only the forward needed the plan
+    slot: np.ndarray  # [B*G*tiles] int64: the tile's index among the tiles that any row selects from, -1 for others
+    at: np.ndarray  # [B*G*tiles + 1] int64: offset of each tile's list in `rows`
+    rows: np.ndarray  # int32: query rows, ascending within a tile; empty if only the forward needed the plan
 
 
 class _Prepared(NamedTuple):
-    """What forward and backward share."""
+    """Inputs of the kernels that forward and backward share."""
 
     problem: Problem
     tiles: _Tiles
     q: Operand
     k: Operand
     v: Operand
-    limit: np.ndarray  # [B]: no row of the sequence may see this key or a later one
+    limit: np.ndarray  # [B]: one past the last key that any row of the sequence may see
     work: int  # multiply-adds of one product over all rows
     dtype: torch.dtype  # of sums: float64 for float64 inputs, else float32
 
     def transposed(self, x: Operand, D: int) -> np.ndarray:
-        """The tiles of k or v that any row touches, transposed: [slots,D,TILE]."""
+        """Return the tiles of k or v that any row selects from, transposed: [slots,D,TILE]."""
         xt = np.empty((int(self.tiles.slot.max()) + 1) * D * TILE, x[0].dtype)
         _parallel(kernels.transpose_tiles, self.tiles.slot.size, xt.size, x, xt, self.limit, D, self.problem)
         return xt
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,Dv] in q's dtype and lse [B,S,G,h] in float32, float64 for float64 inputs; 16-bit inputs are computed in float32."""
+    """Return o [B,S,G,h,Dv] in q's dtype and lse [B,S,G,h] in float32 (float64 for float64 inputs).
+
+    16-bit inputs are computed in float32.
+    """
     ready = _prepare(call, listed=False)
     kt = ready.transposed(ready.k, call.k.shape[-1])
     shape, dtype = call.q.shape[:-1], ready.dtype
@@ -66,7 +71,10 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, shaped and typed as q, k, v, contiguous; do [B,S,G,h,Dv] of any strides, dlse [B,S,G,h] or None for zeros."""
+    """Return contiguous dq, dk, dv with the shapes and dtypes of q, k, v.
+
+    do [B,S,G,h,Dv] may have any strides. dlse is [B,S,G,h], or None for zeros.
+    """
     ready = _prepare(call, listed=True)
     problem, q, work, dtype = ready.problem, ready.q, ready.work, ready.dtype
     dlse = lse.new_zeros(()).expand_as(lse) if dlse is None else dlse
@@ -116,7 +124,7 @@ def _tiles(call: Call, ranges: np.ndarray, *, listed: bool) -> _Tiles:
 
 
 def _flat(tensor: Tensor, dtype: torch.dtype) -> Operand:
-    """A copy only for another dtype or a last stride that is not 1."""
+    """Return the tensor as an operand. Copies only to change the dtype or to make the last stride 1."""
     tensor = tensor.detach().to(dtype)
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         tensor = tensor.contiguous()
@@ -128,9 +136,10 @@ def _flat(tensor: Tensor, dtype: torch.dtype) -> Operand:
 
 
 def _parallel(kernel: Callable[..., None], items: int, work: int, *args: Any) -> None:
-    """Run kernel(first, last, *args) over chunks of range(items) in torch's number of threads.
+    """Run kernel(first, last, *args) over chunks of range(items) on torch's number of threads.
 
-    A chunk has at least half of `_SMALL` multiply-adds, of `work` in all: starting one takes microseconds.
+    work: multiply-adds in total. A chunk has at least half of `_SMALL` of them, because starting one takes
+    microseconds.
     """
     threads = torch.get_num_threads() if work > _SMALL else 1
     if threads == 1:
@@ -143,11 +152,11 @@ def _parallel(kernel: Callable[..., None], items: int, work: int, *args: Any) ->
         for first in firsts:
             kernel(first, min(first + chunk, items), *args)
 
-    others = [_pool().submit(run) for _ in range(min(threads, -(-items // chunk)) - 1)]
+    helpers = [_pool().submit(run) for _ in range(min(threads, -(-items // chunk)) - 1)]
     run()
-    for other in others:
-        if not other.cancel():
-            other.result()
+    for helper in helpers:
+        if not helper.cancel():
+            helper.result()
 
 
 @functools.cache
@@ -155,4 +164,4 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), "nsa_sel")
 
 
-forks.in_child(_pool.cache_clear)  # a forked child inherits the pool but not its threads
+forks.in_child(_pool.cache_clear)  # a forked child inherits the pool without its threads

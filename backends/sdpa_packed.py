@@ -1,4 +1,5 @@
-"""Packed SDPA: torch's SDPA kernels on dense slices or on gathered keys; the fallback that runs everywhere."""
+"""sdpa-packed: torch's SDPA kernels on dense slices of keys or on gathered keys. The fallback that runs any call on any
+device."""
 
 from __future__ import annotations
 
@@ -13,21 +14,24 @@ from nsa_sel.telemetry import events
 
 
 def path(call: Call) -> Literal["dense", "varlen"]:
-    """How `forward` goes through the rows of this call.
+    """Return which path `forward` takes for this call.
 
-    - dense (_sdpa/dense.py): tiles of adjacent rows attend to one slice of keys under a mask. Taken for n = 1 where the slices hold
-      few keys that their rows did not select: on a CPU by the ranges, on a GPU by static facts and `Selection.measure(S_kv)`.
-    - varlen: everything else. Rows are bucketed by length and their keys gathered (_sdpa/gathered.py); on a CPU, where it pays,
-      tiles of keys take the rows that selected them instead (_sdpa/key_tiles.py).
+    - dense (_sdpa/dense.py): tiles of adjacent rows attend to one slice of keys under a mask. Taken for n = 1 if the
+      slices hold few keys that their rows did not select. A CPU reads the ranges to find out; a GPU uses static facts
+      and `Selection.measure(S_kv)`.
+    - varlen: everything else. Rows are bucketed by length and their keys gathered (_sdpa/gathered.py). On a CPU, if it
+      is cheaper, each tile of keys attends to the rows that selected it instead (_sdpa/key_tiles.py).
 
-    NSA_SEL_TRITON_FORCE_PATH=dense takes n = 1 densely at any cost, varlen takes nothing densely. Keys are gathered in any case where
-    masks or copies do not fit runtime.workspace_bytes, on a CPU where K or V are not finite, and where they are quantized.
+    NSA_SEL_TRITON_FORCE_PATH=dense takes the dense path for every n = 1; varlen never takes it. Keys are always
+    gathered if masks or copies exceed runtime.workspace_bytes, if K or V are not finite (on a CPU), or if they are
+    quantized.
     """
     return "varlen" if dense.tiles_of(call, *call.clamped_ranges()) is None else "dense"
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,Dv] in q's dtype and lse [B,S,G,h] in float32 (float64 for float64 inputs). Never waits for a GPU."""
+    """Return o [B,S,G,h,Dv] in q's dtype and lse [B,S,G,h] in float32 (float64 for float64 inputs). Never
+    synchronizes."""
     B, S, G, h, _ = call.q.shape
     S_kv, Dv = call.v.shape[2:]
     o = call.q.new_zeros(B, S, G, h, Dv)
@@ -49,14 +53,14 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, contiguous, in the dtypes of q, k, v; p is recomputed from lse.
+    """Return contiguous dq, dk, dv in the dtypes of q, k, v. p is recomputed from lse.
 
-    With p = exp(scale q.k - lse) and delta = rowsum(do * o) - dlse: ds = p (do.v - delta), dq = scale ds k, dk = scale ds^T q,
-    dv = p^T do. A CPU goes by tiles of keys; on a GPU that would need their lists of rows on the host, so each row's contributions
-    to its gathered keys are computed, and then added by key in a fixed order.
+    With p = exp(scale q k^T - lse) and delta = rowsum(do * o) - dlse: ds = p (do v^T - delta), dq = scale ds k, dk =
+    scale ds^T q, dv = p^T do. A CPU processes tiles of keys. A GPU would need the lists of rows on the host for that,
+    so it computes each row's contributions to its gathered keys and adds them by key in a fixed order.
 
-    Bit-equal from run to run on every device; on a CPU at the same number of threads, as torch's matrix products may add in another
-    order with another number.
+    Results are bit-equal from run to run on every device. On a CPU this holds for a fixed thread count, because torch's
+    matrix products may sum in another order with another count.
     """
     dtype = attend.accumulate(call.q.dtype)
     if call.q.numel() == 0 or call.k.shape[2] == 0 or call.selection.n == 0:
@@ -71,8 +75,11 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
 
 
 def loaded_keys(call: Call, selected: int, count: bool) -> int:
-    """Keys that the forward loads from K and V: tiles once, gathered keys once a row, padded to the length of its bucket. Without
-    `count`, `selected`, the number that the rows select."""
+    """Return how many keys the forward loads: each tile's keys once, or gathered keys once per row, padded to the
+    bucket's length.
+
+    Without `count`, return `selected`, the number of keys that the rows select.
+    """
     if not count or call.selection.n == 0:
         return selected
     start, end = call.clamped_ranges()
@@ -85,7 +92,8 @@ def loaded_keys(call: Call, selected: int, count: bool) -> int:
 
 
 def _row_products(do: Tensor, o: Tensor, dtype: torch.dtype, budget: int) -> Tensor:
-    """rowsum(do * o) [B,S,G,h] in `dtype`, some rows at a time: both in float32 at once would take more than all gathers."""
+    """Return rowsum(do * o) [B,S,G,h] in `dtype`, in chunks of rows, because float32 copies of both would exceed the
+    gathers."""
     a, b = do.reshape(-1, o.shape[-1]), o.reshape(-1, o.shape[-1])
     step = max(1, budget // (2 * o.shape[-1] * dtype.itemsize))
     sums = [(a[i : i + step].to(dtype) * b[i : i + step]).sum(-1) for i in range(0, len(a), step)]

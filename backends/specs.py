@@ -1,4 +1,5 @@
-"""What each built-in backend can run, as data. Imports no kernel framework: a policy reads this without loading one."""
+"""Declare what each built-in backend can run, as data. Imports no kernel framework, so that policies can read it
+cheaply."""
 
 from __future__ import annotations
 
@@ -6,17 +7,17 @@ import msgspec
 
 from nsa_sel.core.backend import Backend, Library, Limits, Requirement, StepKernels, Switch, TileKernels
 
-WIDE, WIDEST = 256, 320  # columns of a key and its value beyond which a Triton kernel has another config
+WIDE, WIDEST = 256, 320  # columns of a key plus its value above which Triton kernels use another config
 
 _TRITON = Requirement("triton", "3.4", "pip install 'triton>=3.4' (comes with torch's CUDA builds on Linux)")
-# The interpreter computes bf16 dots wrongly and fp64 exactly; GPUs run the 16-bit types and fp32 with IEEE dots.
+# The interpreter computes bf16 dots wrongly, and fp64 exactly. GPUs run the 16-bit dtypes, and fp32 with IEEE dots.
 _TRITON_LIMITS = Limits(
     dtypes={"cuda": ("float16", "bfloat16", "float32"), "interpreter": ("float16", "float32", "float64")},
     head_dim_multiple=8,
     head_dim_max=256,
     min_sm=80,
 )
-# Tiles of keys are powers of two that divide the block; a tensor core takes at least 16 keys.
+# Tiles of keys are powers of two that divide the block, and a tensor core needs at least 16 keys.
 _BLOCK_LIMITS = msgspec.structs.replace(_TRITON_LIMITS, block_aligned_only=True, block_multiple=16)
 _WITH_CUDA = "pip install 'nsa-sel[cuda13]' (nsa-sel[cuda12] for a driver of CUDA 12)"
 _CUPY = Requirement("cupy", "14", _WITH_CUDA)
@@ -25,11 +26,11 @@ _CUDA = (
     Library("NVIDIA driver", ("libcuda.so.1",), (), "install the NVIDIA driver; a machine without a GPU has no use for it"),
 )
 
-# What the kernels of each strategy spend their time on, as terms of settings/config.py's COST_TERMS; at most one "-wide" term a model,
-# because few measured rows are wide.
+# Cost terms (settings/schema.py, COST_TERMS) of each strategy's kernels. A model has at most one "-wide" term, because
+# few measured rows are wide.
 _GATHERED = ("launch", "pairs", "read", "scores", "rows", "read-wide")
 _TILES = ("launch", "union", "pairs", "tile", "rows", "tile-wide")
-_BLOCKS = ("launch", "pairs", "exact", "rows", "exact-wide", "visited")  # "visited": blocks that are visited whole, by other kernels
+_BLOCKS = ("launch", "pairs", "exact", "rows", "exact-wide", "visited")  # "visited": blocks of VISITED_WHOLE keys or more
 _DECODING = ("launch", "read", "gathered")
 _CHOICE = {
     "choose": ("launch", "compressed", "rows", "compressed-wide"),
@@ -40,10 +41,10 @@ _WHOLE_STEPS = TileKernels(
     sm=90, block_multiple=64, blocks_max=16384, heads=(2, 64), key_dims=(64, 128, 192), value_dims=(64, 128), one_head=True
 )  # fmt: skip
 HOPPER_TILES = msgspec.structs.replace(_WHOLE_STEPS, gathered_blocks=(4, 8, 16, 32), wide_dims=(256,))
-ARITHMETIC_TILES = msgspec.structs.replace(_WHOLE_STEPS, block_multiple=1, blocks_max=1 << 24, one_head=False)  # of keys; no plan in memory
-VISITED_WHOLE = 256  # keys of a block from which on backends that visit blocks visit it whole (_triton/large_blocks.py)
-E4M3_TILE_ROWS = 16  # tokens times heads of a tile of forward_tokens.cu, at most
-# Of block_gradients.cu, which has no plan of tiles.
+ARITHMETIC_TILES = msgspec.structs.replace(_WHOLE_STEPS, block_multiple=1, blocks_max=1 << 24, one_head=False)  # no plan
+VISITED_WHOLE = 256  # block size from which triton-block and cuda-block visit a block whole (_triton/large_blocks.py)
+E4M3_TILE_ROWS = 16  # largest number of tokens times heads per tile of forward_tokens.cu
+# block_gradients.cu, which has no plan of tiles.
 HOPPER_LISTS = msgspec.structs.replace(_WHOLE_STEPS, blocks_max=1 << 24, heads=(1, 64), key_dims=(64, 128))
 HOPPER_STEPS = StepKernels(sm=90, keys=64, dims=(64, 128))
 
@@ -85,7 +86,7 @@ SPECS = (
         name="triton-group",
         path="nsa_sel.backends.triton_group",
         framework="triton",
-        limits=msgspec.structs.replace(_TRITON_LIMITS, quantized={"e4m3": 89}),  # older GPUs have no instruction that converts it
+        limits=msgspec.structs.replace(_TRITON_LIMITS, quantized={"e4m3": 89}),  # SM 8.9: first with a conversion
         requires=(_TRITON,),
         summary="one program per query row and KV group: K/V loaded once for all h heads",
         switches=(Switch("triton_group", "group-off", "unset NSA_SEL_TRITON_GROUP"),),
@@ -104,7 +105,7 @@ SPECS = (
         name="triton-tile",
         path="nsa_sel.backends.triton_tile",
         framework="triton",
-        # Its plan sorts a row's ranges in one program; a step gathers small blocks.
+        # The plan sorts a row's ranges in one program; one step gathers several small blocks.
         limits=msgspec.structs.replace(_BLOCK_LIMITS, ranges_max=2048, small_blocks=(4, 8)),
         requires=(_TRITON,),
         summary="one program per tile of adjacent rows: K/V loaded once for all of them, over the union of their blocks",
@@ -130,8 +131,8 @@ SPECS = (
         limits=msgspec.structs.replace(_BLOCK_LIMITS, dtypes={"cuda": ("float16", "bfloat16")}, min_sm=HOPPER_LISTS.sm),
         requires=(_CUPY, _TRITON),
         libraries=_CUDA,
-        summary="triton-block, but blocks are visited by TMA and wgmma on Hopper",
-        switches=(  # plans and sums are Triton's
+        summary="triton-block with TMA and wgmma kernels for Hopper",
+        switches=(  # plans and sums run in Triton
             Switch("use_triton_sel", "triton-off", "set NSA_USE_TRITON_SEL=1 or runtime.use_triton_sel"),
             Switch("triton_allow_grad", "grad-off", "unset NSA_SEL_TRITON_ALLOW_GRAD"),
         ),
@@ -163,7 +164,7 @@ SPECS = (
         cost_terms={
             "forward": _TILES,
             "decode": ("launch", "read", "rows-read", "read-wide"),
-            "tokens": ("launch", "read"),  # of its tiles, which take pages of whole steps alone
+            "tokens": ("launch", "read"),  # its tiles take only pages of whole steps
             "decode-e4m3": ("launch", "read"),
             "tokens-e4m3": ("launch", "read"),
             "backward": ("launch", "pairs", "tile", "exact"),
@@ -172,7 +173,7 @@ SPECS = (
     ),
 )
 
-# Of the kind "choose", the preferred first where no costs are known.
+# Backends of kind "choose", in order of preference without costs.
 CHOOSERS = (
     Backend(
         name="choose-cuda",
@@ -184,11 +185,11 @@ CHOOSERS = (
             head_dim_multiple=8,
             min_sm=90,
             tiles_only=True,
-            choice_max=16384,  # as choose-triton, which chooses for it
+            choice_max=16384,  # choose-triton's limit: its kernels select the blocks
         ),
         requires=(_CUPY, _TRITON),
         libraries=_CUDA,
-        summary="choose-triton, but for attention to compressed keys and its gradients: by TMA and wgmma, as cupy-cuda's tiles",
+        summary="choose-triton with TMA and wgmma kernels (cupy-cuda's tiles) for attention to compressed keys and its gradients",
         tiles=ARITHMETIC_TILES,
         cost_terms={**_CHOICE, "choose-backward": ("launch", "compressed", "rows")},
         wide_alike=("choose-backward",),
@@ -201,10 +202,10 @@ CHOOSERS = (
         limits=msgspec.structs.replace(
             _TRITON_LIMITS,
             dtypes={"cuda": ("float16", "bfloat16", "float32"), "interpreter": ("float16", "float32")},
-            choice_max=16384,  # scores of a row that one program of top n holds
+            choice_max=16384,  # one program of top_n holds a row's scores
         ),
         requires=(_TRITON,),
-        summary="tiles of rows and heads over compressed keys; importance and the best blocks a chunk of rows at a time",
+        summary="tiles of rows and heads over compressed keys; importance and top n in chunks of rows",
         cost_terms=_CHOICE,
     ),
     Backend(
@@ -213,7 +214,7 @@ CHOOSERS = (
         framework="torch",
         kind="choose",
         limits=Limits(dtypes=dict.fromkeys(("cpu", "cuda"), ("float16", "bfloat16", "float32", "float64"))),
-        summary="matrix products and a stable sort, a chunk of rows at a time; the fallback that always runs",
+        summary="matrix products and a stable sort, in chunks of rows; the fallback that always runs",
         fallback=True,
         slow=True,
         cost_terms={
@@ -225,11 +226,12 @@ CHOOSERS = (
 
 
 def tile_columns(Dk: int, Dv: int, size: int) -> tuple[int, int]:
-    """Columns of the tiles that hold a key and a value of `size`-byte numbers: powers of two from 16 on, or 128 + 64 for a 16-bit key."""
+    """Return the tile columns for a key and a value of `size`-byte elements: powers of two from 16 on, or 128 + 64 for
+    a 16-bit key."""
     key, value = (max(16, 1 << (width - 1).bit_length()) for width in (Dk, Dv))
     return (192 if key == 256 and Dk <= 192 and size == 2 else key), value
 
 
 def launch_class(columns: int, size: int) -> str:
-    """What follows a kernel's name in configs/ for so many columns of `size`-byte numbers."""
+    """Return the suffix of a kernel's name in configs/ for tiles of `columns` columns of `size`-byte elements."""
     return "-widest" if size > 2 or columns > WIDEST else "-wide" if columns > WIDE else ""

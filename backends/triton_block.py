@@ -1,13 +1,16 @@
-"""triton-block: every KV block is visited once, with all the rows that select it; for selections whose neighbors share little.
+"""triton-block: visit every KV block once with all rows that select it. For selections whose neighbors share few
+blocks.
 
-Forward: the program that holds a block's K and V attends to it with each row on its list (_triton/key_to_rows.py) and writes a partial
-o and log-sum-exp per (row, range); a second kernel joins each row's partials in the order of its ranges. Backward: the same pass
-gives dK and dV (_triton/dkdv.py) and the partials of dQ, added in the order of the ranges.
+Forward: a program holds a block's K and V, attends to it with each row on the block's list (_triton/key_to_rows.py),
+and stores a partial o and log-sum-exp per (row, range). A second kernel merges each row's partials in the order of its
+ranges. Backward: the same visit gives dK and dV (_triton/dkdv.py) and the partials of dQ, which are added in the order
+of the ranges.
     o = sum_i w_i o_i,  w_i = 2^(lse_i - lse),  lse = log2 sum_i 2^lse_i;  dq = sum_i dq_i
-The partials are the cost: S * n * h * Dv values written and read once, 16-bit for 16-bit inputs. They live in a buffer within
-runtime.workspace_bytes; rows and groups that do not fit at once are separate units (_triton/units.py).
+Partials are the main cost: S * n * h * Dv values written and read once, in 16 bits for 16-bit inputs. They live in a
+buffer within runtime.workspace_bytes; rows and groups that do not fit at once become separate units (_triton/units.py).
 
-Within a block, 0 * NaN is NaN: a NaN or infinity in a value that one of its rows sees may reach the rows of earlier positions.
+Within a block 0 * NaN is NaN: a NaN or infinity in a value that one of its rows sees may reach rows at earlier
+positions.
 """
 
 from __future__ import annotations
@@ -44,9 +47,9 @@ from nsa_sel.backends._triton.units import (
 from nsa_sel.core.call import Call
 from nsa_sel.settings.schema import KernelConfig
 
-REDUCED = 4  # (row, head) pairs per program of the kernels that sum
-JOINED = 2  # likewise, of the one that joins
-MOST_JOINED = 4096  # numbers of partials that such a program, a warp, loads at once
+REDUCED = 4  # (row, head) pairs per program of sum_dq_kernel and delta_kernel
+JOINED = 2  # (row, head) pairs per program of join_kernel
+MOST_JOINED = 4096  # elements of partials that a program of join_kernel (one warp) loads at once
 
 
 @triton.jit
@@ -54,22 +57,23 @@ def partial_kernel(
     q, k, v, q_pos, part_o, part_lse, entries, ends, piece_list, strides, sizes, lists, scale_log2,
     dims: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """Partial o and lse [pairs, section, EACH, h] (lse in base 2) of every entry of one piece; EACH = n * reach.
+    """Compute partial o and base-2 lse [pairs, section, EACH, h] of every entry in one piece; EACH = n * reach.
 
-    Grid: one program per piece of the unit's lists. K and V of a block are loaded once, [BLOCK_L, D]; a step takes ROWS pairs of
-    (entry, head). Rows of a list are in order, so only its first BLOCK_L rows can have positions within the block and need a mask.
+    Grid: one program per piece of the unit's lists.
+    Tiles: k and v [BLOCK_L, D], loaded once per list through pointers; q [ROWS, D], a step's ROWS (entry, head) pairs.
+    Masks: rows of a list ascend, so only its first BLOCK_L rows can lie within the block and need a mask.
     """
     S, S_kv, G = sizes
     e, stop = piece_bounds(ends, lists, tl.program_id(0))
     if e < stop:
         number = tl.load(piece_list + tl.program_id(0))
-        r = tl.arange(0, ROWS)  # here, not once per list
+        r = tl.arange(0, ROWS)  # [ROWS], hoisted out of the loop over lists
         while e < stop:
             list_begin = list_start(ends, number, lists.stretches)
             e1 = tl.minimum(list_start(ends, number + 1, lists.stretches), stop)
             if e < e1:
                 bg, b, g, column = list_tile(number, lists, G, BLOCK_L)
-                # Keys that none of the rows may see may hold NaN, which 0 * v would not mask.
+                # Do not load keys that no row may see: they can hold NaN, and 0 * NaN is NaN.
                 reachable = highest_limit(entries, q_pos, strides.pos, e, e1, b, S, S_kv, EACH)
                 kv = load_kv(k, v, strides, b, g, column, column < reachable, dims)
                 first_slot = ((bg - lists.first_pair) * lists.section - lists.first_row) * EACH * dims.h
@@ -84,7 +88,7 @@ def attend_list(
     q, kv, q_pos, part_o, part_lse, entries, e, e1, list_begin, first_slot, b, g, column, r, strides, sizes, scale_log2,
     dims: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """The partials of one block for the entries [e, e1) of its list."""
+    """Compute and store the partials of one block for entries [e, e1) of its list."""
     S, S_kv, _ = sizes
     h: tl.constexpr = dims.h
     ROWS: tl.constexpr = r.shape[0]
@@ -94,22 +98,22 @@ def attend_list(
     masked = (tl.maximum(list_begin + column.shape[0] - e, 0) * h).to(tl.int32)
     coming = load_entries(entries, e, r, pairs, h)
     for p0 in range(0, pairs, ROWS):
-        pair = p0 + r
+        pair = p0 + r  # [ROWS], as all row indices below
         listed = pair < pairs
         entry = coming
         coming = load_entries(entries, e, pair + ROWS, pairs, h)
         head = pair % h
         s = (entry // EACH).to(tl.int64)
         q_tile, q_rest = load_split(row_pointers(q, strides.q, b, g, s, head), listed, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
-        logits = split_products(q_tile, q_rest, k_tile, k_rest, dims.BLOCK_REST)
+        logits = split_products(q_tile, q_rest, k_tile, k_rest, dims.BLOCK_REST)  # [ROWS, BLOCK_L]
         if HAS_POS or p0 < masked:
             limit = row_limit(q_pos, strides.pos, b, s, S, S_kv)
             logits = tl.where(column[None, :] < limit[:, None], logits, float("-inf"))
-        m = tl.maximum(tl.max(logits, 1), LOWEST)
-        p = powers(logits, m, scale_log2, v_tile.dtype)
+        m = tl.maximum(tl.max(logits, 1), LOWEST)  # [ROWS]
+        p = powers(logits, m, scale_log2, v_tile.dtype)  # [ROWS, BLOCK_L]
         l = tl.where(listed, tl.sum(p, 1), 1.0)
-        weight = reciprocal(tl.where(l == 0, 1.0, l))  # l = 0 where all logits are below LOWEST: lse = -inf, o = 0
-        o_tile = dot(p.to(v_tile.dtype), v_tile) * weight[:, None]
+        weight = reciprocal(tl.where(l == 0, 1.0, l))  # l = 0 if all logits are -inf: then o = 0, lse = -inf
+        o_tile = dot(p.to(v_tile.dtype), v_tile) * weight[:, None]  # [ROWS, BLOCK_DV]
         slot = first_slot + entry.to(tl.int64) * h + head
         store_columns(part_o + slot * dims.Dv, o_tile, listed, 0, dims.Dv)
         tl.store(part_lse + slot, m * scale_log2 + tl.log2(l), mask=listed)
@@ -117,7 +121,8 @@ def attend_list(
 
 @triton.jit
 def unit_rows(q_pos, stride_pos, sizes, unit, EACH: tl.constexpr, h: tl.constexpr, R: tl.constexpr):
-    """The R (row, head) pairs of this program: index in [B,S,G,h], row in [B,S,G], its limit, first slot, and whether they exist."""
+    """Return for this program's R (row, head) pairs, each [R]: index in [B,S,G,h], row in [B,S,G], limit, first slot,
+    existence."""
     S, S_kv, G = sizes
     i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     head = i % h
@@ -131,7 +136,8 @@ def unit_rows(q_pos, stride_pos, sizes, unit, EACH: tl.constexpr, h: tl.constexp
 
 @triton.jit
 def slot_used(ranges, row, i, limit, exists, N: tl.constexpr, REACH: tl.constexpr, WIDTH: tl.constexpr):
-    """Whether slot i = range * REACH + step of the rows holds a partial: the range reaches its step-th tile."""
+    """Return whether slot i = range * REACH + step of the rows holds a partial, because the range reaches its step-th
+    tile."""
     start, end = load_range(ranges + (row * N + i // REACH) * 2, limit, exists)
     return exists & (end > start) & ((start // WIDTH + i % REACH) * WIDTH < end)
 
@@ -141,9 +147,9 @@ def join_kernel(
     part_o, part_lse, ranges, q_pos, o, lse, stride_pos, sizes, unit,
     dims: tl.constexpr, N: tl.constexpr, REACH: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """o and lse of R (row, head) pairs from their partials, CHUNK at a time: their loads are under way together, at memory speed.
+    """Merge the partials of R (row, head) pairs into o and lse.
 
-    Grid: one program per R pairs of the unit.
+    Grid: one program per R pairs of the unit. Loads CHUNK partials at a time, so that many loads are in flight.
     """
     ACC: tl.constexpr = lse.dtype.element_ty
     BLOCK_DV: tl.constexpr = dims.BLOCK_DV
@@ -157,9 +163,9 @@ def join_kernel(
     l = tl.zeros([R], ACC)
     for i0 in range(0, N * REACH, CHUNK):
         slot, logits = slot_logits(part_lse, ranges, row, limit, first_slot, exists, i0, dims, N, REACH, WIDTH, CHUNK)
-        used = logits > float("-inf")  # a partial without keys is 0
+        used = logits > float("-inf")  # [R, CHUNK]; partials without keys are not loaded
         tile = tl.load(part_o + slot[:, :, None] * dims.Dv + column, mask=used[:, :, None] & (column < dims.Dv), other=0.0)
-        weight = tl.exp2(logits - m[:, None])
+        weight = tl.exp2(logits - m[:, None])  # [R, CHUNK]
         l += tl.sum(weight, 1)
         acc += tl.sum(weight[:, :, None] * tile.to(ACC), 1)
     seen = l != 0
@@ -173,7 +179,7 @@ def slot_logits(
     part_lse, ranges, row, limit, first_slot, exists, i0,
     dims: tl.constexpr, N: tl.constexpr, REACH: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The slots of partials [R, CHUNK] from i0 on, and their log-sum-exp; -inf where there is none."""
+    """Return the slots of partials [R, CHUNK] from i0 on, and their base-2 lse, -inf for slots without a partial."""
     i = i0 + tl.arange(0, CHUNK)[None, :]
     used = slot_used(ranges, row[:, None], i, limit[:, None], exists[:, None] & (i < N * REACH), N, REACH, WIDTH)
     slot = first_slot[:, None] + i * dims.h
@@ -185,7 +191,8 @@ def sum_dq_kernel(
     part_dq, ranges, q_pos, dq, stride_pos, sizes, unit,
     dims: tl.constexpr, N: tl.constexpr, REACH: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """dq of R (row, head) pairs: their partials added in the order of the ranges. Grid: one program per R pairs of the unit."""
+    """Add the dq partials of R (row, head) pairs in the order of the ranges. Grid: one program per R pairs of the
+    unit."""
     BLOCK_D: tl.constexpr = dims.BLOCK_D
     out, row, limit, slot, exists = unit_rows(q_pos, stride_pos, sizes, unit, N * REACH, dims.h, R)
     acc = tl.zeros([R, BLOCK_D], ACC)
@@ -197,7 +204,7 @@ def sum_dq_kernel(
 
 @triton.jit
 def delta_kernel(o, do, dlse, delta, stride_do, sizes, total, dims: tl.constexpr, R: tl.constexpr):
-    """delta = sum(do * o) - dlse [B,S,G,h]. Grid: one program per R (row, head) pairs."""
+    """Compute delta = sum(do * o) - dlse [B,S,G,h]. Grid: one program per R (row, head) pairs."""
     S, _, G = sizes
     i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     exists = i < total
@@ -209,7 +216,7 @@ def delta_kernel(o, do, dlse, delta, stride_do, sizes, total, dims: tl.constexpr
 
 @forward_of_any_scale
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,Dv] and lse [B,S,G,h]."""
+    """Return o [B,S,G,h,Dv] and lse [B,S,G,h]."""
     heads = arguments.heads(call)
     if is_large(call):
         large = _large_plan(call, heads.Dv)
@@ -228,8 +235,11 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def joined_partials(call: Call, plan: KeyToRows, visit: Callable[[Unit, Tensor, Tensor], None]) -> tuple[Tensor, Tensor]:
-    """o and lse. visit(unit, part_o, part_lse) writes the partials part_o [pairs, section, n*reach, h, Dv] of a unit's entries, and their
-    log-sum-exp part_lse [pairs, section, n*reach, h] in base 2."""
+    """Run `visit` and the merge for every unit; return o and lse.
+
+    visit(unit, part_o, part_lse) writes the partials of a unit's entries: part_o [pairs, section, n*reach, h, Dv], and
+    base-2 part_lse [pairs, section, n*reach, h].
+    """
     heads, n = arguments.heads(call), call.selection.n
     o, lse = arguments.outputs(call)
     part_lse = temporary(call, lse, plan.pairs, plan.section, n * plan.reach, heads.h)
@@ -244,7 +254,7 @@ def joined_partials(call: Call, plan: KeyToRows, visit: Callable[[Unit, Tensor, 
 
 @backward_of_any_scale
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv from one visit of every KV block, and a sum over each row's ranges."""
+    """Return dq, dk, dv from one visit of every KV block, and a sum over each row's ranges for dq."""
     heads = arguments.heads(call)
     if is_large(call):
         dq, delta = dq_of_large(call, o, lse, do, dlse)
@@ -261,7 +271,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
 
 
 def dq_of_large(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """dq of blocks that are visited whole, and delta [B,S,G,h] for dk and dv."""
+    """Return dq for blocks that are visited whole, and delta [B,S,G,h] for dk and dv."""
     plan = _large_plan(call, call.q.shape[4])
 
     def visit(unit: Unit, delta: Tensor, part_dq: Tensor, dq: Tensor) -> None:
@@ -271,7 +281,7 @@ def dq_of_large(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | N
 
 
 def _large_plan(call: Call, D: int) -> KeyToRows:
-    """The plan of whole blocks, one partial [h, D] each."""
+    """Return the plan for blocks that are visited whole, with one partial [h, D] per (row, block)."""
     block = call.selection.block_size
     assert block is not None, "is_large"
     return _plan(call, block, D, 0)
@@ -281,8 +291,11 @@ def sum_of_shares(
     call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, plan: KeyToRows,
     visit: Callable[[Unit, Tensor, Tensor, Tensor], None], summed: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dq and delta. visit(unit, delta, part_dq, dq) writes the shares part_dq [pairs, section, n*reach, h, Dk] of a unit's entries;
-    summed: and dq."""
+    """Run `visit` and the sum of dq for every unit; return dq and delta.
+
+    visit(unit, delta, part_dq, dq) writes the shares part_dq [pairs, section, n*reach, h, Dk] of a unit's entries.
+    summed: it also writes dq, so that no sum is needed.
+    """
     heads, n = arguments.heads(call), call.selection.n
     dq, delta = arguments.row_gradients(call, lse)
     rows = lse.numel()
@@ -298,7 +311,8 @@ def sum_of_shares(
 
 
 def loaded_keys(call: Call, selected: int, count: bool) -> int:
-    """Keys that the forward loads: a tile once for each piece of its list of rows; not counted, at most what the rows select."""
+    """Return how many keys the forward loads: each tile once per piece of its list of rows. Without `count`, return a
+    bound."""
     if not count:
         return selected
     heads = arguments.heads(call)
@@ -339,10 +353,11 @@ def _delta(heads: arguments.Heads) -> Kernel:
 
 
 def _plan(call: Call, width: int, D: int, gradient_columns: int) -> KeyToRows:
-    """Units whose partials [rows, n*reach, h, D] fit the workspace beside the plan; with gradient_columns = Dk + Dv, a quarter of it
-    is left to the float32 parts of dk and dv, and where rows come in sections, their sums over one pair are set aside.
+    """Return the plan of units whose partials [rows, n*reach, h, D] fit the workspace next to the plan.
 
-    All rows of few pairs rather than few rows of all: longer lists, and a group's K and V stay in the cache.
+    With gradient_columns = Dk + Dv, a quarter of the workspace is reserved for partial sums of dk and dv, and if rows
+    are split into sections, room for float32 sums of one pair. Prefers all rows of few pairs over few rows of all
+    pairs, because lists are longer and a group's K and V stay in the cache.
     """
     B, S, G, h, _ = call.q.shape
     block, accumulator = call.selection.block_size, max(4, call.q.element_size())
@@ -360,7 +375,8 @@ def _plan(call: Call, width: int, D: int, gradient_columns: int) -> KeyToRows:
 
 
 def even_section(S: int, fitting: int) -> int:
-    """At most `fitting` rows, sections of about one size; a multiple of 1024 or a power of two, which stretches of rows divide."""
+    """Return rows per section: at most `fitting`, about equal sections, and a multiple of 1024 or a power of two (for
+    stretches)."""
     if fitting < 1024:
         return 1 << (fitting.bit_length() - 1)
     even = -(-S // -(-S // fitting))

@@ -1,12 +1,13 @@
-"""triton-group: one program per query row and KV group, so that K and V are loaded once for all h heads.
+"""triton-group: one program per query row and KV group, which loads K and V once for all h heads of the group.
 
-Forward kernels; all are the online softmax of softmax.py:
-    ranges  pointer loads over ranges of any length, and over blocks of fewer than 16 keys (group_ranges.py)
-    blocks  whole blocks by TMA (sm_90 and newer), the block that holds t by pointers; of small pages all blocks by pointers
-            (group_blocks.py)
-    split   few rows (decode), as `ranges`: the walk cut into parts, one program each, joined by log-sum-exp (combine.py)
-Backward: dQ by the same walks as `ranges` and `blocks`; dK and dV by visiting KV tiles (dkdv.py).
-The h heads are the rows of the tensor-core tiles, padded to 16; more than 64 heads take several programs.
+Forward kernels, all built on the online softmax of _triton/softmax.py:
+    ranges  pointer loads over ranges of any length, and over blocks of fewer than 16 keys (_triton/group_ranges.py)
+    blocks  whole blocks through TMA (sm_90 and newer), the block that the causal clamp cuts through pointers; all
+            blocks through pointers if pages are smaller than a step (_triton/group_blocks.py)
+    split   few rows (decode): the `ranges` kernel with each row's keys split over several programs, merged by
+            log-sum-exp (_triton/combine.py)
+Backward: dQ uses the walks of `ranges` and `blocks`; dK and dV take one program per KV tile (_triton/dkdv.py).
+The h heads are the rows of the tensor-core tiles, padded to 16. More than 64 heads take several programs.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from nsa_sel.backends._triton.tma import descriptor, tma_fits
 from nsa_sel.core.call import Call
 from nsa_sel.settings.schema import KernelConfig
 
-FULL = 8  # warps of a program that fills a multiprocessor by itself
-FEW_TOKENS = 8  # new tokens per sequence up to which a call is a decoding step: its keys are of many sequences, and far apart
+FULL = 8  # warps per program at which one program fills a multiprocessor
+FEW_TOKENS = 8  # up to this many new tokens per sequence, a call counts as a decoding step: its rows share few keys
 
 
 @forward_of_any_scale
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,Dv] and lse [B,S,G,h]."""
+    """Return o [B,S,G,h,Dv] and lse [B,S,G,h]."""
     B, S, G, _, _ = call.q.shape
     heads = arguments.heads(call)
     programs, sms = B * S * G * _head_tiles(heads.h), multiprocessors(call)
@@ -49,7 +50,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         return _forward_blocks(call, heads, blocks, arguments.kernel_config(call, heads, blocks, True), programs)
     if call.block_table is not None and _whole_blocks(call):
         config = arguments.kernel_config(call, heads, "triton-group/decode-pages", False)
-        if config.num_stages > 2 and programs > 2 * sms:  # with two stages, three programs fit on a multiprocessor
+        if config.num_stages > 2 and programs > 2 * sms:  # two stages let three programs run on one multiprocessor
             config = msgspec.structs.replace(config, num_stages=2)
         return _forward_blocks(call, heads, "triton-group/decode-pages", config, programs)
     ranges = "triton-group/decode-ranges" if S <= FEW_TOKENS or call.block_table is not None else "triton-group/forward"
@@ -73,7 +74,8 @@ def _forward_blocks(call: Call, heads: arguments.Heads, name: str, config: Kerne
 def _forward_ranges(
     call: Call, heads: arguments.Heads, name: str, config: KernelConfig, programs: int, parts: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if config.num_stages > 2 and call.selection.length_bound(call.S_kv) <= parts * config.block_l:  # one step has no next to prefetch
+    # A walk of one step has nothing to prefetch.
+    if config.num_stages > 2 and call.selection.length_bound(call.S_kv) <= parts * config.block_l:
         config = msgspec.structs.replace(config, num_stages=2)
     o, lse = arguments.outputs(call)
     if parts == 1:
@@ -96,8 +98,9 @@ def _forward_ranges(
 
 
 def _split_parts(call: Call, config: KernelConfig, programs: int) -> int:
-    """Programs of many warps fill a multiprocessor one by one, others two by two, or over small blocks, whose keys' addresses they wait
-    for, as many as have FULL warps; none walks less than 32 keys."""
+    """Return the number of programs per row. A multiprocessor runs one program of FULL warps or more, else two at once;
+    over small blocks, where programs wait for addresses, as many as have FULL warps together. Each program walks at
+    least 32 keys."""
     together = FULL // config.num_warps if _small_block(call) else 2
     at_once = multiprocessors(call) * (1 if config.num_warps >= FULL else together)
     return split_parts(call, programs, at_once, max(32, config.block_l))
@@ -105,7 +108,7 @@ def _split_parts(call: Call, config: KernelConfig, programs: int) -> int:
 
 @backward_of_any_scale
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv; dq by rows, dk and dv by KV tiles over the rows that select them, in ascending row order."""
+    """Return dq, dk, dv: dq per row; dk and dv per KV tile, summed in ascending order over the rows that select it."""
     B, S, G, _, _ = call.q.shape
     n = call.selection.n
     heads = arguments.heads(call)
@@ -127,23 +130,24 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
 
 
 def loaded_keys(call: Call, selected: int, count: bool) -> int:
-    """Keys that the forward loads: each row's, once for up to 64 heads."""
+    """Return how many keys the forward loads: each row's keys, once per tile of up to 64 heads."""
     return selected * _head_tiles(call.q.shape[3])
 
 
 class Cache(NamedTuple):
-    """How a call's keys lie in a cache, as constants of the forward kernels."""
+    """Layout of a call's key cache, as constexpr parameters of the forward kernels."""
 
-    LENGTHS: bool  # whether positions are counted from the sequences' lengths
-    PAGE: int  # keys per page, 0 where k and v hold whole sequences
-    PAGE_SCALES: bool  # whether quantized keys of other pages have other scales
+    LENGTHS: bool  # q_pos holds sequence lengths instead of positions
+    PAGE: int  # keys per page; 0 if k and v are not paged
+    PAGE_SCALES: bool  # quantized keys have one scale per page and head
 
 
 class CacheStrides(NamedTuple):
-    """In elements, 0 where there is nothing of the kind. Flat: Triton 3.6 loses the ones of nested tuples that begin with 1."""
+    """Strides in elements, 0 for absent tensors. Flat, because Triton 3.6 drops values of 1 from nested tuples that
+    begin with 1."""
 
-    table: int  # from a row of the block table to the next
-    k_page: int  # of the scales of keys, from a page to the next
+    table: int  # between rows of the block table
+    k_page: int  # of k's scales, between pages
     k_group: int
     v_page: int
     v_group: int
@@ -158,12 +162,12 @@ def _cache(call: Call) -> Cache:
 
 
 def _index(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Where a row's keys are: ranges, positions or lengths, and the block table."""
+    """Return the tensors that locate a row's keys: ranges, positions or lengths, and the block table."""
     return call.disjoint_ranges(), call.q_pos if call.lengths is None else call.lengths, call.block_table
 
 
 def _scales(call: Call) -> tuple[Tensor | None, Tensor | None]:
-    """Of quantized keys and values."""
+    """Return the scales of quantized keys and values, or None."""
     return (None, None) if call.scales is None else (call.scales.k, call.scales.v)
 
 
@@ -221,19 +225,20 @@ def _block(call: Call) -> int:
 
 
 def _small_block(call: Call) -> int:
-    """Keys of a block, for blocks of which a step takes several; else 0."""
+    """Return the block size if one step takes several blocks (fewer than MIN_TILE keys), else 0."""
     size = call.selection.block_size
     return size if size is not None and size < MIN_TILE and call.selection.n > 1 else 0
 
 
 def _whole_blocks(call: Call) -> bool:
-    """Whether `forward_blocks_kernel` takes the selection: blocks of a power of two; it looks at all ranges of a row at once."""
+    """Return whether `forward_blocks_kernel` takes the selection: power-of-two blocks, n <= 1024 (it loads a row's
+    ranges at once)."""
     size = call.selection.block_size
     return size is not None and size >= MIN_TILE and not size & (size - 1) and call.selection.n <= 1024
 
 
 def _tma_fits(call: Call, heads: arguments.Heads, kernel: str) -> bool:
-    """Whether `kernel` loads whole blocks by TMA, each of its steps within a page."""
+    """Return whether `kernel` can load whole blocks through TMA, with each step inside one page."""
     config = call.settings.kernel(kernel + arguments.config_suffix(heads))
     if config.loads != "tma" or not _whole_blocks(call):
         return False
@@ -242,7 +247,7 @@ def _tma_fits(call: Call, heads: arguments.Heads, kernel: str) -> bool:
 
 
 def _one_page(call: Call) -> bool:
-    """Whether each range lies within a page, and 32-bit numbers count the keys of all pages."""
+    """Return whether each range lies within one page and all keys of the pool have 32-bit indices."""
     size, (pages, _, page, _) = call.selection.block_size, call.k.shape
     return call.block_table is not None and size is not None and page % size == 0 and pages * page < 2**31
 
@@ -252,5 +257,5 @@ def _block_h(h: int) -> int:
 
 
 def _head_tiles(h: int) -> int:
-    """Programs per row: heads beyond 64 take more."""
+    """Return the programs per row: one for every 64 heads."""
     return -(-h // _block_h(h))

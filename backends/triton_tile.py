@@ -1,15 +1,19 @@
-"""triton-tile: one program per tile of adjacent rows, which loads every block that any of them selects once, for all of them.
+"""triton-tile: one program per tile of adjacent query rows. The program loads each selected K/V block once for the
+whole tile.
 
-Neighboring tokens select nearly the same blocks (docs/kernels.md), so a tile of TQ rows and h heads, TQ * h = 64 rows of the tensor-core
-tile, walks the union of their blocks (_triton/block_union.py). Rows that did not select a block are masked by shifting their logits to
--inf (softmax.chosen_step), at no cost per element.
-    whole blocks  every row of the tile sees them to their last key: no mask; TMA on sm_90 and newer, pointers before
-    cut blocks    the causal clamp, or the end of the cache, cuts them for some row: pointers, and a mask for every element
-    small blocks  of fewer than 16 keys: as many as fill a step, whole or cut, by pointers and with a mask for every element
-Backward: dQ by the same walk; dK and dV over the exact rows that select each block (_triton/dkdv.py), which costs no union.
+Neighboring tokens select nearly the same blocks (docs/kernels.md). A tile holds TQ tokens times h heads, which fill the
+64 rows of a tensor-core tile, and walks the union of their blocks (_triton/block_union.py). Rows that did not select a
+block are masked by shifting their logits to -inf (softmax.chosen_step), at no per-element cost.
+    whole blocks  visible to every row of the tile up to their last key: no mask; loaded through TMA on sm_90 and newer,
+                  through pointers on older GPUs
+    cut blocks    cut for some row by the causal clamp or by the end of the cache: pointer loads and a per-element mask
+    small blocks  fewer than 16 keys: one step takes several of them, whole or cut, with pointer loads and a per-element
+                  mask
+Backward: dQ uses the same walk. dK and dV visit the exact rows that select each block (_triton/dkdv.py), without a
+union.
 
-Within a tile, 0 * NaN is NaN: a NaN or infinity in a key or value that one row sees may reach the other rows of its tile, but none
-that selects nothing. What a row's own q and do hold stays with that row.
+Within a tile 0 * NaN is NaN: a NaN or infinity in a key or value that one row sees may reach the other rows of the
+tile, except rows that select nothing. A NaN in a row's own q or do stays in that row.
 """
 
 from __future__ import annotations
@@ -46,25 +50,30 @@ from nsa_sel.backends._triton.tma import descriptor
 from nsa_sel.core.call import Call
 from nsa_sel.settings.schema import KernelConfig
 
-SORTED = 2048  # entries of one tile that the plan sorts: more ranges per row make smaller tiles
+SORTED = 2048  # most entries per tile that the plan sorts: rows with more ranges get smaller tiles
 
 
 @triton.jit
 def tile_list(blocks, rows, counts, tile, capacity):
-    """A tile's list of blocks and their rows, how many of them are whole for every row, and how many there are."""
+    """Return pointers to a tile's blocks and row bits, the number of blocks that are whole for every row, and of all
+    blocks."""
     at = tile.to(tl.int64) * capacity
     return blocks + at, rows + at, tl.load(counts + 2 * tile), tl.load(counts + 2 * tile + 1)
 
 
 @triton.jit
 def selects(chosen, bit):
-    """Whether each row selects the block whose rows are the bits of `chosen`."""
+    """Return whether row `bit` selects the block: bit r of `chosen` is set if row r of the tile does."""
     return ((chosen >> bit) & 1) != 0
 
 
 @triton.jit
 def cut_block(blocks, rows, i, bit, exists, limit, BLOCK: tl.constexpr):
-    """Entry i, a cut block: its first key, one past the last that any row sees (keys after it may hold NaN), and each row's limit."""
+    """Return the first key of entry i (a cut block), one past the last key that any row sees, and each row's limit
+    [ROWS].
+
+    Keys past the second value may hold NaN and must not be loaded.
+    """
     sees = tl.where(exists & selects(tl.load(rows + i), bit), limit, 0)
     first = tl.load(blocks + i) * BLOCK
     return first, tl.minimum(first + BLOCK, tl.max(sees, 0)), sees
@@ -75,15 +84,16 @@ def gather_keys(
     k, v, blocks, rows, i, stop, bit, limit, strides, b, g,
     dims: tl.constexpr, BLOCK: tl.constexpr, BLOCK_L: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """K and V of the small blocks of the entries i, i + 1 ... that fill BLOCK_L keys, and which rows see each key [ROWS, BLOCK_L].
+    """Load K and V of the small blocks in entries i, i + 1, ... that fill BLOCK_L keys; return which rows see each key,
+    too.
 
-    CUT: limits cut some of the blocks. Keys that no row sees may hold NaN, and are not loaded.
+    CUT: limits cut some of the blocks. Keys that no row sees may hold NaN, so they are not loaded.
     """
     w = tl.arange(0, BLOCK_L)
-    entry = i + w // BLOCK
-    listed = entry < stop
-    position = tl.load(blocks + entry, mask=listed, other=0) * BLOCK + w % BLOCK
-    sees = selects(tl.load(rows + entry, mask=listed, other=0)[None, :], bit[:, None])
+    entry = i + w // BLOCK  # [BLOCK_L]
+    listed = entry < stop  # [BLOCK_L]
+    position = tl.load(blocks + entry, mask=listed, other=0) * BLOCK + w % BLOCK  # [BLOCK_L]
+    sees = selects(tl.load(rows + entry, mask=listed, other=0)[None, :], bit[:, None])  # [ROWS, BLOCK_L]
     if CUT:
         sees &= position[None, :] < limit[:, None]
         listed = tl.max(sees.to(tl.int32), 0) > 0
@@ -96,10 +106,14 @@ def forward_kernel(
     q, k_desc, k_rest_desc, v_desc, k, v, blocks, rows, counts, q_pos, o, lse, strides, sizes, tiles, capacity, scale_log2,
     dims: tl.constexpr, BLOCK: tl.constexpr, TQ: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr, TAIL_L: tl.constexpr,
 ):  # fmt: skip
-    """o and lse of one tile's rows and heads.
+    """Compute o = softmax(scale * q k^T) v and lse for one tile's rows and heads, over the union of the rows' blocks.
 
-    Grid: one program per tile of TQ rows, and of ROWS heads where h > ROWS. Tiles: q [ROWS, BLOCK_D + BLOCK_REST], k [BLOCK_L, same] and
-    v [BLOCK_L, BLOCK_DV], TAIL_L keys in cut blocks. TMA: k_desc, k_rest_desc (the second tile of k) and v_desc; None: pointers.
+    Grid: one program per tile of TQ tokens; where h > ROWS, one program per ROWS heads of the tile.
+    Tiles: q [ROWS, BLOCK_D + BLOCK_REST], k [BLOCK_L, BLOCK_D + BLOCK_REST], v [BLOCK_L, BLOCK_DV]; TAIL_L keys per
+    step in cut blocks.
+    TMA: k_desc, k_rest_desc (second column tile of k) and v_desc load whole blocks; pointers do where these are None.
+    Masks: entries [0, whole) are visible to every row up to their last key; entries [whole, total) may be cut for some
+    row.
     """
     S, S_kv, G = sizes
     ACC: tl.constexpr = lse.dtype.element_ty
@@ -107,14 +121,15 @@ def forward_kernel(
     STEPS: tl.constexpr = BLOCK // BLOCK_L
     b, g, tile, s, bit, head, out, exists = tile_rows(tl.program_id(0), S, G, tiles, dims.h, TQ, ROWS)
     b64, g64 = b.to(tl.int64), g.to(tl.int64)
-    q_rows = row_pointers(q, strides.q, b64, g64, s.to(tl.int64), head)
+    q_rows = row_pointers(q, strides.q, b64, g64, s.to(tl.int64), head)  # [ROWS]
+    # [ROWS, BLOCK_D], [ROWS, BLOCK_REST]
     q_tile, q_rest = load_split(q_rows, exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
     blocks, rows, whole, total = tile_list(blocks, rows, counts, tile, capacity)
 
     acc = tl.zeros([ROWS, BLOCK_DV], ACC)
     l = tl.zeros([ROWS], ACC)
     m = tl.full([ROWS], LOWEST, ACC)
-    limit = row_limit(q_pos, strides.pos, b64, s, S, S_kv)
+    limit = row_limit(q_pos, strides.pos, b64, s, S, S_kv)  # [ROWS]
     if BLOCK < BLOCK_L:
         for cut in tl.static_range(2):
             stop = total if cut else whole
@@ -122,18 +137,18 @@ def forward_kernel(
                 k_tile, k_rest, v_tile, sees = gather_keys(
                     k, v, blocks, rows, i, stop, bit, limit, strides, b64, g64, dims, BLOCK, BLOCK_L, cut
                 )  # fmt: skip
-                logits = split_products(q_tile, q_rest, k_tile, k_rest, dims.BLOCK_REST)
+                logits = split_products(q_tile, q_rest, k_tile, k_rest, dims.BLOCK_REST)  # [ROWS, BLOCK_L]
                 acc, l, m = softmax_step(tl.where(sees, logits, float("-inf")), v_tile, acc, l, m, scale_log2)
     else:
-        # The list is read one step ahead: a TMA load cannot start before its block is read.
+        # Read the list one step ahead: a TMA load cannot start until its block number has arrived.
         block, chosen = tl.load(blocks), tl.load(rows)
         for step in range(0, whole * STEPS):
             c = block * BLOCK + step % STEPS * BLOCK_L
             k_tile, k_rest, v_tile = load_whole(k_desc, k_rest_desc, v_desc, k, v, strides, b, g, c, dims, BLOCK_L)
-            selected = selects(chosen, bit)
+            selected = selects(chosen, bit)  # [ROWS]
             coming = tl.minimum((step + 1) // STEPS, whole - 1)
             block, chosen = tl.load(blocks + coming), tl.load(rows + coming)
-            logits = split_products(q_tile, q_rest, k_tile, k_rest, dims.BLOCK_REST)
+            logits = split_products(q_tile, q_rest, k_tile, k_rest, dims.BLOCK_REST)  # [ROWS, BLOCK_L]
             acc, l, m = chosen_step(logits, selected, v_tile, acc, l, m, scale_log2)
 
         for i in range(whole, total):
@@ -141,11 +156,11 @@ def forward_kernel(
             for c in range(first, end, TAIL_L):
                 position = c + tl.arange(0, TAIL_L)
                 k_tail, k_rest, v_tail = load_kv(k, v, strides, b64, g64, position, position < end, dims)
-                logits = split_products(q_tile, q_rest, k_tail, k_rest, dims.BLOCK_REST)
+                logits = split_products(q_tile, q_rest, k_tail, k_rest, dims.BLOCK_REST)  # [ROWS, TAIL_L]
                 logits = tl.where(position[None, :] < sees[:, None], logits, float("-inf"))
                 acc, l, m = softmax_step(logits, v_tail, acc, l, m, scale_log2)
 
-    o_tile, lse_rows = finish_softmax(acc, l, m, scale_log2)
+    o_tile, lse_rows = finish_softmax(acc, l, m, scale_log2)  # [ROWS, BLOCK_DV], [ROWS]
     store_columns(o + out * dims.Dv, o_tile, exists, 0, dims.Dv)
     tl.store(lse + out, lse_rows * LN_2, mask=exists)
 
@@ -156,10 +171,10 @@ def dq_kernel(
     strides, stride_do, sizes, tiles, capacity, scale, scale_log2,
     dims: tl.constexpr, BLOCK: tl.constexpr, TQ: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr, TAIL_L: tl.constexpr,
 ):  # fmt: skip
-    """dq = scale * ds k of one tile's rows and heads, and delta = sum(do * o) - dlse [B,S,G,h] for the KV side.
+    """Compute dq = scale * ds k for one tile's rows and heads; store delta = sum(do * o) - dlse [B,S,G,h] for the dK/dV
+    kernel.
 
-    Grid, tiles and TMA as in `forward_kernel`.
-    29 arguments: 16 tensors and descriptors, each with an address of its own.
+    Grid, tiles, TMA and masks are those of `forward_kernel`; do is [ROWS, BLOCK_DV].
     """
     S, S_kv, G = sizes
     ACC: tl.constexpr = lse.dtype.element_ty
@@ -168,6 +183,7 @@ def dq_kernel(
     STEPS: tl.constexpr = BLOCK // BLOCK_L
     b, g, tile, s, bit, head, out, exists = tile_rows(tl.program_id(0), S, G, tiles, dims.h, TQ, ROWS)
     b64, g64, s64 = b.to(tl.int64), g.to(tl.int64), s.to(tl.int64)
+    # q_tile [ROWS, BLOCK_D], q_rest [ROWS, REST], do_tile [ROWS, BLOCK_DV], delta_rows and lse2 [ROWS]
     q_tile, q_rest = load_split(row_pointers(q, strides.q, b64, g64, s64, head), exists, dims.Dk, BLOCK_D, REST)
     do_tile = load_columns(row_pointers(do, stride_do, b64, g64, s64, head), exists, 0, dims.Dv, dims.BLOCK_DV)
     delta_rows, lse2 = delta_and_lse(o, do_tile, lse, dlse, delta, out, exists, dims)
@@ -175,7 +191,7 @@ def dq_kernel(
 
     acc = tl.zeros([ROWS, BLOCK_D], ACC)
     rest = tl.zeros([ROWS, REST], ACC) if REST > 0 else acc
-    limit = row_limit(q_pos, strides.pos, b64, s, S, S_kv)
+    limit = row_limit(q_pos, strides.pos, b64, s, S, S_kv)  # [ROWS]
     if BLOCK < BLOCK_L:
         for cut in tl.static_range(2):
             stop = total if cut else whole
@@ -183,8 +199,8 @@ def dq_kernel(
                 k_tile, k_rest, v_tile, sees = gather_keys(
                     k, v, blocks, rows, i, stop, bit, limit, strides, b64, g64, dims, BLOCK, BLOCK_L, cut
                 )  # fmt: skip
-                logits = split_products(q_tile, q_rest, k_tile, k_rest, REST)
-                _, ds = p_and_ds(logits, do_tile, v_tile, lse2, delta_rows, scale_log2, sees)
+                logits = split_products(q_tile, q_rest, k_tile, k_rest, REST)  # [ROWS, BLOCK_L]
+                _, ds = p_and_ds(logits, do_tile, v_tile, lse2, delta_rows, scale_log2, sees)  # [ROWS, BLOCK_L]
                 acc = add_product(acc, ds.to(k_tile.dtype), k_tile)
                 if REST > 0:
                     rest = add_product(rest, ds.to(k_tile.dtype), k_rest)
@@ -193,10 +209,10 @@ def dq_kernel(
         for step in range(0, whole * STEPS):
             c = block * BLOCK + step % STEPS * BLOCK_L
             k_tile, k_rest, v_tile = load_whole(k_desc, k_rest_desc, v_desc, k, v, strides, b, g, c, dims, BLOCK_L)
-            selected = selects(chosen, bit)
+            selected = selects(chosen, bit)  # [ROWS]
             coming = tl.minimum((step + 1) // STEPS, whole - 1)
             block, chosen = tl.load(blocks + coming), tl.load(rows + coming)
-            logits = split_products(q_tile, q_rest, k_tile, k_rest, REST)
+            logits = split_products(q_tile, q_rest, k_tile, k_rest, REST)  # [ROWS, BLOCK_L]
             _, ds = p_and_ds(logits, do_tile, v_tile, tl.where(selected, lse2, float("inf")), delta_rows, scale_log2)
             acc = add_product(acc, ds.to(k_tile.dtype), k_tile)
             if REST > 0:
@@ -207,19 +223,19 @@ def dq_kernel(
             for c in range(first, end, TAIL_L):
                 position = c + tl.arange(0, TAIL_L)
                 k_tail, k_rest, v_tail = load_kv(k, v, strides, b64, g64, position, position < end, dims)
-                logits = split_products(q_tile, q_rest, k_tail, k_rest, REST)
+                logits = split_products(q_tile, q_rest, k_tail, k_rest, REST)  # [ROWS, TAIL_L]
                 _, ds = p_and_ds(logits, do_tile, v_tail, lse2, delta_rows, scale_log2, position[None, :] < sees[:, None])
                 acc = add_product(acc, ds.to(k_tail.dtype), k_tail)
                 if REST > 0:
                     rest = add_product(rest, ds.to(k_tail.dtype), k_rest)
-    # A row that saw no key has p = 0, which NaN or infinity in its q, do or dlse would make NaN.
+    # A row without keys has p = 0, but a NaN or infinity in its q, do or dlse turns 0 * NaN into NaN: write zeros.
     saw = (lse2 != float("-inf"))[:, None]
     store_split(dq + out * dims.Dk, tl.where(saw, acc * scale, 0.0), tl.where(saw, rest * scale, 0.0), exists, dims.Dk, REST)
 
 
 @forward_of_any_scale
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,Dv] and lse [B,S,G,h]."""
+    """Return o [B,S,G,h,Dv] and lse [B,S,G,h]."""
     heads = arguments.heads(call)
     config = arguments.kernel_config(call, heads, "triton-tile/forward")
     kernel = _forward(heads, call.selection.n, _block(call), config)
@@ -239,7 +255,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 
 @backward_of_any_scale
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv; dq by tiles, dk and dv by KV blocks over the rows that select them, in ascending row order."""
+    """Return dq, dk, dv: dq per tile of rows; dk and dv per KV block, summed in ascending order over the rows that
+    select it."""
     heads = arguments.heads(call)
     config = arguments.kernel_config(call, heads, "triton-tile/dq")
     kernel = _dq(heads, call.selection.n, _block(call), config)
@@ -259,7 +276,8 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
 
 
 def loaded_keys(call: Call, selected: int, count: bool) -> int:
-    """Keys that the forward loads: the union of each tile's rows, once per tile of heads; not counted, at most what the rows select."""
+    """Return how many keys the forward loads: each tile's union, once per tile of heads. Without `count`, return an
+    upper bound."""
     heads = arguments.heads(call)
     config = call.settings.kernel("triton-tile/forward" + arguments.config_suffix(heads))
     keys = union_keys(call, _tile_tokens(heads, call.selection.n, config)) if count else selected
@@ -277,14 +295,15 @@ def _dq(heads: arguments.Heads, n: int, block: int, config: KernelConfig) -> Ker
 
 
 def _constants(heads: arguments.Heads, n: int, block: int, config: KernelConfig) -> dict[str, Any]:
-    """Of both kernels."""
+    """Return the constexpr parameters and compiler options of both kernels."""
     block_l = config.block_l if block < MIN_TILE else min(config.block_l, block & -block)
     tiles = {"BLOCK": block, "TQ": _tile_tokens(heads, n, config), "ROWS": config.rows, "BLOCK_L": block_l, "TAIL_L": min(32, block_l)}
     return {"dims": arguments.split_dims(heads), **tiles, **arguments.options(config)}
 
 
 def _tile_tokens(heads: arguments.Heads, n: int, config: KernelConfig) -> int:
-    """TQ: as many rows as fill the tensor-core tile with their heads, and as the plan can sort and mark."""
+    """Return TQ: as many tokens as fill the tensor-core tile with their heads, limited by what the plan can sort and
+    mark."""
     return max(1, min(MOST_ROWS, config.rows // heads.h, SORTED // n))
 
 
@@ -295,7 +314,8 @@ def _block(call: Call) -> int:
 
 
 def _inputs(call: Call, kernel: Kernel, config: KernelConfig, plan: BlockUnion) -> tuple[Tensor | TensorDescriptor | None, ...]:
-    """The tensors that both kernels read; descriptors of k, the second tile of k, and v are None where pointers load them."""
+    """Return the tensors that both kernels read. The TMA descriptors of k, k's second column tile and v are None for
+    pointer loads."""
     descriptors: tuple[TensorDescriptor | None, ...] = (None, None, None)
     if config.loads == "tma":
         dims, block_l = kernel.constants["dims"], kernel.constants["BLOCK_L"]

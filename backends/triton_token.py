@@ -1,7 +1,8 @@
-"""triton-token: one program per query row and head, products without tensor cores; the plainest of the Triton backends.
+"""triton-token: one program per query row and head, without tensor cores. The simplest Triton backend.
 
-Every head loads K and V for itself, so it is bound by cache traffic from h = 2 on. It wins on tiny shapes, and is the cross-check
-of the others, with which it shares the walk over the ranges (rows.py), the join of split rows (combine.py) and dK/dV (dkdv.py).
+Every head loads K and V again, so it is bound by cache traffic for h >= 2. It wins on tiny shapes and serves as a
+cross-check of the other Triton backends, with which it shares the walk over ranges (_triton/rows.py), the merge of
+split rows (_triton/combine.py) and dK/dV (_triton/dkdv.py).
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from nsa_sel.backends._triton.tiles import key_pointers, load_columns, row_point
 from nsa_sel.core.call import Call
 from nsa_sel.settings.schema import KernelConfig
 
-SPLIT_KEYS = 32  # the fewest keys worth a program of their own
+SPLIT_KEYS = 32  # fewest keys per program of a split row
 
 
 @triton.jit
 def locate(S, G, program, h: tl.constexpr):
-    """Batch entry, group, row s, row index in [B,S,G] and head of `program`; b, g, and head are int64."""
+    """Return b, g, s, the row index in [B,S,G] and the head of `program`; b, g and head are int64."""
     b, g, s, row = locate_row(program // h, S, G)
     return b, g, s, row, (program % h).to(tl.int64)
 
 
 @triton.jit
 def load_row(x, stride, b, g, s, head, D: tl.constexpr, BLOCK_D: tl.constexpr, dtype: tl.constexpr):
-    """The columns [BLOCK_D] of one row and head of x [B,S,G,h,D], zeros past D."""
+    """Load the columns [BLOCK_D] of one row and head of x [B,S,G,h,D]; zeros past D."""
     d = tl.arange(0, BLOCK_D)
     return tl.load(row_pointers(x, stride, b, g, s.to(tl.int64), head) + d, mask=d < D, other=0.0).to(dtype)
 
@@ -46,9 +47,12 @@ def forward_kernel(
     q, k, v, ranges, q_pos, o, lse, strides, sizes, n, parts, scale_log2,
     dims: tl.constexpr, SPLIT: tl.constexpr, BLOCK_L: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    """o and lse of one row and head; with SPLIT, the float32 partials [rows, parts, ...] of one part of the walk, lse in base 2.
+    """Compute o = softmax(scale * q k^T) v and lse for one row and head.
 
-    Grid: one program per row, head and part. Tiles of BLOCK_L keys; the walk takes NP ranges at once.
+    Grid: one program per row, head and part of the row's keys. Tiles: k [BLOCK_L, BLOCK_D], v [BLOCK_L, BLOCK_DV],
+    through pointers.
+    NP: ranges per walk. SPLIT: write float32 partials [rows, parts, ...] with base-2 lse for combine.py.
+    Masks: key numbers past the last key are loaded as zeros and get logits of -inf.
     """
     S, S_kv, G = sizes
     ACC: tl.constexpr = lse.dtype.element_ty
@@ -71,12 +75,12 @@ def forward_kernel(
         shift, before, after, keys = walk_ranges(row_ranges, first, n, limit, NP)
         stop = tl.minimum(keys, high - base)
         for w0 in range(tl.maximum(low - base, 0), stop, BLOCK_L):
-            w = w0 + tl.arange(0, BLOCK_L)
-            position = positions_of(w, shift, before, after)
+            w = w0 + tl.arange(0, BLOCK_L)  # [BLOCK_L] key numbers within the walk
+            position = positions_of(w, shift, before, after)  # [BLOCK_L]
             k_tile = load_columns(key_pointers(k, strides.k, b, g, position), w < stop, 0, dims.Dk, dims.BLOCK_D)
             v_tile = load_columns(key_pointers(v, strides.v, b, g, position), w < stop, 0, dims.Dv, BLOCK_DV)
             logits = tl.where(w < stop, tl.sum(k_tile.to(ACC) * q_row[None, :], 1), float("-inf"))
-            m_new = tl.maximum(m, tl.max(logits, 0))
+            m_new = tl.maximum(m, tl.max(logits, 0))  # scalar, as m, l and alpha; logits and p are [BLOCK_L]
             alpha = tl.exp2((m - m_new) * scale_log2)
             p = tl.exp2((logits - m_new) * scale_log2)
             l = l * alpha + tl.sum(p, 0)
@@ -98,7 +102,10 @@ def dq_kernel(
     q, k, v, ranges, q_pos, o, lse, do, dlse, dq, delta, strides, stride_do, sizes, n, scale, scale_log2,
     dims: tl.constexpr, BLOCK_L: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    """dq of one row and head, and delta = sum(do * o) - dlse [B,S,G,h] for the KV side. Grid: one program per row and head."""
+    """Compute dq = scale * ds k for one row and head; store delta = sum(do * o) - dlse [B,S,G,h] for the dK/dV kernel.
+
+    Grid: one program per row and head. Tiles, loads and masks are those of `forward_kernel`.
+    """
     S, S_kv, G = sizes
     ACC: tl.constexpr = delta.dtype.element_ty
     BLOCK_D: tl.constexpr = dims.BLOCK_D
@@ -124,7 +131,7 @@ def dq_kernel(
             k_tile = load_columns(key_pointers(k, strides.k, b, g, position), w < keys, 0, dims.Dk, BLOCK_D).to(ACC)
             v_tile = load_columns(key_pointers(v, strides.v, b, g, position), w < keys, 0, dims.Dv, dims.BLOCK_DV)
             p = tl.where(w < keys, tl.exp2(tl.sum(k_tile * q_row[None, :], 1) * scale_log2 - lse2), 0.0)
-            dp = tl.sum(v_tile.to(ACC) * do_row[None, :], 1)
+            dp = tl.sum(v_tile.to(ACC) * do_row[None, :], 1)  # [BLOCK_L], as p
             acc += tl.sum((p * (dp - delta_row))[:, None] * k_tile, 0)
     d = tl.arange(0, BLOCK_D)
     tl.store(dq + out * dims.Dk + d, (acc * scale).to(dq.dtype.element_ty), mask=d < dims.Dk)
@@ -132,7 +139,7 @@ def dq_kernel(
 
 @forward_of_any_scale
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,Dv] and lse [B,S,G,h]."""
+    """Return o [B,S,G,h,Dv] and lse [B,S,G,h]."""
     B, S, G, h, _ = call.q.shape
     o, lse = arguments.outputs(call)
     parts = split_parts(call, B * S * G * h, 2 * multiprocessors(call), SPLIT_KEYS)
@@ -156,7 +163,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 
 @backward_of_any_scale
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv; dq by rows and heads, dk and dv by KV tiles over the rows that select them, in ascending row order."""
+    """Return dq, dk, dv: dq per row and head; dk and dv per KV tile, summed in ascending order over the rows that
+    select it."""
     heads = arguments.heads(call)
     config = arguments.kernel_config(call, heads, "triton-token/dq")
     dq, delta = arguments.row_gradients(call, lse)
@@ -170,7 +178,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
 
 
 def loaded_keys(call: Call, selected: int, count: bool) -> int:
-    """Keys that the forward loads: each row's, once per head."""
+    """Return how many keys the forward loads: each row's keys, once per head."""
     return selected * call.q.shape[3]
 
 

@@ -1,7 +1,7 @@
-"""Sliding-window attention with CUDA on Hopper, by TMA and wgmma (cupy_cuda/window.py).
+"""Sliding-window attention with TMA and wgmma on Hopper (cupy_cuda/window.py).
 
-The Triton kernels of window_triton.py compute what those do not: packed batches, few rows, odd head dimensions, float32, and tensors that
-TMA cannot read. Triton's dq is faster with Dk = Dv = 64 (docs/kernels.md, "Tried and dropped").
+The Triton kernels of window_triton.py compute all other calls: packed batches, few rows, other head dims, float32, and
+tensors that TMA cannot load. Triton's dq is faster with Dk = Dv = 64 (docs/kernels.md, "Tried and dropped").
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from nsa_sel.core.call import WindowCall, device_info
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, bounds: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,Dv] in q's dtype and lse [B,S,G,h] in float32, contiguous; see `WindowCall`, but for the sign of the scale."""
+    """Return contiguous o [B,S,G,h,Dv] in q's dtype and lse [B,S,G,h] in float32. See `WindowCall`; scale may have any
+    sign."""
     call, device = WindowCall.of(q, k, v, window, scale, bounds), device_info(q.device)
     return cuda.forward(call, device) if cuda.supports(call, device) else window_triton.forward(q, k, v, window, scale, bounds)
 
@@ -24,8 +25,10 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, window: int, scale: float,
     bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv, contiguous, in the dtypes of q, k, v, and delta [B,S,G,h]; o, lse and dlse are contiguous, do has a contiguous last
-    dimension."""
+    """Return contiguous dq, dk, dv in the dtypes of q, k, v, and delta [B,S,G,h].
+
+    o, lse and dlse are contiguous; do has a contiguous last dimension.
+    """
     call, device = WindowCall.of(q, k, v, window, scale, bounds), device_info(q.device)
     if not cuda.supports(call, device, do):
         return window_triton.backward(q, k, v, o, lse, do, dlse, window, scale, bounds)

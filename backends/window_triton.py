@@ -1,6 +1,7 @@
 """Sliding-window attention in Triton: one kernel forward, two backward, no atomics.
 
-Forward: o and lse in _triton/window_attention.py. Backward: dq and delta there, then dk and dv in _triton/window_dkdv.py.
+Forward: o and lse in _triton/window_attention.py. Backward: dq and delta there, then dk and dv in
+_triton/window_dkdv.py.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def config_of(call: WindowCall, kernel: str) -> KernelConfig:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, bounds: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,Dv] in q's dtype and lse [B,S,G,h] in float32, contiguous; see `WindowCall`, but for the sign of the scale."""
+    """Return contiguous o [B,S,G,h,Dv] in q's dtype and lse [B,S,G,h] in float32. See `WindowCall`; scale may have any
+    sign."""
     call = WindowCall.of(q, k, v, window, scale, bounds)
     o = q.new_empty(*q.shape[:-1], v.shape[3])
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
@@ -46,8 +48,10 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, window: int, scale: float,
     bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv, contiguous, in the dtypes of q, k, v, and delta [B,S,G,h]; o, lse and dlse are contiguous, do has a contiguous last
-    dimension."""
+    """Return contiguous dq, dk, dv in the dtypes of q, k, v, and delta [B,S,G,h].
+
+    o, lse and dlse are contiguous; do has a contiguous last dimension.
+    """
     call = WindowCall.of(q, k, v, window, scale, bounds)
     gradient, lse2, delta = dq(call, o, lse, do, dlse)
     dk, dv = window_dkdv.dkdv(call, do, lse2, delta, config_of(call, "window/dkdv"))
@@ -55,5 +59,5 @@ def backward(
 
 
 def dq(call: WindowCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """dq [B,S,G,h,Dk], and lse in base 2 and delta [B,S,G,h] for dk and dv; of a call with a positive scale."""
+    """Return dq [B,S,G,h,Dk], and base-2 lse and delta [B,S,G,h] for dk and dv. The scale is positive."""
     return window_attention.dq(call, o, lse, do, dlse, config_of(call, "window/dq"))

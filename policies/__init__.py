@@ -1,1 +1,2 @@
-"""Policies: guards (can a backend run the call?), rules (should it?), cost (how long does it take?), and default, their chain."""
+"""Policies: guards (can a backend run the call?), rules (should it?), cost (how long would it take?), and default,
+which chains them."""

@@ -1,10 +1,11 @@
-"""The predicted time of a backend: work counted from the request, times coefficients that a profile fitted to measured rows.
+"""Predict a backend's time for a call: amounts of work derived from the request, times coefficients fitted to measured
+rows.
 
     ms = max(host, sum of coefficient x work)
 
-The host queues kernels while the device works, so a call takes as long as the slower of both. Work is what a kernel does (bytes of K
-and V loaded, products on tensor cores, partial results moved); the cost of a unit is measured. Pure arithmetic: no tensors, no clock,
-the same number on every machine.
+The host queues kernels while the device works, so a call takes as long as the slower of both. Work counts what kernels
+do (bytes of K and V loaded, tensor-core products, partial results moved); a profile holds the measured cost per unit.
+The prediction is pure arithmetic: no tensors, no clock, the same number on every machine.
 """
 
 from __future__ import annotations
@@ -17,28 +18,29 @@ from nsa_sel.core.backend import Backend, PolicyInput
 from nsa_sel.core.request import FEW_TOKENS, SHARING_TOKENS, Request
 
 BYTES = {"e4m3": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-TILE_ROWS = 64  # tokens x heads of a tile, or of one step over a block's rows
-STEP = 64  # keys that a kernel loads at once from a page that holds as many
-OTHERWISE_LOADED = {"gathered", "rows-read"}  # terms of calls that load keys in another way than plain ones of whole steps
-OF_OTHER_KERNELS = {*OTHERWISE_LOADED, "visited"}  # without rows of these nothing is known of such calls
-SMALLEST_BLOCK = 16  # keys: no row that models are fitted to has smaller blocks
+TILE_ROWS = 64  # tokens x heads per tile, or per step over a block's rows
+STEP = 64  # keys that a kernel loads at once from a page with at least as many keys
+OTHERWISE_LOADED = {"gathered", "rows-read"}  # terms of calls whose keys are not loaded in whole steps
+OF_OTHER_KERNELS = {*OTHERWISE_LOADED, "visited"}  # models without them do not cover such calls
+SMALLEST_BLOCK = 16  # keys: models are fitted to no smaller blocks
 
 
 def ceil_sum(count: int, step: int) -> int:
-    """Sum of ceil(x / step) over x = 1 ... count."""
+    """Return the sum of ceil(x / step) over x = 1, ..., count."""
     whole, rest = divmod(count, step)
     return step * whole * (whole + 1) // 2 + rest * (whole + 1)
 
 
 class Blocks(NamedTuple):
-    """(row, block) pairs, summed over all rows of a request."""
+    """Numbers of (row, block) pairs, summed over all rows of a request."""
 
     chosen: float
-    visible: float  # if every row selected all visible blocks
+    visible: float  # pairs if every row selected all its visible blocks
 
 
 def blocks_of(request: Request) -> Blocks:
-    """The blocks of rows at the positions S_kv - S ... S_kv - 1; the first rows of a sequence see fewer than n."""
+    """Return the blocks of rows at positions S_kv - S, ..., S_kv - 1. The first rows of a sequence see fewer than n
+    blocks."""
     block = request.block_size or 1
     first, last = max(0, request.S_kv - request.S), request.S_kv
 
@@ -52,21 +54,24 @@ def blocks_of(request: Request) -> Blocks:
 
 
 def sharing_at(sharing: tuple[float, ...], tokens: int) -> float:
-    """Distinct blocks of `tokens` adjacent tokens over those of one, interpolated linearly in log2(tokens)."""
+    """Return the distinct blocks of `tokens` adjacent tokens relative to those of one token, interpolated in
+    log2(tokens)."""
     at = math.log2(min(max(1, tokens), SHARING_TOKENS[-1]))
     low = min(int(at), len(sharing) - 2)
     return sharing[low] + (at - low) * (sharing[low + 1] - sharing[low])
 
 
 def tile_blocks(request: Request, sharing: tuple[float, ...], tokens: int) -> float:
-    """(tile, block) pairs for tiles of `tokens` adjacent tokens; a union is at most all visible blocks."""
+    """Return the number of (tile, block) pairs for tiles of `tokens` adjacent tokens. A union has at most all visible
+    blocks."""
     pairs, visible = blocks_of(request)
     tokens = min(tokens, max(1, request.S))
     return min(pairs * sharing_at(sharing, tokens), visible) / tokens
 
 
 def work(request: Request, backward: bool, sharing: tuple[float, ...]) -> dict[str, float]:
-    """The amount of each kind of work in `nsa_sel.settings.schema.COST_TERMS`, in its unit, for selections of whole blocks."""
+    """Return the amount of work per term of `nsa_sel.settings.schema.COST_TERMS`, in its unit, for selections of whole
+    blocks."""
     if request.kind == "choose":
         return choice_work(request, backward)
     size, h, Dk, Dv = BYTES[request.dtype], request.h, request.Dk, request.Dv
@@ -99,11 +104,12 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...]) -> dict[s
 
 
 def work_of(backend: Backend, request: Request, backward: bool, sharing: tuple[float, ...]) -> dict[str, float]:
-    """`work` in the terms of a backend's models."""
+    """Return `work` in the terms that the backend's models use."""
     amounts = work(request, backward, sharing)
-    if backend.shares == "blocks" and (request.block_size or 0) >= VISITED_WHOLE:  # whatever tokens share, and at all widths
+    if backend.shares == "blocks" and (request.block_size or 0) >= VISITED_WHOLE:  # one term at all widths
         exact = sum(amounts.pop(term, 0.0) for term in ("exact", "exact-wide"))
-        unseen = request.B * request.S * request.G / 2 / max(1.0, blocks_of(request).chosen)  # half of the blocks that rows are in
+        # On average, rows do not see half of the block that holds their own position.
+        unseen = request.B * request.S * request.G / 2 / max(1.0, blocks_of(request).chosen)
         return {**amounts, "visited": exact * (1 - unseen)}
     if request.phase(backward) in backend.wide_alike:
         return {term.removesuffix("-wide"): amount for term, amount in amounts.items()}
@@ -111,17 +117,18 @@ def work_of(backend: Backend, request: Request, backward: bool, sharing: tuple[f
 
 
 def stored_size(request: Request) -> int:
-    """Bytes of a number of K and V."""
+    """Return the bytes per element of K and V as stored."""
     return BYTES[request.quantized.partition("/")[0] if request.quantized else request.dtype]
 
 
 def gathers(request: Request) -> bool:
-    """Whether keys are gathered from pages that are smaller than a step, or end within one; a step has at most a block."""
+    """Return whether keys are gathered because pages do not hold whole steps (of STEP keys, or one block if that is
+    smaller)."""
     return request.page_size is not None and request.page_size % min(STEP, request.block_size or STEP) != 0
 
 
 def seen_of(request: Request) -> float:
-    """(row, compressed key) pairs, summed over all rows of a request of the kind "choose"."""
+    """Return the number of (row, visible compressed key) pairs, summed over all rows of a "choose" request."""
     block, stride = request.compress or (1, 1)
     first, last = max(0, request.S_kv - request.S), request.S_kv
     seen = [ceil_sum(max(0, keys - block + 1), stride) for keys in (first, last)]
@@ -129,10 +136,12 @@ def seen_of(request: Request) -> float:
 
 
 def choice_work(request: Request, backward: bool) -> dict[str, float]:
-    """`work` of a request of the kind "choose": attention to compressed keys, and forward the choice of the best blocks."""
+    """Return `work` of a "choose" request: attention to compressed keys and, forward, the selection of the best
+    blocks."""
     size, h, Dk, Dv = BYTES[request.dtype], request.h, request.Dk, request.Dv
     wide_k, wide_v = tile_columns(Dk, Dv, size)
-    # Products per (row, key). Forward: logits, o, and the logits again for importance. Backward: logits, dP, dQ; then logits, dP, dV, dK.
+    # Products per (row, key). Forward: logits, o, and the logits again for importance. Backward: logits, dP, dQ; then
+    # logits, dP, dV, dK.
     widths = 4 * wide_k + 3 * wide_v if backward else 2 * wide_k + wide_v
     seen, rows = seen_of(request), request.B * request.S * request.G
     suffix = "-wide" if launch_class(wide_k + wide_v, size) else ""
@@ -145,8 +154,11 @@ def choice_work(request: Request, backward: bool) -> dict[str, float]:
 
 
 def beyond_models(request: Request) -> str | None:
-    """What of the request no cost model covers, for it is far from all rows that models are fitted to: of keys and values of 256 columns
-    prices of fewer said a tenth to twice of what was measured (bench/results/h100/wide.jsonl). None where models may cover it."""
+    """Return what puts the request outside all cost models, or None.
+
+    Such requests are far from the rows that models are fitted to. For keys and values of 256 columns, models of fewer
+    columns predicted 0.1x to 2x of the measured time (bench/results/h100/wide.jsonl).
+    """
     if request.kind == "attend" and request.block_size is not None and request.block_size < SMALLEST_BLOCK:
         return f"blocks of less than {SMALLEST_BLOCK} keys"
     wide = BYTES[request.dtype] == 2 and sum(tile_columns(request.Dk, request.Dv, 2)) > WIDEST
@@ -154,11 +166,12 @@ def beyond_models(request: Request) -> str | None:
 
 
 def modelled(backend: Backend, request: Request, backward: bool) -> bool:
-    """Whether the backend's cost model covers such calls.
+    """Return whether the backend's cost model covers the request.
 
-    Not for paged caches that the backend does not read itself, nor for a prefill over small pages: they were not measured. Not for calls
-    that tile kernels do not take: they run on other kernels. Not for a choice of one query per sequence, or without attention: they were
-    not measured. Calls over quantized caches have models of their own. Not beyond the models.
+    Not covered: requests outside all models (`beyond_models`); calls that the backend's tile kernels do not take,
+    because other kernels run; and calls that were not measured: paged caches that the backend does not read itself,
+    prefills over small pages, choosing for one query per sequence or without attention. Calls over quantized caches
+    have their own models.
     """
     if beyond_models(request):
         return False
@@ -169,7 +182,7 @@ def modelled(backend: Backend, request: Request, backward: bool) -> bool:
     if gathers(request) and not OTHERWISE_LOADED & set(backend.cost_terms.get(request.phase(backward), ())):
         return False
     if request.quantized and backend.quantized_by is not None and 1 < request.S <= FEW_TOKENS:
-        return 2 * request.h > E4M3_TILE_ROWS  # with fewer heads another kernel runs, which was not measured
+        return 2 * request.h > E4M3_TILE_ROWS  # with fewer heads another, unmeasured kernel runs
     if backend.tiles is None or request.S == 1:
         return True
     if request.kind == "attend" and request.S <= FEW_TOKENS and not backward:
@@ -178,7 +191,7 @@ def modelled(backend: Backend, request: Request, backward: bool) -> bool:
 
 
 def predict(case: PolicyInput, backend: Backend) -> float | None:
-    """Milliseconds to four digits; None where the profile has no rows for such a request."""
+    """Return the predicted milliseconds, to four digits, or None if no model of the profile covers the request."""
     request, costs, backward = case.request, case.settings.costs, case.direction == "backward"
     model = costs and costs.models.get(f"{backend.name}/{request.phase(backward)}")
     if not costs or not model or request.dtype not in costs.dtypes or request.block_size is None:

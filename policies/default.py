@@ -1,4 +1,4 @@
-"""The default policy: guards, then rules; of the backends that none of them refuses, the one with the least predicted time.
+"""The default policy: run guards, then rules, and pick the remaining backend with the least predicted time.
 
 If the device's profile has no costs, or none for the request, the profile's order of preference decides.
 """
@@ -12,10 +12,11 @@ from nsa_sel.policies import cost, guards, rules
 
 
 def preference(case: PolicyInput) -> tuple[str, ...]:
-    """The order of backends for this direction: measured where a profile exists, else conservative. Of choosers, that of the registry.
+    """Return the order of preference for this direction: measured if the device has a profile, else conservative.
 
-    On a GPU prefills beyond the cost models have an order of their own, unless the user's file sets one; a backend with tile kernels is
-    part of it where these take the call.
+    Empty for "choose" requests, which use the registry's order. On a GPU, prefills outside the cost models use
+    `prefer_tiles`, unless the user's file sets an order; backends whose tile kernels do not take the call are left out
+    of it.
     """
     settings, request = case.settings, case.request
     if request.kind == "choose":
@@ -29,7 +30,7 @@ def preference(case: PolicyInput) -> tuple[str, ...]:
 
 
 def unpredicted(case: PolicyInput) -> str | None:
-    """What of the request no cost model covers; None without costs, too."""
+    """Return what puts the request outside all cost models; None if it is inside, or if the profile has no costs."""
     return cost.beyond_models(case.request) if case.settings.costs else None
 
 

@@ -1,4 +1,4 @@
-"""Can a backend run the call? Its limits and what it needs; nothing about speed."""
+"""Guards: check whether a backend can run the call (its limits and requirements). Speed does not matter here."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from nsa_sel.core.backend import Offer, PolicyInput, Reason
 
 
 def available(case: PolicyInput, offer: Offer) -> tuple[Reason, ...]:
-    """Packages and libraries that are missing, and failures, on this machine."""
+    """Return the packages and libraries that are missing on this machine, and earlier failures of the backend."""
     return offer.missing
 
 
 def within_limits(case: PolicyInput, offer: Offer) -> tuple[Reason, ...]:
-    """Every limit of the backend that the call or the device exceeds, with both values."""
+    """Return every limit of the backend that the call or the device exceeds, with both values."""
     limits, request, device = offer.backend.limits, case.request, case.device
     interpreted = device.kind == "cpu" and device.triton_interpret and "interpreter" in limits.dtypes
     kind = "interpreter" if interpreted else device.kind
@@ -61,7 +61,7 @@ def within_limits(case: PolicyInput, offer: Offer) -> tuple[Reason, ...]:
         reasons.append(Reason("choice-max", "unsupported", "request.S_kv / request.block_size", blocks, f"<= {limits.choice_max}", remedy))
     reasons += _beyond_tiles(case, offer)
     if not limits.deterministic:
-        remedy = "make its sums run in a fixed order: results must be bit-equal"
+        remedy = "make the backend sum in a fixed order, because results must be bit-equal"
         reasons.append(Reason("not-deterministic", "unsupported", "limits.deterministic", False, True, remedy))
     if request.needs_grad and not limits.backward:
         reasons.append(Reason("no-backward", "unsupported", "request.needs_grad", True, False, "use another backend, or torch.no_grad()"))
@@ -69,7 +69,7 @@ def within_limits(case: PolicyInput, offer: Offer) -> tuple[Reason, ...]:
 
 
 def _quantized(case: PolicyInput, offer: Offer) -> list[Reason]:
-    """A backend that reads no caches of the request's format, or does so on newer GPUs alone."""
+    """Refuse a quantized cache whose format the backend does not read, or reads only on newer GPUs."""
     format_name = (case.request.quantized or "").split("/")[0]
     if not format_name:
         return []
@@ -87,7 +87,8 @@ def _quantized(case: PolicyInput, offer: Offer) -> list[Reason]:
 
 
 def _beyond_steps(case: PolicyInput, offer: Offer) -> list[Reason]:
-    """A backend whose kernels of whole steps alone read quantized caches takes what those take."""
+    """Refuse a quantized cache if the backend reads it only with kernels of whole steps and these do not take the
+    call."""
     request, steps = case.request, offer.backend.quantized_by
     if steps is None or (case.device.sm == steps.sm and steps.take(request)):
         return []
@@ -98,7 +99,7 @@ def _beyond_steps(case: PolicyInput, offer: Offer) -> list[Reason]:
 
 
 def _beyond_tiles(case: PolicyInput, offer: Offer) -> list[Reason]:
-    """A backend of tile kernels alone takes what those take."""
+    """Refuse calls that the tile kernels do not take if the backend has no other kernels."""
     request, tiles = case.request, offer.backend.tiles
     if not offer.backend.limits.tiles_only or tiles is None or (case.device.sm == tiles.sm and tiles.take(request)):
         return []
@@ -108,7 +109,8 @@ def _beyond_tiles(case: PolicyInput, offer: Offer) -> list[Reason]:
 
 
 def forced_path(case: PolicyInput, offer: Offer) -> tuple[Reason, ...]:
-    """The `dense` path needs one range per row."""
+    """Refuse NSA_SEL_TRITON_FORCE_PATH=dense for rows of several ranges and for backends that take whole blocks
+    only."""
     if offer.backend.framework != "triton":
         return ()
     reasons = []

@@ -1,4 +1,4 @@
-"""Should a backend run the call? Device rules (ADR), flags, and measurements of where it is faster."""
+"""Rules: check whether a backend should run the call: device rules (ADR), flags, and measured thresholds."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from nsa_sel.core.backend import Offer, PolicyInput, Reason
 
 
 def device_rule(case: PolicyInput, offer: Offer) -> tuple[Reason, ...]:
-    """A profile may disable Triton on a device (ADR-2025-08-M4-02 on SM 8.9), for attending and for choosing; only
-    NSA_TRITON_SEL_FORCE=1 overrides it."""
+    """Refuse Triton on devices whose profile disables it (ADR-2025-08-M4-02 on SM 8.9), for attending and choosing.
+
+    Only NSA_TRITON_SEL_FORCE=1 overrides the rule.
+    """
     off = case.settings.triton_off
     if offer.backend.framework != "triton" or off is None or case.settings.triton_force:
         return ()
@@ -16,13 +18,13 @@ def device_rule(case: PolicyInput, offer: Offer) -> tuple[Reason, ...]:
 
 
 def switches(case: PolicyInput, offer: Offer) -> tuple[Reason, ...]:
-    """Settings that disable one backend."""
+    """Refuse a backend that a setting disables."""
     off = [switch for switch in offer.backend.switches if not getattr(case.settings, switch.setting)]
     return tuple(Reason(switch.code, "disabled", f"settings.{switch.setting}", False, True, switch.remedy) for switch in off)
 
 
 def triton_flags(case: PolicyInput, offer: Offer) -> tuple[Reason, ...]:
-    """Flags and configuration that disable Triton."""
+    """Refuse Triton where flags or configuration disable it."""
     settings, request = case.settings, case.request
     if offer.backend.framework != "triton":
         return ()
@@ -46,15 +48,17 @@ def triton_flags(case: PolicyInput, offer: Offer) -> tuple[Reason, ...]:
 
 
 def no_triton_on_cpu(case: PolicyInput, offer: Offer) -> tuple[Reason, ...]:
-    """The interpreter is for tests: every CPU backend is faster."""
+    """Refuse Triton's interpreter on a CPU unless it is forced: it is for tests, and every CPU backend is faster."""
     if offer.backend.framework != "triton" or case.device.kind != "cpu":
         return ()
     return (Reason("triton-on-cpu", "slower", "device.kind", "cpu", "cuda", "force it by name to run the interpreter"),)
 
 
 def min_length(case: PolicyInput, offer: Offer) -> tuple[Reason, ...]:
-    """The min-L gate of Triton and CUDA kernels on a GPU: a row must select `sel_triton_min_L` keys, on average where that was measured,
-    else by the bound of the longest row."""
+    """Apply the min-L gate of Triton and CUDA kernels on a GPU: rows must select at least `sel_triton_min_L` keys.
+
+    Compares the measured average if `Selection.measure` ran, else the bound of the longest row.
+    """
     gate, length = case.settings.min_length(case.phase), case.request.length
     gated = offer.backend.framework in ("triton", "cupy") and case.device.kind != "cpu" and case.request.kind == "attend"
     if not gated or length >= gate:

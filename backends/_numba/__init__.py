@@ -1,1 +1,1 @@
-"""The compiled loops of the Numba backend and their SIMD vectors."""
+"""Compiled loops of the numba backend and the SIMD vector type that they use."""

@@ -1,10 +1,12 @@
-"""The compiled loops: o, lse and dq one query row at a time, dk and dv one tile of keys at a time.
+"""Compiled loops of the numba backend: o, lse and dq one query row at a time, dk and dv one tile of keys at a time.
 
-Every matrix product is an outer-product update over contiguous rows (`_multiply`), so the tiles of keys and values that any row
-selects are first copied transposed. Each output is computed by one thread in one order: results do not depend on the thread count.
+Every matrix product is an outer-product update over contiguous rows (`_multiply`), so tiles of keys and values that any
+row selects are first copied transposed. One thread computes each output in a fixed order, so results do not depend on
+the thread count.
 
-Arrays are flat, because Numba would compile the loops again for every memory layout. An operand that may be strided is a pair
-(memory, strides without the last one, which is 1).
+Arrays are flat, because Numba would compile the loops again for every memory layout. An operand that may be strided is
+a pair (memory, strides of all dimensions but the last, whose stride is 1). Loops take items [first, last) of the chunk
+that a thread works on.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -22,20 +24,21 @@ from numba.extending import overload
 from nsa_sel.backends._numba.vectors import add, broadcast, lanes, larger, largest, load, multiply_add, splat, store, total
 from nsa_sel.errors import warn
 
-# NumPy integers: as Python literals, Numba would compile `_multiply` again for each value.
+# NumPy integers, because Numba would compile `_multiply` again for every value of a Python literal.
 _ZERO, _ONE = np.int64(0), np.int64(1)
-TILE = np.int64(64)  # keys; a tile is 16 KiB at D = 64 in float32, half of a usual L1 cache
-_BATCH = 64  # query rows x heads that a tile takes at a time for dk and dv
-_SQUARE = 16  # side of the blocks in which tiles are transposed
+TILE = np.int64(64)  # keys per tile; a tile is 16 KiB at D = 64 in float32, half of a typical L1 cache
+_BATCH = 64  # (query row, head) pairs per step of dk and dv
+_SQUARE = 16  # side of the square blocks in which tiles are transposed
 LOG2E, _LN2 = math.log2(math.e), math.log(2.0)
 
-# Without reassoc, which would break the rounding trick of `_exp2`. Without arcp, with which the vector and scalar versions of one
-# loop could divide differently; memory addresses decide which version runs. Sums of products call vectors.multiply_add.
+# No reassoc: it would break the rounding trick of `_exp2`. No arcp: the vector and scalar versions of a loop could then
+# divide differently, and memory addresses decide which version runs. Sums of products call vectors.multiply_add.
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "nsz"}}
 
 
 def jit(function):
-    """numba.njit, kept on disk where there is a folder for that: a read-only installation of a user without a home has none."""
+    """Apply numba.njit with an on-disk cache, or without one if no cache folder is writable (read-only install, no
+    home)."""
     try:
         return numba.njit(cache=True, **_OPTIONS)(function)
     except RuntimeError as error:
@@ -51,7 +54,7 @@ def _warn_of_no_folder() -> None:
 
 
 class Problem(NamedTuple):
-    """What all kernels of a call share."""
+    """Sizes and inputs that all kernels of a call share."""
 
     S: int
     G: int
@@ -64,7 +67,7 @@ class Problem(NamedTuple):
     log2_scale: Any  # scale * log2(e), in the dtype of accumulation
     ranges: np.ndarray  # [B,S,G,n,2] int64, not causally clamped
     position: np.ndarray  # [B,S] int64
-    slot: np.ndarray  # [B,G,tiles] int64: the tile's index among those that any row touches, -1 for others
+    slot: np.ndarray  # [B,G,tiles] int64: the tile's index among the tiles that any row selects from, -1 for others
 
 
 @jit
@@ -74,10 +77,11 @@ def _add_to(c, at, x):
 
 @jit
 def _multiply(c, c_at, a, a_at, b, b_at, sizes):
-    """c[i, j] += sum over l of a[i, l] b[l, j] for (rows, depth, cols) = sizes. The arrays are flat: c_at, a_at, b_at hold the offset
-    of element [0, 0], then the strides; rows of c and b are contiguous.
+    """Add a matrix product: c[i, j] += sum over l of a[i, l] b[l, j], with (rows, depth, cols) = sizes.
 
-    Eight independent sums hide the latency of a multiply-add: 4 rows by 2 vectors, and 1 row by 8 vectors for up to 3 rows left.
+    Arrays are flat. c_at, a_at, b_at hold the offset of element [0, 0], then the strides; rows of c and b are
+    contiguous. Eight independent sums hide the latency of a multiply-add: 4 rows by 2 vectors, and 1 row by 8 vectors
+    for the last 1 to 3 rows.
     """
     (c0, c_row), (a0, a_row, a_step), (b0, b_row), (rows, depth, cols) = c_at, a_at, b_at, sizes
     W = lanes(c)
@@ -130,7 +134,7 @@ def _multiply(c, c_at, a, a_at, b, b_at, sizes):
 
 
 def _taylor(dtype, degree):
-    """The coefficients of 2^r, highest power first."""
+    """Return the Taylor coefficients of 2^r, highest power first."""
     return tuple(dtype(_LN2**power / math.factorial(power)) for power in range(degree, -1, -1))
 
 
@@ -139,10 +143,11 @@ _ROUND32, _ROUND64 = np.float32(1.5 * 2.0**23), np.float64(1.5 * 2.0**52)
 
 
 def exp2(x):
-    """2^x for x under the largest exponent, to 2 units in the last place; 0 where the result would be subnormal; NaN stays NaN.
+    """Return 2^x for x below the largest exponent, within 2 units in the last place; 0 instead of subnormal results;
+    NaN for NaN.
 
-    2^x = 2^n 2^r with n = round(x): the Taylor series of 2^r for |r| <= 1/2, times a float built from the bits of n. Adding
-    1.5 * 2^(mantissa bits) rounds x to a whole number and leaves it in the lowest bits.
+    2^x = 2^n 2^r with n = round(x): the Taylor series of 2^r for |r| <= 1/2, times a float built from the bits of n.
+    Adding 1.5 * 2^(mantissa bits) rounds x to a whole number and leaves it in the lowest bits.
     """
     raise NotImplementedError("compiled code only")
 
@@ -172,9 +177,10 @@ def _exp2(x):
 
 @jit
 def list_rows(first, last, ranges, at, rows, fill, S, G, n, tiles):
-    """For every KV head b * G + g and tile: count the query rows whose ranges touch the tile in `at`, or write them, ascending.
+    """For every KV head b * G + g and tile, count in `at` the query rows whose ranges touch the tile, or (fill) list
+    them, ascending.
 
-    The ranges are taken before the causal clamp, so the lists hold for any positions.
+    Ranges are not causally clamped here, so the lists are valid for any positions.
     """
     seen = np.empty(tiles, np.int64)
     for head in range(first, last):
@@ -195,14 +201,15 @@ def list_rows(first, last, ranges, at, rows, fill, S, G, n, tiles):
 
 @jit
 def transpose_tiles(first, last, x, xt, limit, D, p):
-    """xt[slot, d, j] = x[b, g, tile * TILE + j, d] for the tiles that have a slot; zeros from key `limit[b]` on."""
+    """Store xt[slot, d, j] = x[b, g, tile * TILE + j, d] for the tiles that have a slot; zeros from key `limit[b]`
+    on."""
     x, x_step = x
     for cell in range(first, last):
         if p.slot[cell] >= 0:
             head, tile = cell // p.tiles, cell % p.tiles
             x0 = head // p.G * x_step[0] + head % p.G * x_step[1] + tile * TILE * x_step[2]
             t0, filled = p.slot[cell] * D * TILE, max(0, min(TILE, limit[head // p.G] - tile * TILE))
-            for d0 in range(0, D, _SQUARE):  # square blocks use every cache line whole
+            for d0 in range(0, D, _SQUARE):  # square blocks use whole cache lines
                 for j0 in range(0, TILE, _SQUARE):
                     stop = min(filled, j0 + _SQUARE)
                     for d in range(d0, min(d0 + _SQUARE, D)):
@@ -214,7 +221,7 @@ def transpose_tiles(first, last, x, xt, limit, D, p):
 
 @jit
 def _scaled(target, t0, x, x0, x_row, rows, cols, scale):
-    """target [rows, cols] = scale * x."""
+    """Store target [rows, cols] = scale * x."""
     for i in range(rows):
         for j in range(cols):
             target[t0 + i * cols + j] = scale * x[x0 + i * x_row + j]
@@ -227,7 +234,8 @@ def _offset(step, b, i, g):
 
 @jit
 def _locate(row, p):
-    """Of a row in the order [B,G,S]: b, g, its index i in S, its offset in [B,S,G], and the first key that it may not see."""
+    """Return b, g, the index i in S, the offset in [B,S,G], and one past the last visible key of a row numbered in
+    [B,G,S]."""
     head, i = row // p.S, row % p.S
     b, g = head // p.G, head % p.G
     return b, g, i, (b * p.S + i) * p.G + g, min(p.position[b * p.S + i] + 1, p.S_kv)
@@ -235,7 +243,8 @@ def _locate(row, p):
 
 @jit
 def _span(start, end, pair):
-    """The tile of key `start`, the keys [lo, hi) of it that the range [start, end) holds, and these in whole pairs of vectors."""
+    """Return the tile of key `start`, the keys [lo, hi) of that tile in [start, end), and [lo, hi) widened to pairs of
+    vectors."""
     tile = start // TILE
     lo, hi = start - tile * TILE, min(end - tile * TILE, TILE)
     return tile, lo, hi, lo // pair * pair, (hi + pair - 1) // pair * pair
@@ -243,7 +252,8 @@ def _span(start, end, pair):
 
 @jit
 def _online_softmax(s, lo, hi, first, last, head, row_max, row_sum, out, Dv):
-    """Adds the scores of keys [lo, hi) of one head: s [first, last) becomes weights, and earlier sums shrink to a new maximum."""
+    """Do one online-softmax step of one head for keys [lo, hi): turn s [first, last) into p, and rescale earlier
+    sums."""
     W, at = lanes(s), head * TILE
     low = s.dtype.type(-np.inf)
     for j in range(at + first, at + lo):
@@ -261,9 +271,9 @@ def _online_softmax(s, lo, hi, first, last, head, row_max, row_sum, out, Dv):
             for d in range(head * Dv, head * Dv + Dv):
                 out[d] *= shrink
         row_max[head] = peak
-    # A maximum of -inf (infinite keys) must give weights of 0, not inf - inf.
+    # A maximum of -inf (infinite keys) must give p = 0, not exp2(inf - inf).
     base = row_max[head] if row_max[head] > low else s.dtype.type(0)
-    for j in range(np.uint64(at + first), np.uint64(at + last)):  # a signed index may be negative, which keeps LLVM from vectorizing
+    for j in range(np.uint64(at + first), np.uint64(at + last)):  # unsigned: LLVM does not vectorize a signed index
         s[j] = exp2(s[j] - base)
     for j in range(at + first, at + last, W):
         weights = add(weights, load(s, j))
@@ -272,7 +282,11 @@ def _online_softmax(s, lo, hi, first, last, head, row_max, row_sum, out, Dv):
 
 @jit
 def forward_rows(first, last, q, kt, v, o, lse, p):
-    """o and lse of rows first to last, in the order [B,G,S]: rows of one KV head that follow each other share blocks."""
+    """Compute o and lse of rows first to last. Rows are numbered in [B,G,S], so that neighbors share blocks in the
+    cache.
+
+    s = scale * q k^T, p = exp2(s - m), o = sum_j p_j v_j / l, lse = (m + log2 l) ln 2, tile by tile of keys.
+    """
     (q, q_step), (v, v_step), h, Dk, Dv = q, v, p.h, p.Dk, p.Dv
     pair = 2 * lanes(q)
     query, s, out = np.empty(h * Dk, q.dtype), np.empty(h * TILE, q.dtype), np.empty(h * Dv, q.dtype)
@@ -302,7 +316,8 @@ def forward_rows(first, last, q, kt, v, o, lse, p):
 
 @jit
 def _gradient_of_scores(s, dp, at, width, lse2, delta):
-    """From scores s and dp = do.v of one row and head, in place: s becomes p, dp becomes p (dp - delta)."""
+    """Turn the logits s and dp = do v^T of one row and head, in place, into p = exp2(s - lse2) and ds = p (dp -
+    delta)."""
     for j in range(np.uint64(at), np.uint64(at + width)):
         s[j] = exp2(s[j] - lse2)
     for j in range(np.uint64(at), np.uint64(at + width)):
@@ -311,7 +326,8 @@ def _gradient_of_scores(s, dp, at, width, lse2, delta):
 
 @jit
 def dq_rows(first, last, q, k, kt, vt, o, lse, do, dlse, dq, delta, scale, p):
-    """dq of rows first to last, in the order [B,G,S], and delta [B,S,G,h] = do.o - dlse, which dk and dv need too."""
+    """Compute dq = scale * ds k of rows first to last (numbered in [B,G,S]), and delta [B,S,G,h] = sum(do * o) -
+    dlse."""
     (q, q_step), (k, k_step), (o, o_step), (do, do_step) = q, k, o, do
     (lse, lse_step), (dlse, dlse_step), h, Dk, Dv = lse, dlse, p.h, p.Dk, p.Dv
     pair = 2 * lanes(q)
@@ -347,11 +363,11 @@ def dq_rows(first, last, q, k, kt, vt, o, lse, do, dlse, dq, delta, scale, p):
 
 @jit
 def _mark(keep, k0, ranges, r0, n, tile0, width):
-    """keep[k0 + j] = whether key tile0 + j, j < width, is in one of the n ranges; returns how many are."""
+    """Set keep[k0 + j] to whether key tile0 + j, j < width, is in one of the n ranges; return how many are."""
     marked = 0
     keep[k0 : k0 + TILE] = False
     for r in range(r0, r0 + 2 * n, 2):
-        first, end = max(ranges[r], 0), max(ranges[r + 1], 0)  # of the smallest int64, too, from which nothing can be taken away
+        first, end = max(ranges[r], 0), max(ranges[r + 1], 0)  # clamp before subtracting: int64 min would overflow
         for j in range(max(first - tile0, 0), min(end - tile0, width)):
             keep[k0 + j] = True
             marked += 1
@@ -360,7 +376,8 @@ def _mark(keep, k0, ranges, r0, n, tile0, width):
 
 @jit
 def _gather_rows(entry, stop, rows, b, g, tile0, q, do, query, gradient, row_of, marked, keep, p):
-    """Copies q (scaled) and do of the next listed rows that see keys of the tile; returns how many, and the next entry of the list."""
+    """Copy q (scaled) and do of the next listed rows that see keys of the tile; return their number and the next list
+    entry."""
     (q, q_step), (do, do_step), h, Dk, Dv = q, do, p.h, p.Dk, p.Dv
     count = 0
     while count < len(row_of) and entry < stop:
@@ -378,7 +395,8 @@ def _gather_rows(entry, stop, rows, b, g, tile0, q, do, query, gradient, row_of,
 
 @jit
 def dkdv_tiles(first, last, q, kt, vt, at, rows, lse, do, delta, dk, dv, p):
-    """dk and dv of tiles first to last, in the order [B,G,tile]: each sums over the rows that touch it in ascending order."""
+    """Compute dk and dv of tiles first to last (numbered in [B,G,tile]), each summed in ascending order over its listed
+    rows."""
     (lse, lse_step), h, Dk, Dv = lse, p.h, p.Dk, p.Dv
     batch, dtype = max(1, _BATCH // h), delta.dtype
     query, gradient = np.empty(batch * h * Dk, dtype), np.empty(batch * h * Dv, dtype)

@@ -1,10 +1,11 @@
 """SIMD vectors for Numba kernels: one LLVM vector type and the operations of matrix products and reductions.
 
-They stay because plain Numba loops take 1.5 to 1.9 times as long (bench/results/cpu/numba_vectors.jsonl): LLVM does not keep the sums
-of a product in registers. A vector holds 32 bytes of float32 or float64; LLVM splits it where registers are narrower. Operations run
-in the order they are written in, so results do not depend on the optimizer.
+Plain Numba loops take 1.5 to 1.9 times as long (bench/results/cpu/numba_vectors.jsonl), because LLVM does not keep the
+sums of a product in registers. A vector holds 32 bytes of float32 or float64; LLVM splits it on CPUs with narrower
+registers. Operations run in the order in which they are written, so results do not depend on the optimizer.
 
-After a change here, empty NUMBA_CACHE_DIR (or __pycache__): Numba's cache does not see that kernels in another file use this one.
+After a change here, empty NUMBA_CACHE_DIR (or __pycache__): Numba's cache does not track that kernels.py depends on
+this file.
 """
 
 # mypy: allow-untyped-decorators
@@ -38,7 +39,7 @@ class VectorModel(models.PrimitiveModel):  # type: ignore[misc]
 
 
 def _address(context: Any, builder: Any, array_type: Any, array: Any, i: Any, of: Any) -> Any:
-    """A pointer to array[i], as a pointer to the Numba type `of`."""
+    """Return a pointer to array[i], typed as a pointer to the Numba type `of`."""
     data = context.make_array(array_type)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [i]), context.get_value_type(of).as_pointer())
 
@@ -49,7 +50,7 @@ def _splat(builder: Any, vector: Any, x: Any) -> Any:
 
 
 def _fold(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
-    """All lanes combined in a fixed order, halves first."""
+    """Combine all lanes in a fixed order, halves first."""
     lanes, numbers = vector.type.count, ir.VectorType(ir.IntType(32), vector.type.count)
     while lanes > 1:
         lanes //= 2
@@ -64,13 +65,13 @@ def _larger(builder: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def lanes(typing: Any, array: Any) -> Any:
-    """Elements of `array` that one vector holds, a compile-time constant."""
+    """Return how many elements of `array` one vector holds, a compile-time constant."""
     return types.intp(array), lambda context, builder, sig, args: ir.Constant(ir.IntType(64), Vector(array.dtype).lanes)
 
 
 @intrinsic
 def load(typing: Any, array: Any, i: Any) -> Any:
-    """The vector at array[i:i + lanes]; array is one-dimensional and contiguous."""
+    """Load array[i:i + lanes] as a vector; array is one-dimensional and contiguous."""
 
     def code(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.load(_address(context, builder, array, args[0], args[1], sig.return_type), align=array.dtype.bitwidth // 8)
@@ -80,7 +81,7 @@ def load(typing: Any, array: Any, i: Any) -> Any:
 
 @intrinsic
 def broadcast(typing: Any, array: Any, i: Any) -> Any:
-    """array[i] in every lane; i is not negative."""
+    """Return a vector with array[i] in every lane; i is not negative."""
 
     def code(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         x = builder.load(_address(context, builder, array, args[0], args[1], array.dtype))
@@ -91,7 +92,7 @@ def broadcast(typing: Any, array: Any, i: Any) -> Any:
 
 @intrinsic
 def store(typing: Any, array: Any, i: Any, vector: Any) -> Any:
-    """array[i:i + lanes] = vector."""
+    """Store the vector to array[i:i + lanes]."""
 
     def code(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         builder.store(args[2], _address(context, builder, array, args[0], args[1], vector), align=array.dtype.bitwidth // 8)
@@ -102,7 +103,7 @@ def store(typing: Any, array: Any, i: Any, vector: Any) -> Any:
 
 @intrinsic
 def splat(typing: Any, x: Any) -> Any:
-    """A vector with x in every lane."""
+    """Return a vector with x in every lane."""
 
     def code(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return _splat(builder, context.get_value_type(sig.return_type), args[0])
@@ -112,9 +113,10 @@ def splat(typing: Any, x: Any) -> Any:
 
 @intrinsic
 def multiply_add(typing: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c with one rounding, on every CPU (those without such an instruction are slow).
+    """Return a * b + c with one rounding on every CPU (slow on CPUs without an FMA instruction).
 
-    Not a product and a sum that LLVM may fuse: it then fused some in fresh machine code, and others in what Numba's cache had on disk.
+    Leaving the fusion to LLVM is not reproducible: it fused different operations in fresh code than in code from
+    Numba's disk cache.
     """
 
     def code(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -128,23 +130,23 @@ def multiply_add(typing: Any, a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def add(typing: Any, a: Any, b: Any) -> Any:
-    """a + b."""
+    """Return a + b."""
     return a(a, b), lambda context, builder, sig, args: builder.fadd(*args)
 
 
 @intrinsic
 def larger(typing: Any, a: Any, b: Any) -> Any:
-    """a where a > b, else b, lane by lane: NaN in a gives b."""
+    """Return a where a > b, else b, lane by lane. A NaN in a gives b."""
     return a(a, b), lambda context, builder, sig, args: _larger(builder, *args)
 
 
 @intrinsic
 def total(typing: Any, a: Any) -> Any:
-    """The sum of the lanes."""
+    """Return the sum of the lanes."""
     return a.element(a), lambda context, builder, sig, args: _fold(builder, args[0], builder.fadd)
 
 
 @intrinsic
 def largest(typing: Any, a: Any) -> Any:
-    """The largest lane."""
+    """Return the largest lane."""
     return a.element(a), lambda context, builder, sig, args: _fold(builder, args[0], lambda x, y: _larger(builder, x, y))

@@ -1,1 +1,1 @@
-"""Packed SDPA: one attention step, and the three ways through the rows of a call."""
+"""Packed SDPA: one masked attention step (attend), and the three paths: dense, gathered, key_tiles."""

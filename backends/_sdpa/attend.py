@@ -1,4 +1,5 @@
-"""One step of attention under a mask, on torch's fused kernels where they fit, and limits that all steps share."""
+"""Masked attention of one step on torch's fused kernels if they fit, else written out; and limits that all steps
+share."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from torch import Tensor
 from nsa_sel.core.call import Call
 from nsa_sel.telemetry import events
 
-# A step's keys should fit a CPU's caches, but steps must not be so many that Python's overhead shows: 2, 4, 8, 16, 32, 64 MiB gave
-# a gathering forward pass of 328, 244, 237, 208, 282, 332 ms (one thread of a busy EPYC 7003; S 2048, G 2, h 4, D 64, 8 blocks of 64).
+# A step's keys should fit a CPU's caches, but many small steps are bound by Python's overhead. Steps of 2, 4, 8, 16,
+# 32, 64 MiB gave a gathering forward pass of 328, 244, 237, 208, 282, 332 ms (one thread of a busy EPYC 7003; S 2048, G
+# 2, h 4, D 64, 8 blocks of 64).
 _CPU_STEP_BYTES = 16 << 20
-STEP_ROWS = 32768  # a CUDA grid takes fewer than 65536 sequences
-OVERFLOW = 1e15  # squared, and summed over a head dimension, this is still far below the largest float32
+STEP_ROWS = 32768  # torch's CUDA kernels take fewer than 65536 sequences
+OVERFLOW = 1e15  # squared and summed over a head dim, this is still far below the largest float32
 
 
 def accumulate(dtype: torch.dtype) -> torch.dtype:
@@ -23,13 +25,13 @@ def accumulate(dtype: torch.dtype) -> torch.dtype:
 
 
 def budget(call: Call) -> int:
-    """Bytes of temporaries that one step may take."""
+    """Return how many bytes of temporaries one step may take."""
     workspace = call.settings.workspace_bytes
     return min(workspace, _CPU_STEP_BYTES) if call.q.device.type == "cpu" else workspace
 
 
 def may_read(call: Call) -> bool:
-    """Whether reading the ranges, K and V synchronizes with no device."""
+    """Return whether the host can read the ranges, K and V without a device synchronization (on a CPU)."""
     return call.q.device.type == "cpu"
 
 
@@ -39,7 +41,8 @@ def slices(count: int, size: int) -> list[slice]:
 
 @contextlib.contextmanager
 def timed_bucket(call: Call, direction: str, length: int, rows: int) -> Iterator[None]:
-    """Emit `sel.timing.bucket` for the work of the block, on `rows` rows with `length` keys each, where NSA_DEBUG_TIMING asks for it."""
+    """Time the `with` block, which processes `rows` rows of `length` keys each; emit `sel.timing.bucket` if
+    NSA_DEBUG_TIMING is set."""
     if not call.timed():
         yield
         return
@@ -50,24 +53,28 @@ def timed_bucket(call: Call, direction: str, length: int, rows: int) -> Iterator
 
 
 def all_finite(call: Call, lo: int, hi: int) -> bool:
-    """Whether the queries, and the keys and values [lo, hi), are finite and so small that no product overflows. Reads them, on a CPU."""
+    """Return whether q and the keys and values [lo, hi) are finite and small enough that no product overflows. CPU
+    only: reads them."""
     tensors = (call.q, call.k[:, :, lo:hi], call.v[:, :, lo:hi])
     extremes = torch.stack([extreme for x in tensors for extreme in torch.aminmax(x)])
     return bool(extremes.abs().max() < OVERFLOW)  # False for NaN
 
 
 def has_fused_kernel(q: Tensor, Dk: int, Dv: int) -> bool:
-    """Whether one of torch's kernels gives o and lse for such head dims without losing precision (float32 on a GPU)."""
+    """Return whether one of torch's fused kernels computes o and lse for these head dims without losing precision.
+
+    On a GPU, float32 does not qualify.
+    """
     if q.device.type == "cpu":
         return Dk == Dv
     return q.device.type == "cuda" and q.element_size() == 2 and Dk % 8 == 0 and Dv % 8 == 0
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of each sequence, with lse.
+    """Compute attention of each sequence under a mask, with lse.
 
-    `scaled_dot_product_attention` computes lse and drops it, so its kernels are called by their own names; where none of them
-    fits, the same is written out. There is no causal flag: the mask says everything.
+    `scaled_dot_product_attention` drops lse, so this calls its kernels directly, or computes the same in plain torch if
+    none fits. No causal flag is used: the mask holds the causal clamp.
 
     Args:
         q: [N,H,M,Dk].
@@ -84,7 +91,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float) -
     (N, H, M, _), L = q.shape, k.shape[2]
     bias = None
     if keep is not None:
-        padded = -(-L // 16) * 16  # the GPU kernel reads a bias 16 numbers at a time, aligned
+        padded = -(-L // 16) * 16  # the GPU kernel loads a bias in aligned groups of 16 elements
         bias = torch.zeros(*keep.shape[:3], padded, dtype=q.dtype, device=q.device)[..., :L].masked_fill_(~keep, float("-inf"))
     if q.is_cuda:
         q, k, v = map(_aligned, (q, k, v))
@@ -110,7 +117,7 @@ def _attend_unfused(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x, copied unless all of its rows begin at multiples of 16 bytes, which torch's fused kernel on a GPU needs."""
+    """Return x, copied unless all its rows begin at multiples of 16 bytes, as torch's fused GPU kernel requires."""
     bits = x.data_ptr()
     for stride in x.stride()[:-1]:
         bits |= stride * x.element_size()

@@ -1,7 +1,8 @@
-"""The dense forward: tiles of adjacent rows attend to one slice of keys under a mask. For one range a row (n = 1).
+"""Dense forward of sdpa-packed, for one range per row (n = 1): tiles of adjacent rows attend to one slice of keys under
+a mask.
 
-Nothing is gathered, so a key that is not finite would spread to rows that did not select it. On a CPU the caller looks at K and V
-first; on a GPU the tiles work on copies of K and V without such keys, and the rows that did select one give NaN.
+Nothing is gathered, so a non-finite key would spread to rows that did not select it. On a CPU the caller checks K and V
+first. On a GPU the tiles read copies of K and V without such keys, and rows that selected one return NaN.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from torch.nn.functional import pad
 from nsa_sel.backends._sdpa import attend
 from nsa_sel.core.call import Call
 
-_ROWS = 64  # query positions of one tile on a CPU: few rows share few keys
-_ROWS_GPU = 1024  # on a GPU: large tiles launch few kernels
-# Keys of the slices for one selected key, up to which dense tiles beat gathering: at 2.0 they take 24 ms against 36 ms on a CPU (S 2048,
-# h 1 and 4, D 64). On an H200 they take 0.03 to 0.59 of the time up to 32, and 0.63 to 1.08 from 72 on (bench/results/h200/dense.jsonl).
+_ROWS = 64  # query positions per tile on a CPU: small tiles read few keys that their rows did not select
+_ROWS_GPU = 1024  # on a GPU: large tiles need few kernel launches
+# Largest ratio of loaded to selected keys at which dense tiles beat gathering. At 2.0 they take 24 ms against 36 ms on
+# a CPU (S 2048, h 1 and 4, D 64). On an H200 they take 0.03 to 0.59 of the time up to 32, and 0.63 to 1.08 from 72 on
+# (bench/results/h200/dense.jsonl).
 _WASTE = 2.0
 _WASTE_GPU = 32.0
 
 
 class Tile(NamedTuple):
-    """Query positions [s0, s1) of all sequences and groups, and the keys [lo, hi) that hold their ranges."""
+    """Query rows [s0, s1) of all sequences and groups, and the keys [lo, hi) that contain their ranges."""
 
     s0: int
     s1: int
@@ -33,7 +35,8 @@ class Tile(NamedTuple):
 
 
 def tiles_of(call: Call, start: Tensor, end: Tensor) -> list[Tile] | None:
-    """The tiles of the dense path; None where the call does not take it. Ranges start, end [B,S,G,n] are clamped."""
+    """Return the tiles of the dense path, or None if the call does not take it. Ranges start, end [B,S,G,n] are
+    clamped."""
     B, S, G, h, Dk = call.q.shape
     S_kv, Dv = call.v.shape[2:]
     forced = call.settings.triton_force_path
@@ -42,7 +45,7 @@ def tiles_of(call: Call, start: Tensor, end: Tensor) -> list[Tile] | None:
     on_cpu, itemsize = attend.may_read(call), attend.accumulate(call.q.dtype).itemsize
     if not on_cpu and B * G > attend.STEP_ROWS:
         return None
-    # Of a (row, key) pair: booleans and the bias; without a fused kernel, the scores of each head too.
+    # Bytes per (row, key) pair: booleans and the bias; without a fused kernel, also the logits of each head.
     pair_bytes = 4 + itemsize + (0 if attend.has_fused_kernel(call.q, Dk, Dv) else 3 * h * itemsize)
     copied = 0 if on_cpu else (call.k.numel() + call.v.numel()) * call.q.element_size()
     height = min(_ROWS if on_cpu else _ROWS_GPU, (call.settings.workspace_bytes - copied) // (B * G * S_kv * pair_bytes))
@@ -58,7 +61,8 @@ def tiles_of(call: Call, start: Tensor, end: Tensor) -> list[Tile] | None:
 
 
 def _tiles_by_range(call: Call, start: Tensor, end: Tensor, height: int) -> tuple[list[Tile], int]:
-    """Tiles of `height` positions, from their ranges, and the number of keys that all rows select."""
+    """Return tiles of `height` rows with the keys that their ranges span, and the number of keys that all rows
+    select."""
     S, S_kv = call.q.shape[1], call.k.shape[2]
     start, end = start.transpose(0, 1).reshape(S, -1), end.transpose(0, 1).reshape(S, -1)
     lo = torch.where(end > start, start, S_kv).amin(1)
@@ -68,7 +72,8 @@ def _tiles_by_range(call: Call, start: Tensor, end: Tensor, height: int) -> tupl
 
 
 def _tiles_by_position(call: Call, height: int) -> tuple[list[Tile], int]:
-    """Tiles of all keys that their rows may see, and how many keys all rows select: at most, or exactly where that was measured."""
+    """Return tiles with all keys that their rows may see, and how many keys all rows select (exact if measured, else a
+    bound)."""
     (B, S, G), S_kv = call.q.shape[:3], call.k.shape[2]
     moved = call.q_pos is not None
     tiles = [Tile(at.start, at.stop, 0, S_kv if moved else S_kv - S + at.stop) for at in attend.slices(S, height)]
@@ -76,12 +81,13 @@ def _tiles_by_position(call: Call, height: int) -> tuple[list[Tile], int]:
     if measured is not None:
         return tiles, measured
     most = call.selection.length_bound(S_kv)
-    short = 0 if moved else max(0, min(S, most - (S_kv - S)))  # rows that see fewer keys than `most`: S_kv - S + 1, S_kv - S + 2 ...
+    # Rows that see fewer keys than `most`: S_kv - S + 1, S_kv - S + 2, ...
+    short = 0 if moved else max(0, min(S, most - (S_kv - S)))
     return tiles, B * G * (short * (S_kv - S) + short * (short + 1) // 2 + (S - short) * most)
 
 
 def forward(call: Call, tiles: list[Tile], start: Tensor, end: Tensor, o: Tensor, lse: Tensor) -> None:
-    """Fills o and lse."""
+    """Compute o and lse of all tiles into the given tensors."""
     B, _, G, h, Dk = call.q.shape
     start, end = start.squeeze(3).transpose(1, 2), end.squeeze(3).transpose(1, 2)  # [B,G,S]
     k, v, spoilt = (call.k, call.v, None) if attend.may_read(call) else _without_overflows(call, start, end)
@@ -102,8 +108,11 @@ def forward(call: Call, tiles: list[Tile], start: Tensor, end: Tensor, o: Tensor
 
 
 def _without_overflows(call: Call, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Copies of k and v with zeros for keys that are not finite or may overflow, and which rows [B,S,G] of ranges start, end [B,G,S]
-    selected any of these."""
+    """Return copies of k and v that are zero where a key is not finite or may overflow, and which rows [B,S,G] selected
+    such a key.
+
+    start, end: the rows' ranges [B,G,S].
+    """
     k_finite, v_finite = (torch.linalg.vector_norm(x, float("inf"), dim=-1) < attend.OVERFLOW for x in (call.k, call.v))
     finite = k_finite & v_finite  # False for NaN
     k, v = (torch.where(finite.unsqueeze(3), x, 0) for x in (call.k, call.v))

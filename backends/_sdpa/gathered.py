@@ -1,4 +1,5 @@
-"""Rows bucketed by length, with the keys of each row gathered; runs any call on any device and reads nothing back from a GPU."""
+"""Gathering path of sdpa-packed: bucket rows by length and gather each row's keys. Runs any call on any device, without
+GPU syncs."""
 
 from __future__ import annotations
 
@@ -15,23 +16,23 @@ from nsa_sel.core.call import Call
 from nsa_sel.quantize import Scales
 
 _SMALLEST_BUCKET = 16  # keys
-_INDEX_BYTES = 48  # per key: its position, its indices in K and V, and the temporaries that make them
-_SORT_NUMBERS = 16  # per key: what index_put_ sorts with
+_INDEX_BYTES = 48  # per key: its position, its indices in K and V, and the temporaries that compute them
+_SORT_NUMBERS = 16  # per key: elements of index_put_'s sort buffers
 
 
 class Rows(NamedTuple):
-    """Rows of about one length, and where their keys are."""
+    """Rows of one length bucket, and indices of their keys."""
 
     ids: Tensor  # [r], (b * S + s) * G + g
-    keep: Tensor  # [r,L], False where padding repeats the first key (key 0 if there is none)
+    keep: Tensor  # [r,L], False for padding, which repeats the row's first key (key 0 if the row has none)
     filled: Tensor  # [r], whether the row selects anything
     position: Tensor  # [r,L]
     tables: list[Tensor]  # K and V as rows [N,D]
-    indices: list[Tensor]  # [r,L], the row of each table that holds a key
-    buffers: list[Tensor]  # [rows of a step * L,D]; allocating them for every step costs a CPU as much time as the gather
+    indices: list[Tensor]  # [r,L], each key's row in each table
+    buffers: list[Tensor]  # [rows of a step * L,D]; reused: allocating per step costs a CPU as much as the gather
 
     def gather(self, step: slice) -> list[Tensor]:
-        """k [r,L,Dk] and v [r,L,Dv] of some of the rows, until the next gather."""
+        """Return k [r,L,Dk] and v [r,L,Dv] of some of the rows. The next gather overwrites them."""
         gathered = []
         for table, index, buffer in zip(self.tables, self.indices, self.buffers, strict=True):
             at = index[step]
@@ -41,7 +42,7 @@ class Rows(NamedTuple):
 
 
 def forward(call: Call, start: Tensor, end: Tensor, o: Tensor, lse: Tensor) -> None:
-    """Fills o and lse; ranges start, end [B,S,G,n] are clamped."""
+    """Compute o and lse into the given tensors. Ranges start, end [B,S,G,n] are clamped."""
     h, Dk = call.q.shape[3:]
     q, o, lse = call.q.reshape(-1, h, Dk), o.view(-1, h, o.shape[4]), lse.view(-1, h)
     attended = call.q.dtype if call.scales is None else lse.dtype
@@ -60,7 +61,7 @@ def forward(call: Call, start: Tensor, end: Tensor, o: Tensor, lse: Tensor) -> N
 
 
 def dequantized(call: Call, scales: Scales, rows: Rows, step: slice, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k [r,L,Dk] and v [r,L,Dv] in float32 from their bytes, which were gathered for some of the rows."""
+    """Return k [r,L,Dk] and v [r,L,Dv] in float32 from the gathered bytes of some of the rows."""
     wide_k, wide_v = (x.view(call.k.dtype).to(torch.float32) for x in (k, v))
     if scales.k is not None and scales.v is not None:
         page = rows.position[step] // scales.page_keys if scales.page_keys else torch.zeros_like(rows.ids[step]).unsqueeze(1)
@@ -71,12 +72,13 @@ def dequantized(call: Call, scales: Scales, rows: Rows, step: slice, k: Tensor, 
 
 
 def backward(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dq in q's dtype, dk and dv in the dtype of accumulation. Contributions are added by key after a stable sort."""
+    """Return dq in q's dtype, dk and dv in the accumulation dtype. Contributions are added by key after a stable
+    sort."""
     B, S, G, h, Dk = call.q.shape
     S_kv, Dv = call.v.shape[2:]
     q, do, lse, delta = call.q.reshape(-1, h, Dk), do.reshape(-1, h, Dv), lse.reshape(-1, h, 1), delta.reshape(-1, h, 1)
     dq = torch.zeros_like(q)  # a row's dq is complete in one step
-    # Padding is added to spare rows behind the keys, as many as a row has keys, so that no single one collects all of it.
+    # Padding adds to spare rows behind the keys, one per key of a row, so that no single row collects all of it.
     keys = B * G * S_kv
     room = keys + _powers(call.selection.length_bound(S_kv))[-1]
     dk, dv = lse.new_zeros(room, Dk), lse.new_zeros(room, Dv)
@@ -91,7 +93,7 @@ def backward(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor
             p = torch.exp(call.scale * (q_rows @ k.transpose(1, 2)) - lse[ids]).masked_fill_(drop, 0)
             ds = (do_rows @ v.transpose(1, 2)).sub_(delta[ids]).mul_(p).mul_(call.scale)
             dq.index_copy_(0, ids, torch.where(rows.filled[step, None, None], ds @ k, 0).to(dq.dtype))
-            # On a GPU index_add_ would use atomics, in any order; index_put_ sorts.
+            # index_put_ sorts; index_add_ would use atomics on a GPU, in no fixed order.
             at = (index[step].reshape(-1),)
             dk.index_put_(at, (ds.transpose(1, 2) @ q_rows).view(-1, Dk), accumulate=True)
             dv.index_put_(at, (p.transpose(1, 2) @ do_rows).view(-1, Dv), accumulate=True)
@@ -99,10 +101,11 @@ def backward(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor
 
 
 def packed(call: Call, start: Tensor, end: Tensor, per_key: int, direction: str) -> Iterator[tuple[Rows, list[slice]]]:
-    """All rows that may select anything, in chunks, each with the steps in which to gather its keys.
+    """Yield all rows that may select anything, in chunks, each with the steps in which to gather its keys.
 
-    A chunk's indices take half of the budget, a step's keys and `per_key` numbers for each of them the other half. Indices are
-    small, and a CPU would spend its time on many short calls if they were made per step. A bucket's time covers all its chunks.
+    Half of the budget goes to a chunk's indices, half to a step's keys with `per_key` temporary elements per key.
+    Indices are small, so computing them per chunk instead of per step saves a CPU many short calls. A bucket's time
+    covers all its chunks.
     """
     S, G = call.q.shape[1:3]
     start, end = start.reshape(-1, call.selection.n), end.reshape(-1, call.selection.n)
@@ -127,8 +130,10 @@ def packed(call: Call, start: Tensor, end: Tensor, per_key: int, direction: str)
 
 
 def _table(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
-    """x [B,G,S_kv,D] as a table [N,D] of its rows, and the steps in the table from one b, g, position to the next. Copies only where
-    strides are no multiples of D."""
+    """Return x [B,G,S_kv,D] as a table [N,D] of rows, and the table strides of b, g and position.
+
+    Copies only if strides are not multiples of D.
+    """
     D = x.shape[3]
     strides = [stride if size > 1 else 0 for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
     if any(stride % D for stride in strides):
@@ -140,7 +145,8 @@ def _table(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
 
 
 def buckets(call: Call, start: Tensor, end: Tensor) -> list[tuple[Tensor, int]]:
-    """(ids [r], L): each row in the bucket of the next power of two; by its length on a CPU, by a static bound on a GPU."""
+    """Return (ids [r], L) per bucket: each row goes to the next power of two, by its length on a CPU, by a static bound
+    on a GPU."""
     if not attend.may_read(call):
         return static_buckets(call)
     total = (end - start).sum(1)
@@ -152,21 +158,22 @@ def buckets(call: Call, start: Tensor, end: Tensor) -> list[tuple[Tensor, int]]:
 
 
 def static_buckets(call: Call) -> list[tuple[Tensor, int]]:
-    """Row s selects at most min(length_bound, t + 1) keys, where t follows from s (no q_pos)."""
+    """Return `buckets` from static facts: row s selects at most min(length_bound, t + 1) keys, where t follows from s
+    (no q_pos)."""
     B, S, G = call.q.shape[:3]
     S_kv = call.k.shape[2]
     bound = call.selection.length_bound(S_kv)
     device = call.q.device
     sequence = torch.arange(B, device=device).unsqueeze(1) * (S * G)
-    found = []
+    result = []
     s0 = 0
     for L in _powers(bound):
         s1 = S if L >= bound else s0 if call.q_pos is not None else min(S, max(s0, L - (S_kv - S)))
-        if s1 > s0 and bound > 0:  # with a bound of 0 there is nothing to gather
+        if s1 > s0 and bound > 0:  # bound 0: nothing to gather
             ids = (sequence + torch.arange(s0 * G, s1 * G, device=device)).view(-1)
-            found.append((ids, min(L, -(-bound // 16) * 16)))
+            result.append((ids, min(L, -(-bound // 16) * 16)))
         s0 = s1
-    return found
+    return result
 
 
 def _powers(longest: int) -> list[int]:
@@ -177,12 +184,12 @@ def _powers(longest: int) -> list[int]:
 
 
 def positions(start: Tensor, end: Tensor, L: int) -> tuple[Tensor, Tensor, Tensor]:
-    """position [r,L], keep [r,L], filled [r] of `Rows` from clamped ranges start, end [r,n]."""
-    # Clamped to L, a row that breaks a promised max_length loses keys, and nothing is written out of bounds.
+    """Return position [r,L], keep [r,L], filled [r] of `Rows` from clamped ranges start, end [r,n]."""
+    # Clamp to L: a row that breaks its promised max_length loses keys, but nothing is written out of bounds.
     reach = (end - start).cumsum(1).clamp_(max=L)
     before = pad(reach[:, :-1], (1, 0))
     total = reach[:, -1:]
-    # A range's keys are its slots in the row, shifted; one more range, of padding, makes every row L long.
+    # The keys of a range are its slots in the row plus a shift. One more range, of padding, makes every row L long.
     shift = pad(start - before, (0, 1))
     repeats = torch.cat((reach - before, L - total), 1)
     slot = torch.arange(L, device=start.device)

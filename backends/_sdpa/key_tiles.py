@@ -1,4 +1,5 @@
-"""Tiles of keys, each with all rows that selected any of its keys: on a CPU, where the lists of rows can be read. Gathers rows, no keys."""
+"""Key-tile path of sdpa-packed, on a CPU: each tile of keys attends to all rows that selected any of its keys. Gathers
+rows, not keys."""
 
 from __future__ import annotations
 
@@ -12,25 +13,26 @@ from torch import Tensor
 from nsa_sel.backends._sdpa import attend
 from nsa_sel.core.call import Call
 
-# Keys read for one selected key, up to which this beats gathering: at 1.04 it takes 134 ms against 169 ms, at 1.5 192 ms against
-# 162 ms (S 2048, h 1 and 4, D 64).
+# Largest ratio of loaded to selected keys at which this beats gathering: at 1.04 it takes 134 ms against 169 ms, at 1.5
+# 192 ms against 162 ms (S 2048, h 1 and 4, D 64).
 _WASTE = 1.3
-_LEAST_ROWS = 16  # that a tile must have on average
+_LEAST_ROWS = 16  # average rows per tile below which gathering is faster
 
-Lists = list[Sequence[Tensor]]  # for each (b, g) and each tile of keys its rows, ascending
+Lists = list[Sequence[Tensor]]  # rows of each tile of keys, ascending, for each (b, g)
 
 
 class Step(NamedTuple):
-    """Rows of one sequence and group that selected all keys [lo, hi) of a tile (keep None) or some of them."""
+    """Rows of one sequence and group that selected all keys [lo, hi) of a tile (keep is None) or some of them."""
 
     lo: int
     hi: int
-    ids: Tensor  # [r], positions s of the rows
+    ids: Tensor  # [r], indices s of the rows
     keep: Tensor | None  # [r,hi - lo]
 
 
 def pays(call: Call, start: Tensor, end: Tensor) -> bool:
-    """Whether tiles have enough rows, hold few keys that these did not select, and all keys are finite."""
+    """Return whether this path is cheaper: tiles have enough rows and few keys that these did not select, and all keys
+    are finite."""
     if not attend.may_read(call) or call.scales is not None or call.q.shape[1] < _LEAST_ROWS:
         return False
     lists = list(itertools.chain.from_iterable(rows_by_tile(call, start, end)))
@@ -41,14 +43,14 @@ def pays(call: Call, start: Tensor, end: Tensor) -> bool:
 
 
 def keys_loaded(call: Call, start: Tensor, end: Tensor) -> int:
-    """Keys of all tiles that any row touches."""
+    """Return the number of keys in all tiles that any row selects from."""
     width, S_kv = _width(call), call.k.shape[2]
     lists = rows_by_tile(call, start, end)
-    return sum(min(width, S_kv - tile * width) for of_pair in lists for tile, rows in enumerate(of_pair) if len(rows))
+    return sum(min(width, S_kv - tile * width) for tiles in lists for tile, rows in enumerate(tiles) if len(rows))
 
 
 def forward(call: Call, start: Tensor, end: Tensor, o: Tensor, lse: Tensor) -> None:
-    """Fills o and lse: SDPA of each tile of keys with its rows, merged by lse."""
+    """Compute o and lse into the given tensors: SDPA of each tile of keys with its rows, merged by lse."""
     _, S, _, h, Dk = call.q.shape
     for (b, g), steps in _steps_by_pair(call, start, end, "forward"):
         q = call.q[b, :, g].to(lse.dtype).reshape(S, -1).contiguous()
@@ -69,7 +71,8 @@ def forward(call: Call, start: Tensor, end: Tensor, o: Tensor, lse: Tensor) -> N
 
 
 def backward(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the dtype of accumulation; tile after tile of keys, the rows of each in a fixed order."""
+    """Return dq, dk, dv in the accumulation dtype, computed tile by tile of keys with each tile's rows in a fixed
+    order."""
     S, h, Dk = call.q.shape[1], *call.q.shape[3:]
     Dv = call.v.shape[3]
     dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v))
@@ -86,7 +89,7 @@ def backward(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor
                 drop = (~keep).repeat_interleave(h, 0)
                 p.masked_fill_(drop, 0)
                 ds.masked_fill_(drop, 0)
-                # In dq a key that only other rows selected is multiplied by ds = 0: it must be finite to give 0.
+                # In dq, a key that this row did not select is multiplied by ds = 0, so it must be finite to give 0.
                 k = torch.nan_to_num(k, 0, 0, 0)
             dk[b, g, lo:hi].addmm_(ds.T, q_rows, alpha=call.scale)
             dv[b, g, lo:hi].addmm_(p.T, do_rows)
@@ -96,7 +99,8 @@ def backward(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor
 
 
 def _steps_by_pair(call: Call, start: Tensor, end: Tensor, direction: str) -> Iterator[tuple[tuple[int, int], Iterator[Step]]]:
-    """The steps of each sequence and group, which are a bucket: each of its rows once for each tile of keys that it selected from."""
+    """Yield the steps of each (b, g). Each pair is one timing bucket; a row counts once per tile of keys that it
+    selected from."""
     B, G = call.k.shape[:2]
     for (b, g), lists in zip(itertools.product(range(B), range(G)), rows_by_tile(call, start, end), strict=True):
         with attend.timed_bucket(call, direction, _width(call), sum(map(len, lists))):
@@ -104,7 +108,7 @@ def _steps_by_pair(call: Call, start: Tensor, end: Tensor, direction: str) -> It
 
 
 def _steps(call: Call, start: Tensor, end: Tensor, lists: Sequence[Tensor]) -> Iterator[Step]:
-    """Tile after tile of keys, its rows split to fit the budget."""
+    """Yield steps tile by tile of keys, with each tile's rows split to fit the budget."""
     h, Dk = call.q.shape[3:]
     S_kv, Dv = call.v.shape[2:]
     width = _width(call)
@@ -121,12 +125,13 @@ def _steps(call: Call, start: Tensor, end: Tensor, lists: Sequence[Tensor]) -> I
 
 
 def _width(call: Call) -> int:
-    """Keys of a tile: one block, so that rows take it whole, within the sizes that suit matrix products."""
+    """Return the keys per tile: one block, so that rows select whole tiles, clamped to sizes that suit matrix
+    products."""
     return 64 if call.selection.block_size is None else min(max(call.selection.block_size, 32), 128)
 
 
 def rows_by_tile(call: Call, start: Tensor, end: Tensor) -> Lists:
-    """The rows whose ranges start, end [B,S,G,n] touch each tile. Kept with the selection, for the same positions."""
+    """Return the rows whose ranges start, end [B,S,G,n] touch each tile. Cached in the selection per q_pos."""
     S_kv, width = call.k.shape[2], _width(call)
 
     def build() -> Lists:
@@ -140,7 +145,7 @@ def rows_by_tile(call: Call, start: Tensor, end: Tensor) -> Lists:
 def _touching(start: Tensor, end: Tensor, S_kv: int, width: int) -> Sequence[Tensor]:
     tiles = -(-S_kv // width)
     filled = (end > start).int()
-    # +1 in the tile where a range begins, -1 behind its last one: the prefix sum counts the ranges in a tile.
+    # +1 in a range's first tile, -1 after its last: the prefix sum counts the ranges that touch a tile.
     count = start.new_zeros(len(start), tiles + 1, dtype=torch.int32)
     count.scatter_add_(1, start.clamp(max=S_kv - 1) // width, filled)
     count.scatter_add_(1, (end.clamp(max=S_kv) - 1).clamp_(min=0) // width + 1, -filled)
@@ -149,7 +154,7 @@ def _touching(start: Tensor, end: Tensor, S_kv: int, width: int) -> Sequence[Ten
 
 
 def _inside(start: Tensor, end: Tensor, width: int) -> Tensor:
-    """[r,width] bool: which of `width` keys the ranges start, end [r,n] hold."""
+    """Return [r,width] bool: which of `width` keys the ranges start, end [r,n] contain."""
     count = start.new_zeros(len(start), width + 1, dtype=torch.int32)
     one = torch.ones_like(start, dtype=torch.int32)
     count.scatter_add_(1, start, one).scatter_add_(1, end, -one)

@@ -1,4 +1,4 @@
-"""What Triton kernels take from a call: strides, sizes, constants of the heads, kernel config, and the tensors they write."""
+"""Derive kernel arguments from a call: strides, sizes, head dims, kernel config, and output tensors."""
 
 from __future__ import annotations
 
@@ -20,31 +20,33 @@ from nsa_sel.errors import warn
 from nsa_sel.settings.schema import KernelConfig
 from nsa_sel.telemetry import events
 
-WALK, WALK_BLOCKS = 64, 16  # ranges that a program lays end to end at once: every key searches among them
-LONG_BLOCK = 64  # keys of a block of which fewer at once suffice
+WALK, WALK_BLOCKS = 64, 16  # most ranges per walk (for long blocks WALK_BLOCKS): every key searches among them
+LONG_BLOCK = 64  # block size from which WALK_BLOCKS ranges give enough keys per walk
 
 
 def outputs(call: Call) -> tuple[Tensor, Tensor]:
-    """Unwritten o [B,S,G,h,Dv] and lse [B,S,G,h], contiguous; float64 inputs (the interpreter, for gradcheck) keep float64 statistics,
-    all others accumulate in float32."""
+    """Return uninitialized, contiguous o [B,S,G,h,Dv] and lse [B,S,G,h].
+
+    lse is float32, or float64 for float64 inputs (only in the interpreter, for gradcheck).
+    """
     q = call.q
-    B, S, G, h, _ = q.shape  # one by one: PyTorch takes twice as long to read a torch.Size
+    B, S, G, h, _ = q.shape  # unpacking is twice as fast as passing a torch.Size
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return unwritten(q, B, S, G, h, call.v.shape[3]), unwritten(q, B, S, G, h, dtype=lse_dtype)
 
 
 def row_gradients(call: Call, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Unwritten dq [B,S,G,h,Dk] and delta [B,S,G,h], contiguous."""
+    """Return uninitialized, contiguous dq [B,S,G,h,Dk] and delta [B,S,G,h]."""
     return unwritten(call.q, *call.q.shape), temporary(call, lse, *lse.shape)
 
 
 class Strides(NamedTuple):
-    """In elements, as kernels take them; the last dimension is contiguous."""
+    """Strides in elements, as kernels take them. The last dimension is contiguous."""
 
     q: tuple[int, ...]  # b, s, g, h
     k: tuple[int, ...]  # b, g, n
     v: tuple[int, ...]  # b, g, n
-    pos: tuple[int, ...]  # b, s of q_pos; b, 0 of lengths
+    pos: tuple[int, ...]  # (b, s) of q_pos, or (b, 0) of lengths
 
 
 @known
@@ -53,7 +55,7 @@ def strides(call: Call) -> Strides:
 
 
 def position_strides(call: Call) -> tuple[int, ...]:
-    """The strides of q_pos [b, s], or of lengths [b], as `row_limit` takes them."""
+    """Return the strides of q_pos [B,S] or lengths [B], as `row_limit` takes them."""
     if call.lengths is not None:
         return call.lengths.stride(0), 0
     return (0, 0) if call.q_pos is None else call.q_pos.stride()
@@ -61,43 +63,49 @@ def position_strides(call: Call) -> tuple[int, ...]:
 
 @known
 def sizes(call: Call) -> tuple[int, int, int]:
-    """S, S_kv and G, as kernels take them."""
+    """Return S, S_kv and G, as kernels take them."""
     _, S, G, _, _ = call.q.shape
     return S, call.S_kv, G
 
 
 def path(call: Call, kernel: str) -> Literal["dense", "varlen"]:
-    """dense: a program of `kernel` walks the one range, or one block, of its row. varlen: any number of ranges, a union of rows' blocks, or
-    a list of rows; NSA_SEL_TRITON_FORCE_PATH=varlen forces it for rows of one range, too."""
+    """Return which path `kernel` takes.
+
+    - dense: a program walks the one range of its row.
+    - varlen: a program walks any number of ranges, a union of rows' blocks, or a list of rows.
+      NSA_SEL_TRITON_FORCE_PATH=varlen forces this path for rows of one range, too.
+    """
     by_row = kernel.startswith(("triton-token/", "triton-group/")) and not kernel.endswith("/dkdv")
     return "dense" if by_row and call.selection.n == 1 and call.settings.triton_force_path != "varlen" else "varlen"
 
 
 def walk_width(call: Call) -> int:
-    """How many ranges a program lays end to end at once: 1 on the dense path, where no key searches for its range."""
+    """Return how many ranges a walk concatenates; 1 on the dense path, where no key needs to search for its range."""
     long = (call.selection.block_size or 0) >= LONG_BLOCK
     return min(WALK_BLOCKS if long else WALK, tile_size(call.selection.n, 2 if call.settings.triton_force_path == "varlen" else 1))
 
 
 class Heads(NamedTuple):
-    """What a kernel's constants depend on beside its config and the selection's static facts: calls that share it share a `Kernel`."""
+    """Facts of a call's heads that determine kernel constants, besides config and selection. Equal values share a
+    `Kernel`."""
 
     dtype: torch.dtype
     h: int
     Dk: int
     Dv: int
-    block_d: int  # NSA_SEL_TRITON_BLOCK_D and _BLOCK_DV may widen the tiles that hold Dk and Dv
+    block_d: int  # NSA_SEL_TRITON_BLOCK_D and _BLOCK_DV, which may widen the tiles that hold Dk and Dv; 0 if unset
     block_dv: int
 
 
 class Dims(NamedTuple):
-    """The heads as kernels know them, one constexpr parameter: h heads of Dk and Dv columns, and the tiles that hold those."""
+    """The constexpr parameter `dims` of kernels: h heads of Dk and Dv columns, and the widths of the tiles that hold
+    them."""
 
     h: int
     Dk: int
     Dv: int
     BLOCK_D: int
-    BLOCK_REST: int  # of the second tile of Dk, 0 where one holds it
+    BLOCK_REST: int  # width of the second tile of Dk, 0 if one tile holds it
     BLOCK_DV: int
 
 
@@ -110,7 +118,7 @@ def heads(call: Call) -> Heads:
 
 @functools.lru_cache(REMEMBERED)  # warns once
 def dims(of: Heads) -> Dims:
-    """One tile for Dk."""
+    """Return dims with one tile for Dk. Warns if a flag asks for a tile that is too narrow."""
     for flag, tile, dim, columns in (("BLOCK_D", of.block_d, "Dk", of.Dk), ("BLOCK_DV", of.block_dv, "Dv", of.Dv)):
         if 0 < tile < columns:
             runs = f"the kernel runs as without the flag; unset it, or set it to {tile_size(columns)} or more"
@@ -120,33 +128,35 @@ def dims(of: Heads) -> Dims:
 
 @functools.lru_cache(REMEMBERED)
 def split_dims(of: Heads) -> Dims:
-    """Two tiles for a Dk like 192, 128 + 64, where a power of two would pad it to 256."""
+    """Return dims with two tiles for a Dk such as 192 (128 + 64), which one power of two would pad to 256."""
     one = dims(of)
     in_two = tile_columns(of.Dk, of.Dv, of.dtype.itemsize)[0] == 192 and one.BLOCK_D == 256 and of.block_d != 256
     return one._replace(BLOCK_D=128, BLOCK_REST=64) if in_two else one
 
 
-NARROW = 128  # columns of a key and its value together
+NARROW = 128  # columns of a key plus its value
 
 
 @functools.lru_cache(REMEMBERED)
 def narrow_suffix(of: Heads) -> str:
-    """`config_suffix`, but "-narrow" for NARROW columns of 16 bits at most, where kernels have configs for these."""
+    """Return `config_suffix`, or "-narrow" for at most NARROW columns of 16 bits, for kernels with such configs."""
     narrow = tile_size(of.Dk) + tile_size(of.Dv) <= NARROW and of.dtype.itemsize == 2
     return "-narrow" if narrow else config_suffix(of)
 
 
 @functools.lru_cache(REMEMBERED)
 def config_suffix(of: Heads) -> str:
-    """What follows a kernel's name in configs/ for such heads."""
+    """Return the suffix of a kernel's name in configs/ for these heads."""
     tiles = split_dims(of)
     return launch_class(tiles.BLOCK_D + tiles.BLOCK_REST + tiles.BLOCK_DV, of.dtype.itemsize)
 
 
 @known
 def kernel_config(call: Call, of: Heads, kernel: str, tma: bool | None = None) -> KernelConfig:
-    """Return the config of `kernel` for this call and its heads, with pointer loads where TMA does not fit (`tma`, if the caller has
-    asked already)."""
+    """Return the config of `kernel` for this call, with pointer loads if TMA does not fit.
+
+    tma: whether TMA fits, if the caller knows; None to check.
+    """
     config = call.settings.kernel(kernel + config_suffix(of))
     if config.loads == "tma" and not (tma_fits(call) if tma is None else tma):
         config = msgspec.structs.replace(config, loads="pointer")
@@ -154,12 +164,13 @@ def kernel_config(call: Call, of: Heads, kernel: str, tma: bool | None = None) -
 
 
 def announced(call: Call, of: Heads, name: str, config: KernelConfig, kernel: Kernel) -> Kernel:
-    """Return `kernel`, which is launched next, after the event that names its config.
+    """Emit the event that names the config of `kernel`, which the caller launches next; return `kernel`.
 
     Args:
-        name: of the kernel in configs/, without the class of head dims.
-        config: as `kernel_config` returned it, or with what the backend changed of it.
-        kernel: its constants are what the event shows: a backend may cut tiles to blocks, and widen rows and warps for many heads.
+        name: the kernel's name in configs/, without the suffix for head dims.
+        config: what `kernel_config` returned, possibly changed by the backend.
+        kernel: the event shows its constants, because a backend may cut tiles to blocks, and widen rows and warps for
+            many heads.
     """
     settings = call.settings
     if settings.traced:
@@ -178,5 +189,5 @@ def announced(call: Call, of: Heads, name: str, config: KernelConfig, kernel: Ke
 
 
 def options(config: KernelConfig) -> dict[str, Any]:
-    """Compiler options."""
+    """Return the compiler options of a config."""
     return {"num_warps": config.num_warps, "num_stages": config.num_stages}

@@ -1,6 +1,6 @@
-"""Ranges of keys from block indices, and the same ranges without duplicate blocks, in one kernel.
+"""Compute key ranges from block indices, and the same ranges without duplicate blocks, in one kernel.
 
-In PyTorch this is some twenty operations, each of which takes the host as long as a kernel launch.
+PyTorch would need about twenty operations, each with the host time of a kernel launch.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from nsa_sel.backends._replay import recorded
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.tiles import tile_size
 
-ENTRIES = 256  # of a program: rows of few blocks share one
-MOST_SORTED = 512  # blocks of a row that a program sorts
+ENTRIES = 256  # entries per program: rows of few blocks share one
+MOST_SORTED = 512  # most blocks per row that a program sorts
 
 
 @triton.jit
 def block_ranges_kernel(
     indices, counts, ranges, unique, rows, last, BLOCK: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, R: tl.constexpr
 ):  # fmt: skip
-    """ranges [rows, N, 2] of the blocks [rows, N]: [j * BLOCK, (j + 1) * BLOCK), or [0, 0) for j < 0 and from counts [rows] on. unique, or
-    None: the same in ascending order, empty ones last, [0, 0) for a block that is there already.
+    """Store the ranges [rows, N, 2] of blocks [rows, N]: [j * BLOCK, (j + 1) * BLOCK), or [0, 0) for j < 0 and past
+    counts [rows].
 
-    Grid: one program per R rows. last: the highest block whose end the dtype of the ranges holds.
+    Grid: one program per R rows.
+    unique: if not None, receives the same ranges in ascending order, with [0, 0) for duplicates, and empty ranges last.
+    last: the highest block whose end fits the dtype of the ranges.
     """
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     i = tl.arange(0, NP)
@@ -47,7 +49,8 @@ def block_ranges_kernel(
 
 @triton.jit
 def distinct_ranges_kernel(ranges, unique, rows, last, BLOCK: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, R: tl.constexpr):
-    """unique, as of `block_ranges_kernel`, of ranges [rows, N, 2] that are blocks or empty. Grid: one program per R rows."""
+    """Store `unique` of `block_ranges_kernel` for ranges [rows, N, 2] that are blocks or empty. Grid: one program per R
+    rows."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     i = tl.arange(0, NP)
     listed = (row < rows)[:, None] & (i < N)[None, :]
@@ -59,9 +62,9 @@ def distinct_ranges_kernel(ranges, unique, rows, last, BLOCK: tl.constexpr, N: t
 
 @triton.jit
 def store_distinct(unique, block, at, listed, last, BLOCK: tl.constexpr, NP: tl.constexpr, R: tl.constexpr):
-    """Write the ranges of each row's blocks [R, NP] in ascending order, [0, 0) for one that is there already, and for -1."""
+    """Store the ranges of each row's blocks [R, NP] in ascending order, with [0, 0) for duplicates and for -1."""
     i = tl.arange(0, NP)
-    far = last + 1  # after every block
+    far = last + 1  # sorts after every block
     block = tl.sort(tl.where(block < 0, far, block).to(block.dtype), dim=1)
     before = tl.gather(block, tl.broadcast_to(tl.maximum(i - 1, 0)[None, :], [R, NP]), 1)
     new = (block != far) & ((i == 0)[None, :] | (block != before))
@@ -72,26 +75,38 @@ def store_distinct(unique, block, at, listed, last, BLOCK: tl.constexpr, NP: tl.
 def block_ranges(
     indices: Tensor, counts: Tensor | None, block_size: int, dtype: torch.dtype, find_unique: bool, known: dict[Any, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """Ranges [B,S,G,n,2] of `dtype` from indices [B,S,G,n] and counts [B,S,G], and with find_unique those of distinct blocks, where n is
-    small enough to sort. On the current device. known: recordings of calls that are the same but for the values of the tensors."""
+    """Return ranges [B,S,G,n,2] from block indices, and with find_unique the ranges of distinct blocks if n is small
+    enough to sort.
+
+    Args:
+        indices: [B,S,G,n], on the current device.
+        counts: [B,S,G], or None.
+        block_size: keys per block.
+        dtype: dtype of the ranges.
+        find_unique: whether to compute distinct ranges.
+        known: recordings of calls that differ only in the values of the tensors (_replay.recorded).
+    """
     sorts = find_unique and indices.shape[3] <= MOST_SORTED
     tensors = indices.contiguous(), None if counts is None else counts.contiguous()
-    found = recorded(known, sorts, tensors, lambda: _block_ranges(*tensors, block_size, dtype, sorts))
-    return found[0], found[1] if sorts else None
+    ranges = recorded(known, sorts, tensors, lambda: _block_ranges(*tensors, block_size, dtype, sorts))
+    return ranges[0], ranges[1] if sorts else None
 
 
 def _block_ranges(indices: Tensor, counts: Tensor | None, block_size: int, dtype: torch.dtype, sorts: bool) -> tuple[Tensor, ...]:
     B, S, G, n = indices.shape
-    found = [unwritten(indices, B, S, G, n, 2, dtype=dtype) for _ in range(1 + sorts)]
+    ranges = [unwritten(indices, B, S, G, n, 2, dtype=dtype) for _ in range(1 + sorts)]
     kernel, rows = _kernel(True, n, block_size, sorts), B * S * G
-    tensors = (indices, counts, found[0], found[1] if sorts else None)
+    tensors = (indices, counts, ranges[0], ranges[1] if sorts else None)
     kernel.launch(-(-rows // kernel.constants["R"]), tensors, (rows, torch.iinfo(dtype).max // block_size - 1))
-    return tuple(found)
+    return tuple(ranges)
 
 
 def distinct_ranges(ranges: Tensor, block_size: int) -> Tensor | None:
-    """Ranges [B,S,G,n,2] of the distinct blocks of `ranges`, whose non-empty ranges are blocks; None for rows too long to sort. On the
-    current device."""
+    """Return ranges [B,S,G,n,2] of the distinct blocks in `ranges`, whose ranges are blocks or empty; None if n is too
+    large to sort.
+
+    The tensors are on the current device.
+    """
     B, S, G, n, _ = ranges.shape
     if n > MOST_SORTED:
         return None

@@ -1,8 +1,10 @@
-"""The union of the blocks that a tile of adjacent rows selects, and which of its rows selects each: the plan of triton-tile.
+"""Build the plan of triton-tile: for each tile of adjacent rows, the union of their blocks and which rows select each
+block.
 
-A tile holds TQ rows of one batch entry and group. Its list names every block once, in ascending order, with a bit for each row
-that selects it. Blocks that every row of the tile sees to their last key come first; the few that the causal clamp cuts, for some
-row, come last. One program sorts the entries of one tile, so the plan never reads the device and costs O(rows * n).
+A tile holds TQ rows of one batch entry and group. Its list names every block once, in ascending order, with one bit for
+each row that selects it. Blocks that every row of the tile sees up to their last key come first; the few blocks that
+the causal clamp cuts for some row come last. One program sorts the entries of one tile, so building never synchronizes
+and costs O(rows * n).
 """
 
 from __future__ import annotations
@@ -25,19 +27,19 @@ from nsa_sel.backends._triton.tiles import tile_size
 from nsa_sel.core.call import Call
 from nsa_sel.errors import BackendError
 
-MOST_ROWS = 64  # of a tile: one bit each, and six bits of the sorted keys
-MOST_BLOCKS = 2**31 // MOST_ROWS - 1  # the other bits
+MOST_ROWS = 64  # most rows per tile: one bit each in an int64, and six bits of the sort key
+MOST_BLOCKS = 2**31 // MOST_ROWS - 1  # the other bits of the sort key hold the block
 
 
 class BlockUnion(NamedTuple):
-    """Tile number (b*G + g)*tiles + i holds the rows [i*TQ, (i+1)*TQ) of that batch entry and group; its list starts at
-    tile * capacity."""
+    """Block lists of all tiles. Tile (b*G + g)*tiles + i holds rows [i*TQ, (i+1)*TQ) of (b, g); its list starts at tile
+    * capacity."""
 
-    blocks: Tensor  # [B*G*tiles * capacity] int32
-    rows: Tensor  # [B*G*tiles * capacity], bit r: row i*TQ + r selects the block; the shortest integers with TQ bits
-    counts: Tensor  # [B*G*tiles, 2] int32: blocks that are whole for every row, all blocks
-    tiles: int  # of one batch entry and group
-    capacity: int  # TQ * n
+    blocks: Tensor  # [B*G*tiles * capacity] int32, block numbers
+    rows: Tensor  # [B*G*tiles * capacity], bit r: row i*TQ + r selects the block; smallest dtype with TQ bits
+    counts: Tensor  # [B*G*tiles, 2] int32: number of blocks that are whole for every row, number of all blocks
+    tiles: int  # per batch entry and group
+    capacity: int  # entries per list, TQ * n
     programs: int  # B*G*tiles
 
 
@@ -46,7 +48,11 @@ def union_kernel(
     ranges, q_pos, blocks, rows, counts, stride_pos, sizes, tiles,
     N: tl.constexpr, BLOCK: tl.constexpr, TQ: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Sort the (block, row) pairs of one tile; runs of one block become one entry of its list. One program per tile."""
+    """Sort the (block, row) pairs of one tile and merge equal blocks into one entry with the bits of their rows.
+
+    Grid: one program per tile of TQ rows. Locals are [ENTRIES], a power of two of at least TQ * N.
+    Sort key: block * 64 + row, or NOWHERE for empty ranges, which sort to the end.
+    """
     NOWHERE: tl.constexpr = 2147483647
     S, S_kv, G = sizes
     pid = tl.program_id(0)
@@ -67,7 +73,8 @@ def union_kernel(
     real = key != NOWHERE
     first = real & ((e == 0) | (tl.gather(block, tl.maximum(e - 1, 0), 0) != block))
     last = real & ((e == ENTRIES - 1) | (tl.gather(block, tl.minimum(e + 1, ENTRIES - 1), 0) != block))
-    # A row names a block once, so the bits of a run never carry: the difference of a prefix sum is their union (modulo 2^64).
+    # A row names a block once, so bits never carry within a run: a difference of prefix sums (modulo 2^64) is the union
+    # of bits.
     bit = tl.where(real, tl.full([ENTRIES], 1, tl.int64) << (key & 63).to(tl.int64), 0)
     sums = tl.cumsum(bit, 0)
     run = tl.associative_scan(tl.where(first, e, 0), 0, larger)
@@ -82,12 +89,12 @@ def union_kernel(
 
 
 def tile_bytes(call: Call, TQ: int) -> int:
-    """Bytes of the plan for a tile of all groups."""
+    """Return the bytes of the plan for one tile of rows of all groups."""
     return call.q.shape[2] * TQ * call.selection.n * (torch.int32.itemsize + bits_dtype(TQ).itemsize)
 
 
 def block_union(call: Call, TQ: int) -> BlockUnion:
-    """The plan for tiles of TQ <= 64 rows, remembered in the selection."""
+    """Return the plan for tiles of TQ <= 64 rows, cached in the selection."""
     plan: BlockUnion = kept_plan(call, ("block_union",), _build, TQ).value
     return plan
 

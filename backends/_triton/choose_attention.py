@@ -1,9 +1,11 @@
-"""Attention of every row to the compressed keys that it sees, and dq of it; the online softmax of softmax.py.
+"""Attention of every row to the compressed keys that it sees, and its dq, with the online softmax of softmax.py.
 
-A tile of adjacent rows and their h heads walks the first compressed keys: unmasked while all rows of the tile see them, by TMA where it
-fits, then with a mask in steps of TAIL keys up to the last that any row of the tile sees. Later keys are not read.
+A tile of adjacent rows and their h heads walks the compressed keys from the first on: without a mask while all rows of
+the tile see them (through TMA if it fits), then with a mask in steps of TAIL keys up to the last key that any row sees.
+Later keys are not read.
 
-Within a tile, 0 * NaN is NaN: a NaN or infinity in a key or value that one row sees may reach other rows of its tile that see something.
+Within a tile 0 * NaN is NaN: a NaN or infinity in a key or value that one row sees may reach other rows of the tile
+that see any key.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ TAIL = 32  # keys per masked step
 
 @triton.jit
 def tile_limits(q_pos, stride_pos, b, s, exists, sizes, rule: tl.constexpr, BLOCK_K: tl.constexpr):
-    """How many compressed keys each row of a tile sees, how many whole steps of BLOCK_K keys all rows see, in keys, and the most."""
+    """Return the compressed keys that each row sees [ROWS], those in whole steps of BLOCK_K that all rows see, and the
+    maximum."""
     seen = tl.where(exists, seen_keys(q_pos, stride_pos, b, s, sizes, rule), 0)
     fewest = tl.min(tl.where(exists, seen, sizes.C), 0)
     return seen, fewest // BLOCK_K * BLOCK_K, tl.max(seen, 0)
@@ -62,10 +65,12 @@ def forward_kernel(
     q, k_desc, k_rest_desc, v_desc, k, v, q_pos, cu, cu_cmp, o, lse, strides, sizes, scale_log2,
     dims: tl.constexpr, rule: tl.constexpr, TQ: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, TAIL_K: tl.constexpr,
 ):  # fmt: skip
-    """o and lse of one tile's rows and heads.
+    """Compute o = softmax(scale * q k^T) v and lse for one tile's rows and heads.
 
-    Grid: one program per tile of TQ rows, and of ROWS heads where h > ROWS; late tiles first. Tiles: q [ROWS, BLOCK_D + BLOCK_REST],
-    k [BLOCK_K, same], v [BLOCK_K, BLOCK_DV].
+    Grid: one program per tile of TQ tokens; where h > ROWS, one program per ROWS heads. Late tiles come first.
+    Tiles: q [ROWS, BLOCK_D + BLOCK_REST], k [BLOCK_K, BLOCK_D + BLOCK_REST], v [BLOCK_K, BLOCK_DV]; TAIL_K keys per
+    masked step.
+    TMA: k_desc, k_rest_desc and v_desc load unmasked steps; None: pointer loads.
     """
     ACC: tl.constexpr = lse.dtype.element_ty
     BLOCK_DV: tl.constexpr = dims.BLOCK_DV
@@ -79,12 +84,12 @@ def forward_kernel(
     m = tl.full([ROWS], LOWEST, ACC)
     for c in range(0, whole, BLOCK_K):
         k_tile, k_rest, v_tile = load_whole(k_desc, k_rest_desc, v_desc, k, v, strides, b, g, first + c, dims, BLOCK_K)
-        logits = split_products(q_tile, q_rest, k_tile, k_rest, dims.BLOCK_REST)
+        logits = split_products(q_tile, q_rest, k_tile, k_rest, dims.BLOCK_REST)  # [ROWS, BLOCK_K]
         acc, l, m = softmax_step(logits, v_tile, acc, l, m, scale_log2)
     for c in range(whole, end, TAIL_K):
         key = c + tl.arange(0, TAIL_K)
         k_tail, k_rest, v_tail = load_kv(k, v, strides, b64, g64, first + key, key < end, dims)
-        logits = split_products(q_tile, q_rest, k_tail, k_rest, dims.BLOCK_REST)
+        logits = split_products(q_tile, q_rest, k_tail, k_rest, dims.BLOCK_REST)  # [ROWS, TAIL_K]
         logits = tl.where(key[None, :] < seen[:, None], logits, float("-inf"))
         acc, l, m = softmax_step(logits, v_tail, acc, l, m, scale_log2)
 
@@ -98,10 +103,10 @@ def dq_kernel(
     q, k_desc, k_rest_desc, v_desc, k, v, q_pos, cu, cu_cmp, o, lse, do, dlse, dq, facts, strides, stride_do, sizes, scale, scale_log2,
     dims: tl.constexpr, rule: tl.constexpr, TQ: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, TAIL_K: tl.constexpr,
 ):  # fmt: skip
-    """dq = scale * ds k of one tile's rows and heads, and what dk and dv need of them: delta = sum(do * o) - dlse and lse in base 2, in
-    facts [B,G,2,S,h], where the rows and heads of a group follow each other.
+    """Compute dq = scale * ds k for one tile's rows and heads; store facts [B,G,2,S,h] of the rows for dk and dv.
 
-    Grid and tiles as in `forward_kernel`.
+    Facts are delta = sum(do * o) - dlse and base-2 lse, in a layout with the rows and heads of a group adjacent.
+    Grid, tiles and TMA are those of `forward_kernel`.
     """
     ACC: tl.constexpr = lse.dtype.element_ty
     BLOCK_D: tl.constexpr = dims.BLOCK_D
@@ -134,13 +139,14 @@ def dq_kernel(
         acc = add_product(acc, ds.to(k_tail.dtype), k_tail)
         if REST > 0:
             rest = add_product(rest, ds.to(k_tail.dtype), k_rest)
-    # A row that saw no key has p = 0, which NaN or infinity in its q, do or dlse would make NaN.
+    # A row without keys has p = 0, but a NaN or infinity in its q, do or dlse turns 0 * NaN into NaN: write zeros.
     saw = (lse2 != float("-inf"))[:, None]
     store_split(dq + out * dims.Dk, tl.where(saw, acc * scale, 0.0), tl.where(saw, rest * scale, 0.0), exists, dims.Dk, REST)
 
 
 def forward(call: ChooseCall, o: Tensor, lse: Tensor, config: KernelConfig) -> None:
-    """Write o [B,S,G,h,Dv] and lse [B,S,G,h], both contiguous, of a call with a positive scale."""
+    """Launch the forward kernel, which writes o [B,S,G,h,Dv] and lse [B,S,G,h], both contiguous. The scale is
+    positive."""
     if lse.numel() == 0:
         return
     kernel = _forward(dims_of(call), call.rule, config)
@@ -152,7 +158,8 @@ def forward(call: ChooseCall, o: Tensor, lse: Tensor, config: KernelConfig) -> N
 
 
 def dq(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, to: Tensor, facts: Tensor, config: KernelConfig) -> None:
-    """Write dq to `to` [B,S,G,h,Dk], and facts [B,G,2,S,h] of the rows (`dq_kernel`). All but q, k, v and do are contiguous."""
+    """Launch `dq_kernel`, which writes dq to `to` [B,S,G,h,Dk], and facts [B,G,2,S,h]. All but q, k, v and do are
+    contiguous."""
     if lse.numel() == 0:
         return
     kernel = _dq(dims_of(call), call.rule, config)
@@ -165,7 +172,7 @@ def dq(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
 
 
 def _inputs(call: ChooseCall, kernel: Kernel, config: KernelConfig) -> tuple[Tensor | TensorDescriptor | None, ...]:
-    """The tensors that both kernels read; descriptors are None where pointers load k and v."""
+    """Return the tensors that both kernels read. Descriptors are None for pointer loads of k and v."""
     descriptors: tuple[TensorDescriptor | None, ...] = (None, None, None)
     if by_tma(call, config):
         dims, block_k = kernel.constants["dims"], kernel.constants["BLOCK_K"]

@@ -1,8 +1,9 @@
-"""dk and dv of attention to compressed keys, without atomics: a program takes a tile of keys and a section of the rows.
+"""Compute dk and dv of attention to compressed keys without atomics: a program takes a tile of keys and a section of
+the rows.
 
-dv = sum p^T do, dk = scale * sum ds^T q over rows and heads (softmax.py), both transposed from the start: p [keys, rows]. There are far
-fewer compressed keys than rows, so that tiles of keys alone would not fill a GPU. Each section's sums are a float32 part; a second
-kernel adds the parts in the order of the sections.
+dv = sum p^T do, dk = scale * sum ds^T q over rows and heads (softmax.py). Products are transposed: p is [keys, rows].
+There are far fewer compressed keys than rows, so tiles of keys alone would not fill a GPU. Each section stores float32
+partial sums, and a second kernel adds them in the order of the sections.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from nsa_sel.backends._triton.tma import aligned, row_descriptor
 from nsa_sel.core.choose_call import ChooseCall, Rule
 from nsa_sel.settings.schema import KernelConfig
 
-PROGRAMS = 4096  # that keep any GPU busy; about half of them have nothing to do, as their rows see none of their keys
-SHORTEST = 128  # rows of a section; twice as many for fewer heads than FEW_HEADS
+PROGRAMS = 4096  # programs that keep any GPU busy; about half are idle, because their rows see none of their keys
+SHORTEST = 128  # fewest rows per section; twice as many for fewer heads than FEW_HEADS
 FEW_HEADS = 16
 
 
 class Sections(NamedTuple):
-    """As kernels take them: `total` sections of `rows` rows, `tiles` tiles of keys, `pairs` = B * G.
+    """Sections, as kernels take them: `total` sections of `rows` rows, `tiles` tiles of keys, `pairs` = B * G.
 
-    In a packed batch every sequence has as many sections of its own, unless those would be shorter than `rows`.
+    In a packed batch every sequence has up to `total` sections of its own, none shorter than `rows`.
     """
 
     total: int
@@ -44,7 +45,7 @@ class Sections(NamedTuple):
 
 @triton.jit
 def first_row(key, start, rule: tl.constexpr):
-    """The first row that sees compressed key `key` where positions are implied."""
+    """Return the first row that sees compressed key `key` if positions are implied."""
     return tl.maximum(key.to(tl.int64) * rule.compress_stride + rule.compress_block - 1 - start, 0)
 
 
@@ -53,11 +54,13 @@ def add_rows(
     sums, kv, q_desc, do_desc, q, do, facts, q_pos, b, g, key, first, low, high, strides, stride_do, sizes, own, scale_log2,
     dims: tl.constexpr, rule: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """sums (dk / scale in two tiles, dv) of the keys `key` [BLOCK_K], the first of which is `first`, plus those of the rows [low, high).
+    """Add the contribution of rows [low, high) to the sums (dk / scale in two tiles, dv) of the keys `key` [BLOCK_K]
+    from `first` on.
 
-    A step takes ROWS pairs of row and head, so that any number of heads fills the tensor cores. MASKED: some row may not see some key;
-    where positions are implied, all rows see the first. By TMA rows from `high` on are read, and count for nothing, but not in a packed
-    batch: they may be another sequence's. Without MASKED all steps are full if h divides ROWS.
+    A step takes ROWS (row, head) pairs, so that any number of heads fills the tensor cores. MASKED: some row may not
+    see some key; with implied positions, all rows see the first key. Without MASKED, all steps are full if h divides
+    ROWS. TMA also loads rows from `high` on, which are masked; it is not used for them in a packed batch, where they
+    may belong to another sequence.
     """
     FULL: tl.constexpr = ROWS % dims.h == 0 and not MASKED
     h: tl.constexpr = dims.h
@@ -69,14 +72,14 @@ def add_rows(
     r = tl.arange(0, ROWS)
     facts += (b * sizes.G + g) * 2 * sizes.S * h
     if q_pos is None:
-        begin = tl.minimum(first_row(key, own.start, rule), own.S).to(tl.int32)  # once, instead of seen_keys in every step
+        begin = tl.minimum(first_row(key, own.start, rule), own.S).to(tl.int32)  # computed once, instead of seen_keys per step
     for pair0 in range(low * h, high * h, ROWS):
         pair = pair0 + r
         exists = None if FULL else pair < high * h
         s, head = tl.minimum(pair // h, high - 1).to(tl.int64), (pair % h).to(tl.int64)
         if q_pos is not None:
             seen = seen_keys(q_pos, strides.pos, b, s, sizes, rule)
-            exists = exists & (seen > first)  # what other rows hold, NaN included, is not read
+            exists = exists & (seen > first)  # other rows may hold NaN and are not loaded
         if q_desc is not None:
             at = [b.to(tl.int32), pair0 // h, g.to(tl.int32), 0, 0]
             q_tile = q_desc.load(at).reshape(ROWS, BLOCK_D)
@@ -86,7 +89,7 @@ def add_rows(
             q_tile, q_rest = load_split(row_pointers(q, strides.q, b, g, s, head), exists, dims.Dk, BLOCK_D, REST)
             do_tile = load_columns(row_pointers(do, stride_do, b, g, s, head), exists, 0, dims.Dv, BLOCK_DV)
         logits = split_products(k_tile, k_rest, q_tile, q_rest, REST)
-        # A row that does not exist gets p = 0 from an infinite log-sum-exp. Loads after the products take fewer registers.
+        # Rows that do not exist get lse = +inf, hence p = 0. Loading after the products takes fewer registers.
         lse2 = tl.load(facts + sizes.S * h + pair, mask=exists, other=None if FULL else float("inf"))
         logits = logits * scale_log2 - lse2[None, :]
         if MASKED:
@@ -111,11 +114,13 @@ def dkdv_kernel(
     q, q_desc, do_desc, k, v, q_pos, cu, cu_cmp, do, facts, part_dk, part_dv, strides, stride_do, sizes, sections, scale, scale_log2,
     dims: tl.constexpr, rule: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """part_dk, part_dv [sections, B*G, C, D]: the sums of one section of rows for one tile of keys. Where positions are implied, sections
-    whose rows see none of the keys write nothing.
+    """Compute part_dk, part_dv [sections, B*G, C, D]: the sums of one section of rows for one tile of keys.
 
-    Grid: one program per section, pair b*G + g and tile of keys, tiles first, late sections first. Tiles: k and v [BLOCK_K, D], loaded
-    once; q and do [ROWS, D] per step, by TMA where q_desc and do_desc are given.
+    With implied positions, sections whose rows see none of the keys store nothing.
+
+    Grid: one program per section, pair b*G + g and tile of keys; tiles innermost, late sections first.
+    Tiles: k and v [BLOCK_K, D], loaded once; q and do [ROWS, D] per step.
+    TMA: q_desc and do_desc load q and do; None: pointer loads.
     """
     ACC: tl.constexpr = facts.dtype.element_ty
     BLOCK_D: tl.constexpr = dims.BLOCK_D
@@ -127,7 +132,7 @@ def dkdv_kernel(
     section = sections.total - 1 - number // sections.tiles // sections.pairs
     b, g = (pair // sizes.G).to(tl.int64), (pair % sizes.G).to(tl.int64)
     low, high = row0 + section * rows, tl.minimum(row0 + (section + 1) * rows, own.S)
-    begin, whole = low, high  # rows [begin, whole) may not see all keys; the others come in full steps
+    begin, whole = low, high  # rows [begin, whole) may not see all keys; rows [whole, high) form full steps
     if q_pos is None:
         begin = tl.maximum(low, tl.minimum(first_row(first, own.start, rule), high)).to(tl.int32)
         last = tl.minimum(first + BLOCK_K, own.C) - 1
@@ -136,7 +141,7 @@ def dkdv_kernel(
             whole += (high - whole) % (ROWS // dims.h)
     if (begin < high) | (q_pos is not None):
         key = first + tl.arange(0, BLOCK_K)
-        # Where positions are implied, keys that no row sees, which may hold NaN, are not read.
+        # With implied positions, keys that no row sees are not loaded: they may hold NaN.
         is_seen = key < own.C if q_pos is not None else (key < own.C) & (first_row(key, own.start, rule) < own.S)
         kv = load_kv(k, v, strides, b, g, first_key + key, is_seen, dims)
         dk = tl.zeros([BLOCK_K, BLOCK_D], ACC)
@@ -163,7 +168,8 @@ def sum_sections_kernel(
     part_dk, part_dv, q_pos, cu, cu_cmp, dk, dv, sizes, sections,
     dims: tl.constexpr, rule: tl.constexpr, BLOCK_K: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dk [B*G, C, Dk] and dv [B*G, C, Dv]: the parts added in the order of the sections; zeros for keys that no row sees.
+    """Add the partial sums in the order of the sections: dk [B*G, C, Dk] and dv [B*G, C, Dv]; zeros for keys that no
+    row sees.
 
     Grid: one program per pair and KEYS of the BLOCK_K keys of a tile.
     """
@@ -196,9 +202,10 @@ def sum_sections_kernel(
 
 
 def dkdv(call: ChooseCall, do: Tensor, facts: Tensor, config: KernelConfig) -> tuple[Tensor, Tensor]:
-    """dk [B,G,C,Dk] and dv [B,G,C,Dv] from `facts` [B,G,2,S,h] of the rows (`choose_attention.dq`) of a call with a positive scale.
+    """Return dk [B,G,C,Dk] and dv [B,G,C,Dv] from `facts` [B,G,2,S,h] of the rows (`choose_attention.dq`). The scale is
+    positive.
 
-    Parts take at most four times the scratch of the call, unless those of one section do.
+    Partial sums take at most four times the call's scratch, unless one section needs more.
     """
     dk, dv = (x.new_empty(x.shape) for x in (call.k, call.v))
     if facts.numel() == 0 or call.k.shape[2] == 0:
@@ -221,8 +228,12 @@ def dkdv(call: ChooseCall, do: Tensor, facts: Tensor, config: KernelConfig) -> t
 
 
 def _row_descriptors(call: ChooseCall, do: Tensor, dims: Dims, config: KernelConfig) -> tuple[TensorDescriptor | None, ...]:
-    """Of q and do, where TMA is wanted and can load whole rows with their heads. Not for one tile of keys that is not full: with one
-    compressed key and one group, Triton 3.6's assembler crashes."""
+    """Return TMA descriptors of q and do if the config asks for TMA and it can load whole rows with their heads, else
+    None.
+
+    Not for a single tile of keys that is not full: with one compressed key and one group, Triton 3.6's assembler
+    crashes.
+    """
     tokens = config.rows // dims.h
     whole = tokens * dims.h == config.rows and dims.BLOCK_REST == 0 and call.k.shape[2] >= config.block_l
     if config.loads != "tma" or call.q_pos is not None or not whole or not (aligned(call.q) and aligned(do)):
@@ -231,7 +242,7 @@ def _row_descriptors(call: ChooseCall, do: Tensor, dims: Dims, config: KernelCon
 
 
 def sections_of(call: ChooseCall, config: KernelConfig) -> Sections:
-    """As many sections as give PROGRAMS programs, as fit in memory, and as are not too short."""
+    """Return as many sections as give PROGRAMS programs, fit in memory, and are not too short."""
     B, S, G = call.q.shape[:3]
     C = call.k.shape[2]
     tiles = tiles_of(call, C, config.block_l)

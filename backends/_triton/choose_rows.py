@@ -1,6 +1,7 @@
-"""What rows see of compressed keys, and the arguments that all kernels over them take.
+"""Which compressed keys a row sees, and arguments that all kernels over compressed keys take.
 
-`rule` is `nsa_sel.core.choose_call.Rule`. A row sees the first compressed keys, up to a limit that its position gives.
+`rule` is `nsa_sel.core.choose_call.Rule`. A row sees the first compressed keys, up to a limit that follows from its
+position.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ class Sizes(NamedTuple):
     S: int
     C: int
     G: int
-    start: int  # position of row 0, where there is no q_pos
-    tiles: int  # of rows
-    sequences: int  # of a packed batch, else 0
+    start: int  # position of row 0 if q_pos is None
+    tiles: int  # tiles of rows
+    sequences: int  # sequences of a packed batch, else 0
 
 
 @triton.jit
 def seen_keys(q_pos, stride_pos, b, s, sizes, rule: tl.constexpr):
-    """How many compressed keys the rows s see, int32."""
+    """Return how many compressed keys the rows s see (int32)."""
     past = row_position(q_pos, stride_pos, b, s, sizes.start) + 1 - rule.compress_block
     return tl.where(past >= 0, tl.minimum(past // rule.compress_stride + 1, sizes.C), 0).to(tl.int32)
 
@@ -52,39 +53,41 @@ def strides_of(call: ChooseCall) -> Strides:
 
 
 def sizes_of(call: ChooseCall, tokens: int) -> Sizes:
-    """For tiles of `tokens` rows."""
+    """Return `Sizes` for tiles of `tokens` rows."""
     _, S, G = call.q.shape[:3]
     return Sizes(S, call.k.shape[2], G, call.start, tiles_of(call, S, tokens), sequences_of(call))
 
 
 def sequences_of(call: ChooseCall) -> int:
-    """Sequences of a packed batch, else 0."""
+    """Return the number of sequences of a packed batch, else 0."""
     return 0 if call.sequences is None else len(call.sequences.rows) - 1
 
 
 def bounds_of(call: ChooseCall) -> tuple[Tensor | None, Tensor | None]:
-    """Where the sequences of a packed batch begin, in rows and in compressed keys."""
+    """Return where the sequences of a packed batch begin, in rows and in compressed keys, or (None, None)."""
     return (None, None) if call.sequences is None else (call.sequences.rows, call.sequences.keys)
 
 
 def tiles_of(call: ChooseCall, total: int, size: int) -> int:
-    """Tiles of so many rows or keys; in a packed batch a bound on them, padding's among them, each within one sequence."""
+    """Return the tiles of `total` rows or keys; for a packed batch (tiles within one sequence, with padding) an upper
+    bound."""
     return -(-total // size) if call.sequences is None else total // size + sequences_of(call) + 1
 
 
 def tile_tokens(h: int, rows: int) -> int:
-    """Tokens whose h heads fill a tile of `rows` rows."""
+    """Return the tokens whose h heads fill a tile of `rows` rows."""
     return max(1, rows // h)
 
 
 def programs_of(call: ChooseCall, rows: int) -> int:
-    """Tiles of all sequences and groups; more than `rows` heads take several."""
+    """Return the programs for all tiles of all sequences and groups; more than `rows` heads take several programs."""
     B, S, G, h, _ = call.q.shape
     return B * G * tiles_of(call, S, tile_tokens(h, rows)) * -(-h // rows)
 
 
 def key_descriptors(call: ChooseCall, dims: Dims, block_k: int) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
-    """Of k and of the second tile of k, by which TMA loads block_k keys; the second is None where one tile holds k."""
+    """Return TMA descriptors of k and k's second column tile for block_k keys; the second is None if one tile holds
+    k."""
     return descriptor(call.k, block_k, dims.BLOCK_D), descriptor(call.k, block_k, dims.BLOCK_REST) if dims.BLOCK_REST else None
 
 
@@ -93,5 +96,5 @@ def value_descriptor(call: ChooseCall, dims: Dims, block_k: int) -> TensorDescri
 
 
 def by_tma(call: ChooseCall, config: KernelConfig) -> bool:
-    """Whether TMA is wanted and can load k and v."""
+    """Return whether the config asks for TMA and TMA can load k and v."""
     return config.loads == "tma" and aligned(call.k) and aligned(call.v)

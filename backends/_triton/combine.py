@@ -1,6 +1,7 @@
-"""Split rows: with few rows, several programs each walk a share of a row's keys, and their results are joined in a fixed order.
+"""Merge partial results of split rows (split-KV): with few rows, several programs walk the keys of each row.
 
-o = sum_i w_i o_i with w_i = 2^(lse_i - lse), lse = log2 sum_i 2^lse_i; a part that saw no key has lse_i = -inf and w_i = 0.
+o = sum_i w_i o_i with w_i = 2^(lse_i - lse), lse = log2 sum_i 2^lse_i, summed in a fixed order. A part without keys has
+lse_i = -inf and w_i = 0.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from nsa_sel.backends._triton.softmax import LN_2, LOWEST
 from nsa_sel.backends._triton.tiles import tile_size
 from nsa_sel.core.call import Call
 
-SMS_WHEN_INTERPRETED = 4  # few, so that tests split rows without running many programs
+SMS_WHEN_INTERPRETED = 4  # small, so that interpreter tests split rows with few programs
 
 
 @triton.jit
 def joined_lse(part, AXIS: tl.constexpr):
-    """lse in base 2 of rows from that of their parts along AXIS, whose size becomes 1, and whether any part saw a key; 0 without."""
+    """Return the base-2 lse merged over AXIS (kept with size 1), 0 for rows without keys, and whether the row has any
+    key."""
     highest = tl.maximum(tl.max(part, AXIS, keep_dims=True), LOWEST)
     total = tl.sum(tl.exp2(part - highest), AXIS, keep_dims=True)
     seen = total != 0
@@ -30,35 +32,43 @@ def joined_lse(part, AXIS: tl.constexpr):
 
 @triton.jit
 def combine_row(part_o, part_lse, o, row, parts, Dv: tl.constexpr, PARTS: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """Write o of a row; returns its lse in base 2 and whether it saw a key, each [1]."""
+    """Merge one row's parts and store its o; return its base-2 lse [1] and whether it has any key [1]."""
     i, d = tl.arange(0, PARTS), tl.arange(0, BLOCK_DV)
-    part = tl.load(part_lse + row * parts + i, mask=i < parts, other=float("-inf"))
+    part = tl.load(part_lse + row * parts + i, mask=i < parts, other=float("-inf"))  # [PARTS]
     exists = (i < parts)[:, None] & (d < Dv)[None, :]
+    # [PARTS, BLOCK_DV]
     parts_o = tl.load(part_o + (row * parts + i[:, None]) * Dv + d[None, :], mask=exists, other=0.0)
-    row_lse, seen = joined_lse(part, 0)
-    o_row = tl.sum(tl.exp2(part - row_lse)[:, None] * parts_o, 0)
+    row_lse, seen = joined_lse(part, 0)  # [1], [1]
+    o_row = tl.sum(tl.exp2(part - row_lse)[:, None] * parts_o, 0)  # [BLOCK_DV]
     tl.store(o + row * Dv + d, o_row.to(o.dtype.element_ty), mask=d < Dv)
     return row_lse, seen
 
 
 @triton.jit
 def combine_kernel(part_o, part_lse, o, lse, parts, Dv: tl.constexpr, PARTS: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """part_o [rows, parts, Dv] and part_lse [rows, parts] (base 2) in float32 -> o [rows, Dv], lse [rows] (natural); rows = B*S*G*h.
+    """Merge part_o [rows, parts, Dv] and base-2 part_lse [rows, parts], float32, into o [rows, Dv] and natural-log lse
+    [rows].
 
-    One program per row. It loads all parts at once: one after another, each would wait for memory by itself."""
+    Grid: one program per row of B*S*G*h. It loads all parts at once, to pay the memory latency once.
+    """
     row = tl.program_id(0).to(tl.int64)
     row_lse, seen = combine_row(part_o, part_lse, o, row, parts, Dv, PARTS, BLOCK_DV)
     tl.store(lse + row + tl.arange(0, 1), tl.where(seen, row_lse * LN_2, float("-inf")))
 
 
 def multiprocessors(call: Call) -> int:
-    """Of the GPU; a few in the interpreter."""
+    """Return the GPU's multiprocessor count, or SMS_WHEN_INTERPRETED in the interpreter."""
     return SMS_WHEN_INTERPRETED if call.device.kind == "cpu" else call.device.sm_count
 
 
 def split_parts(call: Call, programs: int, at_once: int, least: int) -> int:
-    """Into how many programs each row is split so that few rows still fill the GPU, which runs `at_once` of them side by side: 1 when
-    there are enough rows. A program walks at least `least` keys of a row that may have so many."""
+    """Return the number of programs per row that fills the GPU; 1 if there are enough rows.
+
+    Args:
+        programs: programs without splitting.
+        at_once: programs that the GPU runs concurrently.
+        least: fewest keys per program, where a row can have that many.
+    """
     parts = min(64, at_once // max(1, programs))
     if parts <= 1:
         return 1
@@ -66,12 +76,12 @@ def split_parts(call: Call, programs: int, at_once: int, least: int) -> int:
 
 
 def combine(part_o: Tensor, part_lse: Tensor, o: Tensor, lse: Tensor, parts: int) -> None:
-    """Join the partials [rows, parts, Dv] and [rows, parts] of split rows into o and lse."""
+    """Launch the merge of part_o [rows, parts, Dv] and part_lse [rows, parts] into o and lse."""
     _combine(o.shape[-1], tile_size(parts, 1)).launch(lse.numel(), (part_o, part_lse, o, lse), (parts,))
 
 
 @functools.lru_cache(REMEMBERED)
 def _combine(Dv: int, PARTS: int) -> Kernel:
     block_dv = tile_size(Dv)
-    num_warps = min(4, max(1, PARTS * block_dv // 1024))  # 32 numbers per thread, where there are so many
+    num_warps = min(4, max(1, PARTS * block_dv // 1024))  # up to 32 elements per thread
     return Kernel(combine_kernel, Dv=Dv, PARTS=PARTS, BLOCK_DV=block_dv, num_warps=num_warps)

@@ -1,8 +1,10 @@
-"""dK and dV without atomics: a program takes a piece of the lists of rows that select each KV tile, in ascending order of rows.
+"""Compute dK and dV without atomics, from the list of rows that select each KV tile (key_to_rows.py).
 
-dv = sum p^T do, dk = scale * sum ds^T q over the rows and all h heads of the group (softmax.py). A piece writes its sums for a
-tile as a float32 part, which a second kernel adds in the order of the pieces: the sum's order is fixed, whatever ran first.
-For triton-block the same pass also writes each (row, range)'s share of dq = scale * ds k, to be added by rows (triton_block.py).
+dv = sum p^T do, dk = scale * sum ds^T q over the rows and all h heads of the group (softmax.py). The lists are cut into
+pieces of equal length, one program per piece. A program stores float32 partial sums for each tile in its piece, and a
+second kernel adds them in the order of the pieces, so that the order of summation does not depend on which program runs
+first. For triton-block the same pass also stores each (row, range)'s share of dq = scale * ds k, which triton_block.py
+sums per row.
 """
 
 from __future__ import annotations
@@ -47,23 +49,26 @@ def partial_dkdv_kernel(
     dims: tl.constexpr, N: tl.constexpr, REACH: tl.constexpr, TILES: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
     BY_ENTRY: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """Parts of dk [BLOCK_L, Dk] and dv [BLOCK_L, Dv] for every list of one piece; part_dq, or None: shares of dq for each entry and head.
+    """Compute partial sums of dk [BLOCK_L, Dk] and dv [BLOCK_L, Dv] for every list in one piece.
 
-    Grid: one program per piece of the unit's lists, and tile of the TILES of a block that share a list. K and V of a tile are loaded once;
-    a step takes ROWS pairs of (entry, head), so that any number of heads fills the tensor cores. WHOLE: every entry's range covers its tile
-    up to the causal clamp, so that only the first BLOCK_L rows of a list, in their order, need a mask, with positions of any order those of
-    the tile's own list. bits, or None: which blocks of BLOCK keys a range selects of its tile (merged_blocks.py).
-    29 arguments: 15 tensors, each with an address of its own.
+    Grid: one program per piece of the unit's lists, times TILES if the tiles of a block share a list.
+    A program loads K and V of a tile once, through pointers. A step takes ROWS (entry, head) pairs, so that any number
+    of heads fills the tensor cores.
+
+    part_dq: if not None, receives each (entry, head)'s share of dq.
+    WHOLE: every entry's range covers its tile up to the causal clamp. Only the first BLOCK_L rows of a list then need a
+    mask, because rows ascend; with explicit q_pos, all rows of the tile's own list do.
+    bits: if not None, which blocks of BLOCK keys a range selects within its tile (merged_blocks.py).
     """
     S, S_kv, G = sizes
     piece = tl.program_id(0) // TILES
     e, stop = piece_bounds(ends, lists, piece)
     if e < stop:
         number = tl.load(piece_list + piece)
-        r = tl.arange(0, ROWS)  # here, not once per list
+        r = tl.arange(0, ROWS)  # [ROWS], hoisted out of the loop over lists
         while e < stop:
             after = block_end(number, lists, TILES)
-            if TILES > 1:  # of a cut block not all tiles exist
+            if TILES > 1:  # the last block of a sequence may have fewer tiles
                 number = tl.minimum(number - number % lists.tiles % TILES + tl.program_id(0) % TILES, after)
             list_begin = list_start(ends, number, lists.stretches)
             e1 = tl.minimum(list_start(ends, after, lists.stretches), stop)
@@ -71,7 +76,7 @@ def partial_dkdv_kernel(
             if e < e1:
                 bg, b, g, column = list_tile(number, lists, G, BLOCK_L)
                 reachable = S_kv
-                if part_dq is not None:  # ds k must not meet keys that no row may see: they may hold NaN
+                if part_dq is not None:  # keys that no row may see can hold NaN, which ds k would spread to dq
                     reachable = highest_limit(entries, q_pos, strides.pos, e, e1, b, S, S_kv, N * REACH)
                 kv = load_kv(k, v, strides, b, g, column, column < reachable, dims)
                 masked_end = list_begin + BLOCK_L if q_pos is None else list_start(ends, number + 1, lists.stretches)
@@ -93,7 +98,11 @@ def list_gradients(
     strides, stride_do, sizes, lists, scale, scale_log2,
     dims: tl.constexpr, N: tl.constexpr, REACH: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dk / scale (two tiles, as `load_split`) and dv of one KV tile from the entries [e, e1) of its list; also writes shares of dq."""
+    """Return dk / scale (two column tiles, see `load_split`) and dv of one KV tile, summed over entries [e, e1) of its
+    list.
+
+    Also stores each entry's share of dq if part_dq is not None. masked_end: entries before it need a mask.
+    """
     S, S_kv, G = sizes
     h: tl.constexpr = dims.h
     REST: tl.constexpr = dims.BLOCK_REST
@@ -107,10 +116,10 @@ def list_gradients(
     masked = (tl.maximum(masked_end - e, 0) * h).to(tl.int32)
     first_out = (b * S * G + g) * h
     first_slot = ((bg - lists.first_pair) * lists.section - lists.first_row) * (N * REACH) * h
-    # The next step's entries are fetched early: the rows' addresses wait for them.
+    # Prefetch the next step's entries, because the addresses of its rows depend on them.
     coming = load_entries(entries, e, r, pairs, h)
     for p0 in range(0, pairs, ROWS):
-        pair = p0 + r
+        pair = p0 + r  # [ROWS], as all row indices below
         listed = pair < pairs
         entry = coming
         coming = load_entries(entries, e, pair + ROWS, pairs, h)
@@ -118,13 +127,13 @@ def list_gradients(
         s = (entry // (N * REACH)).to(tl.int64)
         q_tile, q_rest = load_split(row_pointers(q, strides.q, b, g, s, head), listed, dims.Dk, dims.BLOCK_D, REST)
         do_tile = load_columns(row_pointers(do, stride_do, b, g, s, head), listed, 0, dims.Dv, dims.BLOCK_DV)
-        # A row that is not listed gets p = 0 from an infinite log-sum-exp.
+        # Rows past the end of the list get lse = +inf, hence p = 0.
         out = first_out + s * G * h + head
         lse2 = tl.load(lse + out, mask=listed, other=float("inf")) * LOG2_E
         delta_rows = tl.load(delta + out, mask=listed, other=0.0)
 
-        logits = split_products(q_tile, q_rest, k_tile, k_rest, REST)
-        p, ds = p_and_ds(logits, do_tile, v_tile, lse2, delta_rows, scale_log2)
+        logits = split_products(q_tile, q_rest, k_tile, k_rest, REST)  # [ROWS, BLOCK_L]
+        p, ds = p_and_ds(logits, do_tile, v_tile, lse2, delta_rows, scale_log2)  # [ROWS, BLOCK_L] both
         if ALWAYS or p0 < masked:
             limit = row_limit(q_pos, strides.pos, b, s, S, S_kv)
             if WHOLE:
@@ -135,7 +144,8 @@ def list_gradients(
             else:
                 start, end = load_range(ranges + (((b * S + s) * G + g) * N + entry // REACH % N) * 2, limit, listed)
                 seen = (column[None, :] >= start[:, None]) & (column[None, :] < end[:, None])
-            # Where nothing is seen, k and v may be NaN, and p and ds with them: the mask decides, not the product.
+            # Hidden keys and values may be NaN, and p and ds with them: select by the mask instead of multiplying by
+            # it.
             p = tl.where(seen, p, 0.0)
             ds = tl.where(seen, ds, 0.0)
         p, ds = p.to(do_tile.dtype), ds.to(q_tile.dtype)
@@ -153,7 +163,7 @@ def list_gradients(
 
 @triton.jit
 def block_end(number, lists, TILES: tl.constexpr):
-    """One past the last list of the block of list `number`."""
+    """Return one past the last list of the block that list `number` belongs to."""
     if TILES == 1:
         return number + 1
     else:
@@ -163,8 +173,11 @@ def block_end(number, lists, TILES: tl.constexpr):
 
 @triton.jit
 def part_number(number, lists, piece_in_unit, first_entry, TILES: tl.constexpr, BY_ENTRY: tl.constexpr):
-    """Where a piece's part of list `number` is kept, beside those of the block's other tiles: at block + piece, which the next block or the
-    next piece raises; with BY_ENTRY, in units that have fewer entries than blocks and pieces together, at the part's first entry."""
+    """Return the slot of a piece's partial sums for list `number`. Slots of a block's tiles are adjacent.
+
+    The slot is block + piece, which is unique because each next part has a higher block or a higher piece. BY_ENTRY,
+    for units with fewer entries than blocks plus pieces: the slot is the part's first entry.
+    """
     block = number - lists.first_list
     if TILES > 1:
         block = block // lists.tiles * tl.cdiv(lists.tiles, TILES) + number % lists.tiles // TILES
@@ -177,10 +190,11 @@ def sum_parts_kernel(
     dims: tl.constexpr, BLOCK_L: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
     BY_ENTRY: tl.constexpr,
 ):  # fmt: skip
-    """dk [B*G, S_kv, Dk] and dv [B*G, S_kv, Dv]: the parts of each list added in the order of the pieces; tiles that nobody selects
-    get zeros. Sections of rows but the LAST add to sum_dk and sum_dv [pairs, S_kv, D] instead, of which the FIRST reads nothing.
+    """Add the partial sums of each list in the order of the pieces and store dk [B*G, S_kv, Dk] and dv [B*G, S_kv, Dv].
 
-    Grid: one program per ROWS of the BLOCK_L keys of a list.
+    Grid: one program per ROWS of the BLOCK_L keys of a list. Tiles that no row selects get zeros.
+    If rows are split into sections, all but the LAST accumulate in sum_dk and sum_dv [pairs, S_kv, D]; the FIRST starts
+    from zero.
     """
     PIECES: tl.constexpr = BLOCK_L // ROWS
     BLOCK_D: tl.constexpr = dims.BLOCK_D
@@ -215,8 +229,11 @@ def sum_parts_kernel(
 
 
 class Gradients:
-    """dk and dv, the parts of one unit, and its pairs' float32 sums where several sections of rows add to them; `sums`: those of a pair to
-    which slices of its rows add, in place of dk and dv."""
+    """Output buffers: dk and dv, the partial sums of one unit, and float32 sums if several sections of rows add to
+    them.
+
+    sums: float32 sums of one pair, used in place of dk and dv when slices of its rows add to them.
+    """
 
     def __init__(self, call: Call, plan: KeyToRows, lse: Tensor, sums: tuple[Tensor, Tensor] | None = None) -> None:
         B, S, G = call.q.shape[:3]
@@ -239,11 +256,11 @@ def partial_unit(
     call: Call, heads: arguments.Heads, plan: KeyToRows, unit: Unit, lse: Tensor, do: Tensor, delta: Tensor, sums: Gradients,
     name: str, part_dq: Tensor | None = None, bits: Tensor | None = None, small: int = 0,
 ) -> None:  # fmt: skip
-    """Write one unit's parts of dk and dv by the kernel config `name`.
+    """Launch `partial_dkdv_kernel` for one unit with the kernel config `name`.
 
     Args:
-        part_dq: [pairs, section, n*reach, h, Dk], for the unit's shares of dq; None: no dq.
-        bits: of blocks of `small` keys (`merged_blocks.merged`).
+        part_dq: [pairs, section, n*reach, h, Dk] for the unit's shares of dq, or None.
+        bits: which blocks of `small` keys each range selects (`merged_blocks.merged`), or None.
     """
     block = call.selection.block_size
     whole = block is not None and block % plan.width == 0
@@ -258,7 +275,7 @@ def partial_unit(
 
 
 def sum_unit(call: Call, heads: arguments.Heads, plan: KeyToRows, unit: Unit, sums: Gradients) -> None:
-    """Add one unit's parts to dk and dv."""
+    """Launch `sum_parts_kernel`, which adds one unit's partial sums to dk and dv."""
     sizes = arguments.sizes(call)
     first, last = unit.rows.first_row == 0, unit.rows.first_row + unit.rows.rows == sizes[0]
     total = _sum_parts(heads, plan.width, plan.block, first and not sums.slice, last and not sums.slice, sums.by_entry)
@@ -290,37 +307,43 @@ def _sum_parts(heads: arguments.Heads, width: int, tiles: int, first: bool, last
 def key_value_gradients(
     call: Call, heads: arguments.Heads, lse: Tensor, do: Tensor, delta: Tensor, name: str
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h], by the kernel config `name`; parts stay within the workspace
-    bound where those of one (batch entry, group) pair do."""
+    """Return dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h], with the kernel config `name`.
+
+    Partial sums stay within runtime.workspace_bytes if those of one (batch entry, group) pair fit.
+    """
     width = tile_width(call, arguments.kernel_config(call, heads, name))
     cut = slices_of(call, width)
     if cut is not None:
         return _by_slices(call, heads, lse, do, delta, name, width, cut)
-    found = _add_rows(call, heads, lse, do, delta, name, width)
-    return found.dk, found.dv
+    grads = _add_rows(call, heads, lse, do, delta, name, width)
+    return grads.dk, grads.dv
 
 
 def _add_rows(
     call: Call, heads: arguments.Heads, lse: Tensor, do: Tensor, delta: Tensor, name: str, width: int,
     sums: tuple[Tensor, Tensor] | None = None, parts: int | None = None,
 ) -> Gradients:  # fmt: skip
-    """dk and dv of a call, or of a slice that adds to `sums`; parts: their bytes, by default what the workspace has beside the plan."""
+    """Compute dk and dv of a call, or of a slice that adds to `sums`.
+
+    parts: byte budget of the partial sums; by default what the plan leaves of the workspace.
+    """
     B, S, G = call.q.shape[:3]
     small = call.selection.block_size or 0
     call, bits = merged(call, width)
     block = call.tiles_of_block(width)
     plan = plan_within(call, width, S, B * G, workspace_beside_plan(call, width, block) if parts is None else parts, block)
-    found = Gradients(call, plan, lse, sums)
+    grads = Gradients(call, plan, lse, sums)
     for unit in units(call, plan):
-        partial_unit(call, heads, plan, unit, lse, do, delta, found, name, bits=bits, small=0 if bits is None else small)
-        sum_unit(call, heads, plan, unit, found)
-    return found
+        partial_unit(call, heads, plan, unit, lse, do, delta, grads, name, bits=bits, small=0 if bits is None else small)
+        sum_unit(call, heads, plan, unit, grads)
+    return grads
 
 
 def _by_slices(
     call: Call, heads: arguments.Heads, lse: Tensor, do: Tensor, delta: Tensor, name: str, width: int, cut: Slices
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dk and dv where the plan of all rows does not fit the workspace: pair after pair, each by slices of its rows."""
+    """Return dk and dv if the plan of all rows does not fit the workspace: process pairs one by one, each in slices of
+    rows."""
     B, _, G = call.q.shape[:3]
     _, _, S_kv, Dv = call.v.shape
     sums = temporary(call, lse, 1, S_kv, heads.Dk), temporary(call, lse, 1, S_kv, Dv)

@@ -1,7 +1,9 @@
-"""triton-group over whole blocks: one program per query row and up to BLOCK_H of its group's heads, K and V by TMA where it fits.
+"""triton-group kernels over whole blocks: one program per query row and up to BLOCK_H heads of its group, K and V
+through TMA.
 
-TMA cannot mask, so it takes whole blocks alone: of disjoint blocks at most one is cut (by t or by S_kv), and pointers load that one, in
-masked tiles of TAIL_L keys. A hole in the list (padding) loads the row's last whole block again and adds nothing (rows.whole_block).
+TMA cannot mask, so it loads whole blocks only. Of a row's disjoint blocks at most one is cut (by t or by S_kv);
+pointers load that one in masked tiles of TAIL_L keys. A hole in the list (padding) loads the row's last whole block
+again and is masked out (rows.whole_block).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from nsa_sel.backends._triton.tiles import cached_pointers, key_pointers, load_c
 
 @triton.jit
 def step_keys(row_ranges, step, limit, last_whole, BLOCK: tl.constexpr, BLOCK_L: tl.constexpr):
-    """The first of the BLOCK_L keys that step number `step` loads, and whether they count."""
+    """Return the first of the BLOCK_L keys that step number `step` loads, and whether they count."""
     STEPS: tl.constexpr = BLOCK // BLOCK_L
     c, is_whole = whole_block(row_ranges, step // STEPS, limit, last_whole, BLOCK)
     return c + step % STEPS * BLOCK_L, is_whole
@@ -36,8 +38,11 @@ def step_keys(row_ranges, step, limit, last_whole, BLOCK: tl.constexpr, BLOCK_L:
 
 @triton.jit
 def load_step(desc, x, stride, b, g, c, page, D: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr):
-    """The keys (or values) [c, c + BLOCK_L) of a whole block, by TMA, or by pointers where there is no descriptor. `page` is a number for
-    TMA, of steps within one page, and a vector for pointers."""
+    """Load keys (or values) [c, c + BLOCK_L) of a whole block as a tile [BLOCK_L, BLOCK_D].
+
+    Uses TMA, or pointers if `desc` is None. page: a number for TMA (a step lies within one page), [BLOCK_L] for
+    pointers.
+    """
     if desc is not None:
         first = page.to(tl.int32) if PAGE > 0 else b.to(tl.int32)
         return desc.load([first, g.to(tl.int32), c % PAGE if PAGE > 0 else c, 0]).reshape(BLOCK_L, BLOCK_D)
@@ -52,16 +57,19 @@ def forward_blocks_kernel(
     dims: tl.constexpr, LENGTHS: tl.constexpr, PAGE: tl.constexpr, PAGE_SCALES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_L: tl.constexpr, TAIL_L: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    """o and lse of one row's heads; every range is one block of BLOCK keys.
+    """Compute o = softmax(scale * q k^T) v and lse for one row's heads; every range is one block of BLOCK keys.
 
-    Grid: one program per row and tile of heads. Tiles: q [BLOCK_H, BLOCK_D], k [BLOCK_L, BLOCK_D], v [BLOCK_L, BLOCK_DV]. TMA: k_desc and
-    v_desc are descriptors of k, v [B,G,S_kv,D], or of pages [pages,G,PAGE,D], each of which holds whole steps of BLOCK_L keys; None:
-    pointers. LENGTHS, PAGE and scales as in `forward_ranges_kernel`.
+    Grid: one program per row and tile of BLOCK_H heads.
+    Tiles: q [BLOCK_H, BLOCK_D], k [BLOCK_L, BLOCK_D], v [BLOCK_L, BLOCK_DV]; TAIL_L keys per step in the cut block.
+    TMA: k_desc and v_desc describe k, v [B,G,S_kv,D], or page pools [pages,G,PAGE,D] whose pages hold whole steps of
+    BLOCK_L keys; None:
+    pointer loads.
+    LENGTHS, PAGE and scales are those of `forward_ranges_kernel`.
     """
     ACC: tl.constexpr = lse.dtype.element_ty
     TMA: tl.constexpr = k_desc is not None
-    # Read the next step's range, page and scales one step ahead: every step would wait for its page, and its keys would come a stage
-    # late, which shows where they are few bytes.
+    # Read the next step's range, page and scales one step ahead. Otherwise every step waits for its page and its keys
+    # arrive one pipeline stage late, which costs time when keys are small (8 bits).
     AHEAD: tl.constexpr = PAGE > 0 or k.dtype.element_ty != q.dtype.element_ty
     BLOCK_DV: tl.constexpr = dims.BLOCK_DV
     b, g, _, _, is_head, out, limit, row_ranges, q_tile = row_heads(
@@ -93,7 +101,7 @@ def forward_blocks_kernel(
             page, k_factor, v_factor = coming_page, coming_k, coming_v
             coming_page = page_of(coming if TMA else coming + w, exists, table, PAGE)
         k_tile = load_step(k_desc, k, strides.k, b, g, c, page, dims.Dk, BLOCK_L, dims.BLOCK_D, PAGE)
-        logits = step_logits(q_tile, k_tile, k_rate, k_factor)
+        logits = step_logits(q_tile, k_tile, k_rate, k_factor)  # [BLOCK_H, BLOCK_L]
         v_tile = load_step(v_desc, v, strides.v, b, g, c, page, dims.Dv, BLOCK_L, BLOCK_DV, PAGE)
         weight, shrink, v_rate = step_weights(v_factor, v_rate, PAGE_SCALES)
         acc, l, m = chosen_step(logits, is_whole, v_tile.to(q_tile.dtype), acc, l, m, scale_log2, weight, shrink)
@@ -106,12 +114,13 @@ def forward_blocks_kernel(
         page = page_of(position, valid, table, PAGE) if PAGE > 0 else position
         k_tile = load_columns(cached_pointers(k, strides.k, b, g, position, page, PAGE), valid, 0, dims.Dk, dims.BLOCK_D)
         k_factor, v_factor = page_scales(k_scale, v_scale, of_cache, g, page, valid, PAGE_SCALES)
+        # [BLOCK_H, TAIL_L]
         logits = tl.where(valid[None, :], step_logits(q_tile, k_tile, k_rate, k_factor), float("-inf"))
         v_tile = load_columns(cached_pointers(v, strides.v, b, g, position, page, PAGE), valid, 0, dims.Dv, BLOCK_DV)
         weight, shrink, v_rate = step_weights(v_factor, v_rate, PAGE_SCALES)
         acc, l, m = softmax_step(logits, v_tile.to(q_tile.dtype), acc, l, m, scale_log2, weight, shrink)
 
-    o_tile, lse_rows = finish_softmax(acc * v_rate, l, m, scale_log2)
+    o_tile, lse_rows = finish_softmax(acc * v_rate, l, m, scale_log2)  # [BLOCK_H, BLOCK_DV], [BLOCK_H]
     store_columns(o + out * dims.Dv, o_tile, is_head, 0, dims.Dv)
     tl.store(lse + out, lse_rows * LN_2, mask=is_head)
 
@@ -121,10 +130,11 @@ def dq_blocks_kernel(
     q, k_desc, v_desc, k, v, ranges, q_pos, o, lse, do, dlse, dq, delta, strides, stride_do, sizes, n, scale, scale_log2,
     dims: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, TAIL_L: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    """dq = scale * ds k of one row's heads, and delta = sum(do * o) - dlse [B,S,G,h] for the KV side; the walk of
-    `forward_blocks_kernel`, always by TMA.
+    """Compute dq = scale * ds k for one row's heads; store delta = sum(do * o) - dlse [B,S,G,h] for the dK/dV kernel.
 
-    Grid: one program per row and tile of heads. Tiles: q, dq [BLOCK_H, BLOCK_D], do [BLOCK_H, BLOCK_DV], k and v as in the forward.
+    Grid: one program per row and tile of BLOCK_H heads. Same walk as `forward_blocks_kernel`; whole blocks always come
+    through TMA.
+    Tiles: q, dq [BLOCK_H, BLOCK_D], do [BLOCK_H, BLOCK_DV], k [BLOCK_L, BLOCK_D], v [BLOCK_L, BLOCK_DV].
     """
     BLOCK_D: tl.constexpr = dims.BLOCK_D
     b, g, s, head, is_head, out, limit, row_ranges, q_tile = row_heads(q, ranges, q_pos, strides, sizes, n, tl.program_id(0), dims, BLOCK_H)
@@ -137,6 +147,7 @@ def dq_blocks_kernel(
         c, is_whole = step_keys(row_ranges, step, limit, last_whole, BLOCK, BLOCK_L)
         k_tile = load_step(k_desc, k, strides.k, b, g, c, c, dims.Dk, BLOCK_L, BLOCK_D, 0)
         v_tile = load_step(v_desc, v, strides.v, b, g, c, c, dims.Dv, BLOCK_L, dims.BLOCK_DV, 0)
+        # [BLOCK_H, BLOCK_L]
         _, ds = p_and_ds(products(q_tile, k_tile), do_tile, v_tile, lse2, delta_rows, scale_log2, is_whole)
         acc = add_product(acc, ds.to(k_tile.dtype), k_tile)
 
@@ -145,6 +156,7 @@ def dq_blocks_kernel(
         valid = position < cut_end
         k_tile = load_columns(key_pointers(k, strides.k, b, g, position), valid, 0, dims.Dk, BLOCK_D)
         v_tile = load_columns(key_pointers(v, strides.v, b, g, position), valid, 0, dims.Dv, dims.BLOCK_DV)
+        # [BLOCK_H, TAIL_L]
         _, ds = p_and_ds(products(q_tile, k_tile), do_tile, v_tile, lse2, delta_rows, scale_log2, valid[None, :])
         acc = add_product(acc, ds.to(k_tile.dtype), k_tile)
     store_columns(dq + out * dims.Dk, acc * scale, is_head, 0, dims.Dk)

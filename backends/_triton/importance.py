@@ -1,8 +1,8 @@
-"""Importance of selection blocks from q, compressed keys and lse, without p in memory (NSA, Eq. 8 to 10).
+"""Compute the importance of selection blocks from q, compressed keys and lse, without storing p (NSA, Eq. 8 to 10).
 
-p = 2^(c q.k - lse2) is computed transposed, [keys, heads x tokens] with the tokens of a head side by side: in the layout of a
-tensor-core accumulator the sum over heads then stays within a thread. A compressed key covers `reach` pieces of compress_stride keys.
-Those in its own block add to `own`, the others to the `spill` into the next block:
+p = 2^(c q.k - lse2) is computed transposed, [keys, heads x tokens] with the tokens of a head adjacent, so that in the
+layout of a tensor-core accumulator the sum over heads stays within a thread. A compressed key covers `reach` pieces of
+compress_stride keys. Pieces in its own block add to `own`, the others to the `spill` into the next block:
 
     importance[b] = own[b] + spill[b - 1]
 """
@@ -28,7 +28,8 @@ from nsa_sel.settings.schema import KernelConfig
 
 @triton.jit
 def load_pieces(k_desc, k_rest_desc, k, strides, b, g, key, exists, first, dims: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The compressed keys `key` [BLOCK_K] as two tiles (`load_split`); by TMA those from `first` on."""
+    """Load the compressed keys `key` [BLOCK_K] as two column tiles (`load_split`); through TMA, BLOCK_K keys from
+    `first` on."""
     BLOCK_D: tl.constexpr = dims.BLOCK_D
     REST: tl.constexpr = dims.BLOCK_REST
     if k_desc is not None:
@@ -47,11 +48,16 @@ def importance_kernel(
     q, k_desc, k_rest_desc, k, lse, q_pos, cu, cu_cmp, scores, positions, strides, stride_lse, stride_scores, sizes, blocks, scale_log2,
     dims: tl.constexpr, rule: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """scores [B,S,G,blocks] up to the block of each tile's last position; later ones stay unwritten. Of a packed batch the positions [1,S]
-    int32, too, -1 for padding, so that `top_n` need not look for the sequence of each row.
+    """Store scores [B,S,G,blocks] up to the block of each tile's last position; later scores stay uninitialized.
 
-    Grid: one program per tile of TOKENS rows, late tiles first. Tiles: q [HEADS * TOKENS, BLOCK_D], k [BLOCKS * PIECES, BLOCK_D], a block's
-    keys padded to PIECES, a power of two. Masks come after the sum over heads: what no row may see, NaN included, is dropped there.
+    For a packed batch, also store the positions [1,S] int32 (-1 for padding), so that `top_n` need not search for each
+    row's sequence.
+
+    Grid: one program per tile of TOKENS rows, late tiles first.
+    Tiles: q [HEADS * TOKENS, BLOCK_D], k [BLOCKS * PIECES, BLOCK_D], with a block's keys padded to PIECES, a power of
+    two.
+    TMA: k_desc and k_rest_desc load keys; None: pointer loads.
+    Masks come after the sum over heads and drop keys that a row may not see, NaN included.
     """
     BLOCK_K: tl.constexpr = BLOCKS * PIECES
     REACH: tl.constexpr = rule.compress_block // rule.compress_stride
@@ -66,8 +72,8 @@ def importance_kernel(
     exists = (s < sizes.S) & (head < dims.h)
     s = last_row(s, cu, sizes).to(tl.int64)
     q_tile, q_rest = load_split(row_pointers(q, strides.q, b64, g64, s, head), exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
-    q_columns, rest_columns = q_tile.T, q_rest.T  # transposed in the loop, they would be copied to shared memory in every step
-    # Columns that do not exist get p = 0 from an infinite log-sum-exp.
+    q_columns, rest_columns = q_tile.T, q_rest.T  # transpose once: in the loop, each step would copy them to shared memory
+    # Columns that do not exist get lse = +inf, hence p = 0.
     lse2 = tl.load(row_pointers(lse, stride_lse, b64, g64, s, head), mask=exists, other=float("inf")) * LOG2_E
 
     token = row0 + tl.arange(0, TOKENS)
@@ -86,7 +92,7 @@ def importance_kernel(
     own_weight = tl.minimum(REACH, STEP - piece).to(tl.float32)[None, :, None]
     spill_weight = tl.maximum(REACH - STEP + piece, 0).to(tl.float32)[None, :, None]
     last = tl.broadcast_to(((block + BLOCKS - 1) % BLOCKS)[:, None], [BLOCKS, TOKENS])
-    spilled = tl.zeros([BLOCKS, TOKENS], tl.float32)  # row 0: into the first block of this step
+    spilled = tl.zeros([BLOCKS, TOKENS], tl.float32)  # row 0: spill into the first block of this step
     out = scores + b64 * stride_scores[0] + g64 * stride_scores[2] + row * stride_scores[1]
     for first in range(0, end, BLOCKS):
         key = first * STEP + (r if PIECES == STEP else r // PIECES * STEP + r % PIECES)
@@ -102,7 +108,7 @@ def importance_kernel(
         p = tl.where(visible, p, 0.0).to(tl.float32).reshape(BLOCKS, PIECES, TOKENS)
         importance = tl.sum(p * own_weight, 1)
         if REACH > 1:
-            spill = tl.gather(tl.sum(p * spill_weight, 1), last, 0)  # row 0 holds the last block's: for the next step
+            spill = tl.gather(tl.sum(p * spill_weight, 1), last, 0)  # row 0: the last block's spill, for the next step
             importance += tl.where((block == 0)[:, None], spilled, spill)
             spilled = spill
         at = first + block
@@ -110,7 +116,8 @@ def importance_kernel(
 
 
 def importance(call: ChooseCall, lse: Tensor, scores: Tensor, config: KernelConfig, positions: Tensor | None = None) -> None:
-    """Write the importance of every row's visible blocks to `scores` [B,S,G,blocks] float32; later blocks may stay unwritten.
+    """Write the importance of every row's visible blocks to `scores` [B,S,G,blocks] float32; later blocks may stay
+    uninitialized.
 
     Args:
         call: with a positive scale and rule.reach <= rule.pieces.

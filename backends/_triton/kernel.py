@@ -1,9 +1,11 @@
-"""Launch compiled kernels for less host time than `kernel[grid](...)`, where Triton examines every argument of every launch.
+"""Launch compiled Triton kernels with less host time than `kernel[grid](...)`, which inspects every argument of every
+launch.
 
-What Triton compiles depends on the constants, on the kind of each argument (`tensor_kinds`, `number_kinds`), and on the device. A launch
-of a kind seen before packs addresses and numbers as the compiled kernel takes them (packing.py), and goes to the driver. Where that can't
-be, it goes to the compiled kernel's `run`, with addresses instead of tensors, which the driver would be asked about one by one. Any
-other takes Triton's own path, and so does every launch while a profiler (Proton) hooks launches.
+Triton specializes a kernel on its constants, on the kind of each argument (`tensor_kinds`, `number_kinds`), and on the
+device. The first launch of a specialization takes Triton's own path. Later ones pack addresses and numbers as the
+compiled kernel expects them (packing.py) and call the driver. If a kernel cannot be launched that way, they call the
+compiled kernel's `run` with addresses instead of tensors, which saves a driver query per tensor. While a profiler
+(Proton) hooks launches, all launches take Triton's own path.
 """
 
 from __future__ import annotations
@@ -21,23 +23,26 @@ from nsa_sel.backends import _driver
 from nsa_sel.backends._driver import bind_context, start, stream_of, thread
 from nsa_sel.backends._triton.packing import Layout, encoder, layout_of
 
-CPU = -1  # the device of tensors there, which only tests launch with
-REMEMBERED = 256  # specializations of one kernel, and sets of numbers of one specialization: every decoding step has another S_kv
+CPU = -1  # device index of CPU tensors (interpreter tests)
+REMEMBERED = 256  # size of kernel caches, and of each kernel's cache of packed numbers (S_kv grows in decoding)
 
 
 class Kernel:
-    """A kernel specialized by its constexpr parameters, which come last, and by compiler options."""
+    """A Triton function with fixed constexpr parameters, which come last, and compiler options."""
 
     def __init__(self, function: Any, **constants: Any) -> None:
         self.function, self.constants = function, constants
         self._compiled: dict[tuple[object, ...], tuple[CompiledKernel, tuple[object, ...], Layout | None]] = {}
-        self._packed: dict[tuple[object, ...], tuple[Layout, bytes]] = {}  # by numbers, too, whose bytes are packed
+        self._packed: dict[tuple[object, ...], tuple[Layout, bytes]] = {}  # with packed numbers
         self._number_kinds = functools.lru_cache(REMEMBERED)(number_kinds)
 
     def launch(self, grid: int, tensors: Sequence[Tensor | TensorDescriptor | None], numbers: tuple[Any, ...]) -> None:
-        """`function[grid,](*tensors, *numbers, **constants)` on the current device, where the tensors are; the first is no descriptor.
+        """Launch `function[grid,](*tensors, *numbers, **constants)` on the current device, which must hold the tensors.
 
-        Numbers are ints, floats, or (nested, named) tuples of them; a parameter always takes the same type.
+        Args:
+            grid: number of programs.
+            tensors: tensors, TMA descriptors or None; the first is a tensor.
+            numbers: ints, floats, or (nested, named) tuples of them; a parameter always takes the same type.
         """
         device = tensors[0].get_device()  # type: ignore[union-attr]
         kinds, values = tensor_kinds(tensors)
@@ -48,11 +53,11 @@ class Kernel:
         packed = self._packed.get(key)
         if packed is None:
             kind = (device, *kinds, self._number_kinds(numbers))
-            found = self._compiled.get(kind)
-            if found is None:
+            entry = self._compiled.get(kind)
+            if entry is None:
                 self._compile(grid, tensors, numbers, kind)
                 return
-            compiled, parameters, layout = found
+            compiled, parameters, layout = entry
             if layout is None:
                 _refuse_recording()
                 stream = triton.runtime.driver.active.get_current_stream(device)
@@ -65,24 +70,24 @@ class Kernel:
             packed = self._packed[key] = layout, layout.packed_numbers(numbers)
         if not _started(*packed, grid, device, values):
             kind = (device, *kinds, self._number_kinds(numbers))
-            self._compiled[kind] = (*self._compiled[kind][:2], None)  # Triton launches it, or fails with an error of its own
+            self._compiled[kind] = (*self._compiled[kind][:2], None)  # retry through Triton, which raises its own error
             self._packed.clear()
             self.launch(grid, tensors, numbers)
 
     def _compile(
         self, grid: int, tensors: Sequence[Tensor | TensorDescriptor | None], numbers: tuple[Any, ...], kind: tuple[object, ...]
     ) -> None:
-        """Launch by Triton, which compiles what it has not, and remember that."""
+        """Launch through Triton, which compiles if needed, and cache the compiled kernel."""
         _refuse_recording()
         compiled = self.function[(grid,)](*tensors, *numbers, **self.constants)
-        if isinstance(compiled, CompiledKernel) and kind not in self._compiled:  # the interpreter returns nothing
+        if isinstance(compiled, CompiledKernel) and kind not in self._compiled:  # the interpreter returns None
             names = self.function.arg_names[len(tensors) + len(numbers) :]
             layout = layout_of(compiled, len(tensors)) if kind[0] != CPU else None
             self._compiled[kind] = compiled, tuple(self.constants[name] for name in names), layout
 
 
 def _started(layout: Layout, numbers: bytes, grid: int, device: int, values: list[Any]) -> bool:
-    """Whether the driver took the launch; grids without programs are none."""
+    """Launch through the driver; return whether that succeeded. Empty grids are not launched."""
     if device not in thread.bound:
         bind_context(device)
     values = [x for x in values if x is not None]
@@ -105,17 +110,18 @@ def _started(layout: Layout, numbers: bytes, grid: int, device: int, values: lis
 
 
 def _refuse_recording() -> None:
-    """The pass can't be replayed by the driver alone."""
+    """Mark the pass that is being recorded as not replayable, because this launch does not go through the driver
+    alone."""
     if thread.recording is not None:
         thread.recording.refused = True
 
 
 def tensor_kinds(tensors: Sequence[Tensor | TensorDescriptor | None]) -> tuple[list[object], list[object]]:
-    """All that Triton distinguishes of tensors, descriptors and None, and what `run` takes for them."""
+    """Return what Triton specializes on for tensors, descriptors and None, and the values that `run` takes for them."""
     kinds: list[object] = []
     addresses: list[object] = []
     for x in tensors:
-        if x is None:  # first: isinstance(None, Tensor) calls into PyTorch
+        if x is None:  # test this first, because isinstance(None, Tensor) calls into PyTorch
             kinds.append(None)
             addresses.append(None)
         elif isinstance(x, Tensor):
@@ -129,8 +135,8 @@ def tensor_kinds(tensors: Sequence[Tensor | TensorDescriptor | None]) -> tuple[l
 
 
 def number_kinds(numbers: tuple[Any, ...]) -> tuple[object, ...]:
-    """All that Triton distinguishes of numbers: floats are float32 whatever their value; of ints, 1 becomes a constant, multiples
-    of 16 allow wide loads, and 64-bit ones are another type."""
+    """Return what Triton specializes on for numbers: a float is float32; an int of 1 becomes a constant, multiples of
+    16 allow wide loads, and 64-bit ints have another type."""
     return tuple(
         number_kinds(x)
         if isinstance(x, tuple)
@@ -140,12 +146,12 @@ def number_kinds(numbers: tuple[Any, ...]) -> tuple[object, ...]:
 
 
 def hooked() -> bool:
-    """Whether somebody wants to be told of launches: None or an empty chain of hooks means nobody."""
+    """Return whether a launch hook is set (not None and not an empty chain)."""
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     try:
         return bool(enter.calls or leave.calls)
-    except AttributeError:  # a hook without a chain
+    except AttributeError:  # a plain function instead of a chain
         return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 

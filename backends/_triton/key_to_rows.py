@@ -1,14 +1,17 @@
-"""The inverse of the selection: for every KV tile, the (row, range) pairs that reach into it, in ascending order of rows.
+"""Invert the selection: list for every KV tile the (row, range) pairs that reach into it, in ascending row order.
 
-A counting sort, so that each tile's list has a fixed order and sums over it are bit-equal from run to run:
-    rank        a program takes a stretch of one group's entries, sorts 256 at a time by tile, and numbers those of each tile
-    prefix sum  by one program, or PyTorch's, over (tile, stretch): where each stretch's entries of a tile begin
-    scatter     every entry goes to its tile's beginning plus its rank; few counts are summed here, by every program for itself
-All sizes are static bounds: building and using the plan never reads the device.
+A counting sort gives each tile's list a fixed order, so that sums over it are bit-equal from run to run:
+    rank        a program sorts a stretch of one group's entries by tile, 256 at a time, and numbers the entries of each
+                tile
+    prefix sum  over (tile, stretch), by one program or by torch.cumsum: the first index of each stretch's entries of a
+                tile
+    scatter     store every entry at its tile's start plus its rank; if counts are few, each program computes the prefix
+                sum itself
+All sizes are static bounds, so building and using the plan never synchronizes.
 
-Kernels share the lists by pieces: a launch takes one unit (some rows of some groups), a program one piece of it, `piece`
-consecutive entries of however many tiles. Balance does not depend on the lists, and block 0, which every row selects, is many
-programs' work.
+Consumers take the lists in pieces: one launch takes one unit (some rows of some groups), one program takes one piece of
+it: `piece` consecutive entries, which may span many tiles. So the load balance does not depend on list lengths, and the
+long list of block 0, which every row selects, is spread over many programs.
 """
 
 from __future__ import annotations
@@ -31,35 +34,40 @@ from nsa_sel.backends._triton.tiles import tile_size
 from nsa_sel.core.call import Call
 from nsa_sel.errors import BackendError
 
-SORTED = 256  # entries that a program sorts at once; eight bits of its keys
-MOST_TILES = 2**31 // SORTED - 1  # the other bits
-MOST_SUMMED = 16384  # counts that one program adds up: a longer table is many programs' work
-FEW_COUNTS = (256, 4096)  # counts that every program of `scatter_kernel` adds up: a kernel less to start
-STRETCHES = 4096  # programs that rank: enough for any GPU, few enough for a small table
-LEAST_ROOM = 1 << 20  # bytes of a plan, however small the workspace is
+SORTED = 256  # entries that a program sorts at once; they take eight bits of the sort key
+MOST_TILES = 2**31 // SORTED - 1  # the other bits hold the tile
+MOST_SUMMED = 16384  # counts that one program of `ends_kernel` sums; longer tables use torch.cumsum
+FEW_COUNTS = (256, 4096)  # up to so many counts, every program of `scatter_kernel` sums them all, which saves a launch
+STRETCHES = 4096  # programs of `rank_kernel`: enough for any GPU, few enough for a small table
+LEAST_ROOM = 1 << 20  # bytes that a plan may take even if the workspace is smaller
 
 
 class KeyToRows(NamedTuple):
-    """List number (section, b*G + g, j) belongs to the keys [j*width, (j+1)*width) of that batch entry and group and to the rows s
-    of that section. An entry is (s * n + range) * reach + step: row s, and the step-th tile of that range."""
+    """Row lists of all KV tiles. List (section, b*G + g, j) holds the rows of that section that select keys [j*width,
+    (j+1)*width).
+
+    An entry is (s * n + range) * reach + step: row s, and the step-th tile of that range.
+    """
 
     entries: Tensor  # [capacity] int32, list after list
-    ends: Tensor  # [lists * stretches]: entries up to the end of each list's share of a stretch
-    piece_list: Tensor | None  # [units * pieces]: the list in which a unit's piece begins; None: cuda-block's, which has no pieces
+    ends: Tensor  # [lists * stretches]: number of entries up to the end of each list's share of a stretch
+    piece_list: Tensor | None  # [units * pieces]: the list in which each piece begins; None for cuda-block
     width: int  # keys per tile
-    tiles: int  # KV tiles of one batch entry and group
-    reach: int  # the most tiles that one range may meet
-    stretches: int  # of a list
-    section: int  # rows of one batch entry and group in a unit
-    pairs: int  # (batch entry, group) pairs in a unit
+    tiles: int  # KV tiles per batch entry and group
+    reach: int  # most tiles that one range may touch
+    stretches: int  # stretches per list
+    section: int  # rows per batch entry and group in a unit
+    pairs: int  # (batch entry, group) pairs per unit
     piece: int  # entries per piece
-    pieces: int  # of a unit, at most
-    block: int = 1  # tiles of a block, if rows are listed once for all of them: then an entry is in the list of the last one that its row
-    # sees, and a tile's rows are those from its own list to that of the block's last tile
+    pieces: int  # most pieces per unit
+    block: int = 1
+    # block > 1: the `block` tiles of a block share row lists. A row is filed once, under the last tile that it sees; a
+    # tile's rows are those from its own list to the list of the block's last tile.
 
 
 class SortNumbers(NamedTuple):
-    """What both kernels of the sort take: B*G pairs of `tiles` tiles, sections of rows, stretches of `stretch` rows."""
+    """Numbers that both sort kernels take: B*G pairs of `tiles` tiles, sections of rows, stretches of `stretch`
+    rows."""
 
     tiles: int
     pairs_all: int
@@ -70,7 +78,7 @@ class SortNumbers(NamedTuple):
 
 @triton.jit
 def list_start(ends, number, stretches):
-    """Where list `number` begins among the entries; the next one's beginning is its end."""
+    """Return where list `number` begins in `entries`; it ends where the next list begins."""
     return tl.load(ends + tl.cast(number, tl.int64) * stretches - 1, mask=number > 0, other=0)
 
 
@@ -78,7 +86,8 @@ def list_start(ends, number, stretches):
 def _tile_of(
     ranges, q_pos, stride_pos, sizes, e, bg, N: tl.constexpr, REACH: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """The KV tile of entry e of the pair bg; -1 where the range does not reach that far, or the row must not see it."""
+    """Return the KV tile of entry e of pair bg, or -1 if the range does not reach that far or the row must not see
+    it."""
     S, S_kv, G = sizes
     b = (bg // G).to(tl.int64)
     s = e // (N * REACH)
@@ -92,7 +101,7 @@ def _tile_of(
 
 @triton.jit
 def _list_of(tile, bg, s, sort):
-    """The number of the list of (tile, bg) for row s: sections of rows, in each the pairs, in each the tiles."""
+    """Return the number of the list of (tile, bg) for row s; lists are ordered by section, then pair, then tile."""
     return (s // sort.section * sort.pairs_all + bg).to(tl.int64) * sort.tiles + tile
 
 
@@ -101,7 +110,11 @@ def rank_kernel(
     ranges, q_pos, ranks, counts, stride_pos, sizes, sort,
     N: tl.constexpr, REACH: tl.constexpr, WIDTH: tl.constexpr, SORTED: tl.constexpr,
 ):  # fmt: skip
-    """Number the entries of one stretch of the pair bg within each tile, and count them; one program per (stretch, bg)."""
+    """Number the entries of one stretch of pair bg within each tile, and count them. Grid: one program per (stretch,
+    bg).
+
+    Sort key: tile * SORTED + index, or NOWHERE for entries without a tile. Locals are [SORTED].
+    """
     NOWHERE: tl.constexpr = 2147483647
     S, _, _ = sizes
     bg = tl.program_id(0) % sort.pairs_all
@@ -121,7 +134,7 @@ def rank_kernel(
         last = real & ((i == SORTED - 1) | (tl.gather(tile, tl.minimum(i + 1, SORTED - 1), 0) != tile))
         rank = i - tl.associative_scan(tl.where(first, i, 0), 0, larger)
         rank += tl.load(counts + tile.to(tl.int64) * sort.stretches, mask=real, other=0)
-        tl.debug_barrier()  # all have read the count of their tile before its last entry writes it
+        tl.debug_barrier()  # all threads have read their tile's count before its last entry updates it
         tl.store(counts + tile.to(tl.int64) * sort.stretches, rank + 1, mask=last)
         tl.store(ranks + bg.to(tl.int64) * S * (N * REACH) + e0 + key % SORTED, rank, mask=real)
         tl.debug_barrier()
@@ -129,7 +142,7 @@ def rank_kernel(
 
 @triton.jit
 def ends_kernel(counts, ends, total, CHUNK: tl.constexpr):
-    """ends = cumsum(counts), by one program: less host time than an operation of PyTorch."""
+    """Compute ends = cumsum(counts) in one program, which takes less host time than torch.cumsum."""
     i = tl.arange(0, CHUNK)
     before = 0
     for at in range(0, total, CHUNK):
@@ -140,7 +153,8 @@ def ends_kernel(counts, ends, total, CHUNK: tl.constexpr):
 
 @triton.jit
 def _upto(ends, sums, i, exists, FEW: tl.constexpr):
-    """Entries up to the end of share i, of the `sums` of FEW shares if there are so few; 0 for those that do not exist."""
+    """Return the number of entries up to the end of share i, from `sums` if FEW > 0, else from `ends`; 0 if i does not
+    exist."""
     if FEW > 0:
         return tl.where(exists, tl.gather(sums, tl.minimum(tl.maximum(i, 0), FEW - 1).to(tl.int32), 0), 0)
     return tl.load(ends + i, mask=exists, other=0)
@@ -151,8 +165,12 @@ def scatter_kernel(
     ranges, q_pos, ranks, counts, ends, entries, piece_list, stride_pos, sizes, sort, total, pairs, piece, pieces,
     N: tl.constexpr, REACH: tl.constexpr, WIDTH: tl.constexpr, SORTED: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """Put every entry in its list; the first entry of each piece tells in which list the piece begins. One program per SORTED entries of
-    a pair bg. FEW: at least the `total` of counts, if the first program writes the ends; else 0, and they are there."""
+    """Store every entry in its list, and for each piece the list in which it begins.
+
+    Grid: one program per SORTED entries of a pair bg.
+    FEW: if > 0, at least the `total` number of counts: each program sums them and the first one stores `ends`. 0:
+    `ends` is ready.
+    """
     S, _, _ = sizes
     sums = 0
     if FEW > 0:
@@ -177,8 +195,11 @@ def scatter_kernel(
 
 
 def key_to_rows(call: Call, width: int, section: int, pairs: int, piece: int, block: int = 1) -> KeyToRows:
-    """The plan for tiles of `width` keys, units of `section` rows of `pairs` pairs, and pieces; remembered in the selection. block: of
-    `KeyToRows`, 1 or `Call.tiles_of_block`."""
+    """Return the plan for tiles of `width` keys, units of `section` rows of `pairs` pairs, and pieces; cached in the
+    selection.
+
+    block: see `KeyToRows`; 1 or `Call.tiles_of_block`.
+    """
     numbers = (width, section, pairs, piece, call.reach(width) // block, block)
     plan: KeyToRows = kept_plan(call, ("key_to_rows",), _build, *numbers).value
     return plan
@@ -199,7 +220,8 @@ def _build(call: Call, width: int, section: int, pairs: int, piece: int, reach: 
     _check_size(call, 8 * (capacity + lists * stretches), each, reach, tiles, width)
     q, index = call.q, torch.int32 if capacity < 2**31 else torch.int64
     pieces = -(-section * pairs * n * reach // piece)
-    # Each program of `rank_kernel` clears its own counts; a last section of fewer stretches has counts of none.
+    # Each program of `rank_kernel` clears its own counts. A last section with fewer stretches has counts that no
+    # program clears.
     counts = unwritten(q, lists * stretches, dtype=torch.int32)
     if sections > 1:
         counts.zero_()
@@ -224,22 +246,22 @@ def _build(call: Call, width: int, section: int, pairs: int, piece: int, reach: 
 
 
 def _stretch(rows: int, entries: int, tiles: int, section: int) -> int:
-    """Rows of a stretch, of `entries` entries each: enough for a table of counts that is no longer than the lists."""
+    """Return rows per stretch, of `entries` entries each, so that the table of counts is no longer than the lists."""
     return min(section, tile_size(max(SORTED // entries, -(-rows // STRETCHES), tiles // entries), 1))
 
 
 def plan_bytes(S: int, pairs_all: int, entries: int, tiles: int) -> int:
-    """Bytes of the plan of S rows of `entries` entries each, in one section."""
+    """Return the bytes of the plan of S rows of `entries` entries each, in one section."""
     return 8 * pairs_all * (S * entries + tiles * -(-S // _stretch(S * pairs_all, entries, tiles, S)))
 
 
 def room(call: Call) -> int:
-    """Bytes that a plan may take."""
+    """Return how many bytes a plan may take."""
     return max(call.settings.workspace_bytes, LEAST_ROOM)
 
 
 def _check_size(call: Call, needed: int, each: int, reach: int, tiles: int, width: int) -> None:
-    """BackendError for a plan that does not fit the workspace, or its 32-bit numbers."""
+    """Raise BackendError if the plan exceeds the workspace or its 32-bit indices."""
     if each > 2**31 - SORTED or needed > room(call):
         raise BackendError(
             f"the list of rows of every KV tile needs {needed} bytes, because any of the {call.selection.n} ranges of a row may span"
@@ -259,6 +281,6 @@ def _ends() -> Kernel:
 
 @functools.lru_cache(REMEMBERED)
 def _sort(n: int, reach: int, width: int, few: int) -> tuple[Kernel, Kernel]:
-    """The kernels that rank and scatter."""
+    """Return the rank and scatter kernels."""
     constants = {"N": n, "REACH": reach, "WIDTH": width, "SORTED": SORTED, "num_warps": 2}
     return Kernel(rank_kernel, **constants), Kernel(scatter_kernel, FEW=few, **constants)

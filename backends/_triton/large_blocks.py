@@ -1,9 +1,9 @@
-"""triton-block's visits of large blocks: each row of a block's list meets all keys of the block, and writes one partial result.
+"""triton-block for large blocks: visit a block whole, so that each of its rows stores one partial result per block.
 
-A block of VISITED_WHOLE keys or more has several tiles. Visited tile by tile, each row would write a partial for every one: 8 for a block
-of 512 keys (MoBA). Here a program takes a piece of the lists of whole blocks (key_to_rows.py, as wide as a block), ROWS rows at a time,
-walks over the block's keys with the online softmax, and writes o and lse once. Backward the same walk gives the (row, block)'s share of dq;
-dk and dv come from lists of tiles (dkdv.py).
+A block of VISITED_WHOLE keys or more has several tiles. Visited tile by tile, each row would store a partial per tile:
+8 for a block of 512 keys (MoBA). Here a program takes a piece of the lists of whole blocks (key_to_rows.py with width =
+block size), ROWS rows at a time, walks the block's keys with the online softmax, and stores o and lse once. Backward,
+the same walk gives the (row, block)'s share of dq; dk and dv use lists of tiles (dkdv.py).
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from nsa_sel.settings.schema import KernelConfig
 
 
 def is_large(call: Call) -> bool:
-    """Whether the blocks of a call are visited whole."""
+    """Return whether the call's blocks are visited whole."""
     return (call.selection.block_size or 0) >= VISITED_WHOLE
 
 
 @triton.jit
 def list_of_piece(ends, number, stop, lists, G, WIDTH: tl.constexpr):
-    """List `number`: where its entries within the piece end, its pair b*G + g, b, g, and its first key."""
+    """Return for list `number`: the end of its entries within the piece, its pair b*G + g, b, g, and its first key."""
     bg = number // lists.tiles % lists.pairs_all
     e1 = tl.minimum(list_start(ends, number + 1, lists.stretches), stop)
     return e1, bg, bg // G, bg % G, (number % lists.tiles * WIDTH).to(tl.int32)
@@ -52,9 +52,12 @@ def list_of_piece(ends, number, stop, lists, G, WIDTH: tl.constexpr):
 
 @triton.jit
 def visible(limit, listed, first, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr):
-    """Steps of BLOCK_L keys from `first` on without a mask: all of a block of WIDTH keys that each listed row sees whole, else none. Then
-    the first key of those with a mask, and one past the last that any of these rows sees. Two loops, because a product in a branch is
-    miscompiled (docs/kernels.md, "Tried and dropped")."""
+    """Split a block of WIDTH keys into steps without and with a mask.
+
+    Returns the number of steps of BLOCK_L keys without a mask (the whole block if each listed row sees all of it, else
+    0), the first key that needs a mask, and one past the last key that any listed row sees. Callers use two loops,
+    because Triton miscompiles a product in a branch (docs/kernels.md, "Tried and dropped").
+    """
     end = tl.minimum(first + WIDTH, tl.max(tl.where(listed, limit, 0), 0))
     steps = tl.where(tl.min(tl.where(listed, limit, first + WIDTH), 0) >= first + WIDTH, WIDTH // BLOCK_L, 0)
     return steps, tl.where(steps > 0, end, first), end
@@ -65,10 +68,13 @@ def forward_visit(
     q, k_desc, k_rest_desc, v_desc, k, v, q_pos, part_o, part_lse, entries, ends, piece_list, strides, sizes, lists, scale_log2,
     dims: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """Partial o and lse [pairs, section, N, h] (lse in base 2) of every entry of one piece.
+    """Compute partial o and base-2 lse [pairs, section, N, h] of every entry in one piece.
 
-    Grid: one program per piece of the unit's lists. Tiles: q [ROWS, BLOCK_D + BLOCK_REST], k [BLOCK_L, same], v [BLOCK_L, BLOCK_DV], the
-    ROWS being (entry, head) pairs of one list. Steps of rows that see the whole block need no mask; k_desc and others as in triton_tile.py.
+    Grid: one program per piece of the unit's lists.
+    Tiles: q [ROWS, BLOCK_D + BLOCK_REST], k [BLOCK_L, BLOCK_D + BLOCK_REST], v [BLOCK_L, BLOCK_DV]. ROWS are (entry,
+    head) pairs of one list.
+    TMA: k_desc, k_rest_desc and v_desc load whole steps, as in triton_tile.py.
+    Masks: none if all ROWS see the whole block.
     """
     S, S_kv, G = sizes
     h: tl.constexpr = dims.h
@@ -122,7 +128,10 @@ def dq_visit(
     strides, stride_do, sizes, lists, scale, scale_log2,
     dims: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """Shares of dq = scale * ds k, part_dq [pairs, section, N, h, Dk], of the entries of one piece; grid and tiles as `forward_visit`."""
+    """Compute the shares of dq = scale * ds k, part_dq [pairs, section, N, h, Dk], of the entries in one piece.
+
+    Grid, tiles, TMA and masks are those of `forward_visit`.
+    """
     S, S_kv, G = sizes
     h: tl.constexpr = dims.h
     REST: tl.constexpr = dims.BLOCK_REST
@@ -179,7 +188,8 @@ def dq_visit(
 
 
 def partials(call: Call, plan: KeyToRows, unit: Unit, part_o: Tensor, part_lse: Tensor) -> None:
-    """Write part_o [pairs, section, n, h, Dv] and part_lse [pairs, section, n, h] of a unit's entries."""
+    """Launch `forward_visit`, which writes part_o [pairs, section, n, h, Dv] and part_lse [pairs, section, n, h] of a
+    unit."""
     heads = arguments.heads(call)
     config = arguments.kernel_config(call, heads, "triton-tile/forward")
     kernel = _kernel(forward_visit, heads, call.selection.n, plan.width, config)
@@ -191,13 +201,13 @@ def partials(call: Call, plan: KeyToRows, unit: Unit, part_o: Tensor, part_lse: 
 
 
 def tokens(call: Call) -> int:
-    """Rows that the forward visit attends to at once, which load the block's keys and values once."""
+    """Return the tokens per step of the forward visit, which share one load of the block's keys and values."""
     heads = arguments.heads(call)
     return max(1, call.settings.kernel("triton-tile/forward" + arguments.config_suffix(heads)).rows // heads.h)
 
 
 def dq_shares(call: Call, plan: KeyToRows, unit: Unit, lse: Tensor, do: Tensor, delta: Tensor, part_dq: Tensor) -> None:
-    """Write part_dq [pairs, section, n, h, Dk] of a unit's entries."""
+    """Launch `dq_visit`, which writes part_dq [pairs, section, n, h, Dk] of a unit's entries."""
     heads = arguments.heads(call)
     config = arguments.kernel_config(call, heads, "triton-tile/dq")
     kernel = _kernel(dq_visit, heads, call.selection.n, plan.width, config)
@@ -209,7 +219,7 @@ def dq_shares(call: Call, plan: KeyToRows, unit: Unit, lse: Tensor, do: Tensor, 
 
 
 def _keys(call: Call, kernel: Kernel, config: KernelConfig) -> tuple[Tensor | TensorDescriptor | None, ...]:
-    """Descriptors of k, the second tile of k, and v, None where pointers load them; k and v."""
+    """Return TMA descriptors of k, k's second column tile and v (None for pointer loads), then k and v."""
     if config.loads != "tma":
         return None, None, None, call.k, call.v
     dims, block_l = kernel.constants["dims"], kernel.constants["BLOCK_L"]

@@ -1,7 +1,8 @@
-"""Selections of blocks smaller than a tensor-core tile, as selections of KV tiles with a bit for each block: the plan of dkdv.py for them.
+"""Convert selections of blocks smaller than a tensor-core tile to selections of KV tiles with one bit per block, for
+dkdv.py.
 
-A row that selects several small blocks of one tile is listed once for it, and its products are masked. Otherwise each of its blocks would
-load the row's q and do, and multiply them by the whole tile.
+A row that selects several small blocks of a tile is then listed once for the tile, and its products are masked.
+Otherwise each of its blocks would load the row's q and do and multiply them by the whole tile.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from nsa_sel.backends._triton.tiles import MIN_TILE, tile_size
 from nsa_sel.core.call import Call
 from nsa_sel.selection import Selection
 
-SORTED = 2048  # ranges of a row that a program sorts
-MOST_BITS = 16  # blocks of a tile
+SORTED = 2048  # most ranges per row that a program sorts
+MOST_BITS = 16  # most blocks per tile
 
 
 @triton.jit
@@ -32,10 +33,12 @@ def merge_kernel(
     ranges, q_pos, tiles, bits, stride_pos, sizes,
     N: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Sort the N blocks that one row sees; runs in one tile become a range of it, with their bits. Empty ranges fill up M. One program
-    per row.
+    """Sort one row's N blocks and merge those of one tile into a range of the tile with their bits. Empty ranges pad to
+    M.
 
-    Of a tile that a row sees, too, a block that it does not see would list the row, whose q and do might be NaN: 0 * NaN would reach dk.
+    Grid: one program per row. Locals are [ENTRIES].
+    Blocks past the row's limit are dropped, because a row must not be listed for a tile that it does not see: its q and
+    do may be NaN, and 0 * NaN would reach dk.
     """
     NOWHERE: tl.constexpr = 2147483647
     EACH: tl.constexpr = WIDTH // BLOCK
@@ -50,7 +53,7 @@ def merge_kernel(
     tile = key // EACH
     first = real & ((i == 0) | (tl.gather(tile, tl.maximum(i - 1, 0), 0) != tile))
     last = real & ((i == ENTRIES - 1) | (tl.gather(tile, tl.minimum(i + 1, ENTRIES - 1), 0) != tile))
-    # A row names a block once, so the bits of a run never carry: the difference of a prefix sum is their union.
+    # A row names a block once, so bits never carry within a run: a difference of prefix sums is the union of bits.
     bit = tl.where(real, tl.full([ENTRIES], 1, tl.int32) << (key % EACH), 0)
     sums = tl.cumsum(bit, 0)
     run = tl.associative_scan(tl.where(first, i, 0), 0, larger)
@@ -65,8 +68,10 @@ def merge_kernel(
 
 
 def merged(call: Call, width: int) -> tuple[Call, Tensor | None]:
-    """The call over tiles of `width` keys and the bits [B,S,G,n] of the blocks that each range of it selects; a call of larger blocks, or
-    of ranges, as it is, and None."""
+    """Return the call over tiles of `width` keys, and bits [B,S,G,n] of the blocks that each of its ranges selects.
+
+    Calls over larger blocks or over ranges are returned unchanged, with None.
+    """
     if not merges(call, width):
         return call, None
     selection, bits = kept_plan(call, ("merged_blocks",), _build, width).value
@@ -74,13 +79,13 @@ def merged(call: Call, width: int) -> tuple[Call, Tensor | None]:
 
 
 def merges(call: Call, width: int) -> bool:
-    """Whether `merged` makes another call."""
+    """Return whether `merged` converts the call."""
     block, n = call.selection.block_size, call.selection.n
     return block is not None and block < MIN_TILE and not width % block and width // block <= MOST_BITS and n <= SORTED
 
 
 def most_tiles(call: Call, width: int) -> int:
-    """Ranges of a row of the call that `merged` makes."""
+    """Return the ranges per row of the call that `merged` returns."""
     return min(call.selection.n, -(-call.k.shape[2] // width))
 
 

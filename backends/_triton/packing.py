@@ -1,7 +1,8 @@
-"""How a compiled Triton kernel takes its arguments, so that a launch can pack them without Triton's launcher.
+"""Argument layout of a compiled Triton kernel, so that a launch can pack its arguments without Triton's launcher.
 
-The driver tells the offset and the size of every parameter; the signature that Triton compiled tells their kinds. Where the two do not
-agree, or a launch needs more than arguments (scratch memory, a cluster, an attribute), there is no layout, and Triton launches.
+The driver reports the offset and size of every parameter, and the signature that Triton compiled gives their types. If
+the two disagree, or a launch needs more than arguments (scratch memory, a cluster, an attribute), there is no layout,
+and Triton launches the kernel.
 """
 
 from __future__ import annotations
@@ -13,25 +14,26 @@ from typing import Any, NamedTuple
 
 from nsa_sel.backends import _driver
 
-MOST_SHARED = 228 * 1024  # bytes of shared memory beyond which a launch needs an attribute
-PROMOTE_TO_128_BYTES = 2  # CUtensorMapL2promotion, as Triton has it
-_HOST_KINDS = {8: 10, 9: 8, 10: 9}  # CUtensorMapDataType of what Triton numbers otherwise in kernels
-_NUMBERS = {1: "b", 2: "h", 4: "i", 8: "q"}  # by bytes; flags are bytes
+MOST_SHARED = 228 * 1024  # bytes of shared memory above which a launch needs an attribute
+PROMOTE_TO_128_BYTES = 2  # CUtensorMapL2promotion, the same as Triton's
+_HOST_KINDS = {8: 10, 9: 8, 10: 9}  # Triton's device-side element types -> CUtensorMapDataType, where they differ
+_NUMBERS = {1: "b", 2: "h", 4: "i", 8: "q"}  # struct code by bytes; flags are one byte
 _FLOATS = {"fp32": "f", "f32": "f", "fp64": "d"}
 
 
 class Layout(NamedTuple):
-    """Of the arguments of one compiled kernel: tensors and descriptors first, then numbers, then what stays zero."""
+    """Layout of the arguments of one compiled kernel: tensors and descriptors, then numbers, then scratch addresses
+    (zero)."""
 
     function: int
     threads: int
     shared: int
     pointers: _driver.Pointers
-    tensors: struct.Struct  # with the bytes of all numbers as its last value
-    maps: tuple[tuple[int, Any], ...]  # which of the tensors are descriptors, and a function of their address, shape and strides
+    tensors: struct.Struct  # the last value is the bytes of all numbers
+    maps: tuple[tuple[int, Any], ...]  # per descriptor: index among the tensors, encoder
     numbers: struct.Struct
-    constant: tuple[bool, ...]  # which of the numbers, laid end to end, were compiled in
-    compiled: Any = None  # the kernel, whose code is unloaded with it
+    constant: tuple[bool, ...]  # which of the flattened numbers were compiled in as constants
+    compiled: Any = None  # the kernel object, held because its code is unloaded with it
 
     def packed_numbers(self, numbers: tuple[Any, ...]) -> bytes:
         flat = zip(flattened(numbers), self.constant, strict=False)  # constexpr parameters follow
@@ -39,7 +41,7 @@ class Layout(NamedTuple):
 
 
 def flattened(values: Any) -> Iterator[Any]:
-    """The elements of nested tuples, in their order."""
+    """Yield the elements of nested tuples in order."""
     for x in values:
         if isinstance(x, tuple | list):
             yield from flattened(x)
@@ -48,7 +50,8 @@ def flattened(values: Any) -> Iterator[Any]:
 
 
 def layout_of(compiled: Any, tensors: int) -> Layout | None:
-    """The layout of a kernel that was launched, whose first `tensors` arguments are tensors, descriptors or None."""
+    """Return the layout of a kernel that was launched once, whose first `tensors` arguments are tensors, descriptors or
+    None."""
     meta = compiled.metadata
     plain = meta.num_ctas == 1 and meta.shared <= MOST_SHARED and not getattr(compiled.run, "gsan_enabled", False)
     for name in ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size"):
@@ -66,7 +69,7 @@ def _layout(
     function: int, threads: int, shared: int, parameters: list[tuple[int, int]], tensors: list[Any], numbers: list[Any],
     descriptions: list[dict[str, Any]],
 ) -> Layout | None:  # fmt: skip
-    """See `layout_of`; None where the driver's parameters are not those of the signature."""
+    """See `layout_of`. Return None if the driver's parameters do not match the signature."""
     head, maps, left = _Format(0), list[tuple[int, Any]](), list(parameters)
     for place, kind in enumerate(x for x in tensors if x != "constexpr"):
         if str(kind).startswith("tensordesc"):
@@ -101,7 +104,7 @@ def _layout(
 
 
 class _Format:
-    """A struct's format, made value by value at offsets that ascend."""
+    """Builder of a struct format, value by value at ascending offsets."""
 
     def __init__(self, begin: int) -> None:
         self.text, self.size, self.begin = "<", 0, begin
@@ -116,18 +119,19 @@ class _Format:
 
 
 def _is_map(parameters: list[tuple[int, int]], rank: int) -> bool:
-    """Whether they are a tensor map, its sizes in 32 bits and its strides in 64."""
+    """Return whether the parameters are a tensor map followed by 32-bit sizes and 64-bit strides."""
     return [size for _, size in parameters] == [_driver.MAP_BYTES, *rank * [4], *rank * [8]]
 
 
 @functools.lru_cache(256)
 def encoder(encoded: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-    """`encoded` of a descriptor, as a function of its address alone."""
+    """Return `encoded` with fixed shape and strides, as a cached function of the address."""
     return functools.lru_cache(64)(lambda address: encoded(address, shape, strides))
 
 
 def _map_of(described: dict[str, Any], parameters: list[tuple[int, int]]) -> Any:
-    """The function (address, shape, strides) -> bytes of a descriptor's parameters; None if the driver refuses the map."""
+    """Return the function (address, shape, strides) -> packed bytes of a descriptor's parameters, or None if the driver
+    fails."""
     form = _Format(parameters[0][0])
     for i, (offset, size) in enumerate(parameters):
         form.add(offset, {4: "i", 8: "q"}[size] if i else f"{size}s")
@@ -138,7 +142,7 @@ def _map_of(described: dict[str, Any], parameters: list[tuple[int, int]]) -> Any
     @functools.lru_cache(256)
     def encoded(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes | None:
         steps = tuple(number_bytes * step for step in strides[:-1])
-        status, found = _driver.encoded_map(_driver.encode(), kind, address, tuple(shape), steps, box, swizzle, PROMOTE_TO_128_BYTES)
-        return None if status else packed.pack(found, *shape, *strides)
+        status, data = _driver.encoded_map(_driver.encode(), kind, address, tuple(shape), steps, box, swizzle, PROMOTE_TO_128_BYTES)
+        return None if status else packed.pack(data, *shape, *strides)
 
     return encoded

@@ -1,14 +1,16 @@
-"""Quantized keys and values (e4m3): converted in registers, and their scales applied to logits and weights, not to every number.
+"""Quantized keys and values (e4m3): convert in registers, and apply scales to logits and probabilities instead of to
+every element.
 
-With stored numbers K, V and scales a, c (of a key's head, or of its page and head): logits s = (q K^T) a and o = sum_j p_j c_j V_j. Scales
-of a head are factors of whole rows: of the products, and of the accumulator at the end. Scales of pages differ from key to key: a_j
-multiplies column j of the products, and c_j / r the weights, where r is the largest scale so far: r / r_new shrinks the accumulator as a
-new maximum does, so that weights of 16 bits never leave their range.
+With stored K, V and scales a, c per head, or per page and head: logits s = (q K^T) a and o = sum_j p_j c_j V_j. Scales
+per head multiply whole rows: the products, and the accumulator at the end. Scales per page differ between keys: a_j
+multiplies column j of the products, and c_j / r multiplies p_j, where r is the largest scale so far. When r grows, r /
+r_new rescales the accumulator, as a new softmax maximum does, so that 16-bit probabilities stay in range.
 
-e4m3 is exact in float16, to which GPUs convert two numbers in one instruction, and in bfloat16, to which they do in several. So queries of
-bfloat16 become float16, exactly: times a power of two per row.
+float16 and bfloat16 hold e4m3 exactly. GPUs convert two elements to float16 in one instruction, but need several for
+bfloat16. So bfloat16 queries are converted to float16, times a power of two per row (`float16_rows`).
 
-Factors of 1 stand where there is nothing to multiply; the compiler drops them. (Triton 3.6 has no functions that return None.)
+Functions return factors of 1 if there is nothing to multiply, which the compiler removes: Triton 3.6 functions cannot
+return None.
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ import triton.language as tl
 
 from nsa_sel.backends._triton.softmax import products
 
-_SMALLEST = tl.constexpr(1.0e-30)  # of the running scale: it divides
+_SMALLEST = tl.constexpr(1.0e-30)  # initial running scale; not 0, because it is a divisor
 
 
 @triton.jit
 def float16_rows(q_tile):
-    """bfloat16 rows q_tile [BLOCK_H, BLOCK_D] as float16, times 2^8 / 2^e where the largest number of the row is in [2^e, 2^(e+1)), and
-    2^e / 2^8 [BLOCK_H, 1]. Numbers below 2^-33 of the row's largest are rounded."""
+    """Return bfloat16 rows q_tile [BLOCK_H, BLOCK_D] as float16 times 2^8 / 2^e, and the inverse factors 2^e / 2^8
+    [BLOCK_H, 1].
+
+    The row's largest element is in [2^e, 2^(e+1)). Elements below 2^-33 of it are rounded, all others are exact.
+    """
     wide = q_tile.to(tl.float32)
     power = (tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     power = tl.where(power > _SMALLEST, power, 1.0)
@@ -33,7 +38,8 @@ def float16_rows(q_tile):
 
 @triton.jit
 def quantized_row(q_tile, k, k_scale, v_scale, of_cache, g, PAGE_SCALES: tl.constexpr):
-    """q_tile as it multiplies keys, and the factors of its products and of its accumulator. Unquantized keys change nothing."""
+    """Return q_tile in the dtype that multiplies keys, and the factors of its products and of its accumulator (1 if not
+    quantized)."""
     k_rate, v_rate = 1.0, 1.0
     if k.dtype.element_ty != q_tile.dtype:
         if q_tile.dtype == tl.bfloat16:
@@ -48,7 +54,8 @@ def quantized_row(q_tile, k, k_scale, v_scale, of_cache, g, PAGE_SCALES: tl.cons
 
 @triton.jit
 def page_scales(k_scale, v_scale, of_cache, g, page, exists, PAGE_SCALES: tl.constexpr):
-    """The scales of keys and of values in the pages `page`: two of [BLOCK_L], or two numbers of one page. 1 without scales of pages."""
+    """Return the scales of keys and values in the pages `page`: [BLOCK_L] each, or scalars for one page. 1 without
+    scales per page."""
     k_factor, v_factor = 1.0, 1.0
     if PAGE_SCALES:
         page = page.to(tl.int64)
@@ -59,13 +66,13 @@ def page_scales(k_scale, v_scale, of_cache, g, page, exists, PAGE_SCALES: tl.con
 
 @triton.jit
 def step_logits(q_tile, k_tile, k_rate, k_factor):
-    """The products q k^T [BLOCK_H, BLOCK_L] of a step's keys as stored, times their scales."""
+    """Return the products q k^T [BLOCK_H, BLOCK_L] of a step's stored keys, times their scales."""
     return products(q_tile, k_tile.to(q_tile.dtype)) * k_rate * k_factor
 
 
 @triton.jit
 def step_weights(v_factor, v_rate, PAGE_SCALES: tl.constexpr):
-    """Of a step's values: the factors of their weights and of the accumulator, and the largest scale of a page so far."""
+    """Return the factors of a step's p and of the accumulator, and the largest page scale so far."""
     weight, shrink = 1.0, 1.0
     if PAGE_SCALES:
         largest = tl.max(tl.abs(v_factor), 0) if v_factor.type.is_block() else tl.abs(v_factor)

@@ -1,6 +1,7 @@
-"""Which row a program works on, and which keys that row selects: limits, clamped ranges, walks over ranges and blocks.
+"""Map programs to query rows, and rows to the keys they select: limits, clamped ranges, walks over ranges and blocks.
 
-`limit` is one past the last key that a row may see. `row_ranges` points to a row's n ranges (start, end).
+`limit` is one past the last key that a row may see, min(t + 1, S_kv). `row_ranges` points to a row's n ranges (start,
+end).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def locate_row(number, S, G):
-    """Query row `number` of B * G * S: batch entry and group (int64), position s in its sequence, and index in [B,S,G]."""
+    """Return b and g (int64), s, and the index in [B,S,G] of query row `number`, counted in the order [B,G,S]."""
     s = number % S
     b = (number // S // G).to(tl.int64)
     g = (number // S % G).to(tl.int64)
@@ -20,15 +21,19 @@ def locate_row(number, S, G):
 
 @triton.jit
 def locate_heads(program, h: tl.constexpr, BLOCK_H: tl.constexpr):
-    """The row number and the heads [BLOCK_H] of `program`; more than BLOCK_H heads take several programs."""
+    """Return the row number and the heads [BLOCK_H] of `program`. More than BLOCK_H heads take several programs."""
     HEAD_TILES: tl.constexpr = (h + BLOCK_H - 1) // BLOCK_H
     return program // HEAD_TILES, program % HEAD_TILES * BLOCK_H + tl.arange(0, BLOCK_H).to(tl.int64)
 
 
 @triton.jit
 def tile_rows(program, S, G, tiles, h: tl.constexpr, TQ: tl.constexpr, ROWS: tl.constexpr):
-    """Where `program` works: batch entry, group, tile number, and of its ROWS rows the position s, bit, head, index in [B,S,G,h], and
-    whether they exist. Late tiles, which see the most blocks, start first."""
+    """Return b, g and the tile number of `program`, and of its ROWS rows s, bit, head, index in [B,S,G,h], and whether
+    they exist.
+
+    bit: the row's token within the tile, which is its bit in the tile's block list. Each of the last five is [ROWS].
+    Late tiles, which see the most blocks, start first.
+    """
     HEAD_TILES: tl.constexpr = (h + ROWS - 1) // ROWS
     head0 = program % HEAD_TILES * ROWS
     number = program // HEAD_TILES
@@ -46,12 +51,15 @@ def tile_rows(program, S, G, tiles, h: tl.constexpr, TQ: tl.constexpr, ROWS: tl.
 
 @triton.jit
 def row_limit(q_pos, stride_pos, b, s, S, S_kv, LENGTHS: tl.constexpr = False):
-    """min(t + 1, S_kv) for row s, or a vector of rows, at position t. LENGTHS: q_pos holds sequence lengths; the S rows are the last."""
+    """Return min(t + 1, S_kv) for row s (or a vector of rows) at position t.
+
+    LENGTHS: q_pos holds sequence lengths, and the S rows are the last ones of their sequence.
+    """
     if q_pos is not None:
         t = tl.load(q_pos + b * stride_pos[0] + s * stride_pos[1]).to(tl.int64)
         if LENGTHS:
             t += s - S
-        limit = tl.maximum(tl.minimum(t + 1, S_kv), 0).to(tl.int32)  # before the cast: int64 may hold any position
+        limit = tl.maximum(tl.minimum(t + 1, S_kv), 0).to(tl.int32)  # clamp in int64: a position may exceed int32
     else:
         limit = tl.maximum(S_kv - S + s + 1, 0)
     return limit
@@ -59,7 +67,7 @@ def row_limit(q_pos, stride_pos, b, s, S, S_kv, LENGTHS: tl.constexpr = False):
 
 @triton.jit
 def row_position(q_pos, stride_pos, b, s, start):
-    """The position of row s, or of a vector of rows, int64: q_pos, or start + s where that is None."""
+    """Return the position (int64) of row s or of a vector of rows: from q_pos, or start + s if q_pos is None."""
     if q_pos is not None:
         return tl.load(q_pos + b * stride_pos[0] + s * stride_pos[1]).to(tl.int64)
     else:
@@ -68,7 +76,8 @@ def row_position(q_pos, stride_pos, b, s, start):
 
 @triton.jit
 def clamp_range(start, end, limit):
-    """[max(start, 0), min(end, limit)) as int32, empty ranges with end <= start; clamped before the cast: int64 may hold any bound."""
+    """Return [max(start, 0), min(end, limit)) as int32; empty ranges have end <= start. Clamp in int64: bounds may
+    exceed int32."""
     start = tl.minimum(tl.maximum(start, 0), limit).to(tl.int32)
     end = tl.maximum(tl.minimum(end, limit), 0).to(tl.int32)
     return start, end
@@ -76,13 +85,13 @@ def clamp_range(start, end, limit):
 
 @triton.jit
 def load_range(pointer, limit, exists):
-    """The clamped (start, end) at each pointer; (0, 0) where it does not exist."""
+    """Return the clamped (start, end) at each pointer, (0, 0) where `exists` is false."""
     return clamp_range(tl.load(pointer, mask=exists, other=0), tl.load(pointer + 1, mask=exists, other=0), limit)
 
 
 @triton.jit
 def starts_and_lengths(row_ranges, first, n, limit, NP: tl.constexpr):
-    """Ranges first .. first+NP of a row, clamped."""
+    """Return starts and lengths [NP] of ranges first, ..., first + NP - 1 of a row, clamped."""
     i = first + tl.arange(0, NP)
     start, end = load_range(row_ranges + 2 * i, limit, i < n)
     return start, tl.maximum(end - start, 0)
@@ -90,9 +99,10 @@ def starts_and_lengths(row_ranges, first, n, limit, NP: tl.constexpr):
 
 @triton.jit
 def walk_ranges(row_ranges, first, n, limit, NP: tl.constexpr):
-    """Ranges first .. first+NP of a row laid end to end: key number w in [before, after) has position w + shift.
+    """Concatenate ranges first, ..., first + NP - 1 of a row: key number w in [before, after) has position w + shift.
 
-    So a kernel walks any mixture of ranges in full tiles, short and unaligned ones included.
+    A kernel can then walk ranges of any length and alignment in full tiles of keys.
+    Returns shift, before, after [NP] and the number of keys.
     """
     start, length = starts_and_lengths(row_ranges, first, n, limit, NP)
     after = tl.cumsum(length, 0)
@@ -102,9 +112,10 @@ def walk_ranges(row_ranges, first, n, limit, NP: tl.constexpr):
 
 @triton.jit
 def walk_pages(row_ranges, first, n, limit, table, NP: tl.constexpr, PAGE: tl.constexpr):
-    """`walk_ranges` where each range lies within one page: w + shift is the index page * PAGE + offset in the pool of pages.
+    """Do `walk_ranges` for ranges that each lie within one page: w + shift is the index page * PAGE + offset in the
+    page pool.
 
-    Pages are read once per range, while the rest is computed, not once per key. table: the sequence's row of the block table.
+    The block table is read once per range, not once per key. table: the sequence's row of the block table.
     """
     start, length = starts_and_lengths(row_ranges, first, n, limit, NP)
     page = page_of(start, length > 0, table, PAGE)
@@ -115,7 +126,7 @@ def walk_pages(row_ranges, first, n, limit, table, NP: tl.constexpr, PAGE: tl.co
 
 @triton.jit
 def walk_keys(row_ranges, first, n, limit, table, NP: tl.constexpr, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr):
-    """`walk_pages` where ONE_PAGE says that each range lies within one page, else `walk_ranges`."""
+    """Do `walk_pages` if ONE_PAGE (each range lies within one page), else `walk_ranges`."""
     if ONE_PAGE:
         return walk_pages(row_ranges, first, n, limit, table, NP, PAGE)
     else:
@@ -124,7 +135,7 @@ def walk_keys(row_ranges, first, n, limit, table, NP: tl.constexpr, PAGE: tl.con
 
 @triton.jit
 def count_keys(row_ranges, n, limit, NP: tl.constexpr):
-    """How many keys a row selects."""
+    """Return how many keys a row selects."""
     total = 0
     for first in range(0, n, NP):
         _, length = starts_and_lengths(row_ranges, first, n, limit, NP)
@@ -134,7 +145,8 @@ def count_keys(row_ranges, n, limit, NP: tl.constexpr):
 
 @triton.jit
 def share_of(part, parts, total, BLOCK_L: tl.constexpr):
-    """The keys [low, high) of part number `part` of a walk over `total` keys, in whole tiles of BLOCK_L."""
+    """Return the key numbers [low, high) that program `part` of `parts` walks, out of `total`, in whole tiles of
+    BLOCK_L."""
     share = tl.cdiv(tl.cdiv(total, BLOCK_L), parts) * BLOCK_L
     low = part * share
     return low, low + share
@@ -142,15 +154,19 @@ def share_of(part, parts, total, BLOCK_L: tl.constexpr):
 
 @triton.jit
 def positions_of(w, shift, before, after):
-    """Key positions of the key numbers w [BLOCK_L] (any value where w is past the last key)."""
+    """Return the key positions [BLOCK_L] of the key numbers w; undefined where w is past the last key."""
+    # [BLOCK_L, NP]: the range that holds each key number
     here = (before[None, :] <= w[:, None]) & (w[:, None] < after[None, :])
     return w + tl.sum(tl.where(here, shift[None, :], 0), 1)
 
 
 @triton.jit
 def block_keys(row_ranges, w, stop, limit, BLOCK: tl.constexpr):
-    """Positions of the key numbers w [BLOCK_L] of a row whose ranges are blocks of BLOCK keys, and which exist: no key searches for its
-    range, and empty ranges take BLOCK numbers, too."""
+    """Return positions of the key numbers w [BLOCK_L] and whether they exist, for a row whose ranges are blocks of
+    BLOCK keys.
+
+    Every range, empty or not, takes BLOCK key numbers, so w // BLOCK is the range and no search is needed.
+    """
     pointer = row_ranges + w // BLOCK * 2
     start, end = load_range(pointer, limit, w < stop)
     position = start + w % BLOCK
@@ -159,14 +175,19 @@ def block_keys(row_ranges, w, stop, limit, BLOCK: tl.constexpr):
 
 @triton.jit
 def page_of(position, exists, table, PAGE: tl.constexpr):
-    """The page number of each key `position`, from a sequence's row of the block table; read only where the key exists."""
+    """Return the page of each key `position`. table: a sequence's row of the block table, read only where the key
+    exists."""
     return tl.load(table + position // PAGE, mask=exists, other=0)
 
 
 @triton.jit
 def split_blocks(row_ranges, n, limit, BLOCK: tl.constexpr, NP: tl.constexpr):
-    """A row whose ranges are blocks of BLOCK keys: entries up to the last whole block, that block's start, and [start, end) of the block
-    that the limit cuts (of disjoint blocks at most one), empty when none is cut."""
+    """Split a row of blocks of BLOCK keys into whole blocks and the one that the limit cuts (disjoint blocks: at most
+    one).
+
+    Returns the number of entries up to the last whole block, that block's start, and [start, end) of the cut block
+    (empty if none).
+    """
     i = tl.arange(0, NP)
     start, end = load_range(row_ranges + 2 * i, limit, i < n)
     whole = end - start == BLOCK
@@ -178,8 +199,11 @@ def split_blocks(row_ranges, n, limit, BLOCK: tl.constexpr, NP: tl.constexpr):
 
 @triton.jit
 def whole_block(row_ranges, i, limit, last_whole, BLOCK: tl.constexpr):
-    """Where to read for entry i, and whether it counts. A hole in the list (padding, the cut block) reads the last whole block
-    again and adds nothing: a branch would stop the compiler from overlapping loads with arithmetic."""
+    """Return the start of the block to load for entry i, and whether it counts.
+
+    A hole in the list (padding, the cut block) loads the last whole block again and is masked out, because a branch
+    would keep the compiler from overlapping loads with arithmetic.
+    """
     start, end = clamp_range(tl.load(row_ranges + 2 * i), tl.load(row_ranges + 2 * i + 1), limit)
     is_whole = end - start == BLOCK
     return tl.where(is_whole, start, last_whole), is_whole

@@ -1,11 +1,14 @@
-"""Online softmax and its gradients for one step of selection attention; the kernels decide which rows meet which keys.
+"""One step of online softmax and of its gradients. All Triton kernels share these; they differ in which rows meet which
+keys.
 
 With logits s = scale * q k^T over the selected keys, L = log sum exp s, p = exp(s - L):
-    forward    o = sum_j p_j v_j, kept as (acc, l, m): o = acc / l, with everything relative to the running maximum m
+    forward    o = sum_j p_j v_j, held as (acc, l, m): o = acc / l, where acc and l are relative to the running maximum
+               m
     backward   delta = sum(do * o) - dL,  ds = p * (do v^T - delta)
                dq = scale * ds k,  dk = scale * ds^T q,  dv = p^T do
-Kernels work in base 2, with c = scale * log2 e, because exp2 is one instruction; lse leaves them as a natural logarithm.
-Accumulators are float32, or float64 for float64 inputs (the interpreter, for gradcheck).
+Kernels compute in base 2 with c = scale * log2 e, because exp2 is one instruction. They store lse as a natural
+logarithm. Accumulators are float32, or float64 for float64 inputs (only in the interpreter, for gradcheck). Shapes: M
+query rows (or row-head pairs), N or BLOCK_L keys, l and m [M], acc [M, BLOCK_DV].
 """
 
 from __future__ import annotations
@@ -17,28 +20,29 @@ from nsa_sel.backends._triton.tiles import load_columns
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Below any logit, yet finite: exp2(-inf - LOWEST) is 0 where exp2(-inf - -inf) would be NaN.
+# Initial maximum, below any logit but finite: exp2(-inf - LOWEST) is 0, while exp2(-inf - -inf) would be NaN.
 LOWEST = tl.constexpr(-1.0e30)
 
 
 @triton.jit
 def larger(a, b):
-    """For running maxima."""
+    """Return the maximum, as the combine function of a running maximum (associative_scan)."""
     return tl.maximum(a, b)
 
 
 @triton.jit
 def dot(a, b):
-    """a b in the accumulator's type."""
+    """Return the matrix product a b in the accumulator's dtype."""
     ACC: tl.constexpr = tl.float64 if a.dtype == tl.float64 else tl.float32
     return tl.dot(a, b, input_precision="ieee", out_dtype=ACC)
 
 
 @triton.jit
 def products(a, b):
-    """a b^T [M, N] of a [M, D] and b [N, D].
+    """Return a b^T [M, N] for a [M, D] and b [N, D].
 
-    float32 does not run on tensor cores and would be one chain of D roundings: from 64 on, D is summed in four parts.
+    float32 does not use tensor cores, where one sum over D would be a chain of D roundings. From D = 64 on, sum four
+    parts.
     """
     M: tl.constexpr = a.shape[0]
     N: tl.constexpr = b.shape[0]
@@ -59,9 +63,9 @@ def products(a, b):
 
 @triton.jit
 def split_products(a, a_rest, b, b_rest, BLOCK_REST: tl.constexpr):
-    """a b^T of tiles from `load_split`."""
+    """Return a b^T for operands whose columns `load_split` loaded as two tiles."""
     if BLOCK_REST > 0:
-        b_rest = b_rest.T  # before the first product: both operands are in shared memory when it starts
+        b_rest = b_rest.T  # before the first product, so that both operands are in shared memory when it starts
         first = products(a, b)
         return tl.dot(a_rest, b_rest, first, input_precision="ieee", out_dtype=first.dtype)
     else:
@@ -70,9 +74,10 @@ def split_products(a, a_rest, b, b_rest, BLOCK_REST: tl.constexpr):
 
 @triton.jit
 def add_product(acc, a, b):
-    """acc + a b. In float32 each step's product is summed by itself first: one chain over thousands of rows would lose digits.
+    """Return acc + a b. In float32 each step's product is summed separately: one chain over thousands of rows loses
+    digits.
 
-    Written as a difference, because the compiler turns a sum back into one chain.
+    Written as a difference, because the compiler merges a sum back into one chain.
     """
     if a.dtype == tl.float32:
         return acc - dot(-a, b)
@@ -82,18 +87,19 @@ def add_product(acc, a, b):
 
 @triton.jit
 def softmax_step(s, v, acc, l, m, c, weight=None, shrink=None):
-    """Take the products s = q k^T [M, BLOCK_L] (-inf where masked) and their values v [BLOCK_L, Dv] into (acc, l, m)."""
+    """Add the products s = q k^T [M, BLOCK_L] (-inf where masked) and the values v [BLOCK_L, BLOCK_DV] to (acc, l,
+    m)."""
     return chosen_step(s, True, v, acc, l, m, c, weight, shrink)
 
 
 @triton.jit
 def chosen_step(s, chosen, v, acc, l, m, c, weight=None, shrink=None):
-    """`softmax_step` for the rows `chosen` (a bool, or one per row) alone.
+    """Do `softmax_step` only for the rows in `chosen` (one bool, or [M]).
 
-    The others keep m and l, and a shift of infinity makes their p = 0: masking whole rows costs nothing per element. Where such a
-    row's own s is not finite p is NaN, and acc with it: `finish_softmax` drops acc of rows that never took part.
+    Other rows keep m and l. Their p becomes 0 by a shift of infinity, so masking whole rows has no per-element cost. If
+    such a row has a non-finite s, its p and acc become NaN; `finish_softmax` drops acc of rows that were never chosen.
 
-    weight, shrink: factors of p beside v, and of acc before it, None for 1 (scales of quantized values, quantized.py).
+    weight, shrink: factors of p and of the previous acc, for scales of quantized values (quantized.py). None means 1.
     """
     p, alpha, l, m = weights_step(s, chosen, l, m, c, v.dtype)
     if weight is not None:
@@ -105,7 +111,8 @@ def chosen_step(s, chosen, v, acc, l, m, c, weight=None, shrink=None):
 
 @triton.jit
 def weights_step(s, chosen, l, m, c, dtype: tl.constexpr):
-    """p = 2^((s - m) c) [M, N] with the new maximum m, the factor of acc before it, and the new l and m of `chosen_step`."""
+    """Return p = 2^((s - m) c) [M, N] under the new maximum m, the factor [M] that rescales acc, and the new l and m
+    [M]."""
     m_new = tl.where(chosen, tl.maximum(m, tl.max(s, 1)), m)
     alpha = tl.exp2((m - m_new) * c)
     p = powers(s, tl.where(chosen, m_new, float("inf")), c, dtype)
@@ -114,10 +121,10 @@ def weights_step(s, chosen, l, m, c, dtype: tl.constexpr):
 
 @triton.jit
 def powers(s, shift, c, dtype: tl.constexpr):
-    """2^((s - shift) * c) [M, N] for shift [M] and c = scale * log2 e > 0.
+    """Return 2^((s - shift) * c) [M, N] for shift [M] and c = scale * log2 e > 0.
 
-    The difference is exact where it matters, near the maximum, and s * c would not be: 16-bit results do not show it, and for
-    them one multiply-add per element does.
+    s - shift is exact near the maximum, where precision matters; s * c is not. 16-bit outputs hide that error, so for
+    them one multiply-add per element is enough.
     """
     if dtype == tl.float16 or dtype == tl.bfloat16:
         return tl.exp2(s * c - (shift * c)[:, None])
@@ -127,7 +134,7 @@ def powers(s, shift, c, dtype: tl.constexpr):
 
 @triton.jit
 def reciprocal(x):
-    """1 / x, correctly rounded: the GPU's plain division may be off by two units in the last place."""
+    """Return 1 / x, correctly rounded. The GPU's default division may be off by two units in the last place."""
     one = x * 0.0 + 1.0
     if x.dtype == tl.float32:
         return tl.div_rn(one, x)
@@ -137,7 +144,10 @@ def reciprocal(x):
 
 @triton.jit
 def finish_softmax(acc, l, m, c):
-    """o and lse in base 2 from (acc, l, m); rows that saw no key give 0 and -inf, whatever acc holds; NaN in l shows in both."""
+    """Return o [M, BLOCK_DV] and base-2 lse [M] from (acc, l, m).
+
+    Rows without keys (l = 0) give o = 0 and lse = -inf whatever acc holds. A NaN in l reaches both results.
+    """
     seen = l != 0
     o = tl.where(seen[:, None], acc * reciprocal(tl.where(seen, l, 1.0))[:, None], 0.0)
     lse2 = tl.where(seen, m * c + tl.log2(tl.where(seen, l, 1.0)), float("-inf"))
@@ -146,7 +156,7 @@ def finish_softmax(acc, l, m, c):
 
 @triton.jit
 def row_delta(o, do_tile, dlse, row, exists, dims: tl.constexpr, dtype: tl.constexpr):
-    """delta = sum(do * o) - dlse of the rows `row` [M] of o [rows, Dv]."""
+    """Return delta = sum(do * o) - dlse [M] for the rows with indices `row` [M] in o [rows, Dv]."""
     o_tile = load_columns(o + row * dims.Dv, exists, 0, dims.Dv, dims.BLOCK_DV)
     delta = tl.sum(o_tile.to(dtype) * do_tile.to(dtype), 1)
     if dlse is not None:
@@ -156,7 +166,7 @@ def row_delta(o, do_tile, dlse, row, exists, dims: tl.constexpr, dtype: tl.const
 
 @triton.jit
 def delta_and_lse(o, do_tile, lse, dlse, delta, row, exists, dims: tl.constexpr):
-    """delta of the rows, which is also stored for the dK/dV kernels, and their lse in base 2."""
+    """Return delta [M] and base-2 lse [M] of the rows. Also store delta for the dK/dV kernels."""
     delta_rows = row_delta(o, do_tile, dlse, row, exists, dims, delta.dtype.element_ty)
     lse2 = tl.load(lse + row, mask=exists, other=0.0) * LOG2_E
     tl.store(delta + row, delta_rows, mask=exists)
@@ -165,7 +175,8 @@ def delta_and_lse(o, do_tile, lse, dlse, delta, row, exists, dims: tl.constexpr)
 
 @triton.jit
 def p_and_ds(s, do, v, lse2, delta, c, seen=None):
-    """p = 2^(s c - lse2), 0 where not seen, and ds = p * (do v^T - delta) [M, N] from the products s = q k^T."""
+    """Return p = 2^(s c - lse2), 0 where `seen` is false, and ds = p * (do v^T - delta), both [M, N], from s = q
+    k^T."""
     p = tl.exp2(s * c - lse2[:, None])
     if seen is not None:
         p = tl.where(seen, p, 0.0)

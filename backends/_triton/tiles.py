@@ -1,7 +1,8 @@
-"""Tiles in memory: where rows of q, k, v and their gradients begin, and loads and stores of their columns.
+"""Compute row pointers of q, k, v and their gradients, and load and store tiles of their columns.
 
-Strides are tuples in elements: (b, s, g, h) of q-like tensors, (b, g, n) of k and v, (b, s) of positions (`arguments.Strides`).
-A head dimension like 192 takes two tiles, BLOCK_D = 128 and BLOCK_REST = 64 columns wide; BLOCK_REST = 0 where one tile holds it.
+Strides are tuples in elements: (b, s, g, h) of q-like tensors, (b, g, n) of k and v, (b, s) of positions
+(`arguments.Strides`). A head dim such as 192 takes two column tiles, BLOCK_D = 128 and BLOCK_REST = 64 wide; BLOCK_REST
+= 0 if one tile holds it.
 """
 
 from __future__ import annotations
@@ -13,25 +14,27 @@ MIN_TILE = 16  # the smallest side of a tensor-core operand
 
 
 def tile_size(width: int, smallest: int = MIN_TILE) -> int:
-    """The power of two that holds `width`, at least `smallest`."""
+    """Return the smallest power of two that is at least `width` and `smallest`."""
     return max(smallest, 1 << (width - 1).bit_length())
 
 
 @triton.jit
 def row_pointers(x, stride, b, g, s, head):
-    """Where the rows (s, head) of x [B,S,G,h,D] begin; all indices are int64, s a number or a vector."""
+    """Return pointers to the rows (s, head) of x [B,S,G,h,D]. Indices are int64; s is a number or a vector."""
     return x + b * stride[0] + g * stride[2] + (s * stride[1] + head * stride[3])
 
 
 @triton.jit
 def key_pointers(x, stride, b, g, position):
-    """Where the keys (or values) at `position` [BLOCK_L] of x [B,G,S_kv,D] begin; b, g are int64."""
+    """Return pointers [BLOCK_L] to the keys (or values) at `position` [BLOCK_L] of x [B,G,S_kv,D]; b and g are
+    int64."""
     return x + b * stride[0] + g * stride[1] + position.to(tl.int64) * stride[2]
 
 
 @triton.jit
 def cached_pointers(x, stride, b, g, position, page, PAGE: tl.constexpr):
-    """`key_pointers`; where PAGE > 0, x [pages,G,PAGE,D] is a pool of pages, and the keys lie in `page` [BLOCK_L]."""
+    """Return `key_pointers`. If PAGE > 0, x [pages,G,PAGE,D] is a page pool and the keys lie in the pages `page`
+    [BLOCK_L]."""
     if PAGE > 0:
         return x + g * stride[1] + (page.to(tl.int64) * stride[0] + (position % PAGE).to(tl.int64) * stride[2])
     else:
@@ -40,7 +43,10 @@ def cached_pointers(x, stride, b, g, position, page, PAGE: tl.constexpr):
 
 @triton.jit
 def load_columns(rows, exists, first: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Columns [first, first + WIDTH) of the rows at the pointers [M]; zeros past D and where a row does not exist (None: all do)."""
+    """Load columns [first, first + WIDTH) of the rows at pointers `rows` [M] as a tile [M, WIDTH].
+
+    Columns past D and rows that do not exist are zero. exists: [M], or None if all rows exist.
+    """
     d = first + tl.arange(0, WIDTH)
     inside = (d < D)[None, :] if exists is None else exists[:, None] & (d < D)[None, :]
     return tl.load(rows[:, None] + d[None, :], mask=inside, other=0.0)
@@ -48,7 +54,8 @@ def load_columns(rows, exists, first: tl.constexpr, D: tl.constexpr, WIDTH: tl.c
 
 @triton.jit
 def load_split(rows, exists, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr):
-    """All D columns as two tiles; the second repeats the first, and is not used, where BLOCK_REST is 0."""
+    """Load all D columns as tiles [M, BLOCK_D] and [M, BLOCK_REST]. If BLOCK_REST is 0, the second is unused (it is the
+    first)."""
     tile = load_columns(rows, exists, 0, D, BLOCK_D)
     rest = load_columns(rows, exists, BLOCK_D, D, BLOCK_REST) if BLOCK_REST > 0 else tile
     return tile, rest
@@ -56,14 +63,17 @@ def load_split(rows, exists, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST:
 
 @triton.jit
 def load_kv(k, v, strides, b, g, position, exists, dims: tl.constexpr):
-    """The tiles of K (two, as `load_split`) and V at `position` [BLOCK_L]; zeros where a key does not exist."""
+    """Load K (two column tiles, see `load_split`) and V at `position` [BLOCK_L]; keys that do not exist are zero."""
     k_tile, k_rest = load_split(key_pointers(k, strides.k, b, g, position), exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
     return k_tile, k_rest, load_columns(key_pointers(v, strides.v, b, g, position), exists, 0, dims.Dv, dims.BLOCK_DV)
 
 
 @triton.jit
 def load_whole(k_desc, k_rest_desc, v_desc, k, v, strides, b, g, c, dims: tl.constexpr, BLOCK_L: tl.constexpr):
-    """K (two tiles, as `load_split`) and V of the keys [c, c + BLOCK_L), all of which exist: by TMA, or by pointers without descriptors."""
+    """Load K (two column tiles, see `load_split`) and V of keys [c, c + BLOCK_L), all of which exist.
+
+    Uses TMA, or pointers if the descriptors are None.
+    """
     if k_desc is not None:
         k_tile = k_desc.load([b, g, c, 0]).reshape(BLOCK_L, dims.BLOCK_D)
         k_rest = k_tile
@@ -77,14 +87,14 @@ def load_whole(k_desc, k_rest_desc, v_desc, k, v, strides, b, g, c, dims: tl.con
 
 @triton.jit
 def store_columns(rows, x, exists, first: tl.constexpr, D: tl.constexpr):
-    """Write x [M, WIDTH] to the columns from `first` on."""
+    """Store x [M, WIDTH] to columns [first, min(first + WIDTH, D)) of the rows at pointers `rows` [M] that exist."""
     d = first + tl.arange(0, x.shape[1])
     tl.store(rows[:, None] + d[None, :], x.to(rows.dtype.element_ty), mask=exists[:, None] & (d < D)[None, :])
 
 
 @triton.jit
 def store_split(rows, x, x_rest, exists, D: tl.constexpr, BLOCK_REST: tl.constexpr):
-    """Write the tiles of `load_split`."""
+    """Store the two column tiles that `load_split` loads."""
     store_columns(rows, x, exists, 0, D)
     if BLOCK_REST > 0:
         store_columns(rows, x_rest, exists, x.shape[1], D)

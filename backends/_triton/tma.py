@@ -1,4 +1,4 @@
-"""Descriptors by which TMA (sm_90 and newer) loads tiles of K and V."""
+"""TMA descriptors (sm_90 and newer) for tiles of K and V, and for tiles of rows of q and do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from nsa_sel.core.call import Call
 
 @known
 def tma_fits(call: Call) -> bool:
-    """Whether TMA can load this call's blocks: sm_90 and newer, whole blocks, 16-byte strides."""
+    """Return whether TMA can load this call's blocks: sm_90 or newer, whole blocks, 16-byte aligned bases and
+    strides."""
     size, k, v = call.selection.block_size, call.k, call.v
     if size is None or size % MIN_TILE:
         return False
@@ -28,30 +29,31 @@ def tma_fits(call: Call) -> bool:
 
 
 class CheckedDescriptor(TensorDescriptor):  # type: ignore[misc]
-    """A descriptor without Triton's own checks, which repeat those of `tma_fits`."""
+    """A TensorDescriptor without Triton's checks, which would repeat those of `tma_fits`."""
 
     def __post_init__(self) -> None:
         pass
 
 
 def descriptor(x: Tensor, block_l: int, width: int) -> CheckedDescriptor:
-    """k or v for TMA: tiles of block_l keys of one batch entry and group, `width` columns wide."""
+    """Return a descriptor of k or v for tiles of block_l keys of one batch entry and group, `width` columns wide."""
     return _descriptor(x, [1, 1, block_l, width])
 
 
 def row_descriptor(x: Tensor, tokens: int, width: int) -> CheckedDescriptor:
-    """x [B,S,G,h,D] for TMA: tiles of `tokens` rows with all heads of one batch entry and group, `width` columns wide."""
+    """Return a descriptor of x [B,S,G,h,D] for tiles of `tokens` rows with all heads of a (b, g), `width` columns
+    wide."""
     return _descriptor(x, [1, tokens, 1, x.shape[3], width])
 
 
 def _descriptor(x: Tensor, tile: list[int]) -> CheckedDescriptor:
     if x.get_device() not in thread.bound:
-        bind_context(x.get_device())  # Triton's launcher encodes before it binds
+        bind_context(x.get_device())  # Triton's launcher encodes the descriptor before it binds a context
     return CheckedDescriptor(x, x.shape, x.stride(), tile)
 
 
 def aligned(x: Tensor) -> bool:
-    """Whether the base and all strides but the last, which is 1, are multiples of 16 bytes, as TMA needs them."""
+    """Return whether the base and all strides but the last (which is 1) are multiples of 16 bytes, as TMA requires."""
     return x.numel() > 0 and x.data_ptr() % 16 == 0 and _strides_fit(x.stride(), x.element_size())
 
 

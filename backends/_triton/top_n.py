@@ -1,9 +1,11 @@
-"""The n best blocks of every row, exactly as `nsa_sel.core.ranges.sorted_blocks`, without sorting: scores are read once.
+"""The n best blocks of every row, exactly as `nsa_sel.core.ranges.sorted_blocks`, without sorting: scores are read
+once.
 
-Scores become integers in the order of `sorted_blocks`: forced blocks highest, then the scores, lowest what cannot be selected (future
-blocks, NaN, -inf). Bisection finds the largest threshold that at least n of them reach; it ends early when exactly n do. Then all above
-it are selected, and of those equal to it the first ones. One prefix sum counts both, in two halves of an integer, and so gives every
-selected block its place in the ascending list. What is written are the keys of the blocks, as by `core.arguments.whole_blocks`.
+Scores become integers in the order of `sorted_blocks`: forced blocks highest, then the scores, lowest what cannot be
+selected (future blocks, NaN, -inf). Bisection finds the largest threshold that at least n of them reach; it ends early
+when exactly n do. Then all above it are selected, and of those equal to it the first ones. One prefix sum counts both,
+in two halves of an integer, and so gives every selected block its place in the ascending list. What is written are the
+keys of the blocks, as by `core.arguments.whole_blocks`.
 """
 
 from __future__ import annotations
@@ -18,20 +20,21 @@ from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.rows import row_position
 from nsa_sel.backends._triton.tiles import tile_size
 
-MOST_BLOCKS = 16384  # of a row, which one program holds in registers
-PER_WARP = 1024  # scores, 32 per thread, at most; half as many where short rows share a warp
+MOST_BLOCKS = 16384  # most blocks per row, which one program holds in registers
+PER_WARP = 1024  # most scores per warp, 32 per thread; half as many if short rows share a warp
 
-BOUNDED = tl.constexpr(2048)  # blocks of a row whose groups' maxima bound the threshold
-VECTOR = tl.constexpr(8)  # scores of a load
+BOUNDED = tl.constexpr(2048)  # widest row for which maxima of groups bound the threshold
+VECTOR = tl.constexpr(8)  # scores per load
 INFINITY = tl.constexpr(0x7F800000)  # the bits of a float32
-LARGEST = tl.constexpr(0x7F7FFFFF)  # of the largest finite one
+LARGEST = tl.constexpr(0x7F7FFFFF)  # the bits of the largest finite float32
 FORCED = tl.constexpr(0x7FFFFFFF)
 EXCLUDED = tl.constexpr(-0x80000000)
 
 
 @triton.jit
 def ordered(x):
-    """x as int32 in the order of float32: -0.0 equals 0.0, infinity the largest finite number, NaN and -inf are EXCLUDED."""
+    """Return x as int32 in float32 order: -0.0 equals 0.0, infinity equals the largest finite value, NaN and -inf are
+    EXCLUDED."""
     if x.dtype == tl.bfloat16:  # by its bits: Triton's interpreter loses subnormal numbers
         bits = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
     else:
@@ -43,15 +46,16 @@ def ordered(x):
 
 @triton.jit
 def nth_largest(key, count, n, NP: tl.constexpr):
-    """A threshold per row [ROWS] that as many keys reach as are wanted, or more only if they equal it; count: of keys above EXCLUDED.
+    """Return the threshold per row [ROWS] that n keys reach; more keys reach it only if they equal it.
 
-    Bisects the numbers between two bounds, and ends early when exactly n keys reach the middle. Of NP >= n groups each has a key that
-    reaches the least of the groups' maxima: so do n keys. Few steps are left. In wider rows the groups take too
-    many registers, and compilers minutes: their bisection begins at the least number.
+    count: [ROWS], number of keys above EXCLUDED.
+    Bisects between two bounds, and ends early if exactly n keys reach the middle. The lower bound is the minimum over
+    NP >= n groups of the groups' maxima, which at least n keys reach; few steps remain. In wider rows groups would take
+    too many registers and minutes of compile time, so their bisection starts at the lowest value.
     """
     ROWS: tl.constexpr = key.shape[0]
     WIDTH: tl.constexpr = key.shape[1]
-    low = count * 0 + (EXCLUDED + 1)  # n keys reach it, if there are as many
+    low = count * 0 + (EXCLUDED + 1)  # n keys reach it if there are n
     if NP <= WIDTH and WIDTH <= BOUNDED:
         low = tl.maximum(low, tl.min(tl.max(key.reshape(ROWS, WIDTH // NP, NP), 1), 1))
     high = tl.max(tl.where(key == FORCED, EXCLUDED, key), 1) + 1  # only forced blocks reach it
@@ -74,10 +78,11 @@ def top_n_kernel(
     scores, q_pos, ranges, stride_scores, stride_pos, stride_ranges, start, rows, S, G, blocks, n, first, local,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    """ranges [B,S,G,n,2]: the n best of the scores [B,S,G,blocks] of each row, ascending, [0, 0) for padding.
+    """Store ranges [B,S,G,n,2] of the n best blocks by scores [B,S,G,blocks], ascending, with [0, 0) for padding.
 
-    Grid: one program per ROWS of the B * S * G rows, groups first. Tile: scores [ROWS, WIDTH >= blocks], one row within a warp where it
-    fits. Few scores of future blocks are read, and none of them counts.
+    Grid: one program per ROWS of the B * S * G rows, groups innermost. Tile: scores [ROWS, WIDTH >= blocks], one row
+    per warp if it fits.
+    Loads are rounded up to whole vectors; scores of future blocks are masked.
     """
     number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = number < rows
@@ -92,7 +97,7 @@ def top_n_kernel(
     block = tl.arange(0, WIDTH)[None, :]
     visible = (block <= current[:, None]) & (block < blocks) & exists[:, None]
     row = scores + b * stride_scores[0] + s * stride_scores[1] + g * stride_scores[2]
-    near = (block // VECTOR <= current[:, None] // VECTOR) & (block < blocks)  # so that loads stay wide
+    near = (block // VECTOR <= current[:, None] // VECTOR) & (block < blocks)  # whole vectors keep loads wide
     x = tl.load(row[:, None] + block.to(tl.int64) * stride_scores[3], mask=near & exists[:, None], other=0.0)
     forced = visible & ((block < first) | (block > current[:, None] - local))
     key = tl.where(forced, FORCED, tl.where(visible, ordered(x), EXCLUDED))
@@ -136,7 +141,7 @@ def top_n(
         first, local: blocks that are always among the n; together at most n.
         start: the position of row 0 where q_pos is None; row s is at start + s.
         q_pos: [B,S] int32 or int64, positions of the rows.
-        rows, warps: of a program.
+        rows, warps: rows and warps per program; None to choose.
     """
     B, S, G, blocks = scores.shape
     if ranges.numel() == 0:

@@ -1,6 +1,7 @@
-"""Units: the shares of rows and (batch entry, group) pairs whose temporaries fit the workspace together, one launch each.
+"""Units: split a call's rows and (batch entry, group) pairs so that the temporaries of each unit fit the workspace.
 
-A unit is some rows of some pairs with their lists of `key_to_rows`. Its programs take pieces of these lists.
+A unit holds some rows of some pairs, with their lists from `key_to_rows`. It is one launch, whose programs take pieces
+of these lists.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from nsa_sel.core.call import Call
 from nsa_sel.settings.schema import KernelConfig
 
 PROGRAMS = 512  # pieces that keep any GPU busy: three or four per multiprocessor
-SHORTEST = 32  # entries per piece: a few steps, else loading the tile and writing its parts is most of the work
+SHORTEST = 32  # fewest entries per piece: with fewer, loading the tile and storing partial sums dominates
 
 
 class UnitLists(NamedTuple):
-    """Where a unit's lists are, as kernels take them: fields of its `KeyToRows` and `Unit`."""
+    """Location of a unit's lists, as kernels take it: fields of its `KeyToRows` and `Unit`."""
 
-    tiles: int
+    tiles: int  # KV tiles per pair
     pairs_all: int  # B * G
     stretches: int
     first_list: int
@@ -40,7 +41,7 @@ class UnitLists(NamedTuple):
 
 
 class UnitRows(NamedTuple):
-    """Which rows a unit holds, as kernels take them."""
+    """The rows of a unit, as kernels take them."""
 
     rows: int
     first_pair: int
@@ -58,7 +59,8 @@ class Unit(NamedTuple):
 
 
 def units(call: Call, plan: KeyToRows) -> Iterator[Unit]:
-    """The units of a plan, in the order in which results are added: all sections of some pairs, then of the next."""
+    """Yield the units of a plan in the order in which results are summed: all sections of some pairs, then of the next
+    pairs."""
     B, S, G = call.q.shape[:3]
     places = _places(S, B * G, plan.tiles, plan.stretches, plan.section, plan.pairs, plan.piece)
     for rows, lists, number in places:
@@ -72,39 +74,40 @@ def units(call: Call, plan: KeyToRows) -> Iterator[Unit]:
 def _places(
     S: int, pairs_all: int, tiles: int, stretches: int, section: int, pairs: int, piece: int
 ) -> tuple[tuple[UnitRows, UnitLists, int], ...]:  # fmt: skip
-    """The rows and lists of every unit, and its number in the plan's `piece_list`."""
-    found = []
+    """Return the rows and lists of every unit, and its number in the plan's `piece_list`."""
+    places = []
     for pair, row in itertools.product(range(0, pairs_all, pairs), range(0, S, section)):
         some, first = min(pairs, pairs_all - pair), (row // section * pairs_all + pair) * tiles
         rows = UnitRows(min(section, S - row), pair, row, some, section)
         lists = UnitLists(tiles, pairs_all, stretches, first, first + some * tiles, piece, pair, row, section)
-        found.append((rows, lists, row // section * -(-pairs_all // pairs) + pair // pairs))
-    return tuple(found)
+        places.append((rows, lists, row // section * -(-pairs_all // pairs) + pair // pairs))
+    return tuple(places)
 
 
 @triton.jit
 def piece_bounds(ends, lists, piece):
-    """The entries [e, stop) of a piece of the unit's lists; e >= stop where the lists are shorter."""
+    """Return the entries [e, stop) of a piece of the unit's lists; e >= stop if the lists end before it."""
     e = list_start(ends, lists.first_list, lists.stretches) + piece.to(tl.int64) * lists.piece
     return e, tl.minimum(e + lists.piece, list_start(ends, lists.end_list, lists.stretches))
 
 
 @triton.jit
 def list_tile(number, lists, G, BLOCK_L: tl.constexpr):
-    """List `number`: its pair b*G + g, b, g, and the keys [BLOCK_L] of its tile."""
+    """Return pair b*G + g, b, g and the keys [BLOCK_L] of the tile of list `number`."""
     bg = number // lists.tiles % lists.pairs_all
     return bg, bg // G, bg % G, (number % lists.tiles * BLOCK_L).to(tl.int32) + tl.arange(0, BLOCK_L)
 
 
 @triton.jit
 def load_entries(entries, e, pair, pairs, h: tl.constexpr):
-    """The entries of the (entry, head) pairs `pair` of the list that begins at e."""
+    """Load the entries of the (entry, head) pairs `pair` [ROWS] of a list whose entries begin at e."""
     return tl.load(entries + e + pair // h, mask=pair < pairs, other=0)
 
 
 @triton.jit
 def highest_limit(entries, q_pos, stride_pos, e, e1, b, S, S_kv, EACH: tl.constexpr):
-    """One past the last key that any row of the entries [e, e1) may see; in the default positions the last row sees most."""
+    """Return one past the last key that any row of entries [e, e1) may see. With default positions, the last row sees
+    the most."""
     s = tl.load(entries + e1 - 1) // EACH
     highest = row_limit(q_pos, stride_pos, b, s, S, S_kv)
     if q_pos is not None:
@@ -116,19 +119,21 @@ def highest_limit(entries, q_pos, stride_pos, e, e1, b, S, S_kv, EACH: tl.conste
 
 
 def most_parts(entries: int, pairs: int, tiles: int, piece: int) -> int:
-    """A bound on the parts of a unit of `pairs` pairs with at most `entries` entries each; see `dkdv.part_number`."""
+    """Return a bound on the partial sums of a unit of `pairs` pairs with at most `entries` entries each; see
+    `dkdv.part_number`."""
     return min(entries * pairs, -(-entries * pairs // piece) + pairs * tiles)
 
 
 def plan_within(call: Call, width: int, section: int, pairs: int, budget: int, block: int = 1) -> KeyToRows:
-    """The plan whose float32 parts fit `budget` bytes: pieces short enough to give PROGRAMS of them and then for balance, fewer pairs
-    per unit, at last longer pieces. block: of `KeyToRows`; that many programs share a piece.
+    """Return the plan whose float32 partial sums fit `budget` bytes.
 
-    Pieces grow only while they make most of the parts: every list has one part at least, however long pieces are.
+    Prefers pieces short enough for PROGRAMS of them and for balance; then fewer pairs per unit; then longer pieces.
+    Longer pieces help only while they cause most of the partial sums, because every list has at least one. block: see
+    `KeyToRows`; that many programs share a piece.
     """
     S, _, h, Dk = call.q.shape[1:]
     part_bytes = block * width * (Dk + call.v.shape[3]) * max(4, call.q.element_size())
-    longest = max(256, min(1024, 4096 // h))  # longer where a row brings fewer heads: each piece writes its parts
+    longest = max(256, min(1024, 4096 // h))  # longer for fewer heads: each piece stores partial sums
     entries, blocks = min(section, S) * call.selection.n * call.reach(width) // block, -(-call.k.shape[2] // (block * width))
     pairs, piece = _pairs_and_piece(entries, blocks, pairs, part_bytes, longest, budget, -(-PROGRAMS // block))
     return key_to_rows(call, width, section, pairs, piece, block)
@@ -138,7 +143,8 @@ def plan_within(call: Call, width: int, section: int, pairs: int, budget: int, b
 def _pairs_and_piece(
     entries: int, tiles: int, pairs: int, part_bytes: int, longest: int, budget: int, pieces: int
 ) -> tuple[int, int]:  # fmt: skip
-    """Pairs of a unit, of `entries` entries each, and entries of a piece, of which there are `pieces` at least; see `plan_within`."""
+    """Return pairs per unit (`entries` entries each) and entries per piece, for at least `pieces` pieces; see
+    `plan_within`."""
     piece = min(longest, max(SHORTEST, tile_size(-(-entries * pairs // pieces), 1)))
 
     def parts_bytes() -> int:
@@ -154,13 +160,15 @@ def _pairs_and_piece(
 
 
 def workspace_beside_plan(call: Call, width: int, block: int = 1) -> int:
-    """Bytes that runtime.workspace_bytes leaves beside the plan (entries, and a table of at most as many numbers) and delta."""
+    """Return the bytes of runtime.workspace_bytes left after the plan (entries, and a table at most as long) and
+    delta."""
     B, S, G, h, _ = call.q.shape
     bound, capacity = call.settings.workspace_bytes, B * S * G * call.selection.n * call.reach(width) // block
     return max(bound - 8 * capacity - 4 * B * S * G * h, bound // 8)
 
 
 def tile_width(call: Call, config: KernelConfig) -> int:
-    """Keys per KV tile: what the kernel takes at once; a power of two that divides the blocks, where there are blocks."""
+    """Return the keys per KV tile: the config's block_l, cut to a power of two that divides the block size if there are
+    blocks."""
     block = call.selection.block_size
     return config.block_l if block is None or block % MIN_TILE else min(config.block_l, block & -block)

@@ -1,10 +1,10 @@
-"""Attention of every row to the last `window` keys, and dq of it; the online softmax of softmax.py.
+"""Attention of every row to the last `window` keys, and its dq, with the online softmax of softmax.py.
 
-A tile of adjacent rows and their h heads walks the window + rows - 1 keys that its rows see. Steps of BLOCK_K keys begin at the first of
-them: with a mask until all windows have begun, then without, by TMA where it fits, while all rows see the whole step. What is left, the
-tile's own keys among it, comes with a mask in steps of TAIL_K keys. Other keys are not read.
+A tile of adjacent rows and their h heads walks the window + rows - 1 keys that its rows see. Steps of BLOCK_K keys
+begin at the first of these: with a mask until all windows have begun, then without a mask while all rows see the whole
+step. The remaining keys, including the tile's own, take a mask in steps of TAIL_K keys. Other keys are not read.
 
-Within a tile, 0 * NaN is NaN: a NaN or infinity in a key or value that one row sees may reach other rows of its tile.
+Within a tile 0 * NaN is NaN: a NaN or infinity in a key or value that one row sees may reach other rows of the tile.
 """
 
 from __future__ import annotations
@@ -49,8 +49,12 @@ from nsa_sel.settings.schema import KernelConfig
 
 @triton.jit
 def key_limits(low, high, BLOCK_K: tl.constexpr):
-    """Of rows that see the keys [low, high): the first key that any sees, the first that all windows have reached, the end of the whole
-    steps of BLOCK_K keys that no row stands before, and one past the last key."""
+    """Return step limits for rows that see the keys [low, high).
+
+    These are: the first key that any row sees, the first key inside all windows, the end of the whole steps of BLOCK_K
+    keys at or before
+    every row's position, and one past the last key.
+    """
     first, last = tl.min(low, 0), tl.max(low, 0)
     whole = first + tl.maximum(tl.min(high, 0) - first, 0) // BLOCK_K * BLOCK_K
     return first, last, whole, tl.max(tl.where(low < high, high, 0), 0)
@@ -58,7 +62,7 @@ def key_limits(low, high, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def masked(logits, low, high, key):
-    """logits [rows, keys], -inf where a row does not see a key."""
+    """Return logits [rows, keys] with -inf where a row does not see a key."""
     return tl.where((key[None, :] >= low[:, None]) & (key[None, :] < high[:, None]), logits, float("-inf"))
 
 
@@ -67,10 +71,12 @@ def forward_kernel(
     q, k_desc, k_rest_desc, v_desc, k, v, bounds, o, lse, strides, sizes, scale_log2,
     dims: tl.constexpr, TQ: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, TAIL_K: tl.constexpr,
 ):  # fmt: skip
-    """o and lse of one tile's rows and heads.
+    """Compute o = softmax(scale * q k^T) v and lse for one tile's rows and heads.
 
-    Grid: one program per tile of TQ rows, and of ROWS heads where h > ROWS. Tiles: q [ROWS, BLOCK_D + BLOCK_REST],
-    k [BLOCK_K, same], v [BLOCK_K, BLOCK_DV].
+    Grid: one program per tile of TQ tokens; where h > ROWS, one program per ROWS heads.
+    Tiles: q [ROWS, BLOCK_D + BLOCK_REST], k [BLOCK_K, BLOCK_D + BLOCK_REST], v [BLOCK_K, BLOCK_DV]; TAIL_K keys per
+    tail step.
+    TMA: k_desc, k_rest_desc and v_desc load steps of BLOCK_K keys; None: pointer loads.
     """
     ACC: tl.constexpr = lse.dtype.element_ty
     REST: tl.constexpr = dims.BLOCK_REST
@@ -104,7 +110,7 @@ def forward_kernel(
 
 @triton.jit
 def add_dq(sums, logits, do_tile, kv, lse2, delta, scale_log2, REST: tl.constexpr):
-    """dq / scale in two tiles plus what one step's keys and values give."""
+    """Add one step's contribution to dq / scale (two column tiles)."""
     acc, rest = sums
     k_tile, k_rest, v_tile = kv
     _, ds = p_and_ds(logits, do_tile, v_tile, lse2, delta, scale_log2)
@@ -120,10 +126,10 @@ def dq_kernel(
     q, k_desc, k_rest_desc, v_desc, k, v, bounds, o, lse, do, dlse, dq, lse2, delta, strides, stride_do, sizes, scale, scale_log2,
     dims: tl.constexpr, TQ: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, TAIL_K: tl.constexpr,
 ):  # fmt: skip
-    """dq = scale * ds k of one tile's rows and heads, and for dk and dv [B,S,G,h]: lse2 = lse in base 2, and
-    delta = sum(do * o) - dlse.
+    """Compute dq = scale * ds k for one tile's rows and heads; store base-2 lse and delta = sum(do * o) - dlse
+    [B,S,G,h].
 
-    Grid and tiles as in `forward_kernel`.
+    Grid, tiles and TMA are those of `forward_kernel`.
     """
     ACC: tl.constexpr = lse.dtype.element_ty
     BLOCK_D: tl.constexpr = dims.BLOCK_D
@@ -150,21 +156,21 @@ def dq_kernel(
         if c < begun:
             logits = masked(logits, low, high, c + tl.arange(0, BLOCK_K))
         acc, rest = add_dq((acc, rest), logits, do_tile, kv, lse2_rows, delta_rows, scale_log2, REST)
-    if bounds is not None:  # in padding p is NaN
+    if bounds is not None:  # p is NaN in padding rows
         saw = (low < high)[:, None]
         acc, rest = tl.where(saw, acc, 0.0), tl.where(saw, rest, 0.0)
     store_split(dq + out * dims.Dk, acc * scale, rest * scale, exists, dims.Dk, REST)
 
 
 def forward(call: WindowCall, o: Tensor, lse: Tensor, config: KernelConfig) -> None:
-    """Write o [B,S,G,h,Dv] and lse [B,S,G,h], both contiguous."""
+    """Launch the forward kernel, which writes o [B,S,G,h,Dv] and lse [B,S,G,h], both contiguous."""
     kernel, sizes, programs = _launched(forward_kernel, call, config)
     descriptors = key_value_descriptors(call, kernel.constants["dims"], config.block_l, config)
     kernel.launch(programs, (call.q, *descriptors, call.k, call.v, call.bounds, o, lse), (strides_of(call), sizes, call.scale_log2()))
 
 
 def dq(call: WindowCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, config: KernelConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """dq [B,S,G,h,Dk], and lse2 and delta [B,S,G,h] for dk and dv. o, lse and dlse are contiguous."""
+    """Return dq [B,S,G,h,Dk], and lse2 and delta [B,S,G,h] for dk and dv. o, lse and dlse are contiguous."""
     to, lse2, delta = torch.empty_like(call.q, memory_format=torch.contiguous_format), torch.empty_like(lse), torch.empty_like(lse)
     kernel, sizes, programs = _launched(dq_kernel, call, config)
     descriptors = key_value_descriptors(call, kernel.constants["dims"], config.block_l, config)
@@ -177,7 +183,8 @@ def dq(call: WindowCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
 
 
 def _launched(function: Any, call: WindowCall, config: KernelConfig) -> tuple[Kernel, Any, int]:
-    """The kernel, its sizes, and how many programs it takes: tiles of all sequences and groups; more than `rows` heads take several."""
+    """Return the kernel, its sizes and its grid: tiles of all sequences and groups; more than `rows` heads take several
+    programs."""
     B, S, G, h, _ = call.q.shape
     kernel = _kernel(function, dims_of(call), config)
     tiles = -(-S // kernel.constants["TQ"])
@@ -187,5 +194,5 @@ def _launched(function: Any, call: WindowCall, config: KernelConfig) -> tuple[Ke
 @functools.lru_cache(REMEMBERED)
 def _kernel(function: Any, dims: Dims, config: KernelConfig) -> Kernel:
     tokens = tile_tokens(dims.h, config.rows)
-    tail = min(tile_size(tokens, MIN_TILE), config.block_l)  # of a window of whole steps tokens - 1 keys are left
+    tail = min(tile_size(tokens, MIN_TILE), config.block_l)  # windows of whole steps leave tokens - 1 keys
     return Kernel(function, dims=dims, TQ=tokens, ROWS=config.rows, BLOCK_K=config.block_l, TAIL_K=tail, **options(config))

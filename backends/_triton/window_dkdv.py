@@ -1,7 +1,8 @@
-"""dk and dv of attention to a sliding window, without atomics: a program takes a tile of keys and all rows that see some of them.
+"""Compute dk and dv of sliding-window attention without atomics: a program takes a tile of keys and all rows that see
+any of them.
 
-dv = sum p^T do, dk = scale * sum ds^T q over rows and heads (softmax.py), both transposed from the start: p [keys, rows]. The rows of a
-tile of keys are the tile's own and the window's after it; those at both ends do not see all keys.
+dv = sum p^T do, dk = scale * sum ds^T q over rows and heads (softmax.py), both transposed from the start: p [keys,
+rows]. The rows of a tile of keys are the tile's own and the window's after it; those at both ends do not see all keys.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from nsa_sel.settings.schema import KernelConfig
 
 @triton.jit
 def row_limits(bounds, first, key, sizes, BLOCK_K: tl.constexpr):
-    """Of the keys `key` from `first` on: the rows [low, high) that see some, and [begun, over) that see all of them."""
+    """Return the rows [low, high) that see any, and [begun, over) that see all, of the keys `key` from `first` on."""
     low = tl.minimum(tl.maximum(first - sizes.start, 0), sizes.S)
     begun = tl.minimum(first + BLOCK_K, sizes.S_kv) - 1 - sizes.start
     over, high = first + sizes.window - sizes.start, first + BLOCK_K - 1 + sizes.window - sizes.start
@@ -37,7 +38,8 @@ def row_limits(bounds, first, key, sizes, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def add_step(sums, kv, rows, lse2, delta, bounds, row, key, cut, sizes, scale_log2, REST: tl.constexpr):
-    """sums (dk / scale in two tiles, dv) of the keys `key` plus those of one step's rows (q in two tiles, do).
+    """Add the contribution of one step's rows (q in two column tiles, do) to the sums (dk / scale in two tiles, dv) of
+    `key`.
 
     cut: some row does not see some key.
     """
@@ -93,7 +95,8 @@ def add_steps(
 ):  # fmt: skip
     """`add_rows` of whole steps from row `low` on, by TMA, which loads TOKENS rows with their heads.
 
-    Programs begin at different steps, in turns: those that run together then read the same rows at about the same time, while they are
+    Programs begin at different steps, in turns: those that run together then read the same rows at about the same time,
+    while they are
     in the L2 cache.
     """
     h: tl.constexpr = dims.h
@@ -122,9 +125,10 @@ def dkdv_kernel(
     q, q_desc, do_desc, k, v, bounds, do, lse2, delta, dk, dv, strides, stride_do, sizes, scale, scale_log2,
     dims: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] of one tile of keys; zeros for keys that no row sees.
+    """Compute dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] of one tile of keys; zeros for keys that no row sees.
 
-    Grid: one program per tile of keys and pair b*G + g, tiles first. Tiles: k and v [BLOCK_K, D], loaded once; q and do [ROWS, D] per
+    Grid: one program per tile of keys and pair b*G + g, tiles first. Tiles: k and v [BLOCK_K, D], loaded once; q and do
+    [ROWS, D] per
     step, by TMA where q_desc and do_desc are given, except for rows that are no whole step.
     """
     ACC: tl.constexpr = delta.dtype.element_ty
@@ -159,7 +163,7 @@ def dkdv_kernel(
 
 
 def dkdv(call: WindowCall, do: Tensor, lse2: Tensor, delta: Tensor, config: KernelConfig) -> tuple[Tensor, Tensor]:
-    """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv], contiguous, from lse2 and delta [B,S,G,h] of dq."""
+    """Return contiguous dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse2 and delta [B,S,G,h] of dq."""
     B, G, S_kv, _ = call.k.shape
     dk, dv = (x.new_empty(x.shape) for x in (call.k, call.v))
     dims, tiles = dims_of(call), -(-S_kv // config.block_l)
@@ -172,7 +176,8 @@ def dkdv(call: WindowCall, do: Tensor, lse2: Tensor, delta: Tensor, config: Kern
 
 
 def _row_descriptors(call: WindowCall, do: Tensor, dims: Dims, config: KernelConfig) -> tuple[TensorDescriptor | None, ...]:
-    """Of q and do, where TMA is wanted and can load whole rows with their heads."""
+    """Return TMA descriptors of q and do if the config asks for TMA and it can load whole rows with their heads, else
+    None."""
     if config.loads != "tma" or config.rows % dims.h or dims.BLOCK_REST or not (aligned(call.q) and aligned(do)):
         return None, None
     tokens = config.rows // dims.h

@@ -1,7 +1,7 @@
-"""What rows see of keys in a sliding window, and the arguments that all kernels over windows take.
+"""Which keys a row sees through a sliding window, and arguments that all window kernels take.
 
-Row s stands at position t = start + s and sees the keys t - window + 1 to t, its own last. Of a packed batch, whose rows are its keys, it
-sees none before its sequence; rows after the last sequence, padding, see none.
+Row s at position t = start + s sees the keys t - window + 1 to t. In a packed batch a row sees only keys of its own
+sequence, and padding rows, after the last sequence, see none.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from nsa_sel.settings.schema import KernelConfig
 
 
 class Sizes(NamedTuple):
-    """As kernels take them."""
+    """Sizes, as kernels take them."""
 
     S: int
     S_kv: int
     G: int
     start: int  # position of row 0
     window: int
-    tiles: int  # of rows, or of keys
+    tiles: int  # tiles of rows, or of keys
 
 
 class Strides(NamedTuple):
-    """In elements; the last dimension is contiguous."""
+    """Strides in elements. The last dimension is contiguous."""
 
     q: tuple[int, ...]  # b, s, g, h
     k: tuple[int, ...]  # b, g, n
@@ -39,7 +39,7 @@ class Strides(NamedTuple):
 
 @triton.jit
 def keys_of_rows(bounds, s, sizes):
-    """The keys [low, high) that each of the rows s sees; low >= high for padding, and low never decreases."""
+    """Return the keys [low, high) that each of the rows s sees; low >= high for padding. low never decreases with s."""
     begin = 0
     if bounds is not None:
         begin = tl.load(bounds + s)
@@ -48,7 +48,8 @@ def keys_of_rows(bounds, s, sizes):
 
 @triton.jit
 def rows_of_keys(bounds, key, sizes):
-    """The rows [low, high) that see each of the keys `key`, which exist where key < S_kv; high may be past the last row."""
+    """Return the rows [low, high) that see each of the keys `key` (which exist if key < S_kv). high may exceed the last
+    row."""
     high = key + sizes.window
     if bounds is not None:
         high = tl.minimum(high, tl.load(bounds + sizes.S + key, mask=key < sizes.S_kv, other=0))
@@ -74,7 +75,7 @@ def sizes_of(call: WindowCall, tiles: int) -> Sizes:
 
 
 def key_value_descriptors(call: WindowCall, dims: Dims, block_k: int, config: KernelConfig) -> tuple[TensorDescriptor | None, ...]:
-    """Of k, of the second tile of k, and of v, by which TMA loads block_k keys; None where pointers do."""
+    """Return TMA descriptors of k, k's second column tile and v for block_k keys; None for pointer loads."""
     if config.loads != "tma" or not (aligned(call.k) and aligned(call.v)):
         return None, None, None
     rest = descriptor(call.k, block_k, dims.BLOCK_REST) if dims.BLOCK_REST else None

@@ -1,1 +1,1 @@
-"""Attention to the last keys of every row in plain PyTorch, for what no kernel of windows takes: CPUs, float64."""
+"""Sliding-window attention in plain PyTorch, for calls that no window kernel takes: CPUs, float64."""

@@ -1,7 +1,9 @@
-"""Sliding-window attention on any device: chunks of rows, each over its own slice of keys, under one mask that all chunks share.
+"""Sliding-window attention on any device: each chunk of rows attends to its own slice of keys; all chunks share one
+mask.
 
-Heads are rows here: row s * h + i of a chunk is head i of query s, so that K and V are never repeated. The first rows, whose windows
-begin before the first key, come chunk by chunk; all later chunks are one call on overlapping views of K and V.
+Heads are rows here: row s * h + i of a chunk is head i of query s, so that K and V are never repeated. The first rows,
+whose windows begin before the first key, run chunk by chunk; all later chunks are one call on overlapping views of K
+and V.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ _ROWS = 4096  # rows times heads of a chunk, which bound the mask
 
 
 def attend_seen(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """o [B,S,G,h,Dv], and lse [B,S,G,h] with return_lse, of checked tensors none of which is empty; keys that nobody sees are left out."""
+    """Return o [B,S,G,h,Dv], and lse [B,S,G,h] with return_lse, for checked, non-empty tensors. Skips keys that no row
+    sees."""
     unseen = max(0, k.shape[2] - q.shape[1] - window + 1)
     return attend(q, k[:, :, unseen:], v[:, :, unseen:], window, scale, return_lse)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """`attend_seen` with S_kv <= S + window - 1: some row sees every key."""
+    """Do `attend_seen` for S_kv <= S + window - 1, where every key is seen by some row."""
     S, h, start = q.shape[1], q.shape[3], k.shape[2] - q.shape[1]
     window = min(window, k.shape[2])
     size = min(max(window, 32), max(32, _ROWS // h))
@@ -46,7 +49,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, return_ls
 
 
 def _chunk(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Rows q [B,rows,G,h,Dk] at the last positions of k and v, all of which they see."""
+    """Attend with rows q [B,rows,G,h,Dk] at the last positions of k and v."""
     rows, h = q.shape[1], q.shape[3]
     keep = _keep(rows, k.shape[2], window, h, q.device)
     o, lse = _attend(q.transpose(1, 2).flatten(2, 3), k, v, keep, scale, return_lse)
@@ -55,7 +58,8 @@ def _chunk(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, return_ls
 
 
 def _chunks(q: Tensor, k: Tensor, v: Tensor, window: int, size: int, scale: float, return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Chunks of `size` rows with window - 1 keys before them, as one call: sequences and groups are its batch, chunks its heads."""
+    """Attend with chunks of `size` rows and window - 1 keys before them in one call; (b, g) is its batch, chunks are
+    its heads."""
     B, S, G, h, _ = q.shape
     chunks, keys = S // size, size + window - 1
     q = torch.unflatten(q, 1, (chunks, size)).permute(0, 3, 1, 2, 4, 5).flatten(3, 4).flatten(0, 1)  # [B*G,chunks,size*h,Dk]
@@ -68,7 +72,7 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, window: int, size: int, scale: floa
 
 
 def _keep(rows: int, keys: int, window: int, h: int, device: torch.device) -> Tensor | None:
-    """Which keys the last rows see, [rows * h, keys] bool, or None where one row sees them all."""
+    """Return which keys the last rows see, [rows * h, keys] bool, or None for one row, which sees them all."""
     if rows == 1:
         return None
     position = torch.arange(keys - rows, keys, device=device).repeat_interleave(h).unsqueeze(1)
@@ -77,7 +81,10 @@ def _keep(rows: int, keys: int, window: int, h: int, device: torch.device) -> Te
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float, return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """By PyTorch's fused kernels, except for lse, and on a GPU for masks, gradients (which they add in any order) and float64."""
+    """Attend with PyTorch's fused kernels, or in plain PyTorch for lse and, on a GPU, for masks, gradients and float64.
+
+    PyTorch's fused kernels sum gradients in no fixed order on a GPU.
+    """
     fused = q.is_cpu or (keep is None and not needs_grad(q, k, v) and q.dtype != torch.float64)
     if return_lse or not fused:
         return plain(q, k, v, keep, scale)

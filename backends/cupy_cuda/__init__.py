@@ -1,9 +1,9 @@
-"""cupy-cuda: CUDA C++ kernels, compiled at run time by NVRTC through CuPy, on torch's stream and torch's memory.
+"""cupy-cuda: CUDA C++ kernels compiled at run time by NVRTC through CuPy, on torch's stream and torch's memory.
 
-Which kernel computes a call is decided here. sm80.py launches the kernels of every GPU, sm90.py, whole_blocks.py, few_tokens.py and
-quantized_tokens.py those of Hopper, key_to_rows.py builds the lists of rows for dk and dv. compiler.py makes machine code of
-kernels/*.cu, launch.py starts it, tensor_map.py encodes maps for TMA.
-CuPy is imported when a kernel is first compiled or loaded.
+This file picks the kernel of a call. sm80.py launches the kernels for all GPUs; sm90.py, whole_blocks.py, few_tokens.py
+and quantized_tokens.py launch those for Hopper; key_to_rows.py builds the lists of rows for dk and dv. compiler.py
+compiles kernels/*.cu, launch.py launches them, tensor_map.py encodes TMA tensor maps. CuPy is imported when a kernel is
+first compiled or loaded.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ __all__ = ["backward", "backward_and_delta", "forward", "loaded_keys"]
 
 @forward_of_any_scale
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,Dv] and lse [B,S,G,h]: on Hopper by tiles of tokens or by whole blocks, if the call allows; else row by row.
+    """Return o [B,S,G,h,Dv] and lse [B,S,G,h], on Hopper by tiles of tokens or by whole blocks if the call allows, else
+    row by row.
 
-    All kernels read a cache's lengths and block table themselves. Rows are gathered from pages of any size; tiles and blocks take pages of
-    whole steps.
+    All kernels read a cache's lengths and block table. Row kernels gather from pages of any size; tile and block
+    kernels need pages of whole steps.
     """
     if call.scales is not None:
         return quantized_tokens.forward(call) if quantized_tokens.supports(call) else whole_blocks.forward(call)
@@ -38,14 +39,15 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 
 @backward_of_any_scale
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, shaped and typed as q, k, v."""
+    """Return dq, dk, dv with the shapes and dtypes of q, k, v."""
     dq, dk, dv, _ = _backward(call, o, lse, do, dlse)
     return dq, dk, dv
 
 
 @backward_of_any_scale
 def backward_and_delta(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`backward`, and delta [B,S,G,h], which a workspace of the call lends until its next pass."""
+    """Return the results of `backward` and delta [B,S,G,h]. delta may be workspace memory, valid until the call's next
+    pass."""
     return _backward(call, o, lse, do, dlse)
 
 
@@ -57,8 +59,11 @@ def _backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | Non
 
 
 def loaded_keys(call: Call, selected: int, count: bool) -> int:
-    """Keys that the forward loads: by tiles of tokens the union of their rows, else each row's, once for up to 64 heads; if not counted, at
-    most that."""
+    """Return how many keys the forward loads: the union of each tile's rows, or each row's keys once for up to 64
+    heads.
+
+    Without `count`, return an upper bound.
+    """
     if count and quantized_tokens.supports(call):
         return union_keys(call, quantized_tokens.tile_tokens(call.q.shape[1], call.q.shape[3]))
     count = count and call.scales is None

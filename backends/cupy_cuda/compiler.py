@@ -1,6 +1,6 @@
-"""Compile kernels/*.cu to machine code with NVRTC, through CuPy, once per GPU and class of shapes, and cache it on disk.
+"""Compile kernels/*.cu to cubins with NVRTC through CuPy, once per GPU and class of shapes, and cache them on disk.
 
-A cached file's name has a hash of the source, of all that it includes, of the macros, the options and NVRTC's version.
+A cached file's name holds a hash of the source, its includes, the macros, the options and NVRTC's version.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ def constants(**values: int) -> Constants:
 
 
 def architecture(sm: int, own: bool = False) -> str:
-    """The name of compute capability sm/10; own: with instructions that later GPUs need not have, as Hopper's `wgmma`."""
+    """Return the architecture name of compute capability sm/10. own: with architecture-specific instructions, e.g.
+    `wgmma`."""
     return f"sm_{sm}{'a' if own else ''}"
 
 
 def cubin(source: str, macros: Constants, arch: str) -> bytes:
-    """The machine code of a file of kernels/ for `arch`, from the cache if it is there. Raises BackendError as `compile_source` does."""
+    """Return the cubin of a file in kernels/ for `arch`, from the cache if possible. Raises BackendError like
+    `compile_source`."""
     from cupy_backends.cuda.libs import nvrtc
 
     folder = cache_folder()
@@ -49,7 +51,7 @@ def cubin(source: str, macros: Constants, arch: str) -> bytes:
 
 
 def compile_source(source: str, macros: Constants, arch: str, extra: Iterable[str] = ()) -> tuple[bytes, str]:
-    """The machine code of a file of kernels/, and the compiler's log.
+    """Compile a file in kernels/; return its cubin and the compiler's log.
 
     Raises BackendError with the first error and its source line, or if NVRTC does not support `arch`.
     """
@@ -84,7 +86,7 @@ def _first_error(log: str, files: dict[str, str]) -> str:
 
 @functools.cache
 def sources(source: str) -> dict[str, str]:
-    """The text of a file of kernels/, or at an absolute path, and of all that it includes from kernels/, by name."""
+    """Return the text of a file (in kernels/, or an absolute path) and of all its includes, by name."""
     text = (resources.files(__package__) / "kernels" / source).read_text()
     found = {Path(source).name: text}
     for included in _INCLUDE.findall(text):
@@ -93,7 +95,8 @@ def sources(source: str) -> dict[str, str]:
 
 
 def _read(file: Path) -> bytes | None:
-    """What `_write` wrote; None if it is missing, incomplete, or may have been written by others."""
+    """Return the code that `_write` wrote; None if it is missing, incomplete, or may have been written by other
+    users."""
     try:
         content = private.read(file)
     except private.Untrusted as error:
@@ -106,7 +109,7 @@ def _read(file: Path) -> bytes | None:
 
 
 def _write(file: Path, code: bytes) -> None:
-    """Write the code with its hash, atomically. A folder that can't be written costs compiling again."""
+    """Write the code with its hash, atomically. If the folder cannot be written, warn and compile again next time."""
     try:
         private.write(file, hashlib.sha256(code).digest() + code)
     except private.Untrusted as error:

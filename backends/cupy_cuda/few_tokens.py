@@ -1,6 +1,7 @@
-"""Few new tokens of every sequence on Hopper, by forward_tiles.cu: a tile is all tokens of a sequence and group.
+"""Launch forward_tiles.cu on Hopper for few new tokens per sequence: a tile holds all tokens of a sequence and group.
 
-Its CTA makes the union of the tokens' blocks itself (few_tokens.cuh), and reads it once. No plan is launched.
+The tile's CTA builds the union of the tokens' blocks itself (few_tokens.cuh) and loads it once, so no plan kernel is
+launched.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from nsa_sel.backends.specs import HOPPER_TILES
 from nsa_sel.core.call import Call
 from nsa_sel.core.request import FEW_TOKENS
 
-MOST_ENTRIES, MOST_CONSUMERS = 192, 3  # ranges of a sequence's tokens (few_tokens.cuh), warpgroups of a tile
+MOST_ENTRIES, MOST_CONSUMERS = 192, 3  # ranges of a sequence's tokens (few_tokens.cuh); warpgroups per tile
 
 
 class Plan(NamedTuple):
@@ -31,10 +32,11 @@ class Plan(NamedTuple):
 
 
 def supports(call: Call) -> bool:
-    """Whether forward_tiles.cu computes this call with one tile per sequence and group, which reads the union of its tokens' blocks once.
+    """Return whether forward_tiles.cu computes this call with one tile per sequence and group.
 
-    There must be tiles for three quarters of the multiprocessors: one loads keys only so fast, however many others are idle. With fewer,
-    forward_blocks.cu has a CTA or a cluster per token, and the tokens' CTAs share their blocks in the L2 cache.
+    Requires tiles for three quarters of the multiprocessors, because the load bandwidth of one multiprocessor is
+    limited. With fewer, forward_blocks.cu is faster: it uses a CTA or a cluster per token, and the tokens' CTAs share
+    their blocks in the L2 cache.
     """
     (B, S, G, h, Dk), device, size = call.q.shape, call.device, call.selection.block_size
     if device.sm != sm90.SM or not 1 < S <= FEW_TOKENS or S * call.selection.n > MOST_ENTRIES or 4 * B * G <= 3 * device.sm_count:
@@ -48,14 +50,16 @@ def supports(call: Call) -> bool:
 
 
 def consumers_of(S: int, h: int) -> int:
-    """Consumer warpgroups that all tokens of a sequence take."""
+    """Return how many consumer warpgroups hold all tokens of a sequence."""
     return -(-S // (sm90.ROWS // h))
 
 
 @functools.lru_cache(maxsize=1024)
 def plan_of(S: int, h: int, Dk: int, Dv: int, block: int, bf16: bool, alone: bool, shared_memory: int, page: int | None) -> Plan:
-    """How forward_tiles.cu runs with one tile per sequence: two CTAs per multiprocessor, one if there are no more (`alone`) or if a tile
-    has several consumers."""
+    """Return the launch of forward_tiles.cu with one tile per sequence.
+
+    Two CTAs per multiprocessor; one if there are no more CTAs than that (`alone`) or if a tile has several consumers.
+    """
     consumers = consumers_of(S, h)
     per_sm = 1 if alone or consumers > 1 else 2
     q_bytes, step_bytes = consumers * sm90.PANEL * Dk // 64, sm90.PANEL * (Dk + Dv) // 64
@@ -68,7 +72,7 @@ def plan_of(S: int, h: int, Dk: int, Dv: int, block: int, bf16: bool, alone: boo
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,Dv] and lse [B,S,G,h], with a positive scale."""
+    """Return o [B,S,G,h,Dv] and lse [B,S,G,h]; the scale is positive."""
     q, v, block = call.q, call.v, call.selection.block_size
     (B, S, G, h, Dk), Dv, sm_count = q.shape, v.shape[3], call.device.sm_count
     assert block is not None, "supports"

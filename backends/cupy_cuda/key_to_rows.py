@@ -1,7 +1,8 @@
-"""The inverse of the selection, for dk and dv: for every tile of keys the rows that selected any of them, in ascending order.
+"""Invert the selection for dk and dv: list for every tile of keys the rows that selected any of them, in ascending
+order.
 
-A counting sort (kernels/sort.cuh) fixes the order of every list. Long lists are split into segments, one CTA's work each: every row may
-have selected block 0. All sizes are static bounds: nothing here reads the device.
+A counting sort (kernels/sort.cuh) fixes the order of every list. Long lists are split into segments, one CTA each,
+because every row may have selected block 0. All sizes are static bounds, so nothing here synchronizes.
 """
 
 from __future__ import annotations
@@ -56,16 +57,17 @@ def most_segments(entries: int, segment: int, lists: int) -> int:
 
 
 def most_parts(entries: int, segment: int, lists: int) -> int:
-    """A bound on the segments of those of `lists` lists that have several: such a list is longer than a segment, and has less than one
-    segment more than its entries fill."""
+    """A bound on the segments of those of `lists` lists that have several: such a list is longer than a segment, and
+    has less than one segment more than its entries fill."""
     return max(1, min(entries, entries // segment + min(lists, entries // segment)))
 
 
 def segment_length(
     call: Call, width: int, entries: int, most: int, per_sm: int, lists: int | None = None, entry_bytes: float = BYTES
 ) -> int:  # fmt: skip
-    """Entries of a segment: few enough to give every multiprocessor `per_sm` and for balance, and enough for the segments' float32 parts to
-    fit the workspace beside the lists. most: of one head. lists: how many; None: as many as there may be segments."""
+    """Entries of a segment: few enough to give every multiprocessor `per_sm` and for balance, and enough for the
+    segments' float32 parts to fit the workspace beside the lists. most: of one head. lists: how many; None: as many as
+    there may be segments."""
     h, Dk = call.q.shape[3:]
     part_bytes = 4 * width * (Dk + call.v.shape[-1])
     longest = max(256, min(most, 4096 // h))  # longer if a row brings fewer heads: each segment writes its part
@@ -122,8 +124,8 @@ def with_parts(segment: int) -> Kinds:
 
 
 def sort(call: Call, width: int, reach: int, section: int, kinds: Kinds) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The lists for tiles of `width` keys and sections of so many rows: by sections, in each by (batch entry, group), in each by tiles.
-    reach: entries of a range, for the tiles that it may meet; 1: for the last of them.
+    """The lists for tiles of `width` keys and sections of so many rows: by sections, in each by (batch entry, group),
+    in each by tiles. reach: entries of a range, for the tiles that it may meet; 1: for the last of them.
 
     Returns:
         Entries [B * G * S * n * reach] int32, list after list, and what `sum_counts` returns.
@@ -179,10 +181,12 @@ def published(lists: int) -> int:
 
 
 def sum_counts(counts: Tensor, lists: int, tiles: int, chunks: int, kinds: Kinds) -> tuple[Tensor, Tensor, Tensor]:
-    """Where lists begin among the entries, and how many segments of each kind the lists before have: [lists + 1] int64 each.
+    """Where lists begin among the entries, and how many segments of each kind the lists before have: [lists + 1] int64
+    each.
 
     Args:
-        counts: [lists / tiles, chunks, tiles], and `published(lists)` zeros; int32. Counts become those of the chunks before.
+        counts: [lists / tiles, chunks, tiles], and `published(lists)` zeros; int32. Counts become those of the chunks
+            before.
         lists, tiles, chunks: how many.
         kinds: of segments.
     """
@@ -195,15 +199,16 @@ def sum_counts(counts: Tensor, lists: int, tiles: int, chunks: int, kinds: Kinds
 
 
 def key_value_gradients(call: Call, width: int, start: Callable[[int, tuple[int, ...]], None]) -> tuple[Tensor, Tensor]:
-    """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv]. start(ctas, values): the kernel over the lists of tiles of `width` keys, given the values of
-    its `KeyToRows` and `KeyGradients`."""
+    """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv]. start(ctas, values): the kernel over the lists of tiles of `width` keys,
+    given the values of its `KeyToRows` and `KeyGradients`."""
     return list_gradients(call, lists_of(call, width), width, start)
 
 
 def list_gradients(
     call: Call, lists: KeyToRows, width: int, start: Callable[[int, tuple[int, ...]], None], blocks: tuple[Tensor, ...] = ()
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same over lists in memory. blocks: the tensors of `BlockTiles` (key_to_rows.cuh), if tiles are of small blocks."""
+    """The same over lists in memory. blocks: the tensors of `BlockTiles` (key_to_rows.cuh), if tiles are of small
+    blocks."""
     entries = lists.capacity()
     parts = most_parts(entries, lists.segment, lists.lists)
     ctas = most_segments(entries, lists.segment, lists.lists)
@@ -214,8 +219,8 @@ def write_gradients(
     call: Call | ChooseCall, lists: KeyToRows, width: int, parts: int, start: Callable[[tuple[int, ...]], None],
     blocks: tuple[Tensor, ...] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv]. start(values): the kernel over the lists, whose segments have `parts` parts or fewer, given
-    the values of its `KeyToRows` and `KeyGradients`. blocks: as of `list_gradients`."""
+    """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv]. start(values): the kernel over the lists, whose segments have `parts`
+    parts or fewer, given the values of its `KeyToRows` and `KeyGradients`. blocks: as of `list_gradients`."""
     k, v = call.k, call.v
     part_dk, part_dv = (temporary(call, x, parts, width, x.shape[3], dtype=torch.float32) for x in (k, v))
     dk, dv = unwritten(k, *k.shape), unwritten(v, *v.shape)

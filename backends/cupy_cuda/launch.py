@@ -1,6 +1,8 @@
-"""Start CUDA kernels on torch's current stream with raw pointers: little host time, and nothing that a CUDA graph cannot capture.
+"""Launch CUDA kernels on torch's current stream with raw pointers, with little host time; CUDA graphs can capture all
+of it.
 
-A kernel takes one struct by value, `Arguments`. It is packed into a buffer of the calling thread; the driver copies it before it returns.
+A kernel takes one struct by value, `Arguments`. It is packed into a buffer of the calling thread; the driver copies it
+during the launch.
 """
 
 from __future__ import annotations
@@ -20,16 +22,16 @@ from nsa_sel.core.call import Call, WindowCall
 from nsa_sel.core.choose_call import ChooseCall
 from nsa_sel.errors import BackendError
 
-PORTABLE_CLUSTER = 8  # CTAs of a cluster on any GPU that has clusters; more must be asked for
+PORTABLE_CLUSTER = 8  # largest cluster size that needs no attribute
 _NON_PORTABLE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED (cuda.h)
 
-_DRIVER_OF_EARLY_GRAPHS = 12040  # the first whose CUDA graphs hold early starts
+_DRIVER_OF_EARLY_GRAPHS = 12040  # first driver whose CUDA graphs support programmatic dependent launch
 _one_struct = Pointers((0,))
 
 
-@functools.cache  # an import statement would take 1 us or more of every launch
+@functools.cache  # an import statement would cost 1 us or more per launch
 def _interfaces() -> tuple[Any, Any]:
-    """CuPy's modules of the CUDA driver's functions and of the runtime's."""
+    """Return CuPy's modules of CUDA driver and CUDA runtime functions."""
     from cupy_backends.cuda.api import driver, runtime
 
     return driver, runtime
@@ -37,29 +39,31 @@ def _interfaces() -> tuple[Any, Any]:
 
 @functools.cache
 def _starts_early(device: int) -> bool:
-    """Whether GPU and driver start a kernel before the one ahead has ended."""
+    """Return whether GPU and driver support programmatic dependent launch."""
     _, runtime = _interfaces()
     return torch.cuda.get_device_capability(device) >= (9, 0) and runtime.driverGetVersion() >= _DRIVER_OF_EARLY_GRAPHS
 
 
 @functools.cache
 def layout(maps: int, problem: bool, values: int) -> struct.Struct:
-    """The `Arguments` of a kernel: tensor maps, `Problem` (problem.cuh), and values of 8 bytes; nothing is padded."""
+    """Return the layout of a kernel's `Arguments`: tensor maps, `Problem` (problem.cuh), and 8-byte values, without
+    padding."""
     return struct.Struct("<" + maps * "128s" + problem * "26q2d" + values * "q")
 
 
 @functools.cache
 def function(source: str, macros: Constants, device: int, shared: int, own: bool) -> int:
-    """The kernel of a file (of the file's name) on a device, as the driver's handle, allowed `shared` bytes of dynamic shared memory.
+    """Return the driver's handle of a file's kernel (named like the file), allowed `shared` bytes of dynamic shared
+    memory.
 
-    Compiled and loaded the first time; loaded code stays as long as the process. own: see `compiler.architecture`.
+    Compiles and loads it the first time; loaded code stays until the process ends. own: see `compiler.architecture`.
     """
     driver, runtime = _interfaces()
     major, minor = torch.cuda.get_device_capability(device)
     runtime.setDevice(device)
     module = driver.moduleLoadData(cubin(source, macros, architecture(10 * major + minor, own)))
     handle: int = driver.moduleGetFunction(module, Path(source).stem)
-    if shared:  # beyond 48 KiB, static shared memory included, it must be asked for
+    if shared:  # more than 48 KiB, including static shared memory, needs the attribute
         driver.funcSetAttribute(handle, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
     if dict(macros).get("CLUSTER", 1) > PORTABLE_CLUSTER:
         driver.funcSetAttribute(handle, _NON_PORTABLE_CLUSTERS, 1)
@@ -70,11 +74,17 @@ def start(
     source: str, macros: Constants, device: int, ctas: int, threads: int, shared: int, *values: int,
     maps: tuple[bytes, ...] = (), problem: tuple[Any, ...] = (), early: bool = False,
 ) -> None:  # fmt: skip
-    """Start the kernel of `source` on `device`: `ctas` CTAs of `threads` threads, `shared` bytes of dynamic shared memory each.
+    """Launch the kernel of `source`.
 
-    maps, problem, values: its `Arguments`, in this order. A kernel with tensor maps is compiled for this GPU's own instructions.
-    early: it calls `wait_for_stream` (hardware.cuh), so that it may start before the kernel ahead of it in the stream has ended.
-    The device's context is made this thread's own: autograd's threads come without one.
+    Args:
+        source: file in kernels/.
+        macros: its preprocessor constants.
+        device: index of the GPU. Its context is bound to this thread, because autograd's threads have none.
+        ctas, threads: grid and block size.
+        shared: bytes of dynamic shared memory per CTA.
+        values, maps, problem: its `Arguments`: maps, then problem, then values. A kernel with tensor maps is compiled
+            for sm_90a.
+        early: programmatic dependent launch; the kernel calls `wait_for_stream` (hardware.cuh).
     """
     driver, runtime = _interfaces()
     handle = function(source, macros, device, shared, bool(maps))
@@ -92,7 +102,7 @@ def start(
 
 
 def clear(pointer: int, size: int, device: int) -> None:
-    """Zero `size` bytes at an address of `device`, in its current stream."""
+    """Zero `size` bytes at an address of `device`, on its current stream."""
     _, runtime = _interfaces()
     runtime.setDevice(device)
     runtime.memsetAsync(pointer, 0, size, _driver.stream_of(device))
@@ -101,50 +111,51 @@ def clear(pointer: int, size: int, device: int) -> None:
 
 
 def macros(call: Call | ChooseCall | WindowCall, *, aligned: int = True, **others: int) -> Constants:
-    """The constants of a kernel: those that all take (hardware.cuh), and others."""
+    """Return a kernel's macros: those that all kernels take (hardware.cuh), and others."""
     q = call.q
     return constants(BF16=int(q.dtype == torch.bfloat16), DK=q.shape[-1], DV=call.v.shape[-1], ALIGNED=int(aligned), **others)
 
 
 def integer_macros(**others: int) -> Constants:
-    """The constants of a kernel that takes numbers of neither dtype: those that all take, whatever they are, and others."""
+    """Return the macros of a kernel on integers only: placeholders for those that all kernels take, and others."""
     return constants(BF16=0, DK=8, DV=8, ALIGNED=1, **others)
 
 
 def pointers(*tensors: Tensor | None) -> list[int]:
-    """Addresses; 0 for None."""
+    """Return the tensors' addresses, 0 for None."""
     return [0 if x is None else x.data_ptr() for x in tensors]
 
 
 def strided(x: Tensor) -> tuple[int, ...]:
-    """The values of `HeadsTensor` or `KeysTensor` (problem.cuh): the address and all strides but the last, which is 1."""
+    """Return the values of `HeadsTensor` or `KeysTensor` (problem.cuh): the address, and all strides but the last
+    (1)."""
     return (x.data_ptr(), *x.stride()[:-1])
 
 
 def scales(call: Call) -> list[int]:
-    """The values of `KeyValueScales` (e4m3.cuh); none if keys and values are not quantized."""
+    """Return the values of `KeyValueScales` (e4m3.cuh); empty if keys and values are not quantized."""
     tensors = () if call.scales is None else (call.scales.k, call.scales.v)
     return [value for x in tensors for value in ((0, 0, 0) if x is None else (x.data_ptr(), *x.stride()))]
 
 
 def page_of(call: Call) -> int | None:
-    """PAGE of problem.cuh: keys of a cache's page, 0 for a cache without pages, None if there is no cache."""
+    """Return PAGE of problem.cuh: keys per page, 0 for a cache without pages, None without a cache."""
     if call.lengths is None:
         return None
     return 0 if call.block_table is None else call.k.shape[2]
 
 
 def cache_macros(page: int | None) -> dict[str, int]:
-    """The constants of a kernel that reads a cache of such pages."""
+    """Return the macros of a kernel that reads a cache with such pages."""
     return {} if page is None else {"PAGE": page}
 
 
 def problem(call: Call, ranges: Tensor) -> tuple[Any, ...]:
-    """The values of `Problem` (problem.cuh), found once for a call; `ranges` are the selection's, contiguous."""
+    """Return the values of `Problem` (problem.cuh), computed once per call. ranges: the selection's, contiguous."""
     if call.problem is None or call.problem[0] is not ranges:
         call.problem = ranges, _problem(call, ranges)
-    found: tuple[Any, ...] = call.problem[1]
-    return found
+    values: tuple[Any, ...] = call.problem[1]
+    return values
 
 
 def _problem(call: Call, ranges: Tensor) -> tuple[Any, ...]:
@@ -164,14 +175,15 @@ def _problem(call: Call, ranges: Tensor) -> tuple[Any, ...]:
 
 
 def problem_aligned(call: Call, values: tuple[Any, ...]) -> bool:
-    """`aligned` of q, k and v, from the addresses and strides of `problem`, which are at hand."""
+    """Return `aligned(q, k, v)`, computed from the addresses and strides in the values of `problem`, which is
+    faster."""
     q, a, b, c, d, k, e, f, g, v, h, i, j = values[:13]
     return ((q | k | v) % 16 == 0 == (a | b | c | d | e | f | g | h | i | j) % 8) or aligned(call.q, call.k, call.v)
 
 
 def aligned(*tensors: Tensor) -> bool:
-    """Whether all rows begin at multiples of 16 bytes, so that they can be copied 16 bytes at a time."""
-    addresses = steps = 0  # all are multiples of a power of two if their bits together are
+    """Return whether all rows begin at multiples of 16 bytes, so that they can be copied 16 bytes at a time."""
+    addresses = steps = 0  # bitwise OR: all are multiples of a power of two if the OR is
     for x in tensors:
         addresses |= x.data_ptr()
         for step in x.stride()[:-1]:

@@ -1,6 +1,7 @@
-"""Few new tokens of every sequence over e4m3 keys on Hopper, by forward_tokens.cu: a tile of tokens reads the union of their blocks once.
+"""Launch forward_tokens.cu on Hopper for few new tokens per sequence over an e4m3 cache.
 
-Its CTA makes the union itself (few_tokens.cuh). No plan is launched.
+A tile of tokens loads the union of their blocks once. Its CTA builds the union itself (few_tokens.cuh), so no plan
+kernel is launched.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from nsa_sel.backends.specs import E4M3_TILE_ROWS
 from nsa_sel.core.call import Call
 from nsa_sel.core.request import FEW_TOKENS
 
-ROWS, CONSUMER_WARPS = E4M3_TILE_ROWS, 4  # one more warp produces
-PER_SM = 2  # CTAs
+ROWS, CONSUMER_WARPS = E4M3_TILE_ROWS, 4  # plus one producer warp
+PER_SM = 2  # CTAs per multiprocessor
 
 
 class Plan(NamedTuple):
@@ -34,10 +35,10 @@ class Plan(NamedTuple):
 
 
 def supports(call: Call) -> bool:
-    """Whether forward_tokens.cu computes this call of `Backend.quantized_by`, with tiles for three quarters of the multiprocessors.
+    """Return whether forward_tokens.cu computes this call of `Backend.quantized_by`.
 
-    With fewer, or with more than 8 heads, forward_blocks.cu has a CTA or a cluster per token, which share blocks in the L2 cache: a tile of
-    more rows multiplies and waits longer than it saves loads.
+    Requires tiles for three quarters of the multiprocessors and at most 8 heads. Otherwise forward_blocks.cu is faster:
+    it uses a CTA or a cluster per token, which share blocks in the L2 cache.
     """
     B, S, G, h, _ = call.q.shape
     if call.scales is None or not 1 < S <= FEW_TOKENS or 2 * h > ROWS:
@@ -47,13 +48,13 @@ def supports(call: Call) -> bool:
 
 
 def tile_tokens(S: int, h: int) -> int:
-    """Tokens of a tile: all of them, or as many as fit."""
+    """Return the tokens per tile: all tokens of a sequence, or as many as fit."""
     return min(S, ROWS // h)
 
 
 @functools.lru_cache(maxsize=1024)
 def plan_of(S: int, h: int, Dk: int, Dv: int, block: int, bf16: bool, shared_memory: int, page: int | None, page_scales: bool) -> Plan:
-    """As many stages as there is room for."""
+    """Return the launch, with as many stages as fit in shared memory."""
     tokens = tile_tokens(S, h)
     row_bytes, step_bytes = 2 * ROWS * (Dk + 8 + sm90.KEYS + 8), sm90.KEYS * (Dk + Dv)
     stages = min(2 * sm90.MOST_STAGES, ((shared_memory + sm90.SYSTEM) // PER_SM - 2 * sm90.STATIC - row_bytes) // step_bytes)
@@ -66,7 +67,7 @@ def plan_of(S: int, h: int, Dk: int, Dv: int, block: int, bf16: bool, shared_mem
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,Dv] and lse [B,S,G,h], with a positive scale."""
+    """Return o [B,S,G,h,Dv] and lse [B,S,G,h]; the scale is positive."""
     q, block = call.q, call.selection.block_size
     (B, S, G, h, Dk), Dv = q.shape, call.v.shape[3]
     assert block is not None, "Backend.quantized_by"

@@ -1,6 +1,6 @@
-"""Kernels for every GPU from sm_80 on.
+"""Launch the kernels for all GPUs from sm_80 on.
 
-forward_rows.cu, dq_rows.cu  one CTA per query row; combine.cu adds the splits of a row
+forward_rows.cu, dq_rows.cu  one CTA per query row; combine.cu merges the splits of a row
 dkdv_tiles.cu                over the lists of key_to_rows.py
 """
 
@@ -18,17 +18,17 @@ from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
 from nsa_sel.backends.cupy_cuda.key_to_rows import key_value_gradients
 from nsa_sel.core.call import Call
 
-TILE, STAGES = 16, 2  # keys of a tile, buffers of a team: key_tiles.cuh
-MOST_SPLITS = 64  # of a row
-WITH_CLUSTERS = (90, 100)  # GPUs on which CTAs read each other's shared memory; untried on consumers' ones
-MOST_CTAS = 8  # of a cluster, on each of these GPUs
-MOST_CLUSTER_TILES = 8  # tiles of a team in a cluster; with more, more splits than a cluster has CTAs may be faster
-CTAS_PER_SM = 2  # that rows are split into, if there are fewer
-NARROW = 272  # columns of a key and a value together, padded, up to which one warp holds 16 keys' dk and dv in registers
+TILE, STAGES = 16, 2  # keys per tile, buffers per team: key_tiles.cuh
+MOST_SPLITS = 64  # per row
+WITH_CLUSTERS = (90, 100)  # SMs whose clusters merge splits through shared memory; untested on consumer GPUs
+MOST_CTAS = 8  # largest cluster on these GPUs
+MOST_CLUSTER_TILES = 8  # most tiles per team in a cluster; with more, more splits than a cluster has CTAs may be faster
+CTAS_PER_SM = 2  # rows are split until there are this many CTAs per multiprocessor
+NARROW = 272  # padded columns of a key plus its value up to which one warp holds dk and dv of 16 keys in registers
 
 
 class RowShape(NamedTuple):
-    """How the warps of a CTA share a row (key_tiles.cuh)."""
+    """How the warps of a CTA divide a row (key_tiles.cuh)."""
 
     head_warps: int
     teams: int
@@ -40,7 +40,7 @@ class RowShape(NamedTuple):
         return 32 * self.head_warps * self.teams
 
     def head_tiles(self, h: int) -> int:
-        """CTAs that the heads of a row take."""
+        """Return the CTAs that the heads of a row need."""
         return -(-h // (16 * self.head_warps))
 
     def macros(self) -> dict[str, int]:
@@ -48,30 +48,32 @@ class RowShape(NamedTuple):
 
 
 class RowPlan(NamedTuple):
-    """The launch of forward_rows.cu for calls of one kind."""
+    """The launch of forward_rows.cu for a class of calls."""
 
     macros: Constants
     shape: RowShape
     head_tiles: int
-    splits: int  # CTAs of a row
-    combined: bool  # whether splits are written and combined by combine.cu; else they are one CTA, or a cluster's
+    splits: int  # CTAs per row
+    combined: bool  # combine.cu merges the splits; otherwise there is one split, or a cluster merges them
 
 
 def pitches(Dk: int, Dv: int) -> tuple[int, int]:
-    """Numbers of a key's and a value's row in shared memory: KP and VP of mma.cuh."""
+    """Return the row pitch, in elements, of keys and values in shared memory: KP and VP of mma.cuh."""
     return -(-Dk // 16) * 16 + 8, -(-Dv // 16) * 16 + 8
 
 
 @functools.lru_cache(maxsize=1024)
 def row_shape(h: int, Dk: int, Dv: int, longest: int, shared_memory: int, backward: bool) -> RowShape:
-    """The shape of a CTA of forward_rows.cu, or of dq_rows.cu, for rows of at most `longest` keys: as many teams as there are tiles and
-    shared memory for."""
+    """Return the shape of a CTA of forward_rows.cu or dq_rows.cu for rows of at most `longest` keys.
+
+    Uses as many teams as tiles and shared memory allow.
+    """
     key, value = pitches(Dk, Dv)
     head_warps = min(4, -(-h // 16))
     teams = 4 if head_warps == 1 else 1
     while teams > max(1, -(-longest // TILE)):
         teams //= 2
-    # Operands and accumulators that a thread holds: beyond 136 registers of them it would have to spill.
+    # With more than 136 registers of operands and accumulators per thread, the compiler would spill.
     registers = (key + value + 2 * key if backward else key + 2 * value) // 4 <= 136
     while True:
         heads = 16 * head_warps
@@ -94,7 +96,7 @@ def row_plan(
     rows: int, h: int, Dk: int, Dv: int, longest: int, bf16: bool, aligned: bool, sm: int | None, sm_count: int, shared_memory: int,
     page: int | None = None, one_page: bool = False,
 ) -> RowPlan:  # fmt: skip
-    """The launch for `rows` rows of at most `longest` keys: each split among as many CTAs as fill the GPU, one if there are rows enough.
+    """Return the launch for `rows` rows of at most `longest` keys, each split over enough CTAs to fill the GPU.
 
     page: of a cache, keys of a page, 0 without pages. one_page: whether each range lies within a page.
     """
@@ -119,7 +121,7 @@ def combine_macros(bf16: bool, Dv: int) -> Constants:
 
 
 def forward_rows(call: Call) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,Dv] and lse [B,S,G,h], with a positive scale."""
+    """Return o [B,S,G,h,Dv] and lse [B,S,G,h]; the scale is positive."""
     q, device, facts = call.q, call.q.get_device(), call.device
     B, S, G, h, Dk = q.shape
     rows, Dv, bf16 = B * S * G, call.v.shape[3], q.dtype == torch.bfloat16
@@ -149,7 +151,7 @@ def forward_rows(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def dq_rows(call: Call, ranges: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """dq [B,S,G,h,Dk], and delta [B,S,G,h] for dk and dv; o, lse and dlse contiguous."""
+    """Return dq [B,S,G,h,Dk], and delta [B,S,G,h] for dk and dv. o, lse and dlse are contiguous."""
     q = call.q
     B, S, G, h, Dk = q.shape
     dq, delta = unwritten(q, B, S, G, h, Dk), temporary(call, lse, B, S, G, h)
@@ -164,8 +166,10 @@ def dq_rows(call: Call, ranges: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse
 
 
 def tile_shape(call: Call) -> tuple[int, int, int, int]:
-    """KEY_WARPS, COLUMN_WARPS, QUERIES of dkdv_tiles.cu, and bytes of dynamic shared memory. Tiles have 64 keys, or the largest power of
-    two that divides the blocks."""
+    """Return KEY_WARPS, COLUMN_WARPS, QUERIES of dkdv_tiles.cu, and its bytes of dynamic shared memory.
+
+    Tiles have 64 keys, or the largest power of two that divides the block size.
+    """
     columns, block = sum(pitches(call.q.shape[-1], call.v.shape[-1])), call.selection.block_size
     width = 64 if block is None or block % 16 else min(64, block & -block)
     queries = 32
@@ -183,7 +187,7 @@ def tile_shape(call: Call) -> tuple[int, int, int, int]:
 
 
 def dkdv_tiles(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]."""
+    """Return dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]."""
     key_warps, column_warps, queries, shared = tile_shape(call)
     aligned = launch.aligned(call.q, call.k, call.v, do)
     macros = launch.macros(call, aligned=aligned, KEY_WARPS=key_warps, COLUMN_WARPS=column_warps, QUERIES=queries)

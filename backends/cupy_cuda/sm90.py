@@ -1,9 +1,10 @@
-"""Hopper's kernels (TMA, wgmma), and which calls they take.
+"""Launch Hopper's kernels (TMA, wgmma), and decide which calls they take.
 
-forward_tiles.cu, dq_tiles.cu  tiles of adjacent tokens, with the union of their blocks (tile_union.cu), or of those that selected alike
-                               (token_order.py)
-forward_gather.cu, dq_gather.cu  the same of 256 columns, or over blocks smaller than a step
-dkdv_groups.cu                 over the lists of key_to_rows.py, whose segments order_segments.cu puts in order
+forward_tiles.cu, dq_tiles.cu    tiles of tokens with the union of their blocks: adjacent tokens (tile_union.cu), or
+tokens with similar
+                                 selections (token_order.py)
+forward_gather.cu, dq_gather.cu  the same for head dims of 256, or for blocks smaller than a step
+dkdv_groups.cu                   dk and dv over the lists of key_to_rows.py, whose segments order_segments.cu orders
 """
 
 from __future__ import annotations
@@ -32,22 +33,23 @@ from nsa_sel.core.call import Call, WindowCall
 from nsa_sel.core.choose_call import ChooseCall
 from nsa_sel.core.request import DeviceInfo
 
-SM = 90  # wgmma is this chip's alone
-ROWS, KEYS, PANEL = 64, 64, 64 * 128  # rows of a consumer warpgroup, keys of a step, bytes of 64 rows of 64 columns
-BLOCK_NUMBER = torch.int16  # of a plan; unsigned
-STATIC = 2048  # bytes of `__shared__` variables and of the system, to the next multiple of 1024
-MOST_STAGES = 6  # of dkdv_groups.cu, forward_gather.cu and forward_blocks.cu; twice as many of e4m3, whose steps have half the bytes
-MOST_COLUMNS = 128  # of dk and of dv that one consumer of dkdv_groups.cu has registers for
-MOST_TILE_COLUMNS = 320  # of keys and values of a tile that two consumers have registers for (TILE_STAYS)
-L2_BYTES = 24 * 2**20  # for keys and values, of the L2 cache's 50 MiB
-STRETCH_BYTES = 16 * 2**20  # of q and do of a stretch of order_segments.cu
-MOST_STRETCHES = 256  # of order_segments.cu
-STATISTICS = 16 * ROWS  # bytes of `__shared__` variables of a stage of dkdv_groups.cu
-SYSTEM = 1024  # bytes of shared memory that a CTA cannot use
+SM = 90  # only sm_90 has wgmma
+ROWS, KEYS, PANEL = 64, 64, 64 * 128  # rows per consumer warpgroup, keys per step, bytes of 64 rows of 64 columns
+BLOCK_NUMBER = torch.int16  # dtype of block numbers in a plan, read as unsigned
+STATIC = 2048  # bytes of `__shared__` variables and reserved memory, rounded up to 1024
+MOST_STAGES = 6  # most stages in dkdv_groups.cu, forward_gather.cu, forward_blocks.cu (e4m3: twice as many)
+MOST_COLUMNS = 128  # most columns of dk or dv that fit one consumer's registers in dkdv_groups.cu
+MOST_TILE_COLUMNS = 320  # most columns of keys plus values that fit two consumers' registers (TILE_STAYS)
+L2_BYTES = 24 * 2**20  # share of the L2 cache (50 MiB) for keys and values
+STRETCH_BYTES = 16 * 2**20  # bytes of q and do per stretch of order_segments.cu
+MOST_STRETCHES = 256  # in order_segments.cu
+STATISTICS = 16 * ROWS  # bytes of `__shared__` variables per stage of dkdv_groups.cu
+SYSTEM = 1024  # bytes of shared memory per CTA that the system reserves
 
 
 class TileShape(NamedTuple):
-    """Consumer warpgroups, tokens of a tile, stages of keys and values and of q, and bytes of dynamic shared memory."""
+    """Consumer warpgroups, tokens per tile, stages of keys and values, stages of q, and bytes of dynamic shared
+    memory."""
 
     consumers: int
     tokens: int
@@ -57,7 +59,7 @@ class TileShape(NamedTuple):
 
 
 class GroupShape(NamedTuple):
-    """Threads of a CTA of dkdv_groups.cu, stages of q and do, and bytes of dynamic shared memory."""
+    """Threads per CTA of dkdv_groups.cu, stages of q and do, and bytes of dynamic shared memory."""
 
     threads: int
     stages: int
@@ -65,24 +67,25 @@ class GroupShape(NamedTuple):
 
 
 class TilePlan(NamedTuple):
-    """The lists of blocks of all tiles: `TilePlan` of tile_plan.cuh, without the order of tiles."""
+    """The block lists of all tiles: fields of `TilePlan` in tile_plan.cuh."""
 
-    blocks: Tensor | None  # [all tiles * capacity] 16 bits, unsigned; if arithmetic, there are no lists
-    rows: Tensor | None  # [all tiles * capacity], bit r: row r of the tile selected the block; as short as a tile's rows allow
+    blocks: Tensor | None  # [all tiles * capacity] unsigned 16 bits; None if visible keys are computed (BY_ARITHMETIC)
+    rows: Tensor | None  # [all tiles * capacity], bit r: row r of the tile selected the block; smallest dtype that fits
     counts: Tensor | None  # [all tiles, 2] int32
-    tiles: int  # of a batch entry and group
+    tiles: int  # per batch entry and group
     capacity: int
-    counter: Tensor | None = None  # of tiles that CTAs took, one int32: zero between passes
-    order: Tensor | None = None  # of tokens, [B,G,stretches,stretch] uint8, if tiles are not of adjacent ones (token_order.cuh)
+    counter: Tensor | None = None  # tile counter, one int32, zero between passes
+    order: Tensor | None = None  # token order [B,G,stretches,stretch] uint8; None for tiles of adjacent tokens
 
 
 def mappable(*tensors: Tensor) -> bool:
-    """Whether TMA can load them: no stride of 0, rows that begin at multiples of 16 bytes."""
+    """Return whether TMA can load the tensors: no stride of 0, and rows that begin at multiples of 16 bytes."""
     return not any(0 in x.stride() for x in tensors) and launch.aligned(*tensors)
 
 
 def supports_tiles(call: Call, *others: Tensor) -> bool:
-    """Whether the kernels of tiles compute this call; `others`, of a backward pass, are read row by row as q, k and v are."""
+    """Return whether the tile kernels compute this call. others: further tensors that a backward pass loads through
+    TMA."""
     return _fits_tiles(call, bool(others)) and mappable(*others)
 
 
@@ -98,28 +101,31 @@ def _fits_tiles(call: Call, backward: bool) -> bool:
 
 
 def steps_in_pages(call: Call) -> bool:
-    """Whether a step's keys lie within a page, as TMA loads them."""
+    """Return whether each step's keys lie within one page, as TMA requires."""
     return call.block_table is None or call.k.shape[2] % KEYS == 0
 
 
 @functools.lru_cache(maxsize=1024)
 def tile_shape(consumers: int, h: int, Dk: int, Dv: int, q_stages: int, columns: int, shared_memory: int) -> TileShape:
-    """For consumers that have so many stages of q, and 64 rows of so many other columns, in shared memory, beside the stages of 64 keys and
-    values."""
+    """Return the shape with as many stages of 64 keys and values as fit in shared memory.
+
+    Each consumer also needs q_stages stages of q, and 64 rows of `columns` other columns.
+    """
     row_bytes, step_bytes = consumers * PANEL * (q_stages * Dk + columns) // 64, PANEL * (Dk + Dv) // 64
     stages = (shared_memory - STATIC - row_bytes) // step_bytes
     return TileShape(consumers, min(64, consumers * (ROWS // h)), stages, q_stages, row_bytes + stages * step_bytes)
 
 
 def forward_shape(q: Tensor, v: Tensor, device: DeviceInfo) -> TileShape:
-    """Of forward_tiles.cu."""
+    """Return the tile shape of forward_tiles.cu."""
     (h, Dk), Dv = q.shape[3:], v.shape[-1]
     exchanged = Dv if h == 1 else 0  # half of a float32 accumulator
     return tile_shape(HOPPER_TILES.warpgroups(h, Dk), h, Dk, Dv, 1, exchanged, device.shared_memory)
 
 
 def gather_shape(q: Tensor, v: Tensor, device: DeviceInfo, backward: bool = False) -> TileShape:
-    """Of forward_gather.cu, or of dq_gather.cu, which has do, too: `stages` are those of keys; values have one less."""
+    """Return the tile shape of forward_gather.cu, or of dq_gather.cu, which also holds do. stages: of keys; values have
+    one less."""
     (h, Dk), Dv = q.shape[3:], v.shape[-1]
     consumers, k_bytes, v_bytes = HOPPER_TILES.warpgroups(h, Dk, backward), PANEL * Dk // 64, PANEL * Dv // 64
     row_bytes = consumers * (k_bytes + v_bytes * backward)
@@ -128,31 +134,33 @@ def gather_shape(q: Tensor, v: Tensor, device: DeviceInfo, backward: bool = Fals
 
 
 def gathers(call: Call) -> bool:
-    """Whether forward_gather.cu and dq_gather.cu compute a call of tiles."""
+    """Return whether forward_gather.cu and dq_gather.cu compute the call, instead of forward_tiles.cu and
+    dq_tiles.cu."""
     h, Dk = call.q.shape[3:]
     return HOPPER_TILES.gathers(h, Dk, call.v.shape[-1], call.selection.block_size)
 
 
 def dq_shape(q: Tensor, v: Tensor, device: DeviceInfo, with_o: bool = False) -> TileShape:
-    """with_o: o is in shared memory, too."""
+    """Return the tile shape of dq_tiles.cu. with_o: o is in shared memory, too."""
     (h, Dk), Dv = q.shape[3:], v.shape[-1]
-    q_stages = 2 if Dk <= 128 else 1  # wider tiles would leave two stages of keys
+    q_stages = 2 if Dk <= 128 else 1  # wider tiles would leave only two stages of keys
     return tile_shape(HOPPER_TILES.warpgroups(h, Dk, backward=True), h, Dk, Dv, q_stages, Dv * (1 + with_o), device.shared_memory)
 
 
 def key_maps(call: Call | ChooseCall | WindowCall, keys: int = KEYS) -> tuple[bytes, bytes]:
-    """The maps of k and v, or of pages of them, in tiles of so many keys."""
+    """Return the TMA maps of k and v (or their pages) for tiles of `keys` keys."""
     return tensor_map(call.k, keys, 64), tensor_map(call.v, keys, 64)
 
 
 def _tile_maps(call: Call) -> tuple[bytes, bytes]:
-    """The maps of k and v as steps of tiles load them: eight keys with all their columns of blocks that fill no step."""
+    """Return the TMA maps of k and v for the steps of tile kernels; for blocks smaller than a step, eight keys with all
+    columns."""
     block = call.selection.block_size or KEYS
     return (key_group_map(call.k), key_group_map(call.v)) if 8 <= block < KEYS else key_maps(call, min(block, KEYS))
 
 
 def forward_tiles(call: Call) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,Dv] and lse [B,S,G,h], with a positive scale."""
+    """Return o [B,S,G,h,Dv] and lse [B,S,G,h]; the scale is positive."""
     B, S, G, h, _ = call.q.shape
     o, lse = unwritten(call.q, B, S, G, h, call.v.shape[-1]), unwritten(call.q, B, S, G, h, dtype=torch.float32)
     stretch = stretch_of(call)
@@ -161,7 +169,7 @@ def forward_tiles(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _forward(stretch: int | None, call: Call, o: Tensor, lse: Tensor) -> None:
-    """stretch: of the whole call, as `stretch_of` finds it; parts must not find another."""
+    """Launch the forward kernel. stretch: `stretch_of` of the whole call; all of its parts must use the same."""
     q, gathered = call.q, gathers(call)
     source, shape_of = ("forward_gather.cu", gather_shape) if gathered else ("forward_tiles.cu", forward_shape)
     maps, shape = (row_map(q, _box_tokens(call, stretch)), *_tile_maps(call)), shape_of(q, call.v, call.device)
@@ -169,14 +177,14 @@ def _forward(stretch: int | None, call: Call, o: Tensor, lse: Tensor) -> None:
 
 
 def loaded_keys(call: Call) -> int:
-    """Keys that the forward loads: the union of each tile's rows. Counted, which waits for the device."""
+    """Return how many keys the forward loads: the union of each tile's rows. Synchronizes with the device."""
     tokens, stretch = HOPPER_TILES.tokens(*call.q.shape[3:]), stretch_of(call)
     order = plan_of(call, tokens, stretch).order if stretch else None
     return union_keys(call, tokens, None if order is None else places(order, call.q.shape[1]))
 
 
 def dq_tiles(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """dq [B,S,G,h,Dk], and delta [B,S,G,h] for dk and dv; o, lse and dlse contiguous."""
+    """Return dq [B,S,G,h,Dk], and delta [B,S,G,h] for dk and dv. o, lse and dlse are contiguous."""
     dq, delta = unwritten(call.q, *call.q.shape), temporary(call, lse, *lse.shape)
     stretch = stretch_of(call)
     by_parts(call, *_plan_sizes(call, stretch, backward=True), functools.partial(_dq, stretch), o, lse, do, dlse, dq, delta)
@@ -193,7 +201,7 @@ def _dq(
 
 
 def _box_tokens(call: Call, stretch: int | None) -> int:
-    """Tokens of a TMA box of q and do: a warpgroup's, or one where these are not adjacent."""
+    """Return the tokens per TMA box of q and do: a warpgroup's tokens, or one if they are not adjacent."""
     return 1 if stretch else ROWS // call.q.shape[3]
 
 
@@ -218,16 +226,16 @@ def start_persistent(
     source: str, macros: Constants, call: Call | ChooseCall | WindowCall, plan: TilePlan, S_kv: int, sm_count: int, shape: TileShape,
     *values: int, maps: tuple[bytes, ...], problem: tuple[Any, ...],
 ) -> None:  # fmt: skip
-    """At most one CTA per multiprocessor, which takes tile after tile.
+    """Launch a persistent tile kernel, with at most one CTA per multiprocessor.
 
     Args:
-        source, macros, maps, problem: as of `launch.start`.
-        call: whose k and v are read.
-        plan: of the tiles.
-        S_kv: keys of a sequence.
-        sm_count: multiprocessors.
-        shape: of a tile.
-        values: what follows `TilePlan` (tile_plan.cuh) in the kernel's `Arguments`.
+        source, macros, maps, problem: see `launch.start`.
+        call: the call whose k and v are read.
+        plan: the plan of its tiles.
+        S_kv: keys per sequence.
+        sm_count: the GPU's multiprocessor count.
+        shape: the tile shape.
+        values: the kernel's `Arguments` after `TilePlan` (tile_plan.cuh).
     """
     (B, _, G, _, Dk), Dv, device = call.q.shape, call.v.shape[3], call.q.get_device()
     all_tiles, interleaved = B * G * plan.tiles, max(1, min(B * G, L2_BYTES // (2 * S_kv * (Dk + Dv))))
@@ -246,14 +254,16 @@ def start_persistent(
 
 
 def _capacity(call: Call, tokens: int) -> int:
-    """Blocks of the union of so many rows, at most."""
+    """Return a bound on the blocks in the union of `tokens` rows."""
     assert call.selection.block_size is not None, "supports_tiles"
     return min(tokens * call.selection.n, -(-call.S_kv // call.selection.block_size))
 
 
 def _plan_sizes(call: Call, stretch: int | None, backward: bool = False) -> tuple[int, int]:
-    """Rows that parts of a pass are made of, tiles or stretches of them, and bytes of their plan for all groups: with that of the forward
-    pass, whose order that of dq takes."""
+    """Return the rows per unit of a pass (a tile, or a stretch of tiles), and the bytes of its plan for all groups.
+
+    With a stretch, dq also needs the plan of the forward pass, whose token order it uses.
+    """
     own, forward = (HOPPER_TILES.tokens(call.q.shape[3], call.q.shape[4], of_dq) for of_dq in (backward, False))
     rows = stretch or own
     lists = sum(
@@ -264,7 +274,7 @@ def _plan_sizes(call: Call, stretch: int | None, backward: bool = False) -> tupl
 
 
 def plan_of(call: Call, tokens: int, stretch: int | None = None) -> TilePlan:
-    """The plan for tiles of `tokens` rows, adjacent ones or in the order of a stretch."""
+    """Return the plan for tiles of `tokens` rows, adjacent or reordered within stretches."""
     plan: TilePlan = kept_plan(call, ("cupy-cuda union", call.S_kv), _build, tokens, stretch).value
     return plan
 
@@ -284,12 +294,12 @@ def _build(call: Call, tokens: int, stretch: int | None) -> TilePlan:
     if stretch is not None:
         order = unwritten(q, B, G, -(-S // stretch), stretch, dtype=torch.uint8)
         of_forward = HOPPER_TILES.tokens(*q.shape[3:])
-        found = None if tokens == of_forward else plan_of(call, of_forward, stretch).order
-        start_union(call, stretch, tokens, *lists, *launch.pointers(order, found), tiles, capacity)
+        given = None if tokens == of_forward else plan_of(call, of_forward, stretch).order
+        start_union(call, stretch, tokens, *lists, *launch.pointers(order, given), tiles, capacity)
         return TilePlan(blocks, rows, counts, tiles, capacity, counter, order)
-    lengths = {} if call.lengths is None else launch.cache_macros(0)  # lists know no pages
-    shared = (4 if tokens <= 32 else 8) << (blocks_of_keys - 1).bit_length()  # of a few sizes: a kernel is loaded anew for each
-    threads = 512 if shared > 1 << 14 or tokens * call.selection.n > 512 else 128  # few such CTAs fit; each takes its ranges at once
+    lengths = {} if call.lengths is None else launch.cache_macros(0)  # lists do not depend on pages
+    shared = (4 if tokens <= 32 else 8) << (blocks_of_keys - 1).bit_length()  # round up, because each size loads another kernel
+    threads = 512 if shared > 1 << 14 or tokens * call.selection.n > 512 else 128  # few CTAs fit, or many ranges per CTA
     macros = launch.integer_macros(TOKENS=tokens, BLOCK=block, UNION_THREADS=threads, **lengths)
     launch.start(
         "tile_union.cu", macros, call.q.get_device(), all_tiles, threads, shared, *lists, tiles, capacity,
@@ -299,7 +309,7 @@ def _build(call: Call, tokens: int, stretch: int | None) -> TilePlan:
 
 
 def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]."""
+    """Return dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]."""
     pairs = math.prod(call.k.shape[:2])
     if pairs > 1 and not (list_bytes(call)[1] if small_block(call) else lists_fit(call, KEYS, pairs)):
         return _by_pairs(call, lse, do, delta)
@@ -318,7 +328,7 @@ def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tens
 
 
 def _by_pairs(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """dk and dv of one (batch entry, group) after another, where the lists of all of them do not fit the workspace together."""
+    """Return dk and dv, computed pair by pair (b, g), if the lists of all pairs exceed the workspace."""
     dk, dv = unwritten(call.k, *call.k.shape), unwritten(call.v, *call.v.shape)
     for b, g in itertools.product(range(call.k.shape[0]), range(call.k.shape[1])):
         at = slice(b, b + 1), slice(g, g + 1)
@@ -328,31 +338,34 @@ def _by_pairs(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tenso
 
 
 def _lists(call: Call, rows: int) -> tuple[KeyToRows, tuple[Tensor, ...], Tensor]:
-    """The lists of dkdv_groups.cu, the tensors of `BlockTiles` (key_to_rows.cuh) for small blocks, and the order in which the kernel takes
-    the lists' segments: those that begin within the same `rows` rows run together."""
+    """Return the lists of dkdv_groups.cu, the tensors of `BlockTiles` (key_to_rows.cuh) for small blocks, and the order
+    of segments.
+
+    Segments that begin within the same `rows` rows run together.
+    """
     if small_block(call) is None:
         *lists, order = kept_plan(call, ("cupy-cuda ordered lists",), _ordered_lists, rows, *numbers_of_lists(call, KEYS)).value
         return KeyToRows(*lists), (), order
-    found = block_lists_of(call)
-    (order,) = kept_plan(call, ("cupy-cuda order",), _order, rows, found.segment).value
-    return found.key_to_rows(), found.block_tiles(), order
+    small = block_lists_of(call)
+    (order,) = kept_plan(call, ("cupy-cuda order",), _order, rows, small.segment).value
+    return small.key_to_rows(), small.block_tiles(), order
 
 
 def _ordered_lists(call: Call, rows: int, *numbers: int) -> tuple[Any, ...]:
-    """The fields of `KeyToRows` and the order: one plan, so that a replay starts all kernels at once."""
+    """Return the fields of `KeyToRows` and the order as one plan, so that one replay launches all kernels."""
     lists = build_lists(call, *numbers)
     return *lists, _order_of(call, lists, rows, call.selection.n * lists.reach)
 
 
 def small_block(call: Call) -> int | None:
-    """The keys of blocks of which several share a tile; None: whole tiles."""
+    """Return the block size if several blocks share a tile, else None."""
     size = call.selection.block_size
     return size if size is not None and size < KEYS else None
 
 
 @known
 def _groups(call: Call) -> tuple[Constants, GroupShape, int]:
-    """Constants of dkdv_groups.cu, its CTAs, and the rows of a stretch of order_segments.cu."""
+    """Return the macros and the shape of dkdv_groups.cu, and the rows per stretch of order_segments.cu."""
     (B, S, G, h, Dk), Dv = call.q.shape, call.v.shape[3]
     shape = group_shape(Dk, Dv, call.device)
     rows = max(STRETCH_BYTES // (h * (Dk + Dv) * call.q.element_size()), -(-B * G * S // MOST_STRETCHES))
@@ -361,19 +374,21 @@ def _groups(call: Call) -> tuple[Constants, GroupShape, int]:
 
 
 def _order(call: Call, rows: int, segment: int) -> tuple[Tensor]:
-    """The order of the lists of small blocks. segment: of these."""
+    """Return the order of segments for small blocks. segment: their segment length, part of the plan's key."""
     return (_order_of(call, block_lists_of(call).key_to_rows(), rows, 1),)
 
 
 def _order_of(call: Call, lists: KeyToRows, rows: int, each: int) -> Tensor:
-    """each: entries of a row."""
+    """Return the order of segments of `lists`. each: entries per row."""
     segments = most_segments(lists.capacity(), lists.segment, lists.lists)
     return order_segments(call, lists, segments, 1, 0, 0, call.q.shape[1], each, rows)
 
 
 def order_segments(call: Call, lists: KeyToRows, segments: int, ctas: int, *values: int, **macros: int) -> Tensor:
-    """List and number of every segment, of which there are at most so many, in an order of order_segments.cu: [segments, 2] int32.
-    values, macros: its own."""
+    """Launch order_segments.cu; return list and number of every segment in processing order, [segments, 2] int32.
+
+    values, macros: further arguments and macros of the kernel.
+    """
     order = unwritten(call.q, segments, 2, dtype=torch.int32)
     launch.start(
         "order_segments.cu", launch.integer_macros(**macros), call.q.get_device(), ctas, 1024, 0,
@@ -383,23 +398,26 @@ def order_segments(call: Call, lists: KeyToRows, segments: int, ctas: int, *valu
 
 
 def listed_maps(k: Tensor, v: Tensor, *rows: Tensor) -> tuple[bytes, ...]:
-    """The maps of a kernel whose steps are listed tokens of q, or of q and do (row_steps.cuh): theirs, a token, and those of k and v."""
+    """Return the TMA maps of `rows` (q, or q and do) for boxes of one listed token (row_steps.cuh), and of k and v."""
     return *(row_map(x, 1) for x in rows), tensor_map(k, KEYS, 64), tensor_map(v, KEYS, 64)
 
 
 def adjacent_maps(k: Tensor, v: Tensor, *rows: Tensor, keys: int = KEYS) -> tuple[bytes, ...]:
-    """The same in boxes of a step's tokens, where these follow each other, and of so many keys."""
+    """Return the TMA maps of `rows` for boxes of a step's adjacent tokens, and of k and v for tiles of `keys` keys."""
     return *(row_map(x, ROWS // x.shape[3]) for x in rows), tensor_map(k, keys, 64), tensor_map(v, keys, 64)
 
 
 def step_maps(k: Tensor, v: Tensor, *rows: Tensor, keys: int = KEYS) -> tuple[bytes, ...]:
-    """`adjacent_maps`, and those of q and do for tokens that do not follow each other."""
+    """Return `adjacent_maps`, then maps of q and do for boxes of one token, for steps whose tokens are not adjacent."""
     return *adjacent_maps(k, v, *rows, keys=keys), *(row_map(x, 1) for x in rows)
 
 
 def group_shape(Dk: int, Dv: int, device: DeviceInfo, others: int = 0) -> GroupShape:
-    """CTAs of dkdv_groups.cu, of which `others` bytes of shared memory are for something else: two per multiprocessor, of one consumer and
-    with a tile beside the stages; or one of two consumers, which exchange p, and keep the tile if they have no registers for it."""
+    """Return the shape of CTAs of dkdv_groups.cu. others: bytes of shared memory per CTA for other uses.
+
+    Either two CTAs per multiprocessor with one consumer each and the tile in shared memory; or, for wide keys, one CTA
+    with two consumers, which exchange p and keep the tile in shared memory only if it does not fit their registers.
+    """
     step_bytes, consumers = PANEL * (Dk + Dv) // 64, 1 if max(Dk, Dv) <= MOST_COLUMNS else 2
     others += step_bytes if consumers == 1 or Dk + Dv > MOST_TILE_COLUMNS else 0
     others += 4 * ROWS * KEYS if consumers == 2 else 0
@@ -409,5 +427,5 @@ def group_shape(Dk: int, Dv: int, device: DeviceInfo, others: int = 0) -> GroupS
 
 
 def loadable(x: Tensor) -> Tensor:
-    """q, k, v or do, copied if TMA can't load it: such as one with a stride of 0, or one that begins between multiples of 16 bytes."""
+    """Return x, copied if TMA cannot load it (a stride of 0, or rows that do not begin at multiples of 16 bytes)."""
     return x if mappable(x) else x.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,5 @@
-"""Rows of whole blocks on Hopper, by forward_blocks.cu: rows that share no keys with their neighbors, as when a batch decodes.
+"""Launch forward_blocks.cu on Hopper: rows of whole blocks that share no keys with their neighbors, as in batched
+decoding.
 
 A CTA, or a cluster of them, takes a row. No plan is launched.
 """
@@ -19,11 +20,11 @@ from nsa_sel.backends.cupy_cuda.tensor_map import tensor_map
 from nsa_sel.backends.specs import HOPPER_STEPS
 from nsa_sel.core.call import Call
 
-CONSUMER_WARPS = 4  # one more produces
-# CTAs of a cluster, and the percentage of a GPU's CTAs that such clusters take (cuOccupancyMaxActiveClusters, H200).
+CONSUMER_WARPS = 4  # plus one producer warp
+# Cluster size -> percentage of a GPU's CTAs that can run in such clusters at once (cuOccupancyMaxActiveClusters, H200).
 FITTING = {1: 100, 2: 100, 4: 91, 8: 91, 16: 85}
-MANY_STEPS = 8  # of a CTA (`next_first`)
-UNDER_WAY = 1 << 16  # bytes of keys and values that a CTA asks for ahead, where it has a multiprocessor to itself
+MANY_STEPS = 8  # steps per CTA, see `next_first`
+UNDER_WAY = 1 << 16  # bytes of keys and values in flight per CTA if it has a multiprocessor to itself
 
 
 class Plan(NamedTuple):
@@ -35,7 +36,7 @@ class Plan(NamedTuple):
 
 
 def supports(call: Call) -> bool:
-    """Whether forward_blocks.cu computes this call: rows of blocks of 64 keys or a multiple."""
+    """Return whether forward_blocks.cu computes this call: rows of blocks of a multiple of 64 keys, on Hopper."""
     size, steps = call.selection.block_size, HOPPER_STEPS
     if call.device.sm != steps.sm or size is None or size % steps.keys or not steps_in_pages(call):
         return False
@@ -43,27 +44,35 @@ def supports(call: Call) -> bool:
 
 
 def head_tiles(h: int) -> int:
-    """CTAs of forward_blocks.cu that the heads of a row take."""
+    """Return the CTAs of forward_blocks.cu that the heads of a row need."""
     return -(-h // (16 * CONSUMER_WARPS))
 
 
 def clusters_at_once(cluster: int, ctas: int) -> int:
-    """How many clusters of so many CTAs run at once where `ctas` CTAs do: those of one are within a GPC, whose number of multiprocessors
-    they seldom divide."""
+    """Return how many clusters of `cluster` CTAs run at once on a GPU that runs `ctas` CTAs at once.
+
+    A cluster must fit in a GPC, whose number of multiprocessors is seldom a multiple of the cluster size.
+    """
     return ctas * FITTING[cluster] // (100 * cluster)
 
 
 def cluster_size(work: int, steps: int, ctas: int) -> int:
-    """CTAs of forward_blocks.cu that share each of `work` (row, heads) of `steps` steps, where `ctas` run at once: as many as there are
-    steps, so long as all clusters run at once."""
+    """Return the CTAs of forward_blocks.cu per (row, heads): up to one per step, as long as all clusters run at once.
+
+    Args:
+        work: number of (row, heads).
+        steps: steps of each.
+        ctas: CTAs that the GPU runs at once.
+    """
     return max(size for size in FITTING if size == 1 or (size <= steps and work <= clusters_at_once(size, ctas)))
 
 
 def next_first(work: int, steps: int, cluster: int, ctas: int) -> bool:
-    """Whether the next kernel may start as soon as all CTAs of forward_blocks.cu have (NEXT_FIRST); arguments as of `cluster_size`.
+    """Return whether the next kernel may start once all CTAs of forward_blocks.cu have started (NEXT_FIRST).
 
-    Only where all of its CTAs find room: a part of them would share multiprocessors while others are idle. And only if CTAs have many
-    steps: where the others begin as CTAs end, some share a multiprocessor, too, which costs long CTAs more than starting late.
+    Only if all of its CTAs have room; otherwise some would share multiprocessors while others are idle. And only if
+    CTAs have many steps: a kernel that starts as CTAs end also shares some multiprocessors, which costs long CTAs more
+    than a late start. Args: see `cluster_size`.
     """
     return 2 * work <= clusters_at_once(cluster, ctas) and steps > MANY_STEPS * cluster
 
@@ -73,9 +82,12 @@ def plan_of(
     work: int, h: int, Dk: int, Dv: int, n: int, block: int, bf16: bool, sm_count: int, shared_memory: int, page: int | None = None,
     page_scales: bool | None = None,
 ) -> Plan:  # fmt: skip
-    """The launch of forward_blocks.cu for `work` (row, heads) of n blocks: two CTAs per multiprocessor, one if a warp has all columns in
-    registers. As many stages as there is room for if all multiprocessors have two; else fewer are faster, because what is under way at
-    once arrives at once, and then waits for its products. page_scales: as of `page_scales_of`."""
+    """Return the launch of forward_blocks.cu for `work` (row, heads) of n blocks.
+
+    Two CTAs per multiprocessor, or one if a warp holds all columns in registers. As many stages as fit if all
+    multiprocessors have two CTAs; otherwise fewer stages are faster, because loads in flight arrive together and then
+    wait for their products. page_scales: from `page_scales_of`.
+    """
     size, quantized = 2, {}
     if page_scales is not None:
         size, quantized = 1, {"E4M3": 1, "PAGE_SCALES": int(page_scales)}
@@ -84,7 +96,7 @@ def plan_of(
     per_sm = 1 if head_warps == CONSUMER_WARPS else 2
     cluster = cluster_size(work, steps, per_sm * sm_count)
     heads, step_bytes = 16 * head_warps, size * KEYS * (Dk + Dv)
-    own_bytes = 1024 if page_scales is None else 1280  # `Shared`; for e4m3 it has a factor of each head
+    own_bytes = 1024 if page_scales is None else 1280  # `Shared`; for e4m3 it holds a factor per head
     own_bytes += heads * (4 * Dv + 8 * cluster) if cluster > 1 else 0
     row_bytes = 2 * heads * (Dk + 8 + KEYS + 8) + own_bytes  # with q and p
     stages = min(2 * MOST_STAGES // size, ((shared_memory + SYSTEM) // per_sm - SYSTEM - row_bytes) // step_bytes)
@@ -102,17 +114,18 @@ def plan_of(
 
 
 def page_scales_of(call: Call) -> bool | None:
-    """Whether pages have scales of their own (PAGE_SCALES of e4m3.cuh); None if keys and values are not quantized."""
+    """Return whether scales are per page (PAGE_SCALES of e4m3.cuh); None if keys and values are not quantized."""
     return None if call.scales is None else call.scales.page_keys > 0
 
 
 def step_map(x: Tensor) -> bytes:
-    """The map of k or v in boxes of a step's keys by up to 128 bytes, which are read soon by this call alone."""
+    """Return the map of k or v for boxes of a step's keys by up to 128 bytes, without L2 promotion: no other CTA reads
+    them soon."""
     return tensor_map(x, KEYS, min(x.shape[-1], 128 // x.element_size()), promoted=False)
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,Dv] and lse [B,S,G,h], with a positive scale."""
+    """Return o [B,S,G,h,Dv] and lse [B,S,G,h]; the scale is positive."""
     q, facts, selection = call.q, call.device, call.selection
     B, S, G, h, Dk = q.shape
     Dv = call.v.shape[-1]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import nsa_sel
+from nsa_sel.core import registry
 from nsa_sel.selection import Selection
 from tests.contract.lanes import Lane, Shape, lanes, parameters
 from tests.helpers.cases import DISTRIBUTIONS, cut_spans, make_blocks, make_qkv, make_spans, oracle_forward
@@ -286,6 +287,8 @@ FEW: dict[str, dict[str, int]] = {
 def shapes_of(behavior: str, lane: Lane) -> list[Shape]:
     """Return the shapes of a lane, the last ones alone where a behavior takes few."""
     shapes = lane.shapes()
+    if behavior == "many-keys" and lane.name == registry.fallback():  # it has no lists or steps that could end at the 32nd
+        return []
     if behavior == "many-rows":  # of kernels that are persistent, or have units
         shapes = [shape for shape in shapes if shape.Dk >= 64 and (lane.backend.tiles or lane.backend.shares != "rows")]
     if lane.device == "emulated" and behavior in ("reuse", "poison", "many-keys"):
@@ -304,7 +307,8 @@ def sizes_of(lane: Lane) -> list[Shape]:
     if lane.device == "emulated" and lane.limits.block_aligned_only:
         return [Shape(1, 64, 64, 64), Shape(8, 64, 64, 64), Shape(16, 128, 128, 128)]
     sizes = EMULATED if lane.device == "emulated" else HEADS_AND_DIMS
-    few = 64 if lane.backend.slow and lane.slow else 1000  # heads that are programs of their own
+    # Heads that are programs of their own, or whose sums packed SDPA adds in another order than its baseline, in float32.
+    few = 64 if (lane.backend.slow and lane.slow) or (lane.name == registry.fallback() and lane.kind == "cpu") else 1000
     return [shape for size in sizes if size[0] <= few and lane.takes(shape := Shape(*size, block))]
 
 
@@ -403,7 +407,6 @@ def check_keys_of_calls(lane: Lane, what: str, patch: pytest.MonkeyPatch) -> Non
 
 def check_fallback(lane: Lane, direction: str, patch: pytest.MonkeyPatch) -> None:
     """A forced backend that fails raises."""
-    from nsa_sel.core import registry
 
     shape = lane.shapes()[0]
     S = lane.rows(shape)

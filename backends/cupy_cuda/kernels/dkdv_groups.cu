@@ -2,32 +2,35 @@
 //
 //   p^T = 2^(c k q^T - lse),  ds^T = p^T * (v do^T - delta),  dv = sum p^T do,  dk = scale * sum ds^T q
 //
-// Grid: one CTA per segment (segment_of), those of lists in the order of order_segments.cu. Two CTAs per multiprocessor: one computes p and
-//   ds, begins or ends while the other multiplies; or one with two consumers.
-// Tiles: 64 keys by 64 rows, TQ = 64 / H listed tokens times H heads. The products are transposed: with keys as rows, p^T and ds^T come out
-//   in the registers from which dv += p^T do and dk += ds^T q read them.
-// Warpgroups: one consumer, or of wide keys two (split_products.cuh). In the producer warpgroup a warp loads lse and delta; q and do come by
-//   TMA: all tokens of a step at once where they follow each other, else a token each, or, if those would be small (H < 8), by three warps
-//   with cp.async. The tile's K and V come by TMA.
-// Compressed keys: the rows of a list are the last ones of the sequence, from the first that sees a key of the tile. Its entries are
-//   arithmetic, and q and do of a step one box, past which TMA writes zeros: a segment is whole steps.
-// A window: the rows of a list are those from the tile's first key to the window's end after its last one, arithmetic as above. One segment
-//   has them all, and nothing about the lists is in memory.
-// Small blocks (SMALL_BLOCK): a tile is blocks of any positions, and p and ds of those that a row did not select are replaced by 0, too.
-// Masks: rows are in order, so that only the first entries of a list can lie within the tile, and only the last ones see a window that the
-//   tile reaches beyond. There, k and v of keys that no row sees may be NaN: p and ds are replaced, not multiplied, by 0.
+// Grid: one CTA per segment (segment_of), in the order of order_segments.cu. Two CTAs per multiprocessor, so that one
+//   computes p and ds, starts or ends while the other multiplies; or one CTA with two consumers.
+// Tiles: 64 keys by 64 rows, TQ = 64 / H listed tokens times H heads. Products are transposed: with keys as rows, p^T
+//   and ds^T are computed in the registers from which dv += p^T do and dk += ds^T q read them.
+// Warpgroups: one consumer, or two for wide keys (split_products.cuh). In the producer warpgroup, one warp loads lse
+//   and delta.
+// TMA: K and V of the tile; q and do of a step, all tokens at once if they are adjacent, else one box per token, or, if
+//   tokens are small (H < 8), cp.async by three warps.
+// Compressed keys: the rows of a list are the last ones of the sequence, from the first that sees a key of the tile.
+//   Entries are computed, and q and do of a step are one box, past whose end TMA loads zeros; so a segment is whole
+//   steps.
+// Window: the rows of a list reach from the tile's first key to the end of the window after its last key; entries are
+//   computed as above. One segment holds all of them, and no list is in memory.
+// Small blocks: with SMALL_BLOCK, a tile holds blocks at any positions, and p and ds of blocks that a row did not
+//   select are replaced by 0.
+// Masks: rows ascend, so only the first entries of a list can lie within the tile, and only the last ones can have a
+//   window that begins inside the tile. Hidden k and v may be NaN, so p and ds are replaced by 0, not multiplied by 0.
 //
-//   H       heads of a group
-//   STAGES  stages of the pipeline of steps
+//   H       heads per group
+//   STAGES  stages of the pipeline of q and do
 #include "split_products.cuh"
 #include "window_rows.cuh"
 
 constexpr int NO_END = 0x7fffffff;
-constexpr int CTAS = CONSUMERS == 1 ? 2 : 1;  // of a multiprocessor
+constexpr int CTAS = CONSUMERS == 1 ? 2 : 1;  // per multiprocessor
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 1 ? 224 : 232, PRODUCER_REGISTERS = CONSUMERS == 1 ? 32 : 40;  // a thread
 
 struct Arguments {
-    TensorMap q, d_o, k, v;  // of q and do the tokens of a step
+    TensorMap q, d_o, k, v;  // q, d_o: boxes of a step's tokens
 #ifndef BY_ARITHMETIC
     TensorMap q_token, d_o_token;
 #endif
@@ -44,10 +47,10 @@ struct Arguments {
 #endif
 };
 
-// A CTA's segment; a number that the list does not have, if there is nothing to do.
-// Compressed keys: `segment` rows of the sequence with all tiles of keys that they see, then the rows before. What runs at the same time
-// reads the same rows, from the L2 cache: q and do of all rows would not fit it.
-// A window: all rows of one tile after the other.
+// Return the CTA's segment; past the list's last segment if there is nothing to do. Compressed keys: CTAs take
+// `segment` rows of the sequence with all tiles of keys that they see, then the rows before, so that concurrent CTAs
+// read the same rows from the L2 cache, which cannot hold q and do of all rows. Window: CTAs take one tile after
+// another, each with all its rows.
 DEVICE SegmentId segment_of(const Arguments &x, u32 index) {
 #ifdef COMPRESS_STRIDE
     const u32 tiles = x.lists.tiles, length = x.lists.segment, slots = (static_cast<u32>(x.p.S) + length - 1) / length;
@@ -65,7 +68,7 @@ DEVICE SegmentId segment_of(const Arguments &x, u32 index) {
 struct ListSteps : Segment<KEYS> {
     const Arguments &x;
     const int steps;
-    i64 row0 = 0;  // ADJACENT: the row of `begin`
+    i64 row0 = 0;  // ADJACENT: row of `begin`
 #ifdef WINDOW
     const WindowRows<KEYS, TQ> rows;
     DEVICE ListSteps(const Arguments &arguments, SegmentId id)
@@ -73,7 +76,7 @@ struct ListSteps : Segment<KEYS> {
     DEVICE ListSteps(const Arguments &arguments, SegmentId id, const WindowRows<KEYS, TQ> &window)
         : Segment<KEYS>(arguments.lists, arguments.p.G, id.list, window.count), x(arguments), steps(window.steps), row0(window.first),
           rows(window) {}
-    DEVICE int step_at(int i) const { return rows.step_at(i); }  // which step of the list comes as number `i`
+    DEVICE int step_at(int i) const { return rows.step_at(i); }  // the step at position `i`
 #else
     DEVICE ListSteps(const Arguments &arguments, SegmentId id)
         : Segment<KEYS>(arguments.lists, arguments.p.G, id), x(arguments), steps(static_cast<int>((end - begin + TQ - 1) / TQ)) {
@@ -81,7 +84,7 @@ struct ListSteps : Segment<KEYS> {
     }
     DEVICE int step_at(int i) const { return i; }
 #endif
-    // The row of listed token number i of a step; S, which is past the rows, if there is none.
+    // Return the row of listed token i of a step, or S (past the last row) if there is none.
     DEVICE int row(int step, int i) const {
         const i64 at = begin + static_cast<i64>(step_at(step)) * TQ + i;
         if (i >= TQ || at >= end) return static_cast<int>(x.p.S);
@@ -92,10 +95,11 @@ struct ListSteps : Segment<KEYS> {
         return static_cast<u32>(x.lists.entries[at]) / static_cast<u32>(x.p.n * x.lists.reach);
     }
 #if SMALL_BLOCK
-    // The blocks of the tile that listed token number i of a step, which exists, selected.
+    // Return the blocks of the tile that listed token i of a step (which must exist) selected.
     DEVICE u32 chosen(int step, int i) const { return x.blocks.chosen[begin + static_cast<i64>(step) * TQ + i]; }
 #endif
-    // A window ends within the box of its last step: a consumer zeroes the other tokens' q and do, since p = 0 would not cancel NaN.
+    // A window ends within the box of its last step: consumers zero q and do of the tokens past it, because 0 * NaN is
+    // NaN.
     DEVICE void zero_other_tokens(int step, unsigned char *stage) const {
 #ifdef WINDOW
         if (step_at(step) + 1 != steps || end % TQ == 0) return;
@@ -106,7 +110,7 @@ struct ListSteps : Segment<KEYS> {
         named_barrier<128>(1 + threadIdx.x / 128);
 #endif
     }
-    // The steps [x, y) of the list in which every row sees all keys of the tile.
+    // Return the steps [x, y) of the list in which every row sees all keys of the tile.
     DEVICE int2 whole_steps() const {
 #ifdef WINDOW
         return make_int2(rows.begun, rows.over);
@@ -114,14 +118,15 @@ struct ListSteps : Segment<KEYS> {
         const i64 begun = first_row(x.p, min(first_key + static_cast<i64>(KEYS), x.p.S_kv) - 1) - row0;
         return make_int2(static_cast<int>((begun + TQ - 1) / TQ), NO_END);
 #else
-        // Of rows in order, only the first KEYS entries of a list can lie within the tile; else any of its own.
+        // With implied positions, only the first KEYS entries of a list can lie within the tile; with q_pos, any of its
+        // own entries.
         const i64 masked = x.p.q_pos ? x.lists.begins[list + 1] : x.lists.begins[list] + KEYS;
         return make_int2(static_cast<int>((masked - begin + TQ - 1) / TQ), NO_END);
 #endif
     }
 };
 
-// One consumer: all products.
+// Consumer warpgroup, if there is one: compute all four products.
 DEVICE void accumulate(const Arguments &x, const ListSteps &list, unsigned char *k_tile, unsigned char *stages, Shared &shared) {
     const Problem &p = x.p;
     const u32 keys = uniform(operand(shared_address(k_tile))), values = keys + K_BYTES / 16;
@@ -144,7 +149,7 @@ DEVICE void accumulate(const Arguments &x, const ListSteps &list, unsigned char 
         wgmma_commit();
         wgmma_a_bt<DV>(dp, values, do_tile);
         wgmma_commit();
-        wgmma_wait<1>();  // p^T while dp^T is computed
+        wgmma_wait<1>();  // compute p^T while dp^T is in flight
         exponentiate(s, shared.lse[at.stage], p.scale_log2);
 #if SMALL_BLOCK
         mask_keys(s, shared.seen[at.stage]);
@@ -171,15 +176,15 @@ DEVICE void accumulate(const Arguments &x, const ListSteps &list, unsigned char 
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), CTAS) dkdv_groups(const __grid_constant__ Arguments x) {
-    extern __shared__ __align__(1024) unsigned char memory[];  // the tile's keys and values, unless they come in a stage; the stages
+    extern __shared__ __align__(1024) unsigned char memory[];  // tile of keys and values (if OWN_MEMORY), stages
     __shared__ Shared shared;
-    __shared__ Pipeline<1> exchange;  // of two consumers
+    __shared__ Pipeline<1> exchange;  // between two consumers
     if (!ADJACENT && blockIdx.x >= x.lists.segments[x.lists.lists]) return;
     const SegmentId id = segment_of(x, blockIdx.x);
 #ifdef COMPRESS_STRIDE
     if (id.number < 0 || id.number >= x.lists.segments[id.list + 1] - x.lists.segments[id.list]) return;
 #endif
-    constexpr bool OWN_MEMORY = CONSUMERS == 1 || TILE_STAYS;  // of the tile
+    constexpr bool OWN_MEMORY = CONSUMERS == 1 || TILE_STAYS;  // the tile has its own memory
     unsigned char *stages = memory + (OWN_MEMORY ? STAGE_BYTES : 0);
     unsigned char *tile = memory + (OWN_MEMORY ? 0 : (STAGES - 1) * STAGE_BYTES);
     const int producer = threadIdx.x / 32 - 4 * CONSUMERS;

@@ -1,12 +1,15 @@
-// dk and dv without atomics, over the rows that selected a tile of keys (key_to_rows.cuh).
+// dk and dv without atomics, on any GPU from sm_80, over the rows that selected a tile of keys (key_to_rows.cuh).
 //
 //   p^T = 2^(c k q^T - lse),  ds^T = p^T * (v do^T - delta),  dv = sum p^T do,  dk = scale * sum ds^T q
 //
 // Grid: one CTA per segment of a list. The order of all sums is fixed, whichever CTA runs first.
-// Tiles: WIDTH keys by QUERIES queries, which are (listed row, head) pairs, so that any number of heads fills a step. The products are
-//   transposed: with keys as rows, p^T and ds^T come out in the registers from which dv += p^T do and dk += ds^T q read them.
-// Copies: cp.async, double-buffered; no TMA, since rows are scattered.
-// Masks: keys [low, high) of the tile are visible to a query. Others may hold NaN, so p and ds are replaced, not multiplied, by 0.
+// Tiles: WIDTH keys by QUERIES queries, which are (listed row, head) pairs, so that any number of heads fills a step.
+//   Products are transposed: with keys as rows, p^T and ds^T are computed in the registers from which dv += p^T do and
+//   dk += ds^T q
+//       read them.
+// Loads: cp.async, double-buffered; no TMA, because rows are scattered.
+// Masks: keys [low, high) of the tile are visible to a query. Others may hold NaN, so p and ds are replaced by 0, not
+//   multiplied by 0.
 //
 //   KEY_WARPS     warps along the keys, 16 keys each: WIDTH = 16 * KEY_WARPS
 //   COLUMN_WARPS  1, or 2: two warps share 16 keys, and half of the columns of dk and dv each (wide heads: registers)
@@ -16,7 +19,7 @@
 
 constexpr int WIDTH = 16 * KEY_WARPS;
 constexpr int THREADS = 32 * KEY_WARPS * COLUMN_WARPS;
-constexpr int STAGE = QUERIES * (KP + VP);  // numbers of a buffer: the queries' q, then their do
+constexpr int STAGE = QUERIES * (KP + VP);  // elements per buffer: the queries' q, then their do
 constexpr int DK_TILES = (DKP / 16 + COLUMN_WARPS - 1) / COLUMN_WARPS, DV_TILES = (DVP / 16 + COLUMN_WARPS - 1) / COLUMN_WARPS;
 static_assert(QUERIES <= THREADS, "a thread describes a query");
 
@@ -28,9 +31,9 @@ struct Arguments {
     KeyGradients to;
 };
 
-// One query: where its q and do are, which keys [low, high) of the tile it sees, lse in base 2, delta.
+// A query: offsets of its q and do, the keys [low, high) of the tile that it sees, base-2 lse, delta.
 struct Query {
-    i64 q = -1, d_o = -1;  // offsets; negative: no such query
+    i64 q = -1, d_o = -1;  // offsets; negative if the query does not exist
     int low = 0, high = 0;
     float lse = 0.0f, delta = 0.0f;
 };
@@ -50,7 +53,7 @@ struct Queries {
     }
 };
 
-// The queries of a segment: thread number i < QUERIES describes query i of every step.
+// The queries of a segment: thread i < QUERIES describes query i of every step.
 struct QueryReader {
     const Arguments &x;
     const Segment<WIDTH> &segment;
@@ -60,7 +63,7 @@ struct QueryReader {
         : x(arguments), segment(of), h(x.p.h), queries(static_cast<u32>(of.end - of.begin) * h), steps((queries + QUERIES - 1) / QUERIES),
           describes(threadIdx.x < QUERIES) {}
 
-    // The query's entry; -1: none. Read a step before `describe`, whose addresses depend on it.
+    // Return the query's entry, -1 if none. Read one step before `describe`, whose addresses depend on it.
     DEVICE int entry(u32 step) const {
         const u32 query = step * QUERIES + threadIdx.x;
         return describes && query < queries ? x.lists.entries[segment.begin + query / h] : -1;
@@ -84,14 +87,14 @@ struct QueryReader {
     }
 };
 
-// The q and do of a step's queries.
+// Copy q and do of a step's queries.
 DEVICE void copy_queries(u16 *buffer, const u16 *q, const u16 *d_o, const Queries &queries) {
     copy_rows<DK, KP, QUERIES, THREADS>(buffer, q, [&](int r) { return RowSource{queries.q[r], queries.q[r] >= 0}; });
     copy_rows<DV, VP, QUERIES, THREADS>(buffer + QUERIES * KP, d_o, [&](int r) { return RowSource{queries.d_o[r], queries.d_o[r] >= 0}; });
     cp_async_commit();
 }
 
-// p^T and ds^T in place of s^T and dp^T, for the warp's keys from `key0` on.
+// Replace s^T and dp^T by p^T and ds^T, for the warp's keys from `key0` on.
 DEVICE void probabilities(float (&s)[QUERIES / 8][4], float (&dp)[QUERIES / 8][4], const Queries &queries, int key0, float c) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -108,7 +111,7 @@ DEVICE void probabilities(float (&s)[QUERIES / 8][4], float (&dp)[QUERIES / 8][4
 
 extern "C" __global__ void __launch_bounds__(THREADS) dkdv_tiles(const __grid_constant__ Arguments x) {
     extern __shared__ __align__(16) u16 memory[];  // the tile's k and v, then two buffers
-    __shared__ Queries described[3];               // of this step, of the next, whose rows are being copied, and of the one after
+    __shared__ Queries described[3];               // this step, the next (being copied), and the one after
     if (blockIdx.x >= x.lists.segments[x.lists.lists]) return;
     const Problem &p = x.p;
     const Segment<WIDTH> segment(x.lists, p.G, segment_at(x.lists, blockIdx.x));
@@ -134,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dkdv_tiles(const __grid_co
     float dk[2 * DK_TILES][4] = {}, dv[2 * DV_TILES][4] = {};
     for (u32 step = 0; step < reader.steps; ++step) {
         cp_async_wait<0>();
-        __syncthreads();  // this step's rows and the next step's queries are there, and the step before has been read
+        __syncthreads();  // this step's rows and the next step's queries have arrived, and the previous step has been read
         if (step + 1 < reader.steps) copy_queries(buffers + (step + 1) % 2 * STAGE, q_base, do_base, described[(step + 1) % 3]);
         Query next;
         if (reader.describes) next = reader.describe(step + 2, coming);
@@ -147,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dkdv_tiles(const __grid_co
         probabilities(s, dp, described[step % 3], key0, p.scale_log2);
         add_s_b<VP, DVP>(dv, s, do_tile, half * 16 * DV_TILES);
         add_s_b<KP, DKP>(dk, dp, q_tile, half * 16 * DK_TILES);
-        if (reader.describes) described[(step + 2) % 3].set(threadIdx.x, next);  // last read in the step before
+        if (reader.describes) described[(step + 2) % 3].set(threadIdx.x, next);  // last read in the previous step
     }
     const GradientRows rows(segment, x.lists, p.S_kv, key0);
     rows.write<DK>(dk, static_cast<float>(p.scale), half * 16 * DK_TILES, x.to.part_dk, x.to.dk);

@@ -1,10 +1,11 @@
-// dq of tiles of adjacent tokens on Hopper, and delta for dk and dv, as dq_tiles.cu, but for up to 256 columns and for blocks smaller than a
-// step, which steps gather (gather_steps.cuh: units, pipelines, bits; token_tiles.cuh: grid, tiles, masks).
+// Backward pass on Hopper like dq_tiles.cu, for head dims up to 256 and for blocks smaller than a step, which steps
+// gather. Units, pipelines and bits: see gather_steps.cuh. Grid, tiles and masks: see token_tiles.cuh.
 //
 //   delta = sum(do * o) - dlse,  p = 2^(c q k^T - lse),  ds = p * (do v^T - delta),  dq = scale * sum_j ds_j k_j
 //
-// With 256 columns there is room for two stages of K and one of V beside q and do. Values are released as soon as do v^T is there. A consumer
-// does one thing after another, for want of registers: while one computes ds, the other multiplies.
+// With 256 columns, shared memory holds two stages of K and one of V besides q and do. Values are released as soon as
+// do v^T is computed. A consumer does not overlap its own work, because registers are scarce: while one consumer
+// computes ds, the other runs its products.
 #include "gather_steps.cuh"
 
 constexpr int Q_BYTES = DK / 64 * PANEL, ROW_BYTES = Q_BYTES + DV / 64 * PANEL;  // of a consumer: q, and with do
@@ -19,10 +20,10 @@ struct Arguments {
     float *delta;             // [B,S,G,h]
 };
 
-// What a consumer computes of a tile.
+// One consumer's dq over a tile.
 struct QueryGradient {
     GatherReader &steps;
-    const u32 q_tile;  // an operand, which do follows
+    const u32 q_tile;  // wgmma operand of q; do follows it
     const RowPair &rows;
     const float c;
     float delta[2], lse[2];  // lse in base 2; infinity for a row without keys

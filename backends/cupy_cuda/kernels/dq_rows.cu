@@ -1,9 +1,9 @@
-// dq of one query row, and delta for dk and dv.
+// Backward pass row by row, on any GPU from sm_80: dq of one query row, and delta for dk and dv.
 //
 //   delta = sum(do * o) - dlse,  p = 2^(c q k^T - lse),  ds = p * (do v^T - delta),  dq = scale * sum_j ds_j k_j
 //
-// Grid: one CTA per (row, HEADS heads).
-// Tiles and copies: as forward_rows.cu, over the same keys (key_tiles.cuh); do lies beside q in shared memory.
+// Grid: one CTA per (row, HEADS heads). Tiles and loads: as in forward_rows.cu, over the same keys (key_tiles.cuh); do
+//   is also in shared memory.
 // Masks: ds = 0 past a tile's last key; k and v are zeros there.
 #include "key_tiles.cuh"
 
@@ -19,7 +19,8 @@ struct Arguments {
 
 constexpr int MERGE = DKP + 8;  // floats of a head's row in shared memory, padded against bank conflicts
 
-// delta of every head, to memory and shared memory, where lse goes, too, in base 2; a warp sums a head.
+// Compute delta of every head, one warp per head; store it to global and shared memory, and base-2 lse to shared
+// memory.
 DEVICE void compute_delta(const Arguments &x, const RowHeads &heads, const u16 *do_tile, float *head_lse, float *head_delta) {
     const int lane = threadIdx.x % 32;
     for (int head = threadIdx.x / 32; head < HEADS; head += THREADS / 32) {
@@ -39,7 +40,7 @@ DEVICE void compute_delta(const Arguments &x, const RowHeads &heads, const u16 *
     }
 }
 
-// acc = sum of ds k over this team's tiles.
+// Compute acc = sum of ds k over this team's tiles.
 DEVICE void accumulate_dq(const Problem &p, const u16 *q_tile, const u16 *do_tile, int warp_head, KeyPipeline &keys, const float *head_lse,
                           const float *head_delta, float (&acc)[DKP / 8][4]) {
     const int row = warp_head + threadIdx.x % 32 / 4;
@@ -56,7 +57,7 @@ DEVICE void accumulate_dq(const Problem &p, const u16 *q_tile, const u16 *do_til
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) dq_rows(const __grid_constant__ Arguments x) {
-    extern __shared__ __align__(16) u16 memory[];  // q, do, then the teams' buffers; at the end the teams' results instead
+    extern __shared__ __align__(16) u16 memory[];  // q, do, then the teams' buffers; later the teams' results
     __shared__ float head_lse[HEADS], head_delta[HEADS];
     const Problem &p = x.p;
     const RowHeads heads(p, blockIdx.x, x.head_tiles);
@@ -69,14 +70,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) dq_rows(const __grid_const
     const KeyIterator tiles(p, heads.row, heads.team, TEAMS);
     KeyPipeline keys(tiles, buffers + heads.team * STAGES * STAGE, heads.row);
     cp_async_wait<STAGES - 1>();
-    __syncthreads();  // q and do are there
+    __syncthreads();  // q and do are loaded
     compute_delta(x, heads, do_tile, head_lse, head_delta);
     __syncthreads();
     accumulate_dq(p, q_tile, do_tile, heads.warp_head, keys, head_lse, head_delta, acc);
 
-    // Add the teams' results, in the order of the teams.
+    // Add the teams' results in order.
     cp_async_wait<0>();
-    __syncthreads();  // all have read their last tile
+    __syncthreads();  // all threads have read their last tile
     float *results = reinterpret_cast<float *>(memory);  // [TEAMS][HEADS][MERGE]
     store_rows<MERGE>(results + (heads.team * HEADS + heads.warp_head) * MERGE, acc);
     __syncthreads();

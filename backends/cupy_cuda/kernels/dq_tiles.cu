@@ -1,10 +1,12 @@
-// dq of tiles of adjacent tokens on Hopper (token_tiles.cuh: grid, tiles, TMA, masks), and delta for dk and dv.
+// Backward pass on Hopper: dq of tiles of tokens, and delta for dk and dv. Grid, tiles, TMA and masks: see
+// token_tiles.cuh.
 //
 //   delta = sum(do * o) - dlse,  p = 2^(c q k^T - lse),  ds = p * (do v^T - delta),  dq = scale * sum_j ds_j k_j
 //
-// Of compressed keys or a window a tile has few steps, so that reading o from memory for delta would be a large part of its time: o comes
-// with do. do goes to registers as the operand of do v^T: wgmma then reads half as much shared memory for it, and do (and o) of the next
-// tile can come as soon as this one's are read. q of the next tile comes to a stage of its own.
+// WITH_O: for compressed keys or a window a tile has few steps, so loading o from memory for delta would take much of
+// its time; o then comes through TMA with do.
+// do is held in registers as the operand of do v^T, so that wgmma reads half as much shared memory, and do (and o) of
+// the next tile can be loaded as soon as this one's are read. q of the next tile has its own stage.
 #include "token_tiles.cuh"
 
 #ifdef BY_ARITHMETIC
@@ -12,10 +14,10 @@ constexpr bool WITH_O = true;
 #else
 constexpr bool WITH_O = false;
 #endif
-constexpr bool DO_IN_REGISTERS = DK <= 128;  // if acc leaves enough of them
+constexpr bool DO_IN_REGISTERS = DK <= 128;  // if acc leaves enough registers
 static_assert(DO_IN_REGISTERS || Q_STAGES == 1, "else do would follow another stage of q");
 constexpr int Q_BYTES = DK / 64 * PANEL, DO_BYTES = DV / 64 * PANEL;
-constexpr int ROW_BYTES = Q_STAGES * Q_BYTES + DO_BYTES + (WITH_O ? DO_BYTES : 0);  // of a consumer
+constexpr int ROW_BYTES = Q_STAGES * Q_BYTES + DO_BYTES + (WITH_O ? DO_BYTES : 0);  // per consumer
 
 struct Arguments {
     TensorMap q, d_o, k, v;
@@ -30,7 +32,7 @@ struct Arguments {
     float *delta;             // [B,S,G,h]
 };
 
-// What a consumer computes of a tile (consume_steps).
+// The `math` of consume_steps: one consumer's dq over a tile.
 struct QueryGradient {
     static constexpr int BRIEF = 0;  // docs/kernels.md, "Tried and dropped"
     StepReader &steps;
@@ -43,7 +45,7 @@ struct QueryGradient {
 
     DEVICE QueryGradient(StepReader &reader, u32 q, const RowPair &pair, float scale_log2)
         : steps(reader), q_tile(q), rows(pair), c(scale_log2) {}
-    // do and delta, which goes to memory, too. do_tile: do and, WITH_O, o, which have arrived.
+    // Read do, compute delta and store it. do_tile: do and (WITH_O) o in shared memory.
     DEVICE void load_gradients(const Arguments &x, const TokenTile &tile, int consumer, const unsigned char *do_tile) {
         float sum[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -108,7 +110,7 @@ DEVICE void differentiate(const Arguments &x, unsigned char *stages, unsigned ch
         for (int r = 0; r < 2; ++r) lse[r] = rows.bit[r] ? x.lse[RowPair::index(p, tile, consumer, r)] : -infinity();
         shared.gradients[consumer].wait_full(scheduler.at<1>());
         gradient.load_gradients(x, tile, consumer, row_memory + Q_STAGES * Q_BYTES);
-        __syncwarp();  // all lanes have read them
+        __syncwarp();  // all lanes have read do and o
         if (DO_IN_REGISTERS) shared.gradients[consumer].release(0);
 #pragma unroll
         for (int r = 0; r < 2; ++r) gradient.lse[r] = lse[r] == -infinity() ? infinity() : lse[r] * LOG2_E;
@@ -123,7 +125,7 @@ DEVICE void differentiate(const Arguments &x, unsigned char *stages, unsigned ch
     }
 }
 
-// Producer warp: a consumer's q, do and, WITH_O, o.
+// Producer warp: load a consumer's q, do and (WITH_O) o.
 DEVICE void produce_tiles(const Arguments &x, unsigned char *row_memory, Shared &shared, int consumer) {
     unsigned char *do_tile = row_memory + Q_STAGES * Q_BYTES;
     TileScheduler scheduler(shared.tiles, x.plan);
@@ -139,7 +141,7 @@ DEVICE void produce_tiles(const Arguments &x, unsigned char *row_memory, Shared 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) dq_tiles(const __grid_constant__ Arguments x) {
-    extern __shared__ __align__(1024) unsigned char memory[];  // the rows of the consumers, the stages
+    extern __shared__ __align__(1024) unsigned char memory[];  // rows of the consumers, stages of K and V
     __shared__ Shared shared;
     unsigned char *stages = memory + CONSUMERS * ROW_BYTES;
     const int warpgroup = threadIdx.x / 128, producer = threadIdx.x / 32 - 4 * CONSUMERS;

@@ -1,17 +1,19 @@
-// The union of the blocks that the few tokens of a (b, g) selected, made by the CTA that attends to it: no plan is in memory, and none is
-// launched. Used when sequences decode several tokens at once: by tiles of all tokens of one, or of some.
+// Build the union of the blocks that few tokens of a (b, g) selected, inside the CTA that attends to them, so that no
+// plan kernel is needed. Used when sequences decode several tokens at once, with tiles of all or some of a sequence's
+// tokens.
 //
-// Every thread has one (token, range). The first of those that selected a block writes it to the list, with a bit per token.
+// Every thread holds one (token, range). The first thread that holds a block writes it to the list, with one bit per
+// token.
 #pragma once
 #include "softmax.cuh"
 
-constexpr int MOST_ENTRIES = 192;  // (token, range) of a tile, at most as many as there are threads
-constexpr int TOKEN_BITS = 8;      // of a tile's tokens beside a block's number
+constexpr int MOST_ENTRIES = 192;  // most (token, range) pairs per tile, at most the number of threads
+constexpr int TOKEN_BITS = 8;      // bits for a tile's tokens, below the block number
 
 __shared__ u32 union_entries[MOST_ENTRIES];  // block << TOKEN_BITS | tokens, whole blocks first
-__shared__ int2 union_counts;                // whole blocks, all blocks
+__shared__ int2 union_counts;                // number of whole blocks, of all blocks
 
-// All THREADS threads of the CTA make the list of tokens [first, first + S).
+// Build the list of tokens [first, first + S), by all THREADS threads of the CTA.
 template <int THREADS>
 DEVICE void make_union(const Problem &p, u32 b, u32 g, u32 first, u32 S) {
     static_assert(THREADS >= MOST_ENTRIES, "one entry per thread");
@@ -37,7 +39,7 @@ DEVICE void make_union(const Problem &p, u32 b, u32 g, u32 first, u32 S) {
                 }
     const bool whole = listed && (block + 1) * static_cast<i64>(BLOCK) <= lowest;
     int upto[2] = {listed, whole}, total[2];
-    block_prefix_sum<THREADS>(upto, total);  // all have read the entries, too
+    block_prefix_sum<THREADS>(upto, total);  // also: all have read the entries
     if (listed) union_entries[(whole ? upto[1] : total[1] + upto[0] - upto[1]) - 1] = block << TOKEN_BITS | tokens;
     if (e == 0) union_counts = make_int2(total[1], total[0]);
     __syncthreads();

@@ -1,28 +1,31 @@
-// o and lse of query rows of whole blocks on Hopper that share no keys with their neighbors, as when a batch decodes.
+// Forward pass on Hopper for rows of whole blocks that share no keys with their neighbors, as in batched decoding.
 //
 //   s = q k^T,  p = 2^(c (s - m)),  o = sum_j p_j v_j / l,  lse = c m + log2 l         (softmax.cuh)
 //
-// Grid: persistent CTAs, PER_SM a multiprocessor; each takes every gridDim.x-th (row, HEADS heads). Few rows: one cluster for each.
-// Steps: a range has BLOCK / KEYS of them. The CTAs of a cluster take every CLUSTER-th step of all ranges, empty ones too, so that each
-//   knows its own without reading other ranges. They combine their results at the end (row_cluster.cuh).
-// Warps: a producer warp loads a row's K and V by TMA, KEYS keys a step, through a pipeline of STAGES stages, and goes on with the next row
-//   while four consumer warps finish this one.
-// Tiles: the consumers are HEAD_WARPS times SHARES. Warps of the same 16 heads split a step's keys for s = q k^T, and, once p is in shared
-//   memory, the columns of v for acc += p v, so that no partial results are left to combine. All shares have one maximum, which is lazy, as
-//   in forward_tiles.cu.
-// Pages: of whole steps. Before the first key is asked for, a lane reads the range of its step and then its page: two loads that wait for
-//   each other, for all steps at once.
-// Masks: only the last step of a range may have fewer than KEYS keys. Past them logits become -inf and values zero, since p = 0 would not
-//   cancel NaN.
-// e4m3: half as many registers hold a step's values, so they are loaded before its softmax: only products are left once p is there.
+// Grid: persistent CTAs, PER_SM per multiprocessor; each takes every gridDim.x-th (row, HEADS heads). Few rows: one
+//   cluster per row.
+// Steps: a range has BLOCK / KEYS steps. The CTAs of a cluster take every CLUSTER-th step of all ranges, including
+//   empty ones, so that each finds its steps without reading other ranges. They merge their results at the end
+//   (row_cluster.cuh).
+// Warps: a producer warp loads a row's K and V through TMA, KEYS keys per step, through a pipeline of STAGES stages. It
+//   continues with the next row while four consumer warps finish this one.
+// Tiles: HEAD_WARPS * SHARES consumer warps. Warps of the same 16 heads split a step's keys for s = q k^T and, once p
+//   is in shared memory, the columns of v for acc += p v, so that no partial results need merging. All shares have one
+//   lazy maximum, as in forward_tiles.cu.
+// Pages: hold whole steps. Before the first load, each lane reads the range of its step and then its page: two
+//   dependent loads, for all steps at once.
+// Masks: only the last step of a range may have fewer than KEYS keys. Past them, logits are -inf and values are zeroed,
+//   because 0 * NaN is NaN.
+// e4m3: a step's values take half the registers, so they are loaded before its softmax, and only products remain once p
+//   is stored.
 //
-//   STAGES      stages of the pipeline of steps
+//   STAGES      stages of the K/V pipeline
 //   HEAD_WARPS  1, 2 or 4: warps of 16 heads each
 //   PER_SM      CTAs per multiprocessor
-//   BLOCK       keys of a range, a multiple of KEYS
-//   CLUSTER     CTAs that share a row
-//   NEXT_FIRST  1: the next kernel may start when all CTAs have begun, 0: when they have asked for their last keys
-//   E4M3, PAGE_SCALES  of a quantized cache (e4m3.cuh)
+//   BLOCK       keys per range, a multiple of KEYS
+//   CLUSTER     CTAs per row
+//   NEXT_FIRST  1: the next kernel may start when all CTAs have started; 0: when they have issued their last loads
+//   E4M3, PAGE_SCALES  quantized cache, see e4m3.cuh
 #include "mma.cuh"
 #include "row_cluster.cuh"
 #include "softmax.cuh"
@@ -40,7 +43,7 @@ struct Arguments {
     Problem p;
     u16 *o;      // [rows, h, DV]
     float *lse;  // [rows, h]
-    i64 head_tiles, all;  // of a row, of all rows
+    i64 head_tiles, all;  // tiles of heads per row, in total
 #if E4M3
     KeyValueScales scales;
 #endif
@@ -49,36 +52,36 @@ struct Arguments {
 constexpr int KEYS = 64, WARPS = 4, THREADS = 32 * WARPS;  // consumers
 constexpr int SHARES = WARPS / HEAD_WARPS, SHARE = KEYS / SHARES, COLUMNS = DV / SHARES, HEADS = 16 * HEAD_WARPS;
 constexpr int K_BYTES = KEYS * DK * BYTES, V_BYTES = KEYS * DV * BYTES, STAGE_BYTES = K_BYTES + V_BYTES;
-constexpr int PP = KEYS + 8;  // the pitch of p
+constexpr int PP = KEYS + 8;  // row pitch of p
 constexpr float SLACK = 8.0f;
 
 constexpr u32 PER_RANGE = BLOCK / KEYS;  // steps
-constexpr int LAST = 1 << 30;            // a flag beside a step's keys
+constexpr int LAST = 1 << 30;            // flag in a step's key count
 
-// What a CTA computes at a time: heads [head0, head0 + HEADS) of a row.
+// A CTA's current work: heads [head0, head0 + HEADS) of a row.
 struct RowHeads {
     Row row;
     int head0;
     DEVICE RowHeads(const Arguments &x, u32 number)
         : row(row_of(x.p, number / static_cast<u32>(x.head_tiles))), head0(number % static_cast<u32>(x.head_tiles) * HEADS) {}
     DEVICE int existing(const Arguments &x) const { return min(HEADS, static_cast<int>(x.p.h) - head0); }
-    DEVICE i64 first(const Arguments &x) const { return row.index * x.p.h + head0; }  // of the heads of all rows
+    DEVICE i64 first(const Arguments &x) const { return row.index * x.p.h + head0; }  // index in [B,S,G,h]
 };
 
 struct Shared {
 #if CLUSTER > 1
     RowCluster<HEADS> cluster;
 #endif
-    Pipeline<STAGES> steps;  // of k; v arrives later
+    Pipeline<STAGES> steps;  // stages of k; v arrives later
     u64 values[STAGES];
-    int keys[STAGES];  // of a step; with LAST: the row has no more steps in this CTA
-    float k_scales[STAGES], v_scales[STAGES];  // PAGE_SCALES: of a step's page
-    float q_rates[HEADS];                      // E4M3: what a row's products are multiplied by
+    int keys[STAGES];  // keys of a step, plus LAST for the row's last step in this CTA
+    float k_scales[STAGES], v_scales[STAGES];  // PAGE_SCALES: scales of a step's page
+    float q_rates[HEADS];                      // E4M3: factors of a row's products
     float tops[SHARES][HEADS], sums[SHARES][HEADS];
 
     // By one thread.
     DEVICE void init(const Arguments &x, const RowHeads &heads) {
-        steps.init(1 + PAGE_SCALES, WARPS);  // a lane of each warp
+        steps.init(1 + PAGE_SCALES, WARPS);  // one lane of each consumer warp arrives
         for (u64 &bar : values) mbarrier_init(&bar, 1 + PAGE_SCALES);
 #if CLUSTER > 1
         cluster.init(heads.existing(x));
@@ -90,13 +93,13 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "whole_blocks.py reserves less");
 
-// Producer warp: K and V of every step of this CTA, and how many keys it has.
+// Producer warp: load K and V of every step of this CTA, and publish its number of keys.
 struct Producer {
     const Arguments &x;
     unsigned char *const stages;
     Shared &shared;
     const int lane = threadIdx.x % 32;
-    const bool once;  // tokens of one sequence, and other heads of a row, may read the same keys
+    const bool once;  // no other CTA (token of the sequence, heads of the row) reads these keys
     PipelineState<STAGES> at;
 
     DEVICE Producer(const Arguments &x, unsigned char *stages, Shared &shared)
@@ -109,7 +112,7 @@ struct Producer {
         else tma_load_key_tile<COLUMNS, false, BOX>(to, map, full, in_page(key), g, page);
     }
 
-    // By one lane: keys [key, key + keys) into the next stage.
+    // Load keys [key, key + keys) into the next stage, by one lane.
     DEVICE void load_step(i64 g, int key, int page, int keys) {
         unsigned char *k_tile = stages + at.stage * STAGE_BYTES;
         shared.keys[at.stage] = keys;
@@ -121,7 +124,7 @@ struct Producer {
 #endif
     }
 
-    // A row without keys is a step without any.
+    // A row without keys is one step of zero keys.
     DEVICE void load_nothing() {
         shared.steps.wait_empty(at);
         __syncwarp();
@@ -135,12 +138,12 @@ struct Producer {
         at.next();
     }
 
-    // Where this lane's range of a row's step `first` + lane * CLUSTER is.
+    // Return a pointer to this lane's range, of step `first` + lane * CLUSTER of a row.
     DEVICE const int *range_of(const Row &row, u32 first) const {
         return range_at(x.p, row.index * x.p.n + (first + lane * CLUSTER) / PER_RANGE);
     }
 
-    // Ranges and the row's limit, which are at `range` and `position`, are asked for at once; a page is asked for when both are there.
+    // Load ranges and the row's position together; the page follows when both have arrived.
     DEVICE void load_row(const Row &row, u32 rank, const int *range, const int *position) {
         const u32 steps = static_cast<u32>(x.p.n) * PER_RANGE;
         int limit = 0;
@@ -158,7 +161,7 @@ struct Producer {
             if (!left && !more) load_nothing();
             for (; left; left &= left - 1, at.next()) {
                 shared.steps.wait_empty(at);
-                __syncwarp();  // all lanes have seen it: the next phase may pass
+                __syncwarp();  // all lanes have passed the wait, so the barrier may enter its next phase
                 if (lane == __ffs(left) - 1) load_step(row.g, key, page, min(stop - key, KEYS) | (more || left & (left - 1) ? 0 : LAST));
                 __syncwarp();
             }
@@ -166,18 +169,18 @@ struct Producer {
     }
 };
 
-// A consumer warp: its heads and its share of keys and columns.
+// A consumer warp, with its 16 heads and its share of keys and columns.
 struct Consumer {
     Shared &shared;
     u16 *const q_tile, *const p_tile;
     const int lane, share, warp_head;
-    const u32 rank;   // of this CTA in its cluster
+    const u32 rank;   // rank of this CTA in its cluster
     const int count;  // heads that exist
     const float slack;
     OnlineSoftmax softmax;
     u32 q[DK / 16][4];           // operand A
     float acc[COLUMNS / 8][4] = {};
-    float k_rate[2] = {1.0f, 1.0f}, v_rate = 1.0f;  // E4M3: factors of a row's products, and of its o
+    float k_rate[2] = {1.0f, 1.0f}, v_rate = 1.0f;  // E4M3: factors of a row's products and of its o
 
     DEVICE Consumer(Shared &memory, u16 *q_memory, u16 *p_memory, u32 rank, int count, float c, float slack)
         : shared(memory), q_tile(q_memory), p_tile(p_memory), lane(threadIdx.x % 32), share(threadIdx.x / 32 / HEAD_WARPS),
@@ -190,14 +193,14 @@ struct Consumer {
         cp_async_commit();
         cp_async_wait<0>();
         convert_queries<HEADS, THREADS>(q_tile, shared.q_rates);
-        named_barrier<THREADS>(1);  // q is there
+        named_barrier<THREADS>(1);  // q is loaded
         load_queries(q, q_tile, warp_head);
 #pragma unroll
         for (int r = 0; E4M3 && BF16 && r < 2; ++r) k_rate[r] *= shared.q_rates[head(r)];
     }
 
 #if E4M3
-    // The scales of a row's heads; those of pages come with the steps.
+    // Load the scales of a row's heads; page scales come with the steps.
     DEVICE void load_scales(const KeyValueScales &scales, i64 g) {
         if (PAGE_SCALES) return;
         k_rate[0] = k_rate[1] = scales.k.of_head(g);
@@ -205,15 +208,15 @@ struct Consumer {
     }
 #endif
 
-    // s = q k^T for this share of a step's keys, times their scales.
+    // Compute s = q k^T for this share of a step's keys, times their scales.
     DEVICE void add_logits(float (&s)[SHARE / 8][4], const unsigned char *keys, int stage) const {
         add_q_kt(s, q, keys, share * SHARE);
         const float scale = PAGE_SCALES ? shared.k_scales[stage] : 1.0f;
         if (E4M3) scale_rows(s, {k_rate[0] * scale, k_rate[1] * scale});
     }
 
-    // The step of `keys` keys at a stage. The first step of a row raises its maxima from LOWEST; with the last one m and l are known before
-    // acc is.
+    // Compute the step of `keys` keys at a stage. The first step of a row raises its maxima from LOWEST; in the last
+    // step m and l are final before acc is.
     DEVICE void step(unsigned char *stages, int keys, bool first, bool last, const PipelineState<STAGES> &at) {
         unsigned char *k_tile = stages + at.stage * STAGE_BYTES, *v_tile = k_tile + K_BYTES;
         float s[SHARE / 8][4] = {};
@@ -226,7 +229,7 @@ struct Consumer {
         if (keys < KEYS) mask_columns(s, share * SHARE, {keys, keys}, -infinity());
         const float top[2] = {row_max(s, 0), row_max(s, 1)};
         const bool rises = top[0] > softmax.m[0] + slack || top[1] > softmax.m[1] + slack;
-        if (first || named_barrier_any<THREADS>(1, rises))  // all have read the p before, too
+        if (first || named_barrier_any<THREADS>(1, rises))  // also: all have read the previous p
             raise_maxima<THREADS>(softmax, acc, top, shared.tops, share, head(0));
         softmax.exponentiate<2>(s);
 #pragma unroll
@@ -240,7 +243,7 @@ struct Consumer {
         mbarrier_wait(&shared.values[at.stage], at.parity);
         if (keys < KEYS) zero_values<SHARE>(v_tile, share * SHARE, keys);
 #endif
-        named_barrier<THREADS>(1);  // p is there, and no NaN among the values
+        named_barrier<THREADS>(1);  // p is stored, and hidden values are zeroed
 #if CLUSTER > 1
         if (last) send_totals();
 #endif
@@ -252,7 +255,7 @@ struct Consumer {
 #endif
     }
 
-    // All that a row without keys has.
+    // The result of a row without keys.
     DEVICE void no_step() {
         share_sums();
         named_barrier<THREADS>(1);
@@ -261,7 +264,7 @@ struct Consumer {
 #endif
     }
 
-    // The row's steps in this CTA.
+    // Compute the row's steps in this CTA.
     DEVICE void attend(unsigned char *stages, PipelineState<STAGES> &at) {
         int keys = 0;
         for (bool first = true; !(keys & LAST); first = false, at.next()) {
@@ -274,7 +277,7 @@ struct Consumer {
         }
     }
 
-    // l of this share; after a barrier, which the last step has, total() is that of all.
+    // Publish l of this share. After a barrier (the last step has one), total() returns the sum over all shares.
     DEVICE void share_sums() {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -296,13 +299,13 @@ struct Consumer {
             const bool exists = head(r) < count;
             const i64 out = heads.first(x) + head(r);
             if (exists && share == 0 && lane % 4 == 0) x.lse[out] = totals.lse * LN_2;
-            const float rate = totals.scale == 0.0f ? 0.0f : totals.scale * v_rate;  // no keys: a scale of NaN must not matter
+            const float rate = totals.scale == 0.0f ? 0.0f : totals.scale * v_rate;  // no keys: the scale may be NaN
             write_columns(x.o + out * DV + share * COLUMNS, acc, r, rate, exists);
         }
     }
 
 #if CLUSTER > 1
-    // Send every CTA m and l, by the warps of a head in turn; before it share_sums() and a barrier.
+    // Send m and l to every CTA of the cluster; the warps of a head take turns. Call share_sums() and a barrier first.
     DEVICE void send_totals() {
         for (u32 to = share * 4 + lane % 4; to < CLUSTER; to += 4 * SHARES)
 #pragma unroll
@@ -319,7 +322,7 @@ struct Consumer {
     }
 #endif
 
-    // o and lse: a CTA's own, or its columns of what the whole cluster found.
+    // Store o and lse: the CTA's own, or its columns of the cluster's merged result.
     DEVICE void finish(const Arguments &x, const RowHeads &heads) {
 #if CLUSTER > 1
         send_columns();
@@ -331,7 +334,7 @@ struct Consumer {
     }
 };
 
-// A CTA's work. Its consumers may be others (bench/core/reading_alone.cu).
+// The body of the kernel. bench/core/reading_alone.cu runs it with other consumers.
 template <class Consumer>
 DEVICE void attend_rows(const Arguments &x) {
     extern __shared__ __align__(1024) unsigned char memory[];  // the stages, q, p, Shared
@@ -374,7 +377,7 @@ DEVICE void attend_rows(const Arguments &x) {
 #endif
         consumer.load_q(x.p, heads);
 #if CLUSTER > 1
-        cluster_wait();  // all CTAs have begun
+        cluster_wait();  // all CTAs have started
 #endif
         consumer.attend(memory, at);
         consumer.finish(x, heads);

@@ -1,12 +1,13 @@
-// o and lse of tiles of adjacent tokens on Hopper, as forward_tiles.cu, but for up to 256 columns and for blocks smaller than a step, which
-// steps gather (gather_steps.cuh: units, pipelines, bits; token_tiles.cuh: grid, tiles, masks).
+// Forward pass on Hopper like forward_tiles.cu, for head dims up to 256 and for blocks smaller than a step, which steps
+// gather. Units, pipelines and bits: see gather_steps.cuh. Grid, tiles and masks: see token_tiles.cuh.
 //
 //   s = q k^T,  p = 2^(c (s - m)),  o = sum_j p_j v_j / l,  lse = c m + log2 l         (softmax.cuh)
 //
-// A step's keys are released as soon as s is there: with 256 columns, few stages fit. Running maxima are lazy, as in forward_tiles.cu.
+// A step's keys are released as soon as s is computed, because few stages of 256 columns fit. Running maxima are lazy,
+// as in forward_tiles.cu.
 #include "gather_steps.cuh"
 
-constexpr int Q_BYTES = DK / 64 * PANEL;  // of a consumer
+constexpr int Q_BYTES = DK / 64 * PANEL;  // q tile of one consumer
 constexpr float SLACK = 8.0f;
 
 struct Arguments {
@@ -17,7 +18,7 @@ struct Arguments {
     float *lse;  // [B,S,G,h]
 };
 
-// What a consumer computes of a tile.
+// One consumer's online softmax over a tile.
 struct Attention {
     GatherReader &steps;
     const u32 q_tile;  // an operand
@@ -45,8 +46,8 @@ struct Attention {
         wgmma_add_a_b<DV, Layout<DV>::GROUP>(acc, p, steps.values_of(step) + (Layout<DV>::NEXT / 16 << 16));
         wgmma_commit();
     }
-    // p in place of the logits of a step, whose keys are released, and alpha if a maximum rises. PENDING groups of wgmma are in flight that
-    // began later.
+    // Replace a step's logits s by p, release its keys, and compute alpha if a maximum rises. PENDING: wgmma groups
+    // that may still be in flight.
     template <int PENDING, bool PARTIAL>
     DEVICE void probabilities(const GatheredStep &step) {
         u32 units[2];
@@ -54,7 +55,7 @@ struct Attention {
         for (int r = 0; r < 2; ++r) units[r] = rows.bit[r] ? steps.selected(step, RowPair::row(r) / H) : 0;
         wgmma_wait<PENDING>();
         if (PARTIAL) steps.mask_keys(s, step, rows, -infinity());
-        __syncwarp();  // all lanes have read what comes with the keys
+        __syncwarp();  // all lanes have read the data that comes with the keys
         steps.release_keys(step);
         mask_units(s, units, -infinity());
         float top[2];
@@ -78,21 +79,21 @@ struct Attention {
     }
 };
 
-// A consumer's steps of a tile: the products of one step and the sums of the step before are in flight together. A maximum rises while sums
-// are in flight: acc is scaled once they are there.
+// Run a consumer through the steps of a tile. The first GEMM of one step and the second GEMM of the step before are in
+// flight together. If a maximum rises meanwhile, acc is rescaled once the second GEMM is done.
 DEVICE void attend_tile(GatherReader &steps, int partial_steps, Pipeline<1> &q, Attention &math) {
     GatheredStep coming;
     auto find = [&](int limit) {
         const Found found = steps.find(coming, limit);
         if (found == END) {
-            __syncwarp();  // all lanes have seen q, of a tile without steps, too: the next phase may pass
-            q.release(0);  // is not read any more
+            __syncwarp();  // all lanes have waited for q, even without steps, so the barrier may enter its next phase
+            q.release(0);
         }
         return found;
     };
     Found found = find(NO_LIMIT);
     while (found == STEP) {
-        GatheredStep held = coming;  // its sums are still to be added
+        GatheredStep held = coming;  // its second GEMM has not started
         math.begin_products(held);
         if (held.number < partial_steps) math.probabilities<0, true>(held);
         else math.probabilities<0, false>(held);
@@ -155,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_gather(const __
     }
     reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>(false);
     if (producer == 0) produce_keys(x.k, x.p, x.plan, keys, shared);
-    else if (producer <= LOADERS)  // q's place is free as soon as that of the tile's first values is
+    else if (producer <= LOADERS)  // q is free when the first stage of values is
         produce_part<DV, false>(shared.values, producer - 1, x.v, x.p, x.plan, values, shared, [&](TileScheduler &scheduler, const TokenTile &tile) {
             if (producer > 1) return;
 #pragma unroll 1

@@ -1,13 +1,15 @@
-// o and lse of one query row: K and V are read once for up to 64 heads of a group.
+// Forward pass row by row, on any GPU from sm_80: o and lse of one query row. K and V are loaded once for up to 64
+// heads of a group.
 //
 //   s = q k^T,  p = 2^(c (s - m)),  o = sum_j p_j v_j / l,  lse = c m + log2 l         (softmax.cuh)
 //
 // Grid: one CTA per (row, HEADS heads, split); with CLUSTER > 1 the splits of a row are the CTAs of a cluster.
-// Tiles: 16 heads by TILE gathered keys per warp and step; the teams of warps share the tiles (key_tiles.cuh).
-// Copies: cp.async; no TMA, since ranges may begin at any key.
-// Masks: only a row's last tile of every 32 ranges has fewer than TILE keys; the rest of it is zeros, whose logits become -inf.
-// Splits: few rows are split among `splits` CTAs to fill the GPU. The CTAs of a cluster (sm_90) combine their results through shared
-// memory. Without clusters, or with more splits than a cluster has CTAs, they write partial results, which combine.cu adds.
+// Tiles: 16 heads by TILE gathered keys per warp and step; teams of warps share the tiles (key_tiles.cuh).
+// Loads: cp.async; no TMA, because ranges may begin at any key.
+// Masks: only the last tile of every 32 ranges has fewer than TILE keys; the rest is zeros, whose logits become -inf.
+// Splits: with few rows, each row is split over `splits` CTAs to fill the GPU. The CTAs of a cluster (sm_90) merge
+//   their results through shared memory. Without clusters, or with more splits than a cluster has CTAs, they store
+//   partial results, which combine.cu merges.
 //
 //   SPLIT    1: o and lse are partial results, float32 [rows, h, splits, DV] and [rows, h, splits], lse in base 2
 //   CLUSTER  CTAs of a cluster; 1: no clusters
@@ -15,7 +17,7 @@
 
 struct Arguments {
     Problem p;
-    void *o;     // [rows, h, DV] of 16-bit numbers, or partial results
+    void *o;     // [rows, h, DV] in 16 bits, or partial results in float32
     float *lse;  // [rows, h], natural, or partial results
     i64 splits, head_tiles;
 };
@@ -28,7 +30,7 @@ constexpr int MERGE = DVP + 8;  // floats of a head's row in shared memory, padd
 #define CLUSTERED
 #endif
 
-// The results of the teams, in shared memory; in a cluster those of the CTA, too: acc in place of the first team's.
+// Results of the teams in shared memory. In a cluster, the CTA's merged acc replaces the first team's.
 struct TeamResults {
     float *acc, *m, *l;    // [TEAMS][HEADS][MERGE], [TEAMS][HEADS]
     float *cta_m, *cta_l;  // [HEADS]
@@ -49,7 +51,7 @@ struct TeamResults {
         store_rows<MERGE>(acc + row * MERGE, sums);
     }
 
-    // Two columns of a head, over the teams in their order.
+    // Merge two columns of a head over the teams, in order.
     DEVICE PartialSums combine_teams(float c, int head, int column) const {
         return combine_partials<TEAMS>(c, [&](int team) {
             const int at = team * HEADS + head;
@@ -69,7 +71,7 @@ struct TeamResults {
         }
     }
 
-    // The same over the CTAs of the cluster.
+    // The same over the CTAs of the cluster, in order.
     DEVICE PartialSums combine_cluster(float c, int head, int column) const {
         const float *at = acc + head * MERGE + column;
         return combine_partials<CLUSTER>(c, [&](int cta) {
@@ -79,7 +81,7 @@ struct TeamResults {
     }
 };
 
-// Two columns of a head, divided by l.
+// Store two columns of a head, divided by l.
 DEVICE void write_output(const Arguments &x, i64 out, int split, float c, int column, const PartialSums &sum) {
     const RowTotals totals(c, sum.m, sum.l);
     const float low = sum.low * totals.scale, high = sum.high * totals.scale;
@@ -93,7 +95,7 @@ DEVICE void write_output(const Arguments &x, i64 out, int split, float c, int co
 #endif
 }
 
-// The online softmax over this team's tiles.
+// Run the online softmax over this team's tiles.
 DEVICE void attend(const u16 *q_tile, const RowHeads &heads, KeyPipeline &keys, OnlineSoftmax &softmax, float (&acc)[DVP / 8][4]) {
     const HeadsOperand<KP> q(q_tile, heads.warp_head);
     for (int count = keys.next_tile(); count; count = keys.next_tile()) {
@@ -112,7 +114,7 @@ DEVICE void attend(const u16 *q_tile, const RowHeads &heads, KeyPipeline &keys, 
 }
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS) forward_rows(const __grid_constant__ Arguments x) {
-    extern __shared__ __align__(16) u16 memory[];  // q, then the teams' buffers; at the end the teams' results instead
+    extern __shared__ __align__(16) u16 memory[];  // q, then the teams' buffers; later the teams' results
     const Problem &p = x.p;
     const u32 splits = x.splits;
     const int split = blockIdx.x % splits;
@@ -126,7 +128,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS) forward_rows(con
     const KeyIterator tiles(p, heads.row, split * TEAMS + heads.team, splits * TEAMS);
     KeyPipeline keys(tiles, memory + HEADS * KP + heads.team * STAGES * STAGE, heads.row);
     cp_async_wait<STAGES - 1>();
-    __syncthreads();  // q is there
+    __syncthreads();  // q is loaded
     attend(memory, heads, keys, softmax, acc);
 
     cp_async_wait<0>();
@@ -138,7 +140,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS) forward_rows(con
 #if CLUSTER > 1
     results.store_cta(softmax.c);
     cluster_sync();
-    first += split * THREADS, step *= CLUSTER;  // each CTA writes a share
+    first += split * THREADS, step *= CLUSTER;  // each CTA stores a share of the columns
 #endif
     for (int i = first; i < HEADS * (DV / 2); i += step) {
         const int head = i / (DV / 2), column = i % (DV / 2) * 2;
@@ -148,6 +150,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS) forward_rows(con
         write_output(x, heads.index(p, head), split, softmax.c, column, sum);
     }
 #if CLUSTER > 1
-    cluster_sync();  // shared memory stays until all have read it
+    cluster_sync();  // keep shared memory alive until all CTAs have read it
 #endif
 }

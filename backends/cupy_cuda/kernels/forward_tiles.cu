@@ -1,12 +1,12 @@
-// o and lse of tiles of adjacent tokens on Hopper (token_tiles.cuh: grid, tiles, TMA, masks).
+// Forward pass on Hopper: o and lse of tiles of tokens. Grid, tile shapes, TMA loads and masks: see token_tiles.cuh.
 //
 //   s = q k^T,  p = 2^(c (s - m)),  o = sum_j p_j v_j / l,  lse = c m + log2 l         (softmax.cuh)
 //
-// Running maxima are lazy: they rise only if a logit passes one by more than 2^SLACK allows, so that most steps need no maximum over lanes
-// and leave acc alone. p stays below 2^SLACK, and o = acc / l does not depend on m.
+// The running maximum m is lazy: it rises only if c (s - m) exceeds SLACK, so that most steps need no reduction over
+// lanes and do not rescale acc. p stays below 2^SLACK, and o = acc / l does not depend on m.
 #include "token_tiles.cuh"
 
-constexpr int Q_BYTES = DK / 64 * PANEL;  // of a consumer
+constexpr int Q_BYTES = DK / 64 * PANEL;  // q tile of one consumer
 constexpr float SLACK = 8.0f;
 
 struct Arguments {
@@ -17,22 +17,23 @@ struct Arguments {
     float *lse;  // [B,S,G,h]
 };
 
-// What a consumer computes of a tile (consume_steps).
+// The `math` of consume_steps: one consumer's online softmax over a tile. A thread holds s [2, KEYS / 4] and acc [2, DV
+// / 4] of its rows.
 struct Attention {
-#ifdef WINDOW  // of a multiple of KEYS: only the last step is brief, with fewer keys than the tile has tokens: those after its first token
+#ifdef WINDOW  // windows of a multiple of KEYS: only the last step is brief, with the keys after the tile's first token
     static constexpr int BRIEF = TOKENS <= 17 ? 16 : TOKENS <= 33 ? 32 : 0;
 #else
     static constexpr int BRIEF = 0;
 #endif
     StepReader &steps;
-    const u32 q_tile;  // an operand
+    const u32 q_tile;  // wgmma operand in shared memory
     const RowPair &rows;
     const float slack;
     OnlineSoftmax softmax;
     float acc[DV / 2], s[KEYS / 2], alpha[2] = {1.0f, 1.0f};
-    u32 p[KEYS / 16][4];  // an operand
-    u32 q[DK / 16][4];    // an operand, IN_TURNS
-    bool rises = false;
+    u32 p[KEYS / 16][4];  // wgmma operand in registers
+    u32 q[DK / 16][4];    // likewise, if IN_TURNS
+    bool rises = false;   // a maximum rises in this step
 
     DEVICE Attention(StepReader &reader, u32 q, const RowPair &pair, float c, float slack)
         : steps(reader), q_tile(q), rows(pair), slack(slack), softmax(c) {
@@ -45,7 +46,7 @@ struct Attention {
     }
     DEVICE void begin_products(const Step &step) {
         if (IN_TURNS) wgmma_a_bt<DK>(s, q, steps.keys(step));
-        else wgmma_a_bt<DK>(s, uniform(q_tile), steps.keys(step));  // once more: offsets are then added in uniform registers, too
+        else wgmma_a_bt<DK>(s, uniform(q_tile), steps.keys(step));  // uniform() again: offsets in uniform registers
         wgmma_commit();
     }
     DEVICE void begin_sums(const Step &step) {
@@ -54,7 +55,8 @@ struct Attention {
     }
     template <int PENDING>
     DEVICE void probabilities(const Step &step, int key) { exponentiate<PENDING>(s, step, key); }
-    // p in place of the logits of a step's first keys, and alpha if a maximum rises.
+    // Replace the logits s by p, and compute alpha if a maximum rises. PENDING: wgmma groups that may still be in
+    // flight.
     template <int PENDING, class Tile>
     DEVICE void exponentiate(Tile &s, const Step &step, int key) {
         wgmma_wait<PENDING>();
@@ -95,15 +97,16 @@ struct Attention {
     }
 };
 
-// IN_TURNS: the sums of a row are those of both consumers. Each of them finishes half of the columns.
-__shared__ float2 statistics[IN_TURNS ? 2 : 1][64];  // m and l of a consumer's rows
+// IN_TURNS: a row's result is the merge of both consumers' partial sums. Each consumer finishes half of the columns.
+__shared__ float2 statistics[IN_TURNS ? 2 : 1][64];  // m and l of each consumer's rows
 
-// exchange: for each consumer, what its threads add up for those of the other one that have the same elements.
+// Merge the two consumers' partial results and store o and lse. exchange: per consumer, the half of its acc that the
+// other one finishes.
 DEVICE void join_and_write(Attention &mine, const Arguments &x, const TokenTile &tile, const RowPair &rows, float4 *exchange, int consumer) {
-    constexpr int HALF = DV / 4, BARRIER = 1;  // elements of a thread
+    constexpr int HALF = DV / 4, BARRIER = 1;  // elements per thread; number of the named barrier
     const int thread = threadIdx.x % 128, other = 1 - consumer;
     OnlineSoftmax &softmax = mine.softmax;
-    auto sum_at = [&](int half, int i) { return half ? mine.acc[HALF + i] : mine.acc[i]; };  // of registers, which have no addresses
+    auto sum_at = [&](int half, int i) { return half ? mine.acc[HALF + i] : mine.acc[i]; };  // not indexed
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         softmax.l[r] = quad_sum(softmax.l[r]);
@@ -136,10 +139,11 @@ DEVICE void join_and_write(Attention &mine, const Arguments &x, const TokenTile 
         sums[i + 2] = sum_at(consumer, i + 2) * weight[1] + theirs.z * others_weight[1];
         sums[i + 3] = sum_at(consumer, i + 3) * weight[1] + theirs.w * others_weight[1];
     }
-    named_barrier<256>(BARRIER);  // both have read
+    named_barrier<256>(BARRIER);  // both consumers have read `exchange`
     write_rows<DV>(sums, scale, x.o, x.p, tile, consumer, consumer * (DV / 2));
 }
 
+// Consumer warpgroup: attend to the tiles of this CTA, one after another, and store o and lse.
 DEVICE void attend(const Arguments &x, unsigned char *stages, unsigned char *q_memory, Shared &shared, int consumer, float4 *exchange) {
     const Problem &p = x.p;
     const u32 q_tile = uniform(operand(shared_address(q_memory)));
@@ -154,7 +158,7 @@ DEVICE void attend(const Arguments &x, unsigned char *stages, unsigned char *q_m
         shared.q[consumer].wait_full(scheduler.at<1>());
         if (IN_TURNS) {
             attention.load_q(q_memory);
-            __syncwarp();  // all lanes have read it
+            __syncwarp();  // all lanes have read q
             shared.q[consumer].release(0);
         }
         consume_steps<!IN_TURNS>(steps, scheduler.counts, shared.q[consumer], 0, attention);
@@ -176,7 +180,7 @@ DEVICE void attend(const Arguments &x, unsigned char *stages, unsigned char *q_m
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) forward_tiles(const __grid_constant__ Arguments x) {
-    extern __shared__ __align__(1024) unsigned char memory[];  // q of the consumers, what they exchange, the stages
+    extern __shared__ __align__(1024) unsigned char memory[];  // q per consumer, `exchange`, stages of K and V
     __shared__ Shared shared;
     unsigned char *exchange = memory + CONSUMERS * Q_BYTES, *stages = exchange + (IN_TURNS ? 64 * DV * 4 : 0);
     const int warpgroup = threadIdx.x / 128, producer = threadIdx.x / 32 - 4 * CONSUMERS;

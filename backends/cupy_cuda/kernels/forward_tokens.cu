@@ -1,18 +1,20 @@
-// o and lse of few new tokens of each sequence over e4m3 keys on Hopper: a tile of tokens reads the union of their blocks once.
+// Forward pass on Hopper for few new tokens per sequence over an e4m3 cache: a tile of tokens loads the union of their
+// blocks once.
 //
 //   s = q k^T,  p = 2^(c (s - m)),  o = sum_j p_j v_j / l,  lse = c m + log2 l         (softmax.cuh)
 //
-// Grid: a CTA for each (b, g) and TOKENS tokens. It makes the union itself (few_tokens.cuh).
-// Rows: token by token, H heads each, 16 in all: operand A of the tensor core. Rows without a token have zeros for q.
-// Warps: a producer warp loads K and V by TMA, KEYS keys a step, for four consumers, which split a step's keys for s = q k^T, and, once p is
-//   in shared memory, the columns of v, with one lazy maximum, as in forward_blocks.cu.
-// Masks: a row sees a step's keys up to its token's own position if the token selected the block, else none: other logits are -inf. Values
-//   that no token sees become zero, since p = 0 would not cancel NaN.
+// Grid: one CTA per (b, g) and TOKENS tokens. The CTA builds the union itself (few_tokens.cuh).
+// Rows: TOKENS tokens times H heads, at most 16: operand A of the tensor core. Rows without a token have q = 0.
+// Warps: a producer warp loads K and V through TMA, KEYS keys per step, for four consumer warps. These split a step's
+//   keys for s = q k^T and, once p is in shared memory, the columns of v. They share one lazy maximum, as in
+//   forward_blocks.cu.
+// Masks: logits are -inf unless the row's token selected the block and the key is at or before its position. Values
+//   that no token sees are zeroed, because 0 * NaN is NaN.
 //
-//   H, TOKENS       heads; tokens of a tile
-//   STAGES, PER_SM  stages of the pipeline of steps; CTAs per multiprocessor
-//   BLOCK           keys of a range, a multiple of KEYS
-//   PAGE_SCALES     of e4m3.cuh
+//   H, TOKENS       heads per group; tokens per tile
+//   STAGES, PER_SM  stages of the K/V pipeline; CTAs per multiprocessor
+//   BLOCK           keys per block, a multiple of KEYS
+//   PAGE_SCALES     see e4m3.cuh
 #include "e4m3.cuh"
 #include "few_tokens.cuh"
 #include "step_shares.cuh"
@@ -22,7 +24,7 @@ struct Arguments {
     Problem p;
     u16 *o;      // [B,S,G,H,DV]
     float *lse;  // [B,S,G,H]
-    i64 tiles;   // of a (b, g)
+    i64 tiles;   // per (b, g)
     KeyValueScales scales;
 };
 
@@ -37,9 +39,9 @@ static_assert(TOKENS * H <= ROWS, "a row for each token and head");
 
 struct Shared {
     Pipeline<STAGES> steps;
-    int keys[STAGES];    // the first of a step; NO_KEY: there are no more steps
-    u32 tokens[STAGES];  // that selected its block
-    int limits[STAGES];  // one past the last key that any of them sees
+    int keys[STAGES];    // first key of a step; NO_KEY: no more steps
+    u32 tokens[STAGES];  // tokens that selected its block
+    int limits[STAGES];  // one past the last key that any of these tokens sees
     float k_scales[STAGES], v_scales[STAGES];
     float tops[SHARES][ROWS], sums[SHARES][ROWS];
 };
@@ -55,7 +57,7 @@ struct Tile {
           count(min(TOKENS, static_cast<int>(x.p.S) - first)) {}
 
     DEVICE int limit(int token) const { return row_limit(p, b, first + token); }
-    // One past the last key that any of these tokens sees (bits): tokens may have any positions.
+    // Return one past the last key that any of these tokens (bits) sees; tokens may have any positions.
     DEVICE int last_limit(u32 tokens) const {
         int last = 0;
         for (int token = 0; token < count; ++token)
@@ -64,7 +66,7 @@ struct Tile {
     }
 };
 
-// Producer warp: all steps of the union. A lane reads the page of a step, for 32 steps at once.
+// Producer warp: load all steps of the union. Lanes read the pages of 32 steps at once.
 DEVICE void produce_steps(const Arguments &x, const Tile &tile, unsigned char *stages, Shared &shared) {
     const int lane = threadIdx.x % 32;
     const u32 all_tokens = (1u << TOKEN_BITS) - 1;
@@ -78,7 +80,7 @@ DEVICE void produce_steps(const Arguments &x, const Tile &tile, unsigned char *s
         const int page = exists ? page_of(x.p, tile.b, key) : 0;
         for (u32 left = __ballot_sync(ALL_LANES, exists); left; left &= left - 1, at.next()) {
             shared.steps.wait_empty(at);
-            __syncwarp();  // all lanes have seen it: the next phase may pass
+            __syncwarp();  // all lanes have passed the wait, so the barrier may enter its next phase
             if (lane == __ffs(left) - 1) {
                 unsigned char *k_tile = stages + at.stage * STAGE_BYTES;
                 u64 *full = &shared.steps.full[at.stage];
@@ -114,9 +116,9 @@ struct Consumer {
     OnlineSoftmax softmax;
     u32 q[DK / 16][4];  // operand A
     float acc[COLUMNS / 8][4] = {};
-    float k_rate[2], v_rate;  // factors of a row's products, and of its o
-    int limits[2];            // of the lane's two rows, 0 where there is no token
-    u32 own[2];               // the bits of their tokens
+    float k_rate[2], v_rate;  // factors of a row's products and of its o
+    int limits[2];            // limits of the lane's two rows, 0 without a token
+    u32 own[2];               // bits of their tokens
 
     DEVICE Consumer(const Arguments &x, const Tile &tile, Shared &shared, u16 *q_tile, u16 *p_tile)
         : x(x), tile(tile), shared(shared), q_tile(q_tile), p_tile(p_tile), lane(threadIdx.x % 32), share(threadIdx.x / 32),
@@ -148,7 +150,7 @@ struct Consumer {
         for (int r = 0; BF16 && r < 2; ++r) k_rate[r] *= rates[row(r)];
     }
 
-    // The logits of this share's keys, -inf for those that a row does not see.
+    // Compute the logits of this share's keys, -inf for keys that a row does not see.
     DEVICE void add_logits(float (&s)[SHARE / 8][4], const unsigned char *keys, int stage, const int (&seen)[2]) const {
         add_q_kt(s, q, keys, share * SHARE);
         const float scale = PAGE_SCALES ? shared.k_scales[stage] : 1.0f;
@@ -177,10 +179,10 @@ struct Consumer {
         if (shared.limits[stage] - key < KEYS) zero_values<SHARE>(v_tile, share * SHARE, shared.limits[stage] - key);
         const float top[2] = {row_max(s, 0), row_max(s, 1)};
         const bool rises = top[0] > softmax.m[0] + slack || top[1] > softmax.m[1] + slack;
-        if (named_barrier_any<CONSUMERS>(1, rises))  // all have read the p before, too
+        if (named_barrier_any<CONSUMERS>(1, rises))  // also: all have read the previous p
             raise_maxima<CONSUMERS>(softmax, acc, top, shared.tops, share, row(0));
         store_p(s);
-        named_barrier<CONSUMERS>(1);  // p is there, and no NaN among the values
+        named_barrier<CONSUMERS>(1);  // p is stored, and hidden values are zeroed
         const StoredValues<KEYS, COLUMNS / 8> values(v_tile, share * COLUMNS);
         add_p_v<PP, KEYS>(acc, p_tile, 0, values, PAGE_SCALES ? shared.v_scales[stage] : 1.0f);
     }
@@ -210,7 +212,7 @@ struct Consumer {
             const RowTotals totals(softmax.c, softmax.m[r], sum);
             const i64 out = ((tile.b * x.p.S + tile.first + row(r) / H) * x.p.G + tile.g) * H + row(r) % H;
             if (exists(r) && share == 0 && lane % 4 == 0) x.lse[out] = totals.lse * LN_2;
-            const bool empty = totals.scale == 0.0f;  // then 0: NaN of other tokens' values, or in a scale, must not matter
+            const bool empty = totals.scale == 0.0f;  // store 0: other tokens' values or a scale may be NaN
 #pragma unroll
             for (int j = 0; empty && j < COLUMNS / 8; ++j) acc[j][2 * r] = acc[j][2 * r + 1] = 0.0f;
             write_columns(x.o + out * DV + share * COLUMNS, acc, r, empty ? 0.0f : totals.scale * v_rate, exists(r));

@@ -1,23 +1,26 @@
-// Steps of KEYS keys that are gathered from blocks of any size, with a pipeline for keys and one for values: of forward_gather.cu.
+// Steps of KEYS keys gathered from blocks of any size, with separate pipelines for keys and values. Shared by
+// forward_gather.cu and dq_gather.cu.
 //
-// A unit is what is loaded at once, a block or KEYS keys of one. Units of smaller blocks fill a step in the order of the tile's list, partial
-// ones first (token_tiles.cuh); of the last step some may be missing, and hold zeros. Which tokens selected a unit is a bit for each (token,
-// unit); of whole blocks a bit a token.
-// Keys have one stage more than values, because the products of a step begin together with the sums of the step before.
+// A unit is one load: a block, or KEYS keys of a larger block. Units of smaller blocks fill a step in the order of the
+// tile's list, partial blocks first (token_tiles.cuh); missing units of the last step hold zeros. One bit per (token,
+// unit) tells whether the token selected the unit; for blocks of KEYS keys or more, one bit per token.
+// Keys have one stage more than values, because a step's first GEMM starts together with the second GEMM of the step
+// before.
 //
-// Producer warps: warp 0 loads K, warp 1 q and V. Units of 8 keys or more come by TMA: eight keys with all their columns are a box, KEYS keys
-// by 64 columns. Boxes of four keys would take longer than the products: lanes copy such units, half of them by warps 2 (V) and 3 (K).
+// Producer warps: warp 0 loads K, warp 1 loads q and V. Units of 8 keys or more come through TMA: a box is eight keys
+//   with all their columns, or KEYS keys by 64 columns. Boxes of four keys would take longer than the products, so
+//   lanes copy such units with cp.async, half of them by warps 2 (V) and 3 (K).
 //
-//   BLOCK   keys of a block, a divisor of KEYS from 4 on or a multiple of it
+//   BLOCK   keys per block: a divisor of KEYS from 4 on, or a multiple of KEYS
 //   STAGES  stages of K; V has one less
 #pragma once
 #include "token_tiles.cuh"
 
-constexpr int UNIT = BLOCK < KEYS ? BLOCK : KEYS, UNITS = KEYS / UNIT, PARTS = BLOCK / UNIT;  // keys; units of a step, of a block
+constexpr int UNIT = BLOCK < KEYS ? BLOCK : KEYS, UNITS = KEYS / UNIT, PARTS = BLOCK / UNIT;  // keys per unit; units per step; units per block
 constexpr int VALUE_STAGES = STAGES - 1;
 constexpr bool COPIES = UNIT < 8, GROUPED = UNIT >= 8 && UNIT < KEYS;
-constexpr int LOADERS = COPIES ? 2 : 1;  // warps that load K, and as many V
-// Bytes from 64 columns of a tile of keys or values to the next 64, and from eight rows to the next eight.
+constexpr int LOADERS = COPIES ? 2 : 1;  // warps that load K; as many load V
+// Byte offsets in a tile of keys or values between 64-column panels, and between groups of eight rows.
 template <int COLUMNS>
 struct Layout {
     static constexpr int NEXT = GROUPED ? 1024 : PANEL, GROUP = GROUPED ? COLUMNS * 16 : 1024;
@@ -28,13 +31,13 @@ struct GatherShared {
     Pipeline<VALUE_STAGES> values;
     TileQueue tiles;
     Pipeline<1> q[CONSUMERS];
-    u64 raw[2];                     // of K and of V, of which rows are still to be zeroed
+    u64 raw[2];                     // mbarriers of K and V that must be partly zeroed before consumers read them
     u64 tokens[STAGES];             // bit r: token r of the tile selected some unit of the step
-    u16 selected[STAGES][TOKENS];   // of each token; bit u: it selected unit u
-    int first_key[STAGES][UNITS];   // of each unit
+    u16 selected[STAGES][TOKENS];   // per token; bit u: it selected unit u
+    int first_key[STAGES][UNITS];   // first key of each unit
 
     DEVICE void init() {
-        keys.init(COPIES ? 32 * LOADERS + 1 : 1, 4 * CONSUMERS);  // all lanes' copies, and what comes with them
+        keys.init(COPIES ? 32 * LOADERS + 1 : 1, 4 * CONSUMERS);  // all lanes' copies, and one arrival for the metadata
         values.init(COPIES ? 32 * LOADERS : 1, 4 * CONSUMERS);
         tiles.pipeline.init(1, 4 * CONSUMERS + 2 * LOADERS - 1);
         for (int i = 0; i < CONSUMERS; ++i) q[i].init(1, 4);
@@ -44,9 +47,11 @@ struct GatherShared {
     }
 };
 
-// 32 units of a tile, one a lane.
+// 32 units of a tile, one per lane.
 struct Units {
-    int key, page, visible;  // the first key; where it lies (page_of), -1: no row sees any; one past the last key that some row sees, or more
+    // First key; its page (page_of), -1 if no row sees any key; upper bound on one past the last key that some row
+    // sees.
+    int key, page, visible;
     u64 rows;                // bit r: token r of the tile selected the block
 
     DEVICE Units(const Problem &p, const TilePlan &plan, const TokenTile &tile, int2 counts, int first) : key(0), rows(0) {
@@ -64,7 +69,8 @@ struct Units {
         }
         page = key < visible ? page_of(p, tile.b, key) : -1;
     }
-    // Which tokens selected which of the step's units, from lane `first` on: bits of tokens become bits of units.
+    // Transpose the selection bits of a step's units (lanes from `first` on): bits of tokens per unit become bits of
+    // units per token.
     DEVICE void publish(GatherShared &shared, int stage, int first) const {
         const int lane = threadIdx.x % 32;
         u64 tokens = UNITS == 1 ? __shfl_sync(ALL_LANES, rows, first) : 0;
@@ -81,9 +87,10 @@ struct Units {
         }
         if (lane == 0) shared.tokens[stage] = tokens;
     }
-    // Whether rows of a unit that is loaded are to be zeroed.
+    // Return whether some keys of a loaded unit must be zeroed.
     DEVICE bool cut() const { return page >= 0 && visible < key + UNIT; }
-    // Zero what no row sees of the units from lane `first` on, which are a step's. Whole rows: the swizzle within them does not matter.
+    // Zero the keys that no row sees in a step's units (lanes from `first` on). Rows are zeroed whole, so the swizzle
+    // does not matter.
     template <int COLUMNS>
     DEVICE void zero_unseen(unsigned char *stage, int first) const {
         for (int row = threadIdx.x % 32; row < KEYS; row += 32) {
@@ -99,7 +106,7 @@ struct Units {
     }
 };
 
-// A producer warp's loads of K, or of V; with two of them, of `part` 0 or 1 of each step's units.
+// A producer warp's loads of K or of V; if two warps share them, part 0 or 1 of each step's units.
 template <int COLUMNS, bool OF_KEYS>
 struct StepProducer {
     static constexpr int N = OF_KEYS ? STAGES : VALUE_STAGES, BYTES = COLUMNS / 64 * PANEL;
@@ -114,9 +121,9 @@ struct StepProducer {
     DEVICE StepProducer(GatherShared &all, Pipeline<N> &own, const TensorMap &tensor, unsigned char *memory, int number)
         : shared(all), pipeline(own), map(tensor), stages(memory), part(number) {}
 
-    // Lanes copy the rows of a step's units, 16 bytes each at a time; zeros in place of what no row sees.
+    // Copy the rows of a step's units with cp.async, 16 bytes per lane; zeros for keys that no row sees.
     DEVICE void copy(const KeysTensor &x, const Units &units, int first, int g, unsigned char *stage) {
-        constexpr int CHUNKS = COLUMNS / 8, AT_ONCE = 32 / CHUNKS, SHARE = UNITS / LOADERS;  // of a row; rows; units
+        constexpr int CHUNKS = COLUMNS / 8, AT_ONCE = 32 / CHUNKS, SHARE = UNITS / LOADERS;  // chunks per row; rows per copy; units per warp
         const int lane = threadIdx.x % 32, chunk = lane % CHUNKS, lane_row = lane / CHUNKS;
         const i64 begin = units.page < 0 ? 0 : units.page * x.stride_b + in_page(units.key) * x.stride_n;
         const u16 *from = x.data + g * x.stride_g + lane_row * x.stride_n + chunk * 8;
@@ -131,7 +138,7 @@ struct StepProducer {
                     cp_async_16(reinterpret_cast<u16 *>(to + swizzled(u * UNIT + r + lane_row, chunk % 8)), row_from, r < seen);
         }
     }
-    // A step of the units from lane `first` on.
+    // Load a step: the units from lane `first` on.
     DEVICE void load(const Problem &p, const Units &units, int first, int g) {
         const int lane = threadIdx.x % 32, unit = lane - first;
         const bool own = unit >= 0 && unit < UNITS;
@@ -168,7 +175,7 @@ struct StepProducer {
         }
         at.next();
     }
-    // All steps of a tile; `before(number)` is called before each.
+    // Load all steps of a tile; call `before(number)` before each.
     template <class Before>
     DEVICE void load_tile(const Problem &p, const TilePlan &plan, const TokenTile &tile, int2 counts, Before before) {
         const int all = counts.y * PARTS;
@@ -186,12 +193,13 @@ struct StepProducer {
 
 DEVICE int steps_of(int blocks) { return (blocks * PARTS + UNITS - 1) / UNITS; }
 
-// Producer warp: the tiles of the CTA, and K of their steps.
+// Producer warp: fetch the CTA's tiles and load K of their steps.
 DEVICE void produce_keys(const TensorMap &map, const Problem &p, const TilePlan &plan, unsigned char *stages, GatherShared &shared) {
     StepProducer<DK, true> producer(shared, shared.keys, map, stages, 0);
     TileScheduler scheduler(shared.tiles, plan);
     for (u32 coming = blockIdx.x; scheduler.publish(coming, p);) {
-        // Tiles differ in length: one that is asked for early waits for a long one to end. Two steps take longer than the counter's answer.
+        // Request the next tile late, because a tile that is claimed early waits for this one to end. Two steps hide
+        // the latency of the atomic counter.
         const int ask = max(steps_of(scheduler.counts.y) - 2, 0);
         u32 answer = 0;
         if (scheduler.counts.y == 0) answer = plan.ask_for_tile();
@@ -201,7 +209,7 @@ DEVICE void produce_keys(const TensorMap &map, const Problem &p, const TilePlan 
         coming = plan.tile_of(answer);
     }
 }
-// Other producer warps, of tiles that the first one publishes: `before(tile)` of each, then its steps.
+// Other producer warps: for each tile that warp 0 publishes, call `before(tile)`, then load its steps.
 template <int COLUMNS, bool OF_KEYS, int N, class Before>
 DEVICE void produce_part(Pipeline<N> &pipeline, int part, const TensorMap &map, const Problem &p, const TilePlan &plan, unsigned char *stages,
                          GatherShared &shared, Before before) {
@@ -214,7 +222,7 @@ DEVICE void produce_part(Pipeline<N> &pipeline, int part, const TensorMap &map, 
     }
 }
 
-// A step of a tile: where its keys and values are, and which of the consumer's tokens selected some of it.
+// A step of a tile: the stages of its keys and values, and the consumer's tokens that selected some of its units.
 struct GatheredStep {
     int number;
     PipelineState<STAGES> keys;
@@ -222,11 +230,11 @@ struct GatheredStep {
     TokenBits rows;
 };
 
-// The steps of a tile, as a consumer goes through them.
+// A consumer's position in the steps of its tile.
 struct GatherReader {
     GatherShared &shared;
     const int consumer;
-    const u32 keys, values;  // the first stages, operands
+    const u32 keys, values;  // wgmma operands of the first stages
     PipelineState<STAGES> keys_at;
     PipelineState<VALUE_STAGES> values_at;
     int next, total;
@@ -239,8 +247,9 @@ struct GatherReader {
         next = 0;
         total = steps;
     }
-    // The next step that a row of this consumer selected. A step that none selected is released, which waits for its values: a consumer
-    // that holds values must not wait for step `limit`, whose values are to be loaded there.
+    // Find the next step that a row of this consumer selected, and release steps that no row selected, which waits for
+    // their values. A consumer that still holds values must not wait for step `limit`, whose values the producer loads
+    // into that stage.
     DEVICE Found find(GatheredStep &step, int limit) {
         while (next < total) {
             if (next == limit) return LIMIT;
@@ -251,23 +260,23 @@ struct GatherReader {
             values_at.next();
             if (step.rows) return STEP;
             shared.values.wait_full(step.values);
-            __syncwarp();  // all lanes have read it
+            __syncwarp();  // all lanes have read the bits
             release_keys(step);
             release_values(step);
         }
         return END;
     }
-    // The units of a step that a token of the consumer selected.
+    // Return the units of a step that a token of the consumer selected.
     DEVICE u32 selected(const GatheredStep &step, int token) const {
         return UNITS == 1 ? step.rows >> token & 1 : shared.selected[step.keys.stage][consumer * TQ + token];
     }
-    // `value` in place of elements for keys that a row does not see.
+    // Overwrite elements of keys that a row does not see with `value`.
     template <class Tile>
     DEVICE void mask_keys(Tile &s, const GatheredStep &step, const RowPair &rows, float value) const {
         constexpr int N = elements<Tile>;
         const int *first = shared.first_key[step.keys.stage];
         const int limits[2] = {rows.limit(0), rows.limit(1)};
-        u32 unseen = 0;  // a bit for each element; not unrolled, for want of registers
+        u32 unseen = 0;  // one bit per element; the loop is not unrolled, because registers are scarce
 #pragma unroll 1
         for (int i = 0; i < N; ++i) {
             const int column = column_of(i), key = first[column / UNIT] + column % UNIT;
@@ -286,11 +295,12 @@ struct GatherReader {
     DEVICE void release_values(const GatheredStep &step) { shared.values.release(step.values.stage); }
 };
 
-// `value` in place of elements for units that a row did not select; of whole blocks all or none are.
+// Overwrite elements of units that a row did not select with `value`; a step of one unit is overwritten as a whole or
+// not at all.
 template <class Tile>
 DEVICE void mask_units(Tile &s, const u32 (&units)[2], float value) {
     if (UNITS == 1) return;
-    const int shift = UNIT == 4 ? threadIdx.x % 4 / 2 : 0;  // a lane's two of eight columns
+    const int shift = UNIT == 4 ? threadIdx.x % 4 / 2 : 0;  // a lane holds two of eight columns
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll

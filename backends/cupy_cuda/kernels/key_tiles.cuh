@@ -1,62 +1,65 @@
-// The keys of one query row, gathered into tiles of TILE keys through a cp.async pipeline: what forward_rows.cu and dq_rows.cu share.
+// Gather the keys of one query row into tiles of TILE keys through a cp.async pipeline. Shared by forward_rows.cu and
+// dq_rows.cu.
 //
-// A CTA computes HEADS heads of a row. Its warps form teams. Team t takes every TEAMS-th tile through STAGES buffers of its own, so that
-// teams never wait for each other; the kernel adds their results at the end. All warps of a team share its tiles, and each has 16 heads.
+// A CTA computes HEADS heads of a row. Its warps form teams. Team t takes every TEAMS-th tile through its own STAGES
+// buffers, so that teams never wait for each other; the kernel merges their results at the end. All warps of a team
+// share its tiles, and each owns 16 heads.
 //
-//   TILE         keys of a tile: 16 or 32
-//   STAGES       buffers of a team, 2 or more
-//   TEAMS        teams of a CTA; 1 if a team has several warps
-//   HEAD_WARPS   warps of a team
+//   TILE         keys per tile: 16 or 32
+//   STAGES       buffers per team, 2 or more
+//   TEAMS        teams per CTA; 1 if a team has several warps
+//   HEAD_WARPS   warps per team
 //   Q_REGISTERS  1: q (and do) stay in registers; 0: they are read from shared memory for every tile (wide heads)
-//   ONE_PAGE     1: every range lies within a page, whose number is read with the range; 0: it is read for every key
+//   ONE_PAGE     1: every range lies within one page, which is read with the range; 0: the page is read for every key
 #pragma once
 #include "mma.cuh"
 #include "softmax.cuh"
 
 constexpr int HEADS = 16 * HEAD_WARPS;
-constexpr int TEAM = 32 * HEAD_WARPS;  // threads
+constexpr int TEAM = 32 * HEAD_WARPS;  // threads per team
 constexpr int THREADS = TEAM * TEAMS;
-constexpr int STAGE = TILE * (KP + VP);  // numbers of a buffer: a tile's keys, then its values
+constexpr int STAGE = TILE * (KP + VP);  // elements per buffer: a tile's keys, then its values
 
-// What a CTA computes: heads [head0, head0 + HEADS) of a row. A warp has 16 of them, from `warp_head` on.
+// The work of a CTA: heads [head0, head0 + HEADS) of a row. A warp owns 16 of them, starting at `warp_head`.
 struct RowHeads {
     Row row;
     int head0, warp_head, team;
     DEVICE RowHeads(const Problem &p, u32 pid, u32 head_tiles)
         : row(row_of(p, pid / head_tiles)), head0(pid % head_tiles * HEADS), warp_head(threadIdx.x % TEAM / 32 * 16),
           team(threadIdx.x / TEAM) {}
-    // The index of a head of this CTA among B*S*G*h.
+    // The index of a head of this CTA in [B,S,G,h].
     DEVICE i64 index(const Problem &p, int head) const { return row.index * p.h + head0 + head; }
 };
 
-// A key: its number within a page, or within the sequence if there are no pages.
+// A key: its index within a page, or within the sequence without pages.
 struct KeyPlace {
     int key, page;
 };
 
-// The tiles of a row, for one team. The ranges are laid end to end, 32 at a time, one a lane: short and unaligned ranges fill whole tiles,
-// and only the last tile of every 32 ranges may be partial.
+// Iterate over the tiles of a row for one team. Ranges are concatenated 32 at a time, one per lane, so that short and
+// unaligned ranges fill whole tiles and only the last tile of every 32 ranges may be partial.
 struct KeyIterator {
     const Problem &p;
-    i64 row;    // index among B*S*G
+    i64 row;    // index in [B,S,G]
     int b;
     int limit;  // one past the last key that the row may see
-    int step;   // tiles from one of this team to its next
-    i64 next;   // number of the next tile's first key, among the keys of the 32 ranges
+    int step;   // tiles between this team's tiles
+    i64 next;   // key number of the next tile's first key within the 32 ranges
     i64 first_range = -32;
-    int keys = 0;         // of the 32 ranges
-    int prefix = 0;       // keys of the ranges up to and including this lane's
-    int to_position = 0;  // from the number of a key of this lane's range to its position
-    int page = 0;         // of this lane's range
+    int keys = 0;         // keys of the 32 ranges
+    int prefix = 0;       // keys of the ranges up to and including this lane's (inclusive prefix sum)
+    int to_position = 0;  // position minus key number in this lane's range
+    int page = 0;         // page of this lane's range
 
     DEVICE KeyIterator(const Problem &problem, const Row &row, int tile, int tiles)
         : p(problem), row(row.index), b(row.b), limit(row_limit(problem, row.b, row.s)), step(tiles), next(static_cast<i64>(tile) * TILE) {}
 
-    // The next tile: how many keys it has, 0 after the last; `place` is that of its key number lane % TILE, 0 past the keys.
+    // Advance to the next tile; return its number of keys, 0 after the last. place: where key lane % TILE of the tile
+    // is; zeros past the keys.
     DEVICE int next_tile(KeyPlace &place) {
         const int lane = threadIdx.x % 32;
         while (next >= keys) {
-            next -= (keys + TILE - 1) / TILE * TILE;  // tiles are numbered on from one 32 ranges to the next
+            next -= (keys + TILE - 1) / TILE * TILE;  // tile numbers continue from one group of 32 ranges to the next
             first_range += 32;
             if (first_range >= p.n) {
                 keys = 0;
@@ -65,7 +68,7 @@ struct KeyIterator {
             load_ranges(lane);
         }
         const int key = static_cast<int>(next) + lane % TILE, count = min(TILE, keys - static_cast<int>(next));
-        int range = 0;  // how many ranges end at or before the key: a binary search over the lanes
+        int range = 0;  // number of ranges that end at or before the key, by binary search over the lanes
         for (int jump = 16; jump; jump /= 2)
             if (__shfl_sync(ALL_LANES, prefix, range + jump - 1) <= key) range += jump;
         const int position = key + __shfl_sync(ALL_LANES, to_position, range);
@@ -91,7 +94,7 @@ struct KeyIterator {
     }
 };
 
-// Barrier of a team.
+// Synchronize the threads of a team.
 DEVICE void team_sync() {
     static_assert(HEAD_WARPS == 1 || TEAMS == 1, "no barrier of some warps");
     if (HEAD_WARPS == 1)
@@ -100,7 +103,8 @@ DEVICE void team_sync() {
         __syncthreads();
 }
 
-// Gather keys into a tile: row r comes from the place that lane r holds; zeros from row `count` and from column D on.
+// Gather keys into a tile with cp.async: row r comes from the place that lane r holds. Rows from `count` and columns
+// from D on are zero.
 template <int D, int PITCH>
 DEVICE void gather_keys(u16 *tile, const KeysTensor &x, const u16 *base, const KeyPlace &place, int count) {
     constexpr int CHUNKS = (PITCH - 8) / 8, ALL_CHUNKS = TILE * CHUNKS;
@@ -110,7 +114,7 @@ DEVICE void gather_keys(u16 *tile, const KeysTensor &x, const u16 *base, const K
         if (ALL_CHUNKS % TEAM && i >= ALL_CHUNKS) break;  // whole warps
         const int r = i / CHUNKS, column = i % CHUNKS * 8;
         const u32 key = __shfl_sync(ALL_LANES, place.key, r);
-        const u16 *from = base + column + key * static_cast<u64>(x.stride_n);  // of a row that does not exist it is not read
+        const u16 *from = base + column + key * static_cast<u64>(x.stride_n);  // not read for rows that do not exist
 #if PAGE
         from += __shfl_sync(ALL_LANES, place.page, r) * x.stride_b;
 #endif
@@ -118,13 +122,13 @@ DEVICE void gather_keys(u16 *tile, const KeysTensor &x, const u16 *base, const K
     }
 }
 
-// A team's pipeline: `next_tile` waits for the next tile and starts the copies of a later one.
+// A team's cp.async pipeline: `next_tile` waits for the next tile and starts the copies of a later one.
 struct KeyPipeline {
     KeyIterator tiles;
-    u16 *buffers;  // STAGES of STAGE numbers
-    const u16 *k_base, *v_base;  // of page 0, if there are pages
-    int counts[STAGES];      // keys of the tiles in flight, the next one first
-    int stage = STAGES - 1;  // of the tile that `next_tile` returned last
+    u16 *buffers;  // STAGES buffers of STAGE elements
+    const u16 *k_base, *v_base;  // page 0 of a page pool
+    int counts[STAGES];      // keys of the tiles in flight, next tile first
+    int stage = STAGES - 1;  // buffer of the tile that `next_tile` returned last
 
     DEVICE KeyPipeline(const KeyIterator &iterator, u16 *memory, const Row &row)
         : tiles(iterator), buffers(memory), k_base(iterator.p.k.keys(PAGE ? 0 : row.b, row.g)),
@@ -140,14 +144,15 @@ struct KeyPipeline {
             gather_keys<DK, KP>(buffers + into * STAGE, tiles.p.k, k_base, place, count);
             gather_keys<DV, VP>(buffers + into * STAGE + TILE * KP, tiles.p.v, v_base, place, count);
         }
-        cp_async_commit();  // empty groups, too: their number tells what has arrived
+        cp_async_commit();  // commit empty groups, too: cp_async_wait counts groups
         return count;
     }
 
-    // The next tile's number of keys, 0 after the last. k() and v() hold it until the next call.
+    // Wait for the next tile; return its number of keys, 0 after the last. k() and v() hold the tile until the next
+    // call.
     DEVICE int next_tile() {
         cp_async_wait<STAGES - 2>();
-        team_sync();  // the tile is there for all, and nobody reads the one before any more: its buffer is free
+        team_sync();  // all threads see the tile, and all have finished the previous one, so its buffer is free
         counts[STAGES - 1] = copy_next(stage);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
         const int count = counts[0];
@@ -160,7 +165,7 @@ struct KeyPipeline {
     DEVICE const u16 *v() const { return buffers + stage * STAGE + TILE * KP; }
 };
 
-// A warp's 16 heads of q or do as operand A.
+// A warp's 16 heads of q or do as mma operand A.
 template <int PITCH>
 struct HeadsOperand {
     static constexpr int STEPS = (PITCH - 8) / 16;

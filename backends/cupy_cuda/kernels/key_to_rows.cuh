@@ -1,37 +1,40 @@
-// The inverse of the selection: for every tile of keys the list of rows that selected any of them (key_to_rows.py), and what the kernels of
-// dk and dv share.
+// The inverted selection: for every tile of keys, the list of rows that selected any of them (key_to_rows.py). Also:
+// code that the dk/dv kernels share.
 //
-// With bg = b * G + g, entry e of bg is (s * n + range) * reach + step: row s, and the step-th tile of `width` keys that the range reaches.
-// List bg * tiles + tile holds the entries of that tile in ascending order. A counting sort makes the lists (sort.cuh). Long ones
-// are split into segments, one CTA's work each.
+// With bg = b * G + g, entry e of bg is (s * n + range) * reach + step: row s, and the step-th tile of `width` keys
+// that the range touches. List bg * tiles + tile holds the entries of that tile in ascending order. A counting sort
+// builds the lists (sort.cuh). Long lists are split into segments, one CTA each.
 //
-// Blocks of several tiles have one list, for a row that sees one of these tiles whole sees all before it. An entry is a (row, range), in the
-// order of the last tile that the row sees; the list of a tile is the block's from the tile's own entries on.
+// The tiles of a block share one list, because a row that sees one of them whole sees all before it. An entry is then a
+// (row, range), filed under the last tile that the row sees; the list of a tile is the block's list from the tile's own
+// entries on.
 #pragma once
 #include "softmax.cuh"
 
 struct KeyToRows {
     const int *entries;   // e, list after list
-    const i64 *begins;    // [lists + 1]: where a list begins among the entries; its own end where the next one begins
-    const i64 *segments;  // [lists + 1]: segments of the lists before
-    const i64 *parts;     // [lists + 1]: segments of the lists before that have several
-    i64 lists, tiles, reach, segment, block;  // tiles of one bg, entries of a segment at most, tiles of a block that has one list; 1: none
+    const i64 *begins;    // [lists + 1]: first entry of each list
+    const i64 *segments;  // [lists + 1]: number of segments of the lists before
+    const i64 *parts;     // [lists + 1]: number of segments of those lists before that have several
+    // tiles: per bg. segment: most entries per segment. block: tiles per block that share one list, else 1.
+    i64 lists, tiles, reach, segment, block;
 
-    // Where a list ends: with those of its block.
+    // Return where a list ends: at the end of its block's last list.
     DEVICE i64 end(i64 list) const {
         const u32 of_bg = tiles, each = block, tile = static_cast<u32>(list) % of_bg;
         return begins[list - tile + min((tile / each + 1) * each, of_bg)];
     }
 };
 
-// dk and dv. A list of one segment is written as it is; of others the segments' float32 sums go to the parts, which sum_parts.cu adds.
+// Destinations of dk and dv. A list with one segment is stored directly; segments of other lists store float32 partial
+// sums, which sum_parts.cu adds.
 struct KeyGradients {
     float *part_dk, *part_dv;  // [parts, width, DK], [parts, width, DV]
     u16 *dk, *dv;              // [B*G, S_kv, DK], [B*G, S_kv, DV]
 };
 
-// Blocks smaller than a tile (SMALL_BLOCK keys, key_to_rows.py): a tile is TILE_BLOCKS blocks of any positions, its slots (order_blocks.cu), and a
-// list has each row once, with a bit for each slot whose block the row selected.
+// Blocks smaller than a tile (SMALL_BLOCK keys): a tile holds TILE_BLOCKS blocks at any positions, its slots
+// (order_blocks.cu). A list holds each row once, with one bit per slot whose block the row selected.
 #ifndef SMALL_BLOCK
 #define SMALL_BLOCK 0
 #endif
@@ -39,10 +42,10 @@ struct KeyGradients {
 constexpr int TILE_BLOCKS = 64 / SMALL_BLOCK;
 
 struct BlockTiles {
-    const u16 *chosen;  // the bits of every entry
-    const int *slots;   // [lists, TILE_BLOCKS]: a block; one past the last block in slots that have none
+    const u16 *chosen;  // bits of every entry
+    const int *slots;   // [lists, TILE_BLOCKS]: block of each slot; one past the last block for empty slots
 
-    // The position of key `key` of the tile of a list; S_kv or more if there is no such key.
+    // Return the position of key `key` of a list's tile; S_kv or more if it does not exist.
     DEVICE i64 position(i64 list, int key) const {
         return static_cast<i64>(slots[list * TILE_BLOCKS + key / SMALL_BLOCK]) * SMALL_BLOCK + key % SMALL_BLOCK;
     }
@@ -54,9 +57,9 @@ struct SegmentId {
     i64 list, number;
 };
 
-// Segment `index` of all lists, one list after the other.
+// Segment `index`, counted over all lists in order.
 DEVICE SegmentId segment_at(const KeyToRows &lists, i64 index) {
-    i64 list = 0;  // the last one whose segments begin at or before `index`
+    i64 list = 0;  // last list whose segments begin at or before `index`
     for (i64 beyond = lists.lists; beyond - list > 1;) {
         i64 middle = (list + beyond) / 2;
         (lists.segments[middle] <= index ? list : beyond) = middle;
@@ -64,7 +67,7 @@ DEVICE SegmentId segment_at(const KeyToRows &lists, i64 index) {
     return {list, index - lists.segments[list]};
 }
 
-// What a CTA computes: a segment of the list of one tile of WIDTH keys.
+// The work of a CTA: a segment of the list of one tile of WIDTH keys.
 template <int WIDTH>
 struct Segment {
     i64 list, number, begin, end, b, g, bg;
@@ -80,13 +83,13 @@ struct Segment {
         g = bg % G;
         first_key = static_cast<int>(list % lists.tiles) * WIDTH;
     }
-    // The only segment of a list that is not in memory, of so many entries.
+    // The only segment of an implied list (not in memory) of `count` entries.
     DEVICE Segment(const KeyToRows &lists, i64 G, i64 list, i64 entries)
         : list(list), number(0), begin(0), end(entries), b(list / lists.tiles / G), g(list / lists.tiles % G), bg(list / lists.tiles),
           first_key(static_cast<int>(list % lists.tiles) * WIDTH), final(true) {}
 };
 
-// Where the parts of a list begin; the lists of a window have none, and are not in memory.
+// Return the first partial sum of a list; lists of a window are not in memory and have none.
 DEVICE i64 first_part(const KeyToRows &lists, i64 list) {
 #ifdef WINDOW
     return 0;
@@ -95,10 +98,10 @@ DEVICE i64 first_part(const KeyToRows &lists, i64 list) {
 #endif
 }
 
-// Where a warp's 16 keys from `key0` on go.
+// Destination of a warp's 16 keys from `key0` on.
 struct GradientRows {
-    i64 part_row, row;  // among the parts' rows, among dk's rows
-    int keys[2];        // how many rows after `row` the thread's two keys go; negative: there is no such key
+    i64 part_row, row;  // row in the partial sums, row in dk
+    int keys[2];        // row offsets of the thread's two keys from `row`; negative if a key does not exist
     bool final;
 
     template <int WIDTH>
@@ -115,7 +118,7 @@ struct GradientRows {
         }
     }
 
-    // acc * factor, columns from `column0` on; D: columns of a row of dk or dv.
+    // Store acc * factor to columns from `column0` on. D: columns per row of dk or dv.
     template <int D, class Tile>
     DEVICE void write(Tile &acc, float factor, int column0, float *parts, u16 *result) const {
         parts += part_row * D;
@@ -135,14 +138,14 @@ struct GradientRows {
     }
 };
 
-// The parts of a list's segments, each `stride` floats after the one before, added to `total` in their order. Most lists have few: a chain
-// of loads that wait for each other would take longer than their bytes.
+// Add the partial sums of a list's segments, `stride` floats apart, to `total` in order. Loads are issued in groups,
+// because a chain of dependent loads would be bound by latency.
 DEVICE float4 add_parts(float4 total, const float *parts, int segments, i64 stride) {
     constexpr int AHEAD = 8;
     for (int first = 0; first < segments; first += AHEAD) {
         float4 part[AHEAD];
 #pragma unroll
-        for (int j = 0; j < AHEAD; ++j)  // without a branch, so that several are under way
+        for (int j = 0; j < AHEAD; ++j)  // no branch, so that several loads are in flight
             part[j] = *reinterpret_cast<const float4 *>(parts + min(first + j, segments - 1) * stride);
 #pragma unroll
         for (int j = 0; j < AHEAD; ++j) {

@@ -1,40 +1,40 @@
-// Gradients over a list of rows that selected a tile of keys: 64 keys by steps of 64 rows, TQ = 64 / H listed tokens times H heads.
-// dkdv_groups.cu and block_gradients.cu share what brings a step to shared memory, and what makes p and ds of its products. block_partials.cu
-// takes its sizes, and the tile.
+// Gradients over the list of rows that selected a tile of keys: 64 keys by steps of 64 rows, TQ = 64 / H listed tokens
+// times H heads. dkdv_groups.cu and block_gradients.cu share the loads of steps and the computation of p and ds from
+// products. block_partials.cu uses the sizes and the load of the tile.
 //
 //   p^T = 2^(c k q^T - lse),  ds^T = p^T * (v do^T - delta)
 //
-// A list is a struct with x, the kernel's arguments, of which these functions read the tensor maps, p, d_out, lse and delta; b, g,
-// first_key, steps; and row(step, i): the row of listed token number i of a step, S, which is past the rows, if there is none.
+// A list is a struct with: x, the kernel's arguments (tensor maps, p, d_out, lse, delta are read); b, g, first_key,
+// steps; and row(step, i), the row of listed token i of a step, or S (past the last row) if there is none.
 //
-//   H       heads of a group
-//   STAGES  stages of the pipeline of steps
+//   H       heads per group
+//   STAGES  stages of the pipeline of q and do
 #pragma once
 #include "key_to_rows.cuh"
 #include "wgmma.cuh"
 
 constexpr int TQ = 64 / H, KEYS = 64, ROWS = 64;
 #ifdef BY_ARITHMETIC
-constexpr bool ADJACENT = true;  // the tokens of a step
+constexpr bool ADJACENT = true;  // the tokens of a step are adjacent
 #else
 constexpr bool ADJACENT = false;
 #endif
 constexpr bool BY_TMA = ADJACENT || H >= 8;
 constexpr int COPY_WARPS = BY_TMA ? 1 : 3;
-constexpr int CONSUMERS = DK > 128 || DV > 128 ? 2 : 1;  // warpgroups: one has no registers for the sums of wider keys
-constexpr bool TILE_STAYS = DK + DV > 320;  // in shared memory: two consumers have no registers for all of it beside their sums
-constexpr bool APART = TILE_STAYS && !ADJACENT;  // q and do of a step arrive and are released apart: there are two stages
-constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;  // of keys and values; of q and do
+constexpr int CONSUMERS = DK > 128 || DV > 128 ? 2 : 1;  // one consumer lacks registers for wider sums
+constexpr bool TILE_STAYS = DK + DV > 320;  // in shared memory: it does not fit two consumers' registers
+constexpr bool APART = TILE_STAYS && !ADJACENT;  // separate pipelines for q and do, two stages each
+constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;  // also q, do
 
 DEVICE PipelineState<STAGES> state_of(int step) { return {step % STAGES, step / STAGES % 2}; }
 
 struct Shared {
-    Pipeline<STAGES> steps;               // APART: of q and the statistics
-    Pipeline<APART ? STAGES : 1> d_outs;  // APART: of do
+    Pipeline<STAGES> steps;               // q, do, lse, delta; APART: without do
+    Pipeline<APART ? STAGES : 1> d_outs;  // APART: do
     u64 tile;
     float lse[STAGES][ROWS], delta[STAGES][ROWS];
 #if SMALL_BLOCK
-    u16 seen[STAGES][KEYS / 16][ROWS];  // for each warp's 16 keys a bit, whether the row selected and sees it
+    u16 seen[STAGES][KEYS / 16][ROWS];  // one bit per key of a warp: the row selected and sees it
 #else
     int limit[STAGES][ROWS];  // one past the last key of the tile that the row sees; 0 if the list has no such row
 #endif
@@ -45,13 +45,14 @@ struct Shared {
         mbarrier_init(&tile, 1);
         mbarrier_fence_init();
     }
-    // The producers' wait for a stage. If two consumers load the tile to registers, it comes in the last one, which they then release.
+    // Producers: wait for an empty stage. If two consumers hold the tile in registers, it arrives in the last stage,
+    // which they then release.
     DEVICE void wait_empty(const PipelineState<STAGES> &at) {
         mbarrier_wait(&steps.empty[at.stage], at.parity ^ (CONSUMERS == 2 && !TILE_STAYS && at.stage == STAGES - 1 ? 0 : 1));
     }
 };
 
-// What comes together of a step.
+// Bytes of a step that arrive together.
 struct QAndDo {
     static constexpr bool HAS_Q = true, HAS_DO = true;
     DEVICE static void wait_empty(Shared &shared, const PipelineState<STAGES> &at) { shared.wait_empty(at); }
@@ -66,14 +67,14 @@ struct OnlyDo {
     DEVICE static u64 *full(Shared &shared, const PipelineState<STAGES> &at) { return &shared.d_outs.full[at.stage]; }
 };
 
-// The consumer's wait for a step. What lanes copied becomes visible to the tensor core by a fence after it.
+// Consumer: wait for a step. A fence then makes data that lanes copied visible to wgmma.
 DEVICE void wait_for_rows(Shared &shared, const PipelineState<STAGES> &at) {
     shared.steps.wait_full(at);
     if (!BY_TMA) fence_async_proxy();
 }
 
 #if SMALL_BLOCK
-// One warp: the tile's keys and values, a block per lane.
+// Load the tile's keys and values, by one warp, one block per lane.
 template <class List>
 DEVICE void produce_tile(const List &list, unsigned char *k_tile, u64 *bar) {
     const int lane = threadIdx.x % 32, b = static_cast<int>(list.b), g = static_cast<int>(list.g);
@@ -86,7 +87,7 @@ DEVICE void produce_tile(const List &list, unsigned char *k_tile, u64 *bar) {
     tma_load_key_tile<DV>(to + K_BYTES, &list.x.v, bar, key, g, b);
 }
 #else
-// One lane: the tile's keys and values.
+// Load the tile's keys and values, by one lane.
 template <class List>
 DEVICE void produce_tile(const List &list, unsigned char *k_tile, u64 *bar) {
     const int b = static_cast<int>(list.b), g = static_cast<int>(list.g);
@@ -96,7 +97,7 @@ DEVICE void produce_tile(const List &list, unsigned char *k_tile, u64 *bar) {
 }
 #endif
 
-// The tokens of a step that a lane of a warp knows: numbers lane, lane + 32.
+// The tokens of a step that a lane holds: numbers lane and lane + 32.
 template <class List>
 struct StepTokens {
     static constexpr int HALVES = TQ > 32 ? 2 : 1;
@@ -106,7 +107,7 @@ struct StepTokens {
         for (int i = 0; i < HALVES; ++i) rows[i] = list.row(step, threadIdx.x % 32 + 32 * i);
     }
     DEVICE int first() const { return __shfl_sync(ALL_LANES, rows[0], 0); }
-    // Whether they follow each other; a last one that does not exist is S, past the rows.
+    // Return whether the step's tokens are adjacent; a missing last token counts as S, past the last row.
     DEVICE bool adjacent() const {
         const int lane = threadIdx.x % 32, from = first();
         bool all = true;
@@ -116,7 +117,7 @@ struct StepTokens {
     }
 };
 
-// One lane: q and do of a step whose tokens follow each other, from this one on.
+// Load q and do of a step of adjacent tokens, starting at this token, by one lane.
 template <class Part, class List>
 DEVICE void load_step(const List &list, unsigned char *q_tile, u64 *full, int first) {
     const int b = static_cast<int>(list.b), g = static_cast<int>(list.g);
@@ -125,14 +126,15 @@ DEVICE void load_step(const List &list, unsigned char *q_tile, u64 *full, int fi
     if (Part::HAS_DO) tma_load_row_tile<DV>(q_tile + K_BYTES, &list.x.d_o, full, g, first, b);
 }
 
-// One warp: q and do of a step by TMA once its stage is empty, one token per lane where they do not follow each other.
+// Load q and do of a step through TMA once its stage is empty, by one warp; one token per lane if they are not
+// adjacent.
 template <class Part, class List>
 DEVICE void load_tokens(const List &list, unsigned char *stages, Shared &shared, int step, const StepTokens<List> &tokens, bool adjacent) {
     const int lane = threadIdx.x % 32, b = static_cast<int>(list.b), g = static_cast<int>(list.g);
     Part::wait_empty(shared, state_of(step));
     unsigned char *q_tile = stages + state_of(step).stage * STAGE_BYTES;
     u64 *full = Part::full(shared, state_of(step));
-    __syncwarp();  // all lanes have seen it: the next phase may pass
+    __syncwarp();  // all lanes have passed the wait, so the barrier may enter its next phase
     if (adjacent) {
         if (lane == 0) load_step<Part>(list, q_tile, full, tokens.rows[0]);
         return;
@@ -144,14 +146,14 @@ DEVICE void load_tokens(const List &list, unsigned char *stages, Shared &shared,
     if (Part::HAS_DO) tma_load_row_tile<DV>(q_tile + K_BYTES + lane * H * 128, &list.x.d_o_token, full, g, tokens.rows[0], b);
 }
 
-// One warp: q and do of every step.
+// Load q and do of every step, by one warp.
 template <class List>
 DEVICE void produce_tokens(const List &list, unsigned char *stages, Shared &shared) {
     typedef StepTokens<List> Tokens;
     Tokens coming(list, 0);
     for (int step = 0; step < list.steps; ++step) {
         const Tokens tokens = coming;
-        coming = Tokens(list, step + 1);  // read a step ahead: the rows' addresses depend on it
+        coming = Tokens(list, step + 1);  // one step ahead: addresses depend on it
         const bool adjacent = tokens.adjacent();
         if constexpr (APART) {  // do is released first
             load_tokens<OnlyDo>(list, stages, shared, step, tokens, adjacent);
@@ -160,9 +162,10 @@ DEVICE void produce_tokens(const List &list, unsigned char *stages, Shared &shar
     }
 }
 
-// One of the copy warps, where a token is few bytes: its share of a step once the stage is empty. A step whose tokens follow each other comes
-// by TMA. Else four rows of the tile at once, eight lanes a row, of every COPY_WARPS-th four; zeros for rows that do not exist. What is
-// copied arrives by itself, and takes the consumer's fence (wait_for_rows).
+// A copy warp, used if a token has few bytes: load its share of a step once the stage is empty. A step of adjacent
+// tokens comes through TMA. Otherwise the warp copies four rows at once, eight lanes per row, of every COPY_WARPS-th
+// group of four; missing rows are zero. Copies arrive at the barrier asynchronously and need the consumer's fence
+// (wait_for_rows).
 template <class Part, class List>
 DEVICE void copy_step(const List &list, const u16 *q, const u16 *d_out, unsigned char *stages, Shared &shared, int copier, const PipelineState<STAGES> &at,
                       const StepTokens<List> &tokens, bool adjacent) {
@@ -194,14 +197,14 @@ DEVICE void copy_step(const List &list, const u16 *q, const u16 *d_out, unsigned
     cp_async_mbarrier_arrive(Part::full(shared, at));
 }
 
-// One of the copy warps: its share of every step.
+// A copy warp: load its share of every step.
 template <class List>
 DEVICE void copy_tokens(const List &list, unsigned char *stages, Shared &shared, int copier) {
     const int column = threadIdx.x % 8 * 8;
     const u16 *q = list.x.p.q.group(list.b, list.g) + column, *d_out = list.x.d_out.group(list.b, list.g) + column;
     for (int step = 0; step < list.steps; ++step) {
         const auto at = state_of(step);
-        const StepTokens<List> tokens(list, step);  // read while the stage is not empty yet
+        const StepTokens<List> tokens(list, step);  // read before the stage is empty
         const bool adjacent = tokens.adjacent();
         if constexpr (APART) {
             copy_step<OnlyDo>(list, q, d_out, stages, shared, copier, at, tokens, adjacent);
@@ -213,8 +216,8 @@ DEVICE void copy_tokens(const List &list, unsigned char *stages, Shared &shared,
 }
 
 #if SMALL_BLOCK
-// For each key of the tile a bit, whether listed token number i of a step selected and sees it, given the token's row and where the tile's
-// blocks begin, one a lane; all lanes call this.
+// Return one bit per key of the tile: listed token i of a step selected and sees it. starts: first keys of the tile's
+// blocks, one per lane. All lanes must call this.
 template <class List>
 DEVICE uint2 seen_keys(const List &list, int row, int step, int i, int starts) {
     const bool exists = row < list.x.p.S;
@@ -223,14 +226,14 @@ DEVICE uint2 seen_keys(const List &list, int row, int step, int i, int starts) {
     u32 bits[2] = {0, 0};
 #pragma unroll
     for (int slot = 0; slot < TILE_BLOCKS; ++slot) {
-        const int first = slot * SMALL_BLOCK, keys = min(limit - __shfl_sync(ALL_LANES, starts, slot), SMALL_BLOCK);  // causality cuts one
+        const int first = slot * SMALL_BLOCK, keys = min(limit - __shfl_sync(ALL_LANES, starts, slot), SMALL_BLOCK);  // causal clamp
         if (chosen >> slot & 1) bits[first / 32] |= (~0u >> (32 - keys)) << first % 32;
     }
     return make_uint2(bits[0], bits[1]);
 }
 #endif
 
-// One warp: lse, delta, and which keys they see, of two rows per lane.
+// Load lse, delta and limits (or key bits) of a step, by one warp, two rows per lane.
 template <class List>
 DEVICE void copy_statistics(const List &list, Shared &shared) {
     const int lane = threadIdx.x % 32;
@@ -244,7 +247,7 @@ DEVICE void copy_statistics(const List &list, Shared &shared) {
         const int rows[2] = {coming[0], coming[1]};
         for (int i = 0; i < 2; ++i) coming[i] = list.row(step + 1, (lane + 32 * i) / H);
 #if SMALL_BLOCK
-        uint2 seen[2];  // before the stage is empty: its consumers wait for this
+        uint2 seen[2];  // computed before the stage is empty, to hide the latency
         for (int i = 0; i < 2; ++i) seen[i] = seen_keys(list, rows[i], step, (lane + 32 * i) / H, starts);
 #endif
         shared.wait_empty(at);
@@ -267,7 +270,7 @@ DEVICE void copy_statistics(const List &list, Shared &shared) {
     }
 }
 
-// One lane: q and do of every step of adjacent tokens.
+// Load q and do of every step of adjacent tokens, by one lane.
 template <class List>
 DEVICE void produce_boxes(const List &list, unsigned char *stages, Shared &shared) {
     for (int step = 0; step < list.steps; ++step) {
@@ -277,7 +280,7 @@ DEVICE void produce_boxes(const List &list, unsigned char *stages, Shared &share
     }
 }
 
-// What warp `producer` of the producer warpgroup brings of the listed rows.
+// Warp `producer` of the producer warpgroup: load its share of the listed rows.
 template <class List>
 DEVICE void produce_rows(const List &list, unsigned char *stages, Shared &shared, int producer) {
     if (producer == 1) copy_statistics(list, shared);
@@ -287,7 +290,7 @@ DEVICE void produce_rows(const List &list, unsigned char *stages, Shared &shared
     else if (producer == 0) produce_tokens(list, stages, shared);
 }
 
-// Rows that no token fills stay zero: p = 1 there, which 0 * NaN would not cancel.
+// Zero the rows that no token fills, because p = 1 there and q and do must contribute 0.
 DEVICE void zero_stages(unsigned char *stages) {
     if (TQ * H < ROWS)
         for (int i = threadIdx.x; i < STAGES * STAGE_BYTES / 16; i += 128 * (CONSUMERS + 1))
@@ -295,7 +298,7 @@ DEVICE void zero_stages(unsigned char *stages) {
     fence_async_proxy();
 }
 
-// p^T in place of s^T.
+// Replace s^T by p^T.
 DEVICE void exponentiate(float (&s)[ROWS / 2], const float *lses, float c) {
 #pragma unroll
     for (int j = 0; j < ROWS / 8; ++j) {
@@ -305,7 +308,7 @@ DEVICE void exponentiate(float (&s)[ROWS / 2], const float *lses, float c) {
     }
 }
 
-// 0 in place of what belongs to keys that a row does not see.
+// Zero elements of keys that a row does not see.
 #if SMALL_BLOCK
 DEVICE void mask_keys(float (&x)[ROWS / 2], const u16 (&seen)[KEYS / 16][ROWS]) {
     const int lane = threadIdx.x % 32;
@@ -328,7 +331,7 @@ DEVICE void mask_keys(const Problem &p, float (&x)[ROWS / 2], const int *limits)
             if (hidden(p, key0 + i / 2 * 8, limits[8 * j + lane % 4 * 2 + i % 2])) x[4 * j + i] = 0.0f;
 }
 
-// p^T and ds^T = p^T * (dp^T - delta), rounded: operands.
+// Compute p^T and ds^T = p^T * (dp^T - delta), rounded to wgmma operands.
 DEVICE void as_operands(u32 (&p)[ROWS / 16][4], u32 (&ds)[ROWS / 16][4], const float (&s)[ROWS / 2], const float (&dp)[ROWS / 2],
                         const float *deltas) {
 #pragma unroll
@@ -343,7 +346,7 @@ DEVICE void as_operands(u32 (&p)[ROWS / 16][4], u32 (&ds)[ROWS / 16][4], const f
     }
 }
 
-// Where a consumer warp's 16 keys go.
+// Destination of a consumer warp's 16 keys.
 template <class List>
 DEVICE GradientRows gradient_rows(const List &list) {
     const int key0 = threadIdx.x % 128 / 32 * 16;

@@ -1,14 +1,16 @@
-// The online softmax and its gradient, on a thread's share of an accumulator: two rows r = 0, 1 that it shares with three other lanes.
+// Online softmax and its gradient on one thread's fragment of an accumulator: two rows r = 0, 1, shared with three
+// other lanes (a quad).
 //
-// For logits s_j that come tile after tile a row keeps m = max_j s_j, l = sum_j p_j and acc = sum_j p_j v_j with p_j = 2^(c (s_j - m)).
-// If m rises, l and acc are multiplied by alpha = 2^(c (m_old - m)). At the end o = acc / l and lse = c m + log2 l.
-// A row without keys has l = 0, and gives o = 0 and lse = -inf.
+// Logits s_j arrive tile by tile. A row keeps m = max_j s_j, l = sum_j p_j and acc = sum_j p_j v_j, where
+// p_j = 2^(c (s_j - m)). If m rises, l and acc are multiplied by alpha = 2^(c (m_old - m)).
+// At the end o = acc / l and lse = c m + log2 l. A row without keys has l = 0 and gives o = 0 and lse = -inf.
 //
-// mma.sync accumulates in float [N][4], wgmma in float [4 * N]; element i of row r is at column `column_of(i)` of both.
+// mma.sync accumulates in float [N][4], wgmma in float [4 * N]. Element i of row r is in column `column_of(i)` of both.
 #pragma once
 #include "problem.cuh"
 
-constexpr float LOWEST = -1.0e30f;  // below any logit, yet finite: exp2(-inf - LOWEST) is 0 where exp2(-inf - -inf) would be NaN
+// Initial maximum, below any logit but finite: exp2(-inf - LOWEST) is 0, while exp2(-inf - -inf) would be NaN.
+constexpr float LOWEST = -1.0e30f;
 
 template <int N>
 DEVICE float &element(float (&s)[N][4], int r, int i) {
@@ -20,11 +22,11 @@ DEVICE float &element(float (&s)[N], int r, int i) {
 }
 DEVICE int column_of(int i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
-// How many elements of a row a thread holds.
+// Elements of a row per thread.
 template <class Tile>
 constexpr int elements = sizeof(Tile) / sizeof(float) / 2;
 
-// `value` in place of the elements of row r whose column, counted from `first`, is limit[r] or later.
+// Overwrite elements of row r with `value` where first + column >= limit[r].
 template <class Tile>
 DEVICE void mask_columns(Tile &s, int first, const int (&limit)[2], float value) {
 #pragma unroll
@@ -34,7 +36,7 @@ DEVICE void mask_columns(Tile &s, int first, const int (&limit)[2], float value)
             if (first + column_of(i) >= limit[r]) element(s, r, i) = value;
 }
 
-// The maximum of row r's elements in this thread; four chains, because one would wait for every step.
+// Return the maximum of row r's elements in this thread; four independent chains hide the latency.
 template <class Tile>
 DEVICE float row_max(Tile &s, int r) {
     float tops[4];
@@ -52,13 +54,13 @@ DEVICE void scale_rows(Tile &acc, const float (&alpha)[2]) {
         for (int i = 0; i < elements<Tile>; ++i) element(acc, r, i) *= alpha[r];
 }
 
-// sum + a * b of two elements each.
+// Return sum + a . b for two packed 16-bit elements each.
 DEVICE float dot2(u32 a, u32 b, float sum) {
     sum += to_float(static_cast<u16>(a)) * to_float(static_cast<u16>(b));
     return sum + to_float(static_cast<u16>(a >> 16)) * to_float(static_cast<u16>(b >> 16));
 }
 
-// ds = p * (dp - delta) in place of the logits, p = 2^(c s - lse); 0 from column `limit` on.
+// Replace the logits s by ds = p * (dp - delta), p = 2^(c s - lse); 0 from column `limit` on.
 template <class Tile>
 DEVICE void logit_gradients(Tile &s, Tile &dp, float c, const float (&lse)[2], const float (&delta)[2], int limit = elements<Tile> * 4) {
 #pragma unroll
@@ -72,7 +74,7 @@ DEVICE void logit_gradients(Tile &s, Tile &dp, float c, const float (&lse)[2], c
             }
 }
 
-// 1 / l, and lse in base 2. NaN among a row's keys makes l NaN, which stays.
+// 1 / l and base-2 lse of a row; 0 and -inf for a row without keys. A NaN in l reaches both.
 struct RowTotals {
     float scale, lse;
     DEVICE RowTotals(float c, float m, float l) {
@@ -85,11 +87,11 @@ struct RowTotals {
 struct OnlineSoftmax {
     const float c;  // scale * log2 e
     float m[2] = {LOWEST, LOWEST};
-    float l[2] = {0.0f, 0.0f};  // of this thread's own columns; quad_sum joins the lanes
+    float l[2] = {0.0f, 0.0f};  // sum over this thread's columns; quad_sum adds the lanes
 
     DEVICE explicit OnlineSoftmax(float scale_log2) : c(scale_log2) {}
 
-    // Raise row r's maximum to at least `top`; returns alpha.
+    // Raise row r's maximum to at least `top`; return alpha.
     DEVICE float raise(int r, float top) {
         top = fmaxf(top, m[r]);
         const float alpha = exp2_fast((m[r] - top) * c);
@@ -98,7 +100,8 @@ struct OnlineSoftmax {
         return alpha;
     }
 
-    // p in place of the logits; TOGETHER of them are added to each other first, then to l: the order is part of the result's bits.
+    // Replace the logits by p. Groups of TOGETHER elements are summed first and then added to l; this order fixes the
+    // result's bits.
     template <int TOGETHER, int N>
     DEVICE void exponentiate(float (&s)[N][4]) {
         const float shift[2] = {m[0] * c, m[1] * c};
@@ -116,7 +119,7 @@ struct OnlineSoftmax {
             }
     }
 
-    // The same of row r in four chains; p = 0 if the row does not take part, whatever its logits are.
+    // The same for row r, in four chains. p = 0 if the row does not take part, unless its logits are NaN.
     template <int N>
     DEVICE void exponentiate(float (&s)[N], int r, bool takes_part) {
         const float shift = takes_part ? m[r] * c : infinity();
@@ -126,16 +129,16 @@ struct OnlineSoftmax {
             element(s, r, i) = exp2_fast(element(s, r, i) * c - shift);
             sums[i % 4] += element(s, r, i);
         }
-        if (takes_part) l[r] += (sums[0] + sums[1]) + (sums[2] + sums[3]);  // else zeros, or NaN from q that is not finite
+        if (takes_part) l[r] += (sums[0] + sums[1]) + (sums[2] + sums[3]);  // else sums are 0, or NaN for non-finite q
     }
 };
 
-// What some of a row's keys gave for two adjacent columns of acc, relative to m.
+// Partial result of some of a row's keys, for two adjacent columns of acc, relative to m.
 struct PartialSums {
     float m, l, low, high;
 };
 
-// Partial sums number 0 to N - 1, combined in this order.
+// Merge partial(0), ..., partial(N - 1) in this order.
 template <int N, class Partial>
 DEVICE PartialSums combine_partials(float c, Partial partial) {
     PartialSums all[N], sum = {LOWEST, 0.0f, 0.0f, 0.0f};

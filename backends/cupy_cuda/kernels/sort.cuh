@@ -1,22 +1,24 @@
-// A counting sort of the entries of key_to_rows.cuh into lists, in ascending order (key_to_rows.py):
-//   sort_count.cu    the tile of every entry, and how many entries each list has of each chunk
-//   sum_counts.cu    where these begin, and the segments of every list
-//   sort_scatter.cu  the entries in their places; of few counts also what sum_counts.cu finds, which does not run then
+// Counting sort of the entries of key_to_rows.cuh into lists, in ascending order (key_to_rows.py):
+//   sort_count.cu    compute the tile of every entry, and count the entries per chunk and list
+//   sum_counts.cu    prefix sums of the counts, and the number of segments per list
+//   sort_scatter.cu  scatter the entries to their lists; with few counts it also does the work of sum_counts.cu, which
+//                    is then not launched
 //
-// A chunk is consecutive entries of one section of the rows of one bg. Lists go by sections, in each by bg, in each by tiles; so do counts,
-// [sections * B*G, chunks, tiles]. Entries, lists and counts fit 31 bits, which is used throughout: 64-bit divisions are slow.
+// A chunk is a run of entries of one section of the rows of one bg. Lists are ordered by section, bg, tile; counts are
+// [sections * B*G, chunks, tiles]. Entries, lists and counts fit in 31 bits, which all kernels rely on, because 64-bit
+// divisions are slow.
 #pragma once
 #include "softmax.cuh"
 
 struct Sort {
-    i64 entries_per_bg, reach, tiles, pairs, section;  // tiles of one bg, all bg, entries of a section
-    i64 chunk, chunks;                                 // entries of a chunk, chunks of a section of one bg
+    i64 entries_per_bg, reach, tiles, pairs, section;  // tiles per bg, B*G, entries per section
+    i64 chunk, chunks;                                 // entries per chunk, chunks per section of a bg
 };
 
-// A CTA's chunk: entries [first, end) of bg; none where end <= first.
+// A CTA's chunk: entries [first, end) of bg; empty if end <= first.
 struct Chunk {
     u32 bg, first, end;
-    i64 counts, list;  // where its counts begin; the list of its tile 0
+    i64 counts, list;  // index of its first count; list of its tile 0
 
     DEVICE Chunk(const Sort &sort, u32 index) {
         const u32 chunks = sort.chunks, pairs = sort.pairs, part = index / chunks, section = part / pairs;
@@ -29,10 +31,10 @@ struct Chunk {
     }
 };
 
-// The segments of lists.
+// Number of segments of the lists.
 struct Segments {
-    i64 *before;           // [lists + 1]: how many the lists before have
-    i64 longest, several;  // entries; 1: those of lists that have one do not count
+    i64 *before;           // [lists + 1]: segments of the lists before
+    i64 longest, several;  // longest: entries per segment. several = 1: do not count lists with a single segment
 
     DEVICE int of(int entries) const {
         const u32 most = longest;
@@ -41,7 +43,7 @@ struct Segments {
     }
 };
 
-// What a CTA of sum_counts.cu tells those after it. Such records follow the counts.
+// The record that a CTA of sum_counts.cu publishes for later CTAs. Records follow the counts in memory.
 struct Published {
     int sums[3], ready;
 };

@@ -1,63 +1,68 @@
-// Persistent, warp-specialized kernels over tiles of tokens on Hopper: what forward_tiles.cu and dq_tiles.cu share.
+// Persistent, warp-specialized kernels over tiles of tokens on Hopper: code that forward_tiles.cu and dq_tiles.cu
+// share.
 //
-// Grid: at most one CTA per multiprocessor; of FEW_TOKENS, one CTA per tile, two per multiprocessor. A tile has TOKENS = CONSUMERS * TQ
-//   tokens of one (b, g), adjacent ones or in an order (token_order.cuh), with their H heads. CTAs pull tiles from an atomic counter,
-//   because tiles differ in length.
-// Warpgroups: each of CONSUMERS consumer warpgroups owns a 64-row accumulator, TQ = 64 / H tokens times H heads. In the producer warpgroup
-//   warp 0 loads K and V of the union of the tile's blocks (tile_plan.cuh), once for all consumers, in steps of KEYS keys, through a
-//   pipeline of STAGES stages; warp 1 + i loads q (and do) of consumer i, a tile ahead. All by TMA.
-// Every consumer waits for every step, and computes those that one of its tokens selected. Rows that did not select the step's block are
-// masked by a shift of their logits to -inf, at no cost per element.
-// Pages: of whole steps. The page of a block is read with the block, that of its later pages in turn, if some row sees a key there; else the
-//   step's page is -1, where TMA reads nothing and writes zeros.
-// Masks: a tile's steps begin with its partial blocks, which the causal clamp, a window or the end of the cache cuts for some row: they
-//   take a mask per element. What no row that selected a block sees of it is zeroed in shared memory, since p = 0 would not cancel NaN.
-//   Whole blocks follow, which every row of the tile sees to their last key: no mask.
+// Grid: persistent, at most one CTA per multiprocessor; with FEW_TOKENS one CTA per tile, two per multiprocessor. CTAs
+//   pull tiles from an atomic counter, because tiles differ in length.
+// Tile: TOKENS = CONSUMERS * TQ tokens of one (b, g) with their H heads; adjacent tokens, or in the order of
+//   token_order.cuh.
+// Warpgroups: each of CONSUMERS consumer warpgroups owns a 64-row accumulator: TQ = 64 / H tokens times H heads. In the
+//   producer warpgroup, warp 0 loads K and V of the union of the tile's blocks (tile_plan.cuh), once for all consumers,
+//   in steps of KEYS keys, through a pipeline of STAGES stages. Warp 1 + i loads q (and do) of consumer i, one tile
+//   ahead.
+// TMA: all loads of q, do, K and V.
+// Steps: every consumer waits for every step and computes those that one of its tokens selected. Rows that did not
+//   select the step's block are masked by shifting their logits to -inf, at no per-element cost.
+// Pages: hold whole steps. The page of a block's first key is read with the block; later pages are read in turn if some
+//   row sees a key in them. Otherwise the step's page is -1, for which TMA loads zeros.
+// Masks: a tile's steps begin with its partial blocks, which the causal clamp, a window or the end of the cache cuts
+//   for some row. They take a per-element mask, and keys that no row sees are zeroed in shared memory, because 0 * NaN
+//   is NaN. Whole blocks follow, which every row of the tile sees up to their last key: no mask.
+// One head: two consumers own the same 64 tokens, because the union of 128 tokens is longer, and alternate steps
+//   (IN_TURNS).
 //
-// One head: two consumers have the same 64 tokens, because the union of more is longer. They take the steps of a tile in turn (IN_TURNS).
-//
-//   H          heads of a group (1 to 64)
+//   H          heads per group (1 to 64)
 //   CONSUMERS  consumer warpgroups
-//   STAGES     stages of the pipeline of steps
-//   BLOCK      keys of a block, a multiple of 64
-//   Q_STAGES   stages of a consumer's q: with 2, that of the next tile comes while this one is computed
+//   STAGES     stages of the K/V pipeline
+//   BLOCK      keys per block, a multiple of 64
+//   Q_STAGES   stages of a consumer's q; with 2, the next tile's q is loaded during this tile
 #pragma once
 #include "tile_plan.cuh"
 #include "wgmma.cuh"
 
-constexpr int KEYS = 64, STEPS = BLOCK / KEYS;  // steps of a block
+constexpr int KEYS = 64, STEPS = BLOCK / KEYS;  // keys per step, steps per block
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int PER_SM = CONSUMERS == 1 ? 2 : 1;                                                                // CTAs
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : CONSUMERS == 2 ? 224 : 200, PRODUCER_REGISTERS = 56;  // a thread
 #ifdef FEW_TOKENS
-constexpr bool ONCE = true;  // K and V are read by one CTA alone
+constexpr bool ONCE = true;  // only one CTA reads each K and V tile
 #else
 constexpr bool ONCE = false;
 #endif
 
-// The tiles of a CTA, which one warp fetches for all others.
+// Queue of the CTA's tiles: the producer of K and V publishes them to all other warps.
 struct TileQueue {
     static constexpr int AHEAD = 2;
     Pipeline<AHEAD> pipeline;
     u32 number[AHEAD];
     int2 counts[AHEAD];
 #ifdef ORDER_TOKENS
-    unsigned char tokens[AHEAD + 1][TOKENS + 1];  // read until a warp takes its next tile; H may not divide 64: one more is looked at
+    // In use until a warp takes its next tile. The last element is read but not used if H does not divide 64.
+    unsigned char tokens[AHEAD + 1][TOKENS + 1];
 #endif
 };
 
-// A warp's view of the queue: which tile it is at.
+// A warp's position in the queue, and the tile there.
 struct TileScheduler {
     TileQueue &queue;
     const TilePlan &plan;
     int taken = 0;
-    u32 number;   // of the tile
-    int2 counts;  // its whole blocks, all blocks
+    u32 number;   // the tile
+    int2 counts;  // its number of whole blocks, of all blocks
 
     DEVICE TileScheduler(TileQueue &shared, const TilePlan &lists) : queue(shared), plan(lists) {}
     DEVICE PipelineState<TileQueue::AHEAD> state() const { return {taken % TileQueue::AHEAD, taken / TileQueue::AHEAD % 2}; }
-    // Of a pipeline with one stage per tile.
+    // The state of a pipeline that uses one stage per tile.
     template <int N>
     DEVICE PipelineState<N> at() const { return {(taken - 1) % N, (taken - 1) / N % 2}; }
     DEVICE TokenTile tile(u32 G) const {
@@ -68,7 +73,7 @@ struct TileScheduler {
         return tile;
     }
 
-    // The producer of steps: publish a tile, past the last one, too; returns whether it is one.
+    // The K/V producer: publish a tile number, including the one past the last; return whether it is a tile.
     DEVICE bool publish(u32 tile, const Problem &p) {
         const auto at = state();
         number = tile;
@@ -82,7 +87,7 @@ struct TileScheduler {
             for (int i = threadIdx.x % 32; i < TOKENS; i += 32) queue.tokens[taken % (TileQueue::AHEAD + 1)][i] = order[i];
         }
 #endif
-        __syncwarp();  // all lanes have seen it: the next phase may pass
+        __syncwarp();  // all lanes have passed the wait, so the barrier may enter its next phase
         if (threadIdx.x % 32 == 0) {
             queue.number[at.stage] = number;
             queue.counts[at.stage] = counts;
@@ -91,7 +96,7 @@ struct TileScheduler {
         ++taken;
         return number < plan.all_tiles;
     }
-    // All other warps: whether there is another tile.
+    // All other warps: wait for the next tile; return false past the last.
     DEVICE bool next_tile() {
         const auto at = state();
         queue.pipeline.wait_full(at);
@@ -104,12 +109,12 @@ struct TileScheduler {
     }
 };
 
-// K and V of the steps, and which tokens selected them.
+// Pipeline of steps: K and V in shared memory, and the tokens that selected them.
 struct StepPipeline : Pipeline<STAGES> {
-    u64 raw;                            // K and V that are still to be zeroed in part
+    u64 raw;                            // mbarrier of K and V that must be partly zeroed before consumers read them
     TokenBits rows[STAGES][CONSUMERS];  // bit r: token r of the consumer selected the step's block
-    int keys[STAGES];                   // the first key
-    int visible[STAGES];                // keys from there on that some row sees, or more
+    int keys[STAGES];                   // first key of the step
+    int visible[STAGES];                // upper bound on the step's keys that some row sees
 };
 
 struct Shared {
@@ -119,8 +124,8 @@ struct Shared {
     Pipeline<1> gradients[CONSUMERS];  // do (and o), of dq_tiles.cu
 
     DEVICE void init() {
-        steps.init(1, 4 * CONSUMERS);           // a lane of every consumer warp
-        tiles.pipeline.init(1, 5 * CONSUMERS);  // likewise, and of the warps that load rows
+        steps.init(1, 4 * CONSUMERS);           // one lane of every consumer warp arrives
+        tiles.pipeline.init(1, 5 * CONSUMERS);  // likewise, and one lane of the warps that load rows
         for (int i = 0; i < CONSUMERS; ++i) {
             q[i].init(1, 4);
             gradients[i].init(1, 4);
@@ -130,7 +135,7 @@ struct Shared {
     }
 };
 
-// One past the last key that some row of `rows`, which are the tile's, may see.
+// Return one past the last key that any of the tile's tokens in `rows` may see.
 DEVICE int last_visible(const Problem &p, const TokenTile &tile, u64 rows) {
     int last = 0;
     for (int r = threadIdx.x % 32; r < TOKENS; r += 32)
@@ -138,7 +143,7 @@ DEVICE int last_visible(const Problem &p, const TokenTile &tile, u64 rows) {
     return __reduce_max_sync(ALL_LANES, last);
 }
 
-// Zero a step's keys and values from row `first` on. Whole rows: the swizzle within them does not matter.
+// Zero a step's keys and values from row `first` on. Rows are zeroed whole, so the swizzle does not matter.
 DEVICE void zero_rows(unsigned char *stage, int first) {
 #pragma unroll 1
     for (int panel = 0; panel < STAGE_BYTES / PANEL; ++panel)
@@ -146,7 +151,7 @@ DEVICE void zero_rows(unsigned char *stage, int first) {
             *reinterpret_cast<uint4 *>(stage + panel * PANEL + i * 16) = make_uint4(0, 0, 0, 0);
 }
 
-// Producer warp: the tiles of the CTA, and K and V of their steps.
+// Producer warp: fetch the CTA's tiles and load K and V of their steps.
 DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const Problem &p, const TilePlan &plan, unsigned char *stages,
                           Shared &shared) {
     StepPipeline &steps = shared.steps;
@@ -160,7 +165,8 @@ DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const 
         const int partial = counts.y - counts.x;
         int first_key = 0, first_page = 0;
         u64 rows = 0;
-        // Tiles differ in length: one that is asked for early waits for a long one to end. Two blocks take longer than the counter's answer.
+        // Request the next tile late, because a tile that is claimed early waits for this one to end. Two blocks before
+        // the end hides the latency of the atomic counter.
         const int ask = max(counts.y - 2, 0);
         u32 answer = 0;
         for (int e = 0, step = 0;; ++e) {
@@ -178,7 +184,7 @@ DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const 
             const int visible = e < partial ? last_visible(p, tile, selected_by) : first + BLOCK;
             for (int key = first; key < first + BLOCK; key += KEYS, ++step, at.next()) {
                 unsigned char *stage = stages + at.stage * STAGE_BYTES;
-                const bool unseen = STEPS > 1 && key >= visible;  // nothing is loaded or computed
+                const bool unseen = STEPS > 1 && key >= visible;  // no row sees the step: skip its loads and products
                 const bool zeroes = !unseen && key + KEYS > visible;
                 if (PAGE && key > first && in_page(key) == 0) page = key < visible ? page_of(p, tile.b, key) : -1;
                 u64 *landed = zeroes ? &steps.raw : &steps.full[at.stage];
@@ -212,14 +218,14 @@ DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const 
     }
 }
 
-// Producer warp: a consumer's rows of tensors [B,S,G,H,D], one after the other, once it no longer needs those of an earlier tile.
+// Producer warp: load a consumer's rows of several tensors [B,S,G,H,D] once it has released those of an earlier tile.
 // COLUMNS: D of each tensor.
 template <int... COLUMNS, int N, class... Maps>
 DEVICE void produce_rows(Pipeline<N> &rows, const PipelineState<N> &at, unsigned char *to, const TokenTile &tile, int consumer,
                          const Maps &...maps) {
     rows.wait_empty(at);
-    __syncwarp();  // all lanes have seen it: the next phase may pass
-#ifdef ORDER_TOKENS  // a box a token
+    __syncwarp();  // all lanes have passed the wait, so the barrier may enter its next phase
+#ifdef ORDER_TOKENS  // one TMA box per token
     const int lane = threadIdx.x % 32;
 #else
     constexpr int lane = 0;
@@ -236,7 +242,7 @@ DEVICE void produce_rows(Pipeline<N> &rows, const PipelineState<N> &at, unsigned
     ((tma_load_row_tile<COLUMNS>(to, &maps, full, tile.g, s, tile.b), to += COLUMNS / 64 * PANEL), ...);
 }
 
-// A step of a tile, and which of the consumer's tokens selected it.
+// A step of a tile, and the consumer's tokens that selected it.
 struct Step {
     int number, stage;
     TokenBits rows;
@@ -245,12 +251,12 @@ struct Step {
 constexpr int NO_LIMIT = -1;
 enum Found { STEP, LIMIT, END };
 
-// The steps of a tile, as a consumer goes through them.
+// A consumer's position in the steps of its tile.
 struct StepReader {
     StepPipeline &pipeline;
     const int consumer;
-    const u32 stages;  // the first stage, an operand
-    PipelineState<STAGES> at;  // of the next step
+    const u32 stages;  // wgmma operand of the first stage
+    PipelineState<STAGES> at;  // pipeline state of the next step
     int next, total;
 
     DEVICE StepReader(StepPipeline &steps, int number, const unsigned char *memory)
@@ -260,8 +266,8 @@ struct StepReader {
         next = 0;
         total = steps;
     }
-    // The next step that a row of this consumer selected. The producer waits for stages to be released: a consumer that holds one must not
-    // wait for step `limit`, which is to be loaded there.
+    // Find the next step that a row of this consumer selected. A consumer that still holds a stage must not wait for
+    // step `limit`, which the producer loads into that stage once it is released.
     DEVICE Found find(Step &step, int limit) {
         while (next < total) {
             if (next == limit) return LIMIT;
@@ -269,23 +275,23 @@ struct StepReader {
             step = {next++, at.stage, pipeline.rows[at.stage][consumer]};
             at.next();
             if (step.rows) return STEP;
-            __syncwarp();  // all lanes have read it
+            __syncwarp();  // all lanes have read `rows`
             release(step);
         }
         return END;
     }
-    DEVICE u32 keys(const Step &step) const { return uniform(stages + step.stage * (STAGE_BYTES / 16)); }  // an operand
+    DEVICE u32 keys(const Step &step) const { return uniform(stages + step.stage * (STAGE_BYTES / 16)); }  // operand
     DEVICE void release(const Step &step) { pipeline.release(step.stage); }
 };
 
-// A thread's two rows, (token, head) of the consumer's accumulator, 8 apart.
+// A thread's two rows of the consumer's accumulator, 8 apart; a row is a (token, head) pair.
 struct RowPair {
-    TokenBits bit[2];  // of the token in Step::rows; 0: the row does not exist
-#ifdef ORDER_TOKENS  // few steps have a mask, and registers are scarce
+    TokenBits bit[2];  // the token's bit in Step::rows; 0 if the row does not exist
+#ifdef ORDER_TOKENS  // recompute limits: few steps have a mask, and registers are scarce
     const TokenTile &tile;
     const int consumer;
 #else
-    int limits[2];  // one past the last key that it may see
+    int limits[2];  // one past the last key that the row may see
 #endif
     const Problem &problem;
     DEVICE RowPair(const Problem &p, const TokenTile &of_tile, int of_consumer)
@@ -305,7 +311,7 @@ struct RowPair {
 #endif
         }
     }
-    // One past the last key that a row may see.
+    // Return one past the last key that row r may see.
     DEVICE int limit(int r) const {
 #ifdef ORDER_TOKENS
         return bit[r] ? row_limit(problem, tile.b, tile.token(consumer, row(r) / H)) : 0;
@@ -313,7 +319,7 @@ struct RowPair {
         return limits[r];
 #endif
     }
-    // `value` in place of elements for keys, counted from `first`, that a row does not see.
+    // Overwrite elements of keys that a row does not see with `value`. first: the key of column 0.
     template <class Tile>
     DEVICE void mask(Tile &s, int first, float value) const {
 #pragma unroll
@@ -325,25 +331,25 @@ struct RowPair {
         }
     }
     static DEVICE int row(int r) { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r; }
-    // Among B*S*G*H.
+    // The row's index in [B,S,G,H].
     static DEVICE i64 index(const Problem &p, const TokenTile &tile, int consumer, int r) {
         return ((tile.b * p.S + tile.token(consumer, row(r) / H)) * p.G + tile.g) * H + row(r) % H;
     }
 };
 
-// A consumer's steps of a tile: the products of one step and the sums of the step before are in flight together, while the former's
-// probabilities are computed. `math` has
-//   begin_products(step)                s = q k^T, asynchronous
-//   probabilities<PENDING>(step, key)   from s, in registers, while PENDING groups of wgmma that began later are in flight; `key`: the
-//                                       first of the step if rows need a mask, else NO_MASK
-//   finish_probabilities()              what the wait must not delay
-//   update_operand()                    rounds them to an operand, once the sums of the step before are done
-//   begin_sums(step)                    acc += operand * keys or values, asynchronous
-//   BRIEF                               keys of a brief step, 0: there are none
-//   brief_step<BRIEF>(step, key)        all of it for the first BRIEF keys of a step
+// Run a consumer through the steps of a tile. Software pipeline: the first GEMM of one step and the second GEMM of the
+// step before are in flight together, while the probabilities of the former are computed. `math` provides
+//   begin_products(step)                start s = q k^T, asynchronous
+//   probabilities<PENDING>(step, key)   turn s into p, in registers, while PENDING later wgmma groups are in flight;
+//                                       `key`: the step's first key if rows need a mask, else NO_MASK
+//   finish_probabilities()              work that must come before the wait
+//   update_operand()                    round p to an operand, once the second GEMM of the step before is done
+//   begin_sums(step)                    start acc += operand * keys or values, asynchronous
+//   BRIEF                               keys of a brief step, 0 if there are none
+//   brief_step<BRIEF>(step, key)        do all of the above for the first BRIEF keys of a step
 constexpr int NO_MASK = -1;
 
-// READS_Q: they read q in shared memory.
+// READS_Q: the products read q from shared memory, so q is released after the last step.
 template <bool READS_Q = true, class Math>
 DEVICE void consume_steps(StepReader &steps, int2 counts, Pipeline<Q_STAGES> &q, int q_stage, Math &math) {
     const int partial_steps = (counts.y - counts.x) * STEPS;
@@ -351,14 +357,14 @@ DEVICE void consume_steps(StepReader &steps, int2 counts, Pipeline<Q_STAGES> &q,
     auto find = [&](int limit) {
         const Found found = steps.find(coming, limit);
         if (READS_Q && found == END) {
-            __syncwarp();  // all lanes have seen q, of a tile without steps, too: the next phase may pass
-            q.release(q_stage);  // is not read any more
+            __syncwarp();  // all lanes have waited for q, even without steps, so the barrier may enter its next phase
+            q.release(q_stage);
         }
         return found;
     };
     Found found = find(NO_LIMIT);
     while (found == STEP) {
-        Step held = coming;  // its sums are still to be added
+        Step held = coming;  // its second GEMM has not started
         if constexpr (Math::BRIEF > 0)
             if (held.number < partial_steps && steps.pipeline.visible[held.stage] <= Math::BRIEF) {
                 math.template brief_step<Math::BRIEF>(held, steps.pipeline.keys[held.stage]);
@@ -389,12 +395,13 @@ DEVICE void consume_steps(StepReader &steps, int2 counts, Pipeline<Q_STAGES> &q,
     }
 }
 
-// Columns of an accumulator from `first` on, scaled and rounded, to [B,S,G,H,COLUMNS], straight from registers. Rows with scale 0 get zeros: a row that
-// selected nothing has met every step with p = 0, and NaN or infinity in its own q or do makes that NaN.
+// Store an accumulator, scaled and rounded, to columns of [B,S,G,H,COLUMNS] from `first` on. Rows with scale 0 get
+// zeros: a row without keys has p = 0 in every step, but a NaN or infinity in its own q or do makes its accumulator
+// NaN.
 template <int COLUMNS, int N>
 DEVICE void write_rows(const float (&acc)[N], const float (&scale)[2], u16 *to, const Problem &p, const TokenTile &tile, int consumer,
                        int first = 0) {
-    const RowPair rows(p, tile, consumer);  // computed again: registers are scarce
+    const RowPair rows(p, tile, consumer);  // recomputed, because registers are scarce
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         u16 *row = to + RowPair::index(p, tile, consumer, r) * COLUMNS + first + threadIdx.x % 4 * 8;

@@ -1,17 +1,18 @@
-// The lists of a unit of triton-block (_triton/units.py), cut into segments, and where their gradients go (cuda_block.py).
+// Row lists of a triton-block unit (_triton/units.py), split into segments, and the destinations of their gradients
+// (cuda_block.py).
 //
-// Lists go by sections of rows, in each by pairs (b, g), in each by tiles of 64 keys. dk and dv of a pair are added up over its sections, which
-// are units of their own: sums in float32, dk without its scale, until the last section.
+// Lists are ordered by section of rows, then pair (b, g), then tile of 64 keys. dk and dv of a pair accumulate over its
+// sections, which are separate units: in float32, dk without its scale, until the last section.
 #pragma once
 #include "key_to_rows.cuh"
 
 struct UnitLists {
-    const i64 *begins;    // [lists + 1]: where a list begins among the entries
+    const i64 *begins;    // [lists + 1]: first entry of each list
     const i64 *segments;  // [lists + 1]: segments of the lists before
-    i64 segment;          // entries of a segment at most
+    i64 segment;          // most entries per segment
     i64 tiles, pairs_all, stretches, first_list, end_list, piece, first_pair, first_row, section;  // `UnitLists` of units.py
 
-    // The last list of the unit whose segments begin at or before this one. For a whole warp, whose lanes look at once.
+    // Return the list of a segment: the last list whose segments begin at or before it. A whole warp searches.
     DEVICE i64 list_of(i64 segment) const {
         i64 list = first_list;
         for (i64 span = end_list - first_list; span > 1;) {
@@ -27,8 +28,8 @@ struct UnitLists {
 
 struct UnitGradients {
     UnitLists lists;
-    i64 adds, final;           // whether sections of the pairs come before this one; whether none comes after it
-    float *part_dk, *part_dv;  // [segments of the unit, 64, D]: of lists with several
+    i64 adds, final;           // adds: this is not the first section of its pairs; final: it is the last one
+    float *part_dk, *part_dv;  // [segments of the unit, 64, D]: partial sums of lists with several segments
     float *sum_dk, *sum_dv;    // [pairs, tiles, 64, D]; null if there is one section
     u16 *dk, *dv;              // [B*G, S_kv, D]
 };
@@ -39,11 +40,11 @@ struct UnitList {
     DEVICE UnitList(const UnitLists &lists, i64 list)
         : pair(list / lists.tiles % lists.pairs_all), tile(list % lists.tiles),
           segments(static_cast<int>(lists.segments[list + 1] - lists.segments[list])) {}
-    // The row of the sums where its first key is.
+    // The row of the tile's first key in the sums.
     DEVICE i64 sum_row(const UnitLists &lists) const { return ((pair - lists.first_pair) * lists.tiles + tile) * 64; }
 };
 
-// A warp's 16 keys of the sums, from `row` on, as an accumulator of D columns; zeros if not `adds`.
+// Load a warp's 16 keys of the sums, from `row` on, as an accumulator of D columns; zeros if `adds` is false.
 template <int D>
 DEVICE void load_sums(float (&acc)[D / 2], const float *sums, i64 row, bool adds) {
     sums += row * D;

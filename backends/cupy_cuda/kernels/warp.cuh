@@ -4,7 +4,7 @@
 
 constexpr u32 ALL_LANES = 0xffffffffu;
 
-// Over the four lanes that share the rows of an accumulator (hardware.cuh, mma).
+// Reductions over a quad: the four lanes that share rows of an accumulator (hardware.cuh, mma).
 DEVICE float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
     return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
@@ -23,7 +23,7 @@ DEVICE float warp_sum(float x) {
     return x;
 }
 
-// The sum over the lanes up to and including this one.
+// Return the inclusive prefix sum over the lanes.
 DEVICE int warp_prefix_sum(int x) {
     const int lane = threadIdx.x % 32;
     for (int gap = 1; gap < 32; gap *= 2) {
@@ -33,7 +33,8 @@ DEVICE int warp_prefix_sum(int x) {
     return x;
 }
 
-// For each of N numbers: in `x` the sum over the threads up to and including this one, in `total` the sum over all threads of the CTA.
+// Inclusive prefix sums of N numbers over the threads of the CTA, in place in `x`; `total` receives the sums over all
+// threads.
 template <int THREADS, int N>
 DEVICE void block_prefix_sum(int (&x)[N], int (&total)[N]) {
     __shared__ int sums[N][THREADS / 32];
@@ -52,10 +53,10 @@ DEVICE void block_prefix_sum(int (&x)[N], int (&total)[N]) {
             total[n] += sums[n][i];
         }
     }
-    __syncthreads();  // all have read `sums`
+    __syncthreads();  // all threads have read `sums`
 }
 
-// Each of four adjacent lanes holds a row of a 4 x 4 matrix, and receives a column.
+// Transpose a 4 x 4 matrix over a quad: each lane holds a row and receives a column.
 DEVICE void quad_transpose(u32 (&x)[4]) {
 #pragma unroll
     for (int far = 1; far <= 2; far *= 2) {

@@ -1,27 +1,29 @@
-// Products of a warpgroup on Hopper (wgmma), of operands in registers and in shared memory.
+// Warpgroup matrix products on Hopper (wgmma), with operands in registers and in shared memory.
 #pragma once
 #include "wgmma_ptx.cuh"
 
-// The same value in all lanes; the compiler then keeps it in a uniform register.
+// Broadcast a value that is equal in all lanes, so that the compiler keeps it in a uniform register.
 DEVICE u32 uniform(u32 x) { return __shfl_sync(ALL_LANES, x, 0); }
 
-// Operands in shared memory are tiles in swizzled panels, given by the lower half of a matrix descriptor, which counts in 16 bytes: offsets
-// within a tile are added to it. In panels, the next eight rows follow after 1024 bytes, in tiles of groups (tma.cuh) after GROUP.
+// An operand in shared memory is a tile in swizzled panels, given by the lower half of a matrix descriptor in units of
+// 16 bytes; add offsets within the tile to it. Groups of eight rows are 1024 bytes apart in panels, and GROUP bytes
+// apart in tiles of groups (tma.cuh).
 DEVICE u32 operand(u32 address) { return (address & 0x3ffff) >> 4; }
-constexpr u32 TRANSPOSED = PANEL / 16 << 16;  // is added if the tile's columns are the operand's rows; 64 columns further is the next panel
+constexpr u32 TRANSPOSED = PANEL / 16 << 16;  // add if the tile's columns are the operand's rows
 template <int GROUP = 1024>
 DEVICE u64 descriptor(u32 lower) {
     return lower | static_cast<u64>(GROUP >> 4 | 1 << 30) << 32;
 }
 
-// d = a b^T, 64 x 2 N, for operands a of 64 and b of 2 N rows, both of COLUMNS columns; of b, the next 64 columns follow after NEXT bytes.
+// d = a b^T, 64 x 2 N, for operand a of 64 rows and b of 2 N rows, both with COLUMNS columns. NEXT: bytes between
+// 64-column panels of b.
 template <int COLUMNS, int NEXT = PANEL, int GROUP = 1024, int N>
 DEVICE void wgmma_a_bt(float (&d)[N], u32 a, u32 b) {
 #pragma unroll
     for (int k = 0; k < COLUMNS / 16; ++k)
         wgmma_shared(d, descriptor(a + (k / 4 * PANEL + k % 4 * 32) / 16), descriptor<GROUP>(b + (k / 4 * NEXT + k % 4 * 32) / 16), k > 0);
 }
-// The same for a in registers.
+// The same with a in registers.
 template <int COLUMNS>
 DEVICE void wgmma_a_bt(float (&d)[32], const u32 (&a)[COLUMNS / 16][4], u32 b) {
 #pragma unroll

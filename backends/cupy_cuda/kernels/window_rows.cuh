@@ -1,14 +1,15 @@
-// The rows that see a tile of keys through a window, in steps of adjacent tokens: what dkdv_groups.cu goes through in place of a list.
+// The rows that see a tile of keys through a window, in steps of adjacent tokens. dkdv_groups.cu walks these instead of
+// a list.
 #pragma once
 #include "problem.cuh"
 
-// Of WIDTH keys from `first_key` on, in steps of TOKENS rows.
+// Rows that see any of WIDTH keys from `first_key` on, in steps of TOKENS rows.
 template <int WIDTH, int TOKENS>
 struct WindowRows {
     i64 first, count;  // the rows [first, first + count)
     int steps;
     int begun, over;   // in the steps [begun, over) every row sees all keys of the tile
-    int rotation;      // steps that come last, though they are the first: see `step_at`
+    int rotation;      // leading steps that are processed last: see `step_at`
 
     DEVICE WindowRows(const Problem &p, i64 first_key) : first(first_row(p, first_key)) {
         const i64 last_key = min(first_key + WIDTH, p.S_kv) - 1;
@@ -18,7 +19,8 @@ struct WindowRows {
         over = static_cast<int>((first_row(p, first_key + p.window) - first) / TOKENS);
         rotation = steps ? static_cast<u32>(first / TOKENS) % static_cast<u32>(steps) : 0;
     }
-    // Which step comes as number `i`. CTAs of adjacent tiles read nearly the same rows, but in all more than the L2 cache holds. Each
-    // begins at a multiple of its number of steps, counted from row 0, so that they read the same rows at the same time.
+    // Return the step at position `i` of the processing order. CTAs of adjacent tiles read nearly the same rows, which
+    // together exceed the L2 cache. Each CTA starts at a multiple of its number of steps, counted from row 0, so that
+    // they read the same rows at the same time.
     DEVICE int step_at(int i) const { return i < rotation ? i + steps - rotation : i - rotation; }
 };
