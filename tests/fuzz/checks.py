@@ -24,7 +24,7 @@ from tests.fuzz.generators import Case, case, digest
 CPU_SECONDS = 120  # of processor time, which does not grow under load, that one case may take; compiling takes most of it
 CHECKS = {
     "call": calls.check_call, "varlen": calls.check_varlen, "cache": calls.check_cache, "write": calls.check_write,
-    "tiles": tiles.check_tiles, "bad": inputs.check_bad, "config": inputs.check_config, "file": inputs.check_file,
+    "tiles": tiles.check_tiles, "bad": inputs.check_bad, "config": inputs.check_config, "log": inputs.check_log, "file": inputs.check_file,
 }  # fmt: skip
 
 

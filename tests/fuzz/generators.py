@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 Facts = dict[str, Any]
 
 UNION = True  # whether ranges of a row may overlap, and a row may name a block twice; each key counts once
-KINDS = {"call": 48, "varlen": 8, "cache": 8, "bad": 14, "write": 8, "config": 7, "file": 3}  # kind -> weight
+KINDS = {"call": 48, "varlen": 8, "cache": 8, "bad": 14, "write": 8, "config": 7, "log": 4, "file": 3}  # kind -> weight
 GPU_KINDS = {"call": 60, "varlen": 10, "cache": 10, "bad": 10, "write": 10}  # beside "tiles", which is asked for by its name
 TRITON = ("triton-token", "triton-group", "triton-tile", "triton-block")
 ON_CPU = ("sdpa-packed", "numba", *TRITON)
@@ -294,6 +294,12 @@ def _config(rng: random.Random, z: Facts) -> Facts:
     return {"flags": [], "file": rng.random(), "tree": _tree_edits(rng), "text": _text_edits(rng, 2)}
 
 
+def _log(rng: random.Random, z: Facts) -> Facts:
+    """Lines of the committed log, by their position (a share of its length), some of them edited. The name is not used anymore."""
+    lines = [[rng.random(), _tree_edits(rng), _text_edits(rng, 1) if rng.random() < 0.3 else []] for _ in range(rng.randint(0, 3))]
+    return {"log": rng.choice(("sample_log.jsonl", "sample_log.jsonl", "decisions.jsonl")), "lines": lines}
+
+
 def _file(rng: random.Random, z: Facts) -> Facts:
     names, ops = ("q", "k", "v", "ranges", "block_indices", "q_pos"), (*ODD_TENSORS, "drop", "rename")
     return {
@@ -304,4 +310,4 @@ def _file(rng: random.Random, z: Facts) -> Facts:
     }  # fmt: skip
 
 
-MAKERS = {"call": _call, "varlen": _varlen, "cache": _cache, "bad": _bad, "write": _write, "config": _config, "file": _file}
+MAKERS = {"call": _call, "varlen": _varlen, "cache": _cache, "bad": _bad, "write": _write, "config": _config, "log": _log, "file": _file}

@@ -21,18 +21,19 @@ from typer.testing import CliRunner
 import nsa_sel
 from nsa_sel.cli.app import app
 from nsa_sel.core.request import DeviceInfo, example_request
-from nsa_sel.errors import ConfigError, NsaSelError
+from nsa_sel.errors import ArgumentError, ConfigError, NsaSelError
 from nsa_sel.oracle import oracle_forward
 from nsa_sel.selection import Selection
 from nsa_sel.settings import config
 from nsa_sel.settings.devices import GPUS
 from nsa_sel.settings.flags import CONFIG_FLAG, FLAGS
 from nsa_sel.settings.schema import ConfigFile
+from nsa_sel.telemetry.log import read_decisions
 from tests import conftest
 from tests.fuzz.calls import Ran, clear
 from tests.fuzz.generators import ODD_TENSORS, Case, Facts
 from tests.helpers.cases import make_qkv
-from tests.helpers.paths import ROOT
+from tests.helpers.paths import DATA, ROOT
 
 # Wrong arguments
 
@@ -170,6 +171,19 @@ def _command(*arguments: str) -> Ran:
     assert result.exit_code in (0, 1, 2)
     assert not raw, f"control characters {raw} in the output of {arguments[0]}"
     return Ran({"refused" if result.exit_code == 2 else "accepted": 1})
+
+
+def check_log(case: Case, f: Facts) -> Ran:
+    """Read edited lines of a log, and replay the decisions; or refuse the log with a clear error."""
+    whole = (DATA / "decisions.jsonl").read_text().splitlines()
+    lines = [edit_text(json.dumps(edit_tree(json.loads(whole[int(share * len(whole))]), tree)), text) for share, tree, text in f["lines"]]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log.jsonl"
+        log.write_bytes("\n".join(lines).encode("utf-8", "surrogatepass"))
+        try:
+            return Ran({"accepted": len(read_decisions(log))})
+        except ArgumentError as error:
+            return clear(error)
 
 
 def check_file(case: Case, f: Facts) -> Ran:
