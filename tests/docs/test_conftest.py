@@ -40,7 +40,7 @@ def without_a_gpu(*command: str, **flags: str) -> subprocess.CompletedProcess[st
 def test_the_parity_command_passes_without_a_gpu() -> None:
     """On some tests of each kind: those of the interpreter run; those of a GPU are skipped and say why."""
     files = [f"tests/test_triton_sel_parity{name}.py" for name in ("", "_blocks", "_gpu")]
-    chosen = ("-k", "triton_sel_parity and (half_precision or reruns)", "-rs", "-p", "no:cacheprovider")
+    chosen = ("-k", "triton_sel_parity and (failure or reruns)", "-rs", "-p", "no:cacheprovider")
     flags = {"NSA_USE_TRITON_SEL": "1", "NSA_TEST_TRITON_SEL": "1"}
     done = without_a_gpu(sys.executable, "-m", "pytest", "-q", *chosen, *files, **flags)
     assert done.returncode == 0, done.stdout + done.stderr
