@@ -251,7 +251,7 @@ def check_workspace(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None
     S = lane.rows(shape)
     S_kv = S + 2 * (shape.block or 8)
     qkv, selection = tensors(lane, shape, S, S_kv), selection_of(lane, shape, S, S_kv)
-    workspace = torch.full((1 << 23,), 0xFF, dtype=torch.uint8, device=lane.place)
+    workspace = torch.full((1 << (28 if lane.device == "cuda" else 23),), 0xFF, dtype=torch.uint8, device=lane.place)
     runs = []
     for buffer in (None, workspace):
         inputs = [x.detach().requires_grad_() for x in qkv]
