@@ -53,10 +53,9 @@ def forward_ranges_kernel(
 
     SPLIT: write float32 partials [rows, parts, ...] with base-2 lse for combine.py.
     NP: ranges per walk. ONE_WALK: one walk holds all ranges of a split row.
-    LENGTHS: q_pos holds sequence lengths.
     PAGE > 0: k and v are page pools [pages,G,PAGE,D]. ONE_PAGE: each range lies within one page.
     BLOCK > 0: ranges are blocks of fewer keys than a step takes, and one walk holds all of them.
-    k_scale, v_scale, PAGE_SCALES: see quantized.py.
+    LENGTHS: q_pos holds sequence lengths. k_scale, v_scale, PAGE_SCALES: see quantized.py.
     """
     ACC: tl.constexpr = lse.dtype.element_ty
     BLOCK_DV: tl.constexpr = dims.BLOCK_DV
