@@ -246,7 +246,7 @@ def _build(call: Call, width: int, section: int, pairs: int, piece: int, reach: 
 
 
 def _stretch(rows: int, entries: int, tiles: int, section: int) -> int:
-    """Return rows per stretch, of `entries` entries each, so that the table of counts is no longer than the lists."""
+    """Return how many rows, of `entries` entries each, share one count, so that the counts take no more memory than the lists."""
     return min(section, tile_size(max(SORTED // entries, -(-rows // STRETCHES), tiles // entries), 1))
 
 

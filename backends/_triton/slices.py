@@ -18,7 +18,7 @@ _MERGED = 12  # bytes per range of `merged`, with its bits
 
 
 class Slices(NamedTuple):
-    """How a pair's rows are split."""
+    """Describe how the rows of one batch entry and group are split."""
 
     rows: int  # rows per slice
     parts: int  # bytes left for partial sums of dk and dv

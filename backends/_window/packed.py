@@ -29,8 +29,10 @@ def first_keys(bounds: Bounds, q: Tensor, window: int) -> Tensor:
 
 
 def clean(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """q, k, v with zeros in padding, which may hold NaN, and where it is, [T,1,1,1] bool; None where the host knows
-    that there is none."""
+    """Return q, k and v with zeros in padding, which may hold NaN, and a mask of the padding, bool [T,1,1,1].
+
+    The mask is None if the host knows that nothing is padded.
+    """
     padding = bounds.padding(q, q.shape[1])
     if padding is None:
         return q, k, v, None

@@ -146,8 +146,10 @@ def test_compiled_in_one_graph() -> None:
     rotary = ours.model.rotary_emb(x, position_ids=torch.arange(70)[None])
     call = {"position_embeddings": rotary, "attention_mask": None, "position_ids": torch.arange(70)[None]}
     with torch.no_grad():
-        compiled = torch.compile(layer, backend="eager", fullgraph=True)(x, **call)
-        torch.testing.assert_close(compiled, eager.model.layers[1](x, **call), atol=1e-6, rtol=0)
+        compiled = torch.compile(layer, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x, **call), eager.model.layers[1](x, **call), atol=1e-6, rtol=0)
+        shifted = compiled(x, **{**call, "position_ids": torch.arange(5, 75)[None]})  # not the cache's slots: nothing can be raised
+        assert bool(shifted.isnan().all())
 
 
 def test_what_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

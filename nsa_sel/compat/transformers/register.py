@@ -70,12 +70,13 @@ def register_transformers(*, n: int = 16, block_size: int = 64, first: int = 1, 
             found = f"of shape {tuple(attention_mask.shape)}"
             raise ArgumentError("attention_mask", found, "[B, keys] of 0 and 1: padding before and after", "leave it out for a causal mask")
         if minimax_m3.is_attention(module):
-            minimax_m3.check_positions(options.get("position_ids"), attention_mask, key.shape[2])
-            return minimax_m3.attend(module, query, key, value, attention_mask, options.get("block_indices"), options.get("scaling")), None
-        rising = check_positions(options.get("position_ids"), attention_mask, query.shape[2], key.shape[2])
-        sizes = {"n": n, "block_size": block_size, "first": first, "local": local}
-        o = attend(query, key, value, attention_mask, options.get("scaling"), sizes)
-        return o if rising is None else torch.where(rising, o, float("nan")), None
+            right = minimax_m3.check_positions(options.get("position_ids"), attention_mask, key.shape[2])
+            o = minimax_m3.attend(module, query, key, value, attention_mask, options.get("block_indices"), options.get("scaling"))
+        else:
+            right = check_positions(options.get("position_ids"), attention_mask, query.shape[2], key.shape[2])
+            sizes = {"n": n, "block_size": block_size, "first": first, "local": local}
+            o = attend(query, key, value, attention_mask, options.get("scaling"), sizes)
+        return o if right is None else torch.where(right, o, float("nan")), None
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, first_keys)
