@@ -28,8 +28,8 @@ class Arithmetic(NamedTuple):
 
 
 def supports(call: ChooseCall | WindowCall, device: DeviceInfo, *others: Tensor) -> bool:
-    """Return True if the kernels compute a call of these sizes on `device`. others: the backward pass's o, lse, do and dlse,
-    which are read row by row."""
+    """Return True if the kernels compute a call of these sizes on `device`. others: do, in a backward pass, which is
+    read row by row as q, k and v are."""
     _, S, _, h, Dk = call.q.shape
     return (
         device.sm == ARITHMETIC_TILES.sm
