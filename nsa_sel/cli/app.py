@@ -29,7 +29,7 @@ from nsa_sel.core.decide import explain_request
 from nsa_sel.core.decision import refusal
 from nsa_sel.core.request import DeviceInfo, Request, example_request
 from nsa_sel.errors import ArgumentError, BackendError, NsaSelError, needs_extra
-from nsa_sel.settings.devices import GPUS, SHARED_MEMORY
+from nsa_sel.settings.config import GPUS, SHARED_MEMORY
 from nsa_sel.settings.schema import Way
 from nsa_sel.telemetry import events
 from nsa_sel.telemetry.describe import describe

@@ -28,8 +28,8 @@ from nsa_sel.core.transforms import capturing
 from nsa_sel.errors import ArgumentError, BackendError, ConfigError, shown, warn
 from nsa_sel.quantize import Scales
 from nsa_sel.selection import Selection
-from nsa_sel.settings import devices, flags, tuned
-from nsa_sel.settings.config import forget_settings, settings_for
+from nsa_sel.settings import flags, tuned
+from nsa_sel.settings.config import forget_settings, settings_for, warn_if_assumed
 from nsa_sel.settings.schema import Settings
 from nsa_sel.telemetry import events
 
@@ -190,7 +190,7 @@ def decide(request: Request, device: DeviceInfo, backend: str | None = None) -> 
     if message is not None:
         events.count("unserved")
         raise BackendError(message, decision)
-    devices.warn_if_assumed(decision)
+    warn_if_assumed(decision)
     return decision
 
 
