@@ -22,8 +22,9 @@ def shown(value: object) -> str:
 
 
 def closest(name: str, names: Iterable[str]) -> str | None:
-    """Return the entry of `names` that an unknown `name` probably means; None if none is similar."""
-    return next(iter(difflib.get_close_matches(name.lower(), list(names), n=1, cutoff=0.5)), None)
+    """Return the entry of `names` that an unknown `name` probably means, whatever its case; None if none is similar."""
+    by_lower = {known.lower(): known for known in names}
+    return next((by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=1)), None)
 
 
 class NsaSelError(Exception):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import os
 from typing import Any, Literal, get_args
 
 import msgspec
 
-from nsa_sel.errors import ConfigError, warn
+from nsa_sel.errors import ConfigError, closest, warn
 from nsa_sel.settings.schema import Autotune, CountSharing, ForcePath, Length, Tile
 
 Kind = Literal["bool", "length", "tile", "path", "autotune", "counting", "text", "log"]
@@ -144,7 +143,7 @@ def unknown_variables() -> dict[str, str | None]:
     """Return the environment variables named NSA_* that are not flags, each with the flag of a similar name."""
     flags = (*NAMES, TEST_FLAG, COMMIT_FLAG)
     names = sorted(name for name in os.environ if name.startswith("NSA_") and name not in flags)
-    return {name: next(iter(difflib.get_close_matches(name, flags, n=1)), None) for name in names}
+    return {name: closest(name, flags) for name in names}
 
 
 @functools.cache  # once per process
