@@ -11,8 +11,7 @@ from torch import Tensor
 
 from nsa_sel.cache import NSACache
 from nsa_sel.caching import extend, step_tensors
-from nsa_sel.caching.pages import Pages
-from nsa_sel.caching.sequences import CachedSequence
+from nsa_sel.caching.sequences import CachedSequence, Pages
 from nsa_sel.errors import CacheFull
 from tests.helpers.layer_cache import poison
 
