@@ -93,14 +93,14 @@ def test_every_limit_is_a_refusal_with_values(
 )
 def test_offers_within_their_limits_have_no_reasons(offer: Offer, changes: dict[str, Any], device: DeviceInfo) -> None:
     case = PolicyInput(replace(SHORT, **changes), device, settings(), "forward")
-    assert guards.within_limits(case, offer) == ()
-    assert guards.forced_path(case, offer) == ()
+    assert not [*guards.within_limits(case, offer)]
+    assert not [*guards.forced_path(case, offer)]
 
 
 def test_all_reasons_are_kept() -> None:
     offer = toy(min_sm=90, head_dim_multiple=16, head_dim_max=64)
     request = replace(SHORT, Dk=72, Dv=200, dtype="float64")
-    found = guards.within_limits(PolicyInput(request, A100, settings(), "forward"), offer)
+    found = [*guards.within_limits(PolicyInput(request, A100, settings(), "forward"), offer)]
     assert [reason.code for reason in found] == [
         "dtype", "compute-capability", "head-dim-multiple", "head-dim-max", "head-dim-multiple", "head-dim-max",
     ]  # fmt: skip
@@ -126,7 +126,7 @@ def test_the_dense_path_refuses_backends_of_whole_blocks() -> None:
     for path, expected in (("dense", ["path-dense-blocks"]), ("varlen", []), ("auto", [])):
         case = PolicyInput(one, H100, settings(triton_force_path=path), "forward")
         assert [reason.code for reason in guards.forced_path(case, joining)] == expected
-        assert guards.forced_path(case, TRITON) == ()
+        assert not [*guards.forced_path(case, TRITON)]
 
 
 # Rules: should it?
@@ -265,7 +265,7 @@ def test_device_rules_are_data() -> None:
     (reason,) = rules.device_rule(PolicyInput(LONG, A100, settings(triton_off=rule), "forward"), TRITON)
     assert (reason.kind, reason.required) == ("disabled", "another: ADR-1")
     assert "measure --again" in reason.remedy
-    assert rules.device_rule(PolicyInput(LONG, A100, settings(triton_off=rule, triton_force=True), "forward"), TRITON) == ()
+    assert not [*rules.device_rule(PolicyInput(LONG, A100, settings(triton_off=rule, triton_force=True), "forward"), TRITON)]
     assert decide(LONG, A100, triton_off=rule).forward == "sdpa-packed"
 
 
