@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from nsa_sel.caching.pages import Pages
 from torch import Tensor
 
 from nsa_sel import NSACache, NSAttention, quantize_e4m3
 from nsa_sel.caching import prefill, quantized, step_tensors
-from nsa_sel.caching.pages import Pages
 from nsa_sel.caching.pools import Pools
 from nsa_sel.caching.step import CacheStep
 from nsa_sel.core.request import DeviceInfo
