@@ -43,13 +43,14 @@ def empty_dq(M: tl.constexpr, dims: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def add_step(sums, grad, logits, kv, c, REST: tl.constexpr, seen=None, chosen=None):
+def add_step(sums, grad, logits, kv, c, REST: tl.constexpr, seen=None, chosen=None, STRICT: tl.constexpr = False):
     """Add one step of keys to the sums, from logits = q k^T [M, BLOCK_L].
 
     Args:
         c: scale * log2 e.
         seen: [M, BLOCK_L], which keys each row sees; None if all, or if the logits of the others are -inf.
         chosen: [M], or one bool, which rows take part in the step at all; None if all.
+        STRICT: a NaN in a value does not reach the dq of rows that do not see it; costs a select per element.
     """
     k_tile, k_rest, v_tile = kv
     if grad is None:
@@ -63,6 +64,8 @@ def add_step(sums, grad, logits, kv, c, REST: tl.constexpr, seen=None, chosen=No
         if chosen is not None:  # p = 2^(logit - inf) = 0
             lse2 = tl.where(chosen, lse2, float("inf"))
         _, ds = p_and_ds(logits, do_tile, v_tile, lse2, delta, c, seen)  # [M, BLOCK_L]
+        if STRICT:
+            ds = tl.where(seen, ds, 0.0)
         ds = ds.to(k_tile.dtype)
         acc = add_product(acc, ds, k_tile)
         if REST > 0:
@@ -96,11 +99,11 @@ def add_whole_steps(
 @triton.jit
 def add_cut_steps(
     sums, q, grad, k, v, strides, b, g, offset, first, stop, low, high, c,
-    dims: tl.constexpr, BLOCK_L: tl.constexpr, CUT: tl.constexpr,
+    dims: tl.constexpr, BLOCK_L: tl.constexpr, CUT: tl.constexpr, STRICT: tl.constexpr = False,
 ):  # fmt: skip
     """Add the keys [first, stop) in steps of BLOCK_L under a mask, through pointers; the last step may be shorter.
 
-    A row sees the keys before `high` [M], and if CUT those from `low` [M] on.
+    A row sees the keys before `high` [M], and if CUT only those from `low` [M] on. STRICT: see `add_step`.
     """
     for at in range(first, stop, BLOCK_L):
         key = at + tl.arange(0, BLOCK_L)
@@ -109,7 +112,7 @@ def add_cut_steps(
         if CUT:
             sums = add_step(sums, grad, within(logits, low, high, key), kv, c, dims.BLOCK_REST)
         else:
-            sums = add_step(sums, grad, logits, kv, c, dims.BLOCK_REST, key[None, :] < high[:, None])
+            sums = add_step(sums, grad, logits, kv, c, dims.BLOCK_REST, key[None, :] < high[:, None], None, STRICT)
     return sums
 
 
