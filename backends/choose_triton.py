@@ -21,7 +21,6 @@ from torch import Tensor
 
 from nsa_sel.backends._triton import choose_dkdv, choose_pages, runs
 from nsa_sel.backends._triton.arguments import narrow_suffix
-from nsa_sel.backends._triton.block_scores import block_scores
 from nsa_sel.backends._triton.choose_rows import (
     Sizes,
     bounds_of,
@@ -34,7 +33,7 @@ from nsa_sel.backends._triton.choose_rows import (
     strides_of,
     value_descriptor,
 )
-from nsa_sel.backends._triton.importance import importance
+from nsa_sel.backends._triton.choose_scores import block_scores, importance
 from nsa_sel.backends._triton.kernel import Kernel
 from nsa_sel.backends._triton.tiles import MIN_TILE
 from nsa_sel.backends._triton.top_n import top_n

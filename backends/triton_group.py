@@ -27,8 +27,7 @@ from nsa_sel.backends._triton.dkdv import key_value_gradients
 from nsa_sel.backends._triton.group_blocks import dq_blocks_kernel, forward_blocks_kernel
 from nsa_sel.backends._triton.group_ranges import dq_kernel, forward_ranges_kernel
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
-from nsa_sel.backends._triton.tiles import MIN_TILE, tile_size
-from nsa_sel.backends._triton.tma import descriptor, tma_fits
+from nsa_sel.backends._triton.tiles import MIN_TILE, descriptor, tile_size
 from nsa_sel.core.call import Call
 from nsa_sel.settings.schema import KernelConfig
 
@@ -243,7 +242,7 @@ def _tma_fits(call: Call, heads: arguments.Heads, kernel: str) -> bool:
     if config.loads != "tma" or not _whole_blocks(call):
         return False
     whole = call.block_table is None or call.k.shape[2] % min(config.block_l, _block(call)) == 0
-    return whole and tma_fits(call)
+    return whole and arguments.tma_fits(call)
 
 
 def _one_page(call: Call) -> bool:

@@ -12,8 +12,7 @@ from torch import Tensor
 from nsa_sel.backends._buffers import temporary, unwritten
 from nsa_sel.backends._common import known
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
-from nsa_sel.backends._triton.tiles import tile_size
-from nsa_sel.backends._triton.tma import tma_fits
+from nsa_sel.backends._triton.tiles import MIN_TILE, tile_size
 from nsa_sel.backends.specs import launch_class, tile_columns
 from nsa_sel.core.call import Call
 from nsa_sel.errors import warn
@@ -161,6 +160,20 @@ def kernel_config(call: Call, of: Heads, kernel: str, tma: bool | None = None) -
     if config.loads == "tma" and not (tma_fits(call) if tma is None else tma):
         config = msgspec.structs.replace(config, loads="pointer")
     return config
+
+
+@known
+def tma_fits(call: Call) -> bool:
+    """Return whether TMA can load this call's blocks: sm_90 or newer, whole blocks, 16-byte aligned bases and
+    strides."""
+    size, k, v = call.selection.block_size, call.k, call.v
+    if size is None or size % MIN_TILE:
+        return False
+    if call.device.kind == "cuda" and (call.device.sm or 0) < 90:
+        return False
+    (k_batch, k_group, k_key, _), (v_batch, v_group, v_key, _) = k.stride(), v.stride()
+    numbers = k_batch | k_group | k_key | v_batch | v_group | v_key
+    return (k.data_ptr() | v.data_ptr() | numbers * k.element_size()) % 16 == 0 and k.shape[2] < 2**31
 
 
 def announced(call: Call, of: Heads, name: str, config: KernelConfig, kernel: Kernel) -> Kernel:

@@ -17,12 +17,19 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_sel.backends._triton.arguments import Dims, options
-from nsa_sel.backends._triton.choose_packed import key_tile
-from nsa_sel.backends._triton.choose_rows import bounds_of, dims_of, seen_keys, sizes_of, strides_of, tiles_of
+from nsa_sel.backends._triton.choose_rows import bounds_of, dims_of, key_tile, seen_keys, sizes_of, strides_of, tiles_of
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.softmax import products, split_products
-from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, row_pointers, store_columns, store_split
-from nsa_sel.backends._triton.tma import aligned, row_descriptor
+from nsa_sel.backends._triton.tiles import (
+    aligned,
+    load_columns,
+    load_kv,
+    load_split,
+    row_descriptor,
+    row_pointers,
+    store_columns,
+    store_split,
+)
 from nsa_sel.backends._triton.walk import add_rows_step
 from nsa_sel.core.choose_call import ChooseCall, Rule
 from nsa_sel.settings.schema import KernelConfig

@@ -19,14 +19,14 @@ from torch import Tensor
 from nsa_sel.backends._buffers import temporary, unwritten
 from nsa_sel.backends._slices import slices
 from nsa_sel.backends._triton import arguments
+from nsa_sel.backends._triton.blocks import merged
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.key_to_rows import KeyToRows, list_start
-from nsa_sel.backends._triton.merged_blocks import merged
 from nsa_sel.backends._triton.rows import load_range, row_limit
-from nsa_sel.backends._triton.slices import Slices, slices_of
 from nsa_sel.backends._triton.softmax import LOG2_E, add_product, dot, p_and_ds, split_products
 from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, row_pointers, store_columns, store_split
 from nsa_sel.backends._triton.units import (
+    Slices,
     Unit,
     highest_limit,
     list_tile,
@@ -34,6 +34,7 @@ from nsa_sel.backends._triton.units import (
     most_parts,
     piece_bounds,
     plan_within,
+    slices_of,
     tile_width,
     units,
     workspace_beside_plan,

@@ -21,8 +21,7 @@ from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.key_to_rows import KeyToRows, list_start
 from nsa_sel.backends._triton.rows import row_limit
 from nsa_sel.backends._triton.softmax import LOG2_E, finish_softmax
-from nsa_sel.backends._triton.tiles import load_columns, load_split, row_pointers, store_columns
-from nsa_sel.backends._triton.tma import descriptor
+from nsa_sel.backends._triton.tiles import descriptor, load_columns, load_split, row_pointers, store_columns
 from nsa_sel.backends._triton.units import Unit, load_entries, piece_bounds
 from nsa_sel.backends._triton.walk import add_cut_steps, add_whole_steps, empty_dq, empty_sums, store_dq
 from nsa_sel.backends.specs import VISITED_WHOLE

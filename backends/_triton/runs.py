@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 
 from nsa_sel.backends._triton.arguments import Dims, options
-from nsa_sel.backends._triton.choose_packed import locate_tile
-from nsa_sel.backends._triton.choose_rows import seen_keys
+from nsa_sel.backends._triton.choose_rows import locate_tile, seen_keys
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.rows import tile_rows
 from nsa_sel.backends._triton.softmax import LN_2, LOG2_E, finish_softmax, row_delta

@@ -22,8 +22,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nsa_sel.backends._triton.arguments import Dims, Heads, options, split_dims
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.softmax import products, split_products
-from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, row_pointers, store_columns, store_split
-from nsa_sel.backends._triton.tma import aligned, descriptor, row_descriptor
+from nsa_sel.backends._triton.tiles import (
+    aligned,
+    descriptor,
+    load_columns,
+    load_kv,
+    load_split,
+    row_descriptor,
+    row_pointers,
+    store_columns,
+    store_split,
+)
 from nsa_sel.backends._triton.walk import add_rows_step
 from nsa_sel.core.call import WindowCall
 from nsa_sel.settings.schema import KernelConfig

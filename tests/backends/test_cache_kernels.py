@@ -14,7 +14,6 @@ from torch import Tensor
 
 from nsa_sel import gating
 from nsa_sel.backends._triton import cache as cache_kernels
-from nsa_sel.backends._triton import compress as compress_kernels
 from nsa_sel.backends._triton import gate
 from nsa_sel.cache import NSACache
 from nsa_sel.caching import extend
@@ -110,7 +109,7 @@ def test_compressed_keys_are_those_of_the_mlp(device: str, dtype: torch.dtype, t
     both = modules(device, dtype)
     of_k, of_v = (tuple(x if x is None else x.detach() for x in module.weights()) for module in both)
     raw, to = step.pools[6:], step.pools[2:4]
-    compress_kernels.compress(raw, keys[:2], step.tensors.covered, step.tensors.first_new, step.tensors.compressed_slot, of_k, of_v, to, 4)
+    cache_kernels.compress(raw, keys[:2], step.tensors.covered, step.tensors.first_new, step.tensors.compressed_slot, of_k, of_v, to, 4)
     extend.append(step.pools, step.tensors, keys)
     slots = step.tensors.compressed_slot[placed]
     rest = torch.ones(len(to[0].flatten(0, 1)), dtype=torch.bool, device=device).index_fill_(0, slots, False)
