@@ -19,8 +19,6 @@ import msgspec
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa_sel.backends._buffers import temporary
-from nsa_sel.backends._common import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.backends._triton import arguments
 from nsa_sel.backends._triton.combine import combine, multiprocessors, split_parts
 from nsa_sel.backends._triton.dkdv import key_value_gradients
@@ -28,6 +26,8 @@ from nsa_sel.backends._triton.group_blocks import dq_blocks_kernel, forward_bloc
 from nsa_sel.backends._triton.group_ranges import dq_kernel, forward_ranges_kernel
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.tiles import MIN_TILE, descriptor, tile_size
+from nsa_sel.backends.launcher.buffers import temporary
+from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.core.call import Call
 from nsa_sel.settings.schema import KernelConfig
 

@@ -26,7 +26,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa_sel.backends._common import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.backends._loads import union_keys
 from nsa_sel.backends._slices import by_parts
 from nsa_sel.backends._triton import arguments
@@ -37,6 +36,7 @@ from nsa_sel.backends._triton.rows import row_limit, tile_rows
 from nsa_sel.backends._triton.softmax import LN_2, delta_and_lse, finish_softmax, split_products
 from nsa_sel.backends._triton.tiles import MIN_TILE, descriptor, load_columns, load_kv, load_split, load_whole, row_pointers, store_columns
 from nsa_sel.backends._triton.walk import add_cut_steps, add_step, empty_dq, empty_sums, store_dq
+from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.core.call import Call
 from nsa_sel.settings.schema import KernelConfig
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import nsa_sel
-from nsa_sel.backends._replay import kept_plan
 from nsa_sel.backends._triton import arguments, blocks, units
 from nsa_sel.backends._triton import key_to_rows as key_to_rows_module
 from nsa_sel.backends._triton.blocks import block_union
 from nsa_sel.backends._triton.key_to_rows import key_to_rows
+from nsa_sel.backends.launcher.replay import kept_plan
 from nsa_sel.core.call import Call, device_info
 from nsa_sel.errors import BackendError
 from nsa_sel.selection import Selection

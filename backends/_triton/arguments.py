@@ -9,10 +9,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from nsa_sel.backends._buffers import temporary, unwritten
-from nsa_sel.backends._common import known
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.tiles import MIN_TILE, tile_size
+from nsa_sel.backends.launcher.buffers import temporary, unwritten
+from nsa_sel.backends.launcher.passes import cached_by_class
 from nsa_sel.backends.specs import launch_class, tile_columns
 from nsa_sel.core.call import Call
 from nsa_sel.errors import warn
@@ -48,7 +48,7 @@ class Strides(NamedTuple):
     pos: tuple[int, ...]  # (b, s) of q_pos, or (b, 0) of lengths
 
 
-@known
+@cached_by_class
 def strides(call: Call) -> Strides:
     return Strides(call.q.stride()[:4], call.k.stride()[:3], call.v.stride()[:3], position_strides(call))
 
@@ -60,7 +60,7 @@ def position_strides(call: Call) -> tuple[int, ...]:
     return (0, 0) if call.q_pos is None else call.q_pos.stride()
 
 
-@known
+@cached_by_class
 def sizes(call: Call) -> tuple[int, int, int]:
     """Return S, S_kv and G, as kernels take them."""
     _, S, G, _, _ = call.q.shape
@@ -108,7 +108,7 @@ class Dims(NamedTuple):
     BLOCK_DV: int
 
 
-@known
+@cached_by_class
 def heads(call: Call) -> Heads:
     q, settings = call.q, call.settings
     _, _, _, h, Dk = q.shape
@@ -150,7 +150,7 @@ def config_suffix(of: Heads) -> str:
     return launch_class(tiles.BLOCK_D + tiles.BLOCK_REST + tiles.BLOCK_DV, of.dtype.itemsize)
 
 
-@known
+@cached_by_class
 def kernel_config(call: Call, of: Heads, kernel: str, tma: bool | None = None) -> KernelConfig:
     """Return the config of `kernel` for this call, with pointer loads if TMA does not fit.
 
@@ -162,7 +162,7 @@ def kernel_config(call: Call, of: Heads, kernel: str, tma: bool | None = None) -
     return config
 
 
-@known
+@cached_by_class
 def tma_fits(call: Call) -> bool:
     """Return whether TMA can load this call's blocks: sm_90 or newer, whole blocks, 16-byte aligned bases and
     strides."""

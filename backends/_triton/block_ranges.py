@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_sel.backends._buffers import unwritten
-from nsa_sel.backends._replay import recorded
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.tiles import tile_size
+from nsa_sel.backends.launcher.buffers import unwritten
+from nsa_sel.backends.launcher.replay import recorded
 
 ENTRIES = 256  # entries per program: rows of few blocks share one
 MOST_SORTED = 512  # most blocks per row that a program sorts
@@ -84,7 +84,7 @@ def block_ranges(
         block_size: keys per block.
         dtype: dtype of the ranges.
         find_unique: whether to compute distinct ranges.
-        known: recordings of calls that differ only in the values of the tensors (_replay.recorded).
+        known: recordings of calls that differ only in the values of the tensors (launcher/replay.py).
     """
     sorts = find_unique and indices.shape[3] <= MOST_SORTED
     tensors = indices.contiguous(), None if counts is None else counts.contiguous()

@@ -21,13 +21,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_sel.backends._buffers import bits_dtype, unwritten
-from nsa_sel.backends._replay import kept_plan
 from nsa_sel.backends._triton.arguments import position_strides, sizes
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.rows import load_range, row_limit
 from nsa_sel.backends._triton.softmax import larger
 from nsa_sel.backends._triton.tiles import MIN_TILE, tile_size
+from nsa_sel.backends.launcher.buffers import bits_dtype, unwritten
+from nsa_sel.backends.launcher.replay import kept_plan
 from nsa_sel.core.call import Call
 from nsa_sel.errors import BackendError
 from nsa_sel.selection import Selection

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_sel.backends._buffers import temporary, unwritten
 from nsa_sel.backends._slices import slices
 from nsa_sel.backends._triton import arguments
 from nsa_sel.backends._triton.blocks import merged
@@ -39,6 +38,7 @@ from nsa_sel.backends._triton.units import (
     units,
     workspace_beside_plan,
 )
+from nsa_sel.backends.launcher.buffers import temporary, unwritten
 from nsa_sel.core.call import Call
 from nsa_sel.settings.schema import KernelConfig
 

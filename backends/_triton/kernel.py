@@ -19,9 +19,9 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa_sel.backends import _driver
-from nsa_sel.backends._driver import bind_context, start, stream_of, thread
-from nsa_sel.backends._triton.packing import Layout, encoder, layout_of
+from nsa_sel.backends.launcher import cuda_driver
+from nsa_sel.backends.launcher.cuda_driver import bind_context, start, stream_of, thread
+from nsa_sel.backends.launcher.packing import Layout, encoder, layout_of
 
 CPU = -1  # device index of CPU tensors (interpreter tests)
 REMEMBERED = 256  # size of kernel caches, and of each kernel's cache of packed numbers (S_kv grows in decoding)
@@ -155,4 +155,4 @@ def hooked() -> bool:
         return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-_driver.hooked = hooked
+cuda_driver.hooked = hooked

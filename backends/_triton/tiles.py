@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa_sel.backends._driver import bind_context, thread
 from nsa_sel.backends._triton.kernel import REMEMBERED
+from nsa_sel.backends.launcher.cuda_driver import bind_context, thread
 
 MIN_TILE = 16  # the smallest side of a tensor-core operand
 

@@ -1,11 +1,9 @@
-"""Record the kernel launches of a forward or backward pass and replay them for later calls of the same class, to save
-host time.
+"""Record the kernel launches of a forward or backward pass and replay them for later calls of the same class.
 
-The launches of a pass are determined by its call's shapes, strides, dtypes, alignment and settings, except for
-addresses. One of the first passes of a class is recorded: which kernels it launches, with which scalars, and to which
-tensor each address belongs. Later passes allocate their results and one buffer for all temporaries, fill in the
-addresses, and launch the kernels. Plans of selections are recorded separately; all tensors of a plan lie in one buffer,
-which the selection keeps.
+The package states what a backend must keep to. One of the first passes of a class is recorded: which kernels it
+launches, with which scalars, and to which tensor each address belongs. Later passes allocate their results and one
+buffer for all temporaries, fill in the addresses, and launch the kernels. Plans of selections are recorded separately;
+all tensors of a plan lie in one buffer, which the selection keeps.
 
 A recording holds no tensor and no address. A pass is never recorded if it compiles, runs a PyTorch operation, or passes
 an address that belongs to none of its tensors or to several; it then always runs as Python. So do all passes during a
@@ -28,10 +26,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa_sel.backends import _driver
-from nsa_sel.backends._buffers import allocator, contiguous
-from nsa_sel.backends._driver import clear, ready, start_all, stream_of, thread
+from nsa_sel.backends.launcher import cuda_driver
+from nsa_sel.backends.launcher.buffers import allocator, contiguous
+from nsa_sel.backends.launcher.cuda_driver import clear, ready, start_all, stream_of, thread
 from nsa_sel.core.transforms import REPEATED
+from nsa_sel.errors import BackendError
 
 # nsa_sel.core.call.Call, not imported: it holds a selection, whose ranges a recorded kernel makes, which would be an
 # import circle.
@@ -64,7 +63,7 @@ class Recording(NamedTuple):
     maps: tuple[tuple[int, Callable[[int], bytes | None]], ...]  # entry, encoder of tensor maps
     constants: tuple[bytes, ...]
     cleared: tuple[tuple[int, int], ...]  # entry, bytes
-    steps: tuple[Any, ...]  # launches, see `_driver.ready`
+    steps: tuple[Any, ...]  # launches, see `cuda_driver.ready`
     kernels: tuple[Any, ...]  # kernel objects, held so that their code stays loaded
     plan: tuple[Any, ...] | None  # for a plan: type, fields (tensors as `_Part` of the buffer), offsets
 
@@ -162,14 +161,62 @@ def replayed(
 
     Its kernels read q, k, v, the disjoint ranges, and the tensors in `given`.
     """
-    known = call.known
-    if REPEATED not in known or call.workspace is not None or call.settings.traced or call.capturing():
+    known, settings = call.known, call.settings
+    if REPEATED not in known or call.workspace is not None or (settings.traced and not settings.debug_triton) or call.capturing():
         return work(call, *given, *numbers)
     ranges = call.disjoint_ranges()
     key = _kind(call, work, ranges, numbers)
     if given:
         key += tuple([None if x is None else (x.dtype, x.stride()) for x in given])
-    return recorded(known, key, (call.q, call.k, call.v, ranges, *given), lambda: work(call, *given, *numbers), call, plan)
+    inputs = (call.q, call.k, call.v, ranges, *given)
+    if settings.debug_triton:
+        return checked(known, key, inputs, work, lambda: work(call, *given, *numbers), plan)
+    return recorded(known, key, inputs, lambda: work(call, *given, *numbers), call, plan)
+
+
+def checked(
+    known: dict[Any, Any], key: Any, inputs: Sequence[Tensor | None], backend: Callable[..., Any], work: Callable[[], Any], plan: bool
+) -> Any:  # fmt: skip
+    """Return `work()`. Record it, and raise BackendError if its launches differ from the first recording of its class.
+
+    Args:
+        known, key, inputs, work, plan: those of `recorded`.
+        backend: the pass, or what builds the plan; the error names it.
+    """
+    if thread.recording is not None or _fills() or cuda_driver.hooked():
+        return work()
+    recorder = Recorder([0 if x is None else x.data_ptr() for x in inputs])
+    with recorder:
+        result = work()
+    made = recorder.finished(result, plan)
+    if made is None:
+        return result
+    first = known.setdefault(("checked", key), made)
+    for field, was, now in zip(_Launches._fields, _Launches.of(first), _Launches.of(made), strict=True):
+        if was != now:
+            raise BackendError(
+                f"{backend.__module__}.{backend.__qualname__}: a pass of one class of calls had {field} {now}, an earlier one {was};"
+                " allowed: the same, because passes are replayed. Remedy: see the rule in nsa_sel/backends/launcher/__init__.py."
+            )
+    return result
+
+
+class _Launches(NamedTuple):
+    """The facts of a recording that all passes of a class share."""
+
+    kernels: tuple[int, ...]  # functions
+    grids: tuple[bytes, ...]
+    outputs: tuple[Any, ...]
+    scratch: int
+    offsets: tuple[Any, ...]
+    constants: tuple[bytes, ...]
+    cleared: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, recording: Recording) -> _Launches:
+        kernels, grids = (tuple(step[i] for step in recording.steps) for i in (0, 1))
+        facts = recording.outputs, recording.scratch, recording.offsets, recording.constants, recording.cleared
+        return cls(kernels, grids, *facts)
 
 
 def recorded(
@@ -190,7 +237,7 @@ def recorded(
         return work()
     recording = known.get(key)
     addresses = [0 if x is None else x.data_ptr() for x in inputs]
-    if functools.reduce(operator.or_, addresses) & 15 or _fills() or _driver.hooked():
+    if functools.reduce(operator.or_, addresses) & 15 or _fills() or cuda_driver.hooked():
         return work()
     if type(recording) is Recording:
         result = _play(recording, addresses, call)
@@ -299,8 +346,8 @@ class Recorder:
         self, function: int, ctas: int, threads: int, shared: int, early: bool, pointers: Any, arguments: struct.Struct,
         values: tuple[Any, ...],
     ) -> None:  # fmt: skip
-        """Record a kernel launch: the arguments of `_driver.start`, and the values that were packed."""
-        self.launches.append((function, _driver.grid(ctas, threads, shared), early, pointers, arguments, values))
+        """Record a kernel launch: the arguments of `cuda_driver.start`, and the values that were packed."""
+        self.launches.append((function, cuda_driver.grid(ctas, threads, shared), early, pointers, arguments, values))
 
     def finished(self, result: Any, plan: bool) -> Recording | None:
         """Return the recording of a pass (or plan) that returned `result`, or None if it cannot be replayed."""
