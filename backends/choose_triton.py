@@ -1,11 +1,10 @@
 """choose-triton: attention to compressed keys, importance without storing p, and top n without sorting.
 
 Forward kernels:
-    _triton/runs.py           o and lse
-    _triton/importance.py     block scores from q, k and lse, as NSA defines them
-    _triton/block_scores.py   block scores for other pools: the maximum, or logits
-    _triton/choose_pages.py   all of these for a few new tokens over compressed keys in pages
-    _triton/top_n.py          the best blocks
+    _triton/runs.py            o and lse
+    _triton/choose_scores.py   block scores from q, k and lse, as NSA defines them (importance), or for other pools
+    _triton/choose_pages.py    all of these for a few new tokens over compressed keys in pages
+    _triton/ranges.py          the best blocks
 Scores and top n run on a chunk of rows at a time, so that the scores of all rows are never in memory.
 Backward: dq in _triton/runs.py, dk and dv in _triton/choose_dkdv.py. The selection itself has no gradient.
 A compressed key must not cover more pieces than a block has (rule.reach <= rule.pieces).
@@ -35,8 +34,8 @@ from nsa_sel.backends._triton.choose_rows import (
 )
 from nsa_sel.backends._triton.choose_scores import block_scores, importance
 from nsa_sel.backends._triton.kernel import Kernel
+from nsa_sel.backends._triton.ranges import top_n
 from nsa_sel.backends._triton.tiles import MIN_TILE
-from nsa_sel.backends._triton.top_n import top_n
 from nsa_sel.core.arguments import range_dtype
 from nsa_sel.core.choose_call import NSA_POOL, ChooseCall
 from nsa_sel.settings.schema import KernelConfig

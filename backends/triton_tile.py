@@ -2,7 +2,7 @@
 whole tile.
 
 Neighboring tokens select nearly the same blocks (docs/kernels.md). A tile holds TQ tokens times h heads, which fill the
-64 rows of a tensor-core tile, and walks the union of their blocks (_triton/block_union.py). Rows that did not select a
+64 rows of a tensor-core tile, and walks the union of their blocks (_triton/blocks.py). Rows that did not select a
 block are masked by shifting their logits to -inf (softmax.chosen_step), at no per-element cost.
     whole blocks  visible to every row of the tile up to their last key: no mask; loaded through TMA on sm_90 and newer,
                   through pointers on older GPUs

@@ -59,7 +59,7 @@ def partial_dkdv_kernel(
     part_dq: if not None, receives each (entry, head)'s share of dq.
     WHOLE: every entry's range covers its tile up to the causal clamp. Only the first BLOCK_L rows of a list then need a
     mask, because rows ascend; with explicit q_pos, all rows of the tile's own list do.
-    bits: if not None, which blocks of BLOCK keys a range selects within its tile (merged_blocks.py).
+    bits: if not None, which blocks of BLOCK keys a range selects within its tile (blocks.py).
     """
     S, S_kv, G = sizes
     piece = tl.program_id(0) // TILES

@@ -11,8 +11,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_sel.backends._triton.group_ranges import add_cached_keys, add_dq, row_gradients, row_heads, store_part
-from nsa_sel.backends._triton.quantized import page_scales, quantized_row, step_logits, step_weights
+from nsa_sel.backends._triton.group_ranges import (
+    add_cached_keys,
+    add_dq,
+    page_scales,
+    quantized_row,
+    row_gradients,
+    row_heads,
+    step_logits,
+    step_weights,
+    store_part,
+)
 from nsa_sel.backends._triton.rows import page_of, split_blocks, whole_block
 from nsa_sel.backends._triton.softmax import (
     add_product,

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nsa_sel
 from nsa_sel import gating, nsa_attention
-from nsa_sel.backends._triton import gate
+from nsa_sel.backends._triton import elementwise
 from nsa_sel.errors import BackendError
 from tests.helpers import nsa_reference
 from tests.helpers.layer_kernels import by_autograd, check_deltas, check_gate, check_gate_parts, gated
@@ -189,7 +189,7 @@ def test_wrong_calls(changes: dict[str, Any], fragments: tuple[str, ...]) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 def test_gate_kernels_match_autograd(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "INTERPRETED_TILE", 1 << 13)  # so that there are two programs, and the last one has rows to spare
+    monkeypatch.setattr(elementwise, "INTERPRETED_TILE", 1 << 13)  # so that there are two programs, and the last one has rows to spare
     check_gate(dtype, "cpu", 24)
     check_deltas(dtype, "cpu")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nsa_sel import rotary
-from nsa_sel.backends._triton import rotate as rotate_kernel
+from nsa_sel.backends._triton import elementwise
 from nsa_sel.rotary import rotate
 from tests.helpers.layer_kernels import check_rotation
 
@@ -46,7 +46,7 @@ def test_only_rotate_and_its_bases_share_a_table(rotary_of: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 def test_the_rotary_kernel_is_exact(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rotate_kernel, "INTERPRETED_TILE", 1 << 10)  # several programs, and the last one has rows to spare
+    monkeypatch.setattr(elementwise, "INTERPRETED_TILE", 1 << 10)  # several programs, and the last one has rows to spare
     check_rotation(dtype, "cpu", 12)
 
 

@@ -1,16 +1,23 @@
-"""Select the n best blocks of every row without sorting, with results equal to `nsa_sel.core.ranges.sorted_blocks`.
+"""Key ranges of blocks: from block indices, without duplicates, and of the n best blocks by their scores.
 
-Scores are read once and mapped to integers in the order of `sorted_blocks`: forced blocks highest, then the scores,
-then blocks that cannot be selected (future blocks, NaN, -inf). Bisection finds the largest threshold that at least n of
-them reach, and ends early if exactly n do. All blocks above it are selected, and the first ones of those equal to it.
-One prefix sum counts both, in the two halves of an integer, which gives every selected block its index in the ascending
-list. The kernel stores the blocks' key ranges, like `core.arguments.whole_blocks`.
+PyTorch would need about twenty operations for the first two, each with the host time of a kernel launch.
+
+`top_n` selects without sorting, with results equal to `nsa_sel.core.ranges.sorted_blocks`. Scores are read once and
+mapped to integers in the order of `sorted_blocks`: forced blocks highest, then the scores, then blocks that cannot be
+selected (future blocks, NaN, -inf). Bisection finds the largest threshold that at least n of them reach, and ends early
+if exactly n do. All blocks above it are selected, and the first ones of those equal to it. One prefix sum counts both,
+in the two halves of an integer, which gives every selected block its index in the ascending list. The kernel stores the
+blocks' key ranges, like `core.arguments.whole_blocks`.
+
+This module imports no `Call`: `nsa_sel.core.ranges` uses it to make a `Selection`.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,6 +25,115 @@ from torch import Tensor
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.rows import row_position
 from nsa_sel.backends._triton.tiles import tile_size
+from nsa_sel.backends.launcher.buffers import unwritten
+from nsa_sel.backends.launcher.replay import recorded
+
+ENTRIES = 256  # entries per program: rows of few blocks share one
+MOST_SORTED = 512  # most blocks per row that a program sorts
+
+
+@triton.jit
+def block_ranges_kernel(
+    indices, counts, ranges, unique, rows, last, BLOCK: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, R: tl.constexpr
+):  # fmt: skip
+    """Store the ranges [rows, N, 2] of blocks [rows, N]: [j * BLOCK, (j + 1) * BLOCK), or [0, 0) for j < 0 and past
+    counts [rows].
+
+    Grid: one program per R rows.
+    unique: if not None, receives the same ranges in ascending order, with [0, 0) for duplicates, and empty ranges last.
+    last: the highest block whose end fits the dtype of the ranges.
+    """
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    i = tl.arange(0, NP)
+    listed = (row < rows)[:, None] & (i < N)[None, :]
+    at = row[:, None] * N + i[None, :]
+    block = tl.load(indices + at, mask=listed, other=-1).to(ranges.dtype.element_ty)
+    if counts is not None:
+        block = tl.where(i[None, :] < tl.load(counts + row, mask=row < rows, other=0)[:, None], block, -1)
+    block = tl.minimum(tl.maximum(block, -1), last).to(ranges.dtype.element_ty)
+    tl.store(ranges + 2 * at, tl.maximum(block, 0) * BLOCK, mask=listed)
+    tl.store(ranges + 2 * at + 1, (block + 1) * BLOCK, mask=listed)
+    if unique is not None:
+        store_distinct(unique, block, at, listed, last, BLOCK, NP, R)
+
+
+@triton.jit
+def distinct_ranges_kernel(ranges, unique, rows, last, BLOCK: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, R: tl.constexpr):
+    """Store `unique` of `block_ranges_kernel` for ranges [rows, N, 2] that are blocks or empty. Grid: one program per R
+    rows."""
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    i = tl.arange(0, NP)
+    listed = (row < rows)[:, None] & (i < N)[None, :]
+    at = row[:, None] * N + i[None, :]
+    start = tl.maximum(tl.load(ranges + 2 * at, mask=listed, other=0), 0)
+    end = tl.load(ranges + 2 * at + 1, mask=listed, other=0)
+    store_distinct(unique, tl.where(end > start, start // BLOCK, -1).to(start.dtype), at, listed, last, BLOCK, NP, R)
+
+
+@triton.jit
+def store_distinct(unique, block, at, listed, last, BLOCK: tl.constexpr, NP: tl.constexpr, R: tl.constexpr):
+    """Store the ranges of each row's blocks [R, NP] in ascending order, with [0, 0) for duplicates and for -1."""
+    i = tl.arange(0, NP)
+    far = last + 1  # sorts after every block
+    block = tl.sort(tl.where(block < 0, far, block).to(block.dtype), dim=1)
+    before = tl.gather(block, tl.broadcast_to(tl.maximum(i - 1, 0)[None, :], [R, NP]), 1)
+    new = (block != far) & ((i == 0)[None, :] | (block != before))
+    tl.store(unique + 2 * at, tl.where(new, block, 0) * BLOCK, mask=listed)
+    tl.store(unique + 2 * at + 1, tl.where(new, block + 1, 0) * BLOCK, mask=listed)
+
+
+def block_ranges(
+    indices: Tensor, counts: Tensor | None, block_size: int, dtype: torch.dtype, find_unique: bool, known: dict[Any, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """Return ranges [B,S,G,n,2] from block indices, and with find_unique the ranges of distinct blocks if n is small
+    enough to sort.
+
+    Args:
+        indices: [B,S,G,n], on the current device.
+        counts: [B,S,G], or None.
+        block_size: keys per block.
+        dtype: dtype of the ranges.
+        find_unique: whether to compute distinct ranges.
+        known: recordings of calls that differ only in the values of the tensors (launcher/replay.py).
+    """
+    sorts = find_unique and indices.shape[3] <= MOST_SORTED
+    tensors = indices.contiguous(), None if counts is None else counts.contiguous()
+    ranges = recorded(known, sorts, tensors, lambda: _block_ranges(*tensors, block_size, dtype, sorts))
+    return ranges[0], ranges[1] if sorts else None
+
+
+def _block_ranges(indices: Tensor, counts: Tensor | None, block_size: int, dtype: torch.dtype, sorts: bool) -> tuple[Tensor, ...]:
+    B, S, G, n = indices.shape
+    ranges = [unwritten(indices, B, S, G, n, 2, dtype=dtype) for _ in range(1 + sorts)]
+    kernel, rows = _block_ranges_kernel(True, n, block_size, sorts), B * S * G
+    tensors = (indices, counts, ranges[0], ranges[1] if sorts else None)
+    kernel.launch(-(-rows // kernel.constants["R"]), tensors, (rows, torch.iinfo(dtype).max // block_size - 1))
+    return tuple(ranges)
+
+
+def distinct_ranges(ranges: Tensor, block_size: int) -> Tensor | None:
+    """Return ranges [B,S,G,n,2] of the distinct blocks in `ranges`, whose ranges are blocks or empty; None if n is too
+    large to sort.
+
+    The tensors are on the current device.
+    """
+    B, S, G, n, _ = ranges.shape
+    if n > MOST_SORTED:
+        return None
+    unique = unwritten(ranges, B, S, G, n, 2)
+    kernel, rows = _block_ranges_kernel(False, n, block_size, True), B * S * G
+    numbers = (rows, torch.iinfo(ranges.dtype).max // block_size - 1)
+    kernel.launch(-(-rows // kernel.constants["R"]), (ranges.contiguous(), unique), numbers)
+    return unique
+
+
+@functools.lru_cache(REMEMBERED)
+def _block_ranges_kernel(of_indices: bool, n: int, block: int, sorts: bool) -> Kernel:
+    NP, function = tile_size(n, 1), block_ranges_kernel if of_indices else distinct_ranges_kernel
+    return Kernel(
+        function, BLOCK=block, N=n, NP=NP, R=max(1, ENTRIES // NP), num_warps=max(1, min(8, NP // 128 if sorts else NP // 256))
+    )  # fmt: skip
+
 
 MOST_BLOCKS = 16384  # most blocks per row, which one program holds in registers
 PER_WARP = 1024  # most scores per warp, 32 per thread; half as many if short rows share a warp
@@ -152,7 +268,7 @@ def top_n(
     rows = max(1, min(2, PER_WARP // 2 // width)) if rows is None else rows
     warps = max(1, min(16, rows * width // PER_WARP)) if warps is None else warps
     n = ranges.shape[3]
-    _kernel(block_size, rows, width, tile_size(n, 1), warps).launch(
+    _top_n_kernel(block_size, rows, width, tile_size(n, 1), warps).launch(
         -(-B * S * G // rows),
         (scores, q_pos, ranges),
         (
@@ -163,5 +279,5 @@ def top_n(
 
 
 @functools.lru_cache(REMEMBERED)
-def _kernel(block_size: int, rows: int, width: int, places: int, warps: int) -> Kernel:
+def _top_n_kernel(block_size: int, rows: int, width: int, places: int, warps: int) -> Kernel:
     return Kernel(top_n_kernel, BLOCK_SIZE=block_size, ROWS=rows, WIDTH=width, NP=places, num_warps=warps)
