@@ -23,6 +23,7 @@ from torch import Tensor
 
 from nsa_sel.backends._triton.arguments import position_strides, sizes
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
+from nsa_sel.backends._triton.key_to_rows import run_ends
 from nsa_sel.backends._triton.rows import load_range, row_limit
 from nsa_sel.backends._triton.softmax import larger
 from nsa_sel.backends._triton.tiles import MIN_TILE, tile_size
@@ -46,6 +47,17 @@ class BlockUnion(NamedTuple):
     tiles: int  # per batch entry and group
     capacity: int  # entries per list, TQ * n
     programs: int  # B*G*tiles
+
+
+@triton.jit
+def union_of_bits(bit, first, i):
+    """Return at the last element of each run of equal blocks the union of the run's bits [N]; first: `run_ends`.
+
+    A row names a block once, so bits never carry within a run: a difference of prefix sums (modulo 2^64) is the union.
+    """
+    sums = tl.cumsum(bit, 0)
+    run = tl.associative_scan(tl.where(first, i, 0), 0, larger)
+    return sums - tl.gather(sums - bit, run, 0)
 
 
 @triton.jit
@@ -76,14 +88,8 @@ def union_kernel(
 
     block = key >> 6
     real = key != NOWHERE
-    first = real & ((e == 0) | (tl.gather(block, tl.maximum(e - 1, 0), 0) != block))
-    last = real & ((e == ENTRIES - 1) | (tl.gather(block, tl.minimum(e + 1, ENTRIES - 1), 0) != block))
-    # A row names a block once, so bits never carry within a run: a difference of prefix sums (modulo 2^64) is the union
-    # of bits.
-    bit = tl.where(real, tl.full([ENTRIES], 1, tl.int64) << (key & 63).to(tl.int64), 0)
-    sums = tl.cumsum(bit, 0)
-    run = tl.associative_scan(tl.where(first, e, 0), 0, larger)
-    chosen = sums - tl.gather(sums - bit, run, 0)
+    first, last = run_ends(block, real, e, ENTRIES)
+    chosen = union_of_bits(tl.where(real, tl.full([ENTRIES], 1, tl.int64) << (key & 63).to(tl.int64), 0), first, e)
 
     ordinal = tl.cumsum(first.to(tl.int32), 0) - 1
     out = pid.to(tl.int64) * (TQ * N) + ordinal
@@ -152,13 +158,8 @@ def merge_kernel(
     key = tl.sort(tl.where((start >= 0) & (end > start) & (start < limit), start // BLOCK, NOWHERE).to(tl.int32))
     real = key != NOWHERE
     tile = key // EACH
-    first = real & ((i == 0) | (tl.gather(tile, tl.maximum(i - 1, 0), 0) != tile))
-    last = real & ((i == ENTRIES - 1) | (tl.gather(tile, tl.minimum(i + 1, ENTRIES - 1), 0) != tile))
-    # A row names a block once, so bits never carry within a run: a difference of prefix sums is the union of bits.
-    bit = tl.where(real, tl.full([ENTRIES], 1, tl.int32) << (key % EACH), 0)
-    sums = tl.cumsum(bit, 0)
-    run = tl.associative_scan(tl.where(first, i, 0), 0, larger)
-    chosen = sums - tl.gather(sums - bit, run, 0)
+    first, last = run_ends(tile, real, i, ENTRIES)
+    chosen = union_of_bits(tl.where(real, tl.full([ENTRIES], 1, tl.int32) << (key % EACH), 0), first, i)
     out = row * M + tl.cumsum(first.to(tl.int32), 0) - 1
     tl.store(tiles + out * 2, tile * WIDTH, mask=last)
     tl.store(tiles + out * 2 + 1, (tile + 1) * WIDTH, mask=last)

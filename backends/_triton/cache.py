@@ -114,8 +114,8 @@ def load_keys(rows, exists, d, D: tl.constexpr, AT_ONCE: tl.constexpr):
     if AT_ONCE == 1:
         return tl.load(rows + d[None, :], mask=exists[:, None] & (d < D)[None, :], other=0.0)
     else:
-        known = exists[:, None, None] & (d < D)[None, None, :]
-        return tl.load(rows[:, :, None] + d[None, None, :], mask=known, other=0.0).reshape(rows.shape[0], AT_ONCE * d.shape[0])
+        loaded = exists[:, None, None] & (d < D)[None, None, :]
+        return tl.load(rows[:, :, None] + d[None, None, :], mask=loaded, other=0.0).reshape(rows.shape[0], AT_ONCE * d.shape[0])
 
 
 @triton.jit
@@ -179,20 +179,20 @@ def out_tile(
     """
     columns = tl.cdiv(D, COLS * TILES)
     row = number // columns * ROWS + tl.arange(0, ROWS)
-    place = tl.load(slot + row // sizes[1], mask=row < sizes[0], other=limit)
-    placed = place < limit
+    target = tl.load(slot + row // sizes[1], mask=row < sizes[0], other=limit)
+    placed = target < limit
     if tl.max(placed.to(tl.int32), 0) > 0:
         i, column = tl.arange(0, BLOCK_W), number % columns * (COLS * TILES) + tl.arange(0, COLS)
-        known = placed[:, None] & (i < WIDTH)[None, :]
+        loaded = placed[:, None] & (i < WIDTH)[None, :]
         at = weight + column[:, None] * WIDTH + i[None, :]
         w = tl.load(at, mask=(column < D)[:, None] & (i < WIDTH)[None, :], other=0.0)
         b = tl.load(first_bias + i, mask=i < WIDTH, other=0.0)
         x = tl.zeros([ROWS, BLOCK_W], tl.float32)
         for part in tl.static_range(SUMS):
-            x += tl.load(hidden + (part * sizes[0] + row[:, None]) * WIDTH + i[None, :], mask=known, other=0.0)
+            x += tl.load(hidden + (part * sizes[0] + row[:, None]) * WIDTH + i[None, :], mask=loaded, other=0.0)
         x += b.to(tl.float32)[None, :]
         x = (0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))).to(w.dtype).to(tl.float32)
-        out = to + (place * sizes[1] + row % sizes[1])[:, None] * D
+        out = to + (target * sizes[1] + row % sizes[1])[:, None] * D
         for tile in tl.static_range(TILES):
             coming = w
             if tile + 1 < TILES:
@@ -256,7 +256,7 @@ def compress(
         covered: [B,keys] int64, slots of keys that follow one another; block p covers those from p * stride on.
         fresh: [B,2] int32: the first of these keys that is new, and what is to be added to a key's number to give its
             row in `new`.
-        slot: [B,P] int64, where compressed key p goes; the slots of the last page and later are no place.
+        slot: [B,P] int64, where compressed key p goes; the slots of the last page and later are no target.
         of_k, of_v: inside [compress_block,D], of the first layer [width,compress_block * D] and [width], of the second
             [D,width] and [D] or None; all contiguous, of raw's dtype.
         to: [pages,slots,G,D], contiguous.

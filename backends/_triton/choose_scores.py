@@ -286,8 +286,8 @@ def block_scores_kernel(
     q_columns, rest_columns = q_tile.T, q_rest.T  # transpose once: in the loop, each step would copy them to shared memory
     lse2 = tl.zeros([HEADS * TOKENS], tl.float32)
     if pool.softmax:  # columns that do not exist and rows without keys get lse = +inf, hence weight 0
-        found = tl.load(row_pointers(lse, stride_lse, b64, g64, s, head), mask=exists, other=float("inf")).to(tl.float32)
-        lse2 = tl.where(found == float("-inf"), float("inf"), found) * LOG2_E
+        lse_columns = tl.load(row_pointers(lse, stride_lse, b64, g64, s, head), mask=exists, other=float("inf")).to(tl.float32)
+        lse2 = tl.where(lse_columns == float("-inf"), float("inf"), lse_columns) * LOG2_E
 
     token = i * TOKENS + tl.arange(0, TOKENS)
     is_token = token < sizes.S

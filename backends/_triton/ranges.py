@@ -83,7 +83,7 @@ def store_distinct(unique, block, at, listed, last, BLOCK: tl.constexpr, NP: tl.
 
 
 def block_ranges(
-    indices: Tensor, counts: Tensor | None, block_size: int, dtype: torch.dtype, find_unique: bool, known: dict[Any, Any]
+    indices: Tensor, counts: Tensor | None, block_size: int, dtype: torch.dtype, find_unique: bool, recordings: dict[Any, Any]
 ) -> tuple[Tensor, Tensor | None]:
     """Return ranges [B,S,G,n,2] from block indices, and with find_unique the ranges of distinct blocks if n is small
     enough to sort.
@@ -94,11 +94,11 @@ def block_ranges(
         block_size: keys per block.
         dtype: dtype of the ranges.
         find_unique: whether to compute distinct ranges.
-        known: recordings of calls that differ only in the values of the tensors (launcher/replay.py).
+        recordings: of calls that differ only in the values of the tensors (launcher/replay.py).
     """
     sorts = find_unique and indices.shape[3] <= MOST_SORTED
     tensors = indices.contiguous(), None if counts is None else counts.contiguous()
-    ranges = recorded(known, sorts, tensors, lambda: _block_ranges(*tensors, block_size, dtype, sorts))
+    ranges = recorded(recordings, sorts, tensors, lambda: _block_ranges(*tensors, block_size, dtype, sorts))
     return ranges[0], ranges[1] if sorts else None
 
 
@@ -224,13 +224,13 @@ def top_n_kernel(
     missing = (wanted - tl.sum(above.to(tl.int32), 1))[:, None]
     before = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 1)
     equals = before >> 16
-    place = (before & 0xFFFF) + tl.minimum(equals, missing) - 1
+    slot = (before & 0xFFFF) + tl.minimum(equals, missing) - 1
     out = (ranges + b * stride_ranges[0] + s * stride_ranges[1] + g * stride_ranges[2])[:, None]
     best = above | (equal & (equals <= missing))
     named = tl.minimum(block, 0x7FFFFFFF // BLOCK_SIZE - 1) if ranges.dtype.element_ty == tl.int32 else block
-    begin = named.to(ranges.dtype.element_ty) * BLOCK_SIZE + tl.zeros_like(place)
-    tl.store(out + 2 * place, begin, mask=best)
-    tl.store(out + 2 * place + 1, begin + BLOCK_SIZE, mask=best)
+    begin = named.to(ranges.dtype.element_ty) * BLOCK_SIZE + tl.zeros_like(slot)
+    tl.store(out + 2 * slot, begin, mask=best)
+    tl.store(out + 2 * slot + 1, begin + BLOCK_SIZE, mask=best)
     j = tl.arange(0, 2 * NP)[None, :]
     tl.store(out + j, tl.zeros([ROWS, 2 * NP], ranges.dtype.element_ty), mask=(j >= 2 * wanted[:, None]) & (j < 2 * n) & exists[:, None])
 
@@ -279,5 +279,5 @@ def top_n(
 
 
 @functools.lru_cache(REMEMBERED)
-def _top_n_kernel(block_size: int, rows: int, width: int, places: int, warps: int) -> Kernel:
-    return Kernel(top_n_kernel, BLOCK_SIZE=block_size, ROWS=rows, WIDTH=width, NP=places, num_warps=warps)
+def _top_n_kernel(block_size: int, rows: int, width: int, slots: int, warps: int) -> Kernel:
+    return Kernel(top_n_kernel, BLOCK_SIZE=block_size, ROWS=rows, WIDTH=width, NP=slots, num_warps=warps)

@@ -64,26 +64,26 @@ def units(call: Call, plan: KeyToRows) -> Iterator[Unit]:
     """Yield the units of a plan in the order in which results are summed: all sections of some pairs, then of the next
     pairs."""
     B, S, G = call.q.shape[:3]
-    places = _places(S, B * G, plan.tiles, plan.stretches, plan.section, plan.pairs, plan.piece)
-    for rows, lists, number in places:
+    numbered = _numbered_units(S, B * G, plan.tiles, plan.stretches, plan.section, plan.pairs, plan.piece)
+    for rows, lists, number in numbered:
         pieces = plan.piece_list
-        if pieces is not None and len(places) > 1:
+        if pieces is not None and len(numbered) > 1:
             pieces = pieces[number * plan.pieces : (number + 1) * plan.pieces]
         yield Unit(rows, lists, pieces)
 
 
 @functools.lru_cache(REMEMBERED)
-def _places(
+def _numbered_units(
     S: int, pairs_all: int, tiles: int, stretches: int, section: int, pairs: int, piece: int
 ) -> tuple[tuple[UnitRows, UnitLists, int], ...]:  # fmt: skip
     """Return the rows and lists of every unit, and its number in the plan's `piece_list`."""
-    places = []
+    numbered = []
     for pair, row in itertools.product(range(0, pairs_all, pairs), range(0, S, section)):
         some, first = min(pairs, pairs_all - pair), (row // section * pairs_all + pair) * tiles
         rows = UnitRows(min(section, S - row), pair, row, some, section)
         lists = UnitLists(tiles, pairs_all, stretches, first, first + some * tiles, piece, pair, row, section)
-        places.append((rows, lists, row // section * -(-pairs_all // pairs) + pair // pairs))
-    return tuple(places)
+        numbered.append((rows, lists, row // section * -(-pairs_all // pairs) + pair // pairs))
+    return tuple(numbered)
 
 
 @triton.jit

@@ -71,14 +71,14 @@ def _layout(
 ) -> Layout | None:  # fmt: skip
     """See `layout_of`. Return None if the driver's parameters do not match the signature."""
     head, maps, left = _Format(0), list[tuple[int, Any]](), list(parameters)
-    for place, kind in enumerate(x for x in tensors if x != "constexpr"):
+    for index, kind in enumerate(x for x in tensors if x != "constexpr"):
         if str(kind).startswith("tensordesc"):
             described = descriptions[len(maps)] if len(maps) < len(descriptions) else None
             rank = len(described["block_size"]) if described else 0
             own, left = left[: 1 + 2 * rank], left[1 + 2 * rank :]
             if not described or not _is_map(own, rank) or described.get("fp4_padded") or described.get("is_im2col"):
                 return None
-            maps.append((place, _map_of(described, own)))
+            maps.append((index, _map_of(described, own)))
             head.add(own[0][0], f"{sum(own[-1]) - own[0][0]}s")
         elif isinstance(kind, str) and kind[0] == "*" and left and left[0][1] == 8:
             head.add(left.pop(0)[0], "Q")

@@ -161,8 +161,8 @@ def replayed(
 
     Its kernels read q, k, v, the disjoint ranges, and the tensors in `given`.
     """
-    known, settings = call.known, call.settings
-    if REPEATED not in known or call.workspace is not None or (settings.traced and not settings.debug_triton) or call.capturing():
+    recordings, settings = call.known, call.settings
+    if REPEATED not in recordings or call.workspace is not None or (settings.traced and not settings.debug_triton) or call.capturing():
         return work(call, *given, *numbers)
     ranges = call.disjoint_ranges()
     key = _kind(call, work, ranges, numbers)
@@ -170,17 +170,17 @@ def replayed(
         key += tuple([None if x is None else (x.dtype, x.stride()) for x in given])
     inputs = (call.q, call.k, call.v, ranges, *given)
     if settings.debug_triton:
-        return checked(known, key, inputs, work, lambda: work(call, *given, *numbers), plan)
-    return recorded(known, key, inputs, lambda: work(call, *given, *numbers), call, plan)
+        return checked(recordings, key, inputs, work, lambda: work(call, *given, *numbers), plan)
+    return recorded(recordings, key, inputs, lambda: work(call, *given, *numbers), call, plan)
 
 
 def checked(
-    known: dict[Any, Any], key: Any, inputs: Sequence[Tensor | None], backend: Callable[..., Any], work: Callable[[], Any], plan: bool
+    recordings: dict[Any, Any], key: Any, inputs: Sequence[Tensor | None], backend: Callable[..., Any], work: Callable[[], Any], plan: bool
 ) -> Any:  # fmt: skip
     """Return `work()`. Record it, and raise BackendError if its launches differ from the first recording of its class.
 
     Args:
-        known, key, inputs, work, plan: those of `recorded`.
+        recordings, key, inputs, work, plan: those of `recorded`.
         backend: the pass, or what builds the plan; the error names it.
     """
     if thread.recording is not None or _fills() or cuda_driver.hooked():
@@ -191,7 +191,7 @@ def checked(
     made = recorder.finished(result, plan)
     if made is None:
         return result
-    first = known.setdefault(("checked", key), made)
+    first = recordings.setdefault(("checked", key), made)
     for field, was, now in zip(_Launches._fields, _Launches.of(first), _Launches.of(made), strict=True):
         if was != now:
             raise BackendError(
@@ -220,12 +220,12 @@ class _Launches(NamedTuple):
 
 
 def recorded(
-    known: dict[Any, Any], key: Any, inputs: Sequence[Tensor | None], work: Callable[[], Any], call: Call = None, plan: bool = False
+    recordings: dict[Any, Any], key: Any, inputs: Sequence[Tensor | None], work: Callable[[], Any], call: Call = None, plan: bool = False
 ) -> Any:
     """Return `work()`, run or replayed.
 
     Args:
-        known: recordings by key.
+        recordings: the recordings of a class of calls, by key.
         key: everything that determines the launches of `work`, including the device, except for addresses. Replays need
             all addresses to be multiples of 16.
         inputs: the tensors that kernels read.
@@ -235,7 +235,7 @@ def recorded(
     """
     if thread.recording is not None:  # nested in a pass that is being recorded
         return work()
-    recording = known.get(key)
+    recording = recordings.get(key)
     addresses = [0 if x is None else x.data_ptr() for x in inputs]
     if functools.reduce(operator.or_, addresses) & 15 or _fills() or cuda_driver.hooked():
         return work()
@@ -245,15 +245,15 @@ def recorded(
             return result
         recording = 0  # the driver refused a launch: run the pass, which raises its own error
     if recording is None or recording == TRIES:  # do not record the first pass: most keys occur once
-        known.setdefault(key, 0)
+        recordings.setdefault(key, 0)
         return work()
     recorder = Recorder(addresses)
     with recorder:
         result = work()
     made = recorder.finished(result, plan)
-    known[key] = made or recording + 1
+    recordings[key] = made or recording + 1
     if made:
-        _recordings.append((known, key))
+        _recordings.append((recordings, key))
         if len(_recordings) > MOST_RECORDINGS:  # a growing cache makes a new class at every step
             old, its_key = _recordings.popleft()
             old.pop(its_key, None)
@@ -297,8 +297,8 @@ def _play(recording: Recording, inputs: list[int], call: Call) -> Any:
         return None
     if plan_of is None:
         return outputs
-    kind, fields, places = plan_of
-    return KeptPlan(None, kind, fields, places, outputs[0])
+    kind, fields, locations = plan_of
+    return KeptPlan(None, kind, fields, locations, outputs[0])
 
 
 class _Span(NamedTuple):
@@ -325,14 +325,14 @@ class Recorder:
 
     def __enter__(self) -> None:
         python = torch._C.DispatchKey.Python
-        self.refused |= torch._C._dispatch_tls_is_dispatch_key_excluded(python)  # `_Watch` would then see no operation
-        self._watch = _Watch()  # type: ignore[no-untyped-call]
-        self._watch.__enter__()  # type: ignore[no-untyped-call]
-        thread.recording = self._watch.recorder = self
+        self.refused |= torch._C._dispatch_tls_is_dispatch_key_excluded(python)  # `_RefuseOperations` would then see no operation
+        self._mode = _RefuseOperations()  # type: ignore[no-untyped-call]
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        thread.recording = self._mode.recorder = self
 
     def __exit__(self, *error: Any) -> None:
-        thread.recording = self._watch.recorder = None  # break the reference cycle, which would keep tensors alive
-        self._watch.__exit__(*error)  # type: ignore[no-untyped-call]
+        thread.recording = self._mode.recorder = None  # break the reference cycle, which would keep tensors alive
+        self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def use(self, call: Call, plan: KeptPlan, arguments: tuple[Any, ...]) -> None:
         """Record that the pass uses a plan."""
@@ -373,10 +373,10 @@ class Recorder:
             size, parts = _packed(outputs if apart else outputs + own, first)
             spans += parts
             facts = [((size,), (1,), torch.uint8)]
-            places = [_Part(part.offset, tuple(x.shape), x.dtype) for part, x in zip(parts, outputs, strict=False)]
-            fields = iter(places)
+            locations = [_Part(part.offset, tuple(x.shape), x.dtype) for part, x in zip(parts, outputs, strict=False)]
+            fields = iter(locations)
             kind = getattr(type(result), "_make", tuple)  # `_make` for named tuples
-            described = kind, tuple(next(fields) if isinstance(x, Tensor) else x for x in result), tuple(x.offset for x in places)
+            described = kind, tuple(next(fields) if isinstance(x, Tensor) else x for x in result), tuple(x.offset for x in locations)
             own = own if apart else []
         else:
             spans += [_Span(x.data_ptr(), x.nbytes, first + i, 0) for i, x in enumerate(outputs)]
@@ -386,14 +386,14 @@ class Recorder:
         spans += [_Span(x.data_ptr(), x.nbytes, after + i, 0) for i, x in enumerate(self.plan_tensors)]
         table = _Table(spans, after + len(self.plan_tensors), self.encoders)
         steps = [(*step, *table.packed(arguments, values)) for *step, arguments, values in self.launches]
-        cleared = [(table.place(address), size) for address, size in self.cleared]
+        cleared = [(table.location(address), size) for address, size in self.cleared]
         if table.refused:
             return None
         return Recording(
             next(_numbers), outputs[0].get_device(), allocator(outputs[0]), tuple(facts), scratch, tuple(self.plans),
             tuple(table.offsets), tuple(table.maps), tuple(table.constants),
-            tuple((table.entry(place), size) for place, size in cleared),
-            tuple((*step, _getter([table.entry(place) for place in places])) for *step, places in steps), tuple(self.kernels),
+            tuple((table.entry(location), size) for location, size in cleared),
+            tuple((*step, _getter([table.entry(location) for location in locations])) for *step, locations in steps), tuple(self.kernels),
             described if plan else None,
         )  # fmt: skip
 
@@ -409,7 +409,7 @@ def _packed(tensors: list[Tensor], entry: int) -> tuple[int, list[_Span]]:
 
 
 class _Table:
-    """Builds the table of `_play` from recorded values. A place is (section of the table, index in the section)."""
+    """Builds the table of `_play` from recorded values. A location is (section of the table, index in the section)."""
 
     def __init__(self, spans: list[_Span], bases: int, encoders: dict[bytes, tuple[int, Callable[[int], bytes | None]]]) -> None:
         self.spans, self.bases, self.encoders, self.refused = spans, bases, encoders, False
@@ -418,11 +418,11 @@ class _Table:
         self.constants: list[bytes] = []
 
     def packed(self, arguments: struct.Struct, values: tuple[Any, ...]) -> tuple[struct.Struct, list[tuple[int, int]]]:
-        """Return the struct with which a replay packs a kernel's arguments, and the places of its values.
+        """Return the struct with which a replay packs a kernel's arguments, and the locations of its values.
 
         Runs of adjacent scalars are packed once into a constant.
         """
-        codes, places, left = "<", list[tuple[int, int]](), iter(values)
+        codes, locations, left = "<", list[tuple[int, int]](), iter(values)
         same, numbers = "", list[Any]()  # codes and values of the current run of scalars
         for number, code in [*_CODES.findall(arguments.format[1:]), ("", "")]:
             for one in [number + code] if code in ("s", "") else int(number or 1) * [code]:
@@ -431,22 +431,22 @@ class _Table:
                 if same and (address or not one):
                     together = struct.pack("<" + same, *numbers)
                     codes += f"{len(together)}s"
-                    places.append(self.place(together))
+                    locations.append(self.location(together))
                     same, numbers = "", []
                 if address:
                     codes += one
-                    places.append(self.place(value))
+                    locations.append(self.location(value))
                 else:
                     same += one
                     numbers += [] if code == "x" else [value]
-        return struct.Struct(codes), places
+        return struct.Struct(codes), locations
 
-    def place(self, value: Any) -> tuple[int, int]:
+    def location(self, value: Any) -> tuple[int, int]:
         if type(value) is bytes and value in self.encoders:
             address, encode = self.encoders[value]
-            place = self.place(address)
-            self.refused |= place[0] != _INPUT  # maps must point to the start of a tensor
-            return _MAP, _index(self.maps, (place[1], encode))
+            location = self.location(address)
+            self.refused |= location[0] != _INPUT  # maps must point to the start of a tensor
+            return _MAP, _index(self.maps, (location[1], encode))
         if type(value) is bytes:
             return _CONSTANT, _index(self.constants, value)
         spans = [x for x in self.spans if x.begin <= value < x.begin + x.size]
@@ -457,8 +457,8 @@ class _Table:
         offset = span.offset + value - span.begin
         return (_OFFSET, _index(self.offsets, (span.entry, offset))) if offset else (_INPUT, span.entry)
 
-    def entry(self, place: tuple[int, int]) -> int:
-        part, number = place
+    def entry(self, location: tuple[int, int]) -> int:
+        part, number = location
         return sum((self.bases, len(self.offsets), len(self.maps))[:part]) + number
 
 
@@ -474,7 +474,7 @@ def _index(values: list[Any], x: Any) -> int:
     return values.index(x)
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _RefuseOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuse the recording if PyTorch dispatches an operation during the pass."""
 
     recorder: Recorder | None = None
