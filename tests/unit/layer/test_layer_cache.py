@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from nsa_sel.caching.pages import Pages
+from nsa_sel.caching.sequences import Pages
 from torch import Tensor
 
 from nsa_sel import NSACache, NSAttention, quantize_e4m3
