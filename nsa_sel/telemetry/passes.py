@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -56,7 +56,9 @@ def recorded(call: Call | ChooseCall, backend: str, direction: str, loads: Loade
         # K and V once per row and group; q, o, do and dq once; dk and dv once.
         flops = 2 * keys * h * (3 * Dk + 2 * Dv)
         moved = (keys * (Dk + Dv) + 2 * rows * h * (Dk + Dv) + call.k.numel() + call.v.numel()) * size
-        rates = {} if seconds is None else {"ms": seconds * 1e3, "tflops": flops / seconds / 1e12, "gbps": moved / seconds / 1e9}
+        rates: dict[str, Any] = (
+            {} if seconds is None else {"ms": seconds * 1e3, "tflops": flops / seconds / 1e12, "gbps": moved / seconds / 1e9}
+        )
         events.emit(f"{group}.bwd", backend=backend, flops=flops, bytes=moved, source=source, **rates)
     events.count("bytes", backend, direction, by=moved)
     events.count("flops", backend, direction, by=flops)
