@@ -9,10 +9,10 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from nsa_sel import window
-from nsa_sel.core import choose, packed, run
+from nsa_sel.core import choose, packed, run, window
 from nsa_sel.core.arguments import Bounds
 from nsa_sel.core.attend import checked
 from nsa_sel.core.call import Call
@@ -21,6 +21,7 @@ from nsa_sel.core.decide import Decided
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.request import Request
 from nsa_sel.core.warm import prepared
+from nsa_sel.core.window import SlidingCall
 from nsa_sel.gating import Gated
 from nsa_sel.selection import Selection
 
@@ -162,5 +163,20 @@ def _selected_gradients(
 
 
 def _window(part: Inputs, options: Options) -> Pass:
-    o, lse = window.attend(*part.branch(WINDOW), options.window, options.scale, False, options.bounds)
-    return Pass(o, lse, functools.partial(window.gradients, options.window, options.scale, options.bounds))
+    o, lse = window.attend(SlidingCall(*part.branch(WINDOW), options.window, options.scale, options.bounds), False)
+    return Pass(o, lse, functools.partial(_window_gradients, options))
+
+
+def _window_gradients(
+    options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor, gated: Gated
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """By the kernels, or by autograd through another forward pass, which gives no delta."""
+    if q.numel() == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None
+    call = SlidingCall(q, k, v, options.window, options.scale, options.bounds)
+    if gated.lse is not None:
+        results = call.by_kernels("backward", o, gated.lse, gated.do, None)
+        if results is not None:
+            return results  # type: ignore[return-value]
+    dq, dk, dv = call.chunk_gradients(False, gated.whole_do(), None)
+    return dq, dk, dv, None

@@ -206,6 +206,19 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.tiles is not None and self.tiles.sm == device.sm and self.tiles.take(request)
 
 
+class WindowKernels(msgspec.Struct, frozen=True, kw_only=True):
+    """Kernels of sliding windows as data: the calls that they run. Their module has `forward` and `backward`."""
+
+    name: str
+    path: str  # dotted path of the module, imported at the first call
+    then: str  # what runs calls that they fail for, for the warning
+    dtypes: tuple[str, ...]
+    head_dim_max: int
+    min_sm: int = 0
+    only_sm: int | None = None
+    needs: str | None = None  # a backend whose packages and libraries they need, too
+
+
 class Offer(msgspec.Struct, frozen=True):
     """A backend on this machine: its data, and what is missing or broken here."""
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_sel import sliding_window_attention, window_kernels
+from nsa_sel import sliding_window_attention
 from nsa_sel.backends._window import chunks
+from nsa_sel.backends.specs import WINDOWS
 from nsa_sel.core import registry
+from nsa_sel.core import window as window_calls
 from tests.api.test_window import check, inputs_of, results
 from tests.backends.test_window_triton import check_packed
 from tests.helpers.cases import make_grads
@@ -51,7 +53,7 @@ def nothing_has_failed() -> Any:
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA's, which take most calls on Hopper, and Triton's for all."""
     if request.param == "triton":
-        monkeypatch.setattr(window_kernels, "_by_cuda", lambda q, v: False)
+        monkeypatch.setattr(window_calls, "WINDOWS", WINDOWS[1:])
     elif not HOPPER or registry.missing("cupy-cuda"):
         pytest.skip("no kernels but Triton's")
 
@@ -62,7 +64,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_results_and_gradients(shape: str, dtype: torch.dtype) -> None:
     inputs, size = inputs_of(GPU_SHAPES[shape], dtype, "cuda")
     q, _, v = (x.detach() for x in inputs)
-    assert window_kernels.takes(q, v) == (dtype != torch.float64 and shape != "320")
+    assert any(window_calls.takes(q, v, kernels) for kernels in WINDOWS) == (dtype != torch.float64 and shape != "320")
     with new_memory_is_nan():
         check(sliding_window_attention, inputs, size, True)
         check(sliding_window_attention, inputs, size, False)

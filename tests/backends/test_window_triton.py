@@ -13,9 +13,11 @@ from msgspec.structs import replace
 from torch import Tensor
 
 import nsa_sel
-from nsa_sel import sliding_window_attention, window_kernels
+from nsa_sel import sliding_window_attention
 from nsa_sel.backends import window_triton
 from nsa_sel.core import registry
+from nsa_sel.core import window as window_calls
+from nsa_sel.core.arguments import Bounds
 from nsa_sel.errors import BackendError
 from tests.api.test_window import check, inputs_of, masked_softmax, results
 from tests.helpers.cases import assert_within_twice_baseline, gradient_terms, make_grads
@@ -41,7 +43,7 @@ SHAPES = {
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes its time for every program: tiles of 32 rows, but few keys, so that short windows take several steps."""
-    monkeypatch.setattr(window_kernels, "takes", lambda q, v: True)
+    monkeypatch.setattr(window_calls, "takes", lambda q, v, kernels: kernels.name == "Triton")
     small = {"block_l": 16, "rows": 32}
     monkeypatch.setattr(window_triton, "config_of", lambda call, kernel: replace(window_triton.CONFIGS[kernel], **small))
 
@@ -126,7 +128,7 @@ def test_compiled_calls_go_through_ops() -> None:
 
 def test_opcheck() -> None:
     inputs, window = inputs_of((1, 5, 7, 1, 2, 16, 16, 3))
-    torch.library.opcheck(torch.ops.nsa_sel.window, (*inputs, window, 0.25, None))
+    torch.library.opcheck(torch.ops.nsa_sel.window_forward.default, (*inputs, None, window, 0.25, True, True))
 
 
 def test_there_is_no_second_derivative() -> None:
@@ -167,9 +169,9 @@ def check_packed(cu_seqlens: tuple[int, ...], shape: tuple[int, ...], dtype: tor
     for x in (q, do, dlse, k.transpose(1, 2), v.transpose(1, 2)):
         x[:, cu_seqlens[-1] :] = math.nan
     inputs = tuple(x.requires_grad_() for x in (q, k, v))
-    bounds = window_kernels.packed_bounds(torch.tensor(cu_seqlens, device=device), q.shape[1])
+    bounds = Bounds(None, torch.tensor(cu_seqlens, device=device))
     with new_memory_is_nan():
-        o, lse = window_kernels.attend(*inputs, window, 0.3, bounds)
+        o, lse = window_calls.attend(window_calls.SlidingCall(*inputs, window, 0.3, bounds), True)
         dq, dk, dv = torch.autograd.grad((o, lse), inputs, (do, dlse))
     found = o, lse, dq, dk.transpose(1, 2), dv.transpose(1, 2)
 
