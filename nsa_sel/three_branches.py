@@ -113,10 +113,8 @@ def _given(part: Inputs, options: Options) -> Selection:
 
 
 def _begin_compressed(part: Inputs, options: Options, needs: bool) -> Decided:
-    tensors, S_kv = part.branch(COMPRESSED), part.k_slc.shape[2]
-    if options.bounds is None:
-        return choose.checked(*tensors, options.rule, S_kv, options.scale, None, needs, None)
-    return choose.decide_choice(*tensors, options.rule, S_kv, options.scale, None, needs, None, options.bounds)
+    rule, scale, S_kv = options.rule, options.scale, part.k_slc.shape[2]
+    return choose.decide_choice(*part.branch(COMPRESSED), rule, S_kv, scale, None, needs, None, options.bounds)
 
 
 def _compressed(part: Inputs, options: Options, needs: bool) -> tuple[Pass, Selection]:
