@@ -13,7 +13,7 @@ def device_rule(case: PolicyInput, offer: Offer) -> tuple[Reason, ...]:
     off = case.settings.triton_off
     if offer.backend.framework != "triton" or off is None or case.settings.triton_force:
         return ()
-    remedy = f"for experiments set NSA_TRITON_SEL_FORCE=1; to re-open the rule measure: {off.reopen}"
+    remedy = f"set NSA_TRITON_SEL_FORCE=1 to try it; to reopen the rule, measure: {off.reopen}"
     return (Reason("device-rule", "disabled", "device.sm", case.device.sm, f"another: {off.rule}", remedy),)
 
 
