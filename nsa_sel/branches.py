@@ -8,8 +8,8 @@ from nsa_sel import by_groups
 from nsa_sel.compressed import compressed_attention
 from nsa_sel.core import transforms
 from nsa_sel.core.arguments import Bounds, CuSeqlens, check_flag, check_positive, check_tensors
+from nsa_sel.core.call import Rule
 from nsa_sel.core.check import check_choose, check_scale, check_sizes
-from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.packed import as_batch, check_longest, check_packed_choose, check_packed_sizes, check_rows_are_keys, packed_attention
 from nsa_sel.errors import ArgumentError, renamed
 from nsa_sel.gating import gated_sum

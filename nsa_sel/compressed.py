@@ -8,8 +8,8 @@ from torch import Tensor
 
 from nsa_sel.core import choose, run, transforms
 from nsa_sel.core.arguments import CuSeqlens, check_flag, check_tensors
+from nsa_sel.core.call import Rule
 from nsa_sel.core.check import check_choose
-from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.packed import check_longest, check_packed_choose
 from nsa_sel.selection import Selection
 

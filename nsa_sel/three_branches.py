@@ -15,8 +15,7 @@ from torch import Tensor
 from nsa_sel.core import choose, packed, run, window
 from nsa_sel.core.arguments import Bounds
 from nsa_sel.core.attend import checked
-from nsa_sel.core.call import Call
-from nsa_sel.core.choose_call import Rule
+from nsa_sel.core.call import Call, Rule
 from nsa_sel.core.decide import Decided
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.request import Request

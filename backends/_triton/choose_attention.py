@@ -45,7 +45,7 @@ from nsa_sel.backends._triton.softmax import (
     split_products,
 )
 from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, load_whole, row_pointers, store_columns, store_split
-from nsa_sel.core.choose_call import ChooseCall, Rule
+from nsa_sel.core.call import ChooseCall, Rule
 from nsa_sel.settings.schema import KernelConfig
 
 TAIL = 32  # keys per masked step

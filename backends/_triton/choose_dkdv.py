@@ -23,7 +23,7 @@ from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.softmax import add_product, products, split_products
 from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, row_pointers, store_columns, store_split
 from nsa_sel.backends._triton.tma import aligned, row_descriptor
-from nsa_sel.core.choose_call import ChooseCall, Rule
+from nsa_sel.core.call import ChooseCall, Rule
 from nsa_sel.settings.schema import KernelConfig
 
 PROGRAMS = 4096  # programs that keep any GPU busy; about half are idle, because their rows see none of their keys

@@ -1,6 +1,6 @@
 """Which compressed keys a row sees, and arguments that all kernels over compressed keys take.
 
-`rule` is `nsa_sel.core.choose_call.Rule`. A row sees the first compressed keys, up to a limit that follows from its
+`rule` is `nsa_sel.core.call.Rule`. A row sees the first compressed keys, up to a limit that follows from its
 position.
 """
 
@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nsa_sel.backends._triton.arguments import Dims, Heads, Strides, split_dims
 from nsa_sel.backends._triton.rows import row_position
 from nsa_sel.backends._triton.tma import aligned, descriptor
-from nsa_sel.core.choose_call import ChooseCall
+from nsa_sel.core.call import ChooseCall
 from nsa_sel.settings.schema import KernelConfig
 
 

@@ -29,8 +29,7 @@ from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows, build_lists, list_
 from nsa_sel.backends.cupy_cuda.tensor_map import key_group_map, row_map, tensor_map
 from nsa_sel.backends.cupy_cuda.token_order import places, start_union, stretch_of
 from nsa_sel.backends.specs import HOPPER_TILES
-from nsa_sel.core.call import Call, WindowCall
-from nsa_sel.core.choose_call import ChooseCall
+from nsa_sel.core.call import Call, ChooseCall, WindowCall
 from nsa_sel.core.request import DeviceInfo
 
 SM = 90  # only sm_90 has wgmma

@@ -13,8 +13,7 @@ from nsa_sel.settings.schema import Settings, Way
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nsa_sel.core.call import Call
-    from nsa_sel.core.choose_call import ChooseCall
+    from nsa_sel.core.call import Call, ChooseCall
 
 ReasonKind = Literal["unavailable", "unsupported", "disabled", "slower"]
 REFUSING_KINDS: tuple[ReasonKind, ...] = ("unavailable", "unsupported", "disabled")  # also for a forced backend

@@ -14,9 +14,8 @@ from torch import Tensor
 from nsa_sel.core import registry, run, transforms
 from nsa_sel.core.arguments import Bounds, check_tensors, range_dtype
 from nsa_sel.core.backend import ChooserModule
-from nsa_sel.core.call import DTYPES, device_info, is_aligned
+from nsa_sel.core.call import DTYPES, NSA_POOL, SCRATCH, ChooseCall, PagedKeys, Pool, Rule, Sequences, device_info, is_aligned
 from nsa_sel.core.check import Index, check_choose, check_scale
-from nsa_sel.core.choose_call import NSA_POOL, SCRATCH, ChooseCall, PagedKeys, Pool, Rule, Sequences
 from nsa_sel.core.decide import Decided, decide, recall, remember
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.request import Request

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core import registry, transforms
-from nsa_sel.core.call import Call, call_over_pool
-from nsa_sel.core.choose_call import ChooseCall
+from nsa_sel.core.call import Call, ChooseCall, call_over_pool
 from nsa_sel.core.decide import Decided, after_failure, forget_decisions
 from nsa_sel.errors import ArgumentError, warn
 from nsa_sel.telemetry import events, passes

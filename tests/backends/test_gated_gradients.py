@@ -17,7 +17,7 @@ from nsa_sel.backends import window_triton
 from nsa_sel.backends._triton import gate
 from nsa_sel.core import registry
 from nsa_sel.core import window as window_calls
-from nsa_sel.core.choose_call import Rule
+from nsa_sel.core.call import Rule
 from nsa_sel.oracle import oracle_mask
 from nsa_sel.three_branches import Inputs, Options
 from tests.helpers.cases import assert_within_twice_baseline, gradient_terms

@@ -15,7 +15,7 @@ import nsa_sel
 from nsa_sel import Selection, block_scores, compressed_attention
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Offer, Reason
-from nsa_sel.core.choose_call import ChooseCall
+from nsa_sel.core.call import ChooseCall
 from nsa_sel.core.decide import forget_decisions
 from nsa_sel.core.decision import Decision, Override
 from nsa_sel.core.request import example_choice
