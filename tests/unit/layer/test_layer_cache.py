@@ -14,8 +14,8 @@ from torch import Tensor
 
 from nsa_sel import NSACache, NSAttention, quantize_e4m3
 from nsa_sel.caching import prefill, quantized, step_tensors
-from nsa_sel.caching.pages import Pages
 from nsa_sel.caching.pools import Pools
+from nsa_sel.caching.sequences import Pages
 from nsa_sel.caching.step import CacheStep
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import ArgumentError, BackendError, CacheFull
