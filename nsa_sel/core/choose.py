@@ -112,16 +112,10 @@ def over_pages(
     return o, lse, ranges
 
 
-def attend_again(decided: Decided) -> tuple[Tensor, Tensor, Decision]:
-    """Return o, lse and the decision of the backend that ran, for a backward pass that recomputes: blocks are not chosen again where the
-    backend can leave that out."""
-
-    def attention_of(name: str, _: Any) -> Callable[..., Any]:
-        module = registry.load_chooser(name)
-        return getattr(module, "attention", module.forward)
-
-    o, lse, *_, decision = run.run_forward(decided, attention_of)
-    return o, lse, decision
+def attention_of(name: str, _: Any) -> Callable[..., Any]:
+    """Return the function of backend `name` that attends without choosing blocks, or `forward` if there is none."""
+    module = registry.load_chooser(name)
+    return getattr(module, "attention", module.forward)
 
 
 def best_blocks(index: Index, rule: Rule, pool: Pool, backend: str | None) -> Tensor:
@@ -183,11 +177,14 @@ def _log_sum_exp(module: ChooserModule, call: ChooseCall) -> Tensor:
 # no gradient: their callers detach.
 
 
-def traced(
-    q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int, scale: float, q_pos: Tensor | None, backend: str | None, needs_grad: bool,
-    bounds: Bounds | None,
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int, scale: float, q_pos: Tensor | None, needs_grad: bool, backend: str | None,
+    bounds: Bounds | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return o, lse and ranges of checked arguments, through the op."""
+    """Return o, lse and ranges of checked arguments, through the op where operations are traced."""
+    if not transforms.traces(q, k, v):
+        o, lse, ranges = run.attend(decide_choice(q, k, v, rule, S_kv, scale, q_pos, needs_grad, backend, bounds))
+        return o, lse, ranges
     cu_seqlens, most = (None, None) if bounds is None else (bounds.as_tensor(), bounds.most)
     o, lse, ranges = torch.ops.nsa_sel.choose_forward(q, k, v, q_pos, cu_seqlens, list(rule), S_kv, scale, backend, most, needs_grad)
     return o, lse, ranges
