@@ -18,8 +18,7 @@ from torch import Tensor
 from nsa_sel.backends.cupy_cuda.compiler import Constants, architecture, constants, cubin
 from nsa_sel.backends.launcher import cuda_driver
 from nsa_sel.backends.launcher.cuda_driver import Pointers, thread
-from nsa_sel.core.call import Call, WindowCall
-from nsa_sel.core.choose_call import ChooseCall
+from nsa_sel.core.call import Call, ChooseCall, WindowCall
 from nsa_sel.errors import BackendError
 
 PORTABLE_CLUSTER = 8  # largest cluster size that needs no attribute

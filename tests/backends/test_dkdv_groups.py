@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends.cupy_cuda import block_tiles, compressed, key_to_rows, sm80, sm90, window
-from nsa_sel.core.call import Call, WindowCall
+from nsa_sel.core.call import Call, Rule, WindowCall
 from nsa_sel.core.check import check_call
-from nsa_sel.core.choose_call import Rule
 from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
