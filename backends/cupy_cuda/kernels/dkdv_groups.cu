@@ -133,10 +133,8 @@ DEVICE void accumulate(const Arguments &x, const ListSteps &list, unsigned char 
     const u32 stage0 = uniform(operand(shared_address(stages)));
     const int2 whole = list.whole_steps();
     float dk[DK / 2], dv[DV / 2], s[ROWS / 2], dp[ROWS / 2];
-#pragma unroll
-    for (int i = 0; i < DK / 2; ++i) dk[i] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < DV / 2; ++i) dv[i] = 0.0f;
+    UNROLL for (int i = 0; i < DK / 2; ++i) dk[i] = 0.0f;
+    UNROLL for (int i = 0; i < DV / 2; ++i) dv[i] = 0.0f;
     mbarrier_wait(&shared.tile, 0);
     for (int step = 0; step < list.steps; ++step) {
         const auto at = state_of(step);

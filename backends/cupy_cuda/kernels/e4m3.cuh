@@ -50,10 +50,8 @@ DEVICE u32 swizzled_bytes(int row, int c) {
 template <int STEPS>
 DEVICE void load_queries(u32 (&q)[STEPS][4], const u16 *tile, int m) {
     const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int k = 0; k < STEPS; ++k)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+    UNROLL for (int k = 0; k < STEPS; ++k)
+        UNROLL for (int r = 0; r < 2; ++r) {
             const uint2 numbers = *reinterpret_cast<const uint2 *>(tile + (m + lane / 4 + 8 * r) * KP + 16 * k + lane % 4 * 4);
             q[k][r] = numbers.x;
             q[k][r + 2] = numbers.y;
@@ -72,14 +70,12 @@ DEVICE void convert_queries(u16 *tile, float *rates) {
         const uint4 loaded = *reinterpret_cast<const uint4 *>(pairs);
         const u32 x[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
         float low[4], high[4], top = 0.0f;
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
+        UNROLL for (int n = 0; n < 4; ++n) {
             low[n] = to_float(static_cast<u16>(x[n]));
             high[n] = to_float(static_cast<u16>(x[n] >> 16));
             top = fmaxf(top, fmaxf(fabsf(low[n]), fabsf(high[n])));
         }
-#pragma unroll
-        for (int far = 1; far < CHUNKS; far *= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, far));
+        UNROLL for (int far = 1; far < CHUNKS; far *= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, far));
         const float power = __int_as_float(__float_as_int(top) & 0x7f800000), inverse = (power > SMALLEST ? power : 1.0f) / Q_TOP;
         const float factor = 1.0f / inverse;
         *reinterpret_cast<uint4 *>(pairs) = make_uint4(
@@ -94,14 +90,11 @@ DEVICE void convert_queries(u16 *tile, float *rates) {
 template <int N>
 DEVICE void add_q_kt(float (&s)[N][4], const u32 (&q)[DK / 16][4], const unsigned char *keys, int first) {
     const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int k = 0; k < DK / 16; k += 2)
-#pragma unroll
-        for (int j = 0; j < N; j += 2) {
+    UNROLL for (int k = 0; k < DK / 16; k += 2)
+        UNROLL for (int j = 0; j < N; j += 2) {
             u32 y[4];
             ldmatrix(y, reinterpret_cast<const u16 *>(keys + swizzled_bytes<DK>(first + 8 * j + lane % 16, k + lane / 16)));
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
+            UNROLL for (int i = 0; i < 4; ++i) {
                 u32 b0, b1;
                 unpack_e4m3(y[i], b0, b1);
                 mma(s[j + i % 2], q[k + i / 2], b0, b1);
@@ -115,24 +108,19 @@ struct StoredValues {
     u32 pairs[N / 2][KEYS / 32][4];
 
     DEVICE StoredValues(const unsigned char *values, int first) {
-#pragma unroll
-        for (int d = 0; d < N / 2; ++d)
-#pragma unroll
-            for (int k = 0; k < KEYS / 32; ++k)
+        UNROLL for (int d = 0; d < N / 2; ++d)
+            UNROLL for (int k = 0; k < KEYS / 32; ++k)
                 ldmatrix_trans(
                     pairs[d][k], reinterpret_cast<const u16 *>(values + swizzled_bytes<DV>(32 * k + threadIdx.x % 32, first / 16 + d)));
     }
 
     // Zeros from key `keys` on.
     DEVICE void keep(int keys) {
-#pragma unroll
-        for (int k = 0; k < KEYS / 32; ++k)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
+        UNROLL for (int k = 0; k < KEYS / 32; ++k)
+            UNROLL for (int i = 0; i < 4; ++i) {
                 const int left = keys - (32 * k + 8 * i + threadIdx.x % 4 * 2);  // of the pair
                 const u32 mask = left >= 2 ? 0xffffffffu : left == 1 ? 0xffffu : 0u;
-#pragma unroll
-                for (int d = 0; d < N / 2; ++d) pairs[d][k][i] &= mask;
+                UNROLL for (int d = 0; d < N / 2; ++d) pairs[d][k][i] &= mask;
             }
     }
 };
@@ -142,24 +130,18 @@ struct StoredValues {
 template <int PITCH, int KEYS, int N>
 DEVICE void add_p_v(float (&acc)[N][4], const u16 *p_tile, int m, const StoredValues<KEYS, N> &values, float scale) {
     u32 p[KEYS / 16][4];
-#pragma unroll
-    for (int k = 0; k < KEYS / 16; ++k) load_a<PITCH>(p[k], p_tile, m, 16 * k);
-#pragma unroll
-    for (int d = 0; d < N; d += 2) {
+    UNROLL for (int k = 0; k < KEYS / 16; ++k) load_a<PITCH>(p[k], p_tile, m, 16 * k);
+    UNROLL for (int d = 0; d < N; d += 2) {
         float sums[2][4] = {};
-#pragma unroll
-        for (int k = 0; k < KEYS / 16; k += 2) {
+        UNROLL for (int k = 0; k < KEYS / 16; k += 2) {
             u32 even[4], odd[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) unpack_e4m3(__byte_perm(values.pairs[d / 2][k / 2][i], 0, 0x3120), even[i], odd[i]);
-#pragma unroll
-            for (int i = 0; i < 4; i += 2) {
+            UNROLL for (int i = 0; i < 4; ++i) unpack_e4m3(__byte_perm(values.pairs[d / 2][k / 2][i], 0, 0x3120), even[i], odd[i]);
+            UNROLL for (int i = 0; i < 4; i += 2) {
                 mma(PAGE_SCALES ? sums[0] : acc[d], p[k + i / 2], even[i], even[i + 1]);
                 mma(PAGE_SCALES ? sums[1] : acc[d + 1], p[k + i / 2], odd[i], odd[i + 1]);
             }
         }
-#pragma unroll
-        for (int i = 0; PAGE_SCALES && i < 4; ++i) {
+        UNROLL for (int i = 0; PAGE_SCALES && i < 4; ++i) {
             acc[d][i] += sums[0][i] * scale;
             acc[d + 1][i] += sums[1][i] * scale;
         }
@@ -175,15 +157,13 @@ DEVICE float4 four_columns(const float (&acc)[N][4], int r, int j) {
 // Row r's columns, from `first` on, to the CTAs of a cluster (row_cluster.cuh).
 template <int N, class Cluster>
 DEVICE void send_row(Cluster &cluster, u32 rank, int head, int first, const float (&acc)[N][4], int r) {
-#pragma unroll
-    for (int j = 0; j < N; j += 2) cluster.send_columns(rank, head, first + 8 * j + threadIdx.x % 4 * 4, four_columns(acc, r, j));
+    UNROLL for (int j = 0; j < N; j += 2) cluster.send_columns(rank, head, first + 8 * j + threadIdx.x % 4 * 4, four_columns(acc, r, j));
 }
 
 // Row r's columns, times `scale`, to o.
 template <int N>
 DEVICE void write_columns(u16 *to, const float (&acc)[N][4], int r, float scale, bool exists) {
-#pragma unroll
-    for (int j = 0; j < N; j += 2) {
+    UNROLL for (int j = 0; j < N; j += 2) {
         const float4 x = four_columns(acc, r, j);
         const uint2 pairs = make_uint2(pack(x.x * scale, x.y * scale), pack(x.z * scale, x.w * scale));
         if (exists) *reinterpret_cast<uint2 *>(to + 8 * j + threadIdx.x % 4 * 4) = pairs;

@@ -195,8 +195,7 @@ struct Consumer {
         convert_queries<HEADS, THREADS>(q_tile, shared.q_rates);
         named_barrier<THREADS>(1);  // q is loaded
         load_queries(q, q_tile, warp_head);
-#pragma unroll
-        for (int r = 0; E4M3 && BF16 && r < 2; ++r) k_rate[r] *= shared.q_rates[head(r)];
+        UNROLL for (int r = 0; E4M3 && BF16 && r < 2; ++r) k_rate[r] *= shared.q_rates[head(r)];
     }
 
 #if E4M3
@@ -232,10 +231,8 @@ struct Consumer {
         if (first || named_barrier_any<THREADS>(1, rises))  // also: all have read the previous p
             raise_maxima<THREADS>(softmax, acc, top, shared.tops, share, head(0));
         softmax.exponentiate<2>(s);
-#pragma unroll
-        for (int j = 0; j < SHARE / 8; ++j)
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
+        UNROLL for (int j = 0; j < SHARE / 8; ++j)
+            UNROLL for (int r = 0; r < 2; ++r)
                 *reinterpret_cast<u32 *>(p_tile + head(r) * PP + share * SHARE + 8 * j + lane % 4 * 2) =
                     pack_operand(s[j][2 * r], s[j][2 * r + 1]);
         if (last) share_sums();
@@ -279,22 +276,19 @@ struct Consumer {
 
     // Publish l of this share. After a barrier (the last step has one), total() returns the sum over all shares.
     DEVICE void share_sums() {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        UNROLL for (int r = 0; r < 2; ++r) {
             const float sum = quad_sum(softmax.l[r]);
             if (lane % 4 == 0) shared.sums[share][head(r)] = sum;
         }
     }
     DEVICE float total(int head) const {
         float sum = 0.0f;
-#pragma unroll
-        for (int other = 0; other < SHARES; ++other) sum += shared.sums[other][head];
+        UNROLL for (int other = 0; other < SHARES; ++other) sum += shared.sums[other][head];
         return sum;
     }
 
     DEVICE void write(const Arguments &x, const RowHeads &heads) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        UNROLL for (int r = 0; r < 2; ++r) {
             const RowTotals totals(softmax.c, softmax.m[r], total(head(r)));
             const bool exists = head(r) < count;
             const i64 out = heads.first(x) + head(r);
@@ -308,16 +302,14 @@ struct Consumer {
     // Send m and l to every CTA of the cluster; the warps of a head take turns. Call share_sums() and a barrier first.
     DEVICE void send_totals() {
         for (u32 to = share * 4 + lane % 4; to < CLUSTER; to += 4 * SHARES)
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
+            UNROLL for (int r = 0; r < 2; ++r)
                 if (head(r) < count) shared.cluster.send_totals(rank, head(r), to, softmax.m[r], total(head(r)));
     }
 
     DEVICE void send_columns() {
         const float rates[2] = {total(head(0)) == 0.0f ? 0.0f : v_rate, total(head(1)) == 0.0f ? 0.0f : v_rate};  // as in `write`
         if (E4M3) scale_rows(acc, rates);
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
+        UNROLL for (int r = 0; r < 2; ++r)
             if (head(r) < count) send_row(shared.cluster, rank, head(r), share * COLUMNS, acc, r);
     }
 #endif

@@ -40,8 +40,7 @@ struct TeamResults {
 
     DEVICE void store(const RowHeads &heads, const OnlineSoftmax &softmax, const float (&sums)[DVP / 8][4]) {
         const int lane = threadIdx.x % 32, row = heads.team * HEADS + heads.warp_head;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        UNROLL for (int r = 0; r < 2; ++r) {
             const float total = quad_sum(softmax.l[r]);
             if (lane % 4 == 0) {
                 m[row + lane / 4 + 8 * r] = softmax.m[r];
@@ -102,8 +101,7 @@ DEVICE void attend(const u16 *q_tile, const RowHeads &heads, KeyPipeline &keys, 
         float s[TILE / 8][4] = {}, top[2];
         q.add_products(s, keys.k());
         if (count < TILE) mask_columns(s, 0, {count, count}, -infinity());
-#pragma unroll
-        for (int r = 0; r < 2; ++r) top[r] = quad_max(row_max(s, r));
+        UNROLL for (int r = 0; r < 2; ++r) top[r] = quad_max(row_max(s, r));
         if (__any_sync(ALL_LANES, top[0] > softmax.m[0] || top[1] > softmax.m[1])) {
             const float alpha[2] = {softmax.raise(0, top[0]), softmax.raise(1, top[1])};
             scale_rows(acc, alpha);

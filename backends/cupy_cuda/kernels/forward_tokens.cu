@@ -123,8 +123,7 @@ struct Consumer {
     DEVICE Consumer(const Arguments &x, const Tile &tile, Shared &shared, u16 *q_tile, u16 *p_tile)
         : x(x), tile(tile), shared(shared), q_tile(q_tile), p_tile(p_tile), lane(threadIdx.x % 32), share(threadIdx.x / 32),
           slack(SLACK / static_cast<float>(x.p.scale_log2)), softmax(x.p.scale_log2) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        UNROLL for (int r = 0; r < 2; ++r) {
             limits[r] = exists(r) ? tile.limit(row(r) / H) : 0;
             own[r] = 1u << row(r) / H;
         }
@@ -146,8 +145,7 @@ struct Consumer {
         convert_queries<ROWS, CONSUMERS>(q_tile, rates);
         named_barrier<CONSUMERS>(1);  // q is there
         load_queries(q, q_tile, 0);
-#pragma unroll
-        for (int r = 0; BF16 && r < 2; ++r) k_rate[r] *= rates[row(r)];
+        UNROLL for (int r = 0; BF16 && r < 2; ++r) k_rate[r] *= rates[row(r)];
     }
 
     // Compute the logits of this share's keys, -inf for keys that a row does not see.
@@ -160,10 +158,8 @@ struct Consumer {
 
     DEVICE void store_p(float (&s)[SHARE / 8][4]) {
         softmax.exponentiate<2>(s);
-#pragma unroll
-        for (int j = 0; j < SHARE / 8; ++j)
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
+        UNROLL for (int j = 0; j < SHARE / 8; ++j)
+            UNROLL for (int r = 0; r < 2; ++r)
                 *reinterpret_cast<u32 *>(p_tile + row(r) * PP + share * SHARE + 8 * j + lane % 4 * 2) =
                     pack_operand(s[j][2 * r], s[j][2 * r + 1]);
     }
@@ -172,8 +168,7 @@ struct Consumer {
         unsigned char *v_tile = k_tile + K_BYTES;
         const int key = shared.keys[stage];
         int seen[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) seen[r] = shared.tokens[stage] & own[r] ? limits[r] - key : 0;
+        UNROLL for (int r = 0; r < 2; ++r) seen[r] = shared.tokens[stage] & own[r] ? limits[r] - key : 0;
         float s[SHARE / 8][4] = {};
         add_logits(s, k_tile, stage, seen);
         if (shared.limits[stage] - key < KEYS) zero_values<SHARE>(v_tile, share * SHARE, shared.limits[stage] - key);
@@ -198,23 +193,19 @@ struct Consumer {
     }
 
     DEVICE void write() {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        UNROLL for (int r = 0; r < 2; ++r) {
             const float sum = quad_sum(softmax.l[r]);
             if (lane % 4 == 0) shared.sums[share][row(r)] = sum;
         }
         named_barrier<CONSUMERS>(1);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        UNROLL for (int r = 0; r < 2; ++r) {
             float sum = 0.0f;
-#pragma unroll
-            for (int other = 0; other < SHARES; ++other) sum += shared.sums[other][row(r)];
+            UNROLL for (int other = 0; other < SHARES; ++other) sum += shared.sums[other][row(r)];
             const RowTotals totals(softmax.c, softmax.m[r], sum);
             const i64 out = ((tile.b * x.p.S + tile.first + row(r) / H) * x.p.G + tile.g) * H + row(r) % H;
             if (exists(r) && share == 0 && lane % 4 == 0) x.lse[out] = totals.lse * LN_2;
             const bool empty = totals.scale == 0.0f;  // store 0: other tokens' values or a scale may be NaN
-#pragma unroll
-            for (int j = 0; empty && j < COLUMNS / 8; ++j) acc[j][2 * r] = acc[j][2 * r + 1] = 0.0f;
+            UNROLL for (int j = 0; empty && j < COLUMNS / 8; ++j) acc[j][2 * r] = acc[j][2 * r + 1] = 0.0f;
             write_columns(x.o + out * DV + share * COLUMNS, acc, r, empty ? 0.0f : totals.scale * v_rate, exists(r));
         }
     }

@@ -17,6 +17,7 @@ typedef long long i64;
 typedef unsigned long long u64;
 
 #define DEVICE __device__ __forceinline__
+#define UNROLL _Pragma("unroll")  // before a loop: unroll it completely, so that arrays that it indexes stay in registers
 
 #if BF16
 #define DTYPE "bf16"

@@ -108,8 +108,7 @@ DEVICE void team_sync() {
 template <int D, int PITCH>
 DEVICE void gather_keys(u16 *tile, const KeysTensor &x, const u16 *base, const KeyPlace &place, int count) {
     constexpr int CHUNKS = (PITCH - 8) / 8, ALL_CHUNKS = TILE * CHUNKS;
-#pragma unroll
-    for (int first = 0; first < ALL_CHUNKS; first += TEAM) {
+    UNROLL for (int first = 0; first < ALL_CHUNKS; first += TEAM) {
         const int i = first + static_cast<int>(threadIdx.x % TEAM);
         if (ALL_CHUNKS % TEAM && i >= ALL_CHUNKS) break;  // whole warps
         const int r = i / CHUNKS, column = i % CHUNKS * 8;
@@ -133,8 +132,7 @@ struct KeyPipeline {
     DEVICE KeyPipeline(const KeyIterator &iterator, u16 *memory, const Row &row)
         : tiles(iterator), buffers(memory), k_base(iterator.p.k.keys(PAGE ? 0 : row.b, row.g)),
           v_base(iterator.p.v.keys(PAGE ? 0 : row.b, row.g)) {
-#pragma unroll
-        for (int i = 0; i < STAGES - 1; ++i) counts[i] = copy_next(i);
+        UNROLL for (int i = 0; i < STAGES - 1; ++i) counts[i] = copy_next(i);
     }
 
     DEVICE int copy_next(int into) {
@@ -156,8 +154,7 @@ struct KeyPipeline {
         counts[STAGES - 1] = copy_next(stage);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
         const int count = counts[0];
-#pragma unroll
-        for (int i = 1; i < STAGES; ++i) counts[i - 1] = counts[i];
+        UNROLL for (int i = 1; i < STAGES; ++i) counts[i - 1] = counts[i];
         return count;
     }
 
@@ -172,8 +169,7 @@ struct HeadsOperand {
 #if Q_REGISTERS
     u32 a[STEPS][4];
     DEVICE HeadsOperand(const u16 *tile, int warp_head) {
-#pragma unroll
-        for (int k = 0; k < STEPS; ++k) load_a<PITCH>(a[k], tile, warp_head, 16 * k);
+        UNROLL for (int k = 0; k < STEPS; ++k) load_a<PITCH>(a[k], tile, warp_head, 16 * k);
     }
     // s += heads * keys^T
     template <int N>

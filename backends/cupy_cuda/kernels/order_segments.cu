@@ -58,29 +58,25 @@ struct Found {
         const KeyToRows &all = lists.x.all;
         const u32 most = static_cast<u32>(all.segment), end = lists.first + lists.count;
         u32 index[AT_ONCE];
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j) {
+        UNROLL for (int j = 0; j < AT_ONCE; ++j) {
             index[j] = (round * AT_ONCE + j) * THREADS + threadIdx.x;
             list[j] = lists.first;
         }
         u32 span = 1;
         while (span < lists.count) span *= 2;
         while (span /= 2)  // the last list whose segments begin at or before `index`
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j) {
+            UNROLL for (int j = 0; j < AT_ONCE; ++j) {
                 const u32 middle = min(list[j] + span, end);
                 if (middle < end && all.segments[middle] <= lists.base + index[j]) list[j] = middle;
             }
         i64 begin[AT_ONCE];
         u32 entries[AT_ONCE];
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j) {
+        UNROLL for (int j = 0; j < AT_ONCE; ++j) {
             number[j] = index[j] < lists.segments ? lists.base + index[j] - static_cast<u32>(all.segments[list[j]]) : 0;
             begin[j] = all.begins[list[j]] + number[j] * all.segment;
             entries[j] = static_cast<u32>(min(all.end(list[j]) - begin[j], all.segment));
         }
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j) {
+        UNROLL for (int j = 0; j < AT_ONCE; ++j) {
             const u32 shortness = LENGTHS - 1 - (entries[j] * LENGTHS - 1) / most;
             key[j] = index[j] < lists.segments ? static_cast<int>(lists.stretch_of(list[j], begin[j]) * LENGTHS + shortness) : -1;
         }
@@ -96,27 +92,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) order_segments(const __
     Found found(lists, 0);
     for (u32 round = 0; round < rounds; ++round) {
         if (round) found = Found(lists, round);
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j)
+        UNROLL for (int j = 0; j < AT_ONCE; ++j)
             if (found.key[j] >= 0) atomicAdd(&next[found.key[j]], 1);
     }
     __syncthreads();
     int own[EACH], sum = 0, all[1];
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) sum += own[i] = next[threadIdx.x * EACH + i];
+    UNROLL for (int i = 0; i < EACH; ++i) sum += own[i] = next[threadIdx.x * EACH + i];
     int upto[1] = {sum};
     block_prefix_sum<THREADS>(upto, all);
     int before = static_cast<int>(lists.base) + upto[0] - sum;
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
+    UNROLL for (int i = 0; i < EACH; ++i) {
         next[threadIdx.x * EACH + i] = before;
         before += own[i];
     }
     __syncthreads();
     for (u32 round = rounds; round-- > 0;) {  // the last one is at hand
         if (round + 1 < rounds) found = Found(lists, round);
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j)
+        UNROLL for (int j = 0; j < AT_ONCE; ++j)
             if (found.key[j] >= 0) x.order[atomicAdd(&next[found.key[j]], 1)] = make_uint2(found.list[j], found.number[j]);
     }
 }

@@ -43,24 +43,20 @@ struct RowCluster {
     // What every CTA's part counts in o; returns lse in base 2.
     DEVICE float weigh(float c, int head, float (&weights)[CLUSTER]) const {
         float m = LOWEST, l = 0.0f;
-#pragma unroll
-        for (int cta = 0; cta < CLUSTER; ++cta) m = fmaxf(m, totals[cta][head].x);
-#pragma unroll
-        for (int cta = 0; cta < CLUSTER; ++cta) {
+        UNROLL for (int cta = 0; cta < CLUSTER; ++cta) m = fmaxf(m, totals[cta][head].x);
+        UNROLL for (int cta = 0; cta < CLUSTER; ++cta) {
             weights[cta] = exp2_fast((totals[cta][head].x - m) * c);
             l += weights[cta] * totals[cta][head].y;
         }
         const RowTotals row(c, m, l);
-#pragma unroll
-        for (int cta = 0; cta < CLUSTER; ++cta) weights[cta] *= row.scale;
+        UNROLL for (int cta = 0; cta < CLUSTER; ++cta) weights[cta] *= row.scale;
         return row.lse;
     }
 
     // Two of this CTA's columns of a head.
     DEVICE float2 combine(const float (&weights)[CLUSTER], int head, int column) const {
         float2 sum = make_float2(0.0f, 0.0f);
-#pragma unroll
-        for (int cta = 0; cta < CLUSTER; ++cta) {
+        UNROLL for (int cta = 0; cta < CLUSTER; ++cta) {
             const float2 part = *reinterpret_cast<const float2 *>(&parts[cta][head][column]);
             sum.x += weights[cta] * part.x;
             sum.y += weights[cta] * part.y;

@@ -6,18 +6,15 @@
 // Raise the maxima of a lane's rows, `row` and `row + 8`, to those of all shares; acc follows. By all THREADS threads.
 template <int THREADS, int SHARES, int ROWS, int N>
 DEVICE void raise_maxima(OnlineSoftmax &softmax, float (&acc)[N][4], const float (&top)[2], float (&tops)[SHARES][ROWS], int share, int row) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    UNROLL for (int r = 0; r < 2; ++r) {
         const float highest = quad_max(top[r]);
         if (threadIdx.x % 4 == 0) tops[share][row + 8 * r] = highest;
     }
     named_barrier<THREADS>(1);
     float alpha[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    UNROLL for (int r = 0; r < 2; ++r) {
         float highest = softmax.m[r];
-#pragma unroll
-        for (int other = 0; other < SHARES; ++other) highest = fmaxf(highest, tops[other][row + 8 * r]);
+        UNROLL for (int other = 0; other < SHARES; ++other) highest = fmaxf(highest, tops[other][row + 8 * r]);
         alpha[r] = softmax.raise(r, highest);
     }
     scale_rows(acc, alpha);
@@ -27,8 +24,7 @@ DEVICE void raise_maxima(OnlineSoftmax &softmax, float (&acc)[N][4], const float
 template <int SHARE>
 DEVICE void zero_values(unsigned char *values, int first, int keys) {
     constexpr int CHUNKS = V_BOX * BYTES / 16;  // of a row of a box
-#pragma unroll
-    for (int panel = 0; panel < DV / V_BOX; ++panel)
+    UNROLL for (int panel = 0; panel < DV / V_BOX; ++panel)
         for (int i = max(first, keys) * CHUNKS + threadIdx.x % 32; i < (first + SHARE) * CHUNKS; i += 32)
             *reinterpret_cast<uint4 *>(values + panel * PANEL + i * 16) = make_uint4(0, 0, 0, 0);
     fence_async_proxy();  // before the next TMA load to this stage

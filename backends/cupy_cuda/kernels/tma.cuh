@@ -45,14 +45,12 @@ DEVICE u32 swizzled(int row, int c) { return row * 128 + (c ^ row % 8) * 16; }
 // Load a tile of COLUMNS columns of k or v in boxes of BOX columns (one panel). ONCE: the tile is read once.
 template <int COLUMNS, bool ONCE = false, int BOX = 64>
 DEVICE void tma_load_key_tile(unsigned char *to, const TensorMap *map, u64 *bar, int key, int g, int b) {
-#pragma unroll
-    for (int c = 0; c < COLUMNS; c += BOX)
+    UNROLL for (int c = 0; c < COLUMNS; c += BOX)
         if (ONCE) tma_load_keys_once(to + c / BOX * PANEL, map, bar, c, key, g, b);
         else tma_load_keys(to + c / BOX * PANEL, map, bar, c, key, g, b);
 }
 // The same for q or do.
 template <int COLUMNS>
 DEVICE void tma_load_row_tile(unsigned char *to, const TensorMap *map, u64 *bar, int g, int s, int b) {
-#pragma unroll
-    for (int c = 0; c < COLUMNS; c += 64) tma_load_rows(to + c / 64 * PANEL, map, bar, c, g, s, b);
+    UNROLL for (int c = 0; c < COLUMNS; c += 64) tma_load_rows(to + c / 64 * PANEL, map, bar, c, g, s, b);
 }

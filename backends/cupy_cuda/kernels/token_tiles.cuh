@@ -300,8 +300,7 @@ struct RowPair {
           tile(of_tile), consumer(of_consumer),
 #endif
           problem(p) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        UNROLL for (int r = 0; r < 2; ++r) {
             const int token = row(r) / H;
             const i64 s = of_tile.token(of_consumer, token);
             const bool exists = token < TQ && s < p.S;
@@ -322,11 +321,9 @@ struct RowPair {
     // Overwrite elements of keys that a row does not see with `value`. first: the key of column 0.
     template <class Tile>
     DEVICE void mask(Tile &s, int first, float value) const {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        UNROLL for (int r = 0; r < 2; ++r) {
             const int end = limit(r);
-#pragma unroll
-            for (int i = 0; i < elements<Tile>; ++i)
+            UNROLL for (int i = 0; i < elements<Tile>; ++i)
                 if (hidden(problem, first + column_of(i), end)) element(s, r, i) = value;
         }
     }
@@ -402,14 +399,11 @@ template <int COLUMNS, int N>
 DEVICE void write_rows(const float (&acc)[N], const float (&scale)[2], u16 *to, const Problem &p, const TokenTile &tile, int consumer,
                        int first = 0) {
     const RowPair rows(p, tile, consumer);  // recomputed, because registers are scarce
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    UNROLL for (int r = 0; r < 2; ++r) {
         u16 *row = to + RowPair::index(p, tile, consumer, r) * COLUMNS + first + threadIdx.x % 4 * 8;
-#pragma unroll
-        for (int j = 0; j < N / 4; j += 4) {
+        UNROLL for (int j = 0; j < N / 4; j += 4) {
             u32 x[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
+            UNROLL for (int i = 0; i < 4; ++i)
                 x[i] = scale[r] == 0.0f ? 0 : pack(acc[4 * (j + i) + 2 * r] * scale[r], acc[4 * (j + i) + 2 * r + 1] * scale[r]);
             quad_transpose(x);
             if (rows.bit[r]) *reinterpret_cast<uint4 *>(row + 8 * j) = make_uint4(x[0], x[1], x[2], x[3]);

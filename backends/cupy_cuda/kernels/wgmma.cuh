@@ -19,15 +19,13 @@ DEVICE u64 descriptor(u32 lower) {
 // 64-column panels of b.
 template <int COLUMNS, int NEXT = PANEL, int GROUP = 1024, int N>
 DEVICE void wgmma_a_bt(float (&d)[N], u32 a, u32 b) {
-#pragma unroll
-    for (int k = 0; k < COLUMNS / 16; ++k)
+    UNROLL for (int k = 0; k < COLUMNS / 16; ++k)
         wgmma_shared(d, descriptor(a + (k / 4 * PANEL + k % 4 * 32) / 16), descriptor<GROUP>(b + (k / 4 * NEXT + k % 4 * 32) / 16), k > 0);
 }
 // The same with a in registers.
 template <int COLUMNS>
 DEVICE void wgmma_a_bt(float (&d)[32], const u32 (&a)[COLUMNS / 16][4], u32 b) {
-#pragma unroll
-    for (int k = 0; k < COLUMNS / 16; ++k) wgmma_registers_bt(d, a[k], descriptor(b + (k / 4 * PANEL + k % 4 * 32) / 16), k > 0);
+    UNROLL for (int k = 0; k < COLUMNS / 16; ++k) wgmma_registers_bt(d, a[k], descriptor(b + (k / 4 * PANEL + k % 4 * 32) / 16), k > 0);
 }
 // Columns [16 k, 16 k + 16) of a warpgroup's 64 rows in swizzled panels: operand a of wgmma_registers.
 DEVICE void load_operand(u32 (&a)[4], const unsigned char *tile, int k) {
@@ -37,20 +35,16 @@ DEVICE void load_operand(u32 (&a)[4], const unsigned char *tile, int k) {
 // acc += a b, 64 x COLUMNS, for a (64 x 16 K) in registers and operand b of 16 K rows, TRANSPOSED.
 template <int COLUMNS, int GROUP = 1024, int K>
 DEVICE void wgmma_add_a_b(float (&acc)[COLUMNS / 2], const u32 (&a)[K][4], u32 b) {
-#pragma unroll
-    for (int k = 0; k < K; ++k) wgmma_registers(acc, a[k], descriptor<GROUP>(b + k * 2 * GROUP / 16));
+    UNROLL for (int k = 0; k < K; ++k) wgmma_registers(acc, a[k], descriptor<GROUP>(b + k * 2 * GROUP / 16));
 }
 // d = a^T b, 64 x 64, for operands of 16 K rows and 64 columns, both TRANSPOSED.
 template <int K>
 DEVICE void wgmma_at_b(float (&d)[32], u32 a, u32 b) {
-#pragma unroll
-    for (int k = 0; k < K; ++k) wgmma_shared_transposed(d, descriptor(a + k * 2048 / 16), descriptor(b + k * 2048 / 16), k > 0);
+    UNROLL for (int k = 0; k < K; ++k) wgmma_shared_transposed(d, descriptor(a + k * 2048 / 16), descriptor(b + k * 2048 / 16), k > 0);
 }
 // A 64 x 16 K accumulator, rounded to 16 bits: operand a of wgmma_add_a_b.
 template <int K>
 DEVICE void as_operand(u32 (&a)[K][4], const float (&s)[8 * K]) {
-#pragma unroll
-    for (int k = 0; k < K; ++k)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[k][i] = pack(s[k * 8 + i * 2], s[k * 8 + i * 2 + 1]);
+    UNROLL for (int k = 0; k < K; ++k)
+        UNROLL for (int i = 0; i < 4; ++i) a[k][i] = pack(s[k * 8 + i * 2], s[k * 8 + i * 2 + 1]);
 }

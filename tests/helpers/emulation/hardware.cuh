@@ -22,6 +22,7 @@ typedef unsigned long long u64;
 #endif
 
 #define DEVICE inline
+#define UNROLL
 #define __global__
 #define __shared__ static
 #define __launch_bounds__(...)
