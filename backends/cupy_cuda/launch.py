@@ -48,7 +48,7 @@ def _starts_early(device: int) -> bool:
 def layout(maps: int, problem: bool, values: int) -> struct.Struct:
     """Return the layout of a kernel's `Arguments`: tensor maps, `Problem` (problem.cuh), and 8-byte values, without
     padding."""
-    return struct.Struct("<" + maps * "128s" + problem * "26q2d" + values * "q")
+    return struct.Struct("<" + maps * "128s" + problem * "28q2d" + values * "q")
 
 
 @functools.cache
@@ -170,7 +170,7 @@ def _problem(call: Call, ranges: Tensor) -> tuple[Any, ...]:
     return (
         *strided(q), *strided(call.k), *strided(call.v), *positions, ranges.data_ptr(), pos_bytes, ranges.element_size(),
         S, call.S_kv, G, h, call.selection.n, *((0, 0) if table is None else (table.data_ptr(), table.stride(0))),
-        call.scale, call.scale_log2(),
+        0, 0, call.scale, call.scale_log2(),
     )  # fmt: skip
 
 

@@ -73,18 +73,11 @@ struct Problem {
     const char *q_pos;   // [B,S], or null: positions are S_kv - S + s; CACHED: lengths [B], positions are lengths[b] - S + s
     i64 stride_pb, stride_ps;
     const char *ranges;  // [B,S,G,n,2], contiguous
-    union {
-        i64 pos_bytes;  // bytes per position: 4 or 8
-        i64 start;      // compressed keys: the position of row 0
-    };
-    i64 range_bytes;
-    i64 S, S_kv, G, h;
-    union {
-        i64 n;       // ranges per row
-        i64 window;  // keys that a row sees, at most S_kv
-    };
+    i64 pos_bytes, range_bytes;  // bytes per position and per bound of a range: 4 or 8
+    i64 S, S_kv, G, h, n;        // n: ranges per row
     const int *block_table;  // [B, pages per sequence]; entries past a sequence's keys are undefined
     i64 stride_table;
+    i64 start, window;  // COMPRESSED: the position of row 0. WINDOW: keys that a row sees, at most S_kv
     double scale, scale_log2;
 };
 
