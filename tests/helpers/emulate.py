@@ -111,7 +111,7 @@ def _library(source: str, macros: compiler.Constants) -> ctypes.CDLL:
     files = {file: EXTERN.sub(memory, text) for file, text in compiler.sources(source).items()}
     files |= {name: (EMULATION / name).read_text() for name in ("hardware.cuh", "hopper.cuh", "wgmma_ptx.cuh")}
     files["main.cpp"] = f'#include "{Path(source).name}"\n' + MAIN.format(kernel=Path(source).stem)
-    command = [*COMPILE, *CHECKED, *UNFORTIFIED, *(f"-D{macro}={value}" for macro, value in macros)]
+    command = [*COMPILE, *CHECKED, *UNFORTIFIED, *compiler.definitions(macros)]
     digest = hashlib.sha256(repr((_version(), command, sorted(files.items()))).encode()).hexdigest()
     kept = KEPT / f"{digest}.so"
     if not kept.exists():

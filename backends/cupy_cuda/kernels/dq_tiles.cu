@@ -9,7 +9,7 @@
 // the next tile can be loaded as soon as this one's are read. q of the next tile has its own stage.
 #include "token_tiles.cuh"
 
-#ifdef BY_ARITHMETIC
+#if COMPRESS_BLOCK || WINDOW
 constexpr bool WITH_O = true;
 #else
 constexpr bool WITH_O = false;
@@ -21,7 +21,7 @@ constexpr int ROW_BYTES = Q_STAGES * Q_BYTES + DO_BYTES + (WITH_O ? DO_BYTES : 0
 
 struct Arguments {
     TensorMap q, d_o, k, v;
-#ifdef BY_ARITHMETIC
+#if COMPRESS_BLOCK || WINDOW
     TensorMap o_rows;
 #endif
     Problem p;
@@ -125,7 +125,7 @@ DEVICE void produce_tiles(const Arguments &x, unsigned char *row_memory, Shared 
     while (scheduler.next_tile()) {
         const TokenTile tile = scheduler.tile(x.p.G);
         produce_rows<DK>(shared.q[consumer], scheduler.at<Q_STAGES>(), row_memory, tile, consumer, x.q);
-#ifdef BY_ARITHMETIC
+#if COMPRESS_BLOCK || WINDOW
         produce_rows<DV, DV>(shared.gradients[consumer], scheduler.at<1>(), do_tile, tile, consumer, x.d_o, x.o_rows);
 #else
         produce_rows<DV>(shared.gradients[consumer], scheduler.at<1>(), do_tile, tile, consumer, x.d_o);

@@ -34,7 +34,6 @@
 #include "e4m3.cuh"
 #else
 #include "step_tiles.cuh"
-#define PAGE_SCALES 0
 #endif
 #include "step_shares.cuh"
 

@@ -20,7 +20,7 @@ struct Arguments {
 // The `math` of consume_steps: one consumer's online softmax over a tile. A thread holds s [2, KEYS / 4] and acc [2, DV
 // / 4] of its rows.
 struct Attention {
-#ifdef WINDOW  // windows of a multiple of KEYS: only the last step is brief, with the keys after the tile's first token
+#if WINDOW  // windows of a multiple of KEYS: only the last step is brief, with the keys after the tile's first token
     static constexpr int BRIEF = TOKENS <= 17 ? 16 : TOKENS <= 33 ? 32 : 0;
 #else
     static constexpr int BRIEF = 0;
@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) forward_tiles(cons
     const int warpgroup = threadIdx.x / 128, producer = threadIdx.x / 32 - 4 * CONSUMERS;
     if (threadIdx.x == 0) shared.init();
     wait_for_stream();
-#ifdef FEW_TOKENS
+#if FEW_TOKENS
     make_union<THREADS>(x.p, blockIdx.x / static_cast<u32>(x.p.G), blockIdx.x % static_cast<u32>(x.p.G), 0, x.p.S);
 #endif
     __syncthreads();

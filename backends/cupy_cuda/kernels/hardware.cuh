@@ -7,9 +7,6 @@
 //   ALIGNED  1: rows of q, k, v (and do) begin at multiples of 16 bytes and are copied by cp.async; 0: element by element
 //   E4M3     1: keys and values are e4m3, and products are of float16 (e4m3.cuh); 0 by default
 #pragma once
-#ifndef E4M3
-#define E4M3 0
-#endif
 
 typedef unsigned int u32;
 typedef unsigned short u16;

@@ -72,7 +72,7 @@ struct KeyIterator {
         for (int jump = 16; jump; jump /= 2)
             if (__shfl_sync(ALL_LANES, prefix, range + jump - 1) <= key) range += jump;
         const int position = key + __shfl_sync(ALL_LANES, to_position, range);
-#if PAGE && ONE_PAGE
+#if PAGE > 0 && ONE_PAGE
         place = {in_page(position), __shfl_sync(ALL_LANES, page, range)};
         if (lane % TILE >= count) place = {0, 0};
 #else
@@ -88,7 +88,7 @@ struct KeyIterator {
         prefix = warp_prefix_sum(end - start);
         to_position = start - (prefix - (end - start));
         keys = __shfl_sync(ALL_LANES, prefix, 31);
-#if PAGE && ONE_PAGE
+#if PAGE > 0 && ONE_PAGE
         page = end > start ? page_of(p, b, start) : 0;
 #endif
     }
@@ -114,7 +114,7 @@ DEVICE void gather_keys(u16 *tile, const KeysTensor &x, const u16 *base, const K
         const int r = i / CHUNKS, column = i % CHUNKS * 8;
         const u32 key = __shfl_sync(ALL_LANES, place.key, r);
         const u16 *from = base + column + key * static_cast<u64>(x.stride_n);  // not read for rows that do not exist
-#if PAGE
+#if PAGE > 0
         from += __shfl_sync(ALL_LANES, place.page, r) * x.stride_b;
 #endif
         cp_async_16(tile + r * PITCH + column, from, r < count && column < D);
@@ -130,8 +130,8 @@ struct KeyPipeline {
     int stage = STAGES - 1;  // buffer of the tile that `next_tile` returned last
 
     DEVICE KeyPipeline(const KeyIterator &iterator, u16 *memory, const Row &row)
-        : tiles(iterator), buffers(memory), k_base(iterator.p.k.keys(PAGE ? 0 : row.b, row.g)),
-          v_base(iterator.p.v.keys(PAGE ? 0 : row.b, row.g)) {
+        : tiles(iterator), buffers(memory), k_base(iterator.p.k.keys(PAGED ? 0 : row.b, row.g)),
+          v_base(iterator.p.v.keys(PAGED ? 0 : row.b, row.g)) {
         UNROLL for (int i = 0; i < STAGES - 1; ++i) counts[i] = copy_next(i);
     }
 

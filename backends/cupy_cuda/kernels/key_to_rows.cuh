@@ -35,9 +35,6 @@ struct KeyGradients {
 
 // Blocks smaller than a tile (SMALL_BLOCK keys): a tile holds TILE_BLOCKS blocks at any positions, its slots
 // (order_blocks.cu). A list holds each row once, with one bit per slot whose block the row selected.
-#ifndef SMALL_BLOCK
-#define SMALL_BLOCK 0
-#endif
 #if SMALL_BLOCK
 constexpr int TILE_BLOCKS = 64 / SMALL_BLOCK;
 
@@ -91,7 +88,7 @@ struct Segment {
 
 // Return the first partial sum of a list; lists of a window are not in memory and have none.
 DEVICE i64 first_part(const KeyToRows &lists, i64 list) {
-#ifdef WINDOW
+#if WINDOW
     return 0;
 #else
     return lists.parts[list];

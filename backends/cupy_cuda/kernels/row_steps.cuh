@@ -14,7 +14,7 @@
 #include "wgmma.cuh"
 
 constexpr int TQ = 64 / H, KEYS = 64, ROWS = 64;
-#ifdef BY_ARITHMETIC
+#if COMPRESS_BLOCK || WINDOW
 constexpr bool ADJACENT = true;  // the tokens of a step are adjacent
 #else
 constexpr bool ADJACENT = false;

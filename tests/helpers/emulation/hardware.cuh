@@ -17,19 +17,12 @@ typedef unsigned short u16;
 typedef long long i64;
 typedef unsigned long long u64;
 
-#ifndef E4M3
-#define E4M3 0
-#endif
-
 #define DEVICE inline
 #define UNROLL
 #define __global__
 #define __shared__ static
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
-#ifndef CLUSTER
-#define CLUSTER 1
-#endif
 #define __grid_constant__
 #define __align__(n) alignas(n)
 
