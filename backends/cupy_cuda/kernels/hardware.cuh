@@ -16,6 +16,13 @@ typedef unsigned long long u64;
 #define DEVICE __device__ __forceinline__
 #define UNROLL _Pragma("unroll")  // before a loop: unroll it completely, so that arrays that it indexes stay in registers
 
+// An attribute of kernels whose CTAs form clusters of CLUSTER (sm_90 and newer).
+#if CLUSTER > 1
+#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTERED
+#endif
+
 #if BF16
 #define DTYPE "bf16"
 #else

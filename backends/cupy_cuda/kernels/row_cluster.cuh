@@ -8,12 +8,6 @@
 #include "softmax.cuh"
 #include "tma.cuh"
 
-#if CLUSTER > 1
-#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define CLUSTERED
-#endif
-
 // In each CTA's shared memory; `rank` is the number of the CTA that sends.
 template <int HEADS>
 struct RowCluster {

@@ -22,7 +22,7 @@ typedef unsigned long long u64;
 #define __global__
 #define __shared__ static
 #define __launch_bounds__(...)
-#define __cluster_dims__(...)
+#define CLUSTERED
 #define __grid_constant__
 #define __align__(n) alignas(n)
 
