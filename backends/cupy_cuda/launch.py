@@ -133,8 +133,8 @@ def strided(x: Tensor) -> tuple[int, ...]:
 
 
 def scales(call: Call) -> list[int]:
-    """Return the values of `KeyValueScales` (e4m3.cuh); empty if keys and values are not quantized."""
-    tensors = () if call.scales is None else (call.scales.k, call.scales.v)
+    """Return the values of `KeyValueScales` (stored_tiles.cuh); zeros if keys and values are not quantized."""
+    tensors = (None, None) if call.scales is None else (call.scales.k, call.scales.v)
     return [value for x in tensors for value in ((0, 0, 0) if x is None else (x.data_ptr(), *x.stride()))]
 
 

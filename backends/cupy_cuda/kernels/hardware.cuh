@@ -5,7 +5,7 @@
 //   BF16     1: bfloat16, 0: float16
 //   DK, DV   columns of a key and of a value, multiples of 8
 //   ALIGNED  1: rows of q, k, v (and do) begin at multiples of 16 bytes and are copied by cp.async; 0: element by element
-//   E4M3     1: keys and values are e4m3, and products are of float16 (e4m3.cuh); 0 by default
+//   E4M3     1: keys and values are e4m3, and products are of float16 (stored_tiles.cuh)
 #pragma once
 
 typedef unsigned int u32;
@@ -47,14 +47,12 @@ DEVICE u32 pack_operand(float low, float high) {
     return pair;
 }
 
-#if E4M3
-// Two pairs of e4m3 numbers, four bytes in the order of memory, as pairs of float16: exactly.
+// Convert four e4m3 numbers, in the order of memory, to two pairs of float16, exactly (sm_89 and newer).
 DEVICE void unpack_e4m3(u32 bytes, u32 &first, u32 &second) {
     asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
         : "=r"(first), "=r"(second)
         : "r"(bytes));
 }
-#endif
 
 DEVICE float to_float(u16 x) {
 #if BF16

@@ -12,7 +12,7 @@
 //   RING     stages of a warp
 #pragma once
 #include "shared_tiles.cuh"
-#include "wgmma.cuh"
+#include "hopper_tiles.cuh"
 
 constexpr int THREADS = 128, WARPS = THREADS / 32;
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL;  // of keys and values, and of 64 rows of q and do

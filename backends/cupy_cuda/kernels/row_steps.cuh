@@ -11,7 +11,7 @@
 //   STAGES  stages of the pipeline of q and do
 #pragma once
 #include "key_to_rows.cuh"
-#include "wgmma.cuh"
+#include "hopper_tiles.cuh"
 
 constexpr int TQ = 64 / H, KEYS = 64, ROWS = 64;
 #if COMPRESS_BLOCK || WINDOW

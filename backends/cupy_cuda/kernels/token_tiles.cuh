@@ -27,7 +27,7 @@
 //   Q_STAGES   stages of a consumer's q; with 2, the next tile's q is loaded during this tile
 #pragma once
 #include "tile_plan.cuh"
-#include "wgmma.cuh"
+#include "hopper_tiles.cuh"
 
 constexpr int KEYS = 64, STEPS = BLOCK / KEYS;  // keys per step, steps per block
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;
