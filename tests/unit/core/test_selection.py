@@ -365,6 +365,8 @@ def test_debugging_finds_a_gpu_write_unseen_by_pytorch(monkeypatch: pytest.Monke
     assert selection.plan(("a",), lambda: 2) == 1  # not compared
     selection.invalidate()
     assert selection.plan(("a",), lambda: 2) == 2
+    selection.ranges[..., 1] = 8
+    assert selection.plan(("a",), lambda: 3) == 3  # PyTorch counts this write
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
     selection.invalidate()
     selection.plan(("a",), lambda: 1)
