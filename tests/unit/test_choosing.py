@@ -23,7 +23,7 @@ from nsa_sel.core.request import example_choice
 from nsa_sel.errors import BackendError
 from nsa_sel.policies import rules
 from nsa_sel.policies.default import POLICY
-from nsa_sel.settings.devices import GPUS
+from nsa_sel.settings.config import GPUS
 from tests.helpers import choose_cases
 from tests.helpers.choose_cases import SHAPES, SMALL, check_attention, make_choose_call
 from tests.helpers.choosing_reference import assert_chosen, best, infllm_scores, moba_scores, msa_scores

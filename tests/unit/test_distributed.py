@@ -27,10 +27,10 @@ from nsa_sel.distributed import (
     exchanged_bytes,
     rows_bytes,
 )  # fmt: skip
-from nsa_sel.distributed.context_layer import own_compressed_keys
 from nsa_sel.distributed.cost import Bytes, Sizes, cheapest, obstacle, planned
-from nsa_sel.distributed.cut import Cut
 from nsa_sel.distributed.exchange_rows import merge_parts
+from nsa_sel.distributed.layer import own_compressed_keys
+from nsa_sel.distributed.slices import Cut
 from nsa_sel.errors import BackendError, NsaSelError
 from tests.helpers.cases import make_blocks, make_qkv
 from tests.helpers.paths import ROOT
