@@ -20,11 +20,11 @@ from nsa_sel import (
     gating,
     nsa_attention,
     sliding_window_attention,
-    window_kernels,
 )
 from nsa_sel.backends import window_triton
 from nsa_sel.backends._window import packed
 from nsa_sel.compression import BlockMean, BlockMLP
+from nsa_sel.core import window as window_calls
 from nsa_sel.errors import ArgumentError
 from tests.helpers import nsa_reference
 from tests.helpers.graphs import no_waiting
@@ -135,8 +135,8 @@ def test_wrong_choices(changes: dict[str, Any], fragments: tuple[str, ...]) -> N
 @pytest.mark.usefixtures("cheapest_backend")
 def test_opcheck_of_packed_batches() -> None:
     inputs = random((1, 9, 1, 2, 16), (1, 1, 1, 16), (1, 1, 1, 16))
-    arguments = (*inputs, [8, 4, 8, 4, 1, 2], 9, 0.25, None, None, True, torch.tensor([0, 8, 8, 9]), 8)
-    torch.library.opcheck(torch.ops.nsa_sel.choose.default, arguments)
+    arguments = (*inputs, None, torch.tensor([0, 8, 8, 9]), [8, 4, 8, 4, 1, 2], 9, 0.25, None, 8, True)
+    torch.library.opcheck(torch.ops.nsa_sel.choose_forward.default, arguments)
 
 
 # The layer
@@ -381,7 +381,7 @@ def test_packed_windows_by_kernels_are_those_of_chunks(size: int, h: int, monkey
     monkeypatch.setattr(window_triton, "config_of", lambda call, kernel: replace(window_triton.CONFIGS[kernel], **small))
     found = []
     for kernels in (False, True):
-        monkeypatch.setattr(window_kernels, "takes", lambda q, v, kernels=kernels: kernels)
+        monkeypatch.setattr(window_calls, "takes", lambda q, v, one, kernels=kernels: kernels and one.name == "Triton")
         o, lse = sliding_window_attention(*inputs, size, cu_seqlens=CU, return_lse=True)
         found.append((lse.detach(), *window_results(o, inputs)))
         with torch.no_grad():
