@@ -19,7 +19,7 @@ from nsa_sel.core.decision import Decision
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import ConfigError, warn
 from nsa_sel.settings import flags, private
-from nsa_sel.settings.schema import WAYS, ConfigFile, Runtime, Settings, Way
+from nsa_sel.settings.schema import WAYS, ConfigFile, Settings, Way
 from nsa_sel.telemetry import events
 
 MAX_FILE_BYTES = 1 << 16  # of a configuration file; the shipped ones have a tenth of that
@@ -199,10 +199,10 @@ def _resolve(device: DeviceInfo, _environment: tuple[str | None, ...]) -> Settin
             raise ConfigError(name, raw, "text in UTF-8", "unset it, or give a file or folder another name")
     profile, user_file = profile_for(device), os.environ.get(flags.CONFIG_FLAG) or None
     assumed = profile.assumed if profile else None
-    base = shipped_configs()[BASE]
-    values: dict[str, Any] = {**_values(BASE, base, {}), "profile": "built-in", "config_file": user_file, "assumed": assumed}
+    kernels = shipped_configs()[BASE].kernels
+    values: dict[str, Any] = {"config_file": user_file, "assumed": assumed, "kernels": kernels}
     sources: dict[str, str] = {}
-    layers = list(profile.layers) if profile else []
+    layers = [(BASE, shipped_configs()[BASE]), *(profile.layers if profile else ())]
     if user_file is not None:
         try:
             layers.append((user_file, parse_config(private.read_regular(Path(user_file), MAX_FILE_BYTES + 1), user_file)))
@@ -210,11 +210,23 @@ def _resolve(device: DeviceInfo, _environment: tuple[str | None, ...]) -> Settin
             allowed = f"a readable YAML file; reading this one: {error.strerror}"
             raise ConfigError(flags.CONFIG_FLAG, user_file, allowed, "correct the path, or unset it") from error
     for name, layer in layers:
-        new = _values(name, layer, values)
-        source = f"{name} (assumed)" if name == assumed else name
-        sources |= {field: source for field in new if field in Runtime.__struct_fields__ or field == "costs"}
-        sources |= {f"kernels.{kernel}": source for kernel in layer.kernels}
-        values |= {**new, "profile": name}
+        unknown = sorted(set(layer.kernels) - set(kernels))
+        if unknown:
+            raise ConfigError(f"{name}: kernels", ", ".join(unknown), ", ".join(kernels), "correct the name")
+        new = {field: value for field, value in msgspec.structs.asdict(layer.runtime).items() if value is not msgspec.UNSET}
+        if "sel_triton_min_L" in new:
+            new["sel_triton_min_L"] = by_way(new["sel_triton_min_L"], values.get("sel_triton_min_L"))
+        if isinstance(new.get("autotune"), bool):
+            new["autotune"] = "on" if new["autotune"] else "off"
+        if new.get("count_sharing") is False:
+            new["count_sharing"] = "off"
+        if layer.costs:
+            new["costs"] = layer.costs
+        if name != BASE:  # built-in values have no source
+            source = f"{name} (assumed)" if name == assumed else name
+            sources |= dict.fromkeys((*new, *(f"kernels.{kernel}" for kernel in layer.kernels)), source)
+        values |= {**new, "kernels": {**values["kernels"], **layer.kernels}, "provenance": layer.provenance}
+        values |= {"profile": "built-in" if name == BASE else name, **({"triton_off": layer.triton_off} if layer.triton_off else {})}
     for flag in flags.FLAGS:
         text = os.environ.get(flag.name)
         if text is not None:
@@ -226,23 +238,6 @@ def _resolve(device: DeviceInfo, _environment: tuple[str | None, ...]) -> Settin
         values["provenance"] = f"assumed, no profile names this device; measured on another one: {values['provenance']}"
     digest = hashlib.sha256(msgspec.json.encode(values, order="deterministic")).hexdigest()[:12]
     return Settings(**values, sources=sources, fingerprint=digest)
-
-
-def _values(name: str, layer: ConfigFile, before: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of Settings that a file sets, over the values of the files before it."""
-    allowed = before["kernels"] if before else layer.kernels
-    unknown = sorted(set(layer.kernels) - set(allowed))
-    if unknown:
-        raise ConfigError(f"{name}: kernels", ", ".join(unknown), ", ".join(allowed), "correct the name")
-    values = {field: value for field, value in msgspec.structs.asdict(layer.runtime).items() if value is not msgspec.UNSET}
-    if "sel_triton_min_L" in values:
-        values["sel_triton_min_L"] = by_way(values["sel_triton_min_L"], before.get("sel_triton_min_L"))
-    if isinstance(values.get("autotune"), bool):
-        values["autotune"] = "on" if values["autotune"] else "off"
-    if values.get("count_sharing") is False:
-        values["count_sharing"] = "off"
-    values |= {field: value for field in ("triton_off", "costs") if (value := getattr(layer, field))}
-    return {**values, "kernels": {**before.get("kernels", {}), **layer.kernels}, "provenance": layer.provenance}
 
 
 _told: set[DeviceInfo] = set()

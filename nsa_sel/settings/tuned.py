@@ -372,23 +372,16 @@ def apply(settings: Settings, request: Request, device: DeviceInfo) -> Settings:
     if table.min_length and may_override("sel_triton_min_L", "NSA_SEL_TRITON_MIN_L"):
         min_length, sources["sel_triton_min_L"] = by_way(table.min_length, min_length), origin
     if table.costs is not None and may_override("costs"):
-        costs, others = _merge_costs(table.costs, costs)
-        sources["costs"] = origin + (f"; {', '.join(others)}: {settings.sources.get('costs', 'built-in')}" if others else "")
+        # Predictions are compared within a phase (`Request.phase`), so all models of a phase must come from one machine.
+        before, costs, sources["costs"] = costs, table.costs, origin
+        measured = {name.rpartition("/")[2] for name in costs.models}
+        rest = {name: model for name, model in before.models.items() if name.rpartition("/")[2] not in measured} if before else {}
+        if before is not None and rest:
+            dtypes = tuple(dtype for dtype in costs.dtypes if dtype in before.dtypes)
+            costs = msgspec.structs.replace(costs, dtypes=dtypes, models={**rest, **costs.models})
+            others = ", ".join(sorted({name.rpartition("/")[2] for name in rest}))
+            sources["costs"] += f"; {others}: {settings.sources.get('costs', 'built-in')}"
     return msgspec.structs.replace(
         settings, kernels={**settings.kernels, **own}, sel_triton_min_L=min_length, costs=costs, tuned=origin, sources=sources,
         fingerprint=hashlib.sha256(f"{settings.fingerprint} {table.fingerprint}".encode()).hexdigest()[:12],
     )  # fmt: skip
-
-
-def _merge_costs(own: Costs, before: Costs | None) -> tuple[Costs, list[str]]:
-    """Add a profile's cost models to the user's, for the phases without a model of the user. Return the costs and those phases.
-
-    Predictions are compared within a phase (`Request.phase`), so all models of a phase must come from one machine.
-    """
-    ways = {name.rpartition("/")[2] for name in own.models}
-    rest = {name: model for name, model in before.models.items() if name.rpartition("/")[2] not in ways} if before else {}
-    if before is None or not rest:
-        return own, []
-    dtypes = tuple(dtype for dtype in own.dtypes if dtype in before.dtypes)
-    merged = msgspec.structs.replace(own, dtypes=dtypes, models={**rest, **own.models})
-    return merged, sorted({name.rpartition("/")[2] for name in rest})
