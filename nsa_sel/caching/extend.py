@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nsa_sel.caching.pools import Pools
-from nsa_sel.caching.quantized import CacheScales
+from nsa_sel.caching.pools import CacheScales, Pools
 from nsa_sel.caching.step_tensors import StepTensors
 from nsa_sel.compression import BlockMLP
 from nsa_sel.core.transforms import hooked
