@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_sel.backends._triton.arguments import Dims, options
-from nsa_sel.backends._triton.choose_rows import Sizes, dims_of, seen_keys, strides_of
+from nsa_sel.backends._triton.arguments import Dims, dims_of, options
+from nsa_sel.backends._triton.choose_rows import Sizes, seen_keys, strides_of
 from nsa_sel.backends._triton.combine import SMS_WHEN_INTERPRETED, combine_row, joined_lse
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.ranges import top_n
@@ -183,7 +183,7 @@ def choose(call: ChooseCall, config: KernelConfig, o: Tensor, lse: Tensor, range
     ends, part_o = lse.new_empty(lse.numel(), steps, 2), o if parts == 1 else lse.new_empty(lse.numel(), parts, o.shape[-1])
     table, skipped = call.pages
     strides = strides_of(call)
-    _attention(dims_of(call), call.rule, config, tile_size(S * h), blocks, call.k.shape[2], skipped, parts > 1).launch(
+    _attention(dims_of(call.q, call.v), call.rule, config, tile_size(S * h), blocks, call.k.shape[2], skipped, parts > 1).launch(
         B * G * parts,
         (call.q, call.k, call.v, table, call.q_pos, part_o, part_lse, shares, ends),
         (strides, table.stride(0), sizes, parts, steps, call.scale_log2()),

@@ -17,11 +17,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa_sel.backends._triton.arguments import Dims, Heads, Strides, split_dims
+from nsa_sel.backends._triton.arguments import Strides
 from nsa_sel.backends._triton.rows import row_position, tile_rows
-from nsa_sel.backends._triton.tiles import aligned, descriptor
+from nsa_sel.backends._triton.tiles import aligned
 from nsa_sel.core.choose_call import ChooseCall
 from nsa_sel.settings.schema import KernelConfig
 
@@ -42,15 +41,6 @@ def seen_keys(q_pos, stride_pos, b, s, sizes, rule: tl.constexpr):
     """Return how many compressed keys the rows s see (int32)."""
     past = row_position(q_pos, stride_pos, b, s, sizes.start) + 1 - rule.compress_block
     return tl.where(past >= 0, tl.minimum(past // rule.compress_stride + 1, sizes.C), 0).to(tl.int32)
-
-
-def heads_of(call: ChooseCall) -> Heads:
-    _, _, _, h, Dk = call.q.shape
-    return Heads(call.q.dtype, h, Dk, call.v.shape[3], 0, 0)
-
-
-def dims_of(call: ChooseCall) -> Dims:
-    return split_dims(heads_of(call))
 
 
 def strides_of(call: ChooseCall) -> Strides:
@@ -89,16 +79,6 @@ def programs_of(call: ChooseCall, rows: int) -> int:
     """Return the programs for all tiles of all sequences and groups; more than `rows` heads take several programs."""
     B, S, G, h, _ = call.q.shape
     return B * G * tiles_of(call, S, tile_tokens(h, rows)) * -(-h // rows)
-
-
-def key_descriptors(call: ChooseCall, dims: Dims, block_k: int) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
-    """Return TMA descriptors of k and k's second column tile for block_k keys; the second is None if one tile holds
-    k."""
-    return descriptor(call.k, block_k, dims.BLOCK_D), descriptor(call.k, block_k, dims.BLOCK_REST) if dims.BLOCK_REST else None
-
-
-def value_descriptor(call: ChooseCall, dims: Dims, block_k: int) -> TensorDescriptor:
-    return descriptor(call.v, block_k, dims.BLOCK_DV)
 
 
 def by_tma(call: ChooseCall, config: KernelConfig) -> bool:

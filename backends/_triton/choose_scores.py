@@ -23,12 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_sel.backends._triton.arguments import Dims, options
+from nsa_sel.backends._triton.arguments import Dims, dims_of, options
 from nsa_sel.backends._triton.choose_rows import (
     bounds_of,
     by_tma,
-    dims_of,
-    key_descriptors,
     last_row,
     seen_keys,
     sizes_of,
@@ -38,7 +36,7 @@ from nsa_sel.backends._triton.choose_rows import (
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.rows import row_position
 from nsa_sel.backends._triton.softmax import LOG2_E, dot
-from nsa_sel.backends._triton.tiles import aligned, key_pointers, load_split, row_pointers, tile_size
+from nsa_sel.backends._triton.tiles import aligned, key_descriptors, key_pointers, load_split, row_pointers, tile_size
 from nsa_sel.core.choose_call import ChooseCall, Pool, Rule
 from nsa_sel.settings.schema import KernelConfig
 
@@ -145,14 +143,14 @@ def importance(call: ChooseCall, lse: Tensor, scores: Tensor, config: KernelConf
     """
     if scores.numel() == 0:
         return
-    kernel = _importance_kernel(dims_of(call), call.rule, config)
+    kernel = _importance_kernel(dims_of(call.q, call.v), call.rule, config)
     sizes = sizes_of(call, kernel.constants["TOKENS"])
     pieces, blocks = kernel.constants["PIECES"], kernel.constants["BLOCKS"]
     tma = pieces == call.rule.pieces and by_tma(call, config)
-    k_desc, k_rest_desc = key_descriptors(call, kernel.constants["dims"], blocks * pieces) if tma else (None, None)
+    descriptors = key_descriptors(call.k, kernel.constants["dims"], blocks * pieces, tma)
     kernel.launch(
         call.q.shape[0] * sizes.G * sizes.tiles,
-        (call.q, k_desc, k_rest_desc, call.k, lse, call.q_pos, *bounds_of(call), scores, positions),
+        (call.q, *descriptors, call.k, lse, call.q_pos, *bounds_of(call), scores, positions),
         (strides_of(call), lse.stride(), scores.stride()[:3], sizes, call.blocks, call.scale_log2()),
     )
 
@@ -326,17 +324,16 @@ def block_scores(call: ChooseCall, lse: Tensor | None, scores: Tensor, config: K
     """
     if scores.numel() == 0:
         return
-    kernel = _scores_kernel(dims_of(call), call.rule, call.pool, config)
+    kernel = _scores_kernel(dims_of(call.q, call.v), call.rule, call.pool, config)
     constants = kernel.constants
     sizes = sizes_of(call, constants["TOKENS"])
     dense = constants["PARTS"] * constants["PIECES"] == call.rule.pieces
-    k_desc, k_rest_desc = None, None
-    if dense and config.loads == "tma" and aligned(call.k):
-        one = call.of(call.q, call.k if call.k.stride(1) else call.k[:, :1], call.v)
-        k_desc, k_rest_desc = key_descriptors(one, constants["dims"], constants["BLOCKS"] * constants["PIECES"])
+    tma = dense and config.loads == "tma" and aligned(call.k)
+    k = call.k if call.k.stride(1) else call.k[:, :1]  # keys that all groups share have one group in the descriptor
+    descriptors = key_descriptors(k, constants["dims"], constants["BLOCKS"] * constants["PIECES"], tma)
     kernel.launch(
         call.q.shape[0] * sizes.G * sizes.tiles,
-        (call.q, k_desc, k_rest_desc, call.k, lse, call.q_pos, scores),
+        (call.q, *descriptors, call.k, lse, call.q_pos, scores),
         (
             strides_of(call), (0, 0, 0, 0) if lse is None else lse.stride(), scores.stride()[:3], sizes, call.blocks,
             call.scale_log2() if call.pool.softmax else call.scale,
