@@ -199,7 +199,7 @@ def over_pieces(x, weight, least, pool: tl.constexpr):
 
 
 @triton.jit
-def walk(
+def score_steps(
     steps, last_step, own, pending, spilled, q_columns, rest_columns, lse2, seen, k_desc, k_rest_desc, k, out, is_token, strides, b, g,
     sizes, blocks, scale, dims: tl.constexpr, rule: tl.constexpr, pool: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
     BLOCKS: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, MASKED: tl.constexpr,
@@ -301,11 +301,11 @@ def block_scores_kernel(
     out = scores + b64 * stride_scores[0] + g64 * stride_scores[2] + row * stride_scores[1]
     shared = g if strides.k[1] != 0 else 0  # keys that all groups share have one group in the descriptor
     own = tl.full([BLOCKS, TOKENS], LEAST, tl.float32)
-    own, pending, spilled = walk(
+    own, pending, spilled = score_steps(
         0, whole, own, own, own, q_columns, rest_columns, lse2, seen, k_desc, k_rest_desc, k, out, is_token, strides, b, shared, sizes,
         blocks, scale, dims, rule, pool, HEADS, TOKENS, BLOCKS, PIECES, PARTS, False,
     )  # fmt: skip
-    walk(
+    score_steps(
         whole, last_step, own, pending, spilled, q_columns, rest_columns, lse2, seen, k_desc, k_rest_desc, k, out, is_token, strides, b,
         shared, sizes, blocks, scale, dims, rule, pool, HEADS, TOKENS, BLOCKS, PIECES, PARTS, True,
     )  # fmt: skip

@@ -30,7 +30,7 @@ from nsa_sel.backends._triton.units import (
     highest_limit,
     list_tile,
     load_entries,
-    most_parts,
+    most_partials,
     piece_bounds,
     plan_within,
     slices_of,
@@ -241,10 +241,10 @@ class Gradients:
         _, _, S_kv, Dv = call.v.shape
         Dk = call.k.shape[3]
         blocks = -(-plan.tiles // plan.block)
-        parts = most_parts(plan.section * call.selection.n * plan.reach, plan.pairs, blocks, plan.piece)
-        self.by_entry = parts < plan.pieces + plan.pairs * blocks
-        self.part_dk = temporary(call, lse, parts, plan.block, plan.width, Dk)
-        self.part_dv = temporary(call, lse, parts, plan.block, plan.width, Dv)
+        partials = most_partials(plan.section * call.selection.n * plan.reach, plan.pairs, blocks, plan.piece)
+        self.by_entry = partials < plan.pieces + plan.pairs * blocks
+        self.part_dk = temporary(call, lse, partials, plan.block, plan.width, Dk)
+        self.part_dv = temporary(call, lse, partials, plan.block, plan.width, Dv)
         self.slice = sums is not None
         sections: tuple[Tensor | None, Tensor | None] = (None, None)
         if sums is None and plan.section < S:
@@ -322,17 +322,17 @@ def key_value_gradients(
 
 def _add_rows(
     call: Call, heads: arguments.Heads, lse: Tensor, do: Tensor, delta: Tensor, name: str, width: int,
-    sums: tuple[Tensor, Tensor] | None = None, parts: int | None = None,
+    sums: tuple[Tensor, Tensor] | None = None, budget: int | None = None,
 ) -> Gradients:  # fmt: skip
     """Compute dk and dv of a call, or of a slice that adds to `sums`.
 
-    parts: byte budget of the partial sums; by default what the plan leaves of the workspace.
+    budget: bytes of the partial sums; by default what the plan leaves of the workspace.
     """
     B, S, G = call.q.shape[:3]
     small = call.selection.block_size or 0
     call, bits = merged(call, width)
     block = call.tiles_of_block(width)
-    plan = plan_within(call, width, S, B * G, workspace_beside_plan(call, width, block) if parts is None else parts, block)
+    plan = plan_within(call, width, S, B * G, workspace_beside_plan(call, width, block) if budget is None else budget, block)
     grads = Gradients(call, plan, lse, sums)
     for unit in units(call, plan):
         partial_unit(call, heads, plan, unit, lse, do, delta, grads, name, bits=bits, small=0 if bits is None else small)
@@ -353,6 +353,6 @@ def _by_slices(
         for x in sums:
             x.zero_()
         for part, at in slices(call, slice(b, b + 1), slice(g, g + 1), cut.rows):
-            _add_rows(part, heads, lse[at].contiguous(), do[at], delta[at].contiguous(), name, width, sums, cut.parts)
+            _add_rows(part, heads, lse[at].contiguous(), do[at], delta[at].contiguous(), name, width, sums, cut.partial_bytes)
         dk[b, g], dv[b, g] = sums[0][0], sums[1][0]
     return dk, dv

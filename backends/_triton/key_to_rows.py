@@ -65,7 +65,7 @@ class KeyToRows(NamedTuple):
     # tile's rows are those from its own list to the list of the block's last tile.
 
 
-class SortNumbers(NamedTuple):
+class SortSizes(NamedTuple):
     """Numbers that both sort kernels take: B*G pairs of `tiles` tiles, sections of rows, stretches of `stretch`
     rows."""
 
@@ -237,7 +237,7 @@ def _build(call: Call, width: int, section: int, pairs: int, piece: int, reach: 
     entries = unwritten(q, capacity, dtype=torch.int32)
     piece_list = unwritten(q, sections * -(-B * G // pairs) * pieces, dtype=torch.int64)
     ranges, q_pos = call.disjoint_ranges(), call.q_pos
-    numbers = (position_strides(call), sizes(call), SortNumbers(tiles, B * G, section, stretch, stretches))
+    numbers = (position_strides(call), sizes(call), SortSizes(tiles, B * G, section, stretch, stretches))
     total = lists * stretches
     few = next((few for few in FEW_COUNTS if total <= few), 0) if capacity < 2**31 else 0
     rank, scatter = _sort(n, reach, width, few)
