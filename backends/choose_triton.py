@@ -24,7 +24,6 @@ from nsa_sel.backends._triton.choose_rows import (
     Sizes,
     bounds_of,
     by_tma,
-    programs_of,
     sizes_of,
     strides_of,
 )
@@ -103,11 +102,13 @@ def attention(call: ChooseCall) -> tuple[Tensor, Tensor]:
 
 
 def _tiles(function: Any, call: ChooseCall, config: KernelConfig) -> tuple[Kernel, int, tuple[Any, ...], Sizes]:
-    """Return a kernel over tiles of rows, its grid, the tensors that it reads, and its sizes."""
+    """Return a kernel over tiles of rows, its grid, the tensors that it reads, and its sizes. More than `rows` heads take
+    several programs."""
     kernel = runs.run_kernel(function, dims_of(call.q, call.v), call.rule, config)
     descriptors = kv_descriptors(call.k, call.v, kernel.constants["dims"], config.block_l, by_tma(call, config))
     inputs = (call.q, *descriptors, call.k, call.v, call.q_pos, *bounds_of(call), None)
-    return kernel, programs_of(call, config.rows), inputs, sizes_of(call, kernel.constants["TQ"])
+    sizes, (B, _, G, h, _) = sizes_of(call, kernel.constants["TQ"]), call.q.shape
+    return kernel, B * G * sizes.tiles * -(-h // config.rows), inputs, sizes
 
 
 def log_sum_exp(call: ChooseCall) -> Tensor:

@@ -51,12 +51,8 @@ def strides_of(call: ChooseCall) -> Strides:
 def sizes_of(call: ChooseCall, tokens: int) -> Sizes:
     """Return `Sizes` for tiles of `tokens` rows."""
     _, S, G = call.q.shape[:3]
-    return Sizes(S, call.k.shape[2], G, call.start, tiles_of(call, S, tokens), sequences_of(call))
-
-
-def sequences_of(call: ChooseCall) -> int:
-    """Return the number of sequences of a packed batch, else 0."""
-    return 0 if call.sequences is None else len(call.sequences.rows) - 1
+    sequences = 0 if call.sequences is None else len(call.sequences.rows) - 1
+    return Sizes(S, call.k.shape[2], G, call.start, tiles_of(call, S, tokens), sequences)
 
 
 def bounds_of(call: ChooseCall) -> tuple[Tensor | None, Tensor | None]:
@@ -67,18 +63,7 @@ def bounds_of(call: ChooseCall) -> tuple[Tensor | None, Tensor | None]:
 def tiles_of(call: ChooseCall, total: int, size: int) -> int:
     """Return the tiles of `total` rows or keys; for a packed batch (tiles within one sequence, with padding) an upper
     bound."""
-    return -(-total // size) if call.sequences is None else total // size + sequences_of(call) + 1
-
-
-def tile_tokens(h: int, rows: int) -> int:
-    """Return the tokens whose h heads fill a tile of `rows` rows."""
-    return max(1, rows // h)
-
-
-def programs_of(call: ChooseCall, rows: int) -> int:
-    """Return the programs for all tiles of all sequences and groups; more than `rows` heads take several programs."""
-    B, S, G, h, _ = call.q.shape
-    return B * G * tiles_of(call, S, tile_tokens(h, rows)) * -(-h // rows)
+    return -(-total // size) if call.sequences is None else total // size + len(call.sequences.rows)
 
 
 def by_tma(call: ChooseCall, config: KernelConfig) -> bool:

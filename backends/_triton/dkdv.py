@@ -22,7 +22,7 @@ from nsa_sel.backends._triton.blocks import merged
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.key_to_rows import KeyToRows, list_start
 from nsa_sel.backends._triton.rows import load_range, row_limit
-from nsa_sel.backends._triton.softmax import LOG2_E, add_product, dot, p_and_ds, split_products
+from nsa_sel.backends._triton.softmax import LOG2_E, dot, p_and_ds, split_products
 from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, row_pointers, store_columns, store_split
 from nsa_sel.backends._triton.units import (
     Slices,
@@ -38,6 +38,7 @@ from nsa_sel.backends._triton.units import (
     units,
     workspace_beside_plan,
 )
+from nsa_sel.backends._triton.walk import add_rows_step
 from nsa_sel.backends.launcher.buffers import temporary, unwritten
 from nsa_sel.core.call import Call
 from nsa_sel.settings.schema import KernelConfig
@@ -110,9 +111,9 @@ def list_gradients(
     ALWAYS: tl.constexpr = (not WHOLE) or bits is not None
     k_tile, k_rest, v_tile = kv
     ROWS: tl.constexpr = r.shape[0]
-    dk_acc = tl.zeros(k_tile.shape, lse.dtype.element_ty)
+    dk = tl.zeros(k_tile.shape, lse.dtype.element_ty)
     dk_rest = tl.zeros(k_rest.shape, lse.dtype.element_ty)
-    dv_acc = tl.zeros(v_tile.shape, lse.dtype.element_ty)
+    sums = dk, dk_rest, tl.zeros(v_tile.shape, lse.dtype.element_ty)
     pairs = ((e1 - e) * h).to(tl.int32)
     masked = (tl.maximum(masked_end - e, 0) * h).to(tl.int32)
     first_out = (b * S * G + g) * h
@@ -150,16 +151,13 @@ def list_gradients(
             p = tl.where(seen, p, 0.0)
             ds = tl.where(seen, ds, 0.0)
         p, ds = p.to(do_tile.dtype), ds.to(q_tile.dtype)
-        dv_acc = add_product(dv_acc, p.T, do_tile)
-        dk_acc = add_product(dk_acc, ds.T, q_tile)
-        if REST > 0:
-            dk_rest = add_product(dk_rest, ds.T, q_rest)
+        sums = add_rows_step(sums, p, ds, (q_tile, q_rest), do_tile, REST, True)
         if part_dq is not None:
             slot = part_dq + (first_slot + entry.to(tl.int64) * h + head) * dims.Dk
             store_columns(slot, dot(ds, k_tile) * scale, listed, 0, dims.Dk)
             if REST > 0:
                 store_columns(slot, dot(ds, k_rest) * scale, listed, dims.BLOCK_D, dims.Dk)
-    return dk_acc, dk_rest, dv_acc
+    return sums
 
 
 @triton.jit
