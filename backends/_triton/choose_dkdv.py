@@ -79,7 +79,7 @@ def add_rows(
     if q_pos is None:
         begin = tl.minimum(first_row(key, own.start, rule), own.S).to(tl.int32)  # computed once, instead of seen_keys per step
     for pair0 in range(low * h, high * h, ROWS):
-        pair = pair0 + r
+        pair = pair0 + r  # [ROWS], as all row indices below
         exists = None if FULL else pair < high * h
         s, head = tl.minimum(pair // h, high - 1).to(tl.int64), (pair % h).to(tl.int64)
         if q_pos is not None:

@@ -42,9 +42,27 @@ from nsa_sel.settings.schema import KernelConfig
 
 
 @triton.jit
-def load_pieces(k_desc, k_rest_desc, k, strides, b, g, key, exists, first, dims: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load the compressed keys `key` [BLOCK_K] as two column tiles (`load_split`); through TMA, BLOCK_K keys from
-    `first` on."""
+def query_columns(q, cu, strides, b, g, row0, sizes, dims: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr):
+    """Load q of the tile of TOKENS rows from `row0` on, transposed once: in the loop, each step would copy it to shared
+    memory.
+
+    Returns s, head and existence of the columns [HEADS * TOKENS], and q in two row tiles: [BLOCK_D, HEADS * TOKENS] and
+    [BLOCK_REST, HEADS * TOKENS].
+    """
+    column = tl.arange(0, HEADS * TOKENS)
+    head, s = (column // TOKENS).to(tl.int64), row0 + column % TOKENS
+    exists = (s < sizes.S) & (head < dims.h)
+    s = last_row(s, cu, sizes).to(tl.int64)
+    q_tile, q_rest = load_split(row_pointers(q, strides.q, b, g, s, head), exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
+    return s, head, exists, q_tile.T, q_rest.T
+
+
+@triton.jit
+def key_products(
+    q_columns, rest_columns, k_desc, k_rest_desc, k, strides, b, g, key, exists, first, dims: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """Return the products k q^T [BLOCK_K, HEADS * TOKENS] of the index keys `key` [BLOCK_K]; through TMA, of BLOCK_K keys
+    from `first` on."""
     BLOCK_D: tl.constexpr = dims.BLOCK_D
     REST: tl.constexpr = dims.BLOCK_REST
     if k_desc is not None:
@@ -52,10 +70,13 @@ def load_pieces(k_desc, k_rest_desc, k, strides, b, g, key, exists, first, dims:
         k_rest = k_tile
         if REST > 0:
             k_rest = k_rest_desc.load([b, g, first, BLOCK_D]).reshape(BLOCK_K, REST)
-        return k_tile, k_rest
     else:
         pointers = key_pointers(k, strides.k, b.to(tl.int64), g.to(tl.int64), key)
-        return load_split(pointers, exists, dims.Dk, BLOCK_D, REST)
+        k_tile, k_rest = load_split(pointers, exists, dims.Dk, BLOCK_D, REST)
+    products = dot(k_tile, q_columns)
+    if REST > 0:
+        products = tl.dot(k_rest, rest_columns, products, input_precision="ieee", out_dtype=products.dtype)
+    return products
 
 
 @triton.jit
@@ -82,16 +103,11 @@ def importance_kernel(
     b, g = number // sizes.tiles // sizes.G, number // sizes.tiles % sizes.G
     b64, g64 = b.to(tl.int64), g.to(tl.int64)
 
-    column = tl.arange(0, HEADS * TOKENS)
-    head, s = (column // TOKENS).to(tl.int64), row0 + column % TOKENS
-    exists = (s < sizes.S) & (head < dims.h)
-    s = last_row(s, cu, sizes).to(tl.int64)
-    q_tile, q_rest = load_split(row_pointers(q, strides.q, b64, g64, s, head), exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
-    q_columns, rest_columns = q_tile.T, q_rest.T  # transpose once: in the loop, each step would copy them to shared memory
+    s, head, exists, q_columns, rest_columns = query_columns(q, cu, strides, b64, g64, row0, sizes, dims, HEADS, TOKENS)
     # Columns that do not exist get lse = +inf, hence p = 0.
     lse2 = tl.load(row_pointers(lse, stride_lse, b64, g64, s, head), mask=exists, other=float("inf")) * LOG2_E
 
-    token = row0 + tl.arange(0, TOKENS)
+    token = row0 + tl.arange(0, TOKENS)  # [TOKENS], as row, seen and t
     is_token = token < sizes.S
     row = last_row(token, cu, sizes).to(tl.int64)
     seen = seen_keys(q_pos, strides.pos, b64, row, sizes, rule)
@@ -112,16 +128,15 @@ def importance_kernel(
     for first in range(0, end, BLOCKS):
         key = first * STEP + (r if PIECES == STEP else r // PIECES * STEP + r % PIECES)
         is_key = key < sizes.C if PIECES == STEP else (key < sizes.C) & (r % PIECES < STEP)
-        k_tile, k_rest = load_pieces(
-            k_desc, k_rest_desc, k, strides, b, g, first_key + key, is_key, first_key + first * STEP, dims, BLOCK_K
-        )
-        products = dot(k_tile, q_columns)
-        if dims.BLOCK_REST > 0:
-            products = tl.dot(k_rest, rest_columns, products, input_precision="ieee", out_dtype=products.dtype)
+        products = key_products(
+            q_columns, rest_columns, k_desc, k_rest_desc, k, strides, b, g, first_key + key, is_key, first_key + first * STEP,
+            dims, BLOCK_K,
+        )  # fmt: skip
+        # p: [BLOCK_K, TOKENS], the sum over heads
         p = tl.sum(tl.exp2(products * scale_log2 - lse2[None, :]).reshape(BLOCK_K, HEADS, TOKENS), 1)
         visible = tl.where(is_key, key, sizes.C)[:, None] < seen[None, :]
         p = tl.where(visible, p, 0.0).to(tl.float32).reshape(BLOCKS, PIECES, TOKENS)
-        importance = tl.sum(p * own_weight, 1)
+        importance = tl.sum(p * own_weight, 1)  # [BLOCKS, TOKENS]
         if REACH > 1:
             spill = tl.gather(tl.sum(p * spill_weight, 1), last, 0)  # row 0: the last block's spill, for the next step
             importance += tl.where((block == 0)[:, None], spilled, spill)
@@ -220,14 +235,13 @@ def score_steps(
     for i in range(steps, last_step):
         part = i % PARTS
         first = i // PARTS * BLOCKS
-        piece = part * PIECES + r % PIECES
+        piece = part * PIECES + r % PIECES  # [BLOCK_K], as key
         key = (first + r // PIECES) * STEP + piece
         is_key = (key < sizes.C) & (piece < STEP)
-        k_tile, k_rest = load_pieces(k_desc, k_rest_desc, k, strides, b, g, key, is_key, first * STEP + part * PIECES, dims, BLOCK_K)
-        products = dot(k_tile, q_columns)
-        if dims.BLOCK_REST > 0:
-            products = tl.dot(k_rest, rest_columns, products, input_precision="ieee", out_dtype=products.dtype)
-        x = over_heads(products, lse2, scale, dims, pool, HEADS, TOKENS)
+        products = key_products(
+            q_columns, rest_columns, k_desc, k_rest_desc, k, strides, b, g, key, is_key, first * STEP + part * PIECES, dims, BLOCK_K
+        )  # fmt: skip
+        x = over_heads(products, lse2, scale, dims, pool, HEADS, TOKENS)  # [BLOCK_K, TOKENS]
         if MASKED:
             x = tl.where(tl.where(is_key, key, sizes.C)[:, None] < seen[None, :], x, LEAST)
         x = x.to(tl.float32).reshape(BLOCKS, PIECES, TOKENS)
@@ -276,18 +290,15 @@ def block_scores_kernel(
     b, g = number // sizes.tiles // sizes.G, number // sizes.tiles % sizes.G
     b64, g64 = b.to(tl.int64), g.to(tl.int64)
 
-    column = tl.arange(0, HEADS * TOKENS)
-    head, s = (column // TOKENS).to(tl.int64), i * TOKENS + column % TOKENS
-    exists = (s < sizes.S) & (head < dims.h)
-    s = tl.minimum(s, sizes.S - 1).to(tl.int64)
-    q_tile, q_rest = load_split(row_pointers(q, strides.q, b64, g64, s, head), exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
-    q_columns, rest_columns = q_tile.T, q_rest.T  # transpose once: in the loop, each step would copy them to shared memory
+    s, head, exists, q_columns, rest_columns = query_columns(
+        q, None, strides, b64, g64, i * TOKENS, sizes, dims, HEADS, TOKENS
+    )  # fmt: skip
     lse2 = tl.zeros([HEADS * TOKENS], tl.float32)
     if pool.softmax:  # columns that do not exist and rows without keys get lse = +inf, hence weight 0
         lse_columns = tl.load(row_pointers(lse, stride_lse, b64, g64, s, head), mask=exists, other=float("inf")).to(tl.float32)
         lse2 = tl.where(lse_columns == float("-inf"), float("inf"), lse_columns) * LOG2_E
 
-    token = i * TOKENS + tl.arange(0, TOKENS)
+    token = i * TOKENS + tl.arange(0, TOKENS)  # [TOKENS], as row, seen and t
     is_token = token < sizes.S
     row = tl.minimum(token, sizes.S - 1).to(tl.int64)
     seen = seen_keys(q_pos, strides.pos, b64, row, sizes, rule)
