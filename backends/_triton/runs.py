@@ -5,7 +5,7 @@ not read. `rule` decides which run a row sees:
     a Rule    the first keys, up to a limit that follows from the row's position (compressed.py). The walk begins with
               whole steps that all rows see, and ends with masked steps of TAIL_K keys.
     None      a sliding window: the keys (t - window, t], in a packed batch only those of the row's own sequence
-              (`keys_of_rows`). The walk takes the last keys first, in masked steps of TAIL_K, then whole steps from the
+              (window.py). The walk takes the last keys first, in masked steps of TAIL_K, then whole steps from the
               first key on, with a mask until all windows have begun.
 """
 
@@ -24,22 +24,11 @@ from nsa_sel.backends._triton.rows import tile_rows
 from nsa_sel.backends._triton.softmax import LN_2, LOG2_E, finish_softmax, row_delta
 from nsa_sel.backends._triton.tiles import MIN_TILE, load_columns, load_split, row_pointers, store_columns, tile_size
 from nsa_sel.backends._triton.walk import add_cut_steps, add_whole_steps, empty_dq, empty_sums, store_dq
+from nsa_sel.backends._triton.window import keys_of_rows
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.settings.schema import KernelConfig
 
 TAIL = 32  # compressed keys per masked step
-
-
-@triton.jit
-def keys_of_rows(bounds, s, sizes):
-    """Return the window [low, high) of each of the rows s; low >= high for padding. low never decreases with s.
-
-    bounds: first key of each row's sequence [S] (then other facts), or None.
-    """
-    begin = 0
-    if bounds is not None:
-        begin = tl.load(bounds + s)
-    return tl.maximum(sizes.start + s - sizes.window + 1, begin), sizes.start + s + 1
 
 
 @triton.jit

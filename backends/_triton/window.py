@@ -55,6 +55,18 @@ class Strides(NamedTuple):
 
 
 @triton.jit
+def keys_of_rows(bounds, s, sizes):
+    """Return the window [low, high) of each of the rows s; low >= high for padding. low never decreases with s.
+
+    bounds: first key of each row's sequence [S] (then other facts), or None.
+    """
+    begin = 0
+    if bounds is not None:
+        begin = tl.load(bounds + s)
+    return tl.maximum(sizes.start + s - sizes.window + 1, begin), sizes.start + s + 1
+
+
+@triton.jit
 def rows_of_keys(bounds, key, sizes):
     """Return the rows [low, high) that see each of the keys `key` (which exist if key < S_kv). high may exceed the last
     row."""
