@@ -102,8 +102,10 @@ def attention(call: ChooseCall) -> tuple[Tensor, Tensor]:
 
 
 def _tiles(function: Any, call: ChooseCall, config: KernelConfig) -> tuple[Kernel, int, tuple[Any, ...], Sizes]:
-    """Return a kernel over tiles of rows, its grid, the tensors that it reads, and its sizes. More than `rows` heads take
-    several programs."""
+    """Return a kernel over tiles of rows, its grid, the tensors that it reads, and its sizes.
+
+    More than `rows` heads take several programs.
+    """
     kernel = runs.run_kernel(function, dims_of(call.q, call.v), call.rule, config)
     descriptors = kv_descriptors(call.k, call.v, kernel.constants["dims"], config.block_l, by_tma(call, config))
     inputs = (call.q, *descriptors, call.k, call.v, call.q_pos, *bounds_of(call), None)

@@ -72,8 +72,10 @@ def dq(call: WindowCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
 
 
 def _rows(function: Any, call: WindowCall, config: KernelConfig) -> tuple[Kernel, int, tuple[Any, ...], Any]:
-    """Return a kernel over tiles of rows, its grid, the tensors that it reads, and its sizes. More than `rows` heads take
-    several programs."""
+    """Return a kernel over tiles of rows, its grid, the tensors that it reads, and its sizes.
+
+    More than `rows` heads take several programs.
+    """
     B, S, G, h, _ = call.q.shape
     kernel = runs.run_kernel(function, dims_of(call.q, call.v), None, config)
     tiles = -(-S // kernel.constants["TQ"])

@@ -257,7 +257,8 @@ def compress(
 
     Args:
         raw: [pages,page_size,G,D], contiguous: what is compressed. page_size is a multiple of the stride.
-        new: [B,S,G,D] of any strides with a contiguous last dimension: the step's tokens, which `raw` need not hold yet.
+        new: [B,S,G,D] of any strides with a contiguous last dimension: the step's tokens, which `raw` may
+            not hold yet.
         covered: [B,keys] int64, slots of consecutive keys; compressed key p covers those from p * stride on.
         fresh: [B,2] int32: the first of these keys that is new, and the offset from a key's number to its row in `new`.
         slot: [B,P] int64, where compressed key p goes. Slots of the last page and later mean that it is not written.

@@ -1,4 +1,4 @@
-"""Compressed keys: which of them a row sees, how tiles lie in a packed batch, and arguments that all their kernels take.
+"""Compressed keys: which of them a row sees, how tiles lie in a packed batch, and arguments of all their kernels.
 
 `rule` is `nsa_sel.core.choose_call.Rule`. A row sees the first compressed keys, up to a limit that follows from its
 position.

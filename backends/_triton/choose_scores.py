@@ -61,8 +61,8 @@ def query_columns(q, cu, strides, b, g, row0, sizes, dims: tl.constexpr, HEADS: 
 def key_products(
     q_columns, rest_columns, k_desc, k_rest_desc, k, strides, b, g, key, exists, first, dims: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Return the products k q^T [BLOCK_K, HEADS * TOKENS] of the index keys `key` [BLOCK_K]; through TMA, of BLOCK_K keys
-    from `first` on."""
+    """Return the products k q^T [BLOCK_K, HEADS * TOKENS] of the index keys `key` [BLOCK_K]. TMA loads the BLOCK_K keys
+    from `first` on instead."""
     BLOCK_D: tl.constexpr = dims.BLOCK_D
     REST: tl.constexpr = dims.BLOCK_REST
     if k_desc is not None:

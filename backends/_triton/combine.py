@@ -1,7 +1,7 @@
 """Merge partial results of split rows (split-KV): with few rows, several programs walk the keys of each row.
 
-o = sum_i w_i o_i with w_i = 2^(lse_i - lse), lse = log2 sum_i 2^lse_i, summed in a fixed order. A split without keys has
-lse_i = -inf and w_i = 0.
+o = sum_i w_i o_i with w_i = 2^(lse_i - lse), lse = log2 sum_i 2^lse_i, summed in a fixed order. A split without keys
+has lse_i = -inf and w_i = 0.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def combine_row(part_o, part_lse, o, row, splits, Dv: tl.constexpr, SPLITS: tl.c
 
 @triton.jit
 def combine_kernel(part_o, part_lse, o, lse, splits, Dv: tl.constexpr, SPLITS: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """Merge part_o [rows, splits, Dv] and base-2 part_lse [rows, splits], float32, into o [rows, Dv] and natural-log lse
-    [rows].
+    """Merge part_o [rows, splits, Dv] and base-2 part_lse [rows, splits], float32, into o [rows, Dv] and lse [rows]
+    (natural logarithm).
 
     Grid: one program per row of B*S*G*h. It loads all splits at once, to pay the memory latency once.
     """

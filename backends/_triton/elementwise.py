@@ -1,7 +1,7 @@
 """Kernels of one pass over memory for a layer: the gated sum of NSA's branches and its gradients, and rotary positions.
 
-    gated sum   o = sum_c g_c o_c (Eq. 5). Backward, a branch either gets lse - ln g, and its own pass gives the gradient
-                of its gate (nsa_sel/gating.py has the formulas): two small kernels, of one number per row and branch.
+    gated sum   o = sum_c g_c o_c (Eq. 5). Backward, a branch either gets lse - ln g, and its own pass gives the
+                gradient of its gate (formulas: nsa_sel/gating.py): two small kernels, one number per row and branch.
                 Or one pass reads do and the branch, and writes g do and that gradient.
     rotate      (a, b) -> (a cos - b sin, a sin + b cos), or back with -sin, plus another tensor if given
 

@@ -9,10 +9,10 @@
 Masks: key numbers past the last key are loaded as zeros and get logits of -inf (p = 0).
 
 Constants that forward kernels share:
-    cache   where keys lie: LENGTHS (q_pos holds sequence lengths), PAGE (k and v are page pools [pages,G,PAGE,D]; 0: not
-            paged), PAGE_SCALES (quantized keys have one scale per page and head)
-    SPLIT   few rows: a row's keys are split over `splits` programs, which write float32 partials [rows, splits, ...] with
-            base-2 lse for combine.py
+    cache   where keys lie: LENGTHS (q_pos holds sequence lengths), PAGE (k and v are page pools [pages,G,PAGE,D]; 0:
+            not paged), PAGE_SCALES (quantized keys have one scale per page and head)
+    SPLIT   few rows: a row's keys are split over `splits` programs, which write float32 partials [rows, splits, ...]
+            with base-2 lse for combine.py
 
 Quantized keys and values (e4m3) are converted in registers, and scales multiply logits and probabilities instead of
 every element. With stored K, V and scales a, c per head, or per page and head: logits s = (q K^T) a and

@@ -3,7 +3,7 @@
 Row s at position t = start + s sees the keys t - window + 1 to t. In a packed batch a row sees only keys of its own
 sequence, and padding rows, after the last sequence, see none.
 
-    dv = sum p^T do,  dk = scale * sum ds^T q   over rows and heads (softmax.py), transposed from the start: p [keys, rows]
+    dv = sum p^T do,  dk = scale * sum ds^T q   over rows and heads (softmax.py); p is [keys, rows] from the start
 
 A program takes a tile of keys and all rows that see any of them: the tile's own rows and the window's after it. Those
 at both ends do not see all keys.
