@@ -184,7 +184,7 @@ def dkdv_kernel(
     first = number % sizes.tiles * BLOCK_K
     bg = (number // sizes.tiles).to(tl.int64)
     b, g = bg // sizes.G, bg % sizes.G
-    key = first + tl.arange(0, BLOCK_K)
+    key = first + tl.arange(0, BLOCK_K)  # [BLOCK_K]
     kv = load_kv(k, v, strides, b, g, key, key < sizes.S_kv, dims)
     low, begun, over, high = row_limits(bounds, first, key, sizes, BLOCK_K)
     dk_acc = tl.zeros([BLOCK_K, BLOCK_D], ACC)
