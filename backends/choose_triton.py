@@ -20,13 +20,7 @@ from torch import Tensor
 
 from nsa_sel.backends._triton import choose_dkdv, choose_pages, runs
 from nsa_sel.backends._triton.arguments import dims_of, heads_of, narrow_suffix
-from nsa_sel.backends._triton.choose_rows import (
-    Sizes,
-    bounds_of,
-    by_tma,
-    sizes_of,
-    strides_of,
-)
+from nsa_sel.backends._triton.choose_rows import Sizes, bounds_of, by_tma, sizes_of, strides_of
 from nsa_sel.backends._triton.choose_scores import block_scores, importance
 from nsa_sel.backends._triton.kernel import Kernel
 from nsa_sel.backends._triton.ranges import top_n

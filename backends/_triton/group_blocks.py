@@ -23,12 +23,7 @@ from nsa_sel.backends._triton.group_ranges import (
     store_rows,
 )
 from nsa_sel.backends._triton.rows import page_of, split_blocks, whole_block
-from nsa_sel.backends._triton.softmax import (
-    add_product,
-    chosen_step,
-    p_and_ds,
-    products,
-)
+from nsa_sel.backends._triton.softmax import add_product, chosen_step, p_and_ds, products
 from nsa_sel.backends._triton.tiles import cached_pointers, load_columns, store_columns
 from nsa_sel.backends._triton.walk import empty_sums
 
