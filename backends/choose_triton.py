@@ -19,23 +19,12 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends._triton import choose_dkdv, choose_pages, runs
-from nsa_sel.backends._triton.arguments import narrow_suffix
-from nsa_sel.backends._triton.choose_rows import (
-    Sizes,
-    bounds_of,
-    by_tma,
-    dims_of,
-    heads_of,
-    key_descriptors,
-    programs_of,
-    sizes_of,
-    strides_of,
-    value_descriptor,
-)
+from nsa_sel.backends._triton.arguments import dims_of, heads_of, narrow_suffix
+from nsa_sel.backends._triton.choose_rows import Sizes, bounds_of, by_tma, sizes_of, strides_of
 from nsa_sel.backends._triton.choose_scores import block_scores, importance
 from nsa_sel.backends._triton.kernel import Kernel
 from nsa_sel.backends._triton.ranges import top_n
-from nsa_sel.backends._triton.tiles import MIN_TILE
+from nsa_sel.backends._triton.tiles import MIN_TILE, kv_descriptors
 from nsa_sel.core.arguments import range_dtype
 from nsa_sel.core.call import NSA_POOL, ChooseCall
 from nsa_sel.settings.schema import KernelConfig
@@ -66,7 +55,7 @@ CONFIGS = {  # by kernel and class of head dims (`narrow_suffix`); one that has 
 
 
 def config_of(call: ChooseCall, kernel: str) -> KernelConfig:
-    return CONFIGS.get(kernel + narrow_suffix(heads_of(call)), CONFIGS[kernel])
+    return CONFIGS.get(kernel + narrow_suffix(heads_of(call.q, call.v)), CONFIGS[kernel])
 
 
 def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,14 +96,15 @@ def attention(call: ChooseCall) -> tuple[Tensor, Tensor]:
 
 
 def _tiles(function: Any, call: ChooseCall, config: KernelConfig) -> tuple[Kernel, int, tuple[Any, ...], Sizes]:
-    """Return a kernel over tiles of rows, its grid, the tensors that it reads, and its sizes."""
-    kernel = runs.run_kernel(function, dims_of(call), call.rule, config)
-    descriptors: tuple[Any, ...] = (None, None, None)
-    if by_tma(call, config):
-        dims = kernel.constants["dims"]
-        descriptors = *key_descriptors(call, dims, config.block_l), value_descriptor(call, dims, config.block_l)
+    """Return a kernel over tiles of rows, its grid, the tensors that it reads, and its sizes.
+
+    More than `rows` heads take several programs.
+    """
+    kernel = runs.run_kernel(function, dims_of(call.q, call.v), call.rule, config)
+    descriptors = kv_descriptors(call.k, call.v, kernel.constants["dims"], config.block_l, by_tma(call, config))
     inputs = (call.q, *descriptors, call.k, call.v, call.q_pos, *bounds_of(call), None)
-    return kernel, programs_of(call, config.rows), inputs, sizes_of(call, kernel.constants["TQ"])
+    sizes, (B, _, G, h, _) = sizes_of(call, kernel.constants["TQ"]), call.q.shape
+    return kernel, B * G * sizes.tiles * -(-h // config.rows), inputs, sizes
 
 
 def log_sum_exp(call: ChooseCall) -> Tensor:

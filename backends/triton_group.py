@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_sel.backends._triton import arguments
-from nsa_sel.backends._triton.combine import combine, multiprocessors, split_parts
+from nsa_sel.backends._triton.combine import combine, count_splits, multiprocessors
 from nsa_sel.backends._triton.dkdv import key_value_gradients
 from nsa_sel.backends._triton.group_blocks import dq_blocks_kernel, forward_blocks_kernel
 from nsa_sel.backends._triton.group_ranges import dq_kernel, dq_small_blocks_kernel, forward_ranges_kernel, forward_small_blocks_kernel
@@ -44,7 +44,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     programs, sms = B * S * G * _head_tiles(heads.h), multiprocessors(call)
     if programs <= (2 * sms if _small_block(call) else sms):
         config = arguments.kernel_config(call, heads, "triton-group/decode")
-        return _forward_ranges(call, heads, "triton-group/decode", config, programs, _split_parts(call, config, programs))
+        return _forward_ranges(call, heads, "triton-group/decode", config, programs, _count_splits(call, config, programs))
     blocks = "triton-group/decode-blocks" if S <= FEW_TOKENS else "triton-group/forward-blocks"
     if _tma_fits(call, heads, blocks):
         return _forward_blocks(call, heads, blocks, arguments.kernel_config(call, heads, blocks, True), programs)
@@ -72,40 +72,40 @@ def _forward_blocks(call: Call, heads: arguments.Heads, name: str, config: Kerne
 
 
 def _forward_ranges(
-    call: Call, heads: arguments.Heads, name: str, config: KernelConfig, programs: int, parts: int
+    call: Call, heads: arguments.Heads, name: str, config: KernelConfig, programs: int, splits: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     # A walk of one step has nothing to prefetch.
-    if config.num_stages > 2 and call.selection.length_bound(call.S_kv) <= parts * config.block_l:
+    if config.num_stages > 2 and call.selection.length_bound(call.S_kv) <= splits * config.block_l:
         config = msgspec.structs.replace(config, num_stages=2)
     o, lse = arguments.outputs(call)
-    if parts == 1:
+    if splits == 1:
         to_o, to_lse = o, lse
     else:
-        to_o = temporary(call, lse, lse.numel(), parts, o.shape[-1])
-        to_lse = temporary(call, lse, lse.numel(), parts)
+        to_o = temporary(call, lse, lse.numel(), splits, o.shape[-1])
+        to_lse = temporary(call, lse, lse.numel(), splits)
     n, block = call.selection.n, _small_block(call)
     if block:
-        kernel = _small_blocks(heads, _cache(call), config, parts > 1, block)
+        kernel = _small_blocks(heads, _cache(call), config, splits > 1, block)
     else:
         walk = arguments.walk_width(call)
-        kernel = _ranges(heads, _cache(call), config, walk, _one_page(call), parts > 1, parts > 1 and n <= walk)
+        kernel = _ranges(heads, _cache(call), config, walk, _one_page(call), splits > 1, splits > 1 and n <= walk)
     arguments.announced(call, heads, name, config, kernel).launch(
-        programs * parts,
+        programs * splits,
         (call.q, call.k, call.v, *_index(call), *_scales(call), to_o, to_lse),
-        (arguments.strides(call), _cache_strides(call), arguments.sizes(call), n, parts, call.scale_log2()),
+        (arguments.strides(call), _cache_strides(call), arguments.sizes(call), n, splits, call.scale_log2()),
     )
-    if parts > 1:
-        combine(to_o, to_lse, o, lse, parts)
+    if splits > 1:
+        combine(to_o, to_lse, o, lse, splits)
     return o, lse
 
 
-def _split_parts(call: Call, config: KernelConfig, programs: int) -> int:
+def _count_splits(call: Call, config: KernelConfig, programs: int) -> int:
     """Return the number of programs per row. A multiprocessor runs one program of FULL warps or more, else two at once;
     over small blocks, where programs wait for addresses, as many as have FULL warps together. Each program walks at
     least 32 keys."""
     together = FULL // config.num_warps if _small_block(call) else 2
     at_once = multiprocessors(call) * (1 if config.num_warps >= FULL else together)
-    return split_parts(call, programs, at_once, max(32, config.block_l))
+    return count_splits(call, programs, at_once, max(32, config.block_l))
 
 
 @backward_of_any_scale

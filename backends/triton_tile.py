@@ -34,7 +34,16 @@ from nsa_sel.backends._triton.dkdv import key_value_gradients
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.rows import row_limit, tile_rows
 from nsa_sel.backends._triton.softmax import LN_2, delta_and_lse, finish_softmax, split_products
-from nsa_sel.backends._triton.tiles import MIN_TILE, descriptor, load_columns, load_kv, load_split, load_whole, row_pointers, store_columns
+from nsa_sel.backends._triton.tiles import (
+    MIN_TILE,
+    kv_descriptors,
+    load_columns,
+    load_kv,
+    load_split,
+    load_whole,
+    row_pointers,
+    store_columns,
+)
 from nsa_sel.backends._triton.walk import add_cut_steps, add_step, empty_dq, empty_sums, store_dq
 from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.core.call import Call
@@ -270,9 +279,6 @@ def _block(call: Call) -> int:
 def _inputs(call: Call, kernel: Kernel, config: KernelConfig, plan: BlockUnion) -> tuple[Tensor | TensorDescriptor | None, ...]:
     """Return the tensors that both kernels read. The TMA descriptors of k, k's second column tile and v are None for
     pointer loads."""
-    descriptors: tuple[TensorDescriptor | None, ...] = (None, None, None)
-    if config.loads == "tma":
-        dims, block_l = kernel.constants["dims"], kernel.constants["BLOCK_L"]
-        rest = descriptor(call.k, block_l, dims.BLOCK_REST) if dims.BLOCK_REST else None
-        descriptors = descriptor(call.k, block_l, dims.BLOCK_D), rest, descriptor(call.v, block_l, dims.BLOCK_DV)
+    dims, block_l = kernel.constants["dims"], kernel.constants["BLOCK_L"]
+    descriptors = kv_descriptors(call.k, call.v, dims, block_l, config.loads == "tma")
     return call.q, *descriptors, call.k, call.v, plan.blocks, plan.rows, plan.counts, call.q_pos

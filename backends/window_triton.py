@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends._triton import runs
-from nsa_sel.backends._triton.arguments import narrow_suffix
+from nsa_sel.backends._triton.arguments import dims_of, heads_of, narrow_suffix
 from nsa_sel.backends._triton.kernel import Kernel
-from nsa_sel.backends._triton.window import dims_of, dkdv, heads_of, key_value_descriptors, sizes_of, strides_of
+from nsa_sel.backends._triton.tiles import aligned, kv_descriptors
+from nsa_sel.backends._triton.window import dkdv, sizes_of, strides_of
 from nsa_sel.core.call import WindowCall
 from nsa_sel.settings.schema import KernelConfig
 
@@ -33,7 +34,7 @@ CONFIGS = {  # by kernel and class of head dims (`narrow_suffix`); one that has 
 
 
 def config_of(call: WindowCall, kernel: str) -> KernelConfig:
-    return CONFIGS.get(kernel + narrow_suffix(heads_of(call)), CONFIGS[kernel])
+    return CONFIGS.get(kernel + narrow_suffix(heads_of(call.q, call.v)), CONFIGS[kernel])
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, bounds: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -71,11 +72,14 @@ def dq(call: WindowCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
 
 
 def _rows(function: Any, call: WindowCall, config: KernelConfig) -> tuple[Kernel, int, tuple[Any, ...], Any]:
-    """Return a kernel over tiles of rows, its grid, the tensors that it reads, and its sizes. More than `rows` heads take
-    several programs."""
+    """Return a kernel over tiles of rows, its grid, the tensors that it reads, and its sizes.
+
+    More than `rows` heads take several programs.
+    """
     B, S, G, h, _ = call.q.shape
-    kernel = runs.run_kernel(function, dims_of(call), None, config)
+    kernel = runs.run_kernel(function, dims_of(call.q, call.v), None, config)
     tiles = -(-S // kernel.constants["TQ"])
-    descriptors = key_value_descriptors(call, kernel.constants["dims"], config.block_l, config)
+    by_tma = config.loads == "tma" and aligned(call.k) and aligned(call.v)
+    descriptors = kv_descriptors(call.k, call.v, kernel.constants["dims"], config.block_l, by_tma)
     inputs = (call.q, *descriptors, call.k, call.v, None, None, None, call.bounds)
     return kernel, B * G * tiles * -(-h // config.rows), inputs, sizes_of(call, tiles)

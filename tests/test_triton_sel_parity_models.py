@@ -37,7 +37,7 @@ def test_few_warps_share_a_row_of_small_blocks_while_a_multiprocessor_has_room(B
     call = make_call(*make_qkv(B=1, S=1, G=2, h=12, Dk=D, S_kv=4096, dtype=torch.bfloat16), make_blocks(1, 1, 2, 4096, 512, 4))
     call.device = DeviceInfo(kind="cuda", sm=90, name="NVIDIA H100", sm_count=132, shared_memory=227 << 10)
     config = call.settings.kernel("triton-group/decode" + ("-widest" if D == 256 else ""))
-    assert triton_group._split_parts(call, config, 2 * B) == parts
+    assert triton_group._count_splits(call, config, 2 * B) == parts
 
 
 def test_other_small_blocks_are_refused_with_the_sizes_that_are_taken() -> None:

@@ -115,6 +115,17 @@ def heads(call: Call) -> Heads:
     return Heads(q.dtype, h, Dk, call.v.shape[3], settings.block_d or 0, settings.block_dv or 0)
 
 
+def heads_of(q: Tensor, v: Tensor) -> Heads:
+    """Return the heads of a call whose tiles no flag widens: windows and compressed keys."""
+    _, _, _, h, Dk = q.shape
+    return Heads(q.dtype, h, Dk, v.shape[3], 0, 0)
+
+
+def dims_of(q: Tensor, v: Tensor) -> Dims:
+    """Return `split_dims(heads_of(q, v))`."""
+    return split_dims(heads_of(q, v))
+
+
 @functools.lru_cache(REMEMBERED)  # warns once
 def dims(of: Heads) -> Dims:
     """Return dims with one tile for Dk. Warns if a flag asks for a tile that is too narrow."""

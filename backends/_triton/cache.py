@@ -32,8 +32,8 @@ TENSORS = tl.constexpr(6)  # keys and values of three branches
 
 @triton.jit
 def to_e4m3(x, scale):
-    """x [rows,D] / scale [rows], beyond 448 saturated, with the bits of `nsa_sel.quantize.stored`: NaN compares as
-    false, and stays NaN."""
+    """Return x [rows,D] / scale [rows] in e4m3, saturated at 448, with the bits of `nsa_sel.quantize.stored`. NaN stays
+    NaN, because it compares as false."""
     x = x.to(tl.float32) * tl.div_rn(1.0, scale)[:, None]
     return tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x)).to(tl.float8e4nv)
 
@@ -124,27 +124,29 @@ def hidden_tile(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, KEYS: tl.constexpr, AT_ONCE: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """hidden [BLOCK / KEYS, rows, width] of compressed keys [B,P,G], of ROWS - 1 of them, COLS columns and one sum.
+    """Store one tile of hidden [BLOCK / KEYS, rows, width]: ROWS - 1 compressed keys of [B,P,G], COLS columns, and the
+    partial sum over KEYS of the BLOCK keys that each covers.
 
     Keys are in pages x [slots,G,D] at `covered` [B,keys]; a piece of STRIDE of them lies within a page, and KEYS
-    divides STRIDE. From key fresh[b, 0] on they are row key + fresh[b, 1] of new [B,S,G,D]. Tiles of a step, which is
-    AT_ONCE keys: x [ROWS, AT_ONCE * BLOCK_D], weight [AT_ONCE * BLOCK_D, COLS]. The last row of x is `inside`, whose
-    product is added to the others'.
+    divides STRIDE. From key fresh[b, 0] on, they are row key + fresh[b, 1] of new [B,S,G,D].
+    Tiles of a step, which takes AT_ONCE keys: x [ROWS, AT_ONCE * BLOCK_D], weight [AT_ONCE * BLOCK_D, COLS]. The last
+    row of x is `inside`, whose product is added to the others'.
     """
     SUMS: tl.constexpr = BLOCK // KEYS
     columns, part, r = tl.cdiv(width, COLS), number % SUMS, tl.arange(0, ROWS)
-    last = r == ROWS - 1
+    last = r == ROWS - 1  # [ROWS], as all row indices below
     row = number // SUMS // columns * (ROWS - 1) + r
-    owner, g = row // sizes[1], row % sizes[1]  # of [B,P]
+    owner, g = row // sizes[1], row % sizes[1]  # owner: index in [B,P]
     exists = (row < sizes[0]) & ~last
     placed = tl.load(slot + owner, mask=exists, other=limit) < limit
     b, key = (owner // sizes[2]).to(tl.int64), owner % sizes[2] * STRIDE + part * KEYS
     source = tl.load(covered + b * sizes[3] + key, mask=exists, other=0)
-    old = tl.load(fresh + 2 * b, mask=exists, other=0) - key  # so many of the sum's keys are in pages
+    old = tl.load(fresh + 2 * b, mask=exists, other=0) - key  # the number of the sum's keys that are in pages
     s = key + tl.load(fresh + 2 * b + 1, mask=exists, other=0)
     if tl.max(placed.to(tl.int32), 0) > 0:
-        column = number // SUMS % columns * COLS + tl.arange(0, COLS)
+        column = number // SUMS % columns * COLS + tl.arange(0, COLS)  # [COLS]
         i, d = tl.arange(0, AT_ONCE), tl.arange(0, BLOCK_D)
+        # Pointers to the sum's first key in pages, among the new keys, and in `inside`: [ROWS, 1] each.
         in_pages = (x + (source * sizes[1] + g) * D)[:, None]
         in_step = (new + (b * stride_new[0] + s.to(tl.int64) * stride_new[1] + g.to(tl.int64) * stride_new[2]))[:, None]
         of_inside = (inside + (part * KEYS * D + row * 0).to(tl.int64))[:, None]
@@ -155,7 +157,7 @@ def hidden_tile(
         weighs = (column < width)[None, :] & (inner % BLOCK_D < D)[:, None]
         acc = tl.zeros([ROWS, COLS], tl.float32)
         for k in range(0, KEYS, AT_ONCE):
-            j = (k + i)[None, :]
+            j = (k + i)[None, :]  # [1, AT_ONCE]
             rows = tl.where(j < old[:, None], in_pages + j * (sizes[1] * D), in_step + j.to(tl.int64) * stride_new[1])
             rows = tl.where(last[:, None], of_inside + j * D, rows)
             rows = tl.multiple_of(rows, [ALIGNED, ALIGNED])  # bytes: so that loads are wide, whichever pointer is taken
@@ -172,10 +174,11 @@ def out_tile(
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """to [slots,G,D] at the slots [B,P] of compressed keys, from hidden [SUMS, rows, WIDTH], of ROWS keys and TILES
-    tiles of COLS columns.
+    """Store one tile of `to` [slots,G,D] at the slots [B,P] of compressed keys: ROWS keys, and TILES tiles of COLS
+    columns.
 
-    Tiles: hidden [ROWS, BLOCK_W], weight [COLS, BLOCK_W]. Few rows leave tensor cores nothing to do.
+    Tiles: the sum of hidden [SUMS, rows, WIDTH] over its parts [ROWS, BLOCK_W], weight [COLS, BLOCK_W]. There are too
+    few rows for tensor cores.
     """
     columns = tl.cdiv(D, COLS * TILES)
     row = number // columns * ROWS + tl.arange(0, ROWS)
@@ -198,7 +201,8 @@ def out_tile(
             if tile + 1 < TILES:
                 more = (column + (tile + 1) * COLS < D)[:, None] & (i < WIDTH)[None, :]
                 coming = tl.load(at + (tile + 1) * COLS * WIDTH, mask=more, other=0.0)
-            named = column + tile * COLS
+            named = column + tile * COLS  # [COLS]
+            # y [ROWS, COLS]
             y = tl.sum(x[:, :, None] * tl.trans(w).to(tl.float32)[None, :, :], 1)
             if bias is not None:
                 y += tl.load(bias + named, mask=named < D, other=0.0).to(tl.float32)[None, :]
@@ -213,8 +217,10 @@ def hidden_kernel(
     Dk: tl.constexpr, Dv: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
     KEYS: tl.constexpr, AT_ONCE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """`hidden_tile` of keys and of values. Grid: one program per tile, those of the keys first; sizes: rows, G, P, keys
-    of `covered`."""
+    """Run `hidden_tile` for keys and for values.
+
+    Grid: one program per tile, those of the keys (`of_k` tiles) first. sizes: rows, G, P, keys of `covered`.
+    """
     number = tl.program_id(0)
     if number < of_k:
         hidden_tile(
@@ -234,7 +240,7 @@ def out_kernel(
     Dk: tl.constexpr, Dv: tl.constexpr, WIDTHS: tl.constexpr, BLOCK_W: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """`out_tile` of keys and of values. Grid: as in `hidden_kernel`."""
+    """Run `out_tile` for keys and for values. Grid: as in `hidden_kernel`."""
     number = tl.program_id(0)
     if number < of_k:
         out_tile(number, hidden_k, slot, first_k, weight_k, bias_k, k, sizes, limit, Dk, WIDTHS[0], BLOCK_W, SUMS, ROWS, COLS, TILES)
@@ -251,12 +257,11 @@ def compress(
 
     Args:
         raw: [pages,page_size,G,D], contiguous: what is compressed. page_size is a multiple of the stride.
-        new: [B,S,G,D] of any strides with a contiguous last dimension: those of the step's tokens, which `raw` need not
-            hold yet.
-        covered: [B,keys] int64, slots of keys that follow one another; block p covers those from p * stride on.
-        fresh: [B,2] int32: the first of these keys that is new, and what is to be added to a key's number to give its
-            row in `new`.
-        slot: [B,P] int64, where compressed key p goes; the slots of the last page and later are no target.
+        new: [B,S,G,D] of any strides with a contiguous last dimension: the step's tokens, which `raw` may
+            not hold yet.
+        covered: [B,keys] int64, slots of consecutive keys; compressed key p covers those from p * stride on.
+        fresh: [B,2] int32: the first of these keys that is new, and the offset from a key's number to its row in `new`.
+        slot: [B,P] int64, where compressed key p goes. Slots of the last page and later mean that it is not written.
         of_k, of_v: inside [compress_block,D], of the first layer [width,compress_block * D] and [width], of the second
             [D,width] and [D] or None; all contiguous, of raw's dtype.
         to: [pages,slots,G,D], contiguous.

@@ -14,18 +14,16 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa_sel.backends._triton.arguments import Dims, options
-from nsa_sel.backends._triton.choose_rows import bounds_of, dims_of, key_tile, seen_keys, sizes_of, strides_of, tiles_of
+from nsa_sel.backends._triton.arguments import Dims, dims_of, options
+from nsa_sel.backends._triton.choose_rows import bounds_of, key_tile, seen_keys, sizes_of, strides_of, tiles_of
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.softmax import products, split_products
 from nsa_sel.backends._triton.tiles import (
-    aligned,
     load_columns,
     load_kv,
     load_split,
-    row_descriptor,
+    row_descriptors,
     row_pointers,
     store_columns,
     store_split,
@@ -81,7 +79,7 @@ def add_rows(
     if q_pos is None:
         begin = tl.minimum(first_row(key, own.start, rule), own.S).to(tl.int32)  # computed once, instead of seen_keys per step
     for pair0 in range(low * h, high * h, ROWS):
-        pair = pair0 + r
+        pair = pair0 + r  # [ROWS], as all row indices below
         exists = None if FULL else pair < high * h
         s, head = tl.minimum(pair // h, high - 1).to(tl.int64), (pair % h).to(tl.int64)
         if q_pos is not None:
@@ -215,11 +213,14 @@ def dkdv(call: ChooseCall, do: Tensor, facts: Tensor, config: KernelConfig) -> t
     if facts.numel() == 0 or call.k.shape[2] == 0:
         return dk.zero_(), dv.zero_()
     sections = sections_of(call, config)
-    sizes, dims = sizes_of(call, 1), dims_of(call)
+    sizes, dims = sizes_of(call, 1), dims_of(call.q, call.v)
     part_dk, part_dv = (facts.new_empty(sections.total, *x.shape) for x in (call.k, call.v))
+    # Not for a single tile of keys that is not full: with one compressed key and one group, Triton 3.6's assembler crashes.
+    by_tma = config.loads == "tma" and call.q_pos is None and call.k.shape[2] >= config.block_l
+    descriptors = row_descriptors(call.q, do, dims, config.rows, by_tma)
     _dkdv(dims, call.rule, config).launch(
         sections.total * sections.tiles * sections.pairs,
-        (call.q, *_row_descriptors(call, do, dims, config), call.k, call.v, call.q_pos, *bounds_of(call), do, facts, part_dk, part_dv),
+        (call.q, *descriptors, call.k, call.v, call.q_pos, *bounds_of(call), do, facts, part_dk, part_dv),
         (strides_of(call), do.stride()[:4], sizes, sections, call.scale, call.scale_log2()),
     )
     total = _sum_sections(dims, call.rule, config.block_l)
@@ -229,20 +230,6 @@ def dkdv(call: ChooseCall, do: Tensor, facts: Tensor, config: KernelConfig) -> t
         (sizes, sections),
     )
     return dk, dv
-
-
-def _row_descriptors(call: ChooseCall, do: Tensor, dims: Dims, config: KernelConfig) -> tuple[TensorDescriptor | None, ...]:
-    """Return TMA descriptors of q and do if the config asks for TMA and it can load whole rows with their heads, else
-    None.
-
-    Not for a single tile of keys that is not full: with one compressed key and one group, Triton 3.6's assembler
-    crashes.
-    """
-    tokens = config.rows // dims.h
-    whole = tokens * dims.h == config.rows and dims.BLOCK_REST == 0 and call.k.shape[2] >= config.block_l
-    if config.loads != "tma" or call.q_pos is not None or not whole or not (aligned(call.q) and aligned(do)):
-        return None, None
-    return row_descriptor(call.q, tokens, dims.BLOCK_D), row_descriptor(do, tokens, dims.BLOCK_DV)
 
 
 def sections_of(call: ChooseCall, config: KernelConfig) -> Sections:

@@ -23,12 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_sel.backends._triton.arguments import Dims, options
+from nsa_sel.backends._triton.arguments import Dims, dims_of, options
 from nsa_sel.backends._triton.choose_rows import (
     bounds_of,
     by_tma,
-    dims_of,
-    key_descriptors,
     last_row,
     seen_keys,
     sizes_of,
@@ -38,15 +36,33 @@ from nsa_sel.backends._triton.choose_rows import (
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.rows import row_position
 from nsa_sel.backends._triton.softmax import LOG2_E, dot
-from nsa_sel.backends._triton.tiles import aligned, key_pointers, load_split, row_pointers, tile_size
+from nsa_sel.backends._triton.tiles import aligned, key_descriptors, key_pointers, load_split, row_pointers, tile_size
 from nsa_sel.core.call import ChooseCall, Pool, Rule
 from nsa_sel.settings.schema import KernelConfig
 
 
 @triton.jit
-def load_pieces(k_desc, k_rest_desc, k, strides, b, g, key, exists, first, dims: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load the compressed keys `key` [BLOCK_K] as two column tiles (`load_split`); through TMA, BLOCK_K keys from
-    `first` on."""
+def query_columns(q, cu, strides, b, g, row0, sizes, dims: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr):
+    """Load q of the tile of TOKENS rows from `row0` on, transposed once: in the loop, each step would copy it to shared
+    memory.
+
+    Returns s, head and existence of the columns [HEADS * TOKENS], and q in two row tiles: [BLOCK_D, HEADS * TOKENS] and
+    [BLOCK_REST, HEADS * TOKENS].
+    """
+    column = tl.arange(0, HEADS * TOKENS)
+    head, s = (column // TOKENS).to(tl.int64), row0 + column % TOKENS
+    exists = (s < sizes.S) & (head < dims.h)
+    s = last_row(s, cu, sizes).to(tl.int64)
+    q_tile, q_rest = load_split(row_pointers(q, strides.q, b, g, s, head), exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
+    return s, head, exists, q_tile.T, q_rest.T
+
+
+@triton.jit
+def key_products(
+    q_columns, rest_columns, k_desc, k_rest_desc, k, strides, b, g, key, exists, first, dims: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """Return the products k q^T [BLOCK_K, HEADS * TOKENS] of the index keys `key` [BLOCK_K]. TMA loads the BLOCK_K keys
+    from `first` on instead."""
     BLOCK_D: tl.constexpr = dims.BLOCK_D
     REST: tl.constexpr = dims.BLOCK_REST
     if k_desc is not None:
@@ -54,10 +70,13 @@ def load_pieces(k_desc, k_rest_desc, k, strides, b, g, key, exists, first, dims:
         k_rest = k_tile
         if REST > 0:
             k_rest = k_rest_desc.load([b, g, first, BLOCK_D]).reshape(BLOCK_K, REST)
-        return k_tile, k_rest
     else:
         pointers = key_pointers(k, strides.k, b.to(tl.int64), g.to(tl.int64), key)
-        return load_split(pointers, exists, dims.Dk, BLOCK_D, REST)
+        k_tile, k_rest = load_split(pointers, exists, dims.Dk, BLOCK_D, REST)
+    products = dot(k_tile, q_columns)
+    if REST > 0:
+        products = tl.dot(k_rest, rest_columns, products, input_precision="ieee", out_dtype=products.dtype)
+    return products
 
 
 @triton.jit
@@ -84,16 +103,11 @@ def importance_kernel(
     b, g = number // sizes.tiles // sizes.G, number // sizes.tiles % sizes.G
     b64, g64 = b.to(tl.int64), g.to(tl.int64)
 
-    column = tl.arange(0, HEADS * TOKENS)
-    head, s = (column // TOKENS).to(tl.int64), row0 + column % TOKENS
-    exists = (s < sizes.S) & (head < dims.h)
-    s = last_row(s, cu, sizes).to(tl.int64)
-    q_tile, q_rest = load_split(row_pointers(q, strides.q, b64, g64, s, head), exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
-    q_columns, rest_columns = q_tile.T, q_rest.T  # transpose once: in the loop, each step would copy them to shared memory
+    s, head, exists, q_columns, rest_columns = query_columns(q, cu, strides, b64, g64, row0, sizes, dims, HEADS, TOKENS)
     # Columns that do not exist get lse = +inf, hence p = 0.
     lse2 = tl.load(row_pointers(lse, stride_lse, b64, g64, s, head), mask=exists, other=float("inf")) * LOG2_E
 
-    token = row0 + tl.arange(0, TOKENS)
+    token = row0 + tl.arange(0, TOKENS)  # [TOKENS], as row, seen and t
     is_token = token < sizes.S
     row = last_row(token, cu, sizes).to(tl.int64)
     seen = seen_keys(q_pos, strides.pos, b64, row, sizes, rule)
@@ -114,16 +128,15 @@ def importance_kernel(
     for first in range(0, end, BLOCKS):
         key = first * STEP + (r if PIECES == STEP else r // PIECES * STEP + r % PIECES)
         is_key = key < sizes.C if PIECES == STEP else (key < sizes.C) & (r % PIECES < STEP)
-        k_tile, k_rest = load_pieces(
-            k_desc, k_rest_desc, k, strides, b, g, first_key + key, is_key, first_key + first * STEP, dims, BLOCK_K
-        )
-        products = dot(k_tile, q_columns)
-        if dims.BLOCK_REST > 0:
-            products = tl.dot(k_rest, rest_columns, products, input_precision="ieee", out_dtype=products.dtype)
+        products = key_products(
+            q_columns, rest_columns, k_desc, k_rest_desc, k, strides, b, g, first_key + key, is_key, first_key + first * STEP,
+            dims, BLOCK_K,
+        )  # fmt: skip
+        # p: [BLOCK_K, TOKENS], the sum over heads
         p = tl.sum(tl.exp2(products * scale_log2 - lse2[None, :]).reshape(BLOCK_K, HEADS, TOKENS), 1)
         visible = tl.where(is_key, key, sizes.C)[:, None] < seen[None, :]
         p = tl.where(visible, p, 0.0).to(tl.float32).reshape(BLOCKS, PIECES, TOKENS)
-        importance = tl.sum(p * own_weight, 1)
+        importance = tl.sum(p * own_weight, 1)  # [BLOCKS, TOKENS]
         if REACH > 1:
             spill = tl.gather(tl.sum(p * spill_weight, 1), last, 0)  # row 0: the last block's spill, for the next step
             importance += tl.where((block == 0)[:, None], spilled, spill)
@@ -145,14 +158,14 @@ def importance(call: ChooseCall, lse: Tensor, scores: Tensor, config: KernelConf
     """
     if scores.numel() == 0:
         return
-    kernel = _importance_kernel(dims_of(call), call.rule, config)
+    kernel = _importance_kernel(dims_of(call.q, call.v), call.rule, config)
     sizes = sizes_of(call, kernel.constants["TOKENS"])
     pieces, blocks = kernel.constants["PIECES"], kernel.constants["BLOCKS"]
     tma = pieces == call.rule.pieces and by_tma(call, config)
-    k_desc, k_rest_desc = key_descriptors(call, kernel.constants["dims"], blocks * pieces) if tma else (None, None)
+    descriptors = key_descriptors(call.k, kernel.constants["dims"], blocks * pieces, tma)
     kernel.launch(
         call.q.shape[0] * sizes.G * sizes.tiles,
-        (call.q, k_desc, k_rest_desc, call.k, lse, call.q_pos, *bounds_of(call), scores, positions),
+        (call.q, *descriptors, call.k, lse, call.q_pos, *bounds_of(call), scores, positions),
         (strides_of(call), lse.stride(), scores.stride()[:3], sizes, call.blocks, call.scale_log2()),
     )
 
@@ -201,7 +214,7 @@ def over_pieces(x, weight, least, pool: tl.constexpr):
 
 
 @triton.jit
-def walk(
+def score_steps(
     steps, last_step, own, pending, spilled, q_columns, rest_columns, lse2, seen, k_desc, k_rest_desc, k, out, is_token, strides, b, g,
     sizes, blocks, scale, dims: tl.constexpr, rule: tl.constexpr, pool: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
     BLOCKS: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, MASKED: tl.constexpr,
@@ -222,14 +235,13 @@ def walk(
     for i in range(steps, last_step):
         part = i % PARTS
         first = i // PARTS * BLOCKS
-        piece = part * PIECES + r % PIECES
+        piece = part * PIECES + r % PIECES  # [BLOCK_K], as key
         key = (first + r // PIECES) * STEP + piece
         is_key = (key < sizes.C) & (piece < STEP)
-        k_tile, k_rest = load_pieces(k_desc, k_rest_desc, k, strides, b, g, key, is_key, first * STEP + part * PIECES, dims, BLOCK_K)
-        products = dot(k_tile, q_columns)
-        if dims.BLOCK_REST > 0:
-            products = tl.dot(k_rest, rest_columns, products, input_precision="ieee", out_dtype=products.dtype)
-        x = over_heads(products, lse2, scale, dims, pool, HEADS, TOKENS)
+        products = key_products(
+            q_columns, rest_columns, k_desc, k_rest_desc, k, strides, b, g, key, is_key, first * STEP + part * PIECES, dims, BLOCK_K
+        )  # fmt: skip
+        x = over_heads(products, lse2, scale, dims, pool, HEADS, TOKENS)  # [BLOCK_K, TOKENS]
         if MASKED:
             x = tl.where(tl.where(is_key, key, sizes.C)[:, None] < seen[None, :], x, LEAST)
         x = x.to(tl.float32).reshape(BLOCKS, PIECES, TOKENS)
@@ -278,18 +290,15 @@ def block_scores_kernel(
     b, g = number // sizes.tiles // sizes.G, number // sizes.tiles % sizes.G
     b64, g64 = b.to(tl.int64), g.to(tl.int64)
 
-    column = tl.arange(0, HEADS * TOKENS)
-    head, s = (column // TOKENS).to(tl.int64), i * TOKENS + column % TOKENS
-    exists = (s < sizes.S) & (head < dims.h)
-    s = tl.minimum(s, sizes.S - 1).to(tl.int64)
-    q_tile, q_rest = load_split(row_pointers(q, strides.q, b64, g64, s, head), exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
-    q_columns, rest_columns = q_tile.T, q_rest.T  # transpose once: in the loop, each step would copy them to shared memory
+    s, head, exists, q_columns, rest_columns = query_columns(
+        q, None, strides, b64, g64, i * TOKENS, sizes, dims, HEADS, TOKENS
+    )  # fmt: skip
     lse2 = tl.zeros([HEADS * TOKENS], tl.float32)
     if pool.softmax:  # columns that do not exist and rows without keys get lse = +inf, hence weight 0
         lse_columns = tl.load(row_pointers(lse, stride_lse, b64, g64, s, head), mask=exists, other=float("inf")).to(tl.float32)
         lse2 = tl.where(lse_columns == float("-inf"), float("inf"), lse_columns) * LOG2_E
 
-    token = i * TOKENS + tl.arange(0, TOKENS)
+    token = i * TOKENS + tl.arange(0, TOKENS)  # [TOKENS], as row, seen and t
     is_token = token < sizes.S
     row = tl.minimum(token, sizes.S - 1).to(tl.int64)
     seen = seen_keys(q_pos, strides.pos, b64, row, sizes, rule)
@@ -303,11 +312,11 @@ def block_scores_kernel(
     out = scores + b64 * stride_scores[0] + g64 * stride_scores[2] + row * stride_scores[1]
     shared = g if strides.k[1] != 0 else 0  # keys that all groups share have one group in the descriptor
     own = tl.full([BLOCKS, TOKENS], LEAST, tl.float32)
-    own, pending, spilled = walk(
+    own, pending, spilled = score_steps(
         0, whole, own, own, own, q_columns, rest_columns, lse2, seen, k_desc, k_rest_desc, k, out, is_token, strides, b, shared, sizes,
         blocks, scale, dims, rule, pool, HEADS, TOKENS, BLOCKS, PIECES, PARTS, False,
     )  # fmt: skip
-    walk(
+    score_steps(
         whole, last_step, own, pending, spilled, q_columns, rest_columns, lse2, seen, k_desc, k_rest_desc, k, out, is_token, strides, b,
         shared, sizes, blocks, scale, dims, rule, pool, HEADS, TOKENS, BLOCKS, PIECES, PARTS, True,
     )  # fmt: skip
@@ -326,17 +335,16 @@ def block_scores(call: ChooseCall, lse: Tensor | None, scores: Tensor, config: K
     """
     if scores.numel() == 0:
         return
-    kernel = _scores_kernel(dims_of(call), call.rule, call.pool, config)
+    kernel = _scores_kernel(dims_of(call.q, call.v), call.rule, call.pool, config)
     constants = kernel.constants
     sizes = sizes_of(call, constants["TOKENS"])
     dense = constants["PARTS"] * constants["PIECES"] == call.rule.pieces
-    k_desc, k_rest_desc = None, None
-    if dense and config.loads == "tma" and aligned(call.k):
-        one = call.of(call.q, call.k if call.k.stride(1) else call.k[:, :1], call.v)
-        k_desc, k_rest_desc = key_descriptors(one, constants["dims"], constants["BLOCKS"] * constants["PIECES"])
+    tma = dense and config.loads == "tma" and aligned(call.k)
+    k = call.k if call.k.stride(1) else call.k[:, :1]  # keys that all groups share have one group in the descriptor
+    descriptors = key_descriptors(k, constants["dims"], constants["BLOCKS"] * constants["PIECES"], tma)
     kernel.launch(
         call.q.shape[0] * sizes.G * sizes.tiles,
-        (call.q, k_desc, k_rest_desc, call.k, lse, call.q_pos, scores),
+        (call.q, *descriptors, call.k, lse, call.q_pos, scores),
         (
             strides_of(call), (0, 0, 0, 0) if lse is None else lse.stride(), scores.stride()[:3], sizes, call.blocks,
             call.scale_log2() if call.pool.softmax else call.scale,

@@ -1,7 +1,7 @@
 """Kernels of one pass over memory for a layer: the gated sum of NSA's branches and its gradients, and rotary positions.
 
-    gated sum   o = sum_c g_c o_c (Eq. 5). Backward, a branch either gets lse - ln g, and its own pass gives the gradient
-                of its gate (nsa_sel/gating.py has the formulas): two small kernels, of one number per row and branch.
+    gated sum   o = sum_c g_c o_c (Eq. 5). Backward, a branch either gets lse - ln g, and its own pass gives the
+                gradient of its gate (formulas: nsa_sel/gating.py): two small kernels, one number per row and branch.
                 Or one pass reads do and the branch, and writes g do and that gradient.
     rotate      (a, b) -> (a cos - b sin, a sin + b cos), or back with -sin, plus another tensor if given
 
@@ -59,8 +59,11 @@ def gate_kernel(
     cmp, slc, win, gates, o, is_token, strides, sizes,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """o [rows, D] = sum_c gates[..., c] * branch c; strides: of cmp, slc, win, gates and o. o may be one of the
-    branches. Rows that are no token by is_token [B,S], unless that is None, are not read, and give 0."""
+    """Store o [rows, D] = sum_c gates[..., c] * branch c.
+
+    strides: of cmp, slc, win, gates and o. o may be one of the branches. is_token: [B,S], or None if all rows are
+    tokens; other rows are not read, and get 0.
+    """
     at, _, inside = tile_rows(sizes, ROWS)
     exists = inside
     if is_token is not None:
@@ -239,8 +242,10 @@ def rotate_kernel(
     x, plus, cos, sin, out, strides, sequence_angles, rows, S, H,
     HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """out of x [B,S,H,2 * HALF], plus `plus` if it is not None; strides: of x, plus and out. cos and sin [S, HALF] of
-    each sequence, sequence_angles numbers apart (0: the same)."""
+    """Store `out` = x [B,S,H,2 * HALF] rotated, plus `plus` if it is not None.
+
+    strides: of x, plus and out. cos, sin: [S, HALF] of each sequence, `sequence_angles` elements apart (0: shared).
+    """
     number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     exists = number < rows
     inside = tl.where(exists, number, 0)

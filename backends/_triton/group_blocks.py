@@ -20,15 +20,10 @@ from nsa_sel.backends._triton.group_ranges import (
     row_heads,
     step_logits,
     step_weights,
-    store_part,
+    store_rows,
 )
 from nsa_sel.backends._triton.rows import page_of, split_blocks, whole_block
-from nsa_sel.backends._triton.softmax import (
-    add_product,
-    chosen_step,
-    p_and_ds,
-    products,
-)
+from nsa_sel.backends._triton.softmax import add_product, chosen_step, p_and_ds, products
 from nsa_sel.backends._triton.tiles import cached_pointers, load_columns, store_columns
 from nsa_sel.backends._triton.walk import empty_sums
 
@@ -118,7 +113,7 @@ def forward_blocks_kernel(
             (acc, l, m), v_rate, q_tile, k_rate, k, v, k_scale, v_scale, strides, of_cache, b, g, position, page, valid, scale_log2,
             dims, cache,
         )  # fmt: skip
-    store_part((acc, l, m), v_rate, o, lse, out, 0, 1, is_head, scale_log2, dims, False)
+    store_rows((acc, l, m), v_rate, o, lse, out, 0, 1, is_head, scale_log2, dims, False)
 
 
 @triton.jit

@@ -9,10 +9,10 @@
 Masks: key numbers past the last key are loaded as zeros and get logits of -inf (p = 0).
 
 Constants that forward kernels share:
-    cache   where keys lie: LENGTHS (q_pos holds sequence lengths), PAGE (k and v are page pools [pages,G,PAGE,D]; 0: not
-            paged), PAGE_SCALES (quantized keys have one scale per page and head)
-    SPLIT   few rows: a row's keys are split over `parts` programs, which write float32 partials [rows, parts, ...] with
-            base-2 lse for combine.py
+    cache   where keys lie: LENGTHS (q_pos holds sequence lengths), PAGE (k and v are page pools [pages,G,PAGE,D]; 0:
+            not paged), PAGE_SCALES (quantized keys have one scale per page and head)
+    SPLIT   few rows: a row's keys are split over `splits` programs, which write float32 partials [rows, splits, ...]
+            with base-2 lse for combine.py
 
 Quantized keys and values (e4m3) are converted in registers, and scales multiply logits and probabilities instead of
 every element. With stored K, V and scales a, c per head, or per page and head: logits s = (q K^T) a and
@@ -139,25 +139,25 @@ def add_cached_keys(
 
 
 @triton.jit
-def store_part(sums, v_rate, o, lse, out, part, parts, is_head, c, dims: tl.constexpr, SPLIT: tl.constexpr):
-    """Store o and lse of the heads with index `out` [BLOCK_H] in [B,S,G,h], or if SPLIT those of this part of the
+def store_rows(sums, v_rate, o, lse, out, split, splits, is_head, c, dims: tl.constexpr, SPLIT: tl.constexpr):
+    """Store o and lse of the heads with index `out` [BLOCK_H] in [B,S,G,h], or if SPLIT those of this split of the
     row."""
     acc, l, m = sums
     o_tile, lse2 = finish_softmax(acc * v_rate, l, m, c)  # [BLOCK_H, BLOCK_DV], [BLOCK_H]
-    out = out * parts + part
+    out = out * splits + split
     store_columns(o + out * dims.Dv, o_tile, is_head, 0, dims.Dv)
     tl.store(lse + out, lse2 if SPLIT else lse2 * LN_2, mask=is_head)
 
 
 @triton.jit
 def forward_ranges_kernel(
-    q, k, v, ranges, q_pos, block_table, k_scale, v_scale, o, lse, strides, of_cache, sizes, n, parts, scale_log2,
+    q, k, v, ranges, q_pos, block_table, k_scale, v_scale, o, lse, strides, of_cache, sizes, n, splits, scale_log2,
     dims: tl.constexpr, cache: tl.constexpr, SPLIT: tl.constexpr, ONE_PAGE: tl.constexpr, ONE_WALK: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
     """Compute o = softmax(scale * q k^T) v and lse for one row's heads over its ranges.
 
-    Grid: one program per row, tile of BLOCK_H heads, and part of the row's keys.
+    Grid: one program per row, tile of BLOCK_H heads, and split of the row's keys.
     Tiles: q [BLOCK_H, BLOCK_D], k [BLOCK_L, BLOCK_D], v [BLOCK_L, BLOCK_DV]. All loads are pointer loads.
 
     NP: ranges per walk. ONE_WALK: one walk holds all ranges of a split row.
@@ -165,9 +165,9 @@ def forward_ranges_kernel(
     so that no step waits for them.
     """
     AHEAD: tl.constexpr = cache.PAGE > 0 and not ONE_PAGE
-    part = tl.program_id(0) % parts
+    split = tl.program_id(0) % splits
     b, g, _, _, is_head, out, limit, row_ranges, q_tile = row_heads(
-        q, ranges, q_pos, strides, sizes, n, tl.program_id(0) // parts, dims, BLOCK_H, cache.LENGTHS
+        q, ranges, q_pos, strides, sizes, n, tl.program_id(0) // splits, dims, BLOCK_H, cache.LENGTHS
     )  # fmt: skip
     q_tile, k_rate, v_rate = quantized_row(q_tile, k, k_scale, v_scale, of_cache, g, cache.PAGE_SCALES)
     table = block_table + b * of_cache.table if cache.PAGE > 0 else block_table
@@ -177,7 +177,7 @@ def forward_ranges_kernel(
     elif SPLIT:
         total = count_keys(row_ranges, n, limit, NP)
     if SPLIT:
-        low, high = share_of(part, parts, total, BLOCK_L)
+        low, high = share_of(split, splits, total, BLOCK_L)
 
     sums = empty_sums(BLOCK_H, dims.BLOCK_DV, lse.dtype.element_ty)
     base = 0  # number of the first key of the walk
@@ -206,12 +206,12 @@ def forward_ranges_kernel(
                 scale_log2, dims, cache,
             )  # fmt: skip
         base += keys
-    store_part(sums, v_rate, o, lse, out, part, parts, is_head, scale_log2, dims, SPLIT)
+    store_rows(sums, v_rate, o, lse, out, split, splits, is_head, scale_log2, dims, SPLIT)
 
 
 @triton.jit
 def forward_small_blocks_kernel(
-    q, k, v, ranges, q_pos, block_table, k_scale, v_scale, o, lse, strides, of_cache, sizes, n, parts, scale_log2,
+    q, k, v, ranges, q_pos, block_table, k_scale, v_scale, o, lse, strides, of_cache, sizes, n, splits, scale_log2,
     dims: tl.constexpr, cache: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """Do `forward_ranges_kernel` for ranges that are blocks of BLOCK keys, fewer than a step takes.
@@ -219,15 +219,15 @@ def forward_small_blocks_kernel(
     Grid and tiles are those of `forward_ranges_kernel`. Ranges and pages are read one step ahead, so that no step waits
     for them.
     """
-    part = tl.program_id(0) % parts
+    split = tl.program_id(0) % splits
     b, g, _, _, is_head, out, limit, row_ranges, q_tile = row_heads(
-        q, ranges, q_pos, strides, sizes, n, tl.program_id(0) // parts, dims, BLOCK_H, cache.LENGTHS
+        q, ranges, q_pos, strides, sizes, n, tl.program_id(0) // splits, dims, BLOCK_H, cache.LENGTHS
     )  # fmt: skip
     q_tile, k_rate, v_rate = quantized_row(q_tile, k, k_scale, v_scale, of_cache, g, cache.PAGE_SCALES)
     table = block_table + b * of_cache.table if cache.PAGE > 0 else block_table
     begin, stop = 0, n * BLOCK  # may exceed the number of keys: empty ranges take key numbers, too
     if SPLIT:
-        begin, high = share_of(part, parts, n * BLOCK, BLOCK_L)
+        begin, high = share_of(split, splits, n * BLOCK, BLOCK_L)
         stop = tl.minimum(n * BLOCK, high)
 
     sums = empty_sums(BLOCK_H, dims.BLOCK_DV, lse.dtype.element_ty)
@@ -242,7 +242,7 @@ def forward_small_blocks_kernel(
             sums, v_rate, q_tile, k_rate, k, v, k_scale, v_scale, strides, of_cache, b, g, position, page, valid,
             scale_log2, dims, cache,
         )  # fmt: skip
-    store_part(sums, v_rate, o, lse, out, part, parts, is_head, scale_log2, dims, SPLIT)
+    store_rows(sums, v_rate, o, lse, out, split, splits, is_head, scale_log2, dims, SPLIT)
 
 
 @triton.jit

@@ -65,7 +65,7 @@ class KeyToRows(NamedTuple):
     # tile's rows are those from its own list to the list of the block's last tile.
 
 
-class SortNumbers(NamedTuple):
+class SortSizes(NamedTuple):
     """Numbers that both sort kernels take: B*G pairs of `tiles` tiles, sections of rows, stretches of `stretch`
     rows."""
 
@@ -84,8 +84,10 @@ def list_start(ends, number, stretches):
 
 @triton.jit
 def run_ends(value, real, i, N: tl.constexpr):
-    """Return which of the sorted `value` [N] are the first and the last of a run of equal ones. i: 0 to N - 1; real: [N],
-    False for padding at the end."""
+    """Return which of the sorted `value` [N] are the first and the last of a run of equal ones.
+
+    i: 0 to N - 1; real: [N], False for padding at the end.
+    """
     first = real & ((i == 0) | (tl.gather(value, tl.maximum(i - 1, 0), 0) != value))
     last = real & ((i == N - 1) | (tl.gather(value, tl.minimum(i + 1, N - 1), 0) != value))
     return first, last
@@ -237,7 +239,7 @@ def _build(call: Call, width: int, section: int, pairs: int, piece: int, reach: 
     entries = unwritten(q, capacity, dtype=torch.int32)
     piece_list = unwritten(q, sections * -(-B * G // pairs) * pieces, dtype=torch.int64)
     ranges, q_pos = call.disjoint_ranges(), call.q_pos
-    numbers = (position_strides(call), sizes(call), SortNumbers(tiles, B * G, section, stretch, stretches))
+    numbers = (position_strides(call), sizes(call), SortSizes(tiles, B * G, section, stretch, stretches))
     total = lists * stretches
     few = next((few for few in FEW_COUNTS if total <= few), 0) if capacity < 2**31 else 0
     rank, scatter = _sort(n, reach, width, few)
@@ -254,7 +256,7 @@ def _build(call: Call, width: int, section: int, pairs: int, piece: int, reach: 
 
 
 def _stretch(rows: int, entries: int, tiles: int, section: int) -> int:
-    """Return how many rows, of `entries` entries each, share one count, so that the counts take no more memory than the lists."""
+    """Return how many rows, of `entries` entries each, share one count. Counts then take no more memory than lists."""
     return min(section, tile_size(max(SORTED // entries, -(-rows // STRETCHES), tiles // entries), 1))
 
 

@@ -14,14 +14,13 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_sel.backends._triton import arguments
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.key_to_rows import KeyToRows, list_start
 from nsa_sel.backends._triton.rows import row_limit
 from nsa_sel.backends._triton.softmax import LOG2_E, finish_softmax
-from nsa_sel.backends._triton.tiles import descriptor, load_columns, load_split, row_pointers, store_columns
+from nsa_sel.backends._triton.tiles import kv_descriptors, load_columns, load_split, row_pointers, store_columns
 from nsa_sel.backends._triton.units import Unit, load_entries, piece_bounds
 from nsa_sel.backends._triton.walk import add_cut_steps, add_whole_steps, empty_dq, empty_sums, store_dq
 from nsa_sel.backends.specs import VISITED_WHOLE
@@ -161,9 +160,10 @@ def partials(call: Call, plan: KeyToRows, unit: Unit, part_o: Tensor, part_lse: 
     heads = arguments.heads(call)
     config = arguments.kernel_config(call, heads, "triton-tile/forward")
     kernel = _kernel(forward_visit, heads, call.selection.n, plan.width, config)
+    descriptors = kv_descriptors(call.k, call.v, kernel.constants["dims"], kernel.constants["BLOCK_L"], config.loads == "tma")
     arguments.announced(call, heads, "triton-tile/forward", config, kernel).launch(
         plan.pieces,
-        (call.q, *_keys(call, kernel, config), call.q_pos, part_o, part_lse, plan.entries, plan.ends, unit.piece_list),
+        (call.q, *descriptors, call.k, call.v, call.q_pos, part_o, part_lse, plan.entries, plan.ends, unit.piece_list),
         (arguments.strides(call), arguments.sizes(call), unit.lists, call.scale_log2()),
     )
 
@@ -179,20 +179,12 @@ def dq_shares(call: Call, plan: KeyToRows, unit: Unit, lse: Tensor, do: Tensor, 
     heads = arguments.heads(call)
     config = arguments.kernel_config(call, heads, "triton-tile/dq")
     kernel = _kernel(dq_visit, heads, call.selection.n, plan.width, config)
+    descriptors = kv_descriptors(call.k, call.v, kernel.constants["dims"], kernel.constants["BLOCK_L"], config.loads == "tma")
     arguments.announced(call, heads, "triton-tile/dq", config, kernel).launch(
         plan.pieces,
-        (call.q, *_keys(call, kernel, config), call.q_pos, lse, do, delta, part_dq, plan.entries, plan.ends, unit.piece_list),
+        (call.q, *descriptors, call.k, call.v, call.q_pos, lse, do, delta, part_dq, plan.entries, plan.ends, unit.piece_list),
         (arguments.strides(call), do.stride()[:4], arguments.sizes(call), unit.lists, call.scale, call.scale_log2()),
     )
-
-
-def _keys(call: Call, kernel: Kernel, config: KernelConfig) -> tuple[Tensor | TensorDescriptor | None, ...]:
-    """Return TMA descriptors of k, k's second column tile and v (None for pointer loads), then k and v."""
-    if config.loads != "tma":
-        return None, None, None, call.k, call.v
-    dims, block_l = kernel.constants["dims"], kernel.constants["BLOCK_L"]
-    rest = descriptor(call.k, block_l, dims.BLOCK_REST) if dims.BLOCK_REST else None
-    return descriptor(call.k, block_l, dims.BLOCK_D), rest, descriptor(call.v, block_l, dims.BLOCK_DV), call.k, call.v
 
 
 @functools.lru_cache(REMEMBERED)

@@ -199,7 +199,7 @@ def top_n_kernel(
     per warp if it fits.
     Loads are rounded up to whole vectors; scores of future blocks are masked.
     """
-    number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [ROWS], as g, s, b, t and current
     exists = number < rows
     number = tl.minimum(number, rows - 1)
     g = (number % G).to(tl.int64)
@@ -209,7 +209,7 @@ def top_n_kernel(
     # At most blocks + local: beyond, neither what is visible nor what is forced changes.
     current = tl.where(t < 0, -1, tl.minimum(t // BLOCK_SIZE, blocks + local)).to(tl.int32)
 
-    block = tl.arange(0, WIDTH)[None, :]
+    block = tl.arange(0, WIDTH)[None, :]  # [1, WIDTH]; below, all but counts [ROWS] are [ROWS, WIDTH]
     visible = (block <= current[:, None]) & (block < blocks) & exists[:, None]
     row = scores + b * stride_scores[0] + s * stride_scores[1] + g * stride_scores[2]
     near = (block // VECTOR <= current[:, None] // VECTOR) & (block < blocks)  # whole vectors keep loads wide

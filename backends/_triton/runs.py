@@ -2,17 +2,17 @@
 
 A tile holds TQ adjacent tokens with their h heads (walk.py). It walks the keys that any of its rows sees; others are
 not read. `rule` decides which run a row sees:
-    a Rule    the first keys, up to a limit that follows from the row's position (compressed.py). The walk begins with
+    a Rule    the first keys, up to a limit that follows from the row's position (choose_rows.py). The walk begins with
               whole steps that all rows see, and ends with masked steps of TAIL_K keys.
     None      a sliding window: the keys (t - window, t], in a packed batch only those of the row's own sequence
-              (`keys_of_rows`). The walk takes the last keys first, in masked steps of TAIL_K, then whole steps from the
+              (window.py). The walk takes the last keys first, in masked steps of TAIL_K, then whole steps from the
               first key on, with a mask until all windows have begun.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -24,22 +24,11 @@ from nsa_sel.backends._triton.rows import tile_rows
 from nsa_sel.backends._triton.softmax import LN_2, LOG2_E, finish_softmax, row_delta
 from nsa_sel.backends._triton.tiles import MIN_TILE, load_columns, load_split, row_pointers, store_columns, tile_size
 from nsa_sel.backends._triton.walk import add_cut_steps, add_whole_steps, empty_dq, empty_sums, store_dq
+from nsa_sel.backends._triton.window import keys_of_rows
 from nsa_sel.core.call import Rule
 from nsa_sel.settings.schema import KernelConfig
 
 TAIL = 32  # compressed keys per masked step
-
-
-@triton.jit
-def keys_of_rows(bounds, s, sizes):
-    """Return the window [low, high) of each of the rows s; low >= high for padding. low never decreases with s.
-
-    bounds: first key of each row's sequence [S] (then other facts), or None.
-    """
-    begin = 0
-    if bounds is not None:
-        begin = tl.load(bounds + s)
-    return tl.maximum(sizes.start + s - sizes.window + 1, begin), sizes.start + s + 1
 
 
 @triton.jit
@@ -53,19 +42,29 @@ def locate(cu, cu_cmp, sizes, h: tl.constexpr, rule: tl.constexpr, TQ: tl.conste
         return locate_tile(tl.program_id(0), cu, cu_cmp, sizes, h, TQ, ROWS)
 
 
+class Run(NamedTuple):
+    """The keys that the rows of a tile see, and the limits of its walk."""
+
+    low: tl.tensor  # [ROWS], the first key that each row sees; unused with a rule, where it is 0
+    high: tl.tensor  # [ROWS], one past the last key that each row sees
+    first: tl.tensor  # the first key that any row sees
+    begun: tl.tensor  # the first key inside all windows
+    whole: tl.tensor  # end of the whole steps of BLOCK_K keys, which all rows see from `begun` on
+    end: tl.tensor  # one past the last key that any row sees
+
+
 @triton.jit
-def limits(q_pos, bounds, strides, b, s, exists, sizes, rule: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return the keys [low, high) that each row sees, [ROWS] both, and the limits of the tile's walk: first key, first
-    key inside all windows, end of the whole steps of BLOCK_K keys, and one past the last key."""
+def run_of_tile(q_pos, bounds, strides, b, s, exists, sizes, rule: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return the `Run` of the rows s [ROWS]."""
     if rule is None:
         low, high = keys_of_rows(bounds, s, sizes)
         first, begun = tl.min(low, 0), tl.max(low, 0)
         whole = first + tl.maximum(tl.min(high, 0) - first, 0) // BLOCK_K * BLOCK_K
-        return low, high, first, begun, whole, tl.max(tl.where(low < high, high, 0), 0)
+        return Run(low, high, first, begun, whole, tl.max(tl.where(low < high, high, 0), 0))
     else:
         high = tl.where(exists, seen_keys(q_pos, strides.pos, b.to(tl.int64), s.to(tl.int64), sizes, rule), 0)
         fewest = tl.min(tl.where(exists, high, sizes.C), 0)
-        return high, high, 0, 0, fewest // BLOCK_K * BLOCK_K, tl.max(high, 0)
+        return Run(high, high, 0, 0, fewest // BLOCK_K * BLOCK_K, tl.max(high, 0))
 
 
 @triton.jit
@@ -73,7 +72,7 @@ def walk_runs(
     sums, q, grad, descs, k, v, strides, b, g, offset, run, c,
     dims: tl.constexpr, rule: tl.constexpr, BLOCK_K: tl.constexpr, TAIL_K: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys of the tile's rows to the sums. run: what `limits` returned."""
+    """Add the keys of the tile's rows to the sums."""
     low, high, first, begun, whole, end = run
     b64, g64 = b.to(tl.int64), g.to(tl.int64)
     if rule is None:
@@ -104,7 +103,7 @@ def forward_kernel(
     b, g, s, head, out, exists, offset, own = locate(cu, cu_cmp, sizes, dims.h, rule, TQ, ROWS)
     q_rows = row_pointers(q, strides.q, b.to(tl.int64), g.to(tl.int64), s.to(tl.int64), head)  # [ROWS]
     q_tile = load_split(q_rows, exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)  # [ROWS, BLOCK_D], [ROWS, BLOCK_REST]
-    run = limits(q_pos, bounds, strides, b, s, exists, own, rule, BLOCK_K)
+    run = run_of_tile(q_pos, bounds, strides, b, s, exists, own, rule, BLOCK_K)
     sums = empty_sums(ROWS, dims.BLOCK_DV, lse.dtype.element_ty)
     acc, l, m = walk_runs(
         sums, q_tile, None, (k_desc, k_rest_desc, v_desc), k, v, strides, b, g, offset, run, scale_log2, dims, rule, BLOCK_K, TAIL_K
@@ -140,7 +139,7 @@ def dq_kernel(
         facts = to_delta + ((b64 * sizes.G + g64) * 2 * sizes.S + s64) * dims.h + head
         tl.store(facts, delta, mask=exists)
         tl.store(facts + sizes.S * dims.h, lse2, mask=exists)
-    run = limits(q_pos, bounds, strides, b, s, exists, own, rule, BLOCK_K)
+    run = run_of_tile(q_pos, bounds, strides, b, s, exists, own, rule, BLOCK_K)
     sums = walk_runs(
         empty_dq(ROWS, dims, ACC), q_tile, (do_tile, lse2, delta), (k_desc, k_rest_desc, v_desc), k, v, strides, b, g, offset, run,
         scale_log2, dims, rule, BLOCK_K, TAIL_K,
@@ -150,7 +149,7 @@ def dq_kernel(
         store_dq(dq + out * dims.Dk, sums, scale, has_keys, exists, dims)
     else:
         if bounds is not None:  # padding rows see no key
-            has_keys = (run[0] < run[1])[:, None]
+            has_keys = (run.low < run.high)[:, None]
             sums = tl.where(has_keys, sums[0], 0.0), tl.where(has_keys, sums[1], 0.0)
         store_dq(dq + out * dims.Dk, sums, scale, None, exists, dims)
 

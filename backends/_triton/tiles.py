@@ -8,6 +8,7 @@ Strides are tuples in elements: (b, s, g, h) of q-like tensors, (b, g, n) of k a
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -112,6 +113,30 @@ class CheckedDescriptor(TensorDescriptor):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         pass
+
+
+def key_descriptors(k: Tensor, dims: Any, block_l: int, by_tma: bool = True) -> tuple[CheckedDescriptor | None, CheckedDescriptor | None]:
+    """Return descriptors of k [B,G,S_kv,Dk] and of its second column tile, for tiles of block_l keys.
+
+    The second is None if one tile holds k; both are None if not `by_tma` (pointer loads). dims: `arguments.Dims`.
+    """
+    if not by_tma:
+        return None, None
+    return descriptor(k, block_l, dims.BLOCK_D), descriptor(k, block_l, dims.BLOCK_REST) if dims.BLOCK_REST else None
+
+
+def kv_descriptors(k: Tensor, v: Tensor, dims: Any, block_l: int, by_tma: bool) -> tuple[CheckedDescriptor | None, ...]:
+    """Return `key_descriptors` of k, and a descriptor of v [B,G,S_kv,Dv] or None."""
+    return *key_descriptors(k, dims, block_l, by_tma), descriptor(v, block_l, dims.BLOCK_DV) if by_tma else None
+
+
+def row_descriptors(q: Tensor, do: Tensor, dims: Any, rows: int, by_tma: bool) -> tuple[CheckedDescriptor | None, CheckedDescriptor | None]:
+    """Return descriptors of q and do for tiles of `rows` (row, head) pairs, or (None, None) if TMA cannot load whole
+    rows with their heads, or if not `by_tma`."""
+    tokens = rows // dims.h
+    if not by_tma or tokens * dims.h != rows or dims.BLOCK_REST or not (aligned(q) and aligned(do)):
+        return None, None
+    return row_descriptor(q, tokens, dims.BLOCK_D), row_descriptor(do, tokens, dims.BLOCK_DV)
 
 
 def descriptor(x: Tensor, block_l: int, width: int) -> CheckedDescriptor:

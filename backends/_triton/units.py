@@ -120,7 +120,7 @@ def highest_limit(entries, q_pos, stride_pos, e, e1, b, S, S_kv, EACH: tl.conste
     return highest
 
 
-def most_parts(entries: int, pairs: int, tiles: int, piece: int) -> int:
+def most_partials(entries: int, pairs: int, tiles: int, piece: int) -> int:
     """Return a bound on the partial sums of a unit of `pairs` pairs with at most `entries` entries each; see
     `dkdv.part_number`."""
     return min(entries * pairs, -(-entries * pairs // piece) + pairs * tiles)
@@ -134,29 +134,29 @@ def plan_within(call: Call, width: int, section: int, pairs: int, budget: int, b
     `KeyToRows`; that many programs share a piece.
     """
     S, _, h, Dk = call.q.shape[1:]
-    part_bytes = block * width * (Dk + call.v.shape[3]) * max(4, call.q.element_size())
+    partial_bytes = block * width * (Dk + call.v.shape[3]) * max(4, call.q.element_size())
     longest = max(256, min(1024, 4096 // h))  # longer for fewer heads: each piece stores partial sums
     entries, blocks = min(section, S) * call.selection.n * call.reach(width) // block, -(-call.k.shape[2] // (block * width))
-    pairs, piece = _pairs_and_piece(entries, blocks, pairs, part_bytes, longest, budget, -(-PROGRAMS // block))
+    pairs, piece = _pairs_and_piece(entries, blocks, pairs, partial_bytes, longest, budget, -(-PROGRAMS // block))
     return key_to_rows(call, width, section, pairs, piece, block)
 
 
 @functools.lru_cache(REMEMBERED)
 def _pairs_and_piece(
-    entries: int, tiles: int, pairs: int, part_bytes: int, longest: int, budget: int, pieces: int
+    entries: int, tiles: int, pairs: int, partial_bytes: int, longest: int, budget: int, pieces: int
 ) -> tuple[int, int]:  # fmt: skip
     """Return pairs per unit (`entries` entries each) and entries per piece, for at least `pieces` pieces; see
     `plan_within`."""
     piece = min(longest, max(SHORTEST, tile_size(-(-entries * pairs // pieces), 1)))
 
-    def parts_bytes() -> int:
-        return most_parts(entries, pairs, tiles, piece) * part_bytes
+    def partials_bytes() -> int:
+        return most_partials(entries, pairs, tiles, piece) * partial_bytes
 
-    while parts_bytes() > budget and piece < longest:
+    while partials_bytes() > budget and piece < longest:
         piece *= 2
-    while parts_bytes() > budget and pairs > 1:
+    while partials_bytes() > budget and pairs > 1:
         pairs = -(-pairs // 2)
-    while parts_bytes() > budget and entries > piece * tiles:
+    while partials_bytes() > budget and entries > piece * tiles:
         piece *= 2
     return pairs, piece
 
@@ -184,7 +184,7 @@ class Slices(NamedTuple):
     """Describe how the rows of one batch entry and group are split."""
 
     rows: int  # rows per slice
-    parts: int  # bytes left for partial sums of dk and dv
+    partial_bytes: int  # bytes left for partial sums of dk and dv
 
 
 def slices_of(call: Call, width: int) -> Slices | None:

@@ -136,14 +136,14 @@ def store_dq(rows, sums, scale, has_keys, exists, dims: tl.constexpr):
 
 
 @triton.jit
-def add_rows_step(sums, p, ds, q, do_tile, REST: tl.constexpr):
+def add_rows_step(sums, p, ds, q, do_tile, REST: tl.constexpr, ROWS_FIRST: tl.constexpr = False):
     """Add one step of rows to the sums of a tile of keys: dk / scale in two column tiles, and dv.
 
-    p, ds: [BLOCK_L, M], in the dtypes of do [M, BLOCK_DV] and q.
+    p, ds: [BLOCK_L, M], or if ROWS_FIRST [M, BLOCK_L], in the dtypes of do [M, BLOCK_DV] and q.
     """
     dk, dk_rest, dv = sums
-    dv = add_product(dv, p, do_tile)
-    dk = add_product(dk, ds, q[0])
+    dv = add_product(dv, p.T if ROWS_FIRST else p, do_tile)
+    dk = add_product(dk, ds.T if ROWS_FIRST else ds, q[0])
     if REST > 0:
-        dk_rest = add_product(dk_rest, ds, q[1])
+        dk_rest = add_product(dk_rest, ds.T if ROWS_FIRST else ds, q[1])
     return dk, dk_rest, dv

@@ -3,7 +3,7 @@
 Row s at position t = start + s sees the keys t - window + 1 to t. In a packed batch a row sees only keys of its own
 sequence, and padding rows, after the last sequence, see none.
 
-    dv = sum p^T do,  dk = scale * sum ds^T q   over rows and heads (softmax.py), transposed from the start: p [keys, rows]
+    dv = sum p^T do,  dk = scale * sum ds^T q   over rows and heads (softmax.py); p is [keys, rows] from the start
 
 A program takes a tile of keys and all rows that see any of them: the tile's own rows and the window's after it. Those
 at both ends do not see all keys.
@@ -17,18 +17,15 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa_sel.backends._triton.arguments import Dims, Heads, options, split_dims
+from nsa_sel.backends._triton.arguments import Dims, dims_of, options
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.softmax import products, split_products
 from nsa_sel.backends._triton.tiles import (
-    aligned,
-    descriptor,
     load_columns,
     load_kv,
     load_split,
-    row_descriptor,
+    row_descriptors,
     row_pointers,
     store_columns,
     store_split,
@@ -55,6 +52,18 @@ class Strides(NamedTuple):
     q: tuple[int, ...]  # b, s, g, h
     k: tuple[int, ...]  # b, g, n
     v: tuple[int, ...]  # b, g, n
+
+
+@triton.jit
+def keys_of_rows(bounds, s, sizes):
+    """Return the window [low, high) of each of the rows s; low >= high for padding. low never decreases with s.
+
+    bounds: first key of each row's sequence [S] (then other facts), or None.
+    """
+    begin = 0
+    if bounds is not None:
+        begin = tl.load(bounds + s)
+    return tl.maximum(sizes.start + s - sizes.window + 1, begin), sizes.start + s + 1
 
 
 @triton.jit
@@ -175,7 +184,7 @@ def dkdv_kernel(
     first = number % sizes.tiles * BLOCK_K
     bg = (number // sizes.tiles).to(tl.int64)
     b, g = bg // sizes.G, bg % sizes.G
-    key = first + tl.arange(0, BLOCK_K)
+    key = first + tl.arange(0, BLOCK_K)  # [BLOCK_K]
     kv = load_kv(k, v, strides, b, g, key, key < sizes.S_kv, dims)
     low, begun, over, high = row_limits(bounds, first, key, sizes, BLOCK_K)
     dk_acc = tl.zeros([BLOCK_K, BLOCK_D], ACC)
@@ -202,36 +211,19 @@ def dkdv(call: WindowCall, do: Tensor, lse2: Tensor, delta: Tensor, config: Kern
     """Return contiguous dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse2 and delta [B,S,G,h] of dq."""
     B, G, S_kv, _ = call.k.shape
     dk, dv = (x.new_empty(x.shape) for x in (call.k, call.v))
-    dims, tiles = dims_of(call), -(-S_kv // config.block_l)
+    dims, tiles = dims_of(call.q, call.v), -(-S_kv // config.block_l)
+    descriptors = row_descriptors(call.q, do, dims, config.rows, config.loads == "tma")
     _dkdv(dims, config).launch(
         B * G * tiles,
-        (call.q, *_row_descriptors(call, do, dims, config), call.k, call.v, call.bounds, do, lse2, delta, dk, dv),
+        (call.q, *descriptors, call.k, call.v, call.bounds, do, lse2, delta, dk, dv),
         (strides_of(call), do.stride()[:4], sizes_of(call, tiles), call.scale, call.scale_log2()),
     )
     return dk, dv
 
 
-def _row_descriptors(call: WindowCall, do: Tensor, dims: Dims, config: KernelConfig) -> tuple[TensorDescriptor | None, ...]:
-    """Return TMA descriptors of q and do if the config asks for TMA and it can load whole rows with their heads, else
-    None."""
-    if config.loads != "tma" or config.rows % dims.h or dims.BLOCK_REST or not (aligned(call.q) and aligned(do)):
-        return None, None
-    tokens = config.rows // dims.h
-    return row_descriptor(call.q, tokens, dims.BLOCK_D), row_descriptor(do, tokens, dims.BLOCK_DV)
-
-
 @functools.lru_cache(REMEMBERED)
 def _dkdv(dims: Dims, config: KernelConfig) -> Kernel:
     return Kernel(dkdv_kernel, dims=dims, ROWS=config.rows, BLOCK_K=config.block_l, **options(config))
-
-
-def dims_of(call: WindowCall) -> Dims:
-    return split_dims(heads_of(call))
-
-
-def heads_of(call: WindowCall) -> Heads:
-    _, _, _, h, Dk = call.q.shape
-    return Heads(call.q.dtype, h, Dk, call.v.shape[3], 0, 0)
 
 
 def strides_of(call: WindowCall) -> Strides:
@@ -241,11 +233,3 @@ def strides_of(call: WindowCall) -> Strides:
 def sizes_of(call: WindowCall, tiles: int) -> Sizes:
     S, G, S_kv = call.q.shape[1], call.q.shape[2], call.k.shape[2]
     return Sizes(S, S_kv, G, S_kv - S, min(call.window, S_kv), tiles)
-
-
-def key_value_descriptors(call: WindowCall, dims: Dims, block_k: int, config: KernelConfig) -> tuple[TensorDescriptor | None, ...]:
-    """Return TMA descriptors of k, k's second column tile and v for block_k keys; None for pointer loads."""
-    if config.loads != "tma" or not (aligned(call.k) and aligned(call.v)):
-        return None, None, None
-    rest = descriptor(call.k, block_k, dims.BLOCK_REST) if dims.BLOCK_REST else None
-    return descriptor(call.k, block_k, dims.BLOCK_D), rest, descriptor(call.v, block_k, dims.BLOCK_DV)

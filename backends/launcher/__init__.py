@@ -1,4 +1,4 @@
-"""Launch kernels with little host time: allocate, record, replay, pack and start. Shared by Triton's and CUDA's kernels.
+"""Launch Triton's and CUDA's kernels with little host time: allocate, record, replay, pack and start.
 
 A pass (`forward` or `backward` of a backend) runs as Python the first time. A later pass of the same class is recorded,
 and passes after that are replayed: their launches start without the backend's Python.
@@ -18,7 +18,7 @@ same scalars; only addresses may differ. Hence a pass
 - returns a tuple of tensors, each of which it allocated.
 
 A pass that runs a PyTorch operation, compiles, or passes an unknown address is never replayed: it is slower, not wrong.
-A pass whose launches depend on anything else would be wrong when it is replayed. With NSA_DEBUG_TRITON=1 every pass of a
-class is recorded instead of replayed, and compared with the class's first recording: the `BackendError` names the
-backend that breaks the rule, and the kernel that differs.
+A pass whose launches depend on anything else would be wrong when it is replayed. With NSA_DEBUG_TRITON=1 every pass of
+a class is recorded instead of replayed, and compared with the class's first recording: a `BackendError` names the pass
+that breaks the rule, and what differs.
 """

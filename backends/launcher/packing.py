@@ -69,7 +69,7 @@ def _layout(
     function: int, threads: int, shared: int, parameters: list[tuple[int, int]], tensors: list[Any], numbers: list[Any],
     descriptions: list[dict[str, Any]],
 ) -> Layout | None:  # fmt: skip
-    """See `layout_of`. Return None if the driver's parameters do not match the signature."""
+    """Return the layout of `layout_of`, or None if the driver's parameters do not match the signature."""
     head, maps, left = _Format(0), list[tuple[int, Any]](), list(parameters)
     for index, kind in enumerate(x for x in tensors if x != "constexpr"):
         if str(kind).startswith("tensordesc"):

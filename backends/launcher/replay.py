@@ -88,7 +88,7 @@ class KeptPlan:
 
     @property
     def value(self) -> Any:
-        """The plan as a tuple of tensors and numbers."""
+        """Return the plan, a tuple of tensors and numbers."""
         if self._value is None and self._kind is not None:
             outer, thread.recording = thread.recording, None  # views launch nothing: do not refuse the recording
             try:

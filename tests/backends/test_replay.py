@@ -1,4 +1,4 @@
-"""Replayed passes (_replay.py): cupy-cuda's kernels run on the CPU in place of the driver, so that results show what was packed."""
+"""Replayed passes (launcher/replay.py): cupy-cuda's kernels run on the CPU in place of the driver, so that results show what was packed."""
 
 from __future__ import annotations
 
