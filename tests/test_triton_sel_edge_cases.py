@@ -15,8 +15,7 @@ from nsa_sel.settings.config import settings_for
 from tests.contract.attend import EDGES, cells, run
 from tests.contract.lanes import Lane
 from tests.helpers.cases import assert_forward, edge_selections, make_blocks, make_call, make_qkv
-from tests.helpers.parity import attend, check_both, check_forward
-from tests.helpers.poison import put, selected
+from tests.helpers.checks import attend, check_both, check_forward, put, selected
 
 pytestmark = pytest.mark.slow  # in all: the interpreter knows no threads
 BACKENDS = ("triton-group", "triton-token")

@@ -21,7 +21,7 @@ from nsa_sel.errors import BackendError
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from tests.helpers.cases import make_blocks, make_call, make_qkv, make_spans
-from tests.helpers.parity import attend, check_both, check_deterministic, check_poison
+from tests.helpers.checks import attend, check_both, check_deterministic, check_poison
 
 pytestmark = pytest.mark.slow  # in all: the interpreter knows no threads
 BACKENDS = ("triton-tile", "triton-block")

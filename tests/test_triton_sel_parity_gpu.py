@@ -16,9 +16,8 @@ from nsa_sel.selection import Selection
 from tests.contract.attend import cells, run
 from tests.contract.lanes import Lane
 from tests.helpers.cases import assert_forward, make_blocks, make_grads, make_qkv, make_spans
+from tests.helpers.checks import attend, new_memory_is_nan
 from tests.helpers.gpus import needs
-from tests.helpers.parity import attend
-from tests.helpers.poison import new_memory_is_nan
 
 # From the backends' own declarations: what the registry says runs on a GPU must run here, unless a package of it is missing.
 CASES = [

@@ -14,7 +14,7 @@ from nsa_sel.backends._triton.merged_blocks import merged
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import BackendError
 from tests.helpers.cases import make_blocks, make_call, make_qkv
-from tests.helpers.parity import attend, check_both
+from tests.helpers.checks import attend, check_both
 
 pytestmark = pytest.mark.slow  # in all: the interpreter knows no threads
 small_blocks = pytest.mark.parametrize(("block", "n"), [(4, 9), (8, 5)])

@@ -8,7 +8,7 @@ import torch
 import nsa_sel
 from nsa_sel import Selection
 from nsa_sel.errors import ArgumentError, BackendError
-from tests.helpers.wrong_calls import B, Dk, Dv, G, S, S_kv, Wrong, assert_in_order, call, h, message_of
+from tests.helpers.calls import B, Dk, Dv, G, S, S_kv, Wrong, assert_in_order, call, h, message_of
 
 pytestmark = pytest.mark.usefixtures("no_kernel")
 

@@ -17,8 +17,8 @@ from nsa_sel.caching.pools import Pools
 from nsa_sel.caching.step import CacheStep
 from nsa_sel.errors import ArgumentError, BackendError, CacheFull
 from nsa_sel.quantize import STORED
-from tests.helpers.graphs import captured, no_waiting, replayed
-from tests.helpers.layer_cache import SIZES, Model, few_bits, make_layer, poison, short_numbers, with_stored_keys
+from tests.helpers.gpus import captured, no_waiting, replayed
+from tests.helpers.layer import SIZES, Model, few_bits, make_layer, poison, short_numbers, with_stored_keys
 
 
 def hidden(model: Model, *shape: int) -> Tensor:

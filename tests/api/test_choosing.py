@@ -18,8 +18,8 @@ from nsa_sel.core.decision import Decision, Override
 from nsa_sel.errors import BackendError
 from nsa_sel.policies import rules
 from nsa_sel.policies.default import POLICY
-from tests.helpers.choosing_reference import assert_chosen, best, infllm_scores, moba_scores, msa_scores
-from tests.helpers.wrong_calls import refused
+from tests.helpers.calls import refused
+from tests.helpers.choose import assert_chosen, best, infllm_scores, moba_scores, msa_scores
 
 BACKENDS = ("choose-torch", "choose-triton")
 INFLLM = {"block_size": 16, "n": 3, "first": 1, "local": 1, "compress_block": 8, "compress_stride": 4}

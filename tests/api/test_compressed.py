@@ -24,8 +24,8 @@ from nsa_sel.errors import BackendError
 from nsa_sel.policies import rules
 from nsa_sel.policies.default import POLICY
 from nsa_sel.settings.devices import GPUS
-from tests.helpers.choose_cases import SHAPES, SMALL, assert_chosen, check_attention, make_choose_call, plain
-from tests.helpers.wrong_calls import each_of, refused
+from tests.helpers.calls import each_of, refused
+from tests.helpers.choose import SHAPES, SMALL, assert_chosen, check_attention, make_choose_call, plain
 
 WHOLE = (1, 50, 50, 1, 1, 16, 16, SMALL)
 BACKENDS = ("choose-torch", "choose-triton")
@@ -49,7 +49,7 @@ def test_results(backend: str, shape: str) -> None:
     exact = check_attention((o, lse), call)
     assert selection.block_size == call.rule.block_size
     assert selection.disjoint
-    assert_chosen(selection.block_indices, exact)
+    assert_chosen(selection.block_indices, exact.importance, exact.blocks)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -58,7 +58,7 @@ def test_decode(backend: str) -> None:
     q, options = call.q.squeeze(1), options_of(call, "decode")
     o, selection, lse = compressed_attention(q, call.k, call.v, **options, return_lse=True, backend=backend)
     exact = check_attention((o.unsqueeze(1), lse.unsqueeze(1)), call)
-    assert_chosen(selection.block_indices, exact)
+    assert_chosen(selection.block_indices, exact.importance, exact.blocks)
     assert selection.ranges.shape == (3, 1, 1, call.rule.n, 2)
     given, chosen = compressed_attention(q, call.k, call.v, **options, q_pos=torch.tensor([84]), backend=backend)
     assert torch.equal(given, o)

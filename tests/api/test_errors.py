@@ -14,8 +14,8 @@ import pytest
 import nsa_sel
 from nsa_sel.errors import ArgumentError, BackendError, CacheFull, ConfigError, NsaSelError
 from tests.core.test_imports import modules
+from tests.helpers.calls import assert_in_order
 from tests.helpers.policy_cases import H100, LONG
-from tests.helpers.wrong_calls import assert_in_order
 
 
 def every_error() -> list[NsaSelError]:

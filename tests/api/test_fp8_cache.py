@@ -14,7 +14,7 @@ from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import ArgumentError
 from nsa_sel.quantize import STORED, stored
 from tests.helpers.cases import assert_within_twice_baseline
-from tests.helpers.layer_cache import Model, few_bits, make_layer, short_numbers, with_stored_keys
+from tests.helpers.layer import Model, few_bits, make_layer, short_numbers, with_stored_keys
 
 SIZES: dict[str, Any] = {"layers": 3, "pages": 4, "page_size": 16, "groups": 2, "head_dim": 4, "kv_dtype": STORED}
 

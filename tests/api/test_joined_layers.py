@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from nsa_sel import NSAttention, attention_layer
 from nsa_sel.rotary import rotate
-from tests.helpers.poison import new_memory_is_nan
+from tests.helpers.checks import new_memory_is_nan
 
 SIZES: dict[str, Any] = {"compress_block": 8, "compress_stride": 4, "block_size": 8, "n": 3, "local": 1, "window": 6}
 

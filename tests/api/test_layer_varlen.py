@@ -16,10 +16,10 @@ import nsa_sel
 from nsa_sel import NSAttention, compressed_attention, compressed_cu_seqlens, gating, nsa_attention
 from nsa_sel.compression import BlockMean, BlockMLP
 from nsa_sel.errors import ArgumentError
-from tests.helpers import nsa_reference
-from tests.helpers.graphs import no_waiting
+from tests.helpers import layer as nsa_reference
+from tests.helpers.calls import each_of, refused
+from tests.helpers.gpus import no_waiting
 from tests.helpers.varlen_cases import hide_bounds
-from tests.helpers.wrong_calls import each_of, refused
 
 pytestmark = pytest.mark.usefixtures("cheapest_backend")
 

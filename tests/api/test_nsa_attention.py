@@ -14,9 +14,9 @@ import nsa_sel
 from nsa_sel import gating, nsa_attention
 from nsa_sel.backends._triton import gate
 from nsa_sel.errors import BackendError
-from tests.helpers import nsa_reference
-from tests.helpers.layer_kernels import by_autograd, check_deltas, check_gate, check_gate_parts, gated
-from tests.helpers.wrong_calls import each_of, refused
+from tests.helpers import layer as nsa_reference
+from tests.helpers.calls import each_of, refused
+from tests.helpers.layer import by_autograd, check_deltas, check_gate, check_gate_parts, gated
 
 pytestmark = pytest.mark.usefixtures("cheapest_backend")
 

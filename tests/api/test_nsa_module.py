@@ -15,8 +15,8 @@ from nsa_sel import NSACache, NSAttention, attention_layer, nsa_attention, rotar
 from nsa_sel.compression import BlockMean, BlockMLP
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.rotary import rotate
-from tests.helpers import nsa_reference
-from tests.helpers.graphs import captured, no_waiting, replayed
+from tests.helpers import layer as nsa_reference
+from tests.helpers.gpus import captured, no_waiting, replayed
 
 pytestmark = pytest.mark.usefixtures("cheapest_backend")
 

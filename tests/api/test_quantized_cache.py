@@ -22,19 +22,20 @@ from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.quantize import STORED
 from nsa_sel.selection import Selection
 from nsa_sel.serving import selection_attention_with_kvcache
-from tests.helpers.cache_cases import LENGTHS, Cache, replayed_with
-from tests.helpers.gpus import needs, needs_hopper
-from tests.helpers.graphs import no_waiting
-from tests.helpers.quantized_cases import (
+from tests.helpers.caches import (
     EACH,
+    LENGTHS,
+    Cache,
     QuantizedCache,
     called,
     check_quantized,
     large_keys,
     make_quantized,
+    replayed_with,
     shared_by_sequences,
     uneven_queries,
 )
+from tests.helpers.gpus import needs, needs_hopper, no_waiting
 
 READERS = ("sdpa-packed", "triton-group")
 FEW = (0, 1, 40)  # lengths: one Triton program takes 20 ms

@@ -21,8 +21,8 @@ from nsa_sel.settings.config import settings_for
 from nsa_sel.telemetry.events import tallies
 from nsa_sel.three_branches import Inputs
 from tests.api.test_nsa_attention import NAMES, SHAPES, WRONG, gradients, make
-from tests.helpers.graphs import captured, replayed
-from tests.helpers.wrong_calls import each_of, refused
+from tests.helpers.calls import each_of, refused
+from tests.helpers.gpus import captured, replayed
 
 
 def both_ways(tensors: dict[str, Tensor], options: dict[str, Any], *others: str) -> list[tuple[Tensor, ...]]:

@@ -11,7 +11,7 @@ import torch
 from nsa_sel import rotary
 from nsa_sel.backends._triton import rotate as rotate_kernel
 from nsa_sel.rotary import rotate
-from tests.helpers.layer_kernels import check_rotation
+from tests.helpers.layer import check_rotation
 
 
 def test_gradients_of_rotary_positions() -> None:

@@ -16,7 +16,7 @@ from nsa_sel import selection_attention, selection_attention_varlen, selection_a
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Measured, Selection
 from tests.helpers.cases import assert_forward, make_blocks, make_qkv, make_spans
-from tests.helpers.parity import attend
+from tests.helpers.checks import attend
 
 FAR = torch.iinfo(torch.int32).max
 

@@ -16,9 +16,9 @@ from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.oracle import oracle_forward
 from nsa_sel.selection import Selection
 from nsa_sel.serving import selection_attention_with_kvcache
-from tests.helpers.cache_cases import LENGTHS, Cache, check, gathered, make_cache, positions
+from tests.helpers.caches import LENGTHS, Cache, check, gathered, make_cache, positions
 from tests.helpers.cases import assert_gradients, assert_within_twice_baseline, make_grads, plain_torch
-from tests.helpers.graphs import no_waiting
+from tests.helpers.gpus import no_waiting
 
 
 @pytest.mark.parametrize("page_size", [16, 24, 64])

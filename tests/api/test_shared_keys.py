@@ -16,7 +16,7 @@ from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
 from tests.helpers.cases import assert_forward, assert_gradients, lse_dtype, make_blocks, make_grads, make_qkv
-from tests.helpers.parity import check_both, check_deterministic, check_poison
+from tests.helpers.checks import check_both, check_deterministic, check_poison
 
 CPU = ("sdpa-packed", "numba")
 

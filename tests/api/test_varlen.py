@@ -20,7 +20,7 @@ from nsa_sel.settings.config import settings_for
 from nsa_sel.varlen import selection_attention_varlen, varlen_positions
 from tests.contract.lanes import lanes
 from tests.helpers.cases import make_blocks, make_qkv
-from tests.helpers.graphs import captured, no_waiting, replayed
+from tests.helpers.gpus import captured, no_waiting, replayed
 from tests.helpers.varlen_cases import (
     Packed,
     attend_varlen,

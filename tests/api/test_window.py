@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from nsa_sel import sliding_window_attention
 from nsa_sel.backends._window import chunks, plain
 from nsa_sel.errors import BackendError
+from tests.helpers.calls import each_of, refused
 from tests.helpers.cases import assert_within_twice_baseline, gradient_terms, lse_dtype, make_grads, make_qkv
-from tests.helpers.wrong_calls import each_of, refused
 
 # name: B, S, S_kv, G, h, Dk, Dv, window
 SHAPES = {

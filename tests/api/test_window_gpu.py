@@ -15,9 +15,8 @@ from nsa_sel.core import registry
 from tests.api.test_window import check, inputs_of, results
 from tests.backends.test_window_triton import check_packed
 from tests.helpers.cases import make_grads
-from tests.helpers.gpus import HOPPER
-from tests.helpers.graphs import captured, no_waiting, replayed
-from tests.helpers.poison import new_memory_is_nan
+from tests.helpers.checks import new_memory_is_nan
+from tests.helpers.gpus import HOPPER, captured, no_waiting, replayed
 
 pytestmark = pytest.mark.gpu
 

@@ -15,8 +15,8 @@ from nsa_sel.backends import window_triton
 from nsa_sel.backends._window import packed
 from nsa_sel.core.arguments import Bounds
 from tests.api.test_layer_varlen import CU, SPARE, T, batch, random, rows
+from tests.helpers.calls import each_of, refused
 from tests.helpers.varlen_cases import hide_bounds
-from tests.helpers.wrong_calls import each_of, refused
 
 
 def each_window(q: Tensor, k: Tensor, v: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -15,9 +15,8 @@ from nsa_sel.backends import choose_torch, choose_triton
 from nsa_sel.backends._triton.block_scores import block_scores
 from nsa_sel.core.choose_call import ChooseCall, Pool, Rule
 from nsa_sel.selection import Selection
-from tests.helpers.choose_cases import make_choose_call
-from tests.helpers.choosing_reference import assert_chosen, best, pooled_scores
-from tests.helpers.poison import new_memory_is_nan
+from tests.helpers.checks import new_memory_is_nan
+from tests.helpers.choose import assert_chosen, best, make_choose_call, pooled_scores
 
 BACKENDS = {"choose-torch": choose_torch, "choose-triton": choose_triton}
 LOGITS, WEIGHTS = Pool(False, False, True), Pool(True, False, True)

@@ -10,7 +10,7 @@ import torch
 from nsa_sel.backends.cupy_cuda import block_tiles
 from nsa_sel.selection import Selection
 from tests.helpers.cases import make_blocks, make_qkv
-from tests.helpers.emulate import BACKWARDS, call_of, emulated, needs_compiler
+from tests.helpers.cuda import BACKWARDS, call_of, emulated, needs_compiler
 
 
 @needs_compiler

@@ -16,7 +16,7 @@ from nsa_sel.core import registry
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 from tests.helpers.cases import make_blocks, make_grads, make_qkv
-from tests.helpers.poison import new_memory_is_nan
+from tests.helpers.checks import new_memory_is_nan
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 BACKENDS = ("sdpa-packed", "triton-token", "triton-group", "triton-tile", "triton-block")

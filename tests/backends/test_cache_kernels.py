@@ -21,7 +21,7 @@ from nsa_sel.caching import extend
 from nsa_sel.compression import BlockMLP
 from nsa_sel.quantize import STORED, stored
 from tests.helpers.cases import assert_within_twice_baseline
-from tests.helpers.layer_cache import poison
+from tests.helpers.layer import poison
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -15,11 +15,9 @@ from nsa_sel.core.call import device_info
 from nsa_sel.core.choose_call import ChooseCall, Rule
 from tests.helpers.aot import TARGETS
 from tests.helpers.cases import make_grads
-from tests.helpers.choose_cases import SMALL, check_both, check_gradients, make_choose_call, results
-from tests.helpers.cuda_aot import compiled, needs_nvrtc
-from tests.helpers.emulate import emulated, needs_compiler
-from tests.helpers.gpus import needs, needs_hopper
-from tests.helpers.graphs import captured, replayed
+from tests.helpers.choose import SMALL, check_both, check_gradients, make_choose_call, results
+from tests.helpers.cuda import compiled, emulated, needs_compiler, needs_nvrtc
+from tests.helpers.gpus import captured, needs, needs_hopper, replayed
 from tests.helpers.policy_cases import H200
 
 KERNELS = {"forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu", "sum_counts.cu", "sum_parts.cu"}

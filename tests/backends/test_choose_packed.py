@@ -17,7 +17,7 @@ from nsa_sel.backends import choose_torch, choose_triton
 from nsa_sel.backends._triton import choose_dkdv, sequences
 from nsa_sel.core.choose_call import ChooseCall, Rule
 from tests.helpers.cases import make_grads
-from tests.helpers.choose_cases import SMALL, check_both, check_unread, make_packed_call, oracle, results
+from tests.helpers.choose import SMALL, check_both, check_unread, make_packed_call, oracle, results
 
 BACKENDS = pytest.mark.parametrize("backend", [choose_torch, choose_triton], ids=["torch", "triton"])
 MIXED = (5, 0, 1, 18, 8, 11)  # shorter than a compressed block of 8, empty, one row, one compressed key, and more; not multiples

@@ -12,8 +12,8 @@ from torch import Tensor
 from nsa_sel.backends import choose_torch, choose_triton
 from nsa_sel.backends._triton import choose_pages
 from nsa_sel.core.choose_call import ChooseCall, Rule
-from tests.helpers.choose_cases import SMALL, check_forward, in_pages, make_choose_call
-from tests.helpers.poison import new_memory_is_nan
+from tests.helpers.checks import new_memory_is_nan
+from tests.helpers.choose import SMALL, check_forward, in_pages, make_choose_call
 
 NSA = Rule(n=4)
 SHARES, CONFIGS = choose_pages.SHARES, choose_triton.CONFIGS  # as on a GPU

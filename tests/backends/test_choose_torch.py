@@ -15,7 +15,7 @@ from nsa_sel.layer import block_scores
 from nsa_sel.oracle_choose import oracle_choose_backward
 from nsa_sel.selection import Selection
 from tests.helpers.cases import make_grads
-from tests.helpers.choose_cases import SMALL, check_forward, make_choose_call, oracle, plain
+from tests.helpers.choose import SMALL, check_forward, make_choose_call, oracle, plain
 
 
 @pytest.mark.parametrize("shape", ["h3", "decode", "shorter-than-a-compressed-block"])

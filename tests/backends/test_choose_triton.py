@@ -17,7 +17,7 @@ from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.ranges import sorted_blocks
 from nsa_sel.settings.schema import KernelConfig
 from tests.helpers.cases import make_grads
-from tests.helpers.choose_cases import SMALL, check_both, check_gradients, make_choose_call, oracle, results
+from tests.helpers.choose import SMALL, check_both, check_gradients, make_choose_call, oracle, results
 
 
 @pytest.fixture(autouse=True)

@@ -29,8 +29,8 @@ from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.flags import CACHE_FLAG
 from tests.helpers.aot import OF_CUDA, TARGETS, paged_call, target_call
 from tests.helpers.cases import make_blocks, make_qkv
-from tests.helpers.cuda_aot import compiled, needs_nvrtc
-from tests.helpers.damage import OF_THE_FILE, OF_THE_FOLDER
+from tests.helpers.cuda import compiled, needs_nvrtc
+from tests.helpers.files import OF_THE_FILE, OF_THE_FOLDER
 from tests.helpers.policy_cases import H200
 
 pytestmark = pytest.mark.slow  # in all: a compiler at work

@@ -15,8 +15,8 @@ from nsa_sel.backends.cupy_cuda import key_to_rows, launch, sm90
 from nsa_sel.oracle import oracle_forward
 from nsa_sel.selection import Selection
 from tests.helpers.cases import assert_forward, assert_gradients, make_blocks, make_grads, make_qkv, unused_keys
-from tests.helpers.emulate import BACKWARDS, EAGER, call_of, emulated, needs_compiler
-from tests.helpers.poison import new_memory_is_nan
+from tests.helpers.checks import new_memory_is_nan
+from tests.helpers.cuda import BACKWARDS, EAGER, call_of, emulated, needs_compiler
 
 FORWARD = ["shared_tiles.cu", "block_partials.cu", "join_partials.cu"]
 BACKWARD = ["block_gradients.cu", "join_shares.cu", "sum_sections.cu"]

@@ -14,10 +14,8 @@ from nsa_sel.backends import cuda_block
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.settings.config import settings_for
 from tests.helpers.cases import make_blocks, make_qkv
-from tests.helpers.gpus import needs, needs_hopper
-from tests.helpers.graphs import captured, replayed
-from tests.helpers.launches import noted
-from tests.helpers.parity import check_both, check_deterministic
+from tests.helpers.checks import check_both, check_deterministic
+from tests.helpers.gpus import captured, needs, needs_hopper, noted, replayed
 
 pytestmark = [pytest.mark.gpu, needs("cuda-block"), needs_hopper]
 BACKEND = "cuda-block"

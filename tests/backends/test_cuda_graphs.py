@@ -16,8 +16,7 @@ from nsa_sel import Selection, decisions, selection_attention
 from nsa_sel.core import registry
 from nsa_sel.selection import Exact, Snapshot
 from tests.helpers.cases import assert_forward, make_blocks, make_grads, make_qkv
-from tests.helpers.gpus import needs
-from tests.helpers.graphs import captured, no_waiting, replayed
+from tests.helpers.gpus import captured, needs, no_waiting, replayed
 
 BLOCK = 32
 S_KV = 200

@@ -16,14 +16,13 @@ from nsa_sel.core.call import Call
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.serving import selection_attention_with_kvcache
 from nsa_sel.settings.config import settings_for
-from tests.helpers import emulate
-from tests.helpers.cache_cases import LENGTHS, Cache, gathered, make_cache, positions
-from tests.helpers.cache_cases import check as check_public
+from tests.helpers import cuda as emulate
+from tests.helpers.caches import LENGTHS, Cache, gathered, make_cache, positions
+from tests.helpers.caches import check as check_public
 from tests.helpers.cases import assert_forward
-from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
-from tests.helpers.gpus import needs
-from tests.helpers.graphs import no_waiting
-from tests.helpers.poison import new_memory_is_nan
+from tests.helpers.checks import new_memory_is_nan
+from tests.helpers.cuda import BACKWARDS, EAGER, GPU, emulated, needs_compiler
+from tests.helpers.gpus import needs, no_waiting
 
 GARBAGE = 2**30  # in the block table, after a sequence's last page: a key there would be far outside of memory
 

@@ -14,11 +14,11 @@ from nsa_sel.core.call import Call
 from nsa_sel.selection import Selection
 from nsa_sel.serving import selection_attention_with_kvcache
 from nsa_sel.settings.config import settings_for
-from tests.helpers.cache_cases import Cache, check, gathered, make_cache, positions
+from tests.helpers.caches import Cache, check, gathered, make_cache, positions
 from tests.helpers.cases import assert_forward
-from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
+from tests.helpers.checks import new_memory_is_nan
+from tests.helpers.cuda import BACKWARDS, EAGER, GPU, emulated, needs_compiler
 from tests.helpers.gpus import needs, needs_hopper
-from tests.helpers.poison import new_memory_is_nan
 
 LENGTHS = (0, 1, 150, 640)  # without keys; of fewer steps than a cluster has CTAs
 

@@ -24,9 +24,9 @@ from tests.helpers.cases import (
     plain_results,
     unused_keys,
 )
-from tests.helpers.emulate import BACKWARDS, EAGER, GPU, LATE_WARP, call_of, emulated, needs_compiler
-from tests.helpers.launches import noted
-from tests.helpers.poison import new_memory_is_nan
+from tests.helpers.checks import new_memory_is_nan
+from tests.helpers.cuda import BACKWARDS, EAGER, GPU, LATE_WARP, call_of, emulated, needs_compiler
+from tests.helpers.gpus import noted
 
 pytestmark = needs_compiler
 

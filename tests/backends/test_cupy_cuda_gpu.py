@@ -18,9 +18,9 @@ from nsa_sel.backends.cupy_cuda import compiler, launch
 from nsa_sel.selection import Selection
 from nsa_sel.settings.flags import CACHE_FLAG
 from tests.helpers.cases import make_blocks, make_qkv
+from tests.helpers.checks import attend, check_both, check_forward
+from tests.helpers.files import ROOT
 from tests.helpers.gpus import needs, needs_hopper
-from tests.helpers.parity import attend, check_both, check_forward
-from tests.helpers.paths import ROOT
 
 pytestmark = [pytest.mark.gpu, needs("cupy-cuda")]
 

@@ -15,12 +15,11 @@ from nsa_sel.oracle import oracle_forward
 from nsa_sel.quantize import scales_of
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
-from tests.helpers.cache_cases import Cache, gathered, positions
+from tests.helpers.caches import Cache, QuantizedCache, gathered, large_keys, make_quantized, positions, shared_by_sequences, uneven_queries
 from tests.helpers.cases import assert_within_twice_baseline, plain_torch
-from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
-from tests.helpers.launches import noted
-from tests.helpers.poison import new_memory_is_nan
-from tests.helpers.quantized_cases import QuantizedCache, large_keys, make_quantized, shared_by_sequences, uneven_queries
+from tests.helpers.checks import new_memory_is_nan
+from tests.helpers.cuda import BACKWARDS, EAGER, GPU, emulated, needs_compiler
+from tests.helpers.gpus import noted
 
 pytestmark = needs_compiler
 

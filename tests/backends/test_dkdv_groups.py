@@ -17,9 +17,9 @@ from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from tests.helpers.cases import assert_gradients, make_blocks, make_grads, make_qkv, unused_keys
-from tests.helpers.choose_cases import make_choose_call
-from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
-from tests.helpers.poison import new_memory_is_nan
+from tests.helpers.checks import new_memory_is_nan
+from tests.helpers.choose import make_choose_call
+from tests.helpers.cuda import BACKWARDS, EAGER, GPU, emulated, needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.slow]  # a compiler, and thousands of emulated products
 

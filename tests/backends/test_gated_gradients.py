@@ -20,7 +20,7 @@ from nsa_sel.core.choose_call import Rule
 from nsa_sel.oracle import oracle_mask
 from nsa_sel.three_branches import Inputs, Options
 from tests.helpers.cases import assert_within_twice_baseline, gradient_terms
-from tests.helpers.poison import new_memory_is_nan
+from tests.helpers.checks import new_memory_is_nan
 
 NAMES = Inputs._fields[:9]
 RULE, WINDOW = Rule(8, 4, 16, 2, 1, 1), 9

@@ -12,9 +12,9 @@ from torch import Tensor
 from nsa_sel.backends import choose_triton
 from nsa_sel.selection import Selection
 from tests.helpers.cases import make_blocks, make_grads, make_qkv, make_spans
-from tests.helpers.choose_cases import SMALL, make_choose_call
+from tests.helpers.checks import attend
+from tests.helpers.choose import SMALL, make_choose_call
 from tests.helpers.interpreter import patch_interpreter, reproducible_products
-from tests.helpers.parity import attend
 
 
 def attended(backend: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:

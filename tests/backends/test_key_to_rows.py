@@ -16,7 +16,7 @@ from nsa_sel.core.check import check_call
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from tests.helpers.cases import make_blocks, make_qkv, make_spans
-from tests.helpers.emulate import BACKWARDS, GPU, emulated, needs_compiler
+from tests.helpers.cuda import BACKWARDS, GPU, emulated, needs_compiler
 
 LACKING = registry.missing("cupy-cuda")
 SEGMENTS = key_to_rows.with_parts(32)

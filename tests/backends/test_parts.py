@@ -22,11 +22,9 @@ from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from tests.backends.test_slices import Peak
 from tests.helpers.cases import assert_gradients, make_blocks, make_call, make_grads, make_qkv
-from tests.helpers.emulate import GPU, emulated, needs_compiler
-from tests.helpers.gpus import HOPPER, needs, needs_hopper
-from tests.helpers.launches import noted
-from tests.helpers.parity import attend
-from tests.helpers.poison import new_memory_is_nan
+from tests.helpers.checks import attend, new_memory_is_nan
+from tests.helpers.cuda import GPU, emulated, needs_compiler
+from tests.helpers.gpus import HOPPER, needs, needs_hopper, noted
 
 
 @pytest.fixture

@@ -27,9 +27,9 @@ from nsa_sel.core.transforms import REPEATED
 from nsa_sel.core.warm import reset
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
-from tests.helpers import emulate
+from tests.helpers import cuda as emulate
 from tests.helpers.cases import assert_forward, assert_gradients, make_blocks, make_grads, make_qkv
-from tests.helpers.emulate import GPU, needs_compiler
+from tests.helpers.cuda import GPU, needs_compiler
 
 
 def ctas_threads_and_shared(config: int) -> tuple[int, ...]:

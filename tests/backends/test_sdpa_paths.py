@@ -16,7 +16,7 @@ from nsa_sel.core.call import Call
 from nsa_sel.selection import Selection
 from tests.backends.test_cpu_backends import check_call
 from tests.helpers.cases import edge_selections, make_blocks, make_call, make_qkv, make_spans
-from tests.helpers.parity import check_both, check_poison
+from tests.helpers.checks import check_both, check_poison
 
 
 def check(call: Call) -> None:

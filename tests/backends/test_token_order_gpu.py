@@ -9,8 +9,8 @@ from nsa_sel.backends.cupy_cuda import token_order
 from nsa_sel.core.warm import reset
 from nsa_sel.selection import Selection
 from tests.helpers.cases import make_blocks, make_qkv
+from tests.helpers.checks import check_both, check_deterministic, check_poison
 from tests.helpers.gpus import needs, needs_hopper
-from tests.helpers.parity import check_both, check_deterministic, check_poison
 
 pytestmark = [pytest.mark.gpu, needs("cupy-cuda"), needs_hopper]
 

@@ -22,8 +22,8 @@ from nsa_sel.cli.app import app
 from nsa_sel.core import registry
 from nsa_sel.selection import Selection
 from tests.helpers.cases import edge_block_lists, edge_selections, make_qkv
-from tests.helpers.parity import check_both, check_deterministic, check_poison
-from tests.helpers.paths import ROOT
+from tests.helpers.checks import check_both, check_deterministic, check_poison
+from tests.helpers.files import ROOT
 
 ENTRY_POINTS = '[project.entry-points."nsa_sel.backends"]\n'
 CACHES = (registry.backends, registry.missing)

@@ -7,8 +7,7 @@ import itertools
 import pytest
 import triton
 
-from tests.helpers.aot import PAGED, SHAPES, TARGETS, target_call
-from tests.helpers.aot_process import compiled
+from tests.helpers.aot import PAGED, SHAPES, TARGETS, compiled_apart, target_call
 
 # One for each class of kernel configs in base.yaml: plain, wide, widest (also with small blocks), decoding, pages. The other shapes run
 # the same configs for other numbers of heads and types: on one target.
@@ -79,7 +78,7 @@ def spills_allowed(kernel: dict[str, object]) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(("targets", "whole", "shared"), [*CASES, *(pytest.param(*case, marks=pytest.mark.thorough) for case in THOROUGH)])
 def test_kernels_fit(targets: str, whole: tuple[str, ...], shared: tuple[str, ...]) -> None:
-    found = compiled("aot.py", targets, *whole, "--shared", *shared)
+    found = compiled_apart(targets, *whole, "--shared", *shared)
     for kernel in found:
         assert kernel["shared"] <= kernel["limit"], kernel
         assert kernel["shape"] in shared or kernel["spilled"] <= spills_allowed(kernel), kernel
@@ -106,7 +105,7 @@ def test_what_fits_sm_86_fits_sm_80() -> None:
 
 @pytest.mark.slow
 def test_append_and_compression_fit() -> None:
-    found = compiled("cache_aot.py", "90", "many")
+    found = compiled_apart("cache", "90", "many")
     assert [kernel["kernel"] for kernel in found] == ["append_kernel", "hidden_kernel", "out_kernel"]
     for kernel in found:
         assert kernel["shared"] <= 99 << 10, kernel  # of SM 8.6 and 8.9
@@ -132,7 +131,7 @@ OTHERS = ("h8-64", "most-blocks", "packed", "pages-drafts", "80", "moba")
 @pytest.mark.parametrize("asked", [SOME_CHOOSE, pytest.param(OTHERS, marks=pytest.mark.thorough)])
 def test_choosing_fits(asked: tuple[str, ...]) -> None:
     """In one process."""
-    found = compiled("choose_aot.py", "90", *asked)
+    found = compiled_apart("choose", "90", *asked)
     for kernel in found:
         assert kernel["shared"] <= kernel["limit"], kernel
         assert kernel["spilled"] <= spills_allowed_choose(kernel), kernel
@@ -160,7 +159,7 @@ def test_choosing_fits(asked: tuple[str, ...]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sm", [90, pytest.param(80, marks=pytest.mark.thorough)])
 def test_gates_compile(sm: int) -> None:
-    found = compiled("gate_aot.py", str(sm))
+    found = compiled_apart("gate", str(sm))
     each = ["gate_kernel", "raise_kernel", "delta_kernel", *["gate_backward_kernel"] * 2]
     assert [(kernel["sm"], kernel["kernel"]) for kernel in found] == [(sm, name) for name in each]
     assert all(kernel["spilled"] == 0 for kernel in found), found
@@ -170,7 +169,7 @@ def test_gates_compile(sm: int) -> None:
 @pytest.mark.parametrize("sm", [pytest.param(86, marks=pytest.mark.thorough), 90])
 def test_windows_fit(sm: int) -> None:
     """8.6 has the least shared memory, 9.0 has TMA and WGMMA."""
-    found = compiled("window_aot.py", str(sm), "h16")
+    found = compiled_apart("window", str(sm), "h16")
     assert {(kernel["sm"], kernel["kernel"]) for kernel in found} == {(sm, f"{name}_kernel") for name in ("forward", "dq", "dkdv")}
     for kernel in found:
         assert kernel["shared"] <= kernel["limit"], kernel
@@ -180,7 +179,7 @@ def test_windows_fit(sm: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["gfx942", pytest.param("gfx950", marks=pytest.mark.thorough)])
 def test_the_kernels_of_decoding_compile_for_amd_and_fit(arch: str) -> None:
-    found = compiled("hip_aot.py", arch, "triton-token", "decode-h16", "triton-group", "paged-16")
+    found = compiled_apart("hip", arch, "triton-token", "decode-h16", "triton-group", "paged-16")
     assert [kernel["kernel"] for kernel in found] == ["forward_kernel", "combine_kernel", "forward_blocks_kernel"]
     for kernel in found:
         assert kernel["shared"] <= kernel["limit"], kernel

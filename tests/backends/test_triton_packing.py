@@ -31,9 +31,8 @@ from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from tests.helpers.aot import launches_compile
 from tests.helpers.cases import make_blocks, make_qkv
-from tests.helpers.graphs import captured, replayed
-from tests.helpers.launches import forget_launches
-from tests.helpers.paths import ROOT
+from tests.helpers.files import ROOT
+from tests.helpers.gpus import captured, forget_launches, replayed
 
 BYTES = {"u8": 1, "b8": 1, "u16": 2, "u32": 4, "b32": 4, "f32": 4, "u64": 8, "b64": 8, "f64": 8}
 MARK = bytes(range(128))  # of a tensor map

@@ -16,8 +16,8 @@ from nsa_sel.core import registry
 from nsa_sel.core.call import WindowCall, device_info
 from tests.api.test_window import check, inputs_of
 from tests.helpers.cases import make_grads
+from tests.helpers.checks import new_memory_is_nan
 from tests.helpers.gpus import needs, needs_hopper
-from tests.helpers.poison import new_memory_is_nan
 
 pytestmark = [pytest.mark.gpu, needs("cupy-cuda"), needs_hopper]
 SHAPES = {  # B, S, S_kv, G, h, Dk, Dv, window

@@ -19,7 +19,7 @@ from nsa_sel.core import registry
 from nsa_sel.errors import BackendError
 from tests.api.test_window import check, inputs_of, masked_softmax, results
 from tests.helpers.cases import assert_within_twice_baseline, gradient_terms, make_grads
-from tests.helpers.poison import new_memory_is_nan
+from tests.helpers.checks import new_memory_is_nan
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/api/test_window_gpu.py runs the kernels")
 

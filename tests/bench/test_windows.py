@@ -9,7 +9,7 @@ import pytest
 from nsa_sel.bench.core import store
 from nsa_sel.bench.questions import windows
 from tests.api.test_window import check, inputs_of
-from tests.helpers.paths import ROOT
+from tests.helpers.files import ROOT
 
 FILE = ROOT / "bench" / "results" / "h200" / "profiles" / "windows.jsonl"
 

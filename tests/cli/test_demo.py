@@ -21,7 +21,7 @@ from nsa_sel.cli import demo
 from nsa_sel.cli.app import app
 from nsa_sel.core.call import device_info
 from nsa_sel.selection import Selection
-from tests.helpers.paths import ROOT
+from tests.helpers.files import ROOT
 
 S, G, H, D, BLOCK, N = 40, 2, 3, 16, 4, 5
 SHIPPED = ROOT / "bench" / "data" / "smollm2_trace.safetensors"

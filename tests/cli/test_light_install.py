@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import nsa_sel
-from tests.helpers.paths import ROOT
+from tests.helpers.files import ROOT
 
 EXTRAS = ("numba", "typer", "click", "rich", "tabulate", "safetensors", "matplotlib", "PIL", "cupy", "prometheus_client")
 CALL = """

@@ -1,14 +1,14 @@
 """What every backend owes a call of `selection_attention`, as checks of one lane and shape. `cells` lists what is to be tested where.
 
 Each check compares with the float64 oracle (at most twice the error of PyTorch in the same precision) and asserts that the decision names
-the backend (tests/helpers/parity.py). Keys and values lie between NaN in memory.
+the backend (tests/helpers/checks.py). Keys and values lie between NaN in memory.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,10 +20,20 @@ from nsa_sel.core import registry
 from nsa_sel.selection import Selection
 from tests.contract.lanes import Lane, Shape, lanes, parameters
 from tests.helpers.cases import DISTRIBUTIONS, cut_spans, make_blocks, make_qkv, make_spans, oracle_forward
-from tests.helpers.graphs import captured, replayed
-from tests.helpers.pairwise import pairwise
-from tests.helpers.parity import attend, check_both, check_deterministic, check_forward, results_of
-from tests.helpers.poison import check_empty_rows, check_one_row, new_memory_is_nan, rows_with_holes, selected, through
+from tests.helpers.checks import (
+    attend,
+    check_both,
+    check_deterministic,
+    check_empty_rows,
+    check_forward,
+    check_one_row,
+    new_memory_is_nan,
+    results_of,
+    rows_with_holes,
+    selected,
+    through,
+)
+from tests.helpers.gpus import captured, replayed
 from tests.helpers.varlen_cases import attend_varlen, check_varlen, pack, seen_keys
 
 GUARD = 16  # keys of NaN before and after those of a call
@@ -433,6 +443,22 @@ class Asked(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.kind}-L{self.L}-h{self.h}-{self.Dk}x{self.Dv}"
+
+
+def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return few cases, one value of each axis, in which every two values of different axes meet at least once."""
+    numbers = list(itertools.product(*(range(len(axis)) for axis in axes)))
+    missing = {pair for case in numbers for pair in _pairs(case)}
+    chosen = []
+    while missing:
+        case = max(numbers, key=lambda case: len(missing.intersection(_pairs(case))))
+        missing.difference_update(_pairs(case))
+        chosen.append(tuple(axis[i] for axis, i in zip(axes, case, strict=True)))
+    return chosen
+
+
+def _pairs(case: tuple[int, ...]) -> list[tuple[tuple[int, int], ...]]:
+    return list(itertools.combinations(enumerate(case), 2))
 
 
 AXES = (DISTRIBUTIONS, (64, 128, 256, 512), (64, 128), (64, 128), (2, 8))

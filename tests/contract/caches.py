@@ -10,11 +10,9 @@ from torch import Tensor
 
 from nsa_sel.serving import selection_attention_with_kvcache
 from tests.contract.lanes import Lane, lanes, parameters
-from tests.helpers.cache_cases import check, make_cache, replayed_with
-from tests.helpers.gpus import SM
-from tests.helpers.graphs import no_waiting
-from tests.helpers.poison import new_memory_is_nan
-from tests.helpers.quantized_cases import called, check_nan, check_quantized, make_quantized
+from tests.helpers.caches import called, check, check_nan, check_quantized, make_cache, make_quantized, replayed_with
+from tests.helpers.checks import new_memory_is_nan
+from tests.helpers.gpus import SM, no_waiting
 
 LENGTHS = {"cpu": (0, 1, 9, 150), "interpreter": (0, 9, 150), "emulated": (0, 1, 9, 150), "cuda": (0, 1, 9, 150) * 17}
 

@@ -19,7 +19,7 @@ import torch
 
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Backend, Limits
-from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
+from tests.helpers.cuda import BACKWARDS, EAGER, GPU, emulated, needs_compiler
 from tests.helpers.gpus import HOPPER, SM, needs
 
 SLOW = ("interpreter", "emulated")

@@ -14,8 +14,8 @@ from nsa_sel.backends._triton import choose_dkdv, choose_pages
 from nsa_sel.core import registry
 from nsa_sel.core.choose_call import Rule
 from tests.contract.lanes import Lane, lanes, parameters
-from tests.helpers.choose_cases import SHAPES, SMALL, check_both, check_forward, check_unread, in_pages, make_choose_call, make_packed_call
-from tests.helpers.poison import new_memory_is_nan
+from tests.helpers.checks import new_memory_is_nan
+from tests.helpers.choose import SHAPES, SMALL, check_both, check_forward, check_unread, in_pages, make_choose_call, make_packed_call
 
 HOPPER = {
     "h16": (1, 1500, 1500, 2, 16, 128, 128, Rule()),

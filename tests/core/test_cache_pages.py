@@ -14,7 +14,7 @@ from nsa_sel.caching import extend, step_tensors
 from nsa_sel.caching.pages import Pages
 from nsa_sel.caching.sequences import CachedSequence
 from nsa_sel.errors import CacheFull
-from tests.helpers.layer_cache import poison
+from tests.helpers.layer import poison
 
 BLOCK, STRIDE, PAGE, WINDOW = 8, 4, 8, 13
 

@@ -26,8 +26,8 @@ from nsa_sel.core.decision import Decision
 from nsa_sel.core.ranges import sample_rows, sampled_sharing
 from nsa_sel.settings import tuned
 from nsa_sel.telemetry.describe import describe
+from tests.helpers.calls import counted
 from tests.helpers.cases import assert_forward, make_blocks, make_qkv
-from tests.helpers.events import counted
 from tests.helpers.policy_cases import H200
 
 MODEL = "{{host: 0, terms: {{{term}: {price}, {term}-wide: {price}}}, rows: 1, median_error: 0, worst_error: 0}}"

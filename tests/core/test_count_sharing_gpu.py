@@ -14,7 +14,7 @@ from nsa_sel import selection_attention
 from nsa_sel.bench.core.cases import make_inputs, make_selection, prefill
 from nsa_sel.core.ranges import sample_rows, sampled_sharing
 from nsa_sel.selection import Selection
-from tests.helpers.graphs import captured, no_waiting, replayed
+from tests.helpers.gpus import captured, no_waiting, replayed
 
 pytestmark = pytest.mark.gpu
 Events = Callable[[str], list[dict[str, Any]]]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.paths import ROOT
+from tests.helpers.files import ROOT
 
 LINKED = ("backends", "policies", "configs", "bench")
 KERNEL_FRAMEWORKS = ("torch", "triton", "numba", "cupy")

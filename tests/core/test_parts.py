@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.projection import copy_wide, fits_wide, split_columns
-from tests.helpers.poison import new_memory_is_nan
+from tests.helpers.checks import new_memory_is_nan
 
 
 def test_gradients_of_parts_are_one_tensor() -> None:

@@ -37,7 +37,7 @@ from nsa_sel.distributed.exchange_rows import aligned, merge_parts, packed, unpa
 from nsa_sel.errors import BackendError, NsaSelError
 from nsa_sel.selection import Selection
 from tests.helpers.cases import make_blocks, make_qkv
-from tests.helpers.paths import ROOT
+from tests.helpers.files import ROOT
 
 PROGRAM = "tests.helpers.distributed_checks"
 GPUS = 4 if torch.cuda.device_count() >= 4 else 2  # as many ranks

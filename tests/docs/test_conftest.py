@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.conftest import USUAL, mode
-from tests.helpers.paths import ROOT
+from tests.helpers.files import ROOT
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from nsa_sel.core.request import DeviceInfo
 from nsa_sel.settings.config import parse_config, settings_for, shipped_configs
 from nsa_sel.settings.flags import CACHE_FLAG, CONFIG_FLAG, FLAGS, TEST_FLAG, parse_flag
 from tests.helpers import policy_cases as gpus
-from tests.helpers.paths import ROOT
+from tests.helpers.files import ROOT
 
 TEXTS = {
     file.relative_to(ROOT).as_posix(): file.read_text() for file in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 
 import nsa_sel
-from tests.helpers.paths import ROOT
+from tests.helpers.files import ROOT
 
 pytestmark = pytest.mark.slow
 

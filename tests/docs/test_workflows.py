@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.helpers.paths import ROOT
+from tests.helpers.files import ROOT
 from tests.policies.test_lanes import DEVICES, LANES
 
 MAKEFILE = (ROOT / "Makefile").read_text()

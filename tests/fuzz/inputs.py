@@ -33,7 +33,7 @@ from tests import conftest
 from tests.fuzz.calls import Ran, clear
 from tests.fuzz.generators import ODD_TENSORS, Case, Facts
 from tests.helpers.cases import make_qkv
-from tests.helpers.paths import DATA, ROOT
+from tests.helpers.files import DATA, ROOT
 
 # Wrong arguments
 

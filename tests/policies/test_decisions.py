@@ -20,7 +20,7 @@ from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.schema import TritonOff
 from nsa_sel.telemetry.describe import describe
 from nsa_sel.telemetry.log import decision_events, read_decisions
-from tests.helpers.paths import DATA
+from tests.helpers.files import DATA
 from tests.helpers.policy_cases import (
     A100,
     CPU,

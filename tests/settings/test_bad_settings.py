@@ -12,8 +12,8 @@ import nsa_sel
 from nsa_sel.core.decide import forget_decisions
 from nsa_sel.core.request import Request, example_choice, example_request
 from nsa_sel.errors import ConfigError
+from tests.helpers.calls import Wrong, assert_in_order, call, message_of
 from tests.helpers.policy_cases import H100, LONG
-from tests.helpers.wrong_calls import Wrong, assert_in_order, call, message_of
 
 pytestmark = pytest.mark.usefixtures("no_kernel")
 

@@ -15,7 +15,7 @@ from nsa_sel.errors import ConfigError
 from nsa_sel.oracle import oracle_mask
 from nsa_sel.telemetry import events as telemetry
 from nsa_sel.telemetry.log import read_decisions
-from tests.helpers.public_calls import last, problem
+from tests.helpers.calls import last, problem
 
 pytestmark = pytest.mark.usefixtures("plain_cpu")
 

@@ -13,9 +13,9 @@ import nsa_sel
 import nsa_sel.core.decide
 from nsa_sel.backends import numba_cpu
 from nsa_sel.telemetry import events
+from tests.helpers.calls import counted
 from tests.helpers.cases import make_blocks, make_qkv
-from tests.helpers.events import counted
-from tests.helpers.paths import ROOT
+from tests.helpers.files import ROOT
 from tests.helpers.policy_cases import CPU, H100, LONG, SHORT, decide, replace
 
 

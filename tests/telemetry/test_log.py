@@ -13,7 +13,7 @@ from nsa_sel.core.request import Request
 from nsa_sel.errors import ArgumentError
 from nsa_sel.telemetry import events
 from nsa_sel.telemetry.log import decision_events, read_decisions
-from tests.helpers.paths import DATA
+from tests.helpers.files import DATA
 from tests.helpers.policy_cases import CPU, H100, H200, LONG, RTX4090, SHORT, decide, replace
 
 DECISIONS = [

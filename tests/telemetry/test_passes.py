@@ -18,8 +18,8 @@ from nsa_sel.oracle import oracle_mask
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from nsa_sel.telemetry import events, passes
+from tests.helpers.calls import counted
 from tests.helpers.cases import make_blocks, make_call, make_qkv, make_spans
-from tests.helpers.events import counted
 from tests.helpers.policy_cases import CPU, replace
 
 

@@ -1,16 +1,54 @@
-"""Calls with something wrong, and what the message of the error must hold."""
+"""Small public calls on a CPU and their decisions, wrong calls and their messages, and counted events."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 import nsa_sel
+from nsa_sel.core.decision import Decision
 from nsa_sel.errors import ArgumentError, NsaSelError
-from tests.helpers.cases import make_qkv
+from nsa_sel.telemetry import events
+from tests.helpers.cases import assert_forward, make_qkv, make_spans
+
+PINNED = """
+provenance: "the order of the tests, whatever the CPU profile says"
+runtime:
+  sel_triton_min_L: 4096
+  prefer_forward: [sdpa-packed, numba, triton-group, triton-token]
+  prefer_backward: [sdpa-packed, numba, triton-group, triton-token]
+"""
+
+
+def last() -> Decision:
+    return nsa_sel.decisions()[-1]
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, **options: Any) -> None:
+    """o and lse of the public call against the oracle."""
+    assert_forward(nsa_sel.selection_attention(q, k, v, ranges, return_lse=True, **options), q, k, v, ranges, **options)
+
+
+def problem(**options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v = make_qkv(2, 12, 2, 3, 16, 24, S_kv=40, **options)
+    return q, k, v, make_spans("mixed", 2, 12, 2, 40, L=18)
+
+
+def call_forced(monkeypatch: pytest.MonkeyPatch, name: str, source: str) -> None:
+    if source == "NSA_SEL_BACKEND":
+        monkeypatch.setenv(source, name)
+        nsa_sel.selection_attention(*problem())
+    elif source == "use_backend":
+        with nsa_sel.use_backend(name):
+            nsa_sel.selection_attention(*problem())
+    else:
+        nsa_sel.selection_attention(*problem(), backend=name)
+
 
 B, S, G, h, Dk, Dv, S_kv = 2, 4, 3, 2, 16, 8, 24
 
@@ -62,3 +100,12 @@ def assert_in_order(message: str, fragments: tuple[str, ...]) -> None:
     for fragment in fragments:
         assert fragment in message[at:], f"{fragment!r} is missing in {message!r} from character {at}"
         at = message.index(fragment, at) + len(fragment)
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[dict[tuple[str, ...], int]]:
+    """What the counters grew by inside the `with` block; filled when it ends."""
+    grown: dict[tuple[str, ...], int] = {}
+    before = events.tallies()
+    yield grown
+    grown.update({name: n - before.get(name, 0) for name, n in events.tallies().items() if n > before.get(name, 0)})

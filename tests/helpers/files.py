@@ -1,12 +1,30 @@
-"""Files of the cache that others may have written, or that are no files, and what is said of each."""
+"""Files of the checkout, programs of examples/, Markdown tables, and damaged files of the cache."""
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "tests" / "data"
+
+
+def load(name: str) -> ModuleType:
+    """A program as a module; it finds its neighbors while it is imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "examples"))
+        return importlib.import_module(name)
+
+
+def table_lines(table: str) -> list[dict[str, str]]:
+    """The lines of a Markdown table by header."""
+    head, _, *rest = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
+    return [dict(zip(head, line, strict=True)) for line in rest]
 
 
 def as_a_folder(file: Path) -> None:
