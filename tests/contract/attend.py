@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 
 import nsa_sel
+from nsa_sel.bench.core.cases import make_inputs, make_selection, performance_cases
 from nsa_sel.core import registry
+from nsa_sel.core.call import device_info
 from nsa_sel.selection import Selection
+from nsa_sel.settings.config import settings_for
 from tests.contract.lanes import Lane, Shape, lanes, parameters
-from tests.helpers.cases import DISTRIBUTIONS, cut_spans, make_blocks, make_qkv, make_spans, oracle_forward
+from tests.helpers.cases import DISTRIBUTIONS, assert_forward, cut_spans, make_blocks, make_qkv, make_spans, oracle_forward
 from tests.helpers.checks import (
     attend,
     check_both,
@@ -33,7 +36,7 @@ from tests.helpers.checks import (
     selected,
     through,
 )
-from tests.helpers.gpus import captured, replayed
+from tests.helpers.gpus import captured, no_waiting, one_at_a_time, replayed
 from tests.helpers.varlen_cases import attend_varlen, check_varlen, pack, seen_keys
 
 GUARD = 16  # keys of NaN before and after those of a call
@@ -272,6 +275,159 @@ def check_workspace(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None
     assert all(map(torch.equal, *runs))
 
 
+def check_compile(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None:
+    """A call that torch.compile traces as one graph gives the bits of an eager call, forward and backward."""
+    S = lane.rows(shape)
+    S_kv = S + 2 * (shape.block or 8)
+    qkv, kept = tensors(lane, shape, S, S_kv), selection_of(lane, shape, S, S_kv)
+    do = torch.randn(*qkv[0].shape[:-1], shape.Dv).to(qkv[0])
+
+    def call(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> tuple[Tensor, Tensor]:
+        selection = Selection.from_ranges(ranges, shape.block)
+        o, lse = nsa_sel.selection_attention(q, k, v, selection, return_lse=True, backend=lane.name)
+        return o * 1, lse
+
+    runs = []
+    for work in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        inputs = [x.detach().requires_grad_() for x in qkv]
+        o, lse = work(*inputs, kept.ranges)
+        assert nsa_sel.decisions()[-1].forward == lane.name
+        runs.append((o.detach(), lse.detach(), *torch.autograd.grad(o, inputs, do)))
+    torch._dynamo.reset()  # later sizes would be traced as symbols, which takes long
+    assert all(map(torch.equal, *runs))
+
+
+def check_autocast(lane: Lane, dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
+    """Under autocast a call of float32 computes in its dtype, and gradients come back in float32."""
+    shape = lane.shapes()[-1]
+    S = min(40, lane.rows(shape))
+    S_kv = S + 2 * (shape.block or 8)
+    qkv, kept = tensors(lane, shape, S, S_kv, dtype=torch.float32), selection_of(lane, shape, S, S_kv)
+    results = []
+    for cast in (True, False):
+        inputs = [x.detach().requires_grad_() for x in qkv]
+        given = inputs if cast else [x.to(dtype) for x in inputs]
+        with torch.autocast(lane.place, dtype, enabled=cast):
+            o, lse = attend(lane.name, *given, kept)
+        assert (o.dtype, lse.dtype) == (dtype, torch.float32)
+        results.append((o.detach(), lse.detach(), *torch.autograd.grad(o, inputs, torch.ones_like(o))))
+    assert all(x.dtype == torch.float32 for x in results[0][2:])
+    assert all(map(torch.equal, *results))
+
+
+def check_growing(lane: Lane, h: int, patch: pytest.MonkeyPatch) -> None:
+    """One graph serves all steps of a generation: token, position and selection are written in place. Later keys hold NaN."""
+    shape = lane.shapes()[-1]._replace(h=h)
+    block, first, steps = shape.block or 16, 100, 4
+    room = -(-(first + steps) // block) * block
+    q, new_k, new_v = make_qkv(1, room, 1, h, shape.Dk, shape.Dv, dtype=lane.dtype, device=lane.place)
+    k, v, row = torch.full_like(new_k, math.nan), torch.full_like(new_v, math.nan), q[:, 0].clone()
+    q_pos = torch.zeros(1, dtype=torch.int32, device=lane.place)
+    kept = Selection.from_blocks(torch.full((1, 1, 1, 2), -1, dtype=torch.int32, device=lane.place), block)
+
+    def step() -> tuple[Tensor, ...]:
+        return attend(lane.name, row, k, v, kept, q_pos=q_pos)
+
+    graph, outputs = captured(step, lane.place)
+    for t in range(first, first + steps):
+        k[:, :, : t + 1], v[:, :, : t + 1] = new_k[:, :, : t + 1], new_v[:, :, : t + 1]
+        row.copy_(q[:, t])
+        q_pos.fill_(t)
+        kept.ranges.copy_(Selection.from_blocks(torch.tensor([0, t // block]).expand(1, 1, 1, 2), block).ranges)
+        found = replayed(graph, outputs)
+        assert all(map(torch.equal, found, step()))
+        o, lse = (x.unsqueeze(1) for x in found)
+        assert_forward((o, lse), row.unsqueeze(1), k[:, :, : t + 1], v[:, :, : t + 1], kept.ranges)
+
+
+def check_host(lane: Lane, what: str, patch: pytest.MonkeyPatch) -> None:
+    """A training step never waits for the GPU, nor does a capture with flags of debugging; replays allocate nothing."""
+    shape = lane.shapes()[-1]
+    S = lane.rows(shape)
+    S_kv = S + 2 * (shape.block or 8)
+    qkv, kept = tensors(lane, shape, S, S_kv), selection_of(lane, shape, S, S_kv)
+    do = torch.randn(*qkv[0].shape[:-1], shape.Dv).to(qkv[0])
+    if what == "debug":
+        for flag in ("NSA_DEBUG_TRITON", "NSA_DEBUG_COMPARE", "NSA_DEBUG_TIMING"):
+            patch.setenv(flag, "1")
+    wanted = _pass(lane, qkv, kept, do)
+    if what == "eager":
+        with no_waiting():
+            assert all(map(torch.equal, _pass(lane, qkv, Selection(kept.ranges.clone(), shape.block), do), wanted))
+        return
+    graph, outputs = captured(lambda: _pass(lane, qkv, kept, do), lane.place)
+    assert all(map(torch.equal, replayed(graph, outputs), wanted))
+    if lane.device != "cuda":
+        return
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()
+    for _ in range(20):
+        graph.replay()
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_stats()
+    for count in ("allocation.all.allocated", "allocated_bytes.all.current", "reserved_bytes.all.current", "num_alloc_retries"):
+        assert after[count] == before[count], count
+    assert all(map(torch.equal, outputs, wanted))
+
+
+def check_large(lane: Lane, what: str, patch: pytest.MonkeyPatch) -> None:
+    """Offsets past 2^31 elements: the last rows of q, or all rows over the last keys, give what they give alone."""
+    D, block = (256, 4) if what == "small-blocks" else (128, 64)
+    B, G, h, S, first = (2 if what == "small-blocks" else 1), 4, 16, 64, 0
+    S_kv = 2**31 // (B * G * h * D) + S
+    if what == "keys":
+        G, h, S, S_kv = 1, 4, 200, 2**31 // D + 8192
+        first = S_kv // block * block - 4096
+    with one_at_a_time():
+        q = torch.randn(B, S if what == "keys" else S_kv, G, h, D, dtype=lane.dtype, device="cuda")
+        k, v = (torch.randn(B, G, S_kv, D, dtype=lane.dtype, device="cuda") for _ in range(2))
+        assert max(q.numel(), k.numel()) > 2**31
+        own = torch.arange(S_kv - q.shape[1], S_kv, device="cuda", dtype=torch.int32) // block
+        blocks = torch.stack((torch.full_like(own, first // block), own - 1, own), -1).clamp(min=0)[None, :, None].expand(B, -1, G, 3)
+        do = torch.zeros_like(q)  # but of the last rows: k and v then have the gradients of these rows alone
+        do[-1, -S:].normal_()
+
+        def results(q: Tensor, k: Tensor, v: Tensor, do: Tensor, blocks: Tensor) -> tuple[Tensor, ...]:
+            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+            o, lse = attend(lane.name, *inputs, Selection.from_blocks(blocks.contiguous(), block))
+            return o.detach(), lse.detach(), *torch.autograd.grad(o, inputs, do)
+
+        rows, keys = slice(-S, None), slice(first, None)
+        found = results(q, k, v, do, blocks)
+        found = (*(x[-1:, rows] for x in found[:3]), *(x[-1:, :, keys] for x in found[3:]))
+        alone = q[-1:, rows], k[-1:, :, keys], v[-1:, :, keys], do[-1:, rows], blocks[-1:, rows] - first // block
+        for mine, other in zip(found, results(*(x.clone() for x in alone)), strict=True):
+            mine, other = mine.double(), other.double()  # of another tile, or section of rows: bf16 may round to its neighbor
+            assert float((mine - other).norm() / other.norm()) < 1e-2
+
+
+def large_of(lane: Lane) -> list[str]:
+    """Return the tensors that are to be large, on a GPU."""
+    if lane.device != "cuda" or "bfloat16" not in lane.limits.dtypes["cuda"]:
+        return []
+    gathers = lane.backend.tiles is not None and bool(lane.backend.tiles.gathered_blocks)
+    return ["keys", *["rows"] * (not lane.backend.slow), *["small-blocks"] * gathers]
+
+
+def check_memory(lane: Lane, case: str, patch: pytest.MonkeyPatch) -> None:
+    """A training step's peak is at most 5% above inputs, outputs and the bound on workspace together."""
+    problem = next(x for x in performance_cases() if x.case == case)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    selection = make_selection(problem, "cuda")
+    q, k, v, do = make_inputs(problem, "cuda")
+    inputs = torch.cuda.memory_allocated() - before
+    for x in (q, k, v):
+        x.requires_grad_()
+    torch.cuda.reset_peak_memory_stats()
+    o, lse = attend(lane.name, q, k, v, selection)
+    gradients = torch.autograd.grad(o, (q, k, v), do)
+    peak = torch.cuda.max_memory_allocated() - before
+    outputs = sum(x.numel() * x.element_size() for x in (o, lse, *gradients))
+    bound = settings_for(device_info(q.device)).workspace_bytes
+    assert peak <= 1.05 * (inputs + outputs + bound), f"{peak} bytes for {inputs} of inputs, {outputs} of outputs, {bound} of workspace"
+
+
 SHAPED: dict[str, Callable[[Lane, Shape, pytest.MonkeyPatch], None]] = {
     "edges": check_edges,
     "promised": check_promised,
@@ -283,13 +439,15 @@ SHAPED: dict[str, Callable[[Lane, Shape, pytest.MonkeyPatch], None]] = {
     "many-keys": check_many_keys,
     "many-rows": check_many_rows,
     "workspace": check_workspace,
+    "compile": check_compile,
 }
 
 # Where every pass takes a second: what does not depend on the kernel family is tested with few.
 FEW: dict[str, dict[str, int]] = {
-    "emulated": {"graph": 0, "workspace": 1, "packed": 2, "reuse": 1, "many-rows": 0},
-    "interpreter": {"graph": 0, "workspace": 1, "many-keys": 1, "many-rows": 0},
-    "cpu": {"many-rows": 0},
+    "emulated": {"graph": 0, "workspace": 1, "packed": 2, "reuse": 1, "many-rows": 0, "compile": 1},
+    "interpreter": {"graph": 0, "workspace": 1, "many-keys": 1, "many-rows": 0, "compile": 1},
+    "cpu": {"many-rows": 0, "compile": 1},
+    "cuda": {"compile": 2},
     "key-tiles": {"poison": 0, "packed": 0},  # which packed SDPA takes where all keys are finite
 }
 
@@ -502,6 +660,11 @@ PLAIN: dict[str, tuple[Callable[[Lane, Any, pytest.MonkeyPatch], None], Callable
     "most-ranges": (check_most_ranges, lambda lane: [] if lane.slow and lane.backend.shares == "blocks" else [2048]),
     "call-keys": (check_keys_of_calls, lambda lane: [] if lane.slow else ["q", "k", "v", "needs-grad"]),
     "failure": (check_fallback, lambda lane: ["forward", "backward"]),
+    "autocast": (check_autocast, lambda lane: [torch.float16] if lane.slow else [torch.float16, torch.bfloat16]),
+    "growing": (check_growing, lambda lane: [] if lane.slow else [4]),
+    "host": (check_host, lambda lane: ["eager", "debug"] if lane.device == "cuda" else [] if lane.slow else ["debug"]),
+    "large": (check_large, large_of),
+    "memory": (check_memory, lambda lane: ["random-32k-h16"] if lane.device == "cuda" and not lane.backend.slow else []),
 }
 
 

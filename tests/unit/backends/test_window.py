@@ -1,21 +1,19 @@
-"""Sliding windows by Hopper's kernels, without a GPU: what they launch fits, and their plans have every key and row that counts once."""
+"""Parts of sliding windows: what Hopper's kernels launch fits, their plans have every key and row once, and Triton's two ways to load."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
-import nsa_sel
 from nsa_sel import sliding_window_attention, window_kernels
 from nsa_sel.backends import window_cuda, window_triton
 from nsa_sel.backends.cupy_cuda import arithmetic, compiler, launch, window
-from nsa_sel.core import registry
 from nsa_sel.core.call import WindowCall
-from tests.api.test_window import inputs_of, results
+from nsa_sel.errors import BackendError
 from tests.helpers import cuda as emulate
 from tests.helpers.aot import TARGETS
 from tests.helpers.cases import make_qkv
@@ -114,29 +112,29 @@ def test_rows_of_a_tile_of_keys(monkeypatch: pytest.MonkeyPatch, h: int, consume
                 assert (begun <= step < over) == bool(keys[first + step * tokens : first + (step + 1) * tokens].all())
 
 
-def test_triton_runs_what_cuda_fails_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a warning, and once; nsa_sel.reset() lets CUDA try again."""
-    inputs, size = inputs_of((1, 12, 40, 1, 4, 16, 16, 20))
-    calls: list[str] = []
+def small_inputs() -> tuple[torch.Tensor, ...]:
+    return make_qkv(1, 11, 1, 16, 16, 16, S_kv=30, requires_grad=True)
 
-    def fail(name: str) -> Any:
-        def kernel(*_: Any) -> None:
-            calls.append(name)
-            raise RuntimeError("no such kernel")
 
-        return kernel
-
+def test_triton_loads_by_pointers_what_it_does_by_tma(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window_kernels, "takes", lambda q, v: True)
-    wanted = results(sliding_window_attention, inputs, size, True, return_lse=True)
-    monkeypatch.setattr(registry, "broken_windows", set())
-    monkeypatch.setattr(window_kernels, "_by_cuda", lambda q, v: not window_kernels.has_failed(q, v, window_kernels.CUDA))
-    monkeypatch.setattr(window_cuda, "forward", fail("forward"))
-    monkeypatch.setattr(window_cuda, "backward", fail("backward"))
-    with pytest.warns(RuntimeWarning, match=r"CUDA kernels of sliding_window_attention failed, the Triton kernels run .*no such kernel"):
-        found = results(sliding_window_attention, inputs, size, True, return_lse=True)
-    assert all(map(torch.equal, found, wanted))
-    assert calls == ["forward"]
-    nsa_sel.reset()
-    with pytest.warns(RuntimeWarning, match="CUDA kernels"):
-        results(sliding_window_attention, inputs, size, True, return_lse=True)
-    assert calls == ["forward", "forward"]
+    config_of, runs = window_triton.config_of, []
+    for loads in ("tma", "pointer"):
+        own = lambda call, kernel, loads=loads: replace(config_of(call, kernel), block_l=16, rows=32, loads=loads)  # noqa: E731
+        monkeypatch.setattr(window_triton, "config_of", own)
+        inputs = small_inputs()
+        o = sliding_window_attention(*inputs, 20)
+        runs.append((o.detach(), *torch.autograd.grad(o.sum(), inputs)))
+    for one, other in zip(*runs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_the_op_of_windows_passes_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.library.opcheck(torch.ops.nsa_sel.window, (*make_qkv(1, 5, 1, 2, 16, S_kv=7, requires_grad=True), 3, 0.25, None))
+
+
+def test_kernels_of_windows_have_no_second_derivative(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window_kernels, "takes", lambda q, v: True)
+    inputs = small_inputs()
+    with pytest.raises(BackendError, match="sliding_window_attention has no second derivative"):
+        torch.autograd.grad(sliding_window_attention(*inputs, 20).sum(), inputs, create_graph=True)
