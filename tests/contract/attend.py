@@ -22,7 +22,16 @@ from nsa_sel.core.call import device_info
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from tests.contract.lanes import Lane, Shape, lanes, parameters
-from tests.helpers.cases import DISTRIBUTIONS, assert_forward, cut_spans, make_blocks, make_qkv, make_spans, oracle_forward
+from tests.helpers.cases import (
+    DISTRIBUTIONS,
+    assert_forward,
+    assert_gradients,
+    cut_spans,
+    make_blocks,
+    make_qkv,
+    make_spans,
+    oracle_forward,
+)
 from tests.helpers.checks import (
     attend,
     check_both,
@@ -477,16 +486,43 @@ def sizes_of(lane: Lane) -> list[Shape]:
     sizes = EMULATED if lane.device == "emulated" else HEADS_AND_DIMS
     # Heads that are programs of their own, or whose sums packed SDPA adds in another order than its baseline, in float32.
     few = 64 if (lane.backend.slow and lane.slow) or (lane.name == registry.fallback() and lane.kind == "cpu") else 1000
-    return [shape for size in sizes if size[0] <= few and lane.takes(shape := Shape(*size, block))]
+    found = [shape for size in sizes if size[0] <= few and lane.takes(shape := Shape(*size, block))]
+    return [*found, Shape(12, 256, 256, 4), Shape(5, 192, 64, 64)] if lane.device == "emulated" else found  # gathered, and wide keys
 
 
 def check_size(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None:
     """Heads and head dims, over a batch of two, as a [B,S_kv,G,D] cache has them."""
-    S = {"interpreter": 3, "emulated": 6}.get(lane.device, 140 if lane.kind == "cuda" else 30 if shape.h < 70 else 8)
+    tiles = 24 if shape.block is not None and lane.kind == "cuda" and shape.Dk in (192, 256) and shape.h > 2 else 6
+    S = {"interpreter": 3, "emulated": tiles}.get(lane.device, 140 if lane.kind == "cuda" else 30 if shape.h < 70 else 8)
     S_kv = S + 3 * (shape.block or 8) - 4
     q, k, v = make_qkv(2, S, 2, shape.h, shape.Dk, shape.Dv, S_kv=S_kv, dtype=lane.dtype, device=lane.place)
     k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
     check_both(lane.name, q, k, v, make_blocks(2, S, 2, S_kv, 3, shape.block or 8, device=lane.place))
+
+
+def check_layouts(lane: Lane, what: str, patch: pytest.MonkeyPatch) -> None:
+    """Views of wider tensors, a cache's layout, keys that sequences or groups share, and expanded or transposed ranges and gradients."""
+    shape = lane.shapes()[-1]
+    S = 10 if lane.slow else 20
+    S_kv, B, G, block = S + 4 * (shape.block or 8), 2, 2, shape.block or 8
+    q, k, v = make_qkv(B, S, G, shape.h, shape.Dk, shape.Dv, S_kv=S_kv, dtype=lane.dtype, device=lane.place)
+    selection = make_blocks(B, S, G, S_kv, 2, block, device=lane.place)
+    do = torch.ones_like(v[:, :1, :1, None]).expand(B, S, G, shape.h, shape.Dv)
+    if what == "wide":
+        q, k, v = (torch.cat((x, x, x), -1)[..., x.shape[-1] : -x.shape[-1]] for x in (q, k, v))
+        do = torch.ones((), dtype=lane.dtype, device=lane.place).expand_as(do)
+    elif what == "shared-by-sequences":
+        k, v = (x[:1].expand(B, -1, -1, -1) for x in (k, v))
+    elif what == "shared-by-groups":
+        k, v = (x[:, :1].expand(-1, G, -1, -1) for x in (k, v))
+        q = q[:1].expand(B, -1, -1, -1, -1)
+    else:
+        q, do = (x.permute(3, 1, 0, 2, 4).contiguous().permute(2, 1, 3, 0, 4) for x in (q, do))
+        selection = Selection(selection.ranges.transpose(0, 1).contiguous().transpose(0, 1), block)
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    o, lse = attend(lane.name, *inputs, selection)
+    assert_forward((o, lse), *inputs, selection.ranges)
+    assert_gradients(torch.autograd.grad(o, inputs, do), *inputs, selection.ranges, do)
 
 
 def check_dtype(lane: Lane, dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
@@ -654,6 +690,7 @@ def matrix_of(lane: Lane) -> list[Asked]:
 PLAIN: dict[str, tuple[Callable[[Lane, Any, pytest.MonkeyPatch], None], Callable[[Lane], list[Any]]]] = {
     "matrix": (check_matrix, matrix_of),
     "size": (check_size, sizes_of),
+    "layouts": (check_layouts, lambda lane: ["wide", "shared-by-sequences", "shared-by-groups", "heads-first"]),
     "dtype": (check_dtype, lambda lane: lane.dtypes),
     "scale": (check_scale, lambda lane: [0.0, -0.3, 1e9] if not lane.slow else [-0.3, 1e9]),
     "decode": (check_decode, lambda lane: [2] if lane.slow else [1, 3, 150] if lane.device == "cuda" else [3]),

@@ -117,7 +117,7 @@ class Lane(NamedTuple):
         for module in ("attention", "core.packed", "core.decide"):
             patch.setattr(f"nsa_sel.{module}.device_info", lambda device: GPU)
         patch.setattr(registry, "missing", lambda name: ())
-        patch.setattr(_replay, "TRIES", 0)  # nothing is replayed: tests/backends/test_replay.py emulates the driver for that
+        patch.setattr(_replay, "TRIES", 0)  # nothing is replayed: tests/unit/backends/test_launcher.py emulates the driver for that
         patch.setattr(cuda_block, "_streams", lambda like, count: [None] * count)
 
     def _take_path(self, patch: pytest.MonkeyPatch) -> None:
@@ -156,3 +156,8 @@ def parameters(cells: list[tuple[Lane, Any]]) -> list[Any]:
     return [
         pytest.param(lane, what, marks=lane.marks(), id=f"{lane.name}-{lane.device}-{getattr(what, 'name', what)}") for lane, what in cells
     ]
+
+
+on_gpu = pytest.mark.parametrize(
+    "backend", [pytest.param(lane.name, marks=lane.marks()) for lane in lanes("cuda") if "bfloat16" in lane.limits.dtypes["cuda"]]
+)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel import Selection, decisions
-from tests.backends.test_cuda_graphs import on_gpu
+from tests.contract.lanes import on_gpu
 from tests.core.test_compile import ALL_CHECKS, BLOCK, assert_equal, attend, check_call_over_a_cache, check_ops, compiled, counting, results
 from tests.helpers.cases import make_blocks, make_qkv
 

@@ -11,8 +11,9 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -22,7 +23,10 @@ from nsa_sel.backends import _driver
 from nsa_sel.backends.cupy_cuda import arithmetic, compiler, few_tokens, launch, sm90, whole_blocks
 from nsa_sel.core.call import Call
 from nsa_sel.core.request import DeviceInfo
+from nsa_sel.quantize import STORED, scales_of
 from nsa_sel.selection import Selection
+from nsa_sel.settings.config import settings_for
+from tests.helpers.caches import Cache
 from tests.helpers.cases import make_call
 from tests.helpers.files import ROOT
 
@@ -76,6 +80,17 @@ def call_of(
 ) -> Call:
     """The checked call on the emulated GPU, with its settings but for `changed`."""
     return make_call(q, k, v, selection, q_pos=q_pos, scale=scale, **{"device": GPU, **changed})
+
+
+def cache_call(cache: Cache, gpu: DeviceInfo = GPU, scales: Mapping[str, Tensor] = MappingProxyType({})) -> Call:
+    """The call of a step over a cache on the emulated GPU."""
+    k, v = (x.transpose(1, 2) for x in (cache.k_cache, cache.v_cache))
+    own = None
+    if cache.k_cache.dtype == STORED:
+        paged = cache.block_table is not None
+        own = scales_of(cache.q, cache.k_cache, cache.v_cache, scales.get("k_scale"), scales.get("v_scale"), paged)
+    facts = None, cache.q.shape[-1] ** -0.5, settings_for(gpu), gpu, cache.cache_seqlens, cache.block_table
+    return Call(cache.q, k, v, cache.selection, *facts, scales=own)
 
 
 def tensor_map(x: Tensor, box_rows: int, box_cols: int, promoted: bool = True) -> bytes:
