@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_sel.bench.core.cases import Case
-from nsa_sel.cli.output import regular
+from nsa_sel.cli.output import output_file
 from nsa_sel.errors import ArgumentError
 from nsa_sel.settings import private
 
@@ -141,8 +141,7 @@ def of_last_environment(rows: Iterable[Row]) -> list[Row]:
 
 def write_whole(file: Path, text: str) -> None:
     """Replace a file atomically: a reader sees the old text or the new one. Raises ArgumentError for a device or a FIFO."""
-    file = regular("the output", file)
-    file.parent.mkdir(parents=True, exist_ok=True)
+    file = output_file("the output", file, make_folder=True)
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         unfinished.write_text(text)

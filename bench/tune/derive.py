@@ -20,7 +20,7 @@ from nsa_sel.bench.threshold_optimizer import faster_by
 from nsa_sel.bench.tune import cost_fit
 from nsa_sel.bench.tune.committed_rows import CPU_ROWS, DIRECTIONS, H200_RESULTS, RESULTS, command_of, cost_rows, digest, read_rows
 from nsa_sel.settings import tuned
-from nsa_sel.settings.devices import GPUS
+from nsa_sel.settings.config import GPUS
 from nsa_sel.settings.schema import Costs, Evidence, KernelConfig, Side, Source, Threshold
 
 H200_TUNED = f"{H200_RESULTS}/tuned.json"  # as `nsa-sel tune` wrote it

@@ -39,7 +39,9 @@ def test_jobs_follow_suites_backends_and_names() -> None:
     }
     with pytest.raises(ArgumentError, match=r"--suite is speed; allowed: all, performance"):
         suites_of("speed", False, "cuda")
-    with pytest.raises(ArgumentError, match=r"--backends is tritn-tile; allowed: .*triton-tile.*, dense-cudnn"):
+    with pytest.raises(
+        ArgumentError, match=r"--backends is 'tritn-tile' \(did you mean triton-tile\?\); allowed: .*triton-tile.*, dense-cudnn"
+    ):
         named("numba,tritn-tile")
     with pytest.raises(ArgumentError, match=r"--device is cpu; .*--quick"):
         suites_of("decode", False, "cpu")

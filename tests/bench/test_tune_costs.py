@@ -143,10 +143,7 @@ def test_they_go_before_a_profiles_and_leave_the_ways_that_were_not_measured(dev
     assert settings(device=replace(device, name="another")).tuned is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [({"terms": {"guessed": 1.0}}, "guessed"), ({"host": -1.0}, "numbers >= 0"), ({"terms": {"launch": -1.0}}, "numbers")],
-)
+@pytest.mark.parametrize(("changes", "words"), [({"host": -1.0}, r">= 0\.0.*host"), ({"terms": {"launch": -1.0}}, r">= 0\.0.*terms")])
 def test_models_that_are_none_are_refused(changes: dict[str, Any], words: str) -> None:
     write(device=UNKNOWN)
     model = replace(MODEL, **changes)

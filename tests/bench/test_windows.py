@@ -8,8 +8,8 @@ import pytest
 
 from nsa_sel.bench.core import store
 from nsa_sel.bench.questions import windows
-from tests.api.test_window import check, inputs_of
 from tests.helpers.files import ROOT
+from tests.helpers.windows import check, inputs_of
 
 FILE = ROOT / "bench" / "results" / "h200" / "profiles" / "windows.jsonl"
 

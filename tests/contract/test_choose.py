@@ -15,7 +15,7 @@ from torch import Tensor
 import nsa_sel
 from nsa_sel.backends import choose_torch, choose_triton
 from nsa_sel.backends._triton import choose_dkdv, choose_pages
-from nsa_sel.backends._triton.block_scores import block_scores
+from nsa_sel.backends._triton.choose_scores import block_scores
 from nsa_sel.core import registry
 from nsa_sel.core.choose_call import ChooseCall, Pool, Rule
 from nsa_sel.selection import Selection

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nsa_sel import Selection, compressed_attention, decisions, gating, nsa_attention, use_backend, window_kernels
 from nsa_sel.backends import window_triton
-from nsa_sel.backends._triton import gate
+from nsa_sel.backends._triton import elementwise
 from nsa_sel.core import registry
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.oracle import oracle_mask
@@ -120,10 +120,10 @@ def kernels_of_a_gpu(lane: Lane, patch: pytest.MonkeyPatch, with_lse: bool = Tru
         patch.setattr(gating, "WITH_LSE", (torch.float32,))
     patch.setattr(gating, "on_gpu", lambda gates: True)
     patch.setattr(window_kernels, "takes", lambda q, v: True)
-    calls = [(gate, "write_sum"), (gate, "backward"), (window_triton, "forward"), (window_triton, "backward")]
+    calls = [(elementwise, "write_sum"), (elementwise, "backward"), (window_triton, "forward"), (window_triton, "backward")]
     with contextlib.ExitStack() as stack:
         ran = [stack.enter_context(mock.patch.object(module, name, wraps=getattr(module, name))) for module, name in calls]
-        deltas = stack.enter_context(mock.patch.object(gate, "write_deltas", wraps=gate.write_deltas))
+        deltas = stack.enter_context(mock.patch.object(elementwise, "write_deltas", wraps=elementwise.write_deltas))
         yield
     assert all(each.called for each in ran)
     if with_lse:

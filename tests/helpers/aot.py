@@ -33,7 +33,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 
 from nsa_sel.backends import choose_triton, window_triton
-from nsa_sel.backends._triton import cache, compress, gate, top_n
+from nsa_sel.backends._triton import cache, elementwise, ranges
 from nsa_sel.backends.specs import SPECS
 from nsa_sel.core import registry
 from nsa_sel.core.arguments import Bounds
@@ -306,9 +306,9 @@ def compile_paged(name: str, sm: int) -> list[dict[str, Any]]:
 
 def compile_top_n(sm: int) -> list[dict[str, Any]]:
     """The kernel for as many blocks as it takes."""
-    scores, ranges = torch.zeros(1, 3, 2, top_n.MOST_BLOCKS), torch.zeros(1, 3, 2, 16, 2, dtype=torch.int32)
+    scores, best = torch.zeros(1, 3, 2, ranges.MOST_BLOCKS), torch.zeros(1, 3, 2, 16, 2, dtype=torch.int32)
     with launches_compile(sm) as compiled:
-        top_n.top_n(scores, ranges, 64, 1, 2, 0)
+        ranges.top_n(scores, best, 64, 1, 2, 0)
     return [choice_facts(MOST_BLOCKS, kernel, sm) for kernel in compiled]
 
 
@@ -354,21 +354,21 @@ def cache_kernels(target: str, *names: str) -> Iterator[dict[str, Any]]:
         fresh = torch.zeros(B, 2, dtype=torch.int32)
         with launches_compile(sm) as compiled:
             cache.append((new,) * 6, (raw,) * 6, slot, slot)
-            compress.compress((raw, raw), (new, new), covered, fresh, slot, (*weights[:4], None), weights, (to, to), stride)
+            cache.compress((raw, raw), (new, new), covered, fresh, slot, (*weights[:4], None), weights, (to, to), stride)
         yield from ({"shape": name, "limit": TARGETS[sm][0] * 1024, **resources(kernel, sm)} for kernel in compiled)
 
 
 def gate_kernels(target: str) -> Iterator[dict[str, Any]]:
     """Yield the kernels of the gated sum, of what branches get and give with lse, and with gate * do, for all of them and for one."""
-    sm, gate.INTERPRETED_TILE = int(target), gate.TILE
+    sm, elementwise.INTERPRETED_TILE = int(target), elementwise.TILE
     do, gates = torch.empty(1, 4096, 4, 16, 128, dtype=torch.bfloat16), torch.empty(1, 4096, 4, 16, 3, dtype=torch.bfloat16)
     lse = torch.empty(do.shape[:4])
     with launches_compile(sm) as compiled:
-        gate.write_sum([do] * 3, gates, do)
-        gate.raise_lse([lse] * 3, gates)
-        gate.write_deltas([lse] * 3, gates)
-        gate.backward(do, [do] * 3, gates, gates, True)
-        gate.backward(do, [None, do, None], gates, gates, False)
+        elementwise.write_sum([do] * 3, gates, do)
+        elementwise.raise_lse([lse] * 3, gates)
+        elementwise.write_deltas([lse] * 3, gates)
+        elementwise.backward(do, [do] * 3, gates, gates, True)
+        elementwise.backward(do, [None, do, None], gates, gates, False)
     yield from ({"sm": sm, "limit": TARGETS[sm][0] * 1024, **resources(kernel, sm)} for kernel in compiled)
 
 

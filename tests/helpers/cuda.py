@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from nsa_sel.backends import _driver
 from nsa_sel.backends.cupy_cuda import arithmetic, compiler, few_tokens, launch, sm90, whole_blocks
+from nsa_sel.backends.launcher import cuda_driver
 from nsa_sel.core.call import Call
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.quantize import STORED, scales_of
@@ -61,7 +61,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, mode: int = 0) -> None:
     def start(source: str, macros: compiler.Constants, *grid_and_values: int, **others: Any) -> None:
         _, ctas, threads, shared, *values = grid_and_values
         others.pop("early", None)
-        arguments = ctypes.create_string_buffer(packed(*values, **others), _driver.MOST_BYTES)
+        arguments = ctypes.create_string_buffer(packed(*values, **others), cuda_driver.MOST_BYTES)
         _library(source, macros).run(ctas, threads, shared, mode, arguments)
 
     def clear(pointer: int, size: int, device: int) -> None:
@@ -172,7 +172,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, sm: int, work: Callable[[], object
     def start(source: str, macros: compiler.Constants, *grid_and_values: int, **others: Any) -> None:
         _, ctas, threads, shared, *values = grid_and_values
         others.pop("early", None)
-        assert len(packed(*values, **others)) <= _driver.MOST_BYTES
+        assert len(packed(*values, **others)) <= cuda_driver.MOST_BYTES
         assert 0 < ctas < 2**31
         if (source, macros) not in found:
             found[source, macros] = {
@@ -184,7 +184,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, sm: int, work: Callable[[], object
     monkeypatch.setattr(launch, "clear", lambda *_: None)
     for module in (sm90, whole_blocks, few_tokens, arithmetic):  # the driver makes tensor maps
         for name in ("tensor_map", "row_map", "key_group_map"):
-            monkeypatch.setattr(module, name, lambda *_, **__: bytes(_driver.MAP_BYTES), raising=False)
+            monkeypatch.setattr(module, name, lambda *_, **__: bytes(cuda_driver.MAP_BYTES), raising=False)
     work()
     return list(found.values())
 

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_sel.backends import choose_cuda, choose_torch, choose_triton
-from nsa_sel.backends._triton import choose_attention, choose_dkdv, sequences
-from nsa_sel.backends._triton.importance import importance
+from nsa_sel.backends._triton import choose_dkdv, choose_rows
+from nsa_sel.backends._triton.choose_scores import importance
 from nsa_sel.backends.cupy_cuda import compressed
 from nsa_sel.core.arguments import whole_blocks
 from nsa_sel.core.call import device_info
@@ -169,8 +169,8 @@ def test_sections_of_rows_add_up(monkeypatch: pytest.MonkeyPatch, positions: str
 @triton.jit
 def sequences_kernel(bounds, found, origin, most, N, TILE: tl.constexpr):
     number = tl.program_id(0)
-    i = sequences.sequence_of(number, bounds, origin, most, N, TILE)
-    begin, end = sequences.span_of(i, bounds, origin, most, N)
+    i = choose_rows.sequence_of(number, bounds, origin, most, N, TILE)
+    begin, end = choose_rows.span_of(i, bounds, origin, most, N)
     tl.store(found + 3 * number, i)
     tl.store(found + 3 * number + 1, begin)
     tl.store(found + 3 * number + 2, end)
@@ -228,7 +228,7 @@ def on_target(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of CPU tensors are an H200's; what Triton computes is left out."""
     monkeypatch.setattr(choose_cuda, "device_info", lambda device: H200)
     monkeypatch.setattr(choose_triton, "best_blocks", lambda call, lse: None)
-    monkeypatch.setattr(choose_attention, "dq", lambda *_: None)
+    monkeypatch.setattr(choose_triton, "dq", lambda call, o, lse, *_: (call.q, lse.movedim(1, 2).unsqueeze(2)))
     monkeypatch.setattr(choose_dkdv, "dkdv", lambda *_: (None, None))
 
 

@@ -291,7 +291,7 @@ def sanitized(tool: str, arguments: tuple[str, ...], cache: Path) -> str:
     # Every allocation on its own, so that reads past a tensor's end are seen.
     paths = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": paths, CACHE_FLAG: str(cache)}
-    # A status is no finding: _driver.parameters asks until the driver says that there is no next one, and a launch that fails raises.
+    # A status is no finding: cuda_driver.parameters asks until the driver says that there is no next one, and a launch that fails raises.
     statuses = ("--report-api-errors", "no") if tool == "memcheck" else ()
     command = [sanitizer, "--tool", tool, *statuses, "--error-exitcode", "86", sys.executable, "tests/helpers/sanitize.py", *arguments]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=1200)

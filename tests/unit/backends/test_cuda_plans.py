@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends import cuda_block, cupy_cuda
+from nsa_sel.backends._triton.blocks import merged
 from nsa_sel.backends._triton.key_to_rows import key_to_rows as key_to_rows_by_triton
 from nsa_sel.backends.cupy_cuda import block_tiles, few_tokens, key_to_rows, launch, sm90, token_order, whole_blocks
 from nsa_sel.backends.specs import HOPPER_TILES
@@ -271,6 +272,14 @@ def test_popular_blocks_share_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     lists = block_tiles.block_lists_of(call_of(q, k, v, Selection.from_blocks(popular.expand(1, S, 1, 40), 4)))
     assert torch.equal(lists.slots.flatten()[:40].long(), popular)
     assert lists.begins.diff().tolist() == [S, S - 256, S - 512, 0, 0, 0, 0, 0, 0, 0]
+
+
+def test_merged_small_blocks_leave_out_blocks_before_key_0() -> None:
+    ranges = torch.tensor([[[-4, 0], [4, 8]], [[-8, -4], [0, 0]]])[None, :, None]
+    tiles, bits = merged(rows_call(1, 2, 1, 16, Selection(ranges, 4, disjoint=True)), 16)
+    assert tiles.selection.ranges.squeeze().tolist() == [[0, 16], [0, 0]]
+    assert bits is not None
+    assert bits.squeeze()[0] == 0b10
 
 
 # Unions of tiles

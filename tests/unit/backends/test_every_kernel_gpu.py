@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import nsa_sel
-from nsa_sel.backends import _driver, choose_cuda, choose_triton, cupy_cuda
+from nsa_sel.backends import choose_cuda, choose_triton, cupy_cuda
 from nsa_sel.backends._triton.kernel import Kernel
 from nsa_sel.backends.cupy_cuda import compressed, few_tokens, launch, sm90, token_order, whole_blocks
+from nsa_sel.backends.launcher import cuda_driver
 from nsa_sel.core import registry
 from nsa_sel.core.call import device_info
 from nsa_sel.core.choose_call import Rule
@@ -146,7 +147,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, case: Case, gpu: DeviceInfo) -> se
     monkeypatch.setattr(Kernel, "launch", lambda *_: None)
     for module in (sm90, whole_blocks, few_tokens):  # the driver makes tensor maps
         for name in ("tensor_map", "row_map", "key_group_map"):
-            monkeypatch.setattr(module, name, lambda *_, **__: bytes(_driver.MAP_BYTES), raising=False)
+            monkeypatch.setattr(module, name, lambda *_, **__: bytes(cuda_driver.MAP_BYTES), raising=False)
     for user, name in ((checks, "assert_forward"), (checks, "assert_gradients"), (sys.modules[__name__], "assert_forward")):
         monkeypatch.setattr(user, name, lambda *_, **__: None)
     monkeypatch.setattr(caches, "check_quantized", caches.called)
