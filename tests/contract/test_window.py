@@ -38,6 +38,11 @@ SMALL: dict[str, Shape] = {
     "decode": (3, 1, 45, 1, 4, 16, 16, 33),
     "one-key": (1, 1, 1, 1, 1, 8, 8, 4),
 }
+CHUNKED: dict[str, Shape] = {  # of more rows than one chunk has
+    "chunks": (2, 131, 131, 2, 3, 16, 24, 37),
+    "chunks-of-many-keys-before": (2, 45, 200, 2, 2, 16, 16, 50),
+    "window-is-S": (1, 90, 90, 1, 2, 16, 16, 90),
+}
 LARGE: dict[str, Shape] = {
     "h16": (1, 500, 600, 2, 16, 128, 128, 160),
     "h1": (2, 300, 300, 2, 1, 64, 64, 101),
@@ -68,7 +73,9 @@ class Kernels(NamedTuple):
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        return SMALL if self.place == "cpu" else {name: shape for name, shape in LARGE.items() if self.takes(shape)}
+        if self.place == "cpu":
+            return SMALL if self.name == "triton" else SMALL | CHUNKED
+        return {name: shape for name, shape in LARGE.items() if self.takes(shape)}
 
     @property
     def dtypes(self) -> list[torch.dtype]:

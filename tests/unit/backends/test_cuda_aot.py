@@ -69,6 +69,17 @@ def run(shape: str, sm: int) -> None:
         cupy_cuda.backward(call, o, lse, torch.empty_like(o), None)
 
 
+def check_fit(kernels: list[dict[str, Any]], sm: int, shape: str = "") -> set[str]:
+    """Check shared memory, registers and spills of compiled kernels, and return their names."""
+    for kernel in kernels:
+        file = kernel["kernel"]
+        assert kernel["shared"] <= TARGETS[sm][0] * 1024, kernel
+        assert kernel["registers"] * kernel["threads"] <= 65536, kernel
+        assert kernel["spilled"] <= 2 * SPILLS.get((sm, file, shape), SPILLS.get((sm, file), 0) if shape else 0), kernel
+        assert kernel["serialized"] == 0, kernel
+    return {kernel["kernel"] for kernel in kernels}
+
+
 @needs_nvrtc
 @pytest.mark.parametrize(
     ("sm", "shape"),
@@ -90,14 +101,7 @@ def run(shape: str, sm: int) -> None:
 def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> None:
     if sm == sm90.SM:
         monkeypatch.setattr(key_to_rows, "FEW_COUNTS", 0)
-    kernels = compiled(monkeypatch, sm, lambda: run(shape, sm))
-    for kernel in kernels:
-        assert kernel["shared"] <= TARGETS[sm][0] * 1024, kernel
-        assert kernel["registers"] * kernel["threads"] <= 65536, kernel
-        file = kernel["kernel"]
-        assert kernel["spilled"] <= 2 * SPILLS.get((sm, file, shape), SPILLS.get((sm, file), 0)), kernel
-        assert kernel["serialized"] == 0, kernel
-    names = {kernel["kernel"] for kernel in kernels}
+    names = check_fit(compiled(monkeypatch, sm, lambda: run(shape, sm)), sm, shape)
     if shape.startswith("decode"):
         joined = shape == "decode-h16" and sm not in sm80.WITH_CLUSTERS
         assert names == ({"forward_blocks.cu"} if sm == sm90.SM else {"forward_rows.cu", "combine.cu"} if joined else {"forward_rows.cu"})
@@ -134,16 +138,11 @@ def test_kernels_of_tokens_in_order_fit(monkeypatch: pytest.MonkeyPatch, shape: 
         sm90.dq_tiles(call, o, lse, torch.empty_like(o), None)
 
     kernels = compiled(monkeypatch, 90, tiles)
-    assert {kernel["kernel"] for kernel in kernels} == {
+    assert check_fit(kernels, 90, shape) == {
         "ordered_union.cu",
         *(("forward_gather.cu", "dq_gather.cu") if sm90.gathers(call) else ("forward_tiles.cu", "dq_tiles.cu")),
     }
-    for kernel in kernels:
-        assert kernel["macros"]["ORDER_TOKENS"] == token_order.stretch_of(call)
-        assert kernel["shared"] <= TARGETS[90][0] * 1024, kernel
-        assert kernel["registers"] * kernel["threads"] <= 65536, kernel
-        assert kernel["spilled"] <= 2 * SPILLS.get((90, kernel["kernel"]), 0), kernel
-        assert kernel["serialized"] == 0, kernel
+    assert {kernel["macros"]["ORDER_TOKENS"] for kernel in kernels} == {token_order.stretch_of(call)}
 
 
 @needs_nvrtc
@@ -163,12 +162,7 @@ def test_kernels_of_tokens_in_order_fit(monkeypatch: pytest.MonkeyPatch, shape: 
     ],
 )
 def test_kernels_of_pages_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str, names: set[str]) -> None:
-    kernels = compiled(monkeypatch, sm, lambda: cupy_cuda.forward(paged_call(shape, sm)))
-    assert {kernel["kernel"] for kernel in kernels} == names
-    for kernel in kernels:
-        assert kernel["shared"] <= TARGETS[sm][0] * 1024, kernel
-        assert kernel["registers"] * kernel["threads"] <= 65536, kernel
-        assert kernel["spilled"] == kernel["serialized"] == 0, kernel
+    assert check_fit(compiled(monkeypatch, sm, lambda: cupy_cuda.forward(paged_call(shape, sm))), sm) == names
 
 
 @needs_nvrtc

@@ -13,10 +13,8 @@ from torch import Tensor
 
 from nsa_sel.backends import cuda_block, cupy_cuda
 from nsa_sel.backends._triton.blocks import merged
-from nsa_sel.backends._triton.key_to_rows import key_to_rows as key_to_rows_by_triton
 from nsa_sel.backends.cupy_cuda import block_tiles, few_tokens, key_to_rows, launch, sm90, token_order, whole_blocks
 from nsa_sel.backends.specs import HOPPER_TILES
-from nsa_sel.core import registry
 from nsa_sel.core.call import Call
 from nsa_sel.errors import BackendError
 from nsa_sel.selection import Selection
@@ -24,7 +22,6 @@ from tests.helpers.caches import make_cache
 from tests.helpers.cases import make_blocks, make_qkv, make_spans
 from tests.helpers.cuda import BACKWARDS, GPU, cache_call, call_of, emulated, needs_compiler
 
-LACKING = registry.missing("cupy-cuda")
 SEGMENTS = key_to_rows.with_parts(32)
 
 
@@ -140,55 +137,7 @@ def test_segments_of_lists(monkeypatch: pytest.MonkeyPatch, chunks: int, segment
     assert begins[0] == segments[0] == parts[0] == 0
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(bool(LACKING), reason="; ".join(map(str, LACKING)))
-@pytest.mark.parametrize(
-    ("S", "S_kv", "section", "n", "block"),
-    [(32768, 32768, 32768, 16, 64), (32768, 32768, 4096, 16, 64), (5000, 9000, 5000, 8, 128), (3000, 400_000, 3000, 16, 64)],
-)
-def test_lists_are_those_of_triton(S: int, S_kv: int, section: int, n: int, block: int) -> None:
-    """Which sorts otherwise, by a sorting network."""
-    scores = torch.randn(1, S, 2, -(-S_kv // block), generator=torch.Generator("cuda").manual_seed(3), device="cuda")
-    call = rows_call(1, S, 2, S_kv, Selection.from_scores(scores, n, block, first=1, local=2, S_kv=S_kv), device="cuda")
-    theirs = key_to_rows_by_triton(call, 64, section, 2, 64)
-    for _ in range(3):
-        entries, begins, _, _ = key_to_rows.sort(call, 64, call.reach(64), section, SEGMENTS)
-        ends = theirs.ends.view(-1, theirs.stretches)[:, -1]
-        assert torch.equal(begins[1:], ends.long())
-        assert torch.equal(entries[: int(begins[-1])], theirs.entries[: int(begins[-1])])
-
-
 # Segments of lists
-
-
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments of a few entries."""
-    monkeypatch.setattr(key_to_rows, "SHORTEST", 8)
-    for module in (key_to_rows, block_tiles):
-        monkeypatch.setattr(module, "SEGMENTS_PER_SM", 64)
-
-
-@needs_compiler
-@pytest.mark.parametrize("rows", [16, 64, 1 << 20])
-def test_order_of_segments(monkeypatch: pytest.MonkeyPatch, short: None, rows: int) -> None:
-    """Every segment once; by stretches of rows, where a segment begins, and in each the long ones first."""
-    emulated(monkeypatch)
-    q, k, v = make_qkv(B=2, S=60, G=2, h=2, Dk=64, S_kv=400, dtype=torch.float16)
-    call = call_of(q, k, v, make_blocks(2, 60, 2, 400, 4, 64))
-    lists, _, order = sm90._lists(call, rows)
-    assert lists.entries is not None
-    count = int(lists.segments[-1])
-    assert len(order) >= count > lists.lists
-    keys, seen = [], set()
-    for index, number in order[:count].tolist():
-        begin = int(lists.begins[index]) + number * lists.segment
-        length = min(int(lists.begins[index + 1]) - begin, lists.segment)
-        assert length > 0
-        keys.append(((index // lists.tiles * 60 + int(lists.entries[begin]) // 4) // rows, -length))
-        seen.add((index, number))
-    assert len(seen) == count
-    assert keys == sorted(keys)
 
 
 @needs_compiler
