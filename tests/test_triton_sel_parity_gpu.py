@@ -94,30 +94,6 @@ def test_a_kernel_that_fails_is_replaced_and_not_tried_again(monkeypatch: pytest
 
 
 @pytest.mark.gpu
-def test_amp_training_with_a_grad_scaler() -> None:
-    for dtype in (torch.float16, torch.bfloat16):
-        torch.manual_seed(0)
-        project = torch.nn.Linear(32, 96, bias=False, device="cuda")
-        optimizer = torch.optim.SGD(project.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
-        x, target = torch.randn(1, 200, 1, 32, device="cuda"), torch.randn(1, 200, 1, 1, 32, device="cuda")
-        selection, losses = make_blocks(1, 200, 1, 200, 3, 16, device="cuda"), []
-        for _ in range(5):
-            with torch.autocast("cuda", dtype=dtype):
-                q, k, v = project(x).chunk(3, -1)
-                o = nsa_sel.selection_attention(q.unsqueeze(3), k.transpose(1, 2), v.transpose(1, 2), selection, backend="triton-group")
-            assert o.dtype == dtype
-            loss = (o.float() - target).square().mean()
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            losses.append(float(loss.detach()))
-        assert all(torch.isfinite(torch.tensor(losses)))
-        assert losses[-1] <= losses[0]
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("backend", "dtype"), unless_missing([(name, "bfloat16") for name in ("triton-group", "triton-tile", "cupy-cuda")])
 )

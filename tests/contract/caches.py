@@ -145,22 +145,23 @@ def check_numbers(lane: Lane, what: str, patch: pytest.MonkeyPatch) -> None:
     """e4m3 with scales of 0 and negative ones, keys larger than float16 has numbers, one row's q spread over 2^32, a shared cache."""
     if lane.device == "cuda" and (SM < lane.limits.quantized["e4m3"] or (lane.backend.quantized_by is not None and SM != 90)):
         pytest.skip("quantized-sm: this GPU has no kernels for e4m3")
-    steps = lane.backend.quantized_by is not None
-    layout = Layout(None, 4 if what == "tokens" else 1, 64 if steps else 16, 3, 64 if steps else 16, 64 if steps else 16, "head")
-    sizes = {**layout.sizes(lane), "G": 1, "lengths": (40, 150) if what != "shared" else (150, 150), "n": 2}
-    if what == "spread":
-        given = make_quantized("head", **{**sizes, "dtype": torch.bfloat16 if lane.device != "interpreter" else torch.float32})
-        for exponent in (-60, 60):
-            check_quantized(uneven_queries(given, exponent), lane.name)
-        return
-    given = make_quantized("head", **sizes)
-    if what == "shared":
-        check_quantized(shared_by_sequences(given), lane.name)
-    elif what == "signs":
-        for factor in (0.0, -1.0):
-            check_quantized(given.scaled(factor, -1.0), lane.name)
-    else:
-        check_quantized(large_keys(given), lane.name)
+    least = 16 if lane.backend.quantized_by is None else 64  # keys of a block and columns
+    for page, each in ((None, "head"), (least, "page")):
+        layout = Layout(page, 4 if what == "tokens" else 1, least, 3, least, least, each)
+        sizes = {**layout.sizes(lane), "G": 1, "lengths": (150, 150) if what == "shared" else (40, 150), "n": 2}
+        if what == "spread":
+            given = make_quantized(each, **{**sizes, "dtype": torch.bfloat16})
+            for exponent in (-60, 60):
+                check_quantized(uneven_queries(given, exponent), lane.name)
+            continue
+        given = make_quantized(each, **sizes)
+        if what == "signs":
+            for factor in (0.0, -1.0):
+                check_quantized(given.scaled(factor, -1.0), lane.name)
+        elif what != "shared":
+            check_quantized(large_keys(given), lane.name)
+        elif page is None:
+            check_quantized(shared_by_sequences(given), lane.name)
 
 
 def numbers_of(lane: Lane) -> list[str]:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa_sel import decisions, selection_attention
 from nsa_sel.backends import cupy_cuda
-from nsa_sel.backends.cupy_cuda import block_tiles, key_to_rows, launch, sm90, tensor_map, token_order
+from nsa_sel.backends.cupy_cuda import block_tiles, key_to_rows, launch, tensor_map
 from nsa_sel.backends.launcher import cuda_driver, replay
 from nsa_sel.backends.launcher.buffers import unwritten
 from nsa_sel.backends.launcher.passes import backward_of_any_scale
@@ -149,29 +149,6 @@ def test_tensor_maps_are_encoded_anew(driver: list[str], played: list[int]) -> N
         assert_equal(got, wanted)
     assert driver == 8 * ["forward_blocks.cu"]
     assert played == [1, 1]
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_tiles_of_tokens_that_selected_alike(monkeypatch: pytest.MonkeyPatch, driver: list[str], played: list[int]) -> None:
-    """The lists of the backward pass follow the order that those of the forward pass found: a plan of a plan."""
-    monkeypatch.setattr(token_order, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(token_order, "LEAST_ROWS", 1)
-    known: dict[Any, Any] = {REPEATED: True}
-    for seed in range(6):
-        results = []
-        for facts in (None, known):
-            q, k, v = make_qkv(1, 20, 1, 16, 64, 64, S_kv=130, dtype=torch.float16, seed=seed)
-            call = Call(q, k, v, Selection(make_blocks(1, 20, 1, 130, 2, 64, seed=seed).ranges, 64), None, 0.1, settings_for(GPU), GPU)
-            call.known = {} if facts is None else facts
-            driver.clear()
-            played.clear()
-            results.append(list(cupy_cuda.forward(call)))
-            if seed > 2:  # the lists of the forward pass are then replayed ones
-                results[-1] += sm90.dq_tiles(call, *results[-1], make_grads(q, v, seed)[0], None)
-                assert sorted(driver) == ["dq_tiles.cu", "forward_tiles.cu", "ordered_union.cu", "ordered_union.cu"]
-        assert_equal(results[1], results[0])
-    assert played == [1, 1, 1]  # forward, its lists; the lists of the backward pass, which runs as it is written
 
 
 @needs_compiler

@@ -21,8 +21,8 @@ from nsa_sel.bench.core.timing import Timing
 from nsa_sel.cli.app import app
 from nsa_sel.core import registry
 from nsa_sel.selection import Selection
-from tests.helpers.cases import edge_block_lists, edge_selections, make_qkv
-from tests.helpers.checks import check_both, check_deterministic, check_poison
+from tests.contract import attend as contract
+from tests.helpers.cases import make_qkv
 from tests.helpers.files import ROOT
 
 ENTRY_POINTS = '[project.entry-points."nsa_sel.backends"]\n'
@@ -58,16 +58,11 @@ def test_the_policy_picks_a_preferred_backend_of_another_package(configure: Call
     assert (decision.forward, decision.backward, decision.override) == ("loop", "loop", None)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_its_results_match_the_oracle_on_edge_cases(dtype: torch.dtype) -> None:
-    q, k, v = make_qkv(S=5, G=2, h=3, Dk=16, Dv=24, S_kv=40, dtype=dtype)
-    for ranges in edge_selections(1, 5, 2, 40).values():
-        check_both("loop", q, k, v, Selection.from_ranges(ranges))
-    for indices in edge_block_lists(1, 5, 2, 40, 8).values():
-        check_both("loop", q, k, v, Selection.from_blocks(indices, 8))
-    blocks = Selection.from_blocks(torch.tensor([2, 4]).expand(1, 5, 2, 2), 8)
-    check_poison("loop", q, k, v, blocks)
-    check_deterministic("loop", q, k, v, blocks, reruns=2)
+@pytest.mark.parametrize("behavior", ["edges", "promised", "positions", "reuse", "poison", "packed", "dtype", "layouts"])
+def test_it_keeps_the_contract(behavior: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lane = next(lane for lane in contract.lanes("cpu") if lane.name == "loop")
+    whats = contract.shapes_of(behavior, lane) if behavior in contract.SHAPED else contract.PLAIN[behavior][1](lane)
+    contract.run(behavior, lane, whats[0], monkeypatch)
 
 
 def test_the_bench_writes_a_row_of_it_beside_ours(tmp_path: Path) -> None:
