@@ -21,10 +21,10 @@ def shown(value: object) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}... ({len(text)} characters)"
 
 
-def closest(name: str, names: Iterable[str]) -> str | None:
-    """Return the entry of `names` that an unknown `name` probably means, whatever its case; None if none is similar."""
+def closest(name: str, names: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """Return the entry of `names` that an unknown `name` probably means, whatever its case; None if none is similar (`difflib`'s ratio)."""
     by_lower = {known.lower(): known for known in names}
-    return next((by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=1)), None)
+    return next((by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)), None)
 
 
 class NsaSelError(Exception):

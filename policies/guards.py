@@ -17,7 +17,7 @@ def within_limits(case: PolicyInput, offer: Offer) -> Iterator[Reason]:
     limits, request, device = offer.backend.limits, case.request, case.device
     size, block = request.block_size, "request.block_size"
 
-    def refuse(code: str, field: str, actual: str | int | bool | None, required: str | int | bool | None, remedy: str) -> Reason:
+    def refuse(code: str, field: str, actual: str | int | None, required: str | int, remedy: str) -> Reason:
         return Reason(code, "unsupported", field, actual, required, remedy)
 
     interpreted = device.kind == "cpu" and device.triton_interpret and "interpreter" in limits.dtypes

@@ -26,8 +26,7 @@ from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
 from nsa_sel.telemetry import events
-from nsa_sel.telemetry.describe import describe
-from nsa_sel.telemetry.table import table
+from nsa_sel.telemetry.describe import describe, table
 
 matplotlib.use("Agg")  # needs no display
 

@@ -18,7 +18,7 @@ from nsa_sel.core.decision import missed, refusal
 from nsa_sel.core.request import DeviceInfo, example_choice, example_request
 from nsa_sel.errors import NsaSelError
 from nsa_sel.settings.flags import unknown_variables
-from nsa_sel.telemetry.table import table
+from nsa_sel.telemetry.describe import table
 
 PACKAGES = ("torch", "triton", "numba", "cupy", "numpy")
 _SEPARATE_FIELDS = ("profile", "provenance", "assumed", "fingerprint", "sources", "kernels", "triton_off", "costs")

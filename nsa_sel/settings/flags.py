@@ -143,7 +143,7 @@ def unknown_variables() -> dict[str, str | None]:
     """Return the environment variables named NSA_* that are not flags, each with the flag of a similar name."""
     flags = (*NAMES, TEST_FLAG, COMMIT_FLAG)
     names = sorted(name for name in os.environ if name.startswith("NSA_") and name not in flags)
-    return {name: closest(name, flags) for name in names}
+    return {name: closest(name, flags, cutoff=0.6) for name in names}
 
 
 @functools.cache  # once per process
