@@ -165,7 +165,7 @@ def check_reuse(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None:
     fewer = S_kv - (shape.block or 8)
     attend(lane.name, q, k[:, :, :fewer], v[:, :, :fewer], kept)
     _same(lane, (q, k, v), kept, None)
-    for positions in (early,) if lane.slow else (early, early.flip(0), None):
+    for positions in (early, early.flip(0)) if lane.slow else (early, early.flip(0), None):
         _same(lane, (q, k, v), kept, positions)
     if not lane.slow:
         _same(lane, (q[..., :1, :], k, v), kept, early)
