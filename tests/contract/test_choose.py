@@ -17,7 +17,7 @@ from nsa_sel.backends import choose_torch, choose_triton
 from nsa_sel.backends._triton import choose_dkdv, choose_pages
 from nsa_sel.backends._triton.choose_scores import block_scores
 from nsa_sel.core import registry
-from nsa_sel.core.choose_call import ChooseCall, Pool, Rule
+from nsa_sel.core.call import ChooseCall, Pool, Rule
 from nsa_sel.selection import Selection
 from tests.contract.lanes import Lane, lanes, parameters
 from tests.helpers.cases import make_grads

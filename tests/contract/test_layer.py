@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_sel import Selection, compressed_attention, decisions, gating, nsa_attention, use_backend, window_kernels
+from nsa_sel import Selection, compressed_attention, decisions, gating, nsa_attention, use_backend
 from nsa_sel.backends import window_triton
 from nsa_sel.backends._triton import elementwise
 from nsa_sel.core import registry
-from nsa_sel.core.choose_call import Rule
+from nsa_sel.core import window as window_calls
+from nsa_sel.core.call import Rule
 from nsa_sel.oracle import oracle_mask
 from nsa_sel.three_branches import Inputs
 from tests.contract.lanes import Lane, lanes, parameters
@@ -119,7 +120,7 @@ def kernels_of_a_gpu(lane: Lane, patch: pytest.MonkeyPatch, with_lse: bool = Tru
     if with_lse:
         patch.setattr(gating, "WITH_LSE", (torch.float32,))
     patch.setattr(gating, "on_gpu", lambda gates: True)
-    patch.setattr(window_kernels, "takes", lambda q, v: True)
+    patch.setattr(window_calls, "takes", lambda q, v, kernels: kernels.name == "Triton")
     calls = [(elementwise, "write_sum"), (elementwise, "backward"), (window_triton, "forward"), (window_triton, "backward")]
     with contextlib.ExitStack() as stack:
         ran = [stack.enter_context(mock.patch.object(module, name, wraps=getattr(module, name))) for module, name in calls]
@@ -186,7 +187,7 @@ def test_layer_whose_window_kernels_fail_in_backward_takes_gates_otherwise(monke
     inputs = inputs_of(lane, "mixed", torch.float32)
     wanted = torch.autograd.grad(attended(lane, inputs).sum(), inputs[:9])
     monkeypatch.setattr(gating, "WITH_LSE", (torch.float32,))
-    monkeypatch.setattr(window_kernels, "takes", lambda q, v: True)
+    monkeypatch.setattr(window_calls, "takes", lambda q, v, kernels: kernels.name == "Triton")
     monkeypatch.setattr(registry, "broken_windows", set())
     monkeypatch.delattr(window_triton, "backward")
     o = attended(lane, inputs)

@@ -16,10 +16,11 @@ from msgspec.structs import replace
 from torch import Tensor
 
 import nsa_sel
-from nsa_sel import sliding_window_attention, window_kernels
+from nsa_sel import sliding_window_attention
 from nsa_sel.backends import window_cuda, window_triton
-from nsa_sel.backends.specs import ARITHMETIC_TILES
+from nsa_sel.backends.specs import ARITHMETIC_TILES, WINDOWS
 from nsa_sel.core import registry
+from nsa_sel.core import window as window_calls
 from nsa_sel.core.call import WindowCall, device_info
 from tests.helpers.cases import assert_forward, assert_gradients, make_grads, make_qkv
 from tests.helpers.checks import new_memory_is_nan
@@ -96,9 +97,8 @@ class Kernels(NamedTuple):
     def open(self, patch: pytest.MonkeyPatch) -> None:
         """Let these kernels run, and no others."""
         patch.setattr(registry, "broken_windows", set())
-        if self.device != "cuda" or self.name == "chunks":
-            patch.setattr(window_kernels, "takes", lambda q, v: self.name != "chunks")
-        patch.setattr(window_kernels, "_by_cuda", lambda q, v: self.name == "cuda")
+        real = TAKES if self.device == "cuda" else lambda *_: True
+        patch.setattr(window_calls, "takes", lambda q, v, kernels: kernels.name.lower() == self.name and real(q, v, kernels))
         if self.name == "cuda":
             for name in ("forward", "backward"):
                 patch.setattr(window_triton, name, lambda *_: pytest.fail("Triton's kernels run"))
@@ -111,7 +111,7 @@ class Kernels(NamedTuple):
         return [pytest.mark.gpu, *cuda] if self.device == "cuda" else [pytest.mark.slow] * (self.device == "interpreter")
 
 
-TAKES = window_kernels.takes  # of a GPU
+TAKES = window_calls.takes  # of a GPU
 LANES = [Kernels("chunks", "cpu"), Kernels("triton", "interpreter"), *(Kernels(name, "cuda") for name in ("chunks", "triton", "cuda"))]
 
 
@@ -171,7 +171,7 @@ def test_window_shapes(lane: Kernels, what: str) -> None:
     """With o alone, which chunks compute otherwise, too."""
     inputs, window = inputs_of(lane, lane.shapes[what])
     if lane.device == "cuda":
-        assert TAKES(inputs[0], inputs[2]) == (what != "320")
+        assert any(TAKES(inputs[0], inputs[2], kernels) for kernels in WINDOWS) == (what != "320")
     found, do = check(inputs, window), make_grads(inputs[0], inputs[2])[0]
     o = sliding_window_attention(*inputs, window)
     gradients = torch.autograd.grad(o, inputs, do)
@@ -305,9 +305,8 @@ def test_window_after_a_failure(name: str, broken: str, monkeypatch: pytest.Monk
         calls.append(broken)
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(window_kernels, "takes", lambda q, v: True)
+    monkeypatch.setattr(window_calls, "takes", lambda q, v, kernels: name == "cuda" or kernels.name == "Triton")
     if name == "cuda":
-        monkeypatch.setattr(window_kernels, "_by_cuda", lambda q, v: not window_kernels.has_failed(q, v, window_kernels.CUDA))
         monkeypatch.setattr(window_cuda, "forward", window_triton.forward)
         monkeypatch.setattr(window_cuda, "backward", window_triton.backward)
     monkeypatch.setattr(window_cuda if name == "cuda" else window_triton, broken, fail)
@@ -341,7 +340,7 @@ def test_window_beyond_32_bits(lane: Kernels) -> None:
 def test_window_calls_that_cuda_leaves_to_triton(lane: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows, packed batches, rows that TMA cannot read, float32, and a single head."""
     (q, k, v), _ = inputs_of(lane, LARGE["h16"])
-    bounds = window_kernels.packed_bounds(torch.tensor([0, 100, 500], device="cuda"), 500)
+    bounds = window_calls.packed_bounds(torch.tensor([0, 100, 500], device="cuda"), 500)
     monkeypatch.setattr(window_triton, "forward", lambda *_: ("o", "lse"))
     for call in (
         WindowCall(q[:, :8], k, v, 512, 1.0),

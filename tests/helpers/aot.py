@@ -37,9 +37,8 @@ from nsa_sel.backends._triton import cache, elementwise, ranges
 from nsa_sel.backends.specs import SPECS
 from nsa_sel.core import registry
 from nsa_sel.core.arguments import Bounds
-from nsa_sel.core.call import Call
+from nsa_sel.core.call import NSA_POOL, Call, PagedKeys, Pool, Rule, Sequences
 from nsa_sel.core.check import check_call
-from nsa_sel.core.choose_call import NSA_POOL, PagedKeys, Pool, Rule, Sequences
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.quantize import STORED, Scales
 from nsa_sel.selection import Selection

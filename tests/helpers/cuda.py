@@ -121,9 +121,9 @@ def _library(source: str, macros: compiler.Constants) -> ctypes.CDLL:
     """Compiled once for all processes and runs: the name of the file is a digest of all that the compiler reads."""
     memory = r"\1 *memory = reinterpret_cast<\1 *>(dynamic_memory);"
     files = {file: EXTERN.sub(memory, text) for file, text in compiler.sources(source).items()}
-    files |= {name: (EMULATION / name).read_text() for name in ("hardware.cuh", "hopper.cuh", "wgmma_ptx.cuh")}
+    files |= {name: (EMULATION / name).read_text() for name in ("hardware.cuh", "hopper.cuh")}
     files["main.cpp"] = f'#include "{Path(source).name}"\n' + MAIN.format(kernel=Path(source).stem)
-    command = [*COMPILE, *CHECKED, *UNFORTIFIED, *(f"-D{macro}={value}" for macro, value in macros)]
+    command = [*COMPILE, *CHECKED, *UNFORTIFIED, *compiler.definitions(macros)]
     digest = hashlib.sha256(repr((_version(), command, sorted(files.items()))).encode()).hexdigest()
     kept = KEPT / f"{digest}.so"
     if not kept.exists():
@@ -204,7 +204,7 @@ def _log(source: str, macros: compiler.Constants, arch: str) -> str:
     """What ptxas says. Compiled once for all processes and runs: the name of the file is a digest of all that the compiler reads."""
     from cupy_backends.cuda.libs import nvrtc
 
-    everything = (compiler.OPTIONS, PTXAS, macros, arch, nvrtc.getVersion(), sorted(compiler.sources(source).items()))
+    everything = (compiler.OPTIONS, PTXAS, compiler.definitions(macros), arch, nvrtc.getVersion(), sorted(compiler.sources(source).items()))
     kept = KEPT / f"{hashlib.sha256(repr(everything).encode()).hexdigest()}.log"
     if not kept.exists():
         _, log = compiler.compile_source(source, macros, arch, PTXAS)

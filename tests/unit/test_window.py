@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nsa_sel import sliding_window_attention, window_kernels
+from nsa_sel import sliding_window_attention
 from nsa_sel.backends._window import chunks, plain
+from nsa_sel.backends.specs import WINDOWS
 from nsa_sel.core import registry
+from nsa_sel.core import window as window_calls
 from nsa_sel.errors import BackendError
 from tests.helpers.calls import each_of, refused
 from tests.helpers.gpus import HOPPER
@@ -45,7 +47,7 @@ def cells(cpu: tuple[str, ...], on_gpu: tuple[str, ...]) -> Any:
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the device. On a GPU, CUDA kernels take most calls on Hopper; Triton kernels can take all."""
     if request.param == "triton":
-        monkeypatch.setattr(window_kernels, "_by_cuda", lambda q, v: False)
+        monkeypatch.setattr(window_calls, "WINDOWS", WINDOWS[1:])
     elif request.param == "cuda" and (not HOPPER or registry.missing("cupy-cuda")):
         pytest.skip("no kernels but Triton's")
     return "cpu" if request.param == "cpu" else "cuda"

@@ -18,8 +18,7 @@ from nsa_sel.backends._triton import choose_dkdv, choose_rows
 from nsa_sel.backends._triton.choose_scores import importance
 from nsa_sel.backends.cupy_cuda import compressed
 from nsa_sel.core.arguments import whole_blocks
-from nsa_sel.core.call import device_info
-from nsa_sel.core.choose_call import ChooseCall, Rule
+from nsa_sel.core.call import ChooseCall, Rule, device_info
 from nsa_sel.core.ranges import sorted_blocks
 from nsa_sel.layer import block_scores
 from nsa_sel.oracle_choose import oracle_choose_backward

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from nsa_sel.backends import cuda_block, cupy_cuda
 from nsa_sel.backends.cupy_cuda import block_tiles, compressed, key_to_rows, launch, sm80, sm90, token_order, whole_blocks, window
-from nsa_sel.core.call import Call, WindowCall
-from nsa_sel.core.choose_call import Rule
+from nsa_sel.core.call import Call, Rule, WindowCall
 from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
 from tests.contract.lanes import Lane, lanes

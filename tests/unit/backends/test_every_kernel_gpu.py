@@ -17,8 +17,7 @@ from nsa_sel.backends._triton.kernel import Kernel
 from nsa_sel.backends.cupy_cuda import compressed, few_tokens, launch, sm90, token_order, whole_blocks
 from nsa_sel.backends.launcher import cuda_driver
 from nsa_sel.core import registry
-from nsa_sel.core.call import device_info
-from nsa_sel.core.choose_call import Rule
+from nsa_sel.core.call import Rule, device_info
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for

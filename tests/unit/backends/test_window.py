@@ -9,9 +9,10 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from nsa_sel import sliding_window_attention, window_kernels
+from nsa_sel import sliding_window_attention
 from nsa_sel.backends import window_cuda, window_triton
 from nsa_sel.backends.cupy_cuda import arithmetic, compiler, launch, window
+from nsa_sel.core import window as window_calls
 from nsa_sel.core.call import WindowCall
 from nsa_sel.errors import BackendError
 from tests.helpers import cuda as emulate
@@ -117,7 +118,7 @@ def small_inputs() -> tuple[torch.Tensor, ...]:
 
 
 def test_triton_loads_by_pointers_what_it_does_by_tma(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window_kernels, "takes", lambda q, v: True)
+    monkeypatch.setattr(window_calls, "takes", lambda q, v, kernels: kernels.name == "Triton")
     config_of, runs = window_triton.config_of, []
     for loads in ("tma", "pointer"):
         own = lambda call, kernel, loads=loads: replace(config_of(call, kernel), block_l=16, rows=32, loads=loads)  # noqa: E731
@@ -130,11 +131,13 @@ def test_triton_loads_by_pointers_what_it_does_by_tma(monkeypatch: pytest.Monkey
 
 
 def test_the_op_of_windows_passes_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.library.opcheck(torch.ops.nsa_sel.window, (*make_qkv(1, 5, 1, 2, 16, S_kv=7, requires_grad=True), 3, 0.25, None))
+    inputs = make_qkv(1, 5, 1, 2, 16, S_kv=7, requires_grad=True)
+    monkeypatch.setattr(window_calls, "takes", lambda q, v, kernels: kernels.name == "Triton")
+    torch.library.opcheck(torch.ops.nsa_sel.window_forward.default, (*inputs, None, 3, 0.25, True, True))
 
 
 def test_kernels_of_windows_have_no_second_derivative(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window_kernels, "takes", lambda q, v: True)
+    monkeypatch.setattr(window_calls, "takes", lambda q, v, kernels: kernels.name == "Triton")
     inputs = small_inputs()
     with pytest.raises(BackendError, match="sliding_window_attention has no second derivative"):
         torch.autograd.grad(sliding_window_attention(*inputs, 20).sum(), inputs, create_graph=True)
