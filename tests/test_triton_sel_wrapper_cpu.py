@@ -15,8 +15,8 @@ from nsa_sel.core.call import request_of
 from nsa_sel.core.check import check_call
 from nsa_sel.core.decision import Decision
 from nsa_sel.errors import BackendError
+from tests.helpers.calls import call_forced, check, last, problem
 from tests.helpers.cases import assert_gradients, make_grads, make_qkv, make_spans
-from tests.helpers.public_calls import call_forced, check, last, problem
 
 pytestmark = pytest.mark.usefixtures("plain_cpu")
 

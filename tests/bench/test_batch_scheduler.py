@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nsa_sel import NSACache
 from nsa_sel.errors import ArgumentError
-from tests.helpers.examples import load
+from tests.helpers.files import load
 
 scheduling, queueing, completions = (load(name) for name in ("batch_scheduler", "request_queue", "completions"))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.errors import CacheFull
-from tests.helpers.examples import load
+from tests.helpers.files import load
 
 model_file, decoding = load("nsa_lm"), load("decoding")
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from nsa_sel.bench.core.dense_peers import dense_peers
 from nsa_sel.bench.core.parity import is_causal, make_problem, parity, sample
 from nsa_sel.bench.questions import speed
 from nsa_sel.cli.app import app
-from tests.helpers.paths import ROOT
+from tests.helpers.files import ROOT
 
 OTHERS = """
 from my_peer import attend

@@ -15,7 +15,7 @@ from nsa_sel.bench.core.contenders import DENSE
 from nsa_sel.bench.core.session import wanted
 from nsa_sel.bench.headline import Gain
 from nsa_sel.cli.app import app
-from tests.helpers.documents import table_lines
+from tests.helpers.files import table_lines
 
 
 def times(ms: float) -> dict[str, float]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from nsa_sel.bench.core import store
 from nsa_sel.bench.questions import layer_parts
-from tests.helpers.paths import ROOT
+from tests.helpers.files import ROOT
 
 ROWS = store.read(ROOT / "bench" / "results" / "h200" / "profiles" / "layer_parts.jsonl")
 

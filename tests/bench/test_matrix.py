@@ -22,7 +22,7 @@ from nsa_sel.bench.core.timing import Timing
 from nsa_sel.bench.questions import speed
 from nsa_sel.cli.app import app
 from nsa_sel.errors import ArgumentError
-from tests.helpers.documents import table_lines
+from tests.helpers.files import table_lines
 
 QUIET = Console(quiet=True)
 

@@ -20,7 +20,7 @@ import torch
 
 from nsa_sel.bench.core import store
 from nsa_sel.errors import ArgumentError
-from tests.helpers.examples import load
+from tests.helpers.files import load
 
 aiohttp = pytest.importorskip("aiohttp", reason="pip install nsa-sel[serve]")
 program, scheduling, queueing = (load(name) for name in ("serve_nsa_lm", "batch_scheduler", "request_queue"))

@@ -18,7 +18,7 @@ from nsa_sel.bench.core.store import RowFile
 from nsa_sel.bench.core.timing import Timing
 from nsa_sel.bench.tune.cost_fit import is_cost_row
 from nsa_sel.errors import ArgumentError
-from tests.helpers.paths import ROOT
+from tests.helpers.files import ROOT
 
 TINY = Case("tiny", "random", 1, 32, 32, 2, 2, 16, 8, 3, 16, "float32")
 QUIET = Console(quiet=True)

@@ -19,8 +19,7 @@ from nsa_sel.bench.tune.committed_rows import CPU_ROWS
 from nsa_sel.cli.app import app
 from nsa_sel.errors import ArgumentError
 from nsa_sel.settings.config import parse_config
-from tests.helpers.documents import table_lines
-from tests.helpers.paths import ROOT
+from tests.helpers.files import ROOT, table_lines
 
 FACTS = {"device": "a GPU", "driver": "1", "torch": "2", "triton": "3", "commit": "1102207", "command": "nsa-sel bench"}
 Times = dict[int, tuple[float, float]]  # L -> ms of Triton and of packed SDPA

@@ -19,8 +19,7 @@ from nsa_sel.bench.questions.text_parts import layer_with, text_parts
 from nsa_sel.bench.tune import cost_fit
 from nsa_sel.errors import ArgumentError, NsaSelError
 from nsa_sel.selection import Selection
-from tests.helpers.examples import load
-from tests.helpers.paths import ROOT
+from tests.helpers.files import ROOT, load
 
 S, G, N, BLOCK = 1024, 2, 4, 16
 FACTS = {"step": 300, "passage_loss": 1.25, "device": "a GPU", "commit": "abc1234", "sizes": {"layers": 3}}

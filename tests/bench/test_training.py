@@ -15,8 +15,7 @@ import torch
 from nsa_sel import NSAttention
 from nsa_sel.core.call import Rule
 from nsa_sel.errors import ArgumentError
-from tests.helpers.examples import load
-from tests.helpers.paths import ROOT
+from tests.helpers.files import ROOT, load
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from nsa_sel.bench.tune.tuned_file import beside
 from nsa_sel.errors import ArgumentError, ConfigError
 from nsa_sel.settings.schema import KernelConfig
 from nsa_sel.settings.tuned import stamp_of
-from tests.helpers.paths import ROOT
+from tests.helpers.files import ROOT
 from tests.helpers.policy_cases import H200
 from tests.helpers.tune_cases import one_problem_job, some_jobs, times
 

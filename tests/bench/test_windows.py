@@ -8,7 +8,7 @@ import pytest
 
 from nsa_sel.bench.core import store
 from nsa_sel.bench.questions import windows
-from tests.helpers.paths import ROOT
+from tests.helpers.files import ROOT
 from tests.helpers.windows import check, inputs_of
 
 FILE = ROOT / "bench" / "results" / "h200" / "profiles" / "windows.jsonl"

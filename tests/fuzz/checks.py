@@ -24,7 +24,7 @@ from nsa_sel.errors import BackendError, NsaSelError
 from nsa_sel.oracle import oracle_forward, oracle_mask
 from nsa_sel.selection import Selection
 from tests.fuzz.cases import Case, Facts
-from tests.helpers.cache_cases import gathered, make_cache, positions
+from tests.helpers.caches import gathered, make_cache, positions
 from tests.helpers.cases import RESULTS, assert_within_twice_baseline, lse_dtype, make_qkv, oracle_results, plain_results
 from tests.helpers.varlen_cases import Packed, bounds, seen_keys
 

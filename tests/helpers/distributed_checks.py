@@ -35,7 +35,7 @@ from tests.helpers import distributed_agreement as calls
 from tests.helpers import distributed_layer as layers
 from tests.helpers import distributed_models as models
 from tests.helpers.cases import assert_forward, assert_gradients, make_grads, make_spans
-from tests.helpers.paths import ROOT
+from tests.helpers.files import ROOT
 from tests.helpers.ranks import ANY_RANGES, BACKENDS, BLOCK, DEVICE, DTYPE, EQUAL, ROWS, D, all_of, mine, my_turn, problem, rank, ranks
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_sel.core import window as window_calls
-from nsa_sel.core.arguments import Bounds
 from tests.helpers.cases import assert_within_twice_baseline, gradient_terms, lse_dtype, make_grads, make_qkv
-from tests.helpers.poison import new_memory_is_nan
 
 Attend = Callable[..., Any]
 
@@ -56,36 +52,3 @@ def check(attend: Attend, inputs: tuple[Tensor, ...], window: int, with_lse: boo
             torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
             continue
         assert_within_twice_baseline(mine, right, plainly, name, term)
-
-
-def check_packed(cu_seqlens: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    """Each sequence is held to the oracle as if it were alone; padding, which holds NaN, gets zeros, and lse = -inf."""
-    inputs, window = inputs_of(shape, dtype, device)
-    do, dlse = make_grads(inputs[0], inputs[2])
-    q, k, v = (x.detach() for x in inputs)
-    for x in (q, do, dlse, k.transpose(1, 2), v.transpose(1, 2)):
-        x[:, cu_seqlens[-1] :] = math.nan
-    inputs = tuple(x.requires_grad_() for x in (q, k, v))
-    bounds = Bounds(None, torch.tensor(cu_seqlens, device=device))
-    with new_memory_is_nan():
-        o, lse = window_calls.attend(window_calls.SlidingCall(*inputs, window, 0.3, bounds), True)
-        dq, dk, dv = torch.autograd.grad((o, lse), inputs, (do, dlse))
-    found = o, lse, dq, dk.transpose(1, 2), dv.transpose(1, 2)
-
-    def alone(own: tuple[Tensor, ...], rows: slice) -> tuple[Tensor, ...]:
-        both = masked_softmax(*own, window, 0.3)
-        dq, dk, dv = torch.autograd.grad(both, own, (do[:, rows].to(own[0]), dlse[:, rows].to(both[1])))
-        return *both, dq, dk.transpose(1, 2), dv.transpose(1, 2)
-
-    for begin, end in itertools.pairwise(cu_seqlens):
-        if begin == end:
-            continue
-        rows = slice(begin, end)
-        own = q[:, rows], k[:, :, rows], v[:, :, rows]
-        exact, baseline = (alone(tuple(x.detach().to(d).requires_grad_() for x in own), rows) for d in (torch.float64, dtype))
-        terms = (0.0, 0.0, *gradient_terms(*(x.detach() for x in own), do[:, rows], 0.3))
-        for name, mine, right, plainly, term in zip(("o", "lse", "dq", "dk", "dv"), found, exact, baseline, terms, strict=True):
-            assert_within_twice_baseline(mine[:, rows], right, plainly, name, term)
-    o, lse, *gradients = (x[:, cu_seqlens[-1] :] for x in found)
-    assert bool((lse == -math.inf).all())
-    assert all(int(torch.count_nonzero(x)) == 0 for x in (o, *gradients))

@@ -24,10 +24,19 @@ from nsa_sel.errors import BackendError
 from nsa_sel.policies import rules
 from nsa_sel.policies.default import POLICY
 from nsa_sel.settings.config import GPUS
-from tests.helpers import choose_cases
-from tests.helpers.choose_cases import SHAPES, SMALL, check_attention, make_choose_call
-from tests.helpers.choosing_reference import assert_chosen, best, infllm_scores, moba_scores, msa_scores
-from tests.helpers.wrong_calls import each_of, refused
+from tests.helpers import choose as choose_cases
+from tests.helpers.calls import each_of, refused
+from tests.helpers.choose import (
+    SHAPES,
+    SMALL,
+    assert_chosen,
+    best,
+    check_attention,
+    infllm_scores,
+    make_choose_call,
+    moba_scores,
+    msa_scores,
+)
 
 BACKENDS = ("choose-torch", "choose-triton")
 INFLLM = {"block_size": 16, "n": 3, "first": 1, "local": 1, "compress_block": 8, "compress_stride": 4}
@@ -248,7 +257,7 @@ def test_results(backend: str, shape: str) -> None:
     exact = check_attention((o, lse), call)
     assert selection.block_size == call.rule.block_size
     assert selection.disjoint
-    choose_cases.assert_chosen(selection.block_indices, exact)
+    choose_cases.assert_chosen(selection.block_indices, exact.importance, exact.blocks)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -257,7 +266,7 @@ def test_decode_of_compressed_attention(backend: str) -> None:
     q, options = call.q.squeeze(1), options_of(call, "decode")
     o, selection, lse = compressed_attention(q, call.k, call.v, **options, return_lse=True, backend=backend)
     exact = check_attention((o.unsqueeze(1), lse.unsqueeze(1)), call)
-    choose_cases.assert_chosen(selection.block_indices, exact)
+    choose_cases.assert_chosen(selection.block_indices, exact.importance, exact.blocks)
     assert selection.ranges.shape == (3, 1, 1, call.rule.n, 2)
     given, chosen = compressed_attention(q, call.k, call.v, **options, q_pos=torch.tensor([84]), backend=backend)
     assert torch.equal(given, o)
@@ -447,4 +456,4 @@ def test_one_graph_with_gradients() -> None:
 def test_opcheck(needs_grad: bool) -> None:
     call = make_choose_call(WHOLE)
     inputs = [x.detach().requires_grad_(needs_grad) for x in (call.q, call.k, call.v)]
-    torch.library.opcheck(torch.ops.nsa_sel.choose.default, (*inputs, list(SMALL), 50, 0.25, None, None, needs_grad))
+    torch.library.opcheck(torch.ops.nsa_sel.choose_forward.default, (*inputs, None, None, list(SMALL), 50, 0.25, None, None, needs_grad))

@@ -25,12 +25,44 @@ from nsa_sel.core import registry
 from nsa_sel.core.backend import Reason
 from nsa_sel.core.call import device_info
 from nsa_sel.core.decision import Decision
-from nsa_sel.core.request import example_request
+from nsa_sel.core.request import DeviceInfo, example_request
 from nsa_sel.oracle import oracle_forward
 from nsa_sel.selection import Selection
 from nsa_sel.settings.flags import CACHE_FLAG
-from tests.helpers.command_line import BLOCK, S_KV, D, G, S, ask, invoke, ranges_of, refused, tensors
-from tests.helpers.paths import ROOT
+from tests.helpers.files import ROOT
+
+S, G, D, S_KV, BLOCK = 5, 2, 16, 32, 8
+SM89 = DeviceInfo(kind="cuda", name="NVIDIA GeForce RTX 4090", sm=89)
+
+
+def invoke(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def ask(*arguments: object, exit_code: int = 0) -> Any:
+    """The JSON document that a command prints; anything else on stdout fails to parse."""
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == exit_code, result.output
+    return json.loads(result.stdout)
+
+
+def refused(*arguments: object) -> str:
+    """The message of a command that ends with exit code 2 and no traceback."""
+    result = invoke(*arguments)
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    return result.output
+
+
+def tensors() -> dict[str, Tensor]:
+    q, k, v = torch.randn(1, S, G, 3, D), torch.randn(1, G, S_KV, D), torch.randn(1, G, S_KV, D)
+    return {"q": q, "k": k, "v": v, "block_indices": torch.tensor([0, 3, -1], dtype=torch.int8).expand(1, S, G, 3).contiguous()}
+
+
+def ranges_of(blocks: Tensor) -> Tensor:
+    start = blocks.int().clamp(min=0) * BLOCK
+    return torch.stack((start, torch.where(blocks < 0, start, start + BLOCK)), -1)
+
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="looks at the CPU's rows")
 

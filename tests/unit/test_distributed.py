@@ -33,7 +33,7 @@ from nsa_sel.distributed.layer import own_compressed_keys
 from nsa_sel.distributed.slices import Cut
 from nsa_sel.errors import BackendError, NsaSelError
 from tests.helpers.cases import make_blocks, make_qkv
-from tests.helpers.paths import ROOT
+from tests.helpers.files import ROOT
 
 PROGRAM = "tests.helpers.distributed_checks"
 GPUS = 4 if torch.cuda.device_count() >= 4 else 2  # as many ranks

@@ -13,7 +13,7 @@ import pytest
 
 from nsa_sel.core import registry
 from nsa_sel.settings.config import parse_config
-from tests.helpers.paths import ROOT
+from tests.helpers.files import ROOT
 
 TEXTS = {
     file.relative_to(ROOT).as_posix(): file.read_text() for file in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 
 import nsa_sel
-from tests.helpers.paths import ROOT
+from tests.helpers.files import ROOT
 
 pytestmark = pytest.mark.slow
 NOT_SOURCE = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "build", "dist", "demo-output", "report-output")

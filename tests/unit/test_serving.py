@@ -20,20 +20,22 @@ from nsa_sel.oracle import oracle_forward
 from nsa_sel.quantize import STORED
 from nsa_sel.selection import Selection
 from nsa_sel.serving import selection_attention_with_kvcache
-from tests.helpers.cache_cases import LENGTHS, Cache, check, gathered, make_cache, positions, replayed_with
-from tests.helpers.cases import assert_gradients, assert_within_twice_baseline, make_grads, plain_torch
-from tests.helpers.gpus import needs, needs_hopper
-from tests.helpers.graphs import no_waiting
-from tests.helpers.quantized_cases import (
+from tests.helpers.caches import (
     EACH,
+    LENGTHS,
+    Cache,
     QuantizedCache,
     called,
+    check,
     check_quantized,
-    large_keys,
+    gathered,
+    make_cache,
     make_quantized,
-    shared_by_sequences,
-    uneven_queries,
+    positions,
+    replayed_with,
 )
+from tests.helpers.cases import assert_gradients, assert_within_twice_baseline, make_grads, plain_torch
+from tests.helpers.gpus import needs, needs_hopper, no_waiting
 
 
 @pytest.mark.parametrize("page_size", [16, 24, 64])
@@ -205,24 +207,10 @@ def test_ranges_may_cross_pages(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", READERS)
-@pytest.mark.parametrize("factor", [0.0, -1.0])
-def test_scales_may_be_zero_or_negative(backend: str, factor: float) -> None:
-    check_quantized(make_quantized("head", 16, G=1, lengths=FEW).scaled(factor), backend)
-
-
-@pytest.mark.parametrize("backend", READERS)
 @pytest.mark.parametrize("factor", [1e-3, 100.0])
 def test_weights_of_float16_keep_their_digits_beside_small_and_large_scales(backend: str, factor: float) -> None:
     """A weight times the scale of its page alone would be subnormal, or not exact beside weights of other pages."""
     check_quantized(make_quantized("page", 16, G=1, lengths=(40, 60), n=3, dtype=torch.float16).scaled(v=factor), backend)
-
-
-@pytest.mark.parametrize("S_q", [1, 5])
-@pytest.mark.parametrize("backend", READERS)
-def test_keys_may_be_larger_than_float16_has_numbers(backend: str, S_q: int) -> None:
-    for page_size, each in ((None, "head"), (16, "page")):
-        sizes = {"S_q": S_q, "lengths": (5, 30), "G": 1, "room": 48, "n": 2}
-        check_quantized(large_keys(make_quantized(each, page_size, dtype=torch.float16, **sizes)), backend)
 
 
 @pytest.mark.parametrize("backend", READERS)
@@ -444,14 +432,6 @@ def test_many_quantized_rows_use_tma(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("exponent", [-60, -8, 0, 12, 60])
-@pytest.mark.parametrize("backend", PAGES)
-def test_queries_of_any_magnitude_keep_their_digits(backend: str, exponent: int) -> None:
-    """Queries of bfloat16 are scaled to float16."""
-    check_quantized(uneven_queries(gpu_quantized("head", 64, lengths=(150,), h=16, block=64), exponent), backend)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("each", ["head", "page"])
 @pytest.mark.parametrize(("backend", "page_size"), PAGES.items())
 def test_a_graph_follows_writes_into_its_inputs(backend: str, page_size: int, each: str) -> None:
@@ -521,36 +501,9 @@ def test_tiles_of_tokens(S: int, h: int, D: int, block: int, page_size: int | No
 @pytest.mark.gpu
 @needs("cupy-cuda")
 @needs_hopper
-@pytest.mark.parametrize("factor", [0.0, -1.0])
-@pytest.mark.parametrize("each", ["head", "page"])
-def test_scales_may_be_zero_or_negative_gpu(each: str, factor: float) -> None:
-    """The largest logit is that of the smallest product then."""
-    check_twice(gpu_cache_gpu(each, 64, lengths=(150, 300)).scaled(factor, -1.0))
-
-
-@pytest.mark.gpu
-@needs("cupy-cuda")
-@needs_hopper
 @pytest.mark.parametrize("factor", [1e-30, 1e-3, 100.0, 1e30])
 def test_scales_of_pages_may_have_any_size(factor: float) -> None:
     check_twice(gpu_cache_gpu("page", 64, lengths=(150, 300)).scaled(v=factor))
-
-
-@pytest.mark.gpu
-@needs("cupy-cuda")
-@needs_hopper
-@pytest.mark.parametrize(("page_size", "each"), [(None, "head"), (64, "page")])
-@pytest.mark.parametrize("S_q", [1, 4, 12])
-def test_keys_may_be_larger_than_float16_has_numbers_gpu(S_q: int, page_size: int | None, each: str) -> None:
-    check_twice(large_keys(gpu_cache_gpu(each, page_size, lengths=LENGTHS * 40, S_q=S_q, dtype=torch.float16)))
-
-
-@pytest.mark.gpu
-@needs("cupy-cuda")
-@needs_hopper
-def test_a_cache_that_sequences_share_is_copied() -> None:
-    """TMA takes no stride of 0."""
-    check_twice(shared_by_sequences(gpu_cache_gpu("head", None, lengths=(300, 300, 300))))
 
 
 @pytest.mark.gpu

@@ -26,11 +26,10 @@ from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from nsa_sel.telemetry import events, passes
 from nsa_sel.telemetry.log import decision_events, read_decisions
+from tests.helpers.calls import counted, last, problem
 from tests.helpers.cases import make_blocks, make_call, make_qkv, make_spans
-from tests.helpers.events import counted
-from tests.helpers.paths import ROOT
+from tests.helpers.files import ROOT
 from tests.helpers.policy_cases import CPU, H100, H200, LONG, RTX4090, SHORT, decide, replace
-from tests.helpers.public_calls import last, problem
 
 
 def test_calls_are_counted_by_backend_and_direction() -> None:

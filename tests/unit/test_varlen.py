@@ -23,7 +23,7 @@ from nsa_sel.selection import Selection
 from nsa_sel.varlen import selection_attention_varlen, varlen_positions
 from tests.contract.lanes import lanes
 from tests.helpers.cases import make_blocks, make_qkv
-from tests.helpers.graphs import captured, no_waiting, replayed
+from tests.helpers.gpus import captured, no_waiting, replayed
 from tests.helpers.policy_cases import A100, H200, INTERPRETER
 from tests.helpers.policy_cases import CPU as PLAIN_CPU
 from tests.helpers.varlen_cases import (

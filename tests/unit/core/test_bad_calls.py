@@ -13,8 +13,8 @@ import torch
 import nsa_sel
 from nsa_sel import Selection
 from nsa_sel.errors import ArgumentError, BackendError, CacheFull, ConfigError, NsaSelError
+from tests.helpers.calls import B, Dk, Dv, G, S, S_kv, Wrong, assert_in_order, call, h, message_of
 from tests.helpers.policy_cases import H100, LONG
-from tests.helpers.wrong_calls import B, Dk, Dv, G, S, S_kv, Wrong, assert_in_order, call, h, message_of
 
 
 def ranges(*shape: int) -> torch.Tensor:

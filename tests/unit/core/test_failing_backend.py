@@ -14,7 +14,7 @@ from nsa_sel.backends import sdpa_packed
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Backend, Limits
 from nsa_sel.errors import BackendError
-from tests.helpers.public_calls import PINNED, call_forced, check, last, problem
+from tests.helpers.calls import PINNED, call_forced, check, last, problem
 
 pytestmark = pytest.mark.usefixtures("plain_cpu")
 

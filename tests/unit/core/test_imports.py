@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import nsa_sel
-from tests.helpers.paths import ROOT
+from tests.helpers.files import ROOT
 
 LINKED = ("backends", "policies", "configs", "bench")
 KERNEL_FRAMEWORKS = ("torch", "triton", "numba", "cupy")

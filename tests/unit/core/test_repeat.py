@@ -16,7 +16,7 @@ from nsa_sel import Selection, compressed_attention, selection_attention
 from nsa_sel.core import attend, choose, transforms
 from nsa_sel.errors import BackendError, NsaSelError
 from tests.helpers.cases import assert_forward, make_qkv
-from tests.helpers.choose_cases import SMALL
+from tests.helpers.choose import SMALL
 
 
 def selection_of(S: int = 8, n: int = 2, **options: Any) -> Selection:

@@ -15,7 +15,7 @@ from nsa_sel.core.shared_keys import as_rows, call_of_rows
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 from tests.helpers.cases import assert_forward, assert_gradients, make_blocks, make_grads, make_qkv
-from tests.helpers.parity import check_both, check_deterministic, check_poison
+from tests.helpers.checks import check_both, check_deterministic, check_poison
 
 CPU = ("sdpa-packed", "numba")
 

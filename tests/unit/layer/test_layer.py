@@ -23,11 +23,11 @@ from nsa_sel.layer import NSASelection, block_scores
 from nsa_sel.projection import copy_wide, fits_wide, split_columns
 from nsa_sel.rotary import rotate
 from nsa_sel.selection import Selection
-from tests.helpers import nsa_reference
+from tests.helpers import layer as nsa_reference
 from tests.helpers.cases import make_qkv
-from tests.helpers.graphs import captured, no_waiting, replayed
-from tests.helpers.layer_kernels import check_rotation
-from tests.helpers.poison import new_memory_is_nan
+from tests.helpers.checks import new_memory_is_nan
+from tests.helpers.gpus import captured, no_waiting, replayed
+from tests.helpers.layer import check_rotation
 
 SMALL: dict[str, Any] = {"window": 6, "compress_block": 8, "compress_stride": 4, "block_size": 8, "n": 4}
 SIZES: dict[str, tuple[int, int, int, int, int | None, dict[str, Any]]] = {  # width, G, h, Dk, Dv, options

@@ -20,8 +20,8 @@ from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import ArgumentError, BackendError, CacheFull
 from nsa_sel.quantize import STORED, stored
 from tests.helpers.cases import assert_within_twice_baseline
-from tests.helpers.graphs import captured, no_waiting, replayed
-from tests.helpers.layer_cache import SIZES, Model, few_bits, make_layer, poison, short_numbers, with_stored_keys
+from tests.helpers.gpus import captured, no_waiting, replayed
+from tests.helpers.layer import SIZES, Model, few_bits, make_layer, poison, short_numbers, with_stored_keys
 
 
 def hidden(model: Model, *shape: int) -> Tensor:

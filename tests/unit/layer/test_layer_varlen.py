@@ -23,10 +23,10 @@ from nsa_sel import (
 from nsa_sel.backends._window import packed
 from nsa_sel.compression import BlockMean
 from nsa_sel.errors import ArgumentError
-from tests.helpers import nsa_reference
-from tests.helpers.graphs import no_waiting
+from tests.helpers import layer as nsa_reference
+from tests.helpers.calls import each_of, refused
+from tests.helpers.gpus import no_waiting
 from tests.helpers.varlen_cases import hide_bounds
-from tests.helpers.wrong_calls import each_of, refused
 
 LENGTHS = (5, 0, 1, 27, 8, 18)
 SPARE = 3

@@ -19,9 +19,9 @@ from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.settings.config import settings_for
 from nsa_sel.telemetry.events import tallies
 from nsa_sel.three_branches import Inputs
-from tests.helpers import nsa_reference
-from tests.helpers.layer_kernels import by_autograd, check_deltas, check_gate, check_gate_parts, gated
-from tests.helpers.wrong_calls import each_of, refused
+from tests.helpers import layer as nsa_reference
+from tests.helpers.calls import each_of, refused
+from tests.helpers.layer import by_autograd, check_deltas, check_gate, check_gate_parts, gated
 
 SMALL: dict[str, Any] = {
     "window": 6, "compress_block": 8, "compress_stride": 4, "block_size": 8, "n": 4, "first": 1, "local": 2

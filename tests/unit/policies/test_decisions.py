@@ -19,7 +19,7 @@ from nsa_sel.policies import guards
 from nsa_sel.settings.config import settings_for
 from nsa_sel.telemetry.describe import describe
 from nsa_sel.telemetry.log import decision_events, read_decisions
-from tests.helpers.paths import DATA
+from tests.helpers.files import DATA
 from tests.helpers.policy_cases import (
     A100,
     CPU,

@@ -28,9 +28,9 @@ from nsa_sel.settings import tuned
 from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.tuned import shape_of
 from nsa_sel.telemetry.describe import describe
+from tests.helpers.calls import counted
 from tests.helpers.cases import make_blocks, make_qkv
-from tests.helpers.events import counted
-from tests.helpers.graphs import captured, no_waiting, replayed
+from tests.helpers.gpus import captured, no_waiting, replayed
 from tests.helpers.policy_cases import H200, SHORT, UNKNOWN, replace
 
 MODEL = "{{host: 0, terms: {{{term}: {price}, {term}-wide: {price}}}, rows: 1, median_error: 0, worst_error: 0}}"

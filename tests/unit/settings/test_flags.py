@@ -21,9 +21,9 @@ from nsa_sel.core.request import DeviceInfo, Request, example_choice, example_re
 from nsa_sel.errors import BackendError, ConfigError
 from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.flags import FLAGS
+from tests.helpers.calls import Wrong, assert_in_order, call, message_of
 from tests.helpers.cases import make_qkv
 from tests.helpers.policy_cases import A100, CPU, H100, LONG, OFFERS, RTX4090, SHORT, UNKNOWN, codes, replace, toy
-from tests.helpers.wrong_calls import Wrong, assert_in_order, call, message_of
 
 PINNED = """
 provenance: "numbers of the tests, whatever the profiles say"

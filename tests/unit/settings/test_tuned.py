@@ -26,7 +26,7 @@ from nsa_sel.settings.schema import KernelConfig, Way
 from nsa_sel.settings.tuned import stamp_of
 from nsa_sel.telemetry.describe import describe
 from tests.helpers.cases import make_qkv, make_spans
-from tests.helpers.damage import OF_THE_FILE, OF_THE_FOLDER
+from tests.helpers.files import OF_THE_FILE, OF_THE_FOLDER
 from tests.helpers.policy_cases import H100, H200, SHORT, replace
 from tests.helpers.tune_cases import FORWARD, OTHER, key, one_problem_job, result, times, write
 

@@ -23,7 +23,7 @@ from nsa_sel.errors import ArgumentError, NsaSelError
 from nsa_sel.settings import tuned
 from nsa_sel.settings.warmup import warmup
 from tests.helpers.cases import make_qkv, make_spans
-from tests.helpers.paths import ROOT
+from tests.helpers.files import ROOT
 from tests.helpers.policy_cases import H200, SHORT, replace
 from tests.helpers.tune_cases import times
 
