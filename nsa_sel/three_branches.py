@@ -118,7 +118,7 @@ def _compressed(part: Inputs, options: Options, needs: bool, again: bool = False
         call = choose.decided_choice(q, k, v, rule, scale, None, decision, request, bounds).call
         return run.gradients_and_delta(call, decision, o, gated.lse, gated.do, None)
 
-    return Pass(o, lse, gradients), None if again else Selection.from_ranges(*ranges, rule.block_size, disjoint=True)
+    return Pass(o, lse, gradients), None if again else Selection.from_ranges(ranges[0], rule.block_size, disjoint=True)
 
 
 def _selected(part: Inputs, options: Options, needs: bool, selection: Selection) -> Pass:
