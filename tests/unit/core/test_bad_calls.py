@@ -179,16 +179,6 @@ def test_use_backend_checks_the_name_on_entry(name: str, meant: str) -> None:
     assert_in_order(str(caught.value), (f"{name!r} (use_backend) is unknown", f"did you mean {meant!r}?", "Allowed: ", "Remedy: "))
 
 
-@pytest.mark.usefixtures("no_kernel")
-def test_debugging_refuses_overlaps_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
-    overlapping = torch.tensor([[0, 5], [3, 9]]).expand(B, S, G, 2, 2)
-    message = message_of(Wrong("overlap", call(selection=overlapping)))
-    assert_in_order(message, ("selection row (b=0, s=0, g=0) is [[0, 5], [3, 9]]", "overlapping", "Remedy: call selection.merge()"))
-    made_before = Selection(overlapping)
-    assert "overlapping" in message_of(Wrong("overlap", call(selection=made_before)))
-
-
 def every_error() -> list[NsaSelError]:
     """One of each class, of those with a signature of their own also by keywords and with a decision."""
     words = ("x", 3, "y", "do")
