@@ -312,7 +312,12 @@ def with_count(
     kind = kind_of(request, device)
     count = _counts.get(kind)
     if counts and (count is None or not count.use()):
-        if not _matters(request, device, backend):
+        facts = ("decided by sharing", request.request_class(), device, backend)
+        matters = recall(facts)
+        if matters is None:  # remembered, because a call that is not repeated asks each time
+            matters = decides(request, lambda asked: select(asked, device, backend))
+            remember(facts, matters)
+        if not matters:
             return request, None
         if not may_wait(q):
             count = count or Count(None, 0)  # of which no call is left: the next one asks again
@@ -343,16 +348,6 @@ def countable(request: Request) -> bool:
     """Return True if rows have neighbors and blocks to share; a decoding step has too few tokens for it to matter."""
     sizes = request.B * request.G * request.S_kv * request.n
     return request.S > FEW_TOKENS and request.block_size is not None and request.kind == "attend" and sizes > 0
-
-
-def _matters(request: Request, device: DeviceInfo, backend: str | None) -> bool:
-    """`decides`, remembered: a call that is not repeated asks each time."""
-    facts = ("decided by sharing", request.request_class(), device, backend)
-    found: bool | None = recall(facts)
-    if found is None:
-        found = decides(request, lambda asked: select(asked, device, backend))
-        remember(facts, found)
-    return found
 
 
 def may_wait(q: Tensor) -> bool:
