@@ -9,8 +9,8 @@ from torch import Tensor
 from nsa_sel import by_groups
 from nsa_sel.attention import selection_attention
 from nsa_sel.bench.core.cases import make_selection, text_case
+from nsa_sel.core.call import Rule
 from nsa_sel.core.check import check_scale
-from nsa_sel.core.choose_call import Rule
 from nsa_sel.selection import Selection
 from nsa_sel.three_branches import Inputs as Given
 from nsa_sel.three_branches import Options

@@ -22,7 +22,7 @@ from nsa_sel.bench.core.caches import Cache
 from nsa_sel.bench.core.cases import CHOICE, LAYERS, Case, layer_selection, make_selection
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.tune.committed_rows import WAYS, digest, read_rows
-from nsa_sel.core.choose_call import Rule
+from nsa_sel.core.call import Rule
 from nsa_sel.core.request import SHARING_TOKENS, Request, phase_of_format
 from nsa_sel.policies.cost import gathers, modelled, work_of
 from nsa_sel.selection import Selection

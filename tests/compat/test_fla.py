@@ -170,6 +170,14 @@ def test_patches_undone_in_any_order_put_back_flas_own(order: tuple[int, ...]) -
     assert [*(module.parallel_nsa for module in modules), model.forward] == own
 
 
+def test_undo_leaves_what_another_library_put_over_the_patch(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    undo, another = patch_fla(), lambda *_: None
+    monkeypatch.setattr(layers, "parallel_nsa", another)
+    undo()
+    assert layers.parallel_nsa is another
+
+
 def test_flas_layer_runs_on_nsa_sel(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     layer = layers.NativeSparseAttention(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
+from nsa_sel.core.choose_call import ChooseCall
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -16,7 +17,6 @@ import nsa_sel
 from nsa_sel import Selection, choose_blocks, compressed_attention, infllm_selection, moba_selection
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Offer
-from nsa_sel.core.choose_call import ChooseCall
 from nsa_sel.core.decide import forget_decisions
 from nsa_sel.core.decision import Decision, Override
 from nsa_sel.core.request import example_choice

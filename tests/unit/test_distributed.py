@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from nsa_sel import NSAttention
-from nsa_sel.core.choose_call import Rule
+from nsa_sel.core.call import Rule
 from nsa_sel.distributed import (
     Exchange,
     check_ranks,

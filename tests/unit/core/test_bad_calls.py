@@ -100,7 +100,7 @@ CALLS = [
     Wrong("backend a number", call(backend=3), ("backend is 3", "the name of a backend")),
     Wrong("backend a list", call(backend=["numba"]), ("backend is ['numba']", "the name of a backend")),
     Wrong("backend for GPUs", call(backend="triton-group"),
-          ("'triton-group', forced by argument, refuses", "device.kind is cpu", "TRITON_INTERPRET=1"), BackendError),
+          ("'triton-group', forced by argument, refuses", "The tensors are on cpu", "TRITON_INTERPRET=1"), BackendError),
 ]  # fmt: skip
 SELECTIONS = [
     Wrong("block_size 0", lambda: Selection.from_ranges(ranges(1, 1, 1, 1, 2), 0),

@@ -305,10 +305,12 @@ def test_the_ops_pass_opcheck(backend: str, device: str) -> None:
 def test_the_ops_of_windows_pass_opcheck() -> None:
     q, k, v, _ = problem(9, 1, 1, B=1)
     do, dlse = make_grads(q, v)
-    for lse, bounds in ((True, None), (False, torch.tensor([0, 3, 8]))):
-        torch.library.opcheck(OPS.window_chunks.default, (q, k, v, 4, 0.25, lse, bounds), test_utils=ALL_CHECKS)
-        inputs = (do, dlse if lse else None, q.detach(), k.detach(), v.detach(), 4, 0.25, lse, bounds)
-        torch.library.opcheck(OPS.window_chunks_backward.default, inputs, test_utils=ALL_CHECKS)
+    for with_lse, bounds in ((True, None), (False, torch.tensor([0, 3, 8]))):
+        inputs = (q, k, v, bounds, 4, 0.25, with_lse, True)
+        torch.library.opcheck(OPS.window_forward.default, inputs, test_utils=ALL_CHECKS)
+        o, lse = OPS.window_forward(*(x.detach() for x in (q, k, v)), *inputs[3:])
+        inputs = (do, dlse if with_lse else None, q.detach(), k.detach(), v.detach(), o, lse, *inputs[3:-1])
+        torch.library.opcheck(OPS.window_backward.default, inputs, test_utils=ALL_CHECKS)
 
 
 @pytest.mark.parametrize("backend", TRITON)

@@ -262,7 +262,7 @@ def test_attention_and_its_explanation_need_no_extra() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "forward   sdpa-packed" in done.stdout
-    assert "package numba is not installed; pip install 'nsa-sel[cpu]'" in done.stdout
+    assert "Package numba is not installed. Run pip install 'nsa-sel[cpu]'" in done.stdout
 
 
 MAIN = "from nsa_sel.__main__ import main; main()"

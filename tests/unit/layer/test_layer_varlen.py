@@ -132,8 +132,8 @@ def test_wrong_choices(changes: dict[str, Any], fragments: tuple[str, ...]) -> N
 @pytest.mark.usefixtures("cheapest_backend")
 def test_opcheck_of_packed_batches() -> None:
     inputs = random((1, 9, 1, 2, 16), (1, 1, 1, 16), (1, 1, 1, 16))
-    arguments = (*inputs, [8, 4, 8, 4, 1, 2], 9, 0.25, None, None, True, torch.tensor([0, 8, 8, 9]), 8)
-    torch.library.opcheck(torch.ops.nsa_sel.choose.default, arguments)
+    arguments = (*inputs, None, torch.tensor([0, 8, 8, 9]), [8, 4, 8, 4, 1, 2], 9, 0.25, None, 8, True)
+    torch.library.opcheck(torch.ops.nsa_sel.choose_forward.default, arguments)
 
 
 # The layer
