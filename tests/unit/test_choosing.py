@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
-from nsa_sel.core.choose_call import ChooseCall
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -17,6 +16,7 @@ import nsa_sel
 from nsa_sel import Selection, choose_blocks, compressed_attention, infllm_selection, moba_selection
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Offer
+from nsa_sel.core.call import ChooseCall
 from nsa_sel.core.decide import forget_decisions
 from nsa_sel.core.decision import Decision, Override
 from nsa_sel.core.request import example_choice
@@ -447,4 +447,5 @@ def test_one_graph_with_gradients() -> None:
 def test_opcheck(needs_grad: bool) -> None:
     call = make_choose_call(WHOLE)
     inputs = [x.detach().requires_grad_(needs_grad) for x in (call.q, call.k, call.v)]
-    torch.library.opcheck(torch.ops.nsa_sel.choose.default, (*inputs, list(SMALL), 50, 0.25, None, None, needs_grad))
+    arguments = (*inputs, None, None, list(SMALL), 50, 0.25, None, None, needs_grad)
+    torch.library.opcheck(torch.ops.nsa_sel.choose_forward.default, arguments)
