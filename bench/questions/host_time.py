@@ -2,19 +2,19 @@
 
     python -m nsa_sel.bench.questions.host_time --out bench/results/h200/overhead.jsonl
 
-Tensors are tiny, so that the host is the bottleneck. Every backend is measured, and "nothing": a stand-in that returns new tensors and
-computes nothing. All parts of a backend take turns in one process. A round gives each part one median of many calls; differences and
-ratios are taken within a round, so that other load on the machine hits both sides.
+Tensors are tiny, so that the host is the bottleneck. Every backend is measured, and "nothing": a stand-in that returns
+new tensors and computes nothing. All parts of a backend take turns in one process. A round gives each part one median
+of many calls; differences and ratios are taken within a round, so that other load on the machine hits both sides.
 
 Parts, in microseconds:
-    call                   the whole call, of a selection that keeps its plans; with gradients, torch.autograd.grad of it
-    call, new              the same from block indices: `Selection.from_blocks`, the plans and the call, as where a model chooses anew
+    call                   the whole call, of a selection that keeps its plans; with gradients, its torch.autograd.grad
+    call, new              the same from block indices: `Selection.from_blocks`, the plans and the call
     backend                the backend's functions alone
     node                   with gradients: an autograd node that runs the backend and nothing else
     beyond the backend     call - backend, or call - node with gradients
-    further call           what each call beyond the first takes, from functions of nine calls and of one: with gradients, what a layer of a
-                           model takes, as one backward pass runs all layers. "further call, new": from block indices
-    ..., calling thread    under torch.autograd.set_multithreading_enabled(False): backward passes run on the thread that calls
+    further call           each call beyond the first, from functions of nine calls and of one: with gradients, what a
+                           layer of a model takes. "further call, new": from block indices
+    ..., calling thread    under torch.autograd.set_multithreading_enabled(False)
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ from rich.progress import track
 from torch import Tensor
 
 from nsa_sel.attention import selection_attention
-from nsa_sel.bench.core import environment, markdown
+from nsa_sel.bench.core import markdown, store
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.command_line import Device, device_of, echo, program
-from nsa_sel.bench.core.contenders import PACKED
-from nsa_sel.bench.core.parity import Problem, make_problem
+from nsa_sel.bench.core.contenders import PACKED, Problem, make_problem
 from nsa_sel.bench.core.store import Row, as_lines, write_whole
 from nsa_sel.cli.output import output_file
 from nsa_sel.core import registry
@@ -124,7 +123,10 @@ def _chain(backend: str | None, selection: Callable[[], Selection]) -> Callable[
 
 
 def _whole(problem: Problem, work: Callable[..., Tensor], calls: int = 1) -> Callable[[], Any]:
-    """The forward, or with gradients both passes, of so many calls. Each has its own k and v, as layers do, or gradients would be added."""
+    """The forward, or with gradients both passes, of so many calls.
+
+    Each has its own k and v, as layers do, or gradients would be added.
+    """
     _, q, k, v, do = problem
     own = [x.detach().clone().requires_grad_(x.requires_grad) for _ in range(calls - 1) for x in (k, v)]
     inputs = (q, k, v, *own)
@@ -170,7 +172,10 @@ def on_calling_thread() -> AbstractContextManager[Any]:
 
 
 def microseconds(work: Callable[[], Any], calls: int, synchronize: Callable[[], None]) -> float:
-    """Median host time of one call, not counting the wait for what it queued. A mean would count other load on the core."""
+    """Median host time of one call, not counting the wait for what it queued.
+
+    A mean would count other load on the core.
+    """
     synchronize()
     marks = [time.perf_counter_ns()]
     for _ in range(calls):
@@ -231,11 +236,13 @@ def main(
     backends: Annotated[str, typer.Option(help=f"{NOTHING}, {CHOSEN} or backends, comma-separated; by default all")] = "",
     S: Annotated[int, typer.Option("--S", min=1, help="rows of a call")] = CASE.S,
 ) -> None:
-    """Time the stand-in, the policy's choice, and every backend that takes the call, by name; print a table and write the rows."""
+    """Time the stand-in, the policy's choice, and every backend that takes the call, by name; print a table and write
+    the rows.
+    """
     output_file("--out", out, make_folder=True)
     where = device_of(device)
     torch.set_num_threads(1)  # waking threads for tiny tensors would take longer than the work
-    facts = {**environment.stamp(where), "threads": 1}
+    facts = {**store.stamp(where), "threads": 1}
     rows, case = list[Row](), case_of(where, S)
     for name in backends.split(",") if backends else (NOTHING, CHOSEN, *registry.backends()):
         for needs_grad in (False, True):

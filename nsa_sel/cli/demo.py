@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.attention import selection_attention
-from nsa_sel.bench.core import baselines, cases, timing
+from nsa_sel.bench.core import cases, contenders, timing
 from nsa_sel.cli.output import terminal_columns
 from nsa_sel.cli.tensor_file import Problem, read_problem
 from nsa_sel.core.call import device_info, request_of
@@ -159,11 +159,11 @@ def run(setting: Setting, advance: Advance = lambda what, done: None) -> Result:
     problem, decision, rows = setting
     q, k, v, selection, q_pos, facts = problem
     do = torch.randn(*q.shape[:-1], v.shape[-1], generator=torch.Generator().manual_seed(0)).to(q)
-    mask = baselines.token_mask(selection, k.shape[2], q_pos)
+    mask = contenders.token_mask(selection, k.shape[2], q_pos)
     chosen = str(decision.forward) if decision.forward == decision.backward else f"{decision.forward} + {decision.backward}"
     candidates: dict[str, tuple[Row, Attend]] = {
         chosen: (Row(name=chosen, policy_choice=True), _attend_by(problem, None)),
-        DENSE: (Row(name=DENSE), lambda q, k, v: (baselines.dense_causal_sdpa(q, k, v, kernel="any"), None)),
+        DENSE: (Row(name=DENSE), lambda q, k, v: (contenders.dense_causal_sdpa(q, k, v, kernel="any"), None)),
     }
     refused = {}
     for name in (verdict.backend for verdict in decision.verdicts if verdict.backend != chosen):
@@ -174,7 +174,7 @@ def run(setting: Setting, advance: Advance = lambda what, done: None) -> Result:
             reasons = next(verdict.forward + verdict.backward for verdict in forced.verdicts if verdict.backend == name)
             refused[name] = "; ".join(dict.fromkeys(reason.words for reason in reasons if reason.kind != "slower"))
 
-    candidates[MASKED] = Row(name=MASKED), lambda q, k, v: (baselines.masked_sdpa(q, k, v, mask), None)
+    candidates[MASKED] = Row(name=MASKED), lambda q, k, v: (contenders.masked_sdpa(q, k, v, mask), None)
 
     advance("float64 oracle", 0.0)
     position = torch.arange(k.shape[2] - q.shape[1], k.shape[2]).expand(q.shape[:2]) if q_pos is None else q_pos.cpu()
@@ -258,7 +258,7 @@ def _time(candidates: list[tuple[Row, Attend]], problem: Problem, do: Tensor, ad
         advance("timing", 0.4 + 0.6 * done / ROUNDS[device])
         for _, _, call, times in work:
             if sum(times) < share and time.perf_counter() - began < 2 * TIMING_SECONDS[device]:
-                times.append(timing.one_call(call, device))
+                times.append(timing.call_times(call, 1, device)[0])
     for row, field, _, times in work:
         if times:
             setattr(row, field, Spread(*timing.spread(times)[:3], len(times)))

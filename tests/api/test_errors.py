@@ -33,7 +33,7 @@ def every_error() -> list[NsaSelError]:
 
 @pytest.mark.parametrize("round_trip", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
 def test_errors_survive_copies_and_pickles(round_trip: Callable[[NsaSelError], NsaSelError]) -> None:
-    for module in ("tune.runner", "core.parity"):  # declare some
+    for module in ("tune.kernel_configs", "core.peers"):  # declare some
         importlib.import_module(f"nsa_sel.bench.{module}")
     errors = every_error()
     declared = {

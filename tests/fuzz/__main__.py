@@ -15,7 +15,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from nsa_sel.bench.core import environment
+from nsa_sel.bench.core import store
 from nsa_sel.settings.flags import CACHE_FLAG
 from tests.fuzz import checks
 from tests.fuzz.generators import GPU_STEP, case
@@ -39,7 +39,7 @@ def main() -> int:
     step, until = STEP if options.device == "cpu" else GPU_STEP, time.time() + options.seconds
     parts = [(first, min(step, last - first), options.device, options.kind, until) for first in range(options.first, last, step)]
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-    made = {"commit": environment.commit(), "python": platform.python_version(), "versions": versions}
+    made = {"commit": store.commit(), "python": platform.python_version(), "versions": versions}
     # What the workers find, as tests do: no flags, nothing tuned (but compiled kernels on a GPU), and on a CPU Triton's interpreter.
     cache = os.environ.get(CACHE_FLAG) if options.device == "cuda" else None
     for name in [name for name in os.environ if name.startswith("NSA_")]:

@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nsa_sel.bench.core.caches import Cache, named
-from nsa_sel.bench.core.cases import prefill
-from nsa_sel.bench.questions.paged_caches import serving_cases
+from nsa_sel.bench.core.cases import Cache, prefill, serving_cases, with_cache
 from nsa_sel.bench.tune import cost_fit
 from nsa_sel.policies.cost import work
 
@@ -74,8 +72,7 @@ def test_rows_of_other_contenders_are_skipped() -> None:
     for field, value in (("backend", "dense-cudnn"), ("direction", "fwd+bwd")):
         assert not cost_fit.is_cost_row({**row, field: value})
     assert not cost_fit.is_cost_row({"kernel": "tile", "bytes": 1})
-    assert not cost_fit.is_cost_row({**row, "command": "python -m nsa_sel.bench.questions.packed_batches --out rows.jsonl"})
-    assert cost_fit.is_cost_row({**row, "command": "pytest tests/bench/test_packed_batches.py"})
+    assert not cost_fit.is_cost_row({**row, "distribution": "packed"})
 
 
 def test_quantized_caches_have_models_of_their_own() -> None:
@@ -87,7 +84,7 @@ def test_quantized_caches_have_models_of_their_own() -> None:
         assert amounts["read"] == plain["read"] / (2 if cache.quantized else 1)
         ms = sum(price * amounts[term] for term, price in planted.items()) * (1 if cache.quantized else 3)
         times = dict.fromkeys(("ms_median", "ms_p20", "ms_p80"), ms)
-        rows.append({**case._asdict(), "direction": "decode", "backend": named(backend, cache), **times})
+        rows.append({**case._asdict(), "direction": "decode", "backend": with_cache(backend, cache), **times})
     models = cost_fit.models(rows)
     assert set(models) == {f"{backend}/{phase}" for phase in ("decode", "decode-e4m3", "tokens", "tokens-e4m3")}
     few, many = models[f"{backend}/decode-e4m3"], models[f"{backend}/tokens-e4m3"]

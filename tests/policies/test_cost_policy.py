@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nsa_sel.bench.core.cases import Case
-from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.core.store import H100_RESULTS, Row
 from nsa_sel.bench.tune import cost_fit, regret
-from nsa_sel.bench.tune.committed_rows import H100_RESULTS, cost_rows
-from nsa_sel.bench.tune.cost_fit import TERMS
+from nsa_sel.bench.tune.cost_fit import TERMS, committed_rows
 from nsa_sel.core.backend import Backend, Limits, Offer, PolicyInput
 from nsa_sel.core.decision import Decision, Override, load_policy, make_decision
 from nsa_sel.core.registry import backends
@@ -193,7 +192,7 @@ def prediction_errors(rows: list[Row], of: Settings) -> dict[tuple[str, str], li
 @pytest.mark.parametrize("left_out", [("models-moba-16k", "models-moba-random-16k"), ("models-moba-32k",)])
 def test_visits_of_whole_blocks_are_predicted_where_rows_are_left_out(left_out: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost_fit, "sharing_of", lambda case: SIMILAR)  # takes no part, and seconds to count
-    rows = [row for found in cost_rows(cost_fit.is_cost_row, H100_RESULTS).values() for row in found if row["backend"] == BLOCK]
+    rows = [row for found in committed_rows(cost_fit.is_cost_row, H100_RESULTS).values() for row in found if row["backend"] == BLOCK]
     out = [row for row in rows if row["case"] in left_out]
     found = cost_fit.models([row for row in rows if row not in out])
     errors = prediction_errors(out, settings(costs=Costs(provenance="fitted", dtypes=("bfloat16",), models=found)))

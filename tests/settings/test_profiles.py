@@ -15,10 +15,8 @@ import pytest
 
 import nsa_sel.core.decide
 from nsa_sel.bench import tables
-from nsa_sel.bench.core.environment import ROOT
-from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.core.store import ROOT, Row, read_rows
 from nsa_sel.bench.threshold_optimizer import faster_by, length_pairs, thresholds
-from nsa_sel.bench.tune.committed_rows import read_rows
 from nsa_sel.bench.tune.derive import PROFILES, evidence, length_rows, render, threshold, words
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Reason
