@@ -47,7 +47,7 @@ test-one-thread: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) -m 'not gpu and not slow and not thorough' \
 	-k 'not triton and not cuda and not imports and (numba or not (test_cpu_backends or test_attend)) and (inductor or not test_compile)' \
 	tests/contract/test_attend.py tests/backends/test_cpu_backends.py tests/backends/test_numba_cpu.py tests/backends/test_sdpa_packed.py tests/backends/test_sdpa_paths.py \
-	tests/core/test_compile.py tests/core/test_training.py
+	tests/unit/core/test_compile.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -57,7 +57,7 @@ lint: $(STAMP)
 venv: $(STAMP)
 
 lane-sm80 lane-sm86 lane-sm89 lane-sm90 lane-sm100 lane-sm120: lane-%: $(STAMP)
-	$(BIN)/python -m pytest tests/policies/test_lanes.py -k $*
+	$(BIN)/python -m pytest tests/unit/policies/test_lanes.py -k $*
 
 package: $(STAMP)
 	$(BIN)/python -m build
@@ -65,13 +65,13 @@ package: $(STAMP)
 GPU_TEST = PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" NSA_TEST_TRITON_SEL=1 $(PYTHON) -m pytest $(shell $(PYTHON) -c 'import xdist' 2>/dev/null && printf '%s' '-n 8')
 
 gpu-test: need-gpu
-	$(GPU_TEST) -m gpu tests/backends/test_every_kernel_gpu.py tests/policies/test_lanes.py
+	$(GPU_TEST) -m gpu tests/backends/test_every_kernel_gpu.py tests/unit/policies/test_lanes.py
 
 gpu-test-full: need-gpu
 	$(GPU_TEST) -m 'gpu and not slow'
 
 gpu-lane: need-gpu
-	$(GPU_TEST) -m gpu tests/policies/test_lanes.py
+	$(GPU_TEST) -m gpu tests/unit/policies/test_lanes.py
 
 sanitize: need-gpu
 	PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" NSA_TEST_TRITON_SEL=1 $(PYTHON) -m pytest -m 'gpu and slow' tests/backends/test_cupy_cuda_gpu.py

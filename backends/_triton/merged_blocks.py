@@ -37,8 +37,8 @@ def merge_kernel(
     M.
 
     Grid: one program per row. Locals are [ENTRIES].
-    Blocks past the row's limit are dropped, because a row must not be listed for a tile that it does not see: its q and
-    do may be NaN, and 0 * NaN would reach dk.
+    Blocks before key 0 and past the row's limit are dropped. The former have no bit, and a row must not be listed for a
+    tile that it does not see: its q and do may be NaN, and 0 * NaN would reach dk.
     """
     NOWHERE: tl.constexpr = 2147483647
     EACH: tl.constexpr = WIDTH // BLOCK
@@ -48,7 +48,7 @@ def merge_kernel(
     i = tl.arange(0, ENTRIES)
     start = tl.load(ranges + (row * N + i) * 2, mask=i < N, other=0)
     end = tl.load(ranges + (row * N + i) * 2 + 1, mask=i < N, other=0)
-    key = tl.sort(tl.where((end > start) & (start < limit), start // BLOCK, NOWHERE).to(tl.int32))
+    key = tl.sort(tl.where((start >= 0) & (end > start) & (start < limit), start // BLOCK, NOWHERE).to(tl.int32))
     real = key != NOWHERE
     tile = key // EACH
     first = real & ((i == 0) | (tl.gather(tile, tl.maximum(i - 1, 0), 0) != tile))

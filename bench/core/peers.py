@@ -112,7 +112,7 @@ def _flex(problem: Problem) -> Ready:
         return chosen[b, row, key // unit] & (key <= row + S_kv - S)
 
     mask = create_block_mask(sees, B * G, None, S, S_kv, device=device, _compile=device.type == "cuda")
-    attend: Callable[..., Any] = flex_attention if device.type != "cuda" else torch.compile(flex_attention, dynamic=False)
+    attend: Any = flex_attention if device.type != "cuda" else torch.compile(flex_attention, dynamic=False)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         heads = q.permute(0, 2, 3, 1, 4).flatten(0, 1)  # [B*G,h,S,Dk]

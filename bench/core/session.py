@@ -105,14 +105,11 @@ def parity(call: Attend, problem: Problem, wanted: Sample, strict: bool = True) 
         WrongResult: a gross error, or values that were not written, or not to 0.
     """
     q, k, v = (x.detach() for x in problem[1:4])
+    leaves, gradients, errors = [x.requires_grad_(bool(wanted.gradients)) for x in (q, k, v)], tuple[Tensor, ...](), list[float]()
     with new_memory_holds_nan(strict):
-        if not wanted.gradients:
-            o, gradients = call(q, k, v), ()
-        else:
-            leaves = [x.requires_grad_() for x in (q, k, v)]
-            o = call(*leaves)
+        o = call(*leaves)
+        if wanted.gradients:
             gradients = torch.autograd.grad(o, leaves, wanted.do)
-    errors = []
     if gradients:
         errors.append(checked_error("dq", gradients[0][: wanted.entries, wanted.rows], wanted.gradients[0]))
         for name, mine, exact in zip(("dk", "dv"), gradients[1:], wanted.gradients[1:], strict=True):

@@ -141,7 +141,7 @@ def flex_window(S: int, S_kv: int, device: str, window: int = WINDOW) -> Callabl
         return (key <= row + start) & (key > row + start - window)
 
     mask = create_block_mask(near, None, None, S, S_kv, device=device, _compile=device == "cuda")  # S x S_kv is never in memory
-    attend: Callable[..., Any] = torch.compile(flex_attention, dynamic=False, fullgraph=True) if device == "cuda" else flex_attention
+    attend: Any = torch.compile(flex_attention, dynamic=False, fullgraph=True) if device == "cuda" else flex_attention
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         o = attend(q.flatten(2, 3).transpose(1, 2), k, v, block_mask=mask, enable_gqa=q.shape[3] > 1)

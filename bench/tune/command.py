@@ -142,7 +142,7 @@ def plan(backend: str | None, way: Way | None, sizes: Sizes, *, quick: bool, dry
             raise ArgumentError("nsa-sel tune", value, "a CUDA device", "Triton needs a GPU; --dry-run lists the work")
         for reason in registry.missing(backend or TUNED[0]):
             raise ArgumentError(reason.field, reason.actual, str(reason.required), reason.remedy)
-    cases = CASES[:1] if quick else CASES
+    cases: tuple[Case, ...] = CASES[:1] if quick else CASES
     if any(sizes):
         given = {name: value for name, value in sizes._asdict().items() if value}
         lengths = given.pop("L", [CASES[0].L])

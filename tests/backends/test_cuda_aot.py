@@ -318,7 +318,7 @@ def test_what_fails_leaves_no_part_of_a_file(monkeypatch: pytest.MonkeyPatch, ke
 
 @needs_nvrtc
 def test_without_a_home_every_process_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it warns of, and once, tests/settings/test_tuned.py shows."""
+    """What it warns of, and once, tests/unit/settings/test_tuned.py shows."""
     monkeypatch.setattr(compiler, "cache_folder", lambda: None)
     monkeypatch.setattr(compiler, "compile_source", lambda *arguments: (b"code", ""))
     assert compiler.cubin("combine.cu", COMBINE, "sm_80") == b"code"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends._triton.key_to_rows import key_to_rows as key_to_rows_by_triton
+from nsa_sel.backends._triton.merged_blocks import merged
 from nsa_sel.backends.cupy_cuda import key_to_rows
 from nsa_sel.core import registry
 from nsa_sel.core.call import Call
@@ -156,3 +157,12 @@ def test_lists_are_those_of_triton(S: int, S_kv: int, section: int, n: int, bloc
         ends = theirs.ends.view(-1, theirs.stretches)[:, -1]
         assert torch.equal(begins[1:], ends.long())
         assert torch.equal(entries[: int(begins[-1])], theirs.entries[: int(begins[-1])])
+
+
+def test_merged_small_blocks_leave_out_blocks_before_key_0() -> None:
+    ranges = torch.tensor([[[-4, 0], [4, 8]], [[-8, -4], [0, 0]]])[None, :, None]
+    call = call_of(1, 2, 1, 16, Selection(ranges, 4, disjoint=True))
+    tiles, bits = merged(call, 16)
+    assert tiles.selection.ranges.squeeze().tolist() == [[0, 16], [0, 0]]
+    assert bits is not None
+    assert bits.squeeze()[0] == 0b10

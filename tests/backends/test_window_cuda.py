@@ -15,12 +15,12 @@ from nsa_sel.backends import window_cuda, window_triton
 from nsa_sel.backends.cupy_cuda import arithmetic, compiler, launch, window
 from nsa_sel.core import registry
 from nsa_sel.core.call import WindowCall
-from tests.api.test_window import inputs_of, results
 from tests.helpers import emulate
 from tests.helpers.aot import TARGETS
 from tests.helpers.cases import make_qkv
 from tests.helpers.cuda_aot import compiled, needs_nvrtc
 from tests.helpers.policy_cases import H200
+from tests.helpers.windows import inputs_of, results
 
 ALL = {"forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu"}
 FITTING = {  # B, S, S_kv, G, h, Dk, Dv

@@ -1,4 +1,4 @@
-"""Sliding windows by Hopper's kernels on a GPU: parity, NaN, and what they leave to Triton. tests/api/test_window_gpu.py has the rest."""
+"""Sliding windows by Hopper's kernels on a GPU: parity, NaN, and what they leave to Triton. tests/unit/test_window.py has the rest."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from nsa_sel.backends import window_cuda, window_triton
 from nsa_sel.backends.cupy_cuda import window as cuda
 from nsa_sel.core import registry
 from nsa_sel.core.call import WindowCall, device_info
-from tests.api.test_window import check, inputs_of
 from tests.helpers.cases import make_grads
 from tests.helpers.gpus import needs, needs_hopper
 from tests.helpers.poison import new_memory_is_nan
+from tests.helpers.windows import check, inputs_of
 
 pytestmark = [pytest.mark.gpu, needs("cupy-cuda"), needs_hopper]
 SHAPES = {  # B, S, S_kv, G, h, Dk, Dv, window

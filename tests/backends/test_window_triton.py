@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 from unittest.mock import Mock
@@ -17,11 +16,11 @@ from nsa_sel import sliding_window_attention, window_kernels
 from nsa_sel.backends import window_triton
 from nsa_sel.core import registry
 from nsa_sel.errors import BackendError
-from tests.api.test_window import check, inputs_of, masked_softmax, results
-from tests.helpers.cases import assert_within_twice_baseline, gradient_terms, make_grads
+from tests.helpers.cases import make_grads
 from tests.helpers.poison import new_memory_is_nan
+from tests.helpers.windows import check, check_packed, inputs_of, results
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/api/test_window_gpu.py runs the kernels")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/unit/test_window.py runs the kernels")
 
 # name: B, S, S_kv, G, h, Dk, Dv, window
 SHAPES = {
@@ -157,36 +156,3 @@ def test_chunks_run_what_kernels_fail_for(monkeypatch: pytest.MonkeyPatch, broke
     monkeypatch.setattr(window_triton, broken, Mock(side_effect=kernel))
     results(sliding_window_attention, inputs, window, True, return_lse=True)
     getattr(window_triton, broken).assert_called()
-
-
-def check_packed(cu_seqlens: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    """Each sequence is held to the oracle as if it were alone; padding, which holds NaN, gets zeros, and lse = -inf."""
-    inputs, window = inputs_of(shape, dtype, device)
-    do, dlse = make_grads(inputs[0], inputs[2])
-    q, k, v = (x.detach() for x in inputs)
-    for x in (q, do, dlse, k.transpose(1, 2), v.transpose(1, 2)):
-        x[:, cu_seqlens[-1] :] = math.nan
-    inputs = tuple(x.requires_grad_() for x in (q, k, v))
-    bounds = window_kernels.packed_bounds(torch.tensor(cu_seqlens, device=device), q.shape[1])
-    with new_memory_is_nan():
-        o, lse = window_kernels.attend(*inputs, window, 0.3, bounds)
-        dq, dk, dv = torch.autograd.grad((o, lse), inputs, (do, dlse))
-    found = o, lse, dq, dk.transpose(1, 2), dv.transpose(1, 2)
-
-    def alone(own: tuple[Tensor, ...], rows: slice) -> tuple[Tensor, ...]:
-        both = masked_softmax(*own, window, 0.3)
-        dq, dk, dv = torch.autograd.grad(both, own, (do[:, rows].to(own[0]), dlse[:, rows].to(both[1])))
-        return *both, dq, dk.transpose(1, 2), dv.transpose(1, 2)
-
-    for begin, end in itertools.pairwise(cu_seqlens):
-        if begin == end:
-            continue
-        rows = slice(begin, end)
-        own = q[:, rows], k[:, :, rows], v[:, :, rows]
-        exact, baseline = (alone(tuple(x.detach().to(d).requires_grad_() for x in own), rows) for d in (torch.float64, dtype))
-        terms = (0.0, 0.0, *gradient_terms(*(x.detach() for x in own), do[:, rows], 0.3))
-        for name, mine, right, plainly, term in zip(("o", "lse", "dq", "dk", "dv"), found, exact, baseline, terms, strict=True):
-            assert_within_twice_baseline(mine[:, rows], right, plainly, name, term)
-    o, lse, *gradients = (x[:, cu_seqlens[-1] :] for x in found)
-    assert bool((lse == -math.inf).all())
-    assert all(int(torch.count_nonzero(x)) == 0 for x in (o, *gradients))

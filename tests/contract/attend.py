@@ -349,9 +349,12 @@ def check_scale(lane: Lane, scale: float, patch: pytest.MonkeyPatch) -> None:
     close = {"atol": tolerance, "rtol": tolerance * (1 if abs(scale) < 2 else 10)}
     if abs(scale) < 2:
         torch.testing.assert_close(o.cpu().double(), exact[0], **close)
+    assert int(torch.count_nonzero(o[:, 1::3])) == 0
+    assert bool((lse[:, 1::3] == -math.inf).all())
+    if lane.device == "cuda" and abs(scale) > 1e4:  # past what 16-bit kernels resolve: docs/contract.md, "Large logits"
+        return
     torch.testing.assert_close(lse.cpu().double(), exact[1].clamp(max=torch.finfo(torch.float32).max), **close)
     assert torch.equal(o, o[..., :1, :].expand_as(o))
-    assert int(torch.count_nonzero(o[:, 1::3])) == 0
 
 
 def check_decode(lane: Lane, B: int, patch: pytest.MonkeyPatch) -> None:
@@ -471,7 +474,7 @@ PLAIN: dict[str, tuple[Callable[[Lane, Any, pytest.MonkeyPatch], None], Callable
     "matrix": (check_matrix, matrix_of),
     "size": (check_size, sizes_of),
     "dtype": (check_dtype, lambda lane: lane.dtypes),
-    "scale": (check_scale, lambda lane: [0.0, -0.3, 1e9] if not lane.slow else [-0.3, 1e9]),
+    "scale": (check_scale, lambda lane: [-0.3, 1e9] if lane.slow else [0.0, -0.3, 1e9] + [1e4] * (lane.device == "cuda")),
     "decode": (check_decode, lambda lane: [2] if lane.slow else [1, 3, 150] if lane.device == "cuda" else [3]),
     "most-ranges": (check_most_ranges, lambda lane: [] if lane.slow and lane.backend.shares == "blocks" else [2048]),
     "call-keys": (check_keys_of_calls, lambda lane: [] if lane.slow else ["q", "k", "v", "needs-grad"]),

@@ -263,7 +263,7 @@ def bad_arguments() -> None:
 
 
 def the_document_runs() -> None:
-    """Run the code of docs/distributed.md, as tests/docs/test_documents.py does on one rank."""
+    """Run the code of docs/distributed.md, as tests/unit/test_documents.py does on one rank."""
     text = (ROOT / "docs" / "distributed.md").read_text()
     namespace: dict[str, Any] = {"__name__": "document"}
     for number, part in enumerate(text.split("```python\n")[1:], 1):

@@ -26,10 +26,10 @@ from nsa_sel.bench.tune import cost_fit
 from nsa_sel.cli.app import app
 from nsa_sel.errors import ArgumentError, NsaSelError
 from nsa_sel.selection import Selection
-from tests.api.test_window import check, inputs_of
 from tests.helpers.documents import table_lines
 from tests.helpers.examples import load
 from tests.helpers.paths import ROOT
+from tests.helpers.windows import check, inputs_of
 
 # Host time
 
