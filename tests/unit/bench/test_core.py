@@ -109,7 +109,9 @@ def test_random_selections_are_those_of_all_scores_together() -> None:
 
 @pytest.mark.parametrize("alike", [False, True])
 def test_heads_with_selections_of_their_own_force_only_their_own_block(alike: bool) -> None:
-    """With the first and the previous block forced, three blocks would leave nothing to choose, and all heads would agree."""
+    """With the first and the previous block forced, three blocks would leave nothing to choose, and all heads would
+    agree.
+    """
     case = next(case for case in cases.model_cases() if case.case == "models-moba-16k")
     kind = cases.PER_HEAD_ALIKE if alike else cases.PER_HEAD
     case = case._replace(distribution=kind, S=256, S_kv=2048, G=8, block=128, dtype="float32")

@@ -174,7 +174,9 @@ def test_nsa_sel_bench_takes_the_flags_of_the_script(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("instant")
 def test_the_playbooks_commands_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The seeds' names: a CSV of one span a row, one of several, and the threshold with its report; on a CPU numba stands for Triton."""
+    """The seeds' names: a CSV of one span a row, one of several, and the threshold with its report; on a CPU numba
+    stands for Triton.
+    """
     monkeypatch.chdir(tmp_path)
     sizes = ("--N", 8, "--H", 2, "--D", 16, "--Dv", 8, "--L_list", "16,64", "--iters", 5, "--warmup", 1, "--streams", 1)
     for dist, file in (("few", "dense.csv"), ("many,mixed", "varlen.csv")):

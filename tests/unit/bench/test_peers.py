@@ -44,7 +44,9 @@ def refuses(*args):
 
 @pytest.fixture
 def adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write docs/performance.md's adapter and others to the current folder; quick runs have two tiny cases and no usual peers."""
+    """Write docs/performance.md's adapter and others to the current folder; quick runs have two tiny cases and no usual
+    peers.
+    """
     (documented,) = re.findall(
         r"^```python\n(# my_peer\.py\n.*?)^```$", (ROOT / "docs/performance.md").read_text(), re.MULTILINE | re.DOTALL
     )

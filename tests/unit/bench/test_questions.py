@@ -1,4 +1,6 @@
-"""The benches' questions, on a CPU or by made-up rows: host time, parts of a layer, the README's claims, texts of trained models."""
+"""The benches' questions, on a CPU or by made-up rows: host time, parts of a layer, the README's claims, texts of
+trained models.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,9 @@ def times(ms: float) -> dict[str, float]:
 
 
 def test_every_claim_is_measured_beside_dense_attention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """On a GPU where dense attention takes 100 ms, the layer 10 ms and the call 200 ms, and where the training example fails."""
+    """On a GPU where dense attention takes 100 ms, the layer 10 ms and the call 200 ms, and where the training example
+    fails.
+    """
 
     def run(jobs: Any, out: Path, device: str, console: Console) -> list[dict[str, Any]]:
         rows = [row for job in jobs for row in wanted(job)]

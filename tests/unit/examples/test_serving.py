@@ -38,7 +38,10 @@ PAGE_SIZE = 4
 
 
 class TextCache(NSACache):
-    """An NSACache's bookkeeping without its tensors, and the texts of its sequences. `steps`: sequences and most bytes of every step."""
+    """An NSACache's bookkeeping without its tensors, and the texts of its sequences.
+
+    `steps`: sequences and most bytes of every step.
+    """
 
     def __init__(self, pages: int) -> None:
         super().__init__(1, pages, PAGE_SIZE, 1, 1, compress_block=4, compress_stride=4, window=4, device="cpu")
@@ -126,7 +129,10 @@ def test_a_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_requests_and_cancellations_lose_nothing(seed: int) -> None:
-    """Texts begin alike, with pages for few of them; half of the runs share prefixes. Steps have the sizes of an engine's graphs."""
+    """Texts begin alike, with pages for few of them; half of the runs share prefixes.
+
+    Steps have the sizes of an engine's graphs.
+    """
     chance = random.Random(seed)
     limits = {"running": chance.randint(1, 9), "chunk": chance.randint(2, 20), "prefixes": seed % 2 * chance.randint(1, 20)}
     them = scheduler(pages=chance.randint(6, 20), waiting=1000, **limits)
