@@ -1,4 +1,4 @@
-"""The gated sum and its backward pass in plain PyTorch, with the same functions as `nsa_sel.backends._triton.gate` for
+"""The gated sum and its backward pass in plain PyTorch, with the same functions as `nsa_sel.backends._triton.elementwise` for
 GPUs."""
 
 from __future__ import annotations

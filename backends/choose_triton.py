@@ -1,30 +1,41 @@
 """choose-triton: attention to compressed keys, importance without storing p, and top n without sorting.
 
 Forward kernels:
-    _triton/choose_attention.py   o and lse
-    _triton/importance.py         block scores from q, k and lse, as NSA defines them
-    _triton/block_scores.py       block scores for other pools: the maximum, or logits
-    _triton/choose_pages.py       all of these for a few new tokens over compressed keys in pages
-    _triton/top_n.py              the best blocks
+    _triton/runs.py            o and lse
+    _triton/choose_scores.py   block scores from q, k and lse, as NSA defines them (importance), or for other pools
+    _triton/choose_pages.py    all of these for a few new tokens over compressed keys in pages
+    _triton/ranges.py          the best blocks
 Scores and top n run on a chunk of rows at a time, so that the scores of all rows are never in memory.
-Backward: dq in _triton/choose_attention.py, dk and dv in _triton/choose_dkdv.py. The selection itself has no gradient.
+Backward: dq in _triton/runs.py, dk and dv in _triton/choose_dkdv.py. The selection itself has no gradient.
 A compressed key must not cover more pieces than a block has (rule.reach <= rule.pieces).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa_sel.backends._triton import choose_attention, choose_dkdv, choose_pages
+from nsa_sel.backends._triton import choose_dkdv, choose_pages, runs
 from nsa_sel.backends._triton.arguments import narrow_suffix
-from nsa_sel.backends._triton.block_scores import block_scores
-from nsa_sel.backends._triton.choose_rows import heads_of
-from nsa_sel.backends._triton.importance import importance
+from nsa_sel.backends._triton.choose_rows import (
+    Sizes,
+    bounds_of,
+    by_tma,
+    dims_of,
+    heads_of,
+    key_descriptors,
+    programs_of,
+    sizes_of,
+    strides_of,
+    value_descriptor,
+)
+from nsa_sel.backends._triton.choose_scores import block_scores, importance
+from nsa_sel.backends._triton.kernel import Kernel
+from nsa_sel.backends._triton.ranges import top_n
 from nsa_sel.backends._triton.tiles import MIN_TILE
-from nsa_sel.backends._triton.top_n import top_n
 from nsa_sel.core.arguments import range_dtype
 from nsa_sel.core.choose_call import NSA_POOL, ChooseCall
 from nsa_sel.settings.schema import KernelConfig
@@ -89,8 +100,21 @@ def attention(call: ChooseCall) -> tuple[Tensor, Tensor]:
     B, S, G, h, _ = call.q.shape
     o = call.q.new_empty(B, S, G, h, call.v.shape[3])
     lse = call.q.new_empty(B, S, G, h, dtype=torch.float32)
-    choose_attention.forward(call, o, lse, config_of(call, "choose/forward"))
+    if lse.numel():
+        kernel, programs, inputs, sizes = _tiles(runs.forward_kernel, call, config_of(call, "choose/forward"))
+        kernel.launch(programs, (*inputs, o, lse), (strides_of(call), sizes, call.scale_log2()))
     return o, lse
+
+
+def _tiles(function: Any, call: ChooseCall, config: KernelConfig) -> tuple[Kernel, int, tuple[Any, ...], Sizes]:
+    """Return a kernel over tiles of rows, its grid, the tensors that it reads, and its sizes."""
+    kernel = runs.run_kernel(function, dims_of(call), call.rule, config)
+    descriptors: tuple[Any, ...] = (None, None, None)
+    if by_tma(call, config):
+        dims = kernel.constants["dims"]
+        descriptors = *key_descriptors(call, dims, config.block_l), value_descriptor(call, dims, config.block_l)
+    inputs = (call.q, *descriptors, call.k, call.v, call.q_pos, *bounds_of(call), None)
+    return kernel, programs_of(call, config.rows), inputs, sizes_of(call, kernel.constants["TQ"])
 
 
 def log_sum_exp(call: ChooseCall) -> Tensor:
@@ -165,5 +189,8 @@ def dq(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     positive."""
     B, S, G, h = lse.shape
     gradient, facts = torch.empty_like(call.q, memory_format=torch.contiguous_format), lse.new_empty(B, G, 2, S, h)
-    choose_attention.dq(call, o, lse, do, dlse, gradient, facts, config_of(call, "choose/dq"))
+    if lse.numel():
+        kernel, programs, inputs, sizes = _tiles(runs.dq_kernel, call, config_of(call, "choose/dq"))
+        numbers = (strides_of(call), do.stride()[:4], sizes, call.scale, call.scale_log2())
+        kernel.launch(programs, (*inputs, o, lse, do, dlse, gradient, None, facts), numbers)
     return gradient, facts

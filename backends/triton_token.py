@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_sel.backends._buffers import temporary
-from nsa_sel.backends._common import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.backends._triton import arguments
 from nsa_sel.backends._triton.combine import combine, multiprocessors, split_parts
 from nsa_sel.backends._triton.dkdv import key_value_gradients
@@ -22,6 +20,8 @@ from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.rows import count_keys, locate_row, positions_of, row_limit, share_of, walk_ranges
 from nsa_sel.backends._triton.softmax import LN_2, LOG2_E, LOWEST, reciprocal
 from nsa_sel.backends._triton.tiles import key_pointers, load_columns, row_pointers
+from nsa_sel.backends.launcher.buffers import temporary
+from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.core.call import Call
 from nsa_sel.settings.schema import KernelConfig
 

@@ -23,7 +23,7 @@ from nsa_sel.bench.core.session import able, run
 from nsa_sel.bench.core.store import H200_ROWS, Row, first_line, read_rows
 from nsa_sel.bench.questions import layer_parts, speed
 from nsa_sel.bench.tables import HEADS, PARTS_FILE, SETTLED, both_passes, indexed, of_part, ours, tokens_per_second, training_pairs
-from nsa_sel.cli.output import output_folder
+from nsa_sel.cli.output import output_file
 from nsa_sel.errors import ArgumentError
 
 LENGTHS = 8192, 32768  # of the layer
@@ -53,7 +53,7 @@ def headline(folder: Path, console: Console) -> str:
     if not PARTS_FILE.exists():
         allowed, remedy = "a checkout, whose bench/results/ holds the rows of the claims", "run it in one, installed with pip install -e"
         raise ArgumentError("nsa-sel bench --headline", "without committed rows", allowed, remedy)
-    folder, here = output_folder("--out", folder), Gains()
+    folder, here = output_file("--out", folder / "rows.jsonl", make_folder=True).parent, Gains()
     for part in (measure_layer, measure_calls, measure_training):
         try:
             here |= part(folder, console)

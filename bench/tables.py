@@ -27,8 +27,7 @@ from nsa_sel.core import registry
 from nsa_sel.core.backend import Offer
 from nsa_sel.core.decision import load_policy, make_decision
 from nsa_sel.core.request import example_request
-from nsa_sel.settings.config import settings_for
-from nsa_sel.settings.devices import GPUS
+from nsa_sel.settings.config import GPUS, settings_for
 from nsa_sel.telemetry.describe import describe
 
 Index = dict[tuple[str, str], dict[str, Row]]  # by case and direction, in the order of the rows; then by backend

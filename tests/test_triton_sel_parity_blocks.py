@@ -10,12 +10,11 @@ import pytest
 import torch
 
 import nsa_sel
-from nsa_sel.backends._replay import kept_plan
-from nsa_sel.backends._triton import arguments, units
-from nsa_sel.backends._triton import block_union as block_union_module
+from nsa_sel.backends._triton import arguments, blocks, units
 from nsa_sel.backends._triton import key_to_rows as key_to_rows_module
-from nsa_sel.backends._triton.block_union import block_union
+from nsa_sel.backends._triton.blocks import block_union
 from nsa_sel.backends._triton.key_to_rows import key_to_rows
+from nsa_sel.backends.launcher.replay import kept_plan
 from nsa_sel.core.call import Call, device_info
 from nsa_sel.errors import BackendError
 from nsa_sel.selection import Selection
@@ -215,13 +214,15 @@ def test_plans_are_shared_and_follow_the_ranges() -> None:
     assert kept_plan(call, ("x",), lambda call: 1).value == 1
 
 
-@pytest.mark.parametrize(("backend", "module"), [("triton-tile", block_union_module), ("triton-group", key_to_rows_module)])
-def test_plans_are_kept_for_positions_too(monkeypatch: pytest.MonkeyPatch, backend: str, module: object) -> None:
+@pytest.mark.parametrize(
+    ("backend", "module", "builder"), [("triton-tile", blocks, "_union_plan"), ("triton-group", key_to_rows_module, "_build")]
+)
+def test_plans_are_kept_for_positions_too(monkeypatch: pytest.MonkeyPatch, backend: str, module: object, builder: str) -> None:
     """Forward, backward and the next layer share them, until the positions are others or written."""
     q, k, v = make_qkv(S=2, G=1, h=1, S_kv=32, requires_grad=True)
     selection, positions = make_blocks(1, 2, 1, 32, 1, 16), torch.tensor([3, 20])
-    built, build = [], module._build  # type: ignore[attr-defined]
-    monkeypatch.setattr(module, "_build", lambda *args: built.append(1) or build(*args))
+    built, build = [], getattr(module, builder)
+    monkeypatch.setattr(module, builder, lambda *args: built.append(1) or build(*args))
 
     def run() -> int:
         built.clear()

@@ -10,7 +10,7 @@ import torch
 
 from nsa_sel.backends import triton_group
 from nsa_sel.backends._triton import dkdv
-from nsa_sel.backends._triton.merged_blocks import merged
+from nsa_sel.backends._triton.blocks import merged
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import BackendError
 from tests.helpers.cases import make_blocks, make_call, make_qkv

@@ -16,17 +16,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_sel.backends._buffers import temporary, unwritten
 from nsa_sel.backends._slices import slices
 from nsa_sel.backends._triton import arguments
+from nsa_sel.backends._triton.blocks import merged
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.key_to_rows import KeyToRows, list_start
-from nsa_sel.backends._triton.merged_blocks import merged
 from nsa_sel.backends._triton.rows import load_range, row_limit
-from nsa_sel.backends._triton.slices import Slices, slices_of
 from nsa_sel.backends._triton.softmax import LOG2_E, add_product, dot, p_and_ds, split_products
 from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, row_pointers, store_columns, store_split
 from nsa_sel.backends._triton.units import (
+    Slices,
     Unit,
     highest_limit,
     list_tile,
@@ -34,10 +33,12 @@ from nsa_sel.backends._triton.units import (
     most_parts,
     piece_bounds,
     plan_within,
+    slices_of,
     tile_width,
     units,
     workspace_beside_plan,
 )
+from nsa_sel.backends.launcher.buffers import temporary, unwritten
 from nsa_sel.core.call import Call
 from nsa_sel.settings.schema import KernelConfig
 
@@ -58,7 +59,7 @@ def partial_dkdv_kernel(
     part_dq: if not None, receives each (entry, head)'s share of dq.
     WHOLE: every entry's range covers its tile up to the causal clamp. Only the first BLOCK_L rows of a list then need a
     mask, because rows ascend; with explicit q_pos, all rows of the tile's own list do.
-    bits: if not None, which blocks of BLOCK keys a range selects within its tile (merged_blocks.py).
+    bits: if not None, which blocks of BLOCK keys a range selects within its tile (blocks.py).
     """
     S, S_kv, G = sizes
     piece = tl.program_id(0) // TILES

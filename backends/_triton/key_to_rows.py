@@ -24,13 +24,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_sel.backends._buffers import unwritten
-from nsa_sel.backends._replay import kept_plan
 from nsa_sel.backends._triton.arguments import position_strides, sizes
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.rows import load_range, row_limit
 from nsa_sel.backends._triton.softmax import larger
 from nsa_sel.backends._triton.tiles import tile_size
+from nsa_sel.backends.launcher.buffers import unwritten
+from nsa_sel.backends.launcher.replay import kept_plan
 from nsa_sel.core.call import Call
 from nsa_sel.errors import BackendError
 
@@ -83,6 +83,15 @@ def list_start(ends, number, stretches):
 
 
 @triton.jit
+def run_ends(value, real, i, N: tl.constexpr):
+    """Return which of the sorted `value` [N] are the first and the last of a run of equal ones. i: 0 to N - 1; real: [N],
+    False for padding at the end."""
+    first = real & ((i == 0) | (tl.gather(value, tl.maximum(i - 1, 0), 0) != value))
+    last = real & ((i == N - 1) | (tl.gather(value, tl.minimum(i + 1, N - 1), 0) != value))
+    return first, last
+
+
+@triton.jit
 def _tile_of(
     ranges, q_pos, stride_pos, sizes, e, bg, N: tl.constexpr, REACH: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
@@ -130,8 +139,7 @@ def rank_kernel(
         key = tl.sort(tl.where((tile >= 0) & (e0 + i < e1), tile * SORTED + i, NOWHERE))
         tile = key // SORTED
         real = key != NOWHERE
-        first = real & ((i == 0) | (tl.gather(tile, tl.maximum(i - 1, 0), 0) != tile))
-        last = real & ((i == SORTED - 1) | (tl.gather(tile, tl.minimum(i + 1, SORTED - 1), 0) != tile))
+        first, last = run_ends(tile, real, i, SORTED)
         rank = i - tl.associative_scan(tl.where(first, i, 0), 0, larger)
         rank += tl.load(counts + tile.to(tl.int64) * sort.stretches, mask=real, other=0)
         tl.debug_barrier()  # all threads have read their tile's count before its last entry updates it

@@ -1,4 +1,4 @@
-"""Compute row pointers of q, k, v and their gradients, and load and store tiles of their columns.
+"""Tiles of rows and keys: pointers to rows, loads and stores of their columns, and TMA descriptors (sm_90 and newer).
 
 Strides are tuples in elements: (b, s, g, h) of q-like tensors, (b, g, n) of k and v, (b, s) of positions
 (`arguments.Strides`). A head dim such as 192 takes two column tiles, BLOCK_D = 128 and BLOCK_REST = 64 wide; BLOCK_REST
@@ -7,8 +7,15 @@ Strides are tuples in elements: (b, s, g, h) of q-like tensors, (b, g, n) of k a
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nsa_sel.backends._triton.kernel import REMEMBERED
+from nsa_sel.backends.launcher.cuda_driver import bind_context, thread
 
 MIN_TILE = 16  # the smallest side of a tensor-core operand
 
@@ -98,3 +105,37 @@ def store_split(rows, x, x_rest, exists, D: tl.constexpr, BLOCK_REST: tl.constex
     store_columns(rows, x, exists, 0, D)
     if BLOCK_REST > 0:
         store_columns(rows, x_rest, exists, x.shape[1], D)
+
+
+class CheckedDescriptor(TensorDescriptor):  # type: ignore[misc]
+    """A TensorDescriptor without Triton's checks, which would repeat those of `arguments.tma_fits`."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
+def descriptor(x: Tensor, block_l: int, width: int) -> CheckedDescriptor:
+    """Return a descriptor of k or v for tiles of block_l keys of one batch entry and group, `width` columns wide."""
+    return _descriptor(x, [1, 1, block_l, width])
+
+
+def row_descriptor(x: Tensor, tokens: int, width: int) -> CheckedDescriptor:
+    """Return a descriptor of x [B,S,G,h,D] for tiles of `tokens` rows with all heads of a (b, g), `width` columns
+    wide."""
+    return _descriptor(x, [1, tokens, 1, x.shape[3], width])
+
+
+def _descriptor(x: Tensor, tile: list[int]) -> CheckedDescriptor:
+    if x.get_device() not in thread.bound:
+        bind_context(x.get_device())  # Triton's launcher encodes the descriptor before it binds a context
+    return CheckedDescriptor(x, x.shape, x.stride(), tile)
+
+
+def aligned(x: Tensor) -> bool:
+    """Return whether the base and all strides but the last (which is 1) are multiples of 16 bytes, as TMA requires."""
+    return x.numel() > 0 and x.data_ptr() % 16 == 0 and _strides_fit(x.stride(), x.element_size())
+
+
+@functools.lru_cache(REMEMBERED)
+def _strides_fit(strides: tuple[int, ...], size: int) -> bool:
+    return not any(n * size % 16 for n in strides[:-1])

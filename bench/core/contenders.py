@@ -19,7 +19,7 @@ import nsa_sel
 from nsa_sel.bench.core.cases import Case, make_inputs, make_selection
 from nsa_sel.core.registry import backends as registered
 from nsa_sel.core.registry import fallback
-from nsa_sel.errors import ArgumentError
+from nsa_sel.errors import ArgumentError, closest
 from nsa_sel.selection import Selection
 
 DENSE = "dense-cudnn"  # full causal attention by cuDNN: no backend of ours
@@ -139,9 +139,11 @@ def of_framework(framework: str) -> list[str]:
 
 def named(backends: str) -> list[Contender]:
     """Return contenders by comma-separated names. Raises ArgumentError for a name that no backend has."""
-    unknown = [name for name in backends.split(",") if name not in (*registered(), DENSE)]
-    if unknown:
-        raise ArgumentError("--backends", ", ".join(unknown), f"{', '.join(registered())}, {DENSE}, comma-separated", "pass some of these")
+    for name in backends.split(","):
+        if name not in (*registered(), DENSE):
+            close = closest(name, (*registered(), DENSE))
+            value = f"{name!r} (did you mean {close}?)" if close else repr(name)
+            raise ArgumentError("--backends", value, f"{', '.join(registered())}, {DENSE}, comma-separated", "pass some of these")
     return [dense() if name == DENSE else ours(name) for name in backends.split(",")]
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from nsa_sel.bench.core.cases import Case
-from nsa_sel.cli.output import regular
+from nsa_sel.cli.output import output_file
 from nsa_sel.errors import ArgumentError
 from nsa_sel.settings import private
 from nsa_sel.settings.flags import COMMIT_FLAG
@@ -164,8 +164,7 @@ def of_last_environment(rows: Iterable[Row]) -> list[Row]:
 
 def write_whole(file: Path, text: str) -> None:
     """Replace a file atomically. Raises ArgumentError for a device or a FIFO."""
-    file = regular("the output", file)
-    file.parent.mkdir(parents=True, exist_ok=True)
+    file = output_file("the output", file, make_folder=True)
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         unfinished.write_text(text)

@@ -40,7 +40,7 @@ from nsa_sel.selection import Selection
 from nsa_sel.window import sliding_window_attention
 
 if TYPE_CHECKING:
-    from nsa_sel.distributed.cut import Cut
+    from nsa_sel.distributed.slices import Cut
 
 Attend = Callable[..., Any]
 
@@ -107,7 +107,7 @@ def selected(case: Case, ranks: int, rank: int, device: str, count: bool, order:
 
 
 def _cut(case: Case, ranks: int, order: str) -> Cut:
-    from nsa_sel.distributed.cut import Cut
+    from nsa_sel.distributed.slices import Cut
 
     return Cut(case.S // (1 + (order == BOTH_ENDS)), ranks, order == BOTH_ENDS)
 

@@ -162,7 +162,7 @@ def _choosing(device: DeviceInfo, settings: Settings, way: Way) -> Iterator[Row]
         request = cost_fit.request_of(case, None, way == "backward")
         asked = PolicyInput(request, device, settings, "backward" if way == "backward" else "forward")
         for name, backend in registry.backends("choose").items():
-            runs = not registry.missing(name) and not within_limits(asked, Offer(backend))
+            runs = not registry.missing(name) and not list(within_limits(asked, Offer(backend)))
             covered = backend.cost_terms and modelled(backend, request, way == "backward")
             if runs and covered and not (backend.slow and case.S > MAX_ROWS):
                 yield {**case._asdict(), "direction": DIRECTIONS[way], "backend": name, "launches": ""}

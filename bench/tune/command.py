@@ -15,7 +15,7 @@ from nsa_sel.bench.tune.tuned_file import Run
 from nsa_sel.core import registry
 from nsa_sel.core.call import device_info
 from nsa_sel.core.request import DeviceInfo
-from nsa_sel.errors import ArgumentError
+from nsa_sel.errors import ArgumentError, closest
 from nsa_sel.settings import tuned
 from nsa_sel.settings.schema import WAYS, Costs, Settings, Threshold, Way
 
@@ -132,7 +132,9 @@ def plan(backend: str | None, way: Way | None, sizes: Sizes, *, quick: bool, dry
         ArgumentError: a bad option, or no GPU to measure on.
     """
     if backend is not None and backend not in TUNED:
-        raise ArgumentError("--backend", repr(backend), ", ".join(TUNED), "name a Triton backend: the others have no kernel configs")
+        close = closest(backend, TUNED)
+        value = f"{backend!r} (did you mean {close}?)" if close else repr(backend)
+        raise ArgumentError("--backend", value, ", ".join(TUNED), "name a Triton backend: the others have no kernel configs")
     if sizes.dtype == "float64":
         raise ArgumentError("--dtype", sizes.dtype, "float16, bfloat16, float32", "Triton backends take no float64 on a GPU")
     here = torch.cuda.is_available()

@@ -20,7 +20,7 @@ from nsa_sel.bench.core.store import CPU_ROWS, DIRECTIONS, H100_RESULTS, H200_RE
 from nsa_sel.bench.threshold_optimizer import faster_by
 from nsa_sel.bench.tune import cost_fit
 from nsa_sel.settings import tuned
-from nsa_sel.settings.devices import GPUS
+from nsa_sel.settings.config import GPUS
 from nsa_sel.settings.schema import Costs, Evidence, KernelConfig, Side, Source, Threshold
 
 RESULTS = {"h100": H100_RESULTS, "h200": H200_RESULTS}

@@ -24,8 +24,7 @@ from nsa_sel.core.decide import countable, decides
 from nsa_sel.core.decision import Decision, load_policy, make_decision
 from nsa_sel.core.ranges import sample_rows, sampled_sharing
 from nsa_sel.core.request import DeviceInfo, Request
-from nsa_sel.settings.config import settings_for
-from nsa_sel.settings.devices import GPUS
+from nsa_sel.settings.config import GPUS, settings_for
 from nsa_sel.settings.schema import Settings
 
 CLOSE = 0.10  # within which a choice counts as right

@@ -17,7 +17,7 @@ from nsa_sel.backends.specs import launch_class, tile_columns
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.policies.cost import BYTES
 from nsa_sel.settings.config import profile_for, settings_for, shipped_configs
-from nsa_sel.settings.schema import KernelConfig, Settings, Way
+from nsa_sel.settings.schema import KernelConfig, PowerOfTwo, Settings, Way
 from nsa_sel.settings.tuned import Key, bucket_of_length, class_of_heads
 
 BLOCK = 64  # keys per block of the problems' selections
@@ -59,10 +59,10 @@ class Space(NamedTuple):
     kernel: str
     way: Way
     problems: tuple[str, ...]
-    block_l: tuple[int, ...]
-    warps: tuple[int, ...]
+    block_l: tuple[PowerOfTwo, ...]
+    warps: tuple[PowerOfTwo, ...]
     stages: tuple[int, ...]
-    rows: tuple[int, ...] = ()  # (): the committed value, which the kernel ignores
+    rows: tuple[PowerOfTwo, ...] = ()  # (): the committed value, which the kernel ignores
     loads: tuple[Loads, ...] = ("pointer",)
     keys_per_warp: tuple[int, int] = (16, 64)  # least and most of a step: fewer leave a warp idle, more spill registers
     rows_per_warp: tuple[int, int] = (16, 32)  # the same for query rows, which replace keys where `rows` is given
@@ -74,7 +74,8 @@ class Space(NamedTuple):
 
 
 BLOCKS, RANGES = ("real-blocks", "random-blocks"), ("real-ranges", "random-ranges")
-STEPS, IN_BLOCKS = (16, 32, 64, 128, 256), (16, 32, 64)
+STEPS: tuple[PowerOfTwo, ...] = (16, 32, 64, 128, 256)
+IN_BLOCKS: tuple[PowerOfTwo, ...] = (16, 32, 64)
 
 
 def _many_rows(kernel: str, way: Way, loads: tuple[Loads, ...] = ("pointer",)) -> Space:

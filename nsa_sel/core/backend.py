@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -227,7 +227,7 @@ class PolicyInput(NamedTuple):
         return "decode" if self.direction == "forward" and self.request.S == 1 else self.direction
 
 
-Check = Callable[[PolicyInput, Offer], tuple[Reason, ...]]
+Check = Callable[[PolicyInput, Offer], Iterable[Reason]]
 
 
 class Policy(NamedTuple):

@@ -24,7 +24,7 @@ import msgspec
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.errors import ConfigError, warn
 from nsa_sel.settings import private
-from nsa_sel.settings.config import by_way, check_costs, check_kernel, shipped_configs
+from nsa_sel.settings.config import by_way, shipped_configs
 from nsa_sel.settings.flags import CACHE_FLAG
 from nsa_sel.settings.schema import Costs, KernelConfig, Settings, Threshold, Way
 from nsa_sel.telemetry import events
@@ -47,10 +47,6 @@ class Stamp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     triton: str | None
     nsa_sel: str
     kernels: str
-
-    def digest(self) -> str:
-        """Return the part of the file name that identifies the environment."""
-        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:12]
 
     def differences(self, other: Stamp) -> list[str]:
         """Return the fields in which `other` differs, with both values, as "torch was 2.8, is 2.9"."""
@@ -168,7 +164,7 @@ def file_of(stamp: Stamp) -> Path:
     folder = cache_folder()
     if folder is None:
         raise ConfigError("the cache folder", None, CACHE_FOLDERS, f"set {CACHE_FLAG}")
-    return folder / "tuned" / f"{_file_prefix(stamp.device, stamp.sm)}-{stamp.digest()}.json"
+    return folder / "tuned" / f"{_file_prefix(stamp.device, stamp.sm)}-{hashlib.sha256(msgspec.json.encode(stamp)).hexdigest()[:12]}.json"
 
 
 def _file_prefix(name: str, sm: int | None) -> str:
@@ -242,11 +238,8 @@ def parse(data: bytes, name: str) -> tuple[TunedFile, TunedTable]:
         if result.kernel not in committed:
             raise ConfigError(name, result.kernel, ", ".join(committed), RETUNE)
         if result.winner is not None:
-            check_kernel(name, result.kernel, result.winner, RETUNE)
             kernels.setdefault((result.key.shape, result.key.way), {})[result.kernel] = result.winner
     min_length = {way: threshold.value for way, threshold in file.thresholds.items() if threshold.value is not None}
-    if file.costs is not None:
-        check_costs(name, file.costs, RETUNE)
     return file, TunedTable(name, hashlib.sha256(data).hexdigest()[:12], data, kernels, min_length, file.costs)
 
 

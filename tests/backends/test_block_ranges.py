@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from nsa_sel import Selection
-from nsa_sel.backends._triton import block_ranges as kernels
+from nsa_sel.backends._triton import ranges as kernels
 from nsa_sel.backends._triton.kernel import Kernel
 from nsa_sel.core import ranges as ranges_module
 from nsa_sel.core.arguments import whole_blocks

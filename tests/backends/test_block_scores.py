@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from nsa_sel.backends import choose_torch, choose_triton
-from nsa_sel.backends._triton.block_scores import block_scores
+from nsa_sel.backends._triton.choose_scores import block_scores
 from nsa_sel.core.choose_call import ChooseCall, Pool, Rule
 from nsa_sel.selection import Selection
 from tests.helpers.choose_cases import make_choose_call

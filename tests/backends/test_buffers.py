@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import nsa_sel
-from nsa_sel.backends import _buffers
-from nsa_sel.backends._buffers import unwritten
+from nsa_sel.backends.launcher import buffers
+from nsa_sel.backends.launcher.buffers import unwritten
 from nsa_sel.core import registry
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
@@ -69,8 +69,8 @@ def test_a_pass_takes_its_temporaries_from_the_workspace(backend: str, monkeypat
     device = "cuda" if backend == "cupy-cuda" else "cpu"
     q, k, v, selection = problem(device)
     made: list[Tensor] = []
-    real = _buffers.unwritten
-    monkeypatch.setattr(_buffers, "unwritten", lambda *how, **more: made.append(real(*how, **more)) or made[-1])
+    real = buffers.unwritten
+    monkeypatch.setattr(buffers, "unwritten", lambda *how, **more: made.append(real(*how, **more)) or made[-1])
     results(backend, (q, k, v, selection), torch.empty(1 << 20, dtype=torch.uint8, device=device))
     assert made == []
     results(backend, (q, k, v, selection), None)

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from nsa_sel import gating
 from nsa_sel.backends._triton import cache as cache_kernels
-from nsa_sel.backends._triton import compress as compress_kernels
-from nsa_sel.backends._triton import gate
+from nsa_sel.backends._triton import elementwise
 from nsa_sel.cache import NSACache
 from nsa_sel.caching import extend
 from nsa_sel.compression import BlockMLP
@@ -110,7 +109,7 @@ def test_compressed_keys_are_those_of_the_mlp(device: str, dtype: torch.dtype, t
     both = modules(device, dtype)
     of_k, of_v = (tuple(x if x is None else x.detach() for x in module.weights()) for module in both)
     raw, to = step.pools[6:], step.pools[2:4]
-    compress_kernels.compress(raw, keys[:2], step.tensors.covered, step.tensors.first_new, step.tensors.compressed_slot, of_k, of_v, to, 4)
+    cache_kernels.compress(raw, keys[:2], step.tensors.covered, step.tensors.first_new, step.tensors.compressed_slot, of_k, of_v, to, 4)
     extend.append(step.pools, step.tensors, keys)
     slots = step.tensors.compressed_slot[placed]
     rest = torch.ones(len(to[0].flatten(0, 1)), dtype=torch.bool, device=device).index_fill_(0, slots, False)
@@ -127,10 +126,10 @@ def test_rows_without_a_token_give_zero(device: str) -> None:
     branches, gates = torch.randn(3, 2, 3, 2, 5, 24, device=device), torch.rand(2, 3, 2, 5, 3, device=device)
     is_token = torch.tensor([[False, True, True], [False, False, True]], device=device)
     wanted, found = torch.empty_like(branches[0]), torch.full_like(branches[0], math.nan)
-    gate.write_sum(tuple(branches), gates, wanted)
+    elementwise.write_sum(tuple(branches), gates, wanted)
     for x in (*branches, gates):
         x[~is_token] = math.nan
-    gate.write_sum(tuple(branches), gates, found, is_token)
+    elementwise.write_sum(tuple(branches), gates, found, is_token)
     assert torch.equal(found, wanted * is_token[:, :, None, None, None])
     plain = gating.sum_of_tokens(tuple(branches.cpu()), gates.cpu(), is_token.cpu())
     torch.testing.assert_close(plain, found.cpu())

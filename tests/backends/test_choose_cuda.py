@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nsa_sel.backends import choose_cuda, choose_triton
-from nsa_sel.backends._triton import choose_attention, choose_dkdv
+from nsa_sel.backends._triton import choose_dkdv
 from nsa_sel.backends.cupy_cuda import compressed
 from nsa_sel.core.call import device_info
 from nsa_sel.core.choose_call import ChooseCall, Rule
@@ -41,7 +41,7 @@ def on_target(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of CPU tensors are an H200's; what Triton computes is left out."""
     monkeypatch.setattr(choose_cuda, "device_info", lambda device: H200)
     monkeypatch.setattr(choose_triton, "best_blocks", lambda call, lse: None)
-    monkeypatch.setattr(choose_attention, "dq", lambda *_: None)
+    monkeypatch.setattr(choose_triton, "dq", lambda call, o, lse, *_: (call.q, lse.movedim(1, 2).unsqueeze(2)))
     monkeypatch.setattr(choose_dkdv, "dkdv", lambda *_: (None, None))
 
 

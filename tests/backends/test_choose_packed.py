@@ -14,7 +14,7 @@ import triton.language as tl
 from msgspec.structs import replace
 
 from nsa_sel.backends import choose_torch, choose_triton
-from nsa_sel.backends._triton import choose_dkdv, sequences
+from nsa_sel.backends._triton import choose_dkdv, choose_rows
 from nsa_sel.core.choose_call import ChooseCall, Rule
 from tests.helpers.cases import make_grads
 from tests.helpers.choose_cases import SMALL, check_both, check_unread, make_packed_call, oracle, results
@@ -95,8 +95,8 @@ def test_parts_of_the_rows_give_the_same_blocks() -> None:
 @triton.jit
 def sequences_kernel(bounds, found, origin, most, N, TILE: tl.constexpr):
     number = tl.program_id(0)
-    i = sequences.sequence_of(number, bounds, origin, most, N, TILE)
-    begin, end = sequences.span_of(i, bounds, origin, most, N)
+    i = choose_rows.sequence_of(number, bounds, origin, most, N, TILE)
+    begin, end = choose_rows.span_of(i, bounds, origin, most, N)
     tl.store(found + 3 * number, i)
     tl.store(found + 3 * number + 1, begin)
     tl.store(found + 3 * number + 2, end)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_sel.backends._triton.top_n import top_n
+from nsa_sel.backends._triton.ranges import top_n
 from nsa_sel.core import ranges as ranges_module
 from nsa_sel.core.arguments import range_dtype, whole_blocks
 from nsa_sel.core.ranges import sorted_blocks

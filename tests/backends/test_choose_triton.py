@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from nsa_sel.backends import choose_triton
 from nsa_sel.backends._triton import choose_dkdv
-from nsa_sel.backends._triton.importance import importance
+from nsa_sel.backends._triton.choose_scores import importance
 from nsa_sel.core.arguments import whole_blocks
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.ranges import sorted_blocks

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsa_sel import Selection, by_groups, compressed_attention, decisions, gating, use_backend, window_kernels
 from nsa_sel.backends import window_triton
-from nsa_sel.backends._triton import gate
+from nsa_sel.backends._triton import elementwise
 from nsa_sel.core import registry
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.oracle import oracle_mask
@@ -94,7 +94,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The gates and the window run as on a GPU, in the interpreter: all their kernels must."""
     monkeypatch.setattr(gating, "on_gpu", lambda gates: True)
     monkeypatch.setattr(window_kernels, "takes", lambda q, v: True)
-    calls = [(gate, "write_sum"), (gate, "backward"), (window_triton, "forward"), (window_triton, "backward")]
+    calls = [(elementwise, "write_sum"), (elementwise, "backward"), (window_triton, "forward"), (window_triton, "backward")]
     spies = [mock.patch.object(module, name, wraps=getattr(module, name)) for module, name in calls]
     with contextlib.ExitStack() as stack:
         ran = [stack.enter_context(spy) for spy in spies]
@@ -109,7 +109,7 @@ def test_backends_take_gates_with_lse(backend: str, monkeypatch: pytest.MonkeyPa
     come from the backends that have them."""
     monkeypatch.setattr(gating, "WITH_LSE", (torch.float32,))
     chooser = "choose-triton" if backend == "triton-tile" else "choose-torch"
-    with mock.patch.object(gate, "write_deltas", wraps=gate.write_deltas) as deltas:
+    with mock.patch.object(elementwise, "write_deltas", wraps=elementwise.write_deltas) as deltas:
         check(backend, chooser, inputs_of("mixed", torch.float32, "cpu", 40, 1, 2, 16, RULE), RULE, WINDOW)
     assert [x is not None for x in deltas.call_args.args[0]] == [chooser == "choose-triton", False, True]
 

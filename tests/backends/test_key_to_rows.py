@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from nsa_sel.backends._triton.blocks import merged
 from nsa_sel.backends._triton.key_to_rows import key_to_rows as key_to_rows_by_triton
-from nsa_sel.backends._triton.merged_blocks import merged
 from nsa_sel.backends.cupy_cuda import key_to_rows
 from nsa_sel.core import registry
 from nsa_sel.core.call import Call

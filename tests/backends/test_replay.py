@@ -10,21 +10,24 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nsa_sel import decisions, selection_attention
-from nsa_sel.backends import _driver, _replay, cupy_cuda
-from nsa_sel.backends._buffers import unwritten
-from nsa_sel.backends._common import backward_of_any_scale
+from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends.cupy_cuda import block_tiles, key_to_rows, launch, sm90, tensor_map, token_order
+from nsa_sel.backends.launcher import cuda_driver, replay
+from nsa_sel.backends.launcher.buffers import unwritten
+from nsa_sel.backends.launcher.passes import backward_of_any_scale
 from nsa_sel.core import ranges as ranges_module
 from nsa_sel.core import registry
 from nsa_sel.core.call import Call, Workspace
 from nsa_sel.core.transforms import REPEATED
 from nsa_sel.core.warm import reset
+from nsa_sel.errors import BackendError
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from tests.helpers import emulate
@@ -51,7 +54,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def start(handle: int, ctas: int, threads: int, shared: int, *_: Any, **__: Any) -> int:
         source, macros = kernels[handle]
         started.append(source)
-        emulate._library(source, macros).run(ctas, threads, shared, 0, _driver.thread.arguments)
+        emulate._library(source, macros).run(ctas, threads, shared, 0, cuda_driver.thread.arguments)
         return 0
 
     def launch_kernel(handle: int, ctas: int, y: int, z: int, threads: int, *others: int) -> None:
@@ -71,10 +74,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(launch, "_starts_early", lambda device: False)
     monkeypatch.setattr(launch, "function", function)
     monkeypatch.setattr(tensor_map, "_encoded", encoded)
-    monkeypatch.setattr(_driver, "stream_of", lambda device: 0)
-    monkeypatch.setattr(_driver, "_launch", lambda: lambda config, handle, *_: start(handle, *ctas_threads_and_shared(config)))
-    monkeypatch.setattr(_replay, "stream_of", lambda device: 0)
-    monkeypatch.setattr(_replay, "clear", clear)
+    monkeypatch.setattr(cuda_driver, "stream_of", lambda device: 0)
+    monkeypatch.setattr(cuda_driver, "_launch", lambda: lambda config, handle, *_: start(handle, *ctas_threads_and_shared(config)))
+    monkeypatch.setattr(replay, "stream_of", lambda device: 0)
+    monkeypatch.setattr(replay, "clear", clear)
     monkeypatch.setattr(Selection, "_on_gpu", True)  # else it compares ranges with a copy
     tensor_map._encoder.cache_clear()
     return started
@@ -85,12 +88,12 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What was replayed: the number of launches of each."""
     found: list[int] = []
 
-    def play(recording: _replay.Recording, *others: Any) -> Any:
+    def play(recording: replay.Recording, *others: Any) -> Any:
         found.append(len(recording.steps))
         return real(recording, *others)
 
-    real = _replay._play
-    monkeypatch.setattr(_replay, "_play", play)
+    real = replay._play
+    monkeypatch.setattr(replay, "_play", play)
     return found
 
 
@@ -245,9 +248,9 @@ def test_what_differs_runs_as_it_is_written(monkeypatch: pytest.MonkeyPatch, dri
     elif what == "negative scale":
         call.scale = plain.scale = -0.25
     elif what == "a hook":
-        monkeypatch.setattr(_driver, "hooked", lambda: True)
+        monkeypatch.setattr(cuda_driver, "hooked", lambda: True)
     elif what == "refused":
-        monkeypatch.setattr(_driver, "_launch", lambda: lambda *_: 1)
+        monkeypatch.setattr(cuda_driver, "_launch", lambda: lambda *_: 1)
     if what == "expanded do":
         o, lse = cupy_cuda.forward(call)
         do = torch.ones(o.shape[-1], dtype=o.dtype).expand(o.shape)
@@ -263,7 +266,7 @@ def work(call: Call, *given: Any) -> tuple[Tensor, ...]:
     o, lse = unwritten(call.q, 4), unwritten(call.q, 4)
     extra = given[0](call) if given else None
     step = (0, 1, 32, 0, False, None, launch.layout(0, False, 3))
-    _driver.thread.recording.launch(*step, values=(o.data_ptr(), lse.data_ptr(), call.k.data_ptr() if extra is None else extra))
+    cuda_driver.thread.recording.launch(*step, values=(o.data_ptr(), lse.data_ptr(), call.k.data_ptr() if extra is None else extra))
     return o, lse
 
 
@@ -287,19 +290,41 @@ FOREIGN = torch.zeros(64)
 )
 def test_a_recording_tells_what_each_address_is(extra: Any, recorded: bool) -> None:
     call = call_of(0, None)
-    recorder = _replay.Recorder([x.data_ptr() for x in (call.q, call.k, call.v, call.selection.ranges)])
+    recorder = replay.Recorder([x.data_ptr() for x in (call.q, call.k, call.v, call.selection.ranges)])
     with recorder:
         result = work(call, extra)
     assert (recorder.finished(result, False) is not None) == recorded
-    assert _driver.thread.recording is None
+    assert cuda_driver.thread.recording is None
+
+
+@needs_compiler
+def test_debug_triton_names_the_pass_whose_launches_depend_on_more_than_its_class() -> None:
+    known: dict[Any, Any] = {REPEATED: True}
+    constants = [0.5, 0.5, 0.25]
+
+    def forward(call: Call) -> tuple[Tensor, ...]:
+        o = unwritten(call.q, 4)
+        step = (0, 1, 32, 0, False, None, struct.Struct("<Qd"))
+        cuda_driver.thread.recording.launch(*step, values=(o.data_ptr(), constants.pop(0)))
+        return (o,)
+
+    def run(seed: int) -> None:
+        call = call_of(seed, known)
+        call.settings = msgspec.structs.replace(call.settings, debug_triton=True)
+        replay.replayed(call, forward)
+
+    run(0)
+    run(1)
+    with pytest.raises(BackendError, match=r"test_replay.*forward: a pass of one class of calls had constants .*launcher"):
+        run(2)
 
 
 @needs_compiler
 def test_launch_configs_are_kept_for_each_stream() -> None:
     """As the driver takes them: grid, block and shared memory, the stream, and the attribute of an early start."""
-    step = (7, _driver.grid(3, 64, 128), True, _driver.Pointers((0,)), struct.Struct("<q"), _replay._getter([0]))
-    number = next(_replay._numbers)
-    found = [_driver.ready(number, -1, (step,), stream) for stream in (5, 6, 5)]
+    step = (7, cuda_driver.grid(3, 64, 128), True, cuda_driver.Pointers((0,)), struct.Struct("<q"), replay._getter([0]))
+    number = next(replay._numbers)
+    found = [cuda_driver.ready(number, -1, (step,), stream) for stream in (5, 6, 5)]
     assert found[0] is found[2]
     for stream, ((*_, config, function, _, _),) in zip((5, 6), found[:2], strict=True):
         *grid, its_stream, attributes, count = struct.unpack("<7I4xQQI4x", ctypes.string_at(config, 56))
@@ -349,7 +374,7 @@ def cut(call: Call, number: int) -> tuple[Tensor, ...]:
 def test_a_plan_of_a_plan(driver: list[str], played: list[int]) -> None:
     known: dict[Any, Any] = {REPEATED: True}
     for seed in range(5):
-        kept, plain = (_replay.kept_plan(call_of(seed, facts), ("cut",), cut, 15).value for facts in (known, None))
+        kept, plain = (replay.kept_plan(call_of(seed, facts), ("cut",), cut, 15).value for facts in (known, None))
         assert type(kept) is tuple
         assert all(map(torch.equal, kept, plain))
     assert played[-2:] == [1, 2]
@@ -381,7 +406,7 @@ def test_what_was_measured_between_two_passes_is_another_class(driver: list[str]
 @needs_compiler
 def test_a_watch_that_sees_nothing_records_nothing() -> None:
     with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-        recorder = _replay.Recorder([])
+        recorder = replay.Recorder([])
         with recorder:
             pass
     assert recorder.refused
@@ -389,13 +414,13 @@ def test_a_watch_that_sees_nothing_records_nothing() -> None:
 
 @needs_compiler
 def test_old_recordings_make_room(monkeypatch: pytest.MonkeyPatch, driver: list[str]) -> None:
-    monkeypatch.setattr(_replay, "MOST_RECORDINGS", 3)
-    _replay._recordings.clear()
+    monkeypatch.setattr(replay, "MOST_RECORDINGS", 3)
+    replay._recordings.clear()
     facts: list[dict[Any, Any]] = [{REPEATED: True} for _ in range(2)]
     for known in facts:
         for _ in range(3):
             passes(call_of(0, known), 0)
-    held = [sum(isinstance(x, _replay.Recording) for x in known.values()) for known in facts]
+    held = [sum(isinstance(x, replay.Recording) for x in known.values()) for known in facts]
     assert held == [0, 3]
 
 
@@ -417,8 +442,8 @@ def played_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         assert result is not None
         return result
 
-    real = _replay._play
-    monkeypatch.setattr(_replay, "_play", play)
+    real = replay._play
+    monkeypatch.setattr(replay, "_play", play)
     return found
 
 
@@ -447,7 +472,7 @@ def as_written(work: Callable[[], Any]) -> Any:
     """What `work` returns where nothing is recorded."""
     reset()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_replay, "TRIES", 0)
+        patch.setattr(replay, "TRIES", 0)
         patch.setattr(ranges_module, "_classes", {})
         found = work()
     reset()

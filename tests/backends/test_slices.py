@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_sel.backends import _slices
-from nsa_sel.backends._triton import arguments, dkdv, key_to_rows, slices
+from nsa_sel.backends._triton import arguments, dkdv, key_to_rows, units
 from nsa_sel.backends._triton.kernel import Kernel
-from nsa_sel.backends._triton.slices import Slices
+from nsa_sel.backends._triton.units import Slices
 from nsa_sel.core.call import Call
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.core.warm import reset
@@ -87,7 +87,7 @@ def test_a_pair_in_one_slice_gets_the_bits_of_one_plan(monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_too_many_slices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (key_to_rows, slices):
+    for module in (key_to_rows, units):
         monkeypatch.setattr(module, "room", lambda call: 800)
     q, k, v = make_qkv(S=12, G=2, h=2, S_kv=70, requires_grad=True)
     o, _ = attend("triton-tile", q, k, v, make_blocks(1, 12, 2, 70, 4, 16))
@@ -133,7 +133,7 @@ def test_gradients_of_qsa_fit_the_workspace(monkeypatch: pytest.MonkeyPatch, S: 
     call = Call(q, k, v, selection, None, 1.0, config)
     heads = arguments.heads(call)
     with Peak(q, k, v, lse, delta, selection.ranges) as peak:
-        assert slices.slices_of(call, 32) is not None
+        assert units.slices_of(call, 32) is not None
         dk, dv = dkdv.key_value_gradients(call, heads, lse, q, delta, "triton-tile/dkdv")
     assert dk.shape == dv.shape == k.shape
     results = 2 * dk.numel() * dk.itemsize
@@ -152,7 +152,7 @@ def test_slices_give_the_gradients_of_one_plan(
     scores = torch.rand(1, S, G, -(-S // 4), generator=torch.Generator("cuda").manual_seed(0), device="cuda")
     ranges = Selection.from_scores(scores, n, 4, S_kv=S).ranges
     cuts: list[Slices | None] = []
-    monkeypatch.setattr(dkdv, "slices_of", lambda call, width: cuts.append(slices.slices_of(call, width)) or cuts[-1])
+    monkeypatch.setattr(dkdv, "slices_of", lambda call, width: cuts.append(units.slices_of(call, width)) or cuts[-1])
 
     def gradients() -> tuple[Tensor, ...]:
         o, _ = attend(backend, q, k, v, Selection(ranges, 4, disjoint=True))

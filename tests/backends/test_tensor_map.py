@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_sel.backends import _driver
 from nsa_sel.backends.cupy_cuda import tensor_map
+from nsa_sel.backends.launcher import cuda_driver
 from nsa_sel.errors import BackendError
 from nsa_sel.quantize import STORED
 
@@ -23,15 +23,15 @@ class Driver:
         self.status, self.told = status, []  # type: ignore[var-annotated]
 
     def cuTensorMapEncodeTiled(self, at: Any, dtype: int, rank: Any, address: Any, *rest: Any) -> int:
-        assert at.value % _driver.MAP_ALIGNMENT == 0
-        ctypes.memset(at.value, 0xAB, _driver.MAP_BYTES)
+        assert at.value % cuda_driver.MAP_ALIGNMENT == 0
+        ctypes.memset(at.value, 0xAB, cuda_driver.MAP_BYTES)
         self.told.append((dtype, rank.value, address.value, *(list(numbers) for numbers in rest[:4]), rest[4:]))
         return self.status
 
 
 def encoded(monkeypatch: pytest.MonkeyPatch, x: torch.Tensor, driver: Driver) -> bytes:
     monkeypatch.setattr(runtime, "setDevice", lambda device: None)
-    monkeypatch.setattr(_driver, "encode", lambda: driver.cuTensorMapEncodeTiled)
+    monkeypatch.setattr(cuda_driver, "encode", lambda: driver.cuTensorMapEncodeTiled)
     tensor_map._encoder.cache_clear()
     return tensor_map.tensor_map(x, 64, 64)
 

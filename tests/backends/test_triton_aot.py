@@ -42,6 +42,7 @@ THOROUGH = [
 OLDER = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9)
 SPILLS = {
     "forward_ranges_kernel": 16,
+    "forward_small_blocks_kernel": 16,
     "forward_visit": 64,
     "dq_visit": 64,
     "dq_blocks_kernel": 16,
@@ -89,9 +90,8 @@ def test_kernels_fit(targets: str, whole: tuple[str, ...], shared: tuple[str, ..
         names = {kernel["kernel"] for kernel in found if (kernel["backend"], kernel["sm"]) == (backend, sm)}
         by_tma = {kernel["kernel"] for kernel in found if (kernel["backend"], kernel["sm"]) == (backend, sm) and kernel["tma"]}
         assert names | GROUP >= kernels, backend  # the target decides which of the group's kernels run
-        assert names <= kernels | {"combine_kernel", "merge_kernel", "ends_kernel"} | LARGE, (
-            backend
-        )  # few parts, small blocks, small tables
+        small = {"merge_kernel", "forward_small_blocks_kernel", "dq_small_blocks_kernel"}
+        assert names <= kernels | {"combine_kernel", "ends_kernel"} | small | LARGE, backend  # few parts, small tables
         expected = {"triton-group": blocks, "triton-tile": {"forward_kernel", "dq_kernel"}, "triton-block": LARGE & names}
         assert by_tma == (expected.get(backend, set()) if sm >= 90 else set()), backend
 

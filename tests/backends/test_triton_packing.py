@@ -1,4 +1,4 @@
-"""Packed arguments of Triton's kernels (_triton/packing.py), read back at the offsets of the parameters that the PTX declares."""
+"""Packed arguments of Triton's kernels (launcher/packing.py), read back at the offsets of the parameters that the PTX declares."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import nsa_sel
-from nsa_sel.backends import _buffers, _driver, _replay
-from nsa_sel.backends._triton import kernel, packing
+from nsa_sel.backends._triton import kernel
 from nsa_sel.backends._triton import kernel as kernel_module
+from nsa_sel.backends.launcher import buffers, cuda_driver, packing, replay
 from nsa_sel.backends.specs import SPECS
 from nsa_sel.core import registry
 from nsa_sel.core.call import Call
@@ -118,7 +118,7 @@ def pack_every_kernel(h: int, S: int) -> None:
         data = layout.tensors.pack(*values, layout.packed_numbers(arguments[tensors:]))
         wanted = list(passed(arguments))
         assert len(data) == sum(parameters[-1])
-        begin = ctypes.addressof(_driver.thread.arguments)
+        begin = ctypes.addressof(cuda_driver.thread.arguments)
         assert [at - begin for at in layout.pointers.list] == [offset for offset, _ in parameters]
         assert len(parameters) >= len(wanted)
         for (offset, size), value in zip(parameters, wanted, strict=False):
@@ -140,7 +140,7 @@ def replay_every_kernel(h: int, S: int) -> None:
     handles: list[str] = []
     started: list[tuple[int, int, list[int]]] = []
     kept: list[torch.Tensor] = []  # so that no address belongs to two tensors
-    make = _buffers._empty_strided_cpu
+    make = buffers._empty_strided_cpu
 
     def layout_of(compiled: Any, tensors: int) -> Any:
         kinds, meta = list(compiled.src.signature.values()), compiled.metadata
@@ -149,8 +149,8 @@ def replay_every_kernel(h: int, S: int) -> None:
         return packing._layout(len(handles) - 1, 128, 0, parameters, kinds[:tensors], kinds[tensors:], meta.tensordesc_meta)
 
     def start(function: int, ctas: int, threads: int, shared: int, stream: int, pointers: Any, **_: Any) -> int:
-        words = [read(_driver.thread.arguments.raw, offset, size, 0) for offset, size in parameters_of(handles[function]) if size <= 8]
-        maps = [read(_driver.thread.arguments.raw, offset, 8, 0) for offset, size in parameters_of(handles[function]) if size > 8]
+        words = [read(cuda_driver.thread.arguments.raw, offset, size, 0) for offset, size in parameters_of(handles[function]) if size <= 8]
+        maps = [read(cuda_driver.thread.arguments.raw, offset, 8, 0) for offset, size in parameters_of(handles[function]) if size > 8]
         started.append((function, ctas, words + maps))
         return 0
 
@@ -168,17 +168,17 @@ def replay_every_kernel(h: int, S: int) -> None:
         triton.runtime.jit.KernelInterface.__getitem__ = lambda kernel, grid: (
             lambda *arguments, **options: kernel.run(*arguments, grid=grid, warmup=True, **options)
         )
-        kernel.start, kernel.stream_of, _replay.stream_of = start, lambda device: 0, lambda device: 0
-        _driver._launch = lambda: lambda config, function, *_: start(function, ctas_of(config), 0, 0, 0, None)
+        kernel.start, kernel.stream_of, replay.stream_of = start, lambda device: 0, lambda device: 0
+        cuda_driver._launch = lambda: lambda config, function, *_: start(function, ctas_of(config), 0, 0, 0, None)
         kernel.layout_of, kernel.CPU = layout_of, -2
-        _driver.encoded_map = lambda encode, kind, address, *how: (0, struct.pack("<q120x", address))  # type: ignore[assignment]
-        _buffers._empty_strided_cpu = lambda *facts: kept.append(make(*facts)) or kept[-1]
+        cuda_driver.encoded_map = lambda encode, kind, address, *how: (0, struct.pack("<q120x", address))  # type: ignore[assignment]
+        buffers._empty_strided_cpu = lambda *facts: kept.append(make(*facts)) or kept[-1]
         Selection._on_gpu = True  # type: ignore[assignment, method-assign]
         module: Any = registry.load("triton-tile")
         known: dict[Any, Any] = {REPEATED: True}
         runs = [passes(known), passes(known), passes(known), passes(known), passes({})]
     assert not compiled
-    recordings = [x for x in known.values() if isinstance(x, _replay.Recording)]
+    recordings = [x for x in known.values() if isinstance(x, replay.Recording)]
     assert len(recordings) == 4  # forward, backward, the union, the lists
     assert sum(len(x.steps) for x in recordings) == len(runs[-1]) >= 6
     for run in runs[2:4]:
@@ -207,7 +207,7 @@ def main(h: int) -> None:
         told.append(how)
         return 0, MARK
 
-    _driver.encode, _driver.encoded_map = (lambda: None), encode  # type: ignore[assignment]
+    cuda_driver.encode, cuda_driver.encoded_map = (lambda: None), encode  # type: ignore[assignment]
     pack_every_kernel(h, 40)
     replay_every_kernel(h, 40)
     kind, _, sizes, steps, box, swizzle, promotion = told[0]
@@ -235,11 +235,11 @@ def test_a_launch_that_needs_more_than_arguments_has_no_layout(monkeypatch: pyte
             types.SimpleNamespace(metadata=types.SimpleNamespace(**meta | others), src=source, function=7, run=None), 1
         )
 
-    monkeypatch.setattr(_driver, "parameters", lambda function: [(0, 8), (8, 4), (16, 8), (24, 8)])
+    monkeypatch.setattr(cuda_driver, "parameters", lambda function: [(0, 8), (8, 4), (16, 8), (24, 8)])
     assert layout() is not None
     needs = {**dict.fromkeys(plain, 1), "num_ctas": 2, "shared": 10**6}
     assert not any(layout(**{name: value}) for name, value in needs.items())
-    monkeypatch.setattr(_driver, "parameters", lambda function: None)  # of an old driver
+    monkeypatch.setattr(cuda_driver, "parameters", lambda function: None)  # of an old driver
     assert layout() is None
 
 

@@ -15,12 +15,12 @@ from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa_sel.backends import _driver
-from nsa_sel.backends._triton import combine, tma
+from nsa_sel.backends._triton import combine, tiles
 from nsa_sel.backends._triton import kernel as kernel_module
 from nsa_sel.backends._triton.arguments import Strides
 from nsa_sel.backends._triton.kernel import Kernel, number_kinds, tensor_kinds
-from nsa_sel.backends._triton.tma import CheckedDescriptor
+from nsa_sel.backends._triton.tiles import CheckedDescriptor
+from nsa_sel.backends.launcher import cuda_driver
 from nsa_sel.backends.specs import SPECS
 from nsa_sel.core import registry
 from nsa_sel.core.call import Call
@@ -57,7 +57,7 @@ def test_arguments_of_one_kind_take_one_kernel() -> None:
 
 def test_checked_descriptors_pass_the_checks_they_leave_out() -> None:
     x = torch.zeros(2, 3, 64, 40, dtype=torch.bfloat16).transpose(1, 2)[..., :32]
-    mine, own = tma.descriptor(x, 16, 32), TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, 16, 32])
+    mine, own = tiles.descriptor(x, 16, 32), TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, 16, 32])
     assert (mine.base is own.base, [*mine.shape], [*mine.strides]) == (True, own.shape, own.strides)
     assert (mine.block_shape, mine.padding) == (own.block_shape, own.padding)
 
@@ -210,11 +210,11 @@ def test_a_thread_without_a_context_takes_the_one_of_the_device(monkeypatch: pyt
     answers = {"cuCtxGetCurrent": current, "cuDeviceGet": 1, "cuDevicePrimaryCtxRetain": 5}
     names = (*answers, "cuCtxSetCurrent")
     driver = types.SimpleNamespace(**{name: functools.partial(ask, name) for name in names})
-    monkeypatch.setattr(_driver, "_library", lambda: driver)
-    monkeypatch.setattr(_driver.thread, "bound", set())
-    _driver.bind_context(3)
+    monkeypatch.setattr(cuda_driver, "_library", lambda: driver)
+    monkeypatch.setattr(cuda_driver.thread, "bound", set())
+    cuda_driver.bind_context(3)
     assert asked == ([*names, 5] if current is None else ["cuCtxGetCurrent"])
-    assert _driver.thread.bound == {3}
+    assert cuda_driver.thread.bound == {3}
     monkeypatch.setattr(driver, "cuCtxGetCurrent", lambda _: 201)
     with pytest.raises(RuntimeError, match="device 4: error 201"):
-        _driver.bind_context(4)
+        cuda_driver.bind_context(4)

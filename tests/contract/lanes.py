@@ -111,13 +111,14 @@ class Lane(NamedTuple):
             self._take_path(patch)
         if self.device != "emulated":
             return
-        from nsa_sel.backends import _replay, cuda_block
+        from nsa_sel.backends import cuda_block
+        from nsa_sel.backends.launcher import replay
 
         emulated(patch, BACKWARDS | EAGER)
         for module in ("attention", "core.packed", "core.decide"):
             patch.setattr(f"nsa_sel.{module}.device_info", lambda device: GPU)
         patch.setattr(registry, "missing", lambda name: ())
-        patch.setattr(_replay, "TRIES", 0)  # nothing is replayed: tests/backends/test_replay.py emulates the driver for that
+        patch.setattr(replay, "TRIES", 0)  # nothing is replayed: tests/backends/test_replay.py emulates the driver for that
         patch.setattr(cuda_block, "_streams", lambda like, count: [None] * count)
 
     def _take_path(self, patch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from nsa_sel.errors import ArgumentError, ConfigError, NsaSelError
 from nsa_sel.oracle import oracle_forward
 from nsa_sel.selection import Selection
 from nsa_sel.settings import config
-from nsa_sel.settings.devices import GPUS
+from nsa_sel.settings.config import GPUS
 from nsa_sel.settings.flags import CONFIG_FLAG, FLAGS
 from nsa_sel.settings.schema import ConfigFile
 from nsa_sel.telemetry.log import read_decisions

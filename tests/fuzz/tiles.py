@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 import nsa_sel
-from nsa_sel.backends import _replay, _slices, cuda_block
+from nsa_sel.backends import _slices, cuda_block
 from nsa_sel.backends._triton import dkdv
 from nsa_sel.backends._triton.kernel import Kernel
 from nsa_sel.backends.cupy_cuda import key_to_rows, launch, sm90
+from nsa_sel.backends.launcher import replay
 from nsa_sel.core.warm import reset
 from nsa_sel.errors import BackendError
 from nsa_sel.selection import Selection
@@ -39,7 +40,7 @@ WRITES = ("write", "graph write")  # after which the second selection counts
 @contextlib.contextmanager
 def counted(ran: Ran) -> Iterator[None]:
     """Adds how often each kernel was started as it is written, how many passes and plans were replayed, and how many parts of rows ran."""
-    start, triton, play, cut = launch.start, Kernel.launch, _replay._play, _slices.slices
+    start, triton, play, cut = launch.start, Kernel.launch, replay._play, _slices.slices
 
     def started(source: str, *values: Any, **others: Any) -> None:
         ran[source] += 1
@@ -60,7 +61,7 @@ def counted(ran: Ran) -> Iterator[None]:
             yield part
 
     with contextlib.ExitStack() as stack:
-        found = ((launch, "start", started), (Kernel, "launch", launched), (_replay, "_play", played), (_slices, "slices", sliced))
+        found = ((launch, "start", started), (Kernel, "launch", launched), (replay, "_play", played), (_slices, "slices", sliced))
         for module, name, counting in (*found, (sm90, "slices", sliced), (dkdv, "slices", sliced)):
             stack.enter_context(patch.object(module, name, counting))
         yield

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nsa_sel.backends._triton import cache, compress
+from nsa_sel.backends._triton import cache
 from tests.helpers.aot import TARGETS, launches_compile, resources
 
 SHAPES = {  # name: sequences with a new token, D, dtype
@@ -35,7 +35,7 @@ def compile_shape(name: str, sm: int) -> list[dict[str, Any]]:
     )
     with launches_compile(sm) as compiled:
         cache.append((new,) * 6, (raw,) * 6, slot, slot)
-        compress.compress((raw, raw), (new, new), covered, fresh, slot, (*weights[:4], None), weights, (to, to), STRIDE)
+        cache.compress((raw, raw), (new, new), covered, fresh, slot, (*weights[:4], None), weights, (to, to), STRIDE)
     limit = TARGETS[sm][0] * 1024
     return [{"shape": name, "limit": limit, **resources(kernel, sm)} for kernel in compiled]
 

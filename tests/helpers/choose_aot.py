@@ -19,7 +19,7 @@ import torch
 import triton
 
 from nsa_sel.backends import choose_triton
-from nsa_sel.backends._triton import top_n
+from nsa_sel.backends._triton import ranges
 from nsa_sel.core.arguments import Bounds
 from nsa_sel.core.choose_call import NSA_POOL, PagedKeys, Pool, Rule, Sequences
 from tests.helpers.aot import TARGETS, launches_compile, resources
@@ -90,9 +90,9 @@ def compile_paged(name: str, sm: int) -> list[dict[str, Any]]:
 
 def compile_top_n(sm: int) -> list[dict[str, Any]]:
     """The kernel for as many blocks as it takes."""
-    scores, ranges = torch.zeros(1, 3, 2, top_n.MOST_BLOCKS), torch.zeros(1, 3, 2, 16, 2, dtype=torch.int32)
+    scores, best = torch.zeros(1, 3, 2, ranges.MOST_BLOCKS), torch.zeros(1, 3, 2, 16, 2, dtype=torch.int32)
     with launches_compile(sm) as compiled:
-        top_n.top_n(scores, ranges, 64, 1, 2, 0)
+        ranges.top_n(scores, best, 64, 1, 2, 0)
     return [facts(MOST_BLOCKS, kernel, sm) for kernel in compiled]
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from nsa_sel.backends import _driver
 from nsa_sel.backends.cupy_cuda import arithmetic, compiler, few_tokens, launch, sm90, whole_blocks
+from nsa_sel.backends.launcher import cuda_driver
 from tests.helpers.emulate import packed
 from tests.helpers.paths import ROOT
 
@@ -44,7 +44,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, sm: int, work: Callable[[], object
     def start(source: str, macros: compiler.Constants, *grid_and_values: int, **others: Any) -> None:
         _, ctas, threads, shared, *values = grid_and_values
         others.pop("early", None)
-        assert len(packed(*values, **others)) <= _driver.MOST_BYTES
+        assert len(packed(*values, **others)) <= cuda_driver.MOST_BYTES
         assert 0 < ctas < 2**31
         if (source, macros) not in found:
             found[source, macros] = {
@@ -56,7 +56,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, sm: int, work: Callable[[], object
     monkeypatch.setattr(launch, "clear", lambda *_: None)
     for module in (sm90, whole_blocks, few_tokens, arithmetic):  # the driver makes tensor maps
         for name in ("tensor_map", "row_map", "key_group_map"):
-            monkeypatch.setattr(module, name, lambda *_, **__: bytes(_driver.MAP_BYTES), raising=False)
+            monkeypatch.setattr(module, name, lambda *_, **__: bytes(cuda_driver.MAP_BYTES), raising=False)
     work()
     return list(found.values())
 

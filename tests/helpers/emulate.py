@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from nsa_sel.backends import _driver
 from nsa_sel.backends.cupy_cuda import compiler, launch, sm90, whole_blocks
+from nsa_sel.backends.launcher import cuda_driver
 from nsa_sel.core.call import Call
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.selection import Selection
@@ -60,7 +60,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, mode: int = 0) -> None:
     def start(source: str, macros: compiler.Constants, *grid_and_values: int, **others: Any) -> None:
         _, ctas, threads, shared, *values = grid_and_values
         others.pop("early", None)
-        arguments = ctypes.create_string_buffer(packed(*values, **others), _driver.MOST_BYTES)
+        arguments = ctypes.create_string_buffer(packed(*values, **others), cuda_driver.MOST_BYTES)
         _library(source, macros).run(ctas, threads, shared, mode, arguments)
 
     def clear(pointer: int, size: int, device: int) -> None:

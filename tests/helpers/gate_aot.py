@@ -11,21 +11,21 @@ from typing import Any
 
 import torch
 
-from nsa_sel.backends._triton import gate
+from nsa_sel.backends._triton import elementwise
 from tests.helpers.aot import TARGETS, launches_compile, resources
 
 
 def compile_kernels(sm: int, Dv: int = 128, dtype: torch.dtype = torch.bfloat16) -> list[dict[str, Any]]:
     """The sum; what all branches get and give with lse, and with gate * do, and one branch alone."""
-    gate.INTERPRETED_TILE = gate.TILE
+    elementwise.INTERPRETED_TILE = elementwise.TILE
     do, gates = torch.empty(1, 4096, 4, 16, Dv, dtype=dtype), torch.empty(1, 4096, 4, 16, 3, dtype=dtype)
     lse = torch.empty(do.shape[:4])
     with launches_compile(sm) as compiled:
-        gate.write_sum([do] * 3, gates, do)
-        gate.raise_lse([lse] * 3, gates)
-        gate.write_deltas([lse] * 3, gates)
-        gate.backward(do, [do] * 3, gates, gates, True)
-        gate.backward(do, [None, do, None], gates, gates, False)
+        elementwise.write_sum([do] * 3, gates, do)
+        elementwise.raise_lse([lse] * 3, gates)
+        elementwise.write_deltas([lse] * 3, gates)
+        elementwise.backward(do, [do] * 3, gates, gates, True)
+        elementwise.backward(do, [None, do, None], gates, gates, False)
     return [{"Dv": Dv, "sm": sm, "limit": TARGETS[sm][0] * 1024, **resources(kernel, sm)} for kernel in compiled]
 
 

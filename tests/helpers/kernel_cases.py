@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import nsa_sel
-from nsa_sel.backends import _driver, cupy_cuda
+from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends._triton.kernel import Kernel
 from nsa_sel.backends.cupy_cuda import few_tokens, launch, sm90, token_order, whole_blocks
+from nsa_sel.backends.launcher import cuda_driver
 from nsa_sel.core import registry
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.selection import Selection
@@ -138,7 +139,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, case: Case, gpu: DeviceInfo) -> se
     monkeypatch.setattr(Kernel, "launch", lambda *_: None)
     for module in (sm90, whole_blocks, few_tokens):  # the driver makes tensor maps
         for name in ("tensor_map", "row_map", "key_group_map"):
-            monkeypatch.setattr(module, name, lambda *_, **__: bytes(_driver.MAP_BYTES), raising=False)
+            monkeypatch.setattr(module, name, lambda *_, **__: bytes(cuda_driver.MAP_BYTES), raising=False)
     for user, name in ((parity, "assert_forward"), (parity, "assert_gradients"), (sys.modules[__name__], "assert_forward")):
         monkeypatch.setattr(user, name, lambda *_, **__: None)
     monkeypatch.setattr(quantized_cases, "check_quantized", quantized_cases.called)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel import NSACache, NSAttention
-from nsa_sel.caching.quantized import CacheScales
+from nsa_sel.caching.pools import CacheScales
 from nsa_sel.caching.sequences import CachedSequence
 from nsa_sel.projection import Parts
 from nsa_sel.quantize import STORED, as_bytes, stored

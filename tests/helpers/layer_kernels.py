@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nsa_sel import rotary
 from nsa_sel.backends import _gate_plain
-from nsa_sel.backends._triton import gate
+from nsa_sel.backends._triton import elementwise
 from tests.helpers.poison import new_memory_is_nan
 
 
@@ -63,7 +63,7 @@ def check_gate(dtype: torch.dtype, device: str, Dv: int) -> None:
     gates[:, 1], gates[:, 2], gates[:, 5], gates[:, 6] = 0.0, 1.0, 1e-6, -0.5
     lse = log_sums(gates)
     o, *scaled, dgates = by_autograd(branches, gates, do)
-    for module in (gate, _gate_plain):
+    for module in (elementwise, _gate_plain):
         runs = []
         for _ in range(2):
             with new_memory_is_nan():
@@ -89,7 +89,7 @@ def check_deltas(dtype: torch.dtype, device: str) -> None:
     _, gates, do = gated(dtype, device)
     first, second, _ = log_sums(gates)
     second = second.transpose(1, 3).contiguous().transpose(1, 3)
-    for module in (gate, _gate_plain):
+    for module in (elementwise, _gate_plain):
         dgates = torch.full((3, *gates.shape[:4]), math.nan, dtype=dtype, device=device).movedim(0, -1)
         module.write_deltas([first, None, second], dgates)
         assert torch.equal(dgates[..., 0], first.to(dtype))
@@ -103,7 +103,7 @@ def check_gate_parts(dtype: torch.dtype, device: str, Dv: int) -> None:
     another order."""
     branches, gates, do = gated(dtype, device, Dv)
     lse = log_sums(gates)
-    for module in (gate, _gate_plain) if device == "cpu" else (gate,):
+    for module in (elementwise, _gate_plain) if device == "cpu" else (elementwise,):
         whole = torch.empty_like(do)
         module.write_sum(branches, gates, whole)
         for given in (None, lse):

@@ -55,6 +55,16 @@ class TestDoctor:
         monkeypatch.setenv("NSA_SEL_BACKEND", "nmba")
         assert invoke("doctor").output.startswith("nothing runs your calls on this machine (cpu): backend 'nmba' (NSA_SEL_BACKEND) is unk")
 
+    def test_names_omp_wait_policy_where_torch_and_numba_share_a_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for value, words in ((None, "OMP_WAIT_POLICY is not set: "), ("ACTIVE", "OMP_WAIT_POLICY is ACTIVE: ")):
+            monkeypatch.setenv("OMP_WAIT_POLICY", value) if value else monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+            (line,) = (line for line in invoke("doctor").output.splitlines() if "OMP_WAIT_POLICY" in line)
+            assert line.startswith(words)
+            assert line.endswith("set OMP_WAIT_POLICY=PASSIVE before Python starts")
+            assert ask("doctor")["omp_wait_policy"] == value
+        monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+        assert "set OMP_WAIT_POLICY" not in invoke("doctor").output
+
     @pytest.mark.parametrize("columns", [60, 80, 120])
     def test_tables_fit_the_terminal(self, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
         monkeypatch.setenv("COLUMNS", str(columns))

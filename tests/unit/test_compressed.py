@@ -22,7 +22,7 @@ from nsa_sel.core.request import example_choice
 from nsa_sel.errors import BackendError
 from nsa_sel.policies import rules
 from nsa_sel.policies.default import POLICY
-from nsa_sel.settings.devices import GPUS
+from nsa_sel.settings.config import GPUS
 from tests.helpers.choose_cases import SHAPES, SMALL, assert_chosen, check_attention, make_choose_call
 from tests.helpers.wrong_calls import each_of, refused
 

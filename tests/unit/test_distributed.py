@@ -27,12 +27,11 @@ from nsa_sel.distributed import (
     exchanged_bytes,
     rows_bytes,
 )  # fmt: skip
-from nsa_sel.distributed.context_layer import own_compressed_keys
 from nsa_sel.distributed.cost import Bytes, Sizes, cheapest, obstacle, planned, static_slots
-from nsa_sel.distributed.cut import Cut
-from nsa_sel.distributed.exchange_blocks import chosen
-from nsa_sel.distributed.exchange_near import Reach, Route
+from nsa_sel.distributed.exchange_keys import chosen
 from nsa_sel.distributed.exchange_rows import aligned, merge_parts, packed, unpacked
+from nsa_sel.distributed.layer import own_compressed_keys
+from nsa_sel.distributed.slices import Cut, Reach, Route
 from nsa_sel.errors import BackendError, NsaSelError
 from nsa_sel.selection import Selection
 from tests.helpers.cases import make_blocks, make_qkv

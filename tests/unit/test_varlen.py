@@ -550,7 +550,7 @@ def test_the_search_is_as_wide_as_the_longest_sequence(monkeypatch: pytest.Monke
     """Bit by bit the same results. Rows beyond a promise that does not hold choose among the first blocks, and no others change."""
     hide_bounds(monkeypatch)
     widths: list[int] = []
-    top_n = choose_triton.top_n
+    top_n = choose_triton.ranges
     monkeypatch.setattr(choose_triton, "top_n", lambda scores, *rest: (widths.append(scores.shape[-1]), top_n(scores, *rest)))
     inputs = [x.detach() for x in random_leaves((T, 1, 2, 16), (C, 1, 16), (C, 1, 16))]
 

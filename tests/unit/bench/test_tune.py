@@ -428,6 +428,7 @@ def test_a_dry_run_needs_no_gpu() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (("--backend", "triton_tile"), "--backend is 'triton_tile' (did you mean triton-tile?); allowed: "),
         (("--backend", "numba"), "allowed: triton-group, triton-tile, triton-block, triton-token"),
         (("--backend", "triton-block", "--direction", "decode"), "--direction is 'decode'"),
         (("--dtype", "float64"), "--dtype is float64; allowed: float16, bfloat16, float32"),

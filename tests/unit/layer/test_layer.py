@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nsa_sel
 from nsa_sel import NSACache, NSAttention, attention_layer, rotary
-from nsa_sel.backends._triton import rotate as rotate_kernel
+from nsa_sel.backends._triton import elementwise
 from nsa_sel.compression import BlockMean, BlockMLP
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.layer import NSASelection, block_scores
@@ -654,7 +654,7 @@ def test_only_rotate_and_its_bases_share_a_table(rotary_of: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 def test_the_rotary_kernel_is_exact(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rotate_kernel, "INTERPRETED_TILE", 1 << 10)  # several programs, and the last one has rows to spare
+    monkeypatch.setattr(elementwise, "INTERPRETED_TILE", 1 << 10)  # several programs, and the last one has rows to spare
     check_rotation(dtype, "cpu", 12)
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from nsa_sel import NSACache, NSAttention, quantize_e4m3
-from nsa_sel.caching import prefill, quantized, step_tensors
-from nsa_sel.caching.pages import Pages
+from nsa_sel.caching import pools, prefill, step_tensors
 from nsa_sel.caching.pools import Pools
+from nsa_sel.caching.sequences import Pages
 from nsa_sel.caching.step import CacheStep
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import ArgumentError, BackendError, CacheFull
@@ -533,7 +533,7 @@ def test_float16_holds_what_its_caches_store() -> None:
     scale = quantize_e4m3(torch.tensor([65504.0, -65504.0]).view(1, 1, 2, 1))[1]
     scales = NSACache(**{**FP8_SIZES, "dtype": torch.float16, "kv_scales": {"v": scale.expand(3, 2)}}).scales
     assert scales is not None
-    found = quantized.dequantized(every.view(1, 1, -1, 1).expand(1, 2, -1, 1), scales.v[0], torch.float16)
+    found = pools.dequantized(every.view(1, 1, -1, 1).expand(1, 2, -1, 1), scales.v[0], torch.float16)
     assert float(found.max()) == 65504.0
     assert torch.equal(found, (every.float() * scale[:, None]).half().view_as(found))
 
@@ -566,7 +566,7 @@ def test_what_makes_no_cache(name: str) -> None:
 
 @pytest.mark.parametrize(("sm", "refused"), [(86, True), (89, False), (90, False)])
 def test_gpus_without_e4m3_are_refused(sm: int, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized, "device_info", lambda device: DeviceInfo(kind="cuda", name="a GPU", sm=sm))
+    monkeypatch.setattr(pools, "device_info", lambda device: DeviceInfo(kind="cuda", name="a GPU", sm=sm))
     if not refused:
         assert NSACache(**FP8_SIZES).pools.k.dtype == STORED
         return

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nsa_sel
 from nsa_sel import by_groups, gating, nsa_attention
-from nsa_sel.backends._triton import gate
+from nsa_sel.backends._triton import elementwise
 from nsa_sel.core.call import device_info
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.settings.config import settings_for
@@ -194,7 +194,7 @@ def test_wrong_calls(changes: dict[str, Any], fragments: tuple[str, ...]) -> Non
 @pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 def test_gate_kernels_match_autograd(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "INTERPRETED_TILE", 1 << 13)  # so that there are two programs, and the last one has rows to spare
+    monkeypatch.setattr(elementwise, "INTERPRETED_TILE", 1 << 13)  # so that there are two programs, and the last one has rows to spare
     check_gate(dtype, "cpu", 24)
     check_deltas(dtype, "cpu")
 

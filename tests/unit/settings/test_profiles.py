@@ -20,7 +20,7 @@ from nsa_sel.core.backend import Reason
 from nsa_sel.core.decide import explain_request
 from nsa_sel.core.decision import counterfactuals
 from nsa_sel.core.request import DeviceInfo, Request, example_request
-from nsa_sel.settings import config, devices
+from nsa_sel.settings import config
 from nsa_sel.settings.config import profile_for, settings_for, shipped_configs
 from nsa_sel.settings.schema import WAYS, Way
 from nsa_sel.telemetry.describe import describe
@@ -136,7 +136,7 @@ def warned(request: Request, device: DeviceInfo, backend: str | None = None) -> 
 @pytest.fixture
 def nobody_told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a new process on a machine that has every package."""
-    monkeypatch.setattr(devices, "_told", set())
+    monkeypatch.setattr(config, "_told", set())
     monkeypatch.setattr(nsa_sel.core.decide, "_told", set())
     monkeypatch.setattr(registry, "offers", lambda request: OFFERS)
     nsa_sel.reset()
@@ -170,7 +170,7 @@ def test_the_devices_of_the_adr_are_told_alike(monkeypatch: pytest.MonkeyPatch, 
         assert part in words
     assert warned(SHORT, device) == []
     monkeypatch.setenv("NSA_TRITON_SEL_FORCE", "1")
-    monkeypatch.setattr(devices, "_told", set())
+    monkeypatch.setattr(config, "_told", set())
     (words,) = warned(SHORT, device)
     assert "built-in values. Measure it with: nsa-sel tune" in words
 

@@ -142,7 +142,7 @@ def test_another_environment_is_explained_once(logged: Any) -> None:
         (lambda text: "", "truncated"),
         (lambda text: "\0" * len(text), "malformed"),
         (lambda text: text.replace('"num_warps": 2', '"num_warps": "two"'), "Expected `int`, got `str`"),
-        (lambda text: text.replace('"num_warps": 2', '"num_warps": 3'), "powers of two"),
+        (lambda text: text.replace('"num_warps": 2', '"num_warps": 3'), "Invalid enum value 3"),
         (lambda text: text.replace('"verdict"', '"verdikt"'), "verdikt"),
         (lambda text: text.replace(f'"kernel": "{FORWARD}"', '"kernel": "triton-group/sideways"'), "triton-group/sideways"),
     ],

@@ -1,8 +1,10 @@
-"""The exchange "blocks": each rank receives only the blocks that its rows select, and returns their gradients to the owners.
+"""The exchanges of keys and values: "gather" sends all of them to every rank, "blocks" only those that a rank's rows select.
 
-A rank attends to a compact K and V: the received blocks in the order of positions, then its own slice. If its rows cannot select all
-blocks of a long slice, only the selected ones are kept, so that the slice is not copied for a few rows. Within a whole slice, positions
-give the causal mask; ranges of received blocks are cut when they are mapped to the compact K.
+Gradients return to the owners, which add them in the order of ranks.
+
+"blocks": a rank attends to a compact K and V: the received blocks in the order of positions, then its own slice. If its rows cannot
+select all blocks of a long slice, only the selected ones are kept, so that the slice is not copied for a few rows. Within a whole slice,
+positions give the causal mask; ranges of received blocks are cut when they are mapped to the compact K.
 """
 
 from __future__ import annotations
@@ -13,10 +15,51 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from nsa_sel.distributed.agreement import all_gather
 from nsa_sel.selection import Selection
 
 
-class Route(NamedTuple):
+def gather(k: Tensor, v: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Return all ranks' k [B,G,keys,Dk] and v [B,G,keys,Dv] in the order of ranks, from one collective.
+
+    The results are views [B,G,ranks*keys,D] of one tensor [ranks*keys,B,G,Dk+Dv], so that received slices need no copy.
+    """
+    B, G, keys, Dk = k.shape
+    mine = k.new_empty(keys, B, G, Dk + v.shape[-1])
+    mine[..., :Dk], mine[..., Dk:] = k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)
+    every = mine.new_empty(dist.get_world_size(group) * keys, *mine.shape[1:])
+    all_gather(every, mine, group=group)
+    both = every.permute(1, 2, 0, 3)
+    return both[..., :Dk], both[..., Dk:]
+
+
+def scatter_sums(dk: Tensor, dv: Tensor, keys: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Return the gradients of this rank's own `keys` keys: the sum of all ranks' shares.
+
+    It moves the bytes of a reduce_scatter, but each rank adds what it receives in float32 and in the order of ranks. So runs are bit-equal,
+    and 16-bit gradients are rounded once per rank.
+
+    Args:
+        dk, dv: this rank's share [B,G,visible,Dk] and [B,G,visible,Dv], for the first `visible` keys of the sequence.
+        keys: number of keys per rank.
+        group: the ranks.
+    """
+    B, G, visible, Dk = dk.shape
+    ranks = dist.get_world_size(group)
+    mine = dk.new_zeros(ranks * keys, B, G, Dk + dv.shape[-1])
+    mine[:visible, ..., :Dk], mine[:visible, ..., Dk:] = dk.permute(2, 0, 1, 3), dv.permute(2, 0, 1, 3)
+    parts = torch.empty_like(mine)
+    dist.all_to_all_single(parts, mine, group=group)
+    # [keys,B,G,Dk+Dv], added one after another
+    first, *others = parts.view(ranks, keys, *mine.shape[1:])
+    total = first.to(torch.promote_types(dk.dtype, torch.float32), copy=True)
+    for part in others:
+        total += part
+    total = total.to(dk.dtype).permute(1, 2, 0, 3)
+    return total[..., :Dk].contiguous(), total[..., Dk:].contiguous()
+
+
+class BlockRoute(NamedTuple):
     """Number of blocks that each rank sends to each other rank: static, and equal on all ranks."""
 
     slots: list[list[int]]  # slots[r][p]: blocks of rank p that rank r has room for, per batch entry and group
@@ -49,7 +92,7 @@ class Route(NamedTuple):
 class Sent(NamedTuple):
     """The blocks of a forward exchange, for the backward pass. Indices count from the slice's first block; -1 is an unused slot."""
 
-    route: Route
+    route: BlockRoute
     blocks: Tensor  # sent blocks of this rank's slice, int64 [B,G,sum(route.outgoing)]
     own: Tensor | None  # blocks of this rank's slice in the compact K, int64 [B,G,route.own]; None: all
 
@@ -84,7 +127,7 @@ def counted_slots(wanted: Tensor, rank: int, group: dist.ProcessGroup) -> list[l
     return slots
 
 
-def exchange(k: Tensor, v: Tensor, wanted: Tensor, route: Route, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Sent]:
+def exchange(k: Tensor, v: Tensor, wanted: Tensor, route: BlockRoute, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Sent]:
     """Return the compact k [B,G,keys,Dk] and v of this rank, of sum(route.incoming) + route.own blocks, and what was sent."""
     Dk = k.shape[3]
     # The wanted blocks of each rank's slice, ascending and padded with -1: int32 [B,G,route.blocks] per rank.
@@ -98,13 +141,13 @@ def exchange(k: Tensor, v: Tensor, wanted: Tensor, route: Route, group: dist.Pro
     return compact[..., :Dk], compact[..., Dk:], Sent(route, requested, own)
 
 
-def _in_blocks(k: Tensor, v: Tensor, route: Route) -> Tensor:
+def _in_blocks(k: Tensor, v: Tensor, route: BlockRoute) -> Tensor:
     """Return the keys and values of each block, concatenated: [B,G,blocks,block,Dk+Dv]."""
     both = torch.cat((k, v), -1)
     return both.view(*both.shape[:2], both.shape[2] // route.block, route.block, both.shape[3])
 
 
-def _gathered(k: Tensor, v: Tensor, blocks: Tensor, route: Route) -> Tensor:
+def _gathered(k: Tensor, v: Tensor, blocks: Tensor, route: BlockRoute) -> Tensor:
     """Gather the blocks [B,G,slots] of a slice as [B,G,slots,block,Dk+Dv]; index -1 gives any block."""
     index = blocks.clamp(min=0)[..., None, None]
     slices = [x.view(*x.shape[:2], route.blocks, route.block, x.shape[3]) for x in (k, v)]
@@ -138,7 +181,7 @@ def return_sums(dk: Tensor, dv: Tensor, sent: Sent, group: dist.ProcessGroup) ->
     return total[..., :Dk].contiguous(), total[..., Dk:].contiguous()
 
 
-def compact_selection(selection: Selection, chosen: Chosen, route: Route, within: bool) -> tuple[Selection, Tensor | None]:
+def compact_selection(selection: Selection, chosen: Chosen, route: BlockRoute, within: bool) -> tuple[Selection, Tensor | None]:
     """Return the selection in positions of the compact K, and the rows' positions [B,S] there (None: the last ones).
 
     within: rows are at the positions of their rank's slice, which is whole. Received blocks are then entirely before them, and stay
@@ -174,7 +217,7 @@ def compact_selection(selection: Selection, chosen: Chosen, route: Route, within
     return Selection(ranges, None, bound), (received * block + visible - 1).clamp(min=0)
 
 
-def _by_owner(wanted: Tensor, route: Route) -> Tensor:
+def _by_owner(wanted: Tensor, route: BlockRoute) -> Tensor:
     """View [B,G,blocks] as [B,G,ranks,route.blocks]."""
     return wanted.unflatten(2, (-1, route.blocks))  # type: ignore[no-untyped-call,no-any-return]
 

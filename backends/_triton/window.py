@@ -1,27 +1,70 @@
-"""Compute dk and dv of sliding-window attention without atomics: a program takes a tile of keys and all rows that see
-any of them.
+"""Sliding windows: which keys a row sees, and dk and dv without atomics. The forward pass and dq are in runs.py.
 
-dv = sum p^T do, dk = scale * sum ds^T q over rows and heads (softmax.py), both transposed from the start: p [keys,
-rows]. The rows of a tile of keys are the tile's own and the window's after it; those at both ends do not see all keys.
+Row s at position t = start + s sees the keys t - window + 1 to t. In a packed batch a row sees only keys of its own
+sequence, and padding rows, after the last sequence, see none.
+
+    dv = sum p^T do,  dk = scale * sum ds^T q   over rows and heads (softmax.py), transposed from the start: p [keys, rows]
+
+A program takes a tile of keys and all rows that see any of them: the tile's own rows and the window's after it. Those
+at both ends do not see all keys.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa_sel.backends._triton.arguments import Dims, options
+from nsa_sel.backends._triton.arguments import Dims, Heads, options, split_dims
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
-from nsa_sel.backends._triton.softmax import add_product, products, split_products
-from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, row_pointers, store_columns, store_split
-from nsa_sel.backends._triton.tma import aligned, row_descriptor
-from nsa_sel.backends._triton.window_rows import dims_of, rows_of_keys, sizes_of, strides_of
+from nsa_sel.backends._triton.softmax import products, split_products
+from nsa_sel.backends._triton.tiles import (
+    aligned,
+    descriptor,
+    load_columns,
+    load_kv,
+    load_split,
+    row_descriptor,
+    row_pointers,
+    store_columns,
+    store_split,
+)
+from nsa_sel.backends._triton.walk import add_rows_step
 from nsa_sel.core.call import WindowCall
 from nsa_sel.settings.schema import KernelConfig
+
+
+class Sizes(NamedTuple):
+    """Sizes, as kernels take them."""
+
+    S: int
+    S_kv: int
+    G: int
+    start: int  # position of row 0
+    window: int
+    tiles: int  # tiles of rows, or of keys
+
+
+class Strides(NamedTuple):
+    """Strides in elements. The last dimension is contiguous."""
+
+    q: tuple[int, ...]  # b, s, g, h
+    k: tuple[int, ...]  # b, g, n
+    v: tuple[int, ...]  # b, g, n
+
+
+@triton.jit
+def rows_of_keys(bounds, key, sizes):
+    """Return the rows [low, high) that see each of the keys `key` (which exist if key < S_kv). high may exceed the last
+    row."""
+    high = key + sizes.window
+    if bounds is not None:
+        high = tl.minimum(high, tl.load(bounds + sizes.S + key, mask=key < sizes.S_kv, other=0))
+    return key - sizes.start, high - sizes.start
 
 
 @triton.jit
@@ -38,27 +81,21 @@ def row_limits(bounds, first, key, sizes, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def add_step(sums, kv, rows, lse2, delta, bounds, row, key, cut, sizes, scale_log2, REST: tl.constexpr):
-    """Add the contribution of one step's rows (q in two column tiles, do) to the sums (dk / scale in two tiles, dv) of
-    `key`.
+    """Add one step of rows (q in two column tiles, do) to the sums of the keys `key` [BLOCK_K].
 
     cut: some row does not see some key.
     """
-    dk, dk_rest, dv = sums
     k_tile, k_rest, v_tile = kv
     q_tile, q_rest, do_tile = rows
-    p = tl.exp2(split_products(k_tile, k_rest, q_tile, q_rest, REST) * scale_log2 - lse2[None, :])
-    ds = p * (products(v_tile, do_tile) - delta[None, :])
+    p = tl.exp2(split_products(k_tile, k_rest, q_tile, q_rest, REST) * scale_log2 - lse2[None, :])  # [BLOCK_K, ROWS]
+    ds = p * (products(v_tile, do_tile) - delta[None, :])  # [BLOCK_K, ROWS]
     if cut:
-        low, high = rows_of_keys(bounds, key, sizes)
+        low, high = rows_of_keys(bounds, key, sizes)  # [BLOCK_K]
         visible = (row[None, :] >= low[:, None]) & (row[None, :] < high[:, None])
         p = tl.where(visible, p, 0.0)
         ds = tl.where(visible, ds, 0.0)
     ds = ds.to(q_tile.dtype)
-    dv = add_product(dv, p.to(do_tile.dtype), do_tile)
-    dk = add_product(dk, ds, q_tile)
-    if REST > 0:
-        dk_rest = add_product(dk_rest, ds, q_rest)
-    return dk, dk_rest, dv
+    return add_rows_step(sums, p.to(do_tile.dtype), ds, (q_tile, q_rest), do_tile, REST)
 
 
 @triton.jit
@@ -66,14 +103,14 @@ def add_rows(
     sums, kv, q, do, lse2, delta, bounds, b, g, key, low, high, begun, over, strides, stride_do, sizes, scale_log2,
     dims: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The sums plus those of the rows [low, high).
+    """Add the rows [low, high) to the sums, loaded through pointers.
 
     A step takes ROWS pairs of row and head, so that any number of heads fills the tensor cores.
     """
     h: tl.constexpr = dims.h
     r = tl.arange(0, ROWS)
     for pair0 in range(0, (high - low) * h, ROWS):
-        row = low + (pair0 + r) // h
+        row = low + (pair0 + r) // h  # [ROWS], as all below
         exists = row < high
         s, head = tl.minimum(row, sizes.S - 1).to(tl.int64), ((pair0 + r) % h).to(tl.int64)
         q_tile, q_rest = load_split(row_pointers(q, strides.q, b, g, s, head), exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
@@ -93,11 +130,10 @@ def add_steps(
     sums, kv, q_desc, do_desc, lse2, delta, bounds, b, g, key, low, steps, begun, over, sizes, scale_log2,
     dims: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """`add_rows` of whole steps from row `low` on, by TMA, which loads TOKENS rows with their heads.
+    """Do `add_rows` for whole steps from row `low` on, through TMA, which loads TOKENS rows with their heads.
 
     Programs begin at different steps, in turns: those that run together then read the same rows at about the same time,
-    while they are
-    in the L2 cache.
+    while they are in the L2 cache.
     """
     h: tl.constexpr = dims.h
     TOKENS: tl.constexpr = ROWS // h
@@ -111,8 +147,8 @@ def add_steps(
         q_tile = q_desc.load(at).reshape(ROWS, dims.BLOCK_D)
         do_tile = do_desc.load(at).reshape(ROWS, dims.BLOCK_DV)
         here = out + done.to(tl.int64) * (sizes.G * h)
-        lse2_rows = tl.load(lse2 + here + pairs)
-        delta_rows = tl.load(delta + here + pairs)
+        lse2_rows = tl.load(lse2 + here + pairs)  # [ROWS]
+        delta_rows = tl.load(delta + here + pairs)  # [ROWS]
         cut = (low + done < begun) | (low + done + TOKENS > over)
         sums = add_step(
             sums, kv, (q_tile, q_tile, do_tile), lse2_rows, delta_rows, bounds, low + done + r // h, key, cut, sizes, scale_log2, 0
@@ -127,9 +163,9 @@ def dkdv_kernel(
 ):  # fmt: skip
     """Compute dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] of one tile of keys; zeros for keys that no row sees.
 
-    Grid: one program per tile of keys and pair b*G + g, tiles first. Tiles: k and v [BLOCK_K, D], loaded once; q and do
-    [ROWS, D] per
-    step, by TMA where q_desc and do_desc are given, except for rows that are no whole step.
+    Grid: one program per tile of keys and pair b*G + g, tiles first.
+    Tiles: k and v [BLOCK_K, D], loaded once; q and do [ROWS, D] per step.
+    TMA: q_desc and do_desc load whole steps of rows; None: pointer loads.
     """
     ACC: tl.constexpr = delta.dtype.element_ty
     BLOCK_D: tl.constexpr = dims.BLOCK_D
@@ -187,3 +223,29 @@ def _row_descriptors(call: WindowCall, do: Tensor, dims: Dims, config: KernelCon
 @functools.lru_cache(REMEMBERED)
 def _dkdv(dims: Dims, config: KernelConfig) -> Kernel:
     return Kernel(dkdv_kernel, dims=dims, ROWS=config.rows, BLOCK_K=config.block_l, **options(config))
+
+
+def dims_of(call: WindowCall) -> Dims:
+    return split_dims(heads_of(call))
+
+
+def heads_of(call: WindowCall) -> Heads:
+    _, _, _, h, Dk = call.q.shape
+    return Heads(call.q.dtype, h, Dk, call.v.shape[3], 0, 0)
+
+
+def strides_of(call: WindowCall) -> Strides:
+    return Strides(call.q.stride()[:4], call.k.stride()[:3], call.v.stride()[:3])
+
+
+def sizes_of(call: WindowCall, tiles: int) -> Sizes:
+    S, G, S_kv = call.q.shape[1], call.q.shape[2], call.k.shape[2]
+    return Sizes(S, S_kv, G, S_kv - S, min(call.window, S_kv), tiles)
+
+
+def key_value_descriptors(call: WindowCall, dims: Dims, block_k: int, config: KernelConfig) -> tuple[TensorDescriptor | None, ...]:
+    """Return TMA descriptors of k, k's second column tile and v for block_k keys; None for pointer loads."""
+    if config.loads != "tma" or not (aligned(call.k) and aligned(call.v)):
+        return None, None, None
+    rest = descriptor(call.k, block_k, dims.BLOCK_REST) if dims.BLOCK_REST else None
+    return descriptor(call.k, block_k, dims.BLOCK_D), rest, descriptor(call.v, block_k, dims.BLOCK_DV)

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from nsa_sel.backends import _driver
+from nsa_sel.backends.launcher import cuda_driver
 
 MOST_SHARED = 228 * 1024  # bytes of shared memory above which a launch needs an attribute
 PROMOTE_TO_128_BYTES = 2  # CUtensorMapL2promotion, the same as Triton's
@@ -28,7 +28,7 @@ class Layout(NamedTuple):
     function: int
     threads: int
     shared: int
-    pointers: _driver.Pointers
+    pointers: cuda_driver.Pointers
     tensors: struct.Struct  # the last value is the bytes of all numbers
     maps: tuple[tuple[int, Any], ...]  # per descriptor: index among the tensors, encoder
     numbers: struct.Struct
@@ -56,8 +56,8 @@ def layout_of(compiled: Any, tensors: int) -> Layout | None:
     plain = meta.num_ctas == 1 and meta.shared <= MOST_SHARED and not getattr(compiled.run, "gsan_enabled", False)
     for name in ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size"):
         plain = plain and not getattr(meta, name, 0)
-    parameters = _driver.parameters(compiled.function) if plain else None
-    if not parameters or sum(parameters[-1]) > _driver.MOST_BYTES:
+    parameters = cuda_driver.parameters(compiled.function) if plain else None
+    if not parameters or sum(parameters[-1]) > cuda_driver.MOST_BYTES:
         return None
     types = list(compiled.src.signature.values())
     descriptions = getattr(meta, "tensordesc_meta", None) or []
@@ -71,14 +71,14 @@ def _layout(
 ) -> Layout | None:  # fmt: skip
     """See `layout_of`. Return None if the driver's parameters do not match the signature."""
     head, maps, left = _Format(0), list[tuple[int, Any]](), list(parameters)
-    for place, kind in enumerate(x for x in tensors if x != "constexpr"):
+    for index, kind in enumerate(x for x in tensors if x != "constexpr"):
         if str(kind).startswith("tensordesc"):
             described = descriptions[len(maps)] if len(maps) < len(descriptions) else None
             rank = len(described["block_size"]) if described else 0
             own, left = left[: 1 + 2 * rank], left[1 + 2 * rank :]
             if not described or not _is_map(own, rank) or described.get("fp4_padded") or described.get("is_im2col"):
                 return None
-            maps.append((place, _map_of(described, own)))
+            maps.append((index, _map_of(described, own)))
             head.add(own[0][0], f"{sum(own[-1]) - own[0][0]}s")
         elif isinstance(kind, str) and kind[0] == "*" and left and left[0][1] == 8:
             head.add(left.pop(0)[0], "Q")
@@ -99,7 +99,7 @@ def _layout(
     tail.add(size, "")
     head.add(begin, f"{size - begin}s")
     constant = tuple(kind == "constexpr" for kind in flat)
-    pointers = _driver.Pointers(tuple(offset for offset, _ in parameters))
+    pointers = cuda_driver.Pointers(tuple(offset for offset, _ in parameters))
     return Layout(function, threads, shared, pointers, head.struct(), tuple(maps), tail.struct(), constant)
 
 
@@ -120,7 +120,7 @@ class _Format:
 
 def _is_map(parameters: list[tuple[int, int]], rank: int) -> bool:
     """Return whether the parameters are a tensor map followed by 32-bit sizes and 64-bit strides."""
-    return [size for _, size in parameters] == [_driver.MAP_BYTES, *rank * [4], *rank * [8]]
+    return [size for _, size in parameters] == [cuda_driver.MAP_BYTES, *rank * [4], *rank * [8]]
 
 
 @functools.lru_cache(256)
@@ -142,7 +142,7 @@ def _map_of(described: dict[str, Any], parameters: list[tuple[int, int]]) -> Any
     @functools.lru_cache(256)
     def encoded(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes | None:
         steps = tuple(number_bytes * step for step in strides[:-1])
-        status, data = _driver.encoded_map(_driver.encode(), kind, address, tuple(shape), steps, box, swizzle, PROMOTE_TO_128_BYTES)
+        status, data = cuda_driver.encoded_map(cuda_driver.encode(), kind, address, tuple(shape), steps, box, swizzle, PROMOTE_TO_128_BYTES)
         return None if status else packed.pack(data, *shape, *strides)
 
     return encoded

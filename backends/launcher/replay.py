@@ -1,11 +1,9 @@
-"""Record the kernel launches of a forward or backward pass and replay them for later calls of the same class, to save
-host time.
+"""Record the kernel launches of a forward or backward pass and replay them for later calls of the same class.
 
-The launches of a pass are determined by its call's shapes, strides, dtypes, alignment and settings, except for
-addresses. One of the first passes of a class is recorded: which kernels it launches, with which scalars, and to which
-tensor each address belongs. Later passes allocate their results and one buffer for all temporaries, fill in the
-addresses, and launch the kernels. Plans of selections are recorded separately; all tensors of a plan lie in one buffer,
-which the selection keeps.
+The package states what a backend must keep to. One of the first passes of a class is recorded: which kernels it
+launches, with which scalars, and to which tensor each address belongs. Later passes allocate their results and one
+buffer for all temporaries, fill in the addresses, and launch the kernels. Plans of selections are recorded separately;
+all tensors of a plan lie in one buffer, which the selection keeps.
 
 A recording holds no tensor and no address. A pass is never recorded if it compiles, runs a PyTorch operation, or passes
 an address that belongs to none of its tensors or to several; it then always runs as Python. So do all passes during a
@@ -28,10 +26,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa_sel.backends import _driver
-from nsa_sel.backends._buffers import allocator, contiguous
-from nsa_sel.backends._driver import clear, ready, start_all, stream_of, thread
+from nsa_sel.backends.launcher import cuda_driver
+from nsa_sel.backends.launcher.buffers import allocator, contiguous
+from nsa_sel.backends.launcher.cuda_driver import clear, ready, start_all, stream_of, thread
 from nsa_sel.core.transforms import REPEATED
+from nsa_sel.errors import BackendError
 
 # nsa_sel.core.call.Call, not imported: it holds a selection, whose ranges a recorded kernel makes, which would be an
 # import circle.
@@ -64,7 +63,7 @@ class Recording(NamedTuple):
     maps: tuple[tuple[int, Callable[[int], bytes | None]], ...]  # entry, encoder of tensor maps
     constants: tuple[bytes, ...]
     cleared: tuple[tuple[int, int], ...]  # entry, bytes
-    steps: tuple[Any, ...]  # launches, see `_driver.ready`
+    steps: tuple[Any, ...]  # launches, see `cuda_driver.ready`
     kernels: tuple[Any, ...]  # kernel objects, held so that their code stays loaded
     plan: tuple[Any, ...] | None  # for a plan: type, fields (tensors as `_Part` of the buffer), offsets
 
@@ -162,23 +161,71 @@ def replayed(
 
     Its kernels read q, k, v, the disjoint ranges, and the tensors in `given`.
     """
-    known = call.known
-    if REPEATED not in known or call.workspace is not None or call.settings.traced or call.capturing():
+    recordings, settings = call.known, call.settings
+    if REPEATED not in recordings or call.workspace is not None or (settings.traced and not settings.debug_triton) or call.capturing():
         return work(call, *given, *numbers)
     ranges = call.disjoint_ranges()
     key = _kind(call, work, ranges, numbers)
     if given:
         key += tuple([None if x is None else (x.dtype, x.stride()) for x in given])
-    return recorded(known, key, (call.q, call.k, call.v, ranges, *given), lambda: work(call, *given, *numbers), call, plan)
+    inputs = (call.q, call.k, call.v, ranges, *given)
+    if settings.debug_triton:
+        return checked(recordings, key, inputs, work, lambda: work(call, *given, *numbers), plan)
+    return recorded(recordings, key, inputs, lambda: work(call, *given, *numbers), call, plan)
+
+
+def checked(
+    recordings: dict[Any, Any], key: Any, inputs: Sequence[Tensor | None], backend: Callable[..., Any], work: Callable[[], Any], plan: bool
+) -> Any:  # fmt: skip
+    """Return `work()`. Record it, and raise BackendError if its launches differ from the first recording of its class.
+
+    Args:
+        recordings, key, inputs, work, plan: those of `recorded`.
+        backend: the pass, or what builds the plan; the error names it.
+    """
+    if thread.recording is not None or _fills() or cuda_driver.hooked():
+        return work()
+    recorder = Recorder([0 if x is None else x.data_ptr() for x in inputs])
+    with recorder:
+        result = work()
+    made = recorder.finished(result, plan)
+    if made is None:
+        return result
+    first = recordings.setdefault(("checked", key), made)
+    for field, was, now in zip(_Launches._fields, _Launches.of(first), _Launches.of(made), strict=True):
+        if was != now:
+            raise BackendError(
+                f"{backend.__module__}.{backend.__qualname__}: a pass of one class of calls had {field} {now}, an earlier one {was};"
+                " allowed: the same, because passes are replayed. Remedy: see the rule in nsa_sel/backends/launcher/__init__.py."
+            )
+    return result
+
+
+class _Launches(NamedTuple):
+    """The facts of a recording that all passes of a class share."""
+
+    kernels: tuple[int, ...]  # functions
+    grids: tuple[bytes, ...]
+    outputs: tuple[Any, ...]
+    scratch: int
+    offsets: tuple[Any, ...]
+    constants: tuple[bytes, ...]
+    cleared: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, recording: Recording) -> _Launches:
+        kernels, grids = (tuple(step[i] for step in recording.steps) for i in (0, 1))
+        facts = recording.outputs, recording.scratch, recording.offsets, recording.constants, recording.cleared
+        return cls(kernels, grids, *facts)
 
 
 def recorded(
-    known: dict[Any, Any], key: Any, inputs: Sequence[Tensor | None], work: Callable[[], Any], call: Call = None, plan: bool = False
+    recordings: dict[Any, Any], key: Any, inputs: Sequence[Tensor | None], work: Callable[[], Any], call: Call = None, plan: bool = False
 ) -> Any:
     """Return `work()`, run or replayed.
 
     Args:
-        known: recordings by key.
+        recordings: the recordings of a class of calls, by key.
         key: everything that determines the launches of `work`, including the device, except for addresses. Replays need
             all addresses to be multiples of 16.
         inputs: the tensors that kernels read.
@@ -188,9 +235,9 @@ def recorded(
     """
     if thread.recording is not None:  # nested in a pass that is being recorded
         return work()
-    recording = known.get(key)
+    recording = recordings.get(key)
     addresses = [0 if x is None else x.data_ptr() for x in inputs]
-    if functools.reduce(operator.or_, addresses) & 15 or _fills() or _driver.hooked():
+    if functools.reduce(operator.or_, addresses) & 15 or _fills() or cuda_driver.hooked():
         return work()
     if type(recording) is Recording:
         result = _play(recording, addresses, call)
@@ -198,15 +245,15 @@ def recorded(
             return result
         recording = 0  # the driver refused a launch: run the pass, which raises its own error
     if recording is None or recording == TRIES:  # do not record the first pass: most keys occur once
-        known.setdefault(key, 0)
+        recordings.setdefault(key, 0)
         return work()
     recorder = Recorder(addresses)
     with recorder:
         result = work()
     made = recorder.finished(result, plan)
-    known[key] = made or recording + 1
+    recordings[key] = made or recording + 1
     if made:
-        _recordings.append((known, key))
+        _recordings.append((recordings, key))
         if len(_recordings) > MOST_RECORDINGS:  # a growing cache makes a new class at every step
             old, its_key = _recordings.popleft()
             old.pop(its_key, None)
@@ -250,8 +297,8 @@ def _play(recording: Recording, inputs: list[int], call: Call) -> Any:
         return None
     if plan_of is None:
         return outputs
-    kind, fields, places = plan_of
-    return KeptPlan(None, kind, fields, places, outputs[0])
+    kind, fields, locations = plan_of
+    return KeptPlan(None, kind, fields, locations, outputs[0])
 
 
 class _Span(NamedTuple):
@@ -278,14 +325,14 @@ class Recorder:
 
     def __enter__(self) -> None:
         python = torch._C.DispatchKey.Python
-        self.refused |= torch._C._dispatch_tls_is_dispatch_key_excluded(python)  # `_Watch` would then see no operation
-        self._watch = _Watch()  # type: ignore[no-untyped-call]
-        self._watch.__enter__()  # type: ignore[no-untyped-call]
-        thread.recording = self._watch.recorder = self
+        self.refused |= torch._C._dispatch_tls_is_dispatch_key_excluded(python)  # `_RefuseOperations` would then see no operation
+        self._mode = _RefuseOperations()  # type: ignore[no-untyped-call]
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        thread.recording = self._mode.recorder = self
 
     def __exit__(self, *error: Any) -> None:
-        thread.recording = self._watch.recorder = None  # break the reference cycle, which would keep tensors alive
-        self._watch.__exit__(*error)  # type: ignore[no-untyped-call]
+        thread.recording = self._mode.recorder = None  # break the reference cycle, which would keep tensors alive
+        self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def use(self, call: Call, plan: KeptPlan, arguments: tuple[Any, ...]) -> None:
         """Record that the pass uses a plan."""
@@ -299,8 +346,8 @@ class Recorder:
         self, function: int, ctas: int, threads: int, shared: int, early: bool, pointers: Any, arguments: struct.Struct,
         values: tuple[Any, ...],
     ) -> None:  # fmt: skip
-        """Record a kernel launch: the arguments of `_driver.start`, and the values that were packed."""
-        self.launches.append((function, _driver.grid(ctas, threads, shared), early, pointers, arguments, values))
+        """Record a kernel launch: the arguments of `cuda_driver.start`, and the values that were packed."""
+        self.launches.append((function, cuda_driver.grid(ctas, threads, shared), early, pointers, arguments, values))
 
     def finished(self, result: Any, plan: bool) -> Recording | None:
         """Return the recording of a pass (or plan) that returned `result`, or None if it cannot be replayed."""
@@ -326,10 +373,10 @@ class Recorder:
             size, parts = _packed(outputs if apart else outputs + own, first)
             spans += parts
             facts = [((size,), (1,), torch.uint8)]
-            places = [_Part(part.offset, tuple(x.shape), x.dtype) for part, x in zip(parts, outputs, strict=False)]
-            fields = iter(places)
+            locations = [_Part(part.offset, tuple(x.shape), x.dtype) for part, x in zip(parts, outputs, strict=False)]
+            fields = iter(locations)
             kind = getattr(type(result), "_make", tuple)  # `_make` for named tuples
-            described = kind, tuple(next(fields) if isinstance(x, Tensor) else x for x in result), tuple(x.offset for x in places)
+            described = kind, tuple(next(fields) if isinstance(x, Tensor) else x for x in result), tuple(x.offset for x in locations)
             own = own if apart else []
         else:
             spans += [_Span(x.data_ptr(), x.nbytes, first + i, 0) for i, x in enumerate(outputs)]
@@ -339,14 +386,14 @@ class Recorder:
         spans += [_Span(x.data_ptr(), x.nbytes, after + i, 0) for i, x in enumerate(self.plan_tensors)]
         table = _Table(spans, after + len(self.plan_tensors), self.encoders)
         steps = [(*step, *table.packed(arguments, values)) for *step, arguments, values in self.launches]
-        cleared = [(table.place(address), size) for address, size in self.cleared]
+        cleared = [(table.location(address), size) for address, size in self.cleared]
         if table.refused:
             return None
         return Recording(
             next(_numbers), outputs[0].get_device(), allocator(outputs[0]), tuple(facts), scratch, tuple(self.plans),
             tuple(table.offsets), tuple(table.maps), tuple(table.constants),
-            tuple((table.entry(place), size) for place, size in cleared),
-            tuple((*step, _getter([table.entry(place) for place in places])) for *step, places in steps), tuple(self.kernels),
+            tuple((table.entry(location), size) for location, size in cleared),
+            tuple((*step, _getter([table.entry(location) for location in locations])) for *step, locations in steps), tuple(self.kernels),
             described if plan else None,
         )  # fmt: skip
 
@@ -362,7 +409,7 @@ def _packed(tensors: list[Tensor], entry: int) -> tuple[int, list[_Span]]:
 
 
 class _Table:
-    """Builds the table of `_play` from recorded values. A place is (section of the table, index in the section)."""
+    """Builds the table of `_play` from recorded values. A location is (section of the table, index in the section)."""
 
     def __init__(self, spans: list[_Span], bases: int, encoders: dict[bytes, tuple[int, Callable[[int], bytes | None]]]) -> None:
         self.spans, self.bases, self.encoders, self.refused = spans, bases, encoders, False
@@ -371,11 +418,11 @@ class _Table:
         self.constants: list[bytes] = []
 
     def packed(self, arguments: struct.Struct, values: tuple[Any, ...]) -> tuple[struct.Struct, list[tuple[int, int]]]:
-        """Return the struct with which a replay packs a kernel's arguments, and the places of its values.
+        """Return the struct with which a replay packs a kernel's arguments, and the locations of its values.
 
         Runs of adjacent scalars are packed once into a constant.
         """
-        codes, places, left = "<", list[tuple[int, int]](), iter(values)
+        codes, locations, left = "<", list[tuple[int, int]](), iter(values)
         same, numbers = "", list[Any]()  # codes and values of the current run of scalars
         for number, code in [*_CODES.findall(arguments.format[1:]), ("", "")]:
             for one in [number + code] if code in ("s", "") else int(number or 1) * [code]:
@@ -384,22 +431,22 @@ class _Table:
                 if same and (address or not one):
                     together = struct.pack("<" + same, *numbers)
                     codes += f"{len(together)}s"
-                    places.append(self.place(together))
+                    locations.append(self.location(together))
                     same, numbers = "", []
                 if address:
                     codes += one
-                    places.append(self.place(value))
+                    locations.append(self.location(value))
                 else:
                     same += one
                     numbers += [] if code == "x" else [value]
-        return struct.Struct(codes), places
+        return struct.Struct(codes), locations
 
-    def place(self, value: Any) -> tuple[int, int]:
+    def location(self, value: Any) -> tuple[int, int]:
         if type(value) is bytes and value in self.encoders:
             address, encode = self.encoders[value]
-            place = self.place(address)
-            self.refused |= place[0] != _INPUT  # maps must point to the start of a tensor
-            return _MAP, _index(self.maps, (place[1], encode))
+            location = self.location(address)
+            self.refused |= location[0] != _INPUT  # maps must point to the start of a tensor
+            return _MAP, _index(self.maps, (location[1], encode))
         if type(value) is bytes:
             return _CONSTANT, _index(self.constants, value)
         spans = [x for x in self.spans if x.begin <= value < x.begin + x.size]
@@ -410,8 +457,8 @@ class _Table:
         offset = span.offset + value - span.begin
         return (_OFFSET, _index(self.offsets, (span.entry, offset))) if offset else (_INPUT, span.entry)
 
-    def entry(self, place: tuple[int, int]) -> int:
-        part, number = place
+    def entry(self, location: tuple[int, int]) -> int:
+        part, number = location
         return sum((self.bases, len(self.offsets), len(self.maps))[:part]) + number
 
 
@@ -427,7 +474,7 @@ def _index(values: list[Any], x: Any) -> int:
     return values.index(x)
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _RefuseOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuse the recording if PyTorch dispatches an operation during the pass."""
 
     recorder: Recorder | None = None

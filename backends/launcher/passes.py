@@ -1,4 +1,4 @@
-"""Decorators that GPU backends share: negative scales, replayed passes, and values cached per class of calls."""
+"""Decorators of a backend's passes: negative scales, replays, and values cached per class of calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from nsa_sel.backends._replay import replayed
+from nsa_sel.backends.launcher.replay import replayed
 from nsa_sel.core.call import Call
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -42,7 +42,7 @@ def backward_of_any_scale(backward: Function) -> Function:
     return cast(Function, run)
 
 
-def known(derive: Function) -> Function:
+def cached_by_class(derive: Function) -> Function:
     """Cache `derive(call, ...)` in `Call.known`, which calls of the same class share.
 
     The result must follow from the call's shapes, strides, alignment and settings, not from its ranges, and must not be

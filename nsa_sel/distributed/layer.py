@@ -1,4 +1,6 @@
-"""Context parallelism of NSA's whole layer: each rank holds slices of the sequence, their rows and the keys of all branches.
+"""NSA's whole layer on several GPUs: context parallelism splits the sequence, tensor parallelism the KV groups.
+
+Context parallelism: each rank holds slices of the sequence, their rows and the keys of all branches.
 
 For the compressed branch and the window, a slice's rows are the last ones of a sequence that ends with the slice. The rank receives the
 compressed keys of all slices before its own, and the window's keys before each slice. The selected branch runs as in
@@ -17,6 +19,7 @@ from torch import distributed as dist
 from nsa_sel.attention_layer import NSAttention
 from nsa_sel.branches import check_branches
 from nsa_sel.compressed import compressed_attention
+from nsa_sel.compression import BlockMLP
 from nsa_sel.core import transforms
 from nsa_sel.core.arguments import check_flag, check_tensors
 from nsa_sel.core.check import check_choose
@@ -24,9 +27,7 @@ from nsa_sel.core.choose_call import Rule
 from nsa_sel.distributed import cost
 from nsa_sel.distributed.agreement import compare_call, group_of
 from nsa_sel.distributed.context import check_exchange, selected_branch
-from nsa_sel.distributed.cut import Cut, Ranges, rank_rows
-from nsa_sel.distributed.exchange_near import Reach, Route, with_neighbors
-from nsa_sel.distributed.tensor import layers_of
+from nsa_sel.distributed.slices import Cut, Ranges, Reach, Route, rank_rows, with_neighbors
 from nsa_sel.errors import ArgumentError
 from nsa_sel.gating import gated_sum
 from nsa_sel.selection import Selection
@@ -301,3 +302,73 @@ def _route_of_branches(cut: Cut, rank: int, rule: Rule, before: int) -> Route:
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+# Tensor parallelism
+
+
+def tensor_parallel(model: nn.Module, mesh: Any) -> nn.Module:
+    """Split every `NSAttention` of a model by KV groups over the ranks of a mesh.
+
+    `q`, `kv` and `gate` are split by rows, which are ordered by groups first (ColwiseParallel), `out` by columns (RowwiseParallel). Each
+    layer takes equal hidden states on all ranks, and returns equal ones. There is one all-reduce forward, and one for dx backward. Every
+    rank holds the compression MLP in full and applies it to its own groups; the backward pass adds its gradients over ranks. All parameters
+    become DTensors. FSDP2 may follow.
+
+    Args:
+        model: changed in place; the names of parameters stay.
+        mesh: DeviceMesh of one dimension; its size divides the number of groups.
+
+    Returns:
+        model.
+
+    Raises:
+        ArgumentError: the model has no `NSAttention`, or one whose groups the ranks do not divide.
+    """
+    layers = layers_of(model)
+    for layer in layers:
+        if layer.groups % mesh.size():
+            allowed = f"a divisor of groups = {layer.groups}"
+            raise ArgumentError(
+                "mesh", f"of {mesh.size()} ranks", allowed, "use fewer ranks, and split the batch or the sequence over the rest"
+            )
+    for layer in layers:
+        _split(layer, mesh)
+    return model
+
+
+def layers_of(model: nn.Module) -> list[NSAttention]:
+    """Return the NSAttention layers of a model, itself included. Raises ArgumentError if there is none."""
+    layers = [module for module in model.modules() if isinstance(module, NSAttention)]
+    if not layers:
+        raise ArgumentError("model", f"a {type(model).__name__}", "one with NSAttention layers", "pass a model that has them, or a layer")
+    return layers
+
+
+def _split(layer: NSAttention, mesh: Any) -> None:
+    from torch.distributed.tensor import distribute_module  # its import takes 0.5 s
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    layer.register_forward_pre_hook(functools.partial(_shared_input, mesh))
+    by_groups = {name: ColwiseParallel() for name in ("q", "kv", "gate")}
+    parallelize_module(layer, mesh, {**by_groups, "out": RowwiseParallel()})
+    for compress in (layer.compress_k, layer.compress_v):
+        if isinstance(compress, BlockMLP):
+            distribute_module(compress, mesh)  # a replica on each rank
+            compress.of_rank = _replica
+
+
+def _shared_input(mesh: Any, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Wrap x in one DTensor for `q`, `kv` and `gate`, so that its gradient is added over ranks once instead of three times."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    plain = inputs and isinstance(inputs[0], Tensor) and not isinstance(inputs[0], DTensor)
+    return (DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False), *inputs[1:]) if plain else inputs
+
+
+def _replica(parameter: Any) -> Tensor:
+    """Return the plain tensor of a replicated DTensor. Its gradient is a partial sum, which is added over ranks."""
+    from torch.distributed.tensor import Partial, Replicate
+
+    replica: Tensor = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    return replica

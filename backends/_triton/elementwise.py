@@ -1,13 +1,14 @@
-"""The gated sum of NSA's three branches (Eq. 5), o = sum_c g_c o_c, in one pass over memory, and what its backward pass
-takes.
+"""Kernels of one pass over memory for a layer: the gated sum of NSA's branches and its gradients, and rotary positions.
 
-Backward, a branch either gets lse - ln g, and its own pass gives the gradient of its gate (nsa_sel/gating.py has the
-formulas): two small kernels, of one number per row and branch. Or one pass reads do and the branch, and writes g do and
-that gradient.
+    gated sum   o = sum_c g_c o_c (Eq. 5). Backward, a branch either gets lse - ln g, and its own pass gives the gradient
+                of its gate (nsa_sel/gating.py has the formulas): two small kernels, of one number per row and branch.
+                Or one pass reads do and the branch, and writes g do and that gradient.
+    rotate      (a, b) -> (a cos - b sin, a sin + b cos), or back with -sin, plus another tensor if given
 
-Grid: one program per ROWS of the B * S * G * h rows (a row is one head of one token). Tile: [ROWS, BLOCK_D >= Dv]. Sums
-are in float32, in float64 for float64 tensors. Tensors have any strides with a contiguous last dimension, but for `lse`
-and what is written in its place. The small kernels have tiles of [ROWS].
+A row is one head of one token. Grid: one program per ROWS rows. Tiles: [ROWS, BLOCK_D >= Dv] for the gated sum, the
+halves of a row [ROWS, BLOCK] for positions, [ROWS] for the small kernels. Sums are in float32, in float64 for float64
+tensors; positions in the dtype of the angles. Tensors have any strides with a contiguous last dimension, except `lse`
+and what is written in its place.
 """
 
 from __future__ import annotations
@@ -222,3 +223,59 @@ def _rows_kernel(function: object) -> Kernel:
 def _kernel(function: object, D: int, block_d: int, rows: int, double: bool) -> Kernel:
     wide = tl.float64 if double else tl.float32
     return Kernel(function, D=D, BLOCK_D=block_d, ROWS=rows, WIDE=wide, num_warps=4)
+
+
+ROTATE_TILE = 2048  # elements per half tile, 16 per thread
+
+
+@triton.jit
+def rows_of(x, stride, b, s, head):
+    """Return pointers to the rows (b, s, head) of x [B,S,H,D]."""
+    return x + b * stride[0] + s * stride[1] + head * stride[2]
+
+
+@triton.jit
+def rotate_kernel(
+    x, plus, cos, sin, out, strides, sequence_angles, rows, S, H,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    """out of x [B,S,H,2 * HALF], plus `plus` if it is not None; strides: of x, plus and out. cos and sin [S, HALF] of
+    each sequence, sequence_angles numbers apart (0: the same)."""
+    number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    exists = number < rows
+    inside = tl.where(exists, number, 0)
+    token = inside // H
+    b, s, head = token // S, token % S, inside % H
+    row = rows_of(x, strides[0], b, s, head)
+    at = b * sequence_angles + s * HALF
+    c, d = load_columns(cos + at, exists, 0, HALF, BLOCK), load_columns(sin + at, exists, 0, HALF, BLOCK)
+    if BACK:
+        d = -d
+    first = load_columns(row, exists, 0, HALF, BLOCK).to(c.dtype)
+    second = load_columns(row + HALF, exists, 0, HALF, BLOCK).to(c.dtype)
+    first, second = first * c - second * d, first * d + second * c
+    if plus is not None:
+        more = rows_of(plus, strides[1], b, s, head)
+        first += load_columns(more, exists, 0, HALF, BLOCK)
+        second += load_columns(more + HALF, exists, 0, HALF, BLOCK)
+    to = rows_of(out, strides[2], b, s, head)
+    store_columns(to, first, exists, 0, HALF)
+    store_columns(to + HALF, second, exists, 0, HALF)
+
+
+def rotate(x: Tensor, plus: Tensor | None, cos: Tensor, sin: Tensor, back: bool, out: Tensor) -> None:
+    """Write x [B,S,H,D] rotated, + plus [B,S,H,D], to out [B,S,H,D]; cos and sin [1 or B,S,D/2], contiguous."""
+    B, S, H, D = x.shape
+    read = tuple(y if y.stride(-1) == 1 else y.contiguous() for y in (x, x if plus is None else plus))
+    if out.numel():
+        block = tile_size(D // 2)
+        rows = max(1, (ROTATE_TILE if x.is_cuda else INTERPRETED_TILE) // block)
+        apart = 0 if len(cos) == 1 else S * D // 2
+        strides = tuple(y.stride()[:3] for y in (*read, out))
+        tensors = read[0], None if plus is None else read[1], cos, sin, out
+        _rotate_kernel(D // 2, block, rows, back).launch(-(-B * S * H // rows), tensors, (strides, apart, B * S * H, S, H))
+
+
+@functools.lru_cache(REMEMBERED)
+def _rotate_kernel(half: int, block: int, rows: int, back: bool) -> Kernel:
+    return Kernel(rotate_kernel, HALF=half, BLOCK=block, ROWS=rows, BACK=back, num_warps=4)

@@ -13,7 +13,7 @@ from torch import Tensor
 # torch.compile's generated code calls these functions. They allocate without the dispatcher and the argument parser.
 from torch._C._dynamo.guards import _empty_strided_cpu, _empty_strided_cuda  # type: ignore[attr-defined]
 
-from nsa_sel.backends._driver import thread
+from nsa_sel.backends.launcher.cuda_driver import thread
 
 
 def temporary(call: Any, like: Tensor, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
