@@ -42,13 +42,13 @@ def program(main: Callable[..., None]) -> None:
 
 
 def facts(device: str) -> Row:
-    """Return device, versions, and the command without absolute paths. The commit is NSA_SEL_COMMIT, if set."""
+    """Return device, versions, and the command without absolute paths. The commit is NSA_SEL_COMMIT."""
     arguments = [Path(text).name if Path(text).is_absolute() else text for text in sys.argv[1:]]
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
         "torch": torch.__version__,
         "nsa_sel": nsa_sel.__version__,
-        "commit": os.environ.get("NSA_SEL_COMMIT"),
+        "commit": os.environ.get("NSA_SEL_COMMIT", "not a checkout"),
         "command": shlex.join(["python", f"examples/{Path(sys.argv[0]).name}", *arguments]),
     }
 

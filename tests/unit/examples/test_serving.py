@@ -76,7 +76,7 @@ class Checksums:
         self.cache = TextCache(pages)
 
     def logits(self, sequences: list[int], texts: list[bytes]) -> Tensor:
-        self.cache._grow(self.cache._distinct(sequences), [len(text) for text in texts])
+        self.cache.step(sequences, [len(text) for text in texts])
         self.cache.steps.append((len(texts), max(map(len, texts))))
         for sequence, text in zip(sequences, texts, strict=True):
             self.cache.texts[sequence] += text
