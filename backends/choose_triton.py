@@ -37,7 +37,7 @@ from nsa_sel.backends._triton.kernel import Kernel
 from nsa_sel.backends._triton.ranges import top_n
 from nsa_sel.backends._triton.tiles import MIN_TILE
 from nsa_sel.core.arguments import range_dtype
-from nsa_sel.core.choose_call import NSA_POOL, ChooseCall
+from nsa_sel.core.call import NSA_POOL, ChooseCall
 from nsa_sel.settings.schema import KernelConfig
 
 CONFIGS = {  # by kernel and class of head dims (`narrow_suffix`); one that has no config of its own takes the plain one

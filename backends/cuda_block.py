@@ -339,7 +339,7 @@ def _order(call: Call, reach: int, section: int, pairs: int, segment: int, parts
     units = -(-S // section) * -(-B * G // pairs)
     stretch = sm90.STRETCH_BYTES // (section * h * (Dk + Dv) * call.q.element_size())
     stretch = max(1, min(stretch, pairs), -(-pairs // sm90.MOST_STRETCHES))
-    return (sm90.order_segments(call, cut, parts * units, units, B * G, pairs, 0, 0, stretch, UNITS=1),)
+    return (sm90.order_segments(call, cut, parts * units, units, B * G, pairs, 0, 0, stretch, BY_UNITS=1),)
 
 
 def _cut_lists(call: Call, sizes: Sizes, segment: int) -> tuple[KeyToRows, Tensor, Tensor]:

@@ -14,7 +14,7 @@ def device_rule(case: PolicyInput, offer: Offer) -> Iterator[Reason]:
     """
     off = case.settings.triton_off
     if offer.backend.framework == "triton" and off is not None and not case.settings.triton_force:
-        remedy = f"for experiments set NSA_TRITON_SEL_FORCE=1; to re-open the rule measure: {off.reopen}"
+        remedy = f"set NSA_TRITON_SEL_FORCE=1 to try it; to reopen the rule, measure: {off.reopen}"
         yield Reason("device-rule", "disabled", "device.sm", case.device.sm, f"another: {off.rule}", remedy)
 
 

@@ -92,7 +92,7 @@ def test_forced_triton_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch, s
         call_forced(monkeypatch, name, source)
     message = str(caught.value)
     assert f"backend '{name}', forced by {source}, refuses this call:" in message
-    assert f"{name}: device-kind (unsupported): device.kind is cpu, required cuda" in message
+    assert f"{name}: device-kind (unsupported): The tensors are on cpu, not on cuda" in message
     assert "TRITON_INTERPRET=1" in message
     assert caught.value.decision is not None
     assert caught.value.decision.forward is None

@@ -31,7 +31,7 @@ from nsa_sel.backends._triton.tiles import (
     store_split,
 )
 from nsa_sel.backends._triton.walk import add_rows_step
-from nsa_sel.core.choose_call import ChooseCall, Rule
+from nsa_sel.core.call import ChooseCall, Rule
 from nsa_sel.settings.schema import KernelConfig
 
 PROGRAMS = 4096  # programs that keep any GPU busy; about half are idle, because their rows see none of their keys

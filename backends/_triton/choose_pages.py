@@ -25,8 +25,7 @@ from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.ranges import top_n
 from nsa_sel.backends._triton.softmax import LN_2, LOWEST, finish_softmax, split_products, weights_step
 from nsa_sel.backends._triton.tiles import cached_pointers, load_columns, load_split, row_pointers, store_columns, tile_size
-from nsa_sel.core.call import device_info
-from nsa_sel.core.choose_call import ChooseCall, Rule
+from nsa_sel.core.call import ChooseCall, Rule, device_info
 from nsa_sel.settings.schema import KernelConfig
 
 MOST_ROWS = 64  # new tokens of a sequence times heads of a group: one tile

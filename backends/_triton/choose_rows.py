@@ -1,6 +1,6 @@
 """Compressed keys: which of them a row sees, how tiles lie in a packed batch, and arguments that all their kernels take.
 
-`rule` is `nsa_sel.core.choose_call.Rule`. A row sees the first compressed keys, up to a limit that follows from its
+`rule` is `nsa_sel.core.call.Rule`. A row sees the first compressed keys, up to a limit that follows from its
 position.
 
 In a packed batch a tile of rows or keys lies within one sequence, and a program works with its sequence's sizes. The
@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nsa_sel.backends._triton.arguments import Dims, Heads, Strides, split_dims
 from nsa_sel.backends._triton.rows import row_position, tile_rows
 from nsa_sel.backends._triton.tiles import aligned, descriptor
-from nsa_sel.core.choose_call import ChooseCall
+from nsa_sel.core.call import ChooseCall
 from nsa_sel.settings.schema import KernelConfig
 
 

@@ -39,7 +39,7 @@ from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.rows import row_position
 from nsa_sel.backends._triton.softmax import LOG2_E, dot
 from nsa_sel.backends._triton.tiles import aligned, key_pointers, load_split, row_pointers, tile_size
-from nsa_sel.core.choose_call import ChooseCall, Pool, Rule
+from nsa_sel.core.call import ChooseCall, Pool, Rule
 from nsa_sel.settings.schema import KernelConfig
 
 

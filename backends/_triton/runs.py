@@ -24,7 +24,7 @@ from nsa_sel.backends._triton.rows import tile_rows
 from nsa_sel.backends._triton.softmax import LN_2, LOG2_E, finish_softmax, row_delta
 from nsa_sel.backends._triton.tiles import MIN_TILE, load_columns, load_split, row_pointers, store_columns, tile_size
 from nsa_sel.backends._triton.walk import add_cut_steps, add_whole_steps, empty_dq, empty_sums, store_dq
-from nsa_sel.core.choose_call import Rule
+from nsa_sel.core.call import Rule
 from nsa_sel.settings.schema import KernelConfig
 
 TAIL = 32  # compressed keys per masked step

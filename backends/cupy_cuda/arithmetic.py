@@ -12,8 +12,7 @@ from nsa_sel.backends.cupy_cuda import launch, sm90
 from nsa_sel.backends.cupy_cuda.tensor_map import row_map
 from nsa_sel.backends.launcher.buffers import unwritten
 from nsa_sel.backends.specs import ARITHMETIC_TILES
-from nsa_sel.core.call import WindowCall
-from nsa_sel.core.choose_call import ChooseCall
+from nsa_sel.core.call import ChooseCall, WindowCall
 from nsa_sel.core.request import DeviceInfo
 
 BLOCK = sm90.KEYS  # keys of a step; a tile masks those of its partial blocks one by one
@@ -92,6 +91,6 @@ def problem(call: ChooseCall | WindowCall, keys: Arithmetic) -> tuple[int | floa
     q, k = call.q, call.k
     _, S, G, h, _ = q.shape
     return (
-        *launch.strided(q), *launch.strided(k), *launch.strided(call.v), 0, 0, 0, 0, keys.start, 0,
-        S, k.shape[2], G, h, keys.window, 0, 0, call.scale, call.scale_log2(),
+        *launch.strided(q), *launch.strided(k), *launch.strided(call.v), 0, 0, 0, 0, 0, 0,
+        S, k.shape[2], G, h, 0, 0, 0, keys.start, keys.window, call.scale, call.scale_log2(),
     )  # fmt: skip

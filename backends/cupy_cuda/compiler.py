@@ -19,12 +19,23 @@ from nsa_sel.settings.tuned import cache_folder
 
 Constants = tuple[tuple[str, int], ...]  # macros, in the order of their names
 OPTIONS = ("-std=c++17", "-lineinfo")
+OPTIONAL = {  # macros that a launcher may leave out, and their values then; the sources that read them explain them
+    "PAGE": -1, "WINDOW": 0, "COMPRESS_BLOCK": 0, "COMPRESS_STRIDE": 1,  # problem.cuh
+    "E4M3": 0, "PAGE_SCALES": 0,  # stored_tiles.cuh
+    "ORDER_TOKENS": 0, "FEW_TOKENS": 0, "MIXED_TILES": 0,  # tile_plan.cuh
+    "CLUSTER": 1, "ONE_PAGE": 0, "SMALL_BLOCK": 0, "BY_UNITS": 0,  # row_cluster.cuh, key_tiles.cuh, key_to_rows.cuh, order_segments.cu
+}  # fmt: skip
 _INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
 _ERROR = re.compile(r"^(?P<file>[\w.]+)\((?P<line>\d+)\): (?:catastrophic )?error: *(?P<what>.*)", re.MULTILINE)
 
 
 def constants(**values: int) -> Constants:
     return tuple(sorted(values.items()))
+
+
+def definitions(macros: Constants) -> list[str]:
+    """Return the compiler's options that define the macros, including optional ones."""
+    return [f"-D{name}={value}" for name, value in (OPTIONAL | dict(macros)).items()]
 
 
 def architecture(sm: int, own: bool = False) -> str:
@@ -41,7 +52,7 @@ def cubin(source: str, macros: Constants, arch: str) -> bytes:
     folder = cache_folder()
     if folder is None:
         return compile_source(source, macros, arch)[0]
-    key = repr((OPTIONS, macros, arch, nvrtc.getVersion(), sorted(sources(source).items())))
+    key = repr((OPTIONS, definitions(macros), arch, nvrtc.getVersion(), sorted(sources(source).items())))
     file = folder / "cubins" / f"{Path(source).stem}-{arch}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
     code = _read(file)
     if code is None:
@@ -61,7 +72,7 @@ def compile_source(source: str, macros: Constants, arch: str, extra: Iterable[st
     headers = {name: text.encode() for name, text in files.items() if name != main}
     program = nvrtc.createProgram(files[main], main, list(headers.values()), [name.encode() for name in headers])
     try:
-        nvrtc.compileProgram(program, [f"-arch={arch}", *OPTIONS, *extra, *(f"-D{name}={value}" for name, value in macros)])
+        nvrtc.compileProgram(program, [f"-arch={arch}", *OPTIONS, *extra, *definitions(macros)])
         return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
         version = ".".join(map(str, nvrtc.getVersion()))

@@ -18,8 +18,7 @@ from torch import Tensor
 from nsa_sel.backends.cupy_cuda.compiler import Constants, architecture, constants, cubin
 from nsa_sel.backends.launcher import cuda_driver
 from nsa_sel.backends.launcher.cuda_driver import Pointers, thread
-from nsa_sel.core.call import Call, WindowCall
-from nsa_sel.core.choose_call import ChooseCall
+from nsa_sel.core.call import Call, ChooseCall, WindowCall
 from nsa_sel.errors import BackendError
 
 PORTABLE_CLUSTER = 8  # largest cluster size that needs no attribute
@@ -48,7 +47,7 @@ def _starts_early(device: int) -> bool:
 def layout(maps: int, problem: bool, values: int) -> struct.Struct:
     """Return the layout of a kernel's `Arguments`: tensor maps, `Problem` (problem.cuh), and 8-byte values, without
     padding."""
-    return struct.Struct("<" + maps * "128s" + problem * "26q2d" + values * "q")
+    return struct.Struct("<" + maps * "128s" + problem * "28q2d" + values * "q")
 
 
 @functools.cache
@@ -133,8 +132,8 @@ def strided(x: Tensor) -> tuple[int, ...]:
 
 
 def scales(call: Call) -> list[int]:
-    """Return the values of `KeyValueScales` (e4m3.cuh); empty if keys and values are not quantized."""
-    tensors = () if call.scales is None else (call.scales.k, call.scales.v)
+    """Return the values of `KeyValueScales` (stored_tiles.cuh); zeros if keys and values are not quantized."""
+    tensors = (None, None) if call.scales is None else (call.scales.k, call.scales.v)
     return [value for x in tensors for value in ((0, 0, 0) if x is None else (x.data_ptr(), *x.stride()))]
 
 
@@ -170,7 +169,7 @@ def _problem(call: Call, ranges: Tensor) -> tuple[Any, ...]:
     return (
         *strided(q), *strided(call.k), *strided(call.v), *positions, ranges.data_ptr(), pos_bytes, ranges.element_size(),
         S, call.S_kv, G, h, call.selection.n, *((0, 0) if table is None else (table.data_ptr(), table.stride(0))),
-        call.scale, call.scale_log2(),
+        0, 0, call.scale, call.scale_log2(),
     )  # fmt: skip
 
 

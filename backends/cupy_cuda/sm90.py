@@ -29,8 +29,7 @@ from nsa_sel.backends.launcher.buffers import bits_dtype, temporary, unwritten
 from nsa_sel.backends.launcher.passes import cached_by_class
 from nsa_sel.backends.launcher.replay import kept_plan
 from nsa_sel.backends.specs import HOPPER_TILES
-from nsa_sel.core.call import Call, WindowCall
-from nsa_sel.core.choose_call import ChooseCall
+from nsa_sel.core.call import Call, ChooseCall, WindowCall
 from nsa_sel.core.request import DeviceInfo
 
 SM = 90  # only sm_90 has wgmma

@@ -114,7 +114,7 @@ def plan_of(
 
 
 def page_scales_of(call: Call) -> bool | None:
-    """Return whether scales are per page (PAGE_SCALES of e4m3.cuh); None if keys and values are not quantized."""
+    """Return whether scales are per page (PAGE_SCALES of stored_tiles.cuh); None if keys and values are not quantized."""
     return None if call.scales is None else call.scales.page_keys > 0
 
 

@@ -48,8 +48,8 @@ from nsa_sel.bench.core.timing import Timing, milliseconds
 from nsa_sel.branches import nsa_attention
 from nsa_sel.compat import parallel_nsa
 from nsa_sel.compressed import compressed_attention
+from nsa_sel.core.call import Rule
 from nsa_sel.core.check import check_scale
-from nsa_sel.core.choose_call import Rule
 from nsa_sel.errors import ArgumentError
 from nsa_sel.gating import gated_sum
 from nsa_sel.selection import Selection

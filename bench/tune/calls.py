@@ -35,7 +35,7 @@ from nsa_sel.bench.tune.tuned_file import Measurements, Run, locked, rewrite, wr
 from nsa_sel.compressed import compressed_attention
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Offer, PolicyInput
-from nsa_sel.core.choose_call import Rule
+from nsa_sel.core.call import Rule
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.policies.cost import modelled
 from nsa_sel.policies.guards import within_limits

@@ -19,7 +19,7 @@ import numpy as np
 from nsa_sel.backends.specs import CHOOSERS, SPECS
 from nsa_sel.bench.core.cases import CHOICE, LAYERS, Cache, Case, layer_selection, make_selection, split_cache
 from nsa_sel.bench.core.store import ROOT, WAYS, Row, digest, read_rows
-from nsa_sel.core.choose_call import Rule
+from nsa_sel.core.call import Rule
 from nsa_sel.core.request import SHARING_TOKENS, Request, phase_of_format
 from nsa_sel.policies.cost import gathers, modelled, work_of
 from nsa_sel.selection import Selection

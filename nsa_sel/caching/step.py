@@ -14,8 +14,8 @@ from nsa_sel.caching.extend import Compress, append, compress
 from nsa_sel.caching.pools import CacheScales, Pools
 from nsa_sel.caching.step_tensors import StepSizes, StepTensors
 from nsa_sel.core import transforms
+from nsa_sel.core.call import PagedKeys, Rule
 from nsa_sel.core.choose import over_pages
-from nsa_sel.core.choose_call import PagedKeys, Rule
 from nsa_sel.errors import ArgumentError
 from nsa_sel.gating import gated_sum, sum_of_tokens
 from nsa_sel.projection import Parts

@@ -30,7 +30,7 @@ MODEL = "fla.models.nsa.modeling_nsa"
 
 _lock = forks.lock()
 _patches: set[object] = set()  # one token per patch that is not undone
-_originals: list[tuple[Any, str, Any]] = []  # (owner, attribute, fla's own value) while a patch is active
+_replaced: list[tuple[Any, str, Any, Any]] = []  # (owner, attribute, fla's own value, ours) while a patch is active
 
 
 def patch_fla() -> Callable[[], None]:
@@ -48,7 +48,12 @@ def patch_fla() -> Callable[[], None]:
     try:
         modules = [importlib.import_module(name) for name in CALLERS]
         model = importlib.import_module(MODEL).NSAModel
-        originals = [*((module, "parallel_nsa", module.parallel_nsa) for module in modules), (model, "forward", model.forward)]
+        taken = "cache" in inspect.signature(model.forward).parameters
+        forward = model.forward if taken else _taking_cache(model.forward)
+        replaced = [
+            *((module, "parallel_nsa", module.parallel_nsa, parallel_nsa) for module in modules),
+            (model, "forward", model.forward, forward),
+        ]
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"patch_fla needs flash-linear-attention with parallel_nsa in {', '.join(CALLERS)}, and NSAModel in {MODEL}: {error}."
@@ -57,11 +62,9 @@ def patch_fla() -> Callable[[], None]:
     patch = object()
     with _lock:
         if not _patches:
-            _originals[:] = originals
-            for module in modules:
-                module.parallel_nsa = parallel_nsa  # type: ignore[attr-defined]
-            if "cache" not in inspect.signature(model.forward).parameters:
-                model.forward = _taking_cache(model.forward)
+            _replaced[:] = replaced
+            for owner, name, _, ours in replaced:
+                setattr(owner, name, ours)
         _patches.add(patch)
 
     def undo() -> None:
@@ -69,8 +72,9 @@ def patch_fla() -> Callable[[], None]:
             if patch in _patches:
                 _patches.remove(patch)
                 if not _patches:
-                    for owner, name, value in _originals:
-                        setattr(owner, name, value)
+                    for owner, name, own, ours in _replaced:
+                        if getattr(owner, name) is ours:  # another library may have replaced it since
+                            setattr(owner, name, own)
 
     return undo
 

@@ -196,7 +196,7 @@ def decide(request: Request, device: DeviceInfo, backend: str | None = None) -> 
 class Decided(NamedTuple):
     """A checked call, its decision, and its exact request."""
 
-    call: Any  # a Call or a ChooseCall
+    call: Any  # a Call, a ChooseCall, or a SlidingCall, which has no decision and no request
     decision: Decision
     request: Request
     sharing: Count | None = None  # the count that the decision depends on

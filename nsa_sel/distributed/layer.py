@@ -22,8 +22,8 @@ from nsa_sel.compressed import compressed_attention
 from nsa_sel.compression import BlockMLP
 from nsa_sel.core import transforms
 from nsa_sel.core.arguments import check_flag, check_tensors
+from nsa_sel.core.call import Rule
 from nsa_sel.core.check import check_choose
-from nsa_sel.core.choose_call import Rule
 from nsa_sel.distributed import cost
 from nsa_sel.distributed.agreement import compare_call, group_of
 from nsa_sel.distributed.context import check_exchange, selected_branch

@@ -8,8 +8,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from nsa_sel.core.call import Call
-from nsa_sel.core.choose_call import ChooseCall
+from nsa_sel.core.call import Call, ChooseCall
 from nsa_sel.telemetry import events
 
 T = TypeVar("T")

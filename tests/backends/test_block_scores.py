@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nsa_sel.backends import choose_torch, choose_triton
 from nsa_sel.backends._triton.choose_scores import block_scores
-from nsa_sel.core.choose_call import ChooseCall, Pool, Rule
+from nsa_sel.core.call import ChooseCall, Pool, Rule
 from nsa_sel.selection import Selection
 from tests.helpers.choose_cases import make_choose_call
 from tests.helpers.choosing_reference import assert_chosen, best, pooled_scores

@@ -11,8 +11,7 @@ import torch
 from nsa_sel.backends import choose_cuda, choose_triton
 from nsa_sel.backends._triton import choose_dkdv
 from nsa_sel.backends.cupy_cuda import compressed
-from nsa_sel.core.call import device_info
-from nsa_sel.core.choose_call import ChooseCall, Rule
+from nsa_sel.core.call import ChooseCall, Rule, device_info
 from tests.helpers.aot import TARGETS
 from tests.helpers.cases import make_grads
 from tests.helpers.choose_cases import SMALL, check_both, check_gradients, make_choose_call, results

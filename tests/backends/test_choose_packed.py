@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from nsa_sel.backends import choose_torch, choose_triton
 from nsa_sel.backends._triton import choose_dkdv, choose_rows
-from nsa_sel.core.choose_call import ChooseCall, Rule
+from nsa_sel.core.call import ChooseCall, Rule
 from tests.helpers.cases import make_grads
 from tests.helpers.choose_cases import SMALL, check_both, check_unread, make_packed_call, oracle, results
 

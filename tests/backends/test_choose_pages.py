@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nsa_sel.backends import choose_torch, choose_triton
 from nsa_sel.backends._triton import choose_pages
-from nsa_sel.core.choose_call import ChooseCall, Rule
+from nsa_sel.core.call import ChooseCall, Rule
 from tests.helpers.choose_cases import SMALL, check_forward, in_pages, make_choose_call
 from tests.helpers.poison import new_memory_is_nan
 

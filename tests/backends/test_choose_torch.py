@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_sel.backends import choose_torch
-from nsa_sel.core.choose_call import Rule
+from nsa_sel.core.call import Rule
 from nsa_sel.layer import block_scores
 from nsa_sel.oracle_choose import oracle_choose_backward
 from nsa_sel.selection import Selection

@@ -13,7 +13,7 @@ from nsa_sel.backends import choose_triton
 from nsa_sel.backends._triton import choose_dkdv
 from nsa_sel.backends._triton.choose_scores import importance
 from nsa_sel.core.arguments import whole_blocks
-from nsa_sel.core.choose_call import Rule
+from nsa_sel.core.call import Rule
 from nsa_sel.core.ranges import sorted_blocks
 from nsa_sel.settings.schema import KernelConfig
 from tests.helpers.cases import make_grads

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends.cupy_cuda import block_tiles, compressed, key_to_rows, sm80, sm90, window
-from nsa_sel.core.call import Call, WindowCall
+from nsa_sel.core.call import Call, Rule, WindowCall
 from nsa_sel.core.check import check_call
-from nsa_sel.core.choose_call import Rule
 from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
@@ -203,7 +202,7 @@ def test_order_of_units(monkeypatch: pytest.MonkeyPatch, pairs: int, stretch: in
     lists = key_to_rows.KeyToRows(None, begins, segments, segments, count, tiles, 1, segment)
     call = call_of(*make_qkv(S=4, h=2, Dk=64, S_kv=70, dtype=torch.float16), make_blocks(1, 4, 1, 70, 1, 64))
     units = sections * -(-pairs_all // pairs)
-    order = sm90.order_segments(call, lists, int(segments[-1]), units, pairs_all, pairs, 0, 0, stretch, UNITS=1)
+    order = sm90.order_segments(call, lists, int(segments[-1]), units, pairs_all, pairs, 0, 0, stretch, BY_UNITS=1)
     keys = []
     for index, number in order.tolist():
         pair, left = index // tiles, int(lengths[index]) - number * segment

@@ -11,8 +11,7 @@ import nsa_sel
 from nsa_sel.backends import choose_cuda, choose_triton
 from nsa_sel.backends.cupy_cuda import compressed
 from nsa_sel.core import registry
-from nsa_sel.core.call import device_info
-from nsa_sel.core.choose_call import Rule
+from nsa_sel.core.call import Rule, device_info
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.settings.config import settings_for
 from tests.helpers.cases import make_qkv

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_sel import Selection, by_groups, compressed_attention, decisions, gating, use_backend, window_kernels
+from nsa_sel import Selection, by_groups, compressed_attention, decisions, gating, use_backend
 from nsa_sel.backends import window_triton
 from nsa_sel.backends._triton import elementwise
 from nsa_sel.core import registry
-from nsa_sel.core.choose_call import Rule
+from nsa_sel.core import window as window_calls
+from nsa_sel.core.call import Rule
 from nsa_sel.oracle import oracle_mask
 from nsa_sel.three_branches import Inputs, Options
 from tests.helpers.cases import assert_within_twice_baseline, gradient_terms
@@ -93,7 +94,7 @@ def terms_of(inputs: Inputs, do: Tensor) -> dict[str, float]:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The gates and the window run as on a GPU, in the interpreter: all their kernels must."""
     monkeypatch.setattr(gating, "on_gpu", lambda gates: True)
-    monkeypatch.setattr(window_kernels, "takes", lambda q, v: True)
+    monkeypatch.setattr(window_calls, "takes", lambda q, v, kernels: kernels.name == "Triton")
     calls = [(elementwise, "write_sum"), (elementwise, "backward"), (window_triton, "forward"), (window_triton, "backward")]
     spies = [mock.patch.object(module, name, wraps=getattr(module, name)) for module, name in calls]
     with contextlib.ExitStack() as stack:
@@ -143,7 +144,7 @@ def test_a_window_whose_kernels_fail_in_backward_takes_gates_otherwise(monkeypat
     options = Options(WINDOW, RULE, 0.25, "sdpa-packed")
     wanted = torch.autograd.grad(by_groups.attention(inputs, options).sum(), inputs[:9])
     monkeypatch.setattr(gating, "WITH_LSE", (torch.float32,))
-    monkeypatch.setattr(window_kernels, "takes", lambda q, v: True)
+    monkeypatch.setattr(window_calls, "takes", lambda q, v, kernels: kernels.name == "Triton")
     monkeypatch.setattr(registry, "broken_windows", set())
     monkeypatch.delattr(window_triton, "backward")
     o = by_groups.attention(inputs, options)

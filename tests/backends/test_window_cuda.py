@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 import nsa_sel
-from nsa_sel import sliding_window_attention, window_kernels
+from nsa_sel import sliding_window_attention
 from nsa_sel.backends import window_cuda, window_triton
 from nsa_sel.backends.cupy_cuda import arithmetic, compiler, launch, window
 from nsa_sel.core import registry
+from nsa_sel.core import window as window_calls
 from nsa_sel.core.call import WindowCall
 from tests.helpers import emulate
 from tests.helpers.aot import TARGETS
@@ -126,10 +127,10 @@ def test_triton_runs_what_cuda_fails_for(monkeypatch: pytest.MonkeyPatch) -> Non
 
         return kernel
 
-    monkeypatch.setattr(window_kernels, "takes", lambda q, v: True)
+    monkeypatch.setattr(window_calls, "takes", lambda q, v, kernels: kernels.name == "Triton")
     wanted = results(sliding_window_attention, inputs, size, True, return_lse=True)
     monkeypatch.setattr(registry, "broken_windows", set())
-    monkeypatch.setattr(window_kernels, "_by_cuda", lambda q, v: not window_kernels.has_failed(q, v, window_kernels.CUDA))
+    monkeypatch.setattr(window_calls, "takes", lambda q, v, kernels: True)
     monkeypatch.setattr(window_cuda, "forward", fail("forward"))
     monkeypatch.setattr(window_cuda, "backward", fail("backward"))
     with pytest.warns(RuntimeWarning, match=r"CUDA kernels of sliding_window_attention failed, the Triton kernels run .*no such kernel"):

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_sel import sliding_window_attention, window_kernels
+from nsa_sel import sliding_window_attention
 from nsa_sel.backends import window_cuda, window_triton
 from nsa_sel.backends.cupy_cuda import window as cuda
 from nsa_sel.core import registry
+from nsa_sel.core import window as window_calls
 from nsa_sel.core.call import WindowCall, device_info
 from tests.helpers.cases import make_grads
 from tests.helpers.gpus import needs, needs_hopper
@@ -87,7 +88,7 @@ def test_other_calls_take_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     (q, k, v), _ = inputs_of(SHAPES["h16"], torch.bfloat16, "cuda")
     device = device_info(q.device)
     assert cuda.supports(WindowCall(q, k, v, 512, 1.0), device)
-    bounds = window_kernels.packed_bounds(torch.tensor([0, 100, 1500], device="cuda"), 1500)
+    bounds = window_calls.packed_bounds(torch.tensor([0, 100, 1500], device="cuda"), 1500)
     padded = torch.nn.functional.pad(k, (0, 1))[..., :-1]
     for call in (
         WindowCall(q[:, :8], k, v, 512, 1.0),

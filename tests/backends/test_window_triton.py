@@ -12,9 +12,10 @@ from msgspec.structs import replace
 from torch import Tensor
 
 import nsa_sel
-from nsa_sel import sliding_window_attention, window_kernels
+from nsa_sel import sliding_window_attention
 from nsa_sel.backends import window_triton
 from nsa_sel.core import registry
+from nsa_sel.core import window as window_calls
 from nsa_sel.errors import BackendError
 from tests.helpers.cases import make_grads
 from tests.helpers.poison import new_memory_is_nan
@@ -40,7 +41,7 @@ SHAPES = {
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes its time for every program: tiles of 32 rows, but few keys, so that short windows take several steps."""
-    monkeypatch.setattr(window_kernels, "takes", lambda q, v: True)
+    monkeypatch.setattr(window_calls, "takes", lambda q, v, kernels: kernels.name == "Triton")
     small = {"block_l": 16, "rows": 32}
     monkeypatch.setattr(window_triton, "config_of", lambda call, kernel: replace(window_triton.CONFIGS[kernel], **small))
 
@@ -125,7 +126,7 @@ def test_compiled_calls_go_through_ops() -> None:
 
 def test_opcheck() -> None:
     inputs, window = inputs_of((1, 5, 7, 1, 2, 16, 16, 3))
-    torch.library.opcheck(torch.ops.nsa_sel.window, (*inputs, window, 0.25, None))
+    torch.library.opcheck(torch.ops.nsa_sel.window_forward.default, (*inputs, None, window, 0.25, True, True))
 
 
 def test_there_is_no_second_derivative() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import math
@@ -135,25 +134,6 @@ def test_parallel_nsa_matches_its_reference(TQ: int) -> None:
         assert_same(got, torch.stack(each) * g_slc[..., None], inputs)
 
 
-def test_parallel_nsa_keeps_padding_rows_of_packed_sequences_with_more_keys() -> None:
-    """With all branches sequences run one by one, and rows after the last one are 0."""
-    q, k, v, gate = torch.randn(1, 5, 4, 8), torch.randn(1, 60, 2, 8), torch.randn(1, 60, 2, 8), torch.rand(1, 5, 4)
-    call = functools.partial(parallel_nsa, q, k, v, gate, gate, gate, block_counts=3, block_size=4, window_size=8)
-    o = call(cu_seqlens=([0, 1, 3], [0, 40, 57]))
-    assert o.shape == (1, 5, 4, 8)
-    assert not bool(o[:, 3:].any())
-    own_gates = [gate[:, 1:3]] * 3
-    wanted = parallel_nsa(q[:, 1:3], k[:, 40:57], v[:, 40:57], *own_gates, block_counts=3, block_size=4, window_size=8)
-    torch.testing.assert_close(o[:, 1:3], wanted)
-    for bounds, words in (
-        (([0, 1, 3], [0, 40]), "cu_seqlens_k is of 1 sequences"),
-        (([0, 1, 6], [0, 40, 57]), "cu_seqlens_q is 6 last"),
-        (([0, 1, 3], torch.tensor([0, 40, 61])), "cu_seqlens_k is 61 last"),
-    ):
-        with pytest.raises(ArgumentError, match=words):
-            call(cu_seqlens=bounds)
-
-
 @pytest.mark.parametrize("form", [list, torch.tensor])
 def test_parallel_nsa_matches_its_reference_on_packed_sequences(form: Callable[[list[int]], Any]) -> None:
     HQ, H, block = 4, 2, 4
@@ -220,15 +200,6 @@ def near(q: Tensor, k: Tensor, v: Tensor, keys: int) -> Tensor:
     logits = torch.einsum("bsghd,bgkd->bghsk", q, k) * q.shape[-1] ** -0.5
     p = logits.masked_fill((behind < 0) | (behind >= keys), -math.inf).softmax(-1)
     return torch.einsum("bghsk,bgkd->bsghd", p, v)
-
-
-def test_aligned_sequences_keep_whole_blocks() -> None:
-    q, k, v = normal((40, 2, 8), (40, 1, 8), (40, 1, 8))
-    topk_idx = distinct_blocks(40, 1, 2, 2).transpose(0, 1)
-    topk_sparse_attention(q, k, v, topk_idx, 16, [0, 32, 40])
-    assert nsa_sel.decisions()[-1].request.block_size == 16
-    parallel_nsa(q[None], k[None], v[None], block_indices=topk_idx.transpose(0, 1)[None], block_size=16, cu_seqlens=[0, 20, 40])
-    assert nsa_sel.decisions()[-1].request.block_size is None
 
 
 # Intended differences

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_sel import compressed_attention, decisions
+from nsa_sel import decisions
 from nsa_sel.compat import parallel_nsa, patch_fla
 from nsa_sel.compression import BlockMean
 from nsa_sel.errors import ArgumentError
@@ -70,26 +70,6 @@ def reference(
     blocks = naive().naive_nsa_topk(q, k_cmp, block_counts, block_size, scale)
     o = o + naive().naive_nsa_selection(q, k, v, blocks, block_size, scale) * g_slc.unsqueeze(-1)
     return o if g_swa is None or not window_size else o + near(q, k, v, window_size) * g_swa.unsqueeze(-1)
-
-
-def test_compressed_attention_and_its_blocks() -> None:
-    q, k, v = (x.detach() for x in inputs()[:3])
-    k_cmp, v_cmp = compressed(k), compressed(v)
-    wanted, wanted_lse = naive().naive_nsa_compression(q, k_cmp, v_cmp, BLOCK, SCALE)
-    indices = naive().naive_nsa_topk(q, k_cmp, N, BLOCK, SCALE)
-    o, selection, lse = compressed_attention(
-        q.view(B, S, G, h, D), k_cmp.transpose(1, 2), v_cmp.transpose(1, 2), return_lse=True, compress_block=BLOCK, compress_stride=BLOCK,
-        block_size=BLOCK, n=N,
-    )  # fmt: skip
-    assert torch.allclose(o.flatten(2, 3), wanted, rtol=0, atol=ROUNDING)
-    assert torch.allclose(lse.flatten(2, 3), wanted_lse, rtol=0, atol=ROUNDING)
-    last = S // BLOCK * BLOCK  # of later rows fla does not know the current block: it is not compressed
-    assert torch.equal(sets(selection.block_indices[:, :last]), sets(indices[:, :last]))
-
-
-def sets(indices: Tensor) -> Tensor:
-    """Block indices in ascending order, padding first."""
-    return indices.long().sort(-1).values
 
 
 def assert_same(got: Tensor, wanted: Tensor, given: list[Tensor]) -> None:
@@ -188,6 +168,14 @@ def test_patches_undone_in_any_order_put_back_flas_own(order: tuple[int, ...]) -
         assert all(module.parallel_nsa is parallel_nsa for module in modules)
         undo[i]()
     assert [*(module.parallel_nsa for module in modules), model.forward] == own
+
+
+def test_undo_leaves_what_another_library_put_over_the_patch(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    undo, another = patch_fla(), lambda *_: None
+    monkeypatch.setattr(layers, "parallel_nsa", another)
+    undo()
+    assert layers.parallel_nsa is another
 
 
 def test_flas_layer_runs_on_nsa_sel(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,9 +202,10 @@ def test_mask_narrower_than_the_keys_is_refused() -> None:
 
 
 def test_models_that_choose_or_mask_keys_are_refused_before_they_run() -> None:
-    Config = type("DeepseekV32Config", (), {"model_type": "deepseek_v32"})
-    with pytest.raises(ArgumentError, match=r"DeepseekV32, which selects its own keys.*FlashMLA"):
-        first_keys(1, 4, 4, config=Config())
+    for name, kind in (("DeepseekV32", "deepseek_v32"), ("Glm5NextText", "glm5_next_text"), ("HyV4VLText", "hy_v4_vl_text")):
+        Config = type(f"{name}Config", (), {"model_type": kind})
+        with pytest.raises(ArgumentError, match=rf"{name}, which selects its own keys.*FlashMLA"):
+            first_keys(1, 4, 4, config=Config())
     with pytest.raises(ArgumentError, match="reads the attention mask itself"):
         first_keys(1, 4, 4, allow_is_causal_skip=False)
     with pytest.raises(ArgumentError, match="the model's attention is a sliding window or chunks, of 16 keys"):
@@ -254,6 +255,23 @@ EQUAL = {  # these must not be refused
 IDS = torch.randint(3, 60, (3, 20), generator=torch.Generator().manual_seed(1))
 
 
+OWN_SIZES: dict[str, dict[str, Any]] = {  # where SMALL does not fit
+    "bamba": {"attn_layer_indices": [1], "mamba_d_head": 8, "mamba_d_state": 8},
+    "dbrx": {"max_seq_len": 128, "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+             "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}},
+    "ernie4_5_moe": {"moe_k": 2, "moe_layer_start_index": 1, "moe_num_shared_experts": 1},
+    "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]},
+    "gptj": {"n_positions": 128},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 2,
+              "use_mamba_kernels": False, "mamba_dt_rank": 4},
+    "longcat_flash": {"num_layers": 1, "ffn_hidden_size": 48, "zero_expert_num": 2, "moe_topk": 2, "expert_ffn_hidden_size": 16},
+    "mpt": {"max_seq_len": 128},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 1,
+                   "ssm_state_size": 8},
+    "xlm": {"n_words": 64, "emb_dim": 32, "causal": True, "pad_index": 0},
+}  # fmt: skip
+
+
 def small_config(kind: str, unset: bool) -> Any:
     """Return the configuration of `kind` with small sizes, with `unset` also those that it does not set."""
     config = transformers.models.auto.configuration_auto.CONFIG_MAPPING[kind]().get_text_config()
@@ -266,7 +284,7 @@ def small_config(kind: str, unset: bool) -> Any:
     for name in ("layer_types", "mlp_layer_types", "layers_block_type"):
         if name in own and isinstance(types := getattr(config, name), list) and types:
             sizes[name] = [types[0], types[-1]]
-    return type(config)(**sizes)
+    return type(config)(**{**sizes, **OWN_SIZES.get(kind, {})})
 
 
 def small_model(kind: str) -> Any:
@@ -286,7 +304,7 @@ def small_model(kind: str) -> Any:
             return model
         except Exception as error:  # whatever a configuration or a model says of sizes
             reason = f"{type(error).__name__}: {error}"
-    assert kind not in EQUAL, reason
+    assert kind not in EQUAL | OWN_SIZES.keys(), reason
     pytest.skip("not built")
 
 
@@ -335,5 +353,8 @@ def test_model_equals_eager_attention_or_is_refused(kind: str, monkeypatch: pyte
                 continue
         ran.append(name)
         torch.testing.assert_close(got, eager[name], atol=2e-5, rtol=2e-5, msg=lambda words, name=name: f"{name}: {words}")
+    if not eager:
+        pytest.skip("eager attention fails at these sizes")
+    assert ran or refused
     assert all("Remedy: " in str(error) for error in refused)
     assert kind not in EQUAL or (not refused and len(ran) > 2)

@@ -12,7 +12,7 @@ import nsa_sel
 from nsa_sel.backends import choose_triton
 from nsa_sel.backends._triton import choose_dkdv, choose_pages
 from nsa_sel.core import registry
-from nsa_sel.core.choose_call import Rule
+from nsa_sel.core.call import Rule
 from tests.contract.lanes import Lane, lanes, parameters
 from tests.helpers.choose_cases import SHAPES, SMALL, check_both, check_forward, check_unread, in_pages, make_choose_call, make_packed_call
 from tests.helpers.poison import new_memory_is_nan

@@ -21,7 +21,7 @@ import triton
 from nsa_sel.backends import choose_triton
 from nsa_sel.backends._triton import ranges
 from nsa_sel.core.arguments import Bounds
-from nsa_sel.core.choose_call import NSA_POOL, PagedKeys, Pool, Rule, Sequences
+from nsa_sel.core.call import NSA_POOL, PagedKeys, Pool, Rule, Sequences
 from tests.helpers.aot import TARGETS, launches_compile, resources
 from tests.helpers.choose_cases import make_choose_call
 

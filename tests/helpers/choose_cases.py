@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.arguments import Bounds
-from nsa_sel.core.choose_call import ChooseCall, PagedKeys, Rule, Sequences
+from nsa_sel.core.call import ChooseCall, PagedKeys, Rule, Sequences
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.oracle_choose import Chosen, oracle_choose, oracle_choose_backward
 from nsa_sel.selection import Selection

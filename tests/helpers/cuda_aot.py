@@ -76,7 +76,7 @@ def _log(source: str, macros: compiler.Constants, arch: str) -> str:
     """What ptxas says. Compiled once for all processes and runs: the name of the file is a digest of all that the compiler reads."""
     from cupy_backends.cuda.libs import nvrtc
 
-    everything = (compiler.OPTIONS, PTXAS, macros, arch, nvrtc.getVersion(), sorted(compiler.sources(source).items()))
+    everything = (compiler.OPTIONS, PTXAS, compiler.definitions(macros), arch, nvrtc.getVersion(), sorted(compiler.sources(source).items()))
     kept = KEPT / f"{hashlib.sha256(repr(everything).encode()).hexdigest()}.log"
     if not kept.exists():
         _, log = compiler.compile_source(source, macros, arch, PTXAS)

@@ -1,5 +1,5 @@
-"""cupy-cuda's kernels on a CPU: the CUDA C++ files, compiled by g++ with those of tests/helpers/emulation in place of hardware.cuh,
-hopper.cuh and wgmma_ptx.cuh.
+"""cupy-cuda's kernels on a CPU: the CUDA C++ files, compiled by g++ with those of tests/helpers/emulation in place of hardware.cuh
+and hopper.cuh.
 
 `emulated(monkeypatch)` lets the backend's launcher run them on CPU tensors, so that its forward and backward can be called as on a GPU.
 """
@@ -109,9 +109,9 @@ def _library(source: str, macros: compiler.Constants) -> ctypes.CDLL:
     """Compiled once for all processes and runs: the name of the file is a digest of all that the compiler reads."""
     memory = r"\1 *memory = reinterpret_cast<\1 *>(dynamic_memory);"
     files = {file: EXTERN.sub(memory, text) for file, text in compiler.sources(source).items()}
-    files |= {name: (EMULATION / name).read_text() for name in ("hardware.cuh", "hopper.cuh", "wgmma_ptx.cuh")}
+    files |= {name: (EMULATION / name).read_text() for name in ("hardware.cuh", "hopper.cuh")}
     files["main.cpp"] = f'#include "{Path(source).name}"\n' + MAIN.format(kernel=Path(source).stem)
-    command = [*COMPILE, *CHECKED, *UNFORTIFIED, *(f"-D{macro}={value}" for macro, value in macros)]
+    command = [*COMPILE, *CHECKED, *UNFORTIFIED, *compiler.definitions(macros)]
     digest = hashlib.sha256(repr((_version(), command, sorted(files.items()))).encode()).hexdigest()
     kept = KEPT / f"{digest}.so"
     if not kept.exists():

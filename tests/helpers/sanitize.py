@@ -22,7 +22,7 @@ from nsa_sel.backends import choose_triton, cuda_block
 from nsa_sel.backends._triton import choose_pages
 from nsa_sel.backends.cupy_cuda import launch, sm90
 from nsa_sel.core import registry
-from nsa_sel.core.choose_call import Rule
+from nsa_sel.core.call import Rule
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from tests.helpers.cache_cases import LENGTHS, check, make_cache

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_sel import window_kernels
+from nsa_sel.core import window as window_calls
+from nsa_sel.core.arguments import Bounds
 from tests.helpers.cases import assert_within_twice_baseline, gradient_terms, lse_dtype, make_grads, make_qkv
 from tests.helpers.poison import new_memory_is_nan
 
@@ -65,9 +66,9 @@ def check_packed(cu_seqlens: tuple[int, ...], shape: tuple[int, ...], dtype: tor
     for x in (q, do, dlse, k.transpose(1, 2), v.transpose(1, 2)):
         x[:, cu_seqlens[-1] :] = math.nan
     inputs = tuple(x.requires_grad_() for x in (q, k, v))
-    bounds = window_kernels.packed_bounds(torch.tensor(cu_seqlens, device=device), q.shape[1])
+    bounds = Bounds(None, torch.tensor(cu_seqlens, device=device))
     with new_memory_is_nan():
-        o, lse = window_kernels.attend(*inputs, window, 0.3, bounds)
+        o, lse = window_calls.attend(window_calls.SlidingCall(*inputs, window, 0.3, bounds), True)
         dq, dk, dv = torch.autograd.grad((o, lse), inputs, (do, dlse))
     found = o, lse, dq, dk.transpose(1, 2), dv.transpose(1, 2)
 

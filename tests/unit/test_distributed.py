@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from nsa_sel import NSAttention
-from nsa_sel.core.choose_call import Rule
+from nsa_sel.core.call import Rule
 from nsa_sel.distributed import (
     Exchange,
     check_ranks,
@@ -27,13 +27,11 @@ from nsa_sel.distributed import (
     exchanged_bytes,
     rows_bytes,
 )  # fmt: skip
-from nsa_sel.distributed.cost import Bytes, Sizes, cheapest, obstacle, planned, static_slots
-from nsa_sel.distributed.exchange_keys import chosen
-from nsa_sel.distributed.exchange_rows import aligned, merge_parts, packed, unpacked
+from nsa_sel.distributed.cost import Bytes, Sizes, cheapest, obstacle, planned
+from nsa_sel.distributed.exchange_rows import merge_parts
 from nsa_sel.distributed.layer import own_compressed_keys
-from nsa_sel.distributed.slices import Cut, Reach, Route
+from nsa_sel.distributed.slices import Cut
 from nsa_sel.errors import BackendError, NsaSelError
-from nsa_sel.selection import Selection
 from tests.helpers.cases import make_blocks, make_qkv
 from tests.helpers.paths import ROOT
 
@@ -116,38 +114,6 @@ def test_compiled_calls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         context_parallel_nsa_attention(*[torch.zeros(1)] * 8)
 
 
-def test_ranks_send_what_others_reach() -> None:
-    """Slices of 4 keys on four ranks: rank 2 holds 8 to 11, and wants up to 5 before them and 1 after."""
-    cut = Cut(4, 4)
-    reach = Reach.of(4, cut.held, lambda rank: cut.near(rank, before=5, after=1))
-    assert [*reach.wanted] == [(range(5),), (range(9),), (range(3, 13),), (range(7, 16),)]
-    assert [reach.parts(2, owner) for owner in range(4)] == [[(0, 3, 3, 1)], [(0, 4, 0, 4)], [(0, 8, 0, 4)], [(0, 12, 0, 1)]]
-    assert [[part.size for part in reach.parts(0, owner)] for owner in range(4)] == [[4], [1], [], []]
-
-
-def test_ranks_send_of_both_ends_what_others_reach() -> None:
-    """Slices of 4 keys on two ranks: rank 0 holds 0 to 3 and 12 to 15, and wants 2 before each."""
-    cut = Cut(4, 2, both_ends=True)
-    reach = Reach.of(2, cut.held, lambda rank: cut.near(rank, before=2))
-    assert [*reach.held] == [(range(4), range(12, 16)), (range(4, 8), range(8, 12))]
-    assert reach.wanted[0] == (range(4), range(10, 16))
-    assert reach.parts(0, 0) == [(0, 0, 0, 4), (1, 12, 4, 4)]
-    assert reach.parts(0, 1) == [(1, 10, 6, 2)]
-    received = torch.tensor([0, 1, 2, 3, 12, 13, 14, 15, 10, 11])
-    assert [x.tolist() for x in Route.of([reach], 0).in_order(received)] == [[0, 1, 2, 3], [10, 11, 12, 13, 14, 15]]
-
-
-def test_both_ends_share_the_work() -> None:
-    """Compressed keys that a rank's rows see, in all: half as many more on the last of two ranks than on average, equal from both ends."""
-    for ranks, most in ((2, 1.5), (4, 1.75)):
-        work = [
-            [int(Cut(size, ranks, both).positions(r, torch.device("cpu")).sum()) for r in range(ranks)]
-            for size, both in ((64, False), (32, True))
-        ]
-        assert max(work[0]) * ranks / sum(work[0]) == pytest.approx(most, rel=0.01)
-        assert max(work[1]) * ranks / sum(work[1]) == pytest.approx(1, rel=0.01)
-
-
 def test_compressed_keys_belong_to_the_slice_that_they_begin_in() -> None:
     """48 keys, of which 8 every 4 are compressed: 11, three for each slice of 12 keys, and two for the last."""
 
@@ -192,15 +158,6 @@ def test_rows_bytes_equal_a_count_by_hand() -> None:
     assert rows_bytes(2, **odd, index_size=4, has_pos=False, needs_grad=False) == (2 * 4 * 16, 0)
 
 
-def test_packets_hold_parts_of_any_dtype() -> None:
-    parts = [torch.randn(2, 3, 5, dtype=torch.bfloat16), torch.arange(12, dtype=torch.int64).view(2, 3, 2), torch.randn(2, 3, 1)]
-    packets = packed([part.transpose(0, 1) for part in parts])
-    assert packets.shape == (3, 2, 3 * 16)
-    found = unpacked(packets, [(torch.bfloat16, (5,)), (torch.int64, (1, 2)), (torch.float32, (1,))])
-    assert all(torch.equal(x.reshape(part.transpose(0, 1).shape), part.transpose(0, 1)) for x, part in zip(found, parts, strict=True))
-    assert all(x.data_ptr() % 16 == 0 for x in found)
-
-
 def test_parts_are_merge_parts_by_their_lse() -> None:
     """Softmax over 6 keys is that over 4 and 2, and rows without keys stay empty."""
     logits, v = torch.randn(3, 6), torch.randn(6, 2)
@@ -211,27 +168,6 @@ def test_parts_are_merge_parts_by_their_lse() -> None:
     found, found_lse = merge_parts(o, lse)
     torch.testing.assert_close(found, torch.stack((logits[0].softmax(-1) @ v, o[1, 1], torch.zeros(2))))
     torch.testing.assert_close(found_lse, torch.stack((logits[0].logsumexp(-1), lse[1, 1], torch.tensor(float("-inf")))))
-
-
-def test_many_parts_lose_no_more_than_one() -> None:
-    """64 parts, merge_parts, have an lse as close to float64 as that of one softmax."""
-    logits = torch.randn(1000, 64, 8, generator=torch.Generator().manual_seed(1))
-    exact = logits.double().flatten(1).logsumexp(-1)
-    parts = logits.logsumexp(-1).T.contiguous()
-    _, lse = merge_parts(torch.zeros(64, 1000, 1), parts)
-    whole = logits.flatten(1).logsumexp(-1)
-    assert (lse - exact).abs().mean() <= 2 * (whole - exact).abs().mean()
-
-
-def test_unaligned_slices_are_copied() -> None:
-    """Rows that a copy would not align are not copied."""
-    x = torch.randn(2, 3, 5, 12)
-    assert aligned(x) is x
-    for odd in (torch.randn(361)[1:].view(2, 3, 5, 12), torch.randn(2, 3, 5, 13)[..., :12]):
-        assert torch.equal(aligned(odd), odd)
-        assert aligned(odd).is_contiguous()
-        assert aligned(odd).data_ptr() % 16 == 0
-        assert aligned(odd[..., :3]).data_ptr() == odd.data_ptr()
 
 
 def test_static_facts_plan_the_exchange() -> None:
@@ -249,19 +185,3 @@ def test_static_facts_plan_the_exchange() -> None:
     assert (across.kind, across.blocks, slots) == ("rows", None, None)
     assert across.why.endswith("; a rank's 4100 keys are no multiple of the block size 64")
     assert obstacle(few._replace(block_size=None)) == "the selection is not of whole blocks"
-
-
-def test_static_slots_bound_any_selection() -> None:
-    assert static_slots(3, 4, rows=100, chosen=2, past_only=True) == [[0, 0, 0], [4, 0, 0], [4, 4, 0]]
-    assert static_slots(2, 64, rows=2, chosen=3, past_only=False) == [[0, 6], [6, 0]]
-    assert Bytes(1, 2).total == 3
-
-
-def test_wanted_blocks_equal_those_by_hand() -> None:
-    """Rows at 5, 12 and 30, blocks of 8: blocks after the row or the end, and padding, are not wanted."""
-    blocks = torch.tensor([[0, 1, -1], [1, 2, 0], [9, 2, -1]], dtype=torch.int32).view(1, 3, 1, 3)
-    found = chosen(Selection.from_blocks(blocks, 8).ranges, torch.tensor([[5, 12, 30]]), 8, 4)
-    assert found.of_ranges.tolist() == [[[[0, 4, 4]], [[1, 4, 0]], [[4, 2, 4]]]]
-    assert found.wanted.tolist() == [[[True, True, True, False]]]
-    first = chosen(Selection.from_blocks(blocks[:, :2], 8).ranges, torch.tensor([[5, 12]]), 8, 4)
-    assert first.wanted.tolist() == [[[True, True, False, False]]]

@@ -17,12 +17,9 @@ from nsa_sel.bench.core.cases import packed_cases
 from nsa_sel.core import attend
 from nsa_sel.core import packed as packed_batches
 from nsa_sel.core.arguments import Bounds
-from nsa_sel.core.call import CPU as CPU_DEVICE
-from nsa_sel.core.call import Call
 from nsa_sel.core.request import Request
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.selection import Selection
-from nsa_sel.settings.config import settings_for
 from nsa_sel.varlen import selection_attention_varlen, varlen_positions
 from tests.contract.lanes import lanes
 from tests.helpers.cases import make_blocks, make_qkv
@@ -93,34 +90,6 @@ def test_a_broken_promise_of_alignment_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
     with pytest.raises(ArgumentError, match="not one block of 16"):
         selection_attention_varlen(*packed[:4], **tensors(packed), block_aligned=True)
-
-
-def test_an_unaligned_block_reaches_two_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed, given = pack((5, 40, 40), block_size=16), []
-    monkeypatch.setattr(attend, "selection_attention", lambda *args, **options: given.append(args[:4]) or args[0])
-    for cu in (packed.cu_q, [0, 85]):
-        selection_attention_varlen(*packed[:4], cu)
-    for inputs in given:
-        assert [x.data_ptr() for x in inputs[:3]] == [x.data_ptr() for x in packed[:3]], "no copies of q, k, v"
-    moved = [inputs[3] for inputs in given]
-    assert [selection.block_size for selection in moved] == [None, 16]
-    assert [selection.length_bound(85) for selection in moved] == [48, 48]
-    assert [selection.range_bound(85) for selection in moved] == [16, 16]
-    k = packed.k.transpose(0, 1)[None]
-    calls = [Call(packed.q[None], k, k, selection, None, 1.0, settings_for(CPU_DEVICE)) for selection in moved]
-    assert [call.reach(16) for call in calls] == [2, 1]
-
-
-def test_debugging_accepts_blocks_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
-    q, k, v = pack((5, 9))[:3]
-    for blocks, cu in (([2, -1, 0], [0, 14]), ([2, -1, 0], [0, 5, 14]), ([0, 0], [0, 5, 14])):
-        ranges = Selection(torch.tensor([[4 * j, 4 * (j >= 0) * (j + 1)] for j in blocks]).int().expand(14, 1, 1, -1, 2), 4)
-        if len(set(blocks)) == len(blocks):
-            selection_attention_varlen(q, k, v, ranges, cu)
-        else:
-            with pytest.raises(ArgumentError, match="overlapping"):
-                selection_attention_varlen(q, k, v, ranges, cu)
 
 
 @unseen
@@ -359,23 +328,6 @@ def test_nan_in_unselected_keys_changes_nothing(backend: str) -> None:
     assert_unselected_keys_change_nothing(backend, packed, first=43, align=True)
 
 
-@pytest.mark.parametrize("backend", ON_BLOCKS)
-def test_a_selected_nan_spreads_as_in_aligned_sequences(backend: str) -> None:
-    """Bit-equal to the plain call with keys that are aligned by hand."""
-    everything = torch.tensor([[0, 16], [16, 32]]).int().expand(1, 4, 1, 2, 2)
-    packed = pack((2, 1, 1), (21, 7, 18), n=2)._replace(selection=Selection(everything, 16))
-    packed.k[20], packed.v[22] = float("nan"), float("nan")  # the last of a sequence, and the second of the next
-    first, position = torch.tensor([[0, 0, 32, 48]]), torch.tensor([[19, 20, 6, 17]])  # blocks 0-1, 2 and 3-4
-    k, v = (torch.cat([x[:21], x.new_zeros(11, *x.shape[1:]), x[21:28], x.new_zeros(9, *x.shape[1:]), x[28:]]) for x in packed[1:3])
-    moved = packed.selection.shifted(first, position + 1, len(k), whole_blocks=True, max_length=32)
-    k, v = (x.transpose(0, 1)[None] for x in (k, v))
-    wanted = nsa_sel.selection_attention(packed.q[None], k, v, moved, q_pos=first + position, return_lse=True, backend=backend)
-    got = attend_varlen(backend, packed, align=True)
-    assert bool(got[0].isnan().any())
-    for mine, other in zip(got, wanted, strict=True):
-        assert torch.equal(mine.nan_to_num(7.0), other[0].nan_to_num(7.0))
-
-
 def test_invalid_bounds_access_no_other_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU checks what a GPU would not: an index outside a tensor is an error."""
     hide_bounds(monkeypatch)
@@ -451,39 +403,6 @@ def test_cupy_cuda_prefers_blocks_only_for_its_tile_kernels() -> None:
         assert not packed_batches._pays(packed_request(**changes), H200, "cupy-cuda")
 
 
-@pytest.mark.parametrize("one_row_each", [False, True], ids=["one entry of T rows", "T entries of one"])
-@pytest.mark.parametrize("grad", [False, True])
-def test_the_predicted_decision_is_taken(monkeypatch: pytest.MonkeyPatch, one_row_each: bool, grad: bool) -> None:
-    predicted: list[Request] = []
-    pays = packed_batches._pays
-    monkeypatch.setattr(packed_batches, "_pays", lambda request, *rest: predicted.append(request) or pays(request, *rest))
-    packed = pack(MIXED, n=3)  # 48 keys, and sequences of 32 at most
-    if one_row_each:
-        packed = packed._replace(selection=Selection(packed.selection.ranges.transpose(0, 1), 16))
-    packed.selection.measure()
-    q = packed.q.requires_grad_(grad)
-    for cu in (packed.cu_q, torch.tensor(packed.cu_q)):
-        selection_attention_varlen(q, *packed[1:4], cu, backend="triton-tile")
-        assert predicted[-1].request_class() == last_request()
-        assert (last_request().sharing is None) == one_row_each
-        assert last_request().needs_grad == grad
-
-
-def test_moved_selections_are_cached_and_copies_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed, made = pack((3, 5), (33, 18)), []
-    real = packed_batches.begin_with_blocks
-    monkeypatch.setattr(packed_batches, "begin_with_blocks", lambda *args: made.append(1) or real(*args))
-    call = lambda **options: selection_attention_varlen(*packed[:4], packed.cu_q, packed.cu_k, **options)  # noqa: E731
-    first = call(align=True)
-    call(align=False)
-    packed.v.mul_(2)
-    torch.testing.assert_close(call(align=True), 2 * first)
-    assert len(made) == 1
-    packed.selection.ranges.mul_(1)
-    call(align=True)
-    assert len(made) == 2
-
-
 def work(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, cu: Tensor, backend: str | None, align: bool | None) -> Tensor:
     return selection_attention_varlen(q, k, v, Selection(ranges, 16), cu, backend=backend, align=align)
 
@@ -514,18 +433,6 @@ def test_align_without_blocks_is_refused() -> None:
         selection_attention_varlen(*packed[:4], packed.cu_q, align="yes")  # type: ignore[arg-type]
 
 
-def test_refusals_come_before_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_batches, "begin_with_blocks", lambda *args: pytest.fail("something was made"))
-    packed = pack((5, 9), n=2)
-    with pytest.raises(ArgumentError, match=r"v is of dtype torch\.float64; allowed: q's dtype"):
-        selection_attention_varlen(*packed[:2], packed.v.double(), packed.selection, packed.cu_q, align=True)
-    with pytest.raises(ArgumentError, match="k is of head dimension 8; allowed: q's head dimension 16"):
-        selection_attention_varlen(packed.q, packed.k[..., :8], *packed[2:4], packed.cu_q, align=True)
-    small = pack((5, 9), n=2, block_size=2)
-    with pytest.raises(BackendError, match=r"triton-tile.*\n.*block-multiple"):
-        selection_attention_varlen(*small[:4], small.cu_q, backend="triton-tile")
-
-
 LENGTHS = (5, 0, 1, 14)
 BOUNDS = torch.tensor([0, *accumulate(LENGTHS)])
 T = int(BOUNDS[-1]) + 20
@@ -550,7 +457,7 @@ def test_the_search_is_as_wide_as_the_longest_sequence(monkeypatch: pytest.Monke
     """Bit by bit the same results. Rows beyond a promise that does not hold choose among the first blocks, and no others change."""
     hide_bounds(monkeypatch)
     widths: list[int] = []
-    top_n = choose_triton.ranges
+    top_n = choose_triton.top_n
     monkeypatch.setattr(choose_triton, "top_n", lambda scores, *rest: (widths.append(scores.shape[-1]), top_n(scores, *rest)))
     inputs = [x.detach() for x in random_leaves((T, 1, 2, 16), (C, 1, 16), (C, 1, 16))]
 
@@ -569,29 +476,18 @@ def test_the_search_is_as_wide_as_the_longest_sequence(monkeypatch: pytest.Monke
 
 
 def test_the_layer_passes_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through nsa_attention and NSAttention; compiled in one graph for all lengths."""
+    """Through nsa_attention and NSAttention."""
     hide_bounds(monkeypatch)
     torch.manual_seed(0)
     seen: list[int | None] = []
-    of = Bounds.of.__func__  # type: ignore[attr-defined]
-
-    def noted(cls: type[Bounds], name: str, bounds: Any, total: int | None, like: Tensor, max_seqlen: int | None = None) -> Bounds:
-        if not torch.compiler.is_compiling():
-            seen.append(max_seqlen)
-        return of(cls, name, bounds, total, like, max_seqlen)  # type: ignore[no-any-return]
-
-    monkeypatch.setattr(Bounds, "of", classmethod(noted))
+    longest = Bounds.longest
+    monkeypatch.setattr(Bounds, "longest", lambda self, T: seen.append(self.most) or longest(self, T))
     layer = NSAttention(10, 1, 2, 4, window=6, **CHOICE)
     x = torch.randn(1, T, 10)
     wanted = layer(x, cu_seqlens=BOUNDS)
     assert set(seen) == {None}
     assert torch.equal(layer(x, cu_seqlens=BOUNDS, max_seqlen=14), wanted)
     assert 14 in seen
-    inputs = [x.detach() for x in random_leaves((T, 1, 2, 4), (C, 1, 4), (C, 1, 4))]
-    compiled = torch.compile(compressed_attention, fullgraph=True, backend="eager")
-    for most in (15, 17, 30):
-        compiled(*inputs, **CHOICE, cu_seqlens=BOUNDS, max_seqlen=most)
-        assert most in seen
     for call in (lambda: layer(x, max_seqlen=3), lambda: nsa_attention(*random_leaves(*[(1, 9, 1, 2, 4)] * 8), max_seqlen=3)):
         with pytest.raises(ArgumentError, match="max_seqlen is 3; allowed: None without cu_seqlens"):
             call()

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nsa_sel import sliding_window_attention, window_kernels
+from nsa_sel import sliding_window_attention
 from nsa_sel.backends._window import chunks, plain
+from nsa_sel.backends.specs import WINDOWS
 from nsa_sel.core import registry
+from nsa_sel.core import window as window_calls
 from nsa_sel.errors import BackendError
 from tests.helpers.cases import make_grads
 from tests.helpers.gpus import HOPPER
@@ -68,7 +70,7 @@ def cells(cpu: tuple[str, ...], on_gpu: tuple[str, ...]) -> Any:
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the device. On a GPU, CUDA kernels take most calls on Hopper; Triton kernels can take all."""
     if request.param == "triton":
-        monkeypatch.setattr(window_kernels, "_by_cuda", lambda q, v: False)
+        monkeypatch.setattr(window_calls, "WINDOWS", WINDOWS[1:])
     elif request.param == "cuda" and (not HOPPER or registry.missing("cupy-cuda")):
         pytest.skip("no kernels but Triton's")
     return "cpu" if request.param == "cpu" else "cuda"
@@ -92,7 +94,7 @@ def made(device: str, shape: str, dtype: torch.dtype | None = None) -> tuple[tup
 def test_results_and_gradients(device: str, shape: str, dtype: torch.dtype) -> None:
     inputs, window = made(device, shape, dtype)
     q, _, v = (x.detach() for x in inputs)
-    assert device == "cpu" or window_kernels.takes(q, v) == (dtype != torch.float64 and shape != "320")
+    assert device == "cpu" or any(window_calls.takes(q, v, kernels) for kernels in WINDOWS) == (dtype != torch.float64 and shape != "320")
     with new_memory_is_nan():
         for with_lse in (True, False):
             check(sliding_window_attention, inputs, window, with_lse)

@@ -105,10 +105,8 @@ DEVICE void zero_unseen_keys(const Steps &list, unsigned char *k_tile) {
 // is passed.
 DEVICE void store_operand(unsigned char *tile, const u32 (&ds)[ROWS / 16][4]) {
     const int lane = threadIdx.x % 32, key0 = threadIdx.x / 32 * 16 + lane / 4;
-#pragma unroll
-    for (int j = 0; j < ROWS / 8; ++j)
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
+    UNROLL for (int j = 0; j < ROWS / 8; ++j)
+        UNROLL for (int r = 0; r < 2; ++r)
             *reinterpret_cast<u32 *>(tile + swizzled(key0 + 8 * r, j) + lane % 4 * 4) = ds[j / 2][j % 2 * 2 + r];
     fence_async_proxy();
     named_barrier<128>(1);
@@ -117,14 +115,11 @@ DEVICE void store_operand(unsigned char *tile, const u32 (&ds)[ROWS / 16][4]) {
 // Columns [column, column + 64) of the shares of dq of tile rows row0 and row0 + 8, which belong to these entries: 16
 // bytes a lane.
 DEVICE void store_shares(u16 *to, const float (&dq)[32], float scale, const int (&entries)[2], int row0, int column) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    UNROLL for (int r = 0; r < 2; ++r) {
         u16 *row = to + (static_cast<i64>(entries[r]) * H + (row0 + 8 * r) % H) * DK + column + threadIdx.x % 4 * 8;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        UNROLL for (int half = 0; half < 2; ++half) {
             u32 x[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
+            UNROLL for (int i = 0; i < 4; ++i) {
                 const int at = half * 16 + i * 4 + r * 2;
                 x[i] = pack(dq[at] * scale, dq[at + 1] * scale);
             }

@@ -72,14 +72,12 @@ DEVICE void prepare_values(const Steps &list, unsigned char *v_tile) {
         const int key = i % KEYS, chunk = i / KEYS * 4;  // of the 16-byte chunks of a key
         uint4 *chunks[4];
         u32 x[4][4];
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
+        UNROLL for (int c = 0; c < 4; ++c) {
             chunks[c] = reinterpret_cast<uint4 *>(v_tile + chunk / 8 * PANEL + swizzled(key, chunk % 8 + c));
             const uint4 four = key < limit ? *chunks[c] : make_uint4(0, 0, 0, 0);
             x[c][0] = four.x, x[c][1] = four.y, x[c][2] = four.z, x[c][3] = four.w;
         }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) *chunks[j] = make_uint4(x[0][j], x[1][j], x[2][j], x[3][j]);
+        UNROLL for (int j = 0; j < 4; ++j) *chunks[j] = make_uint4(x[0][j], x[1][j], x[2][j], x[3][j]);
     }
     fence_async_proxy();
     named_barrier<THREADS>(1);
@@ -88,8 +86,7 @@ DEVICE void prepare_values(const Steps &list, unsigned char *v_tile) {
 // -inf in place of the logits of keys that the rows of these tile rows do not see.
 DEVICE void mask_logits(const Steps &list, float (&s)[KEYS / 2], int step, int row0) {
     int limits[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    UNROLL for (int r = 0; r < 2; ++r) {
         const int number = list.number(step, row0 + 8 * r);
         limits[r] = number < 0 ? KEYS : row_limit(list.x.p, list.b, list.row_of(number)) - list.first_key;
     }
@@ -99,11 +96,9 @@ DEVICE void mask_logits(const Steps &list, float (&s)[KEYS / 2], int step, int r
 // Row r of o * scale: columns [32 j + 8 c, 32 j + 8 c + 8) of lane c of a quad.
 DEVICE void store_row(u16 *to, const float (&o)[DV / 2], int r, float scale) {
     to += threadIdx.x % 4 * 8;
-#pragma unroll
-    for (int j = 0; j < DV / 32; ++j) {
+    UNROLL for (int j = 0; j < DV / 32; ++j) {
         u32 x[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] = pack(o[j * 16 + i * 4 + r * 2] * scale, o[j * 16 + i * 4 + r * 2 + 1] * scale);
+        UNROLL for (int i = 0; i < 4; ++i) x[i] = pack(o[j * 16 + i * 4 + r * 2] * scale, o[j * 16 + i * 4 + r * 2 + 1] * scale);
         store_once(to + j * 32, make_uint4(x[0], x[1], x[2], x[3]));
     }
 }
@@ -141,8 +136,7 @@ DEVICE void attend(const Steps &list, unsigned char *k_tile, unsigned char *stag
         if (step * TQ < list.segment.masked_entries) mask_logits(list, s, step, row0);
         OnlineSoftmax softmax(x.p.scale_log2);
         float scale[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        UNROLL for (int r = 0; r < 2; ++r) {
             softmax.m[r] = fmaxf(quad_max(row_max(s, r)), LOWEST);
             softmax.exponentiate(s, r, true);
             const RowTotals totals(softmax.c, softmax.m[r], quad_sum(softmax.l[r]));
@@ -152,14 +146,12 @@ DEVICE void attend(const Steps &list, unsigned char *k_tile, unsigned char *stag
         }
         u32 p[KEYS / 16][4];
         as_operand(p, s);
-#pragma unroll
-        for (int i = 0; i < DV / 2; ++i) o[i] = 0.0f;
+        UNROLL for (int i = 0; i < DV / 2; ++i) o[i] = 0.0f;
         wgmma_fence();
         wgmma_add_a_b<DV>(o, p, values + TRANSPOSED);
         wgmma_commit();
         wgmma_wait<0>();
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
+        UNROLL for (int r = 0; r < 2; ++r)
             if (entries[r] >= 0) store_row(x.part_o + (first_row + static_cast<i64>(entries[r]) * H + (row0 + 8 * r) % H) * DV, o, r, scale[r]);
     }
 }

@@ -30,16 +30,13 @@ struct RowMasks {
             for (u32 first = lane; first - lane < n; first += 32 * EACH) {
                 Range ranges[EACH];
                 int at[EACH];
-#pragma unroll
-                for (int i = 0; i < EACH; ++i) ranges[i] = first + 32 * i < n ? Range(p, range_at(p, first_range + first + 32 * i)) : Range();
-#pragma unroll
-                for (int i = 0; i < EACH; ++i) {
+                UNROLL for (int i = 0; i < EACH; ++i) ranges[i] = first + 32 * i < n ? Range(p, range_at(p, first_range + first + 32 * i)) : Range();
+                UNROLL for (int i = 0; i < EACH; ++i) {
                     int start, end;
                     ranges[i].clamp(p, limit, start, end);
                     at[i] = end > start ? places[start / SMALL_BLOCK] : -1;
                 }
-#pragma unroll
-                for (int i = 0; i < EACH; ++i) {
+                UNROLL for (int i = 0; i < EACH; ++i) {
                     const u32 place = at[i], tile = place / TILE_BLOCKS - tile0;
                     if (at[i] >= 0 && tile < TABLE) atomicOr(&table[r * PITCH + tile / 2], 1u << (tile % 2 * 16 + place % TILE_BLOCKS));
                 }

@@ -22,24 +22,19 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) combine(const __grid_co
     const int lane = threadIdx.x % 32, splits = x.splits;
     if (row >= x.rows) return;
     float mine[PER_LANE];  // lse of split 32 * i + lane, and later its weight
-#pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) mine[i] = i * 32 + lane < splits ? x.split_lse[row * splits + i * 32 + lane] : -infinity();
+    UNROLL for (int i = 0; i < PER_LANE; ++i) mine[i] = i * 32 + lane < splits ? x.split_lse[row * splits + i * 32 + lane] : -infinity();
     float highest = LOWEST, total = 0.0f;
-#pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) highest = fmaxf(highest, mine[i]);
+    UNROLL for (int i = 0; i < PER_LANE; ++i) highest = fmaxf(highest, mine[i]);
     highest = warp_max(highest);
-#pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) total += exp2_fast(mine[i] - highest);
+    UNROLL for (int i = 0; i < PER_LANE; ++i) total += exp2_fast(mine[i] - highest);
     total = warp_sum(total);
     const bool any_key = !(total == 0.0f);
     const float lse = any_key ? highest + log2f(total) : -infinity();
-#pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) mine[i] = any_key ? exp2_fast(mine[i] - lse) : 0.0f;
+    UNROLL for (int i = 0; i < PER_LANE; ++i) mine[i] = any_key ? exp2_fast(mine[i] - lse) : 0.0f;
     for (int first = 0; first < DV; first += 64) {
         const int column = first + 2 * lane;
         float low = 0.0f, high = 0.0f;
-#pragma unroll
-        for (int i = 0; i < PER_LANE; ++i) {
+        UNROLL for (int i = 0; i < PER_LANE; ++i) {
 #pragma unroll 8
             for (int j = 0; j < min(32, splits - i * 32); ++j) {
                 const float weight = __shfl_sync(ALL_LANES, mine[i], j);

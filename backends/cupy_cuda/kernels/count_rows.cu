@@ -25,8 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) count_rows(const __grid
         RowMasks::mark(x.p, bg, blockIdx.x % chunks * CHUNK, x.places + bg * x.blocks, tile0, table);
         for (u32 tile = threadIdx.x / 32; tile < min(tiles - tile0, static_cast<u32>(TABLE)); tile += THREADS / 32) {
             int rows = 0;
-#pragma unroll
-            for (u32 r = lane; r < CHUNK; r += 32) rows += __popc(__ballot_sync(ALL_LANES, RowMasks::chosen(table, r, tile) != 0));
+            UNROLL for (u32 r = lane; r < CHUNK; r += 32) rows += __popc(__ballot_sync(ALL_LANES, RowMasks::chosen(table, r, tile) != 0));
             if (lane == 0) x.counts[blockIdx.x * x.tiles + tile0 + tile] = rows;
         }
         __syncthreads();

@@ -19,8 +19,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) cut_blocks(const __grid
     for (u32 first = 0; first < lists; first += EACH * THREADS) {
         const u32 list = first + EACH * threadIdx.x;
         int entries[EACH], upto[2] = {0, 0}, all[2];
-#pragma unroll
-        for (u32 i = 0; i < EACH; ++i) entries[i] = list + i < lists ? static_cast<int>(x.lists.end(list + i) - x.lists.begins[list + i]) : 0;
+        UNROLL for (u32 i = 0; i < EACH; ++i) entries[i] = list + i < lists ? static_cast<int>(x.lists.end(list + i) - x.lists.begins[list + i]) : 0;
         for (int n = 0; n < 2; ++n)
             for (int i = 0; i < EACH; ++i) upto[n] += x.segments[n].of(entries[i]);
         int own[2] = {upto[0], upto[1]};

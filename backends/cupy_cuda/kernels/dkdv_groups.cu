@@ -31,7 +31,7 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 1 ? 224 : 232, PRODUCER_REGISTER
 
 struct Arguments {
     TensorMap q, d_o, k, v;  // q, d_o: boxes of a step's tokens
-#ifndef BY_ARITHMETIC
+#if !(COMPRESS_BLOCK || WINDOW)
     TensorMap q_token, d_o_token;
 #endif
     Problem p;
@@ -39,7 +39,7 @@ struct Arguments {
     const float *lse, *delta;  // [rows, H], lse natural
     KeyToRows lists;
     KeyGradients to;
-#ifndef BY_ARITHMETIC
+#if !(COMPRESS_BLOCK || WINDOW)
     const uint2 *order;  // [segments]: list and number (order_segments.cu)
 #endif
 #if SMALL_BLOCK
@@ -52,11 +52,11 @@ struct Arguments {
 // read the same rows from the L2 cache, which cannot hold q and do of all rows. Window: CTAs take one tile after
 // another, each with all its rows.
 DEVICE SegmentId segment_of(const Arguments &x, u32 index) {
-#ifdef COMPRESS_STRIDE
+#if COMPRESS_BLOCK
     const u32 tiles = x.lists.tiles, length = x.lists.segment, slots = (static_cast<u32>(x.p.S) + length - 1) / length;
     const u32 tile = index % tiles, slot = slots - 1 - index / tiles % slots;
     return {index / tiles / slots * tiles + tile, slot - first_row(x.p, static_cast<i64>(tile) * KEYS) / length};
-#elif defined(WINDOW)
+#elif WINDOW
     return {index, 0};
 #else
     const uint2 at = x.order[index];
@@ -69,7 +69,7 @@ struct ListSteps : Segment<KEYS> {
     const Arguments &x;
     const int steps;
     i64 row0 = 0;  // ADJACENT: row of `begin`
-#ifdef WINDOW
+#if WINDOW
     const WindowRows<KEYS, TQ> rows;
     DEVICE ListSteps(const Arguments &arguments, SegmentId id)
         : ListSteps(arguments, id, WindowRows<KEYS, TQ>(arguments.p, id.list % arguments.lists.tiles * KEYS)) {}
@@ -101,7 +101,7 @@ struct ListSteps : Segment<KEYS> {
     // A window ends within the box of its last step: consumers zero q and do of the tokens past it, because 0 * NaN is
     // NaN.
     DEVICE void zero_other_tokens(int step, unsigned char *stage) const {
-#ifdef WINDOW
+#if WINDOW
         if (step_at(step) + 1 != steps || end % TQ == 0) return;
 #pragma unroll 1
         for (int i = threadIdx.x % 128; i < STAGE_BYTES / 16; i += 128)
@@ -112,9 +112,9 @@ struct ListSteps : Segment<KEYS> {
     }
     // Return the steps [x, y) of the list in which every row sees all keys of the tile.
     DEVICE int2 whole_steps() const {
-#ifdef WINDOW
+#if WINDOW
         return make_int2(rows.begun, rows.over);
-#elif defined(COMPRESS_STRIDE)
+#elif COMPRESS_BLOCK
         const i64 begun = first_row(x.p, min(first_key + static_cast<i64>(KEYS), x.p.S_kv) - 1) - row0;
         return make_int2(static_cast<int>((begun + TQ - 1) / TQ), NO_END);
 #else
@@ -133,10 +133,8 @@ DEVICE void accumulate(const Arguments &x, const ListSteps &list, unsigned char 
     const u32 stage0 = uniform(operand(shared_address(stages)));
     const int2 whole = list.whole_steps();
     float dk[DK / 2], dv[DV / 2], s[ROWS / 2], dp[ROWS / 2];
-#pragma unroll
-    for (int i = 0; i < DK / 2; ++i) dk[i] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < DV / 2; ++i) dv[i] = 0.0f;
+    UNROLL for (int i = 0; i < DK / 2; ++i) dk[i] = 0.0f;
+    UNROLL for (int i = 0; i < DV / 2; ++i) dv[i] = 0.0f;
     mbarrier_wait(&shared.tile, 0);
     for (int step = 0; step < list.steps; ++step) {
         const auto at = state_of(step);
@@ -181,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), CTAS) dkdv_g
     __shared__ Pipeline<1> exchange;  // between two consumers
     if (!ADJACENT && blockIdx.x >= x.lists.segments[x.lists.lists]) return;
     const SegmentId id = segment_of(x, blockIdx.x);
-#ifdef COMPRESS_STRIDE
+#if COMPRESS_BLOCK
     if (id.number < 0 || id.number >= x.lists.segments[id.list + 1] - x.lists.segments[id.list]) return;
 #endif
     constexpr bool OWN_MEMORY = CONSUMERS == 1 || TILE_STAYS;  // the tile has its own memory

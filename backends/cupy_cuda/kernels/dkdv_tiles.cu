@@ -97,10 +97,8 @@ DEVICE void copy_queries(u16 *buffer, const u16 *q, const u16 *d_o, const Querie
 // Replace s^T and dp^T by p^T and ds^T, for the warp's keys from `key0` on.
 DEVICE void probabilities(float (&s)[QUERIES / 8][4], float (&dp)[QUERIES / 8][4], const Queries &queries, int key0, float c) {
     const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int j = 0; j < QUERIES / 8; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+    UNROLL for (int j = 0; j < QUERIES / 8; ++j)
+        UNROLL for (int i = 0; i < 4; ++i) {
             const int query = 8 * j + lane % 4 * 2 + i % 2, key = key0 + lane / 4 + i / 2 * 8;
             const bool visible = key >= queries.low[query] && key < queries.high[query];
             const float p = exp2_fast(s[j][i] * c - queries.lse[query]);

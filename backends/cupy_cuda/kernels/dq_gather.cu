@@ -36,25 +36,20 @@ struct QueryGradient {
     DEVICE void begin_tile(const Arguments &x, const TokenTile &tile, int consumer, const unsigned char *do_tile) {
         float sum[2] = {0.0f, 0.0f};
         i64 row[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) row[r] = RowPair::index(x.p, tile, consumer, r);
-#pragma unroll
-        for (int i = threadIdx.x % 4; i < DV / 8; i += 4)
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
+        UNROLL for (int r = 0; r < 2; ++r) row[r] = RowPair::index(x.p, tile, consumer, r);
+        UNROLL for (int i = threadIdx.x % 4; i < DV / 8; i += 4)
+            UNROLL for (int r = 0; r < 2; ++r) {
                 if (!rows.bit[r]) continue;
                 const uint4 a = *reinterpret_cast<const uint4 *>(do_tile + i / 8 * PANEL + swizzled(RowPair::row(r), i % 8));
                 const uint4 b = *reinterpret_cast<const uint4 *>(x.o + row[r] * DV + i * 8);
                 sum[r] = dot2(a.w, b.w, dot2(a.z, b.z, dot2(a.y, b.y, dot2(a.x, b.x, sum[r]))));
             }
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        UNROLL for (int r = 0; r < 2; ++r) {
             delta[r] = quad_sum(sum[r]);
             if (x.dlse && rows.bit[r]) delta[r] -= x.dlse[row[r]];
             if (rows.bit[r] && threadIdx.x % 4 == 0) x.delta[row[r]] = delta[r];
         }
-#pragma unroll
-        for (int i = 0; i < DK / 2; ++i) acc[i] = 0.0f;
+        UNROLL for (int i = 0; i < DK / 2; ++i) acc[i] = 0.0f;
     }
     DEVICE void begin_products(const GatheredStep &step) {
         wgmma_fence();
@@ -77,12 +72,10 @@ struct QueryGradient {
         wgmma_wait<0>();
         steps.release_values(step);
         float shift[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) shift[r] = UNITS > 1 || step.rows & rows.bit[r] ? lse[r] : infinity();
+        UNROLL for (int r = 0; r < 2; ++r) shift[r] = UNITS > 1 || step.rows & rows.bit[r] ? lse[r] : infinity();
         logit_gradients(s, dp, c, shift, delta);
         u32 units[2];  // rows of no token, which are not stored, have those of the last one
-#pragma unroll
-        for (int r = 0; r < 2; ++r) units[r] = steps.selected(step, min(RowPair::row(r) / H, TQ - 1));
+        UNROLL for (int r = 0; r < 2; ++r) units[r] = steps.selected(step, min(RowPair::row(r) / H, TQ - 1));
         mask_units(s, units, 0.0f);
         if (partial) steps.mask_keys(s, step, rows, 0.0f);
         as_operand(ds, s);
@@ -113,8 +106,7 @@ DEVICE void differentiate(const Arguments &x, unsigned char *keys, unsigned char
         const RowPair rows(p, tile, consumer);
         QueryGradient gradient(steps, q_tile, rows, p.scale_log2);
         steps.begin_tile(steps_of(scheduler.counts.y));
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        UNROLL for (int r = 0; r < 2; ++r) {
             const float lse = rows.bit[r] ? x.lse[RowPair::index(p, tile, consumer, r)] : -infinity();
             gradient.lse[r] = lse == -infinity() ? infinity() : lse * LOG2_E;
         }
@@ -123,8 +115,7 @@ DEVICE void differentiate(const Arguments &x, unsigned char *keys, unsigned char
         differentiate_tile(steps, steps_of(scheduler.counts.y - scheduler.counts.x), shared.q[consumer], gradient);
 
         float scale[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) scale[r] = gradient.lse[r] == infinity() ? 0.0f : static_cast<float>(p.scale);
+        UNROLL for (int r = 0; r < 2; ++r) scale[r] = gradient.lse[r] == infinity() ? 0.0f : static_cast<float>(p.scale);
         write_rows<DK>(gradient.acc, scale, x.dq, p, tile, consumer);
     }
 }

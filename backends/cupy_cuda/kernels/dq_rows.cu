@@ -86,8 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dq_rows(const __grid_const
         const int head = i / (DK / 2), column = i % (DK / 2) * 2;
         if (heads.head0 + head >= p.h) continue;
         float low = 0.0f, high = 0.0f;
-#pragma unroll
-        for (int team = 0; team < TEAMS; ++team) {
+        UNROLL for (int team = 0; team < TEAMS; ++team) {
             const float *theirs = results + (team * HEADS + head) * MERGE + column;
             low += theirs[0];
             high += theirs[1];

@@ -9,7 +9,7 @@
 // the next tile can be loaded as soon as this one's are read. q of the next tile has its own stage.
 #include "token_tiles.cuh"
 
-#ifdef BY_ARITHMETIC
+#if COMPRESS_BLOCK || WINDOW
 constexpr bool WITH_O = true;
 #else
 constexpr bool WITH_O = false;
@@ -21,7 +21,7 @@ constexpr int ROW_BYTES = Q_STAGES * Q_BYTES + DO_BYTES + (WITH_O ? DO_BYTES : 0
 
 struct Arguments {
     TensorMap q, d_o, k, v;
-#ifdef BY_ARITHMETIC
+#if COMPRESS_BLOCK || WINDOW
     TensorMap o_rows;
 #endif
     Problem p;
@@ -48,13 +48,11 @@ struct QueryGradient {
     // Read do, compute delta and store it. do_tile: do and (WITH_O) o in shared memory.
     DEVICE void load_gradients(const Arguments &x, const TokenTile &tile, int consumer, const unsigned char *do_tile) {
         float sum[2] = {0.0f, 0.0f};
-#pragma unroll
-        for (int k = 0; k < DV / 16; ++k) {
+        UNROLL for (int k = 0; k < DV / 16; ++k) {
             load_operand(d_out[k], do_tile, k);
             u32 o[4];
             if (WITH_O) load_operand(o, do_tile + DO_BYTES, k);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
+            UNROLL for (int i = 0; i < 4; ++i) {
                 if (!WITH_O) {
                     const u16 *row = x.o + RowPair::index(x.p, tile, consumer, i % 2) * DV;
                     o[i] = rows.bit[i % 2] ? *reinterpret_cast<const u32 *>(row + k * 16 + i / 2 * 8 + threadIdx.x % 4 * 2) : 0u;
@@ -62,15 +60,13 @@ struct QueryGradient {
                 sum[i % 2] = dot2(d_out[k][i], o[i], sum[i % 2]);
             }
         }
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        UNROLL for (int r = 0; r < 2; ++r) {
             const i64 row = RowPair::index(x.p, tile, consumer, r);
             delta[r] = quad_sum(sum[r]);
             if (x.dlse && rows.bit[r]) delta[r] -= x.dlse[row];
             if (rows.bit[r] && threadIdx.x % 4 == 0) x.delta[row] = delta[r];
         }
-#pragma unroll
-        for (int i = 0; i < DK / 2; ++i) acc[i] = 0.0f;
+        UNROLL for (int i = 0; i < DK / 2; ++i) acc[i] = 0.0f;
     }
     DEVICE void begin_products(const Step &step) {
         const u32 keys = steps.keys(step);
@@ -106,21 +102,18 @@ DEVICE void differentiate(const Arguments &x, unsigned char *stages, unsigned ch
         QueryGradient gradient(steps, Q_STAGES == 1 ? q_tiles : uniform(q_tiles + at.stage * (Q_BYTES / 16)), rows, p.scale_log2);
         steps.begin_tile(scheduler.counts.y * STEPS);
         float lse[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) lse[r] = rows.bit[r] ? x.lse[RowPair::index(p, tile, consumer, r)] : -infinity();
+        UNROLL for (int r = 0; r < 2; ++r) lse[r] = rows.bit[r] ? x.lse[RowPair::index(p, tile, consumer, r)] : -infinity();
         shared.gradients[consumer].wait_full(scheduler.at<1>());
         gradient.load_gradients(x, tile, consumer, row_memory + Q_STAGES * Q_BYTES);
         __syncwarp();  // all lanes have read do and o
         if (DO_IN_REGISTERS) shared.gradients[consumer].release(0);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) gradient.lse[r] = lse[r] == -infinity() ? infinity() : lse[r] * LOG2_E;
+        UNROLL for (int r = 0; r < 2; ++r) gradient.lse[r] = lse[r] == -infinity() ? infinity() : lse[r] * LOG2_E;
         shared.q[consumer].wait_full(at);
         consume_steps(steps, scheduler.counts, shared.q[consumer], at.stage, gradient);
         if (!DO_IN_REGISTERS) shared.gradients[consumer].release(0);
 
         float scale[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) scale[r] = gradient.lse[r] == infinity() ? 0.0f : static_cast<float>(p.scale);
+        UNROLL for (int r = 0; r < 2; ++r) scale[r] = gradient.lse[r] == infinity() ? 0.0f : static_cast<float>(p.scale);
         write_rows<DK>(gradient.acc, scale, x.dq, p, tile, consumer);
     }
 }
@@ -132,7 +125,7 @@ DEVICE void produce_tiles(const Arguments &x, unsigned char *row_memory, Shared 
     while (scheduler.next_tile()) {
         const TokenTile tile = scheduler.tile(x.p.G);
         produce_rows<DK>(shared.q[consumer], scheduler.at<Q_STAGES>(), row_memory, tile, consumer, x.q);
-#ifdef BY_ARITHMETIC
+#if COMPRESS_BLOCK || WINDOW
         produce_rows<DV, DV>(shared.gradients[consumer], scheduler.at<1>(), do_tile, tile, consumer, x.d_o, x.o_rows);
 #else
         produce_rows<DV>(shared.gradients[consumer], scheduler.at<1>(), do_tile, tile, consumer, x.d_o);

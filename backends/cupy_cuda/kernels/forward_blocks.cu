@@ -6,7 +6,7 @@
 //   cluster per row.
 // Steps: a range has BLOCK / KEYS steps. The CTAs of a cluster take every CLUSTER-th step of all ranges, including
 //   empty ones, so that each finds its steps without reading other ranges. They merge their results at the end
-//   (row_cluster.cuh).
+//   (RowCluster).
 // Warps: a producer warp loads a row's K and V through TMA, KEYS keys per step, through a pipeline of STAGES stages. It
 //   continues with the next row while four consumer warps finish this one.
 // Tiles: HEAD_WARPS * SHARES consumer warps. Warps of the same 16 heads split a step's keys for s = q k^T and, once p
@@ -23,20 +23,10 @@
 //   HEAD_WARPS  1, 2 or 4: warps of 16 heads each
 //   PER_SM      CTAs per multiprocessor
 //   BLOCK       keys per range, a multiple of KEYS
-//   CLUSTER     CTAs per row
+//   CLUSTER     CTAs of the cluster that shares a row; 1: no clusters
 //   NEXT_FIRST  1: the next kernel may start when all CTAs have started; 0: when they have issued their last loads
-//   E4M3, PAGE_SCALES  quantized cache, see e4m3.cuh
-#include "mma.cuh"
-#include "row_cluster.cuh"
-#include "softmax.cuh"
-#include "tma.cuh"
-#if E4M3
-#include "e4m3.cuh"
-#else
-#include "step_tiles.cuh"
-#define PAGE_SCALES 0
-#endif
-#include "step_shares.cuh"
+//   E4M3, PAGE_SCALES  quantized cache, see stored_tiles.cuh
+#include "stored_tiles.cuh"
 
 struct Arguments {
     TensorMap k, v;
@@ -44,16 +34,13 @@ struct Arguments {
     u16 *o;      // [rows, h, DV]
     float *lse;  // [rows, h]
     i64 head_tiles, all;  // tiles of heads per row, in total
-#if E4M3
-    KeyValueScales scales;
-#endif
+    KeyValueScales scales;  // E4M3
 };
 
 constexpr int KEYS = 64, WARPS = 4, THREADS = 32 * WARPS;  // consumers
 constexpr int SHARES = WARPS / HEAD_WARPS, SHARE = KEYS / SHARES, COLUMNS = DV / SHARES, HEADS = 16 * HEAD_WARPS;
 constexpr int K_BYTES = KEYS * DK * BYTES, V_BYTES = KEYS * DV * BYTES, STAGE_BYTES = K_BYTES + V_BYTES;
 constexpr int PP = KEYS + 8;  // row pitch of p
-constexpr float SLACK = 8.0f;
 
 constexpr u32 PER_RANGE = BLOCK / KEYS;  // steps
 constexpr int LAST = 1 << 30;            // flag in a step's key count
@@ -68,10 +55,76 @@ struct RowHeads {
     DEVICE i64 first(const Arguments &x) const { return row.index * x.p.h + head0; }  // index in [B,S,G,h]
 };
 
-struct Shared {
-#if CLUSTER > 1
-    RowCluster<HEADS> cluster;
-#endif
+// Merge the results of a cluster's CTAs through distributed shared memory. Every CTA sends each other CTA the partial
+// results for that CTA's columns, and waits for what all others sent to it, without a cluster barrier. Sums run over the
+// CTAs in order, so that results are bit-equal from run to run. `rank` is the number of the CTA that sends.
+template <int HEADS>
+struct RowCluster {
+    static constexpr int OWN = DV / CLUSTER;  // columns that a CTA writes
+    float parts[CLUSTER][HEADS][OWN];         // acc of every CTA
+    float2 totals[CLUSTER][HEADS];            // m and l
+    u64 received;
+
+    // Expect what `heads` heads will send. Called by one thread.
+    DEVICE void init(int heads) {
+        mbarrier_init(&received, 1);
+        mbarrier_arrive_expect(&received, heads * (DV * 4 + CLUSTER * 8));
+    }
+
+    DEVICE void send_columns(u32 rank, int head, int column, float low, float high) {
+        store_async(&parts[rank][head][column % OWN], &received, column / OWN, low, high);
+    }
+    DEVICE void send_columns(u32 rank, int head, int column, float4 four) {
+        store_async(&parts[rank][head][column % OWN], &received, column / OWN, four);
+    }
+    DEVICE void send_totals(u32 rank, int head, u32 to, float m, float l) {
+        store_async(reinterpret_cast<float *>(&totals[rank][head]), &received, to, m, l);
+    }
+
+    DEVICE void wait() { mbarrier_wait_cluster(&received, 0); }
+
+    // Compute the weight of every CTA's part in o; return lse in base 2.
+    DEVICE float weigh(float c, int head, float (&weights)[CLUSTER]) const {
+        float m = LOWEST, l = 0.0f;
+        UNROLL for (int cta = 0; cta < CLUSTER; ++cta) m = fmaxf(m, totals[cta][head].x);
+        UNROLL for (int cta = 0; cta < CLUSTER; ++cta) {
+            weights[cta] = exp2_fast((totals[cta][head].x - m) * c);
+            l += weights[cta] * totals[cta][head].y;
+        }
+        const RowTotals row(c, m, l);
+        UNROLL for (int cta = 0; cta < CLUSTER; ++cta) weights[cta] *= row.scale;
+        return row.lse;
+    }
+
+    // Return two of this CTA's columns of a head.
+    DEVICE float2 combine(const float (&weights)[CLUSTER], int head, int column) const {
+        float2 sum = make_float2(0.0f, 0.0f);
+        UNROLL for (int cta = 0; cta < CLUSTER; ++cta) {
+            const float2 part = *reinterpret_cast<const float2 *>(&parts[cta][head][column]);
+            sum.x += weights[cta] * part.x;
+            sum.y += weights[cta] * part.y;
+        }
+        return sum;
+    }
+
+    // Write this CTA's columns of `count` heads, once all are received, by THREADS threads. o [HEADS, DV], lse [HEADS].
+    template <int THREADS>
+    DEVICE void write(float c, u32 rank, int count, u16 *o, float *lse) const {
+        constexpr int LANES = THREADS / HEADS;  // of a head
+        const int head = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+        if (head >= count) return;
+        float weights[CLUSTER];
+        const float lse_2 = weigh(c, head, weights);
+        if (rank == 0 && lane == 0) lse[head] = lse_2 * LN_2;
+        for (int column = 2 * lane; column < OWN; column += 2 * LANES) {
+            const float2 sum = combine(weights, head, column);
+            *reinterpret_cast<u32 *>(o + head * DV + rank * OWN + column) = pack(sum.x, sum.y);
+        }
+    }
+};
+
+struct NoCluster {};
+struct Shared : If<(CLUSTER > 1), RowCluster<HEADS>, NoCluster> {
     Pipeline<STAGES> steps;  // stages of k; v arrives later
     u64 values[STAGES];
     int keys[STAGES];  // keys of a step, plus LAST for the row's last step in this CTA
@@ -79,13 +132,13 @@ struct Shared {
     float q_rates[HEADS];                      // E4M3: factors of a row's products
     float tops[SHARES][HEADS], sums[SHARES][HEADS];
 
-    // By one thread.
+    DEVICE RowCluster<HEADS> &cluster() { return *reinterpret_cast<RowCluster<HEADS> *>(this); }  // CLUSTER > 1
+
+    // Called by one thread.
     DEVICE void init(const Arguments &x, const RowHeads &heads) {
         steps.init(1 + PAGE_SCALES, WARPS);  // one lane of each consumer warp arrives
         for (u64 &bar : values) mbarrier_init(&bar, 1 + PAGE_SCALES);
-#if CLUSTER > 1
-        cluster.init(heads.existing(x));
-#endif
+        if (CLUSTER > 1) cluster().init(heads.existing(x));
         mbarrier_fence_init();
         tma_prefetch(&x.k);
         tma_prefetch(&x.v);
@@ -118,10 +171,10 @@ struct Producer {
         shared.keys[at.stage] = keys;
         load<DK, K_BOX>(k_tile, &x.k, &shared.steps.full[at.stage], key, g, page);
         load<DV, V_BOX>(k_tile + K_BYTES, &x.v, &shared.values[at.stage], key, g, page);
-#if PAGE_SCALES
-        x.scales.k.load(&shared.k_scales[at.stage], &shared.steps.full[at.stage], page, g);
-        x.scales.v.load(&shared.v_scales[at.stage], &shared.values[at.stage], page, g);
-#endif
+        if (PAGE_SCALES) {
+            x.scales.k.load(&shared.k_scales[at.stage], &shared.steps.full[at.stage], page, g);
+            x.scales.v.load(&shared.v_scales[at.stage], &shared.values[at.stage], page, g);
+        }
     }
 
     // A row without keys is one step of zero keys.
@@ -192,25 +245,22 @@ struct Consumer {
         copy_heads<DK, KP, HEADS, THREADS>(q_tile, p.q, heads.row, heads.head0, p.h);
         cp_async_commit();
         cp_async_wait<0>();
-        convert_queries<HEADS, THREADS>(q_tile, shared.q_rates);
+        Stored::convert_queries<HEADS, THREADS>(q_tile, shared.q_rates);
         named_barrier<THREADS>(1);  // q is loaded
-        load_queries(q, q_tile, warp_head);
-#pragma unroll
-        for (int r = 0; E4M3 && BF16 && r < 2; ++r) k_rate[r] *= shared.q_rates[head(r)];
+        Stored::load_queries(q, q_tile, warp_head);
+        UNROLL for (int r = 0; E4M3 && BF16 && r < 2; ++r) k_rate[r] *= shared.q_rates[head(r)];
     }
 
-#if E4M3
-    // Load the scales of a row's heads; page scales come with the steps.
+    // Load the scales of a row's heads; page scales are loaded with the steps.
     DEVICE void load_scales(const KeyValueScales &scales, i64 g) {
-        if (PAGE_SCALES) return;
+        if (!E4M3 || PAGE_SCALES) return;
         k_rate[0] = k_rate[1] = scales.k.of_head(g);
         v_rate = scales.v.of_head(g);
     }
-#endif
 
     // Compute s = q k^T for this share of a step's keys, times their scales.
     DEVICE void add_logits(float (&s)[SHARE / 8][4], const unsigned char *keys, int stage) const {
-        add_q_kt(s, q, keys, share * SHARE);
+        Stored::add_q_kt(s, q, keys, share * SHARE);
         const float scale = PAGE_SCALES ? shared.k_scales[stage] : 1.0f;
         if (E4M3) scale_rows(s, {k_rate[0] * scale, k_rate[1] * scale});
     }
@@ -221,47 +271,30 @@ struct Consumer {
         unsigned char *k_tile = stages + at.stage * STAGE_BYTES, *v_tile = k_tile + K_BYTES;
         float s[SHARE / 8][4] = {};
         add_logits(s, k_tile, at.stage);
-#if E4M3
-        mbarrier_wait(&shared.values[at.stage], at.parity);
-        StoredValues<KEYS, COLUMNS / 8> values(v_tile, share * COLUMNS);
+        if (E4M3) mbarrier_wait(&shared.values[at.stage], at.parity);
+        Stored::Values<KEYS, COLUMNS / 8> values(v_tile, share * COLUMNS);
         if (keys < KEYS) values.keep(keys);
-#endif
         if (keys < KEYS) mask_columns(s, share * SHARE, {keys, keys}, -infinity());
         const float top[2] = {row_max(s, 0), row_max(s, 1)};
         const bool rises = top[0] > softmax.m[0] + slack || top[1] > softmax.m[1] + slack;
         if (first || named_barrier_any<THREADS>(1, rises))  // also: all have read the previous p
             raise_maxima<THREADS>(softmax, acc, top, shared.tops, share, head(0));
-        softmax.exponentiate<2>(s);
-#pragma unroll
-        for (int j = 0; j < SHARE / 8; ++j)
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
-                *reinterpret_cast<u32 *>(p_tile + head(r) * PP + share * SHARE + 8 * j + lane % 4 * 2) =
-                    pack_operand(s[j][2 * r], s[j][2 * r + 1]);
+        store_p<PP>(softmax, s, p_tile, head(0), share * SHARE);
         if (last) share_sums();
-#if !E4M3
-        mbarrier_wait(&shared.values[at.stage], at.parity);
-        if (keys < KEYS) zero_values<SHARE>(v_tile, share * SHARE, keys);
-#endif
+        if (!E4M3) {
+            mbarrier_wait(&shared.values[at.stage], at.parity);
+            if (keys < KEYS) zero_values<SHARE>(v_tile, share * SHARE, keys);
+        }
         named_barrier<THREADS>(1);  // p is stored, and hidden values are zeroed
-#if CLUSTER > 1
-        if (last) send_totals();
-#endif
-        const float scale = PAGE_SCALES ? shared.v_scales[at.stage] : 1.0f;
-#if E4M3
-        add_p_v<PP, KEYS>(acc, p_tile, warp_head, values, scale);
-#else
-        add_p_v<PP, KEYS>(acc, p_tile, warp_head, v_tile, share * COLUMNS, scale);
-#endif
+        if (CLUSTER > 1 && last) send_totals();
+        Stored::add_p_v<PP, KEYS>(acc, p_tile, warp_head, values, PAGE_SCALES ? shared.v_scales[at.stage] : 1.0f);
     }
 
     // The result of a row without keys.
     DEVICE void no_step() {
         share_sums();
         named_barrier<THREADS>(1);
-#if CLUSTER > 1
-        send_totals();
-#endif
+        if (CLUSTER > 1) send_totals();
     }
 
     // Compute the row's steps in this CTA.
@@ -278,65 +311,45 @@ struct Consumer {
     }
 
     // Publish l of this share. After a barrier (the last step has one), total() returns the sum over all shares.
-    DEVICE void share_sums() {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float sum = quad_sum(softmax.l[r]);
-            if (lane % 4 == 0) shared.sums[share][head(r)] = sum;
-        }
-    }
-    DEVICE float total(int head) const {
-        float sum = 0.0f;
-#pragma unroll
-        for (int other = 0; other < SHARES; ++other) sum += shared.sums[other][head];
-        return sum;
-    }
+    DEVICE void share_sums() { store_sums(softmax, shared.sums, share, head(0)); }
+    DEVICE float total(int head) const { return sum_of(shared.sums, head); }
 
     DEVICE void write(const Arguments &x, const RowHeads &heads) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        UNROLL for (int r = 0; r < 2; ++r) {
             const RowTotals totals(softmax.c, softmax.m[r], total(head(r)));
             const bool exists = head(r) < count;
             const i64 out = heads.first(x) + head(r);
             if (exists && share == 0 && lane % 4 == 0) x.lse[out] = totals.lse * LN_2;
             const float rate = totals.scale == 0.0f ? 0.0f : totals.scale * v_rate;  // no keys: the scale may be NaN
-            write_columns(x.o + out * DV + share * COLUMNS, acc, r, rate, exists);
+            Stored::write_columns(x.o + out * DV + share * COLUMNS, acc, r, rate, exists);
         }
     }
 
-#if CLUSTER > 1
     // Send m and l to every CTA of the cluster; the warps of a head take turns. Call share_sums() and a barrier first.
     DEVICE void send_totals() {
         for (u32 to = share * 4 + lane % 4; to < CLUSTER; to += 4 * SHARES)
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
-                if (head(r) < count) shared.cluster.send_totals(rank, head(r), to, softmax.m[r], total(head(r)));
+            UNROLL for (int r = 0; r < 2; ++r)
+                if (head(r) < count) shared.cluster().send_totals(rank, head(r), to, softmax.m[r], total(head(r)));
     }
 
     DEVICE void send_columns() {
         const float rates[2] = {total(head(0)) == 0.0f ? 0.0f : v_rate, total(head(1)) == 0.0f ? 0.0f : v_rate};  // as in `write`
         if (E4M3) scale_rows(acc, rates);
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-            if (head(r) < count) send_row(shared.cluster, rank, head(r), share * COLUMNS, acc, r);
+        UNROLL for (int r = 0; r < 2; ++r)
+            if (head(r) < count) Stored::send_row(shared.cluster(), rank, head(r), share * COLUMNS, acc, r);
     }
-#endif
 
     // Store o and lse: the CTA's own, or its columns of the cluster's merged result.
     DEVICE void finish(const Arguments &x, const RowHeads &heads) {
-#if CLUSTER > 1
-        send_columns();
-        shared.cluster.wait();
-        shared.cluster.write<THREADS>(softmax.c, rank, count, x.o + heads.first(x) * DV, x.lse + heads.first(x));
-#else
-        write(x, heads);
-#endif
+        if constexpr (CLUSTER > 1) {
+            send_columns();
+            shared.cluster().wait();
+            shared.cluster().write<THREADS>(softmax.c, rank, count, x.o + heads.first(x) * DV, x.lse + heads.first(x));
+        } else write(x, heads);
     }
 };
 
-// The body of the kernel. bench/core/reading_alone.cu runs it with other consumers.
-template <class Consumer>
-DEVICE void attend_rows(const Arguments &x) {
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, PER_SM) forward_blocks(const __grid_constant__ Arguments x) {
     extern __shared__ __align__(1024) unsigned char memory[];  // the stages, q, p, Shared
     u16 *q_tile = reinterpret_cast<u16 *>(memory + STAGES * STAGE_BYTES), *p_tile = q_tile + HEADS * KP;
     Shared &shared = *reinterpret_cast<Shared *>(p_tile + HEADS * PP);
@@ -344,9 +357,7 @@ DEVICE void attend_rows(const Arguments &x) {
     RowHeads heads(x, blockIdx.x / CLUSTER);
     if (threadIdx.x == THREADS) shared.init(x, heads);
     __syncthreads();
-#if CLUSTER > 1
-    cluster_arrive();
-#endif
+    if (CLUSTER > 1) cluster_arrive();
     if (NEXT_FIRST) start_next_kernel();
     auto next_row = [&, number = blockIdx.x]() mutable {
         number += gridDim.x;
@@ -362,9 +373,7 @@ DEVICE void attend_rows(const Arguments &x) {
         while (next_row())
             producer.load_row(heads.row, rank, producer.range_of(heads.row, rank), position_at(x.p, heads.row.b, heads.row.s));
         if (!NEXT_FIRST) start_next_kernel();
-#if CLUSTER > 1
-        cluster_wait();
-#endif
+        if (CLUSTER > 1) cluster_wait();
         return;
     }
     const float c = x.p.scale_log2, slack = SLACK / c;
@@ -372,18 +381,10 @@ DEVICE void attend_rows(const Arguments &x) {
     wait_for_kernel_ahead();
     do {
         Consumer consumer(shared, q_tile, p_tile, rank, heads.existing(x), c, slack);
-#if E4M3
         consumer.load_scales(x.scales, heads.row.g);
-#endif
         consumer.load_q(x.p, heads);
-#if CLUSTER > 1
-        cluster_wait();  // all CTAs have started
-#endif
+        if (CLUSTER > 1) cluster_wait();  // all CTAs have started
         consumer.attend(memory, at);
         consumer.finish(x, heads);
     } while (next_row());
-}
-
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, PER_SM) forward_blocks(const __grid_constant__ Arguments x) {
-    attend_rows<Consumer>(x);
 }

@@ -31,8 +31,7 @@ struct Attention {
 
     DEVICE Attention(GatherReader &reader, u32 q, const RowPair &pair, float c, float slack)
         : steps(reader), q_tile(q), rows(pair), slack(slack), softmax(c) {
-#pragma unroll
-        for (int i = 0; i < DV / 2; ++i) acc[i] = 0.0f;
+        UNROLL for (int i = 0; i < DV / 2; ++i) acc[i] = 0.0f;
     }
     DEVICE void begin_products(const GatheredStep &step) {
         wgmma_fence();
@@ -51,23 +50,19 @@ struct Attention {
     template <int PENDING, bool PARTIAL>
     DEVICE void probabilities(const GatheredStep &step) {
         u32 units[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) units[r] = rows.bit[r] ? steps.selected(step, RowPair::row(r) / H) : 0;
+        UNROLL for (int r = 0; r < 2; ++r) units[r] = rows.bit[r] ? steps.selected(step, RowPair::row(r) / H) : 0;
         wgmma_wait<PENDING>();
         if (PARTIAL) steps.mask_keys(s, step, rows, -infinity());
         __syncwarp();  // all lanes have read the data that comes with the keys
         steps.release_keys(step);
         mask_units(s, units, -infinity());
         float top[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) top[r] = units[r] ? row_max(s, r) : LOWEST;
+        UNROLL for (int r = 0; r < 2; ++r) top[r] = units[r] ? row_max(s, r) : LOWEST;
         rises = __any_sync(ALL_LANES, top[0] > softmax.m[0] + slack || top[1] > softmax.m[1] + slack);
         if (rises) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r) alpha[r] = softmax.raise(r, quad_max(top[r]));
+            UNROLL for (int r = 0; r < 2; ++r) alpha[r] = softmax.raise(r, quad_max(top[r]));
         }
-#pragma unroll
-        for (int r = 0; r < 2; ++r) softmax.exponentiate(s, r, units[r] != 0);
+        UNROLL for (int r = 0; r < 2; ++r) softmax.exponentiate(s, r, units[r] != 0);
     }
     DEVICE void finish_probabilities() {
         compute_before_wait(softmax.l[0], &steps.shared.raw);
@@ -131,8 +126,7 @@ DEVICE void attend(const Arguments &x, unsigned char *keys, unsigned char *value
 
         const OnlineSoftmax &softmax = attention.softmax;
         float scale[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        UNROLL for (int r = 0; r < 2; ++r) {
             const RowTotals totals(softmax.c, softmax.m[r], quad_sum(softmax.l[r]));
             scale[r] = totals.scale;
             if (rows.bit[r] && threadIdx.x % 4 == 0) x.lse[RowPair::index(p, tile, consumer, r)] = totals.lse * LN_2;

@@ -24,12 +24,6 @@ struct Arguments {
 
 constexpr int MERGE = DVP + 8;  // floats of a head's row in shared memory, padded against bank conflicts
 
-#if CLUSTER > 1
-#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define CLUSTERED
-#endif
-
 // Results of the teams in shared memory. In a cluster, the CTA's merged acc replaces the first team's.
 struct TeamResults {
     float *acc, *m, *l;    // [TEAMS][HEADS][MERGE], [TEAMS][HEADS]
@@ -40,8 +34,7 @@ struct TeamResults {
 
     DEVICE void store(const RowHeads &heads, const OnlineSoftmax &softmax, const float (&sums)[DVP / 8][4]) {
         const int lane = threadIdx.x % 32, row = heads.team * HEADS + heads.warp_head;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        UNROLL for (int r = 0; r < 2; ++r) {
             const float total = quad_sum(softmax.l[r]);
             if (lane % 4 == 0) {
                 m[row + lane / 4 + 8 * r] = softmax.m[r];
@@ -85,14 +78,11 @@ struct TeamResults {
 DEVICE void write_output(const Arguments &x, i64 out, int split, float c, int column, const PartialSums &sum) {
     const RowTotals totals(c, sum.m, sum.l);
     const float low = sum.low * totals.scale, high = sum.high * totals.scale;
-#if SPLIT
-    out = out * static_cast<u32>(x.splits) + split;
-    *reinterpret_cast<float2 *>(static_cast<float *>(x.o) + out * DV + column) = make_float2(low, high);
-    if (column == 0) x.lse[out] = totals.lse;
-#else
-    *reinterpret_cast<u32 *>(static_cast<u16 *>(x.o) + out * DV + column) = pack(low, high);
-    if (column == 0) x.lse[out] = totals.lse * LN_2;
-#endif
+    if constexpr (SPLIT) {
+        out = out * static_cast<u32>(x.splits) + split;
+        *reinterpret_cast<float2 *>(static_cast<float *>(x.o) + out * DV + column) = make_float2(low, high);
+    } else *reinterpret_cast<u32 *>(static_cast<u16 *>(x.o) + out * DV + column) = pack(low, high);
+    if (column == 0) x.lse[out] = SPLIT ? totals.lse : totals.lse * LN_2;
 }
 
 // Run the online softmax over this team's tiles.
@@ -102,8 +92,7 @@ DEVICE void attend(const u16 *q_tile, const RowHeads &heads, KeyPipeline &keys, 
         float s[TILE / 8][4] = {}, top[2];
         q.add_products(s, keys.k());
         if (count < TILE) mask_columns(s, 0, {count, count}, -infinity());
-#pragma unroll
-        for (int r = 0; r < 2; ++r) top[r] = quad_max(row_max(s, r));
+        UNROLL for (int r = 0; r < 2; ++r) top[r] = quad_max(row_max(s, r));
         if (__any_sync(ALL_LANES, top[0] > softmax.m[0] || top[1] > softmax.m[1])) {
             const float alpha[2] = {softmax.raise(0, top[0]), softmax.raise(1, top[1])};
             scale_rows(acc, alpha);
@@ -137,11 +126,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS) forward_rows(con
     results.store(heads, softmax, acc);
     __syncthreads();
     int first = threadIdx.x, step = THREADS;
-#if CLUSTER > 1
-    results.store_cta(softmax.c);
-    cluster_sync();
-    first += split * THREADS, step *= CLUSTER;  // each CTA stores a share of the columns
-#endif
+    if constexpr (CLUSTER > 1) {
+        results.store_cta(softmax.c);
+        cluster_sync();
+        first += split * THREADS, step *= CLUSTER;  // each CTA stores a share of the columns
+    }
     for (int i = first; i < HEADS * (DV / 2); i += step) {
         const int head = i / (DV / 2), column = i % (DV / 2) * 2;
         if (heads.head0 + head >= p.h) continue;
@@ -149,7 +138,5 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS) forward_rows(con
             CLUSTER > 1 ? results.combine_cluster(softmax.c, head, column) : results.combine_teams(softmax.c, head, column);
         write_output(x, heads.index(p, head), split, softmax.c, column, sum);
     }
-#if CLUSTER > 1
-    cluster_sync();  // keep shared memory alive until all CTAs have read it
-#endif
+    if (CLUSTER > 1) cluster_sync();  // keep shared memory alive until all CTAs have read it
 }

@@ -20,7 +20,7 @@ struct Arguments {
 // The `math` of consume_steps: one consumer's online softmax over a tile. A thread holds s [2, KEYS / 4] and acc [2, DV
 // / 4] of its rows.
 struct Attention {
-#ifdef WINDOW  // windows of a multiple of KEYS: only the last step is brief, with the keys after the tile's first token
+#if WINDOW  // windows of a multiple of KEYS: only the last step is brief, with the keys after the tile's first token
     static constexpr int BRIEF = TOKENS <= 17 ? 16 : TOKENS <= 33 ? 32 : 0;
 #else
     static constexpr int BRIEF = 0;
@@ -37,12 +37,10 @@ struct Attention {
 
     DEVICE Attention(StepReader &reader, u32 q, const RowPair &pair, float c, float slack)
         : steps(reader), q_tile(q), rows(pair), slack(slack), softmax(c) {
-#pragma unroll
-        for (int i = 0; i < DV / 2; ++i) acc[i] = 0.0f;
+        UNROLL for (int i = 0; i < DV / 2; ++i) acc[i] = 0.0f;
     }
     DEVICE void load_q(const unsigned char *memory) {
-#pragma unroll
-        for (int k = 0; k < DK / 16; ++k) load_operand(q[k], memory, k);
+        UNROLL for (int k = 0; k < DK / 16; ++k) load_operand(q[k], memory, k);
     }
     DEVICE void begin_products(const Step &step) {
         if (IN_TURNS) wgmma_a_bt<DK>(s, q, steps.keys(step));
@@ -62,15 +60,12 @@ struct Attention {
         wgmma_wait<PENDING>();
         if (key != NO_MASK) rows.mask(s, key, -infinity());
         float top[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) top[r] = step.rows & rows.bit[r] ? row_max(s, r) : LOWEST;
+        UNROLL for (int r = 0; r < 2; ++r) top[r] = step.rows & rows.bit[r] ? row_max(s, r) : LOWEST;
         rises = __any_sync(ALL_LANES, top[0] > softmax.m[0] + slack || top[1] > softmax.m[1] + slack);
         if (rises) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r) alpha[r] = softmax.raise(r, quad_max(top[r]));
+            UNROLL for (int r = 0; r < 2; ++r) alpha[r] = softmax.raise(r, quad_max(top[r]));
         }
-#pragma unroll
-        for (int r = 0; r < 2; ++r) softmax.exponentiate(s, r, step.rows & rows.bit[r]);
+        UNROLL for (int r = 0; r < 2; ++r) softmax.exponentiate(s, r, step.rows & rows.bit[r]);
     }
     template <int KEYS>
     DEVICE void brief_step(const Step &step, int key) {
@@ -107,20 +102,17 @@ DEVICE void join_and_write(Attention &mine, const Arguments &x, const TokenTile 
     const int thread = threadIdx.x % 128, other = 1 - consumer;
     OnlineSoftmax &softmax = mine.softmax;
     auto sum_at = [&](int half, int i) { return half ? mine.acc[HALF + i] : mine.acc[i]; };  // not indexed
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    UNROLL for (int r = 0; r < 2; ++r) {
         softmax.l[r] = quad_sum(softmax.l[r]);
         if (thread % 4 == 0) statistics[consumer][RowPair::row(r)] = make_float2(softmax.m[r], softmax.l[r]);
     }
     float4 *to = exchange + consumer * (HALF / 4 * 128) + thread;
-#pragma unroll
-    for (int i = 0; i < HALF; i += 4)
+    UNROLL for (int i = 0; i < HALF; i += 4)
         to[i / 4 * 128] = make_float4(sum_at(other, i), sum_at(other, i + 1), sum_at(other, i + 2), sum_at(other, i + 3));
     named_barrier<256>(BARRIER);
 
     float weight[2], others_weight[2], scale[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    UNROLL for (int r = 0; r < 2; ++r) {
         const float2 others = statistics[other][RowPair::row(r)];  // m, l
         const float m = fmaxf(softmax.m[r], others.x);
         weight[r] = exp2_fast((softmax.m[r] - m) * softmax.c);
@@ -131,8 +123,7 @@ DEVICE void join_and_write(Attention &mine, const Arguments &x, const TokenTile 
     }
     const float4 *from = exchange + other * (HALF / 4 * 128) + thread;
     float sums[HALF];
-#pragma unroll
-    for (int i = 0; i < HALF; i += 4) {
+    UNROLL for (int i = 0; i < HALF; i += 4) {
         const float4 theirs = from[i / 4 * 128];
         sums[i] = sum_at(consumer, i) * weight[0] + theirs.x * others_weight[0];
         sums[i + 1] = sum_at(consumer, i + 1) * weight[0] + theirs.y * others_weight[0];
@@ -169,8 +160,7 @@ DEVICE void attend(const Arguments &x, unsigned char *stages, unsigned char *q_m
         }
         const OnlineSoftmax &softmax = attention.softmax;
         float scale[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        UNROLL for (int r = 0; r < 2; ++r) {
             const RowTotals totals(softmax.c, softmax.m[r], quad_sum(softmax.l[r]));
             scale[r] = totals.scale;
             if (rows.bit[r] && threadIdx.x % 4 == 0) x.lse[RowPair::index(p, tile, consumer, r)] = totals.lse * LN_2;
@@ -186,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) forward_tiles(cons
     const int warpgroup = threadIdx.x / 128, producer = threadIdx.x / 32 - 4 * CONSUMERS;
     if (threadIdx.x == 0) shared.init();
     wait_for_stream();
-#ifdef FEW_TOKENS
+#if FEW_TOKENS
     make_union<THREADS>(x.p, blockIdx.x / static_cast<u32>(x.p.G), blockIdx.x % static_cast<u32>(x.p.G), 0, x.p.S);
 #endif
     __syncthreads();

@@ -14,10 +14,9 @@
 //   H, TOKENS       heads per group; tokens per tile
 //   STAGES, PER_SM  stages of the K/V pipeline; CTAs per multiprocessor
 //   BLOCK           keys per block, a multiple of KEYS
-//   PAGE_SCALES     see e4m3.cuh
-#include "e4m3.cuh"
+//   PAGE_SCALES     see stored_tiles.cuh
+#include "stored_tiles.cuh"
 #include "few_tokens.cuh"
-#include "step_shares.cuh"
 
 struct Arguments {
     TensorMap k, v;
@@ -34,7 +33,6 @@ constexpr int SHARE = KEYS / SHARES, COLUMNS = DV / SHARES, PP = KEYS + 8;
 constexpr int K_BYTES = KEYS * DK, V_BYTES = KEYS * DV, STAGE_BYTES = K_BYTES + V_BYTES;
 constexpr u32 PER_BLOCK = BLOCK / KEYS;  // steps
 constexpr int NO_KEY = -1;
-constexpr float SLACK = 8.0f;
 static_assert(TOKENS * H <= ROWS, "a row for each token and head");
 
 struct Shared {
@@ -123,8 +121,7 @@ struct Consumer {
     DEVICE Consumer(const Arguments &x, const Tile &tile, Shared &shared, u16 *q_tile, u16 *p_tile)
         : x(x), tile(tile), shared(shared), q_tile(q_tile), p_tile(p_tile), lane(threadIdx.x % 32), share(threadIdx.x / 32),
           slack(SLACK / static_cast<float>(x.p.scale_log2)), softmax(x.p.scale_log2) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        UNROLL for (int r = 0; r < 2; ++r) {
             limits[r] = exists(r) ? tile.limit(row(r) / H) : 0;
             own[r] = 1u << row(r) / H;
         }
@@ -143,37 +140,25 @@ struct Consumer {
         cp_async_commit();
         cp_async_wait<0>();
         float *rates = reinterpret_cast<float *>(p_tile);  // there is no p before the first step has passed a barrier
-        convert_queries<ROWS, CONSUMERS>(q_tile, rates);
-        named_barrier<CONSUMERS>(1);  // q is there
-        load_queries(q, q_tile, 0);
-#pragma unroll
-        for (int r = 0; BF16 && r < 2; ++r) k_rate[r] *= rates[row(r)];
+        Stored::convert_queries<ROWS, CONSUMERS>(q_tile, rates);
+        named_barrier<CONSUMERS>(1);  // q is loaded
+        Stored::load_queries(q, q_tile, 0);
+        UNROLL for (int r = 0; BF16 && r < 2; ++r) k_rate[r] *= rates[row(r)];
     }
 
     // Compute the logits of this share's keys, -inf for keys that a row does not see.
     DEVICE void add_logits(float (&s)[SHARE / 8][4], const unsigned char *keys, int stage, const int (&seen)[2]) const {
-        add_q_kt(s, q, keys, share * SHARE);
+        Stored::add_q_kt(s, q, keys, share * SHARE);
         const float scale = PAGE_SCALES ? shared.k_scales[stage] : 1.0f;
         scale_rows(s, {k_rate[0] * scale, k_rate[1] * scale});
         if (min(seen[0], seen[1]) < KEYS) mask_columns(s, share * SHARE, seen, -infinity());
-    }
-
-    DEVICE void store_p(float (&s)[SHARE / 8][4]) {
-        softmax.exponentiate<2>(s);
-#pragma unroll
-        for (int j = 0; j < SHARE / 8; ++j)
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
-                *reinterpret_cast<u32 *>(p_tile + row(r) * PP + share * SHARE + 8 * j + lane % 4 * 2) =
-                    pack_operand(s[j][2 * r], s[j][2 * r + 1]);
     }
 
     DEVICE void step(unsigned char *k_tile, int stage) {
         unsigned char *v_tile = k_tile + K_BYTES;
         const int key = shared.keys[stage];
         int seen[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) seen[r] = shared.tokens[stage] & own[r] ? limits[r] - key : 0;
+        UNROLL for (int r = 0; r < 2; ++r) seen[r] = shared.tokens[stage] & own[r] ? limits[r] - key : 0;
         float s[SHARE / 8][4] = {};
         add_logits(s, k_tile, stage, seen);
         if (shared.limits[stage] - key < KEYS) zero_values<SHARE>(v_tile, share * SHARE, shared.limits[stage] - key);
@@ -181,10 +166,10 @@ struct Consumer {
         const bool rises = top[0] > softmax.m[0] + slack || top[1] > softmax.m[1] + slack;
         if (named_barrier_any<CONSUMERS>(1, rises))  // also: all have read the previous p
             raise_maxima<CONSUMERS>(softmax, acc, top, shared.tops, share, row(0));
-        store_p(s);
+        store_p<PP>(softmax, s, p_tile, row(0), share * SHARE);
         named_barrier<CONSUMERS>(1);  // p is stored, and hidden values are zeroed
-        const StoredValues<KEYS, COLUMNS / 8> values(v_tile, share * COLUMNS);
-        add_p_v<PP, KEYS>(acc, p_tile, 0, values, PAGE_SCALES ? shared.v_scales[stage] : 1.0f);
+        const Stored::Values<KEYS, COLUMNS / 8> values(v_tile, share * COLUMNS);
+        Stored::add_p_v<PP, KEYS>(acc, p_tile, 0, values, PAGE_SCALES ? shared.v_scales[stage] : 1.0f);
     }
 
     DEVICE void attend(unsigned char *stages) {
@@ -198,24 +183,15 @@ struct Consumer {
     }
 
     DEVICE void write() {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float sum = quad_sum(softmax.l[r]);
-            if (lane % 4 == 0) shared.sums[share][row(r)] = sum;
-        }
+        store_sums(softmax, shared.sums, share, row(0));
         named_barrier<CONSUMERS>(1);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            float sum = 0.0f;
-#pragma unroll
-            for (int other = 0; other < SHARES; ++other) sum += shared.sums[other][row(r)];
-            const RowTotals totals(softmax.c, softmax.m[r], sum);
+        UNROLL for (int r = 0; r < 2; ++r) {
+            const RowTotals totals(softmax.c, softmax.m[r], sum_of(shared.sums, row(r)));
             const i64 out = ((tile.b * x.p.S + tile.first + row(r) / H) * x.p.G + tile.g) * H + row(r) % H;
             if (exists(r) && share == 0 && lane % 4 == 0) x.lse[out] = totals.lse * LN_2;
             const bool empty = totals.scale == 0.0f;  // store 0: other tokens' values or a scale may be NaN
-#pragma unroll
-            for (int j = 0; empty && j < COLUMNS / 8; ++j) acc[j][2 * r] = acc[j][2 * r + 1] = 0.0f;
-            write_columns(x.o + out * DV + share * COLUMNS, acc, r, empty ? 0.0f : totals.scale * v_rate, exists(r));
+            UNROLL for (int j = 0; empty && j < COLUMNS / 8; ++j) acc[j][2 * r] = acc[j][2 * r + 1] = 0.0f;
+            Stored::write_columns(x.o + out * DV + share * COLUMNS, acc, r, empty ? 0.0f : totals.scale * v_rate, exists(r));
         }
     }
 };

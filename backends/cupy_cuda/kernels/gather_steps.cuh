@@ -74,8 +74,7 @@ struct Units {
     DEVICE void publish(GatherShared &shared, int stage, int first) const {
         const int lane = threadIdx.x % 32;
         u64 tokens = UNITS == 1 ? __shfl_sync(ALL_LANES, rows, first) : 0;
-#pragma unroll
-        for (int half = 0; UNITS > 1 && half < TOKENS; half += 32) {
+        UNROLL for (int half = 0; UNITS > 1 && half < TOKENS; half += 32) {
             u32 units = 0;  // of token half + lane
 #pragma unroll 4
             for (int r = 0; r < min(32, TOKENS - half); ++r) {
@@ -132,8 +131,7 @@ struct StepProducer {
         for (int u = 0; u < SHARE; ++u) {
             const u16 *row_from = from + __shfl_sync(ALL_LANES, begin, first + part * SHARE + u);
             const int seen = __shfl_sync(ALL_LANES, units.visible - units.key, first + part * SHARE + u) - lane_row;
-#pragma unroll
-            for (int r = 0; r < UNIT; r += AT_ONCE, row_from += AT_ONCE * x.stride_n)
+            UNROLL for (int r = 0; r < UNIT; r += AT_ONCE, row_from += AT_ONCE * x.stride_n)
                 if (lane_row < AT_ONCE)
                     cp_async_16(reinterpret_cast<u16 *>(to + swizzled(u * UNIT + r + lane_row, chunk % 8)), row_from, r < seen);
         }
@@ -159,12 +157,10 @@ struct StepProducer {
         if (lane == 0) mbarrier_arrive_expect(landed, BYTES);
         __syncwarp();
         if (own && GROUPED) {
-#pragma unroll
-            for (int i = 0; i < UNIT; i += 8)
+            UNROLL for (int i = 0; i < UNIT; i += 8)
                 tma_load_key_group(stage + (unit * UNIT + i) / 8 * Layout<COLUMNS>::GROUP, &map, landed, in_page(units.key) + i, g, units.page);
         } else if (own) {
-#pragma unroll
-            for (int c = 0; c < COLUMNS / 64; ++c)
+            UNROLL for (int c = 0; c < COLUMNS / 64; ++c)
                 tma_load_keys(stage + c * PANEL + unit * UNIT * 128, &map, landed, c * 64, in_page(units.key), g, units.page);
         }
         if (zeroes) {
@@ -280,13 +276,10 @@ struct GatherReader {
 #pragma unroll 1
         for (int i = 0; i < N; ++i) {
             const int column = column_of(i), key = first[column / UNIT] + column % UNIT;
-#pragma unroll
-            for (int r = 0; r < 2; ++r) unseen |= static_cast<u32>(hidden(rows.problem, key, limits[r])) << (N * r + i);
+            UNROLL for (int r = 0; r < 2; ++r) unseen |= static_cast<u32>(hidden(rows.problem, key, limits[r])) << (N * r + i);
         }
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-#pragma unroll
-            for (int i = 0; i < N; ++i)
+        UNROLL for (int r = 0; r < 2; ++r)
+            UNROLL for (int i = 0; i < N; ++i)
                 if (unseen >> (N * r + i) & 1) element(s, r, i) = value;
     }
     DEVICE u32 keys_of(const GatheredStep &step) const { return uniform(keys + step.keys.stage * (K_BYTES / 16)); }  // an operand
@@ -301,9 +294,7 @@ template <class Tile>
 DEVICE void mask_units(Tile &s, const u32 (&units)[2], float value) {
     if (UNITS == 1) return;
     const int shift = UNIT == 4 ? threadIdx.x % 4 / 2 : 0;  // a lane holds two of eight columns
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-#pragma unroll
-        for (int i = 0; i < elements<Tile>; ++i)
+    UNROLL for (int r = 0; r < 2; ++r)
+        UNROLL for (int i = 0; i < elements<Tile>; ++i)
             if (!(units[r] >> shift >> i / 2 * 8 / UNIT & 1)) element(s, r, i) = value;
 }

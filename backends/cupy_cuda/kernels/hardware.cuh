@@ -5,11 +5,8 @@
 //   BF16     1: bfloat16, 0: float16
 //   DK, DV   columns of a key and of a value, multiples of 8
 //   ALIGNED  1: rows of q, k, v (and do) begin at multiples of 16 bytes and are copied by cp.async; 0: element by element
-//   E4M3     1: keys and values are e4m3, and products are of float16 (e4m3.cuh); 0 by default
+//   E4M3     1: keys and values are e4m3, and products are of float16 (stored_tiles.cuh)
 #pragma once
-#ifndef E4M3
-#define E4M3 0
-#endif
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -17,6 +14,14 @@ typedef long long i64;
 typedef unsigned long long u64;
 
 #define DEVICE __device__ __forceinline__
+#define UNROLL _Pragma("unroll")  // before a loop: unroll it completely, so that arrays that it indexes stay in registers
+
+// An attribute of kernels whose CTAs form clusters of CLUSTER (sm_90 and newer).
+#if CLUSTER > 1
+#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTERED
+#endif
 
 #if BF16
 #define DTYPE "bf16"
@@ -42,14 +47,12 @@ DEVICE u32 pack_operand(float low, float high) {
     return pair;
 }
 
-#if E4M3
-// Two pairs of e4m3 numbers, four bytes in the order of memory, as pairs of float16: exactly.
+// Convert four e4m3 numbers, in the order of memory, to two pairs of float16, exactly (sm_89 and newer).
 DEVICE void unpack_e4m3(u32 bytes, u32 &first, u32 &second) {
     asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
         : "=r"(first), "=r"(second)
         : "r"(bytes));
 }
-#endif
 
 DEVICE float to_float(u16 x) {
 #if BF16

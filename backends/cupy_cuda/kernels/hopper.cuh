@@ -1,4 +1,4 @@
-// PTX instructions of sm_90 as functions: mbarriers, TMA, clusters, named barriers, and register reallocation.
+// PTX instructions of sm_90 as functions: mbarriers, TMA, clusters, named barriers, register reallocation, and wgmma.
 // Tests replace this file by a CPU emulation (tests/helpers/emulation/hopper.cuh).
 #pragma once
 #include "warp.cuh"
@@ -151,4 +151,87 @@ DEVICE void reallocate_registers(bool consumer) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER));
     else
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER));
+}
+
+// wgmma: a warpgroup's products on the tensor core, d (64 x N, N / 2 floats per thread) += a (64 x 16) b (16 x N).
+//
+// Warp w of the warpgroup has rows [16 w, 16 w + 16); its floats 4 j to 4 j + 3 are those of mma.sync for columns
+// [8 j, 8 j + 8). Operands in shared memory are given by their descriptors (hopper_tiles.cuh), operands a in registers as
+// operand A of mma.sync for each warp.
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Wait until at most PENDING committed groups are in flight.
+template <int PENDING>
+DEVICE void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// Schedule the computation of x, which is never negative, before the next wait: the compiler must assume that it is stored
+// here.
+DEVICE void compute_before_wait(float x, void *nowhere) {
+    asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}" ::"f"(x), "r"(shared_address(nowhere))
+                 : "memory");
+}
+
+// The operands d[i] to d[i + N - 1] of an asm statement, and their names.
+#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define D8(i) D4(i), D4(i + 4)
+#define D16(i) D8(i), D8(i + 8)
+#define D32(i) D16(i), D16(i + 16)
+#define D64(i) D32(i), D32(i + 32)
+#define NAMES8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define NAMES16 NAMES8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES32 NAMES16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES64 NAMES32 \
+    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51" \
+    ", %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES96 NAMES64 \
+    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83" \
+    ", %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define NAMES128 NAMES96 \
+    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112" \
+    ", %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define WGMMA(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." DTYPE "." DTYPE " "
+#define SET_P(i) "{\n.reg .pred p;\nsetp.ne.b32 p, %" #i ", 0;\n"
+
+// d += a b^T, or d = a b^T if not `add`, for descriptors a of 64 rows and b of 64, 32 or 16 rows, of 16 columns.
+DEVICE void wgmma_shared(float (&d)[32], u64 a, u64 b, bool add) {
+    asm volatile(SET_P(34) WGMMA(64) "{" NAMES32 "}, %32, %33, p, 1, 1, 0, 0;\n}" : D32(0) : "l"(a), "l"(b), "r"(static_cast<u32>(add)));
+}
+DEVICE void wgmma_shared(float (&d)[16], u64 a, u64 b, bool add) {
+    asm volatile(SET_P(18) WGMMA(32) "{" NAMES16 "}, %16, %17, p, 1, 1, 0, 0;\n}" : D16(0) : "l"(a), "l"(b), "r"(static_cast<u32>(add)));
+}
+DEVICE void wgmma_shared(float (&d)[8], u64 a, u64 b, bool add) {
+    asm volatile(SET_P(10) WGMMA(16) "{" NAMES8 "}, %8, %9, p, 1, 1, 0, 0;\n}" : D8(0) : "l"(a), "l"(b), "r"(static_cast<u32>(add)));
+}
+// The same for transposed a and b: descriptors of 16 rows of 64 columns; d += a^T b, or d = a^T b if not `add`.
+DEVICE void wgmma_shared_transposed(float (&d)[32], u64 a, u64 b, bool add) {
+    asm volatile(SET_P(34) WGMMA(64) "{" NAMES32 "}, %32, %33, p, 1, 1, 1, 1;\n}" : D32(0) : "l"(a), "l"(b), "r"(static_cast<u32>(add)));
+}
+// d += a b^T, or d = a b^T if not `add`, for a in registers and descriptor b of 64 rows of 16 columns.
+DEVICE void wgmma_registers_bt(float (&d)[32], const u32 (&a)[4], u64 b, bool add) {
+    asm volatile(SET_P(37) WGMMA(64) "{" NAMES32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
+                 : D32(0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<u32>(add)));
+}
+// d += a b, for a in registers and descriptor b of 16 rows of 64, 128, 192 or 256 columns.
+DEVICE void wgmma_registers(float (&d)[32], const u32 (&a)[4], u64 b) {
+    asm volatile(WGMMA(64) "{" NAMES32 "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
+                 : D32(0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+DEVICE void wgmma_registers(float (&d)[64], const u32 (&a)[4], u64 b) {
+    asm volatile(WGMMA(128) "{" NAMES64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+                 : D64(0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+DEVICE void wgmma_registers(float (&d)[96], const u32 (&a)[4], u64 b) {
+    asm volatile(WGMMA(192) "{" NAMES96 "}, {%96, %97, %98, %99}, %100, 1, 1, 1, 1;"
+                 : D64(0), D32(64)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+DEVICE void wgmma_registers(float (&d)[128], const u32 (&a)[4], u64 b) {
+    asm volatile(WGMMA(256) "{" NAMES128 "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 1;"
+                 : D64(0), D64(64)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }

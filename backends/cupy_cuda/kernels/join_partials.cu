@@ -59,8 +59,7 @@ DEVICE void attend_shared(const Arguments &x, const Tokens &tokens, unsigned cha
         __syncthreads();  // all have read the keys
         if (more && threadIdx.x == 0) load_keys(coming);
         tokens.mask(x.p, s, key, -infinity());
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        UNROLL for (int r = 0; r < 2; ++r) {
             alpha[r] = softmax.raise(r, quad_max(row_max(s, r)));
             softmax.exponentiate(s, r, true);
         }
@@ -86,11 +85,9 @@ struct PartialTotals {
         : lse(x.part_lse + first_partial(x, tokens, row)), entries(listed_entries(x, tokens, row)) {}
     // The largest of all, or `top`; a lane reads a quarter of them, four at once.
     DEVICE float largest(float top) const {
-#pragma unroll
-        for (int first = 0; first < EACH; first += 16) {
+        UNROLL for (int first = 0; first < EACH; first += 16) {
             float found[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
+            UNROLL for (int i = 0; i < 4; ++i) {
                 const int entry = first + 4 * i + threadIdx.x % 4;
                 found[i] = entry < EACH && entries >> entry & 1 ? lse[entry * H] : -infinity();
             }
@@ -114,10 +111,8 @@ DEVICE void add_partials(PartialLoads<DV> &loads, PartialTotals (&totals)[2], fl
 #pragma unroll 1
     for (int i = 0; i < rounds; ++i, at.next()) {
         float weight[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) weight[r] = exp2_fast(totals[r].next() - m[r]);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        UNROLL for (int r = 0; r < 2; ++r) weight[r] = exp2_fast(totals[r].next() - m[r]);
+        UNROLL for (int r = 0; r < 2; ++r) {
             const unsigned char *row = loads.row(at, r);
             if (weight[r] == 0.0f) continue;  // there may be none, and memory may hold anything
             l[r] += weight[r];
@@ -129,8 +124,7 @@ DEVICE void add_partials(PartialLoads<DV> &loads, PartialTotals (&totals)[2], fl
 
 // o and lse of this thread's two rows.
 DEVICE void write_rows(const Arguments &x, const Tokens &tokens, const float (&acc)[DV / 2], const float (&m)[2], const float (&l)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    UNROLL for (int r = 0; r < 2; ++r) {
         const int row = row_of_tile(r);
         const RowTotals totals(1.0f, m[r], l[r]);
         if (row / H >= tokens.count) continue;
@@ -149,15 +143,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) join_partials(cons
     __syncthreads();
     OnlineSoftmax softmax(x.p.scale_log2);
     float acc[DV / 2], m[2], l[2], alpha[2];
-#pragma unroll
-    for (int i = 0; i < DV / 2; ++i) acc[i] = 0.0f;
+    UNROLL for (int i = 0; i < DV / 2; ++i) acc[i] = 0.0f;
     attend_shared(x, tokens, memory, full, acc, softmax);
     wait_for_kernel_ahead();  // which writes the partials
     PartialLoads<DV> loads(x, tokens, x.part_o, memory, full);
     adjacent_columns(acc);
     PartialTotals totals[2] = {{x, tokens, row_of_tile(0)}, {x, tokens, row_of_tile(1)}};
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    UNROLL for (int r = 0; r < 2; ++r) {
         const float own = fmaxf(softmax.m[r] * softmax.c, LOWEST);  // not -inf, however large the scale is
         m[r] = totals[r].largest(own);
         alpha[r] = exp2_fast(own - m[r]);

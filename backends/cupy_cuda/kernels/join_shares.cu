@@ -45,8 +45,7 @@ DEVICE void differentiate_shared(const Arguments &x, const Tokens &tokens, unsig
         load_values(key);
     }
     float lse[2], delta[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    UNROLL for (int r = 0; r < 2; ++r) {
         const int token = row_of_tile(r) / H;
         const i64 index = tokens.index(x.p, min(token, tokens.count - 1)) * H + row_of_tile(r) % H;
         lse[r] = token < tokens.count ? x.lse[index] * LOG2_E : infinity();
@@ -88,8 +87,7 @@ DEVICE void add_shares(PartialLoads<DK> &loads, const u64 (&entries)[2], float (
     PipelineState<RING> at;
 #pragma unroll 1
     for (int i = 0; i < rounds; ++i, at.next()) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        UNROLL for (int r = 0; r < 2; ++r) {
             const unsigned char *row = loads.row(at, r);
             if (i < __popcll(entries[r])) add_partial(acc, r, 1.0f, row);
         }
@@ -105,8 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) join_shares(const 
     if (threadIdx.x == 0) full.init();
     __syncthreads();
     float acc[DK / 2];
-#pragma unroll
-    for (int i = 0; i < DK / 2; ++i) acc[i] = 0.0f;
+    UNROLL for (int i = 0; i < DK / 2; ++i) acc[i] = 0.0f;
     differentiate_shared(x, tokens, memory, full, acc);
     const float scale[2] = {static_cast<float>(x.p.scale), static_cast<float>(x.p.scale)};
     scale_rows(acc, scale);
@@ -115,8 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) join_shares(const 
     adjacent_columns(acc);
     const u64 entries[2] = {listed_entries(x, tokens, row_of_tile(0)), listed_entries(x, tokens, row_of_tile(1))};
     add_shares(loads, entries, acc);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    UNROLL for (int r = 0; r < 2; ++r) {
         const int token = row_of_tile(r) / H;
         if (token < tokens.count) write_row(x.dq + (tokens.index(x.p, token) * H + row_of_tile(r) % H) * DK, acc, r, 1.0f);
     }

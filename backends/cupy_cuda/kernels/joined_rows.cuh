@@ -12,7 +12,7 @@
 //   RING     stages of a warp
 #pragma once
 #include "shared_tiles.cuh"
-#include "wgmma.cuh"
+#include "hopper_tiles.cuh"
 
 constexpr int THREADS = 128, WARPS = THREADS / 32;
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL;  // of keys and values, and of 64 rows of q and do
@@ -50,8 +50,7 @@ struct Tokens {
     DEVICE void mask(const Problem &p, float (&s_tile)[KEYS / 2], int key, float value) const {
         if (lowest >= key + KEYS) return;
         int limits[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) limits[r] = row_limit(p, b, s + min(row_of_tile(r) / H, count - 1)) - key;
+        UNROLL for (int r = 0; r < 2; ++r) limits[r] = row_limit(p, b, s + min(row_of_tile(r) / H, count - 1)) - key;
         mask_columns(s_tile, 0, limits, value);
     }
     // Zero the keys or values that no row sees of a tile from `key` on: 0 * NaN would reach sums.
@@ -99,16 +98,12 @@ struct Barriers {
 // A lane's share of the columns: of every 32, eight adjacent ones in place of two adjacent ones of every eight. As floats of wgmma.
 template <int N>
 DEVICE void adjacent_columns(float (&acc)[N]) {
-#pragma unroll
-    for (int j = 0; j < N; j += 16)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+    UNROLL for (int j = 0; j < N; j += 16)
+        UNROLL for (int i = 0; i < 4; ++i) {
             u32 x[4];
-#pragma unroll
-            for (int n = 0; n < 4; ++n) x[n] = static_cast<u32>(__float_as_int(acc[j + 4 * n + i]));
+            UNROLL for (int n = 0; n < 4; ++n) x[n] = static_cast<u32>(__float_as_int(acc[j + 4 * n + i]));
             quad_transpose(x);
-#pragma unroll
-            for (int n = 0; n < 4; ++n) acc[j + 4 * n + i] = __int_as_float(static_cast<int>(x[n]));
+            UNROLL for (int n = 0; n < 4; ++n) acc[j + 4 * n + i] = __int_as_float(static_cast<int>(x[n]));
         }
 }
 
@@ -168,12 +163,10 @@ DEVICE int rounds_of(u64 entries, u64 other_entries) { return __reduce_max_sync(
 // acc += weight * x for row r of a partial, this lane's columns.
 template <int N>
 DEVICE void add_partial(float (&acc)[N], int r, float weight, const unsigned char *row) {
-#pragma unroll
-    for (int j = 0; j < N / 16; ++j) {
+    UNROLL for (int j = 0; j < N / 16; ++j) {
         const uint4 x = *reinterpret_cast<const uint4 *>(row + threadIdx.x % 4 * 16 + j * 64);
         const u32 pairs[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
+        UNROLL for (int n = 0; n < 4; ++n) {
             acc[16 * j + 4 * n + 2 * r] += weight * to_float(static_cast<u16>(pairs[n]));
             acc[16 * j + 4 * n + 2 * r + 1] += weight * to_float(static_cast<u16>(pairs[n] >> 16));
         }
@@ -183,11 +176,9 @@ DEVICE void add_partial(float (&acc)[N], int r, float weight, const unsigned cha
 // Row r of acc * scale, this lane's columns.
 template <int N>
 DEVICE void write_row(u16 *to, const float (&acc)[N], int r, float scale) {
-#pragma unroll
-    for (int j = 0; j < N / 16; ++j) {
+    UNROLL for (int j = 0; j < N / 16; ++j) {
         u32 y[4];
-#pragma unroll
-        for (int n = 0; n < 4; ++n) y[n] = pack(acc[16 * j + 4 * n + 2 * r] * scale, acc[16 * j + 4 * n + 2 * r + 1] * scale);
+        UNROLL for (int n = 0; n < 4; ++n) y[n] = pack(acc[16 * j + 4 * n + 2 * r] * scale, acc[16 * j + 4 * n + 2 * r + 1] * scale);
         *reinterpret_cast<uint4 *>(to + 32 * j + threadIdx.x % 4 * 8) = make_uint4(y[0], y[1], y[2], y[3]);
     }
 }

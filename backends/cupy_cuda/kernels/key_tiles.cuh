@@ -32,7 +32,7 @@ struct RowHeads {
 };
 
 // A key: its index within a page, or within the sequence without pages.
-struct KeyPlace {
+struct KeyLocation {
     int key, page;
 };
 
@@ -54,9 +54,9 @@ struct KeyIterator {
     DEVICE KeyIterator(const Problem &problem, const Row &row, int tile, int tiles)
         : p(problem), row(row.index), b(row.b), limit(row_limit(problem, row.b, row.s)), step(tiles), next(static_cast<i64>(tile) * TILE) {}
 
-    // Advance to the next tile; return its number of keys, 0 after the last. place: where key lane % TILE of the tile
-    // is; zeros past the keys.
-    DEVICE int next_tile(KeyPlace &place) {
+    // Advance to the next tile; return its number of keys, 0 after the last. location: of key lane % TILE of the tile; zeros
+    // past the keys.
+    DEVICE int next_tile(KeyLocation &location) {
         const int lane = threadIdx.x % 32;
         while (next >= keys) {
             next -= (keys + TILE - 1) / TILE * TILE;  // tile numbers continue from one group of 32 ranges to the next
@@ -72,12 +72,10 @@ struct KeyIterator {
         for (int jump = 16; jump; jump /= 2)
             if (__shfl_sync(ALL_LANES, prefix, range + jump - 1) <= key) range += jump;
         const int position = key + __shfl_sync(ALL_LANES, to_position, range);
-#if PAGE && ONE_PAGE
-        place = {in_page(position), __shfl_sync(ALL_LANES, page, range)};
-        if (lane % TILE >= count) place = {0, 0};
-#else
-        place = lane % TILE < count ? KeyPlace{in_page(position), page_of(p, b, position)} : KeyPlace{0, 0};
-#endif
+        if constexpr (PAGED && ONE_PAGE) {
+            location = {in_page(position), __shfl_sync(ALL_LANES, page, range)};
+            if (lane % TILE >= count) location = {0, 0};
+        } else location = lane % TILE < count ? KeyLocation{in_page(position), page_of(p, b, position)} : KeyLocation{0, 0};
         next += static_cast<i64>(step) * TILE;
         return count;
     }
@@ -88,9 +86,7 @@ struct KeyIterator {
         prefix = warp_prefix_sum(end - start);
         to_position = start - (prefix - (end - start));
         keys = __shfl_sync(ALL_LANES, prefix, 31);
-#if PAGE && ONE_PAGE
-        page = end > start ? page_of(p, b, start) : 0;
-#endif
+        if (PAGED && ONE_PAGE) page = end > start ? page_of(p, b, start) : 0;
     }
 };
 
@@ -103,21 +99,18 @@ DEVICE void team_sync() {
         __syncthreads();
 }
 
-// Gather keys into a tile with cp.async: row r comes from the place that lane r holds. Rows from `count` and columns
-// from D on are zero.
+// Gather keys into a tile with cp.async: row r is the key whose location lane r holds. Rows from `count` and columns from D
+// on are zero.
 template <int D, int PITCH>
-DEVICE void gather_keys(u16 *tile, const KeysTensor &x, const u16 *base, const KeyPlace &place, int count) {
+DEVICE void gather_keys(u16 *tile, const KeysTensor &x, const u16 *base, const KeyLocation &location, int count) {
     constexpr int CHUNKS = (PITCH - 8) / 8, ALL_CHUNKS = TILE * CHUNKS;
-#pragma unroll
-    for (int first = 0; first < ALL_CHUNKS; first += TEAM) {
+    UNROLL for (int first = 0; first < ALL_CHUNKS; first += TEAM) {
         const int i = first + static_cast<int>(threadIdx.x % TEAM);
         if (ALL_CHUNKS % TEAM && i >= ALL_CHUNKS) break;  // whole warps
         const int r = i / CHUNKS, column = i % CHUNKS * 8;
-        const u32 key = __shfl_sync(ALL_LANES, place.key, r);
+        const u32 key = __shfl_sync(ALL_LANES, location.key, r);
         const u16 *from = base + column + key * static_cast<u64>(x.stride_n);  // not read for rows that do not exist
-#if PAGE
-        from += __shfl_sync(ALL_LANES, place.page, r) * x.stride_b;
-#endif
+        if (PAGED) from += __shfl_sync(ALL_LANES, location.page, r) * x.stride_b;
         cp_async_16(tile + r * PITCH + column, from, r < count && column < D);
     }
 }
@@ -131,18 +124,17 @@ struct KeyPipeline {
     int stage = STAGES - 1;  // buffer of the tile that `next_tile` returned last
 
     DEVICE KeyPipeline(const KeyIterator &iterator, u16 *memory, const Row &row)
-        : tiles(iterator), buffers(memory), k_base(iterator.p.k.keys(PAGE ? 0 : row.b, row.g)),
-          v_base(iterator.p.v.keys(PAGE ? 0 : row.b, row.g)) {
-#pragma unroll
-        for (int i = 0; i < STAGES - 1; ++i) counts[i] = copy_next(i);
+        : tiles(iterator), buffers(memory), k_base(iterator.p.k.keys(PAGED ? 0 : row.b, row.g)),
+          v_base(iterator.p.v.keys(PAGED ? 0 : row.b, row.g)) {
+        UNROLL for (int i = 0; i < STAGES - 1; ++i) counts[i] = copy_next(i);
     }
 
     DEVICE int copy_next(int into) {
-        KeyPlace place;
-        const int count = tiles.next_tile(place);
+        KeyLocation location;
+        const int count = tiles.next_tile(location);
         if (count) {
-            gather_keys<DK, KP>(buffers + into * STAGE, tiles.p.k, k_base, place, count);
-            gather_keys<DV, VP>(buffers + into * STAGE + TILE * KP, tiles.p.v, v_base, place, count);
+            gather_keys<DK, KP>(buffers + into * STAGE, tiles.p.k, k_base, location, count);
+            gather_keys<DV, VP>(buffers + into * STAGE + TILE * KP, tiles.p.v, v_base, location, count);
         }
         cp_async_commit();  // commit empty groups, too: cp_async_wait counts groups
         return count;
@@ -156,8 +148,7 @@ struct KeyPipeline {
         counts[STAGES - 1] = copy_next(stage);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
         const int count = counts[0];
-#pragma unroll
-        for (int i = 1; i < STAGES; ++i) counts[i - 1] = counts[i];
+        UNROLL for (int i = 1; i < STAGES; ++i) counts[i - 1] = counts[i];
         return count;
     }
 
@@ -165,24 +156,24 @@ struct KeyPipeline {
     DEVICE const u16 *v() const { return buffers + stage * STAGE + TILE * KP; }
 };
 
-// A warp's 16 heads of q or do as mma operand A.
+// A warp's 16 heads of q or do as mma operand A, in registers or in shared memory. add_products: s += heads * keys^T.
 template <int PITCH>
-struct HeadsOperand {
+struct RegisterOperand {
     static constexpr int STEPS = (PITCH - 8) / 16;
-#if Q_REGISTERS
     u32 a[STEPS][4];
-    DEVICE HeadsOperand(const u16 *tile, int warp_head) {
-#pragma unroll
-        for (int k = 0; k < STEPS; ++k) load_a<PITCH>(a[k], tile, warp_head, 16 * k);
+    DEVICE RegisterOperand(const u16 *tile, int warp_head) {
+        UNROLL for (int k = 0; k < STEPS; ++k) load_a<PITCH>(a[k], tile, warp_head, 16 * k);
     }
-    // s += heads * keys^T
     template <int N>
     DEVICE void add_products(float (&s)[N][4], const u16 *keys) const { add_a_bt<PITCH, STEPS>(s, a, keys); }
-#else
+};
+template <int PITCH>
+struct SharedOperand {
     const u16 *tile;
     int warp_head;
-    DEVICE HeadsOperand(const u16 *heads, int head) : tile(heads), warp_head(head) {}
+    DEVICE SharedOperand(const u16 *heads, int head) : tile(heads), warp_head(head) {}
     template <int N>
-    DEVICE void add_products(float (&s)[N][4], const u16 *keys) const { add_a_bt<PITCH, STEPS>(s, tile, warp_head, keys); }
-#endif
+    DEVICE void add_products(float (&s)[N][4], const u16 *keys) const { add_a_bt<PITCH, (PITCH - 8) / 16>(s, tile, warp_head, keys); }
 };
+template <int PITCH>
+using HeadsOperand = If<Q_REGISTERS, RegisterOperand<PITCH>, SharedOperand<PITCH>>;

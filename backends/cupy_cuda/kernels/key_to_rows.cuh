@@ -35,9 +35,6 @@ struct KeyGradients {
 
 // Blocks smaller than a tile (SMALL_BLOCK keys): a tile holds TILE_BLOCKS blocks at any positions, its slots
 // (order_blocks.cu). A list holds each row once, with one bit per slot whose block the row selected.
-#ifndef SMALL_BLOCK
-#define SMALL_BLOCK 0
-#endif
 #if SMALL_BLOCK
 constexpr int TILE_BLOCKS = 64 / SMALL_BLOCK;
 
@@ -91,7 +88,7 @@ struct Segment {
 
 // Return the first partial sum of a list; lists of a window are not in memory and have none.
 DEVICE i64 first_part(const KeyToRows &lists, i64 list) {
-#ifdef WINDOW
+#if WINDOW
     return 0;
 #else
     return lists.parts[list];
@@ -123,10 +120,8 @@ struct GradientRows {
     DEVICE void write(Tile &acc, float factor, int column0, float *parts, u16 *result) const {
         parts += part_row * D;
         result += row * D;
-#pragma unroll
-        for (int i = 0; i < elements<Tile>; i += 2)
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
+        UNROLL for (int i = 0; i < elements<Tile>; i += 2)
+            UNROLL for (int r = 0; r < 2; ++r) {
                 const int key = threadIdx.x % 32 / 4 + 8 * r, column = column0 + column_of(i);
                 if (column >= D) continue;
                 const float low = element(acc, r, i) * factor, high = element(acc, r, i + 1) * factor;
@@ -144,11 +139,9 @@ DEVICE float4 add_parts(float4 total, const float *parts, int segments, i64 stri
     constexpr int AHEAD = 8;
     for (int first = 0; first < segments; first += AHEAD) {
         float4 part[AHEAD];
-#pragma unroll
-        for (int j = 0; j < AHEAD; ++j)  // no branch, so that several loads are in flight
+        UNROLL for (int j = 0; j < AHEAD; ++j)  // no branch, so that several loads are in flight
             part[j] = *reinterpret_cast<const float4 *>(parts + min(first + j, segments - 1) * stride);
-#pragma unroll
-        for (int j = 0; j < AHEAD; ++j) {
+        UNROLL for (int j = 0; j < AHEAD; ++j) {
             if (first + j >= segments) continue;
             total.x += part[j].x;
             total.y += part[j].y;

@@ -24,8 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) list_rows(const __grid_
         RowMasks::mark(x.p, bg, first_row, x.places + bg * x.blocks, tile0, table);
         for (u32 tile = threadIdx.x / 32; tile < min(tiles - tile0, static_cast<u32>(TABLE)); tile += THREADS / 32) {
             i64 at = x.begins[bg * x.tiles + tile0 + tile] + x.counts[blockIdx.x * x.tiles + tile0 + tile];
-#pragma unroll
-            for (u32 r = lane; r < CHUNK; r += 32) {
+            UNROLL for (u32 r = lane; r < CHUNK; r += 32) {
                 const u32 chosen = RowMasks::chosen(table, r, tile), listed = __ballot_sync(ALL_LANES, chosen != 0);
                 if (chosen) {
                     const i64 to = at + __popc(listed & ((1u << lane) - 1));

@@ -67,10 +67,8 @@ DEVICE void as_operand(u32 (&a)[4], const float (&left)[4], const float (&right)
 // s += a b^T for 16 rows of a, in registers, and 8 * N rows of b; STEPS times 16 columns.
 template <int PITCH, int STEPS, int N>
 DEVICE void add_a_bt(float (&s)[N][4], const u32 (&a)[STEPS][4], const u16 *b) {
-#pragma unroll
-    for (int k = 0; k < STEPS; ++k)
-#pragma unroll
-        for (int j = 0; j < N; j += 2) {
+    UNROLL for (int k = 0; k < STEPS; ++k)
+        UNROLL for (int j = 0; j < N; j += 2) {
             u32 y[4];
             load_b_rows<PITCH>(y, b, 8 * j, 16 * k);
             mma(s[j], a[k], y[0], y[1]);
@@ -81,8 +79,7 @@ DEVICE void add_a_bt(float (&s)[N][4], const u32 (&a)[STEPS][4], const u16 *b) {
 // The same for rows [m, m + 16) of a in shared memory.
 template <int PITCH, int STEPS, int N>
 DEVICE void add_a_bt(float (&s)[N][4], const u16 *a, int m, const u16 *b) {
-#pragma unroll
-    for (int k = 0; k < STEPS; ++k) {
+    UNROLL for (int k = 0; k < STEPS; ++k) {
         u32 x[1][4];
         load_a<PITCH>(x[0], a, m, 16 * k);
         add_a_bt<PITCH, 1>(s, x, b + 16 * k);
@@ -93,12 +90,10 @@ DEVICE void add_a_bt(float (&s)[N][4], const u16 *a, int m, const u16 *b) {
 // exist.
 template <int PITCH, int COLUMNS, int N, int M>
 DEVICE void add_s_b(float (&acc)[M][4], const float (&s)[N][4], const u16 *b, int first) {
-#pragma unroll
-    for (int j = 0; j < N; j += 2) {
+    UNROLL for (int j = 0; j < N; j += 2) {
         u32 a[4];
         as_operand(a, s[j], s[j + 1]);
-#pragma unroll
-        for (int d = 0; d < M; d += 2) {
+        UNROLL for (int d = 0; d < M; d += 2) {
             if (COLUMNS % (8 * M) && first + 8 * d >= COLUMNS) continue;
             u32 y[4];
             load_b_columns<PITCH>(y, b, 8 * j, first + 8 * d);
@@ -112,10 +107,8 @@ DEVICE void add_s_b(float (&acc)[M][4], const float (&s)[N][4], const u16 *b, in
 template <int PITCH, int N>
 DEVICE void store_rows(float *matrix, const float (&acc)[N][4]) {
     const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    UNROLL for (int r = 0; r < 2; ++r) {
         float *row = matrix + (lane / 4 + 8 * r) * PITCH + lane % 4 * 2;
-#pragma unroll
-        for (int j = 0; j < N; ++j) *reinterpret_cast<float2 *>(row + 8 * j) = make_float2(acc[j][2 * r], acc[j][2 * r + 1]);
+        UNROLL for (int j = 0; j < N; ++j) *reinterpret_cast<float2 *>(row + 8 * j) = make_float2(acc[j][2 * r], acc[j][2 * r + 1]);
     }
 }

@@ -27,27 +27,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) order_blocks(const __grid_
     const int *counts = x.counts + bg * x.blocks;
     int *places = x.places + bg * x.blocks, *slots = x.slots + bg * all_slots;
     int own[CLASSES], upto[CLASSES], all[CLASSES];
-#pragma unroll
-    for (int c = 0; c < CLASSES; ++c) own[c] = 0;
+    UNROLL for (int c = 0; c < CLASSES; ++c) own[c] = 0;
     for (int block = first; block < end; ++block) {
         const int kind = class_of(x, block, counts[block]);
-#pragma unroll
-        for (int c = 0; c < CLASSES; ++c) own[c] += c == kind;
+        UNROLL for (int c = 0; c < CLASSES; ++c) own[c] += c == kind;
     }
-#pragma unroll
-    for (int c = 0; c < CLASSES; ++c) upto[c] = own[c];
+    UNROLL for (int c = 0; c < CLASSES; ++c) upto[c] = own[c];
     block_prefix_sum<THREADS>(upto, all);
     int before = 0, next[CLASSES];  // of the classes before; where the thread's next block of each class goes
-#pragma unroll
-    for (int c = 0; c < CLASSES; ++c) {
+    UNROLL for (int c = 0; c < CLASSES; ++c) {
         next[c] = before + upto[c] - own[c];
         before += all[c];
     }
     for (int block = first; block < end; ++block) {
         const int kind = class_of(x, block, counts[block]);
         int place = 0;
-#pragma unroll
-        for (int c = 0; c < CLASSES; ++c)
+        UNROLL for (int c = 0; c < CLASSES; ++c)
             if (c == kind) place = next[c]++;
         places[block] = place;
         slots[place] = block;

@@ -2,10 +2,10 @@
 //
 // Stretches come one after the other, each of work that shares rows: its segments run at about the same time, and read q and do of these rows
 // from the L2 cache. Within a stretch long segments come first, so that short ones fill the gaps at the end.
-// For dkdv_groups.cu a stretch is the segments that begin within some rows, which are counted over all (b, g). UNITS: for block_gradients.cu,
+// For dkdv_groups.cu a stretch is the segments that begin within some rows, which are counted over all (b, g). BY_UNITS: for block_gradients.cu,
 // one unit after the other (_triton/units.py), a stretch is some of the unit's pairs (b, g).
 //
-// Grid: one CTA; UNITS: one for each unit. A counting sort; segments with the same key come as they happen to.
+// Grid: one CTA; BY_UNITS: one for each unit. A counting sort; segments with the same key come as they happen to.
 #include "key_to_rows.cuh"
 
 constexpr int THREADS = 1024, AT_ONCE = 4;         // segments that a thread looks up together: each takes a chain of loads
@@ -13,10 +13,10 @@ constexpr int LENGTHS = 16, MOST_STRETCHES = 256;  // kinds of lengths; stretche
 constexpr int COUNTED = LENGTHS * MOST_STRETCHES, EACH = COUNTED / THREADS;
 
 struct Arguments {
-    KeyToRows all;         // UNITS: entries and parts are not read
-    i64 pairs_all, pairs;  // UNITS: of a section of rows, and of a unit
+    KeyToRows all;         // BY_UNITS: entries and parts are not read
+    i64 pairs_all, pairs;  // BY_UNITS: of a section of rows, and of a unit
     i64 S, each;           // else: rows, and entries of a row
-    i64 stretch;           // UNITS: pairs, else rows
+    i64 stretch;           // BY_UNITS: pairs, else rows
     uint2 *order;          // [segments]: list and number of each
 };
 
@@ -30,7 +30,7 @@ struct Lists {
     DEVICE Lists(const Arguments &arguments) : x(arguments) {
         first = 0;
         count = static_cast<u32>(x.all.lists);
-#ifdef UNITS
+#if BY_UNITS
         const u32 pairs_all = x.pairs_all, pairs = x.pairs, units = (pairs_all + pairs - 1) / pairs, pair = blockIdx.x % units * pairs;
         first = (blockIdx.x / units * pairs_all + pair) * static_cast<u32>(x.all.tiles);
         count = min(pairs, pairs_all - pair) * static_cast<u32>(x.all.tiles);
@@ -40,7 +40,7 @@ struct Lists {
     }
     DEVICE u32 stretch_of(u32 list, i64 begin) const {
         const u32 pair = (list - first) / static_cast<u32>(x.all.tiles), stretch = static_cast<u32>(x.stretch);
-#ifdef UNITS
+#if BY_UNITS
         return pair / stretch;
 #else
         const u32 row = static_cast<u32>(x.all.entries[begin]) / static_cast<u32>(x.each);
@@ -58,29 +58,25 @@ struct Found {
         const KeyToRows &all = lists.x.all;
         const u32 most = static_cast<u32>(all.segment), end = lists.first + lists.count;
         u32 index[AT_ONCE];
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j) {
+        UNROLL for (int j = 0; j < AT_ONCE; ++j) {
             index[j] = (round * AT_ONCE + j) * THREADS + threadIdx.x;
             list[j] = lists.first;
         }
         u32 span = 1;
         while (span < lists.count) span *= 2;
         while (span /= 2)  // the last list whose segments begin at or before `index`
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j) {
+            UNROLL for (int j = 0; j < AT_ONCE; ++j) {
                 const u32 middle = min(list[j] + span, end);
                 if (middle < end && all.segments[middle] <= lists.base + index[j]) list[j] = middle;
             }
         i64 begin[AT_ONCE];
         u32 entries[AT_ONCE];
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j) {
+        UNROLL for (int j = 0; j < AT_ONCE; ++j) {
             number[j] = index[j] < lists.segments ? lists.base + index[j] - static_cast<u32>(all.segments[list[j]]) : 0;
             begin[j] = all.begins[list[j]] + number[j] * all.segment;
             entries[j] = static_cast<u32>(min(all.end(list[j]) - begin[j], all.segment));
         }
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j) {
+        UNROLL for (int j = 0; j < AT_ONCE; ++j) {
             const u32 shortness = LENGTHS - 1 - (entries[j] * LENGTHS - 1) / most;
             key[j] = index[j] < lists.segments ? static_cast<int>(lists.stretch_of(list[j], begin[j]) * LENGTHS + shortness) : -1;
         }
@@ -96,27 +92,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) order_segments(const __
     Found found(lists, 0);
     for (u32 round = 0; round < rounds; ++round) {
         if (round) found = Found(lists, round);
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j)
+        UNROLL for (int j = 0; j < AT_ONCE; ++j)
             if (found.key[j] >= 0) atomicAdd(&next[found.key[j]], 1);
     }
     __syncthreads();
     int own[EACH], sum = 0, all[1];
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) sum += own[i] = next[threadIdx.x * EACH + i];
+    UNROLL for (int i = 0; i < EACH; ++i) sum += own[i] = next[threadIdx.x * EACH + i];
     int upto[1] = {sum};
     block_prefix_sum<THREADS>(upto, all);
     int before = static_cast<int>(lists.base) + upto[0] - sum;
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
+    UNROLL for (int i = 0; i < EACH; ++i) {
         next[threadIdx.x * EACH + i] = before;
         before += own[i];
     }
     __syncthreads();
     for (u32 round = rounds; round-- > 0;) {  // the last one is at hand
         if (round + 1 < rounds) found = Found(lists, round);
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j)
+        UNROLL for (int j = 0; j < AT_ONCE; ++j)
             if (found.key[j] >= 0) x.order[atomicAdd(&next[found.key[j]], 1)] = make_uint2(found.list[j], found.number[j]);
     }
 }

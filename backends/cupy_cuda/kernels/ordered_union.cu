@@ -47,13 +47,11 @@ DEVICE void load_blocks(const Problem &p, u32 bg, i64 first, u32 ranges, const S
     const i64 begin = ((bg / G * p.S + first) * G + bg % G) * n;
     for (u32 from = threadIdx.x; from < ranges; from += THREADS * AT_ONCE) {
         Range loaded[AT_ONCE];
-#pragma unroll
-        for (u32 i = 0; i < AT_ONCE; ++i) {
+        UNROLL for (u32 i = 0; i < AT_ONCE; ++i) {
             const u32 e = from + i * THREADS;
             if (e < ranges) loaded[i] = Range(p, range_at(p, begin + e / n * (G * n) + e % n));
         }
-#pragma unroll
-        for (u32 i = 0; i < AT_ONCE; ++i) {
+        UNROLL for (u32 i = 0; i < AT_ONCE; ++i) {
             const u32 e = from + i * THREADS;
             if (e >= ranges) break;
             int start, end;
@@ -70,16 +68,14 @@ DEVICE void find_order(Stretch &stretch, u32 tokens) {
     uint2 own[EACH];
     u32 low = ~0u, high = ~0u;  // of the union; to all bits no token adds any: the first one begins
     u32 left = 0;               // bit i: the lane's i-th token has no place yet
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
+    UNROLL for (int i = 0; i < EACH; ++i) {
         const u32 t = lane + 32 * i;
         own[i] = t < tokens ? stretch.masks[t] : make_uint2(0, 0);
         left |= static_cast<u32>(t < tokens) << i;
     }
     for (u32 place = 0, of_group = 0; place < tokens; ++place) {
         int best = 1 << 30;
-#pragma unroll
-        for (int i = 0; i < EACH; ++i)
+        UNROLL for (int i = 0; i < EACH; ++i)
             if (left >> i & 1) best = min(best, (__popc(own[i].x & ~low) + __popc(own[i].y & ~high)) << 8 | (lane + 32 * i));
         const u32 t = __reduce_min_sync(ALL_LANES, best) & 255;
         if (t % 32 == lane) left &= ~(1u << t / 32);
@@ -94,8 +90,7 @@ DEVICE void find_order(Stretch &stretch, u32 tokens) {
 DEVICE u64 bits_of_tile(const u32 *bits, u32 begin) {
     const u32 word = begin / 32, shift = begin % 32;
     u64 found = bits[word] >> shift;
-#pragma unroll
-    for (u32 i = 1; i < 3; ++i)
+    UNROLL for (u32 i = 1; i < 3; ++i)
         if (32 * i - shift < TOKENS && word + i < EACH) found |= static_cast<u64>(bits[word + i]) << (32 * i - shift);
     return found & (TOKENS == 64 ? ~u64{0} : (u64{1} << TOKENS % 64) - 1);
 }

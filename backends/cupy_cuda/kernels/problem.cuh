@@ -4,52 +4,39 @@
 //   forward    o = sum_j p_j v_j
 //   backward   delta = sum(do * o) - dL,  ds = p * (do v^T - delta),  dq = scale * ds k,  dk = scale * ds^T q,
 //              dv = p^T do
-// Kernels compute in base 2 with c = scale * log2 e, because exp2 is one instruction. lse in memory is a natural
-// logarithm.
+// Kernels compute in base 2 with c = scale * log2 e, because exp2 is one instruction. lse in memory is a natural logarithm.
 //
-// BY_ARITHMETIC: the visible keys of a row follow from its position instead of ranges:
-//   COMPRESS_BLOCK, COMPRESS_STRIDE  k and v are compressed keys: a row sees those whose block ends at or before its
-//                                    position
+// The keys that a row sees are its ranges, clamped to its limit, or (BY_ARITHMETIC) follow from its position:
+//   COMPRESS_BLOCK, COMPRESS_STRIDE  if COMPRESS_BLOCK > 0, k and v are compressed keys: a row sees those whose block
+//                                    ends at or before its position
 //   WINDOW                           1: a row sees the last `window` keys, including its own
-//
-// CACHED: K and V are the cache of several sequences, each with its own length:
-//   PAGE  keys per page: key j of sequence b is key j % PAGE of page block_table[b, j / PAGE]; 0: not paged
+// K and V may be the cache of several sequences, each with its own length:
+//   PAGE  keys per page: key j of sequence b is key j % PAGE of page block_table[b, j / PAGE]; 0: a cache without pages;
+//         -1: no cache
 #pragma once
-#if defined(COMPRESS_STRIDE) || defined(WINDOW)
-#define BY_ARITHMETIC
-#endif
-#ifdef PAGE
-constexpr bool CACHED = true;
-#else
-constexpr bool CACHED = false;
-#define PAGE 0
-#endif
 #include "warp.cuh"
 
-constexpr float LOG2_E = 1.4426950408889634f;
-constexpr float LN_2 = 0.6931471805599453f;
+constexpr bool COMPRESSED = COMPRESS_BLOCK > 0, BY_ARITHMETIC = COMPRESSED || WINDOW;
+constexpr bool CACHED = PAGE >= 0, PAGED = PAGE > 0;
+constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 DEVICE float infinity() { return __int_as_float(0x7f800000); }
 
+// If<C, A, B> is A if C, else B.
+template <bool CONDITION, class A, class B>
+struct Choice {
+    typedef A Type;
+};
+template <class A, class B>
+struct Choice<false, A, B> {
+    typedef B Type;
+};
+template <bool CONDITION, class A, class B>
+using If = typename Choice<CONDITION, A, B>::Type;
+
 // The smallest unsigned integer type with one bit for each of N rows of a tile. sm90.py allocates the same.
-template <int BYTES>
-struct UnsignedOf {
-    typedef u64 Type;
-};
-template <>
-struct UnsignedOf<1> {
-    typedef unsigned char Type;
-};
-template <>
-struct UnsignedOf<2> {
-    typedef u16 Type;
-};
-template <>
-struct UnsignedOf<4> {
-    typedef u32 Type;
-};
 template <int N>
-using RowBits = typename UnsignedOf<(N <= 8 ? 1 : N <= 16 ? 2 : N <= 32 ? 4 : 8)>::Type;
+using RowBits = If<N <= 8, unsigned char, If<N <= 16, u16, If<N <= 32, u32, u64>>>;
 
 // q or do [B,S,G,h,D], any strides.
 struct HeadsTensor {
@@ -73,18 +60,11 @@ struct Problem {
     const char *q_pos;   // [B,S], or null: positions are S_kv - S + s; CACHED: lengths [B], positions are lengths[b] - S + s
     i64 stride_pb, stride_ps;
     const char *ranges;  // [B,S,G,n,2], contiguous
-    union {
-        i64 pos_bytes;  // bytes per position: 4 or 8
-        i64 start;      // compressed keys: the position of row 0
-    };
-    i64 range_bytes;
-    i64 S, S_kv, G, h;
-    union {
-        i64 n;       // ranges per row
-        i64 window;  // keys that a row sees, at most S_kv
-    };
+    i64 pos_bytes, range_bytes;  // bytes per position and per bound of a range: 4 or 8
+    i64 S, S_kv, G, h, n;        // n: ranges per row
     const int *block_table;  // [B, pages per sequence]; entries past a sequence's keys are undefined
     i64 stride_table;
+    i64 start, window;  // COMPRESSED: the position of row 0. WINDOW: keys that a row sees, at most S_kv
     double scale, scale_log2;
 };
 
@@ -109,51 +89,35 @@ DEVICE const int *position_at(const Problem &p, i64 b, i64 s) {
 // Return one past the last key that row s at position t may see: min(t + 1, S_kv), or the number of compressed keys
 // that end at or before t. position: from `position_at`.
 DEVICE int row_limit(const Problem &p, i64 s, const int *position) {
-#ifdef COMPRESS_STRIDE
-    const i64 past = p.start + s + 1 - COMPRESS_BLOCK;  // visible keys after those of compressed key 0
-    return past < 0 ? 0 : static_cast<int>(min(past / COMPRESS_STRIDE + 1, p.S_kv));
-#elif defined(WINDOW)
-    return static_cast<int>(p.S_kv - p.S) + static_cast<int>(s) + 1;  // 32 bits: cheap to recompute
-#endif
-    const i64 last = p.S_kv - p.S + s, at = position ? Integer(position, p.pos_bytes).value(p.pos_bytes) : last;
-    return static_cast<int>(max(0ll, min(CACHED ? at - p.S + s : at, p.S_kv - 1) + 1));
+    if constexpr (COMPRESSED) {
+        const i64 past = p.start + s + 1 - COMPRESS_BLOCK;  // visible keys after those of compressed key 0
+        return past < 0 ? 0 : static_cast<int>(min(past / COMPRESS_STRIDE + 1, p.S_kv));
+    } else if constexpr (WINDOW) {
+        return static_cast<int>(p.S_kv - p.S) + static_cast<int>(s) + 1;  // 32 bits: cheap to recompute
+    } else {
+        const i64 last = p.S_kv - p.S + s, at = position ? Integer(position, p.pos_bytes).value(p.pos_bytes) : last;
+        return static_cast<int>(max(0ll, min(CACHED ? at - p.S + s : at, p.S_kv - 1) + 1));
+    }
 }
 DEVICE int row_limit(const Problem &p, i64 b, i64 s) { return row_limit(p, s, position_at(p, b, s)); }
 
 // Return whether a row does not see a key, given its `row_limit`. Both may be relative to the same first key.
 DEVICE bool hidden(const Problem &p, int key, int limit) {
-#ifdef WINDOW
-    return static_cast<u32>(limit - 1 - key) >= static_cast<u32>(p.window);  // the distance from the row's own key
-#else
-    return key >= limit;
-#endif
+    if constexpr (WINDOW) return static_cast<u32>(limit - 1 - key) >= static_cast<u32>(p.window);  // distance from the row's own key
+    else return key >= limit;
 }
 
 // BY_ARITHMETIC: return the first row that sees a key; S or more if none does.
 DEVICE i64 first_row(const Problem &p, i64 key) {
-#ifdef COMPRESS_STRIDE
-    return max(0ll, key * COMPRESS_STRIDE + COMPRESS_BLOCK - 1 - p.start);
-#else
-    return max(0ll, key - (p.S_kv - p.S));
-#endif
+    if constexpr (COMPRESSED) return max(0ll, key * COMPRESS_STRIDE + COMPRESS_BLOCK - 1 - p.start);
+    else return max(0ll, key - (p.S_kv - p.S));
 }
 
 // Key `key` of sequence b is key in_page(key) of page page_of(b, key); without pages, of batch entry b. page_of reads
 // the block table, so the key must exist.
-DEVICE int page_of(const Problem &p, int b, int key) {
-#if PAGE
-    return p.block_table[b * p.stride_table + key / PAGE];
-#else
-    return b;
-#endif
-}
-DEVICE int in_page(int key) {
-#if PAGE
-    return key % PAGE;
-#else
-    return key;
-#endif
-}
+constexpr int PAGE_KEYS = PAGED ? PAGE : 1;
+DEVICE int page_of(const Problem &p, int b, int key) { return PAGED ? p.block_table[b * p.stride_table + key / PAGE_KEYS] : b; }
+DEVICE int in_page(int key) { return PAGED ? key % PAGE_KEYS : key; }
 
 // Clamp a range to [max(begin, 0), min(stop, limit)) with end >= start. Clamp before the cast: int64 bounds may exceed
 // int32.

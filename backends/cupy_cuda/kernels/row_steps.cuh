@@ -11,10 +11,10 @@
 //   STAGES  stages of the pipeline of q and do
 #pragma once
 #include "key_to_rows.cuh"
-#include "wgmma.cuh"
+#include "hopper_tiles.cuh"
 
 constexpr int TQ = 64 / H, KEYS = 64, ROWS = 64;
-#ifdef BY_ARITHMETIC
+#if COMPRESS_BLOCK || WINDOW
 constexpr bool ADJACENT = true;  // the tokens of a step are adjacent
 #else
 constexpr bool ADJACENT = false;
@@ -103,16 +103,14 @@ struct StepTokens {
     static constexpr int HALVES = TQ > 32 ? 2 : 1;
     int rows[HALVES];
     DEVICE StepTokens(const List &list, int step) {
-#pragma unroll
-        for (int i = 0; i < HALVES; ++i) rows[i] = list.row(step, threadIdx.x % 32 + 32 * i);
+        UNROLL for (int i = 0; i < HALVES; ++i) rows[i] = list.row(step, threadIdx.x % 32 + 32 * i);
     }
     DEVICE int first() const { return __shfl_sync(ALL_LANES, rows[0], 0); }
     // Return whether the step's tokens are adjacent; a missing last token counts as S, past the last row.
     DEVICE bool adjacent() const {
         const int lane = threadIdx.x % 32, from = first();
         bool all = true;
-#pragma unroll
-        for (int i = 0; i < HALVES; ++i) all &= lane + 32 * i >= TQ || rows[i] == from + lane + 32 * i;
+        UNROLL for (int i = 0; i < HALVES; ++i) all &= lane + 32 * i >= TQ || rows[i] == from + lane + 32 * i;
         return __ballot_sync(ALL_LANES, !all) == 0;
     }
 };
@@ -188,10 +186,8 @@ DEVICE void copy_step(const List &list, const u16 *q, const u16 *d_out, unsigned
         const u16 *q_row = q + s * list.x.p.q.stride_s + head * list.x.p.q.stride_h;
         const u16 *do_row = d_out + s * list.x.d_out.stride_s + head * list.x.d_out.stride_h;
         unsigned char *to = stages + at.stage * STAGE_BYTES + swizzled(tile_row, column);
-#pragma unroll
-        for (int c = 0; c < (Part::HAS_Q ? DK : 0); c += 64) cp_async_16(reinterpret_cast<u16 *>(to + c / 64 * PANEL), q_row + c, exists);
-#pragma unroll
-        for (int c = 0; c < (Part::HAS_DO ? DV : 0); c += 64)
+        UNROLL for (int c = 0; c < (Part::HAS_Q ? DK : 0); c += 64) cp_async_16(reinterpret_cast<u16 *>(to + c / 64 * PANEL), q_row + c, exists);
+        UNROLL for (int c = 0; c < (Part::HAS_DO ? DV : 0); c += 64)
             cp_async_16(reinterpret_cast<u16 *>(to + K_BYTES + c / 64 * PANEL), do_row + c, exists);
     }
     cp_async_mbarrier_arrive(Part::full(shared, at));
@@ -224,8 +220,7 @@ DEVICE uint2 seen_keys(const List &list, int row, int step, int i, int starts) {
     const u32 chosen = exists ? list.chosen(step, i) : 0;
     const int limit = exists ? row_limit(list.x.p, list.b, row) : 0;
     u32 bits[2] = {0, 0};
-#pragma unroll
-    for (int slot = 0; slot < TILE_BLOCKS; ++slot) {
+    UNROLL for (int slot = 0; slot < TILE_BLOCKS; ++slot) {
         const int first = slot * SMALL_BLOCK, keys = min(limit - __shfl_sync(ALL_LANES, starts, slot), SMALL_BLOCK);  // causal clamp
         if (chosen >> slot & 1) bits[first / 32] |= (~0u >> (32 - keys)) << first % 32;
     }
@@ -258,8 +253,7 @@ DEVICE void copy_statistics(const List &list, Shared &shared) {
             cp_async_4(&shared.lse[at.stage][row], list.x.lse + index, exists);
             cp_async_4(&shared.delta[at.stage][row], list.x.delta + index, exists);
 #if SMALL_BLOCK
-#pragma unroll
-            for (int warp = 0; warp < KEYS / 16; ++warp)
+            UNROLL for (int warp = 0; warp < KEYS / 16; ++warp)
                 shared.seen[at.stage][warp][row] = static_cast<u16>((warp < 2 ? seen[i].x : seen[i].y) >> warp % 2 * 16);
 #else
             shared.limit[at.stage][row] = exists ? row_limit(list.x.p, list.b, rows[i]) - list.first_key : 0;
@@ -300,11 +294,9 @@ DEVICE void zero_stages(unsigned char *stages) {
 
 // Replace s^T by p^T.
 DEVICE void exponentiate(float (&s)[ROWS / 2], const float *lses, float c) {
-#pragma unroll
-    for (int j = 0; j < ROWS / 8; ++j) {
+    UNROLL for (int j = 0; j < ROWS / 8; ++j) {
         const float2 lse = *reinterpret_cast<const float2 *>(lses + 8 * j + threadIdx.x % 4 * 2);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s[4 * j + i] = exp2_fast(s[4 * j + i] * c - (i % 2 ? lse.y : lse.x) * LOG2_E);
+        UNROLL for (int i = 0; i < 4; ++i) s[4 * j + i] = exp2_fast(s[4 * j + i] * c - (i % 2 ? lse.y : lse.x) * LOG2_E);
     }
 }
 
@@ -313,32 +305,26 @@ DEVICE void exponentiate(float (&s)[ROWS / 2], const float *lses, float c) {
 DEVICE void mask_keys(float (&x)[ROWS / 2], const u16 (&seen)[KEYS / 16][ROWS]) {
     const int lane = threadIdx.x % 32;
     const u16 *bits = seen[threadIdx.x % 128 / 32] + lane % 4 * 2;
-#pragma unroll
-    for (int j = 0; j < ROWS / 8; ++j) {
+    UNROLL for (int j = 0; j < ROWS / 8; ++j) {
         const u32 two_rows = *reinterpret_cast<const u32 *>(bits + 8 * j) >> lane / 4;
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
+        UNROLL for (int i = 0; i < 4; ++i)
             if (!(two_rows >> (i % 2 * 16 + i / 2 * 8) & 1)) x[4 * j + i] = 0.0f;
     }
 }
 #endif
 DEVICE void mask_keys(const Problem &p, float (&x)[ROWS / 2], const int *limits) {
     const int lane = threadIdx.x % 32, key0 = threadIdx.x % 128 / 32 * 16 + lane / 4;
-#pragma unroll
-    for (int j = 0; j < ROWS / 8; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
+    UNROLL for (int j = 0; j < ROWS / 8; ++j)
+        UNROLL for (int i = 0; i < 4; ++i)
             if (hidden(p, key0 + i / 2 * 8, limits[8 * j + lane % 4 * 2 + i % 2])) x[4 * j + i] = 0.0f;
 }
 
 // Compute p^T and ds^T = p^T * (dp^T - delta), rounded to wgmma operands.
 DEVICE void as_operands(u32 (&p)[ROWS / 16][4], u32 (&ds)[ROWS / 16][4], const float (&s)[ROWS / 2], const float (&dp)[ROWS / 2],
                         const float *deltas) {
-#pragma unroll
-    for (int j = 0; j < ROWS / 8; ++j) {
+    UNROLL for (int j = 0; j < ROWS / 8; ++j) {
         const float2 delta = *reinterpret_cast<const float2 *>(deltas + 8 * j + threadIdx.x % 4 * 2);
-#pragma unroll
-        for (int i = 0; i < 4; i += 2) {
+        UNROLL for (int i = 0; i < 4; i += 2) {
             const float low = s[4 * j + i], high = s[4 * j + i + 1];
             p[j / 2][j % 2 * 2 + i / 2] = pack(low, high);
             ds[j / 2][j % 2 * 2 + i / 2] = pack(low * (dp[4 * j + i] - delta.x), high * (dp[4 * j + i + 1] - delta.y));

@@ -29,10 +29,8 @@ constexpr int elements = sizeof(Tile) / sizeof(float) / 2;
 // Overwrite elements of row r with `value` where first + column >= limit[r].
 template <class Tile>
 DEVICE void mask_columns(Tile &s, int first, const int (&limit)[2], float value) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-#pragma unroll
-        for (int i = 0; i < elements<Tile>; ++i)
+    UNROLL for (int r = 0; r < 2; ++r)
+        UNROLL for (int i = 0; i < elements<Tile>; ++i)
             if (first + column_of(i) >= limit[r]) element(s, r, i) = value;
 }
 
@@ -40,18 +38,15 @@ DEVICE void mask_columns(Tile &s, int first, const int (&limit)[2], float value)
 template <class Tile>
 DEVICE float row_max(Tile &s, int r) {
     float tops[4];
-#pragma unroll
-    for (int i = 0; i < elements<Tile>; ++i) tops[i % 4] = i < 4 ? element(s, r, i) : fmaxf(tops[i % 4], element(s, r, i));
+    UNROLL for (int i = 0; i < elements<Tile>; ++i) tops[i % 4] = i < 4 ? element(s, r, i) : fmaxf(tops[i % 4], element(s, r, i));
     return fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
 }
 
 // acc *= alpha, row by row.
 template <class Tile>
 DEVICE void scale_rows(Tile &acc, const float (&alpha)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-#pragma unroll
-        for (int i = 0; i < elements<Tile>; ++i) element(acc, r, i) *= alpha[r];
+    UNROLL for (int r = 0; r < 2; ++r)
+        UNROLL for (int i = 0; i < elements<Tile>; ++i) element(acc, r, i) *= alpha[r];
 }
 
 // Return sum + a . b for two packed 16-bit elements each.
@@ -63,12 +58,9 @@ DEVICE float dot2(u32 a, u32 b, float sum) {
 // Replace the logits s by ds = p * (dp - delta), p = 2^(c s - lse); 0 from column `limit` on.
 template <class Tile>
 DEVICE void logit_gradients(Tile &s, Tile &dp, float c, const float (&lse)[2], const float (&delta)[2], int limit = elements<Tile> * 4) {
-#pragma unroll
-    for (int i = 0; i < elements<Tile>; i += 2)
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-#pragma unroll
-            for (int j = i; j < i + 2; ++j) {
+    UNROLL for (int i = 0; i < elements<Tile>; i += 2)
+        UNROLL for (int r = 0; r < 2; ++r)
+            UNROLL for (int j = i; j < i + 2; ++j) {
                 const float p = exp2_fast(element(s, r, j) * c - lse[r]);
                 element(s, r, j) = column_of(j) < limit ? p * (element(dp, r, j) - delta[r]) : 0.0f;
             }
@@ -105,13 +97,10 @@ struct OnlineSoftmax {
     template <int TOGETHER, int N>
     DEVICE void exponentiate(float (&s)[N][4]) {
         const float shift[2] = {m[0] * c, m[1] * c};
-#pragma unroll
-        for (int i = 0; i < 2 * N; i += TOGETHER)
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
+        UNROLL for (int i = 0; i < 2 * N; i += TOGETHER)
+            UNROLL for (int r = 0; r < 2; ++r) {
                 float sum = 0.0f;
-#pragma unroll
-                for (int j = i; j < i + TOGETHER; ++j) {
+                UNROLL for (int j = i; j < i + TOGETHER; ++j) {
                     element(s, r, j) = exp2_fast(element(s, r, j) * c - shift[r]);
                     sum = j == i ? element(s, r, j) : sum + element(s, r, j);
                 }
@@ -124,8 +113,7 @@ struct OnlineSoftmax {
     DEVICE void exponentiate(float (&s)[N], int r, bool takes_part) {
         const float shift = takes_part ? m[r] * c : infinity();
         float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-        for (int i = 0; i < N / 2; ++i) {
+        UNROLL for (int i = 0; i < N / 2; ++i) {
             element(s, r, i) = exp2_fast(element(s, r, i) * c - shift);
             sums[i % 4] += element(s, r, i);
         }
@@ -142,13 +130,11 @@ struct PartialSums {
 template <int N, class Partial>
 DEVICE PartialSums combine_partials(float c, Partial partial) {
     PartialSums all[N], sum = {LOWEST, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
+    UNROLL for (int i = 0; i < N; ++i) {
         all[i] = partial(i);
         sum.m = fmaxf(sum.m, all[i].m);
     }
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
+    UNROLL for (int i = 0; i < N; ++i) {
         const float weight = exp2_fast((all[i].m - sum.m) * c);
         sum.l += weight * all[i].l;
         sum.low += weight * all[i].low;

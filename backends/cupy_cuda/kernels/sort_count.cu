@@ -48,8 +48,7 @@ DEVICE void find_tiles(const Arguments &x, const Chunk &chunk, int *tiles, int *
     for (u32 first = chunk.first + threadIdx.x; first < chunk.end; first += EACH * THREADS) {
         Bound begins[EACH], stops[EACH];
         u32 rows[EACH], steps[EACH];
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) {
+        UNROLL for (int i = 0; i < EACH; ++i) {
             rows[i] = at.s, steps[i] = at.step;
             const Bound *range = ranges + static_cast<u64>(at.s * row_ranges + at.range) * 2;
             const bool exists = first + i * THREADS < chunk.end;
@@ -57,8 +56,7 @@ DEVICE void find_tiles(const Arguments &x, const Chunk &chunk, int *tiles, int *
             stops[i] = exists ? range[1] : 0;
             at.add(stride, n, reach);
         }
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) {
+        UNROLL for (int i = 0; i < EACH; ++i) {
             const u32 e = first + i * THREADS;
             if (e >= chunk.end) break;
             const int limit = p.q_pos ? row_limit(p, b, rows[i]) : max(0, min(first_position + static_cast<int>(rows[i]), S_kv - 1) + 1);

@@ -31,8 +31,7 @@ struct Shared {
 DEVICE int place_lists(Shared &shared, const int (&to)[2], int *counts, int tiles, bool more) {
     const int tile = 2 * threadIdx.x;
     int own[2] = {0, 0};
-#pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) {
+    UNROLL for (int warp = 0; warp < WARPS; ++warp) {
         uint2 *at = reinterpret_cast<uint2 *>(shared.counts[warp] + tile);
         const uint2 count = *at;
         *at = uint2{static_cast<u32>(own[0]), static_cast<u32>(own[1])};
@@ -42,8 +41,7 @@ DEVICE int place_lists(Shared &shared, const int (&to)[2], int *counts, int tile
     int sum[1] = {own[0] + own[1]}, all[1];
     block_prefix_sum<THREADS>(sum, all);
     const int place[2] = {sum[0] - own[0] - own[1], sum[0] - own[1]};
-#pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) {
+    UNROLL for (int warp = 0; warp < WARPS; ++warp) {
         uint2 *at = reinterpret_cast<uint2 *>(shared.counts[warp] + tile);
         const uint2 before = *at;
         *at = uint2{before.x + place[0], before.y + place[1]};
@@ -110,8 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FEW ? 3 : 4) sort_scatter(
         for (u32 tile0 = 0; tile0 < tiles; tile0 += TABLE) {
             const u32 number = warp * (32 * EACH) + lane;  // of the thread's first entry in the block
             u32 own[EACH], ranks[EACH];
-#pragma unroll
-            for (int i = 0; i < EACH; ++i) {
+            UNROLL for (int i = 0; i < EACH; ++i) {
                 const u32 e = first + number + 32 * i;
                 own[i] = e < chunk.end ? all_tiles[e] - tile0 : ~0u;
             }
@@ -121,16 +118,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, FEW ? 3 : 4) sort_scatter(
                 for (int i = 0; i < 2; ++i) to[i] = tile + i < tiles ? static_cast<int>(x.begins[chunk.list + tile + i]) + counts[i] : 0;
             for (int i = threadIdx.x; i < WARPS * TABLE / 4; i += THREADS) reinterpret_cast<uint4 *>(shared.counts)[i] = uint4{0, 0, 0, 0};
             __syncthreads();
-#pragma unroll
-            for (int i = 0; i < EACH; ++i) {
+            UNROLL for (int i = 0; i < EACH; ++i) {
                 if (own[i] < TABLE) ranks[i] = atomicAdd(&shared.counts[warp][own[i]], 1u);
                 __syncwarp();
             }
             __syncthreads();
             const int listed = place_lists(shared, to, counts, tiles - tile0, first + BLOCK < chunk.end);
             __syncthreads();
-#pragma unroll
-            for (int i = 0; i < EACH; ++i)
+            UNROLL for (int i = 0; i < EACH; ++i)
                 if (own[i] < TABLE) sorted[shared.counts[warp][own[i]] + ranks[i]] = own[i] << 16 | (number + 32 * i);
             if (threadIdx.x == 0) sorted[-1] = sorted[listed] = ~0u;
             __syncthreads();

@@ -50,8 +50,7 @@ struct SplitSteps {
     DEVICE float4 *place() const { return reinterpret_cast<float4 *>(stages + STAGES * STAGE_BYTES) + threadIdx.x % 128; }
     DEVICE void send(const float (&p)[ROWS / 2], int step) const {
         exchange.wait_empty({0, step % 2});
-#pragma unroll
-        for (int j = 0; j < ROWS / 8; ++j) place()[j * 128] = make_float4(p[4 * j], p[4 * j + 1], p[4 * j + 2], p[4 * j + 3]);
+        UNROLL for (int j = 0; j < ROWS / 8; ++j) place()[j * 128] = make_float4(p[4 * j], p[4 * j + 1], p[4 * j + 2], p[4 * j + 3]);
         __syncwarp();
         exchange.announce(0);
     }
@@ -67,8 +66,7 @@ struct TileOperand {
     template <class List>
     DEVICE TileOperand(const SplitSteps<List> &steps, unsigned char *tile) : others(uniform(operand(shared_address(tile)))) {
         mbarrier_wait(&steps.shared.tile, 0);
-#pragma unroll
-        for (int k = 0; k < HELD / 16; ++k) load_operand(held[k], tile, k);
+        UNROLL for (int k = 0; k < HELD / 16; ++k) load_operand(held[k], tile, k);
         if (TILE_STAYS) return;
         if (TQ * H < ROWS) {  // as zero_stages
             named_barrier<128>(1 + threadIdx.x / 128);
@@ -80,8 +78,7 @@ struct TileOperand {
     }
     // d = a b^T
     DEVICE void multiply(float (&d)[ROWS / 2], u32 b) const {
-#pragma unroll
-        for (int k = 0; k < COLUMNS / 16; ++k) {
+        UNROLL for (int k = 0; k < COLUMNS / 16; ++k) {
             const u32 offset = (k / 4 * PANEL + k % 4 * 32) / 16;
             if (k < HELD / 16) wgmma_registers_bt(d, held[k], descriptor(b + offset), k > 0);
             else wgmma_shared(d, descriptor(others + offset), descriptor(b + offset), k > 0);
@@ -97,8 +94,7 @@ struct ValueSums {
     float dv[DV / 2], s[ROWS / 2];
 
     DEVICE ValueSums(const SplitSteps<List> &steps, unsigned char *tile) : steps(steps), keys(steps, tile) {
-#pragma unroll
-        for (int i = 0; i < DV / 2; ++i) dv[i] = 0.0f;
+        UNROLL for (int i = 0; i < DV / 2; ++i) dv[i] = 0.0f;
     }
     DEVICE void wait(int step) const { steps.wait(step); }  // for what the product takes
     DEVICE void begin_product(int step) { keys.multiply(s, steps.q_tile(step)); }
@@ -125,8 +121,7 @@ struct KeySums {
     float dk[DK / 2], dp[ROWS / 2];
 
     DEVICE KeySums(const SplitSteps<List> &steps, unsigned char *tile) : steps(steps), values(steps, tile + K_BYTES) {
-#pragma unroll
-        for (int i = 0; i < DK / 2; ++i) dk[i] = 0.0f;
+        UNROLL for (int i = 0; i < DK / 2; ++i) dk[i] = 0.0f;
     }
     DEVICE void wait(int step) const { APART ? steps.wait_do(step) : steps.wait(step); }
     DEVICE void begin_product(int step) { values.multiply(dp, steps.do_tile(step)); }
@@ -137,8 +132,7 @@ struct KeySums {
         }
         steps.mask(dp, step);
         steps.exchange.wait_full({0, step % 2});
-#pragma unroll
-        for (int j = 0; j < ROWS / 8; ++j) {
+        UNROLL for (int j = 0; j < ROWS / 8; ++j) {
             const float2 delta = *reinterpret_cast<const float2 *>(steps.shared.delta[state_of(step).stage] + 8 * j + threadIdx.x % 4 * 2);
             const float4 p = steps.place()[j * 128];
             dp[4 * j] = p.x * (dp[4 * j] - delta.x);

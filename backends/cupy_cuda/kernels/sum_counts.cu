@@ -18,10 +18,8 @@ struct Arguments {
 DEVICE int sum_chunks(int *counts, i64 tiles, u32 first, u32 end, int before, bool kept) {
     for (; first < end; first += EACH) {
         int own[EACH];
-#pragma unroll
-        for (u32 i = 0; i < EACH; ++i) own[i] = first + i < end ? counts[(first + i) * tiles] : 0;
-#pragma unroll
-        for (u32 i = 0; i < EACH; ++i) {
+        UNROLL for (u32 i = 0; i < EACH; ++i) own[i] = first + i < end ? counts[(first + i) * tiles] : 0;
+        UNROLL for (u32 i = 0; i < EACH; ++i) {
             if (kept && first + i < end) counts[(first + i) * tiles] = before;
             before += own[i];
         }

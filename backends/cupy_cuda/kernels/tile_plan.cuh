@@ -9,7 +9,7 @@
 //   ORDER_TOKENS  tiles hold tokens with similar selections instead of adjacent ones (token_order.cuh)
 //   FEW_TOKENS    a tile holds all tokens of a (b, g), and its CTA builds the list itself (few_tokens.cuh)
 #pragma once
-#ifdef FEW_TOKENS
+#if FEW_TOKENS
 #include "few_tokens.cuh"
 #endif
 #include "softmax.cuh"
@@ -32,7 +32,7 @@ struct TilePlan {
     i64 tiles, capacity, all_tiles;  // tiles per (b, g), largest list length, tiles of all (b, g)
     i64 interleaved_heads;           // (b, g) whose tiles are interleaved: as many as have K and V in the L2 cache together
     u32 *tile_counter;               // tiles requested, zero before and after the kernel; null: one tile per CTA
-#ifdef ORDER_TOKENS
+#if ORDER_TOKENS
     const unsigned char *order;  // [B,G,stretches,ORDER_TOKENS] (token_order.cuh)
 #endif
 
@@ -49,7 +49,7 @@ struct TilePlan {
 // last tiles are short. MIXED_TILES: tiles of late and early tokens alternate and the shortest come last, because short
 // tiles are bound by memory, which is idle while long tiles compute.
 DEVICE u32 tile_at(u32 at, u32 tiles) {
-#ifdef MIXED_TILES
+#if MIXED_TILES
     const u32 shortest = tiles / 16;
     if (at < tiles - shortest) return at % 2 ? shortest + at / 2 : tiles - 1 - at / 2;
 #endif
@@ -59,7 +59,7 @@ DEVICE u32 tile_at(u32 at, u32 tiles) {
 // Tile `number` in scheduler order.
 struct TokenTile {
     u32 i, b, g;  // tile i of (b, g)
-#ifdef ORDER_TOKENS
+#if ORDER_TOKENS
     const unsigned char *tokens;  // the token of the stretch at each position of the tile
 #endif
     DEVICE TokenTile(u32 number, const TilePlan &plan, u32 G) {
@@ -70,7 +70,7 @@ struct TokenTile {
         b = bg / G;
         g = bg % G;
     }
-#ifdef ORDER_TOKENS
+#if ORDER_TOKENS
     static constexpr u32 OF_STRETCH = ORDER_TOKENS / TOKENS;  // tiles per stretch
     DEVICE const unsigned char *order(const TilePlan &plan, u32 G) const {
         const u32 stretches = (static_cast<u32>(plan.tiles) + OF_STRETCH - 1) / OF_STRETCH;
@@ -83,7 +83,7 @@ struct TokenTile {
     DEVICE i64 place(int consumer) const { return static_cast<i64>(i) * TOKENS + (IN_TURNS ? 0 : consumer * TQ); }
     // A consumer's token number `at`; S or more if it does not exist.
     DEVICE i64 token(int consumer, int at) const {
-#ifdef ORDER_TOKENS
+#if ORDER_TOKENS
         return i / OF_STRETCH * ORDER_TOKENS + tokens[consumer * TQ + at];
 #else
         return place(consumer) + at;
@@ -94,13 +94,13 @@ struct TokenTile {
 // block_counts: the number of whole blocks and of all blocks of a tile. block_key: the first key of entry `at` of its
 // list. selected_by: the tokens that selected entry `at`. A tile's steps begin with its partial blocks; in the list,
 // whole blocks come first.
-#ifdef FEW_TOKENS
+#if FEW_TOKENS
 DEVICE int2 block_counts(const Problem &, const TilePlan &, const TokenTile &) { return union_counts; }
 DEVICE int block_key(const Problem &, const TilePlan &, const TokenTile &, i64 at) { return (union_entries[at] >> TOKEN_BITS) * BLOCK; }
 DEVICE u64 selected_by(const Problem &, const TilePlan &, const TokenTile &, i64 at) {
     return union_entries[at] & ((1u << TOKEN_BITS) - 1);
 }
-#elif !defined(BY_ARITHMETIC)
+#elif !(COMPRESS_BLOCK || WINDOW)
 DEVICE int2 block_counts(const Problem &p, const TilePlan &plan, const TokenTile &tile) { return plan.counts[tile.index(plan, p.G)]; }
 DEVICE int block_key(const Problem &p, const TilePlan &plan, const TokenTile &tile, i64 at) {
     return plan.blocks[tile.index(plan, p.G) * plan.capacity + at] * BLOCK;
@@ -116,7 +116,7 @@ struct TileLimits {
         const i64 token = tile.place(0);
         first = row_limit(p, tile.b, token);
         last = row_limit(p, tile.b, min(token + TOKENS, p.S) - 1);
-#ifdef WINDOW
+#if WINDOW
         first_key = max(0, first - static_cast<int>(p.window));
         last_key = max(0, last - static_cast<int>(p.window));
 #else
@@ -132,7 +132,7 @@ DEVICE int2 block_counts(const Problem &p, const TilePlan &, const TokenTile &ti
     return make_int2(max(seen_by_first - limits.leading(), 0), (limits.last - limits.first_key + BLOCK - 1) / BLOCK);
 }
 DEVICE int block_key(const Problem &p, const TilePlan &plan, const TokenTile &tile, i64 at) {
-#ifdef WINDOW
+#if WINDOW
     const TileLimits limits(p, tile);
     const int whole = block_counts(p, plan, tile).x, leading = limits.leading(), number = static_cast<int>(at);
     const int block = number < whole ? leading + number : number - whole < leading ? number - whole : number;

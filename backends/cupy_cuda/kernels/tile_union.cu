@@ -39,13 +39,11 @@ DEVICE void mark_rows(const Problem &p, i64 b, i64 g, i64 first_row, TokenBits *
     const u32 n = p.n, all = static_cast<u32>(min(static_cast<i64>(TOKENS), p.S - first_row)) * n;
     for (u32 from = threadIdx.x; from < all; from += THREADS * AT_ONCE) {
         Range loaded[AT_ONCE];
-#pragma unroll
-        for (u32 i = 0; i < AT_ONCE; ++i) {
+        UNROLL for (u32 i = 0; i < AT_ONCE; ++i) {
             const u32 e = from + i * THREADS;
             if (e < all) loaded[i] = Range(p, range_at(p, ((b * p.S + first_row + e / n) * p.G + g) * p.n + e % n));
         }
-#pragma unroll
-        for (u32 i = 0; i < AT_ONCE; ++i) {
+        UNROLL for (u32 i = 0; i < AT_ONCE; ++i) {
             const u32 e = from + i * THREADS, r = e / n;
             if (e >= all) break;
             int start, end;

@@ -6,7 +6,7 @@
 #pragma once
 #include "problem.cuh"
 
-#ifdef ORDER_TOKENS
+#if ORDER_TOKENS
 constexpr int NO_TOKEN = 255;  // from a stretch's first token on; past the last one of the sequence
 static_assert(ORDER_TOKENS <= NO_TOKEN, "one byte a token");
 #endif

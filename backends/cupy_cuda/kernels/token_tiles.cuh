@@ -27,14 +27,14 @@
 //   Q_STAGES   stages of a consumer's q; with 2, the next tile's q is loaded during this tile
 #pragma once
 #include "tile_plan.cuh"
-#include "wgmma.cuh"
+#include "hopper_tiles.cuh"
 
 constexpr int KEYS = 64, STEPS = BLOCK / KEYS;  // keys per step, steps per block
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int PER_SM = CONSUMERS == 1 ? 2 : 1;                                                                // CTAs
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : CONSUMERS == 2 ? 224 : 200, PRODUCER_REGISTERS = 56;  // a thread
-#ifdef FEW_TOKENS
+#if FEW_TOKENS
 constexpr bool ONCE = true;  // only one CTA reads each K and V tile
 #else
 constexpr bool ONCE = false;
@@ -46,7 +46,7 @@ struct TileQueue {
     Pipeline<AHEAD> pipeline;
     u32 number[AHEAD];
     int2 counts[AHEAD];
-#ifdef ORDER_TOKENS
+#if ORDER_TOKENS
     // In use until a warp takes its next tile. The last element is read but not used if H does not divide 64.
     unsigned char tokens[AHEAD + 1][TOKENS + 1];
 #endif
@@ -67,7 +67,7 @@ struct TileScheduler {
     DEVICE PipelineState<N> at() const { return {(taken - 1) % N, (taken - 1) / N % 2}; }
     DEVICE TokenTile tile(u32 G) const {
         TokenTile tile(number, plan, G);
-#ifdef ORDER_TOKENS
+#if ORDER_TOKENS
         tile.tokens = queue.tokens[at<TileQueue::AHEAD + 1>().stage];
 #endif
         return tile;
@@ -79,7 +79,7 @@ struct TileScheduler {
         number = tile;
         counts = number < plan.all_tiles ? block_counts(p, plan, TokenTile(number, plan, p.G)) : make_int2(0, 0);
         queue.pipeline.wait_empty(at);
-#ifdef ORDER_TOKENS
+#if ORDER_TOKENS
         if (number < plan.all_tiles) {
             const TokenTile tile(number, plan, p.G);
             const unsigned char *order = tile.order(plan, p.G);
@@ -186,7 +186,7 @@ DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const 
                 unsigned char *stage = stages + at.stage * STAGE_BYTES;
                 const bool unseen = STEPS > 1 && key >= visible;  // no row sees the step: skip its loads and products
                 const bool zeroes = !unseen && key + KEYS > visible;
-                if (PAGE && key > first && in_page(key) == 0) page = key < visible ? page_of(p, tile.b, key) : -1;
+                if (PAGED && key > first && in_page(key) == 0) page = key < visible ? page_of(p, tile.b, key) : -1;
                 u64 *landed = zeroes ? &steps.raw : &steps.full[at.stage];
                 steps.wait_empty(at);
                 if (lane < CONSUMERS) {
@@ -225,7 +225,7 @@ DEVICE void produce_rows(Pipeline<N> &rows, const PipelineState<N> &at, unsigned
                          const Maps &...maps) {
     rows.wait_empty(at);
     __syncwarp();  // all lanes have passed the wait, so the barrier may enter its next phase
-#ifdef ORDER_TOKENS  // one TMA box per token
+#if ORDER_TOKENS  // one TMA box per token
     const int lane = threadIdx.x % 32;
 #else
     constexpr int lane = 0;
@@ -233,7 +233,7 @@ DEVICE void produce_rows(Pipeline<N> &rows, const PipelineState<N> &at, unsigned
 #endif
     u64 *full = &rows.full[at.stage];
     if (lane == 0) mbarrier_arrive_expect(full, (COLUMNS + ...) / 64 * TQ * H * 128);
-#ifdef ORDER_TOKENS
+#if ORDER_TOKENS
     __syncwarp();
     if (lane >= TQ) return;
 #endif
@@ -287,7 +287,7 @@ struct StepReader {
 // A thread's two rows of the consumer's accumulator, 8 apart; a row is a (token, head) pair.
 struct RowPair {
     TokenBits bit[2];  // the token's bit in Step::rows; 0 if the row does not exist
-#ifdef ORDER_TOKENS  // recompute limits: few steps have a mask, and registers are scarce
+#if ORDER_TOKENS  // recompute limits: few steps have a mask, and registers are scarce
     const TokenTile &tile;
     const int consumer;
 #else
@@ -296,24 +296,23 @@ struct RowPair {
     const Problem &problem;
     DEVICE RowPair(const Problem &p, const TokenTile &of_tile, int of_consumer)
         :
-#ifdef ORDER_TOKENS
+#if ORDER_TOKENS
           tile(of_tile), consumer(of_consumer),
 #endif
           problem(p) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        UNROLL for (int r = 0; r < 2; ++r) {
             const int token = row(r) / H;
             const i64 s = of_tile.token(of_consumer, token);
             const bool exists = token < TQ && s < p.S;
             bit[r] = exists ? TokenBits{1} << token : TokenBits{0};
-#ifndef ORDER_TOKENS
+#if !ORDER_TOKENS
             limits[r] = exists ? row_limit(p, of_tile.b, s) : 0;
 #endif
         }
     }
     // Return one past the last key that row r may see.
     DEVICE int limit(int r) const {
-#ifdef ORDER_TOKENS
+#if ORDER_TOKENS
         return bit[r] ? row_limit(problem, tile.b, tile.token(consumer, row(r) / H)) : 0;
 #else
         return limits[r];
@@ -322,11 +321,9 @@ struct RowPair {
     // Overwrite elements of keys that a row does not see with `value`. first: the key of column 0.
     template <class Tile>
     DEVICE void mask(Tile &s, int first, float value) const {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        UNROLL for (int r = 0; r < 2; ++r) {
             const int end = limit(r);
-#pragma unroll
-            for (int i = 0; i < elements<Tile>; ++i)
+            UNROLL for (int i = 0; i < elements<Tile>; ++i)
                 if (hidden(problem, first + column_of(i), end)) element(s, r, i) = value;
         }
     }
@@ -402,14 +399,11 @@ template <int COLUMNS, int N>
 DEVICE void write_rows(const float (&acc)[N], const float (&scale)[2], u16 *to, const Problem &p, const TokenTile &tile, int consumer,
                        int first = 0) {
     const RowPair rows(p, tile, consumer);  // recomputed, because registers are scarce
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    UNROLL for (int r = 0; r < 2; ++r) {
         u16 *row = to + RowPair::index(p, tile, consumer, r) * COLUMNS + first + threadIdx.x % 4 * 8;
-#pragma unroll
-        for (int j = 0; j < N / 4; j += 4) {
+        UNROLL for (int j = 0; j < N / 4; j += 4) {
             u32 x[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
+            UNROLL for (int i = 0; i < 4; ++i)
                 x[i] = scale[r] == 0.0f ? 0 : pack(acc[4 * (j + i) + 2 * r] * scale[r], acc[4 * (j + i) + 2 * r + 1] * scale[r]);
             quad_transpose(x);
             if (rows.bit[r]) *reinterpret_cast<uint4 *>(row + 8 * j) = make_uint4(x[0], x[1], x[2], x[3]);

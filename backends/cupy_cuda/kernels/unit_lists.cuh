@@ -48,10 +48,8 @@ struct UnitList {
 template <int D>
 DEVICE void load_sums(float (&acc)[D / 2], const float *sums, i64 row, bool adds) {
     sums += row * D;
-#pragma unroll
-    for (int i = 0; i < elements<float[D / 2]>; i += 2)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
+    UNROLL for (int i = 0; i < elements<float[D / 2]>; i += 2)
+        UNROLL for (int r = 0; r < 2; ++r) {
             const int key = threadIdx.x % 32 / 4 + 8 * r;
             const float2 pair = adds ? *reinterpret_cast<const float2 *>(sums + key * D + column_of(i)) : make_float2(0.0f, 0.0f);
             element(acc, r, i) = pair.x;

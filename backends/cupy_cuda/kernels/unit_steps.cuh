@@ -73,7 +73,6 @@ DEVICE int seen_keys(const Steps &list) {
     if (threadIdx.x % 32 == 0) limits[threadIdx.x / 32] = limit;
     named_barrier<THREADS>(1);
     int most = limits[0];
-#pragma unroll
-    for (int warp = 1; warp < THREADS / 32; ++warp) most = max(most, limits[warp]);
+    UNROLL for (int warp = 1; warp < THREADS / 32; ++warp) most = max(most, limits[warp]);
     return most;
 }

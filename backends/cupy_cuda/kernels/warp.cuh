@@ -39,14 +39,12 @@ template <int THREADS, int N>
 DEVICE void block_prefix_sum(int (&x)[N], int (&total)[N]) {
     __shared__ int sums[N][THREADS / 32];
     const int warp = threadIdx.x / 32;
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
+    UNROLL for (int n = 0; n < N; ++n) {
         x[n] = warp_prefix_sum(x[n]);
         if (threadIdx.x % 32 == 31) sums[n][warp] = x[n];
     }
     __syncthreads();
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
+    UNROLL for (int n = 0; n < N; ++n) {
         total[n] = 0;
         for (int i = 0; i < THREADS / 32; ++i) {
             if (i < warp) x[n] += sums[n][i];
@@ -58,11 +56,9 @@ DEVICE void block_prefix_sum(int (&x)[N], int (&total)[N]) {
 
 // Transpose a 4 x 4 matrix over a quad: each lane holds a row and receives a column.
 DEVICE void quad_transpose(u32 (&x)[4]) {
-#pragma unroll
-    for (int far = 1; far <= 2; far *= 2) {
+    UNROLL for (int far = 1; far <= 2; far *= 2) {
         const bool upper = threadIdx.x & far;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        UNROLL for (int i = 0; i < 4; ++i) {
             if (i & far) continue;
             const u32 theirs = __shfl_xor_sync(ALL_LANES, upper ? x[i] : x[i + far], far);
             if (upper) x[i] = theirs;

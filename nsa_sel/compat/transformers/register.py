@@ -33,11 +33,12 @@ NO_EFFECT = frozenset(("cache_position", "num_items_in_batch", "output_hidden_st
 LATENT = "run it with FlashMLA and DeepGEMM's indexer (vLLM, SGLang), or attn_implementation='eager'"
 # Models that select keys themselves, by the model_type of their configuration, and who runs them.
 OWN_SELECTION = {
-    "axk2": LATENT, "deepseek_v32": LATENT, "deepseek_v4": LATENT, "dots3_note_text": LATENT, "glm_moe_dsa": LATENT, "hy_v4": LATENT,
-    "mistral_large4_text": LATENT,
+    "axk2": LATENT, "deepseek_v32": LATENT, "deepseek_v4": LATENT, "dots3_note_text": LATENT, "glm5_next_text": LATENT,
+    "glm_moe_dsa": LATENT, "hy_v4": LATENT, "hy_v4_vl_text": LATENT, "mistral_large4_text": LATENT,
     "qwen4_exp_text": "run it with attn_implementation='sdpa'",
 }  # fmt: skip
-INDEXER_ARGUMENTS = ("hidden_states", "position_embeddings", "past_key_values", "position_ids")
+# The third is `cache` from transformers 5.24 on. The model passes all by position.
+INDEXER_ARGUMENTS = [("hidden_states", "position_embeddings", name, "position_ids") for name in ("past_key_values", "cache")]
 INDEXER_PARTS = ("q_proj", "k_proj", "q_norm", "k_norm", "head_dim", "block_size", "topk_blocks", "local_blocks", "layer_idx")
 
 
@@ -277,10 +278,10 @@ def patch_model(model: torch.nn.Module) -> Patched:
         indexer = module.indexer
         parameters = tuple(inspect.signature(type(indexer).forward).parameters)[1:]
         lacking = [part for part in INDEXER_PARTS if not hasattr(indexer, part)]
-        if lacking or parameters != INDEXER_ARGUMENTS:
+        if lacking or parameters not in INDEXER_ARGUMENTS:
             found = f"{type(indexer).__name__} with forward({', '.join(parameters)})"
             found += f", without {', '.join(lacking)}" if lacking else ""
-            allowed = f"an indexer with forward({', '.join(INDEXER_ARGUMENTS)}), as in transformers 5.17 to 5.24"
+            allowed = f"an indexer with forward({', '.join(INDEXER_ARGUMENTS[0])}), as in transformers 5.17 to 5.24"
             raise ArgumentError("model", found, allowed, "install a transformers version in that range, or report the new one")
         indexer.forward = MethodType(minimax_m3.choose, indexer)
         patched._undo.append(partial(indexer.__dict__.pop, "forward", None))

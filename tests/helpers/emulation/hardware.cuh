@@ -17,18 +17,12 @@ typedef unsigned short u16;
 typedef long long i64;
 typedef unsigned long long u64;
 
-#ifndef E4M3
-#define E4M3 0
-#endif
-
 #define DEVICE inline
+#define UNROLL
 #define __global__
 #define __shared__ static
 #define __launch_bounds__(...)
-#define __cluster_dims__(...)
-#ifndef CLUSTER
-#define CLUSTER 1
-#endif
+#define CLUSTERED
 #define __grid_constant__
 #define __align__(n) alignas(n)
 
@@ -384,6 +378,10 @@ DEVICE u32 pack(float low, float high) { return rounded(low) | rounded(high) << 
 #if E4M3
 static float operand(u16 x) { return half_to_float(x); }
 DEVICE u32 pack_operand(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
+#else
+static float operand(u16 x) { return to_float(x); }
+DEVICE u32 pack_operand(float low, float high) { return pack(low, high); }
+#endif
 static u32 half_of_e4m3(u32 byte) {
     const int exponent = byte >> 3 & 15, mantissa = byte & 7;
     const float size = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
@@ -393,10 +391,6 @@ DEVICE void unpack_e4m3(u32 bytes, u32 &first, u32 &second) {
     first = half_of_e4m3(bytes & 255) | half_of_e4m3(bytes >> 8 & 255) << 16;
     second = half_of_e4m3(bytes >> 16 & 255) | half_of_e4m3(bytes >> 24) << 16;
 }
-#else
-static float operand(u16 x) { return to_float(x); }
-DEVICE u32 pack_operand(float low, float high) { return pack(low, high); }
-#endif
 
 DEVICE float exp2_fast(float x) { return exp2f(x); }
 

@@ -14,7 +14,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
-import nsa_sel.core.attend
 from nsa_sel import (
     NSAttention,
     Selection,
@@ -29,7 +28,7 @@ from nsa_sel.backends import numba_cpu
 from nsa_sel.core import attend as attend_module
 from nsa_sel.errors import ArgumentError, BackendError
 from tests.contract.lanes import lanes
-from tests.helpers.cases import assert_gradients, make_blocks, make_grads, make_qkv
+from tests.helpers.cases import make_blocks, make_grads, make_qkv
 
 OPS = torch.ops.nsa_sel
 on_devices = pytest.mark.parametrize(
@@ -306,27 +305,18 @@ def test_the_ops_pass_opcheck(backend: str, device: str) -> None:
 def test_the_ops_of_windows_pass_opcheck() -> None:
     q, k, v, _ = problem(9, 1, 1, B=1)
     do, dlse = make_grads(q, v)
-    for lse, bounds in ((True, None), (False, torch.tensor([0, 3, 8]))):
-        torch.library.opcheck(OPS.window_chunks.default, (q, k, v, 4, 0.25, lse, bounds), test_utils=ALL_CHECKS)
-        inputs = (do, dlse if lse else None, q.detach(), k.detach(), v.detach(), 4, 0.25, lse, bounds)
-        torch.library.opcheck(OPS.window_chunks_backward.default, inputs, test_utils=ALL_CHECKS)
+    for with_lse, bounds in ((True, None), (False, torch.tensor([0, 3, 8]))):
+        inputs = (q, k, v, bounds, 4, 0.25, with_lse, True)
+        torch.library.opcheck(OPS.window_forward.default, inputs, test_utils=ALL_CHECKS)
+        o, lse = OPS.window_forward(*(x.detach() for x in (q, k, v)), *inputs[3:])
+        inputs = (do, dlse if with_lse else None, q.detach(), k.detach(), v.detach(), o, lse, *inputs[3:-1])
+        torch.library.opcheck(OPS.window_backward.default, inputs, test_utils=ALL_CHECKS)
 
 
 @pytest.mark.parametrize("backend", TRITON)
 def test_interpreted_kernels_pass_opcheck(backend: str) -> None:
     """Only the checks that a backend can break (aliases, writes, shapes, dtypes, strides); the others are slow when interpreted."""
     check_ops(backend, *problem(2, 1, 1, B=1, S_kv=32, n=1), ("test_schema", "test_faketensor"), with_lse=False)
-
-
-def test_the_ops_have_right_gradients() -> None:
-    """Of o, of lse, and of both; opcheck does not compare them."""
-    q, k, v, selection = problem(64)
-    do, dlse = make_grads(q, v)
-    for wanted in ((do, None), (torch.zeros_like(do), dlse), (do, dlse)):
-        o, lse = OPS.selection_forward(q, k, v, selection.ranges, None, BLOCK, None, False, None, None, True)
-        outputs = [(x, grad) for x, grad in zip((o, lse), wanted, strict=True) if grad is not None and bool(grad.any())]
-        got = torch.autograd.grad([x for x, _ in outputs], (q, k, v), [grad for _, grad in outputs])
-        assert_gradients(got, q.detach(), k.detach(), v.detach(), selection.ranges, *wanted)
 
 
 # Refusals
@@ -363,6 +353,7 @@ def test_bad_input_is_refused_when_the_call_runs(monkeypatch: pytest.MonkeyPatch
 
 
 def test_use_backend_is_refused_around_compiled_calls_with_gradients() -> None:
+    """The backward pass would not see it: backward runs later, perhaps outside of the block."""
     q, k, v, selection = problem(64)
 
     def inside(q: Tensor) -> Any:
@@ -377,15 +368,9 @@ def test_use_backend_is_refused_around_compiled_calls_with_gradients() -> None:
             work(q, k, v, selection)
         with torch.no_grad():
             assert torch.equal(work(q, k, v, selection), attend(q, k, v, selection))
-        for decision in decisions()[-2:]:
-            assert (decision.forward, decision.request.needs_grad) == ("sdpa-packed", False)
+        assert (decisions()[-2].forward, decisions()[-2].request.needs_grad) == ("sdpa-packed", False)
         work(q, k, v, selection, backend="numba")
     assert decisions()[-1].forward == "numba"
-    o = work(q, k, v, selection)
-    ran = nsa_sel.counters().get("backward.sdpa-packed", 0)
-    with use_backend("numba"):  # too late for this call
-        o.sum().backward()
-    assert nsa_sel.counters()["backward.sdpa-packed"] == ran + 1
 
 
 def test_second_derivatives_are_refused() -> None:
@@ -436,19 +421,6 @@ def test_checkpointing_is_bit_equal() -> None:
     checkpoint(attend, q, k, v, selection, use_reentrant=True).square().sum().backward()
     got = (q.grad, k.grad, v.grad)
     assert_equal(got, torch.autograd.grad(attend(q, k, v, selection).square().sum(), (q, k, v)))
-
-
-@pytest.mark.parametrize("backend", CPU)
-def test_deterministic_algorithms_are_bit_equal(backend: str) -> None:
-    q, k, v, selection = problem(64)
-    wanted = results(attend, q, k, v, selection, backend=backend)
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert_equal(results(attend, q, k, v, selection, backend=backend), wanted)
-        if backend == "numba":  # one compiled call shows it
-            assert_equal(results(compiled(attend), q, k, v, selection, backend=backend), wanted)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

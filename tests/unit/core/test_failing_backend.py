@@ -129,13 +129,3 @@ def test_a_fallback_that_is_forbidden(monkeypatch: pytest.MonkeyPatch, fake: Fak
     with pytest.raises(BackendError, match=r"fake failed, and the fallback refuses(?s:.*)pack-off") as caught:
         nsa_sel.selection_attention(*problem())
     assert "boom" in str(caught.value.__context__)
-
-
-def test_failures_may_be_forgotten(fake: Fake) -> None:
-    fake.errors["forward"] = RuntimeError("boom")
-    arguments = problem()
-    nsa_sel.selection_attention(*arguments)
-    fake.errors.clear()
-    nsa_sel.reset()
-    nsa_sel.selection_attention(*arguments)
-    assert last().forward == "fake"

@@ -90,17 +90,6 @@ def test_decode_equals_a_prefill_of_one_row() -> None:
     assert torch.equal(oracle_mask(ranges[:, 0], 24, 1), oracle_mask(ranges, 24, 1))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("index", [torch.int32, torch.int64])
-def test_inputs_are_upcast_exactly(dtype: torch.dtype, index: torch.dtype) -> None:
-    q, k, v = make_qkv(1, 8, 2, 2, 16, S_kv=16, dtype=dtype)
-    ranges = make_spans("many", 1, 8, 2, 16, L=9).to(index)
-    do, dlse = make_grads(q, v)
-    wide = [tensor.double() for tensor in (q, k, v)]
-    assert all(map(torch.equal, oracle_forward(q, k, v, ranges), oracle_forward(*wide, ranges)))
-    assert all(map(torch.equal, oracle_backward(q, k, v, ranges, do, dlse), oracle_backward(*wide, ranges, do.double(), dlse.double())))
-
-
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_unselected_keys_are_never_read(poison: float) -> None:
     q, k, v = make_qkv(2, 6, 2, 2, 8, S_kv=32, dtype=torch.float64)

@@ -189,14 +189,6 @@ def test_what_transforms_a_repeated_call_is_noticed(checked: list[int]) -> None:
     assert not checked
 
 
-@pytest.mark.parametrize("make", [lambda x: x.to_sparse(), lambda x: torch.nested.nested_tensor(list(x)), lambda x: [x]])
-def test_what_has_no_facts_is_refused(make: Any) -> None:
-    q, k, v = make_qkv(1, 8, 1, 2, 16, 16, S_kv=16)
-    for arguments in ((make(q), k, v), (q, make(k), v), (q, k, make(v))):
-        with pytest.raises(NsaSelError, match="allowed"):
-            selection_attention(*arguments, selection_of())
-
-
 @pytest.fixture
 def checked_choices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry per call of `compressed_attention` that was checked."""

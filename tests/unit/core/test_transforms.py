@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa_sel import Selection, compressed_attention, decisions, selection_attention, selection_attention_with_kvcache
+from nsa_sel import Selection, decisions, selection_attention, selection_attention_with_kvcache
 from nsa_sel.errors import ArgumentError, BackendError
 from tests.helpers.cases import make_blocks, make_qkv
 
@@ -118,17 +118,6 @@ def test_nested_and_sparse_tensors_are_refused(name: str) -> None:
         assert str(caught.value).startswith(f"{name} is ")
 
 
-@pytest.mark.parametrize("name", ["q", "k_cmp", "v_cmp"])
-def test_nested_tensors_are_refused_by_the_compressed_branch(name: str) -> None:
-    inputs = {"q": torch.randn(2, 8, 1, 2, 8), "k_cmp": torch.randn(2, 1, 2, 8), "v_cmp": torch.randn(2, 1, 2, 8)}
-    sizes = {"compress_block": 4, "compress_stride": 4, "block_size": 4, "n": 2, "local": 1}
-    compressed_attention(**inputs, **sizes)
-    with warnings.catch_warnings(action="ignore"):
-        wrong = torch.nested.nested_tensor([*inputs[name]])
-    with pytest.raises(ArgumentError, match=f"^{name} is a nested tensor"):
-        compressed_attention(**inputs | {name: wrong}, **sizes)
-
-
 @pytest.mark.parametrize("backend", CPU)
 def test_lazy_negation_is_resolved(backend: str) -> None:
     """x.imag of a conjugate is a view whose memory holds the negated numbers."""
@@ -147,22 +136,6 @@ def test_lazy_negation_is_resolved(backend: str) -> None:
     assert all(
         map(torch.equal, torch.autograd.grad(o, (q, k, v), torch._neg_view(-do), retain_graph=True), torch.autograd.grad(o, (q, k, v), do))
     )
-
-
-@pytest.mark.parametrize("rows", [4, 64])
-@pytest.mark.parametrize("backend", CPU)
-def test_another_default_device_changes_nothing(backend: str, rows: int) -> None:
-    q, k, v = make_qkv(1, rows, 1, 2, 16, S_kv=64, requires_grad=True)
-    ranges = torch.tensor([[0, 16], [16, 32]]).expand(1, rows, 1, 2, 2).clone()
-    wanted = results(q, k, v, Selection.from_ranges(ranges), backend)
-    with torch.device("meta"):
-        assert all(map(torch.equal, results(q, k, v, Selection.from_ranges(ranges), backend), wanted))
-        blocks = Selection.from_blocks(ranges[..., 0] // 16, 16)
-        blocks.measure(64)
-        blocks.validate()
-        Selection.from_scores(torch.randn(1, rows, 1, 4, device="cpu"), 2, 16, 1, 1, S_kv=64).validate()
-        got = results(q, k, v, blocks, backend)
-    assert all(map(torch.equal, got, results(q, k, v, blocks, backend)))
 
 
 def test_tracing_a_call_over_a_cache_is_refused() -> None:

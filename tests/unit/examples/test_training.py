@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nsa_sel import NSAttention
-from nsa_sel.core.choose_call import Rule
+from nsa_sel.core.call import Rule
 from nsa_sel.errors import ArgumentError
 from tests.helpers.examples import load
 from tests.helpers.paths import ROOT

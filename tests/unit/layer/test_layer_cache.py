@@ -15,7 +15,6 @@ from torch import Tensor
 from nsa_sel import NSACache, NSAttention, quantize_e4m3
 from nsa_sel.caching import pools, prefill, step_tensors
 from nsa_sel.caching.pools import Pools
-from nsa_sel.caching.sequences import Pages
 from nsa_sel.caching.step import CacheStep
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import ArgumentError, BackendError, CacheFull
@@ -572,29 +571,3 @@ def test_gpus_without_e4m3_are_refused(sm: int, refused: bool, monkeypatch: pyte
         return
     with pytest.raises(ArgumentError, match=r"kv_dtype is .* on a GPU of SM 8\.6; allowed: GPUs of SM 8\.9 and newer.*leave kv_dtype out"):
         NSACache(**FP8_SIZES)
-
-
-def test_an_error_undoes_all_pages() -> None:
-    """In their order, too: the next step takes the same ones."""
-    pages = Pages("pages", 4)
-    a, b = pages.take(), pages.take()
-    pages.share(a)
-    before = list(pages._free), list(pages._holders)
-
-    def fail() -> None:
-        with pages.all_or_nothing():
-            pages.release(a)
-            pages.release(b)
-            for _ in range(5):
-                pages.take()
-
-    with pytest.raises(CacheFull):
-        fail()
-    assert (pages._free, pages._holders) == before
-
-
-def test_bookkeeping_on_the_device_takes_less_than_two_bytes_a_key() -> None:
-    for page_size in (16, 64):
-        sizes = step_tensors.StepSizes(64, 1, 32768 // page_size, 1, 1, page_size, 32, 16, 512)
-        memory, _ = step_tensors.allocate(sizes, torch.device("cpu"))
-        assert memory.nbytes < 2 * 64 * 32768

@@ -6,19 +6,17 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nsa_sel.backends.specs import CHOOSERS
-from nsa_sel.bench.core.cases import prefill
-from nsa_sel.bench.tune import cost_fit, regret
+from nsa_sel.bench.tune import regret
 from nsa_sel.bench.tune.cost_fit import TERMS
 from nsa_sel.core.backend import Backend, Limits, Offer, PolicyInput
 from nsa_sel.core.decision import Decision, Override, load_policy, make_decision
 from nsa_sel.core.registry import backends
-from nsa_sel.core.request import SHARING_TOKENS, DeviceInfo, Request, example_choice
+from nsa_sel.core.request import SHARING_TOKENS, Request, example_choice
 from nsa_sel.errors import ConfigError
 from nsa_sel.policies.cost import blocks_of, predict, sharing_at, work
 from nsa_sel.settings import config
@@ -87,14 +85,6 @@ def test_measured_sharing_changes_the_choice() -> None:
     assert ask(replace(SHORT, sharing=SIMILAR)).predictions == similar.predictions
 
 
-def test_each_direction_is_predicted() -> None:
-    decision = ask(replace(SHORT, needs_grad=True))
-    assert (decision.forward, decision.backward) == (TILE, BLOCK)
-    assert (decision.runner_up, decision.runner_up_backward) == (GROUP, TILE)
-    assert [(p.direction, p.backend) for p in decision.predictions[3:]] == [("backward", name) for name in (BLOCK, TILE, GROUP)]
-    assert f"; backward: least predicted time: {BLOCK} " in decision.rule
-
-
 def test_decoding_has_its_own_models() -> None:
     decision = ask(replace(SHORT, S=1, S_kv=65536))
     assert [(p.backend, p.ms) for p in decision.predictions] == [(GROUP, 0.01)]
@@ -150,50 +140,12 @@ def test_prefills_beyond_the_models_have_a_preference_of_their_own(
     assert (mine.forward, mine.backward) == (TOKEN, "cupy-cuda")  # the file says nothing of backward
 
 
-MOBA = replace(SHORT, S=4 * 16384, S_kv=16384, G=8, h=1, block_size=512, n=3, max_length=1536, needs_grad=True, sharing=DIFFERENT)
-
-
-@pytest.mark.parametrize(("device", "visits"), [(H200, "cuda-block"), (H100, "cuda-block"), (A100, BLOCK)])
-def test_large_blocks_that_neighbors_do_not_share_are_visited(device: DeviceInfo, visits: str) -> None:
-    offers = tuple(Offer(backend) for backend in backends().values())
-    decision = make_decision(MOBA, device, load_policy("default"), settings_for(device), offers)
-    assert decision.forward in (BLOCK, visits), "both have the same kernel"
-    assert decision.backward == visits
-    assert {p.backend for p in decision.predictions} >= {BLOCK, TILE, visits}
-
-
-def test_visits_of_whole_blocks_have_a_price_of_their_own() -> None:
-    def asked(backend: str, **facts: object) -> float | None:
-        models = {f"{name}/forward": model(exact=1, visited=100) for name in (BLOCK, TILE)}
-        costs = Costs(provenance="invented", dtypes=("bfloat16",), models=models if facts.pop("priced", True) else MODELS)
-        return predict(PolicyInput(replace(MOBA, **facts), H200, settings(costs=costs), "forward"), backends()[backend])
-
-    whole, tiled = asked(BLOCK), asked(TILE)
-    assert whole is not None
-    assert tiled is not None
-    assert whole == pytest.approx(100 * tiled * (1 - 512 / 2 / 1536), rel=0.02), "half of a row's own block is seen"
-    smaller = {"block_size": 128, "n": 12}
-    assert asked(BLOCK, **smaller) == asked(TILE, **smaller)
-    assert asked(BLOCK, priced=False) is None, "no row says what they take"
-    assert asked(BLOCK, **smaller, priced=False) is not None
-
-
 def test_ties_and_missing_predictions_keep_the_preference() -> None:
     same = {f"{name}/forward": model(host=1.0) for name in (TILE, BLOCK, TOKEN)}
     decision = ask(SHORT, same)
     assert [verdict.backend for verdict in decision.verdicts] == [TOKEN, BLOCK, TILE, GROUP]
     assert ask(SHORT, same, prefer_forward=(TILE,)).forward == TILE
     assert ask(SHORT, {}).forward == GROUP
-
-
-def test_refused_backends_are_not_predicted() -> None:
-    decision = ask(replace(SHORT, block_size=24, n=40), triton_group=False)
-    assert [p.backend for p in decision.predictions] == []
-    assert decision.forward == TOKEN
-    assert decision.steps == (f"{GROUP}: group-off",)
-    off = ask(SHORT, triton_group=False)
-    assert (off.forward, off.runner_up) == (TILE, BLOCK)
-    assert off.steps == (f"{GROUP}: group-off",)
 
 
 def test_a_forced_backend_has_no_runner_up() -> None:
@@ -285,36 +237,26 @@ def test_more_work_is_never_predicted_cheaper(
         assert before is None or after is None or before <= after * (1 + 1e-3), name
 
 
+TILES: tuple[tuple[bool, dict[str, object]], ...] = (  # whether cupy-cuda has a prediction for a forward pass
+    (True, {}), (True, {"h": 4}), (True, {"h": 1}), (True, {"Dk": 192}), (True, {"block_size": 16}), (True, {"block_size": 128}),
+    (True, {"block_size": 128, "page_size": 64}), (False, {"block_size": 128, "page_size": 16}), (False, {"page_size": 32}),
+    (True, {"S": 1}), (True, {"S": 8}), (True, {"S": 8, "page_size": 64}), (False, {"S": 8, "page_size": 16}), (False, {"S": 9}),
+    (False, {"S": 8, "h": 1}), (False, {"S": 8, "block_size": 32}), (False, {"h": 1, "S": 63}), (False, {"h": 65}),
+    (False, {"block_size": 24}), (False, {"Dk": 96}), (False, {"aligned": False}), (False, {"Dk": 256, "Dv": 256}),
+)  # fmt: skip
+
+
 def test_cupy_cuda_is_predicted_only_for_its_tile_kernels() -> None:
     def asked(direction: str = "forward", **facts: object) -> float | None:
         return predict(PolicyInput(replace(SHORT, **facts), H200, settings_for(H200), direction), backends()["cupy-cuda"])
 
-    assert asked() is not None
-    assert asked("backward") is not None
-    assert asked(h=4) is not None
-    assert asked(S=1) is not None, "decoding, by rows"
+    assert [asked(**facts) is not None for _, facts in TILES] == [has for has, _ in TILES]
     assert asked(S=1, page_size=64) == asked(S=1) < asked(S=1, page_size=16)
-    for facts in ({"h": 65}, {"block_size": 24}, {"Dk": 96}, {"aligned": False}, {"page_size": 32}, {"S": 9}):
-        assert asked(**facts) is None, facts
-    for facts in ({"block_size": 16}, {"block_size": 128}):
-        assert asked(**facts) is not None, facts
-        assert asked("backward", **facts) is not None, facts
-        assert asked(**facts, page_size=64) is not None, facts
-        assert asked(**facts, page_size=16) is None, facts
-    assert asked(h=1) is not None
-    assert asked(h=1, S=63) is None, "less than a tile"
-    assert asked(S=8) is not None, "few tokens of each sequence"
-    assert asked(S=8, page_size=64) is not None
-    for facts in ({"h": 1}, {"block_size": 32}, {"Dk": 96}, {"aligned": False}, {"page_size": 16}):
-        assert asked(S=8, **facts) is None, facts
-    assert asked("backward", h=4) is not None
-    assert asked(Dk=256, Dv=256) is asked("backward", Dk=256) is None
+    assert asked("backward", h=1) is asked("backward", Dk=256) is None
     wide, narrow = asked("backward", Dk=192), asked("backward")
     assert wide is not None
     assert narrow is not None
     assert 1.25 <= wide / narrow <= 4 / 3, "five products: 640 columns in place of 512, and 512 in place of 384"
-    assert asked("backward", h=1) is None
-    assert asked(Dk=192) is not None
 
 
 # Configuration
@@ -400,16 +342,6 @@ def test_the_chooser_with_the_least_predicted_time_wins() -> None:
     assert "sharing" not in text, "what adjacent rows share takes no part in choosing"
 
 
-def test_without_measurements_the_fixed_order_decides() -> None:
-    decode, pooled = {"S": 1, "S_kv": 65536, "max_length": 65536}, {"Dv": 0, "pool": ("logits", "sum", "max")}
-    unmeasured: tuple[dict[str, Any], ...] = decode, pooled, {"dtype": "float16"}, {"Dk": 192}
-    for decision in (ask_choice(), *(ask_choice(models=CHOICE_MODELS, **facts) for facts in unmeasured)):
-        assert decision.predictions == ()
-        assert decision.forward == next(verdict.backend for verdict in decision.verdicts if not verdict.forward)
-        assert decision.rule.startswith("first of the preference")
-        assert [verdict.backend for verdict in decision.verdicts] == [CUDA, TRITON, TORCH]
-
-
 # Counting
 
 
@@ -444,36 +376,3 @@ def test_more_work_of_choosing_is_never_predicted_cheaper(B: int, G: int, h: int
         before, after = predict(less, backend), predict(more, backend)
         assert (before is None) == (after is None) or name == CUDA, "only its tiles, which shapes join and leave, are predicted"
         assert before is None or after is None or before <= after * (1 + 1e-3), name
-
-
-def test_least_squares_gives_no_negative_prices() -> None:
-    random = np.random.default_rng(0)
-    factors = random.random((30, 4))
-    votes = np.ones(30)
-    planted = np.array([0.5, 0.0, 2.0, 0.25])
-    scaled = factors / (factors @ planted)[:, None]
-    assert cost_fit.least_squares(scaled, votes) == pytest.approx(planted, abs=1e-6)
-    against = np.hstack((scaled[:, :2], -scaled[:, 2:3], scaled[:, 3:]))  # whose best price would be -2
-    found = cost_fit.least_squares(against, votes)
-    assert (found >= 0).all()
-    assert found[2] == 0
-
-
-def planted_rows(host: float, terms: dict[str, float]) -> list[dict[str, Any]]:
-    cases = [prefill(kind, S * 1024, h) for kind, S in (("real", 1), ("real", 8), ("random", 8), ("random", 32)) for h in (16, 4, 1)]
-    rows = []
-    for case in cases:
-        sharing = cost_fit.sharing_of(case)
-        amounts = work(cost_fit.request_of(case, sharing, False), False, sharing)
-        ms = max(host, sum(price * amounts[term] for term, price in terms.items()))
-        rows.append({**case._asdict(), "direction": "fwd", "backend": TILE, "ms_median": ms, "ms_p20": ms, "ms_p80": ms})
-    return rows
-
-
-def test_fitting_recovers_a_planted_model() -> None:
-    terms = {"launch": 0.02, "tile": 2.0, "rows": 0.3}
-    fitted = cost_fit.fit(f"{TILE}/forward", planted_rows(0.15, terms))
-    assert fitted.host == pytest.approx(0.15, rel=1e-3)
-    assert {term: price for term, price in fitted.terms.items() if price > 1e-3} == pytest.approx(terms, rel=1e-2)
-    assert fitted.worst_error < 0.01
-    assert "tile-wide" not in fitted.terms  # of which there is no row

@@ -62,7 +62,6 @@ GUARDED = [  # offer, changes of the request, device, code, field, actual
     (toy(block_aligned_only=True, block_multiple=64), {"block_size": 32}, H100, "block-multiple", "request.block_size", 32),
     (toy(backward=False), {"needs_grad": True}, H100, "no-backward", "request.needs_grad", True),
 ]
-TRITON = next(offer for offer in OFFERS if offer.backend.framework == "triton")
 
 
 @pytest.mark.parametrize(("offer", "changes", "device", "code", "field", "actual"), GUARDED)
@@ -76,7 +75,7 @@ def test_every_limit_is_a_refusal_with_values(
     assert reason.required != reason.actual
     forced = decide(replace(SHORT, **changes), device, (offer,), "toy")
     assert forced.forward is None
-    assert f"toy: {code} (unsupported): {field} is {actual}" in str(refusal(forced))
+    assert f"toy: {code} (unsupported): {reason.words}" in str(refusal(forced))
 
 
 @pytest.mark.parametrize(
@@ -97,23 +96,6 @@ def test_offers_within_their_limits_have_no_reasons(offer: Offer, changes: dict[
     assert not [*guards.forced_path(case, offer)]
 
 
-def test_all_reasons_are_kept() -> None:
-    offer = toy(min_sm=90, head_dim_multiple=16, head_dim_max=64)
-    request = replace(SHORT, Dk=72, Dv=200, dtype="float64")
-    found = [*guards.within_limits(PolicyInput(request, A100, settings(), "forward"), offer)]
-    assert [reason.code for reason in found] == [
-        "dtype", "compute-capability", "head-dim-multiple", "head-dim-max", "head-dim-multiple", "head-dim-max",
-    ]  # fmt: skip
-
-
-def test_the_dense_path_refuses_several_ranges() -> None:
-    decision = decide(LONG, H100, triton_force_path="dense")
-    assert codes(decision, "triton-group") == codes(decision, "triton-token") == ["path-dense"]
-    assert decision.forward == "sdpa-packed"
-    (reason,) = guards.forced_path(PolicyInput(LONG, H100, settings(triton_force_path="dense"), "forward"), TRITON)
-    assert (reason.kind, reason.field) == ("unsupported", "request.n")
-
-
 # Rules: should it?
 
 
@@ -123,34 +105,8 @@ def test_the_device_rule_refuses_forced_triton(source: str) -> None:
     assert decision.forward is None
     message = str(refusal(decision))
     assert f"backend 'triton-group', forced by {source}, refuses this call:" in message
-    assert "device-rule (disabled): device.sm is 89" in message
+    assert "device-rule (disabled): Triton is disabled on SM 8.9" in message
     assert "NSA_TRITON_SEL_FORCE=1" in describe(decision)
-
-
-def test_only_the_force_flag_lifts_the_device_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    for flag in ("NSA_USE_TRITON_SEL", "NSA_SEL_TRITON_GROUP", "NSA_SEL_TRITON_ALLOW_GRAD"):
-        monkeypatch.setenv(flag, "1")
-    monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "0")
-    policy = load_policy("default")
-    assert make_decision(LONG, RTX4090, policy, settings_for(RTX4090), OFFERS).forward == "sdpa-packed"
-    monkeypatch.setenv("NSA_TRITON_SEL_FORCE", "1")
-    lifted = make_decision(LONG, RTX4090, policy, replace(settings_for(RTX4090), prefer_forward=NAMES), OFFERS)
-    assert codes(lifted, "triton-group") == codes(lifted, "triton-token") == []
-    assert lifted.forward == "triton-group"
-
-
-@pytest.mark.parametrize("device", [A100, H100], ids=lambda device: device.name)
-@pytest.mark.parametrize("needs_grad", [False, True])
-def test_a100_and_h100_lanes_take_triton_above_the_gate(device: DeviceInfo, needs_grad: bool) -> None:
-    decision = decide(replace(LONG, needs_grad=needs_grad), device)
-    assert decision.forward == "triton-group"
-    assert decision.backward == ("triton-group" if needs_grad else None)
-    assert (decision.runner_up, decision.runner_up_backward) == ("triton-token", "triton-token" if needs_grad else None)
-    assert (decision.steps, decision.predictions) == ((), ())
-    assert codes(decision, "numba") == ["device-kind"]
-    shipped = make_decision(LONG, device, load_policy("default"), settings_for(device), OFFERS, Override("triton-group", "argument"))
-    assert shipped.forward == "triton-group"
-    assert "device-rule" not in codes(shipped, "triton-group")
 
 
 @pytest.mark.parametrize("device", [H100, UNKNOWN], ids=lambda device: device.name)

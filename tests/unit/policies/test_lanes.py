@@ -100,7 +100,8 @@ def test_forced_triton_runs_unless_the_adr_forbids(device: DeviceInfo, backend: 
     decision = routed(device, backend=backend)
     if off(device):
         assert decision.forward is None
-        assert "device-rule (disabled): device.sm is 89" in str(refusal(decision))
+        words = "Triton is disabled on SM 8.9 (ADR-2025-08-M4-02). Set NSA_TRITON_SEL_FORCE=1 to try it"
+        assert f"device-rule (disabled): {words}" in str(refusal(decision))
     else:
         assert (decision.forward, decision.backward) == (backend, backend)
 
@@ -120,13 +121,13 @@ def test_unsupported_requests_fall_back(device: DeviceInfo, changes: dict[str, o
 @lanes
 @pytest.mark.parametrize("code", ["package-missing", "failed-before"])
 def test_missing_and_broken_backends_fall_back_and_refuse_when_forced(device: DeviceInfo, code: str) -> None:
-    reason = Reason(code, "unavailable", "x", None, "y", "mend it")
+    reason = Reason(code, "unavailable", "x", None, "y", "Mend it")
     lacking = tuple(replace(offer, missing=(reason,)) if offer.backend.name in KERNELS else offer for offer in OFFERS)
     decision = routed(device, offers=lacking)
     assert (decision.forward, decision.backward) == ("sdpa-packed", "sdpa-packed")
     assert decision.steps
     assert all(code in step for step in decision.steps)
-    assert "mend it" in str(refusal(routed(device, offers=lacking, backend="triton-group")))
+    assert "Mend it" in str(refusal(routed(device, offers=lacking, backend="triton-group")))
 
 
 @lanes

@@ -10,7 +10,6 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
-from torch.utils.checkpoint import checkpoint
 
 import nsa_sel
 from nsa_sel import Selection, selection_attention
@@ -138,27 +137,6 @@ def test_a_kind_of_call_has_one_count(logged: Events) -> None:
     assert len(logged("sel.sharing")) == 2
 
 
-def test_positions_limit_what_is_counted(logged: Events) -> None:
-    blocks = torch.arange(S)[None, :, None, None] // 2 % 16 + torch.tensor([0, 16])
-    selection = Selection.from_blocks(blocks, BLOCK, disjoint=True)
-    called(selection, q_pos=torch.arange(S))
-    (event,) = logged("sel.sharing")
-    selection.measure(S_KV, q_pos=torch.arange(S))
-    assert event["sharing"] == selection.sharing
-
-
-def test_packed_batches_and_prefills_over_a_cache_count_once(logged: Events) -> None:
-    q, k, v = tensors()
-    caches = k.transpose(1, 2), v.transpose(1, 2)
-    for _ in range(2):
-        nsa_sel.selection_attention_varlen(q[0], caches[0][0], caches[1][0], apart(), [0, S], [0, S_KV])
-    assert len(logged("sel.sharing")) == 1
-    nsa_sel.reset()
-    for _ in range(2):
-        nsa_sel.selection_attention_with_kvcache(q, *caches, apart(), torch.tensor([S_KV]))
-    assert len(logged("sel.sharing")) == 2
-
-
 @pytest.mark.parametrize("rows", [1, 8])
 def test_decoding_steps_are_not_counted(logged: Events, rows: int) -> None:
     called(apart(rows), rows)
@@ -183,16 +161,6 @@ def test_what_sharing_does_not_decide_is_not_counted(case: str, logged: Events, 
         assert (decision.forward, decision.sharing_source) == ("numba", "prior of base.yaml")
 
 
-def test_off_ignores_counts(monkeypatch: pytest.MonkeyPatch, configure: Callable[[str], Any]) -> None:
-    assert called(apart()).forward == "sdpa-packed"
-    monkeypatch.setenv("NSA_SEL_COUNT_SHARING", "0")
-    assert called(apart()).forward == "numba"
-    monkeypatch.delenv("NSA_SEL_COUNT_SHARING")
-    configure(PRICED + "runtime: {count_sharing: off}\n")
-    nsa_sel.reset()
-    assert called(apart()).forward == "numba"
-
-
 @pytest.mark.parametrize("repeated", [False, True])
 def test_counts_again_after_so_many_calls(repeated: bool, logged: Events, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_SEL_COUNT_SHARING", "3")
@@ -200,15 +168,6 @@ def test_counts_again_after_so_many_calls(repeated: bool, logged: Events, monkey
     picked = [called(selection, **options).forward for selection in (apart(), alike(), alike(), alike(), apart(), apart(), apart())]
     assert picked == ["sdpa-packed"] * 3 + ["numba"] * 3 + ["sdpa-packed"]
     assert len(logged("sel.sharing")) == 3
-
-
-def test_calls_of_one_kind_follow_a_new_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that remember the decision by the one before it."""
-    monkeypatch.setenv("NSA_SEL_COUNT_SHARING", "2")
-    assert called(apart()).forward == "sdpa-packed"
-    assert called(apart(100), 100).forward == "sdpa-packed"
-    assert called(alike(100), 100).forward == "numba"
-    assert called(alike()).forward == "numba"
 
 
 def test_a_capture_goes_by_the_prior_and_the_next_call_counts(logged: Events, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,28 +189,7 @@ def test_explain_says_what_a_call_will_do(logged: Events) -> None:
     assert len(logged("sel.sharing")) == 1
 
 
-def test_a_warm_up_counts_nothing(logged: Events) -> None:
-    """Its zeros say nothing about the data."""
-    sizes = {"B": 1, "S": S, "S_kv": S_KV, "G": 1, "h": 1, "Dk": 16, "Dv": 16, "n": N, "block_size": BLOCK, "dtype": "float32"}
-    nsa_sel.warmup(requests=[sizes], device="cpu")
-    assert logged("sel.sharing") == []
-    assert called(apart()).forward == "sdpa-packed"
-
-
 # PyTorch's features
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_decides_as_the_first_time(reentrant: bool, logged: Events) -> None:
-    """The other layers of a model share more; their recomputation comes first."""
-    q, k, v = tensors(requires_grad=True)
-    x = q
-    for selection in (apart(), alike(), alike()):
-        x = checkpoint(lambda x, selection=selection: selection_attention(x, k, v, selection), x, use_reentrant=reentrant)
-    x.sum().backward()
-    assert [decision.forward for decision in nsa_sel.decisions()[-6:]] == ["sdpa-packed"] * 6
-    assert {decision.backward for decision in nsa_sel.decisions()[-3:]} == {"sdpa-packed"}
-    assert len(logged("sel.sharing")) == 1
 
 
 def test_compiled_calls_count_when_they_run(logged: Events) -> None:
@@ -380,34 +318,6 @@ def compile_what_the_prior_picks(q: Tensor, k: Tensor, v: Tensor, selection: Sel
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("kind", "S"), [("real", 8192), ("random", 8192), ("random", 1024)])
-def test_a_gpu_counts_what_a_cpu_counts(kind: str, S: int) -> None:
-    selection = make_selection(prefill(kind, S, 1), "cuda")
-    found = []
-    for device in ("cuda", "cpu"):
-        ranges, rows = selection.ranges.to(device), sample_rows(1, S, 4, 16, device)
-        found.append(sampled_sharing(ranges[rows.b, rows.s, rows.g], rows.s + 1, 64))
-    assert found[0] == found[1]
-    assert found[0] == pytest.approx(selection.measure(S).sharing, rel=0.03)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("needs_grad", [False, True])
-def test_random_rows_get_the_backend_of_blocks_without_measure(needs_grad: bool, logged: Events) -> None:
-    (q, k, v), selection = fresh("random", 32768)
-    o = selection_attention(q.requires_grad_(needs_grad), k, v, selection)
-    decision = nsa_sel.decisions()[-1]
-    assert decision.forward in ("triton-block", "cuda-block")
-    assert decision.sharing_source == "counted at the first call"
-    assert len(logged("sel.sharing")) == 1
-    torch.testing.assert_close(o.detach(), selection_attention(q.detach(), k, v, selection, backend="triton-group"), rtol=2e-2, atol=2e-2)
-    nsa_sel.reset()
-    text = fresh("real", 8192, 16)
-    selection_attention(*text[0], text[1])
-    assert nsa_sel.decisions()[-1].forward in ("triton-tile", "cupy-cuda")
-
-
-@pytest.mark.gpu
 def test_only_the_first_call_of_a_kind_waits(logged: Events) -> None:
     (q, k, v), selection = fresh("random", 32768)
     selection_attention(q, k, v, selection)
@@ -416,20 +326,6 @@ def test_only_the_first_call_of_a_kind_waits(logged: Events) -> None:
     with no_waiting():
         selection_attention(q, k, v, other)
     assert len(logged("sel.sharing")) == 1
-
-
-@pytest.mark.gpu
-def test_where_waiting_is_an_error_the_prior_decides(logged: Events) -> None:
-    (q, k, v), selection = fresh("random", 32768)
-    selection_attention(q, k, v, selection)  # compiles the backend of random rows
-    compile_what_the_prior_picks(q, k, v, selection)
-    nsa_sel.reset()
-    with no_waiting():
-        selection_attention(q, k, v, selection)
-    assert nsa_sel.decisions()[-1].sharing_source.startswith("prior")
-    selection_attention(q, k, v, selection)
-    assert nsa_sel.decisions()[-1].sharing_source == "counted at the first call"
-    assert len(logged("sel.sharing")) == 2
 
 
 @pytest.mark.gpu

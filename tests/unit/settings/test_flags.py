@@ -203,25 +203,6 @@ def test_override_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen() == ("triton-group", "NSA_SEL_BACKEND")
 
 
-@pytest.mark.usefixtures("pinned")
-@pytest.mark.parametrize(
-    ("name", "hint"), [("sdpa-packd", "did you mean 'sdpa-packed'?"), ("triton_group", "did you mean 'triton-group'?"), ("xyz", "")]
-)
-def test_unknown_backends_are_named_with_a_suggestion(monkeypatch: pytest.MonkeyPatch, name: str, hint: str) -> None:
-    monkeypatch.setenv("NSA_SEL_BACKEND", name)
-    for forced, source in ((name, "argument"), (None, "NSA_SEL_BACKEND")):
-        with pytest.raises(BackendError) as caught:
-            nsa_sel.core.decide.decide(LONG, H100, forced)
-        assert f"backend {name!r} ({source}) is unknown" in str(caught.value)
-    message = str(caught.value)
-    for text in (hint, "Allowed: triton-group, triton-token, sdpa-packed, numba", "Remedy: "):
-        assert text in message
-    assert ("did you mean" in message) == bool(hint)
-    assert hint or "is unknown to selection_attention. Allowed" in message
-    assert caught.value.decision is not None
-    assert caught.value.decision.forward is None
-
-
 # The memo
 
 

@@ -12,9 +12,8 @@ import pytest
 
 import nsa_sel.core.decide
 from nsa_sel.bench import tables
-from nsa_sel.bench.core.store import ROOT, read_rows
-from nsa_sel.bench.threshold_optimizer import faster_by, thresholds
-from nsa_sel.bench.tune.derive import PROFILES, render, threshold, words
+from nsa_sel.bench.core.store import ROOT
+from nsa_sel.bench.tune.derive import PROFILES, render
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Reason
 from nsa_sel.core.decide import explain_request
@@ -50,12 +49,6 @@ def test_a_profile_is_derived_from_its_rows(target: str) -> None:
     assert shipped_configs()[Path(target).name] == config.parse_config((ROOT / target).read_bytes(), target)
     by_hand = {"configs/devices/sm89_rtx4090.yaml"}
     assert {*PROFILES, *by_hand} == {file.relative_to(ROOT).as_posix() for file in (ROOT / "configs" / "devices").iterdir()}
-
-
-def test_the_example_runs_on_triton_where_it_was_measured_faster() -> None:
-    decision = explain_request(example_request(needs_grad=True), H200)
-    assert (decision.forward, decision.backward) == ("triton-tile", "triton-tile")
-    assert decision.settings.profile == "sm90_h200.yaml"
 
 
 # Lookup: by name, by compute capability, none
@@ -244,23 +237,6 @@ def test_the_flag_overrides_every_way(monkeypatch: pytest.MonkeyPatch, configure
     assert settings_for(RTX4090).sel_triton_min_L == {"forward": 512, "backward": 4096, "decode": 4096}
     monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "32")
     assert {settings_for(RTX4090).min_length(way) for way in WAYS} == {32}
-
-
-def test_a_threshold_needs_the_margin_at_every_longer_length() -> None:
-    def row(backend: str, length: int, ms: float) -> dict[str, object]:
-        case = {"case": f"threshold-prefill-D64-L{length}", "direction": "fwd", "n": length // 64, "block": 64}
-        return {**case, "backend": backend, "ms_median": ms, "ms_p20": ms * 0.99, "ms_p80": ms * 1.01}
-
-    times = {64: (1.0, 2.0), 256: (1.0, 1.1), 1024: (1.0, 1.3), 4096: (1.0, 9.0)}
-    rows = [row(b, L, t[i]) for L, t in times.items() for i, b in enumerate(("triton-group", "sdpa-packed"))]
-    assert thresholds([]) == []
-    known = threshold(thresholds(rows)[0])
-    assert (known.verdict, known.value, known.closest, known.cases) == ("measured", 1024, "threshold-prefill-D64-L1024", 4)
-    undecided = threshold(thresholds(rows[:4])[0])
-    assert (undecided.verdict, undecided.value, undecided.closest) == ("undecided", None, "threshold-prefill-D64-L256")
-    assert "undecided" in words(undecided)
-    assert faster_by(rows[0], rows[1]) == pytest.approx(2.0 * 0.99 / 1.01)
-    assert read_rows("bench/results/h200/selection.jsonl")
 
 
 def test_tables_of_the_documents_are_derived_from_their_rows() -> None:

@@ -220,29 +220,18 @@ def test_without_a_home_nothing_is_kept_and_that_is_said_once() -> None:
         kernel_configs.tune(Run(stamp_of(H200)), [one_problem_job()], times)
 
 
-def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert tuned.cache_folder() == tmp_path / "cache"
-    monkeypatch.delenv("NSA_SEL_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert tuned.cache_folder() == tmp_path / "xdg" / "nsa-sel"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    assert tuned.cache_folder() == tmp_path / ".cache" / "nsa-sel"
+def test_the_stamp_follows_the_kernels_and_the_committed_kernel_configs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stamp() -> str:
+        tuned._kernels.cache_clear()
+        return tuned._kernels()
 
-
-def test_the_stamp_follows_the_kernels_and_the_committed_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = tuned._kernels()
-    tuned._kernels.cache_clear()
-    assert tuned._kernels() == first
-    shipped = tuned.shipped_configs()
+    first, read, shipped = stamp(), Path.read_bytes, tuned.shipped_configs()
     base = shipped["base.yaml"]
     changed = {**shipped, "base.yaml": msgspec.structs.replace(base, kernels={**base.kernels, FORWARD: OTHER})}
-    monkeypatch.setattr(tuned, "shipped_configs", lambda: changed)
-    tuned._kernels.cache_clear()
-    assert tuned._kernels() != first
-    monkeypatch.undo()
-    read = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda self: read(self) + (b"#" if self.name == "softmax.py" else b""))
-    tuned._kernels.cache_clear()
-    assert tuned._kernels() != first
-    tuned._kernels.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(tuned, "shipped_configs", lambda: changed)
+        assert stamp() != first
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", lambda self: read(self) + (b"#" if self.name == "softmax.py" else b""))
+        assert stamp() != first
+    assert stamp() == first
