@@ -447,4 +447,4 @@ def test_one_graph_with_gradients() -> None:
 def test_opcheck(needs_grad: bool) -> None:
     call = make_choose_call(WHOLE)
     inputs = [x.detach().requires_grad_(needs_grad) for x in (call.q, call.k, call.v)]
-    torch.library.opcheck(torch.ops.nsa_sel.choose.default, (*inputs, list(SMALL), 50, 0.25, None, None, needs_grad))
+    torch.library.opcheck(torch.ops.nsa_sel.choose_forward.default, (*inputs, None, None, list(SMALL), 50, 0.25, None, None, needs_grad))
