@@ -20,7 +20,7 @@
 //   operand from shared memory, nor its product with keys.
 //
 //   SEGMENT  entries of a segment at most if shared tiles are left out, which a bit for each says; 0: none is
-#include "unit_steps.cuh"
+#include "row_steps.cuh"
 
 constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 32;  // a thread
 
@@ -93,7 +93,7 @@ struct Shares {
 
 // The tile's keys that no row of the segment sees become zeros.
 DEVICE void zero_unseen_keys(const Steps &list, unsigned char *k_tile) {
-    const int limit = seen_keys<128>(list);
+    const int limit = last_seen_key<128>(list);
     if (limit >= KEYS) return;
     for (int i = threadIdx.x; i < K_BYTES / 16; i += 128)
         if (i % (PANEL / 16) / 8 >= limit) *reinterpret_cast<uint4 *>(k_tile + i * 16) = make_uint4(0, 0, 0, 0);

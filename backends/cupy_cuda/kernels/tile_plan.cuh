@@ -6,14 +6,13 @@
 // Window: also computed: blocks of BLOCK keys starting at the first key that the tile's first token sees, whole where
 //   the windows of all tokens of the tile overlap.
 //
-//   ORDER_TOKENS  tiles hold tokens with similar selections instead of adjacent ones (token_order.cuh)
+//   ORDER_TOKENS  tiles hold tokens with similar selections instead of adjacent ones (ordered_union.cu)
 //   FEW_TOKENS    a tile holds all tokens of a (b, g), and its CTA builds the list itself (few_tokens.cuh)
 #pragma once
 #if FEW_TOKENS
 #include "few_tokens.cuh"
 #endif
 #include "softmax.cuh"
-#include "token_order.cuh"
 
 constexpr bool IN_TURNS = H == 1;  // both consumers own the same 64 tokens and alternate steps
 constexpr int TQ = 64 / H, TOKENS = IN_TURNS ? TQ : CONSUMERS * TQ;
@@ -33,7 +32,7 @@ struct TilePlan {
     i64 interleaved_heads;           // (b, g) whose tiles are interleaved: as many as have K and V in the L2 cache together
     u32 *tile_counter;               // tiles requested, zero before and after the kernel; null: one tile per CTA
 #if ORDER_TOKENS
-    const unsigned char *order;  // [B,G,stretches,ORDER_TOKENS] (token_order.cuh)
+    const unsigned char *order;  // [B,G,stretches,ORDER_TOKENS] (ordered_union.cu)
 #endif
 
     // Request the next tile from the atomic counter, by one warp; `tile_of` waits for the answer. Each CTA requests

@@ -4,7 +4,7 @@
 // Grid: persistent, at most one CTA per multiprocessor; with FEW_TOKENS one CTA per tile, two per multiprocessor. CTAs
 //   pull tiles from an atomic counter, because tiles differ in length.
 // Tile: TOKENS = CONSUMERS * TQ tokens of one (b, g) with their H heads; adjacent tokens, or in the order of
-//   token_order.cuh.
+//   ordered_union.cu.
 // Warpgroups: each of CONSUMERS consumer warpgroups owns a 64-row accumulator: TQ = 64 / H tokens times H heads. In the
 //   producer warpgroup, warp 0 loads K and V of the union of the tile's blocks (tile_plan.cuh), once for all consumers,
 //   in steps of KEYS keys, through a pipeline of STAGES stages. Warp 1 + i loads q (and do) of consumer i, one tile
@@ -410,3 +410,52 @@ DEVICE void write_rows(const float (&acc)[N], const float (&scale)[2], u16 *to, 
         }
     }
 }
+
+constexpr float SLACK = 8.0f;
+
+// One consumer's attention over a tile, of forward_tiles.cu and forward_gather.cu:
+//   s = q k^T,  p = 2^(c (s - m)),  o = sum_j p_j v_j / l,  lse = c m + log2 l         (softmax.cuh)
+// The running maximum m is lazy: it rises only if c (s - m) exceeds SLACK, so that most steps need no reduction over
+// lanes and do not rescale acc. p stays below 2^SLACK, and o = acc / l does not depend on m.
+struct Attention {
+    const RowPair &rows;
+    const float slack;  // SLACK / c
+    OnlineSoftmax softmax;
+    float acc[DV / 2], s[KEYS / 2], alpha[2] = {1.0f, 1.0f};  // s: [2, KEYS / 4], acc: [2, DV / 4], for a thread's two rows
+    u32 p[KEYS / 16][4];  // wgmma operand in registers
+    bool rises = false;   // a maximum rises in this step
+
+    DEVICE Attention(const RowPair &pair, float c, float slack) : rows(pair), slack(slack), softmax(c) {
+        UNROLL for (int i = 0; i < DV / 2; ++i) acc[i] = 0.0f;
+    }
+    // Replace logits by p, and compute alpha if a maximum rises. takes_part(r): row r selected some of the step's keys.
+    template <class Tile, class Row>
+    DEVICE void exponentiate(Tile &s, Row takes_part) {
+        float top[2];
+        UNROLL for (int r = 0; r < 2; ++r) top[r] = takes_part(r) ? row_max(s, r) : LOWEST;
+        rises = __any_sync(ALL_LANES, top[0] > softmax.m[0] + slack || top[1] > softmax.m[1] + slack);
+        if (rises) {
+            UNROLL for (int r = 0; r < 2; ++r) alpha[r] = softmax.raise(r, quad_max(top[r]));
+        }
+        UNROLL for (int r = 0; r < 2; ++r) softmax.exponentiate(s, r, takes_part(r));
+    }
+    DEVICE void compute_sums_before_wait(void *nowhere) {
+        compute_before_wait(softmax.l[0], nowhere);
+        compute_before_wait(softmax.l[1], nowhere);
+    }
+    DEVICE void update_operand() {
+        if (rises) scale_rows(acc, alpha);
+        as_operand(p, s);
+    }
+    // Store x.o and x.lse.
+    template <class Arguments>
+    DEVICE void write(const Arguments &x, const Problem &p, const TokenTile &tile, int consumer) {
+        float scale[2];
+        UNROLL for (int r = 0; r < 2; ++r) {
+            const RowTotals totals(softmax.c, softmax.m[r], quad_sum(softmax.l[r]));
+            scale[r] = totals.scale;
+            if (rows.bit[r] && threadIdx.x % 4 == 0) x.lse[RowPair::index(p, tile, consumer, r)] = totals.lse * LN_2;
+        }
+        write_rows<DV>(acc, scale, x.o, p, tile, consumer);
+    }
+};

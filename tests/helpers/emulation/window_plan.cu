@@ -1,7 +1,7 @@
 // What the kernels of a window go through, written to memory: the steps of every tile of tokens, and the rows of every tile of keys.
 #include "hardware.cuh"
+#include "key_to_rows.cuh"
 #include "tile_plan.cuh"
-#include "window_rows.cuh"
 
 struct Arguments {
     Problem p;
