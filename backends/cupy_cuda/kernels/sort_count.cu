@@ -7,11 +7,7 @@
 //   RANGE_BYTES  bytes per bound of a range
 #include "sort.cuh"
 
-#if RANGE_BYTES == 4
-typedef int Bound;
-#else
-typedef i64 Bound;
-#endif
+typedef If<RANGE_BYTES == 4, int, i64> Bound;
 constexpr int THREADS = 256, TABLE = 4096, EACH = 4;  // tiles per pass; ranges that a thread loads together
 
 struct Arguments {

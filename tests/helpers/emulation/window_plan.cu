@@ -16,10 +16,10 @@ extern "C" __global__ void window_plan(const Arguments x) {
     const int number = blockIdx.x;
     if (number < x.plan.tiles) {
         const TokenTile tile(number, x.plan, x.p.G);
-        const int2 counts = block_counts(x.p, x.plan, tile);
+        const int2 counts = Union::block_counts(x.p, x.plan, tile);
         int *to = x.steps + tile.i * (2 + x.plan.capacity);
         to[0] = counts.x, to[1] = counts.y;
-        for (int e = 0; e < counts.y; ++e) to[2 + e] = block_key(x.p, x.plan, tile, list_offset(counts, e));
+        for (int e = 0; e < counts.y; ++e) to[2 + e] = Union::block_key(x.p, x.plan, tile, list_offset(counts, e));
     }
     if (number < x.key_tiles) {
         const WindowRows<BLOCK, TQ> rows(x.p, static_cast<i64>(number) * BLOCK);
