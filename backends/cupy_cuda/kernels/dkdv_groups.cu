@@ -100,14 +100,12 @@ struct ListSteps : Segment<KEYS> {
     // A window ends within the box of its last step: consumers zero q and do of the tokens past it, because 0 * NaN is
     // NaN.
     DEVICE void zero_other_tokens(int step, unsigned char *stage) const {
-#if WINDOW
-        if (step_at(step) + 1 != steps || end % TQ == 0) return;
+        if (!WINDOW || step_at(step) + 1 != steps || end % TQ == 0) return;
 #pragma unroll 1
         for (int i = threadIdx.x % 128; i < STAGE_BYTES / 16; i += 128)
             if (i % (PANEL / 16) >= end % TQ * H * 8) *reinterpret_cast<uint4 *>(stage + i * 16) = make_uint4(0, 0, 0, 0);
         fence_async_proxy();
         named_barrier<128>(1 + threadIdx.x / 128);
-#endif
     }
     // Return the steps [x, y) of the list in which every row sees all keys of the tile.
     DEVICE int2 whole_steps() const {
@@ -376,9 +374,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), CTAS) dkdv_g
     __shared__ Pipeline<1> exchange;  // between two consumers
     if (!ADJACENT && blockIdx.x >= x.lists.segments[x.lists.lists]) return;
     const SegmentId id = segment_of(x, blockIdx.x);
-#if COMPRESS_BLOCK
-    if (id.number < 0 || id.number >= x.lists.segments[id.list + 1] - x.lists.segments[id.list]) return;
-#endif
+    if (COMPRESSED && (id.number < 0 || id.number >= x.lists.segments[id.list + 1] - x.lists.segments[id.list])) return;
     constexpr bool OWN_MEMORY = CONSUMERS == 1 || TILE_STAYS;  // the tile has its own memory
     unsigned char *stages = memory + (OWN_MEMORY ? STAGE_BYTES : 0);
     unsigned char *tile = memory + (OWN_MEMORY ? 0 : (STAGES - 1) * STAGE_BYTES);

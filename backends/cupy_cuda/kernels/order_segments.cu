@@ -31,22 +31,19 @@ struct Lists {
     DEVICE Lists(const Arguments &arguments) : x(arguments) {
         first = 0;
         count = static_cast<u32>(x.all.lists);
-#if BY_UNITS
-        const u32 pairs_all = x.pairs_all, pairs = x.pairs, units = (pairs_all + pairs - 1) / pairs, pair = blockIdx.x % units * pairs;
-        first = (blockIdx.x / units * pairs_all + pair) * static_cast<u32>(x.all.tiles);
-        count = min(pairs, pairs_all - pair) * static_cast<u32>(x.all.tiles);
-#endif
+        if (BY_UNITS) {
+            const u32 pairs_all = x.pairs_all, pairs = x.pairs, units = (pairs_all + pairs - 1) / pairs, pair = blockIdx.x % units * pairs;
+            first = (blockIdx.x / units * pairs_all + pair) * static_cast<u32>(x.all.tiles);
+            count = min(pairs, pairs_all - pair) * static_cast<u32>(x.all.tiles);
+        }
         base = static_cast<u32>(x.all.segments[first]);
         segments = static_cast<u32>(x.all.segments[first + count]) - base;
     }
     DEVICE u32 stretch_of(u32 list, i64 begin) const {
         const u32 pair = (list - first) / static_cast<u32>(x.all.tiles), stretch = static_cast<u32>(x.stretch);
-#if BY_UNITS
-        return pair / stretch;
-#else
+        if (BY_UNITS) return pair / stretch;
         const u32 row = static_cast<u32>(x.all.entries[begin]) / static_cast<u32>(x.each);
         return static_cast<u32>(pair * x.S + row) / stretch;
-#endif
     }
 };
 

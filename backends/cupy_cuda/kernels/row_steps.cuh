@@ -14,11 +14,7 @@
 #include "hopper_tiles.cuh"
 
 constexpr int TQ = 64 / H, KEYS = 64, ROWS = 64;
-#if COMPRESS_BLOCK || WINDOW
-constexpr bool ADJACENT = true;  // the tokens of a step are adjacent
-#else
-constexpr bool ADJACENT = false;
-#endif
+constexpr bool ADJACENT = BY_ARITHMETIC;  // the tokens of a step are adjacent
 constexpr bool BY_TMA = ADJACENT || H >= 8;
 constexpr int COPY_WARPS = BY_TMA ? 1 : 3;
 constexpr int CONSUMERS = DK > 128 || DV > 128 ? 2 : 1;  // one consumer lacks registers for wider sums
