@@ -2,7 +2,7 @@
 # make test-thorough         the tests marked so: more shapes of compiled kernels, for minutes; CI runs them, `.ci/run` does not
 # make test-one-thread       with OMP_NUM_THREADS=1, the tests that set numbers of threads, compile code that has threads, or make a CPU's
 #                           products: torch itself has one thread in all tests (tests/conftest.py), so the others would do the same again,
-#                           as would torch's own paths in test_cpu_backends.py, and what test_compile.py only traces
+#                           as would torch's own paths in the contract table, and what test_compile.py only traces
 # make docs                  the API reference, from the docstrings, in build/docs/
 # make derived               all that follows from the committed rows: profiles, matrix tables, documents' tables, the README's picture
 # make lane-sm80 ... lane-sm120    how calls are routed on such GPUs, which are injected: no GPU is needed
@@ -45,9 +45,9 @@ test-thorough: $(STAMP)
 
 test-one-thread: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) -m 'not gpu and not slow and not thorough' \
-	-k 'not triton and not cuda and not imports and (numba or not (test_cpu_backends or test_attend)) and (inductor or not test_compile)' \
-	tests/contract/test_attend.py tests/backends/test_cpu_backends.py tests/backends/test_numba_cpu.py tests/backends/test_sdpa_packed.py tests/backends/test_sdpa_paths.py \
-	tests/core/test_compile.py tests/core/test_training.py
+	-k 'not triton and not cuda and not imports and (numba or not test_attend) and (inductor or not test_compile)' \
+	tests/contract/test_attend.py tests/unit/backends/test_numba.py tests/unit/backends/test_sdpa.py \
+	tests/unit/core/test_compile.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -57,7 +57,7 @@ lint: $(STAMP)
 venv: $(STAMP)
 
 lane-sm80 lane-sm86 lane-sm89 lane-sm90 lane-sm100 lane-sm120: lane-%: $(STAMP)
-	$(BIN)/python -m pytest tests/policies/test_lanes.py -k $*
+	$(BIN)/python -m pytest tests/unit/policies/test_lanes.py -k $*
 
 package: $(STAMP)
 	$(BIN)/python -m build
@@ -65,16 +65,16 @@ package: $(STAMP)
 GPU_TEST = PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" NSA_TEST_TRITON_SEL=1 $(PYTHON) -m pytest $(shell $(PYTHON) -c 'import xdist' 2>/dev/null && printf '%s' '-n 8')
 
 gpu-test: need-gpu
-	$(GPU_TEST) -m gpu tests/backends/test_every_kernel_gpu.py tests/policies/test_lanes.py
+	$(GPU_TEST) -m gpu tests/unit/backends/test_every_kernel_gpu.py tests/unit/policies/test_lanes.py
 
 gpu-test-full: need-gpu
 	$(GPU_TEST) -m 'gpu and not slow'
 
 gpu-lane: need-gpu
-	$(GPU_TEST) -m gpu tests/policies/test_lanes.py
+	$(GPU_TEST) -m gpu tests/unit/policies/test_lanes.py
 
 sanitize: need-gpu
-	PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" NSA_TEST_TRITON_SEL=1 $(PYTHON) -m pytest -m 'gpu and slow' tests/backends/test_cupy_cuda_gpu.py
+	PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" NSA_TEST_TRITON_SEL=1 $(PYTHON) -m pytest -m 'gpu and slow' tests/unit/backends/test_cuda_gpu.py
 
 need-gpu:
 	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \

@@ -1,5 +1,4 @@
-"""The gated sum and its backward pass in plain PyTorch, with the same functions as `nsa_sel.backends._triton.gate` for
-GPUs."""
+"""The gated sum and its backward pass in plain PyTorch, with the functions of the GPUs' `_triton/elementwise.py`."""
 
 from __future__ import annotations
 

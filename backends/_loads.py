@@ -21,10 +21,10 @@ class Lists(NamedTuple):
     selected: Tensor  # keys that the rows select, summed over rows
 
 
-def lists_of(call: Call, tokens: int, width: int, places: Tensor | None = None) -> Lists:
+def lists_of(call: Call, tokens: int, width: int, order: Tensor | None = None) -> Lists:
     """Return the lists for tiles of `tokens` rows and of `width` keys; `width` divides the block size.
 
-    places: [B,S,G], the rows' order in which tiles take adjacent rows; by default s.
+    order: [B,S,G], the rows' order in which tiles take adjacent rows; by default s.
     """
     start, end = call.clamped_ranges()
     B, S, G, _ = start.shape
@@ -33,9 +33,9 @@ def lists_of(call: Call, tokens: int, width: int, places: Tensor | None = None) 
     first = start.unsqueeze(-1) + torch.arange(0, block, width, device=start.device)
     length = torch.minimum(end.unsqueeze(-1), first + width) - first
     pair = torch.arange(B * G, device=start.device).view(B, 1, G, 1, 1)
-    if places is None:
-        places = torch.arange(S, device=start.device).view(1, S, 1)
-    tile = (places // tokens)[..., None, None]
+    if order is None:
+        order = torch.arange(S, device=start.device).view(1, S, 1)
+    tile = (order // tokens)[..., None, None]
     number = (tile * B * G + pair) * -(-call.S_kv // width) + first // width
     real = length > 0
     number, inverse, rows = torch.unique(number[real], return_inverse=True, return_counts=True)
@@ -44,11 +44,11 @@ def lists_of(call: Call, tokens: int, width: int, places: Tensor | None = None) 
     return Lists(number, rows, keys, zeros.scatter_add(0, inverse, length[real]))
 
 
-def union_keys(call: Call, tokens: int, places: Tensor | None = None) -> int:
+def union_keys(call: Call, tokens: int, order: Tensor | None = None) -> int:
     """Return how many keys tiles of `tokens` rows (see `lists_of`) load: each tile loads the union of its rows' keys
     once."""
     assert call.selection.block_size is not None, "only backends of whole blocks tile rows"
-    return int(lists_of(call, tokens, call.selection.block_size, places).keys.sum())
+    return int(lists_of(call, tokens, call.selection.block_size, order).keys.sum())
 
 
 def piecewise_keys(call: Call, width: int, section: int, pairs: int, piece: int) -> int:

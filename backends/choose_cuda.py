@@ -12,8 +12,7 @@ from torch import Tensor
 from nsa_sel.backends import choose_triton
 from nsa_sel.backends._triton.arguments import NARROW
 from nsa_sel.backends.cupy_cuda import compressed
-from nsa_sel.core.call import device_info
-from nsa_sel.core.choose_call import ChooseCall
+from nsa_sel.core.call import ChooseCall, device_info
 
 
 def attention(call: ChooseCall) -> tuple[Tensor, Tensor]:

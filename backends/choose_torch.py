@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.arguments import range_dtype, whole_blocks
-from nsa_sel.core.choose_call import ChooseCall, Rule
+from nsa_sel.core.call import ChooseCall, Rule
 from nsa_sel.core.ranges import sorted_blocks
 
 Others = ParamSpec("Others")

@@ -1,32 +1,32 @@
 """choose-triton: attention to compressed keys, importance without storing p, and top n without sorting.
 
 Forward kernels:
-    _triton/choose_attention.py   o and lse
-    _triton/importance.py         block scores from q, k and lse, as NSA defines them
-    _triton/block_scores.py       block scores for other pools: the maximum, or logits
-    _triton/choose_pages.py       all of these for a few new tokens over compressed keys in pages
-    _triton/top_n.py              the best blocks
+    _triton/runs.py            o and lse
+    _triton/choose_scores.py   block scores from q, k and lse, as NSA defines them (importance), or for other pools
+    _triton/choose_pages.py    all of these for a few new tokens over compressed keys in pages
+    _triton/ranges.py          the best blocks
 Scores and top n run on a chunk of rows at a time, so that the scores of all rows are never in memory.
-Backward: dq in _triton/choose_attention.py, dk and dv in _triton/choose_dkdv.py. The selection itself has no gradient.
+Backward: dq in _triton/runs.py, dk and dv in _triton/choose_dkdv.py. The selection itself has no gradient.
 A compressed key must not cover more pieces than a block has (rule.reach <= rule.pieces).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa_sel.backends._triton import choose_attention, choose_dkdv, choose_pages
-from nsa_sel.backends._triton.arguments import narrow_suffix
-from nsa_sel.backends._triton.block_scores import block_scores
-from nsa_sel.backends._triton.choose_rows import heads_of
-from nsa_sel.backends._triton.importance import importance
-from nsa_sel.backends._triton.tiles import MIN_TILE
-from nsa_sel.backends._triton.top_n import top_n
+from nsa_sel.backends._triton import choose_dkdv, choose_pages, runs
+from nsa_sel.backends._triton.arguments import dims_of, heads_of, narrow_suffix
+from nsa_sel.backends._triton.choose_rows import Sizes, bounds_of, by_tma, sizes_of, strides_of
+from nsa_sel.backends._triton.choose_scores import block_scores, importance
+from nsa_sel.backends._triton.kernel import Kernel
+from nsa_sel.backends._triton.ranges import top_n
+from nsa_sel.backends._triton.tiles import MIN_TILE, kv_descriptors
 from nsa_sel.core.arguments import range_dtype
-from nsa_sel.core.choose_call import NSA_POOL, ChooseCall
+from nsa_sel.core.call import NSA_POOL, ChooseCall
 from nsa_sel.settings.schema import KernelConfig
 
 CONFIGS = {  # by kernel and class of head dims (`narrow_suffix`); one that has no config of its own takes the plain one
@@ -55,7 +55,7 @@ CONFIGS = {  # by kernel and class of head dims (`narrow_suffix`); one that has 
 
 
 def config_of(call: ChooseCall, kernel: str) -> KernelConfig:
-    return CONFIGS.get(kernel + narrow_suffix(heads_of(call)), CONFIGS[kernel])
+    return CONFIGS.get(kernel + narrow_suffix(heads_of(call.q, call.v)), CONFIGS[kernel])
 
 
 def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,8 +89,22 @@ def attention(call: ChooseCall) -> tuple[Tensor, Tensor]:
     B, S, G, h, _ = call.q.shape
     o = call.q.new_empty(B, S, G, h, call.v.shape[3])
     lse = call.q.new_empty(B, S, G, h, dtype=torch.float32)
-    choose_attention.forward(call, o, lse, config_of(call, "choose/forward"))
+    if lse.numel():
+        kernel, programs, inputs, sizes = _tiles(runs.forward_kernel, call, config_of(call, "choose/forward"))
+        kernel.launch(programs, (*inputs, o, lse), (strides_of(call), sizes, call.scale_log2()))
     return o, lse
+
+
+def _tiles(function: Any, call: ChooseCall, config: KernelConfig) -> tuple[Kernel, int, tuple[Any, ...], Sizes]:
+    """Return a kernel over tiles of rows, its grid, the tensors that it reads, and its sizes.
+
+    More than `rows` heads take several programs.
+    """
+    kernel = runs.run_kernel(function, dims_of(call.q, call.v), call.rule, config)
+    descriptors = kv_descriptors(call.k, call.v, kernel.constants["dims"], config.block_l, by_tma(call, config))
+    inputs = (call.q, *descriptors, call.k, call.v, call.q_pos, *bounds_of(call), None)
+    sizes, (B, _, G, h, _) = sizes_of(call, kernel.constants["TQ"]), call.q.shape
+    return kernel, B * G * sizes.tiles * -(-h // config.rows), inputs, sizes
 
 
 def log_sum_exp(call: ChooseCall) -> Tensor:
@@ -165,5 +179,8 @@ def dq(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     positive."""
     B, S, G, h = lse.shape
     gradient, facts = torch.empty_like(call.q, memory_format=torch.contiguous_format), lse.new_empty(B, G, 2, S, h)
-    choose_attention.dq(call, o, lse, do, dlse, gradient, facts, config_of(call, "choose/dq"))
+    if lse.numel():
+        kernel, programs, inputs, sizes = _tiles(runs.dq_kernel, call, config_of(call, "choose/dq"))
+        numbers = (strides_of(call), do.stride()[:4], sizes, call.scale, call.scale_log2())
+        kernel.launch(programs, (*inputs, o, lse, do, dlse, gradient, None, facts), numbers)
     return gradient, facts

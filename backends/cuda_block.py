@@ -18,11 +18,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends import triton_block
-from nsa_sel.backends._buffers import temporary, unwritten
-from nsa_sel.backends._common import backward_of_any_scale, forward_of_any_scale, known
-from nsa_sel.backends._driver import thread
 from nsa_sel.backends._loads import lists_of
-from nsa_sel.backends._replay import kept_plan
 from nsa_sel.backends._triton import arguments
 from nsa_sel.backends._triton.key_to_rows import KeyToRows
 from nsa_sel.backends._triton.large_blocks import is_large
@@ -31,6 +27,10 @@ from nsa_sel.backends.cupy_cuda import launch, sm90
 from nsa_sel.backends.cupy_cuda.compiler import Constants
 from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows as SegmentedLists
 from nsa_sel.backends.cupy_cuda.key_to_rows import lists_fit, most_segments, segment_length, sort
+from nsa_sel.backends.launcher.buffers import temporary, unwritten
+from nsa_sel.backends.launcher.cuda_driver import thread
+from nsa_sel.backends.launcher.passes import backward_of_any_scale, cached_by_class, forward_of_any_scale
+from nsa_sel.backends.launcher.replay import kept_plan
 from nsa_sel.backends.specs import HOPPER_LISTS
 from nsa_sel.core.call import Call
 
@@ -240,7 +240,7 @@ def loaded_keys(call: Call, selected: int, count: bool) -> int:
     return loaded + int(torch.minimum(-(-rows // segment) * lists.keys, reads).sum())
 
 
-@known
+@cached_by_class
 def takes(call: Call) -> bool:
     """Return whether the CUDA kernels compute this call."""
     (h, Dk), Dv = call.q.shape[3:], call.v.shape[3]
@@ -248,7 +248,7 @@ def takes(call: Call) -> bool:
     return fits and call.device.sm == HOPPER_LISTS.sm and launch.aligned(call.q, call.k, call.v)
 
 
-@known
+@cached_by_class
 def _constants(call: Call, segment: int) -> tuple[Constants, Constants, int]:
     """Return the macros of both backward kernels, and the bytes of dynamic shared memory of block_gradients.cu.
 
@@ -259,7 +259,7 @@ def _constants(call: Call, segment: int) -> tuple[Constants, Constants, int]:
     return visiting, launch.macros(call, KEYS=KEYS_SUMMED), shape.shared
 
 
-@known
+@cached_by_class
 def _partials(call: Call) -> tuple[Constants, int, int]:
     """Return the macros of block_partials.cu, most entries per segment, and bytes of dynamic shared memory (a tile,
     stages of q)."""
@@ -278,7 +278,7 @@ def _joins(call: Call, section: int) -> bool:
     return sm90.ROWS % h == 0 and aligned and call.selection.n * call.reach(WIDTH) <= MASK_BITS
 
 
-@known
+@cached_by_class
 def _join(call: Call, source: str) -> tuple[Constants, int]:
     """Return the macros of a join kernel and its bytes of dynamic shared memory (rows and a tile, or stages)."""
     (h, Dk), Dv = call.q.shape[3:], call.v.shape[3]
@@ -298,7 +298,7 @@ class Sizes(NamedTuple):
     parts: int
 
 
-@known
+@cached_by_class
 def _sizes(call: Call, reach: int) -> Sizes:
     """Return units whose q and do per pair fit L2_BYTES, and whose shares of dq, partial sums and sums fit the
     workspace.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
-from nsa_sel.core.backend import Backend, Library, Limits, Requirement, StepKernels, Switch, TileKernels
+from nsa_sel.core.backend import Backend, Library, Limits, Requirement, StepKernels, Switch, TileKernels, WindowKernels
 
 WIDE, WIDEST = 256, 320  # columns of a key plus its value above which Triton kernels use another config
 
@@ -221,6 +221,27 @@ CHOOSERS = (
             "choose": ("launch", "scores", "rows", "compressed-wide"),
             "choose-backward": ("launch", "scores", "rows", "compressed-wide"),
         },
+    ),
+)
+
+# Kernels of sliding windows, in the order in which they are tried; chunks of rows run the rest (_window/).
+WINDOWS = (
+    WindowKernels(
+        name="CUDA",
+        path="nsa_sel.backends.window_cuda",
+        then="the Triton kernels",
+        dtypes=("float16", "bfloat16"),
+        head_dim_max=256,
+        only_sm=ARITHMETIC_TILES.sm,
+        needs="cupy-cuda",
+    ),
+    WindowKernels(
+        name="Triton",
+        path="nsa_sel.backends.window_triton",
+        then="chunks of rows",
+        dtypes=("float16", "bfloat16", "float32"),
+        head_dim_max=256,
+        min_sm=80,
     ),
 )
 

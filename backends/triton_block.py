@@ -22,8 +22,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_sel.backends._buffers import temporary
-from nsa_sel.backends._common import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.backends._loads import piecewise_keys
 from nsa_sel.backends._triton import arguments, large_blocks
 from nsa_sel.backends._triton.dkdv import Gradients, key_value_gradients, partial_unit, sum_unit
@@ -44,6 +42,8 @@ from nsa_sel.backends._triton.units import (
     units,
     workspace_beside_plan,
 )
+from nsa_sel.backends.launcher.buffers import temporary
+from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.core.call import Call
 from nsa_sel.settings.schema import KernelConfig
 

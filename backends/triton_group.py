@@ -1,7 +1,8 @@
 """triton-group: one program per query row and KV group, which loads K and V once for all h heads of the group.
 
 Forward kernels, all built on the online softmax of _triton/softmax.py:
-    ranges  pointer loads over ranges of any length, and over blocks of fewer than 16 keys (_triton/group_ranges.py)
+    ranges  pointer loads over ranges of any length; over blocks of fewer than 16 keys, a kernel of their own
+            (_triton/group_ranges.py)
     blocks  whole blocks through TMA (sm_90 and newer), the block that the causal clamp cuts through pointers; all
             blocks through pointers if pages are smaller than a step (_triton/group_blocks.py)
     split   few rows (decode): the `ranges` kernel with each row's keys split over several programs, merged by
@@ -19,16 +20,15 @@ import msgspec
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa_sel.backends._buffers import temporary
-from nsa_sel.backends._common import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.backends._triton import arguments
-from nsa_sel.backends._triton.combine import combine, multiprocessors, split_parts
+from nsa_sel.backends._triton.combine import combine, count_splits, multiprocessors
 from nsa_sel.backends._triton.dkdv import key_value_gradients
 from nsa_sel.backends._triton.group_blocks import dq_blocks_kernel, forward_blocks_kernel
-from nsa_sel.backends._triton.group_ranges import dq_kernel, forward_ranges_kernel
+from nsa_sel.backends._triton.group_ranges import dq_kernel, dq_small_blocks_kernel, forward_ranges_kernel, forward_small_blocks_kernel
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
-from nsa_sel.backends._triton.tiles import MIN_TILE, tile_size
-from nsa_sel.backends._triton.tma import descriptor, tma_fits
+from nsa_sel.backends._triton.tiles import MIN_TILE, descriptor, tile_size
+from nsa_sel.backends.launcher.buffers import temporary
+from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.core.call import Call
 from nsa_sel.settings.schema import KernelConfig
 
@@ -44,7 +44,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     programs, sms = B * S * G * _head_tiles(heads.h), multiprocessors(call)
     if programs <= (2 * sms if _small_block(call) else sms):
         config = arguments.kernel_config(call, heads, "triton-group/decode")
-        return _forward_ranges(call, heads, "triton-group/decode", config, programs, _split_parts(call, config, programs))
+        return _forward_ranges(call, heads, "triton-group/decode", config, programs, _count_splits(call, config, programs))
     blocks = "triton-group/decode-blocks" if S <= FEW_TOKENS else "triton-group/forward-blocks"
     if _tma_fits(call, heads, blocks):
         return _forward_blocks(call, heads, blocks, arguments.kernel_config(call, heads, blocks, True), programs)
@@ -72,38 +72,40 @@ def _forward_blocks(call: Call, heads: arguments.Heads, name: str, config: Kerne
 
 
 def _forward_ranges(
-    call: Call, heads: arguments.Heads, name: str, config: KernelConfig, programs: int, parts: int
+    call: Call, heads: arguments.Heads, name: str, config: KernelConfig, programs: int, splits: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     # A walk of one step has nothing to prefetch.
-    if config.num_stages > 2 and call.selection.length_bound(call.S_kv) <= parts * config.block_l:
+    if config.num_stages > 2 and call.selection.length_bound(call.S_kv) <= splits * config.block_l:
         config = msgspec.structs.replace(config, num_stages=2)
     o, lse = arguments.outputs(call)
-    if parts == 1:
+    if splits == 1:
         to_o, to_lse = o, lse
     else:
-        to_o = temporary(call, lse, lse.numel(), parts, o.shape[-1])
-        to_lse = temporary(call, lse, lse.numel(), parts)
+        to_o = temporary(call, lse, lse.numel(), splits, o.shape[-1])
+        to_lse = temporary(call, lse, lse.numel(), splits)
     n, block = call.selection.n, _small_block(call)
-    walk = n if block else arguments.walk_width(call)
-    one_page = block == 0 and _one_page(call)
-    kernel = _ranges(heads, _cache(call), config, walk, one_page, parts > 1, block == 0 and parts > 1 and n <= walk, block)
+    if block:
+        kernel = _small_blocks(heads, _cache(call), config, splits > 1, block)
+    else:
+        walk = arguments.walk_width(call)
+        kernel = _ranges(heads, _cache(call), config, walk, _one_page(call), splits > 1, splits > 1 and n <= walk)
     arguments.announced(call, heads, name, config, kernel).launch(
-        programs * parts,
+        programs * splits,
         (call.q, call.k, call.v, *_index(call), *_scales(call), to_o, to_lse),
-        (arguments.strides(call), _cache_strides(call), arguments.sizes(call), n, parts, call.scale_log2()),
+        (arguments.strides(call), _cache_strides(call), arguments.sizes(call), n, splits, call.scale_log2()),
     )
-    if parts > 1:
-        combine(to_o, to_lse, o, lse, parts)
+    if splits > 1:
+        combine(to_o, to_lse, o, lse, splits)
     return o, lse
 
 
-def _split_parts(call: Call, config: KernelConfig, programs: int) -> int:
+def _count_splits(call: Call, config: KernelConfig, programs: int) -> int:
     """Return the number of programs per row. A multiprocessor runs one program of FULL warps or more, else two at once;
     over small blocks, where programs wait for addresses, as many as have FULL warps together. Each program walks at
     least 32 keys."""
     together = FULL // config.num_warps if _small_block(call) else 2
     at_once = multiprocessors(call) * (1 if config.num_warps >= FULL else together)
-    return split_parts(call, programs, at_once, max(32, config.block_l))
+    return count_splits(call, programs, at_once, max(32, config.block_l))
 
 
 @backward_of_any_scale
@@ -123,7 +125,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     else:
         config = arguments.kernel_config(call, heads, "triton-group/dq")
         block = _small_block(call)
-        kernel = _dq(heads, config, n if block else arguments.walk_width(call), block)
+        kernel = _dq(heads, config, arguments.walk_width(call), block)
         arguments.announced(call, heads, "triton-group/dq", config, kernel).launch(grid, (call.q, *tensors), numbers)
     dk, dv = key_value_gradients(call, heads, lse, do, delta, "triton-group/dkdv")
     return dq, dk, dv
@@ -135,7 +137,7 @@ def loaded_keys(call: Call, selected: int, count: bool) -> int:
 
 
 class Cache(NamedTuple):
-    """Layout of a call's key cache, as constexpr parameters of the forward kernels."""
+    """Layout of a call's key cache, the constexpr parameter `cache` of the forward kernels."""
 
     LENGTHS: bool  # q_pos holds sequence lengths instead of positions
     PAGE: int  # keys per page; 0 if k and v are not paged
@@ -180,22 +182,29 @@ def _cache_strides(call: Call) -> CacheStrides:
 
 @functools.lru_cache(REMEMBERED)
 def _ranges(
-    heads: arguments.Heads, cache: Cache, config: KernelConfig, walk: int, one_page: bool, split: bool, one_walk: bool, block: int
+    heads: arguments.Heads, cache: Cache, config: KernelConfig, walk: int, one_page: bool, split: bool, one_walk: bool
 ) -> Kernel:  # fmt: skip
-    walking = {"ONE_PAGE": one_page, "SPLIT": split, "ONE_WALK": one_walk, "BLOCK": block, "BLOCK_L": config.block_l, "NP": walk}
-    return Kernel(forward_ranges_kernel, dims=arguments.dims(heads), **cache._asdict(), **walking, **_rows_and_options(heads, config))
+    walking = {"SPLIT": split, "ONE_PAGE": one_page, "ONE_WALK": one_walk, "BLOCK_L": config.block_l, "NP": walk}
+    return Kernel(forward_ranges_kernel, dims=arguments.dims(heads), cache=cache, **walking, **_rows_and_options(heads, config))
+
+
+@functools.lru_cache(REMEMBERED)
+def _small_blocks(heads: arguments.Heads, cache: Cache, config: KernelConfig, split: bool, block: int) -> Kernel:
+    tiles = {"SPLIT": split, "BLOCK": block, "BLOCK_L": config.block_l, **_rows_and_options(heads, config)}
+    return Kernel(forward_small_blocks_kernel, dims=arguments.dims(heads), cache=cache, **tiles)
 
 
 @functools.lru_cache(REMEMBERED)
 def _blocks(heads: arguments.Heads, cache: Cache, n: int, block: int, config: KernelConfig) -> Kernel:
     tiles = {**_block_tiles(n, block, config), **_rows_and_options(heads, config)}
-    return Kernel(forward_blocks_kernel, dims=arguments.dims(heads), **cache._asdict(), **tiles)
+    return Kernel(forward_blocks_kernel, dims=arguments.dims(heads), cache=cache, **tiles)
 
 
 @functools.lru_cache(REMEMBERED)
 def _dq(heads: arguments.Heads, config: KernelConfig, walk: int, block: int) -> Kernel:
-    walking = {"BLOCK": block, "BLOCK_L": config.block_l, "NP": walk}
-    return Kernel(dq_kernel, dims=arguments.dims(heads), **walking, **_rows_and_options(heads, config))
+    """Return the dq kernel for blocks of fewer than MIN_TILE keys, or if `block` is 0 for ranges."""
+    tiles = {"dims": arguments.dims(heads), "BLOCK_L": config.block_l, **_rows_and_options(heads, config)}
+    return Kernel(dq_small_blocks_kernel, BLOCK=block, **tiles) if block else Kernel(dq_kernel, NP=walk, **tiles)
 
 
 @functools.lru_cache(REMEMBERED)
@@ -243,7 +252,7 @@ def _tma_fits(call: Call, heads: arguments.Heads, kernel: str) -> bool:
     if config.loads != "tma" or not _whole_blocks(call):
         return False
     whole = call.block_table is None or call.k.shape[2] % min(config.block_l, _block(call)) == 0
-    return whole and tma_fits(call)
+    return whole and arguments.tma_fits(call)
 
 
 def _one_page(call: Call) -> bool:

@@ -2,7 +2,7 @@
 whole tile.
 
 Neighboring tokens select nearly the same blocks (docs/kernels.md). A tile holds TQ tokens times h heads, which fill the
-64 rows of a tensor-core tile, and walks the union of their blocks (_triton/block_union.py). Rows that did not select a
+64 rows of a tensor-core tile, and walks the union of their blocks (_triton/blocks.py). Rows that did not select a
 block are masked by shifting their logits to -inf (softmax.chosen_step), at no per-element cost.
     whole blocks  visible to every row of the tile up to their last key: no mask; loaded through TMA on sm_90 and newer,
                   through pointers on older GPUs
@@ -26,27 +26,26 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa_sel.backends._common import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.backends._loads import union_keys
 from nsa_sel.backends._slices import by_parts
 from nsa_sel.backends._triton import arguments
-from nsa_sel.backends._triton.block_union import MOST_ROWS, BlockUnion, block_union, tile_bytes
+from nsa_sel.backends._triton.blocks import MOST_ROWS, BlockUnion, block_union, tile_bytes
 from nsa_sel.backends._triton.dkdv import key_value_gradients
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.rows import row_limit, tile_rows
-from nsa_sel.backends._triton.softmax import (
-    LN_2,
-    LOWEST,
-    add_product,
-    chosen_step,
-    delta_and_lse,
-    finish_softmax,
-    p_and_ds,
-    softmax_step,
-    split_products,
+from nsa_sel.backends._triton.softmax import LN_2, delta_and_lse, finish_softmax, split_products
+from nsa_sel.backends._triton.tiles import (
+    MIN_TILE,
+    kv_descriptors,
+    load_columns,
+    load_kv,
+    load_split,
+    load_whole,
+    row_pointers,
+    store_columns,
 )
-from nsa_sel.backends._triton.tiles import MIN_TILE, load_columns, load_kv, load_split, load_whole, row_pointers, store_columns, store_split
-from nsa_sel.backends._triton.tma import descriptor
+from nsa_sel.backends._triton.walk import add_cut_steps, add_step, empty_dq, empty_sums, store_dq
+from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.core.call import Call
 from nsa_sel.settings.schema import KernelConfig
 
@@ -102,6 +101,45 @@ def gather_keys(
 
 
 @triton.jit
+def walk_union(
+    sums, q, grad, descs, k, v, blocks, rows, whole, total, b, g, bit, exists, limit, strides, c,
+    dims: tl.constexpr, BLOCK: tl.constexpr, BLOCK_L: tl.constexpr, TAIL_L: tl.constexpr,
+):  # fmt: skip
+    """Add the blocks of a tile's list to the sums of its rows (walk.py).
+
+    bit, exists, limit: [ROWS], each row's bit in `rows`, whether it exists, and one past the last key that it may see.
+    Entries [0, whole) are visible to every row up to their last key; entries [whole, total) may be cut for some row.
+    """
+    REST: tl.constexpr = dims.BLOCK_REST
+    STEPS: tl.constexpr = BLOCK // BLOCK_L
+    b64, g64 = b.to(tl.int64), g.to(tl.int64)
+    if BLOCK < BLOCK_L:
+        for cut in tl.static_range(2):
+            stop = total if cut else whole
+            for i in range(whole if cut else 0, stop, BLOCK_L // BLOCK):
+                k_tile, k_rest, v_tile, sees = gather_keys(
+                    k, v, blocks, rows, i, stop, bit, limit, strides, b64, g64, dims, BLOCK, BLOCK_L, cut
+                )  # fmt: skip
+                logits = split_products(q[0], q[1], k_tile, k_rest, REST)  # [ROWS, BLOCK_L]
+                sums = add_step(sums, grad, logits, (k_tile, k_rest, v_tile), c, REST, sees)
+    else:
+        # Read the list one step ahead: a TMA load cannot start until its block number has arrived.
+        block, chosen = tl.load(blocks), tl.load(rows)
+        for step in range(0, whole * STEPS):
+            at = block * BLOCK + step % STEPS * BLOCK_L
+            kv = load_whole(descs[0], descs[1], descs[2], k, v, strides, b, g, at, dims, BLOCK_L)
+            selected = selects(chosen, bit)  # [ROWS]
+            coming = tl.minimum((step + 1) // STEPS, whole - 1)
+            block, chosen = tl.load(blocks + coming), tl.load(rows + coming)
+            logits = split_products(q[0], q[1], kv[0], kv[1], REST)  # [ROWS, BLOCK_L]
+            sums = add_step(sums, grad, logits, kv, c, REST, None, selected)
+        for i in range(whole, total):
+            first, end, sees = cut_block(blocks, rows, i, bit, exists, limit, BLOCK)
+            sums = add_cut_steps(sums, q, grad, k, v, strides, b64, g64, 0, first, end, sees, sees, c, dims, TAIL_L, False)
+    return sums
+
+
+@triton.jit
 def forward_kernel(
     q, k_desc, k_rest_desc, v_desc, k, v, blocks, rows, counts, q_pos, o, lse, strides, sizes, tiles, capacity, scale_log2,
     dims: tl.constexpr, BLOCK: tl.constexpr, TQ: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr, TAIL_L: tl.constexpr,
@@ -111,58 +149,23 @@ def forward_kernel(
     Grid: one program per tile of TQ tokens; where h > ROWS, one program per ROWS heads of the tile.
     Tiles: q [ROWS, BLOCK_D + BLOCK_REST], k [BLOCK_L, BLOCK_D + BLOCK_REST], v [BLOCK_L, BLOCK_DV]; TAIL_L keys per
     step in cut blocks.
-    TMA: k_desc, k_rest_desc (second column tile of k) and v_desc load whole blocks; pointers do where these are None.
-    Masks: entries [0, whole) are visible to every row up to their last key; entries [whole, total) may be cut for some
-    row.
+    TMA: k_desc, k_rest_desc (second column tile of k) and v_desc load whole blocks; None: pointer loads.
     """
     S, S_kv, G = sizes
-    ACC: tl.constexpr = lse.dtype.element_ty
-    BLOCK_DV: tl.constexpr = dims.BLOCK_DV
-    STEPS: tl.constexpr = BLOCK // BLOCK_L
     b, g, tile, s, bit, head, out, exists = tile_rows(tl.program_id(0), S, G, tiles, dims.h, TQ, ROWS)
     b64, g64 = b.to(tl.int64), g.to(tl.int64)
     q_rows = row_pointers(q, strides.q, b64, g64, s.to(tl.int64), head)  # [ROWS]
-    # [ROWS, BLOCK_D], [ROWS, BLOCK_REST]
-    q_tile, q_rest = load_split(q_rows, exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
+    q_tile = load_split(q_rows, exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)  # [ROWS, BLOCK_D], [ROWS, BLOCK_REST]
     blocks, rows, whole, total = tile_list(blocks, rows, counts, tile, capacity)
-
-    acc = tl.zeros([ROWS, BLOCK_DV], ACC)
-    l = tl.zeros([ROWS], ACC)
-    m = tl.full([ROWS], LOWEST, ACC)
+    sums = empty_sums(ROWS, dims.BLOCK_DV, lse.dtype.element_ty)
     limit = row_limit(q_pos, strides.pos, b64, s, S, S_kv)  # [ROWS]
-    if BLOCK < BLOCK_L:
-        for cut in tl.static_range(2):
-            stop = total if cut else whole
-            for i in range(whole if cut else 0, stop, BLOCK_L // BLOCK):
-                k_tile, k_rest, v_tile, sees = gather_keys(
-                    k, v, blocks, rows, i, stop, bit, limit, strides, b64, g64, dims, BLOCK, BLOCK_L, cut
-                )  # fmt: skip
-                logits = split_products(q_tile, q_rest, k_tile, k_rest, dims.BLOCK_REST)  # [ROWS, BLOCK_L]
-                acc, l, m = softmax_step(tl.where(sees, logits, float("-inf")), v_tile, acc, l, m, scale_log2)
-    else:
-        # Read the list one step ahead: a TMA load cannot start until its block number has arrived.
-        block, chosen = tl.load(blocks), tl.load(rows)
-        for step in range(0, whole * STEPS):
-            c = block * BLOCK + step % STEPS * BLOCK_L
-            k_tile, k_rest, v_tile = load_whole(k_desc, k_rest_desc, v_desc, k, v, strides, b, g, c, dims, BLOCK_L)
-            selected = selects(chosen, bit)  # [ROWS]
-            coming = tl.minimum((step + 1) // STEPS, whole - 1)
-            block, chosen = tl.load(blocks + coming), tl.load(rows + coming)
-            logits = split_products(q_tile, q_rest, k_tile, k_rest, dims.BLOCK_REST)  # [ROWS, BLOCK_L]
-            acc, l, m = chosen_step(logits, selected, v_tile, acc, l, m, scale_log2)
-
-        for i in range(whole, total):
-            first, end, sees = cut_block(blocks, rows, i, bit, exists, limit, BLOCK)
-            for c in range(first, end, TAIL_L):
-                position = c + tl.arange(0, TAIL_L)
-                k_tail, k_rest, v_tail = load_kv(k, v, strides, b64, g64, position, position < end, dims)
-                logits = split_products(q_tile, q_rest, k_tail, k_rest, dims.BLOCK_REST)  # [ROWS, TAIL_L]
-                logits = tl.where(position[None, :] < sees[:, None], logits, float("-inf"))
-                acc, l, m = softmax_step(logits, v_tail, acc, l, m, scale_log2)
-
-    o_tile, lse_rows = finish_softmax(acc, l, m, scale_log2)  # [ROWS, BLOCK_DV], [ROWS]
+    acc, l, m = walk_union(
+        sums, q_tile, None, (k_desc, k_rest_desc, v_desc), k, v, blocks, rows, whole, total, b, g, bit, exists, limit, strides,
+        scale_log2, dims, BLOCK, BLOCK_L, TAIL_L,
+    )  # fmt: skip
+    o_tile, lse2 = finish_softmax(acc, l, m, scale_log2)  # [ROWS, BLOCK_DV], [ROWS]
     store_columns(o + out * dims.Dv, o_tile, exists, 0, dims.Dv)
-    tl.store(lse + out, lse_rows * LN_2, mask=exists)
+    tl.store(lse + out, lse2 * LN_2, mask=exists)
 
 
 @triton.jit
@@ -174,63 +177,23 @@ def dq_kernel(
     """Compute dq = scale * ds k for one tile's rows and heads; store delta = sum(do * o) - dlse [B,S,G,h] for the dK/dV
     kernel.
 
-    Grid, tiles, TMA and masks are those of `forward_kernel`; do is [ROWS, BLOCK_DV].
+    Grid, tiles and TMA are those of `forward_kernel`; do is [ROWS, BLOCK_DV].
     """
     S, S_kv, G = sizes
-    ACC: tl.constexpr = lse.dtype.element_ty
-    BLOCK_D: tl.constexpr = dims.BLOCK_D
-    REST: tl.constexpr = dims.BLOCK_REST
-    STEPS: tl.constexpr = BLOCK // BLOCK_L
     b, g, tile, s, bit, head, out, exists = tile_rows(tl.program_id(0), S, G, tiles, dims.h, TQ, ROWS)
     b64, g64, s64 = b.to(tl.int64), g.to(tl.int64), s.to(tl.int64)
-    # q_tile [ROWS, BLOCK_D], q_rest [ROWS, REST], do_tile [ROWS, BLOCK_DV], delta_rows and lse2 [ROWS]
-    q_tile, q_rest = load_split(row_pointers(q, strides.q, b64, g64, s64, head), exists, dims.Dk, BLOCK_D, REST)
+    q_tile = load_split(row_pointers(q, strides.q, b64, g64, s64, head), exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
     do_tile = load_columns(row_pointers(do, stride_do, b64, g64, s64, head), exists, 0, dims.Dv, dims.BLOCK_DV)
-    delta_rows, lse2 = delta_and_lse(o, do_tile, lse, dlse, delta, out, exists, dims)
+    delta_rows, lse2 = delta_and_lse(o, do_tile, lse, dlse, delta, out, exists, dims)  # [ROWS]
     blocks, rows, whole, total = tile_list(blocks, rows, counts, tile, capacity)
-
-    acc = tl.zeros([ROWS, BLOCK_D], ACC)
-    rest = tl.zeros([ROWS, REST], ACC) if REST > 0 else acc
+    sums = empty_dq(ROWS, dims, lse.dtype.element_ty)
     limit = row_limit(q_pos, strides.pos, b64, s, S, S_kv)  # [ROWS]
-    if BLOCK < BLOCK_L:
-        for cut in tl.static_range(2):
-            stop = total if cut else whole
-            for i in range(whole if cut else 0, stop, BLOCK_L // BLOCK):
-                k_tile, k_rest, v_tile, sees = gather_keys(
-                    k, v, blocks, rows, i, stop, bit, limit, strides, b64, g64, dims, BLOCK, BLOCK_L, cut
-                )  # fmt: skip
-                logits = split_products(q_tile, q_rest, k_tile, k_rest, REST)  # [ROWS, BLOCK_L]
-                _, ds = p_and_ds(logits, do_tile, v_tile, lse2, delta_rows, scale_log2, sees)  # [ROWS, BLOCK_L]
-                acc = add_product(acc, ds.to(k_tile.dtype), k_tile)
-                if REST > 0:
-                    rest = add_product(rest, ds.to(k_tile.dtype), k_rest)
-    else:
-        block, chosen = tl.load(blocks), tl.load(rows)
-        for step in range(0, whole * STEPS):
-            c = block * BLOCK + step % STEPS * BLOCK_L
-            k_tile, k_rest, v_tile = load_whole(k_desc, k_rest_desc, v_desc, k, v, strides, b, g, c, dims, BLOCK_L)
-            selected = selects(chosen, bit)  # [ROWS]
-            coming = tl.minimum((step + 1) // STEPS, whole - 1)
-            block, chosen = tl.load(blocks + coming), tl.load(rows + coming)
-            logits = split_products(q_tile, q_rest, k_tile, k_rest, REST)  # [ROWS, BLOCK_L]
-            _, ds = p_and_ds(logits, do_tile, v_tile, tl.where(selected, lse2, float("inf")), delta_rows, scale_log2)
-            acc = add_product(acc, ds.to(k_tile.dtype), k_tile)
-            if REST > 0:
-                rest = add_product(rest, ds.to(k_tile.dtype), k_rest)
-
-        for i in range(whole, total):
-            first, end, sees = cut_block(blocks, rows, i, bit, exists, limit, BLOCK)
-            for c in range(first, end, TAIL_L):
-                position = c + tl.arange(0, TAIL_L)
-                k_tail, k_rest, v_tail = load_kv(k, v, strides, b64, g64, position, position < end, dims)
-                logits = split_products(q_tile, q_rest, k_tail, k_rest, REST)  # [ROWS, TAIL_L]
-                _, ds = p_and_ds(logits, do_tile, v_tail, lse2, delta_rows, scale_log2, position[None, :] < sees[:, None])
-                acc = add_product(acc, ds.to(k_tail.dtype), k_tail)
-                if REST > 0:
-                    rest = add_product(rest, ds.to(k_tail.dtype), k_rest)
-    # A row without keys has p = 0, but a NaN or infinity in its q, do or dlse turns 0 * NaN into NaN: write zeros.
-    saw = (lse2 != float("-inf"))[:, None]
-    store_split(dq + out * dims.Dk, tl.where(saw, acc * scale, 0.0), tl.where(saw, rest * scale, 0.0), exists, dims.Dk, REST)
+    sums = walk_union(
+        sums, q_tile, (do_tile, lse2, delta_rows), (k_desc, k_rest_desc, v_desc), k, v, blocks, rows, whole, total, b, g, bit, exists,
+        limit, strides, scale_log2, dims, BLOCK, BLOCK_L, TAIL_L,
+    )  # fmt: skip
+    has_keys = lse2 != float("-inf")  # [ROWS]
+    store_dq(dq + out * dims.Dk, sums, scale, has_keys, exists, dims)
 
 
 @forward_of_any_scale
@@ -316,9 +279,6 @@ def _block(call: Call) -> int:
 def _inputs(call: Call, kernel: Kernel, config: KernelConfig, plan: BlockUnion) -> tuple[Tensor | TensorDescriptor | None, ...]:
     """Return the tensors that both kernels read. The TMA descriptors of k, k's second column tile and v are None for
     pointer loads."""
-    descriptors: tuple[TensorDescriptor | None, ...] = (None, None, None)
-    if config.loads == "tma":
-        dims, block_l = kernel.constants["dims"], kernel.constants["BLOCK_L"]
-        rest = descriptor(call.k, block_l, dims.BLOCK_REST) if dims.BLOCK_REST else None
-        descriptors = descriptor(call.k, block_l, dims.BLOCK_D), rest, descriptor(call.v, block_l, dims.BLOCK_DV)
+    dims, block_l = kernel.constants["dims"], kernel.constants["BLOCK_L"]
+    descriptors = kv_descriptors(call.k, call.v, dims, block_l, config.loads == "tma")
     return call.q, *descriptors, call.k, call.v, plan.blocks, plan.rows, plan.counts, call.q_pos

@@ -13,15 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_sel.backends._buffers import temporary
-from nsa_sel.backends._common import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.backends._triton import arguments
-from nsa_sel.backends._triton.combine import combine, multiprocessors, split_parts
+from nsa_sel.backends._triton.combine import combine, count_splits, multiprocessors
 from nsa_sel.backends._triton.dkdv import key_value_gradients
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.rows import count_keys, locate_row, positions_of, row_limit, share_of, walk_ranges
 from nsa_sel.backends._triton.softmax import LN_2, LOG2_E, LOWEST, reciprocal
 from nsa_sel.backends._triton.tiles import key_pointers, load_columns, row_pointers
+from nsa_sel.backends.launcher.buffers import temporary
+from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.core.call import Call
 from nsa_sel.settings.schema import KernelConfig
 
@@ -44,28 +44,28 @@ def load_row(x, stride, b, g, s, head, D: tl.constexpr, BLOCK_D: tl.constexpr, d
 
 @triton.jit
 def forward_kernel(
-    q, k, v, ranges, q_pos, o, lse, strides, sizes, n, parts, scale_log2,
+    q, k, v, ranges, q_pos, o, lse, strides, sizes, n, splits, scale_log2,
     dims: tl.constexpr, SPLIT: tl.constexpr, BLOCK_L: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
     """Compute o = softmax(scale * q k^T) v and lse for one row and head.
 
-    Grid: one program per row, head and part of the row's keys. Tiles: k [BLOCK_L, BLOCK_D], v [BLOCK_L, BLOCK_DV],
+    Grid: one program per row, head and split of the row's keys. Tiles: k [BLOCK_L, BLOCK_D], v [BLOCK_L, BLOCK_DV],
     through pointers.
-    NP: ranges per walk. SPLIT: write float32 partials [rows, parts, ...] with base-2 lse for combine.py.
+    NP: ranges per walk. SPLIT: write float32 partials [rows, splits, ...] with base-2 lse for combine.py.
     Masks: key numbers past the last key are loaded as zeros and get logits of -inf.
     """
     S, S_kv, G = sizes
     ACC: tl.constexpr = lse.dtype.element_ty
     BLOCK_DV: tl.constexpr = dims.BLOCK_DV
-    part = tl.program_id(0) % parts
-    b, g, s, row, head = locate(S, G, tl.program_id(0) // parts, dims.h)
+    split = tl.program_id(0) % splits
+    b, g, s, row, head = locate(S, G, tl.program_id(0) // splits, dims.h)
     limit = row_limit(q_pos, strides.pos, b, s, S, S_kv)
     row_ranges = ranges + row * n * 2
     q_row = load_row(q, strides.q, b, g, s, head, dims.Dk, dims.BLOCK_D, ACC)
 
     low, high = 0, S_kv
     if SPLIT:
-        low, high = share_of(part, parts, count_keys(row_ranges, n, limit, NP), BLOCK_L)
+        low, high = share_of(split, splits, count_keys(row_ranges, n, limit, NP), BLOCK_L)
 
     acc = tl.zeros([BLOCK_DV], ACC)
     l = tl.sum(tl.zeros([1], ACC), 0)
@@ -90,7 +90,7 @@ def forward_kernel(
 
     seen = l != 0
     total = tl.where(seen, l, 1.0)
-    out = (row * dims.h + head) * parts + part
+    out = (row * dims.h + head) * splits + split
     dv = tl.arange(0, BLOCK_DV)
     tl.store(o + out * dims.Dv + dv, (acc * reciprocal(total)).to(o.dtype.element_ty), mask=dv < dims.Dv)
     lse2 = tl.where(seen, m * scale_log2 + tl.log2(total), float("-inf"))
@@ -142,22 +142,22 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Return o [B,S,G,h,Dv] and lse [B,S,G,h]."""
     B, S, G, h, _ = call.q.shape
     o, lse = arguments.outputs(call)
-    parts = split_parts(call, B * S * G * h, 2 * multiprocessors(call), SPLIT_KEYS)
+    splits = count_splits(call, B * S * G * h, 2 * multiprocessors(call), SPLIT_KEYS)
     heads = arguments.heads(call)
-    name = "triton-token/forward" if parts == 1 else "triton-token/decode"
+    name = "triton-token/forward" if splits == 1 else "triton-token/decode"
     config = arguments.kernel_config(call, heads, name)
-    if parts == 1:
+    if splits == 1:
         to_o, to_lse = o, lse
     else:
-        to_o = temporary(call, lse, lse.numel(), parts, o.shape[-1])
-        to_lse = temporary(call, lse, lse.numel(), parts)
-    arguments.announced(call, heads, name, config, _forward(heads, config, arguments.walk_width(call), parts > 1)).launch(
-        B * S * G * h * parts,
+        to_o = temporary(call, lse, lse.numel(), splits, o.shape[-1])
+        to_lse = temporary(call, lse, lse.numel(), splits)
+    arguments.announced(call, heads, name, config, _forward(heads, config, arguments.walk_width(call), splits > 1)).launch(
+        B * S * G * h * splits,
         (call.q, call.k, call.v, call.disjoint_ranges(), call.q_pos, to_o, to_lse),
-        (arguments.strides(call), arguments.sizes(call), call.selection.n, parts, call.scale_log2()),
+        (arguments.strides(call), arguments.sizes(call), call.selection.n, splits, call.scale_log2()),
     )
-    if parts > 1:
-        combine(to_o, to_lse, o, lse, parts)
+    if splits > 1:
+        combine(to_o, to_lse, o, lse, splits)
     return o, lse
 
 

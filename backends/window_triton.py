@@ -1,17 +1,20 @@
 """Sliding-window attention in Triton: one kernel forward, two backward, no atomics.
 
-Forward: o and lse in _triton/window_attention.py. Backward: dq and delta there, then dk and dv in
-_triton/window_dkdv.py.
+Forward and dq (with delta) run the kernels of _triton/runs.py, dk and dv that of _triton/window.py.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from nsa_sel.backends._triton import window_attention, window_dkdv
-from nsa_sel.backends._triton.arguments import narrow_suffix
-from nsa_sel.backends._triton.window_rows import heads_of
+from nsa_sel.backends._triton import runs
+from nsa_sel.backends._triton.arguments import dims_of, heads_of, narrow_suffix
+from nsa_sel.backends._triton.kernel import Kernel
+from nsa_sel.backends._triton.tiles import aligned, kv_descriptors
+from nsa_sel.backends._triton.window import dkdv, sizes_of, strides_of
 from nsa_sel.core.call import WindowCall
 from nsa_sel.settings.schema import KernelConfig
 
@@ -31,7 +34,7 @@ CONFIGS = {  # by kernel and class of head dims (`narrow_suffix`); one that has 
 
 
 def config_of(call: WindowCall, kernel: str) -> KernelConfig:
-    return CONFIGS.get(kernel + narrow_suffix(heads_of(call)), CONFIGS[kernel])
+    return CONFIGS.get(kernel + narrow_suffix(heads_of(call.q, call.v)), CONFIGS[kernel])
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, bounds: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -40,7 +43,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, bounds: 
     call = WindowCall.of(q, k, v, window, scale, bounds)
     o = q.new_empty(*q.shape[:-1], v.shape[3])
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    window_attention.forward(call, o, lse, config_of(call, "window/forward"))
+    kernel, programs, inputs, sizes = _rows(runs.forward_kernel, call, config_of(call, "window/forward"))
+    kernel.launch(programs, (*inputs, o, lse), (strides_of(call), sizes, call.scale_log2()))
     return o, lse
 
 
@@ -54,10 +58,28 @@ def backward(
     """
     call = WindowCall.of(q, k, v, window, scale, bounds)
     gradient, lse2, delta = dq(call, o, lse, do, dlse)
-    dk, dv = window_dkdv.dkdv(call, do, lse2, delta, config_of(call, "window/dkdv"))
+    dk, dv = dkdv(call, do, lse2, delta, config_of(call, "window/dkdv"))
     return gradient if scale >= 0 else gradient.neg_(), dk, dv, delta
 
 
 def dq(call: WindowCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq [B,S,G,h,Dk], and base-2 lse and delta [B,S,G,h] for dk and dv. The scale is positive."""
-    return window_attention.dq(call, o, lse, do, dlse, config_of(call, "window/dq"))
+    gradient, lse2, delta = torch.empty_like(call.q, memory_format=torch.contiguous_format), torch.empty_like(lse), torch.empty_like(lse)
+    kernel, programs, inputs, sizes = _rows(runs.dq_kernel, call, config_of(call, "window/dq"))
+    numbers = (strides_of(call), do.stride()[:4], sizes, call.scale, call.scale_log2())
+    kernel.launch(programs, (*inputs, o, lse, do, dlse, gradient, lse2, delta), numbers)
+    return gradient, lse2, delta
+
+
+def _rows(function: Any, call: WindowCall, config: KernelConfig) -> tuple[Kernel, int, tuple[Any, ...], Any]:
+    """Return a kernel over tiles of rows, its grid, the tensors that it reads, and its sizes.
+
+    More than `rows` heads take several programs.
+    """
+    B, S, G, h, _ = call.q.shape
+    kernel = runs.run_kernel(function, dims_of(call.q, call.v), None, config)
+    tiles = -(-S // kernel.constants["TQ"])
+    by_tma = config.loads == "tma" and aligned(call.k) and aligned(call.v)
+    descriptors = kv_descriptors(call.k, call.v, kernel.constants["dims"], config.block_l, by_tma)
+    inputs = (call.q, *descriptors, call.k, call.v, None, None, None, call.bounds)
+    return kernel, B * G * tiles * -(-h // config.rows), inputs, sizes_of(call, tiles)

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from nsa_sel.quantize import quantize_e4m3
     from nsa_sel.selection import Selection
     from nsa_sel.serving import selection_attention_with_kvcache
-    from nsa_sel.settings.syncing import sync_tuning
-    from nsa_sel.settings.warmup import warmup
+    from nsa_sel.settings.warmup import sync_tuning, warmup
     from nsa_sel.sinks import with_sink
     from nsa_sel.telemetry.describe import describe
     from nsa_sel.telemetry.events import counters, decisions
@@ -89,7 +88,7 @@ _HOMES = {
     "selection_attention_varlen": "varlen",
     "selection_attention_with_kvcache": "serving",
     "sliding_window_attention": "window",
-    "sync_tuning": "settings.syncing",
+    "sync_tuning": "settings.warmup",
     "use_backend": "core.decide",
     "varlen_positions": "varlen",
     "warmup": "settings.warmup",

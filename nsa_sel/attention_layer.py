@@ -12,8 +12,8 @@ from nsa_sel.branches import nsa_attention
 from nsa_sel.caching.step import LayerStep
 from nsa_sel.compression import BlockMean, BlockMLP
 from nsa_sel.core.arguments import Bounds, CuSeqlens, as_positions, check_flag, check_positive, check_tensors, row_positions
+from nsa_sel.core.call import Rule
 from nsa_sel.core.check import check_rule
-from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.packed import check_longest
 from nsa_sel.core.transforms import check_transforms, in_autocast_dtype
 from nsa_sel.errors import ArgumentError, renamed, shown

@@ -8,8 +8,8 @@ from nsa_sel import by_groups
 from nsa_sel.compressed import compressed_attention
 from nsa_sel.core import transforms
 from nsa_sel.core.arguments import Bounds, CuSeqlens, check_flag, check_positive, check_tensors
-from nsa_sel.core.check import check_scale, check_sizes
-from nsa_sel.core.choose_call import Rule
+from nsa_sel.core.call import Rule
+from nsa_sel.core.check import check_choose, check_scale, check_sizes
 from nsa_sel.core.packed import as_batch, check_longest, check_packed_choose, check_packed_sizes, check_rows_are_keys, packed_attention
 from nsa_sel.errors import ArgumentError, renamed
 from nsa_sel.gating import gated_sum
@@ -93,8 +93,10 @@ def nsa_attention(
     rule = Rule(compress_block, compress_stride, block_size, n, first, local)
     if cu_seqlens is None:
         check_branches(q, q_cmp, (v_cmp, v_slc, v_win), (k_slc, k_win), gates, window)
+        scale = check_scale(scale, q.shape[4])
+        check_choose(q_cmp, k_cmp, v_cmp, rule, scale, None, k_slc.shape[2], fake=True)
         inputs = Inputs(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, None if own else q_cmp)
-        return by_groups.attention(inputs, Options(window, rule, check_scale(scale, q.shape[4]), backend), recompute)
+        return by_groups.attention(inputs, Options(window, rule, scale, backend), recompute)
     pairs = (k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win)
     return _attend_packed(q, None if own else q_cmp, *pairs, gates, window, scale, rule, backend, cu_seqlens, max_seqlen)
 
@@ -135,7 +137,7 @@ def check_branches(
     q: Tensor, q_cmp: Tensor, values: tuple[Tensor, Tensor, Tensor], keys: tuple[Tensor, Tensor], gates: Tensor, window: int,
     packed: bool = False,
 ) -> None:  # fmt: skip
-    """Check the arguments that `compressed_attention`, which checks its own before any kernel runs, does not see."""
+    """Check the arguments of the selected branch, the window and the gates, and q_cmp against q."""
     if q.dim() != 5:
         remedy = "split the heads into G groups of h; for decode call q.unsqueeze(1)"
         raise ArgumentError("q", f"of shape {tuple(q.shape)}", "[B,S,G,h,Dk]; decode has S = 1", remedy)

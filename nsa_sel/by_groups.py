@@ -18,7 +18,6 @@ from nsa_sel import gating, three_branches
 from nsa_sel.compressed import compressed_attention
 from nsa_sel.core import attend, transforms
 from nsa_sel.core.call import device_info
-from nsa_sel.core.check import check_choose
 from nsa_sel.core.decide import forced, use_backend, use_no_backend
 from nsa_sel.settings.config import settings_for
 from nsa_sel.three_branches import BRANCHES, COMPRESSED, SELECTED, WINDOW, Inputs, Needs, Options, Pass, Unit
@@ -59,8 +58,6 @@ def attention(inputs: Inputs, options: Options, recompute: bool = False) -> Tens
     if records and not recompute:
         o = _Saved.apply(options, *inputs)  # type: ignore[no-untyped-call]
         return o
-    if options.bounds is None:  # packed batches are checked already
-        check_choose(*inputs.branch(COMPRESSED), options.rule, options.scale, None, inputs.k_slc.shape[2], fake=False)
     if not records:
         return _forward(inputs, options, (False, False, False))
     o = _Recomputed.apply(options, *inputs)  # type: ignore[no-untyped-call]

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from nsa_sel.attention_layer import NSAttention
-from nsa_sel.caching import prefill, quantized, step_tensors
-from nsa_sel.caching.pages import Pages
-from nsa_sel.caching.pools import Pools
-from nsa_sel.caching.sequences import CachedSequence, Copies
+from nsa_sel.caching import prefill, step_tensors
+from nsa_sel.caching.pools import Pools, scales_of
+from nsa_sel.caching.sequences import CachedSequence, Copies, Pages
 from nsa_sel.caching.step import CacheStep
 from nsa_sel.caching.step_tensors import StepSizes, StepTensors
 from nsa_sel.core.arguments import check_positive
@@ -57,7 +56,7 @@ class NSACache:
     Attributes:
         pools: device memory, `nsa_sel.caching.pools.Pools` [layers, ...].
         sizes: pages and compression, `nsa_sel.caching.step_tensors.StepSizes`.
-        scales: of e4m3 pools, `nsa_sel.caching.quantized.CacheScales` [layers,G]; else None.
+        scales: of e4m3 pools, `nsa_sel.caching.pools.CacheScales` [layers,G]; else None.
 
     Raises:
         ArgumentError: sizes that do not fit together, an unsupported dtype or scale, or a GPU without e4m3.
@@ -96,7 +95,7 @@ class NSACache:
         self.device = torch.empty(0, device=device).device
         self.sizes = StepSizes(0, 0, 0, pages, window_pages, page_size, compress_block, compress_stride, window)
         self._pages, self._window_pages = Pages("pages", pages), Pages("window_pages", window_pages)
-        self.scales = quantized.scales_of(kv_dtype, kv_scales, dtype, layers, groups, self.device)
+        self.scales = scales_of(kv_dtype, kv_scales, dtype, layers, groups, self.device)
         attended = dtype if self.scales is None else STORED
         self.pools = Pools.make(layers, self.sizes, groups, (head_dim, value_dim), dtype, attended, self.device)
         self._sequences: dict[int, CachedSequence] = {}
@@ -250,8 +249,16 @@ class NSACache:
             ArgumentError: invalid arguments.
             CacheFull: too few free pages. The cache is unchanged.
         """
-        cached = self._distinct(sequences)
-        counts = _counts(tokens, len(cached))
+        if not isinstance(sequences, Iterable):
+            raise ArgumentError("sequences", shown(sequences), "numbers of sequences", "pass a list, also of one")
+        sequences = list(sequences)
+        cached = [self._of(sequence) for sequence in sequences]
+        if len(set(sequences)) < len(cached):
+            raise ArgumentError("sequences", shown(sequences), "each sequence once", "pass all its new tokens in one row")
+        counts = list(tokens) if isinstance(tokens, Sequence) else [tokens] * len(cached)
+        if len(counts) != len(cached) or not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in counts):
+            allowed = f"a whole number >= 0, or one for each of {len(cached)} sequences"
+            raise ArgumentError("tokens", shown(tokens), allowed, "say how many new tokens each sequence has")
         sizes = self._sizes_of(cached, counts, room, into)
         pinned = self.device.type == "cuda"
         staged, host = step_tensors.allocate(sizes, torch.device("cpu"), pinned)  # allocated first: if this fails, the cache is unchanged
@@ -279,22 +286,20 @@ class NSACache:
             raise ArgumentError("sequence", shown(sequence), "the number of an open sequence of this cache", "call open() or fork()")
         return cached
 
-    def _distinct(self, sequences: Sequence[int]) -> list[CachedSequence]:
-        if not isinstance(sequences, Iterable):
-            raise ArgumentError("sequences", shown(sequences), "numbers of sequences", "pass a list, also of one")
-        sequences = list(sequences)
-        cached = [self._of(sequence) for sequence in sequences]
-        if len(set(sequences)) < len(cached):
-            raise ArgumentError("sequences", shown(sequences), "each sequence once", "pass all its new tokens in one row")
-        return cached
-
     def _sizes_of(self, sequences: list[CachedSequence], tokens: list[int], room: int | None, into: CacheStep | None) -> StepSizes:
         """Return the sizes of a step. Raises ArgumentError if `room` or `into` is too small for it."""
         B, S = len(sequences), max(tokens, default=0)
         longest = max((x.length + count for x, count in zip(sequences, tokens, strict=True)), default=0)
         if into is not None:
-            self._check_into(into, B, S, longest, room)
-            return into.sizes
+            sizes, most_keys = into.sizes, into.sizes.table_pages * self.sizes.page_size
+            if into.prefill_lengths is not None:
+                remedy = "make it with room=; without room= it runs as a prefill of exactly this length"
+                raise ArgumentError("into", f"of sequences of {into.prefill_lengths.keys} keys", "a step made with room=", remedy)
+            if room is not None or into.pools is not self.pools or B > sizes.B or S > sizes.S or longest > most_keys:
+                value = f"of {sizes.B} sequences, {sizes.S} rows and room for {most_keys} keys"
+                allowed = f"a step of this cache of at least {B} sequences, {S} rows and room for {longest} keys, without room="
+                raise ArgumentError("into", value, allowed, "make it with more of them, then capture it again")
+            return sizes
         if room is None:
             pages = max(1, -(-longest // self.sizes.page_size))
             unit = max(1, (1 << (pages.bit_length() - 1)) // _TABLE_SIZES)
@@ -305,16 +310,6 @@ class NSACache:
                 raise ArgumentError("room", room, f"at least {longest}, the keys of the longest sequence", "pass more, or leave it out")
             pages = -(-room // self.sizes.page_size)
         return self.sizes._replace(B=B, S=S, table_pages=pages)
-
-    def _check_into(self, into: CacheStep, B: int, S: int, longest: int, room: int | None) -> None:
-        sizes, most_keys = into.sizes, into.sizes.table_pages * self.sizes.page_size
-        if into.prefill_lengths is not None:
-            remedy = "make it with room=; without room= it runs as a prefill of exactly this length"
-            raise ArgumentError("into", f"of sequences of {into.prefill_lengths.keys} keys", "a step made with room=", remedy)
-        if room is not None or into.pools is not self.pools or B > sizes.B or S > sizes.S or longest > most_keys:
-            value = f"of {sizes.B} sequences, {sizes.S} rows and room for {most_keys} keys"
-            allowed = f"a step of this cache of at least {B} sequences, {S} rows and room for {longest} keys, without room="
-            raise ArgumentError("into", value, allowed, "make it with more of them, then capture it again")
 
     def _grow(self, sequences: list[CachedSequence], tokens: list[int]) -> None:
         """Take pages for the new tokens, and copy shared ones. On CacheFull, or any other error, the cache is unchanged."""
@@ -335,12 +330,3 @@ class NSACache:
             raise
         for sequence, count in zip(sequences, tokens, strict=True):
             sequence.length += count
-
-
-def _counts(tokens: int | Sequence[int], B: int) -> list[int]:
-    counts = list(tokens) if isinstance(tokens, Sequence) else [tokens] * B
-    whole = all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in counts)
-    if not whole or len(counts) != B:
-        allowed = f"a whole number >= 0, or one for each of {B} sequences"
-        raise ArgumentError("tokens", shown(tokens), allowed, "say how many new tokens each sequence has")
-    return counts

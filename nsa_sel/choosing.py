@@ -12,8 +12,8 @@ from torch import Tensor
 from nsa_sel.compression import BlockMean
 from nsa_sel.core import choose, transforms
 from nsa_sel.core.arguments import check_flag, check_positive, check_tensors
+from nsa_sel.core.call import Pool, Rule
 from nsa_sel.core.check import check_index, check_rule, check_sizes
-from nsa_sel.core.choose_call import Pool, Rule
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.selection import Selection
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from nsa_sel.core import choose, run, transforms
 from nsa_sel.core.arguments import CuSeqlens, check_flag, check_tensors
+from nsa_sel.core.call import Rule
 from nsa_sel.core.check import check_choose
-from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.packed import check_longest, check_packed_choose
 from nsa_sel.selection import Selection
 
@@ -94,44 +94,22 @@ def compressed_attention(
     check_flag("return_lse", return_lse)
     check_longest(max_seqlen, cu_seqlens)
     rule = Rule(compress_block, compress_stride, block_size, n, first, local)
+    traced = transforms.traces(q, k_cmp, v_cmp)
+    if traced or cu_seqlens is not None:
+        check_tensors(q=q, k_cmp=k_cmp, v_cmp=v_cmp)
+    if not traced:
+        q, k_cmp, v_cmp = transforms.materialized(q, k_cmp, v_cmp)
+    q, k_cmp, v_cmp = transforms.in_autocast_dtype(q, k_cmp, v_cmp)
+    needs_grad = transforms.needs_grad(q, k_cmp, v_cmp)
     if cu_seqlens is not None:
-        o, lse, ranges = _packed(q, k_cmp, v_cmp, rule, scale, q_pos, S_kv, cu_seqlens, max_seqlen, backend)
-    elif transforms.traces(q, k_cmp, v_cmp):
-        o, lse, ranges = _traced(q, k_cmp, v_cmp, rule, scale, q_pos, S_kv, backend)
+        rows, k, v, number, bounds = check_packed_choose(q, k_cmp, v_cmp, rule, scale, q_pos, S_kv, cu_seqlens, max_seqlen)
+        o, lse, ranges = choose.attend(rows, k, v, rule, len(q), number, None, needs_grad, backend, bounds)
+    elif traced:
+        rows, length, number, q_pos = check_choose(q, k_cmp, v_cmp, rule, scale, q_pos, S_kv, fake=True)
+        o, lse, ranges = choose.attend(rows, k_cmp, v_cmp, rule, length, number, q_pos, needs_grad, backend)
     else:
-        q, k_cmp, v_cmp = transforms.in_autocast_dtype(*transforms.materialized(q, k_cmp, v_cmp))
-        needs_grad = transforms.needs_grad(q, k_cmp, v_cmp)
         o, lse, ranges = run.attend(choose.checked(q, k_cmp, v_cmp, rule, S_kv, scale, q_pos, needs_grad, backend))
     selection = Selection.from_ranges(ranges, block_size, disjoint=True)
     if q.dim() == 4:
         o, lse = (x.squeeze(1 if cu_seqlens is None else 0) for x in (o, lse))
     return (o, selection, lse) if return_lse else (o, selection)
-
-
-def _traced(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, rule: Rule, scale: float | None, q_pos: Tensor | None, S_kv: int | None, backend: str | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return o [B,S,G,h,Dv], lse [B,S,G,h] and ranges [B,S,G,n,2] where operations are traced."""
-    check_tensors(q=q, k_cmp=k_cmp, v_cmp=v_cmp)
-    q, k_cmp, v_cmp = transforms.in_autocast_dtype(q, k_cmp, v_cmp)
-    rows, S_kv, scale, q_pos = check_choose(q, k_cmp, v_cmp, rule, scale, q_pos, S_kv, fake=True)
-    needs_grad = transforms.needs_grad(q, k_cmp, v_cmp)
-    return choose.traced(rows, k_cmp, v_cmp, rule, S_kv, scale, q_pos, backend, needs_grad, None)
-
-
-def _packed(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, rule: Rule, scale: float | None, q_pos: Tensor | None, S_kv: int | None, cu_seqlens: CuSeqlens,
-    max_seqlen: int | None, backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return o [1,T,G,h,Dv], lse [1,T,G,h] and ranges [1,T,G,n,2] of a packed batch."""
-    check_tensors(q=q, k_cmp=k_cmp, v_cmp=v_cmp)
-    traced = transforms.traces(q, k_cmp, v_cmp)
-    if not traced:
-        q, k_cmp, v_cmp = transforms.materialized(q, k_cmp, v_cmp)
-    q, k_cmp, v_cmp = transforms.in_autocast_dtype(q, k_cmp, v_cmp)
-    rows, k, v, scale, bounds = check_packed_choose(q, k_cmp, v_cmp, rule, scale, q_pos, S_kv, cu_seqlens, max_seqlen)
-    needs_grad = transforms.needs_grad(q, k_cmp, v_cmp)
-    if traced:
-        return choose.traced(rows, k, v, rule, len(q), scale, None, backend, needs_grad, bounds)
-    o, lse, ranges = run.attend(choose.decide_choice(rows, k, v, rule, len(q), scale, None, needs_grad, backend, bounds))
-    return o, lse, ranges

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 _MOST_SHOWN = 500  # characters of a bad value
@@ -18,6 +19,12 @@ def shown(value: object) -> str:
     except ValueError:
         return f"a {type(value).__name__} of thousands of digits"
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}... ({len(text)} characters)"
+
+
+def closest(name: str, names: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """Return the entry of `names` that an unknown `name` probably means, whatever its case; None if none is similar (`difflib`'s ratio)."""
+    by_lower = {known.lower(): known for known in names}
+    return next((by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)), None)
 
 
 class NsaSelError(Exception):

@@ -1,6 +1,6 @@
 """Locks and thread pools that survive os.fork: a child must not inherit a held lock, or a pool without its threads.
 
-All locks of the package are made here (a test in tests/telemetry/test_events.py checks that).
+All locks of the package are made here.
 """
 
 from __future__ import annotations

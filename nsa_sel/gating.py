@@ -21,7 +21,7 @@ from torch import Tensor
 from nsa_sel.backends import _gate_plain
 from nsa_sel.core import transforms
 
-KERNELS = "nsa_sel.backends._triton.gate"  # imported at the first sum on a GPU
+KERNELS = "nsa_sel.backends._triton.elementwise"  # imported at the first sum on a GPU
 WITH_LSE = (torch.bfloat16,)  # dtypes of branches that take gates with lse
 
 

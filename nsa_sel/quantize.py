@@ -62,11 +62,21 @@ def scales_of(
         k_scale, v_scale: as of `selection_attention_with_kvcache`.
         paged: whether there is a block table.
     """
-    if not _is_quantized(q, k_cache, v_cache):
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.dtype == torch.float8_e5m2:
+            raise ArgumentError(name, f"of dtype {x.dtype}", f"{STORED}, or q's dtype {q.dtype}: {E5M2}", f"quantize to {STORED}")
+        if x.dtype == torch.uint8:
+            raise ArgumentError(name, f"of dtype {x.dtype}", f"{STORED}, or q's dtype {q.dtype}", f"pass {name}.view({STORED})")
+    if STORED not in (k_cache.dtype, v_cache.dtype):
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
             if scale is not None:
                 raise ArgumentError(name, "given for an unquantized cache", f"a cache of {STORED}, or no scale", "leave it out")
         return None
+    if k_cache.dtype != v_cache.dtype:
+        raise ArgumentError("v_cache", f"of dtype {v_cache.dtype}", f"k_cache's dtype {k_cache.dtype}", "quantize both, or neither")
+    if q.dtype not in QUERIES:
+        allowed = f"{', '.join(map(str, QUERIES))} over a cache of {STORED}"
+        raise ArgumentError("q", f"of dtype {q.dtype}", allowed, "call q.to(torch.bfloat16)")
     if k_scale is None and v_scale is None:
         return Scales(None, None, 0, None)
     for name, other, scale in (("k_scale", "v_scale", k_scale), ("v_scale", "k_scale", v_scale)):
@@ -76,25 +86,9 @@ def scales_of(
     pages, page_size, G, _ = k_cache.shape
     kinds = [_kind(name, scale, q, G, pages if paged else None) for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))]
     each = max(kinds, key=("tensor", "head", "page").index)
-    rows = pages if each == "page" else 1
-    k, v = (_rows(x, rows, G) for x in (k_scale, v_scale) if x is not None)
+    shape = (pages if each == "page" else 1, G)
+    k, v = ((x.reshape(1, 1) if x.numel() == 1 else x).expand(shape) for x in (k_scale, v_scale) if x is not None)
     return Scales(k, v, page_size if each == "page" else 0, each)
-
-
-def _is_quantized(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
-    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if x.dtype == torch.float8_e5m2:
-            raise ArgumentError(name, f"of dtype {x.dtype}", f"{STORED}, or q's dtype {q.dtype}: {E5M2}", f"quantize to {STORED}")
-        if x.dtype == torch.uint8:
-            raise ArgumentError(name, f"of dtype {x.dtype}", f"{STORED}, or q's dtype {q.dtype}", f"pass {name}.view({STORED})")
-    if STORED not in (k_cache.dtype, v_cache.dtype):
-        return False
-    if k_cache.dtype != v_cache.dtype:
-        raise ArgumentError("v_cache", f"of dtype {v_cache.dtype}", f"k_cache's dtype {k_cache.dtype}", "quantize both, or neither")
-    if q.dtype not in QUERIES:
-        allowed = f"{', '.join(map(str, QUERIES))} over a cache of {STORED}"
-        raise ArgumentError("q", f"of dtype {q.dtype}", allowed, "call q.to(torch.bfloat16)")
-    return True
 
 
 def _kind(name: str, scale: object, q: Tensor, G: int, pages: int | None) -> str:
@@ -116,11 +110,6 @@ def _kind(name: str, scale: object, q: Tensor, G: int, pages: int | None) -> str
         return "page"
     remedy = "give each group one scale, which all keys of its cache share" if pages is None else "give each group, or each page's, one"
     raise ArgumentError(name, f"of shape {tuple(x.shape)}", shapes, remedy)
-
-
-def _rows(scale: Tensor, rows: int, G: int) -> Tensor:
-    """[rows,G], a view."""
-    return (scale.reshape(1, 1) if scale.numel() == 1 else scale if scale.dim() == 2 else scale.unsqueeze(0)).expand(rows, G)
 
 
 Each = Literal["tensor", "head", "page"]

@@ -14,7 +14,7 @@ from nsa_sel.core import transforms
 from nsa_sel.errors import ArgumentError
 
 BASE = 10000.0
-KERNELS = "nsa_sel.backends._triton.rotate"  # imported at the first rotation on a GPU
+KERNELS = "nsa_sel.backends._triton.elementwise"  # imported at the first rotation on a GPU
 
 
 class Angles(NamedTuple):

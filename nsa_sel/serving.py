@@ -182,8 +182,20 @@ def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Ten
         S_kv = block_table.shape[1] * k_shape[1]
     if S_q > S_kv:
         raise ArgumentError("q", f"of S_q = {S_q} tokens", f"at most the {S_kv} that the cache has room for", "pass only the new tokens")
-    if q.is_cpu and B:
-        _check_numbers(cache_seqlens, block_table, S_kv, *k_shape[:2])
+    if not q.is_cpu or not B:
+        return S_kv
+    # On a CPU, where reading is free, check that lengths fit and pages exist.
+    if int(cache_seqlens.min()) < 0 or int(cache_seqlens.max()) > S_kv:
+        value = f"from {int(cache_seqlens.min())} to {int(cache_seqlens.max())}"
+        raise ArgumentError("cache_seqlens", value, f"lengths in [0, {S_kv}], the room of the cache", "count each sequence's keys")
+    if block_table is not None:
+        pages, page_size = k_shape[:2]
+        used = torch.arange(block_table.shape[1], device=block_table.device) * page_size < cache_seqlens.unsqueeze(1)
+        wrong = used & ((block_table < 0) | (block_table >= pages))
+        if bool(wrong.any()):
+            b, i = wrong.nonzero()[0].tolist()
+            allowed = f"pages in [0, {pages}) for all keys of cache_seqlens[{b}] = {int(cache_seqlens[b])}"
+            raise ArgumentError(f"block_table[{b}, {i}]", int(block_table[b, i]), allowed, "give the sequence this page, or shorten it")
     return S_kv
 
 
@@ -194,17 +206,3 @@ def _check_index(name: str, x: Tensor, q: Tensor, layout: str, shape: tuple[Any,
         raise ArgumentError(name, value, allowed, "pass one entry per sequence; move and cast it outside the decoding loop")
     if name == "block_table" and x.stride(1) != 1 and x.shape[1] > 1:
         raise ArgumentError(name, f"of strides {x.stride()}", "a contiguous last dimension", "call block_table.contiguous()")
-
-
-def _check_numbers(cache_seqlens: Tensor, block_table: Tensor | None, S_kv: int, pages: int, page_size: int) -> None:
-    """Check on a CPU, where reading is free, that lengths fit and pages exist."""
-    if int(cache_seqlens.min()) < 0 or int(cache_seqlens.max()) > S_kv:
-        value = f"from {int(cache_seqlens.min())} to {int(cache_seqlens.max())}"
-        raise ArgumentError("cache_seqlens", value, f"lengths in [0, {S_kv}], the room of the cache", "count each sequence's keys")
-    if block_table is not None:
-        used = torch.arange(block_table.shape[1], device=block_table.device) * page_size < cache_seqlens.unsqueeze(1)
-        wrong = used & ((block_table < 0) | (block_table >= pages))
-        if bool(wrong.any()):
-            b, i = wrong.nonzero()[0].tolist()
-            allowed = f"pages in [0, {pages}) for all keys of cache_seqlens[{b}] = {int(cache_seqlens[b])}"
-            raise ArgumentError(f"block_table[{b}, {i}]", int(block_table[b, i]), allowed, "give the sequence this page, or shorten it")

@@ -5,22 +5,19 @@ Each runs as its public function does: the same decisions, fallbacks and events.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from nsa_sel import window
 from nsa_sel.core import choose, packed, run
+from nsa_sel.core import window as sliding
 from nsa_sel.core.arguments import Bounds
 from nsa_sel.core.attend import checked
-from nsa_sel.core.call import Call
-from nsa_sel.core.choose_call import Rule
-from nsa_sel.core.decide import Decided
-from nsa_sel.core.decision import Decision
-from nsa_sel.core.request import Request
+from nsa_sel.core.call import Call, Rule
 from nsa_sel.core.warm import prepared
+from nsa_sel.core.window import SlidingCall
 from nsa_sel.gating import Gated
 from nsa_sel.selection import Selection
 
@@ -93,52 +90,35 @@ class Pass(NamedTuple):
 
 
 def attend(part: Inputs, options: Options, needs: Needs) -> tuple[tuple[Pass, Pass, Pass], Selection]:
-    """All branches, and the blocks that the selected one took."""
-    first, selection = _compressed(part, options, needs[COMPRESSED])
+    """Run all branches; return the blocks that the selected one took, too."""
+    compressed, selection = _compressed(part, options, needs[COMPRESSED])
     if part.blocks is not None:
-        selection = _given(part, options)
-    return (first, _selected(part, options, needs[SELECTED], selection), _window(part, options)), selection
+        selection = Selection.from_blocks(part.blocks, options.rule.block_size, disjoint=True)
+    return (compressed, _selected(part, options, needs[SELECTED], selection), _window(part, options)), selection
 
 
 def attend_again(c: int, part: Inputs, options: Options, needs: Needs) -> Pass:
-    """Branch c alone, with the blocks that were chosen."""
+    """Run branch c alone, with the blocks that were chosen."""
     if c == COMPRESSED:
-        return _compressed_again(part, options, needs[c])
-    return _window(part, options) if c == WINDOW else _selected(part, options, needs[c], _given(part, options))
+        return _compressed(part, options, needs[c], again=True)[0]
+    if c == WINDOW:
+        return _window(part, options)
+    return _selected(part, options, needs[c], Selection.from_blocks(part.blocks, options.rule.block_size, disjoint=True))
 
 
-def _given(part: Inputs, options: Options) -> Selection:
-    return Selection.from_blocks(part.blocks, options.rule.block_size, disjoint=True)
+def _compressed(part: Inputs, options: Options, needs: bool, again: bool = False) -> tuple[Pass, Any]:
+    """Run the compressed branch; return the selection, too, or None when it runs again: blocks are then not chosen where the backend can
+    leave that out."""
+    rule, scale, bounds, S_kv = options.rule, options.scale, options.bounds, part.k_slc.shape[2]
+    decided = choose.decide_choice(*part.branch(COMPRESSED), rule, S_kv, scale, None, needs, None, bounds)
+    request = decided.request
+    o, lse, *ranges, decision = run.run_forward(decided, choose.attention_of if again else run.forward_of)
 
+    def gradients(q: Tensor, k: Tensor, v: Tensor, o: Tensor, gated: Gated) -> Any:
+        call = choose.decided_choice(q, k, v, rule, scale, None, decision, request, bounds).call
+        return run.gradients_and_delta(call, decision, o, gated.lse, gated.do, None)
 
-def _begin_compressed(part: Inputs, options: Options, needs: bool) -> Decided:
-    tensors, S_kv = part.branch(COMPRESSED), part.k_slc.shape[2]
-    if options.bounds is None:
-        return choose.checked(*tensors, options.rule, S_kv, options.scale, None, needs, None)
-    return choose.decide_choice(*tensors, options.rule, S_kv, options.scale, None, needs, None, options.bounds)
-
-
-def _compressed(part: Inputs, options: Options, needs: bool) -> tuple[Pass, Selection]:
-    decided = _begin_compressed(part, options, needs)
-    o, lse, ranges, decision = run.run_forward(decided)
-    return _pass(options, decided, decision, o, lse), Selection.from_ranges(ranges, options.rule.block_size, disjoint=True)
-
-
-def _compressed_again(part: Inputs, options: Options, needs: bool) -> Pass:
-    decided = _begin_compressed(part, options, needs)
-    o, lse, decision = choose.attend_again(decided)
-    return _pass(options, decided, decision, o, lse)
-
-
-def _pass(options: Options, decided: Decided, decision: Decision, o: Tensor, lse: Tensor) -> Pass:
-    return Pass(o, lse, functools.partial(_compressed_gradients, options, decision, decided.request))
-
-
-def _compressed_gradients(
-    options: Options, decision: Decision, request: Request, q: Tensor, k: Tensor, v: Tensor, o: Tensor, gated: Gated
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    call = choose.decided_choice(q, k, v, options.rule, options.scale, None, decision, request, options.bounds).call
-    return run.gradients_and_delta(call, decision, o, gated.lse, gated.do, None)
+    return Pass(o, lse, gradients), None if again else Selection.from_ranges(ranges[0], rule.block_size, disjoint=True)
 
 
 def _selected(part: Inputs, options: Options, needs: bool, selection: Selection) -> Pass:
@@ -146,21 +126,28 @@ def _selected(part: Inputs, options: Options, needs: bool, selection: Selection)
     q_pos = where = None
     if options.bounds is not None:
         bounds = options.bounds._replace(most=None)  # max_seqlen bounds the choice alone
-        batch = packed.arrange(q, k, v, selection, bounds, None, options.scale, needs, options.backend)
-        k, v, selection, q_pos, where = batch
-    decided = checked(q, k, v, selection, options.scale, q_pos, needs, options.backend)
-    decided = prepared(decided, options.backend)
+        k, v, selection, q_pos, where = packed.arrange(q, k, v, selection, bounds, None, options.scale, needs, options.backend)
+    decided = prepared(checked(q, k, v, selection, options.scale, q_pos, needs, options.backend), options.backend)
+    others = decided.call.others()
     o, lse, decision = run.run_forward(decided)
-    return Pass(o, lse, functools.partial(_selected_gradients, decided.call.others(), decision, where), None if where is None else (k, v))
 
+    def gradients(q: Tensor, k: Tensor, v: Tensor, o: Tensor, gated: Gated) -> Any:
+        dq, dk, dv, delta = run.gradients_and_delta(Call(q, k, v, *others), decision, o, gated.lse, gated.do, None)
+        return dq, *((dk, dv) if where is None else (dk.index_select(2, where), dv.index_select(2, where))), delta
 
-def _selected_gradients(
-    others: tuple[Any, ...], decision: Decision, where: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, gated: Gated
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    dq, dk, dv, delta = run.gradients_and_delta(Call(q, k, v, *others), decision, o, gated.lse, gated.do, None)
-    return (dq, dk, dv, delta) if where is None else (dq, dk.index_select(2, where), dv.index_select(2, where), delta)
+    return Pass(o, lse, gradients, None if where is None else (k, v))
 
 
 def _window(part: Inputs, options: Options) -> Pass:
-    o, lse = window.attend(*part.branch(WINDOW), options.window, options.scale, False, options.bounds)
-    return Pass(o, lse, functools.partial(window.gradients, options.window, options.scale, options.bounds))
+    window, scale, bounds = options.window, options.scale, options.bounds
+    o, lse = sliding.attend(SlidingCall(*part.branch(WINDOW), window, scale, bounds), False)
+
+    def gradients(q: Tensor, k: Tensor, v: Tensor, o: Tensor, gated: Gated) -> Any:
+        """By the kernels, or by autograd through another forward pass, which gives no delta."""
+        if q.numel() == 0:
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None
+        call = SlidingCall(q, k, v, window, scale, bounds)
+        results = None if gated.lse is None else call.by_kernels("backward", o, gated.lse, gated.do, None)
+        return results or (*call.chunk_gradients(False, gated.whole_do(), None), None)
+
+    return Pass(o, lse, gradients)

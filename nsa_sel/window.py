@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from nsa_sel import window_kernels
-from nsa_sel.backends._window import ops
 from nsa_sel.core import transforms
 from nsa_sel.core.arguments import Bounds, CuSeqlens, check_flag, check_positive, check_tensors
 from nsa_sel.core.check import check_scale, check_sizes
 from nsa_sel.core.packed import as_batch, check_packed_sizes, check_rows_are_keys
+from nsa_sel.core.window import SlidingCall, attend
 from nsa_sel.errors import ArgumentError
-from nsa_sel.gating import Gated
 
 
 @overload
@@ -64,9 +61,10 @@ def sliding_window_attention(
         ArgumentError: bad input, before any kernel runs.
         BackendError: a transform of torch.func, make_fx, FakeTensorMode or torch.jit.trace traces the call.
     """
-    if is_compiling():
+    plain = transforms.plain(q, k, v)
+    if not plain and is_compiling():
         transforms.check_transforms(q, k, v, name="sliding_window_attention")
-    else:
+    elif not plain:
         transforms.check_traced("sliding_window_attention", q, k, v)
     check_flag("return_lse", return_lse)
     check_positive("window", window)
@@ -81,7 +79,7 @@ def sliding_window_attention(
         raise ArgumentError(
             "q", f"of S = {S} rows", f"at most S_kv = {S_kv} rows", "pass the keys and values of every row, its own included"
         )
-    o, lse = attend(rows, k, v, window, scale, return_lse)
+    o, lse = attend(SlidingCall(rows, k, v, window, scale), return_lse)
     if q.dim() == 4:
         o, lse = o.squeeze(1), None if lse is None else lse.squeeze(1)
     return (o, lse) if return_lse else o
@@ -96,50 +94,5 @@ def _packed(
     bounds = Bounds.of("cu_seqlens", cu_seqlens, len(q), q)
     rows, k, v = as_batch(q, k, v)
     check_sizes(rows, k, v)
-    scale = check_scale(scale, q.shape[-1])
-    o, lse = attend(rows, k, v, window, scale, return_lse, bounds)
+    o, lse = attend(SlidingCall(rows, k, v, window, check_scale(scale, q.shape[-1]), bounds), return_lse)
     return o.squeeze(0), None if lse is None else lse.squeeze(0)
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, return_lse: bool, bounds: Bounds | None = None
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return o [B,S,G,h,Dv] and lse [B,S,G,h] of checked tensors, recorded by autograd; without return_lse lse may be None."""
-    if q.numel() == 0:
-        return _nothing(q, k, v)
-    if window_kernels.takes(q, v):
-        of_rows = _of_rows(q, bounds)
-        if is_compiling():
-            return window_kernels.attend(q, k, v, window, scale, of_rows)
-        if not window_kernels.has_failed(q, v):
-            try:
-                return window_kernels.attend(q, k, v, window, scale, of_rows)
-            except Exception as error:
-                window_kernels.note_failure(q, v, error)
-    return ops.attend(q, k, v, window, scale, return_lse, bounds)
-
-
-def gradients(
-    window: int, scale: float, bounds: Bounds | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, gated: Gated
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Return dq, dk, dv of `attend`, of which autograd recorded nothing: by the kernels, or by autograd through another forward pass; and
-    delta = sum(do * o) [B,S,G,h] if the kernels give it."""
-    if q.numel() == 0:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None
-    if gated.lse is not None and window_kernels.takes(q, v):
-        found = window_kernels.gradients(gated.do, None, q, k, v, o, gated.lse, window, scale, _of_rows(q, bounds))
-        if found is not None:
-            return found
-    dq, dk, dv = ops.gradients(gated.whole_do(), None, q, k, v, window, scale, False, bounds)
-    return dq, dk, dv, None
-
-
-def _of_rows(q: Tensor, bounds: Bounds | None) -> Tensor | None:
-    """Return the bounds as the kernels take them."""
-    return None if bounds is None else window_kernels.packed_bounds(bounds.on(q), q.shape[1])
-
-
-def _nothing(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Empty results that autograd connects with all inputs."""
-    o = q[..., :1].expand(*q.shape[:-1], v.shape[-1]) + (k.sum() + v.sum())
-    return o, o.sum(-1, dtype=torch.promote_types(q.dtype, torch.float32))

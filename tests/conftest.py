@@ -19,8 +19,8 @@ from nsa_sel.core.request import DeviceInfo
 from nsa_sel.core.warm import reset
 from nsa_sel.settings import flags, tuned
 from nsa_sel.telemetry import target
+from tests.helpers.calls import PINNED
 from tests.helpers.interpreter import patch_interpreter
-from tests.helpers.public_calls import PINNED
 
 USUAL = "not gpu and not thorough"  # of pyproject.toml
 
@@ -109,7 +109,7 @@ def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files of the CUDA kernels that are started from here on."""
-    from tests.helpers.launches import noted  # which imports Triton
+    from tests.helpers.gpus import noted  # which asks for the GPU
 
     return noted(monkeypatch)
 

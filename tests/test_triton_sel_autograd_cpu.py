@@ -8,7 +8,7 @@ import torch
 import nsa_sel
 from nsa_sel.selection import Selection
 from tests.helpers.cases import make_blocks, make_qkv, make_spans
-from tests.helpers.parity import attend
+from tests.helpers.checks import attend
 
 BACKENDS = ("sdpa-packed", "numba", "triton-group", "triton-token")
 WHOLE_BLOCKS = ("triton-tile", "triton-block")

@@ -10,20 +10,14 @@ import torch
 from torch import Tensor
 
 import nsa_sel
-from nsa_sel.core import registry
-from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
 from tests.contract.attend import cells, run
 from tests.contract.lanes import Lane
-from tests.helpers.cases import assert_forward, make_blocks, make_grads, make_qkv, make_spans
+from tests.helpers.cases import assert_forward, make_blocks, make_qkv, make_spans
+from tests.helpers.checks import attend, new_memory_is_nan
 from tests.helpers.gpus import needs
-from tests.helpers.parity import attend
-from tests.helpers.poison import new_memory_is_nan
 
 # From the backends' own declarations: what the registry says runs on a GPU must run here, unless a package of it is missing.
-CASES = [
-    (name, dtype) for name, backend in registry.backends().items() for dtype in backend.limits.dtypes.get("cuda", ()) if dtype != "float64"
-]
 
 
 def unless_missing(cases: list[tuple[str, str]]) -> list[Any]:
@@ -42,40 +36,6 @@ def gpu_qkv(dtype: str, **sizes: int) -> tuple[torch.Tensor, torch.Tensor, torch
 @cells("cuda")
 def test_contract(behavior: str, lane: Lane, what: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run(behavior, lane, what, monkeypatch)
-
-
-@pytest.mark.gpu
-def test_keys_past_two_to_the_31_elements() -> None:
-    """Offsets know no dtype. One backend after another: several workers at once would not find the memory."""
-    for backend in [backend for backend, dtype in CASES if dtype == "bfloat16" and not registry.missing(backend)]:
-        check_keys_past_two_to_the_31_elements(backend)
-        torch.cuda.empty_cache()
-
-
-def check_keys_past_two_to_the_31_elements(backend: str) -> None:
-    """The last keys of a tensor that 32-bit offsets can't reach, against the oracle on these keys alone."""
-    D, last = 128, 4096
-    S_kv = 2**31 // D + 3 * last
-    k = torch.empty(1, 1, S_kv, D, dtype=torch.bfloat16, device="cuda")
-    v = torch.empty_like(k)
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    k.normal_(generator=generator)
-    v.normal_(generator=generator)
-    assert k.numel() > 2**31
-    q, _, _ = gpu_qkv("bfloat16", S=200, G=1, h=4, Dk=D, S_kv=1)
-    near = make_blocks(1, 200, 1, last, 4, 64, device="cuda")
-    far = Selection(torch.where(near.ranges.diff(dim=-1) > 0, near.ranges + (S_kv - last), 0), near.block_size)
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    o, lse = attend(backend, *inputs, far)
-    exact, exact_lse = oracle_forward(q, k[:, :, -last:], v[:, :, -last:], near.ranges)
-    assert float((o.detach().cpu().double() - exact).abs().max()) < 2e-2
-    assert float((lse.detach().cpu().double() - exact_lse).abs().max()) < 2e-2
-    do, _ = make_grads(q, v)
-    grads = torch.autograd.grad(o, inputs, do)
-    expected = oracle_backward(q, k[:, :, -last:], v[:, :, -last:], near.ranges, do)
-    for got, want in zip((grads[0], grads[1][:, :, -last:], grads[2][:, :, -last:]), expected, strict=True):
-        assert float((got.cpu().double() - want).norm() / want.norm()) < 1e-2
-    assert int(torch.count_nonzero(grads[1][:, :, : -2 * last])) == 0
 
 
 @pytest.mark.gpu
@@ -131,30 +91,6 @@ def test_a_kernel_that_fails_is_replaced_and_not_tried_again(monkeypatch: pytest
     assert any(reason.code == "failed-before" for verdict in again.verdicts for reason in verdict.forward)
     with pytest.raises(Exception, match=r"(?i)shared memory|resource|failed"):
         nsa_sel.selection_attention(q, k, v, selection, backend="triton-group")
-
-
-@pytest.mark.gpu
-def test_amp_training_with_a_grad_scaler() -> None:
-    for dtype in (torch.float16, torch.bfloat16):
-        torch.manual_seed(0)
-        project = torch.nn.Linear(32, 96, bias=False, device="cuda")
-        optimizer = torch.optim.SGD(project.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
-        x, target = torch.randn(1, 200, 1, 32, device="cuda"), torch.randn(1, 200, 1, 1, 32, device="cuda")
-        selection, losses = make_blocks(1, 200, 1, 200, 3, 16, device="cuda"), []
-        for _ in range(5):
-            with torch.autocast("cuda", dtype=dtype):
-                q, k, v = project(x).chunk(3, -1)
-                o = nsa_sel.selection_attention(q.unsqueeze(3), k.transpose(1, 2), v.transpose(1, 2), selection, backend="triton-group")
-            assert o.dtype == dtype
-            loss = (o.float() - target).square().mean()
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            losses.append(float(loss.detach()))
-        assert all(torch.isfinite(torch.tensor(losses)))
-        assert losses[-1] <= losses[0]
 
 
 @pytest.mark.gpu

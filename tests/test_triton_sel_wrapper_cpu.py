@@ -15,8 +15,8 @@ from nsa_sel.core.call import request_of
 from nsa_sel.core.check import check_call
 from nsa_sel.core.decision import Decision
 from nsa_sel.errors import BackendError
+from tests.helpers.calls import call_forced, check, last, problem
 from tests.helpers.cases import assert_gradients, make_grads, make_qkv, make_spans
-from tests.helpers.public_calls import call_forced, check, last, problem
 
 pytestmark = pytest.mark.usefixtures("plain_cpu")
 
@@ -92,7 +92,7 @@ def test_forced_triton_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch, s
         call_forced(monkeypatch, name, source)
     message = str(caught.value)
     assert f"backend '{name}', forced by {source}, refuses this call:" in message
-    assert f"{name}: device-kind (unsupported): device.kind is cpu, required cuda" in message
+    assert f"{name}: device-kind (unsupported): The tensors are on cpu, not on cuda" in message
     assert "TRITON_INTERPRET=1" in message
     assert caught.value.decision is not None
     assert caught.value.decision.forward is None

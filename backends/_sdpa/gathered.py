@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nsa_sel.backends._buffers import temporary
 from nsa_sel.backends._sdpa import attend
+from nsa_sel.backends.launcher.buffers import temporary
 from nsa_sel.core.call import Call
 from nsa_sel.quantize import Scales
 

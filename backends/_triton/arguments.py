@@ -9,11 +9,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from nsa_sel.backends._buffers import temporary, unwritten
-from nsa_sel.backends._common import known
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
-from nsa_sel.backends._triton.tiles import tile_size
-from nsa_sel.backends._triton.tma import tma_fits
+from nsa_sel.backends._triton.tiles import MIN_TILE, tile_size
+from nsa_sel.backends.launcher.buffers import temporary, unwritten
+from nsa_sel.backends.launcher.passes import cached_by_class
 from nsa_sel.backends.specs import launch_class, tile_columns
 from nsa_sel.core.call import Call
 from nsa_sel.errors import warn
@@ -49,7 +48,7 @@ class Strides(NamedTuple):
     pos: tuple[int, ...]  # (b, s) of q_pos, or (b, 0) of lengths
 
 
-@known
+@cached_by_class
 def strides(call: Call) -> Strides:
     return Strides(call.q.stride()[:4], call.k.stride()[:3], call.v.stride()[:3], position_strides(call))
 
@@ -61,7 +60,7 @@ def position_strides(call: Call) -> tuple[int, ...]:
     return (0, 0) if call.q_pos is None else call.q_pos.stride()
 
 
-@known
+@cached_by_class
 def sizes(call: Call) -> tuple[int, int, int]:
     """Return S, S_kv and G, as kernels take them."""
     _, S, G, _, _ = call.q.shape
@@ -109,11 +108,22 @@ class Dims(NamedTuple):
     BLOCK_DV: int
 
 
-@known
+@cached_by_class
 def heads(call: Call) -> Heads:
     q, settings = call.q, call.settings
     _, _, _, h, Dk = q.shape
     return Heads(q.dtype, h, Dk, call.v.shape[3], settings.block_d or 0, settings.block_dv or 0)
+
+
+def heads_of(q: Tensor, v: Tensor) -> Heads:
+    """Return the heads of a call whose tiles no flag widens: windows and compressed keys."""
+    _, _, _, h, Dk = q.shape
+    return Heads(q.dtype, h, Dk, v.shape[3], 0, 0)
+
+
+def dims_of(q: Tensor, v: Tensor) -> Dims:
+    """Return `split_dims(heads_of(q, v))`."""
+    return split_dims(heads_of(q, v))
 
 
 @functools.lru_cache(REMEMBERED)  # warns once
@@ -151,7 +161,7 @@ def config_suffix(of: Heads) -> str:
     return launch_class(tiles.BLOCK_D + tiles.BLOCK_REST + tiles.BLOCK_DV, of.dtype.itemsize)
 
 
-@known
+@cached_by_class
 def kernel_config(call: Call, of: Heads, kernel: str, tma: bool | None = None) -> KernelConfig:
     """Return the config of `kernel` for this call, with pointer loads if TMA does not fit.
 
@@ -161,6 +171,20 @@ def kernel_config(call: Call, of: Heads, kernel: str, tma: bool | None = None) -
     if config.loads == "tma" and not (tma_fits(call) if tma is None else tma):
         config = msgspec.structs.replace(config, loads="pointer")
     return config
+
+
+@cached_by_class
+def tma_fits(call: Call) -> bool:
+    """Return whether TMA can load this call's blocks: sm_90 or newer, whole blocks, 16-byte aligned bases and
+    strides."""
+    size, k, v = call.selection.block_size, call.k, call.v
+    if size is None or size % MIN_TILE:
+        return False
+    if call.device.kind == "cuda" and (call.device.sm or 0) < 90:
+        return False
+    (k_batch, k_group, k_key, _), (v_batch, v_group, v_key, _) = k.stride(), v.stride()
+    numbers = k_batch | k_group | k_key | v_batch | v_group | v_key
+    return (k.data_ptr() | v.data_ptr() | numbers * k.element_size()) % 16 == 0 and k.shape[2] < 2**31
 
 
 def announced(call: Call, of: Heads, name: str, config: KernelConfig, kernel: Kernel) -> Kernel:

@@ -14,16 +14,22 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa_sel.backends._triton.arguments import Dims, options
-from nsa_sel.backends._triton.choose_packed import key_tile
-from nsa_sel.backends._triton.choose_rows import bounds_of, dims_of, seen_keys, sizes_of, strides_of, tiles_of
+from nsa_sel.backends._triton.arguments import Dims, dims_of, options
+from nsa_sel.backends._triton.choose_rows import bounds_of, key_tile, seen_keys, sizes_of, strides_of, tiles_of
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
-from nsa_sel.backends._triton.softmax import add_product, products, split_products
-from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, row_pointers, store_columns, store_split
-from nsa_sel.backends._triton.tma import aligned, row_descriptor
-from nsa_sel.core.choose_call import ChooseCall, Rule
+from nsa_sel.backends._triton.softmax import products, split_products
+from nsa_sel.backends._triton.tiles import (
+    load_columns,
+    load_kv,
+    load_split,
+    row_descriptors,
+    row_pointers,
+    store_columns,
+    store_split,
+)
+from nsa_sel.backends._triton.walk import add_rows_step
+from nsa_sel.core.call import ChooseCall, Rule
 from nsa_sel.settings.schema import KernelConfig
 
 PROGRAMS = 4096  # programs that keep any GPU busy; about half are idle, because their rows see none of their keys
@@ -68,13 +74,12 @@ def add_rows(
     REST: tl.constexpr = dims.BLOCK_REST
     BLOCK_DV: tl.constexpr = dims.BLOCK_DV
     k_tile, k_rest, v_tile = kv
-    dk, dk_rest, dv = sums
     r = tl.arange(0, ROWS)
     facts += (b * sizes.G + g) * 2 * sizes.S * h
     if q_pos is None:
         begin = tl.minimum(first_row(key, own.start, rule), own.S).to(tl.int32)  # computed once, instead of seen_keys per step
     for pair0 in range(low * h, high * h, ROWS):
-        pair = pair0 + r
+        pair = pair0 + r  # [ROWS], as all row indices below
         exists = None if FULL else pair < high * h
         s, head = tl.minimum(pair // h, high - 1).to(tl.int64), (pair % h).to(tl.int64)
         if q_pos is not None:
@@ -88,25 +93,22 @@ def add_rows(
         else:
             q_tile, q_rest = load_split(row_pointers(q, strides.q, b, g, s, head), exists, dims.Dk, BLOCK_D, REST)
             do_tile = load_columns(row_pointers(do, stride_do, b, g, s, head), exists, 0, dims.Dv, BLOCK_DV)
-        logits = split_products(k_tile, k_rest, q_tile, q_rest, REST)
+        logits = split_products(k_tile, k_rest, q_tile, q_rest, REST)  # [BLOCK_K, ROWS]
         # Rows that do not exist get lse = +inf, hence p = 0. Loading after the products takes fewer registers.
         lse2 = tl.load(facts + sizes.S * h + pair, mask=exists, other=None if FULL else float("inf"))
         logits = logits * scale_log2 - lse2[None, :]
         if MASKED:
             visible = begin[:, None] <= (pair // h)[None, :] if q_pos is None else key[:, None] < seen[None, :]
             logits = tl.where(visible, logits, float("-inf"))
-        p = tl.exp2(logits)
-        dp = products(v_tile, do_tile)
+        p = tl.exp2(logits)  # [BLOCK_K, ROWS]
+        dp = products(v_tile, do_tile)  # [BLOCK_K, ROWS]
         delta_rows = tl.load(facts + pair, mask=exists, other=None if FULL else 0.0)
         ds = p * (dp - delta_rows[None, :])
         if MASKED and q_pos is not None:  # a value that no row sees may be NaN
             ds = tl.where(visible, ds, 0.0)
         ds = ds.to(q_tile.dtype)
-        dv = add_product(dv, p.to(do_tile.dtype), do_tile)
-        dk = add_product(dk, ds, q_tile)
-        if REST > 0:
-            dk_rest = add_product(dk_rest, ds, q_rest)
-    return dk, dk_rest, dv
+        sums = add_rows_step(sums, p.to(do_tile.dtype), ds, (q_tile, q_rest), do_tile, REST)
+    return sums
 
 
 @triton.jit
@@ -202,7 +204,7 @@ def sum_sections_kernel(
 
 
 def dkdv(call: ChooseCall, do: Tensor, facts: Tensor, config: KernelConfig) -> tuple[Tensor, Tensor]:
-    """Return dk [B,G,C,Dk] and dv [B,G,C,Dv] from `facts` [B,G,2,S,h] of the rows (`choose_attention.dq`). The scale is
+    """Return dk [B,G,C,Dk] and dv [B,G,C,Dv] from `facts` [B,G,2,S,h] of the rows (`runs.dq_kernel`). The scale is
     positive.
 
     Partial sums take at most four times the call's scratch, unless one section needs more.
@@ -211,11 +213,14 @@ def dkdv(call: ChooseCall, do: Tensor, facts: Tensor, config: KernelConfig) -> t
     if facts.numel() == 0 or call.k.shape[2] == 0:
         return dk.zero_(), dv.zero_()
     sections = sections_of(call, config)
-    sizes, dims = sizes_of(call, 1), dims_of(call)
+    sizes, dims = sizes_of(call, 1), dims_of(call.q, call.v)
     part_dk, part_dv = (facts.new_empty(sections.total, *x.shape) for x in (call.k, call.v))
+    # Not for a single tile of keys that is not full: with one compressed key and one group, Triton 3.6's assembler crashes.
+    by_tma = config.loads == "tma" and call.q_pos is None and call.k.shape[2] >= config.block_l
+    descriptors = row_descriptors(call.q, do, dims, config.rows, by_tma)
     _dkdv(dims, call.rule, config).launch(
         sections.total * sections.tiles * sections.pairs,
-        (call.q, *_row_descriptors(call, do, dims, config), call.k, call.v, call.q_pos, *bounds_of(call), do, facts, part_dk, part_dv),
+        (call.q, *descriptors, call.k, call.v, call.q_pos, *bounds_of(call), do, facts, part_dk, part_dv),
         (strides_of(call), do.stride()[:4], sizes, sections, call.scale, call.scale_log2()),
     )
     total = _sum_sections(dims, call.rule, config.block_l)
@@ -225,20 +230,6 @@ def dkdv(call: ChooseCall, do: Tensor, facts: Tensor, config: KernelConfig) -> t
         (sizes, sections),
     )
     return dk, dv
-
-
-def _row_descriptors(call: ChooseCall, do: Tensor, dims: Dims, config: KernelConfig) -> tuple[TensorDescriptor | None, ...]:
-    """Return TMA descriptors of q and do if the config asks for TMA and it can load whole rows with their heads, else
-    None.
-
-    Not for a single tile of keys that is not full: with one compressed key and one group, Triton 3.6's assembler
-    crashes.
-    """
-    tokens = config.rows // dims.h
-    whole = tokens * dims.h == config.rows and dims.BLOCK_REST == 0 and call.k.shape[2] >= config.block_l
-    if config.loads != "tma" or call.q_pos is not None or not whole or not (aligned(call.q) and aligned(do)):
-        return None, None
-    return row_descriptor(call.q, tokens, dims.BLOCK_D), row_descriptor(do, tokens, dims.BLOCK_DV)
 
 
 def sections_of(call: ChooseCall, config: KernelConfig) -> Sections:

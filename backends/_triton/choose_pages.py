@@ -1,12 +1,12 @@
 """Choose blocks for a few new tokens over compressed keys in pages, without gathering them; K and V are loaded once.
 
     attention    o and lse of all new tokens of a sequence, and each head's share of every block: what its weights add
-                 to the block's score, relative to the largest logit until then
+                 to the block's score, relative to the largest logit so far
     importance   scores of blocks from the shares and lse (Eq. 8 to 10); then `top_n`
 
-A sequence's compressed keys are cut into parts, one program each, where few sequences would not fill the GPU;
-`importance` joins them, too (combine.py). Where parts end is the device's decision: tables have room for the longest
-sequence, and the keys that a sequence has are shared by its programs.
+If few sequences would not fill the GPU, a sequence's compressed keys are cut into parts, one program each;
+`importance_kernel` also joins them (combine.py). The device decides where parts end: tables have room for the longest
+sequence, and a sequence's programs share the keys that it has.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_sel.backends._triton.arguments import Dims, options
-from nsa_sel.backends._triton.choose_rows import Sizes, dims_of, seen_keys, strides_of
+from nsa_sel.backends._triton.arguments import Dims, dims_of, options
+from nsa_sel.backends._triton.choose_rows import Sizes, seen_keys, strides_of
 from nsa_sel.backends._triton.combine import SMS_WHEN_INTERPRETED, combine_row, joined_lse
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
+from nsa_sel.backends._triton.ranges import top_n
 from nsa_sel.backends._triton.softmax import LN_2, LOWEST, finish_softmax, split_products, weights_step
 from nsa_sel.backends._triton.tiles import cached_pointers, load_columns, load_split, row_pointers, store_columns, tile_size
-from nsa_sel.backends._triton.top_n import top_n
-from nsa_sel.core.call import device_info
-from nsa_sel.core.choose_call import ChooseCall, Rule
+from nsa_sel.core.call import ChooseCall, Rule, device_info
 from nsa_sel.settings.schema import KernelConfig
 
-MOST_ROWS = 64  # new tokens of a sequence times heads of a group: one tile
-MOST_PIECES = 32  # of a block: a step of attention takes whole blocks
-LEAST_KEYS = 64  # of a part, where a sequence has as many
+MOST_ROWS = 64  # most new tokens of a sequence times heads of a group: they are one tile
+MOST_PIECES = 32  # most pieces per block: a step of attention takes whole blocks
+LEAST_KEYS = 64  # fewest keys per part, if the sequence has that many
 MOST_PARTS = 64
-PER_SM = 2  # programs for every multiprocessor, where there are few sequences
-SHARES = 1024  # of a program of `importance`
+PER_SM = 2  # programs per multiprocessor if there are few sequences
+SHARES = 1024  # shares per program of `importance_kernel`
 
 
 @triton.jit
@@ -43,16 +42,18 @@ def attention_kernel(
     dims: tl.constexpr, rule: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr, SLOTS: tl.constexpr,
     SKIPPED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """o [B,S,G,h,Dv], if SPLIT that of parts [rows,parts,Dv]; lse [rows,parts] in base 2. For every step of BLOCKS
-    blocks the largest logit until then, in base 2, the peak; and in shares [B,G,S * h,steps * BLOCKS] the sums of p =
-    2^(logit - peak) over the compressed keys that begin in a block or in the one before it, each as often as it covers
-    pieces of the block. What the last block of a step adds to the next step's first goes with the peak to ends [B,G,S *
-    h,steps,2]: there the peak may be another.
+    """Compute o and base-2 lse of one part of a sequence's keys, and each head's share of every block.
 
-    Grid: one program per sequence, group and part. Tiles: q [ROWS, BLOCK_D + BLOCK_REST], k [BLOCKS * PIECES, same], v
-    [BLOCKS * PIECES,
-    BLOCK_DV]. Keys that no row of the sequence sees are not read. The table is read one step ahead, or every step would
-    wait for it.
+    Stores, for every step of BLOCKS blocks with the largest logit so far (`peak`, base 2):
+        o       [B,S,G,h,Dv], or if SPLIT that of parts [rows,parts,Dv];  part_lse [rows,parts]
+        shares  [B,G,S * h,steps * BLOCKS]: sums of p = 2^(logit - peak) over the compressed keys that begin in a block
+                or in the one before it, each times the pieces of the block that it covers
+        ends    [B,G,S * h,steps,2]: the peak, and the share that the step's last block adds to the next step's first,
+                whose peak may differ
+
+    Grid: one program per sequence, group and part.
+    Tiles: q [ROWS, BLOCK_D + BLOCK_REST], k [BLOCKS * PIECES, BLOCK_D + BLOCK_REST], v [BLOCKS * PIECES, BLOCK_DV].
+    Keys that no row of the sequence sees are not read. The table is read one step ahead, so that no step waits for it.
     """
     BLOCK_DV: tl.constexpr = dims.BLOCK_DV
     STEP: tl.constexpr = rule.block_size // rule.compress_stride
@@ -88,10 +89,12 @@ def attention_kernel(
         k_rows, v_rows = cached_pointers(k, strides.k, b, g, piece, page, SLOTS), cached_pointers(v, strides.v, b, g, piece, page, SLOTS)
         k_tile, k_rest = load_split(k_rows, is_key, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
         v_tile = load_columns(v_rows, is_key, 0, dims.Dv, BLOCK_DV)
+        # products, p: [ROWS, BLOCKS * PIECES]
         products = split_products(q_tile, q_rest, k_tile, k_rest, dims.BLOCK_REST)
         sees = is_key[None, :] & ((piece - SKIPPED)[None, :] < seen[:, None])
         p, alpha, l, m = weights_step(tl.where(sees, products, float("-inf")), True, l, m, scale_log2, v_tile.dtype)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision="ieee", out_dtype=acc.dtype)
+        # own, spill: [ROWS, BLOCKS], shares of keys that begin in a block, in it and in the next block
         own = tl.sum((p * tl.minimum(REACH, STEP - i)[None, :]).reshape(ROWS, BLOCKS, PIECES), 2)
         spill = tl.sum((p * tl.maximum(REACH - STEP + i, 0)[None, :]).reshape(ROWS, BLOCKS, PIECES), 2)
         before = tl.gather(spill, tl.broadcast_to(tl.maximum(block - 1, 0)[None, :], ROWS, BLOCKS), 1)
@@ -112,12 +115,11 @@ def importance_kernel(
     h: tl.constexpr, Dv: tl.constexpr, rule: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_DV: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """scores [B,S,G,blocks]: the shares of all heads, relative to lse; 0 for blocks that the row does not see. lse
-    [B,S,G,h] from that of parts, and where o is in parts o [B,S,G,h,Dv].
+    """Store scores [B,S,G,blocks], the sum of all heads' shares relative to lse (0 for blocks that the row does not
+    see), and lse [B,S,G,h] from that of the parts. If o is in parts, also store o [B,S,G,h,Dv].
 
-    Grid: one program per row [B,S,G] and STEPS steps of attention, then one per head of a row to join parts of o. Tile:
-    shares [HEADS,
-    STEPS, BLOCKS].
+    Grid: one program per row [B,S,G] and STEPS steps of attention, then one per head of a row to join parts of o.
+    Tile: shares [HEADS, STEPS, BLOCKS].
     """
     STEP: tl.constexpr = rule.block_size // rule.compress_stride
     number, tiles = tl.program_id(0).to(tl.int64), tl.cdiv(steps, STEPS)
@@ -152,19 +154,19 @@ def importance_kernel(
 
 
 def takes(call: ChooseCall) -> bool:
-    """Whether the kernels run for a call over pages: few rows, in 16 or 32 bits, and blocks of a step."""
+    """Return whether the kernels take a call over pages: few rows, 16 or 32 bits, and blocks that fit a step."""
     few = call.q.shape[1] * call.q.shape[3] <= MOST_ROWS and call.q.element_size() <= 4 and call.q.numel() > 0
     return few and call.rule.pieces <= MOST_PIECES
 
 
 def row_bytes(call: ChooseCall) -> int:
-    """Bytes of shares, ends of steps, and scores that a row of all groups takes, at most."""
+    """Return the most bytes of shares, ends of steps, and scores of a row of all groups."""
     _, _, G, h, _ = call.q.shape
     return G * _blocks(call) * (3 * h + 1) * 4
 
 
 def _blocks(call: ChooseCall) -> int:
-    """Blocks of a sequence that its scores or its compressed keys take."""
+    """Return the blocks per sequence that scores and compressed keys need."""
     return max(call.blocks, -(-call.C // call.rule.pieces))
 
 
@@ -180,7 +182,7 @@ def choose(call: ChooseCall, config: KernelConfig, o: Tensor, lse: Tensor, range
     ends, part_o = lse.new_empty(lse.numel(), steps, 2), o if parts == 1 else lse.new_empty(lse.numel(), parts, o.shape[-1])
     table, skipped = call.pages
     strides = strides_of(call)
-    _attention(dims_of(call), call.rule, config, tile_size(S * h), blocks, call.k.shape[2], skipped, parts > 1).launch(
+    _attention(dims_of(call.q, call.v), call.rule, config, tile_size(S * h), blocks, call.k.shape[2], skipped, parts > 1).launch(
         B * G * parts,
         (call.q, call.k, call.v, table, call.q_pos, part_o, part_lse, shares, ends),
         (strides, table.stride(0), sizes, parts, steps, call.scale_log2()),
@@ -196,7 +198,7 @@ def choose(call: ChooseCall, config: KernelConfig, o: Tensor, lse: Tensor, range
 
 
 def _parts(call: ChooseCall, programs: int) -> int:
-    """Programs of a sequence and group: so many that all of them fill the GPU."""
+    """Return the programs per sequence and group that fill the GPU."""
     sms = device_info(call.q.device).sm_count if call.q.is_cuda else SMS_WHEN_INTERPRETED
     return max(1, min(MOST_PARTS, PER_SM * sms // max(1, programs), -(-call.C // LEAST_KEYS)))
 

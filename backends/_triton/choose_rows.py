@@ -1,7 +1,13 @@
-"""Which compressed keys a row sees, and arguments that all kernels over compressed keys take.
+"""Compressed keys: which of them a row sees, how tiles lie in a packed batch, and arguments of all their kernels.
 
-`rule` is `nsa_sel.core.choose_call.Rule`. A row sees the first compressed keys, up to a limit that follows from its
+`rule` is `nsa_sel.core.call.Rule`. A row sees the first compressed keys, up to a limit that follows from its
 position.
+
+In a packed batch a tile of rows or keys lies within one sequence, and a program works with its sequence's sizes. The
+tiles of sequence i, which begins at row cu[i], begin at tile number cu[i] // TILE + i. This leaves room for all tiles,
+because each sequence wastes less than one tile, and bounds their number by total // TILE + N + 1 on the host. A program
+finds its sequence by searching `cu`, 32 entries at a time. Padding after the last sequence counts as sequence N; its
+rows see nothing. For a part of the rows, `sizes.start` is the first of them, and rows count from there.
 """
 
 from __future__ import annotations
@@ -11,12 +17,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa_sel.backends._triton.arguments import Dims, Heads, Strides, split_dims
-from nsa_sel.backends._triton.rows import row_position
-from nsa_sel.backends._triton.tma import aligned, descriptor
-from nsa_sel.core.choose_call import ChooseCall
+from nsa_sel.backends._triton.arguments import Strides
+from nsa_sel.backends._triton.rows import row_position, tile_rows
+from nsa_sel.backends._triton.tiles import aligned
+from nsa_sel.core.call import ChooseCall
 from nsa_sel.settings.schema import KernelConfig
 
 
@@ -38,15 +43,6 @@ def seen_keys(q_pos, stride_pos, b, s, sizes, rule: tl.constexpr):
     return tl.where(past >= 0, tl.minimum(past // rule.compress_stride + 1, sizes.C), 0).to(tl.int32)
 
 
-def heads_of(call: ChooseCall) -> Heads:
-    _, _, _, h, Dk = call.q.shape
-    return Heads(call.q.dtype, h, Dk, call.v.shape[3], 0, 0)
-
-
-def dims_of(call: ChooseCall) -> Dims:
-    return split_dims(heads_of(call))
-
-
 def strides_of(call: ChooseCall) -> Strides:
     pos = (0, 0) if call.q_pos is None else call.q_pos.stride()
     return Strides(call.q.stride()[:4], call.k.stride()[:3], call.v.stride()[:3], pos)
@@ -55,12 +51,8 @@ def strides_of(call: ChooseCall) -> Strides:
 def sizes_of(call: ChooseCall, tokens: int) -> Sizes:
     """Return `Sizes` for tiles of `tokens` rows."""
     _, S, G = call.q.shape[:3]
-    return Sizes(S, call.k.shape[2], G, call.start, tiles_of(call, S, tokens), sequences_of(call))
-
-
-def sequences_of(call: ChooseCall) -> int:
-    """Return the number of sequences of a packed batch, else 0."""
-    return 0 if call.sequences is None else len(call.sequences.rows) - 1
+    sequences = 0 if call.sequences is None else len(call.sequences.rows) - 1
+    return Sizes(S, call.k.shape[2], G, call.start, tiles_of(call, S, tokens), sequences)
 
 
 def bounds_of(call: ChooseCall) -> tuple[Tensor | None, Tensor | None]:
@@ -71,30 +63,116 @@ def bounds_of(call: ChooseCall) -> tuple[Tensor | None, Tensor | None]:
 def tiles_of(call: ChooseCall, total: int, size: int) -> int:
     """Return the tiles of `total` rows or keys; for a packed batch (tiles within one sequence, with padding) an upper
     bound."""
-    return -(-total // size) if call.sequences is None else total // size + sequences_of(call) + 1
-
-
-def tile_tokens(h: int, rows: int) -> int:
-    """Return the tokens whose h heads fill a tile of `rows` rows."""
-    return max(1, rows // h)
-
-
-def programs_of(call: ChooseCall, rows: int) -> int:
-    """Return the programs for all tiles of all sequences and groups; more than `rows` heads take several programs."""
-    B, S, G, h, _ = call.q.shape
-    return B * G * tiles_of(call, S, tile_tokens(h, rows)) * -(-h // rows)
-
-
-def key_descriptors(call: ChooseCall, dims: Dims, block_k: int) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
-    """Return TMA descriptors of k and k's second column tile for block_k keys; the second is None if one tile holds
-    k."""
-    return descriptor(call.k, block_k, dims.BLOCK_D), descriptor(call.k, block_k, dims.BLOCK_REST) if dims.BLOCK_REST else None
-
-
-def value_descriptor(call: ChooseCall, dims: Dims, block_k: int) -> TensorDescriptor:
-    return descriptor(call.v, block_k, dims.BLOCK_DV)
+    return -(-total // size) if call.sequences is None else total // size + len(call.sequences.rows)
 
 
 def by_tma(call: ChooseCall, config: KernelConfig) -> bool:
     """Return whether the config asks for TMA and TMA can load k and v."""
     return config.loads == "tma" and aligned(call.k) and aligned(call.v)
+
+
+PROBES = tl.constexpr(32)  # entries per search step, one per thread of a warp
+
+
+@triton.jit
+def clamped(bounds, i, origin, most):
+    """Return bounds[i] - origin as int32, clamped to [0, most] even if the bounds are wrong."""
+    return tl.minimum(tl.maximum(tl.load(bounds + i) - origin, 0), most).to(tl.int32)
+
+
+@triton.jit
+def sequence_of(number, bounds, origin, most, sequences, TILE: tl.constexpr):
+    """Return the last i in [0, sequences] whose tiles begin at or before tile `number`."""
+    probe = tl.arange(0, PROBES)
+    first = 0
+    width = sequences + 1
+    while width > 1:
+        step = (width + PROBES - 1) // PROBES
+        i = tl.minimum(first + probe * step, sequences)
+        reached = (probe * step < width) & (clamped(bounds, i, origin, most) // TILE + i <= number)
+        passed = tl.maximum(tl.sum(reached.to(tl.int32), 0) - 1, 0) * step
+        first += passed
+        width = tl.minimum(step, width - passed)
+    return first
+
+
+@triton.jit
+def span_of(i, bounds, origin, most, sequences):
+    """Return where sequence i begins and ends."""
+    begin = clamped(bounds, i, origin, most)
+    end = tl.where(i < sequences, clamped(bounds, tl.minimum(i + 1, sequences), origin, most), most)
+    return begin, tl.maximum(begin, end)
+
+
+NOWHERE = tl.constexpr(-(1 << 40))  # a position that sees no key
+
+
+@triton.jit
+def sizes_of_sequence(i, cu, cu_cmp, sizes):
+    """Return the first row of sequence i, its first compressed key, and its `Sizes`.
+
+    In these sizes, S is where its rows end, and start + s is the position of row s in the sequence.
+    """
+    begin, end = span_of(i, cu, sizes.start, sizes.S, sizes.sequences)
+    first, last = span_of(i, cu_cmp, 0, sizes.C, sizes.sequences)
+    start = tl.where(i < sizes.sequences, sizes.start - tl.load(cu + i), NOWHERE)
+    return begin, first, Sizes(end, last - first, sizes.G, start, sizes.tiles, sizes.sequences)
+
+
+@triton.jit
+def packed_tile(number, cu, cu_cmp, sizes, TOKENS: tl.constexpr):
+    """Return the first row of tile `number` of TOKENS rows, its sequence's first key and sizes; no keys if it has no
+    rows."""
+    i = sequence_of(number, cu, sizes.start, sizes.S, sizes.sequences, TOKENS)
+    begin, first, own = sizes_of_sequence(i, cu, cu_cmp, sizes)
+    row = begin + (number - begin // TOKENS - i) * TOKENS
+    empty = row >= own.S
+    start, C = tl.where(empty, NOWHERE, own.start), tl.where(empty, 0, own.C)
+    return row, first, Sizes(own.S, C, own.G, start, own.tiles, own.sequences)
+
+
+@triton.jit
+def last_row(s, cu, sizes):
+    """Return the rows s, clamped to the last row of their sequence, or to row 0 if it has none."""
+    s = tl.minimum(s, sizes.S - 1)
+    return s if cu is None else tl.maximum(s, 0)
+
+
+@triton.jit
+def token_tile(number, cu, cu_cmp, sizes, TOKENS: tl.constexpr):
+    """Do `packed_tile`; for a batch that is not packed, return the tile's first row, key 0 and the batch's sizes."""
+    if cu is None:
+        return number * TOKENS, 0, sizes
+    else:
+        return packed_tile(number, cu, cu_cmp, sizes, TOKENS)
+
+
+@triton.jit
+def key_tile(number, cu, cu_cmp, sizes, sections, BLOCK_K: tl.constexpr):
+    """Return the first of the BLOCK_K keys of tile `number` within its sequence, and the sequence's first key, first
+    row, sizes and rows per section."""
+    if cu is None:
+        return number * BLOCK_K, 0, 0, sizes, sections.rows
+    else:
+        i = sequence_of(number, cu_cmp, 0, sizes.C, sizes.sequences, BLOCK_K)
+        begin, first, own = sizes_of_sequence(i, cu, cu_cmp, sizes)
+        rows = tl.maximum(tl.cdiv(own.S - begin, sections.total), sections.rows)
+        return (number - first // BLOCK_K - i) * BLOCK_K, first, begin, own, rows
+
+
+@triton.jit
+def locate_tile(program, cu, cu_cmp, sizes, h: tl.constexpr, TQ: tl.constexpr, ROWS: tl.constexpr):
+    """Return b, g, s, head, index in [B,S,G,h] and existence as `tile_rows` does, then the sequence's first key and
+    sizes."""
+    if cu is None:
+        b, g, _, s, _, head, out, exists = tile_rows(program, sizes.S, sizes.G, sizes.tiles, h, TQ, ROWS)
+        return b, g, s, head, out, exists, 0, sizes
+    else:
+        b, g, _, s, bit, head, out, exists = tile_rows(program, sizes.S, sizes.G, sizes.tiles, h, TQ, ROWS)
+        number = sizes.tiles - 1 - program // ((h + ROWS - 1) // ROWS) % sizes.tiles
+        row, first, own = packed_tile(number, cu, cu_cmp, sizes, TQ)
+        s = row + bit.to(tl.int32)
+        exists = (bit < TQ) & (s < own.S) & (head < h)
+        s = last_row(s, cu, own)
+        out = (s.to(tl.int64) * sizes.G + g.to(tl.int64)) * h + head
+        return b, g, s, head, out, exists, first, own

@@ -1,7 +1,7 @@
 """Merge partial results of split rows (split-KV): with few rows, several programs walk the keys of each row.
 
-o = sum_i w_i o_i with w_i = 2^(lse_i - lse), lse = log2 sum_i 2^lse_i, summed in a fixed order. A part without keys has
-lse_i = -inf and w_i = 0.
+o = sum_i w_i o_i with w_i = 2^(lse_i - lse), lse = log2 sum_i 2^lse_i, summed in a fixed order. A split without keys
+has lse_i = -inf and w_i = 0.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ def joined_lse(part, AXIS: tl.constexpr):
 
 
 @triton.jit
-def combine_row(part_o, part_lse, o, row, parts, Dv: tl.constexpr, PARTS: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """Merge one row's parts and store its o; return its base-2 lse [1] and whether it has any key [1]."""
-    i, d = tl.arange(0, PARTS), tl.arange(0, BLOCK_DV)
-    part = tl.load(part_lse + row * parts + i, mask=i < parts, other=float("-inf"))  # [PARTS]
-    exists = (i < parts)[:, None] & (d < Dv)[None, :]
-    # [PARTS, BLOCK_DV]
-    parts_o = tl.load(part_o + (row * parts + i[:, None]) * Dv + d[None, :], mask=exists, other=0.0)
+def combine_row(part_o, part_lse, o, row, splits, Dv: tl.constexpr, SPLITS: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Merge one row's splits and store its o; return its base-2 lse [1] and whether it has any key [1]."""
+    i, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK_DV)
+    part = tl.load(part_lse + row * splits + i, mask=i < splits, other=float("-inf"))  # [SPLITS]
+    exists = (i < splits)[:, None] & (d < Dv)[None, :]
+    # [SPLITS, BLOCK_DV]
+    tile = tl.load(part_o + (row * splits + i[:, None]) * Dv + d[None, :], mask=exists, other=0.0)
     row_lse, seen = joined_lse(part, 0)  # [1], [1]
-    o_row = tl.sum(tl.exp2(part - row_lse)[:, None] * parts_o, 0)  # [BLOCK_DV]
+    o_row = tl.sum(tl.exp2(part - row_lse)[:, None] * tile, 0)  # [BLOCK_DV]
     tl.store(o + row * Dv + d, o_row.to(o.dtype.element_ty), mask=d < Dv)
     return row_lse, seen
 
 
 @triton.jit
-def combine_kernel(part_o, part_lse, o, lse, parts, Dv: tl.constexpr, PARTS: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """Merge part_o [rows, parts, Dv] and base-2 part_lse [rows, parts], float32, into o [rows, Dv] and natural-log lse
-    [rows].
+def combine_kernel(part_o, part_lse, o, lse, splits, Dv: tl.constexpr, SPLITS: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Merge part_o [rows, splits, Dv] and base-2 part_lse [rows, splits], float32, into o [rows, Dv] and lse [rows]
+    (natural logarithm).
 
-    Grid: one program per row of B*S*G*h. It loads all parts at once, to pay the memory latency once.
+    Grid: one program per row of B*S*G*h. It loads all splits at once, to pay the memory latency once.
     """
     row = tl.program_id(0).to(tl.int64)
-    row_lse, seen = combine_row(part_o, part_lse, o, row, parts, Dv, PARTS, BLOCK_DV)
+    row_lse, seen = combine_row(part_o, part_lse, o, row, splits, Dv, SPLITS, BLOCK_DV)
     tl.store(lse + row + tl.arange(0, 1), tl.where(seen, row_lse * LN_2, float("-inf")))
 
 
@@ -61,7 +61,7 @@ def multiprocessors(call: Call) -> int:
     return SMS_WHEN_INTERPRETED if call.device.kind == "cpu" else call.device.sm_count
 
 
-def split_parts(call: Call, programs: int, at_once: int, least: int) -> int:
+def count_splits(call: Call, programs: int, at_once: int, least: int) -> int:
     """Return the number of programs per row that fills the GPU; 1 if there are enough rows.
 
     Args:
@@ -69,19 +69,19 @@ def split_parts(call: Call, programs: int, at_once: int, least: int) -> int:
         at_once: programs that the GPU runs concurrently.
         least: fewest keys per program, where a row can have that many.
     """
-    parts = min(64, at_once // max(1, programs))
-    if parts <= 1:
+    splits = min(64, at_once // max(1, programs))
+    if splits <= 1:
         return 1
-    return max(1, min(parts, -(-call.selection.length_bound(call.S_kv) // least)))
+    return max(1, min(splits, -(-call.selection.length_bound(call.S_kv) // least)))
 
 
-def combine(part_o: Tensor, part_lse: Tensor, o: Tensor, lse: Tensor, parts: int) -> None:
-    """Launch the merge of part_o [rows, parts, Dv] and part_lse [rows, parts] into o and lse."""
-    _combine(o.shape[-1], tile_size(parts, 1)).launch(lse.numel(), (part_o, part_lse, o, lse), (parts,))
+def combine(part_o: Tensor, part_lse: Tensor, o: Tensor, lse: Tensor, splits: int) -> None:
+    """Launch the merge of part_o [rows, splits, Dv] and part_lse [rows, splits] into o and lse."""
+    _combine(o.shape[-1], tile_size(splits, 1)).launch(lse.numel(), (part_o, part_lse, o, lse), (splits,))
 
 
 @functools.lru_cache(REMEMBERED)
-def _combine(Dv: int, PARTS: int) -> Kernel:
+def _combine(Dv: int, SPLITS: int) -> Kernel:
     block_dv = tile_size(Dv)
-    num_warps = min(4, max(1, PARTS * block_dv // 1024))  # up to 32 elements per thread
-    return Kernel(combine_kernel, Dv=Dv, PARTS=PARTS, BLOCK_DV=block_dv, num_warps=num_warps)
+    num_warps = min(4, max(1, SPLITS * block_dv // 1024))  # up to 32 elements per thread
+    return Kernel(combine_kernel, Dv=Dv, SPLITS=SPLITS, BLOCK_DV=block_dv, num_warps=num_warps)

@@ -16,28 +16,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_sel.backends._buffers import temporary, unwritten
 from nsa_sel.backends._slices import slices
 from nsa_sel.backends._triton import arguments
+from nsa_sel.backends._triton.blocks import merged
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.key_to_rows import KeyToRows, list_start
-from nsa_sel.backends._triton.merged_blocks import merged
 from nsa_sel.backends._triton.rows import load_range, row_limit
-from nsa_sel.backends._triton.slices import Slices, slices_of
-from nsa_sel.backends._triton.softmax import LOG2_E, add_product, dot, p_and_ds, split_products
+from nsa_sel.backends._triton.softmax import LOG2_E, dot, p_and_ds, split_products
 from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, row_pointers, store_columns, store_split
 from nsa_sel.backends._triton.units import (
+    Slices,
     Unit,
     highest_limit,
     list_tile,
     load_entries,
-    most_parts,
+    most_partials,
     piece_bounds,
     plan_within,
+    slices_of,
     tile_width,
     units,
     workspace_beside_plan,
 )
+from nsa_sel.backends._triton.walk import add_rows_step
+from nsa_sel.backends.launcher.buffers import temporary, unwritten
 from nsa_sel.core.call import Call
 from nsa_sel.settings.schema import KernelConfig
 
@@ -58,7 +60,7 @@ def partial_dkdv_kernel(
     part_dq: if not None, receives each (entry, head)'s share of dq.
     WHOLE: every entry's range covers its tile up to the causal clamp. Only the first BLOCK_L rows of a list then need a
     mask, because rows ascend; with explicit q_pos, all rows of the tile's own list do.
-    bits: if not None, which blocks of BLOCK keys a range selects within its tile (merged_blocks.py).
+    bits: if not None, which blocks of BLOCK keys a range selects within its tile (blocks.py).
     """
     S, S_kv, G = sizes
     piece = tl.program_id(0) // TILES
@@ -109,9 +111,9 @@ def list_gradients(
     ALWAYS: tl.constexpr = (not WHOLE) or bits is not None
     k_tile, k_rest, v_tile = kv
     ROWS: tl.constexpr = r.shape[0]
-    dk_acc = tl.zeros(k_tile.shape, lse.dtype.element_ty)
+    dk = tl.zeros(k_tile.shape, lse.dtype.element_ty)
     dk_rest = tl.zeros(k_rest.shape, lse.dtype.element_ty)
-    dv_acc = tl.zeros(v_tile.shape, lse.dtype.element_ty)
+    sums = dk, dk_rest, tl.zeros(v_tile.shape, lse.dtype.element_ty)
     pairs = ((e1 - e) * h).to(tl.int32)
     masked = (tl.maximum(masked_end - e, 0) * h).to(tl.int32)
     first_out = (b * S * G + g) * h
@@ -149,16 +151,13 @@ def list_gradients(
             p = tl.where(seen, p, 0.0)
             ds = tl.where(seen, ds, 0.0)
         p, ds = p.to(do_tile.dtype), ds.to(q_tile.dtype)
-        dv_acc = add_product(dv_acc, p.T, do_tile)
-        dk_acc = add_product(dk_acc, ds.T, q_tile)
-        if REST > 0:
-            dk_rest = add_product(dk_rest, ds.T, q_rest)
+        sums = add_rows_step(sums, p, ds, (q_tile, q_rest), do_tile, REST, True)
         if part_dq is not None:
             slot = part_dq + (first_slot + entry.to(tl.int64) * h + head) * dims.Dk
             store_columns(slot, dot(ds, k_tile) * scale, listed, 0, dims.Dk)
             if REST > 0:
                 store_columns(slot, dot(ds, k_rest) * scale, listed, dims.BLOCK_D, dims.Dk)
-    return dk_acc, dk_rest, dv_acc
+    return sums
 
 
 @triton.jit
@@ -240,10 +239,10 @@ class Gradients:
         _, _, S_kv, Dv = call.v.shape
         Dk = call.k.shape[3]
         blocks = -(-plan.tiles // plan.block)
-        parts = most_parts(plan.section * call.selection.n * plan.reach, plan.pairs, blocks, plan.piece)
-        self.by_entry = parts < plan.pieces + plan.pairs * blocks
-        self.part_dk = temporary(call, lse, parts, plan.block, plan.width, Dk)
-        self.part_dv = temporary(call, lse, parts, plan.block, plan.width, Dv)
+        partials = most_partials(plan.section * call.selection.n * plan.reach, plan.pairs, blocks, plan.piece)
+        self.by_entry = partials < plan.pieces + plan.pairs * blocks
+        self.part_dk = temporary(call, lse, partials, plan.block, plan.width, Dk)
+        self.part_dv = temporary(call, lse, partials, plan.block, plan.width, Dv)
         self.slice = sums is not None
         sections: tuple[Tensor | None, Tensor | None] = (None, None)
         if sums is None and plan.section < S:
@@ -321,17 +320,17 @@ def key_value_gradients(
 
 def _add_rows(
     call: Call, heads: arguments.Heads, lse: Tensor, do: Tensor, delta: Tensor, name: str, width: int,
-    sums: tuple[Tensor, Tensor] | None = None, parts: int | None = None,
+    sums: tuple[Tensor, Tensor] | None = None, budget: int | None = None,
 ) -> Gradients:  # fmt: skip
     """Compute dk and dv of a call, or of a slice that adds to `sums`.
 
-    parts: byte budget of the partial sums; by default what the plan leaves of the workspace.
+    budget: bytes of the partial sums; by default what the plan leaves of the workspace.
     """
     B, S, G = call.q.shape[:3]
     small = call.selection.block_size or 0
     call, bits = merged(call, width)
     block = call.tiles_of_block(width)
-    plan = plan_within(call, width, S, B * G, workspace_beside_plan(call, width, block) if parts is None else parts, block)
+    plan = plan_within(call, width, S, B * G, workspace_beside_plan(call, width, block) if budget is None else budget, block)
     grads = Gradients(call, plan, lse, sums)
     for unit in units(call, plan):
         partial_unit(call, heads, plan, unit, lse, do, delta, grads, name, bits=bits, small=0 if bits is None else small)
@@ -352,6 +351,6 @@ def _by_slices(
         for x in sums:
             x.zero_()
         for part, at in slices(call, slice(b, b + 1), slice(g, g + 1), cut.rows):
-            _add_rows(part, heads, lse[at].contiguous(), do[at], delta[at].contiguous(), name, width, sums, cut.parts)
+            _add_rows(part, heads, lse[at].contiguous(), do[at], delta[at].contiguous(), name, width, sums, cut.partial_bytes)
         dk[b, g], dv[b, g] = sums[0][0], sums[1][0]
     return dk, dv

@@ -11,21 +11,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_sel.backends._triton.group_ranges import row_heads
-from nsa_sel.backends._triton.quantized import page_scales, quantized_row, step_logits, step_weights
-from nsa_sel.backends._triton.rows import page_of, split_blocks, whole_block
-from nsa_sel.backends._triton.softmax import (
-    LN_2,
-    LOWEST,
-    add_product,
-    chosen_step,
-    delta_and_lse,
-    finish_softmax,
-    p_and_ds,
-    products,
-    softmax_step,
+from nsa_sel.backends._triton.group_ranges import (
+    add_cached_keys,
+    add_dq,
+    page_scales,
+    quantized_row,
+    row_gradients,
+    row_heads,
+    step_logits,
+    step_weights,
+    store_rows,
 )
-from nsa_sel.backends._triton.tiles import cached_pointers, key_pointers, load_columns, row_pointers, store_columns
+from nsa_sel.backends._triton.rows import page_of, split_blocks, whole_block
+from nsa_sel.backends._triton.softmax import add_product, chosen_step, p_and_ds, products
+from nsa_sel.backends._triton.tiles import cached_pointers, load_columns, store_columns
+from nsa_sel.backends._triton.walk import empty_sums
 
 
 @triton.jit
@@ -54,34 +54,31 @@ def load_step(desc, x, stride, b, g, c, page, D: tl.constexpr, BLOCK_L: tl.const
 @triton.jit
 def forward_blocks_kernel(
     q, k_desc, v_desc, k, v, ranges, q_pos, block_table, k_scale, v_scale, o, lse, strides, of_cache, sizes, n, scale_log2,
-    dims: tl.constexpr, LENGTHS: tl.constexpr, PAGE: tl.constexpr, PAGE_SCALES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_L: tl.constexpr, TAIL_L: tl.constexpr, NP: tl.constexpr,
+    dims: tl.constexpr, cache: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, TAIL_L: tl.constexpr,
+    NP: tl.constexpr,
 ):  # fmt: skip
     """Compute o = softmax(scale * q k^T) v and lse for one row's heads; every range is one block of BLOCK keys.
 
     Grid: one program per row and tile of BLOCK_H heads.
     Tiles: q [BLOCK_H, BLOCK_D], k [BLOCK_L, BLOCK_D], v [BLOCK_L, BLOCK_DV]; TAIL_L keys per step in the cut block.
     TMA: k_desc and v_desc describe k, v [B,G,S_kv,D], or page pools [pages,G,PAGE,D] whose pages hold whole steps of
-    BLOCK_L keys; None:
-    pointer loads.
-    LENGTHS, PAGE and scales are those of `forward_ranges_kernel`.
+    BLOCK_L keys; None: pointer loads.
+    cache: see group_ranges.py.
     """
-    ACC: tl.constexpr = lse.dtype.element_ty
+    PAGE: tl.constexpr = cache.PAGE
     TMA: tl.constexpr = k_desc is not None
     # Read the next step's range, page and scales one step ahead. Otherwise every step waits for its page and its keys
     # arrive one pipeline stage late, which costs time when keys are small (8 bits).
     AHEAD: tl.constexpr = PAGE > 0 or k.dtype.element_ty != q.dtype.element_ty
     BLOCK_DV: tl.constexpr = dims.BLOCK_DV
     b, g, _, _, is_head, out, limit, row_ranges, q_tile = row_heads(
-        q, ranges, q_pos, strides, sizes, n, tl.program_id(0), dims, BLOCK_H, LENGTHS
+        q, ranges, q_pos, strides, sizes, n, tl.program_id(0), dims, BLOCK_H, cache.LENGTHS
     )
 
-    q_tile, k_rate, v_rate = quantized_row(q_tile, k, k_scale, v_scale, of_cache, g, PAGE_SCALES)
+    q_tile, k_rate, v_rate = quantized_row(q_tile, k, k_scale, v_scale, of_cache, g, cache.PAGE_SCALES)
     table = block_table + b * of_cache.table if PAGE > 0 else block_table
     listed, last_whole, cut_start, cut_end = split_blocks(row_ranges, n, limit, BLOCK, NP)
-    acc = tl.zeros([BLOCK_H, BLOCK_DV], ACC)
-    l = tl.zeros([BLOCK_H], ACC)
-    m = tl.full([BLOCK_H], LOWEST, ACC)
+    acc, l, m = empty_sums(BLOCK_H, BLOCK_DV, lse.dtype.element_ty)
     w = tl.arange(0, BLOCK_L)
     steps = listed * (BLOCK // BLOCK_L)
     if AHEAD:
@@ -89,7 +86,7 @@ def forward_blocks_kernel(
     if PAGE > 0:
         exists = steps > 0 if TMA else w < steps * BLOCK_L
         coming_page = page_of(coming if TMA else coming + w, exists, table, PAGE)
-        coming_k, coming_v = page_scales(k_scale, v_scale, of_cache, g, coming_page, exists, PAGE_SCALES)
+        coming_k, coming_v = page_scales(k_scale, v_scale, of_cache, g, coming_page, exists, cache.PAGE_SCALES)
     for step in range(0, steps):
         if AHEAD:
             c, is_whole = coming, coming_whole
@@ -103,26 +100,20 @@ def forward_blocks_kernel(
         k_tile = load_step(k_desc, k, strides.k, b, g, c, page, dims.Dk, BLOCK_L, dims.BLOCK_D, PAGE)
         logits = step_logits(q_tile, k_tile, k_rate, k_factor)  # [BLOCK_H, BLOCK_L]
         v_tile = load_step(v_desc, v, strides.v, b, g, c, page, dims.Dv, BLOCK_L, BLOCK_DV, PAGE)
-        weight, shrink, v_rate = step_weights(v_factor, v_rate, PAGE_SCALES)
+        weight, shrink, v_rate = step_weights(v_factor, v_rate, cache.PAGE_SCALES)
         acc, l, m = chosen_step(logits, is_whole, v_tile.to(q_tile.dtype), acc, l, m, scale_log2, weight, shrink)
         if PAGE > 0:
-            coming_k, coming_v = page_scales(k_scale, v_scale, of_cache, g, coming_page, exists, PAGE_SCALES)
+            coming_k, coming_v = page_scales(k_scale, v_scale, of_cache, g, coming_page, exists, cache.PAGE_SCALES)
 
     for c in range(cut_start, cut_end, TAIL_L):
         position = c + tl.arange(0, TAIL_L)
         valid = position < cut_end
         page = page_of(position, valid, table, PAGE) if PAGE > 0 else position
-        k_tile = load_columns(cached_pointers(k, strides.k, b, g, position, page, PAGE), valid, 0, dims.Dk, dims.BLOCK_D)
-        k_factor, v_factor = page_scales(k_scale, v_scale, of_cache, g, page, valid, PAGE_SCALES)
-        # [BLOCK_H, TAIL_L]
-        logits = tl.where(valid[None, :], step_logits(q_tile, k_tile, k_rate, k_factor), float("-inf"))
-        v_tile = load_columns(cached_pointers(v, strides.v, b, g, position, page, PAGE), valid, 0, dims.Dv, BLOCK_DV)
-        weight, shrink, v_rate = step_weights(v_factor, v_rate, PAGE_SCALES)
-        acc, l, m = softmax_step(logits, v_tile.to(q_tile.dtype), acc, l, m, scale_log2, weight, shrink)
-
-    o_tile, lse_rows = finish_softmax(acc * v_rate, l, m, scale_log2)  # [BLOCK_H, BLOCK_DV], [BLOCK_H]
-    store_columns(o + out * dims.Dv, o_tile, is_head, 0, dims.Dv)
-    tl.store(lse + out, lse_rows * LN_2, mask=is_head)
+        (acc, l, m), v_rate = add_cached_keys(
+            (acc, l, m), v_rate, q_tile, k_rate, k, v, k_scale, v_scale, strides, of_cache, b, g, position, page, valid, scale_log2,
+            dims, cache,
+        )  # fmt: skip
+    store_rows((acc, l, m), v_rate, o, lse, out, 0, 1, is_head, scale_log2, dims, False)
 
 
 @triton.jit
@@ -137,10 +128,9 @@ def dq_blocks_kernel(
     Tiles: q, dq [BLOCK_H, BLOCK_D], do [BLOCK_H, BLOCK_DV], k [BLOCK_L, BLOCK_D], v [BLOCK_L, BLOCK_DV].
     """
     BLOCK_D: tl.constexpr = dims.BLOCK_D
-    b, g, s, head, is_head, out, limit, row_ranges, q_tile = row_heads(q, ranges, q_pos, strides, sizes, n, tl.program_id(0), dims, BLOCK_H)
-    do_tile = load_columns(row_pointers(do, stride_do, b, g, s, head), is_head, 0, dims.Dv, dims.BLOCK_DV)
-    delta_rows, lse2 = delta_and_lse(o, do_tile, lse, dlse, delta, out, is_head, dims)
-
+    b, g, is_head, out, limit, row_ranges, q_tile, do_tile, delta_rows, lse2 = row_gradients(
+        q, ranges, q_pos, o, lse, do, dlse, delta, strides, stride_do, sizes, n, dims, BLOCK_H
+    )  # fmt: skip
     listed, last_whole, cut_start, cut_end = split_blocks(row_ranges, n, limit, BLOCK, NP)
     acc = tl.zeros([BLOCK_H, BLOCK_D], delta.dtype.element_ty)
     for step in range(0, listed * (BLOCK // BLOCK_L)):
@@ -153,10 +143,5 @@ def dq_blocks_kernel(
 
     for c in range(cut_start, cut_end, TAIL_L):
         position = c + tl.arange(0, TAIL_L)
-        valid = position < cut_end
-        k_tile = load_columns(key_pointers(k, strides.k, b, g, position), valid, 0, dims.Dk, BLOCK_D)
-        v_tile = load_columns(key_pointers(v, strides.v, b, g, position), valid, 0, dims.Dv, dims.BLOCK_DV)
-        # [BLOCK_H, TAIL_L]
-        _, ds = p_and_ds(products(q_tile, k_tile), do_tile, v_tile, lse2, delta_rows, scale_log2, valid[None, :])
-        acc = add_product(acc, ds.to(k_tile.dtype), k_tile)
+        acc = add_dq(acc, q_tile, do_tile, lse2, delta_rows, k, v, strides, b, g, position, position < cut_end, scale_log2, dims)
     store_columns(dq + out * dims.Dk, acc * scale, is_head, 0, dims.Dk)

@@ -3,8 +3,8 @@ launch.
 
 Triton specializes a kernel on its constants, on the kind of each argument (`tensor_kinds`, `number_kinds`), and on the
 device. The first launch of a specialization takes Triton's own path. Later ones pack addresses and numbers as the
-compiled kernel expects them (packing.py) and call the driver. If a kernel cannot be launched that way, they call the
-compiled kernel's `run` with addresses instead of tensors, which saves a driver query per tensor. While a profiler
+compiled kernel expects them (launcher/packing.py) and call the driver. If a kernel cannot be launched that way, they
+call the compiled kernel's `run` with addresses instead of tensors, which saves a driver query per tensor. While a profiler
 (Proton) hooks launches, all launches take Triton's own path.
 """
 
@@ -19,9 +19,9 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa_sel.backends import _driver
-from nsa_sel.backends._driver import bind_context, start, stream_of, thread
-from nsa_sel.backends._triton.packing import Layout, encoder, layout_of
+from nsa_sel.backends.launcher import cuda_driver
+from nsa_sel.backends.launcher.cuda_driver import bind_context, start, stream_of, thread
+from nsa_sel.backends.launcher.packing import Layout, encoder, layout_of
 
 CPU = -1  # device index of CPU tensors (interpreter tests)
 REMEMBERED = 256  # size of kernel caches, and of each kernel's cache of packed numbers (S_kv grows in decoding)
@@ -155,4 +155,4 @@ def hooked() -> bool:
         return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-_driver.hooked = hooked
+cuda_driver.hooked = hooked

@@ -24,13 +24,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_sel.backends._buffers import unwritten
-from nsa_sel.backends._replay import kept_plan
 from nsa_sel.backends._triton.arguments import position_strides, sizes
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.rows import load_range, row_limit
 from nsa_sel.backends._triton.softmax import larger
 from nsa_sel.backends._triton.tiles import tile_size
+from nsa_sel.backends.launcher.buffers import unwritten
+from nsa_sel.backends.launcher.replay import kept_plan
 from nsa_sel.core.call import Call
 from nsa_sel.errors import BackendError
 
@@ -65,7 +65,7 @@ class KeyToRows(NamedTuple):
     # tile's rows are those from its own list to the list of the block's last tile.
 
 
-class SortNumbers(NamedTuple):
+class SortSizes(NamedTuple):
     """Numbers that both sort kernels take: B*G pairs of `tiles` tiles, sections of rows, stretches of `stretch`
     rows."""
 
@@ -80,6 +80,17 @@ class SortNumbers(NamedTuple):
 def list_start(ends, number, stretches):
     """Return where list `number` begins in `entries`; it ends where the next list begins."""
     return tl.load(ends + tl.cast(number, tl.int64) * stretches - 1, mask=number > 0, other=0)
+
+
+@triton.jit
+def run_ends(value, real, i, N: tl.constexpr):
+    """Return which of the sorted `value` [N] are the first and the last of a run of equal ones.
+
+    i: 0 to N - 1; real: [N], False for padding at the end.
+    """
+    first = real & ((i == 0) | (tl.gather(value, tl.maximum(i - 1, 0), 0) != value))
+    last = real & ((i == N - 1) | (tl.gather(value, tl.minimum(i + 1, N - 1), 0) != value))
+    return first, last
 
 
 @triton.jit
@@ -130,8 +141,7 @@ def rank_kernel(
         key = tl.sort(tl.where((tile >= 0) & (e0 + i < e1), tile * SORTED + i, NOWHERE))
         tile = key // SORTED
         real = key != NOWHERE
-        first = real & ((i == 0) | (tl.gather(tile, tl.maximum(i - 1, 0), 0) != tile))
-        last = real & ((i == SORTED - 1) | (tl.gather(tile, tl.minimum(i + 1, SORTED - 1), 0) != tile))
+        first, last = run_ends(tile, real, i, SORTED)
         rank = i - tl.associative_scan(tl.where(first, i, 0), 0, larger)
         rank += tl.load(counts + tile.to(tl.int64) * sort.stretches, mask=real, other=0)
         tl.debug_barrier()  # all threads have read their tile's count before its last entry updates it
@@ -229,7 +239,7 @@ def _build(call: Call, width: int, section: int, pairs: int, piece: int, reach: 
     entries = unwritten(q, capacity, dtype=torch.int32)
     piece_list = unwritten(q, sections * -(-B * G // pairs) * pieces, dtype=torch.int64)
     ranges, q_pos = call.disjoint_ranges(), call.q_pos
-    numbers = (position_strides(call), sizes(call), SortNumbers(tiles, B * G, section, stretch, stretches))
+    numbers = (position_strides(call), sizes(call), SortSizes(tiles, B * G, section, stretch, stretches))
     total = lists * stretches
     few = next((few for few in FEW_COUNTS if total <= few), 0) if capacity < 2**31 else 0
     rank, scatter = _sort(n, reach, width, few)
@@ -246,7 +256,7 @@ def _build(call: Call, width: int, section: int, pairs: int, piece: int, reach: 
 
 
 def _stretch(rows: int, entries: int, tiles: int, section: int) -> int:
-    """Return how many rows, of `entries` entries each, share one count, so that the counts take no more memory than the lists."""
+    """Return how many rows, of `entries` entries each, share one count. Counts then take no more memory than lists."""
     return min(section, tile_size(max(SORTED // entries, -(-rows // STRETCHES), tiles // entries), 1))
 
 

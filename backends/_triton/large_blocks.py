@@ -14,24 +14,15 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_sel.backends._triton import arguments
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.key_to_rows import KeyToRows, list_start
 from nsa_sel.backends._triton.rows import row_limit
-from nsa_sel.backends._triton.softmax import (
-    LOG2_E,
-    LOWEST,
-    add_product,
-    finish_softmax,
-    p_and_ds,
-    softmax_step,
-    split_products,
-)
-from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, load_whole, row_pointers, store_columns, store_split
-from nsa_sel.backends._triton.tma import descriptor
+from nsa_sel.backends._triton.softmax import LOG2_E, finish_softmax
+from nsa_sel.backends._triton.tiles import kv_descriptors, load_columns, load_split, row_pointers, store_columns
 from nsa_sel.backends._triton.units import Unit, load_entries, piece_bounds
+from nsa_sel.backends._triton.walk import add_cut_steps, add_whole_steps, empty_dq, empty_sums, store_dq
 from nsa_sel.backends.specs import VISITED_WHOLE
 from nsa_sel.core.call import Call
 from nsa_sel.settings.schema import KernelConfig
@@ -64,6 +55,21 @@ def visible(limit, listed, first, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr):
 
 
 @triton.jit
+def walk_block(
+    sums, q, grad, descs, k, v, strides, b, g, first, limit, listed, c, dims: tl.constexpr, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr
+):  # fmt: skip
+    """Add the block that begins at key `first` to the sums of the listed rows (walk.py). limit: [ROWS], one past the
+    last key that each row may see."""
+    steps, cut, end = visible(limit, listed, first, WIDTH, BLOCK_L)
+    b32, g32 = b.to(tl.int32), g.to(tl.int32)
+    sums = add_whole_steps(
+        sums, q, grad, descs, k, v, strides, b32, g32, first, 0, steps * BLOCK_L, limit, limit, 0, c, dims, BLOCK_L, False
+    )  # fmt: skip
+    sees = tl.where(listed, limit, 0)
+    return add_cut_steps(sums, q, grad, k, v, strides, b, g, 0, cut, end, sees, sees, c, dims, BLOCK_L, False, True)
+
+
+@triton.jit
 def forward_visit(
     q, k_desc, k_rest_desc, v_desc, k, v, q_pos, part_o, part_lse, entries, ends, piece_list, strides, sizes, lists, scale_log2,
     dims: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr,
@@ -78,8 +84,6 @@ def forward_visit(
     """
     S, S_kv, G = sizes
     h: tl.constexpr = dims.h
-    ACC: tl.constexpr = part_lse.dtype.element_ty
-    BLOCK_DV: tl.constexpr = dims.BLOCK_DV
     e, stop = piece_bounds(ends, lists, tl.program_id(0))
     if e < stop:
         number = tl.load(piece_list + tl.program_id(0))
@@ -89,35 +93,21 @@ def forward_visit(
             first_slot = ((bg - lists.first_pair) * lists.section - lists.first_row) * N * h
             pairs = (tl.maximum(e1 - e, 0) * h).to(tl.int32)
             for p0 in range(0, pairs, ROWS):
-                pair = p0 + r
+                pair = p0 + r  # [ROWS], as all row indices below
                 listed = pair < pairs
                 entry = load_entries(entries, e, pair, pairs, h)
                 head = pair % h
                 s = (entry // N).to(tl.int64)
                 limit = row_limit(q_pos, strides.pos, b, s, S, S_kv)
-                steps, cut, end = visible(limit, listed, first, WIDTH, BLOCK_L)
-                q_tile, q_rest = load_split(row_pointers(q, strides.q, b, g, s, head), listed, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
-                acc = tl.zeros([ROWS, BLOCK_DV], ACC)
-                l = tl.zeros([ROWS], ACC)
-                m = tl.full([ROWS], LOWEST, ACC)
-                for step in range(0, steps):
-                    c = first + step * BLOCK_L
-                    k_tile, k_rest, v_tile = load_whole(
-                        k_desc, k_rest_desc, v_desc, k, v, strides, b.to(tl.int32), g.to(tl.int32), c, dims, BLOCK_L
-                    )  # fmt: skip
-                    logits = split_products(q_tile, q_rest, k_tile, k_rest, dims.BLOCK_REST)
-                    acc, l, m = softmax_step(logits, v_tile, acc, l, m, scale_log2)
-                sees = tl.where(listed, limit, 0)
-                for c in range(cut, end, BLOCK_L):
-                    position = c + tl.arange(0, BLOCK_L)
-                    k_tile, k_rest, v_tile = load_kv(k, v, strides, b, g, position, position < end, dims)
-                    logits = split_products(q_tile, q_rest, k_tile, k_rest, dims.BLOCK_REST)
-                    logits = tl.where(position[None, :] < sees[:, None], logits, float("-inf"))
-                    acc, l, m = softmax_step(logits, v_tile, acc, l, m, scale_log2)
-                o_tile, lse_rows = finish_softmax(acc, l, m, scale_log2)
+                q_tile = load_split(row_pointers(q, strides.q, b, g, s, head), listed, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
+                acc, l, m = walk_block(
+                    empty_sums(ROWS, dims.BLOCK_DV, part_lse.dtype.element_ty), q_tile, None, (k_desc, k_rest_desc, v_desc), k, v,
+                    strides, b, g, first, limit, listed, scale_log2, dims, WIDTH, BLOCK_L,
+                )  # fmt: skip
+                o_tile, lse2 = finish_softmax(acc, l, m, scale_log2)  # [ROWS, BLOCK_DV], [ROWS]
                 slot = first_slot + entry.to(tl.int64) * h + head
                 store_columns(part_o + slot * dims.Dv, o_tile, listed, 0, dims.Dv)
-                tl.store(part_lse + slot, lse_rows, mask=listed)
+                tl.store(part_lse + slot, lse2, mask=listed)
             e = tl.maximum(e, e1)
             number += 1
 
@@ -134,9 +124,6 @@ def dq_visit(
     """
     S, S_kv, G = sizes
     h: tl.constexpr = dims.h
-    REST: tl.constexpr = dims.BLOCK_REST
-    ACC: tl.constexpr = lse.dtype.element_ty
-    BLOCK_D: tl.constexpr = dims.BLOCK_D
     e, stop = piece_bounds(ends, lists, tl.program_id(0))
     if e < stop:
         number = tl.load(piece_list + tl.program_id(0))
@@ -146,43 +133,23 @@ def dq_visit(
             first_slot = ((bg - lists.first_pair) * lists.section - lists.first_row) * N * h
             pairs = (tl.maximum(e1 - e, 0) * h).to(tl.int32)
             for p0 in range(0, pairs, ROWS):
-                pair = p0 + r
+                pair = p0 + r  # [ROWS], as all row indices below
                 listed = pair < pairs
                 entry = load_entries(entries, e, pair, pairs, h)
                 head = pair % h
                 s = (entry // N).to(tl.int64)
                 limit = row_limit(q_pos, strides.pos, b, s, S, S_kv)
-                steps, cut, end = visible(limit, listed, first, WIDTH, BLOCK_L)
-                q_tile, q_rest = load_split(row_pointers(q, strides.q, b, g, s, head), listed, dims.Dk, BLOCK_D, REST)
+                q_tile = load_split(row_pointers(q, strides.q, b, g, s, head), listed, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
                 do_tile = load_columns(row_pointers(do, stride_do, b, g, s, head), listed, 0, dims.Dv, dims.BLOCK_DV)
                 out = ((b * S + s) * G + g) * h + head
                 lse2 = tl.load(lse + out, mask=listed, other=float("inf")) * LOG2_E
                 delta_rows = tl.load(delta + out, mask=listed, other=0.0)
-                acc = tl.zeros([ROWS, BLOCK_D], ACC)
-                rest = tl.zeros([ROWS, REST], ACC) if REST > 0 else acc
-                for step in range(0, steps):
-                    c = first + step * BLOCK_L
-                    k_tile, k_rest, v_tile = load_whole(
-                        k_desc, k_rest_desc, v_desc, k, v, strides, b.to(tl.int32), g.to(tl.int32), c, dims, BLOCK_L
-                    )  # fmt: skip
-                    logits = split_products(q_tile, q_rest, k_tile, k_rest, REST)
-                    _, ds = p_and_ds(logits, do_tile, v_tile, lse2, delta_rows, scale_log2)
-                    acc = add_product(acc, ds.to(k_tile.dtype), k_tile)
-                    if REST > 0:
-                        rest = add_product(rest, ds.to(k_tile.dtype), k_rest)
-                sees = tl.where(listed, limit, 0)
-                for c in range(cut, end, BLOCK_L):
-                    position = c + tl.arange(0, BLOCK_L)
-                    k_tile, k_rest, v_tile = load_kv(k, v, strides, b, g, position, position < end, dims)
-                    logits = split_products(q_tile, q_rest, k_tile, k_rest, REST)
-                    seen = position[None, :] < sees[:, None]
-                    _, ds = p_and_ds(logits, do_tile, v_tile, lse2, delta_rows, scale_log2, seen)
-                    ds = tl.where(seen, ds, 0.0)
-                    acc = add_product(acc, ds.to(k_tile.dtype), k_tile)
-                    if REST > 0:
-                        rest = add_product(rest, ds.to(k_tile.dtype), k_rest)
+                sums = walk_block(
+                    empty_dq(ROWS, dims, lse.dtype.element_ty), q_tile, (do_tile, lse2, delta_rows), (k_desc, k_rest_desc, v_desc), k, v,
+                    strides, b, g, first, limit, listed, scale_log2, dims, WIDTH, BLOCK_L,
+                )  # fmt: skip
                 slot = part_dq + (first_slot + entry.to(tl.int64) * h + head) * dims.Dk
-                store_split(slot, acc * scale, rest * scale, listed, dims.Dk, REST)
+                store_dq(slot, sums, scale, None, listed, dims)
             e = tl.maximum(e, e1)
             number += 1
 
@@ -193,9 +160,10 @@ def partials(call: Call, plan: KeyToRows, unit: Unit, part_o: Tensor, part_lse: 
     heads = arguments.heads(call)
     config = arguments.kernel_config(call, heads, "triton-tile/forward")
     kernel = _kernel(forward_visit, heads, call.selection.n, plan.width, config)
+    descriptors = kv_descriptors(call.k, call.v, kernel.constants["dims"], kernel.constants["BLOCK_L"], config.loads == "tma")
     arguments.announced(call, heads, "triton-tile/forward", config, kernel).launch(
         plan.pieces,
-        (call.q, *_keys(call, kernel, config), call.q_pos, part_o, part_lse, plan.entries, plan.ends, unit.piece_list),
+        (call.q, *descriptors, call.k, call.v, call.q_pos, part_o, part_lse, plan.entries, plan.ends, unit.piece_list),
         (arguments.strides(call), arguments.sizes(call), unit.lists, call.scale_log2()),
     )
 
@@ -211,20 +179,12 @@ def dq_shares(call: Call, plan: KeyToRows, unit: Unit, lse: Tensor, do: Tensor, 
     heads = arguments.heads(call)
     config = arguments.kernel_config(call, heads, "triton-tile/dq")
     kernel = _kernel(dq_visit, heads, call.selection.n, plan.width, config)
+    descriptors = kv_descriptors(call.k, call.v, kernel.constants["dims"], kernel.constants["BLOCK_L"], config.loads == "tma")
     arguments.announced(call, heads, "triton-tile/dq", config, kernel).launch(
         plan.pieces,
-        (call.q, *_keys(call, kernel, config), call.q_pos, lse, do, delta, part_dq, plan.entries, plan.ends, unit.piece_list),
+        (call.q, *descriptors, call.k, call.v, call.q_pos, lse, do, delta, part_dq, plan.entries, plan.ends, unit.piece_list),
         (arguments.strides(call), do.stride()[:4], arguments.sizes(call), unit.lists, call.scale, call.scale_log2()),
     )
-
-
-def _keys(call: Call, kernel: Kernel, config: KernelConfig) -> tuple[Tensor | TensorDescriptor | None, ...]:
-    """Return TMA descriptors of k, k's second column tile and v (None for pointer loads), then k and v."""
-    if config.loads != "tma":
-        return None, None, None, call.k, call.v
-    dims, block_l = kernel.constants["dims"], kernel.constants["BLOCK_L"]
-    rest = descriptor(call.k, block_l, dims.BLOCK_REST) if dims.BLOCK_REST else None
-    return descriptor(call.k, block_l, dims.BLOCK_D), rest, descriptor(call.v, block_l, dims.BLOCK_DV), call.k, call.v
 
 
 @functools.lru_cache(REMEMBERED)

@@ -144,11 +144,11 @@ def count_keys(row_ranges, n, limit, NP: tl.constexpr):
 
 
 @triton.jit
-def share_of(part, parts, total, BLOCK_L: tl.constexpr):
-    """Return the key numbers [low, high) that program `part` of `parts` walks, out of `total`, in whole tiles of
+def share_of(split, splits, total, BLOCK_L: tl.constexpr):
+    """Return the key numbers [low, high) that program `split` of `splits` walks, out of `total`, in whole tiles of
     BLOCK_L."""
-    share = tl.cdiv(tl.cdiv(total, BLOCK_L), parts) * BLOCK_L
-    low = part * share
+    share = tl.cdiv(tl.cdiv(total, BLOCK_L), splits) * BLOCK_L
+    low = split * share
     return low, low + share
 
 

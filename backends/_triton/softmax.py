@@ -99,7 +99,7 @@ def chosen_step(s, chosen, v, acc, l, m, c, weight=None, shrink=None):
     Other rows keep m and l. Their p becomes 0 by a shift of infinity, so masking whole rows has no per-element cost. If
     such a row has a non-finite s, its p and acc become NaN; `finish_softmax` drops acc of rows that were never chosen.
 
-    weight, shrink: factors of p and of the previous acc, for scales of quantized values (quantized.py). None means 1.
+    weight, shrink: factors of p and of the previous acc, for scales of quantized values (group_ranges.py); None: 1.
     """
     p, alpha, l, m = weights_step(s, chosen, l, m, c, v.dtype)
     if weight is not None:

@@ -1,4 +1,4 @@
-"""Compute row pointers of q, k, v and their gradients, and load and store tiles of their columns.
+"""Tiles of rows and keys: pointers to rows, loads and stores of their columns, and TMA descriptors (sm_90 and newer).
 
 Strides are tuples in elements: (b, s, g, h) of q-like tensors, (b, g, n) of k and v, (b, s) of positions
 (`arguments.Strides`). A head dim such as 192 takes two column tiles, BLOCK_D = 128 and BLOCK_REST = 64 wide; BLOCK_REST
@@ -7,8 +7,16 @@ Strides are tuples in elements: (b, s, g, h) of q-like tensors, (b, g, n) of k a
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nsa_sel.backends._triton.kernel import REMEMBERED
+from nsa_sel.backends.launcher.cuda_driver import bind_context, thread
 
 MIN_TILE = 16  # the smallest side of a tensor-core operand
 
@@ -98,3 +106,61 @@ def store_split(rows, x, x_rest, exists, D: tl.constexpr, BLOCK_REST: tl.constex
     store_columns(rows, x, exists, 0, D)
     if BLOCK_REST > 0:
         store_columns(rows, x_rest, exists, x.shape[1], D)
+
+
+class CheckedDescriptor(TensorDescriptor):  # type: ignore[misc]
+    """A TensorDescriptor without Triton's checks, which would repeat those of `arguments.tma_fits`."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
+def key_descriptors(k: Tensor, dims: Any, block_l: int, by_tma: bool = True) -> tuple[CheckedDescriptor | None, CheckedDescriptor | None]:
+    """Return descriptors of k [B,G,S_kv,Dk] and of its second column tile, for tiles of block_l keys.
+
+    The second is None if one tile holds k; both are None if not `by_tma` (pointer loads). dims: `arguments.Dims`.
+    """
+    if not by_tma:
+        return None, None
+    return descriptor(k, block_l, dims.BLOCK_D), descriptor(k, block_l, dims.BLOCK_REST) if dims.BLOCK_REST else None
+
+
+def kv_descriptors(k: Tensor, v: Tensor, dims: Any, block_l: int, by_tma: bool) -> tuple[CheckedDescriptor | None, ...]:
+    """Return `key_descriptors` of k, and a descriptor of v [B,G,S_kv,Dv] or None."""
+    return *key_descriptors(k, dims, block_l, by_tma), descriptor(v, block_l, dims.BLOCK_DV) if by_tma else None
+
+
+def row_descriptors(q: Tensor, do: Tensor, dims: Any, rows: int, by_tma: bool) -> tuple[CheckedDescriptor | None, CheckedDescriptor | None]:
+    """Return descriptors of q and do for tiles of `rows` (row, head) pairs, or (None, None) if TMA cannot load whole
+    rows with their heads, or if not `by_tma`."""
+    tokens = rows // dims.h
+    if not by_tma or tokens * dims.h != rows or dims.BLOCK_REST or not (aligned(q) and aligned(do)):
+        return None, None
+    return row_descriptor(q, tokens, dims.BLOCK_D), row_descriptor(do, tokens, dims.BLOCK_DV)
+
+
+def descriptor(x: Tensor, block_l: int, width: int) -> CheckedDescriptor:
+    """Return a descriptor of k or v for tiles of block_l keys of one batch entry and group, `width` columns wide."""
+    return _descriptor(x, [1, 1, block_l, width])
+
+
+def row_descriptor(x: Tensor, tokens: int, width: int) -> CheckedDescriptor:
+    """Return a descriptor of x [B,S,G,h,D] for tiles of `tokens` rows with all heads of a (b, g), `width` columns
+    wide."""
+    return _descriptor(x, [1, tokens, 1, x.shape[3], width])
+
+
+def _descriptor(x: Tensor, tile: list[int]) -> CheckedDescriptor:
+    if x.get_device() not in thread.bound:
+        bind_context(x.get_device())  # Triton's launcher encodes the descriptor before it binds a context
+    return CheckedDescriptor(x, x.shape, x.stride(), tile)
+
+
+def aligned(x: Tensor) -> bool:
+    """Return whether the base and all strides but the last (which is 1) are multiples of 16 bytes, as TMA requires."""
+    return x.numel() > 0 and x.data_ptr() % 16 == 0 and _strides_fit(x.stride(), x.element_size())
+
+
+@functools.lru_cache(REMEMBERED)
+def _strides_fit(strides: tuple[int, ...], size: int) -> bool:
+    return not any(n * size % 16 for n in strides[:-1])

@@ -1,7 +1,8 @@
 """Units: split a call's rows and (batch entry, group) pairs so that the temporaries of each unit fit the workspace.
 
 A unit holds some rows of some pairs, with their lists from `key_to_rows`. It is one launch, whose programs take pieces
-of these lists.
+of these lists. If the lists of all rows would exceed the workspace, the rows of each pair are first split into slices
+(`slices_of`): lists and partial sums belong to one slice, float32 sums to one pair.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_sel.backends._triton.blocks import merges, most_tiles
 from nsa_sel.backends._triton.kernel import REMEMBERED
-from nsa_sel.backends._triton.key_to_rows import KeyToRows, key_to_rows, list_start
+from nsa_sel.backends._triton.key_to_rows import KeyToRows, key_to_rows, list_start, plan_bytes, room
 from nsa_sel.backends._triton.rows import row_limit
 from nsa_sel.backends._triton.tiles import MIN_TILE, tile_size
 from nsa_sel.core.call import Call
@@ -62,26 +64,26 @@ def units(call: Call, plan: KeyToRows) -> Iterator[Unit]:
     """Yield the units of a plan in the order in which results are summed: all sections of some pairs, then of the next
     pairs."""
     B, S, G = call.q.shape[:3]
-    places = _places(S, B * G, plan.tiles, plan.stretches, plan.section, plan.pairs, plan.piece)
-    for rows, lists, number in places:
+    numbered = _numbered_units(S, B * G, plan.tiles, plan.stretches, plan.section, plan.pairs, plan.piece)
+    for rows, lists, number in numbered:
         pieces = plan.piece_list
-        if pieces is not None and len(places) > 1:
+        if pieces is not None and len(numbered) > 1:
             pieces = pieces[number * plan.pieces : (number + 1) * plan.pieces]
         yield Unit(rows, lists, pieces)
 
 
 @functools.lru_cache(REMEMBERED)
-def _places(
+def _numbered_units(
     S: int, pairs_all: int, tiles: int, stretches: int, section: int, pairs: int, piece: int
 ) -> tuple[tuple[UnitRows, UnitLists, int], ...]:  # fmt: skip
     """Return the rows and lists of every unit, and its number in the plan's `piece_list`."""
-    places = []
+    numbered = []
     for pair, row in itertools.product(range(0, pairs_all, pairs), range(0, S, section)):
         some, first = min(pairs, pairs_all - pair), (row // section * pairs_all + pair) * tiles
         rows = UnitRows(min(section, S - row), pair, row, some, section)
         lists = UnitLists(tiles, pairs_all, stretches, first, first + some * tiles, piece, pair, row, section)
-        places.append((rows, lists, row // section * -(-pairs_all // pairs) + pair // pairs))
-    return tuple(places)
+        numbered.append((rows, lists, row // section * -(-pairs_all // pairs) + pair // pairs))
+    return tuple(numbered)
 
 
 @triton.jit
@@ -118,7 +120,7 @@ def highest_limit(entries, q_pos, stride_pos, e, e1, b, S, S_kv, EACH: tl.conste
     return highest
 
 
-def most_parts(entries: int, pairs: int, tiles: int, piece: int) -> int:
+def most_partials(entries: int, pairs: int, tiles: int, piece: int) -> int:
     """Return a bound on the partial sums of a unit of `pairs` pairs with at most `entries` entries each; see
     `dkdv.part_number`."""
     return min(entries * pairs, -(-entries * pairs // piece) + pairs * tiles)
@@ -132,29 +134,29 @@ def plan_within(call: Call, width: int, section: int, pairs: int, budget: int, b
     `KeyToRows`; that many programs share a piece.
     """
     S, _, h, Dk = call.q.shape[1:]
-    part_bytes = block * width * (Dk + call.v.shape[3]) * max(4, call.q.element_size())
+    partial_bytes = block * width * (Dk + call.v.shape[3]) * max(4, call.q.element_size())
     longest = max(256, min(1024, 4096 // h))  # longer for fewer heads: each piece stores partial sums
     entries, blocks = min(section, S) * call.selection.n * call.reach(width) // block, -(-call.k.shape[2] // (block * width))
-    pairs, piece = _pairs_and_piece(entries, blocks, pairs, part_bytes, longest, budget, -(-PROGRAMS // block))
+    pairs, piece = _pairs_and_piece(entries, blocks, pairs, partial_bytes, longest, budget, -(-PROGRAMS // block))
     return key_to_rows(call, width, section, pairs, piece, block)
 
 
 @functools.lru_cache(REMEMBERED)
 def _pairs_and_piece(
-    entries: int, tiles: int, pairs: int, part_bytes: int, longest: int, budget: int, pieces: int
+    entries: int, tiles: int, pairs: int, partial_bytes: int, longest: int, budget: int, pieces: int
 ) -> tuple[int, int]:  # fmt: skip
     """Return pairs per unit (`entries` entries each) and entries per piece, for at least `pieces` pieces; see
     `plan_within`."""
     piece = min(longest, max(SHORTEST, tile_size(-(-entries * pairs // pieces), 1)))
 
-    def parts_bytes() -> int:
-        return most_parts(entries, pairs, tiles, piece) * part_bytes
+    def partials_bytes() -> int:
+        return most_partials(entries, pairs, tiles, piece) * partial_bytes
 
-    while parts_bytes() > budget and piece < longest:
+    while partials_bytes() > budget and piece < longest:
         piece *= 2
-    while parts_bytes() > budget and pairs > 1:
+    while partials_bytes() > budget and pairs > 1:
         pairs = -(-pairs // 2)
-    while parts_bytes() > budget and entries > piece * tiles:
+    while partials_bytes() > budget and entries > piece * tiles:
         piece *= 2
     return pairs, piece
 
@@ -172,3 +174,39 @@ def tile_width(call: Call, config: KernelConfig) -> int:
     blocks."""
     block = call.selection.block_size
     return config.block_l if block is None or block % MIN_TILE else min(config.block_l, block & -block)
+
+
+LEAST_ROWS = 1024  # slices have multiples of this many rows; calls that need smaller slices are refused
+_MERGED_BYTES = 12  # bytes per range of `merged`, with its bits
+
+
+class Slices(NamedTuple):
+    """Describe how the rows of one batch entry and group are split."""
+
+    rows: int  # rows per slice
+    partial_bytes: int  # bytes left for partial sums of dk and dv
+
+
+def slices_of(call: Call, width: int) -> Slices | None:
+    """Return slices whose plan, float32 sums and partial sums fit the workspace together.
+
+    None if the plan of the whole call fits, or if slices would have fewer than LEAST_ROWS rows.
+    """
+    (B, S, G, h, Dk), (_, _, S_kv, Dv) = call.q.shape, call.v.shape
+    entries, tiles, allowed = call.selection.n * call.reach(width) // call.tiles_of_block(width), -(-S_kv // width), room(call)
+    if B * G * ((16 + _MERGED_BYTES) * S * entries + 8 * tiles) <= allowed:  # fits even with the largest possible table
+        return None
+    small = merges(call, width)
+    entries, merged = (most_tiles(call, width), _MERGED_BYTES) if small else (entries, 0)
+    if plan_bytes(S, B * G, entries, tiles) + B * G * S * entries * merged <= allowed:
+        return None
+    accumulator = max(4, call.q.element_size())
+    sums = S_kv * (Dk + Dv) * accumulator
+    # Per row: the plan's lists and its table (at most as long), and copies of the ranges, lse and delta.
+    row_bytes = (16 + merged) * entries + 2 * call.selection.ranges.element_size() * call.selection.n + 2 * accumulator * h
+    most = max(allowed - 3 * sums, allowed // 4) // row_bytes // LEAST_ROWS
+    if most < 1:
+        return None
+    multiples = -(-S // LEAST_ROWS)
+    rows = -(-multiples // -(-multiples // most)) * LEAST_ROWS  # about equal slices
+    return Slices(rows, max(allowed - sums - rows * row_bytes, allowed // 8))

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nsa_sel.backends._common import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.backends._loads import union_keys
 from nsa_sel.backends.cupy_cuda import few_tokens, quantized_tokens, sm80, sm90, whole_blocks
+from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.core.call import Call
 
 __all__ = ["backward", "backward_and_delta", "forward", "loaded_keys"]

@@ -8,12 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.backends._buffers import unwritten
 from nsa_sel.backends.cupy_cuda import launch, sm90
 from nsa_sel.backends.cupy_cuda.tensor_map import row_map
+from nsa_sel.backends.launcher.buffers import unwritten
 from nsa_sel.backends.specs import ARITHMETIC_TILES
-from nsa_sel.core.call import WindowCall
-from nsa_sel.core.choose_call import ChooseCall
+from nsa_sel.core.call import ChooseCall, WindowCall
 from nsa_sel.core.request import DeviceInfo
 
 BLOCK = sm90.KEYS  # keys of a step; a tile masks those of its partial blocks one by one

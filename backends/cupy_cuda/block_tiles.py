@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.backends._buffers import unwritten
-from nsa_sel.backends._replay import kept_plan
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.key_to_rows import LONGEST, SEGMENTS_PER_SM, KeyToRows, published, segment_length, sum_counts, with_parts
+from nsa_sel.backends.launcher.buffers import unwritten
+from nsa_sel.backends.launcher.replay import kept_plan
 from nsa_sel.core.call import Call
 from nsa_sel.errors import BackendError
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from nsa_sel.backends.cupy_cuda import arithmetic, sm90
 from nsa_sel.backends.cupy_cuda.arithmetic import BLOCK, Arithmetic
 from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows, published, sum_counts, with_parts, write_gradients
-from nsa_sel.core.choose_call import ChooseCall, Rule
+from nsa_sel.core.call import ChooseCall, Rule
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.core.transforms import capturing
 

@@ -13,11 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.backends._buffers import temporary, unwritten
-from nsa_sel.backends._replay import kept_plan
 from nsa_sel.backends.cupy_cuda import launch
-from nsa_sel.core.call import Call
-from nsa_sel.core.choose_call import ChooseCall
+from nsa_sel.backends.launcher.buffers import temporary, unwritten
+from nsa_sel.backends.launcher.replay import kept_plan
+from nsa_sel.core.call import Call, ChooseCall
 from nsa_sel.errors import BackendError
 
 SHORTEST = 32  # fewest entries per segment: with fewer, loading the tile and storing partial sums dominates

@@ -15,11 +15,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from nsa_sel.backends import _driver
-from nsa_sel.backends._driver import Pointers, thread
 from nsa_sel.backends.cupy_cuda.compiler import Constants, architecture, constants, cubin
-from nsa_sel.core.call import Call, WindowCall
-from nsa_sel.core.choose_call import ChooseCall
+from nsa_sel.backends.launcher import cuda_driver
+from nsa_sel.backends.launcher.cuda_driver import Pointers, thread
+from nsa_sel.core.call import Call, ChooseCall, WindowCall
 from nsa_sel.errors import BackendError
 
 PORTABLE_CLUSTER = 8  # largest cluster size that needs no attribute
@@ -91,12 +90,12 @@ def start(
     runtime.setDevice(device)
     packed = layout(len(maps), bool(problem), len(values))
     packed.pack_into(thread.arguments, 0, *maps, *problem, *values)
-    stream = _driver.stream_of(device)
+    stream = cuda_driver.stream_of(device)
     early = early and _starts_early(device)
     if thread.recording is not None:
         thread.recording.launch(handle, ctas, threads, shared, early, _one_struct, packed, values=(*maps, *problem, *values))
     if early:
-        driver.check_status(_driver.start(handle, ctas, threads, shared, stream, _one_struct, early=True))
+        driver.check_status(cuda_driver.start(handle, ctas, threads, shared, stream, _one_struct, early=True))
         return
     driver.launchKernel(handle, ctas, 1, 1, threads, 1, 1, shared, stream, _one_struct.address, 0)
 
@@ -105,7 +104,7 @@ def clear(pointer: int, size: int, device: int) -> None:
     """Zero `size` bytes at an address of `device`, on its current stream."""
     _, runtime = _interfaces()
     runtime.setDevice(device)
-    runtime.memsetAsync(pointer, 0, size, _driver.stream_of(device))
+    runtime.memsetAsync(pointer, 0, size, cuda_driver.stream_of(device))
     if thread.recording is not None:
         thread.recording.cleared.append((pointer, size))
 

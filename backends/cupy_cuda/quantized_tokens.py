@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.backends._buffers import unwritten
 from nsa_sel.backends.cupy_cuda import launch, sm90
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
 from nsa_sel.backends.cupy_cuda.few_tokens import MOST_ENTRIES
 from nsa_sel.backends.cupy_cuda.whole_blocks import page_scales_of, step_map
+from nsa_sel.backends.launcher.buffers import unwritten
 from nsa_sel.backends.specs import E4M3_TILE_ROWS
 from nsa_sel.core.call import Call
 from nsa_sel.core.request import FEW_TOKENS

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.backends._buffers import temporary, unwritten
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
 from nsa_sel.backends.cupy_cuda.key_to_rows import key_value_gradients
+from nsa_sel.backends.launcher.buffers import temporary, unwritten
 from nsa_sel.core.call import Call
 
 TILE, STAGES = 16, 2  # keys per tile, buffers per team: key_tiles.cuh

@@ -17,10 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.backends._buffers import bits_dtype, temporary, unwritten
-from nsa_sel.backends._common import known
 from nsa_sel.backends._loads import union_keys
-from nsa_sel.backends._replay import kept_plan
 from nsa_sel.backends._slices import by_parts, slices
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.block_tiles import block_lists_of, list_bytes
@@ -28,9 +25,11 @@ from nsa_sel.backends.cupy_cuda.compiler import Constants
 from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows, build_lists, list_gradients, lists_fit, most_segments, numbers_of_lists
 from nsa_sel.backends.cupy_cuda.tensor_map import key_group_map, row_map, tensor_map
 from nsa_sel.backends.cupy_cuda.token_order import places, start_union, stretch_of
+from nsa_sel.backends.launcher.buffers import bits_dtype, temporary, unwritten
+from nsa_sel.backends.launcher.passes import cached_by_class
+from nsa_sel.backends.launcher.replay import kept_plan
 from nsa_sel.backends.specs import HOPPER_TILES
-from nsa_sel.core.call import Call, WindowCall
-from nsa_sel.core.choose_call import ChooseCall
+from nsa_sel.core.call import Call, ChooseCall, WindowCall
 from nsa_sel.core.request import DeviceInfo
 
 SM = 90  # only sm_90 has wgmma
@@ -89,7 +88,7 @@ def supports_tiles(call: Call, *others: Tensor) -> bool:
     return _fits_tiles(call, bool(others)) and mappable(*others)
 
 
-@known
+@cached_by_class
 def _fits_tiles(call: Call, backward: bool) -> bool:
     _, S, _, h, Dk = call.q.shape
     return (
@@ -212,7 +211,7 @@ def _start_tiles(source: str, call: Call, stretch: int | None, shape: TileShape,
     )  # fmt: skip
 
 
-@known
+@cached_by_class
 def _tile_macros(call: Call, shape: TileShape, stretch: int | None) -> Constants:
     block = call.selection.block_size
     assert block is not None, "supports_tiles"
@@ -363,7 +362,7 @@ def small_block(call: Call) -> int | None:
     return size if size is not None and size < KEYS else None
 
 
-@known
+@cached_by_class
 def _groups(call: Call) -> tuple[Constants, GroupShape, int]:
     """Return the macros and the shape of dkdv_groups.cu, and the rows per stretch of order_segments.cu."""
     (B, S, G, h, Dk), Dv = call.q.shape, call.v.shape[3]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_sel.backends import _driver
+from nsa_sel.backends.launcher import cuda_driver
 from nsa_sel.errors import BackendError
 from nsa_sel.quantize import STORED
 
@@ -55,8 +55,8 @@ def row_map(x: Tensor, tokens: int) -> bytes:
 def _map(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], promoted: bool) -> bytes:
     address, encode = x.data_ptr(), _encoder(x.get_device(), x.dtype, shape, strides, box, promoted)
     data: bytes = encode(address)
-    if _driver.thread.recording is not None:
-        _driver.thread.recording.encoders[data] = address, encode
+    if cuda_driver.thread.recording is not None:
+        cuda_driver.thread.recording.encoders[data] = address, encode
     return data
 
 
@@ -75,8 +75,8 @@ def _encoded(
     size = dtype.itemsize
     packed = -(-shape[-1] * size // 16) * 16  # stride for dimensions of one element: unused, but the driver checks it
     steps = tuple(size * step if count > 1 else packed for step, count in zip(strides[:-1], shape[:-1], strict=True))
-    status, data = _driver.encoded_map(
-        _driver.encode(), _TYPES[dtype], address, shape, steps, box,
+    status, data = cuda_driver.encoded_map(
+        cuda_driver.encode(), _TYPES[dtype], address, shape, steps, box,
         SWIZZLE_64_BYTES if box[-1] * size == 64 else SWIZZLE_128_BYTES, PROMOTE_TO_256_BYTES if promoted else NO_PROMOTION,
     )  # fmt: skip
     if status:

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.backends._buffers import unwritten
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
 from nsa_sel.backends.cupy_cuda.sm90 import KEYS, MOST_STAGES, SYSTEM, loadable, mappable, steps_in_pages
 from nsa_sel.backends.cupy_cuda.tensor_map import tensor_map
+from nsa_sel.backends.launcher.buffers import unwritten
 from nsa_sel.backends.specs import HOPPER_STEPS
 from nsa_sel.core.call import Call
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nsa_sel.backends._buffers import unwritten
 from nsa_sel.backends.cupy_cuda import arithmetic, launch
 from nsa_sel.backends.cupy_cuda.arithmetic import BLOCK, Arithmetic
+from nsa_sel.backends.launcher.buffers import unwritten
 from nsa_sel.core.call import WindowCall
 from nsa_sel.core.request import DeviceInfo
 

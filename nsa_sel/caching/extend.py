@@ -9,16 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nsa_sel.caching.pools import Pools
-from nsa_sel.caching.quantized import CacheScales
+from nsa_sel.caching.pools import CacheScales, Pools
 from nsa_sel.caching.step_tensors import StepTensors
 from nsa_sel.compression import BlockMLP
 from nsa_sel.core.transforms import hooked
 from nsa_sel.quantize import as_bytes, stored
 
-APPEND = "nsa_sel.backends._triton.cache"  # imported at the first step on a GPU
-COMPRESS = "nsa_sel.backends._triton.compress"
-MAX_COMPRESSED = 4  # most new compressed keys per sequence for which the kernels run; each reads its own keys
+CACHE_KERNELS = "nsa_sel.backends._triton.cache"  # imported at the first step on a GPU
+MAX_CACHE_KERNELSED = 4  # most new compressed keys per sequence for which the kernels run; each reads its own keys
 MAX_SLOTS = 1 << 16  # most new compressed keys of a step for the kernels, which index in 32 bits
 
 Compress = Callable[[Tensor], Tensor]
@@ -35,7 +33,7 @@ def append(pools: Pools, tensors: StepTensors, keys: tuple[Tensor, ...], scales:
     """
     to = pools.k_raw, pools.v_raw, pools.k, pools.v, pools.k_win, pools.v_win
     if pools.k.is_cuda:
-        importlib.import_module(APPEND).append(keys, to, tensors.slot, tensors.recent_slot, scales)
+        importlib.import_module(CACHE_KERNELS).append(keys, to, tensors.slot, tensors.recent_slot, scales)
         return
     if scales is not None:
         keys = *keys[:2], *(stored(x, scale[:, None]) for x, scale in zip(keys[2:], scales, strict=True))
@@ -58,9 +56,9 @@ def compress(
     """
     raws, to = (pools.k_raw, pools.v_raw), (pools.k_cmp, pools.v_cmp)
     k_weights, v_weights = (_weights(work, raws[0]) for work in by)
-    few = tensors.compressed_slot.shape[1] <= MAX_COMPRESSED and tensors.compressed_slot.numel() <= MAX_SLOTS
+    few = tensors.compressed_slot.shape[1] <= MAX_CACHE_KERNELSED and tensors.compressed_slot.numel() <= MAX_SLOTS
     if raws[0].is_cuda and few and k_weights is not None and v_weights is not None:
-        importlib.import_module(COMPRESS).compress(
+        importlib.import_module(CACHE_KERNELS).compress(
             raws, new, tensors.covered, tensors.first_new, tensors.compressed_slot, k_weights, v_weights, to, stride
         )
         return

@@ -11,11 +11,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from nsa_sel.attention import selection_attention
-from nsa_sel.caching.pools import Pools
-from nsa_sel.caching.quantized import CacheScales, dequantized
+from nsa_sel.caching.pools import CacheScales, Pools, dequantized
 from nsa_sel.caching.step_tensors import StepSizes, StepTensors
 from nsa_sel.compressed import compressed_attention
-from nsa_sel.core.choose_call import PagedKeys, Rule
+from nsa_sel.core.call import PagedKeys, Rule
 from nsa_sel.quantize import as_bytes
 from nsa_sel.window import sliding_window_attention
 

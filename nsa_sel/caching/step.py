@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from nsa_sel.caching import prefill
 from nsa_sel.caching.extend import Compress, append, compress
-from nsa_sel.caching.pools import Pools
-from nsa_sel.caching.quantized import CacheScales
-from nsa_sel.caching.side_stream import SideStream
+from nsa_sel.caching.pools import CacheScales, Pools
 from nsa_sel.caching.step_tensors import StepSizes, StepTensors
 from nsa_sel.core import transforms
+from nsa_sel.core.call import PagedKeys, Rule
 from nsa_sel.core.choose import over_pages
-from nsa_sel.core.choose_call import PagedKeys, Rule
 from nsa_sel.errors import ArgumentError
 from nsa_sel.gating import gated_sum, sum_of_tokens
 from nsa_sel.projection import Parts
@@ -44,21 +44,9 @@ class CacheStep:
         self.sizes, self.pools, self.tensors, self.scales = sizes, pools, tensors, scales
         self.memory = memory  # the buffer of `tensors`
         self.prefill_lengths = prefill_lengths
-
-    @property
-    def positions(self) -> Tensor:
-        position: Tensor = self.tensors.position
-        return position
-
-    @property
-    def is_token(self) -> Tensor:
-        is_token: Tensor = self.tensors.is_token
-        return is_token
-
-    @property
-    def lengths(self) -> Tensor:
-        lengths: Tensor = self.tensors.lengths
-        return lengths
+        self.positions: Tensor = tensors.position
+        self.is_token: Tensor = tensors.is_token
+        self.lengths: Tensor = tensors.lengths
 
     def __len__(self) -> int:
         """Return the number of layers of the cache."""
@@ -194,3 +182,37 @@ class LayerStep(NamedTuple):
             if layer_sizes != cache_sizes:
                 value, allowed = (f"of {G} groups of {name} of {D} numbers on {device}" for device, G, D in (cache_sizes, layer_sizes))
                 raise ArgumentError("cache", value, f"as the layer: {allowed}", "make it by NSACache.of(layers, ...)")
+
+
+class SideStream:
+    """A parallel branch of the CUDA graph that is being captured; without a capture, work runs inline.
+
+    Eager steps of few tokens are bound by host launch time, which a second stream would only increase.
+
+    Args:
+        like: a tensor of the step.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._main = torch.cuda.current_stream(like.device) if transforms.capturing(like) else None
+
+    def run(self, work: Callable[[], Tensor]) -> Tensor:
+        """Return the result of `work`. Do not use it before `join`, and keep the inputs of `work` alive until then."""
+        if self._main is None:
+            return work()
+        side = _side_stream(self._main.device)
+        side.wait_stream(self._main)
+        with torch.cuda.stream(side):
+            result = work()
+        result.record_stream(self._main)
+        return result
+
+    def join(self) -> None:
+        """Make the current stream wait for the branch."""
+        if self._main is not None:
+            self._main.wait_stream(_side_stream(self._main.device))
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call, no-any-return]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -20,16 +19,16 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 import nsa_sel
 from nsa_sel.attention import selection_attention
 from nsa_sel.bench import command as benches
-from nsa_sel.bench.core.command_line import BenchCommand
+from nsa_sel.bench.core.command_line import INTERRUPTED, BenchCommand, device_of, echo
 from nsa_sel.cli import doctor as examination
-from nsa_sel.cli.output import output_file, output_folder, printable, terminal_columns
+from nsa_sel.cli.output import output_file, printable, terminal_columns
 from nsa_sel.cli.tensor_file import read_problem, write_result
 from nsa_sel.core.call import device_info
 from nsa_sel.core.decide import explain_request
 from nsa_sel.core.decision import refusal
 from nsa_sel.core.request import DeviceInfo, Request, example_request
 from nsa_sel.errors import ArgumentError, BackendError, NsaSelError, needs_extra
-from nsa_sel.settings.devices import GPUS, SHARED_MEMORY
+from nsa_sel.settings.config import GPUS, SHARED_MEMORY
 from nsa_sel.settings.schema import Way
 from nsa_sel.telemetry import events
 from nsa_sel.telemetry.describe import describe
@@ -43,7 +42,6 @@ app = typer.Typer(
 )
 
 _EXAMPLE = example_request()
-INTERRUPTED = 130  # exit code after Ctrl-C, as in shells
 
 
 # Values of options
@@ -57,17 +55,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Write one JSON document to
 Backend = Annotated[str | None, typer.Option(help="Force this backend. If it refuses, print all reasons and fail.")]
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+@app.callback(invoke_without_command=True)
+def options(version: Annotated[bool, typer.Option("--version", is_eager=True, help="Show the version.")] = False) -> None:
+    if version:
         typer.echo(f"nsa-sel {nsa_sel.__version__}")
         raise typer.Exit
-
-
-@app.callback()
-def options(
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")] = False,
-) -> None:
-    pass
 
 
 @app.command()
@@ -77,7 +69,7 @@ def doctor(as_json: AsJson = False) -> None:
     Then list versions, devices, settings and their sources, backends and their missing requirements, and unknown NSA_* variables.
     """
     report = examination.examine()
-    _print(_pretty(report) if as_json else examination.text(report, terminal_columns()))
+    echo(_pretty(report) if as_json else examination.text(report, terminal_columns()))
 
 
 @app.command()
@@ -121,12 +113,12 @@ def explain(
         )  # fmt: skip
         request = request if choose is None else _choosing_request(request, choose)
         decision = explain_request(request, _device_facts(device), backend)
-        _print(decision.to_json() if as_json else describe(decision, terminal_columns()))
+        echo(decision.to_json() if as_json else describe(decision, terminal_columns()))
         message = refusal(decision)
         if message is not None:
-            if not as_json:
-                _say_error(message)
-            raise typer.Exit(2)
+            if as_json:
+                raise typer.Exit(2)
+            raise BackendError(message, decision)
 
 
 @app.command()
@@ -149,7 +141,7 @@ def run(
         target = out and output_file("--out", out)
         if target is not None and target.exists() and target.samefile(file):
             raise ArgumentError("--out", out, "a file other than FILE", "choose another name")
-        problem = read_problem(file, block_size).to(_device(device), getattr(torch, dtype.value) if dtype else None)
+        problem = read_problem(file, block_size).to(torch.device(device_of(device)), getattr(torch, dtype.value) if dtype else None)
         with torch.no_grad():
             o, lse = selection_attention(
                 problem.q, problem.k, problem.v, problem.selection, scale=scale, q_pos=problem.q_pos, return_lse=True, backend=backend
@@ -160,10 +152,10 @@ def run(
         empty = int((lse == float("-inf")).all(-1).sum())
         if as_json:
             outputs = {name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for name, t in (("o", o), ("lse", lse))}
-            _print(_pretty({"decision": decision, **outputs, "empty_rows": empty, "out": out and str(out)}))
+            echo(_pretty({"decision": decision, **outputs, "empty_rows": empty, "out": out and str(out)}))
             return
         shapes = f"o {list(o.shape)} {str(o.dtype).removeprefix('torch.')}, lse {list(lse.shape)}, {empty} rows with nothing selected"
-        _print(f"{describe(decision, terminal_columns())}\n\n{shapes}; {f'written to {out}' if out else 'not written: no --out'}")
+        echo(f"{describe(decision, terminal_columns())}\n\n{shapes}; {f'written to {out}' if out else 'not written: no --out'}")
 
 
 @app.command()
@@ -178,11 +170,10 @@ def demo(
     with _errors(as_json):
         with needs_extra("report", "nsa-sel demo"):
             from nsa_sel.cli import demo as demonstration
-        output_folder("--out-dir", out_dir)
-        picture, figures = (output_file("--out-dir", out_dir / name) for name in ("demo.png", "demo.json"))
+        picture, figures = (output_file("--out-dir", out_dir / name, make_folder=True) for name in ("demo.png", "demo.json"))
         setting = demonstration.prepare(trace)
         if not as_json:
-            _print(demonstration.introduction(setting))
+            echo(demonstration.introduction(setting))
         with _progress(as_json) as advance:
             result = demonstration.run(setting, advance)
         document = _pretty(result)
@@ -191,7 +182,7 @@ def demo(
             demonstration.draw(setting.problem, result, picture)
         except OSError as error:
             raise ArgumentError("--out-dir", f"{out_dir} ({error.strerror})", "a folder that can be written", "choose another") from error
-        _print(document if as_json else f"{demonstration.text(result)}\n\nwritten: {picture}, {figures}")
+        echo(document if as_json else f"{demonstration.text(result)}\n\nwritten: {picture}, {figures}")
         if not result.passed:
             raise typer.Exit(1)
 
@@ -221,13 +212,13 @@ def tune(
         sizes = tuning.Sizes(L=L, h=h, Dk=Dk, Dv=Dv, dtype=dtype and dtype.value)
         plan = tuning.plan(backend, cast(Way, direction.value) if direction else None, sizes, quick=quick, dry_run=dry_run)
         if dry_run:
-            _print(_pretty(plan.document()) if as_json else plan.text())
+            echo(_pretty(plan.document()) if as_json else plan.text())
             return
         if plan.note and not as_json:
-            _print(f"note: {plan.note}")
+            echo(f"note: {plan.note}")
         with _progress(as_json) as advance:
             outcome = tuning.measure(plan, minutes, quick, advance)
-        _print(_pretty(outcome.document()) if as_json else outcome.text())
+        echo(_pretty(outcome.document()) if as_json else outcome.text())
 
 
 @contextlib.contextmanager
@@ -240,9 +231,9 @@ def _errors(as_json: bool) -> Iterator[None]:
     except NsaSelError as error:
         if as_json:
             decision = error.decision if isinstance(error, BackendError) else None
-            _print(_pretty({"error": str(error), "decision": decision}))
+            echo(_pretty({"error": str(error), "decision": decision}))
         else:
-            _say_error(str(error))
+            typer.echo(printable(f"error: {error}"), err=True)
         raise typer.Exit(2) from error
 
 
@@ -255,19 +246,8 @@ def _progress(as_json: bool) -> Iterator[Callable[[str, float], None]]:
         yield lambda what, done: progress.update(task, description=what, completed=done)
 
 
-def _with_errors(body: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command of nsa_sel.bench so that its errors are printed like those of the commands here."""
-
-    @functools.wraps(body)
-    def call(**options: Any) -> None:
-        with _errors(as_json=False):
-            body(**options)
-
-    return call
-
-
-app.command(cls=BenchCommand)(_with_errors(benches.bench))
-app.command()(_with_errors(benches.threshold))
+app.command(cls=BenchCommand)(_errors(as_json=False)(benches.bench))
+app.command()(_errors(as_json=False)(benches.threshold))
 
 
 def _choosing_request(request: Request, model: Choice) -> Request:
@@ -287,13 +267,8 @@ def _choosing_request(request: Request, model: Choice) -> Request:
     return msgspec.structs.replace(request, **common, **fields[model])
 
 
-def _device(where: Where) -> torch.device:
-    if where is Where.cuda and not torch.cuda.is_available():
-        raise ArgumentError("--device", "cuda", "cpu: no CUDA device is usable here", "leave --device out, or see `nsa-sel doctor`")
-    return torch.device("cuda", 0) if where is not Where.cpu and torch.cuda.is_available() else torch.device("cpu")
-
-
 def _device_facts(name: str) -> DeviceInfo:
+    """Return the facts of a GPU by name or compute capability, or of this machine's device."""
     if name in GPUS:
         return GPUS[name]
     capability = re.fullmatch(r"sm_?(\d{2,3})", name)
@@ -302,16 +277,8 @@ def _device_facts(name: str) -> DeviceInfo:
     if name not in list(Where):
         allowed = ", ".join([*Where, *GPUS, *(f"sm{sm}" for sm in SHARED_MEMORY)])
         raise ArgumentError("--device", repr(name), allowed, "pass one of these")
-    return device_info(_device(Where(name)))
+    return device_info(torch.device(device_of(name)))
 
 
 def _pretty(document: Any) -> str:
     return msgspec.json.format(msgspec.json.encode(document)).decode()
-
-
-def _print(text: str) -> None:
-    typer.echo(printable(text))
-
-
-def _say_error(message: str) -> None:
-    typer.echo(printable(f"error: {message}"), err=True)

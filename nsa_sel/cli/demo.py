@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.attention import selection_attention
-from nsa_sel.bench.core import baselines, cases, timing
+from nsa_sel.bench.core import cases, contenders, timing
 from nsa_sel.cli.output import terminal_columns
 from nsa_sel.cli.tensor_file import Problem, read_problem
 from nsa_sel.core.call import device_info, request_of
@@ -27,8 +26,7 @@ from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
 from nsa_sel.telemetry import events
-from nsa_sel.telemetry.describe import describe
-from nsa_sel.telemetry.table import table
+from nsa_sel.telemetry.describe import describe, table
 
 matplotlib.use("Agg")  # needs no display
 
@@ -49,31 +47,14 @@ Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 Advance = Callable[[str, float], None]
 
 
-class Spread(msgspec.Struct, frozen=True):
-    """Times of one kind of work in milliseconds."""
-
-    median: float
-    p20: float
-    p80: float
-    repeats: int
-
-
-class Error(msgspec.Struct, frozen=True):
-    """Mean and largest absolute difference from the float64 oracle, and the bound of the mean."""
-
-    mae: float
-    max: float
-    bound: float
-
-
 class Row(msgspec.Struct, kw_only=True):
     """The result of one backend or baseline."""
 
     name: str
     policy_choice: bool = False
-    errors: dict[str, Error] = {}
-    forward: Spread | None = None  # None: failed or not timed
-    forward_backward: Spread | None = None
+    errors: dict[str, dict[str, float]] = {}  # of o, lse and gradients: mae, max, and the bound of mae
+    forward: dict[str, float] | None = None  # median, p20 and p80 in ms, and repeats; None: failed or not timed
+    forward_backward: dict[str, float] | None = None
     decision: Decision | None = None  # None: a baseline
     passed: bool | None = None  # None: computes another function
     verdict: str = "other function"
@@ -101,6 +82,12 @@ class Setting(NamedTuple):
     problem: Problem
     decision: Decision
     rows: Tensor
+
+    @property
+    def device(self) -> str:
+        """Name of the device."""
+        device = self.decision.device
+        return f"CPU ({torch.get_num_threads()} threads)" if device.kind == "cpu" else device.name
 
 
 def prepare(trace: Path | None = None) -> Setting:
@@ -156,86 +143,81 @@ def run(setting: Setting, advance: Advance = lambda what, done: None) -> Result:
         setting: from `prepare`.
         advance: called with the current step and the share of the work that is done.
     """
-    problem, decision, rows = setting
+    problem, decision, checked = setting
     q, k, v, selection, q_pos, facts = problem
     do = torch.randn(*q.shape[:-1], v.shape[-1], generator=torch.Generator().manual_seed(0)).to(q)
-    mask = baselines.token_mask(selection, k.shape[2], q_pos)
+    mask = contenders.token_mask(selection, k.shape[2], q_pos)
+
+    def by(backend: str | None) -> Attend:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            # A new selection has no plans yet, as in a model's next layer.
+            fresh = Selection(selection.ranges, selection.block_size, selection.max_length, disjoint=True)
+            return selection_attention(q, k, v, fresh, q_pos=q_pos, return_lse=True, backend=backend)
+
+        return attend
+
     chosen = str(decision.forward) if decision.forward == decision.backward else f"{decision.forward} + {decision.backward}"
-    candidates: dict[str, tuple[Row, Attend]] = {
-        chosen: (Row(name=chosen, policy_choice=True), _attend_by(problem, None)),
-        DENSE: (Row(name=DENSE), lambda q, k, v: (baselines.dense_causal_sdpa(q, k, v, kernel="any"), None)),
-    }
+    candidates: list[tuple[Row, Attend]] = [
+        (Row(name=MASKED), lambda q, k, v: (contenders.masked_sdpa(q, k, v, mask), None)),  # first: others are compared with its gradients
+        (Row(name=chosen, policy_choice=True), by(None)),
+        (Row(name=DENSE), lambda q, k, v: (contenders.dense_causal_sdpa(q, k, v, kernel="any"), None)),
+    ]
     refused = {}
     for name in (verdict.backend for verdict in decision.verdicts if verdict.backend != chosen):
         forced = explain_request(request_of(q, k, v, selection, True), decision.device, name)
         if refusal(forced) is None:
-            candidates[name] = Row(name=name), _attend_by(problem, name)
+            candidates.append((Row(name=name), by(name)))
         else:
             reasons = next(verdict.forward + verdict.backward for verdict in forced.verdicts if verdict.backend == name)
             refused[name] = "; ".join(dict.fromkeys(reason.words for reason in reasons if reason.kind != "slower"))
 
-    candidates[MASKED] = Row(name=MASKED), lambda q, k, v: (baselines.masked_sdpa(q, k, v, mask), None)
-
     advance("float64 oracle", 0.0)
     position = torch.arange(k.shape[2] - q.shape[1], k.shape[2]).expand(q.shape[:2]) if q_pos is None else q_pos.cpu()
-    few_q, few_do, ranges, position = (x.cpu()[:, rows] for x in (q, do, selection.ranges, position))
+    few_q, few_do, ranges, position = (x.cpu()[:, checked] for x in (q, do, selection.ranges, position))
     o, lse = oracle_forward(few_q, k, v, ranges, None, position)
     exact = dict(zip(OUTPUTS, (o, lse, *oracle_backward(few_q, k, v, ranges, few_do, None, None, position)), strict=True))
-    bound = BOUNDS[q.device.type, _name(q.dtype)]
-    for i, (row, attend) in enumerate(sorted(candidates.values(), key=lambda candidate: candidate[0].name != MASKED)):  # masked SDPA first
+    bound, masked = BOUNDS[q.device.type, _name(q.dtype)], candidates[0][0].errors
+    for i, (row, attend) in enumerate(candidates):
         advance(f"checking {row.name}", 0.1 + 0.3 * i / len(candidates))
-        _check(row, attend, setting, do, exact, bound, candidates[MASKED][0].errors)
-    _time([(row, attend) for row, attend in candidates.values() if not row.verdict.startswith("FAILED")], problem, do, advance)
-    results = tuple(row for row, _ in candidates.values())
+        try:
+            _check(row, attend, setting, do, exact, bound, masked)
+        except Exception as error:  # a kernel's exception is this row's result
+            row.passed, row.verdict = False, f"FAILED: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    _time([(row, attend) for row, attend in candidates if not row.verdict.startswith("FAILED")], problem, do, advance)
+    rows = tuple(row for row, _ in (*candidates[1:], candidates[0]))
     return Result(
-        facts=facts, device=_device(setting), dtype=_name(q.dtype), bound=bound, checked_rows=len(rows), torch=str(torch.__version__),
-        threads=torch.get_num_threads(), decision=decision, rows=results, refused=refused,
-        passed=all(row.passed is not False for row in results),
+        facts=facts, device=setting.device, dtype=_name(q.dtype), bound=bound, checked_rows=len(checked), torch=str(torch.__version__),
+        threads=torch.get_num_threads(), decision=decision, rows=rows, refused=refused, passed=all(row.passed is not False for row in rows),
     )  # fmt: skip
 
 
-def _attend_by(problem: Problem, backend: str | None) -> Attend:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        # A new selection has no plans yet, as in a model's next layer.
-        selection = Selection(problem.selection.ranges, problem.selection.block_size, problem.selection.max_length, disjoint=True)
-        return selection_attention(q, k, v, selection, q_pos=problem.q_pos, return_lse=True, backend=backend)
-
-    return attend
-
-
 def _check(
-    row: Row, attend: Attend, setting: Setting, do: Tensor, exact: dict[str, Tensor], bound: float, masked: dict[str, Error]
+    row: Row, attend: Attend, setting: Setting, do: Tensor, exact: dict[str, Tensor], bound: float, masked: dict[str, dict[str, float]]
 ) -> None:  # fmt: skip
     """Run one candidate forward and backward, and fill in errors, decision and verdict.
 
     The gradients are those of a loss over the checked rows alone. Gradients may have twice the error of masked SDPA.
     """
-    inputs = tuple(x.detach().requires_grad_() for x in setting.problem[:3])
-    rows = setting.rows.to(do.device)
-    try:
-        o, lse = attend(*inputs)
-        dq, dk, dv = torch.autograd.grad(o, inputs, torch.zeros_like(do).index_copy_(1, rows, do[:, rows]))
-        if row.name not in (MASKED, DENSE):  # results do not prove which backend ran, but the recorded decision does
-            row.decision, wanted = events.decisions()[-1], setting.decision
-            names = (wanted.forward, wanted.backward) if row.policy_choice else (row.name, row.name)
-            if (row.decision.forward, row.decision.backward) != names:
-                ran = f"{row.decision.forward} and {row.decision.backward}"
-                raise BackendError(f"the recorded decision names {ran}, not {' and '.join(map(str, names))}")
-    except Exception as error:  # a kernel's exception is this row's result
-        row.passed, row.verdict = False, f"FAILED: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        return
+    inputs, rows = tuple(x.detach().requires_grad_() for x in setting.problem[:3]), setting.rows.to(do.device)
+    o, lse = attend(*inputs)
+    dq, dk, dv = torch.autograd.grad(o, inputs, torch.zeros_like(do).index_copy_(1, rows, do[:, rows]))
     if row.name == DENSE:
         return
-    got = {"o": o[:, rows], "lse": None if lse is None else lse[:, rows], "dq": dq[:, rows], "dk": dk, "dv": dv}
-    for name, value in got.items():
+    if row.name != MASKED:  # results do not prove which backend ran, but the recorded decision does
+        row.decision, wanted = events.decisions()[-1], setting.decision
+        ran, names = ((x.forward, x.backward) for x in (row.decision, wanted))
+        names = names if row.policy_choice else (row.name, row.name)
+        if ran != names:
+            raise BackendError(f"the recorded decision names {' and '.join(map(str, ran))}, not {' and '.join(map(str, names))}")
+    for name, value in zip(OUTPUTS, (o[:, rows], None if lse is None else lse[:, rows], dq[:, rows], dk, dv), strict=True):
         if value is not None:
             value = value.detach().cpu().double()
             difference = torch.where(value == exact[name], 0.0, (value - exact[name]).abs())  # lse of empty rows is -inf in both
             mae = float(difference.mean())
-            reference = mae if row.name == MASKED else masked[name].mae if name in masked else 0.0
+            reference = mae if row.name == MASKED else masked.get(name, {}).get("mae", 0.0)
             allowed = max(bound, 2 * reference) if name in GRADIENTS and math.isfinite(reference) else bound
-            row.errors = {**row.errors, name: Error(mae, float(difference.max()), allowed)}
-    wrong = [f"{name} off by {e.mae:.1e}, allowed {e.bound:.1e}" for name, e in row.errors.items() if not e.mae <= e.bound]
+            row.errors[name] = {"mae": mae, "max": float(difference.max()), "bound": allowed}
+    wrong = [f"{name} off by {e['mae']:.1e}, allowed {e['bound']:.1e}" for name, e in row.errors.items() if not e["mae"] <= e["bound"]]
     row.passed, row.verdict = not wrong, f"WRONG: mean {'; '.join(wrong)}" if wrong else "ok"
 
 
@@ -245,23 +227,20 @@ def _time(candidates: list[tuple[Row, Attend]], problem: Problem, do: Tensor, ad
     Work that has used its share of the time stops. On a busy machine everything stops after twice the time.
     """
     inputs, device = tuple(x.detach().requires_grad_() for x in problem[:3]), problem.q.device.type
-
-    def forward_backward(attend: Attend) -> None:
-        torch.autograd.grad(attend(*inputs)[0], inputs, do)
-
     work: list[tuple[Row, str, Callable[[], object], list[float]]] = []
     for row, attend in candidates:
-        work.append((row, "forward", functools.partial(attend, *inputs), []))
-        work.append((row, "forward_backward", functools.partial(forward_backward, attend), []))
+        work.append((row, "forward", lambda attend=attend: attend(*inputs), []))  # type: ignore[misc]
+        work.append((row, "forward_backward", lambda attend=attend: torch.autograd.grad(attend(*inputs)[0], inputs, do), []))  # type: ignore[misc]
     share, began = TIMING_SECONDS[device] / max(1, len(work)) * 1e3, time.perf_counter()
     for done in range(ROUNDS[device]):
         advance("timing", 0.4 + 0.6 * done / ROUNDS[device])
         for _, _, call, times in work:
             if sum(times) < share and time.perf_counter() - began < 2 * TIMING_SECONDS[device]:
-                times.append(timing.one_call(call, device))
+                times.append(timing.call_times(call, 1, device)[0])
     for row, field, _, times in work:
         if times:
-            setattr(row, field, Spread(*timing.spread(times)[:3], len(times)))
+            spread = timing.spread(times)
+            setattr(row, field, {"median": spread[0], "p20": spread[1], "p80": spread[2], "repeats": len(times)})
 
 
 def introduction(setting: Setting) -> str:
@@ -271,9 +250,8 @@ def introduction(setting: Setting) -> str:
     ranges = f"blocks of {selection.block_size}" if selection.block_size else "ranges"
     lines = [f"NSA's selection branch: B={B}, {S} query rows, {S_kv} keys, G={G}, h={h}; a row attends to at most {selection.n} {ranges}."]
     if "model" in facts:
-        rounded = f", rounded to {facts['rounded to']} in the file" if "rounded to" in facts else ""
-        head = f", KV head {facts['head']}" if "head" in facts else ""
-        lines.append(f"Model: {facts['model']}, layer {facts.get('layer', '?')}{head}, q and k after RoPE{rounded}.")
+        shown = {"layer": "layer {}", "head": "KV head {}", "rounded to": "rounded to {} in the file"}
+        lines.append(f"Model: {facts['model']}, {', '.join(words.format(facts[x]) for x, words in shown.items() if x in facts)}.")
     if facts.get("synthetic"):
         lines.append(
             "q, k and v are random numbers, because an installed package does not carry the model's. The blocks are those that"
@@ -282,23 +260,24 @@ def introduction(setting: Setting) -> str:
     if "copies" in facts:
         lines.append(f"The batch holds {B} copies: a GPU computes a single one faster than the host can launch it.")
     checked = "all" if len(setting.rows) == S else str(len(setting.rows))
-    lines.append(f"Runs on {_device(setting)} in {_name(q.dtype)}. A float64 oracle checks {checked} of {S} rows of each sequence.")
+    lines.append(f"Runs on {setting.device} in {_name(q.dtype)}. A float64 oracle checks {checked} of {S} rows of each sequence.")
     return "\n".join([*lines, "", "The policy's choice:", describe(setting.decision, terminal_columns()), ""])
 
 
 def text(result: Result) -> str:
     """Format the results as a table, with the refusals and how to read the numbers."""
-    cells = []
+    cells, dense = [], next(row for row in result.rows if row.name == DENSE)
     for row in result.rows:
-        errors = [f"{row.errors[name].max:.1e}" if name in row.errors else "-" for name in OUTPUTS]
-        speeds = " / ".join(_speed(result, row, field) for field in ("forward", "forward_backward"))
+        errors = [f"{row.errors[name]['max']:.1e}" if name in row.errors else "-" for name in OUTPUTS]
+        pairs = ((row.forward, dense.forward), (row.forward_backward, dense.forward_backward))
+        speeds = " / ".join(f"{base['median'] / own['median']:.3g}x" if own and base else "-" for own, base in pairs)
         name = row.name + (" (policy)" if row.policy_choice else "")
         cells.append([name, _median(row.forward), _median(row.forward_backward), speeds, *errors, row.verdict])
     headers = ["backend", "fwd ms", "fwd+bwd ms", "speed vs dense", "max err o", *OUTPUTS[1:], "verdict"]
     lines = [table(headers, cells, right=range(1, len(headers) - 1), columns=terminal_columns()), ""]
     lines += [f"{name} does not run here: {why}" for name, why in result.refused.items()]
     for field in ("forward", "forward_backward"):
-        timed = [(spread.median, row.name) for row in result.rows if row.passed and (spread := getattr(row, field))]
+        timed = [(spread["median"], row.name) for row in result.rows if row.passed and (spread := getattr(row, field))]
         if timed:
             lines.append(f"Fastest {field.replace('_', ' + ')}: {min(timed)[1]}, {min(timed)[0]:.3g} ms.")
     lines.append(f"{DENSE} computes another function: every row attends to all keys up to its position.")
@@ -322,10 +301,11 @@ def draw(problem: Problem, result: Result, path: Path) -> None:
     left.set(xlabel=f"key position, in blocks of {size}", ylabel="query row", title="key blocks that a row of KV head 0 selects")
     rows = [row for row in result.rows if row.forward is not None]
     for field, offset in (("forward", -0.2), ("forward_backward", 0.2)):
-        spreads = [getattr(row, field) or Spread(0, 0, 0, 0) for row in rows]
-        whiskers = [[s.median - s.p20 for s in spreads], [s.p80 - s.median for s in spreads]]
-        places = [i + offset for i in range(len(rows))]
-        bars = right.barh(places, [s.median for s in spreads], 0.38, xerr=whiskers, label=field.replace("_", " + "))
+        spreads = [getattr(row, field) or dict.fromkeys(("median", "p20", "p80"), 0.0) for row in rows]
+        whiskers = [[s["median"] - s["p20"] for s in spreads], [s["p80"] - s["median"] for s in spreads]]
+        bars = right.barh(
+            [i + offset for i in range(len(rows))], [s["median"] for s in spreads], 0.38, xerr=whiskers, label=field.replace("_", " + ")
+        )
         right.bar_label(bars, [f"{_median(s)} ms" for s in spreads], padding=3)
     right.set_xscale("log")
     right.set_yticks(range(len(rows)), [row.name + ("\n(policy)" if row.policy_choice else "") for row in rows])
@@ -336,20 +316,9 @@ def draw(problem: Problem, result: Result, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _median(spread: Spread | None) -> str:
-    return "-" if spread is None else f"{spread.median:.3g}" if spread.median < 999.5 else f"{spread.median:.0f}"
-
-
-def _speed(result: Result, row: Row, field: str) -> str:
-    """Return the speed of a row relative to dense attention, or a dash if one of them was not timed."""
-    dense, spread = next(getattr(other, field) for other in result.rows if other.name == DENSE), getattr(row, field)
-    return f"{dense.median / spread.median:.3g}x" if dense and spread else "-"
+def _median(spread: dict[str, float] | None) -> str:
+    return "-" if spread is None else f"{spread['median']:.3g}" if spread["median"] < 999.5 else f"{spread['median']:.0f}"
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _device(setting: Setting) -> str:
-    device = setting.decision.device
-    return f"CPU ({torch.get_num_threads()} threads)" if device.kind == "cpu" else device.name

@@ -18,8 +18,7 @@ from nsa_sel.core.decision import missed, refusal
 from nsa_sel.core.request import DeviceInfo, example_choice, example_request
 from nsa_sel.errors import NsaSelError
 from nsa_sel.settings.flags import unknown_variables
-from nsa_sel.settings.schema import Settings
-from nsa_sel.telemetry.table import table
+from nsa_sel.telemetry.describe import table
 
 PACKAGES = ("torch", "triton", "numba", "cupy", "numpy")
 _SEPARATE_FIELDS = ("profile", "provenance", "assumed", "fingerprint", "sources", "kernels", "triton_off", "costs")
@@ -35,7 +34,14 @@ def examine() -> dict[str, Any]:
         devices: for each device its settings or the error of reading them, and its backends with the reasons why no call can use them.
         flags: the flags that are set.
         unknown_variables: NSA_* variables that are not flags, with the flag of a similar name.
+        omp_wait_policy: the variable OMP_WAIT_POLICY where torch and Numba share the CPU (None: not set); "" without Numba.
     """
+
+    def version(package: str) -> str | None:
+        names = importlib.metadata.packages_distributions().get(package, ())  # cupy is installed as cupy-cuda13x
+        return next((importlib.metadata.version(name) for name in names), None)
+
+    packages = {name: version(name) for name in PACKAGES}
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
     unknown = unknown_variables()
     flags = sorted(name for name in os.environ if name.startswith("NSA_") and name not in unknown)
@@ -44,10 +50,11 @@ def examine() -> dict[str, Any]:
         "nsa_sel": nsa_sel.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": packages,
         "devices": [_examine_device(device_info(device)) for device in devices],
         "flags": {name: _utf8(os.environ[name]) for name in flags},
         "unknown_variables": [{"name": _utf8(name), "did_you_mean": meant} for name, meant in unknown.items()],
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY") if packages["numba"] else "",
     }
 
 
@@ -55,9 +62,44 @@ def text(report: dict[str, Any], columns: int = 0) -> str:
     """Format a report for a terminal of `columns` columns (0: unlimited)."""
     packages = [f"{name} {version or 'not installed'}" for name, version in report["packages"].items()]
     lines = [report["verdict"], "", f"nsa-sel {report['nsa_sel']}, Python {report['python']}, {report['platform']}", ", ".join(packages)]
-    for device in report["devices"]:
-        lines += ["", *_device_lines(**device, columns=columns)]
+    for found in report["devices"]:
+        device, settings = found["device"], found["settings"]
+        facts = f", SM {device.sm // 10}.{device.sm % 10}, {device.sm_count} SMs, {device.shared_memory} bytes shared" if device.sm else ""
+        lines += ["", f"device {device.name}{facts}"]
+        if settings is None:
+            lines.append(f"error: {found['error']}")
+            continue
+        lines.append(f"profile {settings.profile}, fingerprint {settings.fingerprint}: {settings.provenance}")
+        if settings.assumed:
+            lines.append(f"assumed, not measured here: values of {settings.assumed}")
+        if settings.triton_off:
+            lines.append(f"rule {settings.triton_off.rule}: {settings.triton_off.evidence}; to re-open: {settings.triton_off.reopen}")
+        rows = []
+        for field in settings.__struct_fields__:
+            value = getattr(settings, field)
+            if field not in _SEPARATE_FIELDS:
+                value = ", ".join(f"{key} {entry}" for key, entry in value.items()) if isinstance(value, dict) else value
+                value = ", ".join(map(str, value)) if isinstance(value, tuple) else value
+                rows.append((field, "-" if value is None else value, settings.sources.get(field, "built-in")))
+        if settings.costs:
+            rows.append(
+                ("costs", f"{len(settings.costs.models)} models, see --json: {settings.costs.provenance}", settings.sources["costs"])
+            )
+        rows.append(("kernels", f"{len(settings.kernels)} kernel configs, see --json", settings.tuned or "base.yaml and profile"))
+        status = [
+            (b["name"], "\n".join(f"{r.kind}: {r.words}" for r in b["lacks"]) or "available", b["summary"]) for b in found["backends"]
+        ]
+        lines += ["", table(["setting", "value", "source"], rows, columns=columns)]
+        lines += ["", table(["backend", "here", "what it is"], status, width=70, columns=columns)]
     lines += ["", "flags set: " + (", ".join(f"{name}={value}" for name, value in report["flags"].items()) or "none")]
+    policy = report["omp_wait_policy"]
+    if policy is None or (policy and policy.upper() != "PASSIVE"):
+        lines.append(
+            f"OMP_WAIT_POLICY is {policy or 'not set'}: where other work shares the CPU's cores, torch's and Numba's threads may slow each"
+            " other down 2 to 10 times; set OMP_WAIT_POLICY=PASSIVE before Python starts"
+        )
+    elif policy:
+        lines.append(f"OMP_WAIT_POLICY is {policy}: torch's and Numba's threads share the CPU's cores")
     for unknown in report["unknown_variables"]:
         hint = f"; did you mean {unknown['did_you_mean']}?" if unknown["did_you_mean"] else ""
         lines.append(f"unknown variable {unknown['name']} has no effect{hint}")
@@ -87,13 +129,6 @@ def _utf8(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def _version(package: str) -> str | None:
-    # The distribution may have another name: cupy is installed as cupy-cuda13x.
-    for distribution in importlib.metadata.packages_distributions().get(package, ()):
-        return importlib.metadata.version(distribution)
-    return None
-
-
 def _examine_device(device: DeviceInfo) -> dict[str, Any]:
     try:
         decision, choice = (explain_request(example(needs_grad=True), device) for example in (example_request, example_choice))
@@ -107,35 +142,3 @@ def _examine_device(device: DeviceInfo) -> dict[str, Any]:
         lacks = [reason for reason in reasons if reason.kind in REFUSING_KINDS and not reason.field.startswith("request.")]
         backends.append({"name": verdict.backend, "summary": specs[verdict.backend].summary, "lacks": lacks})
     return {"device": device, "settings": decision.settings, "error": None, "backends": backends}
-
-
-def _device_lines(
-    device: DeviceInfo, settings: Settings | None, error: str | None, backends: list[dict[str, Any]], columns: int
-) -> list[str]:  # fmt: skip
-    facts = f", SM {device.sm // 10}.{device.sm % 10}, {device.sm_count} SMs, {device.shared_memory} bytes shared" if device.sm else ""
-    lines = [f"device {device.name}{facts}"]
-    if settings is None:
-        return [*lines, f"error: {error}"]
-    lines += [f"profile {settings.profile}, fingerprint {settings.fingerprint}: {settings.provenance}"]
-    lines += [f"assumed, not measured here: values of {settings.assumed}"] if settings.assumed else []
-    if settings.triton_off:
-        lines += [f"rule {settings.triton_off.rule}: {settings.triton_off.evidence}; to re-open: {settings.triton_off.reopen}"]
-    rows = [
-        (field, _format(getattr(settings, field)), settings.sources.get(field, "built-in"))
-        for field in Settings.__struct_fields__
-        if field not in _SEPARATE_FIELDS
-    ]
-    if settings.costs:
-        rows.append(("costs", f"{len(settings.costs.models)} models, see --json: {settings.costs.provenance}", settings.sources["costs"]))
-    rows.append(("kernels", f"{len(settings.kernels)} kernel configs, see --json", settings.tuned or "base.yaml and profile"))
-    status = [(b["name"], "\n".join(f"{r.kind}: {r.words}" for r in b["lacks"]) or "available", b["summary"]) for b in backends]
-    backend_table = table(["backend", "here", "what it is"], status, width=70, columns=columns)
-    return [*lines, "", table(["setting", "value", "source"], rows, columns=columns), "", backend_table]
-
-
-def _format(value: object) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {entry}" for key, entry in value.items())
-    if isinstance(value, tuple):
-        return ", ".join(map(str, value))
-    return "-" if value is None else str(value)

@@ -41,50 +41,24 @@ def terminal_columns() -> int:
     return shutil.get_terminal_size((0, 0)).columns
 
 
-def regular(option: str, path: Path) -> Path:
-    """Return the file that `path` names, following links. Raises ArgumentError if it exists and is not a regular file.
+def output_file(option: str, path: Path, *, make_folder: bool = False) -> Path:
+    """Return the file, links followed, that writing to `path` creates or replaces. Raises ArgumentError unless it is regular and writable.
 
     Commands replace a file by renaming another one over it, which would destroy a device, a FIFO or a link.
     """
     target = Path(os.path.realpath(path))
     try:
-        mode = stat.S_IFMT(target.stat().st_mode)
-    except FileNotFoundError:
-        return target
-    except OSError as error:
-        raise ArgumentError(option, f"{path} ({error.strerror})", "a file that can be written", "correct the path") from error
-    if mode != stat.S_IFREG:
-        allowed = "a regular file, or an unused name"
-        raise ArgumentError(option, f"{path}, {_KINDS.get(mode, 'no regular file')}", allowed, "choose another name")
-    return target
-
-
-def output_file(option: str, path: Path, *, make_folder: bool = False) -> Path:
-    """Return the file that writing to `path` creates or replaces. Raises ArgumentError unless it is regular and writable."""
-    target = regular(option, path)
-    try:
+        mode = stat.S_IFMT(target.stat().st_mode) if target.exists() else stat.S_IFREG
+        if mode != stat.S_IFREG:
+            allowed = "a regular file, or an unused name"
+            raise ArgumentError(option, f"{path}, {_KINDS.get(mode, 'no regular file')}", allowed, "choose another name")
         if make_folder:
             target.parent.mkdir(parents=True, exist_ok=True)
         if target.exists():
             target.open("ab").close()
-        _try_to_write(target.parent)
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass  # checking permissions is not enough: a file system may be read-only, or map root to nobody
     except OSError as error:
         remedy = "correct the path" if make_folder else "correct the path; its folder must exist"
         raise ArgumentError(option, f"{path} ({error.strerror})", "a file that can be written", remedy) from error
     return target
-
-
-def output_folder(option: str, path: Path) -> Path:
-    """Return `path` after creating the folder. Raises ArgumentError if it is not writable."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        _try_to_write(path)
-    except OSError as error:
-        raise ArgumentError(option, f"{path} ({error.strerror})", "a folder that can be written", "choose another") from error
-    return path
-
-
-def _try_to_write(folder: Path) -> None:
-    """Write a temporary file. Checking permissions is not enough: a file system may be read-only, or map root to nobody."""
-    with tempfile.TemporaryFile(dir=folder):
-        pass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import contextlib
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.decision import Decision
-from nsa_sel.errors import ArgumentError, shown
+from nsa_sel.errors import ArgumentError, closest, shown
 from nsa_sel.selection import Selection
 
 REQUIRED = ("q", "k", "v")
@@ -64,10 +64,33 @@ def read_problem(path: Path, block_size: int | None = None) -> Problem:
         raise ArgumentError(
             "FILE", f"{path} ({error})", "a readable .safetensors file", "correct the path, or write it with save_file"
         ) from error
-    _check_names(tensors)
-    facts = _facts(metadata)
+    parts = [f"{name} {list(x.shape)} {str(x.dtype).removeprefix('torch.')}" for name, x in tensors.items()]
+    holds = f"the file holds {', '.join(parts) or 'no tensors'}"
+    unknown = [name for name in tensors if name not in ALLOWED]
+    for name in REQUIRED:
+        if name not in tensors:
+            similar = [other for other in unknown if other.lower().startswith(name)]
+            remedy = f"rename {similar[0]!r} to {name!r}" if similar else f"add {name!r}"
+            raise ArgumentError(f"tensor {name!r}", f"missing; {holds}", _LAYOUT, remedy)
+    if unknown:  # ignoring a misspelled q_pos would silently change the result
+        meant = closest(unknown[0], ALLOWED)
+        remedy = f"rename it to {meant!r}, or leave it out" if meant else "rename it, or leave it out"
+        raise ArgumentError(f"tensor {unknown[0]!r}", f"unknown; {holds}", _LAYOUT, remedy)
+    given = [name for name in SELECTIONS if name in tensors]
+    if len(given) != 1:
+        what = f"given twice, as {' and '.join(given)}" if given else "missing"
+        remedy = "leave one of them out" if given else "add the tensor 'ranges', or 'block_indices' and a block size"
+        raise ArgumentError("the selection", f"{what}; {holds}", _LAYOUT, remedy)
+    facts: dict[str, Any] = dict(metadata)
+    with contextlib.suppress(ValueError, TypeError, RecursionError):  # provenance may be free text
+        facts |= json.loads(metadata.get("provenance", "{}"))
     if block_size is None and "block_size" in facts:
-        block_size = _whole_number("block_size in the file's metadata", facts["block_size"])
+        value = facts["block_size"]
+        text = value if isinstance(value, str) else shown(value)
+        if not text.isdecimal() or len(text) > 10 or int(text) < 1:
+            remedy = "write the size of the blocks, or pass --block-size"
+            raise ArgumentError("block_size in the file's metadata", shown(value), "a whole number >= 1 and < 2^31", remedy)
+        block_size = int(text)
     if "block_indices" in tensors:
         if block_size is None:
             remedy = "pass --block-size, or write the metadata entry block_size"
@@ -89,40 +112,3 @@ def write_result(path: Path, o: Tensor, lse: Tensor, decision: Decision) -> None
         raise ArgumentError(
             "--out", f"{path} ({error})", "a file that can be written", "correct the path; its folder must exist"
         ) from error
-
-
-def _check_names(tensors: dict[str, Tensor]) -> None:
-    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
-    holds = ", ".join(f"{name} {list(tensor.shape)} {dtypes[name]}" for name, tensor in tensors.items())
-    holds = f"the file holds {holds or 'no tensors'}"
-    unknown = [name for name in tensors if name not in ALLOWED]
-    for name in REQUIRED:
-        if name not in tensors:
-            similar = [other for other in unknown if other.lower().startswith(name)]
-            remedy = f"rename {similar[0]!r} to {name!r}" if similar else f"add {name!r}"
-            raise ArgumentError(f"tensor {name!r}", f"missing; {holds}", _LAYOUT, remedy)
-    # Ignoring a misspelled q_pos would silently change the result.
-    for name in unknown:
-        meant = difflib.get_close_matches(name.lower(), ALLOWED, n=1)
-        remedy = f"rename it to {meant[0]!r}, or leave it out" if meant else "rename it, or leave it out"
-        raise ArgumentError(f"tensor {name!r}", f"unknown; {holds}", _LAYOUT, remedy)
-    given = [name for name in SELECTIONS if name in tensors]
-    if len(given) != 1:
-        what = f"given twice, as {' and '.join(given)}" if given else "missing"
-        remedy = "leave one of them out" if given else "add the tensor 'ranges', or 'block_indices' and a block size"
-        raise ArgumentError("the selection", f"{what}; {holds}", _LAYOUT, remedy)
-
-
-def _facts(metadata: dict[str, str]) -> dict[str, Any]:
-    try:
-        provenance = json.loads(metadata.get("provenance", "{}"))
-    except (ValueError, RecursionError):
-        provenance = {}  # free text
-    return {**metadata, **(provenance if isinstance(provenance, dict) else {})}
-
-
-def _whole_number(what: str, value: object) -> int:
-    text = value if isinstance(value, str) else shown(value)
-    if not text.isdecimal() or len(text) > 10 or int(text) < 1:
-        raise ArgumentError(what, shown(value), "a whole number >= 1 and < 2^31", "write the size of the blocks, or pass --block-size")
-    return int(text)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsa_sel import forks
 from nsa_sel.branches import nsa_attention
-from nsa_sel.compat.heads import by_group, by_group_gate
+from nsa_sel.compat.packed import by_group, by_group_gate
 from nsa_sel.compressed import compressed_attention
 from nsa_sel.compression import BlockMean
 from nsa_sel.core.arguments import Bounds, CuSeqlens
@@ -30,7 +30,7 @@ MODEL = "fla.models.nsa.modeling_nsa"
 
 _lock = forks.lock()
 _patches: set[object] = set()  # one token per patch that is not undone
-_originals: list[tuple[Any, str, Any]] = []  # (owner, attribute, fla's own value) while a patch is active
+_replaced: list[tuple[Any, str, Any, Any]] = []  # (owner, attribute, fla's own value, ours) while a patch is active
 
 
 def patch_fla() -> Callable[[], None]:
@@ -48,7 +48,12 @@ def patch_fla() -> Callable[[], None]:
     try:
         modules = [importlib.import_module(name) for name in CALLERS]
         model = importlib.import_module(MODEL).NSAModel
-        originals = [*((module, "parallel_nsa", module.parallel_nsa) for module in modules), (model, "forward", model.forward)]
+        taken = "cache" in inspect.signature(model.forward).parameters
+        forward = model.forward if taken else _taking_cache(model.forward)
+        replaced = [
+            *((module, "parallel_nsa", module.parallel_nsa, parallel_nsa) for module in modules),
+            (model, "forward", model.forward, forward),
+        ]
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"patch_fla needs flash-linear-attention with parallel_nsa in {', '.join(CALLERS)}, and NSAModel in {MODEL}: {error}."
@@ -57,11 +62,9 @@ def patch_fla() -> Callable[[], None]:
     patch = object()
     with _lock:
         if not _patches:
-            _originals[:] = originals
-            for module in modules:
-                module.parallel_nsa = parallel_nsa  # type: ignore[attr-defined]
-            if "cache" not in inspect.signature(model.forward).parameters:
-                model.forward = _taking_cache(model.forward)
+            _replaced[:] = replaced
+            for owner, name, _, ours in replaced:
+                setattr(owner, name, ours)
         _patches.add(patch)
 
     def undo() -> None:
@@ -69,8 +72,9 @@ def patch_fla() -> Callable[[], None]:
             if patch in _patches:
                 _patches.remove(patch)
                 if not _patches:
-                    for owner, name, value in _originals:
-                        setattr(owner, name, value)
+                    for owner, name, own, ours in _replaced:
+                        if getattr(owner, name) is ours:  # another library may have replaced it since
+                            setattr(owner, name, own)
 
     return undo
 
@@ -134,7 +138,23 @@ def parallel_nsa(
         ArgumentError: bad input.
         BackendError: as `selection_attention`.
     """
-    _check(g_cmp, g_swa, block_indices, block_counts, window_size)
+    if g_cmp is None and block_indices is None:
+        raise ArgumentError(
+            "block_indices", None, "a tensor [B,TQ,H,S] where g_cmp is None", "pass g_cmp, whose branch chooses blocks, or block_indices"
+        )
+    if not isinstance(block_counts, Tensor | int) or isinstance(block_counts, bool):
+        raise ArgumentError("block_counts", shown(block_counts), "a number, or a tensor [B,TQ,H]", "leave it out: 16 blocks are chosen")
+    if block_indices is None and isinstance(block_counts, Tensor):
+        raise ArgumentError(
+            "block_counts", "a tensor", "a number where blocks are chosen", "pass one number for all rows, or block_indices"
+        )
+    if block_indices is None and block_counts < FIRST + LOCAL:
+        allowed = f"at least {FIRST + LOCAL} where blocks are chosen"
+        raise ArgumentError("block_counts", block_counts, allowed, "raise it: the first block and the last two are always taken")
+    if not isinstance(window_size, int) or isinstance(window_size, bool) or window_size < 0:
+        raise ArgumentError("window_size", shown(window_size), "a whole number of keys, or 0", "pass 0 for no window")
+    if window_size and g_swa is None:
+        raise ArgumentError("g_swa", None, "a tensor [B,TQ,HQ] with a window", "pass the window's gate, or window_size=0")
     rows = by_group(q, k, 4, "[B,TQ,HQ,K]", "[B,T,H,K]")
     g_cmp, g_slc, g_swa = (
         None if gate is None else by_group_gate(name, gate, rows) for name, gate in (("g_cmp", g_cmp), ("g_slc", g_slc), ("g_swa", g_swa))
@@ -142,15 +162,14 @@ def parallel_nsa(
     n = block_counts if isinstance(block_counts, int) else FIRST + LOCAL
     counts = block_counts if isinstance(block_counts, Tensor) else None
     options = _Options(n, block_size, window_size, scale, block_aligned)
-    per_row = (rows, g_cmp, g_slc, g_swa if window_size else None, block_indices, counts)
+    one = _Rows(rows, g_cmp, g_slc, g_swa if window_size else None, block_indices, counts)
     if cu_seqlens is None:
-        return _attend(_Rows(*per_row), k, v, options, None, None).flatten(2, 3)
+        return _attend(one, k, v, options, None, None).flatten(2, 3)
     if q.shape[0] != 1:
         raise ArgumentError("q", f"of {q.shape[0]} batch entries", "1 with cu_seqlens", "pack the sequences into one entry")
     pair = isinstance(cu_seqlens, tuple) and not all(isinstance(bound, int) for bound in cu_seqlens)
     cu_q, cu_k = cast(tuple[CuSeqlens, CuSeqlens | None], cu_seqlens if pair else (cu_seqlens, None))
     cu_k = None if cu_k is cu_q else cu_k
-    one = _Rows(*per_row)
     if cu_k is None or (g_cmp is None and not window_size):
         return _attend(one, k, v, options, cu_q, cu_k).flatten(2, 3)
     return _one_by_one(one, k, v, options, cu_q, cu_k).flatten(2, 3)
@@ -203,7 +222,7 @@ def _attend(rows: _Rows, k: Tensor, v: Tensor, options: _Options, cu_q: CuSeqlen
         )  # fmt: skip
         selection = chosen if selection is None else selection
         parts.append((o, g_cmp))
-    assert selection is not None, "see _check"
+    assert selection is not None, "parallel_nsa checks it"
     if cu_q is None:
         o = selection_attention(q, k, v, selection, scale=scale, q_pos=None, return_lse=False, backend=None)
     else:
@@ -223,8 +242,8 @@ def _attend(rows: _Rows, k: Tensor, v: Tensor, options: _Options, cu_q: CuSeqlen
 def _one_by_one(rows: _Rows, k: Tensor, v: Tensor, options: _Options, cu_q: CuSeqlens, cu_k: CuSeqlens) -> Tensor:
     """`_attend` of packed sequences with other keys than queries (decoding): each as a batch of its own."""
     q = rows.q
-    bounds_q = Bounds.of("cu_seqlens_q", _numbers(cu_q), q.shape[1], q)
-    bounds_k = Bounds.of("cu_seqlens_k", _numbers(cu_k), k.shape[1], q)
+    cu_q, cu_k = (x.tolist() if isinstance(x, Tensor) else x for x in (cu_q, cu_k))
+    bounds_q, bounds_k = Bounds.of("cu_seqlens_q", cu_q, q.shape[1], q), Bounds.of("cu_seqlens_k", cu_k, k.shape[1], q)
     bounds_q.check_sequences(bounds_k)
     pairs = zip(itertools.pairwise(bounds_q.numbers or ()), itertools.pairwise(bounds_k.numbers or ()), strict=True)
     found = [
@@ -234,27 +253,3 @@ def _one_by_one(rows: _Rows, k: Tensor, v: Tensor, options: _Options, cu_q: CuSe
         return q.new_zeros(*q.shape[:-1], v.shape[-1])
     o = torch.cat(found, 1)
     return torch.nn.functional.pad(o, (*[0] * 7, q.shape[1] - o.shape[1]))  # rows after the last sequence
-
-
-def _numbers(cu_seqlens: CuSeqlens) -> CuSeqlens:
-    return cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
-
-
-def _check(g_cmp: Tensor | None, g_swa: Tensor | None, block_indices: Tensor | None, block_counts: Tensor | int, window_size: int) -> None:
-    if g_cmp is None and block_indices is None:
-        raise ArgumentError(
-            "block_indices", None, "a tensor [B,TQ,H,S] where g_cmp is None", "pass g_cmp, whose branch chooses blocks, or block_indices"
-        )
-    if not isinstance(block_counts, Tensor | int) or isinstance(block_counts, bool):
-        raise ArgumentError("block_counts", shown(block_counts), "a number, or a tensor [B,TQ,H]", "leave it out: 16 blocks are chosen")
-    if block_indices is None and isinstance(block_counts, Tensor):
-        raise ArgumentError(
-            "block_counts", "a tensor", "a number where blocks are chosen", "pass one number for all rows, or block_indices"
-        )
-    if block_indices is None and block_counts < FIRST + LOCAL:
-        allowed = f"at least {FIRST + LOCAL} where blocks are chosen"
-        raise ArgumentError("block_counts", block_counts, allowed, "raise it: the first block and the last two are always taken")
-    if not isinstance(window_size, int) or isinstance(window_size, bool) or window_size < 0:
-        raise ArgumentError("window_size", shown(window_size), "a whole number of keys, or 0", "pass 0 for no window")
-    if window_size and g_swa is None:
-        raise ArgumentError("g_swa", None, "a tensor [B,TQ,HQ] with a window", "pass the window's gate, or window_size=0")

@@ -7,12 +7,34 @@ from torch import Tensor
 
 from nsa_sel import compressed
 from nsa_sel.branches import nsa_attention
-from nsa_sel.compat.heads import by_group, by_group_gate
 from nsa_sel.compression import BlockMean
 from nsa_sel.core.arguments import CuSeqlens
 from nsa_sel.core.packed import packed_attention
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
+
+
+def by_group(q: Tensor, k: Tensor, dims: int, q_layout: str, k_layout: str) -> Tensor:
+    """Check the shapes of q and k, and return a view of q [..,HQ,D] with its heads split by k's: [..,H,HQ / H,D]."""
+    for name, x, layout in (("q", q, q_layout), ("k", k, k_layout)):
+        if not isinstance(x, Tensor) or x.dim() != dims:
+            raise ArgumentError(name, _kind(x), f"a tensor {layout}", "pass it as to the original")
+    HQ, H = q.shape[-2], k.shape[-2]
+    if not H or HQ % H:
+        raise ArgumentError("q", f"of {HQ} heads", f"a multiple of k's {H} heads", "give every head of k the same number of heads of q")
+    return q.view(*q.shape[:-2], H, HQ // H, q.shape[-1])
+
+
+def by_group_gate(name: str, gate: Tensor, rows: Tensor) -> Tensor:
+    """Return a view of a gate [..,HQ] of the rows [..,H,h,D], with its heads as [H, h]."""
+    *leading, H, h, _ = rows.shape
+    if not isinstance(gate, Tensor) or gate.shape != (*leading, H * h):
+        raise ArgumentError(name, _kind(gate), f"a tensor {(*leading, H * h)}", "pass one gate per query and head")
+    return gate.reshape(*leading, H, h)
+
+
+def _kind(x: object) -> str:
+    return f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
 
 def topk_sparse_attention(
@@ -47,8 +69,8 @@ def topk_sparse_attention(
     grouped = by_group(q, k, 3, "[T,HQ,D]", "[T,H,D]")
     shape = topk_idx.shape if isinstance(topk_idx, Tensor) else ()
     if len(shape) != 3 or shape[:2] != (k.shape[1], q.shape[0]):
-        value = f"of shape {tuple(shape)}" if isinstance(topk_idx, Tensor) else f"a {type(topk_idx).__name__}"
-        raise ArgumentError("topk_idx", value, f"[H={k.shape[1]}, T={q.shape[0]}, topk]", "put groups first, and pad short rows with -1")
+        layout = f"[H={k.shape[1]}, T={q.shape[0]}, topk]"
+        raise ArgumentError("topk_idx", _kind(topk_idx), layout, "put groups first, and pad short rows with -1")
     selection = Selection.from_blocks(topk_idx.transpose(0, 1).unsqueeze(0), block_size)
     o: Tensor = packed_attention(
         grouped, k, v, selection, cu_seqlens, None, scale=softmax_scale, return_lse=False, backend=None, block_aligned=block_aligned,

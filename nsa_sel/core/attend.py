@@ -11,7 +11,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from nsa_sel.core import ops, run, shared_keys, transforms
+from nsa_sel.core import run, shared_keys, transforms
 from nsa_sel.core.arguments import check_flag, check_tensors
 from nsa_sel.core.call import Call, Workspace
 from nsa_sel.core.check import as_selection, check_call
@@ -111,7 +111,7 @@ def selection_attention(
     if workspace is not None:
         decided.call.workspace = Workspace.of(workspace, decided.call.q.device)
     if decided.request.needs_grad:
-        o, lse = run.attend(decided, return_lse)
+        o, lse = run.recorded(decided, return_lse)
     else:
         o, lse, _ = run.run_forward(decided)
     if q.dim() == 4:
@@ -256,9 +256,5 @@ def _fake_forward(
     return q.new_empty(*rows, v.shape[-1]), q.new_empty(rows, dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-def _fake_backward(do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
-
-
 _OPTIONS = "Tensor ranges, Tensor? q_pos, int? block_size, int? max_length, bool disjoint, float? scale, str? backend"
-ops.define("selection", _OPTIONS, 2, _op_forward, _op_backward, _fake_forward, _fake_backward)
+run.define("selection", _OPTIONS, 2, _op_forward, _op_backward, _fake_forward, function=Call.function)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -13,8 +13,7 @@ from nsa_sel.settings.schema import Settings, Way
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nsa_sel.core.call import Call
-    from nsa_sel.core.choose_call import ChooseCall
+    from nsa_sel.core.call import Call, ChooseCall
 
 ReasonKind = Literal["unavailable", "unsupported", "disabled", "slower"]
 REFUSING_KINDS: tuple[ReasonKind, ...] = ("unavailable", "unsupported", "disabled")  # also for a forced backend
@@ -40,15 +39,49 @@ class Reason(msgspec.Struct, frozen=True):
 
     @property
     def fact(self) -> str:
-        """The actual and the required value."""
-        if self.code == "package-missing":
-            return f"{self.field} is not installed"
-        return f"{self.field} is {'not found' if self.code == 'library-missing' else self.actual}, required {self.required}"
+        """What is wrong, as a sentence without its period."""
+        if self.code not in _FACTS:
+            name = self.field.replace("request.", "").replace("settings.", "").replace("device.", "")
+            return f"{name} is {self.actual}; it must be {self.required}"
+        sm = f"SM {self.actual / 10}" if self.field == "device.sm" and isinstance(self.actual, int) else "this device"
+        rule = str(self.required).removeprefix("another: ")
+        return _FACTS[self.code].format(field=self.field, actual=self.actual, required=self.required, sm=sm, rule=rule)
 
     @property
     def words(self) -> str:
-        """The fact and the remedy."""
-        return f"{self.fact}; {self.remedy}"
+        """The fact and the remedy, as sentences."""
+        remedy = f"run {self.remedy}" if self.remedy.startswith("pip ") else self.remedy
+        return " ".join(f"{text[:1].upper()}{text[1:]}." for text in (self.fact, remedy) if text)
+
+
+# Facts of reasons by code, where more is to be said than the field, its value, and the required one.
+_FACTS = {
+    "package-missing": "{field} is not installed",
+    "package-old": "{field} is version {actual}; {required} is needed",
+    "library-missing": "{field} ({required}) was not found",
+    "failed-before": "the kernel failed before in this process: {actual}",
+    "device-rule": "Triton is disabled on {sm} ({rule})",
+    "device-kind": "the tensors are on {actual}, not on {required}",
+    "dtype": "the dtype is {actual}, not {required}",
+    "compute-capability": "the GPU has {sm}; the compute capability must be {required}",
+    "block-aligned": "the selection is not made of whole blocks",
+    "paged": "the backend does not read pages, and the cache has pages of {actual} keys",
+    "quantized": "the backend does not read a cache of format {actual}",
+    "quantized-sm": "quantized caches need a newer GPU than {sm}: {required}",
+    "quantized-grad": "the call needs gradients, which a quantized cache does not have",
+    "quantized-steps": "its kernels do not take {actual}; they take {required}",
+    "tiles-only": "its kernels do not take {actual}; they take {required}",
+    "not-deterministic": "the backend does not sum in a fixed order",
+    "no-backward": "the call needs gradients, and the backend has no backward pass",
+    "triton-off": "Triton is disabled for selected attention",
+    "grad-off": "Triton is disabled for calls that need gradients",
+    "align-pointers": "pointers or strides of q, k or v are not multiples of 16 bytes",
+    "triton-on-cpu": "on a CPU Triton kernels are interpreted, which is slow",
+    "path-dense": "NSA_SEL_TRITON_FORCE_PATH=dense takes 1 range per row, not {actual}",
+    "path-dense-blocks": "NSA_SEL_TRITON_FORCE_PATH=dense excludes a backend that takes only whole blocks",
+    "pack-off": "packed SDPA is disabled",
+    "group-off": "the backend is disabled",
+}
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -206,6 +239,19 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.tiles is not None and self.tiles.sm == device.sm and self.tiles.take(request)
 
 
+class WindowKernels(msgspec.Struct, frozen=True, kw_only=True):
+    """Kernels of sliding windows as data: the calls that they run. Their module has `forward` and `backward`."""
+
+    name: str
+    path: str  # dotted path of the module, imported at the first call
+    then: str  # what runs calls that they fail for, for the warning
+    dtypes: tuple[str, ...]
+    head_dim_max: int
+    min_sm: int = 0
+    only_sm: int | None = None
+    needs: str | None = None  # a backend whose packages and libraries they need, too
+
+
 class Offer(msgspec.Struct, frozen=True):
     """A backend on this machine: its data, and what is missing or broken here."""
 
@@ -227,7 +273,7 @@ class PolicyInput(NamedTuple):
         return "decode" if self.direction == "forward" and self.request.S == 1 else self.direction
 
 
-Check = Callable[[PolicyInput, Offer], tuple[Reason, ...]]
+Check = Callable[[PolicyInput, Offer], Iterable[Reason]]
 
 
 class Policy(NamedTuple):

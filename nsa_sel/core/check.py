@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.arguments import as_positions, check_forced, check_positive, is_whole
-from nsa_sel.core.call import DTYPES
-from nsa_sel.core.choose_call import Pool, Rule
+from nsa_sel.core.call import DTYPES, Pool, Rule
 from nsa_sel.errors import ArgumentError, renamed, shown
 from nsa_sel.selection import Selection
 

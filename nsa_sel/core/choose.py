@@ -14,9 +14,8 @@ from torch import Tensor
 from nsa_sel.core import registry, run, transforms
 from nsa_sel.core.arguments import Bounds, check_tensors, range_dtype
 from nsa_sel.core.backend import ChooserModule
-from nsa_sel.core.call import DTYPES, device_info, is_aligned
+from nsa_sel.core.call import DTYPES, NSA_POOL, SCRATCH, ChooseCall, PagedKeys, Pool, Rule, Sequences, device_info, is_aligned
 from nsa_sel.core.check import Index, check_choose, check_scale
-from nsa_sel.core.choose_call import NSA_POOL, SCRATCH, ChooseCall, PagedKeys, Pool, Rule, Sequences
 from nsa_sel.core.decide import Decided, decide, recall, remember
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.request import Request
@@ -113,16 +112,10 @@ def over_pages(
     return o, lse, ranges
 
 
-def attend_again(decided: Decided) -> tuple[Tensor, Tensor, Decision]:
-    """Return o, lse and the decision of the backend that ran, for a backward pass that recomputes: blocks are not chosen again where the
-    backend can leave that out."""
-
-    def attention_of(name: str, _: Any) -> Callable[..., Any]:
-        module = registry.load_chooser(name)
-        return getattr(module, "attention", module.forward)
-
-    o, lse, *_, decision = run.run_forward(decided, attention_of)
-    return o, lse, decision
+def attention_of(name: str, _: Any) -> Callable[..., Any]:
+    """Return the function of backend `name` that attends without choosing blocks, or `forward` if there is none."""
+    module = registry.load_chooser(name)
+    return getattr(module, "attention", module.forward)
 
 
 def best_blocks(index: Index, rule: Rule, pool: Pool, backend: str | None) -> Tensor:
@@ -180,75 +173,54 @@ def _log_sum_exp(module: ChooserModule, call: ChooseCall) -> Tensor:
     return lse.view(q.shape[:-1])
 
 
-# The ops `nsa_sel::choose`, `choose_backward`, `choose_blocks` and `choose_lse`, through which traced calls go. The last two have no
-# gradient: their callers detach.
+# The ops `nsa_sel::choose_forward`, `choose_backward`, `choose_blocks` and `choose_lse`, through which traced calls go. The last two have
+# no gradient: their callers detach.
 
 
-def traced(
-    q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int, scale: float, q_pos: Tensor | None, backend: str | None, needs_grad: bool,
-    bounds: Bounds | None,
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int, scale: float, q_pos: Tensor | None, needs_grad: bool, backend: str | None,
+    bounds: Bounds | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return o, lse and ranges of checked arguments, through the op."""
+    """Return o, lse and ranges of checked arguments, through the op where operations are traced."""
+    if not transforms.traces(q, k, v):
+        o, lse, ranges = run.attend(decide_choice(q, k, v, rule, S_kv, scale, q_pos, needs_grad, backend, bounds))
+        return o, lse, ranges
     cu_seqlens, most = (None, None) if bounds is None else (bounds.as_tensor(), bounds.most)
-    o, lse, ranges = torch.ops.nsa_sel.choose(q, k, v, list(rule), S_kv, scale, q_pos, backend, needs_grad, cu_seqlens, most)
+    o, lse, ranges = torch.ops.nsa_sel.choose_forward(q, k, v, q_pos, cu_seqlens, list(rule), S_kv, scale, backend, most, needs_grad)
     return o, lse, ranges
 
 
-@torch.library.custom_op("nsa_sel::choose", mutates_args=())
-def _choose(
-    q: Tensor, k: Tensor, v: Tensor, rule: list[int], S_kv: int, scale: float, q_pos: Tensor | None, backend: str | None, needs_grad: bool,
-    cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+def _op_forward(
+    q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor | None, cu_seqlens: Tensor | None, rule: list[int], S_kv: int, scale: float,
+    backend: str | None, max_seqlen: int | None, needs_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    bounds = _bounds(cu_seqlens, q, max_seqlen)
+    bounds = None if cu_seqlens is None else Bounds.of("cu_seqlens", cu_seqlens, q.shape[1], q, max_seqlen)
     o, lse, ranges, _ = run.run_forward(decide_choice(q, k, v, Rule(*rule), S_kv, scale, q_pos, needs_grad, backend, bounds))
     return o, lse, ranges
 
 
-@torch.library.custom_op("nsa_sel::choose_backward", mutates_args=())
-def _choose_backward(
-    do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, rule: list[int], S_kv: int,
-    scale: float, q_pos: Tensor | None, backend: str | None, cu_seqlens: Tensor | None = None,
+def _op_backward(
+    do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, q_pos: Tensor | None,
+    cu_seqlens: Tensor | None, rule: list[int], S_kv: int, scale: float, backend: str | None, _: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    decided = decide_choice(q, k, v, Rule(*rule), S_kv, scale, q_pos, True, backend, _bounds(cu_seqlens, q))
+    """Which sequence is the longest changes no gradient."""
+    bounds = None if cu_seqlens is None else Bounds.of("cu_seqlens", cu_seqlens, q.shape[1], q)
+    decided = decide_choice(q, k, v, Rule(*rule), S_kv, scale, q_pos, True, backend, bounds)
     return run.gradients(decided.call, decided.decision, o, lse, do, dlse)
 
 
-def _bounds(cu_seqlens: Tensor | None, q: Tensor, max_seqlen: int | None = None) -> Bounds | None:
-    return None if cu_seqlens is None else Bounds.of("cu_seqlens", cu_seqlens, q.shape[1], q, max_seqlen)
-
-
-@_choose.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, rule: list[int], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    rows = q.shape[:-1]
+def _fake_forward(
+    q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor | None, cu_seqlens: Tensor | None, rule: list[int], *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, sizes = q.shape[:-1], Rule(*rule)
     lse = q.new_empty(rows, dtype=torch.promote_types(q.dtype, torch.float32))
-    sizes = Rule(*rule)
     return q.new_empty(*rows, v.shape[-1]), lse, q.new_empty(*rows[:3], sizes.n, 2, dtype=range_dtype(sizes.block_size))
 
 
-@_choose_backward.register_fake
-def _(do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
-
-
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, rule, S_kv, scale, q_pos, backend, _, cu_seqlens, _ = inputs  # which sequence is the longest changes no gradient
-    o, lse, ranges = output
-    ctx.save_for_backward(q, k, v, o, lse, q_pos, cu_seqlens)
-    ctx.facts = rule, S_kv, scale, backend
-    ctx.mark_non_differentiable(ranges)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _ranges: None) -> tuple[Tensor | None, ...]:
-    if do is None and dlse is None:
-        return (None,) * 11
-    q, k, v, o, lse, q_pos, cu_seqlens = ctx.saved_tensors
-    rule, S_kv, scale, backend = ctx.facts
-    gradients = torch.ops.nsa_sel.choose_backward(do, dlse, q, k, v, o, lse, rule, S_kv, scale, q_pos, backend, cu_seqlens)
-    return *gradients, *(None,) * 8
-
-
-_choose.register_autograd(_backward, setup_context=_save)
+run.define(
+    "choose", "Tensor? q_pos, Tensor? cu_seqlens, int[] rule, SymInt S_kv, float scale, str? backend, SymInt? max_seqlen", 2, _op_forward,
+    _op_backward, _fake_forward, function=ChooseCall.function, chooses=True,
+)  # fmt: skip
 
 
 @torch.library.custom_op("nsa_sel::choose_blocks", mutates_args=())

@@ -7,7 +7,6 @@ at the first call of a class: the host waits for the device once, and later call
 from __future__ import annotations
 
 import contextlib
-import difflib
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator
@@ -25,11 +24,11 @@ from nsa_sel.core.decision import Decision, Override, every_name, load_policy, m
 from nsa_sel.core.ranges import sample_rows, sampled_sharing
 from nsa_sel.core.request import FEW_TOKENS, SHARING_TOKENS, DeviceInfo, Kind, Request
 from nsa_sel.core.transforms import capturing
-from nsa_sel.errors import ArgumentError, BackendError, ConfigError, shown, warn
+from nsa_sel.errors import ArgumentError, BackendError, ConfigError, closest, shown, warn
 from nsa_sel.quantize import Scales
 from nsa_sel.selection import Selection
-from nsa_sel.settings import devices, flags, tuned
-from nsa_sel.settings.config import forget_settings, settings_for
+from nsa_sel.settings import flags, tuned
+from nsa_sel.settings.config import forget_settings, settings_for, warn_if_assumed
 from nsa_sel.settings.schema import Settings
 from nsa_sel.telemetry import events
 
@@ -190,14 +189,14 @@ def decide(request: Request, device: DeviceInfo, backend: str | None = None) -> 
     if message is not None:
         events.count("unserved")
         raise BackendError(message, decision)
-    devices.warn_if_assumed(decision)
+    warn_if_assumed(decision)
     return decision
 
 
 class Decided(NamedTuple):
     """A checked call, its decision, and its exact request."""
 
-    call: Any  # a Call or a ChooseCall
+    call: Any  # a Call, a ChooseCall, or a SlidingCall, which has no decision and no request
     decision: Decision
     request: Request
     sharing: Count | None = None  # the count that the decision depends on
@@ -261,8 +260,8 @@ def _check_config_names(settings: Settings) -> None:
     if unknown:
         field, name = unknown[0]
         names = written[field][1]
-        close = difflib.get_close_matches(name, names, n=1)
-        meant = f" (did you mean {close[0]}?)" if close else ""
+        close = closest(name, names)
+        meant = f" (did you mean {close}?)" if close else ""
         remedy = f"correct the name{meant}, or install the package that brings this backend"
         raise ConfigError(f"{settings.config_file}: {field}", name, ", ".join(names), remedy)
 
@@ -313,7 +312,12 @@ def with_count(
     kind = kind_of(request, device)
     count = _counts.get(kind)
     if counts and (count is None or not count.use()):
-        if not _matters(request, device, backend):
+        facts = ("decided by sharing", request.request_class(), device, backend)
+        matters = recall(facts)
+        if matters is None:  # remembered, because a call that is not repeated asks each time
+            matters = decides(request, lambda asked: select(asked, device, backend))
+            remember(facts, matters)
+        if not matters:
             return request, None
         if not may_wait(q):
             count = count or Count(None, 0)  # of which no call is left: the next one asks again
@@ -344,16 +348,6 @@ def countable(request: Request) -> bool:
     """Return True if rows have neighbors and blocks to share; a decoding step has too few tokens for it to matter."""
     sizes = request.B * request.G * request.S_kv * request.n
     return request.S > FEW_TOKENS and request.block_size is not None and request.kind == "attend" and sizes > 0
-
-
-def _matters(request: Request, device: DeviceInfo, backend: str | None) -> bool:
-    """`decides`, remembered: a call that is not repeated asks each time."""
-    facts = ("decided by sharing", request.request_class(), device, backend)
-    found: bool | None = recall(facts)
-    if found is None:
-        found = decides(request, lambda asked: select(asked, device, backend))
-        remember(facts, found)
-    return found
 
 
 def may_wait(q: Tensor) -> bool:

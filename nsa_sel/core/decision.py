@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import math
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ import msgspec
 from nsa_sel.core import registry
 from nsa_sel.core.backend import REFUSING_KINDS, Offer, Policy, PolicyInput, Reason
 from nsa_sel.core.request import DeviceInfo, Kind, Request
-from nsa_sel.errors import ArgumentError, NsaSelError
+from nsa_sel.errors import ArgumentError, NsaSelError, closest
 from nsa_sel.settings.schema import Settings
 
 
@@ -261,8 +260,8 @@ def every_name() -> list[str]:
 
 def unknown_backend(name: str, source: str, call: str, names: Sequence[str]) -> str:
     """Return the message about a backend's name that is none of `names`, with the closest of them."""
-    close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]!r}?" if close else "."
+    close = closest(name, names)
+    hint = f"; did you mean {close!r}?" if close else "."
     return f"backend {name!r} ({source}) is unknown to {call}{hint} Allowed: {', '.join(names)}. Remedy: use one of these names."
 
 

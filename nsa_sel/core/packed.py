@@ -18,9 +18,8 @@ from nsa_sel.core.arguments import (
     rounded_up,
     starts_with_blocks,
 )
-from nsa_sel.core.call import device_info, request_of
+from nsa_sel.core.call import Rule, device_info, request_of
 from nsa_sel.core.check import check_call, check_rule, check_scale, check_sizes
-from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.decide import decide, select
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.core.shared_keys import ratio

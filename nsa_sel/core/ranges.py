@@ -178,7 +178,7 @@ def rounded(sharing: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(round(ratio, 2) for ratio in sharing)
 
 
-KERNEL = "nsa_sel.backends._triton.block_ranges"  # imported with the first block indices on a GPU
+KERNEL = "nsa_sel.backends._triton.ranges"  # imported with the first block indices on a GPU
 _failed: list[bool] = []  # an entry once the kernel has failed: it is not tried again
 
 
@@ -279,7 +279,7 @@ def _kernel() -> Any:
     return importlib.import_module(KERNEL) if importlib.util.find_spec("triton") is not None else None
 
 
-TOP_N_KERNEL = "nsa_sel.backends._triton.top_n"  # module with top_n, imported at the first call on a GPU
+TOP_N_KERNEL = "nsa_sel.backends._triton.ranges"  # module with top_n, imported at the first call on a GPU
 TOP_N_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 

@@ -42,7 +42,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         kind: which of the two. For "choose", n blocks of block_size are chosen of S_kv keys, and max_length is S_kv.
         compress: keys of a compressed key, and from one to the next; None for "attend".
         pool: of a choice without attention, where Dv is 0: what is scored, and how it is reduced over heads, and over a block
-            (`nsa_sel.core.choose_call.Pool.words`); ("lse",) for the log-sum-exp alone; None for attention.
+            (`nsa_sel.core.call.Pool.words`); ("lse",) for the log-sum-exp alone; None for attention.
         mean_length: keys that a row selects on average, to two digits, from `Selection.measure()`; None: not measured.
         counted: whether `sharing` was counted on a sample of rows of the first call of its kind (nsa_sel/core/decide.py).
     """

@@ -1,4 +1,5 @@
-"""Run a decided call of any kind: a pass of its backend with the fallback, its outputs and gradients, and the autograd Function of both."""
+"""Run a decided call of any kind: a pass of its backend with the fallback, its outputs and gradients, the autograd Function of both, and
+the ops of traced calls."""
 
 from __future__ import annotations
 
@@ -13,10 +14,8 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core import registry, transforms
-from nsa_sel.core.call import Call, call_over_pool
-from nsa_sel.core.choose_call import ChooseCall
+from nsa_sel.core.call import Call, ChooseCall, call_over_pool
 from nsa_sel.core.decide import Decided, after_failure, forget_decisions
-from nsa_sel.core.decision import Decision
 from nsa_sel.errors import ArgumentError, warn
 from nsa_sel.telemetry import events, passes
 
@@ -24,13 +23,14 @@ from nsa_sel.telemetry import events, passes
 FunctionOf = Callable[[str, Any], Callable[..., Any]]
 
 
-def attend(decided: Decided, with_lse: bool = True) -> Any:
-    """Return the outputs of a call: o [B,S,G,h,Dv], lse [B,S,G,h], and for a ChooseCall ranges [B,S,G,n,2].
+def attend(decided: Decided) -> Any:
+    """Return the outputs of a call: o [B,S,G,h,Dv], lse [B,S,G,h], and for a ChooseCall ranges [B,S,G,n,2]; autograd records the call if
+    the request needs gradients."""
+    return recorded(decided) if decided.request.needs_grad else run_forward(decided)[:-1]
 
-    Autograd records the call if the request needs gradients; lse is then None unless `with_lse`, because each output costs microseconds.
-    """
-    if not decided.request.needs_grad:
-        return run_forward(decided)[:-1]
+
+def recorded(decided: Decided, with_lse: bool = True) -> Any:
+    """Return the outputs of a call that autograd records; lse is None unless `with_lse`, because each output costs microseconds."""
     call = decided.call
     outputs = _apply(call.q, call.k, call.v, decided, with_lse)
     return outputs if with_lse else (outputs, None)
@@ -109,6 +109,8 @@ def run_forward(decided: Decided, function_of: FunctionOf = forward_of) -> Any:
         outputs = call.nothing()
     else:
         outputs, decision = run_pass(call, decision, "forward", function_of)
+    if decision is None:
+        return *outputs, None
     events.record(decision, decided.request)
     if call.settings.debug_compare and isinstance(call, Call) and not call.capturing():
         with torch.no_grad():
@@ -117,15 +119,13 @@ def run_forward(decided: Decided, function_of: FunctionOf = forward_of) -> Any:
     return *outputs, decision
 
 
-def gradients(
-    call: Call | ChooseCall, decision: Decision, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def gradients(call: Any, decision: Any, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv of a call with outputs o and lse; do or dlse is None if o or lse is unused."""
     return gradients_and_delta(call, decision, o, lse, do, dlse, False)[:3]
 
 
 def gradients_and_delta(
-    call: Call | ChooseCall, decision: Decision, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None, with_delta: bool = True
+    call: Any, decision: Any, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None, with_delta: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return `gradients`, and delta = sum(do * o) - dlse [B,S,G,h] if it is asked for and the backend computes it."""
     transforms.check_gradients(do, dlse, name=call.function)
@@ -138,6 +138,8 @@ def gradients_and_delta(
     (dq, dk, dv, *delta), decision = run_pass(
         call, decision, "backward", _backward_and_delta_of if with_delta else _backward_of, o, lse, do, dlse
     )
+    if decision is None:
+        return dq, dk, dv, delta[0] if delta else None
     events.count("backward", str(decision.backward))
     if call.settings.debug_compare and isinstance(call, Call) and not call.capturing():
         with torch.no_grad():
@@ -156,14 +158,12 @@ def _backward_and_delta_of(name: str, call: Call | ChooseCall) -> Callable[..., 
     return module.backward_and_delta if hasattr(module, "backward_and_delta") else module.backward  # type: ignore[no-any-return]
 
 
-def run_pass(
-    call: Call | ChooseCall, decision: Decision, direction: str, function_of: FunctionOf, *given: Tensor | None
-) -> tuple[Any, Decision]:
+def run_pass(call: Any, decision: Any, direction: str, function_of: FunctionOf, *given: Tensor | None) -> tuple[Any, Any]:
     """Run one pass by the decided backend; if an automatically chosen backend fails, by the fallback.
 
     Args:
         call: the call.
-        decision: its decision.
+        decision: its decision; None for a call that tries its kernels in a fixed order (core/window.py).
         direction: "forward" or "backward".
         function_of: returns the function to run, which is called as function(call, *given).
         given: o, lse, do and dlse of a backward pass.
@@ -171,6 +171,8 @@ def run_pass(
     Returns:
         The result of the function, and the decision of the backend that ran.
     """
+    if decision is None:
+        return call.run(direction, *given), None
     name = decision.forward if direction == "forward" else decision.backward
     assert name is not None, "decide() refuses before any kernel"
     if registry.broken and decision.override is None and registry.is_broken(name, decision.request):  # since autograd recorded the call
@@ -239,3 +241,107 @@ def _compare(backend: str | None, direction: str, results: tuple[Tensor, ...], e
     """Emit the event of NSA_DEBUG_COMPARE: the largest mean absolute error of a pass against the fallback."""
     mae = max(float((mine.detach().double() - other.double()).abs().mean()) for mine, other in zip(results, expected, strict=True))
     events.emit("sel.compare", backend=backend, direction=direction, reference=registry.fallback(), mae=mae)
+
+
+# Ops, through which traced calls go
+
+_LIBRARY: Any = torch.library.Library("nsa_sel", "DEF")  # type: ignore[no-untyped-call]
+
+
+def define(
+    name: str, options: str, tensors: int, forward: Callable[..., Any], backward: Callable[..., Any], fake: Callable[..., Any], *,
+    function: str, chooses: bool = False,
+) -> None:  # fmt: skip
+    """Register `nsa_sel::{name}_forward(q, k, v, options, needs_grad) -> (o, lse)` and
+    `nsa_sel::{name}_backward(do, dlse, q, k, v, o, lse, options) -> (dq, dk, dv)`, a differentiable pair of torch.library ops.
+
+    Traced calls (torch.compile, torch.export, dispatch modes) go through ops; eager calls do not, to save the dispatch. Both run the same
+    functions. An op decides when it runs, from the sizes at that time, so a graph holds no decision. Plans of a selection are not shared
+    between ops: a graph's buffers are rewritten without a new tensor version, so a cached plan could belong to older ranges.
+
+    Args:
+        name: of the pair.
+        options: the schema of the arguments after q, k, v; its first `tensors` arguments are tensors.
+        tensors: number of tensors among them.
+        forward, backward: run the ops.
+        fake: returns empty outputs of the forward op.
+        function: the public function, for messages.
+        chooses: the forward op also returns ranges, which have no gradient.
+    """
+    results = "Tensor o, Tensor lse, Tensor ranges" if chooses else "Tensor o, Tensor lse"
+    _LIBRARY.define(f"{name}_forward(Tensor q, Tensor k, Tensor v, {options}, bool needs_grad) -> ({results})")
+    _LIBRARY.define(
+        f"{name}_backward(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, {options})"
+        " -> (Tensor dq, Tensor dk, Tensor dv)"
+    )
+    forward_op, backward_op = (getattr(torch.ops.nsa_sel, f"{name}_{direction}") for direction in ("forward", "backward"))
+
+    class _Forward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                outputs = forward_op(*inputs)
+            q, k, v, *others, _ = inputs
+            ctx.save_for_backward(q, k, v, *outputs[:2], *others[:tensors])
+            ctx.facts, ctx.inputs = others[tensors:], len(inputs)
+            ctx.mark_non_differentiable(*outputs[2:])
+            ctx.set_materialize_grads(False)
+            return outputs
+
+        @staticmethod
+        def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: None = None) -> Any:
+            if do is None and dlse is None:
+                return (None,) * ctx.inputs
+            return *backward_op(do, dlse, *ctx.saved_tensors, *ctx.facts), *(None,) * (ctx.inputs - 3)
+
+    class _Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return backward_op(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, *_: Any) -> Any:
+            transforms.refuse_second_derivative(function)
+
+    def autocast(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:
+        q, k, v = transforms.in_autocast_dtype(q, k, v)
+        with torch.autocast(q.device.type, enabled=False):
+            return forward_op(q, k, v, *others)
+
+    def vmap(*_: Any) -> None:
+        transforms.refuse_transforms("vmap", function)
+
+    for op, real, faked, differentiable in ((forward_op, forward, fake, _Forward), (backward_op, backward, _fake_gradients, _Backward)):
+        own = op.__name__
+        _LIBRARY.impl(own, real, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"nsa_sel::{own}", faked, lib=_LIBRARY)
+        _LIBRARY.impl(own, _autograd_kernel(op.default, differentiable, real, function), "Autograd", with_keyset=True)
+        torch.library.register_vmap(f"nsa_sel::{own}", vmap, lib=_LIBRARY)
+    for key in ("AutocastCPU", "AutocastCUDA"):
+        _LIBRARY.impl(f"{name}_forward", autocast, key)
+
+
+def _fake_gradients(do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _autograd_kernel(op: Any, differentiable: Any, real: Callable[..., Any], function: str) -> Callable[..., Any]:
+    """Return the op's autograd kernel. torch.library.register_autograd's costs 20 us per call, with or without gradients."""
+
+    def kernel(keys: Any, *inputs: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+            transforms.check_transforms(*inputs, name=function)
+            return differentiable.apply(*inputs)
+        if _runs_next(keys.raw_repr()):
+            return real(*inputs)
+        return op.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
+
+    return kernel
+
+
+@functools.cache
+def _runs_next(keys: int) -> bool:
+    """Return True if nothing after autograd traces, fakes or records a call with these dispatch keys."""
+    rest = torch._C.DispatchKeySet.from_raw_repr(keys) & torch._C._after_ADInplaceOrView_keyset
+    return rest.highestPriorityTypeId() in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)

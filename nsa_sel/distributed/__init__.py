@@ -2,10 +2,9 @@
 
 from nsa_sel.distributed.agreement import check_ranks
 from nsa_sel.distributed.context import context_parallel_attention
-from nsa_sel.distributed.context_layer import context_parallel, context_parallel_nsa_attention
 from nsa_sel.distributed.cost import Exchange, exchanged_bytes, exchanges, rows_bytes
-from nsa_sel.distributed.cut import rank_rows
-from nsa_sel.distributed.tensor import tensor_parallel
+from nsa_sel.distributed.layer import context_parallel, context_parallel_nsa_attention, tensor_parallel
+from nsa_sel.distributed.slices import rank_rows
 
 __all__ = [
     "Exchange",

@@ -19,11 +19,11 @@ from torch import distributed as dist
 from nsa_sel.core.call import device_info
 from nsa_sel.core.decide import forced, may_wait
 from nsa_sel.core.decision import changes
-from nsa_sel.distributed.exchange_all import all_gather
 from nsa_sel.errors import ArgumentError, NsaSelError
 from nsa_sel.settings import tuned
 from nsa_sel.settings.config import settings_for
 
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name, deprecated since torch 2.13
 MAY_DIFFER = ("debug_log", "fingerprint", "sources")  # settings that ranks need not share: their logs, and where values come from
 _PACKAGES = ("torch", "triton", "numba", "cupy-cuda13x", "cupy-cuda12x")
 _compared: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups whose ranks have compared a call

@@ -18,7 +18,7 @@ from nsa_sel.core.check import as_selection, check_call
 from nsa_sel.core.decide import Decided
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.request import SHARING_TOKENS, DeviceInfo, Request
-from nsa_sel.distributed import cost, exchange_all, exchange_blocks, exchange_rows
+from nsa_sel.distributed import cost, exchange_keys, exchange_rows
 from nsa_sel.distributed.agreement import compare_call, group_of
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.selection import Selection
@@ -162,21 +162,40 @@ def _repeated(x: Any, ranks: int) -> Any:
 def _attend(part: _Slice, exchange: cost.Choice, count_blocks: bool, backend: str | None) -> tuple[Tensor, Tensor]:
     """Return o and lse of this rank's rows."""
     q, k, v, selection, q_pos, scale, sizes, group = part
-    device = device_info(q.device)
-    done, route, chosen = _plan(part, exchange, count_blocks)
+    device, obstacle = device_info(q.device), cost.obstacle(sizes)
+    if exchange == "blocks" and obstacle is not None:
+        remedy = "pass exchange='rows' or 'gather', or a selection of whole blocks and slices of a multiple of them"
+        raise ArgumentError("exchange", f"'blocks', but {obstacle}", "rows, gather, auto", remedy)
+
+    def choose() -> exchange_keys.Chosen:
+        assert sizes.block_size is not None, "without blocks there is an obstacle"
+        return exchange_keys.chosen(selection.ranges, _positions(part), sizes.block_size, sizes.ranks * sizes.keys // sizes.block_size)
+
+    chosen: exchange_keys.Chosen | None = None
+    if count_blocks and exchange in ("auto", "blocks") and obstacle is None:
+        chosen = choose()
+        slots: list[list[int]] | None = exchange_keys.counted_slots(chosen.wanted, part.rank, group)
+        done = cost.cheapest_exchange(sizes, exchange, slots, counted=True)
+    else:
+        done, slots = cost.planned(sizes, exchange)
     target.follow(settings_for(device))
     if done.kind == "rows":
         k, v = exchange_rows.aligned(k), exchange_rows.aligned(v)
         request = exchange_rows.request(q, k, v, selection, sizes.ranks, sizes.needs_grad)
         decision = decide.decide(request, device, backend)
-        o, lse = exchange_rows.attend(q, k, v, selection, q_pos, scale, group, decision, request)
+        o, lse = exchange_rows.AttendRows.apply(q, k, v, selection, q_pos, scale, group, decision, request)  # type: ignore[no-untyped-call]
     else:
         # One rank's rows over the keys of all ranks, laid out as they are gathered, without what measure() counted in these rows.
         both = k.new_empty(1, sizes.B, sizes.G, sizes.Dk + sizes.Dv).expand(sizes.ranks * sizes.keys, -1, -1, -1).permute(1, 2, 0, 3)
         unmeasured = Selection(selection.ranges, selection.block_size, selection.max_length)
         request = request_of(q, both[..., : sizes.Dk], both[..., sizes.Dk :], unmeasured, sizes.needs_grad)
-        blocks = None if route is None else (chosen or _chosen(part), route, sizes.within)
-        if route is not None and not sizes.within:  # rows may see only the beginning of a block
+        blocks = None
+        if done.kind == "blocks" and slots is not None and sizes.block_size is not None:
+            held = sizes.keys // sizes.block_size
+            own = held if sizes.within else min(held, sizes.S * sizes.n)
+            route = exchange_keys.BlockRoute(slots, part.rank, sizes.block_size, sizes.keys, own)
+            blocks = chosen or choose(), route, sizes.within
+        if blocks is not None and not sizes.within:  # rows may see only the beginning of a block
             request = msgspec.structs.replace(request, block_size=None)
         elif backend is None:
             request = _with_sharing_of_rank_0(request, device, part)
@@ -209,34 +228,6 @@ def _with_sharing_of_rank_0(request: Request, device: DeviceInfo, part: _Slice) 
     return msgspec.structs.replace(request, sharing=counts[kind], counted=True)
 
 
-def _plan(
-    part: _Slice, exchange: cost.Choice, count: bool
-) -> tuple[cost.Exchange, exchange_blocks.Route | None, exchange_blocks.Chosen | None]:
-    """Return the exchange to run; the route of blocks, None where none are sent; the blocks that the rank's rows chose, if counted."""
-    of, obstacle = part.sizes, cost.obstacle(part.sizes)
-    if exchange == "blocks" and obstacle is not None:
-        remedy = "pass exchange='rows' or 'gather', or a selection of whole blocks and slices of a multiple of them"
-        raise ArgumentError("exchange", f"'blocks', but {obstacle}", "rows, gather, auto", remedy)
-    chosen = None
-    if count and exchange in ("auto", "blocks") and obstacle is None:
-        chosen = _chosen(part)
-        slots: list[list[int]] | None = exchange_blocks.counted_slots(chosen.wanted, part.rank, part.group)
-        done = cost.cheapest_exchange(of, exchange, slots, counted=True)
-    else:
-        done, slots = cost.planned(of, exchange)
-    if done.kind != "blocks" or slots is None or of.block_size is None:
-        return done, None, None
-    blocks = of.keys // of.block_size
-    own = blocks if of.within else min(blocks, of.S * of.n)
-    return done, exchange_blocks.Route(slots, part.rank, of.block_size, of.keys, own), chosen
-
-
-def _chosen(part: _Slice) -> exchange_blocks.Chosen:
-    of = part.sizes
-    assert of.block_size is not None, "obstacle() is asked first"
-    return exchange_blocks.chosen(part.selection.ranges, _positions(part), of.block_size, of.ranks * of.keys // of.block_size)
-
-
 def _positions(part: _Slice) -> Tensor:
     """Return the positions [B,S] of this rank's rows in the whole sequence."""
     of, first = part.sizes, part.sizes.first(part.rank)
@@ -248,17 +239,17 @@ class _ContextParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, part: _Slice, blocks: tuple[exchange_blocks.Chosen, exchange_blocks.Route, bool] | None, decision: Decision,
+        ctx: Any, part: _Slice, blocks: tuple[exchange_keys.Chosen, exchange_keys.BlockRoute, bool] | None, decision: Decision,
         request: Request, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         selection, sizes, group, sent = part.selection, part.sizes, part.group, None
         if blocks is None:
             visible = sizes.ranks * sizes.keys if q_pos is not None else sizes.first(part.rank) + sizes.S
-            k_all, v_all = (x[:, :, :visible] for x in exchange_all.gather(k, v, group))
+            k_all, v_all = (x[:, :, :visible] for x in exchange_keys.gather(k, v, group))
         else:
             chosen, route, within = blocks
-            k_all, v_all, sent = exchange_blocks.exchange(k, v, chosen.wanted, route, group)
-            selection, q_pos = exchange_blocks.compact_selection(selection, chosen, route, within)
+            k_all, v_all, sent = exchange_keys.exchange(k, v, chosen.wanted, route, group)
+            selection, q_pos = exchange_keys.compact_selection(selection, chosen, route, within)
         device = device_info(q.device)
         call = Call(q, k_all, v_all, selection, q_pos, part.scale, settings_for(device), device)
         if call.settings.debug_triton and not call.capturing():
@@ -280,7 +271,7 @@ class _ContextParallel(torch.autograd.Function):
             do = torch.zeros_like(o)  # the other ranks wait for this one's gradients
         dq, dk, dv = run.gradients(Call(q, k_all, v_all, selection, q_pos, scale, settings, device), ctx.decision, o, lse, do, dlse)
         if ctx.sent is None:
-            dk, dv = exchange_all.scatter_sums(dk, dv, ctx.keys, ctx.group)
+            dk, dv = exchange_keys.scatter_sums(dk, dv, ctx.keys, ctx.group)
         else:
-            dk, dv = exchange_blocks.return_sums(dk, dv, ctx.sent, ctx.group)
+            dk, dv = exchange_keys.return_sums(dk, dv, ctx.sent, ctx.group)
         return None, None, None, None, dq, dk, dv, None

@@ -21,8 +21,8 @@ from nsa_sel.core.call import Call, device_info, request_of
 from nsa_sel.core.decide import Decided
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.request import Request
+from nsa_sel.distributed.agreement import all_gather
 from nsa_sel.distributed.cost import ALIGNED, padded
-from nsa_sel.distributed.exchange_all import all_gather
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 
@@ -36,37 +36,28 @@ def aligned(x: Tensor) -> Tensor:
 
 def request(q: Tensor, k: Tensor, v: Tensor, selection: Selection, ranks: int, needs_grad: bool) -> Request:
     """Return the request of all ranks' rows over one slice, equal on all ranks; k and v are `aligned`."""
-    facts = request_of(q, k, v, selection.part(selection.ranges, ranks * k.shape[2], _whole(selection, k)), needs_grad)
+    facts = request_of(
+        q, k, v, selection.part(selection.ranges, ranks * k.shape[2], k.shape[2] % (selection.block_size or 1) == 0), needs_grad
+    )
     odd = any(x.shape[-1] * x.element_size() % ALIGNED for x in (k, v))
     return msgspec.structs.replace(facts, S=ranks * q.shape[1], aligned=not odd)
 
 
-def _whole(selection: Selection, k: Tensor) -> bool:
-    """Return True if no block is split between two slices."""
-    return k.shape[2] % (selection.block_size or 1) == 0
+class AttendRows(torch.autograd.Function):
+    """Return o [B,S,G,h,Dv] and lse [B,S,G,h] of this rank's rows q [B,S,G,h,Dk] over all ranks' slices. Every rank applies it."""
 
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None, scale: float, group: dist.ProcessGroup,
-    decision: Decision, request: Request,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return o [B,S,G,h,Dv] and lse [B,S,G,h] of this rank's rows q [B,S,G,h,Dk] over all ranks' slices. Every rank calls it."""
-    if request.needs_grad:
-        rows = _ContextParallelRows.apply(q, k, v, selection, q_pos, scale, group, decision, request)  # type: ignore[no-untyped-call]
-        return rows  # type: ignore[no-any-return]
-    return _forward(_local_call(q, k, v, selection, q_pos, scale, group), group, decision, request)[:2]
-
-
-class _ContextParallelRows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None, scale: float, group: dist.ProcessGroup,
         decision: Decision, request: Request,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         call = _local_call(q, k, v, selection, q_pos, scale, group)
-        o, lse, ctx.decision = _forward(call, group, decision, request)
+        o, lse, decision = run.run_forward(Decided(call, decision, request))
+        rows = o.shape[1] // dist.get_world_size(group), *o.shape[2:]
+        received = _return_parts(packed([_by_rank(o, group), _by_rank(lse, group)]), group)
+        o, lse = merge_parts(*unpacked(received, [(o.dtype, rows), (lse.dtype, rows[:-1])]))
         ctx.save_for_backward(call.q, k, v, o, lse, call.q_pos)
-        ctx.facts, ctx.group = (call.selection, scale, call.settings, call.device), group
+        ctx.decision, ctx.facts, ctx.group = decision, (call.selection, scale, call.settings, call.device), group
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -104,17 +95,8 @@ def _local_call(q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Te
         call.q_pos = torch.arange(after - ranks * S, after, device=q.device).expand(B, ranks * S)
     # Positions may be outside the slice: backends attend to no key for a row before it, and to all keys for a row after it.
     ranges = (ranges.clamp(first, first + keys) - first).contiguous()
-    call.selection = selection.part(ranges, ranks * keys, _whole(selection, k))
+    call.selection = selection.part(ranges, ranks * keys, k.shape[2] % (selection.block_size or 1) == 0)
     return call
-
-
-def _forward(call: Call, group: dist.ProcessGroup, decision: Decision, request: Request) -> tuple[Tensor, Tensor, Decision]:
-    """Attend with all ranks' rows to this slice, send the parts back, and merge this rank's. Returns o, lse and the decision that ran."""
-    o, lse, decision = run.run_forward(Decided(call, decision, request))
-    rows = o.shape[1] // dist.get_world_size(group), *o.shape[2:]
-    received = _return_parts(packed([_by_rank(o, group), _by_rank(lse, group)]), group)
-    part_o, part_lse = unpacked(received, [(o.dtype, rows), (lse.dtype, rows[:-1])])
-    return *merge_parts(part_o, part_lse), decision
 
 
 def merge_parts(part_o: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:

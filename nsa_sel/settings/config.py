@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import math
+import logging
 import os
 from importlib import resources
 from pathlib import Path
@@ -15,22 +15,49 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from nsa_sel.core.request import SHARING_TOKENS, DeviceInfo
-from nsa_sel.errors import ConfigError
+from nsa_sel.core.decision import Decision
+from nsa_sel.core.request import DeviceInfo
+from nsa_sel.errors import ConfigError, warn
 from nsa_sel.settings import flags, private
-from nsa_sel.settings.schema import COST_TERMS, WAYS, ConfigFile, Costs, KernelConfig, Runtime, Settings, Way
+from nsa_sel.settings.schema import WAYS, ConfigFile, Settings, Way
+from nsa_sel.telemetry import events
 
 MAX_FILE_BYTES = 1 << 16  # of a configuration file; the shipped ones have a tenth of that
 MIN_KERNEL_SM = 80  # oldest compute capability that the kernels run on; unmeasured GPUs from here on use a measured GPU's values
 ONE_SM_ONLY = ("cupy-cuda/", "cuda-block/", "choose-cuda/")  # cost models of backends whose kernels depend on the compute capability
 BASE = "base.yaml"
+SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes per block, by compute capability
 
 
-# Files
+GPUS = {  # by the names of `nsa-sel explain --device`
+    short: DeviceInfo(kind="cuda", name=name, sm=sm, sm_count=sm_count, shared_memory=SHARED_MEMORY[sm])
+    for short, name, sm, sm_count in (
+        ("a100", "NVIDIA A100-SXM4-80GB", 80, 108),
+        ("rtx3090", "NVIDIA GeForce RTX 3090", 86, 82),
+        ("rtx4090", "NVIDIA GeForce RTX 4090", 89, 128),
+        ("l40s", "NVIDIA L40S", 89, 142),
+        ("h100", "NVIDIA H100 80GB HBM3", 90, 132),
+        ("h200", "NVIDIA H200", 90, 132),
+        ("b200", "NVIDIA B200", 100, 148),
+        ("rtx5090", "NVIDIA GeForce RTX 5090", 120, 170),
+    )
+}
+
+
+_MIN_L = "a whole number >= 0 and below 2^31, or a mapping from forward, backward, decode to such numbers"
+_TILE = "a power of two from 16 to 512, or null"
+_KERNEL = "powers of two up to 1024 for block_l, rows and num_warps, and num_stages from 1 to 1024"
+_ALLOWED = {  # what msgspec's messages do not say, by path
+    "runtime.sel_triton_min_L": _MIN_L, "runtime.sel_triton_min_L[...]": _MIN_L,
+    "runtime.workspace_bytes": "a whole number >= 0 and below 2^63",
+    "runtime.block_l": _TILE, "runtime.block_d": _TILE, "runtime.block_dv": _TILE,
+    "runtime.count_sharing": "off, first, or a whole number of calls >= 2 and below 2^31",
+    **{f"kernels[...].{field}": _KERNEL for field in ("block_l", "rows", "num_warps", "num_stages")},
+}  # fmt: skip
 
 
 def parse_config(text: bytes, source: str, shipped: bool = False) -> ConfigFile:
-    """Parse and check a configuration file.
+    """Parse and check a configuration file. Long files and YAML aliases, which can expand exponentially, are refused before parsing.
 
     Args:
         text: YAML.
@@ -43,35 +70,6 @@ def parse_config(text: bytes, source: str, shipped: bool = False) -> ConfigFile:
     Raises:
         ConfigError: for unknown fields, wrong types and numbers out of range, with the field's path.
     """
-    config = _from_yaml(text, source, shipped)
-    runtime = config.runtime
-    for field, bits in (("sel_triton_min_L", 31), ("workspace_bytes", 63)):
-        number = getattr(runtime, field)
-        numbers = number.values() if isinstance(number, dict) else () if number is msgspec.UNSET else (number,)
-        if not all(0 <= value < 1 << bits for value in numbers):
-            raise ConfigError(f"{source}: runtime.{field}", number, f"a whole number >= 0 and below 2^{bits}", "use an allowed value")
-    for field in ("block_l", "block_d", "block_dv"):
-        tile = getattr(runtime, field)
-        if isinstance(tile, int) and not flags.is_tile(tile):
-            raise ConfigError(f"{source}: runtime.{field}", tile, flags.ALLOWED["tile"], "use an allowed value, or null")
-    prior = runtime.sharing_prior
-    if prior is not msgspec.UNSET:
-        rising = prior == sorted(prior) and all(1 <= number < 1e6 for number in prior)
-        if not rising or len(prior) != len(SHARING_TOKENS):
-            allowed = f"{len(SHARING_TOKENS)} rising numbers from 1 on, for tiles of {SHARING_TOKENS} tokens"
-            raise ConfigError(f"{source}: runtime.sharing_prior", prior, allowed, "see configs/base.yaml")
-    interval = runtime.count_sharing
-    if interval is True or (type(interval) is int and not flags.is_count_interval(interval)):  # YAML reads on and off as true and false
-        raise ConfigError(f"{source}: runtime.count_sharing", interval, flags.ALLOWED["counting"], "use an allowed value")
-    if config.costs:
-        check_costs(source, config.costs)
-    for name, kernel in config.kernels.items():
-        check_kernel(source, name, kernel)
-    return config
-
-
-def _from_yaml(text: bytes, source: str, shipped: bool) -> ConfigFile:
-    """Return the fields of a file. Long files and YAML aliases are refused before parsing: aliases can expand exponentially."""
     import yaml  # imported here because Decision.replay needs no YAML
 
     allowed, remedy = "the fields of nsa_sel.settings.schema.ConfigFile", "correct the field; configs/base.yaml shows every field"
@@ -84,10 +82,19 @@ def _from_yaml(text: bytes, source: str, shipped: bool) -> ConfigFile:
                 raise yaml.MarkedYAMLError(problem="an alias (*name); write its value out", problem_mark=self.peek_event().start_mark)  # type: ignore[no-untyped-call]
             return super().compose_node(parent, index)
 
+    document: Any = None
     try:
-        config = msgspec.convert(yaml.load(text, getattr(yaml, "CSafeLoader", Loader) if shipped else Loader), ConfigFile)
+        document = yaml.load(text, getattr(yaml, "CSafeLoader", Loader) if shipped else Loader)
+        config = msgspec.convert(document, ConfigFile)
         msgspec.json.encode(config)  # fingerprints and logs encode it later
-    except (msgspec.ValidationError, yaml.YAMLError) as error:
+    except msgspec.ValidationError as error:
+        path = str(error).rpartition("`$.")[2].rstrip("`")
+        if path not in _ALLOWED:
+            raise ConfigError(source, str(error), allowed, remedy) from error
+        for name in path.partition("[...]")[0].split("."):
+            document = document[name]
+        raise ConfigError(f"{source}: {path}", document, _ALLOWED[path], remedy) from error
+    except yaml.YAMLError as error:
         raise ConfigError(source, str(error), allowed, remedy) from error
     except RecursionError as error:
         raise ConfigError(source, "nested too deeply", allowed, remedy) from error
@@ -97,33 +104,12 @@ def _from_yaml(text: bytes, source: str, shipped: bool) -> ConfigFile:
     return config
 
 
-def check_kernel(source: str, name: str, kernel: KernelConfig, remedy: str = "correct the numbers") -> None:
-    """Raise ConfigError for a kernel config that no kernel accepts."""
-    power = all(0 < x <= 1024 and x & (x - 1) == 0 for x in (kernel.block_l, kernel.num_warps, kernel.rows))
-    if not power or not 1 <= kernel.num_stages <= 1024:
-        allowed = "powers of two for block_l, rows, num_warps and num_stages >= 1, all up to 1024"
-        raise ConfigError(f"{source}: kernels.{name}", msgspec.to_builtins(kernel), allowed, remedy)
-
-
-def check_costs(source: str, costs: Costs, remedy: str = "correct it") -> None:
-    """Raise ConfigError for a cost model with an unknown term or a negative price."""
-    for name, model in costs.models.items():
-        unknown = sorted(set(model.terms) - set(COST_TERMS))
-        if unknown:
-            raise ConfigError(f"{source}: costs.models.{name}", ", ".join(unknown), ", ".join(COST_TERMS), remedy)
-        if not all(math.isfinite(number) and number >= 0 for number in (model.host, *model.terms.values())):
-            raise ConfigError(f"{source}: costs.models.{name}", msgspec.to_builtins(model), "numbers >= 0", remedy)
-
-
 @functools.cache
 def shipped_configs() -> dict[str, ConfigFile]:
     """Return base.yaml and every device profile of configs/, by file name."""
     folder = resources.files("nsa_sel") / "configs"
     files = [folder / BASE, *sorted((folder / "devices").iterdir(), key=lambda entry: entry.name)]
     return {file.name: parse_config(file.read_bytes(), file.name, shipped=True) for file in files if file.name.endswith(".yaml")}
-
-
-# Profiles
 
 
 class Profile(NamedTuple):
@@ -138,9 +124,10 @@ def profile_for(device: DeviceInfo) -> Profile | None:
     """Return the profile that names `device` or its compute capability, or the nearest measured one from SM 8.0 on, marked as assumed.
 
     Returns:
-        The profile, or None if only the built-in values apply.
+        The profile, or None if only the built-in values apply. A profile of another compute capability leaves out its kernel configs and
+        the cost models that depend on it.
     """
-    shipped = shipped_configs()
+    shipped, assumed = shipped_configs(), None
     own = [
         (len(config.match.name), name)
         for name, config in shipped.items()
@@ -153,34 +140,29 @@ def profile_for(device: DeviceInfo) -> Profile | None:
         name = assumed = nearest_measured(device.sm or 0)
     else:
         return None
-    names = [layer for layer in dict.fromkeys((assumed, name) if assumed else (name,)) if layer != BASE]
-    return Profile(name, assumed, tuple((layer, _for(device, shipped[layer])) for layer in names))
+    layers = []
+    for layer in dict.fromkeys((assumed or name, name)):
+        config = shipped[layer]
+        if config.match is not None and config.match.sm != device.sm:
+            costs = config.costs
+            if costs:
+                models = {model: cost for model, cost in costs.models.items() if not model.startswith(ONE_SM_ONLY)}
+                costs = msgspec.structs.replace(costs, models=models)
+            config = msgspec.structs.replace(config, kernels={}, costs=costs)
+        if layer != BASE:
+            layers.append((layer, config))
+    return Profile(name, assumed, tuple(layers))
 
 
 def nearest_measured(sm: int) -> str:
     """Return the name of the measured profile with the closest compute capability. Ties: the newest, then the one with the most rows."""
-    measured = {name: config for name, config in shipped_configs().items() if config.match and config.evidence}
 
-    def order(name: str) -> tuple[int, int, int]:
-        match, costs = measured[name].match, measured[name].costs
-        measured_sm = match.sm or 0 if match else 0
-        return abs(measured_sm - sm), -measured_sm, -sum(model.rows for model in costs.models.values()) if costs else 0
+    def order(measured: tuple[str, ConfigFile]) -> tuple[int, int, int]:
+        config = measured[1]
+        measured_sm = (config.match and config.match.sm) or 0
+        return abs(measured_sm - sm), -measured_sm, -sum(model.rows for model in config.costs.models.values()) if config.costs else 0
 
-    return min(measured, key=order)
-
-
-def _for(device: DeviceInfo, config: ConfigFile) -> ConfigFile:
-    """Return a profile without the parts that depend on the compute capability if `device` has another one."""
-    if config.match is None or config.match.sm == device.sm:
-        return config
-    costs = config.costs
-    if costs:
-        models = {name: model for name, model in costs.models.items() if not name.startswith(ONE_SM_ONLY)}
-        costs = msgspec.structs.replace(costs, models=models)
-    return msgspec.structs.replace(config, kernels={}, costs=costs)
-
-
-# Effective settings
+    return min(((name, config) for name, config in shipped_configs().items() if config.match and config.evidence), key=order)[0]
 
 
 def settings_for(device: DeviceInfo) -> Settings:
@@ -217,16 +199,34 @@ def _resolve(device: DeviceInfo, _environment: tuple[str | None, ...]) -> Settin
             raise ConfigError(name, raw, "text in UTF-8", "unset it, or give a file or folder another name")
     profile, user_file = profile_for(device), os.environ.get(flags.CONFIG_FLAG) or None
     assumed = profile.assumed if profile else None
-    base = shipped_configs()[BASE]
-    values: dict[str, Any] = {**_values(BASE, base, {}), "profile": "built-in", "config_file": user_file, "assumed": assumed}
+    kernels = shipped_configs()[BASE].kernels
+    values: dict[str, Any] = {"config_file": user_file, "assumed": assumed, "kernels": kernels}
     sources: dict[str, str] = {}
-    layers = [*(profile.layers if profile else ()), *([(user_file, _read_user_file(user_file))] if user_file else [])]
+    layers = [(BASE, shipped_configs()[BASE]), *(profile.layers if profile else ())]
+    if user_file is not None:
+        try:
+            layers.append((user_file, parse_config(private.read_regular(Path(user_file), MAX_FILE_BYTES + 1), user_file)))
+        except OSError as error:
+            allowed = f"a readable YAML file; reading this one: {error.strerror}"
+            raise ConfigError(flags.CONFIG_FLAG, user_file, allowed, "correct the path, or unset it") from error
     for name, layer in layers:
-        new = _values(name, layer, values)
-        source = f"{name} (assumed)" if name == assumed else name
-        sources |= {field: source for field in new if field in Runtime.__struct_fields__ or field == "costs"}
-        sources |= {f"kernels.{kernel}": source for kernel in layer.kernels}
-        values |= {**new, "profile": name}
+        unknown = sorted(set(layer.kernels) - set(kernels))
+        if unknown:
+            raise ConfigError(f"{name}: kernels", ", ".join(unknown), ", ".join(kernels), "correct the name")
+        new = {field: value for field, value in msgspec.structs.asdict(layer.runtime).items() if value is not msgspec.UNSET}
+        if "sel_triton_min_L" in new:
+            new["sel_triton_min_L"] = by_way(new["sel_triton_min_L"], values.get("sel_triton_min_L"))
+        if isinstance(new.get("autotune"), bool):
+            new["autotune"] = "on" if new["autotune"] else "off"
+        if new.get("count_sharing") is False:
+            new["count_sharing"] = "off"
+        if layer.costs:
+            new["costs"] = layer.costs
+        if name != BASE:  # built-in values have no source
+            source = f"{name} (assumed)" if name == assumed else name
+            sources |= dict.fromkeys((*new, *(f"kernels.{kernel}" for kernel in layer.kernels)), source)
+        values |= {**new, "kernels": {**values["kernels"], **layer.kernels}, "provenance": layer.provenance}
+        values |= {"profile": "built-in" if name == BASE else name, **({"triton_off": layer.triton_off} if layer.triton_off else {})}
     for flag in flags.FLAGS:
         text = os.environ.get(flag.name)
         if text is not None:
@@ -240,27 +240,29 @@ def _resolve(device: DeviceInfo, _environment: tuple[str | None, ...]) -> Settin
     return Settings(**values, sources=sources, fingerprint=digest)
 
 
-def _read_user_file(name: str) -> ConfigFile:
-    try:
-        return parse_config(private.read_regular(Path(name), MAX_FILE_BYTES + 1), name)
-    except OSError as error:
-        allowed = f"a readable YAML file; reading this one: {error.strerror}"
-        raise ConfigError(flags.CONFIG_FLAG, name, allowed, "correct the path, or unset it") from error
+_told: set[DeviceInfo] = set()
 
 
-def _values(name: str, layer: ConfigFile, before: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of Settings that a file sets, over the values of the files before it."""
-    allowed = before["kernels"] if before else layer.kernels
-    unknown = sorted(set(layer.kernels) - set(allowed))
-    if unknown:
-        raise ConfigError(f"{name}: kernels", ", ".join(unknown), ", ".join(allowed), "correct the name")
-    values = {field: getattr(layer.runtime, field) for field in Runtime.__struct_fields__}
-    values = {field: tuple(value) if isinstance(value, list) else value for field, value in values.items() if value is not msgspec.UNSET}
-    if "sel_triton_min_L" in values:
-        values["sel_triton_min_L"] = by_way(values["sel_triton_min_L"], before.get("sel_triton_min_L"))
-    if isinstance(values.get("autotune"), bool):
-        values["autotune"] = "on" if values["autotune"] else "off"
-    if values.get("count_sharing") is False:
-        values["count_sharing"] = "off"
-    values |= {field: value for field in ("triton_off", "costs") if (value := getattr(layer, field))}
-    return {**values, "kernels": {**before.get("kernels", {}), **layer.kernels}, "provenance": layer.provenance}
+def warn_if_assumed(decision: Decision) -> None:
+    """Warn, once per process and device, that a policy used values that were not measured on the device, with the command to measure.
+
+    Silent where a backend is forced, and where the user's own tuning or configuration file is in force.
+    """
+    settings, device = decision.settings, decision.device
+    quiet = settings.assumed is None or settings.tuned is not None or settings.config_file is not None or decision.override is not None
+    if quiet or device in _told:
+        return
+    _told.add(device)
+    off, command = settings.triton_off, "nsa-sel tune"
+    if off is not None and not settings.triton_force:
+        chosen, command = f"{off.rule} keeps Triton off on its compute capability and packed SDPA runs, which may be far slower", off.reopen
+    elif settings.assumed == "base.yaml":
+        chosen = "backends are chosen by the built-in values"
+    else:
+        chosen = f"backends are chosen by the values of {settings.assumed}, which were measured on another GPU"
+    words = f"nobody has measured {device.name} (compute capability {(device.sm or 0) / 10}): {chosen}. Measure it with: {command}"
+    events.emit(
+        "sel.profile.assumed", logging.WARNING, device=device.name, sm=device.sm, profile=settings.profile, assumed=settings.assumed,
+        rule=off.rule if off else None, command=command, words=words,
+    )  # fmt: skip
+    warn(words)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
+import contextlib
 import functools
 import os
-from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import msgspec
 
-from nsa_sel.errors import ConfigError, warn
-from nsa_sel.settings.schema import Autotune, ForcePath
+from nsa_sel.errors import ConfigError, closest, warn
+from nsa_sel.settings.schema import Autotune, CountSharing, ForcePath, Length, Tile
 
 Kind = Literal["bool", "length", "tile", "path", "autotune", "counting", "text", "log"]
 LOG_FLAG = "NSA_DEBUG_LOG"
@@ -19,7 +18,6 @@ CONFIG_FLAG = "NSA_SEL_CONFIG"
 CACHE_FLAG = "NSA_SEL_CACHE"  # the folder of tuning results and compiled CUDA kernels
 TEST_FLAG = "NSA_TEST_TRITON_SEL"  # read only by the tests
 COMMIT_FLAG = "NSA_SEL_COMMIT"  # read only by the benches
-MAX_LENGTH = (1 << 31) - 1
 
 
 class Flag(msgspec.Struct, frozen=True):
@@ -67,39 +65,6 @@ UNSET = (None,) * len(NAMES)
 _BOOLS = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
 
 
-def is_tile(number: int) -> bool:
-    """Return True if a kernel can have a tile of `number` columns."""
-    return 16 <= number <= 512 and number & (number - 1) == 0
-
-
-def _bool(text: str) -> bool | None:
-    return _BOOLS.get(text.strip().lower())
-
-
-def _number(text: str, fits: Callable[[int], bool]) -> int | None:
-    if not text.strip().isdecimal() or len(text) >= 100:  # int() refuses thousands of digits
-        return None
-    return int(text) if fits(int(text)) else None
-
-
-def _autotune(text: str) -> str | None:
-    lowered, switch = text.strip().lower(), _bool(text)
-    if lowered in get_args(Autotune):
-        return lowered
-    return None if switch is None else "on" if switch else "off"
-
-
-def is_count_interval(number: int) -> bool:
-    """Return True if sharing can be counted again after `number` calls. 1 is refused because it means "on" in other flags."""
-    return 2 <= number <= MAX_LENGTH
-
-
-def _counting(text: str) -> str | int | None:
-    if text.strip().lower() == "first":
-        return "first"
-    return "off" if _bool(text) is False else _number(text, is_count_interval)
-
-
 ALLOWED: dict[Kind, str] = {
     "bool": "0 or 1",
     "length": "a whole number >= 0 and below 2^31",
@@ -110,16 +75,7 @@ ALLOWED: dict[Kind, str] = {
     "text": "a name",
     "log": "0, 1, stderr or the name of a file",
 }
-_PARSERS: dict[Kind, Callable[[str], Any]] = {  # return None for a text that is not allowed
-    "bool": _bool,
-    "length": lambda text: _number(text, lambda number: number <= MAX_LENGTH),
-    "tile": lambda text: _number(text, is_tile),
-    "path": lambda text: text if text in get_args(ForcePath) else None,
-    "autotune": _autotune,
-    "counting": _counting,
-    "text": lambda text: text.strip() or None,
-    "log": lambda text: "stderr" if _bool(text) else text.strip() or None,
-}
+_TYPES: dict[Kind, Any] = {"length": Length, "tile": Tile, "path": ForcePath, "autotune": Autotune, "counting": CountSharing}
 
 
 def parse_flag(flag: Flag, text: str) -> Any:
@@ -132,9 +88,24 @@ def parse_flag(flag: Flag, text: str) -> Any:
     Raises:
         ConfigError: with the flag, the text and the allowed values.
     """
-    if flag.kind == "log" and _bool(text) is False:
-        return None
-    value = _PARSERS[flag.kind](text)
+    word, switch = text.strip(), _BOOLS.get(text.strip().lower())
+    value: Any = None
+    if flag.kind == "bool":
+        value = switch
+    elif flag.kind == "log":
+        if switch is False:
+            return None
+        value = "stderr" if switch else word or None
+    elif flag.kind == "text":
+        value = word or None
+    else:
+        if flag.kind == "autotune" and switch is not None:
+            word = "on" if switch else "off"
+        elif flag.kind == "counting" and switch is False:
+            word = "off"
+        number = word.isdecimal() and len(word) < 100  # int() refuses thousands of digits
+        with contextlib.suppress(msgspec.ValidationError):
+            value = msgspec.convert(int(word) if number else word if flag.kind == "path" else word.lower(), _TYPES[flag.kind])
     if value is None:
         raise ConfigError(flag.name, text, ALLOWED[flag.kind], f"unset it, or use an allowed value: {flag.help}")
     return value
@@ -142,21 +113,16 @@ def parse_flag(flag: Flag, text: str) -> Any:
 
 def debugging() -> bool:
     """Return True if NSA_DEBUG_TRITON asks for the checks that read the device."""
-    data = getattr(os.environ, "_data", None)  # see `environment`
-    if data is not None and _debug_name() not in data:
+    if variables is not None and _DEBUG not in variables:
         return False
     text = os.environ.get("NSA_DEBUG_TRITON")
     return text is not None and bool(parse_flag(next(flag for flag in FLAGS if flag.name == "NSA_DEBUG_TRITON"), text))
 
 
-@functools.cache
-def _debug_name() -> Any:
-    return os.environ.encodekey("NSA_DEBUG_TRITON")
-
-
 # os.environ.get encodes and decodes each name, 9 us for 22 flags; the mapping underneath takes 1 us, and half of that where no flag is set.
 variables: Any = getattr(os.environ, "_data", None)
 encoded: tuple[Any, ...] = () if variables is None else tuple(os.environ.encodekey(name) for name in NAMES)
+_DEBUG: Any = None if variables is None else os.environ.encodekey("NSA_DEBUG_TRITON")
 checked = -1  # number of environment variables when misspelled flags were last looked for
 
 
@@ -177,7 +143,7 @@ def unknown_variables() -> dict[str, str | None]:
     """Return the environment variables named NSA_* that are not flags, each with the flag of a similar name."""
     flags = (*NAMES, TEST_FLAG, COMMIT_FLAG)
     names = sorted(name for name in os.environ if name.startswith("NSA_") and name not in flags)
-    return {name: next(iter(difflib.get_close_matches(name, flags, n=1)), None) for name in names}
+    return {name: closest(name, flags, cutoff=0.6) for name in names}
 
 
 @functools.cache  # once per process

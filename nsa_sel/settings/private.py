@@ -20,8 +20,7 @@ class Untrusted(OSError):
 
 def read_regular(path: Path, most: int) -> bytes:
     """Return the first `most` bytes of a file that the user names: any owner, links followed. Raises OSError; never blocks on a FIFO."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        _check_kind(path, os.fstat(file.fileno()))
+    with open(_checked(path, os.open(path, os.O_RDONLY | os.O_NONBLOCK), own=False), "rb") as file:
         return file.read(most)
 
 
@@ -29,21 +28,13 @@ def opened(path: Path, flags: int) -> int:
     """Open a private file and return its descriptor. O_CREAT in `flags` creates it with mode 0600. Raises OSError."""
     folder = _opened_folder(path.parent)
     try:
-        descriptor = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder)
+        return _checked(path, os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder))
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise _untrusted(path, "is a symbolic link: remove it") from error
+            raise Untrusted(errno.EPERM, f"{path} is a symbolic link: remove it") from error
         raise
     finally:
         os.close(folder)
-    try:
-        status = os.fstat(descriptor)
-        _check_kind(path, status)
-        _check_owner(path, status)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 def read(path: Path) -> bytes:
@@ -82,29 +73,30 @@ def make_folder(folder: Path) -> None:
 
 
 def _opened_folder(folder: Path) -> int:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        _check_owner(folder, os.fstat(descriptor))
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+    return _checked(folder, os.open(folder, os.O_RDONLY | os.O_DIRECTORY), regular=False)
 
 
-def _check_kind(path: Path, status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+def _checked(path: Path, descriptor: int, *, regular: bool = True, own: bool = True) -> int:
+    """Return the descriptor of `path`; close it and raise Untrusted for another kind of file, or if another user may write it.
+
+    Args:
+        path: its name, for messages.
+        descriptor: of the opened file or folder.
+        regular: refuse anything but a regular file.
+        own: refuse what other users own or may write.
+    """
+    status = os.fstat(descriptor)
+    kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+    words = ""
+    if regular and not stat.S_ISREG(status.st_mode):
         kind = kinds.get(stat.S_IFMT(status.st_mode), "something else")
-        raise _untrusted(path, f"is {kind}, not a regular file: remove it, or name another")
-
-
-def _check_owner(path: Path, status: os.stat_result) -> None:
-    if status.st_uid not in (os.geteuid(), 0):
-        raise _untrusted(path, f"belongs to another user (uid {status.st_uid}): remove it, or set NSA_SEL_CACHE to a folder of your own")
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        words = f"is {kind}, not a regular file: remove it, or name another"
+    elif own and status.st_uid not in (os.geteuid(), 0):
+        words = f"belongs to another user (uid {status.st_uid}): remove it, or set NSA_SEL_CACHE to a folder of your own"
+    elif own and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         mode = stat.filemode(status.st_mode)
-        raise _untrusted(path, f"may be written by other users ({mode}): remove it, or `chmod go-w` it if you trust what it holds")
-
-
-def _untrusted(path: Path, words: str) -> Untrusted:
-    return Untrusted(errno.EPERM, f"{path} {words}")
+        words = f"may be written by other users ({mode}): remove it, or `chmod go-w` it if you trust what it holds"
+    if words:
+        os.close(descriptor)
+        raise Untrusted(errno.EPERM, f"{path} {words}")
+    return descriptor

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
 from nsa_sel.core.request import SHARING_TOKENS
 
@@ -13,7 +14,12 @@ Way = Literal["forward", "backward", "decode"]  # decode: the forward pass with 
 WAYS: tuple[Way, ...] = get_args(Way)
 Autotune = Literal["on", "off", "warmup", "warmup-tune"]
 
-CountSharing = Literal["off", "first"] | int  # int: again after so many calls of a kind
+Length = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Tile = Literal[16, 32, 64, 128, 256, 512]  # columns
+PowerOfTwo = Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+Price = Annotated[float, Meta(ge=0, le=1e300)]  # neither NaN nor infinity
+# int: count again after so many calls of a kind. 1 is refused because it means "on" in other flags.
+CountSharing = Literal["off", "first"] | Annotated[int, Meta(ge=2, lt=1 << 31)]
 COST_TERMS = {  # the work that a cost model may charge for; policies/cost.py counts it
     "launch": "1 per call",
     "union": "thousands of keys that the program of one tile of adjacent tokens visits in sequence",
@@ -37,10 +43,10 @@ COST_TERMS = {  # the work that a cost model may charge for; policies/cost.py co
 class KernelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The config of one kernel. `block_l`: keys per step; `rows`: query rows (tokens x heads) per step, where that applies."""
 
-    block_l: int
-    num_warps: int
-    num_stages: int
-    rows: int = 16
+    block_l: PowerOfTwo
+    num_warps: PowerOfTwo
+    num_stages: Annotated[int, Meta(ge=1, le=1024)]
+    rows: PowerOfTwo = 16
     loads: Literal["pointer", "tma"] = "pointer"
 
     def config_id(self, kernel: str) -> str:
@@ -51,18 +57,25 @@ class KernelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Runtime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The `runtime:` part of a configuration file. A profile may leave out any field."""
 
-    use_triton_sel: bool | msgspec.UnsetType = msgspec.UNSET
-    sel_triton_min_L: int | dict[Way, int] | msgspec.UnsetType = msgspec.UNSET  # a mapping changes only the directions it names
-    workspace_bytes: int | msgspec.UnsetType = msgspec.UNSET
-    prefer_forward: list[str] | msgspec.UnsetType = msgspec.UNSET
-    prefer_backward: list[str] | msgspec.UnsetType = msgspec.UNSET
-    prefer_tiles: list[str] | msgspec.UnsetType = msgspec.UNSET
-    sharing_prior: list[float] | msgspec.UnsetType = msgspec.UNSET
-    count_sharing: CountSharing | bool | msgspec.UnsetType = msgspec.UNSET
-    autotune: Autotune | bool | msgspec.UnsetType = msgspec.UNSET  # YAML reads on and off as true and false
-    block_l: int | msgspec.UnsetType | None = msgspec.UNSET
-    block_d: int | msgspec.UnsetType | None = msgspec.UNSET
-    block_dv: int | msgspec.UnsetType | None = msgspec.UNSET
+    use_triton_sel: bool | UnsetType = UNSET
+    sel_triton_min_L: Length | dict[Way, Length] | UnsetType = UNSET  # a mapping changes only the directions it names
+    workspace_bytes: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | UnsetType = UNSET
+    prefer_forward: tuple[str, ...] | UnsetType = UNSET
+    prefer_backward: tuple[str, ...] | UnsetType = UNSET
+    prefer_tiles: tuple[str, ...] | UnsetType = UNSET
+    sharing_prior: tuple[Annotated[float, Meta(ge=1, lt=1e6)], ...] | UnsetType = UNSET
+    count_sharing: CountSharing | bool | UnsetType = UNSET
+    autotune: Autotune | bool | UnsetType = UNSET  # YAML reads on and off as true and false
+    block_l: Tile | UnsetType | None = UNSET
+    block_d: Tile | UnsetType | None = UNSET
+    block_dv: Tile | UnsetType | None = UNSET
+
+    def __post_init__(self) -> None:
+        prior = self.sharing_prior
+        if prior is not UNSET and (list(prior) != sorted(prior) or len(prior) != len(SHARING_TOKENS)):
+            raise ValueError(f"sharing_prior needs {len(SHARING_TOKENS)} rising numbers, for tiles of {SHARING_TOKENS} tokens")
+        if self.count_sharing is True:
+            raise ValueError("count_sharing needs off, first, or a whole number of calls >= 2, not on")
 
 
 class Match(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,11 +97,15 @@ class TritonOff(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The predicted time of one backend in one direction: max(`host`, sum of coefficient x counted work) (policies/cost.py)."""
 
-    host: float  # ms of host time to launch the call, a lower bound however small the work
-    terms: dict[str, float]  # a term of COST_TERMS -> ms per unit
+    host: Price  # ms of host time to launch the call, a lower bound however small the work
+    terms: dict[str, Price]  # a term of COST_TERMS -> ms per unit
     rows: int  # number of measured rows that it was fitted to
     median_error: float  # of the predictions for these rows, relative to the measured time
     worst_error: float
+
+    def __post_init__(self) -> None:
+        if unknown := sorted(set(self.terms) - set(COST_TERMS)):
+            raise ValueError(f"unknown terms: {', '.join(unknown)}; allowed: {', '.join(COST_TERMS)}")
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

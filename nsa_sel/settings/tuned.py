@@ -24,7 +24,7 @@ import msgspec
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.errors import ConfigError, warn
 from nsa_sel.settings import private
-from nsa_sel.settings.config import by_way, check_costs, check_kernel, shipped_configs
+from nsa_sel.settings.config import by_way, shipped_configs
 from nsa_sel.settings.flags import CACHE_FLAG
 from nsa_sel.settings.schema import Costs, KernelConfig, Settings, Threshold, Way
 from nsa_sel.telemetry import events
@@ -47,10 +47,6 @@ class Stamp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     triton: str | None
     nsa_sel: str
     kernels: str
-
-    def digest(self) -> str:
-        """Return the part of the file name that identifies the environment."""
-        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:12]
 
     def differences(self, other: Stamp) -> list[str]:
         """Return the fields in which `other` differs, with both values, as "torch was 2.8, is 2.9"."""
@@ -168,7 +164,7 @@ def file_of(stamp: Stamp) -> Path:
     folder = cache_folder()
     if folder is None:
         raise ConfigError("the cache folder", None, CACHE_FOLDERS, f"set {CACHE_FLAG}")
-    return folder / "tuned" / f"{_file_prefix(stamp.device, stamp.sm)}-{stamp.digest()}.json"
+    return folder / "tuned" / f"{_file_prefix(stamp.device, stamp.sm)}-{hashlib.sha256(msgspec.json.encode(stamp)).hexdigest()[:12]}.json"
 
 
 def _file_prefix(name: str, sm: int | None) -> str:
@@ -242,11 +238,8 @@ def parse(data: bytes, name: str) -> tuple[TunedFile, TunedTable]:
         if result.kernel not in committed:
             raise ConfigError(name, result.kernel, ", ".join(committed), RETUNE)
         if result.winner is not None:
-            check_kernel(name, result.kernel, result.winner, RETUNE)
             kernels.setdefault((result.key.shape, result.key.way), {})[result.kernel] = result.winner
     min_length = {way: threshold.value for way, threshold in file.thresholds.items() if threshold.value is not None}
-    if file.costs is not None:
-        check_costs(name, file.costs, RETUNE)
     return file, TunedTable(name, hashlib.sha256(data).hexdigest()[:12], data, kernels, min_length, file.costs)
 
 
@@ -379,23 +372,16 @@ def apply(settings: Settings, request: Request, device: DeviceInfo) -> Settings:
     if table.min_length and may_override("sel_triton_min_L", "NSA_SEL_TRITON_MIN_L"):
         min_length, sources["sel_triton_min_L"] = by_way(table.min_length, min_length), origin
     if table.costs is not None and may_override("costs"):
-        costs, others = _merge_costs(table.costs, costs)
-        sources["costs"] = origin + (f"; {', '.join(others)}: {settings.sources.get('costs', 'built-in')}" if others else "")
+        # Predictions are compared within a phase (`Request.phase`), so all models of a phase must come from one machine.
+        before, costs, sources["costs"] = costs, table.costs, origin
+        measured = {name.rpartition("/")[2] for name in costs.models}
+        rest = {name: model for name, model in before.models.items() if name.rpartition("/")[2] not in measured} if before else {}
+        if before is not None and rest:
+            dtypes = tuple(dtype for dtype in costs.dtypes if dtype in before.dtypes)
+            costs = msgspec.structs.replace(costs, dtypes=dtypes, models={**rest, **costs.models})
+            others = ", ".join(sorted({name.rpartition("/")[2] for name in rest}))
+            sources["costs"] += f"; {others}: {settings.sources.get('costs', 'built-in')}"
     return msgspec.structs.replace(
         settings, kernels={**settings.kernels, **own}, sel_triton_min_L=min_length, costs=costs, tuned=origin, sources=sources,
         fingerprint=hashlib.sha256(f"{settings.fingerprint} {table.fingerprint}".encode()).hexdigest()[:12],
     )  # fmt: skip
-
-
-def _merge_costs(own: Costs, before: Costs | None) -> tuple[Costs, list[str]]:
-    """Add a profile's cost models to the user's, for the phases without a model of the user. Return the costs and those phases.
-
-    Predictions are compared within a phase (`Request.phase`), so all models of a phase must come from one machine.
-    """
-    ways = {name.rpartition("/")[2] for name in own.models}
-    rest = {name: model for name, model in before.models.items() if name.rpartition("/")[2] not in ways} if before else {}
-    if before is None or not rest:
-        return own, []
-    dtypes = tuple(dtype for dtype in own.dtypes if dtype in before.dtypes)
-    merged = msgspec.structs.replace(own, dtypes=dtypes, models={**rest, **own.models})
-    return merged, sorted({name.rpartition("/")[2] for name in rest})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import logging
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from nsa_sel import forks
@@ -92,22 +91,17 @@ def _update_counters() -> None:
     end = len(_recorded)
     new = {id(decision): decision for decision in _recorded[_counted:end]}
     for key, calls in collections.Counter(map(id, _recorded[_counted:end])).items():
-        for name in _counters_of(new[key]):
-            _counters[name] += calls
+        decision = new[key]
+        _counters["calls", str(decision.forward)] += calls
+        if decision.override is not None and not decision.override.source.startswith("failure of "):  # those count as fallbacks
+            _counters["forced", decision.override.source] += calls
+        stepped_over = {step.partition(": ")[0] for step in decision.steps}
+        for verdict in decision.verdicts:
+            for reason in verdict.forward if verdict.backend in stepped_over else ():
+                _counters["refused", verdict.backend, reason.code] += calls
     surplus = max(0, end - KEPT_DECISIONS)
     del _recorded[:surplus]
     _counted = end - surplus
-
-
-def _counters_of(decision: Decision) -> Iterator[tuple[str, ...]]:
-    """Yield the names of the counters that a call with this decision increments."""
-    yield "calls", str(decision.forward)
-    if decision.override is not None and not decision.override.source.startswith("failure of "):  # those count as fallbacks
-        yield "forced", decision.override.source
-    stepped_over = {step.partition(": ")[0] for step in decision.steps}
-    for verdict in decision.verdicts:
-        if verdict.backend in stepped_over:
-            yield from (("refused", verdict.backend, reason.code) for reason in verdict.forward)
 
 
 def now(device_type: str) -> float:

@@ -8,8 +8,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from nsa_sel.core.call import Call
-from nsa_sel.core.choose_call import ChooseCall
+from nsa_sel.core.call import Call, ChooseCall
 from nsa_sel.telemetry import events
 
 T = TypeVar("T")
@@ -38,11 +37,30 @@ def recorded(call: Call | ChooseCall, backend: str, direction: str, loads: Loade
     seconds = events.now(device) - started if timed else None
     if seconds is not None:
         events.emit("sel.timing", backend=backend, direction=direction, ms=seconds * 1e3)
-    if isinstance(call, Call) and call.settings.traced:
-        if direction == "forward":
-            _record_forward(call, backend, loads)
-        else:
-            _record_backward(call, backend, seconds)
+    if not isinstance(call, Call) or not call.settings.traced:
+        return result
+    keys, source = keys_read(call, call.settings.debug_triton)
+    (B, S, G, h, Dk), Dv, size = call.q.shape, call.v.shape[3], call.q.element_size()
+    rows, group = B * S * G, "sel.triton" if backend.startswith("triton") else "sel"
+    if direction == "forward":
+        # FLOPs: two products for each (row, head, key). Bytes: K and V as this backend loads them, q and o once.
+        loaded, key_bytes = keys if loads is None else loads(call, keys, source == "counted"), (Dk + Dv) * call.k.element_size()
+        flops, moved = 2 * keys * h * (Dk + Dv), loaded * key_bytes + rows * h * (Dk + Dv) * size
+        events.emit(
+            f"{group}.reads", backend=backend, tokens=keys, bytes=keys * key_bytes, loaded_tokens=loaded, loaded_bytes=loaded * key_bytes,
+            rows=rows, source=source,
+        )  # fmt: skip
+    else:
+        # The least work, whatever the backend. FLOPs: five products for each (row, head, key): logits, do.v, dq, dk and dv. Bytes: selected
+        # K and V once per row and group; q, o, do and dq once; dk and dv once.
+        flops = 2 * keys * h * (3 * Dk + 2 * Dv)
+        moved = (keys * (Dk + Dv) + 2 * rows * h * (Dk + Dv) + call.k.numel() + call.v.numel()) * size
+        rates: dict[str, Any] = (
+            {} if seconds is None else {"ms": seconds * 1e3, "tflops": flops / seconds / 1e12, "gbps": moved / seconds / 1e9}
+        )
+        events.emit(f"{group}.bwd", backend=backend, flops=flops, bytes=moved, source=source, **rates)
+    events.count("bytes", backend, direction, by=moved)
+    events.count("flops", backend, direction, by=flops)
     return result
 
 
@@ -75,40 +93,3 @@ def keys_read(call: Call, count: bool) -> tuple[int, Source]:
         return B * S * G * most, "bound"
     short = max(0, min(S, most - (S_kv - S)))  # rows that can select fewer keys than `most`: S_kv - S + 1, S_kv - S + 2, ...
     return B * G * (short * (S_kv - S) + short * (short + 1) // 2 + (S - short) * most), "bound"
-
-
-def _record_forward(call: Call, backend: str, loads: LoadedKeys | None) -> None:
-    """Emit the event and counters of a forward pass: the keys that its rows select, and the keys that this backend loads.
-
-    FLOPs: two products for each (row, head, key). Bytes: K and V as loaded, q and o once.
-    """
-    tokens, source = keys_read(call, call.settings.debug_triton)
-    (B, S, G, h, Dk), Dv = call.q.shape, call.v.shape[3]
-    loaded = tokens if loads is None else loads(call, tokens, source == "counted")
-    row_bytes = (Dk + Dv) * call.k.element_size()
-    name = "sel.triton.reads" if backend.startswith("triton") else "sel.reads"
-    events.emit(
-        name, backend=backend, tokens=tokens, bytes=tokens * row_bytes, loaded_tokens=loaded, loaded_bytes=loaded * row_bytes,
-        rows=B * S * G, source=source,
-    )  # fmt: skip
-    events.count("bytes", backend, "forward", by=loaded * row_bytes + B * S * G * h * (Dk + Dv) * call.q.element_size())
-    events.count("flops", backend, "forward", by=2 * tokens * h * (Dk + Dv))
-
-
-def _record_backward(call: Call, backend: str, seconds: float | None) -> None:
-    """Emit an estimate of the minimum work of a backward pass, whatever the backend.
-
-    FLOPs: five products for each (row, head, key): logits, do.v, dq, dk and dv. Bytes: selected K and V once per row and group; q, o, do
-    and dq once; dk and dv once.
-    """
-    keys, source = keys_read(call, call.settings.debug_triton)
-    h, Dk = call.q.shape[3:]
-    Dv = call.v.shape[3]
-    flops = 2 * keys * h * (3 * Dk + 2 * Dv)
-    rows = call.q.numel() // Dk
-    size = (keys * (Dk + Dv) + 2 * rows * (Dk + Dv) + call.k.numel() + call.v.numel()) * call.q.element_size()
-    rates: dict[str, Any] = {} if seconds is None else {"ms": seconds * 1e3, "tflops": flops / seconds / 1e12, "gbps": size / seconds / 1e9}
-    name = "sel.triton.bwd" if backend.startswith("triton") else "sel.bwd"
-    events.emit(name, backend=backend, flops=flops, bytes=size, source=source, **rates)
-    events.count("bytes", backend, "backward", by=size)
-    events.count("flops", backend, "backward", by=flops)

@@ -8,13 +8,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from nsa_sel.selection import Selection
 from nsa_sel.serving import selection_attention_with_kvcache
 from tests.contract.lanes import Lane, lanes, parameters
-from tests.helpers.cache_cases import check, make_cache, replayed_with
-from tests.helpers.gpus import SM
-from tests.helpers.graphs import no_waiting
-from tests.helpers.poison import new_memory_is_nan
-from tests.helpers.quantized_cases import called, check_nan, check_quantized, make_quantized
+from tests.helpers.caches import (
+    called,
+    check,
+    check_nan,
+    check_quantized,
+    large_keys,
+    make_cache,
+    make_quantized,
+    replayed_with,
+    shared_by_sequences,
+    uneven_queries,
+)
+from tests.helpers.checks import new_memory_is_nan
+from tests.helpers.gpus import SM, no_waiting
 
 LENGTHS = {"cpu": (0, 1, 9, 150), "interpreter": (0, 9, 150), "emulated": (0, 1, 9, 150), "cuda": (0, 1, 9, 150) * 17}
 
@@ -86,6 +96,18 @@ def check_cache(lane: Lane, layout: Layout, patch: pytest.MonkeyPatch) -> None:
         assert all(map(torch.equal, replayed_with(cache, other, lane.name), check(other, lane.name)))
 
 
+def check_lengths(lane: Lane, layout: Layout, patch: pytest.MonkeyPatch) -> None:
+    """A selection that served other lengths gives what a new one gives."""
+    cache = make_cache(**layout.sizes(lane))
+    attended = lambda cache: selection_attention_with_kvcache(*cache, return_lse=True, backend=lane.name)  # noqa: E731
+    with torch.no_grad():
+        for _ in range(2):
+            attended(cache)
+        cache.cache_seqlens.copy_(cache.cache_seqlens * 3 // 4)
+        fresh = cache._replace(selection=Selection(cache.selection.ranges.clone(), cache.selection.block_size, cache.selection.max_length))
+        assert all(map(torch.equal, attended(cache), attended(fresh)))
+
+
 def check_strides(lane: Lane, layout: Layout, patch: pytest.MonkeyPatch) -> None:
     """Pages of K between those of V, heads before keys: views, without copies."""
     cache = make_cache(**{**layout.sizes(lane), "Dv": layout.Dk})
@@ -119,7 +141,45 @@ def check_scales(lane: Lane, layout: Layout, patch: pytest.MonkeyPatch) -> None:
         check_nan(alike, lambda given: called(given, lane.name))
 
 
-CHECKS = {"cache": (check_cache, layouts), "strides": (check_strides, lambda lane: layouts(lane)[:2]), "scales": (check_scales, scaled)}
+def check_numbers(lane: Lane, what: str, patch: pytest.MonkeyPatch) -> None:
+    """e4m3 with scales of 0 and negative ones, keys larger than float16 has numbers, one row's q spread over 2^32, a shared cache."""
+    if lane.device == "cuda" and (SM < lane.limits.quantized["e4m3"] or (lane.backend.quantized_by is not None and SM != 90)):
+        pytest.skip("quantized-sm: this GPU has no kernels for e4m3")
+    least = 16 if lane.backend.quantized_by is None else 64  # keys of a block and columns
+    for page, each in ((None, "head"), (least, "page")):
+        layout = Layout(page, 4 if what == "tokens" else 1, least, 3, least, least, each)
+        sizes = {**layout.sizes(lane), "G": 1, "lengths": (150, 150) if what == "shared" else (40, 150), "n": 2}
+        if what == "spread":
+            given = make_quantized(each, **{**sizes, "dtype": torch.bfloat16})
+            for exponent in (-60, 60):
+                check_quantized(uneven_queries(given, exponent), lane.name)
+            continue
+        given = make_quantized(each, **sizes)
+        if what == "signs":
+            for factor in (0.0, -1.0):
+                check_quantized(given.scaled(factor, -1.0), lane.name)
+        elif what != "shared":
+            check_quantized(large_keys(given), lane.name)
+        elif page is None:
+            check_quantized(shared_by_sequences(given), lane.name)
+
+
+def numbers_of(lane: Lane) -> list[str]:
+    """Return which numbers a backend that reads e4m3 is given."""
+    whats = ["large", "tokens", "shared", "signs"] if "e4m3" in lane.limits.quantized else []
+    return [*whats, *["spread"] * (bool(whats) and lane.device in ("emulated", "cuda"))]
+
+
+CHECKS: dict[str, tuple[Any, Any]] = {
+    "cache": (check_cache, layouts),
+    "lengths": (
+        check_lengths,
+        lambda lane: [x for x in layouts(lane) if x.page != 256] if lane.backend.reads_caches else layouts(lane)[:1],
+    ),
+    "strides": (check_strides, lambda lane: layouts(lane)[:2]),
+    "scales": (check_scales, scaled),
+    "numbers": (check_numbers, numbers_of),
+}
 
 
 def cells(*devices: str) -> Any:

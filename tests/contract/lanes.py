@@ -19,7 +19,7 @@ import torch
 
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Backend, Limits
-from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
+from tests.helpers.cuda import BACKWARDS, EAGER, GPU, emulated, needs_compiler
 from tests.helpers.gpus import HOPPER, SM, needs
 
 SLOW = ("interpreter", "emulated")
@@ -111,13 +111,14 @@ class Lane(NamedTuple):
             self._take_path(patch)
         if self.device != "emulated":
             return
-        from nsa_sel.backends import _replay, cuda_block
+        from nsa_sel.backends import cuda_block
+        from nsa_sel.backends.launcher import replay
 
         emulated(patch, BACKWARDS | EAGER)
         for module in ("attention", "core.packed", "core.decide"):
             patch.setattr(f"nsa_sel.{module}.device_info", lambda device: GPU)
         patch.setattr(registry, "missing", lambda name: ())
-        patch.setattr(_replay, "TRIES", 0)  # nothing is replayed: tests/backends/test_replay.py emulates the driver for that
+        patch.setattr(replay, "TRIES", 0)  # nothing is replayed: tests/unit/backends/test_launcher.py emulates the driver for that
         patch.setattr(cuda_block, "_streams", lambda like, count: [None] * count)
 
     def _take_path(self, patch: pytest.MonkeyPatch) -> None:
@@ -156,3 +157,8 @@ def parameters(cells: list[tuple[Lane, Any]]) -> list[Any]:
     return [
         pytest.param(lane, what, marks=lane.marks(), id=f"{lane.name}-{lane.device}-{getattr(what, 'name', what)}") for lane, what in cells
     ]
+
+
+on_gpu = pytest.mark.parametrize(
+    "backend", [pytest.param(lane.name, marks=lane.marks()) for lane in lanes("cuda") if "bfloat16" in lane.limits.dtypes["cuda"]]
+)

@@ -1,7 +1,9 @@
-"""Compile the kernels that the Triton backends would launch, for GPUs that are not here, and print a JSON line per kernel.
+"""Compile the Triton kernels that calls would launch, for GPUs that are not here, and print a JSON line per kernel.
 
     python tests/helpers/aot.py 90 [SHAPE...]         # or several targets: 86,89
     python tests/helpers/aot.py 90 [SHAPE...] --shared SHAPE...         # of these, shared memory alone: a third of the time
+    python tests/helpers/aot.py choose 90 SHAPE...         # or cache, gate, window
+    python tests/helpers/aot.py hip gfx942 triton-group paged-16 [BACKEND SHAPE...]         # an AMD GPU, forward alone
 
 The backends run as they are, on CPU tensors and with injected device facts; only the launch is replaced by compilation for the
 target. Needs a process without TRITON_INTERPRET. Shared memory is in the kernel's metadata; registers and spills come from cuobjdump.
@@ -13,7 +15,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -28,14 +32,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 
+from nsa_sel.backends import choose_triton, window_triton
+from nsa_sel.backends._triton import cache, elementwise, ranges
 from nsa_sel.backends.specs import SPECS
 from nsa_sel.core import registry
-from nsa_sel.core.call import Call
+from nsa_sel.core.arguments import Bounds
+from nsa_sel.core.call import NSA_POOL, Call, PagedKeys, Pool, Rule, Sequences
 from nsa_sel.core.check import check_call
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.quantize import STORED, Scales
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
+from tests.helpers.choose import make_choose_call
+from tests.helpers.files import ROOT
 
 # Bytes of shared memory that one block may use (CUDA C++ programming guide, compute capabilities) and multiprocessors of a usual chip.
 TARGETS = {80: (163, 108), 86: (99, 84), 89: (99, 128), 90: (227, 132), 100: (227, 148), 120: (99, 170)}
@@ -210,7 +219,8 @@ def resources(kernel: Any, sm: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main(targets: str, *asked: str) -> None:
+def attend_kernels(targets: str, *asked: str) -> Iterator[dict[str, Any]]:
+    """Yield the kernels of attention for targets such as "86,89"."""
     shapes = asked or (*SHAPES, *PAGED)
     measured = shapes.index("--shared") if "--shared" in shapes else len(shapes)
     for backend in (spec for spec in SPECS if spec.framework == "triton"):
@@ -227,9 +237,190 @@ def main(targets: str, *asked: str) -> None:
             for target in map(int, targets.split(",")):
                 if "e4m3" in shape and (target < 89 or target in PTX_OF):  # SM 8.6, whose PTX is taken, has no such type
                     continue
-                for line in compile_backend(backend.name, shape, target, number < measured):
-                    print(json.dumps(line), flush=True)
+                yield from compile_backend(backend.name, shape, target, number < measured)
+
+
+CHOICES = {  # name: B, S, S_kv, G, h, Dk, Dv, rule, dtype
+    "h16": (1, 8192, 8192, 4, 16, 128, 128, Rule(), torch.bfloat16),
+    "h8-64": (1, 8192, 8192, 2, 8, 64, 64, Rule(), torch.bfloat16),
+    "h6-192-128": (1, 4096, 4096, 2, 6, 192, 128, Rule(), torch.bfloat16),
+    "h3-fp32": (1, 2048, 2048, 2, 3, 64, 64, Rule(block_size=48), torch.float32),
+    "h12-256": (1, 1024, 4096, 2, 12, 256, 256, Rule(), torch.bfloat16),
+    "positions": (2, 1024, 4096, 4, 4, 64, 64, Rule(), torch.float16),
+    "packed": (1, 8192, 8192, 4, 16, 128, 128, Rule(), torch.bfloat16),
+}
+
+MOST_BLOCKS = "most-blocks"
+POOLS = {  # choices without attention; name: shape as above, pool
+    "msa": ((1, 8192, 8192, 4, 1, 128, 128, Rule(1, 1, 128), torch.bfloat16), Pool(False, False, True)),
+    "moba": ((1, 8192, 8192, 16, 1, 128, 128, Rule(512, 512, 512), torch.bfloat16), Pool(False, False, True)),
+    "infllm": ((1, 8192, 8192, 2, 16, 128, 128, Rule(), torch.bfloat16), Pool(True, False, True)),
+    "max-256": ((1, 1024, 4096, 2, 12, 256, 256, Rule(), torch.float16), Pool(False, True, True)),
+    "sums-fp32": ((1, 1024, 4096, 2, 3, 64, 64, Rule(1, 1, 48), torch.float32), Pool(False, False, False)),
+}
+
+
+CHOICES_OF_PAGES = {  # new tokens over compressed keys in pages; name: S, keys, h, Dk, Dv, dtype
+    "pages": (1, 4096, 16, 128, 128, torch.bfloat16),
+    "pages-drafts": (4, 4096, 16, 128, 128, torch.bfloat16),
+    "pages-256": (1, 4096, 12, 256, 256, torch.bfloat16),
+}
+
+
+def compile_choice(name: str, sm: int) -> list[dict[str, Any]]:
+    if name == MOST_BLOCKS:
+        return compile_top_n(sm)
+    if name in CHOICES_OF_PAGES:
+        return compile_paged(name, sm)
+    (*shape, dtype), pool = POOLS[name] if name in POOLS else (CHOICES[name], NSA_POOL)
+    call = make_choose_call(tuple(shape), dtype, pool=pool)
+    call.q_pos = torch.zeros(call.q.shape[:2], dtype=torch.int64) if name == "positions" else None
+    if name == "packed":
+        call.sequences = Sequences.of(Bounds.of("cu_seqlens", [0, 5000, 8000], call.q.shape[1], call.q), call.rule, call.q)
+    with launches_compile(sm) as compiled:
+        if name in POOLS:
+            choose_triton.best_blocks(call, choose_triton.log_sum_exp(call) if pool.softmax else None)
+        else:
+            o, lse, _ = choose_triton.forward(call)
+            choose_triton.backward(call, o, lse, torch.empty_like(o), None)
+    return [choice_facts(name, kernel, sm) for kernel in compiled]
+
+
+def choice_facts(name: str, kernel: Any, sm: int) -> dict[str, Any]:
+    used = resources(kernel, sm)
+    looped = spills_in_loops(kernel) if used["spilled"] else 0  # disassembling takes as long as assembling
+    return {"shape": name, "sm": sm, "limit": TARGETS[sm][0] * 1024, **used, "looped": looped}
+
+
+def compile_paged(name: str, sm: int) -> list[dict[str, Any]]:
+    """Four compressed keys a page; parts are joined."""
+    S, keys, h, Dk, Dv, dtype = CHOICES_OF_PAGES[name]
+    call = make_choose_call((1, S, 64, 1, h, Dk, Dv, Rule()), dtype, q_pos=torch.zeros(1, S, dtype=torch.int64))
+    call.k, call.v = (torch.randn(64, 4, 1, D, dtype=dtype).transpose(1, 2) for D in (Dk, Dv))
+    call.blocks, call.pages = keys // 64, PagedKeys(torch.zeros(1, keys // 64, dtype=torch.int32), 1)
+    with launches_compile(sm) as compiled:
+        choose_triton.paged(call)
+    return [choice_facts(name, kernel, sm) for kernel in compiled]
+
+
+def compile_top_n(sm: int) -> list[dict[str, Any]]:
+    """The kernel for as many blocks as it takes."""
+    scores, best = torch.zeros(1, 3, 2, ranges.MOST_BLOCKS), torch.zeros(1, 3, 2, 16, 2, dtype=torch.int32)
+    with launches_compile(sm) as compiled:
+        ranges.top_n(scores, best, 64, 1, 2, 0)
+    return [choice_facts(MOST_BLOCKS, kernel, sm) for kernel in compiled]
+
+
+def spills_in_loops(kernel: Any) -> int:
+    """Loads and stores of spilled registers between a backward branch and its target. Unconditional ones return from waits out of line."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "cubin")
+        cubin.write_bytes(kernel.asm["cubin"])
+        text = subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    lines = text.splitlines()
+    labels = {line.strip()[:-1]: number for number, line in enumerate(lines) if re.fullmatch(r"\.L_x_\d+:", line.strip())}
+    assert any("HGMMA" in line or "STG" in line for line in lines), "no instructions"
+    found = set()
+    for number, line in enumerate(lines):
+        if (branch := re.search(r"@!?U?P\d+ BRA.*\((\.L_x_\d+)\)", line)) and labels[branch[1]] < number:
+            found |= {i for i in range(labels[branch[1]], number) if re.search(r"\b(LDL|STL)\b", lines[i])}
+    return len(found)
+
+
+def choose_kernels(*asked: str) -> Iterator[dict[str, Any]]:
+    """Yield the kernels of choosing: of the shapes that follow each target."""
+    sm = 0
+    for word in asked:
+        if word.isdigit():
+            sm = int(word)
+        else:
+            yield from compile_choice(word, sm)
+
+
+NEW_TOKENS = {"one": (1, 128, torch.bfloat16), "many": (64, 128, torch.bfloat16), "many-fp32": (64, 128, torch.float32)}  # sequences, D
+
+
+def cache_kernels(target: str, *names: str) -> Iterator[dict[str, Any]]:
+    """Yield the kernels of a cache's new tokens: appending, and both layers of the MLP."""
+    sm, G, page, block, stride = int(target), 4, 64, 32, 16
+    for name in names:
+        B, D, dtype = NEW_TOKENS[name]
+        raw, to = torch.empty(4, page, G, D, dtype=dtype), torch.empty(4, page // stride, G, D, dtype=dtype)
+        new = torch.empty(B, 1, G, 6 * D, dtype=dtype)[..., :D]
+        weights = tuple(torch.empty(*size, dtype=dtype) for size in ((block, D), (2 * D, block * D), (2 * D,), (D, 2 * D), (D,)))
+        slot, covered = torch.zeros(B, 1, dtype=torch.int64), torch.zeros(B, block, dtype=torch.int64)
+        fresh = torch.zeros(B, 2, dtype=torch.int32)
+        with launches_compile(sm) as compiled:
+            cache.append((new,) * 6, (raw,) * 6, slot, slot)
+            cache.compress((raw, raw), (new, new), covered, fresh, slot, (*weights[:4], None), weights, (to, to), stride)
+        yield from ({"shape": name, "limit": TARGETS[sm][0] * 1024, **resources(kernel, sm)} for kernel in compiled)
+
+
+def gate_kernels(target: str) -> Iterator[dict[str, Any]]:
+    """Yield the kernels of the gated sum, of what branches get and give with lse, and with gate * do, for all of them and for one."""
+    sm, elementwise.INTERPRETED_TILE = int(target), elementwise.TILE
+    do, gates = torch.empty(1, 4096, 4, 16, 128, dtype=torch.bfloat16), torch.empty(1, 4096, 4, 16, 3, dtype=torch.bfloat16)
+    lse = torch.empty(do.shape[:4])
+    with launches_compile(sm) as compiled:
+        elementwise.write_sum([do] * 3, gates, do)
+        elementwise.raise_lse([lse] * 3, gates)
+        elementwise.write_deltas([lse] * 3, gates)
+        elementwise.backward(do, [do] * 3, gates, gates, True)
+        elementwise.backward(do, [None, do, None], gates, gates, False)
+    yield from ({"sm": sm, "limit": TARGETS[sm][0] * 1024, **resources(kernel, sm)} for kernel in compiled)
+
+
+WINDOWS = {  # name: B, S, S_kv, G, h, Dk, Dv, dtype
+    "h16": (1, 8192, 8192, 4, 16, 128, 128, torch.bfloat16),
+    "h6-192-128": (1, 4096, 4096, 2, 6, 192, 128, torch.bfloat16),
+    "h12-256": (1, 1024, 4096, 2, 12, 256, 256, torch.bfloat16),
+    "packed": (1, 8192, 8192, 4, 16, 128, 128, torch.bfloat16),
+}
+
+
+def window_kernels(targets: str, *names: str) -> Iterator[dict[str, Any]]:
+    """Yield the kernels of sliding windows: whole on Hopper, elsewhere as far as shared memory is known."""
+    for sm, name in itertools.product(map(int, targets.split(",")), names or WINDOWS):
+        B, S, S_kv, G, h, Dk, Dv, dtype = WINDOWS[name]
+        q = torch.empty(B, S, G, h, Dk, dtype=dtype)
+        k, v = torch.empty(B, G, S_kv, Dk, dtype=dtype), torch.empty(B, G, S_kv, Dv, dtype=dtype)
+        bounds = torch.zeros(2, S, dtype=torch.int32) if name == "packed" else None
+        with launches_compile(sm, whole=sm >= 90) as compiled:
+            o, lse = window_triton.forward(q, k, v, 512, 0.1, bounds)
+            window_triton.backward(q, k, v, o, lse, torch.empty_like(o), None, 512, 0.1, bounds)
+        yield from ({"shape": name, "sm": sm, "limit": TARGETS[sm][0] * 1024, **resources(kernel, sm)} for kernel in compiled)
+
+
+LIKE = 80  # AMD has no TMA: the kernel configs of SM 8.0 load by pointer
+LDS = {"gfx942": 64 << 10, "gfx950": 160 << 10}  # bytes of shared memory per workgroup (AMD's CDNA 3 and CDNA 4 ISA documents)
+
+
+def hip_kernels(arch: str, *asked: str) -> Iterator[dict[str, Any]]:
+    """Yield the kernels of forward passes on an AMD GPU: backend, shape, backend, shape."""
+    for backend, shape in zip(asked[::2], asked[1::2], strict=True):
+        call = (paged_call if shape in PAGED else target_call)(shape, LIKE)
+        with launches_compile(arch) as compiled:
+            registry.load(backend).forward(call)
+        for kernel in compiled:
+            facts = {"kernel": kernel.metadata.name, "shared": kernel.metadata.shared, "limit": LDS[arch]}
+            yield {"backend": backend, "shape": shape, **facts, "hsaco": len(kernel.asm["hsaco"])}
+
+
+KINDS = {"choose": choose_kernels, "cache": cache_kernels, "gate": gate_kernels, "window": window_kernels, "hip": hip_kernels}
+# Line numbers cost time and change no instruction.
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "TRITON_DEFAULT_FP_FUSION": "1", "TRITON_DISABLE_LINE_INFO": "1"}
+
+
+def compiled_apart(*arguments: str) -> list[dict[str, Any]]:
+    """Run this file in a process of its own, because the tests interpret Triton's kernels, and return the kernels that it prints."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | ENVIRONMENT
+    run = subprocess.run([sys.executable, __file__, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return [json.loads(line) for line in run.stdout.splitlines()]
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    kind, *words = sys.argv[1:]
+    for line in KINDS[kind](*words) if kind in KINDS else attend_kernels(kind, *words):
+        print(json.dumps(line), flush=True)

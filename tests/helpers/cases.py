@@ -164,35 +164,6 @@ def edge_selections(B: int, S: int, G: int, S_kv: int, *, device: str = "cpu") -
     return {name: ranges.to(device) for name, ranges in edges.items()}
 
 
-def edge_block_lists(B: int, S: int, G: int, S_kv: int, block_size: int, *, device: str = "cpu") -> dict[str, Tensor]:
-    """Block indices [B,S,G,n] by name that are easily mistreated, -1 for padding; wants S_kv >= 4 blocks and S <= S_kv."""
-    blocks = -(-S_kv // block_size)
-    own = (torch.arange(S_kv - S, S_kv) // block_size)[None, :, None].expand(B, S, G)
-    rows = torch.arange(S)[None, :, None, None]
-
-    def everywhere(*indices: int) -> Tensor:
-        return torch.tensor(indices).expand(B, S, G, len(indices)).clone()
-
-    some = everywhere(0, 2)
-    edges = {
-        "empty_all": everywhere(-1, -1),
-        "empty_first": torch.where(rows < (S + 1) // 2, -1, some),
-        "empty_last": torch.where(rows >= S // 2, -1, some),
-        "empty_alternating": torch.where(rows % 2 == 0, -1, some),
-        "padded": everywhere(-1, 2, -1, -1, 0, -1),
-        "unsorted": everywhere(3, 0, 2),
-        "last_block": everywhere(blocks - 1),
-        "one_block": everywhere(0),
-        "all_blocks": everywhere(*range(blocks)),
-        "own_block": own.unsqueeze(-1),
-        "future_only": own.unsqueeze(-1) + 1,
-        "own_and_future": torch.stack((own + 1, own, own + 2), -1),
-        "alternating": torch.where(rows % 2 == 0, everywhere(0, 1), everywhere(2, 3)),
-        "int64": everywhere(0, 2).long(),
-    }
-    return {name: (indices if name == "int64" else indices.int()).to(device) for name, indices in edges.items()}
-
-
 def plain_torch(
     q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, scale: float | None = None, q_pos: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,7 @@ from tests.helpers import distributed_agreement as calls
 from tests.helpers import distributed_layer as layers
 from tests.helpers import distributed_models as models
 from tests.helpers.cases import assert_forward, assert_gradients, make_grads, make_spans
-from tests.helpers.paths import ROOT
+from tests.helpers.files import ROOT
 from tests.helpers.ranks import ANY_RANGES, BACKENDS, BLOCK, DEVICE, DTYPE, EQUAL, ROWS, D, all_of, mine, my_turn, problem, rank, ranks
 
 
@@ -263,7 +263,7 @@ def bad_arguments() -> None:
 
 
 def the_document_runs() -> None:
-    """Run the code of docs/distributed.md, as tests/docs/test_documents.py does on one rank."""
+    """Run the code of docs/distributed.md, as tests/unit/test_documents.py does on one rank."""
     text = (ROOT / "docs" / "distributed.md").read_text()
     namespace: dict[str, Any] = {"__name__": "document"}
     for number, part in enumerate(text.split("```python\n")[1:], 1):

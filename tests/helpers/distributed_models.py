@@ -23,8 +23,7 @@ from nsa_sel import Selection, selection_attention
 from nsa_sel.distributed import context_parallel_attention
 from nsa_sel.errors import ArgumentError, BackendError
 from tests.helpers.cases import assert_forward, assert_gradients, make_blocks, make_grads
-from tests.helpers.examples import load
-from tests.helpers.paths import ROOT
+from tests.helpers.files import ROOT, load
 from tests.helpers.ranks import BACKENDS, BLOCK, DEVICE, EQUAL, ROWS, mine, my_turn, problem, ranks
 
 example, several = load("train_nsa_lm"), load("several_ranks")  # here, for all ranks that are forked

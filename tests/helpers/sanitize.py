@@ -22,13 +22,12 @@ from nsa_sel.backends import choose_triton, cuda_block
 from nsa_sel.backends._triton import choose_pages
 from nsa_sel.backends.cupy_cuda import launch, sm90
 from nsa_sel.core import registry
-from nsa_sel.core.choose_call import Rule
+from nsa_sel.core.call import Rule
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
-from tests.helpers.cache_cases import LENGTHS, check, make_cache
+from tests.helpers.caches import LENGTHS, check, check_quantized, make_cache, make_quantized
 from tests.helpers.cases import make_blocks, make_call, make_grads, make_qkv, make_spans
-from tests.helpers.choose_cases import check_forward, in_pages, make_choose_call
-from tests.helpers.quantized_cases import check_quantized, make_quantized
+from tests.helpers.choose import check_forward, in_pages, make_choose_call
 
 SIZES = (  # B, S, G, h, Dk, Dv, S_kv
     (2, 40, 2, 3, 16, 24, 150),

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from nsa_sel.choosing import choose_blocks
 from nsa_sel.core.attend import selection_attention
-from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 
 MODEL_TYPE = "minimax_m3_vl_text"
@@ -64,24 +63,6 @@ def attend(
     o, lse = selection_attention(q, key, value, selection, scale=scale, return_lse=True)
     mean = value.mean(2, dtype=torch.float32).to(value.dtype)[:, None, :, None]  # [B,1,G,1,D]
     return torch.where(lse.isneginf().unsqueeze(-1), mean, o).flatten(2, 3)
-
-
-def check_positions(position_ids: Tensor | None, padded: Tensor | None, S_kv: int) -> Tensor | None:
-    """Raise ArgumentError unless positions are cache slots, where nothing is padded: the model's masks go by both.
-
-    Under torch.compile and while a CUDA graph is captured, nothing can be raised: return whether they are, a bool tensor []; elsewhere
-    None. A single new token is not checked.
-    """
-    if position_ids is None or padded is not None or position_ids.shape[-1] < 2:
-        return None
-    S = position_ids.shape[-1]
-    are_slots = (position_ids == torch.arange(S_kv - S, S_kv, device=position_ids.device)).all()
-    if torch.compiler.is_compiling() or (are_slots.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return are_slots
-    if not bool(are_slots):
-        allowed = f"{S_kv - S} to {S_kv - 1}, the slots of the tokens in the cache"
-        raise ArgumentError("position_ids", "not those of the cache's slots", allowed, "leave position_ids out")
-    return None
 
 
 def choose(

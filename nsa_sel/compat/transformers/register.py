@@ -1,4 +1,5 @@
-"""transformers: `attn_implementation="nsa_sel"` runs a dense decoder model with block selection, without training.
+"""transformers: `attn_implementation="nsa_sel"` runs a dense decoder model with block selection, without training; `patch_model` runs
+released models that select blocks.
 
 A row attends to n blocks of its keys: the first, the last ones, and those whose mean key, with rotary positions, its group's heads give
 the most weight (`choose_blocks`). While a sequence has no more than n blocks, that is dense attention.
@@ -6,6 +7,11 @@ the most weight (`choose_blocks`). While a sequence has no more than n blocks, t
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -27,10 +33,13 @@ NO_EFFECT = frozenset(("cache_position", "num_items_in_batch", "output_hidden_st
 LATENT = "run it with FlashMLA and DeepGEMM's indexer (vLLM, SGLang), or attn_implementation='eager'"
 # Models that select keys themselves, by the model_type of their configuration, and who runs them.
 OWN_SELECTION = {
-    "axk2": LATENT, "deepseek_v32": LATENT, "deepseek_v4": LATENT, "dots3_note_text": LATENT, "glm_moe_dsa": LATENT, "hy_v4": LATENT,
-    "mistral_large4_text": LATENT,
+    "axk2": LATENT, "deepseek_v32": LATENT, "deepseek_v4": LATENT, "dots3_note_text": LATENT, "glm5_next_text": LATENT,
+    "glm_moe_dsa": LATENT, "hy_v4": LATENT, "hy_v4_vl_text": LATENT, "mistral_large4_text": LATENT,
     "qwen4_exp_text": "run it with attn_implementation='sdpa'",
 }  # fmt: skip
+# The third is `cache` from transformers 5.24 on. The model passes all by position.
+INDEXER_ARGUMENTS = [("hidden_states", "position_embeddings", name, "position_ids") for name in ("past_key_values", "cache")]
+INDEXER_PARTS = ("q_proj", "k_proj", "q_norm", "k_norm", "head_dim", "block_size", "topk_blocks", "local_blocks", "layer_idx")
 
 
 def register_transformers(*, n: int = 16, block_size: int = 64, first: int = 1, local: int = 2) -> None:
@@ -69,11 +78,11 @@ def register_transformers(*, n: int = 16, block_size: int = 64, first: int = 1, 
         if attention_mask is not None and attention_mask.dim() != 1:  # a mask of the user's own comes as it is
             found = f"of shape {tuple(attention_mask.shape)}"
             raise ArgumentError("attention_mask", found, "[B, keys] of 0 and 1: padding before and after", "leave it out for a causal mask")
-        if minimax_m3.is_attention(module):
-            right = minimax_m3.check_positions(options.get("position_ids"), attention_mask, key.shape[2])
+        selects = minimax_m3.is_attention(module)
+        right = check_positions(options.get("position_ids"), attention_mask, query.shape[2], key.shape[2], slots=selects)
+        if selects:
             o = minimax_m3.attend(module, query, key, value, attention_mask, options.get("block_indices"), options.get("scaling"))
         else:
-            right = check_positions(options.get("position_ids"), attention_mask, query.shape[2], key.shape[2])
             sizes = {"n": n, "block_size": block_size, "first": first, "local": local}
             o = attend(query, key, value, attention_mask, options.get("scaling"), sizes)
         return o if right is None else torch.where(right, o, float("nan")), None
@@ -160,24 +169,36 @@ def refused_model(config: Any, why: str, remedy: str) -> ArgumentError:
     return ArgumentError("the model", f"{name}, which {why}", f"dense causal attention {HERE}", remedy)
 
 
-def check_positions(position_ids: Tensor | None, padded: Tensor | None, S: int, S_kv: int) -> Tensor | None:
+def check_positions(position_ids: Tensor | None, padded: Tensor | None, S: int, S_kv: int, slots: bool) -> Tensor | None:
     """Raise ArgumentError for packed sequences: positions that do not rise from token to token, padding apart.
 
     It reads the positions in each call, so the host waits for the device. Where it cannot, under torch.compile and while a CUDA graph is
-    captured, it returns whether they rise, a bool tensor []; elsewhere None.
+    captured, it returns whether they are right, a bool tensor []; elsewhere None. A single new token is not checked.
+
+    Args:
+        position_ids: [S] or [B,S]; None: nothing is checked.
+        padded: what `first_keys` returned.
+        S, S_kv: rows and keys.
+        slots: positions must be those of the cache's slots, where nothing is padded: MiniMax-M3's masks go by both.
     """
-    if position_ids is None or S < 2:
+    if position_ids is None or S < 2 or (slots and padded is not None):
         return None
     if position_ids.dim() > 2 or position_ids.shape[-1] != S:
         raise ArgumentError("position_ids", f"of shape {tuple(position_ids.shape)}", f"[B, {S}] {HERE}", ANOTHER)
-    rise = position_ids[..., 1:] > position_ids[..., :-1]  # [B, S - 1]
-    if padded is not None:
-        begin, end = padded.to(rise.device).view(2, -1, 1)
-        key = torch.arange(S_kv - S, S_kv - 1, device=rise.device)
-        rise = rise | (key < begin) | (key + 1 >= end)
-    if torch.compiler.is_compiling() or (rise.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return rise.all()
-    if not bool(rise.all()):
+    if slots:
+        right = position_ids == torch.arange(S_kv - S, S_kv, device=position_ids.device)
+    else:
+        right = position_ids[..., 1:] > position_ids[..., :-1]  # [B, S - 1]
+        if padded is not None:
+            begin, end = padded.to(right.device).view(2, -1, 1)
+            key = torch.arange(S_kv - S, S_kv - 1, device=right.device)
+            right = right | (key < begin) | (key + 1 >= end)
+    if torch.compiler.is_compiling() or (right.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return right.all()
+    if not bool(right.all()):
+        if slots:
+            allowed = f"{S_kv - S} to {S_kv - 1}, the slots of the tokens in the cache"
+            raise ArgumentError("position_ids", "not those of the cache's slots", allowed, "leave position_ids out")
         raise ArgumentError("position_ids", "of packed sequences", f"positions that rise {HERE}", UNPACKED)
     return None
 
@@ -206,3 +227,71 @@ def check_options(module: torch.nn.Module, query: Tensor, key: Tensor, options: 
         if name not in read and name not in NO_EFFECT and value is not None:
             found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else shown(value)
             raise ArgumentError(name, found, f"None {HERE}, which does not have it", ANOTHER)
+
+
+@dataclass
+class Patched:
+    """What `patch_model` changed, by module name.
+
+    Attributes:
+        changed: how each layer attends now.
+    """
+
+    changed: dict[str, str] = field(default_factory=dict)
+    _undo: list[Callable[[], object]] = field(default_factory=list, repr=False)
+
+    def undo(self) -> None:
+        """Put the model's own code back."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name}: {rule}" for name, rule in self.changed.items())
+
+
+def patch_model(model: torch.nn.Module) -> Patched:
+    """Run the layers of a transformers model that select blocks on nsa-sel, with the model's own weights.
+
+    Takes MiniMax-M3 (`transformers.models.minimax_m3_vl`): attention over the blocks of its indexer, the indexer without a score for
+    every pair of tokens, and dense attention in layers without an indexer. Prefill whole or in chunks, padded batches, `generate`,
+    gradients. Weights, `state_dict` and the cache's layout stay as they are; nothing outside of the model is changed.
+
+    Args:
+        model: the model, or any module that holds such layers.
+
+    Returns:
+        What was changed, with `undo()`.
+
+    Raises:
+        ArgumentError: the model has no such layer, or its class differs from the one that this version knows.
+    """
+    register_transformers()
+    patched = Patched()
+    configs: dict[int, Any] = {}
+    for name, module in model.named_modules():
+        if not minimax_m3.is_attention(module):
+            continue
+        configs[id(module.config)] = module.config
+        if module.indexer is None:
+            patched.changed[name] = "dense causal attention"
+            continue
+        indexer = module.indexer
+        parameters = tuple(inspect.signature(type(indexer).forward).parameters)[1:]
+        lacking = [part for part in INDEXER_PARTS if not hasattr(indexer, part)]
+        if lacking or parameters not in INDEXER_ARGUMENTS:
+            found = f"{type(indexer).__name__} with forward({', '.join(parameters)})"
+            found += f", without {', '.join(lacking)}" if lacking else ""
+            allowed = f"an indexer with forward({', '.join(INDEXER_ARGUMENTS[0])}), as in transformers 5.17 to 5.24"
+            raise ArgumentError("model", found, allowed, "install a transformers version in that range, or report the new one")
+        indexer.forward = MethodType(minimax_m3.choose, indexer)
+        patched._undo.append(partial(indexer.__dict__.pop, "forward", None))
+        patched.changed[name] = f"{indexer.topk_blocks} of the blocks of {indexer.block_size} keys, chosen by choose_blocks"
+    if not patched.changed:
+        remedy = (
+            "for a dense model call register_transformers() and model.set_attn_implementation('nsa_sel'); docs/choosing.md lists models"
+        )
+        raise ArgumentError("model", f"{type(model).__name__}, without a layer that selects blocks", "a MiniMax-M3 model", remedy)
+    for config in configs.values():
+        patched._undo.append(partial(setattr, config, "_attn_implementation", config._attn_implementation))
+        config._attn_implementation = NAME
+    return patched

@@ -1,0 +1,662 @@
+"""The launcher: replayed passes, whose CUDA kernels run on the CPU in place of the driver, and tensor maps."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import types
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from nsa_sel import decisions, selection_attention
+from nsa_sel.backends import cupy_cuda
+from nsa_sel.backends.cupy_cuda import block_tiles, key_to_rows, launch, tensor_map
+from nsa_sel.backends.launcher import cuda_driver, replay
+from nsa_sel.backends.launcher.buffers import unwritten
+from nsa_sel.backends.launcher.passes import backward_of_any_scale
+from nsa_sel.core import ranges as ranges_module
+from nsa_sel.core import registry
+from nsa_sel.core.call import Call, Workspace
+from nsa_sel.core.transforms import REPEATED
+from nsa_sel.core.warm import reset
+from nsa_sel.errors import BackendError
+from nsa_sel.quantize import STORED
+from nsa_sel.selection import Exact, Selection, Snapshot
+from nsa_sel.settings.config import settings_for
+from tests.helpers import cuda as emulate
+from tests.helpers.cases import assert_forward, assert_gradients, make_blocks, make_grads, make_qkv
+from tests.helpers.cuda import GPU, needs_compiler
+
+
+def ctas_threads_and_shared(config: int) -> tuple[int, ...]:
+    """Of the CUlaunchConfig at this address."""
+    return struct.unpack("<I8xI8xI", ctypes.string_at(config, 28))
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Kernels that the driver was asked to start, whose packed arguments the emulation takes."""
+    kernels: list[tuple[str, Any]] = []
+    started: list[str] = []
+
+    def function(source: str, macros: Any, *_: Any) -> int:
+        if (source, macros) not in kernels:
+            kernels.append((source, macros))
+        return kernels.index((source, macros))
+
+    def start(handle: int, ctas: int, threads: int, shared: int, *_: Any, **__: Any) -> int:
+        source, macros = kernels[handle]
+        started.append(source)
+        emulate._library(source, macros).run(ctas, threads, shared, 0, cuda_driver.thread.arguments)
+        return 0
+
+    def launch_kernel(handle: int, ctas: int, y: int, z: int, threads: int, *others: int) -> None:
+        start(handle, ctas, threads, others[2])
+
+    def clear(address: int, size: int, *_: int) -> int:
+        ctypes.memset(address, 0, size)
+        return 0
+
+    def encoded(device: int, dtype: Any, shape: Any, strides: Any, box: Any, promoted: bool, address: int) -> bytes:
+        if len(shape) == 5:
+            return emulate.row_map_of(address, shape, strides, box[1])
+        return emulate.map_of(address, shape, strides, box[2], box[3], dtype.itemsize)
+
+    runtime = types.SimpleNamespace(setDevice=lambda device: None, memsetAsync=lambda address, value, size, stream: clear(address, size))
+    monkeypatch.setattr(launch, "_interfaces", lambda: (types.SimpleNamespace(launchKernel=launch_kernel), runtime))
+    monkeypatch.setattr(launch, "_starts_early", lambda device: False)
+    monkeypatch.setattr(launch, "function", function)
+    monkeypatch.setattr(tensor_map, "_encoded", encoded)
+    monkeypatch.setattr(cuda_driver, "stream_of", lambda device: 0)
+    monkeypatch.setattr(cuda_driver, "_launch", lambda: lambda config, handle, *_: start(handle, *ctas_threads_and_shared(config)))
+    monkeypatch.setattr(replay, "stream_of", lambda device: 0)
+    monkeypatch.setattr(replay, "clear", clear)
+    monkeypatch.setattr(Selection, "_on_gpu", True)  # else it compares ranges with a copy
+    tensor_map._encoder.cache_clear()
+    return started
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was replayed: the number of launches of each."""
+    found: list[int] = []
+
+    def play(recording: replay.Recording, *others: Any) -> Any:
+        found.append(len(recording.steps))
+        return real(recording, *others)
+
+    real = replay._play
+    monkeypatch.setattr(replay, "_play", play)
+    return found
+
+
+def call_of(seed: int, known: dict[Any, Any] | None, S: int = 8, D: int = 16, block: int = 16) -> Call:
+    """A call of new tensors; those with one `known` are of one class, and may be replayed."""
+    q, k, v = make_qkv(2, S, 2, 3, D, 24 if D == 16 else D, S_kv=70, dtype=torch.float16, seed=seed)
+    selection = Selection.from_ranges(make_blocks(2, S, 2, 70, 3, block, seed=seed).ranges, block)
+    call = Call(q, k, v, selection, None, D**-0.5, settings_for(GPU), GPU)
+    call.known = {} if known is None else known
+    return call
+
+
+def passes(call: Call, seed: int, with_dlse: bool = False) -> list[Tensor]:
+    """o, lse, dq, dk, dv."""
+    o, lse = cupy_cuda.forward(call)
+    do, dlse = make_grads(call.q, call.v, seed)
+    dlse = torch.where(lse == float("-inf"), 0.0, dlse)
+    return [o, lse, *cupy_cuda.backward(call, o, lse, do, dlse if with_dlse else None)]
+
+
+def assert_equal(got: list[Tensor], wanted: list[Tensor]) -> None:
+    for one, other in zip(got, wanted, strict=True):
+        assert torch.equal(one, other)
+        assert not one.isnan().any()
+
+
+@needs_compiler
+@pytest.mark.parametrize("with_dlse", [pytest.param(False, marks=pytest.mark.thorough), True])
+def test_other_tensors_of_a_class_are_replayed(driver: list[str], played: list[int], with_dlse: bool) -> None:
+    """The same bits as of a pass that runs as it is written, from the same kernels."""
+    known: dict[Any, Any] = {REPEATED: True}
+    for seed in range(5):
+        wanted = passes(call_of(seed, None), seed, with_dlse)
+        launched = sorted(driver)
+        driver.clear()
+        assert_equal(passes(call_of(seed, known), seed, with_dlse), wanted)
+        assert sorted(driver) == launched
+        driver.clear()
+        if seed == 1:
+            assert played == []
+    assert len(played) == 9  # three times: forward, backward, and the lists of the backward
+    assert sum(played[-3:]) == len(launched)
+
+
+@needs_compiler
+def test_tensor_maps_are_encoded_anew(driver: list[str], played: list[int]) -> None:
+    known: dict[Any, Any] = {REPEATED: True}
+    for seed in range(4):
+        calls = [call_of(seed, facts, S=1, D=64, block=64) for facts in (None, known)]
+        wanted, got = (list(cupy_cuda.forward(call)) for call in calls)
+        assert_equal(got, wanted)
+    assert driver == 8 * ["forward_blocks.cu"]
+    assert played == [1, 1]
+
+
+@needs_compiler
+def test_a_kept_selection_builds_no_plan_again(driver: list[str], played: list[int]) -> None:
+    call = call_of(0, {REPEATED: True})
+    for _ in range(2):
+        passes(call, 0)
+    driver.clear()
+    for _ in range(2):
+        passes(call, 0)
+    assert len(played) == 4  # forward and backward, no lists
+    assert len(driver) == sum(played)
+    assert "sort_count.cu" not in driver
+
+
+@needs_compiler
+def test_plans_follow_writes_into_the_ranges(driver: list[str], played: list[int]) -> None:
+    call = call_of(0, {REPEATED: True})
+    for seed in range(5):
+        call.selection.ranges.copy_(call_of(seed, None).selection.ranges)
+        plain = replace(call)
+        plain.selection = Selection(call.selection.ranges, 16)
+        assert_equal(passes(call, seed), passes(plain, seed))
+    assert len(played) == 9
+
+
+@needs_compiler
+def test_a_plan_that_was_replayed_has_its_tensors(driver: list[str]) -> None:
+    """For who does not replay: the views are those of the tensors of a plan that was built as it is written."""
+    known: dict[Any, Any] = {REPEATED: True}
+    plans = [key_to_rows.lists_of(call_of(0, facts), 16) for facts in (known, known, known, None)]
+    for one, other in zip(*plans[2:], strict=True):
+        assert type(one) is type(other)
+        if isinstance(one, Tensor):
+            assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+        else:
+            assert one == other
+    assert plans[2].begins.data_ptr() - plans[2].entries.data_ptr() > 0  # type: ignore[union-attr]
+    assert plans[2].begins.untyped_storage().data_ptr() == plans[2].segments.untyped_storage().data_ptr()
+    assert torch.equal(plans[2].begins, plans[3].begins)
+
+
+@needs_compiler
+def test_replayed_lists_of_small_blocks_are_those_that_were_built(driver: list[str], played: list[int]) -> None:
+    """Their counts of blocks are zeroed again."""
+    known: dict[Any, Any] = {REPEATED: True}
+    plans = [block_tiles.block_lists_of(call_of(0, facts)) for facts in (known, known, known, known, None)]
+    assert played
+    for plan in plans[1:]:
+        for name in ("begins", "segments", "parts", "slots"):
+            assert torch.equal(getattr(plan, name), getattr(plans[0], name)), name
+        for name in ("entries", "chosen"):
+            assert torch.equal(*(getattr(x, name)[: int(x.begins[-1])] for x in (plan, plans[0]))), name
+
+
+def moved(x: Tensor) -> Tensor:
+    """x at an address that is no multiple of 16."""
+    return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view_as(x).copy_(x)
+
+
+@needs_compiler
+@pytest.mark.parametrize("what", ["unaligned", "k is v", "expanded do", "workspace", "negative scale", "a hook", "refused"])
+def test_what_differs_runs_as_it_is_written(monkeypatch: pytest.MonkeyPatch, driver: list[str], played: list[int], what: str) -> None:
+    known: dict[Any, Any] = {REPEATED: True}
+    for _ in range(2):  # the next one would be replayed
+        passes(call_of(0, known), 0)
+    call, plain = call_of(1, known), call_of(1, None)
+    if what == "unaligned":
+        call.q = plain.q = moved(call.q)
+    elif what == "k is v":
+        known = call.known = {REPEATED: True}
+        call.k = plain.k = call.v = plain.v = torch.randn(2, 2, 70, 16).half()
+        call.q = plain.q = call.q.contiguous()
+    elif what == "workspace":
+        call.workspace = Workspace(torch.empty(1 << 20, dtype=torch.uint8))
+    elif what == "negative scale":
+        call.scale = plain.scale = -0.25
+    elif what == "a hook":
+        monkeypatch.setattr(cuda_driver, "hooked", lambda: True)
+    elif what == "refused":
+        monkeypatch.setattr(cuda_driver, "_launch", lambda: lambda *_: 1)
+    if what == "expanded do":
+        o, lse = cupy_cuda.forward(call)
+        do = torch.ones(o.shape[-1], dtype=o.dtype).expand(o.shape)
+        assert_equal(list(cupy_cuda.backward(call, o, lse, do, None)), list(cupy_cuda.backward(plain, o, lse, do, None)))
+        assert played == [1, 2]  # the forward, and the lists
+        return
+    assert_equal(passes(call, 1), passes(plain, 1))
+    assert bool(played) == (what == "refused")
+
+
+def work(call: Call, *given: Any) -> tuple[Tensor, ...]:
+    """A pass of one launch, with what a test makes of it."""
+    o, lse = unwritten(call.q, 4), unwritten(call.q, 4)
+    extra = given[0](call) if given else None
+    step = (0, 1, 32, 0, False, None, launch.layout(0, False, 3))
+    cuda_driver.thread.recording.launch(*step, values=(o.data_ptr(), lse.data_ptr(), call.k.data_ptr() if extra is None else extra))
+    return o, lse
+
+
+FOREIGN = torch.zeros(64)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("extra", "recorded"),
+    [
+        (lambda call: call.q.data_ptr(), True),
+        (lambda call: call.q.data_ptr() + 2, False),  # within an input, of which only the beginning is known
+        (lambda call: unwritten(call.q, 100).data_ptr() + 16, True),  # a part of what the pass made
+        (lambda call: unwritten(call.q, 100)[8:].data_ptr(), True),
+        (lambda call: FOREIGN.data_ptr(), False),
+        (lambda call: torch.empty(100).data_ptr(), False),
+        (lambda call: unwritten(call.q, 100).zero_().data_ptr(), False),
+        (lambda call: 2**32 - 1, True),  # a number
+        (lambda call: 2**40, False),  # an address of nothing
+    ],
+)
+def test_a_recording_tells_what_each_address_is(extra: Any, recorded: bool) -> None:
+    call = call_of(0, None)
+    recorder = replay.Recorder([x.data_ptr() for x in (call.q, call.k, call.v, call.selection.ranges)])
+    with recorder:
+        result = work(call, extra)
+    assert (recorder.finished(result, False) is not None) == recorded
+    assert cuda_driver.thread.recording is None
+
+
+@needs_compiler
+def test_debug_triton_names_the_pass_whose_launches_depend_on_more_than_its_class() -> None:
+    known: dict[Any, Any] = {REPEATED: True}
+    constants = [0.5, 0.5, 0.25]
+
+    def forward(call: Call) -> tuple[Tensor, ...]:
+        o = unwritten(call.q, 4)
+        step = (0, 1, 32, 0, False, None, struct.Struct("<Qd"))
+        cuda_driver.thread.recording.launch(*step, values=(o.data_ptr(), constants.pop(0)))
+        return (o,)
+
+    def run(seed: int) -> None:
+        call = call_of(seed, known)
+        call.settings = msgspec.structs.replace(call.settings, debug_triton=True)
+        replay.replayed(call, forward)
+
+    run(0)
+    run(1)
+    with pytest.raises(BackendError, match=r"test_launcher.*forward: a pass of one class of calls had constants .*launcher"):
+        run(2)
+
+
+@needs_compiler
+def test_launch_configs_are_kept_for_each_stream() -> None:
+    """As the driver takes them: grid, block and shared memory, the stream, and the attribute of an early start."""
+    step = (7, cuda_driver.grid(3, 64, 128), True, cuda_driver.Pointers((0,)), struct.Struct("<q"), replay._getter([0]))
+    number = next(replay._numbers)
+    found = [cuda_driver.ready(number, -1, (step,), stream) for stream in (5, 6, 5)]
+    assert found[0] is found[2]
+    for stream, ((*_, config, function, _, _),) in zip((5, 6), found[:2], strict=True):
+        *grid, its_stream, attributes, count = struct.unpack("<7I4xQQI4x", ctypes.string_at(config, 56))
+        assert (function, grid, its_stream, count) == (7, [3, 1, 1, 64, 1, 1, 128], stream, 1)
+        assert struct.unpack("<I4xI", ctypes.string_at(attributes, 12)) == (6, 1)
+
+
+@needs_compiler
+def test_a_selection_that_promises_no_overlaps_keeps_its_plans(driver: list[str]) -> None:
+    known: dict[Any, Any] = {REPEATED: True}
+    for _ in range(3):
+        call = call_of(0, known)
+        call.selection = Selection(call.disjoint_ranges(), 16, disjoint=True)
+        passes(call, 0)
+    driver.clear()
+    first = key_to_rows.lists_of(call, 16)
+    passes(call, 0)
+    assert key_to_rows.lists_of(call, 16) is first
+    assert "sort_count.cu" not in driver
+
+
+@needs_compiler
+def test_a_pass_within_a_pass_is_a_part_of_it(driver: list[str], played: list[int]) -> None:
+    """As where a backend leaves a call to another one."""
+
+    @backward_of_any_scale
+    def outer(call: Call, *given: Any) -> Any:
+        return cupy_cuda.backward(call, *given)
+
+    known: dict[Any, Any] = {REPEATED: True}
+    for seed in range(4):
+        plain, call = call_of(seed, None), call_of(seed, known)
+        o, lse = cupy_cuda.forward(plain)
+        do = make_grads(call.q, call.v, seed)[0]
+        wanted, got = (list(backward(x, o, lse, do, None)) for backward, x in ((cupy_cuda.backward, plain), (outer, call)))
+        assert_equal(got, wanted)
+    assert played == 2 * [3, 2]  # the outer pass, and its lists
+
+
+def cut(call: Call, number: int) -> tuple[Tensor, ...]:
+    """A plan that is a plain tuple and uses another one."""
+    begins = key_to_rows.lists_of(call, 16).begins  # whose 32-bit words are taken as counts
+    return key_to_rows.sum_counts(begins, number, number, 1, key_to_rows.with_parts(1))
+
+
+@needs_compiler
+def test_a_plan_of_a_plan(driver: list[str], played: list[int]) -> None:
+    known: dict[Any, Any] = {REPEATED: True}
+    for seed in range(5):
+        kept, plain = (replay.kept_plan(call_of(seed, facts), ("cut",), cut, 15).value for facts in (known, None))
+        assert type(kept) is tuple
+        assert all(map(torch.equal, kept, plain))
+    assert played[-2:] == [1, 2]
+
+
+@needs_compiler
+def test_what_was_measured_between_two_passes_is_another_class(driver: list[str], played: list[int]) -> None:
+    """Measured selections have room for fewer tiles per range than those that were not, which are of the same class before the forward."""
+    known: dict[Any, Any] = {REPEATED: True}
+
+    def both(seed: int, length: int, facts: dict[Any, Any] | None, measured: bool) -> list[Tensor]:
+        call = call_of(seed, facts)
+        start = torch.arange(2 * 8 * 2).view(2, 8, 2, 1) % (70 - length)
+        call.selection = Selection.from_ranges(torch.stack((start, start + length), -1).int())
+        o, lse = cupy_cuda.forward(call)
+        if measured:
+            call.selection.measure()
+        again = replace(call)
+        again.known = call.known
+        return [o, lse, *cupy_cuda.backward(again, o, lse, make_grads(call.q, call.v, seed)[0], None)]
+
+    for seed in range(4):
+        both(seed, 8, known, True)
+    assert len(played) >= 3
+    for seed in range(4):
+        assert_equal(both(seed, 60, known, False), both(seed, 60, None, False))
+
+
+@needs_compiler
+def test_a_watch_that_sees_nothing_records_nothing() -> None:
+    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        recorder = replay.Recorder([])
+        with recorder:
+            pass
+    assert recorder.refused
+
+
+@needs_compiler
+def test_old_recordings_make_room(monkeypatch: pytest.MonkeyPatch, driver: list[str]) -> None:
+    monkeypatch.setattr(replay, "MOST_RECORDINGS", 3)
+    replay._recordings.clear()
+    facts: list[dict[Any, Any]] = [{REPEATED: True} for _ in range(2)]
+    for known in facts:
+        for _ in range(3):
+            passes(call_of(0, known), 0)
+    held = [sum(isinstance(x, replay.Recording) for x in known.values()) for known in facts]
+    assert held == [0, 3]
+
+
+BACKENDS = ("triton-token", "triton-group", "triton-tile", "triton-block", "cuda-block", "cupy-cuda")
+on_every_backend = pytest.mark.parametrize(
+    "backend", [pytest.param(x, marks=[pytest.mark.skip(reason="missing")] if registry.missing(x) else []) for x in BACKENDS]
+)
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@pytest.fixture
+def played_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was replayed."""
+    found: list[Any] = []
+
+    def play(recording: Any, *others: Any) -> Any:
+        result = real(recording, *others)
+        found.append(recording)
+        assert result is not None
+        return result
+
+    real = replay._play
+    monkeypatch.setattr(replay, "_play", play)
+    return found
+
+
+def inputs_of(seed: int, S: int = 100, block: int = 64, S_kv: int = 400) -> Inputs:
+    """q, k, v, do and block indices."""
+    q, k, v = make_qkv(2, S, 2, 4, 64, S_kv=S_kv, dtype=torch.bfloat16, device="cuda", seed=seed)
+    return q, k, v, make_grads(q, v, seed)[0], make_blocks(2, S, 2, S_kv, 3, block, seed=seed, device="cuda").block_indices
+
+
+def step(backend: str, inputs: Inputs, block: int = 64, run: Callable[..., Any] | None = None, loss_of_lse: bool = False) -> list[Tensor]:
+    """o, lse, dq, dk, dv of a new selection."""
+    *leaves, do, blocks = inputs
+    leaves = [x.detach().requires_grad_() for x in leaves]
+
+    def call(*tensors: Tensor) -> Any:
+        selection = Selection.from_blocks(blocks, block)
+        return selection_attention(*tensors, selection, return_lse=True, backend=backend)
+
+    o, lse = (run or (lambda work, *tensors: work(*tensors)))(call, *leaves)
+    assert (decisions()[-1].forward, decisions()[-1].backward) == (backend, backend)
+    outputs, gradients = ((o, lse), (do, torch.ones_like(lse))) if loss_of_lse else ((o,), (do,))
+    return [o.detach(), lse.detach(), *torch.autograd.grad(outputs, leaves, gradients)]
+
+
+def as_written(work: Callable[[], Any]) -> Any:
+    """What `work` returns where nothing is recorded."""
+    reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay, "TRIES", 0)
+        patch.setattr(ranges_module, "_classes", {})
+        found = work()
+    reset()
+    return found
+
+
+def assert_equal_gpu(got: list[Tensor], wanted: list[Tensor]) -> None:
+    for one, other in zip(got, wanted, strict=True):
+        assert torch.equal(one, other)
+        assert not one.isnan().any()
+
+
+@pytest.mark.gpu
+@on_every_backend
+@pytest.mark.parametrize(("S", "block", "loss_of_lse"), [(100, 64, False), (100, 32, True), (1, 64, False), (1000, 16, False)])
+def test_new_tensors_and_selections(backend: str, played_gpu: list[Any], S: int, block: int, loss_of_lse: bool) -> None:
+    problems = [inputs_of(seed, S, block, max(S, 400)) for seed in range(6)]
+    wanted = as_written(lambda: [step(backend, x, block, loss_of_lse=loss_of_lse) for x in problems])
+    assert played_gpu == []
+    for x, y in zip(problems, wanted, strict=True):
+        played_gpu.clear()
+        assert_equal_gpu(step(backend, x, block, loss_of_lse=loss_of_lse), y)
+    assert len(played_gpu) >= 3  # forward, backward, its lists
+    if S > 100:
+        return  # the oracle takes long
+    q, k, v, do, blocks = problems[-1]
+    selection = Selection.from_blocks(blocks, block)
+    assert_forward((y[0], y[1]), q, k, v, selection.ranges)
+    if not loss_of_lse:
+        assert_gradients(tuple(y[2:]), q, k, v, selection.ranges, do, None)
+
+
+def saved_on_cpu(work: Callable[..., Any], *tensors: Tensor) -> Any:
+    with torch.autograd.graph.save_on_cpu():
+        return work(*tensors)
+
+
+def recomputed(work: Callable[..., Any], *tensors: Tensor) -> Any:
+    return checkpoint(work, *tensors, use_reentrant=False)
+
+
+def in_half(work: Callable[..., Any], *tensors: Tensor) -> Any:
+    with torch.autocast("cuda", torch.float16):
+        return work(*tensors)
+
+
+@pytest.mark.gpu
+@on_every_backend
+@pytest.mark.parametrize("run", [saved_on_cpu, recomputed, in_half])
+def test_what_autograd_does_around_a_call(backend: str, played_gpu: list[Any], run: Callable[..., Any]) -> None:
+    problems = [inputs_of(seed) for seed in range(5)]
+    if run is in_half:
+        problems = [(*x[:3], x[3].half(), x[4]) for x in problems]
+    wanted = as_written(lambda: [step(backend, x, run=run) for x in problems])
+    for x, y in zip(problems, wanted, strict=True):
+        assert_equal_gpu(step(backend, x, run=run), y)
+    assert played_gpu
+
+
+@pytest.mark.gpu
+@on_every_backend
+def test_threads_with_streams_of_their_own(backend: str, played_gpu: list[Any]) -> None:
+    """Nothing that a replay packs or allocates is shared: the bits of each thread are those of one alone."""
+    problems = [inputs_of(seed, 400) for seed in range(4)]
+    wanted = as_written(lambda: [step(backend, x) for x in problems])
+    for _ in range(5):
+        step(backend, problems[0])
+    torch.cuda.synchronize()
+    played_gpu.clear()
+
+    def work(number: int) -> list[list[Tensor]]:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream), torch.autograd.set_multithreading_enabled(number % 2 == 0):
+            found = [step(backend, problems[(number + i) % 4]) for i in range(12)]
+        stream.synchronize()
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        for number, found in enumerate(pool.map(work, range(4))):
+            for i, got in enumerate(found):
+                assert_equal_gpu(got, wanted[(number + i) % 4])
+    assert len(played_gpu) > 4 * 12
+
+
+@pytest.mark.gpu
+@on_every_backend
+def test_streams_that_share_a_selection(backend: str, played_gpu: list[Any]) -> None:
+    """Neither reads a plan that another has only queued. The first calls are written as they are, the last ones replayed."""
+    q, k, v, do, blocks = inputs = inputs_of(0)
+    wanted = step(backend, inputs)
+    late, early = torch.cuda.Stream(), torch.cuda.Stream()
+    for _ in range(6):
+        shared, found = Selection.from_blocks(blocks, 64), []
+        torch.cuda.synchronize()
+        for stream in (late, early):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(20_000_000 * (stream is late))  # cycles
+                leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+                o, lse = selection_attention(*leaves, shared, return_lse=True, backend=backend)
+                found.append([o.detach(), lse.detach(), *torch.autograd.grad(o, leaves, do)])
+        torch.cuda.synchronize()
+        for got in found:
+            assert_equal_gpu(got, wanted)
+    assert played_gpu
+
+
+@pytest.mark.gpu
+@on_every_backend
+def test_a_capture_after_replays(backend: str, played_gpu: list[Any]) -> None:
+    """A CUDA graph holds a pass that runs as it is written, and follows what is written into its inputs."""
+    problems = [inputs_of(seed) for seed in range(3)]
+    wanted = as_written(lambda: [step(backend, x) for x in problems])
+    static = tuple(x.clone() for x in problems[0])
+    kept = Selection.from_blocks(static[4], 64)
+
+    def call() -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in static[:3]]
+        o, lse = selection_attention(*leaves, kept, return_lse=True, backend=backend)
+        return [o.detach(), lse.detach(), *torch.autograd.grad(o, leaves, static[3])]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(5):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    assert played_gpu
+    number, graph = len(played_gpu), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = call()
+    assert len(played_gpu) == number
+    for x, y in zip(problems, wanted, strict=True):
+        for old, new in zip(static, x, strict=True):
+            old.copy_(new)
+        kept.ranges.copy_(Selection.from_blocks(static[4], 64).ranges)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_equal_gpu(outputs, y)
+        assert_equal_gpu(call(), y)
+
+
+# Tensor maps
+
+
+class Driver:
+    """Writes a mark where the map belongs, and remembers what it was told."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status, self.told = status, []  # type: ignore[var-annotated]
+
+    def cuTensorMapEncodeTiled(self, at: Any, dtype: int, rank: Any, address: Any, *rest: Any) -> int:
+        assert at.value % cuda_driver.MAP_ALIGNMENT == 0
+        ctypes.memset(at.value, 0xAB, cuda_driver.MAP_BYTES)
+        self.told.append((dtype, rank.value, address.value, *(list(numbers) for numbers in rest[:4]), rest[4:]))
+        return self.status
+
+
+def encoded(monkeypatch: pytest.MonkeyPatch, x: torch.Tensor, driver: Driver) -> bytes:
+    runtime = pytest.importorskip("cupy_backends.cuda.api.runtime", reason="no CuPy; remedy: pip install cupy-cuda13x")
+    monkeypatch.setattr(runtime, "setDevice", lambda device: None)
+    monkeypatch.setattr(cuda_driver, "encode", lambda: driver.cuTensorMapEncodeTiled)
+    tensor_map._encoder.cache_clear()
+    return tensor_map.tensor_map(x, 64, 64)
+
+
+def test_a_cache_of_other_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    k = torch.empty(3, 100, 2, 128, dtype=torch.bfloat16).transpose(1, 2)  # [B,S_kv,G,D] seen as [B,G,S_kv,D]
+    assert encoded(monkeypatch, k, driver) == b"\xab" * 128
+    assert tensor_map.tensor_map(k, 64, 64) == b"\xab" * 128
+    ((dtype, rank, address, sizes, steps, box, ones, how),) = driver.told  # once: the second was remembered
+    assert (dtype, rank, address) == (tensor_map.BFLOAT16, 4, k.data_ptr())
+    assert (sizes, steps) == ([128, 100, 2, 3], [2 * 256, 2 * 128, 2 * 25600])
+    assert (box, ones, how) == ([64, 64, 1, 1], [1, 1, 1, 1], (0, tensor_map.SWIZZLE_128_BYTES, tensor_map.PROMOTE_TO_256_BYTES, 0))
+
+
+@pytest.mark.parametrize(("D", "swizzle"), [(64, tensor_map.SWIZZLE_64_BYTES), (128, tensor_map.SWIZZLE_128_BYTES)])
+def test_e4m3_is_loaded_as_bytes(monkeypatch: pytest.MonkeyPatch, D: int, swizzle: int) -> None:
+    """A tile has all columns, and is swizzled by as many bytes."""
+    driver = Driver()
+    k = torch.empty(3, 100, 2, D).to(STORED).transpose(1, 2)
+    encoded(monkeypatch, k, driver)
+    tensor_map.tensor_map(k, 64, D, promoted=False)
+    dtype, _, _, sizes, steps, box, _, how = driver.told[-1]
+    assert (dtype, sizes, steps, box) == (tensor_map.UINT8, [D, 100, 2, 3], [2 * D, D, 200 * D], [D, 64, 1, 1])
+    assert how == (0, swizzle, tensor_map.NO_PROMOTION, 0)
+
+
+def test_one_element_may_have_any_stride(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    encoded(monkeypatch, torch.empty(5000, dtype=torch.float16).as_strided((1, 1, 10, 64), (3, 1, 64, 1)), driver)
+    assert driver.told[0][0] == tensor_map.FLOAT16
+    assert driver.told[0][4] == [128, 128, 128]
+
+
+def test_what_the_driver_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BackendError, match=r"error 1\).*\(1, 1, 10, 64\).*allowed: 16-byte.*Remedy"):
+        encoded(monkeypatch, torch.empty(1, 1, 10, 64).half(), Driver(status=1))
+
+
+def test_nothing_measured_is_trusted_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode():
+        selection = Selection(torch.empty(1, 4, 1, 2, 2, dtype=torch.int32, device="cuda"), max_length=50)
+    selection._snapshot = Snapshot(selection.ranges._version, None, Exact(7, (1.0,), 7, (100, 20)), {})
+    found = {False: (7, (1.0,), 20), True: (50, None, None)}
+    for capturing in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
+        assert (selection.length_bound(100), selection.sharing, selection.total_length(100)) == found[capturing]

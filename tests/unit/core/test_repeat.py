@@ -1,0 +1,250 @@
+"""Check that repeated calls skip validation and dispatch, and that every fact they depend on tells calls apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import nsa_sel
+from nsa_sel import Selection, compressed_attention, selection_attention
+from nsa_sel.core import attend, choose, transforms
+from nsa_sel.errors import BackendError, NsaSelError
+from tests.helpers.cases import assert_forward, make_qkv
+from tests.helpers.choose import SMALL
+
+
+def selection_of(S: int = 8, n: int = 2, **options: Any) -> Selection:
+    return Selection.from_ranges(torch.tensor([[0, 4], [6, 9]][:n]).expand(1, S, 1, n, 2), **options)
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry per call that was checked."""
+    calls: list[int] = []
+
+    def check_call(*arguments: Any) -> Any:
+        calls.append(len(calls))
+        return real(*arguments)
+
+    real = attend.check_call
+    monkeypatch.setattr(attend, "check_call", check_call)
+    return calls
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_a_repeated_call_is_checked_once(checked: list[int], decode: bool) -> None:
+    q, k, v = make_qkv(1, 8, 1, 2, 16, 16, S_kv=16)
+    selection = selection_of(1 if decode else 8)
+    for _ in range(3):
+        x, y, z = (torch.randn_like(x) for x in (q[:, -1] if decode else q, k, v))
+        found = selection_attention(x, y, z, selection, return_lse=True)
+        wide = tuple(part.unsqueeze(1) for part in found) if decode else found
+        assert_forward(wide, x.unsqueeze(1) if decode else x, y, z, selection.ranges)
+    assert checked == [0]
+    assert len({id(decision) for decision in nsa_sel.decisions()[-3:]}) == 1
+
+
+def other_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q.double(), k.double(), v.double()
+
+
+def unaligned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    moved = torch.empty(q.numel() + 1)[1:].view_as(q)
+    return moved.copy_(q), k, v
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        other_dtype,
+        unaligned,
+        lambda q, k, v: (q, k.transpose(2, 3).contiguous().transpose(2, 3)[..., :1], v[..., :1]),
+        lambda q, k, v: (q, k[:, :, :14], v[:, :, :14]),
+        lambda q, k, v: (q.clone().requires_grad_(), k, v),
+        lambda q, k, v: (q, k, v[..., :8]),
+    ],
+    ids=["dtype", "alignment", "sizes that do not fit", "S_kv", "gradients", "strides"],
+)
+def test_other_tensors_are_checked(checked: list[int], change: Any) -> None:
+    q, k, v = make_qkv(1, 8, 1, 2, 16, 16, S_kv=16)
+    selection = selection_of()
+    selection_attention(q, k, v, selection)
+    q, k, v = change(q, k, v)
+    if k.shape[3] != q.shape[4]:
+        with pytest.raises(NsaSelError):
+            selection_attention(q, k, v, selection)
+    else:
+        found = selection_attention(q, k, v, selection, return_lse=True)
+        assert_forward(tuple(x.detach() for x in found), q.detach(), k, v, selection.ranges)
+    assert len(checked) == 2
+
+
+@pytest.mark.parametrize("other", [selection_of(n=1), selection_of(max_length=7), selection_of().ranges], ids=["n", "max_length", "ranges"])
+def test_other_selections_are_checked(checked: list[int], other: Selection | Tensor) -> None:
+    q, k, v = make_qkv(1, 8, 1, 2, 16, 16, S_kv=16)
+    for selection in (selection_of(), other):
+        selection_attention(q, k, v, selection)
+    assert len(checked) == 2
+    measured = selection_of()
+    measured.measure()
+    selection_attention(q, k, v, measured)
+    assert len(checked) == 3
+    assert nsa_sel.decisions()[-1].request.max_length == 7
+
+
+def test_other_options_are_checked(checked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = make_qkv(1, 8, 1, 2, 16, 16, S_kv=16)
+    selection = selection_of()
+    selection_attention(q, k, v, selection, scale=1.0)
+    for options in ({"scale": 2.0}, {"backend": "sdpa-packed"}, {"q_pos": torch.arange(8)}, {"q_pos": torch.arange(8)}, {"scale": 1}):
+        selection_attention(q, k, v, selection, **options)  # type: ignore[arg-type]
+    assert len(checked) == 6
+    for bad in ({"scale": True}, {"scale": float("nan")}, {"backend": []}, {"return_lse": 1}, {"q_pos": torch.arange(7)}):
+        with pytest.raises(NsaSelError):
+            selection_attention(q, k, v, selection, **bad)  # type: ignore[call-overload]
+    before = len(checked)
+    with nsa_sel.use_backend("sdpa-packed"):
+        selection_attention(q, k, v, selection, scale=1.0)
+    assert nsa_sel.decisions()[-1].forward == "sdpa-packed"
+    monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
+    selection_attention(q, k, v, selection, scale=1.0)
+    assert nsa_sel.decisions()[-1].forward == "sdpa-packed"
+    monkeypatch.delenv("NSA_SEL_BACKEND")
+    assert len(checked) == before + 2
+    nsa_sel.reset()
+    selection_attention(q, k, v, selection, scale=1.0)
+    assert len(checked) == before + 3
+
+
+def test_keys_that_are_their_values_repeat(checked: list[int]) -> None:
+    q, k, _ = make_qkv(1, 8, 1, 2, 16, 16, S_kv=16)
+    for x in (k, k.clone(), k + 1):
+        assert_forward(selection_attention(q, x, x, selection_of(), return_lse=True), q, x, x, selection_of().ranges)
+    assert checked == [0]
+    selection_attention(q, k, k.clone(), selection_of())
+    assert checked == [0, 1]
+
+
+def test_more_classes_than_guards_tell_apart_are_checked_again(checked: list[int]) -> None:
+    """Only the strides of k differ, which are no part of the key."""
+    q, k, v = make_qkv(1, 8, 1, 2, 16, 16, S_kv=16)
+    spaced = [torch.empty(1, 1, 16 * step, 16)[:, :, ::step].copy_(k) for step in range(1, transforms.MOST_CLASSES + 2)]
+    for x in (*spaced, *spaced[-3:]):
+        selection_attention(q, x, v, selection_of())
+    assert len(checked) == len(spaced)
+    selection_attention(q, spaced[0], v, selection_of())
+    assert len(checked) == len(spaced) + 1
+
+
+class Watch(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_transforms_a_repeated_call_is_noticed(checked: list[int]) -> None:
+    q, k, v = make_qkv(1, 8, 1, 2, 16, 16, S_kv=16)
+    selection = selection_of()
+    plain = selection_attention(q, k, v, selection)
+    for dtype in (torch.bfloat16, torch.float16):  # the second time with tensors that were not cast the first time
+        for x in (q, q.bfloat16()):
+            with torch.autocast("cpu", dtype):
+                assert selection_attention(x, k, v, selection).dtype == dtype
+    assert torch.equal(selection_attention(torch._neg_view(-q), k, v, selection), plain)
+    assert torch.equal(selection_attention(torch.nn.Parameter(q), k, v, selection), plain)
+    with torch.inference_mode():
+        assert selection_attention(q, k, v, selection).is_inference()
+    leaf = q.clone().requires_grad_()
+    for _ in range(2):
+        assert selection_attention(leaf, k, v, selection).requires_grad
+        with torch.no_grad():
+            assert not selection_attention(leaf, k, v, selection).requires_grad
+    with Watch() as watch:
+        selection_attention(q, k, v, selection)
+    assert "nsa_sel.selection_forward.default" in watch.ops
+    traced = make_fx(lambda x: selection_attention(x, k, v, selection), tracing_mode="real")(q)  # leaves no mark on tensors
+    assert "nsa_sel.selection_forward.default" in {str(node.target) for node in traced.graph.nodes}
+    for work in (
+        lambda: torch.func.vmap(lambda x: selection_attention(x, k, v, selection))(q.unsqueeze(0)),
+        lambda: torch.func.grad(lambda x: selection_attention(x, k, v, selection).sum())(q),
+        lambda: torch.func.jvp(lambda x: selection_attention(x, k, v, selection), (q,), (q,)),
+        lambda: torch.jit.trace(lambda x: selection_attention(x, k, v, selection), q),
+    ):
+        with pytest.raises(BackendError, match="is called inside"):
+            work()
+    with forward_ad.dual_level(), pytest.raises(BackendError, match="dual numbers"):
+        selection_attention(forward_ad.make_dual(q, q), k, v, selection)
+    checked.clear()
+    assert torch.equal(selection_attention(q, k, v, selection), plain)
+    assert not checked
+
+
+@pytest.fixture
+def checked_choices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry per call of `compressed_attention` that was checked."""
+    calls: list[int] = []
+
+    def check_choose(*arguments: Any, **options: Any) -> Any:
+        calls.append(len(calls))
+        return real(*arguments, **options)
+
+    real = choose.check_choose
+    monkeypatch.setattr(choose, "check_choose", check_choose)
+    return calls
+
+
+def choice(S: int = 20, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = make_qkv(1, S, 1, 2, 16, 16, S_kv=SMALL.compressed_keys(20), dtype=dtype)
+    return q, k, v
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_a_repeated_choice_is_checked_once(checked_choices: list[int], decode: bool) -> None:
+    for _ in range(3):
+        q, k, v = (torch.randn_like(x) for x in choice(1 if decode else 20))
+        sizes = {**SMALL._asdict(), "S_kv": 20}
+        found = compressed_attention(q[:, 0] if decode else q, k, v, **sizes, return_lse=True)
+        wanted = compressed_attention(q, k, v, **sizes, return_lse=True, q_pos=torch.arange(20 - q.shape[1], 20))  # always checked
+        for mine, other in ((found[0], wanted[0]), (found[2], wanted[2])):
+            assert torch.equal(mine.unsqueeze(1) if decode else mine, other)
+        assert torch.equal(found[1].ranges, wanted[1].ranges)
+    assert len(checked_choices) == 1 + 3
+    assert len({id(decision) for decision in nsa_sel.decisions()[-6:]}) == 1
+
+
+def test_other_choices_are_checked(checked_choices: list[int]) -> None:
+    q, k, v = choice()
+    sizes = SMALL._asdict()
+    compressed_attention(q, k, v, **sizes)
+    others: tuple[dict[str, Any], ...] = (
+        {"n": 3}, {"first": 0}, {"local": 1}, {"S_kv": 21}, {"scale": 2.0}, {"scale": 1}, {"backend": "choose-torch"}, {"block_size": 12},
+    )  # fmt: skip
+    for options in others:
+        compressed_attention(q, k, v, **{**sizes, **options})
+    compressed_attention(*choice(dtype=torch.float16), **sizes)
+    compressed_attention(*unaligned(q, k, v), **sizes)
+    compressed_attention(q.clone().requires_grad_(), k, v, **sizes)
+    assert len(checked_choices) == 1 + len(others) + 3
+    sizes |= {"n": 1, "first": 0, "local": 1}
+    compressed_attention(q, k, v, **sizes)
+    wrong: tuple[dict[str, Any], ...] = (
+        {"n": True},
+        {"n": 1.0},
+        {"scale": True},
+        {"S_kv": 20.0},
+        {"backend": []},
+        {"q_pos": torch.arange(7)},
+    )
+    for options in wrong:
+        with pytest.raises(NsaSelError):
+            compressed_attention(q, k, v, **{**sizes, **options})

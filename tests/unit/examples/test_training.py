@@ -1,0 +1,165 @@
+"""The training example at its smallest: its model, that a resumed run is the run, and how runs are compared."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nsa_sel import NSAttention
+from nsa_sel.core.call import Rule
+from nsa_sel.errors import ArgumentError
+from tests.helpers.files import ROOT, load
+
+CPU = torch.device("cpu")
+
+
+example, comparison = load("train_nsa_lm"), load("compare_losses")
+
+
+def run(out: Path, steps: int, backend: str | None = "sdpa-packed", every: int = 2, **sizes: Any) -> list[dict[str, Any]]:
+    return example.train(out, replace(example.TINY, layers=1, **sizes), backend, CPU, ROOT / "docs", 1, steps, every, graph=False)  # type: ignore[no-any-return]
+
+
+def losses(rows: list[dict[str, Any]]) -> list[tuple[int, float]]:
+    return [(row["step"], row["loss"]) for row in rows]
+
+
+def test_an_interrupted_run_gives_the_same_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped at a step, and killed between two checkpoints with a torn last line: both go on as if nothing had been."""
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "examples" / "train_nsa_lm.py"), "--out", str(tmp_path / "whole")])
+    whole = run(tmp_path / "whole", 7)
+    assert {row["command"] for row in whole} == {"python examples/train_nsa_lm.py --out whole"}
+    assert all(row["device"] and row["torch"] and "commit" in row for row in whole)
+    assert [row["step"] for row in whole] == list(range(7))
+    assert [row["step"] for row in whole if "held_out_loss" in row] == [1, 3, 5]
+    advance = example.Training.advance
+
+    def killed(self: Any) -> float:
+        if self.step == 5:
+            raise KeyboardInterrupt
+        return float(advance(self))
+
+    run(tmp_path / "parts", 3)
+    monkeypatch.setattr(example.Training, "advance", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "parts", 7)
+    monkeypatch.undo()
+    log = tmp_path / "parts" / "losses.jsonl"
+    log.write_text(log.read_text() + '{"step": 5, "lo')
+    parts = run(tmp_path / "parts", 7)
+    assert losses(parts) == losses(whole)
+    assert losses([json.loads(line) for line in log.read_text().splitlines()]) == losses(whole)
+    states = [torch.load(tmp_path / name / "checkpoint.pt", weights_only=True) for name in ("whole", "parts")]
+    assert all(torch.equal(a, b) for a, b in zip(*(state["model"].values() for state in states), strict=True))
+    assert sorted(file.name for file in (tmp_path / "parts").iterdir()) == ["checkpoint.pt", "losses.jsonl", "losses.png", "text.bin"]
+    assert run(tmp_path / "parts", 7) == parts  # nothing is left to do
+
+
+def test_it_learns_and_backends_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = {name: run(tmp_path / name, 12, name, every=6) for name in ("sdpa-packed", "numba")}
+    assert runs["numba"][0]["backend"] == "numba"
+    assert runs["numba"][-1]["loss"] < runs["numba"][0]["loss"] - 0.1
+    assert comparison.furthest(runs["numba"], runs["sdpa-packed"], 1) < 1e-4
+    dense = run(tmp_path / "dense", 4, None, attention="dense")
+    assert (dense[0]["attention"], dense[0]["backend"]) == ("dense", None)
+    folders = [tmp_path / name for name in ("sdpa-packed", "numba", "dense")]
+    comparison.main(folders, band=1e-4, window=3, out=tmp_path / "all.png")
+    assert capsys.readouterr().out.count("dense") == 2
+    assert (tmp_path / "all.png").stat().st_size > 1000
+    rows = [row | {"loss": row["loss"] + (0.2 if row["step"] > 8 else 0)} for row in runs["numba"]]
+    (tmp_path / "numba" / "losses.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for options in ({"band": 0.1, "window": 3}, {"band": 1.0, "window": 13}):
+        with pytest.raises(SystemExit, match="out of the band"):
+            comparison.main(folders, out=None, **options)
+
+
+def test_without_matplotlib_a_run_is_trained_and_not_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    run(tmp_path / "run", 1)
+    assert "losses.png is not drawn, because matplotlib is not installed. Remedy: pip install matplotlib" in capsys.readouterr().out
+    assert not (tmp_path / "run" / "losses.png").exists()
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    run(tmp_path / "run", 1)
+    with pytest.raises(ArgumentError, match=r"^--out is a folder of a run with other sizes"):
+        run(tmp_path / "run", 2, seed=1)
+    (tmp_path / "run" / "text.bin").write_bytes(b"another text " * 1000)
+    with pytest.raises(ArgumentError, match=r"^--out is a folder of a run with other text"):
+        run(tmp_path / "run", 2)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ArgumentError, match=r"^--text is 0 bytes below .*python3-doc"):
+        example.load_text(tmp_path / "empty", tmp_path / "text.bin", 128)
+    (tmp_path / "run" / "losses.jsonl").write_text("")
+    with pytest.raises(ArgumentError, match=r"^a run is .* without a step"):
+        comparison.losses(tmp_path / "run")
+    for wrong in ({"attention": "flash"}, {"attention": "dense", "backend": "numba"}):
+        with pytest.raises(ArgumentError, match="--"):
+            example.main(tmp_path / "other", **wrong)
+
+
+def test_text_is_documentation_once(tmp_path: Path) -> None:
+    long = "words " * 50
+    (tmp_path / "b.md").write_text(long)
+    (tmp_path / "c.txt").write_text(long)  # the same again
+    (tmp_path / "a.py").write_text(f'"""{long}more"""\nx = 1\n')
+    (tmp_path / "d.rst").write_text("short")
+    assert list(example.documentation([tmp_path], 1 << 20)) == [long.encode(), f"{long}more".encode()]
+    assert list(example.documentation([tmp_path], 10)) == [long.encode()]
+
+
+@pytest.mark.gpu
+def test_backends_train_alike_on_a_gpu(tmp_path: Path) -> None:
+    """In bfloat16, with whole blocks that all of them take: every loss within 0.05 nats of packed SDPA's."""
+    sizes = replace(example.TINY, context=512, groups=2, heads=4, head_dim=64, block=64)
+    runs = {
+        name: example.train(tmp_path / name, sizes, name, torch.device("cuda"), ROOT / "docs", 5, 20, 10, graph=True)
+        for name in ("sdpa-packed", "triton-group", "triton-token", "triton-tile", "triton-block")
+    }
+    assert {name: rows[0]["backend"] for name, rows in runs.items()} == {name: name for name in runs}
+    distances = {name: comparison.furthest(rows, runs["sdpa-packed"], 1) for name, rows in runs.items()}
+    assert max(distances.values()) < 0.05, distances
+    assert runs["sdpa-packed"][-1]["loss"] < runs["sdpa-packed"][0]["loss"] - 0.1
+
+
+# The model
+
+
+def test_sizes_are_those_of_the_layer() -> None:
+    found = {context: example.of_context(example.Sizes(), context, None).batch for context in (None, 4096, 32768, 65536)}
+    assert found == {None: 4, 4096: 8, 32768: 1, 65536: 1}, "a longer context keeps the bytes of a step"
+    layers = [block.attention for block in example.LanguageModel(example.TINY, "numba").blocks]
+    assert [type(layer) for layer in layers] == [NSAttention] * 2
+    assert layers[0].backend == "numba"
+    assert (layers[0].rule, layers[0].window) == (Rule(16, 8, 16, 4, 1, 2), 32)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_no_byte_sees_a_later_one(attention: str) -> None:
+    torch.manual_seed(0)
+    model = example.LanguageModel(replace(example.TINY, attention=attention), "sdpa-packed")
+    text = torch.randint(256, (1, 128))
+    other = text.clone()
+    other[:, 77:] = torch.randint(256, (1, 51))
+    with torch.no_grad():
+        before, after = model(text)[:, :77], model(other)[:, :77]
+    torch.testing.assert_close(before, after)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_trains_as_an_eager_one(tmp_path: Path) -> None:
+    """Of a batch, the learning rate and the weights of its own time."""
+    device, text = torch.device("cuda"), example.load_text(ROOT / "docs", tmp_path / "text.bin", 512)
+    runs = [example.Training(replace(example.TINY, context=512), None, device, text, graph) for graph in (False, True)]
+    eager, captured = ([training.advance() for _ in range(8)] for training in runs)
+    assert runs[1].graph.done == 8
+    assert captured == pytest.approx(eager, abs=2e-3)
+    assert captured[-1] < captured[0]

@@ -1,0 +1,253 @@
+"""Check that committed profiles are derived from their rows, and that each GPU gets the right one, with a warning if nobody measured it."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nsa_sel.core.decide
+from nsa_sel.bench import tables
+from nsa_sel.bench.core.store import ROOT
+from nsa_sel.bench.tune.derive import PROFILES, render
+from nsa_sel.core import registry
+from nsa_sel.core.backend import Reason
+from nsa_sel.core.decide import explain_request
+from nsa_sel.core.decision import counterfactuals
+from nsa_sel.core.request import DeviceInfo, Request, example_request
+from nsa_sel.settings import config
+from nsa_sel.settings.config import profile_for, settings_for, shipped_configs
+from nsa_sel.settings.schema import WAYS, Way
+from nsa_sel.telemetry.describe import describe
+from tests.helpers.policy_cases import (
+    A100,
+    B200,
+    CPU,
+    H100,
+    H200,
+    L40S,
+    LONG,
+    OFFERS,
+    RTX3090,
+    RTX4090,
+    RTX5090,
+    SHORT,
+    TOO_OLD,
+    UNKNOWN,
+    decide,
+    replace,
+)
+
+
+@pytest.mark.parametrize("target", sorted(PROFILES))
+def test_a_profile_is_derived_from_its_rows(target: str) -> None:
+    assert (ROOT / target).read_text() == render(PROFILES[target]())
+    assert shipped_configs()[Path(target).name] == config.parse_config((ROOT / target).read_bytes(), target)
+    by_hand = {"configs/devices/sm89_rtx4090.yaml"}
+    assert {*PROFILES, *by_hand} == {file.relative_to(ROOT).as_posix() for file in (ROOT / "configs" / "devices").iterdir()}
+
+
+# Lookup: by name, by compute capability, none
+
+
+def test_a_gpu_finds_its_profile_by_name() -> None:
+    for name in ("NVIDIA H200", "NVIDIA H200 NVL"):
+        found = settings_for(replace(H200, name=name))
+        assert (found.profile, found.assumed) == ("sm90_h200.yaml", None)
+        assert found.sel_triton_min_L == {way: settings_for(H200).min_length(way) for way in WAYS}
+        assert found.sources["costs"] == "sm90_h200.yaml"
+
+
+def test_an_unmeasured_gpu_assumes_the_nearest_profile_and_every_decision_says_so() -> None:
+    decision = explain_request(replace(LONG, needs_grad=True), B200)
+    assert (decision.settings.profile, decision.settings.assumed) == ("sm90_h200.yaml", "sm90_h200.yaml")
+    assert decision.settings.sources["sel_triton_min_L"] == "sm90_h200.yaml (assumed)"
+    assert decision.settings.sources["costs"] == "sm90_h200.yaml (assumed)"
+    assert decision.settings.provenance.startswith("assumed, no profile names this device; ")
+    assert "(sm90_h200.yaml (assumed))" in decision.rule
+    assert "assumes values of sm90_h200.yaml, measured on another device" in describe(decision)
+    assert decision.settings.fingerprint != settings_for(H200).fingerprint
+    assert "assumes the built-in values" in describe(explain_request(SHORT, RTX4090))
+
+
+def test_a_rule_for_a_compute_capability_speaks_for_each_of_its_devices() -> None:
+    for name in (RTX4090.name, "NVIDIA L40S"):
+        found = settings_for(replace(RTX4090, name=name))
+        assert (found.profile, found.assumed) == ("sm89_rtx4090.yaml", "base.yaml")
+        assert found.triton_off is not None
+
+
+ELSEWHERE = (A100, replace(A100, name="NVIDIA A30"), RTX3090, B200, RTX5090, UNKNOWN)  # of no compute capability that was measured
+
+
+@pytest.mark.parametrize("device", ELSEWHERE, ids=lambda device: device.name)
+def test_a_gpu_of_another_compute_capability_takes_over_the_nearest_measured_profile(device: DeviceInfo) -> None:
+    found, measured = settings_for(device), settings_for(H200)
+    assert (found.assumed, found.sel_triton_min_L) == ("sm90_h200.yaml", measured.sel_triton_min_L)
+    assert found.sources["sel_triton_min_L"] == "sm90_h200.yaml (assumed)"
+    assert found.sources["costs"] == "sm90_h200.yaml (assumed)"
+    # Launches are compiled for every chip as base.yaml has them; cupy-cuda's model is of kernels that only Hopper has.
+    assert found.kernels == shipped_configs()["base.yaml"].kernels != measured.kernels
+    assert found.costs is not None
+    assert measured.costs is not None
+    left_out = set(measured.costs.models) - set(found.costs.models)
+    assert left_out == {name for name in measured.costs.models if name.startswith(config.ONE_SM_ONLY)} != set()
+
+
+def test_the_nearest_is_by_compute_capability_and_of_two_the_newer(monkeypatch: pytest.MonkeyPatch) -> None:
+    h200 = shipped_configs()["sm90_h200.yaml"]
+    at = {sm: replace(h200, match=replace(h200.match, sm=sm, name=f"measured {sm}")) for sm in (86, 120)}
+    shipped = {**shipped_configs(), "sm86.yaml": at[86], "sm120.yaml": at[120]}
+    monkeypatch.setattr(config, "shipped_configs", functools.cache(lambda: shipped))
+    found = {sm: config.nearest_measured(sm) for sm in (80, 86, 88, 90, 100, 105, 121)}
+    own = {86: "sm86.yaml", 90: "sm90_h200.yaml"}
+    assert found == {**own, 80: "sm86.yaml", 88: "sm90_h200.yaml", 100: "sm90_h200.yaml", 105: "sm120.yaml", 121: "sm120.yaml"}
+
+
+def test_a_gpu_that_no_kernel_takes_has_the_built_in_values() -> None:
+    found = settings_for(TOO_OLD)
+    assert (found.profile, found.assumed) == ("built-in", None)
+    assert found.sources == {}
+    assert profile_for(TOO_OLD) is None
+
+
+# The warning
+
+
+def warned(request: Request, device: DeviceInfo, backend: str | None = None) -> list[str]:
+    """What a call decided so warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        nsa_sel.core.decide.decide(request, device, backend)
+    return [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
+
+
+@pytest.fixture
+def nobody_told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a new process on a machine that has every package."""
+    monkeypatch.setattr(config, "_told", set())
+    monkeypatch.setattr(nsa_sel.core.decide, "_told", set())
+    monkeypatch.setattr(registry, "offers", lambda request: OFFERS)
+    nsa_sel.reset()
+    yield
+    nsa_sel.reset()
+
+
+OF_HOPPER = replace(H200, name="NVIDIA H100 PCIe"), replace(H200, name="NVIDIA H20")  # not measured, but like what is
+
+
+@pytest.mark.usefixtures("nobody_told")
+@pytest.mark.parametrize("device", [*ELSEWHERE, *OF_HOPPER], ids=lambda device: device.name)
+def test_an_assumed_profile_is_told_once_with_the_command_that_measures(device: DeviceInfo, logged: Any) -> None:
+    (words,) = warned(SHORT, device)
+    for part in (device.name, "nobody has measured", "values of sm90_h200.yaml", "Measure it with: nsa-sel tune"):
+        assert part in words
+    assert warned(replace(SHORT, S=1, S_kv=65536), device) == []
+    (event,) = logged("sel.profile.assumed")
+    assert (event["device"], event["sm"], event["assumed"]) == (device.name, device.sm, "sm90_h200.yaml")
+    assert (event["rule"], event["command"]) == (None, "nsa-sel tune")
+    assert len(warned(SHORT, L40S)) == 1, "another device"
+
+
+@pytest.mark.usefixtures("nobody_told")
+@pytest.mark.parametrize("device", [RTX4090, L40S], ids=lambda device: device.name)
+def test_the_devices_of_the_adr_are_told_alike(monkeypatch: pytest.MonkeyPatch, device: DeviceInfo) -> None:
+    (words,) = warned(SHORT, device)
+    off = settings_for(device).triton_off
+    assert off is not None
+    for part in (device.name, "8.9", "ADR-2025-08-M4-02 keeps Triton off", f"Measure it with: {off.reopen}"):
+        assert part in words
+    assert warned(SHORT, device) == []
+    monkeypatch.setenv("NSA_TRITON_SEL_FORCE", "1")
+    monkeypatch.setattr(config, "_told", set())
+    (words,) = warned(SHORT, device)
+    assert "built-in values. Measure it with: nsa-sel tune" in words
+
+
+@pytest.mark.usefixtures("nobody_told")
+def test_what_is_measured_forced_or_the_users_own_is_not_told(monkeypatch: pytest.MonkeyPatch, configure: Callable[[str], Path]) -> None:
+    assert (
+        warned(SHORT, H200)
+        == warned(SHORT, H100)
+        == warned(SHORT, TOO_OLD)
+        == warned(SHORT, CPU)
+        == warned(SHORT, A100, "triton-group")
+        == []
+    )
+    explain_request(SHORT, A100)
+    configure("provenance: own rows\nruntime: {sel_triton_min_L: 128}\n")
+    assert warned(SHORT, A100) == []
+    monkeypatch.delenv("NSA_SEL_CONFIG")
+    assert len(warned(SHORT, A100)) == 1
+
+
+@pytest.mark.usefixtures("nobody_told")
+def test_a_hopper_gpu_without_cupy_is_told_once_what_that_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By explain or the first call: the pip command, and predicted times of both backends. Silent where it costs nothing."""
+    need = next(need for offer in OFFERS if offer.backend.name == "cupy-cuda" for need in offer.backend.requires)
+    absent = Reason("package-missing", "unavailable", "package cupy", None, ">= 14", need.remedy)
+    without = tuple(replace(offer, missing=(absent,)) if need in offer.backend.requires else offer for offer in OFFERS)
+    whole = explain_request(example_request(), H200)
+    nsa_sel.reset()
+    monkeypatch.setattr(registry, "offers", lambda request: without)
+    assert warned(example_request(), H200, "triton-tile") == []
+    (words,) = warned(example_request(), H200)
+    times = [f"{found.ms:.3g} ms" for found in whole.predictions[:2]]
+    assert (whole.forward, whole.runner_up) == ("cupy-cuda", "triton-tile")
+    for part in ("NVIDIA H200: package cupy is not installed", "triton-tile instead of cupy-cuda", "times as long", *times, need.remedy):
+        assert part in words
+    assert f"-> {words.removeprefix('nsa-sel: NVIDIA H200: ')}" in describe(explain_request(example_request(), H200))
+    assert warned(example_request(needs_grad=True), H200) == []
+    with pytest.warns(RuntimeWarning, match="H100.*package cupy is not installed"):
+        explain_request(example_request(), H100)
+    monkeypatch.setattr(nsa_sel.core.decide, "_told", set())
+    assert [words for words in warned(example_request(), A100) if "cupy" in words] == warned(example_request(), CPU) == []
+
+
+def test_values_of_a_users_file_are_not_assumed(configure: Callable[[str], Path]) -> None:
+    file = configure("provenance: own rows\nruntime: {sel_triton_min_L: {backward: 512}}\n")
+    found, measured = settings_for(A100), settings_for(H200)
+    assert found.sel_triton_min_L == {"forward": measured.min_length("forward"), "backward": 512, "decode": measured.min_length("decode")}
+    assert found.sources["sel_triton_min_L"] == found.profile == str(file)
+    assert found.provenance == "own rows"
+
+
+# Thresholds by way
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_gate_is_that_of_the_way(way: Way) -> None:
+    gates = {**dict.fromkeys(WAYS, 1), way: 2000}
+    request = replace(SHORT, needs_grad=True, S=1 if way == "decode" else SHORT.S)
+    decision = decide(request, H100, sel_triton_min_L=gates)
+    held = [bool(verdict.backward if way == "backward" else verdict.forward) for verdict in decision.verdicts if "group" in verdict.backend]
+    assert held == [True]
+    assert (decision.forward, decision.backward) == (
+        ("triton-group", "sdpa-packed") if way == "backward" else ("sdpa-packed", "triton-group")
+    )
+    assert counterfactuals(decision) == (() if way == "backward" else ("triton-group would be picked from L >= 2000; here L = 1024",))
+
+
+def test_the_flag_overrides_every_way(monkeypatch: pytest.MonkeyPatch, configure: Callable[[str], Path]) -> None:
+    configure("provenance: own rows\nruntime: {sel_triton_min_L: {forward: 512}}\n")
+    assert settings_for(RTX4090).sel_triton_min_L == {"forward": 512, "backward": 4096, "decode": 4096}
+    monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "32")
+    assert {settings_for(RTX4090).min_length(way) for way in WAYS} == {32}
+
+
+def test_tables_of_the_documents_are_derived_from_their_rows() -> None:
+    texts = [(ROOT / file).read_text() for file in tables.BY_DOCUMENT]
+    for text in texts:
+        assert tables.with_tables(text) == text, "run make derived"
+    assert all(any(f"<!-- table: {name} -->" in text for text in texts) for name in tables.TABLES)
+
+
+@pytest.mark.parametrize("folder", tables.matrices(), ids=lambda folder: folder.name)
+def test_tables_of_a_matrix_are_derived_from_its_rows(folder: Path, tmp_path: Path) -> None:
+    tables.write_matrix(folder, tmp_path)
+    for file in tmp_path.iterdir():
+        assert (folder / file.name).read_text() == file.read_text(), "run make derived"

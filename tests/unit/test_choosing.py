@@ -1,0 +1,459 @@
+"""Check `choose_blocks`, `moba_selection`, `infllm_selection` and `compressed_attention`: results, decisions, PyTorch, refusals."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import nsa_sel
+from nsa_sel import Selection, choose_blocks, compressed_attention, infllm_selection, moba_selection
+from nsa_sel.core import registry
+from nsa_sel.core.backend import Offer
+from nsa_sel.core.call import ChooseCall
+from nsa_sel.core.decide import forget_decisions
+from nsa_sel.core.decision import Decision, Override
+from nsa_sel.core.request import example_choice
+from nsa_sel.errors import BackendError
+from nsa_sel.policies import rules
+from nsa_sel.policies.default import POLICY
+from nsa_sel.settings.config import GPUS
+from tests.helpers import choose as choose_cases
+from tests.helpers.calls import each_of, refused
+from tests.helpers.choose import (
+    SHAPES,
+    SMALL,
+    assert_chosen,
+    best,
+    check_attention,
+    infllm_scores,
+    make_choose_call,
+    moba_scores,
+    msa_scores,
+)
+
+BACKENDS = ("choose-torch", "choose-triton")
+INFLLM = {"block_size": 16, "n": 3, "first": 1, "local": 1, "compress_block": 8, "compress_stride": 4}
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rows_at(B: int, S: int, S_kv: int) -> Tensor:
+    return torch.arange(S_kv - S, S_kv).expand(B, S)
+
+
+def last() -> Decision:
+    return nsa_sel.decisions()[-1]
+
+
+# Each way as its source defines it
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_minimax_indexer(backend: str) -> None:
+    """One index head a group, one index key for all groups, chunked prefill."""
+    q, k, positions = randn(2, 9, 2, 1, 16), randn(2, 1, 70, 16, seed=1), rows_at(2, 9, 70)
+    selection = choose_blocks(q, k, block_size=16, n=3, backend=backend)
+    scores = msa_scores(q, k, positions, 16)
+    assert_chosen(selection.block_indices, scores, best(scores, positions, 16, 3, 0, 1))
+    assert (selection.block_size, selection.n, selection.disjoint) == (16, 3, True)
+    assert (last().forward, last().request.pool, last().request.Dv) == (backend, ("logits", "sum", "max"), 0)
+
+
+def test_minimax_indexer_of_heads_that_share_a_choice() -> None:
+    """In transformers' model the largest of all index heads chooses for all groups."""
+    q, k, positions = randn(1, 30, 1, 4, 16), randn(1, 1, 30, 16, seed=1), rows_at(1, 30, 30)
+    selection = choose_blocks(q, k, block_size=4, n=3, heads="max", scale=1.0)
+    scores = msa_scores(q.transpose(2, 3), k, positions, 4).amax(2, keepdim=True)
+    assert_chosen(selection.block_indices, scores, best(scores, positions, 4, 3, 0, 1))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_moba(backend: str) -> None:
+    q, k, positions = randn(1, 9, 2, 3, 16), randn(1, 2, 75, 16, seed=1), rows_at(1, 9, 75)
+    selection = moba_selection(q, k, block_size=8, n=4, backend=backend)
+    scores = moba_scores(q, k, positions, 8)
+    assert_chosen(selection.block_indices, scores, best(scores, positions, 8, 4, 0, 1))
+    decoded = moba_selection(q[:, -1], k, block_size=8, n=4, backend=backend)
+    assert torch.equal(decoded.ranges[:, 0], selection.ranges[:, -1])
+
+
+@pytest.mark.parametrize("coarse", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_infllm(backend: str, coarse: bool) -> None:
+    """Heads of very different norms, so that the coarse log-sum-exp matters; the first rows see no coarse mean."""
+    q, k, positions = randn(1, 20, 2, 3, 16), randn(1, 2, 100, 16, seed=1), torch.arange(20, 100, 4).expand(1, 20)
+    q = q * torch.tensor([0.5, 2.0, 4.0])[:, None]
+    selection = infllm_selection(q, k, **INFLLM, coarse_lse=coarse, q_pos=positions, backend=backend)
+    scores = infllm_scores(q, k, positions, coarse=coarse, block=16, l=8, d=4)
+    assert_chosen(selection.block_indices, scores, best(scores, positions, 16, 3, 1, 1))
+    assert [decision.request.pool for decision in nsa_sel.decisions()[-2:]][1 - coarse :] == [("lse",)] * coarse + [
+        ("weights", "sum", "max")
+    ]
+
+
+def test_the_default_windows_of_infllm_are_those_of_its_source() -> None:
+    """Pooling of 5 means every 4: all that touch a block."""
+    q, k, positions = randn(1, 3, 1, 16, 8), randn(1, 1, 1500, 8, seed=1), torch.tensor([[1499, 777, 126]])
+    scores = infllm_scores(q, k, positions, coarse=True)
+    selection = infllm_selection(q, k, n=8, local=3, q_pos=positions)
+    assert_chosen(selection.block_indices, scores, best(scores, positions, 64, 8, 1, 3))
+
+
+def test_sums_of_weights_choose_the_blocks_of_compressed_attention() -> None:
+    q, k, sizes = randn(1, 50, 2, 3, 16), randn(1, 2, 11, 16, seed=1), {"compress_block": 8, "compress_stride": 4, "block_size": 16}
+    _, nsa, lse = compressed_attention(q, k, k, **sizes, n=3, first=1, local=1, return_lse=True)
+    options = {**sizes, "n": 3, "first": 1, "local": 1, "softmax": True, "reduce": "sum"}
+    for given in (None, lse):
+        assert torch.equal(choose_blocks(q, k, **options, lse=given, S_kv=50).ranges, nsa.ranges)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shared_keys_with_weights_and_decode(backend: str) -> None:
+    q, k = randn(1, 1, 3, 2, 16), randn(1, 1, 40, 16, seed=1)
+    options: dict[str, Any] = {"block_size": 8, "n": 3, "softmax": True, "backend": backend}
+    whole = choose_blocks(q, k.expand(-1, 3, -1, -1).contiguous(), **options)
+    assert torch.equal(choose_blocks(q, k, **options).ranges, whole.ranges)
+    lse = torch.einsum("bsghd,bkd->bsghk", q / 4, k[:, 0]).logsumexp(-1)
+    assert torch.equal(choose_blocks(q[:, 0], k, **options, lse=lse[:, 0]).ranges, whole.ranges)
+
+
+def test_empty_batch_and_rows() -> None:
+    for B, S in ((0, 8), (1, 0)):
+        q, k = torch.randn(B, S, 2, 1, 16), torch.randn(B, 1, S, 16)
+        assert choose_blocks(q, k, block_size=4, n=3).ranges.shape == (B, S, 2, 3, 2)
+        assert infllm_selection(q, k.expand(-1, 2, -1, -1), **INFLLM).ranges.shape == (B, S, 2, 3, 2)
+        assert moba_selection(q, k.expand(-1, 2, -1, -1)).ranges.shape == (B, S, 2, 3, 2)
+
+
+# Decisions
+
+
+def choose(**options: Any) -> Selection:
+    return choose_blocks(randn(1, 20, 1, 1, 16), randn(1, 1, 20, 16, seed=1), block_size=4, n=3, **options)
+
+
+def test_a_decision_replays_and_takes_overrides() -> None:
+    choose()
+    assert last().request.kind == "choose"
+    assert [verdict.backend for verdict in last().verdicts] == list(registry.backends("choose"))
+    assert Decision.from_json(last().to_json()).replay() == ()
+    assert "scores    max over a block, sum over heads, of logits" in nsa_sel.describe(last())
+    with nsa_sel.use_backend("choose-triton"):
+        choose()
+    assert (last().forward, last().override) == ("choose-triton", Override("choose-triton", "use_backend"))
+    with pytest.raises(BackendError, match="is unknown to compressed_attention and choose_blocks"):
+        choose(backend="numba")
+
+
+# PyTorch
+
+
+def every_way(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+    moba = moba_selection(q, k, block_size=4)
+    return choose_blocks(q, k, block_size=4, n=3).ranges, moba.ranges, infllm_selection(q, k, **INFLLM).ranges
+
+
+def test_one_graph_without_gradient() -> None:
+    q, k = randn(1, 40, 2, 2, 16).requires_grad_(), randn(1, 2, 40, 16, seed=1)
+    expected = every_way(q, k)
+    assert not any(x.requires_grad for x in expected)
+    found = torch.compile(every_way, fullgraph=True, backend="aot_eager")(q, k)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    plain = q.detach()
+    with FakeTensorMode() as mode:
+        faked = every_way(mode.from_tensor(plain), mode.from_tensor(k))
+    assert [x.shape for x in faked] == [x.shape for x in expected]
+
+
+def test_autocast_and_transforms() -> None:
+    q, k = randn(1, 20, 1, 1, 16), randn(1, 1, 20, 16, seed=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        choose()
+    assert last().request.dtype == "bfloat16"
+    with pytest.raises(BackendError, match="choose_blocks is called inside"):
+        torch.func.vmap(lambda x: choose_blocks(x, k, block_size=4, n=3).ranges)(q[None])
+
+
+# Bad input
+
+
+WRONG: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("choose", {"q": [1.0]}, ("q is a list", "a torch.Tensor")),
+    ("choose", {"k": None}, ("k is a NoneType", "a torch.Tensor")),
+    ("choose", {"q": randn(2, 16)}, ("q is of shape (2, 16)", "[B,S,G,h,Dk]")),
+    ("choose", {"k": randn(1, 3, 20, 16)}, ("k is of shape (1, 3, 20, 16)", "[B=1, G=2, S_kv, D]")),
+    ("choose", {"k": randn(1, 2, 20, 8)}, ("k is of head dimension 8", "q's head dimension 16")),
+    ("choose", {"k": randn(1, 2, 20, 16).double()}, ("k is of dtype torch.float64", "k.to(q.dtype)")),
+    ("choose", {"k": randn(1, 2, 19, 16)}, ("S_kv is 19", ">= S = 20")),
+    ("choose", {"S_kv": 21}, ("k is of 20 compressed keys", "allowed: 21", "pass S_kv=")),
+    ("choose", {"S_kv": 20.0}, ("S_kv is 20.0", "a whole number")),
+    ("choose", {"block_size": 0}, ("block_size is 0", "a whole number >= 1")),
+    ("choose", {"n": 0}, ("n is 0", "a whole number >= 1")),
+    ("choose", {"n": 1, "first": 1}, ("first + local is 1 + 1", "at most n = 1")),
+    ("choose", {"local": -1}, ("first + local is 0 + -1",)),
+    ("choose", {"reduce": "mean"}, ("reduce is 'mean'", "'max' or 'sum'")),
+    ("choose", {"heads": None}, ("heads is None", "'max' or 'sum'")),
+    ("choose", {"softmax": 1}, ("softmax is 1", "True or False")),
+    ("choose", {"lse": torch.zeros(1, 20, 2, 1)}, ("lse is given", "None without softmax=True")),
+    ("choose", {"lse": 3, "softmax": True}, ("lse is a int", "a torch.Tensor")),
+    ("choose", {"lse": torch.zeros(1, 20, 2), "softmax": True}, ("lse is torch.float32 of shape (1, 20, 2)", "(1, 20, 2, 1)")),
+    ("choose", {"compress_block": 3, "compress_stride": 2}, ("compress_block is 3", "a multiple of compress_stride = 2")),
+    ("choose", {"compress_block": 8}, ("compress_block is 8", "at most block_size = 4")),
+    ("choose", {"compress_stride": True}, ("compress_stride is True", "a whole number >= 1")),
+    ("choose", {"scale": math.inf}, ("scale is inf", "a finite number")),
+    ("choose", {"q_pos": torch.arange(19)}, ("q_pos is of shape (19,)", "[S=20] or [B=1, S=20]")),
+    ("choose", {"q_pos": torch.arange(1, 21)}, ("q_pos is from 1 to 20", "S_kv = 20")),
+    ("choose", {"backend": 3}, ("backend is 3", "the name of a backend")),
+    ("moba", {"k": randn(1, 1, 20, 16)}, ("k is of shape (1, 1, 20, 16)", "[B=1, G=2, S_kv, D]")),
+    ("moba", {"q": [1.0]}, ("q is a list", "a torch.Tensor")),
+    ("moba", {"block_size": 2.0}, ("block_size is 2.0", "a whole number >= 1")),
+    ("moba", {"n": 0}, ("n is 0", "a whole number >= 1")),
+    ("moba", {"q_pos": torch.arange(1, 21)}, ("q_pos is from 1 to 20", "S_kv = 20")),
+    ("moba", {"backend": 3}, ("backend is 3", "the name of a backend")),
+    ("infllm", {"k": randn(1, 2, 20)}, ("k is of shape (1, 2, 20)", "[B=1, G=2, S_kv, D]")),
+    ("infllm", {"n": 2}, ("first + local is 1 + 33", "at most n = 2")),
+    ("infllm", {"block_size": 60}, ("block_size is 60", "a multiple of compress_stride = 16")),
+    ("infllm", {"compress_stride": 0}, ("compress_stride is 0", "a whole number >= 1")),
+    ("infllm", {"compress_block": 128}, ("compress_block is 128", "at most block_size = 64")),
+    ("infllm", {"coarse_lse": "yes"}, ("coarse_lse is 'yes'", "True or False")),
+    ("infllm", {"scale": "big"}, ("scale is 'big'", "a finite number")),
+    ("infllm", {"q_pos": [0]}, ("q_pos is a list", "[S] or [B,S]")),
+    ("infllm", {"backend": 3}, ("backend is 3", "the name of a backend")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("way", "changes", "fragments"), WRONG, ids=[f"{way} {', '.join(changes)} {i}" for i, (way, changes, _) in enumerate(WRONG)]
+)
+def test_wrong_calls(way: str, changes: dict[str, Any], fragments: tuple[str, ...]) -> None:
+    call = {"choose": choose_blocks, "moba": moba_selection, "infllm": infllm_selection}[way]
+    sizes = {"choose": {"block_size": 4, "n": 3}, "moba": {"block_size": 4}, "infllm": {}}[way]
+    refused(call, {"q": randn(1, 20, 2, 1, 16), "k": randn(1, 2, 20, 16), **sizes}, changes, fragments)
+
+
+WHOLE = (1, 50, 50, 1, 1, 16, 16, SMALL)
+
+
+def options_of(call: ChooseCall, shape: str) -> dict[str, Any]:
+    rule = call.rule._asdict()
+    return {**rule, "scale": call.scale, "S_kv": SHAPES[shape][2]}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", ["h3", "chunked-prefill", "shorter-than-a-compressed-block", "more-than-all-blocks"])
+def test_results(backend: str, shape: str) -> None:
+    call = make_choose_call(shape)
+    o, selection, lse = compressed_attention(call.q, call.k, call.v, **options_of(call, shape), return_lse=True, backend=backend)
+    assert last().forward == backend
+    exact = check_attention((o, lse), call)
+    assert selection.block_size == call.rule.block_size
+    assert selection.disjoint
+    choose_cases.assert_chosen(selection.block_indices, exact.importance, exact.blocks)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_decode_of_compressed_attention(backend: str) -> None:
+    call = make_choose_call("decode")
+    q, options = call.q.squeeze(1), options_of(call, "decode")
+    o, selection, lse = compressed_attention(q, call.k, call.v, **options, return_lse=True, backend=backend)
+    exact = check_attention((o.unsqueeze(1), lse.unsqueeze(1)), call)
+    choose_cases.assert_chosen(selection.block_indices, exact.importance, exact.blocks)
+    assert selection.ranges.shape == (3, 1, 1, call.rule.n, 2)
+    given, chosen = compressed_attention(q, call.k, call.v, **options, q_pos=torch.tensor([84]), backend=backend)
+    assert torch.equal(given, o)
+    assert torch.equal(chosen.ranges, selection.ranges)
+
+
+def test_gradcheck() -> None:
+    call = make_choose_call((1, 20, 20, 1, 2, 3, 2, SMALL), torch.float64)
+    inputs = tuple(x.detach().requires_grad_() for x in (call.q, call.k, call.v))
+
+    def work(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        o, _, lse = compressed_attention(q, k, v, **call.rule._asdict(), return_lse=True)
+        return o, lse[:, 7:]
+
+    assert torch.autograd.gradcheck(work, inputs)
+    with pytest.raises(BackendError, match="second derivative"):
+        torch.autograd.grad(work(*inputs)[0].sum(), inputs, create_graph=True)[0].sum().backward()
+
+
+def test_positions_written_after_forward_are_noticed() -> None:
+    call = make_choose_call((1, 20, 20, 1, 2, 3, 2, SMALL))
+    q, q_pos = call.q.requires_grad_(), torch.arange(20)
+    o, _ = compressed_attention(q, call.k, call.v, **call.rule._asdict(), q_pos=q_pos)
+    q_pos.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
+def test_hooks_on_saved_tensors_may_free_the_inputs() -> None:
+    """As torch.autograd.graph.save_on_cpu does."""
+    call = make_choose_call((1, 20, 20, 1, 2, 3, 2, SMALL))
+    inputs = [x.requires_grad_() + 0 for x in (call.q, call.k, call.v)]
+    kept = [weakref.ref(x) for x in inputs]
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+        o, _ = compressed_attention(*inputs, **call.rule._asdict())
+    del inputs
+    assert not any(x() is not None for x in kept)
+    o.sum().backward()
+    assert all(x.grad is not None for x in (call.q, call.k, call.v))
+
+
+def test_empty_compressed() -> None:
+    for sizes in ((0, 8, 8), (1, 0, 0)):
+        B, S, S_kv = sizes
+        call = make_choose_call((B, S, S_kv, 1, 2, 16, 16, SMALL))
+        o, selection = compressed_attention(call.q, call.k, call.v, **call.rule._asdict(), S_kv=S_kv)
+        assert (o.shape, selection.ranges.shape) == ((B, S, 1, 2, 16), (B, S, 1, SMALL.n, 2))
+
+
+# Decisions
+
+
+def attend() -> None:
+    q, k, v = torch.randn(1, 8, 1, 2, 16), torch.randn(1, 1, 8, 16), torch.randn(1, 1, 8, 16)
+    nsa_sel.selection_attention(q, k, v, torch.tensor([[0, 4]]).expand(1, 8, 1, 1, 2))
+
+
+def compress(**options: Any) -> None:
+    call = make_choose_call("h1")
+    compressed_attention(call.q, call.k, call.v, **options_of(call, "h1"), **options)
+
+
+def test_a_decision_replays_and_names_every_backend() -> None:
+    compress()
+    assert last().request.compress == (SMALL.compress_block, SMALL.compress_stride)
+    assert [verdict.backend for verdict in last().verdicts] == list(registry.backends("choose"))
+    assert [step.partition(": ")[0] for step in last().steps] == ["choose-cuda", "choose-triton"]
+    assert Decision.from_json(last().to_json()).replay() == ()
+    assert "choose-triton" in nsa_sel.describe(last())
+
+
+def test_forcing_a_backend_concerns_its_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    with nsa_sel.use_backend("sdpa-packed"):
+        compress()
+        assert last().override is None
+        attend()
+        assert last().forward == "sdpa-packed"
+    with nsa_sel.use_backend("choose-torch"):
+        attend()
+        assert last().override is None
+        compress()
+        assert last().override is not None
+    monkeypatch.setenv("NSA_SEL_BACKEND", "choose-torch")
+    attend()
+    assert last().override is None
+    monkeypatch.delenv("NSA_SEL_BACKEND")
+    monkeypatch.setenv("NSA_FORCE_PARITY", "1")
+    compress()
+    assert last().forward == "choose-torch"
+    for name in ("sdpa-packed", "choose-trion"):
+        with pytest.raises(BackendError, match="is unknown"):
+            compress(backend=name)
+
+
+def test_the_fallback_of_its_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(call: ChooseCall) -> Any:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(registry.load_chooser("choose-triton"), "forward", broken)
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        compress(backend="choose-triton")
+    checks = tuple(check for check in POLICY.checks if check is not rules.no_triton_on_cpu)
+    monkeypatch.setattr("nsa_sel.policies.default.POLICY", POLICY._replace(checks=checks))
+    with pytest.warns(RuntimeWarning, match="choose-triton failed, choose-torch runs calls of this class from now on"):
+        compress()
+    assert (last().forward, last().override) == ("choose-torch", Override("choose-torch", "failure of choose-triton"))
+
+
+@pytest.mark.parametrize(("name", "backend"), [("h200", "choose-cuda"), ("a100", "choose-triton"), ("rtx5090", "choose-triton")])
+def test_on_a_gpu_triton_chooses_but_hopper_has_cuda(monkeypatch: pytest.MonkeyPatch, name: str, backend: str) -> None:
+    request = example_choice(needs_grad=True)
+    monkeypatch.setattr(registry, "offers", lambda request: tuple(map(Offer, registry.backends(request.kind).values())))
+    forget_decisions()
+    decision = nsa_sel.explain_request(request, GPUS[name])
+    assert (decision.forward, decision.backward) == (backend, backend)
+    for change in ({"h": 1}, {"h": 65}, {"Dk": 80}, {"Dv": 256}, {"S": 4}, {"aligned": False}):
+        assert nsa_sel.explain_request(replace(request, **change), GPUS[name]).forward == "choose-triton"
+    forget_decisions()
+
+
+# Bad input
+
+
+WRONG_COMPRESSED = [
+    ({"q": lambda q: q[0, 0]}, ("q is of shape", "[B,S,G,h,Dk]")),
+    ({"q": lambda q: [q]}, ("q is a list", "a torch.Tensor")),
+    ({"k_cmp": lambda k: k[:, :, :-1], "v_cmp": lambda v: v[:, :, 1:]}, ("k_cmp is of 10 compressed keys", "allowed: 11", "pass S_kv=")),
+    ({"k_cmp": lambda k: k.double()}, ("k_cmp is of dtype torch.float64", "call k_cmp.to(q.dtype)")),
+    ({"v_cmp": lambda v: v[:, :, 1:]}, ("v_cmp is of 10 positions", "k's 11 positions")),
+    ({"compress_block": 0}, ("compress_block is 0", "a whole number >= 1")),
+    ({"compress_block": 6}, ("compress_block is 6", "a multiple of compress_stride = 4")),
+    ({"compress_block": 32}, ("compress_block is 32", "at most block_size = 16")),
+    ({"compress_stride": True}, ("compress_stride is True", "a whole number >= 1")),
+    ({"block_size": 18}, ("block_size is 18", "a multiple of compress_stride = 4")),
+    ({"n": 0}, ("n is 0", "a whole number >= 1")),
+    ({"n": 2}, ("first + local is 1 + 2", "at most n = 2", "raise n")),
+    ({"first": -1}, ("first + local is -1 + 2",)),
+    ({"scale": math.nan}, ("scale is nan", "a finite number")),
+    ({"S_kv": 49}, ("S_kv is 49", ">= S = 50")),
+    ({"S_kv": 50.0}, ("S_kv is 50.0", ">= S = 50")),
+    ({"S_kv": 60}, ("k_cmp is of 11 compressed keys", "14 = ")),
+    ({"q_pos": torch.arange(49)}, ("q_pos is of shape (49,)", "[S=50] or [B=1, S=50]")),
+    ({"q_pos": torch.arange(1, 51)}, ("q_pos is from 1 to 50", "S_kv = 50")),
+    ({"return_lse": 1}, ("return_lse is 1", "True or False")),
+    ({"backend": 3}, ("backend is 3", "the name of a backend")),
+]  # fmt: skip
+
+
+@each_of(WRONG_COMPRESSED)
+def test_wrong_compressed_calls(changes: dict[str, Any], fragments: tuple[str, ...]) -> None:
+    call = make_choose_call(WHOLE)
+    arguments = {"q": call.q, "k_cmp": call.k, "v_cmp": call.v, **call.rule._asdict(), "S_kv": 50}
+    refused(compressed_attention, arguments, changes, fragments)
+
+
+@pytest.mark.parametrize("transform", [lambda f: torch.func.vmap(f), lambda f: torch.func.grad(lambda q: f(q).sum())], ids=["vmap", "grad"])
+def test_transforms_are_refused(transform: Any) -> None:
+    call = make_choose_call(WHOLE)
+
+    def work(q: Tensor) -> Tensor:
+        return compressed_attention(q, call.k, call.v, **call.rule._asdict())[0]
+
+    with pytest.raises(BackendError, match="compressed_attention"):
+        transform(work)(call.q)
+
+
+def test_one_graph_with_gradients() -> None:
+    """torch.compile(fullgraph, dynamic): the same o, blocks and gradients as eager, at two lengths."""
+
+    def work(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        o, selection = compressed_attention(q, k, v, **SMALL._asdict())
+        return o * 2, selection.ranges
+
+    compiled = torch.compile(work, fullgraph=True, dynamic=True, backend="aot_eager")
+    for S in (50, 39):
+        call = make_choose_call((1, S, S, 1, 2, 16, 16, SMALL))
+        inputs = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
+        found = []
+        for function in (work, compiled):
+            o, ranges = function(*inputs)
+            found.append((o, ranges, *torch.autograd.grad(o.sum(), inputs)))
+        for mine, other in zip(*found, strict=True):
+            assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_opcheck(needs_grad: bool) -> None:
+    call = make_choose_call(WHOLE)
+    inputs = [x.detach().requires_grad_(needs_grad) for x in (call.q, call.k, call.v)]
+    torch.library.opcheck(torch.ops.nsa_sel.choose_forward.default, (*inputs, None, None, list(SMALL), 50, 0.25, None, None, needs_grad))

@@ -1,0 +1,404 @@
+"""Check nsa-sel doctor, explain, run and demo: what they print, their JSON and exit codes; mistakes of a user are clear messages."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+import nsa_sel
+from nsa_sel.backends import numba_cpu
+from nsa_sel.cli import demo
+from nsa_sel.cli.app import app
+from nsa_sel.core import registry
+from nsa_sel.core.backend import Reason
+from nsa_sel.core.call import device_info
+from nsa_sel.core.decision import Decision
+from nsa_sel.core.request import DeviceInfo, example_request
+from nsa_sel.oracle import oracle_forward
+from nsa_sel.selection import Selection
+from nsa_sel.settings.flags import CACHE_FLAG
+from tests.helpers.files import ROOT
+
+S, G, D, S_KV, BLOCK = 5, 2, 16, 32, 8
+SM89 = DeviceInfo(kind="cuda", name="NVIDIA GeForce RTX 4090", sm=89)
+
+
+def invoke(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def ask(*arguments: object, exit_code: int = 0) -> Any:
+    """The JSON document that a command prints; anything else on stdout fails to parse."""
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == exit_code, result.output
+    return json.loads(result.stdout)
+
+
+def refused(*arguments: object) -> str:
+    """The message of a command that ends with exit code 2 and no traceback."""
+    result = invoke(*arguments)
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    return result.output
+
+
+def tensors() -> dict[str, Tensor]:
+    q, k, v = torch.randn(1, S, G, 3, D), torch.randn(1, G, S_KV, D), torch.randn(1, G, S_KV, D)
+    return {"q": q, "k": k, "v": v, "block_indices": torch.tensor([0, 3, -1], dtype=torch.int8).expand(1, S, G, 3).contiguous()}
+
+
+def ranges_of(blocks: Tensor) -> Tensor:
+    start = blocks.int().clamp(min=0) * BLOCK
+    return torch.stack((start, torch.where(blocks < 0, start, start + BLOCK)), -1)
+
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="looks at the CPU's rows")
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Any:
+    """Writes in.safetensors from tensors and metadata, and gives its path."""
+
+    def write(held: dict[str, Tensor], **metadata: str) -> Path:
+        path = tmp_path / "in.safetensors"
+        safetensors.torch.save_file(held, path, metadata)
+        return path
+
+    return write
+
+
+class TestDoctor:
+    def test_begins_with_its_verdict(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        because = "runs your calls on this machine (cpu), because it is"
+        first = invoke("doctor").output.splitlines()[0]
+        assert first == ask("doctor")["verdict"] == f"numba {because} the first of the preference (cpu.yaml)"
+        absent = Reason("package-missing", "unavailable", "package numba", None, ">= 0.60", "pip install 'nsa-sel[cpu]'")
+        monkeypatch.setattr(registry, "missing", lambda name: (absent,) if name == "numba" else ())
+        nsa_sel.reset()
+        first = invoke("doctor").output.splitlines()[0]
+        assert first.startswith(f"sdpa-packed {because} the first of the preference")
+        assert "But package numba is not installed" in first
+        assert first.endswith("pip install 'nsa-sel[cpu]'")
+        monkeypatch.setenv("NSA_SEL_BACKEND", "nmba")
+        assert invoke("doctor").output.startswith("nothing runs your calls on this machine (cpu): backend 'nmba' (NSA_SEL_BACKEND) is unk")
+
+    def test_names_omp_wait_policy_where_torch_and_numba_share_a_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for value, words in ((None, "OMP_WAIT_POLICY is not set: "), ("ACTIVE", "OMP_WAIT_POLICY is ACTIVE: ")):
+            monkeypatch.setenv("OMP_WAIT_POLICY", value) if value else monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+            (line,) = (line for line in invoke("doctor").output.splitlines() if "OMP_WAIT_POLICY" in line)
+            assert line.startswith(words)
+            assert line.endswith("set OMP_WAIT_POLICY=PASSIVE before Python starts")
+            assert ask("doctor")["omp_wait_policy"] == value
+        monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+        assert "set OMP_WAIT_POLICY" not in invoke("doctor").output
+
+    def test_says_what_a_backend_lacks_and_how_to_get_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("NSA_USE_SEL_PACK", "0")
+        report = ask("doctor")
+        here = {backend["name"]: backend for backend in report["devices"][0]["backends"]}
+        assert here["numba"]["lacks"] == []
+        assert [reason["remedy"] for reason in here["sdpa-packed"]["lacks"]] == ["unset NSA_USE_SEL_PACK"]
+        assert report["flags"] == {"NSA_USE_SEL_PACK": "0", CACHE_FLAG: os.environ[CACHE_FLAG]}
+        assert report["devices"][0]["settings"]["sources"]["use_sel_pack"] == "NSA_USE_SEL_PACK"
+
+    @pytest.mark.filterwarnings("ignore:nsa-sel. the environment variable:RuntimeWarning")
+    def test_names_unknown_variables_and_the_flag_that_was_meant(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("NSA_SEL_BAKEND", "numba")
+        assert ask("doctor")["unknown_variables"] == [{"name": "NSA_SEL_BAKEND", "did_you_mean": "NSA_SEL_BACKEND"}]
+        assert "NSA_SEL_BAKEND has no effect; did you mean NSA_SEL_BACKEND?" in invoke("doctor").output
+
+    def test_reports_a_bad_flag_instead_of_failing_on_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "many")
+        result = invoke("doctor")
+        assert result.exit_code == 0
+        assert "NSA_SEL_TRITON_MIN_L is 'many'; allowed: a whole number >= 0" in result.output
+
+
+class TestExplain:
+    def test_example_request_by_default(self) -> None:
+        decision = Decision.from_json(json.dumps(ask("explain", "--device", "cpu")))
+        assert decision.request == example_request().request_class()
+        assert decision.forward == "numba"
+
+    def test_sm89_lane_takes_packed_sdpa_and_names_the_adr(self) -> None:
+        for device in ("sm89", "rtx4090"):
+            decision = Decision.from_json(json.dumps(ask("explain", "--device", device, "--n", 64, "--needs-grad")))
+            assert (decision.device.sm, decision.forward, decision.backward) == (89, "sdpa-packed", "sdpa-packed")
+            reasons = {v.backend: {r.code: r.required for r in v.forward} for v in decision.verdicts}
+            assert reasons["triton-group"]["device-rule"] == "another: ADR-2025-08-M4-02"
+        assert "ADR-2025-08-M4-02" in invoke("explain", "--device", "sm89").output
+
+    def test_shape_options_reach_the_request(self) -> None:
+        shape = ("--B", 2, "--S", 1, "--S-kv", 500, "--G", 3, "--h", 5, "--Dk", 24, "--Dv", 40, "--n", 7)
+        request = ask("explain", *shape, "--block-size", 0, "--max-length", 99, "--dtype", "float32", "--needs-grad", "--page-size", 16)[
+            "request"
+        ]
+        expected = {"B": 2, "S": 1, "S_kv": 512, "G": 3, "h": 5, "Dk": 24, "Dv": 40, "n": 7, "block_size": None}
+        expected |= {"max_length": 99, "dtype": "float32", "needs_grad": True, "aligned": True, "sharing": None, "page_size": 16}
+        expected |= {"quantized": None, "kind": "attend", "compress": None, "pool": None, "counted": False, "mean_length": None}
+        assert request == expected
+        assert "at most 99 keys a row (L)" in invoke("explain", "--L", 99).output
+        assert ask("explain", "--S", 1, "--quantized", "e4m3/head")["request"]["quantized"] == "e4m3/head"
+
+    @pytest.mark.parametrize(
+        ("way", "expected"),
+        [
+            ("nsa", {"compress": [32, 16], "pool": None, "G": 4, "h": 16, "Dv": 128}),
+            ("minimax", {"compress": [1, 1], "pool": ["logits", "sum", "max"], "G": 4, "h": 1, "Dv": 0}),
+            ("moba", {"compress": [64, 64], "pool": ["logits", "sum", "max"], "G": 64, "h": 1, "Dv": 0}),
+            ("infllm", {"compress": [32, 16], "pool": ["weights", "sum", "max"], "G": 4, "h": 16, "Dv": 0}),
+        ],
+    )
+    def test_a_choice_of_blocks(self, way: str, expected: dict[str, Any]) -> None:
+        decision = ask("explain", "--choose", way, "--device", "h200")
+        assert {name: decision["request"][name] for name in expected} == expected
+        by_cuda = way == "nsa" and not registry.missing("choose-cuda")
+        assert (decision["request"]["kind"], decision["forward"]) == ("choose", "choose-cuda" if by_cuda else "choose-triton")
+        measured = way == "nsa" and any(name.startswith("choose") for name in decision["settings"]["costs"]["models"])
+        assert bool(decision["predictions"]) == measured, "cost models are of compressed_attention alone"
+        assert decision["rule"].startswith("least predicted time" if measured else "first of the preference")
+        assert Decision.from_json(json.dumps(decision)).replay() == ()
+
+    def test_a_choice_that_is_none(self) -> None:
+        assert "keys of a block" in refused("explain", "--choose", "moba", "--block-size", 0)
+        assert "its choice has no gradient" in refused("explain", "--choose", "infllm", "--needs-grad")
+
+    def test_forced_refusal_prints_every_reason(self) -> None:
+        message = refused("explain", "--device", "sm89", "--Dk", 12, "--backend", "triton-group")
+        for word in ("forced by argument, refuses", "head-dim-multiple", "a multiple of 8", "device-rule", "NSA_TRITON_SEL_FORCE=1"):
+            assert word in message
+        assert ask("explain", "--device", "sm89", "--backend", "triton-group", exit_code=2)["forward"] is None
+
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            (("--backend", "tritn-group"), ("unknown", "did you mean 'triton-group'?", "sdpa-packed")),
+            (("--device", "sm12"), ("--device is 'sm12'", "h100", "sm89")),
+            (("--S", 64, "--S-kv", 8), ("--S is 64", "at most S_kv = 8")),
+        ],
+    )
+    def test_mistakes_are_named(self, arguments: tuple[object, ...], words: tuple[str, ...]) -> None:
+        message = refused("explain", *arguments)
+        assert all(word in message for word in words), message
+
+    def test_bad_flag_is_an_error_in_words_and_in_json(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("NSA_USE_TRITON_SEL", "perhaps")
+        assert "NSA_USE_TRITON_SEL is 'perhaps'; allowed: 0 or 1" in refused("explain")
+        assert "NSA_USE_TRITON_SEL" in ask("explain", exit_code=2)["error"]
+
+
+class TestRun:
+    @pytest.mark.parametrize("backend", ["sdpa-packed", "numba"])
+    def test_blocks_round_trip_against_the_oracle(self, save: Any, tmp_path: Path, backend: str) -> None:
+        held, out = tensors(), tmp_path / "out.safetensors"
+        document = ask("run", save(held, block_size="8"), "--out", out, "--backend", backend, "--device", "cpu")
+        assert document["decision"]["forward"] == backend
+        assert document["o"] == {"shape": [1, S, G, 3, D], "dtype": "float32"}
+        with safetensors.safe_open(out, "pt") as file:
+            o, lse = file.get_tensor("o"), file.get_tensor("lse")
+            assert Decision.from_json(file.metadata()["decision"]).forward == backend
+        expected_o, expected_lse = oracle_forward(held["q"], held["k"], held["v"], ranges_of(held["block_indices"]))
+        torch.testing.assert_close(o.double(), expected_o, atol=2e-6, rtol=0)
+        torch.testing.assert_close(lse.double(), expected_lse, atol=2e-6, rtol=0)
+
+    def test_ranges_positions_scale_and_dtype(self, save: Any, tmp_path: Path) -> None:
+        held, out = tensors(), tmp_path / "out.safetensors"
+        del held["block_indices"]
+        # Unsorted and overlapping: the row attends to the union.
+        held["ranges"] = torch.tensor([[9, 14], [2, 4], [12, 20], [0, 0]], dtype=torch.int32).expand(1, S, G, 4, 2).contiguous()
+        held["q_pos"] = torch.tensor([0, 3, 13, 31, 18])
+        document = ask("run", save(held), "--out", out, "--dtype", "float64", "--scale", 0.5, "--device", "cpu")
+        assert document["empty_rows"] == G
+        result = safetensors.torch.load_file(out)
+        q, k, v = (held[name].double() for name in "qkv")
+        o, lse = oracle_forward(q, k, v, held["ranges"], 0.5, held["q_pos"])
+        torch.testing.assert_close(result["o"], o, atol=1e-12, rtol=0)
+        torch.testing.assert_close(result["lse"], lse, atol=1e-12, rtol=0)
+
+    def test_block_size_from_the_option_or_a_provenance_entry(self, save: Any) -> None:
+        held = tensors()
+        assert ask("run", save(held), "--block-size", BLOCK)["decision"]["request"]["block_size"] == BLOCK
+        assert ask("run", save(held, provenance=json.dumps({"block_size": BLOCK})))["decision"]["request"]["block_size"] == BLOCK
+        assert ask("run", save(held, block_size="4"), "--block-size", BLOCK)["decision"]["request"]["block_size"] == BLOCK
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ({"q": None}, ("tensor 'q' is missing", "the file holds block_indices [1, 5, 2, 3] int8, k [1, 2, 32, 16] float32", "add 'q'")),
+            ({"q": None, "query": torch.zeros(1)}, ("tensor 'q' is missing", "rename 'query' to 'q'")),
+            ({"qpos": torch.arange(S)}, ("tensor 'qpos' is unknown", "rename it to 'q_pos'")),
+            ({"block_indices": None}, ("the selection is missing", "ranges [B,S,G,n,2]", "block_indices [B,S,G,n]")),
+            ({"ranges": torch.zeros(1, S, G, 1, 2, dtype=torch.int32)}, ("given twice", "leave one of them out")),
+            ({"k": torch.zeros(1, S_KV, G, D)}, ("k is of shape (1, 32, 2, 16)", "k.transpose(1, 2)")),
+            ({"block_indices": torch.zeros(1, S, G, 2, dtype=torch.int32)}, ("has a block twice",)),
+            ({"block_indices": torch.zeros(1, S, G, 2)}, ("block_indices is of dtype torch.float32", "an integer dtype")),
+            ({"v": torch.zeros(1, G, S_KV, D).half()}, ("v is of dtype torch.float16", "q's dtype torch.float32")),
+        ],
+    )
+    def test_wrong_tensors_are_named(self, save: Any, change: dict[str, Tensor | None], words: tuple[str, ...]) -> None:
+        held = {name: tensor for name, tensor in {**tensors(), **change}.items() if tensor is not None}
+        message = refused("run", save(held, block_size="8"))
+        assert all(word in message for word in words), message
+
+    def test_wrong_files(self, save: Any, tmp_path: Path) -> None:
+        text = tmp_path / "text.safetensors"
+        text.write_text("no tensors in here")
+        for path in (text, tmp_path / "absent.safetensors", tmp_path):
+            assert "allowed: a readable .safetensors file" in refused("run", path)
+        file = save(tensors(), block_size="8")
+        assert "a file other than FILE" in refused("run", file, "--out", file)
+        assert "its folder must exist" in refused("run", file, "--out", tmp_path / "absent" / "out.safetensors")
+        assert "FILE" in ask("run", text, exit_code=2)["error"]
+
+    def test_out_replaces_nothing_but_files_and_is_looked_at_first(
+        self, save: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Renaming a new file over a FIFO or a device would destroy it: for the whole machine, where it is /dev/null and the user root."""
+        file = save(tensors(), block_size="8")
+        os.mkfifo(tmp_path / "fifo")
+        (tmp_path / "link").symlink_to(tmp_path / "fifo")
+        with socket.socket(socket.AF_UNIX) as server:
+            monkeypatch.chdir(tmp_path)  # the name of a socket is short
+            server.bind("socket")
+        for name, kind in (("fifo", "a FIFO"), ("link", "a FIFO"), ("socket", "a socket"), (".", "a folder"), ("/dev/null", "a device")):
+            monkeypatch.setattr(nsa_sel.cli.app, "read_problem", None)  # nothing is read or computed before
+            assert f"--out is {Path(name)}, {kind}; allowed: a regular file" in " ".join(refused("run", file, "--out", name).split())
+        assert stat.S_ISFIFO(os.stat("fifo").st_mode)
+        assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+def test_no_text_of_files_or_variables_commands_the_terminal(save: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad, shown = "\x1b]0;owned\x07\u202e", "\\u001b]0;owned\\u0007\\u202e"
+    rows, config = tmp_path / "rows.jsonl", tmp_path / "own.yaml"
+    rows.write_text(json.dumps({"case": bad, "error": bad}) + "\n" + json.dumps({"case": "x", "backend": bad, "error": bad}) + "\n")
+    config.write_text(json.dumps({"provenance": bad, "runtime": {"prefer_forward": ["numba"]}}))
+    outputs = [invoke("run", save({**tensors(), bad: torch.zeros(1)})).output, invoke("threshold", rows).output]
+    monkeypatch.setenv("NSA_SEL_CONFIG", str(config))
+    outputs += [invoke("doctor").output, invoke("doctor", "--json").output]
+    monkeypatch.setenv("NSA_SEL_BACKEND", bad)
+    outputs += [invoke("doctor").output, invoke("explain").output]
+    assert not any(set(output) & set("\x1b\x07\u202e") for output in outputs)
+    assert shown in outputs[0]
+    assert all("owned" in output for output in outputs[-2:])
+
+
+ROWS, GROUPS, HEADS, DIM, KEYS, CHOSEN = 40, 2, 3, 16, 4, 5
+SHIPPED = ROOT / "bench" / "data" / "smollm2_trace.safetensors"
+FACTS = {"model": "a tiny one, made up", "text": "noise", "layer": 0, "block_size": KEYS, "first": 1, "local": 2}
+
+
+@pytest.fixture(autouse=True)
+def short_and_without_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two rounds of timing, without Triton's interpreter, which other tests ask for."""
+    monkeypatch.setitem(demo.ROUNDS, "cpu", 2)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    device_info.cache_clear()
+    yield
+    device_info.cache_clear()
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.safetensors"
+    selection = Selection.from_scores(torch.rand(1, ROWS, GROUPS, ROWS // KEYS), CHOSEN, KEYS, first=1, local=2)
+    tensors = {
+        "q": torch.randn(1, ROWS, GROUPS, HEADS, DIM).bfloat16(),
+        "k": torch.randn(1, GROUPS, ROWS, DIM).bfloat16(),
+        "v": torch.randn(1, GROUPS, ROWS, DIM).bfloat16(),
+        "block_indices": selection.block_indices.to(torch.int8),
+    }
+    safetensors.torch.save_file(tensors, path, {"provenance": json.dumps(FACTS)})
+    return path
+
+
+def run_demo(trace: Path, *options: str) -> Any:
+    return CliRunner().invoke(app, ["demo", "--trace", str(trace), "--out-dir", str(trace.parent / "out"), *options])
+
+
+def rows_of(result: Any) -> dict[str, Any]:
+    return {row["name"]: row for row in json.loads(result.stdout)["rows"]}
+
+
+@on_cpu
+def test_every_backend_is_checked_timed_and_drawn(trace: Path) -> None:
+    result = run_demo(trace, "--json")
+    assert result.exit_code == 0, result.output
+    document, rows = json.loads(result.stdout), rows_of(result)
+    assert document == json.loads((trace.parent / "out" / "demo.json").read_text())
+    assert document["passed"]
+    assert {"sdpa-packed", "numba", demo.MASKED, demo.DENSE} <= set(rows)
+    assert [row["name"] for row in rows.values() if row["policy_choice"]] == [document["decision"]["forward"]]
+    assert "cuda" in document["refused"]["triton-group"]
+    for name, row in rows.items():
+        for times in (row["forward"], row["forward_backward"]):
+            assert 0 < times["p20"] <= times["median"] <= times["p80"]
+            assert times["repeats"] == 2
+        if name in (demo.MASKED, demo.DENSE):
+            assert row["decision"] is None
+        else:
+            assert (row["decision"]["forward"], row["decision"]["backward"]) == (name, name)
+            assert set(row["errors"]) == {"o", "lse", "dq", "dk", "dv"}
+            assert all(0 < error["mae"] <= error["bound"] for error in row["errors"].values())
+            assert row["errors"]["o"]["bound"] == 1e-6
+    assert (rows[demo.DENSE]["errors"], rows[demo.DENSE]["passed"]) == ({}, None)
+    assert (trace.parent / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
+    output = run_demo(trace).output
+    for words in ("Model: a tiny one, made up, layer 0", "triton-group does not run here: ", "Fastest forward + backward: ", "oracle"):
+        assert words in output
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("name", "change", "verdict"),
+    [
+        ("backward", lambda dq, dk, dv: (dq, dk * 1.001, dv), "mean dk off by"),
+        ("forward", lambda o, lse: (o + float("nan"), lse), "o off by nan"),
+    ],
+)
+def test_a_wrong_result_gives_exit_code_1(trace: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: Any, verdict: str) -> None:
+    """With fewer checked rows than rows: gradients are those of a loss over the checked rows."""
+    monkeypatch.setattr(demo, "CHECKED_ROWS", 9)
+    assert run_demo(trace).exit_code == 0
+    right = getattr(numba_cpu, name)
+    monkeypatch.setattr(numba_cpu, name, lambda *arguments: change(*right(*arguments)))
+    result = run_demo(trace, "--json")
+    assert (result.exit_code, json.loads(result.stdout)["checked_rows"]) == (1, 9)
+    rows = rows_of(result)
+    assert rows["numba"]["verdict"].startswith("WRONG: ")
+    assert verdict in rows["numba"]["verdict"]
+    assert (rows["numba"]["passed"], rows["sdpa-packed"]["passed"]) == (False, True)
+
+
+@on_cpu
+def test_the_demo_of_the_shipped_trace_passes(tmp_path: Path) -> None:
+    """On its first 512 tokens, which take a second."""
+    tensors = safetensors.torch.load_file(SHIPPED)
+    with safetensors.safe_open(SHIPPED, framework="pt") as file:
+        metadata = file.metadata()
+    cut = {name: tensor[:, :512] if name in ("q", "block_indices") else tensor[:, :, :512] for name, tensor in tensors.items()}
+    safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in cut.items()}, tmp_path / "cut.safetensors", metadata)
+    result = run_demo(tmp_path / "cut.safetensors", "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert (document["passed"], document["checked_rows"], document["facts"]["tokens"]) == (True, 512, 8192)
+
+
+@on_cpu
+def test_wrong_traces_and_folders_are_clear_errors(trace: Path) -> None:
+    result = CliRunner().invoke(app, ["demo", "--trace", str(trace.parent / "absent.safetensors")])
+    assert (result.exit_code, "a readable .safetensors file" in result.output) == (2, True)
+    result = CliRunner().invoke(app, ["demo", "--trace", str(trace), "--out-dir", str(trace / "folder")])
+    assert (result.exit_code, "--out-dir" in result.output) == (2, True)
