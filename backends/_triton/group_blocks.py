@@ -109,10 +109,11 @@ def forward_blocks_kernel(
         position = c + tl.arange(0, TAIL_L)
         valid = position < cut_end
         page = page_of(position, valid, table, PAGE) if PAGE > 0 else position
-        (acc, l, m), v_rate = add_cached_keys(
+        sums, v_rate = add_cached_keys(  # two assignments, because Triton 3.6 takes no nested targets
             (acc, l, m), v_rate, q_tile, k_rate, k, v, k_scale, v_scale, strides, of_cache, b, g, position, page, valid, scale_log2,
             dims, cache,
         )  # fmt: skip
+        acc, l, m = sums
     store_rows((acc, l, m), v_rate, o, lse, out, 0, 1, is_head, scale_log2, dims, False)
 
 
