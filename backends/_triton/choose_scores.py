@@ -1,6 +1,7 @@
 """Scores of blocks from q, index keys and lse, without storing p: NSA's importance, and other pools.
 
-With x[i] the largest of a group's heads, or their sum, of the logits c q.k[i] or of the weights 2^(c q.k[i] - lse2):
+With x[i] the largest of a group's heads, or their sum, of the logits c q.k[i], of max(c q.k[i], 0), or of the weights
+2^(c q.k[i] - lse2):
 
     score[b] = largest of x[i] over the keys that touch block b, or their sum, each times the pieces of b that it covers
 
@@ -188,6 +189,8 @@ def over_heads(products, lse2, scale, dims: tl.constexpr, pool: tl.constexpr, HE
         x = tl.exp2(products * scale - lse2[None, :]).reshape(products.shape[0], HEADS, TOKENS)
     else:
         x = products.reshape(products.shape[0], HEADS, TOKENS)
+    if pool.relu:
+        x = tl.maximum(x, 0.0)
     if pool.heads_max:
         if HEADS != dims.h:
             x = tl.where((tl.arange(0, HEADS) < dims.h)[None, :, None], x, float("-inf"))
