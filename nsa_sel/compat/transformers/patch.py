@@ -113,8 +113,8 @@ def _check_parts(module: Any, parts: tuple[str, ...], arguments: tuple[str, ...]
     if lacking or (arguments and tuple("past_key_values" if name == "cache" else name for name in taken) != arguments):
         found = f"{type(module).__name__} with forward({', '.join(taken)})"
         found += f", without {', '.join(lacking)}" if lacking else ""
-        allowed = f"one with forward({', '.join(arguments or taken)}), as in transformers 5.17 to 5.24"
-        raise ArgumentError("model", found, allowed, "install a transformers version in that range, or report the new one")
+        allowed = f"one with forward({', '.join(arguments or taken)}), as in transformers up to 5.24"
+        raise ArgumentError("model", found, allowed, "install such a version, or report the new one")
 
 
 def _replace_forward(patched: Patched, module: Any, forward: Callable[..., Any]) -> None:
