@@ -343,7 +343,7 @@ def _order(call: Call, reach: int, section: int, pairs: int, segment: int, parts
 
 
 def _cut_lists(call: Call, sizes: Sizes, segment: int) -> tuple[KeyToRows, Tensor, Tensor]:
-    """Return the lists of both passes, and `begins` and `segments` of unit_lists.cuh for segments of at most `segment`
+    """Return the lists of both passes, and `begins` and `segments` of key_to_rows.cuh for segments of at most `segment`
     entries."""
     reach, forward = call.reach(WIDTH), _partials(call)[1]
     numbers = (sizes.section, forward, sizes.segment, reach)

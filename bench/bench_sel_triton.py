@@ -1,11 +1,12 @@
 """Triton against packed SDPA over the lengths of a selection: the seed matrix, and with --decode the decode matrix.
 
     python -m nsa_sel.bench.bench_sel_triton            # rows, CSV and Markdown under bench/results/sel_triton/<date>/
-    python -m nsa_sel.bench.bench_sel_triton --N 64 --H 8 --D 128 --Dv 128 --L_list 64,1024 --dist few --iters 50 --warmup 5
+    python -m nsa_sel.bench.bench_sel_triton --N 64 --H 8 --D 128 --Dv 128 --L_list 64,1024 --dist few --iters 50
+    --warmup 5
 
-A case is N query rows of one KV group with H heads, each selecting L of 8192 keys as --dist says: few, the keys from 0 to L; many, 8
-equal spans; mixed, 2, 4 or 8 random spans. Decoding, N sequences of one query each. On a GPU in bfloat16, Triton beside packed SDPA; on a
-CPU in float32, numba beside it. Run again, it resumes.
+A case is N query rows of one KV group with H heads, each selecting L of 8192 keys as --dist says: few, the keys from 0
+to L; many, 8 equal spans; mixed, 2, 4 or 8 random spans. Decoding, N sequences of one query each. On a GPU in bfloat16,
+Triton beside packed SDPA; on a CPU in float32, numba beside it. Run again, it resumes.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def jobs(
 
 
 def moved_bytes(row: Row) -> int:
-    """What the operation has to move: K and V that the rows select, once a row and group, and the tensors of rows and gradients.
+    """What the operation has to move: K and V that the rows select, once a row and group, and the tensors of rows and
+    gradients.
 
     Forward and decoding: q read and o written. Backward: q, o and do read, dq written, dk and dv written once.
     """
@@ -106,7 +108,9 @@ def moved_bytes(row: Row) -> int:
 
 
 def with_derived(rows: Sequence[Row]) -> list[Row]:
-    """Rows with L, the bytes that must be moved, the GB/s that this comes to, and the speed-up over packed SDPA in the same case."""
+    """Rows with L, the bytes that must be moved, the GB/s that this comes to, and the speed-up over packed SDPA in the
+    same case.
+    """
     packed = {_compared(row): row["ms_median"] for row in store.measured(rows) if row["backend"] == PACKED}
     found = []
     for row in rows:
@@ -175,7 +179,8 @@ def parts(rows: Sequence[Row]) -> dict[Part, list[Row]]:
 def write(folder: Path, out: Path, own: Sequence[Row] = (), csv_of_own: Path | None = None) -> list[Path]:
     """CSV files and report.md of the rows.jsonl of a folder, into `out`.
 
-    Of several environments or commits that the file has, the last one's rows. `own`: the rows of one command, for a CSV of their own.
+    Of several environments or commits that the file has, the last one's rows. `own`: the rows of one command, for a CSV
+    of their own.
     """
     file = folder / "rows.jsonl"
     rows = store.of_last_environment(store.read(file)) if file.exists() else []

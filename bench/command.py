@@ -1,4 +1,6 @@
-"""The bodies of `nsa-sel bench` and `nsa-sel threshold`: the same functions as the scripts of this folder, under one roof."""
+"""The bodies of `nsa-sel bench` and `nsa-sel threshold`: the same functions as the scripts of this folder, under one
+roof.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from nsa_sel.bench import headline as claims
 from nsa_sel.bench.core import store
 from nsa_sel.bench.core.command_line import Backends, Device, device_of, echo, stderr_console
 from nsa_sel.bench.core.contenders import DENSE, named
-from nsa_sel.bench.core.given_peers import given
+from nsa_sel.bench.core.peers import given
 from nsa_sel.bench.core.peers import peers as every_peer
 from nsa_sel.bench.core.session import able, run
 from nsa_sel.bench.questions import speed
@@ -73,8 +75,8 @@ def bench(
 ) -> None:
     """Measure Triton against packed SDPA over the lengths of a selection, with CSV and Markdown.
 
-    The seed matrix and the decode matrix; --decode 0 or 1 is one of them, and so are sizes. Flags of the matrix go without --suite and
-    --peers.
+    The seed matrix and the decode matrix; --decode 0 or 1 is one of them, and so are sizes. Flags of the matrix go
+    without --suite and --peers.
     """
     where, console, folder = device_of(device), stderr_console(), out or bench_sel_triton.default_folder()
     sizes = {"N": N, "H": H, "D": D, "Dv": Dv, "L_list": L_list, "dist": dist}

@@ -1,4 +1,5 @@
-"""The README's claims measured again on this GPU, each beside dense attention in the same process: `nsa-sel bench --headline`.
+"""The README's claims measured again on this GPU, each beside dense attention in the same process: `nsa-sel bench
+--headline`.
 
 A claim is what the committed rows say, by the functions that make the README's tables: no number of it stands here.
 """
@@ -14,15 +15,14 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from nsa_sel.bench.core import environment, store
+from nsa_sel.bench.core import store
 from nsa_sel.bench.core.command_line import need_gpu
 from nsa_sel.bench.core.contenders import DENSE, PACKED, named
 from nsa_sel.bench.core.markdown import factor, table
 from nsa_sel.bench.core.session import able, run
-from nsa_sel.bench.core.store import Row, first_line
+from nsa_sel.bench.core.store import H200_ROWS, Row, first_line, read_rows
 from nsa_sel.bench.questions import layer_parts, speed
 from nsa_sel.bench.tables import HEADS, PARTS_FILE, SETTLED, both_passes, indexed, of_part, ours, tokens_per_second, training_pairs
-from nsa_sel.bench.tune.committed_rows import H200_ROWS, read_rows
 from nsa_sel.cli.output import output_file
 from nsa_sel.errors import ArgumentError
 
@@ -45,7 +45,10 @@ Gains = dict[str, Gain]  # by what is claimed
 
 
 def headline(folder: Path, console: Console) -> str:
-    """Measure every claim, with rows below `folder`, and return the table. Raises ArgumentError without a GPU or committed rows."""
+    """Measure every claim, with rows below `folder`, and return the table.
+
+    Raises ArgumentError without a GPU or committed rows.
+    """
     need_gpu("nsa-sel bench --headline")
     if not PARTS_FILE.exists():
         allowed, remedy = "a checkout, whose bench/results/ holds the rows of the claims", "run it in one, installed with pip install -e"
@@ -120,7 +123,7 @@ def gain_of(mine: Sequence[Row], dense: Sequence[Row]) -> Gain:
 
 def measure_layer(folder: Path, console: Console) -> Gains:
     """Time the layer and dense attention."""
-    facts, rows = environment.stamp(), list[Row]()
+    facts, rows = store.stamp(), list[Row]()
     for S in LENGTHS:
         parts = layer_parts.parts(S, HEADS)
         for name in ("layer of text" if "layer of text" in parts else "layer", "dense"):
@@ -142,7 +145,7 @@ def measure_calls(folder: Path, console: Console) -> Gains:
 
 def measure_training(folder: Path, console: Console) -> Gains:
     """Train as many steps as the committed runs have, by the example's own program, a fresh model each time."""
-    program, facts = environment.example("train_nsa_lm"), environment.stamp()
+    program, facts = store.example("train_nsa_lm"), store.stamp()
     (pair,) = (pair for pair in training_pairs("speed") if pair.context == CONTEXT)
     runs = list[list[Row]]()
     for attention in ("dense", "nsa"):

@@ -1,6 +1,7 @@
 """From the CSV files of bench_sel_triton to `sel_triton_min_L`, with the evidence as a Markdown report.
 
-    python -m nsa_sel.bench.sel_threshold_from_csv --dense dense.csv --varlen varlen.csv --margin 1.2 --out selection_report.md
+    python -m nsa_sel.bench.sel_threshold_from_csv --dense dense.csv --varlen varlen.csv --margin 1.2 --out
+    selection_report.md
 
 dense.csv: one contiguous range a row; varlen.csv: several. The rule is that of threshold_optimizer.py.
 """
@@ -75,7 +76,9 @@ def _verdicts(found: Sequence[Threshold]) -> str:
 
 
 def by_length(threshold: Threshold) -> str:
-    """Gains of one direction by L: the least and the median of the medians' gains, and the least that the spreads allow."""
+    """Gains of one direction by L: the least and the median of the medians' gains, and the least that the spreads
+    allow.
+    """
     lines = []
     for length in threshold.lengths:
         some: list[Pair] = [pair for pair in threshold.pairs if pair.length == length]

@@ -1,28 +1,28 @@
-"""Tables of the documents, the results of matrices and the README's picture, from committed rows: `python -m nsa_sel.bench.tables`.
+"""Tables of the documents, the results of matrices and the README's picture, from committed rows: `python -m
+nsa_sel.bench.tables`.
 
-Rewrites the text between `<!-- table: NAME -->` and `<!-- end -->` in each document of `BY_DOCUMENT`. Run it after rows were added, after
-`python -m nsa_sel.bench.tune.derive`: `make derived` does both. A test derives everything again. "Ours" is the fastest of our backends in
-each case and direction.
+Rewrites the text between `<!-- table: NAME -->` and `<!-- end -->` in each document of `BY_DOCUMENT`. Run it after rows
+were added, after `python -m nsa_sel.bench.tune.derive`: `make derived` does both. A test derives everything again.
+"Ours" is the fastest of our backends in each case and direction.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nsa_sel.bench import bench_sel_triton, sel_threshold_from_csv
 from nsa_sel.bench.core import cases, store
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.contenders import DENSE, PACKED, of_framework
-from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.markdown import MARK, factor, ms, pair_of, scatters, side_by_side, spread, table, with_note
-from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.questions import decoding_steps, layer_parts, paged_caches, released_models, scaling
-from nsa_sel.bench.tune.committed_rows import CPU_ROWS, H100_RESULTS, H200_RESULTS, H200_ROWS, read_rows
+from nsa_sel.bench.core.store import CPU_ROWS, H100_RESULTS, H200_RESULTS, H200_ROWS, ROOT, Row, read_rows
+from nsa_sel.bench.questions import decoding_steps, layer_parts, released_models, scaling, speed
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Offer
 from nsa_sel.core.decision import load_policy, make_decision
@@ -70,7 +70,9 @@ class Pair(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """Percent of dense attention's time, forward and backward together, that each part of a layer and the layer take at a length."""
+    """Percent of dense attention's time, forward and backward together, that each part of a layer and the layer take at
+    a length.
+    """
 
     S: int
     parts: dict[str, float]
@@ -116,7 +118,9 @@ def tokens_per_second(rows: Sequence[Row]) -> float:
 
 
 def both_passes(rows: Iterable[Row]) -> dict[tuple[str, int], list[Row]]:
-    """Return the rows of layer_parts with HEADS heads, by part and length: forward and backward where both were measured."""
+    """Return the rows of layer_parts with HEADS heads, by part and length: forward and backward where both were
+    measured.
+    """
     found: dict[tuple[str, int], dict[str, Row]] = {}
     for row in rows:
         if row["h"] == HEADS and row["direction"] in ("fwd", "bwd"):
@@ -193,7 +197,9 @@ def explained(name: str) -> str:
 
 
 def performance() -> str:
-    """Milliseconds of every backend in the prefill, decode and trained cases; ours against dense attention and packed SDPA."""
+    """Milliseconds of every backend in the prefill, decode and trained cases; ours against dense attention and packed
+    SDPA.
+    """
     names = {case.case for case in (*cases.performance_cases(), *cases.decode_cases(), *cases.trained_cases())}
     index = indexed(read_rows(H200_ROWS))
     chosen = {key: found for key, found in index.items() if key[0] in names and key[1] != "fwd+bwd" and ours(found) is not None}
@@ -207,7 +213,8 @@ def performance() -> str:
 
 
 def break_even(lengths: Sequence[int], gains: Sequence[float]) -> str:
-    """From which length on every gain (dense time over ours) is 1 or more, or on which side of the measured lengths that lies.
+    """From which length on every gain (dense time over ours) is 1 or more, or on which side of the measured lengths
+    that lies.
 
     Between the last length that loses and the next one, log(gain) is taken as linear in log(length).
     """
@@ -222,7 +229,8 @@ def break_even(lengths: Sequence[int], gains: Sequence[float]) -> str:
 
 
 def breakeven() -> str:
-    """From which length on ours is faster than dense attention, by h, direction and kind of selection, and how much at each length.
+    """From which length on ours is faster than dense attention, by h, direction and kind of selection, and how much at
+    each length.
 
     Text beyond the 8k tokens of SmolLM2's maps is that of models trained with NSA.
     """
@@ -280,7 +288,9 @@ def overhead() -> str:
 
 
 def models() -> str:
-    """The suite of shipped models on an H100: ms of each backend beside dense attention, and how many times faster the fastest is."""
+    """The suite of shipped models on an H100: ms of each backend beside dense attention, and how many times faster the
+    fastest is.
+    """
     index = indexed(rows_of("models.jsonl", H100_RESULTS))
     names = list(dict.fromkeys(name for found in index.values() for name in found if name != DENSE))
     lines = [(*key, *(ms(found.get(name)) for name in (*names, DENSE)), factor(speed_up(found))) for key, found in index.items()]
@@ -291,7 +301,9 @@ def models() -> str:
 
 
 def layer() -> str:
-    """The parts of a layer; dense attention at lengths that were not measured beside them, from the rows of the selection."""
+    """The parts of a layer; dense attention at lengths that were not measured beside them, from the rows of the
+    selection.
+    """
     rows = store.read(PARTS_FILE)
     lengths = {row["S"] for row in rows}
     older = [
@@ -306,7 +318,7 @@ def layer() -> str:
 
 
 def varlen() -> str:
-    """Packed batches as bench/questions/packed_batches.py calls them: milliseconds, medians, of forward and of both passes."""
+    """Packed batches as bench/core/variants.py calls them: milliseconds, medians, of forward and of both passes."""
     found: dict[tuple[str, str], dict[tuple[str, str], str]] = {}
     for row in store.measured(rows_of("varlen.jsonl")):
         backend = max((name for name in registry.backends() if row["backend"].startswith(name)), key=len)
@@ -379,7 +391,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "band": training_band,
     },
     "docs/serving.md": {
-        "serving": lambda: paged_caches.table(rows_of("serving.jsonl")),
+        "serving": lambda: speed.table_of_caches(rows_of("serving.jsonl")),
         "steps": lambda: decoding_steps.table(
             [row for row in rows_of("profiles/decoding_steps.jsonl") if row.get("kv", "bf16") == "bf16" and row["B"] in (1, 64)]
         ),
@@ -412,14 +424,82 @@ def write_matrix(folder: Path, out: Path) -> None:
     store.write_whole(out / "selection_report.md", sel_threshold_from_csv.report(parts))
 
 
-if __name__ == "__main__":
-    from nsa_sel.bench import picture  # loads matplotlib
+PICTURE = ROOT / "docs/report/layer"
+COLORS = {  # on light and on dark ground; parts of a layer are shades of one hue
+    "surface": ("#ffffff", "#15181d"),
+    "ink": ("#1b1d21", "#e8eaed"),
+    "muted": ("#5a6069", "#a6adb7"),
+    "grid": ("#dde1e6", "#343a43"),
+    "dense": ("#33373d", "#d3d7dc"),
+    "choose": ("#0b3c6f", "#d3e6fb"),
+    "select": ("#2f7ec4", "#8fc1f0"),
+    "window": ("#7fb4e3", "#4d8fcf"),
+    "gate": ("#bcd8f1", "#2b5f96"),
+}
+PALETTE = 96  # colors of the PNG
 
+
+def write_picture() -> None:
+    """Write the README's picture for light and for dark pages.
+
+    Left, a layer's attention as a share of dense attention's time, part by part; right, training speed with each kind of attention.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display is needed
+    from matplotlib import pyplot
+    from matplotlib.lines import Line2D
+    from PIL import Image
+
+    shares = layer_shares()
+    rates = [(context, tokens_per_second(dense), tokens_per_second(nsa)) for context, dense, nsa in training_pairs("speed")]
+    for i, ending in enumerate(("", "-dark")):
+        color = {role: both[i] for role, both in COLORS.items()}
+        style: Any = {
+            **{"font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.axisbelow": True},
+            **{"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.grid.axis": "y"},
+            **{f"{name}.color": color["muted"] for name in ("xtick", "ytick")},
+            **{"figure.facecolor": color["surface"], "axes.facecolor": color["surface"], "grid.color": color["grid"]},
+            **{
+                "text.color": color["ink"],
+                "axes.labelcolor": color["ink"],
+                "axes.titlecolor": color["ink"],
+                "axes.edgecolor": color["muted"],
+            },
+        }
+        with pyplot.rc_context(style):
+            canvas, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.7), layout="constrained")
+            left.set(title="Attention of one layer, forward + backward", xlabel="tokens", ylabel="% of dense attention's time")
+            left.axhline(100, color=color["dense"], linewidth=1.4)
+            for bar, each in enumerate(shares):
+                bottom = 0.0
+                for part, height in each.parts.items():
+                    left.bar(bar, height, 0.6, bottom=bottom, color=color[part])
+                    bottom += height
+                left.text(bar, bottom + 2, f"{100 / each.whole:.2g}x", ha="center", fontsize=8)
+            left.set_xticks(range(len(shares)), [f"{each.S // 1024}k" for each in shares])
+            right.set(title="Training a model of 25M parameters", xlabel="context, tokens", ylabel="thousand tokens per second")
+            for bar, (_, dense, nsa) in enumerate(rates):
+                right.bar(bar - 0.2, dense / 1e3, 0.38, color=color["dense"])
+                right.bar(bar + 0.2, nsa / 1e3, 0.38, color=color["select"])
+                right.text(bar + 0.2, nsa / 1e3, f"{nsa / dense:.2g}x", ha="center", va="bottom", fontsize=8)
+            right.set_xticks(range(len(rates)), [f"{context // 1024}k" for context, _, _ in rates])
+            canvas.suptitle("NSAttention on an NVIDIA H200", fontsize=12, fontweight="bold", x=0.01, ha="left")
+            key = {"dense": "dense attention (cuDNN)", **PARTS}
+            handles = [Line2D([], [], marker="s", linestyle="", markersize=7, color=color[role], label=key[role]) for role in key]
+            canvas.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False)
+            drawn = io.BytesIO()
+            canvas.savefig(drawn, format="png", dpi=110)
+            pyplot.close(canvas)
+        few = Image.open(drawn).convert("RGB").quantize(PALETTE, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        few.save(f"{PICTURE}{ending}.png", optimize=True)
+
+
+if __name__ == "__main__":
     for folder in matrices():
         write_matrix(folder, folder)
     for document in BY_DOCUMENT:
         file = ROOT / document
         file.write_text(with_tables(file.read_text()))
         print(f"{document} written")
-    rates = [(context, tokens_per_second(dense), tokens_per_second(nsa)) for context, dense, nsa in training_pairs("speed")]
-    picture.write(layer_shares(), rates, PARTS)
+    write_picture()

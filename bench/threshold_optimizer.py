@@ -1,10 +1,12 @@
-"""The one rule for `sel_triton_min_L`: the smallest L from which Triton is ahead of packed SDPA by the margin, by evidence.
+"""The one rule for `sel_triton_min_L`: the smallest L from which Triton is ahead of packed SDPA by the margin, by
+evidence.
 
     python -m nsa_sel.bench.threshold_optimizer rows.jsonl --out threshold.yaml
 
-Of every measured case with L or more keys a row, in each direction: packed SDPA's 20th percentile over Triton's 80th must reach the
-margin. Below the threshold packed SDPA runs, so that nothing there can be slower than it; from it on, no case may be more than
-`REGRESSION` slower. Where medians alone would allow a smaller L, spreads overlap too much to tell: those lengths are undecided.
+Of every measured case with L or more keys a row, in each direction: packed SDPA's 20th percentile over Triton's 80th
+must reach the margin. Below the threshold packed SDPA runs, so that nothing there can be slower than it; from it on, no
+case may be more than `REGRESSION` slower. Where medians alone would allow a smaller L, spreads overlap too much to
+tell: those lengths are undecided.
 """
 
 from __future__ import annotations
@@ -22,8 +24,7 @@ from nsa_sel.bench.core.cases import length_of
 from nsa_sel.bench.core.command_line import echo, program
 from nsa_sel.bench.core.contenders import PACKED
 from nsa_sel.bench.core.markdown import environment
-from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.tune.committed_rows import WAYS
+from nsa_sel.bench.core.store import WAYS, Row
 from nsa_sel.core.registry import backends
 from nsa_sel.errors import ArgumentError
 
@@ -90,7 +91,8 @@ def faster_by(fast: Row, slow: Row) -> float:
 def length_pairs(rows: Iterable[Row], triton: str = TRITON) -> list[Pair]:
     """Both sides of every case of the threshold suite, or of bench_sel_triton, in every direction.
 
-    Of two rows of the same thing the later one counts; rows without a time, and those of several streams, count for nothing.
+    Of two rows of the same thing the later one counts; rows without a time, and those of several streams, count for
+    nothing.
     """
     sides: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in store.measured(rows):
@@ -100,7 +102,9 @@ def length_pairs(rows: Iterable[Row], triton: str = TRITON) -> list[Pair]:
 
 
 def sure_length(pairs: Sequence[Pair], margin: float) -> int | None:
-    """The rule: the smallest measured L from which on every pair's spreads allow the margin, and none is slower by `REGRESSION`."""
+    """The rule: the smallest measured L from which on every pair's spreads allow the margin, and none is slower by
+    `REGRESSION`.
+    """
     return _first_length(pairs, lambda pair: pair.sure_gain >= margin and pair.gain >= NO_LOSS)
 
 

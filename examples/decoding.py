@@ -57,7 +57,8 @@ class Engine:
         return self.model(new.long(), step)[:, -1]  # type: ignore[no-any-return]
 
     def warm_up(self, running: int, room: int, chunk: int) -> None:
-        """Compile kernels. On a GPU, capture all steps of a scheduler: decoding of 1, 2, 4 ... `running` sequences, and prefill.
+        """Compile kernels. On a GPU, capture all steps of a scheduler: decoding of 1, 2, 4 ... `running` sequences, and
+        prefill.
 
         Args:
             running: maximum number of sequences of a decode step.
@@ -94,7 +95,10 @@ class StepGraph:
             self.cache.free(sequence)
 
     def run(self, sequences: list[int], tokens: list[int], new: Tensor) -> Tensor:
-        """Return logits [B,256] after the last `tokens` bytes of each row of new [B,S] (CPU). The next call overwrites them."""
+        """Return logits [B,256] after the last `tokens` bytes of each row of new [B,S] (CPU).
+
+        The next call overwrites them.
+        """
         self.cache.step(sequences, tokens, into=self.step)
         B, S = new.shape
         self.new[:B, -S:].copy_(new)

@@ -1,4 +1,6 @@
-"""A small byte-level language model whose attention is `nsa_sel.NSAttention`: trained by train_nsa_lm.py, served by serve_nsa_lm.py."""
+"""A small byte-level language model whose attention is `nsa_sel.NSAttention`: trained by train_nsa_lm.py, served by
+serve_nsa_lm.py.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from nsa_sel.rotary import angles, rotate_by
 
 @dataclass(frozen=True)
 class Sizes:
-    """The model and its training. Names of NSA's sizes as in the paper: l, d compress, l' = block, n blocks, w = window."""
+    """The model and its training.
+
+    Names of NSA's sizes as in the paper: l, d compress, l' = block, n blocks, w = window.
+    """
 
     context: int = 8192
     batch: int = 4

@@ -2,12 +2,13 @@
 
     python examples/train_nsa_lm.py --out runs/tiny --tiny --steps 100   # first: a model, here one for a CPU
     python examples/serve_nsa_lm.py runs/tiny --port 8000
-    curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "The layer ", "max_tokens": 64, "temperature": 0, "stream": true}'
+    curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "The layer ", "max_tokens": 64, "temperature": 0, "stream":
+    true}'
 
-POST /v1/completions accepts OpenAI's prompt, max_tokens, temperature, stream, stop (one-byte characters) and seed. A token is a byte.
-GET /v1/models lists the model, GET /metrics serves Prometheus, GET /health load balancers. On SIGTERM, running completions finish
-within --grace seconds and other requests get 503. Clients that send or read nothing for --patience seconds are disconnected.
-Needs the extra `serve`.
+POST /v1/completions accepts OpenAI's prompt, max_tokens, temperature, stream, stop (one-byte characters) and seed. A
+token is a byte. GET /v1/models lists the model, GET /metrics serves Prometheus, GET /health load balancers. On SIGTERM,
+running completions finish within --grace seconds and other requests get 503. Clients that send or read nothing for
+--patience seconds are disconnected. Needs the extra `serve`.
 """
 
 from __future__ import annotations
@@ -20,28 +21,57 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import torch
 import typer
 from aiohttp import web
-from batch_scheduler import Scheduler
-from completions import Body, Finished, Request
+from batch_scheduler import Busy, Finished, Limits, Request, Scheduler
+from common import Device, device_of, program
 from decoding import Engine
 from nsa_lm import nsa_checkpoint, trained_model
-from options import Device, device_of, program
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from request_queue import Busy, Limits
-from serving_metrics import Metrics, Stopwatch
 
+import nsa_sel
 from nsa_sel.errors import ArgumentError
 
 Pieces = AsyncGenerator[tuple[str, Finished | None]]  # text, and the end with the last piece
 MODEL = "nsa-lm"
 ANSWER_SECONDS = 5  # after the grace period, for the current step and its responses
+
+
+class Body(msgspec.Struct, forbid_unknown_fields=True):
+    """JSON of a request, with OpenAI's names and defaults.
+
+    `model` and `user` are ignored. The fields after them accept only their neutral value. Other fields are refused.
+    """
+
+    prompt: str
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 16
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 1.0
+    stream: bool = False
+    stop: str | list[str] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] | None = None
+    model: str | None = None
+    user: str | None = None
+    n: Literal[1] = 1
+    best_of: Literal[1] = 1
+    top_p: Annotated[float, msgspec.Meta(ge=1, le=1)] = 1.0
+    presence_penalty: Annotated[float, msgspec.Meta(ge=0, le=0)] = 0.0
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=0, le=0)] = 0.0
+    logprobs: None = None
+    suffix: None = None
+
+    def stop_bytes(self) -> bytes:
+        """Return the bytes that end a completion. Raises ArgumentError for a text that is not one byte."""
+        texts = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        for text in texts:
+            if len(text.encode()) != 1:
+                raise ArgumentError("stop", repr(text), "characters of one byte", "leave it out, and cut the completion yourself")
+        return "".join(texts).encode()
 
 
 def error_json(message: str, kind: str) -> bytes:
@@ -65,24 +95,20 @@ async def errors_in_json(request: web.Request, handler: Callable[[web.Request], 
         return refused(error.status, f"{request.method} {request.path}: {error.text}")
 
 
-class Answer:
-    """The JSON of one completion, whole or streamed."""
+NUMBERS = itertools.count(1)
 
-    numbers = itertools.count(1)
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.facts = {"id": f"cmpl-{next(self.numbers)}", "object": "text_completion", "created": int(time.time()), "model": MODEL}
+def answer_of(request: Request) -> Callable[[str, str | None], bytes]:
+    """Return a function that makes the JSON of one completion: some text, and at the end the finish reason and counts."""
+    facts = {"id": f"cmpl-{next(NUMBERS)}", "object": "text_completion", "created": int(time.time()), "model": MODEL}
 
-    def piece(self, text: str, finish: str | None = None) -> bytes:
-        """Return JSON with some text, and at the end the finish reason and the token counts."""
+    def piece(text: str, finish: str | None) -> bytes:
         choice = {"text": text, "index": 0, "logprobs": None, "finish_reason": finish}
-        usage = {"usage": self.usage()} if finish else {}
-        return msgspec.json.encode({**self.facts, "choices": [choice], **usage})
+        prompt, total = len(request.prompt), len(request.text)
+        usage = {"prompt_tokens": prompt, "completion_tokens": total - prompt, "total_tokens": total}
+        return msgspec.json.encode({**facts, "choices": [choice], **({"usage": usage} if finish else {})})
 
-    def usage(self) -> dict[str, int]:
-        prompt, total = len(self.request.prompt), len(self.request.text)
-        return {"prompt_tokens": prompt, "completion_tokens": total - prompt, "total_tokens": total}
+    return piece
 
 
 class Server:
@@ -95,7 +121,8 @@ class Server:
     """
 
     def __init__(self, scheduler: Scheduler, grace: float, patience: float) -> None:
-        self.scheduler, self.grace, self.patience, self.metrics = scheduler, grace, patience, Metrics(scheduler)
+        self.scheduler, self.grace, self.patience = scheduler, grace, patience
+        self.outcomes, self.tokens = Counter[str](), Counter[str]()  # of requests, and bytes of prompts and completions
         self.thread = threading.Thread(target=scheduler.run, name="model steps", daemon=True)
 
     def application(self) -> web.Application:
@@ -108,21 +135,31 @@ class Server:
 
     async def drain(self) -> None:
         """Let running completions finish within the grace period."""
-        self.scheduler.queue.close("the server is shutting down")
+        self.scheduler.close("the server is shutting down")
         await asyncio.to_thread(self.thread.join, self.grace)
         self.scheduler.stop("the server is shutting down")
         await asyncio.to_thread(self.thread.join, ANSWER_SECONDS)  # the current step
 
     async def health(self, request: web.Request) -> web.Response:
-        if self.scheduler.queue.closed:
-            return refused(503, self.scheduler.queue.closed)
+        if self.scheduler.closed:
+            return refused(503, self.scheduler.closed)
         return web.json_response({"status": "ok", "limits": self.scheduler.limits._asdict()})
 
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "nsa-sel"}]})
 
     async def scrape(self, request: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(self.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        """Return metrics in Prometheus' text format: the scheduler's state, totals, and `nsa_sel.counters()`."""
+        it = self.scheduler
+        state = {
+            "requests_running": len(it.running), "requests_waiting": len(it.waiting), "cache_pages_free": it.cache.free_pages,
+            "prefixes_kept": len(it.prefixes.kept), "preempted_total": it.preempted, "prefix_hits_total": it.prefixes.hits,
+            "prefix_tokens_total": it.prefixes.saved, **{f"{kind}_tokens_total": count for kind, count in self.tokens.items()},
+        }  # fmt: skip
+        lines = [f"nsa_serve_{name} {value}" for name, value in state.items()]
+        lines += [f'nsa_serve_requests_total{{outcome="{outcome}"}} {count}' for outcome, count in self.outcomes.items()]
+        lines += [f'nsa_sel_counters_total{{name="{name}"}} {count}' for name, count in nsa_sel.counters().items()]
+        return web.Response(text="\n".join(lines) + "\n", content_type="text/plain")
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         loop, events = asyncio.get_running_loop(), asyncio.Queue[int | Finished]()
@@ -135,32 +172,35 @@ class Server:
                 content = await request.read()
             body = msgspec.json.decode(content, type=Body)
             asked = Request(body.prompt.encode(), body.max_tokens, emit, body.temperature, body.seed, body.stop_bytes())
-            self.scheduler.queue.submit(asked)
+            self.scheduler.submit(asked)
         except (msgspec.MsgspecError, UnicodeError, ArgumentError) as error:
-            self.metrics.ended.labels("refused").inc()
+            self.outcomes["refused"] += 1
             return refused(400, str(error))
         except TimeoutError:
-            self.metrics.ended.labels("refused").inc()
+            self.outcomes["refused"] += 1
             return refused(408, f"the request did not come within {self.patience} seconds")
         except Busy as error:
-            self.metrics.ended.labels("busy").inc()
+            self.outcomes["busy"] += 1
             return refused(503, str(error))
-        self.metrics.prompt_tokens.inc(len(asked.prompt))
+        self.tokens["prompt"] += len(asked.prompt)
         async with contextlib.aclosing(self.texts(asked, events)) as pieces:
             return await (streamed(request, asked, pieces, self.patience) if body.stream else whole(asked, pieces))
 
     async def texts(self, asked: Request, events: asyncio.Queue[int | Finished]) -> Pieces:
-        """Yield the text that each byte completes, possibly empty, and finally the rest with the end. Closing it early cancels."""
-        decoder, clock, outcome = codecs.getincrementaldecoder("utf-8")("replace"), Stopwatch(self.metrics), "disconnected"
+        """Yield the text that each byte completes, possibly empty, and finally the rest with the end.
+
+        Closing it early cancels.
+        """
+        decoder, outcome = codecs.getincrementaldecoder("utf-8")("replace"), "disconnected"
         try:
             while isinstance(event := await events.get(), int):
-                clock.token()
+                self.tokens["generated"] += 1
                 yield decoder.decode(bytes([event])), None
             outcome = event.reason
             yield decoder.decode(b"", final=True), event
         finally:
-            self.scheduler.queue.cancel(asked)
-            self.metrics.ended.labels(outcome).inc()
+            self.scheduler.cancel(asked)
+            self.outcomes[outcome] += 1
 
 
 async def whole(asked: Request, pieces: Pieces) -> web.Response:
@@ -171,14 +211,17 @@ async def whole(asked: Request, pieces: Pieces) -> web.Response:
         end = last or end
     if end.reason == "error":
         return refused(503, end.message)
-    return web.Response(body=Answer(asked).piece("".join(texts), end.reason), content_type="application/json")
+    return web.Response(body=answer_of(asked)("".join(texts), end.reason), content_type="application/json")
 
 
 async def streamed(request: web.Request, asked: Request, pieces: Pieces, patience: float) -> web.StreamResponse:
-    """Stream the completion as server-sent events, one per byte. Abort if the client receives nothing for `patience` seconds."""
-    answer, response = Answer(asked), web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    """Stream the completion as server-sent events, one per byte.
+
+    Abort if the client receives nothing for `patience` seconds.
+    """
+    piece, response = answer_of(asked), web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     async for text, end in pieces:
-        data = answer.piece(text, end and end.reason)
+        data = piece(text, end and end.reason)
         if end is not None and end.reason == "error":
             if not response.prepared:  # the status is not sent yet
                 return refused(503, end.message)
@@ -216,11 +259,6 @@ async def answer(server: Server, listening: socket.socket) -> None:
     await runner.cleanup()
 
 
-def serve(server: Server, listening: socket.socket) -> None:
-    """Run `answer` in an event loop."""
-    asyncio.run(answer(server, listening))
-
-
 def main(
     run: Annotated[Path, typer.Argument(help="folder of a run of train_nsa_lm.py")],
     host: Annotated[str, typer.Option(help="address to listen at")] = "127.0.0.1",
@@ -249,7 +287,7 @@ def main(
         value, allowed = f"{host}:{port} ({error.strerror})", "an address of this machine and a free port"
         raise ArgumentError("--host, --port", value, allowed, "pass --port 0 for any free one") from error
     with listening:
-        serve(Server(Scheduler(engine, limits), grace, patience), listening)
+        asyncio.run(answer(Server(Scheduler(engine, limits), grace, patience), listening))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
     torchrun --standalone --nproc-per-node 2 examples/train_nsa_lm.py --out runs/sliced --parallel context
 
 data       FSDP2 only: each rank has its own sequences
-context    each rank has two slices of every sequence, one from each end (`nsa_sel.distributed.context_parallel`), with FSDP2
-tensor     each rank has its own KV groups and columns of the MLP, over at most as many ranks as groups; FSDP2 over the other ranks
+context    each rank has two slices of every sequence, one from each end (`nsa_sel.distributed.context_parallel`), with
+FSDP2 tensor     each rank has its own KV groups and columns of the MLP, over at most as many ranks as groups; FSDP2
+over the other ranks
 
 Every rank draws the whole batch of a step and takes its part, so that a run sees the same bytes on any number of ranks.
 """
@@ -39,7 +40,10 @@ class Ranks(NamedTuple):
     rank: int
 
     def spread(self, model: LanguageModel) -> list[dict[str, Any]]:
-        """Shard the model in place. Return the parameters in optimizer groups, one per mesh, because fused kernels need one mesh."""
+        """Shard the model in place.
+
+        Return the parameters in optimizer groups, one per mesh, because fused kernels need one mesh.
+        """
         data, tensor = self.mesh["data"], self.mesh["tensor"]
         if self.way == CONTEXT:
             context_parallel(model, data, both_ends=True)
@@ -63,7 +67,10 @@ class Ranks(NamedTuple):
 
 
 def join(way: str, sizes: Sizes, device: torch.device) -> tuple[Ranks, torch.device]:
-    """Join the ranks that torchrun started, each with its own GPU. Raises ArgumentError for sizes that ranks do not divide."""
+    """Join the ranks that torchrun started, each with its own GPU.
+
+    Raises ArgumentError for sizes that ranks do not divide.
+    """
     if way not in WAYS:
         raise ArgumentError("--parallel", repr(way), ", ".join(WAYS), "pass one of these")
     if "RANK" not in os.environ:

@@ -1,16 +1,18 @@
-"""Train a small byte-level language model with Native Sparse Attention (arXiv 2502.11089): `nsa_sel.NSAttention` in every layer.
+"""Train a small byte-level language model with Native Sparse Attention (arXiv 2502.11089): `nsa_sel.NSAttention` in
+every layer.
 
-    python examples/train_nsa_lm.py --out runs/nsa                            # 8 minutes at 8k context on one H200; again: it resumes
-    python examples/train_nsa_lm.py --out runs/32k --context 32768            # one sequence a step instead of four: as many tokens
-    python examples/train_nsa_lm.py --out runs/packed --backend sdpa-packed   # the same run on another backend
-    python examples/train_nsa_lm.py --out runs/dense --attention dense        # the same model with dense causal attention
-    python examples/train_nsa_lm.py --out runs/tiny --tiny                    # a size for a CPU
-    torchrun --standalone --nproc-per-node 2 examples/train_nsa_lm.py --out runs/sliced --parallel context    # several_ranks.py
+    python examples/train_nsa_lm.py --out runs/nsa                            # 8 minutes at 8k context on one H200;
+    again: it resumes python examples/train_nsa_lm.py --out runs/32k --context 32768            # one sequence a step
+    instead of four: as many tokens python examples/train_nsa_lm.py --out runs/packed --backend sdpa-packed   # the same
+    run on another backend python examples/train_nsa_lm.py --out runs/dense --attention dense        # the same model
+    with dense causal attention python examples/train_nsa_lm.py --out runs/tiny --tiny                    # a size for a
+    CPU torchrun --standalone --nproc-per-node 2 examples/train_nsa_lm.py --out runs/sliced --parallel context    #
+    several_ranks.py
 
-The text is the machine's documentation, or the files of a folder (--text). The folder --out holds text.bin, checkpoint.pt, losses.jsonl
-(one line per step) and losses.png. Start an interrupted or finished run again to resume it: losses are those of an uninterrupted run,
-also on another number of ranks. `examples/compare_losses.py` compares runs. Needs the extra `cli`, and matplotlib (`report`) for the
-picture.
+The text is the machine's documentation, or the files of a folder (--text). The folder --out holds text.bin,
+checkpoint.pt, losses.jsonl (one line per step) and losses.png. Start an interrupted or finished run again to resume it:
+losses are those of an uninterrupted run, also on another number of ranks. `examples/compare_losses.py` compares runs.
+Needs the extra `cli`, and matplotlib (`report`) for the picture.
 """
 
 from __future__ import annotations
@@ -20,30 +22,67 @@ import hashlib
 import importlib
 import math
 import os
+import re
+import sysconfig
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import records
 import torch
 import typer
-from byte_text import HELD_OUT, load_text
-from graphed_step import GraphedStep
-from loss_curves import Curve, draw
+from common import Curve, Device, Row, device_of, draw, facts, program, read_rows, write_rows
 from nsa_lm import TINY, LanguageModel, Sizes
-from options import Device, device_of, program
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.nn.functional import cross_entropy
 
 from nsa_sel import decisions
-from nsa_sel.errors import ArgumentError, NsaSelError
+from nsa_sel.errors import ArgumentError
 
 if TYPE_CHECKING:
     from several_ranks import Ranks
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+TEXT_ENDINGS = (".rst", ".txt", ".md")
+MAX_BYTES = 64 << 20  # of text
+MIN_FILE_BYTES = 200  # shorter texts are left out
+HELD_OUT = 32  # 1 / HELD_OUT of the text is for validation
+
+
+# The text
+
+
+def documentation(folders: list[Path], most: int) -> Iterator[bytes]:
+    """Yield texts below the folders, sorted by path: .rst, .txt and .md files first, then docstrings of Python files."""
+    files = [file for folder in folders for file in sorted(folder.rglob("*")) if file.suffix in (*TEXT_ENDINGS, ".py")]
+    digests: set[bytes] = set()
+    for file in sorted(files, key=lambda file: file.suffix == ".py"):
+        text = file.read_bytes() if most > 0 and file.is_file() and os.access(file, os.R_OK) else b""
+        if file.suffix == ".py":
+            text = b"\n\n".join(re.findall(rb'"""(.*?)"""', text, re.DOTALL))
+        digest = hashlib.sha256(text).digest()
+        if len(text) > MIN_FILE_BYTES and digest not in digests:  # packages share licenses
+            digests.add(digest)
+            most -= len(text)
+            yield text
+
+
+def load_text(source: Path | None, cache: Path, context: int) -> Tensor:
+    """Return the training text as uint8. It is stored in `cache`, so that a resumed run uses the same text."""
+    if not cache.exists():
+        paths = sysconfig.get_paths()
+        candidates = [Path("/usr/share/doc"), Path("/usr/lib/python3"), Path(paths["stdlib"]), Path(paths["purelib"])]
+        folders = [source] if source else [folder for folder in candidates if folder.is_dir()]
+        joined = source.read_bytes() if source and source.is_file() else b"\n\n".join(documentation(folders, MAX_BYTES))[:MAX_BYTES]
+        least = 2 * HELD_OUT * context
+        if len(joined) < least:
+            where, allowed = ", ".join(map(str, folders)), f"at least {least} in .rst, .txt, .md files and docstrings of .py files"
+            remedy = "pass --text with a folder of more text, or install some, such as `apt-get install python3-doc`"
+            raise ArgumentError("--text", f"{len(joined)} bytes below {where}", allowed, remedy)
+        cache.write_bytes(joined)
+    return torch.frombuffer(bytearray(cache.read_bytes()), dtype=torch.uint8)
 
 
 def of_context(sizes: Sizes, context: int | None, batch: int | None) -> Sizes:
@@ -62,6 +101,37 @@ def batch_at(text: Tensor, step: int, sizes: Sizes, held_out: bool = False) -> T
 
 
 # The run
+
+
+class GraphedStep:
+    """Capture a function of one tensor of a fixed shape as a CUDA graph after its first calls, and replay it from then
+    on.
+
+    One launch replaces about a thousand, which would bound small models.
+    """
+
+    EAGER = 3  # calls before the capture, in which kernels compile and the policy decides
+
+    def __init__(self, step: Callable[[Tensor], Tensor], device: torch.device) -> None:
+        self.step, self.stream, self.graph, self.done = step, torch.cuda.Stream(device), torch.cuda.CUDAGraph(), 0
+
+    def run(self, data: Tensor) -> Tensor:
+        """Return the result of the step for `data`. The next call overwrites it."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            if self.done < self.EAGER:
+                result = self.step(data)
+            else:
+                if self.done == self.EAGER:
+                    self.data = data.clone()
+                    with torch.cuda.graph(self.graph, stream=self.stream):
+                        self.result = self.step(self.data)
+                self.data.copy_(data)
+                self.graph.replay()
+                result = self.result
+        self.done += 1
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return result
 
 
 class Training:
@@ -145,7 +215,7 @@ class Training:
 def train(
     out: Path, sizes: Sizes, backend: str | None, device: torch.device, text: Path | None, minutes: float, steps: int | None, every: int,
     graph: bool, ranks: Ranks | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[Row]:  # fmt: skip
     """Train for `minutes` or until step `steps`, with a checkpoint after every `every` steps.
 
     Args:
@@ -160,46 +230,40 @@ def train(
     training = Training(sizes, backend, device, read() if ranks is None else several_ranks().first_before_others(read), graph, ranks)
     if checkpoint.exists():
         training.load(checkpoint)
-    rows = [row for row in records.read(log) if row["step"] < training.step]  # steps after the checkpoint are trained again
+    rows = [row for row in read_rows(log) if row["step"] < training.step]  # steps after the checkpoint are trained again
     if writes:
-        records.replace(log, rows)
-    facts = records.facts(device.type)
-    if ranks is not None:
-        facts |= {"parallel": ranks.way, "ranks": ranks.mesh.size()}
-    started, tokens = time.perf_counter(), sizes.batch * sizes.context
-    trained = sum(row["ms"] for row in rows) / 1e3
-    while (steps is None or training.step < steps) and in_time(started, minutes, ranks):
+        write_rows(log, rows, "w")
+    origin = facts(device.type) | ({} if ranks is None else {"parallel": ranks.way, "ranks": ranks.mesh.size()})
+    started, tokens, trained = time.perf_counter(), sizes.batch * sizes.context, sum(row["ms"] for row in rows) / 1e3
+
+    def in_time() -> bool:  # by the first rank's clock
+        left = time.perf_counter() - started < minutes * 60
+        return left if ranks is None else bool(several_ranks().of_first(left))
+
+    while (steps is None or training.step < steps) and in_time():
         step, began = training.step, time.perf_counter()
         loss = training.advance()
         ms = (time.perf_counter() - began) * 1e3
         trained += ms / 1e3
-        row: dict[str, Any] = {
+        row: Row = {
             "step": step, "loss": loss, "ms": round(ms, 3), "tokens_per_second": round(tokens / ms * 1e3),
-            "seconds": round(trained, 3), "attention": sizes.attention, "backend": chosen(sizes), **facts,
+            "seconds": round(trained, 3), "attention": sizes.attention, "backend": chosen(sizes), **origin,
         }  # fmt: skip
         if training.step % every == 0:
             row["held_out_loss"] = training.held_out_loss()
         rows.append(row)
         if writes:
-            records.append(log, [row])
+            write_rows(log, [row])
         if training.step % every == 0:
             training.save(checkpoint)
-        if training.step % every == 0 and writes:
-            print(f"step {training.step}: loss {loss:.4f}, held out {row['held_out_loss']:.4f}, {row['tokens_per_second']} tokens/s")
+            if writes:
+                print(f"step {training.step}: loss {loss:.4f}, held out {row['held_out_loss']:.4f}, {row['tokens_per_second']} tokens/s")
     training.save(checkpoint)
-    held_out = Curve("held out", [(row["step"], row["held_out_loss"]) for row in rows if "held_out_loss" in row], "o-")
     if writes:
-        try:
-            draw(out / "losses.png", "loss, nats a byte", [Curve("training", [(row["step"], row["loss"]) for row in rows]), held_out])
-        except NsaSelError as error:  # matplotlib is optional
-            print(error)
+        held_out = [(row["step"], row["held_out_loss"]) for row in rows if "held_out_loss" in row]
+        curves = [Curve("training", [(row["step"], row["loss"]) for row in rows])]
+        draw(out / "losses.png", "loss, nats a byte", curves + ([Curve("held out", held_out, "o-")] if held_out else []))
     return rows
-
-
-def in_time(started: float, minutes: float, ranks: Ranks | None) -> bool:
-    """Return True if time is left, by the first rank's clock."""
-    left = time.perf_counter() - started < minutes * 60
-    return left if ranks is None else several_ranks().of_first(left)
 
 
 def several_ranks() -> Any:

@@ -1,4 +1,4 @@
-"""The cases that the benches measure: sizes, and selections that are random or a language model's own."""
+"""The cases that the benches measure: their sizes, and selections that are random or a language model's own."""
 
 from __future__ import annotations
 
@@ -6,40 +6,44 @@ import re
 from functools import cache
 from importlib import resources
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, cast, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nsa_sel.bench.core import trained
-from nsa_sel.core.request import FEW_TOKENS
+from nsa_sel.core.request import FEW_TOKENS, Quantized
 from nsa_sel.errors import NsaSelError
 from nsa_sel.selection import Selection
 
 LAYERS, REAL_ROWS = 30, 8192  # of the committed maps of SmolLM2
-SCORES_AT_ONCE = 1 << 26  # of a random selection: 32k rows, 4 groups, 512 blocks, which sorting takes 2 GB for
+MAPS = (1, 2, 4)  # numbers of groups of the selections that a wheel contains
+SCORES_AT_ONCE = 1 << 26  # of a random selection: 32k rows, 4 groups, 512 blocks. Sorting them takes 2 GB
 SPANS = ("few", "many", "mixed")  # distributions of `span_lengths`
 ALIKE = "alike"  # random, but the tokens of a sequence share most of their scores
-ALIKE_SHARE = 4.0  # standard deviation of what they share, over that of what they don't
+ALIKE_SHARE = 4.0  # standard deviation of the shared part of a score over that of the rest
 PER_HEAD, PER_HEAD_ALIKE = PER_HEADS = "per-head", "per-head-alike"  # as random and `ALIKE`, by MoBA's rule, for groups that share K and V
 HEADS_PER_KV = 4  # such groups of q for each KV group
-CHOICE = "choose"  # a call of compressed_attention with NSA's sizes, which chooses the n blocks; there is no selection to make
-MANY, MIXED = 8, (2, 4, 8)  # spans of a row that is cut into many; into as many as is drawn for it
+CHOICE = "choose"  # a call of compressed_attention with NSA's sizes, which chooses the n blocks
+MANY, MIXED = 8, (2, 4, 8)  # spans of a row: of "many", and the numbers that "mixed" draws from
 LEAST_BLOCK = 16  # keys: the smallest block that every backend takes
-SPAN_KEYS = 8192  # that a row of a span case may select
-DECODE_KEYS = 4096  # of each sequence in the decode matrix
+SPAN_KEYS = 8192  # keys that a row of a span case selects from
+DECODE_KEYS = 4096  # keys of each sequence in the decode matrix
 SHARES = (24, 16, 8, 4, 4, 2, 2, 1, 1, 1, 0.5, 0.5)  # of 64 parts: the sequences of a packed batch
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class Case(NamedTuple):
-    """Sizes of one case; `distribution`: random (scores from a normal distribution), `ALIKE`, real (SmolLM2's selections), trained (a
-    model's that was trained with NSA), packed (random in each of the sequences of `packed_bounds`), one of `SPANS`, `PER_HEAD` or
-    `PER_HEAD_ALIKE`, where k and v have G / HEADS_PER_KV groups, or `CHOICE`.
+    """The sizes of one case, which are the first keys of a measured row.
 
-    `n` ranges a row, of `block` keys each, or of any length where block is 0. These are the keys of a measured row. Which layers a
-    real or trained case takes, and how many keys a row of spans selects, is in its name alone (`layers_of`, `length_of`).
+    distribution: random (scores from a normal distribution), `ALIKE`, real (SmolLM2's selections), trained (those of a
+        model that was trained with NSA), packed (random within each sequence of `packed_bounds`), one of `SPANS`,
+        `PER_HEAD` or `PER_HEAD_ALIKE` (k and v have G / HEADS_PER_KV groups), or `CHOICE`.
+    n: ranges per row, of `block` keys each, or of any length if block is 0.
+
+    The layers of a real or trained case, and the keys that a row of spans selects, are only in its name (`layers_of`,
+    `length_of`).
     """
 
     case: str
@@ -56,27 +60,72 @@ class Case(NamedTuple):
     dtype: str
 
 
+# Caches. A row names the cache after its backend: "cupy-cuda, pages of 64, groups first, e4m3/head"; a plain call has
+# the name alone.
+
+IN_ONE_PIECE, PAGES = "in one piece", "pages of "
+KEYS_FIRST, GROUPS_FIRST = "keys first", "groups first"  # [.., key, group, D], or [.., group, key, D]
+
+
+class Cache(NamedTuple):
+    """A KV cache: keys per page (None for one piece), the order of its elements, and their format (None for q's dtype)."""
+
+    page_size: int | None
+    layout: str = KEYS_FIRST
+    quantized: Quantized | None = None
+
+    def __str__(self) -> str:
+        where = IN_ONE_PIECE if self.page_size is None else f"{PAGES}{self.page_size}"
+        return ", ".join((where, self.layout, *([self.quantized] if self.quantized else ())))
+
+
+def with_cache(backend: str, cache: Cache | None) -> str:
+    """Return what a row calls a backend over a cache."""
+    return backend if cache is None else f"{backend}, {cache}"
+
+
+def split_cache(name: str) -> tuple[str, Cache | None]:
+    """Return the backend and the cache of `with_cache`, or the whole name and None."""
+    backend, *words = name.split(", ")
+    if not 2 <= len(words) <= 3 or words[1] not in (KEYS_FIRST, GROUPS_FIRST) or not words[0].startswith((IN_ONE_PIECE, PAGES)):
+        return name, None
+    page_size = None if words[0] == IN_ONE_PIECE else int(words[0].removeprefix(PAGES))
+    quantized = cast(Quantized, words[2]) if len(words) > 2 else None
+    assert quantized is None or quantized in get_args(Quantized), name
+    return backend, Cache(page_size, words[1], quantized)
+
+
+# Suites
+
+
 def prefill(kind: str, S: int, h: int, Dk: int = 128) -> Case:
-    """S rows over S keys, 4 groups of h heads, 16 blocks of 64 keys a row, bf16; named by distribution, thousands of rows and h."""
+    """Return S rows over S keys, 4 groups of h heads, 16 blocks of 64 keys per row, bf16; named by distribution,
+    thousands of rows and h.
+    """
     other_dims = "" if Dk == 128 else f"-{Dk}"
     return Case(f"{kind}-{S // 1024}k-h{h}{other_dims}", kind, 1, S, S, 4, h, Dk, 128, 16, 64, "bfloat16")
 
 
 def performance_cases() -> list[Case]:
-    """The prefill cases of the performance table: real 8k, random 8k and 32k, h 16, 4, 1, and the paper's 192/128 head dims."""
+    """Return the prefills of the performance table: real 8k, random 8k and 32k, h 16, 4, 1, and the paper's head dims
+    192/128.
+    """
     sizes = [(kind, S, h) for kind, S in (("real", 8192), ("random", 8192), ("random", 32768)) for h in (16, 4, 1)]
     return [*(prefill(*size) for size in sizes), prefill("random", 32768, 16, Dk=192)]
 
 
 def decode_cases() -> list[Case]:
-    """One query a sequence over a long cache: one stream, a batch, a large batch, and small groups."""
+    """Return one query per sequence over a long cache: one stream, a batch, a large batch, and small groups."""
     sizes = ((1, 65536, 4, 16), (64, 32768, 4, 16), (256, 16384, 4, 16), (64, 32768, 8, 4))
     return [Case(f"decode-B{B}-{S // 1024}k-h{h}", "random", B, 1, S, G, h, 128, 128, 16, 64, "bfloat16") for B, S, G, h in sizes]
 
 
 def parallel_cases() -> list[Case]:
-    """One query a sequence on a rank of tensor parallelism, which has one or two groups: every pair of G, h and block, from 1 to 256
-    sequences. G 1, h 16, block 128 is MiniMax-M3 on four ranks."""
+    """Return one query per sequence on a rank of tensor parallelism, with one or two groups: every pair of G, h and
+    block, B from 1 to 256.
+
+    G 1, h 16, block 128 is MiniMax-M3 on four ranks.
+    """
     sizes = ((1, 16, 128), (1, 8, 64), (2, 16, 64), (2, 8, 128))
     return [
         Case(f"parallel-B{B}-32k-G{G}-h{h}-b{block}", "random", B, 1, 32768, G, h, 128, 128, 16, block, "bfloat16")
@@ -86,7 +135,9 @@ def parallel_cases() -> list[Case]:
 
 
 def few_token_cases() -> list[Case]:
-    """Several new tokens a sequence, as speculative decoding checks them: one stream to a large batch, and one group of 128-key blocks."""
+    """Return several new tokens per sequence, as in speculative decoding: one stream to a large batch, and one group of
+    128-key blocks.
+    """
     sizes = (  # B, S, S_kv, G, h, D, block
         (ALIKE, 64, 4, 32768, 4, 16, 128, 64), (ALIKE, 64, 8, 32768, 1, 16, 128, 128), ("random", 64, 4, 32768, 4, 16, 128, 64),
         ("random", 1, 4, 65536, 4, 16, 128, 64), ("random", 16, 2, 32768, 2, 8, 128, 64),
@@ -101,12 +152,14 @@ def few_token_cases() -> list[Case]:
 
 
 def decodes(case: Case) -> bool:
-    """Whether the case is a decoding step, of one token a sequence or of few, timed by graph replay."""
+    """Return True for a decoding step, of one token per sequence or of few. It is timed by graph replay."""
     return case.S <= FEW_TOKENS
 
 
 def threshold_cases() -> list[Case]:
-    """Rows that select L keys, for the L from which Triton pays: 1024 rows of a prefill, and 64 decoded sequences."""
+    """Return rows that select L keys, to find the L from which Triton pays: 1,024 rows of a prefill, and 64 decoded
+    sequences.
+    """
     sizes = [
         (kind, B, S, D, L) for kind, B, S in (("prefill", 1, 1024), ("decode", 64, 1)) for D in (64, 128) for L in (64, 256, 1024, 4096)
     ]
@@ -114,7 +167,8 @@ def threshold_cases() -> list[Case]:
 
 
 def layer_cases() -> list[Case]:
-    """Every layer of the committed maps with all its 3 KV heads, 8k rows: alone, and four different ones as a batch; h 16, 4, 1.
+    """Return every layer of the committed maps with its 3 KV heads, 8k rows: alone, and four different ones as a batch;
+    h 16, 4, 1.
 
     The last of the 8 batches wraps to the first layers.
     """
@@ -128,22 +182,24 @@ def layer_cases() -> list[Case]:
 
 
 def scaling_cases() -> list[Case]:
-    """Random selections from 8k to 128k rows, h 16, 4, 1: does the time grow linearly?"""
+    """Return random selections from 8k to 128k rows, h 16, 4, 1: does the time grow linearly?"""
     return [prefill("random", S * 1024, h) for S in (8, 32, 64, 128) for h in (16, 4, 1)]
 
 
 def breakeven_cases() -> list[Case]:
-    """From where on selection beats dense attention: the first 1k to 8k rows of real selections, 16k to 64k random ones, h 16, 4, 1."""
+    """Return the lengths at which selection overtakes dense attention: 1k to 8k rows of text, 16k to 64k random ones, h
+    16, 4, 1.
+    """
     lengths = [("real", S) for S in (1, 2, 4, 8)] + [("random", S) for S in (16, 32, 64)]
     return [prefill(kind, S * 1024, h) for kind, S in lengths for h in (16, 4, 1)]
 
 
 def cost_cases() -> list[Case]:
-    """What a cost model needs to see of a GPU, in minutes: `nsa-sel tune` measures it with every backend (bench/tune/costs.py).
+    """Return what `nsa-sel tune` measures with every backend for the cost models, in minutes.
 
-    Small calls for the host's share, real and random selections for what neighbors share, 64 to 4096 keys a row, h 16, 4 and 1, head
-    dims 64, 128 and 192 with 128, large blocks, and decoding of fewer rows than multiprocessors and of more, one token a step or few.
-    Of the committed rows of the H200, those of these sizes alone choose as well as all of them (a test says so).
+    Small calls for the host's share, real and random selections for what neighbors share, 64 to 4,096 keys per row, h
+    16, 4 and 1, head dims 64, 128 and 192 with 128, large blocks, and decoding of fewer rows than multiprocessors and
+    of more, one token per step or few.
     """
     found = [prefill(kind, S * 1024, h) for kind, S in (("real", 1), ("real", 8), ("random", 8), ("random", 32)) for h in (16, 4, 1)]
     wide = [prefill("real", 1024, 4, Dk=192), prefill("real", 8192, 16, Dk=192), prefill("random", 32768, 16, Dk=192)]
@@ -158,7 +214,9 @@ def cost_cases() -> list[Case]:
 
 
 def choice_cases() -> list[Case]:
-    """The same for choosing: prefill of 1k to 32k rows with h 16, 4, 1, head dims 64 and 192, and a chunk of a longer prefill."""
+    """Return the same for choosing: prefills of 1k to 32k rows with h 16, 4, 1, head dims 64 and 192, and a chunk of a
+    longer prefill.
+    """
     found = [prefill(CHOICE, S * 1024, h) for S in (1, 8, 32) for h in (16, 4, 1)]
     narrow = prefill(CHOICE, 8192, 4, Dk=64)._replace(Dv=64)
     chunk = prefill(CHOICE, 1024, 16)._replace(case="choose-1k-of-32k-h16", S_kv=32768)
@@ -166,31 +224,19 @@ def choice_cases() -> list[Case]:
 
 
 def trained_cases() -> list[Case]:
-    """Whole texts of the contexts that models were trained at, 4 of their (layer, group) maps, h 16, 4, 1; none without files."""
-    return [_of_model(S, h, trained.GROUPS) for S in _trained_contexts() for h in (16, 4, 1)]
-
-
-def trained_layer_cases() -> list[Case]:
-    """Every layer of these files alone, with its own groups; h 16, 4, 1."""
-    return [
-        _of_model(S, h, trained.provenance(S)["groups"])._replace(case=f"trained-{S // 1024}k-{layer_name((layer,))}-h{h}")
-        for S in _trained_contexts()
-        for layer in trained.provenance(S)["layers"]
-        for h in (16, 4, 1)
-    ]
-
-
-def _trained_contexts() -> list[int]:
-    return [context for context in trained.contexts() if context % 1024 == 0]  # not those of tests
-
-
-def _of_model(S: int, h: int, G: int) -> Case:
-    facts = trained.provenance(S)
-    return prefill("trained", S, h)._replace(G=G, n=facts["n"], block=facts["block_size"])
+    """Return whole texts of the contexts that models were trained at, 4 of their (layer, group) maps, h 16, 4, 1; none
+    without files.
+    """
+    found = []
+    for S in trained.contexts():
+        if S % 1024 == 0:  # not those of tests
+            facts = trained.provenance(S)
+            found += [prefill("trained", S, h)._replace(G=trained.GROUPS, n=facts["n"], block=facts["block_size"]) for h in (16, 4, 1)]
+    return found
 
 
 def text_case(S: int, h: int) -> Case | None:
-    """S rows of text: SmolLM2's up to 8k, beyond that a trained model's; None where no file has as many."""
+    """Return S rows of text: SmolLM2's up to 8k, beyond that a trained model's; None if no file has as many."""
     if S <= REAL_ROWS:
         return prefill("real", S, h)
     return prefill("trained", S, h) if S <= max(trained.contexts(), default=0) else None
@@ -206,27 +252,28 @@ MODELS = {  # docs/choosing.md: G, h, Dk, Dv, n, block
 
 
 def model_cases() -> list[Case]:
-    """The shapes of shipped models: 16k rows whose neighbors are alike (QSA's and MoBA's also random; QSA's up to 128k, MoBA's 32k), and
-    decoding for 64 sequences of 32k keys (QSA's for 8 to 256)."""
+    """Return the shapes of shipped models: 16k rows whose neighbors are alike (QSA's and MoBA's also random; QSA's up
+    to 128k, MoBA's 32k), and decoding for 64 sequences of 32k keys (QSA's for 8 to 256)."""
     found = []
     for name, (G, h, Dk, Dv, n, block) in MODELS.items():
         kind, decoded = (PER_HEAD_ALIKE, PER_HEAD) if name == "moba" else (ALIKE, "random")
         found.append(Case(f"models-{name}-16k", kind, 1, 16384, 16384, G, h, Dk, Dv, n, block, "bfloat16"))
         found.append(Case(f"models-{name}-decode-B64-32k", decoded, 64, 1, 32768, G, h, Dk, Dv, n, block, "bfloat16"))
-    qsa = next(case for case in found if case.case == "models-qsa-16k")
-    longer = [qsa._replace(case=f"models-qsa-{rows >> 10}k", S=rows, S_kv=rows) for rows in (32768, 65536, 131072)]
-    decoding = next(case for case in found if case.case == "models-qsa-decode-B64-32k")
-    batches = [decoding._replace(case=f"models-qsa-decode-B{B}-32k", B=B) for B in (8, 32, 256)]
-    moba = next(case for case in found if case.case == "models-moba-16k")
-    of_moba = [
+    by_name = {case.case: case for case in found}
+    qsa, decoding, moba = (by_name[f"models-{name}"] for name in ("qsa-16k", "qsa-decode-B64-32k", "moba-16k"))
+    return [
+        *found, qsa._replace(case="models-qsa-random-16k", distribution="random"),
+        *(qsa._replace(case=f"models-qsa-{rows >> 10}k", S=rows, S_kv=rows) for rows in (32768, 65536, 131072)),
+        *(decoding._replace(case=f"models-qsa-decode-B{B}-32k", B=B) for B in (8, 32, 256)),
         moba._replace(case="models-moba-random-16k", distribution=PER_HEAD),
         moba._replace(case="models-moba-32k", S=32768, S_kv=32768),
-    ]
-    return [*found, qsa._replace(case="models-qsa-random-16k", distribution="random"), *longer, *batches, *of_moba]
+    ]  # fmt: skip
 
 
 def wide_cases() -> list[Case]:
-    """Keys and values of 256 columns over blocks of 64 and of 16 keys: real and random prefills, h 16, 4, 1, and decoding."""
+    """Return keys and values of 256 columns over blocks of 64 and of 16 keys: real and random prefills, h 16, 4, 1, and
+    decoding.
+    """
     sizes = [("real", S, h) for S in (1024, 8192) for h in (16, 4, 1)] + [("random", 8192, 4), ("random", 32768, 16)]
     found = [prefill(*size, Dk=256)._replace(Dv=256) for size in sizes]
     small = prefill("random", 8192, 16, Dk=256)._replace(case="random-8k-h16-256-b16", Dv=256, n=64, block=16)
@@ -235,7 +282,7 @@ def wide_cases() -> list[Case]:
 
 
 def large_cases() -> list[Case]:
-    """Blocks of 256 to 4096 keys of rows whose neighbors are not alike, h 1 (by MoBA's rule), 4 and 16: blocks that are visited whole."""
+    """Return blocks of 256 to 4,096 keys of rows whose neighbors differ, h 1 (by MoBA's rule), 4 and 16."""
     sizes = (  # S, G, h, n, block
         (16384, 4, 4, 6, 256), (32768, 16, 1, 6, 1024), (16384, 4, 16, 4, 512), (65536, 8, 1, 3, 4096), (8192, 8, 4, 3, 512),
     )  # fmt: skip
@@ -245,8 +292,19 @@ def large_cases() -> list[Case]:
     ]
 
 
+def serving_cases() -> list[Case]:
+    """Return decoding over caches: one token per sequence (one stream, batches, a quarter of a model's groups per GPU),
+    then four tokens.
+    """
+    one, four = [case for case in decode_cases() if (case.G, case.h) == (4, 16)], {case.case: case for case in few_token_cases()}
+    of_ranks = [case for case in parallel_cases() if (case.B, case.G, case.h) == (64, 1, 16)]
+    small = Case("decode-B16-32k-G2-h8", "random", 16, 1, 32768, 2, 8, 128, 128, 16, 64, "bfloat16")
+    sizes = ("random-B1-S4-64k-G4", "alike-B64-S4-32k-G4", "alike-B64-S4-32k-G1", "alike-B256-S4-16k-G4")
+    return [*one, *of_ranks, small, *(four[f"tokens-{size}-h16-D128"] for size in sizes)]
+
+
 def quick_cases() -> list[Case]:
-    """Small ones of each kind, for a look at a machine: a real and a random prefill, and decoding."""
+    """Return small cases of each kind: a real and a random prefill, and decoding."""
     return [
         *(Case(f"quick-{kind}-1k-h4", kind, 1, 1024, 1024, 2, 4, 64, 64, 16, 64, "bfloat16") for kind in ("real", "random")),
         Case("quick-decode-B4-4k-h4", "random", 4, 1, 4096, 2, 4, 64, 64, 16, 64, "bfloat16"),
@@ -254,7 +312,7 @@ def quick_cases() -> list[Case]:
 
 
 def packed_cases() -> list[Case]:
-    """32k rows in 12 sequences of 256 to 12k, h 16 and 4: all starting on a block of 64, or between blocks."""
+    """Return 32k rows in 12 sequences of 256 to 12k, h 16 and 4: all starting on a block of 64, or between blocks."""
     return [
         Case(f"packed-{kind}-32k-h{h}", "packed", 1, 32768, 32768, 4, h, 128, 128, 16, 64, "bfloat16")
         for kind in ("whole", "odd")
@@ -263,7 +321,7 @@ def packed_cases() -> list[Case]:
 
 
 def packed_bounds(case: Case) -> list[int]:
-    """cu_seqlens of a packed case."""
+    """Return the cu_seqlens of a packed case."""
     bounds = [0]
     for share in SHARES:
         bounds.append(bounds[-1] + int(case.S * share / 64))
@@ -271,9 +329,9 @@ def packed_bounds(case: Case) -> list[int]:
 
 
 def span_case(distribution: str, N: int, H: int, D: int, Dv: int, L: int, dtype: str = "bfloat16") -> Case:
-    """N rows of one prefill over the `SPAN_KEYS` keys before them, in one group of H heads, each selecting L keys in spans.
+    """Return N rows of one prefill after `SPAN_KEYS` keys, in one group of H heads, each selecting L keys in spans.
 
-    Many equal spans are blocks where backends take blocks of their length; else block is 0, and `length_of` knows L.
+    Many equal spans are blocks if backends take blocks of their length; else block is 0, and `length_of` returns L.
     """
     n = {"few": 1, "many": MANY, "mixed": max(MIXED)}[distribution]
     block = L // MANY if distribution == "many" and L % (MANY * LEAST_BLOCK) == 0 else 0
@@ -282,19 +340,26 @@ def span_case(distribution: str, N: int, H: int, D: int, Dv: int, L: int, dtype:
 
 
 def block_decode_case(N: int, H: int, D: int, Dv: int, l_sel: int, n_sel: int, dtype: str = "bfloat16") -> Case:
-    """One query of each of N sequences over `DECODE_KEYS` keys, in one group of H heads: n_sel random blocks of l_sel keys."""
+    """Return one query of each of N sequences over `DECODE_KEYS` keys, in one group of H heads: n_sel random blocks of
+    l_sel keys.
+    """
     name = f"decode-N{N}-H{H}-D{D}-Dv{Dv}-l{l_sel}-n{n_sel}"
     return Case(name, "random", N, 1, DECODE_KEYS, 1, H, D, Dv, n_sel, l_sel, dtype)
 
 
 def length_of(case: str, n: int, block: int) -> int:
-    """The keys that a row of a threshold case selects: the L of its name, or n whole blocks."""
+    """Return the keys that a row selects: the L of the case's name, or n whole blocks."""
     found = re.search(r"-L(\d+)$", case)
     return int(found[1]) if found else n * block
 
 
+# Selections
+
+
 def span_lengths(distribution: str, L: int, rows: int, generator: torch.Generator) -> Tensor:
-    """How each row's L keys are cut, [rows, n]. few: one span. many: 8 equal ones. mixed: 2, 4 or 8 random ones, then spans of 0 keys."""
+    """Return the lengths [rows, n] of each row's spans. few: one. many: 8 equal ones. mixed: 2, 4 or 8 random ones,
+    then empty ones.
+    """
     if distribution == "few":
         return torch.full((rows, 1), L)
     if distribution == "many":
@@ -306,28 +371,25 @@ def span_lengths(distribution: str, L: int, rows: int, generator: torch.Generato
 
 
 def layer_name(layers: tuple[int, ...]) -> str:
-    """layer07, or layers04-05-06-07."""
+    """Return "layer07", or "layers04-05-06-07"."""
     return f"layer{'s' * (len(layers) > 1)}" + "-".join(f"{layer:02}" for layer in layers)
 
 
 def layers_of(case: str) -> list[int]:
-    """The layers that `layer_name` wrote into a case's name; none when it has no such part."""
+    """Return the layers that `layer_name` wrote into a case's name; none if there are none."""
     found = re.search(r"-layers?(\d\d(?:-\d\d)*)-", case)
     return [int(layer) for layer in found[1].split("-")] if found else []
 
 
-MAPS = (1, 2, 4)  # groups of the selections that a wheel carries
-
-
 def spread_maps(blocks: np.ndarray, G: int) -> np.ndarray:
-    """G of the (layer, KV head) maps in blocks [layers, rows, KV heads, n], evenly spread: [rows, G, n]."""
+    """Return G of the (layer, KV head) maps in blocks [layers, rows, KV heads, n], evenly spread: [rows, G, n]."""
     maps = blocks.transpose(0, 2, 1, 3).reshape(-1, blocks.shape[1], blocks.shape[3])
     return np.stack([maps[i] for i in trained.spread(len(maps), G)], axis=1)
 
 
 @cache
 def _blocks(file: str, array: str) -> Tensor:
-    """int8, -1 is padding: the blocks of 64 keys that SmolLM2-135M's queries and keys choose over 8192 tokens."""
+    """Return the blocks of 64 keys that SmolLM2-135M's queries and keys choose over 8,192 tokens, int8; -1 is padding."""
     path = resources.files("nsa_sel") / "bench" / "data" / file
     if not path.is_file():
         raise NsaSelError(f"{file} is not part of an installed package. Remedy: run this from a checkout, which has bench/data/{file}.")
@@ -336,23 +398,26 @@ def _blocks(file: str, array: str) -> Tensor:
 
 
 def real_selection(G: int, device: torch.device | str, S: int = REAL_ROWS) -> Selection:
-    """The first S of 8192 rows, 16 blocks of 64 keys: G of the 90 (layer, KV head) maps, evenly spread; G is one of `MAPS`.
+    """Return the first S of 8,192 rows, 16 blocks of 64 keys: G of the 90 (layer, KV head) maps, evenly spread; G is
+    one of `MAPS`.
 
-    Blocks are chosen causally, so that the first S rows are what the model selects in a text of S tokens.
+    Blocks are chosen causally, so the first S rows are what the model selects in a text of S tokens.
     """
     return Selection.from_blocks(_blocks("smollm2_maps.npz", f"G{G}")[None, :S].to(device), 64, disjoint=True)
 
 
 def layer_selection(layers: list[int], device: torch.device | str) -> Selection:
-    """8192 rows of whole layers, one a batch entry, with their 3 KV heads as groups. From a checkout alone."""
+    """Return 8,192 rows of whole layers, one per batch entry, with their 3 KV heads as groups. Needs a checkout."""
     return Selection.from_blocks(_blocks("smollm2_selections.npz", "block_indices")[layers].to(device), 64, disjoint=True)
 
 
 def random_selection(case: Case, device: torch.device | str, seed: int, at_once: int = SCORES_AT_ONCE) -> Selection:
-    """The best blocks by normally distributed scores, drawn for as many rows at a time as `at_once` scores allow.
+    """Return the best blocks by normally distributed scores, drawn for as many rows at a time as `at_once` scores
+    allow.
 
-    The first, the previous and the current block are always among the n, of a MoBA case the current one alone. The draws depend on the
-    device and on `at_once`. Where neighbors are alike, the rows of a sequence and group share a part of their scores.
+    The first, the previous and the current block are always among the n; in a MoBA case only the current one. The draws
+    depend on the device and on `at_once`. Where neighbors are alike, the rows of a sequence and group share a part of
+    their scores.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     blocks = -(-case.S_kv // case.block)
@@ -366,7 +431,7 @@ def random_selection(case: Case, device: torch.device | str, seed: int, at_once:
 
 
 def random_rows(case: Case, position: Tensor, generator: torch.Generator, shared: Tensor | float = 0.0) -> Tensor:
-    """Ranges [B,rows,G,n,2] of random rows at these positions [rows]; shared: what their scores have in common."""
+    """Return ranges [B,rows,G,n,2] of random rows at these positions [rows]. shared: the common part of their scores."""
     first, local = (0, 1) if case.distribution in PER_HEADS else (int(case.n > 1), min(2, max(1, case.n - 1)))
     scores = shared + _normal(case.B, len(position), case.G, -(-case.S_kv // case.block), generator)
     return Selection.from_scores(scores, case.n, case.block, first, local, S_kv=case.S_kv, q_pos=position).ranges
@@ -377,10 +442,12 @@ def _normal(B: int, S: int, G: int, blocks: int, generator: torch.Generator) -> 
 
 
 def span_selection(case: Case, device: torch.device | str, seed: int) -> Selection:
-    """few: keys 0 to L. many, mixed: disjoint spans at random positions among the first `SPAN_KEYS` keys, whole blocks if case.block."""
+    """Return the ranges of a span case. few: keys 0 to L. many, mixed: disjoint spans at random positions, whole blocks
+    if case.block.
+    """
     L, generator = length_of(case.case, case.n, case.block), torch.Generator().manual_seed(seed)
     lengths, unit = span_lengths(case.distribution, L, case.S, generator), case.block or 1
-    free = (SPAN_KEYS - L) // unit if case.distribution in ("many", "mixed") else 0  # keys, or blocks, that spans may lie apart
+    free = (SPAN_KEYS - L) // unit if case.distribution in ("many", "mixed") else 0  # keys, or blocks, between spans
     gaps = torch.randint(0, free + 1, lengths.shape, generator=generator).sort(-1).values * unit
     start = gaps + lengths.cumsum(-1) - lengths
     ranges = torch.stack((start, start + lengths), -1)[None, :, None]
@@ -388,7 +455,7 @@ def span_selection(case: Case, device: torch.device | str, seed: int) -> Selecti
 
 
 def packed_selection(case: Case, device: torch.device | str, seed: int) -> Selection:
-    """A random selection in each sequence of a packed case, over all its keys: whole blocks where the sequences begin with blocks."""
+    """Return a random selection in each sequence of a packed case: whole blocks if the sequences begin with blocks."""
     bounds, ranges = packed_bounds(case), []
     for i, (start, end) in enumerate(pairwise(bounds)):
         chosen = random_selection(case._replace(S=end - start, S_kv=end - start), device, seed + i).ranges
@@ -398,7 +465,7 @@ def packed_selection(case: Case, device: torch.device | str, seed: int) -> Selec
 
 
 def make_selection(case: Case, device: torch.device | str, seed: int = 0) -> Selection:
-    """The selection of a case. A real or trained one is the same for every seed."""
+    """Return the selection of a case. A real or trained one is the same for every seed."""
     if case.distribution in SPANS:
         return span_selection(case, device, seed)
     if case.distribution in ("random", ALIKE, *PER_HEADS, "packed"):
@@ -410,7 +477,9 @@ def make_selection(case: Case, device: torch.device | str, seed: int = 0) -> Sel
 
 
 def make_inputs(case: Case, device: torch.device | str, seed: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Standard normal q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv] and the gradient do of o, in the case's dtype."""
+    """Return standard normal q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv] and the gradient do of o, in the case's
+    dtype.
+    """
     generator = torch.Generator(device=device).manual_seed(seed)
     B, S, S_kv, G, h, Dk, Dv = case[2:9]
     groups = G // HEADS_PER_KV if case.distribution in PER_HEADS else G

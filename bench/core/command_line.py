@@ -16,9 +16,10 @@ from typer.core import TyperCommand
 from nsa_sel.cli.output import printable
 from nsa_sel.errors import ArgumentError, NsaSelError
 
-INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
+INTERRUPTED = 130  # exit code after Ctrl-C, as in shells
 
 Out = Annotated[Path, typer.Option("--out", help="JSON-lines file that rows are appended to; rows that it has are not measured again")]
+Append = Annotated[Path, typer.Option("--out", help="JSON-lines file that rows are appended to")]
 Device = Annotated[str, typer.Option("--device", help="auto, cuda, cpu")]
 Quick = Annotated[bool, typer.Option("--quick", help="a few small cases instead, on any device")]
 Only = Annotated[str, typer.Option("--only", help="only cases whose name contains this")]
@@ -35,7 +36,7 @@ class BenchCommand(TyperCommand):
 
 
 def device_of(name: str) -> str:
-    """cuda or cpu, of auto, cuda, cpu. Raises ArgumentError where it is not there."""
+    """Resolve auto, cuda or cpu to cuda or cpu. Raises ArgumentError for a missing device."""
     here = torch.cuda.is_available()
     if name not in ("auto", "cuda", "cpu"):
         raise ArgumentError("--device", repr(name), "auto, cuda, cpu", "pass one of these")
@@ -45,23 +46,26 @@ def device_of(name: str) -> str:
 
 
 def need_gpu(program: str) -> None:
-    """Raises ArgumentError on a machine without a GPU."""
+    """Raise ArgumentError on a machine without a GPU."""
     if not torch.cuda.is_available():
         raise ArgumentError(program, "on a machine without a usable GPU", "a CUDA device", "run it on a machine with a GPU")
 
 
 def stderr_console() -> Console:
-    """Where progress and words go: whole lines, as they are."""
+    """Return the console for progress and messages: whole lines, without markup."""
     return Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
 
 
 def echo(text: str) -> None:
-    """Print a result: rows come from files, which may hold anything."""
+    """Print a result. Control characters are escaped: rows come from files."""
     typer.echo(printable(text))
 
 
 def program(main: Callable[..., None]) -> None:
-    """Run `main` with the options of the command line; exit code 2 for an NsaSelError, in its own words, and 130 after Ctrl-C."""
+    """Run `main` with the options of the command line.
+
+    Exit code 2 and one line for an NsaSelError, and 130 after Ctrl-C.
+    """
 
     @functools.wraps(main)
     def interruptible(**options: Any) -> None:

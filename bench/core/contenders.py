@@ -1,17 +1,22 @@
-"""What a bench compares: our backends and others', each made ready for a problem and then called as a whole."""
+"""What a bench compares: our backends, and dense attention of torch.
+
+Each is made ready for a problem and then called as a whole.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 import nsa_sel
-from nsa_sel.bench.core.baselines import DenseKernel, dense_causal_sdpa
-from nsa_sel.bench.core.cases import Case
-from nsa_sel.bench.core.parity import Attend, Problem
+from nsa_sel.bench.core.cases import Case, make_inputs, make_selection
 from nsa_sel.core.registry import backends as registered
 from nsa_sel.core.registry import fallback
 from nsa_sel.errors import ArgumentError, closest
@@ -22,12 +27,32 @@ PACKED = fallback()  # what all others are compared with
 PREFILL_ONLY = tuple(name for name, backend in registered().items() if not backend.decodes)
 SLOW = tuple(name for name, backend in registered().items() if backend.slow)
 
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+DenseKernel = Literal["cudnn", "flash", "any"]
+_KERNELS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+
+class Problem(NamedTuple):
+    """The tensors of a case, on one device."""
+
+    selection: Selection
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+
+
+def make_problem(case: Case, device: torch.device | str) -> Problem:
+    """Return the selection and inputs of a case."""
+    return Problem(make_selection(case, device), *make_inputs(case, device, seed=1))
+
 
 class Ready(NamedTuple):
     """A contender prepared for one problem.
 
-    `call` is the whole forward, plans included. `trained` is the forward for timing the backward alone: `forget` drops its plans before
-    each call, so that building them is timed. `layout` gives k and v [B,G,S_kv,D] the strides that it wants.
+    `call` is the whole forward, plans included. `trained` is the forward for timing the backward alone: `forget` drops
+    its plans before each call, so that building them is timed. `layout` gives k and v [B,G,S_kv,D] the strides that the
+    contender wants.
     """
 
     call: Attend
@@ -36,16 +61,11 @@ class Ready(NamedTuple):
     layout: Callable[[Tensor], Tensor] = lambda x: x
 
 
-def as_it_is(call: Attend) -> Ready:
-    """A function that plans nothing in a call."""
-    return Ready(call, call)
-
-
 class Contender(NamedTuple):
     """One column of a comparison.
 
-    `prepare` is not timed. `lacks` says in one line why it can't run on a device ("cpu", "cuda"), `refuses` why not on a case; None: it
-    does. `every_key`: it computes dense causal attention.
+    `prepare` is not timed. `lacks` returns in one line why it can't run on a device ("cpu", "cuda"), `refuses` why not
+    on a case; None if it can. `every_key`: it computes dense causal attention.
     """
 
     name: str
@@ -54,16 +74,16 @@ class Contender(NamedTuple):
     refuses: Callable[[Case], str | None] = lambda case: None
     every_key: bool = False
     checked: bool = True  # against the oracle
-    peer: bool = False  # another project's, or torch's: a wrong result is a row too
-    # What a timed call gets: "new", a selection that nothing was made of; "kept", what was made of it before; None: it has none.
+    peer: bool = False  # another project's, or torch's: a wrong result is a row, not an error
+    # The selection of a timed call: "new", with plans built in the call; "kept", prepared before it; None: it has none.
     selection: str | None = "new"
-    finds_gradients: bool = False  # whether it has a backward pass is not known before it is called
+    finds_gradients: bool = False  # call it to find out whether it has a backward pass
     forward_only: tuple[str, ...] = ()  # devices on which it has no backward pass
     directions: tuple[str, ...] = ("fwd", "bwd", "fwd+bwd", "decode")
 
 
 def ours(backend: str) -> Contender:
-    """A backend of the registry, with plans built anew in every call; of an unknown name each call fails."""
+    """Return a backend of the registry, with plans built anew in every call. Each call of an unknown name fails."""
     entry = registered().get(backend)
 
     def prepare(problem: Problem) -> Ready:
@@ -94,7 +114,7 @@ def ours(backend: str) -> Contender:
 
 
 def dense(name: str = DENSE, kernel: DenseKernel = "cudnn", device: str = "cuda", peer: bool = False) -> Contender:
-    """Full causal attention by one of torch's kernels: what a user has without selection. As a peer it is checked against the oracle."""
+    """Return full causal attention by one of torch's kernels. As a peer it is checked against the oracle."""
 
     def lacks(here: str) -> str | None:
         return None if here == device else f"needs a {'GPU' if device == 'cuda' else 'CPU: a GPU has kernels to choose from'}"
@@ -104,24 +124,96 @@ def dense(name: str = DENSE, kernel: DenseKernel = "cudnn", device: str = "cuda"
         return "rows that begin behind the first key need a mask, not this kernel" if masked else None
 
     call = partial(dense_causal_sdpa, kernel=kernel)
-    return Contender(name, lambda problem: as_it_is(call), lacks, refuses, every_key=True, checked=peer, peer=peer, selection=None)
+    return Contender(name, lambda problem: Ready(call, call), lacks, refuses, every_key=True, checked=peer, peer=peer, selection=None)
 
 
 def backends_on(device: str) -> list[str]:
-    """The backends that run on a device ("cpu", "cuda"), in the order of the registry."""
+    """Return the backends that run on a device ("cpu", "cuda"), in the order of the registry."""
     return [name for name, backend in registered().items() if device in backend.limits.dtypes]
 
 
 def of_framework(framework: str) -> list[str]:
-    """The backends made with a framework ("triton", "cupy", ...)."""
+    """Return the backends made with a framework ("triton", "cupy", ...)."""
     return [name for name, backend in registered().items() if backend.framework == framework]
 
 
 def named(backends: str) -> list[Contender]:
-    """Contenders by comma-separated names. Raises ArgumentError for a name that no backend has."""
+    """Return contenders by comma-separated names. Raises ArgumentError for a name that no backend has."""
     for name in backends.split(","):
         if name not in (*registered(), DENSE):
             close = closest(name, (*registered(), DENSE))
             value = f"{name!r} (did you mean {close}?)" if close else repr(name)
             raise ArgumentError("--backends", value, f"{', '.join(registered())}, {DENSE}, comma-separated", "pass some of these")
     return [dense() if name == DENSE else ours(name) for name in backends.split(",")]
+
+
+# Dense attention by torch, in the library's layout
+
+
+def selected(selection: Selection, keys: Tensor) -> Tensor:
+    """Return whether each row selects each of the keys [K], whatever its position: [B,S,G,K] bool."""
+    found = torch.zeros(*selection.ranges.shape[:3], len(keys), dtype=torch.bool, device=keys.device)
+    # Range after range: all at once would take n times the memory.
+    for start, end in zip(*(x.unsqueeze(-1).unbind(-2) for x in selection.ranges.unbind(-1)), strict=True):
+        found |= (keys >= start) & (keys < end)
+    return found
+
+
+def token_mask(
+    selection: Selection, S_kv: int, q_pos: Tensor | None = None, dtype: torch.dtype = torch.bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return a selection as the mask of dense SDPA, which benches make outside of their timings.
+
+    Args:
+        selection: of B, S, G rows.
+        S_kv: number of keys.
+        q_pos: positions of the rows [S] or [B,S], by default the last S.
+        dtype: torch.bool, or a float dtype for an additive mask, which saves SDPA the conversion in every call.
+
+    Returns:
+        The mask [B,G,S,S_kv], in which rows without selected keys see every key (a softmax over nothing is NaN), and
+        whether each row selects a key, [B,S,G] bool.
+    """
+    B, S = selection.ranges.shape[:2]
+    key = torch.arange(S_kv, device=selection.ranges.device)
+    position = key[S_kv - S :] if q_pos is None else q_pos
+    mask = selected(selection, key) & (key <= position.expand(B, S)[:, :, None, None])
+    filled = mask.any(-1)
+    mask = (mask | ~filled.unsqueeze(-1)).transpose(1, 2).contiguous()
+    if dtype != torch.bool:
+        mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+    return mask, filled
+
+
+def masked_sdpa(q: Tensor, k: Tensor, v: Tensor, selection: Selection | tuple[Tensor, Tensor], scale: float | None = None) -> Tensor:
+    """Return o [B,S,G,h,Dv] by dense SDPA under a mask, of a selection or of `token_mask`.
+
+    Rows that select nothing give zeros.
+    """
+    mask, filled = token_mask(selection, k.shape[2]) if isinstance(selection, Selection) else selection
+    B, S, G, h, _ = q.shape
+    # Groups as batches, so that one mask serves all heads: SDPA broadcasts it.
+    heads = q.permute(0, 2, 3, 1, 4).flatten(0, 1)
+    k, v = (x.flatten(0, 1).unsqueeze(1).expand(-1, h, -1, -1) for x in (k, v))
+    o = scaled_dot_product_attention(heads, k, v, attn_mask=mask.flatten(0, 1).unsqueeze(1), scale=scale)
+    return torch.where(filled[..., None, None], o.view(B, G, h, S, -1).permute(0, 3, 1, 2, 4), 0)
+
+
+def dense_causal_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, kernel: DenseKernel = "cudnn") -> Tensor:
+    """Return o [B,S,G,h,Dv] by full causal attention, in which row s attends to the keys up to S_kv - S + s.
+
+    Args:
+        q, k, v: [B,S,G,h,Dk], [B,G,S_kv,Dk], [B,G,S_kv,Dv]. Several groups of q may share those of k and v.
+        scale: of the logits.
+        kernel: the GPU kernel that must run, cuDNN's or Flash ("any": torch chooses). With 1 < S < S_kv torch chooses,
+            because the mask is
+            explicit: is_causal=True would count rows from the first key.
+    """
+    B, S, G, h, _ = q.shape
+    S_kv = k.shape[2]
+    mask = torch.ones(S, S_kv, dtype=torch.bool, device=q.device).tril(S_kv - S) if 1 < S < S_kv else None
+    forced = q.device.type == "cuda" and mask is None and kernel != "any"
+    options: dict[str, Any] = {"attn_mask": mask, "is_causal": S == S_kv and S > 1, "scale": scale, "enable_gqa": G * h > k.shape[1]}
+    with sdpa_kernel(_KERNELS[kernel]) if forced else contextlib.nullcontext():
+        o = scaled_dot_product_attention(q.permute(0, 2, 3, 1, 4).flatten(1, 2), k, v, **options)
+    return o.view(B, G, h, S, v.shape[3]).permute(0, 3, 1, 2, 4)

@@ -15,57 +15,61 @@ MARK_NOTE = f"{MARK} a time that scatters: its 20th and 80th percentiles differ 
 
 
 def table(headers: Sequence[str], lines: Iterable[Sequence[Any]], left: int | None = None) -> str:
-    """A table. left: the first columns, flush left, the others flush right; None: all as tabulate does, flush left."""
+    """Return a table. left: the number of columns flush left, the others are flush right;
+
+    None: all as tabulate does, flush left.
+    """
     cells = [[str(cell) for cell in line] for line in lines]
     align = None if left is None or not cells else ("left",) * left + ("right",) * (len(headers) - left)
     return tabulate(cells, headers=headers, tablefmt="github", disable_numparse=True, colalign=align)
 
 
 def side_by_side(lines: Iterable[Sequence[Any]]) -> list[list[str]]:
-    """Lines of a case, a direction and cells, as one line for each case: "forward / backward", or a single direction's cell (decoding)."""
+    """Merge lines of a case, a direction and cells into one per case: "forward / backward", or a single direction's
+    cell (decoding).
+    """
     cases: dict[str, dict[str, Sequence[Any]]] = {}
     for case, direction, *cells in lines:
         cases.setdefault(case, {})[direction] = cells
     made = []
     for case, found in cases.items():
-        single = len(found) == 1 and "bwd" not in found
-        blank = ["-"] * len(next(iter(found.values())))
-        pairs = zip(found.get("fwd", blank), found.get("bwd", blank), strict=True)
-        made.append([case, *(next(iter(found.values())) if single else map(pair_of, pairs))])
+        first = next(iter(found.values()))
+        pairs = zip(*(found.get(direction, ["-"] * len(first)) for direction in ("fwd", "bwd")), strict=True)
+        made.append([case, *(first if len(found) == 1 and "bwd" not in found else map(pair_of, pairs))])
     return made
 
 
 def pair_of(cells: Sequence[str]) -> str:
-    """Two cells as one."""
+    """Return two cells as one."""
     return "-" if set(cells) == {"-"} else " / ".join(cells)
 
 
 def scatters(row: Row) -> bool:
-    """Whether the median is quoted with a mark. Some rows have no percentiles."""
+    """Return True if the median gets a mark. Some rows have no percentiles."""
     return "ms_p20" in row and row["ms_p80"] - row["ms_p20"] > SCATTERED * row["ms_median"]
 
 
 def ms(row: Row | None, digits: int = 3) -> str:
-    """The median in ms, marked where it scatters; "-" without a row."""
+    """Return the median in ms, marked if it scatters; "-" without a row."""
     return "-" if row is None else f"{row['ms_median']:.{digits}g}{MARK * scatters(row)}"
 
 
 def spread(row: Row, digits: int = 3, unit: str = "ms") -> str:
-    """The 20th to the 80th percentile."""
+    """Return the 20th to the 80th percentile."""
     return f"{row[f'{unit}_p20']:.{digits}g} to {row[f'{unit}_p80']:.{digits}g}"
 
 
 def factor(gain: float | None, digits: int = 2) -> str:
-    """How many times faster: 1.23x; "-" where it is not measured."""
+    """Return a speedup as 1.23x; "-" for None."""
     return "-" if gain is None else f"{gain:.{digits}f}x"
 
 
 def environment(row: Row) -> str:
-    """The device, versions and commit that a row was measured with."""
+    """Return the device, versions and commit that a row was measured with."""
     versions = [f"{name} {row[name]}" for name in ("torch", "triton", "numba", "driver", "commit") if row.get(name)]
     return ", ".join((row["device"], *versions))
 
 
 def with_note(text: str) -> str:
-    """A text, and what the mark means where it has one."""
+    """Add what the mark means to a text that has one."""
     return f"{text}\n\n{MARK_NOTE}" if MARK in text else text

@@ -1,57 +1,105 @@
-"""Others' kernels on our inputs: FlexAttention, masked and dense SDPA of torch, and where they are installed flash-linear-attention's NSA,
-FlashAttention and FlashInfer.
+"""Others' kernels on our inputs, in the library's layout.
 
-Each takes the library's layout and returns o [B,S,G,h,Dv]. Masks and layouts are made once per selection, outside the timed calls;
-`prepare_ms` of a row is their cost, and `selection` says "kept". Ours build their plans within the timed calls: "new".
+FlexAttention, masked and dense SDPA of torch; where installed flash-linear-attention's NSA, FlashAttention 2 and
+FlashInfer; and functions
+that a user names: `nsa-sel bench --peer NAME=module:function` (docs/performance.md has an adapter). Masks and layouts
+    are made once per
+selection, outside the timed calls: `prepare_ms` of a row is their cost, and its `selection` is "kept". Ours build their
+plans within the timed calls ("new").
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import inspect
+import os
+import pkgutil
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from importlib import util
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa_sel.bench.core.baselines import masked_sdpa, selected, token_mask
 from nsa_sel.bench.core.cases import Case
-from nsa_sel.bench.core.contenders import Contender, Ready, as_it_is, dense
-from nsa_sel.bench.core.dense_peers import by_tokens, dense_peers, lacks
-from nsa_sel.bench.core.parity import Problem
+from nsa_sel.bench.core.contenders import DENSE, Contender, Problem, Ready, dense, masked_sdpa, selected, token_mask
+from nsa_sel.bench.core.store import first_line
+from nsa_sel.core.registry import backends
+from nsa_sel.errors import ArgumentError
 
 FLA = "fla.ops.nsa"
-FLA_ARGUMENTS = ("q", "k", "v", "g_slc", "block_indices", "block_counts", "block_size")
-fla_lacks = lacks("flash-linear-attention", FLA, "parallel_nsa", "pip install flash-linear-attention", FLA_ARGUMENTS)
+HALVES = ("float16", "bfloat16")
+INFER_DIMS = (64, 128, 256)
+FORM = re.compile(r"([\w.-]+)=([\w.]+:[\w.]+)")
+
+
+class WrongAnswer(ArgumentError):
+    """A function that the user named returns no o of this layout. The run ends."""
+
+
+def by_tokens(x: Tensor) -> Tensor:
+    """Return k or v [B,G,S_kv,D] with the strides of [B,S_kv,G,D]."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def lacks(package: str, module: str, function: str, install: str, arguments: Iterable[str] = ()) -> Callable[[str], str | None]:
+    """Return a function that says why another package's function can't be called with these arguments on a device
+    ("cpu", "cuda").
+    """
+
+    def why(device: str) -> str | None:
+        if util.find_spec(module.partition(".")[0]) is None:
+            return f"{package} is not installed: {install}"
+        if device != "cuda":
+            return "needs a GPU"
+        try:
+            found = getattr(importlib.import_module(module), function, None)
+        except Exception as error:  # a package's import may raise anything
+            return f"{module} can't be imported ({first_line(error)}): {install} -U"
+        if found is None:
+            return f"{module} has no {function}: {install} -U"
+        lacking = [name for name in arguments if name not in inspect.signature(found).parameters]
+        return f"{module}.{function} has no argument {', '.join(lacking)}: {install} -U" if lacking else None
+
+    return why
+
+
+fla_lacks = lacks(
+    "flash-linear-attention", FLA, "parallel_nsa", "pip install flash-linear-attention",
+    ("q", "k", "v", "g_slc", "block_indices", "block_counts", "block_size"),
+)  # fmt: skip
+flash_lacks = lacks("flash_attn", "flash_attn", "flash_attn_func", "pip install flash-attn")
+infer_lacks = lacks("flashinfer", "flashinfer", "single_prefill_with_kv_cache", "pip install flashinfer-python")
 
 
 def peers() -> tuple[Contender, ...]:
-    """All of them, whether they run here or not."""
+    """Return all of them, whether they run here or not."""
+    packages: dict[str, Any] = {"every_key": True, "peer": True, "selection": None}
     return (
-        Contender("flex-attention", _flex, _flex_lacks, peer=True, selection="kept", forward_only=("cpu",)),
+        Contender("flex-attention", _flex, peer=True, selection="kept", forward_only=("cpu",)),
         Contender("masked-sdpa", _masked, peer=True, selection="kept"),
         dense(peer=True),
         dense("dense-flash", "flash", peer=True),
         dense("dense-sdpa", "any", "cpu", peer=True),
         Contender("fla-nsa", _fla, fla_lacks, _fla_refuses, peer=True),
-        *dense_peers(),
+        Contender("flash-attention", _flash, flash_lacks, _flash_refuses, **packages),
+        Contender("flashinfer", _infer, infer_lacks, _infer_refuses, **packages, forward_only=("cuda",)),
     )
 
 
 def _masked(problem: Problem) -> Ready:
-    """Dense SDPA under a mask of tokens, which is additive in the inputs' dtype."""
     mask = token_mask(problem.selection, problem.k.shape[2], dtype=problem.q.dtype)
-    return as_it_is(lambda q, k, v: masked_sdpa(q, k, v, mask))
-
-
-def _flex_lacks(device: str) -> str | None:
-    missing = util.find_spec("torch.nn.attention.flex_attention") is None
-    return "this torch has no FlexAttention: install torch 2.6 or newer" if missing else None
+    call = lambda q, k, v: masked_sdpa(q, k, v, mask)  # noqa: E731
+    return Ready(call, call)
 
 
 def _flex(problem: Problem) -> Ready:
-    """FlexAttention, compiled on a GPU, with a block mask over what every row selects; groups are batches, so that heads share it."""
+    """Prepare FlexAttention, compiled on a GPU, with a block mask over what every row selects.
+
+    Groups are batches, so heads share it.
+    """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch.compiler.reset()  # after eight other shapes it would not compile this one, but run it uncompiled
@@ -64,49 +112,34 @@ def _flex(problem: Problem) -> Ready:
         return chosen[b, row, key // unit] & (key <= row + S_kv - S)
 
     mask = create_block_mask(sees, B * G, None, S, S_kv, device=device, _compile=device.type == "cuda")
-    attend: Callable[..., Any] = flex_attention
-    if device.type == "cuda":
-        attend = torch.compile(attend, dynamic=False)
+    attend: Any = flex_attention if device.type != "cuda" else torch.compile(flex_attention, dynamic=False)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         heads = q.permute(0, 2, 3, 1, 4).flatten(0, 1)  # [B*G,h,S,Dk]
         o: Tensor = attend(heads, k.flatten(0, 1).unsqueeze(1), v.flatten(0, 1).unsqueeze(1), block_mask=mask, enable_gqa=h > 1)
         return o.view(B, G, h, S, -1).permute(0, 3, 1, 2, 4)
 
-    return as_it_is(call)
+    return Ready(call, call)
 
 
-def fla_layer(
-    q: Tensor, k: Tensor, v: Tensor, g_cmp: Tensor, g_slc: Tensor, n: int, block_size: int
-) -> Tensor:  # fmt: skip
-    """o [B,S,heads,Dv] of `parallel_nsa` with its compression and choice of blocks, without a window, for which it needs another package.
-
-    Args:
-        q: [B,S,heads,Dk].
-        k, v: [B,S,G,Dk] and [B,S,G,Dv], which all branches share.
-        g_cmp, g_slc: gates [B,S,heads].
-        n: blocks of a row.
-        block_size: keys of a block, and of a compressed key: its mean.
-    """
-    o: Tensor = importlib.import_module(FLA).parallel_nsa(q, k, v, g_cmp, g_slc, block_counts=n, block_size=block_size)
-    return o
+# Packages
 
 
 def _fla_refuses(case: Case) -> str | None:
-    if not case.block:
-        return "takes whole blocks alone"
-    return fla_refuses_heads(case.h)
+    return fla_refuses_heads(case.h) if case.block else "takes whole blocks alone"
 
 
 def fla_refuses_heads(h: int) -> str | None:
+    """Return why fla's kernels can't take h heads per group."""
     return None if h >= 16 and not h & (h - 1) else "takes 16, 32 ... heads per group alone"
 
 
 def _fla(problem: Problem) -> Ready:
-    """`parallel_nsa` of flash-linear-attention with the selection's blocks, and neither compression nor window.
+    """Prepare `parallel_nsa` of flash-linear-attention with the selection's blocks, without compression and window.
 
-    It keeps keys as [B,S_kv,G,D]: they lie so in memory before the call, which copies nothing. It averages keys and values over blocks
-    in every call, for a compression that is not asked for: that is in its times.
+    Keys lie as [B,S_kv,G,D] before the call, which copies nothing. It averages keys and values over blocks in every
+    call, for a compression
+    that is not asked for: that is in its times.
     """
     parallel_nsa = importlib.import_module(FLA).parallel_nsa
     block_size, indices = problem.selection.block_size, problem.selection.block_indices.long().contiguous()
@@ -119,3 +152,93 @@ def _fla(problem: Problem) -> Ready:
         return o.view(B, S, G, h, -1)
 
     return Ready(call, call, layout=by_tokens)
+
+
+def _flash_refuses(case: Case) -> str | None:
+    fits = case.dtype in HALVES and case.Dk == case.Dv <= 256 and not case.Dk % 8
+    return None if fits else f"takes {' and '.join(HALVES)} with Dk = Dv up to 256, multiples of 8, alone"
+
+
+def _flash(problem: Problem) -> Ready:
+    attend = importlib.import_module("flash_attn").flash_attn_func
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o: Tensor = attend(q.flatten(2, 3), k.transpose(1, 2), v.transpose(1, 2), causal=True)
+        return o.view(q.shape)
+
+    return Ready(call, call, layout=by_tokens)
+
+
+def _infer_refuses(case: Case) -> str | None:
+    if case.B > 1:
+        return "takes one sequence alone"
+    fits = case.dtype in HALVES and case.Dk == case.Dv in INFER_DIMS
+    return None if fits else f"takes {' and '.join(HALVES)} with Dk = Dv of {', '.join(map(str, INFER_DIMS))} alone"
+
+
+def _infer(problem: Problem) -> Ready:
+    attend = importlib.import_module("flashinfer").single_prefill_with_kv_cache
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o: Tensor = attend(q[0].flatten(1, 2), *(x[0].transpose(0, 1).contiguous() for x in (k, v)), causal=True)
+        return o.view(q.shape)
+
+    return Ready(call, call, layout=by_tokens)
+
+
+# Functions of the user
+
+
+def given(values: Sequence[str], others: Iterable[Contender]) -> tuple[Contender, ...]:
+    """Return a contender for each value of `--peer`.
+
+    Args:
+        values: "NAME=module:function" each. A function gets (q, k, v, block_indices, block_size, scale) and returns o.
+            Modules are looked for where Python does, and then in the current folder.
+        others: contenders whose names are taken.
+
+    Raises:
+        ArgumentError: a value of another form, a name that is taken, or a function that cannot be imported.
+    """
+    if values and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    taken, found = {*backends(), DENSE, *(other.name for other in others)}, list[Contender]()
+    for value in values:
+        match = FORM.fullmatch(value)
+        if match is None:
+            allowed = "NAME=module:function, such as mine=my_peer:attend"
+            raise ArgumentError("--peer", repr(value), allowed, "name the peer, its module and its function")
+        name, path = match.groups()
+        if name in taken:
+            raise ArgumentError("--peer", repr(value), f"a name other than {', '.join(sorted(taken))}", "give the peer another name")
+        taken.add(name)
+        try:
+            function = pkgutil.resolve_name(path)
+        except Exception as error:  # a module's import may raise anything
+            remedy = "install the module, or run in the folder that it is in"
+            raise ArgumentError("--peer", f"{value!r} ({first_line(error)})", "a function that can be imported", remedy) from error
+        if not callable(function):
+            raise ArgumentError("--peer", f"{value!r}, a {type(function).__name__}", "a function", "name a function of that module")
+        found.append(_given(name, value, function))
+    return tuple(found)
+
+
+def _given(name: str, value: str, function: Callable[..., Any]) -> Contender:
+    def prepare(problem: Problem) -> Ready:
+        selection, shape = problem.selection, (*problem.q.shape[:-1], problem.v.shape[-1])
+        indices, scale = selection.block_indices.long().contiguous(), problem.q.shape[-1] ** -0.5
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            o = function(q, k, v, indices, selection.block_size, scale)
+            if not isinstance(o, Tensor) or o.shape != shape or o.dtype != q.dtype:
+                described = f"{list(o.shape)} {o.dtype}" if isinstance(o, Tensor) else f"a {type(o).__name__}"
+                allowed = f"a function that returns o [B,S,G,h,Dv], here {list(shape)}, in q's dtype {q.dtype}"
+                raise WrongAnswer("--peer", f"{value!r}, which returned {described}", allowed, "reshape or convert what it returns")
+            return o
+
+        return Ready(call, call)
+
+    def refuses(case: Case) -> str | None:
+        return None if case.block else "takes whole blocks alone"
+
+    return Contender(name, prepare, refuses=refuses, peer=True, finds_gradients=True)

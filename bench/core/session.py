@@ -1,33 +1,46 @@
-"""One run of a bench: its jobs are measured one after another into a file of rows. A run that was stopped resumes.
+"""One run of a bench: each job is checked against the float64 oracle, timed, and added to a file of rows. A stopped run
+continues.
 
-A row that the file has from the same environment and commit is not measured again. A case that runs out of memory gets a row without a
-time: `error`, and `error_in`, the step that failed.
+A row that the file has from the same environment and commit is not measured again. A case that runs out of memory gets
+a row without a
+time: `error`, and `error_in`, the step that failed. Checked calls get new memory filled with NaN.
 """
 
 from __future__ import annotations
 
 import gc
+import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
 
-from nsa_sel.bench.core import environment, timing
+from nsa_sel.bench.core import timing
 from nsa_sel.bench.core.cases import Case
-from nsa_sel.bench.core.contenders import Contender, Ready
-from nsa_sel.bench.core.parity import Problem, Sample, WrongAnswer, WrongResult, is_causal, lacks_gradients, make_problem, parity, sample
-from nsa_sel.bench.core.store import OUT_OF_MEMORY, Row, RowFile, first_line
+from nsa_sel.bench.core.contenders import Attend, Contender, Problem, Ready, make_problem
+from nsa_sel.bench.core.peers import WrongAnswer
+from nsa_sel.bench.core.store import OUT_OF_MEMORY, Row, RowFile, first_line, gpu_state, stamp
 from nsa_sel.bench.core.timing import Timing
 from nsa_sel.cli.output import output_file
+from nsa_sel.errors import ArgumentError
+from nsa_sel.oracle import oracle_backward, oracle_forward
 
 Tell = Callable[[str], None]
+FAR = 1e4  # added to the values of future keys: a row that gives them any weight changes
+SEEN = 1e-2  # the change that counts
+# Mean error over mean magnitude: some times what rounding does, far below what a wrong key does. The tests hold every
+# backend to less.
+GROSS = {torch.float16: 0.05, torch.bfloat16: 0.05, torch.float32: 1e-3}
 
 
 class Job(NamedTuple):
-    """One case with all that is measured on it. `more`: values of all its rows beyond those of the case."""
+    """One case with all that is measured on it. `more`: further fields of its rows."""
 
     case: Case
     contenders: tuple[Contender, ...]
@@ -37,8 +50,128 @@ class Job(NamedTuple):
     more: dict[str, Any] = {}  # noqa: RUF012 - never written
 
 
+# Parity
+
+
+class WrongResult(RuntimeError):
+    """A call's results are wrong, whatever the mean error."""
+
+
+class Sample(NamedTuple):
+    """The exact results for a few rows, in float64. `do` is 0 in all other rows, so that dk and dv are exact, too."""
+
+    rows: Tensor  # [r] numbers of query rows
+    entries: int  # of the batch, the first ones
+    do: Tensor  # [B,S,G,h,Dv] in the inputs' dtype
+    o: Tensor  # [entries,r,G,h,Dv]
+    gradients: tuple[Tensor, ...]  # dq [entries,r,G,h,Dk], dk, dv [entries,G,S_kv,D]; none when decoding
+
+
+def sample(case: Case, problem: Problem, most: int, every_key: bool = False, backward: bool = True) -> Sample:
+    """Return the oracle's o and gradients of `most` random rows of the first batch entries: the oracle is slow.
+
+    every_key: of dense causal attention, in which a row selects all keys up to its own. backward: compute gradients.
+    """
+    q, k, v = problem.q, problem.k, problem.v
+    rows = torch.randperm(case.S, generator=torch.Generator().manual_seed(0))[:most].sort().values
+    entries = min(case.B, 4)
+    position, on_device = rows + case.S_kv - case.S, rows.to(q.device)
+    few_q, ranges, few_do = (x[:entries, on_device] for x in (q, problem.selection.ranges, problem.do))
+    if every_key:
+        ranges = torch.tensor([0, case.S_kv]).expand(*ranges.shape[:3], 1, 2)
+    do = torch.zeros_like(problem.do)
+    do[:entries, on_device] = few_do
+    few = few_q, k[:entries], v[:entries], ranges
+    o, _ = oracle_forward(*few, q_pos=position)
+    gradients = () if case.S == 1 or not backward else oracle_backward(*few, few_do, q_pos=position)
+    return Sample(on_device, entries, do, o.to(q.device), tuple(x.to(q.device) for x in gradients))
+
+
+def parity(call: Attend, problem: Problem, wanted: Sample, strict: bool = True) -> tuple[float, float | None]:
+    """Check a call.
+
+    Errors of o and dq are over the sampled rows, those of dk and dv over the keys that these rows attend to.
+
+    Args:
+        call: attention.
+        problem: its inputs.
+        wanted: the oracle's results.
+        strict: raise for an operation of torch that is not deterministic.
+
+    Returns:
+        The mean absolute error of o, and the largest of those of dq, dk, dv (None when decoding).
+
+    Raises:
+        WrongResult: a gross error, or values that were not written, or not to 0.
+    """
+    q, k, v = (x.detach() for x in problem[1:4])
+    leaves, gradients, errors = [x.requires_grad_(bool(wanted.gradients)) for x in (q, k, v)], tuple[Tensor, ...](), list[float]()
+    with new_memory_holds_nan(strict):
+        o = call(*leaves)
+        if wanted.gradients:
+            gradients = torch.autograd.grad(o, leaves, wanted.do)
+    if gradients:
+        errors.append(checked_error("dq", gradients[0][: wanted.entries, wanted.rows], wanted.gradients[0]))
+        for name, mine, exact in zip(("dk", "dv"), gradients[1:], wanted.gradients[1:], strict=True):
+            read = (exact != 0).any(-1)
+            if bool((mine[: wanted.entries][~read] != 0).any()):
+                raise WrongResult(f"{name} is not 0 at keys that no row with a gradient attends to")
+            errors.append(checked_error(name, mine[: wanted.entries][read], exact[read]))
+    for name, mine in zip(("o", "dq", "dk", "dv"), (o, *gradients), strict=False):
+        if not bool(mine.isfinite().all()):
+            raise WrongResult(f"{name} has values that were not written, or are not finite")
+    return checked_error("o", o[: wanted.entries, wanted.rows], wanted.o), max(errors, default=None)
+
+
+def checked_error(name: str, mine: Tensor, exact: Tensor) -> float:
+    """Return the mean absolute error. Raises WrongResult if it is a larger part of the mean magnitude than `GROSS`."""
+    error, size = float((mine.detach().double() - exact).abs().mean()), float(exact.abs().mean())
+    if not error <= GROSS[mine.dtype] * size:  # NaN is wrong, too
+        raise WrongResult(f"{name} is {error:.1e} off in the mean, and {size:.1e} large: it is not the attention of this selection")
+    return error
+
+
+@torch.no_grad()
+def is_causal(call: Attend, problem: Problem) -> bool | None:
+    """Return True if the rows up to the middle one do not change when all later keys and values do; None for a single
+    row.
+
+    With S a multiple of the block, the middle row is at a block's first key, so a kernel without a mask in that block
+    fails.
+    """
+    q, k, v = (x.detach() for x in problem[1:4])
+    S, S_kv = q.shape[1], k.shape[2]
+    if S == 1:
+        return None
+    row = S // 2
+    future = row + S_kv - S + 1
+    before = call(q, k, v)[:, : row + 1].clone()
+    k, v = k.clone(), v.clone()
+    k[:, :, future:] *= -3
+    v[:, :, future:] += FAR
+    return bool(((call(q, k, v)[:, : row + 1] - before).abs() <= SEEN).all())
+
+
+@contextmanager
+def new_memory_holds_nan(strict: bool) -> Iterator[None]:
+    """Fill uninitialized memory with NaN.
+
+    Unless strict, operations without a deterministic implementation still run.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=not strict)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# Runs
+
+
 def wanted(job: Job) -> list[Row]:
-    """The rows of a job, without what measuring adds."""
+    """Return the rows of a job, without what measuring adds."""
     return [
         {**job.case._asdict(), "direction": direction, "backend": contender.name, **job.more}
         for contender in job.contenders
@@ -48,7 +181,7 @@ def wanted(job: Job) -> list[Row]:
 
 
 def able(contenders: Iterable[Contender], device: str, tell: Tell) -> tuple[Contender, ...]:
-    """Those that run on the device; one line each says why the others do not."""
+    """Return those that run on the device; `tell` gets one line for each that does not, or only forward."""
     found = []
     for contender in contenders:
         reason = contender.lacks(device)
@@ -65,41 +198,35 @@ def able(contenders: Iterable[Contender], device: str, tell: Tell) -> tuple[Cont
 def run(jobs: Sequence[Job], out: Path, device: str, console: Console) -> list[Row]:
     """Measure what `out` lacks, append each row at once, and return all rows of the jobs, old and new.
 
-    What refuses a case, fails or gives wrong results is reported in one line and skipped; the next run tries it again. Raises
-    ArgumentError where `out` can't be written, before anything is measured.
+    A contender that refuses a case, fails or gives wrong results is reported in one line and skipped; the next run
+    tries it again. Raises ArgumentError if `out` can't be written, before anything is measured.
     """
-    out = output_file("--out", out, make_folder=True)
-    facts = environment.stamp(device)
-    done = RowFile(out, tell=console.print)
-    done.mend()
-    reused, found = 0, []
+    out, facts = output_file("--out", out, make_folder=True), stamp(device)
+    done, reused, found = RowFile(out, tell=console.print), 0, []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("rows", total=sum(len(wanted(job)) for job in jobs))
-        try:
-            for job in jobs:
-                progress.update(task, description=job.case.case)
-                rows = [{**row, **facts} for row in wanted(job)]
-                missing = [row for row in rows if row not in done]
-                reused += len(rows) - len(missing)
-                for row in measured_rows(job, missing, facts, device, console.print) if missing else ():
-                    done.add(row)
-                found += done.of(rows)
-                progress.advance(task, len(rows))
-        except KeyboardInterrupt:
-            console.print(f"interrupted; what was measured is in {out}: run the same command again to resume")
-            raise
+        for job in jobs:
+            progress.update(task, description=job.case.case)
+            rows = [{**row, **facts} for row in wanted(job)]
+            missing = [row for row in rows if row not in done]
+            reused += len(rows) - len(missing)
+            for row in measured_rows(job, missing, facts, device, console.print) if missing else ():
+                done.add(row)
+            found += done.of(rows)
+            progress.advance(task, len(rows))
     if reused:
         console.print(f"{reused} of {len(found)} rows were in {out.name} from an earlier run in this environment at this commit")
     return found
 
 
-def measured_rows(job: Job, missing: Sequence[Row], facts: dict[str, Any], device: str, tell: Tell) -> Iterator[Row]:
-    """The missing rows of one case, whose inputs all contenders share."""
+def measured_rows(job: Job, missing: Sequence[Row], facts: Row, device: str, tell: Tell) -> Iterator[Row]:
+    """Yield the missing rows of one case, whose inputs all contenders share."""
     left = {(row["backend"], row["direction"]): row for row in missing}
 
     def failed(name: str, error: Exception, doing: str) -> Iterator[Row]:
-        if not _is_out_of_memory(error):
+        on_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+        if not (on_cpu or isinstance(error, (torch.OutOfMemoryError, MemoryError))):
             tell(f"{job.case.case} {name}: {first_line(error)}")
             return
         tell(f"{job.case.case} {name}: {OUT_OF_MEMORY} ({doing})")
@@ -107,7 +234,6 @@ def measured_rows(job: Job, missing: Sequence[Row], facts: dict[str, Any], devic
             if name in ("inputs", key[0]):
                 yield {**left.pop(key), "error": OUT_OF_MEMORY, "error_in": doing, **facts}
 
-    problem = None
     samples: dict[bool, Sample] = {}
     try:
         problem = make_problem(job.case, device)
@@ -141,7 +267,7 @@ def contender_rows(
     job: Job, contender: Contender, directions: Sequence[str], problem: Problem, exact: Sample | None, device: str, doing: list[str],
     tell: Tell = lambda words: None,
 ) -> Iterator[Row]:  # fmt: skip
-    """The rows of one contender, each as soon as it is measured; doing[0] is the current step."""
+    """Yield the rows of one contender, each as soon as it is measured. doing[0] is the current step."""
     case, more, ready = job.case, dict(job.more), contender.prepare(problem)
     mae: tuple[float | None, float | None] = (None, None)
     if contender.finds_gradients and "decode" not in directions:
@@ -161,7 +287,11 @@ def contender_rows(
             more["wrong"] = str(error)
     if contender.peer:
         more |= {"computes": "every key" if contender.every_key else "selection", "causal": is_causal(ready.call, problem)}
-        more["prepare_ms"] = round(_prepare_ms(contender, problem, device), 3)
+        started = time.perf_counter()
+        contender.prepare(problem)  # the second time: the first compiles
+        if device == "cuda":
+            torch.cuda.synchronize()
+        more["prepare_ms"] = round((time.perf_counter() - started) * 1e3, 3)
     errors = {"fwd": mae[0], "decode": mae[0], "bwd": mae[1], "fwd+bwd": max((x for x in mae if x is not None), default=None)}
     for direction in directions:
         doing[0] = direction
@@ -174,23 +304,27 @@ def contender_rows(
                 times = timing.replayed_milliseconds(work, job.timing)
             else:
                 times = timing.milliseconds(work, job.timing, device)
-        more |= {"mae": errors[direction], "workspace_bytes": space, **environment.gpu_state(device)}
+        more |= {"mae": errors[direction], "workspace_bytes": space, **gpu_state(device)}
         yield timing.row(case, direction, contender.name, times, **more)
 
 
-def _prepare_ms(contender: Contender, problem: Problem, device: str) -> float:
-    """What a contender makes of a selection before its calls, the second time: the first compiles."""
+def lacks_gradients(call: Attend, problem: Problem) -> str | None:
+    """Return in one line why autograd does not go through a call to q, k and v, or None.
 
-    def prepare() -> None:
-        contender.prepare(problem)
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    return timing.cpu_milliseconds(prepare)
+    Raises errors of memory and of the answer.
+    """
+    leaves = [x.detach().requires_grad_() for x in problem[1:4]]
+    try:
+        torch.autograd.grad(call(*leaves), leaves, problem.do)
+    except (torch.OutOfMemoryError, MemoryError, ArgumentError):
+        raise
+    except Exception as error:
+        return first_line(error)
+    return None
 
 
 def work_of(direction: str, ready: Ready, problem: Problem) -> Callable[[], Any]:
-    """What is timed: the forward, the backward of a forward that has run, or both."""
+    """Return what is timed: the forward, the backward of a forward that has run, or both."""
     q, k, v = problem.q.detach(), ready.layout(problem.k.detach()), ready.layout(problem.v.detach())
     if direction in ("fwd", "decode"):
         return lambda: ready.call(q, k, v)
@@ -209,8 +343,3 @@ def work_of(direction: str, ready: Ready, problem: Problem) -> Callable[[], Any]
         return o.detach(), *torch.autograd.grad(o, leaves, problem.do)
 
     return both
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    allocator = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's, on a CPU
-    return allocator or isinstance(error, (torch.OutOfMemoryError, MemoryError))

@@ -1,58 +1,87 @@
-"""Measured rows as JSON lines: the one store of all benches and of tuning. A run that was killed resumes from its file.
+"""Measured rows as JSON lines, and the environment that every row names. A run that was stopped continues from its
+file.
 
-rows = RowFile(file, key)               # reads what is there
+rows = RowFile(file)                    # reads what is there
 for wanted in cases:
     if wanted not in rows:
-        rows.add({**wanted, **measure(wanted)})
+        rows.add({**wanted, **measure(wanted), **stamp()})
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import json
 import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.cli.output import output_file
 from nsa_sel.errors import ArgumentError
 from nsa_sel.settings import private
+from nsa_sel.settings.flags import COMMIT_FLAG
+from nsa_sel.settings.schema import Way
 
 Row = dict[str, Any]
-Key = Callable[[Row], Any]
 
-# A row with the same values here is not measured again. A bench leaves out the fields that it does not use.
+ROOT = Path(__file__).resolve().parents[2]
+# Two rows with the same values of these fields are the same measurement. A bench leaves out the fields that it does not
+# use.
 ENVIRONMENT = ("device", "driver", "torch", "triton", "numba", "threads", "commit")
 IDENTITY = (*Case._fields, "direction", "backend", "streams", "iters", "warmup", "quick")
 OUT_OF_MEMORY = "out of memory"
+STATE_SECONDS = 10.0  # age up to which a reading of clocks and temperature is reused: nvidia-smi takes up to a second
+_STATE = ("sm_mhz", "memory_mhz", "temperature_c")
+_last_state: tuple[float, dict[str, int | None]] = (-STATE_SECONDS, {})
+
+DIRECTIONS: dict[Way, str] = {"forward": "fwd", "backward": "bwd", "decode": "decode"}  # as rows name them
+WAYS: dict[str, Way] = {direction: way for way, direction in DIRECTIONS.items()}
+# Committed rows, relative to ROOT
+H100_RESULTS, H200_RESULTS = "bench/results/h100", "bench/results/h200"
+H200_ROWS = f"{H200_RESULTS}/selection.jsonl"
+CPU_ROWS = "bench/results/cpu/numba_vs_sdpa.jsonl"
 
 
-def key(row: Row) -> tuple[Any, ...]:
-    """What was measured, and in which environment."""
+# Files
+
+
+def key(row: Row) -> Any:
+    """Return the identity of a measurement: the case, what was run, and the environment."""
     return tuple(row.get(field) for field in (*IDENTITY, *ENVIRONMENT))
 
 
 class RowFile:
-    """The rows of one file by key, which new rows are added to.
+    """The rows of one file by key.
 
-    Reading tolerates a torn last line. `add` removes it before it writes, so that a process that only looks changes nothing.
+    Reading tolerates a torn last line, which the first `add` removes. Of two rows with the same key the later one
+    counts.
 
     Args:
-        file: JSON lines; made by the first `add`.
-        key: what identifies a row. Of two rows with the same key the later one counts.
-        strict: raise ArgumentError for a bad line that is not the last. False: skip it and count it in `unreadable`.
-        owner_only: for the cache folder. Raise OSError for a file that other users may write, and create it with mode 0600.
+        file: JSON lines; created by the first `add`.
+        key: returns what identifies a row.
+        owner_only: for the cache folder. Raise OSError for a file that other users may write, and create it with mode
+            0600.
         tell: called with one sentence when a torn last line is removed.
     """
 
     def __init__(
-        self, file: Path, key: Key = key, *, strict: bool = True, owner_only: bool = False, tell: Callable[[str], None] = lambda words: None
+        self, file: Path, key: Callable[[Row], Any] = key, *, owner_only: bool = False, tell: Callable[[str], None] = lambda words: None
     ) -> None:
-        self.file, self.key, self.owner_only, self.tell = file, key, owner_only, tell
-        found, self.unreadable = _parsed_lines(file, _content(file, owner_only), strict)
-        self.rows: dict[Any, Row] = {key(row): row for row in found}
-        self.mended = False
+        self.file, self.key, self.owner_only, self.tell, self.mended = file, key, owner_only, tell, False
+        content = b""
+        if file.exists():
+            content = private.read(file) if owner_only else file.read_bytes()
+        self.rows: dict[Any, Row] = {key(row): row for row in _parse(file, content)}
 
     def __contains__(self, row: Row) -> bool:
         return self.key(row) in self.rows
@@ -61,131 +90,208 @@ class RowFile:
         return self.rows[self.key(row)]
 
     def add(self, row: Row) -> Row:
-        """Append a row and return it; it is on disk when this returns. Raises OSError, and then leaves no part of it."""
+        """Append a row and return it; it is on disk when this returns."""
         if not self.mended:
-            self.mend()
+            mend(self.file, self.tell)
+            self.mended = True
         append(self.file, [row], owner_only=self.owner_only)
         self.rows[self.key(row)] = row
         return row
 
-    def mend(self) -> None:
-        """Remove a torn last line from the file."""
-        mend(self.file, self.tell)
-        self.mended = True
-
     def of(self, wanted: Iterable[Row]) -> list[Row]:
-        """The rows that are in the file of those wanted, in the order wanted."""
+        """Return the wanted rows that are in the file, in the order wanted."""
         return [self[row] for row in wanted if row in self]
 
 
 def append(file: Path, rows: Iterable[Row], *, owner_only: bool = False) -> None:
-    """Add rows to the end, on disk when this returns. Raises OSError, and then leaves no part; a kill may leave part of the last line."""
-    content = as_lines(rows).encode()
+    """Add rows to the end of a file; they are on disk when this returns. Raises OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     if not owner_only:
         file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = private.opened(file, flags) if owner_only else os.open(file, flags, 0o666)
-    try:
-        before = os.fstat(descriptor).st_size
-        try:
-            while content:
-                content = content[os.write(descriptor, content) :]
-            os.fsync(descriptor)
-        except OSError:
-            os.ftruncate(descriptor, before)
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def read(file: Path) -> list[Row]:
-    """All rows, those without a time too. A torn last line is skipped. Raises ArgumentError for any other bad line, or no file."""
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise ArgumentError("the file of rows", f"{file} ({error.strerror})", "a readable file of JSON lines", "mend the path") from error
-    return _parsed_lines(file, content, strict=True)[0]
-
-
-def mend(file: Path, tell: Callable[[str], None]) -> None:
-    """Prepare a file for `append`: remove a torn last line, or add the newline that it lacks."""
-    if not file.exists():
-        return
-    content = file.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    torn = content[whole:]
-    if not torn:
-        return
-    with file.open("r+b") as opened:
-        if parsed(torn) is not None:
-            opened.seek(0, os.SEEK_END)
-            opened.write(b"\n")
-        else:
-            opened.truncate(whole)
-            tell(f"{file.name}: dropped {len(torn)} bytes of a last row that an interruption left unfinished")
+    with open(private.opened(file, flags) if owner_only else os.open(file, flags, 0o666), "ab") as opened:
+        opened.write(as_lines(rows).encode())
         opened.flush()
         os.fsync(opened.fileno())
 
 
+def mend(file: Path, tell: Callable[[str], None]) -> None:
+    """Prepare a file for `append`: remove a torn last line, or add the newline that it lacks."""
+    content = file.read_bytes() if file.exists() else b""
+    whole = content.rfind(b"\n") + 1
+    if torn := content[whole:]:
+        with file.open("r+b") as opened:
+            if _parse_line(torn) is not None:
+                opened.seek(0, os.SEEK_END)
+                opened.write(b"\n")
+            else:
+                opened.truncate(whole)
+                tell(f"{file.name}: dropped {len(torn)} bytes of a last row that an interruption left unfinished")
+
+
+def read(file: Path) -> list[Row]:
+    """Return all rows, including those without a time.
+
+    Skips a torn last line. Raises ArgumentError for another bad line, or no file.
+    """
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise ArgumentError("the file of rows", f"{file} ({error.strerror})", "a readable file of JSON lines", "mend the path") from error
+    return _parse(file, content)
+
+
 def measured(rows: Iterable[Row]) -> list[Row]:
-    """The rows with a time: a case that ran out of memory has a row without one."""
+    """Return the rows with a time: a case that ran out of memory has a row without one."""
     return [row for row in rows if row.get("ms_median") is not None]
 
 
+def read_rows(name: str) -> list[Row]:
+    """Return the rows with a time of a file relative to ROOT."""
+    return measured(read(ROOT / name))
+
+
+def digest(name: str) -> str:
+    """Return the first 16 hex digits of the SHA-256 of a file relative to ROOT."""
+    return hashlib.sha256((ROOT / name).read_bytes()).hexdigest()[:16]
+
+
 def of_last_environment(rows: Iterable[Row]) -> list[Row]:
-    """The rows of the environment and commit of the last row; of two of the same measurement the later one."""
+    """Return the rows of the environment and commit of the last row; of two of the same measurement the later one."""
     rows = list(rows)
     last = {key(row): row for row in rows}
     return [row for row in last.values() if all(row.get(field) == rows[-1].get(field) for field in ENVIRONMENT)]
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Replace a file atomically: a reader sees the old text or the new one. Raises ArgumentError for a device or a FIFO."""
+    """Replace a file atomically. Raises ArgumentError for a device or a FIFO."""
     file = output_file("the output", file, make_folder=True)
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         unfinished.write_text(text)
         unfinished.replace(file)
-    except BaseException:
+    finally:
         unfinished.unlink(missing_ok=True)
-        raise
 
 
 def first_line(error: Exception) -> str:
-    """The error's type, and the first line of its message."""
+    """Return the error's type and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def as_lines(rows: Iterable[Row]) -> str:
-    """The text of a file of rows."""
+    """Return the text of a file of rows."""
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def _content(file: Path, owner_only: bool) -> bytes:
-    try:
-        return private.read(file) if owner_only else file.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return b""
-
-
-def _parsed_lines(file: Path, content: bytes, strict: bool) -> tuple[list[Row], int]:
-    """The rows, and how many lines are none; a torn last line does not count."""
-    rows, bad = [], 0
+def _parse(file: Path, content: bytes) -> list[Row]:
     lines = content.split(b"\n")
-    for number, line in enumerate(lines, 1):
-        row = parsed(line) if line.strip() else {}
-        if row:
-            rows.append(row)
-        elif row is None and number < len(lines):
-            bad += 1
-            if strict:
-                raise ArgumentError(f"line {number} of {file}", f"{line[:40]!r}...", "one JSON object", "restore the line, or drop it")
-    return rows, bad
+    rows = [(line, _parse_line(line)) for line in lines if line.strip()]
+    if rows and lines[-1].strip() and rows[-1][1] is None:
+        rows.pop()
+    for line, row in rows:
+        if row is None:
+            number = 1 + lines.index(line)
+            raise ArgumentError(f"line {number} of {file}", f"{line[:40]!r}...", "one JSON object", "restore the line, or drop it")
+    return [row for _, row in rows if row]
 
 
-def parsed(line: bytes) -> Row | None:
+def _parse_line(line: bytes) -> Row | None:
     try:
         row = json.loads(line)
     except ValueError:
         return None
     return row if isinstance(row, dict) else None
+
+
+# The environment
+
+
+def stamp(device: str = "cuda") -> Row:
+    """Return device, driver, versions, commit and the command, without machine paths."""
+    on_gpu = device == "cuda"
+    facts: Row = {
+        "device": torch.cuda.get_device_name() if on_gpu else _processor(),
+        "driver": _output("nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
+        "torch": torch.__version__,
+        "triton": _version("triton") if on_gpu else None,
+    }
+    if not on_gpu:
+        facts |= {"numba": _version("numba"), "threads": torch.get_num_threads()}
+    return {**facts, "commit": commit(), "command": command()}
+
+
+def commit() -> str:
+    """Return NSA_SEL_COMMIT, else the commit of this checkout, with a hash of uncommitted changes other than those of
+    rows.
+    """
+    told = os.environ.get(COMMIT_FLAG)
+    if told:
+        return told
+    top, _, head = (_output("git", "rev-parse", "--show-toplevel", "--short", "HEAD") or "").partition("\n")
+    if not head or Path(top) != ROOT:  # a repository around this folder
+        return "not a checkout"
+    changes = _output("git", "diff", "HEAD", "--", ".", ":!bench/results")
+    return f"{head}+{hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else head
+
+
+def command() -> str:
+    """Return the command line of this program, without machine paths."""
+
+    def bare(argument: str) -> str:
+        option, equals, value = argument.rpartition("=")
+        return f"{option}{equals}{Path(value).name if Path(value).is_absolute() else value}"
+
+    program, bench = Path(sys.argv[0]), Path(__file__).resolve().parents[1]
+    if program.stem in ("nsa-sel", "__main__"):
+        called = "nsa-sel"
+    elif program.resolve().is_relative_to(bench):
+        called = f"python -m nsa_sel.bench.{'.'.join(program.resolve().relative_to(bench).with_suffix('').parts)}"
+    else:
+        called = f"python {program.parent.name}/{program.name}"
+    return " ".join((called, *(shlex.quote(bare(argument)) for argument in sys.argv[1:])))
+
+
+def example(name: str) -> Any:
+    """Import a program of examples/, which only a checkout has."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
+
+
+def gpu_state(device: str = "cuda") -> dict[str, int | None]:
+    """Return clocks in MHz and temperature of the GPU, at most `STATE_SECONDS` old; None each on a CPU."""
+    global _last_state
+    if device != "cuda":
+        return dict.fromkeys(_STATE)
+    now = time.monotonic()
+    if now - _last_state[0] >= STATE_SECONDS:
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        which = f"GPU-{properties.uuid}" if hasattr(properties, "uuid") else str(torch.cuda.current_device())
+        query = "--query-gpu=clocks.sm,clocks.mem,temperature.gpu"
+        numbers = (_output("nvidia-smi", "-i", which, query, "--format=csv,noheader,nounits") or "").split(",")
+        found = [int(number) if number.strip().isdigit() else None for number in numbers]
+        _last_state = now, dict(zip(_STATE, [*found, None, None, None], strict=False))
+    return _last_state[1]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _output(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip() or None
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _processor() -> str:
+    cpus = Path("/proc/cpuinfo")
+    lines = cpus.read_text().splitlines() if cpus.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

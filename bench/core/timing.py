@@ -1,4 +1,6 @@
-"""How a call is timed: by CUDA events with the L2 cache flushed, by graph replay, or by the clock; and the spread of its times."""
+"""How a call is timed: by CUDA events with the L2 cache flushed, by graph replay, or by the clock; and the spread of
+its times.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ import torch
 
 from nsa_sel.bench.core.cases import Case
 
-GRAPH_CALLS = 20  # calls captured into one graph, which share the launch of the graph
+GRAPH_CALLS = 20  # calls captured into one graph, which share its launch
 LEAST_CALLS = 3
 MOST_SECONDS = 10.0  # of timed calls, however many were asked for
 FLUSH_BYTES = 256 << 20  # several times any L2 cache
-SETTLE = 0.02  # seconds before each call on a CPU: threads of the call before may still spin
+SETTLE = 0.02  # seconds before each call on a CPU: threads of the previous call may still spin
 SETTLE_GPU = 0.2  # seconds; for less than that after gigabytes were allocated, kernels that load much are slower on an H200
 RESAMPLES = 1000  # of the bootstrap
 SAMPLED_AT_ONCE = 1 << 20  # times per draw of the bootstrap, which bounds its memory
@@ -24,7 +26,9 @@ Work = Callable[[], Any]
 
 
 class Spread(NamedTuple):
-    """Times of calls in ms: median, 20th and 80th percentile, 95% confidence interval of the median, and the number of calls."""
+    """Times of calls in ms: median, 20th and 80th percentile, 95% confidence interval of the median, and the number of
+    calls.
+    """
 
     median: float
     p20: float
@@ -34,12 +38,12 @@ class Spread(NamedTuple):
     calls: int
 
     def over(self, count: int) -> Spread:
-        """The spread of a part, where each time is that of `count` equal parts."""
+        """Return the spread of one of `count` equal parts of each time."""
         median, p20, p80, low, high = (number / count for number in self[:5])
         return Spread(median, p20, p80, low, high, self.calls)
 
     def fields(self) -> dict[str, Any]:
-        """As rows have it where the confidence interval is not asked for."""
+        """Return the fields of a row without confidence interval."""
         return {"ms_median": self.median, "ms_p20": self.p20, "ms_p80": self.p80, "calls": self.calls}
 
 
@@ -48,19 +52,22 @@ class Timing(NamedTuple):
 
     rep: float = 50
     calls: int | None = None
-    warmup: int = 5  # calls, where `calls` is given
+    warmup: int = 5  # calls, if `calls` is given
     streams: int = 1  # CUDA streams that each run the call at once; the time of all of them is divided by their number
 
 
 def row(case: Case, direction: str, backend: str, times: Spread, **more: Any) -> dict[str, Any]:
-    """One measurement: the case, the direction (fwd, bwd, fwd+bwd, decode), the spread in ms, and the rest."""
+    """Return one measurement: the case, the direction (fwd, bwd, fwd+bwd, decode), the spread in ms, and the rest."""
     names = ("ms_median", "ms_p20", "ms_p80", "ms_ci_low", "ms_ci_high")
     found = dict(zip(names, (round(number, 5) for number in times[:5]), strict=True))
     return {**case._asdict(), "direction": direction, "backend": backend, **found, "calls": times.calls, **more}
 
 
 def spread(times: Sequence[float], seed: int = 0) -> Spread:
-    """The spread of measured times; its confidence interval by bootstrap: medians of samples drawn from them with replacement."""
+    """Return the spread of measured times.
+
+    The confidence interval is by bootstrap: medians of samples drawn with replacement.
+    """
     found = np.asarray(times, dtype=np.float64)
     generator = np.random.default_rng(seed)
     at_once = max(1, SAMPLED_AT_ONCE // len(found))
@@ -72,15 +79,15 @@ def spread(times: Sequence[float], seed: int = 0) -> Spread:
 
 
 def milliseconds(work: Work, timing: Timing, device: str = "cuda") -> Spread:
-    """How long `work` takes on a GPU, whose L2 cache is flushed before each call, or on the CPU.
+    """Time `work` on a GPU, whose L2 cache is flushed before each call, or on the CPU.
 
-    Of a slow `work` just `LEAST_CALLS` are timed, or as many as `MOST_SECONDS` allow where a number is asked for. `work` must have
-    run before: a first call compiles. (Triton's do_bench times one call of what takes longer than its `rep`, after seven others.)
+    `work` must have run before: a first call compiles. Of a slow `work` only `LEAST_CALLS` are timed, or as many as
+    `MOST_SECONDS` allow if a number of calls is asked for. (Triton's do_bench times one call of what takes longer than
+    its `rep`.)
     """
-    timed = _timed_on_gpu if device == "cuda" else _timed_on_cpu
     if timing.streams > 1:
         work = _on_streams(work, timing.streams)
-    times = timed(work, LEAST_CALLS)
+    times = call_times(work, LEAST_CALLS, device)
     each = max(min(times), 1e-3)
     calls, warmup = int(timing.rep / each), int(timing.rep / each) // 2
     if timing.calls is not None:
@@ -88,13 +95,13 @@ def milliseconds(work: Work, timing: Timing, device: str = "cuda") -> Spread:
     if calls > LEAST_CALLS:
         if device == "cuda":
             time.sleep(SETTLE_GPU)  # now that everything is allocated
-        timed(work, warmup)
-        times = timed(work, calls)
+        call_times(work, warmup, device)
+        times = call_times(work, calls, device)
     return spread(times).over(timing.streams)
 
 
 def replayed_milliseconds(work: Work, timing: Timing) -> Spread:
-    """Time of one call on a GPU by graph replay: `GRAPH_CALLS` calls captured, the replay's time divided."""
+    """Time one call on a GPU by graph replay: `GRAPH_CALLS` calls captured, the replay's time divided."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -108,21 +115,29 @@ def replayed_milliseconds(work: Work, timing: Timing) -> Spread:
     return milliseconds(graph.replay, timing).over(GRAPH_CALLS)
 
 
-def cpu_milliseconds(work: Work) -> float:
-    """One call on the CPU, after other threads have come to rest."""
-    time.sleep(SETTLE)
-    started = time.perf_counter()
-    work()
-    return (time.perf_counter() - started) * 1e3
-
-
-def one_call(work: Work, device: str = "cuda") -> float:
-    """Milliseconds of one call, for callers that do something between calls."""
-    return (_timed_on_gpu if device == "cuda" else _timed_on_cpu)(work, 1)[0]
+def call_times(work: Work, calls: int, device: str = "cuda") -> list[float]:
+    """Return the milliseconds of each of `calls` calls."""
+    times = []
+    if device != "cuda":
+        for _ in range(calls):
+            time.sleep(SETTLE)
+            started = time.perf_counter()
+            work()
+            times.append((time.perf_counter() - started) * 1e3)
+        return times
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]  # type: ignore[no-untyped-call]
+    for start, end in marks:
+        flush.zero_()
+        start.record()
+        work()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in marks]
 
 
 def workspace_bytes(work: Work, device: str = "cuda") -> int | None:
-    """Device memory that a call takes at its peak beyond what it returns; None on a CPU, where the call is just made."""
+    """Return the peak device memory of a call beyond what it returns; None on a CPU, where the call is just made."""
     if device != "cuda":
         work()
         return None
@@ -137,24 +152,8 @@ def workspace_bytes(work: Work, device: str = "cuda") -> int | None:
     return peak - kept
 
 
-def _timed_on_gpu(work: Work, calls: int) -> list[float]:
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]  # type: ignore[no-untyped-call]
-    for start, end in marks:
-        flush.zero_()
-        start.record()
-        work()
-        end.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in marks]
-
-
-def _timed_on_cpu(work: Work, calls: int) -> list[float]:
-    return [cpu_milliseconds(work) for _ in range(calls)]
-
-
 def _on_streams(work: Work, count: int) -> Work:
-    """Runs `work` on each of `count` CUDA streams at once, and has the current stream wait for all."""
+    """Return a function that runs `work` on each of `count` CUDA streams at once; the current stream waits for all."""
     streams = [torch.cuda.Stream() for _ in range(count)]  # type: ignore[no-untyped-call]
 
     def all_of_them() -> None:

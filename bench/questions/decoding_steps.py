@@ -1,9 +1,11 @@
-"""What does a decoding step of NSA's layer take over an `NSACache`, part by part, beside dense attention over the same keys?
+"""What does a decoding step of NSA's layer take over an `NSACache`, part by part, beside dense attention over the same
+keys?
 
     python -m nsa_sel.bench.questions.decoding_steps --out bench/results/h200/profiles/decoding_steps.jsonl
 
-4 KV groups of 16 heads, D 128, bf16, NSA's sizes, one new token of each of B sequences of one length, caches of random numbers in pages of
-64, of which K and V of the selected branch and of the window are in bf16 or in e4m3; times by graph replay. Parts:
+4 KV groups of 16 heads, D 128, bf16, NSA's sizes, one new token of each of B sequences of one length, caches of random
+numbers in pages of 64, of which K and V of the selected branch and of the window are in bf16 or in e4m3; times by graph
+replay. Parts:
     extend   appends keys and values, and compresses the last 32
     choose   attention to compressed keys in their pages, scores of blocks, the best of them
     select   the selected branch, by the policy's choice
@@ -11,7 +13,8 @@
     whole    all of them and the gated sum: `LayerStep.attend`, without projections
     between  the same where nothing is to be compressed: 15 of 16 steps of a sequence
     dense    attention to all keys in bf16 by cuDNN, in one piece
-`floor_ms` is what reading the keys and values of a part once takes at `copy_tbs`, the bandwidth of a copy measured in the same process.
+`floor_ms` is what reading the keys and values of a part once takes at `copy_tbs`, the bandwidth of a copy measured in
+the same process.
 """
 
 from __future__ import annotations
@@ -25,9 +28,9 @@ import typer
 from torch import Tensor
 
 from nsa_sel.attention_layer import NSAttention
-from nsa_sel.bench.core import environment, markdown, store
-from nsa_sel.bench.core.baselines import dense_causal_sdpa
+from nsa_sel.bench.core import markdown, store
 from nsa_sel.bench.core.command_line import echo, need_gpu, program
+from nsa_sel.bench.core.contenders import dense_causal_sdpa
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.core.timing import Timing, milliseconds, replayed_milliseconds
 from nsa_sel.cache import NSACache
@@ -113,8 +116,8 @@ def copy_tbs() -> float:
 
 
 def table(rows: list[Row]) -> str:
-    """Microseconds of each part, and in brackets the floor, by B, length and format of K and V; then how many times as long dense
-    attention takes."""
+    """Microseconds of each part, and in brackets the floor, by B, length and format of K and V; then how many times as
+    long dense attention takes."""
     found = {(*size_of(row), row["part"]): row for row in rows}
     names = list(dict.fromkeys(row["part"] for row in rows))
 
@@ -159,7 +162,7 @@ def main(
     """Time every part at every size; append the rows, and print a table."""
     need_gpu("decoding_steps")
     torch.manual_seed(0)
-    facts, rows, layer = environment.stamp(), list[Row](), small_layer()
+    facts, rows, layer = store.stamp(), list[Row](), small_layer()
     with torch.inference_mode():
         bandwidth = copy_tbs()
         for B in map(int, batches.split(",")):

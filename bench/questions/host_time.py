@@ -2,19 +2,19 @@
 
     python -m nsa_sel.bench.questions.host_time --out bench/results/h200/overhead.jsonl
 
-Tensors are tiny, so that the host is the bottleneck. Every backend is measured, and "nothing": a stand-in that returns new tensors and
-computes nothing. All parts of a backend take turns in one process. A round gives each part one median of many calls; differences and
-ratios are taken within a round, so that other load on the machine hits both sides.
+Tensors are tiny, so that the host is the bottleneck. Every backend is measured, and "nothing": a stand-in that returns
+new tensors and computes nothing. All parts of a backend take turns in one process. A round gives each part one median
+of many calls; differences and ratios are taken within a round, so that other load on the machine hits both sides.
 
 Parts, in microseconds:
-    call                   the whole call, of a selection that keeps its plans; with gradients, torch.autograd.grad of it
-    call, new              the same from block indices: `Selection.from_blocks`, the plans and the call, as where a model chooses anew
+    call                   the whole call, of a selection that keeps its plans; with gradients, its torch.autograd.grad
+    call, new              the same from block indices: `Selection.from_blocks`, the plans and the call
     backend                the backend's functions alone
     node                   with gradients: an autograd node that runs the backend and nothing else
     beyond the backend     call - backend, or call - node with gradients
-    further call           what each call beyond the first takes, from functions of nine calls and of one: with gradients, what a layer of a
-                           model takes, as one backward pass runs all layers. "further call, new": from block indices
-    ..., calling thread    under torch.autograd.set_multithreading_enabled(False): backward passes run on the thread that calls
+    further call           each call beyond the first, from functions of nine calls and of one: with gradients, what a
+                           layer of a model takes. "further call, new": from block indices
+    ..., calling thread    under torch.autograd.set_multithreading_enabled(False)
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ from rich.progress import track
 from torch import Tensor
 
 from nsa_sel.attention import selection_attention
-from nsa_sel.bench.core import environment, markdown
+from nsa_sel.bench.core import markdown, store
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.command_line import Device, device_of, echo, program
-from nsa_sel.bench.core.contenders import PACKED
-from nsa_sel.bench.core.parity import Problem, make_problem
-from nsa_sel.bench.core.store import Row, as_lines, write_whole
+from nsa_sel.bench.core.contenders import PACKED, Problem, make_problem
+from nsa_sel.bench.core.store import Row
 from nsa_sel.cli.output import output_file
 from nsa_sel.core import registry
 from nsa_sel.core.call import Call, device_info, request_of
@@ -55,95 +54,61 @@ CHOSEN = "chosen"  # by the policy, instead of a backend forced by name
 NOTHING = "nothing"  # the stand-in, which runs in the place of packed SDPA
 MANY = 9  # calls in a function, for what each beyond the first takes
 NEW = "call, new"
-CALLING, ON_CALLING = ", calling thread", ("call", NEW)  # what is also timed there, with gradients
-FURTHER = {"further call": ("many calls", "call"), "further call, new": ("many calls, new", NEW)}  # of MANY calls, and of one
-Parts = dict[str, Callable[[], Any]]
-Times = dict[str, list[float]]  # microseconds, one a round
+CALLING = ", calling thread"  # of parts with gradients that are also timed there
 
 
 def case_of(device: str, rows: int = CASE.S) -> Case:
-    """CASE with so many rows, float32 on a CPU."""
+    """Return CASE with so many rows, float32 on a CPU."""
     return CASE._replace(S=rows, S_kv=max(CASE.S_kv, rows), dtype="float32" if device == "cpu" else CASE.dtype)
 
 
 def prepared(case: Case, device: str, needs_grad: bool) -> Problem:
-    """The tensors of a case; q, k and v require gradients or do not."""
+    """Return the tensors of a case; q, k and v require gradients or do not."""
     problem = make_problem(case, device)
     for x in problem[1:4]:
         x.requires_grad_(needs_grad)
     return problem
 
 
-def direction_of(problem: Problem) -> str:
-    return "fwd+bwd" if problem.q.requires_grad else "fwd"
-
-
-def parts(problem: Problem, backend: str) -> Parts:
-    """What is timed, by name. Raises BackendError when `backend` refuses the call."""
+def parts(problem: Problem, backend: str) -> dict[str, Callable[[], Any]]:
+    """Return what is timed, by name. Raises BackendError when `backend` refuses the call."""
     selection, q, k, v, do = problem
-    needs_grad = q.requires_grad
+    needs_grad, indices, size = q.requires_grad, selection.block_indices, selection.block_size
     forced = {CHOSEN: None, NOTHING: PACKED}.get(backend, backend)
+    assert size is not None, "block_indices are of whole blocks"
+
+    def calls(make: Callable[[], Selection]) -> Callable[..., Tensor]:
+        def work(o: Tensor, *keys_and_values: Tensor) -> Tensor:  # the q of a call is the o of the one before it
+            for k, v in zip(keys_and_values[::2], keys_and_values[1::2], strict=True):
+                o = selection_attention(o, k, v, make(), backend=forced)
+            return o
+
+        return work
+
+    def whole(work: Callable[..., Tensor], count: int = 1) -> Callable[[], Any]:
+        """Return the forward, or with gradients both passes, of so many calls, each with its own k and v, as in layers."""
+        own = [x.detach().clone().requires_grad_(needs_grad) for _ in range(count - 1) for x in (k, v)]
+        inputs = (q, k, v, *own)
+        return lambda: torch.autograd.grad(work(*inputs), inputs, do) if needs_grad else work(*inputs)
+
     scale = check_call(q, k, v, selection, None, None)[4]
     device = device_info(q.device)
     decision = decide(request_of(q, k, v, selection, needs_grad), device, forced)
     call = Call(q.detach(), k.detach(), v.detach(), selection, None, scale, decision.settings, device)
-    call.known[REPEATED] = True  # as calls of a class that was seen before
+    call.known[REPEATED] = True  # as calls of a class that was run before
     forward = registry.load(str(decision.forward)).forward
-    found: Parts = {
-        "call": _whole(problem, _chain(forced, lambda: selection)),
-        "many calls": _whole(problem, _chain(forced, lambda: selection), MANY),
-        "backend": lambda: forward(call)[0],
-    }
-    new = _from_indices(selection)
-    found |= {NEW: _whole(problem, _chain(forced, new)), "many calls, new": _whole(problem, _chain(forced, new), MANY)}
+    again, new = calls(lambda: selection), calls(lambda: Selection.from_blocks(indices, size))
+    found = {"call": whole(again), "many calls": whole(again, MANY), NEW: whole(new), "many calls, new": whole(new, MANY)}
     if not needs_grad:
-        return found
+        return {**found, "backend": lambda: forward(call)[0]}
     backward = registry.load(str(decision.backward)).backward
-
     found["backend"] = lambda: backward(call, *forward(call), do, None)
-    found["node"] = _whole(problem, lambda *inputs: _Node.apply(*inputs, call, forward, backward)[0])  # type: ignore[no-untyped-call]
+    found["node"] = whole(lambda *inputs: _Node.apply(*inputs, call, forward, backward)[0])  # type: ignore[no-untyped-call]
     return found
 
 
-def _from_indices(selection: Selection) -> Callable[[], Selection]:
-    """Makes a selection of the same blocks, as a model does that chooses anew."""
-    indices, size = selection.block_indices, selection.block_size
-    assert size is not None, "block_indices are of whole blocks"
-    return lambda: Selection.from_blocks(indices, size)
-
-
-def _chain(backend: str | None, selection: Callable[[], Selection]) -> Callable[..., Tensor]:
-    """Calls for q, and then a k and a v each; the q of one is what the one before it returned."""
-
-    def work(o: Tensor, *keys_and_values: Tensor) -> Tensor:
-        for k, v in zip(keys_and_values[::2], keys_and_values[1::2], strict=True):
-            o = selection_attention(o, k, v, selection(), backend=backend)
-        return o
-
-    return work
-
-
-def _whole(problem: Problem, work: Callable[..., Tensor], calls: int = 1) -> Callable[[], Any]:
-    """The forward, or with gradients both passes, of so many calls. Each has its own k and v, as layers do, or gradients would be added."""
-    _, q, k, v, do = problem
-    own = [x.detach().clone().requires_grad_(x.requires_grad) for _ in range(calls - 1) for x in (k, v)]
-    inputs = (q, k, v, *own)
-    return lambda: torch.autograd.grad(work(*inputs), inputs, do) if q.requires_grad else work(*inputs)
-
-
-def empty_forward(call: Call) -> tuple[Tensor, Tensor]:
-    """New tensors, unwritten, in the shapes of o and lse."""
-    rows = call.q.shape[:-1]
-    return call.q.new_empty(*rows, call.v.shape[-1]), torch.empty(rows, device=call.q.device)
-
-
-def empty_backward(call: Call, *_: Any) -> tuple[Tensor, ...]:
-    """New tensors, unwritten, in the shapes of dq, dk and dv."""
-    return torch.empty_like(call.q), torch.empty_like(call.k), torch.empty_like(call.v)
-
-
 class _Node(torch.autograd.Function):
-    """A node with the inputs and outputs of ours, that runs the functions it is given."""
+    """A node with the inputs and outputs of ours that runs the functions it is given."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, forward: Any, backward: Any) -> tuple[Tensor, Tensor]:
@@ -159,18 +124,24 @@ class _Node(torch.autograd.Function):
 
 
 def standing_in() -> AbstractContextManager[Any]:
-    """Calls inside the `with` block get unwritten tensors from whichever backend they are given to."""
-    stand_in = types.SimpleNamespace(forward=empty_forward, backward=empty_backward)
+    """Give calls inside the `with` block unwritten tensors, whichever backend they run on."""
+
+    def forward(call: Call) -> tuple[Tensor, Tensor]:
+        rows = call.q.shape[:-1]
+        return call.q.new_empty(*rows, call.v.shape[-1]), torch.empty(rows, device=call.q.device)
+
+    def backward(call: Call, *_: Any) -> tuple[Tensor, ...]:
+        return torch.empty_like(call.q), torch.empty_like(call.k), torch.empty_like(call.v)
+
+    stand_in = types.SimpleNamespace(forward=forward, backward=backward)
     return mock.patch.multiple(registry, load=lambda name: stand_in)  # no Mock: it would take time
 
 
-def on_calling_thread() -> AbstractContextManager[Any]:
-    """Backward passes inside the `with` block run on the thread that calls."""
-    return torch.autograd.set_multithreading_enabled(False)
-
-
 def microseconds(work: Callable[[], Any], calls: int, synchronize: Callable[[], None]) -> float:
-    """Median host time of one call, not counting the wait for what it queued. A mean would count other load on the core."""
+    """Return the median host time of a call, without the wait for what it queued.
+
+    A mean would count other load on the core.
+    """
     synchronize()
     marks = [time.perf_counter_ns()]
     for _ in range(calls):
@@ -180,45 +151,27 @@ def microseconds(work: Callable[[], Any], calls: int, synchronize: Callable[[], 
     return float(np.median(np.diff(marks))) / 1e3
 
 
-def measured(problem: Problem, backend: str, rounds: int, calls: int) -> Times:
-    """Every part in each round, and what follows from them."""
+def measured(problem: Problem, backend: str, rounds: int, calls: int) -> dict[str, np.ndarray]:
+    """Return microseconds of every part in each round, and what follows from them."""
     synchronize: Callable[[], None] = torch.cuda.synchronize if problem.q.is_cuda else lambda: None
-    works = parts(problem, backend)
-    moved = [name for name in ON_CALLING if name in works and problem.q.requires_grad]
-    times: Times = {name: [] for name in (*works, *(name + CALLING for name in moved))}
-    for _ in track(range(rounds + 1), f"{backend}, {direction_of(problem)}"):
+    works, needs_grad = parts(problem, backend), problem.q.requires_grad
+    moved = {f"{name}{CALLING}": works[name] for name in ("call", NEW) if needs_grad}
+    taken: dict[str, list[float]] = {name: [] for name in (*works, *moved)}
+    for _ in track(range(rounds + 1), f"{backend}, {'forward + backward' if needs_grad else 'forward'}"):
         for name, work in works.items():
-            times[name].append(microseconds(work, calls, synchronize))
-        for name in moved:
-            with on_calling_thread():
-                times[name + CALLING].append(microseconds(works[name], calls, synchronize))
-    times = {name: taken[1:] for name, taken in times.items()}  # the first round warms up
-    least = times["node" if problem.q.requires_grad else "backend"]
-    times["beyond the backend"] = _difference(times["call"], least)
-    for name, (many, one) in FURTHER.items():
-        times[name] = _difference(times.pop(many), times[one], MANY - 1)
+            taken[name].append(microseconds(work, calls, synchronize))
+        with torch.autograd.set_multithreading_enabled(False):  # backward passes run on the thread that calls
+            for name, work in moved.items():
+                taken[name].append(microseconds(work, calls, synchronize))
+    times = {name: np.array(found[1:]) for name, found in taken.items()}  # the first round warms up
+    times["beyond the backend"] = times["call"] - times["node" if needs_grad else "backend"]
+    for name, many, one in (("further call", "many calls", "call"), ("further call, new", "many calls, new", NEW)):
+        times[name] = (times.pop(many) - times[one]) / (MANY - 1)
     return times
 
 
-def _difference(many: list[float], few: list[float], number: int = 1) -> list[float]:
-    """What one of `number` takes that the first have beyond the second, in each round."""
-    return [(a - b) / number for a, b in zip(many, few, strict=True)]
-
-
-def rows_of(case: Case, problem: Problem, backend: str, rounds: int, calls: int, facts: Row) -> list[Row]:
-    """One row a part, in microseconds."""
-    with standing_in() if backend == NOTHING else nullcontext():
-        times = measured(problem, backend, rounds, calls)
-    common = {**case._asdict(), "direction": direction_of(problem), "backend": backend, "rounds": rounds, "calls_a_round": calls}
-    rows = []
-    for part, taken in times.items():
-        p20, median, p80 = np.quantile(taken, (0.2, 0.5, 0.8)).round(3).tolist()
-        rows.append({**common, "part": part, "us_median": median, "us_p20": p20, "us_p80": p80, **facts})
-    return rows
-
-
 def table(rows: list[Row]) -> str:
-    """Medians with their spread."""
+    """Return medians with their spread."""
     lines = [(row["backend"], row["direction"], row["part"], f"{row['us_median']:.3g}", markdown.spread(row, unit="us")) for row in rows]
     return markdown.table(["backend", "direction", "part", "us", "p20 to p80"], lines)
 
@@ -231,20 +184,24 @@ def main(
     backends: Annotated[str, typer.Option(help=f"{NOTHING}, {CHOSEN} or backends, comma-separated; by default all")] = "",
     S: Annotated[int, typer.Option("--S", min=1, help="rows of a call")] = CASE.S,
 ) -> None:
-    """Time the stand-in, the policy's choice, and every backend that takes the call, by name; print a table and write the rows."""
+    """Time the stand-in, the policy's choice, and every backend that takes the call; print a table and write the rows."""
     output_file("--out", out, make_folder=True)
     where = device_of(device)
     torch.set_num_threads(1)  # waking threads for tiny tensors would take longer than the work
-    facts = {**environment.stamp(where), "threads": 1}
-    rows, case = list[Row](), case_of(where, S)
+    facts, rows, case = {**store.stamp(where), "threads": 1}, list[Row](), case_of(where, S)
     for name in backends.split(",") if backends else (NOTHING, CHOSEN, *registry.backends()):
-        for needs_grad in (False, True):
+        for direction in ("fwd", "fwd+bwd"):
             try:
-                rows += rows_of(case, prepared(case, where, needs_grad), name, rounds, calls, facts)
+                with standing_in() if name == NOTHING else nullcontext():
+                    times = measured(prepared(case, where, direction == "fwd+bwd"), name, rounds, calls)
             except BackendError as error:
                 echo(str(error))
                 break
-    write_whole(out, as_lines(rows))
+            common = {**case._asdict(), "direction": direction, "backend": name, "rounds": rounds, "calls_a_round": calls}
+            for part, taken in times.items():
+                p20, median, p80 = np.quantile(taken, (0.2, 0.5, 0.8)).round(3).tolist()
+                rows.append({**common, "part": part, "us_median": median, "us_p20": p20, "us_p80": p80, **facts})
+    store.write_whole(out, store.as_lines(rows))
     echo(table(rows))
 
 

@@ -1,57 +1,72 @@
-"""What does each part of NSA's layer take, forward and backward, beside dense attention, and how much memory does the whole need?
+"""What does each part of NSA's layer take, forward and backward, beside dense attention, and how much memory does the
+whole need?
 
     python -m nsa_sel.bench.questions.layer_parts --out bench/results/h200/profiles/layer_parts.jsonl
+    python -m nsa_sel.bench.questions.layer_parts --fla --out bench/results/h100/profiles/fla_layer.jsonl
 
-One sequence, 4 KV groups, D 128, bf16, NSA's sizes (compressed blocks of 32 every 16 keys, 16 blocks of 64, a window of 512), random
-inputs: neighbors choose other blocks, which is the hard case for the selected branch. "select of text" and "layer of text" are those
-parts with the blocks that a model chose in a text of this length, as far as bench/data has one; the layer still chooses. Parts:
-    choose        compressed_attention: attention to compressed keys, importance, the best blocks
-    from_scores   Selection.from_scores on given scores (forward alone)
-    select        selection_attention of the chosen blocks, from a new Selection each time, by the policy's choice
-    window        sliding_window_attention
-    gate          the gated sum of the three by itself, so that backward writes gate * do for each; the layer does not
-    layer         nsa_attention: all of these
-    recomputed    nsa_attention(recompute=True)
-    fla           parallel_nsa of flash-linear-attention, if it is installed: its own compression (means of 64 keys), choice and selected
-                  branch on keys that the branches share; no window, for which it needs another package
-    dense         causal attention by cuDNN
-Directions: fwd, without gradients; bwd, torch.autograd.grad of the part; fwd+bwd, both in one, with all that is saved in between.
-`peak_mib` is the most memory beyond what was there before (inputs; for bwd also what forward saved), `outputs_mib` what of it is o and
-gradients. `beyond` is the difference.
+One sequence, 4 KV groups, D 128, bf16, NSA's sizes (compressed blocks of 32 every 16 keys, 16 blocks of 64, a window of
+512), random inputs: neighbors choose different blocks, which is the hard case for the selected branch. Parts:
+    choose         compressed_attention: attention to compressed keys, importance, the best blocks
+    from_scores    Selection.from_scores on given scores (forward alone)
+    select         selection_attention of the chosen blocks, from a new Selection each time, by the policy's choice
+    window         sliding_window_attention
+    flex window    FlexAttention under the same window, compiled; by default it is left out
+    gate           the gated sum of the three, so that backward writes gate * do for each; the layer does not
+    layer          nsa_attention: all of these
+    recomputed     nsa_attention(recompute=True)
+    ... of text    select and layer with the blocks that a model chose in a text of this length, if bench/data has one
+    fla            parallel_nsa of flash-linear-attention, if it is installed: its own compression (means of 64 keys),
+                   choice and selected branch on keys that the branches share; no window, for which it needs another
+                   package
+    dense          causal attention by cuDNN
+With --fla, fla's own layer instead (64 heads over 4 KV heads, hidden size 2048, projections and rotary positions too):
+after patch_fla(), without and with a window, with dense attention in place of `parallel_nsa`, and as it is.
+Directions: fwd, without gradients; bwd, torch.autograd.grad of the part; fwd+bwd, both in one, with all that is saved
+in between. `peak_mib` is the most memory beyond what was there before (inputs; for bwd also what forward saved),
+`outputs_mib` what of it is o and gradients.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 import torch
 import typer
 from torch import Tensor
 
+from nsa_sel import by_groups, three_branches
 from nsa_sel.attention import selection_attention
-from nsa_sel.bench.core import environment, markdown, peers, store
-from nsa_sel.bench.core.baselines import dense_causal_sdpa
-from nsa_sel.bench.core.command_line import echo, need_gpu, program
+from nsa_sel.bench.core import markdown, peers, store
+from nsa_sel.bench.core.cases import make_selection, text_case
+from nsa_sel.bench.core.command_line import Append, echo, need_gpu, program
+from nsa_sel.bench.core.contenders import dense_causal_sdpa
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.core.timing import Timing, milliseconds
-from nsa_sel.bench.questions.text_parts import BLOCK, WINDOW, Part, text_parts
 from nsa_sel.branches import nsa_attention
+from nsa_sel.compat import parallel_nsa
 from nsa_sel.compressed import compressed_attention
+from nsa_sel.core.call import Rule
+from nsa_sel.core.check import check_scale
+from nsa_sel.errors import ArgumentError
 from nsa_sel.gating import gated_sum
 from nsa_sel.selection import Selection
 from nsa_sel.telemetry import events
 from nsa_sel.window import sliding_window_attention
 
-G, D, N, STRIDE, LENGTH = 4, 128, 16, 16, 32
+G, D, N, BLOCK, STRIDE, LENGTH, WINDOW = 4, 128, 16, 64, 16, 32, 512
+FLEX = "flex window"
+FLA_LAYER, FLA_HIDDEN, FLA_HEADS = "fla.layers.nsa", 2048, 64
+Part = tuple[Callable[[], Tensor], tuple[Tensor, ...]]  # what is timed, and the inputs that get gradients
 
 
-def parts(S: int, h: int) -> dict[str, Callable[[], Part]]:
-    """Every part by name, made with its own inputs when it is called."""
+def parts(S: int, h: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> dict[str, Callable[[], Part]]:
+    """Return every part by name. It makes its own inputs when it is called."""
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.bfloat16, device="cuda").requires_grad_()
+        return torch.randn(*shape, dtype=dtype, device=device).requires_grad_()
 
     def q() -> Tensor:
         return random(1, S, G, h, D)
@@ -60,99 +75,150 @@ def parts(S: int, h: int) -> dict[str, Callable[[], Part]]:
         return random(1, G, count, D), random(1, G, count, D)
 
     def gates() -> Tensor:
-        return torch.rand(1, S, G, h, 3, dtype=torch.bfloat16, device="cuda").requires_grad_()
-
-    compressed = (S - LENGTH) // STRIDE + 1
-
-    def choose() -> Part:
-        inputs = q(), *keys(compressed)
-        return lambda: compressed_attention(*inputs)[0], inputs
-
-    def from_scores() -> Part:
-        scores = torch.rand(1, S, G, S // BLOCK, device="cuda")
-        return lambda: Selection.from_scores(scores, N, BLOCK).ranges, ()
-
-    def select() -> Part:
-        inputs = q(), *keys()
-        with torch.no_grad():
-            blocks = compressed_attention(inputs[0], *keys(compressed))[1].block_indices
-        return lambda: selection_attention(*inputs, Selection.from_blocks(blocks, BLOCK, disjoint=True)), inputs
-
-    def window() -> Part:
-        inputs = q(), *keys()
-        return lambda: sliding_window_attention(*inputs, WINDOW), inputs
-
-    def gate() -> Part:
-        inputs = q(), q(), q(), gates()
-        return lambda: gated_sum(*inputs), inputs
+        return torch.rand(1, S, G, h, 3, dtype=dtype, device=device).requires_grad_()
 
     def of_layer() -> tuple[Tensor, ...]:
         return q(), *keys(compressed), *keys(), *keys(), gates()
 
-    def layer() -> Part:
-        inputs = of_layer()
-        return lambda: nsa_attention(*inputs, window=WINDOW), inputs
+    def selecting(blocks: Callable[[Tensor], Tensor]) -> Part:
+        inputs = q(), *keys()
+        with torch.no_grad():
+            chosen = blocks(inputs[0])
+        return lambda: selection_attention(*inputs, Selection.from_blocks(chosen, BLOCK, disjoint=True)), inputs
 
-    def recomputed() -> Part:
-        _, inputs = layer()
-        return lambda: nsa_attention(*inputs, window=WINDOW, recompute=True), inputs
+    def of(function: Callable[..., Tensor], *inputs: Tensor, **options: Any) -> Part:
+        return lambda: function(*inputs, **options), inputs
+
+    def from_scores() -> Part:
+        scores = torch.rand(1, S, G, S // BLOCK, device=device)
+        return lambda: Selection.from_scores(scores, N, BLOCK).ranges, ()
 
     def fla() -> Part:
         inputs = random(1, S, G * h, D), random(1, S, G, D), random(1, S, G, D), random(1, S, G * h), random(1, S, G * h)
-        return lambda: peers.fla_layer(*inputs, N, BLOCK), inputs
+        function = importlib.import_module(peers.FLA).parallel_nsa
+        return lambda: function(*inputs, block_counts=N, block_size=BLOCK), inputs
 
-    def dense() -> Part:
-        inputs = q(), *keys()
-        return lambda: dense_causal_sdpa(*inputs), inputs
+    compressed, case = (S - LENGTH) // STRIDE + 1, text_case(S, h)
+    found: dict[str, Callable[[], Part]] = {
+        "choose": lambda: of(lambda *inputs: compressed_attention(*inputs)[0], q(), *keys(compressed)),
+        "from_scores": from_scores,
+        "select": lambda: selecting(lambda q: compressed_attention(q, *keys(compressed))[1].block_indices),
+        "window": lambda: of(sliding_window_attention, q(), *keys(), window=WINDOW),
+        FLEX: lambda: of(flex_window(S, S, device), q(), *keys()),
+        "gate": lambda: of(gated_sum, q(), q(), q(), gates()),
+        "layer": lambda: of(nsa_attention, *of_layer(), window=WINDOW),
+        "recomputed": lambda: of(nsa_attention, *of_layer(), window=WINDOW, recompute=True),
+        "fla": fla,
+        "dense": lambda: of(dense_causal_sdpa, q(), *keys()),
+    }
+    if case is not None:
+        found["select of text"] = lambda: selecting(lambda q: make_selection(case, q.device).block_indices)
+        found["layer of text"] = lambda: of(layer_with, *of_layer(), blocks=make_selection(case, device).block_indices)
+    return found
 
-    mine = {made.__name__: made for made in (choose, from_scores, select, window, gate, layer, recomputed)}
-    return {**mine, **text_parts(S, h, lambda: (q(), *keys()), of_layer), "fla": fla, "dense": dense}
+
+def layer_with(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_slc: Tensor, v_slc: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor, blocks: Tensor
+) -> Tensor:
+    """Return o [B,S,G,h,Dv] of `nsa_attention`, which chooses blocks but attends to `blocks` [B,S,G,n] of `BLOCK` keys
+    instead.
+    """
+    inputs = three_branches.Inputs(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, None, blocks)
+    options = three_branches.Options(WINDOW, Rule(n=blocks.shape[-1]), check_scale(None, q.shape[4]), None)
+    return by_groups.attention(inputs, options)
 
 
-def measure(part: Part, rep: float) -> list[dict[str, Any]]:
-    """Times in ms and memory in MiB, by direction."""
+def flex_window(S: int, S_kv: int, device: str, window: int = WINDOW) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return FlexAttention of rows at the last S positions that see the last `window` keys: o of q [B,S,G,h,Dk], k, v
+    [B,G,S_kv,D].
+    """
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch.compiler.reset()  # the compiler refuses a function that it has compiled for too many cases
+    start = S_kv - S
+
+    def near(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return (key <= row + start) & (key > row + start - window)
+
+    mask = create_block_mask(near, None, None, S, S_kv, device=device, _compile=device == "cuda")  # S x S_kv is never in memory
+    attend: Any = torch.compile(flex_attention, dynamic=False, fullgraph=True) if device == "cuda" else flex_attention
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o = attend(q.flatten(2, 3).transpose(1, 2), k, v, block_mask=mask, enable_gqa=q.shape[3] > 1)
+        return torch.unflatten(o.transpose(1, 2), 2, (-1, q.shape[3]))
+
+    return call
+
+
+def fla_parts(S: int) -> dict[str, Callable[[], Part]]:
+    """Return fla's layer on hidden states [1,S,FLA_HIDDEN], in every way."""
+    module = importlib.import_module(FLA_LAYER)
+
+    def dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return dense_causal_sdpa(torch.unflatten(q, 2, (G, -1)), k.transpose(1, 2), v.transpose(1, 2)).flatten(2, 3)
+
+    def layer(function: Any, window: int = 0) -> Part:
+        torch.manual_seed(0)
+        sizes = {"num_heads": FLA_HEADS, "num_kv_heads": G, "head_dim": D, "window_size": window, "layer_idx": 0}
+        made = module.NativeSparseAttention(FLA_HIDDEN, **sizes).to("cuda", torch.bfloat16)
+        x = torch.randn(1, S, FLA_HIDDEN, dtype=torch.bfloat16, device="cuda").requires_grad_()
+        weights = [weight for name, weight in made.named_parameters() if function is not dense or not name.startswith("g_proj")]
+
+        def call() -> Tensor:
+            with mock.patch.object(module, "parallel_nsa", function):
+                o: Tensor = made(x)[0]
+                return o
+
+        return call, (x, *weights)
+
+    return {
+        "on nsa-sel": lambda: layer(parallel_nsa), "with a window": lambda: layer(parallel_nsa, WINDOW), "dense": lambda: layer(dense),
+        "fla": lambda: layer(module.parallel_nsa),  # last: it tunes itself for minutes
+    }  # fmt: skip
+
+
+def measure(part: Part, rep: float) -> list[Row]:
+    """Return times in ms and memory in MiB, by direction."""
     call, inputs = part
+
+    def measured(direction: str, work: Callable[[], tuple[Tensor, ...]]) -> Row:
+        work()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        outputs = sum(x.nbytes for x in work())
+        peak = torch.cuda.max_memory_allocated() - before
+        times = milliseconds(work, Timing(rep)).fields()
+        return {"direction": direction, **times, "peak_mib": peak >> 20, "outputs_mib": outputs >> 20}
+
     with torch.no_grad():
-        call()
-        rows = [{"direction": "fwd", **_measured(lambda: (call(),), rep)}]
+        rows = [measured("fwd", lambda: (call(),))]
     if inputs:
         o = call()
         do = torch.randn_like(o)
-        rows.append({"direction": "bwd", **_measured(lambda: torch.autograd.grad(o, inputs, do, retain_graph=True), rep)})
+        rows.append(measured("bwd", lambda: torch.autograd.grad(o, inputs, do, retain_graph=True)))
         del o
 
         def both() -> tuple[Tensor, ...]:
             o = call()
             return o, *torch.autograd.grad(o, inputs, do)
 
-        rows.append({"direction": "fwd+bwd", **_measured(both, rep)})
+        rows.append(measured("fwd+bwd", both))
     return rows
 
 
-def _measured(work: Callable[[], tuple[Tensor, ...]], rep: float) -> dict[str, Any]:
-    work()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    outputs = sum(x.nbytes for x in work())
-    peak = torch.cuda.max_memory_allocated() - before
-    return {**milliseconds(work, Timing(rep)).fields(), "peak_mib": peak >> 20, "outputs_mib": outputs >> 20}
-
-
 def table(rows: list[Row]) -> str:
-    """Milliseconds of each part, forward / backward, by length; the last row of a measurement counts, "-" stands for none."""
+    """Return ms of each part, forward / backward, by length.
+
+    The last row of a measurement counts; "-": not measured.
+    """
     return _by_length(rows, ("fwd", "bwd"), lambda row: f"{row['ms_median']:.3g}")
 
 
 def memory_table(rows: list[Row]) -> str:
-    """MiB beyond inputs and outputs of each part, forward without gradients / forward + backward, by length."""
+    """Return MiB beyond inputs and outputs of each part, forward without gradients / forward + backward, by length."""
     known = [row for row in rows if "outputs_mib" in row]
-    return _by_length(known, ("fwd", "fwd+bwd"), lambda row: f"{beyond(row)}")
-
-
-def beyond(row: Row) -> int:
-    """MiB beyond inputs and outputs."""
-    return int(row["peak_mib"] - row["outputs_mib"])
+    return _by_length(known, ("fwd", "fwd+bwd"), lambda row: f"{row['peak_mib'] - row['outputs_mib']}")
 
 
 def _by_length(rows: list[Row], directions: tuple[str, str], shown: Callable[[Row], str]) -> str:
@@ -168,22 +234,26 @@ def _by_length(rows: list[Row], directions: tuple[str, str], shown: Callable[[Ro
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="JSON-lines file that rows are appended to")],
+    out: Append,
     lengths: Annotated[str, typer.Option(help="rows of the sequence, comma-separated")] = "8192,32768,65536,131072",
     heads: Annotated[str, typer.Option(help="heads of a group, comma-separated")] = "16",
-    only: Annotated[str, typer.Option(help="parts, comma-separated; by default all")] = "",
+    only: Annotated[str, typer.Option(help=f"parts, comma-separated; by default all but {FLEX!r}")] = "",
+    fla: Annotated[bool, typer.Option("--fla", help="fla's own layer, in every way")] = False,
     rep: Annotated[float, typer.Option(help="milliseconds that the timed calls of a part should fill")] = 200,
 ) -> None:
     """Time every part at every length; append the rows, and print a table."""
     need_gpu("layer_parts")
-    facts, rows = environment.stamp(), list[Row]()
+    lacks = peers.fla_lacks("cuda")
+    if fla and lacks:
+        raise ArgumentError("flash-linear-attention", lacks, "installed", "pip install flash-linear-attention")
+    facts, rows = store.stamp(), list[Row]()
     for S in map(int, lengths.split(",")):
-        for h in map(int, heads.split(",")):
-            for name, make in parts(S, h).items():
-                if only and name not in only.split(","):
+        for h in [FLA_HEADS // G] if fla else map(int, heads.split(",")):
+            for name, make in (fla_parts(S) if fla else parts(S, h)).items():
+                if name not in only.split(",") if only else name == FLEX:
                     continue
-                if name == "fla" and (lacks := peers.fla_lacks("cuda") or peers.fla_refuses_heads(h)):
-                    echo(f"fla was left out: {lacks}")
+                if name == "fla" and (why := lacks or peers.fla_refuses_heads(h)):
+                    echo(f"fla was left out: {why}")
                     continue
                 found = measure(make(), rep)
                 decided = events.decisions()[-1].forward if name.split()[0] in ("choose", "select") else None
@@ -191,8 +261,7 @@ def main(
                 store.append(out, new)  # now: a later part may not fit
                 rows += new
                 torch.cuda.empty_cache()
-    echo(table(rows))
-    echo(memory_table(rows))
+    echo(f"{table(rows)}\n\n{memory_table(rows)}")
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
     python -m nsa_sel.bench.questions.released_models --out bench/results/h200/released_models.jsonl
 
-One attention layer of MiniMax-M3 at its real size (hidden 6144, 64 heads over 4 KV heads of 128, 16 of the blocks of 128 keys), random
+One attention layer of MiniMax-M3 at its real size (hidden 6144, 64 heads over 4 KV heads of 128, 16 of the blocks of
+128 keys), random
 weights and hidden states, bf16: projections, rotary positions, the indexer, and attention. Ways:
     transformers       the model's own code, attn_implementation="sdpa"
     attention alone    attn_implementation="nsa_sel": the model's own indexer, attention on nsa-sel
     nsa-sel            after `patch_model`
-Rows have the peak memory beyond weights and inputs, and the largest difference from transformers' output over its largest value. A way
-that runs out of memory has a row with `error`. Needs transformers on a GPU.
+Rows have the peak memory beyond weights and inputs, and the largest difference from transformers' output over its
+largest value. A way that runs out of memory has a row with `error`. Needs transformers on a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 import typer
 from torch import Tensor
 
-from nsa_sel.bench.core import environment, markdown, store
+from nsa_sel.bench.core import markdown, store
 from nsa_sel.bench.core.command_line import echo, need_gpu, program
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.core.timing import Timing, milliseconds
@@ -143,7 +144,7 @@ def main(
     """Time the layer in every way; append the rows, and print a table."""
     need_gpu("released_models")
     register_transformers()
-    facts, rows = environment.stamp(), list[Row]()
+    facts, rows = store.stamp(), list[Row]()
     chosen = ways.split(",")
     cases: list[tuple[str, str, Callable[[str], Callable[[], Tensor]]]] = []
     for S in map(int, filter(None, lengths.split(","))):

@@ -2,12 +2,13 @@
 
     python -m nsa_sel.bench.questions.scaling --out bench/results/h200/scaling.jsonl
 
-starts torchrun for 1, 2 and 4 ranks, one after another, on the GPUs of this machine, or with --device cpu through gloo. A row is one
-case, part (the selected branch, or the attention of a whole layer), direction (forward; forward with backward) and order of the sequence's
-rows on ranks ("both ends": two slices a rank, so that ranks have equal work; "in turn": one). Its time is that of the slowest rank, over a
-few calls that all ranks start together. It also has the way that the selected branch took, the bytes that each
-way costs, and `ms_at_hand`: the same rows with all their keys on the rank, so that the rest is the exchange. Rows of one rank use
-nothing of torch.distributed. What does not fit into a GPU's memory has a row without a time.
+starts torchrun for 1, 2 and 4 ranks, one after another, on the GPUs of this machine, or with --device cpu through gloo.
+A row is one case, part (the selected branch, or the attention of a whole layer), direction (forward; forward with
+backward) and order of the sequence's rows on ranks ("both ends": two slices a rank, so that ranks have equal work; "in
+turn": one). Its time is that of the slowest rank, over a few calls that all ranks start together. It also has the way
+that the selected branch took, the bytes that each way costs, and `ms_at_hand`: the same rows with all their keys on the
+rank, so that the rest is the exchange. Rows of one rank use nothing of torch.distributed. What does not fit into a
+GPU's memory has a row without a time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from nsa_sel import decisions, selection_attention
-from nsa_sel.bench.core import environment, markdown, store, timing
+from nsa_sel.bench.core import markdown, store, timing
 from nsa_sel.bench.core.cases import Case, make_inputs, make_selection
 from nsa_sel.bench.core.command_line import Quick, echo, program
 from nsa_sel.bench.core.store import Row
@@ -51,7 +52,9 @@ LONG = 65536  # keys of a case whose calls are long enough for one to be a sampl
 
 
 class Work(NamedTuple):
-    """A case's part: its call over ranks, the same rows' with all keys at hand, and inputs of both, in the order of their arguments."""
+    """A case's part: its call over ranks, the same rows' with all keys at hand, and inputs of both, in the order of
+    their arguments.
+    """
 
     attend: Attend
     at_hand: Attend
@@ -60,8 +63,9 @@ class Work(NamedTuple):
 
 
 def cases(ranks: int, quick: bool) -> list[Case]:
-    """Prefills of `ranks` slices, and one row a rank over slices of a cache, where rows are exchanged; Case.S is a rank's rows, S_kv all
-    keys. "weak": 32k rows a rank, h 16 and 4. "strong": 32k to 256k rows in all, h 16; that of one rank's rows alone is the weak one."""
+    """Prefills of `ranks` slices, and one row a rank over slices of a cache, where rows are exchanged; Case.S is a
+    rank's rows, S_kv all keys. "weak": 32k rows a rank, h 16 and 4. "strong": 32k to 256k rows in all, h 16; that of
+    one rank's rows alone is the weak one."""
     if quick:
         return [
             Case(f"weak-R{ranks}-quick-h4", "random", 1, 256, 256 * ranks, 2, 4, 32, 32, 4, 32, "float32"),
@@ -77,7 +81,10 @@ def _prefill(name: str, rows: int, keys: int, h: int) -> Case:
 
 
 def selected(case: Case, ranks: int, rank: int, device: str, count: bool, order: str) -> tuple[Work, Tensor]:
-    """`context_parallel_attention` of this rank's rows, and do. Every rank draws its own numbers, and its rows of the same selection."""
+    """`context_parallel_attention` of this rank's rows, and do.
+
+    Every rank draws its own numbers, and its rows of the same selection.
+    """
     keys = case.S_kv // ranks
     q, k, v, do = make_inputs(case._replace(S_kv=keys), device, seed=1 + rank)
     whole = make_selection(case._replace(S=case.S * ranks), device)
@@ -164,7 +171,7 @@ def slowest(work: Callable[[], Any], samples: int, in_a_row: int, ranks: int, de
     mine = []
     for _ in range(samples):
         dist.barrier()
-        mine.append(timing.one_call(several, device) / in_a_row)
+        mine.append(timing.call_times(several, 1, device)[0] / in_a_row)
     every: list[Any] = [None] * ranks
     dist.all_gather_object(every, mine)
     return np.max(np.asarray(every), axis=0).tolist()  # type: ignore[no-any-return]
@@ -174,9 +181,12 @@ def measure_here(
     out: Path, device: str, *, quick: bool, samples: int = SAMPLES, count: bool = False, orders: Sequence[str] = (BOTH_ENDS,),
     only: str = "",
 ) -> None:  # fmt: skip
-    """Measure the cases of as many ranks as there are; rank 0 adds the rows to `out`. Every rank calls it, in an initialized job."""
+    """Measure the cases of as many ranks as there are; rank 0 adds the rows to `out`.
+
+    Every rank calls it, in an initialized job.
+    """
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    facts = environment.stamp(device)
+    facts = store.stamp(device)
     for case in cases(ranks, quick):
         if not any(part in case.case for part in only.split(",")):
             continue
@@ -185,7 +195,7 @@ def measure_here(
             for order in (IN_TURN,) if alone else orders:
                 for row in measured(case, part, ranks, rank, device, samples, count, order):
                     if rank == 0:
-                        store.append(out, [{**row, **environment.gpu_state(device), **facts, "quick": quick}])
+                        store.append(out, [{**row, **store.gpu_state(device), **facts, "quick": quick}])
 
 
 def measured(case: Case, part: str, ranks: int, rank: int, device: str, samples: int, count: bool, order: str) -> Iterator[Row]:
@@ -208,7 +218,9 @@ def measured(case: Case, part: str, ranks: int, rank: int, device: str, samples:
 
 
 def exchanged(ranks: int) -> Row:
-    """The fields that tell of the last exchange: bytes of each pass, the way that was taken, and both passes' of each way."""
+    """The fields that tell of the last exchange: bytes of each pass, the way that was taken, and both passes' of each
+    way.
+    """
     if ranks == 1:
         nothing = {"bytes_forward": 0, "bytes_backward": 0, "gather_bytes": 0, "blocks_bytes": None, "rows_bytes": 0}
         return {"ranks": 1, "way": None, **nothing, "counted": False}
@@ -225,7 +237,9 @@ def exchanged(ranks: int) -> Row:
 
 
 def table(rows: list[Row]) -> str:
-    """Times by the number of ranks, and the efficiency: the time of one rank over that of more (weak), or over their sum (strong)."""
+    """Times by the number of ranks, and the efficiency: the time of one rank over that of more (weak), or over their
+    sum (strong).
+    """
     rows = [row for row in rows if "ms_median" in row]
     numbers = sorted({row["ranks"] for row in rows})
     alone = {_key(row): row for row in rows if row["ranks"] == 1}

@@ -1,9 +1,14 @@
-"""How fast is each backend on this GPU? Ours, packed SDPA and dense attention (cuDNN) in one process: forward, backward, decode.
+"""How fast is each backend on this GPU? Ours, packed SDPA and dense attention (cuDNN) in one process: forward,
+backward, decode.
 
     python -m nsa_sel.bench.questions.speed --out bench/results/h200/selection.jsonl
+    python -m nsa_sel.bench.questions.speed --suite caches --out bench/results/h200/serving.jsonl
+    python -m nsa_sel.bench.questions.speed --suite packed --out bench/results/h200/varlen.jsonl
 
-Times are of the whole call: a fresh `Selection` each time, so that plans are built within it. Parity is checked in the same run
-on outputs whose memory held NaN, for sampled rows against the float64 oracle (`mae`). Run again, it resumes.
+Whole calls are timed: a fresh `Selection` each time, so that plans are built within it. Parity is checked in the same
+run, on outputs whose memory held NaN, for sampled rows against the float64 oracle (`mae`). Suite caches: decoding over
+KV caches in one piece and in pages, in bf16 and in e4m3. Suite packed: all sequences of a batch in one call, one by
+one, and after a copy that aligns them (bench/core/variants.py). Run again, it continues.
 """
 
 from __future__ import annotations
@@ -14,31 +19,32 @@ from typing import Annotated, NamedTuple
 import typer
 from tabulate import tabulate
 
-from nsa_sel.bench.core import cases
-from nsa_sel.bench.core.cases import Case
+from nsa_sel.bench.core import cases, markdown, variants
+from nsa_sel.bench.core.cases import IN_ONE_PIECE, Case, split_cache
 from nsa_sel.bench.core.command_line import Backends, Device, Only, Out, Quick, device_of, echo, program, stderr_console
 from nsa_sel.bench.core.contenders import DENSE, PACKED, PREFILL_ONLY, SLOW, Contender, backends_on, named
 from nsa_sel.bench.core.session import Job, able, run
-from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.core.store import Row, measured
 from nsa_sel.bench.core.timing import Timing
 from nsa_sel.errors import ArgumentError
 
 LEFT_OUT = next(name for name in SLOW if name != PACKED)  # by default: it takes more time than all others
 SOME = 5  # names that an error shows
 SHOWN = ("case", "direction", "backend", "ms_median", "ms_p20", "ms_p80", "mae", "workspace_bytes", "error")
+VARIANTS = "caches", "packed"  # suites that call backends in other ways; not in "all"
 
 
 class Suite(NamedTuple):
-    """One question: its cases, and how closely each is looked at."""
+    """One question: its cases, and how they are measured."""
 
     cases: Callable[[], list[Case]]
-    packed: bool  # whether packed SDPA takes part: up to 1.3 s a call at 32k rows
-    whole: bool  # whether fwd+bwd is measured, beside fwd and bwd
+    packed: bool  # measure packed SDPA, too: up to 1.3 s per call at 32k rows
+    whole: bool  # measure fwd+bwd, beside fwd and bwd
     rep: float  # ms of timed calls
     rows: int  # compared with the oracle
 
 
-# In this order a case that several suites share is looked at most closely by the first of them.
+# A case of several suites is measured as in the first of them.
 SUITES = {
     "performance": Suite(cases.performance_cases, packed=True, whole=True, rep=50, rows=64),
     "decode": Suite(cases.decode_cases, packed=True, whole=False, rep=50, rows=64),
@@ -52,19 +58,23 @@ SUITES = {
     "wide": Suite(cases.wide_cases, packed=False, whole=False, rep=20, rows=4),
     "large": Suite(cases.large_cases, packed=False, whole=False, rep=20, rows=4),
     "trained": Suite(cases.trained_cases, packed=False, whole=False, rep=50, rows=16),
-    "trained-layers": Suite(cases.trained_layer_cases, packed=False, whole=False, rep=20, rows=8),
+    "caches": Suite(cases.serving_cases, packed=False, whole=False, rep=20, rows=64),
+    "packed": Suite(cases.packed_cases, packed=False, whole=True, rep=50, rows=64),
 }
 QUICK = Suite(cases.quick_cases, packed=True, whole=True, rep=10, rows=16)
 OF_CPU = Suite(lambda: [Case("target", "random", 1, 2048, 2048, 2, 4, 64, 64, 8, 64, "float32")], True, whole=True, rep=2000, rows=128)
 
 
 def usual_backends(device: str) -> list[str]:
-    """What is measured by default on a device: all but the slowest, and dense attention on a GPU."""
+    """Return what is measured by default on a device: all but the slowest, and dense attention on a GPU."""
     return [name for name in backends_on(device) if name != LEFT_OUT] + [DENSE] * (device == "cuda")
 
 
 def suites_of(names: str, quick: bool, device: str) -> dict[str, Suite]:
-    """Suites by comma-separated names, or all; the quick one instead. That one and "cpu" have sizes for a CPU."""
+    """Return suites by comma-separated names, or all; with `quick` the quick one instead.
+
+    That one and "cpu" have sizes for a CPU.
+    """
     if (names, device, quick) == ("cpu", "cpu", False):
         return {"cpu": OF_CPU}
     unknown = [name for name in names.split(",") if name not in (*SUITES, "all")]
@@ -74,17 +84,23 @@ def suites_of(names: str, quick: bool, device: str) -> dict[str, Suite]:
         return {"quick": QUICK}
     if device == "cpu":
         raise ArgumentError("--device", "cpu", "cuda for cases of 8k rows and more", "pass --quick or --suite cpu, whose cases suit a CPU")
-    return {name: suite for name, suite in SUITES.items() if name in names.split(",") or names == "all"}
+    chosen = names.split(",") if names != "all" else [name for name in SUITES if name not in VARIANTS]
+    return {name: suite for name, suite in SUITES.items() if name in chosen}
 
 
 def jobs(suites: dict[str, Suite], contenders: Sequence[Contender], only: str, device: str = "cuda") -> list[Job]:
-    """What to measure, each case once, of those whose names contain `only`."""
+    """Return what to measure, each case once, of those whose names contain `only`."""
     found: dict[str, Job] = {}
+    ours = [contender.name for contender in contenders if not contender.peer and contender.name != DENSE]
     for name, suite in suites.items():
         for case in suite.cases():
             step = cases.decodes(case)
             takes_part = {PACKED: suite.packed, **dict.fromkeys(PREFILL_ONLY, not step)}
             chosen = tuple(contender for contender in contenders if takes_part.get(contender.name, True))
+            if name in VARIANTS:
+                names = [backend for backend in ours if takes_part.get(backend, True)]
+                readers = [backend for backend in names if backend in variants.READERS]
+                chosen = tuple(variants.over_caches(readers) if name == "caches" else variants.on_packed_batches(case, names))
             if step:  # computes no gradients, and checks none
                 chosen = tuple(contender._replace(directions=("decode",)) for contender in chosen)
             directions = ("decode",) if step else ("fwd", "bwd", "fwd+bwd") if suite.whole else ("fwd", "bwd")
@@ -99,8 +115,27 @@ def jobs(suites: dict[str, Suite], contenders: Sequence[Contender], only: str, d
 
 
 def table(rows: Sequence[Row], shown: Sequence[str] = SHOWN) -> str:
-    """The rows as they are read on a terminal."""
+    """Return the rows as they are read on a terminal."""
     return tabulate([[row.get(column) for column in shown] for row in rows], headers=shown, tablefmt="github")
+
+
+def table_of_caches(rows: Sequence[Row]) -> str:
+    """Return microseconds over a cache in one piece, and over pages: of each format of numbers, in this order."""
+    found: dict[tuple[str, str, str, str], dict[str, Row]] = {}
+    for row in measured(rows):
+        backend, cache = split_cache(row["backend"])
+        if cache is not None:
+            numbers = cache.quantized or row["dtype"]
+            found.setdefault((row["case"], backend, cache.layout, numbers), {})[row["backend"].split(", ")[1]] = row
+    formats = list(dict.fromkeys(key[-1] for key in found))
+    pages = list(dict.fromkeys(where for times in found.values() for where in times if where != IN_ONE_PIECE))
+
+    def cell(key: tuple[str, ...], where: str) -> str:
+        of_formats = [found.get((key[0], key[1], key[2], numbers), {}).get(where) for numbers in formats]
+        return " / ".join(f"{row['ms_median'] * 1e3:.2f}{markdown.MARK * markdown.scatters(row)}" if row else "-" for row in of_formats)
+
+    lines = [(*key, *(cell(key, where) for where in (IN_ONE_PIECE, *pages))) for key in dict.fromkeys(key[:-1] for key in found)]
+    return markdown.table(("case", "backend", "layout", f"{IN_ONE_PIECE}: {' / '.join(formats)}", *pages), lines)
 
 
 def main(
@@ -108,8 +143,8 @@ def main(
     suite: Annotated[
         str,
         typer.Option(
-            help=f"{', '.join(SUITES)}, some of them comma-separated, or all. {PACKED} is in performance, decode and threshold alone:"
-            f" it takes up to 1.3 s a call at 32k rows. {DENSE} is in all. {' and '.join(PREFILL_ONLY)} do not decode. On a CPU: cpu."
+            help=f"{', '.join(SUITES)}, comma-separated, or all but {' and '.join(VARIANTS)}. {PACKED} is in performance, decode"
+            f" and threshold alone: it takes up to 1.3 s a call at 32k rows. {' and '.join(PREFILL_ONLY)} do not decode. On a CPU: cpu."
         ),
     ] = "all",
     backends: Backends = "",
@@ -117,7 +152,9 @@ def main(
     device: Device = "auto",
     quick: Quick = False,
 ) -> None:
-    """Measure the cases with every backend; what runs out of memory, refuses or gives wrong results is reported and passed over."""
+    """Measure the cases with every backend; what runs out of memory, refuses or gives wrong results is reported and
+    passed over.
+    """
     where, console = device_of(device), stderr_console()
     asked = named(backends or ",".join(usual_backends(where)))
     chosen = jobs(suites_of(suite, quick, where), able(asked, where, console.print), only, where)

@@ -1,4 +1,4 @@
-"""What `nsa-sel tune` does: the plan of what to measure on a device, the measuring, and both in words."""
+"""The command `nsa-sel tune`: the plan of what to measure on a device, the measuring, and both in words."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from tabulate import tabulate
 
 from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.tune import costs, kernel_configs, runner, thresholds
-from nsa_sel.bench.tune.resume import Run, Tell
+from nsa_sel.bench.tune import calls, kernel_configs
 from nsa_sel.bench.tune.search_space import CASES, TUNED, Case, Job, committed_settings, jobs
+from nsa_sel.bench.tune.tuned_file import Run
 from nsa_sel.core import registry
 from nsa_sel.core.call import device_info
 from nsa_sel.core.request import DeviceInfo
@@ -19,8 +19,7 @@ from nsa_sel.errors import ArgumentError, closest
 from nsa_sel.settings import tuned
 from nsa_sel.settings.schema import WAYS, Costs, Settings, Threshold, Way
 
-COSTS_SHARE, COSTS_MINUTES = 1 / 3, 20.0
-REP, QUICK_REP = 20.0, 10.0  # ms of timed calls per config
+COSTS_SHARE, COSTS_MINUTES = 1 / 3, 20.0  # of the time, kept for the costs
 ANY_GPU = DeviceInfo(kind="cuda", name="any GPU")  # of a dry run without one: the built-in configs, all of the space
 KEY_HEADERS = ("Dk/Dv", "h", "L", "dtype", "direction")
 
@@ -36,65 +35,50 @@ class Sizes(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What to measure on a device, known from earlier runs or not."""
+    """What to measure on a device."""
 
     device: DeviceInfo
     settings: Settings
     jobs: list[Job]
-    ways: tuple[Way, ...] = ()  # directions whose thresholds are measured; none where a backend or sizes are asked for
+    ways: tuple[Way, ...] = ()  # directions whose thresholds are measured; none if a backend or sizes are asked for
     costs: tuple[Row, ...] = ()  # rows to measure for the cost models, with the configs in force now; none with --quick
 
     @property
-    def configs(self) -> int:
-        """Kernel configs to measure, the committed ones included."""
-        return sum(1 + len(job.candidates) for job in self.jobs)
-
-    @property
-    def most(self) -> int:
-        """Measurements of configs, at most: those that lose on the first problem are not measured on the second."""
-        return sum(job.most for job in self.jobs)
-
-    @property
     def note(self) -> str | None:
-        """Why calls will not use what is found, if so."""
+        """Return why calls will not use the results, if so."""
         off, mode = self.settings.triton_off, self.settings.autotune
         if off is not None and not self.settings.triton_force:
-            return f"{off.rule} keeps Triton off on this device: what is found serves calls with NSA_TRITON_SEL_FORCE=1 alone"
-        return "what is found is ignored: NSA_SEL_AUTOTUNE or runtime.autotune is off" if mode == "off" else None
+            return f"{off.rule} keeps Triton off on this device: only calls with NSA_TRITON_SEL_FORCE=1 use the results"
+        return "the results are ignored: NSA_SEL_AUTOTUNE or runtime.autotune is off" if mode == "off" else None
 
     def document(self) -> dict[str, Any]:
-        """For --json."""
-        return {
-            "device": self.device,
-            "jobs": [
-                {"key": job.key, "kernel": job.kernel, "problems": job.problems, "launches": 1 + len(job.candidates)} for job in self.jobs
-            ],
-            "launches": self.configs,
-            "most": self.most,
-            "thresholds": self.ways,
-            "costs": [{name: row[name] for name in ("case", "direction", "backend")} for row in self.costs],
-        }
+        """Return the plan for --json. launches: kernel configs to measure, the committed ones included."""
+        listed = [
+            {"key": job.key, "kernel": job.kernel, "problems": job.problems, "launches": 1 + len(job.candidates)} for job in self.jobs
+        ]
+        costs = [{name: row[name] for name in ("case", "direction", "backend")} for row in self.costs]
+        totals = {"launches": sum(job["launches"] for job in listed), "most": sum(job.most for job in self.jobs)}  # type: ignore[misc]
+        return {"device": self.device, "jobs": listed, **totals, "thresholds": self.ways, "costs": costs}
 
     def text(self) -> str:
-        """For a terminal."""
+        """Return the plan for a terminal."""
         rows = [(*_key_cells(job.key), job.config_id(job.committed), 1 + len(job.candidates)) for job in self.jobs]
-        first = f"first the threshold of Triton, for {', '.join(self.ways)}; then " if self.ways else ""
-        configs = (
-            f"{self.configs} kernel configs to measure on {self.device.name}, on a real and a random problem where a kernel takes many"
-            f" rows: at most {self.most} measurements, less those of earlier runs"
+        document = self.document()
+        lines = [_table(rows, (*KEY_HEADERS, "committed config", "configs")), ""]
+        if self.ways:
+            lines.append(f"first the threshold of Triton, for {', '.join(self.ways)}")
+        lines.append(
+            f"{document['launches']} kernel configs to measure on {self.device.name}, on a real and a random problem if a kernel takes many"
+            f" rows: at most {document['most']} measurements, less those of earlier runs"
         )
-        lines = [_table(rows, [*KEY_HEADERS, "committed config", "configs"]), "", first + configs]
         if self.costs:
             backends, cases = dict.fromkeys(row["backend"] for row in self.costs), {row["case"] for row in self.costs}
-            lines.append(
-                f"then, with the configs that won, {len(self.costs)} times of {', '.join(backends)} on {len(cases)} cases, for the cost"
-                " models by which backends are chosen"
-            )
+            lines.append(f"then {len(self.costs)} times of {', '.join(backends)} on {len(cases)} cases, for the cost models")
         return "\n".join(lines)
 
 
 class Done(NamedTuple):
-    """What a run found. `costs_left`: rows."""
+    """The results of a run. `costs_left`: rows."""
 
     report: kernel_configs.Report
     thresholds: dict[Way, Threshold]
@@ -102,39 +86,44 @@ class Done(NamedTuple):
     costs_left: int = 0
 
     def document(self) -> dict[str, Any]:
-        """For --json."""
+        """Return the results for --json."""
         rest = {"thresholds": self.thresholds, "costs": self.costs, "costs_left": self.costs_left}
         return {**self.report._asdict(), "file": str(self.report.file), **rest}
 
     def text(self) -> str:
-        """For a terminal."""
-        report, rows = self.report, []
+        """Return the results for a terminal."""
+        report, rows, lines = self.report, [], []
+        for way, found in self.thresholds.items():
+            least = "undecided, the earlier threshold stays" if found.value is None else f"Triton from L = {found.value} on"
+            sides = (
+                f"{side.backend} {side.ms_median:.3g} ms ({side.ms_p20:.3g} to {side.ms_p80:.3g})" for side in (found.triton, found.packed)
+            )
+            lines.append(f"{way}: {least}; closest, {found.closest}: {' against '.join(sides)}")
         for result in report.results:
             config = (result.winner or result.committed.config).config_id(result.kernel)
             rows.append((*_key_cells(result.key), config, result.problem, result.verdict))
         winners = {(result.key, result.kernel): result.winner for result in report.results}
         won = sum(winner is not None for winner in winners.values())
-        lines = [f"{way}: {_words(found)}" for way, found in self.thresholds.items()]
-        lines += ["", _table(rows, [*KEY_HEADERS, "config", "problem", "verdict"]), ""]
+        lines += ["", _table(rows, (*KEY_HEADERS, "config", "problem", "verdict")), ""]
         lines.append(f"{report.taken} measurements taken; {won} of {len(winners)} kernels have a config of their own: {report.file}")
         lines += [f"passed over: {skipped}" for skipped in report.skipped]
         if self.costs:
             models = [
-                (name, model.rows, f"{model.median_error:.1%}", f"{model.worst_error:.1%}") for name, model in self.costs.models.items()
+                (name, found.rows, f"{found.median_error:.1%}", f"{found.worst_error:.1%}") for name, found in self.costs.models.items()
             ]
-            lines += ["", _table(models, ["cost model", "rows", "median error", "worst"]), "", f"costs: {self.costs.provenance}"]
+            lines += ["", _table(models, ("cost model", "rows", "median error", "worst")), "", f"costs: {self.costs.provenance}"]
         left = [f"{count} {what}" for count, what in ((report.left, "kernels"), (self.costs_left, "times for the costs")) if count]
         if left:
-            lines.append(f"time is up, {' and '.join(left)} are left: run the command again to go on")
+            lines.append(f"time is up, {' and '.join(left)} are left: run the command again to continue")
         return "\n".join(lines)
 
 
 def plan(backend: str | None, way: Way | None, sizes: Sizes, *, quick: bool, dry_run: bool) -> Plan:
-    """What to measure on this machine's current GPU.
+    """Return what to measure on this machine's current GPU.
 
     Args:
-        backend: of this backend alone; None: all.
-        way: of this direction alone; None: all.
+        backend: only this backend; None: all.
+        way: only this direction; None: all.
         sizes: to tune for; empty: the default cases.
         quick: only configs near the committed ones, of one case, and no costs.
         dry_run: on a machine without a GPU, plan for any GPU.
@@ -146,42 +135,35 @@ def plan(backend: str | None, way: Way | None, sizes: Sizes, *, quick: bool, dry
         close = closest(backend, TUNED)
         value = f"{backend!r} (did you mean {close}?)" if close else repr(backend)
         raise ArgumentError("--backend", value, ", ".join(TUNED), "name a Triton backend: the others have no kernel configs")
+    if sizes.dtype == "float64":
+        raise ArgumentError("--dtype", sizes.dtype, "float16, bfloat16, float32", "Triton backends take no float64 on a GPU")
     here = torch.cuda.is_available()
     if not dry_run:
-        _check_machine(here, backend or TUNED[0])
+        if not here:
+            value = "on a machine without a usable GPU"
+            raise ArgumentError("nsa-sel tune", value, "a CUDA device", "Triton needs a GPU; --dry-run lists the work")
+        for reason in registry.missing(backend or TUNED[0]):
+            raise ArgumentError(reason.field, reason.actual, str(reason.required), reason.remedy)
+    cases: tuple[Case, ...] = CASES[:1] if quick else CASES
+    if any(sizes):
+        given = {name: value for name, value in sizes._asdict().items() if value}
+        lengths = given.pop("L", [CASES[0].L])
+        cases = tuple(Case(**{**CASES[0]._asdict(), **given, "L": L}) for L in lengths)
     device = device_info(torch.device("cuda", torch.cuda.current_device())) if here else ANY_GPU
     settings = committed_settings(device)
-    found = jobs(settings, device.sm, _cases(sizes, quick), backend, way, quick)
+    found = jobs(settings, device.sm, cases, backend, way, quick)
     if not found:
         raise ArgumentError("--direction", repr(way), "one that the backend has kernel configs for", "see `nsa-sel tune --dry-run`")
     ways = () if backend or any(sizes) else WAYS if way is None else (way,)
-    rows = () if quick else tuple(costs.wanted(device, ways))
-    return Plan(device, settings, found, ways, rows)
+    return Plan(device, settings, found, ways, () if quick else tuple(calls.wanted(device, ways)))
 
 
-def _check_machine(has_gpu: bool, backend: str) -> None:
-    if not has_gpu:
-        value = "on a machine without a usable GPU"
-        raise ArgumentError("nsa-sel tune", value, "a CUDA device", "Triton needs a GPU; --dry-run lists the work")
-    for reason in registry.missing(backend):
-        raise ArgumentError(reason.field, reason.actual, str(reason.required), reason.remedy)
+def measure(chosen: Plan, minutes: float, quick: bool, tell: Any) -> Done:
+    """Run the plan on this GPU; later calls of this process use the results.
 
-
-def _cases(sizes: Sizes, quick: bool) -> tuple[Case, ...]:
-    if not any(sizes):
-        return CASES[:1] if quick else CASES
-    if sizes.dtype == "float64":
-        raise ArgumentError("--dtype", sizes.dtype, "float16, bfloat16, float32", "Triton backends take no float64 on a GPU")
-    given = {name: value for name, value in sizes._asdict().items() if value}
-    lengths = given.pop("L", [CASES[0].L])
-    return tuple(CASES[0]._replace(**given, L=L) for L in lengths)
-
-
-def measure(chosen: Plan, minutes: float, quick: bool, tell: Tell) -> Done:
-    """Run the plan on this GPU; later calls of this process use what was found.
-
-    Thresholds come first: they are few, and let Triton run at all. Costs come last, because they are measured with the winning configs;
-    a third of the time, at most `COSTS_MINUTES`, is kept for them. The next run measures what time cuts off.
+    Thresholds come first: they are few, and let Triton run at all. Costs come last, because they are measured with the
+    winning configs; a third of the time, at most `COSTS_MINUTES`, is kept for them. The next run measures what time
+    cuts off.
 
     Args:
         chosen: the plan.
@@ -192,34 +174,22 @@ def measure(chosen: Plan, minutes: float, quick: bool, tell: Tell) -> Done:
     Raises:
         ArgumentError, ConfigError, ContextLost: as `kernel_configs.tune`.
     """
-    device, stamp = torch.device("cuda", torch.cuda.current_device()), tuned.stamp_of(chosen.device)
-    rep = QUICK_REP if quick else REP
-    run = Run(stamp, tell, monotonic() + 60 * minutes)
+    device, rep = torch.device("cuda", torch.cuda.current_device()), kernel_configs.QUICK_REP if quick else kernel_configs.REP
+    run = Run(tuned.stamp_of(chosen.device), tell, monotonic() + 60 * minutes)
     try:
-        found: dict[Way, Threshold] = {}
-        if chosen.ways:
-            found = thresholds.measure_thresholds(run, costs.Runner(rep=rep), chosen.ways)
+        found = calls.measure_thresholds(run, calls.Runner(rep=rep), chosen.ways) if chosen.ways else {}
         kept = min((run.deadline - monotonic()) * COSTS_SHARE, 60 * COSTS_MINUTES) if chosen.costs else 0.0
         until_costs = run._replace(deadline=run.deadline - kept)
-        report = kernel_configs.tune(until_costs, chosen.jobs, runner.Runner(device, chosen.settings, runner.timer(rep)))
-        models, costs_left = None, 0
-        if chosen.costs:
-            models = costs.measure_costs(run, chosen.device, costs.Runner(), chosen.ways)
-            costs_left = costs.unmeasured(stamp, costs.wanted(chosen.device, chosen.ways))  # with the configs that won
-        return Done(report, found, models, costs_left)
+        report = kernel_configs.tune(until_costs, chosen.jobs, kernel_configs.Runner(device, chosen.settings, rep))
+        costs, left = calls.measure_costs(run, chosen.device, calls.Runner(), chosen.ways) if chosen.costs else (None, 0)
+        return Done(report, found, costs, left)
     finally:
         tuned.forget()
 
 
-def _table(rows: list[tuple[Any, ...]], headers: list[str]) -> str:
+def _table(rows: list[tuple[Any, ...]], headers: tuple[str, ...]) -> str:
     return tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True)
 
 
 def _key_cells(key: tuned.Key) -> tuple[str, ...]:
     return f"{key.Dk}/{key.Dv}", f"<={key.h}", f"<={key.L}", key.dtype, key.way
-
-
-def _words(found: Threshold) -> str:
-    sides = [f"{side.backend} {side.ms_median:.3g} ms ({side.ms_p20:.3g} to {side.ms_p80:.3g})" for side in (found.triton, found.packed)]
-    least = "undecided, the earlier threshold stays" if found.value is None else f"Triton from L = {found.value} on"
-    return f"{least}; closest, {found.closest}: {' against '.join(sides)}"

@@ -1,15 +1,15 @@
 """Fit cost models to measured rows.
 
-policies/cost.py counts the work. Here each kind of work gets its price, by least squares of the relative error. Prices are never
-negative, so that more work is never predicted to be cheaper, but where a decoding batch has more rows than the GPU has multiprocessors:
-there other prices begin. derive.py writes the models into the device's profile.
+policies/cost.py counts the work. Here each kind of work gets its price, by least squares of the relative error. Prices
+are never negative,
+so more work is never predicted to be cheaper, except where a decoding batch has more rows than the GPU has
+multiprocessors: other prices begin there.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import product
 
@@ -17,11 +17,8 @@ import msgspec
 import numpy as np
 
 from nsa_sel.backends.specs import CHOOSERS, SPECS
-from nsa_sel.bench.core import caches
-from nsa_sel.bench.core.caches import Cache
-from nsa_sel.bench.core.cases import CHOICE, LAYERS, Case, layer_selection, make_selection
-from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.tune.committed_rows import WAYS, digest, read_rows
+from nsa_sel.bench.core.cases import CHOICE, LAYERS, Cache, Case, layer_selection, make_selection, split_cache
+from nsa_sel.bench.core.store import ROOT, WAYS, Row, digest, read_rows
 from nsa_sel.core.call import Rule
 from nsa_sel.core.request import SHARING_TOKENS, Request, phase_of_format
 from nsa_sel.policies.cost import gathers, modelled, work_of
@@ -33,32 +30,30 @@ TERMS = {f"{backend.name}/{phase}": terms for backend in BACKENDS.values() for p
 OF_CACHES = {"gathered", "rows-read"}  # terms that no plain call has
 CHOICE_PHASES = {"fwd": "choose", "bwd": "choose-backward"}  # of rows of choosing; `WAYS` are those of others
 DTYPES = {"bfloat16": ("bfloat16", "float16")}  # dtype of rows -> dtypes that the model holds for: same size, same tensor cores
-# Commands whose rows time more, or less, than a call (packed batches, a plain call beside caches) under a backend's name; old rows have
-# the old names. Those of several ranks say how many.
-MORE_THAN_A_CALL = {"paged_caches", "packed_batches", "bench_serving", "bench_varlen"}
 SCATTER = 0.1  # spread of a row's percentiles over its median that halves its weight
 HOST_SPREAD = 2.0  # host-bound calls take at most this many times as long as the fastest call
 
 
-def is_time(row: Row) -> bool:
-    """Whether the row is the time of a backend of TERMS on a selection of whole blocks: what the policy's choices are compared with."""
-    if row.get("ms_median") is None or not row.get("block") or row.get("streams", 1) != 1 or "ranks" in row:
-        return False
-    if not all(field in row for field in Case._fields):
-        return False
-    if cache_of(row) is None and MORE_THAN_A_CALL & set(re.findall(r"\w+", str(row.get("command")))):
-        return False
-    return model_of(row) in TERMS
+# Rows
 
 
-def is_cost_row(row: Row) -> bool:
-    """Whether a model is fitted to the row: `is_time`, and of a call that its backend's model covers."""
-    backward = row.get("direction") == "bwd"
-    return is_time(row) and modelled(BACKENDS[backend_of(row)], row_request(row, None), backward)
+def backend_of(row: Row) -> str:
+    """Return the backend that a row measured, without the cache that it read."""
+    return split_cache(str(row.get("backend")))[0]
+
+
+def cache_of(row: Row) -> Cache | None:
+    """Return the KV cache that a row's call read; None for a plain call."""
+    return split_cache(str(row.get("backend")))[1]
+
+
+def case_of(row: Row) -> Case:
+    """Return the case that a row measured."""
+    return Case(*(row[field] for field in Case._fields))
 
 
 def phase_of(row: Row) -> str | None:
-    """`Request.phase` of what the row measured; None for both directions in one."""
+    """Return `Request.phase` of what the row measured; None for both directions in one."""
     phases: Mapping[str, str] = CHOICE_PHASES if row.get("distribution") == CHOICE else WAYS
     phase = phases.get(str(row.get("direction")))
     if phase != "decode":
@@ -68,29 +63,53 @@ def phase_of(row: Row) -> str | None:
 
 
 def model_of(row: Row) -> str:
-    """The name that a model of such rows has, a key of TERMS where there are such models."""
+    """Return the name of the model for such rows, a key of TERMS if there is one."""
     return f"{backend_of(row)}/{phase_of(row)}"
 
 
-def backend_of(row: Row) -> str:
-    """The backend that a row measured, without the cache that it read."""
-    return caches.parsed(str(row.get("backend")))[0]
+def is_time(row: Row) -> bool:
+    """Return True if the row is the time of a backend of TERMS on a selection of whole blocks: the policy's choices are
+    compared with it.
+    """
+    if row.get("ms_median") is None or not row.get("block") or row.get("streams", 1) != 1 or "ranks" in row:
+        return False
+    if row.get("distribution") == "packed" or not all(field in row for field in Case._fields):
+        return False
+    return model_of(row) in TERMS
 
 
-def cache_of(row: Row) -> Cache | None:
-    """The KV cache that a row's call read; None for a plain call."""
-    return caches.parsed(str(row.get("backend")))[1]
+def is_cost_row(row: Row) -> bool:
+    """Return True if a model is fitted to the row: `is_time`, of a call that its backend's model covers."""
+    return is_time(row) and modelled(BACKENDS[backend_of(row)], row_request(row, None), row.get("direction") == "bwd")
 
 
-def case_of(row: Row) -> Case:
-    """The case that a row measured."""
-    return Case(*(row[field] for field in Case._fields))
+def committed_rows(wanted: Callable[[Row], bool], folder: str) -> dict[str, list[Row]]:
+    """Return by file the last row of each case, direction and backend among those wanted.
+
+    Args:
+        wanted: `is_cost_row` for the rows that models are fitted to, `is_time` for all times.
+        folder: of JSON-lines files, relative to the repository's root.
+    """
+    last: dict[tuple[str, str, str], tuple[str, Row]] = {}
+    for file in sorted((ROOT / folder).glob("*.jsonl")):
+        name = file.relative_to(ROOT).as_posix()
+        for row in filter(wanted, read_rows(name)):
+            last[row["case"], row["direction"], row["backend"]] = (name, row)
+    found: dict[str, list[Row]] = {}
+    for name, row in last.values():
+        found.setdefault(name, []).append(row)
+    return found
+
+
+# Requests
 
 
 def sharing_of(case: Case) -> tuple[float, ...]:
-    """The sharing of a case's selection, to two decimals: measured on the committed maps, or the mean over random selections."""
+    """Return the sharing of a case's selection, to two decimals: measured on the committed maps, or the mean over
+    random selections.
+    """
     if case.distribution == CHOICE:
-        return (1.0,) * len(SHARING_TOKENS)  # takes no part
+        return (1.0,) * len(SHARING_TOKENS)  # not used
     if case.distribution == "random":
         exact = _random_sharing(case.S, case.S_kv, case.n, case.block)
     else:  # whatever h: the heads of a group share their selection
@@ -107,10 +126,10 @@ def _real_sharing(case: Case) -> tuple[float, ...]:
 
 @cache
 def _random_sharing(S: int, S_kv: int, n: int, block: int) -> tuple[float, ...]:
-    """The mean of `Selection.measure` over all draws of `random_selection` (bench/core/cases.py).
+    """Return the mean of `Selection.measure` over all draws of `random_selection` (bench/core/cases.py).
 
     Of the v blocks that a row sees, f are forced. Each row selects each of the others independently, with probability
-    p = (n - f) / (v - f), so that a tile of t rows misses a block with probability (1 - p)^t.
+    p = (n - f) / (v - f), so a tile of t rows misses a block with probability (1 - p)^t.
     """
     first, local = int(n > 1), min(2, max(1, n - 1))
     current = np.arange(S_kv - S, S_kv) // block
@@ -126,7 +145,7 @@ def _random_sharing(S: int, S_kv: int, n: int, block: int) -> tuple[float, ...]:
 
 
 def request_of(case: Case, sharing: tuple[float, ...] | None, needs_grad: bool, cache: Cache | None = None) -> Request:
-    """The request class of a case, as the policy gets it; cache: that its keys are in."""
+    """Return the request class of a case, as the policy gets it. cache: of the keys."""
     exact = Request(
         B=case.B, S=case.S, S_kv=case.S_kv, G=case.G, h=case.h, Dk=case.Dk, Dv=case.Dv, n=case.n, block_size=case.block,
         max_length=min(case.n * case.block, case.S_kv), dtype=case.dtype, needs_grad=needs_grad, sharing=sharing if case.S > 1 else None,
@@ -139,12 +158,26 @@ def request_of(case: Case, sharing: tuple[float, ...] | None, needs_grad: bool, 
 
 
 def row_request(row: Row, sharing: tuple[float, ...] | None) -> Request:
-    """`request_of` what a row measured."""
+    """Return `request_of` what a row measured."""
     return request_of(case_of(row), sharing, row.get("direction") == "bwd", cache_of(row))
 
 
+def prior() -> tuple[float, ...]:
+    """Return `runtime.sharing_prior` of configs/base.yaml: the mean over all (layer, KV head) maps, to two digits."""
+    found = []
+    for layer in range(LAYERS):
+        maps = layer_selection([layer], "cpu")
+        for g in range(maps.ranges.shape[2]):
+            alone = Selection(maps.ranges[:, :, g : g + 1], maps.block_size, disjoint=True)
+            found.append(alone.measure(alone.ranges.shape[1]).sharing)
+    return tuple(round(float(ratio), 2) for ratio in np.mean(np.array(found), axis=0))
+
+
+# The fit
+
+
 def models(rows: Sequence[Row]) -> dict[str, CostModel]:
-    """The cost model of every backend and direction in the rows, all of which pass `is_cost_row`."""
+    """Return the cost model of every backend and direction in the rows, all of which pass `is_cost_row`."""
     by_model: dict[str, list[Row]] = {}
     for row in rows:
         by_model.setdefault(model_of(row), []).append(row)
@@ -152,7 +185,7 @@ def models(rows: Sequence[Row]) -> dict[str, CostModel]:
 
 
 def costs(rows: Sequence[Row], sources: Sequence[str]) -> Costs:
-    """The `costs:` part of a profile.
+    """Return the `costs:` part of a profile.
 
     Args:
         rows: all pass `is_cost_row`.
@@ -169,21 +202,17 @@ def costs(rows: Sequence[Row], sources: Sequence[str]) -> Costs:
 
 
 def source(name: str, rows: Sequence[Row]) -> str:
-    """A committed file of rows with its hash and row count."""
+    """Return a committed file of rows with its hash and row count."""
     return f"{name} (sha256 {digest(name)}, {len(rows)} rows)"
 
 
-def costs_of(files: Mapping[str, Sequence[Row]]) -> Costs:
-    """`costs` of rows by committed file, all of which pass `is_cost_row`."""
-    return costs([row for rows in files.values() for row in rows], [source(name, read_rows(name)) for name in files])
-
-
 def fit(name: str, rows: Sequence[Row]) -> CostModel:
-    """The model with the least weighted sum of squared relative errors over the rows of one backend and direction.
+    """Return the model with the least weighted sum of squared relative errors over the rows of one backend and
+    direction.
 
-    Rows of the same sizes share a weight of 1, but for those whose keys are gathered from small pages, which share one of their own:
-    thirty layers do not outweigh the other lengths, nor caches in many forms a plain call. Noisy times weigh less. The rows do not say
-    which calls are host-bound: for each k, the k fastest are assumed to be, and the best k is kept.
+    Rows of the same sizes share a weight of 1, but those whose keys are gathered from small pages have one of their
+    own: thirty layers do not outweigh the other lengths, nor caches in many forms a plain call. Noisy times weigh less.
+    The rows do not say which calls are host-bound: for each k, the k fastest are assumed to be, and the best k is kept.
 
     Args:
         name: a key of TERMS.
@@ -213,7 +242,9 @@ def fit(name: str, rows: Sequence[Row]) -> CostModel:
 
 
 def least_squares(factors: np.ndarray, votes: np.ndarray) -> np.ndarray:
-    """The x >= 0 [terms] that minimizes the sum of votes * (factors @ x - 1)^2, exactly: all subsets of the few terms are tried."""
+    """Return the x >= 0 [terms] that minimizes the sum of votes * (factors @ x - 1)^2, exactly: all subsets of the few
+    terms are tried.
+    """
     scale = np.abs(factors).max(axis=0, initial=0)
     scale = np.where(scale > 0, scale, 1)
     root = np.sqrt(votes)[:, None]
@@ -226,16 +257,6 @@ def least_squares(factors: np.ndarray, votes: np.ndarray) -> np.ndarray:
     losses[(prices < 0).any(1)] = np.inf
     found: np.ndarray = prices[np.argmax(losses < losses.min() + 1e-9)] / scale  # of equal ones the first of the smallest
     return found
-
-
-def prior() -> tuple[float, ...]:
-    """`runtime.sharing_prior` of configs/base.yaml: the mean over all (layer, KV head) maps, to two digits."""
-    layers = [layer_selection([layer], "cpu") for layer in range(LAYERS)]
-    alone = [
-        Selection(layer.ranges[:, :, g : g + 1], layer.block_size, disjoint=True) for layer in layers for g in range(layer.ranges.shape[2])
-    ]
-    found = [selection.measure(selection.ranges.shape[1]).sharing for selection in alone]
-    return tuple(round(float(ratio), 2) for ratio in np.mean(np.array(found), axis=0))
 
 
 def _amounts(row: Row, name: str) -> list[float]:

@@ -1,6 +1,8 @@
-"""Device profiles from committed rows: `python -m nsa_sel.bench.tune.derive` writes configs/devices/; a test derives them again.
+"""Derive device profiles from committed rows: `python -m nsa_sel.bench.tune.derive` writes configs/devices/. A test
+derives them again.
 
-A default changes only on evidence: one side's 80th percentile must lie below the other's 20th, for GPUs by the margin too.
+A default changes only on evidence: one side's 80th percentile must lie below the other's 20th, for GPUs by the margin
+    too.
 """
 
 from __future__ import annotations
@@ -14,27 +16,34 @@ import msgspec
 import yaml
 
 from nsa_sel.bench import threshold_optimizer as optimizer
-from nsa_sel.bench.core.environment import ROOT
-from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.core.store import CPU_ROWS, DIRECTIONS, H100_RESULTS, H200_RESULTS, ROOT, Row, digest, read_rows
 from nsa_sel.bench.threshold_optimizer import faster_by
 from nsa_sel.bench.tune import cost_fit
-from nsa_sel.bench.tune.committed_rows import CPU_ROWS, DIRECTIONS, H200_RESULTS, RESULTS, command_of, cost_rows, digest, read_rows
 from nsa_sel.settings import tuned
 from nsa_sel.settings.config import GPUS
 from nsa_sel.settings.schema import Costs, Evidence, KernelConfig, Side, Source, Threshold
 
+RESULTS = {"h100": H100_RESULTS, "h200": H200_RESULTS}
 H200_TUNED = f"{H200_RESULTS}/tuned.json"  # as `nsa-sel tune` wrote it
-# Of two rows of one case the later counts.
-LENGTH_ROWS = (
-    *(f"{folder}/*.jsonl" for folder in RESULTS.values()),
-    "bench/results/sel_triton/*/rows.jsonl",
-)
-ENOUGH_ROWS = 20  # for a model of a GPU's own where the other has more: fewer do not vary every term
+LENGTH_ROWS = (*(f"{folder}/*.jsonl" for folder in RESULTS.values()), "bench/results/sel_triton/*/rows.jsonl")
+RENAMED = {  # commands that rows of older commits record -> as they are run today
+    "python -m nsa_sel.bench.bench_selection ": "python -m nsa_sel.bench.questions.speed ",
+    "python bench/bench_cpu.py --repeats 15 --seed 0": "python -m nsa_sel.bench.questions.speed --device cpu --suite cpu --out cpu.jsonl",
+}
+ENOUGH_ROWS = 20  # for a GPU's own model if the other GPU has more: fewer do not vary every term
 CONFIG_MARGIN = 1.05  # a kernel config must be this much faster to be committed: it was tuned on one problem of many
 
 
+def command_of(row: Row) -> str:
+    """Return the command that measures such rows today."""
+    command: str = row["command"]
+    for old, new in RENAMED.items():
+        command = command.replace(old, new)
+    return command
+
+
 def threshold(found: optimizer.Threshold) -> Threshold:
-    """The threshold of one direction as a profile keeps it, with the case that is closest to the margin."""
+    """Return the threshold of one direction as a profile keeps it, with the case that is closest to the margin."""
     triton, packed = (Side(row["backend"], row["ms_median"], row["ms_p20"], row["ms_p80"]) for row in found.closest)
     return Threshold(
         verdict="undecided" if found.length is None else "measured", value=found.length, margin=found.margin, cases=len(found.pairs),
@@ -43,14 +52,18 @@ def threshold(found: optimizer.Threshold) -> Threshold:
 
 
 def length_rows(device: str = GPUS["h200"].name) -> dict[str, list[Row]]:
-    """By file, the committed rows of a device that decide the threshold: those of the threshold suite and of the matrix."""
+    """Return by file the committed rows of a device that decide the threshold: those of the threshold suite and of the
+    matrix.
+    """
     files = [file.relative_to(ROOT).as_posix() for pattern in LENGTH_ROWS for file in sorted(ROOT.glob(pattern))]
     found = {name: [row for row in read_rows(name) if row["device"] == device and optimizer.is_about_length(row)] for name in files}
     return {name: rows for name, rows in found.items() if rows}
 
 
 def evidence(files: dict[str, list[Row]]) -> Evidence:
-    """The `evidence:` part of a profile: the thresholds by way over all rows, and the files that they come from."""
+    """Return the `evidence:` part of a profile: the thresholds by direction over all rows, and the files that they come
+    from.
+    """
     by_direction = {found.direction: threshold(found) for found in optimizer.thresholds(row for rows in files.values() for row in rows)}
     sources = tuple(
         Source(
@@ -67,7 +80,7 @@ def evidence(files: dict[str, list[Row]]) -> Evidence:
 
 
 def provenance(files: dict[str, list[Row]], finding: str) -> str:
-    """Where a profile's values come from: the finding; each file's hash, row count, device, versions, commits and first command."""
+    """Return the finding, and each file's hash, row count, device, versions, commits and first command."""
     parts = [finding]
     for name, rows in files.items():
         versions = ", ".join(f"{key} {rows[0][key]}" for key in ("torch", "triton", "numba", "driver") if rows[0].get(key))
@@ -77,7 +90,8 @@ def provenance(files: dict[str, list[Row]], finding: str) -> str:
 
 
 def measured_profile(gpu: str) -> dict[str, Any]:
-    """The profile of a GPU with rows: thresholds by direction, cost models, and the H200's kernel configs, which fit all of its kind.
+    """Return the profile of a GPU with rows: thresholds, cost models, and the H200's kernel configs, which fit both
+    GPUs.
 
     Args:
         gpu: "h100" or "h200".
@@ -89,9 +103,8 @@ def measured_profile(gpu: str) -> dict[str, Any]:
     finding = "; ".join(f"{way}: {words(each)}" for way, each in found.sel_triton_min_L.items())
     if gpu != "h200":
         fullest = evidence(length_rows()).sel_triton_min_L
-        finding += f"; measured on few cases: the {GPUS['h200'].name} has " + ", ".join(
-            f"{way} {each.cases}" for way, each in fullest.items()
-        )
+        counts = ", ".join(f"{way} {each.cases}" for way, each in fullest.items())
+        finding += f"; measured on few cases: the {GPUS['h200'].name} has {counts}"
     return {
         "match": {"kind": "cuda", "sm": device.sm, "name": device.name},
         "provenance": provenance(files, finding),
@@ -103,9 +116,10 @@ def measured_profile(gpu: str) -> dict[str, Any]:
 
 
 def merged_costs(gpu: str) -> dict[str, Any]:
-    """The cost models of a measured GPU: its own, and those of the other one, as they are, where that has more rows.
+    """Return the cost models of a measured GPU: its own, or the other GPU's if that has more rows.
 
-    The H100 and the H200 are one chip with other memory. Prices of work that none of a model's own rows has are the other's, too.
+    The H100 and the H200 are one chip with different memory. Prices of work that no row of a model has are the other's,
+    too.
 
     Args:
         gpu: "h100" or "h200".
@@ -127,12 +141,16 @@ def merged_costs(gpu: str) -> dict[str, Any]:
 
 @cache
 def own_costs(gpu: str) -> Costs:
-    """Cost models fitted to the committed rows of a GPU."""
-    return cost_fit.costs_of(cost_rows(cost_fit.is_cost_row, RESULTS[gpu]))
+    """Return the cost models fitted to the committed rows of a GPU."""
+    files = cost_fit.committed_rows(cost_fit.is_cost_row, RESULTS[gpu])
+    sources = [cost_fit.source(name, read_rows(name)) for name in files]
+    return cost_fit.costs([row for rows in files.values() for row in rows], sources)
 
 
 def kernel_configs(name: str) -> dict[str, Any]:
-    """The `kernels:` part of a profile: configs that `nsa-sel tune` found ahead by `CONFIG_MARGIN` in every case and problem."""
+    """Return the `kernels:` part of a profile: configs of `nsa-sel tune` that are ahead by `CONFIG_MARGIN` in every
+    case and problem.
+    """
     file, _ = tuned.parse((ROOT / name).read_bytes(), name)
     ahead: dict[str, list[KernelConfig | None]] = {}
     for result in file.results:
@@ -142,29 +160,27 @@ def kernel_configs(name: str) -> dict[str, Any]:
 
 
 def words(found: Threshold) -> str:
-    """A threshold in words; the times are in the evidence."""
+    """Return a threshold in words, without the times."""
     ahead = f"{found.triton.backend} at least {found.margin}x ahead of {found.packed.backend}"
     from_there = f"{ahead} in every case from L = {found.value} on" if found.value is not None else f"undecided, from no L on {ahead}"
     return f"{from_there} ({found.cases} cases)"
 
 
 def cpu_profile() -> dict[str, Any]:
-    """The profile of CPUs: whether numba is preferred to packed SDPA, by direction."""
+    """Return the profile of CPUs: whether numba is preferred to packed SDPA, by direction."""
     rows = read_rows(CPU_ROWS)
     runtime, findings = {}, []
     for direction, field in (("fwd", "prefer_forward"), ("fwd+bwd", "prefer_backward")):
         numba, packed = (next(r for r in rows if r["backend"] == b and r["direction"] == direction) for b in ("numba", "sdpa-packed"))
         ahead = faster_by(numba, packed) > 1
-        first = ["numba", "sdpa-packed"] if ahead else ["sdpa-packed", "numba"]
-        runtime[field] = [*first, "triton-group", "triton-token"]
-        findings.append(
-            f"{direction}: numba {numba['ms_median']} ms, sdpa-packed {packed['ms_median']} ms" + ("" if ahead else ", undecided")
-        )
+        runtime[field] = [*(("numba", "sdpa-packed") if ahead else ("sdpa-packed", "numba")), "triton-group", "triton-token"]
+        times = f"{direction}: numba {numba['ms_median']} ms, sdpa-packed {packed['ms_median']} ms"
+        findings.append(times if ahead else f"{times}, undecided")
     return {"match": {"kind": "cpu"}, "provenance": provenance({CPU_ROWS: rows}, "; ".join(findings)), "runtime": runtime}
 
 
 def render(profile: dict[str, Any]) -> str:
-    """The profile as the YAML file that is committed."""
+    """Return the profile as the YAML file that is committed."""
     return "# Written by `python -m nsa_sel.bench.tune.derive`; do not edit.\n" + yaml.safe_dump(profile, sort_keys=False, width=140)
 
 

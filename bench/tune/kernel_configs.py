@@ -1,38 +1,58 @@
-"""Measure the kernel configs of each job and write the winners into the user's file: `nsa-sel tune` without the GPU and the terminal.
+"""Measure kernel configs and write the winners into the user's file: `nsa-sel tune` without the terminal.
 
-A config is timed as its whole direction on all problems of its kernel: a real and a random one where it handles many rows. It wins if it
-is faster than the committed config by the geometric mean of the ratios of medians, surely faster on at least one problem, and surely
-slower on none. Surely: its 80th percentile is below the other's 20th. A second round measures both again and must agree, because the
+A config is timed as its whole direction on all problems of its kernel (a real and a random one if it handles many
+rows), after its results were compared with those of the committed config. It wins if it is faster than the committed
+one by the geometric mean of the ratios of medians, surely faster on at least one problem, and surely slower on none.
+Surely: its 80th percentile is below the other's 20th. A second round measures both again and must agree, because the
 best of many noisy times is often luck.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import torch
+from torch import Tensor
 
-from nsa_sel.bench.core.store import Row, first_line
-from nsa_sel.bench.tune.resume import ContextLost, Measurements, Run
-from nsa_sel.bench.tune.search_space import Job
-from nsa_sel.bench.tune.tuned_file import beside, locked, rewrite, written
+from nsa_sel.bench.core import cases, timing
+from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.tune.search_space import BLOCK, PROBLEMS, TUNED, Case, Job, committed_settings, jobs
+from nsa_sel.bench.tune.tuned_file import Measurements, Run, locked, rewrite, written
+from nsa_sel.core import registry
+from nsa_sel.core.call import Call, device_info
+from nsa_sel.core.decide import decide
+from nsa_sel.core.request import Request
+from nsa_sel.errors import NsaSelError
+from nsa_sel.selection import Selection
 from nsa_sel.settings import tuned
 from nsa_sel.settings.flags import COMMIT_FLAG
-from nsa_sel.settings.schema import KernelConfig
-from nsa_sel.settings.tuned import Key, Result, Timed
+from nsa_sel.settings.schema import KernelConfig, Settings
+from nsa_sel.settings.tuned import Result, Timed
+from nsa_sel.telemetry import events
 
 TOP = 5  # configs that a result lists
-JOURNAL = ".jsonl"  # suffix of the file of all measurements
-IDENTITY = ("key", "kernel", "problem", "rival", "config")  # of a measurement in the journal
+ROWS, IDENTITY = ".jsonl", ("key", "kernel", "problem", "round", "config")  # of the file of all measurements
+REP, QUICK_REP, QUICK_SECONDS = 20.0, 10.0, 300.0  # ms of timed calls per config; time limit of `tune_for` per backend
+# Two configs sum in different orders. Allowed error, in units of eps: of the largest value, and of the mean.
+ROUNDINGS = {torch.float16: (8, 4), torch.bfloat16: (8, 4), torch.float32: (64, 32), torch.float64: (64, 32)}
 
 Round = dict[str, dict[KernelConfig, Timed]]  # by problem
 Times = tuple[float, float, float]  # median, 20th and 80th percentile, ms
 Measure = Callable[[Job, str, KernelConfig], Times]  # on a problem of the job; raises for configs that can't run or give wrong results
+
+
+class WrongResult(NsaSelError, RuntimeError):
+    """A config gave other results than the committed one, or not the same twice, or was not used at all."""
 
 
 class TimeIsUp(Exception):
@@ -49,46 +69,11 @@ class Report(NamedTuple):
     skipped: tuple[str, ...]  # jobs whose committed config can't be measured, and why
 
 
-def _row(job: Job, problem: str, config: KernelConfig, rival: KernelConfig | None) -> Row:
-    """What identifies a measurement. `rival`: in the second round, the config that is compared with the committed one."""
-    values = (job.key, job.kernel, problem, rival, config)
-    return {field: msgspec.to_builtins(value) for field, value in zip(IDENTITY, values, strict=True)}
-
-
-class _Timer:
-    """Gives times from the journal, or measures and keeps them."""
-
-    def __init__(self, run: Run, measure: Measure, total: int) -> None:
-        self.run, self.measure, self.total = run, measure, total
-        self.rows = Measurements(beside(run.stamp, JOURNAL), IDENTITY)
-        self.rows.mend()
-        self.taken = self.passed = 0  # `passed`: measurements that the progress counts as done
-
-    def times(self, job: Job, problem: str, config: KernelConfig, rival: KernelConfig | None = None) -> Timed | str:
-        """The config's times, or why it has none. Raises TimeIsUp, or ContextLost."""
-        row = _row(job, problem, config, rival)
-        if row not in self.rows:
-            if self.run.is_over():
-                raise TimeIsUp
-            self.taken += 1
-            self.run.tell(job.config_id(config), self.passed / self.total)
-        self.passed += rival is None
-        found = self.rows.measure(row, lambda row: self._measured(row, job, problem, config))
-        return Timed(config, *found["times"]) if found.get("times") else str(found["error"])
-
-    def _measured(self, row: Row, job: Job, problem: str, config: KernelConfig) -> Row:
-        try:
-            return {"state": "measured", "times": self.measure(job, problem, config), "error": None}
-        except Exception as error:
-            failed = {"state": "failed", "times": None, "error": first_line(error)}
-            if isinstance(error, ContextLost):  # the config's fault: the next run skips it
-                self.rows.add({**row, **failed})
-                raise
-            return failed
+# What wins
 
 
 def tune(run: Run, jobs: Sequence[Job], measure: Measure) -> Report:
-    """Measure what the journal lacks, and write the user's file after every job.
+    """Measure what the file of rows lacks, and write the user's file after every job.
 
     Args:
         run: of `nsa-sel tune`.
@@ -100,50 +85,77 @@ def tune(run: Run, jobs: Sequence[Job], measure: Measure) -> Report:
         ConfigError: the cache folder can't be written.
         ContextLost: a config broke the CUDA context. All measurements are kept.
     """
+    done, skipped, left, taken, begun, total = list[Result](), list[str](), 0, 0, 0, sum(job.most for job in jobs) or 1
     with locked(run.stamp):
-        timer = _Timer(run, measure, sum(job.most for job in jobs) or 1)
-        results: dict[tuple[Key, str], list[Result]] = {}
-        for result in written(run.stamp).results:
-            results.setdefault((result.key, result.kernel), []).append(result)
-        done: list[Result] = []
-        skipped, left, begun = [], 0, 0
+        rows = Measurements(run.stamp, ROWS, IDENTITY)
+
+        def times(job: Job, problem: str, config: KernelConfig, round: int) -> Timed | str:
+            """Return a config's times, or why it has none."""
+            nonlocal taken
+            values = (job.key, job.kernel, problem, round, config)
+            row: Row = {field: msgspec.to_builtins(value) for field, value in zip(IDENTITY, values, strict=True)}
+            if row not in rows:
+                if run.is_over():
+                    raise TimeIsUp
+                taken += 1
+                run.tell(job.config_id(config), begun / total)
+            found = rows.measure(row, lambda row: {"times": measure(job, problem, config)})
+            return Timed(config, *found["times"]) if "times" in found else str(found["error"])
+
         for job in jobs:
-            begun += job.most
             try:
-                found = _tune_kernel(job, timer.times)
+                found = tune_kernel(job, times)
             except TimeIsUp:
                 left += 1
                 continue
             finally:
-                timer.passed = begun
+                begun += job.most
             if isinstance(found, str):
                 skipped.append(f"{job.config_id(job.committed)}: {found}")
                 continue
             done += found
-            results[job.key, job.kernel] = found
-            every = tuple(result for of_kernel in results.values() for result in of_kernel)
-            rewrite(run.stamp, commit=os.environ.get(COMMIT_FLAG), results=every)
-    return Report(tuned.file_of(run.stamp), tuple(done), left, timer.taken, tuple(skipped))
+            others = [result for result in written(run.stamp).results if (result.key, result.kernel) != (job.key, job.kernel)]
+            rewrite(run.stamp, commit=os.environ.get(COMMIT_FLAG), results=(*others, *found))
+    return Report(tuned.file_of(run.stamp), tuple(done), left, taken, tuple(skipped))
 
 
-def _tune_kernel(job: Job, times: Callable[..., Timed | str]) -> list[Result] | str:
-    """The result of each problem, with the one winner; or why there is none."""
-    first, failed, errors = _first_round(job, times)
+def tune_kernel(job: Job, times: Callable[[Job, str, KernelConfig, int], Timed | str]) -> list[Result] | str:
+    """Return the result of each problem, with the one winner, or why there is none.
+
+    A config that fails or is surely slower on one problem is not measured on the next. A problem on which the committed
+    config fails judges nothing.
+    """
+    first, second, left = Round(), Round(), list(job.candidates)
+    failed, errors = Counter[str](), list[str]()
+    for problem in job.problems:
+        committed = times(job, problem, job.committed, 1)
+        if isinstance(committed, str):
+            errors.append(f"{problem}: {committed}")
+            continue
+        first[problem] = {job.committed: committed}
+        for config in left:
+            timed = times(job, problem, config, 1)
+            if isinstance(timed, str):
+                failed[problem] += 1
+            else:
+                first[problem][config] = timed
+        left = [config for config in left if config in first[problem] and not surely_faster(committed, first[problem][config])]
     if not first:
         return "; ".join(errors)
-    second: Round = {}
     winner, verdict = None, "the committed config stays: no other is surely faster"
-    ahead = [config for config in job.candidates if _is_ahead(first, config, job.committed)]
+    ahead = [config for config in left if is_ahead(first, config, job.committed)]
     if ahead:
-        best = max(ahead, key=lambda config: _gain(first, config, job.committed))
-        second = _second_round(job, best, reversed(first), times)
+        best = max(ahead, key=lambda config: gain(first, config, job.committed))
+        for problem in reversed(first):
+            again = {config: times(job, problem, config, 2) for config in (job.committed, best)}
+            second[problem] = {config: timed for config, timed in again.items() if not isinstance(timed, str)}
         verdict = f"the committed config stays: {job.config_id(best)} was faster in one of two rounds"
-        if _is_ahead(second, best, job.committed):
+        if is_ahead(second, best, job.committed):
             winner = best
+            gains = " and ".join(f"{gain(found, best, job.committed):.3g}x" for found in (first, second))
+            verdict = f"{gains} faster on {len(first)} problem{'s' * (len(first) > 1)}, in two rounds"
     results = []
     for problem, timings in first.items():
-        if winner:
-            verdict = _victory((first, second), problem, winner, job.committed)
         fastest = sorted(timings.values(), key=lambda timed: timed.ms_median)
         results.append(
             Result(
@@ -156,61 +168,189 @@ def _tune_kernel(job: Job, times: Callable[..., Timed | str]) -> list[Result] | 
     return results
 
 
-def _first_round(job: Job, times: Callable[..., Timed | str]) -> tuple[Round, Counter[str], list[str]]:
-    """The times of all configs by problem, how many failed, and the problems that the committed config fails on, which judge nothing.
-
-    A config that fails or is surely slower on one problem can't win: it is not measured on the next.
-    """
-    found: Round = {}
-    failed, errors, left = Counter[str](), [], list(job.candidates)
-    for problem in job.problems:
-        committed = times(job, problem, job.committed)
-        if isinstance(committed, str):
-            errors.append(f"{problem}: {committed}")
-            continue
-        found[problem] = {job.committed: committed}
-        for config in left:
-            timed = times(job, problem, config)
-            if isinstance(timed, str):
-                failed[problem] += 1
-            else:
-                found[problem][config] = timed
-        left = [config for config in left if config in found[problem] and not surely_faster(committed, found[problem][config])]
-    return found, failed, errors
-
-
-def _second_round(job: Job, best: KernelConfig, problems: Iterator[str], times: Callable[..., Timed | str]) -> Round:
-    """The times of the committed and the best config, measured again; a problem on which one fails lacks it."""
-    found: Round = {}
-    for problem in problems:
-        again = {config: times(job, problem, config, best) for config in (job.committed, best)}
-        found[problem] = {config: timed for config, timed in again.items() if not isinstance(timed, str)}
-    return found
-
-
-def _victory(rounds: Sequence[Round], problem: str, winner: KernelConfig, committed: KernelConfig) -> str:
-    """A winner's gains in both rounds, on one problem and over all of them."""
-    each = " and ".join(f"{_gain({problem: found[problem]}, winner, committed):.3g}x" for found in rounds)
-    if len(rounds[0]) == 1:
-        return f"{each} faster, in two rounds"
-    over = " and ".join(f"{_gain(found, winner, committed):.3g}x" for found in rounds)
-    return f"{each} as fast, over {len(rounds[0])} problems {over} faster, in two rounds"
-
-
-def _gain(found: Round, config: KernelConfig, committed: KernelConfig) -> float:
-    """How many times faster a config is than the committed one: the geometric mean over the problems."""
+def gain(found: Round, config: KernelConfig, committed: KernelConfig) -> float:
+    """Return how many times faster a config is than the committed one: the geometric mean over the problems."""
     return math.prod(times[committed].ms_median / times[config].ms_median for times in found.values()) ** (1 / len(found))
 
 
-def _is_ahead(found: Round, config: KernelConfig, committed: KernelConfig) -> bool:
-    """The rule of one round: measured on all problems, faster by the mean, surely faster on one or more, surely slower on none."""
+def is_ahead(found: Round, config: KernelConfig, committed: KernelConfig) -> bool:
+    """Apply the rule of one round: measured on all problems, faster by the mean, surely faster on one or more, surely
+    slower on none.
+    """
     if not all(config in times and committed in times for times in found.values()):
         return False
     pairs = [(times[config], times[committed]) for times in found.values()]
     surely = any(surely_faster(mine, theirs) for mine, theirs in pairs)
-    return surely and _gain(found, config, committed) > 1 and not any(surely_faster(theirs, mine) for mine, theirs in pairs)
+    return surely and gain(found, config, committed) > 1 and not any(surely_faster(theirs, mine) for mine, theirs in pairs)
 
 
 def surely_faster(fast: Timed, slow: Timed) -> bool:
-    """Whether one is faster and the spreads do not overlap."""
+    """Return True if one is faster and the spreads do not overlap."""
     return fast.ms_p80 < slow.ms_p20
+
+
+# Measuring
+
+
+class Runner:
+    """Time kernel configs on one device, whole calls including plans. Keeps the last problem and the committed config's
+    last results.
+
+    Args:
+        device: where the kernels run.
+        settings: with the committed configs.
+        rep: ms of timed calls per config.
+    """
+
+    def __init__(self, device: torch.device, settings: Settings, rep: float) -> None:
+        # Without the flags that override configs, which would make all candidates equal.
+        self.settings = msgspec.structs.replace(settings, block_l=None, block_d=None, block_dv=None, triton_double_buffer=None)
+        self.device, self.rep = device, rep
+        self.prepared: tuple[tuple[Case, str], Call, Tensor] | None = None
+        self.expected: tuple[object, tuple[Tensor, ...]] | None = None  # the job's committed config on a problem, and its results
+
+    def __call__(self, job: Job, problem: str, config: KernelConfig) -> Times:
+        """Return the median, 20th and 80th percentile in ms.
+
+        Raises:
+            WrongResult: the config's results are not those of the committed one.
+        """
+        try:
+            with torch.no_grad():
+                return self._measure(job, problem, config)
+        except torch.OutOfMemoryError:
+            self.prepared = self.expected = None
+            torch.cuda.empty_cache()
+            raise
+
+    def _measure(self, job: Job, problem: str, config: KernelConfig) -> Times:
+        if self.prepared is None or self.prepared[0] != (job.case, problem):
+            self.prepared = self.expected = None  # frees memory first
+            self.prepared = (job.case, problem), *prepare(job, problem, self.device, self.settings)
+        of = (job.key, job.kernel, problem)
+        if self.expected is None or self.expected[0] != of:
+            self.expected = of, checked_results(self._work(job, job.committed), job.config_id(job.committed))
+        work = self._work(job, config)
+        check_agreement(checked_results(work, job.config_id(config)), self.expected[1])
+        if job.key.way == "decode" and self.device.type == "cuda":
+            return timing.replayed_milliseconds(work, timing.Timing(self.rep))[:3]
+        return timing.milliseconds(work, timing.Timing(self.rep), self.device.type)[:3]
+
+    def _work(self, job: Job, config: KernelConfig) -> Callable[..., tuple[Tensor, ...]]:
+        """Return one whole call with a config. With debug=True, events name the configs that were used."""
+        assert self.prepared is not None
+        module, (_, given, do) = registry.load(job.key.backend), self.prepared
+        settings = msgspec.structs.replace(self.settings, kernels={**self.settings.kernels, job.kernel: config})
+        forward_results = module.forward(given) if job.key.way == "backward" else None
+
+        def work(debug: bool = False) -> tuple[Tensor, ...]:
+            old = given.selection
+            selection = Selection(old.ranges, old.block_size, old.max_length, disjoint=True)  # without plans
+            call = replace(given, settings=msgspec.structs.replace(settings, debug_triton=debug), selection=selection)
+            return module.forward(call) if forward_results is None else module.backward(call, *forward_results, do, None)
+
+        return work
+
+
+def prepare(job: Job, name: str, device: torch.device, settings: Settings) -> tuple[Call, Tensor]:
+    """Return random q, k, v with a selection of L keys per row (all keys if L is more), and the gradient of o."""
+    problem, sizes = PROBLEMS[name], job.case
+    n = min(max(1, sizes.L // BLOCK), problem.S_kv // BLOCK)
+    kind = "real" if problem.real else "random"
+    case = cases.Case("tune", kind, problem.B, problem.S, problem.S_kv, problem.G, sizes.h, sizes.Dk, sizes.Dv, n, BLOCK, sizes.dtype)
+    q, k, v, do = cases.make_inputs(case, device)
+    selection = cases.make_selection(case, device)
+    if not problem.blocks:
+        selection = Selection(selection.ranges, None, n * BLOCK, disjoint=True)
+    lengths = table = None
+    if problem.page:  # pages lie in memory in reverse order
+        B, _, S_kv, _ = k.shape
+        table = torch.arange(B * S_kv // problem.page, dtype=torch.int32, device=device).flip(0).view(B, -1)
+        lengths = torch.full((B,), S_kv, dtype=torch.int32, device=device)
+        pages = (torch.unflatten(x.transpose(1, 2), 1, (-1, problem.page)).flatten(0, 1) for x in (k, v))
+        k, v = (x.flip(0).contiguous().transpose(1, 2) for x in pages)  # [pages,G,page,D]
+    call = Call(q, k, v, selection, None, case.Dk**-0.5, settings, device_info(device))
+    return replace(call, lengths=lengths, block_table=table), do
+
+
+def checked_results(work: Callable[..., tuple[Tensor, ...]], config: str) -> tuple[Tensor, ...]:
+    """Return the results on memory that held NaN.
+
+    Raises WrongResult unless they are equal twice and `config` was used.
+    """
+    torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN
+    try:
+        with configs_used() as used:
+            results = work(debug=True)
+        again = work()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    if config not in used:
+        raise WrongResult(f"this problem does not use {config}; it used {', '.join(used)}")
+    if not all(torch.equal(a, b) for a, b in zip(results, again, strict=True)):
+        raise WrongResult(f"{config} does not give the same results twice")
+    return results
+
+
+@contextlib.contextmanager
+def configs_used() -> Iterator[list[str]]:
+    """Return the ids of the chosen configs that `sel.triton.kernel` events name inside the block."""
+    used: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage() == "sel.triton.kernel":
+                used.append(record.__dict__["nsa_sel"]["chosen"])
+
+    listener, level = Listener(), events.LOGGER.level
+    events.LOGGER.addHandler(listener)
+    events.LOGGER.setLevel(logging.INFO)
+    try:
+        yield used
+    finally:
+        events.LOGGER.removeHandler(listener)
+        events.LOGGER.setLevel(level)
+
+
+def check_agreement(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    """Raise WrongResult unless both differ by at most `ROUNDINGS`, and are -inf (lse of empty rows) in the same
+    elements.
+    """
+    for number, (a, b) in enumerate(zip(found, expected, strict=True)):
+        eps, empty = torch.finfo(a.dtype).eps, b == float("-inf")
+        if not torch.equal(a == float("-inf"), empty):
+            raise WrongResult(f"result {number} is -inf in other elements than with the committed config")
+        error = torch.where(empty, 0.0, a.float() - b.float()).abs()
+        size = torch.where(empty, 0.0, b.float()).abs()
+        if not bool(error.isfinite().all()):
+            raise WrongResult(f"result {number} has values that were not written, or are not finite")
+        most, mean = ROUNDINGS[a.dtype]
+        if error.max() > most * eps * size.max() or error.mean() > mean * eps * size.mean():
+            words = f"largest error {float(error.max()):.3g}, mean {float(error.mean()):.3g}, allowed {most} and {mean} roundings"
+            raise WrongResult(f"result {number} differs from the committed config's: {words}")
+
+
+def tune_for(request: Request, device: torch.device) -> None:
+    """Tune the backends that would run a request, near the committed configs; later calls of this process use the
+    results.
+
+    Args:
+        request: the sizes.
+        device: a CUDA device.
+
+    Raises:
+        BackendError: no backend may run the request.
+        ArgumentError, ConfigError, ContextLost: as `tune`.
+    """
+    facts = device_info(device)
+    decision, settings = decide(request, facts), committed_settings(facts)
+    case = Case(request.Dk, request.Dv, request.h, request.max_length, request.dtype)
+    try:
+        for backend in TUNED:
+            if backend in (decision.forward, decision.backward):
+                found = jobs(settings, facts.sm, (case,), backend, quick=True)
+                with torch.cuda.device(device):
+                    runner = Runner(torch.device("cuda", torch.cuda.current_device()), settings, QUICK_REP)
+                    tune(Run(tuned.stamp_of(facts), deadline=time.monotonic() + QUICK_SECONDS), found, runner)
+    finally:
+        tuned.forget()

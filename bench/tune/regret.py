@@ -1,7 +1,7 @@
-"""How much slower the policy's choice is than the best measured backend: `python -m nsa_sel.bench.tune.regret`.
+"""Print how much slower the policy's choice is than the best measured backend: `python -m nsa_sel.bench.tune.regret`.
 
-Covers the committed rows of both measured GPUs: each case and direction that two or more backends were measured on. The policy knows what
-neighboring rows share as it does for a user, by the count at the first call.
+This covers the committed rows of both measured GPUs: each case and direction that two or more backends were measured
+on. What neighboring rows share is counted, as at a user's first call.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from tabulate import tabulate
 
-from nsa_sel.bench.core.caches import Cache
-from nsa_sel.bench.core.cases import Case, make_selection, random_rows
+from nsa_sel.bench.core.cases import Cache, Case, make_selection, random_rows
 from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.tune.committed_rows import RESULTS, cost_rows
-from nsa_sel.bench.tune.cost_fit import BACKENDS, backend_of, cache_of, case_of, is_time, request_of
+from nsa_sel.bench.tune.cost_fit import BACKENDS, backend_of, cache_of, case_of, committed_rows, is_time, request_of
+from nsa_sel.bench.tune.derive import RESULTS
 from nsa_sel.core.backend import Offer
 from nsa_sel.core.decide import countable, decides
 from nsa_sel.core.decision import Decision, load_policy, make_decision
@@ -62,7 +61,7 @@ class Choice(NamedTuple):
 
 def time_rows(gpu: str) -> list[Row]:
     """Return the last row of each case, direction, cache and backend of a measured GPU ("h100" or "h200")."""
-    rows = (row for found in cost_rows(is_time, RESULTS[gpu]).values() for row in found)
+    rows = (row for found in committed_rows(is_time, RESULTS[gpu]).values() for row in found)
     return [row for row in rows if row["S"] * row["S_kv"] // row["block"] <= MOST_DRAWN]
 
 
@@ -75,7 +74,10 @@ def measured_times(rows: Sequence[Row]) -> dict[Asked, dict[str, float]]:
 
 
 def counted_sharing(case: Case) -> tuple[float, ...]:
-    """Return the sharing that a first call on the case would count (nsa_sel.core.decide), without a GPU. Draws random rows anew."""
+    """Return the sharing that a first call on the case would count (nsa_sel.core.decide), without a GPU.
+
+    Draws random rows anew.
+    """
     if case.distribution == "random":
         return _sampled_sharing(case._replace(case="", h=1, Dk=0, Dv=0, dtype=""))
     return _sampled_sharing(case._replace(case=case.case.replace(f"-h{case.h}", "-h1"), h=1))  # a group's heads share their selection

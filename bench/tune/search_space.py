@@ -1,6 +1,8 @@
-"""What `nsa-sel tune` tries: configs for every Triton kernel of configs/base.yaml, the problems they are timed on, the cases. Data.
+"""The search space of `nsa-sel tune`: configs for every Triton kernel of configs/base.yaml, the problems that time
+them, and the cases.
 
-A kernel holds Dk and Dv each in one tile (BLOCK_D, BLOCK_DV: the next power of two), so they are part of the key, not of the space.
+A kernel keeps Dk and Dv in one tile each (BLOCK_D, BLOCK_DV: the next power of two), so they are part of the key, not
+of the space.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ Loads = Literal["pointer", "tma"]
 
 
 class Problem(NamedTuple):
-    """What a config is timed on: sizes that the key does not hold, and the kind of selection."""
+    """The sizes that the key does not have, and the kind of selection."""
 
     B: int
     S: int
@@ -36,8 +38,8 @@ class Problem(NamedTuple):
     page: int = 0  # keys of a page of the KV cache; 0: no pages
 
 
-# A kernel of many rows is judged on two problems: adjacent rows of text select similar blocks, random ones do not, and a config that is
-# fast on one may lose on the other. Random blocks take 32k rows: tiles share fewer of their blocks then.
+# A kernel of many rows is judged on two problems: adjacent rows of text select similar blocks, random ones do not, and
+# a config that is fast on one may lose on the other. At 32k rows, the tokens of a tile share few random blocks.
 PROBLEMS = {
     "real-blocks": Problem(1, 8192, 8192, 4, blocks=True, real=True),
     "random-blocks": Problem(1, 32768, 32768, 4, blocks=True),
@@ -77,7 +79,7 @@ IN_BLOCKS: tuple[PowerOfTwo, ...] = (16, 32, 64)
 
 
 def _many_rows(kernel: str, way: Way, loads: tuple[Loads, ...] = ("pointer",)) -> Space:
-    """A kernel that takes many query rows a step, and whole blocks of keys."""
+    """Return the space of a kernel with many query rows per step and whole blocks of keys."""
     return Space(kernel, way, BLOCKS, (32, 64), (2, 4, 8), (1, 2, 3), (32, 64, 128), loads)
 
 
@@ -107,7 +109,7 @@ TUNED = tuple(dict.fromkeys(space.backend for space in SPACES))  # backends with
 
 
 class Case(NamedTuple):
-    """Sizes that kernels are tuned for; `L` keys per query row."""
+    """The sizes that kernels are tuned for; L: keys per query row."""
 
     Dk: int
     Dv: int
@@ -139,12 +141,12 @@ class Job(NamedTuple):
         return (1 + len(self.candidates)) * len(self.problems)
 
     def config_id(self, config: KernelConfig) -> str:
-        """The name of one config in events and decisions."""
+        """Return the name of one config in events and decisions."""
         return config.config_id(self.kernel)
 
 
 def configs(space: Space, committed: KernelConfig, sm: int | None) -> Iterator[KernelConfig]:
-    """The configs of a space that a GPU of compute capability sm/10 takes (None: any), without the committed one."""
+    """Yield the configs of a space that a GPU of compute capability sm/10 takes (None: any), without the committed one."""
     choices = (space.block_l, space.warps, space.stages, space.rows or (committed.rows,), space.loads)
     for block_l, warps, stages, rows, loads in itertools.product(*choices):
         per_warp, (least, most) = (rows // warps, space.rows_per_warp) if space.rows else (block_l // warps, space.keys_per_warp)
@@ -155,7 +157,7 @@ def configs(space: Space, committed: KernelConfig, sm: int | None) -> Iterator[K
 
 
 def is_near(config: KernelConfig, committed: KernelConfig) -> bool:
-    """Whether exactly one choice differs, by one step."""
+    """Return True if exactly one choice differs, by one step."""
     pairs = ((config.block_l, committed.block_l), (config.num_warps, committed.num_warps), (config.rows, committed.rows))
     steps = [max(a, b) // min(a, b) for a, b in pairs if a != b] + [1 + abs(config.num_stages - committed.num_stages)]
     changed = [step for step in steps if step > 1] + [2] * (config.loads != committed.loads)
@@ -165,7 +167,7 @@ def is_near(config: KernelConfig, committed: KernelConfig) -> bool:
 def jobs(
     settings: Settings, sm: int | None, cases: tuple[Case, ...], backend: str | None = None, way: Way | None = None, quick: bool = False
 ) -> list[Job]:
-    """What to measure, case by case.
+    """Return what to measure, case by case.
 
     Args:
         settings: with the committed configs.
@@ -175,30 +177,33 @@ def jobs(
         way: of this direction alone; None: all.
         quick: only the configs that are near the committed one.
     """
-    has_tma = sm is None or sm >= TMA_MIN_SM
+    found = []
     spaces = [space for space in SPACES if backend in (None, space.backend) and way in (None, space.way)]
-    return [_job(space, case, settings, sm, quick) for case in cases for space in spaces if has_tma or space.loads != ("tma",)]
-
-
-def _job(space: Space, case: Case, settings: Settings, sm: int | None, quick: bool) -> Job:
-    kernel = kernel_name(space, case.Dk, case.Dv, case.dtype)
-    committed = settings.kernels[kernel]
-    candidates = tuple(config for config in configs(space, committed, sm) if not quick or is_near(config, committed))
-    key = Key(
-        backend=space.backend, way=space.way, Dk=case.Dk, Dv=case.Dv, h=class_of_heads(case.h), L=bucket_of_length(case.L), dtype=case.dtype
-    )
-    problems = tuple(name for name in space.problems if case.L == REAL_LENGTH or not PROBLEMS[name].real)
-    return Job(key, kernel, case, problems, committed, candidates)
+    for case, space in itertools.product(cases, spaces):
+        if space.loads == ("tma",) and sm is not None and sm < TMA_MIN_SM:
+            continue
+        kernel = kernel_name(space, case.Dk, case.Dv, case.dtype)
+        committed = settings.kernels[kernel]
+        candidates = tuple(config for config in configs(space, committed, sm) if not quick or is_near(config, committed))
+        key = Key(
+            backend=space.backend, way=space.way, Dk=case.Dk, Dv=case.Dv, h=class_of_heads(case.h), L=bucket_of_length(case.L),
+            dtype=case.dtype,
+        )  # fmt: skip
+        problems = tuple(name for name in space.problems if case.L == REAL_LENGTH or not PROBLEMS[name].real)
+        found.append(Job(key, kernel, case, problems, committed, candidates))
+    return found
 
 
 def kernel_name(space: Space, Dk: int, Dv: int, dtype: str) -> str:
-    """The kernel's name in configs/ for these head dims: wide tiles have configs of their own."""
+    """Return the kernel's name in configs/ for these head dims: wide tiles have configs of their own."""
     size = BYTES[dtype]
     return space.kernel + launch_class(sum(tile_columns(Dk, Dv, size)), size)
 
 
 def committed_settings(device: DeviceInfo) -> Settings:
-    """The device's settings with the committed kernel configs, which winners must beat, whatever NSA_SEL_CONFIG names."""
+    """Return the device's settings with the committed kernel configs, which winners must beat, whatever NSA_SEL_CONFIG
+    names.
+    """
     profile = profile_for(device)
     layers = [shipped_configs()["base.yaml"], *(config for _, config in (profile.layers if profile else ()))]
     kernels = {name: config for layer in layers for name, config in layer.kernels.items()}

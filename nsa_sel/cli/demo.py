@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.attention import selection_attention
-from nsa_sel.bench.core import baselines, cases, timing
+from nsa_sel.bench.core import cases, contenders, timing
 from nsa_sel.cli.output import terminal_columns
 from nsa_sel.cli.tensor_file import Problem, read_problem
 from nsa_sel.core.call import device_info, request_of
@@ -146,7 +146,7 @@ def run(setting: Setting, advance: Advance = lambda what, done: None) -> Result:
     problem, decision, checked = setting
     q, k, v, selection, q_pos, facts = problem
     do = torch.randn(*q.shape[:-1], v.shape[-1], generator=torch.Generator().manual_seed(0)).to(q)
-    mask = baselines.token_mask(selection, k.shape[2], q_pos)
+    mask = contenders.token_mask(selection, k.shape[2], q_pos)
 
     def by(backend: str | None) -> Attend:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,9 +158,9 @@ def run(setting: Setting, advance: Advance = lambda what, done: None) -> Result:
 
     chosen = str(decision.forward) if decision.forward == decision.backward else f"{decision.forward} + {decision.backward}"
     candidates: list[tuple[Row, Attend]] = [
-        (Row(name=MASKED), lambda q, k, v: (baselines.masked_sdpa(q, k, v, mask), None)),  # first: others are compared with its gradients
+        (Row(name=MASKED), lambda q, k, v: (contenders.masked_sdpa(q, k, v, mask), None)),  # first: others are compared with its gradients
         (Row(name=chosen, policy_choice=True), by(None)),
-        (Row(name=DENSE), lambda q, k, v: (baselines.dense_causal_sdpa(q, k, v, kernel="any"), None)),
+        (Row(name=DENSE), lambda q, k, v: (contenders.dense_causal_sdpa(q, k, v, kernel="any"), None)),
     ]
     refused = {}
     for name in (verdict.backend for verdict in decision.verdicts if verdict.backend != chosen):
@@ -236,7 +236,7 @@ def _time(candidates: list[tuple[Row, Attend]], problem: Problem, do: Tensor, ad
         advance("timing", 0.4 + 0.6 * done / ROUNDS[device])
         for _, _, call, times in work:
             if sum(times) < share and time.perf_counter() - began < 2 * TIMING_SECONDS[device]:
-                times.append(timing.one_call(call, device))
+                times.append(timing.call_times(call, 1, device)[0])
     for row, field, _, times in work:
         if times:
             spread = timing.spread(times)

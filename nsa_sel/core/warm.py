@@ -22,7 +22,7 @@ from nsa_sel.selection import Selection
 from nsa_sel.settings import tuned
 from nsa_sel.telemetry import events, target
 
-TUNER = "nsa_sel.bench.tune.quick"  # module with tune_for(request, device), loaded by name like backends and policies
+TUNER = "nsa_sel.bench.tune.kernel_configs"  # module with tune_for(request, device), loaded by name like backends and policies
 _started: set[torch.device] = set()  # devices whose first call has started its warm-up
 
 

@@ -12,7 +12,7 @@ import torch
 
 from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.tune import command, costs, runner, tuned_file
+from nsa_sel.bench.tune import calls, command, kernel_configs, tuned_file
 from nsa_sel.bench.tune.cost_fit import BACKENDS, TERMS, case_of, model_of, phase_of, request_of, sharing_of
 from nsa_sel.bench.tune.kernel_configs import Times
 from nsa_sel.bench.tune.search_space import Case, Job, jobs
@@ -73,8 +73,8 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, device: DeviceInfo) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(command, "device_info", lambda where: device)
-    monkeypatch.setattr(runner, "Runner", lambda where, settings, time: times)
-    monkeypatch.setattr(costs, "Runner", lambda rep=0.0: lambda row: (sides if row["case"].startswith("threshold") else priced)(row))
+    monkeypatch.setattr(kernel_configs, "Runner", lambda where, settings, rep: times)
+    monkeypatch.setattr(calls, "Runner", lambda rep=0.0: lambda row: (sides if row["case"].startswith("threshold") else priced)(row))
 
 
 def json_lines(path: Path) -> list[Row]:

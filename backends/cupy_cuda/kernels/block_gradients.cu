@@ -20,7 +20,7 @@
 //   operand from shared memory, nor its product with keys.
 //
 //   SEGMENT  entries of a segment at most if shared tiles are left out, which a bit for each says; 0: none is
-#include "unit_steps.cuh"
+#include "row_steps.cuh"
 
 constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 32;  // a thread
 
@@ -60,10 +60,9 @@ struct Steps : UnitSteps<Arguments, Found> {
     using UnitSteps<Arguments, Found>::UnitSteps;
 };
 
-#if SEGMENT
-// Which entries of a segment have shares: a bit for each.
-struct Shares {
-    u32 bits[(SEGMENT + 127) / 128 * 4];
+// The entries of a segment whose partial dq is stored (its shares): one bit per entry, or all.
+struct ListedShares {
+    u32 bits[SEGMENT ? (SEGMENT + 127) / 128 * 4 : 4];
     DEVICE void find(const Steps &list) {
 #pragma unroll 4
         for (int first = 0; first < list.segment.entries; first += 128) {
@@ -83,17 +82,16 @@ struct Shares {
         return uniform(bits[step * TQ / 32] >> step * TQ % 32 & (~0u >> (32 - min(TQ, 32))));
     }
 };
-#else
-struct Shares {
+struct AllShares {
     DEVICE void find(const Steps &) {}
     DEVICE bool has(int number) const { return number >= 0; }
     DEVICE bool any(int) const { return true; }
 };
-#endif
+typedef If<(SEGMENT > 0), ListedShares, AllShares> Shares;
 
 // The tile's keys that no row of the segment sees become zeros.
 DEVICE void zero_unseen_keys(const Steps &list, unsigned char *k_tile) {
-    const int limit = seen_keys<128>(list);
+    const int limit = last_seen_key<128>(list);
     if (limit >= KEYS) return;
     for (int i = threadIdx.x; i < K_BYTES / 16; i += 128)
         if (i % (PANEL / 16) / 8 >= limit) *reinterpret_cast<uint4 *>(k_tile + i * 16) = make_uint4(0, 0, 0, 0);

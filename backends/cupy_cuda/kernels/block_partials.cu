@@ -23,7 +23,7 @@
 //
 //   STAGES  of q of a warpgroup
 //   STEPS   of a segment at most
-#include "unit_steps.cuh"
+#include "row_steps.cuh"
 
 constexpr int PER_SM = 2, WARPGROUPS = 2, THREADS = 128 * WARPGROUPS, Q_BYTES = K_BYTES;
 
@@ -67,7 +67,7 @@ DEVICE int keep_listed(const Arguments &x, const UnitSegment &segment, int *kept
 // Of every 32 columns of the values, numbers 8 c + 2 j and the next one go to 8 j + 2 c. Values that no row of the
 // segment sees become zeros.
 DEVICE void prepare_values(const Steps &list, unsigned char *v_tile) {
-    const int limit = seen_keys<THREADS>(list);
+    const int limit = last_seen_key<THREADS>(list);
     for (int i = threadIdx.x; i < KEYS * (DV / 32); i += THREADS) {
         const int key = i % KEYS, chunk = i / KEYS * 4;  // of the 16-byte chunks of a key
         uint4 *chunks[4];

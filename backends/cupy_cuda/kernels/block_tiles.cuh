@@ -1,26 +1,25 @@
 // Tiles of blocks smaller than a tile, and the rows that selected any of a tile's blocks (block_tiles.py):
-//   count_blocks.cu   how many of some rows selected each block
-//   order_blocks.cu   the blocks of every tile
-//   count_rows.cu     how many rows each tile has in each chunk of rows
-//   sum_counts.cu     where these begin, and the segments of every list
-//   list_rows.cu      the rows of every tile, with a bit for each of its blocks
+//   count_blocks.cu   count how many sampled rows selected each block
+//   order_blocks.cu   assign blocks to tiles
+//   count_rows.cu     count each tile's rows per chunk of rows
+//   sum_counts.cu     sum the counts, and count the segments of every list
+//   list_rows.cu      list the rows of every tile, with one bit per block
 //
-// Adjacent blocks are seldom all selected by a row: of the blocks of a tile of 64 keys most rows would select few. Blocks that many rows
-// select share tiles, and so do those that few do, in the order of their positions: neighbors are selected by neighbors.
+// A row seldom selects all blocks of a tile of 64 adjacent keys, so most rows would use few of them. Blocks that many rows
+// select therefore share tiles, and so do blocks that few rows select, in the order of their positions, because neighboring
+// rows select neighboring blocks.
 #pragma once
 #include "key_to_rows.cuh"
 
 constexpr int CHUNK = 64;  // rows
 
-// The selected blocks of a CTA's rows, as bits of the tiles [tile0, tile0 + TABLE) in shared memory.
-//
-//   TABLE  tiles at once, a multiple of 2
+// The selected blocks of a CTA's rows, as bits of tiles [tile0, tile0 + TABLE) in shared memory. TABLE is even.
 struct RowMasks {
     static constexpr int THREADS = 512, PITCH = TABLE / 2 + 1;  // 32-bit words of a row: rows begin in different banks
 
-    // Every bit of `table` [CHUNK][PITCH], a warp per row. places: of the blocks of bg (order_blocks.cu).
+    // Set the bits of `table` [CHUNK][PITCH], one warp per row. places: slots of the blocks of bg (order_blocks.cu).
     DEVICE static void mark(const Problem &p, u32 bg, u32 first_row, const int *places, u32 tile0, u32 *table) {
-        constexpr int EACH = 8;  // ranges of a lane that are loaded together
+        constexpr int EACH = 8;  // ranges that a lane loads together
         const u32 n = p.n, G = p.G, b = bg / G, g = bg % G, lane = threadIdx.x % 32;
         for (int i = threadIdx.x; i < CHUNK * PITCH; i += THREADS) table[i] = 0;
         __syncthreads();
@@ -44,6 +43,6 @@ struct RowMasks {
         }
         __syncthreads();
     }
-    // The blocks of a tile that row r of the chunk selected.
+    // Return the blocks of a tile that row r of the chunk selected, as bits.
     DEVICE static u32 chosen(const u32 *table, u32 r, u32 tile) { return table[r * PITCH + tile / 2] >> tile % 2 * 16 & 0xffff; }
 };

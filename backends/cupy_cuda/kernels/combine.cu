@@ -1,11 +1,11 @@
-// o and lse of rows that were split among several CTAs over disjoint keys (forward_rows.cu).
+// Merge o and lse of rows that forward_rows.cu split over several CTAs with disjoint keys.
 //
 //   lse = log2 sum_i 2^lse_i,  o = sum_i 2^(lse_i - lse) o_i
 //
-// Grid: one CTA per 4 rows (of B*S*G*h), a warp each; splits are added in their order, so that results repeat bit by bit.
-// A split that saw no key has lse_i = -inf, and weight 0.
+// Grid: one CTA per 4 rows of B*S*G*h, one warp per row. Splits are added in order, so that results are bit-equal from run to
+// run. A split without keys has lse_i = -inf and weight 0.
 //
-//   MOST_SPLITS  a multiple of 32
+//   MOST_SPLITS  most splits per row, a multiple of 32
 #include "softmax.cuh"
 
 struct Arguments {

@@ -1,14 +1,13 @@
-// How many of every SAMPLED-th row selected each block: as order_blocks.cu needs no more than an estimate. Sums of integers: in any order.
-//
-// Grid: one CTA per (b, g, row).
+// Count how many of every SAMPLED-th row selected each block: an estimate is enough for order_blocks.cu. Sums of integers do
+// not depend on the order of the atomic additions. Grid: one CTA per (b, g, sampled row).
 #include "key_to_rows.cuh"
 
 constexpr int THREADS = 128;
 
 struct Arguments {
     Problem p;
-    i64 blocks, rows;  // of a sequence; sampled rows of one bg
-    int *counts;       // [B*G, blocks], zeros before
+    i64 blocks, rows;  // blocks per sequence; sampled rows per bg
+    int *counts;       // [B*G, blocks], zeros on entry
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) count_blocks(const __grid_constant__ Arguments x) {

@@ -1,9 +1,8 @@
-// How many rows of each chunk selected any block of each tile (block_tiles.cuh): what sum_counts.cu takes.
+// Count the rows of each chunk that selected any block of each tile (block_tiles.cuh); sum_counts.cu sums the counts.
 //
-// Grid: one CTA per (b, g, chunk of rows).
-#include "sort.cuh"
-
+// Grid: one CTA per (b, g, chunk of rows); a warp per tile.
 #include "block_tiles.cuh"
+#include "sort.cuh"
 
 constexpr int THREADS = RowMasks::THREADS;
 
@@ -11,8 +10,8 @@ struct Arguments {
     Problem p;
     const int *places;  // [B*G, blocks]
     i64 blocks, tiles, chunks;
-    int *counts;    // [B*G, chunks, tiles], then what CTAs of sum_counts.cu publish
-    i64 published;  // CTAs
+    int *counts;    // [B*G, chunks, tiles], then the records of sum_counts.cu's CTAs (Published)
+    i64 published;  // number of records
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) count_rows(const __grid_constant__ Arguments x) {

@@ -1,14 +1,13 @@
-// The segments of every tile's list, where blocks of several tiles have one list (key_to_rows.cuh).
-//
-// Grid: one CTA. A thread has adjacent lists.
+// Count the segments of every tile's list if the tiles of a block share one list (key_to_rows.cuh). Grid: one CTA; a thread
+// takes EACH adjacent lists per round.
 #include "key_to_rows.cuh"
 #include "sort.cuh"
 
-constexpr int THREADS = 1024, EACH = 4;  // lists of a thread that are looked up together
+constexpr int THREADS = 1024, EACH = 4;  // lists that a thread looks up together
 
 struct Arguments {
-    KeyToRows lists;       // whose segments and parts are not there yet
-    Segments segments[2];  // these
+    KeyToRows lists;       // without segments and parts
+    Segments segments[2];  // segments and parts, computed here
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) cut_blocks(const __grid_constant__ Arguments x) {

@@ -9,21 +9,21 @@
 // the next tile can be loaded as soon as this one's are read. q of the next tile has its own stage.
 #include "token_tiles.cuh"
 
-#if COMPRESS_BLOCK || WINDOW
-constexpr bool WITH_O = true;
-#else
-constexpr bool WITH_O = false;
-#endif
+constexpr bool WITH_O = BY_ARITHMETIC;
 constexpr bool DO_IN_REGISTERS = DK <= 128;  // if acc leaves enough registers
 static_assert(DO_IN_REGISTERS || Q_STAGES == 1, "else do would follow another stage of q");
 constexpr int Q_BYTES = DK / 64 * PANEL, DO_BYTES = DV / 64 * PANEL;
 constexpr int ROW_BYTES = Q_STAGES * Q_BYTES + DO_BYTES + (WITH_O ? DO_BYTES : 0);  // per consumer
 
-struct Arguments {
+struct Maps {
     TensorMap q, d_o, k, v;
-#if COMPRESS_BLOCK || WINDOW
+    DEVICE const TensorMap &o_map() const { return d_o; }  // not used
+};
+struct MapsWithO : Maps {
     TensorMap o_rows;
-#endif
+    DEVICE const TensorMap &o_map() const { return o_rows; }
+};
+struct Arguments : If<WITH_O, MapsWithO, Maps> {
     Problem p;
     TilePlan plan;
     const u16 *o;             // [B,S,G,h,DV], contiguous
@@ -125,11 +125,8 @@ DEVICE void produce_tiles(const Arguments &x, unsigned char *row_memory, Shared 
     while (scheduler.next_tile()) {
         const TokenTile tile = scheduler.tile(x.p.G);
         produce_rows<DK>(shared.q[consumer], scheduler.at<Q_STAGES>(), row_memory, tile, consumer, x.q);
-#if COMPRESS_BLOCK || WINDOW
-        produce_rows<DV, DV>(shared.gradients[consumer], scheduler.at<1>(), do_tile, tile, consumer, x.d_o, x.o_rows);
-#else
-        produce_rows<DV>(shared.gradients[consumer], scheduler.at<1>(), do_tile, tile, consumer, x.d_o);
-#endif
+        if (WITH_O) produce_rows<DV, DV>(shared.gradients[consumer], scheduler.at<1>(), do_tile, tile, consumer, x.d_o, x.o_map());
+        else produce_rows<DV>(shared.gradients[consumer], scheduler.at<1>(), do_tile, tile, consumer, x.d_o);
     }
 }
 

@@ -1,14 +1,10 @@
 // Forward pass on Hopper like forward_tiles.cu, for head dims up to 256 and for blocks smaller than a step, which steps
-// gather. Units, pipelines and bits: see gather_steps.cuh. Grid, tiles and masks: see token_tiles.cuh.
-//
-//   s = q k^T,  p = 2^(c (s - m)),  o = sum_j p_j v_j / l,  lse = c m + log2 l         (softmax.cuh)
-//
-// A step's keys are released as soon as s is computed, because few stages of 256 columns fit. Running maxima are lazy,
-// as in forward_tiles.cu.
+// gather. Units, pipelines and bits: see gather_steps.cuh. Formulas, grid, tiles and masks: see
+// token_tiles.cuh.
+// A step's keys are released as soon as s is computed, because few stages of 256 columns fit.
 #include "gather_steps.cuh"
 
 constexpr int Q_BYTES = DK / 64 * PANEL;  // q tile of one consumer
-constexpr float SLACK = 8.0f;
 
 struct Arguments {
     TensorMap q, k, v;
@@ -18,21 +14,11 @@ struct Arguments {
     float *lse;  // [B,S,G,h]
 };
 
-// One consumer's online softmax over a tile.
-struct Attention {
+struct GatherAttention : Attention {
     GatherReader &steps;
     const u32 q_tile;  // an operand
-    const RowPair &rows;
-    const float slack;
-    OnlineSoftmax softmax;
-    float acc[DV / 2], s[KEYS / 2], alpha[2] = {1.0f, 1.0f};
-    u32 p[KEYS / 16][4];  // an operand
-    bool rises = false;
-
-    DEVICE Attention(GatherReader &reader, u32 q, const RowPair &pair, float c, float slack)
-        : steps(reader), q_tile(q), rows(pair), slack(slack), softmax(c) {
-        UNROLL for (int i = 0; i < DV / 2; ++i) acc[i] = 0.0f;
-    }
+    DEVICE GatherAttention(GatherReader &reader, u32 q, const RowPair &pair, float c, float slack)
+        : Attention(pair, c, slack), steps(reader), q_tile(q) {}
     DEVICE void begin_products(const GatheredStep &step) {
         wgmma_fence();
         wgmma_a_bt<DK, Layout<DK>::NEXT, Layout<DK>::GROUP>(s, uniform(q_tile), steps.keys_of(step));
@@ -56,27 +42,14 @@ struct Attention {
         __syncwarp();  // all lanes have read the data that comes with the keys
         steps.release_keys(step);
         mask_units(s, units, -infinity());
-        float top[2];
-        UNROLL for (int r = 0; r < 2; ++r) top[r] = units[r] ? row_max(s, r) : LOWEST;
-        rises = __any_sync(ALL_LANES, top[0] > softmax.m[0] + slack || top[1] > softmax.m[1] + slack);
-        if (rises) {
-            UNROLL for (int r = 0; r < 2; ++r) alpha[r] = softmax.raise(r, quad_max(top[r]));
-        }
-        UNROLL for (int r = 0; r < 2; ++r) softmax.exponentiate(s, r, units[r] != 0);
+        exponentiate(s, [&](int r) { return units[r] != 0; });
     }
-    DEVICE void finish_probabilities() {
-        compute_before_wait(softmax.l[0], &steps.shared.raw);
-        compute_before_wait(softmax.l[1], &steps.shared.raw);
-    }
-    DEVICE void update_operand() {
-        if (rises) scale_rows(acc, alpha);
-        as_operand(p, s);
-    }
+    DEVICE void finish_probabilities() { compute_sums_before_wait(&steps.shared.raw); }
 };
 
 // Run a consumer through the steps of a tile. The first GEMM of one step and the second GEMM of the step before are in
 // flight together. If a maximum rises meanwhile, acc is rescaled once the second GEMM is done.
-DEVICE void attend_tile(GatherReader &steps, int partial_steps, Pipeline<1> &q, Attention &math) {
+DEVICE void attend_tile(GatherReader &steps, int partial_steps, Pipeline<1> &q, GatherAttention &math) {
     GatheredStep coming;
     auto find = [&](int limit) {
         const Found found = steps.find(coming, limit);
@@ -119,19 +92,11 @@ DEVICE void attend(const Arguments &x, unsigned char *keys, unsigned char *value
     while (scheduler.next_tile()) {
         const TokenTile tile = scheduler.tile(p.G);
         const RowPair rows(p, tile, consumer);
-        Attention attention(steps, q_tile, rows, c, slack);
+        GatherAttention attention(steps, q_tile, rows, c, slack);
         steps.begin_tile(steps_of(scheduler.counts.y));
         shared.q[consumer].wait_full(scheduler.at<1>());
         attend_tile(steps, steps_of(scheduler.counts.y - scheduler.counts.x), shared.q[consumer], attention);
-
-        const OnlineSoftmax &softmax = attention.softmax;
-        float scale[2];
-        UNROLL for (int r = 0; r < 2; ++r) {
-            const RowTotals totals(softmax.c, softmax.m[r], quad_sum(softmax.l[r]));
-            scale[r] = totals.scale;
-            if (rows.bit[r] && threadIdx.x % 4 == 0) x.lse[RowPair::index(p, tile, consumer, r)] = totals.lse * LN_2;
-        }
-        write_rows<DV>(attention.acc, scale, x.o, p, tile, consumer);
+        attention.write(x, p, tile, consumer);
     }
 }
 

@@ -1,13 +1,8 @@
-// Forward pass on Hopper: o and lse of tiles of tokens. Grid, tile shapes, TMA loads and masks: see token_tiles.cuh.
-//
-//   s = q k^T,  p = 2^(c (s - m)),  o = sum_j p_j v_j / l,  lse = c m + log2 l         (softmax.cuh)
-//
-// The running maximum m is lazy: it rises only if c (s - m) exceeds SLACK, so that most steps need no reduction over
-// lanes and do not rescale acc. p stays below 2^SLACK, and o = acc / l does not depend on m.
+// Forward pass on Hopper: o and lse of tiles of tokens. Formulas, grid, tile shapes, TMA loads and masks: see
+// token_tiles.cuh.
 #include "token_tiles.cuh"
 
 constexpr int Q_BYTES = DK / 64 * PANEL;  // q tile of one consumer
-constexpr float SLACK = 8.0f;
 
 struct Arguments {
     TensorMap q, k, v;
@@ -17,28 +12,16 @@ struct Arguments {
     float *lse;  // [B,S,G,h]
 };
 
-// The `math` of consume_steps: one consumer's online softmax over a tile. A thread holds s [2, KEYS / 4] and acc [2, DV
-// / 4] of its rows.
-struct Attention {
-#if WINDOW  // windows of a multiple of KEYS: only the last step is brief, with the keys after the tile's first token
-    static constexpr int BRIEF = TOKENS <= 17 ? 16 : TOKENS <= 33 ? 32 : 0;
-#else
-    static constexpr int BRIEF = 0;
-#endif
+// The `math` of consume_steps.
+struct TileAttention : Attention {
+    // Windows of a multiple of KEYS: only the last step is brief, with the keys after the tile's first token.
+    static constexpr int BRIEF = !WINDOW ? 0 : TOKENS <= 17 ? 16 : TOKENS <= 33 ? 32 : 0;
     StepReader &steps;
     const u32 q_tile;  // wgmma operand in shared memory
-    const RowPair &rows;
-    const float slack;
-    OnlineSoftmax softmax;
-    float acc[DV / 2], s[KEYS / 2], alpha[2] = {1.0f, 1.0f};
-    u32 p[KEYS / 16][4];  // wgmma operand in registers
-    u32 q[DK / 16][4];    // likewise, if IN_TURNS
-    bool rises = false;   // a maximum rises in this step
+    u32 q[DK / 16][4];  // wgmma operand in registers, if IN_TURNS
 
-    DEVICE Attention(StepReader &reader, u32 q, const RowPair &pair, float c, float slack)
-        : steps(reader), q_tile(q), rows(pair), slack(slack), softmax(c) {
-        UNROLL for (int i = 0; i < DV / 2; ++i) acc[i] = 0.0f;
-    }
+    DEVICE TileAttention(StepReader &reader, u32 q, const RowPair &pair, float c, float slack)
+        : Attention(pair, c, slack), steps(reader), q_tile(q) {}
     DEVICE void load_q(const unsigned char *memory) {
         UNROLL for (int k = 0; k < DK / 16; ++k) load_operand(q[k], memory, k);
     }
@@ -52,20 +35,14 @@ struct Attention {
         wgmma_commit();
     }
     template <int PENDING>
-    DEVICE void probabilities(const Step &step, int key) { exponentiate<PENDING>(s, step, key); }
+    DEVICE void probabilities(const Step &step, int key) { finish_logits<PENDING>(s, step, key); }
     // Replace the logits s by p, and compute alpha if a maximum rises. PENDING: wgmma groups that may still be in
     // flight.
     template <int PENDING, class Tile>
-    DEVICE void exponentiate(Tile &s, const Step &step, int key) {
+    DEVICE void finish_logits(Tile &s, const Step &step, int key) {
         wgmma_wait<PENDING>();
         if (key != NO_MASK) rows.mask(s, key, -infinity());
-        float top[2];
-        UNROLL for (int r = 0; r < 2; ++r) top[r] = step.rows & rows.bit[r] ? row_max(s, r) : LOWEST;
-        rises = __any_sync(ALL_LANES, top[0] > softmax.m[0] + slack || top[1] > softmax.m[1] + slack);
-        if (rises) {
-            UNROLL for (int r = 0; r < 2; ++r) alpha[r] = softmax.raise(r, quad_max(top[r]));
-        }
-        UNROLL for (int r = 0; r < 2; ++r) softmax.exponentiate(s, r, step.rows & rows.bit[r]);
+        exponentiate(s, [&](int r) { return step.rows & rows.bit[r]; });
     }
     template <int KEYS>
     DEVICE void brief_step(const Step &step, int key) {
@@ -74,7 +51,7 @@ struct Attention {
         wgmma_fence();
         wgmma_a_bt<DK>(few, q_tile, steps.keys(step));
         wgmma_commit();
-        exponentiate<0>(few, step, key);
+        finish_logits<0>(few, step, key);
         if (rises) scale_rows(acc, alpha);
         as_operand(operand, few);
         wgmma_fence();
@@ -82,14 +59,7 @@ struct Attention {
         wgmma_commit();
         wgmma_wait<0>();
     }
-    DEVICE void finish_probabilities() {
-        compute_before_wait(softmax.l[0], &steps.pipeline.raw);
-        compute_before_wait(softmax.l[1], &steps.pipeline.raw);
-    }
-    DEVICE void update_operand() {
-        if (rises) scale_rows(acc, alpha);
-        as_operand(p, s);
-    }
+    DEVICE void finish_probabilities() { compute_sums_before_wait(&steps.pipeline.raw); }
 };
 
 // IN_TURNS: a row's result is the merge of both consumers' partial sums. Each consumer finishes half of the columns.
@@ -97,7 +67,7 @@ __shared__ float2 statistics[IN_TURNS ? 2 : 1][64];  // m and l of each consumer
 
 // Merge the two consumers' partial results and store o and lse. exchange: per consumer, the half of its acc that the
 // other one finishes.
-DEVICE void join_and_write(Attention &mine, const Arguments &x, const TokenTile &tile, const RowPair &rows, float4 *exchange, int consumer) {
+DEVICE void join_and_write(TileAttention &mine, const Arguments &x, const TokenTile &tile, const RowPair &rows, float4 *exchange, int consumer) {
     constexpr int HALF = DV / 4, BARRIER = 1;  // elements per thread; number of the named barrier
     const int thread = threadIdx.x % 128, other = 1 - consumer;
     OnlineSoftmax &softmax = mine.softmax;
@@ -144,7 +114,7 @@ DEVICE void attend(const Arguments &x, unsigned char *stages, unsigned char *q_m
     while (scheduler.next_tile()) {
         const TokenTile tile = scheduler.tile(p.G);
         const RowPair rows(p, tile, consumer);
-        Attention attention(steps, q_tile, rows, c, slack);
+        TileAttention attention(steps, q_tile, rows, c, slack);
         steps.begin_tile(scheduler.counts.y * STEPS);
         shared.q[consumer].wait_full(scheduler.at<1>());
         if (IN_TURNS) {
@@ -154,18 +124,8 @@ DEVICE void attend(const Arguments &x, unsigned char *stages, unsigned char *q_m
         }
         consume_steps<!IN_TURNS>(steps, scheduler.counts, shared.q[consumer], 0, attention);
 
-        if (IN_TURNS) {
-            join_and_write(attention, x, tile, rows, exchange, consumer);
-            continue;
-        }
-        const OnlineSoftmax &softmax = attention.softmax;
-        float scale[2];
-        UNROLL for (int r = 0; r < 2; ++r) {
-            const RowTotals totals(softmax.c, softmax.m[r], quad_sum(softmax.l[r]));
-            scale[r] = totals.scale;
-            if (rows.bit[r] && threadIdx.x % 4 == 0) x.lse[RowPair::index(p, tile, consumer, r)] = totals.lse * LN_2;
-        }
-        write_rows<DV>(attention.acc, scale, x.o, p, tile, consumer);
+        if (IN_TURNS) join_and_write(attention, x, tile, rows, exchange, consumer);
+        else attention.write(x, p, tile, consumer);
     }
 }
 
@@ -176,9 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) forward_tiles(cons
     const int warpgroup = threadIdx.x / 128, producer = threadIdx.x / 32 - 4 * CONSUMERS;
     if (threadIdx.x == 0) shared.init();
     wait_for_stream();
-#if FEW_TOKENS
-    make_union<THREADS>(x.p, blockIdx.x / static_cast<u32>(x.p.G), blockIdx.x % static_cast<u32>(x.p.G), 0, x.p.S);
-#endif
+    if (FEW_TOKENS) make_union<THREADS>(x.p, blockIdx.x / static_cast<u32>(x.p.G), blockIdx.x % static_cast<u32>(x.p.G), 0, x.p.S);
     __syncthreads();
     if (warpgroup < CONSUMERS) {
         reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PER_SM>(true);

@@ -59,8 +59,8 @@ struct Units {
         const bool exists = e < counts.y * PARTS;
         if (exists) {
             const int at = list_offset(counts, e / PARTS);
-            key = block_key(p, plan, tile, at) + e % PARTS * UNIT;
-            rows = selected_by(p, plan, tile, at);
+            key = Union::block_key(p, plan, tile, at) + e % PARTS * UNIT;
+            rows = Union::selected_by(p, plan, tile, at);
         }
         visible = exists ? key + UNIT : key;
         for (int i = first; i < min(partial, first + 32); ++i) {

@@ -1,13 +1,15 @@
-// o and lse of the rows of a unit from their partials (block_partials.cu), and from the tiles of keys that adjacent tokens share, on Hopper.
+// o and lse of the rows of a unit on Hopper, from their partials (block_partials.cu) and from the tiles of keys that adjacent
+// tokens share.
 //
 //   s = c q k^T,  p = 2^(s - m),  acc = sum p v,  l = sum p                     over the shared tiles  (softmax.cuh)
 //   w_i = 2^(lse_i - m),  o = (acc + sum_i w_i o_i) / (l + sum_i w_i),  lse = m + log2(l + sum_i w_i)
 //
-// Why: partials are most of the bytes that cuda-block moves, written once and read once. A tile that all of TQ adjacent tokens selected takes
-//   two products here, 512 cycles of the tensor cores, and no memory. Of random selections these are the forced blocks, 3 of 16.
-// Grid: one CTA for 64 rows of the unit (joined_rows.cuh: macros, and how partials come).
-// Masks: which tiles are shared, and which entries have partials, is in two masks of a row (shared_tiles.cu). A row's limit cuts some shared
-//   tiles; values that no row sees are zeroed, as 0 * NaN would reach acc.
+// Why: partials are most of the bytes that cuda-block moves, written once and read once. A tile that all of TQ adjacent tokens
+//   selected takes two products here, 512 cycles of the tensor cores, and no memory. With random selections these tiles are
+//   the forced blocks, 3 of 16.
+// Grid: one CTA per 64 rows of the unit (joined_rows.cuh: macros, loads of partials).
+// Masks: two masks per row tell which tiles are shared and which entries have partials (shared_tiles.cu). A row's limit cuts
+//   some shared tiles; values that no row sees are zeroed, because 0 * NaN is NaN.
 #include "joined_rows.cuh"
 
 struct Arguments {
@@ -22,7 +24,7 @@ struct Arguments {
     float *lse;                  // [B,S,G,H]
 };
 
-// acc and the softmax over the tiles that the tokens share.
+// Compute acc and the softmax over the tiles that the tokens share.
 DEVICE void attend_shared(const Arguments &x, const Tokens &tokens, unsigned char *memory, Barriers &full, float (&acc)[DV / 2],
                           OnlineSoftmax &softmax) {
     const u32 q = uniform(operand(shared_address(memory))), keys = q + K_BYTES / 16, values = keys + K_BYTES / 16;
@@ -80,10 +82,10 @@ DEVICE void attend_shared(const Arguments &x, const Tokens &tokens, unsigned cha
 // The log-sum-exps of a row's partials.
 struct PartialTotals {
     const float *lse;  // of entry 0
-    u64 entries;       // that are still to be added
+    u64 entries;       // not added yet
     DEVICE PartialTotals(const Arguments &x, const Tokens &tokens, int row)
         : lse(x.part_lse + first_partial(x, tokens, row)), entries(listed_entries(x, tokens, row)) {}
-    // The largest of all, or `top`; a lane reads a quarter of them, four at once.
+    // Return the largest of all and `top`; a lane reads a quarter of them, four at a time.
     DEVICE float largest(float top) const {
         UNROLL for (int first = 0; first < EACH; first += 16) {
             float found[4];
@@ -95,7 +97,7 @@ struct PartialTotals {
         }
         return quad_max(top);
     }
-    // That of the next entry; -inf if there is none.
+    // Return that of the next entry; -inf if there is none.
     DEVICE float next() {
         if (!entries) return -infinity();
         const int entry = __ffsll(entries) - 1;
@@ -104,7 +106,7 @@ struct PartialTotals {
     }
 };
 
-// The partials of this thread's two rows, relative to m, added to acc and l.
+// Add the partials of this thread's two rows, relative to m, to acc and l.
 DEVICE void add_partials(PartialLoads<DV> &loads, PartialTotals (&totals)[2], float (&acc)[DV / 2], const float (&m)[2], float (&l)[2]) {
     const int rounds = rounds_of(totals[0].entries, totals[1].entries);
     PipelineState<RING> at;
@@ -114,7 +116,7 @@ DEVICE void add_partials(PartialLoads<DV> &loads, PartialTotals (&totals)[2], fl
         UNROLL for (int r = 0; r < 2; ++r) weight[r] = exp2_fast(totals[r].next() - m[r]);
         UNROLL for (int r = 0; r < 2; ++r) {
             const unsigned char *row = loads.row(at, r);
-            if (weight[r] == 0.0f) continue;  // there may be none, and memory may hold anything
+            if (weight[r] == 0.0f) continue;  // without a partial, memory may hold anything
             l[r] += weight[r];
             add_partial(acc, r, weight[r], row);
         }
@@ -122,7 +124,7 @@ DEVICE void add_partials(PartialLoads<DV> &loads, PartialTotals (&totals)[2], fl
     }
 }
 
-// o and lse of this thread's two rows.
+// Store o and lse of this thread's two rows.
 DEVICE void write_rows(const Arguments &x, const Tokens &tokens, const float (&acc)[DV / 2], const float (&m)[2], const float (&l)[2]) {
     UNROLL for (int r = 0; r < 2; ++r) {
         const int row = row_of_tile(r);

@@ -1,12 +1,13 @@
-// dq of the rows of a unit from their shares (block_gradients.cu), and from the tiles of keys that adjacent tokens share, on Hopper.
+// dq of the rows of a unit on Hopper, from their partial sums (block_gradients.cu) and from the tiles of keys that adjacent
+// tokens share.
 //
 //   p = 2^(c q k^T - lse),  ds = p * (do v^T - delta),  acc = sum ds k                     over the shared tiles
 //   dq = scale * acc + sum_i dq_i
 //
-// Why: as in join_partials.cu. A shared tile takes three products here, of which dk and dv need two, too; its share of dq would take
-//   another, a round trip of ds through shared memory, and memory.
-// Grid: one CTA for 64 rows of the unit (joined_rows.cuh: macros, and how shares come).
-// Masks: as in join_partials.cu. ds of masked keys is replaced, not multiplied, by 0; keys that no row sees are zeroed.
+// Why: as in join_partials.cu. A shared tile takes three products here, two of which dk and dv need anyway; storing its
+//   partial dq would take another product, a round trip of ds through shared memory, and memory.
+// Grid: one CTA per 64 rows of the unit (joined_rows.cuh: macros, loads of partials).
+// Masks: as in join_partials.cu. ds of masked keys is replaced by 0, not multiplied by 0; keys that no row sees are zeroed.
 #include "joined_rows.cuh"
 
 struct Arguments {
@@ -20,7 +21,7 @@ struct Arguments {
     u16 *dq;                     // [B,S,G,H,DK]
 };
 
-// acc over the tiles that the tokens share.
+// Compute acc over the tiles that the tokens share.
 DEVICE void differentiate_shared(const Arguments &x, const Tokens &tokens, unsigned char *memory, Barriers &full, float (&acc)[DK / 2]) {
     const u32 q = uniform(operand(shared_address(memory))), keys = q + K_BYTES / 16;
     const u32 d_out = keys + K_BYTES / 16, values = d_out + V_BYTES / 16;
@@ -81,7 +82,7 @@ DEVICE void differentiate_shared(const Arguments &x, const Tokens &tokens, unsig
     }
 }
 
-// The shares of this thread's two rows, of which some have these entries, added to acc.
+// Add the partial sums of this thread's two rows to acc. entries: those of each row, as bits.
 DEVICE void add_shares(PartialLoads<DK> &loads, const u64 (&entries)[2], float (&acc)[DK / 2]) {
     const int rounds = rounds_of(entries[0], entries[1]);
     PipelineState<RING> at;

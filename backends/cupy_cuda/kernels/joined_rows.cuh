@@ -1,32 +1,33 @@
-// 64 rows of a unit, TQ adjacent tokens times H heads, and what belongs to the entries of their selection: tiles of keys that all of the
-// tokens selected (shared_tiles.cu), and partials of all other entries. join_partials.cu and join_shares.cu compute the former and add the
-// latter: one multiplies while other CTAs of the multiprocessor read, at memory speed.
+// Rows of join_partials.cu and join_shares.cu: 64 rows of a unit, TQ adjacent tokens times H heads. The kernels compute the
+// tiles of keys that all of the tokens selected (shared_tiles.cu), and add the partials of all other entries: while one CTA
+// multiplies, others on the multiprocessor read partials at memory speed.
 //
-// Partials: each warp has 16 rows, and brings a partial of each of its tokens to one of RING stages by bulk loads, which do not take registers.
-//   What the products needed is their memory. Accumulators are exchanged between the lanes of a quad once, so that a lane has eight adjacent
-//   columns of every 32, which it reads at once.
-// Arguments of a kernel have p, reach, the masks shared and listed [B,S,G], and the fields of `UnitRows` (units.py).
+// Partials: each warp owns 16 rows, and loads one partial per token and round into one of RING stages, by bulk loads, which
+//   take no registers. The stages reuse the memory of the products. Accumulators are exchanged within a quad once, so that a
+//   lane holds eight adjacent columns of every 32, and reads them in one load.
+// Arguments of a kernel: p, reach, the masks `shared` and `listed` [B,S,G], and the fields of `UnitRows` (units.py).
 //
-//   H, EACH  heads of a group, which divide 64; entries of a row, n * reach, at most 64
+//   H, EACH  heads per group, a divisor of 64; entries per row, n * reach, at most 64
 //   PER_SM   CTAs per multiprocessor
-//   RING     stages of a warp
+//   RING     stages per warp
 #pragma once
-#include "shared_tiles.cuh"
+#include "key_to_rows.cuh"
 #include "hopper_tiles.cuh"
 
+constexpr int KEYS = 64, TQ = 64 / H;  // keys per tile; adjacent tokens that may share a tile, with H heads each
 constexpr int THREADS = 128, WARPS = THREADS / 32;
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL;  // of keys and values, and of 64 rows of q and do
 constexpr int RUN = H < 16 ? H : 16;                                 // rows of a token in a warp
 
-// A thread's two rows, 8 apart, of the 64.
+// Return row r (0 or 1) of a thread's two rows, 8 apart, of the 64.
 DEVICE int row_of_tile(int r) { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r; }
 
-// TQ tokens of a pair.
+// The CTA's TQ tokens of a pair (b, g).
 struct Tokens {
-    u32 pair, within;            // the pair, and the first token, of the unit
+    u32 pair, within;            // index of the pair, and of the first token, in the unit
     u32 b, g;                    // of the pair
     i64 s;                       // the first token
-    int count, lowest, highest;  // tokens that exist, the least and the largest of their limits
+    int count, lowest, highest;  // tokens that exist; smallest and largest row_limit
     template <class Arguments>
     DEVICE Tokens(const Arguments &x) {
         const u32 each = (static_cast<u32>(x.rows) + TQ - 1) / TQ, G = x.p.G;
@@ -45,15 +46,15 @@ struct Tokens {
         lowest = __reduce_min_sync(ALL_LANES, least);
         highest = __reduce_max_sync(ALL_LANES, most);
     }
-    DEVICE i64 index(const Problem &p, int token) const { return (b * p.S + s + token) * p.G + g; }  // among B*S*G
-    // Replace what belongs to keys, of a tile from `key` on, that this thread's rows do not see.
+    DEVICE i64 index(const Problem &p, int token) const { return (b * p.S + s + token) * p.G + g; }  // in [B,S,G]
+    // Overwrite elements of keys that this thread's rows do not see. key: the tile's first key.
     DEVICE void mask(const Problem &p, float (&s_tile)[KEYS / 2], int key, float value) const {
         if (lowest >= key + KEYS) return;
         int limits[2];
         UNROLL for (int r = 0; r < 2; ++r) limits[r] = row_limit(p, b, s + min(row_of_tile(r) / H, count - 1)) - key;
         mask_columns(s_tile, 0, limits, value);
     }
-    // Zero the keys or values that no row sees of a tile from `key` on: 0 * NaN would reach sums.
+    // Zero the keys or values of a tile from `key` on that no row sees, because 0 * NaN is NaN.
     DEVICE void zero_unseen(unsigned char *tile, int bytes, int key) const {
         if (highest >= key + KEYS) return;
         for (int panel = 0; panel < bytes; panel += PANEL)
@@ -64,7 +65,7 @@ struct Tokens {
     }
 };
 
-// The tiles that all of the tokens selected, in the order of the first token's entries.
+// Iterator over the tiles that all of the tokens selected, in the order of the first token's entries.
 struct SharedTiles {
     const Problem &p;
     const int reach, limit;
@@ -74,16 +75,16 @@ struct SharedTiles {
     DEVICE SharedTiles(const Arguments &x, const Tokens &tokens)
         : p(x.p), reach(static_cast<int>(x.reach)), limit(row_limit(x.p, tokens.b, tokens.s)), leader(tokens.index(x.p, 0)),
           left(x.shared[leader]) {}
-    // The first key of the next tile, if any is left.
+    // Return the first key of the next tile, 0 if none is left.
     DEVICE int next_key() {
         if (!left) return 0;
         const int entry = __ffsll(left) - 1;
         left &= left - 1;
-        return tile_of(p, reach, leader, limit, entry) * KEYS;
+        return tile_of<KEYS>(p, reach, leader, limit, entry) * KEYS;
     }
 };
 
-// Of q (and do), of a tile's keys and values, and of the warps' stages.
+// mbarriers of q (and do), of a tile's keys and values, and of the warps' stages.
 struct Barriers {
     u64 rows, k, v, partials[WARPS][RING];
     DEVICE void init() {
@@ -95,7 +96,8 @@ struct Barriers {
     }
 };
 
-// A lane's share of the columns: of every 32, eight adjacent ones in place of two adjacent ones of every eight. As floats of wgmma.
+// Exchange an accumulator of wgmma within a quad: of every 32 columns, a lane then holds eight adjacent ones instead of two
+// of every eight.
 template <int N>
 DEVICE void adjacent_columns(float (&acc)[N]) {
     UNROLL for (int j = 0; j < N; j += 16)
@@ -107,26 +109,27 @@ DEVICE void adjacent_columns(float (&acc)[N]) {
         }
 }
 
-// Where the partial of entry 0 is of a row of the tile, among rows of its columns; of a token that exists.
+// Return the index of the partial of entry 0 of a row of the tile; of the last token for rows without one.
 template <class Arguments>
 DEVICE i64 first_partial(const Arguments &x, const Tokens &tokens, int row) {
     const i64 token = tokens.pair * x.section + tokens.within + min(row / H, tokens.count - 1);
     return token * EACH * H + row % H;
 }
-// The entries of that row's token that have partials.
+// Return the entries of that row's token that have partials, as bits.
 template <class Arguments>
 DEVICE u64 listed_entries(const Arguments &x, const Tokens &tokens, int row) {
     return row / H < tokens.count ? x.listed[tokens.index(x.p, row / H)] : 0;
 }
 
-// A warp's loads of partials of D columns: round i brings number i of each of its tokens to stage i % RING. A lane has a token.
+// A warp's loads of partials of D columns: round i loads partial i of each of its tokens into stage i % RING, one lane per
+// token.
 template <int D>
 struct PartialLoads {
     static constexpr int ROW_BYTES = D * 2, STAGE_BYTES = 16 * ROW_BYTES;
     const u16 *from;  // the partial of entry 0
     unsigned char *stages;
     u64 *full;
-    u64 entries;  // that are still to be loaded
+    u64 entries;  // not loaded yet
     template <class Arguments>
     DEVICE PartialLoads(const Arguments &x, const Tokens &tokens, const u16 *partials, unsigned char *memory, Barriers &barriers)
         : stages(memory + threadIdx.x / 32 * RING * STAGE_BYTES), full(barriers.partials[threadIdx.x / 32]) {
@@ -145,22 +148,22 @@ struct PartialLoads {
         entries &= entries - 1;
         bulk_load_once(stages + stage * STAGE_BYTES + threadIdx.x % 32 * RUN * ROW_BYTES, from + entry * H * D, RUN * ROW_BYTES, &full[stage]);
     }
-    // A round's row number r of this thread, once it has arrived.
+    // Wait for a round; return row r of this thread.
     DEVICE const unsigned char *row(const PipelineState<RING> &at, int r) const {
         mbarrier_wait(&full[at.stage], at.parity);
         return stages + at.stage * STAGE_BYTES + (threadIdx.x % 32 / 4 + 8 * r) * ROW_BYTES;
     }
-    // Once this lane has read its rows of the round.
+    // Release a round's stage after this lane has read its rows.
     DEVICE void release(const PipelineState<RING> &at) {
-        __syncwarp();  // all lanes have
+        __syncwarp();  // all lanes have read theirs
         load(at.stage);
     }
 };
 
-// How many rounds a warp's rows take, given those of this thread's rows.
+// Return the rounds of the warp, given the entries of this thread's two rows.
 DEVICE int rounds_of(u64 entries, u64 other_entries) { return __reduce_max_sync(ALL_LANES, max(__popcll(entries), __popcll(other_entries))); }
 
-// acc += weight * x for row r of a partial, this lane's columns.
+// acc += weight * x for this lane's columns of row r of a partial.
 template <int N>
 DEVICE void add_partial(float (&acc)[N], int r, float weight, const unsigned char *row) {
     UNROLL for (int j = 0; j < N / 16; ++j) {
@@ -173,7 +176,7 @@ DEVICE void add_partial(float (&acc)[N], int r, float weight, const unsigned cha
     }
 }
 
-// Row r of acc * scale, this lane's columns.
+// Store this lane's columns of row r of acc * scale.
 template <int N>
 DEVICE void write_row(u16 *to, const float (&acc)[N], int r, float scale) {
     UNROLL for (int j = 0; j < N / 16; ++j) {

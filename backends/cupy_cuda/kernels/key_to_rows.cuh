@@ -88,11 +88,7 @@ struct Segment {
 
 // Return the first partial sum of a list; lists of a window are not in memory and have none.
 DEVICE i64 first_part(const KeyToRows &lists, i64 list) {
-#if WINDOW
-    return 0;
-#else
-    return lists.parts[list];
-#endif
+    return WINDOW ? 0 : lists.parts[list];
 }
 
 // Destination of a warp's 16 keys from `key0` on.
@@ -150,4 +146,91 @@ DEVICE float4 add_parts(float4 total, const float *parts, int segments, i64 stri
         }
     }
     return total;
+}
+
+// Return the tile of WIDTH keys of entry range * reach + step of row `row` (index in [B,S,G]), -1 if the range ends before
+// it. limit: the row's `row_limit`.
+template <int WIDTH>
+DEVICE int tile_of(const Problem &p, int reach, i64 row, int limit, int entry) {
+    int start, end;
+    clamped_range(p, row * p.n + entry / reach, limit, start, end);
+    const int tile = start / WIDTH + entry % reach;
+    return end > start && tile * WIDTH < end ? tile : -1;
+}
+
+// The rows that see any of WIDTH keys from `first_key` on through a window, in steps of TOKENS rows. dkdv_groups.cu walks
+// these instead of a list.
+template <int WIDTH, int TOKENS>
+struct WindowRows {
+    i64 first, count;  // the rows [first, first + count)
+    int steps;
+    int begun, over;   // in the steps [begun, over) every row sees all keys of the tile
+    int rotation;      // leading steps that are processed last: see `step_at`
+
+    DEVICE WindowRows(const Problem &p, i64 first_key) : first(first_row(p, first_key)) {
+        const i64 last_key = min(first_key + WIDTH, p.S_kv) - 1;
+        count = max(min(first_row(p, last_key + p.window), p.S) - first, 0ll);
+        steps = static_cast<int>((count + TOKENS - 1) / TOKENS);
+        begun = static_cast<int>((first_row(p, last_key) - first + TOKENS - 1) / TOKENS);
+        over = static_cast<int>((first_row(p, first_key + p.window) - first) / TOKENS);
+        rotation = steps ? static_cast<u32>(first / TOKENS) % static_cast<u32>(steps) : 0;
+    }
+    // Return the step at position `i` of the processing order. CTAs of adjacent tiles read nearly the same rows, which
+    // together exceed the L2 cache. Each CTA starts at a multiple of its number of steps, counted from row 0, so that
+    // they read the same rows at the same time.
+    DEVICE int step_at(int i) const { return i < rotation ? i + steps - rotation : i - rotation; }
+};
+
+// The lists of a triton-block unit (_triton/units.py), split into segments, and the destinations of their gradients
+// (cuda_block.py). Lists are ordered by section of rows, then pair (b, g), then tile of 64 keys. dk and dv of a pair
+// accumulate over its sections, which are separate units: in float32, dk without its scale, until the last section.
+struct UnitLists {
+    const i64 *begins;    // [lists + 1]: first entry of each list
+    const i64 *segments;  // [lists + 1]: segments of the lists before
+    i64 segment;          // most entries per segment
+    i64 tiles, pairs_all, stretches, first_list, end_list, piece, first_pair, first_row, section;  // `UnitLists` of units.py
+
+    // Return the list of a segment: the last list whose segments begin at or before it. A whole warp searches.
+    DEVICE i64 list_of(i64 segment) const {
+        i64 list = first_list;
+        for (i64 span = end_list - first_list; span > 1;) {
+            const i64 step = (span + 31) / 32, probe = list + threadIdx.x % 32 * step;
+            const bool before = probe < list + span && segments[probe] <= segment;
+            const i64 last = __popc(__ballot_sync(ALL_LANES, before)) - 1;  // the first lane always is
+            list += last * step;
+            span = min(step, span - last * step);
+        }
+        return list;
+    }
+};
+
+struct UnitGradients {
+    UnitLists lists;
+    i64 adds, final;           // adds: this is not the first section of its pairs; final: it is the last one
+    float *part_dk, *part_dv;  // [segments of the unit, 64, D]: partial sums of lists with several segments
+    float *sum_dk, *sum_dv;    // [pairs, tiles, 64, D]; null if there is one section
+    u16 *dk, *dv;              // [B*G, S_kv, D]
+};
+
+struct UnitList {
+    i64 pair, tile;
+    int segments;
+    DEVICE UnitList(const UnitLists &lists, i64 list)
+        : pair(list / lists.tiles % lists.pairs_all), tile(list % lists.tiles),
+          segments(static_cast<int>(lists.segments[list + 1] - lists.segments[list])) {}
+    // The row of the tile's first key in the sums.
+    DEVICE i64 sum_row(const UnitLists &lists) const { return ((pair - lists.first_pair) * lists.tiles + tile) * 64; }
+};
+
+// Load a warp's 16 keys of the sums, from `row` on, as an accumulator of D columns; zeros if `adds` is false.
+template <int D>
+DEVICE void load_sums(float (&acc)[D / 2], const float *sums, i64 row, bool adds) {
+    sums += row * D;
+    UNROLL for (int i = 0; i < elements<float[D / 2]>; i += 2)
+        UNROLL for (int r = 0; r < 2; ++r) {
+            const int key = threadIdx.x % 32 / 4 + 8 * r;
+            const float2 pair = adds ? *reinterpret_cast<const float2 *>(sums + key * D + column_of(i)) : make_float2(0.0f, 0.0f);
+            element(acc, r, i) = pair.x;
+            element(acc, r, i + 1) = pair.y;
+        }
 }

@@ -1,6 +1,6 @@
-// The rows that selected any block of each tile, ascending, with a bit for each of its blocks (block_tiles.cuh).
+// List the rows that selected any block of each tile, in ascending order, with one bit per block (block_tiles.cuh).
 //
-// Grid: one CTA per (b, g, chunk of rows), a warp per tile.
+// Grid: one CTA per (b, g, chunk of rows); a warp per tile.
 #include "block_tiles.cuh"
 
 constexpr int THREADS = RowMasks::THREADS;
@@ -9,10 +9,10 @@ struct Arguments {
     Problem p;
     const int *places;  // [B*G, blocks]
     i64 blocks, tiles, chunks;
-    const int *counts;  // of sum_counts.cu
+    const int *counts;  // from sum_counts.cu
     const i64 *begins;  // [lists + 1]
     int *rows;          // list after list
-    u16 *chosen;        // of each entry
+    u16 *chosen;        // bits of each entry
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) list_rows(const __grid_constant__ Arguments x) {

@@ -1,16 +1,16 @@
-// The blocks of every tile (block_tiles.cuh): sorted by what share of the rows that may see a block selected it, in halvings, and else by
-// position. It changes which keys are computed together, and no result beyond rounding.
+// Assign blocks to tiles (block_tiles.cuh): sort them by the share of the rows seeing a block that selected it, in powers of
+// two, and then by position. This decides which keys are computed together; results change only by rounding.
 //
-// Grid: one CTA per (b, g). A thread has adjacent blocks.
+// Grid: one CTA per (b, g). Each thread takes adjacent blocks.
 #include "key_to_rows.cuh"
 
-constexpr int THREADS = 512, CLASSES = 12;  // the last one: fewer than one of 2^11 rows
+constexpr int THREADS = 512, CLASSES = 12;  // the last one: less than 2^-11 of the rows
 
 struct Arguments {
-    const int *counts;  // [B*G, blocks], of every SAMPLED-th row (count_blocks.cu)
+    const int *counts;  // [B*G, blocks], from count_blocks.cu
     i64 S, S_kv, blocks, tiles;
     int *places;  // [B*G, blocks]: tile * TILE_BLOCKS + slot of each block
-    int *slots;   // [B*G, tiles * TILE_BLOCKS]: the reverse; `blocks` where there is none
+    int *slots;   // [B*G, tiles * TILE_BLOCKS]: the block of each slot; `blocks` if it is empty
 };
 
 DEVICE int class_of(const Arguments &x, int block, int count) {
@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) order_blocks(const __grid_
     }
     UNROLL for (int c = 0; c < CLASSES; ++c) upto[c] = own[c];
     block_prefix_sum<THREADS>(upto, all);
-    int before = 0, next[CLASSES];  // of the classes before; where the thread's next block of each class goes
+    int before = 0, next[CLASSES];  // blocks of earlier classes; position of the thread's next block of each class
     UNROLL for (int c = 0; c < CLASSES; ++c) {
         next[c] = before + upto[c] - own[c];
         before += all[c];

@@ -1,51 +1,49 @@
-// The order in which CTAs take the segments of lists. It changes no result: each segment has a place of its own for its sums.
+// Order the segments of lists for the CTAs of dkdv_groups.cu and block_gradients.cu. The order changes no result, because each
+// segment has its own memory for its sums.
 //
-// Stretches come one after the other, each of work that shares rows: its segments run at about the same time, and read q and do of these rows
-// from the L2 cache. Within a stretch long segments come first, so that short ones fill the gaps at the end.
-// For dkdv_groups.cu a stretch is the segments that begin within some rows, which are counted over all (b, g). BY_UNITS: for block_gradients.cu,
-// one unit after the other (_triton/units.py), a stretch is some of the unit's pairs (b, g).
+// Segments are ordered by stretch, so that those that share rows run at about the same time and read q and do of these rows
+// from the L2 cache; and by length within a stretch, longest first, so that short ones fill the gaps at the end. A stretch of
+// dkdv_groups.cu is the segments that begin within a range of rows, counted over all (b, g). With BY_UNITS, for
+// block_gradients.cu, each unit (_triton/units.py) is ordered separately, and a stretch is some of its pairs (b, g).
 //
-// Grid: one CTA; BY_UNITS: one for each unit. A counting sort; segments with the same key come as they happen to.
+// Grid: one CTA, or one per unit. A counting sort; segments with the same key come in any order.
 #include "key_to_rows.cuh"
 
-constexpr int THREADS = 1024, AT_ONCE = 4;         // segments that a thread looks up together: each takes a chain of loads
-constexpr int LENGTHS = 16, MOST_STRETCHES = 256;  // kinds of lengths; stretches, as in sm90.py
+constexpr int THREADS = 1024, AT_ONCE = 4;         // segments that a thread looks up together, because each is a chain of loads
+constexpr int LENGTHS = 16, MOST_STRETCHES = 256;  // length classes; most stretches, as in sm90.py
 constexpr int COUNTED = LENGTHS * MOST_STRETCHES, EACH = COUNTED / THREADS;
 
 struct Arguments {
     KeyToRows all;         // BY_UNITS: entries and parts are not read
-    i64 pairs_all, pairs;  // BY_UNITS: of a section of rows, and of a unit
-    i64 S, each;           // else: rows, and entries of a row
-    i64 stretch;           // BY_UNITS: pairs, else rows
-    uint2 *order;          // [segments]: list and number of each
+    i64 pairs_all, pairs;  // BY_UNITS: pairs per section of rows, and per unit
+    i64 S, each;           // else: rows, and entries per row
+    i64 stretch;           // pairs per stretch (BY_UNITS), else rows
+    uint2 *order;          // [segments]: list and number of each, in order
 };
 
 // The lists that the CTA orders.
 struct Lists {
     const Arguments &x;
     u32 first, count;  // lists
-    u32 base;          // segments before theirs
-    u32 segments;      // theirs
+    u32 base;          // segments of earlier lists
+    u32 segments;      // segments of these lists
 
     DEVICE Lists(const Arguments &arguments) : x(arguments) {
         first = 0;
         count = static_cast<u32>(x.all.lists);
-#if BY_UNITS
-        const u32 pairs_all = x.pairs_all, pairs = x.pairs, units = (pairs_all + pairs - 1) / pairs, pair = blockIdx.x % units * pairs;
-        first = (blockIdx.x / units * pairs_all + pair) * static_cast<u32>(x.all.tiles);
-        count = min(pairs, pairs_all - pair) * static_cast<u32>(x.all.tiles);
-#endif
+        if (BY_UNITS) {
+            const u32 pairs_all = x.pairs_all, pairs = x.pairs, units = (pairs_all + pairs - 1) / pairs, pair = blockIdx.x % units * pairs;
+            first = (blockIdx.x / units * pairs_all + pair) * static_cast<u32>(x.all.tiles);
+            count = min(pairs, pairs_all - pair) * static_cast<u32>(x.all.tiles);
+        }
         base = static_cast<u32>(x.all.segments[first]);
         segments = static_cast<u32>(x.all.segments[first + count]) - base;
     }
     DEVICE u32 stretch_of(u32 list, i64 begin) const {
         const u32 pair = (list - first) / static_cast<u32>(x.all.tiles), stretch = static_cast<u32>(x.stretch);
-#if BY_UNITS
-        return pair / stretch;
-#else
+        if (BY_UNITS) return pair / stretch;
         const u32 row = static_cast<u32>(x.all.entries[begin]) / static_cast<u32>(x.each);
         return static_cast<u32>(pair * x.S + row) / stretch;
-#endif
     }
 };
 
@@ -84,7 +82,7 @@ struct Found {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) order_segments(const __grid_constant__ Arguments x) {
-    __shared__ int next[COUNTED];  // how many segments have a key; then where the next of them goes
+    __shared__ int next[COUNTED];  // segments per key; then the position of the next one
     const Lists lists(x);
     const u32 rounds = (lists.segments + AT_ONCE * THREADS - 1) / (AT_ONCE * THREADS);
     for (int i = threadIdx.x; i < COUNTED; i += THREADS) next[i] = 0;
@@ -106,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) order_segments(const __
         before += own[i];
     }
     __syncthreads();
-    for (u32 round = rounds; round-- > 0;) {  // the last one is at hand
+    for (u32 round = rounds; round-- > 0;) {  // `found` still holds the last round
         if (round + 1 < rounds) found = Found(lists, round);
         UNROLL for (int j = 0; j < AT_ONCE; ++j)
             if (found.key[j] >= 0) x.order[atomicAdd(&next[found.key[j]], 1)] = make_uint2(found.list[j], found.number[j]);

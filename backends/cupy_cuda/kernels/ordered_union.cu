@@ -12,13 +12,15 @@
 // share bits if there are more. For the lists a block has a bit for each place of the stretch, of which every tile
 // takes its own.
 //
-//   ORDER_TOKENS  tokens of a stretch (token_order.cuh)
+//   ORDER_TOKENS  tokens of a stretch
 //   TOKENS, TQ    of a tile, of a warpgroup
 //   BLOCK         keys of a block
-#include "token_order.cuh"
+#include "problem.cuh"
 
 constexpr int THREADS = 128, EACH = (ORDER_TOKENS + 31) / 32;  // tokens of a lane, words of a block's bits
 constexpr u32 NO_BIT = 64, NO_BLOCK = 0xffff;
+constexpr int NO_TOKEN = 255;  // past the last token of the sequence
+static_assert(ORDER_TOKENS <= NO_TOKEN, "one byte per token");
 
 struct Arguments {
     Problem p;

@@ -1,30 +1,32 @@
-// Which tiles of keys all of some adjacent tokens selected, for cuda-block: join_partials.cu attends to these, block_partials.cu to all others.
+// Find the tiles of keys that all of some adjacent tokens selected (cuda-block): join_partials.cu attends to these,
+// block_partials.cu to all others.
 //
-// Grid: one CTA for 64 tokens of a pair (b, g), in groups of TQ = 64 / H. An entry of a row (shared_tiles.cuh) is shared if every token of its
-// group has an entry for the same tile. The group's first token then has it, so only its entries are looked for among those of the others.
+// Grid: one CTA per 64 tokens of a pair (b, g), in groups of TQ = 64 / H. An entry of a row (key_to_rows.cuh) is shared if
+// every token of its group has an entry for the same tile. The group's first token then has one, too, so only its entries are
+// searched for among those of the others.
 //
-//   H     heads of a group, which divide 64
-//   EACH  entries of a row, n * reach, at most 64
-#include "shared_tiles.cuh"
+//   H     heads per group, a divisor of 64
+//   EACH  entries per row, n * reach, at most 64
+#include "key_to_rows.cuh"
 
-constexpr int TOKENS = 64, THREADS = 128;
+constexpr int KEYS = 64, TQ = 64 / H, TOKENS = 64, THREADS = 128;
 
 struct Arguments {
     Problem p;
     i64 reach;
-    u64 *shared, *listed;  // [B,S,G], a bit for every entry of a row: those that are shared, and all others that reach a tile
+    u64 *shared, *listed;  // [B,S,G], one bit per entry of a row: shared entries; all others that reach a tile
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) shared_tiles(const __grid_constant__ Arguments x) {
-    __shared__ int tiles[EACH][TOKENS];  // -1: the entry reaches none
-    __shared__ u64 found[TOKENS];        // which entries of the group's first token this token has, too
+    __shared__ int tiles[EACH][TOKENS];  // -1: the entry reaches no tile
+    __shared__ u64 found[TOKENS];        // entries of the group's first token whose tile this token has, too
     const Problem &p = x.p;
     const u32 S = p.S, G = p.G, ctas = (S + TOKENS - 1) / TOKENS, bg = blockIdx.x / ctas, first = blockIdx.x % ctas * TOKENS;
     const int tokens = static_cast<int>(min(S - first, static_cast<u32>(TOKENS)));
     const u32 b = bg / G, g = bg % G;
     for (int i = threadIdx.x; i < EACH * tokens; i += THREADS) {
         const i64 s = first + i / EACH;
-        tiles[i % EACH][i / EACH] = tile_of(p, static_cast<int>(x.reach), (b * p.S + s) * G + g, row_limit(p, b, s), i % EACH);
+        tiles[i % EACH][i / EACH] = tile_of<KEYS>(p, static_cast<int>(x.reach), (b * p.S + s) * G + g, row_limit(p, b, s), i % EACH);
     }
     __syncthreads();
     const int token = threadIdx.x, leader = token / TQ * TQ;

@@ -1,28 +1,24 @@
-// Counting sort, first step: the tile of every entry, and how many entries of each tile a chunk has. An entry of which each range has one is
-// of the last tile that its row sees (key_to_rows.cuh).
+// Counting sort, first step: compute the tile of every entry, and count the entries per chunk and list (sort.cuh).
 //
-// Grid: one CTA per chunk (sort.cuh). Counts are in shared memory, of so many tiles at once.
+// Grid: one CTA per chunk. Counts of up to TABLE tiles at a time are in shared memory.
+// Entries: with reach 1, a range has one entry, filed under the last tile that its row sees (key_to_rows.cuh).
 //
-//   WIDTH        keys of a tile
-//   RANGE_BYTES  of a bound of a range
+//   WIDTH        keys per tile
+//   RANGE_BYTES  bytes per bound of a range
 #include "sort.cuh"
 
-#if RANGE_BYTES == 4
-typedef int Bound;
-#else
-typedef i64 Bound;
-#endif
-constexpr int THREADS = 256, TABLE = 4096, EACH = 4;  // tiles at once; entries of a thread whose ranges are loaded together
+typedef If<RANGE_BYTES == 4, int, i64> Bound;
+constexpr int THREADS = 256, TABLE = 4096, EACH = 4;  // tiles per pass; ranges that a thread loads together
 
 struct Arguments {
     Problem p;
     Sort sort;
     int *tiles;   // [B*G, entries_per_bg]; -1 if the range does not reach that far, or the row may not see it
-    int *counts;  // [sections * B*G, chunks, tiles], then what CTAs of sum_counts.cu publish
-    i64 published;  // CTAs
+    int *counts;  // [sections * B*G, chunks, tiles], then the records of sum_counts.cu's CTAs (Published)
+    i64 published;  // number of records
 };
 
-// Entry e = (s * n + range) * reach + step, and from there THREADS entries on, without dividing again.
+// Entry e = (s * n + range) * reach + step. `add` advances by THREADS entries without another division.
 struct EntryCursor {
     u32 s, range, step;
     DEVICE EntryCursor(u32 n, u32 reach, u32 e) : s(e / reach / n), range(e / reach % n), step(e % reach) {}
@@ -37,7 +33,7 @@ struct EntryCursor {
     }
 };
 
-// Writes the tiles of a chunk, and counts those below TABLE. In 32 bits: this is bound by its instructions.
+// Store the tiles of a chunk's entries, and count those below TABLE. In 32 bits, because this loop is bound by instructions.
 DEVICE void find_tiles(const Arguments &x, const Chunk &chunk, int *tiles, int *table) {
     const Problem &p = x.p;
     const u32 n = p.n, reach = x.sort.reach, G = p.G, b = chunk.bg / G, row_ranges = G * n;
@@ -84,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 5) sort_count(const __grid
         __syncthreads();
         if (tile0 == 0) find_tiles(x, chunk, tiles, table);
         else
-            for (u32 e = chunk.first + threadIdx.x; e < chunk.end; e += THREADS) {  // of the same thread as in find_tiles
+            for (u32 e = chunk.first + threadIdx.x; e < chunk.end; e += THREADS) {  // written by the same thread in find_tiles
                 const u32 i = static_cast<u32>(tiles[e]) - tile0;
                 if (tiles[e] >= 0 && i < TABLE) atomicAdd(table + i, 1);
             }

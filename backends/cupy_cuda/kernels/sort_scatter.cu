@@ -1,15 +1,15 @@
-// Counting sort, last step: scatter every entry to its list.
+// Counting sort, last step: scatter every entry to its list (sort.cuh).
 //
-// Grid: one CTA per chunk (sort.cuh), which sorts BLOCK entries at a time in shared memory, so that those of a list are written together.
-// A warp has 32 * EACH adjacent entries, and counts those of each tile 32 at a time. Lanes that count the same tile at once do so in any
-// order: it is put right when the entries are written.
+// Grid: one CTA per chunk. It sorts BLOCK entries at a time in shared memory, so that entries of a list are stored together.
+// Each warp counts its 32 * EACH adjacent entries per tile, 32 at a time. Lanes that count the same tile at once get their
+// ranks in any order; ordered_place restores the order when entries are stored.
 //
-//   EACH  entries of a thread in a block
-//   FEW   1: counts are those of sort_count.cu, so few that every CTA adds them up, of TABLE tiles and chunks of BLOCK entries at most.
-//         CTAs are few, too: registers matter more than how many fit a multiprocessor
+//   EACH  entries per thread and block
+//   FEW   1: counts come from sort_count.cu, and there are so few that every CTA sums them itself: at most TABLE tiles and
+//         chunks of BLOCK entries. There are few CTAs, too, so registers matter more than occupancy
 #include "sort.cuh"
 
-constexpr int WARPS = 8, THREADS = 32 * WARPS, BLOCK = EACH * THREADS, TABLE = 2 * THREADS;  // tiles at once
+constexpr int WARPS = 8, THREADS = 32 * WARPS, BLOCK = EACH * THREADS, TABLE = 2 * THREADS;  // tiles per pass
 
 struct Arguments {
     Sort sort;
@@ -17,17 +17,17 @@ struct Arguments {
     int *counts;           // of sum_counts.cu
     i64 *begins;           // [lists + 1]
     int *entries;          // e, list after list
-    Segments segments[2];  // written if FEW, as begins are
+    Segments segments[2];  // stored if FEW, and begins, too
 };
 
 struct Shared {
-    u32 counts[WARPS][TABLE];  // the warp's entries of each tile so far; then where the first of them goes in `sorted`
-    u32 sorted[BLOCK + 2];     // between ends: number of the tile in the table, number of the entry in the block
-    int to[TABLE];             // where entry 0 of `sorted` would go among all, if it belonged to the list of this tile
+    u32 counts[WARPS][TABLE];  // a warp's entries per tile; then the position of the first one in `sorted`
+    u32 sorted[BLOCK + 2];     // between sentinels: tile in the table << 16 | entry in the block
+    int to[TABLE];             // per tile: destination in `entries` minus position in `sorted`
 };
 
-// Counts become places in `sorted`, of two tiles a thread, whose entries of this block go to `to` and after; how many entries there are.
-// counts: of the chunk, from these tiles on. more: blocks of the chunk come.
+// Turn counts into positions in `sorted`, two tiles per thread; return the number of entries. to: where the tiles' entries of
+// this block go. counts: of the chunk, from these tiles on, advanced if the chunk has more blocks (more).
 DEVICE int place_lists(Shared &shared, const int (&to)[2], int *counts, int tiles, bool more) {
     const int tile = 2 * threadIdx.x;
     int own[2] = {0, 0};
@@ -53,11 +53,11 @@ DEVICE int place_lists(Shared &shared, const int (&to)[2], int *counts, int tile
     return all[0];
 }
 
-// Where the chunk's entries of two tiles a thread go, from the counts of all chunks. The CTA of the first chunk of a section of a bg
-// writes where its lists begin, and the segments before them.
+// FEW: compute from the counts of all chunks where the chunk's entries of two tiles per thread go. The CTA of the first chunk
+// of a section of a bg stores where its lists begin, and the segments before them.
 DEVICE void add_counts(const Arguments &x, const Chunk &chunk, int (&to)[2]) {
     const u32 tiles = x.sort.tiles, chunks = x.sort.chunks, number = blockIdx.x % chunks, tile = 2 * threadIdx.x;
-    int sums[3] = {0, 0, 0}, before[3], own[2] = {0, 0}, own_before[2] = {0, 0}, all[3];  // entries, and segments of each kind
+    int sums[3] = {0, 0, 0}, before[3], own[2] = {0, 0}, own_before[2] = {0, 0}, all[3];  // entries, and segments of both kinds
     for (u32 list = threadIdx.x; list < chunk.list; list += THREADS) {
         int entries = 0;
         for (u32 i = 0; i < chunks; ++i) entries += x.counts[(list / tiles * chunks + i) * tiles + list % tiles];
@@ -87,7 +87,7 @@ DEVICE void add_counts(const Arguments &x, const Chunk &chunk, int (&to)[2]) {
     }
 }
 
-// Where number i of `sorted` belongs among those of its tile that were counted at once.
+// Return the position of element i of `sorted` in ascending order among entries of its tile that one warp counted at once.
 DEVICE int ordered_place(const u32 *sorted, int i, u32 own) {
     int place = i;
     for (int j = i - 1; (sorted[j] ^ own) < 32; --j) place -= sorted[j] > own;

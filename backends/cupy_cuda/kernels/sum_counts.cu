@@ -1,20 +1,20 @@
-// Counting sort, second step: how many entries each list has of the chunks before each, in place of its count; where lists begin; and how
-// many segments come before every list. In torch this is twenty small kernels, most of whose time is the host's.
+// Counting sort, second step: replace every count by the list's entries in earlier chunks, and compute where lists begin and
+// how many segments come before each (sort.cuh). In torch this would take twenty small kernels, bound by host time.
 //
-// Grid: one CTA per 32 lists, a list a lane, whose warps take a share of the chunks each. CTAs publish the sums of their lists, and add up
-// those of all CTAs before them, which have started earlier and wait for none after them.
+// Grid: one CTA per 32 lists, one lane per list; the warps share the chunks. CTAs publish the sums of their lists, and add
+// those of all earlier CTAs: these started earlier and never wait for later ones, so spinning is safe.
 #include "sort.cuh"
 
-constexpr int WARPS = 16, THREADS = 32 * WARPS, EACH = 8;  // counts of a thread that are loaded together
+constexpr int WARPS = 16, THREADS = 32 * WARPS, EACH = 8;  // counts that a thread loads together
 
 struct Arguments {
-    int *counts;  // [lists / tiles, chunks, tiles], then what CTAs publish
-    i64 *begins;  // [lists + 1]: where a list begins among the entries
+    int *counts;  // [lists / tiles, chunks, tiles], then the CTAs' records (Published)
+    i64 *begins;  // [lists + 1]: first entry of each list
     i64 lists, tiles, chunks;
     Segments segments[2];
 };
 
-// Counts of the chunks [first, end) become sums of those before, from `before` on, where `kept`; the sum with all of them.
+// Sum the counts of chunks [first, end) onto `before`; return the total. kept: replace each count by the sum before it.
 DEVICE int sum_chunks(int *counts, i64 tiles, u32 first, u32 end, int before, bool kept) {
     for (; first < end; first += EACH) {
         int own[EACH];
@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_counts(const __grid_co
     const bool exists = list < x.lists;
     shares[warp][lane] = exists ? sum_chunks(counts, tiles, first, end, 0, false) : 0;
     __syncthreads();
-    int before = 0, upto[3];  // entries, and segments of each kind
+    int before = 0, upto[3];  // entries; inclusive sums of entries and of segments of both kinds
     for (u32 i = 0; i < warp; ++i) before += shares[i][lane];
     volatile Published *published = reinterpret_cast<volatile Published *>(x.counts + x.lists * chunks);
     if (warp == WARPS - 1) {

@@ -1,8 +1,8 @@
-// dk and dv of a unit's lists that have no segment, or several: the segments' parts added, in their order, to the sums of the sections before.
-// Zeros for tiles that no row selected. (A list's only segment adds by itself: block_gradients.cu.)
+// Add the partial sums of dk and dv of a unit's lists with several segments, in order, to the sums of earlier sections. Store
+// zeros for tiles that no row selected. A list with one segment adds its sums itself (block_gradients.cu).
 //
 // Grid: one CTA per (list, KEYS keys), as in sum_parts.cu.
-#include "unit_lists.cuh"
+#include "key_to_rows.cuh"
 
 constexpr int THREADS = 128;
 

@@ -11,11 +11,7 @@
 #include "problem.cuh"
 
 constexpr int THREADS = UNION_THREADS;
-#if TOKENS <= 32
-typedef u32 TokenBits;  // a bit for each row
-#else
-typedef u64 TokenBits;
-#endif
+typedef If<TOKENS <= 32, u32, u64> TokenBits;  // one bit per row
 
 struct Arguments {
     Problem p;

@@ -4,7 +4,7 @@
 // Grid: persistent, at most one CTA per multiprocessor; with FEW_TOKENS one CTA per tile, two per multiprocessor. CTAs
 //   pull tiles from an atomic counter, because tiles differ in length.
 // Tile: TOKENS = CONSUMERS * TQ tokens of one (b, g) with their H heads; adjacent tokens, or in the order of
-//   token_order.cuh.
+//   ordered_union.cu.
 // Warpgroups: each of CONSUMERS consumer warpgroups owns a 64-row accumulator: TQ = 64 / H tokens times H heads. In the
 //   producer warpgroup, warp 0 loads K and V of the union of the tile's blocks (tile_plan.cuh), once for all consumers,
 //   in steps of KEYS keys, through a pipeline of STAGES stages. Warp 1 + i loads q (and do) of consumer i, one tile
@@ -34,23 +34,22 @@ constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES 
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int PER_SM = CONSUMERS == 1 ? 2 : 1;                                                                // CTAs
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : CONSUMERS == 2 ? 224 : 200, PRODUCER_REGISTERS = 56;  // a thread
-#if FEW_TOKENS
-constexpr bool ONCE = true;  // only one CTA reads each K and V tile
-#else
-constexpr bool ONCE = false;
-#endif
+constexpr bool ONCE = FEW_TOKENS;  // only one CTA reads each K and V tile
 
 // Queue of the CTA's tiles: the producer of K and V publishes them to all other warps.
-struct TileQueue {
+struct AdjacentQueue {
     static constexpr int AHEAD = 2;
     Pipeline<AHEAD> pipeline;
     u32 number[AHEAD];
     int2 counts[AHEAD];
-#if ORDER_TOKENS
+    DEVICE unsigned char *tokens_at(int) { return nullptr; }
+};
+struct OrderedQueue : AdjacentQueue {
     // In use until a warp takes its next tile. The last element is read but not used if H does not divide 64.
     unsigned char tokens[AHEAD + 1][TOKENS + 1];
-#endif
+    DEVICE unsigned char *tokens_at(int stage) { return tokens[stage]; }
 };
+typedef If<ORDERED, OrderedQueue, AdjacentQueue> TileQueue;
 
 // A warp's position in the queue, and the tile there.
 struct TileScheduler {
@@ -67,9 +66,7 @@ struct TileScheduler {
     DEVICE PipelineState<N> at() const { return {(taken - 1) % N, (taken - 1) / N % 2}; }
     DEVICE TokenTile tile(u32 G) const {
         TokenTile tile(number, plan, G);
-#if ORDER_TOKENS
-        tile.tokens = queue.tokens[at<TileQueue::AHEAD + 1>().stage];
-#endif
+        if (ORDERED) tile.tokens = queue.tokens_at(at<TileQueue::AHEAD + 1>().stage);
         return tile;
     }
 
@@ -77,16 +74,14 @@ struct TileScheduler {
     DEVICE bool publish(u32 tile, const Problem &p) {
         const auto at = state();
         number = tile;
-        counts = number < plan.all_tiles ? block_counts(p, plan, TokenTile(number, plan, p.G)) : make_int2(0, 0);
+        counts = number < plan.all_tiles ? Union::block_counts(p, plan, TokenTile(number, plan, p.G)) : make_int2(0, 0);
         queue.pipeline.wait_empty(at);
-#if ORDER_TOKENS
-        if (number < plan.all_tiles) {
+        if (ORDERED && number < plan.all_tiles) {
             const TokenTile tile(number, plan, p.G);
             const unsigned char *order = tile.order(plan, p.G);
 #pragma unroll 1
-            for (int i = threadIdx.x % 32; i < TOKENS; i += 32) queue.tokens[taken % (TileQueue::AHEAD + 1)][i] = order[i];
+            for (int i = threadIdx.x % 32; i < TOKENS; i += 32) queue.tokens_at(taken % (TileQueue::AHEAD + 1))[i] = order[i];
         }
-#endif
         __syncwarp();  // all lanes have passed the wait, so the barrier may enter its next phase
         if (threadIdx.x % 32 == 0) {
             queue.number[at.stage] = number;
@@ -174,8 +169,8 @@ DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const 
             if (e == counts.y) break;
             if (e % 32 == 0 && e + lane < counts.y) {
                 const int at = list_offset(counts, e + lane);
-                first_key = block_key(p, plan, tile, at);
-                rows = selected_by(p, plan, tile, at);
+                first_key = Union::block_key(p, plan, tile, at);
+                rows = Union::selected_by(p, plan, tile, at);
                 first_page = page_of(p, tile.b, first_key);
             }
             const int first = __shfl_sync(ALL_LANES, first_key, e % 32);
@@ -225,18 +220,14 @@ DEVICE void produce_rows(Pipeline<N> &rows, const PipelineState<N> &at, unsigned
                          const Maps &...maps) {
     rows.wait_empty(at);
     __syncwarp();  // all lanes have passed the wait, so the barrier may enter its next phase
-#if ORDER_TOKENS  // one TMA box per token
-    const int lane = threadIdx.x % 32;
-#else
-    constexpr int lane = 0;
-    if (threadIdx.x % 32) return;
-#endif
+    const int lane = ORDERED ? threadIdx.x % 32 : 0;  // ORDERED: one TMA box per token
+    if (!ORDERED && threadIdx.x % 32) return;
     u64 *full = &rows.full[at.stage];
     if (lane == 0) mbarrier_arrive_expect(full, (COLUMNS + ...) / 64 * TQ * H * 128);
-#if ORDER_TOKENS
-    __syncwarp();
-    if (lane >= TQ) return;
-#endif
+    if (ORDERED) {
+        __syncwarp();
+        if (lane >= TQ) return;
+    }
     to += at.stage * (COLUMNS + ...) / 64 * PANEL + lane * H * 128;
     const int s = static_cast<int>(tile.token(consumer, lane));
     ((tma_load_row_tile<COLUMNS>(to, &maps, full, tile.g, s, tile.b), to += COLUMNS / 64 * PANEL), ...);
@@ -284,40 +275,39 @@ struct StepReader {
     DEVICE void release(const Step &step) { pipeline.release(step.stage); }
 };
 
-// A thread's two rows of the consumer's accumulator, 8 apart; a row is a (token, head) pair.
-struct RowPair {
-    TokenBits bit[2];  // the token's bit in Step::rows; 0 if the row does not exist
-#if ORDER_TOKENS  // recompute limits: few steps have a mask, and registers are scarce
+// One past the last key that each of a thread's two rows may see: stored, or (ORDERED) recomputed, because few steps have a
+// mask and registers are scarce.
+struct StoredLimits {
+    int limits[2];
+    DEVICE StoredLimits(const TokenTile &, int) {}
+    DEVICE void store(int r, int limit) { limits[r] = limit; }
+    DEVICE int limit_of(const Problem &, int r, int, bool) const { return limits[r]; }
+};
+struct RecomputedLimits {
     const TokenTile &tile;
     const int consumer;
-#else
-    int limits[2];  // one past the last key that the row may see
-#endif
+    DEVICE RecomputedLimits(const TokenTile &of_tile, int of_consumer) : tile(of_tile), consumer(of_consumer) {}
+    DEVICE void store(int, int) {}
+    DEVICE int limit_of(const Problem &p, int, int token, bool exists) const {
+        return exists ? row_limit(p, tile.b, tile.token(consumer, token)) : 0;
+    }
+};
+
+// A thread's two rows of the consumer's accumulator, 8 apart; a row is a (token, head) pair.
+struct RowPair : If<ORDERED, RecomputedLimits, StoredLimits> {
+    TokenBits bit[2];  // the token's bit in Step::rows; 0 if the row does not exist
     const Problem &problem;
-    DEVICE RowPair(const Problem &p, const TokenTile &of_tile, int of_consumer)
-        :
-#if ORDER_TOKENS
-          tile(of_tile), consumer(of_consumer),
-#endif
-          problem(p) {
+    DEVICE RowPair(const Problem &p, const TokenTile &tile, int consumer)
+        : If<ORDERED, RecomputedLimits, StoredLimits>(tile, consumer), problem(p) {
         UNROLL for (int r = 0; r < 2; ++r) {
             const int token = row(r) / H;
-            const i64 s = of_tile.token(of_consumer, token);
+            const i64 s = tile.token(consumer, token);
             const bool exists = token < TQ && s < p.S;
             bit[r] = exists ? TokenBits{1} << token : TokenBits{0};
-#if !ORDER_TOKENS
-            limits[r] = exists ? row_limit(p, of_tile.b, s) : 0;
-#endif
+            if (!ORDERED) this->store(r, exists ? row_limit(p, tile.b, s) : 0);
         }
     }
-    // Return one past the last key that row r may see.
-    DEVICE int limit(int r) const {
-#if ORDER_TOKENS
-        return bit[r] ? row_limit(problem, tile.b, tile.token(consumer, row(r) / H)) : 0;
-#else
-        return limits[r];
-#endif
-    }
+    DEVICE int limit(int r) const { return limit_of(problem, r, row(r) / H, bit[r]); }
     // Overwrite elements of keys that a row does not see with `value`. first: the key of column 0.
     template <class Tile>
     DEVICE void mask(Tile &s, int first, float value) const {
@@ -410,3 +400,52 @@ DEVICE void write_rows(const float (&acc)[N], const float (&scale)[2], u16 *to, 
         }
     }
 }
+
+constexpr float SLACK = 8.0f;
+
+// One consumer's attention over a tile, of forward_tiles.cu and forward_gather.cu:
+//   s = q k^T,  p = 2^(c (s - m)),  o = sum_j p_j v_j / l,  lse = c m + log2 l         (softmax.cuh)
+// The running maximum m is lazy: it rises only if c (s - m) exceeds SLACK, so that most steps need no reduction over
+// lanes and do not rescale acc. p stays below 2^SLACK, and o = acc / l does not depend on m.
+struct Attention {
+    const RowPair &rows;
+    const float slack;  // SLACK / c
+    OnlineSoftmax softmax;
+    float acc[DV / 2], s[KEYS / 2], alpha[2] = {1.0f, 1.0f};  // s: [2, KEYS / 4], acc: [2, DV / 4], for a thread's two rows
+    u32 p[KEYS / 16][4];  // wgmma operand in registers
+    bool rises = false;   // a maximum rises in this step
+
+    DEVICE Attention(const RowPair &pair, float c, float slack) : rows(pair), slack(slack), softmax(c) {
+        UNROLL for (int i = 0; i < DV / 2; ++i) acc[i] = 0.0f;
+    }
+    // Replace logits by p, and compute alpha if a maximum rises. takes_part(r): row r selected some of the step's keys.
+    template <class Tile, class Row>
+    DEVICE void exponentiate(Tile &s, Row takes_part) {
+        float top[2];
+        UNROLL for (int r = 0; r < 2; ++r) top[r] = takes_part(r) ? row_max(s, r) : LOWEST;
+        rises = __any_sync(ALL_LANES, top[0] > softmax.m[0] + slack || top[1] > softmax.m[1] + slack);
+        if (rises) {
+            UNROLL for (int r = 0; r < 2; ++r) alpha[r] = softmax.raise(r, quad_max(top[r]));
+        }
+        UNROLL for (int r = 0; r < 2; ++r) softmax.exponentiate(s, r, takes_part(r));
+    }
+    DEVICE void compute_sums_before_wait(void *nowhere) {
+        compute_before_wait(softmax.l[0], nowhere);
+        compute_before_wait(softmax.l[1], nowhere);
+    }
+    DEVICE void update_operand() {
+        if (rises) scale_rows(acc, alpha);
+        as_operand(p, s);
+    }
+    // Store x.o and x.lse.
+    template <class Arguments>
+    DEVICE void write(const Arguments &x, const Problem &p, const TokenTile &tile, int consumer) {
+        float scale[2];
+        UNROLL for (int r = 0; r < 2; ++r) {
+            const RowTotals totals(softmax.c, softmax.m[r], quad_sum(softmax.l[r]));
+            scale[r] = totals.scale;
+            if (rows.bit[r] && threadIdx.x % 4 == 0) x.lse[RowPair::index(p, tile, consumer, r)] = totals.lse * LN_2;
+        }
+        write_rows<DV>(acc, scale, x.o, p, tile, consumer);
+    }
+};

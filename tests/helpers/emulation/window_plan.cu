@@ -1,7 +1,7 @@
 // What the kernels of a window go through, written to memory: the steps of every tile of tokens, and the rows of every tile of keys.
 #include "hardware.cuh"
+#include "key_to_rows.cuh"
 #include "tile_plan.cuh"
-#include "window_rows.cuh"
 
 struct Arguments {
     Problem p;
@@ -16,10 +16,10 @@ extern "C" __global__ void window_plan(const Arguments x) {
     const int number = blockIdx.x;
     if (number < x.plan.tiles) {
         const TokenTile tile(number, x.plan, x.p.G);
-        const int2 counts = block_counts(x.p, x.plan, tile);
+        const int2 counts = Union::block_counts(x.p, x.plan, tile);
         int *to = x.steps + tile.i * (2 + x.plan.capacity);
         to[0] = counts.x, to[1] = counts.y;
-        for (int e = 0; e < counts.y; ++e) to[2 + e] = block_key(x.p, x.plan, tile, list_offset(counts, e));
+        for (int e = 0; e < counts.y; ++e) to[2 + e] = Union::block_key(x.p, x.plan, tile, list_offset(counts, e));
     }
     if (number < x.key_tiles) {
         const WindowRows<BLOCK, TQ> rows(x.p, static_cast<i64>(number) * BLOCK);

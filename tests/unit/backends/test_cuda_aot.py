@@ -337,7 +337,7 @@ def test_what_is_missing_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
         ]  # fmt: skip
         assert all("nsa-sel[cuda13]" in reason.remedy for reason in found[:2])
         q, k, v = make_qkv(S=8, dtype=torch.float16)
-        with pytest.raises(BackendError, match=r"(?s)package cupy.*library NVRTC.*library NVIDIA driver"):
+        with pytest.raises(BackendError, match=r"(?s)Package cupy.*Library NVRTC.*Library NVIDIA driver"):
             nsa_sel.selection_attention(q, k, v, make_blocks(1, 8, 1, 8, 1, 8), backend="cupy-cuda")
     finally:
         registry.missing.cache_clear()

@@ -240,7 +240,7 @@ def test_one_import_name() -> None:
             assert target.split(".")[0] not in LINKED, f"{file.relative_to(ROOT)} imports {target}; write nsa_sel.{target}"
 
 
-EXTRAS = ("numba", "typer", "click", "rich", "tabulate", "safetensors", "matplotlib", "PIL", "cupy", "prometheus_client")
+EXTRAS = ("numba", "typer", "click", "rich", "tabulate", "safetensors", "matplotlib", "PIL", "cupy")
 LIGHT_CALL = """
 q, k, v = (torch.randn(1, *shape, requires_grad=True) for shape in ((8, 2, 4, 16), (2, 64, 16), (2, 64, 16)))
 selection = nsa_sel.Selection.from_blocks(torch.tensor([0, 1, 3]).expand(1, 8, 2, 3), 16)

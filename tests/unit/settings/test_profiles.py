@@ -12,7 +12,7 @@ import pytest
 
 import nsa_sel.core.decide
 from nsa_sel.bench import tables
-from nsa_sel.bench.core.environment import ROOT
+from nsa_sel.bench.core.store import ROOT
 from nsa_sel.bench.tune.derive import PROFILES, render
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Reason

@@ -15,7 +15,7 @@ import torch
 
 import nsa_sel
 from nsa_sel.bench.tune import kernel_configs
-from nsa_sel.bench.tune.resume import Run
+from nsa_sel.bench.tune.tuned_file import Run
 from nsa_sel.core.call import device_info
 from nsa_sel.core.decide import explain_request
 from nsa_sel.core.request import DeviceInfo
@@ -193,7 +193,7 @@ def test_what_is_written_is_the_users_alone(tuned_folder: Path, umask: int) -> N
     modes = {
         path.name.split(".")[-1]: stat.S_IMODE(path.stat().st_mode) for path in (tuned_folder.parent, tuned_folder, *tuned_folder.iterdir())
     }
-    assert modes == {"cache": 0o700, "tuned": 0o700, "json": 0o600, "jsonl": 0o600, "lock": 0o600, "begun": 0o600}
+    assert modes == {"cache": 0o700, "tuned": 0o700, "json": 0o600, "jsonl": 0o600, "lock": 0o600}
 
 
 # Where and for what

@@ -15,7 +15,7 @@ import torch
 
 import nsa_sel
 import nsa_sel.settings.warmup as warming
-from nsa_sel.bench.tune import quick, tuned_file
+from nsa_sel.bench.tune import kernel_configs, tuned_file
 from nsa_sel.bench.tune.search_space import TUNED
 from nsa_sel.core import warm as core_warm
 from nsa_sel.core.request import example_request
@@ -138,21 +138,21 @@ def fake_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> torch.device:
     monkeypatch.setenv("NSA_SEL_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(quick, "device_info", lambda device: H200)
-    monkeypatch.setattr(quick, "Runner", lambda device, settings, time: times)
+    monkeypatch.setattr(kernel_configs, "device_info", lambda device: H200)
+    monkeypatch.setattr(kernel_configs, "Runner", lambda device, settings, rep: times)
     return torch.device("cuda", 0)
 
 
 def test_a_quick_tuning_is_of_the_backends_that_would_run(fake_h200: torch.device) -> None:
     request, stamp = replace(SHORT, needs_grad=True), tuned.stamp_of(H200)
     decision = nsa_sel.explain_request(request, H200)
-    quick.tune_for(request, fake_h200)
+    kernel_configs.tune_for(request, fake_h200)
     found = tuned_file.written(stamp).results
     assert {result.key.backend for result in found} == {decision.forward, decision.backward} & set(TUNED) != set()
     assert {result.key.L for result in found} == {SHORT.max_length}
     assert tuned.in_force(H200) is not None
     with tuned_file.locked(stamp), pytest.raises(ArgumentError, match="running already"):
-        quick.tune_for(request, fake_h200)
+        kernel_configs.tune_for(request, fake_h200)
 
 
 # Ranks

@@ -15,9 +15,6 @@ from nsa_sel.bench import bench_sel_triton, command, sel_threshold_from_csv
 from nsa_sel.bench.bench_sel_triton import SEED, SEED_DECODE, from_csv
 from nsa_sel.bench.core import store
 from nsa_sel.bench.core.cases import Case, length_of, make_selection, span_case
-from nsa_sel.bench.core.parity import is_causal, make_problem, parity, sample
-from nsa_sel.bench.core.peers import peers
-from nsa_sel.bench.core.session import able
 from nsa_sel.bench.core.timing import Timing
 from nsa_sel.bench.questions import speed
 from nsa_sel.cli.app import app
@@ -177,7 +174,9 @@ def test_nsa_sel_bench_takes_the_flags_of_the_script(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("instant")
 def test_the_playbooks_commands_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The seeds' names: a CSV of one span a row, one of several, and the threshold with its report; on a CPU numba stands for Triton."""
+    """The seeds' names: a CSV of one span a row, one of several, and the threshold with its report; on a CPU numba
+    stands for Triton.
+    """
     monkeypatch.chdir(tmp_path)
     sizes = ("--N", 8, "--H", 2, "--D", 16, "--Dv", 8, "--L_list", "16,64", "--iters", 5, "--warmup", 1, "--streams", 1)
     for dist, file in (("few", "dense.csv"), ("many,mixed", "varlen.csv")):
@@ -222,27 +221,3 @@ def test_peers_are_measured_beside_ours_or_say_what_they_lack(tmp_path: Path, mo
             assert row["causal"] is (None if way == "decode" else True)
             assert row["computes"] == ("every key" if name == "dense-sdpa" else "selection")
             assert row["prepare_ms"] >= 0
-
-
-# Peers
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("blocks", "random", 2, 48, 96, 2, 3, 16, 8, 3, 16, "float32"),
-        Case("decode", "random", 2, 1, 96, 2, 3, 16, 8, 3, 16, "float32"),
-        span_case("mixed", 9, 2, 16, 8, 40, "float32"),
-    ],
-    ids=lambda case: case.case,
-)
-@pytest.mark.parametrize("name", ["flex-attention", "masked-sdpa", "dense-sdpa"])
-def test_peers_compute_what_they_say(case: Case, name: str) -> None:
-    (peer,) = able([peer for peer in peers() if peer.name == name], "cpu", lambda _: None)
-    problem = make_problem(case, "cpu")
-    exact = sample(case, problem, 8, peer.every_key)
-    call = peer.prepare(problem).call
-    mae, of_gradients = parity(call, problem, exact if "bwd" in peer.directions else exact._replace(gradients=()))
-    assert mae < 1e-6
-    assert of_gradients is None or of_gradients < 1e-5
-    assert is_causal(call, problem) is (None if case.S == 1 else True)

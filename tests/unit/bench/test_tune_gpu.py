@@ -1,9 +1,8 @@
-"""Tuning, warming up and captures on a real GPU."""
+"""Tuning and warming up on a real GPU."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,10 @@ from typer.testing import CliRunner
 import nsa_sel
 from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.contenders import DENSE, PREFILL_ONLY
-from nsa_sel.bench.tune import costs
+from nsa_sel.bench.tune import calls
 from nsa_sel.bench.tune.tuned_file import beside
 from nsa_sel.cli.app import app
+from nsa_sel.core import registry
 from nsa_sel.core.call import device_info
 from nsa_sel.errors import ArgumentError
 from nsa_sel.settings import tuned
@@ -27,38 +27,40 @@ SMALL = {"B": 1, "S": 256, "S_kv": 512, "G": 2, "h": 4, "Dk": 64, "Dv": 64, "n":
 
 
 def tune(*arguments: str) -> Any:
-    result = CliRunner().invoke(app, ["tune", "--quick", "--json", *arguments])
+    result = CliRunner().invoke(app, ["tune", "--json", *arguments])
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
 
 @pytest.mark.parametrize("way", ["forward", "backward", "decode"])
 def test_a_quick_tuning_measures_and_is_used(way: str) -> None:
-    device = device_info(torch.device("cuda", 0))
-    found = tune("--backend", "triton-group", "--direction", way)
+    device, arguments = device_info(torch.device("cuda", 0)), ("--quick", "--backend", "triton-group", "--direction", way)
+    found = tune(*arguments)
     assert found["skipped"] == []
-    assert found["results"]
     kernels = {result["kernel"]: result for result in reversed(found["results"])}  # on the first problem: losers stay out of the second
     for result in kernels.values():
         assert result["measured"] >= 2
         assert result["failed"] <= result["measured"], "most configs near the committed one run and agree with it"
-    again = tune("--backend", "triton-group", "--direction", way)
-    assert again["results"] == found["results"]
-    assert again["taken"] == 0
+    again = tune(*arguments)
+    assert (again["results"], again["taken"]) == (found["results"], 0)
     table = tuned.in_force(device)
     assert table is not None
-    won = sum(result["winner"] is not None for result in kernels.values())
-    assert sum(len(kernels) for kernels in table.kernels.values()) == won
-    assert stamp_of(device).driver is not None
+    assert sum(len(kernels) for kernels in table.kernels.values()) == sum(result["winner"] is not None for result in kernels.values())
 
 
-def test_warming_up_runs_what_the_policy_picks() -> None:
+def test_a_few_rows_of_the_whole_command_are_kept() -> None:
+    """The next run continues with what was not measured within seconds."""
+    first, second = (tune("--minutes", "0.5", "--direction", "decode") for _ in range(2))
+    assert "decode" in first["thresholds"]
+    assert second["thresholds"] == first["thresholds"]
+    rows = beside(stamp_of(device_info(torch.device("cuda", 0))), calls.ROWS).read_text().splitlines()
+    assert {json.loads(row)["direction"] for row in rows} == {"decode"}
+
+
+def test_a_warm_up_runs_the_policys_choice_but_not_within_a_capture() -> None:
     (warmed,) = nsa_sel.warmup(requests=[SMALL])
     assert warmed.forward == nsa_sel.decisions()[-1].forward
     assert (warmed.ms_backward or 0) > 0
-
-
-def test_nothing_warms_up_within_a_capture() -> None:
     x = torch.zeros(8, device="cuda")
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         x + 1
@@ -66,25 +68,17 @@ def test_nothing_warms_up_within_a_capture() -> None:
             nsa_sel.warmup(requests=[SMALL])
 
 
-@pytest.mark.parametrize("backend", costs.BACKENDS)
+@pytest.mark.parametrize("backend", [*calls.BACKENDS, *registry.backends("choose")])
 def test_costs_are_times_of_whole_calls(backend: str) -> None:
-    prefill = cases.prefill("real", 1024, 4)
+    if backend != DENSE and registry.missing(backend):
+        pytest.skip("not installed")
+    chooses = backend in registry.backends("choose")
+    prefill = cases.prefill(cases.CHOICE if chooses else "real", 1024, 4)
     decode = cases.Case("cost-decode", "random", 4, 1, 4096, 2, 4, 128, 128, 16, 64, "bfloat16")
-    measure = costs.Runner(rep=2)
+    measure = calls.Runner(rep=2)
     for case, direction in ((prefill, "fwd"), (prefill, "bwd"), (decode, "decode")):
-        if direction == "decode" and backend in PREFILL_ONLY:
+        if direction == "decode" and (chooses or backend in PREFILL_ONLY):
             continue
         row = measure({**case._asdict(), "direction": direction, "backend": backend, "launches": ""})
         assert 0 < row["ms_p20"] <= row["ms_median"] <= row["ms_p80"]
         assert (row["mae"] is None) == (backend == DENSE)
-
-
-def test_a_few_rows_of_the_whole_command_are_kept_and_reported() -> None:
-    """Whatever is measured within seconds: the next run resumes, and the report is there."""
-    arguments = ["tune", "--json", "--minutes", "0.5", "--direction", "decode"]
-    first, second = (json.loads(CliRunner().invoke(app, arguments).stdout) for _ in range(2))
-    assert "decode" in first["thresholds"]
-    assert second["thresholds"] == first["thresholds"]
-    rows = beside(stamp_of(device_info(torch.device("cuda", 0))), costs.ROWS).read_text().splitlines()
-    assert {json.loads(row)["direction"] for row in rows} == {"decode"}
-    assert Path(second["page"]).read_text().startswith("# ")

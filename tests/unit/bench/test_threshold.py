@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from nsa_sel.bench import bench_sel_triton, sel_threshold_from_csv, threshold_optimizer
 from nsa_sel.bench.bench_sel_triton import from_csv, to_csv
 from nsa_sel.bench.core import cases, store
+from nsa_sel.bench.core.store import CPU_ROWS
 from nsa_sel.bench.threshold_optimizer import decided, profile, sentence, thresholds
-from nsa_sel.bench.tune.committed_rows import CPU_ROWS
 from nsa_sel.cli.app import app
 from nsa_sel.errors import ArgumentError
 from nsa_sel.settings.config import parse_config

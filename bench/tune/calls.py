@@ -1,0 +1,310 @@
+"""Time whole calls with every backend on this GPU: for the smallest L for which Triton pays, and for the cost models of
+policies/cost.py.
+
+Calls use the kernel configs in force, so costs are measured after tuning, and again when configs change. Rows are kept
+beside the user's file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from nsa_sel.backends.specs import SPECS
+from nsa_sel.bench.core import cases, session, store, timing
+from nsa_sel.bench.core.cases import CHOICE, Case
+from nsa_sel.bench.core.contenders import DENSE, PACKED, SLOW, Problem, make_problem, named
+from nsa_sel.bench.core.session import Sample, WrongResult, checked_error, new_memory_holds_nan
+from nsa_sel.bench.core.store import DIRECTIONS, Row
+from nsa_sel.bench.core.timing import Timing
+from nsa_sel.bench.threshold_optimizer import TRITON, thresholds
+from nsa_sel.bench.tune import cost_fit
+from nsa_sel.bench.tune.cost_fit import TERMS, model_of, phase_of
+from nsa_sel.bench.tune.derive import threshold
+from nsa_sel.bench.tune.search_space import SPACES, kernel_name
+from nsa_sel.bench.tune.tuned_file import Measurements, Run, locked, rewrite, written
+from nsa_sel.compressed import compressed_attention
+from nsa_sel.core import registry
+from nsa_sel.core.backend import Offer, PolicyInput
+from nsa_sel.core.call import Rule
+from nsa_sel.core.request import DeviceInfo
+from nsa_sel.policies.cost import modelled
+from nsa_sel.policies.guards import within_limits
+from nsa_sel.settings import tuned
+from nsa_sel.settings.config import settings_for
+from nsa_sel.settings.flags import COMMIT_FLAG, CONFIG_FLAG, FLAGS
+from nsa_sel.settings.schema import Costs, Settings, Threshold, Way
+
+ROWS, IDENTITY = ".calls.jsonl", (*Case._fields, "direction", "backend", "launches")  # of the file of rows
+BACKENDS = (*(backend.name for backend in SPECS if backend.cost_terms), DENSE)  # dense attention is for the report alone
+ORDER: tuple[Way, ...] = ("forward", "decode", "backward")  # a direction is used as soon as its rows are complete: the quick ones first
+ORACLE_ROWS = 16  # compared with the oracle
+MAX_ERROR = 1e-3  # mean absolute error of o, and of each gradient
+MAX_ROWS = 8192  # of a case that slow backends are measured on
+LEAST_SAME = 0.99  # of the chosen blocks: scores that agree to five digits may swap
+REP = 20.0  # ms of timed calls
+
+Measure = Callable[[Row], Row]
+
+
+@contextlib.contextmanager
+def without_flags() -> Iterator[None]:
+    """Run without the user's flags and configuration file: every backend may run, as committed and tuned, and nothing
+    is logged.
+    """
+    with mock.patch.dict(os.environ):
+        for name in (*(flag.name for flag in FLAGS), CONFIG_FLAG):
+            os.environ.pop(name, None)
+        os.environ["NSA_TRITON_SEL_FORCE"] = "1"  # a device rule may keep Triton off until someone measures
+        yield
+
+
+def collect(run: Run, asked: Sequence[Row], measure: Measure) -> list[Row]:
+    """Measure the rows that are missing, until the run is over, and return all that the file then has.
+
+    Args:
+        run: the caller holds the lock.
+        asked: rows with the fields of IDENTITY.
+        measure: adds the times to a row.
+
+    Raises:
+        ContextLost: a kernel broke the CUDA context.
+    """
+    facts = {field: getattr(run.stamp, field) for field in ("device", "driver", "torch", "triton", "nsa_sel", "kernels")}
+    facts |= {"commit": os.environ.get(COMMIT_FLAG), "command": store.command()}
+    kept = Measurements(run.stamp, ROWS, IDENTITY)
+    for number, row in enumerate(asked):
+        if row not in kept and not run.is_over():
+            run.tell(f"{row['case']} {row['direction']} {row['backend']}", number / len(asked))
+            kept.measure({**row, **facts}, measure)
+    return kept.of(asked)
+
+
+# Thresholds
+
+
+@without_flags()
+def measure_thresholds(run: Run, measure: Measure, ways: Sequence[Way]) -> dict[Way, Threshold]:
+    """Measure both sides of the threshold cases, and write the thresholds of the directions whose rows are complete.
+
+    The rule is that of the committed profiles (threshold_optimizer.py). A direction with a case that failed keeps the
+    threshold that it had.
+
+    Args:
+        run: of `nsa-sel tune`.
+        measure: adds the times to a row, as `Runner` does.
+        ways: directions.
+
+    Returns:
+        The thresholds that were written.
+    """
+    asked = [
+        {**case._asdict(), "direction": DIRECTIONS[way], "backend": side, "launches": ""}
+        for case in cases.threshold_cases()
+        for way in ways
+        if (case.S == 1) == (way == "decode")
+        for side in (TRITON, PACKED)
+    ]
+    found: dict[Way, Threshold] = {}
+    with locked(run.stamp):
+        timed = store.measured(collect(run, asked, measure))
+        for way in ways:
+            of_way = [row for row in timed if row["direction"] == DIRECTIONS[way]]
+            if of_way and len(of_way) == sum(row["direction"] == DIRECTIONS[way] for row in asked):
+                found[way] = threshold(thresholds(of_way)[0])
+        rewrite(run.stamp, thresholds={**written(run.stamp).thresholds, **found})
+    return found
+
+
+# Costs
+
+
+@without_flags()
+def wanted(device: DeviceInfo, ways: Sequence[Way]) -> list[Row]:
+    """Return the rows to measure: case, direction, backend, and under "launches" the kernel configs in force for it
+    now.
+    """
+    settings = settings_for(device)
+    asked = [way for way in ORDER if way in ways]
+    return [row for way in asked for listed in (_attending, _choosing) for row in listed(device, settings, way)]
+
+
+def _attending(device: DeviceInfo, settings: Settings, way: Way) -> Iterator[Row]:
+    backward = way == "backward"
+    for case in (case for case in cases.cost_cases() if cases.decodes(case) == (way == "decode")):
+        request = cost_fit.request_of(case, None, backward)
+        kernels = tuned.apply(settings, request, device).kernels
+        for name, contender in zip(BACKENDS, named(",".join(BACKENDS)), strict=True):
+            if contender.refuses(case) or (name in SLOW and case.S > MAX_ROWS):
+                continue
+            if name != DENSE:
+                entry = registry.backends()[name]
+                has_terms = request.phase(backward) in entry.cost_terms and modelled(entry, request, backward)
+                if not has_terms or registry.missing(name):
+                    continue
+            spaces = [space for space in SPACES if (space.backend, space.way) == (name, way)]
+            configs = sorted(kernel_name(space, case.Dk, case.Dv, case.dtype) for space in spaces)
+            launches = ", ".join(kernels[config].config_id(config) for config in configs)
+            yield {**case._asdict(), "direction": DIRECTIONS[way], "backend": name, "launches": launches}
+
+
+def _choosing(device: DeviceInfo, settings: Settings, way: Way) -> Iterator[Row]:
+    for case in cases.choice_cases() if way != "decode" else ():
+        request = cost_fit.request_of(case, None, way == "backward")
+        asked = PolicyInput(request, device, settings, "backward" if way == "backward" else "forward")
+        for name, backend in registry.backends("choose").items():
+            runs = not registry.missing(name) and not list(within_limits(asked, Offer(backend)))
+            covered = backend.cost_terms and modelled(backend, request, way == "backward")
+            if runs and covered and not (backend.slow and case.S > MAX_ROWS):
+                yield {**case._asdict(), "direction": DIRECTIONS[way], "backend": name, "launches": ""}
+
+
+@without_flags()
+def measure_costs(run: Run, device: DeviceInfo, measure: Measure, ways: Sequence[Way]) -> tuple[Costs | None, int]:
+    """Measure the rows that are missing, and write the models of the directions whose rows are complete.
+
+    Models that the file has stay until the rows of all their directions are complete again.
+
+    Args:
+        run: of `nsa-sel tune`.
+        device: what decisions depend on.
+        measure: adds the times to a row.
+        ways: directions to measure.
+
+    Returns:
+        The models of all complete directions, None if there are none; and how many rows of these directions are left.
+    """
+    with locked(run.stamp):
+        tuned.forget()  # the configs in force are those of the file now
+        asked = wanted(device, ways)
+        left = len(asked) - len(collect(run, asked, measure))
+        every = wanted(device, ORDER)
+        found = fitted(every, Measurements(run.stamp, ROWS, IDENTITY).of(every))
+        before = written(run.stamp).costs
+        if found is not None and (before is None or _ways(before) <= _ways(found)):
+            rewrite(run.stamp, costs=found)
+            tuned.forget()
+    return found, left
+
+
+def _ways(costs: Costs) -> set[str]:
+    return {name.partition("/")[2] for name in costs.models}
+
+
+def fitted(every: Sequence[Row], known: Sequence[Row]) -> Costs | None:
+    """Return the models of the phases all of whose rows are known, None if no phase has two backends to compare.
+
+    A backend that mostly fails has fewer rows than its model has terms, and gets no model: the policy then prefers the
+        others.
+
+    Args:
+        every: the rows of all directions, without times.
+        known: those of them that were measured.
+    """
+    counts = Counter(map(phase_of, known))
+    complete = {phase for phase, count in Counter(map(phase_of, every)).items() if counts[phase] == count}
+    timed = [row for row in store.measured(known) if phase_of(row) in complete and cost_fit.is_cost_row(row)]
+    fit = {name for name, count in Counter(map(model_of, timed)).items() if count > len(set(TERMS[name]) - cost_fit.OF_CACHES)}
+    compared = Counter(name.partition("/")[2] for name in fit)
+    used = [row for row in timed if model_of(row) in fit and compared[phase_of(row) or ""] > 1]
+    if not used:
+        return None
+    digest = hashlib.sha256("".join(json.dumps(row, sort_keys=True) for row in used).encode()).hexdigest()[:16]
+    return cost_fit.costs(used, (f"`nsa-sel tune` on this machine: {len(used)} rows, sha256 {digest}",))
+
+
+# Measuring
+
+
+class Runner:
+    """Time one backend on one case, after its results were checked. Keeps the last case's tensors.
+
+    Args:
+        device: "cuda" or "cpu".
+        rep: ms of timed calls.
+    """
+
+    def __init__(self, device: str = "cuda", rep: float = REP) -> None:
+        self.device, self.timing = device, Timing(rep)
+        self.prepared: tuple[Case, Any] | None = None
+
+    def __call__(self, row: Row) -> Row:
+        """Return the row with its times. Raises WrongResult."""
+        try:
+            return self._choose(row) if row["distribution"] == CHOICE else self._attend(row)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            raise
+
+    def _prepared(self, case: Case, make: Callable[[Case], Any]) -> Any:
+        if self.prepared is None or self.prepared[0] != case:
+            self.prepared = None  # frees memory first
+            self.prepared = case, make(case)
+        return self.prepared[1]
+
+    def _attend(self, row: Row) -> Row:
+        """Time `selection_attention`, checked against the oracle."""
+        case, direction, (contender,) = cost_fit.case_of(row), row["direction"], named(row["backend"])
+        if direction != "bwd":  # computes no gradients, and checks none
+            contender = contender._replace(directions=("fwd", "decode"))
+
+        def make(case: Case) -> tuple[Problem, Sample]:
+            problem = make_problem(case, self.device)
+            return problem, session.sample(case, problem, ORACLE_ROWS, backward=not cases.decodes(case))
+
+        problem, exact = self._prepared(case, make)
+        job = session.Job(case, (contender,), (direction,), ORACLE_ROWS, self.timing)
+        (found,) = session.contender_rows(job, contender, (direction,), problem, exact, self.device, [""])
+        if contender.checked and not found["mae"] <= MAX_ERROR:
+            raise WrongResult(f"the mean absolute error is {found['mae']:.3g}, allowed {MAX_ERROR}")
+        return found
+
+    def _choose(self, row: Row) -> Row:
+        """Time `compressed_attention`, checked against the fallback in float32.
+
+        Gradients sum over thousands of rows: they are compared with their own magnitude (`checked_error`), o with
+            MAX_ERROR.
+        """
+        case, direction, backend = cost_fit.case_of(row), row["direction"], row["backend"]
+
+        def call(inputs: tuple[Tensor, ...], backend: str) -> tuple[Tensor, Tensor]:
+            o, selection = compressed_attention(*inputs, block_size=case.block, n=case.n, S_kv=case.S_kv, backend=backend)
+            return o, selection.ranges[..., 0]
+
+        def results(inputs: tuple[Tensor, ...], do: Tensor | None, backend: str) -> tuple[Tensor, ...]:
+            with torch.set_grad_enabled(do is not None):
+                o, blocks = call(inputs, backend)
+            return blocks, o.detach(), *(() if do is None else torch.autograd.grad(o, inputs, do))
+
+        def make(case: Case) -> tuple[tuple[Tensor, ...], Tensor, tuple[Tensor, ...]]:
+            keys = Rule(block_size=case.block, n=case.n).compressed_keys(case.S_kv)
+            q, k, v, do = cases.make_inputs(case._replace(S_kv=keys), self.device)
+            inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+            return inputs, do, results(inputs, do, registry.fallback("choose"))
+
+        inputs, do, expected = self._prepared(case, make)
+        with new_memory_holds_nan(strict=False):
+            blocks, *found = results(inputs, do if direction == "bwd" else None, backend)
+        same = float((blocks == expected[0]).float().mean())
+        error, *_ = [checked_error(*each) for each in zip(("o", "dq", "dk", "dv"), found, expected[1:], strict=False)]
+        if not (same >= LEAST_SAME and error <= MAX_ERROR):
+            raise WrongResult(f"{same:.1%} of the blocks are the same, the mean absolute error of o is {error:.3g}, allowed {MAX_ERROR}")
+        with torch.set_grad_enabled(direction == "bwd"):
+            o = call(inputs, backend)[0] if direction == "bwd" else None
+
+            def work() -> Any:
+                return call(inputs, backend) if o is None else torch.autograd.grad(o, inputs, do, retain_graph=True)
+
+            space = timing.workspace_bytes(work, self.device)
+            times = timing.milliseconds(work, self.timing, self.device)
+        more = {"mae": error, "same_blocks": same, "workspace_bytes": space, **store.gpu_state(self.device)}
+        return {**row, **timing.row(case, direction, backend, times, **more)}
