@@ -14,7 +14,7 @@ from torch import Tensor
 
 import nsa_sel
 from nsa_sel.backends import choose_torch, choose_triton
-from nsa_sel.backends._triton import choose_dkdv, choose_pages
+from nsa_sel.backends._triton import choose_dkdv, choose_pages, choose_scores
 from nsa_sel.backends._triton.choose_scores import block_scores
 from nsa_sel.core import registry
 from nsa_sel.core.call import ChooseCall, Pool, Rule
@@ -63,7 +63,12 @@ def few_keys_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
         small = {name: replace(config, block_l=16) for name, config in choose_triton.CONFIGS.items()}
         monkeypatch.setattr(choose_triton, "config_of", lambda call, kernel: small[kernel])
-        for module, name, value in ((choose_pages, "LEAST_KEYS", 4), (choose_pages, "SHARES", 64), (choose_dkdv, "SHORTEST", 8)):
+        for module, name, value in (
+            (choose_pages, "LEAST_KEYS", 4),
+            (choose_pages, "SHARES", 64),
+            (choose_dkdv, "SHORTEST", 8),
+            (choose_scores, "LEAST_STEPS", 1),
+        ):
             monkeypatch.setattr(module, name, value)
 
 
@@ -311,7 +316,7 @@ POOLS: dict[str, tuple[tuple[int, ...], Rule, Pool]] = {  # B, S, S_kv, G, h, Dk
     "two-tiles-of-Dk": ((1, 9, 40, 1, 2, 192), Rule(1, 1, 16, 2, 0, 1), LOGITS),
     "no-index-keys": ((2, 5, 7, 1, 2, 16), Rule(8, 4, 16, 2, 0, 1), WEIGHTS),
     "decode": ((3, 1, 85, 2, 2, 16), Rule(1, 1, 16, 3, 1, 1), LOGITS),
-    "relu-of-complete-blocks": ((2, 9, 45, 1, 4, 16), Rule(4, 4, 4, 3, 0, 0), RELU),
+    "relu-of-complete-blocks": ((2, 9, 155, 1, 4, 16), Rule(4, 4, 4, 3, 0, 0), RELU),
     "relu-heads-max": ((1, 20, 40, 1, 3, 16), Rule(1, 1, 16, 2, 0, 1), Pool(False, True, True, True)),
     "relu-sums": ((1, 20, 40, 2, 3, 16), Rule(8, 4, 16, 2, 0, 1), Pool(False, False, False, True)),
 }
