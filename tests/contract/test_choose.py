@@ -14,7 +14,7 @@ from torch import Tensor
 
 import nsa_sel
 from nsa_sel.backends import choose_torch, choose_triton
-from nsa_sel.backends._triton import choose_dkdv, choose_pages, choose_scores
+from nsa_sel.backends._triton import choose_dkdv, choose_pages, choose_scores, ranges
 from nsa_sel.backends._triton.choose_scores import block_scores
 from nsa_sel.core import registry
 from nsa_sel.core.call import ChooseCall, Pool, Rule
@@ -381,6 +381,18 @@ def test_choose_by_other_scores(lane: Lane, what: str) -> None:
         scores = choose_torch.block_scores(call, lse).transpose(1, 2)
     visible = (torch.arange(call.blocks) <= call.positions()[:, :, None, None] // call.rule.block_size).expand_as(exact)
     torch.testing.assert_close(scores[visible].double(), exact[visible], rtol=1e-5, atol=1e-5)
+
+
+@of_any_keys(5, 6)
+def test_choose_among_more_blocks_than_a_program_takes(lane: Lane, what: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 blocks at a time, then among the best of each 16, of which a program takes 3 times 5, not 3 times 6."""
+    monkeypatch.setattr(ranges, "MOST_BLOCKS", 16)
+    for first, local in ((0, 0), (1, 2)):
+        rule, q_pos = Rule(1, 1, 2, what, first, local), torch.tensor([[79, 0, 3, 33, 34], [65, 31, 32, 63, 50]]).to(lane.place)
+        call = make_choose_call((2, 5, 80, 2, 1, 16, 16, rule), lane.dtype, lane.place, pool=LOGITS)
+        for k in (call.k, torch.zeros_like(call.k)):
+            check_pooled(lane, changed(call, k=k))
+            check_pooled(lane, changed(call, k=k, q_pos=q_pos))
 
 
 @of_any_keys("index-keys", "weights-max-no-overlap", "relu-of-complete-blocks")
