@@ -19,14 +19,16 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends._triton import choose_dkdv, choose_pages, runs
+from nsa_sel.backends._triton import ranges as ranges_module
 from nsa_sel.backends._triton.arguments import dims_of, heads_of, narrow_suffix
 from nsa_sel.backends._triton.choose_rows import Sizes, bounds_of, by_tma, sizes_of, strides_of
 from nsa_sel.backends._triton.choose_scores import block_scores, importance
 from nsa_sel.backends._triton.kernel import Kernel
 from nsa_sel.backends._triton.ranges import top_n
 from nsa_sel.backends._triton.tiles import MIN_TILE, kv_descriptors
-from nsa_sel.core.arguments import range_dtype
+from nsa_sel.core.arguments import range_dtype, whole_blocks
 from nsa_sel.core.call import NSA_POOL, ChooseCall
+from nsa_sel.core.ranges import sorted_blocks
 from nsa_sel.settings.schema import KernelConfig
 
 CONFIGS = {  # by kernel and class of head dims (`narrow_suffix`); one that has no config of its own takes the plain one
@@ -134,8 +136,33 @@ def best_blocks(call: ChooseCall, lse: Tensor | None) -> Tensor:
         if call.sequences is not None:
             positions = torch.empty(part.q.shape[:2], dtype=torch.int32, device=call.q.device)
         _scores(part, part_lse, scores, None if call.sequences is None else positions)
-        top_n(scores, part_ranges, block_size, first, local, part.start, positions)
+        best_of_many(scores, part_ranges, block_size, first, local, part.start, positions)
     return ranges
+
+
+def best_of_many(scores: Tensor, ranges: Tensor, block_size: int, first: int, local: int, start: int, positions: Tensor | None) -> None:
+    """Do `top_n` for any number of blocks: choose of each MOST_BLOCKS of them, then of those."""
+    (B, S, _, blocks), n, most = scores.shape, ranges.shape[3], ranges_module.MOST_BLOCKS
+    parts = range(0, blocks, most)
+    if len(parts) <= 1:
+        top_n(scores, ranges, block_size, first, local, start, positions)
+        return
+    t = torch.arange(start, start + S, device=scores.device)[None] if positions is None else positions
+    if len(parts) * n > most:  # a program cannot choose among these
+        ranges.copy_(whole_blocks(sorted_blocks(scores, n, block_size, first, local, 0, t.expand(B, -1)), block_size))
+        return
+    current, best, chosen = (t // block_size)[..., None, None], [], []
+    for begin in parts:
+        part, own, before = scores[..., begin : begin + most], torch.empty_like(ranges), begin * block_size
+        top_n(part, own, block_size, max(0, first - begin), local, start - before, None if positions is None else positions - before)
+        block, empty = own[..., 0].long() // block_size, own[..., 1] == 0
+        forced = (block + begin < first) | (block + begin > current - local)
+        best.append(part.gather(3, block).masked_fill(forced, torch.inf).masked_fill(empty, -torch.inf))
+        chosen.append(block + begin)
+    own = torch.empty_like(ranges)
+    top_n(torch.cat(best, 3), own, 1, 0, 0, most)  # as if all were visible
+    block = torch.cat(chosen, 3).gather(3, own[..., 0].long())
+    ranges.copy_(torch.stack((block, block + 1), -1).mul_(block_size).masked_fill_(own[..., 1:] == 0, 0))
 
 
 def _rows(

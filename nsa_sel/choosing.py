@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from nsa_sel.compression import BlockMean
@@ -31,6 +32,8 @@ def choose_blocks(
     reduce: Reduction = "max",
     heads: Reduction = "sum",
     softmax: bool = False,
+    activation: Literal["relu"] | None = None,
+    tail: bool = False,
     lse: Tensor | None = None,
     compress_block: int = 1,
     compress_stride: int = 1,
@@ -41,7 +44,8 @@ def choose_blocks(
 ) -> Selection:
     """Choose the n best blocks of every row by the scores of index keys.
 
-    By default as the indexer of MiniMax Sparse Attention (arXiv 2606.13392) does.
+    By default as the indexer of MiniMax Sparse Attention (arXiv 2606.13392) does. As Qwen3.8's (QSA) with local=0, activation="relu",
+    tail=True, and one index key per complete block: compress_block = compress_stride = block_size.
 
     Index key i stands for the keys [i * compress_stride, i * compress_stride + compress_block): for one key by default, for a block of
     them if they are pooled. A row at position t sees it once it sees the last of them. Its logit scale q.k, or with softmax its weight
@@ -60,6 +64,9 @@ def choose_blocks(
         reduce: "max" or "sum" over a block; a sum takes an index key once for every compress_stride keys of the block that it covers.
         heads: "sum" or "max" over the heads of a group.
         softmax: score weights. "sum" of them is NSA's importance, which ranks as a block's log-sum-exp does.
+        activation: "relu" scores max(logit, 0) of each head instead of the logit; not with softmax.
+        tail: add the row's incomplete last block, which is not scored and does not count among the n. Needs first = local = 0 and
+            compress_block = compress_stride = block_size, so that rows choose among complete blocks only.
         lse: [B,S,G,h] ([B,G,h] for decode) float32, natural logarithm, with softmax; by default of the index keys that the row sees. A row
             with -inf has weights of 0.
         compress_block: keys that an index key covers: a multiple of compress_stride, at most block_size.
@@ -71,19 +78,26 @@ def choose_blocks(
 
     Returns:
         The `Selection` of whole blocks, with ranges [B,S,G,n,2], for `selection_attention`. Without softmax, a block none of whose index
-        keys the row sees is chosen only if forced.
+        keys the row sees is chosen only if forced. With tail, ranges are [B,S,G,n+1,2], and the last one is the row's incomplete block, of
+        which causal attention reads the keys up to the row's position, or [0, 0).
 
     Raises:
         ArgumentError: bad input, before any kernel runs.
         BackendError: as `selection_attention`.
     """
     check_flag("softmax", softmax)
-    pool = Pool(softmax, _is_max("heads", heads), _is_max("reduce", reduce))
+    check_flag("tail", tail)
+    if activation not in (None, "relu") or (softmax and activation):
+        raise ArgumentError("activation", shown(activation), "'relu' without softmax, or None", "leave it out, or pass softmax=False")
+    pool = Pool(softmax, _is_max("heads", heads), _is_max("reduce", reduce), activation == "relu")
     rule = Rule(compress_block, compress_stride, block_size, n, first, local)
+    if tail and not (compress_block == compress_stride == block_size and first == local == 0):
+        remedy = "pass first=0, local=0 and compress_block = compress_stride = block_size, with one index key per complete block"
+        raise ArgumentError("tail", True, "False where blocks are forced or an incomplete block has index keys", remedy)
     q, k = _plain("choose_blocks", q, k)
     if lse is not None:
         check_tensors(lse=lse)
-    return _choose(q, k, rule, pool, lse, scale, q_pos, S_kv, backend)
+    return _choose(q, k, rule, pool, lse, scale, q_pos, S_kv, backend, tail)
 
 
 def moba_selection(
@@ -185,11 +199,18 @@ def infllm_selection(
 
 def _choose(
     q: Tensor, k: Tensor, rule: Rule, pool: Pool, lse: Tensor | None, scale: float | None, q_pos: Tensor | None, S_kv: int | None,
-    backend: str | None,
+    backend: str | None, tail: bool = False,
 ) -> Selection:  # fmt: skip
-    """Choose for the tensors that `_plain` returned."""
+    """Choose for the tensors that `_plain` returned. tail: add the block of the row's position, if the row does not see all of it."""
     index = check_index(q, k, rule, pool, lse, scale, q_pos, S_kv, transforms.traces(q, k))
-    return Selection.from_ranges(choose.best_blocks(index, rule, pool, backend), rule.block_size, disjoint=True)
+    ranges = choose.best_blocks(index, rule, pool, backend)
+    if tail:
+        B, S, G = ranges.shape[:3]
+        q_pos = torch.arange(index.S_kv - S, index.S_kv, device=q.device) if index.q_pos is None else index.q_pos
+        begin = (q_pos + 1) // rule.block_size * rule.block_size
+        last = torch.stack((begin, begin + rule.block_size), -1).where((begin <= q_pos).unsqueeze(-1), 0)  # attention cuts it at q_pos
+        ranges = torch.cat((ranges, last.to(ranges.dtype).unsqueeze(-2).unsqueeze(-3).expand(B, S, G, 1, 2)), 3)
+    return Selection.from_ranges(ranges, rule.block_size, disjoint=True)
 
 
 def _plain(name: str, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

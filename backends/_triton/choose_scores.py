@@ -1,6 +1,7 @@
 """Scores of blocks from q, index keys and lse, without storing p: NSA's importance, and other pools.
 
-With x[i] the largest of a group's heads, or their sum, of the logits c q.k[i] or of the weights 2^(c q.k[i] - lse2):
+With x[i] the largest of a group's heads, or their sum, of the logits c q.k[i], of max(c q.k[i], 0), or of the weights
+2^(c q.k[i] - lse2):
 
     score[b] = largest of x[i] over the keys that touch block b, or their sum, each times the pieces of b that it covers
 
@@ -178,6 +179,7 @@ def _importance_kernel(dims: Dims, rule: Rule, config: KernelConfig) -> Kernel:
 
 
 MOST_BLOCKS = 32  # most blocks per step, because the addresses of their scores take registers
+PROGRAMS, LEAST_STEPS = 512, 8  # fewer programs share the blocks of their rows, each with this many steps at least
 
 
 @triton.jit
@@ -188,6 +190,8 @@ def over_heads(products, lse2, scale, dims: tl.constexpr, pool: tl.constexpr, HE
         x = tl.exp2(products * scale - lse2[None, :]).reshape(products.shape[0], HEADS, TOKENS)
     else:
         x = products.reshape(products.shape[0], HEADS, TOKENS)
+    if pool.relu:
+        x = tl.maximum(x, 0.0)
     if pool.heads_max:
         if HEADS != dims.h:
             x = tl.where((tl.arange(0, HEADS) < dims.h)[None, :, None], x, float("-inf"))
@@ -273,19 +277,19 @@ def score_steps(
 
 @triton.jit
 def block_scores_kernel(
-    q, k_desc, k_rest_desc, k, lse, q_pos, scores, strides, stride_lse, stride_scores, sizes, blocks, scale,
+    q, k_desc, k_rest_desc, k, lse, q_pos, scores, strides, stride_lse, stride_scores, sizes, blocks, shares, scale,
     dims: tl.constexpr, rule: tl.constexpr, pool: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
     PIECES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Store scores [B,S,G,blocks] up to the block of each tile's last position; later scores stay uninitialized.
 
-    Grid: one program per tile of TOKENS rows, late tiles first.
+    Grid: `shares` programs per tile of TOKENS rows, late tiles first; several only if no index key touches two blocks.
     Tiles: q [HEADS * TOKENS, BLOCK_D + BLOCK_REST], k [BLOCKS * PIECES, BLOCK_D + BLOCK_REST].
     scale: the logits' scale, times log2 e for softmax weights.
     """
     STEP: tl.constexpr = rule.block_size // rule.compress_stride
     LEAST: tl.constexpr = float("-inf") if pool.block_max and not pool.softmax else 0.0
-    number = tl.program_id(0)
+    number, share = tl.program_id(0) // shares, tl.program_id(0) % shares
     i = sizes.tiles - 1 - number % sizes.tiles
     b, g = number // sizes.tiles // sizes.G, number // sizes.tiles % sizes.G
     b64, g64 = b.to(tl.int64), g.to(tl.int64)
@@ -304,16 +308,19 @@ def block_scores_kernel(
     seen = seen_keys(q_pos, strides.pos, b64, row, sizes, rule)
     t = tl.max(row_position(q_pos, strides.pos, b64, row, sizes.start), 0)
     end = tl.minimum(tl.where(t < 0, 0, t // rule.block_size + 1), blocks).to(tl.int32)
-    last_step = (end + BLOCKS - 1) // BLOCKS * PARTS
-    whole = 0
+    last_step = (end + BLOCKS - 1) // BLOCKS
+    each = (last_step + shares - 1) // shares * PARTS
+    step = share * each
+    last_step = tl.minimum(last_step * PARTS, step + each)
+    whole = step
     if PARTS * PIECES == STEP:  # steps are contiguous
-        whole = tl.minimum(tl.min(seen, 0) // (BLOCKS * PIECES), last_step)
+        whole = tl.maximum(tl.minimum(tl.min(seen, 0) // (BLOCKS * PIECES), last_step), step)
 
     out = scores + b64 * stride_scores[0] + g64 * stride_scores[2] + row * stride_scores[1]
     shared = g if strides.k[1] != 0 else 0  # keys that all groups share have one group in the descriptor
     own = tl.full([BLOCKS, TOKENS], LEAST, tl.float32)
     own, pending, spilled = score_steps(
-        0, whole, own, own, own, q_columns, rest_columns, lse2, seen, k_desc, k_rest_desc, k, out, is_token, strides, b, shared, sizes,
+        step, whole, own, own, own, q_columns, rest_columns, lse2, seen, k_desc, k_rest_desc, k, out, is_token, strides, b, shared, sizes,
         blocks, scale, dims, rule, pool, HEADS, TOKENS, BLOCKS, PIECES, PARTS, False,
     )  # fmt: skip
     score_steps(
@@ -342,11 +349,14 @@ def block_scores(call: ChooseCall, lse: Tensor | None, scores: Tensor, config: K
     tma = dense and config.loads == "tma" and aligned(call.k)
     k = call.k if call.k.stride(1) else call.k[:, :1]  # keys that all groups share have one group in the descriptor
     descriptors = key_descriptors(k, constants["dims"], constants["BLOCKS"] * constants["PIECES"], tma)
+    programs, shares = call.q.shape[0] * sizes.G * sizes.tiles, 1
+    if call.rule.reach == 1:
+        shares = max(1, min(PROGRAMS // programs, call.blocks // (LEAST_STEPS * constants["BLOCKS"])))
     kernel.launch(
-        call.q.shape[0] * sizes.G * sizes.tiles,
+        programs * shares,
         (call.q, *descriptors, call.k, lse, call.q_pos, scores),
         (
-            strides_of(call), (0, 0, 0, 0) if lse is None else lse.stride(), scores.stride()[:3], sizes, call.blocks,
+            strides_of(call), (0, 0, 0, 0) if lse is None else lse.stride(), scores.stride()[:3], sizes, call.blocks, shares,
             call.scale_log2() if call.pool.softmax else call.scale,
         ),
     )  # fmt: skip

@@ -334,10 +334,12 @@ class Pool(NamedTuple):
     softmax: bool = True  # of the weights exp(logit - lse); else of the logits
     heads_max: bool = False  # the largest of a group's heads; else their sum
     block_max: bool = False  # the largest of a block's keys; else their sum
+    relu: bool = False  # of max(logit, 0) of each head; never with softmax
 
     def words(self) -> tuple[str, str, str]:
         """Return what is scored, and the reductions over heads and over a block, as a request names them."""
-        return "weights" if self.softmax else "logits", "max" if self.heads_max else "sum", "max" if self.block_max else "sum"
+        kind = "weights" if self.softmax else "relu(logits)" if self.relu else "logits"
+        return kind, "max" if self.heads_max else "sum", "max" if self.block_max else "sum"
 
 
 NSA_POOL = Pool()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import nsa_sel
 from nsa_sel.backends import choose_torch, choose_triton
-from nsa_sel.backends._triton import choose_dkdv, choose_pages
+from nsa_sel.backends._triton import choose_dkdv, choose_pages, choose_scores, ranges
 from nsa_sel.backends._triton.choose_scores import block_scores
 from nsa_sel.core import registry
 from nsa_sel.core.call import ChooseCall, Pool, Rule
@@ -63,7 +63,12 @@ def few_keys_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
         small = {name: replace(config, block_l=16) for name, config in choose_triton.CONFIGS.items()}
         monkeypatch.setattr(choose_triton, "config_of", lambda call, kernel: small[kernel])
-        for module, name, value in ((choose_pages, "LEAST_KEYS", 4), (choose_pages, "SHARES", 64), (choose_dkdv, "SHORTEST", 8)):
+        for module, name, value in (
+            (choose_pages, "LEAST_KEYS", 4),
+            (choose_pages, "SHARES", 64),
+            (choose_dkdv, "SHORTEST", 8),
+            (choose_scores, "LEAST_STEPS", 1),
+        ):
             monkeypatch.setattr(module, name, value)
 
 
@@ -295,7 +300,7 @@ def test_choose_beyond_32_bits(lane: Lane, what: int) -> None:
 
 # Other scores than NSA's, without attention
 
-LOGITS, WEIGHTS = Pool(False, False, True), Pool(True, False, True)
+LOGITS, WEIGHTS, RELU = Pool(False, False, True), Pool(True, False, True), Pool(False, False, True, True)
 POOLS: dict[str, tuple[tuple[int, ...], Rule, Pool]] = {  # B, S, S_kv, G, h, Dk; rule; pool
     "index-keys": ((2, 5, 45, 2, 1, 16), Rule(1, 1, 16, 2, 0, 1), LOGITS),
     "index-keys-of-long-blocks": ((1, 9, 130, 1, 1, 16), Rule(1, 1, 64, 2, 0, 1), LOGITS),
@@ -311,12 +316,16 @@ POOLS: dict[str, tuple[tuple[int, ...], Rule, Pool]] = {  # B, S, S_kv, G, h, Dk
     "two-tiles-of-Dk": ((1, 9, 40, 1, 2, 192), Rule(1, 1, 16, 2, 0, 1), LOGITS),
     "no-index-keys": ((2, 5, 7, 1, 2, 16), Rule(8, 4, 16, 2, 0, 1), WEIGHTS),
     "decode": ((3, 1, 85, 2, 2, 16), Rule(1, 1, 16, 3, 1, 1), LOGITS),
+    "relu-of-complete-blocks": ((2, 9, 155, 1, 4, 16), Rule(4, 4, 4, 3, 0, 0), RELU),
+    "relu-heads-max": ((1, 20, 40, 1, 3, 16), Rule(1, 1, 16, 2, 0, 1), Pool(False, True, True, True)),
+    "relu-sums": ((1, 20, 40, 2, 3, 16), Rule(8, 4, 16, 2, 0, 1), Pool(False, False, False, True)),
 }
 POOLS_OF_A_GPU: dict[str, tuple[tuple[int, ...], Rule, Pool]] = {
     "msa-chunk": ((2, 130, 1500, 2, 1, 128), Rule(1, 1, 128, 4, 0, 1), LOGITS),
     "moba-Dk64": ((1, 600, 600, 4, 1, 64), Rule(64, 64, 64, 3, 0, 1), LOGITS),
     "infllm-h16": ((1, 500, 500, 2, 16, 128), Rule(32, 16, 64, 4, 1, 1), WEIGHTS),
     "Dk256-h12": ((1, 70, 500, 1, 12, 256), Rule(32, 16, 64, 3, 0, 1), Pool(False, True, True)),
+    "qsa": ((2, 130, 1500, 1, 4, 128), Rule(4, 4, 4, 64, 0, 0), RELU),
     "Dk192-h3-sums": ((1, 70, 300, 1, 3, 192), Rule(1, 1, 96, 2, 0, 1), Pool(False, False, False)),
 }
 
@@ -340,6 +349,7 @@ def scores_of(call: ChooseCall, lse: Tensor | None = None) -> Tensor:
     return pooled_scores(
         call.q, call.k, call.positions().cpu(), S_kv=call.blocks * rule.block_size, block_size=rule.block_size, scale=call.scale, lse=lse,
         compress_block=rule.compress_block, compress_stride=rule.compress_stride, reduce=reduce, heads=heads, softmax=kind == "weights",
+        relu=call.pool.relu,
     )  # fmt: skip
 
 
@@ -353,7 +363,7 @@ def check_pooled(lane: Lane, call: ChooseCall) -> None:
 def test_choose_by_other_scores(lane: Lane, what: str) -> None:
     """Also by the scores themselves, with a log-sum-exp of other keys: rows of -inf have weights of 0."""
     check_pooled(lane, pooled(lane, what))
-    if what in ("index-keys", "weights-max"):
+    if what in ("index-keys", "weights-max", "relu-of-complete-blocks"):
         (B, S, S_kv, *_), _, _ = POOLS[what]
         q_pos = torch.randint(-3, S_kv, (B, S), generator=torch.Generator().manual_seed(0)).to(lane.place)
         check_pooled(lane, pooled(lane, what, torch.float16, q_pos=q_pos, scale=-0.3))
@@ -373,7 +383,19 @@ def test_choose_by_other_scores(lane: Lane, what: str) -> None:
     torch.testing.assert_close(scores[visible].double(), exact[visible], rtol=1e-5, atol=1e-5)
 
 
-@of_any_keys("index-keys", "weights-max-no-overlap")
+@of_any_keys(5, 6)
+def test_choose_among_more_blocks_than_a_program_takes(lane: Lane, what: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 blocks at a time, then among the best of each 16, of which a program takes 3 times 5, not 3 times 6."""
+    monkeypatch.setattr(ranges, "MOST_BLOCKS", 16)
+    for first, local in ((0, 0), (1, 2)):
+        rule, q_pos = Rule(1, 1, 2, what, first, local), torch.tensor([[79, 0, 3, 33, 34], [65, 31, 32, 63, 50]]).to(lane.place)
+        call = make_choose_call((2, 5, 80, 2, 1, 16, 16, rule), lane.dtype, lane.place, pool=LOGITS)
+        for k in (call.k, torch.zeros_like(call.k)):
+            check_pooled(lane, changed(call, k=k))
+            check_pooled(lane, changed(call, k=k, q_pos=q_pos))
+
+
+@of_any_keys("index-keys", "weights-max-no-overlap", "relu-of-complete-blocks")
 def test_choose_ties_go_to_the_lower_block(lane: Lane, what: str) -> None:
     call = pooled(lane, what)
     call.k = torch.zeros_like(call.k)
@@ -383,7 +405,7 @@ def test_choose_ties_go_to_the_lower_block(lane: Lane, what: str) -> None:
         assert torch.equal(chosen(lane, call).cpu(), best(scores, call.positions().cpu(), rule.block_size, rule.n, rule.first, rule.local))
 
 
-@of_any_keys("index-keys", "weights-max", "long-blocks-of-odd-size")
+@of_any_keys("index-keys", "weights-max", "long-blocks-of-odd-size", "relu-of-complete-blocks")
 def test_choose_by_other_scores_whatever_holds_them(lane: Lane, what: str) -> None:
     """NaN in keys that no row sees; few rows at once, keys that groups share, given positions and strides."""
     call = pooled(lane, what, start=-10)

@@ -256,6 +256,7 @@ POOLS = {  # choices without attention; name: shape as above, pool
     "moba": ((1, 8192, 8192, 16, 1, 128, 128, Rule(512, 512, 512), torch.bfloat16), Pool(False, False, True)),
     "infllm": ((1, 8192, 8192, 2, 16, 128, 128, Rule(), torch.bfloat16), Pool(True, False, True)),
     "max-256": ((1, 1024, 4096, 2, 12, 256, 256, Rule(), torch.float16), Pool(False, True, True)),
+    "qsa": ((1, 8192, 8192, 1, 4, 128, 128, Rule(4, 4, 4, 512, 0, 0), torch.bfloat16), Pool(False, False, True, True)),
     "sums-fp32": ((1, 1024, 4096, 2, 3, 64, 64, Rule(1, 1, 48), torch.float32), Pool(False, False, False)),
 }
 

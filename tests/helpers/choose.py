@@ -204,7 +204,8 @@ def check_unread(backend: ModuleType, call: ChooseCall, reruns: int = 1) -> tupl
 
 def pooled_scores(
     q: Tensor, k: Tensor, positions: Tensor, *, S_kv: int, block_size: int, compress_block: int = 1, compress_stride: int = 1,
-    reduce: str = "max", heads: str = "sum", softmax: bool = False, lse: Tensor | None = None, scale: float | None = None,
+    reduce: str = "max", heads: str = "sum", softmax: bool = False, relu: bool = False, lse: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:  # fmt: skip
     """What `choose_blocks` says of itself: index key i touches block j where [i d, i d + l) and [j m, (j + 1) m) overlap."""
     q, k = q.double().cpu(), k.double().cpu()
@@ -217,6 +218,7 @@ def pooled_scores(
         t = int(positions[b, s])
         seen = sum(i * d + l - 1 <= t for i in range(C))
         x = scale * q[b, s, g] @ k[b, g, :seen].T
+        x = x.relu() if relu else x
         if softmax:
             total = x.logsumexp(-1) if lse is None else lse[b, s, g].double().cpu()
             x = torch.exp(x - total[:, None]) if bool((total > -math.inf).all()) else torch.zeros_like(x)

@@ -86,6 +86,24 @@ def test_moba(backend: str) -> None:
     assert torch.equal(decoded.ranges[:, 0], selection.ranges[:, -1])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_qsa(backend: str) -> None:
+    """Qwen3.8: sums of ReLU over index heads, one index key per complete block, and the incomplete block beside the n."""
+    q, k, positions = randn(2, 9, 1, 4, 16), randn(2, 1, 10, 16, seed=1), torch.tensor([[*range(34, 43)], [0, 2, 3, 4, 11, 12, 14, 41, 42]])
+    rule: dict[str, Any] = {"activation": "relu", "tail": True, "local": 0, "block_size": 4, "compress_block": 4, "compress_stride": 4}
+    selection = choose_blocks(q, k, n=3, **rule, q_pos=positions, S_kv=43, backend=backend)
+    scores = torch.einsum("bshd,bkd->bshk", q[:, :, 0], k[:, 0]).relu().sum(2, keepdim=True)
+    scores = scores.masked_fill(torch.arange(10) * 4 + 3 > positions[..., None, None], -math.inf)
+    assert_chosen(selection.block_indices[..., :3], scores, best(scores, positions, 4, 3, 0, 0))
+    assert torch.equal(selection.block_indices[..., 3], torch.where((positions + 1) % 4 > 0, positions // 4, -1).unsqueeze(2))
+    assert (selection.block_size, selection.n, selection.disjoint) == (4, 4, True)
+    assert last().request.pool == ("relu(logits)", "sum", "max")
+    implied = choose_blocks(q[:1, -1], k[:1], n=3, **rule, S_kv=43, backend=backend)
+    assert torch.equal(implied.ranges, selection.ranges[:1, -1:])
+    compiled = torch.compile(choose_blocks, fullgraph=True, backend="aot_eager")(q, k, n=3, **rule, q_pos=positions, S_kv=43)
+    assert torch.equal(compiled.ranges, selection.ranges)
+
+
 @pytest.mark.parametrize("coarse", [True, False])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_infllm(backend: str, coarse: bool) -> None:
@@ -203,6 +221,10 @@ WRONG: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("choose", {"reduce": "mean"}, ("reduce is 'mean'", "'max' or 'sum'")),
     ("choose", {"heads": None}, ("heads is None", "'max' or 'sum'")),
     ("choose", {"softmax": 1}, ("softmax is 1", "True or False")),
+    ("choose", {"activation": "gelu"}, ("activation is 'gelu'", "'relu' without softmax, or None")),
+    ("choose", {"activation": "relu", "softmax": True}, ("activation is 'relu'", "pass softmax=False")),
+    ("choose", {"tail": 1}, ("tail is 1", "True or False")),
+    ("choose", {"tail": True, "local": 0}, ("tail is True", "compress_block = compress_stride = block_size")),
     ("choose", {"lse": torch.zeros(1, 20, 2, 1)}, ("lse is given", "None without softmax=True")),
     ("choose", {"lse": 3, "softmax": True}, ("lse is a int", "a torch.Tensor")),
     ("choose", {"lse": torch.zeros(1, 20, 2), "softmax": True}, ("lse is torch.float32 of shape (1, 20, 2)", "(1, 20, 2, 1)")),

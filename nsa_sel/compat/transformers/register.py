@@ -1,5 +1,4 @@
-"""transformers: `attn_implementation="nsa_sel"` runs a dense decoder model with block selection, without training; `patch_model` runs
-released models that select blocks.
+"""transformers: `attn_implementation="nsa_sel"` runs a dense decoder model with block selection, without training.
 
 A row attends to n blocks of its keys: the first, the last ones, and those whose mean key, with rotary positions, its group's heads give
 the most weight (`choose_blocks`). While a sequence has no more than n blocks, that is dense attention.
@@ -7,11 +6,6 @@ the most weight (`choose_blocks`). While a sequence has no more than n blocks, t
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -35,11 +29,8 @@ LATENT = "run it with FlashMLA and DeepGEMM's indexer (vLLM, SGLang), or attn_im
 OWN_SELECTION = {
     "axk2": LATENT, "deepseek_v32": LATENT, "deepseek_v4": LATENT, "dots3_note_text": LATENT, "glm5_next_text": LATENT,
     "glm_moe_dsa": LATENT, "hy_v4": LATENT, "hy_v4_vl_text": LATENT, "mistral_large4_text": LATENT,
-    "qwen4_exp_text": "run it with attn_implementation='sdpa'",
+    "qwen4_exp_text": "call nsa_sel.compat.patch_model(model), or run it with attn_implementation='sdpa'",
 }  # fmt: skip
-# The third is `cache` from transformers 5.24 on. The model passes all by position.
-INDEXER_ARGUMENTS = [("hidden_states", "position_embeddings", name, "position_ids") for name in ("past_key_values", "cache")]
-INDEXER_PARTS = ("q_proj", "k_proj", "q_norm", "k_norm", "head_dim", "block_size", "topk_blocks", "local_blocks", "layer_idx")
 
 
 def register_transformers(*, n: int = 16, block_size: int = 64, first: int = 1, local: int = 2) -> None:
@@ -74,10 +65,9 @@ def register_transformers(*, n: int = 16, block_size: int = 64, first: int = 1, 
         module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
         """Return o [B,S,H,D] of query [B,H,S,D], key and value [B,G,S_kv,D]. attention_mask is what `first_keys` returned."""
+        check_model(getattr(module, "config", None))
         check_options(module, query, key, options)
-        if attention_mask is not None and attention_mask.dim() != 1:  # a mask of the user's own comes as it is
-            found = f"of shape {tuple(attention_mask.shape)}"
-            raise ArgumentError("attention_mask", found, "[B, keys] of 0 and 1: padding before and after", "leave it out for a causal mask")
+        check_mask(attention_mask)
         selects = minimax_m3.is_attention(module)
         right = check_positions(options.get("position_ids"), attention_mask, query.shape[2], key.shape[2], slots=selects)
         if selects:
@@ -169,6 +159,13 @@ def refused_model(config: Any, why: str, remedy: str) -> ArgumentError:
     return ArgumentError("the model", f"{name}, which {why}", f"dense causal attention {HERE}", remedy)
 
 
+def check_mask(attention_mask: Tensor | None) -> None:
+    """Raise ArgumentError for anything but what `first_keys` returns: a mask of the user's own comes as it is."""
+    if attention_mask is not None and attention_mask.dim() != 1:
+        found = f"of shape {tuple(attention_mask.shape)}"
+        raise ArgumentError("attention_mask", found, "[B, keys] of 0 and 1: padding before and after", "leave it out for a causal mask")
+
+
 def check_positions(position_ids: Tensor | None, padded: Tensor | None, S: int, S_kv: int, slots: bool) -> Tensor | None:
     """Raise ArgumentError for packed sequences: positions that do not rise from token to token, padding apart.
 
@@ -205,7 +202,6 @@ def check_positions(position_ids: Tensor | None, padded: Tensor | None, S: int, 
 
 def check_options(module: torch.nn.Module, query: Tensor, key: Tensor, options: dict[str, Any]) -> None:
     """Raise ArgumentError for what a model asks of attention beside causal attention over all keys."""
-    check_model(getattr(module, "config", None))
     if options.get("sliding_window") is not None:
         raise ArgumentError("sliding_window", options["sliding_window"], f"None {HERE}: the layer has a sliding window", ANOTHER)
     if options.get("output_attentions"):
@@ -227,71 +223,3 @@ def check_options(module: torch.nn.Module, query: Tensor, key: Tensor, options: 
         if name not in read and name not in NO_EFFECT and value is not None:
             found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else shown(value)
             raise ArgumentError(name, found, f"None {HERE}, which does not have it", ANOTHER)
-
-
-@dataclass
-class Patched:
-    """What `patch_model` changed, by module name.
-
-    Attributes:
-        changed: how each layer attends now.
-    """
-
-    changed: dict[str, str] = field(default_factory=dict)
-    _undo: list[Callable[[], object]] = field(default_factory=list, repr=False)
-
-    def undo(self) -> None:
-        """Put the model's own code back."""
-        while self._undo:
-            self._undo.pop()()
-
-    def __str__(self) -> str:
-        return "\n".join(f"{name}: {rule}" for name, rule in self.changed.items())
-
-
-def patch_model(model: torch.nn.Module) -> Patched:
-    """Run the layers of a transformers model that select blocks on nsa-sel, with the model's own weights.
-
-    Takes MiniMax-M3 (`transformers.models.minimax_m3_vl`): attention over the blocks of its indexer, the indexer without a score for
-    every pair of tokens, and dense attention in layers without an indexer. Prefill whole or in chunks, padded batches, `generate`,
-    gradients. Weights, `state_dict` and the cache's layout stay as they are; nothing outside of the model is changed.
-
-    Args:
-        model: the model, or any module that holds such layers.
-
-    Returns:
-        What was changed, with `undo()`.
-
-    Raises:
-        ArgumentError: the model has no such layer, or its class differs from the one that this version knows.
-    """
-    register_transformers()
-    patched = Patched()
-    configs: dict[int, Any] = {}
-    for name, module in model.named_modules():
-        if not minimax_m3.is_attention(module):
-            continue
-        configs[id(module.config)] = module.config
-        if module.indexer is None:
-            patched.changed[name] = "dense causal attention"
-            continue
-        indexer = module.indexer
-        parameters = tuple(inspect.signature(type(indexer).forward).parameters)[1:]
-        lacking = [part for part in INDEXER_PARTS if not hasattr(indexer, part)]
-        if lacking or parameters not in INDEXER_ARGUMENTS:
-            found = f"{type(indexer).__name__} with forward({', '.join(parameters)})"
-            found += f", without {', '.join(lacking)}" if lacking else ""
-            allowed = f"an indexer with forward({', '.join(INDEXER_ARGUMENTS[0])}), as in transformers 5.17 to 5.24"
-            raise ArgumentError("model", found, allowed, "install a transformers version in that range, or report the new one")
-        indexer.forward = MethodType(minimax_m3.choose, indexer)
-        patched._undo.append(partial(indexer.__dict__.pop, "forward", None))
-        patched.changed[name] = f"{indexer.topk_blocks} of the blocks of {indexer.block_size} keys, chosen by choose_blocks"
-    if not patched.changed:
-        remedy = (
-            "for a dense model call register_transformers() and model.set_attn_implementation('nsa_sel'); docs/choosing.md lists models"
-        )
-        raise ArgumentError("model", f"{type(model).__name__}, without a layer that selects blocks", "a MiniMax-M3 model", remedy)
-    for config in configs.values():
-        patched._undo.append(partial(setattr, config, "_attn_implementation", config._attn_implementation))
-        config._attn_implementation = NAME
-    return patched

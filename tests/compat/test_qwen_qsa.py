@@ -1,0 +1,240 @@
+"""Check that Qwen3.8 (QSA) of transformers on nsa-sel equals its own eager code: logits, gradients, generation, chunks, padding."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_sel import decisions
+from nsa_sel.compat import patch_model
+from nsa_sel.compat.transformers import qwen_qsa
+from nsa_sel.errors import ArgumentError
+
+transformers = pytest.importorskip("transformers", reason="pip install transformers")
+
+
+pytest.importorskip("transformers.models.qwen4_exp")
+
+
+QSA, LINEAR = "indexed_attention", "linear_attention"
+SIZES: dict[str, Any] = {
+    "vocab_size": 80, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts_per_tok": 2, "num_experts": 4, "hc_count": 2,
+    "hc_lowrank": 8, "layer_types": [QSA, LINEAR, QSA], "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8,
+    "indexer_budget": 12, "indexer_compress_ratio": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "max_position_embeddings": 256,
+}  # fmt: skip
+S = 43
+IDS = 3 + torch.stack([torch.randperm(75, generator=torch.Generator().manual_seed(i))[:S] for i in range(3)])
+ONES = torch.ones_like(IDS)
+
+
+@pytest.fixture(autouse=True)
+def plain_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear attention without fla's kernels; of equal scores the lower block: torch.topk promises none, and ReLU makes many zeros."""
+    modeling = transformers.models.qwen4_exp.modeling_qwen4_exp
+    names = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update")
+    for name in names:
+        function = getattr(modeling, name).__wrapped__
+        taken = frozenset(inspect.signature(function).parameters)
+
+        def run(*args: Any, function: Any = function, taken: frozenset[str] = taken, **options: Any) -> Any:
+            return function(*args, **{name: value for name, value in options.items() if name in taken})
+
+        monkeypatch.setattr(modeling, name, run)
+    topk = torch.Tensor.topk
+
+    def stable(x: Tensor, k: int, dim: int = -1, **options: Any) -> Any:
+        if dim != 0:
+            return topk(x, k, dim, **options)
+        return torch.return_types.topk([y[:k] for y in x.sort(dim=0, descending=True, stable=True)])
+
+    monkeypatch.setattr(torch.Tensor, "topk", stable)
+    monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
+
+
+def pair(seed: int = 0, dtype: torch.dtype = torch.float32, **sizes: Any) -> tuple[Any, Any]:
+    """Return a model with eager attention, and its patched copy."""
+    torch.manual_seed(seed)
+    config = transformers.models.qwen4_exp.Qwen4ExpTextConfig(**{**SIZES, **sizes}, attn_implementation="eager")
+    eager = transformers.models.qwen4_exp.modeling_qwen4_exp.Qwen4ExpForCausalLM(config).eval().to(dtype)
+    for layer in eager.model.layers:
+        if hasattr(layer, "self_attn"):  # norms that are not those of a new model, and scores that differ
+            for name in ("q_norm", "k_norm", "indexer.q_layernorm", "indexer.k_layernorm"):
+                torch.nn.init.normal_(layer.self_attn.get_submodule(name).weight)
+    ours = copy.deepcopy(eager)
+    patch_model(ours)
+    return eager, ours
+
+
+def logits(model: Any, mask: Tensor | None, cuts: tuple[int, ...]) -> Tensor:
+    """Return logits [B,S,V] of IDS in chunks that end at `cuts`, with positions as `generate` counts them; zeros in padding."""
+    past, parts = None, []
+    for begin, end in zip((0, *cuts), cuts, strict=False):
+        padded = {}
+        if mask is not None:
+            padded = {"attention_mask": mask[:, :end], "position_ids": (mask[:, :end].cumsum(-1) - 1).clamp(min=0)[:, begin:]}
+        out = model(IDS[:, begin:end], past_key_values=past, use_cache=len(cuts) > 1, **padded)
+        past = out.past_key_values
+        parts.append(out.logits)
+    found = torch.cat(parts, 1)
+    return found if mask is None else found * mask.unsqueeze(-1)
+
+
+def padded(*lengths: int, right: bool = False) -> Tensor:
+    mask = ONES.clone()
+    for row, length in zip(mask, lengths, strict=True):
+        row[slice(length, None) if right else slice(0, S - length)] = 0
+    return mask
+
+
+@pytest.mark.parametrize("cuts", [(S,), (14, 15, 16, 30, S), (1, 2, 33, S)], ids=str)
+@pytest.mark.parametrize(
+    "mask", [None, padded(40, S, 17), padded(39, 35, S), padded(S, 9, 22, right=True)], ids=["no mask", "before", "whole blocks", "after"]
+)
+def test_logits_equal_the_models_own(mask: Tensor | None, cuts: tuple[int, ...]) -> None:
+    eager, ours = pair()
+    with torch.no_grad():
+        torch.testing.assert_close(logits(ours, mask, cuts), logits(eager, mask, cuts), atol=1e-6, rtol=0)
+    assert [str(decision.forward) for decision in list(decisions())[-2:]] == ["choose-torch", "sdpa-packed"]
+
+
+@pytest.mark.parametrize("mask", [None, padded(40, S, 17), padded(S, 9, 22, right=True)], ids=["no mask", "before", "after"])
+def test_every_gradient_equals_the_models_own(mask: Tensor | None) -> None:
+    eager, ours = pair()
+    labels = IDS if mask is None else IDS.masked_fill((mask == 0) | (mask.roll(1, 1) == 0), -100)  # no row of padding predicts
+    for model in (eager, ours):
+        model.train()(IDS, labels=labels, attention_mask=mask).loss.backward()
+    for (name, one), other in zip(eager.named_parameters(), ours.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        if one.grad is not None:
+            torch.testing.assert_close(other.grad, one.grad, atol=1e-6, rtol=1e-4, msg=lambda words, name=name: f"{name}: {words}")
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=["greedy", "beams", "sampling"])
+def test_generated_tokens_equal_the_models_own(options: dict[str, Any]) -> None:
+    models, tokens = pair(), []
+    for model in models:
+        torch.manual_seed(0)
+        mask = padded(40, S, 17)[:, :30]
+        tokens.append(model.generate(IDS[:, :30], attention_mask=mask, max_new_tokens=40, min_new_tokens=40, **options))
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("shard", range(4))
+def test_random_sizes_equal_the_models_own(shard: int) -> None:
+    for seed in range(shard, 60, 4):
+        draw = random.Random(seed)
+        groups, size = draw.choice((1, 2, 4)), draw.choice((1, 2, 3, 4, 8))
+        sizes = {
+            "num_key_value_heads": groups, "num_attention_heads": groups * draw.choice((1, 3)), "indexer_n_heads": draw.choice((1, 3, 4)),
+            "indexer_head_dim": draw.choice((8, 16)), "indexer_compress_ratio": size, "indexer_budget": size * draw.randint(1, 5),
+            "num_hidden_layers": 2, "layer_types": [QSA, draw.choice((QSA, LINEAR, LINEAR))],
+        }  # fmt: skip
+        mask = draw.choice((None, padded(*(draw.randint(1, S) for _ in range(3)), right=draw.random() < 0.4)))
+        cuts = (draw.randint(1, S - 1), S)
+        eager, ours = pair(seed, **sizes)
+        with torch.no_grad():
+            got, wanted = (logits(model, mask, cuts) for model in (ours, eager))
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0, msg=lambda words, seed=seed: f"seed {seed}: {words}")
+
+
+def test_index_keys_of_complete_blocks_are_computed_once() -> None:
+    """As long as the model itself extends the cache; beams, crops and other padding compute them again."""
+    _, ours = pair(layer_types=[QSA] * 3)
+    norm, computed = ours.model.layers[0].self_attn.indexer.k_layernorm, []
+    norm.register_forward_hook(lambda module, inputs, output: computed.append(output.shape[1]))
+    past = None
+    with torch.no_grad():
+        for begin, end in ((0, 30), (30, 31), (31, 32), (32, S - 1)):
+            past = ours(IDS[:, begin:end], past_key_values=past, use_cache=True).past_key_values
+        past.crop(-1)
+        whole = ours(IDS[:, S - 2 :], past_key_values=past).logits
+        assert computed == [8, 1, 1, 3, 11]
+        torch.testing.assert_close(whole, ours(IDS).logits[:, S - 2 :], atol=1e-6, rtol=0)
+
+
+def test_bf16_is_as_near_to_float64_as_the_models_own() -> None:
+    """One layer whose rows choose all blocks, so that rounding changes no choice."""
+    eager, ours = (model.model.layers[0].self_attn for model in pair(indexer_budget=64))
+    x, mask = torch.randn(2, S, 32), torch.full((S, S), -1e30).triu(1).expand(2, 1, S, S)
+    rotary = pair()[0].model.rotary_emb(x, position_ids=torch.arange(S).expand(3, 2, S))
+
+    def run(layer: Any, dtype: torch.dtype, **options: Any) -> Tensor:
+        copied = copy.deepcopy(layer).to(dtype)
+        return copied(x.to(dtype), tuple(y.to(dtype) for y in rotary), **options)[0].double()
+
+    with torch.no_grad():
+        wanted = run(eager, torch.float64, attention_mask=mask.double())
+        theirs = (run(eager, torch.bfloat16, attention_mask=mask.bfloat16()) - wanted).abs()
+        mine = (run(ours, torch.bfloat16) - wanted).abs()
+    assert mine.mean() <= 2 * theirs.mean()
+    assert mine.max() <= 2 * theirs.max()
+
+
+def test_a_patched_model_keeps_its_weights_and_can_be_undone() -> None:
+    eager, ours = pair()
+    before, patched = list(eager.state_dict()), patch_model(eager)
+    assert list(eager.state_dict()) == before
+    assert list(patched.changed) == ["model.layers.0.self_attn", "model.layers.2.self_attn"]
+    assert list(patched.left) == ["model.layers.1.linear_attn"]
+    assert "3 of the complete blocks of 4 keys and the incomplete one" in str(patched)
+    eager.set_attn_implementation("sdpa")
+    with pytest.raises(ArgumentError, match=r"attn_implementation is 'sdpa'; allowed: 'nsa_sel_qsa' in a patched model"):
+        eager(IDS)
+    patched.undo()
+    assert eager.config._attn_implementation == "eager"
+    assert "forward" not in eager.model.layers[0].self_attn.__dict__
+    copied = copy.deepcopy(ours).model.layers[0].self_attn
+    assert copied.forward.__self__ is copied
+    assert copied.forward.__func__ is qwen_qsa.forward
+
+
+def test_compiled_in_one_graph() -> None:
+    eager, ours = pair()
+    x = torch.randn(1, S, 32)
+    rotary = ours.model.rotary_emb(x, position_ids=torch.arange(S).expand(3, 1, S))
+    mask = torch.full((S, S), torch.finfo(torch.float32).min).triu(1)[None, None]
+    with torch.no_grad():
+        compiled = torch.compile(ours.model.layers[0].self_attn, backend="eager", fullgraph=True)
+        wanted = eager.model.layers[0].self_attn(x, rotary, attention_mask=mask)[0]
+        torch.testing.assert_close(compiled(x, rotary)[0], wanted, atol=1e-6, rtol=0)
+
+
+def test_what_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    eager, ours = pair()
+    unpatched = copy.deepcopy(eager)
+    unpatched.set_attn_implementation("nsa_sel")
+    with pytest.raises(ArgumentError, match=r"selects its own keys; .* Remedy: call nsa_sel.compat.patch_model\(model\), or run it with"):
+        unpatched(IDS)
+    with pytest.raises(ArgumentError, match=r"attention_mask is of shape \(3, 1, 43, 43\); allowed: \[B, keys\] of 0 and 1"):
+        ours(IDS, attention_mask=ONES[:, None, None].expand(-1, 1, S, -1).bool())
+    with pytest.raises(ArgumentError, match=r"attention_mask is 0 between keys"):
+        ours(IDS, attention_mask=ONES.index_fill(1, torch.tensor([20]), 0))
+    with pytest.raises(ArgumentError, match=r"position_ids or the mask is of packed sequences"):
+        ours(IDS[:1], position_ids=torch.cat((torch.arange(20), torch.arange(S - 20)))[None], use_cache=False)
+    with pytest.raises(ArgumentError, match=r"past_key_values or attention_mask .* a cache that grows"):
+        ours.generate(IDS[:, :9], cache_implementation="static", max_new_tokens=3)
+    ours.train().model.layers[0].self_attn.attention_dropout = 0.1
+    with pytest.raises(ArgumentError, match=r"attention_dropout is 0.1; allowed: 0"):
+        ours(IDS)
+    attention = type(eager.model.layers[0].self_attn)
+    newest = lambda self, hidden_states, position_embeddings, attention_mask, cache, **kwargs: None  # noqa: E731
+    monkeypatch.setattr(attention, "forward", newest)
+    patch_model(eager).undo()
+    monkeypatch.setattr(attention, "forward", lambda self, hidden_states, cache: None)
+    with pytest.raises(ArgumentError, match=r"with forward\(hidden_states, cache\); allowed: one with forward\(hidden_states, position_em"):
+        patch_model(eager)
+    monkeypatch.undo()
+    del eager.model.layers[2].self_attn.indexer.k_layernorm
+    with pytest.raises(ArgumentError, match=r"without k_layernorm"):
+        patch_model(eager)
+    assert "forward" not in eager.model.layers[0].self_attn.__dict__
