@@ -166,7 +166,7 @@ def attend(call: SlidingCall, with_lse: bool) -> tuple[Tensor, Tensor | None]:
         cu_seqlens = None if call.bounds is None else call.bounds.as_tensor()
         needs_grad = transforms.needs_grad(q, k, v)
         o, lse = torch.ops.nsa_sel.window_forward(q, k, v, cu_seqlens, call.window, call.scale, with_lse, needs_grad)
-        return o, lse if _has_lse(q, v, with_lse) else None
+        return o, lse if lse.dim() == 4 else None  # the op returns an empty lse for none
     if not any(takes(q, v, kernels) and not has_failed(q, v, kernels) for kernels in WINDOWS):
         return call.by_chunks(with_lse)
     if transforms.needs_grad(q, k, v):

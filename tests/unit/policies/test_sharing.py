@@ -51,8 +51,9 @@ Events = Callable[[str], list[dict[str, Any]]]
 
 
 @pytest.fixture(autouse=True)
-def priced(configure: Callable[[str], Any]) -> None:
-    configure(PRICED)
+def priced(request: pytest.FixtureRequest, configure: Callable[[str], Any]) -> None:
+    if request.node.get_closest_marker("gpu") is None:  # tests on a GPU have its own prices
+        configure(PRICED)
 
 
 def alike(rows: int = S) -> Selection:
