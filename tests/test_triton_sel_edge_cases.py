@@ -15,7 +15,7 @@ from nsa_sel.settings.config import settings_for
 from tests.contract.attend import EDGES, cells, run
 from tests.contract.lanes import Lane
 from tests.helpers.cases import assert_forward, edge_selections, make_blocks, make_call, make_qkv
-from tests.helpers.checks import attend, check_both, check_forward, put, selected
+from tests.helpers.checks import attend, check_both, check_forward, put, results_of, selected
 
 pytestmark = pytest.mark.slow  # in all: the interpreter knows no threads
 BACKENDS = ("triton-group", "triton-token")
@@ -77,6 +77,17 @@ def test_poison_matrix_rows_that_see_nothing_of_the_first_block(backend: str, sc
     o, lse = attend(backend, q, k, v, selection, q_pos=q_pos, scale=scale)
     clean = put(q, ~mask.any(-1), 0.0)
     assert_forward((o, lse), clean, k, v, selection.ranges, scale, q_pos)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_huge_value_in_a_block_of_256_keys_stays_with_the_rows_that_see_it() -> None:
+    """Its product with do overflows; a row whose position is before it in the same block has the same o, lse and dq as without it."""
+    q, k, v = make_qkv(S=2, G=1, h=2, Dk=16, S_kv=300)
+    selection, q_pos = Selection.from_blocks(torch.zeros(1, 2, 1, 1).int(), 256), torch.tensor([3, 100])
+    clean = results_of("triton-block", q, k, v, selection, q_pos)
+    v[:, :, 50] = 3e38
+    found = results_of("triton-block", q, k, v, selection, q_pos)
+    assert all(torch.equal(x[:, 0], y[:, 0]) for x, y in zip(found[:3], clean[:3], strict=True))
 
 
 def events_on(stderr: str) -> list[dict[str, str]]:

@@ -21,7 +21,7 @@ from nsa_sel import (
     sliding_window_attention,
 )
 from nsa_sel.backends._window import packed
-from nsa_sel.compression import BlockMean
+from nsa_sel.compression import BlockMean, BlockMLP
 from nsa_sel.errors import ArgumentError
 from tests.helpers import layer as nsa_reference
 from tests.helpers.calls import each_of, refused
@@ -67,6 +67,16 @@ def test_compressed_bounds_are_those_of_each_sequence_alone() -> None:
         compressed_cu_seqlens(CU, 10, 4)
     with pytest.raises(ArgumentError, match="cu_seqlens is 3 first; allowed: 0 first"):
         compressed_cu_seqlens([3, 4])
+
+
+def test_compressed_keys_of_a_packed_batch_are_zeros_after_its_last_sequence() -> None:
+    x = torch.randn(T, 2, 16)
+    for compress in (BlockMean(8, 4), BlockMLP(16, 8, 4)):
+        found = compress(x, CU)
+        assert found.shape == (C, 2, 16)
+        for of_rows, of_keys in zip(rows(), keys(), strict=True):
+            torch.testing.assert_close(batch(found[of_keys]), compress(x[of_rows].unsqueeze(0)))
+        assert not found[keys()[-1].stop :].any()
 
 
 @pytest.mark.usefixtures("cheapest_backend")

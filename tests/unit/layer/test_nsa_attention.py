@@ -386,6 +386,12 @@ def test_forced_backends_are_those_of_the_forward_pass() -> None:
             before = tallies()["calls", "numba"]
             gradients(each, tensors)
             assert tallies()["calls", "numba"] == before + 1
+    before = tallies()["calls", "numba"]
+    free = nsa_attention(**tensors, **options, recompute=True)
+    chosen = tallies()["calls", "numba"] - before  # 1 if the policy picks it, else 0
+    with nsa_sel.use_backend("sdpa-packed" if chosen else "numba"):
+        gradients(free, tensors)
+    assert tallies()["calls", "numba"] == before + 2 * chosen
 
 
 @pytest.mark.usefixtures("cheapest_backend")
