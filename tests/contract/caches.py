@@ -126,7 +126,7 @@ def _spread(x: Tensor) -> Tensor:
 
 
 def check_scales(lane: Lane, layout: Layout, patch: pytest.MonkeyPatch) -> None:
-    """e4m3 keys with scales, whose strides are not those of the values' scales; NaN in pages of nobody."""
+    """e4m3 keys with scales, whose strides are not those of the values' scales; NaN in pages of nobody; graphs and waiting on a GPU."""
     steps = lane.backend.quantized_by
     if lane.device == "cuda" and (SM < lane.limits.quantized["e4m3"] or (steps is not None and steps.sm != SM)):
         pytest.skip("quantized-sm: this GPU has no kernels for e4m3")
@@ -135,6 +135,12 @@ def check_scales(lane: Lane, layout: Layout, patch: pytest.MonkeyPatch) -> None:
         wanted = check_quantized(given, lane.name)
     spread = {**given.scales, "v_scale": _spread(given.scales["v_scale"])}
     assert all(map(torch.equal, check_quantized(given._replace(scales=spread), lane.name), wanted))
+    if lane.device == "cuda":
+        other = make_quantized(layout.each, **{**layout.sizes(lane), "seed": 1})
+        with no_waiting():
+            assert all(map(torch.equal, called(given, lane.name), wanted))
+        found = replayed_with(given.cache, other.cache, lane.name, given.scales, other.scales)
+        assert all(map(torch.equal, found, check_quantized(other, lane.name)))
     if lane.device in ("emulated", "cuda") and layout.S_q == 1 and layout.block is not None:  # its rows select the first block
         sizes = layout.sizes(lane)
         alike = make_quantized(layout.each, **{**sizes, "lengths": (layout.block, 150), "n": 2, "room": 192, "G": 2})

@@ -337,19 +337,6 @@ def test_rows_of_more_entries_than_a_mask_has_bits(started: list[str]) -> None:
     assert started == ["block_partials.cu"]
 
 
-@pytest.mark.parametrize("how", ["of a constant", "that begin between multiples of 16 bytes"])
-def test_gradients_that_are_copied(started: list[str], how: str) -> None:
-    """Autograd expands a constant: all strides are 0."""
-    q, k, v = rows(S=5, G=1)
-    do = torch.ones((), dtype=torch.float16).expand(1, 5, 1, 4, 64)
-    if "between" in how:
-        do = torch.ones(1 + 5 * 4 * 64, dtype=torch.float16)[1:].view(1, 5, 1, 4, 64)
-        assert do.data_ptr() % 16
-        assert sm90.loadable(do).data_ptr() % 16 == 0
-    check(cuda_block, call_of(q, k, v, make_blocks(1, 5, 1, 200, 3, 64)), do)
-    assert started == WITHOUT_SHARES
-
-
 def test_copies_of_expanded_rows_and_keys_stay_until_the_last_kernel(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None:
     copies, loadable, start = [], sm90.loadable, launch.start
     by_tma = {"block_partials.cu", "join_partials.cu", "block_gradients.cu", "join_shares.cu"}
@@ -451,31 +438,3 @@ def test_nan_never_reaches_rows_that_select_nothing(monkeypatch: pytest.MonkeyPa
     assert bool((o[0, 0] == 0).all())
     assert bool((lse[0, 0] == -torch.inf).all())
     assert bool(o[0, 1:].isnan().any())
-
-
-@pytest.mark.parametrize(
-    ("sizes", "sm_count", "tokens", "loads"),
-    [
-        ({**OF_PAGES, **OF_TOKENS}, 2, 4, 1),
-        ({**OF_HEADS, **OF_TOKENS, "S_q": 5, "h": 8}, 2, 2, 1),
-        ({**OF_PAGES, **OF_TOKENS}, 64, 1, 1),  # a CTA or a cluster for each token
-        ({**OF_MANY_HEADS, "h": 65}, 4, 1, 2),  # 64 heads at once
-    ],
-)
-def test_keys_that_a_tile_of_tokens_shares_are_loaded_once(sizes: dict[str, Any], sm_count: int, tokens: int, loads: int) -> None:
-    call = of_quantized(quantized(**sizes), sm_count)
-    start, end = call.clamped_ranges()
-    B, S, G, _ = start.shape
-    rows = {(b, s, g): _keys(start[b, s, g], end[b, s, g]) for b in range(B) for s in range(S) for g in range(G)}
-    tiles: dict[tuple[int, int, int], set[int]] = {}
-    for (b, s, g), keys in rows.items():
-        tiles.setdefault((b, s // tokens, g), set()).update(keys)
-    selected = sum(map(len, rows.values()))
-    wanted = loads * sum(map(len, tiles.values()))
-    assert cupy_cuda.loaded_keys(call, selected, True) == wanted
-    assert (wanted < selected) == (tokens > 1)
-    assert cupy_cuda.loaded_keys(call, selected, False) == loads * selected
-
-
-def _keys(start: Tensor, end: Tensor) -> set[int]:
-    return {key for first, stop in zip(start.tolist(), end.tolist(), strict=True) for key in range(first, stop)}

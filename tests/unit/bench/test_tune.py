@@ -451,21 +451,3 @@ def test_the_command_measures_and_its_process_uses_the_result(monkeypatch: pytes
     again = json.loads(invoke(*arguments, "--json").stdout)
     assert (again["taken"], again["left"]) == (0, 0)
     assert again["results"][0]["key"] == msgspec.to_builtins(some_jobs()[0].key)
-
-
-@pytest.mark.usefixtures("everything_is_installed")
-def test_costs_are_of_the_configs_that_won(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_gpu(monkeypatch, UNKNOWN)
-    chosen = command.plan(None, None, command.Sizes(), quick=False, dry_run=False)
-    some = chosen._replace(jobs=[job for job in chosen.jobs if job.kernel == "triton-tile/forward"][:1])
-    words = some.text()
-    assert words.index("first the threshold") < words.index("configs to measure") < words.index(f"then {len(chosen.costs)} times of")
-    done = command.measure(some, 60, False, lambda what, share: None)
-    winner = done.report.results[0].winner
-    assert done.costs_left == 0
-    assert winner is not None
-    of_tuned = [row for row in json_lines(beside(HERE.stamp, calls.ROWS)) if winner.config_id("triton-tile/forward") in row["launches"]]
-    assert {(row["Dk"], row["h"], row["direction"]) for row in of_tuned} == {(128, 16, "fwd")}
-    assert "triton-tile/backward" in done.text()
-    assert done.costs is not None
-    assert set(json.loads(msgspec.json.encode(done.document()))["costs"]["models"]) == set(done.costs.models)

@@ -79,15 +79,6 @@ def test_it_learns_and_backends_agree(tmp_path: Path, capsys: pytest.CaptureFixt
             comparison.main(folders, out=None, **options)
 
 
-def test_without_matplotlib_a_run_is_trained_and_not_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    run(tmp_path / "run", 1)
-    assert "losses.png is not drawn, because matplotlib is not installed. Remedy: pip install matplotlib" in capsys.readouterr().out
-    assert not (tmp_path / "run" / "losses.png").exists()
-
-
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     run(tmp_path / "run", 1)
     with pytest.raises(ArgumentError, match=r"^--out is a folder of a run with other sizes"):
@@ -104,16 +95,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     for wrong in ({"attention": "flash"}, {"attention": "dense", "backend": "numba"}):
         with pytest.raises(ArgumentError, match="--"):
             example.main(tmp_path / "other", **wrong)
-
-
-def test_text_is_documentation_once(tmp_path: Path) -> None:
-    long = "words " * 50
-    (tmp_path / "b.md").write_text(long)
-    (tmp_path / "c.txt").write_text(long)  # the same again
-    (tmp_path / "a.py").write_text(f'"""{long}more"""\nx = 1\n')
-    (tmp_path / "d.rst").write_text("short")
-    assert list(example.documentation([tmp_path], 1 << 20)) == [long.encode(), f"{long}more".encode()]
-    assert list(example.documentation([tmp_path], 10)) == [long.encode()]
 
 
 @pytest.mark.gpu
