@@ -48,11 +48,10 @@ def compressed_attention(
     """Attention of every query row to the compressed keys that it sees, and its n best blocks (NSA, arXiv 2502.11089,
     Eq. 7-10).
 
-    Compressed key i stands for the keys [i * compress_stride, i * compress_stride + compress_block); a row at position
-    t sees it once it
-    sees the last of them. The weights p of a row's compressed keys, of all h heads of a group, add up to the importance
-    of each block: every piece of compress_stride keys adds p of the compressed keys that cover it to the block that
-    holds it (Eq. 9 and 10). The first blocks and the local last visible ones are always chosen, then the most important
+    Compressed key i stands for the keys [i * compress_stride, i * compress_stride + compress_block). A row sees it once
+    it sees the last of these keys. The importance of a block is the sum of the weights p of all h heads of the group:
+    every piece of compress_stride keys adds p of the compressed keys that cover it to the block that holds it (Eq. 9
+    and 10). The first blocks and the local last visible ones are always chosen, then the most important
     ones; ties go to the lower block. Neither p nor the importance of all rows is ever in memory.
 
     Differentiable in q, k_cmp and v_cmp; there is no gradient through the choice. Bit-equal from run to run.
@@ -72,8 +71,7 @@ def compressed_attention(
         q_pos: [S] or [B,S] int32 or int64, positions of the rows, by default S_kv - S + s.
         S_kv: keys of the sequence, by default S.
         cu_seqlens: for a packed batch (docs/varlen.md): [N+1] int32 or int64 on the CPU or on q's device, or a list;
-            sequence i has the
-            rows, which are also its keys, [cu_seqlens[i], cu_seqlens[i+1]). q is then [T,G,h,Dk], k_cmp [C,G,Dk] and
+            sequence i has the rows, which are also its keys, [cu_seqlens[i], cu_seqlens[i+1]). q is then [T,G,h,Dk], k_cmp [C,G,Dk] and
             v_cmp [C,G,Dv]: sequence i has its own compressed keys [cu_cmp[i], cu_cmp[i+1]), cu_cmp =
             `compressed_cu_seqlens(cu_seqlens, ...)`, and C is cu_cmp[N] or more, at most (T - compress_block) //
             compress_stride + 1. Not together with q_pos or S_kv. Bounds on a GPU are not checked.

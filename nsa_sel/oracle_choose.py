@@ -43,8 +43,7 @@ def oracle_choose(
     """Attention over the compressed keys that each row sees, and the blocks that it selects by their importance.
 
     Compressed key i covers the keys [i d, i d + l), l = compress_block, d = compress_stride. A row at position t sees
-    it iff
-    i d + l - 1 <= t. With J the keys that it sees (Eq. 8):
+    it iff i d + l - 1 <= t. With J the keys that it sees (Eq. 8):
 
         s_i = scale q.k_i     lse = log sum_{i in J} exp(s_i)     p_i = exp(s_i - lse)     o = sum_{i in J} p_i v_i
 

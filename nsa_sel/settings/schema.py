@@ -97,7 +97,7 @@ class TritonOff(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The predicted time of one backend in one direction: max(`host`, sum of coefficient x counted work)
+    """The predicted time of one backend in one direction: max(`host`, sum of price x counted work)
     (policies/cost.py)."""
 
     host: Price  # ms of host time to launch the call, a lower bound however small the work

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,6 +29,7 @@ from nsa_sel.settings.config import settings_for
 from tests.helpers.cases import make_blocks, make_call, make_grads, make_qkv, make_spans
 from tests.helpers.checks import attend, check_both, check_deterministic, check_poison
 from tests.helpers.choose import SMALL, make_choose_call
+from tests.helpers.files import ROOT
 from tests.helpers.interpreter import patch_interpreter, reproducible_products
 
 pytestmark = pytest.mark.slow  # in all: the interpreter knows no threads
@@ -345,3 +348,13 @@ def test_numbers_wider_than_their_type_are_refused() -> None:
         assert interpreter.TensorHandle(np.zeros(2, np.float32), core.float32).data.size == 2
         with pytest.raises(ValueError, match="64 bits"):
             interpreter.TensorHandle(np.zeros(2), core.float32)
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("backends/**/*triton*/**/*.py")) + sorted(ROOT.glob("backends/triton_*.py")), ids=str)
+def test_kernels_assign_to_no_nested_tuples(file: Path) -> None:
+    """Triton 3.6 does not compile `(a, b), c = f()`, newer versions do."""
+    functions = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
+    kernels = [function for function in functions if any("triton.jit" in ast.unparse(mark) for mark in function.decorator_list)]
+    targets = [node.targets[0] for kernel in kernels for node in ast.walk(kernel) if isinstance(node, ast.Assign)]
+    nested = [x.lineno for x in targets if isinstance(x, ast.Tuple) and any(isinstance(part, ast.Tuple) for part in x.elts)]
+    assert nested == []
