@@ -32,7 +32,6 @@ from nsa_sel.settings.flags import CACHE_FLAG
 from tests.helpers.files import ROOT
 
 S, G, D, S_KV, BLOCK = 5, 2, 16, 32, 8
-SM89 = DeviceInfo(kind="cuda", name="NVIDIA GeForce RTX 4090", sm=89)
 
 
 def invoke(*arguments: object) -> Any:
