@@ -25,7 +25,7 @@ from nsa_sel.core import registry
 from nsa_sel.core.backend import Reason
 from nsa_sel.core.call import device_info
 from nsa_sel.core.decision import Decision
-from nsa_sel.core.request import DeviceInfo, example_request
+from nsa_sel.core.request import example_request
 from nsa_sel.oracle import oracle_forward
 from nsa_sel.selection import Selection
 from nsa_sel.settings.flags import CACHE_FLAG
