@@ -21,29 +21,12 @@ Pair = tuple[Tensor, Tensor]  # keys and values of a branch
 
 
 def nsa_attention(
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_slc: Tensor,
-    v_slc: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    gates: Tensor,
-    *,
-    window: int = 512,
-    compress_block: int = 32,
-    compress_stride: int = 16,
-    block_size: int = 64,
-    n: int = 16,
-    first: int = 1,
-    local: int = 2,
-    scale: float | None = None,
-    q_cmp: Tensor | None = None,
-    cu_seqlens: CuSeqlens | None = None,
-    max_seqlen: int | None = None,
-    backend: str | None = None,
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_slc: Tensor, v_slc: Tensor, k_win: Tensor, v_win: Tensor,
+    gates: Tensor, *, window: int = 512, compress_block: int = 32, compress_stride: int = 16, block_size: int = 64,
+    n: int = 16, first: int = 1, local: int = 2, scale: float | None = None, q_cmp: Tensor | None = None,
+    cu_seqlens: CuSeqlens | None = None, max_seqlen: int | None = None, backend: str | None = None,
     recompute: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Native Sparse Attention (arXiv 2502.11089, Eq. 5): o = g_cmp o_cmp + g_slc o_slc + g_win o_win.
 
     The compressed branch attends to compressed keys and chooses n blocks per row (`compressed_attention`), the selected

@@ -24,26 +24,12 @@ Reduction = Literal["max", "sum"]
 
 
 def choose_blocks(
-    q: Tensor,
-    k: Tensor,
-    *,
-    block_size: int = 128,
-    n: int = 16,
-    first: int = 0,
-    local: int = 1,
-    reduce: Reduction = "max",
-    heads: Reduction = "sum",
-    softmax: bool = False,
-    activation: Literal["relu"] | None = None,
-    tail: bool = False,
-    lse: Tensor | None = None,
-    compress_block: int = 1,
-    compress_stride: int = 1,
-    scale: float | None = None,
-    q_pos: Tensor | None = None,
-    S_kv: int | None = None,
-    backend: str | None = None,
-) -> Selection:
+    q: Tensor, k: Tensor, *, block_size: int = 128, n: int = 16, first: int = 0, local: int = 1,
+    reduce: Reduction = "max", heads: Reduction = "sum", softmax: bool = False,
+    activation: Literal["relu"] | None = None, tail: bool = False, lse: Tensor | None = None,
+    compress_block: int = 1, compress_stride: int = 1, scale: float | None = None, q_pos: Tensor | None = None,
+    S_kv: int | None = None, backend: str | None = None,
+) -> Selection:  # fmt: skip
     """Choose the n best blocks of every row by the scores of index keys.
 
     By default as the indexer of MiniMax Sparse Attention (arXiv 2606.13392) does. As Qwen3.8's (QSA) with local=0,

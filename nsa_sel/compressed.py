@@ -27,24 +27,11 @@ def compressed_attention(
     cu_seqlens: CuSeqlens | None = None, max_seqlen: int | None = None, return_lse: Literal[True], backend: str | None = None,
 ) -> tuple[Tensor, Selection, Tensor]: ...  # fmt: skip
 def compressed_attention(
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    *,
-    compress_block: int = 32,
-    compress_stride: int = 16,
-    block_size: int = 64,
-    n: int = 16,
-    first: int = 1,
-    local: int = 2,
-    scale: float | None = None,
-    q_pos: Tensor | None = None,
-    S_kv: int | None = None,
-    cu_seqlens: CuSeqlens | None = None,
-    max_seqlen: int | None = None,
-    return_lse: bool = False,
-    backend: str | None = None,
-) -> Any:
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, compress_block: int = 32, compress_stride: int = 16,
+    block_size: int = 64, n: int = 16, first: int = 1, local: int = 2, scale: float | None = None,
+    q_pos: Tensor | None = None, S_kv: int | None = None, cu_seqlens: CuSeqlens | None = None,
+    max_seqlen: int | None = None, return_lse: bool = False, backend: str | None = None,
+) -> Any:  # fmt: skip
     """Attention of every query row to the compressed keys that it sees, and its n best blocks (NSA, arXiv 2502.11089,
     Eq. 7-10).
 

@@ -33,19 +33,10 @@ def selection_attention_with_kvcache(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def selection_attention_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    selection: Selection | Tensor,
-    cache_seqlens: Tensor,
-    block_table: Tensor | None = None,
-    *,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    scale: float | None = None,
-    return_lse: bool = False,
-    backend: str | None = None,
-) -> Any:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, selection: Selection | Tensor, cache_seqlens: Tensor,
+    block_table: Tensor | None = None, *, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    scale: float | None = None, return_lse: bool = False, backend: str | None = None,
+) -> Any:  # fmt: skip
     """`selection_attention` of each sequence's last S_q tokens over its KV cache; named after flash-attention's
     flash_attn_with_kvcache.
 

@@ -96,21 +96,11 @@ def _taking_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def parallel_nsa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g_cmp: Tensor | None = None,
-    g_slc: Tensor | None = None,
-    g_swa: Tensor | None = None,
-    block_indices: Tensor | None = None,
-    block_counts: Tensor | int = 16,
-    block_size: int = 64,
-    window_size: int = 0,
-    scale: float | None = None,
-    cu_seqlens: CuSeqlens | tuple[CuSeqlens, CuSeqlens] | None = None,
-    *,
-    block_aligned: bool = False,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, g_cmp: Tensor | None = None, g_slc: Tensor | None = None,
+    g_swa: Tensor | None = None, block_indices: Tensor | None = None, block_counts: Tensor | int = 16,
+    block_size: int = 64, window_size: int = 0, scale: float | None = None,
+    cu_seqlens: CuSeqlens | tuple[CuSeqlens, CuSeqlens] | None = None, *, block_aligned: bool = False,
+) -> Tensor:  # fmt: skip
     """`parallel_nsa` of flash-linear-attention (fla.ops.nsa): o = g_cmp o_cmp + g_slc o_slc + g_swa o_swa,
     differentiable.
 

@@ -40,17 +40,10 @@ def selection_attention(
     return_lse: bool, backend: str | None = None, workspace: Tensor | None = None,
 ) -> Any: ...  # fmt: skip
 def selection_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    selection: Selection | Tensor,
-    *,
-    scale: float | None = None,
-    q_pos: Tensor | None = None,
-    return_lse: bool = False,
-    backend: str | None = None,
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, *, scale: float | None = None,
+    q_pos: Tensor | None = None, return_lse: bool = False, backend: str | None = None,
     workspace: Tensor | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Attention of every query row to its selected keys (NSA, arXiv 2502.11089, Fig. 3 and Eq. 10-12), differentiable
     in q, k, v.
 

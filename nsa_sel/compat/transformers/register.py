@@ -213,7 +213,10 @@ def check_options(module: torch.nn.Module, query: Tensor, key: Tensor, options: 
         raise ArgumentError("sliding_window", options["sliding_window"], f"None {HERE}: the layer has a sliding window", ANOTHER)
     if options.get("output_attentions"):
         raise ArgumentError(
-            "output_attentions", True, f"False {HERE}: no attention weights are computed", "use attn_implementation='eager', after undo() if the model is patched"
+            "output_attentions",
+            True,
+            f"False {HERE}: no attention weights are computed",
+            "use attn_implementation='eager', after undo() if the model is patched",
         )
     if options.get("dropout"):
         raise ArgumentError("attention_dropout", options["dropout"], "0", "set config.attention_dropout = 0, or call model.eval()")
