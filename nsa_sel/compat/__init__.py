@@ -10,8 +10,9 @@
     from nsa_sel.compat import patch_model                   # MiniMax-M3 and Qwen3.8 in transformers: patch_model(model)
     from nsa_sel.compat import register_transformers         # attn_implementation="nsa_sel" of Hugging Face transformers
 
-They are differentiable, and choose a backend as `selection_attention` does. They do not copy q, k or v; with cu_seqlens, k and v may be
-copied as described in `selection_attention_varlen`. docs/compat.md lists where results differ from the originals' on purpose.
+They are differentiable, and choose a backend as `selection_attention` does. They do not copy q, k or v; with
+cu_seqlens, k and v may be copied as described in `selection_attention_varlen`. docs/compat.md lists where results
+differ from the originals' on purpose.
 """
 
 from nsa_sel.compat.fla import parallel_nsa, patch_fla

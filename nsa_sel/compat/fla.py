@@ -1,4 +1,5 @@
-"""flash-linear-attention's NSA on nsa-sel: its call `parallel_nsa`, and `patch_fla`, which puts that under fla's own layer and model."""
+"""flash-linear-attention's NSA on nsa-sel: its call `parallel_nsa`, and `patch_fla`, which puts that under fla's own
+layer and model."""
 
 from __future__ import annotations
 
@@ -34,10 +35,11 @@ _replaced: list[tuple[Any, str, Any, Any]] = []  # (owner, attribute, fla's own 
 
 
 def patch_fla() -> Callable[[], None]:
-    """Run flash-linear-attention's `NativeSparseAttention` layer and its NSA model on nsa-sel: all branches, backward, and generation.
+    """Run flash-linear-attention's `NativeSparseAttention` layer and its NSA model on nsa-sel: all branches, backward,
+    and generation.
 
-    Replaces `parallel_nsa` in fla's modules, of this process. Existing layers follow, and keep their weights. fla's model also takes its
-    cache as `cache=`, the name that transformers 5.24 and newer use in `generate`.
+    Replaces `parallel_nsa` in fla's modules, of this process. Existing layers follow, and keep their weights. fla's
+    model also takes its cache as `cache=`, the name that transformers 5.24 and newer use in `generate`.
 
     Returns:
         A function that undoes this patch. fla's own functions are back once every patch is undone, in any order.
@@ -94,41 +96,35 @@ def _taking_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def parallel_nsa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g_cmp: Tensor | None = None,
-    g_slc: Tensor | None = None,
-    g_swa: Tensor | None = None,
-    block_indices: Tensor | None = None,
-    block_counts: Tensor | int = 16,
-    block_size: int = 64,
-    window_size: int = 0,
-    scale: float | None = None,
-    cu_seqlens: CuSeqlens | tuple[CuSeqlens, CuSeqlens] | None = None,
-    *,
-    block_aligned: bool = False,
-) -> Tensor:
-    """`parallel_nsa` of flash-linear-attention (fla.ops.nsa): o = g_cmp o_cmp + g_slc o_slc + g_swa o_swa, differentiable.
+    q: Tensor, k: Tensor, v: Tensor, g_cmp: Tensor | None = None, g_slc: Tensor | None = None,
+    g_swa: Tensor | None = None, block_indices: Tensor | None = None, block_counts: Tensor | int = 16,
+    block_size: int = 64, window_size: int = 0, scale: float | None = None,
+    cu_seqlens: CuSeqlens | tuple[CuSeqlens, CuSeqlens] | None = None, *, block_aligned: bool = False,
+) -> Tensor:  # fmt: skip
+    """`parallel_nsa` of flash-linear-attention (fla.ops.nsa): o = g_cmp o_cmp + g_slc o_slc + g_swa o_swa,
+    differentiable.
 
-    Compressed keys are the means of whole blocks. Of the blocks that they choose, the first and the last two are always taken.
+    Compressed keys are the means of whole blocks. Of the blocks that they choose, the first and the last two are always
+    taken.
 
     Args:
         q: [B,TQ,HQ,K], the last TQ of T positions; dtypes as of `selection_attention`.
         k: [B,T,H,K].
         v: [B,T,H,V].
-        g_cmp: [B,TQ,HQ] gate of the compressed branch, which chooses the blocks; None: there is none. Gates come from a sigmoid: in
-            bfloat16 a negative one makes gradients NaN.
+        g_cmp: [B,TQ,HQ] gate of the compressed branch, which chooses the blocks; None: there is none. Gates come from a
+            sigmoid: in bfloat16 a negative one makes gradients NaN.
         g_slc: [B,TQ,HQ] gate of the selected branch, by default 1.
         g_swa: [B,TQ,HQ] gate of the window; ignored without a window, as in the original.
-        block_indices: [B,TQ,H,S] blocks of block_size keys in any order, instead of chosen ones; negative and future ones select nothing.
-        block_counts: how many blocks are chosen, at least 3. With block_indices a tensor [B,TQ,H], how many of a row's first entries
-            count, or a number, which has no effect, as in the original.
+        block_indices: [B,TQ,H,S] blocks of block_size keys in any order, instead of chosen ones; negative and future
+            ones select nothing.
+        block_counts: how many blocks are chosen, at least 3. With block_indices a tensor [B,TQ,H], how many of a row's
+            first entries count, or a number, which has no effect, as in the original.
         block_size: keys of a block.
         window_size: keys that a row sees in the window, its own among them; 0: there is none.
         scale: factor of the logits, by default 1/sqrt(K).
-        cu_seqlens: [N+1] bounds of packed sequences, with B = 1; a tuple is one for queries and one for keys. If these differ, and other
-            branches than the selected one are wanted, sequences run one by one, and the host reads the bounds.
+        cu_seqlens: [N+1] bounds of packed sequences, with B = 1; a tuple is one for queries and one for keys. If these
+            differ, and other branches than the selected one are wanted, sequences run one by one, and the host reads
+            the bounds.
         block_aligned: of the selected branch alone, as of `selection_attention_varlen`.
 
     Returns:

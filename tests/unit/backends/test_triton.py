@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,6 +24,7 @@ from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from tests.helpers.cases import make_blocks, make_call, make_qkv, make_spans
 from tests.helpers.checks import attend, check_both, check_deterministic, check_poison
+from tests.helpers.files import ROOT
 
 pytestmark = pytest.mark.slow  # in all: the interpreter knows no threads
 BACKENDS = ("triton-tile", "triton-block")
@@ -217,3 +220,13 @@ def test_gradients_of_small_blocks_list_a_row_once_for_a_tile(monkeypatch: pytes
     check_both("triton-group", *make_qkv(S=3, G=1, h=2, Dk=16, S_kv=63), make_blocks(1, 3, 1, 63, 6, 4))
     assert widths
     assert all(width >= 16 for width in widths)
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("backends/**/*triton*/**/*.py")) + sorted(ROOT.glob("backends/triton_*.py")), ids=str)
+def test_kernels_assign_to_no_nested_tuples(file: Path) -> None:
+    """Triton 3.6 does not compile `(a, b), c = f()`, newer versions do."""
+    functions = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
+    kernels = [function for function in functions if any("triton.jit" in ast.unparse(mark) for mark in function.decorator_list)]
+    targets = [node.targets[0] for kernel in kernels for node in ast.walk(kernel) if isinstance(node, ast.Assign)]
+    nested = [x.lineno for x in targets if isinstance(x, ast.Tuple) and any(isinstance(part, ast.Tuple) for part in x.elts)]
+    assert nested == []
