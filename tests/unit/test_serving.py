@@ -397,9 +397,6 @@ def test_what_cannot_be_quantized_is_refused(given: tuple[Any, ...], message: st
         nsa_sel.quantize_e4m3(*given)
 
 
-# Backends by the least page, and block, that they read: whole steps (more of them below), or any.
-
-
 def gpu_quantized(each: str | None, page_size: int | None, **sizes: Any) -> QuantizedCache:
     return make_quantized(each, page_size, **{"dtype": torch.bfloat16, "device": "cuda", "Dk": 64, "Dv": 128, **sizes})
 

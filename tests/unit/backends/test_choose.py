@@ -1,4 +1,4 @@
-"""Parts of choosing: its oracle, PyTorch's chunks, Triton's importance and sections, and plans of CUDA's arithmetic lists."""
+"""Check parts of choosing: its oracle, PyTorch's chunks, Triton's importance and sections, and segments of CUDA's lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA kernels on a GPU, beyond the contract table: streams, threads, devices, clusters, units, the cache of machine code, sanitizers."""
+"""Check CUDA kernels on a GPU, beyond the contract table: streams, devices, clusters, units, sanitizers."""
 
 from __future__ import annotations
 

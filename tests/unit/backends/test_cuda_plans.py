@@ -1,4 +1,4 @@
-"""Plans of CUDA kernels, made by kernels that run on the CPU: lists of rows, their segments, tiles of small blocks, and unions."""
+"""Check plans of CUDA kernels, made by kernels that run on the CPU: lists of rows, tiles of small blocks, and unions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The launcher: replayed passes, whose CUDA kernels run on the CPU in place of the driver, and tensor maps."""
+"""Check replayed passes, whose CUDA kernels run on the CPU in place of the driver, and on a GPU."""
 
 from __future__ import annotations
 

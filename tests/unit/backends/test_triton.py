@@ -1,4 +1,4 @@
-"""Parts of the Triton backends: TMA, units, refusals, small blocks, plans against plain loops; and the interpreter of the tests."""
+"""Check parts of the Triton backends: TMA, units, refusals, small blocks, and when plans are kept."""
 
 from __future__ import annotations
 

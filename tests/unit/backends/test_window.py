@@ -1,4 +1,4 @@
-"""Parts of sliding windows: what Hopper's kernels launch fits, their plans have every key and row once, and Triton's two ways to load."""
+"""Check parts of sliding windows: Hopper's kernels fit, Triton's loads by TMA and by pointers agree, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of a call: its buffers and a caller's workspace, passes in parts and slices where plans of all rows do not fit."""
+"""Check memory of a call: buffers, a caller's workspace, and passes in parts and slices if plans of all rows do not fit."""
 
 from __future__ import annotations
 

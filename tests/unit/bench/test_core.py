@@ -1,4 +1,4 @@
-"""What benches share: baselines, cases, parity with the oracle, runs, and rows on disk."""
+"""Check what benches share: parity with the oracle, runs, and rows on disk."""
 
 from __future__ import annotations
 
@@ -14,33 +14,23 @@ from rich.console import Console
 from torch import Tensor
 
 from nsa_sel.bench.core import session, store
-from nsa_sel.bench.core.cases import Case, packed_bounds
+from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.contenders import (
     DENSE,
     PACKED,
     dense,
     make_problem,
-    named,
     ours,
 )
 from nsa_sel.bench.core.session import Job, WrongResult, is_causal, measured_rows, parity, run, sample, wanted
 from nsa_sel.bench.core.store import RowFile
 from nsa_sel.bench.core.timing import Timing
-from nsa_sel.bench.core.variants import on_packed_batches, over_caches
-from nsa_sel.bench.questions import speed
-from nsa_sel.bench.questions.speed import QUICK, jobs, suites_of
 from nsa_sel.bench.tune.cost_fit import is_cost_row
 from nsa_sel.errors import ArgumentError
 from tests.helpers.files import ROOT
 
 TINY = Case("tiny", "random", 1, 64, 64, 2, 2, 16, 8, 3, 16, "float32")
 QUIET = Console(quiet=True)
-
-
-# Baselines
-
-
-# Cases
 
 
 # Parity
@@ -105,61 +95,7 @@ def test_a_look_at_the_future_is_reported() -> None:
     assert is_causal(within_the_block, problem) is False
 
 
-# Variants
-
-
-@pytest.mark.parametrize("case", [*(Case(f"packed-{kind}-2k-h4", "packed", 1, 2048, 2048, 2, 4, 64, 64, 8, 16, "float32")
-                                    for kind in ("whole", "odd")), Case("decode", "random", 3, 1, 512, 2, 2, 16, 16, 4, 16, "float32")],
-                         ids=lambda case: case.case)  # fmt: skip
-def test_caches_and_packed_batches_give_right_results(case: Case) -> None:
-    problem = make_problem(case, "cpu")
-    exact = sample(case, problem, 8, backward=False)
-    contenders = over_caches([PACKED]) if case.S == 1 else on_packed_batches(case, [PACKED])
-    for contender in contenders:
-        ready = contender.prepare(problem)
-        bound = 0.05 if "e4m3" in contender.name else 1e-5
-        o = ready.call(problem.q, ready.layout(problem.k), ready.layout(problem.v))
-        assert float((o[: exact.entries, exact.rows] - exact.o).abs().mean()) < bound, contender.name
-    names = [contender.name.removeprefix(PACKED) for contender in contenders]
-    if case.S > 1:
-        bounds = packed_bounds(case)
-        assert [bound % case.block == 0 for bound in bounds[1:-1]] == ["whole" in case.case] * 11
-        assert names == (["", "-each"] if "whole" in case.case else ["", "-each", "-copied"])
-        start = problem.selection.ranges[0, ..., 0]
-        first = torch.repeat_interleave(torch.tensor(bounds[:-1]), torch.tensor(bounds).diff())
-        assert bool(((start >= first[:, None, None]) | (problem.selection.ranges.diff(dim=-1)[0, ..., 0] == 0)).all())
-    else:
-        assert len(names) == 8
-
-
 # Runs
-
-
-def test_jobs_follow_suites_backends_and_names() -> None:
-    def backends_of(suites: str, backends: str, only: str = "") -> dict[str, list[str]]:
-        found = jobs(suites_of(suites, False, "cuda"), named(backends), only)
-        return {job.case.case: [contender.name for contender in job.contenders] for job in found}
-
-    every = backends_of("all", ",".join(speed.usual_backends("cuda")))
-    ours_on_gpu = ["triton-group", "triton-tile", "triton-block", "cuda-block", "cupy-cuda"]
-    assert every["real-8k-h16"] == [PACKED, *ours_on_gpu, DENSE]
-    assert every["random-64k-h16"] == every["real-8k-layer07-h4"] == [*ours_on_gpu, DENSE]
-    assert every["decode-B1-64k-h16"] == every["threshold-decode-D64-L64"] == [PACKED, "triton-group", "cupy-cuda", DENSE]
-    assert backends_of("scaling,decode", f"{PACKED},triton-tile", "32k") == {
-        **{f"decode-B64-32k-h{h}": [PACKED] for h in (16, 4)},
-        **{f"random-32k-h{h}": ["triton-tile"] for h in (16, 4, 1)},
-    }
-    assert "triton-tile-copied" in backends_of("packed", "triton-tile")["packed-odd-32k-h4"]
-    assert "cupy-cuda, pages of 64, keys first, e4m3/head" in backends_of("caches", "cupy-cuda")["decode-B64-32k-h16"]
-    with pytest.raises(ArgumentError, match=r"--suite is speed; allowed: all, performance"):
-        suites_of("speed", False, "cuda")
-    with pytest.raises(ArgumentError, match=r"--backends is 'tritn-tile' \(did you mean triton-tile\?\); allowed: "):
-        named("numba,tritn-tile")
-    with pytest.raises(ArgumentError, match=r"--device is cpu; .*--quick"):
-        suites_of("decode", False, "cpu")
-    (target,) = jobs(suites_of("cpu", False, "cpu"), named(f"numba,{PACKED}"), "", "cpu")
-    assert ([contender.name for contender in target.contenders], target.directions) == (["numba", PACKED], ("fwd", "bwd", "fwd+bwd"))
-    assert [job.case.dtype for job in jobs({"quick": QUICK}, [ours(PACKED)], "", "cpu")] == ["float32"] * 3
 
 
 KEYS = {

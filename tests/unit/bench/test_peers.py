@@ -1,4 +1,4 @@
-"""`nsa-sel bench --peer NAME=module:function`, and dense attention of other packages: stand-ins of both, on a CPU."""
+"""Check `nsa-sel bench --peer NAME=module:function` by stand-ins, and the peers that PyTorch provides, on a CPU."""
 
 from __future__ import annotations
 
@@ -117,9 +117,6 @@ def test_a_bad_flag_is_refused_before_the_first_measurement(
     assert words in said
     assert said.count("Remedy: ") == 1
     assert not (adapters / "out").exists()
-
-
-# Packages
 
 
 # Of torch

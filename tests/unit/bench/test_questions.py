@@ -1,6 +1,4 @@
-"""The benches' questions, on a CPU or by made-up rows: host time, parts of a layer, the README's claims, texts of
-trained models.
-"""
+"""Check the benches' questions on a CPU or by made-up rows: host time, claims of the README, parts of a layer, texts of trained models."""
 
 from __future__ import annotations
 
@@ -26,7 +24,6 @@ from nsa_sel.cli.app import app
 from nsa_sel.errors import ArgumentError, NsaSelError
 from nsa_sel.selection import Selection
 from tests.helpers.files import table_lines
-from tests.helpers.windows import check, inputs_of
 
 # Host time
 
@@ -41,9 +38,6 @@ def test_host_time_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert all(row["device"] and row["threads"] == 1 and row["command"] and row["S"] == 70 for row in rows)
     assert "beyond the backend" in capsys.readouterr().out
     assert {(name, "further call, new") for name in names} <= {(row["backend"], row["part"]) for row in rows}
-
-
-# Tables
 
 
 # The README's claims
@@ -93,14 +87,6 @@ def test_headline_refuses_other_flags_and_needs_a_gpu(tmp_path: Path, monkeypatc
 
 
 # Parts of a layer
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_has_the_results_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, where FlexAttention runs uncompiled and refuses gradients unless the check is off."""
-    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
-    inputs, size = inputs_of((1, 150, 190, 2, 3, 16, 24, 41))
-    check(lambda q, k, v, window, **_: layer_parts.flex_window(150, 190, "cpu", window)(q, k, v), inputs, size, False)
 
 
 def test_parts_make_their_own_inputs() -> None:

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_sel import NSAttention
-from nsa_sel.core.call import Rule
 from nsa_sel.errors import ArgumentError
 from tests.helpers.files import ROOT, load
 
@@ -112,15 +110,6 @@ def test_backends_train_alike_on_a_gpu(tmp_path: Path) -> None:
 
 
 # The model
-
-
-def test_sizes_are_those_of_the_layer() -> None:
-    found = {context: example.of_context(example.Sizes(), context, None).batch for context in (None, 4096, 32768, 65536)}
-    assert found == {None: 4, 4096: 8, 32768: 1, 65536: 1}, "a longer context keeps the bytes of a step"
-    layers = [block.attention for block in example.LanguageModel(example.TINY, "numba").blocks]
-    assert [type(layer) for layer in layers] == [NSAttention] * 2
-    assert layers[0].backend == "numba"
-    assert (layers[0].rule, layers[0].window) == (Rule(16, 8, 16, 4, 1, 2), 32)
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
