@@ -71,16 +71,18 @@ def test_ranges_and_odd_blocks_are_refused(backend: str) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "workspace", "unit", "summed"),
-    [("triton-group", 8_000, (6, 1), 0), ("triton-block", 8_000, (6, 1), 10**4), ("triton-block", 2_000, (2, 1), 10**4)],
+    [("triton-group", 8_000, (6, 1), 0), ("triton-block", 8_000, (6, 1), 10**4), ("triton-block", 2_000, (2, 1), None)],
 )
 def test_units_of_rows_and_groups_give_the_same_results(
-    monkeypatch: pytest.MonkeyPatch, backend: str, workspace: int, unit: tuple[int, int], summed: int
+    monkeypatch: pytest.MonkeyPatch, backend: str, workspace: int, unit: tuple[int, int], summed: int | None
 ) -> None:
     """A workspace too small for the partials of all: units of so many rows and groups take turns, and dk and dv add up over them.
 
-    summed: at most as many counts are added up by one program, others by PyTorch.
+    summed: at most as many counts are added up by one program, others by PyTorch; None: every program adds up its few counts.
     """
-    monkeypatch.setattr(key_to_rows_module, "MOST_SUMMED", summed)
+    if summed is not None:
+        monkeypatch.setattr(key_to_rows_module, "MOST_SUMMED", summed)
+        monkeypatch.setattr(key_to_rows_module, "FEW_COUNTS", ())
     sizes, build = [], units.key_to_rows
     monkeypatch.setattr(units, "key_to_rows", lambda call, width, *size: sizes.append(size[:2]) or build(call, width, *size))
     change_settings(monkeypatch, workspace_bytes=workspace)
