@@ -13,7 +13,18 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends import cuda_block, cupy_cuda
-from nsa_sel.backends.cupy_cuda import block_tiles, compressed, key_to_rows, launch, sm80, sm90, token_order, whole_blocks, window
+from nsa_sel.backends.cupy_cuda import (
+    arithmetic,
+    block_tiles,
+    compressed,
+    key_to_rows,
+    launch,
+    sm80,
+    sm90,
+    token_order,
+    whole_blocks,
+    window,
+)
 from nsa_sel.core.call import Call, Rule, WindowCall
 from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
@@ -22,7 +33,7 @@ from tests.helpers.caches import QuantizedCache, gathered, make_cache, make_quan
 from tests.helpers.cases import assert_forward, assert_gradients, make_blocks, make_grads, make_qkv, unused_keys
 from tests.helpers.checks import check_both, check_poison, new_memory_is_nan
 from tests.helpers.choose import make_choose_call
-from tests.helpers.cuda import BACKWARDS, EAGER, GPU, LATE_WARP, cache_call, call_of, emulated, needs_compiler
+from tests.helpers.cuda import BACKWARDS, EAGER, GPU, LATE_WARP, cache_call, call_of, emulated, needs_compiler, row_map
 from tests.helpers.gpus import noted
 
 pytestmark = [needs_compiler, pytest.mark.slow]  # a compiler, and thousands of emulated products
@@ -234,15 +245,21 @@ def test_gradients_of_pairs_whose_lists_do_not_fit_together(monkeypatch: pytest.
     check_lists(q, k, v, selection.ranges, positions, lambda lse, do, delta: sm90.dkdv_groups(call, call.disjoint_ranges(), lse, do, delta))
 
 
-@pytest.mark.parametrize(("h", "S", "S_kv"), [(16, 40, 110), (3, 70, 150)])
-def test_gradients_of_a_window_of_wide_keys(monkeypatch: pytest.MonkeyPatch, h: int, S: int, S_kv: int) -> None:
-    """Boxes that reach past the window, and tiles that no row sees."""
+@pytest.mark.parametrize(("h", "S", "S_kv", "size"), [(16, 40, 110, 30), (3, 70, 150, 30), (16, 70, 300, 200)])
+def test_windows_of_wide_keys(monkeypatch: pytest.MonkeyPatch, h: int, S: int, S_kv: int, size: int) -> None:
+    """Boxes that reach past the window, tiles that no row sees, and blocks that all tokens of a tile see whole."""
     emulated(monkeypatch)
+    monkeypatch.setattr(arithmetic, "row_map", row_map)
     q, k, v = make_qkv(S=S, G=2, h=h, Dk=192, Dv=128, S_kv=S_kv, dtype=torch.float16)
     last = torch.arange(S_kv - S, S_kv) + 1
-    ranges = torch.stack((last - 30, last), -1)[None, :, None, None].expand(1, S, 2, 1, 2)
-    call = WindowCall(q, k, v, 30, 192**-0.5)
-    check_lists(q, k, v, ranges, None, lambda lse, do, delta: window.dkdv(call, GPU, lse, do, delta))
+    ranges = torch.stack((last - size, last), -1)[None, :, None, None].expand(1, S, 2, 1, 2)
+    call, (do, dlse) = WindowCall(q, k, v, size, 192**-0.5), make_grads(q, v)
+    with new_memory_is_nan():
+        o, lse = window.forward(call, GPU)
+        dq, delta = window.dq(call, GPU, o, lse, do, dlse)
+        gradients = dq, *window.dkdv(call, GPU, lse, do, delta)
+    assert_forward((o, lse), q, k, v, ranges)
+    assert_gradients(gradients, q, k, v, ranges, do, dlse)
 
 
 @pytest.mark.parametrize(("h", "S", "S_kv"), [(16, 30, 200), pytest.param(4, 300, 900, marks=pytest.mark.thorough)])
