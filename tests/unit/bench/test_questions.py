@@ -137,13 +137,3 @@ def test_layers_are_read_back_and_are_cases(folder: Path) -> None:
         trained.trained_selection(S, "cpu", [1, 5])
     with pytest.raises(NsaSelError, match=r"no selections of a trained model over 1025 tokens. Remedy: train .*questions.save_selections"):
         trained.trained_selection(S + 1, "cpu")
-
-
-@pytest.mark.parametrize("S", [1, 15, 77])
-def test_any_rows_are_kept_exactly(folder: Path, S: int) -> None:
-    """Fewer blocks than n, a length that is no multiple of 8, and rows that differ from the row before in all blocks."""
-    rows = torch.full((S, G, N), -1, dtype=torch.int16)
-    rows[1::2, 1, 0] = (S - 1) // BLOCK
-    trained.file_of(S).write_bytes(save_selections.contents({3: blocks(0, S), 7: rows}, BLOCK, {}))
-    found = trained.trained_selection(S, "cpu", [7, 3]).block_indices[0].short()
-    assert torch.equal(found, torch.cat((rows, blocks(0, S)), 1))
