@@ -138,6 +138,19 @@ def test_index_keys_of_complete_blocks_are_computed_once() -> None:
         torch.testing.assert_close(whole, ours(IDS).logits[:, S - 2 :], atol=1e-6, rtol=0)
 
 
+def test_index_keys_follow_the_padding() -> None:
+    """A call that pads other slots of the cache than the one before gets what it gets without kept index keys."""
+    _, ours = pair(layer_types=[QSA] * 3)
+    found = []
+    with torch.no_grad():
+        for forgets in (False, True):
+            past = ours(IDS[:, :30], use_cache=True).past_key_values
+            for layer in past.layers if forgets else ():
+                delattr(layer, qwen_qsa.KEPT)
+            found.append(ours(IDS[:, 30:], past_key_values=past, attention_mask=padded(S - 2, S, S)).logits)
+    assert torch.equal(*found)
+
+
 def test_bf16_is_as_near_to_float64_as_the_models_own() -> None:
     """One layer whose rows choose all blocks, so that rounding changes no choice."""
     eager, ours = (model.model.layers[0].self_attn for model in pair(indexer_budget=64))

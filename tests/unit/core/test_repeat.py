@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nsa_sel
 from nsa_sel import Selection, compressed_attention, selection_attention
-from nsa_sel.core import attend, choose, transforms
+from nsa_sel.core import attend, choose, run, transforms
 from nsa_sel.errors import BackendError, NsaSelError
 from tests.helpers.cases import assert_forward, make_qkv
 from tests.helpers.choose import SMALL
@@ -129,6 +129,22 @@ def test_keys_that_are_their_values_repeat(checked: list[int]) -> None:
     assert checked == [0]
     selection_attention(q, k, k.clone(), selection_of())
     assert checked == [0, 1]
+
+
+def test_a_backward_pass_of_other_strides_has_no_facts_of_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks on saved tensors may return copies, whose strides are not those that recordings of the class hold."""
+    known: list[bool] = []
+    real = run.gradients
+    monkeypatch.setattr(run, "gradients", lambda call, *others: known.append(bool(call.known)) or real(call, *others))
+    q, k, v = make_qkv(1, 8, 1, 2, 16, 16, S_kv=16)
+    k = torch.empty(1, 1, 32, 16)[:, :, ::2].copy_(k).requires_grad_()
+    grads = []
+    for unpack in (lambda x: x, torch.Tensor.contiguous):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            o = selection_attention(q, k, v, selection_of())
+        grads.append(torch.autograd.grad(o.sum(), k)[0])
+    assert known == [True, False]
+    assert torch.equal(*grads)
 
 
 def test_more_classes_than_guards_tell_apart_are_checked_again(checked: list[int]) -> None:

@@ -222,6 +222,14 @@ def test_validate_names_the_row_and_the_remedy(selection: Selection, fragment: s
     assert "Remedy: " in str(caught.value)
 
 
+def test_cut_blocks_stay_short_and_in_any_order() -> None:
+    """Moving a selection to keys 5 to 44 of a batch cuts its blocks, which need not be sorted."""
+    blocks = Selection.from_blocks(torch.tensor([2, 0]).reshape(1, 1, 1, 2), 16)
+    cut = blocks.shifted(torch.tensor([[5]]), torch.tensor([[40]]), 64, whole_blocks=False, max_length=64).validate()
+    assert cut.ranges.reshape(-1, 2).tolist() == [[37, 45], [5, 21]]
+    assert (cut.block_size, cut.range_bound(64)) == (None, 16)
+
+
 # bounds and measure
 
 
@@ -229,7 +237,7 @@ def test_bounds_are_static_facts() -> None:
     blocks = make_blocks(1, 64, 1, 64, n=3, block_size=8)
     assert [blocks.length_bound(S_kv) for S_kv in (64, 20)] == [24, 20]
     assert Selection.from_ranges(row((0, 4), (6, 9))).length_bound(100) == 100
-    assert Selection.from_ranges(row((0, 4), (6, 9)), max_length=7).length_bound(100) == 7
+    assert Selection.from_ranges(row((0, 4), (6, 9)), max_length=7).validate().length_bound(100) == 7
 
 
 def test_measure_counts_exactly() -> None:

@@ -263,6 +263,14 @@ def test_the_class_of_a_full_prefill_keeps_its_length() -> None:
         assert request.request_class().request_class() == request.request_class()
 
 
+def test_decoding_steps_of_any_length_share_a_class() -> None:
+    """Where only the keys bound a row, that bound is rounded up with their number."""
+    steps = {replace(SHORT, S=1, S_kv=keys, max_length=keys).request_class() for keys in (5000, 5001, 8192)}
+    assert {(step.S_kv, step.max_length) for step in steps} == {(8192, 8192)}
+    assert len(steps) == 1
+    assert replace(SHORT, S=1, S_kv=5000).request_class().max_length == SHORT.max_length
+
+
 def test_the_prior_equals_the_committed_maps() -> None:
     assert cost_fit.prior() == settings_for(UNKNOWN).sharing_prior
 

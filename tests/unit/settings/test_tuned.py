@@ -45,6 +45,7 @@ def test_a_tuned_launch_is_used_and_the_decision_names_it() -> None:
     before = explain_request(SHORT, H200)
     write(result(), result("triton-group/dkdv", KernelConfig(32, 8, 1, 64), key("backward")), result("triton-tile/forward", None))
     tuned.forget()
+    assert launch() == OTHER  # the decision from before is not remembered
     decision = explain_request(replace(SHORT, needs_grad=True), H200, "triton-group")
     assert decision.settings.kernels[FORWARD] == OTHER
     assert decision.settings.kernels["triton-group/dkdv"].num_warps == 8
