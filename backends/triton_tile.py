@@ -67,20 +67,20 @@ def selects(chosen, bit):
 
 
 @triton.jit
-def cut_block(blocks, rows, i, bit, exists, limit, BLOCK: tl.constexpr):
-    """Return the first key of entry i (a cut block), one past the last key that any row sees, and each row's limit
-    [ROWS].
+def cut_block(blocks, row_bits, i, bit, exists, limit, BLOCK: tl.constexpr):
+    """Return the first key of entry i (a cut block), one past the last key that any row sees, and `high`
+    [ROWS]: one past the last key that each row sees, 0 if it did not select the block.
 
     Keys past the second value may hold NaN and must not be loaded.
     """
-    sees = tl.where(exists & selects(tl.load(rows + i), bit), limit, 0)
+    high = tl.where(exists & selects(tl.load(row_bits + i), bit), limit, 0)
     first = tl.load(blocks + i) * BLOCK
-    return first, tl.minimum(first + BLOCK, tl.max(sees, 0)), sees
+    return first, tl.minimum(first + BLOCK, tl.max(high, 0)), high
 
 
 @triton.jit
 def gather_keys(
-    k, v, blocks, rows, i, stop, bit, limit, strides, b, g,
+    k, v, blocks, row_bits, i, stop, bit, limit, strides, b, g,
     dims: tl.constexpr, BLOCK: tl.constexpr, BLOCK_L: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Load K and V of the small blocks in entries i, i + 1, ... that fill BLOCK_L keys; return which rows see each key,
@@ -92,7 +92,7 @@ def gather_keys(
     entry = i + w // BLOCK  # [BLOCK_L]
     listed = entry < stop  # [BLOCK_L]
     position = tl.load(blocks + entry, mask=listed, other=0) * BLOCK + w % BLOCK  # [BLOCK_L]
-    sees = selects(tl.load(rows + entry, mask=listed, other=0)[None, :], bit[:, None])  # [ROWS, BLOCK_L]
+    sees = selects(tl.load(row_bits + entry, mask=listed, other=0)[None, :], bit[:, None])  # [ROWS, BLOCK_L]
     if CUT:
         sees &= position[None, :] < limit[:, None]
         listed = tl.max(sees.to(tl.int32), 0) > 0
@@ -102,12 +102,12 @@ def gather_keys(
 
 @triton.jit
 def walk_union(
-    sums, q, grad, descs, k, v, blocks, rows, whole, total, b, g, bit, exists, limit, strides, c,
+    sums, q, grad, descs, k, v, blocks, row_bits, whole, total, b, g, bit, exists, limit, strides, c,
     dims: tl.constexpr, BLOCK: tl.constexpr, BLOCK_L: tl.constexpr, TAIL_L: tl.constexpr,
 ):  # fmt: skip
     """Add the blocks of a tile's list to the sums of its rows (walk.py).
 
-    bit, exists, limit: [ROWS], each row's bit in `rows`, whether it exists, and one past the last key that it may see.
+    bit, exists, limit: [ROWS], each row's bit in `row_bits`, whether it exists, and one past the last key that it may see.
     Entries [0, whole) are visible to every row up to their last key; entries [whole, total) may be cut for some row.
     """
     REST: tl.constexpr = dims.BLOCK_REST
@@ -118,24 +118,24 @@ def walk_union(
             stop = total if cut else whole
             for i in range(whole if cut else 0, stop, BLOCK_L // BLOCK):
                 k_tile, k_rest, v_tile, sees = gather_keys(
-                    k, v, blocks, rows, i, stop, bit, limit, strides, b64, g64, dims, BLOCK, BLOCK_L, cut
+                    k, v, blocks, row_bits, i, stop, bit, limit, strides, b64, g64, dims, BLOCK, BLOCK_L, cut
                 )  # fmt: skip
                 logits = split_products(q[0], q[1], k_tile, k_rest, REST)  # [ROWS, BLOCK_L]
                 sums = add_step(sums, grad, logits, (k_tile, k_rest, v_tile), c, REST, sees)
     else:
         # Read the list one step ahead: a TMA load cannot start until its block number has arrived.
-        block, chosen = tl.load(blocks), tl.load(rows)
+        block, chosen = tl.load(blocks), tl.load(row_bits)
         for step in range(0, whole * STEPS):
             at = block * BLOCK + step % STEPS * BLOCK_L
             kv = load_whole(descs[0], descs[1], descs[2], k, v, strides, b, g, at, dims, BLOCK_L)
             selected = selects(chosen, bit)  # [ROWS]
             coming = tl.minimum((step + 1) // STEPS, whole - 1)
-            block, chosen = tl.load(blocks + coming), tl.load(rows + coming)
+            block, chosen = tl.load(blocks + coming), tl.load(row_bits + coming)
             logits = split_products(q[0], q[1], kv[0], kv[1], REST)  # [ROWS, BLOCK_L]
             sums = add_step(sums, grad, logits, kv, c, REST, None, selected)
         for i in range(whole, total):
-            first, end, sees = cut_block(blocks, rows, i, bit, exists, limit, BLOCK)
-            sums = add_cut_steps(sums, q, grad, k, v, strides, b64, g64, 0, first, end, sees, sees, c, dims, TAIL_L, False)
+            first, end, high = cut_block(blocks, row_bits, i, bit, exists, limit, BLOCK)
+            sums = add_cut_steps(sums, q, grad, k, v, strides, b64, g64, 0, first, end, None, high, c, dims, TAIL_L, False)
     return sums
 
 

@@ -442,7 +442,8 @@ PALETTE = 96  # colors of the PNG
 def write_picture() -> None:
     """Write the README's picture for light and for dark pages.
 
-    Left, a layer's attention as a share of dense attention's time, part by part; right, training speed with each kind of attention.
+    Left, a layer's attention as a share of dense attention's time, part by part; right, training speed with each kind
+    of attention.
     """
     import matplotlib
 

@@ -125,7 +125,7 @@ def of_first(value: bool) -> bool:
     return values[0]
 
 
-def first_before_others(work: Callable[[], Tensor]) -> Tensor:
+def first_before_others(work: Callable[[], Any]) -> Any:
     """Return the result of `work`, which the first rank finishes before the others start."""
     if dist.get_rank():
         dist.barrier()

@@ -230,9 +230,14 @@ def train(
     training = Training(sizes, backend, device, read() if ranks is None else several_ranks().first_before_others(read), graph, ranks)
     if checkpoint.exists():
         training.load(checkpoint)
-    rows = [row for row in read_rows(log) if row["step"] < training.step]  # steps after the checkpoint are trained again
-    if writes:
-        write_rows(log, rows, "w")
+
+    def earlier() -> list[Row]:  # steps after the checkpoint are trained again
+        rows = [row for row in read_rows(log) if row["step"] < training.step]
+        if writes:
+            write_rows(log, rows, "w")
+        return rows
+
+    rows = earlier() if ranks is None else several_ranks().first_before_others(earlier)
     origin = facts(device.type) | ({} if ranks is None else {"parallel": ranks.way, "ranks": ranks.mesh.size()})
     started, tokens, trained = time.perf_counter(), sizes.batch * sizes.context, sum(row["ms"] for row in rows) / 1e3
 

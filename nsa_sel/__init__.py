@@ -1,4 +1,5 @@
-"""Selection attention of Native Sparse Attention (arXiv 2502.11089): one call, several backends, and a decision anyone can read.
+"""Selection attention of Native Sparse Attention (arXiv 2502.11089): one call, several backends, and a decision anyone
+can read.
 
 Public names are imported when they are first used: `import nsa_sel` imports no torch.
 """

@@ -18,7 +18,8 @@ from nsa_sel.selection import Selection
 def explain(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, *, q_pos: Tensor | None = None, backend: str | None = None
 ) -> Decision:
-    """The decision of `selection_attention` for these arguments, without running attention; `nsa_sel.describe` prints it.
+    """The decision of `selection_attention` for these arguments, without running attention; `nsa_sel.describe` prints
+    it.
 
     It counts how much neighbors share where the call would.
 

@@ -26,12 +26,13 @@ Rotary = Callable[[Tensor, Tensor], Tensor]
 class NSAttention(nn.Module):
     """Native Sparse Attention (arXiv 2502.11089, Fig. 2) with its projections, compression, rotary positions and gates.
 
-    One projection makes the queries of all branches; keys and values are projected for each branch apart (`kv`). The gates are the
-    sigmoid of a projection of x. All of them are ordered by groups first, so that tensor parallelism cuts their rows by groups.
+    One projection makes the queries of all branches; keys and values are projected for each branch apart (`kv`). The
+    gates are the sigmoid of a projection of x. All of them are ordered by groups first, so that tensor parallelism cuts
+    their rows by groups.
 
-    Rotary positions rotate q and the keys of the selected branch and of the window. The compressed branch takes q and keys without them:
-    a compressed key stands for compress_block positions at once, so no one angle is right for it, and blocks are then chosen by content,
-    at any distance alike. `BlockMLP` learns the order inside a block.
+    Rotary positions rotate q and the keys of the selected branch and of the window. The compressed branch takes q and
+    keys without them: a compressed key stands for compress_block positions at once, so no one angle is right for it,
+    and blocks are then chosen by content, at any distance alike. `BlockMLP` learns the order inside a block.
 
     Args:
         width: of hidden states.
@@ -42,7 +43,8 @@ class NSAttention(nn.Module):
         compress_block, compress_stride, block_size, n, first, local: as of `compressed_attention`.
         window: keys that a row sees in the sliding window, its own among them.
         compression: "mlp" (Eq. 7: `nsa_sel.compression.BlockMLP`) or "mean", which has no parameters.
-        rotary: True for `nsa_sel.rotary.rotate`, False for no positions, or a callable (x [B,S,...,Dk], positions [S] or [B,S]) -> as x.
+        rotary: True for `nsa_sel.rotary.rotate`, False for no positions, or a callable (x [B,S,...,Dk], positions [S]
+            or [B,S]) -> as x.
         bias: whether the projections of queries, keys, values and the output have one; the gates' always has.
         backend: the name of a backend to force for the selected branch.
         recompute: as of `nsa_attention`.
@@ -122,16 +124,19 @@ class NSAttention(nn.Module):
         Args:
             x: [B,S,width].
             positions: [S] or [B,S] int32 or int64 for the rotary positions, by default 0 to S - 1, with context
-                parallelism those in the whole sequence, in a packed batch from 0 on in each sequence. They do not change who sees whom.
-            cu_seqlens: for a packed batch (docs/varlen.md), x [1,T,width]: [N+1] int32 or int64 on the CPU or on x's device, or a list;
-                sequence i is x[0, cu_seqlens[i]:cu_seqlens[i+1]]. Bounds on a GPU are not checked. Not with context parallelism, nor
-                with recompute=True.
+                parallelism those in the whole sequence, in a packed batch from 0 on in each sequence. They do not
+                change who sees whom.
+            cu_seqlens: for a packed batch (docs/varlen.md), x [1,T,width]: [N+1] int32 or int64 on the CPU or on x's
+                device, or a list; sequence i is x[0, cu_seqlens[i]:cu_seqlens[i+1]]. Bounds on a GPU are not checked.
+                Not with context parallelism, nor with recompute=True.
             max_seqlen: with cu_seqlens, as of `compressed_attention`: no sequence has more rows.
-            cache: step[i] of an `NSACache` for the model's layer i, where x holds new tokens of cached sequences. Positions then are those
-                in the sequences. Without gradients, and not with cu_seqlens or context parallelism.
+            cache: step[i] of an `NSACache` for the model's layer i, where x holds new tokens of cached sequences.
+                Positions then are those in the sequences. Without gradients, and not with cu_seqlens or context
+                parallelism.
 
         Returns:
-            [B,S,width]; 0 (or the output's bias) after the last sequence of a packed batch, and for rows of a cache without a token.
+            [B,S,width]; 0 (or the output's bias) after the last sequence of a packed batch, and for rows of a cache
+            without a token.
 
         Raises:
             ArgumentError: bad input.

@@ -1,4 +1,5 @@
-"""NSA's attention as one call: compressed keys choose blocks, the blocks and a sliding window are attended to, gates add the three."""
+"""NSA's attention as one call: compressed keys choose blocks, the blocks and a sliding window are attended to, gates
+add the three."""
 
 from __future__ import annotations
 
@@ -20,62 +21,51 @@ Pair = tuple[Tensor, Tensor]  # keys and values of a branch
 
 
 def nsa_attention(
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_slc: Tensor,
-    v_slc: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    gates: Tensor,
-    *,
-    window: int = 512,
-    compress_block: int = 32,
-    compress_stride: int = 16,
-    block_size: int = 64,
-    n: int = 16,
-    first: int = 1,
-    local: int = 2,
-    scale: float | None = None,
-    q_cmp: Tensor | None = None,
-    cu_seqlens: CuSeqlens | None = None,
-    max_seqlen: int | None = None,
-    backend: str | None = None,
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_slc: Tensor, v_slc: Tensor, k_win: Tensor, v_win: Tensor,
+    gates: Tensor, *, window: int = 512, compress_block: int = 32, compress_stride: int = 16, block_size: int = 64,
+    n: int = 16, first: int = 1, local: int = 2, scale: float | None = None, q_cmp: Tensor | None = None,
+    cu_seqlens: CuSeqlens | None = None, max_seqlen: int | None = None, backend: str | None = None,
     recompute: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Native Sparse Attention (arXiv 2502.11089, Eq. 5): o = g_cmp o_cmp + g_slc o_slc + g_win o_win.
 
-    The compressed branch attends to compressed keys and chooses n blocks per row (`compressed_attention`), the selected branch attends to
-    these blocks in full (`selection_attention`), the window to the last keys. Row s is at position S_kv - S + s, and no branch reads a key
-    beyond it; with S < S_kv the rows are the last of the sequence (chunked prefill).
+    The compressed branch attends to compressed keys and chooses n blocks per row (`compressed_attention`), the selected
+    branch attends to these blocks in full (`selection_attention`), the window to the last keys. Row s is at position
+    S_kv - S + s, and no branch reads a key beyond it; with S < S_kv the rows are the last of the sequence (chunked
+    prefill).
 
-    Differentiable in all tensors; there is no gradient through the choice of blocks. Bit-equal from run to run. The gated sum is one
-    fused pass on a GPU, and saves nothing but the three outputs and the gates.
+    Differentiable in all tensors; there is no gradient through the choice of blocks. Bit-equal from run to run. The
+    gated sum is one fused pass on a GPU, and saves nothing but the three outputs and the gates.
 
     Args:
-        q: [B,S,G,h,Dk]: G KV groups of h heads. float16, bfloat16, float32 or float64; keys and values likewise, of the same dtype and
-            device; any strides with a contiguous last dimension.
+        q: [B,S,G,h,Dk]: G KV groups of h heads. float16, bfloat16, float32 or float64; keys and values likewise, of the
+            same dtype and device; any strides with a contiguous last dimension.
         k_cmp: [B,G,C,Dk], compressed keys of all S_kv keys: C = (S_kv - compress_block) // compress_stride + 1, or 0.
         v_cmp: [B,G,C,Dv].
         k_slc: [B,G,S_kv,Dk], keys of the selected branch.
         v_slc: [B,G,S_kv,Dv].
         k_win: [B,G,S_kv,Dk], keys of the window.
         v_win: [B,G,S_kv,Dv].
-        gates: [B,S,G,h,3] in [0, 1] (after the sigmoid) for the compressed, the selected and the window branch; any floating dtype. In
-            bfloat16 a negative gate makes gradients NaN.
+        gates: [B,S,G,h,3] in [0, 1] (after the sigmoid) for the compressed, the selected and the window branch; any
+            floating dtype. In bfloat16 a negative gate makes gradients NaN.
         window: keys that a row sees in the window, its own among them.
         compress_block, compress_stride, block_size, n, first, local, max_seqlen: as of `compressed_attention`.
         scale: factor of the logits of all branches, by default 1/sqrt(Dk).
-        q_cmp: [B,S,G,h,Dk], queries of the compressed branch where they differ from q, for example without rotary positions.
-        cu_seqlens: for a packed batch (docs/varlen.md): [N+1] int32 or int64 on the CPU or on q's device, or a list; sequence i has the
-            rows, which are also its keys, [cu_seqlens[i], cu_seqlens[i+1]). q and q_cmp are then [T,G,h,Dk], gates [T,G,h,3], keys and
-            values of the selected branch and of the window [T,G,D], k_cmp and v_cmp [C,G,D]. Bounds on a GPU are not checked.
-        backend: the name of a backend to force for the selected branch; `use_backend` forces one for the compressed branch.
-        recompute: save the inputs alone for the backward pass, which computes the branches again, a few groups at a time: less memory for
-            the time of another forward pass (docs/layer.md "Memory"). The result and the gradients are the same.
+        q_cmp: [B,S,G,h,Dk], queries of the compressed branch where they differ from q, for example without rotary
+            positions.
+        cu_seqlens: for a packed batch (docs/varlen.md): [N+1] int32 or int64 on the CPU or on q's device, or a list;
+            sequence i has the rows, which are also its keys, [cu_seqlens[i], cu_seqlens[i+1]). q and q_cmp are then
+            [T,G,h,Dk], gates [T,G,h,3], keys and values of the selected branch and of the window [T,G,D], k_cmp and
+            v_cmp [C,G,D]. Bounds on a GPU are not checked.
+        backend: the name of a backend to force for the selected branch; `use_backend` forces one for the compressed
+            branch.
+        recompute: save the inputs alone for the backward pass, which computes the branches again, a few groups at a
+            time: less memory for the time of another forward pass (docs/layer.md "Memory"). The result and the
+            gradients are the same.
 
     Returns:
-        o [B,S,G,h,Dv] in q's dtype (under torch.autocast in its dtype); of a packed batch [T,G,h,Dv], 0 after the last sequence.
+        o [B,S,G,h,Dv] in q's dtype (under torch.autocast in its dtype); of a packed batch [T,G,h,Dv], 0 after the last
+        sequence.
 
     Raises:
         ArgumentError: bad input, before any kernel runs.

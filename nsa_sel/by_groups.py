@@ -1,7 +1,9 @@
-"""`nsa_attention` as one autograd function; a few KV groups at a time without gradients, or where the backward pass recomputes.
+"""`nsa_attention` as one autograd function; a few KV groups at a time without gradients, or where the backward pass
+recomputes.
 
-Sequences and KV groups are independent of each other. A unit of some of them has temporaries of its own size alone, and writes its part
-of the result and of the gradients. With recompute nothing is saved for backward but the inputs and the chosen blocks.
+Sequences and KV groups are independent of each other. A unit of some of them has temporaries of its own size alone, and
+writes its part of the result and of the gradients. With recompute nothing is saved for backward but the inputs and the
+chosen blocks.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ IN_TURN = ((SELECTED,), (WINDOW,), (COMPRESSED,))
 
 
 def units_of(inputs: Inputs) -> list[Unit]:
-    """Units of about one size, for each of which three tensors as large as its rows' outputs or queries fit `workspace_bytes`, unless
-    those of one group of one sequence do not: forward that is each branch's output; backward an output and dq of two branches."""
+    """Units of about one size, for each of which three tensors as large as its rows' outputs or queries fit
+    `workspace_bytes`, unless those of one group of one sequence do not: forward that is each branch's output; backward
+    an output and dq of two branches."""
     q = inputs.q
     B, S, G, h, Dk = q.shape
     row_bytes = h * max(Dk, inputs.v_slc.shape[3]) * q.element_size()
@@ -42,7 +45,8 @@ def units_of(inputs: Inputs) -> list[Unit]:
 def attention(inputs: Inputs, options: Options, recompute: bool = False) -> Tensor:
     """Return o [B,S,G,h,Dv] of `nsa_attention`. Without gradients it goes unit by unit.
 
-    Where operations are traced it is composed of the public parts, and PyTorch's own checkpoint recomputes, all groups at once.
+    Where operations are traced it is composed of the public parts, and PyTorch's own checkpoint recomputes, all groups
+    at once.
     """
     tensors = [x for x in inputs if x is not None]
     plain = transforms.plain(*tensors)
@@ -125,8 +129,8 @@ class _Saved(torch.autograd.Function):
 
 
 class _Recomputed(torch.autograd.Function):
-    """Saves the inputs and the blocks. The branches run in forward as they do in backward, with gradients, so that both take the same
-    kernels."""
+    """Saves the inputs and the blocks. The branches run in forward as they do in backward, with gradients, so that both
+    take the same kernels."""
 
     @staticmethod
     def forward(ctx: Any, options: Options, *tensors: Tensor | None) -> Tensor:

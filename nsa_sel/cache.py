@@ -1,4 +1,5 @@
-"""`NSACache`: keys and values of many sequences in pages, for a model of `NSAttention` layers that prefills and decodes."""
+"""`NSACache`: keys and values of many sequences in pages, for a model of `NSAttention` layers that prefills and
+decodes."""
 
 from __future__ import annotations
 
@@ -23,17 +24,18 @@ _TABLE_SIZES = 8  # table sizes per power of two; with few sizes, calls repeat a
 
 
 class NSACache:
-    """The cache of a model's `NSAttention` layers. Prefill, chunked prefill, decoding and verifying draft tokens are one call:
+    """The cache of a model's `NSAttention` layers. Prefill, chunked prefill, decoding and verifying draft tokens are
+    one call:
 
         a = cache.open()
         step = cache.step([a, b], tokens=[3, 1])
         for i, layer in enumerate(layers):
             x = x + layer(norm(x), cache=step[i])  # [B,S,width]; the new tokens of a sequence are its last rows
 
-    The pages of all keys hold the selected branch's K and V, and the compressed keys that end in them. Separate pages hold recent keys:
-    those of the window, and those that a compressed key still needs. The next step of a sequence releases the recent pages that its rows
-    do not need. Sequences can share pages; a shared page is copied before it is written. Device work is stream-ordered, so all steps must
-    run on one stream. Not thread-safe.
+    The pages of all keys hold the selected branch's K and V, and the compressed keys that end in them. Separate pages
+    hold recent keys: those of the window, and those that a compressed key still needs. The next step of a sequence
+    releases the recent pages that its rows do not need. Sequences can share pages; a shared page is copied before it is
+    written. Device work is stream-ordered, so all steps must run on one stream. Not thread-safe.
 
     Args:
         layers: number of layers of the model.
@@ -42,15 +44,17 @@ class NSACache:
         groups: G, KV groups; with tensor parallelism those of this rank.
         head_dim, value_dim: Dk and Dv; by default Dv = Dk.
         compress_block, compress_stride, window: as for the layers.
-        window_pages: number of pages of recent keys of all sequences; by default `pages`, which is always enough. A sequence
-            holds at most (max(window, compress_block) + S - 2) // page_size + 2 of them, with S rows in its longest step.
-        dtype: float16, bfloat16, float32 or float64, the dtype of the layers' projections (under torch.autocast, autocast's dtype).
-        kv_dtype: dtype of K and V of the selected branch and of the window: `dtype`, the default, or float8_e4m3fn, half the bytes of
-            bfloat16. Layers attend to the quantized keys, in prefill as in decoding. Compressed keys, and keys before compression, stay
-            in `dtype`. float8_e4m3fn does not support float64, nor GPUs below SM 8.9.
-        kv_scales: with float8_e4m3fn, scales by pool name, key = stored * scale: "k" and "v" for the selected branch, "k_win" and "v_win"
-            for the window; 1 if left out. A positive number, or float32 with one element, [layers], or [layers,G]; with dtype float16 at
-            most 65504 / 448. Values beyond 448 * scale are clamped; NaN stays NaN.
+        window_pages: number of pages of recent keys of all sequences; by default `pages`, which is always enough. A
+            sequence holds at most (max(window, compress_block) + S - 2) // page_size + 2 of them, with S rows in its
+            longest step.
+        dtype: float16, bfloat16, float32 or float64, the dtype of the layers' projections (under torch.autocast,
+            autocast's dtype).
+        kv_dtype: dtype of K and V of the selected branch and of the window: `dtype`, the default, or float8_e4m3fn,
+            half the bytes of bfloat16. Layers attend to the quantized keys, in prefill as in decoding. Compressed keys,
+            and keys before compression, stay in `dtype`. float8_e4m3fn does not support float64, nor GPUs below SM 8.9.
+        kv_scales: with float8_e4m3fn, scales by pool name, key = stored * scale: "k" and "v" for the selected branch,
+            "k_win" and "v_win" for the window; 1 if left out. A positive number, or float32 with one element, [layers],
+            or [layers,G]; with dtype float16 at most 65504 / 448. Values beyond 448 * scale are clamped; NaN stays NaN.
         device: by default the current one.
 
     Attributes:
@@ -111,7 +115,8 @@ class NSACache:
         Args:
             model_layers: layers of the same sizes on one device.
             pages, page_size, window_pages, kv_dtype, kv_scales: as for `NSACache`.
-            dtype: by default the dtype of the layers' parameters. Pass autocast's dtype if the model runs under torch.autocast.
+            dtype: by default the dtype of the layers' parameters. Pass autocast's dtype if the model runs under
+                torch.autocast.
 
         Returns:
             The cache, on the layers' device.
@@ -212,7 +217,8 @@ class NSACache:
 
         Args:
             sequence: its id.
-            length: 0, or at least the length before its last step. Smaller lengths work only while the window's earlier pages are held.
+            length: 0, or at least the length before its last step. Smaller lengths work only while the window's earlier
+                pages are held.
 
         Raises:
             ArgumentError: another length.
@@ -229,18 +235,19 @@ class NSACache:
     ) -> CacheStep:
         """Allocate pages for new tokens of some sequences. Every layer must then run with the step.
 
-        Never synchronizes with the GPU. To replay a step whose device work was captured in a CUDA graph, pass it as `into`: its tensors
-        are updated in place.
+        Never synchronizes with the GPU. To replay a step whose device work was captured in a CUDA graph, pass it as
+        `into`: its tensors are updated in place.
 
         Args:
             sequences: [B] ids, each once.
-            tokens: number of new tokens of each sequence, or one number for all. x has S rows for every sequence, S being the largest
-                of these numbers. New tokens are the last rows of a sequence; the rows before them have no token.
-            room: number of keys per sequence that the block tables have entries for; by default the longest sequence's length, rounded
-                up. Pass it for a CUDA graph: without it, a step of many tokens of sequences of one length runs as a prefill of exactly
-                this length.
-            into: an earlier step of at least this many sequences, rows and keys, to update in place. Its additional sequences get no
-                tokens.
+            tokens: number of new tokens of each sequence, or one number for all. x has S rows for every sequence, S
+                being the largest of these numbers. New tokens are the last rows of a sequence; the rows before them
+                have no token.
+            room: number of keys per sequence that the block tables have entries for; by default the longest sequence's
+                length, rounded up. Pass it for a CUDA graph: without it, a step of many tokens of sequences of one
+                length runs as a prefill of exactly this length.
+            into: an earlier step of at least this many sequences, rows and keys, to update in place. Its additional
+                sequences get no tokens.
 
         Returns:
             A new step, or `into`.
@@ -312,7 +319,8 @@ class NSACache:
         return self.sizes._replace(B=B, S=S, table_pages=pages)
 
     def _grow(self, sequences: list[CachedSequence], tokens: list[int]) -> None:
-        """Take pages for the new tokens, and copy shared ones. On CacheFull, or any other error, the cache is unchanged."""
+        """Take pages for the new tokens, and copy shared ones. On CacheFull, or any other error, the cache is
+        unchanged."""
         before = [(x.all.snapshot(), x.recent.snapshot()) for x in sequences]
         copies: tuple[Copies, Copies] = ([], [])
         try:

@@ -27,37 +27,25 @@ def compressed_attention(
     cu_seqlens: CuSeqlens | None = None, max_seqlen: int | None = None, return_lse: Literal[True], backend: str | None = None,
 ) -> tuple[Tensor, Selection, Tensor]: ...  # fmt: skip
 def compressed_attention(
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    *,
-    compress_block: int = 32,
-    compress_stride: int = 16,
-    block_size: int = 64,
-    n: int = 16,
-    first: int = 1,
-    local: int = 2,
-    scale: float | None = None,
-    q_pos: Tensor | None = None,
-    S_kv: int | None = None,
-    cu_seqlens: CuSeqlens | None = None,
-    max_seqlen: int | None = None,
-    return_lse: bool = False,
-    backend: str | None = None,
-) -> Any:
-    """Attention of every query row to the compressed keys that it sees, and its n best blocks (NSA, arXiv 2502.11089, Eq. 7-10).
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, compress_block: int = 32, compress_stride: int = 16,
+    block_size: int = 64, n: int = 16, first: int = 1, local: int = 2, scale: float | None = None,
+    q_pos: Tensor | None = None, S_kv: int | None = None, cu_seqlens: CuSeqlens | None = None,
+    max_seqlen: int | None = None, return_lse: bool = False, backend: str | None = None,
+) -> Any:  # fmt: skip
+    """Attention of every query row to the compressed keys that it sees, and its n best blocks (NSA, arXiv 2502.11089,
+    Eq. 7-10).
 
-    Compressed key i stands for the keys [i * compress_stride, i * compress_stride + compress_block); a row at position t sees it once it
-    sees the last of them. The weights p of a row's compressed keys, of all h heads of a group, add up to the importance of each block:
-    every piece of compress_stride keys adds p of the compressed keys that cover it to the block that holds it (Eq. 9 and 10). The first
-    blocks and the local last visible ones are always chosen, then the most important ones; ties go to the lower block. Neither p nor
-    the importance of all rows is ever in memory.
+    Compressed key i stands for the keys [i * compress_stride, i * compress_stride + compress_block). A row sees it once
+    it sees the last of these keys. The importance of a block is the sum of the weights p of all h heads of the group:
+    every piece of compress_stride keys adds p of the compressed keys that cover it to the block that holds it (Eq. 9
+    and 10). The first blocks and the local last visible ones are always chosen, then the most important
+    ones; ties go to the lower block. Neither p nor the importance of all rows is ever in memory.
 
     Differentiable in q, k_cmp and v_cmp; there is no gradient through the choice. Bit-equal from run to run.
 
     Args:
-        q: [B,S,G,h,Dk], or [B,G,h,Dk] for one query per sequence (decode): G KV groups of h heads. float16, bfloat16, float32 or float64;
-            k_cmp and v_cmp likewise, of the same dtype and device.
+        q: [B,S,G,h,Dk], or [B,G,h,Dk] for one query per sequence (decode): G KV groups of h heads. float16, bfloat16,
+            float32 or float64; k_cmp and v_cmp likewise, of the same dtype and device.
         k_cmp: [B,G,C,Dk], C = (S_kv - compress_block) // compress_stride + 1, or 0 for shorter sequences.
         v_cmp: [B,G,C,Dv].
         compress_block: keys that a compressed key covers: a multiple of compress_stride, at most block_size.
@@ -69,22 +57,23 @@ def compressed_attention(
         scale: factor of the logits, by default 1/sqrt(Dk).
         q_pos: [S] or [B,S] int32 or int64, positions of the rows, by default S_kv - S + s.
         S_kv: keys of the sequence, by default S.
-        cu_seqlens: for a packed batch (docs/varlen.md): [N+1] int32 or int64 on the CPU or on q's device, or a list; sequence i has the
-            rows, which are also its keys, [cu_seqlens[i], cu_seqlens[i+1]). q is then [T,G,h,Dk], k_cmp [C,G,Dk] and v_cmp [C,G,Dv]:
-            sequence i has its own compressed keys [cu_cmp[i], cu_cmp[i+1]), cu_cmp = `compressed_cu_seqlens(cu_seqlens, ...)`, and C is
-            cu_cmp[N] or more, at most (T - compress_block) // compress_stride + 1. Not together with q_pos or S_kv. Bounds on a GPU are
-            not checked.
-        max_seqlen: with cu_seqlens: no sequence has more rows. It bounds the search for the best blocks where cu_seqlens is on a GPU; a
-            number that is too small there leaves rows beyond it the first blocks alone.
+        cu_seqlens: for a packed batch (docs/varlen.md): [N+1] int32 or int64 on the CPU or on q's device, or a list;
+            sequence i has the rows, which are also its keys, [cu_seqlens[i], cu_seqlens[i+1]). q is then [T,G,h,Dk], k_cmp [C,G,Dk] and
+            v_cmp [C,G,Dv]: sequence i has its own compressed keys [cu_cmp[i], cu_cmp[i+1]), cu_cmp =
+            `compressed_cu_seqlens(cu_seqlens, ...)`, and C is cu_cmp[N] or more, at most (T - compress_block) //
+            compress_stride + 1. Not together with q_pos or S_kv. Bounds on a GPU are not checked.
+        max_seqlen: with cu_seqlens: no sequence has more rows. It bounds the search for the best blocks where
+            cu_seqlens is on a GPU; a number that is too small there leaves rows beyond it the first blocks alone.
         return_lse: also return the log-sum-exp.
-        backend: the name of a backend to force (`nsa-sel doctor`); else `use_backend`, then NSA_SEL_BACKEND, then the policy decides.
+        backend: the name of a backend to force (`nsa-sel doctor`); else `use_backend`, then NSA_SEL_BACKEND, then the
+            policy decides.
 
     Returns:
-        (o, selection), or (o, selection, lse): o [B,S,G,h,Dv] ([B,G,h,Dv] for decode) in q's dtype, 0 for rows that see no compressed
-        key; the `Selection` of whole blocks, for `selection_attention`; lse [B,S,G,h], the natural logarithm, float32 (float64 for
-        float64 inputs), -inf for rows that see no compressed key. Of a packed batch: o [T,G,h,Dv], lse [T,G,h], and the
-        `Selection` of [1,T,G,n,2] for `selection_attention_varlen`, in positions of each row's own sequence; rows after the last sequence
-        get o = 0, lse = -inf and no block.
+        (o, selection), or (o, selection, lse): o [B,S,G,h,Dv] ([B,G,h,Dv] for decode) in q's dtype, 0 for rows that see
+        no compressed key; the `Selection` of whole blocks, for `selection_attention`; lse [B,S,G,h], the natural
+        logarithm, float32 (float64 for float64 inputs), -inf for rows that see no compressed key. Of a packed batch: o
+        [T,G,h,Dv], lse [T,G,h], and the `Selection` of [1,T,G,n,2] for `selection_attention_varlen`, in positions of
+        each row's own sequence; rows after the last sequence get o = 0, lse = -inf and no block.
 
     Raises:
         ArgumentError: bad input, before any kernel runs.

@@ -1,10 +1,10 @@
 """Compression of keys and values (Eq. 7): one for every block of compress_block of them, blocks compress_stride apart.
 
-Blocks overlap. They are never unfolded: all is computed from pieces of compress_stride keys, of which a block has r = compress_block /
-compress_stride, each piece once.
+Blocks overlap. They are never unfolded: all is computed from pieces of compress_stride keys, of which a block has r =
+compress_block / compress_stride, each piece once.
 
-In a packed batch pieces and blocks lie within one sequence. Pieces are gathered in the order of the sequences, all of them are compressed
-as those of one sequence, and what straddles a border is left out at the end.
+In a packed batch pieces and blocks lie within one sequence. Pieces are gathered in the order of the sequences, all of
+them are compressed as those of one sequence, and what straddles a border is left out at the end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from nsa_sel.core.transforms import hooked
 
 
 class PackedPieces(NamedTuple):
-    """Where the pieces and blocks of a packed batch are; T keys give room for as many of both as one sequence of T keys has."""
+    """Where the pieces and blocks of a packed batch are; T keys give room for as many of both as one sequence of T keys
+    has."""
 
     keys: Tensor  # [pieces,stride] int64, of every piece; some key where there is no piece
     exists: Tensor  # [pieces] bool
@@ -77,7 +78,8 @@ class BlockMLP(nn.Module):
     Args:
         dim: D, of a key and of a compressed key.
         compress_block, compress_stride: keys of a block, a multiple of the second, and keys from one block to the next.
-        bias: whether the second layer has one. Keys need none: one number per query, added to all its logits, changes no weight.
+        bias: whether the second layer has one. Keys need none: one number per query, added to all its logits, changes
+            no weight.
         device, dtype: of the parameters.
     """
 
@@ -102,15 +104,18 @@ class BlockMLP(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the positions to 0, as FSDP and others do after `to_empty` of a model made on the meta device; both layers have their own."""
+        """Set the positions to 0, as FSDP and others do after `to_empty` of a model made on the meta device; both
+        layers have their own."""
         nn.init.zeros_(self.inside)
 
     def forward(self, x: Tensor, cu_seqlens: CuSeqlens | None = None) -> Tensor:
-        """[B,G,C,D] of x [B,S,G,D]; of a packed x [T,G,D] the k_cmp [C,G,D] of `compressed_attention`, zeros after the last sequence.
+        """[B,G,C,D] of x [B,S,G,D]; of a packed x [T,G,D] the k_cmp [C,G,D] of `compressed_attention`, zeros after the
+        last sequence.
 
-        The first layer is linear: its matrix is r matrices side by side, W_0 ... W_(r-1), one for each piece of a block, so that block i
-        gives sum_j W_j piece_(i+j). One product multiplies every piece by all r of them, for as many operations as blocks take, and sums
-        of shifted views join the blocks. Positions inside the block add the same to all blocks: they go through the layer once.
+        The first layer is linear: its matrix is r matrices side by side, W_0 ... W_(r-1), one for each piece of a
+        block, so that block i gives sum_j W_j piece_(i+j). One product multiplies every piece by all r of them, for as
+        many operations as blocks take, and sums of shifted views join the blocks. Positions inside the block add the
+        same to all blocks: they go through the layer once.
         """
         if cu_seqlens is not None:
             packed = _packed_pieces(x, cu_seqlens, self.stride, self.r)
@@ -137,7 +142,8 @@ class BlockMLP(nn.Module):
         return self.of_rank is not None or all(type(layer) is nn.Linear and not hooked(layer) for layer in layers)
 
     def weights(self) -> tuple[Any, ...]:
-        """Positions inside a block, then weight and bias of both layers, None for a bias left out; of DTensors this rank's replicas."""
+        """Positions inside a block, then weight and bias of both layers, None for a bias left out; of DTensors this
+        rank's replicas."""
         weights = self.inside, self.first.weight, self.first.bias, self.second.weight, self.second.bias
         return weights if self.of_rank is None else tuple(None if x is None else self.of_rank(x) for x in weights)
 
@@ -151,8 +157,8 @@ def _drop_second_bias(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__
 
 
 class _Joined(torch.autograd.Function):
-    """Sums over j of products [B,G,C + j,width,j]: [B,G,C,width]. The gradient is written into one tensor, where autograd would add one
-    for each j."""
+    """Sums over j of products [B,G,C + j,width,j]: [B,G,C,width]. The gradient is written into one tensor, where
+    autograd would add one for each j."""
 
     @staticmethod
     def forward(ctx: Any, products: Tensor, C: int) -> Tensor:

@@ -13,7 +13,8 @@ _MOST_SHOWN = 500  # characters of a bad value
 
 
 def shown(value: object) -> str:
-    """The repr of a bad value for an error message, cut where it is long. Python prints no number of thousands of digits."""
+    """The repr of a bad value for an error message, cut where it is long. Python prints no number of thousands of
+    digits."""
     try:
         text = repr(value)
     except ValueError:
@@ -22,7 +23,8 @@ def shown(value: object) -> str:
 
 
 def closest(name: str, names: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """Return the entry of `names` that an unknown `name` probably means, whatever its case; None if none is similar (`difflib`'s ratio)."""
+    """Return the entry of `names` that an unknown `name` probably means, whatever its case; None if none is similar
+    (`difflib`'s ratio)."""
     by_lower = {known.lower(): known for known in names}
     return next((by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)), None)
 

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 
 def lock() -> threading.RLock:
-    """A lock that is free in every forked child: a fork waits until no other thread holds it, so guarded data is consistent.
+    """A lock that is free in every forked child: a fork waits until no other thread holds it, so guarded data is
+    consistent.
 
     Reentrant, for a fork in a signal handler that interrupted the holder.
     """

@@ -1,12 +1,14 @@
-"""The gated sum of the layer's three branches (Eq. 5): fused on a GPU, in plain PyTorch elsewhere and where operations are traced.
+"""The gated sum of the layer's three branches (Eq. 5): fused on a GPU, in plain PyTorch elsewhere and where operations
+are traced.
 
-Backward, with do the gradient of o = sum_c g_c o_c, and p = exp(logits - lse), delta = sum(do * o_c) of a row of branch c:
-    dv = p^T (g do) = (g p)^T do,  ds = p (g do v^T - g delta) = g p (do v^T - delta),  dg = delta
-and g p = exp(logits - (lse - ln g)). So the branch's own backward pass, given do itself and lse - ln g, gives the gradients of the gated
-sum, and g do, which is as large as o, is never written. For g = 0, lse - ln g is infinity and p = 0; for g < 0 it is NaN. Kernels that
-have delta in memory hand it out: it is the gate's gradient, for which do and o_c need not be read again.
-The larger lse - ln g is, the more its rounding, in float32, changes p: for a gate of 1e-6 by some 1e-6 of p. bfloat16 does not show that.
-float32 would, and in float16 g p may be 0 where g do is not. So in other dtypes than bfloat16 a branch gets g do, and its own lse.
+Backward, with do the gradient of o = sum_c g_c o_c, and p = exp(logits - lse), delta = sum(do * o_c) of a row of branch
+    c: dv = p^T (g do) = (g p)^T do,  ds = p (g do v^T - g delta) = g p (do v^T - delta),  dg = delta
+and g p = exp(logits - (lse - ln g)). So the branch's own backward pass, given do itself and lse - ln g, gives the
+gradients of the gated sum, and g do, which is as large as o, is never written. For g = 0, lse - ln g is infinity and p
+= 0; for g < 0 it is NaN. Kernels that have delta in memory hand it out: it is the gate's gradient, for which do and o_c
+need not be read again. The larger lse - ln g is, the more its rounding, in float32, changes p: for a gate of 1e-6 by
+some 1e-6 of p. bfloat16 does not show that. float32 would, and in float16 g p may be 0 where g do is not. So in other
+dtypes than bfloat16 a branch gets g do, and its own lse.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ def gated_sum(compressed: Tensor, selected: Tensor, window: Tensor, gates: Tenso
         gates: [B,S,G,h,3], of any floating dtype.
 
     Returns:
-        [B,S,G,h,Dv] in the branches' dtype; sums, those of the gates' gradients included, are in float32 (float64 for float64 branches).
+        [B,S,G,h,Dv] in the branches' dtype; sums, those of the gates' gradients included, are in float32 (float64 for
+        float64 branches).
     """
     if transforms.traces(compressed, selected, window, gates):  # a compiler fuses it
         return _gate_plain.summed((compressed, selected, window), gates)
@@ -54,13 +57,14 @@ def gated_sum(compressed: Tensor, selected: Tensor, window: Tensor, gates: Tenso
 
 
 def write_sum(branches: Sequence[Tensor], gates: Tensor, to: Tensor) -> None:
-    """Write the gated sum to `to` [B,S,G,h,Dv], a view of any strides with a contiguous last dimension, which may be one of the branches;
-    without gradients."""
+    """Write the gated sum to `to` [B,S,G,h,Dv], a view of any strides with a contiguous last dimension, which may be
+    one of the branches; without gradients."""
     _work(gates).write_sum(branches, gates, to)
 
 
 def sum_of_tokens(branches: Sequence[Tensor], gates: Tensor, is_token: Tensor) -> Tensor:
-    """`gated_sum` without gradients; 0 for the rows that are no token by is_token [B,S], whatever the branches hold there."""
+    """`gated_sum` without gradients; 0 for the rows that are no token by is_token [B,S], whatever the branches hold
+    there."""
     o = torch.empty(branches[0].shape, dtype=branches[0].dtype, device=branches[0].device)
     _work(gates).write_sum(branches, gates, o, is_token)
     return o

@@ -16,12 +16,12 @@ from nsa_sel.selection import Selection
 def block_scores(p: Tensor, block_size: int, compress_block: int, compress_stride: int, S_kv: int) -> Tensor:
     """Scores of selection blocks from the compressed branch's attention (Eq. 9, 10). Not differentiable.
 
-    Compressed key i covers the keys [i * compress_stride, i * compress_stride + compress_block). Each of its chunks of compress_stride
-    keys adds p, summed over the h heads of a group, to the block that contains the chunk.
+    Compressed key i covers the keys [i * compress_stride, i * compress_stride + compress_block). Each of its chunks of
+    compress_stride keys adds p, summed over the h heads of a group, to the block that contains the chunk.
 
     Args:
-        p: [B,S,G,h,C], floating point: the softmax weights of the compressed branch, C = (S_kv - compress_block) // compress_stride + 1,
-            or 0 for shorter sequences.
+        p: [B,S,G,h,C], floating point: the softmax weights of the compressed branch, C = (S_kv - compress_block) //
+            compress_stride + 1, or 0 for shorter sequences.
         block_size: keys of a selection block, a multiple of compress_stride.
         compress_block: keys that a compressed key covers, a multiple of compress_stride.
         compress_stride: keys from one compressed key to the next.
@@ -51,7 +51,8 @@ def block_scores(p: Tensor, block_size: int, compress_block: int, compress_strid
 
 
 class NSASelection(nn.Module):
-    """Attention of every query row to its n best blocks: `Selection.from_scores`, then `selection_attention`. It has no parameters.
+    """Attention of every query row to its n best blocks: `Selection.from_scores`, then `selection_attention`. It has no
+    parameters.
 
     Args:
         n: blocks per row.

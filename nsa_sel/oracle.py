@@ -51,8 +51,8 @@ def oracle_forward(
     and o = 0, lse = -inf where J is empty. Keys and values outside J are not read. A key in two ranges counts once.
 
     Args:
-        q: [B,S,G,h,Dk], or [B,G,h,Dk] for decode; any float dtype and device, k and v likewise. k and v may have G / r groups: groups
-            g*r to g*r + r - 1 of q read KV group g.
+        q: [B,S,G,h,Dk], or [B,G,h,Dk] for decode; any float dtype and device, k and v likewise. k and v may have G / r
+            groups: groups g*r to g*r + r - 1 of q read KV group g.
         k: [B,G,S_kv,Dk].
         v: [B,G,S_kv,Dv].
         ranges: [B,S,G,n,2], or [B,G,n,2] for decode; any integer dtype; half-open.
@@ -91,7 +91,8 @@ def oracle_backward(
     scale: float | None = None,
     q_pos: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of sum(o * do) + sum(lse * dlse) in float64, derived by hand; J, s, p, o, lse as in `oracle_forward`:
+    """The gradients of sum(o * do) + sum(lse * dlse) in float64, derived by hand; J, s, p, o, lse as in
+    `oracle_forward`:
 
         dlse/ds_j = exp(s_j) / sum_i exp(s_i) = p_j
         dp_i/ds_j = p_i (delta_ij - p_j)                          since p_i = exp(s_i - lse)

@@ -1,4 +1,5 @@
-"""The float64 reference of choosing: attention over compressed keys, importance and top n, by plain loops. For tests; slow.
+"""The float64 reference of choosing: attention over compressed keys, importance and top n, by plain loops. For tests;
+slow.
 
 It shares no code with any backend. Equations are those of NSA (arXiv 2502.11089).
 """
@@ -41,14 +42,14 @@ def oracle_choose(
 ) -> Chosen:
     """Attention over the compressed keys that each row sees, and the blocks that it selects by their importance.
 
-    Compressed key i covers the keys [i d, i d + l), l = compress_block, d = compress_stride. A row at position t sees it iff
-    i d + l - 1 <= t. With J the keys that it sees (Eq. 8):
+    Compressed key i covers the keys [i d, i d + l), l = compress_block, d = compress_stride. A row at position t sees
+    it iff i d + l - 1 <= t. With J the keys that it sees (Eq. 8):
 
         s_i = scale q.k_i     lse = log sum_{i in J} exp(s_i)     p_i = exp(s_i - lse)     o = sum_{i in J} p_i v_i
 
-    and o = 0, lse = -inf, p = 0 where J is empty. The importance of a block is the sum, over heads and over the pieces of d keys that lie
-    in it, of p_i of the compressed keys that cover the piece (Eq. 9 and 10). The first blocks and the local last visible blocks come
-    first, then the blocks by importance, the lower index first where it ties.
+    and o = 0, lse = -inf, p = 0 where J is empty. The importance of a block is the sum, over heads and over the pieces
+    of d keys that lie in it, of p_i of the compressed keys that cover the piece (Eq. 9 and 10). The first blocks and
+    the local last visible blocks come first, then the blocks by importance, the lower index first where it ties.
 
     Args:
         q: [B,S,G,h,Dk], any float dtype and device, k_cmp and v_cmp likewise.
@@ -60,9 +61,9 @@ def oracle_choose(
         first, local: blocks that are always among them.
         scale: factor of the logits, by default 1/sqrt(Dk).
         q_pos: [S] or [B,S], positions of the rows, by default S_kv - S + s.
-        cu_seqlens: of a packed batch, with B = 1 and without q_pos: sequence i has the rows [cu_seqlens[i], cu_seqlens[i+1]), and its
-            compressed keys follow those of the sequences before it. J are keys of a row's own sequence; positions and blocks count from
-            its beginning. Rows after the last sequence see nothing.
+        cu_seqlens: of a packed batch, with B = 1 and without q_pos: sequence i has the rows [cu_seqlens[i],
+            cu_seqlens[i+1]), and its compressed keys follow those of the sequences before it. J are keys of a row's own
+            sequence; positions and blocks count from its beginning. Rows after the last sequence see nothing.
 
     Returns:
         o, lse, importance and blocks.
@@ -163,7 +164,8 @@ def _packed_rows(cu_seqlens: Sequence[int], S: int, l: int, d: int) -> tuple[lis
 
 
 def _importance(p: Tensor, pieces: int, d: int, block_size: int, S_kv: int) -> Tensor:
-    """[blocks] from p [compressed keys]: each of the `pieces` pieces of d keys that key i covers adds p_i to the block that holds it."""
+    """[blocks] from p [compressed keys]: each of the `pieces` pieces of d keys that key i covers adds p_i to the block
+    that holds it."""
     found = [0.0] * -(-S_kv // block_size)
     for i, weight in enumerate(p.tolist()):
         for piece in range(i, i + pieces):

@@ -1,7 +1,8 @@
 """Queries, keys, values and gates of a layer by one product, where its three projections of x are plain linear layers.
 
-y = x W^T + b with the rows of all weights. Backward, the gradients of all parts are written into one dy, those of what rotates by the
-rotation itself, so that one product makes dx and one all weights' gradients: autograd would add three dx, and copy the parts.
+y = x W^T + b with the rows of all weights. Backward, the gradients of all parts are written into one dy, those of what
+rotates by the rotation itself, so that one product makes dx and one all weights' gradients: autograd would add three
+dx, and copy the parts.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Heads(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What the three branches take: [B,S,G,h,D] of queries, [B,S,G,D] of keys and values, [B,S,G,h,3] of gates; or gradients."""
+    """What the three branches take: [B,S,G,h,D] of queries, [B,S,G,D] of keys and values, [B,S,G,h,3] of gates; or
+    gradients."""
 
     q_cmp: Any  # q without rotary positions
     q: Any
@@ -72,7 +74,8 @@ def check_dtype(x: Tensor, layer: nn.Module) -> None:
 
 
 def _takes(x: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if linear layers of this dtype take x, in autocast's dtype under autocast, which casts all but float64."""
+    """Return True if linear layers of this dtype take x, in autocast's dtype under autocast, which casts all but
+    float64."""
     return x.dtype == dtype or (torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, dtype))
 
 

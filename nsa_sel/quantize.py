@@ -23,7 +23,8 @@ class Scales(NamedTuple):
 
     Attributes:
         k, v: [pages,G] float32, or [1,G] where all pages share them; both None for 1.
-        page_keys: keys from the first of a page to the first of the next, where each page has scales of its own; else 0.
+        page_keys: keys from the first of a page to the first of the next, where each page has scales of its own; else
+            0.
         each: what has a scale of its own, None for scales of 1.
     """
 
@@ -47,7 +48,8 @@ def stored(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Return a view of e4m3 numbers as bytes, for what PyTorch does not do to them everywhere; other tensors as they are."""
+    """Return a view of e4m3 numbers as bytes, for what PyTorch does not do to them everywhere; other tensors as they
+    are."""
     return x.view(torch.uint8) if x.dtype == STORED else x
 
 
@@ -118,17 +120,20 @@ _DIMS = {"tensor": (0, 1, 2, 3), "head": (0, 1, 3), "page": (1, 3)}  # of the nu
 
 
 def quantize_e4m3(x: Tensor, each: Each = "head") -> tuple[Tensor, Tensor]:
-    """Return a cache of keys, or of values, in float8_e4m3fn, and its scale: the largest magnitude over 448, e4m3's largest number.
+    """Return a cache of keys, or of values, in float8_e4m3fn, and its scale: the largest magnitude over 448, e4m3's
+    largest number.
 
     Numbers are within 1/16 of their own magnitude, or within scale / 1024 where they are small. Not differentiable.
 
     Args:
-        x: [B,S_max,G,D], or pages [pages,page_size,G,D]; any float dtype. NaN and infinity count for no scale and become NaN.
-        each: what gets a scale of its own: "tensor", "head" (each of the G groups), or "page" (each group of each page, of pages).
+        x: [B,S_max,G,D], or pages [pages,page_size,G,D]; any float dtype. NaN and infinity count for no scale and
+            become NaN.
+        each: what gets a scale of its own: "tensor", "head" (each of the G groups), or "page" (each group of each page,
+            of pages).
 
     Returns:
-        stored in float8_e4m3fn, shaped as x, and scale in float32, [1], [G] or [pages,G], as `selection_attention_with_kvcache` takes
-        them. x is about stored * scale. The scale of zeros is 1.
+        stored in float8_e4m3fn, shaped as x, and scale in float32, [1], [G] or [pages,G], as
+        `selection_attention_with_kvcache` takes them. x is about stored * scale. The scale of zeros is 1.
 
     Raises:
         ArgumentError: another shape, dtype or word.

@@ -104,7 +104,8 @@ def _cos_and_sin(positions: Tensor, half: int, base: float, dtype: torch.dtype) 
     return angle.cos(), angle.sin()
 
 
-# An op, so that a compiler makes one table for all tensors and layers. It would fuse cosines into every rotation: one for each number.
+# An op, so that a compiler makes one table for all tensors and layers. It would fuse cosines into every rotation: one
+# for each number.
 _table = torch.library.custom_op("nsa_sel::rotary_table", _cos_and_sin, mutates_args=())
 
 
@@ -136,7 +137,8 @@ def rotated(x: Tensor, table: Angles) -> Tensor:
 
 
 def write_rotated_back(to: Tensor, do: Tensor, plus: Tensor | None, table: Angles) -> None:
-    """Write do [B,S,...,D] rotated back, + plus, to a tensor of its shape, whose heads [...] must be one dimension by their strides."""
+    """Write do [B,S,...,D] rotated back, + plus, to a tensor of its shape, whose heads [...] must be one dimension by
+    their strides."""
     if do.is_cuda:
         _fused(do, plus, *table, True, to)
     else:

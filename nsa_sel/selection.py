@@ -1,4 +1,5 @@
-"""Selection: which keys each query row attends to, as half-open ranges, with static bounds and cached plans that backends build from it."""
+"""Selection: which keys each query row attends to, as half-open ranges, with static bounds and cached plans that
+backends build from it."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ class Plan(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """All that is cached for one version of the ranges. It is replaced as a whole, so that a thread sees an old one or a new one."""
+    """All that is cached for one version of the ranges. It is replaced as a whole, so that a thread sees an old one or
+    a new one."""
 
     version: int  # of the ranges
     copy: Tensor | None  # of the ranges, where comparing is cheap (CPU) or asked for (debugging)
@@ -70,31 +72,35 @@ def state_of(x: Any) -> Any:
 
 
 def validates(ranges: Tensor) -> bool:
-    """Return True if a new selection is validated: under NSA_DEBUG_TRITON, but not in a CUDA graph, whose ranges can't be read. Compiled
-    calls validate when they run."""
+    """Return True if a new selection is validated: under NSA_DEBUG_TRITON, but not in a CUDA graph, whose ranges can't
+    be read. Compiled calls validate when they run."""
     return not torch.compiler.is_compiling() and debugging() and not capturing(ranges)
 
 
 class Selection:
-    """Half-open key ranges [B,S,G,n,2] of every query row, shared by the h heads of a KV group (NSA, arXiv 2502.11089, Eq. 10-12).
+    """Half-open key ranges [B,S,G,n,2] of every query row, shared by the h heads of a KV group (NSA, arXiv 2502.11089,
+    Eq. 10-12).
 
-    Make one with `from_blocks`, `from_scores` or `from_ranges`. A row attends to the union of its ranges. Using a selection never reads
-    the device, but for the one count of a class that `NSA_SEL_COUNT_SHARING` describes (docs/decisions.md).
+    Make one with `from_blocks`, `from_scores` or `from_ranges`. A row attends to the union of its ranges. Using a
+    selection never reads the device, but for the one count of a class that `NSA_SEL_COUNT_SHARING` describes
+    (docs/decisions.md).
 
-    The attributes below can't be replaced. Plans of backends, for each CUDA stream its own, and the statistics of `measure` are cached
-    here, for forward, backward and layers that share a selection. Writing into the ranges through PyTorch, or in any way on a CPU, drops
-    them. After a write on a GPU that PyTorch does not see (a kernel of your own) call `invalidate()`; NSA_DEBUG_TRITON=1 checks that.
+    The attributes below can't be replaced. Plans of backends, for each CUDA stream its own, and the statistics of
+    `measure` are cached here, for forward, backward and layers that share a selection. Writing into the ranges through
+    PyTorch, or in any way on a CPU, drops them. After a write on a GPU that PyTorch does not see (a kernel of your own)
+    call `invalidate()`; NSA_DEBUG_TRITON=1 checks that.
 
-    Thread safety: any number of threads may pass one selection to calls, and call any of its methods, at the same time. Writing into the
-    ranges is the exception: no other thread may use the selection until the write, and `invalidate()` where it is needed, are done.
+    Thread safety: any number of threads may pass one selection to calls, and call any of its methods, at the same time.
+    Writing into the ranges is the exception: no other thread may use the selection until the write, and `invalidate()`
+    where it is needed, are done.
 
     Attributes:
         ranges: int32 or int64, `[start, end)` in key positions; a range with end <= start is empty.
         n: ranges per row, empty ones included.
         block_size: states that every non-empty range is one whole block [j*block_size, (j+1)*block_size).
         max_length: an upper bound on the keys of a row.
-        disjoint: promises that no key is in two ranges of a row, which saves finding the union on the device. Under NSA_DEBUG_TRITON=1
-            overlapping ranges are refused.
+        disjoint: promises that no key is in two ranges of a row, which saves finding the union on the device. Under
+            NSA_DEBUG_TRITON=1 overlapping ranges are refused.
         measured: what `measure` returned last, else None.
     """
 
@@ -172,8 +178,8 @@ class Selection:
         """Return a selection of whole blocks: block j holds the keys [j * block_size, (j + 1) * block_size).
 
         Args:
-            block_indices: [B,S,G,n], or [B,G,n] for one query per sequence; any integer dtype up to 64 bits; any order; negative
-                entries are padding (uint8 has none: 255 is a block). A duplicate counts once.
+            block_indices: [B,S,G,n], or [B,G,n] for one query per sequence; any integer dtype up to 64 bits; any order;
+                negative entries are padding (uint8 has none: 255 is a block). A duplicate counts once.
             block_size: keys of a block.
             block_counts: [B,S,G], or [B,G]: entry i of a row counts only if i < block_counts. By default all count.
             disjoint: promises that no row has duplicates, as after top-k, which saves looking for them on the device.
@@ -214,7 +220,8 @@ class Selection:
         A row at position t sees the blocks that start at or before t.
 
         Args:
-            scores: [B,S,G,blocks] floating point. Higher is better, ties go to the lower index; -inf and NaN exclude a block.
+            scores: [B,S,G,blocks] floating point. Higher is better, ties go to the lower index; -inf and NaN exclude a
+                block.
             n: blocks per row.
             block_size: keys of a block.
             first: blocks at the start of the sequence that are always selected.
@@ -223,7 +230,8 @@ class Selection:
             q_pos: [S] or [B,S] int32 or int64, positions of the rows, by default S_kv - S + s.
 
         Returns:
-            A Selection with ranges [B,S,G,n,2] int32, ascending; empty ranges, where a row sees fewer than n blocks, come last.
+            A Selection with ranges [B,S,G,n,2] int32, ascending; empty ranges, where a row sees fewer than n blocks,
+            come last.
 
         Raises:
             ArgumentError: shapes, dtypes or numbers that do not fit together.
@@ -239,7 +247,8 @@ class Selection:
         return torch.where(end > start, start // self.block_size, -1)
 
     def length_bound(self, S_kv: int) -> int:
-        """Return an upper bound on the keys that a row selects among S_kv: from the static facts and, if it was called, `measure`."""
+        """Return an upper bound on the keys that a row selects among S_kv: from the static facts and, if it was called,
+        `measure`."""
         snapshot = self._snapshot
         exact = None if snapshot is None or snapshot.exact is None else self.exact()
         bound = S_kv if exact is None else min(S_kv, exact[0])
@@ -269,7 +278,8 @@ class Selection:
         return None if exact is None else exact[:3]
 
     def total_length(self, S_kv: int) -> int | None:
-        """Keys of all rows at the positions S_kv - S + s, from `measure(S_kv)`; None before it, and after the ranges were written."""
+        """Keys of all rows at the positions S_kv - S + s, from `measure(S_kv)`; None before it, and after the ranges
+        were written."""
         exact = self._valid_exact()
         return exact.total[1] if exact is not None and exact.total is not None and exact.total[0] == S_kv else None
 
@@ -286,8 +296,8 @@ class Selection:
     def disjoint_ranges(self, captured: bool | None = None) -> Tensor:
         """Contiguous ranges [B,S,G,n,2] of the same keys, without overlaps in a row.
 
-        The ranges themselves if `disjoint`; else sorted by start, each without the keys of the ones before it. Cached like a plan, but
-        computed inside a CUDA graph, whose replays must follow writes into the ranges.
+        The ranges themselves if `disjoint`; else sorted by start, each without the keys of the ones before it. Cached
+        like a plan, but computed inside a CUDA graph, whose replays must follow writes into the ranges.
 
         Args:
             captured: whether a CUDA graph is captured, if the caller has asked.
@@ -332,20 +342,22 @@ class Selection:
         return kept.value
 
     def _current(self) -> Snapshot | None:
-        """Return the snapshot of the ranges as they are, a new one if they were written; None for tensors that have no version."""
+        """Return the snapshot of the ranges as they are, a new one if they were written; None for tensors that have no
+        version."""
         snapshot = self._snapshot
         return snapshot if snapshot is not None and self._is_current(snapshot) else self._remember()
 
     def _on_stream(self, key: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the key of a plan on the current stream: another stream could read it too early, or after its memory is reused."""
+        """Return the key of a plan on the current stream: another stream could read it too early, or after its memory
+        is reused."""
         ranges = self.ranges
         if not ranges.is_cuda or torch.compiler.is_compiling():
             return key
         return *key, torch._C._cuda_getCurrentRawStream(ranges.get_device())
 
     def kept(self, on: tuple[Any, ...]) -> Any:
-        """Return the cached plan that depends on the ranges alone; None if there is none. on: its key and the current stream, as of
-        `_on_stream`."""
+        """Return the cached plan that depends on the ranges alone; None if there is none. on: its key and the current
+        stream, as of `_on_stream`."""
         snapshot = self._snapshot
         found = None if snapshot is None else snapshot.plans.get(on)
         if snapshot is None or found is None or found.made_from or not self._is_current(snapshot):
@@ -397,20 +409,22 @@ class Selection:
             snapshot.plans.clear()
 
     def merge(self) -> Selection:
-        """Return the same keys as sorted, disjoint ranges: overlapping and adjacent ranges become one, empty ones come last."""
+        """Return the same keys as sorted, disjoint ranges: overlapping and adjacent ranges become one, empty ones come
+        last."""
         far = torch.iinfo(self.ranges.dtype).max
         bound = self.length_bound(far)
         return Selection(merged(self.ranges), None, bound if bound < far else None, disjoint=True)
 
     def shifted(self, first: Tensor, limit: Tensor, S_kv: int, *, whole_blocks: bool, max_length: int) -> Selection:
-        """Each row's ranges below its `limit`, moved by `first` keys: from positions in its sequence to positions in a whole batch.
+        """Each row's ranges below its `limit`, moved by `first` keys: from positions in its sequence to positions in a
+        whole batch.
 
         Args:
             first: [B,S], the first key of the row's sequence.
             limit: [B,S], the keys of that sequence that the row may see.
             S_kv: keys of the whole batch.
-            whole_blocks: every `first` is a multiple of block_size. A block that begins below `limit` then stays whole, and the caller
-                must stop at the limit. Otherwise ranges are cut there, and are no longer blocks.
+            whole_blocks: every `first` is a multiple of block_size. A block that begins below `limit` then stays whole,
+                and the caller must stop at the limit. Otherwise ranges are cut there, and are no longer blocks.
             max_length: a further upper bound on the keys of a row.
         """
         size = self.block_size if whole_blocks else None
@@ -453,8 +467,9 @@ class Selection:
     def measure(self, S_kv: int | None = None, q_pos: Tensor | None = None) -> Measured:
         """Exact statistics, which later decisions use. Reads the device: not for a hot path.
 
-        They are kept as `measured`, and tighten `length_bound` (to the longest row before the causal clamp, since other calls may have
-        other positions) until the ranges are written. Statistics of tensors made under torch.inference_mode() are not kept.
+        They are kept as `measured`, and tighten `length_bound` (to the longest row before the causal clamp, since other
+        calls may have other positions) until the ranges are written. Statistics of tensors made under
+        torch.inference_mode() are not kept.
 
         Args:
             S_kv: keys of the sequence; lengths are then those after the causal clamp.

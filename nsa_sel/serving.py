@@ -1,4 +1,5 @@
-"""Decoding over a KV cache, contiguous or paged: sequences of different lengths in one call, with one or more new tokens each."""
+"""Decoding over a KV cache, contiguous or paged: sequences of different lengths in one call, with one or more new
+tokens each."""
 
 from __future__ import annotations
 
@@ -32,45 +33,41 @@ def selection_attention_with_kvcache(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def selection_attention_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    selection: Selection | Tensor,
-    cache_seqlens: Tensor,
-    block_table: Tensor | None = None,
-    *,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    scale: float | None = None,
-    return_lse: bool = False,
-    backend: str | None = None,
-) -> Any:
-    """`selection_attention` of each sequence's last S_q tokens over its KV cache; named after flash-attention's flash_attn_with_kvcache.
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, selection: Selection | Tensor, cache_seqlens: Tensor,
+    block_table: Tensor | None = None, *, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    scale: float | None = None, return_lse: bool = False, backend: str | None = None,
+) -> Any:  # fmt: skip
+    """`selection_attention` of each sequence's last S_q tokens over its KV cache; named after flash-attention's
+    flash_attn_with_kvcache.
 
-    New token s of sequence b is at position cache_seqlens[b] - S_q + s, so new tokens see each other causally; a token below position 0
-    sees nothing (o = 0, lse = -inf). Lengths are never read from a GPU: a CUDA graph of it may be replayed after its inputs were written in
-    place. Gradients are supported without pages and quantization only. Under torch.autocast nothing is cast: a cache keeps its dtype.
-    torch.compile breaks its graph here, and runs the call eagerly.
+    New token s of sequence b is at position cache_seqlens[b] - S_q + s, so new tokens see each other causally; a token
+    below position 0 sees nothing (o = 0, lse = -inf). Lengths are never read from a GPU: a CUDA graph of it may be
+    replayed after its inputs were written in place. Gradients are supported without pages and quantization only. Under
+    torch.autocast nothing is cast: a cache keeps its dtype. torch.compile breaks its graph here, and runs the call
+    eagerly.
 
     Args:
         q: [B,S_q,G,h,Dk], or [B,G,h,Dk] for one new token per sequence; dtypes as of `selection_attention`.
-        k_cache: [B,S_max,G,Dk], or with a block table pages [pages,page_size,G,Dk] in vLLM's layout. Any strides with a contiguous last
-            dimension. The keys of the new tokens are already in it. q and the selection may have r times its groups, as in
-            `selection_attention`.
+        k_cache: [B,S_max,G,Dk], or with a block table pages [pages,page_size,G,Dk] in vLLM's layout. Any strides with a
+            contiguous last dimension. The keys of the new tokens are already in it. q and the selection may have r
+            times its groups, as in `selection_attention`.
         v_cache: likewise, with Dv.
-        selection: over rows [B,S_q,G], in positions of each row's own sequence: a `Selection`, or ranges [B,S_q,G,n,2]. Its block size
-            and the page size need not divide each other.
-        cache_seqlens: [B] int32 or int64, the keys of each sequence. Checked on a CPU; on a GPU a length past the end is clamped.
-        block_table: [B, pages of a sequence] int32. Key j of sequence b is key j % page_size of page block_table[b, j // page_size].
-            Entries past a sequence's keys may hold anything. Checked on a CPU; on a GPU a page that does not exist is undefined behavior.
-        k_scale: of a cache in float8_e4m3fn, beside q in float16, bfloat16 or float32: key = stored * k_scale. float32, of one element,
-            [G], or [pages,G] for a paged cache; None for 1. Scales of pages that nobody reads may hold anything.
+        selection: over rows [B,S_q,G], in positions of each row's own sequence: a `Selection`, or ranges [B,S_q,G,n,2].
+            Its block size and the page size need not divide each other.
+        cache_seqlens: [B] int32 or int64, the keys of each sequence. Checked on a CPU; on a GPU a length past the end
+            is clamped.
+        block_table: [B, pages of a sequence] int32. Key j of sequence b is key j % page_size of page block_table[b, j
+            // page_size]. Entries past a sequence's keys may hold anything. Checked on a CPU; on a GPU a page that does
+            not exist is undefined behavior.
+        k_scale: of a cache in float8_e4m3fn, beside q in float16, bfloat16 or float32: key = stored * k_scale. float32,
+            of one element, [G], or [pages,G] for a paged cache; None for 1. Scales of pages that nobody reads may hold
+            anything.
         v_scale: likewise; both or neither.
         scale, return_lse, backend: as of `selection_attention`.
 
     Returns:
-        o [B,S_q,G,h,Dv] ([B,G,h,Dv] for q of 4 dimensions) in q's dtype. With return_lse=True (o, lse): lse [B,S_q,G,h] float32 (float64
-        for float64 inputs).
+        o [B,S_q,G,h,Dv] ([B,G,h,Dv] for q of 4 dimensions) in q's dtype. With return_lse=True (o, lse): lse [B,S_q,G,h]
+        float32 (float64 for float64 inputs).
 
     Raises:
         ArgumentError: bad input; gradients over a paged or quantized cache.
@@ -122,7 +119,8 @@ def _check_differentiable(q: Tensor, k: Tensor, v: Tensor, paged: bool, quantize
 
 @_disable_dynamo
 def _uncompiled(*arguments: Any, **options: Any) -> Any:
-    """Return the eager call, in a function that torch.compile traces: there is no op for it, and checks and decisions are no graph."""
+    """Return the eager call, in a function that torch.compile traces: there is no op for it, and checks and decisions
+    are no graph."""
     return selection_attention_with_kvcache(*arguments, **options)
 
 
@@ -142,7 +140,8 @@ def _of_shared_keys(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, backend: str | None, lengths: Tensor, block_table: Tensor | None,
     scales: Scales | None, r: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return o and lse where r groups of q share a KV group: as r rows of a token, or over pages as r sequences of the same pages."""
+    """Return o and lse where r groups of q share a KV group: as r rows of a token, or over pages as r sequences of the
+    same pages."""
     if block_table is None:
         position = lengths.unsqueeze(1) + torch.arange(-q.shape[1], 0, device=q.device)
         rows, chosen, at = shared_keys.call_of_rows(q, selection, position, k.shape[2], r)

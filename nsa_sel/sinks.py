@@ -1,4 +1,5 @@
-"""Attention sinks: a learned logit per head that takes part in the softmax and has no value (gpt-oss, and layers like it)."""
+"""Attention sinks: a learned logit per head that takes part in the softmax and has no value (gpt-oss, and layers like
+it)."""
 
 from __future__ import annotations
 
@@ -10,20 +11,22 @@ from nsa_sel.errors import ArgumentError
 
 
 def with_sink(o: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """The output of attention with a sink, from the output and log-sum-exp of attention without one; differentiable in all three.
+    """The output of attention with a sink, from the output and log-sum-exp of attention without one; differentiable in
+    all three.
 
     A sink adds exp(sink) to every row's denominator, and nothing to its sum of values:
 
-        o_sink = sum_j exp(s_j) v_j / (exp(lse) + exp(sink)) = o * exp(lse) / (exp(lse) + exp(sink)) = o * sigmoid(lse - sink)
+        o_sink = sum_j exp(s_j) v_j / (exp(lse) + exp(sink)) = o * exp(lse) / (exp(lse) + exp(sink)) = o * sigmoid(lse -
+        sink)
 
-    So no kernel needs to know of it, and it is exact for every selection. A row that selects nothing (lse = -inf) stays 0 and gives the
-    sink no gradient.
+    So no kernel needs to know of it, and it is exact for every selection. A row that selects nothing (lse = -inf) stays
+    0 and gives the sink no gradient.
 
     Args:
         o: [...,h,Dv], for example [B,S,G,h,Dv] of `selection_attention(..., return_lse=True)`; any floating dtype.
         lse: [...,h], natural logarithm, float32 (float64 for float64 inputs).
-        sink: logits, of a shape that broadcasts to lse: [G,h] for a logit per head; any floating dtype; -inf is no sink. Not multiplied by
-            `scale`.
+        sink: logits, of a shape that broadcasts to lse: [G,h] for a logit per head; any floating dtype; -inf is no
+            sink. Not multiplied by `scale`.
 
     Returns:
         [...,h,Dv] in o's dtype; the factor is computed in lse's.

@@ -107,8 +107,8 @@ def attend_again(c: int, part: Inputs, options: Options, needs: Needs) -> Pass:
 
 
 def _compressed(part: Inputs, options: Options, needs: bool, again: bool = False) -> tuple[Pass, Any]:
-    """Run the compressed branch; return the selection, too, or None when it runs again: blocks are then not chosen where the backend can
-    leave that out."""
+    """Run the compressed branch; return the selection, too, or None when it runs again: blocks are then not chosen
+    where the backend can leave that out."""
     rule, scale, bounds, S_kv = options.rule, options.scale, options.bounds, part.k_slc.shape[2]
     decided = choose.decide_choice(*part.branch(COMPRESSED), rule, S_kv, scale, None, needs, None, bounds)
     request = decided.request

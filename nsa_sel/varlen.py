@@ -42,29 +42,32 @@ def selection_attention_varlen(
 ) -> Any:
     """`selection_attention` over concatenated sequences of mixed lengths, in one call.
 
-    Rows are the last positions of their sequence: row s of len_q rows is at len_k - len_q + s; a row before the first key sees nothing.
-    Sequences may be empty. Rows and keys after the last sequence are padding: o = 0, lse = -inf, gradients 0.
+    Rows are the last positions of their sequence: row s of len_q rows is at len_k - len_q + s; a row before the first
+    key sees nothing. Sequences may be empty. Rows and keys after the last sequence are padding: o = 0, lse = -inf,
+    gradients 0.
 
-    Some backends need whole blocks: every sequence must then begin at a multiple of block_size. Bounds on a CPU are checked for that, a
-    single sequence always does, and `block_aligned` promises it. Otherwise k and v can be copied at every call so that each sequence
-    begins with a block: Tk + N * (block_size - 1) keys at most. dk and dv are copied back. Lengths are never read from a GPU.
+    Some backends need whole blocks: every sequence must then begin at a multiple of block_size. Bounds on a CPU are
+    checked for that, a single sequence always does, and `block_aligned` promises it. Otherwise k and v can be copied at
+    every call so that each sequence begins with a block: Tk + N * (block_size - 1) keys at most. dk and dv are copied
+    back. Lengths are never read from a GPU.
 
     Args:
         q: [T,G,h,Dk].
         k: [Tk,G,Dk].
         v: [Tk,G,Dv].
-        selection: over rows [T,G,n,2], in positions of each row's own sequence: a `Selection` of T rows, for example from
-            `Selection.from_blocks` of [T,G,n], or ranges. Keys of other sequences are never selected.
+        selection: over rows [T,G,n,2], in positions of each row's own sequence: a `Selection` of T rows, for example
+            from `Selection.from_blocks` of [T,G,n], or ranges. Keys of other sequences are never selected.
         cu_seqlens_q: [N+1] int32 or int64 on the CPU or on q's device, or a list: sequence i has the rows
             [cu_seqlens_q[i], cu_seqlens_q[i+1]). Bounds on a GPU are not checked.
         cu_seqlens_k: likewise of keys, by default cu_seqlens_q.
         scale, return_lse, backend: as of `selection_attention`.
-        block_aligned: promises that every sequence's first key is a multiple of block_size; only NSA_DEBUG_TRITON=1 checks it on a GPU.
+        block_aligned: promises that every sequence's first key is a multiple of block_size; only NSA_DEBUG_TRITON=1
+            checks it on a GPU.
         align: whether to copy k and v so that blocks stay whole, where sequences are not block-aligned.
             True: copy. False: never; blocks are then treated as ranges.
-            None: on a GPU, copy if the backend that the policy picks for whole blocks prefers them, and the rows may select more keys
-            than a copy moves; on any device, copy if such a backend is forced. Under torch.compile, copy if `backend` names one that
-            accepts only whole blocks.
+            None: on a GPU, copy if the backend that the policy picks for whole blocks prefers them, and the rows may
+            select more keys than a copy moves; on any device, copy if such a backend is forced. Under torch.compile,
+            copy if `backend` names one that accepts only whole blocks.
 
     Returns:
         o [T,G,h,Dv], or (o, lse) with lse [T,G,h].
@@ -115,11 +118,13 @@ def varlen_positions(
 def compressed_cu_seqlens(
     cu_seqlens: CuSeqlens, compress_block: int = 32, compress_stride: int = 16, *, device: torch.device | str | None = None
 ) -> Tensor:
-    """Where the compressed keys of each sequence of a packed batch begin: the layout of `compressed_attention(..., cu_seqlens=)`.
+    """Where the compressed keys of each sequence of a packed batch begin: the layout of `compressed_attention(...,
+    cu_seqlens=)`.
 
-    Blocks of keys lie within one sequence: sequence i of L_i keys has max(0, (L_i - compress_block) // compress_stride + 1) compressed
-    keys, and they follow one another in the order of the sequences. Together they are no more than those of one sequence of all T keys,
-    (T - compress_block) // compress_stride + 1, so that the host can make room for them. Never waits for a GPU.
+    Blocks of keys lie within one sequence: sequence i of L_i keys has max(0, (L_i - compress_block) // compress_stride
+    + 1) compressed keys, and they follow one another in the order of the sequences. Together they are no more than
+    those of one sequence of all T keys, (T - compress_block) // compress_stride + 1, so that the host can make room for
+    them. Never waits for a GPU.
 
     Args:
         cu_seqlens: [N+1] int32 or int64, or a list: sequence i has the keys [cu_seqlens[i], cu_seqlens[i+1]).

@@ -35,27 +35,30 @@ def sliding_window_attention(
     cu_seqlens: CuSeqlens | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attention of every query row to the last `window` keys, its own among them (NSA, arXiv 2502.11089, Section 3.3.3).
+    """Attention of every query row to the last `window` keys, its own among them (NSA, arXiv 2502.11089, Section
+    3.3.3).
 
-    Row s stands at position t = S_kv - S + s and attends to the keys max(0, t - window + 1) to t. CUDA kernels on Hopper, Triton
-    kernels on other GPUs, chunks of scaled_dot_product_attention elsewhere; none holds more than a small part of the logits.
-    Differentiable in q, k and v; bit-equal from run to run. May be part of a function that torch.compile traces.
+    Row s stands at position t = S_kv - S + s and attends to the keys max(0, t - window + 1) to t. CUDA kernels on
+    Hopper, Triton kernels on other GPUs, chunks of scaled_dot_product_attention elsewhere; none holds more than a small
+    part of the logits. Differentiable in q, k and v; bit-equal from run to run. May be part of a function that
+    torch.compile traces.
 
     Args:
-        q: [B,S,G,h,Dk], or [B,G,h,Dk] for one query per sequence (decode): G KV groups of h heads. float16, bfloat16, float32 or float64;
-            k and v likewise, of the same dtype and device.
+        q: [B,S,G,h,Dk], or [B,G,h,Dk] for one query per sequence (decode): G KV groups of h heads. float16, bfloat16,
+            float32 or float64; k and v likewise, of the same dtype and device.
         k: [B,G,S_kv,Dk]; at least S keys.
         v: [B,G,S_kv,Dv].
         window: keys that a row attends to.
         scale: factor of the logits, by default 1/sqrt(Dk).
-        cu_seqlens: for a packed batch (docs/varlen.md): [N+1] int32 or int64 on the CPU or on q's device, or a list; sequence i has the
-            rows, which are also its keys, [cu_seqlens[i], cu_seqlens[i+1]), and no window reaches beyond its beginning. q is then
-            [T,G,h,Dk], k [T,G,Dk], v [T,G,Dv]. Bounds on a GPU are not checked.
+        cu_seqlens: for a packed batch (docs/varlen.md): [N+1] int32 or int64 on the CPU or on q's device, or a list;
+            sequence i has the rows, which are also its keys, [cu_seqlens[i], cu_seqlens[i+1]), and no window reaches
+            beyond its beginning. q is then [T,G,h,Dk], k [T,G,Dk], v [T,G,Dv]. Bounds on a GPU are not checked.
         return_lse: also return the log-sum-exp.
 
     Returns:
-        o [B,S,G,h,Dv] ([B,G,h,Dv] for decode) in q's dtype, or (o, lse): lse [B,S,G,h], the natural logarithm, float32 (float64 for
-        float64 inputs). Of a packed batch: o [T,G,h,Dv], lse [T,G,h]; rows after the last sequence get o = 0 and lse = -inf.
+        o [B,S,G,h,Dv] ([B,G,h,Dv] for decode) in q's dtype, or (o, lse): lse [B,S,G,h], the natural logarithm, float32
+        (float64 for float64 inputs). Of a packed batch: o [T,G,h,Dv], lse [T,G,h]; rows after the last sequence get o =
+        0 and lse = -inf.
 
     Raises:
         ArgumentError: bad input, before any kernel runs.

@@ -1,10 +1,9 @@
-"""Predict a backend's time for a call: amounts of work derived from the request, times coefficients fitted to measured
-rows.
+"""Predict a backend's time for a call: amounts of work derived from the request, times prices fitted to measured rows.
 
-    ms = max(host, sum of coefficient x work)
+    ms = max(host, sum of price x work)
 
 The host queues kernels while the device works, so a call takes as long as the slower of both. Work counts what kernels
-do (bytes of K and V loaded, tensor-core products, partial results moved); a profile holds the measured cost per unit.
+do (bytes of K and V loaded, tensor-core products, partial results moved); a profile holds the price per unit.
 The prediction is pure arithmetic: no tensors, no clock, the same number on every machine.
 """
 

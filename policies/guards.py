@@ -64,7 +64,8 @@ def within_limits(case: PolicyInput, offer: Offer) -> Iterator[Reason]:
 
 
 def _quantized(case: PolicyInput, offer: Offer) -> Iterator[Reason]:
-    """Yield a reason if the backend does not read the cache's format, reads it only on newer GPUs, or only in whole steps of keys."""
+    """Yield a reason if the backend does not read the cache's format, reads it only on newer GPUs, or only in whole
+    steps of keys."""
     request, device, formats, steps = case.request, case.device, offer.backend.limits.quantized, offer.backend.quantized_by
     if not request.quantized:
         return

@@ -14,14 +14,6 @@ BACKENDS = ("sdpa-packed", "numba", "triton-group", "triton-token")
 WHOLE_BLOCKS = ("triton-tile", "triton-block")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_gradcheck(backend: str) -> None:
-    """Of spans, by backends that take them: the next test has blocks for all."""
-    q, k, v = make_qkv(S=3, G=1, h=2, Dk=8, Dv=16, S_kv=7, dtype=torch.float64, requires_grad=True)
-    selection = Selection.from_ranges(make_spans("few", 1, 3, 1, 7, 4))
-    assert torch.autograd.gradcheck(lambda *inputs: attend(backend, *inputs, selection), (q, k, v), fast_mode=True)
-
-
 @pytest.mark.parametrize("backend", [*BACKENDS[:3], *WHOLE_BLOCKS, pytest.param("triton-token", marks=pytest.mark.thorough)])  # the slowest
 def test_gradcheck_of_each_derivative(backend: str) -> None:
     """Without fast_mode: two rows share a block, of which one sees another up to itself; one row selects nothing. Of each head one column,
@@ -97,10 +89,3 @@ def test_an_index_written_after_forward_is_noticed(backend: str, what: str) -> N
     (selection.ranges if what == "ranges" else q_pos).fill_(0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         o.sum().backward()
-
-
-def test_a_second_derivative_is_refused() -> None:
-    q, k, v = make_qkv(S=4, G=1, h=2, Dk=8, requires_grad=True)
-    o = nsa_sel.selection_attention(q, k, v, make_blocks(1, 4, 1, 4, 1, 4))
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(o.sum(), q, create_graph=True)

@@ -177,8 +177,8 @@ def _exp2(x):
 
 @jit
 def list_rows(first, last, ranges, at, rows, fill, S, G, n, tiles):
-    """Count in `at` the query rows whose ranges touch a tile, for every KV head b * G + g and tile; if `fill`, list them
-    in ascending order.
+    """Count in `at` the query rows whose ranges touch a tile, for every KV head b * G + g and tile; if `fill`, list
+    them in ascending order.
 
     Ranges are not causally clamped here, so the lists are valid for any positions.
     """

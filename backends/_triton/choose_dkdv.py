@@ -215,7 +215,8 @@ def dkdv(call: ChooseCall, do: Tensor, facts: Tensor, config: KernelConfig) -> t
     sections = sections_of(call, config)
     sizes, dims = sizes_of(call, 1), dims_of(call.q, call.v)
     part_dk, part_dv = (facts.new_empty(sections.total, *x.shape) for x in (call.k, call.v))
-    # Not for a single tile of keys that is not full: with one compressed key and one group, Triton 3.6's assembler crashes.
+    # Not for a single tile of keys that is not full: with one compressed key and one group, Triton 3.6's assembler
+    # crashes.
     by_tma = config.loads == "tma" and call.q_pos is None and call.k.shape[2] >= config.block_l
     descriptors = row_descriptors(call.q, do, dims, config.rows, by_tma)
     _dkdv(dims, call.rule, config).launch(

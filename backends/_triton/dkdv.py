@@ -259,7 +259,7 @@ def partial_unit(
 
     Args:
         part_dq: [pairs, section, n*reach, h, Dk] for the unit's shares of dq, or None.
-        bits: which blocks of `small` keys each range selects (`merged_blocks.merged`), or None.
+        bits: which blocks of `small` keys each range selects (`blocks.merged`), or None.
     """
     block = call.selection.block_size
     whole = block is not None and block % plan.width == 0

@@ -4,8 +4,8 @@ launch.
 Triton specializes a kernel on its constants, on the kind of each argument (`tensor_kinds`, `number_kinds`), and on the
 device. The first launch of a specialization takes Triton's own path. Later ones pack addresses and numbers as the
 compiled kernel expects them (launcher/packing.py) and call the driver. If a kernel cannot be launched that way, they
-call the compiled kernel's `run` with addresses instead of tensors, which saves a driver query per tensor. While a profiler
-(Proton) hooks launches, all launches take Triton's own path.
+call the compiled kernel's `run` with addresses instead of tensors, which saves a driver query per tensor. While a
+profiler (Proton) hooks launches, all launches take Triton's own path.
 """
 
 from __future__ import annotations

@@ -76,20 +76,20 @@ def add_step(sums, grad, logits, kv, c, REST: tl.constexpr, seen=None, chosen=No
 @triton.jit
 def add_whole_steps(
     sums, q, grad, descs, k, v, strides, b, g, offset, first, stop, low, high, begun, c,
-    dims: tl.constexpr, BLOCK_L: tl.constexpr, CUT: tl.constexpr,
+    dims: tl.constexpr, BLOCK_L: tl.constexpr, FROM_LOW: tl.constexpr,
 ):  # fmt: skip
     """Add the keys [first, stop), all of which exist, in whole steps of BLOCK_L.
 
     Args:
         descs: TMA descriptors of k, k_rest and v, each None for pointer loads.
         offset: index of key 0 in k and v.
-        low, high, begun: if CUT, rows may see only a part of the steps that begin before key `begun`.
+        low, high, begun: if FROM_LOW, rows may see only a part of the steps that begin before key `begun`.
     """
     k_desc, k_rest_desc, v_desc = descs
     for at in range(first, stop, BLOCK_L):
         kv = load_whole(k_desc, k_rest_desc, v_desc, k, v, strides, b, g, offset + at, dims, BLOCK_L)
         logits = split_products(q[0], q[1], kv[0], kv[1], dims.BLOCK_REST)  # [M, BLOCK_L]
-        if CUT:  # noqa: SIM102 - a constant, then a number
+        if FROM_LOW:  # noqa: SIM102 - a constant, then a number
             if at < begun:
                 logits = within(logits, low, high, at + tl.arange(0, BLOCK_L))
         sums = add_step(sums, grad, logits, kv, c, dims.BLOCK_REST)
@@ -99,17 +99,17 @@ def add_whole_steps(
 @triton.jit
 def add_cut_steps(
     sums, q, grad, k, v, strides, b, g, offset, first, stop, low, high, c,
-    dims: tl.constexpr, BLOCK_L: tl.constexpr, CUT: tl.constexpr, STRICT: tl.constexpr = False,
+    dims: tl.constexpr, BLOCK_L: tl.constexpr, FROM_LOW: tl.constexpr, STRICT: tl.constexpr = False,
 ):  # fmt: skip
     """Add the keys [first, stop) in steps of BLOCK_L under a mask, through pointers; the last step may be shorter.
 
-    A row sees the keys before `high` [M], and if CUT only those from `low` [M] on. STRICT: see `add_step`.
+    A row sees the keys before `high` [M], and if FROM_LOW only those from `low` [M] on. STRICT: see `add_step`.
     """
     for at in range(first, stop, BLOCK_L):
         key = at + tl.arange(0, BLOCK_L)
         kv = load_kv(k, v, strides, b, g, offset + key, key < stop, dims)
         logits = split_products(q[0], q[1], kv[0], kv[1], dims.BLOCK_REST)  # [M, BLOCK_L]
-        if CUT:
+        if FROM_LOW:
             sums = add_step(sums, grad, within(logits, low, high, key), kv, c, dims.BLOCK_REST)
         else:
             sums = add_step(sums, grad, logits, kv, c, dims.BLOCK_REST, key[None, :] < high[:, None], None, STRICT)

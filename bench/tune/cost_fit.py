@@ -1,9 +1,8 @@
 """Fit cost models to measured rows.
 
 policies/cost.py counts the work. Here each kind of work gets its price, by least squares of the relative error. Prices
-are never negative,
-so more work is never predicted to be cheaper, except where a decoding batch has more rows than the GPU has
-multiprocessors: other prices begin there.
+are never negative, so more work is never predicted to be cheaper. The exception: decoding batches with more rows than
+the GPU has multiprocessors have prices of their own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Derive device profiles from committed rows: `python -m nsa_sel.bench.tune.derive` writes configs/devices/. A test
 derives them again.
 
-A default changes only on evidence: one side's 80th percentile must lie below the other's 20th, for GPUs by the margin
-    too.
+A default changes only on evidence: one side's 80th percentile must lie below the other's 20th, for GPUs by the margin,
+too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Write the new tokens of a step to pages and compress complete pieces: with few kernels on a GPU, in plain PyTorch elsewhere."""
+"""Write the new tokens of a step to pages and compress complete pieces: with few kernels on a GPU, in plain PyTorch
+elsewhere."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def put(x: Tensor, slots: Tensor, y: Tensor) -> None:
 
 
 def _weights(work: Compress, raw: Tensor) -> tuple[Any, ...] | None:
-    """Return the weights of a compression for the kernels, or None if they do not support its module, hooks, dtype or tensor types."""
+    """Return the weights of a compression for the kernels, or None if they do not support its module, hooks, dtype or
+    tensor types."""
     if type(work) is not BlockMLP or hooked(work) or not work.is_plain():
         return None
     weights = work.weights()

@@ -20,12 +20,14 @@ _MIN_SCALE, _MAX_SCALE = 1e-30, 1e30  # kernels divide by a scale
 
 
 class Pools(NamedTuple):
-    """Pages of a cache [layers, pages + 1, ...], or of one layer [pages + 1, ...]. The extra page at the end is never read.
+    """Pages of a cache [layers, pages + 1, ...], or of one layer [pages + 1, ...]. The extra page at the end is never
+    read.
 
     Attributes:
         k, v: [pages + 1,page_size,G,D], selected branch, with rotary positions. May be e4m3, like k_win and v_win.
-        k_cmp, v_cmp: [pages + 1,page_size / compress_stride,G,D], compressed keys, stored at the piece of compress_stride keys in which
-            they end. A page then depends only on its own and earlier tokens, so sequences with the same prefix can share it.
+        k_cmp, v_cmp: [pages + 1,page_size / compress_stride,G,D], compressed keys, stored at the piece of
+            compress_stride keys in which they end. A page then depends only on its own and earlier tokens, so sequences
+            with the same prefix can share it.
         k_win, v_win: [window_pages + 1,page_size,G,D], window, with rotary positions.
         k_raw, v_raw: [window_pages + 1,page_size,G,D], compressed branch, before compression.
     """
@@ -66,7 +68,8 @@ class Pools(NamedTuple):
 
 
 class CacheScales(NamedTuple):
-    """Scales of the e4m3 pools of these names: key = stored * scale. float32, [layers,G] of a cache or [G] of one layer."""
+    """Scales of the e4m3 pools of these names: key = stored * scale. float32, [layers,G] of a cache or [G] of one
+    layer."""
 
     k: Tensor
     v: Tensor
@@ -114,12 +117,14 @@ def scales_of(
 
 
 def dequantized(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return stored keys x [B,G,N,D] times scale [G] in `dtype`. The product is rounded once and is in range (`scales_of` checks)."""
+    """Return stored keys x [B,G,N,D] times scale [G] in `dtype`. The product is rounded once and is in range
+    (`scales_of` checks)."""
     return x.to(dtype).mul_(scale[:, None, None])
 
 
 def _scale(name: str, scale: Tensor | float, layers: int, G: int, dtype: torch.dtype) -> Tensor:
-    """Return a scale as float32 [layers,G], from one number, [layers] or [layers,G]. Synchronizes if `scale` is on a GPU."""
+    """Return a scale as float32 [layers,G], from one number, [layers] or [layers,G]. Synchronizes if `scale` is on a
+    GPU."""
     most = min(_MAX_SCALE, torch.finfo(dtype).max / LARGEST)  # a prefill converts keys to dtype, where they must be in range
     name = f"kv_scales[{name!r}]"
     x = torch.tensor(float(scale)) if isinstance(scale, int | float) else as_tensor(name, scale).detach()
@@ -137,7 +142,8 @@ def _scale(name: str, scale: Tensor | float, layers: int, G: int, dtype: torch.d
 
 
 def _check_device(device: torch.device) -> None:
-    """Raise ArgumentError for a GPU without kernels that read e4m3. Packed SDPA gathers keys, which is too slow for decoding."""
+    """Raise ArgumentError for a GPU without kernels that read e4m3. Packed SDPA gathers keys, which is too slow for
+    decoding."""
     facts = device_info(device)
     least = min(x.limits.quantized[FORMAT] for x in registry.backends().values() if FORMAT in x.limits.quantized and not x.fallback)
     if facts.kind == "cuda" and (facts.sm or 0) < least:

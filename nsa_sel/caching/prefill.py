@@ -1,7 +1,7 @@
 """Attend many new tokens with the prefill kernels, after gathering the keys from their pages into contiguous tensors.
 
-The kernels that read pages process each row separately, which suits a few new tokens. Prefill kernels share loads between rows and
-require sequences of one length.
+The kernels that read pages process each row separately, which suits a few new tokens. Prefill kernels share loads
+between rows and require sequences of one length.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def branches(
         pools, tensors, sizes: a layer's pages, which hold the new keys already, and the step.
         lengths: of every sequence.
         rule, backend: the layer's.
-        scales: of quantized pages. Their keys are converted to q's dtype, so results do not depend on how a prompt is chunked.
+        scales: of quantized pages. Their keys are converted to q's dtype, so results do not depend on how a prompt is
+            chunked.
     """
     k, v = (_gathered(x, tensors.table, sizes.covered_pieces - 1, rule.compressed_keys(lengths.keys)) for x in pools[2:4])
     o_cmp, blocks = compressed_attention(q_cmp, k, v, **rule._asdict(), S_kv=lengths.keys)

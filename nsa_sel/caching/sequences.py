@@ -120,7 +120,8 @@ class PageTable:
         self.first = max(self.first, until)
 
     def grow(self, length: int, tokens: int) -> Copies:
-        """Take pages for `tokens` more keys after `length`. Return the copies to make: a shared page is copied before it is written."""
+        """Take pages for `tokens` more keys after `length`. Return the copies to make: a shared page is copied before
+        it is written."""
         copies: Copies = []
         if tokens and length % self.page_size:
             last = int(self._entries[self.end - 1])
@@ -172,12 +173,14 @@ class CachedSequence:
         return max(0, length + 1 - self.last_keys)
 
     def min_length(self) -> int:
-        """Return the smallest nonzero length that this sequence can be truncated to: the recent keys before it are still held."""
+        """Return the smallest nonzero length that this sequence can be truncated to: the recent keys before it are
+        still held."""
         first = self.recent.first * self.recent.page_size
         return first + self.last_keys - 1 if first else 0
 
     def release_unneeded(self, tokens: int) -> None:
-        """Release recent pages that the next rows do not need. Without new tokens nothing is released: rows may still be truncated."""
+        """Release recent pages that the next rows do not need. Without new tokens nothing is released: rows may still
+        be truncated."""
         if tokens:
             self.recent.release_before(self.first_needed(self.length))
 

@@ -24,11 +24,12 @@ from nsa_sel.serving import selection_attention_with_kvcache
 
 
 class CacheStep:
-    """New tokens of some sequences of an `NSACache`, made by `NSACache.step`. Pass step[i] to layer i: `layer(x, cache=step[i])`.
+    """New tokens of some sequences of an `NSACache`, made by `NSACache.step`. Pass step[i] to layer i: `layer(x,
+    cache=step[i])`.
 
-    Every layer must run once with the step, in any order, before the cache's next step. The new tokens of a sequence are the last of its
-    S rows of x: with 3 tokens in 4 rows, row 0 has no token. Rows without a token may hold anything; their output is 0 (or the output
-    projection's bias).
+    Every layer must run once with the step, in any order, before the cache's next step. The new tokens of a sequence
+    are the last of its S rows of x: with 3 tokens in 4 rows, row 0 has no token. Rows without a token may hold
+    anything; their output is 0 (or the output projection's bias).
 
     Attributes:
         positions: [B,S] int64 on the device, position of each row in its sequence. 0 for rows without a token.

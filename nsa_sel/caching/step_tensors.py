@@ -1,7 +1,7 @@
 """Positions, slots and block tables of a step, computed on the host and copied to the device in one transfer.
 
-A slot is the index of a key in a pool: page * page_size + offset. Each pool has one extra page at the end that no row reads. Writes of
-rows without a token, and of compressed keys that are not complete, go there.
+A slot is the index of a key in a pool: page * page_size + offset. Each pool has one extra page at the end that no row
+reads. Writes of rows without a token, and of compressed keys that are not complete, go there.
 """
 
 from __future__ import annotations
@@ -65,8 +65,10 @@ class StepTensors(NamedTuple):
         slot: [B,S] int64, slot of each row's key among all keys.
         recent_slot: [B,S] int64, slot of each row's key among the recent keys.
         covered: [B,(new_pieces + covered_pieces - 1) * compress_stride] int64, slots of the recent keys to compress.
-        compressed_slot: [B,new_pieces] int64, slots of the new compressed keys, counted in pieces. A key goes to its last piece.
-        first_new: [B,2] int32: index of the first new key in `covered`, and the offset from such an index to a row of the step.
+        compressed_slot: [B,new_pieces] int64, slots of the new compressed keys, counted in pieces. A key goes to its
+            last piece.
+        first_new: [B,2] int32: index of the first new key in `covered`, and the offset from such an index to a row of
+            the step.
         lengths: [B] int32, keys of each sequence, including the new ones.
         recent_lengths: [B] int32, keys from the first page of the recent keys on. 0 for a sequence without new tokens.
         table: [B,table_pages] int32, pages of each sequence.

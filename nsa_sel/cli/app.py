@@ -66,7 +66,8 @@ def options(version: Annotated[bool, typer.Option("--version", is_eager=True, he
 def doctor(as_json: AsJson = False) -> None:
     """Show which backend runs your calls on this machine, and why.
 
-    Then list versions, devices, settings and their sources, backends and their missing requirements, and unknown NSA_* variables.
+    Then list versions, devices, settings and their sources, backends and their missing requirements, and unknown NSA_*
+    variables.
     """
     report = examination.examine()
     echo(_pretty(report) if as_json else examination.text(report, terminal_columns()))
@@ -134,8 +135,9 @@ def run(
 ) -> None:
     """Compute selection attention of the tensors in FILE.
 
-    q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv], and the selection: ranges [B,S,G,n,2] (int32, int64), or block_indices
-    [B,S,G,n] (any integer dtype, -1 is padding); optionally q_pos [S] or [B,S], the key positions of the rows.
+    q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv], and the selection: ranges [B,S,G,n,2] (int32, int64), or
+    block_indices [B,S,G,n] (any integer dtype, -1 is padding); optionally q_pos [S] or [B,S], the key positions of the
+    rows.
     """
     with _errors(as_json):
         target = out and output_file("--out", out)
@@ -166,7 +168,8 @@ def demo(
     out_dir: Annotated[Path, typer.Option(help="Folder of demo.png and demo.json.")] = Path("demo-output"),
     as_json: AsJson = False,
 ) -> None:
-    """Run attention of a language model on every available backend; check, time and draw it. Exit code 1 if one is wrong."""
+    """Run attention of a language model on every available backend; check, time and draw it. Exit code 1 if one is
+    wrong."""
     with _errors(as_json):
         with needs_extra("report", "nsa-sel demo"):
             from nsa_sel.cli import demo as demonstration
@@ -201,10 +204,12 @@ def tune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the measurements without running them. Needs no GPU.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure on this GPU the smallest L for which Triton is faster, the best kernel configs, and cost models. Later calls use them.
+    """Measure on this GPU the smallest L for which Triton is faster, the best kernel configs, and cost models. Later
+    calls use them.
 
-    Without --backend, --L, --h, --Dk, --Dv, --dtype: the thresholds, the committed cases, and the costs (not with --quick).
-    Measurements are saved, so the next run continues where this one stopped. NSA_SEL_AUTOTUNE=off ignores the results.
+    Without --backend, --L, --h, --Dk, --Dv, --dtype: the thresholds, the committed cases, and the costs (not with
+    --quick). Measurements are saved, so the next run continues where this one stopped. NSA_SEL_AUTOTUNE=off ignores the
+    results.
     """
     with _errors(as_json):
         from nsa_sel.bench.tune import command as tuning
@@ -251,7 +256,8 @@ app.command()(_errors(as_json=False)(benches.threshold))
 
 
 def _choosing_request(request: Request, model: Choice) -> Request:
-    """Return the request by which `model` chooses the blocks that `request` attends to. Only NSA's has values (Dv) and gradients."""
+    """Return the request by which `model` chooses the blocks that `request` attends to. Only NSA's has values (Dv) and
+    gradients."""
     if request.block_size is None:
         raise ArgumentError("--block-size", 0, "keys of a block", "blocks are chosen: pass their size")
     if request.needs_grad and model != "nsa":

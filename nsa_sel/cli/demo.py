@@ -1,4 +1,5 @@
-"""`nsa-sel demo`: attention of a language model on every backend that runs here, checked against float64, timed and drawn."""
+"""`nsa-sel demo`: attention of a language model on every backend that runs here, checked against float64, timed and
+drawn."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Setting(NamedTuple):
-    """The problem on its device, the policy's decision, and the query rows [R] of each sequence that the oracle checks, ascending."""
+    """The problem on its device, the policy's decision, and the query rows [R] of each sequence that the oracle checks,
+    ascending."""
 
     problem: Problem
     decision: Decision
@@ -91,11 +93,12 @@ class Setting(NamedTuple):
 
 
 def prepare(trace: Path | None = None) -> Setting:
-    """Load the problem: on the first CUDA device in its own dtype (bfloat16 for 8-bit values), or on the CPU in float32.
+    """Load the problem: on the first CUDA device in its own dtype (bfloat16 for 8-bit values), or on the CPU in
+    float32.
 
     Args:
-        trace: a file as for `nsa-sel run`. By default the trace of SmolLM2-135M in a checkout, or else a synthetic problem; on a GPU as
-            a batch of `COPIES_ON_GPU`.
+        trace: a file as for `nsa-sel run`. By default the trace of SmolLM2-135M in a checkout, or else a synthetic
+            problem; on a GPU as a batch of `COPIES_ON_GPU`.
 
     Raises:
         ArgumentError: the file does not hold a problem.
@@ -222,7 +225,8 @@ def _check(
 
 
 def _time(candidates: list[tuple[Row, Attend]], problem: Problem, do: Tensor, advance: Advance) -> None:
-    """Time forward, and forward with backward, of every candidate: one call of each in turn, so that all see the same noise.
+    """Time forward, and forward with backward, of every candidate: one call of each in turn, so that all see the same
+    noise.
 
     Work that has used its share of the time stops. On a busy machine everything stops after twice the time.
     """

@@ -31,10 +31,11 @@ def examine() -> dict[str, Any]:
         verdict: a sentence about the first GPU, or about the CPU without a GPU.
         nsa_sel, python, platform: versions.
         packages: import name -> version, None if not installed.
-        devices: for each device its settings or the error of reading them, and its backends with the reasons why no call can use them.
-        flags: the flags that are set.
+        devices: for each device its settings or the error of reading them, and its backends with the reasons why no
+        call can use them. flags: the flags that are set.
         unknown_variables: NSA_* variables that are not flags, with the flag of a similar name.
-        omp_wait_policy: the variable OMP_WAIT_POLICY where torch and Numba share the CPU (None: not set); "" without Numba.
+        omp_wait_policy: the variable OMP_WAIT_POLICY where torch and Numba share the CPU (None: not set); "" without
+        Numba.
     """
 
     def version(package: str) -> str | None:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from nsa_sel.errors import ArgumentError
 
-# Escaped are control characters except tab and newline, formats such as bidi overrides, line separators, and lone surrogates. The
-# pattern skips printable ASCII quickly.
+# Escaped are control characters except tab and newline, formats such as bidi overrides, line separators, and lone
+# surrogates. The pattern skips printable ASCII quickly.
 _SUSPECT = re.compile(r"[^\t\n\x20-\x7e]")
 _ESCAPED = ("Cc", "Cf", "Cs", "Zl", "Zp")
 _KINDS = {
@@ -22,7 +22,8 @@ _KINDS = {
 
 
 def printable(text: str) -> str:
-    """Escape every character that could control a terminal as `\\uXXXX`. File contents and variables may hold such characters.
+    """Escape every character that could control a terminal as `\\uXXXX`. File contents and variables may hold such
+    characters.
 
     In JSON they occur only in strings, where the escape means the same text.
     """
@@ -42,7 +43,8 @@ def terminal_columns() -> int:
 
 
 def output_file(option: str, path: Path, *, make_folder: bool = False) -> Path:
-    """Return the file, links followed, that writing to `path` creates or replaces. Raises ArgumentError unless it is regular and writable.
+    """Return the file, links followed, that writing to `path` creates or replaces. Raises ArgumentError unless it is
+    regular and writable.
 
     Commands replace a file by renaming another one over it, which would destroy a device, a FIFO or a link.
     """

@@ -25,8 +25,8 @@ _LAYOUT = (
 
 
 class Problem(NamedTuple):
-    """The content of a file: q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv], the selection, the rows' positions q_pos (None:
-    S_kv - S + s), and facts from the file's metadata."""
+    """The content of a file: q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv], the selection, the rows' positions q_pos
+    (None: S_kv - S + s), and facts from the file's metadata."""
 
     q: Tensor
     k: Tensor
@@ -45,13 +45,14 @@ class Problem(NamedTuple):
 def read_problem(path: Path, block_size: int | None = None) -> Problem:
     """Read a problem from a file, to the CPU.
 
-    The file has q, k, v; `ranges` [B,S,G,n,2] int32/int64 or `block_indices` [B,S,G,n] of any integer dtype (-1 is padding, but uint8
-    255 is a block); optionally `q_pos`. Ranges that are not blocks are merged, so that overlapping keys count once. Blocks must be
-    whole, and distinct in a row.
+    The file has q, k, v; `ranges` [B,S,G,n,2] int32/int64 or `block_indices` [B,S,G,n] of any integer dtype (-1 is
+    padding, but uint8 255 is a block); optionally `q_pos`. Ranges that are not blocks are merged, so that overlapping
+    keys count once. Blocks must be whole, and distinct in a row.
 
     Args:
         path: the file.
-        block_size: keys per block; by default the metadata entry `block_size`, or that field of the JSON entry `provenance`.
+        block_size: keys per block; by default the metadata entry `block_size`, or that field of the JSON entry
+            `provenance`.
 
     Raises:
         ArgumentError: with the bad tensor and the content of the file.

@@ -1,4 +1,5 @@
-"""flash-linear-attention's NSA on nsa-sel: its call `parallel_nsa`, and `patch_fla`, which puts that under fla's own layer and model."""
+"""flash-linear-attention's NSA and MoBA on nsa-sel: its calls `parallel_nsa` and `parallel_moba`, and `patch_fla`, which
+puts them under fla's own layers and models."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ from torch import Tensor
 
 from nsa_sel import forks
 from nsa_sel.branches import nsa_attention
+from nsa_sel.choosing import moba_selection
 from nsa_sel.compat.packed import by_group, by_group_gate
 from nsa_sel.compressed import compressed_attention
 from nsa_sel.compression import BlockMean
-from nsa_sel.core.arguments import Bounds, CuSeqlens
+from nsa_sel.core.arguments import Bounds, CuSeqlens, check_positive
 from nsa_sel.core.attend import selection_attention
 from nsa_sel.core.packed import packed_attention
 from nsa_sel.errors import ArgumentError, shown
@@ -25,8 +27,11 @@ from nsa_sel.selection import Selection
 from nsa_sel.window import sliding_window_attention
 
 FIRST, LOCAL = 1, 2  # blocks that fla always selects: the first, and the last two
-CALLERS = ("fla.ops.nsa.parallel", "fla.ops.nsa", "fla.layers.nsa")  # modules that hold the name parallel_nsa
-MODEL = "fla.models.nsa.modeling_nsa"
+CALLERS = {
+    "parallel_nsa": ("fla.ops.nsa.parallel", "fla.ops.nsa", "fla.layers.nsa"),
+    "parallel_moba": ("fla.ops.moba.parallel", "fla.ops.moba", "fla.layers.moba"),
+}  # modules that hold each name
+MODELS = {"NSAModel": "fla.models.nsa.modeling_nsa", "MoBAModel": "fla.models.moba.modeling_moba"}
 
 _lock = forks.lock()
 _patches: set[object] = set()  # one token per patch that is not undone
@@ -34,29 +39,34 @@ _replaced: list[tuple[Any, str, Any, Any]] = []  # (owner, attribute, fla's own 
 
 
 def patch_fla() -> Callable[[], None]:
-    """Run flash-linear-attention's `NativeSparseAttention` layer and its NSA model on nsa-sel: all branches, backward, and generation.
+    """Run flash-linear-attention's `NativeSparseAttention` and `MoBA` layers and their models on nsa-sel: all branches,
+    backward, and generation.
 
-    Replaces `parallel_nsa` in fla's modules, of this process. Existing layers follow, and keep their weights. fla's model also takes its
-    cache as `cache=`, the name that transformers 5.24 and newer use in `generate`.
+    Replaces `parallel_nsa` and `parallel_moba` in fla's modules, of this process, and without flash-attn the dense
+    calls with which fla's MoBA decodes. Existing layers follow, and keep their weights. fla's models also take their
+    cache as `cache=`, the name that transformers 5.24 and newer use in `generate`. MoBA layers with use_flash_moba=True
+    stay on FlashMoBA.
 
     Returns:
         A function that undoes this patch. fla's own functions are back once every patch is undone, in any order.
 
     Raises:
-        ImportError: flash-linear-attention is not installed, or keeps `parallel_nsa` or its model elsewhere.
+        ImportError: flash-linear-attention is not installed, or keeps these calls or its models elsewhere.
     """
+    calls = {"parallel_nsa": parallel_nsa, "parallel_moba": parallel_moba}
+    dense = {"flash_attn_func": _dense_attention, "flash_attn_varlen_func": _dense_attention_varlen}
     try:
-        modules = [importlib.import_module(name) for name in CALLERS]
-        model = importlib.import_module(MODEL).NSAModel
-        taken = "cache" in inspect.signature(model.forward).parameters
-        forward = model.forward if taken else _taking_cache(model.forward)
-        replaced = [
-            *((module, "parallel_nsa", module.parallel_nsa, parallel_nsa) for module in modules),
-            (model, "forward", model.forward, forward),
-        ]
+        modules = [(importlib.import_module(module), name) for name, holders in CALLERS.items() for module in holders]
+        replaced = [(module, name, getattr(module, name), calls[name]) for module, name in modules]
+        moba = importlib.import_module("fla.layers.moba")
+        replaced += [(moba, name, None, ours) for name, ours in dense.items() if getattr(moba, name) is None]
+        for name, module in MODELS.items():
+            model = getattr(importlib.import_module(module), name)
+            if "cache" not in inspect.signature(model.forward).parameters:
+                replaced.append((model, "forward", model.forward, _taking_cache(model.forward)))
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"patch_fla needs flash-linear-attention with parallel_nsa in {', '.join(CALLERS)}, and NSAModel in {MODEL}: {error}."
+            f"patch_fla needs flash-linear-attention with parallel_nsa, parallel_moba and their layers and models as in 0.6: {error}."
             ' Remedy: pip install "flash-linear-attention>=0.6".'
         ) from error
     patch = object()
@@ -80,7 +90,7 @@ def patch_fla() -> Callable[[], None]:
 
 
 def _taking_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return fla's `NSAModel.forward` with the cache as `cache=`, too, which fla 0.6 drops without a word."""
+    """Return the `forward` of a model of fla with the cache as `cache=`, too, which fla 0.6 drops without a word."""
 
     @functools.wraps(forward)
     def with_cache(self: Any, *args: Any, cache: Any = None, **kwargs: Any) -> Any:
@@ -94,41 +104,35 @@ def _taking_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def parallel_nsa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g_cmp: Tensor | None = None,
-    g_slc: Tensor | None = None,
-    g_swa: Tensor | None = None,
-    block_indices: Tensor | None = None,
-    block_counts: Tensor | int = 16,
-    block_size: int = 64,
-    window_size: int = 0,
-    scale: float | None = None,
-    cu_seqlens: CuSeqlens | tuple[CuSeqlens, CuSeqlens] | None = None,
-    *,
-    block_aligned: bool = False,
-) -> Tensor:
-    """`parallel_nsa` of flash-linear-attention (fla.ops.nsa): o = g_cmp o_cmp + g_slc o_slc + g_swa o_swa, differentiable.
+    q: Tensor, k: Tensor, v: Tensor, g_cmp: Tensor | None = None, g_slc: Tensor | None = None,
+    g_swa: Tensor | None = None, block_indices: Tensor | None = None, block_counts: Tensor | int = 16,
+    block_size: int = 64, window_size: int = 0, scale: float | None = None,
+    cu_seqlens: CuSeqlens | tuple[CuSeqlens, CuSeqlens] | None = None, *, block_aligned: bool = False,
+) -> Tensor:  # fmt: skip
+    """`parallel_nsa` of flash-linear-attention (fla.ops.nsa): o = g_cmp o_cmp + g_slc o_slc + g_swa o_swa,
+    differentiable.
 
-    Compressed keys are the means of whole blocks. Of the blocks that they choose, the first and the last two are always taken.
+    Compressed keys are the means of whole blocks. Of the blocks that they choose, the first and the last two are always
+    taken.
 
     Args:
         q: [B,TQ,HQ,K], the last TQ of T positions; dtypes as of `selection_attention`.
         k: [B,T,H,K].
         v: [B,T,H,V].
-        g_cmp: [B,TQ,HQ] gate of the compressed branch, which chooses the blocks; None: there is none. Gates come from a sigmoid: in
-            bfloat16 a negative one makes gradients NaN.
+        g_cmp: [B,TQ,HQ] gate of the compressed branch, which chooses the blocks; None: there is none. Gates come from a
+            sigmoid: in bfloat16 a negative one makes gradients NaN.
         g_slc: [B,TQ,HQ] gate of the selected branch, by default 1.
         g_swa: [B,TQ,HQ] gate of the window; ignored without a window, as in the original.
-        block_indices: [B,TQ,H,S] blocks of block_size keys in any order, instead of chosen ones; negative and future ones select nothing.
-        block_counts: how many blocks are chosen, at least 3. With block_indices a tensor [B,TQ,H], how many of a row's first entries
-            count, or a number, which has no effect, as in the original.
+        block_indices: [B,TQ,H,S] blocks of block_size keys in any order, instead of chosen ones; negative and future
+            ones select nothing.
+        block_counts: how many blocks are chosen, at least 3. With block_indices a tensor [B,TQ,H], how many of a row's
+            first entries count, or a number, which has no effect, as in the original.
         block_size: keys of a block.
         window_size: keys that a row sees in the window, its own among them; 0: there is none.
         scale: factor of the logits, by default 1/sqrt(K).
-        cu_seqlens: [N+1] bounds of packed sequences, with B = 1; a tuple is one for queries and one for keys. If these differ, and other
-            branches than the selected one are wanted, sequences run one by one, and the host reads the bounds.
+        cu_seqlens: [N+1] bounds of packed sequences, with B = 1; a tuple is one for queries and one for keys. If these
+            differ, and other branches than the selected one are wanted, sequences run one by one, and the host reads
+            the bounds.
         block_aligned: of the selected branch alone, as of `selection_attention_varlen`.
 
     Returns:
@@ -173,6 +177,81 @@ def parallel_nsa(
     if cu_k is None or (g_cmp is None and not window_size):
         return _attend(one, k, v, options, cu_q, cu_k).flatten(2, 3)
     return _one_by_one(one, k, v, options, cu_q, cu_k).flatten(2, 3)
+
+
+def parallel_moba(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: CuSeqlens, max_seqlen: int | None, chunk_size: int, topk: int
+) -> Tensor:  # fmt: skip
+    """`parallel_moba` of flash-linear-attention (fla.ops.moba): attention of each head to the row's own block and to
+    the topk - 1 earlier ones of its sequence whose mean key has the largest product with the query; differentiable.
+
+    Where two blocks score the same, the lower one is chosen. The host reads cu_seqlens, as in the original.
+
+    Args:
+        q: [1,T,HQ,K], packed sequences; dtypes as of `selection_attention`.
+        k: [1,T,H,K]; the original needs H = HQ.
+        v: [1,T,H,V].
+        cu_seqlens: [N+1] bounds of the sequences.
+        max_seqlen: not read.
+        chunk_size: keys of a block; blocks begin with their sequence.
+        topk: blocks of a row, its own among them. 1 or less: all keys up to the row's position, as in the original.
+
+    Returns:
+        o [1,T,HQ,V].
+
+    Raises:
+        ArgumentError: bad input.
+        BackendError: as `selection_attention`.
+    """
+    rows = by_group(q, k, 4, "[1,T,HQ,K]", "[1,T,H,K]")
+    if q.shape[0] != 1:
+        raise ArgumentError("q", f"of {q.shape[0]} batch entries", "1 with cu_seqlens", "pack the sequences into one entry")
+    check_positive("chunk_size", chunk_size)
+    if not isinstance(topk, int) or isinstance(topk, bool):
+        raise ArgumentError("topk", shown(topk), "a whole number of blocks", "pass how many blocks a row attends to, its own among them")
+    T = q.shape[1]
+    cu = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+    numbers = Bounds.of("cu_seqlens", cu, T, q).numbers or (0,)
+    if topk <= 1:
+        return sliding_window_attention(rows[0], k[0], v[0], max(1, T), cu_seqlens=cu).flatten(1, 2).unsqueeze(0)
+    of_sequences = [(a, b) for a, b in itertools.pairwise(numbers) if a < b]
+    if not of_sequences:
+        return q.new_zeros(*q.shape[:-1], v.shape[-1])
+    if len({b - a for a, b in of_sequences}) == 1 and numbers[-1] == T:  # a batch
+        rows, k, v = (torch.unflatten(x[0], 0, (len(of_sequences), -1)) for x in (rows, k, v))
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        selection = moba_selection(rows, k, block_size=chunk_size, n=topk)
+        o: Tensor = selection_attention(rows.flatten(2, 3).unsqueeze(3), k, v, selection)
+        return o.squeeze(3).flatten(0, 1).unsqueeze(0)
+    chosen = [moba_selection(rows[:, a:b], k[:, a:b].transpose(1, 2), block_size=chunk_size, n=topk).ranges for a, b in of_sequences]
+    ranges = torch.nn.functional.pad(torch.cat(chosen, 1), (*[0] * 7, T - numbers[-1]))
+    selection = Selection.from_ranges(ranges, chunk_size, disjoint=True)
+    o = packed_attention(
+        q[0].unsqueeze(2), k[0], v[0], selection, cu, None, scale=None, return_lse=False, backend=None, block_aligned=False, align=None
+    )
+    return o.squeeze(2).unsqueeze(0)
+
+
+def _dense_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """`flash_attn_func` as fla's MoBA layer calls it: q [B,S,HQ,D], the last S rows of k and v [B,S_kv,H,D]."""
+    assert causal
+    rows = by_group(q, k, 4, "[B,S,HQ,D]", "[B,S_kv,H,D]")
+    return sliding_window_attention(rows, k.transpose(1, 2), v.transpose(1, 2), max(1, k.shape[1])).flatten(2, 3)
+
+
+def _dense_attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, causal: bool
+) -> Tensor:  # fmt: skip
+    """`flash_attn_varlen_func` as fla's MoBA layer calls it: one query q [N,HQ,D] of every sequence, over its keys."""
+    assert causal
+    assert max_seqlen_q == 1
+    rows = by_group(q, k, 3, "[N,HQ,D]", "[Tk,H,D]")
+    every = torch.tensor([0, max_seqlen_k], device=q.device).expand(1, *rows.shape[:2], 1, 2)
+    selection = Selection.from_ranges(every, max_length=max_seqlen_k, disjoint=True)
+    o: Tensor = packed_attention(
+        rows, k, v, selection, cu_seqlens_q, cu_seqlens_k, scale=None, return_lse=False, backend=None, block_aligned=False, align=None
+    )
+    return o.flatten(1, 2)
 
 
 class _Rows(NamedTuple):

@@ -99,7 +99,8 @@ def compressed_attention(
     local_blocks: int = 2,
     parallel_topk_compute: str | bool = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """`compressed_attention` of native-sparse-attention-triton: attention to compressed keys, and the blocks that its weights choose.
+    """`compressed_attention` of native-sparse-attention-triton: attention to compressed keys, and the blocks that its
+    weights choose.
 
     Args:
         q: [T,HQ,D], packed sequences; dtypes as of `selection_attention`.
@@ -119,7 +120,8 @@ def compressed_attention(
         parallel_topk_compute: not read: scores of all rows are never in memory.
 
     Returns:
-        o [T,HQ,D], and topk_idx [H,T,topk] int32, ascending, -1 last: what `topk_sparse_attention` takes. No gradient flows through it.
+        o [T,HQ,D], and topk_idx [H,T,topk] int32, ascending, -1 last: what `topk_sparse_attention` takes. No gradient
+        flows through it.
 
     Raises:
         ArgumentError, BackendError: as `nsa_sel.compressed_attention`.
@@ -148,7 +150,8 @@ def flash_nsa(
     num_local_blocks: int = 2,
     window_size: int = 512,
 ) -> Tensor:
-    """The forward pass of Scalable-Flash-Native-Sparse-Attention's `HFNSACore` with mean compression: all three branches.
+    """The forward pass of Scalable-Flash-Native-Sparse-Attention's `HFNSACore` with mean compression: all three
+    branches.
 
     Args:
         q: [T,HQ,D], packed sequences; dtypes as of `selection_attention`.
@@ -156,8 +159,8 @@ def flash_nsa(
         v: [T,H,Dv].
         combine_weight: [T,HQ,3]; its sigmoid gates the compressed, the selected and the window branch.
         cu_seqlens: [N+1] bounds of the sequences.
-        kernel_size, stride, block_size, top_n, num_init_blocks, num_local_blocks, window_size: fields of `NSAConfig`, with its defaults. A
-            row's window has window_size keys before its own, as flash-attn counts.
+        kernel_size, stride, block_size, top_n, num_init_blocks, num_local_blocks, window_size: fields of `NSAConfig`,
+            with its defaults. A row's window has window_size keys before its own, as flash-attn counts.
 
     Returns:
         o [T,HQ,Dv].

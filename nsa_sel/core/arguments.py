@@ -95,7 +95,8 @@ def padded(indices: Tensor, counts: Tensor | None) -> Tensor:
 
 
 def whole_blocks(indices: Tensor, block_size: int) -> Tensor:
-    """Ranges [...,n,2] of checked block indices [...,n], int32 or int64. Negative indices are padding and become [0, 0)."""
+    """Ranges [...,n,2] of checked block indices [...,n], int32 or int64. Negative indices are padding and become [0,
+    0)."""
     if block_size > _WIDE_BLOCK:
         indices = indices.long()
     # Few operations: each takes a small call's host as long as a kernel. No product overflows to a valid block.
@@ -145,7 +146,8 @@ CuSeqlens = Tensor | list[int] | tuple[int, ...]  # as users pass them
 
 
 class Bounds(NamedTuple):
-    """Checked cu_seqlens: their numbers where the host may read them, else the tensor, and what the caller promised of it."""
+    """Checked cu_seqlens: their numbers where the host may read them, else the tensor, and what the caller promised of
+    it."""
 
     numbers: tuple[int, ...] | None
     tensor: Tensor | None
@@ -153,7 +155,8 @@ class Bounds(NamedTuple):
 
     @classmethod
     def of(cls, name: str, bounds: CuSeqlens, total: int | None, like: Tensor, max_seqlen: int | None = None) -> Bounds:
-        """Bounds from the argument `name` over `total` rows or keys (None: any number), none longer than max_seqlen, on like's device."""
+        """Bounds from the argument `name` over `total` rows or keys (None: any number), none longer than max_seqlen, on
+        like's device."""
         if isinstance(bounds, Tensor):
             check_dense(name, bounds)
             if bounds.dtype not in INDEX_DTYPES or bounds.dim() != 1:
@@ -203,7 +206,8 @@ class Bounds(NamedTuple):
         return self.as_tensor().to(like.device, torch.int64, non_blocking=True)
 
     def padding(self, like: Tensor, T: int) -> Tensor | None:
-        """Return [T] bool on like's device, True for rows after the last sequence; None where the host knows that there are none."""
+        """Return [T] bool on like's device, True for rows after the last sequence; None where the host knows that there
+        are none."""
         if self.numbers is not None and self.numbers[-1] == T:
             return None
         return torch.arange(T, device=like.device) >= (self.on(like) if self.numbers is None else self.numbers)[-1]
@@ -214,7 +218,8 @@ class Bounds(NamedTuple):
         return x if padding is None else x.masked_fill(padding.view(-1, *[1] * (x.dim() - 1)), 0.0)
 
     def longest(self, total: int) -> int:
-        """Return an upper bound on the keys of a sequence, rounded up to a power of two so that batches share decisions."""
+        """Return an upper bound on the keys of a sequence, rounded up to a power of two so that batches share
+        decisions."""
         most = self.most if self.numbers is None else _longest(self.numbers)
         return total if most is None else min(total, 1 << max(0, most - 1).bit_length())
 
@@ -234,10 +239,11 @@ def rounded_up(keys: int, block: int) -> int:
 
 
 def positions_in_sequences(cu_q: Tensor, cu_k: Tensor, T: int, begin: Tensor, room: int) -> tuple[Tensor, Tensor]:
-    """Return first, limit [1,T] int64: the first key of each row's sequence, and how many of that sequence's keys the row may see.
+    """Return first, limit [1,T] int64: the first key of each row's sequence, and how many of that sequence's keys the
+    row may see.
 
-    begin [N or N+1]: the first key of each sequence, of `room` keys in all. Padding rows get first = room and limit = 0. Invalid bounds
-    give keys that do not exist, which no backend reads.
+    begin [N or N+1]: the first key of each sequence, of `room` keys in all. Padding rows get first = room and limit =
+    0. Invalid bounds give keys that do not exist, which no backend reads.
     """
     row = torch.arange(T, device=cu_q.device)
     after = torch.searchsorted(cu_q, row, right=True)  # one past the row's sequence; skips empty ones
@@ -264,8 +270,8 @@ def compressed_bounds(cu: Tensor, compress_block: int, compress_stride: int) -> 
 def begin_with_blocks(cu_k: Tensor, Tk: int, block: int, room: int) -> tuple[Tensor, Tensor]:
     """Return begin [N+1] and index [Tk], int64, for a copy in which every sequence begins with a block.
 
-    begin: the first key of each sequence, then that of the padding. index: the new index of each key; below `room` for invalid
-    bounds, too.
+    begin: the first key of each sequence, then that of the padding. index: the new index of each key; below `room` for
+    invalid bounds, too.
     """
     begin = torch.nn.functional.pad((-(-cu_k.diff() // block) * block).cumsum(0), (1, 0)).clamp(0, room)
     key = torch.arange(Tk, device=cu_k.device)

@@ -1,4 +1,5 @@
-"""`selection_attention`, eager and traced: check the arguments and decide, or reuse what an earlier call of the same class led to; run.
+"""`selection_attention`, eager and traced: check the arguments and decide, or reuse what an earlier call of the same
+class led to; run.
 
 This is the path of every call: keep it short.
 """
@@ -39,47 +40,46 @@ def selection_attention(
     return_lse: bool, backend: str | None = None, workspace: Tensor | None = None,
 ) -> Any: ...  # fmt: skip
 def selection_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    selection: Selection | Tensor,
-    *,
-    scale: float | None = None,
-    q_pos: Tensor | None = None,
-    return_lse: bool = False,
-    backend: str | None = None,
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, *, scale: float | None = None,
+    q_pos: Tensor | None = None, return_lse: bool = False, backend: str | None = None,
     workspace: Tensor | None = None,
-) -> Any:
-    """Attention of every query row to its selected keys (NSA, arXiv 2502.11089, Fig. 3 and Eq. 10-12), differentiable in q, k, v.
+) -> Any:  # fmt: skip
+    """Attention of every query row to its selected keys (NSA, arXiv 2502.11089, Fig. 3 and Eq. 10-12), differentiable
+    in q, k, v.
 
-    A row at position t attends to the union of [max(start, 0), min(end, t + 1, S_kv)) over its ranges; no key beyond t is read. A row with
-    nothing selected gives o = 0, lse = -inf and gradients 0. Under torch.autocast q, k and v are cast, and o has the dtype of autocast
-    (float64 is left alone). DTensors on one mesh are supported, and give o sharded as q (docs/distributed.md).
+    A row at position t attends to the union of [max(start, 0), min(end, t + 1, S_kv)) over its ranges; no key beyond t
+    is read. A row with nothing selected gives o = 0, lse = -inf and gradients 0. Under torch.autocast q, k and v are
+    cast, and o has the dtype of autocast (float64 is left alone). DTensors on one mesh are supported, and give o
+    sharded as q (docs/distributed.md).
 
-    q and the selection may have r times the groups of k and v, so that each head, or a few, select for themselves: groups g*r to
-    g*r + r - 1 of q then read KV group g. K and V are neither copied nor expanded for it (not for DTensors).
+    q and the selection may have r times the groups of k and v, so that each head, or a few, select for themselves:
+    groups g*r to g*r + r - 1 of q then read KV group g. K and V are neither copied nor expanded for it (not for
+    DTensors).
 
     Args:
-        q: [B,S,G,h,Dk], or [B,G,h,Dk] for one query per sequence (decode): G KV groups of h heads. float16, bfloat16, float32 or float64;
-            any strides with a contiguous last dimension; k and v likewise, of the same dtype and device.
+        q: [B,S,G,h,Dk], or [B,G,h,Dk] for one query per sequence (decode): G KV groups of h heads. float16, bfloat16,
+            float32 or float64; any strides with a contiguous last dimension; k and v likewise, of the same dtype and
+            device.
         k: [B,G,S_kv,Dk].
         v: [B,G,S_kv,Dv].
-        selection: a `Selection`, or its ranges [B,S,G,n,2] ([B,G,n,2] for decode), half-open, shared by the h heads of a group.
+        selection: a `Selection`, or its ranges [B,S,G,n,2] ([B,G,n,2] for decode), half-open, shared by the h heads of
+            a group.
         scale: factor of the logits, by default 1/sqrt(Dk).
         q_pos: key positions of the rows, [S] or [B,S], by default S_kv - S + s.
         return_lse: also return the log-sum-exp.
         backend: the name of a backend to force; else `use_backend`, then NSA_SEL_BACKEND, then the policy decides.
-        workspace: contiguous uint8 tensor on q's device that backends use for temporaries of this call and its backward pass; results are
-            never in it. Calls one after another may share it, calls that run at once may not. `runtime.workspace_bytes` bounds most of what
-            is needed. Not under torch.compile, nor with DTensors.
+        workspace: contiguous uint8 tensor on q's device that backends use for temporaries of this call and its backward
+            pass; results are never in it. Calls one after another may share it, calls that run at once may not.
+            `runtime.workspace_bytes` bounds most of what is needed. Not under torch.compile, nor with DTensors.
 
     Returns:
-        o [B,S,G,h,Dv] ([B,G,h,Dv] for decode) in q's dtype. With return_lse=True (o, lse): lse [B,S,G,h] is the natural logarithm of the
-        sum of exp of the scaled logits, float32 (float64 for float64 inputs).
+        o [B,S,G,h,Dv] ([B,G,h,Dv] for decode) in q's dtype. With return_lse=True (o, lse): lse [B,S,G,h] is the natural
+        logarithm of the sum of exp of the scaled logits, float32 (float64 for float64 inputs).
 
     Raises:
         ArgumentError: bad input, before any kernel runs; a workspace that is too small, with the size that is needed.
-        BackendError: the forced backend, or every backend, refuses the call, with every reason; a function transform surrounds it.
+        BackendError: the forced backend, or every backend, refuses the call, with every reason; a function transform
+            surrounds it.
     """
     if type(return_lse) is not bool:
         check_flag("return_lse", return_lse)
@@ -132,7 +132,8 @@ def _of_shared_keys(
     return (o, lse) if return_lse else o
 
 
-# Cache of checked calls. A call whose shapes, dtypes, flags and selection facts match a cached one skips the checks and the decision.
+# Cache of checked calls. A call whose shapes, dtypes, flags and selection facts match a cached one skips the checks and
+# the decision.
 
 
 def checked(
@@ -158,7 +159,8 @@ def checked(
 def _recall(
     q: Any, k: Any, v: Any, selection: Any, scale: Any, q_pos: Any, needs_grad: bool | None, backend: Any, counts: bool = True
 ) -> Decided | None:
-    """Return the cached decision of this call's class, for these tensors; None on a miss, or if its sharing count has expired.
+    """Return the cached decision of this call's class, for these tensors; None on a miss, or if its sharing count has
+    expired.
 
     Nothing has to be checked. needs_grad: None to find out.
     """
@@ -178,8 +180,9 @@ def _recall(
 
 
 def _key(q: Any, k: Any, v: Any, selection: Any, scale: Any, q_pos: Any, needs_grad: bool | None, backend: Any) -> Any:
-    """Return the facts that `check_call`, `request_of` and `decide` read and that guards do not compare, and shapes, which keep classes
-    few; None for a call that is not cached. The first entry is 0 if the addresses of q, k and v are multiples of 16.
+    """Return the facts that `check_call`, `request_of` and `decide` read and that guards do not compare, and shapes,
+    which keep classes few; None for a call that is not cached. The first entry is 0 if the addresses of q, k and v are
+    multiples of 16.
 
     A lookup takes half the time of checking and deciding ("repeat" in docs/performance.md).
     """

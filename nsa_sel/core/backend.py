@@ -85,7 +85,8 @@ _FACTS = {
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Limits of a backend. One guard interprets them (policies/guards.py); tests and benches generate their cases from it."""
+    """Limits of a backend. One guard interprets them (policies/guards.py); tests and benches generate their cases from
+    it."""
 
     dtypes: Mapping[str, tuple[str, ...]]  # device kind ("cpu", "cuda", "interpreter") -> dtype names
     head_dim_multiple: Annotated[int, msgspec.Meta(ge=1)] = 1
@@ -107,7 +108,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
-    """The calls that run on a backend's tile kernels, which share K and V loads between adjacent tokens; others run on its row kernels."""
+    """The calls that run on a backend's tile kernels, which share K and V loads between adjacent tokens; others run on
+    its row kernels."""
 
     sm: int  # the compute capability they are compiled for
     block_multiple: int
@@ -191,7 +193,8 @@ class Requirement(msgspec.Struct, frozen=True):
 
 
 class Library(msgspec.Struct, frozen=True):
-    """A shared library that a backend needs: one of `files` for the loader, or part of one of the Python `distributions`."""
+    """A shared library that a backend needs: one of `files` for the loader, or part of one of the Python
+    `distributions`."""
 
     name: str
     files: tuple[str, ...]
@@ -279,8 +282,8 @@ Check = Callable[[PolicyInput, Offer], Iterable[Reason]]
 class Policy(NamedTuple):
     """A policy: of the backends that no check refuses, the one with the least predicted time is picked.
 
-    Without predictions, or where the user's own file sets the preference, it is the first of the preference. All reasons are kept,
-    except `slower` for a backend that can't run.
+    Without predictions, or where the user's own file sets the preference, it is the first of the preference. All
+    reasons are kept, except `slower` for a backend that can't run.
     """
 
     name: str
@@ -291,20 +294,23 @@ class Policy(NamedTuple):
 
 
 class ChooserModule(Protocol):
-    """The functions in the module of a backend of the kind "choose". All get a checked call whose tensors are on the current device.
+    """The functions in the module of a backend of the kind "choose". All get a checked call whose tensors are on the
+    current device.
 
-    A module may also have `attention(call)`: o and lse of `forward`, bit by bit, without choosing, for a backward pass that recomputes;
-    and `backward_and_delta`, as a BackendModule.
+    A module may also have `attention(call)`: o and lse of `forward`, bit by bit, without choosing, for a backward pass
+    that recomputes; and `backward_and_delta`, as a BackendModule.
     """
 
     def forward(self, call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
-        """Return o [B,S,G,h,Dv], lse [B,S,G,h] in float32 (float64 for float64 inputs), the blocks' ranges [B,S,G,n,2], empty ones last."""
+        """Return o [B,S,G,h,Dv], lse [B,S,G,h] in float32 (float64 for float64 inputs), the blocks' ranges [B,S,G,n,2],
+        empty ones last."""
         ...
 
     def backward(self, call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk, dv, contiguous, with the shapes and dtypes of q, k, v; dlse is None when lse is unused.
 
-        p = exp(logits - lse) with the lse that is given, which is larger than that of `forward` where a gate is in it (nsa_sel/gating.py).
+        p = exp(logits - lse) with the lse that is given, which is larger than that of `forward` where a gate is in it
+        (nsa_sel/gating.py).
         """
         ...
 
@@ -313,17 +319,19 @@ class ChooserModule(Protocol):
         ...
 
     def best_blocks(self, call: ChooseCall, lse: Tensor | None) -> Tensor:
-        """Return ranges of `forward` by the scores that `call.pool` defines; lse [B,S,G,h] for a pool with softmax. Values are not read."""
+        """Return ranges of `forward` by the scores that `call.pool` defines; lse [B,S,G,h] for a pool with softmax.
+        Values are not read."""
         ...
 
 
 class BackendModule(Protocol):
     """The functions in a backend's module. Both get a checked call whose tensors are on the current device.
 
-    Only a backend with `reads_caches` gets `Call.lengths` and `Call.block_table`; for others core/call.py turns them into positions
-    and ranges. A module may also have `loaded_keys(call, selected, count)`, for events: how many of the selected keys its forward
-    loads, counted on the device if `count`, else from static facts. And `backward_and_delta`: `backward`, and delta = sum(do * o) - dlse
-    [B,S,G,h] in lse's dtype, of any strides: the gradient of a layer's gate (nsa_sel/gating.py).
+    Only a backend with `reads_caches` gets `Call.lengths` and `Call.block_table`; for others core/call.py turns them
+    into positions and ranges. A module may also have `loaded_keys(call, selected, count)`, for events: how many of the
+    selected keys its forward loads, counted on the device if `count`, else from static facts. And `backward_and_delta`:
+    `backward`, and delta = sum(do * o) - dlse [B,S,G,h] in lse's dtype, of any strides: the gradient of a layer's gate
+    (nsa_sel/gating.py).
     """
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
@@ -333,6 +341,7 @@ class BackendModule(Protocol):
     def backward(self, call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk, dv, contiguous, with the shapes and dtypes of q, k, v; dlse is None when lse is unused.
 
-        p = exp(logits - lse) with the lse that is given, which is larger than that of `forward` where a gate is in it (nsa_sel/gating.py).
+        p = exp(logits - lse) with the lse that is given, which is larger than that of `forward` where a gate is in it
+        (nsa_sel/gating.py).
         """
         ...

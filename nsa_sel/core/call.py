@@ -1,4 +1,5 @@
-"""One checked call as backends receive it: `Call`, `ChooseCall` and `WindowCall`; the workspace, requests, calls over paged caches."""
+"""One checked call as backends receive it: `Call`, `ChooseCall` and `WindowCall`; the workspace, requests, calls over
+paged caches."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ ALIGNMENT = 256  # bytes: enough for TMA and 16-byte loads
 
 
 class Workspace:
-    """Allocates the temporaries of a pass one after another in the buffer; the next pass starts over. Results are never in it."""
+    """Allocates the temporaries of a pass one after another in the buffer; the next pass starts over. Results are never
+    in it."""
 
     __slots__ = ("buffer", "taken")
 
@@ -57,7 +59,8 @@ class Workspace:
         self.taken = 0
 
     def take(self, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """Uninitialized memory for a contiguous tensor until the pass ends; None if the buffer is too small, which `check` reports."""
+        """Uninitialized memory for a contiguous tensor until the pass ends; None if the buffer is too small, which
+        `check` reports."""
         first = self.taken + -(self.buffer.data_ptr() + self.taken) % ALIGNMENT
         self.taken = first + math.prod(sizes) * dtype.itemsize
         if self.taken > self.buffer.numel():
@@ -100,7 +103,8 @@ class _Logits:
         return max(self.scale * LOG2_E, 1e-30)
 
     def with_positive_scale(self) -> Self:
-        """Return the same logits from -q and -scale: kernels track the maximum of q.k, which must be that of the logits."""
+        """Return the same logits from -q and -scale: kernels track the maximum of q.k, which must be that of the
+        logits."""
         return replace(self, q=-self.q, scale=-self.scale)  # type: ignore[type-var]
 
 
@@ -168,13 +172,15 @@ class Call(_Logits):
         return positions(self.q, S_kv, self.q_pos, self.lengths)
 
     def capturing(self) -> bool:
-        """Return True if a CUDA graph captures this call, so that nothing may wait for the device. Cached: asking takes 2 us."""
+        """Return True if a CUDA graph captures this call, so that nothing may wait for the device. Cached: asking takes
+        2 us."""
         if self._capturing is None:
             self._capturing = self.q.is_cuda and torch.cuda.is_current_stream_capturing()
         return self._capturing
 
     def disjoint_ranges(self) -> Tensor:
-        """`Selection.disjoint_ranges`, which need not ask again whether a graph captures the call; found once where none is cached."""
+        """`Selection.disjoint_ranges`, which need not ask again whether a graph captures the call; found once where
+        none is cached."""
         if not self.capturing() and not self.selection.ranges.is_inference():
             return self.selection.disjoint_ranges(False)
         if self._disjoint is None:
@@ -201,13 +207,14 @@ class Call(_Logits):
         return min(-(-S_kv // width), -(-self.selection.range_bound(S_kv) // width) + 1)
 
     def tiles_of_block(self, width: int) -> int:
-        """Tiles of `width` keys that make a block; 1 where blocks are not made of whole tiles. A row sees all of a block's tiles whole but
-        the last that it sees, so that one list of rows may serve all of them."""
+        """Tiles of `width` keys that make a block; 1 where blocks are not made of whole tiles. A row sees all of a
+        block's tiles whole but the last that it sees, so that one list of rows may serve all of them."""
         block = self.selection.block_size
         return block // width if block is not None and block % width == 0 else 1
 
     def clamped_ranges(self) -> tuple[Tensor, Tensor]:
-        """Return start, end [B,S,G,n] int64 after the causal clamp to [max(start, 0), min(end, t + 1, S_kv)); end >= start."""
+        """Return start, end [B,S,G,n] int64 after the causal clamp to [max(start, 0), min(end, t + 1, S_kv)); end >=
+        start."""
         start, end = self.disjoint_ranges().long().unbind(-1)
         start = start.clamp(min=0)
         limit = (self.positions() + 1).clamp(max=self.S_kv)[:, :, None, None]
@@ -265,7 +272,8 @@ SCRATCH = 64 << 20  # bytes
 class Rule(NamedTuple):
     """Sizes of compressed keys and of blocks, in keys, and numbers of selected blocks.
 
-    Compressed key i covers the keys [i * compress_stride, i * compress_stride + compress_block). Sizes are multiples of compress_stride.
+    Compressed key i covers the keys [i * compress_stride, i * compress_stride + compress_block). Sizes are multiples of
+    compress_stride.
     """
 
     compress_block: int = 32
@@ -312,7 +320,8 @@ class Sequences(NamedTuple):
 
 
 class PagedKeys(NamedTuple):
-    """Compressed keys in pages: that of piece p of sequence b, which ends there, is key p % slots of page table[b, p // slots]."""
+    """Compressed keys in pages: that of piece p of sequence b, which ends there, is key p % slots of page table[b, p //
+    slots]."""
 
     table: Tensor  # [B, pages of a sequence] int32
     skipped: int  # pieces at the start of a sequence in which no compressed key ends
@@ -327,8 +336,8 @@ class PagedKeys(NamedTuple):
 class Pool(NamedTuple):
     """The definition of a block's score; by default NSA's importance (Eq. 8 to 10).
 
-    Heads of a group are reduced first, for every index key, then the keys that touch the block. A sum over a block takes each key as often
-    as it covers pieces of compress_stride keys there.
+    Heads of a group are reduced first, for every index key, then the keys that touch the block. A sum over a block
+    takes each key as often as it covers pieces of compress_stride keys there.
     """
 
     softmax: bool = True  # of the weights exp(logit - lse); else of the logits
@@ -355,14 +364,18 @@ class ChooseCall(_Logits):
         v: [B,G,C,Dv].
         rule: sizes and counts.
         blocks: blocks of a sequence, of the longest one in a packed batch.
-        start: the position of row 0 where q_pos is None; row s is at start + s. In a packed batch: its number among all rows.
+        start: the position of row 0 where q_pos is None; row s is at start + s. In a packed batch: its number among all
+            rows.
         q_pos: [B,S] int32 or int64, positions of the rows, or None.
         scale: factor of the logits.
-        scratch: bytes of temporaries; a bound on the largest in choose_torch, on scores and on partial sums in choose_triton.
+        scratch: bytes of temporaries; a bound on the largest in choose_torch, on scores and on partial sums in
+            choose_triton.
         pool: what the score of a block is.
         settings: of the decision.
-        sequences: of a packed batch, where B = 1 and q_pos is None; their compressed keys follow one another in k and v.
-        pages: where k and v are pages [pages,G,slots,D]; then there is a q_pos. Backends without a function `paged` get them gathered.
+        sequences: of a packed batch, where B = 1 and q_pos is None; their compressed keys follow one another in k and
+            v.
+        pages: where k and v are pages [pages,G,slots,D]; then there is a q_pos. Backends without a function `paged` get
+            them gathered.
     """
 
     function: ClassVar[str] = "compressed_attention"  # the public function, for messages
@@ -457,7 +470,8 @@ class ChooseCall(_Logits):
         return part
 
     def each_sequence(self) -> Iterator[tuple[slice, slice, ChooseCall]]:
-        """Return the rows, the compressed keys and the call of every sequence of a packed batch. Waits for a GPU as `Sequences.numbers`."""
+        """Return the rows, the compressed keys and the call of every sequence of a packed batch. Waits for a GPU as
+        `Sequences.numbers`."""
         assert self.sequences is not None
         numbers, first = self.sequences.numbers(), 0
         for begin, end in itertools.pairwise(numbers):
@@ -481,10 +495,12 @@ class WindowCall(NamedTuple):
     """The checked arguments of a call with a positive scale.
 
     Args:
-        q: [B,S,G,h,Dk]; k: [B,G,S_kv,Dk]; v: [B,G,S_kv,Dv], any strides with a contiguous last dimension; none is empty, S <= S_kv.
+        q: [B,S,G,h,Dk]; k: [B,G,S_kv,Dk]; v: [B,G,S_kv,Dv], any strides with a contiguous last dimension; none is
+            empty, S <= S_kv.
         window: keys that a row sees.
         scale: factor of the logits.
-        bounds: of a packed batch: where each row's sequence begins and ends, [2,T] int32, contiguous; T and 0 in padding.
+        bounds: of a packed batch: where each row's sequence begins and ends, [2,T] int32, contiguous; T and 0 in
+            padding.
     """
 
     q: Tensor
@@ -546,8 +562,8 @@ def _odd_pages(name: str, x: Tensor, allowed: str) -> ArgumentError:
 
 
 def pool_ranges(call: Call, block_table: Tensor, page_keys: int) -> Tensor:
-    """Ranges [B,S,G,n * pieces,2] int64 of the pool, whose pages begin `page_keys` keys apart: the call's ranges after the causal clamp,
-    cut at the ends of pages. Reads only the entries of the block table that the ranges reach."""
+    """Ranges [B,S,G,n * pieces,2] int64 of the pool, whose pages begin `page_keys` keys apart: the call's ranges after
+    the causal clamp, cut at the ends of pages. Reads only the entries of the block table that the ranges reach."""
     page_size, block = call.k.shape[2], call.selection.block_size
     start, end = (x.unsqueeze(-1) for x in call.clamped_ranges())
     if block is not None and page_size % block == 0:

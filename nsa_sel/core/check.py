@@ -60,8 +60,9 @@ def check_call(
 
 
 def check_sizes(q: Tensor, k: Tensor, v: Tensor, stored: torch.dtype | None = None, selects: bool = False) -> Tensor:
-    """Return q [B,S,G,h,Dk] of dense tensors q, k, v that fit together in shape, dtype (`stored`: of k and v), device and strides; else
-    ArgumentError. selects: the call takes a selection, by which groups of q may share those of k and v."""
+    """Return q [B,S,G,h,Dk] of dense tensors q, k, v that fit together in shape, dtype (`stored`: of k and v), device
+    and strides; else ArgumentError. selects: the call takes a selection, by which groups of q may share those of k and
+    v."""
     decode = q.dim() == 4
     if decode:
         q = q.unsqueeze(1)
@@ -189,7 +190,8 @@ class Index(NamedTuple):
 def check_choose(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, rule: Rule, scale: float | None, q_pos: Tensor | None, S_kv: int | None, fake: bool
 ) -> tuple[Tensor, int, float, Tensor | None]:
-    """Return q [B,S,G,h,Dk], S_kv, the scale, and q_pos [B,S] or None, of dense tensors. Never reads a GPU or fake tensors.
+    """Return q [B,S,G,h,Dk], S_kv, the scale, and q_pos [B,S] or None, of dense tensors. Never reads a GPU or fake
+    tensors.
 
     Raises:
         ArgumentError: the first bad argument.

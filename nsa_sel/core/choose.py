@@ -50,8 +50,8 @@ def _key(
     q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int | None, scale: float | None, q_pos: Tensor | None, needs_grad: bool,
     backend: str | None,
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """Return the facts that `check_choose`, `request_of` and `decide` read and that guards do not compare, and shapes, which keep classes
-    few; None for a call that is not cached."""
+    """Return the facts that `check_choose`, `request_of` and `decide` read and that guards do not compare, and shapes,
+    which keep classes few; None for a call that is not cached."""
     whole = {type(number) for number in rule} == {int}  # True and 1.0 equal 1, and are refused
     if q_pos is not None or not whole or not (scale is None or type(scale) is float) or not (S_kv is None or type(S_kv) is int):
         return None
@@ -119,7 +119,8 @@ def attention_of(name: str, _: Any) -> Callable[..., Any]:
 
 
 def best_blocks(index: Index, rule: Rule, pool: Pool, backend: str | None) -> Tensor:
-    """Return ranges [B,S,G,n,2], ascending, [0, 0) last. A pool with softmax and no lse takes that of the index keys themselves."""
+    """Return ranges [B,S,G,n,2], ascending, [0, 0) last. A pool with softmax and no lse takes that of the index keys
+    themselves."""
     if transforms.traces(index.q, index.k):
         return torch.ops.nsa_sel.choose_blocks(*index, list(rule), list(pool), backend)  # type: ignore[no-any-return]
     return _best_blocks(index, rule, pool, backend)
@@ -138,7 +139,8 @@ def _best_blocks(index: Index, rule: Rule, pool: Pool, backend: str | None) -> T
 
 
 def log_sum_exp(index: Index, rule: Rule, backend: str | None) -> Tensor:
-    """Return lse [B,S,G,h], natural logarithm, float32 (float64 for float64 inputs), -inf for rows that see no index key."""
+    """Return lse [B,S,G,h], natural logarithm, float32 (float64 for float64 inputs), -inf for rows that see no index
+    key."""
     if transforms.traces(index.q, index.k):
         q, k, _, *rest = index
         return torch.ops.nsa_sel.choose_lse(q, k, *rest, list(rule), backend)  # type: ignore[no-any-return]
@@ -173,8 +175,8 @@ def _log_sum_exp(module: ChooserModule, call: ChooseCall) -> Tensor:
     return lse.view(q.shape[:-1])
 
 
-# The ops `nsa_sel::choose_forward`, `choose_backward`, `choose_blocks` and `choose_lse`, through which traced calls go. The last two have
-# no gradient: their callers detach.
+# The ops `nsa_sel::choose_forward`, `choose_backward`, `choose_blocks` and `choose_lse`, through which traced calls go.
+# The last two have no gradient: their callers detach.
 
 
 def attend(

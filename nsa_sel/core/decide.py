@@ -1,7 +1,9 @@
-"""Decide which backend runs a request: overrides, the policy, the one cache of decisions, and the count of how much rows share.
+"""Decide which backend runs a request: overrides, the policy, the one cache of decisions, and the count of how much
+rows share.
 
-Where `Selection.measure()` was not called, and sharing between adjacent rows changes which backend is picked, it is counted on the device
-at the first call of a class: the host waits for the device once, and later calls of that class use the count.
+Where `Selection.measure()` was not called, and sharing between adjacent rows changes which backend is picked, it is
+counted on the device at the first call of a class: the host waits for the device once, and later calls of that class
+use the count.
 """
 
 from __future__ import annotations
@@ -45,12 +47,14 @@ class Count:
         self.left = left
 
     def use(self) -> bool:
-        """Use the count for one call. Return False if it has expired, and in a distributed job, whose ranks must decide equally."""
+        """Use the count for one call. Return False if it has expired, and in a distributed job, whose ranks must decide
+        equally."""
         self.left -= 1
         return self.left >= 0 and not tuned.distributed()
 
 
-# An entry of `_memory` holds for one state: environment flags, loaded tuning results, and the backend that `use_backend` forces.
+# An entry of `_memory` holds for one state: environment flags, loaded tuning results, and the backend that
+# `use_backend` forces.
 # Counts are facts of the data and hold in any state.
 forced_name: ContextVar[str | None] = ContextVar("nsa_sel_backend", default=None)  # by `use_backend`
 _memory: dict[Any, Any] = {}
@@ -59,15 +63,16 @@ _MOST = 8192  # entries
 
 
 def _state() -> tuple[Any, ...]:
-    """Return what a cached entry depends on besides its facts. Every call comes here: `environment` is called only if a flag is set, or if
-    the number of environment variables has changed."""
+    """Return what a cached entry depends on besides its facts. Every call comes here: `environment` is called only if a
+    flag is set, or if the number of environment variables has changed."""
     unset = flags.variables is not None and len(flags.variables) == flags.checked and flags.variables.keys().isdisjoint(flags.encoded)
     raw = flags.UNSET if unset else flags.environment()
     return raw, tuned.generation, tuned.any_table and tuned.distributed(), forced_name.get()
 
 
 def recall(facts: Hashable) -> Any:
-    """Return the value that `remember` stored for these facts in the current state, or None; None if facts is None or not hashable."""
+    """Return the value that `remember` stored for these facts in the current state, or None; None if facts is None or
+    not hashable."""
     try:
         return None if facts is None else _memory.get((facts, _state()))
     except TypeError:  # an argument that is not hashable, which the checks refuse
@@ -82,7 +87,8 @@ def remember(facts: Hashable, value: Any) -> None:
 
 
 def forget_decisions() -> None:
-    """Drop cached decisions and settings, after configuration files, tuned kernel configs or the list of broken backends have changed."""
+    """Drop cached decisions and settings, after configuration files, tuned kernel configs or the list of broken
+    backends have changed."""
     _memory.clear()
     forget_settings()
 
@@ -166,7 +172,8 @@ def explain_request(request: Request, device: DeviceInfo | None = None, backend:
 
 
 def select(request: Request, device: DeviceInfo, backend: str | None = None) -> Decision:
-    """Return the cached or new decision for the request's class under the current flags; `forward` is None when all refuse."""
+    """Return the cached or new decision for the request's class under the current flags; `forward` is None when all
+    refuse."""
     if backend is not None:
         _check_name("backend", backend)
     facts = (request.request_class(), device, backend)
@@ -227,7 +234,8 @@ def _warn_if_missed(decision: Decision) -> None:
 
 
 def after_failure(decision: Decision, failed: str) -> Decision:
-    """Return the decision after backend `failed` broke during a call: the fallback, or BackendError if that refuses as well."""
+    """Return the decision after backend `failed` broke during a call: the fallback, or BackendError if that refuses as
+    well."""
     override = Override(registry.fallback(decision.request.kind), f"failure of {failed}")
     policy, offers = load_policy(decision.policy), registry.offers(decision.request)
     again = make_decision(decision.request, decision.device, policy, decision.settings, offers, override)
@@ -245,7 +253,8 @@ def _check_name(argument: str, name: object) -> None:
 def _check_config_names(settings: Settings) -> None:
     """Raise ConfigError for a backend's name in the user's configuration file that is not installed.
 
-    A missing backend of a committed profile is no error, but a step of the decision. Costs may be of both kinds, whatever is decided.
+    A missing backend of a committed profile is no error, but a step of the decision. Costs may be of both kinds,
+    whatever is decided.
     """
     attending, every = list(registry.backends()), every_name()
     costs = [name.rpartition("/")[0] for name in settings.costs.models] if settings.costs else []
@@ -294,7 +303,8 @@ def with_count(
 ) -> tuple[Request, Count | None]:  # fmt: skip
     """Return the request of a checked call with the sharing of its kind, counted now if it is the first.
 
-    Ranks of a distributed job do not count, because their decisions must be equal; `context_parallel_attention` broadcasts a count.
+    Ranks of a distributed job do not count, because their decisions must be equal; `context_parallel_attention`
+    broadcasts a count.
 
     Args:
         request, device, backend: what the decision depends on.
@@ -302,7 +312,8 @@ def with_count(
         counts: whether this call may count; another one only uses what is known.
 
     Returns:
-        The request, and the count that its sharing comes from. None where sharing was measured, may not be counted, or decides nothing.
+        The request, and the count that its sharing comes from. None where sharing was measured, may not be counted, or
+        decides nothing.
     """
     if request.sharing is not None or not countable(request) or tuned.distributed():
         return request, None
@@ -332,7 +343,8 @@ def with_count(
 def kind_of(request: Request, device: DeviceInfo) -> Hashable:
     """Return the class of calls that share a count: blocks of a row, and lengths rounded up to powers of two.
 
-    Not sequences, groups, heads, dtype or gradients: a forward pass that is computed again, in parts or not, has the first one's count.
+    Not sequences, groups, heads, dtype or gradients: a forward pass that is computed again, in parts or not, has the
+    first one's count.
     """
     S, S_kv = (1 << (length - 1).bit_length() for length in (request.S, request.S_kv))
     return S, S_kv, request.n, request.block_size, device
@@ -351,7 +363,8 @@ def countable(request: Request) -> bool:
 
 
 def may_wait(q: Tensor) -> bool:
-    """Return True if the host may wait for the device: not in a CUDA graph's capture, nor if PyTorch's sync debug mode forbids it."""
+    """Return True if the host may wait for the device: not in a CUDA graph's capture, nor if PyTorch's sync debug mode
+    forbids it."""
     return not q.is_cuda or not (capturing(q) or torch.cuda.get_sync_debug_mode() == _ERROR)
 
 

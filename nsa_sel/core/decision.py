@@ -1,6 +1,7 @@
 """The decision: which backend runs a class of calls, why not the others, and from which facts. Serializes to JSON.
 
-`make_decision(request, device, ...)` is pure: it needs no tensors, torch or GPU. Calls, `explain` and replay all use it.
+`make_decision(request, device, ...)` is pure: it needs no tensors, torch or GPU. Calls, `explain` and replay all use
+it.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sharing_source(self) -> str:
-        """The source of the sharing that predictions assume: "measured", "counted at the first call", or the prior's file."""
+        """The source of the sharing that predictions assume: "measured", "counted at the first call", or the prior's
+        file."""
         if self.request.sharing is None:
             return f"prior of {self.settings.sources.get('sharing_prior', 'base.yaml')}"
         return "counted at the first call" if self.request.counted else "measured"
@@ -128,8 +130,8 @@ def make_decision(
 ) -> Decision:
     """Judge every offered backend; pick one for forward and, when gradients are needed, one for backward.
 
-    A forced backend is taken even if it is slower, and refused (`forward` is None) for any other reason. Never raises: callers turn
-    a decision without a winner into an error (`refusal`).
+    A forced backend is taken even if it is slower, and refused (`forward` is None) for any other reason. Never raises:
+    callers turn a decision without a winner into an error (`refusal`).
 
     Args:
         request: the call; pass the class (`Request.request_class`) for a decision that calls may share.
@@ -285,7 +287,8 @@ def missed(decision: Decision) -> Missed | None:
 
 
 class Missed(NamedTuple):
-    """A package that is not installed: the reason, how many times as long calls take without it (None: not predicted), the message."""
+    """A package that is not installed: the reason, how many times as long calls take without it (None: not predicted),
+    the message."""
 
     reason: Reason
     factor: float | None
@@ -304,7 +307,8 @@ def _winners(decision: Decision) -> str:
 
 
 def _predicted(decision: Decision) -> float | None:
-    """Milliseconds of the chosen backends, forward and, where gradients are needed, backward; None without a prediction of each."""
+    """Milliseconds of the chosen backends, forward and, where gradients are needed, backward; None without a prediction
+    of each."""
     wanted = {("forward", decision.forward), *([("backward", decision.backward)] if decision.request.needs_grad else [])}
     times = [found.ms for found in decision.predictions if (found.direction, found.backend) in wanted]
     return sum(times) if len(times) == len(wanted) else None

@@ -123,7 +123,8 @@ def arrange(
 def _aligns(
     q: Tensor, k: Tensor, v: Tensor, rows: Selection, room: int, longest: int, needs: bool, backend: str | None, align: bool | None
 ) -> bool:  # fmt: skip
-    """Return True if k and v are to be copied so that blocks stay whole; BackendError if the call after the copy is refused."""
+    """Return True if k and v are to be copied so that blocks stay whole; BackendError if the call after the copy is
+    refused."""
     if transformed():
         return False  # the call itself raises
     copy_k, copy_v = (torch.empty(*x.shape[:2], room, x.shape[3], dtype=x.dtype, device="meta") for x in (k, v))
@@ -139,8 +140,8 @@ def _aligns(
 def _pays(request: Request, device: DeviceInfo, backend: str | None) -> bool:
     """Return True if a copy pays off. `request` is that of the call after the copy.
 
-    It does if that call runs on a backend that prefers blocks, and the copy moves no more keys than all rows may select, or the backend is
-    forced.
+    It does if that call runs on a backend that prefers blocks, and the copy moves no more keys than all rows may
+    select, or the backend is forced.
     """
     decision = select(request, device, backend)
     if decision.override is not None:
@@ -189,7 +190,8 @@ def _of_rows(selection: Selection | Tensor, T: int, G: int, device: torch.device
 
 
 def _as_one_sequence(selection: Selection, Tk: int) -> Selection:
-    """Return the selection as [1,T,G,n,2], without the statistics of [T,1,G,n,2], which say nothing about adjacent rows."""
+    """Return the selection as [1,T,G,n,2], without the statistics of [T,1,G,n,2], which say nothing about adjacent
+    rows."""
     if selection.ranges.shape[0] == 1:
         return selection
     bound = selection.length_bound(Tk)
@@ -197,7 +199,8 @@ def _as_one_sequence(selection: Selection, Tk: int) -> Selection:
 
 
 def check_packed_sizes(*, sharing: bool = False, **tensors: Tensor) -> None:
-    """Raise ArgumentError unless the first tensor is a q [T,G,h,Dk], and the others are keys or values [Tk,G,D] of one Tk.
+    """Raise ArgumentError unless the first tensor is a q [T,G,h,Dk], and the others are keys or values [Tk,G,D] of one
+    Tk.
 
     With `sharing` they may have fewer groups (core/shared_keys.py).
     """
@@ -222,7 +225,8 @@ def check_packed_keys(name: str, x: Tensor) -> None:
 
 
 def check_longest(max_seqlen: int | None, cu_seqlens: CuSeqlens | None) -> None:
-    """Raise ArgumentError for a max_seqlen that is no length, or that comes without bounds. `Bounds.of` compares it with them."""
+    """Raise ArgumentError for a max_seqlen that is no length, or that comes without bounds. `Bounds.of` compares it
+    with them."""
     if max_seqlen is None:
         return
     if cu_seqlens is None:
@@ -263,7 +267,8 @@ def check_packed_choose(
 
 
 def _check_compressed(C: int, T: int, bounds: Bounds, rule: Rule) -> None:
-    """Raise ArgumentError unless C compressed keys are enough for all sequences, as far as the host knows them, and no more than fit."""
+    """Raise ArgumentError unless C compressed keys are enough for all sequences, as far as the host knows them, and no
+    more than fit."""
     most, least = rule.compressed_keys(T), 0
     if bounds.numbers is not None:
         least = sum(rule.compressed_keys(end - begin) for begin, end in zip(bounds.numbers, bounds.numbers[1:], strict=False))

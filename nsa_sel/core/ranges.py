@@ -1,9 +1,9 @@
-"""Ranges [B,S,G,n,2] of keys, half-open [start, end): union, merging, checks, how much adjacent rows share; ranges of blocks, and the best
-blocks by score.
+"""Ranges [B,S,G,n,2] of keys, half-open [start, end): union, merging, checks, how much adjacent rows share; ranges of
+blocks, and the best blocks by score.
 
-On a GPU one kernel makes ranges from block indices and removes duplicates, and one finds the best blocks; plain PyTorch does so elsewhere
-and where operations are traced. A CUDA graph captures PyTorch's operations where it can't keep a plan: the graph needs another kernel than
-calls before the capture, and loading a kernel during a capture breaks it.
+On a GPU one kernel makes ranges from block indices and removes duplicates, and one finds the best blocks; plain PyTorch
+does so elsewhere and where operations are traced. A CUDA graph captures PyTorch's operations where it can't keep a
+plan: the graph needs another kernel than calls before the capture, and loading a kernel during a capture breaks it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def disjoint(ranges: Tensor) -> Tensor:
 
 
 def merged(ranges: Tensor) -> Tensor:
-    """Sorted, disjoint ranges of the same keys: overlapping and adjacent ranges of a row become one, empty ones come last."""
+    """Sorted, disjoint ranges of the same keys: overlapping and adjacent ranges of a row become one, empty ones come
+    last."""
     start, end = ranges.unbind(-1)
     start = start.clamp(min=0)
     empty = end <= start
@@ -104,7 +105,8 @@ def _refuse(ranges: Tensor, bad: Tensor, what: str, remedy: str) -> None:
 
 
 def distinct_blocks(blocks: Tensor) -> Tensor:
-    """Distinct blocks of each size of `SHARING_TOKENS`, summed over tiles: [7] int64, from rows of whole tiles [tiles,64,n] (-1: none).
+    """Distinct blocks of each size of `SHARING_TOKENS`, summed over tiles: [7] int64, from rows of whole tiles
+    [tiles,64,n] (-1: none).
 
     One sort by (block, row) serves all sizes: without its last e bits a key names a block and a tile of 2^e rows.
     """
@@ -139,7 +141,8 @@ def sharing_of_blocks(blocks: Tensor) -> tuple[float, ...]:
 
 
 class Sample(NamedTuple):
-    """Rows of a selection by their indices [tiles, rows of a tile]: tiles of adjacent rows, evenly spread over sequences and groups."""
+    """Rows of a selection by their indices [tiles, rows of a tile]: tiles of adjacent rows, evenly spread over
+    sequences and groups."""
 
     b: Tensor
     s: Tensor
@@ -147,7 +150,8 @@ class Sample(NamedTuple):
 
 
 def sample_rows(B: int, S: int, G: int, n: int, device: torch.device | str) -> Sample:
-    """Tiles of 64 rows (of S rows if there are fewer), as many as have about `_SAMPLED` blocks. Does not read the device."""
+    """Tiles of 64 rows (of S rows if there are fewer), as many as have about `_SAMPLED` blocks. Does not read the
+    device."""
     most = SHARING_TOKENS[-1]
     each = max(1, S // most)  # of one sequence and group; rows behind the last whole tile are left out
     total = B * G * each
@@ -185,8 +189,8 @@ _failed: list[bool] = []  # an entry once the kernel has failed: it is not tried
 def ranges_of_blocks(
     block_indices: Tensor, block_size: int, block_counts: Tensor | None, disjoint: bool
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Ranges [B,S,G,n,2] from the arguments of `Selection.from_blocks`, and those of distinct blocks (`ranges.disjoint`) where a kernel
-    has found them."""
+    """Ranges [B,S,G,n,2] from the arguments of `Selection.from_blocks`, and those of distinct blocks
+    (`ranges.disjoint`) where a kernel has found them."""
     given = (block_indices,) if block_counts is None else (block_indices, block_counts)
     key = _key(block_indices, block_size, block_counts, disjoint)
     alike: _Alike | None = None if key is None else transforms.find_class(_classes.get(key, ()), *given)
@@ -229,7 +233,8 @@ _MOST = 1024  # shapes
 
 
 def _key(block_indices: Any, block_size: Any, block_counts: Any, disjoint: Any) -> tuple[Any, ...] | None:
-    """Return the facts that guards do not compare, and shapes, which keep classes few; None if no kernel runs or guards can't be used."""
+    """Return the facts that guards do not compare, and shapes, which keep classes few; None if no kernel runs or guards
+    can't be used."""
     if type(block_size) is not int or type(disjoint) is not bool or not transforms.plain(block_indices):
         return None
     try:
@@ -284,7 +289,8 @@ TOP_N_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def best_blocks(scores: Tensor, n: int, block_size: int, first: int, local: int, S_kv: int | None, q_pos: Tensor | None) -> Tensor:
-    """Ranges [B,S,G,n,2] of the best blocks, ascending, padded with [0, 0), from the arguments of `Selection.from_scores`."""
+    """Ranges [B,S,G,n,2] of the best blocks, ascending, padded with [0, 0), from the arguments of
+    `Selection.from_scores`."""
     scores = as_tensor("scores", scores)
     S_kv = _check_scores(scores, n, block_size, first, local, S_kv, q_pos)
     B, S, G, blocks = scores.shape
@@ -300,7 +306,8 @@ def best_blocks(scores: Tensor, n: int, block_size: int, first: int, local: int,
 
 
 def sorted_blocks(scores: Tensor, n: int, block_size: int, first: int, local: int, S_kv: int, q_pos: Tensor | None) -> Tensor:
-    """Ascending indices [B,S,G,n] int32 of the best blocks, padded with -1, by a stable sort, on any device. Arguments are checked."""
+    """Ascending indices [B,S,G,n] int32 of the best blocks, padded with -1, by a stable sort, on any device. Arguments
+    are checked."""
     _, S, _, blocks = scores.shape
     positions = torch.arange(S_kv - S, S_kv, device=scores.device) if q_pos is None else q_pos
     current = positions.expand(scores.shape[:2])[:, :, None, None] // block_size
@@ -346,7 +353,8 @@ def _check_scores(scores: Tensor, n: int, block_size: int, first: int, local: in
 
 
 def _top_n_takes(scores: Tensor) -> bool:
-    """Return True if the kernel may run: on plain GPU tensors of its dtypes, unless flags keep Triton out or ask for the reference."""
+    """Return True if the kernel may run: on plain GPU tensors of its dtypes, unless flags keep Triton out or ask for
+    the reference."""
     if not scores.is_cuda or scores.dtype not in TOP_N_DTYPES or type(scores) is not Tensor or torch.compiler.is_compiling():
         return False
     if torch._C._len_torch_dispatch_stack() or torch.cuda.get_device_capability(scores.device) < (8, 0):

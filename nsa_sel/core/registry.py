@@ -1,4 +1,5 @@
-"""The registry: built-in backends, those of installed packages (entry points), what they lack here, and which ones broke."""
+"""The registry: built-in backends, those of installed packages (entry points), what they lack here, and which ones
+broke."""
 
 from __future__ import annotations
 
@@ -126,14 +127,15 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal())
 
 
-# Automatically chosen backends that failed: not tried again for this request class in this process. Each access is one dict operation,
-# so no lock is needed.
+# Automatically chosen backends that failed: not tried again for this request class in this process. Each access is one
+# dict operation, so no lock is needed.
 broken: dict[tuple[str, Request], Reason] = {}
 broken_windows: set[tuple[Any, ...]] = set()  # heads that the kernels of sliding_window_attention failed for
 
 
 def _kind(request: Request) -> Request:
-    """Return the class of calls that run the same kernels: the measured sharing and mean length of a selection change none."""
+    """Return the class of calls that run the same kernels: the measured sharing and mean length of a selection change
+    none."""
     return msgspec.structs.replace(request.request_class(), sharing=None, mean_length=None)
 
 

@@ -35,16 +35,18 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         needs_grad: whether there is a backward pass.
         aligned: whether pointers and strides of q, k, v are multiples of 16 bytes.
         sharing: distinct blocks of 1, 2, 4 ... 64 adjacent tokens (`SHARING_TOKENS`) over those of one token, from
-            `Selection.measure()` or, if `counted`, from the first call of its kind; None: `runtime.sharing_prior` is used.
+            `Selection.measure()` or, if `counted`, from the first call of its kind; None: `runtime.sharing_prior` is
+            used.
         page_size: keys of a page in a paged cache, else None. S_kv is then the room of a row of the block table.
-        quantized: format of the numbers of a KV cache that are not of `dtype`, and what has a scale of its own: the tensor, each head, or
-            each head of each page; None for a cache of `dtype`.
+        quantized: format of the numbers of a KV cache that are not of `dtype`, and what has a scale of its own: the
+            tensor, each head, or each head of each page; None for a cache of `dtype`.
         kind: which of the two. For "choose", n blocks of block_size are chosen of S_kv keys, and max_length is S_kv.
         compress: keys of a compressed key, and from one to the next; None for "attend".
-        pool: of a choice without attention, where Dv is 0: what is scored, and how it is reduced over heads, and over a block
-            (`nsa_sel.core.call.Pool.words`); ("lse",) for the log-sum-exp alone; None for attention.
+        pool: of a choice without attention, where Dv is 0: what is scored, and how it is reduced over heads, and over a
+            block (`nsa_sel.core.call.Pool.words`); ("lse",) for the log-sum-exp alone; None for attention.
         mean_length: keys that a row selects on average, to two digits, from `Selection.measure()`; None: not measured.
-        counted: whether `sharing` was counted on a sample of rows of the first call of its kind (nsa_sel/core/decide.py).
+        counted: whether `sharing` was counted on a sample of rows of the first call of its kind
+            (nsa_sel/core/decide.py).
     """
 
     B: int
@@ -71,14 +73,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def length(self) -> int:
-        """L of the min-L gate and of the tuner's key: the mean row where it was measured, else the bound of the longest."""
+        """L of the min-L gate and of the tuner's key: the mean row where it was measured, else the bound of the
+        longest."""
         return self.max_length if self.mean_length is None else self.mean_length
 
     def phase(self, backward: bool) -> str:
         """Return the phase: cost models are fitted to each apart.
 
-        One of "forward", "backward", "decode" (one query per sequence), "tokens" (up to `FEW_TOKENS`), "choose" and "choose-backward";
-        over a quantized cache "decode-e4m3", and so on (`phase_of_format`).
+        One of "forward", "backward", "decode" (one query per sequence), "tokens" (up to `FEW_TOKENS`), "choose" and
+        "choose-backward"; over a quantized cache "decode-e4m3", and so on (`phase_of_format`).
         """
         if self.kind == "choose":
             return "choose-backward" if backward else "choose"
@@ -89,8 +92,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     def request_class(self) -> Request:
         """Return the key of cached decisions: S_kv rounded up to a power of two, so that decode steps share one.
 
-        S_kv of a prefill from the first token stays exact, since S is in the key anyway. Policies see the class, never the exact call,
-        so a cached decision equals a new one.
+        S_kv of a prefill from the first token stays exact, since S is in the key anyway. Policies see the class, never
+        the exact call, so a cached decision equals a new one.
         """
         S_kv = self.S_kv if self.S_kv == self.S else 1 << max(0, self.S_kv - 1).bit_length()
         if S_kv == self.S_kv:

@@ -1,5 +1,5 @@
-"""Run a decided call of any kind: a pass of its backend with the fallback, its outputs and gradients, the autograd Function of both, and
-the ops of traced calls."""
+"""Run a decided call of any kind: a pass of its backend with the fallback, its outputs and gradients, the autograd
+Function of both, and the ops of traced calls."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ FunctionOf = Callable[[str, Any], Callable[..., Any]]
 
 
 def attend(decided: Decided) -> Any:
-    """Return the outputs of a call: o [B,S,G,h,Dv], lse [B,S,G,h], and for a ChooseCall ranges [B,S,G,n,2]; autograd records the call if
-    the request needs gradients."""
+    """Return the outputs of a call: o [B,S,G,h,Dv], lse [B,S,G,h], and for a ChooseCall ranges [B,S,G,n,2]; autograd
+    records the call if the request needs gradients."""
     return recorded(decided) if decided.request.needs_grad else run_forward(decided)[:-1]
 
 
 def recorded(decided: Decided, with_lse: bool = True) -> Any:
-    """Return the outputs of a call that autograd records; lse is None unless `with_lse`, because each output costs microseconds."""
+    """Return the outputs of a call that autograd records; lse is None unless `with_lse`, because each output costs
+    microseconds."""
     call = decided.call
     outputs = _apply(call.q, call.k, call.v, decided, with_lse)
     return outputs if with_lse else (outputs, None)
@@ -77,7 +78,8 @@ def _layout(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
 def forward_of(name: str, call: Call | ChooseCall) -> Callable[[Any], tuple[Tensor, ...]]:
     """Return the function of backend `name` that runs the forward pass of a call.
 
-    A backend that reads no caches gets an equal call without lengths and block table, and one that reads no pages gets gathered keys.
+    A backend that reads no caches gets an equal call without lengths and block table, and one that reads no pages gets
+    gathered keys.
     """
     if isinstance(call, ChooseCall):
         chooser = registry.load_chooser(name)
@@ -253,11 +255,13 @@ def define(
     function: str, chooses: bool = False,
 ) -> None:  # fmt: skip
     """Register `nsa_sel::{name}_forward(q, k, v, options, needs_grad) -> (o, lse)` and
-    `nsa_sel::{name}_backward(do, dlse, q, k, v, o, lse, options) -> (dq, dk, dv)`, a differentiable pair of torch.library ops.
+    `nsa_sel::{name}_backward(do, dlse, q, k, v, o, lse, options) -> (dq, dk, dv)`, a differentiable pair of
+    torch.library ops.
 
-    Traced calls (torch.compile, torch.export, dispatch modes) go through ops; eager calls do not, to save the dispatch. Both run the same
-    functions. An op decides when it runs, from the sizes at that time, so a graph holds no decision. Plans of a selection are not shared
-    between ops: a graph's buffers are rewritten without a new tensor version, so a cached plan could belong to older ranges.
+    Traced calls (torch.compile, torch.export, dispatch modes) go through ops; eager calls do not, to save the dispatch.
+    Both run the same functions. An op decides when it runs, from the sizes at that time, so a graph holds no decision.
+    Plans of a selection are not shared between ops: a graph's buffers are rewritten without a new tensor version, so a
+    cached plan could belong to older ranges.
 
     Args:
         name: of the pair.
@@ -327,7 +331,8 @@ def _fake_gradients(do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor
 
 
 def _autograd_kernel(op: Any, differentiable: Any, real: Callable[..., Any], function: str) -> Callable[..., Any]:
-    """Return the op's autograd kernel. torch.library.register_autograd's costs 20 us per call, with or without gradients."""
+    """Return the op's autograd kernel. torch.library.register_autograd's costs 20 us per call, with or without
+    gradients."""
 
     def kernel(keys: Any, *inputs: Any) -> Any:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):

@@ -1,7 +1,8 @@
 """DTensor sharding rules of the ops, and `selection_attention` of DTensors.
 
-Batch entries, KV groups, rows and heads are independent: each may be sharded on any dimension of a mesh, without communication in the
-forward pass. Rows and heads share keys, so their dk and dv are partial sums, which DTensor adds where needed.
+Batch entries, KV groups, rows and heads are independent: each may be sharded on any dimension of a mesh, without
+communication in the forward pass. Rows and heads share keys, so their dk and dv are partial sums, which DTensor adds
+where needed.
 """
 
 from __future__ import annotations

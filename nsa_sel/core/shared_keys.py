@@ -1,9 +1,10 @@
 """Selections of single query heads, or of a few: more groups in the selection than K and V have (MoBA).
 
-q [B,S,Gs,h,Dk] and a selection over [B,S,Gs] meet k [B,G,S_kv,Dk], where Gs = r * G: groups g*r ... g*r + r - 1 of q read KV group g. They
-become r * S rows of group g, one group of q after the other: neighbors among the rows are tokens of one head, which share more blocks than
-heads of one token do, and tiles of rows load what they share once. So K and V stay as they are, neither copied nor expanded, and kernels
-sum dk and dv over all rows in float32, in a fixed order. q, o and their gradients are rearranged: a copy of each, unless S and G are 1.
+q [B,S,Gs,h,Dk] and a selection over [B,S,Gs] meet k [B,G,S_kv,Dk], where Gs = r * G: groups g*r ... g*r + r - 1 of q
+read KV group g. They become r * S rows of group g, one group of q after the other: neighbors among the rows are tokens
+of one head, which share more blocks than heads of one token do, and tiles of rows load what they share once. So K and V
+stay as they are, neither copied nor expanded, and kernels sum dk and dv over all rows in float32, in a fixed order. q,
+o and their gradients are rearranged: a copy of each, unless S and G are 1.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def ratio_of(q: Any, k: Any, selection: Any) -> int:
 
 
 def one_of(q: Tensor, selection: Selection, r: int) -> tuple[Tensor, Selection]:
-    """Return q and the selection with one of every r groups, for checks; ArgumentError for a selection of other rows than q's."""
+    """Return q and the selection with one of every r groups, for checks; ArgumentError for a selection of other rows
+    than q's."""
     ranges = selection.ranges
     if ranges.shape[:3] != q.shape[:3]:
         value, rows = f"over rows [B,S,G] = {tuple(ranges.shape[:3])}", tuple(q.shape[:3])
@@ -71,7 +73,8 @@ def _rearranged(x: Tensor, r: int, to_rows: bool) -> Tensor:
 
 
 class _Rearranged(torch.autograd.Function):
-    """`_moved` by eight bytes at a time, where strides allow: PyTorch copies single elements, at half the memory's speed."""
+    """`_moved` by eight bytes at a time, where strides allow: PyTorch copies single elements, at half the memory's
+    speed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, r: int, to_rows: bool) -> Tensor:
@@ -95,7 +98,8 @@ def _moved(x: Tensor, r: int, to_rows: bool) -> Tensor:
 
 
 def call_of_rows(q: Tensor, selection: Selection, q_pos: Tensor | None, S_kv: int, r: int) -> tuple[Tensor, Selection, Tensor]:
-    """Return q [B,r*S,G,h,Dk], its selection and positions [B,r*S], of q [B,S,Gs,h,Dk]; the last two are cached in the selection.
+    """Return q [B,r*S,G,h,Dk], its selection and positions [B,r*S], of q [B,S,Gs,h,Dk]; the last two are cached in the
+    selection.
 
     Args:
         q_pos: [S] or [B,S]; None for S_kv - S + s.
@@ -122,7 +126,8 @@ def call_of_rows(q: Tensor, selection: Selection, q_pos: Tensor | None, S_kv: in
 
 
 def as_sequences(x: Tensor, r: int) -> Tensor:
-    """Return x [B,S,Gs,...] as [B*r,S,G,...]: over pages, where a sequence's keys are a row of the block table, which may be repeated."""
+    """Return x [B,S,Gs,...] as [B*r,S,G,...]: over pages, where a sequence's keys are a row of the block table, which
+    may be repeated."""
     return torch.unflatten(x, 2, (x.shape[2] // r, r)).movedim(3, 1).flatten(0, 1)
 
 

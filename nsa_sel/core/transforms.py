@@ -1,4 +1,5 @@
-"""Detect, and refuse, what PyTorch does around a call: tracing, function transforms, autocast, lazy negation, graph capture, hooks."""
+"""Detect, and refuse, what PyTorch does around a call: tracing, function transforms, autocast, lazy negation, graph
+capture, hooks."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def versioned(*tensors: Tensor | None) -> list[Tensor]:
-    """Return the tensors that have a version counter: if they are saved, autograd notices writes to them before backward."""
+    """Return the tensors that have a version counter: if they are saved, autograd notices writes to them before
+    backward."""
     return [x for x in tensors if x is not None and not x.is_inference()]
 
 
@@ -58,7 +60,8 @@ def plain(*tensors: Any) -> bool:
 
 
 def capturing(x: Tensor) -> bool:
-    """Return True if a CUDA graph captures operations on x; its replays may see other values, and nothing may wait for the device."""
+    """Return True if a CUDA graph captures operations on x; its replays may see other values, and nothing may wait for
+    the device."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -68,7 +71,8 @@ def untransformed() -> bool:
 
 
 def traces(*tensors: Any) -> bool:
-    """Return True if operations are traced: by torch.compile, a dispatch mode (make_fx, FakeTensorMode), or a tensor subclass.
+    """Return True if operations are traced: by torch.compile, a dispatch mode (make_fx, FakeTensorMode), or a tensor
+    subclass.
 
     True for arguments that are not tensors, too.
 
@@ -179,10 +183,11 @@ Classes = tuple[tuple[Any, Any], ...]  # guards of tensors, and the value that i
 def find_class(classes: Classes, *tensors: Any) -> Any:
     """Return the value that is cached for tensors of this class, or None.
 
-    Two sets of tensors are of one class if they have the same Python types, dtypes, devices, shapes, strides, requires_grad and dispatch
-    keys (lazy negation, inference mode, sparse layouts): PyTorch's guards check this in C++. The number of tensors must be the same, and
-    no tensor may be passed twice. Guards do not notice every tracer (make_fx), so check `untransformed()` first. Read each tensor's shape
-    first, too: PyTorch aborts the process if it checks a nested tensor.
+    Two sets of tensors are of one class if they have the same Python types, dtypes, devices, shapes, strides,
+    requires_grad and dispatch keys (lazy negation, inference mode, sparse layouts): PyTorch's guards check this in C++.
+    The number of tensors must be the same, and no tensor may be passed twice. Guards do not notice every tracer
+    (make_fx), so check `untransformed()` first. Read each tensor's shape first, too: PyTorch aborts the process if it
+    checks a nested tensor.
     """
     for guards, value in classes:
         if guards.check(*tensors):
@@ -191,14 +196,16 @@ def find_class(classes: Classes, *tensors: Any) -> Any:
 
 
 def with_class(classes: Iterable[tuple[Any, Any]], value: Any, *tensors: Tensor) -> Classes:
-    """Return the classes with this value cached for the class of these tensors; it replaces an older value of that class."""
+    """Return the classes with this value cached for the class of these tensors; it replaces an older value of that
+    class."""
     guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     others = [x for x in classes if not x[0].check(*tensors)]
     return (*others[1 - MOST_CLASSES :], (guards, value))
 
 
 def hooked(module: Any) -> bool:
-    """Return True if calling an nn.Module runs more than the forward of its class: hooks, a replaced forward, a compiler."""
+    """Return True if calling an nn.Module runs more than the forward of its class: hooks, a replaced forward, a
+    compiler."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     replaced = "forward" in vars(module) or module._compiled_call_impl is not None
     return replaced or any(hooks) or bool(_has_any_global_hook())  # type: ignore[no-untyped-call]

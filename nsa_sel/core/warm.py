@@ -1,4 +1,5 @@
-"""Warm-up: run a request once with tensors of its sizes, so that its kernels compile (and are tuned if asked) before they are needed."""
+"""Warm-up: run a request once with tensors of its sizes, so that its kernels compile (and are tuned if asked) before
+they are needed."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ class Warmed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prepared(decided: Decided, backend: str | None) -> Decided:
-    """Do what flags ask for between the decision and the run: events go to their target, kernels warm up before a device's first call, and
-    the selection is validated.
+    """Do what flags ask for between the decision and the run: events go to their target, kernels warm up before a
+    device's first call, and the selection is validated.
 
     Returns:
         `decided`, decided again where a warm-up may have changed the choice.
@@ -129,8 +130,8 @@ def _tensors(request: Request, device: torch.device) -> tuple[Tensor, Tensor, Te
 
 
 def _cache(request: Request, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Scales | None]:
-    """k and v of a cache, lengths [B] of full sequences, a block table, scales. Of a paged cache: [1,G,page_size,D], with one page, and a
-    table with that page alone."""
+    """k and v of a cache, lengths [B] of full sequences, a block table, scales. Of a paged cache: [1,G,page_size,D],
+    with one page, and a table with that page alone."""
     size, table, scales = request.page_size, None, None
     lengths = torch.full((request.B,), request.S_kv, dtype=torch.int32, device=k.device)
     if size is not None:
@@ -145,7 +146,8 @@ def _cache(request: Request, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def _tune(request: Request, device: torch.device) -> float | None:
-    """Tune the chosen backends' kernel configs quickly. Returns milliseconds, or None where ranks would tune separately."""
+    """Tune the chosen backends' kernel configs quickly. Returns milliseconds, or None where ranks would tune
+    separately."""
     started = events.now("cuda")
     if tuned.distributed():
         words = "ranks would tune separately; run `nsa-sel tune` before the job, and sync_tuning() in it"
@@ -160,7 +162,8 @@ def _tune(request: Request, device: torch.device) -> float | None:
 
 
 def reset() -> None:
-    """Drop cached decisions, counts of sharing, configuration files, failed backends and warm-ups; counters and logs are kept.
+    """Drop cached decisions, counts of sharing, configuration files, failed backends and warm-ups; counters and logs
+    are kept.
 
     For use after a configuration file, an installed package or a driver has changed.
     """

@@ -1,8 +1,8 @@
 """Calls of the kind "window", eager and traced: attention to the last keys before every row.
 
-A window has no decision to record: its kernels have one order for all calls (`WINDOWS` in backends/specs.py), and chunks of rows in plain
-PyTorch run what no kernel takes. Chunks are differentiable operations that autograd records one by one; kernels run as calls of other
-kinds do (run.py).
+A window has no decision to record: its kernels have one order for all calls (`WINDOWS` in backends/specs.py), and
+chunks of rows in plain PyTorch run what no kernel takes. Chunks are differentiable operations that autograd records one
+by one; kernels run as calls of other kinds do (run.py).
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class SlidingCall:
         return self.chunk_gradients(True, *given[2:])
 
     def by_kernels(self, direction: str, *given: Tensor | None) -> tuple[Tensor, ...] | None:
-        """Run a pass by the first kernels that take the call; None if there are none, or all have failed for such heads."""
+        """Run a pass by the first kernels that take the call; None if there are none, or all have failed for such
+        heads."""
         if self.q.is_cuda and self.q.get_device() != torch._C._cuda_getDevice():  # kernels launch and allocate on the current device
             with torch.cuda.device(self.q.device):
                 return self.by_kernels(direction, *given)
@@ -145,7 +146,8 @@ def note_failure(q: Tensor, v: Tensor, kernels: WindowKernels, error: Exception)
 
 
 def packed_bounds(cu_seqlens: Tensor, T: int) -> Tensor:
-    """Return where the sequence of each of T packed rows begins and ends, [2,T] int32, from cu_seqlens [N+1] on their device.
+    """Return where the sequence of each of T packed rows begins and ends, [2,T] int32, from cu_seqlens [N+1] on their
+    device.
 
     T and 0 for rows after the last sequence, which see nothing.
     """
@@ -175,8 +177,8 @@ def attend(call: SlidingCall, with_lse: bool) -> tuple[Tensor, Tensor | None]:
     return o, lse
 
 
-# The ops `nsa_sel::window_forward` and `window_backward`, through which traced calls go. Traced, the chunks would be a graph for each
-# length, which takes minutes to compile: how many there are depends on the length.
+# The ops `nsa_sel::window_forward` and `window_backward`, through which traced calls go. Traced, the chunks would be a
+# graph for each length, which takes minutes to compile: how many there are depends on the length.
 
 
 def _has_lse(q: Tensor, v: Tensor, with_lse: bool) -> bool:

@@ -1,7 +1,8 @@
 """Check that all ranks of a group decide from equal facts: versions, settings, tuning results, device and arguments.
 
-Ranks compare a digest of these facts at the first call of a group, and at every call with NSA_DEBUG_TRITON=1. After that each rank
-decides for itself. Ranks that wait for one that has died or makes other calls get torch.distributed's own errors and timeouts.
+Ranks compare a digest of these facts at the first call of a group, and at every call with NSA_DEBUG_TRITON=1. After
+that each rank decides for itself. Ranks that wait for one that has died or makes other calls get torch.distributed's
+own errors and timeouts.
 """
 
 from __future__ import annotations
@@ -58,10 +59,11 @@ def group_of(group: Any, caller: str) -> dist.ProcessGroup:
 
 
 def check_ranks(group: Any = None, device: torch.device | None = None) -> None:
-    """Compare versions, settings, tuning results and devices of all ranks of `group`. A collective: every rank calls it.
+    """Compare versions, settings, tuning results and devices of all ranks of `group`. A collective: every rank calls
+    it.
 
-    Call it once after init_process_group when ranks attend to shards or DTensors. Those calls compare nothing: each rank decides for its
-    own shard.
+    Call it once after init_process_group when ranks attend to shards or DTensors. Those calls compare nothing: each
+    rank decides for its own shard.
 
     Args:
         group: ProcessGroup or DeviceMesh of one dimension, by default all ranks.
@@ -80,8 +82,8 @@ def check_ranks(group: Any = None, device: torch.device | None = None) -> None:
 def compare_call(group: dist.ProcessGroup, q: Tensor, name: str, facts: Callable[[], dict[str, Any]]) -> None:
     """Compare a call with those of the other ranks, if it is the group's first one or NSA_DEBUG_TRITON=1 is set.
 
-    Calls are not compared where the host may not wait for the device: while a CUDA graph is captured, or if PyTorch's sync debug mode
-    forbids it.
+    Calls are not compared where the host may not wait for the device: while a CUDA graph is captured, or if PyTorch's
+    sync debug mode forbids it.
 
     Args:
         group: the ranks that make the call.
@@ -99,7 +101,8 @@ def compare_call(group: dist.ProcessGroup, q: Tensor, name: str, facts: Callable
 
 
 def _compare(group: dist.ProcessGroup, device: torch.device, call: dict[str, Any]) -> None:
-    """Compare a digest of this rank's facts with all ranks' in one all_gather; if they differ, gather the facts and raise."""
+    """Compare a digest of this rank's facts with all ranks' in one all_gather; if they differ, gather the facts and
+    raise."""
     info = device_info(device)
     settings, table = msgspec.to_builtins(settings_for(info)), tuned.in_force(info)
     facts = {
@@ -110,7 +113,8 @@ def _compare(group: dist.ProcessGroup, device: torch.device, call: dict[str, Any
         **msgspec.to_builtins(call),
     }
     digest = hashlib.sha256(msgspec.json.encode(facts, order="deterministic")).digest()[:8]
-    # If the group has a CPU backend, compare there: ranks whose tensors are on different kinds of devices must get the error, too.
+    # If the group has a CPU backend, compare there: ranks whose tensors are on different kinds of devices must get the
+    # error, too.
     if "cpu:" in dist.get_backend_config(group):
         device = torch.device("cpu")
     elif device.type != "cuda":

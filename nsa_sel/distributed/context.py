@@ -1,4 +1,5 @@
-"""Context parallelism: each rank holds one slice of the sequence: its queries with their selection, and its keys and values."""
+"""Context parallelism: each rank holds one slice of the sequence: its queries with their selection, and its keys and
+values."""
 
 from __future__ import annotations
 
@@ -54,35 +55,38 @@ def context_parallel_attention(
 ) -> Any:
     """`selection_attention` of a sequence that is split into one slice per rank.
 
-    All ranks of `group` call it, and run its backward pass, in the same order. Rank r of R holds rows [r*S, (r+1)*S) and keys
-    [r*keys, (r+1)*keys) of the sequence; sizes are equal on all ranks. docs/distributed.md compares the exchanges, says which results
-    are bit-equal to one device's, and what happens when ranks differ. torch.compile is not supported.
+    All ranks of `group` call it, and run its backward pass, in the same order. Rank r of R holds rows [r*S, (r+1)*S)
+    and keys [r*keys, (r+1)*keys) of the sequence; sizes are equal on all ranks. docs/distributed.md compares the
+    exchanges, says which results are bit-equal to one device's, and what happens when ranks differ. torch.compile is
+    not supported.
 
     Args:
         q: [B,S,G,h,Dk], or [B,G,h,Dk] for one query per rank (decode): this rank's rows.
         k: [B,G,keys,Dk]: this rank's keys.
         v: [B,G,keys,Dv]: this rank's values.
-        selection: of this rank's rows, in positions of the whole sequence: a `Selection`, or ranges [B,S,G,n,2] int32 or int64.
+        selection: of this rank's rows, in positions of the whole sequence: a `Selection`, or ranges [B,S,G,n,2] int32
+            or int64.
         group: process group or DeviceMesh of one dimension, by default all ranks.
         scale, backend: as of `selection_attention`.
-        q_pos: [S] or [B,S] int32 or int64, positions of this rank's rows in the whole sequence, by default R*keys - R*S + r*S + s.
+        q_pos: [S] or [B,S] int32 or int64, positions of this rank's rows in the whole sequence, by default R*keys - R*S
+            + r*S + s.
         return_lse: also return the log-sum-exp.
-        exchange: "gather" sends all keys and values to every rank. "blocks" sends only the blocks that the rank's rows select; it needs
-            whole blocks, and slices of a multiple of them. "rows" sends the queries to the ranks that hold the keys; each row's partial
-            results are merged by their lse. "auto" takes the one with the fewest bytes by `exchanged_bytes` and `rows_bytes`;
-            `exchanges()` records why.
-        count_blocks: count the selected blocks, which waits for the device at every call. By default their number is bounded by
-            static facts: rows times n, or all of a slice.
+        exchange: "gather" sends all keys and values to every rank. "blocks" sends only the blocks that the rank's rows
+            select; it needs whole blocks, and slices of a multiple of them. "rows" sends the queries to the ranks that
+            hold the keys; each row's partial results are merged by their lse. "auto" takes the one with the fewest
+            bytes by `exchanged_bytes` and `rows_bytes`; `exchanges()` records why.
+        count_blocks: count the selected blocks, which waits for the device at every call. By default their number is
+            bounded by static facts: rows times n, or all of a slice.
 
     Returns:
-        o [B,S,G,h,Dv] ([B,G,h,Dv] for decode) of this rank's rows in q's dtype. With return_lse=True (o, lse): lse [B,S,G,h] float32
-        (float64 for float64 inputs).
+        o [B,S,G,h,Dv] ([B,G,h,Dv] for decode) of this rank's rows in q's dtype. With return_lse=True (o, lse): lse
+        [B,S,G,h] float32 (float64 for float64 inputs).
 
     Raises:
         ArgumentError: bad input.
         BackendError: no backend may run the call; something traces it.
-        NsaSelError: there is no distributed job; or ranks differ in sizes, arguments, flags, versions or devices at the first call of the
-            group, or at any call with NSA_DEBUG_TRITON=1. It names rank and field.
+        NsaSelError: there is no distributed job; or ranks differ in sizes, arguments, flags, versions or devices at the
+            first call of the group, or at any call with NSA_DEBUG_TRITON=1. It names rank and field.
     """
     check_tensors(q=q, k=k, v=v)
     transforms.check_eager("context_parallel_attention", q, k, v)
@@ -149,7 +153,8 @@ def _checked(
 
 
 def _repeated(x: Any, ranks: int) -> Any:
-    """Return a view as large as all ranks' slices together, to check shapes; anything but a 4-d tensor is returned as it is."""
+    """Return a view as large as all ranks' slices together, to check shapes; anything but a 4-d tensor is returned as
+    it is."""
     if not isinstance(x, Tensor) or x.dim() != 4:
         return x
     if not x.shape[2]:
@@ -185,7 +190,8 @@ def _attend(part: _Slice, exchange: cost.Choice, count_blocks: bool, backend: st
         decision = decide.decide(request, device, backend)
         o, lse = exchange_rows.AttendRows.apply(q, k, v, selection, q_pos, scale, group, decision, request)  # type: ignore[no-untyped-call]
     else:
-        # One rank's rows over the keys of all ranks, laid out as they are gathered, without what measure() counted in these rows.
+        # One rank's rows over the keys of all ranks, laid out as they are gathered, without what measure() counted in
+        # these rows.
         both = k.new_empty(1, sizes.B, sizes.G, sizes.Dk + sizes.Dv).expand(sizes.ranks * sizes.keys, -1, -1, -1).permute(1, 2, 0, 3)
         unmeasured = Selection(selection.ranges, selection.block_size, selection.max_length)
         request = request_of(q, both[..., : sizes.Dk], both[..., sizes.Dk :], unmeasured, sizes.needs_grad)
@@ -209,9 +215,11 @@ _sharing: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, tuple[floa
 
 
 def _with_sharing_of_rank_0(request: Request, device: DeviceInfo, part: _Slice) -> Request:
-    """Return the request with the share of blocks that neighboring rows have in common, as rank 0 counts it in its own rows.
+    """Return the request with the share of blocks that neighboring rows have in common, as rank 0 counts it in its own
+    rows.
 
-    Rank 0 counts and broadcasts at the first call of a kind, so that all ranks take the same decisions. Waits for the device then.
+    Rank 0 counts and broadcasts at the first call of a kind, so that all ranks take the same decisions. Waits for the
+    device then.
     """
     if not decide.countable(request) or settings_for(device).count_sharing == "off":
         return request
@@ -235,7 +243,8 @@ def _positions(part: _Slice) -> Tensor:
 
 
 class _ContextParallel(torch.autograd.Function):
-    """The exchanges "gather" and "blocks". The tensors of `part` are also direct arguments, which autograd needs to see."""
+    """The exchanges "gather" and "blocks". The tensors of `part` are also direct arguments, which autograd needs to
+    see."""
 
     @staticmethod
     def forward(

@@ -15,7 +15,8 @@ _done: collections.deque[Exchange] = collections.deque(maxlen=KEPT_EXCHANGES)
 
 
 class Bytes(NamedTuple):
-    """Bytes that the busiest rank sends or receives, whichever is more, per pass; `backward` is 0 where no gradients are needed."""
+    """Bytes that the busiest rank sends or receives, whichever is more, per pass; `backward` is 0 where no gradients
+    are needed."""
 
     forward: int
     backward: int
@@ -80,8 +81,8 @@ def exchanged_bytes(
 ) -> tuple[Bytes, Bytes]:
     """Return the bytes of the exchanges "gather" and "blocks".
 
-    "gather" sends every slice to every rank, and the gradients of all keys back to their owners. "blocks" sends an int32 index per
-    requested block, its keys and values forward, and their gradients backward.
+    "gather" sends every slice to every rank, and the gradients of all keys back to their owners. "blocks" sends an
+    int32 index per requested block, its keys and values forward, and their gradients backward.
 
     Args:
         slots: slots[r][p] blocks of rank p that rank r has room for, per batch entry and group.
@@ -109,8 +110,8 @@ def rows_bytes(
 ) -> Bytes:  # fmt: skip
     """Return the bytes of the exchange "rows".
 
-    Each rank sends its queries, ranges and positions to every other rank, and receives partial o and lse. Backward it sends o, lse and
-    their gradients, and receives partial dq. Tensors that share a packet are padded to 16 bytes.
+    Each rank sends its queries, ranges and positions to every other rank, and receives partial o and lse. Backward it
+    sends o, lse and their gradients, and receives partial dq. Tensors that share a packet are padded to 16 bytes.
 
     Args:
         ranks: number of ranks.
@@ -133,7 +134,8 @@ def rows_bytes(
 
 
 def padded(size: int) -> int:
-    """Return `size` bytes rounded up to a multiple of `ALIGNED`, at least one multiple, because a packet is never empty."""
+    """Return `size` bytes rounded up to a multiple of `ALIGNED`, at least one multiple, because a packet is never
+    empty."""
     return max(1, -(-size // ALIGNED)) * ALIGNED
 
 
@@ -193,7 +195,8 @@ def exchanges() -> tuple[Exchange, ...]:
 
 
 def static_slots(ranks: int, blocks: int, rows: int, chosen: int, past_only: bool) -> list[list[int]]:
-    """Return the slots that suffice for any selection of `chosen` blocks per row, with `rows` rows and `blocks` blocks per rank.
+    """Return the slots that suffice for any selection of `chosen` blocks per row, with `rows` rows and `blocks` blocks
+    per rank.
 
     past_only: rows attend to no key of later ranks.
     """

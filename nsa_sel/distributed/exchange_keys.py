@@ -1,10 +1,12 @@
-"""The exchanges of keys and values: "gather" sends all of them to every rank, "blocks" only those that a rank's rows select.
+"""The exchanges of keys and values: "gather" sends all of them to every rank, "blocks" only those that a rank's rows
+select.
 
 Gradients return to the owners, which add them in the order of ranks.
 
-"blocks": a rank attends to a compact K and V: the received blocks in the order of positions, then its own slice. If its rows cannot
-select all blocks of a long slice, only the selected ones are kept, so that the slice is not copied for a few rows. Within a whole slice,
-positions give the causal mask; ranges of received blocks are cut when they are mapped to the compact K.
+"blocks": a rank attends to a compact K and V: the received blocks in the order of positions, then its own slice. If its
+rows cannot select all blocks of a long slice, only the selected ones are kept, so that the slice is not copied for a
+few rows. Within a whole slice, positions give the causal mask; ranges of received blocks are cut when they are mapped
+to the compact K.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ def gather(k: Tensor, v: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tens
 def scatter_sums(dk: Tensor, dv: Tensor, keys: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Return the gradients of this rank's own `keys` keys: the sum of all ranks' shares.
 
-    It moves the bytes of a reduce_scatter, but each rank adds what it receives in float32 and in the order of ranks. So runs are bit-equal,
-    and 16-bit gradients are rounded once per rank.
+    It moves the bytes of a reduce_scatter, but each rank adds what it receives in float32 and in the order of ranks. So
+    runs are bit-equal, and 16-bit gradients are rounded once per rank.
 
     Args:
         dk, dv: this rank's share [B,G,visible,Dk] and [B,G,visible,Dv], for the first `visible` keys of the sequence.
@@ -90,7 +92,8 @@ class BlockRoute(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The blocks of a forward exchange, for the backward pass. Indices count from the slice's first block; -1 is an unused slot."""
+    """The blocks of a forward exchange, for the backward pass. Indices count from the slice's first block; -1 is an
+    unused slot."""
 
     route: BlockRoute
     blocks: Tensor  # sent blocks of this rank's slice, int64 [B,G,sum(route.outgoing)]
@@ -128,7 +131,8 @@ def counted_slots(wanted: Tensor, rank: int, group: dist.ProcessGroup) -> list[l
 
 
 def exchange(k: Tensor, v: Tensor, wanted: Tensor, route: BlockRoute, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Sent]:
-    """Return the compact k [B,G,keys,Dk] and v of this rank, of sum(route.incoming) + route.own blocks, and what was sent."""
+    """Return the compact k [B,G,keys,Dk] and v of this rank, of sum(route.incoming) + route.own blocks, and what was
+    sent."""
     Dk = k.shape[3]
     # The wanted blocks of each rank's slice, ascending and padded with -1: int32 [B,G,route.blocks] per rank.
     unwanted, order = torch.sort((~_by_owner(wanted, route)).to(torch.uint8), dim=-1, stable=True)
@@ -155,10 +159,11 @@ def _gathered(k: Tensor, v: Tensor, blocks: Tensor, route: BlockRoute) -> Tensor
 
 
 def return_sums(dk: Tensor, dv: Tensor, sent: Sent, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Return the gradients [B,G,keys,Dk] and [B,G,keys,Dv] of this rank's slice from those of every rank's compact K and V.
+    """Return the gradients [B,G,keys,Dk] and [B,G,keys,Dv] of this rank's slice from those of every rank's compact K
+    and V.
 
-    Each rank adds what it receives in the order of ranks, in float32 or better. A part has every block at most once, so the order of
-    additions is fixed.
+    Each rank adds what it receives in the order of ranks, in float32 or better. A part has every block at most once, so
+    the order of additions is fixed.
     """
     route, Dk = sent.route, dk.shape[3]
     compact = _in_blocks(dk, dv, route)
@@ -184,8 +189,9 @@ def return_sums(dk: Tensor, dv: Tensor, sent: Sent, group: dist.ProcessGroup) ->
 def compact_selection(selection: Selection, chosen: Chosen, route: BlockRoute, within: bool) -> tuple[Selection, Tensor | None]:
     """Return the selection in positions of the compact K, and the rows' positions [B,S] there (None: the last ones).
 
-    within: rows are at the positions of their rank's slice, which is whole. Received blocks are then entirely before them, and stay
-    whole. Otherwise each range is cut at its row's position, and the result is no longer of whole blocks.
+    within: rows are at the positions of their rank's slice, which is whole. Received blocks are then entirely before
+    them, and stay whole. Otherwise each range is cut at its row's position, and the result is no longer of whole
+    blocks.
     """
     positions, index, wanted = chosen
     block, blocks, received = route.block, wanted.shape[2], sum(route.incoming)

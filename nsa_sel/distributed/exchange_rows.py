@@ -1,8 +1,8 @@
 """The exchange "rows": ranks send queries instead of keys. Each rank attends with all ranks' rows to its own slice.
 
-Every slice gives a row partial o and lse. The row's rank merges them by their log-sum-exp, in a fixed order. In the backward pass the
-row's final o and lse go to every rank, from which backends recompute the weights of keys. dk and dv of a slice are then complete on its
-rank, and the partial dq are added in float32.
+Every slice gives a row partial o and lse. The row's rank merges them by their log-sum-exp, in a fixed order. In the
+backward pass the row's final o and lse go to every rank, from which backends recompute the weights of keys. dk and dv
+of a slice are then complete on its rank, and the partial dq are added in float32.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def request(q: Tensor, k: Tensor, v: Tensor, selection: Selection, ranks: int, n
 
 
 class AttendRows(torch.autograd.Function):
-    """Return o [B,S,G,h,Dv] and lse [B,S,G,h] of this rank's rows q [B,S,G,h,Dk] over all ranks' slices. Every rank applies it."""
+    """Return o [B,S,G,h,Dv] and lse [B,S,G,h] of this rank's rows q [B,S,G,h,Dk] over all ranks' slices. Every rank
+    applies it."""
 
     @staticmethod
     def forward(
@@ -93,14 +94,16 @@ def _local_call(q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Te
     else:
         after = (ranks - rank) * keys  # one past the last row's position
         call.q_pos = torch.arange(after - ranks * S, after, device=q.device).expand(B, ranks * S)
-    # Positions may be outside the slice: backends attend to no key for a row before it, and to all keys for a row after it.
+    # Positions may be outside the slice: backends attend to no key for a row before it, and to all keys for a row after
+    # it.
     ranges = (ranges.clamp(first, first + keys) - first).contiguous()
     call.selection = selection.part(ranges, ranks * keys, k.shape[2] % (selection.block_size or 1) == 0)
     return call
 
 
 def merge_parts(part_o: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return o [...,D] and lse [...] from parts [parts,...,D] and [parts,...] over disjoint keys; 0 and -inf if all are empty."""
+    """Return o [...,D] and lse [...] from parts [parts,...,D] and [parts,...] over disjoint keys; 0 and -inf if all are
+    empty."""
     lse = part_lse.logsumexp(0)  # over all parts at once, because adding pairs would round each time
     weights = (part_lse - lse.clamp(min=torch.finfo(lse.dtype).min)).exp()
     return (weights.unsqueeze(-1) * part_o).sum(0).to(part_o.dtype), lse

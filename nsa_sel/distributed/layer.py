@@ -2,9 +2,9 @@
 
 Context parallelism: each rank holds slices of the sequence, their rows and the keys of all branches.
 
-For the compressed branch and the window, a slice's rows are the last ones of a sequence that ends with the slice. The rank receives the
-compressed keys of all slices before its own, and the window's keys before each slice. The selected branch runs as in
-`context_parallel_attention`, for all rows of a rank.
+For the compressed branch and the window, a slice's rows are the last ones of a sequence that ends with the slice. The
+rank receives the compressed keys of all slices before its own, and the window's keys before each slice. The selected
+branch runs as in `context_parallel_attention`, for all rows of a rank.
 """
 
 from __future__ import annotations
@@ -62,21 +62,23 @@ def context_parallel_nsa_attention(
 ) -> Tensor:
     """`nsa_attention` of a sequence that is split into one slice per rank, or two.
 
-    All ranks of `group` call it, and run its backward pass, in the same order. Rank r of R holds the rows and keys [r*S, (r+1)*S) of the
-    sequence, and the compressed keys that begin among them: S / compress_stride, but at the end of the sequence only those whose
-    compress_block keys are within it. S is equal on all ranks. torch.compile is not supported.
+    All ranks of `group` call it, and run its backward pass, in the same order. Rank r of R holds the rows and keys
+    [r*S, (r+1)*S) of the sequence, and the compressed keys that begin among them: S / compress_stride, but at the end
+    of the sequence only those whose compress_block keys are within it. S is equal on all ranks. torch.compile is not
+    supported.
 
     Args:
         q, gates, q_cmp: as of `nsa_attention`: this rank's rows.
         k_cmp, v_cmp: [B,G,C,Dk] and [B,G,C,Dv], this rank's compressed keys and values.
-        k_slc, v_slc, k_win, v_win: [B,G,S,Dk] and [B,G,S,Dv], this rank's keys and values of the selected branch and of the window.
+        k_slc, v_slc, k_win, v_win: [B,G,S,Dk] and [B,G,S,Dv], this rank's keys and values of the selected branch and of
+            the window.
         group: process group or DeviceMesh of one dimension, by default all ranks.
         window: keys that a row sees in the window; they may be on several ranks.
-        compress_block, compress_stride, block_size, n, first, local, scale, backend: as of `nsa_attention`. A slice is a multiple of
-            compress_stride.
+        compress_block, compress_stride, block_size, n, first, local, scale, backend: as of `nsa_attention`. A slice is
+            a multiple of compress_stride.
         exchange: of the selected branch, as of `context_parallel_attention`.
-        both_ends: rank r holds slice r and slice 2R - 1 - r of 2R slices of S / 2 rows (`rank_rows`), and their keys in the same order,
-            so that all ranks have equal work. Without it the last rank works longest.
+        both_ends: rank r holds slice r and slice 2R - 1 - r of 2R slices of S / 2 rows (`rank_rows`), and their keys in
+            the same order, so that all ranks have equal work. Without it the last rank works longest.
 
     Returns:
         o [B,S,G,h,Dv] of this rank's rows in q's dtype (under torch.autocast in its dtype).
@@ -94,9 +96,10 @@ def context_parallel_nsa_attention(
 def context_parallel(model: nn.Module, group: Any = None, exchange: cost.Choice = "auto", both_ends: bool = False) -> nn.Module:
     """Make every `NSAttention` of a model take one slice of the sequence per rank, or two.
 
-    Rank r of R then calls the model with the tokens [r*S, (r+1)*S) of each sequence, or with both_ends with those of `rank_rows`; targets
-    are of the same rows. A slice is a multiple of compress_stride, and S is equal on all ranks. Default positions are those in the whole
-    sequence. Parameters are replicas, or sharded by FSDP: a rank's gradients are those of its own rows' loss, to be added over ranks.
+    Rank r of R then calls the model with the tokens [r*S, (r+1)*S) of each sequence, or with both_ends with those of
+    `rank_rows`; targets are of the same rows. A slice is a multiple of compress_stride, and S is equal on all ranks.
+    Default positions are those in the whole sequence. Parameters are replicas, or sharded by FSDP: a rank's gradients
+    are those of its own rows' loss, to be added over ranks.
 
     Args:
         model: changed in place; its parameters and their names stay.
@@ -108,7 +111,8 @@ def context_parallel(model: nn.Module, group: Any = None, exchange: cost.Choice 
         model.
 
     Raises:
-        ArgumentError: the model has no `NSAttention`, or one that recomputes, the group is none, or no such exchange exists.
+        ArgumentError: the model has no `NSAttention`, or one that recomputes, the group is none, or no such exchange
+            exists.
         NsaSelError: there is no distributed job.
     """
     check_exchange(exchange)
@@ -228,13 +232,15 @@ def _begin(given: _Tensors, options: _Options, group: Any, *, compressed: bool) 
 
 
 def own_compressed_keys(rule: Rule, cut: Cut, rank: int) -> Ranges:
-    """Return the compressed keys that begin in each slice of a rank and end in the sequence; a slice is a multiple of the stride."""
+    """Return the compressed keys that begin in each slice of a rank and end in the sequence; a slice is a multiple of
+    the stride."""
     each, end = cut.size // rule.compress_stride, rule.compressed_keys(cut.number * cut.size)
     return tuple(range(i * each, max(i * each, min((i + 1) * each, end))) for i in cut.of(rank))
 
 
 def _of_all_ranks(x: Tensor, keys: int) -> Tensor:
-    """Return a view as large as all ranks' compressed keys, to check sizes; anything but a 4-d tensor is returned as it is."""
+    """Return a view as large as all ranks' compressed keys, to check sizes; anything but a 4-d tensor is returned as it
+    is."""
     return x if x.dim() != 4 else x.new_empty(1, 1, 1, x.shape[3]).expand(*x.shape[:2], keys, -1)
 
 
@@ -245,8 +251,8 @@ def _attend(of: _Slice) -> Tensor:
     cut, size = of.cut, of.cut.size
     assert scale is not None, "_begin() sets it"
 
-    # Receive the compressed keys up to the end of the rank's last slice, the window's keys of each slice and, if slices are from both
-    # ends, the selected branch's keys of one contiguous slice, which its exchange takes.
+    # Receive the compressed keys up to the end of the rank's last slice, the window's keys of each slice and, if slices
+    # are from both ends, the selected branch's keys of one contiguous slice, which its exchange takes.
     keys, values = [k_cmp, k_win], [v_cmp, v_win]
     if both_ends:
         keys, values = [*keys, k_slc], [*values, v_slc]
@@ -310,10 +316,10 @@ def _joined(parts: list[Tensor], dim: int) -> Tensor:
 def tensor_parallel(model: nn.Module, mesh: Any) -> nn.Module:
     """Split every `NSAttention` of a model by KV groups over the ranks of a mesh.
 
-    `q`, `kv` and `gate` are split by rows, which are ordered by groups first (ColwiseParallel), `out` by columns (RowwiseParallel). Each
-    layer takes equal hidden states on all ranks, and returns equal ones. There is one all-reduce forward, and one for dx backward. Every
-    rank holds the compression MLP in full and applies it to its own groups; the backward pass adds its gradients over ranks. All parameters
-    become DTensors. FSDP2 may follow.
+    `q`, `kv` and `gate` are split by rows, which are ordered by groups first (ColwiseParallel), `out` by columns
+    (RowwiseParallel). Each layer takes equal hidden states on all ranks, and returns equal ones. There is one
+    all-reduce forward, and one for dx backward. Every rank holds the compression MLP in full and applies it to its own
+    groups; the backward pass adds its gradients over ranks. All parameters become DTensors. FSDP2 may follow.
 
     Args:
         model: changed in place; the names of parameters stay.
@@ -359,7 +365,8 @@ def _split(layer: NSAttention, mesh: Any) -> None:
 
 
 def _shared_input(mesh: Any, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Wrap x in one DTensor for `q`, `kv` and `gate`, so that its gradient is added over ranks once instead of three times."""
+    """Wrap x in one DTensor for `q`, `kv` and `gate`, so that its gradient is added over ranks once instead of three
+    times."""
     from torch.distributed.tensor import DTensor, Replicate
 
     plain = inputs and isinstance(inputs[0], Tensor) and not isinstance(inputs[0], DTensor)

@@ -1,10 +1,11 @@
 """Slices of a sequence: which rank holds which, and the exchange of keys near a slice.
 
-Rank r holds slice r, or two slices from both ends of the sequence: a row attends to the compressed keys before it, so the last slice
-takes longest, and pairing the first slice with the last, the second with the last but one, and so on, gives all ranks equal work.
+Rank r holds slice r, or two slices from both ends of the sequence: a row attends to the compressed keys before it, so
+the last slice takes longest, and pairing the first slice with the last, the second with the last but one, and so on,
+gives all ranks equal work.
 
-One collective sends every rank the keys right before its slices, right after them, or all before them. Gradients return to the owners,
-which add them in float32 and in the order of ranks, so that runs are bit-equal.
+One collective sends every rank the keys right before its slices, right after them, or all before them. Gradients return
+to the owners, which add them in float32 and in the order of ranks, so that runs are bit-equal.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ Ranges = tuple[range, ...]  # of positions in the sequence
 
 
 class Cut(NamedTuple):
-    """Slices of `size` positions each; both_ends: rank r of R holds slice r and slice 2R - 1 - r of 2R, else slice r of R."""
+    """Slices of `size` positions each; both_ends: rank r of R holds slice r and slice 2R - 1 - r of 2R, else slice r of
+    R."""
 
     size: int
     ranks: int
@@ -148,7 +150,8 @@ def with_neighbors(
     """Return the keys and values that this rank wants of all ranks. Every rank calls it, and runs its backward pass.
 
     Args:
-        keys, values: one k [B,G,held,Dk] and v [B,G,held,Dv] per sequence, of the ranges that this rank holds. One collective sends all.
+        keys, values: one k [B,G,held,Dk] and v [B,G,held,Dv] per sequence, of the ranges that this rank holds. One
+            collective sends all.
         route: this rank's route for these sequences.
         group: of ranks that make the same call, and the same backward pass.
 
@@ -199,7 +202,8 @@ class _WithNeighbors(torch.autograd.Function):
 
 
 def _exchanged(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send the next sent[p] keys of x [keys,...] to each rank p. Returns received[p] keys of each rank p, in the order of ranks."""
+    """Send the next sent[p] keys of x [keys,...] to each rank p. Returns received[p] keys of each rank p, in the order
+    of ranks."""
     result = x.new_empty(sum(received), *x.shape[1:])
     dist.all_to_all_single(result, x, received, sent, group=group)
     return result

@@ -1,4 +1,5 @@
-"""Merge YAML files and environment flags into one validated `Settings`. Later sources win; each value records its source.
+"""Merge YAML files and environment flags into one validated `Settings`. Later sources win; each value records its
+source.
 
 Order: configs/base.yaml < the GPU's profile in configs/devices/ < the file named by NSA_SEL_CONFIG < environment flags.
 """
@@ -57,7 +58,8 @@ _ALLOWED = {  # what msgspec's messages do not say, by path
 
 
 def parse_config(text: bytes, source: str, shipped: bool = False) -> ConfigFile:
-    """Parse and check a configuration file. Long files and YAML aliases, which can expand exponentially, are refused before parsing.
+    """Parse and check a configuration file. Long files and YAML aliases, which can expand exponentially, are refused
+    before parsing.
 
     Args:
         text: YAML.
@@ -121,11 +123,12 @@ class Profile(NamedTuple):
 
 
 def profile_for(device: DeviceInfo) -> Profile | None:
-    """Return the profile that names `device` or its compute capability, or the nearest measured one from SM 8.0 on, marked as assumed.
+    """Return the profile that names `device` or its compute capability, or the nearest measured one from SM 8.0 on,
+    marked as assumed.
 
     Returns:
-        The profile, or None if only the built-in values apply. A profile of another compute capability leaves out its kernel configs and
-        the cost models that depend on it.
+        The profile, or None if only the built-in values apply. A profile of another compute capability leaves out its
+        kernel configs and the cost models that depend on it.
     """
     shipped, assumed = shipped_configs(), None
     own = [
@@ -155,7 +158,8 @@ def profile_for(device: DeviceInfo) -> Profile | None:
 
 
 def nearest_measured(sm: int) -> str:
-    """Return the name of the measured profile with the closest compute capability. Ties: the newest, then the one with the most rows."""
+    """Return the name of the measured profile with the closest compute capability. Ties: the newest, then the one with
+    the most rows."""
 
     def order(measured: tuple[str, ConfigFile]) -> tuple[int, int, int]:
         config = measured[1]
@@ -244,7 +248,8 @@ _told: set[DeviceInfo] = set()
 
 
 def warn_if_assumed(decision: Decision) -> None:
-    """Warn, once per process and device, that a policy used values that were not measured on the device, with the command to measure.
+    """Warn, once per process and device, that a policy used values that were not measured on the device, with the
+    command to measure.
 
     Silent where a backend is forced, and where the user's own tuning or configuration file is in force.
     """

@@ -119,7 +119,8 @@ def debugging() -> bool:
     return text is not None and bool(parse_flag(next(flag for flag in FLAGS if flag.name == "NSA_DEBUG_TRITON"), text))
 
 
-# os.environ.get encodes and decodes each name, 9 us for 22 flags; the mapping underneath takes 1 us, and half of that where no flag is set.
+# os.environ.get encodes and decodes each name, 9 us for 22 flags; the mapping underneath takes 1 us, and half of that
+# where no flag is set.
 variables: Any = getattr(os.environ, "_data", None)
 encoded: tuple[Any, ...] = () if variables is None else tuple(os.environ.encodekey(name) for name in NAMES)
 _DEBUG: Any = None if variables is None else os.environ.encodekey("NSA_DEBUG_TRITON")

@@ -1,7 +1,8 @@
 """Read and write files of the cache folder. Machine code is loaded from them, so only the user may have write access.
 
-A file is accepted if it is a regular file and not a symbolic link, if it and its folder belong to the process's effective user or to
-root, and if nobody else can write to either. Parent folders are not checked, because renaming a folder does not change its owner.
+A file is accepted if it is a regular file and not a symbolic link, if it and its folder belong to the process's
+effective user or to root, and if nobody else can write to either. Parent folders are not checked, because renaming a
+folder does not change its owner.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ class Untrusted(OSError):
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """Return the first `most` bytes of a file that the user names: any owner, links followed. Raises OSError; never blocks on a FIFO."""
+    """Return the first `most` bytes of a file that the user names: any owner, links followed. Raises OSError; never
+    blocks on a FIFO."""
     with open(_checked(path, os.open(path, os.O_RDONLY | os.O_NONBLOCK), own=False), "rb") as file:
         return file.read(most)
 
@@ -44,7 +46,8 @@ def read(path: Path) -> bytes:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Replace a file atomically: readers see the old or the new content, even after a crash. Raises OSError and leaves no partial file."""
+    """Replace a file atomically: readers see the old or the new content, even after a crash. Raises OSError and leaves
+    no partial file."""
     make_folder(path.parent)
     folder = _opened_folder(path.parent)
     temporary = f".{path.name}.{secrets.token_hex(8)}"
@@ -77,7 +80,8 @@ def _opened_folder(folder: Path) -> int:
 
 
 def _checked(path: Path, descriptor: int, *, regular: bool = True, own: bool = True) -> int:
-    """Return the descriptor of `path`; close it and raise Untrusted for another kind of file, or if another user may write it.
+    """Return the descriptor of `path`; close it and raise Untrusted for another kind of file, or if another user may
+    write it.
 
     Args:
         path: its name, for messages.

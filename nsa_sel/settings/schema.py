@@ -1,4 +1,5 @@
-"""The data types of settings: the fields of configs/*.yaml and the effective values that a decision records. Reads no files."""
+"""The data types of settings: the fields of configs/*.yaml and the effective values that a decision records. Reads no
+files."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ COST_TERMS = {  # the work that a cost model may charge for; policies/cost.py co
 
 
 class KernelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The config of one kernel. `block_l`: keys per step; `rows`: query rows (tokens x heads) per step, where that applies."""
+    """The config of one kernel. `block_l`: keys per step; `rows`: query rows (tokens x heads) per step, where that
+    applies."""
 
     block_l: PowerOfTwo
     num_warps: PowerOfTwo
@@ -95,7 +97,8 @@ class TritonOff(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The predicted time of one backend in one direction: max(`host`, sum of coefficient x counted work) (policies/cost.py)."""
+    """The predicted time of one backend in one direction: max(`host`, sum of price x counted work)
+    (policies/cost.py)."""
 
     host: Price  # ms of host time to launch the call, a lower bound however small the work
     terms: dict[str, Price]  # a term of COST_TERMS -> ms per unit
@@ -211,7 +214,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def traced(self) -> bool:
-        """True if a flag asks for the events of each pass: its kernels, their path, the keys it reads, its estimated work."""
+        """True if a flag asks for the events of each pass: its kernels, their path, the keys it reads, its estimated
+        work."""
         return self.debug_log is not None or self.debug_triton or self.debug_timing or self.debug_compare
 
     def min_length(self, way: Way) -> int:

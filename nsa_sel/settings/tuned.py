@@ -1,8 +1,8 @@
 """Tuning results of this machine (`nsa-sel tune`): kernel configs, thresholds and costs, and how calls use them.
 
-There is one file per device and environment. Results of another GPU, driver, torch, triton or kernel source are not used. A bad file is
-not fatal: it is reported once (`sel.tuned.ignored` and a RuntimeWarning), and the committed configs are used. Files are read once per
-process; `forget` drops what was read.
+There is one file per device and environment. Results of another GPU, driver, torch, triton or kernel source are not
+used. A bad file is not fatal: it is reported once (`sel.tuned.ignored` and a RuntimeWarning), and the committed configs
+are used. Files are read once per process; `forget` drops what was read.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Timed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The result of tuning one kernel on one problem.
 
-    `winner` is the same for all problems of a kernel. It is None unless a config beat the committed one over all problems in two
-    measurements (rule in nsa_sel/bench/tune).
+    `winner` is the same for all problems of a kernel. It is None unless a config beat the committed one over all
+    problems in two measurements (rule in nsa_sel/bench/tune).
     """
 
     key: Key
@@ -311,8 +311,8 @@ def distributed() -> bool:
 def in_force(device: DeviceInfo) -> TunedTable | None:
     """Return the table for calls on `device`. In a distributed job, only `nsa_sel.sync_tuning()` provides one.
 
-    Sharing at the first call would hang a job in which some rank makes no call. Ranks with different kernel configs would differ in the
-    last bits and in speed.
+    Sharing at the first call would hang a job in which some rank makes no call. Ranks with different kernel configs
+    would differ in the last bits and in speed.
     """
     if not distributed():
         return read(device)
@@ -372,7 +372,8 @@ def apply(settings: Settings, request: Request, device: DeviceInfo) -> Settings:
     if table.min_length and may_override("sel_triton_min_L", "NSA_SEL_TRITON_MIN_L"):
         min_length, sources["sel_triton_min_L"] = by_way(table.min_length, min_length), origin
     if table.costs is not None and may_override("costs"):
-        # Predictions are compared within a phase (`Request.phase`), so all models of a phase must come from one machine.
+        # Predictions are compared within a phase (`Request.phase`), so all models of a phase must come from one
+        # machine.
         before, costs, sources["costs"] = costs, table.costs, origin
         measured = {name.rpartition("/")[2] for name in costs.models}
         rest = {name: model for name, model in before.models.items() if name.rpartition("/")[2] not in measured} if before else {}

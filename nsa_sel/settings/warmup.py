@@ -1,4 +1,5 @@
-"""What a process may do before its first call: `warmup` compiles kernels, `sync_tuning` shares tuning results among ranks."""
+"""What a process may do before its first call: `warmup` compiles kernels, `sync_tuning` shares tuning results among
+ranks."""
 
 from __future__ import annotations
 
@@ -27,10 +28,11 @@ def warmup(
 
     Args:
         device: by default the current CUDA device, or the CPU without CUDA.
-        requests: `Request`s, or mappings of their fields (B, S, S_kv, G, h, Dk, Dv, n, block_size, max_length, dtype, needs_grad,
-            page_size, quantized); missing fields are those of the example request. By default the example, an 8k prefill with gradients,
-            and its decode step.
-        tune: first tune the kernel configs of the chosen backends (as `nsa-sel tune --quick`) and store the results. Needs a GPU.
+        requests: `Request`s, or mappings of their fields (B, S, S_kv, G, h, Dk, Dv, n, block_size, max_length, dtype,
+            needs_grad, page_size, quantized); missing fields are those of the example request. By default the example,
+            an 8k prefill with gradients, and its decode step.
+        tune: first tune the kernel configs of the chosen backends (as `nsa-sel tune --quick`) and store the results.
+            Needs a GPU.
 
     Returns:
         For each request, the backends that ran and their times in milliseconds.
@@ -77,17 +79,19 @@ def _current_device() -> torch.device:
 def sync_tuning(device: DeviceInfo | None = None) -> str | None:
     """Use rank 0's tuning results on every rank. A collective: all ranks must call it, after init_process_group.
 
-    A distributed job that does not call it ignores tuning results. Sharing them at the first call would hang if a rank makes no call.
+    A distributed job that does not call it ignores tuning results. Sharing them at the first call would hang if a rank
+    makes no call.
 
     Args:
         device: by default this rank's current device.
 
     Returns:
-        The fingerprint of the table that all ranks now use on `device`, or None if rank 0 has none and the committed configs are used.
+        The fingerprint of the table that all ranks now use on `device`, or None if rank 0 has none and the committed
+        configs are used.
 
     Raises:
-        NsaSelError: outside of a distributed job; on all ranks, if rank 0's table is for another environment than a rank's, or if ranks
-            differ in NSA_SEL_AUTOTUNE. The message has the rank and the field.
+        NsaSelError: outside of a distributed job; on all ranks, if rank 0's table is for another environment than a
+            rank's, or if ranks differ in NSA_SEL_AUTOTUNE. The message has the rank and the field.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise NsaSelError(

@@ -1,4 +1,5 @@
-"""Format a decision, and tables, as text: which backend runs, why the others do not, and which changes would give another choice."""
+"""Format a decision, and tables, as text: which backend runs, why the others do not, and which changes would give
+another choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Events as JSON lines under the logger `nsa_sel`, the last decisions, and counters. They cost almost nothing without a listener."""
+"""Events as JSON lines under the logger `nsa_sel`, the last decisions, and counters. They cost almost nothing without a
+listener."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def emit(event: str, level: int = logging.INFO, **fields: Any) -> None:
 
 
 def record(decision: Decision, request: Request) -> None:
-    """Store and log the decision of one call. `request` has the call's exact sizes; the decision has those of its class."""
+    """Store and log the decision of one call. `request` has the call's exact sizes; the decision has those of its
+    class."""
     # Every call runs this. Appending needs no lock, and decisions are counted later, many at a time.
     _recorded.append(decision)
     if len(_recorded) >= 2 * KEPT_DECISIONS:
@@ -68,8 +70,9 @@ def tallies() -> dict[tuple[str, ...], int]:
         ("unserved",): calls that no backend can run.
         ("warmups", backend): warmed-up requests.
         ("failed", backend): exceptions in a backend.
-        ("fallbacks", backend, reason): passes that packed SDPA ran instead, after an exception in this pass or an earlier one.
-        ("bytes", backend, direction), ("flops", backend, direction): estimated work, counted if `Settings.traced`.
+        ("fallbacks", backend, reason): passes that packed SDPA ran instead, after an exception in this pass or an
+        earlier one. ("bytes", backend, direction), ("flops", backend, direction): estimated work, counted if
+        `Settings.traced`.
     """
     with _lock:
         _update_counters()
@@ -82,7 +85,8 @@ def counters() -> dict[str, int]:
 
 
 def _update_counters() -> None:
-    """Add pending increments and new decisions to the counters, and drop old decisions. Requires the lock; other threads may append."""
+    """Add pending increments and new decisions to the counters, and drop old decisions. Requires the lock; other
+    threads may append."""
     global _counted
     pending = len(_pending)
     for name, by in _pending[:pending]:

@@ -1,7 +1,7 @@
 """JSON lines of events, as NSA_DEBUG_LOG and `log_to` write them, and the decisions in such a log.
 
-The settings and backends of a decision take 12 KB and rarely change. A `sel.settings` line holds them once; `sel.decision` lines refer
-to it by fingerprint. Imports no torch.
+The settings and backends of a decision take 12 KB and rarely change. A `sel.settings` line holds them once;
+`sel.decision` lines refer to it by fingerprint. Imports no torch.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def read_decisions(log: Path) -> list[Decision]:
 
     Raises:
         OSError: if the file cannot be read.
-        ArgumentError: for a decision that does not parse or whose `sel.settings` line is missing. The message has the line's number.
+        ArgumentError: for a decision that does not parse or whose `sel.settings` line is missing. The message has the
+            line's number.
     """
     decisions, settings = [], {}
     for number, text in enumerate(log.read_bytes().split(b"\n"), 1):
@@ -100,7 +101,8 @@ def read_decisions(log: Path) -> list[Decision]:
 
 
 def _shorten(decision: Decision) -> dict[str, Any]:
-    """Return a decision's fields without settings and offers. Backends share most reasons, so verdicts refer to them by number."""
+    """Return a decision's fields without settings and offers. Backends share most reasons, so verdicts refer to them by
+    number."""
     fields = msgspec.structs.asdict(decision)
     del fields["settings"], fields["offers"]
     numbers: dict[Reason, int] = {}

@@ -1,4 +1,5 @@
-"""Record one pass of a backend for the NSA_DEBUG_* flags: its time, the keys it reads, its estimated work, an NVTX range."""
+"""Record one pass of a backend for the NSA_DEBUG_* flags: its time, the keys it reads, its estimated work, an NVTX
+range."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def recorded(call: Call | ChooseCall, backend: str, direction: str, loads: Loade
             rows=rows, source=source,
         )  # fmt: skip
     else:
-        # The least work, whatever the backend. FLOPs: five products for each (row, head, key): logits, do.v, dq, dk and dv. Bytes: selected
+        # The least work, whatever the backend. FLOPs: five products for each (row, head, key): logits, do.v, dq, dk and
+        # dv. Bytes: selected
         # K and V once per row and group; q, o, do and dq once; dk and dv once.
         flops = 2 * keys * h * (3 * Dk + 2 * Dv)
         moved = (keys * (Dk + Dv) + 2 * rows * h * (Dk + Dv) + call.k.numel() + call.v.numel()) * size
@@ -65,15 +67,16 @@ def recorded(call: Call | ChooseCall, backend: str, direction: str, loads: Loade
 
 
 def keys_read(call: Call, count: bool) -> tuple[int, Source]:
-    """Return the number of keys that all rows [B,S,G] of a call select after the causal clamp, and the source of the number.
+    """Return the number of keys that all rows [B,S,G] of a call select after the causal clamp, and the source of the
+    number.
 
     Args:
         call: the call.
         count: read the ranges, which synchronizes the device. The result is cached with the selection.
 
     Returns:
-        The sum over rows. The source is "counted" or "measured" (by `Selection.measure(S_kv)`) if the sum is exact, and "bound" if every
-        row is assumed to select as many keys as its static limits allow.
+        The sum over rows. The source is "counted" or "measured" (by `Selection.measure(S_kv)`) if the sum is exact, and
+        "bound" if every row is assumed to select as many keys as its static limits allow.
     """
     selection, S_kv = call.selection, call.S_kv
     own_positions = call.q_pos is not None or call.lengths is not None  # rows are not at the default positions

@@ -51,7 +51,8 @@ def log_to(target: str | None) -> None:
 
 
 def _write_to(target: str | None, source: str) -> None:
-    """Replace the handler. source: the flag or argument that names the target. If opening fails, the previous handler stays."""
+    """Replace the handler. source: the flag or argument that names the target. If opening fails, the previous handler
+    stays."""
     global _handler, _level_before, _handler_from_flag
     with _lock:
         try:
@@ -76,7 +77,8 @@ def _write_to(target: str | None, source: str) -> None:
 def follow(settings: Settings) -> None:
     """Write events to the target of NSA_DEBUG_LOG if it changed since the last call. A target set by `log_to` stays.
 
-    If the flag is unset and another flag asks for events, they go to stderr, unless another handler already receives them.
+    If the flag is unset and another flag asks for events, they go to stderr, unless another handler already receives
+    them.
     """
     global followed, _handler_from_flag
     target = settings.debug_log

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel import decisions
-from nsa_sel.compat import parallel_nsa, patch_fla
+from nsa_sel.compat import parallel_moba, parallel_nsa, patch_fla
 from nsa_sel.compression import BlockMean
 from nsa_sel.errors import ArgumentError
 
@@ -161,13 +161,19 @@ def with_reference(monkeypatch: pytest.MonkeyPatch, layers: Any, work: Callable[
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 1, 0, 2)])
 def test_patches_undone_in_any_order_put_back_flas_own(order: tuple[int, ...]) -> None:
     modules = [pytest.importorskip(name) for name in ("fla.ops.nsa", "fla.ops.nsa.parallel", "fla.layers.nsa")]
-    model = pytest.importorskip("fla.models.nsa.modeling_nsa").NSAModel
-    own = [*(module.parallel_nsa for module in modules), model.forward]
+    mobas = [pytest.importorskip(name) for name in ("fla.ops.moba", "fla.ops.moba.parallel", "fla.layers.moba")]
+    models = [pytest.importorskip("fla.models.nsa").NSAModel, pytest.importorskip("fla.models.moba").MoBAModel]
+
+    def held() -> list[Any]:
+        dense = [mobas[-1].flash_attn_func, mobas[-1].flash_attn_varlen_func]
+        return [m.parallel_nsa for m in modules] + [m.parallel_moba for m in mobas] + [m.forward for m in models] + dense
+
+    own = held()
     undo = [patch_fla() for _ in range(3)]
     for i in order:
-        assert all(module.parallel_nsa is parallel_nsa for module in modules)
+        assert held()[:6] == [parallel_nsa] * 3 + [parallel_moba] * 3
         undo[i]()
-    assert [*(module.parallel_nsa for module in modules), model.forward] == own
+    assert held() == own
 
 
 def test_undo_leaves_what_another_library_put_over_the_patch(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +238,182 @@ def test_flas_model_takes_its_cache_by_either_name(layers: Any, name: str) -> No
         model(tokens, past_key_values=first.past_key_values, cache=first.past_key_values)
 
 
+# fla's MoBA
+
+
+def plain_flash(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int = 0, max_seqlen_k: int = 0,
+    causal: bool = True, softmax_scale: float | None = None, **_: Any,
+) -> tuple[Tensor, Tensor, None, None]:  # fmt: skip
+    """flash-attn's forward pass of packed sequences, dense and masked: o [T,H,D] and lse [H,T]. Rows are the last keys."""
+    dtype, (k, v) = q.dtype, (x.repeat_interleave(q.shape[1] // k.shape[1], 1).float() for x in (k, v))
+    q = q.float()
+    outputs, logs = [], []
+    for (a, b), (c, d) in zip(itertools.pairwise(cu_seqlens_q.tolist()), itertools.pairwise(cu_seqlens_k.tolist()), strict=True):
+        logits = torch.einsum("thd,chd->htc", q[a:b], k[c:d]) * q.shape[-1] ** -0.5
+        if causal:
+            logits = logits.masked_fill(torch.ones_like(logits[0], dtype=torch.bool).triu(d - c - (b - a) + 1), -math.inf)
+        outputs.append(torch.einsum("htc,chd->thd", logits.softmax(-1), v[c:d]))
+        logs.append(logits.logsumexp(-1))
+    return torch.cat(outputs).to(dtype), torch.cat(logs, 1), None, None
+
+
+def plain_flash_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, softmax_scale: float, causal: bool, **_: Any,
+) -> None:  # fmt: skip
+    """flash-attn's backward pass, which takes o and lse of more keys than these."""
+    dout, q, k, v, out = (x.float() for x in (dout, q, k, v, out))
+    for (a, b), (c, d) in zip(itertools.pairwise(cu_seqlens_q.tolist()), itertools.pairwise(cu_seqlens_k.tolist()), strict=True):
+        logits = torch.einsum("thd,chd->htc", q[a:b], k[c:d]) * softmax_scale
+        if causal:
+            logits = logits.masked_fill(torch.ones_like(logits[0], dtype=torch.bool).triu(1), -math.inf)
+        p = (logits - softmax_lse[:, a:b, None]).exp()
+        dp = torch.einsum("thd,chd->htc", dout[a:b], v[c:d]) - (dout[a:b] * out[a:b]).sum(-1).T.unsqueeze(-1)
+        dq[a:b] = torch.einsum("htc,chd->thd", p * dp, k[c:d]) * softmax_scale
+        dk[c:d] = torch.einsum("htc,thd->chd", p * dp, q[a:b]) * softmax_scale
+        dv[c:d] = torch.einsum("htc,thd->chd", p, dout[a:b])
+
+
+def plain_dense(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    cu_q, cu_k = (torch.arange(len(x) + 1, device=x.device) * x.shape[1] for x in (q, k))
+    return plain_flash(*(x.flatten(0, 1) for x in (q, k, v)), cu_q, cu_k)[0].view(q.shape)
+
+
+@pytest.fixture
+def own_moba(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
+    """fla's own `parallel_moba`, its choice, its merge of two passes and its backward pass, over a plain flash-attn."""
+    module = pytest.importorskip("fla.ops.moba.parallel", reason="pip install flash-linear-attention")
+    monkeypatch.setattr(module, "flash_attn_varlen_func", lambda *args, **options: plain_flash(*args, **options)[0])
+    monkeypatch.setattr(module, "_flash_attn_varlen_forward", plain_flash)
+    monkeypatch.setattr(module, "_flash_attn_varlen_backward", plain_flash_backward)
+    assert module.parallel_moba is not parallel_moba, "no patch may be active yet"
+    return module.parallel_moba  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("topk", [0, 1, 2, 4, 50])
+@pytest.mark.parametrize("cu", [[0, 150], [0, 75, 150], [0, 37, 38, 54, 150], [0, 48, 96], [0, 16, 150]], ids=str)
+def test_parallel_moba_is_flas_own(own_moba: Callable[..., Tensor], cu: list[int], topk: int) -> None:
+    torch.manual_seed(0)
+    given = [torch.randn(1, cu[-1], 6, D, requires_grad=True) for _ in range(3)]
+    wanted = own_moba(*given, torch.tensor(cu), cu[-1], BLOCK, topk)
+    assert_same(parallel_moba(*given, torch.tensor(cu), cu[-1], BLOCK, topk), wanted, given)
+
+
+@pytest.mark.parametrize("cu", [[0, 70, 70, 71, 140], [0, 140], [0, 0]], ids=str)
+@pytest.mark.parametrize("topk", [1, 3])
+def test_parallel_moba_with_fewer_kv_heads_and_padding(own_moba: Callable[..., Tensor], cu: list[int], topk: int) -> None:
+    """The original has neither: it stands here on repeated heads and on sequences that are not empty."""
+    q, k, v = (x.detach()[:1] for x in inputs()[:3])
+    for x in (q, k, v):
+        x[:, cu[-1] :] = math.nan
+        x.requires_grad_()
+    bounds = torch.tensor(cu).unique()
+    k_all, v_all = (x[:, : cu[-1]].repeat_interleave(h, 2) for x in (k, v))
+    wanted = own_moba(q[:, : cu[-1]], k_all, v_all, bounds, S, BLOCK, topk) if cu[-1] else torch.zeros_like(q[:, :0])
+    wanted = torch.nn.functional.pad(wanted, (0, 0, 0, 0, 0, S - cu[-1]))
+    got = parallel_moba(q, k, v, torch.tensor(cu), S, BLOCK, topk)
+    assert_same(got, wanted, [q, k, v]) if cu[-1] else None
+    assert torch.allclose(got, wanted, rtol=0, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("name", ["q", "chunk_size", "topk", "cu_seqlens"])
+def test_parallel_moba_refuses_by_name(name: str) -> None:
+    q, k, v = (x if name == "q" else x[:1] for x in inputs()[:3])
+    with pytest.raises(ArgumentError, match=name):
+        parallel_moba(q, k, v, [0, S + (name == "cu_seqlens")], S, 0 if name == "chunk_size" else 16, 2.5 if name == "topk" else 3)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def own(own_moba: Callable[..., Tensor], layers: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A function that returns what `work` returns with fla's own functions over a plain flash-attn in place of the patch."""
+    module = pytest.importorskip("fla.layers.moba")
+
+    def run(work: Callable[[], Any]) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "parallel_moba", own_moba)
+            patch.setattr(module, "flash_attn_func", plain_dense)
+            patch.setattr(module, "flash_attn_varlen_func", lambda *args, **options: plain_flash(*args, **options)[0])
+            return work()
+
+    return run
+
+
+def test_an_installed_flash_attn_keeps_decoding_flas_moba(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, theirs = pytest.importorskip("fla.layers.moba"), lambda *_: None
+    monkeypatch.setattr(module, "flash_attn_func", theirs)
+    undo = patch_fla()
+    try:
+        assert module.flash_attn_func is theirs
+    finally:
+        undo()
+
+
+@pytest.mark.parametrize("options", [{}, {"attention_mask": None}, {"cu_seqlens": None}], ids=["whole", "padded", "packed"])
+def test_flas_moba_layer_runs_on_nsa_sel(own: Callable[..., Any], options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    layer = pytest.importorskip("fla.layers.moba").MoBA(32, num_heads=2, moba_chunk_size=8, moba_topk=3, layer_idx=0)
+    x = torch.randn(1 if "cu_seqlens" in options else 2, 45, 32, requires_grad=True)
+    mask = torch.ones(2, 45, dtype=torch.long)
+    mask[1, :6] = 0
+    options = {name: mask if name == "attention_mask" else torch.tensor([0, 7, 45]) for name in options}
+    got = layer(x, **options)[0]
+    assert {(decision.request.kind, decision.request.n) for decision in list(decisions())[-2:]} == {("choose", 3), ("attend", 3)}
+    assert_same(got, own(lambda: layer(x, **options)[0]), [x, *layer.parameters()])
+
+
+def flas_moba_model(**options: Any) -> Any:
+    from fla.models.moba import MoBAConfig, MoBAForCausalLM
+
+    torch.manual_seed(0)
+    config = MoBAConfig(
+        hidden_size=32, num_hidden_layers=2, moba_chunk_size=8, vocab_size=50, intermediate_size=32, fuse_cross_entropy=False,
+        fuse_norm=False, fuse_swiglu=False, **options,
+    )  # fmt: skip
+    return MoBAForCausalLM(config)
+
+
+def test_flas_moba_model_trains_and_generates_on_nsa_sel(own: Callable[..., Any]) -> None:
+    model, tokens = flas_moba_model(num_heads=2, moba_topk=2), torch.randint(50, (2, 30))
+    weights = [x for x in model.parameters() if x.requires_grad]
+    assert_same(model(tokens).logits, own(lambda: model(tokens).logits), weights)
+
+    mask = torch.ones_like(tokens)
+    mask[1, :5] = 0  # a shorter prompt, padded on the left
+    for use_cache in (True, False):
+        options: dict[str, Any] = {
+            "attention_mask": mask,
+            "max_new_tokens": 4,
+            "do_sample": False,
+            "pad_token_id": 0,
+            "use_cache": use_cache,
+        }
+        with torch.no_grad():
+            assert torch.equal(model.generate(tokens, **options), own(lambda options=options: model.generate(tokens, **options)))
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+@pytest.mark.parametrize("padding", [0, 5])
+def test_flas_moba_attends_densely_over_a_cache(own: Callable[..., Any], name: str, padding: int) -> None:
+    model, tokens = flas_moba_model(num_heads=4, num_kv_heads=2, moba_topk=1), torch.randint(50, (2, 30))
+    mask = torch.ones_like(tokens)
+    mask[1, :padding] = 0
+    new = 1 if padding else 4  # fla takes one token at a time beside a mask
+
+    def last_logits() -> Tensor:
+        masks = [mask[:, : 30 - new], mask] if padding else [None, None]
+        with torch.no_grad():
+            first = model(tokens[:, : 30 - new], attention_mask=masks[0], use_cache=True)
+            return model(tokens[:, 30 - new :], attention_mask=masks[1], use_cache=True, **{name: first.past_key_values}).logits
+
+    got = last_logits()
+    assert torch.allclose(got, own(last_logits), rtol=0, atol=1e-5)
+    with torch.no_grad():  # topk = 1 is dense attention: a cache changes nothing
+        assert torch.allclose(
+            got, model(tokens, attention_mask=mask if padding else None, use_cache=False).logits[:, -new:], rtol=0, atol=1e-5
+        )
+
+
 def float_results(layer: Any, x: torch.Tensor) -> list[torch.Tensor]:
     """o and the gradients of x and all weights, in float32."""
     weights = [x, *(weight for weight in layer.parameters() if weight.requires_grad)]
@@ -263,3 +445,27 @@ def test_flas_layer_in_bfloat16_is_near_its_plain_functions(monkeypatch: pytest.
     assert float(rows.quantile(0.9)) < 0.02
     for got, exactly in zip(mine[1:], wanted[1:], strict=True):
         assert (got - exactly).norm() < 0.05 * exactly.norm()
+
+
+@pytest.mark.gpu
+def test_flas_moba_layer_in_bfloat16_is_near_flas_own(own: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NSA_SEL_BACKEND")
+    module = pytest.importorskip("fla.layers.moba")
+    torch.manual_seed(0)
+    layer = module.MoBA(256, num_heads=4, num_kv_heads=4, moba_chunk_size=64, moba_topk=3, layer_idx=0).to("cuda", torch.bfloat16)
+    x = torch.randn(2, 700, 256, device="cuda").bfloat16()
+    mine = float_results(layer, x.clone().requires_grad_())
+    ran = [str(decision.forward) for decision in list(decisions())[-2:]]
+    assert ran[0] in ("choose-cuda", "choose-triton")
+    assert ran[1] not in ("sdpa-packed", "numba")
+    for got, wanted in zip(mine, own(lambda: float_results(layer, x.clone().requires_grad_())), strict=True):
+        assert (got - wanted).norm() < 0.02 * wanted.norm()
+    q, k, v = (torch.randn(3, n, heads, 64, device="cuda").bfloat16() for n, heads in ((1, 4), (900, 2), (900, 2)))
+    cu_q, cu_k = torch.arange(4, device="cuda", dtype=torch.int32), torch.tensor([0, 5, 700, 1600], device="cuda", dtype=torch.int32)
+    for name, given in (
+        ("flash_attn_func", (q, k, v)),
+        ("flash_attn_varlen_func", (q.squeeze(1), *(x.flatten(0, 1)[:1600] for x in (k, v)))),
+    ):
+        packed = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": 1, "max_seqlen_k": 900} if "varlen" in name else {}
+        wanted = plain_flash(*given, cu_q, cu_k)[0] if packed else plain_dense(*given, causal=True)
+        assert torch.allclose(getattr(module, name)(*given, **packed, causal=True).float(), wanted.float(), rtol=0.02, atol=0.01)

@@ -14,6 +14,7 @@ from nsa_sel import decisions
 from nsa_sel.compat import patch_model
 from nsa_sel.compat.transformers import minimax_m3
 from nsa_sel.errors import ArgumentError
+from tests.compat.patched import check_generation, check_gradients, logits, padded
 
 transformers = pytest.importorskip("transformers", reason="pip install transformers")
 
@@ -29,7 +30,6 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 256,
 }  # fmt: skip
 IDS = 3 + torch.stack([torch.randperm(75, generator=torch.Generator().manual_seed(i))[:70] for i in range(3)])  # no token twice: no ties
-ONES = torch.ones_like(IDS)
 
 
 def pair(seed: int = 0, dtype: torch.dtype = torch.float32, **sizes: Any) -> tuple[Any, Any]:
@@ -42,60 +42,26 @@ def pair(seed: int = 0, dtype: torch.dtype = torch.float32, **sizes: Any) -> tup
     return eager, ours
 
 
-def logits(model: Any, mask: Tensor | None, cuts: tuple[int, ...]) -> Tensor:
-    """Return logits [B,S,V] of IDS in chunks that end at `cuts`, with positions as `generate` counts them."""
-    past, parts = None, []
-    for begin, end in zip((0, *cuts), cuts, strict=False):
-        padded = {}
-        if mask is not None:
-            padded = {"attention_mask": mask[:, :end], "position_ids": (mask[:, :end].cumsum(-1) - 1).clamp(min=0)[:, begin:]}
-        out = model(IDS[:, begin:end], past_key_values=past, use_cache=len(cuts) > 1, **padded)
-        past = out.past_key_values
-        parts.append(out.logits)
-    return torch.cat(parts, 1)
-
-
-def padded(*lengths: int, right: bool = False) -> Tensor:
-    mask = ONES.clone()
-    for row, length in zip(mask, lengths, strict=True):
-        row[slice(length, None) if right else slice(0, 70 - length)] = 0
-    return mask
-
-
 @pytest.mark.parametrize("cuts", [(70,), (20, 21, 22, 50, 70), (1, 2, 52, 70)], ids=str)
 @pytest.mark.parametrize(
-    "mask", [None, padded(65, 70, 30), padded(70, 9, 41, right=True)], ids=["no mask", "padding before", "padding after"]
+    "mask", [None, padded(IDS, 65, 70, 30), padded(IDS, 70, 9, 41, right=True)], ids=["no mask", "padding before", "padding after"]
 )
 def test_logits_equal_the_models_own(mask: Tensor | None, cuts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of padding, too: the model's indexer reads its keys."""
     monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
     eager, ours = pair()
     with torch.no_grad():
-        torch.testing.assert_close(logits(ours, mask, cuts), logits(eager, mask, cuts), atol=1e-6, rtol=0)
+        torch.testing.assert_close(logits(ours, IDS, mask, cuts), logits(eager, IDS, mask, cuts), atol=1e-6, rtol=0)
     assert [str(decision.forward) for decision in list(decisions())[-2:]] == ["choose-torch", "sdpa-packed"]
 
 
 def test_every_gradient_equals_the_models_own() -> None:
-    eager, ours = pair()
-    mask = padded(65, 70, 66)
-    labels = IDS.masked_fill((mask == 0) | (mask.roll(1, 1) == 0), -100)  # none of a row of padding, which predicts the first token
-    for model in (eager, ours):
-        model.train()(IDS, labels=labels, attention_mask=mask).loss.backward()
-    for (name, one), other in zip(eager.named_parameters(), ours.parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None), name
-        if one.grad is not None:
-            torch.testing.assert_close(other.grad, one.grad, atol=1e-6, rtol=1e-4, msg=lambda words, name=name: f"{name}: {words}")
+    check_gradients(pair(), IDS, padded(IDS, 65, 70, 66))
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=["greedy", "beams", "sampling"])
 def test_generated_tokens_equal_the_models_own(options: dict[str, Any]) -> None:
-    models, tokens = pair(), []
-    for model in models:
-        torch.manual_seed(0)
-        tokens.append(
-            model.generate(IDS[:, :40], attention_mask=padded(65, 70, 38)[:, :40], max_new_tokens=64, min_new_tokens=64, **options)
-        )
-    assert torch.equal(*tokens)
+    check_generation(pair(), IDS[:, :40], padded(IDS, 65, 70, 38)[:, :40], 64, **options)
 
 
 @pytest.mark.parametrize("shard", range(4))
@@ -110,11 +76,11 @@ def test_random_sizes_equal_the_models_own(shard: int, monkeypatch: pytest.Monke
             "index_local_blocks": draw.randint(0, 2), "num_hidden_layers": layers, "mlp_layer_types": ["dense"] * layers,
             "layer_types": [draw.choice(("full_attention", SPARSE)) for _ in range(layers - 1)] + [SPARSE],
         }  # fmt: skip
-        mask = draw.choice((None, padded(*(draw.randint(1, 70) for _ in range(3)), right=draw.random() < 0.5)))
+        mask = draw.choice((None, padded(IDS, *(draw.randint(1, 70) for _ in range(3)), right=draw.random() < 0.5)))
         cut = draw.randint(1, 69)
         eager, ours = pair(seed, **sizes)
         with torch.no_grad():
-            got, wanted = (logits(model, mask, draw_cuts) for model in (ours, eager) for draw_cuts in [(cut, 70)])
+            got, wanted = (logits(model, IDS, mask, (cut, 70)) for model in (ours, eager))
         torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0, msg=lambda words, seed=seed: f"seed {seed}: {words}")
 
 

@@ -15,6 +15,7 @@ from nsa_sel import decisions
 from nsa_sel.compat import patch_model
 from nsa_sel.compat.transformers import qwen_qsa
 from nsa_sel.errors import ArgumentError
+from tests.compat.patched import check_generation, check_gradients, logits, padded
 
 transformers = pytest.importorskip("transformers", reason="pip install transformers")
 
@@ -75,58 +76,33 @@ def pair(seed: int = 0, dtype: torch.dtype = torch.float32, **sizes: Any) -> tup
     return eager, ours
 
 
-def logits(model: Any, mask: Tensor | None, cuts: tuple[int, ...]) -> Tensor:
-    """Return logits [B,S,V] of IDS in chunks that end at `cuts`, with positions as `generate` counts them; zeros in padding."""
-    past, parts = None, []
-    for begin, end in zip((0, *cuts), cuts, strict=False):
-        padded = {}
-        if mask is not None:
-            padded = {"attention_mask": mask[:, :end], "position_ids": (mask[:, :end].cumsum(-1) - 1).clamp(min=0)[:, begin:]}
-        out = model(IDS[:, begin:end], past_key_values=past, use_cache=len(cuts) > 1, **padded)
-        past = out.past_key_values
-        parts.append(out.logits)
-    found = torch.cat(parts, 1)
+def of_tokens(model: Any, mask: Tensor | None, cuts: tuple[int, ...]) -> Tensor:
+    """Return logits [B,S,V] of IDS in chunks that end at `cuts`; zeros in padding."""
+    found = logits(model, IDS, mask, cuts)
     return found if mask is None else found * mask.unsqueeze(-1)
-
-
-def padded(*lengths: int, right: bool = False) -> Tensor:
-    mask = ONES.clone()
-    for row, length in zip(mask, lengths, strict=True):
-        row[slice(length, None) if right else slice(0, S - length)] = 0
-    return mask
 
 
 @pytest.mark.parametrize("cuts", [(S,), (14, 15, 16, 30, S), (1, 2, 33, S)], ids=str)
 @pytest.mark.parametrize(
-    "mask", [None, padded(40, S, 17), padded(39, 35, S), padded(S, 9, 22, right=True)], ids=["no mask", "before", "whole blocks", "after"]
+    "mask",
+    [None, padded(IDS, 40, S, 17), padded(IDS, 39, 35, S), padded(IDS, S, 9, 22, right=True)],
+    ids=["no mask", "before", "whole blocks", "after"],
 )
 def test_logits_equal_the_models_own(mask: Tensor | None, cuts: tuple[int, ...]) -> None:
     eager, ours = pair()
     with torch.no_grad():
-        torch.testing.assert_close(logits(ours, mask, cuts), logits(eager, mask, cuts), atol=1e-6, rtol=0)
+        torch.testing.assert_close(of_tokens(ours, mask, cuts), of_tokens(eager, mask, cuts), atol=1e-6, rtol=0)
     assert [str(decision.forward) for decision in list(decisions())[-2:]] == ["choose-torch", "sdpa-packed"]
 
 
-@pytest.mark.parametrize("mask", [None, padded(40, S, 17), padded(S, 9, 22, right=True)], ids=["no mask", "before", "after"])
+@pytest.mark.parametrize("mask", [None, padded(IDS, 40, S, 17), padded(IDS, S, 9, 22, right=True)], ids=["no mask", "before", "after"])
 def test_every_gradient_equals_the_models_own(mask: Tensor | None) -> None:
-    eager, ours = pair()
-    labels = IDS if mask is None else IDS.masked_fill((mask == 0) | (mask.roll(1, 1) == 0), -100)  # no row of padding predicts
-    for model in (eager, ours):
-        model.train()(IDS, labels=labels, attention_mask=mask).loss.backward()
-    for (name, one), other in zip(eager.named_parameters(), ours.parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None), name
-        if one.grad is not None:
-            torch.testing.assert_close(other.grad, one.grad, atol=1e-6, rtol=1e-4, msg=lambda words, name=name: f"{name}: {words}")
+    check_gradients(pair(), IDS, mask)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}], ids=["greedy", "beams", "sampling"])
 def test_generated_tokens_equal_the_models_own(options: dict[str, Any]) -> None:
-    models, tokens = pair(), []
-    for model in models:
-        torch.manual_seed(0)
-        mask = padded(40, S, 17)[:, :30]
-        tokens.append(model.generate(IDS[:, :30], attention_mask=mask, max_new_tokens=40, min_new_tokens=40, **options))
-    assert torch.equal(*tokens)
+    check_generation(pair(), IDS[:, :30], padded(IDS, 40, S, 17)[:, :30], 40, **options)
 
 
 @pytest.mark.parametrize("shard", range(4))
@@ -139,11 +115,11 @@ def test_random_sizes_equal_the_models_own(shard: int) -> None:
             "indexer_head_dim": draw.choice((8, 16)), "indexer_compress_ratio": size, "indexer_budget": size * draw.randint(1, 5),
             "num_hidden_layers": 2, "layer_types": [QSA, draw.choice((QSA, LINEAR, LINEAR))],
         }  # fmt: skip
-        mask = draw.choice((None, padded(*(draw.randint(1, S) for _ in range(3)), right=draw.random() < 0.4)))
+        mask = draw.choice((None, padded(IDS, *(draw.randint(1, S) for _ in range(3)), right=draw.random() < 0.4)))
         cuts = (draw.randint(1, S - 1), S)
         eager, ours = pair(seed, **sizes)
         with torch.no_grad():
-            got, wanted = (logits(model, mask, cuts) for model in (ours, eager))
+            got, wanted = (of_tokens(model, mask, cuts) for model in (ours, eager))
         torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0, msg=lambda words, seed=seed: f"seed {seed}: {words}")
 
 
@@ -171,7 +147,7 @@ def test_index_keys_follow_the_padding() -> None:
             past = ours(IDS[:, :30], use_cache=True).past_key_values
             for layer in past.layers if forgets else ():
                 delattr(layer, qwen_qsa.KEPT)
-            found.append(ours(IDS[:, 30:], past_key_values=past, attention_mask=padded(S - 2, S, S)).logits)
+            found.append(ours(IDS[:, 30:], past_key_values=past, attention_mask=padded(IDS, S - 2, S, S)).logits)
     assert torch.equal(*found)
 
 

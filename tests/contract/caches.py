@@ -14,7 +14,7 @@ from tests.contract.lanes import Lane, lanes, parameters
 from tests.helpers.caches import (
     called,
     check,
-    check_nan,
+    check_nan_in_a_selected_key,
     check_quantized,
     large_keys,
     make_cache,
@@ -22,6 +22,7 @@ from tests.helpers.caches import (
     replayed_with,
     shared_by_sequences,
     uneven_queries,
+    with_nan_in_unselected_keys,
 )
 from tests.helpers.checks import new_memory_is_nan
 from tests.helpers.gpus import SM, no_waiting
@@ -126,19 +127,26 @@ def _spread(x: Tensor) -> Tensor:
 
 
 def check_scales(lane: Lane, layout: Layout, patch: pytest.MonkeyPatch) -> None:
-    """e4m3 keys with scales, whose strides are not those of the values' scales; NaN in pages of nobody."""
+    """e4m3 keys with scales of other strides than the values' scales; NaN in unselected keys and pages of nobody; graphs on a GPU."""
     steps = lane.backend.quantized_by
     if lane.device == "cuda" and (SM < lane.limits.quantized["e4m3"] or (steps is not None and steps.sm != SM)):
         pytest.skip("quantized-sm: this GPU has no kernels for e4m3")
     given = make_quantized(layout.each, **layout.sizes(lane))
     with new_memory_is_nan():
         wanted = check_quantized(given, lane.name)
+    assert all(map(torch.equal, called(with_nan_in_unselected_keys(given), lane.name), wanted))
     spread = {**given.scales, "v_scale": _spread(given.scales["v_scale"])}
     assert all(map(torch.equal, check_quantized(given._replace(scales=spread), lane.name), wanted))
+    if lane.device == "cuda":
+        other = make_quantized(layout.each, **{**layout.sizes(lane), "seed": 1})
+        with no_waiting():
+            assert all(map(torch.equal, called(given, lane.name), wanted))
+        found = replayed_with(given.cache, other.cache, lane.name, given.scales, other.scales)
+        assert all(map(torch.equal, found, check_quantized(other, lane.name)))
     if lane.device in ("emulated", "cuda") and layout.S_q == 1 and layout.block is not None:  # its rows select the first block
         sizes = layout.sizes(lane)
         alike = make_quantized(layout.each, **{**sizes, "lengths": (layout.block, 150), "n": 2, "room": 192, "G": 2})
-        check_nan(alike, lambda given: called(given, lane.name))
+        check_nan_in_a_selected_key(alike, lambda given: called(given, lane.name))
 
 
 def check_numbers(lane: Lane, what: str, patch: pytest.MonkeyPatch) -> None:

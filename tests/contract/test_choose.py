@@ -185,6 +185,7 @@ MIXED = (5, 0, 1, 18, 8, 11)  # shorter than a compressed block of 8, empty, one
 PACKED: dict[str, Callable[..., ChooseCall]] = {
     "mixed": lambda **how: make_packed_call(MIXED, sizes=(1, 3, 16, 24), **how),
     "one-sequence": lambda **how: make_packed_call((18,), spare=0, sizes=(1, 4, 16, 16), **how),
+    "more-sequences-than-one-search-step": lambda **how: make_packed_call((1, 0) * 24, sizes=(1, 2, 16, 16), **how),
     "nothing-but-padding": lambda **how: make_packed_call((0, 0), spare=9, sizes=(1, 2, 16, 16), **how),
     "fewer-pieces-than-a-block": lambda **how: make_packed_call(
         (13, 9), rule=SMALL._replace(block_size=12, n=3), sizes=(1, 6, 16, 16), **how

@@ -18,6 +18,7 @@ from torch import Tensor
 import nsa_sel
 from nsa_sel import sliding_window_attention
 from nsa_sel.backends import window_cuda, window_triton
+from nsa_sel.backends._window import packed
 from nsa_sel.backends.specs import ARITHMETIC_TILES, WINDOWS
 from nsa_sel.core import registry
 from nsa_sel.core import window as window_calls
@@ -25,6 +26,7 @@ from nsa_sel.core.call import WindowCall, device_info
 from tests.helpers.cases import assert_forward, assert_gradients, make_grads, make_qkv
 from tests.helpers.checks import new_memory_is_nan
 from tests.helpers.gpus import captured, needs, needs_hopper, no_waiting, one_at_a_time, replayed
+from tests.helpers.varlen_cases import hide_bounds
 
 Shape = tuple[int, int, int, int, int, int, int, int]  # B, S, S_kv, G, h, Dk, Dv, window
 SMALL: dict[str, Shape] = {
@@ -221,23 +223,33 @@ def test_window_reads_nothing_that_counts_for_nothing(lane: Kernels, what: None)
     assert all(torch.equal(x[:, :, far], y[:, :, far]) for x, y in zip(found[3:], clean[3:], strict=True))
 
 
-@each(lambda lane: [] if lane.name == "cuda" else [(0, 21, 21, 22, 45, 60), (0, 3, 37), (0, 0, 5), (0, 64)])
-def test_window_packed_batches(lane: Kernels, what: tuple[int, ...]) -> None:
+def packed_of(lane: Kernels) -> list[tuple[tuple[int, ...], int, bool]]:
+    """Return bounds, the window, and if the host may not read the bounds, as on a GPU."""
+    found = [(cu, 19, False) for cu in ((0, 21, 21, 22, 45, 60), (0, 3, 37), (0, 0, 5), (0, 64))] * (lane.name != "cuda")
+    return found + [(found[0][0], window, hidden) for window in (1, 7, 100) for hidden in (False, True) if lane.name == "chunks"]
+
+
+@each(packed_of)
+def test_window_packed_batches(lane: Kernels, what: tuple[tuple[int, ...], int, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sequence is as if it were alone; padding, which holds NaN, gets zeros, and lse = -inf."""
-    inputs, window = inputs_of(lane, (1, 64, 64, 1, 4, 16, 24, 19))
+    cu, size, hidden = what
+    if hidden:
+        hide_bounds(monkeypatch)
+        monkeypatch.setattr(packed, "_ROWS", 30)
+    inputs, window = inputs_of(lane, (1, 64, 64, 1, 4, 16, 24, size))
     do, dlse = (x[0] for x in make_grads(inputs[0], inputs[2]))
     q, k, v = inputs[0].detach()[0], *(x.detach()[0].transpose(0, 1).contiguous() for x in inputs[1:])
-    last = what[-1]
+    last = cu[-1]
     for x in (q, k, v, do, dlse):
         x[last:] = math.nan
     given = tuple(x.requires_grad_() for x in (q, k, v))
-    bounds = torch.tensor(what, device=lane.place)
+    bounds = torch.tensor(cu, device=lane.place)
     with new_memory_is_nan():
         o, lse = sliding_window_attention(*given, window, cu_seqlens=bounds, return_lse=True)
         gradients = torch.autograd.grad((o, lse), given, (do, dlse))
     assert bool((lse[last:] == -math.inf).all())
     assert all(int(torch.count_nonzero(x[last:])) == 0 for x in (o, *gradients))
-    for begin, end in itertools.pairwise(what):
+    for begin, end in itertools.pairwise(cu):
         if begin < end:
             rows = slice(begin, end)
             own = (q[rows][None], *(x[rows].transpose(0, 1)[None] for x in (k, v)))

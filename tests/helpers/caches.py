@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -219,7 +220,7 @@ def called(given: QuantizedCache, backend: str | None) -> tuple[Tensor, Tensor]:
     return o, lse
 
 
-def check_nan(given: QuantizedCache, run: Callable[[QuantizedCache], tuple[Tensor, Tensor]]) -> None:
+def check_nan_in_a_selected_key(given: QuantizedCache, run: Callable[[QuantizedCache], tuple[Tensor, Tensor]]) -> None:
     """NaN in a key or value of the last sequence's first block, which its rows select, reaches them alone: no other sequence or group."""
     (o, lse), table = run(given), given.cache.block_table
     page = -1 if table is None else int(table[-1, 0])
@@ -232,6 +233,28 @@ def check_nan(given: QuantizedCache, run: Callable[[QuantizedCache], tuple[Tenso
         for new, old in ((spoilt, o), (spoilt_lse, lse)):
             assert torch.equal(new[:-1], old[:-1])
             assert torch.equal(new[-1, :, 1], old[-1, :, 1])
+
+
+def with_nan_in_unselected_keys(given: QuantizedCache) -> QuantizedCache:
+    """Return the cache with NaN in keys and values that no row of their sequence and group selects, and as the scales of pages
+    that have no others."""
+    cache, scales = given.cache, dict(given.scales)
+    table, (pages, slots, G, _) = cache.block_table, cache.k_cache.shape
+    unselected = torch.ones(pages, slots, G, dtype=torch.bool, device=cache.q.device)
+    for b, s, g, i in itertools.product(*map(range, cache.selection.ranges.shape[:4])):
+        start, end = (int(x) for x in cache.selection.ranges[b, s, g, i])
+        for key in range(max(start, 0), min(end, int(cache.cache_seqlens[b]))):
+            page = b if table is None else int(table[b, key // slots])
+            unselected[page, key if table is None else key % slots, g] = False
+    assert bool(unselected[..., 0].any())
+    stored = {}
+    for name in ("k", "v"):
+        stored[f"{name}_cache"] = getattr(cache, f"{name}_cache").clone()
+        stored[f"{name}_cache"].view(torch.uint8)[unselected] = 0x7F  # NaN
+        scale = scales[f"{name}_scale"]
+        if scale.dim() == 2:
+            scales[f"{name}_scale"] = scale.masked_fill(unselected.all(1), math.nan)
+    return given._replace(scales=scales).replaced(**stored)
 
 
 def check_quantized(given: QuantizedCache, backend: str | None) -> tuple[Tensor, Tensor]:

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import nsa_sel
 from nsa_sel import Selection, selection_attention
-from nsa_sel.distributed import context_parallel_attention
 from nsa_sel.errors import ArgumentError, BackendError
-from tests.helpers.cases import assert_forward, assert_gradients, make_blocks, make_grads
+from tests.helpers.cases import assert_forward, assert_gradients, make_grads
 from tests.helpers.files import ROOT, load
-from tests.helpers.ranks import BACKENDS, BLOCK, DEVICE, EQUAL, ROWS, mine, my_turn, problem, ranks
+from tests.helpers.ranks import BACKENDS, BLOCK, DEVICE, EQUAL, ROWS, my_turn, problem, ranks
 
 example, several = load("train_nsa_lm"), load("several_ranks")  # here, for all ranks that are forked
 
@@ -105,87 +101,6 @@ def dtensors_are_redistributed_where_needed() -> None:
 
 
 # Models
-
-
-class Layer(nn.Module):
-    """Selection attention, run by `attend`, between linear maps."""
-
-    def __init__(self, G: int, h: int = 2, D: int = 16, width: int = 32) -> None:
-        super().__init__()
-        self.G, self.h, self.D = G, h, D
-        self.q, self.k, self.v = nn.Linear(width, G * h * D), nn.Linear(width, G * D), nn.Linear(width, G * D)
-        self.o = nn.Linear(G * h * D, width)
-        self.attend: Callable[..., Any] = selection_attention
-
-    def forward(self, x: Tensor, selection: Selection) -> Tensor:
-        B, S, _ = x.shape
-        q = self.q(x).view(B, S, -1, self.h, self.D)  # of all groups, or of this rank's
-        k, v = (y.view(B, S, -1, self.D).transpose(1, 2) for y in (self.k(x), self.v(x)))
-        return x + self.o(self.attend(q, k, v, selection).flatten(2))
-
-
-def trained(model: nn.Module, x: Tensor, selection: Selection, steps: int = 3) -> list[float]:
-    """Train a few steps and return the losses."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    losses = []
-    for _ in range(steps):
-        loss = (model(x, selection) - 1).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def model_and_input() -> tuple[Layer, Tensor, Selection, list[float]]:
-    """Return a layer with a group per rank, its input [ranks,64,32], a selection, and the losses of training on one rank."""
-    torch.manual_seed(0)
-    x = torch.randn(ranks(), 64, 32).to(DEVICE)
-    selection = make_blocks(ranks(), 64, ranks(), 64, 3, BLOCK, device=DEVICE)
-    alone = Layer(ranks()).to(DEVICE)
-    state = {name: value.clone() for name, value in alone.state_dict().items()}
-    wanted = trained(alone, x, selection)
-    assert wanted[-1] < 0.9 * wanted[0]
-    model = Layer(ranks()).to(DEVICE)
-    model.load_state_dict(state)
-    return model, x, selection, wanted
-
-
-def mean_over_ranks(losses: list[float]) -> list[float]:
-    every: list[Any] = [None] * ranks()
-    dist.all_gather_object(every, losses)
-    return [sum(step) / ranks() for step in zip(*every, strict=True)]
-
-
-def close(got: list[float], wanted: list[float]) -> None:
-    assert got == pytest.approx(wanted, rel=1e-4)
-
-
-def fsdp_trains_as_one_rank() -> None:
-    """Parameters sharded, batch entries split."""
-    model, x, selection, wanted = model_and_input()
-    fully_shard(model, mesh=mesh())
-    close(mean_over_ranks(trained(model, mine(x, 0), Selection(mine(selection.ranges, 0), BLOCK))), wanted)
-
-
-def fsdp_over_slices_of_the_sequence_trains_as_one_rank() -> None:
-    """Parameters sharded over the ranks that also hold slices of one sequence."""
-    for exchange in ("gather", "blocks", "rows"):
-        model, x, selection, wanted = model_and_input()
-        model.attend = lambda *tensors, exchange=exchange: context_parallel_attention(*tensors, exchange=exchange, group=mesh())
-        fully_shard(model, mesh=mesh())
-        close(mean_over_ranks(trained(model, mine(x, 1), Selection(mine(selection.ranges, 1), BLOCK))), wanted)
-
-
-def tensor_parallel_trains_as_one_rank() -> None:
-    """KV groups split by parallelize_module; the call gets plain tensors or DTensors."""
-    for local in (True, False):
-        model, x, selection, wanted = model_and_input()
-        on = mesh()
-        by_columns = {name: ColwiseParallel(use_local_output=local) for name in "qkv"}
-        parallelize_module(model, on, {**by_columns, "o": RowwiseParallel()})
-        ranges = mine(selection.ranges, 2) if local else placed(selection.ranges, 2, on)
-        close(trained(model, x, Selection.from_ranges(ranges, BLOCK)), wanted)
 
 
 def the_example_trains_as_one_rank() -> None:

@@ -271,18 +271,6 @@ def options_of(call: ChooseCall, shape: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("shape", ["h3", "chunked-prefill", "shorter-than-a-compressed-block", "more-than-all-blocks"])
-def test_results(backend: str, shape: str) -> None:
-    call = make_choose_call(shape)
-    o, selection, lse = compressed_attention(call.q, call.k, call.v, **options_of(call, shape), return_lse=True, backend=backend)
-    assert last().forward == backend
-    exact = check_attention((o, lse), call)
-    assert selection.block_size == call.rule.block_size
-    assert selection.disjoint
-    choose_cases.assert_chosen(selection.block_indices, exact.importance, exact.blocks)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_decode_of_compressed_attention(backend: str) -> None:
     call = make_choose_call("decode")
     q, options = call.q.squeeze(1), options_of(call, "decode")

@@ -25,14 +25,13 @@ from nsa_sel.core import registry
 from nsa_sel.core.backend import Reason
 from nsa_sel.core.call import device_info
 from nsa_sel.core.decision import Decision
-from nsa_sel.core.request import DeviceInfo, example_request
+from nsa_sel.core.request import example_request
 from nsa_sel.oracle import oracle_forward
 from nsa_sel.selection import Selection
 from nsa_sel.settings.flags import CACHE_FLAG
 from tests.helpers.files import ROOT
 
 S, G, D, S_KV, BLOCK = 5, 2, 16, 32, 8
-SM89 = DeviceInfo(kind="cuda", name="NVIDIA GeForce RTX 4090", sm=89)
 
 
 def invoke(*arguments: object) -> Any:

@@ -32,10 +32,9 @@ from tests.helpers.caches import (
     make_cache,
     make_quantized,
     positions,
-    replayed_with,
 )
 from tests.helpers.cases import assert_gradients, assert_within_twice_baseline, make_grads, plain_torch
-from tests.helpers.gpus import needs, needs_hopper, no_waiting
+from tests.helpers.gpus import needs, needs_hopper
 
 
 @pytest.mark.parametrize("page_size", [16, 24, 64])
@@ -150,27 +149,23 @@ def gpu_cache(page_size: int | None, **sizes: object) -> Cache:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("page_size", [16, 24, 64])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("page_size", "each"), [(16, None), (24, None), (64, None), (None, "head"), (24, "page"), (64, "head"), (64, "page")]
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_many_rows_use_tma_where_pages_hold_whole_steps(
-    page_size: int, dtype: torch.dtype, logged: Any, monkeypatch: pytest.MonkeyPatch
+    page_size: int | None, each: str | None, dtype: torch.dtype, logged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Enough rows to fill the GPU are not split; TMA needs Hopper or newer."""
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
-    check(gpu_cache(page_size, lengths=LENGTHS * 64, S_q=2, dtype=dtype), "triton-group")
+    sizes: dict[str, Any] = {"lengths": LENGTHS * 64, "S_q": 2, "dtype": dtype}
+    if each is None:
+        check(gpu_cache(page_size, **sizes), "triton-group")
+    else:
+        check_quantized(gpu_quantized(each, page_size, **sizes, block=32), "triton-group")
     configs = [event["config"] for event in logged("sel.triton.kernel")]
-    tma = torch.cuda.get_device_capability() >= (9, 0) and page_size % 16 == 0
+    tma = torch.cuda.get_device_capability() >= (9, 0) and page_size != 24
     assert [config.split(":")[0].split("-wide")[0] for config in configs] == [f"triton-group/decode-{'blocks' if tma else 'pages'}"]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("page_size", [None, 16])
-def test_calls_never_wait_for_the_device(page_size: int | None) -> None:
-    cache = gpu_cache(page_size)
-    for backend in ("triton-group", "sdpa-packed", None):
-        selection_attention_with_kvcache(*cache, backend=backend)
-        with no_waiting():
-            selection_attention_with_kvcache(*cache, backend=backend)
 
 
 @pytest.mark.gpu
@@ -195,7 +190,6 @@ def test_pools_may_have_more_than_two_to_the_31_elements() -> None:
 
 
 READERS = ("sdpa-packed", "triton-group")
-FEW = (0, 1, 40)  # lengths: one Triton program takes 20 ms
 
 
 @pytest.mark.parametrize("backend", READERS)
@@ -403,53 +397,8 @@ def test_what_cannot_be_quantized_is_refused(given: tuple[Any, ...], message: st
         nsa_sel.quantize_e4m3(*given)
 
 
-_SM = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1] if torch.cuda.is_available() else 0
-
-
-# Backends by the least page, and block, that they read: whole steps (more of them below), or any.
-PAGES = {
-    name: 16 if backend.quantized_by is None else 64
-    for name, backend in registry.backends().items()
-    if "cuda" in backend.limits.dtypes and backend.limits.quantized.get("e4m3", 1000) <= _SM and not registry.missing(name)
-}
-
-
 def gpu_quantized(each: str | None, page_size: int | None, **sizes: Any) -> QuantizedCache:
     return make_quantized(each, page_size, **{"dtype": torch.bfloat16, "device": "cuda", "Dk": 64, "Dv": 128, **sizes})
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("page_size", "each"), [(None, "head"), (24, "page"), (64, "head"), (64, "page")])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_many_quantized_rows_use_tma(
-    page_size: int | None, each: str, dtype: torch.dtype, logged: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
-    check_quantized(gpu_quantized(each, page_size, lengths=LENGTHS * 64, S_q=2, block=32, dtype=dtype), "triton-group")
-    configs = [event["config"] for event in logged("sel.triton.kernel")]
-    tma = torch.cuda.get_device_capability() >= (9, 0) and page_size != 24
-    assert [config.split(":")[0].split("-wide")[0] for config in configs] == [f"triton-group/decode-{'blocks' if tma else 'pages'}"]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("each", ["head", "page"])
-@pytest.mark.parametrize(("backend", "page_size"), PAGES.items())
-def test_a_graph_follows_writes_into_its_inputs(backend: str, page_size: int, each: str) -> None:
-    """Scales, lengths, tables, selections, queries and pages; o and lse held NaN. Bit-equal to an eager call."""
-    sizes = {"page_size": page_size if each == "page" else None, "block": page_size}
-    first, other = (gpu_quantized(each, lengths=lengths, seed=seed, **sizes) for lengths, seed in ((LENGTHS, 0), ((150, 9, 0, 1), 1)))
-    found = replayed_with(first.cache, other.cache, backend, first.scales, other.scales)
-    assert all(map(torch.equal, found, check_quantized(other, backend)))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("each", EACH)
-@pytest.mark.parametrize(("backend", "page_size"), [*PAGES.items(), (None, 16)])
-def test_quantized_calls_never_wait_for_the_device(backend: str | None, page_size: int, each: str | None) -> None:
-    given = gpu_quantized(each, page_size, block=page_size)
-    called(given, backend)
-    with no_waiting():
-        called(given, backend)
 
 
 GARBAGE = 2**30  # after a sequence's last page: a key there would be far outside of memory
@@ -468,34 +417,6 @@ def check_twice(given: QuantizedCache) -> tuple[torch.Tensor, torch.Tensor]:
     found = check_quantized(given, "cupy-cuda")
     assert all(map(torch.equal, found, called(given, "cupy-cuda")))
     return found
-
-
-@pytest.mark.gpu
-@needs("cupy-cuda")
-@needs_hopper
-@pytest.mark.parametrize(
-    ("S", "h", "D", "block", "page_size", "each"),
-    [
-        (4, 4, 128, 64, 64, "page"),
-        (8, 3, 64, 128, None, "head"),
-        (3, 8, 128, 64, 256, "page"),
-        (8, 1, 128, 64, None, None),
-    ],
-)
-def test_tiles_of_tokens(S: int, h: int, D: int, block: int, page_size: int | None, each: str | None, started: list[str]) -> None:
-    """One tile of all tokens of a sequence, and several; sequences shorter than S among others."""
-    given = gpu_cache_gpu(each, page_size, S_q=S, h=h, Dk=D, Dv=D, block=block, lengths=(0, 1, 7, 70, 575) * 11, room=640)
-    o, lse = check_twice(given)
-    assert set(started) == {"forward_tokens.cu"}
-    check_twice(given.asked(given.cache.q.half()))
-    for s in range(S):  # each token alone: of the last S_q, those before it
-        one = given.replaced(
-            q=given.cache.q[:, s : s + 1], selection=Selection(given.cache.selection.ranges[:, s : s + 1].contiguous(), block),
-            cache_seqlens=(given.cache.cache_seqlens - (S - 1 - s)).clamp(min=0),
-        )  # fmt: skip
-        alone, alone_lse = called(one, "cupy-cuda")
-        torch.testing.assert_close(alone[:, 0], o[:, s], rtol=2**-7, atol=2**-7)
-        torch.testing.assert_close(alone_lse[:, 0], lse[:, s], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -195,34 +195,6 @@ def on_device(packed: Packed) -> dict[str, Any]:
     return {"cu_seqlens_q": cu_q, "cu_seqlens_k": None if packed.cu_q == packed.cu_k else cu_k}
 
 
-@pytest.mark.gpu
-@on_gpu
-@pytest.mark.parametrize("lengths", [(ALIGNED_GPU, ALIGNED_GPU), (FEW, MANY)], ids=["the same", "more keys"])
-def test_aligned_sequences_keep_whole_blocks_gpu(backend: str, lengths: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
-    for h, block_size in ((4, 32), (3, 16)):
-        packed = pack(*lengths, block_size=block_size, spare=5, dtype=torch.bfloat16, **{**SIZES, "h": h})
-        check_varlen(backend, packed, **{"block_aligned": True, **on_device(packed)} if h == 3 else {})
-        assert nsa_sel.decisions()[-1].request.block_size == block_size
-
-
-@pytest.mark.gpu
-def test_keys_are_copied_where_it_pays_unless_forbidden() -> None:
-    """1k rows that may select 256 keys each: the decision for whole blocks says whether to copy."""
-    packed = pack((500, 7, 517), block_size=64, n=4, G=2, h=16, Dk=128, Dv=128, dtype=torch.bfloat16, device="cuda")
-    options = on_device(packed)
-    nsa_sel.selection_attention_varlen(*packed[:4], **options, align=True)
-    decision = nsa_sel.decisions()[-1]
-    for_blocks = packed_batches._prefers_blocks(str(decision.forward), decision.request, decision.device)
-    nsa_sel.selection_attention_varlen(*packed[:4], **options)
-    assert nsa_sel.decisions()[-1].request.block_size == (64 if for_blocks else None)
-    for align, backend in ((False, None), (None, "triton-group")):
-        nsa_sel.selection_attention_varlen(*packed[:4], **options, align=align, backend=backend)
-        assert nsa_sel.decisions()[-1].request.block_size is None
-    with nsa_sel.use_backend("triton-tile"):
-        nsa_sel.selection_attention_varlen(*packed[:4], **options)
-    assert nsa_sel.decisions()[-1].request.block_size == 64
-
-
 def step(backend: str, packed: Packed, **options: Any) -> tuple[torch.Tensor, ...]:
     """o, lse and all gradients."""
     inputs = [x.detach().requires_grad_() for x in packed[:3]]

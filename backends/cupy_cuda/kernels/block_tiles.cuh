@@ -5,9 +5,9 @@
 //   sum_counts.cu     sum the counts, and count the segments of every list
 //   list_rows.cu      list the rows of every tile, with one bit per block
 //
-// A row seldom selects all blocks of a tile of 64 adjacent keys, so most rows would use few of them. Blocks that many rows
-// select therefore share tiles, and so do blocks that few rows select, in the order of their positions, because neighboring
-// rows select neighboring blocks.
+// A row seldom selects all blocks of a tile of 64 adjacent keys, so most rows would use few of them. Blocks that many
+// rows select therefore share tiles, and so do blocks that few rows select, in the order of their positions, because
+// neighboring rows select neighboring blocks.
 #pragma once
 #include "key_to_rows.cuh"
 

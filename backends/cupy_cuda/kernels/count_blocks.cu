@@ -1,5 +1,5 @@
-// Count how many of every SAMPLED-th row selected each block: an estimate is enough for order_blocks.cu. Sums of integers do
-// not depend on the order of the atomic additions. Grid: one CTA per (b, g, sampled row).
+// Count how many of every SAMPLED-th row selected each block: an estimate is enough for order_blocks.cu. Sums of
+// integers do not depend on the order of the atomic additions. Grid: one CTA per (b, g, sampled row).
 #include "key_to_rows.cuh"
 
 constexpr int THREADS = 128;

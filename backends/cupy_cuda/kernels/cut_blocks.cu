@@ -1,5 +1,5 @@
-// Count the segments of every tile's list if the tiles of a block share one list (key_to_rows.cuh). Grid: one CTA; a thread
-// takes EACH adjacent lists per round.
+// Count the segments of every tile's list if the tiles of a block share one list (key_to_rows.cuh). Grid: one CTA; a
+// thread takes EACH adjacent lists per round.
 #include "key_to_rows.cuh"
 #include "sort.cuh"
 

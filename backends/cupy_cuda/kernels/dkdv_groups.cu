@@ -123,17 +123,18 @@ struct ListSteps : Segment<KEYS> {
     }
 };
 
-// Two consumer warpgroups, for keys whose sums do not fit one warpgroup's registers, compute two of the four products each:
+// Two consumer warpgroups, for keys whose sums do not fit one warpgroup's registers, compute two of the four products
+// each:
 //
 //   ValueSums  p^T = 2^(c k q^T - lse),  dv = sum p^T do
 //   KeySums    ds^T = p^T * (v do^T - delta),  dk = sum ds^T q
 //
-// ValueSums sends p to KeySums in float32 through shared memory: thread t reads what thread t wrote. Each keeps its operand
-// of the first product, the tile's keys or values, in registers, so that wgmma reads half as much shared memory, and the
-// memory that held the tile becomes the last stage of q and do. The first product of a step and the sum of the step before
-// are in flight together. Next to sums of 256 columns, registers hold only a part of the operand (TILE_STAYS), and two
-// stages fit beside the tile; q and do are then released separately (APART), each as soon as both consumers have used it:
-// while one consumer computes p or ds, the other multiplies.
+// ValueSums sends p to KeySums in float32 through shared memory: thread t reads what thread t wrote. Each keeps its
+// operand of the first product, the tile's keys or values, in registers, so that wgmma reads half as much shared
+// memory, and the memory that held the tile becomes the last stage of q and do. The first product of a step and the sum
+// of the step before are in flight together. Next to sums of 256 columns, registers hold only a part of the operand
+// (TILE_STAYS), and two stages fit beside the tile; q and do are then released separately (APART), each as soon as both
+// consumers have used it: while one consumer computes p or ds, the other multiplies.
 
 // What both consumers know of a segment's steps; list: as of row_steps.cuh, and what dkdv_groups.cu adds to it.
 template <class List>

@@ -56,8 +56,8 @@ struct RowHeads {
 };
 
 // Merge the results of a cluster's CTAs through distributed shared memory. Every CTA sends each other CTA the partial
-// results for that CTA's columns, and waits for what all others sent to it, without a cluster barrier. Sums run over the
-// CTAs in order, so that results are bit-equal from run to run. `rank` is the number of the CTA that sends.
+// results for that CTA's columns, and waits for what all others sent to it, without a cluster barrier. Sums run over
+// the CTAs in order, so that results are bit-equal from run to run. `rank` is the number of the CTA that sends.
 template <int HEADS>
 struct RowCluster {
     static constexpr int OWN = DV / CLUSTER;  // columns that a CTA writes

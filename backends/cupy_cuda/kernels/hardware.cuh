@@ -4,7 +4,8 @@
 // Every kernel is compiled with these constants; NVRTC needs no include folder, since no header of the toolkit is used:
 //   BF16     1: bfloat16, 0: float16
 //   DK, DV   columns of a key and of a value, multiples of 8
-//   ALIGNED  1: rows of q, k, v (and do) begin at multiples of 16 bytes and are copied by cp.async; 0: element by element
+//   ALIGNED  1: rows of q, k, v (and do) begin at multiples of 16 bytes and are copied by cp.async; 0: element by
+// element
 //   E4M3     1: keys and values are e4m3, and products are of float16 (stored_tiles.cuh)
 #pragma once
 
@@ -98,8 +99,8 @@ DEVICE void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Where this kernel was started before the one ahead of it in the stream had ended (`launch.start`, early): waits for its end. Nothing
-// that a kernel may have written is read before it, and nothing is written.
+// Where this kernel was started before the one ahead of it in the stream had ended (`launch.start`, early): waits for
+// its end. Nothing that a kernel may have written is read before it, and nothing is written.
 DEVICE void wait_for_kernel_ahead() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -116,7 +117,8 @@ DEVICE void wait_for_stream() {
     wait_for_kernel_ahead();
 }
 
-// Barrier of all threads of a cluster (sm_90 and newer); earlier writes to shared memory are visible to the whole cluster after it.
+// Barrier of all threads of a cluster (sm_90 and newer); earlier writes to shared memory are visible to the whole
+// cluster after it.
 DEVICE void cluster_sync() { asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // The float at the address of `mine`, but in the shared memory of CTA number `cta` of the cluster.
@@ -140,7 +142,8 @@ DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Four 8 x 8 matrices from shared memory: lane l passes the address of row l % 8 of matrix l / 8, and receives the pair (r, c) of each.
+// Four 8 x 8 matrices from shared memory: lane l passes the address of row l % 8 of matrix l / 8, and receives the pair
+// (r, c) of each.
 DEVICE void ldmatrix(u32 (&x)[4], const u16 *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])

@@ -156,8 +156,8 @@ DEVICE void reallocate_registers(bool consumer) {
 // wgmma: a warpgroup's products on the tensor core, d (64 x N, N / 2 floats per thread) += a (64 x 16) b (16 x N).
 //
 // Warp w of the warpgroup has rows [16 w, 16 w + 16); its floats 4 j to 4 j + 3 are those of mma.sync for columns
-// [8 j, 8 j + 8). Operands in shared memory are given by their descriptors (hopper_tiles.cuh), operands a in registers as
-// operand A of mma.sync for each warp.
+// [8 j, 8 j + 8). Operands in shared memory are given by their descriptors (hopper_tiles.cuh), operands a in registers
+// as operand A of mma.sync for each warp.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Wait until at most PENDING committed groups are in flight.
@@ -166,8 +166,8 @@ DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Schedule the computation of x, which is never negative, before the next wait: the compiler must assume that it is stored
-// here.
+// Schedule the computation of x, which is never negative, before the next wait: the compiler must assume that it is
+// stored here.
 DEVICE void compute_before_wait(float x, void *nowhere) {
     asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}" ::"f"(x), "r"(shared_address(nowhere))
                  : "memory");

@@ -1,9 +1,11 @@
-// Rows of join_partials.cu and join_shares.cu: 64 rows of a unit, TQ adjacent tokens times H heads. The kernels compute the
-// tiles of keys that all of the tokens selected (shared_tiles.cu), and add the partials of all other entries: while one CTA
-// multiplies, others on the multiprocessor read partials at memory speed.
+// Rows of join_partials.cu and join_shares.cu: 64 rows of a unit, TQ adjacent tokens times H heads. The kernels compute
+// the tiles of keys that all of the tokens selected (shared_tiles.cu), and add the partials of all other entries: while
+// one CTA multiplies, others on the multiprocessor read partials at memory speed.
 //
-// Partials: each warp owns 16 rows, and loads one partial per token and round into one of RING stages, by bulk loads, which
-//   take no registers. The stages reuse the memory of the products. Accumulators are exchanged within a quad once, so that a
+// Partials: each warp owns 16 rows, and loads one partial per token and round into one of RING stages, by bulk loads,
+// which
+//   take no registers. The stages reuse the memory of the products. Accumulators are exchanged within a quad once, so
+// that a
 //   lane holds eight adjacent columns of every 32, and reads them in one load.
 // Arguments of a kernel: p, reach, the masks `shared` and `listed` [B,S,G], and the fields of `UnitRows` (units.py).
 //
@@ -96,8 +98,8 @@ struct Barriers {
     }
 };
 
-// Exchange an accumulator of wgmma within a quad: of every 32 columns, a lane then holds eight adjacent ones instead of two
-// of every eight.
+// Exchange an accumulator of wgmma within a quad: of every 32 columns, a lane then holds eight adjacent ones instead of
+// two of every eight.
 template <int N>
 DEVICE void adjacent_columns(float (&acc)[N]) {
     UNROLL for (int j = 0; j < N; j += 16)
@@ -121,8 +123,8 @@ DEVICE u64 listed_entries(const Arguments &x, const Tokens &tokens, int row) {
     return row / H < tokens.count ? x.listed[tokens.index(x.p, row / H)] : 0;
 }
 
-// A warp's loads of partials of D columns: round i loads partial i of each of its tokens into stage i % RING, one lane per
-// token.
+// A warp's loads of partials of D columns: round i loads partial i of each of its tokens into stage i % RING, one lane
+// per token.
 template <int D>
 struct PartialLoads {
     static constexpr int ROW_BYTES = D * 2, STAGE_BYTES = 16 * ROW_BYTES;

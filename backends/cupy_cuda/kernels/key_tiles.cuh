@@ -54,8 +54,8 @@ struct KeyIterator {
     DEVICE KeyIterator(const Problem &problem, const Row &row, int tile, int tiles)
         : p(problem), row(row.index), b(row.b), limit(row_limit(problem, row.b, row.s)), step(tiles), next(static_cast<i64>(tile) * TILE) {}
 
-    // Advance to the next tile; return its number of keys, 0 after the last. location: of key lane % TILE of the tile; zeros
-    // past the keys.
+    // Advance to the next tile; return its number of keys, 0 after the last. location: of key lane % TILE of the tile;
+    // zeros past the keys.
     DEVICE int next_tile(KeyLocation &location) {
         const int lane = threadIdx.x % 32;
         while (next >= keys) {
@@ -99,8 +99,8 @@ DEVICE void team_sync() {
         __syncthreads();
 }
 
-// Gather keys into a tile with cp.async: row r is the key whose location lane r holds. Rows from `count` and columns from D
-// on are zero.
+// Gather keys into a tile with cp.async: row r is the key whose location lane r holds. Rows from `count` and columns
+// from D on are zero.
 template <int D, int PITCH>
 DEVICE void gather_keys(u16 *tile, const KeysTensor &x, const u16 *base, const KeyLocation &location, int count) {
     constexpr int CHUNKS = (PITCH - 8) / 8, ALL_CHUNKS = TILE * CHUNKS;

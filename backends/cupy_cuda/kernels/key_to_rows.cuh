@@ -148,8 +148,8 @@ DEVICE float4 add_parts(float4 total, const float *parts, int segments, i64 stri
     return total;
 }
 
-// Return the tile of WIDTH keys of entry range * reach + step of row `row` (index in [B,S,G]), -1 if the range ends before
-// it. limit: the row's `row_limit`.
+// Return the tile of WIDTH keys of entry range * reach + step of row `row` (index in [B,S,G]), -1 if the range ends
+// before it. limit: the row's `row_limit`.
 template <int WIDTH>
 DEVICE int tile_of(const Problem &p, int reach, i64 row, int limit, int entry) {
     int start, end;
@@ -158,8 +158,8 @@ DEVICE int tile_of(const Problem &p, int reach, i64 row, int limit, int entry) {
     return end > start && tile * WIDTH < end ? tile : -1;
 }
 
-// The rows that see any of WIDTH keys from `first_key` on through a window, in steps of TOKENS rows. dkdv_groups.cu walks
-// these instead of a list.
+// The rows that see any of WIDTH keys from `first_key` on through a window, in steps of TOKENS rows. dkdv_groups.cu
+// walks these instead of a list.
 template <int WIDTH, int TOKENS>
 struct WindowRows {
     i64 first, count;  // the rows [first, first + count)

@@ -1,5 +1,5 @@
-// Assign blocks to tiles (block_tiles.cuh): sort them by the share of the rows seeing a block that selected it, in powers of
-// two, and then by position. This decides which keys are computed together; results change only by rounding.
+// Assign blocks to tiles (block_tiles.cuh): sort them by the share of the rows seeing a block that selected it, in
+// powers of two, and then by position. This decides which keys are computed together; results change only by rounding.
 //
 // Grid: one CTA per (b, g). Each thread takes adjacent blocks.
 #include "key_to_rows.cuh"

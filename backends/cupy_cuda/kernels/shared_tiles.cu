@@ -1,9 +1,9 @@
 // Find the tiles of keys that all of some adjacent tokens selected (cuda-block): join_partials.cu attends to these,
 // block_partials.cu to all others.
 //
-// Grid: one CTA per 64 tokens of a pair (b, g), in groups of TQ = 64 / H. An entry of a row (key_to_rows.cuh) is shared if
-// every token of its group has an entry for the same tile. The group's first token then has one, too, so only its entries are
-// searched for among those of the others.
+// Grid: one CTA per 64 tokens of a pair (b, g), in groups of TQ = 64 / H. An entry of a row (key_to_rows.cuh) is shared
+// if every token of its group has an entry for the same tile. The group's first token then has one, too, so only its
+// entries are searched for among those of the others.
 //
 //   H     heads per group, a divisor of 64
 //   EACH  entries per row, n * reach, at most 64

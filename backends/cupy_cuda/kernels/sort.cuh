@@ -43,7 +43,8 @@ struct Segments {
     }
 };
 
-// The record that a CTA of sum_counts.cu publishes for later CTAs: sums of its lists. Records follow the counts in memory.
+// The record that a CTA of sum_counts.cu publishes for later CTAs: sums of its lists. Records follow the counts in
+// memory.
 struct Published {
     int sums[3], ready;
 };

@@ -1,8 +1,8 @@
 // Counting sort, last step: scatter every entry to its list (sort.cuh).
 //
-// Grid: one CTA per chunk. It sorts BLOCK entries at a time in shared memory, so that entries of a list are stored together.
-// Each warp counts its 32 * EACH adjacent entries per tile, 32 at a time. Lanes that count the same tile at once get their
-// ranks in any order; ordered_place restores the order when entries are stored.
+// Grid: one CTA per chunk. It sorts BLOCK entries at a time in shared memory, so that entries of a list are stored
+// together. Each warp counts its 32 * EACH adjacent entries per tile, 32 at a time. Lanes that count the same tile at
+// once get their ranks in any order; ordered_place restores the order when entries are stored.
 //
 //   EACH  entries per thread and block
 //   FEW   1: counts come from sort_count.cu, and there are so few that every CTA sums them itself: at most TABLE tiles and
@@ -26,8 +26,8 @@ struct Shared {
     int to[TABLE];             // per tile: destination in `entries` minus position in `sorted`
 };
 
-// Turn counts into positions in `sorted`, two tiles per thread; return the number of entries. to: where the tiles' entries of
-// this block go. counts: of the chunk, from these tiles on, advanced if the chunk has more blocks (more).
+// Turn counts into positions in `sorted`, two tiles per thread; return the number of entries. to: where the tiles'
+// entries of this block go. counts: of the chunk, from these tiles on, advanced if the chunk has more blocks (more).
 DEVICE int place_lists(Shared &shared, const int (&to)[2], int *counts, int tiles, bool more) {
     const int tile = 2 * threadIdx.x;
     int own[2] = {0, 0};
@@ -53,8 +53,8 @@ DEVICE int place_lists(Shared &shared, const int (&to)[2], int *counts, int tile
     return all[0];
 }
 
-// FEW: compute from the counts of all chunks where the chunk's entries of two tiles per thread go. The CTA of the first chunk
-// of a section of a bg stores where its lists begin, and the segments before them.
+// FEW: compute from the counts of all chunks where the chunk's entries of two tiles per thread go. The CTA of the first
+// chunk of a section of a bg stores where its lists begin, and the segments before them.
 DEVICE void add_counts(const Arguments &x, const Chunk &chunk, int (&to)[2]) {
     const u32 tiles = x.sort.tiles, chunks = x.sort.chunks, number = blockIdx.x % chunks, tile = 2 * threadIdx.x;
     int sums[3] = {0, 0, 0}, before[3], own[2] = {0, 0}, own_before[2] = {0, 0}, all[3];  // entries, and segments of both kinds
@@ -87,7 +87,8 @@ DEVICE void add_counts(const Arguments &x, const Chunk &chunk, int (&to)[2]) {
     }
 }
 
-// Return the position of element i of `sorted` in ascending order among entries of its tile that one warp counted at once.
+// Return the position of element i of `sorted` in ascending order among entries of its tile that one warp counted at
+// once.
 DEVICE int ordered_place(const u32 *sorted, int i, u32 own) {
     int place = i;
     for (int j = i - 1; (sorted[j] ^ own) < 32; --j) place -= sorted[j] > own;

@@ -1,19 +1,22 @@
-// A step's keys and values as operands B of mma.sync, and its work shared by the warps of the same heads. `Stored` is the
-// policy for the type of keys and values in memory: SixteenBit (that of q), or E4m3, converted in registers.
+// A step's keys and values as operands B of mma.sync, and its work shared by the warps of the same heads. `Stored` is
+// the policy for the type of keys and values in memory: SixteenBit (that of q), or E4m3, converted in registers.
 //
 // e4m3 is exact in float16. With stored numbers K, V and scales a, c of a key's head, or of its page and head:
 //
 //   s_j = a (q K_j^T),  o = sum_j p_j c V_j / l
 //
-// Scales never touch the numbers, nor p: p is at most 2^SLACK, far within float16, whatever the scales are. a multiplies
-// the logits in float32. A step lies in one page: c multiplies its product p V in float32 before that is added to acc; c
-// of a head is applied once, at the end. Either may be negative or zero, since the maximum is that of scaled logits.
+// Scales never touch the numbers, nor p: p is at most 2^SLACK, far within float16, whatever the scales are. a
+// multiplies the logits in float32. A step lies in one page: c multiplies its product p V in float32 before that is
+// added to acc; c of a head is applied once, at the end. Either may be negative or zero, since the maximum is that of
+// scaled logits.
 //
 // Order of e4m3 numbers: a lane receives a pair of bytes where it would receive one 16-bit number.
-//   K  `ldmatrix` gives lane t of a quad bytes 4 t ... 4 t + 3 of a key's 16: two pairs, which are b0 and b1. Contraction
+//   K  `ldmatrix` gives lane t of a quad bytes 4 t ... 4 t + 3 of a key's 16: two pairs, which are b0 and b1.
+// Contraction
 //      indices 2 t, 2 t + 1, 2 t + 8, 2 t + 9 therefore stand for columns 4 t ... 4 t + 3; q is read in the same order.
 //   V  `ldmatrix_trans` gives it columns 2 r and 2 r + 1 of keys 2 t and 2 t + 1, with r = lane / 4. Of 16 columns, the
-//      even ones are one product's operand and the odd ones another's: columns 4 t ... 4 t + 3 of o alternate between the
+//      even ones are one product's operand and the odd ones another's: columns 4 t ... 4 t + 3 of o alternate between
+// the
 //      two accumulators.
 //
 //   E4M3         1: keys and values are e4m3
@@ -129,9 +132,9 @@ DEVICE u32 swizzled_bytes(int row, int c) {
 
 // The same functions for e4m3.
 struct E4m3 {
-    // Convert bfloat16 rows of a tile to float16, each times the power of two that brings its largest number to Q_TOP or
-    // above, so that it stays below float16's 65504; rates[r]: the inverse factor. Exact except for numbers below 2^-32 of
-    // the largest. Each thread converts what it has copied (copy_heads), so no barrier is needed.
+    // Convert bfloat16 rows of a tile to float16, each times the power of two that brings its largest number to Q_TOP
+    // or above, so that it stays below float16's 65504; rates[r]: the inverse factor. Exact except for numbers below
+    // 2^-32 of the largest. Each thread converts what it has copied (copy_heads), so no barrier is needed.
     template <int ROWS, int THREADS>
     DEVICE static void convert_queries(u16 *tile, float *rates) {
         if (!BF16) return;
@@ -247,8 +250,8 @@ struct E4m3 {
 
 typedef If<E4M3, E4m3, SixteenBit> Stored;
 
-// Warps of the same heads each compute s = q k^T for SHARE keys of a step and, once p is in shared memory, acc += p v for
-// a share of the columns of v. A lane has rows `row` and `row + 8`.
+// Warps of the same heads each compute s = q k^T for SHARE keys of a step and, once p is in shared memory, acc += p v
+// for a share of the columns of v. A lane has rows `row` and `row + 8`.
 
 // Raise the maxima of a lane's rows to those of all shares, and rescale acc. Called by all THREADS threads.
 template <int THREADS, int SHARES, int ROWS, int N>
@@ -294,8 +297,8 @@ DEVICE float sum_of(const float (&sums)[SHARES][ROWS], int row) {
     return sum;
 }
 
-// Zero the values of keys [first, first + SHARE) from key `keys` on, by a warp. Rows are zeroed whole, so the swizzle does
-// not matter.
+// Zero the values of keys [first, first + SHARE) from key `keys` on, by a warp. Rows are zeroed whole, so the swizzle
+// does not matter.
 template <int SHARE>
 DEVICE void zero_values(unsigned char *values, int first, int keys) {
     constexpr int CHUNKS = V_BOX * BYTES / 16;  // per row of a box

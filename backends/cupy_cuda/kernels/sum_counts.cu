@@ -1,8 +1,9 @@
-// Counting sort, second step: replace every count by the list's entries in earlier chunks, and compute where lists begin and
-// how many segments come before each (sort.cuh). In torch this would take twenty small kernels, bound by host time.
+// Counting sort, second step: replace every count by the list's entries in earlier chunks, and compute where lists
+// begin and how many segments come before each (sort.cuh). In torch this would take twenty small kernels, bound by host
+// time.
 //
-// Grid: one CTA per 32 lists, one lane per list; the warps share the chunks. CTAs publish the sums of their lists, and add
-// those of all earlier CTAs: these started earlier and never wait for later ones, so spinning is safe.
+// Grid: one CTA per 32 lists, one lane per list; the warps share the chunks. CTAs publish the sums of their lists, and
+// add those of all earlier CTAs: these started earlier and never wait for later ones, so spinning is safe.
 #include "sort.cuh"
 
 constexpr int WARPS = 16, THREADS = 32 * WARPS, EACH = 8;  // counts that a thread loads together

@@ -1,5 +1,5 @@
-// Add the partial sums of dk and dv of a unit's lists with several segments, in order, to the sums of earlier sections. Store
-// zeros for tiles that no row selected. A list with one segment adds its sums itself (block_gradients.cu).
+// Add the partial sums of dk and dv of a unit's lists with several segments, in order, to the sums of earlier sections.
+// Store zeros for tiles that no row selected. A list with one segment adds its sums itself (block_gradients.cu).
 //
 // Grid: one CTA per (list, KEYS keys), as in sum_parts.cu.
 #include "key_to_rows.cuh"

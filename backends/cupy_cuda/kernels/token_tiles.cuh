@@ -275,8 +275,8 @@ struct StepReader {
     DEVICE void release(const Step &step) { pipeline.release(step.stage); }
 };
 
-// One past the last key that each of a thread's two rows may see: stored, or (ORDERED) recomputed, because few steps have a
-// mask and registers are scarce.
+// One past the last key that each of a thread's two rows may see: stored, or (ORDERED) recomputed, because few steps
+// have a mask and registers are scarce.
 struct StoredLimits {
     int limits[2];
     DEVICE StoredLimits(const TokenTile &, int) {}

@@ -1,4 +1,5 @@
-"""Hugging Face transformers on nsa-sel: dense models without training (register.py), and released models that select blocks (patch.py)."""
+"""Hugging Face transformers on nsa-sel: dense models without training (register.py), and released models that select
+blocks (patch.py)."""
 
 from nsa_sel.compat.transformers.patch import Patched, patch_model
 from nsa_sel.compat.transformers.register import attend, first_keys, register_transformers

@@ -1,4 +1,5 @@
-"""MiniMax-M3 (MSA, arXiv 2606.13392): attention to the blocks that its indexer chose, and the indexer by `choose_blocks`.
+"""MiniMax-M3 (MSA, arXiv 2606.13392): attention to the blocks that its indexer chose, and the indexer by
+`choose_blocks`.
 
 Blocks are those of transformers' own code: blocks of cache slots, so padding before the text shifts them.
 """
@@ -28,8 +29,8 @@ def attend(
 ) -> Tensor:
     """Return o [B,S,H,D] of a layer, over the blocks of its indexer or, in layers without one, over all visible keys.
 
-    A row that sees no key gets the mean of all values, as in the model's eager attention: rows of padding, and the first rows of a
-    sequence behind a block of padding or more.
+    A row that sees no key gets the mean of all values, as in the model's eager attention: rows of padding, and the
+    first rows of a sequence behind a block of padding or more.
 
     Args:
         module: the attention layer.
@@ -70,7 +71,8 @@ def choose(
 ) -> Tensor:
     """Return block indices [B,G,S,n]: the forward of `MiniMaxM3VLIndexer` without the scores of all keys.
 
-    A block's score is its largest logit of a key at or before position_ids; the blocks at and before the position are forced.
+    A block's score is its largest logit of a key at or before position_ids; the blocks at and before the position are
+    forced.
     """
     B, S, _ = hidden_states.shape
     index_q = self.q_norm(self.q_proj(hidden_states).view(B, S, -1, self.head_dim)).transpose(1, 2)

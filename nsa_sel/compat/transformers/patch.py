@@ -15,8 +15,8 @@ from nsa_sel.compat.transformers import minimax_m3, qwen_qsa
 from nsa_sel.compat.transformers.register import NAME, register_transformers
 from nsa_sel.errors import ArgumentError
 
-# Of the module whose forward is replaced: arguments, whose cache is `cache` from transformers 5.24 on, and what it must have. Models pass
-# all arguments by position, or these by name.
+# Of the module whose forward is replaced: arguments, whose cache is `cache` from transformers 5.24 on, and what it must
+# have. Models pass all arguments by position, or these by name.
 M3_ARGUMENTS = ("hidden_states", "position_embeddings", "past_key_values", "position_ids")
 M3_PARTS = ("q_proj", "k_proj", "q_norm", "k_norm", "head_dim", "block_size", "topk_blocks", "local_blocks", "layer_idx")
 QSA_ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs")
@@ -52,10 +52,11 @@ class Patched:
 def patch_model(model: torch.nn.Module) -> Patched:
     """Run the layers of a transformers model that select blocks on nsa-sel, with the model's own weights.
 
-    Takes MiniMax-M3 (`transformers.models.minimax_m3_vl`): attention over the blocks of its indexer, the indexer without a score for
-    every pair of tokens, and dense attention in layers without an indexer. And Qwen3.8 (QSA, `transformers.models.qwen4_exp`): the
-    attention layers with an indexer; its linear attention is left as it is. Prefill whole or in chunks, padded batches, `generate` over a
-    DynamicCache, gradients. Weights, `state_dict` and the cache's layout stay as they are; nothing outside of the model is changed.
+    Takes MiniMax-M3 (`transformers.models.minimax_m3_vl`): attention over the blocks of its indexer, the indexer
+    without a score for every pair of tokens, and dense attention in layers without an indexer. And Qwen3.8 (QSA,
+    `transformers.models.qwen4_exp`): the attention layers with an indexer; its linear attention is left as it is.
+    Prefill whole or in chunks, padded batches, `generate` over a DynamicCache, gradients. Weights, `state_dict` and the
+    cache's layout stay as they are; nothing outside of the model is changed.
 
     Args:
         model: the model, or any module that holds such layers.

@@ -1,7 +1,9 @@
-"""Qwen3.8 (QSA, transformers' Qwen4Exp): attention layers whose indexer chooses complete blocks of visible keys, by `choose_blocks`.
+"""Qwen3.8 (QSA, transformers' Qwen4Exp): attention layers whose indexer chooses complete blocks of visible keys, by
+`choose_blocks`.
 
-A sequence's blocks begin with its first visible key, so padding before the text does not shift them. The raw index keys stay in the model's
-cache; beside them, on the cache's layer, are the pooled, normed and rotated keys of complete blocks, each computed once.
+A sequence's blocks begin with its first visible key, so padding before the text does not shift them. The raw index keys
+stay in the model's cache; beside them, on the cache's layer, are the pooled, normed and rotated keys of complete
+blocks, each computed once.
 """
 
 from __future__ import annotations
@@ -87,8 +89,8 @@ def choose(
 ) -> Selection:
     """Return the selection of `Qwen4ExpTextQSAIndexer`, one for all groups: its ranges are copied for each.
 
-    A row chooses `block_topk` of the complete blocks of the keys that it sees, by the sum over index heads of ReLU(q.k), and takes the
-    incomplete block. Rows of padding before a sequence select nothing.
+    A row chooses `block_topk` of the complete blocks of the keys that it sees, by the sum over index heads of
+    ReLU(q.k), and takes the incomplete block. Rows of padding before a sequence select nothing.
 
     Args:
         indexer: the layer's indexer.
@@ -122,10 +124,12 @@ def choose(
 def index_keys(
     indexer: Any, raw: Tensor, position_embeddings: tuple[Tensor, Tensor], padded: Tensor | None, cache: Any
 ) -> tuple[Tensor, int]:
-    """Return index keys [B,1,S_kv // block,D] of the blocks of each sequence, and S_kv. Those after its complete blocks are arbitrary.
+    """Return index keys [B,1,S_kv // block,D] of the blocks of each sequence, and S_kv. Those after its complete blocks
+    are arbitrary.
 
-    A block's key is the norm of the mean of its raw keys, rotated at the position of its first key. With a cache only blocks that became
-    complete are computed, unless something else changed the cache (as beam search does) or the padding.
+    A block's key is the norm of the mean of its raw keys, rotated at the position of its first key. With a cache only
+    blocks that became complete are computed, unless something else changed the cache (as beam search does) or the
+    padding.
 
     Args:
         indexer, position_embeddings, padded, cache: as of `choose`.

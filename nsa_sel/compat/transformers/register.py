@@ -1,7 +1,8 @@
 """transformers: `attn_implementation="nsa_sel"` runs a dense decoder model with block selection, without training.
 
-A row attends to n blocks of its keys: the first, the last ones, and those whose mean key, with rotary positions, its group's heads give
-the most weight (`choose_blocks`). While a sequence has no more than n blocks, that is dense attention.
+A row attends to n blocks of its keys: the first, the last ones, and those whose mean key, with rotary positions, its
+group's heads give the most weight (`choose_blocks`). While a sequence has no more than n blocks, that is dense
+attention.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ OWN_SELECTION = {
 def register_transformers(*, n: int = 16, block_size: int = 64, first: int = 1, local: int = 2) -> None:
     """Make `attn_implementation="nsa_sel"` known to transformers; called again, change its sizes.
 
-    Models then take it in `from_pretrained(..., attn_implementation="nsa_sel")` and `model.set_attn_implementation("nsa_sel")`: decoders
-    with causal attention over all keys, grouped heads or not. Prefill, whole or in chunks, and decoding over a DynamicCache; padded
-    batches; gradients. Every decoding step reads all keys for their means.
+    Models then take it in `from_pretrained(..., attn_implementation="nsa_sel")` and
+    `model.set_attn_implementation("nsa_sel")`: decoders with causal attention over all keys, grouped heads or not.
+    Prefill, whole or in chunks, and decoding over a DynamicCache; padded batches; gradients. Every decoding step reads
+    all keys for their means.
 
     Args:
         n: blocks per row, the forced ones among them.
@@ -47,7 +49,8 @@ def register_transformers(*, n: int = 16, block_size: int = 64, first: int = 1, 
         local: last blocks, the row's own among them, that are always chosen.
 
     Raises:
-        ArgumentError: sizes that do not fit together; at a call, what a model asks of attention that this does not have.
+        ArgumentError: sizes that do not fit together; at a call, what a model asks of attention that this does not
+            have.
         ImportError: transformers is not installed, or older than 4.53.
     """
     check_positive("n", n)
@@ -64,7 +67,8 @@ def register_transformers(*, n: int = 16, block_size: int = 64, first: int = 1, 
     def attention(
         module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
-        """Return o [B,S,H,D] of query [B,H,S,D], key and value [B,G,S_kv,D]. attention_mask is what `first_keys` returned."""
+        """Return o [B,S,H,D] of query [B,H,S,D], key and value [B,G,S_kv,D]. attention_mask is what `first_keys`
+        returned."""
         check_model(getattr(module, "config", None))
         check_options(module, query, key, options)
         check_mask(attention_mask)
@@ -108,13 +112,15 @@ def first_keys(
     attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, local_size: int | None = None, config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:  # fmt: skip
-    """Return the first key of each sequence, then the key after each one's last, [2 * B] int64 on the CPU; None without padding.
+    """Return the first key of each sequence, then the key after each one's last, [2 * B] int64 on the CPU; None without
+    padding.
 
-    transformers calls this in place of making a mask, once per kind of mask in each forward pass. Its arguments tell what the model asks of
-    attention, so what is not there is refused before anything is computed.
+    transformers calls this in place of making a mask, once per kind of mask in each forward pass. Its arguments tell
+    what the model asks of attention, so what is not there is refused before anything is computed.
 
     Raises:
-        ArgumentError: the mask is not causal over all keys, the model reads the mask itself, or the cache or attention_mask does not fit.
+        ArgumentError: the mask is not causal over all keys, the model reads the mask itself, or the cache or
+            attention_mask does not fit.
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
@@ -169,8 +175,9 @@ def check_mask(attention_mask: Tensor | None) -> None:
 def check_positions(position_ids: Tensor | None, padded: Tensor | None, S: int, S_kv: int, slots: bool) -> Tensor | None:
     """Raise ArgumentError for packed sequences: positions that do not rise from token to token, padding apart.
 
-    It reads the positions in each call, so the host waits for the device. Where it cannot, under torch.compile and while a CUDA graph is
-    captured, it returns whether they are right, a bool tensor []; elsewhere None. A single new token is not checked.
+    It reads the positions in each call, so the host waits for the device. Where it cannot, under torch.compile and
+    while a CUDA graph is captured, it returns whether they are right, a bool tensor []; elsewhere None. A single new
+    token is not checked.
 
     Args:
         position_ids: [S] or [B,S]; None: nothing is checked.
@@ -206,7 +213,10 @@ def check_options(module: torch.nn.Module, query: Tensor, key: Tensor, options: 
         raise ArgumentError("sliding_window", options["sliding_window"], f"None {HERE}: the layer has a sliding window", ANOTHER)
     if options.get("output_attentions"):
         raise ArgumentError(
-            "output_attentions", True, f"False {HERE}: no attention weights are computed", "use attn_implementation='eager'"
+            "output_attentions",
+            True,
+            f"False {HERE}: no attention weights are computed",
+            "use attn_implementation='eager', after undo() if the model is patched",
         )
     if options.get("dropout"):
         raise ArgumentError("attention_dropout", options["dropout"], "0", "set config.attention_dropout = 0, or call model.eval()")

@@ -1,10 +1,9 @@
-"""Parts of choosing: its oracle, PyTorch's chunks, Triton's importance and sections, and plans of CUDA's arithmetic lists."""
+"""Check parts of choosing: its oracle, PyTorch's chunks, Triton's importance and sections, and segments of CUDA's lists."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from itertools import accumulate
 
 import pytest
 import torch
@@ -17,9 +16,7 @@ from nsa_sel.backends import choose_cuda, choose_torch, choose_triton
 from nsa_sel.backends._triton import choose_dkdv, choose_rows
 from nsa_sel.backends._triton.choose_scores import importance
 from nsa_sel.backends.cupy_cuda import compressed
-from nsa_sel.core.arguments import whole_blocks
 from nsa_sel.core.call import ChooseCall, Rule, device_info
-from nsa_sel.core.ranges import sorted_blocks
 from nsa_sel.layer import block_scores
 from nsa_sel.oracle_choose import oracle_choose_backward
 from nsa_sel.selection import Selection
@@ -34,12 +31,11 @@ from tests.helpers.choose import (
     check_gradients,
     in_pages,
     make_choose_call,
-    make_packed_call,
     oracle,
     plain,
     results,
 )
-from tests.helpers.cuda import compiled, emulated, needs_compiler, needs_nvrtc
+from tests.helpers.cuda import compiled, needs_nvrtc
 from tests.helpers.gpus import needs, needs_hopper
 from tests.helpers.policy_cases import H200
 
@@ -107,16 +103,6 @@ def test_chunks_of_torch_bound_its_temporaries(positions: str) -> None:
     assert largest.bytes <= max(call.scratch, call.q.numel() * 4)
 
 
-def test_the_oracle_of_a_packed_batch_is_that_of_each_sequence() -> None:
-    call = make_packed_call((5, 0, 1, 18, 8, 11), sizes=(1, 3, 16, 24))
-    whole = oracle(call)
-    for rows, _, sequence in call.each_sequence():
-        alone = oracle(sequence)
-        assert all(torch.equal(getattr(whole, name)[:, rows], getattr(alone, name)) for name in ("o", "lse", "blocks"))
-        assert torch.equal(whole.importance[:, rows, :, : sequence.blocks], alone.importance)
-    assert bool((whole.blocks[:, -3:] == -1).all())
-
-
 # Triton
 
 
@@ -143,15 +129,6 @@ def test_scores_carry_over_programs_of_importance() -> None:
     assert (found[2][0, 0, 0, :, 0] // 64).tolist() == [0, 63, 64, 68, 69]
 
 
-def test_equal_keys_choose_the_best_blocks_of_the_importance() -> None:
-    call = make_choose_call((1, 60, 60, 1, 4, 16, 16, SMALL))
-    call.k = torch.zeros_like(call.k)
-    _, lse, ranges = choose_triton.forward(call)
-    scores = torch.zeros(1, 60, 1, call.blocks)
-    importance(call, lse, scores, choose_triton.config_of(call, "choose/importance"))
-    assert torch.equal(ranges, whole_blocks(sorted_blocks(scores, 4, 16, 1, 2, 60, None), 16))
-
-
 @pytest.mark.parametrize("positions", ["implied", "given"])
 def test_sections_of_rows_add_up(monkeypatch: pytest.MonkeyPatch, positions: str) -> None:
     call = make_choose_call((2, 37, 100, 1, 4, 16, 24, SMALL))
@@ -173,28 +150,6 @@ def sequences_kernel(bounds, found, origin, most, N, TILE: tl.constexpr):
     tl.store(found + 3 * number, i)
     tl.store(found + 3 * number + 1, begin)
     tl.store(found + 3 * number + 2, end)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "origin"),
-    [((3,), 0), ((0, 9, 0, 0, 1, 4), 0), ((1, 30, 2), 7), ((1,) * 31, 0), ((3, 0) * 24, 0)],
-    ids=["one", "empty", "from-a-row", "31", "48"],
-)
-def test_every_tile_finds_its_sequence(lengths: tuple[int, ...], origin: int) -> None:
-    """Of four rows each; padding, of five rows, is sequence N. Rows count from `origin` on."""
-    bounds = [0, *accumulate(lengths)]
-    most, N = bounds[-1] + 5 - origin, len(lengths)
-    tiles = most // 4 + N + 1
-    found = torch.zeros(tiles, 3, dtype=torch.int32)
-    sequences_kernel[(tiles,)](torch.tensor(bounds), found, origin, most, N, TILE=4)
-    covered = set()
-    for number, (i, begin, end) in enumerate(found.tolist()):
-        wanted = max(0, bounds[i] - origin), most if i == N else max(0, bounds[i + 1] - origin)
-        assert (begin, end) == wanted
-        first = begin + 4 * (number - begin // 4 - i)
-        covered |= {(i, row) for row in range(first, min(first + 4, end))}
-    owners = {(i, row - origin) for i in range(N) for row in range(bounds[i], bounds[i + 1]) if row >= origin}
-    assert covered == owners | {(N, row) for row in range(most - 5, most)}
 
 
 def test_wrong_bounds_give_tiles_within_the_tensors() -> None:
@@ -245,18 +200,6 @@ def test_kernels_of_compressed_keys_fit(monkeypatch: pytest.MonkeyPatch, shape: 
         assert kernel["spilled"] == kernel["serialized"] == 0, kernel
 
 
-@pytest.mark.parametrize(
-    ("S", "S_kv", "rule"),
-    [(200, 200, Rule()), (300, 2999, Rule()), (4000, 4000, Rule()), (150, 70, Rule()), (700, 900, SMALL), (90, 20, Rule())],
-)
-def test_rows_of_a_tile_are_those_that_see_one_of_its_keys(S: int, S_kv: int, rule: Rule) -> None:
-    call = make_choose_call((1, S, S_kv, 1, 1, 8, 8, rule))
-    seen = call.seen()[0]
-    expected = tuple(int((seen > key).sum()) for key in range(0, call.k.shape[2], compressed.BLOCK))
-    assert compressed.rows_of_tiles(call) == expected
-    assert all(bool((seen[S - rows :] > 64 * tile).all()) for tile, rows in enumerate(expected))
-
-
 @pytest.mark.parametrize("h", [2, 3, 12, 16, 64])
 @pytest.mark.parametrize("scratch", [1 << 16, 1 << 22, 64 << 20])
 def test_segments_are_whole_steps_whose_parts_fit(h: int, scratch: int) -> None:
@@ -267,27 +210,6 @@ def test_segments_are_whole_steps_whose_parts_fit(h: int, scratch: int) -> None:
     segments = [x for x in compressed.segments_of(lengths, segment) if x > 1]
     assert 4 * sum(segments) * 4 * 64 * 128 <= compressed.PARTS * scratch
     assert sum(-(-rows // segment) for rows in lengths) == sum(compressed.segments_of(lengths, segment))
-
-
-def test_segments_of_8k_rows_occupy_the_multiprocessors_evenly() -> None:
-    call = make_choose_call((1, 8192, 8192, 4, 16, 8, 8, Rule()), scratch=64 << 20)
-    lengths = compressed.rows_of_tiles(call)
-    segment = compressed.segment_length(call, lengths, 132)
-    waves = 4 * sum(compressed.segments_of(lengths, segment)) / (2 * 132)
-    assert waves / math.ceil(waves) > 0.95
-
-
-@needs_compiler
-def test_lists_on_the_device_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By sum_counts.cu, compiled for the CPU."""
-    emulated(monkeypatch)
-    call = make_choose_call((2, 1500, 1400, 2, 4, 8, 8, Rule()))
-    lengths = compressed.rows_of_tiles(call)
-    lists = compressed._build.__wrapped__(call.q.device, 0, 4, lengths, 96, call.rule, 1500, call.start)
-    begins, segments, parts = (x.diff().tolist() for x in lists[1:4])
-    assert tuple(begins) == 4 * lengths
-    assert tuple(segments) == 4 * compressed.segments_of(lengths, 96)
-    assert parts == [x if x > 1 else 0 for x in segments]
 
 
 @pytest.fixture

@@ -198,18 +198,6 @@ def test_kernels_of_cuda_block_fit(monkeypatch: pytest.MonkeyPatch, h: int, Dk: 
         assert kernel["spilled"] == kernel["serialized"] == 0, kernel
 
 
-@needs_nvrtc
-def test_a_compile_error_shows_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = dict(compiler.sources("combine.cu"))
-    files["problem.cuh"] = files["problem.cuh"].replace("DEVICE float infinity()", "DEVICE flaot infinity()")
-    monkeypatch.setattr(compiler, "sources", lambda source: files)
-    line = 1 + files["problem.cuh"].splitlines().index(next(line for line in files["problem.cuh"].splitlines() if "flaot" in line))
-    with pytest.raises(BackendError, match=rf"combine\.cu for sm_80.*problem\.cuh, line {line}: .*`DEVICE flaot infinity.*Remedy"):
-        compiler.compile_source("combine.cu", COMBINE, "sm_80")
-    with pytest.raises(BackendError, match=r"sm_30.*Remedy"):
-        compiler.compile_source("combine.cu", COMBINE, "sm_30")
-
-
 COMBINE = sm80.combine_macros(bf16=True, Dv=64)
 
 

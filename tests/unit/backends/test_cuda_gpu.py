@@ -1,4 +1,4 @@
-"""CUDA kernels on a GPU, beyond the contract table: streams, threads, devices, clusters, units, the cache of machine code, sanitizers."""
+"""Check CUDA kernels on a GPU, beyond the contract table: streams, devices, clusters, units, sanitizers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,13 @@ import torch
 import nsa_sel
 from nsa_sel import selection_attention
 from nsa_sel.backends import cuda_block
-from nsa_sel.backends.cupy_cuda import compiler, launch, whole_blocks
-from nsa_sel.selection import Selection
+from nsa_sel.backends.cupy_cuda import whole_blocks
 from nsa_sel.serving import selection_attention_with_kvcache
 from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.flags import CACHE_FLAG
 from tests.helpers.caches import LENGTHS, check, make_cache
 from tests.helpers.cases import make_blocks, make_qkv
-from tests.helpers.checks import attend, check_both, check_deterministic, check_forward
+from tests.helpers.checks import attend, check_both, check_deterministic
 from tests.helpers.files import ROOT
 from tests.helpers.gpus import captured, needs, needs_hopper, no_waiting, replayed
 
@@ -61,51 +59,12 @@ def test_streams_share_a_plan() -> None:
     assert all(torch.equal(o, expected) for o in found)
 
 
-def test_threads_at_once() -> None:
-    """Threads pack their arguments apart."""
-    cases = []
-    for seed in range(8):
-        q, k, v = make_qkv(S=60, G=1, h=4, Dk=64, dtype=torch.float16, device="cuda", seed=seed)
-        selection = make_blocks(1, 60, 1, 60, 2, 16, seed=seed, device="cuda")
-        cases.append((q, k, v, selection, attend("cupy-cuda", q, k, v, selection)[0]))
-    torch.cuda.synchronize()
-    same: list[bool] = []
-
-    def work(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selection: Selection, expected: torch.Tensor) -> None:
-        for _ in range(50):
-            same.append(torch.equal(nsa_sel.selection_attention(q, k, v, selection, backend="cupy-cuda"), expected))
-
-    threads = [threading.Thread(target=work, args=case) for case in cases]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert same == [True] * 400
-
-
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
 def test_on_every_device() -> None:
     for index in range(torch.cuda.device_count()):
         device = f"cuda:{index}"
         q, k, v = make_qkv(S=50, G=1, h=4, Dk=64, dtype=torch.bfloat16, device=device)
         check_both("cupy-cuda", q, k, v, make_blocks(1, 50, 1, 50, 2, 16, device=device))
-
-
-def test_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Kept on disk: after the process has forgotten what it loaded, nothing is compiled."""
-    monkeypatch.setenv(CACHE_FLAG, str(tmp_path))
-    q, k, v = make_qkv(S=20, G=1, h=4, Dk=40, dtype=torch.float16, device="cuda")
-    selection = make_blocks(1, 20, 1, 20, 2, 16, device="cuda")
-    launch.function.cache_clear()
-    check_forward("cupy-cuda", q, k, v, selection)
-    assert list((tmp_path / "cubins").glob("forward_rows-sm_*.cubin"))
-    launch.function.cache_clear()
-
-    def never(*arguments: object) -> tuple[bytes, str]:
-        raise AssertionError("compiled again")
-
-    monkeypatch.setattr(compiler, "compile_source", never)
-    check_forward("cupy-cuda", q, k, v, selection)
 
 
 # Caches
@@ -204,14 +163,6 @@ def block_problem(S: int, G: int, h: int, **options: Any) -> tuple[Any, ...]:
 
 
 @needs_hopper
-@pytest.mark.parametrize(("n", "block"), [(70, 64), (25, 192)])
-def test_rows_of_more_entries_than_a_mask_has_bits(n: int, block: int) -> None:
-    """70 tiles a row, or 75: none is left out."""
-    q, k, v = make_qkv(S=130, G=2, h=4, Dk=64, S_kv=9000, dtype=torch.bfloat16, device="cuda")
-    check_both("cuda-block", q, k, v, make_blocks(1, 130, 2, 9000, n, block, device="cuda"))
-
-
-@needs_hopper
 def test_units_of_rows(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None:
     """Sections of rows whose sums of dk and dv take turns."""
     with_workspace(monkeypatch, 20_000_000)
@@ -243,32 +194,6 @@ def test_units_on_two_streams_are_not_replayed(monkeypatch: pytest.MonkeyPatch, 
         o = selection_attention(q, k, v, make_blocks(1, 3000, 4, 3000, 4, 64, device="cuda"), backend="cuda-block")
         o.sum().backward()
     assert streams == [2] * 6
-
-
-@needs_hopper
-def test_a_launch_that_fails_waits_for_the_other_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernels may still write the partials, whose memory is free when the call ends."""
-    with_workspace(monkeypatch, 150_000_000)
-    q, k, v, selection = block_problem(3000, 4, 16, requires_grad=True)
-    o = selection_attention(q, k, v, selection, backend="cuda-block")
-    o.sum().backward()
-    other, start = cuda_block._stream(q.device, threading.get_ident(), 1), launch.start
-    torch.cuda.synchronize()
-
-    def fails(source: str, *rest: Any, **own: Any) -> None:
-        if torch.cuda.current_stream() == other and source == "join_partials.cu":
-            torch.cuda._sleep(50_000_000)
-            raise RuntimeError("no such kernel")
-        start(source, *rest, **own)
-
-    monkeypatch.setattr(launch, "start", fails)
-    with pytest.raises(RuntimeError, match="no such kernel"):
-        selection_attention(q, k, v, selection, backend="cuda-block")
-    assert not other.query()
-    torch.cuda.current_stream().synchronize()
-    assert other.query()
-    monkeypatch.setattr(launch, "start", start)
-    assert torch.equal(selection_attention(q, k, v, selection, backend="cuda-block"), o)
 
 
 @needs_hopper

@@ -13,7 +13,18 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends import cuda_block, cupy_cuda
-from nsa_sel.backends.cupy_cuda import block_tiles, compressed, key_to_rows, launch, sm80, sm90, token_order, whole_blocks, window
+from nsa_sel.backends.cupy_cuda import (
+    arithmetic,
+    block_tiles,
+    compressed,
+    key_to_rows,
+    launch,
+    sm80,
+    sm90,
+    token_order,
+    whole_blocks,
+    window,
+)
 from nsa_sel.core.call import Call, Rule, WindowCall
 from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
@@ -22,7 +33,7 @@ from tests.helpers.caches import QuantizedCache, gathered, make_cache, make_quan
 from tests.helpers.cases import assert_forward, assert_gradients, make_blocks, make_grads, make_qkv, unused_keys
 from tests.helpers.checks import check_both, check_poison, new_memory_is_nan
 from tests.helpers.choose import make_choose_call
-from tests.helpers.cuda import BACKWARDS, EAGER, GPU, LATE_WARP, cache_call, call_of, emulated, needs_compiler
+from tests.helpers.cuda import BACKWARDS, EAGER, GPU, LATE_WARP, cache_call, call_of, emulated, needs_compiler, row_map
 from tests.helpers.gpus import noted
 
 pytestmark = [needs_compiler, pytest.mark.slow]  # a compiler, and thousands of emulated products
@@ -234,15 +245,21 @@ def test_gradients_of_pairs_whose_lists_do_not_fit_together(monkeypatch: pytest.
     check_lists(q, k, v, selection.ranges, positions, lambda lse, do, delta: sm90.dkdv_groups(call, call.disjoint_ranges(), lse, do, delta))
 
 
-@pytest.mark.parametrize(("h", "S", "S_kv"), [(16, 40, 110), (3, 70, 150)])
-def test_gradients_of_a_window_of_wide_keys(monkeypatch: pytest.MonkeyPatch, h: int, S: int, S_kv: int) -> None:
-    """Boxes that reach past the window, and tiles that no row sees."""
+@pytest.mark.parametrize(("h", "S", "S_kv", "size"), [(16, 40, 110, 30), (3, 70, 150, 30), (16, 70, 300, 200)])
+def test_windows_of_wide_keys(monkeypatch: pytest.MonkeyPatch, h: int, S: int, S_kv: int, size: int) -> None:
+    """Boxes that reach past the window, tiles that no row sees, and blocks that all tokens of a tile see whole."""
     emulated(monkeypatch)
+    monkeypatch.setattr(arithmetic, "row_map", row_map)
     q, k, v = make_qkv(S=S, G=2, h=h, Dk=192, Dv=128, S_kv=S_kv, dtype=torch.float16)
     last = torch.arange(S_kv - S, S_kv) + 1
-    ranges = torch.stack((last - 30, last), -1)[None, :, None, None].expand(1, S, 2, 1, 2)
-    call = WindowCall(q, k, v, 30, 192**-0.5)
-    check_lists(q, k, v, ranges, None, lambda lse, do, delta: window.dkdv(call, GPU, lse, do, delta))
+    ranges = torch.stack((last - size, last), -1)[None, :, None, None].expand(1, S, 2, 1, 2)
+    call, (do, dlse) = WindowCall(q, k, v, size, 192**-0.5), make_grads(q, v)
+    with new_memory_is_nan():
+        o, lse = window.forward(call, GPU)
+        dq, delta = window.dq(call, GPU, o, lse, do, dlse)
+        gradients = dq, *window.dkdv(call, GPU, lse, do, delta)
+    assert_forward((o, lse), q, k, v, ranges)
+    assert_gradients(gradients, q, k, v, ranges, do, dlse)
 
 
 @pytest.mark.parametrize(("h", "S", "S_kv"), [(16, 30, 200), pytest.param(4, 300, 900, marks=pytest.mark.thorough)])
@@ -335,19 +352,6 @@ def test_rows_of_more_entries_than_a_mask_has_bits(started: list[str]) -> None:
     selection = make_blocks(1, 2, 1, 66 * 64, 66, 64)
     assert_forward(cuda_block.forward(call_of(q, k, v, selection)), q, k, v, selection.ranges)
     assert started == ["block_partials.cu"]
-
-
-@pytest.mark.parametrize("how", ["of a constant", "that begin between multiples of 16 bytes"])
-def test_gradients_that_are_copied(started: list[str], how: str) -> None:
-    """Autograd expands a constant: all strides are 0."""
-    q, k, v = rows(S=5, G=1)
-    do = torch.ones((), dtype=torch.float16).expand(1, 5, 1, 4, 64)
-    if "between" in how:
-        do = torch.ones(1 + 5 * 4 * 64, dtype=torch.float16)[1:].view(1, 5, 1, 4, 64)
-        assert do.data_ptr() % 16
-        assert sm90.loadable(do).data_ptr() % 16 == 0
-    check(cuda_block, call_of(q, k, v, make_blocks(1, 5, 1, 200, 3, 64)), do)
-    assert started == WITHOUT_SHARES
 
 
 def test_copies_of_expanded_rows_and_keys_stay_until_the_last_kernel(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None:
@@ -451,31 +455,3 @@ def test_nan_never_reaches_rows_that_select_nothing(monkeypatch: pytest.MonkeyPa
     assert bool((o[0, 0] == 0).all())
     assert bool((lse[0, 0] == -torch.inf).all())
     assert bool(o[0, 1:].isnan().any())
-
-
-@pytest.mark.parametrize(
-    ("sizes", "sm_count", "tokens", "loads"),
-    [
-        ({**OF_PAGES, **OF_TOKENS}, 2, 4, 1),
-        ({**OF_HEADS, **OF_TOKENS, "S_q": 5, "h": 8}, 2, 2, 1),
-        ({**OF_PAGES, **OF_TOKENS}, 64, 1, 1),  # a CTA or a cluster for each token
-        ({**OF_MANY_HEADS, "h": 65}, 4, 1, 2),  # 64 heads at once
-    ],
-)
-def test_keys_that_a_tile_of_tokens_shares_are_loaded_once(sizes: dict[str, Any], sm_count: int, tokens: int, loads: int) -> None:
-    call = of_quantized(quantized(**sizes), sm_count)
-    start, end = call.clamped_ranges()
-    B, S, G, _ = start.shape
-    rows = {(b, s, g): _keys(start[b, s, g], end[b, s, g]) for b in range(B) for s in range(S) for g in range(G)}
-    tiles: dict[tuple[int, int, int], set[int]] = {}
-    for (b, s, g), keys in rows.items():
-        tiles.setdefault((b, s // tokens, g), set()).update(keys)
-    selected = sum(map(len, rows.values()))
-    wanted = loads * sum(map(len, tiles.values()))
-    assert cupy_cuda.loaded_keys(call, selected, True) == wanted
-    assert (wanted < selected) == (tokens > 1)
-    assert cupy_cuda.loaded_keys(call, selected, False) == loads * selected
-
-
-def _keys(start: Tensor, end: Tensor) -> set[int]:
-    return {key for first, stop in zip(start.tolist(), end.tolist(), strict=True) for key in range(first, stop)}

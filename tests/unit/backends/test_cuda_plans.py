@@ -1,8 +1,7 @@
-"""Plans of CUDA kernels, made by kernels that run on the CPU: lists of rows, their segments, tiles of small blocks, and unions."""
+"""Check plans of CUDA kernels, made by kernels that run on the CPU: lists of rows, tiles of small blocks, and unions."""
 
 from __future__ import annotations
 
-import itertools
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_sel.backends import cuda_block, cupy_cuda
+from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends._triton.blocks import merged
 from nsa_sel.backends.cupy_cuda import block_tiles, few_tokens, key_to_rows, launch, sm90, token_order, whole_blocks
 from nsa_sel.backends.specs import HOPPER_TILES
@@ -92,77 +91,7 @@ def test_lists_hold_every_entry_of_a_tile_in_order(
     assert parts == [0, *accumulate(x if x > 1 else 0 for x in numbers)]
 
 
-@needs_compiler
-@pytest.mark.parametrize("positions", [False, True])
-@pytest.mark.parametrize(
-    ("B", "S", "G", "S_kv", "block"),
-    [(2, 90, 2, 700, 256), (1, 300, 1, 1000, 512), (1, 70, 1, 330, 128), (1, 12, 2, 140_000, 4096)],  # a cut block; more lists than a round
-)
-def test_tiles_of_a_block_share_a_list(
-    monkeypatch: pytest.MonkeyPatch, B: int, S: int, G: int, S_kv: int, block: int, positions: bool
-) -> None:  # fmt: skip
-    """A tile's is the block's from the first entry that is not over before the tile: in order, or first what ends first."""
-    emulated(monkeypatch)
-    q_pos = torch.randint(0, S_kv, (B, S), generator=torch.Generator().manual_seed(1)) if positions else None
-    call = rows_call(B, S, G, S_kv, make_blocks(B, S, G, S_kv, 3, block), q_pos)
-    lists = key_to_rows.build_lists(call, 64, 1, block // 64, 32)
-    assert (lists.reach, lists.block) == (1, block // 64)
-    assert lists.entries is not None
-    assert lists.entries.numel() == B * S * G * 3
-    entries, begins, tiles = lists.entries.tolist(), lists.begins.tolist(), lists.tiles
-    ends = [begins[i - i % tiles + min((i % tiles // lists.block + 1) * lists.block, tiles)] for i in range(lists.lists)]
-    found = [entries[begin:end] for begin, end in zip(begins, ends, strict=False)]
-    expected = [[entry // lists.block for entry in entries] for entries in lists_of(call, 64, S)]
-    assert (list(map(sorted, found)) if positions else found) == expected
-    numbers = [-(-len(x) // 32) for x in expected]
-    assert lists.segments.tolist() == [0, *accumulate(numbers)]
-    assert lists.parts.tolist() == [0, *accumulate(x if x > 1 else 0 for x in numbers)]
-
-
-@needs_compiler
-@pytest.mark.parametrize(("chunks", "segment"), [(1, 1), pytest.param(1, 4096, marks=pytest.mark.thorough), (3, 7), (200, 50)])
-def test_segments_of_lists(monkeypatch: pytest.MonkeyPatch, chunks: int, segment: int) -> None:
-    """Of more lists than a CTA takes at once, or more chunks."""
-    emulated(monkeypatch)
-    tiles, pairs = (2500, 2) if chunks < 200 else (35, 1)
-    counts = torch.randint(0, 30, (pairs, chunks, tiles), dtype=torch.int32, generator=torch.Generator().manual_seed(2))
-    summed = torch.cat((counts.flatten(), torch.zeros(key_to_rows.published(pairs * tiles), dtype=torch.int32)))
-    begins, segments, parts = key_to_rows.sum_counts(summed, pairs * tiles, tiles, chunks, key_to_rows.with_parts(segment))
-    assert torch.equal(summed[: counts.numel()].view_as(counts), counts.cumsum(1).int() - counts)
-    lengths = counts.sum(1).flatten()
-    assert torch.equal(begins.diff(), lengths)
-    expected = -(-lengths // segment)
-    assert torch.equal(segments.diff(), expected)
-    assert torch.equal(parts.diff(), torch.where(expected > 1, expected, 0))
-    assert begins[0] == segments[0] == parts[0] == 0
-
-
 # Segments of lists
-
-
-@needs_compiler
-@pytest.mark.parametrize(("pairs", "stretch"), [(5, 5), (5, 2), (2, 1), (3, 3)])
-def test_order_of_units(monkeypatch: pytest.MonkeyPatch, pairs: int, stretch: int) -> None:
-    """Each unit of several sections by itself; more segments than threads look up at once; lists without entries."""
-    emulated(monkeypatch)
-    sections, pairs_all, tiles, segment = 3, 5, 40, 16
-    count = sections * pairs_all * tiles
-    lengths = torch.randint(0, 300, (count,), generator=torch.Generator().manual_seed(1)) * (torch.arange(count) % 7 > 0)
-    lengths[3] = 5000 * segment
-    begins = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
-    per_list = -(-lengths // segment)
-    segments = torch.cat((torch.zeros(1, dtype=torch.int64), per_list.cumsum(0)))
-    lists = key_to_rows.KeyToRows(None, begins, segments, segments, count, tiles, 1, segment)
-    call = call_of(*make_qkv(S=4, h=2, Dk=64, S_kv=70, dtype=torch.float16), make_blocks(1, 4, 1, 70, 1, 64))
-    units = sections * -(-pairs_all // pairs)
-    order = sm90.order_segments(call, lists, int(segments[-1]), units, pairs_all, pairs, 0, 0, stretch, BY_UNITS=1)
-    keys = []
-    for index, number in order.tolist():
-        pair, left = index // tiles, int(lengths[index]) - number * segment
-        unit = pair // pairs_all * -(-pairs_all // pairs) + pair % pairs_all // pairs
-        keys.append((unit, pair % pairs_all % pairs // stretch, -min(left, segment)))
-    assert len({tuple(x) for x in order.tolist()}) == int(segments[-1])
-    assert keys == sorted(keys)
 
 
 @needs_compiler
@@ -297,60 +226,18 @@ def order_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_order, "LEAST_ROWS", 1)
 
 
-def greedy(blocks: list[set[int]], group: int) -> list[int]:
-    """The order of a stretch whose tokens selected these blocks: what ordered_union.cu does, with sets."""
-    times = {block: sum(block in of_token for of_token in blocks) for block in set().union(*blocks)}
-    shared = [block for block in sorted(times) if 1 < times[block] < len(blocks)]
-    bits = [{shared.index(block) % 64 for block in of_token if block in shared} for of_token in blocks]
-    order, left, together = list[int](), set(range(len(blocks))), set(range(64))
-    for place in range(len(blocks)):
-        token = min(left, key=lambda t: (len(bits[t] - together), t))
-        left.remove(token)
-        together = together | bits[token] if place % group else bits[token]
-        order.append(token)
-    return order
-
-
 @needs_compiler
-@pytest.mark.parametrize(("h", "n", "S_kv"), [(16, 5, 700), (12, 8, 5000)])
-@pytest.mark.parametrize("with_positions", [False, True])
-def test_each_token_adds_the_fewest_blocks_to_its_group(
-    monkeypatch: pytest.MonkeyPatch, h: int, n: int, S_kv: int, with_positions: bool
-) -> None:
-    """Of a last stretch that is not full, with rows that selected nothing; and of more shared blocks than bits. Unions become smaller."""
+@pytest.mark.parametrize(("backward", "n", "S_kv"), [(False, 5, 700), (True, 5, 700), (False, 8, 5000)])
+def test_the_union_of_tokens_in_order(monkeypatch: pytest.MonkeyPatch, backward: bool, n: int, S_kv: int) -> None:
+    """A last stretch that is not full, rows that selected nothing, any positions, and more shared blocks than bits: unions are smaller."""
     order_few(monkeypatch)
     emulated(monkeypatch, BACKWARDS)
-    B, S, G, block, tokens = 2, 200, 2, 64, 64 // h
+    B, S, G, h = 2, 150, 2, 16
     q, k, v = make_qkv(B, S, G, h, 64, 64, S_kv=S_kv, dtype=torch.float16)
-    q_pos = torch.randint(0, S_kv, (B, S), generator=torch.Generator().manual_seed(1)) if with_positions else None
-    ranges = make_blocks(B, S, G, S_kv, n, block).ranges
+    q_pos = torch.randint(0, S_kv, (B, S), generator=torch.Generator().manual_seed(1)) if backward else None
+    ranges = make_blocks(B, S, G, S_kv, n, 64).ranges
     ranges[:, 20:23] = 0
-    call = call_of(q, k, v, Selection(ranges, block), q_pos)
-    stretch = token_order.stretch_of(call)
-    assert stretch is not None
-    order, selected = sm90.plan_of(call, HOPPER_TILES.tokens(h, 64), stretch).order, selected_blocks(call, block)
-    assert order is not None
-    before = after = 0
-    for b in range(B):
-        for g in range(G):
-            for i, first in enumerate(range(0, S, stretch)):
-                blocks = [selected[b][s][g] for s in range(first, min(first + stretch, S))]
-                expected = greedy(blocks, tokens)
-                assert order[b, g, i].tolist() == expected + [255] * (stretch - len(blocks))
-                for at in range(0, len(blocks), tokens):
-                    before += len(set().union(*blocks[at : at + tokens]))
-                    after += len(set().union(*(blocks[t] for t in expected[at : at + tokens])))
-    assert after < before
-
-
-@needs_compiler
-@pytest.mark.parametrize("backward", [False, True])
-def test_the_union_of_tokens_in_order(monkeypatch: pytest.MonkeyPatch, backward: bool) -> None:
-    order_few(monkeypatch)
-    emulated(monkeypatch)
-    B, S, G, h, S_kv = 2, 150, 2, 16, 700
-    q, k, v = make_qkv(B, S, G, h, 64, 64, S_kv=S_kv, dtype=torch.float16)
-    call = call_of(q, k, v, make_blocks(B, S, G, S_kv, 5, 64))
+    call = call_of(q, k, v, Selection(ranges, 64), q_pos)
     stretch, tokens = token_order.stretch_of(call), HOPPER_TILES.tokens(h, 64, backward)
     assert stretch is not None
     plan = sm90.plan_of(call, tokens, stretch)
@@ -358,6 +245,8 @@ def test_the_union_of_tokens_in_order(monkeypatch: pytest.MonkeyPatch, backward:
     order = plan.order.flatten(2)
     rows_of = lambda b, g, first: [first // stretch * stretch + int(x) for x in order[b, g, first : first + tokens]]  # noqa: E731
     loaded = check_union(call, plan, tokens, 64, rows_of)
+    in_text = lambda b, g, first: range(first, min(first + tokens, S))  # noqa: E731
+    assert loaded < check_union(call, sm90.plan_of(call, tokens), tokens, 64, in_text)
     if not backward:
         assert sm90.loaded_keys(call) == loaded
 
@@ -393,54 +282,6 @@ def test_no_order_of_more_blocks_than_shared_memory_holds(monkeypatch: pytest.Mo
     of_few, of_many = (Selection(torch.zeros(1, 70, 1, n, 2, dtype=torch.int32), 64) for n in (16, 1000))
     assert token_order.stretch_of(call_of(q, k, v, of_few)) == 192
     assert token_order.stretch_of(call_of(q, k, v, of_many)) is None
-
-
-@needs_compiler
-@pytest.mark.parametrize(("h", "block"), [(1, 64), (16, 64), (8, 128)])
-def test_a_tile_is_shared_if_all_tokens_of_64_rows_selected_it(monkeypatch: pytest.MonkeyPatch, h: int, block: int) -> None:
-    emulated(monkeypatch)
-    B, S, G, n, tokens, reach = 2, 70, 2, 5, 64 // h, block // 64
-    q, k, v = make_qkv(B, S, G, h, 64, 64, S_kv=900, dtype=torch.float16)
-    left_out = torch.rand(B, S, G, n, 1, generator=torch.Generator().manual_seed(1)) < 0.1
-    ranges = torch.where(left_out, 0, make_blocks(B, S, G, 900, n, block).ranges)
-    call = call_of(q, k, v, Selection(ranges, block))
-    masks, starts, ends = cuda_block._find_shared(call, reach, h), *call.clamped_ranges()
-    some = [0, 0]
-    for b, g, first in itertools.product(range(B), range(G), range(0, S, tokens)):
-        reached = []
-        for s in range(first, min(first + tokens, S)):
-            keys = {i * reach + step: int(starts[b, s, g, i]) + 64 * step for i in range(n) for step in range(reach)}
-            reached.append({key // 64: entry for entry, key in keys.items() if key < ends[b, s, g, entry // reach]})
-        common = set.intersection(*map(set, reached))
-        for s, tiles in enumerate(reached, first):
-            shared = sum(1 << entry for tile, entry in tiles.items() if tile in common)
-            assert (masks.shared[b, s, g], masks.listed[b, s, g]) == (shared, sum(1 << entry for entry in tiles.values()) - shared)
-            some = [some[0] + (shared > 0), some[1] + (len(tiles) > len(common))]
-    assert min(some) > 10
-
-
-def test_loaded_keys_count_a_tile_once_for_each_segment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And once for four tokens, those of 64 rows, that all select it."""
-    monkeypatch.setattr(cuda_block, "STEPS", 2)  # segments of 8 entries
-    monkeypatch.setattr(cuda_block, "L2_BYTES", 80_000)  # sections of 16 rows
-    q, k, v = make_qkv(1, 42, 1, 16, 64, 64, S_kv=200, dtype=torch.float16)
-    selection = make_blocks(1, 42, 1, 200, 3, 64)
-    call = call_of(q, k, v, selection)
-    assert cuda_block._sizes(call, 1).section == 16
-    expected, shared, chosen = 0, 0, selection.ranges[0, :, 0]
-    for first in range(0, 42, 16):
-        for tile in range(0, 200, 64):
-            listed = [s for s in range(first, min(first + 16, 42)) if any(start == tile < end for start, end in chosen[s].tolist())]
-            seen = {s: min(64, 159 + s - tile) for s in listed}
-            most, left = max(seen.values(), default=0), dict(seen)
-            for group in (range(s, min(s + 4, 42)) for s in range(first, min(first + 16, 42), 4)):
-                if all(s in seen for s in group):
-                    expected += max(left.pop(s) for s in group)
-                    shared += 1
-            expected += min(-(-len(left) // 8) * most, sum(left.values()))
-    assert shared
-    assert cuda_block.loaded_keys(call, 5000, True) == expected
-    assert cuda_block.loaded_keys(call, 5000, False) == 5000
 
 
 # Which kernels run, and how rows are shared

@@ -22,13 +22,10 @@ from nsa_sel.backends._numba.vectors import load, multiply_add, store
 from nsa_sel.selection import Selection
 from tests.helpers.cases import (
     RESULTS,
-    assert_within_twice_baseline,
     make_call,
     make_grads,
     make_qkv,
     make_spans,
-    oracle_results,
-    plain_results,
 )
 
 
@@ -65,19 +62,6 @@ def test_a_key_poisoned_for_later_rows_is_harmless_to_earlier_ones() -> None:
     for name, before, after in zip(RESULTS[:3], clean, dirty, strict=False):
         assert torch.equal(before[:, :40], after[:, :40]), name
         assert bool(after[:, 40:].isnan().all()), name
-
-
-def test_large_scores() -> None:
-    """Logits of some hundreds, where float32 has no digits left for an absolute bound; plain torch has none either."""
-    q, k, v = make_qkv(1, 70, 1, 4, 16)
-    ranges = make_spans("mixed", 1, 70, 1, 70, L=40)
-    ranges[..., 0, 0] = 0
-    results = [f(q, k, v, ranges, *make_grads(q, v), scale=40.0) for f in (run, oracle_results, plain_results)]
-    largest = float(results[1][1].abs().max())
-    for name, mine, wanted, theirs in zip(RESULTS, *results, strict=True):
-        # Gradients start from p = exp(s - lse), where one rounding of lse becomes a relative error.
-        terms = largest * float(wanted.abs().max()) if name.startswith("d") else 0.0
-        assert_within_twice_baseline(mine, wanted, theirs, name, terms=terms)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -1,22 +1,20 @@
-"""Parts of the Triton backends: TMA, units, refusals, small blocks, plans against plain loops; and the interpreter of the tests."""
+"""Check parts of the Triton backends: TMA, units, refusals, small blocks, and when plans are kept."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import ast
+from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 import nsa_sel
-from nsa_sel.backends import choose_triton, triton_group
+from nsa_sel.backends import triton_group
 from nsa_sel.backends._triton import arguments, blocks, dkdv, units
 from nsa_sel.backends._triton import key_to_rows as key_to_rows_module
-from nsa_sel.backends._triton.blocks import block_union, merged
+from nsa_sel.backends._triton.blocks import block_union
 from nsa_sel.backends._triton.key_to_rows import key_to_rows
 from nsa_sel.backends.launcher.replay import kept_plan
 from nsa_sel.core.call import Call, device_info
@@ -24,10 +22,9 @@ from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import BackendError
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
-from tests.helpers.cases import make_blocks, make_call, make_grads, make_qkv, make_spans
+from tests.helpers.cases import make_blocks, make_call, make_qkv, make_spans
 from tests.helpers.checks import attend, check_both, check_deterministic, check_poison
-from tests.helpers.choose import SMALL, make_choose_call
-from tests.helpers.interpreter import patch_interpreter, reproducible_products
+from tests.helpers.files import ROOT
 
 pytestmark = pytest.mark.slow  # in all: the interpreter knows no threads
 BACKENDS = ("triton-tile", "triton-block")
@@ -73,13 +70,19 @@ def test_ranges_and_odd_blocks_are_refused(backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "workspace", "unit"),
-    [("triton-group", 8_000, (6, 1)), ("triton-block", 8_000, (6, 1)), ("triton-block", 2_000, (2, 1))],
+    ("backend", "workspace", "unit", "summed"),
+    [("triton-group", 8_000, (6, 1), 0), ("triton-block", 8_000, (6, 1), 10**4), ("triton-block", 2_000, (2, 1), None)],
 )
 def test_units_of_rows_and_groups_give_the_same_results(
-    monkeypatch: pytest.MonkeyPatch, backend: str, workspace: int, unit: tuple[int, int]
+    monkeypatch: pytest.MonkeyPatch, backend: str, workspace: int, unit: tuple[int, int], summed: int | None
 ) -> None:
-    """A workspace too small for the partials of all: units of so many rows and groups take turns, and dk and dv add up over them."""
+    """A workspace too small for the partials of all: units of so many rows and groups take turns, and dk and dv add up over them.
+
+    summed: at most as many counts are added up by one program, others by PyTorch; None: every program adds up its few counts.
+    """
+    if summed is not None:
+        monkeypatch.setattr(key_to_rows_module, "MOST_SUMMED", summed)
+        monkeypatch.setattr(key_to_rows_module, "FEW_COUNTS", ())
     sizes, build = [], units.key_to_rows
     monkeypatch.setattr(units, "key_to_rows", lambda call, width, *size: sizes.append(size[:2]) or build(call, width, *size))
     change_settings(monkeypatch, workspace_bytes=workspace)
@@ -110,66 +113,6 @@ def test_the_block_union_names_each_block_once_with_its_rows(TQ: int) -> None:
         assert dict(zip(plan.blocks[start : start + total].tolist(), rows, strict=True)) == chosen
         lowest = S_kv - S + first + 1
         assert [j for j in sorted(chosen) if (j + 1) * block <= lowest] == plan.blocks[start : start + whole].tolist()
-
-
-@pytest.mark.parametrize(
-    ("section", "pairs", "piece", "summed"), [(36, 4, 16, 10**4), (36, 3, 5, 0), (32, 4, 64, 10**4), (16, 1, 7, 10**4)]
-)
-@pytest.mark.parametrize("blocks", [True, False])
-def test_key_to_rows_lists_every_row_of_a_tile_in_order(
-    monkeypatch: pytest.MonkeyPatch, blocks: bool, section: int, pairs: int, piece: int, summed: int
-) -> None:
-    """Counts are added up by one program, or by PyTorch."""
-    monkeypatch.setattr(key_to_rows_module, "MOST_SUMMED", summed)
-    B, S, G, S_kv, width = 2, 36, 2, 70, 16
-    ranges = make_blocks(B, S, G, S_kv, 3, 32) if blocks else Selection.from_ranges(make_spans("mixed", B, S, G, S_kv, 20))
-    call = _call(B, S, G, 1, S_kv, ranges)
-    plan = key_to_rows(call, width, section, pairs, piece)
-    ends = plan.ends.view(-1, plan.stretches)[:, -1].tolist()
-    starts = [0, *ends[:-1]]
-    start, end = (x.tolist() for x in call.clamped_ranges())
-    each = call.selection.n * plan.reach
-    number = 0
-    for row0 in range(0, S, section):
-        for bg in range(B * G):
-            b, g = divmod(bg, G)
-            for tile in range(plan.tiles):
-                expected = [
-                    s * each + i * plan.reach + tile - start[b][s][g][i] // width
-                    for s in range(row0, min(S, row0 + section))
-                    for i in range(call.selection.n)
-                    if start[b][s][g][i] < end[b][s][g][i] and start[b][s][g][i] // width <= tile <= (end[b][s][g][i] - 1) // width
-                ]
-                assert plan.entries[starts[number] : ends[number]].tolist() == expected
-                number += 1
-    for unit in range(len(plan.piece_list) // plan.pieces):
-        row, group = divmod(unit, -(-B * G // plan.pairs))
-        first = (row * B * G + group * plan.pairs) * plan.tiles
-        last = min(first + plan.pairs * plan.tiles, (row + 1) * B * G * plan.tiles)
-        for number, at in enumerate(range(starts[first], ends[last - 1], piece)):
-            begin = int(plan.piece_list[unit * plan.pieces + number])
-            assert starts[begin] <= at < ends[begin]
-
-
-@pytest.mark.parametrize(("section", "pairs"), [(36, 4), (16, 1)])
-@pytest.mark.parametrize("positions", [False, True])
-def test_tiles_of_a_block_share_a_list(section: int, pairs: int, positions: bool) -> None:
-    """A tile's rows are in the lists from its own to that of the block's last tile."""
-    B, S, G, S_kv, width, block = 2, 36, 2, 140, 16, 4
-    q_pos = torch.randint(0, S_kv, (B, S), generator=torch.Generator().manual_seed(1)) if positions else None
-    call = replace(_call(B, S, G, 1, S_kv, make_blocks(B, S, G, S_kv, 2, block * width)), q_pos=q_pos)
-    plan = key_to_rows(call, width, section, pairs, 16, block)
-    ends = [0, *plan.ends.view(-1, plan.stretches)[:, -1].tolist()]
-    start, end = (x.tolist() for x in call.clamped_ranges())
-    for number in range(-(-S // section) * B * G * plan.tiles):
-        row0, b, g = number // plan.tiles // (B * G) * section, number // plan.tiles % (B * G) // G, number // plan.tiles % G
-        tile = number % plan.tiles
-        after = number - tile + min((tile // block + 1) * block, plan.tiles)
-        expected = [
-            s * 2 + i for s in range(row0, min(S, row0 + section)) for i in range(2) if start[b][s][g][i] <= tile * width < end[b][s][g][i]
-        ]
-        found = plan.entries[ends[number] : ends[after]].tolist()
-        assert (sorted(found) if positions else found) == expected
 
 
 @pytest.mark.parametrize(("S", "workspace", "pairs"), [(30, 1 << 20, 2), (30, 60_000, 1), (2, 1 << 20, 2)])
@@ -247,9 +190,6 @@ def test_plans_are_kept_for_positions_too(monkeypatch: pytest.MonkeyPatch, backe
     assert run() == 0  # the same positions, which a CPU tells by their values
 
 
-small_blocks = pytest.mark.parametrize(("block", "n"), [(4, 9), (8, 5)])
-
-
 @pytest.mark.parametrize(("B", "G", "D", "parts"), [(1, 2, 16, 5), (6, 1, 136, 2)])
 def test_small_blocks_are_decoded_in_parts(monkeypatch: pytest.MonkeyPatch, B: int, G: int, D: int, parts: int) -> None:
     """Fewer rows than the interpreter's multiprocessors, and fewer than twice as many."""
@@ -275,24 +215,6 @@ def test_other_small_blocks_are_refused_with_the_sizes_that_are_taken() -> None:
         attend("triton-tile", *make_qkv(S=4, G=1, h=2, Dk=16, S_kv=40), make_blocks(1, 4, 1, 40, 2, 5))
 
 
-@small_blocks
-def test_merged_blocks_name_each_tile_once_with_the_blocks_of_the_row(block: int, n: int) -> None:
-    B, S, G, S_kv, width = 2, 6, 2, 150, 64
-    selection = make_blocks(B, S, G, S_kv, n, block)
-    call, bits = merged(make_call(*make_qkv(B=B, S=S, G=G, Dk=16, S_kv=S_kv), selection), width)
-    assert bits is not None
-    assert (call.selection.block_size, call.selection.n) == (width, min(n, 3))
-    for row, tiles, marked in zip(
-        selection.block_indices.flatten(0, 2).tolist(), call.selection.block_indices.flatten(0, 2).tolist(), bits.flatten(0, 2).tolist(),
-        strict=True,
-    ):  # fmt: skip
-        named = [tile for tile in tiles if tile >= 0]
-        assert len(set(named)) == len(named)
-        each = width // block
-        found = {tile * each + i for tile, mask in zip(tiles, marked, strict=True) if tile >= 0 for i in range(each) if mask >> i & 1}
-        assert found == {j for j in row if j >= 0}
-
-
 def test_gradients_of_small_blocks_list_a_row_once_for_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     widths: list[Any] = []
     plan = dkdv.plan_within
@@ -302,46 +224,11 @@ def test_gradients_of_small_blocks_list_a_row_once_for_a_tile(monkeypatch: pytes
     assert all(width >= 16 for width in widths)
 
 
-def attended(backend: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    q, k, v = make_qkv(S=2, G=1, h=3, Dk=24, Dv=16, S_kv=40, dtype=dtype, requires_grad=True)
-    ranges = make_blocks(1, 2, 1, 40, 2, 16) if backend != "triton-group" else Selection.from_ranges(make_spans("few", 1, 2, 1, 40, 20))
-    o, lse = attend(backend, q, k, v, ranges)
-    return o, lse, *torch.autograd.grad(o, (q, k, v), make_grads(q, v)[0])
-
-
-def chosen() -> tuple[Tensor, ...]:
-    call = make_choose_call((1, 9, 40, 1, 3, 16, 24, SMALL))
-    o, lse, ranges = choose_triton.forward(call)
-    return o, lse, ranges, *choose_triton.backward(call, o, lse, make_grads(call.q, call.v)[0], None)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "work",
-    [lambda: attended("triton-group"), lambda: attended("triton-tile", torch.float16), lambda: attended("triton-block"), chosen],
-    ids=["ranges", "tiles in float16", "sorted lists", "choices"],
-)
-def test_a_faster_interpreter_gives_the_same_bits(interpreter_of_tests: pytest.MonkeyPatch, work: Callable[[], tuple[Tensor, ...]]) -> None:
-    """But for products of float32, which are summed in the same way in both."""
-    from triton.runtime import interpreter
-
-    fast = work()
-    interpreter_of_tests.undo()
-    try:
-        with pytest.MonkeyPatch.context() as products:
-            reproducible_products(products, interpreter)
-            slow = work()
-    finally:
-        patch_interpreter(interpreter_of_tests)
-    assert all(torch.equal(one, other) for one, other in zip(fast, slow, strict=True))
-
-
-def test_numbers_wider_than_their_type_are_refused() -> None:
-    """Also after others of the type have passed."""
-    from triton.language import core
-    from triton.runtime import interpreter
-
-    for _ in range(2):
-        assert interpreter.TensorHandle(np.zeros(2, np.float32), core.float32).data.size == 2
-        with pytest.raises(ValueError, match="64 bits"):
-            interpreter.TensorHandle(np.zeros(2), core.float32)
+@pytest.mark.parametrize("file", sorted(ROOT.glob("backends/**/*triton*/**/*.py")) + sorted(ROOT.glob("backends/triton_*.py")), ids=str)
+def test_kernels_assign_to_no_nested_tuples(file: Path) -> None:
+    """Triton 3.6 does not compile `(a, b), c = f()`, newer versions do."""
+    functions = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
+    kernels = [function for function in functions if any("triton.jit" in ast.unparse(mark) for mark in function.decorator_list)]
+    targets = [node.targets[0] for kernel in kernels for node in ast.walk(kernel) if isinstance(node, ast.Assign)]
+    nested = [x.lineno for x in targets if isinstance(x, ast.Tuple) and any(isinstance(part, ast.Tuple) for part in x.elts)]
+    assert nested == []

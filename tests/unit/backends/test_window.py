@@ -1,21 +1,15 @@
-"""Parts of sliding windows: what Hopper's kernels launch fits, their plans have every key and row once, and Triton's two ways to load."""
+"""Check parts of sliding windows: Hopper's kernels fit, Triton's loads by TMA and by pointers agree, and refusals."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
 from msgspec.structs import replace
-from torch import Tensor
 
 from nsa_sel import sliding_window_attention
 from nsa_sel.backends import window_cuda, window_triton
-from nsa_sel.backends.cupy_cuda import arithmetic, compiler, launch, window
 from nsa_sel.core import window as window_calls
-from nsa_sel.core.call import WindowCall
 from nsa_sel.errors import BackendError
-from tests.helpers import cuda as emulate
 from tests.helpers.aot import TARGETS
 from tests.helpers.cases import make_qkv
 from tests.helpers.cuda import compiled, needs_nvrtc
@@ -51,66 +45,6 @@ def test_kernels_of_windows_fit(monkeypatch: pytest.MonkeyPatch, shape: str) -> 
         assert kernel["shared"] <= TARGETS[90][0] * 1024, kernel
         assert kernel["registers"] * kernel["threads"] <= 65536, kernel
         assert kernel["spilled"] == kernel["serialized"] == 0, kernel
-
-
-def plan_of(monkeypatch: pytest.MonkeyPatch, S: int, S_kv: int, size: int, h: int, consumers: int) -> tuple[Tensor, Tensor]:
-    """The steps of tiles of tokens, and the rows of tiles of keys, as window_plan.cu writes them."""
-    source = (Path(emulate.__file__).parent / "emulation" / "window_plan.cu").read_text()
-    headers = compiler.sources("forward_tiles.cu") | compiler.sources("dkdv_groups.cu")
-    monkeypatch.setattr(compiler, "sources", lambda name: {**headers, name: source})
-    emulate.emulated(monkeypatch)
-    q, k, v = make_qkv(1, S, 1, h, 8, 8, S_kv=S_kv)
-    call = WindowCall(q, k, v, size, 1.0)
-    tiles, key_tiles, capacity = -(-S // (consumers * (64 // h))), -(-S_kv // window.BLOCK), S + S_kv
-    steps = torch.zeros(tiles, 2 + capacity, dtype=torch.int32)
-    rows = torch.zeros(key_tiles, 4 + capacity, dtype=torch.int32)
-    sees = window.keys_of(call)
-    macros = launch.macros(call, H=h, CONSUMERS=consumers, BLOCK=window.BLOCK, **sees.macros)
-    values = (0, 0, 0, tiles, capacity, tiles, 1, 0, key_tiles, *launch.pointers(steps, rows))
-    launch.start("window_plan.cu", macros, 0, max(tiles, key_tiles), 32, 0, *values, problem=arithmetic.problem(call, sees))
-    monkeypatch.undo()
-    return steps, rows
-
-
-SIZES = [(200, 200, 70), (200, 200, 512), (333, 400, 128), (90, 700, 300), (150, 150, 1), (77, 501, 17), (40, 1000, 640)]  # S, S_kv, window
-
-
-@emulate.needs_compiler
-@pytest.mark.parametrize(("h", "consumers"), [(16, 3), (3, 2)])
-def test_steps_are_the_keys_that_a_tile_sees(monkeypatch: pytest.MonkeyPatch, h: int, consumers: int) -> None:
-    """From the first key that a token of the tile sees on, each key once; the whole ones, which take no mask, are seen by all tokens."""
-    tokens = consumers * (64 // h)
-    for S, S_kv, size in SIZES:
-        position, key = torch.arange(S_kv - S, S_kv)[:, None], torch.arange(S_kv + 64)
-        seen = (key <= position) & (position - key < size)
-        steps, _ = plan_of(monkeypatch, S, S_kv, size, h, consumers)
-        for tile, of_tile in enumerate(steps):
-            rows = seen[tile * tokens : (tile + 1) * tokens]
-            whole, count = of_tile[:2].tolist()
-            keys = of_tile[2 : 2 + count]
-            some = rows.any(0).nonzero().flatten()
-            expected = torch.arange(int(some[0]), int(some[-1]) + 1, window.BLOCK)
-            assert keys.sort().values.tolist() == expected.tolist()
-            blocks = [bool(rows[:, x : x + window.BLOCK].all()) for x in keys.tolist()]
-            assert blocks == [False] * (count - whole) + [True] * whole
-
-
-@emulate.needs_compiler
-@pytest.mark.parametrize(("h", "consumers"), [(16, 3), (3, 2)])
-def test_rows_of_a_tile_of_keys(monkeypatch: pytest.MonkeyPatch, h: int, consumers: int) -> None:
-    """All that see one of its keys; steps without a mask see all of them, and each step comes once."""
-    tokens = 64 // h
-    for S, S_kv, size in SIZES:
-        position, key = torch.arange(S_kv - S, S_kv)[:, None], torch.arange(S_kv)
-        seen = (key <= position) & (position - key < size)
-        _, rows = plan_of(monkeypatch, S, S_kv, size, h, consumers)
-        for tile, (first, count, begun, over, *places) in enumerate(rows.tolist()):
-            keys = seen[:, tile * window.BLOCK : (tile + 1) * window.BLOCK]
-            assert keys.any(1).nonzero().flatten().tolist() == list(range(first, first + count))
-            steps = -(-count // tokens)
-            assert sorted(places[:steps]) == list(range(steps))
-            for step in range(min(steps, (S - first) // tokens)):  # TMA loads zeros for rows past the last
-                assert (begun <= step < over) == bool(keys[first + step * tokens : first + (step + 1) * tokens].all())
 
 
 def small_inputs() -> tuple[torch.Tensor, ...]:

@@ -1,12 +1,12 @@
-"""Memory of a call: its buffers and a caller's workspace, passes in parts and slices where plans of all rows do not fit."""
+"""Check memory of a call: buffers, a caller's workspace, and passes in parts and slices if plans of all rows do not fit."""
 
 from __future__ import annotations
 
-import itertools
 import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -33,7 +33,7 @@ from nsa_sel.settings.config import settings_for
 from tests.helpers.cases import assert_gradients, make_blocks, make_call, make_grads, make_qkv, make_spans
 from tests.helpers.checks import attend, check_both, check_deterministic, check_poison, new_memory_is_nan
 from tests.helpers.cuda import GPU, emulated, needs_compiler
-from tests.helpers.gpus import HOPPER, needs, needs_hopper, noted
+from tests.helpers.gpus import HOPPER, needs, noted
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BACKENDS = ("sdpa-packed", "triton-token", "triton-group", "triton-tile", "triton-block")
@@ -146,43 +146,49 @@ def test_a_workspace_is_refused_in_inference_mode_and_torch_compile() -> None:
         torch.compile(call, backend="eager", fullgraph=True)(torch.empty(64, dtype=torch.uint8))
 
 
-@pytest.fixture
-def cut(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Calls are cut to slices of 5 rows, with room for a few parts. The rows of every slice."""
-    found: list[int] = []
+def recorded(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[tuple[int, ...]]:
+    """Collect batch entries and rows of every slice that `module` makes."""
+    found: list[tuple[int, ...]] = []
+    cut = _slices.slices
 
-    def recorded(*of: Any) -> Any:
-        for part, at in _slices.slices(*of):
-            found.append(part.q.shape[1])
+    def slices(*of: Any) -> Any:
+        for part, at in cut(*of):
+            found.append(tuple(part.q.shape[:2]))
             yield part, at
 
-    monkeypatch.setattr(dkdv, "slices_of", lambda call, width: Slices(5, 1 << 14))
-    monkeypatch.setattr(dkdv, "slices", recorded)
+    monkeypatch.setattr(module, "slices", slices)
     return found
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Cut calls to slices of 5 rows, with room for a few parts, and collect them."""
+    monkeypatch.setattr(dkdv, "slices_of", lambda call, width: Slices(5, 1 << 14))
+    return recorded(monkeypatch, dkdv)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("B", "positions"), [(2, False), (1, True)])
-def test_slices_of_small_blocks_add_up(cut: list[int], B: int, positions: bool) -> None:
+def test_slices_of_small_blocks_add_up(cut: list[tuple[int, ...]], B: int, positions: bool) -> None:
     q_pos = torch.arange(13, 50, 3)[None] if positions else None
     check_both("triton-tile", *make_qkv(B=B, S=13, G=2, h=3, Dk=16, Dv=8, S_kv=50), make_blocks(B, 13, 2, 50, 9, 4), q_pos=q_pos)
-    assert cut == [5, 5, 3] * 2 * B
+    assert [rows for _, rows in cut] == [5, 5, 3] * 2 * B
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ranges", "blocks"])
-def test_slices_of_other_selections_add_up(cut: list[int], kind: str) -> None:
+def test_slices_of_other_selections_add_up(cut: list[tuple[int, ...]], kind: str) -> None:
     selection = Selection.from_ranges(make_spans("few", 1, 12, 2, 70, 30)) if kind == "ranges" else make_blocks(1, 12, 2, 70, 4, 16)
     check_both("triton-group", *make_qkv(S=12, G=2, h=2, S_kv=70), selection)
-    assert cut == [5, 5, 2] * 2
+    assert [rows for _, rows in cut] == [5, 5, 2] * 2
 
 
 @pytest.mark.slow
-def test_slices_are_deterministic_and_read_no_unselected_key(cut: list[int]) -> None:
+def test_slices_are_deterministic_and_read_no_unselected_key(cut: list[tuple[int, ...]]) -> None:
     problem = *make_qkv(S=7, G=2, h=2, S_kv=80), make_blocks(1, 7, 2, 80, 3, 4)
     check_deterministic("triton-tile", *problem, reruns=2)
     check_poison("triton-tile", *problem)
-    assert cut == [5, 2] * 8
+    assert [rows for _, rows in cut] == [5, 2] * 8
 
 
 @pytest.mark.slow
@@ -235,25 +241,31 @@ class Peak(TorchDispatchMode):
         self.most = max(self.most, self.bytes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("S", [65536, 131072])
-def test_gradients_of_qsa_fit_the_workspace(monkeypatch: pytest.MonkeyPatch, S: int) -> None:
-    """Two groups of 12 heads, D 256, 512 blocks of 4 keys and a tail that is not whole: tensors without memory, and no kernel runs."""
-    G, h, D, n, config = 2, 12, 256, 512, settings_for(DeviceInfo(kind="cuda", sm=90, name="NVIDIA H100"))
+def qsa_call(monkeypatch: pytest.MonkeyPatch, B: int, S: int, S_kv: int, n: int) -> Call:
+    """Return a call of QSA's shape on an H100: two groups of 12 heads, D 256, n blocks of 4 keys. Tensors without memory, and no kernel."""
+    G, h, D = 2, 12, 256
+    gpu = DeviceInfo(kind="cuda", sm=90, name="NVIDIA H100", sm_count=132, shared_memory=227 << 10)
     monkeypatch.setattr(Kernel, "launch", lambda *_: None)
     monkeypatch.setattr(Selection, "_on_gpu", True)  # no copy of ranges to compare with
     with torch.device("meta"):
-        q, k, v = (torch.empty(1, *shape, dtype=torch.bfloat16) for shape in ((S, G, h, D), (G, S - 1, D), (G, S - 1, D)))
-        lse, delta = torch.empty(1, S, G, h), torch.empty(1, S, G, h)
-        selection = Selection(torch.empty(1, S, G, n, 2, dtype=torch.int32), 4, disjoint=True)
-    call = Call(q, k, v, selection, None, 1.0, config)
+        q, k, v = (torch.empty(B, *shape, dtype=torch.bfloat16) for shape in ((S, G, h, D), (G, S_kv, D), (G, S_kv, D)))
+        selection = Selection(torch.empty(B, S, G, n, 2, dtype=torch.int32), 4, disjoint=True)
+    return Call(q, k, v, selection, None, 1.0, settings_for(gpu), gpu)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("S", [65536, 131072])
+def test_gradients_of_qsa_fit_the_workspace(monkeypatch: pytest.MonkeyPatch, S: int) -> None:
+    """With a last block that is not whole."""
+    call = qsa_call(monkeypatch, 1, S, S - 1, 512)
+    lse, delta = (torch.empty(call.q.shape[:4], device="meta") for _ in range(2))
     heads = arguments.heads(call)
-    with Peak(q, k, v, lse, delta, selection.ranges) as peak:
+    with Peak(call.q, call.k, call.v, lse, delta, call.selection.ranges) as peak:
         assert units.slices_of(call, 32) is not None
-        dk, dv = dkdv.key_value_gradients(call, heads, lse, q, delta, "triton-tile/dkdv")
-    assert dk.shape == dv.shape == k.shape
+        dk, dv = dkdv.key_value_gradients(call, heads, lse, call.q, delta, "triton-tile/dkdv")
+    assert dk.shape == dv.shape == call.k.shape
     results = 2 * dk.numel() * dk.itemsize
-    assert results < peak.most <= results + config.workspace_bytes
+    assert results < peak.most <= results + call.settings.workspace_bytes
 
 
 @pytest.mark.gpu
@@ -286,18 +298,9 @@ def test_slices_give_the_gradients_of_one_plan(
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Parts may be of one tile. Batch entries and rows of every part."""
-    found: list[tuple[int, ...]] = []
-    cut = _slices.slices
-
-    def recorded(*of: Any) -> Any:
-        for part, at in cut(*of):
-            found.append(tuple(part.q.shape[:2]))
-            yield part, at
-
+    """Let parts be of one tile, and collect them."""
     monkeypatch.setattr(_slices, "LEAST_ROWS", 1)
-    monkeypatch.setattr(_slices, "slices", recorded)
-    return found
+    return recorded(monkeypatch, _slices)
 
 
 @pytest.mark.slow
@@ -355,22 +358,14 @@ def test_cupy_cuda(monkeypatch: pytest.MonkeyPatch, parts: list[tuple[int, ...]]
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["triton-tile", "cupy-cuda"])
 def test_plans_of_qsa_fit_the_workspace(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    """Three sequences of 128k rows: two groups of 12 heads, D 256, 513 blocks of 4 keys. Tensors without memory, and no kernel."""
-    B, S, G, h, D, n = 3, 131072, 2, 12, 256, 513
-    gpu = DeviceInfo(kind="cuda", sm=90, name="NVIDIA H100", sm_count=132, shared_memory=227 << 10)
-    monkeypatch.setattr(Kernel, "launch", lambda *_: None)
+    """Three sequences of 128k rows."""
     monkeypatch.setattr(launch, "start", lambda *_, **own: None)
     monkeypatch.setattr(launch, "clear", lambda *_: None)
     for maps in ("tensor_map", "row_map", "key_group_map"):
         monkeypatch.setattr(sm90, maps, lambda *_: b"")
-    monkeypatch.setattr(Selection, "_on_gpu", True)  # no copy of ranges to compare with
-    with torch.device("meta"):
-        q, k, v = (torch.empty(B, *shape, dtype=torch.bfloat16) for shape in ((S, G, h, D), (G, S, D), (G, S, D)))
-        selection = Selection(torch.empty(B, S, G, n, 2, dtype=torch.int32), 4, disjoint=True)
-    call = Call(q, k, v, selection, None, 1.0, settings_for(gpu), gpu)
-    cuts, cut = [], _slices.slices
-    monkeypatch.setattr(_slices, "slices", lambda *of: cuts.append(of) or cut(*of))
-    with Peak(q, k, v, selection.ranges) as peak:
+    call = qsa_call(monkeypatch, 3, 131072, 131072, 513)
+    cuts = recorded(monkeypatch, _slices)
+    with Peak(call.q, call.k, call.v, call.selection.ranges) as peak:
         o, lse = (triton_tile if backend == "triton-tile" else cupy_cuda).forward(call)
     results = o.numel() * o.itemsize + lse.numel() * lse.itemsize
     assert cuts
@@ -401,15 +396,7 @@ def test_parts_give_the_bits_of_one_pass(
     do, _ = make_grads(q, v)
     scores = torch.rand(1, S, 2, -(-S // block), generator=torch.Generator("cuda").manual_seed(0), device="cuda")
     ranges = Selection.from_scores(scores, 8, block, S_kv=S).ranges
-    parts: list[int] = []
-    cut = _slices.slices
-
-    def recorded(*of: Any) -> Any:
-        for part, at in cut(*of):
-            parts.append(part.q.shape[1])
-            yield part, at
-
-    monkeypatch.setattr(_slices, "slices", recorded)
+    parts = recorded(monkeypatch, _slices)
 
     def results() -> list[Tensor]:
         with new_memory_is_nan():
@@ -424,7 +411,7 @@ def test_parts_give_the_bits_of_one_pass(
     reset()
     started.clear()
     again = results()
-    assert sum(parts) == 2 * S
+    assert sum(rows for _, rows in parts) == 2 * S
     assert len(parts) > 2
     assert all(map(torch.equal, whole, again))
     if backend == "cupy-cuda" and HOPPER:
@@ -432,65 +419,3 @@ def test_parts_give_the_bits_of_one_pass(
         counts = [started.count(name) for name in kernels]
         assert min(counts) > 1
         assert sum(counts) == len(parts)  # forward tiles may have more tokens than those of dq
-
-
-@pytest.mark.gpu
-@needs_cuda
-@needs_hopper
-def test_pairs_whose_lists_do_not_fit_together_have_the_bits_of_their_own_calls(
-    monkeypatch: pytest.MonkeyPatch, configure: Callable[[str], Path]
-) -> None:
-    """QSA's shape: the lists of all four (batch entry, group) are of 1.6 MB, those of one of 0.4 MB."""
-    configure("provenance: a test\nruntime: {workspace_bytes: 1048576}\n")
-    reset()
-    B, S, G, block = 2, 2048, 2, 4
-    q, k, v = make_qkv(B=B, S=S, G=G, h=12, Dk=256, S_kv=S, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    do, _ = make_grads(q, v)
-    scores = torch.rand(B, S, G, S // block, generator=torch.Generator("cuda").manual_seed(0), device="cuda")
-    ranges = Selection.from_scores(scores, 60, block, S_kv=S).ranges
-    pairs, by_pairs = [], sm90._by_pairs
-    monkeypatch.setattr(sm90, "_by_pairs", lambda call, *rest: (pairs.append(call.q.shape[:3]), by_pairs(call, *rest))[1])
-
-    def gradients(b: slice, g: slice) -> tuple[Tensor, ...]:
-        own = q[b, :, g], k[b, g], v[b, g]
-        with new_memory_is_nan():
-            o, _ = attend("cupy-cuda", *own, Selection(ranges[b, :, g].contiguous(), block, disjoint=True))
-            return torch.autograd.grad(o, own, do[b, :, g])
-
-    found, again = (gradients(slice(B), slice(G)) for _ in range(2))
-    assert pairs == [(B, S, G)] * 2
-    assert all(map(torch.equal, found, again))
-    for b, g in itertools.product(range(B), range(G)):
-        at = slice(b, b + 1), slice(g, g + 1)
-        dq, dk, dv = gradients(*at)
-        assert torch.equal(dq, found[0][at[0], :, at[1]])
-        assert torch.equal(dk, found[1][at])
-        assert torch.equal(dv, found[2][at])
-    assert len(pairs) == 2
-
-
-@pytest.mark.gpu
-@needs_cuda
-@needs_hopper
-def test_lists_of_large_blocks_fit_the_workspace(started: list[str], configure: Callable[[str], Path]) -> None:
-    """MoBA's shape: lists of 0.6 MB, which for every 64 keys would be 4.7 MB."""
-    S, G, block = 4096, 4, 512
-    q, k, v = make_qkv(B=1, S=S, G=G, h=1, Dk=128, S_kv=S, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    k, v = (x[:, :2].detach().requires_grad_() for x in (k, v))
-    do, _ = make_grads(q, v)
-    scores = torch.rand(1, S, G, S // block, generator=torch.Generator("cuda").manual_seed(0), device="cuda")
-    selection = Selection.from_scores(scores, 3, block, S_kv=S)
-
-    def gradients() -> tuple[Tensor, ...]:
-        reset()
-        o, _ = attend("cuda-block", q, k, v, selection)
-        return torch.autograd.grad(o, (q, k, v), do)
-
-    expected = gradients()
-    started.clear()
-    configure("provenance: a test\nruntime: {workspace_bytes: 4194304}\n")
-    with new_memory_is_nan():
-        found = gradients()
-    assert started.count("dkdv_groups.cu") == 1
-    for x, y in zip(found, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)

@@ -1,4 +1,4 @@
-"""What benches share: baselines, cases, parity with the oracle, runs, and rows on disk."""
+"""Check what benches share: parity with the oracle, runs, and rows on disk."""
 
 from __future__ import annotations
 
@@ -13,115 +13,24 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from nsa_sel.bench.core import cases, session, store
-from nsa_sel.bench.core.cases import Case, layers_of, make_selection, packed_bounds, random_selection
+from nsa_sel.bench.core import session, store
+from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.contenders import (
     DENSE,
     PACKED,
     dense,
-    dense_causal_sdpa,
     make_problem,
-    masked_sdpa,
-    named,
     ours,
-    token_mask,
 )
 from nsa_sel.bench.core.session import Job, WrongResult, is_causal, measured_rows, parity, run, sample, wanted
 from nsa_sel.bench.core.store import RowFile
 from nsa_sel.bench.core.timing import Timing
-from nsa_sel.bench.core.variants import on_packed_batches, over_caches
-from nsa_sel.bench.questions import speed
-from nsa_sel.bench.questions.speed import QUICK, SUITES, jobs, suites_of
 from nsa_sel.bench.tune.cost_fit import is_cost_row
 from nsa_sel.errors import ArgumentError
-from nsa_sel.oracle import oracle_backward, oracle_forward
-from nsa_sel.selection import Selection
-from tests.helpers.cases import assert_all_close, edge_selections, make_grads, make_qkv, make_spans
 from tests.helpers.files import ROOT
 
 TINY = Case("tiny", "random", 1, 64, 64, 2, 2, 16, 8, 3, 16, "float32")
 QUIET = Console(quiet=True)
-
-
-# Baselines
-
-
-@pytest.mark.parametrize("form", [torch.bool, torch.float64])
-def test_masked_sdpa_matches_the_oracle(form: torch.dtype) -> None:
-    q, k, v = make_qkv(2, 9, 2, 3, 16, 8, S_kv=37, dtype=torch.float64, requires_grad=True)
-    for ranges in edge_selections(2, 9, 2, 37).values():
-        selection = Selection.from_ranges(ranges)
-        do, _ = make_grads(q, v)
-        o = masked_sdpa(q, k, v, selection if form == torch.bool else token_mask(selection, 37, dtype=form), scale=0.2)
-        torch.testing.assert_close(o, oracle_forward(q, k, v, ranges, 0.2)[0])
-        assert_all_close(torch.autograd.grad(o, (q, k, v), do), oracle_backward(q, k, v, ranges, do, scale=0.2))
-    q_pos, ranges = torch.tensor([29, 3, 11, 0, 15, 8, 30, 2, 7]), make_spans("mixed", 2, 9, 2, 37, 20)
-    o = masked_sdpa(q, k, v, token_mask(Selection.from_ranges(ranges), 37, q_pos))
-    torch.testing.assert_close(o, oracle_forward(q, k, v, ranges, q_pos=q_pos)[0])
-
-
-@pytest.mark.parametrize(("S", "S_kv"), [(20, 20), (7, 20), (1, 20), (1, 1)])
-def test_dense_causal_sdpa_counts_rows_from_the_last_key(S: int, S_kv: int) -> None:
-    q, k, v = make_qkv(2, S, 2, 3, 8, S_kv=S_kv, dtype=torch.float64, requires_grad=True)
-    everything = torch.tensor([0, S_kv]).expand(2, S, 2, 1, 2)
-    do, _ = make_grads(q, v)
-    o = dense_causal_sdpa(q, k, v)
-    torch.testing.assert_close(o, oracle_forward(q, k, v, everything)[0])
-    assert_all_close(torch.autograd.grad(o, (q, k, v), do), oracle_backward(q, k, v, everything, do))
-
-
-# Cases
-
-
-def test_a_name_stands_for_one_case() -> None:
-    seen: dict[str, Case] = {}
-    for suite in SUITES.values():
-        assert all(seen.setdefault(case.case, case) == case for case in suite.cases())
-    layers = cases.layer_cases()
-    for h in (16, 4, 1):
-        alone = [layers_of(case.case) for case in layers if case.h == h and case.B == 1]
-        batches = [layers_of(case.case) for case in layers if case.h == h and case.B == 4]
-        assert alone == [[layer] for layer in range(30)]
-        assert {layer for batch in batches for layer in batch} == set(range(30))
-
-
-def test_real_selections_are_those_of_layers_and_of_shorter_texts() -> None:
-    by_name = {case.case: case for case in cases.layer_cases()}
-    batch = make_selection(by_name["real-8k-layers28-29-00-01-h1"], "cpu").validate()
-    for entry, layer in zip(batch.ranges, (28, 29, 0, 1), strict=True):
-        assert torch.equal(entry, make_selection(by_name[f"real-8k-layer{layer:02}-h1"], "cpu").ranges[0])
-    short = make_selection(cases.prefill("real", 1024, 1), "cpu").validate()
-    assert torch.equal(short.ranges, cases.real_selection(4, "cpu").ranges[:, :1024])
-    assert int(short.ranges.max()) == 1024
-
-
-def test_random_selections_are_those_of_all_scores_together() -> None:
-    """Committed rows were measured on selections that were drawn at once."""
-    case = Case("", "random", 2, 100, 130, 2, 1, 16, 16, 3, 16, "float32")
-    blocks, rows = 9, 24
-    found = random_selection(case, "cpu", seed=5, at_once=rows * 2 * 2 * blocks).validate()
-    generator = torch.Generator().manual_seed(5)
-    scores = torch.cat([torch.randn(2, min(rows, 100 - first), 2, blocks, generator=generator) for first in range(0, 100, rows)], 1)
-    assert torch.equal(found.ranges, Selection.from_scores(scores, 3, 16, S_kv=130).ranges)
-    for case in (*cases.performance_cases(), *cases.decode_cases(), *cases.threshold_cases()):
-        assert case.B * case.S * case.G * -(-case.S_kv // case.block) <= cases.SCORES_AT_ONCE
-
-
-@pytest.mark.parametrize("alike", [False, True])
-def test_heads_with_selections_of_their_own_force_only_their_own_block(alike: bool) -> None:
-    """With the first and the previous block forced, three blocks would leave nothing to choose, and all heads would
-    agree.
-    """
-    case = next(case for case in cases.model_cases() if case.case == "models-moba-16k")
-    kind = cases.PER_HEAD_ALIKE if alike else cases.PER_HEAD
-    case = case._replace(distribution=kind, S=256, S_kv=2048, G=8, block=128, dtype="float32")
-    blocks = make_selection(case, "cpu").validate().block_indices[0]
-    assert (blocks.max(-1).values == torch.arange(2048 - 256, 2048)[:, None] // 128).all()
-    assert (blocks[:, 0] != blocks[:, 1]).any()
-    same = (blocks[1:128] == blocks[:127]).all(-1).float().mean()
-    assert (same > 0.2) == alike
-    q, k, _, _ = cases.make_inputs(case, "cpu")
-    assert q.shape[2] == cases.HEADS_PER_KV * k.shape[1]
 
 
 # Parity
@@ -186,61 +95,7 @@ def test_a_look_at_the_future_is_reported() -> None:
     assert is_causal(within_the_block, problem) is False
 
 
-# Variants
-
-
-@pytest.mark.parametrize("case", [*(Case(f"packed-{kind}-2k-h4", "packed", 1, 2048, 2048, 2, 4, 64, 64, 8, 16, "float32")
-                                    for kind in ("whole", "odd")), Case("decode", "random", 3, 1, 512, 2, 2, 16, 16, 4, 16, "float32")],
-                         ids=lambda case: case.case)  # fmt: skip
-def test_caches_and_packed_batches_give_right_results(case: Case) -> None:
-    problem = make_problem(case, "cpu")
-    exact = sample(case, problem, 8, backward=False)
-    contenders = over_caches([PACKED]) if case.S == 1 else on_packed_batches(case, [PACKED])
-    for contender in contenders:
-        ready = contender.prepare(problem)
-        bound = 0.05 if "e4m3" in contender.name else 1e-5
-        o = ready.call(problem.q, ready.layout(problem.k), ready.layout(problem.v))
-        assert float((o[: exact.entries, exact.rows] - exact.o).abs().mean()) < bound, contender.name
-    names = [contender.name.removeprefix(PACKED) for contender in contenders]
-    if case.S > 1:
-        bounds = packed_bounds(case)
-        assert [bound % case.block == 0 for bound in bounds[1:-1]] == ["whole" in case.case] * 11
-        assert names == (["", "-each"] if "whole" in case.case else ["", "-each", "-copied"])
-        start = problem.selection.ranges[0, ..., 0]
-        first = torch.repeat_interleave(torch.tensor(bounds[:-1]), torch.tensor(bounds).diff())
-        assert bool(((start >= first[:, None, None]) | (problem.selection.ranges.diff(dim=-1)[0, ..., 0] == 0)).all())
-    else:
-        assert len(names) == 8
-
-
 # Runs
-
-
-def test_jobs_follow_suites_backends_and_names() -> None:
-    def backends_of(suites: str, backends: str, only: str = "") -> dict[str, list[str]]:
-        found = jobs(suites_of(suites, False, "cuda"), named(backends), only)
-        return {job.case.case: [contender.name for contender in job.contenders] for job in found}
-
-    every = backends_of("all", ",".join(speed.usual_backends("cuda")))
-    ours_on_gpu = ["triton-group", "triton-tile", "triton-block", "cuda-block", "cupy-cuda"]
-    assert every["real-8k-h16"] == [PACKED, *ours_on_gpu, DENSE]
-    assert every["random-64k-h16"] == every["real-8k-layer07-h4"] == [*ours_on_gpu, DENSE]
-    assert every["decode-B1-64k-h16"] == every["threshold-decode-D64-L64"] == [PACKED, "triton-group", "cupy-cuda", DENSE]
-    assert backends_of("scaling,decode", f"{PACKED},triton-tile", "32k") == {
-        **{f"decode-B64-32k-h{h}": [PACKED] for h in (16, 4)},
-        **{f"random-32k-h{h}": ["triton-tile"] for h in (16, 4, 1)},
-    }
-    assert "triton-tile-copied" in backends_of("packed", "triton-tile")["packed-odd-32k-h4"]
-    assert "cupy-cuda, pages of 64, keys first, e4m3/head" in backends_of("caches", "cupy-cuda")["decode-B64-32k-h16"]
-    with pytest.raises(ArgumentError, match=r"--suite is speed; allowed: all, performance"):
-        suites_of("speed", False, "cuda")
-    with pytest.raises(ArgumentError, match=r"--backends is 'tritn-tile' \(did you mean triton-tile\?\); allowed: "):
-        named("numba,tritn-tile")
-    with pytest.raises(ArgumentError, match=r"--device is cpu; .*--quick"):
-        suites_of("decode", False, "cpu")
-    (target,) = jobs(suites_of("cpu", False, "cpu"), named(f"numba,{PACKED}"), "", "cpu")
-    assert ([contender.name for contender in target.contenders], target.directions) == (["numba", PACKED], ("fwd", "bwd", "fwd+bwd"))
-    assert [job.case.dtype for job in jobs({"quick": QUICK}, [ours(PACKED)], "", "cpu")] == ["float32"] * 3
 
 
 KEYS = {
@@ -341,24 +196,6 @@ def test_the_command_is_free_of_machine_paths(monkeypatch: pytest.MonkeyPatch) -
     assert store.stamp("cpu")["command"] == "nsa-sel bench --out rows --csv=x.csv --only 'a b'"
     monkeypatch.setattr(sys, "argv", [str(ROOT / "bench/questions/speed.py"), "--quick"])
     assert store.stamp("cpu")["command"] == "python -m nsa_sel.bench.questions.speed --quick"
-
-
-def test_a_torn_last_line_is_dropped_with_a_word(tmp_path: Path) -> None:
-    file, told = tmp_path / "folder" / "rows.jsonl", list[str]()
-    rows = RowFile(file, lambda row: row["a"])
-    rows.add({"a": 1, "b": 2})
-    torn = file.read_bytes() + b'{"a": 3, "b'
-    file.write_bytes(torn)
-    again = RowFile(file, lambda row: row["a"], tell=told.append)
-    assert ({"a": 1} in again, {"a": 3} in again, again[{"a": 1}]["b"]) == (True, False, 2)
-    assert file.read_bytes() == torn, "reading changes nothing"
-    again.add({"a": 1, "b": 4})
-    assert store.read(file) == [{"a": 1, "b": 2}, {"a": 1, "b": 4}]
-    assert again.of([{"a": 3}, {"a": 1}]) == [{"a": 1, "b": 4}]
-    assert [word.startswith("rows.jsonl: dropped") for word in told] == [True]
-    file.write_bytes(file.read_bytes()[:-1])  # the newline alone is missing
-    store.mend(file, told.append)
-    assert (len(store.read(file)), len(told)) == (2, 1)
 
 
 def test_a_bad_line_elsewhere_is_an_error(tmp_path: Path) -> None:

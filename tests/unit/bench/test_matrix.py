@@ -198,26 +198,3 @@ def test_the_playbooks_commands_fit_together(tmp_path: Path, monkeypatch: pytest
     assert [[(row["direction"], row["L"], row["cases"]) for row in part] for part in shown[1:]] == [
         [(way, L, cases) for L in ("16", "64")] for cases in "12" for way in ("fwd", "bwd")
     ]
-
-
-@pytest.mark.usefixtures("instant", "tiny")
-def test_peers_are_measured_beside_ours_or_say_what_they_lack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "fla", None)  # as if it were not installed
-    result = bench(tmp_path, "--peers", "--quick")
-    assert result.exit_code == 0, result.output
-    said = " ".join(result.stderr.split())
-    for words in ("dense-cudnn is left out: needs a GPU", "flash-linear-attention is not installed: pip install flash-linear-attention"):
-        assert words in said
-    found = {(row["backend"], row["direction"]): row for row in store.read(tmp_path / "peers.jsonl")}
-    every = ("fwd", "bwd", "fwd+bwd", "decode")
-    assert {name: [way for way in every if (name, way) in found] for name, _ in found} == {
-        **{backend: list(every) for backend in ("sdpa-packed", "numba", "masked-sdpa", "dense-sdpa")},
-        "flex-attention": ["fwd", "decode"],
-    }
-    for (name, way), row in found.items():
-        assert row["mae"] < 1e-6
-        assert row["selection"] == {"masked-sdpa": "kept", "flex-attention": "kept", "dense-sdpa": None}.get(name, "new")
-        if name not in ("sdpa-packed", "numba"):
-            assert row["causal"] is (None if way == "decode" else True)
-            assert row["computes"] == ("every key" if name == "dense-sdpa" else "selection")
-            assert row["prepare_ms"] >= 0

@@ -1,22 +1,19 @@
-"""`nsa-sel bench --peer NAME=module:function`, and dense attention of other packages: stand-ins of both, on a CPU."""
+"""Check `nsa-sel bench --peer NAME=module:function` by stand-ins, and the peers that PyTorch provides, on a CPU."""
 
 from __future__ import annotations
 
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 from typer.testing import CliRunner
 
 from nsa_sel.bench import command
 from nsa_sel.bench.core import session, store
 from nsa_sel.bench.core.cases import Case, span_case
-from nsa_sel.bench.core.contenders import dense_causal_sdpa, make_problem
+from nsa_sel.bench.core.contenders import make_problem
 from nsa_sel.bench.core.peers import peers
 from nsa_sel.bench.core.session import able, is_causal, parity, sample
 from nsa_sel.bench.questions import speed
@@ -120,52 +117,6 @@ def test_a_bad_flag_is_refused_before_the_first_measurement(
     assert words in said
     assert said.count("Remedy: ") == 1
     assert not (adapters / "out").exists()
-
-
-# Packages
-
-
-def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Stands in for FlashAttention's: [B,S,heads,D], [B,S_kv,G,D]."""
-    assert causal
-    assert k.is_contiguous()
-    o: Tensor = dense_causal_sdpa(q.unflatten(2, (k.shape[2], -1)), k.transpose(1, 2), v.transpose(1, 2), kernel="any")
-    return o.flatten(2, 3)
-
-
-def single_prefill_with_kv_cache(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Stands in for FlashInfer's: the same without a batch."""
-    return flash_attn_func(*(x.unsqueeze(0) for x in (q, k, v)), causal=causal)[0]
-
-
-@pytest.mark.parametrize(
-    ("name", "module", "function"),
-    [("flash-attention", "flash_attn", flash_attn_func), ("flashinfer", "flashinfer", single_prefill_with_kv_cache)],
-)
-def test_dense_packages_are_called_as_they_ask_or_say_why(monkeypatch: pytest.MonkeyPatch, name: str, module: str, function: Any) -> None:
-    (peer,) = (peer for peer in peers() if peer.name == name)
-    monkeypatch.setitem(sys.modules, module, None)
-    assert f"{module} is not installed: pip install" in str(peer.lacks("cuda"))
-    package = ModuleType(module)
-    package.__spec__ = type("Spec", (), {})()  # type: ignore[assignment]
-    monkeypatch.setitem(sys.modules, module, package)
-    assert peer.lacks("cpu") == "needs a GPU"
-    assert f"{module} has no {function.__name__}: pip install" in str(peer.lacks("cuda"))
-    setattr(package, function.__name__, function)
-    assert peer.lacks("cuda") is None
-
-    case = Case("blocks", "random", 1, 48, 48, 2, 4, 64, 64, 2, 16, "bfloat16")
-    assert peer.refuses(case) is None
-    assert all("alone" in str(peer.refuses(case._replace(**other))) for other in ({"dtype": "float32"}, {"Dv": 32}, {"Dk": 36, "Dv": 36}))
-    assert (peer.refuses(case._replace(B=2)) is None) == (name == "flash-attention")
-    problem = make_problem(case._replace(dtype="float32"), "cpu")
-    ready = peer.prepare(problem)
-    k, v = ready.layout(problem.k), ready.layout(problem.v)
-    assert torch.equal(k, problem.k)
-    given = problem._replace(k=k, v=v)
-    mae, of_gradients = parity(ready.call, given, sample(case, problem, 8, every_key=True))
-    assert max(mae, of_gradients or 0) < 1e-5
-    assert is_causal(lambda q, k, v: ready.call(q, ready.layout(k), ready.layout(v)), given) is True
 
 
 # Of torch

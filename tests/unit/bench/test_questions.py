@@ -1,11 +1,7 @@
-"""The benches' questions, on a CPU or by made-up rows: host time, parts of a layer, the README's claims, texts of
-trained models.
-"""
+"""Check the benches' questions on a CPU or by made-up rows: host time, claims of the README, parts of a layer, texts of trained models."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +11,21 @@ from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
 
-import nsa_sel
-from nsa_sel import compressed_attention, nsa_attention, use_backend
+from nsa_sel import use_backend
 from nsa_sel.bench import headline
 from nsa_sel.bench.core import cases, store, trained
 from nsa_sel.bench.core.cases import make_selection
 from nsa_sel.bench.core.contenders import DENSE
 from nsa_sel.bench.core.session import wanted
-from nsa_sel.bench.questions import decoding_steps, host_time, layer_parts, save_selections
-from nsa_sel.bench.questions.host_time import CHOSEN, NEW, NOTHING
+from nsa_sel.bench.questions import host_time, layer_parts, save_selections
+from nsa_sel.bench.questions.host_time import CHOSEN, NOTHING
 from nsa_sel.bench.tune import cost_fit
 from nsa_sel.cli.app import app
 from nsa_sel.errors import ArgumentError, NsaSelError
 from nsa_sel.selection import Selection
-from tests.helpers.files import ROOT, load, table_lines
-from tests.helpers.windows import check, inputs_of
+from tests.helpers.files import table_lines
 
 # Host time
-
-
-@pytest.mark.parametrize("needs_grad", [False, True])
-def test_parts_of_host_time_compute_the_same(needs_grad: bool) -> None:
-    problem = host_time.prepared(host_time.case_of("cpu"), "cpu", needs_grad)
-    works = host_time.parts(problem, "numba")
-    assert ("node" in works) == needs_grad
-    whole, alone = works["call"](), works["backend"]()
-    if needs_grad:
-        for other in (alone, works["node"]()):
-            assert all(map(lambda a, b: (a - b).abs().max() < 1e-6, whole, other))
-    else:
-        assert (whole - alone).abs().max() < 1e-6
-        assert torch.equal(works[NEW](), whole)
-    assert nsa_sel.decisions()[-1].override.source == "argument"  # type: ignore[union-attr]
 
 
 def test_host_time_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,41 +38,6 @@ def test_host_time_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert all(row["device"] and row["threads"] == 1 and row["command"] and row["S"] == 70 for row in rows)
     assert "beyond the backend" in capsys.readouterr().out
     assert {(name, "further call, new") for name in names} <= {(row["backend"], row["part"]) for row in rows}
-
-
-# Tables
-
-
-def cells(table: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
-
-
-def test_tables_of_layer_parts() -> None:
-    def row(part: str, S: int, direction: str, ms: float, **memory: int) -> dict[str, Any]:
-        return {"part": part, "h": 16, "S": S, "direction": direction, "ms_median": ms, **memory}
-
-    rows = [
-        row("choose", 8192, "fwd", 1.0),
-        row("choose", 8192, "bwd", 2.5),
-        row("dense", 32768, "fwd", 29.0),
-        row("choose", 8192, "fwd", 0.5),
-    ]
-    assert cells(layer_parts.table(rows))[2:] == [["choose", "16", "0.5 / 2.5", "- / -"], ["dense", "16", "- / -", "29 / -"]]
-    memory = [row("layer", 8192, way, 1.0, peak_mib=peak, outputs_mib=128) for way, peak in (("fwd", 500), ("bwd", 800), ("fwd+bwd", 1028))]
-    assert cells(layer_parts.memory_table([*memory, row("layer", 32768, "fwd", 1.0, peak_mib=2000)]))[2] == ["layer", "16", "372 / 900"]
-
-
-def test_table_of_decoding_steps() -> None:
-    def row(part: str, B: int, S_kv: int, ms: float, floor: float) -> dict[str, Any]:
-        return {"part": part, "B": B, "S_kv": S_kv, "ms_median": ms, "floor_ms": floor}
-
-    rows = [row("choose", 1, 16384, 0.9, 0.001), row("choose", 1, 16384, 0.02, 0.001), row("whole", 1, 16384, 0.04, 0.002)]
-    rows += [row("dense", 1, 16384, 0.05, 0.03), row("choose", 64, 65536, 0.3, 0.1), {**row("whole", 1, 16384, 0.03, 0.001), "kv": "fp8"}]
-    assert cells(decoding_steps.table(rows))[2:] == [
-        ["1", "16k", "bf16", "20.0 (1.0)", "40.0 (2.0)", "50.0 (30.0)", "1.25x"],
-        ["64", "64k", "bf16", "300.0 (100.0)", "-", "-", "-"],
-        ["1", "16k", "fp8", "-", "30.0 (1.0)", "-", "-"],
-    ]
 
 
 # The README's claims
@@ -145,14 +89,6 @@ def test_headline_refuses_other_flags_and_needs_a_gpu(tmp_path: Path, monkeypatc
 # Parts of a layer
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_has_the_results_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, where FlexAttention runs uncompiled and refuses gradients unless the check is off."""
-    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
-    inputs, size = inputs_of((1, 150, 190, 2, 3, 16, 24, 41))
-    check(lambda q, k, v, window, **_: layer_parts.flex_window(150, 190, "cpu", window)(q, k, v), inputs, size, False)
-
-
 def test_parts_make_their_own_inputs() -> None:
     parts = layer_parts.parts(256, 2, "cpu", torch.float32)
     with use_backend("sdpa-packed"):
@@ -160,21 +96,6 @@ def test_parts_make_their_own_inputs() -> None:
             call, inputs = parts[name]()
             assert call().shape[:2] == (1, 256)
             assert all(x.requires_grad for x in inputs)
-
-
-def test_the_layer_of_text_is_the_layer_with_other_blocks() -> None:
-    S, G, h, D = 512, 2, 2, 16
-    C = (S - 32) // 16 + 1
-    keys = [torch.randn(1, G, count, D).requires_grad_() for count in (C, C, S, S, S, S)]
-    inputs = torch.randn(1, S, G, h, D).requires_grad_(), *keys, torch.rand(1, S, G, h, 3).requires_grad_()
-    own, do = compressed_attention(*inputs[:3], n=4)[1].block_indices, torch.randn(1, S, G, h, D)
-    other = own.clamp(max=0)  # block 0 alone
-    other[..., 1:] = -1
-    with use_backend("sdpa-packed"):
-        found, expected = layer_parts.layer_with(*inputs, blocks=own), nsa_attention(*inputs, window=512, n=4)
-        assert not torch.equal(layer_parts.layer_with(*inputs, blocks=other), expected)
-    assert torch.equal(found, expected)
-    assert all(map(torch.equal, *(torch.autograd.grad(o, inputs, do, retain_graph=True) for o in (found, expected))))
 
 
 # Texts of trained models
@@ -216,33 +137,3 @@ def test_layers_are_read_back_and_are_cases(folder: Path) -> None:
         trained.trained_selection(S, "cpu", [1, 5])
     with pytest.raises(NsaSelError, match=r"no selections of a trained model over 1025 tokens. Remedy: train .*questions.save_selections"):
         trained.trained_selection(S + 1, "cpu")
-
-
-@pytest.mark.parametrize("S", [1, 15, 77])
-def test_any_rows_are_kept_exactly(folder: Path, S: int) -> None:
-    """Fewer blocks than n, a length that is no multiple of 8, and rows that differ from the row before in all blocks."""
-    rows = torch.full((S, G, N), -1, dtype=torch.int16)
-    rows[1::2, 1, 0] = (S - 1) // BLOCK
-    trained.file_of(S).write_bytes(save_selections.contents({3: blocks(0, S), 7: rows}, BLOCK, {}))
-    found = trained.trained_selection(S, "cpu", [7, 3]).block_indices[0].short()
-    assert torch.equal(found, torch.cat((rows, blocks(0, S)), 1))
-
-
-def test_a_run_of_the_example_is_saved(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    example = load("train_nsa_lm")
-    run = tmp_path / "run"
-    example.train(run, example.TINY, "sdpa-packed", torch.device("cpu"), ROOT / "docs", 1, 1, 1, graph=False)
-    monkeypatch.setattr(sys, "argv", [save_selections.__file__, str(run)])
-    content, facts = save_selections.saved(run, torch.device("cpu"), save_selections.MOST_BYTES, "sdpa-packed")
-    trained.file_of(128).write_bytes(content)
-    found = trained.trained_selection(128, "cpu").validate()
-    assert found.block_indices.shape == (1, 128, 4, 4)
-    position = torch.arange(128)[:, None]
-    for forced in (torch.zeros_like(position), position // 16, (position // 16 - 1).clamp(min=0)):
-        assert bool((found.block_indices[0] == forced[:, None]).any(-1).all())
-    log = [json.loads(line) for line in (run / "losses.jsonl").read_text().splitlines()]
-    known = {"step": 1, "training_loss": log[0]["loss"], "held_out_loss": log[0]["held_out_loss"], "model": "examples/train_nsa_lm.py"}
-    assert facts.items() >= known.items()
-    assert facts["command"] == "python -m nsa_sel.bench.questions.save_selections run"
-    assert all(facts[name] for name in ("device", "torch", "python", "text_sha256", "passage_sha256", "text_bytes"))
-    assert 0 < facts["passage_loss"] < 6

@@ -20,7 +20,7 @@ from nsa_sel.bench.core.session import WrongResult as WrongTimes
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.tune import calls, command, cost_fit, kernel_configs, tuned_file
 from nsa_sel.bench.tune.calls import ORDER, measure_costs, measure_thresholds, wanted
-from nsa_sel.bench.tune.kernel_configs import Runner, Times, WrongResult, check_agreement, tune
+from nsa_sel.bench.tune.kernel_configs import Runner, Times, WrongResult, tune
 from nsa_sel.bench.tune.search_space import CASES, PROBLEMS, SPACES, Case, Job, Problem, configs, jobs
 from nsa_sel.bench.tune.tuned_file import ContextLost, Run, beside
 from nsa_sel.cli.app import app
@@ -246,19 +246,6 @@ def test_configs_run_and_are_compared(monkeypatch: pytest.MonkeyPatch, backend: 
             measure(job, job.problems[0], wrong)
 
 
-def test_agreement_is_to_roundings(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = torch.randn(100, 8).bfloat16()
-    lse = torch.where(torch.arange(100) == 3, -torch.inf, torch.randn(100))
-    check_agreement((expected * (1 + 2**-8), lse), (expected, lse))
-    for bad in (expected * 1.1, torch.where(torch.arange(8) == 1, 0.0, expected), expected + torch.nan):
-        with pytest.raises(WrongResult, match="result 0"):
-            check_agreement((bad, lse), (expected, lse))
-    with pytest.raises(WrongResult, match="result 1 is -inf in other elements"):
-        check_agreement((expected, lse.roll(1)), (expected, lse))
-    monkeypatch.setenv("NSA_SEL_TRITON_BLOCK_L", "16")  # flags that override configs do not reach the candidates
-    assert runner().settings.kernel("triton-tile/forward") == settings_for(H200).kernels["triton-tile/forward"]
-
-
 # Thresholds
 
 UNKNOWN = replace(policy_cases.UNKNOWN, sm_count=H200.sm_count)  # as many as the times of `priced` are for
@@ -451,21 +438,3 @@ def test_the_command_measures_and_its_process_uses_the_result(monkeypatch: pytes
     again = json.loads(invoke(*arguments, "--json").stdout)
     assert (again["taken"], again["left"]) == (0, 0)
     assert again["results"][0]["key"] == msgspec.to_builtins(some_jobs()[0].key)
-
-
-@pytest.mark.usefixtures("everything_is_installed")
-def test_costs_are_of_the_configs_that_won(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_gpu(monkeypatch, UNKNOWN)
-    chosen = command.plan(None, None, command.Sizes(), quick=False, dry_run=False)
-    some = chosen._replace(jobs=[job for job in chosen.jobs if job.kernel == "triton-tile/forward"][:1])
-    words = some.text()
-    assert words.index("first the threshold") < words.index("configs to measure") < words.index(f"then {len(chosen.costs)} times of")
-    done = command.measure(some, 60, False, lambda what, share: None)
-    winner = done.report.results[0].winner
-    assert done.costs_left == 0
-    assert winner is not None
-    of_tuned = [row for row in json_lines(beside(HERE.stamp, calls.ROWS)) if winner.config_id("triton-tile/forward") in row["launches"]]
-    assert {(row["Dk"], row["h"], row["direction"]) for row in of_tuned} == {(128, 16, "fwd")}
-    assert "triton-tile/backward" in done.text()
-    assert done.costs is not None
-    assert set(json.loads(msgspec.json.encode(done.document()))["costs"]["models"]) == set(done.costs.models)

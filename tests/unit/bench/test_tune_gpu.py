@@ -10,12 +10,9 @@ import torch
 from typer.testing import CliRunner
 
 import nsa_sel
-from nsa_sel.bench.core import cases
-from nsa_sel.bench.core.contenders import DENSE, PREFILL_ONLY
 from nsa_sel.bench.tune import calls
 from nsa_sel.bench.tune.tuned_file import beside
 from nsa_sel.cli.app import app
-from nsa_sel.core import registry
 from nsa_sel.core.call import device_info
 from nsa_sel.errors import ArgumentError
 from nsa_sel.settings import tuned
@@ -66,19 +63,3 @@ def test_a_warm_up_runs_the_policys_choice_but_not_within_a_capture() -> None:
         x + 1
         with pytest.raises(ArgumentError, match="within a CUDA graph capture"):
             nsa_sel.warmup(requests=[SMALL])
-
-
-@pytest.mark.parametrize("backend", [*calls.BACKENDS, *registry.backends("choose")])
-def test_costs_are_times_of_whole_calls(backend: str) -> None:
-    if backend != DENSE and registry.missing(backend):
-        pytest.skip("not installed")
-    chooses = backend in registry.backends("choose")
-    prefill = cases.prefill(cases.CHOICE if chooses else "real", 1024, 4)
-    decode = cases.Case("cost-decode", "random", 4, 1, 4096, 2, 4, 128, 128, 16, 64, "bfloat16")
-    measure = calls.Runner(rep=2)
-    for case, direction in ((prefill, "fwd"), (prefill, "bwd"), (decode, "decode")):
-        if direction == "decode" and (chooses or backend in PREFILL_ONLY):
-            continue
-        row = measure({**case._asdict(), "direction": direction, "backend": backend, "launches": ""})
-        assert 0 < row["ms_p20"] <= row["ms_median"] <= row["ms_p80"]
-        assert (row["mae"] is None) == (backend == DENSE)

@@ -36,7 +36,6 @@ on_devices = pytest.mark.parametrize(
 )
 ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 CPU = ("numba", "sdpa-packed")
-TRITON = ("triton-token", "triton-group", "triton-tile", "triton-block")
 BLOCK = 16
 PLAIN_LOOPS = {"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}  # of inductor, compiled in half the time
 
@@ -311,12 +310,6 @@ def test_the_ops_of_windows_pass_opcheck() -> None:
         o, lse = OPS.window_forward(*(x.detach() for x in (q, k, v)), *inputs[3:])
         inputs = (do, dlse if with_lse else None, q.detach(), k.detach(), v.detach(), o, lse, *inputs[3:-1])
         torch.library.opcheck(OPS.window_backward.default, inputs, test_utils=ALL_CHECKS)
-
-
-@pytest.mark.parametrize("backend", TRITON)
-def test_interpreted_kernels_pass_opcheck(backend: str) -> None:
-    """Only the checks that a backend can break (aliases, writes, shapes, dtypes, strides); the others are slow when interpreted."""
-    check_ops(backend, *problem(2, 1, 1, B=1, S_kv=32, n=1), ("test_schema", "test_faketensor"), with_lse=False)
 
 
 # Refusals

@@ -75,21 +75,6 @@ def test_a_failing_choice_falls_back_once_and_says_so(fake: Fake, caplog: pytest
     assert nsa_sel.counters()["failed.fake"] >= 2
 
 
-def test_a_failing_backward_falls_back(fake: Fake, logged: Any) -> None:
-    fake.errors["backward"] = RuntimeError("no kernel image")
-    q, k, v, ranges = problem(requires_grad=True)
-    nsa_sel.selection_attention(q, k, v, ranges).square().sum().backward()
-    assert (last().forward, last().backward) == ("fake", "fake")
-    (event,) = logged("sel.backend.failed")
-    assert event["direction"] == "backward"
-    got = [tensor.grad.clone() for tensor in (q, k, v)]
-    again = torch.autograd.grad(nsa_sel.selection_attention(q, k, v, ranges, backend="sdpa-packed").square().sum(), (q, k, v))
-    assert all(map(torch.equal, got, again))
-    nsa_sel.selection_attention(q, k, v, ranges).sum().backward()
-    assert last().backward == "sdpa-packed"
-    assert fake.calls["backward"] == 1
-
-
 @pytest.mark.parametrize("source", ["argument", "use_backend", "NSA_SEL_BACKEND"])
 def test_a_failing_forced_backend_raises(monkeypatch: pytest.MonkeyPatch, fake: Fake, source: str) -> None:
     fake.errors["forward"] = RuntimeError("boom")

@@ -35,9 +35,6 @@ def keys_of(ranges: Tensor) -> set[int]:
     return {key for start, end in ranges.reshape(-1, 2).tolist() for key in range(max(start, 0), end)}
 
 
-# from_ranges
-
-
 # from_blocks
 
 

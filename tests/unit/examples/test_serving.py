@@ -113,20 +113,6 @@ def done(reason: str = "length") -> Any:
     return scheduling.Finished(reason)
 
 
-def test_a_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
-    them = scheduler(pages=32)
-    (short, first), (long, second) = asked(b"ab", 9), asked(b"x" * 20, 2)
-    them.submit(short)
-    them.step()  # both bytes in one chunk
-    them.submit(long)
-    for _ in range(8):
-        them.step()
-    assert first == [*completion(b"ab", 9), done()]
-    assert second == [*completion(b"x" * 20, 2), done()]
-    assert them.cache.steps == [(1, 2), (1, 1), (1, 6), (1, 1), (1, 6), (1, 1), (1, 6), (1, 1), (1, 2), (2, 1), *[(1, 1)] * 3]
-    assert (them.running, them.cache.free_pages) == ([], 32)
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_random_requests_and_cancellations_lose_nothing(seed: int) -> None:
     """Texts begin alike, with pages for few of them; half of the runs share prefixes.
@@ -214,18 +200,6 @@ def test_stop_bytes_and_sampling() -> None:
     assert all(first == second for first, second in drawn)
     assert drawn[1] != drawn[2]
     assert asked(temperature=5e-324, seed=1)[0].sample(logits) == 255  # a failed step would end all requests
-
-
-def test_requests_that_do_not_fit_are_refused() -> None:
-    them = scheduler(pages=8, running=1, waiting=1)
-    with pytest.raises(ArgumentError, match=r"^prompt is of 30 bytes, with max_tokens = 3; allowed: with max_tokens 32 bytes in all"):
-        them.submit(asked(b"x" * 30, 3)[0])
-    with pytest.raises(ArgumentError, match="prompt is empty"):
-        them.submit(asked(b"")[0])
-    for _ in range(2):
-        them.submit(asked(b"x" * 29, 3)[0])
-    with pytest.raises(scheduling.Busy, match="0 requests run and 2 wait"):
-        them.submit(asked()[0])
 
 
 @pytest.mark.parametrize("context", [32, 99])
@@ -526,20 +500,6 @@ def test_sigterm_lets_running_completions_finish_within_the_bound(model: Any, in
     else:
         assert stream[-1]["error"]["message"] == "the server is shutting down"
     assert scheduler.cache.free_pages == 32
-
-
-def test_clients_and_health_see_a_failed_model(model: Any) -> None:
-    server = server_of(model)
-    server.scheduler.engine.logits = lambda *_: 1 // 0
-
-    async def client(session: Any) -> Any:
-        first, second = await post(session, body()), await post(session, body(stream=True))
-        async with session.get("/health") as response:
-            return first, second, (response.status, await response.json())
-
-    for status, answer in served(server, client):
-        assert status == 503
-        assert "the model failed" in answer["error"]["message"]
 
 
 def test_the_load_test_measures_a_served_run(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

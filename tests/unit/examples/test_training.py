@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_sel import NSAttention
-from nsa_sel.core.call import Rule
 from nsa_sel.errors import ArgumentError
 from tests.helpers.files import ROOT, load
 
@@ -79,15 +77,6 @@ def test_it_learns_and_backends_agree(tmp_path: Path, capsys: pytest.CaptureFixt
             comparison.main(folders, out=None, **options)
 
 
-def test_without_matplotlib_a_run_is_trained_and_not_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    run(tmp_path / "run", 1)
-    assert "losses.png is not drawn, because matplotlib is not installed. Remedy: pip install matplotlib" in capsys.readouterr().out
-    assert not (tmp_path / "run" / "losses.png").exists()
-
-
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     run(tmp_path / "run", 1)
     with pytest.raises(ArgumentError, match=r"^--out is a folder of a run with other sizes"):
@@ -106,16 +95,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             example.main(tmp_path / "other", **wrong)
 
 
-def test_text_is_documentation_once(tmp_path: Path) -> None:
-    long = "words " * 50
-    (tmp_path / "b.md").write_text(long)
-    (tmp_path / "c.txt").write_text(long)  # the same again
-    (tmp_path / "a.py").write_text(f'"""{long}more"""\nx = 1\n')
-    (tmp_path / "d.rst").write_text("short")
-    assert list(example.documentation([tmp_path], 1 << 20)) == [long.encode(), f"{long}more".encode()]
-    assert list(example.documentation([tmp_path], 10)) == [long.encode()]
-
-
 @pytest.mark.gpu
 def test_backends_train_alike_on_a_gpu(tmp_path: Path) -> None:
     """In bfloat16, with whole blocks that all of them take: every loss within 0.05 nats of packed SDPA's."""
@@ -131,15 +110,6 @@ def test_backends_train_alike_on_a_gpu(tmp_path: Path) -> None:
 
 
 # The model
-
-
-def test_sizes_are_those_of_the_layer() -> None:
-    found = {context: example.of_context(example.Sizes(), context, None).batch for context in (None, 4096, 32768, 65536)}
-    assert found == {None: 4, 4096: 8, 32768: 1, 65536: 1}, "a longer context keeps the bytes of a step"
-    layers = [block.attention for block in example.LanguageModel(example.TINY, "numba").blocks]
-    assert [type(layer) for layer in layers] == [NSAttention] * 2
-    assert layers[0].backend == "numba"
-    assert (layers[0].rule, layers[0].window) == (Rule(16, 8, 16, 4, 1, 2), 32)
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])

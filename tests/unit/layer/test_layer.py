@@ -398,14 +398,9 @@ def make_joined(dtype: torch.dtype = torch.float64, heads: int = 2, **options: A
     return layer
 
 
-def hidden_joined(layer: NSAttention, S: int = 21) -> Tensor:
-    x = torch.randn(2, S, 10, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return x.to(layer.out.weight.dtype).requires_grad_()
-
-
 def results(layer: NSAttention, **given: Any) -> tuple[Tensor, ...]:
     """o, and the gradients of x and of the parameters that have one."""
-    x = hidden_joined(layer)
+    x = hidden(layer, 21)
     if "cu_seqlens" in given:
         x = x[:1]
     with new_memory_is_nan():
@@ -462,7 +457,7 @@ def test_frozen_parameters_and_inputs() -> None:
         parameter.requires_grad_(False)
     assert len(results(layer)) == 2
     with joined(1), torch.no_grad():
-        assert torch.equal(layer(hidden_joined(layer)), found[0])
+        assert torch.equal(layer(hidden(layer, 21)), found[0])
 
 
 def weight_norms(layer: NSAttention) -> None:
@@ -500,8 +495,8 @@ def test_changed_projections_are_called_one_by_one(change: Callable[[NSAttention
     layer, plain = make_joined(), make_joined()
     change(layer)
     with joined(0):
-        o = layer(hidden_joined(layer))
-    torch.testing.assert_close(o, plain(hidden_joined(plain)))
+        o = layer(hidden(layer, 21))
+    torch.testing.assert_close(o, plain(hidden(plain, 21)))
 
 
 def test_rows_that_kernels_cannot_read_are_not_joined() -> None:
@@ -509,7 +504,7 @@ def test_rows_that_kernels_cannot_read_are_not_joined() -> None:
     layer = NSAttention(10, 1, 1, 2, 2, **JOINED, dtype=torch.float64)
     assert (layer.q.out_features + layer.kv.out_features + layer.gate.out_features) % 2
     with joined(0):
-        layer(hidden_joined(layer))
+        layer(hidden(layer, 21))
 
 
 def test_the_module_equals_the_plain_call_for_scores_and_blocks() -> None:

@@ -20,7 +20,6 @@ from nsa_sel import (
     nsa_attention,
     sliding_window_attention,
 )
-from nsa_sel.backends._window import packed
 from nsa_sel.compression import BlockMean, BlockMLP
 from nsa_sel.errors import ArgumentError
 from tests.helpers import layer as nsa_reference
@@ -309,50 +308,10 @@ def test_a_layer_on_a_gpu_never_waits_for_bounds() -> None:
         torch.testing.assert_close(mine.cpu(), right, rtol=1e-3, atol=1e-4)
 
 
-def each_window(q: Tensor, k: Tensor, v: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """o and lse by a call for each sequence; zeros and -inf for padding."""
-    o, lse = q.new_zeros(*q.shape[:3], v.shape[-1]), torch.full(q.shape[:3], -math.inf)
-    for own in rows():
-        if own.stop > own.start:
-            found = sliding_window_attention(q[own][None], batch(k[own]), batch(v[own]), size, return_lse=True)
-            o[own], lse[own] = (x[0] for x in found)
-    return o, lse
-
-
-def window_results(o: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
-    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(1))
-    return o.detach(), *torch.autograd.grad(o, inputs, do)
-
-
-@pytest.mark.parametrize("size", [1, 7, 100])
-@pytest.mark.parametrize("how", ["list", "unreadable"])
-def test_windows_end_where_their_sequence_begins(how: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By sequences, and by chunks under masks; NaN in padding reaches nothing."""
-    inputs = random((T, 2, 3, 16), (T, 2, 16), (T, 2, 24))
-    expected, expected_lse = each_window(*inputs, size)
-    wanted = window_results(expected, inputs)
-    with torch.no_grad():
-        for x in inputs:
-            x[CU[-1] :] = math.nan
-    bounds: Any = CU
-    if how != "list":
-        hide_bounds(monkeypatch)
-        monkeypatch.setattr(packed, "_ROWS", 30)
-        bounds = torch.tensor(CU)
-    o, lse = sliding_window_attention(*inputs, size, cu_seqlens=bounds, return_lse=True)
-    close = {"rtol": 0, "atol": 0} if how == "list" else {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(lse, expected_lse, **close)
-    for mine, right in zip(window_results(o, inputs), wanted, strict=True):
-        torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-5)
-    if how == "list":
-        only_o = sliding_window_attention(*inputs, size, cu_seqlens=bounds)
-        torch.testing.assert_close(only_o, expected, rtol=1e-5, atol=1e-5)
-
-
 def test_a_window_over_nothing_but_padding() -> None:
     inputs = random((9, 1, 2, 16), (9, 1, 16), (9, 1, 16))
-    for found in window_results(sliding_window_attention(*inputs, 4, cu_seqlens=[0, 0, 0]), inputs):
-        assert not found.any()
+    o = sliding_window_attention(*inputs, 4, cu_seqlens=[0, 0, 0])
+    assert not any(x.any() for x in (o, *torch.autograd.grad(o.sum(), inputs)))
 
 
 WRONG_WINDOWS = [

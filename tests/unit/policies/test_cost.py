@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from nsa_sel.backends.specs import CHOOSERS
 from nsa_sel.bench.tune import regret
-from nsa_sel.bench.tune.cost_fit import TERMS
 from nsa_sel.core.backend import Backend, Limits, Offer, PolicyInput
 from nsa_sel.core.decision import Decision, Override, load_policy, make_decision
 from nsa_sel.core.registry import backends
@@ -355,24 +354,3 @@ def test_compressed_keys_and_blocks_are_counted_exactly(S: int, more: int, piece
     assert counted["compressed"] == pytest.approx(6 * 5 * seen * 2 * 3 * 128 / 1e12)
     backward = work(request, True, ())
     assert backward["compressed"] == pytest.approx(counted["compressed"] * 7 / 3)
-
-
-@given(
-    B=st.integers(1, 4), G=st.integers(1, 4), h=st.integers(2, 64), tiles=st.integers(1, 64), backward=st.booleans(),
-    grown=st.sampled_from(["B", "G", "h", "tiles"]), by=st.integers(1, 3),
-)  # fmt: skip
-def test_more_work_of_choosing_is_never_predicted_cheaper(B: int, G: int, h: int, tiles: int, backward: bool, grown: str, by: int) -> None:
-    every = {name: choice_model(**{term.replace("-", "_"): 1.0 for term in terms}) for name, terms in TERMS.items() if "choose" in name}
-    costs = Costs(provenance="invented", dtypes=("bfloat16",), models=every)
-
-    def asked(B: int, G: int, h: int, tiles: int) -> PolicyInput:
-        S = 256 * tiles
-        request = replace(CHOICE, B=B, S=S, S_kv=S, max_length=S, G=G, h=h)
-        return PolicyInput(request, H200, settings(costs=costs), "backward" if backward else "forward")
-
-    facts = {"B": B, "G": G, "h": h, "tiles": tiles}
-    less, more = asked(**facts), asked(**{**facts, grown: facts[grown] + by})
-    for name, backend in backends("choose").items():
-        before, after = predict(less, backend), predict(more, backend)
-        assert (before is None) == (after is None) or name == CUDA, "only its tiles, which shapes join and leave, are predicted"
-        assert before is None or after is None or before <= after * (1 + 1e-3), name

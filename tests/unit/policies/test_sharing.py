@@ -13,14 +13,11 @@ from torch._dynamo.backends.common import aot_autograd
 
 import nsa_sel
 from nsa_sel import Selection, selection_attention
-from nsa_sel.backends.specs import SPECS
 from nsa_sel.bench.core.cases import make_inputs, make_selection, prefill, real_selection
 from nsa_sel.bench.tune import cost_fit
-from nsa_sel.core import decide, registry
-from nsa_sel.core.backend import Offer
+from nsa_sel.core import decide
 from nsa_sel.core.call import request_of
 from nsa_sel.core.check import check_call
-from nsa_sel.core.decide import decide_call
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.ranges import sample_rows, sampled_sharing
 from nsa_sel.core.request import SHARING_TOKENS
@@ -31,7 +28,7 @@ from nsa_sel.telemetry.describe import describe
 from tests.helpers.calls import counted
 from tests.helpers.cases import make_blocks, make_qkv
 from tests.helpers.gpus import captured, no_waiting, replayed
-from tests.helpers.policy_cases import H200, SHORT, UNKNOWN, replace
+from tests.helpers.policy_cases import SHORT, UNKNOWN, replace
 
 MODEL = "{{host: 0, terms: {{{term}: {price}, {term}-wide: {price}}}, rows: 1, median_error: 0, worst_error: 0}}"
 TILE, EXACT = MODEL.format(term="tile", price=1.0), MODEL.format(term="exact", price=2.0)
@@ -208,34 +205,7 @@ def test_compiled_calls_count_when_they_run(logged: Events) -> None:
     assert len(logged("sel.sharing")) == 1
 
 
-# The H200's profile
-
-
-@pytest.mark.parametrize(
-    ("kind", "h", "forward"),
-    [("random", 1, ("triton-block", "cuda-block")), ("text", 1, ("triton-tile", "cupy-cuda")), ("text", 16, ("triton-tile", "cupy-cuda"))],
-)
-def test_random_and_text_get_their_backends_on_an_h200(
-    kind: str, h: int, forward: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("NSA_SEL_CONFIG")
-    monkeypatch.setattr(registry, "offers", lambda request: tuple(Offer(spec) for spec in SPECS))
-    monkeypatch.setattr("nsa_sel.core.decide.device_info", lambda device: H200)
-    rows = 8192 if kind == "text" else 32768
-    q, k = torch.zeros(1, rows, 4, h, 128, dtype=torch.bfloat16), torch.zeros(1, 4, rows, 128, dtype=torch.bfloat16)
-    if kind == "text":
-        selection = real_selection(4, "cpu")
-    else:
-        seen = torch.arange(rows)[:, None, None] // 64 + 1
-        selection = Selection.from_blocks((torch.rand(1, rows, 4, 16) * seen).int(), 64)
-    prior = decide_call(q, k, k, selection, 1.0, None, False, None, counts=False).decision
-    decision = decide_call(q, k, k, selection, 1.0, None, False, None).decision
-    assert prior.sharing_source == "prior of base.yaml"
-    assert decision.forward in forward
-    assert decision.sharing_source == (
-        "counted at the first call" if kind == "random" or decision.request.counted else prior.sharing_source
-    )
-    assert Decision.from_json(decision.to_json()).replay() == ()
+# Measuring
 
 
 def brute_force_sharing(selection: Selection, S_kv: int, tokens: int) -> float:
