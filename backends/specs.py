@@ -23,7 +23,7 @@ _WITH_CUDA = "pip install 'nsa-sel[cuda13]' (nsa-sel[cuda12] for a driver of CUD
 _CUPY = Requirement("cupy", "14", _WITH_CUDA)
 _CUDA = (
     Library("NVRTC", ("libnvrtc.so.13", "libnvrtc.so.12"), ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"), _WITH_CUDA),
-    Library("NVIDIA driver", ("libcuda.so.1",), (), "install the NVIDIA driver; a machine without a GPU has no use for it"),
+    Library("NVIDIA driver", ("libcuda.so.1",), (), "install the NVIDIA driver if this machine has a GPU"),
 )
 
 # Cost terms (settings/schema.py, COST_TERMS) of each strategy's kernels. A model has at most one "-wide" term, because

@@ -172,7 +172,7 @@ def run(setting: Setting, advance: Advance = lambda what, done: None) -> Result:
             candidates.append((Row(name=name), by(name)))
         else:
             reasons = next(verdict.forward + verdict.backward for verdict in forced.verdicts if verdict.backend == name)
-            refused[name] = "; ".join(dict.fromkeys(reason.words for reason in reasons if reason.kind != "slower"))
+            refused[name] = " ".join(dict.fromkeys(reason.words for reason in reasons if reason.kind != "slower"))
 
     advance("float64 oracle", 0.0)
     position = torch.arange(k.shape[2] - q.shape[1], k.shape[2]).expand(q.shape[:2]) if q_pos is None else q_pos.cpu()
