@@ -84,7 +84,7 @@ def block_scores(part: ChooseCall, lse: Tensor | None) -> Tensor:
     seen = torch.arange(logits.shape[-1], device=logits.device) < part.seen()[:, None, :, None]
     if lse is not None:
         logits = logits.sub_(lse.masked_fill(lse == -torch.inf, torch.inf).transpose(1, 2).unsqueeze(-1)).exp_()
-    if pool.relu:  # of visible keys alone: -inf stays for the others
+    if pool.relu:  # apply it to visible keys only; hidden keys keep -inf
         logits = logits.relu_().masked_fill_(~seen.unsqueeze(3), -torch.inf)
     x = logits.amax(3) if pool.heads_max else logits.sum(3)
     if pool.block_max:

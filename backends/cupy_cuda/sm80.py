@@ -28,7 +28,7 @@ NARROW = 272  # padded columns of a key plus its value up to which one warp hold
 
 
 class RowShape(NamedTuple):
-    """How the warps of a CTA divide a row (key_tiles.cuh)."""
+    """Division of a row among the warps of a CTA (key_tiles.cuh)."""
 
     head_warps: int
     teams: int
