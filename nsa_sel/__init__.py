@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 from nsa_sel.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from nsa_sel.attention import explain, selection_attention
+    from nsa_sel.attention import explain, selection_attention, with_sink
     from nsa_sel.attention_layer import NSAttention
     from nsa_sel.branches import nsa_attention
     from nsa_sel.cache import NSACache
-    from nsa_sel.choosing import choose_blocks, infllm_selection, moba_selection
-    from nsa_sel.compressed import compressed_attention
+    from nsa_sel.choosing import choose_blocks, compressed_attention, infllm_selection, moba_selection
     from nsa_sel.core.decide import explain_request, use_backend
     from nsa_sel.core.decision import Decision
     from nsa_sel.core.warm import reset
@@ -26,10 +25,9 @@ if TYPE_CHECKING:
     from nsa_sel.selection import Selection
     from nsa_sel.serving import selection_attention_with_kvcache
     from nsa_sel.settings.warmup import sync_tuning, warmup
-    from nsa_sel.sinks import with_sink
     from nsa_sel.telemetry.describe import describe
     from nsa_sel.telemetry.events import counters, decisions
-    from nsa_sel.telemetry.target import log_to
+    from nsa_sel.telemetry.log import log_to
     from nsa_sel.varlen import compressed_cu_seqlens, selection_attention_varlen, varlen_positions
     from nsa_sel.window import sliding_window_attention
 
@@ -72,7 +70,7 @@ _HOMES = {
     "Selection": "selection",
     "block_scores": "layer",
     "choose_blocks": "choosing",
-    "compressed_attention": "compressed",
+    "compressed_attention": "choosing",
     "compressed_cu_seqlens": "varlen",
     "counters": "telemetry.events",
     "decisions": "telemetry.events",
@@ -80,7 +78,7 @@ _HOMES = {
     "explain": "attention",
     "explain_request": "core.decide",
     "infllm_selection": "choosing",
-    "log_to": "telemetry.target",
+    "log_to": "telemetry.log",
     "moba_selection": "choosing",
     "nsa_attention": "branches",
     "quantize_e4m3": "quantize",
@@ -93,7 +91,7 @@ _HOMES = {
     "use_backend": "core.decide",
     "varlen_positions": "varlen",
     "warmup": "settings.warmup",
-    "with_sink": "sinks",
+    "with_sink": "attention",
 }
 
 

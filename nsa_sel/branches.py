@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nsa_sel import by_groups
-from nsa_sel.compressed import compressed_attention
+from nsa_sel import three_branches
+from nsa_sel.choosing import compressed_attention
 from nsa_sel.core import transforms
 from nsa_sel.core.arguments import Bounds, CuSeqlens, check_flag, check_positive, check_tensors
 from nsa_sel.core.call import Rule
@@ -86,7 +86,7 @@ def nsa_attention(
         scale = check_scale(scale, q.shape[4])
         check_choose(q_cmp, k_cmp, v_cmp, rule, scale, None, k_slc.shape[2], fake=True)
         inputs = Inputs(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, None if own else q_cmp)
-        return by_groups.attention(inputs, Options(window, rule, scale, backend), recompute)
+        return three_branches.attention(inputs, Options(window, rule, scale, backend), recompute)
     pairs = (k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win)
     return _attend_packed(q, None if own else q_cmp, *pairs, gates, window, scale, rule, backend, cu_seqlens, max_seqlen)
 
@@ -102,7 +102,7 @@ def _attend_packed(
         of_cmp, k_cmp, v_cmp, scale, bounds = check_packed_choose(own, *cmp, rule, scale, None, None, cu_seqlens, max_seqlen)
         q_cmp, gates = None if q_cmp is None else of_cmp, bounds.zero_padding(gates).unsqueeze(0)
         inputs = Inputs(rows, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, q_cmp)
-        return by_groups.attention(inputs, Options(window, rule, scale, backend, bounds)).squeeze(0)
+        return three_branches.attention(inputs, Options(window, rule, scale, backend, bounds)).squeeze(0)
     scale = check_scale(scale, q.shape[3])
     compressed, selection = compressed_attention(own, *cmp, **rule._asdict(), scale=scale, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
     selected = packed_attention(

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from nsa_sel.attention_layer import NSAttention
-from nsa_sel.caching import prefill, step_tensors
+from nsa_sel.caching import step_tensors
 from nsa_sel.caching.pools import Pools, scales_of
 from nsa_sel.caching.sequences import CachedSequence, Copies, Pages
-from nsa_sel.caching.step import CacheStep
+from nsa_sel.caching.step import CacheStep, PrefillLengths
 from nsa_sel.caching.step_tensors import StepSizes, StepTensors
 from nsa_sel.core.arguments import check_positive
 from nsa_sel.core.call import DTYPES
@@ -20,6 +20,7 @@ from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.quantize import STORED
 
 KVScales = Mapping[str, torch.Tensor | float]
+MIN_PREFILL_ROWS = 64  # rows of a sequence from which attending as a prefill is faster than over pages
 _TABLE_SIZES = 8  # table sizes per power of two; with few sizes, calls repeat and are replayed
 
 
@@ -274,10 +275,10 @@ class NSACache:
         step_tensors.fill(StepTensors(*(x.numpy() for x in host)), sizes, cached, counts)
         if into is None:
             as_prefill = (
-                room is None and sizes.S >= prefill.MIN_ROWS and len({(x.length, n) for x, n in zip(cached, counts, strict=True)}) == 1
+                room is None and sizes.S >= MIN_PREFILL_ROWS and len({(x.length, n) for x, n in zip(cached, counts, strict=True)}) == 1
             )
             first = cached[0].recent.first * self.sizes.page_size if cached else 0
-            lengths = prefill.PrefillLengths(cached[0].length, cached[0].length - first) if as_prefill else None
+            lengths = PrefillLengths(cached[0].length, cached[0].length - first) if as_prefill else None
             into = CacheStep(sizes, self.pools, on_device, memory, lengths, self.scales)
         into.memory.copy_(staged, non_blocking=True)
         return into

@@ -1,10 +1,15 @@
-"""The float64 reference: plain loops that share no code with any backend. For tests; slow."""
+"""The float64 reference of attention and of choosing: plain loops that share no code with any backend. For tests; slow.
+
+Equations are those of NSA (arXiv 2502.11089).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -145,3 +150,173 @@ def _rows(ranges: Tensor, S_kv: int, S: int, q_pos: Tensor | None) -> Iterator[t
                 keys = selected.nonzero().squeeze(-1)
                 if len(keys):
                     yield b, s, g, keys
+
+
+# Choosing
+
+
+class Chosen(NamedTuple):
+    """What choosing gives; float64 on the CPU, blocks int32."""
+
+    o: Tensor  # [B,S,G,h,Dv]
+    lse: Tensor  # [B,S,G,h], natural logarithm
+    importance: Tensor  # [B,S,G,blocks]
+    blocks: Tensor  # [B,S,G,n], ascending, -1 for padding
+
+
+def oracle_choose(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    *,
+    S_kv: int,
+    compress_block: int,
+    compress_stride: int,
+    block_size: int,
+    n: int,
+    first: int,
+    local: int,
+    scale: float | None = None,
+    q_pos: Tensor | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+) -> Chosen:
+    """Attention over the compressed keys that each row sees, and the blocks that it selects by their importance.
+
+    Compressed key i covers the keys [i d, i d + l), l = compress_block, d = compress_stride. A row at position t sees
+    it iff i d + l - 1 <= t. With J the keys that it sees (Eq. 8):
+
+        s_i = scale q.k_i     lse = log sum_{i in J} exp(s_i)     p_i = exp(s_i - lse)     o = sum_{i in J} p_i v_i
+
+    and o = 0, lse = -inf, p = 0 where J is empty. The importance of a block is the sum, over heads and over the pieces
+    of d keys that lie in it, of p_i of the compressed keys that cover the piece (Eq. 9 and 10). The first blocks and
+    the local last visible blocks come first, then the blocks by importance, the lower index first where it ties.
+
+    Args:
+        q: [B,S,G,h,Dk], any float dtype and device, k_cmp and v_cmp likewise.
+        k_cmp: [B,G,C,Dk].
+        v_cmp: [B,G,C,Dv].
+        S_kv: keys of a sequence, in blocks of block_size.
+        compress_block, compress_stride, block_size: in keys.
+        n: blocks that a row selects.
+        first, local: blocks that are always among them.
+        scale: factor of the logits, by default 1/sqrt(Dk).
+        q_pos: [S] or [B,S], positions of the rows, by default S_kv - S + s.
+        cu_seqlens: of a packed batch, with B = 1 and without q_pos: sequence i has the rows [cu_seqlens[i],
+            cu_seqlens[i+1]), and its compressed keys follow those of the sequences before it. J are keys of a row's own
+            sequence; positions and blocks count from its beginning. Rows after the last sequence see nothing.
+
+    Returns:
+        o, lse, importance and blocks.
+    """
+    q, k_cmp, v_cmp = (x.detach().cpu() for x in (q, k_cmp, v_cmp))
+    B, S, G, h, _ = q.shape
+    o = torch.zeros(B, S, G, h, v_cmp.shape[-1], dtype=torch.float64)
+    lse = torch.full((B, S, G, h), -math.inf, dtype=torch.float64)
+    importance = torch.zeros(B, S, G, -(-S_kv // block_size), dtype=torch.float64)
+    blocks = torch.full((B, S, G, n), -1, dtype=torch.int32)
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    for b, s, g, t, seen in _choosing_rows(q, k_cmp, S_kv, compress_block, compress_stride, q_pos, cu_seqlens):
+        if seen.stop > seen.start:
+            logits = scale * (q[b, s, g].double() @ k_cmp[b, g, seen].double().T)
+            lse[b, s, g] = logits.logsumexp(-1)
+            p = torch.exp(logits - lse[b, s, g, :, None])
+            o[b, s, g] = p @ v_cmp[b, g, seen].double()
+            importance[b, s, g] = _importance(p.sum(0), compress_block // compress_stride, compress_stride, block_size, S_kv)
+        best = _best(importance[b, s, g].tolist(), t // block_size, n, first, local)
+        blocks[b, s, g, : len(best)] = torch.tensor(best, dtype=torch.int32)
+    return Chosen(o, lse, importance, blocks)
+
+
+def oracle_choose_backward(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    do: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    S_kv: int,
+    compress_block: int,
+    compress_stride: int,
+    scale: float | None = None,
+    q_pos: Tensor | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of sum(o * do) + sum(lse * dlse), derived by hand; J, s, p, o, lse as in `oracle_choose`:
+
+        dlse/ds_i = p_i     dp_j/ds_i = p_j (delta_ij - p_i)
+        with g_i = do.v_i:   d(do.o)/ds_i = p_i (g_i - sum_j p_j g_j) = p_i (g_i - do.o)
+        ds_i = p_i (g_i - do.o + dlse)     dq = scale sum_i ds_i k_i     dk_i += scale ds_i q     dv_i += p_i do
+
+    A row that sees nothing contributes nothing. There is no gradient through the choice of blocks.
+
+    Args:
+        do: [B,S,G,h,Dv], the gradient of o.
+        dlse: [B,S,G,h], the gradient of lse, None for zeros.
+        q, k_cmp, v_cmp, S_kv, compress_block, compress_stride, scale, q_pos, cu_seqlens: as of `oracle_choose`.
+
+    Returns:
+        dq, dk_cmp, dv_cmp; float64 on the CPU.
+    """
+    q, k_cmp, v_cmp, do = (x.detach().cpu() for x in (q, k_cmp, v_cmp, do))
+    dlse = torch.zeros(do.shape[:-1]) if dlse is None else dlse.detach().cpu()
+    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float64) for x in (q, k_cmp, v_cmp))
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    for b, s, g, _, seen in _choosing_rows(q, k_cmp, S_kv, compress_block, compress_stride, q_pos, cu_seqlens):
+        if seen.stop == seen.start:
+            continue
+        q_row, do_row = (x[b, s, g].double() for x in (q, do))
+        k_seen, v_seen = (x[b, g, seen].double() for x in (k_cmp, v_cmp))
+        p = torch.softmax(scale * (q_row @ k_seen.T), -1)
+        g_row = do_row @ v_seen.T
+        ds = p * (g_row - (p * g_row).sum(-1, keepdim=True) + dlse[b, s, g].double()[:, None])
+        dq[b, s, g] = scale * (ds @ k_seen)
+        dk[b, g, seen] += scale * (ds.T @ q_row)
+        dv[b, g, seen] += p.T @ do_row
+    return dq, dk, dv
+
+
+def _choosing_rows(
+    q: Tensor, k_cmp: Tensor, S_kv: int, l: int, d: int, q_pos: Tensor | None, cu_seqlens: Sequence[int] | None
+) -> Iterator[tuple[int, int, int, int, slice]]:  # fmt: skip
+    """b, s, g, position t, and the compressed keys that the row sees: always the first ones, of its sequence."""
+    B, S, G = q.shape[:3]
+    for b in range(B):
+        positions, firsts, counts = list(range(S_kv - S, S_kv)), [0] * S, [k_cmp.shape[2]] * S
+        if q_pos is not None:
+            positions = (q_pos[b] if q_pos.dim() == 2 else q_pos).tolist()
+        if cu_seqlens is not None:
+            positions, firsts, counts = _packed_rows(cu_seqlens, S, l, d)
+        for s, t in enumerate(positions):
+            seen = sum(i * d + l - 1 <= t for i in range(counts[s]))
+            for g in range(G):
+                yield b, s, g, t, slice(firsts[s], firsts[s] + seen)
+
+
+def _packed_rows(cu_seqlens: Sequence[int], S: int, l: int, d: int) -> tuple[list[int], list[int], list[int]]:
+    """Of every row the position, -1 for padding, and of its sequence the first compressed key and their number."""
+    positions, firsts, counts, first = [-1] * S, [0] * S, [0] * S, 0
+    for begin, end in itertools.pairwise(cu_seqlens):
+        count = sum(i * d + l <= end - begin for i in range(end - begin))
+        for s in range(begin, end):
+            positions[s], firsts[s], counts[s] = s - begin, first, count
+        first += count
+    return positions, firsts, counts
+
+
+def _importance(p: Tensor, pieces: int, d: int, block_size: int, S_kv: int) -> Tensor:
+    """[blocks] from p [compressed keys]: each of the `pieces` pieces of d keys that key i covers adds p_i to the block
+    that holds it."""
+    found = [0.0] * -(-S_kv // block_size)
+    for i, weight in enumerate(p.tolist()):
+        for piece in range(i, i + pieces):
+            if piece * d // block_size < len(found):
+                found[piece * d // block_size] += weight
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def _best(importance: list[float], current: int, n: int, first: int, local: int) -> list[int]:
+    """The ascending indices of the selected blocks among 0 .. current."""
+    visible = range(min(current + 1, len(importance)))
+    forced = [j for j in visible if j < first or j > current - local]
+    others = [j for j in visible if j not in forced and not math.isnan(importance[j])]
+    return sorted((forced + sorted(others, key=lambda j: (-importance[j], j)))[:n])

@@ -18,7 +18,7 @@ from nsa_sel.core import registry
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.core.warm import reset
 from nsa_sel.settings import flags, tuned
-from nsa_sel.telemetry import target
+from nsa_sel.telemetry import log
 from tests.helpers.calls import PINNED
 from tests.helpers.interpreter import patch_interpreter
 
@@ -101,8 +101,8 @@ def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
     forget()
     yield
-    target.log_to(None)
-    target.followed = None
+    log.log_to(None)
+    log.followed = None
     forget()
 
 

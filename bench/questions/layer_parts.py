@@ -37,7 +37,7 @@ import torch
 import typer
 from torch import Tensor
 
-from nsa_sel import by_groups, three_branches
+from nsa_sel import three_branches
 from nsa_sel.attention import selection_attention
 from nsa_sel.bench.core import markdown, peers, store
 from nsa_sel.bench.core.cases import make_selection, text_case
@@ -46,8 +46,8 @@ from nsa_sel.bench.core.contenders import dense_causal_sdpa
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.core.timing import Timing, milliseconds
 from nsa_sel.branches import nsa_attention
+from nsa_sel.choosing import compressed_attention
 from nsa_sel.compat import parallel_nsa
-from nsa_sel.compressed import compressed_attention
 from nsa_sel.core.call import Rule
 from nsa_sel.core.check import check_scale
 from nsa_sel.errors import ArgumentError
@@ -125,7 +125,7 @@ def layer_with(
     """
     inputs = three_branches.Inputs(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, None, blocks)
     options = three_branches.Options(WINDOW, Rule(n=blocks.shape[-1]), check_scale(None, q.shape[4]), None)
-    return by_groups.attention(inputs, options)
+    return three_branches.attention(inputs, options)
 
 
 def flex_window(S: int, S_kv: int, device: str, window: int = WINDOW) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

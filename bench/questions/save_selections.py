@@ -84,7 +84,7 @@ def fitting(by_layer: Mapping[int, Tensor], block_size: int, facts: Mapping[str,
 def chosen_blocks(model: Any, data: Tensor, device: torch.device) -> tuple[list[Tensor], float]:
     """Return the blocks [S,G,n] int16 that every layer chooses over data [1,S+1], and the mean loss."""
     blocks: list[Tensor] = []
-    attend, data = three_branches.attend, data.to(device)
+    attend, data = three_branches.run_branches, data.to(device)
 
     def recording(*arguments: Any) -> Any:
         passes, selection = attend(*arguments)
@@ -92,7 +92,7 @@ def chosen_blocks(model: Any, data: Tensor, device: torch.device) -> tuple[list[
         return passes, selection
 
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
-    with mock.patch.object(three_branches, "attend", recording), autocast:
+    with mock.patch.object(three_branches, "run_branches", recording), autocast:
         logits = model(data[:, :-1])
     return blocks, float(cross_entropy(logits.flatten(0, 1).float(), data[:, 1:].flatten()))
 
@@ -114,7 +114,7 @@ def saved(run: Path, device: torch.device, most: int, backend: str | None = None
     data = program.batch_at(text, 0, sizes, held_out=True)[:1]
     blocks, loss = chosen_blocks(model, data, device)
     if len(blocks) != sizes.layers:
-        raise RuntimeError(f"{len(blocks)} calls of nsa_sel.three_branches.attend in {sizes.layers} layers")
+        raise RuntimeError(f"{len(blocks)} calls of nsa_sel.three_branches.run_branches in {sizes.layers} layers")
     log = store.read(run / "losses.jsonl")
     held_out = [row["held_out_loss"] for row in log if "held_out_loss" in row]
     facts = {

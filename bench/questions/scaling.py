@@ -32,7 +32,7 @@ from nsa_sel.bench.core.cases import Case, make_inputs, make_selection
 from nsa_sel.bench.core.command_line import Quick, echo, program
 from nsa_sel.bench.core.store import Row
 from nsa_sel.branches import nsa_attention
-from nsa_sel.compressed import compressed_attention
+from nsa_sel.choosing import compressed_attention
 from nsa_sel.core.call import Rule
 from nsa_sel.errors import ArgumentError
 from nsa_sel.gating import gated_sum

@@ -32,7 +32,7 @@ from nsa_sel.bench.tune.cost_fit import TERMS, model_of, phase_of
 from nsa_sel.bench.tune.derive import threshold
 from nsa_sel.bench.tune.search_space import SPACES, kernel_name
 from nsa_sel.bench.tune.tuned_file import Measurements, Run, locked, rewrite, written
-from nsa_sel.compressed import compressed_attention
+from nsa_sel.choosing import compressed_attention
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Offer, PolicyInput
 from nsa_sel.core.call import Rule

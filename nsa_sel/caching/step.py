@@ -1,26 +1,50 @@
-"""A step of a cache: new tokens of some sequences, passed to every layer of a model."""
+"""A step of a cache: new tokens of some sequences, passed to every layer of a model.
+
+Each layer appends the keys and values of the new tokens to its pages, compresses the pieces that they complete (with few
+kernels on a GPU, in plain PyTorch elsewhere) and attends. A few new tokens attend by the kernels that read pages, one row
+at a time. Many new tokens of sequences of one length attend by the prefill kernels, which share loads between rows, after
+the keys were gathered from their pages into contiguous tensors.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from nsa_sel.caching import prefill
-from nsa_sel.caching.extend import Compress, append, compress
-from nsa_sel.caching.pools import CacheScales, Pools
+from nsa_sel.attention import selection_attention
+from nsa_sel.caching.pools import CacheScales, Pools, dequantized
 from nsa_sel.caching.step_tensors import StepSizes, StepTensors
+from nsa_sel.choosing import compressed_attention
+from nsa_sel.compression import BlockMLP
 from nsa_sel.core import transforms
 from nsa_sel.core.call import PagedKeys, Rule
 from nsa_sel.core.choose import over_pages
+from nsa_sel.core.transforms import hooked
 from nsa_sel.errors import ArgumentError
 from nsa_sel.gating import gated_sum, sum_of_tokens
 from nsa_sel.projection import Parts
+from nsa_sel.quantize import as_bytes, stored
 from nsa_sel.selection import Selection
 from nsa_sel.serving import selection_attention_with_kvcache
+from nsa_sel.window import sliding_window_attention
+
+CACHE_KERNELS = "nsa_sel.backends._triton.cache"  # imported at the first step on a GPU
+MAX_CACHE_KERNELSED = 4  # most new compressed keys per sequence for which the kernels run; each reads its own keys
+MAX_SLOTS = 1 << 16  # most new compressed keys of a step for the kernels, which index in 32 bits
+
+Compress = Callable[[Tensor], Tensor]
+
+
+class PrefillLengths(NamedTuple):
+    """The common lengths of sequences of one length."""
+
+    keys: int
+    recent_keys: int  # keys in the pages of recent keys
 
 
 class CacheStep:
@@ -40,7 +64,7 @@ class CacheStep:
 
     def __init__(
         self, sizes: StepSizes, pools: Pools, tensors: StepTensors, memory: Tensor,
-        prefill_lengths: prefill.PrefillLengths | None, scales: CacheScales | None,
+        prefill_lengths: PrefillLengths | None, scales: CacheScales | None,
     ) -> None:  # fmt: skip
         self.sizes, self.pools, self.tensors, self.scales = sizes, pools, tensors, scales
         self.memory = memory  # the buffer of `tensors`
@@ -70,7 +94,7 @@ class LayerStep(NamedTuple):
     sizes: StepSizes
     pools: Pools
     tensors: StepTensors
-    prefill_lengths: prefill.PrefillLengths | None  # None: decode kernels; else attend as a prefill of sequences of one length
+    prefill_lengths: PrefillLengths | None  # None: decode kernels; else attend as a prefill of sequences of one length
     scales: CacheScales | None  # of e4m3 pages
 
     def check(self, x: Tensor, rule: Rule, window: int, packed: bool, context: bool) -> None:
@@ -112,10 +136,7 @@ class LayerStep(NamedTuple):
         self._check(new)
         if self.prefill_lengths is not None:
             self.extend(new, by)
-            branches = prefill.branches(
-                new.q, new.q_cmp, self.pools, self.tensors, self.sizes, self.prefill_lengths, rule, backend, self.scales
-            )
-            return gated_sum(*branches, new.gates)
+            return gated_sum(*self.prefill(new.q, new.q_cmp, rule, backend, self.prefill_lengths), new.gates)
 
         def append_and_attend_window() -> Tensor:
             append(self.pools, self.tensors, new.keys(), self.scales)
@@ -136,6 +157,27 @@ class LayerStep(NamedTuple):
     def _compress(self, new: Parts, by: tuple[Compress, Compress], appended: Callable[[], None]) -> None:
         compress(self.pools, self.tensors, (new.k_cmp, new.v_cmp), by, self.sizes.compress_stride, appended)
 
+    def prefill(
+        self, q: Tensor, q_cmp: Tensor, rule: Rule, backend: str | None, lengths: PrefillLengths
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return the compressed, selected and window branches [B,S,G,h,Dv] of the last rows of sequences of one length.
+
+        q and q_cmp [B,S,G,h,Dk] are the queries with and without rotary positions. Keys of quantized pages are converted
+        to q's dtype, so results do not depend on how a prompt is chunked.
+        """
+
+        def gathered(pools: tuple[Tensor, ...], scales: tuple[Tensor, ...] | None, pages: PagedKeys, count: int) -> list[Tensor]:
+            keys = [pages.gathered(as_bytes(x).transpose(1, 2))[:, :, :count].view(x.dtype) for x in pools]
+            return keys if scales is None else [dequantized(x, scale, q.dtype) for x, scale in zip(keys, scales, strict=True)]
+
+        tensors, scales, S_kv = self.tensors, self.scales, lengths.keys
+        k, v = gathered(self.pools[2:4], None, PagedKeys(tensors.table, self.sizes.covered_pieces - 1), rule.compressed_keys(S_kv))
+        o_cmp, blocks = compressed_attention(q_cmp, k, v, **rule._asdict(), S_kv=S_kv)
+        k, v = gathered(self.pools[:2], scales and scales[:2], PagedKeys(tensors.table, 0), S_kv)
+        o_slc = selection_attention(q, k, v, blocks, backend=backend)
+        k, v = gathered(self.pools[4:6], scales and scales[2:], PagedKeys(tensors.recent_table, 0), lengths.recent_keys)
+        return o_cmp, o_slc, sliding_window_attention(q, k, v, self.sizes.window)
+
     def choose(self, q: Tensor, rule: Rule) -> tuple[Tensor, Selection]:
         """Return the compressed branch [B,S,G,h,Dv] of q [B,S,G,h,Dk], and the blocks that it chooses."""
         pages = PagedKeys(self.tensors.table, self.sizes.covered_pieces - 1)
@@ -147,16 +189,9 @@ class LayerStep(NamedTuple):
         """Return the selected branch [B,S,G,h,Dv]."""
         k_scale, v_scale = (None, None) if self.scales is None else self.scales[:2]
         return selection_attention_with_kvcache(
-            q,
-            self.pools.k,
-            self.pools.v,
-            blocks,
-            self.tensors.lengths,
-            self.tensors.table,
-            k_scale=k_scale,
-            v_scale=v_scale,
+            q, self.pools.k, self.pools.v, blocks, self.tensors.lengths, self.tensors.table, k_scale=k_scale, v_scale=v_scale,
             backend=backend,
-        )
+        )  # fmt: skip
 
     def attend_window(self, q: Tensor) -> Tensor:
         """Return the window branch [B,S,G,h,Dv]: each row attends to one range of the recent keys."""
@@ -217,3 +252,68 @@ class SideStream:
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def append(pools: Pools, tensors: StepTensors, keys: tuple[Tensor, ...], scales: CacheScales | None = None) -> None:
+    """Write the keys and values of new tokens to a layer's pages.
+
+    Args:
+        pools: the layer's pages.
+        tensors: of the step.
+        keys: k_cmp, v_cmp (not yet compressed), k_slc, v_slc, k_win, v_win, each [B,S,G,D].
+        scales: with scales, the last four are quantized to e4m3.
+    """
+    to = pools.k_raw, pools.v_raw, pools.k, pools.v, pools.k_win, pools.v_win
+    if pools.k.is_cuda:
+        importlib.import_module(CACHE_KERNELS).append(keys, to, tensors.slot, tensors.recent_slot, scales)
+        return
+    if scales is not None:
+        keys = *keys[:2], *(stored(x, scale[:, None]) for x, scale in zip(keys[2:], scales, strict=True))
+    slots = (tensors.recent_slot,) * 2 + (tensors.slot,) * 2 + (tensors.recent_slot,) * 2
+    for x, slot, y in zip(to, slots, keys, strict=True):
+        put(x, slot, y)
+
+
+def compress(
+    pools: Pools, tensors: StepTensors, new: tuple[Tensor, Tensor], by: tuple[Compress, Compress], stride: int, appended: Callable[[], None]
+) -> None:  # fmt: skip
+    """Write the compressed keys and values whose last key is new.
+
+    Args:
+        pools, tensors: a layer's pages, and the tensors of the step.
+        new: k_cmp and v_cmp [B,S,G,D] of new tokens, not compressed.
+        by: the layer's compression of keys and of values.
+        stride: compress_stride.
+        appended: waits until the new tokens are in their pages. The kernels read `new` instead and do not call it.
+    """
+    raws, to = (pools.k_raw, pools.v_raw), (pools.k_cmp, pools.v_cmp)
+    k_weights, v_weights = (_weights(work, raws[0]) for work in by)
+    few = tensors.compressed_slot.shape[1] <= MAX_CACHE_KERNELSED and tensors.compressed_slot.numel() <= MAX_SLOTS
+    if raws[0].is_cuda and few and k_weights is not None and v_weights is not None:
+        importlib.import_module(CACHE_KERNELS).compress(
+            raws, new, tensors.covered, tensors.first_new, tensors.compressed_slot, k_weights, v_weights, to, stride
+        )
+        return
+    appended()
+    for raw, x, work in zip(raws, to, by, strict=True):
+        put(x, tensors.compressed_slot, work(covered(raw, tensors)).transpose(1, 2))
+
+
+def covered(raw: Tensor, tensors: StepTensors) -> Tensor:
+    """Return the keys or values [B,N,G,D] from which new compressed ones are made, N as of `StepTensors.covered`."""
+    return raw.flatten(0, 1).index_select(0, tensors.covered.flatten()).view(*tensors.covered.shape, *raw.shape[2:])
+
+
+def put(x: Tensor, slots: Tensor, y: Tensor) -> None:
+    """Write y [B,N,G,D] to slots [B,N] of pages x [pages,page_size,G,D]."""
+    as_bytes(x).flatten(0, 1).index_copy_(0, slots.flatten(), as_bytes(y).flatten(0, 1))
+
+
+def _weights(work: Compress, raw: Tensor) -> tuple[Any, ...] | None:
+    """Return the weights of a compression for the kernels, or None if they do not support its module, hooks, dtype or
+    tensor types."""
+    if type(work) is not BlockMLP or hooked(work) or not work.is_plain():
+        return None
+    weights = work.weights()
+    supported = all(x is None or (type(x) in (Tensor, nn.Parameter) and x.dtype == raw.dtype and x.is_contiguous()) for x in weights)
+    return weights if supported and raw.dtype != torch.float64 else None

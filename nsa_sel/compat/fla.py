@@ -15,9 +15,8 @@ from torch import Tensor
 
 from nsa_sel import forks
 from nsa_sel.branches import nsa_attention
-from nsa_sel.choosing import moba_selection
+from nsa_sel.choosing import compressed_attention, moba_selection
 from nsa_sel.compat.packed import by_group, by_group_gate
-from nsa_sel.compressed import compressed_attention
 from nsa_sel.compression import BlockMean
 from nsa_sel.core.arguments import Bounds, CuSeqlens, check_positive
 from nsa_sel.core.attend import selection_attention

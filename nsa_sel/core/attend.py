@@ -21,7 +21,7 @@ from nsa_sel.core.transforms import REPEATED
 from nsa_sel.core.warm import prepared
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.selection import Selection
-from nsa_sel.telemetry import target
+from nsa_sel.telemetry import log
 
 
 @overload
@@ -106,7 +106,7 @@ def selection_attention(
         q, k, v = transforms.in_autocast_dtype(*transforms.materialized(q, k, v))  # before the checks, which want one dtype
         decided = checked(q, k, v, selection, scale, q_pos, transforms.needs_grad(q, k, v), backend)
     settings = decided.call.settings
-    if settings.debug_log != target.followed or settings.debug_triton or settings.autotune not in ("on", "off"):
+    if settings.debug_log != log.followed or settings.debug_triton or settings.autotune not in ("on", "off"):
         decided = prepared(decided, backend)
     if workspace is not None:
         decided.call.workspace = Workspace.of(workspace, decided.call.q.device)

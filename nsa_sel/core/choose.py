@@ -19,7 +19,7 @@ from nsa_sel.core.check import Index, check_choose, check_scale
 from nsa_sel.core.decide import Decided, decide, recall, remember
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.request import Request
-from nsa_sel.telemetry import target
+from nsa_sel.telemetry import log
 
 LSE = ("lse",)  # the pool of a request for the log-sum-exp alone
 
@@ -87,8 +87,8 @@ def decided_choice(
 ) -> Decided:  # fmt: skip
     """Return the call of checked arguments with this decision and this exact request."""
     settings, S_kv = decision.settings, request.S_kv
-    if settings.debug_log != target.followed:
-        target.follow(settings)
+    if settings.debug_log != log.followed:
+        log.follow(settings)
     longest = S_kv if bounds is None else bounds.longest(S_kv)
     scratch = min(SCRATCH, settings.workspace_bytes)
     call = ChooseCall(q, k, v, rule, -(-longest // rule.block_size), S_kv - q.shape[1], scale, settings, q_pos, scratch, pool)

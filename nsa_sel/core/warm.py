@@ -21,7 +21,7 @@ from nsa_sel.errors import NsaSelError, warn
 from nsa_sel.quantize import STORED, Scales
 from nsa_sel.selection import Selection
 from nsa_sel.settings import tuned
-from nsa_sel.telemetry import events, target
+from nsa_sel.telemetry import events, log
 
 TUNER = "nsa_sel.bench.tune.kernel_configs"  # module with tune_for(request, device), loaded by name like backends and policies
 _started: set[torch.device] = set()  # devices whose first call has started its warm-up
@@ -49,8 +49,7 @@ def prepared(decided: Decided, backend: str | None) -> Decided:
         ArgumentError: a selection that breaks its promises.
     """
     settings = decided.call.settings
-    if settings.debug_log != target.followed:
-        target.follow(settings)
+    log.follow(settings)
     if settings.autotune in ("warmup", "warmup-tune"):
         decided = before_first_call(decided, backend)
     if settings.debug_triton and not decided.call.capturing():

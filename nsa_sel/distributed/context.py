@@ -24,7 +24,7 @@ from nsa_sel.distributed.agreement import compare_call, group_of
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
-from nsa_sel.telemetry import target
+from nsa_sel.telemetry import log
 
 
 @overload
@@ -183,7 +183,7 @@ def _attend(part: _Slice, exchange: cost.Choice, count_blocks: bool, backend: st
         done = cost.cheapest_exchange(sizes, exchange, slots, counted=True)
     else:
         done, slots = cost.planned(sizes, exchange)
-    target.follow(settings_for(device))
+    log.follow(settings_for(device))
     if done.kind == "rows":
         k, v = exchange_rows.aligned(k), exchange_rows.aligned(v)
         request = exchange_rows.request(q, k, v, selection, sizes.ranks, sizes.needs_grad)

@@ -18,7 +18,7 @@ from torch import distributed as dist
 
 from nsa_sel.attention_layer import NSAttention
 from nsa_sel.branches import check_branches
-from nsa_sel.compressed import compressed_attention
+from nsa_sel.choosing import compressed_attention
 from nsa_sel.compression import BlockMLP
 from nsa_sel.core import transforms
 from nsa_sel.core.arguments import check_flag, check_tensors

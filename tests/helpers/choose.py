@@ -15,7 +15,7 @@ from torch import Tensor
 from nsa_sel.core.arguments import Bounds
 from nsa_sel.core.call import ChooseCall, PagedKeys, Rule, Sequences
 from nsa_sel.core.request import DeviceInfo
-from nsa_sel.oracle_choose import Chosen, oracle_choose, oracle_choose_backward
+from nsa_sel.oracle import Chosen, oracle_choose, oracle_choose_backward
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from tests.helpers.cases import assert_within_twice_baseline, gradient_terms, make_grads, make_qkv

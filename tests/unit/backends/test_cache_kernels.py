@@ -16,7 +16,8 @@ from nsa_sel import gating
 from nsa_sel.backends._triton import cache as cache_kernels
 from nsa_sel.backends._triton import elementwise
 from nsa_sel.cache import NSACache
-from nsa_sel.caching import extend
+from nsa_sel.caching.step import _weights as weights_of
+from nsa_sel.caching.step import append, covered, put
 from nsa_sel.compression import BlockMLP
 from nsa_sel.quantize import STORED, stored
 from tests.helpers.cases import assert_within_twice_baseline
@@ -53,7 +54,7 @@ def test_append_writes_every_key_to_its_page(device: str) -> None:
     wanted = [x.clone() for x in step.pools]
     slots = (step.tensors.recent_slot,) * 2 + (step.tensors.slot,) * 2 + (step.tensors.recent_slot,) * 2
     for i, slot, y in zip((6, 7, 0, 1, 4, 5), slots, keys, strict=True):
-        extend.put(wanted[i], slot, y)
+        put(wanted[i], slot, y)
     to = step.pools
     cache_kernels.append(keys, (to.k_raw, to.v_raw, to.k, to.v, to.k_win, to.v_win), step.tensors.slot, step.tensors.recent_slot)
     for mine, right in zip(to, wanted, strict=True):
@@ -101,7 +102,7 @@ def test_append_quantizes_with_the_bits_of_a_cpu(dtype: torch.dtype) -> None:
 def test_compressed_keys_are_those_of_the_mlp(device: str, dtype: torch.dtype, tokens: list[int]) -> None:
     """Within twice the error of the module in the same precision, from float64; nothing else is written. New keys are not in pages yet."""
     cache, step, keys = new_tokens(device, dtype, tokens)
-    extend.append(step.pools, step.tensors, [torch.full_like(x, math.nan) for x in keys])
+    append(step.pools, step.tensors, [torch.full_like(x, math.nan) for x in keys])
     before = [x.clone() for x in step.pools]
     placed = step.tensors.compressed_slot < 24 * 2
     assert bool(placed.any())
@@ -110,12 +111,12 @@ def test_compressed_keys_are_those_of_the_mlp(device: str, dtype: torch.dtype, t
     of_k, of_v = (tuple(x if x is None else x.detach() for x in module.weights()) for module in both)
     raw, to = step.pools[6:], step.pools[2:4]
     cache_kernels.compress(raw, keys[:2], step.tensors.covered, step.tensors.first_new, step.tensors.compressed_slot, of_k, of_v, to, 4)
-    extend.append(step.pools, step.tensors, keys)
+    append(step.pools, step.tensors, keys)
     slots = step.tensors.compressed_slot[placed]
     rest = torch.ones(len(to[0].flatten(0, 1)), dtype=torch.bool, device=device).index_fill_(0, slots, False)
     for y, mine, clean, module in zip(raw, to, before[2:4], both, strict=True):
-        plain = module(extend.covered(y, step.tensors)).transpose(1, 2)[placed].detach()
-        exact = module.double()(extend.covered(y, step.tensors).double()).transpose(1, 2)[placed].detach()
+        plain = module(covered(y, step.tensors)).transpose(1, 2)[placed].detach()
+        exact = module.double()(covered(y, step.tensors).double()).transpose(1, 2)[placed].detach()
         assert_within_twice_baseline(mine.flatten(0, 1)[slots], exact, plain)
         torch.testing.assert_close(mine.flatten(0, 1)[rest], clean.flatten(0, 1)[rest], rtol=0, atol=0, equal_nan=True)
 
@@ -138,11 +139,11 @@ def test_rows_without_a_token_give_zero(device: str) -> None:
 def test_what_the_kernels_take() -> None:
     """A plain MLP of the cache's dtype; all else is called as it is."""
     (of_keys, module), x = modules("cpu", torch.float32), torch.zeros(1)
-    assert [y if y is None else tuple(y.shape) for y in extend._weights(of_keys, x) or ()] == [(8, 24), (48, 192), (48,), (24, 48), None]
-    assert [y if y is None else tuple(y.shape) for y in extend._weights(module, x) or ()] == [(8, 16), (32, 128), (32,), (16, 32), (16,)]
-    assert extend._weights(module, x.bfloat16()) is None
-    assert extend._weights(module.forward, x) is None
+    assert [y if y is None else tuple(y.shape) for y in weights_of(of_keys, x) or ()] == [(8, 24), (48, 192), (48,), (24, 48), None]
+    assert [y if y is None else tuple(y.shape) for y in weights_of(module, x) or ()] == [(8, 16), (32, 128), (32,), (16, 32), (16,)]
+    assert weights_of(module, x.bfloat16()) is None
+    assert weights_of(module.forward, x) is None
     handle = module.second.register_forward_hook(lambda *_: None)
-    assert extend._weights(module, x) is None
+    assert weights_of(module, x) is None
     handle.remove()
-    assert extend._weights(module.double(), x.double()) is None
+    assert weights_of(module.double(), x.double()) is None

@@ -18,7 +18,7 @@ from nsa_sel.backends._triton.choose_scores import importance
 from nsa_sel.backends.cupy_cuda import compressed
 from nsa_sel.core.call import ChooseCall, Rule, device_info
 from nsa_sel.layer import block_scores
-from nsa_sel.oracle_choose import oracle_choose_backward
+from nsa_sel.oracle import oracle_choose_backward
 from nsa_sel.selection import Selection
 from nsa_sel.settings.schema import KernelConfig
 from tests.helpers.aot import TARGETS

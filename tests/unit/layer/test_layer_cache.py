@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from nsa_sel import NSACache, NSAttention, quantize_e4m3
-from nsa_sel.caching import pools, prefill, step_tensors
+from nsa_sel import cache as nsa_cache
+from nsa_sel.caching import pools, step_tensors
 from nsa_sel.caching.pools import Pools
-from nsa_sel.caching.step import CacheStep
+from nsa_sel.caching.step import CacheStep, LayerStep
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import ArgumentError, BackendError, CacheFull
 from nsa_sel.quantize import STORED, stored
@@ -67,12 +68,12 @@ def test_chunks_of_any_size_equal_the_prefill(name: str, page_size: int) -> None
 @pytest.mark.parametrize("name", SIZES)
 def test_long_chunks_run_as_a_prefill(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of one length, by the kernels of a prefill; of other lengths, or with room for a graph, over pages."""
-    monkeypatch.setattr(prefill, "MIN_ROWS", 5)
+    monkeypatch.setattr(nsa_cache, "MIN_PREFILL_ROWS", 5)
     model = Model([make_layer(name), make_layer(name)], 40, 8)
     x = hidden(model, 2, 60)
     wanted, cache, ran = model.prefill(x), model.cache, list[int]()
-    work = prefill.branches
-    monkeypatch.setattr(prefill, "branches", lambda *args: ran.append(args[5].keys) or work(*args))  # type: ignore[func-returns-value]
+    work = LayerStep.prefill
+    monkeypatch.setattr(LayerStep, "prefill", lambda *args: ran.append(args[5].keys) or work(*args))  # type: ignore[func-returns-value]
     close(model, in_chunks(model, x, [23, 5, 3, 29]), wanted)
     assert ran == [23, 23, 28, 28, 60, 60]
     a, b = cache.open(), cache.open()
@@ -252,7 +253,7 @@ WRONG_CALLS: dict[str, tuple[Callable[[NSACache, int], object], str]] = {
     "below zero": (lambda cache, a: cache.truncate(a, -1), "length is -1"),
     "no such layer": (lambda cache, a: cache.step([a])[1], "layer is 1; allowed: 0 to 0"),
     "a prefill as into": (
-        lambda cache, a: cache.step([a], into=cache.step([cache.open()], prefill.MIN_ROWS)),
+        lambda cache, a: cache.step([a], into=cache.step([cache.open()], nsa_cache.MIN_PREFILL_ROWS)),
         "into is of sequences of 64 keys; allowed: a step made with room=",
     ),
     "room and into": (lambda cache, a: cache.step([a], room=64, into=cache.step([a])), "into is of 1 sequences"),
@@ -499,7 +500,7 @@ def test_stored_numbers_are_the_nearest(scale: float) -> None:
 @pytest.mark.parametrize("name", ["mlp", "mean"])
 def test_layers_attend_to_what_is_stored(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks, token by token, and as a prefill does: within twice the error of a float32 layer with the same numbers."""
-    monkeypatch.setattr(prefill, "MIN_ROWS", 9)
+    monkeypatch.setattr(nsa_cache, "MIN_PREFILL_ROWS", 9)
     layer = short_numbers(make_layer(name, torch.float32))
     x = few_bits(torch.randn(2, 45, layer.width))
     heads = 1 + torch.arange(layer.groups)[None]

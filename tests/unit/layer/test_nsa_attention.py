@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import nsa_sel
-from nsa_sel import by_groups, gating, nsa_attention
+from nsa_sel import gating, nsa_attention, three_branches
 from nsa_sel.backends._triton import elementwise
 from nsa_sel.core.call import device_info
 from nsa_sel.errors import ArgumentError, BackendError
@@ -194,7 +194,7 @@ def assert_equal(mine: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
 
 def one_pair_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units of one group of one sequence."""
-    monkeypatch.setattr(by_groups, "settings_for", lambda device: types.SimpleNamespace(workspace_bytes=1))
+    monkeypatch.setattr(three_branches, "settings_for", lambda device: types.SimpleNamespace(workspace_bytes=1))
 
 
 @pytest.mark.usefixtures("cheapest_backend")
@@ -241,9 +241,9 @@ def test_units_of_one_group(own_q: bool, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_units_fit_the_workspace(B: int, G: int, fitting: int, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """They are even, and cover every group once."""
     bound = fitting * 3 * 7 * 2 * 6 * 4
-    monkeypatch.setattr(by_groups, "settings_for", lambda device: types.SimpleNamespace(workspace_bytes=bound))
+    monkeypatch.setattr(three_branches, "settings_for", lambda device: types.SimpleNamespace(workspace_bytes=bound))
     q, v = torch.zeros(B, 7, G, 2, 4), torch.zeros(B, G, 7, 6)
-    units = by_groups.units_of(Inputs(q, None, None, None, v, None, None, None, None))
+    units = three_branches.units_of(Inputs(q, None, None, None, v, None, None, None, None))
     assert {(b.stop - b.start, g.stop - g.start) for b, g in units} == {sizes}
     times = torch.zeros(B, G)
     for unit in units:
@@ -440,7 +440,7 @@ def test_a_recomputed_step_is_bit_equal(monkeypatch: pytest.MonkeyPatch) -> None
     plain = step(False)
     for _ in range(2):
         assert all(map(torch.equal, step(True), plain))
-    monkeypatch.setattr(by_groups, "settings_for", lambda device: types.SimpleNamespace(workspace_bytes=1))
+    monkeypatch.setattr(three_branches, "settings_for", lambda device: types.SimpleNamespace(workspace_bytes=1))
     first, second = step(True), step(True)
     assert all(map(torch.equal, first, second))
     for mine, right in zip(first, plain, strict=True):
