@@ -117,8 +117,23 @@ def needs_extra(extra: str, what: str) -> Iterator[None]:
         raise NsaSelError(f"{what} needs the package {package}, which is not installed. Remedy: pip install 'nsa-sel[{extra}]'") from error
 
 
+_warned: set[tuple[Any, ...]] = set()
+
+
+def first_time(kind: str, *facts: object) -> bool:
+    """Return True at the first call with these arguments in this process, for warnings that are given once."""
+    first = (kind, *facts) not in _warned
+    _warned.add((kind, *facts))
+    return first
+
+
+def forget_warnings(kind: str) -> None:
+    """Give the warnings of this kind again."""
+    _warned.difference_update([given for given in _warned if given[0] == kind])
+
+
 def warn(words: str) -> None:
-    """A RuntimeWarning at the user's line: the innermost one that is neither nsa-sel's nor PyTorch's."""
+    """Give a RuntimeWarning at the user's line: the innermost one that is neither nsa-sel's nor PyTorch's."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("nsa_sel", "torch"):
         frame, level = frame.f_back, level + 1

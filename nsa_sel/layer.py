@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from nsa_sel.core.arguments import check_positive, check_tensors
 from nsa_sel.core.attend import selection_attention
-from nsa_sel.core.check import check_compression, check_multiple
+from nsa_sel.core.check import check_compression
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 
@@ -34,8 +34,8 @@ def block_scores(p: Tensor, block_size: int, compress_block: int, compress_strid
         ArgumentError: p of another shape, or sizes that are no multiples of compress_stride.
     """
     check_tensors(p=p)
-    check_compression(compress_block, compress_stride)
-    check_multiple("block_size", block_size, compress_stride)
+    check_positive("block_size", block_size)
+    check_compression(compress_block, compress_stride, block_size)
     check_positive("S_kv", S_kv)
     C = max(0, (S_kv - compress_block) // compress_stride + 1)
     if p.dim() != 5 or p.shape[4] != C:

@@ -24,7 +24,7 @@ from nsa_sel.core import window as sliding
 from nsa_sel.core.arguments import Bounds
 from nsa_sel.core.attend import checked, selection_attention
 from nsa_sel.core.call import Call, Rule, device_info
-from nsa_sel.core.decide import forced, use_backend, use_no_backend
+from nsa_sel.core.decide import forced_name, forcing
 from nsa_sel.core.warm import prepared
 from nsa_sel.core.window import SlidingCall
 from nsa_sel.gating import Gated
@@ -345,12 +345,9 @@ class Surroundings(NamedTuple):
 
     @classmethod
     def now(cls, device_type: str) -> Surroundings:
-        return cls(forced(), device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+        return cls(forced_name.get(), device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        with (
-            use_no_backend() if self.backend is None else use_backend(self.backend),
-            torch.autocast(self.device_type, self.dtype, self.autocast),
-        ):
+        with forcing(self.backend), torch.autocast(self.device_type, self.dtype, self.autocast):
             yield

@@ -14,6 +14,7 @@ import hypothesis
 import pytest
 import torch
 
+from nsa_sel import errors
 from nsa_sel.core import registry
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.core.warm import reset
@@ -153,6 +154,7 @@ def plain_cpu(monkeypatch: pytest.MonkeyPatch, configure: Callable[[str], Path])
 
 
 def forget() -> None:
-    flags.forget_warnings()
+    flags.checked = -1
+    errors.forget_warnings("flag")
     tuned.forget()
     reset()

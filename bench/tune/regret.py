@@ -85,12 +85,12 @@ def counted_sharing(case: Case) -> tuple[float, ...]:
 
 @cache
 def _sampled_sharing(case: Case) -> tuple[float, ...]:
-    rows = sample_rows(case.B, case.S, case.G, case.n, "cpu")
-    positions = case.S_kv - case.S + rows.s
+    b, s, g = sample_rows(case.B, case.S, case.G, case.n, "cpu")
+    positions = case.S_kv - case.S + s
     if case.distribution == "random":
         drawn = random_rows(case._replace(B=1, G=1), positions.flatten(), torch.Generator().manual_seed(0))
-        return sampled_sharing(drawn.view(*rows.s.shape, case.n, 2), positions + 1, case.block)
-    return sampled_sharing(make_selection(case, "cpu").ranges[rows.b, rows.s, rows.g], positions + 1, case.block)
+        return sampled_sharing(drawn.view(*s.shape, case.n, 2), positions + 1, case.block)
+    return sampled_sharing(make_selection(case, "cpu").ranges[b, s, g], positions + 1, case.block)
 
 
 def choose(asked: Asked, times: Mapping[str, float], settings: Settings, device: DeviceInfo) -> Choice | None:

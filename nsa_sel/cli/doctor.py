@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 from typing import Any
@@ -37,12 +36,7 @@ def examine() -> dict[str, Any]:
         omp_wait_policy: the variable OMP_WAIT_POLICY where torch and Numba share the CPU (None: not set); "" without
         Numba.
     """
-
-    def version(package: str) -> str | None:
-        names = importlib.metadata.packages_distributions().get(package, ())  # cupy is installed as cupy-cuda13x
-        return next((importlib.metadata.version(name) for name in names), None)
-
-    packages = {name: version(name) for name in PACKAGES}
+    packages = {name: registry.version_of(name) for name in PACKAGES}
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
     unknown = unknown_variables()
     flags = sorted(name for name in os.environ if name.startswith("NSA_") and name not in unknown)

@@ -7,16 +7,18 @@ This is the path of every call: keep it short.
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from nsa_sel.core import run, shared_keys, transforms
 from nsa_sel.core.arguments import check_flag, check_tensors
 from nsa_sel.core.call import Call, Workspace
 from nsa_sel.core.check import as_selection, check_call
-from nsa_sel.core.decide import Decided, decide_call, forced, recall, remember, use_no_backend
+from nsa_sel.core.decide import Decided, decide_call, forced_name, forcing, recall, remember
 from nsa_sel.core.transforms import REPEATED
 from nsa_sel.core.warm import prepared
 from nsa_sel.errors import ArgumentError, BackendError
@@ -91,12 +93,15 @@ def selection_attention(
         plain = transforms.plain(q, k, v)
         if not plain:
             transforms.check_transforms(q, k, v)
-        sharded = not plain and transforms.is_sharded(q)
+        tensors = None if plain or is_compiling() else sys.modules.get("torch.distributed.tensor")  # not imported: no DTensors
+        sharded = tensors is not None and isinstance(q, tensors.DTensor)
         if not sharded and (r := shared_keys.ratio_of(q, k, selection)) > 1:
             options = {"scale": scale, "backend": backend, "workspace": workspace}
             return _of_shared_keys(q, k, v, as_selection(selection), q_pos, r, return_lse, options)
         if not plain and transforms.traces(q, k, v):
-            transforms.refuse_workspace(workspace, "a call that torch.compile, a dispatch mode or DTensor traces")
+            if workspace is not None:
+                value = "given to a call that torch.compile, a dispatch mode or DTensor traces"
+                raise ArgumentError("workspace", value, "None there", "leave it out; temporaries are then allocated")
             check_tensors(q=q, k=k, v=v)
             if sharded:
                 from nsa_sel.core import sharding  # imports torch.distributed.tensor, which takes 0.5 s
@@ -227,7 +232,7 @@ def _op_forward(
     q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, q_pos: Tensor | None, block_size: int | None, max_length: int | None,
     disjoint: bool, scale: float | None, backend: str | None, needs_grad: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if needs_grad and backend is None and (name := forced()) is not None:
+    if needs_grad and backend is None and (name := forced_name.get()) is not None:
         raise BackendError(
             f"use_backend({name!r}) is not supported for compiled calls, or calls of DTensors, that need gradients, because the backward"
             " pass may run outside of it; allowed: the argument backend= of selection_attention. Remedy: pass backend=, or set"
@@ -243,7 +248,7 @@ def _op_backward(
     q_pos: Tensor | None, block_size: int | None, max_length: int | None, disjoint: bool, scale: float | None, backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     selection = Selection.unread(ranges, block_size, max_length, disjoint)
-    with contextlib.nullcontext() if forced() is None else use_no_backend():  # the forward pass had none
+    with contextlib.nullcontext() if forced_name.get() is None else forcing(None):  # the forward pass had none
         # The forward pass has counted; where it could not (in a capture), both go by the prior.
         call, decision, *_ = prepared(checked(q, k, v, selection, scale, q_pos, True, backend, counts=False), backend)
     dq, dk, dv = run.gradients(call, decision, o, lse, do, dlse)

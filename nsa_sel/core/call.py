@@ -329,8 +329,8 @@ class PagedKeys(NamedTuple):
     def gathered(self, x: Tensor) -> Tensor:
         """Return [B,G,C,D] of pages x [pages,G,slots,D]."""
         pages = x.transpose(1, 2).index_select(0, self.table.flatten()).unflatten(0, self.table.shape)  # type: ignore[no-untyped-call]
-        found: Tensor = pages.flatten(1, 2)[:, self.skipped :].transpose(1, 2)
-        return found
+        keys: Tensor = pages.flatten(1, 2)[:, self.skipped :].transpose(1, 2)
+        return keys
 
 
 class Pool(NamedTuple):
@@ -526,11 +526,27 @@ class WindowCall(NamedTuple):
 
 
 def call_over_pool(call: Call, block_table: Tensor) -> Call:
-    """Return the call of one sequence, q [1,B*S,G,h,Dk] over k, v [1,G,keys of all pages,D]; only ranges are copied."""
+    """Return the call of one sequence, q [1,B*S,G,h,Dk] over k, v [1,G,keys of all pages,D]; only ranges are copied.
+
+    Ranges [1,B*S,G,n * pieces,2] int64 are the call's after the causal clamp, cut at the ends of pages. Of the block table
+    only the entries that they reach are read.
+    """
     (k, page_keys), (v, v_page_keys) = _pool("k_cache", call.k), _pool("v_cache", call.v)
     if page_keys != v_page_keys:
         raise _odd_pages("v_cache", call.v, f"{page_keys} keys apart, as those of k_cache")
-    ranges = pool_ranges(call, block_table, page_keys).flatten(0, 1).unsqueeze(0)
+    page_size, block = call.k.shape[2], call.selection.block_size
+    start, end = (x.unsqueeze(-1) for x in call.clamped_ranges())
+    if block is not None and page_size % block == 0:
+        pieces = 1
+    else:  # the most pages that a range can overlap
+        pieces = min(block_table.shape[1], (min(block or call.S_kv, call.selection.length_bound(call.S_kv)) - 2) // page_size + 2)
+    page = start // page_size + torch.arange(pieces, device=start.device)  # [B,S,G,n,pieces], in the sequence
+    low, high = torch.maximum(start, page * page_size), torch.minimum(end, (page + 1) * page_size)
+    filled = high > low
+    sequence = torch.arange(len(block_table), device=start.device).view(-1, 1, 1, 1, 1)
+    pool_page = block_table[sequence, torch.where(filled, page, 0)].long()
+    low, high = (torch.where(filled, x + pool_page * page_keys - page * page_size, 0) for x in (low, high))
+    ranges = torch.stack((low, high), -1).flatten(3, 4).flatten(0, 1).unsqueeze(0)
     rows = ranges.shape[1]
     last = torch.full((1, 1), k.shape[2] - 1, device=k.device).expand(1, rows)  # the ranges are clamped already
     selection = Selection(ranges, None, call.selection.length_bound(call.S_kv), disjoint=True)
@@ -559,21 +575,3 @@ def _pool(name: str, x: Tensor) -> tuple[Tensor, int]:
 def _odd_pages(name: str, x: Tensor, allowed: str) -> ArgumentError:
     value = f"pages {x.stride(0)} elements and keys {x.stride(2)} elements apart"
     return ArgumentError(name, value, f"pages {allowed}, for a backend that reads no block table", "use triton-group, or copy the cache")
-
-
-def pool_ranges(call: Call, block_table: Tensor, page_keys: int) -> Tensor:
-    """Ranges [B,S,G,n * pieces,2] int64 of the pool, whose pages begin `page_keys` keys apart: the call's ranges after
-    the causal clamp, cut at the ends of pages. Reads only the entries of the block table that the ranges reach."""
-    page_size, block = call.k.shape[2], call.selection.block_size
-    start, end = (x.unsqueeze(-1) for x in call.clamped_ranges())
-    if block is not None and page_size % block == 0:
-        pieces = 1
-    else:  # the most pages that a range can overlap
-        pieces = min(block_table.shape[1], (min(block or call.S_kv, call.selection.length_bound(call.S_kv)) - 2) // page_size + 2)
-    page = start // page_size + torch.arange(pieces, device=start.device)  # [B,S,G,n,pieces], in the sequence
-    low, high = torch.maximum(start, page * page_size), torch.minimum(end, (page + 1) * page_size)
-    filled = high > low
-    sequence = torch.arange(len(block_table), device=start.device).view(-1, 1, 1, 1, 1)
-    pool_page = block_table[sequence, torch.where(filled, page, 0)].long()
-    low, high = (torch.where(filled, x + pool_page * page_keys - page * page_size, 0) for x in (low, high))
-    return torch.stack((low, high), -1).flatten(3, 4)

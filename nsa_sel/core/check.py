@@ -83,7 +83,16 @@ def check_sizes(q: Tensor, k: Tensor, v: Tensor, stored: torch.dtype | None = No
     if not (h and Dk and Dv and G):
         size = next(name for name, size in (("h", h), ("Dk", Dk), ("Dv", Dv), ("G", G)) if not size)
         raise ArgumentError("v" if size == "Dv" else "q", f"of size 0 in {size}", f"{size} >= 1", "drop the empty dimension")
-    _check_dtypes(q, k, v, stored)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        quantized = stored is not None and name != "q" and tensor.dtype == stored
+        if tensor.dtype not in DTYPES and not quantized:
+            raise ArgumentError(name, f"of dtype {tensor.dtype}", ", ".join(DTYPES.values()), f"call {name}.to(torch.bfloat16)")
+        if tensor.dtype != q.dtype and not quantized:
+            raise ArgumentError(name, f"of dtype {tensor.dtype}", f"q's dtype {q.dtype}", f"call {name}.to(q.dtype)")
+        if tensor.device != q.device:
+            raise ArgumentError(name, f"on {tensor.device}", f"q's device {q.device}", f"call {name}.to(q.device)")
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:  # any stride over a single element
+            raise ArgumentError(name, f"of strides {tensor.stride()}", "a contiguous last dimension", f"call {name}.contiguous()")
     if not (q.is_cpu or q.is_cuda):
         raise ArgumentError("q", f"on {q.device}", "cpu or cuda", "move q, k, v there")
     return q
@@ -148,20 +157,6 @@ def _other_layout(name: str, shape: torch.Size, q_shape: torch.Size, decode: boo
         change = f"pass a selection over all {G}" if selects else f"put the heads of q into {shape[1]} groups"
         remedies.append(f"where q has {G // shape[1]} groups for each of k and v, {change}")
     return ArgumentError(name, f"of shape {tuple(shape)}", allowed, "; ".join(remedies))
-
-
-def _check_dtypes(q: Tensor, k: Tensor, v: Tensor, stored: torch.dtype | None) -> None:
-    """Check dtypes, devices, and contiguous last dimensions (any stride over a single element)."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        quantized = stored is not None and name != "q" and tensor.dtype == stored
-        if tensor.dtype not in DTYPES and not quantized:
-            raise ArgumentError(name, f"of dtype {tensor.dtype}", ", ".join(DTYPES.values()), f"call {name}.to(torch.bfloat16)")
-        if tensor.dtype != q.dtype and not quantized:
-            raise ArgumentError(name, f"of dtype {tensor.dtype}", f"q's dtype {q.dtype}", f"call {name}.to(q.dtype)")
-        if tensor.device != q.device:
-            raise ArgumentError(name, f"on {tensor.device}", f"q's device {q.device}", f"call {name}.to(q.device)")
-        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-            raise ArgumentError(name, f"of strides {tensor.stride()}", "a contiguous last dimension", f"call {name}.contiguous()")
 
 
 def check_positions(q_pos: Tensor, q: Tensor, S_kv: int, fake: bool) -> Tensor:
@@ -230,20 +225,14 @@ def check_index(
         S_kv = k.shape[2]
     S_kv = _check_length(rows.shape[1], "k", k, rule, S_kv, q_pos)
     if lse is not None:
-        lse = _check_lse(lse, rows, q.dim() == 4, pool)
+        if not pool.softmax:
+            raise ArgumentError("lse", "given", "None without softmax=True", "pass softmax=True, or leave it out")
+        lse = lse.detach().unsqueeze(1) if q.dim() == 4 and lse.dim() == 3 else lse.detach()
+        if lse.shape != rows.shape[:-1] or lse.dtype not in (torch.float32, torch.float64) or lse.device != rows.device:
+            value = f"{lse.dtype} of shape {tuple(lse.shape)} on {lse.device}"
+            raise ArgumentError("lse", value, f"float32 {tuple(rows.shape[:-1])} on {rows.device}", "pass that of attention with q's rows")
     q_pos = None if q_pos is None else check_positions(q_pos, rows, S_kv, fake)
     return Index(rows, k, lse, S_kv, check_scale(scale, rows.shape[4]), q_pos)
-
-
-def _check_lse(lse: Tensor, rows: Tensor, decode: bool, pool: Pool) -> Tensor:
-    """Return lse [B,S,G,h] for the rows q [B,S,G,h,Dk]; else ArgumentError."""
-    if not pool.softmax:
-        raise ArgumentError("lse", "given", "None without softmax=True", "pass softmax=True, or leave it out")
-    given = lse.unsqueeze(1) if decode and lse.dim() == 3 else lse
-    if given.shape != rows.shape[:-1] or given.dtype not in (torch.float32, torch.float64) or given.device != rows.device:
-        value = f"{lse.dtype} of shape {tuple(lse.shape)} on {lse.device}"
-        raise ArgumentError("lse", value, f"float32 {tuple(rows.shape[:-1])} on {rows.device}", "pass that of attention with q's rows")
-    return given.detach()
 
 
 def _check_length(S: int, name: str, k: Tensor, rule: Rule, S_kv: int | None, q_pos: Tensor | None) -> int:
@@ -263,24 +252,19 @@ def _check_length(S: int, name: str, k: Tensor, rule: Rule, S_kv: int | None, q_
 
 def check_rule(rule: Rule) -> None:
     """Raise ArgumentError for sizes and counts that do not fit together."""
-    for name in ("compress_block", "compress_stride", "block_size", "n"):
+    for name in ("n", "block_size"):
         check_positive(name, getattr(rule, name))
     check_forced(rule.first, rule.local, rule.n)
-    check_compression(rule.compress_block, rule.compress_stride)
-    check_multiple("block_size", rule.block_size, rule.compress_stride)
+    check_compression(rule.compress_block, rule.compress_stride, rule.block_size)
     if rule.compress_block > rule.block_size:
         allowed = f"at most block_size = {rule.block_size}"
         raise ArgumentError("compress_block", rule.compress_block, allowed, "compress fewer keys, or select larger blocks")
 
 
-def check_compression(compress_block: int, compress_stride: int) -> None:
-    """Raise ArgumentError unless blocks are whole numbers of strides."""
+def check_compression(compress_block: int, compress_stride: int, block_size: int | None = None) -> None:
+    """Raise ArgumentError unless blocks, and blocks of a selection if they are given, are whole numbers of strides."""
     check_positive("compress_stride", compress_stride)
-    check_multiple("compress_block", compress_block, compress_stride)
-
-
-def check_multiple(name: str, size: int, stride: int) -> None:
-    """Raise ArgumentError unless a size is a whole number of strides."""
-    check_positive(name, size)
-    if size % stride:
-        raise ArgumentError(name, size, f"a multiple of compress_stride = {stride}", "choose sizes as in NSA's Eq. 9")
+    for name, size in (("compress_block", compress_block), ("block_size", block_size)):
+        check_positive(name, size, optional=name == "block_size")
+        if size and size % compress_stride:
+            raise ArgumentError(name, size, f"a multiple of compress_stride = {compress_stride}", "choose sizes as in NSA's Eq. 9")

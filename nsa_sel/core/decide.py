@@ -26,7 +26,7 @@ from nsa_sel.core.decision import Decision, Override, every_name, load_policy, m
 from nsa_sel.core.ranges import sample_rows, sampled_sharing
 from nsa_sel.core.request import FEW_TOKENS, SHARING_TOKENS, DeviceInfo, Kind, Request
 from nsa_sel.core.transforms import capturing
-from nsa_sel.errors import ArgumentError, BackendError, ConfigError, closest, shown, warn
+from nsa_sel.errors import ArgumentError, BackendError, ConfigError, closest, first_time, shown, warn
 from nsa_sel.quantize import Scales
 from nsa_sel.selection import Selection
 from nsa_sel.settings import flags, tuned
@@ -93,16 +93,6 @@ def forget_decisions() -> None:
     forget_settings()
 
 
-def keep_count(kind: Hashable, count: Count) -> None:
-    """Store a sharing count and expire the previous one, so that cached calls recount."""
-    before = _counts.get(kind)
-    if before is not None:
-        before.left = 0
-    if len(_counts) >= _MOST:
-        _counts.clear()
-    _counts[kind] = count
-
-
 def forget_counts() -> None:
     """Drop and expire all sharing counts."""
     for count in _counts.values():
@@ -133,26 +123,18 @@ def use_backend(name: str) -> Iterator[None]:
     _check_name("name", name)
     if registry.kind_of(name) is None:
         raise BackendError(unknown_backend(name, "use_backend", "nsa-sel", every_name()))
+    with forcing(name):
+        yield
+
+
+@contextlib.contextmanager
+def forcing(name: str | None) -> Iterator[None]:
+    """Force a backend as `use_backend` does, unchecked; None ignores a surrounding `use_backend`."""
     token = forced_name.set(name)
     try:
         yield
     finally:
         forced_name.reset(token)
-
-
-@contextlib.contextmanager
-def use_no_backend() -> Iterator[None]:
-    """Ignore any surrounding `use_backend` inside the `with` block."""
-    token = forced_name.set(None)
-    try:
-        yield
-    finally:
-        forced_name.reset(token)
-
-
-def forced() -> str | None:
-    """Return the name that `use_backend` forces on this thread or task."""
-    return forced_name.get()
 
 
 def explain_request(request: Request, device: DeviceInfo | None = None, backend: str | None = None) -> Decision:
@@ -185,7 +167,9 @@ def select(request: Request, device: DeviceInfo, backend: str | None = None) -> 
         override = _override(backend, settings, request.kind)
         decision = make_decision(facts[0], device, load_policy("default"), settings, offers, override)
         remember(facts, decision)
-        _warn_if_missed(decision)
+        package = missed(decision) if device.kind == "cuda" else None
+        if package is not None and (package.factor or 1) >= WORTH_TELLING and first_time("missed", device, package.reason.field):
+            warn(f"{device.name}: {package.words}")
     return decision
 
 
@@ -219,18 +203,6 @@ def decide_call(
     decision = decide(request, device, backend)
     call = Call(q, k, v, selection, q_pos, scale, decision.settings, decision.device, lengths, block_table, scales=scales)
     return Decided(call, decision, request, count)
-
-
-_told: set[tuple[DeviceInfo, str]] = set()  # devices and packages
-
-
-def _warn_if_missed(decision: Decision) -> None:
-    """Warn, once per process, device and package, that calls on a GPU are slower because a package is not installed."""
-    found = missed(decision) if decision.device.kind == "cuda" else None
-    if found is None or (found.factor or 1) < WORTH_TELLING or (decision.device, found.reason.field) in _told:
-        return
-    _told.add((decision.device, found.reason.field))
-    warn(f"{decision.device.name}: {found.words}")
 
 
 def after_failure(decision: Decision, failed: str) -> Decision:
@@ -333,8 +305,11 @@ def with_count(
         if not may_wait(q):
             count = count or Count(None, 0)  # of which no call is left: the next one asks again
         else:
-            count = Count(count_rows(request, q, selection, q_pos, lengths), math.inf if often == "first" else often - 1)
-            keep_count(kind, count)
+            if count is not None:
+                count.left = 0  # expired, so that cached calls recount
+            if len(_counts) >= _MOST:
+                _counts.clear()
+            count = _counts[kind] = Count(count_rows(request, q, selection, q_pos, lengths), math.inf if often == "first" else often - 1)
     if count is None or count.sharing is None:
         return request, count
     return msgspec.structs.replace(request, sharing=count.sharing, counted=True), count
@@ -371,10 +346,10 @@ def may_wait(q: Tensor) -> bool:
 def count_rows(request: Request, q: Tensor, selection: Selection, q_pos: Tensor | None, lengths: Tensor | None) -> tuple[float, ...]:
     """Return the sharing of a sample of the call's rows. Reads the device."""
     started = time.perf_counter()
-    rows = sample_rows(request.B, request.S, request.G, request.n, q.device)
-    limit = (positions(q, request.S_kv, q_pos, lengths)[rows.b, rows.s] + 1).clamp(max=request.S_kv)
+    b, s, g = sample_rows(request.B, request.S, request.G, request.n, q.device)
+    limit = (positions(q, request.S_kv, q_pos, lengths)[b, s] + 1).clamp(max=request.S_kv)
     assert request.block_size is not None, "see countable"
-    sharing = sampled_sharing(selection.ranges[rows.b, rows.s, rows.g], limit, request.block_size)
+    sharing = sampled_sharing(selection.ranges[b, s, g], limit, request.block_size)
     ms = (time.perf_counter() - started) * 1e3  # of the host, waiting for the device included
-    events.emit("sel.sharing", request=request, sharing=sharing, rows=rows.s.numel(), ms=ms)
+    events.emit("sel.sharing", request=request, sharing=sharing, rows=s.numel(), ms=ms)
     return sharing

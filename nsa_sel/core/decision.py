@@ -184,12 +184,17 @@ class _Choice(NamedTuple):
 
 def _choose(case: PolicyInput, policy: Policy, offers: Sequence[Offer], override: Override | None) -> _Choice:
     offered = {offer.backend.name: offer.backend for offer in offers}
-    reasons = {offer.backend.name: _reasons(case, offer, policy) for offer in offers}
+    reasons: dict[str, tuple[Reason, ...]] = {}
+    for offer in offers:
+        against = tuple(reason for check in policy.checks for reason in check(case, offer))
+        if any(reason.kind in ("unavailable", "unsupported") for reason in against):  # how fast it is does not matter
+            against = tuple(reason for reason in against if reason.kind != "slower")
+        reasons[offer.backend.name] = against
     ordered = policy.preference(case)
     preferred = [name for name in ordered if name in reasons]
     preferred += [name for name in reasons if name not in preferred]
     predicted = {name: ms for name in preferred if not reasons[name] and (ms := policy.predict(case, offered[name])) is not None}
-    predictions = sorted((Prediction(name, case.direction, ms) for name, ms in predicted.items()), key=lambda found: found.ms)
+    predictions = sorted((Prediction(name, case.direction, ms) for name, ms in predicted.items()), key=lambda prediction: prediction.ms)
     source = case.settings.sources.get(f"prefer_{case.direction}") if ordered else None
     own = source is not None and source == case.settings.config_file
     by_time = bool(predicted) and not own and override is None
@@ -212,14 +217,6 @@ def _choose(case: PolicyInput, policy: Policy, offers: Sequence[Offer], override
         rule = "first of the preference" + (" that no check turned away" if stepped_over else "") + f" ({origin})"
         rule += ", which goes before predicted times" if own and predicted else ""
     return _Choice(tuple(order), reasons, tuple(predictions), by_time, rule, tuple(stepped_over), winner, runner_up)
-
-
-def _reasons(case: PolicyInput, offer: Offer, policy: Policy) -> tuple[Reason, ...]:
-    """Return the reasons of all checks; of a backend that can't run, without `slower`."""
-    found = tuple(reason for check in policy.checks for reason in check(case, offer))
-    if any(reason.kind in ("unavailable", "unsupported") for reason in found):
-        return tuple(reason for reason in found if reason.kind != "slower")
-    return found
 
 
 def changes(path: str, old: Any, new: Any) -> list[FieldChange]:
@@ -271,7 +268,12 @@ def missed(decision: Decision) -> Missed | None:
     """Return the missing package that keeps the best backend from running; None without one, or if a backend is forced."""
     if decision.override is not None or decision.forward is None:
         return None
-    lacking = {offer.backend.name: offer.missing[0] for offer in decision.offers if _installable(offer)}
+    lacking: dict[str, Reason] = {}  # the backends for which pip can bring all that is missing
+    for offer in decision.offers:
+        of_pip = {f"package {need.package}" for need in offer.backend.requires}
+        of_pip |= {f"library {library.name}" for library in offer.backend.libraries if library.distributions}
+        if offer.missing and all(reason.field in of_pip for reason in offer.missing):
+            lacking[offer.backend.name] = offer.missing[0]
     if not lacking:
         return None
     offers = [msgspec.structs.replace(offer, missing=()) if offer.backend.name in lacking else offer for offer in decision.offers]
@@ -295,22 +297,15 @@ class Missed(NamedTuple):
     words: str
 
 
-def _installable(offer: Offer) -> bool:
-    """Return True if pip can bring all that the backend lacks."""
-    of_pip = {f"package {need.package}" for need in offer.backend.requires}
-    of_pip |= {f"library {library.name}" for library in offer.backend.libraries if library.distributions}
-    return bool(offer.missing) and all(reason.field in of_pip for reason in offer.missing)
-
-
 def _winners(decision: Decision) -> str:
     return " and ".join(dict.fromkeys(name for name in (decision.forward, decision.backward) if name is not None))
 
 
 def _predicted(decision: Decision) -> float | None:
-    """Milliseconds of the chosen backends, forward and, where gradients are needed, backward; None without a prediction
-    of each."""
+    """Return the milliseconds of the chosen backends, forward and, where gradients are needed, backward; None without a
+    prediction of each."""
     wanted = {("forward", decision.forward), *([("backward", decision.backward)] if decision.request.needs_grad else [])}
-    times = [found.ms for found in decision.predictions if (found.direction, found.backend) in wanted]
+    times = [prediction.ms for prediction in decision.predictions if (prediction.direction, prediction.backend) in wanted]
     return sum(times) if len(times) == len(wanted) else None
 
 
@@ -329,5 +324,5 @@ def counterfactuals(decision: Decision) -> tuple[str, ...]:
             terms = [f"{names.get(field, field)} >= {value}" for field, value in lifted.items()]
             here = [f"{names.get(field, field)} = {getattr(decision.request, field)}" for field in lifted]
             sentences.append(f"{verdict.backend} would be picked from {' and '.join(terms)}; here {', '.join(here)}")
-    found = missed(decision)
-    return (*sentences, *([found.words] if found else []))
+    package = missed(decision)
+    return (*sentences, *([package.words] if package else []))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,7 +20,7 @@ from nsa_sel.core.arguments import (
     starts_with_blocks,
 )
 from nsa_sel.core.call import Rule, device_info, request_of
-from nsa_sel.core.check import check_call, check_rule, check_scale, check_sizes
+from nsa_sel.core.check import as_selection, check_call, check_rule, check_scale, check_sizes
 from nsa_sel.core.decide import decide, select
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.core.shared_keys import ratio
@@ -39,7 +40,15 @@ def packed_attention(
     T, G, Tk = q.shape[0], q.shape[1], k.shape[0]
     if T and not Tk:
         raise ArgumentError("k", f"of no keys for {T} rows", "at least one key", "skip the call: there is nothing to attend to")
-    selection = _of_rows(selection, T, G, q.device)
+    if isinstance(selection, Tensor):
+        selection = Selection.from_ranges(selection)
+    selection = as_selection(selection)
+    rows = tuple(selection.ranges.shape[:3])  # [T,1,G] if made from ranges [T,G,n,2]
+    if rows not in ((1, T, G), (T, 1, G)):
+        allowed, remedy = f"[T,G] = {(T, G)}, with a dimension of 1 before or between", "one set of ranges per query row and group"
+        raise ArgumentError("selection", f"over rows {rows}", allowed, remedy)
+    if selection.ranges.device != q.device:
+        raise ArgumentError("selection", f"on {selection.ranges.device}", f"q's device {q.device}", "call selection.to(q.device)")
     bounds_q = Bounds.of("cu_seqlens_q", cu_seqlens_q, T, q)
     if cu_seqlens_k is None and T != Tk:
         raise ArgumentError("k", f"of {Tk} keys", f"q's {T} rows, without cu_seqlens_k", "pass cu_seqlens_k")
@@ -47,15 +56,19 @@ def packed_attention(
     bounds_k = bounds_q if same or cu_seqlens_k is None else Bounds.of("cu_seqlens_k", cu_seqlens_k, Tk, q)
     bounds_q.check_sequences(bounds_k)
     same = same or (T == Tk and bounds_q.numbers is not None and bounds_q.numbers == bounds_k.numbers)
-    _check_align(align, selection.block_size)
+    if align is not None and not isinstance(align, bool):
+        raise ArgumentError("align", shown(align), "True, False or None", "leave it out to copy k and v where it pays")
+    if align and selection.block_size is None:
+        remedy = "build it with Selection.from_blocks, or leave out align: ranges need no copy"
+        raise ArgumentError("align", "True, but the selection has no block_size", "a selection of whole blocks", remedy)
     q, k, v = as_batch(q, k, v)
     if not torch.compiler.is_compiling():
         q, k, v = in_autocast_dtype(q, k, v)  # before copying and deciding
     batch = arrange(q, k, v, selection, bounds_q, None if same else bounds_k, scale, needs_grad(q, k, v), backend, block_aligned, align)
-    found = attend.selection_attention(
+    results = attend.selection_attention(
         q, batch.k, batch.v, batch.selection, scale=scale, q_pos=batch.q_pos, return_lse=return_lse, backend=backend
     )  # fmt: skip
-    return (found[0].squeeze(0), found[1].squeeze(0)) if return_lse else found.squeeze(0)
+    return (results[0].squeeze(0), results[1].squeeze(0)) if return_lse else results.squeeze(0)
 
 
 class Batch(NamedTuple):
@@ -82,7 +95,10 @@ def arrange(
         scale, backend, block_aligned, align: as of `selection_attention_varlen`.
     """
     T, Tk, block = q.shape[1], k.shape[2], selection.block_size
-    rows = _as_one_sequence(selection, Tk)
+    rows = selection
+    if selection.ranges.shape[0] != 1:  # without the statistics of [T,1,G,n,2], which say nothing about adjacent rows
+        bound = selection.length_bound(Tk)
+        rows = Selection(selection.ranges.transpose(0, 1), selection.block_size, bound, disjoint=selection.disjoint)
     same, bounds_k = bounds_k is None, bounds_q if bounds_k is None else bounds_k
     whole = starts_with_blocks(bounds_k, block, block_aligned)
     room, longest, aligning = Tk, bounds_k.longest(Tk), False
@@ -123,8 +139,7 @@ def arrange(
 def _aligns(
     q: Tensor, k: Tensor, v: Tensor, rows: Selection, room: int, longest: int, needs: bool, backend: str | None, align: bool | None
 ) -> bool:  # fmt: skip
-    """Return True if k and v are to be copied so that blocks stay whole; BackendError if the call after the copy is
-    refused."""
+    """Return True if k and v are copied so that blocks stay whole; BackendError if the call after the copy is refused."""
     if transformed():
         return False  # the call itself raises
     copy_k, copy_v = (torch.empty(*x.shape[:2], room, x.shape[3], dtype=x.dtype, device="meta") for x in (k, v))
@@ -144,15 +159,13 @@ def _pays(request: Request, device: DeviceInfo, backend: str | None) -> bool:
     select, or the backend is forced.
     """
     decision = select(request, device, backend)
+    names = [decision.forward, decision.backward]
     if decision.override is not None:
-        return _prefers_blocks(decision.override.backend, request, device)
-    if device.kind == "cpu" or request.S * request.max_length < _PASSES * request.S_kv:
+        names = [decision.override.backend]
+    elif device.kind == "cpu" or request.S * request.max_length < _PASSES * request.S_kv:
         return False
-    return any(_prefers_blocks(name, request, device) for name in (decision.forward, decision.backward))
-
-
-def _prefers_blocks(name: str | None, request: Request, device: DeviceInfo) -> bool:
-    return name in registry.backends() and registry.backends()[name].prefers_blocks(request, device)
+    backends = registry.backends()
+    return any(name in backends and backends[name].prefers_blocks(request, device) for name in names)
 
 
 def _needs_blocks(name: str) -> bool:
@@ -161,41 +174,6 @@ def _needs_blocks(name: str) -> bool:
 
 # As torch.compiler.assume_constant_result does, which would import torch._dynamo and Triton: 2 s.
 _needs_blocks._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _check_align(align: object, block_size: int | None) -> None:
-    if align is not None and not isinstance(align, bool):
-        raise ArgumentError("align", shown(align), "True, False or None", "leave it out to copy k and v where it pays")
-    if align and block_size is None:
-        remedy = "build it with Selection.from_blocks, or leave out align: ranges need no copy"
-        raise ArgumentError("align", "True, but the selection has no block_size", "a selection of whole blocks", remedy)
-
-
-def _of_rows(selection: Selection | Tensor, T: int, G: int, device: torch.device) -> Selection:
-    """Return the selection, checked to have T rows and G groups: [1,T,G,n,2], or [T,1,G,n,2] made from [T,G,n,2]."""
-    if isinstance(selection, Tensor):
-        selection = Selection.from_ranges(selection)
-    if not isinstance(selection, Selection):
-        remedy = "make one with Selection.from_ranges, from_blocks or from_scores"
-        raise ArgumentError("selection", f"a {type(selection).__name__}", "a Selection or a tensor of ranges [T,G,n,2]", remedy)
-    shape = selection.ranges.shape
-    if shape[:3] not in ((1, T, G), (T, 1, G)):
-        raise ArgumentError(
-            "selection", f"over rows {tuple(shape[:3])}", f"[T,G] = {(T, G)}, with a dimension of 1 before or between",
-            "one set of ranges per query row and group",
-        )  # fmt: skip
-    if selection.ranges.device != device:
-        raise ArgumentError("selection", f"on {selection.ranges.device}", f"q's device {device}", "call selection.to(q.device)")
-    return selection
-
-
-def _as_one_sequence(selection: Selection, Tk: int) -> Selection:
-    """Return the selection as [1,T,G,n,2], without the statistics of [T,1,G,n,2], which say nothing about adjacent
-    rows."""
-    if selection.ranges.shape[0] == 1:
-        return selection
-    bound = selection.length_bound(Tk)
-    return Selection(selection.ranges.transpose(0, 1), selection.block_size, bound, disjoint=selection.disjoint)
 
 
 def check_packed_sizes(*, sharing: bool = False, **tensors: Tensor) -> None:
@@ -262,21 +240,15 @@ def check_packed_choose(
         check_sizes(rows, k, v)
     except ArgumentError as error:
         raise renamed(error, k="k_cmp", v="v_cmp") from None
-    _check_compressed(len(k_cmp), len(q), bounds, rule)
-    return rows, k, v, check_scale(scale, q.shape[3]), bounds
-
-
-def _check_compressed(C: int, T: int, bounds: Bounds, rule: Rule) -> None:
-    """Raise ArgumentError unless C compressed keys are enough for all sequences, as far as the host knows them, and no
-    more than fit."""
-    most, least = rule.compressed_keys(T), 0
+    C, most, least = len(k_cmp), rule.compressed_keys(len(q)), 0
     if bounds.numbers is not None:
-        least = sum(rule.compressed_keys(end - begin) for begin, end in zip(bounds.numbers, bounds.numbers[1:], strict=False))
+        least = sum(rule.compressed_keys(end - begin) for begin, end in itertools.pairwise(bounds.numbers))
     if not least <= C <= most:
         block, stride = rule.compress_block, rule.compress_stride
-        allowed = f"{least} to {most} for T = {T} and blocks of {block} keys every {stride}"
+        allowed = f"{least} to {most} for T = {len(q)} and blocks of {block} keys every {stride}"
         remedy = "compress each sequence apart, as nsa_sel.compression does; compressed_cu_seqlens says where each begins"
         raise ArgumentError("k_cmp", f"of {C} compressed keys", allowed, remedy)
+    return rows, k, v, check_scale(scale, q.shape[3]), bounds
 
 
 def check_rows_are_keys(q: Tensor, name: str, k: Tensor) -> None:

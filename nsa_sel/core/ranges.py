@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import os
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +32,7 @@ from nsa_sel.core.arguments import (
 from nsa_sel.core.request import SHARING_TOKENS
 from nsa_sel.core.transforms import capturing
 from nsa_sel.errors import ArgumentError, shown, warn
-from nsa_sel.settings.flags import FLAGS, parse_flag
+from nsa_sel.settings.flags import value_of
 
 _SORTED_AT_ONCE = 1 << 22  # blocks that `sharing_of_blocks` sorts at a time, to bound its memory
 _SAMPLED = 1 << 17  # blocks that `sample_rows` takes: of 16 a row, 128 tiles
@@ -140,18 +139,12 @@ def sharing_of_blocks(blocks: Tensor) -> tuple[float, ...]:
     return sharing_of(distinct, S, B * G)
 
 
-class Sample(NamedTuple):
-    """Rows of a selection by their indices [tiles, rows of a tile]: tiles of adjacent rows, evenly spread over
-    sequences and groups."""
+def sample_rows(B: int, S: int, G: int, n: int, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the indices b, s, g [tiles, rows of a tile] of a sample of rows, without reading the device.
 
-    b: Tensor
-    s: Tensor
-    g: Tensor
-
-
-def sample_rows(B: int, S: int, G: int, n: int, device: torch.device | str) -> Sample:
-    """Tiles of 64 rows (of S rows if there are fewer), as many as have about `_SAMPLED` blocks. Does not read the
-    device."""
+    Tiles have 64 adjacent rows (S rows if there are fewer), and are evenly spread over sequences and groups: as many as
+    have about `_SAMPLED` blocks.
+    """
     most = SHARING_TOKENS[-1]
     each = max(1, S // most)  # of one sequence and group; rows behind the last whole tile are left out
     total = B * G * each
@@ -159,7 +152,7 @@ def sample_rows(B: int, S: int, G: int, n: int, device: torch.device | str) -> S
     tile = (2 * torch.arange(count, device=device) + 1) * total // (2 * count)
     group = tile // each
     s = (tile % each)[:, None] * most + torch.arange(min(S, most), device=device)
-    return Sample((group // G)[:, None].expand_as(s), s, (group % G)[:, None].expand_as(s))
+    return (group // G)[:, None].expand_as(s), s, (group % G)[:, None].expand_as(s)
 
 
 def sampled_sharing(ranges: Tensor, limit: Tensor, block_size: int) -> tuple[float, ...]:
@@ -182,50 +175,46 @@ def rounded(sharing: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(round(ratio, 2) for ratio in sharing)
 
 
-KERNEL = "nsa_sel.backends._triton.ranges"  # imported with the first block indices on a GPU
+KERNELS = "nsa_sel.backends._triton.ranges"  # imported with the first block indices, or scores, on a GPU
 _failed: list[bool] = []  # an entry once the kernel has failed: it is not tried again
 
 
 def ranges_of_blocks(
     block_indices: Tensor, block_size: int, block_counts: Tensor | None, disjoint: bool
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Ranges [B,S,G,n,2] from the arguments of `Selection.from_blocks`, and those of distinct blocks
-    (`ranges.disjoint`) where a kernel has found them."""
+    """Return ranges [B,S,G,n,2] from the arguments of `Selection.from_blocks`, and those of distinct blocks
+    (`ranges.disjoint`) if a kernel computed them."""
     given = (block_indices,) if block_counts is None else (block_indices, block_counts)
     key = _key(block_indices, block_size, block_counts, disjoint)
-    alike: _Alike | None = None if key is None else transforms.find_class(_classes.get(key, ()), *given)
-    if alike is not None and alike.as_given:
+    facts: _Facts | None = None if key is None else transforms.find_class(_classes.get(key, ()), *given)
+    if facts is not None and facts.as_given:
         indices, counts = block_indices, block_counts
     else:
         check_flag("disjoint", disjoint)
         indices, counts = checked_blocks(block_indices, block_size, block_counts)
-        if alike is None and _takes(indices):
-            alike = _Alike.of(indices, block_size, disjoint, indices is block_indices and counts is block_counts)
+        if facts is None and _takes(indices):
+            several, as_given = not disjoint and indices.shape[-1] > 1, indices is block_indices and counts is block_counts
+            dtype = torch.int64 if indices.dtype == torch.int64 else range_dtype(block_size)
+            # A plan made in inference mode could not be kept: see `Selection.plan`.
+            facts = _Facts(as_given, dtype, several, several and not torch.is_inference_mode_enabled(), {})
             if key is not None:
                 if len(_classes) >= _MOST:
                     _classes.clear()
-                _classes[key] = transforms.with_class(_classes.get(key, ()), alike, *given)
-    found: tuple[Tensor, Tensor | None] | None = None
-    if alike is not None and not _failed and not (alike.several and capturing(indices)):
-        found = _run("block_ranges", indices, counts, block_size, alike.dtype, alike.find_unique, alike.known)
-    return (whole_blocks(padded(indices, counts), block_size), None) if found is None else found
+                _classes[key] = transforms.with_class(_classes.get(key, ()), facts, *given)
+    results: tuple[Tensor, Tensor | None] | None = None
+    if facts is not None and not _failed and not (facts.several and capturing(indices)):
+        results = _run("block_ranges", indices, counts, block_size, facts.dtype, facts.find_unique, facts.recordings)
+    return (whole_blocks(padded(indices, counts), block_size), None) if results is None else results
 
 
-class _Alike(NamedTuple):
+class _Facts(NamedTuple):
     """Facts of all block indices of a class that a kernel takes."""
 
-    as_given: bool  # checks only look
+    as_given: bool  # the checks change nothing
     dtype: torch.dtype  # of the ranges
-    several: bool  # blocks of a row, maybe not distinct
+    several: bool  # a row has several blocks, which may not be distinct
     find_unique: bool
-    known: dict[Any, Any]  # recordings
-
-    @classmethod
-    def of(cls, indices: Tensor, block_size: int, disjoint: bool, as_given: bool) -> _Alike:
-        several = not disjoint and indices.shape[-1] > 1
-        dtype = torch.int64 if indices.dtype == torch.int64 else range_dtype(block_size)
-        # What a plan may keep: see `Selection.plan`.
-        return cls(as_given, dtype, several, several and not torch.is_inference_mode_enabled(), {})
+    recordings: dict[Any, Any]
 
 
 _classes: dict[Any, transforms.Classes] = {}
@@ -245,10 +234,9 @@ def _key(block_indices: Any, block_size: Any, block_counts: Any, disjoint: Any) 
 
 def distinct_ranges(ranges: Tensor, block_size: int | None) -> Tensor:
     """`ranges.disjoint`, of blocks on a GPU by one kernel."""
-    found: Tensor | None = None
-    if block_size is not None and _takes(ranges) and not capturing(ranges):
-        found = _run("distinct_ranges", ranges, block_size)
-    return disjoint(ranges) if found is None else found
+    by_kernel = block_size is not None and _takes(ranges) and not capturing(ranges)
+    results: Tensor | None = _run("distinct_ranges", ranges, block_size) if by_kernel else None
+    return disjoint(ranges) if results is None else results
 
 
 def _takes(x: Tensor) -> bool:
@@ -280,11 +268,10 @@ def on_gpu(indices: Tensor) -> bool:
 
 @functools.cache
 def _kernel() -> Any:
-    """Its module, None without Triton."""
-    return importlib.import_module(KERNEL) if importlib.util.find_spec("triton") is not None else None
+    """Return the module of the kernels; None without Triton."""
+    return importlib.import_module(KERNELS) if importlib.util.find_spec("triton") is not None else None
 
 
-TOP_N_KERNEL = "nsa_sel.backends._triton.ranges"  # module with top_n, imported at the first call on a GPU
 TOP_N_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -296,7 +283,7 @@ def best_blocks(scores: Tensor, n: int, block_size: int, first: int, local: int,
     B, S, G, blocks = scores.shape
     if q_pos is not None:
         q_pos = as_positions(q_pos, B, S, scores.device)
-    kernel = _top_n_kernel() if _top_n_takes(scores) else None
+    kernel = _kernel() if _top_n_takes(scores) else None
     if kernel is None or blocks > kernel.MOST_BLOCKS:
         return whole_blocks(sorted_blocks(scores, n, block_size, first, local, S_kv, q_pos), block_size)
     ranges = torch.empty(B, S, G, n, 2, dtype=range_dtype(block_size), device=scores.device)
@@ -359,15 +346,4 @@ def _top_n_takes(scores: Tensor) -> bool:
         return False
     if torch._C._len_torch_dispatch_stack() or torch.cuda.get_device_capability(scores.device) < (8, 0):
         return False
-    return _flag("NSA_USE_TRITON_SEL") is not False and not _flag("NSA_FORCE_PARITY")
-
-
-def _flag(name: str) -> Any:
-    text = os.environ.get(name)
-    return None if text is None else parse_flag(next(flag for flag in FLAGS if flag.name == name), text)
-
-
-@functools.cache
-def _top_n_kernel() -> Any:
-    """Return the kernel's module; None without Triton."""
-    return importlib.import_module(TOP_N_KERNEL) if importlib.util.find_spec("triton") else None
+    return value_of("NSA_USE_TRITON_SEL") is not False and not value_of("NSA_FORCE_PARITY")

@@ -3,6 +3,7 @@ broke."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib
@@ -29,7 +30,7 @@ def backends(kind: Kind = "attend") -> dict[str, Backend]:
 
 
 def _every() -> dict[str, Backend]:
-    found = {spec.name: spec for spec in (*SPECS, *CHOOSERS)}
+    every = {spec.name: spec for spec in (*SPECS, *CHOOSERS)}
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
         spec = entry.load()
         if not isinstance(spec, Backend):
@@ -37,13 +38,13 @@ def _every() -> dict[str, Backend]:
                 f"entry point {entry.name!r} of {ENTRY_POINT_GROUP} gives a {type(spec).__name__}; allowed: an"
                 " nsa_sel.core.backend.Backend. Remedy: correct or uninstall the package that declares it."
             )
-        if spec.name in found:
+        if spec.name in every:
             raise BackendError(
                 f"entry point {entry.name!r} of {ENTRY_POINT_GROUP} takes the name {spec.name!r}, which is already a"
                 " backend. Remedy: give it another name."
             )
-        found[spec.name] = spec
-    return found
+        every[spec.name] = spec
+    return every
 
 
 @functools.cache
@@ -78,36 +79,29 @@ def missing(name: str) -> tuple[Reason, ...]:
     """Return what backend `name` lacks on this machine. It is not imported."""
     reasons, spec = [], backends(kind_of(name) or "attend")[name]
     for need in spec.requires:
-        version = _version(need.package)
+        version = version_of(need.package)
         if version is None:
             reasons.append(Reason("package-missing", "unavailable", f"package {need.package}", None, f">= {need.version}", need.remedy))
         elif _numbers(version) < _numbers(need.version):
             reasons.append(Reason("package-old", "unavailable", f"package {need.package}", version, f">= {need.version}", need.remedy))
     for library in spec.libraries:
-        if not _found(library):
-            required = f"{' or '.join(library.files)}"
+        if not _has_library(library):
+            required = " or ".join(library.files)
             reasons.append(Reason("library-missing", "unavailable", f"library {library.name}", None, required, library.remedy))
     return tuple(reasons)
 
 
-def _found(library: Library) -> bool:
+def _has_library(library: Library) -> bool:
     """Return True if a distribution contains the library, or the loader finds it."""
-    for distribution in library.distributions:
-        try:
-            importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        return True
-    for file in library.files:
-        try:
-            ctypes.CDLL(file)
-        except OSError:
-            continue
-        return True
+    attempts = [(importlib.metadata.version, name) for name in library.distributions] + [(ctypes.CDLL, file) for file in library.files]
+    for attempt, name in attempts:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError, OSError):
+            attempt(name)
+            return True
     return False
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
     """Return the version of an installed import package, whose distribution may have another name (cupy: cupy-cuda13x)."""
     if importlib.util.find_spec(package) is None:
         return None
@@ -127,10 +121,9 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal())
 
 
-# Automatically chosen backends that failed: not tried again for this request class in this process. Each access is one
-# dict operation, so no lock is needed.
-broken: dict[tuple[str, Request], Reason] = {}
-broken_windows: set[tuple[Any, ...]] = set()  # heads that the kernels of sliding_window_attention failed for
+# Backends that failed, by name and request class, and kernels of sliding windows, by module and heads: not tried again in
+# this process. Each access is one dict operation, so no lock is needed.
+broken: dict[tuple[str, Any], Reason | None] = {}
 
 
 def _kind(request: Request) -> Request:
@@ -142,11 +135,10 @@ def _kind(request: Request) -> Request:
 def mark_broken(name: str, request: Request, error: BaseException) -> None:
     """Record that `name` failed to compile or launch for this class of requests."""
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    reason = Reason(
+    broken[name, _kind(request)] = Reason(
         "failed-before", "unavailable", "kernel", f"{type(error).__name__}: {first_line}", "a kernel that compiles and launches",
         "see the warning or the event sel.backend.failed; nsa_sel.reset() lets it try again",
     )  # fmt: skip
-    broken[name, _kind(request)] = reason
 
 
 def is_sticky(error: BaseException) -> bool:
@@ -156,13 +148,7 @@ def is_sticky(error: BaseException) -> bool:
 
 def is_broken(name: str, request: Request) -> bool:
     """Return True if `name` has failed for this class of requests in this process."""
-    return bool(broken) and (name, _kind(request)) in broken
-
-
-def forget_broken() -> None:
-    """Allow every backend again, and the kernels of windows."""
-    broken.clear()
-    broken_windows.clear()
+    return (name, _kind(request)) in broken
 
 
 def offers(request: Request) -> tuple[Offer, ...]:

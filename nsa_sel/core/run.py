@@ -90,18 +90,17 @@ def forward_of(name: str, call: Call | ChooseCall) -> Callable[[Any], tuple[Tens
     forward = registry.load(name).forward
     if call.lengths is None or registry.backends()[name].reads_caches:
         return forward
-    return functools.partial(_forward_without_lengths, forward)
 
+    def forward_without_lengths(call: Call) -> tuple[Tensor, Tensor]:
+        B, S = call.q.shape[:2]
+        if call.block_table is None:
+            # One operation for one new token each: the forward pass takes only a few microseconds.
+            positions = call.lengths.unsqueeze(1) - 1 if S == 1 and call.lengths is not None else call.positions().clamp_(min=-1)
+            return forward(replace(call, q_pos=positions, lengths=None))
+        o, lse = forward(call_over_pool(call, call.block_table))
+        return o.view(B, S, *o.shape[2:]), lse.view(B, S, *lse.shape[2:])
 
-def _forward_without_lengths(forward: Callable[[Call], tuple[Tensor, Tensor]], call: Call) -> tuple[Tensor, Tensor]:
-    """Return o and lse of a call with lengths, by a `forward` that does not read them."""
-    B, S = call.q.shape[:2]
-    if call.block_table is None:
-        # One operation for one new token each: the forward pass takes only a few microseconds.
-        positions = call.lengths.unsqueeze(1) - 1 if S == 1 and call.lengths is not None else call.positions().clamp_(min=-1)
-        return forward(replace(call, q_pos=positions, lengths=None))
-    o, lse = forward(call_over_pool(call, call.block_table))
-    return o.view(B, S, *o.shape[2:]), lse.view(B, S, *lse.shape[2:])
+    return forward_without_lengths
 
 
 def run_forward(decided: Decided, function_of: FunctionOf = forward_of) -> Any:
@@ -130,6 +129,11 @@ def gradients_and_delta(
     call: Any, decision: Any, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None, with_delta: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return `gradients`, and delta = sum(do * o) - dlse [B,S,G,h] if it is asked for and the backend computes it."""
+
+    def function_of(name: str, call: Call | ChooseCall) -> Any:
+        module: Any = registry.load_chooser(name) if isinstance(call, ChooseCall) else registry.load(name)
+        return module.backward_and_delta if with_delta and hasattr(module, "backward_and_delta") else module.backward
+
     transforms.check_gradients(do, dlse, name=call.function)
     if call.q.numel() == 0 or call.k.numel() == 0 or call.selects_nothing():
         return torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v), None
@@ -137,27 +141,15 @@ def gradients_and_delta(
     dlse = None if dlse is None else dlse.resolve_neg()
     # Kernels read rows with a contiguous last dimension; an expanded gradient (from .sum()) has stride 0 there.
     do = do if do.stride()[-1] == 1 else do.contiguous()
-    (dq, dk, dv, *delta), decision = run_pass(
-        call, decision, "backward", _backward_and_delta_of if with_delta else _backward_of, o, lse, do, dlse
-    )
-    if decision is None:
-        return dq, dk, dv, delta[0] if delta else None
-    events.count("backward", str(decision.backward))
-    if call.settings.debug_compare and isinstance(call, Call) and not call.capturing():
+    (dq, dk, dv, *delta), decision = run_pass(call, decision, "backward", function_of, o, lse, do, dlse)
+    if decision is not None:
+        events.count("backward", str(decision.backward))
+    if decision is not None and call.settings.debug_compare and isinstance(call, Call) and not call.capturing():
         with torch.no_grad():
             _compare(
                 decision.backward, "backward", (dq, dk, dv), registry.load(registry.fallback()).backward(_silent(call), o, lse, do, dlse)
             )
     return dq, dk, dv, delta[0] if delta else None
-
-
-def _backward_of(name: str, call: Call | ChooseCall) -> Callable[..., Any]:
-    return (registry.load_chooser(name) if isinstance(call, ChooseCall) else registry.load(name)).backward
-
-
-def _backward_and_delta_of(name: str, call: Call | ChooseCall) -> Callable[..., Any]:
-    module: Any = registry.load_chooser(name) if isinstance(call, ChooseCall) else registry.load(name)
-    return module.backward_and_delta if hasattr(module, "backward_and_delta") else module.backward  # type: ignore[no-any-return]
 
 
 def run_pass(call: Any, decision: Any, direction: str, function_of: FunctionOf, *given: Tensor | None) -> tuple[Any, Any]:
@@ -313,10 +305,13 @@ def define(
         with torch.autocast(q.device.type, enabled=False):
             return forward_op(q, k, v, *others)
 
+    def fake_gradients(do: Tensor | None, dlse: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
+        return tuple(x.new_empty(x.shape) for x in inputs[:3])
+
     def vmap(*_: Any) -> None:
         transforms.refuse_transforms("vmap", function)
 
-    for op, real, faked, differentiable in ((forward_op, forward, fake, _Forward), (backward_op, backward, _fake_gradients, _Backward)):
+    for op, real, faked, differentiable in ((forward_op, forward, fake, _Forward), (backward_op, backward, fake_gradients, _Backward)):
         own = op.__name__
         _LIBRARY.impl(own, real, "CompositeExplicitAutograd")
         torch.library.register_fake(f"nsa_sel::{own}", faked, lib=_LIBRARY)
@@ -324,10 +319,6 @@ def define(
         torch.library.register_vmap(f"nsa_sel::{own}", vmap, lib=_LIBRARY)
     for key in ("AutocastCPU", "AutocastCUDA"):
         _LIBRARY.impl(f"{name}_forward", autocast, key)
-
-
-def _fake_gradients(do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
 def _autograd_kernel(op: Any, differentiable: Any, real: Callable[..., Any], function: str) -> Callable[..., Any]:

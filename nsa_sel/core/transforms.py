@@ -3,7 +3,6 @@ capture, hooks."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -15,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn.modules.module import _has_any_global_hook
 
-from nsa_sel.errors import ArgumentError, BackendError
+from nsa_sel.errors import BackendError
 
 transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active  # inside torch.func's vmap, grad, jvp ...
 _len_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -40,12 +39,6 @@ def casts(q: Any) -> bool:
     """Return True if torch.autocast casts q, and tensors of its dtype."""
     dtype = _autocast_dtype(q)
     return dtype is not None and getattr(q, "dtype", None) != dtype
-
-
-def is_sharded(q: Any) -> bool:
-    """Return True if q is a DTensor; only possible if its module was imported."""
-    module = None if is_compiling() else sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(q, module.DTensor)
 
 
 def plain(*tensors: Any) -> bool:
@@ -110,7 +103,8 @@ def check_transforms(*inputs: Any, name: str = "selection_attention") -> None:
     """Raise BackendError under transforms that no backend supports."""
     if transformed():
         refuse_transforms("a transform of torch.func (vmap, grad, vjp, jvp, jacrev or the like)", name)
-    if forward_ad._current_level >= 0 and any(map(_has_tangent, inputs)):
+    duals = [forward_ad.unpack_dual(x) for x in inputs if isinstance(x, Tensor)] if forward_ad._current_level >= 0 else []  # type: ignore[no-untyped-call]
+    if any(dual.tangent is not None for dual in duals):
         refuse_transforms("torch.autograd.forward_ad, with dual numbers", name)
     if _tracing() is not None:
         raise BackendError(
@@ -124,10 +118,6 @@ def check_gradients(*gradients: Tensor | None, name: str = "selection_attention"
     for x in gradients:
         if x is not None and (is_batchedtensor(x) or is_legacy_batchedtensor(x) or transformed()):
             refuse_transforms("a backward pass of batched gradients (is_grads_batched=True, vectorize=True or vmap)", name)
-
-
-def _has_tangent(x: object) -> bool:
-    return isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def refuse_transforms(what: str, name: str = "selection_attention") -> NoReturn:
@@ -144,12 +134,6 @@ def refuse_second_derivative(name: str = "selection_attention") -> NoReturn:
         f"{name} has no second derivative, but the backward pass needs one (create_graph=True);"
         " allowed: create_graph=False. Remedy: detach, or compute that term with plain PyTorch attention."
     )
-
-
-def refuse_workspace(workspace: Tensor | None, where: str) -> None:
-    """Raise ArgumentError for a workspace where none is supported."""
-    if workspace is not None:
-        raise ArgumentError("workspace", f"given to {where}", "None there", "leave it out; temporaries are then allocated")
 
 
 def materialized(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -77,11 +77,6 @@ def before_first_call(decided: Decided, backend: str | None) -> Decided:
     )  # fmt: skip
 
 
-def forget_warmups() -> None:
-    """Warm up again at the next first call."""
-    _started.clear()
-
-
 def capturing() -> bool:
     """Return True if a CUDA graph is being captured."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -168,5 +163,5 @@ def reset() -> None:
     """
     forget_decisions()
     decide.forget_counts()
-    registry.forget_broken()
-    forget_warmups()
+    registry.broken.clear()
+    _started.clear()

@@ -90,14 +90,18 @@ class SlidingCall:
             given = *given[:3], given[3].contiguous()
         if self.bounds is not None and self.rows is None:
             self.rows = packed_bounds(self.bounds.on(q), q.shape[1])
-        for kernels in WINDOWS:
-            if not takes(q, v, kernels) or has_failed(q, v, kernels):
-                continue
+        for kernels in usable(q, v):
             try:
                 run_pass = getattr(importlib.import_module(kernels.path), direction)
                 return run_pass(q, k, v, *given, self.window, self.scale, self.rows)  # type: ignore[no-any-return]
             except Exception as error:
-                note_failure(q, v, kernels, error)
+                if isinstance(error, torch.OutOfMemoryError) or registry.is_sticky(error):
+                    raise  # the next kernels would not survive it either
+                warn(
+                    f"The {kernels.name} kernels of sliding_window_attention failed, {kernels.then} run such heads from now on: {error!r}."
+                    " Remedy: nsa_sel.reset() lets them try again"
+                )
+                registry.broken[kernels.path, _heads(q, v)] = None
         return None
 
     def by_chunks(self, with_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -125,24 +129,14 @@ def takes(q: Tensor, v: Tensor, kernels: WindowKernels) -> bool:
     return kernels.needs is None or not registry.missing(kernels.needs)
 
 
-def _heads(q: Tensor, v: Tensor, kernels: WindowKernels) -> tuple[Any, ...]:
-    return kernels.path, q.device, q.dtype, *q.shape[3:], v.shape[-1]
+def usable(q: Tensor, v: Tensor) -> list[WindowKernels]:
+    """Return the kernels that take such tensors and have not failed for such heads in this process, in their order."""
+    heads = _heads(q, v) if registry.broken else None
+    return [kernels for kernels in WINDOWS if takes(q, v, kernels) and (kernels.path, heads) not in registry.broken]
 
 
-def has_failed(q: Tensor, v: Tensor, kernels: WindowKernels) -> bool:
-    """Return True if the kernels have failed for such heads in this process."""
-    return bool(registry.broken_windows) and _heads(q, v, kernels) in registry.broken_windows
-
-
-def note_failure(q: Tensor, v: Tensor, kernels: WindowKernels, error: Exception) -> None:
-    """Leave such heads to the next in line from now on; raise what that would not survive either."""
-    if isinstance(error, torch.OutOfMemoryError) or registry.is_sticky(error):
-        raise error
-    warn(
-        f"The {kernels.name} kernels of sliding_window_attention failed, {kernels.then} run such heads from now on: {error!r}."
-        " Remedy: nsa_sel.reset() lets them try again"
-    )
-    registry.broken_windows.add(_heads(q, v, kernels))
+def _heads(q: Tensor, v: Tensor) -> tuple[Any, ...]:
+    return q.device, q.dtype, *q.shape[3:], v.shape[-1]
 
 
 def packed_bounds(cu_seqlens: Tensor, T: int) -> Tensor:
@@ -169,7 +163,7 @@ def attend(call: SlidingCall, with_lse: bool) -> tuple[Tensor, Tensor | None]:
         needs_grad = transforms.needs_grad(q, k, v)
         o, lse = torch.ops.nsa_sel.window_forward(q, k, v, cu_seqlens, call.window, call.scale, with_lse, needs_grad)
         return o, lse if lse.dim() == 4 else None  # the op returns an empty lse for none
-    if not any(takes(q, v, kernels) and not has_failed(q, v, kernels) for kernels in WINDOWS):
+    if not usable(q, v):
         return call.by_chunks(with_lse)
     if transforms.needs_grad(q, k, v):
         return run.recorded(Decided(call, None, None))  # type: ignore[arg-type, no-any-return]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from nsa_sel.core.call import device_info
-from nsa_sel.core.decide import forced, may_wait
+from nsa_sel.core.decide import forced_name, may_wait
 from nsa_sel.core.decision import changes
 from nsa_sel.errors import ArgumentError, NsaSelError
 from nsa_sel.settings import tuned
@@ -96,7 +96,7 @@ def compare_call(group: dist.ProcessGroup, q: Tensor, name: str, facts: Callable
     """
     if (group in _compared and not settings_for(device_info(q.device)).debug_triton) or not may_wait(q):
         return
-    _compare(group, q.device, {"call": name, **facts(), "use_backend": forced()})
+    _compare(group, q.device, {"call": name, **facts(), "use_backend": forced_name.get()})
     _compared.add(group)
 
 

@@ -18,7 +18,7 @@ import msgspec
 
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.request import DeviceInfo
-from nsa_sel.errors import ConfigError, warn
+from nsa_sel.errors import ConfigError, first_time, warn
 from nsa_sel.settings import flags, private
 from nsa_sel.settings.schema import WAYS, ConfigFile, Settings, Way
 from nsa_sel.telemetry import events
@@ -244,9 +244,6 @@ def _resolve(device: DeviceInfo, _environment: tuple[str | None, ...]) -> Settin
     return Settings(**values, sources=sources, fingerprint=digest)
 
 
-_told: set[DeviceInfo] = set()
-
-
 def warn_if_assumed(decision: Decision) -> None:
     """Warn, once per process and device, that a policy used values that were not measured on the device, with the
     command to measure.
@@ -255,9 +252,8 @@ def warn_if_assumed(decision: Decision) -> None:
     """
     settings, device = decision.settings, decision.device
     quiet = settings.assumed is None or settings.tuned is not None or settings.config_file is not None or decision.override is not None
-    if quiet or device in _told:
+    if quiet or not first_time("assumed", device):
         return
-    _told.add(device)
     off, command = settings.triton_off, "nsa-sel tune"
     if off is not None and not settings.triton_force:
         chosen, command = f"{off.rule} keeps Triton off on its compute capability and packed SDPA runs, which may be far slower", off.reopen

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from typing import Any, Literal, get_args
 
 import msgspec
 
-from nsa_sel.errors import ConfigError, closest, warn
+from nsa_sel.errors import ConfigError, closest, first_time, warn
 from nsa_sel.settings.schema import Autotune, CountSharing, ForcePath, Length, Tile
 
 Kind = Literal["bool", "length", "tile", "path", "autotune", "counting", "text", "log"]
@@ -115,8 +114,13 @@ def debugging() -> bool:
     """Return True if NSA_DEBUG_TRITON asks for the checks that read the device."""
     if variables is not None and _DEBUG not in variables:
         return False
-    text = os.environ.get("NSA_DEBUG_TRITON")
-    return text is not None and bool(parse_flag(next(flag for flag in FLAGS if flag.name == "NSA_DEBUG_TRITON"), text))
+    return bool(value_of("NSA_DEBUG_TRITON"))
+
+
+def value_of(name: str) -> Any:
+    """Return the value of one flag; None where it is not set."""
+    text = os.environ.get(name)
+    return None if text is None else parse_flag(next(flag for flag in FLAGS if flag.name == name), text)
 
 
 # os.environ.get encodes and decodes each name, 9 us for 22 flags; the mapping underneath takes 1 us, and half of that
@@ -135,8 +139,9 @@ def environment() -> tuple[str | None, ...]:
     if len(variables) != checked:  # a variable was added or removed: it may be a misspelled flag
         checked = len(variables)
         for name, meant in unknown_variables().items():
-            if name.startswith("NSA_SEL_"):  # other NSA_ variables may belong to other programs
-                _warn_of_unknown(name, meant)
+            if name.startswith("NSA_SEL_") and first_time("flag", name):  # other NSA_ variables may belong to other programs
+                hint = f"; did you mean {meant}?" if meant else "; docs/decisions.md lists all flags, `nsa-sel doctor` those that are set"
+                warn(f"the environment variable {name} is not a flag and has no effect{hint}")
     return UNSET if variables.keys().isdisjoint(encoded) else tuple(map(variables.get, encoded))
 
 
@@ -145,16 +150,3 @@ def unknown_variables() -> dict[str, str | None]:
     flags = (*NAMES, TEST_FLAG, COMMIT_FLAG)
     names = sorted(name for name in os.environ if name.startswith("NSA_") and name not in flags)
     return {name: closest(name, flags, cutoff=0.6) for name in names}
-
-
-@functools.cache  # once per process
-def _warn_of_unknown(name: str, meant: str | None) -> None:
-    hint = f"; did you mean {meant}?" if meant else "; docs/decisions.md lists all flags, `nsa-sel doctor` those that are set"
-    warn(f"the environment variable {name} is not a flag and has no effect{hint}")
-
-
-def forget_warnings() -> None:
-    """Warn of misspelled flags again."""
-    global checked
-    checked = -1
-    _warn_of_unknown.cache_clear()

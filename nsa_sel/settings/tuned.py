@@ -22,7 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from nsa_sel.core.request import DeviceInfo, Request
-from nsa_sel.errors import ConfigError, warn
+from nsa_sel.errors import ConfigError, first_time, forget_warnings, warn
 from nsa_sel.settings import private
 from nsa_sel.settings.config import by_way, shipped_configs
 from nsa_sel.settings.flags import CACHE_FLAG
@@ -149,8 +149,7 @@ def cache_folder() -> Path | None:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nsa-sel"
     except RuntimeError:  # neither HOME nor an entry in the user database
-        if ("", "no folder") not in _reported:
-            _reported.add(("", "no folder"))
+        if first_time("tuned", "no folder"):
             warn(f"nothing is cached on disk. It needs {CACHE_FOLDERS}; set {CACHE_FLAG}")
         return None
 
@@ -245,7 +244,6 @@ def parse(data: bytes, name: str) -> tuple[TunedFile, TunedTable]:
 
 _tables: dict[tuple[DeviceInfo, Path], TunedTable | None] = {}
 _shared: dict[DeviceInfo, TunedTable | None] | None = None  # set by sync_tuning: the same on all ranks
-_reported: set[tuple[str, str]] = set()
 generation = 0  # number of changes to what `in_force` returns; cached decisions depend on it
 any_table = False  # True once a table was found; only then must a call check whether the job is distributed
 
@@ -296,8 +294,7 @@ def _read(device: DeviceInfo, folder: Path) -> TunedTable | None:
 
 def _ignore(file: Path | str, why: str, words: str) -> None:
     """Report once per process that a file is ignored, with the reason and the remedy (`words`)."""
-    if (str(file), why) not in _reported:
-        _reported.add((str(file), why))
+    if first_time("tuned", str(file), why):
         events.emit("sel.tuned.ignored", logging.WARNING, file=str(file), why=why, words=words)
         warn(f"{file} is ignored, the committed kernel configs are used: {words}")
 
@@ -340,7 +337,7 @@ def forget() -> None:
     """Drop tables, shared tables and the memory of reports, so that files are read again."""
     global _shared, generation, any_table
     _tables.clear()
-    _reported.clear()
+    forget_warnings("tuned")
     _shared, any_table = None, False
     generation += 1
 

@@ -190,7 +190,7 @@ def test_layer_whose_window_kernels_fail_in_backward_takes_gates_otherwise(monke
     wanted = torch.autograd.grad(attended(lane, inputs).sum(), inputs[:9])
     monkeypatch.setattr(gating, "WITH_LSE", (torch.float32,))
     monkeypatch.setattr(window_calls, "takes", lambda q, v, kernels: kernels.name == "Triton")
-    monkeypatch.setattr(registry, "broken_windows", set())
+    monkeypatch.setattr(registry, "broken", {})
     monkeypatch.delattr(window_triton, "backward")
     o = attended(lane, inputs)
     with pytest.warns(RuntimeWarning, match="The Triton kernels of sliding_window_attention failed"):

@@ -98,7 +98,7 @@ class Kernels(NamedTuple):
 
     def open(self, patch: pytest.MonkeyPatch) -> None:
         """Let these kernels run, and no others."""
-        patch.setattr(registry, "broken_windows", set())
+        patch.setattr(registry, "broken", {})
         real = TAKES if self.device == "cuda" else lambda *_: True
         patch.setattr(window_calls, "takes", lambda q, v, kernels: kernels.name.lower() == self.name and real(q, v, kernels))
         if self.name == "cuda":
@@ -131,7 +131,7 @@ def opened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     if lane is not None:
         lane.open(monkeypatch)
     yield
-    assert lane is None or not registry.broken_windows
+    assert lane is None or not registry.broken
 
 
 def inputs_of(lane: Kernels, shape: Shape, dtype: torch.dtype | None = None, seed: int = 0) -> tuple[tuple[Tensor, ...], int]:

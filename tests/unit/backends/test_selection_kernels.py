@@ -292,13 +292,13 @@ def test_top_n_on_a_gpu(blocks: int, dtype: torch.dtype) -> None:
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The shapes of scores that the kernel got from `Selection.from_scores`."""
     shapes: list[torch.Size] = []
-    real = ranges_module._top_n_kernel()
+    real = ranges_module._kernel()
 
     def top_n(scores: Tensor, *arguments: Any) -> None:
         shapes.append(scores.shape)
         real.top_n(scores, *arguments)
 
-    monkeypatch.setattr(ranges_module, "_top_n_kernel", lambda: SimpleNamespace(top_n=top_n, MOST_BLOCKS=20))
+    monkeypatch.setattr(ranges_module, "_kernel", lambda: SimpleNamespace(top_n=top_n, MOST_BLOCKS=20))
     return shapes
 
 

@@ -77,22 +77,22 @@ def called(selection: Selection, rows: int = S, **options: Any) -> Decision:
 @pytest.mark.parametrize(("B", "rows", "G"), [(1, 64, 1), (2, 128, 3), (2, 37, 2), (3, 9, 1)])
 def test_a_sample_of_all_rows_is_exact(B: int, rows: int, G: int) -> None:
     selection = Selection.from_blocks(torch.rand(B, rows, G, 20).argsort(-1)[..., :5].int(), 8)  # future blocks among them
-    sample = sample_rows(B, rows, G, 5, "cpu")
-    found = sampled_sharing(selection.ranges[sample.b, sample.s, sample.g], 160 - rows + sample.s + 1, 8)
+    b, s, g = sample_rows(B, rows, G, 5, "cpu")
+    found = sampled_sharing(selection.ranges[b, s, g], 160 - rows + s + 1, 8)
     selection.measure(160)
     assert found == selection.sharing
 
 
 def test_a_sample_is_bounded_and_close(monkeypatch: pytest.MonkeyPatch) -> None:
     selection = real_selection(4, "cpu")
-    sample = sample_rows(1, 8192, 4, 16, "cpu")
-    assert sample.s.shape == (128, 64), "of 512 tiles"
-    assert {int(g) for g in sample.g.unique()} == {0, 1, 2, 3}
-    found = sampled_sharing(selection.ranges[sample.b, sample.s, sample.g], sample.s + 1, 64)
+    b, s, g = sample_rows(1, 8192, 4, 16, "cpu")
+    assert s.shape == (128, 64), "of 512 tiles"
+    assert {int(group) for group in g.unique()} == {0, 1, 2, 3}
+    found = sampled_sharing(selection.ranges[b, s, g], s + 1, 64)
     exact = selection.measure(8192).sharing
     assert exact is not None
     assert found == pytest.approx(exact, rel=0.02)
-    assert sample_rows(1, 1 << 20, 1, 512, "cpu").s.numel() * 512 == 1 << 17
+    assert sample_rows(1, 1 << 20, 1, 512, "cpu")[1].numel() * 512 == 1 << 17
 
 
 # Deciding
