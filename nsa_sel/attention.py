@@ -83,7 +83,11 @@ def with_sink(o: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
         if not x.is_floating_point() or x.device != o.device:
             raise ArgumentError(name, f"{x.dtype} on {x.device}", f"a floating dtype on {o.device}", f"call {name}.to(...)")
     if sink.dim() > lse.dim() or any(n not in (1, m) for n, m in zip(reversed(sink.shape), reversed(lse.shape), strict=False)):
-        remedy = "pass one logit per head: [G,h] for heads in G groups of h"
-        raise ArgumentError("sink", f"of shape {tuple(sink.shape)}", f"a shape that broadcasts to lse's {tuple(lse.shape)}", remedy)
+        raise ArgumentError(
+            "sink",
+            f"of shape {tuple(sink.shape)}",
+            f"a shape that broadcasts to lse's {tuple(lse.shape)}",
+            "pass one logit per head: [G,h] for heads in G groups of h",
+        )
     logits = sink.to(lse.dtype).clamp(min=torch.finfo(lse.dtype).min)  # -inf, for no sink, less an lse of -inf would be NaN
     return (o * torch.sigmoid(lse - logits).unsqueeze(-1)).to(o.dtype)

@@ -129,8 +129,12 @@ def check_branches(
 ) -> None:  # fmt: skip
     """Check the arguments of the selected branch, the window and the gates, and q_cmp against q."""
     if q.dim() != 5:
-        remedy = "split the heads into G groups of h; for decode call q.unsqueeze(1)"
-        raise ArgumentError("q", f"of shape {tuple(q.shape)}", "[B,S,G,h,Dk]; decode has S = 1", remedy)
+        raise ArgumentError(
+            "q",
+            f"of shape {tuple(q.shape)}",
+            "[B,S,G,h,Dk]; decode has S = 1",
+            "split the heads into G groups of h; for decode call q.unsqueeze(1)",
+        )
     v_cmp, v_slc, v_win = values
     for name, k, v in (("slc", keys[0], v_slc), ("win", keys[1], v_win)):
         try:
@@ -138,8 +142,12 @@ def check_branches(
         except ArgumentError as error:
             raise renamed(error, k=f"k_{name}", v=f"v_{name}") from None
     if q_cmp.shape != q.shape or q_cmp.dtype != q.dtype:
-        value, allowed = f"{q_cmp.dtype} of shape {tuple(q_cmp.shape)}", f"{q.dtype} of q's shape {tuple(q.shape)}"
-        raise ArgumentError("q_cmp", value, allowed, "project both from the same tokens, or leave it out")
+        raise ArgumentError(
+            "q_cmp",
+            f"{q_cmp.dtype} of shape {tuple(q_cmp.shape)}",
+            f"{q.dtype} of q's shape {tuple(q.shape)}",
+            "project both from the same tokens, or leave it out",
+        )
     S, S_kv = q.shape[1], keys[0].shape[2]
     if keys[1].shape[2] != S_kv:
         raise ArgumentError("k_win", f"of {keys[1].shape[2]} positions", f"k_slc's {S_kv} positions", "pass all keys of the sequence")
@@ -147,11 +155,12 @@ def check_branches(
         raise ArgumentError("q", f"of S = {S} rows", f"at most S_kv = {S_kv} rows", "pass the keys of all rows, and of those before them")
     for name, v in (("v_cmp", v_cmp), ("v_win", v_win)):
         if v.shape[-1:] != v_slc.shape[-1:]:
-            value, allowed = (
+            raise ArgumentError(
+                name,
                 f"of head dimension {v.shape[-1]}" if v.dim() else "a single number",
                 f"v_slc's head dimension {v_slc.shape[-1]}",
+                "project the values of all branches to the same size: the gates add them",
             )
-            raise ArgumentError(name, value, allowed, "project the values of all branches to the same size: the gates add them")
     _check_gates(gates, q, packed)
     check_positive("window", window)
 
@@ -160,8 +169,12 @@ def _check_gates(gates: Tensor, q: Tensor, packed: bool) -> None:
     rows = "T" if packed else "B,S"
     wanted = (*q.shape[packed:4], 3)
     if gates.shape != wanted:
-        remedy = "pass one gate per head for the compressed, the selected and the window branch, in this order"
-        raise ArgumentError("gates", f"of shape {tuple(gates.shape)}", f"[{rows},G,h,3] = {wanted}", remedy)
+        raise ArgumentError(
+            "gates",
+            f"of shape {tuple(gates.shape)}",
+            f"[{rows},G,h,3] = {wanted}",
+            "pass one gate per head for the compressed, the selected and the window branch, in this order",
+        )
     if not gates.is_floating_point():
         raise ArgumentError("gates", f"of dtype {gates.dtype}", "a floating dtype", "pass the sigmoid of a projection")
     if gates.device != q.device:

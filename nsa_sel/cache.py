@@ -93,8 +93,12 @@ class NSACache:
         check_positive("window", window)
         check_compression(compress_block, compress_stride)
         if page_size % compress_stride:
-            allowed = f"a multiple of compress_stride = {compress_stride}"
-            raise ArgumentError("page_size", page_size, allowed, "pass one: a page holds the compressed keys that end in it")
+            raise ArgumentError(
+                "page_size",
+                page_size,
+                f"a multiple of compress_stride = {compress_stride}",
+                "pass one: a page holds the compressed keys that end in it",
+            )
         if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
             raise ArgumentError("dtype", shown(dtype), ", ".join(DTYPES.values()), "pass the dtype of the layers' projections")
         self.device = torch.empty(0, device=device).device
@@ -129,12 +133,19 @@ class NSACache:
             layers = list(model_layers)
             kinds = {(x.groups, x.head_dim, x.value_dim, *x.rule[:2], x.window, x.kv.weight.dtype, x.kv.weight.device) for x in layers}
         except (TypeError, AttributeError) as error:  # checked by attributes, so that wrapped layers are accepted
-            value, remedy = f"a {type(model_layers).__name__} ({error})", "pass [block.attention for block in model.blocks], or the like"
-            raise ArgumentError("model_layers", value, "a list of NSAttention layers", remedy) from error
+            raise ArgumentError(
+                "model_layers",
+                f"a {type(model_layers).__name__} ({error})",
+                "a list of NSAttention layers",
+                "pass [block.attention for block in model.blocks], or the like",
+            ) from error
         if len(kinds) != 1:
-            value = f"{len(layers)} layers of {len(kinds)} kinds"
-            allowed = "layers of one number of groups, head dimensions, compression, window, dtype and device"
-            raise ArgumentError("model_layers", value, allowed, "make one cache for each kind")
+            raise ArgumentError(
+                "model_layers",
+                f"{len(layers)} layers of {len(kinds)} kinds",
+                "layers of one number of groups, head dimensions, compression, window, dtype and device",
+                "make one cache for each kind",
+            )
         groups, head_dim, value_dim, block, stride, window, own, device = kinds.pop()
         return cls(
             len(layers), pages, page_size, groups, head_dim, value_dim, compress_block=block, compress_stride=stride, window=window,
@@ -227,8 +238,12 @@ class NSACache:
         cached = self._of(sequence)
         least = cached.min_length()
         if not isinstance(length, int) or isinstance(length, bool) or (length and not least <= length <= cached.length) or length < 0:
-            remedy = "keep a fork of the shorter sequence, or prefill another one: the window's earlier keys were released"
-            raise ArgumentError("length", shown(length), f"0, or {least} to {cached.length}", remedy)
+            raise ArgumentError(
+                "length",
+                shown(length),
+                f"0, or {least} to {cached.length}",
+                "keep a fork of the shorter sequence, or prefill another one: the window's earlier keys were released",
+            )
         cached.truncate(length)
 
     def step(
@@ -265,8 +280,12 @@ class NSACache:
             raise ArgumentError("sequences", shown(sequences), "each sequence once", "pass all its new tokens in one row")
         counts = list(tokens) if isinstance(tokens, Sequence) else [tokens] * len(cached)
         if len(counts) != len(cached) or not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in counts):
-            allowed = f"a whole number >= 0, or one for each of {len(cached)} sequences"
-            raise ArgumentError("tokens", shown(tokens), allowed, "say how many new tokens each sequence has")
+            raise ArgumentError(
+                "tokens",
+                shown(tokens),
+                f"a whole number >= 0, or one for each of {len(cached)} sequences",
+                "say how many new tokens each sequence has",
+            )
         sizes = self._sizes_of(cached, counts, room, into)
         pinned = self.device.type == "cuda"
         staged, host = step_tensors.allocate(sizes, torch.device("cpu"), pinned)  # allocated first: if this fails, the cache is unchanged
@@ -301,12 +320,19 @@ class NSACache:
         if into is not None:
             sizes, most_keys = into.sizes, into.sizes.table_pages * self.sizes.page_size
             if into.prefill_lengths is not None:
-                remedy = "make it with room=; without room= it runs as a prefill of exactly this length"
-                raise ArgumentError("into", f"of sequences of {into.prefill_lengths.keys} keys", "a step made with room=", remedy)
+                raise ArgumentError(
+                    "into",
+                    f"of sequences of {into.prefill_lengths.keys} keys",
+                    "a step made with room=",
+                    "make it with room=; without room= it runs as a prefill of exactly this length",
+                )
             if room is not None or into.pools is not self.pools or B > sizes.B or S > sizes.S or longest > most_keys:
-                value = f"of {sizes.B} sequences, {sizes.S} rows and room for {most_keys} keys"
-                allowed = f"a step of this cache of at least {B} sequences, {S} rows and room for {longest} keys, without room="
-                raise ArgumentError("into", value, allowed, "make it with more of them, then capture it again")
+                raise ArgumentError(
+                    "into",
+                    f"of {sizes.B} sequences, {sizes.S} rows and room for {most_keys} keys",
+                    f"a step of this cache of at least {B} sequences, {S} rows and room for {longest} keys, without room=",
+                    "make it with more of them, then capture it again",
+                )
             return sizes
         if room is None:
             pages = max(1, -(-longest // self.sizes.page_size))

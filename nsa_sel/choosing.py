@@ -178,8 +178,12 @@ def choose_blocks(
     pool = Pool(softmax, _is_max("heads", heads), _is_max("reduce", reduce), activation == "relu")
     rule = Rule(compress_block, compress_stride, block_size, n, first, local)
     if tail and not (compress_block == compress_stride == block_size and first == local == 0):
-        remedy = "pass first=0, local=0 and compress_block = compress_stride = block_size, with one index key per complete block"
-        raise ArgumentError("tail", True, "False where blocks are forced or an incomplete block has index keys", remedy)
+        raise ArgumentError(
+            "tail",
+            True,
+            "False where blocks are forced or an incomplete block has index keys",
+            "pass first=0, local=0 and compress_block = compress_stride = block_size, with one index key per complete block",
+        )
     q, k = _plain("choose_blocks", q, k)
     if lse is not None:
         check_tensors(lse=lse)

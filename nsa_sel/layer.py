@@ -39,8 +39,12 @@ def block_scores(p: Tensor, block_size: int, compress_block: int, compress_strid
     check_positive("S_kv", S_kv)
     C = max(0, (S_kv - compress_block) // compress_stride + 1)
     if p.dim() != 5 or p.shape[4] != C:
-        allowed = f"[B,S,G,h,{C}], the compressed keys of S_kv = {S_kv}"
-        raise ArgumentError("p", f"of shape {tuple(p.shape)}", allowed, "split the heads into G groups of h; pass the sequence's length")
+        raise ArgumentError(
+            "p",
+            f"of shape {tuple(p.shape)}",
+            f"[B,S,G,h,{C}], the compressed keys of S_kv = {S_kv}",
+            "split the heads into G groups of h; pass the sequence's length",
+        )
     blocks, step = -(-S_kv // block_size), block_size // compress_stride
     summed = p.detach().sum(3)
     short = blocks * step - summed.shape[-1]  # chunks at which no compressed key starts

@@ -69,8 +69,12 @@ def joins(x: Tensor, layers: Sequence[nn.Module]) -> bool:
 def check_dtype(x: Tensor, layer: nn.Module) -> None:
     """ArgumentError for x in another dtype than the weights of a linear layer, unless autocast casts both."""
     if type(layer) is nn.Linear and not hooked(layer) and not _takes(x, layer.weight.dtype):
-        remedy = "call x.to(layer.q.weight.dtype) or layer.to(x.dtype), or run the model under torch.autocast"
-        raise ArgumentError("x", x.dtype, f"{layer.weight.dtype}, the dtype of the layer's parameters", remedy)
+        raise ArgumentError(
+            "x",
+            x.dtype,
+            f"{layer.weight.dtype}, the dtype of the layer's parameters",
+            "call x.to(layer.q.weight.dtype) or layer.to(x.dtype), or run the model under torch.autocast",
+        )
 
 
 def _takes(x: Tensor, dtype: torch.dtype) -> bool:

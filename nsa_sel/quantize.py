@@ -77,14 +77,19 @@ def scales_of(
     if k_cache.dtype != v_cache.dtype:
         raise ArgumentError("v_cache", f"of dtype {v_cache.dtype}", f"k_cache's dtype {k_cache.dtype}", "quantize both, or neither")
     if q.dtype not in QUERIES:
-        allowed = f"{', '.join(map(str, QUERIES))} over a cache of {STORED}"
-        raise ArgumentError("q", f"of dtype {q.dtype}", allowed, "call q.to(torch.bfloat16)")
+        raise ArgumentError(
+            "q", f"of dtype {q.dtype}", f"{', '.join(map(str, QUERIES))} over a cache of {STORED}", "call q.to(torch.bfloat16)"
+        )
     if k_scale is None and v_scale is None:
         return Scales(None, None, 0, None)
     for name, other, scale in (("k_scale", "v_scale", k_scale), ("v_scale", "k_scale", v_scale)):
         if scale is None:
-            remedy = f"pass torch.ones(1, device=q.device) if that is its scale, or leave out {other}, too"
-            raise ArgumentError(name, None, f"a tensor, as {other} is", remedy)
+            raise ArgumentError(
+                name,
+                None,
+                f"a tensor, as {other} is",
+                f"pass torch.ones(1, device=q.device) if that is its scale, or leave out {other}, too",
+            )
     pages, page_size, G, _ = k_cache.shape
     kinds = [_kind(name, scale, q, G, pages if paged else None) for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))]
     each = max(kinds, key=("tensor", "head", "page").index)
@@ -110,8 +115,12 @@ def _kind(name: str, scale: object, q: Tensor, G: int, pages: int | None) -> str
         return "head"
     if pages is not None and tuple(x.shape) == (pages, G):
         return "page"
-    remedy = "give each group one scale, which all keys of its cache share" if pages is None else "give each group, or each page's, one"
-    raise ArgumentError(name, f"of shape {tuple(x.shape)}", shapes, remedy)
+    raise ArgumentError(
+        name,
+        f"of shape {tuple(x.shape)}",
+        shapes,
+        "give each group one scale, which all keys of its cache share" if pages is None else "give each group, or each page's, one",
+    )
 
 
 Each = Literal["tensor", "head", "page"]
@@ -140,8 +149,12 @@ def quantize_e4m3(x: Tensor, each: Each = "head") -> tuple[Tensor, Tensor]:
     """
     x = as_tensor("x", x).detach()
     if x.dim() != 4 or not x.is_floating_point():
-        value = f"{x.dtype} of shape {tuple(x.shape)}"
-        raise ArgumentError("x", value, "a cache [B,S_max,G,D] or pages [pages,page_size,G,D] of floats", "pass keys before the heads")
+        raise ArgumentError(
+            "x",
+            f"{x.dtype} of shape {tuple(x.shape)}",
+            "a cache [B,S_max,G,D] or pages [pages,page_size,G,D] of floats",
+            "pass keys before the heads",
+        )
     if each not in get_args(Each):
         raise ArgumentError("each", shown(each), ", ".join(get_args(Each)), "pass one of these words")
     wide = x.float()

@@ -164,8 +164,12 @@ class Selection:
         """`from_ranges` that never validates the values of the ranges."""
         ranges = as_rows(as_tensor("ranges", ranges), "ranges", "[B,S,G,n,2] or [B,G,n,2]", 5)
         if ranges.shape[-1] != 2:
-            remedy = "stack start and end; block indices go through Selection.from_blocks, scores through Selection.from_scores"
-            raise ArgumentError("ranges", f"of shape {tuple(ranges.shape)}", "a last dimension of 2: start, end", remedy)
+            raise ArgumentError(
+                "ranges",
+                f"of shape {tuple(ranges.shape)}",
+                "a last dimension of 2: start, end",
+                "stack start and end; block indices go through Selection.from_blocks, scores through Selection.from_scores",
+            )
         check_positive("block_size", block_size, optional=True)
         check_positive("max_length", max_length, optional=True)
         check_flag("disjoint", disjoint)

@@ -113,8 +113,9 @@ def _check_differentiable(q: Tensor, k: Tensor, v: Tensor, paged: bool, quantize
     if paged or quantized:
         name = next(name for name, x in (("q", q), ("k_cache", k), ("v_cache", v)) if x.requires_grad)
         kind, other = ("quantized", "of q's dtype") if quantized else ("paged", "without pages")
-        remedy = f"call it under torch.no_grad(), or use a cache {other}"
-        raise ArgumentError(name, "a tensor that requires gradients", f"none over a {kind} cache", remedy)
+        raise ArgumentError(
+            name, "a tensor that requires gradients", f"none over a {kind} cache", f"call it under torch.no_grad(), or use a cache {other}"
+        )
 
 
 @_disable_dynamo
@@ -159,8 +160,9 @@ def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Ten
     if block_table is not None:
         check_tensors(block_table=block_table)
     if q.dim() != 5:
-        value, allowed = f"of shape {tuple(q.shape)}", "[B,S_q,G,h,Dk], or [B,G,h,Dk] for one new token"
-        raise ArgumentError("q", value, allowed, "split the heads into G groups of h")
+        raise ArgumentError(
+            "q", f"of shape {tuple(q.shape)}", "[B,S_q,G,h,Dk], or [B,G,h,Dk] for one new token", "split the heads into G groups of h"
+        )
     B, S_q, G, _, _ = q.shape
     k_shape = k_cache.shape
     groups = G // shared_keys.ratio(G, k_shape[2]) if len(k_shape) == 4 else G
@@ -185,23 +187,34 @@ def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Ten
         return S_kv
     # On a CPU, where reading is free, check that lengths fit and pages exist.
     if int(cache_seqlens.min()) < 0 or int(cache_seqlens.max()) > S_kv:
-        value = f"from {int(cache_seqlens.min())} to {int(cache_seqlens.max())}"
-        raise ArgumentError("cache_seqlens", value, f"lengths in [0, {S_kv}], the room of the cache", "count each sequence's keys")
+        raise ArgumentError(
+            "cache_seqlens",
+            f"from {int(cache_seqlens.min())} to {int(cache_seqlens.max())}",
+            f"lengths in [0, {S_kv}], the room of the cache",
+            "count each sequence's keys",
+        )
     if block_table is not None:
         pages, page_size = k_shape[:2]
         used = torch.arange(block_table.shape[1], device=block_table.device) * page_size < cache_seqlens.unsqueeze(1)
         wrong = used & ((block_table < 0) | (block_table >= pages))
         if bool(wrong.any()):
             b, i = wrong.nonzero()[0].tolist()
-            allowed = f"pages in [0, {pages}) for all keys of cache_seqlens[{b}] = {int(cache_seqlens[b])}"
-            raise ArgumentError(f"block_table[{b}, {i}]", int(block_table[b, i]), allowed, "give the sequence this page, or shorten it")
+            raise ArgumentError(
+                f"block_table[{b}, {i}]",
+                int(block_table[b, i]),
+                f"pages in [0, {pages}) for all keys of cache_seqlens[{b}] = {int(cache_seqlens[b])}",
+                "give the sequence this page, or shorten it",
+            )
     return S_kv
 
 
 def _check_index(name: str, x: Tensor, q: Tensor, layout: str, shape: tuple[Any, ...], dtypes: tuple[torch.dtype, ...]) -> None:
     if tuple(x.shape) != shape or x.dtype not in dtypes or x.device != q.device:
-        value = f"{x.dtype} of shape {tuple(x.shape)} on {x.device}"
-        allowed = f"{layout} = {shape} of {' or '.join(map(str, dtypes))} on {q.device}"
-        raise ArgumentError(name, value, allowed, "pass one entry per sequence; move and cast it outside the decoding loop")
+        raise ArgumentError(
+            name,
+            f"{x.dtype} of shape {tuple(x.shape)} on {x.device}",
+            f"{layout} = {shape} of {' or '.join(map(str, dtypes))} on {q.device}",
+            "pass one entry per sequence; move and cast it outside the decoding loop",
+        )
     if name == "block_table" and x.stride(1) != 1 and x.shape[1] > 1:
         raise ArgumentError(name, f"of strides {x.stride()}", "a contiguous last dimension", "call block_table.contiguous()")

@@ -24,16 +24,20 @@ def within_limits(case: PolicyInput, offer: Offer) -> Iterator[Reason]:
     kind = "interpreter" if interpreted else device.kind
     if kind not in limits.dtypes:
         test = ", or set TRITON_INTERPRET=1 before Python starts to test it slowly on the CPU" if "interpreter" in limits.dtypes else ""
-        kinds = " or ".join(name for name in limits.dtypes if name != "interpreter")
-        yield refuse("device-kind", "device.kind", device.kind, kinds, f"move q, k, v there{test}")
+        yield refuse(
+            "device-kind",
+            "device.kind",
+            device.kind,
+            " or ".join(name for name in limits.dtypes if name != "interpreter"),
+            f"move q, k, v there{test}",
+        )
     elif request.dtype not in limits.dtypes[kind]:
         yield refuse("dtype", "request.dtype", request.dtype, f"one of {', '.join(limits.dtypes[kind])}", "cast q, k, v")
     if kind == "cuda" and (device.sm or 0) < limits.min_sm:
         yield refuse("compute-capability", "device.sm", device.sm, f">= {limits.min_sm}", "use a newer GPU or another backend")
     for field, dim in (("request.Dk", request.Dk), ("request.Dv", request.Dv)):
         if dim % limits.head_dim_multiple:
-            multiple = f"a multiple of {limits.head_dim_multiple}"
-            yield refuse("head-dim-multiple", field, dim, multiple, "pad the head dimension with zeros")
+            yield refuse("head-dim-multiple", field, dim, f"a multiple of {limits.head_dim_multiple}", "pad the head dimension with zeros")
         if dim > limits.head_dim_max:
             yield refuse("head-dim-max", field, dim, f"<= {limits.head_dim_max}", "use another backend")
     if limits.block_aligned_only and size is None:

@@ -14,8 +14,14 @@ def device_rule(case: PolicyInput, offer: Offer) -> Iterator[Reason]:
     """
     off = case.settings.triton_off
     if offer.backend.framework == "triton" and off is not None and not case.settings.triton_force:
-        remedy = f"set NSA_TRITON_SEL_FORCE=1 to try it; to reopen the rule, measure: {off.reopen}"
-        yield Reason("device-rule", "disabled", "device.sm", case.device.sm, f"another: {off.rule}", remedy)
+        yield Reason(
+            "device-rule",
+            "disabled",
+            "device.sm",
+            case.device.sm,
+            f"another: {off.rule}",
+            f"set NSA_TRITON_SEL_FORCE=1 to try it; to reopen the rule, measure: {off.reopen}",
+        )
 
 
 def switches(case: PolicyInput, offer: Offer) -> Iterator[Reason]:
@@ -39,8 +45,9 @@ def triton_flags(case: PolicyInput, offer: Offer) -> Iterator[Reason]:
     if settings.triton_require_align:
         remedy = "unset NSA_SEL_TRITON_REQUIRE_ALIGN"
         if request.Dk % 16 or request.Dv % 16:
-            dims = f"{request.Dk}, {request.Dv}"
-            yield Reason("align-dims", "disabled", "request.Dk, request.Dv", dims, "multiples of 16", f"pad, or {remedy}")
+            yield Reason(
+                "align-dims", "disabled", "request.Dk, request.Dv", f"{request.Dk}, {request.Dv}", "multiples of 16", f"pad, or {remedy}"
+            )
         if not request.aligned:
             yield Reason("align-pointers", "disabled", "request.aligned", False, True, f"make q, k, v 16-byte aligned, or {remedy}")
 
@@ -59,6 +66,12 @@ def min_length(case: PolicyInput, offer: Offer) -> Iterator[Reason]:
     gate, length = case.settings.min_length(case.phase), case.request.length
     gated = offer.backend.framework in ("triton", "cupy") and case.device.kind != "cpu" and case.request.kind == "attend"
     if gated and length < gate:
-        remedy = "lower NSA_SEL_TRITON_MIN_L or runtime.sel_triton_min_L when a measurement on this GPU shows a gain"
-        field = "request.max_length" if case.request.mean_length is None else "request.mean_length"
-        yield Reason("min-length", "slower", field, length, f">= {gate}", remedy, satisfied_by=gate)
+        yield Reason(
+            "min-length",
+            "slower",
+            "request.max_length" if case.request.mean_length is None else "request.mean_length",
+            length,
+            f">= {gate}",
+            "lower NSA_SEL_TRITON_MIN_L or runtime.sel_triton_min_L when a measurement on this GPU shows a gain",
+            satisfied_by=gate,
+        )

@@ -131,12 +131,20 @@ def _scale(name: str, scale: Tensor | float, layers: int, G: int, dtype: torch.d
     if x.dtype != torch.float32:
         raise ArgumentError(name, f"of dtype {x.dtype}", "torch.float32", "call float() on it")
     if x.numel() != 1 and x.shape not in ((layers,), (layers, G)):
-        allowed = f"one number, [layers] or [layers,G] for layers = {layers}, G = {G}"
-        raise ArgumentError(name, f"of shape {tuple(x.shape)}", allowed, "give each layer, or each group of each layer, one")
+        raise ArgumentError(
+            name,
+            f"of shape {tuple(x.shape)}",
+            f"one number, [layers] or [layers,G] for layers = {layers}, G = {G}",
+            "give each layer, or each group of each layer, one",
+        )
     if not bool(((x >= _MIN_SCALE) & (x <= most)).all()):
         low, high = float(x.min()), float(x.max())
-        allowed = f"numbers from {_MIN_SCALE:g} to {most:g} for keys and values of {dtype}"
-        raise ArgumentError(name, f"from {low:g} to {high:g}", allowed, "see nsa_sel.quantize_e4m3")
+        raise ArgumentError(
+            name,
+            f"from {low:g} to {high:g}",
+            f"numbers from {_MIN_SCALE:g} to {most:g} for keys and values of {dtype}",
+            "see nsa_sel.quantize_e4m3",
+        )
     x = x.reshape(1, 1) if x.numel() == 1 else x.reshape(layers, -1)
     return x.expand(layers, G).clone()
 

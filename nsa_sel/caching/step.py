@@ -102,13 +102,19 @@ class LayerStep(NamedTuple):
         transforms.check_eager("NSAttention with a cache", x)
         for name, given in (("cu_seqlens", packed), ("context parallelism", context)):
             if given:
-                remedy = "pass the rows [B,S] of the step; sequences of other lengths have rows without a token"
-                raise ArgumentError("cache", f"given with {name}", f"no {name} with a cache", remedy)
+                raise ArgumentError(
+                    "cache",
+                    f"given with {name}",
+                    f"no {name} with a cache",
+                    "pass the rows [B,S] of the step; sequences of other lengths have rows without a token",
+                )
         rows = self.tensors.position.shape
         if x.shape[:2] != rows:
-            remedy = "pass one row per token of the step, the last rows of each sequence"
             raise ArgumentError(
-                "x", f"of shape {tuple(x.shape)}", f"[B={rows[0]}, S={rows[1]}, width], the rows of the cache's step", remedy
+                "x",
+                f"of shape {tuple(x.shape)}",
+                f"[B={rows[0]}, S={rows[1]}, width], the rows of the cache's step",
+                "pass one row per token of the step, the last rows of each sequence",
             )
         sizes = self.sizes
         for name, mine, theirs in (
@@ -206,14 +212,20 @@ class LayerStep(NamedTuple):
     def _check(self, new: Parts) -> None:
         """Raise ArgumentError unless the projections fit the cache."""
         if any(x.requires_grad for x in new):
-            remedy = "call the model under torch.no_grad() or torch.inference_mode()"
-            raise ArgumentError("x", "a tensor that requires gradients, or of a layer that does", "none with a cache", remedy)
+            raise ArgumentError(
+                "x",
+                "a tensor that requires gradients, or of a layer that does",
+                "none with a cache",
+                "call the model under torch.no_grad() or torch.inference_mode()",
+            )
         for name, mine, cached in (("keys", new.k_cmp, self.pools.k_raw), ("values", new.v_cmp, self.pools.v_raw)):
             if mine.dtype != cached.dtype:
-                remedy = (
-                    f"make it with dtype={mine.dtype}: by default NSACache has bfloat16, NSACache.of the dtype of the layers' parameters"
+                raise ArgumentError(
+                    "cache",
+                    f"of {cached.dtype}",
+                    f"{mine.dtype}, the dtype of the layer's {name}",
+                    f"make it with dtype={mine.dtype}: by default NSACache has bfloat16, NSACache.of the dtype of the layers' parameters",
                 )
-                raise ArgumentError("cache", f"of {cached.dtype}", f"{mine.dtype}, the dtype of the layer's {name}", remedy)
             layer_sizes, cache_sizes = ((x.device, *x.shape[-2:]) for x in (mine, cached))
             if layer_sizes != cache_sizes:
                 value, allowed = (f"of {G} groups of {name} of {D} numbers on {device}" for device, G, D in (cache_sizes, layer_sizes))

@@ -281,8 +281,7 @@ def _device_facts(name: str) -> DeviceInfo:
     if capability and (sm := int(capability[1])) in SHARED_MEMORY:
         return DeviceInfo(kind="cuda", name="any GPU", sm=sm, shared_memory=SHARED_MEMORY[sm])
     if name not in list(Where):
-        allowed = ", ".join([*Where, *GPUS, *(f"sm{sm}" for sm in SHARED_MEMORY)])
-        raise ArgumentError("--device", repr(name), allowed, "pass one of these")
+        raise ArgumentError("--device", repr(name), ", ".join([*Where, *GPUS, *(f"sm{sm}" for sm in SHARED_MEMORY)]), "pass one of these")
     return device_info(torch.device(device_of(name)))
 
 

@@ -52,8 +52,9 @@ def output_file(option: str, path: Path, *, make_folder: bool = False) -> Path:
     try:
         mode = stat.S_IFMT(target.stat().st_mode) if target.exists() else stat.S_IFREG
         if mode != stat.S_IFREG:
-            allowed = "a regular file, or an unused name"
-            raise ArgumentError(option, f"{path}, {_KINDS.get(mode, 'no regular file')}", allowed, "choose another name")
+            raise ArgumentError(
+                option, f"{path}, {_KINDS.get(mode, 'no regular file')}", "a regular file, or an unused name", "choose another name"
+            )
         if make_folder:
             target.parent.mkdir(parents=True, exist_ok=True)
         if target.exists():
@@ -61,6 +62,10 @@ def output_file(option: str, path: Path, *, make_folder: bool = False) -> Path:
         with tempfile.TemporaryFile(dir=target.parent):
             pass  # checking permissions is not enough: a file system may be read-only, or map root to nobody
     except OSError as error:
-        remedy = "correct the path" if make_folder else "correct the path; its folder must exist"
-        raise ArgumentError(option, f"{path} ({error.strerror})", "a file that can be written", remedy) from error
+        raise ArgumentError(
+            option,
+            f"{path} ({error.strerror})",
+            "a file that can be written",
+            "correct the path" if make_folder else "correct the path; its folder must exist",
+        ) from error
     return target

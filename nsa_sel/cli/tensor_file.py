@@ -71,17 +71,26 @@ def read_problem(path: Path, block_size: int | None = None) -> Problem:
     for name in REQUIRED:
         if name not in tensors:
             similar = [other for other in unknown if other.lower().startswith(name)]
-            remedy = f"rename {similar[0]!r} to {name!r}" if similar else f"add {name!r}"
-            raise ArgumentError(f"tensor {name!r}", f"missing; {holds}", _LAYOUT, remedy)
+            raise ArgumentError(
+                f"tensor {name!r}", f"missing; {holds}", _LAYOUT, f"rename {similar[0]!r} to {name!r}" if similar else f"add {name!r}"
+            )
     if unknown:  # ignoring a misspelled q_pos would silently change the result
         meant = closest(unknown[0], ALLOWED)
-        remedy = f"rename it to {meant!r}, or leave it out" if meant else "rename it, or leave it out"
-        raise ArgumentError(f"tensor {unknown[0]!r}", f"unknown; {holds}", _LAYOUT, remedy)
+        raise ArgumentError(
+            f"tensor {unknown[0]!r}",
+            f"unknown; {holds}",
+            _LAYOUT,
+            f"rename it to {meant!r}, or leave it out" if meant else "rename it, or leave it out",
+        )
     given = [name for name in SELECTIONS if name in tensors]
     if len(given) != 1:
         what = f"given twice, as {' and '.join(given)}" if given else "missing"
-        remedy = "leave one of them out" if given else "add the tensor 'ranges', or 'block_indices' and a block size"
-        raise ArgumentError("the selection", f"{what}; {holds}", _LAYOUT, remedy)
+        raise ArgumentError(
+            "the selection",
+            f"{what}; {holds}",
+            _LAYOUT,
+            "leave one of them out" if given else "add the tensor 'ranges', or 'block_indices' and a block size",
+        )
     facts: dict[str, Any] = dict(metadata)
     with contextlib.suppress(ValueError, TypeError, RecursionError):  # provenance may be free text
         facts |= json.loads(metadata.get("provenance", "{}"))
@@ -89,13 +98,18 @@ def read_problem(path: Path, block_size: int | None = None) -> Problem:
         value = facts["block_size"]
         text = value if isinstance(value, str) else shown(value)
         if not text.isdecimal() or len(text) > 10 or int(text) < 1:
-            remedy = "write the size of the blocks, or pass --block-size"
-            raise ArgumentError("block_size in the file's metadata", shown(value), "a whole number >= 1 and < 2^31", remedy)
+            raise ArgumentError(
+                "block_size in the file's metadata",
+                shown(value),
+                "a whole number >= 1 and < 2^31",
+                "write the size of the blocks, or pass --block-size",
+            )
         block_size = int(text)
     if "block_indices" in tensors:
         if block_size is None:
-            remedy = "pass --block-size, or write the metadata entry block_size"
-            raise ArgumentError("block_size", None, "the number of keys in a block", remedy)
+            raise ArgumentError(
+                "block_size", None, "the number of keys in a block", "pass --block-size, or write the metadata entry block_size"
+            )
         selection = Selection.from_blocks(tensors["block_indices"], block_size).validate()
     elif block_size is not None:
         selection = Selection.from_ranges(tensors["ranges"], block_size).validate()

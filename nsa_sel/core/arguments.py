@@ -82,8 +82,12 @@ def checked_blocks(block_indices: Tensor, block_size: int, block_counts: Tensor 
         raise ArgumentError("block_counts", f"of dtype {counts.dtype}", "an integer dtype", "call .int() on it")
     counts = counts.unsqueeze(1) if counts.dim() == 2 else counts
     if counts.shape != indices.shape[:-1] or counts.device != indices.device:
-        shape = f"of shape {tuple(counts.shape)} on {counts.device}"
-        raise ArgumentError("block_counts", shape, f"{tuple(indices.shape[:-1])} on {indices.device}", "one count per row of block_indices")
+        raise ArgumentError(
+            "block_counts",
+            f"of shape {tuple(counts.shape)} on {counts.device}",
+            f"{tuple(indices.shape[:-1])} on {indices.device}",
+            "one count per row of block_indices",
+        )
     return indices, counts
 
 
@@ -160,8 +164,12 @@ class Bounds(NamedTuple):
         if isinstance(bounds, Tensor):
             check_dense(name, bounds)
             if bounds.dtype not in INDEX_DTYPES or bounds.dim() != 1:
-                value = f"{bounds.dtype} of shape {tuple(bounds.shape)}"
-                raise ArgumentError(name, value, "torch.int32 or torch.int64 [N+1]", "pass cumulative lengths that start at 0")
+                raise ArgumentError(
+                    name,
+                    f"{bounds.dtype} of shape {tuple(bounds.shape)}",
+                    "torch.int32 or torch.int64 [N+1]",
+                    "pass cumulative lengths that start at 0",
+                )
             if bounds.device != like.device and not bounds.is_cpu:
                 raise ArgumentError(name, f"on {bounds.device}", f"q's device {like.device} or cpu", f"call {name}.to(q.device)")
             if bounds.numel() < 2:
@@ -172,18 +180,30 @@ class Bounds(NamedTuple):
         elif isinstance(bounds, list | tuple) and len(bounds) > 1 and all(type(bound) is int for bound in bounds):
             numbers = tuple(bounds)
         else:
-            value = shown(bounds) if isinstance(bounds, list | tuple) else f"a {type(bounds).__name__}"
-            raise ArgumentError(name, value, "a tensor [N+1], or a list of N + 1 ints, N >= 1", "pass cumulative lengths that start at 0")
+            raise ArgumentError(
+                name,
+                shown(bounds) if isinstance(bounds, list | tuple) else f"a {type(bounds).__name__}",
+                "a tensor [N+1], or a list of N + 1 ints, N >= 1",
+                "pass cumulative lengths that start at 0",
+            )
         drops = [i for i in range(1, len(numbers)) if numbers[i] < numbers[i - 1]]
         if numbers[0] != 0 or drops:
-            value = f"{numbers[0]} first" if numbers[0] else f"{numbers[drops[0] - 1]}, then {numbers[drops[0]]} at {drops[0]}"
-            raise ArgumentError(name, value, "0 first, then numbers that never decrease", "pass cumulative lengths that start at 0")
+            raise ArgumentError(
+                name,
+                f"{numbers[0]} first" if numbers[0] else f"{numbers[drops[0] - 1]}, then {numbers[drops[0]]} at {drops[0]}",
+                "0 first, then numbers that never decrease",
+                "pass cumulative lengths that start at 0",
+            )
         if total is not None and numbers[-1] > total:
             of = "the keys" if name == "cu_seqlens_k" else "q's rows"
             raise ArgumentError(name, f"{numbers[-1]} last", f"at most {total}, the number of {of}", "pass the bounds of this batch")
         if max_seqlen is not None and _longest(numbers) > max_seqlen:
-            remedy = "pass its rows, or leave it out: these bounds say it themselves"
-            raise ArgumentError("max_seqlen", max_seqlen, f"at least {_longest(numbers)}, the longest sequence of {name}", remedy)
+            raise ArgumentError(
+                "max_seqlen",
+                max_seqlen,
+                f"at least {_longest(numbers)}, the longest sequence of {name}",
+                "pass its rows, or leave it out: these bounds say it themselves",
+            )
         return cls(numbers, None)
 
     @property
@@ -194,8 +214,12 @@ class Bounds(NamedTuple):
     def check_sequences(self, keys: Bounds) -> None:
         """Raise ArgumentError unless these bounds of rows and those of keys are of as many sequences."""
         if keys.number != self.number:
-            value = f"of {keys.number} sequences"
-            raise ArgumentError("cu_seqlens_k", value, f"cu_seqlens_q's {self.number} sequences", "pass bounds of the same sequences")
+            raise ArgumentError(
+                "cu_seqlens_k",
+                f"of {keys.number} sequences",
+                f"cu_seqlens_q's {self.number} sequences",
+                "pass bounds of the same sequences",
+            )
 
     def as_tensor(self) -> Tensor:
         """Return [N+1], as given, or on the CPU."""

@@ -100,8 +100,12 @@ def selection_attention(
             return _of_shared_keys(q, k, v, as_selection(selection), q_pos, r, return_lse, options)
         if not plain and transforms.traces(q, k, v):
             if workspace is not None:
-                value = "given to a call that torch.compile, a dispatch mode or DTensor traces"
-                raise ArgumentError("workspace", value, "None there", "leave it out; temporaries are then allocated")
+                raise ArgumentError(
+                    "workspace",
+                    "given to a call that torch.compile, a dispatch mode or DTensor traces",
+                    "None there",
+                    "leave it out; temporaries are then allocated",
+                )
             check_tensors(q=q, k=k, v=v)
             if sharded:
                 from nsa_sel.core import sharding  # imports torch.distributed.tensor, which takes 0.5 s

@@ -71,8 +71,12 @@ class Workspace:
         """ArgumentError with the size that the pass needed, if it exceeds the buffer."""
         size = self.buffer.numel()
         if self.taken > size:
-            allowed = f"at least {self.taken} bytes for the {direction} pass of {backend}"
-            raise ArgumentError("workspace", f"of {size} bytes", allowed, "pass a larger buffer, or leave it out")
+            raise ArgumentError(
+                "workspace",
+                f"of {size} bytes",
+                f"at least {self.taken} bytes for the {direction} pass of {backend}",
+                "pass a larger buffer, or leave it out",
+            )
 
 
 CPU = DeviceInfo(kind="cpu")
@@ -573,5 +577,9 @@ def _pool(name: str, x: Tensor) -> tuple[Tensor, int]:
 
 
 def _odd_pages(name: str, x: Tensor, allowed: str) -> ArgumentError:
-    value = f"pages {x.stride(0)} elements and keys {x.stride(2)} elements apart"
-    return ArgumentError(name, value, f"pages {allowed}, for a backend that reads no block table", "use triton-group, or copy the cache")
+    return ArgumentError(
+        name,
+        f"pages {x.stride(0)} elements and keys {x.stride(2)} elements apart",
+        f"pages {allowed}, for a backend that reads no block table",
+        "use triton-group, or copy the cache",
+    )

@@ -126,8 +126,12 @@ def as_selection(selection: Selection | Tensor, rows: tuple[int, int, int] | Non
         raise ArgumentError("selection", f"a {type(selection).__name__}", "a Selection or a tensor of ranges [B,S,G,n,2]", remedy)
     if selection.dim() == 4 and (selection.is_floating_point() or tuple(selection.shape[:3]) == rows or selection.shape[3] != 2):
         what, how = ("scores", "from_scores(scores, n, ") if selection.is_floating_point() else ("block indices", "from_blocks(indices, ")
-        value = f"a tensor {selection.dtype} of shape {tuple(selection.shape)}, which looks like {what}"
-        raise ArgumentError("selection", value, "a Selection, or ranges [B,S,G,n,2]", f"pass Selection.{how}block_size)")
+        raise ArgumentError(
+            "selection",
+            f"a tensor {selection.dtype} of shape {tuple(selection.shape)}, which looks like {what}",
+            "a Selection, or ranges [B,S,G,n,2]",
+            f"pass Selection.{how}block_size)",
+        )
     return Selection.from_ranges(selection)
 
 
@@ -229,8 +233,12 @@ def check_index(
             raise ArgumentError("lse", "given", "None without softmax=True", "pass softmax=True, or leave it out")
         lse = lse.detach().unsqueeze(1) if q.dim() == 4 and lse.dim() == 3 else lse.detach()
         if lse.shape != rows.shape[:-1] or lse.dtype not in (torch.float32, torch.float64) or lse.device != rows.device:
-            value = f"{lse.dtype} of shape {tuple(lse.shape)} on {lse.device}"
-            raise ArgumentError("lse", value, f"float32 {tuple(rows.shape[:-1])} on {rows.device}", "pass that of attention with q's rows")
+            raise ArgumentError(
+                "lse",
+                f"{lse.dtype} of shape {tuple(lse.shape)} on {lse.device}",
+                f"float32 {tuple(rows.shape[:-1])} on {rows.device}",
+                "pass that of attention with q's rows",
+            )
     q_pos = None if q_pos is None else check_positions(q_pos, rows, S_kv, fake)
     return Index(rows, k, lse, S_kv, check_scale(scale, rows.shape[4]), q_pos)
 
@@ -244,9 +252,12 @@ def _check_length(S: int, name: str, k: Tensor, rule: Rule, S_kv: int | None, q_
     C = rule.compressed_keys(S_kv)
     if k.shape[2] != C:
         block, stride = rule.compress_block, rule.compress_stride
-        allowed = f"{C} = (S_kv - compress_block) // compress_stride + 1 for S_kv = {S_kv} and blocks of {block} keys every {stride}"
-        remedy = "pass S_kv=, the keys of the whole sequence, and the sizes with which it was compressed"
-        raise ArgumentError(name, f"of {k.shape[2]} compressed keys", allowed, remedy)
+        raise ArgumentError(
+            name,
+            f"of {k.shape[2]} compressed keys",
+            f"{C} = (S_kv - compress_block) // compress_stride + 1 for S_kv = {S_kv} and blocks of {block} keys every {stride}",
+            "pass S_kv=, the keys of the whole sequence, and the sizes with which it was compressed",
+        )
     return S_kv
 
 
@@ -257,8 +268,9 @@ def check_rule(rule: Rule) -> None:
     check_forced(rule.first, rule.local, rule.n)
     check_compression(rule.compress_block, rule.compress_stride, rule.block_size)
     if rule.compress_block > rule.block_size:
-        allowed = f"at most block_size = {rule.block_size}"
-        raise ArgumentError("compress_block", rule.compress_block, allowed, "compress fewer keys, or select larger blocks")
+        raise ArgumentError(
+            "compress_block", rule.compress_block, f"at most block_size = {rule.block_size}", "compress fewer keys, or select larger blocks"
+        )
 
 
 def check_compression(compress_block: int, compress_stride: int, block_size: int | None = None) -> None:

@@ -243,8 +243,12 @@ def _check_config_names(settings: Settings) -> None:
         names = written[field][1]
         close = closest(name, names)
         meant = f" (did you mean {close}?)" if close else ""
-        remedy = f"correct the name{meant}, or install the package that brings this backend"
-        raise ConfigError(f"{settings.config_file}: {field}", name, ", ".join(names), remedy)
+        raise ConfigError(
+            f"{settings.config_file}: {field}",
+            name,
+            ", ".join(names),
+            f"correct the name{meant}, or install the package that brings this backend",
+        )
 
 
 def _override(backend: str | None, settings: Settings, kind: Kind) -> Override | None:

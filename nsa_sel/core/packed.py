@@ -45,8 +45,12 @@ def packed_attention(
     selection = as_selection(selection)
     rows = tuple(selection.ranges.shape[:3])  # [T,1,G] if made from ranges [T,G,n,2]
     if rows not in ((1, T, G), (T, 1, G)):
-        allowed, remedy = f"[T,G] = {(T, G)}, with a dimension of 1 before or between", "one set of ranges per query row and group"
-        raise ArgumentError("selection", f"over rows {rows}", allowed, remedy)
+        raise ArgumentError(
+            "selection",
+            f"over rows {rows}",
+            f"[T,G] = {(T, G)}, with a dimension of 1 before or between",
+            "one set of ranges per query row and group",
+        )
     if selection.ranges.device != q.device:
         raise ArgumentError("selection", f"on {selection.ranges.device}", f"q's device {q.device}", "call selection.to(q.device)")
     bounds_q = Bounds.of("cu_seqlens_q", cu_seqlens_q, T, q)
@@ -59,8 +63,12 @@ def packed_attention(
     if align is not None and not isinstance(align, bool):
         raise ArgumentError("align", shown(align), "True, False or None", "leave it out to copy k and v where it pays")
     if align and selection.block_size is None:
-        remedy = "build it with Selection.from_blocks, or leave out align: ranges need no copy"
-        raise ArgumentError("align", "True, but the selection has no block_size", "a selection of whole blocks", remedy)
+        raise ArgumentError(
+            "align",
+            "True, but the selection has no block_size",
+            "a selection of whole blocks",
+            "build it with Selection.from_blocks, or leave out align: ranges need no copy",
+        )
     q, k, v = as_batch(q, k, v)
     if not torch.compiler.is_compiling():
         q, k, v = in_autocast_dtype(q, k, v)  # before copying and deciding
@@ -185,8 +193,12 @@ def check_packed_sizes(*, sharing: bool = False, **tensors: Tensor) -> None:
     check_tensors(**tensors)
     (query, q), *rest = tensors.items()
     if q.dim() != 4:
-        remedy = f"a q [T,heads,Dk] is passed as {query}.unflatten(1, (G, h)), a q [1,T,G,h,Dk] as {query}.squeeze(0)"
-        raise ArgumentError(query, f"of shape {tuple(q.shape)}", "[T,G,h,Dk]", remedy)
+        raise ArgumentError(
+            query,
+            f"of shape {tuple(q.shape)}",
+            "[T,G,h,Dk]",
+            f"a q [T,heads,Dk] is passed as {query}.unflatten(1, (G, h)), a q [1,T,G,h,Dk] as {query}.squeeze(0)",
+        )
     first, k = rest[0]
     groups = q.shape[1] // ratio(q.shape[1], k.shape[1]) if sharing and k.dim() == 3 else q.shape[1]
     for name, x in rest:
@@ -210,8 +222,12 @@ def check_longest(max_seqlen: int | None, cu_seqlens: CuSeqlens | None) -> None:
     if cu_seqlens is None:
         raise ArgumentError("max_seqlen", shown(max_seqlen), "None without cu_seqlens", "pass the bounds of the sequences, too")
     if not isinstance(max_seqlen, int) or isinstance(max_seqlen, bool) or not 0 <= max_seqlen < 1 << 31:
-        remedy = "pass the rows of the longest sequence, or more, as the host knows them"
-        raise ArgumentError("max_seqlen", shown(max_seqlen), "a whole number >= 0 and < 2^31, as an int", remedy)
+        raise ArgumentError(
+            "max_seqlen",
+            shown(max_seqlen),
+            "a whole number >= 0 and < 2^31, as an int",
+            "pass the rows of the longest sequence, or more, as the host knows them",
+        )
 
 
 def as_batch(q: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
@@ -231,8 +247,12 @@ def check_packed_choose(
     check_rule(rule)
     for name, value in (("q_pos", q_pos), ("S_kv", S_kv)):
         if value is not None:
-            remedy = "leave it out: with cu_seqlens, rows are all positions of their sequence"
-            raise ArgumentError(name, "given together with cu_seqlens", "one of them", remedy)
+            raise ArgumentError(
+                name,
+                "given together with cu_seqlens",
+                "one of them",
+                "leave it out: with cu_seqlens, rows are all positions of their sequence",
+            )
     check_packed_sizes(q=q, k_cmp=k_cmp, v_cmp=v_cmp)
     bounds = Bounds.of("cu_seqlens", cu_seqlens, len(q), q, max_seqlen)
     rows, k, v = as_batch(q, k_cmp, v_cmp)
@@ -245,9 +265,12 @@ def check_packed_choose(
         least = sum(rule.compressed_keys(end - begin) for begin, end in itertools.pairwise(bounds.numbers))
     if not least <= C <= most:
         block, stride = rule.compress_block, rule.compress_stride
-        allowed = f"{least} to {most} for T = {len(q)} and blocks of {block} keys every {stride}"
-        remedy = "compress each sequence apart, as nsa_sel.compression does; compressed_cu_seqlens says where each begins"
-        raise ArgumentError("k_cmp", f"of {C} compressed keys", allowed, remedy)
+        raise ArgumentError(
+            "k_cmp",
+            f"of {C} compressed keys",
+            f"{least} to {most} for T = {len(q)} and blocks of {block} keys every {stride}",
+            "compress each sequence apart, as nsa_sel.compression does; compressed_cu_seqlens says where each begins",
+        )
     return rows, k, v, check_scale(scale, q.shape[3]), bounds
 
 

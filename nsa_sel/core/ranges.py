@@ -319,8 +319,12 @@ def _check_scores(scores: Tensor, n: int, block_size: int, first: int, local: in
     if not scores.is_floating_point():
         raise ArgumentError("scores", shape, "floating point [B,S,G,blocks]", "call .float() on it")
     if scores.dim() != 4:
-        remedy = "add the missing axes" if scores.dim() < 4 else "sum over the heads of a group, which share one score (NSA Eq. 10)"
-        raise ArgumentError("scores", shape, "floating point [B,S,G,blocks]", remedy)
+        raise ArgumentError(
+            "scores",
+            shape,
+            "floating point [B,S,G,blocks]",
+            "add the missing axes" if scores.dim() < 4 else "sum over the heads of a group, which share one score (NSA Eq. 10)",
+        )
     for name, number in (("n", n), ("block_size", block_size)):
         check_positive(name, number)
     check_forced(first, local, n)

@@ -30,9 +30,12 @@ def arguments(q: Any, k: Any, v: Any, selection: Selection | Tensor, q_pos: Any)
     selection = as_selection(selection)
     for name, x in (("k", k), ("v", v), ("selection", selection.ranges), ("q_pos", q_pos)):
         if x is not None and not (isinstance(x, DTensor) and x.device_mesh == q.device_mesh):
-            value = f"on {x.device_mesh}" if isinstance(x, DTensor) else f"a {type(x).__name__}"
-            remedy = "distribute_tensor(x, mesh, placements), or DTensor.from_local; of a selection, its ranges: Selection.from_ranges(...)"
-            raise ArgumentError(name, value, f"a DTensor on the mesh of q, {q.device_mesh}", remedy)
+            raise ArgumentError(
+                name,
+                f"on {x.device_mesh}" if isinstance(x, DTensor) else f"a {type(x).__name__}",
+                f"a DTensor on the mesh of q, {q.device_mesh}",
+                "distribute_tensor(x, mesh, placements), or DTensor.from_local; of a selection, its ranges: Selection.from_ranges(...)",
+            )
     if q_pos is None and q.dim() == 5 and Shard(1) in q.placements:  # a rank's rows do not imply their positions
         position = torch.arange(k.shape[2] - q.shape[1], k.shape[2], device=q.device)
         q_pos = DTensor.from_local(position, q.device_mesh, [Replicate()] * q.device_mesh.ndim, run_check=False)

@@ -51,8 +51,12 @@ def one_of(q: Tensor, selection: Selection, r: int) -> tuple[Tensor, Selection]:
     ranges = selection.ranges
     if ranges.shape[:3] != q.shape[:3]:
         value, rows = f"over rows [B,S,G] = {tuple(ranges.shape[:3])}", tuple(q.shape[:3])
-        remedy = f"one set of ranges per query row and group of q, which has {r} groups for each of k"
-        raise ArgumentError("selection", value, f"ranges [B,S,G,n,2] over q's rows {rows}", remedy)
+        raise ArgumentError(
+            "selection",
+            value,
+            f"ranges [B,S,G,n,2] over q's rows {rows}",
+            f"one set of ranges per query row and group of q, which has {r} groups for each of k",
+        )
     return q[:, :, ::r], _with_ranges(selection, ranges[:, :, ::r])
 
 

@@ -45,16 +45,13 @@ def group_of(group: Any, caller: str) -> dist.ProcessGroup:
     if group is None:
         group = dist.group.WORLD
     elif group is dist.GroupMember.NON_GROUP_MEMBER:
-        remedy = f"call {caller} on the ranks of the group alone"
-        raise ArgumentError("group", "one without this rank", "one with it", remedy)
+        raise ArgumentError("group", "one without this rank", "one with it", f"call {caller} on the ranks of the group alone")
     elif hasattr(group, "get_group"):
         if group.ndim != 1:
-            remedy = "pass mesh['name of the dimension']"
-            raise ArgumentError("group", f"a mesh of {group.ndim} dimensions", "one dimension", remedy)
+            raise ArgumentError("group", f"a mesh of {group.ndim} dimensions", "one dimension", "pass mesh['name of the dimension']")
         group = group.get_group()
     elif not isinstance(group, dist.ProcessGroup):
-        allowed = "a ProcessGroup or a DeviceMesh"
-        raise ArgumentError("group", f"a {type(group).__name__}", allowed, "leave it out for all ranks")
+        raise ArgumentError("group", f"a {type(group).__name__}", "a ProcessGroup or a DeviceMesh", "leave it out for all ranks")
     return group  # type: ignore[no-any-return]
 
 

@@ -169,8 +169,12 @@ def _attend(part: _Slice, exchange: cost.Choice, count_blocks: bool, backend: st
     q, k, v, selection, q_pos, scale, sizes, group = part
     device, obstacle = device_info(q.device), cost.obstacle(sizes)
     if exchange == "blocks" and obstacle is not None:
-        remedy = "pass exchange='rows' or 'gather', or a selection of whole blocks and slices of a multiple of them"
-        raise ArgumentError("exchange", f"'blocks', but {obstacle}", "rows, gather, auto", remedy)
+        raise ArgumentError(
+            "exchange",
+            f"'blocks', but {obstacle}",
+            "rows, gather, auto",
+            "pass exchange='rows' or 'gather', or a selection of whole blocks and slices of a multiple of them",
+        )
 
     def choose() -> exchange_keys.Chosen:
         assert sizes.block_size is not None, "without blocks there is an obstacle"

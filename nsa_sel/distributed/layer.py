@@ -119,8 +119,12 @@ def context_parallel(model: nn.Module, group: Any = None, exchange: cost.Choice 
     check_flag("both_ends", both_ends)
     layers = layers_of(model)
     if any(layer.recompute for layer in layers):
-        remedy = "leave recompute out and wrap the layer in torch.utils.checkpoint"
-        raise ArgumentError("model", "with an NSAttention(recompute=True)", "layers that keep their branches' outputs", remedy)
+        raise ArgumentError(
+            "model",
+            "with an NSAttention(recompute=True)",
+            "layers that keep their branches' outputs",
+            "leave recompute out and wrap the layer in torch.utils.checkpoint",
+        )
     for layer in layers:
         layer.context = ContextOfLayer(group_of(group, "context_parallel"), exchange, both_ends)
     return model
@@ -209,17 +213,26 @@ def _begin(given: _Tensors, options: _Options, group: Any, *, compressed: bool) 
     S, ranks = q.shape[1], group.size()
     check_flag("both_ends", options.both_ends)
     if k_slc.shape[2] != S:
-        remedy = "pass rows and keys of the same slices of the sequence"
-        raise ArgumentError("k_slc", f"of {k_slc.shape[2]} positions", f"q's {S} rows", remedy)
+        raise ArgumentError(
+            "k_slc", f"of {k_slc.shape[2]} positions", f"q's {S} rows", "pass rows and keys of the same slices of the sequence"
+        )
     stride = options.rule.compress_stride
     if not S or S % (stride * (1 + options.both_ends)):
-        allowed = f"a multiple of {'2 * ' * options.both_ends}compress_stride = {stride} on each rank"
-        raise ArgumentError("q", f"of S = {S} rows", allowed, "pad the sequence, so that all ranks' slices are of one such length")
+        raise ArgumentError(
+            "q",
+            f"of S = {S} rows",
+            f"a multiple of {'2 * ' * options.both_ends}compress_stride = {stride} on each rank",
+            "pad the sequence, so that all ranks' slices are of one such length",
+        )
     cut = Cut(S // (1 + options.both_ends), ranks, options.both_ends)
     own = sum(map(len, own_compressed_keys(options.rule, cut, group.rank()))) if compressed else S
     if k_cmp.dim() == 4 and k_cmp.shape[2] != own:
-        allowed = f"{own}: those that begin in this rank's {S} keys, and end in the sequence"
-        raise ArgumentError("k_cmp", f"of {k_cmp.shape[2]} compressed keys", allowed, "compress them with the first keys of the next slice")
+        raise ArgumentError(
+            "k_cmp",
+            f"of {k_cmp.shape[2]} compressed keys",
+            f"{own}: those that begin in this rank's {S} keys, and end in the sequence",
+            "compress them with the first keys of the next slice",
+        )
     k_all, v_all = (_of_all_ranks(x, options.rule.compressed_keys(ranks * S)) for x in (k_cmp, v_cmp))
     _, _, scale, _ = check_choose(q_cmp, k_all, v_all, options.rule, options.scale, None, ranks * S, fake=False)
     options = options._replace(scale=scale)
@@ -334,9 +347,11 @@ def tensor_parallel(model: nn.Module, mesh: Any) -> nn.Module:
     layers = layers_of(model)
     for layer in layers:
         if layer.groups % mesh.size():
-            allowed = f"a divisor of groups = {layer.groups}"
             raise ArgumentError(
-                "mesh", f"of {mesh.size()} ranks", allowed, "use fewer ranks, and split the batch or the sequence over the rest"
+                "mesh",
+                f"of {mesh.size()} ranks",
+                f"a divisor of groups = {layer.groups}",
+                "use fewer ranks, and split the batch or the sequence over the rest",
             )
     for layer in layers:
         _split(layer, mesh)

@@ -211,8 +211,9 @@ def _resolve(device: DeviceInfo, _environment: tuple[str | None, ...]) -> Settin
         try:
             layers.append((user_file, parse_config(private.read_regular(Path(user_file), MAX_FILE_BYTES + 1), user_file)))
         except OSError as error:
-            allowed = f"a readable YAML file; reading this one: {error.strerror}"
-            raise ConfigError(flags.CONFIG_FLAG, user_file, allowed, "correct the path, or unset it") from error
+            raise ConfigError(
+                flags.CONFIG_FLAG, user_file, f"a readable YAML file; reading this one: {error.strerror}", "correct the path, or unset it"
+            ) from error
     for name, layer in layers:
         unknown = sorted(set(layer.kernels) - set(kernels))
         if unknown:

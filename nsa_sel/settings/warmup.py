@@ -65,8 +65,9 @@ def _request(fields: Mapping[str, Any], example: Request) -> Request:
             raise msgspec.ValidationError("unknown field")
         request = msgspec.convert(values, Request)
     except msgspec.ValidationError as error:
-        allowed = f"the fields of Request: {', '.join(Request.__struct_fields__)}"
-        raise ArgumentError("requests", f"{dict(fields)} ({error})", allowed, "correct the field") from error
+        raise ArgumentError(
+            "requests", f"{dict(fields)} ({error})", f"the fields of Request: {', '.join(Request.__struct_fields__)}", "correct the field"
+        ) from error
     if "max_length" in fields:
         return request
     return msgspec.structs.replace(request, max_length=min(request.S_kv, request.n * (request.block_size or request.S_kv)))

@@ -102,8 +102,12 @@ def read_decisions(log: Path) -> list[Decision]:
             elif line["event"] == "sel.decision":
                 decisions.append(_expand(line["decision"], settings[line["settings"]]))
         except (LookupError, TypeError, AttributeError, msgspec.ValidationError) as error:
-            value, allowed = f"not a decision ({error!r})", "a sel.decision line after the sel.settings line with its fingerprint"
-            raise ArgumentError(f"line {number} of {log}", value, allowed, "keep the sel.settings lines when you cut a log") from error
+            raise ArgumentError(
+                f"line {number} of {log}",
+                f"not a decision ({error!r})",
+                "a sel.decision line after the sel.settings line with its fingerprint",
+                "keep the sel.settings lines when you cut a log",
+            ) from error
     return decisions
 
 
@@ -194,8 +198,9 @@ def _write_to(target: str | None, source: str) -> None:
             if target is not None:
                 handler = logging.StreamHandler(sys.stderr) if target == "stderr" else LogFile(target)
         except OSError as error:
-            allowed = f"stderr or a file that can be written; writing this one: {error.strerror}"
-            raise ConfigError(source, target, allowed, "correct the path") from error
+            raise ConfigError(
+                source, target, f"stderr or a file that can be written; writing this one: {error.strerror}", "correct the path"
+            ) from error
         if _handler is not None:
             LOGGER.removeHandler(_handler)
             LOGGER.setLevel(_level_before)
