@@ -227,17 +227,14 @@ class NSAttention(nn.Module):
         columns = heads.columns()
         k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = split_columns(self.kv(x).unflatten(-1, (-1, sum(columns))), columns)
         gates = self.gate(x).sigmoid().unflatten(-1, (-1, self.heads, 3))
-        q_cmp, q, k_slc, k_win = self._rotated(q, k_slc, k_win, positions, base)
+        q_cmp = q
+        if self.rotary is not None and positions is not None and base is None:
+            q, k_slc, k_win = (self.rotary(x, positions) for x in (q, k_slc, k_win))
+        elif positions is not None and base is not None:
+            table = angles(q, positions, base)
+            q_cmp, q = kept_and_rotated(q, table)
+            k_slc, k_win = rotate_by(k_slc, table), rotate_by(k_win, table)
         return Parts(q_cmp, q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates)
-
-    def _rotated(self, q: Tensor, k_slc: Tensor, k_win: Tensor, positions: Tensor | None, base: float | None) -> tuple[Tensor, ...]:
-        """q [B,S,G,h,D] as it is, and all three with rotary positions."""
-        if self.rotary is None or positions is None:
-            return q, q, k_slc, k_win
-        if base is None:
-            return q, *(self.rotary(x, positions) for x in (q, k_slc, k_win))
-        table = angles(q, positions, base)
-        return *kept_and_rotated(q, table), rotate_by(k_slc, table), rotate_by(k_win, table)
 
     def extra_repr(self) -> str:
         """The options that print(layer) shows."""

@@ -76,7 +76,12 @@ def nsa_attention(
     check_tensors(q=q, k_cmp=k_cmp, v_cmp=v_cmp, k_slc=k_slc, v_slc=v_slc, k_win=k_win, v_win=v_win, gates=gates, q_cmp=q_cmp)
     check_longest(max_seqlen, cu_seqlens)
     if cu_seqlens is not None:
-        _check_packed(q, q_cmp, (k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win), recompute)
+        if recompute:
+            raise ArgumentError("recompute", "True with cu_seqlens", "False there", "wrap the call in torch.utils.checkpoint")
+        check_packed_sizes(q=q, k_slc=k_slc, v_slc=v_slc)
+        check_packed_sizes(q=q, k_win=k_win, v_win=v_win)
+        check_packed_sizes(q_cmp=q_cmp, k_cmp=k_cmp, v_cmp=v_cmp)
+        check_rows_are_keys(q, "k_slc", k_slc)
     own = q_cmp is q
     q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = transforms.in_autocast_dtype(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
     q_cmp = q if own else transforms.in_autocast_dtype(q_cmp)[0]
@@ -112,15 +117,6 @@ def _attend_packed(
     gates = Bounds.of("cu_seqlens", cu_seqlens, len(q), q).zero_padding(gates)
     compressed, selected, near, gates = (x.unsqueeze(0) for x in (compressed, selected, near, gates))
     return gated_sum(compressed, selected, near, gates).squeeze(0)
-
-
-def _check_packed(q: Tensor, q_cmp: Tensor, cmp: Pair, slc: Pair, win: Pair, recompute: bool) -> None:
-    if recompute:
-        raise ArgumentError("recompute", "True with cu_seqlens", "False there", "wrap the call in torch.utils.checkpoint")
-    check_packed_sizes(q=q, k_slc=slc[0], v_slc=slc[1])
-    check_packed_sizes(q=q, k_win=win[0], v_win=win[1])
-    check_packed_sizes(q_cmp=q_cmp, k_cmp=cmp[0], v_cmp=cmp[1])
-    check_rows_are_keys(q, "k_slc", slc[0])
 
 
 def check_branches(
@@ -161,11 +157,6 @@ def check_branches(
                 f"v_slc's head dimension {v_slc.shape[-1]}",
                 "project the values of all branches to the same size: the gates add them",
             )
-    _check_gates(gates, q, packed)
-    check_positive("window", window)
-
-
-def _check_gates(gates: Tensor, q: Tensor, packed: bool) -> None:
     rows = "T" if packed else "B,S"
     wanted = (*q.shape[packed:4], 3)
     if gates.shape != wanted:
@@ -179,3 +170,4 @@ def _check_gates(gates: Tensor, q: Tensor, packed: bool) -> None:
         raise ArgumentError("gates", f"of dtype {gates.dtype}", "a floating dtype", "pass the sigmoid of a projection")
     if gates.device != q.device:
         raise ArgumentError("gates", f"on {gates.device}", f"q's device {q.device}", f"call gates.to({q.device.type!r})")
+    check_positive("window", window)

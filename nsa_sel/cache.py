@@ -360,8 +360,8 @@ class NSACache:
                 self.pools.copy(*copies)
         except BaseException:
             for sequence, (full, recent) in zip(sequences, before, strict=True):
-                sequence.all.restore(full)
-                sequence.recent.restore(recent)
+                sequence.all.restore(*full)
+                sequence.recent.restore(*recent)
             raise
         for sequence, count in zip(sequences, tokens, strict=True):
             sequence.length += count

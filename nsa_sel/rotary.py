@@ -38,16 +38,12 @@ def rotate(x: Tensor, positions: Tensor, base: float = BASE) -> Tensor:
     Raises:
         ArgumentError: shapes that do not fit; the kernel would read beyond the angles.
     """
-    _check_shapes(x, positions)
-    return rotate_by(x, angles(x, positions, base))
-
-
-def _check_shapes(x: Tensor, positions: Tensor) -> None:
     if x.dim() < 3 or x.shape[-1] % 2:
         raise ArgumentError("x", f"of shape {tuple(x.shape)}", "[B,S,...,D], D even", "add the missing axes, or pad D")
     B, S = x.shape[:2]
     if positions.shape not in ((S,), (1, S), (B, S)):
         raise ArgumentError("positions", f"of shape {tuple(positions.shape)}", f"[S={S}] or [B={B}, S={S}]", "one position per row of x")
+    return rotate_by(x, angles(x, positions, base))
 
 
 def angles(x: Tensor, positions: Tensor, base: float = BASE) -> Angles:

@@ -97,25 +97,23 @@ def selection_attention_with_kvcache(
     except ArgumentError as error:
         raise renamed(error, k="k_cache", v="v_cache") from None
     if transforms.needs_grad(q, k, v):
-        _check_differentiable(q, k, v, block_table is not None, scales is not None)
-        found = _with_gradients(q, k, v, selection, cache_seqlens, scale, backend)
+        if block_table is not None or scales is not None:
+            name = next(name for name, x in (("q", q), ("k_cache", k), ("v_cache", v)) if x.requires_grad)
+            kind, other = ("paged", "without pages") if scales is None else ("quantized", "of q's dtype")
+            raise ArgumentError(
+                name,
+                "a tensor that requires gradients",
+                f"none over a {kind} cache",
+                f"call it under torch.no_grad(), or use a cache {other}",
+            )
+        results = _with_gradients(q, k, v, selection, cache_seqlens, scale, backend)
     elif r > 1:
-        found = _of_shared_keys(q, k, v, selection, scale, backend, cache_seqlens, block_table, scales, r)
+        results = _of_shared_keys(q, k, v, selection, scale, backend, cache_seqlens, block_table, scales, r)
     else:
         decided = decide_call(q, k, v, selection, scale, None, False, backend, cache_seqlens, block_table, scales)
-        found = run.attend(prepared(decided, backend))
-    o, lse = (x.squeeze(1) for x in found) if decode else found
+        results = run.attend(prepared(decided, backend))
+    o, lse = (x.squeeze(1) for x in results) if decode else results
     return (o, lse) if return_lse else o
-
-
-def _check_differentiable(q: Tensor, k: Tensor, v: Tensor, paged: bool, quantized: bool) -> None:
-    """Raise ArgumentError for tensors that require gradients over a paged or quantized cache."""
-    if paged or quantized:
-        name = next(name for name, x in (("q", q), ("k_cache", k), ("v_cache", v)) if x.requires_grad)
-        kind, other = ("quantized", "of q's dtype") if quantized else ("paged", "without pages")
-        raise ArgumentError(
-            name, "a tensor that requires gradients", f"none over a {kind} cache", f"call it under torch.no_grad(), or use a cache {other}"
-        )
 
 
 @_disable_dynamo
@@ -148,7 +146,7 @@ def _of_shared_keys(
         rows, chosen, at = shared_keys.call_of_rows(q, selection, position, k.shape[2], r)
         o, lse = run.attend(prepared(decide_call(rows, k, v, chosen, scale, at, False, backend, scales=scales), backend))
         return shared_keys.from_rows(o, r), shared_keys.from_rows(lse, r)
-    rows, chosen = shared_keys.as_sequences(q, r), shared_keys.selection_of_sequences(selection, r)
+    rows, chosen = shared_keys.as_sequences(q, r), shared_keys.with_ranges(selection, shared_keys.as_sequences(selection.ranges, r))
     lengths, block_table = lengths.repeat_interleave(r), block_table.repeat_interleave(r, 0)
     o, lse = run.attend(prepared(decide_call(rows, k, v, chosen, scale, None, False, backend, lengths, block_table, scales), backend))
     return shared_keys.from_sequences(o, r), shared_keys.from_sequences(lse, r)

@@ -74,7 +74,7 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...]) -> dict[s
     if request.kind == "choose":
         return choice_work(request, backward)
     size, h, Dk, Dv = BYTES[request.dtype], request.h, request.Dk, request.Dv
-    key_bytes = (Dk + Dv) * stored_size(request)
+    key_bytes = (Dk + Dv) * BYTES[request.quantized.partition("/")[0] if request.quantized else request.dtype]
     block = request.block_size or 1
     pairs = blocks_of(request).chosen
     keys = pairs * block
@@ -113,11 +113,6 @@ def work_of(backend: Backend, request: Request, backward: bool, sharing: tuple[f
     if request.phase(backward) in backend.wide_alike:
         return {term.removesuffix("-wide"): amount for term, amount in amounts.items()}
     return amounts
-
-
-def stored_size(request: Request) -> int:
-    """Return the bytes per element of K and V as stored."""
-    return BYTES[request.quantized.partition("/")[0] if request.quantized else request.dtype]
 
 
 def gathers(request: Request) -> bool:

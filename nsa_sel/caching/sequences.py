@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +27,7 @@ class Pages:
     def __init__(self, name: str, number: int) -> None:
         self.name, self.number = name, number
         self._free = list(range(number - 1, -1, -1))  # `take` pops the last one
-        self._holders = [0] * number
+        self.holders = [0] * number
         self._journal: list[tuple[int, bool]] | None = None  # pages taken (True) and released (False) inside `all_or_nothing`
 
     @property
@@ -41,22 +40,19 @@ class Pages:
         if not self._free:
             raise CacheFull(self.name, self.number)
         page = self._free.pop()
-        self._holders[page] = 1
+        self.holders[page] = 1
         if self._journal is not None:
             self._journal.append((page, True))
         return page
 
     def share(self, page: int) -> None:
         """Add a holder."""
-        self._holders[page] += 1
-
-    def is_shared(self, page: int) -> bool:
-        return self._holders[page] > 1
+        self.holders[page] += 1
 
     def release(self, page: int) -> None:
         """Remove a holder. A page without holders becomes free."""
-        self._holders[page] -= 1
-        if not self._holders[page]:
+        self.holders[page] -= 1
+        if not self.holders[page]:
             self._free.append(page)
         if self._journal is not None:
             self._journal.append((page, False))
@@ -70,23 +66,15 @@ class Pages:
         except BaseException:
             for page, taken in reversed(self._journal):
                 if taken:
-                    self._holders[page] = 0
+                    self.holders[page] = 0
                     self._free.append(page)
                 else:
-                    if not self._holders[page]:
+                    if not self.holders[page]:
                         self._free.pop()
-                    self._holders[page] += 1
+                    self.holders[page] += 1
             raise
         finally:
             self._journal = None
-
-
-class Snapshot(NamedTuple):
-    """The state of a `PageTable`, to which `PageTable.restore` returns."""
-
-    first: int
-    end: int
-    last: int  # the page of entry end - 1
 
 
 class PageTable:
@@ -104,13 +92,14 @@ class PageTable:
         """Return the held pages in order."""
         return self._entries[self.first : self.end]
 
-    def snapshot(self) -> Snapshot:
-        return Snapshot(self.first, self.end, int(self._entries[max(0, self.end - 1)]))
+    def snapshot(self) -> tuple[int, int, int]:
+        """Return first, end, and the page of entry end - 1, for `restore`."""
+        return self.first, self.end, int(self._entries[max(0, self.end - 1)])
 
-    def restore(self, before: Snapshot) -> None:
+    def restore(self, first: int, end: int, last: int) -> None:
         """Undo `release_before` and `grow`. The pool undoes its own changes."""
-        self.first, self.end = before.first, before.end
-        self._entries[max(0, self.end - 1)] = before.last
+        self.first, self.end = first, end
+        self._entries[max(0, end - 1)] = last
 
     def release_before(self, position: int) -> None:
         """Release the pages whose keys are all before `position`."""
@@ -125,7 +114,7 @@ class PageTable:
         copies: Copies = []
         if tokens and length % self.page_size:
             last = int(self._entries[self.end - 1])
-            if self.pool.is_shared(last):
+            if self.pool.holders[last] > 1:
                 own = self.pool.take()
                 self.pool.release(last)
                 self._entries[self.end - 1] = own
@@ -168,10 +157,6 @@ class CachedSequence:
         self.length, self.last_keys = 0, last_keys
         self.all, self.recent = PageTable(pool, page_size), PageTable(recent_pool, page_size)
 
-    def first_needed(self, length: int) -> int:
-        """Return the position of the first recent key that a sequence of `length` keys still needs."""
-        return max(0, length + 1 - self.last_keys)
-
     def min_length(self) -> int:
         """Return the smallest nonzero length that this sequence can be truncated to: the recent keys before it are
         still held."""
@@ -182,7 +167,7 @@ class CachedSequence:
         """Release recent pages that the next rows do not need. Without new tokens nothing is released: rows may still
         be truncated."""
         if tokens:
-            self.recent.release_before(self.first_needed(self.length))
+            self.recent.release_before(self.length + 1 - self.last_keys)
 
     def truncate(self, length: int) -> None:
         """Drop the keys from `length` on."""

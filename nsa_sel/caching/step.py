@@ -99,7 +99,7 @@ class LayerStep(NamedTuple):
 
     def check(self, x: Tensor, rule: Rule, window: int, packed: bool, context: bool) -> None:
         """Raise ArgumentError unless the step fits hidden states x [B,S,width] and a layer with these sizes."""
-        transforms.check_eager("NSAttention with a cache", x)
+        transforms.check_traced("NSAttention with a cache", x, compiles=False)
         for name, given in (("cu_seqlens", packed), ("context parallelism", context)):
             if given:
                 raise ArgumentError(

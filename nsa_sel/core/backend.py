@@ -304,7 +304,6 @@ class ChooserModule(Protocol):
     def forward(self, call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
         """Return o [B,S,G,h,Dv], lse [B,S,G,h] in float32 (float64 for float64 inputs), the blocks' ranges [B,S,G,n,2],
         empty ones last."""
-        ...
 
     def backward(self, call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk, dv, contiguous, with the shapes and dtypes of q, k, v; dlse is None when lse is unused.
@@ -312,16 +311,13 @@ class ChooserModule(Protocol):
         p = exp(logits - lse) with the lse that is given, which is larger than that of `forward` where a gate is in it
         (nsa_sel/gating.py).
         """
-        ...
 
     def log_sum_exp(self, call: ChooseCall) -> Tensor:
         """Return lse [B,S,G,h] of `forward` alone."""
-        ...
 
     def best_blocks(self, call: ChooseCall, lse: Tensor | None) -> Tensor:
         """Return ranges of `forward` by the scores that `call.pool` defines; lse [B,S,G,h] for a pool with softmax.
         Values are not read."""
-        ...
 
 
 class BackendModule(Protocol):
@@ -336,7 +332,6 @@ class BackendModule(Protocol):
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         """Return o [B,S,G,h,Dv] in q's dtype and lse [B,S,G,h] in float32 (float64 for float64 inputs)."""
-        ...
 
     def backward(self, call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk, dv, contiguous, with the shapes and dtypes of q, k, v; dlse is None when lse is unused.
@@ -344,4 +339,3 @@ class BackendModule(Protocol):
         p = exp(logits - lse) with the lse that is given, which is larger than that of `forward` where a gate is in it
         (nsa_sel/gating.py).
         """
-        ...

@@ -33,7 +33,7 @@ class Workspace:
 
     def __init__(self, buffer: Tensor) -> None:
         self.buffer = buffer
-        self.taken = 0  # bytes that this pass asked for, also beyond the buffer
+        self.taken = 0  # bytes that this pass asked for, also beyond the buffer; set to 0 when a pass begins
 
     @classmethod
     def of(cls, buffer: object, device: torch.device) -> Workspace:
@@ -53,10 +53,6 @@ class Workspace:
         if buffer.is_inference() and not torch.is_inference_mode_enabled():
             raise ArgumentError("workspace", "made under torch.inference_mode()", "one made outside, for a call outside", remedy)
         return cls(buffer.view(-1))
-
-    def begin(self) -> None:
-        """Start a pass: all memory is free."""
-        self.taken = 0
 
     def take(self, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """Uninitialized memory for a contiguous tensor until the pass ends; None if the buffer is too small, which

@@ -113,10 +113,8 @@ def run_forward(decided: Decided, function_of: FunctionOf = forward_of) -> Any:
     if decision is None:
         return *outputs, None
     events.record(decision, decided.request)
-    if call.settings.debug_compare and isinstance(call, Call) and not call.capturing():
-        with torch.no_grad():
-            silent = _silent(call)
-            _compare(decision.forward, "forward", outputs[:1], forward_of(registry.fallback(), silent)(silent)[:1])
+    if call.settings.debug_compare:
+        _compare(call, decision.forward, "forward", outputs[:1], lambda name, call: forward_of(name, call)(call)[:1])
     return *outputs, decision
 
 
@@ -144,10 +142,9 @@ def gradients_and_delta(
     (dq, dk, dv, *delta), decision = run_pass(call, decision, "backward", function_of, o, lse, do, dlse)
     if decision is not None:
         events.count("backward", str(decision.backward))
-    if decision is not None and call.settings.debug_compare and isinstance(call, Call) and not call.capturing():
-        with torch.no_grad():
+        if call.settings.debug_compare:
             _compare(
-                decision.backward, "backward", (dq, dk, dv), registry.load(registry.fallback()).backward(_silent(call), o, lse, do, dlse)
+                call, decision.backward, "backward", (dq, dk, dv), lambda name, call: registry.load(name).backward(call, o, lse, do, dlse)
             )
     return dq, dk, dv, delta[0] if delta else None
 
@@ -213,7 +210,7 @@ def _observed_pass(call: Call | ChooseCall, name: str, direction: str, function_
             return _observed_pass(call, name, direction, function_of, given)
     settings, workspace = call.settings, call.workspace
     if workspace is not None:
-        workspace.begin()
+        workspace.taken = 0
     if settings.traced or settings.debug_nvtx:
         loads = None
         if isinstance(call, Call) and (call.lengths is None or registry.backends()[name].reads_caches):
@@ -226,15 +223,22 @@ def _observed_pass(call: Call | ChooseCall, name: str, direction: str, function_
     return result
 
 
-def _silent(call: Call) -> Call:
+def _compare(
+    call: Call | ChooseCall, backend: str | None, direction: str, results: tuple[Tensor, ...],
+    reference: Callable[[str, Call], tuple[Tensor, ...]],
+) -> None:  # fmt: skip
+    """Emit the event of NSA_DEBUG_COMPARE: the largest mean absolute error of a pass against the fallback.
+
+    reference: returns the fallback's results, given its name and the call without events and workspace.
+    """
+    if not isinstance(call, Call) or call.capturing():
+        return
     off = {"debug_log": None, "debug_triton": False, "debug_timing": False, "debug_compare": False}
-    return replace(call, settings=msgspec.structs.replace(call.settings, **off), workspace=None)
-
-
-def _compare(backend: str | None, direction: str, results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    """Emit the event of NSA_DEBUG_COMPARE: the largest mean absolute error of a pass against the fallback."""
-    mae = max(float((mine.detach().double() - other.double()).abs().mean()) for mine, other in zip(results, expected, strict=True))
-    events.emit("sel.compare", backend=backend, direction=direction, reference=registry.fallback(), mae=mae)
+    silent, name = replace(call, settings=msgspec.structs.replace(call.settings, **off), workspace=None), registry.fallback()
+    with torch.no_grad():
+        pairs = zip(results, reference(name, silent), strict=True)
+        mae = max(float((mine.detach().double() - other.double()).abs().mean()) for mine, other in pairs)
+    events.emit("sel.compare", backend=backend, direction=direction, reference=name, mae=mae)
 
 
 # Ops, through which traced calls go

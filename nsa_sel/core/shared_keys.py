@@ -57,7 +57,7 @@ def one_of(q: Tensor, selection: Selection, r: int) -> tuple[Tensor, Selection]:
             f"ranges [B,S,G,n,2] over q's rows {rows}",
             f"one set of ranges per query row and group of q, which has {r} groups for each of k",
         )
-    return q[:, :, ::r], _with_ranges(selection, ranges[:, :, ::r])
+    return q[:, :, ::r], with_ranges(selection, ranges[:, :, ::r])
 
 
 def as_rows(x: Tensor, r: int) -> Tensor:
@@ -120,7 +120,7 @@ def call_of_rows(q: Tensor, selection: Selection, q_pos: Tensor | None, S_kv: in
 
     def build() -> tuple[Selection, Tensor]:
         at = torch.arange(S_kv - S, S_kv, device=q.device).expand(B, S) if position is None else position
-        return _with_ranges(selection, as_rows(selection.ranges, r)), at.repeat(1, r)
+        return with_ranges(selection, as_rows(selection.ranges, r)), at.repeat(1, r)
 
     if torch.compiler.is_compiling() or capturing(q):  # a replay must follow writes into the ranges
         rows, at = build()
@@ -140,10 +140,6 @@ def from_sequences(x: Tensor, r: int) -> Tensor:
     return torch.unflatten(x, 0, (x.shape[0] // r, r)).movedim(1, 3).flatten(2, 3)
 
 
-def selection_of_sequences(selection: Selection, r: int) -> Selection:
-    """Return the selection over [B*r,S,G]."""
-    return _with_ranges(selection, as_sequences(selection.ranges, r))
-
-
-def _with_ranges(selection: Selection, ranges: Tensor) -> Selection:
+def with_ranges(selection: Selection, ranges: Tensor) -> Selection:
+    """Return a selection of other ranges with the static facts of this one."""
     return Selection(ranges, selection.block_size, selection.max_length, disjoint=selection.disjoint)

@@ -76,8 +76,14 @@ def traces(*tensors: Any) -> bool:
     return any(type(x) not in _PLAIN and getattr(x, "__torch_dispatch__", None) is not _NO_DISPATCH for x in tensors)
 
 
-def check_traced(name: str, *tensors: Any) -> None:
-    """Raise BackendError when make_fx or FakeTensorMode traces `name`, which is not an op."""
+def check_traced(name: str, *tensors: Any, compiles: bool = True) -> None:
+    """Raise BackendError when make_fx or FakeTensorMode traces `name`, which is not an op, or torch.compile unless
+    `compiles`."""
+    if not compiles and is_compiling():
+        raise BackendError(
+            f"{name} is called in a function that torch.compile traces; allowed: eager calls. Remedy: call it in a function under"
+            " torch.compiler.disable, and compile the rest."
+        )
     check_transforms(*tensors, name=name)
     modes = torch._C._TorchDispatchModeKey.__members__.values()
     faked = not _len_modes() and traces(*(x for x in tensors if isinstance(x, Tensor)))
@@ -87,16 +93,6 @@ def check_traced(name: str, *tensors: Any) -> None:
             " plain tensors. Remedy: trace selection_attention, which is an op, or keep the call out of the traced code, for example in a"
             " function under torch.compiler.disable."
         )
-
-
-def check_eager(name: str, *tensors: Any) -> None:
-    """Raise BackendError where anything traces `name`, torch.compile included."""
-    if is_compiling():
-        raise BackendError(
-            f"{name} is called in a function that torch.compile traces; allowed: eager calls. Remedy: call it in a function under"
-            " torch.compiler.disable, and compile the rest."
-        )
-    check_traced(name, *tensors)
 
 
 def check_transforms(*inputs: Any, name: str = "selection_attention") -> None:

@@ -48,33 +48,22 @@ def prepared(decided: Decided, backend: str | None) -> Decided:
     Raises:
         ArgumentError: a selection that breaks its promises.
     """
-    settings = decided.call.settings
+    call, request, settings = decided.call, decided.request, decided.call.settings
     log.follow(settings)
-    if settings.autotune in ("warmup", "warmup-tune"):
-        decided = before_first_call(decided, backend)
+    if settings.autotune in ("warmup", "warmup-tune") and call.q.device not in _started and not capturing():
+        _started.add(call.q.device)
+        try:
+            warm(request, call.q.device, tune=settings.autotune == "warmup-tune")
+        except Exception as error:
+            events.emit("sel.triton.warmup", logging.ERROR, request=request, error=repr(error))
+            warn(f"the warm-up failed, kernels compile at their first call: {error!r}")
+        decided = decide_call(
+            call.q, call.k, call.v, call.selection, call.scale, call.q_pos, request.needs_grad, backend, call.lengths, call.block_table,
+            call.scales,
+        )  # fmt: skip
     if settings.debug_triton and not decided.call.capturing():
         decided.call.selection.validate()
     return decided
-
-
-def before_first_call(decided: Decided, backend: str | None) -> Decided:
-    """`decided`, decided again after the warm-up before the first call on a device. Never raises.
-
-    A call that a CUDA graph captures warms nothing up.
-    """
-    call, request = decided.call, decided.request
-    if call.q.device in _started or capturing():
-        return decided
-    _started.add(call.q.device)
-    try:
-        warm(request, call.q.device, tune=call.settings.autotune == "warmup-tune")
-    except Exception as error:
-        events.emit("sel.triton.warmup", logging.ERROR, request=request, error=repr(error))
-        warn(f"the warm-up failed, kernels compile at their first call: {error!r}")
-    return decide_call(
-        call.q, call.k, call.v, call.selection, call.scale, call.q_pos, request.needs_grad, backend, call.lengths, call.block_table,
-        call.scales,
-    )  # fmt: skip
 
 
 def capturing() -> bool:

@@ -89,7 +89,7 @@ def context_parallel_attention(
             first call of the group, or at any call with NSA_DEBUG_TRITON=1. It names rank and field.
     """
     check_tensors(q=q, k=k, v=v)
-    transforms.check_eager("context_parallel_attention", q, k, v)
+    transforms.check_traced("context_parallel_attention", q, k, v, compiles=False)
     q, k, v = transforms.materialized(q, k, v)
     group = group_of(group, "context_parallel_attention")
     check_exchange(exchange)

@@ -158,9 +158,15 @@ def cheapest_exchange(of: Sizes, asked: Choice, slots: list[list[int]] | None, c
     room = slots or [[0] * of.ranks] * of.ranks
     gather, blocks = exchanged_bytes(room, keys=of.keys, block_size=of.block_size or 1, **needed)
     rows = rows_bytes(of.ranks, S=of.S, h=of.h, n=of.n, index_size=of.index_size, has_pos=of.has_pos, **needed)
-    kind, why = cheapest(gather, None if slots is None else blocks, rows)
+    kind: Kind
     if asked != "auto":
         kind, why = asked, "asked for by exchange="
+    else:  # the first of equals
+        kinds: dict[Kind, Bytes] = {"gather": gather, **({} if slots is None else {"blocks": blocks}), "rows": rows}
+        kind = min(kinds, key=lambda name: kinds[name].total)
+        first = {"gather": "gathering is", "blocks": "blocks are", "rows": "rows are"}[kind]
+        words = {"gather": "gathered", "blocks": "in blocks", "rows": "by rows"}
+        why = f"{first} no more bytes: {', '.join(f'{cost.total} {words[name]}' for name, cost in kinds.items())}"
     if slots is None:
         why = f"{why}; {obstacle(of)}"
     return Exchange(kind, of.ranks, gather, None if slots is None else blocks, rows, max(map(sum, room)), counted, why)
@@ -171,17 +177,10 @@ def planned(of: Sizes, asked: Choice) -> tuple[Exchange, list[list[int]] | None]
     """Return `cheapest_exchange` from static facts only, and the slots."""
     slots = None
     if of.block_size is not None and obstacle(of) is None:
-        slots = static_slots(of.ranks, of.keys // of.block_size, of.S, of.n, of.within)
+        # Blocks of each rank that suffice for any selection; rows `within` their rank's keys attend to none of later ranks.
+        most, ranks = min(of.keys // of.block_size, of.S * of.n), range(of.ranks)
+        slots = [[0 if p == r or (of.within and p > r) else most for p in ranks] for r in ranks]
     return cheapest_exchange(of, asked, slots, counted=False), slots
-
-
-def cheapest(gather: Bytes, blocks: Bytes | None, rows: Bytes) -> tuple[Kind, str]:
-    """Return the kind with the fewest bytes, the first of equals, and the reason in words."""
-    kinds: dict[Kind, Bytes] = {"gather": gather, **({} if blocks is None else {"blocks": blocks}), "rows": rows}
-    kind = min(kinds, key=lambda name: kinds[name].total)
-    first = {"gather": "gathering is", "blocks": "blocks are", "rows": "rows are"}[kind]
-    words = {"gather": "gathered", "blocks": "in blocks", "rows": "by rows"}
-    return kind, f"{first} no more bytes: {', '.join(f'{cost.total} {words[name]}' for name, cost in kinds.items())}"
 
 
 def note(exchange: Exchange) -> None:
@@ -192,13 +191,3 @@ def note(exchange: Exchange) -> None:
 def exchanges() -> tuple[Exchange, ...]:
     """Return the exchanges of this process's last `KEPT_EXCHANGES` calls, oldest first; `print` one to read the reason."""
     return tuple(_done)
-
-
-def static_slots(ranks: int, blocks: int, rows: int, chosen: int, past_only: bool) -> list[list[int]]:
-    """Return the slots that suffice for any selection of `chosen` blocks per row, with `rows` rows and `blocks` blocks
-    per rank.
-
-    past_only: rows attend to no key of later ranks.
-    """
-    most = min(blocks, rows * chosen)
-    return [[0 if p == r or (past_only and p > r) else most for p in range(ranks)] for r in range(ranks)]

@@ -203,7 +203,7 @@ def _begin(given: _Tensors, options: _Options, group: Any, *, compressed: bool) 
         ArgumentError, BackendError, NsaSelError: as `context_parallel_nsa_attention`.
     """
     check_tensors(**given._asdict())
-    transforms.check_eager(_NAME, *given)
+    transforms.check_traced(_NAME, *given, compiles=False)
     group = group_of(group, _NAME)
     check_exchange(options.exchange)
     cast = _Tensors._make((*transforms.in_autocast_dtype(*given[:8]), given.gates))

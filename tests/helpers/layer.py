@@ -130,7 +130,7 @@ def poison(cache: NSACache) -> None:
 
 def _first_key(sequence: CachedSequence) -> int:
     """Of the last keys that may be read: those before the shortest length to which the sequence may be cut."""
-    return sequence.first_needed(max(sequence.min_length(), 1))
+    return max(0, max(sequence.min_length(), 1) + 1 - sequence.last_keys)
 
 
 def _mark(mask: Tensor, held: Any, first: int, end: int) -> None:
