@@ -284,7 +284,7 @@ def infllm_selection(
         coarse = rule._replace(compress_block=4 * compress_block, compress_stride=4 * compress_stride, block_size=4 * compress_block)
         means = BlockMean(coarse.compress_block, coarse.compress_stride)(k.transpose(1, 2))
         index = check_index(q, means, coarse, pool, None, scale, q_pos, k.shape[2], transforms.traces(q, k))
-        lse = choose.log_sum_exp(index, coarse, backend)
+        lse = choose.best_blocks(index, coarse, None, backend)
     means = BlockMean(compress_block, compress_stride)(k.transpose(1, 2))
     return _choose(q, means, rule, pool, lse, scale, q_pos, k.shape[2], backend)
 

@@ -56,23 +56,35 @@ def _owners(bounds: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
     return i, number - bounds[i], number < bounds[-1]
 
 
-def _packed_pieces(x: Tensor, cu_seqlens: CuSeqlens, stride: int, r: int) -> PackedPieces:
-    check_packed_keys("x", x)
-    return PackedPieces.of(Bounds.of("cu_seqlens", cu_seqlens, len(x), x).on(x), len(x), stride, r)
-
-
-def split(x: Tensor, stride: int) -> Tensor:
-    """The whole pieces of x [B,S,G,D]: [B,pieces,stride,G,D]."""
-    whole = x.shape[1] // stride
-    return torch.unflatten(x[:, : whole * stride], 1, (whole, stride))
-
-
 def blocks_of(pieces: int, r: int) -> int:
     """Blocks of r pieces among so many: (S - compress_block) // compress_stride + 1, or 0."""
     return max(0, pieces - r + 1)
 
 
-class BlockMLP(nn.Module):
+class _Compression(nn.Module):
+    """A module that compresses keys or values, by `_blocks` from pieces [B,pieces,stride,G,D] to [B,G,C,D]."""
+
+    stride: int
+    r: int
+
+    def _blocks(self, pieces: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, cu_seqlens: CuSeqlens | None = None) -> Tensor:
+        """Return [B,G,C,D] of x [B,S,G,D]; of a packed x [T,G,D] the k_cmp [C,G,D] of `compressed_attention`, zeros after
+        the last sequence."""
+        if cu_seqlens is None:
+            whole = x.shape[1] // self.stride
+            return self._blocks(torch.unflatten(x[:, : whole * self.stride], 1, (whole, self.stride)))
+        check_packed_keys("x", x)
+        packed = PackedPieces.of(Bounds.of("cu_seqlens", cu_seqlens, len(x), x).on(x), len(x), self.stride, self.r)
+        return packed.join(self._blocks(packed.split(x)))
+
+    def extra_repr(self) -> str:
+        return f"compress_block={self.r * self.stride}, compress_stride={self.stride}"
+
+
+class BlockMLP(_Compression):
     """A two-layer MLP over the keys of a block, with learned positions inside the block; shared by all groups.
 
     Args:
@@ -108,22 +120,14 @@ class BlockMLP(nn.Module):
         layers have their own."""
         nn.init.zeros_(self.inside)
 
-    def forward(self, x: Tensor, cu_seqlens: CuSeqlens | None = None) -> Tensor:
-        """[B,G,C,D] of x [B,S,G,D]; of a packed x [T,G,D] the k_cmp [C,G,D] of `compressed_attention`, zeros after the
-        last sequence.
+    def _blocks(self, pieces: Tensor) -> Tensor:
+        """Return [B,G,C,D] of pieces [B,pieces,stride,G,D].
 
         The first layer is linear: its matrix is r matrices side by side, W_0 ... W_(r-1), one for each piece of a
         block, so that block i gives sum_j W_j piece_(i+j). One product multiplies every piece by all r of them, for as
         many operations as blocks take, and sums of shifted views join the blocks. Positions inside the block add the
         same to all blocks: they go through the layer once.
         """
-        if cu_seqlens is not None:
-            packed = _packed_pieces(x, cu_seqlens, self.stride, self.r)
-            return packed.join(self._blocks(packed.split(x)))
-        return self._blocks(split(x, self.stride))
-
-    def _blocks(self, pieces: Tensor) -> Tensor:
-        """[B,G,C,D] of pieces [B,pieces,stride,G,D]."""
         C = blocks_of(pieces.shape[1], self.r)
         if not self.is_plain():
             blocks = torch.cat([pieces[:, j : j + C] for j in range(self.r)], 2) + self.inside[:, None]  # [B,C,compress_block,G,D]
@@ -146,9 +150,6 @@ class BlockMLP(nn.Module):
         rank's replicas."""
         weights = self.inside, self.first.weight, self.first.bias, self.second.weight, self.second.bias
         return weights if self.of_rank is None else tuple(None if x is None else self.of_rank(x) for x in weights)
-
-    def extra_repr(self) -> str:
-        return f"compress_block={self.r * self.stride}, compress_stride={self.stride}"
 
 
 def _drop_second_bias(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
@@ -176,19 +177,12 @@ class _Joined(torch.autograd.Function):
         return found, None
 
 
-class BlockMean(nn.Module):
-    """The mean of a block's keys. It has no parameters."""
+class BlockMean(_Compression):
+    """The mean of a block's keys, summed in float32 (float64 for float64). It has no parameters."""
 
     def __init__(self, compress_block: int, compress_stride: int) -> None:
         super().__init__()
         self.stride, self.r = compress_stride, compress_block // compress_stride
-
-    def forward(self, x: Tensor, cu_seqlens: CuSeqlens | None = None) -> Tensor:
-        """As of `BlockMLP`; sums are in float32 (float64 for float64)."""
-        if cu_seqlens is not None:
-            packed = _packed_pieces(x, cu_seqlens, self.stride, self.r)
-            return packed.join(self._blocks(packed.split(x)))
-        return self._blocks(split(x, self.stride))
 
     def _blocks(self, pieces: Tensor) -> Tensor:
         """[B,G,C,D] of pieces [B,pieces,stride,G,D]."""
@@ -199,6 +193,3 @@ class BlockMean(nn.Module):
             total = total + means[:, :, j : j + C]
         mean: Tensor = (total / self.r).to(pieces.dtype)
         return mean
-
-    def extra_repr(self) -> str:
-        return f"compress_block={self.r * self.stride}, compress_stride={self.stride}"

@@ -117,19 +117,19 @@ def needs_extra(extra: str, what: str) -> Iterator[None]:
         raise NsaSelError(f"{what} needs the package {package}, which is not installed. Remedy: pip install 'nsa-sel[{extra}]'") from error
 
 
-_warned: set[tuple[Any, ...]] = set()
+_given_before: set[tuple[Any, ...]] = set()
 
 
 def first_time(kind: str, *facts: object) -> bool:
-    """Return True at the first call with these arguments in this process, for warnings that are given once."""
-    first = (kind, *facts) not in _warned
-    _warned.add((kind, *facts))
+    """Return True at the first call with these arguments in this process: for warnings that are given once."""
+    first = (kind, *facts) not in _given_before
+    _given_before.add((kind, *facts))
     return first
 
 
-def forget_warnings(kind: str) -> None:
-    """Give the warnings of this kind again."""
-    _warned.difference_update([given for given in _warned if given[0] == kind])
+def forget_first(kind: str) -> None:
+    """Let `first_time` return True again for this kind."""
+    _given_before.difference_update([facts for facts in _given_before if facts[0] == kind])
 
 
 def warn(words: str) -> None:

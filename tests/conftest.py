@@ -155,6 +155,6 @@ def plain_cpu(monkeypatch: pytest.MonkeyPatch, configure: Callable[[str], Path])
 
 def forget() -> None:
     flags.checked = -1
-    errors.forget_warnings("flag")
+    errors.forget_first("flag")
     tuned.forget()
     reset()

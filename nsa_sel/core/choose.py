@@ -118,52 +118,51 @@ def attention_of(name: str, _: Any) -> Callable[..., Any]:
     return getattr(module, "attention", module.forward)
 
 
-def best_blocks(index: Index, rule: Rule, pool: Pool, backend: str | None) -> Tensor:
-    """Return ranges [B,S,G,n,2], ascending, [0, 0) last. A pool with softmax and no lse takes that of the index keys
-    themselves."""
+def best_blocks(index: Index, rule: Rule, pool: Pool | None, backend: str | None) -> Tensor:
+    """Choose blocks by the scores of index keys, or return the log-sum-exp of their logits alone.
+
+    Args:
+        index: checked arguments.
+        rule: sizes and counts.
+        pool: the definition of a block's score; with softmax and no index.lse, weights are those of the index keys
+            themselves. None: the log-sum-exp alone.
+        backend: the name of a backend to force.
+
+    Returns:
+        Ranges [B,S,G,n,2], ascending, [0, 0) last. For a pool of None lse [B,S,G,h], natural logarithm, float32 (float64
+        for float64 inputs), -inf for rows that see no index key.
+    """
     if transforms.traces(index.q, index.k):
-        return torch.ops.nsa_sel.choose_blocks(*index, list(rule), list(pool), backend)  # type: ignore[no-any-return]
+        return torch.ops.nsa_sel.choose_blocks(*index, list(rule), None if pool is None else list(pool), backend)  # type: ignore[no-any-return]
     return _best_blocks(index, rule, pool, backend)
 
 
-def _best_blocks(index: Index, rule: Rule, pool: Pool, backend: str | None) -> Tensor:
-    if index.q.numel() == 0:
-        return index.q.new_empty(*index.q.shape[:3], rule.n, 2, dtype=range_dtype(rule.block_size))
+def _best_blocks(index: Index, rule: Rule, pool: Pool | None, backend: str | None) -> Tensor:
+    q, k, lse, S_kv, scale, q_pos = index
+    if q.numel() == 0:
+        return _no_blocks(q, rule, pool is None)
 
-    def best_of(name: str, _: Any) -> Callable[[ChooseCall], tuple[Tensor]]:
+    def function_of(name: str, _: Any) -> Callable[[ChooseCall], tuple[Tensor]]:
         module = registry.load_chooser(name)
-        own = pool.softmax and index.lse is None
-        return lambda call: (module.best_blocks(call, _log_sum_exp(module, call) if own else index.lse),)
 
-    return _run_index(index, rule, pool, pool.words(), backend, best_of)
+        def function(call: ChooseCall) -> tuple[Tensor]:
+            own = _log_sum_exp(module, call) if pool is None or (pool.softmax and lse is None) else lse
+            return (own if pool is None else module.best_blocks(call, own),)  # type: ignore[return-value]
 
+        return function
 
-def log_sum_exp(index: Index, rule: Rule, backend: str | None) -> Tensor:
-    """Return lse [B,S,G,h], natural logarithm, float32 (float64 for float64 inputs), -inf for rows that see no index
-    key."""
-    if transforms.traces(index.q, index.k):
-        q, k, _, *rest = index
-        return torch.ops.nsa_sel.choose_lse(q, k, *rest, list(rule), backend)  # type: ignore[no-any-return]
-    return _lse_of_index(index, rule, backend)
-
-
-def _lse_of_index(index: Index, rule: Rule, backend: str | None) -> Tensor:
-    if index.q.numel() == 0:
-        return index.q.new_empty(index.q.shape[:-1], dtype=torch.promote_types(index.q.dtype, torch.float32))
-
-    def lse_of(name: str, _: Any) -> Callable[[ChooseCall], tuple[Tensor]]:
-        module = registry.load_chooser(name)
-        return lambda call: (_log_sum_exp(module, call),)
-
-    return _run_index(index, rule, NSA_POOL, LSE, backend, lse_of)
-
-
-def _run_index(index: Index, rule: Rule, pool: Pool, words: tuple[str, ...], backend: str | None, function_of: run.FunctionOf) -> Tensor:
-    q, k, _, S_kv, scale, q_pos = index
-    request = msgspec.structs.replace(request_of(q, k, k, rule, S_kv, False), Dv=0, pool=words)
+    request = msgspec.structs.replace(request_of(q, k, k, rule, S_kv, False), Dv=0, pool=LSE if pool is None else pool.words())
     decision = decide(request, device_info(q.device), backend)
-    result: Tensor = run.run_forward(decided_choice(q, k, k, rule, scale, q_pos, decision, request, pool=pool), function_of)[0]
+    decided = decided_choice(q, k, k, rule, scale, q_pos, decision, request, pool=NSA_POOL if pool is None else pool)
+    result: Tensor = run.run_forward(decided, function_of)[0]
     return result
+
+
+def _no_blocks(q: Tensor, rule: Rule, lse: bool) -> Tensor:
+    """Return an empty result of `best_blocks`."""
+    if lse:
+        return q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(*q.shape[:3], rule.n, 2, dtype=range_dtype(rule.block_size))
 
 
 def _log_sum_exp(module: ChooserModule, call: ChooseCall) -> Tensor:
@@ -175,8 +174,8 @@ def _log_sum_exp(module: ChooserModule, call: ChooseCall) -> Tensor:
     return lse.view(q.shape[:-1])
 
 
-# The ops `nsa_sel::choose_forward`, `choose_backward`, `choose_blocks` and `choose_lse`, through which traced calls go.
-# The last two have no gradient: their callers detach.
+# The ops `nsa_sel::choose_forward`, `choose_backward` and `choose_blocks`, through which traced calls go. The last one has
+# no gradient: its callers detach.
 
 
 def attend(
@@ -227,23 +226,15 @@ run.define(
 
 @torch.library.custom_op("nsa_sel::choose_blocks", mutates_args=())
 def _blocks(
-    q: Tensor, k: Tensor, lse: Tensor | None, S_kv: int, scale: float, q_pos: Tensor | None, rule: list[int], pool: list[bool],
+    q: Tensor, k: Tensor, lse: Tensor | None, S_kv: int, scale: float, q_pos: Tensor | None, rule: list[int], pool: list[bool] | None,
     backend: str | None,
 ) -> Tensor:  # fmt: skip
-    return _best_blocks(Index(q, k, lse, S_kv, scale, q_pos), Rule(*rule), Pool(*pool), backend)
-
-
-@torch.library.custom_op("nsa_sel::choose_lse", mutates_args=())
-def _lse(q: Tensor, k: Tensor, S_kv: int, scale: float, q_pos: Tensor | None, rule: list[int], backend: str | None) -> Tensor:
-    return _lse_of_index(Index(q, k, None, S_kv, scale, q_pos), Rule(*rule), backend)
+    return _best_blocks(Index(q, k, lse, S_kv, scale, q_pos), Rule(*rule), None if pool is None else Pool(*pool), backend)
 
 
 @_blocks.register_fake
-def _(q: Tensor, k: Tensor, lse: Tensor | None, S_kv: int, scale: float, q_pos: Tensor | None, rule: list[int], *_: Any) -> Tensor:
-    own = Rule(*rule)
-    return q.new_empty(*q.shape[:3], own.n, 2, dtype=range_dtype(own.block_size))
-
-
-@_lse.register_fake
-def _(q: Tensor, *_: Any) -> Tensor:
-    return q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+def _(
+    q: Tensor, k: Tensor, lse: Tensor | None, S_kv: int, scale: float, q_pos: Tensor | None, rule: list[int], pool: list[bool] | None,
+    backend: str | None,
+) -> Tensor:  # fmt: skip
+    return _no_blocks(q, Rule(*rule), pool is None)

@@ -17,14 +17,13 @@ from nsa_sel.core.call import device_info
 from nsa_sel.core.decide import Decided, decide_call, forget_decisions
 from nsa_sel.core.request import Request
 from nsa_sel.core.run import attend
-from nsa_sel.errors import NsaSelError, warn
+from nsa_sel.errors import NsaSelError, first_time, forget_first, warn
 from nsa_sel.quantize import STORED, Scales
 from nsa_sel.selection import Selection
 from nsa_sel.settings import tuned
 from nsa_sel.telemetry import events, log
 
 TUNER = "nsa_sel.bench.tune.kernel_configs"  # module with tune_for(request, device), loaded by name like backends and policies
-_started: set[torch.device] = set()  # devices whose first call has started its warm-up
 
 
 class Warmed(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,8 +49,7 @@ def prepared(decided: Decided, backend: str | None) -> Decided:
     """
     call, request, settings = decided.call, decided.request, decided.call.settings
     log.follow(settings)
-    if settings.autotune in ("warmup", "warmup-tune") and call.q.device not in _started and not capturing():
-        _started.add(call.q.device)
+    if settings.autotune in ("warmup", "warmup-tune") and not capturing() and first_time("warm-up", call.q.device):
         try:
             warm(request, call.q.device, tune=settings.autotune == "warmup-tune")
         except Exception as error:
@@ -153,4 +151,4 @@ def reset() -> None:
     forget_decisions()
     decide.forget_counts()
     registry.broken.clear()
-    _started.clear()
+    forget_first("warm-up")

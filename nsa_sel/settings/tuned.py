@@ -22,7 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from nsa_sel.core.request import DeviceInfo, Request
-from nsa_sel.errors import ConfigError, first_time, forget_warnings, warn
+from nsa_sel.errors import ConfigError, first_time, forget_first, warn
 from nsa_sel.settings import private
 from nsa_sel.settings.config import by_way, shipped_configs
 from nsa_sel.settings.flags import CACHE_FLAG
@@ -242,7 +242,6 @@ def parse(data: bytes, name: str) -> tuple[TunedFile, TunedTable]:
     return file, TunedTable(name, hashlib.sha256(data).hexdigest()[:12], data, kernels, min_length, file.costs)
 
 
-_tables: dict[tuple[DeviceInfo, Path], TunedTable | None] = {}
 _shared: dict[DeviceInfo, TunedTable | None] | None = None  # set by sync_tuning: the same on all ranks
 generation = 0  # number of changes to what `in_force` returns; cached decisions depend on it
 any_table = False  # True once a table was found; only then must a call check whether the job is distributed
@@ -250,20 +249,15 @@ any_table = False  # True once a table was found; only then must a call check wh
 
 def read(device: DeviceInfo) -> TunedTable | None:
     """Return this machine's table for `device` and this environment, cached. None if there is no such file."""
-    global any_table
     if device.kind != "cuda" and not device.triton_interpret:
         return None
     folder = cache_folder()
-    if folder is None:
-        return None
-    key = device, folder
-    if key not in _tables:
-        _tables[key] = _read(device, folder / "tuned")
-        any_table = any_table or _tables[key] is not None
-    return _tables[key]
+    return None if folder is None else _read(device, folder / "tuned")
 
 
+@functools.cache
 def _read(device: DeviceInfo, folder: Path) -> TunedTable | None:
+    global any_table
     file = folder
     try:
         files = list(folder.glob(f"{_file_prefix(device.name, device.sm)}-{'?' * 12}.json"))
@@ -279,6 +273,7 @@ def _read(device: DeviceInfo, folder: Path) -> TunedTable | None:
                 "sel.tuned.loaded", file=str(file), fingerprint=table.fingerprint, results=len(content.results),
                 thresholds=table.min_length, costs=sorted(table.costs.models) if table.costs else [], stamp=content.stamp,
             )  # fmt: skip
+            any_table = True
             return table
         _ignore(
             file, "environment", f"measured in another environment: {'; '.join(differing)}. Run `nsa-sel tune` here, or remove the file"
@@ -336,8 +331,8 @@ def share(device: DeviceInfo, table: TunedTable | None) -> None:
 def forget() -> None:
     """Drop tables, shared tables and the memory of reports, so that files are read again."""
     global _shared, generation, any_table
-    _tables.clear()
-    forget_warnings("tuned")
+    _read.cache_clear()
+    forget_first("tuned")
     _shared, any_table = None, False
     generation += 1
 

@@ -130,7 +130,7 @@ def warned(request: Request, device: DeviceInfo, backend: str | None = None) -> 
 @pytest.fixture
 def nobody_told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a new process on a machine that has every package."""
-    monkeypatch.setattr(errors, "_warned", set())
+    monkeypatch.setattr(errors, "_given_before", set())
     monkeypatch.setattr(registry, "offers", lambda request: OFFERS)
     nsa_sel.reset()
     yield
@@ -163,7 +163,7 @@ def test_the_devices_of_the_adr_are_told_alike(monkeypatch: pytest.MonkeyPatch, 
         assert part in words
     assert warned(SHORT, device) == []
     monkeypatch.setenv("NSA_TRITON_SEL_FORCE", "1")
-    monkeypatch.setattr(errors, "_warned", set())
+    monkeypatch.setattr(errors, "_given_before", set())
     (words,) = warned(SHORT, device)
     assert "built-in values. Measure it with: nsa-sel tune" in words
 
@@ -204,7 +204,7 @@ def test_a_hopper_gpu_without_cupy_is_told_once_what_that_costs(monkeypatch: pyt
     assert warned(example_request(needs_grad=True), H200) == []
     with pytest.warns(RuntimeWarning, match="H100.*package cupy is not installed"):
         explain_request(example_request(), H100)
-    monkeypatch.setattr(errors, "_warned", set())
+    monkeypatch.setattr(errors, "_given_before", set())
     assert [words for words in warned(example_request(), A100) if "cupy" in words] == warned(example_request(), CPU) == []
 
 
