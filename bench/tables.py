@@ -165,6 +165,7 @@ def claim() -> str:
         f" {lengths} tokens ({inputs}; 4 KV groups of 16 heads, D 128, bf16). A model of 25 million parameters trains at {gains} times as"
         f" many tokens per second as with dense attention at {listed(f'{pair.context // 1024}k' for pair in rates)}."
         " [layer.md](https://github.com/nsa-sel/nsa-sel/blob/main/docs/layer.md) has all parts, and the losses."
+        f" Rows: `{PARTS_FILE.relative_to(ROOT).as_posix()}`, `{TRAINING.relative_to(ROOT).as_posix()}/speed-*.jsonl`."
     )
 
 

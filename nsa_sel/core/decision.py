@@ -69,6 +69,19 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     runner_up: str | None = None  # what would run forward without the choice; None when forced
     runner_up_backward: str | None = None
 
+    def __str__(self) -> str:
+        """Return one screen: the backends, why, the predicted times and the other candidates. `nsa_sel.describe` has more."""
+        request, times = self.request, {(each.direction, each.backend): f", {each.ms:.3g} ms predicted" for each in self.predictions}
+        lines = [f"{request.kind} on {self.device.name}: B={request.B} S={request.S} S_kv<={request.S_kv} G={request.G} h={request.h}"]
+        for direction, name in (("forward", self.forward), *([("backward", self.backward)] if request.needs_grad else [])):
+            lines.append(f"{direction}: {name or 'no backend can run it'}{times.get((direction, str(name)), '')}")
+        lines += [f"rule: {self.rule}", "others:"]
+        for verdict in self.verdicts:
+            reasons = ", ".join(dict.fromkeys(reason.code for reason in (*verdict.forward, *verdict.backward)))
+            if verdict.backend not in (self.forward, self.backward):
+                lines.append(f"  {verdict.backend}: {reasons or 'possible'}{times.get(('forward', verdict.backend), '')}")
+        return "\n".join(lines)
+
     @property
     def sharing_source(self) -> str:
         """The source of the sharing that predictions assume: "measured", "counted at the first call", or the prior's

@@ -65,12 +65,14 @@ def describe(decision: Decision, columns: int = 0) -> str:
     predicted = {(p.backend, p.direction): f"{p.ms:.3g}" for p in decision.predictions}
     rows = []
     for verdict in decision.verdicts:
-        kinds = {reason.kind for reason in verdict.forward}
+        kinds, codes = {reason.kind for reason in verdict.forward}, {reason.code for reason in verdict.forward}
+        against = [reason.words for reason in verdict.forward]
+        against += [f"Backward: {reason.words}" for reason in verdict.backward if reason.code not in codes]
         status = "eligible" if not kinds else "slower" if kinds == {"slower"} else "refused"
         rows.append([
             verdict.backend, "picked" if verdict.backend == decision.forward else status,
             *(predicted.get((verdict.backend, direction), "-") for direction in timed),
-            "\n".join(reason.words for reason in verdict.forward),
+            "\n".join(against),
         ])  # fmt: skip
     headers = ["backend", "forward", *(f"{direction}, ms" for direction in timed), "reasons"]
     sentences = [f"-> {sentence}" for sentence in counterfactuals(decision)]

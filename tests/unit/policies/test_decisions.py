@@ -135,6 +135,17 @@ def test_counterfactuals_are_true_sentences() -> None:
     assert counterfactuals(decide(LONG, H100)) == ()
 
 
+def test_a_printed_decision_is_one_screen_and_a_described_one_has_reasons_against_backward_alone() -> None:
+    decision = decide(replace(LONG, needs_grad=True), H100, sel_triton_min_L={"forward": 1, "decode": 1, "backward": 1 << 20})
+    lines = str(decision).splitlines()
+    assert lines[1:3] == [f"forward: {decision.forward}", f"backward: {decision.backward}"]
+    assert decision.forward == "triton-group" != decision.backward
+    assert "  triton-token: min-length" in lines
+    assert "  numba: device-kind" in lines
+    assert len(lines) < 20
+    assert "Backward: Max_length is 8192; it must be >= 1048576." in describe(decision)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("device", [CPU, INTERPRETER], ids=["cpu", "interpreter"])
 def test_triton_is_never_the_choice_on_a_cpu(dtype: str, device: DeviceInfo) -> None:
