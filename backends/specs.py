@@ -169,7 +169,7 @@ SPECS = (
             "tokens-e4m3": ("launch", "read"),
             "backward": ("launch", "pairs", "tile", "exact"),
         },
-        wide_alike=("backward",),
+        same_price_if_wide=("backward",),
     ),
 )
 
@@ -192,7 +192,7 @@ CHOOSERS = (
         summary="choose-triton with TMA and wgmma kernels (cupy-cuda's tiles) for attention to compressed keys and its gradients",
         tiles=ARITHMETIC_TILES,
         cost_terms={**_CHOICE, "choose-backward": ("launch", "compressed", "rows")},
-        wide_alike=("choose-backward",),
+        same_price_if_wide=("choose-backward",),
     ),
     Backend(
         name="choose-triton",

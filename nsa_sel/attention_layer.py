@@ -32,7 +32,7 @@ class NSAttention(nn.Module):
 
     Rotary positions rotate q and the keys of the selected branch and of the window. The compressed branch takes q and
     keys without them: a compressed key stands for compress_block positions at once, so no one angle is right for it,
-    and blocks are then chosen by content, at any distance alike. `BlockMLP` learns the order inside a block.
+    and blocks are then chosen by content, whatever their distance. `BlockMLP` learns the order inside a block.
 
     Args:
         width: of hidden states.

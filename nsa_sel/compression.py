@@ -171,10 +171,10 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        found = do.new_zeros(ctx.shape)
+        dproducts = do.new_zeros(ctx.shape)
         for j in range(ctx.shape[-1]):
-            found[:, :, j : j + do.shape[2], :, j] = do
-        return found, None
+            dproducts[:, :, j : j + do.shape[2], :, j] = do
+        return dproducts, None
 
 
 class BlockMean(_Compression):

@@ -25,7 +25,7 @@ def shown(value: object) -> str:
 def closest(name: str, names: Iterable[str], cutoff: float = 0.5) -> str | None:
     """Return the entry of `names` that an unknown `name` probably means, whatever its case; None if none is similar
     (`difflib`'s ratio)."""
-    by_lower = {known.lower(): known for known in names}
+    by_lower = {each.lower(): each for each in names}
     return next((by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)), None)
 
 

@@ -100,10 +100,10 @@ def backward(
     work = _work(gates)
     raised = work.raise_lse(raises, gates) if any(x is not None for x in raises) else raises
     scaled = work.backward(do, rest, gates, dgates, True) if any(o is not None for o in rest) else rest
-    found: list[Gated | None] = []
+    inputs: list[Gated | None] = []
     for c, (x, y) in enumerate(zip(raised, scaled, strict=True)):
-        found.append(Gated(do, x, gates[..., c]) if x is not None else None if y is None else Gated(y, lse[c], None))
-    return found
+        inputs.append(Gated(do, x, gates[..., c]) if x is not None else None if y is None else Gated(y, lse[c], None))
+    return inputs
 
 
 def write_dgates(
@@ -118,11 +118,11 @@ def write_dgates(
         deltas: sum(do * o_c) [B,S,G,h] where the branch's backward pass has given it, else None.
     """
     raised = [x is not None and x.gate is not None for x in gated]
-    known = [delta if x else None for delta, x in zip(deltas, raised, strict=True)]
+    given = [delta if x else None for delta, x in zip(deltas, raised, strict=True)]
     rest = [o if x and delta is None else None for o, delta, x in zip(branches, deltas, raised, strict=True)]
     work = _work(gates)
-    if any(x is not None for x in known):
-        work.write_deltas(known, dgates)
+    if any(x is not None for x in given):
+        work.write_deltas(given, dgates)
     if any(o is not None for o in rest):
         work.backward(do, rest, gates, dgates, False)
 
@@ -154,5 +154,5 @@ class _GatedSum(torch.autograd.Function):
         transforms.check_gradients(do, name="nsa_attention")
         *branches, gates = ctx.saved_tensors
         dgates = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
-        found = backward(do.resolve_neg(), branches, gates, (None, None, None), dgates)
-        return *(x.do for x in found if x is not None), dgates
+        inputs = backward(do.resolve_neg(), branches, gates, (None, None, None), dgates)
+        return *(x.do for x in inputs if x is not None), dgates

@@ -306,12 +306,12 @@ def _packed_rows(cu_seqlens: Sequence[int], S: int, l: int, d: int) -> tuple[lis
 def _importance(p: Tensor, pieces: int, d: int, block_size: int, S_kv: int) -> Tensor:
     """[blocks] from p [compressed keys]: each of the `pieces` pieces of d keys that key i covers adds p_i to the block
     that holds it."""
-    found = [0.0] * -(-S_kv // block_size)
+    sums = [0.0] * -(-S_kv // block_size)
     for i, weight in enumerate(p.tolist()):
         for piece in range(i, i + pieces):
-            if piece * d // block_size < len(found):
-                found[piece * d // block_size] += weight
-    return torch.tensor(found, dtype=torch.float64)
+            if piece * d // block_size < len(sums):
+                sums[piece * d // block_size] += weight
+    return torch.tensor(sums, dtype=torch.float64)
 
 
 def _best(importance: list[float], current: int, n: int, first: int, local: int) -> list[int]:

@@ -110,8 +110,8 @@ class _Project(torch.autograd.Function):
             bias = None if all(b is None for b in biases) else _stacked(biases, _rows(weights), x)
             y = linear(x, _stacked(weights, _rows(weights), x), bias)
         parts = _views(y, _rows(weights), heads)
-        turned = {name: rotated(getattr(parts, name), Angles(cos, sin)) for name in ROTATING}
-        parts = parts._replace(gates=parts.gates.sigmoid(), **turned)
+        rotated_parts = {name: rotated(getattr(parts, name), Angles(cos, sin)) for name in ROTATING}
+        parts = parts._replace(gates=parts.gates.sigmoid(), **rotated_parts)
         ctx.save_for_backward(x, cos, sin, parts.gates, *weights)
         ctx.heads, ctx.biases = heads, [None if b is None else b.dtype for b in biases]
         ctx.set_materialize_grads(False)
@@ -201,9 +201,9 @@ class _Split(torch.autograd.Function):
         like = next((dx for dx in gradients if dx is not None), None)
         if like is None:
             return None, None
-        found, first = like.new_empty(ctx.shape), 0
+        dx_all, first = like.new_empty(ctx.shape), 0
         for size, dx in zip(ctx.sizes, gradients, strict=True):
-            part = found.narrow(-1, first, size)
+            part = dx_all.narrow(-1, first, size)
             if dx is None:
                 part.zero_()
             elif torch.is_grad_enabled():
@@ -211,7 +211,7 @@ class _Split(torch.autograd.Function):
             else:
                 copy_wide(part, dx.resolve_neg())
             first += size
-        return found, None
+        return dx_all, None
 
 
 def copy_wide(to: Tensor, x: Tensor) -> None:

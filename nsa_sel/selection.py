@@ -146,7 +146,7 @@ class Selection:
             ranges: [B,S,G,n,2], or [B,G,n,2] for one query per sequence; int32 or int64; half-open [start, end).
             block_size: promises that every non-empty range is one whole block of this many keys.
             max_length: promises that no row selects more keys.
-            disjoint: promises that no two ranges of a row share a key. By default the union is found at the first use.
+            disjoint: promises that no two ranges of a row share a key. By default the union is computed at the first use.
 
         Returns:
             A Selection that shares the memory of `ranges`.
@@ -363,10 +363,10 @@ class Selection:
         """Return the cached plan that depends on the ranges alone; None if there is none. on: its key and the current
         stream, as of `_on_stream`."""
         snapshot = self._snapshot
-        found = None if snapshot is None else snapshot.plans.get(on)
-        if snapshot is None or found is None or found.made_from or not self._is_current(snapshot):
+        plan = None if snapshot is None else snapshot.plans.get(on)
+        if snapshot is None or plan is None or plan.made_from or not self._is_current(snapshot):
             return None
-        return found.value
+        return plan.value
 
     def keep(self, on: tuple[Any, ...], value: Any) -> None:
         """Cache a plan that depends on the ranges alone, as they are now. on: as of `kept`."""

@@ -110,7 +110,7 @@ def work_of(backend: Backend, request: Request, backward: bool, sharing: tuple[f
         # On average, rows do not see half of the block that holds their own position.
         unseen = request.B * request.S * request.G / 2 / max(1.0, blocks_of(request).chosen)
         return {**amounts, "visited": exact * (1 - unseen)}
-    if request.phase(backward) in backend.wide_alike:
+    if request.phase(backward) in backend.same_price_if_wide:
         return {term.removesuffix("-wide"): amount for term, amount in amounts.items()}
     return amounts
 

@@ -57,9 +57,9 @@ def within_limits(case: PolicyInput, offer: Offer) -> Iterator[Reason]:
         yield refuse("choice-max", "request.S_kv / request.block_size", blocks, f"<= {limits.choice_max}", remedy)
     tiles = offer.backend.tiles
     if limits.tiles_only and tiles is not None and not (device.sm == tiles.sm and tiles.take(request)):
-        found = f"S {request.S}, h {request.h}, Dk {request.Dk}, Dv {request.Dv}, SM {(device.sm or 0) / 10}"
-        found += "" if request.aligned else ", not aligned"
-        yield refuse("tiles-only", "request", found, tiles.wanted(), "let the policy choose another backend")
+        call = f"S {request.S}, h {request.h}, Dk {request.Dk}, Dv {request.Dv}, SM {(device.sm or 0) / 10}"
+        call += "" if request.aligned else ", not aligned"
+        yield refuse("tiles-only", "request", call, tiles.wanted(), "let the policy choose another backend")
     if not limits.deterministic:
         remedy = "make the backend sum in a fixed order, because results must be bit-equal"
         yield refuse("not-deterministic", "limits.deterministic", False, True, remedy)
@@ -84,10 +84,10 @@ def _quantized(case: PolicyInput, offer: Offer) -> Iterator[Reason]:
         required, remedy = f">= {formats[format_name]} for {format_name}", f"use a newer GPU, another backend, or {own}"
         yield Reason("quantized-sm", "unsupported", "device.sm", device.sm, required, remedy)
     elif steps is not None and not (device.sm == steps.sm and steps.take(request)):
-        found = f"{request.quantized}, blocks of {request.block_size}, Dk {request.Dk}, Dv {request.Dv}, SM {sm / 10}"
-        found += "" if request.page_size is None else f", pages of {request.page_size}"
-        found += "" if request.aligned else ", not aligned"
-        yield Reason("quantized-steps", "unsupported", "request", found, steps.wanted(), "let the policy choose another backend")
+        call = f"{request.quantized}, blocks of {request.block_size}, Dk {request.Dk}, Dv {request.Dv}, SM {sm / 10}"
+        call += "" if request.page_size is None else f", pages of {request.page_size}"
+        call += "" if request.aligned else ", not aligned"
+        yield Reason("quantized-steps", "unsupported", "request", call, steps.wanted(), "let the policy choose another backend")
 
 
 def forced_path(case: PolicyInput, offer: Offer) -> Iterator[Reason]:

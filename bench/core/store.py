@@ -30,7 +30,7 @@ from nsa_sel.cli.output import output_file
 from nsa_sel.errors import ArgumentError
 from nsa_sel.settings import private
 from nsa_sel.settings.flags import COMMIT_FLAG
-from nsa_sel.settings.schema import Way
+from nsa_sel.settings.schema import Direction
 
 Row = dict[str, Any]
 
@@ -44,8 +44,8 @@ STATE_SECONDS = 10.0  # age up to which a reading of clocks and temperature is r
 _STATE = ("sm_mhz", "memory_mhz", "temperature_c")
 _last_state: tuple[float, dict[str, int | None]] = (-STATE_SECONDS, {})
 
-DIRECTIONS: dict[Way, str] = {"forward": "fwd", "backward": "bwd", "decode": "decode"}  # as rows name them
-WAYS: dict[str, Way] = {direction: way for way, direction in DIRECTIONS.items()}
+DIRECTIONS: dict[Direction, str] = {"forward": "fwd", "backward": "bwd", "decode": "decode"}  # as rows name them
+WAYS: dict[str, Direction] = {direction: way for way, direction in DIRECTIONS.items()}
 # Committed rows, relative to ROOT
 H100_RESULTS, H200_RESULTS = "bench/results/h100", "bench/results/h200"
 H200_ROWS = f"{H200_RESULTS}/selection.jsonl"

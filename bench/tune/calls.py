@@ -42,11 +42,11 @@ from nsa_sel.policies.guards import within_limits
 from nsa_sel.settings import tuned
 from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.flags import COMMIT_FLAG, CONFIG_FLAG, FLAGS
-from nsa_sel.settings.schema import Costs, Settings, Threshold, Way
+from nsa_sel.settings.schema import Costs, Direction, Settings, Threshold
 
 ROWS, IDENTITY = ".calls.jsonl", (*Case._fields, "direction", "backend", "launches")  # of the file of rows
 BACKENDS = (*(backend.name for backend in SPECS if backend.cost_terms), DENSE)  # dense attention is for the report alone
-ORDER: tuple[Way, ...] = ("forward", "decode", "backward")  # a direction is used as soon as its rows are complete: the quick ones first
+ORDER: tuple[Direction, ...] = ("forward", "decode", "backward")  # used as soon as its rows are complete: the quick ones first
 ORACLE_ROWS = 16  # compared with the oracle
 MAX_ERROR = 1e-3  # mean absolute error of o, and of each gradient
 MAX_ROWS = 8192  # of a case that slow backends are measured on
@@ -93,7 +93,7 @@ def collect(run: Run, asked: Sequence[Row], measure: Measure) -> list[Row]:
 
 
 @without_flags()
-def measure_thresholds(run: Run, measure: Measure, ways: Sequence[Way]) -> dict[Way, Threshold]:
+def measure_thresholds(run: Run, measure: Measure, ways: Sequence[Direction]) -> dict[Direction, Threshold]:
     """Measure both sides of the threshold cases, and write the thresholds of the directions whose rows are complete.
 
     The rule is that of the committed profiles (threshold_optimizer.py). A direction with a case that failed keeps the
@@ -114,7 +114,7 @@ def measure_thresholds(run: Run, measure: Measure, ways: Sequence[Way]) -> dict[
         if (case.S == 1) == (way == "decode")
         for side in (TRITON, PACKED)
     ]
-    found: dict[Way, Threshold] = {}
+    found: dict[Direction, Threshold] = {}
     with locked(run.stamp):
         timed = store.measured(collect(run, asked, measure))
         for way in ways:
@@ -129,7 +129,7 @@ def measure_thresholds(run: Run, measure: Measure, ways: Sequence[Way]) -> dict[
 
 
 @without_flags()
-def wanted(device: DeviceInfo, ways: Sequence[Way]) -> list[Row]:
+def wanted(device: DeviceInfo, ways: Sequence[Direction]) -> list[Row]:
     """Return the rows to measure: case, direction, backend, and under "launches" the kernel configs in force for it
     now.
     """
@@ -138,7 +138,7 @@ def wanted(device: DeviceInfo, ways: Sequence[Way]) -> list[Row]:
     return [row for way in asked for listed in (_attending, _choosing) for row in listed(device, settings, way)]
 
 
-def _attending(device: DeviceInfo, settings: Settings, way: Way) -> Iterator[Row]:
+def _attending(device: DeviceInfo, settings: Settings, way: Direction) -> Iterator[Row]:
     backward = way == "backward"
     for case in (case for case in cases.cost_cases() if cases.decodes(case) == (way == "decode")):
         request = cost_fit.request_of(case, None, backward)
@@ -157,7 +157,7 @@ def _attending(device: DeviceInfo, settings: Settings, way: Way) -> Iterator[Row
             yield {**case._asdict(), "direction": DIRECTIONS[way], "backend": name, "launches": launches}
 
 
-def _choosing(device: DeviceInfo, settings: Settings, way: Way) -> Iterator[Row]:
+def _choosing(device: DeviceInfo, settings: Settings, way: Direction) -> Iterator[Row]:
     for case in cases.choice_cases() if way != "decode" else ():
         request = cost_fit.request_of(case, None, way == "backward")
         asked = PolicyInput(request, device, settings, "backward" if way == "backward" else "forward")
@@ -169,7 +169,7 @@ def _choosing(device: DeviceInfo, settings: Settings, way: Way) -> Iterator[Row]
 
 
 @without_flags()
-def measure_costs(run: Run, device: DeviceInfo, measure: Measure, ways: Sequence[Way]) -> tuple[Costs | None, int]:
+def measure_costs(run: Run, device: DeviceInfo, measure: Measure, ways: Sequence[Direction]) -> tuple[Costs | None, int]:
     """Measure the rows that are missing, and write the models of the directions whose rows are complete.
 
     Models that the file has stay until the rows of all their directions are complete again.

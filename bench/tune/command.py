@@ -17,7 +17,7 @@ from nsa_sel.core.call import device_info
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import ArgumentError, closest
 from nsa_sel.settings import tuned
-from nsa_sel.settings.schema import WAYS, Costs, Settings, Threshold, Way
+from nsa_sel.settings.schema import DIRECTIONS, Costs, Direction, Settings, Threshold
 
 COSTS_SHARE, COSTS_MINUTES = 1 / 3, 20.0  # of the time, kept for the costs
 ANY_GPU = DeviceInfo(kind="cuda", name="any GPU")  # of a dry run without one: the built-in configs, all of the space
@@ -40,7 +40,7 @@ class Plan(NamedTuple):
     device: DeviceInfo
     settings: Settings
     jobs: list[Job]
-    ways: tuple[Way, ...] = ()  # directions whose thresholds are measured; none if a backend or sizes are asked for
+    ways: tuple[Direction, ...] = ()  # directions whose thresholds are measured; none if a backend or sizes are asked for
     costs: tuple[Row, ...] = ()  # rows to measure for the cost models, with the configs in force now; none with --quick
 
     @property
@@ -81,7 +81,7 @@ class Done(NamedTuple):
     """The results of a run. `costs_left`: rows."""
 
     report: kernel_configs.Report
-    thresholds: dict[Way, Threshold]
+    thresholds: dict[Direction, Threshold]
     costs: Costs | None = None
     costs_left: int = 0
 
@@ -118,7 +118,7 @@ class Done(NamedTuple):
         return "\n".join(lines)
 
 
-def plan(backend: str | None, way: Way | None, sizes: Sizes, *, quick: bool, dry_run: bool) -> Plan:
+def plan(backend: str | None, way: Direction | None, sizes: Sizes, *, quick: bool, dry_run: bool) -> Plan:
     """Return what to measure on this machine's current GPU.
 
     Args:
@@ -154,7 +154,7 @@ def plan(backend: str | None, way: Way | None, sizes: Sizes, *, quick: bool, dry
     found = jobs(settings, device.sm, cases, backend, way, quick)
     if not found:
         raise ArgumentError("--direction", repr(way), "one that the backend has kernel configs for", "see `nsa-sel tune --dry-run`")
-    ways = () if backend or any(sizes) else WAYS if way is None else (way,)
+    ways = () if backend or any(sizes) else DIRECTIONS if way is None else (way,)
     return Plan(device, settings, found, ways, () if quick else tuple(calls.wanted(device, ways)))
 
 
@@ -192,4 +192,4 @@ def _table(rows: list[tuple[Any, ...]], headers: tuple[str, ...]) -> str:
 
 
 def _key_cells(key: tuned.Key) -> tuple[str, ...]:
-    return f"{key.Dk}/{key.Dv}", f"<={key.h}", f"<={key.L}", key.dtype, key.way
+    return f"{key.Dk}/{key.Dv}", f"<={key.h}", f"<={key.L}", key.dtype, key.direction

@@ -232,7 +232,7 @@ class Runner:
             self.expected = of, checked_results(self._work(job, job.committed), job.config_id(job.committed))
         work = self._work(job, config)
         check_agreement(checked_results(work, job.config_id(config)), self.expected[1])
-        if job.key.way == "decode" and self.device.type == "cuda":
+        if job.key.direction == "decode" and self.device.type == "cuda":
             return timing.replayed_milliseconds(work, timing.Timing(self.rep))[:3]
         return timing.milliseconds(work, timing.Timing(self.rep), self.device.type)[:3]
 
@@ -241,7 +241,7 @@ class Runner:
         assert self.prepared is not None
         module, (_, given, do) = registry.load(job.key.backend), self.prepared
         settings = msgspec.structs.replace(self.settings, kernels={**self.settings.kernels, job.kernel: config})
-        forward_results = module.forward(given) if job.key.way == "backward" else None
+        forward_results = module.forward(given) if job.key.direction == "backward" else None
 
         def work(debug: bool = False) -> tuple[Tensor, ...]:
             old = given.selection

@@ -17,7 +17,7 @@ from nsa_sel.backends.specs import launch_class, tile_columns
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.policies.cost import BYTES
 from nsa_sel.settings.config import profile_for, settings_for, shipped_configs
-from nsa_sel.settings.schema import KernelConfig, PowerOfTwo, Settings, Way
+from nsa_sel.settings.schema import Direction, KernelConfig, PowerOfTwo, Settings
 from nsa_sel.settings.tuned import Key, bucket_of_length, class_of_heads
 
 BLOCK = 64  # keys per block of the problems' selections
@@ -57,7 +57,7 @@ class Space(NamedTuple):
     """The configs of one kernel, and the problems that judge them."""
 
     kernel: str
-    way: Way
+    way: Direction
     problems: tuple[str, ...]
     block_l: tuple[PowerOfTwo, ...]
     warps: tuple[PowerOfTwo, ...]
@@ -78,7 +78,7 @@ STEPS: tuple[PowerOfTwo, ...] = (16, 32, 64, 128, 256)
 IN_BLOCKS: tuple[PowerOfTwo, ...] = (16, 32, 64)
 
 
-def _many_rows(kernel: str, way: Way, loads: tuple[Loads, ...] = ("pointer",)) -> Space:
+def _many_rows(kernel: str, way: Direction, loads: tuple[Loads, ...] = ("pointer",)) -> Space:
     """Return the space of a kernel with many query rows per step and whole blocks of keys."""
     return Space(kernel, way, BLOCKS, (32, 64), (2, 4, 8), (1, 2, 3), (32, 64, 128), loads)
 
@@ -165,8 +165,9 @@ def is_near(config: KernelConfig, committed: KernelConfig) -> bool:
 
 
 def jobs(
-    settings: Settings, sm: int | None, cases: tuple[Case, ...], backend: str | None = None, way: Way | None = None, quick: bool = False
-) -> list[Job]:
+    settings: Settings, sm: int | None, cases: tuple[Case, ...], backend: str | None = None, way: Direction | None = None,
+    quick: bool = False,
+) -> list[Job]:  # fmt: skip
     """Return what to measure, case by case.
 
     Args:
@@ -186,7 +187,7 @@ def jobs(
         committed = settings.kernels[kernel]
         candidates = tuple(config for config in configs(space, committed, sm) if not quick or is_near(config, committed))
         key = Key(
-            backend=space.backend, way=space.way, Dk=case.Dk, Dv=case.Dv, h=class_of_heads(case.h), L=bucket_of_length(case.L),
+            backend=space.backend, direction=space.way, Dk=case.Dk, Dv=case.Dv, h=class_of_heads(case.h), L=bucket_of_length(case.L),
             dtype=case.dtype,
         )  # fmt: skip
         problems = tuple(name for name in space.problems if case.L == REAL_LENGTH or not PROBLEMS[name].real)

@@ -29,7 +29,7 @@ from nsa_sel.core.decision import refusal
 from nsa_sel.core.request import DeviceInfo, Request, example_request
 from nsa_sel.errors import ArgumentError, BackendError, NsaSelError, needs_extra
 from nsa_sel.settings.config import GPUS, SHARED_MEMORY
-from nsa_sel.settings.schema import Way
+from nsa_sel.settings.schema import DIRECTIONS, Direction
 from nsa_sel.telemetry import events
 from nsa_sel.telemetry.describe import describe
 
@@ -47,7 +47,7 @@ _EXAMPLE = example_request()
 # Values of options
 Dtype = enum.StrEnum("Dtype", ["float16", "bfloat16", "float32", "float64"])
 CacheFormat = enum.StrEnum("CacheFormat", {"ones": "e4m3", "tensor": "e4m3/tensor", "head": "e4m3/head", "page": "e4m3/page"})
-Direction = enum.StrEnum("Direction", ["forward", "backward", "decode"])  # decode: one query per sequence
+Pass = enum.StrEnum("Pass", DIRECTIONS)
 Where = enum.StrEnum("Where", ["auto", "cpu", "cuda"])
 Choice = enum.StrEnum("Choice", ["nsa", "minimax", "moba", "infllm"])
 
@@ -194,7 +194,7 @@ def demo(
 def tune(
     quick: Annotated[bool, typer.Option("--quick", help="Try few kernel configs for one case. Takes minutes.")] = False,
     backend: Annotated[str | None, typer.Option(help="Tune only this Triton backend.")] = None,
-    direction: Annotated[Direction | None, typer.Option(help="Tune only this direction.")] = None,
+    direction: Annotated[Pass | None, typer.Option(help="Tune only this direction.")] = None,
     L: Annotated[list[int] | None, typer.Option("--L", min=1, help="Selected keys per row; repeatable.")] = None,
     h: Annotated[int | None, typer.Option("--h", min=1, help="Query heads per group.")] = None,
     Dk: Annotated[int | None, typer.Option("--Dk", min=1, help="Head dimension of q and k.")] = None,
@@ -215,7 +215,7 @@ def tune(
         from nsa_sel.bench.tune import command as tuning
 
         sizes = tuning.Sizes(L=L, h=h, Dk=Dk, Dv=Dv, dtype=dtype and dtype.value)
-        plan = tuning.plan(backend, cast(Way, direction.value) if direction else None, sizes, quick=quick, dry_run=dry_run)
+        plan = tuning.plan(backend, cast(Direction, direction.value) if direction else None, sizes, quick=quick, dry_run=dry_run)
         if dry_run:
             echo(_pretty(plan.document()) if as_json else plan.text())
             return

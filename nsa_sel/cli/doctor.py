@@ -57,12 +57,12 @@ def text(report: dict[str, Any], columns: int = 0) -> str:
     """Format a report for a terminal of `columns` columns (0: unlimited)."""
     packages = [f"{name} {version or 'not installed'}" for name, version in report["packages"].items()]
     lines = [report["verdict"], "", f"nsa-sel {report['nsa_sel']}, Python {report['python']}, {report['platform']}", ", ".join(packages)]
-    for found in report["devices"]:
-        device, settings = found["device"], found["settings"]
+    for entry in report["devices"]:
+        device, settings = entry["device"], entry["settings"]
         facts = f", SM {device.sm // 10}.{device.sm % 10}, {device.sm_count} SMs, {device.shared_memory} bytes shared" if device.sm else ""
         lines += ["", f"device {device.name}{facts}"]
         if settings is None:
-            lines.append(f"error: {found['error']}")
+            lines.append(f"error: {entry['error']}")
             continue
         lines.append(f"profile {settings.profile}, fingerprint {settings.fingerprint}: {settings.provenance}")
         if settings.assumed:
@@ -82,7 +82,7 @@ def text(report: dict[str, Any], columns: int = 0) -> str:
             )
         rows.append(("kernels", f"{len(settings.kernels)} kernel configs, see --json", settings.tuned or "base.yaml and profile"))
         status = [
-            (b["name"], "\n".join(f"{r.kind}: {r.words}" for r in b["lacks"]) or "available", b["summary"]) for b in found["backends"]
+            (b["name"], "\n".join(f"{r.kind}: {r.words}" for r in b["lacks"]) or "available", b["summary"]) for b in entry["backends"]
         ]
         lines += ["", table(["setting", "value", "source"], rows, columns=columns)]
         lines += ["", table(["backend", "here", "what it is"], status, width=70, columns=columns)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Protocol
 import msgspec
 
 from nsa_sel.core.request import DeviceInfo, Kind, Request
-from nsa_sel.settings.schema import Settings, Way
+from nsa_sel.settings.schema import Direction, Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,7 +97,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     block_aligned_only: bool = False
     ranges_max: int = 1 << 30  # ranges per row
     block_multiple: Annotated[int, msgspec.Meta(ge=1)] = 1  # of the block size, for selections of whole blocks
-    small_blocks: tuple[int, ...] = ()  # block sizes that it takes beside these
+    small_blocks: tuple[int, ...] = ()  # further block sizes that it takes
     choice_max: int = 1 << 30  # blocks of a sequence that it chooses from
     quantized: Mapping[str, int] = {}  # formats of quantized caches that it reads, and the SM from which it does on a GPU
     tiles_only: bool = False  # only the calls of its tile kernels, see `Backend.tiles`
@@ -118,7 +118,7 @@ class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
     key_dims: tuple[int, ...]
     value_dims: tuple[int, ...]
     one_head: bool = False  # the forward pass of many tokens takes one head per group, too
-    # What many tokens take beside these, with keys and values in pipelines of their own:
+    # What many tokens take besides these, with keys and values in pipelines of their own:
     gathered_blocks: tuple[int, ...] = ()  # blocks smaller than a step, which gathers them
     wide_dims: tuple[int, ...] = ()  # columns of keys and of values, which are equal
     warpgroup_rows: int = 64  # rows (tokens x heads) of one consumer warpgroup
@@ -233,7 +233,7 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tiles: TileKernels | None = None
     quantized_by: StepKernels | None = None  # the kernels that alone read quantized caches; None: all do
     cost_terms: Mapping[str, tuple[str, ...]] = {}  # `Request.phase` -> the terms of its cost model
-    wide_alike: tuple[str, ...] = ()  # phases whose products take as long for wide keys as for others: one price for both
+    same_price_if_wide: tuple[str, ...] = ()  # phases in which products of wide and of narrow keys take the same time
 
     def prefers_blocks(self, request: Request, device: DeviceInfo) -> bool:
         """Return True if it accepts only whole blocks, or has faster kernels for them on this device."""
@@ -271,7 +271,7 @@ class PolicyInput(NamedTuple):
     direction: Literal["forward", "backward"]
 
     @property
-    def phase(self) -> Way:
+    def phase(self) -> Direction:
         """The direction; "decode" for the forward pass of one query per sequence."""
         return "decode" if self.direction == "forward" and self.request.S == 1 else self.direction
 

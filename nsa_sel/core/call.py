@@ -179,8 +179,8 @@ class Call(_Logits):
         return self._capturing
 
     def disjoint_ranges(self) -> Tensor:
-        """`Selection.disjoint_ranges`, which need not ask again whether a graph captures the call; found once where
-        none is cached."""
+        """`Selection.disjoint_ranges`, without asking again whether a graph captures the call; computed once
+        where none is cached."""
         if not self.capturing() and not self.selection.ranges.is_inference():
             return self.selection.disjoint_ranges(False)
         if self._disjoint is None:

@@ -268,8 +268,8 @@ def _override(backend: str | None, settings: Settings, kind: Kind) -> Override |
     return None
 
 
-APART = tuple(map(float, SHARING_TOKENS))  # no two tokens select the same block
-ALIKE = (1.0,) * len(SHARING_TOKENS)  # all tokens select the same blocks
+NONE_SHARED = tuple(map(float, SHARING_TOKENS))  # no two tokens select the same block
+ALL_SHARED = (1.0,) * len(SHARING_TOKENS)  # all tokens select the same blocks
 _ERROR = 2  # of torch.cuda.get_sync_debug_mode(): the user forbids to wait for the device
 
 
@@ -285,7 +285,7 @@ def with_count(
     Args:
         request, device, backend: what the decision depends on.
         q, selection, q_pos, lengths: of the call.
-        counts: whether this call may count; another one only uses what is known.
+        counts: whether this call may count; another one only uses an earlier count.
 
     Returns:
         The request, and the count that its sharing comes from. None where sharing was measured, may not be counted, or
@@ -331,8 +331,8 @@ def kind_of(request: Request, device: DeviceInfo) -> Hashable:
 
 def decides(request: Request, decide: Callable[[Request], Decision]) -> bool:
     """Return True if sharing changes which backend `decide` picks, in either direction: it is asked for both extremes."""
-    apart, alike = (decide(msgspec.structs.replace(request, sharing=sharing)) for sharing in (APART, ALIKE))
-    return (apart.forward, apart.backward) != (alike.forward, alike.backward)
+    unshared, shared = (decide(msgspec.structs.replace(request, sharing=sharing)) for sharing in (NONE_SHARED, ALL_SHARED))
+    return (unshared.forward, unshared.backward) != (shared.forward, shared.backward)
 
 
 def countable(request: Request) -> bool:

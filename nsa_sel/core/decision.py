@@ -227,7 +227,7 @@ def _choose(case: PolicyInput, policy: Policy, offers: Sequence[Offer], override
         least_L = case.settings.sources.get("sel_triton_min_L", "")
         origin = (source or "built-in") + (f"; least L: {least_L}" if least_L.endswith("(assumed)") else "")
         origin += f"; no prediction for {beyond}" if (beyond := policy.unpredicted(case)) else ""
-        rule = "first of the preference" + (" that no check turned away" if stepped_over else "") + f" ({origin})"
+        rule = "first of the preference" + (" that no check refused" if stepped_over else "") + f" ({origin})"
         rule += ", which goes before predicted times" if own and predicted else ""
     return _Choice(tuple(order), reasons, tuple(predictions), by_time, rule, tuple(stepped_over), winner, runner_up)
 

@@ -183,7 +183,7 @@ def run_pass(call: Any, decision: Any, direction: str, function_of: FunctionOf, 
         raise
     except torch.OutOfMemoryError as error:
         error.add_note(
-            f"{name}, {direction} pass: beside its results it may take up to {call.settings.workspace_bytes} bytes"
+            f"{name}, {direction} pass: besides its results it may take up to {call.settings.workspace_bytes} bytes"
             " (runtime.workspace_bytes). Remedy: lower that bound, or pass fewer rows at once."
         )
         raise

@@ -233,8 +233,8 @@ def _with_sharing_of_rank_0(request: Request, device: DeviceInfo, part: _Slice) 
             return request
         count = torch.zeros(len(SHARING_TOKENS), dtype=torch.float64, device=part.q.device)
         if part.rank == 0:
-            found = decide.count_rows(request, part.q, part.selection, _positions(part), None)
-            count.copy_(torch.tensor(found, dtype=torch.float64, device="cpu"))
+            sharing = decide.count_rows(request, part.q, part.selection, _positions(part), None)
+            count.copy_(torch.tensor(sharing, dtype=torch.float64, device="cpu"))
         dist.broadcast(count, group=part.group, group_src=0)
         counts[kind] = tuple(count.tolist())
     return msgspec.structs.replace(request, sharing=counts[kind], counted=True)

@@ -20,7 +20,7 @@ from nsa_sel.core.decision import Decision
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import ConfigError, first_time, warn
 from nsa_sel.settings import flags, private
-from nsa_sel.settings.schema import WAYS, ConfigFile, Settings, Way
+from nsa_sel.settings.schema import DIRECTIONS, ConfigFile, Direction, Settings
 from nsa_sel.telemetry import events
 
 MAX_FILE_BYTES = 1 << 16  # of a configuration file; the shipped ones have a tenth of that
@@ -186,12 +186,12 @@ def forget_settings() -> None:
     _resolve.cache_clear()
 
 
-def by_way(value: int | dict[Way, int], before: int | dict[Way, int] | None) -> int | dict[Way, int]:
+def by_direction(value: int | dict[Direction, int], before: int | dict[Direction, int] | None) -> int | dict[Direction, int]:
     """Return `value` with missing directions filled in from `before`; one number if all directions agree."""
     if isinstance(value, int):
         return value
-    old = before if isinstance(before, dict) else dict.fromkeys(WAYS, before or 0)
-    merged = {way: value.get(way, old[way]) for way in WAYS}
+    old = before if isinstance(before, dict) else dict.fromkeys(DIRECTIONS, before or 0)
+    merged = {each: value.get(each, old[each]) for each in DIRECTIONS}
     return merged["forward"] if len(set(merged.values())) == 1 else merged
 
 
@@ -220,7 +220,7 @@ def _resolve(device: DeviceInfo, _environment: tuple[str | None, ...]) -> Settin
             raise ConfigError(f"{name}: kernels", ", ".join(unknown), ", ".join(kernels), "correct the name")
         new = {field: value for field, value in msgspec.structs.asdict(layer.runtime).items() if value is not msgspec.UNSET}
         if "sel_triton_min_L" in new:
-            new["sel_triton_min_L"] = by_way(new["sel_triton_min_L"], values.get("sel_triton_min_L"))
+            new["sel_triton_min_L"] = by_direction(new["sel_triton_min_L"], values.get("sel_triton_min_L"))
         if isinstance(new.get("autotune"), bool):
             new["autotune"] = "on" if new["autotune"] else "off"
         if new.get("count_sharing") is False:

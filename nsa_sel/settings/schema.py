@@ -11,8 +11,8 @@ from msgspec import UNSET, Meta, UnsetType
 from nsa_sel.core.request import SHARING_TOKENS
 
 ForcePath = Literal["dense", "varlen", "auto"]
-Way = Literal["forward", "backward", "decode"]  # decode: the forward pass with one query per sequence
-WAYS: tuple[Way, ...] = get_args(Way)
+Direction = Literal["forward", "backward", "decode"]  # decode: the forward pass with one query per sequence
+DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 Autotune = Literal["on", "off", "warmup", "warmup-tune"]
 
 Length = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -60,7 +60,7 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The `runtime:` part of a configuration file. A profile may leave out any field."""
 
     use_triton_sel: bool | UnsetType = UNSET
-    sel_triton_min_L: Length | dict[Way, Length] | UnsetType = UNSET  # a mapping changes only the directions it names
+    sel_triton_min_L: Length | dict[Direction, Length] | UnsetType = UNSET  # a mapping changes only the directions it names
     workspace_bytes: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | UnsetType = UNSET
     prefer_forward: tuple[str, ...] | UnsetType = UNSET
     prefer_backward: tuple[str, ...] | UnsetType = UNSET
@@ -156,7 +156,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The `evidence:` part of a profile."""
 
     sources: tuple[Source, ...]
-    sel_triton_min_L: dict[Way, Threshold]
+    sel_triton_min_L: dict[Direction, Threshold]
 
 
 class ConfigFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -177,7 +177,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     backend: str | None = None
     use_triton_sel: bool
-    sel_triton_min_L: int | dict[Way, int]  # a mapping has every direction
+    sel_triton_min_L: int | dict[Direction, int]  # a mapping has every direction
     triton_force: bool = False
     triton_group: bool = True
     triton_allow_grad: bool = True
@@ -218,9 +218,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         work."""
         return self.debug_log is not None or self.debug_triton or self.debug_timing or self.debug_compare
 
-    def min_length(self, way: Way) -> int:
+    def min_length(self, direction: Direction) -> int:
         """Return the L from which Triton may run in one direction."""
-        return self.sel_triton_min_L if isinstance(self.sel_triton_min_L, int) else self.sel_triton_min_L[way]
+        return self.sel_triton_min_L if isinstance(self.sel_triton_min_L, int) else self.sel_triton_min_L[direction]
 
     def kernel(self, name: str) -> KernelConfig:
         """Return the config of one kernel, with the overrides of block size and double buffering applied."""

@@ -24,9 +24,9 @@ import msgspec
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.errors import ConfigError, first_time, forget_first, warn
 from nsa_sel.settings import private
-from nsa_sel.settings.config import by_way, shipped_configs
+from nsa_sel.settings.config import by_direction, shipped_configs
 from nsa_sel.settings.flags import CACHE_FLAG
-from nsa_sel.settings.schema import Costs, KernelConfig, Settings, Threshold, Way
+from nsa_sel.settings.schema import Costs, Direction, KernelConfig, Settings, Threshold
 from nsa_sel.telemetry import events
 from nsa_sel.version import __version__
 
@@ -54,11 +54,11 @@ class Stamp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return [f"{field} was {theirs}, is {mine}" for field, theirs, mine in pairs if theirs != mine]
 
 
-class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"direction": "way"}):
     """The class of calls of a result. `h` and `L` are rounded by `class_of_heads` and `bucket_of_length`."""
 
     backend: str
-    way: Way
+    direction: Direction
     Dk: int
     Dv: int
     h: int
@@ -104,7 +104,7 @@ class TunedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     stamp: Stamp
     commit: str | None
     results: tuple[Result, ...] = ()
-    thresholds: dict[Way, Threshold] = {}  # sel_triton_min_L of the measured directions
+    thresholds: dict[Direction, Threshold] = {}  # sel_triton_min_L of the measured directions
     costs: Costs | None = None  # of the completely measured directions
 
 
@@ -114,8 +114,8 @@ class TunedTable(NamedTuple):
     name: str  # of the file, without its folder
     fingerprint: str
     data: bytes
-    kernels: dict[tuple[Shape, Way], dict[str, KernelConfig]]
-    min_length: dict[Way, int]  # of the directions with a threshold
+    kernels: dict[tuple[Shape, Direction], dict[str, KernelConfig]]
+    min_length: dict[Direction, int]  # of the directions with a threshold
     costs: Costs | None
 
 
@@ -232,19 +232,19 @@ def parse(data: bytes, name: str) -> tuple[TunedFile, TunedTable]:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(name, str(error), "a file written by `nsa-sel tune`", RETUNE) from error
     committed = shipped_configs()["base.yaml"].kernels
-    kernels: dict[tuple[Shape, Way], dict[str, KernelConfig]] = {}
+    kernels: dict[tuple[Shape, Direction], dict[str, KernelConfig]] = {}
     for result in file.results:
         if result.kernel not in committed:
             raise ConfigError(name, result.kernel, ", ".join(committed), RETUNE)
         if result.winner is not None:
-            kernels.setdefault((result.key.shape, result.key.way), {})[result.kernel] = result.winner
-    min_length = {way: threshold.value for way, threshold in file.thresholds.items() if threshold.value is not None}
+            kernels.setdefault((result.key.shape, result.key.direction), {})[result.kernel] = result.winner
+    min_length = {direction: threshold.value for direction, threshold in file.thresholds.items() if threshold.value is not None}
     return file, TunedTable(name, hashlib.sha256(data).hexdigest()[:12], data, kernels, min_length, file.costs)
 
 
 _shared: dict[DeviceInfo, TunedTable | None] | None = None  # set by sync_tuning: the same on all ranks
 generation = 0  # number of changes to what `in_force` returns; cached decisions depend on it
-any_table = False  # True once a table was found; only then must a call check whether the job is distributed
+any_table = False  # True once a table was read; only then must a call check whether the job is distributed
 
 
 def read(device: DeviceInfo) -> TunedTable | None:
@@ -356,13 +356,13 @@ def apply(settings: Settings, request: Request, device: DeviceInfo) -> Settings:
         source = settings.sources.get(field)
         return source is None or source not in (settings.config_file, *flags)
 
-    forward: Way = "decode" if request.S == 1 else "forward"
+    forward: Direction = "decode" if request.S == 1 else "forward"
     own = {**table.kernels.get((shape, forward), {}), **table.kernels.get((shape, "backward"), {})}
     own = {kernel: config for kernel, config in own.items() if may_override(f"kernels.{kernel}")}
     sources = {**settings.sources, **{f"kernels.{kernel}": origin for kernel in own}}
     min_length, costs = settings.sel_triton_min_L, settings.costs
     if table.min_length and may_override("sel_triton_min_L", "NSA_SEL_TRITON_MIN_L"):
-        min_length, sources["sel_triton_min_L"] = by_way(table.min_length, min_length), origin
+        min_length, sources["sel_triton_min_L"] = by_direction(table.min_length, min_length), origin
     if table.costs is not None and may_override("costs"):
         # Predictions are compared within a phase (`Request.phase`), so all models of a phase must come from one
         # machine.

@@ -89,7 +89,7 @@ def content(stamp: Stamp) -> tuple[TunedFile, tuned.TunedTable]:
 
 def key(way: str = "forward", **changes: object) -> Key:
     fields: dict[str, object] = {"backend": "triton-group", "Dk": 128, "Dv": 128, "h": 16, "L": 1024, "dtype": "bfloat16", **changes}
-    return Key(way=way, **fields)  # type: ignore[arg-type]
+    return Key(direction=way, **fields)  # type: ignore[arg-type]
 
 
 def result(kernel: str = FORWARD, winner: KernelConfig | None = OTHER, of: Key | None = None) -> Result:

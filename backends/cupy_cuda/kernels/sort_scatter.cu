@@ -28,7 +28,7 @@ struct Shared {
 
 // Turn counts into positions in `sorted`, two tiles per thread; return the number of entries. to: where the tiles'
 // entries of this block go. counts: of the chunk, from these tiles on, advanced if the chunk has more blocks (more).
-DEVICE int place_lists(Shared &shared, const int (&to)[2], int *counts, int tiles, bool more) {
+DEVICE int offsets_from_counts(Shared &shared, const int (&to)[2], int *counts, int tiles, bool more) {
     const int tile = 2 * threadIdx.x;
     int own[2] = {0, 0};
     UNROLL for (int warp = 0; warp < WARPS; ++warp) {
@@ -40,14 +40,14 @@ DEVICE int place_lists(Shared &shared, const int (&to)[2], int *counts, int tile
     }
     int sum[1] = {own[0] + own[1]}, all[1];
     block_prefix_sum<THREADS>(sum, all);
-    const int place[2] = {sum[0] - own[0] - own[1], sum[0] - own[1]};
+    const int offset[2] = {sum[0] - own[0] - own[1], sum[0] - own[1]};
     UNROLL for (int warp = 0; warp < WARPS; ++warp) {
         uint2 *at = reinterpret_cast<uint2 *>(shared.counts[warp] + tile);
         const uint2 before = *at;
-        *at = uint2{before.x + place[0], before.y + place[1]};
+        *at = uint2{before.x + offset[0], before.y + offset[1]};
     }
     for (int i = 0; i < 2; ++i) {
-        shared.to[tile + i] = to[i] - place[i];
+        shared.to[tile + i] = to[i] - offset[i];
         if (more && tile + i < tiles) counts[i] += own[i];
     }
     return all[0];
@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FEW ? 3 : 4) sort_scatter(
                 __syncwarp();
             }
             __syncthreads();
-            const int listed = place_lists(shared, to, counts, tiles - tile0, first + BLOCK < chunk.end);
+            const int listed = offsets_from_counts(shared, to, counts, tiles - tile0, first + BLOCK < chunk.end);
             __syncthreads();
             UNROLL for (int i = 0; i < EACH; ++i)
                 if (own[i] < TABLE) sorted[shared.counts[warp][own[i]] + ranks[i]] = own[i] << 16 | (number + 32 * i);

@@ -31,7 +31,7 @@ from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import ArgumentError, ConfigError
 from nsa_sel.settings import tuned
 from nsa_sel.settings.config import settings_for, shipped_configs
-from nsa_sel.settings.schema import WAYS, KernelConfig
+from nsa_sel.settings.schema import DIRECTIONS, KernelConfig
 from nsa_sel.settings.tuned import stamp_of
 from tests.helpers import policy_cases
 from tests.helpers.files import ROOT
@@ -107,7 +107,7 @@ def test_the_fastest_wins_where_spreads_are_apart_in_both_rounds() -> None:
     assert (result.measured, result.failed) == (1 + len(job.candidates), 0)
     file, table = content(STAMP)
     assert file.results == (result,)
-    assert table.kernels == {(job.key.shape, job.key.way): {job.kernel: fastest(job)}}
+    assert table.kernels == {(job.key.shape, job.key.direction): {job.kernel: fastest(job)}}
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_winner_is_faster_by_the_mean_and_surely_slower_on_no_problem(real: Gi
     results = tune(RUN, [JOB._replace(candidates=(A, B))], measure).results
     assert [(result.problem, result.winner) for result in results] == [(problem, winner) for problem in TWO]
     assert winner or all("no other is surely faster" in result.verdict for result in results)
-    assert content(STAMP)[1].kernels == ({(JOB.key.shape, JOB.key.way): {JOB.kernel: winner}} if winner else {})
+    assert content(STAMP)[1].kernels == ({(JOB.key.shape, JOB.key.direction): {JOB.kernel: winner}} if winner else {})
 
 
 @pytest.mark.parametrize("lost_on", TWO)
@@ -261,7 +261,7 @@ def sides(row: Row) -> Row:
 def test_thresholds_follow_the_rule_of_the_profiles_and_decisions_follow_them(monkeypatch: pytest.MonkeyPatch) -> None:
     request = replace(LONG, max_length=128, needs_grad=True)
     assert explain_request(request, UNKNOWN).settings.min_length("backward") == 16  # assumed
-    found = measure_thresholds(HERE, sides, WAYS)
+    found = measure_thresholds(HERE, sides, DIRECTIONS)
     assert {way: (known.verdict, known.value) for way, known in found.items()} == {
         "forward": ("measured", 256), "backward": ("undecided", None), "decode": ("measured", 256),
     }  # fmt: skip
@@ -272,7 +272,7 @@ def test_thresholds_follow_the_rule_of_the_profiles_and_decisions_follow_them(mo
     assert "triton-group: min-length" in after.steps
     monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "77")
     assert explain_request(LONG, UNKNOWN).settings.sel_triton_min_L == 77
-    measure_thresholds(Run(stamp_of(RTX4090)), sides, WAYS)
+    measure_thresholds(Run(stamp_of(RTX4090)), sides, DIRECTIONS)
     assert explain_request(LONG, RTX4090).forward == "sdpa-packed", "the device rule stays"
 
 
@@ -282,7 +282,7 @@ def test_a_case_that_fails_leaves_its_direction_as_it_was() -> None:
             raise RuntimeError("out of memory")
         return sides(row)
 
-    assert set(measure_thresholds(HERE, broken, WAYS)) == {"forward", "backward"}
+    assert set(measure_thresholds(HERE, broken, DIRECTIONS)) == {"forward", "backward"}
     tuned_file.rewrite(HERE.stamp, commit="later")
     file = tuned_file.written(HERE.stamp)
     assert (file.commit, set(file.thresholds)) == ("later", {"forward", "backward"})
@@ -290,7 +290,7 @@ def test_a_case_that_fails_leaves_its_direction_as_it_was() -> None:
 
 # Costs
 
-PHASES = {*WAYS, "tokens", "choose", "choose-backward"}
+PHASES = {*DIRECTIONS, "tokens", "choose", "choose-backward"}
 
 
 @pytest.fixture
@@ -304,13 +304,13 @@ def phases(costs: Any) -> set[str]:
 
 @pytest.mark.usefixtures("everything_is_installed")
 def test_an_unmeasured_gpu_picks_by_predicted_time() -> None:
-    asked = wanted(UNKNOWN, WAYS)
-    assert set(ORDER) == set(WAYS)
+    asked = wanted(UNKNOWN, DIRECTIONS)
+    assert set(ORDER) == set(DIRECTIONS)
     assert max(row["S"] for row in asked if row["backend"] in SLOW_BACKENDS) == calls.MAX_ROWS
     request = replace(SHORT, needs_grad=True)
     before = explain_request(request, UNKNOWN)
-    measure_thresholds(HERE, lambda row: timed(1.0 if row["backend"] == "triton-group" else 2.0), WAYS)
-    found, left = measure_costs(HERE, UNKNOWN, priced, WAYS)
+    measure_thresholds(HERE, lambda row: timed(1.0 if row["backend"] == "triton-group" else 2.0), DIRECTIONS)
+    found, left = measure_costs(HERE, UNKNOWN, priced, DIRECTIONS)
     assert found is not None
     assert left == 0
     assert phases(found) == PHASES
@@ -325,7 +325,7 @@ def test_an_unmeasured_gpu_picks_by_predicted_time() -> None:
     assert "`nsa-sel tune` on this machine" in str(after.settings.costs and after.settings.costs.provenance)
     assert Decision.from_json(after.to_json()).replay() == ()
     assert after.settings.fingerprint != before.settings.fingerprint
-    assert measure_costs(HERE, UNKNOWN, again, WAYS) == (found, 0)
+    assert measure_costs(HERE, UNKNOWN, again, DIRECTIONS) == (found, 0)
 
 
 @pytest.mark.usefixtures("everything_is_installed")
@@ -347,9 +347,9 @@ def test_a_backend_that_fails_has_no_model() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory\nand more")
         return priced(row)
 
-    found, _ = measure_costs(HERE, UNKNOWN, broken, WAYS)
+    found, _ = measure_costs(HERE, UNKNOWN, broken, DIRECTIONS)
     assert found is not None
-    asked = {cost_fit.model_of(row) for row in wanted(UNKNOWN, WAYS)}
+    asked = {cost_fit.model_of(row) for row in wanted(UNKNOWN, DIRECTIONS)}
     assert asked & set(cost_fit.TERMS) - set(found.models) == {"triton-block/backward"}
     errors = [row["error"] for row in json_lines(beside(HERE.stamp, calls.ROWS)) if "error" in row]
     assert set(errors) == {"OutOfMemoryError: CUDA out of memory"}

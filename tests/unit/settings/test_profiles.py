@@ -22,7 +22,7 @@ from nsa_sel.core.decision import counterfactuals
 from nsa_sel.core.request import DeviceInfo, Request, example_request
 from nsa_sel.settings import config
 from nsa_sel.settings.config import profile_for, settings_for, shipped_configs
-from nsa_sel.settings.schema import WAYS, Way
+from nsa_sel.settings.schema import DIRECTIONS, Direction
 from nsa_sel.telemetry.describe import describe
 from tests.helpers.policy_cases import (
     A100,
@@ -59,7 +59,7 @@ def test_a_gpu_finds_its_profile_by_name() -> None:
     for name in ("NVIDIA H200", "NVIDIA H200 NVL"):
         found = settings_for(replace(H200, name=name))
         assert (found.profile, found.assumed) == ("sm90_h200.yaml", None)
-        assert found.sel_triton_min_L == {way: settings_for(H200).min_length(way) for way in WAYS}
+        assert found.sel_triton_min_L == {way: settings_for(H200).min_length(way) for way in DIRECTIONS}
         assert found.sources["costs"] == "sm90_h200.yaml"
 
 
@@ -219,9 +219,9 @@ def test_values_of_a_users_file_are_not_assumed(configure: Callable[[str], Path]
 # Thresholds by way
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_gate_is_that_of_the_way(way: Way) -> None:
-    gates = {**dict.fromkeys(WAYS, 1), way: 2000}
+@pytest.mark.parametrize("way", DIRECTIONS)
+def test_the_gate_is_that_of_the_way(way: Direction) -> None:
+    gates = {**dict.fromkeys(DIRECTIONS, 1), way: 2000}
     request = replace(SHORT, needs_grad=True, S=1 if way == "decode" else SHORT.S)
     decision = decide(request, H100, sel_triton_min_L=gates)
     held = [bool(verdict.backward if way == "backward" else verdict.forward) for verdict in decision.verdicts if "group" in verdict.backend]
@@ -236,7 +236,7 @@ def test_the_flag_overrides_every_way(monkeypatch: pytest.MonkeyPatch, configure
     configure("provenance: own rows\nruntime: {sel_triton_min_L: {forward: 512}}\n")
     assert settings_for(RTX4090).sel_triton_min_L == {"forward": 512, "backward": 4096, "decode": 4096}
     monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "32")
-    assert {settings_for(RTX4090).min_length(way) for way in WAYS} == {32}
+    assert {settings_for(RTX4090).min_length(way) for way in DIRECTIONS} == {32}
 
 
 def test_tables_of_the_documents_are_derived_from_their_rows() -> None:

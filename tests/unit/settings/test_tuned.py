@@ -22,7 +22,7 @@ from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import ConfigError
 from nsa_sel.settings import tuned
 from nsa_sel.settings.config import forget_settings, settings_for
-from nsa_sel.settings.schema import KernelConfig, Way
+from nsa_sel.settings.schema import Direction, KernelConfig
 from nsa_sel.settings.tuned import stamp_of
 from nsa_sel.telemetry.describe import describe
 from tests.helpers.cases import make_qkv, make_spans
@@ -69,7 +69,7 @@ def test_a_tuned_launch_is_used_and_the_decision_names_it() -> None:
         ({"dtype": "float16"}, "forward", False), ({"S": 1}, "forward", False), ({"S": 1}, "decode", True), ({}, "decode", False),
     ],
 )  # fmt: skip
-def test_a_kernel_config_holds_for_its_key_alone(changes: dict[str, Any], way: Way, holds: bool) -> None:
+def test_a_kernel_config_holds_for_its_key_alone(changes: dict[str, Any], way: Direction, holds: bool) -> None:
     write(result(of=key(way)))
     assert launch(replace(SHORT, **changes)) == (OTHER if holds else COMMITTED)
 
