@@ -29,7 +29,7 @@ from nsa_sel.core.decision import refusal
 from nsa_sel.core.request import DeviceInfo, Request, example_request
 from nsa_sel.errors import ArgumentError, BackendError, NsaSelError, needs_extra
 from nsa_sel.settings.config import GPUS, SHARED_MEMORY
-from nsa_sel.settings.schema import DIRECTIONS, Direction
+from nsa_sel.settings.schema import Direction
 from nsa_sel.telemetry import events
 from nsa_sel.telemetry.describe import describe
 
@@ -47,7 +47,7 @@ _EXAMPLE = example_request()
 # Values of options
 Dtype = enum.StrEnum("Dtype", ["float16", "bfloat16", "float32", "float64"])
 CacheFormat = enum.StrEnum("CacheFormat", {"ones": "e4m3", "tensor": "e4m3/tensor", "head": "e4m3/head", "page": "e4m3/page"})
-Pass = enum.StrEnum("Pass", DIRECTIONS)
+Pass = enum.StrEnum("Pass", ["forward", "backward", "decode"])  # decode: one query per sequence
 Where = enum.StrEnum("Where", ["auto", "cpu", "cuda"])
 Choice = enum.StrEnum("Choice", ["nsa", "minimax", "moba", "infllm"])
 

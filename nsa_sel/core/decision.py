@@ -71,15 +71,16 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         """Return one screen: the backends, why, the predicted times and the other candidates. `nsa_sel.describe` has more."""
-        request, times = self.request, {(each.direction, each.backend): f", {each.ms:.3g} ms predicted" for each in self.predictions}
+        request = self.request
+        times = {f"{each.direction} {each.backend}": f", {each.ms:.3g} ms predicted" for each in self.predictions}
         lines = [f"{request.kind} on {self.device.name}: B={request.B} S={request.S} S_kv<={request.S_kv} G={request.G} h={request.h}"]
         for direction, name in (("forward", self.forward), *([("backward", self.backward)] if request.needs_grad else [])):
-            lines.append(f"{direction}: {name or 'no backend can run it'}{times.get((direction, str(name)), '')}")
+            lines.append(f"{direction}: {name or 'no backend can run it'}{times.get(f'{direction} {name}', '')}")
         lines += [f"rule: {self.rule}", "others:"]
         for verdict in self.verdicts:
             reasons = ", ".join(dict.fromkeys(reason.code for reason in (*verdict.forward, *verdict.backward)))
             if verdict.backend not in (self.forward, self.backward):
-                lines.append(f"  {verdict.backend}: {reasons or 'possible'}{times.get(('forward', verdict.backend), '')}")
+                lines.append(f"  {verdict.backend}: {reasons or 'possible'}{times.get(f'forward {verdict.backend}', '')}")
         return "\n".join(lines)
 
     @property
