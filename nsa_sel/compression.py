@@ -131,8 +131,7 @@ class BlockMLP(_Compression):
         C = blocks_of(pieces.shape[1], self.r)
         if not self.is_plain():
             blocks = torch.cat([pieces[:, j : j + C] for j in range(self.r)], 2) + self.inside[:, None]  # [B,C,compress_block,G,D]
-            compressed: Tensor = self.second(gelu(self.first(blocks.permute(0, 3, 1, 2, 4).flatten(3))))
-            return compressed
+            return self.second(gelu(self.first(blocks.permute(0, 3, 1, 2, 4).flatten(3))))  # type: ignore[no-any-return]
         pieces = pieces.permute(0, 3, 1, 2, 4).flatten(3)  # [B,G,pieces,stride*D]
         inside, *first, second, bias = self.weights()
         matrices = first[0].reshape(2 * self.dim * self.r, self.stride * self.dim)
@@ -191,5 +190,4 @@ class BlockMean(_Compression):
         total = means[:, :, :C]
         for j in range(1, self.r):
             total = total + means[:, :, j : j + C]
-        mean: Tensor = (total / self.r).to(pieces.dtype)
-        return mean
+        return (total / self.r).to(pieces.dtype)  # type: ignore[no-any-return]

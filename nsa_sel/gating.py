@@ -52,8 +52,7 @@ def gated_sum(compressed: Tensor, selected: Tensor, window: Tensor, gates: Tenso
     """
     if transforms.traces(compressed, selected, window, gates):  # a compiler fuses it
         return _gate_plain.summed((compressed, selected, window), gates)
-    o: Tensor = _GatedSum.apply(compressed, selected, window, gates)  # type: ignore[no-untyped-call]
-    return o
+    return _GatedSum.apply(compressed, selected, window, gates)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def write_sum(branches: Sequence[Tensor], gates: Tensor, to: Tensor) -> None:

@@ -185,8 +185,7 @@ def split_columns(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
     """x.split(sizes, -1)."""
     if transforms.traces(x):  # a compiler fuses it
         return torch.split(x, sizes, -1)
-    parts: tuple[Tensor, ...] = _Split.apply(x, sizes)  # type: ignore[no-untyped-call]
-    return parts
+    return _Split.apply(x, sizes)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Split(torch.autograd.Function):

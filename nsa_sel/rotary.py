@@ -81,8 +81,7 @@ def kept_and_rotated(x: Tensor, table: Angles) -> tuple[Tensor, Tensor]:
     """x and `rotate_by`(x): one pass of the backward pass rotates the second's gradient back and adds the first's."""
     if transforms.traces(x):  # a compiler fuses it
         return x, _plain(x, None, *table, False)
-    both: tuple[Tensor, Tensor] = _Rotate.apply(x, None, *table, False)  # type: ignore[no-untyped-call]
-    return both
+    return _Rotate.apply(x, None, *table, False)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def base_of(rotary: Callable[..., Tensor]) -> float | None:

@@ -191,8 +191,7 @@ def attention(inputs: Inputs, options: Options, recompute: bool = False) -> Tens
     inputs = Inputs(*(x if x is None else x.resolve_neg() for x in inputs))
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return _forward(inputs, options, (False, False, False))
-    o = (_Recomputed if recompute else _Saved).apply(options, *inputs)  # type: ignore[no-untyped-call]
-    return o
+    return (_Recomputed if recompute else _Saved).apply(options, *inputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _composed(inputs: Inputs, options: Options) -> Tensor:
@@ -218,8 +217,7 @@ def _forward(inputs: Inputs, options: Options, needs: Needs, blocks: Tensor | No
 
 
 def _empty_output(inputs: Inputs) -> Tensor:
-    o: Tensor = inputs.q.new_empty(*inputs.q.shape[:4], inputs.v_slc.shape[3])
-    return o
+    return inputs.q.new_empty(*inputs.q.shape[:4], inputs.v_slc.shape[3])  # type: ignore[no-any-return]
 
 
 class _Saved(torch.autograd.Function):

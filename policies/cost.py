@@ -10,7 +10,6 @@ The prediction is pure arithmetic: no tensors, no clock, the same number on ever
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from nsa_sel.backends.specs import E4M3_TILE_ROWS, HOPPER_STEPS, VISITED_WHOLE, WIDEST, launch_class, tile_columns
 from nsa_sel.core.backend import Backend, PolicyInput
@@ -30,16 +29,9 @@ def ceil_sum(count: int, step: int) -> int:
     return step * whole * (whole + 1) // 2 + rest * (whole + 1)
 
 
-class Blocks(NamedTuple):
-    """Numbers of (row, block) pairs, summed over all rows of a request."""
-
-    chosen: float
-    visible: float  # pairs if every row selected all its visible blocks
-
-
-def blocks_of(request: Request) -> Blocks:
-    """Return the blocks of rows at positions S_kv - S, ..., S_kv - 1. The first rows of a sequence see fewer than n
-    blocks."""
+def blocks_of(request: Request) -> tuple[float, float]:
+    """Return the number of (row, block) pairs, summed over the rows at positions S_kv - S, ..., S_kv - 1, and that of the
+    blocks that these rows see. The first rows of a sequence see fewer than n blocks."""
     block = request.block_size or 1
     first, last = max(0, request.S_kv - request.S), request.S_kv
 
@@ -49,7 +41,7 @@ def blocks_of(request: Request) -> Blocks:
 
     n = -(-request.max_length // block)
     rows = request.B * request.G * request.S / max(1, last - first)
-    return Blocks(rows * (at_most(n, last) - at_most(n, first)), rows * (ceil_sum(last, block) - ceil_sum(first, block)))
+    return rows * (at_most(n, last) - at_most(n, first)), rows * (ceil_sum(last, block) - ceil_sum(first, block))
 
 
 def sharing_at(sharing: tuple[float, ...], tokens: int) -> float:
@@ -76,7 +68,7 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...]) -> dict[s
     size, h, Dk, Dv = BYTES[request.dtype], request.h, request.Dk, request.Dv
     key_bytes = (Dk + Dv) * BYTES[request.quantized.partition("/")[0] if request.quantized else request.dtype]
     block = request.block_size or 1
-    pairs = blocks_of(request).chosen
+    pairs = blocks_of(request)[0]
     keys = pairs * block
     rows = request.B * request.S * request.G
     tokens = max(1, TILE_ROWS // h)
@@ -108,7 +100,7 @@ def work_of(backend: Backend, request: Request, backward: bool, sharing: tuple[f
     if backend.shares == "blocks" and (request.block_size or 0) >= VISITED_WHOLE:  # one term at all widths
         exact = sum(amounts.pop(term, 0.0) for term in ("exact", "exact-wide"))
         # On average, rows do not see half of the block that holds their own position.
-        unseen = request.B * request.S * request.G / 2 / max(1.0, blocks_of(request).chosen)
+        unseen = request.B * request.S * request.G / 2 / max(1.0, blocks_of(request)[0])
         return {**amounts, "visited": exact * (1 - unseen)}
     if request.phase(backward) in backend.same_price_if_wide:
         return {term.removesuffix("-wide"): amount for term, amount in amounts.items()}

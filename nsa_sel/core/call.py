@@ -168,8 +168,7 @@ class Call(_Logits):
 
     def positions(self) -> Tensor:
         """Return the position of every query row, [B,S] int64; negative where a cached sequence is shorter than S."""
-        S_kv = self.k.shape[2] if self.block_table is None else self.S_kv
-        return positions(self.q, S_kv, self.q_pos, self.lengths)
+        return positions(self.q, self.k.shape[2] if self.block_table is None else self.S_kv, self.q_pos, self.lengths)
 
     def capturing(self) -> bool:
         """Return True if a CUDA graph captures this call, so that nothing may wait for the device. Cached: asking takes
@@ -329,8 +328,7 @@ class PagedKeys(NamedTuple):
     def gathered(self, x: Tensor) -> Tensor:
         """Return [B,G,C,D] of pages x [pages,G,slots,D]."""
         pages = x.transpose(1, 2).index_select(0, self.table.flatten()).unflatten(0, self.table.shape)  # type: ignore[no-untyped-call]
-        keys: Tensor = pages.flatten(1, 2)[:, self.skipped :].transpose(1, 2)
-        return keys
+        return pages.flatten(1, 2)[:, self.skipped :].transpose(1, 2)  # type: ignore[no-any-return]
 
 
 class Pool(NamedTuple):

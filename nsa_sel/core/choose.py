@@ -154,8 +154,7 @@ def _best_blocks(index: Index, rule: Rule, pool: Pool | None, backend: str | Non
     request = msgspec.structs.replace(request_of(q, k, k, rule, S_kv, False), Dv=0, pool=LSE if pool is None else pool.words())
     decision = decide(request, device_info(q.device), backend)
     decided = decided_choice(q, k, k, rule, scale, q_pos, decision, request, pool=NSA_POOL if pool is None else pool)
-    result: Tensor = run.run_forward(decided, function_of)[0]
-    return result
+    return run.run_forward(decided, function_of)[0]  # type: ignore[no-any-return]
 
 
 def _no_blocks(q: Tensor, rule: Rule, lse: bool) -> Tensor:

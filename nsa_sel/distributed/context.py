@@ -132,10 +132,6 @@ class _Slice(NamedTuple):
     sizes: cost.Sizes
     group: dist.ProcessGroup
 
-    @property
-    def rank(self) -> int:
-        return dist.get_rank(self.group)
-
 
 def _checked(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, q_pos: Tensor | None, scale: float | None, group: dist.ProcessGroup
@@ -183,7 +179,7 @@ def _attend(part: _Slice, exchange: cost.Choice, count_blocks: bool, backend: st
     chosen: exchange_keys.Chosen | None = None
     if count_blocks and exchange in ("auto", "blocks") and obstacle is None:
         chosen = choose()
-        slots: list[list[int]] | None = exchange_keys.counted_slots(chosen.wanted, part.rank, group)
+        slots: list[list[int]] | None = exchange_keys.counted_slots(chosen.wanted, part.group.rank(), group)
         done = cost.cheapest_exchange(sizes, exchange, slots, counted=True)
     else:
         done, slots = cost.planned(sizes, exchange)
@@ -203,7 +199,7 @@ def _attend(part: _Slice, exchange: cost.Choice, count_blocks: bool, backend: st
         if done.kind == "blocks" and slots is not None and sizes.block_size is not None:
             held = sizes.keys // sizes.block_size
             own = held if sizes.within else min(held, sizes.S * sizes.n)
-            route = exchange_keys.BlockRoute(slots, part.rank, sizes.block_size, sizes.keys, own)
+            route = exchange_keys.BlockRoute(slots, part.group.rank(), sizes.block_size, sizes.keys, own)
             blocks = chosen or choose(), route, sizes.within
         if blocks is not None and not sizes.within:  # rows may see only the beginning of a block
             request = msgspec.structs.replace(request, block_size=None)
@@ -232,7 +228,7 @@ def _with_sharing_of_rank_0(request: Request, device: DeviceInfo, part: _Slice) 
         if not decide.may_wait(part.q):
             return request
         count = torch.zeros(len(SHARING_TOKENS), dtype=torch.float64, device=part.q.device)
-        if part.rank == 0:
+        if part.group.rank() == 0:
             sharing = decide.count_rows(request, part.q, part.selection, _positions(part), None)
             count.copy_(torch.tensor(sharing, dtype=torch.float64, device="cpu"))
         dist.broadcast(count, group=part.group, group_src=0)
@@ -242,7 +238,7 @@ def _with_sharing_of_rank_0(request: Request, device: DeviceInfo, part: _Slice) 
 
 def _positions(part: _Slice) -> Tensor:
     """Return the positions [B,S] of this rank's rows in the whole sequence."""
-    of, first = part.sizes, part.sizes.first(part.rank)
+    of, first = part.sizes, part.sizes.first(part.group.rank())
     return torch.arange(first, first + of.S, device=part.q.device).expand(of.B, of.S) if part.q_pos is None else part.q_pos.long()
 
 
@@ -257,7 +253,7 @@ class _ContextParallel(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         selection, sizes, group, sent = part.selection, part.sizes, part.group, None
         if blocks is None:
-            visible = sizes.ranks * sizes.keys if q_pos is not None else sizes.first(part.rank) + sizes.S
+            visible = sizes.ranks * sizes.keys if q_pos is not None else sizes.first(part.group.rank()) + sizes.S
             k_all, v_all = (x[:, :, :visible] for x in exchange_keys.gather(k, v, group))
         else:
             chosen, route, within = blocks

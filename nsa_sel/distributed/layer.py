@@ -145,7 +145,7 @@ class ContextOfLayer:
         options = _Options(layer.rule, layer.window, None, layer.backend, self.exchange, self.both_ends)
         given = _Tensors(q, q_cmp, k_cmp.transpose(1, 2), v_cmp.transpose(1, 2), *others)
         of = _begin(given, options, self.group, compressed=False)
-        route = _route_before_compression(of.cut, of.rank, layer.rule)
+        route = _route_before_compression(of.cut, of.group.rank(), layer.rule)
         near = with_neighbors([of.tensors.k_cmp], [of.tensors.v_cmp], route, of.group)
         k_cmp = _joined([layer.compress_k(k.transpose(1, 2)) for k, _ in near], 2)
         v_cmp = _joined([layer.compress_v(v.transpose(1, 2)) for _, v in near], 2)
@@ -184,10 +184,6 @@ class _Slice(NamedTuple):
     options: _Options
     cut: Cut
     group: dist.ProcessGroup
-
-    @property
-    def rank(self) -> int:
-        return self.group.rank()
 
 
 def _begin(given: _Tensors, options: _Options, group: Any, *, compressed: bool) -> _Slice:
@@ -269,17 +265,17 @@ def _attend(of: _Slice) -> Tensor:
     keys, values = [k_cmp, k_win], [v_cmp, v_win]
     if both_ends:
         keys, values = [*keys, k_slc], [*values, v_slc]
-    route = _route_of_branches(cut, of.rank, rule, window - 1)
+    route = _route_of_branches(cut, of.group.rank(), rule, window - 1)
     (k_cmp, v_cmp), *near = with_neighbors(keys, values, route, of.group)
     q_pos = None
     if both_ends:
         k_slc, v_slc = near.pop()
-        q_pos = cut.positions(of.rank, q.device)
+        q_pos = cut.positions(of.group.rank(), q.device)
 
     # The compressed branch of each slice, and the selected branch of all rows.
     rows = torch.split(q, size, 1)
     compressed, ranges = [], []
-    for held, x in zip(cut.held(of.rank), rows if q_cmp is q else torch.split(q_cmp, size, 1), strict=True):
+    for held, x in zip(cut.held(of.group.rank()), rows if q_cmp is q else torch.split(q_cmp, size, 1), strict=True):
         seen = rule.compressed_keys(held.stop)
         k, v = k_cmp[:, :, :seen], v_cmp[:, :, :seen]
         o, selection = compressed_attention(x, k, v, scale=scale, S_kv=held.stop, **rule._asdict())
@@ -392,5 +388,4 @@ def _replica(parameter: Any) -> Tensor:
     """Return the plain tensor of a replicated DTensor. Its gradient is a partial sum, which is added over ranks."""
     from torch.distributed.tensor import Partial, Replicate
 
-    replica: Tensor = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-    return replica
+    return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])  # type: ignore[no-any-return]
