@@ -267,8 +267,14 @@ class Selection:
         size = self.block_size or self._cut_block
         return self.length_bound(S_kv) if size is None else min(size, S_kv)
 
+    @property
+    def sharing(self) -> tuple[float, ...] | None:
+        """`Measured.sharing` to two digits; None before `measure`, and after the ranges were written."""
+        exact = self.exact()
+        return None if exact is None else exact[1]
+
     def exact(self) -> tuple[int, tuple[float, ...] | None, int] | None:
-        """Return the longest row in keys, `Measured.sharing` to two digits, and the mean row in keys to two digits.
+        """Return the longest row in keys, `sharing`, and the mean row in keys to two digits, from `measure`.
 
         None before `measure`, and after the ranges were written.
         """
