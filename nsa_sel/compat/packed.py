@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa_sel import compressed
+from nsa_sel import choosing
 from nsa_sel.branches import nsa_attention
 from nsa_sel.compression import BlockMean
 from nsa_sel.core.arguments import CuSeqlens
@@ -127,7 +127,7 @@ def compressed_attention(
         ArgumentError, BackendError: as `nsa_sel.compressed_attention`.
     """
     grouped = by_group(q, k, 3, "[T,HQ,D]", "[C,H,D]")
-    o, selection = compressed.compressed_attention(
+    o, selection = choosing.compressed_attention(
         grouped, k, v, compress_block=kernel_size,
         compress_stride=kernel_stride, block_size=block_size, n=topk, first=init_blocks, local=local_blocks, scale=sm_scale,
         cu_seqlens=cu_seqlens_q, max_seqlen=max_seqlen_q,
