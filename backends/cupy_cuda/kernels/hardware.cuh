@@ -143,18 +143,11 @@ DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 }
 
 // Four 8 x 8 matrices from shared memory: lane l passes the address of row l % 8 of matrix l / 8, and receives the pair
-// (r, c) of each.
-DEVICE void ldmatrix(u32 (&x)[4], const u16 *row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(shared_address(row))
-                 : "memory");
-}
-
-// The same, each matrix transposed.
-DEVICE void ldmatrix_trans(u32 (&x)[4], const u16 *row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(shared_address(row))
-                 : "memory");
-}
+// (r, c) of each. ldmatrix_trans: each matrix transposed.
+#define LDMATRIX(NAME, TRANS) \
+    DEVICE void NAME(u32 (&x)[4], const u16 *row) { \
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4" TRANS ".shared.b16 {%0,%1,%2,%3}, [%4];" \
+                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(shared_address(row)) : "memory"); \
+    }
+LDMATRIX(ldmatrix, "")
+LDMATRIX(ldmatrix_trans, ".trans")

@@ -18,26 +18,17 @@ DEVICE void mbarrier_arrive(u64 *bar) { asm volatile("mbarrier.arrive.shared::ct
 DEVICE void mbarrier_arrive_expect(u64 *bar, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes) : "memory");
 }
+#define MBARRIER_TRY_WAIT(SCOPE) \
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity" SCOPE ".shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}" \
+                 : "=r"(done) : "r"(shared_address(bar)), "r"(parity) : "memory")
 DEVICE void mbarrier_wait(u64 *bar, int parity) {
     u32 done;
-    do {
-        asm volatile(
-            "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-            : "=r"(done)
-            : "r"(shared_address(bar)), "r"(parity)
-            : "memory");
-    } while (!done);
+    do MBARRIER_TRY_WAIT(""); while (!done);
 }
 // Wait with acquire semantics over the cluster, for data that other CTAs wrote (store_async).
 DEVICE void mbarrier_wait_cluster(u64 *bar, int parity) {
     u32 done;
-    do {
-        asm volatile(
-            "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-            : "=r"(done)
-            : "r"(shared_address(bar)), "r"(parity)
-            : "memory");
-    } while (!done);
+    do MBARRIER_TRY_WAIT(".acquire.cluster"); while (!done);
 }
 // Arrive once all prior cp.async copies of this thread are complete.
 DEVICE void cp_async_mbarrier_arrive(u64 *bar) {
@@ -90,49 +81,36 @@ DEVICE bool named_barrier_any(int number, bool x) {
 
 DEVICE void tma_prefetch(const TensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-// TMA load of the box at (column, key) of k or v [B,G,S_kv,D], or of a page pool with page b. Elements out of bounds
-// load as zeros.
-DEVICE void tma_load_keys(void *to, const TensorMap *map, u64 *bar, int column, int key, int g, int b) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
-            shared_address(to)),
-        "l"(map), "r"(shared_address(bar)), "r"(column), "r"(key), "r"(g), "r"(b)
-        : "memory");
-}
-// TMA load of eight adjacent keys through a map by panels (key_group_map): 64 columns after 64, 1024 bytes each.
-DEVICE void tma_load_key_group(void *to, const TensorMap *map, u64 *bar, int key, int g, int b) {
-    asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %3, %5, %6}], [%2];" ::"r"(
-            shared_address(to)),
-        "l"(map), "r"(shared_address(bar)), "r"(0), "r"(key), "r"(g), "r"(b)
-        : "memory");
-}
-// `tma_load_keys` for keys that are read once (L2 evict_first).
-DEVICE void tma_load_keys_once(void *to, const TensorMap *map, u64 *bar, int column, int key, int g, int b) {
-    asm volatile(
-        "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
-        "[%0], [%1, {%3, %4, %5, %6}], [%2], policy;\n}" ::"r"(shared_address(to)),
-        "l"(map), "r"(shared_address(bar)), "r"(column), "r"(key), "r"(g), "r"(b)
-        : "memory");
-}
-// TMA load of all heads of adjacent rows, starting at row s, of q or do [B,S,G,h,D].
-DEVICE void tma_load_rows(void *to, const TensorMap *map, u64 *bar, int column, int g, int s, int b) {
-    asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(
-            shared_address(to)),
-        "l"(map), "r"(shared_address(bar)), "r"(column), "r"(0), "r"(g), "r"(s), "r"(b)
-        : "memory");
-}
+// TMA load of a box of DIMS dimensions. COORDINATES: innermost first, as operands %3, %4, ... of the asm statement.
+#define TMA_LOAD(DIMS, COORDINATES, ...) \
+    asm volatile("cp.async.bulk.tensor." DIMS ".shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {" COORDINATES "}], [%2];" \
+                 ::"r"(shared_address(to)), "l"(map), "r"(shared_address(bar)), __VA_ARGS__ : "memory")
+#define EVICT_FIRST "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"  // for bytes that are read once
 
-// Bulk load of contiguous bytes, a multiple of 16, that are read once (L2 evict_first).
+// Load the box at (column, key) of k or v [B,G,S_kv,D], or of a page pool with page b. Elements out of bounds load as
+// zeros.
+DEVICE void tma_load_keys(void *to, const TensorMap *map, u64 *bar, int column, int key, int g, int b) {
+    TMA_LOAD("4d", "%3, %4, %5, %6", "r"(column), "r"(key), "r"(g), "r"(b));
+}
+// Load eight adjacent keys through a map by panels (key_group_map): 64 columns after 64, 1024 bytes each.
+DEVICE void tma_load_key_group(void *to, const TensorMap *map, u64 *bar, int key, int g, int b) {
+    TMA_LOAD("5d", "%3, %4, %3, %5, %6", "r"(0), "r"(key), "r"(g), "r"(b));
+}
+// Load all heads of adjacent rows, starting at row s, of q or do [B,S,G,h,D].
+DEVICE void tma_load_rows(void *to, const TensorMap *map, u64 *bar, int column, int g, int s, int b) {
+    TMA_LOAD("5d", "%3, %4, %5, %6, %7", "r"(column), "r"(0), "r"(g), "r"(s), "r"(b));
+}
+// `tma_load_keys` for keys that are read once.
+DEVICE void tma_load_keys_once(void *to, const TensorMap *map, u64 *bar, int column, int key, int g, int b) {
+    asm volatile(EVICT_FIRST "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1, {%3, %4, %5, %6}], [%2], policy;\n}" ::"r"(shared_address(to)),
+                 "l"(map), "r"(shared_address(bar)), "r"(column), "r"(key), "r"(g), "r"(b)
+                 : "memory");
+}
+// Load contiguous bytes, a multiple of 16, that are read once.
 DEVICE void bulk_load_once(void *to, const void *from, int bytes, u64 *bar) {
-    asm volatile(
-        "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], policy;\n}" ::"r"(
-            shared_address(to)),
-        "l"(from), "r"(bytes), "r"(shared_address(bar))
-        : "memory");
+    asm volatile(EVICT_FIRST "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], policy;\n}"
+                 ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(bar)) : "memory");
 }
 
 // cp.async of 4 bytes, or zeros if `exists` is false.
@@ -179,6 +157,8 @@ DEVICE void compute_before_wait(float x, void *nowhere) {
 #define D16(i) D8(i), D8(i + 8)
 #define D32(i) D16(i), D16(i + 16)
 #define D64(i) D32(i), D32(i + 32)
+#define D96(i) D64(i), D32(i + 64)
+#define D128(i) D64(i), D64(i + 64)
 #define NAMES8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define NAMES16 NAMES8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define NAMES32 NAMES16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -194,44 +174,31 @@ DEVICE void compute_before_wait(float x, void *nowhere) {
 #define WGMMA(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." DTYPE "." DTYPE " "
 #define SET_P(i) "{\n.reg .pred p;\nsetp.ne.b32 p, %" #i ", 0;\n"
 
-// d += a b^T, or d = a b^T if not `add`, for descriptors a of 64 rows and b of 64, 32 or 16 rows, of 16 columns.
-DEVICE void wgmma_shared(float (&d)[32], u64 a, u64 b, bool add) {
-    asm volatile(SET_P(34) WGMMA(64) "{" NAMES32 "}, %32, %33, p, 1, 1, 0, 0;\n}" : D32(0) : "l"(a), "l"(b), "r"(static_cast<u32>(add)));
-}
-DEVICE void wgmma_shared(float (&d)[16], u64 a, u64 b, bool add) {
-    asm volatile(SET_P(18) WGMMA(32) "{" NAMES16 "}, %16, %17, p, 1, 1, 0, 0;\n}" : D16(0) : "l"(a), "l"(b), "r"(static_cast<u32>(add)));
-}
-DEVICE void wgmma_shared(float (&d)[8], u64 a, u64 b, bool add) {
-    asm volatile(SET_P(10) WGMMA(16) "{" NAMES8 "}, %8, %9, p, 1, 1, 0, 0;\n}" : D8(0) : "l"(a), "l"(b), "r"(static_cast<u32>(add)));
-}
+// d += a b^T, or d = a b^T if not `add`, for descriptors a of 64 rows and b of 64, 32 or 16 rows, of 16 columns. A, B,
+// P: the numbers of the operands a, b and add.
+#define WGMMA_SHARED(NAME, N, FLOATS, A, B, P, MAJORS) \
+    DEVICE void NAME(float (&d)[FLOATS], u64 a, u64 b, bool add) { \
+        asm volatile(SET_P(P) WGMMA(N) "{" NAMES##FLOATS "}, %" #A ", %" #B ", p, 1, 1, " MAJORS ";\n}" \
+                     : D##FLOATS(0) : "l"(a), "l"(b), "r"(static_cast<u32>(add))); \
+    }
+WGMMA_SHARED(wgmma_shared, 64, 32, 32, 33, 34, "0, 0")
+WGMMA_SHARED(wgmma_shared, 32, 16, 16, 17, 18, "0, 0")
+WGMMA_SHARED(wgmma_shared, 16, 8, 8, 9, 10, "0, 0")
 // The same for transposed a and b: descriptors of 16 rows of 64 columns; d += a^T b, or d = a^T b if not `add`.
-DEVICE void wgmma_shared_transposed(float (&d)[32], u64 a, u64 b, bool add) {
-    asm volatile(SET_P(34) WGMMA(64) "{" NAMES32 "}, %32, %33, p, 1, 1, 1, 1;\n}" : D32(0) : "l"(a), "l"(b), "r"(static_cast<u32>(add)));
-}
+WGMMA_SHARED(wgmma_shared_transposed, 64, 32, 32, 33, 34, "1, 1")
+
+#define A_REGISTERS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
 // d += a b^T, or d = a b^T if not `add`, for a in registers and descriptor b of 64 rows of 16 columns.
 DEVICE void wgmma_registers_bt(float (&d)[32], const u32 (&a)[4], u64 b, bool add) {
     asm volatile(SET_P(37) WGMMA(64) "{" NAMES32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
-                 : D32(0)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<u32>(add)));
+                 : D32(0) : A_REGISTERS, "l"(b), "r"(static_cast<u32>(add)));
 }
-// d += a b, for a in registers and descriptor b of 16 rows of 64, 128, 192 or 256 columns.
-DEVICE void wgmma_registers(float (&d)[32], const u32 (&a)[4], u64 b) {
-    asm volatile(WGMMA(64) "{" NAMES32 "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
-                 : D32(0)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-DEVICE void wgmma_registers(float (&d)[64], const u32 (&a)[4], u64 b) {
-    asm volatile(WGMMA(128) "{" NAMES64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
-                 : D64(0)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-DEVICE void wgmma_registers(float (&d)[96], const u32 (&a)[4], u64 b) {
-    asm volatile(WGMMA(192) "{" NAMES96 "}, {%96, %97, %98, %99}, %100, 1, 1, 1, 1;"
-                 : D64(0), D32(64)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-DEVICE void wgmma_registers(float (&d)[128], const u32 (&a)[4], u64 b) {
-    asm volatile(WGMMA(256) "{" NAMES128 "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 1;"
-                 : D64(0), D64(64)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
+// d += a b, for a in registers and descriptor b of 16 rows of N = 64, 128, 192 or 256 columns.
+#define WGMMA_REGISTERS(N, FLOATS, A, B) \
+    DEVICE void wgmma_registers(float (&d)[FLOATS], const u32 (&a)[4], u64 b) { \
+        asm volatile(WGMMA(N) "{" NAMES##FLOATS "}, {" A "}, %" #B ", 1, 1, 1, 1;" : D##FLOATS(0) : A_REGISTERS, "l"(b)); \
+    }
+WGMMA_REGISTERS(64, 32, "%32, %33, %34, %35", 36)
+WGMMA_REGISTERS(128, 64, "%64, %65, %66, %67", 68)
+WGMMA_REGISTERS(192, 96, "%96, %97, %98, %99", 100)
+WGMMA_REGISTERS(256, 128, "%128, %129, %130, %131", 132)
