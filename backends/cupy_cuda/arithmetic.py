@@ -66,7 +66,7 @@ def start_dkdv(
     launch.start(
         "dkdv_groups.cu", launch.macros(call, H=h, STAGES=shape.stages, **keys.macros), q.get_device(), ctas, shape.threads,
         shape.shared,
-        *launch.strided(do), *launch.pointers(lse, delta), *values,
+        *launch.strided(do), *launch.pointers(lse, delta), *values, 0, 0, 0,  # no order, no blocks
         maps=sm90.adjacent_maps(call.k, call.v, q, do), problem=problem(call, keys),
     )  # fmt: skip
 

@@ -318,7 +318,7 @@ def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tens
     def start(ctas: int, lists: tuple[int, ...]) -> None:
         launch.start(
             "dkdv_groups.cu", macros, q.get_device(), ctas, shape.threads, shape.shared,
-            *launch.strided(do), *launch.pointers(lse, delta), *lists, order.data_ptr(), *launch.pointers(*blocks),
+            *launch.strided(do), *launch.pointers(lse, delta), *lists, *launch.pointers(order, *(blocks or (None, None))),
             maps=step_maps(call.k, call.v, q, do, keys=small_block(call) or KEYS),
             problem=launch.problem(call, ranges),
         )  # fmt: skip

@@ -153,9 +153,9 @@ DEVICE void accumulate(const Steps &list, unsigned char *k_tile, unsigned char *
         wgmma_wait<1>();  // p^T while dp^T is computed
         exponentiate(s, shared.lse[at.stage], x.p.scale_log2);
         const bool masked = step * TQ < list.segment.masked_entries;
-        if (masked) mask_keys(x.p, s, shared.limit[at.stage]);
+        if (masked) shared.visible[at.stage].mask(x.p, s);
         wgmma_wait<0>();
-        if (masked) mask_keys(x.p, dp, shared.limit[at.stage]);
+        if (masked) shared.visible[at.stage].mask(x.p, dp);
         u32 weights[ROWS / 16][4], ds[ROWS / 16][4];
         as_operands(weights, ds, s, dp, shared.delta[at.stage]);
         if (!shares.any(step)) {

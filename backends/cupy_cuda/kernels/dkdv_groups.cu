@@ -28,22 +28,20 @@ constexpr int NO_END = 0x7fffffff;
 constexpr int CTAS = CONSUMERS == 1 ? 2 : 1;  // per multiprocessor
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 1 ? 224 : 232, PRODUCER_REGISTERS = CONSUMERS == 1 ? 32 : 40;  // a thread
 
-struct Arguments {
+struct BoxMaps {
     TensorMap q, d_o, k, v;  // q, d_o: boxes of a step's tokens
-#if !(COMPRESS_BLOCK || WINDOW)
+};
+struct TokenMaps : BoxMaps {
     TensorMap q_token, d_o_token;
-#endif
+};
+struct Arguments : If<ADJACENT, BoxMaps, TokenMaps> {
     Problem p;
     HeadsTensor d_out;         // do [B,S,G,h,DV]
     const float *lse, *delta;  // [rows, H], lse natural
     KeyToRows lists;
     KeyGradients to;
-#if !(COMPRESS_BLOCK || WINDOW)
-    const uint2 *order;  // [segments]: list and number (order_segments.cu)
-#endif
-#if SMALL_BLOCK
-    BlockTiles blocks;
-#endif
+    const uint2 *order;  // [segments]: list and number (order_segments.cu); null if ADJACENT
+    BlockTiles blocks;   // SMALL_BLOCK
 };
 
 // Return the CTA's segment; past the list's last segment if there is nothing to do. Compressed keys: CTAs take
@@ -51,16 +49,16 @@ struct Arguments {
 // read the same rows from the L2 cache, which cannot hold q and do of all rows. Window: CTAs take one tile after
 // another, each with all its rows.
 DEVICE SegmentId segment_of(const Arguments &x, u32 index) {
-#if COMPRESS_BLOCK
-    const u32 tiles = x.lists.tiles, length = x.lists.segment, slots = (static_cast<u32>(x.p.S) + length - 1) / length;
-    const u32 tile = index % tiles, slot = slots - 1 - index / tiles % slots;
-    return {index / tiles / slots * tiles + tile, slot - first_row(x.p, static_cast<i64>(tile) * KEYS) / length};
-#elif WINDOW
-    return {index, 0};
-#else
-    const uint2 at = x.order[index];
-    return {at.x, at.y};
-#endif
+    if constexpr (COMPRESSED) {
+        const u32 tiles = x.lists.tiles, length = x.lists.segment, slots = (static_cast<u32>(x.p.S) + length - 1) / length;
+        const u32 tile = index % tiles, slot = slots - 1 - index / tiles % slots;
+        return {index / tiles / slots * tiles + tile, slot - first_row(x.p, static_cast<i64>(tile) * KEYS) / length};
+    } else if constexpr (WINDOW) {
+        return {index, 0};
+    } else {
+        const uint2 at = x.order[index];
+        return {at.x, at.y};
+    }
 }
 
 // The steps of a segment.
@@ -68,60 +66,54 @@ struct ListSteps : Segment<KEYS> {
     const Arguments &x;
     const int steps;
     i64 row0 = 0;  // ADJACENT: row of `begin`
-#if WINDOW
-    const WindowRows<KEYS, TQ> rows;
-    DEVICE ListSteps(const Arguments &arguments, SegmentId id)
-        : ListSteps(arguments, id, WindowRows<KEYS, TQ>(arguments.p, id.list % arguments.lists.tiles * KEYS)) {}
-    DEVICE ListSteps(const Arguments &arguments, SegmentId id, const WindowRows<KEYS, TQ> &window)
-        : Segment<KEYS>(arguments.lists, arguments.p.G, id.list, window.count), x(arguments), steps(window.steps), row0(window.first),
-          rows(window) {}
-    DEVICE int step_at(int i) const { return rows.step_at(i); }  // the step at position `i`
-#else
+    DEVICE ListSteps(const Arguments &arguments, const WindowRows<KEYS, TQ> &window, i64 list)
+        : Segment<KEYS>(arguments.lists, arguments.p.G, list, window.count), x(arguments), steps(window.steps), row0(window.first) {}
     DEVICE ListSteps(const Arguments &arguments, SegmentId id)
         : Segment<KEYS>(arguments.lists, arguments.p.G, id), x(arguments), steps(static_cast<int>((end - begin + TQ - 1) / TQ)) {
-        if (ADJACENT) row0 = x.p.S - (x.lists.begins[list + 1] - begin);
+        if (COMPRESSED) row0 = x.p.S - (x.lists.begins[list + 1] - begin);
     }
-    DEVICE int step_at(int i) const { return i; }
-#endif
+    DEVICE int step_at(int i) const { return i; }  // the step at position `i`
     // Return the row of listed token i of a step, or S (past the last row) if there is none.
     DEVICE int row(int step, int i) const {
-        const i64 at = begin + static_cast<i64>(step_at(step)) * TQ + i;
+        const i64 at = begin + static_cast<i64>(step) * TQ + i;
         if (i >= TQ || at >= end) return static_cast<int>(x.p.S);
         if (ADJACENT) return static_cast<int>(row0 + at - begin);
-#if SMALL_BLOCK
-        return x.lists.entries[at];
-#endif
+        if (SMALL_BLOCK) return x.lists.entries[at];
         return static_cast<u32>(x.lists.entries[at]) / static_cast<u32>(x.p.n * x.lists.reach);
     }
-#if SMALL_BLOCK
-    // Return the blocks of the tile that listed token i of a step (which must exist) selected.
+    // SMALL_BLOCK: return the blocks of the tile that listed token i of a step (which must exist) selected.
     DEVICE u32 chosen(int step, int i) const { return x.blocks.chosen[begin + static_cast<i64>(step) * TQ + i]; }
-#endif
+    DEVICE void zero_other_tokens(int, unsigned char *) const {}
+    // Return the steps [x, y) of the list in which every row sees all keys of the tile. With implied positions, only the
+    // first KEYS entries of a list in memory can lie within the tile; with q_pos, any of its own entries.
+    DEVICE int2 whole_steps() const {
+        i64 masked;  // entries from `begin` on
+        if constexpr (COMPRESSED) masked = first_row(x.p, min(first_key + static_cast<i64>(KEYS), x.p.S_kv) - 1) - row0;
+        else masked = (x.p.q_pos ? x.lists.begins[list + 1] : x.lists.begins[list] + KEYS) - begin;
+        return make_int2(static_cast<int>((masked + TQ - 1) / TQ), NO_END);
+    }
+};
+
+// The steps of all rows that see a tile through a window.
+struct WindowSteps : ListSteps {
+    const WindowRows<KEYS, TQ> rows;
+    DEVICE WindowSteps(const Arguments &x, SegmentId id) : WindowSteps(x, id, WindowRows<KEYS, TQ>(x.p, id.list % x.lists.tiles * KEYS)) {}
+    DEVICE WindowSteps(const Arguments &x, SegmentId id, const WindowRows<KEYS, TQ> &window) : ListSteps(x, window, id.list), rows(window) {}
+    DEVICE int step_at(int i) const { return rows.step_at(i); }
+    DEVICE int row(int step, int i) const { return ListSteps::row(step_at(step), i); }
     // A window ends within the box of its last step: consumers zero q and do of the tokens past it, because 0 * NaN is
     // NaN.
     DEVICE void zero_other_tokens(int step, unsigned char *stage) const {
-        if (!WINDOW || step_at(step) + 1 != steps || end % TQ == 0) return;
+        if (step_at(step) + 1 != steps || end % TQ == 0) return;
 #pragma unroll 1
         for (int i = threadIdx.x % 128; i < STAGE_BYTES / 16; i += 128)
             if (i % (PANEL / 16) >= end % TQ * H * 8) *reinterpret_cast<uint4 *>(stage + i * 16) = make_uint4(0, 0, 0, 0);
         fence_async_proxy();
         named_barrier<128>(1 + threadIdx.x / 128);
     }
-    // Return the steps [x, y) of the list in which every row sees all keys of the tile.
-    DEVICE int2 whole_steps() const {
-#if WINDOW
-        return make_int2(rows.begun, rows.over);
-#elif COMPRESS_BLOCK
-        const i64 begun = first_row(x.p, min(first_key + static_cast<i64>(KEYS), x.p.S_kv) - 1) - row0;
-        return make_int2(static_cast<int>((begun + TQ - 1) / TQ), NO_END);
-#else
-        // With implied positions, only the first KEYS entries of a list can lie within the tile; with q_pos, any of its
-        // own entries.
-        const i64 masked = x.p.q_pos ? x.lists.begins[list + 1] : x.lists.begins[list] + KEYS;
-        return make_int2(static_cast<int>((masked - begin + TQ - 1) / TQ), NO_END);
-#endif
-    }
+    DEVICE int2 whole_steps() const { return make_int2(rows.begun, rows.over); }
 };
+typedef If<WINDOW, WindowSteps, ListSteps> Steps;
 
 // Two consumer warpgroups, for keys whose sums do not fit one warpgroup's registers, compute two of the four products
 // each:
@@ -163,12 +155,8 @@ struct SplitSteps {
     }
     DEVICE void release_do(int step) const { shared.d_outs.release(step % STAGES); }
     DEVICE void mask(float (&x)[ROWS / 2], int step) const {
-#if SMALL_BLOCK
-        mask_keys(x, shared.seen[state_of(step).stage]);
-#else
         const int in_list = list.step_at(step);
-        if (in_list < whole.x || in_list >= whole.y) mask_keys(list.x.p, x, shared.limit[state_of(step).stage]);
-#endif
+        if (SMALL_BLOCK || in_list < whole.x || in_list >= whole.y) shared.visible[state_of(step).stage].mask(list.x.p, x);
     }
     // A thread's part of p^T of a step, 16 bytes at a time.
     DEVICE float4 *place() const { return reinterpret_cast<float4 *>(stages + STAGES * STAGE_BYTES) + threadIdx.x % 128; }
@@ -323,7 +311,7 @@ DEVICE void add_products(const List &list, unsigned char *tile, unsigned char *s
 }
 
 // Consumer warpgroup, if there is one: compute all four products.
-DEVICE void accumulate(const Arguments &x, const ListSteps &list, unsigned char *k_tile, unsigned char *stages, Shared &shared) {
+DEVICE void accumulate(const Arguments &x, const Steps &list, unsigned char *k_tile, unsigned char *stages, Shared &shared) {
     const Problem &p = x.p;
     const u32 keys = uniform(operand(shared_address(k_tile))), values = keys + K_BYTES / 16;
     const u32 stage0 = uniform(operand(shared_address(stages)));
@@ -345,16 +333,10 @@ DEVICE void accumulate(const Arguments &x, const ListSteps &list, unsigned char 
         wgmma_commit();
         wgmma_wait<1>();  // compute p^T while dp^T is in flight
         exponentiate(s, shared.lse[at.stage], p.scale_log2);
-#if SMALL_BLOCK
-        mask_keys(s, shared.seen[at.stage]);
+        const bool masked = SMALL_BLOCK || in_list < whole.x || in_list >= whole.y;
+        if (masked) shared.visible[at.stage].mask(p, s);
         wgmma_wait<0>();
-        mask_keys(dp, shared.seen[at.stage]);
-#else
-        const bool masked = in_list < whole.x || in_list >= whole.y;
-        if (masked) mask_keys(p, s, shared.limit[at.stage]);
-        wgmma_wait<0>();
-        if (masked) mask_keys(p, dp, shared.limit[at.stage]);
-#endif
+        if (masked) shared.visible[at.stage].mask(p, dp);
         u32 weights[ROWS / 16][4], ds[ROWS / 16][4];
         as_operands(weights, ds, s, dp, shared.delta[at.stage]);
         wgmma_fence();
@@ -380,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), CTAS) dkdv_g
     unsigned char *stages = memory + (OWN_MEMORY ? STAGE_BYTES : 0);
     unsigned char *tile = memory + (OWN_MEMORY ? 0 : (STAGES - 1) * STAGE_BYTES);
     const int producer = threadIdx.x / 32 - 4 * CONSUMERS;
-    const ListSteps list(x, id);
+    const Steps list(x, id);
     if (threadIdx.x == 0) {
         exchange.init(4, 4);
         shared.init();
@@ -390,8 +372,8 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), CTAS) dkdv_g
     if (producer < 0) {
         reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, CTAS>(true);
         if constexpr (CONSUMERS == 1) accumulate(x, list, tile, stages, shared);
-        else if (threadIdx.x < 128) add_products<ValueSums<ListSteps>>(list, tile, stages, shared, exchange);
-        else add_products<KeySums<ListSteps>>(list, tile, stages, shared, exchange);
+        else if (threadIdx.x < 128) add_products<ValueSums<Steps>>(list, tile, stages, shared, exchange);
+        else add_products<KeySums<Steps>>(list, tile, stages, shared, exchange);
         return;
     }
     reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, CTAS>(false);

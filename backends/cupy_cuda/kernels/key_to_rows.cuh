@@ -35,19 +35,16 @@ struct KeyGradients {
 
 // Blocks smaller than a tile (SMALL_BLOCK keys): a tile holds TILE_BLOCKS blocks at any positions, its slots
 // (order_blocks.cu). A list holds each row once, with one bit per slot whose block the row selected.
-#if SMALL_BLOCK
-constexpr int TILE_BLOCKS = 64 / SMALL_BLOCK;
-
+constexpr int BLOCK_KEYS = SMALL_BLOCK ? SMALL_BLOCK : 64, TILE_BLOCKS = 64 / BLOCK_KEYS;
 struct BlockTiles {
     const u16 *chosen;  // bits of every entry
     const int *slots;   // [lists, TILE_BLOCKS]: block of each slot; one past the last block for empty slots
 
     // Return the position of key `key` of a list's tile; S_kv or more if it does not exist.
     DEVICE i64 position(i64 list, int key) const {
-        return static_cast<i64>(slots[list * TILE_BLOCKS + key / SMALL_BLOCK]) * SMALL_BLOCK + key % SMALL_BLOCK;
+        return static_cast<i64>(slots[list * TILE_BLOCKS + key / BLOCK_KEYS]) * BLOCK_KEYS + key % BLOCK_KEYS;
     }
 };
-#endif
 
 // Segment `number` of a list.
 struct SegmentId {

@@ -24,16 +24,40 @@ constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES 
 
 DEVICE PipelineState<STAGES> state_of(int step) { return {step % STAGES, step / STAGES % 2}; }
 
+// The keys of the tile that each row of a step sees: all before a limit, or (SMALL_BLOCK) those of the blocks that the
+// row selected. mask: zero the elements of all other keys.
+struct KeyLimits {
+    int limits[ROWS];  // one past the last key of the tile that the row sees; 0 if the list has no such row
+    DEVICE void store(int row, int limit, uint2) { limits[row] = limit; }
+    DEVICE void mask(const Problem &p, float (&x)[ROWS / 2]) const {
+        const int lane = threadIdx.x % 32, key0 = threadIdx.x % 128 / 32 * 16 + lane / 4;
+        UNROLL for (int j = 0; j < ROWS / 8; ++j)
+            UNROLL for (int i = 0; i < 4; ++i)
+                if (hidden(p, key0 + i / 2 * 8, limits[8 * j + lane % 4 * 2 + i % 2])) x[4 * j + i] = 0.0f;
+    }
+};
+struct KeyBits {
+    u16 seen[KEYS / 16][ROWS];  // one bit per key of a warp
+    DEVICE void store(int row, int, uint2 keys) {
+        UNROLL for (int warp = 0; warp < KEYS / 16; ++warp) seen[warp][row] = static_cast<u16>((warp < 2 ? keys.x : keys.y) >> warp % 2 * 16);
+    }
+    DEVICE void mask(const Problem &, float (&x)[ROWS / 2]) const {
+        const int lane = threadIdx.x % 32;
+        const u16 *bits = seen[threadIdx.x % 128 / 32] + lane % 4 * 2;
+        UNROLL for (int j = 0; j < ROWS / 8; ++j) {
+            const u32 two_rows = *reinterpret_cast<const u32 *>(bits + 8 * j) >> lane / 4;
+            UNROLL for (int i = 0; i < 4; ++i)
+                if (!(two_rows >> (i % 2 * 16 + i / 2 * 8) & 1)) x[4 * j + i] = 0.0f;
+        }
+    }
+};
+
 struct Shared {
     Pipeline<STAGES> steps;               // q, do, lse, delta; APART: without do
     Pipeline<APART ? STAGES : 1> d_outs;  // APART: do
     u64 tile;
     float lse[STAGES][ROWS], delta[STAGES][ROWS];
-#if SMALL_BLOCK
-    u16 seen[STAGES][KEYS / 16][ROWS];  // one bit per key of a warp: the row selected and sees it
-#else
-    int limit[STAGES][ROWS];  // one past the last key of the tile that the row sees; 0 if the list has no such row
-#endif
+    If<(SMALL_BLOCK > 0), KeyBits, KeyLimits> visible[STAGES];
 
     DEVICE void init() {
         steps.init((BY_TMA ? 1 : 32 * COPY_WARPS) + 32 + 32, 4 * CONSUMERS);  // rows; statistics copied, and written; a lane of every consumer warp
@@ -69,29 +93,21 @@ DEVICE void wait_for_rows(Shared &shared, const PipelineState<STAGES> &at) {
     if (!BY_TMA) fence_async_proxy();
 }
 
-#if SMALL_BLOCK
-// Load the tile's keys and values, by one warp, one block per lane.
+// Load the tile's keys and values, by one lane; with SMALL_BLOCK by one warp, one block per lane.
 template <class List>
 DEVICE void produce_tile(const List &list, unsigned char *k_tile, u64 *bar) {
-    const int lane = threadIdx.x % 32, b = static_cast<int>(list.b), g = static_cast<int>(list.g);
+    const int lane = SMALL_BLOCK ? threadIdx.x % 32 : 0, b = static_cast<int>(list.b), g = static_cast<int>(list.g);
+    int key = list.first_key;
     if (lane == 0) mbarrier_arrive_expect(bar, K_BYTES + V_BYTES);
-    __syncwarp();
-    if (lane >= TILE_BLOCKS) return;
-    const int key = static_cast<int>(list.x.blocks.position(list.list, lane * SMALL_BLOCK));
-    unsigned char *to = k_tile + lane * SMALL_BLOCK * 128;
-    tma_load_key_tile<DK>(to, &list.x.k, bar, key, g, b);
-    tma_load_key_tile<DV>(to + K_BYTES, &list.x.v, bar, key, g, b);
+    if constexpr (SMALL_BLOCK) {
+        __syncwarp();
+        if (lane >= TILE_BLOCKS) return;
+        key = static_cast<int>(list.x.blocks.position(list.list, lane * BLOCK_KEYS));
+        k_tile += lane * BLOCK_KEYS * 128;
+    }
+    tma_load_key_tile<DK>(k_tile, &list.x.k, bar, key, g, b);
+    tma_load_key_tile<DV>(k_tile + K_BYTES, &list.x.v, bar, key, g, b);
 }
-#else
-// Load the tile's keys and values, by one lane.
-template <class List>
-DEVICE void produce_tile(const List &list, unsigned char *k_tile, u64 *bar) {
-    const int b = static_cast<int>(list.b), g = static_cast<int>(list.g);
-    mbarrier_arrive_expect(bar, K_BYTES + V_BYTES);
-    tma_load_key_tile<DK>(k_tile, &list.x.k, bar, list.first_key, g, b);
-    tma_load_key_tile<DV>(k_tile + K_BYTES, &list.x.v, bar, list.first_key, g, b);
-}
-#endif
 
 // The tokens of a step that a lane holds: numbers lane and lane + 32.
 template <class List>
@@ -207,8 +223,7 @@ DEVICE void copy_tokens(const List &list, unsigned char *stages, Shared &shared,
     cp_async_wait<0>();
 }
 
-#if SMALL_BLOCK
-// Return one bit per key of the tile: listed token i of a step selected and sees it. starts: first keys of the tile's
+// SMALL_BLOCK: return one bit per key of the tile: listed token i of a step selected and sees it. starts: first keys of the tile's
 // blocks, one per lane. All lanes must call this.
 template <class List>
 DEVICE uint2 seen_keys(const List &list, int row, int step, int i, int starts) {
@@ -217,30 +232,26 @@ DEVICE uint2 seen_keys(const List &list, int row, int step, int i, int starts) {
     const int limit = exists ? row_limit(list.x.p, list.b, row) : 0;
     u32 bits[2] = {0, 0};
     UNROLL for (int slot = 0; slot < TILE_BLOCKS; ++slot) {
-        const int first = slot * SMALL_BLOCK, keys = min(limit - __shfl_sync(ALL_LANES, starts, slot), SMALL_BLOCK);  // causal clamp
+        const int first = slot * BLOCK_KEYS, keys = min(limit - __shfl_sync(ALL_LANES, starts, slot), BLOCK_KEYS);  // causal clamp
         if (chosen >> slot & 1) bits[first / 32] |= (~0u >> (32 - keys)) << first % 32;
     }
     return make_uint2(bits[0], bits[1]);
 }
-#endif
 
 // Load lse, delta and limits (or key bits) of a step, by one warp, two rows per lane.
 template <class List>
 DEVICE void copy_statistics(const List &list, Shared &shared) {
     const int lane = threadIdx.x % 32;
-#if SMALL_BLOCK
-    const int starts = static_cast<int>(list.x.blocks.position(list.list, lane % TILE_BLOCKS * SMALL_BLOCK));
-#endif
-    int coming[2];
+    int coming[2], starts = 0;
+    if constexpr (SMALL_BLOCK) starts = static_cast<int>(list.x.blocks.position(list.list, lane % TILE_BLOCKS * BLOCK_KEYS));
     for (int i = 0; i < 2; ++i) coming[i] = list.row(0, (lane + 32 * i) / H);
     for (int step = 0; step < list.steps; ++step) {
         const auto at = state_of(step);
         const int rows[2] = {coming[0], coming[1]};
         for (int i = 0; i < 2; ++i) coming[i] = list.row(step + 1, (lane + 32 * i) / H);
-#if SMALL_BLOCK
-        uint2 seen[2];  // computed before the stage is empty, to hide the latency
-        for (int i = 0; i < 2; ++i) seen[i] = seen_keys(list, rows[i], step, (lane + 32 * i) / H, starts);
-#endif
+        uint2 seen[2];  // SMALL_BLOCK; computed before the stage is empty, to hide the latency
+        for (int i = 0; i < 2; ++i)
+            if constexpr (SMALL_BLOCK) seen[i] = seen_keys(list, rows[i], step, (lane + 32 * i) / H, starts);
         shared.wait_empty(at);
         for (int i = 0; i < 2; ++i) {
             const int row = lane + 32 * i;
@@ -248,12 +259,7 @@ DEVICE void copy_statistics(const List &list, Shared &shared) {
             const i64 index = exists ? ((list.b * list.x.p.S + rows[i]) * list.x.p.G + list.g) * H + row % H : 0;
             cp_async_4(&shared.lse[at.stage][row], list.x.lse + index, exists);
             cp_async_4(&shared.delta[at.stage][row], list.x.delta + index, exists);
-#if SMALL_BLOCK
-            UNROLL for (int warp = 0; warp < KEYS / 16; ++warp)
-                shared.seen[at.stage][warp][row] = static_cast<u16>((warp < 2 ? seen[i].x : seen[i].y) >> warp % 2 * 16);
-#else
-            shared.limit[at.stage][row] = exists ? row_limit(list.x.p, list.b, rows[i]) - list.first_key : 0;
-#endif
+            shared.visible[at.stage].store(row, SMALL_BLOCK || !exists ? 0 : row_limit(list.x.p, list.b, rows[i]) - list.first_key, seen[i]);
         }
         cp_async_mbarrier_arrive(&shared.steps.full[at.stage]);
         mbarrier_arrive(&shared.steps.full[at.stage]);
@@ -296,25 +302,6 @@ DEVICE void exponentiate(float (&s)[ROWS / 2], const float *lses, float c) {
     }
 }
 
-// Zero elements of keys that a row does not see.
-#if SMALL_BLOCK
-DEVICE void mask_keys(float (&x)[ROWS / 2], const u16 (&seen)[KEYS / 16][ROWS]) {
-    const int lane = threadIdx.x % 32;
-    const u16 *bits = seen[threadIdx.x % 128 / 32] + lane % 4 * 2;
-    UNROLL for (int j = 0; j < ROWS / 8; ++j) {
-        const u32 two_rows = *reinterpret_cast<const u32 *>(bits + 8 * j) >> lane / 4;
-        UNROLL for (int i = 0; i < 4; ++i)
-            if (!(two_rows >> (i % 2 * 16 + i / 2 * 8) & 1)) x[4 * j + i] = 0.0f;
-    }
-}
-#endif
-DEVICE void mask_keys(const Problem &p, float (&x)[ROWS / 2], const int *limits) {
-    const int lane = threadIdx.x % 32, key0 = threadIdx.x % 128 / 32 * 16 + lane / 4;
-    UNROLL for (int j = 0; j < ROWS / 8; ++j)
-        UNROLL for (int i = 0; i < 4; ++i)
-            if (hidden(p, key0 + i / 2 * 8, limits[8 * j + lane % 4 * 2 + i % 2])) x[4 * j + i] = 0.0f;
-}
-
 // Compute p^T and ds^T = p^T * (dp^T - delta), rounded to wgmma operands.
 DEVICE void as_operands(u32 (&p)[ROWS / 16][4], u32 (&ds)[ROWS / 16][4], const float (&s)[ROWS / 2], const float (&dp)[ROWS / 2],
                         const float *deltas) {
@@ -334,13 +321,13 @@ DEVICE GradientRows gradient_rows(const List &list) {
     const int key0 = threadIdx.x % 128 / 32 * 16;
     const i64 S_kv = list.x.p.S_kv;
     GradientRows rows(list, list.x.lists, S_kv, key0);
-#if SMALL_BLOCK
-    rows.row = list.bg * S_kv;
-    for (int r = 0; r < 2; ++r) {
-        const i64 position = list.x.blocks.position(list.list, key0 + threadIdx.x % 32 / 4 + 8 * r);
-        rows.keys[r] = position < S_kv ? static_cast<int>(position) : -1;
+    if constexpr (SMALL_BLOCK) {
+        rows.row = list.bg * S_kv;
+        for (int r = 0; r < 2; ++r) {
+            const i64 position = list.x.blocks.position(list.list, key0 + threadIdx.x % 32 / 4 + 8 * r);
+            rows.keys[r] = position < S_kv ? static_cast<int>(position) : -1;
+        }
     }
-#endif
     return rows;
 }
 
