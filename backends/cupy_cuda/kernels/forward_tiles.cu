@@ -122,7 +122,7 @@ DEVICE void attend(const Arguments &x, unsigned char *stages, unsigned char *q_m
             __syncwarp();  // all lanes have read q
             shared.q[consumer].release(0);
         }
-        consume_steps<!IN_TURNS>(steps, scheduler.counts, shared.q[consumer], 0, attention);
+        consume_steps<!IN_TURNS>(steps, (scheduler.counts.y - scheduler.counts.x) * STEPS, shared.q[consumer], 0, attention);
 
         if (IN_TURNS) join_and_write(attention, x, tile, rows, exchange, consumer);
         else attention.write(x, p, tile, consumer);
@@ -133,23 +133,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) forward_tiles(cons
     extern __shared__ __align__(1024) unsigned char memory[];  // q per consumer, `exchange`, stages of K and V
     __shared__ Shared shared;
     unsigned char *exchange = memory + CONSUMERS * Q_BYTES, *stages = exchange + (IN_TURNS ? 64 * DV * 4 : 0);
-    const int warpgroup = threadIdx.x / 128, producer = threadIdx.x / 32 - 4 * CONSUMERS;
     if (threadIdx.x == 0) shared.init();
     wait_for_stream();
     if (FEW_TOKENS) make_union<THREADS>(x.p, blockIdx.x / static_cast<u32>(x.p.G), blockIdx.x % static_cast<u32>(x.p.G), 0, x.p.S);
     __syncthreads();
-    if (warpgroup < CONSUMERS) {
-        reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PER_SM>(true);
-        attend(x, stages, memory + warpgroup * Q_BYTES, shared, warpgroup, reinterpret_cast<float4 *>(exchange));
-        return;
-    }
-    reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PER_SM>(false);
-    if (producer == 0) produce_steps(x.k, x.v, x.p, x.plan, stages, shared);
-    else if (producer <= CONSUMERS) {
-        const int consumer = producer - 1;
+    auto produce_queries = [&](int consumer) {
         TileScheduler scheduler(shared.tiles, x.plan);
         while (scheduler.next_tile())
-            produce_rows<DK>(shared.q[consumer], scheduler.at<1>(), memory + consumer * Q_BYTES,
-                             scheduler.tile(x.p.G), consumer, x.q);
-    }
+            produce_rows<DK>(shared.q[consumer], scheduler.at<1>(), memory + consumer * Q_BYTES, scheduler.tile(x.p.G), consumer, x.q);
+    };
+    run_warpgroups([&](int consumer) { attend(x, stages, memory + consumer * Q_BYTES, shared, consumer, reinterpret_cast<float4 *>(exchange)); },
+                   [&](int producer) {
+                       if (producer == 0) produce_steps(x.k, x.v, x.p, x.plan, stages, shared);
+                       else if (producer <= CONSUMERS) produce_queries(producer - 1);
+                   });
 }

@@ -228,6 +228,8 @@ struct GatheredStep {
 
 // A consumer's position in the steps of its tile.
 struct GatherReader {
+    typedef GatheredStep Step;
+    static constexpr int AHEAD = VALUE_STAGES;
     GatherShared &shared;
     const int consumer;
     const u32 keys, values;  // wgmma operands of the first stages
@@ -243,6 +245,7 @@ struct GatherReader {
         next = 0;
         total = steps;
     }
+    DEVICE int masked_key(const GatheredStep &step, int partial_steps) const { return step.number < partial_steps ? 0 : NO_MASK; }
     // Find the next step that a row of this consumer selected, and release steps that no row selected, which waits for
     // their values. A consumer that still holds values must not wait for step `limit`, whose values the producer loads
     // into that stage.
@@ -258,7 +261,7 @@ struct GatherReader {
             shared.values.wait_full(step.values);
             __syncwarp();  // all lanes have read the bits
             release_keys(step);
-            release_values(step);
+            release(step);
         }
         return END;
     }
@@ -285,7 +288,7 @@ struct GatherReader {
     DEVICE u32 keys_of(const GatheredStep &step) const { return uniform(keys + step.keys.stage * (K_BYTES / 16)); }  // an operand
     DEVICE u32 values_of(const GatheredStep &step) const { return uniform(values + step.values.stage * (V_BYTES / 16)); }
     DEVICE void release_keys(const GatheredStep &step) { shared.keys.release(step.keys.stage); }
-    DEVICE void release_values(const GatheredStep &step) { shared.values.release(step.values.stage); }
+    DEVICE void release(const GatheredStep &step) { shared.values.release(step.values.stage); }
 };
 
 // Overwrite elements of units that a row did not select with `value`; a step of one unit is overwritten as a whole or
@@ -297,4 +300,18 @@ DEVICE void mask_units(Tile &s, const u32 (&units)[2], float value) {
     UNROLL for (int r = 0; r < 2; ++r)
         UNROLL for (int i = 0; i < elements<Tile>; ++i)
             if (!(units[r] >> shift >> i / 2 * 8 / UNIT & 1)) element(s, r, i) = value;
+}
+
+// A warp of the producer. rows(scheduler, tile, i): load the rows of a tile's consumer i, by the warp that loads values.
+template <class Arguments, class Rows>
+DEVICE void produce_gathered(const Arguments &x, unsigned char *keys, unsigned char *values, GatherShared &shared, int producer, Rows rows) {
+    if (producer == 0) produce_keys(x.k, x.p, x.plan, keys, shared);
+    else if (producer <= LOADERS)  // rows are free when the first stage of values is
+        produce_part<DV, false>(shared.values, producer - 1, x.v, x.p, x.plan, values, shared, [&](TileScheduler &scheduler, const TokenTile &tile) {
+            if (producer > 1) return;
+#pragma unroll 1
+            for (int i = 0; i < CONSUMERS; ++i) rows(scheduler, tile, i);
+        });
+    else if (COPIES && producer == 3)
+        produce_part<DK, true>(shared.keys, 1, x.k, x.p, x.plan, keys, shared, [](TileScheduler &, const TokenTile &) {});
 }

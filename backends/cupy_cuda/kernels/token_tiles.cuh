@@ -233,17 +233,19 @@ DEVICE void produce_rows(Pipeline<N> &rows, const PipelineState<N> &at, unsigned
     ((tma_load_row_tile<COLUMNS>(to, &maps, full, tile.g, s, tile.b), to += COLUMNS / 64 * PANEL), ...);
 }
 
+constexpr int NO_LIMIT = -1, NO_MASK = -1;
+enum Found { STEP, LIMIT, END };
+
 // A step of a tile, and the consumer's tokens that selected it.
 struct Step {
     int number, stage;
     TokenBits rows;
 };
 
-constexpr int NO_LIMIT = -1;
-enum Found { STEP, LIMIT, END };
-
 // A consumer's position in the steps of its tile.
 struct StepReader {
+    typedef ::Step Step;
+    static constexpr int AHEAD = STAGES;  // steps from one to that which needs the stage of its second operand
     StepPipeline &pipeline;
     const int consumer;
     const u32 stages;  // wgmma operand of the first stage
@@ -257,6 +259,8 @@ struct StepReader {
         next = 0;
         total = steps;
     }
+    // Return the first key of a step if its rows need a mask, else NO_MASK.
+    DEVICE int masked_key(const Step &step, int partial_steps) const { return step.number < partial_steps ? pipeline.keys[step.stage] : NO_MASK; }
     // Find the next step that a row of this consumer selected. A consumer that still holds a stage must not wait for
     // step `limit`, which the producer loads into that stage once it is released.
     DEVICE Found find(Step &step, int limit) {
@@ -325,7 +329,8 @@ struct RowPair : If<ORDERED, RecomputedLimits, StoredLimits> {
 };
 
 // Run a consumer through the steps of a tile. Software pipeline: the first GEMM of one step and the second GEMM of the
-// step before are in flight together, while the probabilities of the former are computed. `math` provides
+// step before are in flight together, while the probabilities of the former are computed. `steps` is a StepReader or a
+// GatherReader. `math` provides
 //   begin_products(step)                start s = q k^T, asynchronous
 //   probabilities<PENDING>(step, key)   turn s into p, in registers, while PENDING later wgmma groups are in flight;
 //                                       `key`: the step's first key if rows need a mask, else NO_MASK
@@ -334,13 +339,10 @@ struct RowPair : If<ORDERED, RecomputedLimits, StoredLimits> {
 //   begin_sums(step)                    start acc += operand * keys or values, asynchronous
 //   BRIEF                               keys of a brief step, 0 if there are none
 //   brief_step<BRIEF>(step, key)        do all of the above for the first BRIEF keys of a step
-constexpr int NO_MASK = -1;
-
 // READS_Q: the products read q from shared memory, so q is released after the last step.
-template <bool READS_Q = true, class Math>
-DEVICE void consume_steps(StepReader &steps, int2 counts, Pipeline<Q_STAGES> &q, int q_stage, Math &math) {
-    const int partial_steps = (counts.y - counts.x) * STEPS;
-    Step coming;
+template <bool READS_Q = true, class Reader, class Rows, class Math>
+DEVICE void consume_steps(Reader &steps, int partial_steps, Rows &q, int q_stage, Math &math) {
+    typename Reader::Step coming;
     auto find = [&](int limit) {
         const Found found = steps.find(coming, limit);
         if (READS_Q && found == END) {
@@ -351,7 +353,7 @@ DEVICE void consume_steps(StepReader &steps, int2 counts, Pipeline<Q_STAGES> &q,
     };
     Found found = find(NO_LIMIT);
     while (found == STEP) {
-        Step held = coming;  // its second GEMM has not started
+        auto held = coming;  // its second GEMM has not started
         if constexpr (Math::BRIEF > 0)
             if (held.number < partial_steps && steps.pipeline.visible[held.stage] <= Math::BRIEF) {
                 math.template brief_step<Math::BRIEF>(held, steps.pipeline.keys[held.stage]);
@@ -361,9 +363,9 @@ DEVICE void consume_steps(StepReader &steps, int2 counts, Pipeline<Q_STAGES> &q,
             }
         wgmma_fence();
         math.begin_products(held);
-        math.template probabilities<0>(held, held.number < partial_steps ? steps.pipeline.keys[held.stage] : NO_MASK);
+        math.template probabilities<0>(held, steps.masked_key(held, partial_steps));
         math.update_operand();
-        while ((found = find(held.number + STAGES)) == STEP && coming.number >= partial_steps) {
+        while ((found = find(held.number + Reader::AHEAD)) == STEP && coming.number >= partial_steps) {
             wgmma_fence();
             math.begin_products(coming);
             math.begin_sums(held);
@@ -449,3 +451,63 @@ struct Attention {
         write_rows<DV>(acc, scale, x.o, p, tile, consumer);
     }
 };
+
+// The gradient of q, of dq_tiles.cu and dq_gather.cu.
+struct QueryGradients {
+    const u16 *o;             // [B,S,G,h,DV], contiguous
+    const float *lse, *dlse;  // [B,S,G,h]; dlse may be null
+    u16 *dq;                  // [B,S,G,h,DK]
+    float *delta;             // [B,S,G,h]
+};
+
+// One consumer's gradient over a tile:
+//   delta = sum(do * o) - dlse,  p = 2^(c q k^T - lse),  ds = p * (do v^T - delta),  dq = scale * sum_j ds_j k_j
+struct Gradient {
+    static constexpr int BRIEF = 0;  // docs/kernels.md, "Tried and dropped"
+    const RowPair &rows;
+    const float c;
+    float delta[2], lse[2];  // lse in base 2; infinity for a row without keys, so that p = 0
+    float acc[DK / 2], s[KEYS / 2], dp[KEYS / 2];  // acc: [2, DK / 4], s and dp: [2, KEYS / 4], for a thread's two rows
+    u32 ds[KEYS / 16][4];  // an operand
+
+    DEVICE Gradient(const RowPair &pair, float scale_log2) : rows(pair), c(scale_log2) {}
+    template <class Arguments>
+    DEVICE void load_lse(const Arguments &x, const TokenTile &tile, int consumer) {
+        UNROLL for (int r = 0; r < 2; ++r) lse[r] = rows.bit[r] ? x.to.lse[RowPair::index(x.p, tile, consumer, r)] : -infinity();
+    }
+    // Compute and store delta, and clear acc. sum: this thread's part of do * o.
+    template <class Arguments>
+    DEVICE void begin(const Arguments &x, const TokenTile &tile, int consumer, const float (&sum)[2]) {
+        UNROLL for (int r = 0; r < 2; ++r) {
+            const i64 row = RowPair::index(x.p, tile, consumer, r);
+            delta[r] = quad_sum(sum[r]);
+            if (x.to.dlse && rows.bit[r]) delta[r] -= x.to.dlse[row];
+            if (rows.bit[r] && threadIdx.x % 4 == 0) x.to.delta[row] = delta[r];
+        }
+        UNROLL for (int i = 0; i < DK / 2; ++i) acc[i] = 0.0f;
+    }
+    DEVICE void to_base_2() {
+        UNROLL for (int r = 0; r < 2; ++r) lse[r] = lse[r] == -infinity() ? infinity() : lse[r] * LOG2_E;
+    }
+    DEVICE void finish_probabilities() {}
+    DEVICE void update_operand() { as_operand(ds, s); }
+    template <class Arguments>
+    DEVICE void write(const Arguments &x, const TokenTile &tile, int consumer) {
+        float scale[2];
+        UNROLL for (int r = 0; r < 2; ++r) scale[r] = lse[r] == infinity() ? 0.0f : static_cast<float>(x.p.scale);
+        write_rows<DK>(acc, scale, x.to.dq, x.p, tile, consumer);
+    }
+};
+
+// The warpgroups of a CTA: consume(number) runs in each consumer, produce(number) in each warp of the producer.
+template <class Consume, class Produce>
+DEVICE void run_warpgroups(Consume consume, Produce produce) {
+    const int warpgroup = threadIdx.x / 128;
+    if (warpgroup < CONSUMERS) {
+        reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PER_SM>(true);
+        consume(warpgroup);
+    } else {
+        reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PER_SM>(false);
+        produce(threadIdx.x / 32 - 4 * CONSUMERS);
+    }
+}
