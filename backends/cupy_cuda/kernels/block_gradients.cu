@@ -4,22 +4,18 @@
 //   p^T = 2^(c k q^T - lse),  ds^T = p^T * (v do^T - delta)
 //   dv = sum p^T do,  dk = scale * sum ds^T q,  and for each (row, range)  dq = scale * ds k
 //
-// Grid: one CTA for each segment of each list of the unit, in the order of order_segments.cu; two CTAs per
-// multiprocessor, as in dkdv_groups.cu: one
-//   computes p and ds, begins, ends or stores while the other multiplies.
+// Grid: one CTA per segment of a list of the unit, in the order of order_segments.cu; two per multiprocessor, as in
+//   dkdv_groups.cu.
 // Sections: a list with one segment adds its rows to the sums of the sections before, in registers; sum_sections.cu
-// does so for others. Tiles: 64 keys by 64 rows (row_steps.cuh). Keys are the rows of all products but the last one,
-// whose operand ds^T goes through shared memory.
-//   Its columns are computed 64 at a time, as the accumulators of dk and dv leave no room for more.
-// Masks: rows of a list are in order, so that only the first entries can lie within the tile. Where no row of the
-// segment sees a key, k may be
-//   NaN, which 0 * k would not cancel in dq: such keys are zeroed once. p and ds of masked keys are replaced, not
-//       multiplied, by 0.
-// Shared tiles: join_shares.cu computes what tiles that adjacent tokens share give dq. Steps whose entries are all such
-// do not need ds as an
-//   operand from shared memory, nor its product with keys.
+//   does so for others.
+// Tiles: 64 keys by 64 rows (row_steps.cuh). Keys are the rows of all products but the last one, whose operand ds^T
+//   goes through shared memory; its columns are computed 64 at a time, because registers are scarce.
+// Masks: only the first entries of a list can lie within the tile. Keys that no row of the segment sees are zeroed
+//   once, because 0 * NaN is NaN; p and ds of other masked keys are replaced, not multiplied, by 0.
+// Shared tiles: join_shares.cu computes what tiles that adjacent tokens share add to dq. Steps of such entries only
+//   skip the product of ds with keys.
 //
-//   SEGMENT  entries of a segment at most if shared tiles are left out, which a bit for each says; 0: none is
+//   SEGMENT  most entries per segment if shared tiles are left out, which one bit per entry says; 0: none is
 #include "row_steps.cuh"
 
 constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 32;  // a thread

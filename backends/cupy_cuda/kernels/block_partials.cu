@@ -4,25 +4,16 @@
 //   s = c q k^T,  p = 2^(s - m),  l = sum p,  o = p v / l,  lse = m + log2 l
 //
 // Grid: one CTA for each segment of each list of the unit, in the order of the lists; two CTAs per multiprocessor.
-// Tiles: 64 rows, TQ = 64 / H listed tokens times H heads, by 64 keys. The tile's keys and values stay, a step brings q
-// alone. Bytes, of rows of 128 columns: a step reads 16 KiB of q, from L2, where a section's q stays, and writes 16 KiB
-// of o to memory: 910 cycles of a
-//   multiprocessor's share (18 bytes a cycle, of 4.3 TB/s, 132 multiprocessors and 1.8 GHz). Its products take 512
-//   cycles of the tensor cores, its exponentials 256. So writing would bound it, if nothing waited; it takes about
-//   twice as long (docs/kernels.md).
-// Warpgroups: two, which take steps in turn, so that a multiprocessor has four steps under way. For a fifth warp
-// registers would not suffice: each
-//   warpgroup has stages of its own, and asks for q by TMA, a token a lane, once the logits of the stage's last step
-//   are there.
-// Masks: rows of a list are in order, so that only the first entries can lie within the tile. Values that no row of the
-// segment sees may be NaN,
-//   which 0 * v would not cancel: they are zeroed once.
-// Order of columns: a lane's accumulators are columns 8 j + 2 c and the next one, c its number in its quad. The columns
-// of v are permuted once,
-//   so that those of four j are eight adjacent columns of o, which it stores at once.
+// Tiles: 64 rows, TQ = 64 / H listed tokens times H heads, by 64 keys. Keys and values stay; a step loads q alone. It
+//   is bound by writing o: 910 cycles, against 512 of the tensor cores, for 128 columns (docs/kernels.md).
+// Warpgroups: two, which take steps in turn. Each has its own stages, and loads q through TMA, one token per lane, once
+//   the logits of the stage's last step are there; there are no registers for a producer warp.
+// Masks: only the first entries of a list can lie within the tile. Values that no row of the segment sees are zeroed
+//   once, because 0 * NaN is NaN.
+// Columns: a lane's accumulators are columns 8 j + 2 c and the next one, c its number in its quad. Columns of v are
+//   permuted once, so that those of four j are eight adjacent columns of o, which the lane stores at once.
 //
-//   STAGES  of q of a warpgroup
-//   STEPS   of a segment at most
+//   STAGES, STEPS  stages of q of a warpgroup; most steps of a segment
 #include "row_steps.cuh"
 
 constexpr int PER_SM = 2, WARPGROUPS = 2, THREADS = 128 * WARPGROUPS, Q_BYTES = K_BYTES;

@@ -1,13 +1,10 @@
 // Tiles of blocks smaller than a tile, and the rows that selected any of a tile's blocks (block_tiles.py):
-//   count_blocks.cu   count how many sampled rows selected each block
-//   order_blocks.cu   assign blocks to tiles
-//   count_rows.cu     count each tile's rows per chunk of rows
-//   sum_counts.cu     sum the counts, and count the segments of every list
-//   list_rows.cu      list the rows of every tile, with one bit per block
+// count_blocks.cu counts how many sampled rows selected each block, order_blocks.cu assigns blocks to tiles,
+// count_rows.cu counts each tile's rows per chunk of rows, sum_counts.cu sums the counts, and list_rows.cu lists the
+// rows of every tile, with one bit per block.
 //
-// A row seldom selects all blocks of a tile of 64 adjacent keys, so most rows would use few of them. Blocks that many
-// rows select therefore share tiles, and so do blocks that few rows select, in the order of their positions, because
-// neighboring rows select neighboring blocks.
+// A row seldom selects all blocks of 64 adjacent keys. Blocks that many rows select therefore share tiles, and so do
+// blocks that few rows select, in the order of their positions, because neighboring rows select neighboring blocks.
 #pragma once
 #include "key_to_rows.cuh"
 

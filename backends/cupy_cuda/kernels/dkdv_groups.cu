@@ -2,26 +2,17 @@
 //
 //   p^T = 2^(c k q^T - lse),  ds^T = p^T * (v do^T - delta),  dv = sum p^T do,  dk = scale * sum ds^T q
 //
-// Grid: one CTA per segment (segment_of), in the order of order_segments.cu. Two CTAs per multiprocessor, so that one
-//   computes p and ds, starts or ends while the other multiplies; or one CTA with two consumers.
-// Tiles: 64 keys by 64 rows, TQ = 64 / H listed tokens times H heads. Products are transposed: with keys as rows, p^T
-//   and ds^T are computed in the registers from which dv += p^T do and dk += ds^T q read them.
-// Warpgroups: one consumer, or two for wide keys (SplitSteps). In the producer warpgroup, one warp loads lse
-//   and delta.
-// TMA: K and V of the tile; q and do of a step, all tokens at once if they are adjacent, else one box per token, or, if
-//   tokens are small (H < 8), cp.async by three warps.
-// Compressed keys: the rows of a list are the last ones of the sequence, from the first that sees a key of the tile.
-//   Entries are computed, and q and do of a step are one box, past whose end TMA loads zeros; so a segment is whole
-//   steps.
-// Window: the rows of a list reach from the tile's first key to the end of the window after its last key; entries are
-//   computed as above. One segment holds all of them, and no list is in memory.
-// Small blocks: with SMALL_BLOCK, a tile holds blocks at any positions, and p and ds of blocks that a row did not
-//   select are replaced by 0.
+// Grid: one CTA per segment of a list (segment_of), in the order of order_segments.cu. Two CTAs per multiprocessor, so
+//   that one computes p and ds, starts or ends while the other multiplies; or one CTA with two consumers.
+// Tiles: 64 keys by 64 rows (row_steps.cuh). Products are transposed: with keys as rows, p^T and ds^T are computed in
+//   the registers from which dv += p^T do and dk += ds^T q read them.
+// Warpgroups: one consumer, or two for wide keys (SplitSteps), and a producer.
+// Compressed keys: a list is the last rows of the sequence, from the first that sees a key of the tile. Window: it
+//   reaches to the end of the window after the tile's last key, in one segment. Both are computed, and q and do of a
+//   step are one box, past whose end TMA loads zeros.
+// Small blocks: a tile holds blocks at any positions; p and ds of blocks that a row did not select are replaced by 0.
 // Masks: rows ascend, so only the first entries of a list can lie within the tile, and only the last ones can have a
 //   window that begins inside the tile. Hidden k and v may be NaN, so p and ds are replaced by 0, not multiplied by 0.
-//
-//   H       heads per group
-//   STAGES  stages of the pipeline of q and do
 #include "row_steps.cuh"
 
 constexpr int NO_END = 0x7fffffff;
@@ -84,8 +75,8 @@ struct ListSteps : Segment<KEYS> {
     // SMALL_BLOCK: return the blocks of the tile that listed token i of a step (which must exist) selected.
     DEVICE u32 chosen(int step, int i) const { return x.blocks.chosen[begin + static_cast<i64>(step) * TQ + i]; }
     DEVICE void zero_other_tokens(int, unsigned char *) const {}
-    // Return the steps [x, y) of the list in which every row sees all keys of the tile. With implied positions, only the
-    // first KEYS entries of a list in memory can lie within the tile; with q_pos, any of its own entries.
+    // Return the steps [x, y) of the list in which every row sees all keys of the tile. With implied positions, only
+    // the first KEYS entries of a list in memory can lie within the tile; with q_pos, any of its own entries.
     DEVICE int2 whole_steps() const {
         i64 masked;  // entries from `begin` on
         if constexpr (COMPRESSED) masked = first_row(x.p, min(first_key + static_cast<i64>(KEYS), x.p.S_kv) - 1) - row0;

@@ -4,15 +4,12 @@
 //
 // Grid: one CTA per segment of a list. The order of all sums is fixed, whichever CTA runs first.
 // Tiles: WIDTH keys by QUERIES queries, which are (listed row, head) pairs, so that any number of heads fills a step.
-//   Products are transposed: with keys as rows, p^T and ds^T are computed in the registers from which dv += p^T do and
-//   dk += ds^T q
-//       read them.
+//   Products are transposed, as in dkdv_groups.cu.
 // Loads: cp.async, double-buffered; no TMA, because rows are scattered.
-// Masks: keys [low, high) of the tile are visible to a query. Others may hold NaN, so p and ds are replaced by 0, not
-//   multiplied by 0.
+// Masks: a query sees keys [low, high) of the tile. Others may hold NaN, so p and ds are replaced by 0.
 //
 //   KEY_WARPS     warps along the keys, 16 keys each: WIDTH = 16 * KEY_WARPS
-//   COLUMN_WARPS  1, or 2: two warps share 16 keys, and half of the columns of dk and dv each (wide heads: registers)
+//   COLUMN_WARPS  1, or 2 for wide heads: two warps share 16 keys, with half of the columns of dk and dv each
 //   QUERIES       16 or 32
 #include "key_to_rows.cuh"
 #include "mma.cuh"

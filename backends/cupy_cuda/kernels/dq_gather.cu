@@ -1,7 +1,5 @@
 // Backward pass on Hopper like dq_tiles.cu, for head dims up to 256 and for blocks smaller than a step, which steps
-// gather. Units, pipelines and bits: see gather_steps.cuh. Grid, tiles and masks: see token_tiles.cuh.
-//
-//   delta = sum(do * o) - dlse,  p = 2^(c q k^T - lse),  ds = p * (do v^T - delta),  dq = scale * sum_j ds_j k_j
+// gather (gather_steps.cuh).
 //
 // With 256 columns, shared memory holds two stages of K and one of V besides q and do. Values are released as soon as
 // do v^T is computed. A consumer does not overlap its own work, because registers are scarce: while one consumer

@@ -2,9 +2,8 @@
 //
 //   delta = sum(do * o) - dlse,  p = 2^(c q k^T - lse),  ds = p * (do v^T - delta),  dq = scale * sum_j ds_j k_j
 //
-// Grid: one CTA per (row, HEADS heads). Tiles and loads: as in forward_rows.cu, over the same keys (key_tiles.cuh); do
-//   is also in shared memory.
-// Masks: ds = 0 past a tile's last key; k and v are zeros there.
+// Grid: one CTA per (row, HEADS heads). Tiles and loads: as in forward_rows.cu (key_tiles.cuh). ds = 0 past a tile's
+// last key, where k and v are zeros.
 #include "key_tiles.cuh"
 
 struct Arguments {

@@ -1,12 +1,8 @@
-// Backward pass on Hopper: dq of tiles of tokens, and delta for dk and dv. Grid, tiles, TMA and masks: see
-// token_tiles.cuh.
+// Backward pass on Hopper: dq of tiles of tokens, and delta for dk and dv (token_tiles.cuh).
 //
-//   delta = sum(do * o) - dlse,  p = 2^(c q k^T - lse),  ds = p * (do v^T - delta),  dq = scale * sum_j ds_j k_j
-//
-// WITH_O: for compressed keys or a window a tile has few steps, so loading o from memory for delta would take much of
-// its time; o then comes through TMA with do.
 // do is held in registers as the operand of do v^T, so that wgmma reads half as much shared memory, and do (and o) of
-// the next tile can be loaded as soon as this one's are read. q of the next tile has its own stage.
+// the next tile can be loaded as soon as this one's are read. WITH_O: for compressed keys or a window a tile has few
+// steps, so o comes through TMA with do; loading it from memory for delta would take much of the tile's time.
 #include "token_tiles.cuh"
 
 constexpr bool WITH_O = BY_ARITHMETIC;

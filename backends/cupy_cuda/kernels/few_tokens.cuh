@@ -1,9 +1,6 @@
 // Build the union of the blocks that few tokens of a (b, g) selected, inside the CTA that attends to them, so that no
-// plan kernel is needed. Used when sequences decode several tokens at once, with tiles of all or some of a sequence's
-// tokens.
-//
-// Every thread holds one (token, range). The first thread that holds a block writes it to the list, with one bit per
-// token.
+// plan kernel is needed. Every thread holds one (token, range). The first thread that holds a block writes it to the
+// list, with one bit per token.
 #pragma once
 #include "softmax.cuh"
 

@@ -2,30 +2,23 @@
 //
 //   s = q k^T,  p = 2^(c (s - m)),  o = sum_j p_j v_j / l,  lse = c m + log2 l         (softmax.cuh)
 //
-// Grid: persistent CTAs, PER_SM per multiprocessor; each takes every gridDim.x-th (row, HEADS heads). Few rows: one
-//   cluster per row.
-// Steps: a range has BLOCK / KEYS steps. The CTAs of a cluster take every CLUSTER-th step of all ranges, including
-//   empty ones, so that each finds its steps without reading other ranges. They merge their results at the end
-//   (RowCluster).
-// Warps: a producer warp loads a row's K and V through TMA, KEYS keys per step, through a pipeline of STAGES stages. It
-//   continues with the next row while four consumer warps finish this one.
-// Tiles: HEAD_WARPS * SHARES consumer warps. Warps of the same 16 heads split a step's keys for s = q k^T and, once p
-//   is in shared memory, the columns of v for acc += p v, so that no partial results need merging. All shares have one
-//   lazy maximum, as in forward_tiles.cu.
-// Pages: hold whole steps. Before the first load, each lane reads the range of its step and then its page: two
-//   dependent loads, for all steps at once.
+// Grid: persistent CTAs, which take every gridDim.x-th (row, HEADS heads). Few rows: one cluster per row, whose
+//   CTAs take every CLUSTER-th step of all ranges, including empty ones, so that each finds its steps without reading
+//   other ranges. They merge their results at the end (RowCluster).
+// Warps: a producer warp loads K and V through TMA, KEYS keys per step; it continues with the next row while four
+//   consumer warps finish this one. Those of the same 16 heads split a step's keys for s = q k^T and, once p is in
+//   shared memory, the columns of v for acc += p v, with one lazy maximum, as in forward_tiles.cu.
+// Pages: hold whole steps. Before the first load each lane reads the range of its step, then its page: two dependent
+//   loads, for all steps at once.
 // Masks: only the last step of a range may have fewer than KEYS keys. Past them, logits are -inf and values are zeroed,
 //   because 0 * NaN is NaN.
-// e4m3: a step's values take half the registers, so they are loaded before its softmax, and only products remain once p
-//   is stored.
 //
-//   STAGES      stages of the K/V pipeline
-//   HEAD_WARPS  1, 2 or 4: warps of 16 heads each
-//   PER_SM      CTAs per multiprocessor
-//   BLOCK       keys per range, a multiple of KEYS
-//   CLUSTER     CTAs of the cluster that shares a row; 1: no clusters
-//   NEXT_FIRST  1: the next kernel may start when all CTAs have started; 0: when they have issued their last loads
-//   E4M3, PAGE_SCALES  quantized cache, see stored_tiles.cuh
+//   STAGES, PER_SM     stages of K and V; CTAs per multiprocessor
+//   HEAD_WARPS         1, 2 or 4: warps of 16 heads each
+//   BLOCK              keys per range, a multiple of KEYS
+//   CLUSTER            CTAs of the cluster that shares a row; 1: no clusters
+//   NEXT_FIRST         the next kernel may start once all CTAs have started, else after their last loads
+//   E4M3, PAGE_SCALES  quantized cache (stored_tiles.cuh): a step's values are in registers before its softmax
 #include "stored_tiles.cuh"
 
 struct Arguments {

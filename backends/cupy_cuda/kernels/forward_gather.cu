@@ -1,7 +1,5 @@
 // Forward pass on Hopper like forward_tiles.cu, for head dims up to 256 and for blocks smaller than a step, which steps
-// gather. Units, pipelines and bits: see gather_steps.cuh. Formulas, grid, tiles and masks: see
-// token_tiles.cuh.
-// A step's keys are released as soon as s is computed, because few stages of 256 columns fit.
+// gather (gather_steps.cuh). A step's keys are released as soon as s is computed, for lack of room for stages.
 #include "gather_steps.cuh"
 
 constexpr int Q_BYTES = DK / 64 * PANEL;  // q tile of one consumer

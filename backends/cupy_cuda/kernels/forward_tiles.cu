@@ -1,5 +1,4 @@
-// Forward pass on Hopper: o and lse of tiles of tokens. Formulas, grid, tile shapes, TMA loads and masks: see
-// token_tiles.cuh.
+// Forward pass on Hopper: o and lse of tiles of tokens (token_tiles.cuh).
 #include "token_tiles.cuh"
 
 constexpr int Q_BYTES = DK / 64 * PANEL;  // q tile of one consumer

@@ -1,18 +1,16 @@
-// Steps of KEYS keys gathered from blocks of any size, with separate pipelines for keys and values. Shared by
+// Steps of KEYS keys gathered from blocks of any size, with separate pipelines for keys and values, for
 // forward_gather.cu and dq_gather.cu.
 //
 // A unit is one load: a block, or KEYS keys of a larger block. Units of smaller blocks fill a step in the order of the
 // tile's list, partial blocks first (token_tiles.cuh); missing units of the last step hold zeros. One bit per (token,
 // unit) tells whether the token selected the unit; for blocks of KEYS keys or more, one bit per token.
-// Keys have one stage more than values, because a step's first GEMM starts together with the second GEMM of the step
-// before.
 //
 // Producer warps: warp 0 loads K, warp 1 loads q and V. Units of 8 keys or more come through TMA: a box is eight keys
 //   with all their columns, or KEYS keys by 64 columns. Boxes of four keys would take longer than the products, so
 //   lanes copy such units with cp.async, half of them by warps 2 (V) and 3 (K).
 //
 //   BLOCK   keys per block: a divisor of KEYS from 4 on, or a multiple of KEYS
-//   STAGES  stages of K; V has one less
+//   STAGES  stages of K; V has one less, because a step's first GEMM starts with the second GEMM of the step before
 #pragma once
 #include "token_tiles.cuh"
 
@@ -302,7 +300,7 @@ DEVICE void mask_units(Tile &s, const u32 (&units)[2], float value) {
             if (!(units[r] >> shift >> i / 2 * 8 / UNIT & 1)) element(s, r, i) = value;
 }
 
-// A warp of the producer. rows(scheduler, tile, i): load the rows of a tile's consumer i, by the warp that loads values.
+// A warp of the producer. rows(scheduler, tile, i) loads the rows of consumer i, by the warp that loads values.
 template <class Arguments, class Rows>
 DEVICE void produce_gathered(const Arguments &x, unsigned char *keys, unsigned char *values, GatherShared &shared, int producer, Rows rows) {
     if (producer == 0) produce_keys(x.k, x.p, x.plan, keys, shared);

@@ -1,11 +1,10 @@
 // PTX instructions of sm_80 and newer as functions: conversions, cp.async, clusters, mma.sync and ldmatrix.
 // Tests replace this file by one that does the same on a CPU (tests/helpers/emulation/hardware.cuh).
 //
-// Every kernel is compiled with these constants; NVRTC needs no include folder, since no header of the toolkit is used:
+// Every kernel is compiled with these constants; no header of the toolkit is used:
 //   BF16     1: bfloat16, 0: float16
 //   DK, DV   columns of a key and of a value, multiples of 8
-//   ALIGNED  1: rows of q, k, v (and do) begin at multiples of 16 bytes and are copied by cp.async; 0: element by
-// element
+//   ALIGNED  1: rows of q, k, v (and do) begin at multiples of 16 bytes and are copied by cp.async; 0: by element
 //   E4M3     1: keys and values are e4m3, and products are of float16 (stored_tiles.cuh)
 #pragma once
 

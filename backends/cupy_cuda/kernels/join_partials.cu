@@ -4,15 +4,10 @@
 //   s = c q k^T,  p = 2^(s - m),  acc = sum p v,  l = sum p                     over the shared tiles  (softmax.cuh)
 //   w_i = 2^(lse_i - m),  o = (acc + sum_i w_i o_i) / (l + sum_i w_i),  lse = m + log2(l + sum_i w_i)
 //
-// Why: partials are most of the bytes that cuda-block moves, written once and read once. A tile that all of TQ adjacent
-// tokens
-//   selected takes two products here, 512 cycles of the tensor cores, and no memory. With random selections these tiles
-// are
-//   the forced blocks, 3 of 16.
-// Grid: one CTA per 64 rows of the unit (joined_rows.cuh: macros, loads of partials).
-// Masks: two masks per row tell which tiles are shared and which entries have partials (shared_tiles.cu). A row's limit
-// cuts
-//   some shared tiles; values that no row sees are zeroed, because 0 * NaN is NaN.
+// Partials are most of the bytes that cuda-block moves. A tile that all of TQ adjacent tokens selected takes two
+// products here and no memory; with random selections these are the forced blocks, 3 of 16.
+// Grid: one CTA per 64 rows of the unit (joined_rows.cuh).
+// Masks: a row's limit cuts some shared tiles; values that no row sees are zeroed, because 0 * NaN is NaN.
 #include "joined_rows.cuh"
 
 struct Arguments {

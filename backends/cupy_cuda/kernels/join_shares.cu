@@ -1,14 +1,11 @@
 // dq of the rows of a unit on Hopper, from their partial sums (block_gradients.cu) and from the tiles of keys that
-// adjacent tokens share.
+// adjacent tokens share, as in join_partials.cu.
 //
 //   p = 2^(c q k^T - lse),  ds = p * (do v^T - delta),  acc = sum ds k                     over the shared tiles
 //   dq = scale * acc + sum_i dq_i
 //
-// Why: as in join_partials.cu. A shared tile takes three products here, two of which dk and dv need anyway; storing its
-//   partial dq would take another product, a round trip of ds through shared memory, and memory.
-// Grid: one CTA per 64 rows of the unit (joined_rows.cuh: macros, loads of partials).
-// Masks: as in join_partials.cu. ds of masked keys is replaced by 0, not multiplied by 0; keys that no row sees are
-// zeroed.
+// Grid: one CTA per 64 rows of the unit (joined_rows.cuh).
+// Masks: ds of masked keys is replaced by 0, not multiplied by 0; keys that no row sees are zeroed.
 #include "joined_rows.cuh"
 
 struct Arguments {

@@ -2,16 +2,12 @@
 // the tiles of keys that all of the tokens selected (shared_tiles.cu), and add the partials of all other entries: while
 // one CTA multiplies, others on the multiprocessor read partials at memory speed.
 //
-// Partials: each warp owns 16 rows, and loads one partial per token and round into one of RING stages, by bulk loads,
-// which
-//   take no registers. The stages reuse the memory of the products. Accumulators are exchanged within a quad once, so
-// that a
-//   lane holds eight adjacent columns of every 32, and reads them in one load.
-// Arguments of a kernel: p, reach, the masks `shared` and `listed` [B,S,G], and the fields of `UnitRows` (units.py).
+// Partials: each warp owns 16 rows, and loads one partial per token and round into one of RING stages, by bulk loads.
+// The stages reuse the memory of the products. Accumulators are exchanged within a quad once, so that a lane holds
+// eight adjacent columns of every 32.
 //
-//   H, EACH  heads per group, a divisor of 64; entries per row, n * reach, at most 64
-//   PER_SM   CTAs per multiprocessor
-//   RING     stages per warp
+//   H, EACH       heads per group, a divisor of 64; entries per row, n * reach, at most 64
+//   PER_SM, RING  CTAs per multiprocessor; stages per warp
 #pragma once
 #include "key_to_rows.cuh"
 #include "hopper_tiles.cuh"

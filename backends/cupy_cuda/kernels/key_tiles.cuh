@@ -1,16 +1,13 @@
-// Gather the keys of one query row into tiles of TILE keys through a cp.async pipeline. Shared by forward_rows.cu and
+// Gather the keys of one query row into tiles of TILE keys through a cp.async pipeline, for forward_rows.cu and
 // dq_rows.cu.
 //
-// A CTA computes HEADS heads of a row. Its warps form teams. Team t takes every TEAMS-th tile through its own STAGES
-// buffers, so that teams never wait for each other; the kernel merges their results at the end. All warps of a team
-// share its tiles, and each owns 16 heads.
+// A CTA computes HEADS heads of a row. Team t of its warps takes every TEAMS-th tile through its own STAGES buffers, so
+// that teams never wait for each other; each warp of a team owns 16 heads. The kernel merges the teams' results.
 //
-//   TILE         keys per tile: 16 or 32
-//   STAGES       buffers per team, 2 or more
-//   TEAMS        teams per CTA; 1 if a team has several warps
-//   HEAD_WARPS   warps per team
-//   Q_REGISTERS  1: q (and do) stay in registers; 0: they are read from shared memory for every tile (wide heads)
-//   ONE_PAGE     1: every range lies within one page, which is read with the range; 0: the page is read for every key
+//   TILE, STAGES       keys per tile, 16 or 32; buffers per team, 2 or more
+//   TEAMS, HEAD_WARPS  teams per CTA, 1 if a team has several warps; warps per team
+//   Q_REGISTERS        1: q (and do) stay in registers; 0: they are read from shared memory for every tile (wide heads)
+//   ONE_PAGE           1: every range lies within one page, which is read with the range; 0: it is read for every key
 #pragma once
 #include "mma.cuh"
 #include "softmax.cuh"

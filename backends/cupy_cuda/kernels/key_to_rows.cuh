@@ -1,13 +1,11 @@
 // The inverted selection: for every tile of keys, the list of rows that selected any of them (key_to_rows.py). Also:
 // code that the dk/dv kernels share.
 //
-// With bg = b * G + g, entry e of bg is (s * n + range) * reach + step: row s, and the step-th tile of `width` keys
-// that the range touches. List bg * tiles + tile holds the entries of that tile in ascending order. A counting sort
-// builds the lists (sort.cuh). Long lists are split into segments, one CTA each.
-//
-// The tiles of a block share one list, because a row that sees one of them whole sees all before it. An entry is then a
-// (row, range), filed under the last tile that the row sees; the list of a tile is the block's list from the tile's own
-// entries on.
+// Entry e of bg = b * G + g is (s * n + range) * reach + step: row s, and the step-th tile of `width` keys that the
+// range touches. List bg * tiles + tile holds the entries of that tile in ascending order (sort.cuh). Long lists are
+// split into segments, one CTA each. The tiles of a block share one list, because a row that sees one of them whole
+// sees all before it: an entry is a (row, range), filed under the last tile that the row sees, and the list of a tile
+// is the block's list from the tile's own entries on.
 #pragma once
 #include "softmax.cuh"
 

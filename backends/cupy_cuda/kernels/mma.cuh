@@ -1,8 +1,7 @@
 // Tensor-core products of a warp (mma.sync) with operands in shared memory, and cp.async copies of these operands.
 //
-// A tile in shared memory is row-major. Its columns are padded to a multiple of 16, and rows to an odd number of
-// 16-byte units, so that the eight rows that `ldmatrix` reads at once lie in different banks. In an accumulator of N
-// tiles of 16 x 8, float [j][i] of a lane is at row lane / 4 + i / 2 * 8 and column 8 * j + lane % 4 * 2 + i % 2.
+// A tile in shared memory is row-major, its columns padded to a multiple of 16, and its rows to an odd number of
+// 16-byte units, so that the eight rows that `ldmatrix` reads at once lie in different banks.
 #pragma once
 #include "problem.cuh"
 

@@ -1,20 +1,15 @@
 // Reorder tokens so that tokens with similar selections share a tile, and build the unions of the tiles' blocks, as
 // tile_union.cu does.
 //
-// A warpgroup computes the union of the blocks that its TQ tokens selected. Selections of trained models vary from
-// token to token: the union of adjacent tokens is up to twice the selection of one. Within a stretch of ORDER_TOKENS
-// tokens, the order is greedy: the next token is the one that adds the fewest blocks to the union of its warpgroup's
-// previous tokens, or, for a warpgroup's first token, to the union of the previous warpgroup. Ties go to the first
-// token.
+// The union of adjacent tokens of trained models is up to twice the selection of one. The order within a stretch of
+// ORDER_TOKENS tokens is greedy: the next token is the one that adds the fewest blocks to the union of its warpgroup's
+// tokens so far, or, for a warpgroup's first token, to the union of the previous warpgroup. Ties go to the first token.
 //
-// Grid: one CTA per (b, g, stretch), which numbers the blocks that its tokens selected. For the order a token's blocks
-// are 64 bits. Blocks that only one token selected, or all did, cost the same in any order and have no bit; the others
-// share bits if there are more. For the lists a block has a bit for each place of the stretch, of which every tile
-// takes its own.
+// Grid: one CTA per (b, g, stretch), which numbers the blocks that its tokens selected. For the order, a token's blocks
+// are 64 bits: blocks that one token or all selected cost the same in any order and have no bit; others share bits if
+// there are more than 64. For the lists, a block has one bit per place of the stretch; each tile takes its own bits.
 //
-//   ORDER_TOKENS  tokens of a stretch
-//   TOKENS, TQ    of a tile, of a warpgroup
-//   BLOCK         keys of a block
+//   ORDER_TOKENS, TOKENS, TQ, BLOCK  tokens of a stretch, of a tile, of a warpgroup; keys of a block
 #include "problem.cuh"
 
 constexpr int THREADS = 128, EACH = (ORDER_TOKENS + 31) / 32;  // tokens of a lane, words of a block's bits

@@ -4,17 +4,15 @@
 //   forward    o = sum_j p_j v_j
 //   backward   delta = sum(do * o) - dL,  ds = p * (do v^T - delta),  dq = scale * ds k,  dk = scale * ds^T q,
 //              dv = p^T do
-// Kernels compute in base 2 with c = scale * log2 e, because exp2 is one instruction. lse in memory is a natural
-// logarithm.
+// Kernels compute in base 2 with c = scale * log2 e, because exp2 is one instruction; lse in memory is natural.
 //
 // The keys that a row sees are its ranges, clamped to its limit, or (BY_ARITHMETIC) follow from its position:
-//   COMPRESS_BLOCK, COMPRESS_STRIDE  if COMPRESS_BLOCK > 0, k and v are compressed keys: a row sees those whose block
-//                                    ends at or before its position
+//   COMPRESS_BLOCK, COMPRESS_STRIDE  if > 0, k and v are compressed keys: a row sees those whose block ends at or
+//                                    before its position
 //   WINDOW                           1: a row sees the last `window` keys, including its own
-// K and V may be the cache of several sequences, each with its own length:
-//   PAGE  keys per page: key j of sequence b is key j % PAGE of page block_table[b, j / PAGE]; 0: a cache without
-// pages;
-//         -1: no cache
+//   PAGE                             keys per page of a cache of several sequences, each with its own length: key j of
+//                                    sequence b is key j % PAGE of page block_table[b, j / PAGE]; 0: no pages;
+//                                    -1: no cache
 #pragma once
 #include "warp.cuh"
 

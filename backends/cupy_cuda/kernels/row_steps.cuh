@@ -1,14 +1,11 @@
 // Gradients over the list of rows that selected a tile of keys: 64 keys by steps of 64 rows, TQ = 64 / H listed tokens
-// times H heads. dkdv_groups.cu and block_gradients.cu share the loads of steps and the computation of p and ds from
-// products. block_partials.cu uses the sizes and the load of the tile.
-//
-//   p^T = 2^(c k q^T - lse),  ds^T = p^T * (v do^T - delta)
+// times H heads. Loads of steps, and p and ds from products, for dkdv_groups.cu and block_gradients.cu;
+// block_partials.cu uses the sizes and the load of the tile.
 //
 // A list is a struct with: x, the kernel's arguments (tensor maps, p, d_out, lse, delta are read); b, g, first_key,
 // steps; and row(step, i), the row of listed token i of a step, or S (past the last row) if there is none.
 //
-//   H       heads per group
-//   STAGES  stages of the pipeline of q and do
+//   H, STAGES  heads per group; stages of the pipeline of q and do
 #pragma once
 #include "key_to_rows.cuh"
 #include "hopper_tiles.cuh"
@@ -223,8 +220,8 @@ DEVICE void copy_tokens(const List &list, unsigned char *stages, Shared &shared,
     cp_async_wait<0>();
 }
 
-// SMALL_BLOCK: return one bit per key of the tile: listed token i of a step selected and sees it. starts: first keys of the tile's
-// blocks, one per lane. All lanes must call this.
+// SMALL_BLOCK: return one bit per key of the tile: listed token i of a step selected and sees it. starts: first keys of
+// the tile's blocks, one per lane. All lanes must call this.
 template <class List>
 DEVICE uint2 seen_keys(const List &list, int row, int step, int i, int starts) {
     const bool exists = row < list.x.p.S;

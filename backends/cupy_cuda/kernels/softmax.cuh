@@ -2,8 +2,8 @@
 // other lanes (a quad).
 //
 // Logits s_j arrive tile by tile. A row keeps m = max_j s_j, l = sum_j p_j and acc = sum_j p_j v_j, where
-// p_j = 2^(c (s_j - m)). If m rises, l and acc are multiplied by alpha = 2^(c (m_old - m)).
-// At the end o = acc / l and lse = c m + log2 l. A row without keys has l = 0 and gives o = 0 and lse = -inf.
+// p_j = 2^(c (s_j - m)). If m rises, l and acc are multiplied by alpha = 2^(c (m_old - m)). At the end o = acc / l and
+// lse = c m + log2 l. A row without keys has l = 0 and gives o = 0 and lse = -inf.
 //
 // mma.sync accumulates in float [N][4], wgmma in float [4 * N]. Element i of row r is in column `column_of(i)` of both.
 #pragma once

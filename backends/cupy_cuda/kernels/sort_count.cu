@@ -1,10 +1,9 @@
 // Counting sort, first step: compute the tile of every entry, and count the entries per chunk and list (sort.cuh).
 //
-// Grid: one CTA per chunk. Counts of up to TABLE tiles at a time are in shared memory.
-// Entries: with reach 1, a range has one entry, filed under the last tile that its row sees (key_to_rows.cuh).
+// Grid: one CTA per chunk. Counts of up to TABLE tiles at a time are in shared memory. With reach 1, a range has one
+// entry, filed under the last tile that its row sees (key_to_rows.cuh).
 //
-//   WIDTH        keys per tile
-//   RANGE_BYTES  bytes per bound of a range
+//   WIDTH, RANGE_BYTES  keys per tile; bytes per bound of a range
 #include "sort.cuh"
 
 typedef If<RANGE_BYTES == 4, int, i64> Bound;

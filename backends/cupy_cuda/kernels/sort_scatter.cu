@@ -1,12 +1,10 @@
 // Counting sort, last step: scatter every entry to its list (sort.cuh).
 //
 // Grid: one CTA per chunk. It sorts BLOCK entries at a time in shared memory, so that entries of a list are stored
-// together. Each warp counts its 32 * EACH adjacent entries per tile, 32 at a time. Lanes that count the same tile at
-// once get their ranks in any order; ordered_place restores the order when entries are stored.
+// together. Lanes that count the same tile at once get their ranks in any order; ordered_place restores the order.
 //
 //   EACH  entries per thread and block
-//   FEW   1: counts come from sort_count.cu, and there are so few that every CTA sums them itself: at most TABLE tiles and
-//         chunks of BLOCK entries. There are few CTAs, too, so registers matter more than occupancy
+//   FEW   1: every CTA sums the counts of sort_count.cu itself: at most TABLE tiles, and chunks of BLOCK entries
 #include "sort.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS, BLOCK = EACH * THREADS, TABLE = 2 * THREADS;  // tiles per pass

@@ -5,19 +5,14 @@
 //
 //   s_j = a (q K_j^T),  o = sum_j p_j c V_j / l
 //
-// Scales never touch the numbers, nor p: p is at most 2^SLACK, far within float16, whatever the scales are. a
-// multiplies the logits in float32. A step lies in one page: c multiplies its product p V in float32 before that is
-// added to acc; c of a head is applied once, at the end. Either may be negative or zero, since the maximum is that of
-// scaled logits.
+// Scales multiply float32 numbers only: a the logits, c of a page the step's product p V (a step lies in one page), c
+// of a head the result. They may be negative or zero, since the maximum is that of scaled logits.
 //
 // Order of e4m3 numbers: a lane receives a pair of bytes where it would receive one 16-bit number.
-//   K  `ldmatrix` gives lane t of a quad bytes 4 t ... 4 t + 3 of a key's 16: two pairs, which are b0 and b1.
-// Contraction
-//      indices 2 t, 2 t + 1, 2 t + 8, 2 t + 9 therefore stand for columns 4 t ... 4 t + 3; q is read in the same order.
-//   V  `ldmatrix_trans` gives it columns 2 r and 2 r + 1 of keys 2 t and 2 t + 1, with r = lane / 4. Of 16 columns, the
-//      even ones are one product's operand and the odd ones another's: columns 4 t ... 4 t + 3 of o alternate between
-// the
-//      two accumulators.
+//   K  `ldmatrix` gives lane t of a quad bytes 4 t ... 4 t + 3 of a key's 16: two pairs, b0 and b1. Contraction
+//      indices 2 t, 2 t + 1, 2 t + 8, 2 t + 9 stand for columns 4 t ... 4 t + 3; q is read in the same order.
+//   V  `ldmatrix_trans` gives it columns 2 r and 2 r + 1 of keys 2 t and 2 t + 1, with r = lane / 4. Even columns of 16
+//      are one product's operand, odd ones another's: o's columns 4 t ... 4 t + 3 alternate between two accumulators.
 //
 //   E4M3         1: keys and values are e4m3
 //   PAGE_SCALES  1: each page and head has its own scales; 0: each head has

@@ -1,10 +1,8 @@
 // Tile scheduling: the order in which CTAs take tiles of tokens, and the list of key blocks that a tile's steps walk.
 //
 // Selected blocks: the list is the union of the blocks of the tile's tokens (tile_union.cu, ordered_union.cu).
-// Compressed keys: every token sees the first ones, so block e of the list is computed: blocks 0, 1, ... of BLOCK
-//   compressed keys, whole as far as the tile's first token sees them.
-// Window: also computed: blocks of BLOCK keys starting at the first key that the tile's first token sees, whole where
-//   the windows of all tokens of the tile overlap.
+// Compressed keys: blocks 0, 1, ... of BLOCK compressed keys, whole as far as the tile's first token sees them.
+// Window: blocks of BLOCK keys from the first key on that the tile's first token sees, whole where all windows overlap.
 //
 //   ORDER_TOKENS  tiles hold tokens with similar selections instead of adjacent ones (ordered_union.cu)
 //   FEW_TOKENS    a tile holds all tokens of a (b, g), and its CTA builds the list itself (few_tokens.cuh)

@@ -1,13 +1,10 @@
 // Build the union of the blocks that a tile of TOKENS adjacent rows selected: one list per tile, ascending by block,
-// with one bit per row for each block (token_tiles.cuh).
+// with one bit per row for each block (token_tiles.cuh). Blocks that every row of the tile sees to their last key come
+// first.
 //
-// Grid: one CTA per (b, g, tile of rows). Shared memory holds TOKENS bits per block of keys; blocks with any bit go
-// into the list. Whole blocks, which every row of the tile sees to their last key, come first: all up to the lowest
-// row's limit.
+// Grid: one CTA per (b, g, tile of rows). Shared memory holds TOKENS bits per block of keys.
 //
-//   TOKENS         rows of a tile, at most 64
-//   BLOCK          keys of a block
-//   UNION_THREADS  of a CTA
+//   TOKENS, BLOCK, UNION_THREADS  rows of a tile, at most 64; keys of a block; threads of a CTA
 #include "problem.cuh"
 
 constexpr int THREADS = UNION_THREADS;

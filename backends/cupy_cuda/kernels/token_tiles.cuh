@@ -1,30 +1,23 @@
-// Persistent, warp-specialized kernels over tiles of tokens on Hopper: code that forward_tiles.cu and dq_tiles.cu
-// share.
+// Persistent, warp-specialized kernels over tiles of tokens on Hopper: forward_tiles.cu, dq_tiles.cu and, with steps of
+// their own (gather_steps.cuh), forward_gather.cu and dq_gather.cu.
 //
-// Grid: persistent, at most one CTA per multiprocessor; with FEW_TOKENS one CTA per tile, two per multiprocessor. CTAs
-//   pull tiles from an atomic counter, because tiles differ in length.
-// Tile: TOKENS = CONSUMERS * TQ tokens of one (b, g) with their H heads; adjacent tokens, or in the order of
-//   ordered_union.cu.
-// Warpgroups: each of CONSUMERS consumer warpgroups owns a 64-row accumulator: TQ = 64 / H tokens times H heads. In the
-//   producer warpgroup, warp 0 loads K and V of the union of the tile's blocks (tile_plan.cuh), once for all consumers,
-//   in steps of KEYS keys, through a pipeline of STAGES stages. Warp 1 + i loads q (and do) of consumer i, one tile
-//   ahead.
-// TMA: all loads of q, do, K and V.
-// Steps: every consumer waits for every step and computes those that one of its tokens selected. Rows that did not
-//   select the step's block are masked by shifting their logits to -inf, at no per-element cost.
-// Pages: hold whole steps. The page of a block's first key is read with the block; later pages are read in turn if some
-//   row sees a key in them. Otherwise the step's page is -1, for which TMA loads zeros.
-// Masks: a tile's steps begin with its partial blocks, which the causal clamp, a window or the end of the cache cuts
-//   for some row. They take a per-element mask, and keys that no row sees are zeroed in shared memory, because 0 * NaN
-//   is NaN. Whole blocks follow, which every row of the tile sees up to their last key: no mask.
-// One head: two consumers own the same 64 tokens, because the union of 128 tokens is longer, and alternate steps
-//   (IN_TURNS).
+// Grid: at most one CTA per multiprocessor; CTAs pull tiles from an atomic counter, because tiles differ in length.
+//   FEW_TOKENS: one CTA per tile, two per multiprocessor.
+// Tile: TOKENS = CONSUMERS * TQ tokens of one (b, g), adjacent or in the order of ordered_union.cu. Each consumer
+//   warpgroup owns a 64-row accumulator: TQ = 64 / H tokens times H heads.
+// Producer warpgroup: warp 0 loads K and V of the union of the tile's blocks (tile_plan.cuh) through TMA, once for all
+//   consumers, KEYS keys per step, through STAGES stages. Warp 1 + i loads q (and do) of consumer i, one tile ahead.
+// Steps: consumers compute the steps that one of their tokens selected. Rows that did not select the step's block are
+//   masked by shifting their logits to -inf, at no per-element cost.
+// Pages: hold whole steps. A step whose keys no row sees may have page -1, for which TMA loads zeros.
+// Masks: the partial blocks, which the causal clamp, a window or the end of the cache cuts for some row, come first.
+//   They take a per-element mask, and keys that no row sees are zeroed in shared memory, because 0 * NaN is NaN. Every
+//   row sees the other blocks up to their last key: no mask.
+// One head: the consumers own the same 64 tokens and alternate steps (IN_TURNS): the union of 128 tokens is longer.
 //
-//   H          heads per group (1 to 64)
-//   CONSUMERS  consumer warpgroups
-//   STAGES     stages of the K/V pipeline
-//   BLOCK      keys per block, a multiple of 64
-//   Q_STAGES   stages of a consumer's q; with 2, the next tile's q is loaded during this tile
+//   H, CONSUMERS      heads per group (1 to 64), consumer warpgroups
+//   STAGES, Q_STAGES  stages of K and V; stages of a consumer's q (2: the next tile's q is loaded during this tile)
+//   BLOCK             keys per block, a multiple of 64
 #pragma once
 #include "tile_plan.cuh"
 #include "hopper_tiles.cuh"
