@@ -43,3 +43,23 @@ struct RowMasks {
     // Return the blocks of a tile that row r of the chunk selected, as bits.
     DEVICE static u32 chosen(const u32 *table, u32 r, u32 tile) { return table[r * PITCH + tile / 2] >> tile % 2 * 16 & 0xffff; }
 };
+
+// The CTA's chunk of rows: one CTA per (b, g, chunk).
+struct ChunkArguments {
+    Problem p;
+    const int *places;  // [B*G, blocks]
+    i64 blocks, tiles, chunks;
+    int *counts;  // [B*G, chunks, tiles]; after sum_counts.cu the list's rows in earlier chunks
+};
+// Call use(tile, list, count, first_row) for every tile, by one warp each. tile: its number in `table`; count: that of the
+// chunk.
+template <class Use>
+DEVICE void for_tiles(const ChunkArguments &x, u32 *table, Use use) {
+    const u32 chunks = x.chunks, tiles = x.tiles, bg = blockIdx.x / chunks, first_row = blockIdx.x % chunks * CHUNK;
+    for (u32 tile0 = 0; tile0 < tiles; tile0 += TABLE) {
+        RowMasks::mark(x.p, bg, first_row, x.places + bg * x.blocks, tile0, table);
+        for (u32 tile = threadIdx.x / 32; tile < min(tiles - tile0, static_cast<u32>(TABLE)); tile += RowMasks::THREADS / 32)
+            use(tile, bg * x.tiles + tile0 + tile, x.counts[blockIdx.x * x.tiles + tile0 + tile], first_row);
+        __syncthreads();
+    }
+}

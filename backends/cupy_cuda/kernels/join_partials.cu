@@ -10,12 +10,10 @@
 // Masks: a row's limit cuts some shared tiles; values that no row sees are zeroed, because 0 * NaN is NaN.
 #include "joined_rows.cuh"
 
-struct Arguments {
+struct Maps {
     TensorMap q, k, v;  // q: boxes of TQ tokens
-    Problem p;
-    i64 reach;
-    const u64 *shared, *listed;  // [B,S,G], of shared_tiles.cu
-    i64 rows, first_pair, first_row, pairs, section;  // `UnitRows` of units.py
+};
+struct Arguments : Maps, UnitArguments {
     const u16 *part_o;           // [pairs, section, EACH, H, DV]
     const float *part_lse;       // [pairs, section, EACH, H], in base 2
     u16 *o;                      // [B,S,G,H,DV]
@@ -26,23 +24,14 @@ struct Arguments {
 DEVICE void attend_shared(const Arguments &x, const Tokens &tokens, unsigned char *memory, Barriers &full, float (&acc)[DV / 2],
                           OnlineSoftmax &softmax) {
     const u32 q = uniform(operand(shared_address(memory))), keys = q + K_BYTES / 16, values = keys + K_BYTES / 16;
-    const int g = static_cast<int>(tokens.g), b = static_cast<int>(tokens.b);
-    SharedTiles tiles(x, tokens);
+    SharedTiles<Arguments> tiles(x, tokens, memory + K_BYTES, memory + 2 * K_BYTES, full);
     if (!tiles.left) return;
-    auto load_keys = [&](int key) {
-        mbarrier_arrive_expect(&full.k, K_BYTES);
-        tma_load_key_tile<DK>(memory + K_BYTES, &x.k, &full.k, key, g, b);
-    };
-    auto load_values = [&](int key) {
-        mbarrier_arrive_expect(&full.v, V_BYTES);
-        tma_load_key_tile<DV>(memory + 2 * K_BYTES, &x.v, &full.v, key, g, b);
-    };
     int key = tiles.next_key();
     if (threadIdx.x == 0) {
         mbarrier_arrive_expect(&full.rows, K_BYTES);
-        tma_load_row_tile<DK>(memory, &x.q, &full.rows, g, static_cast<int>(tokens.s), b);
-        load_keys(key);
-        load_values(key);
+        tma_load_row_tile<DK>(memory, &x.q, &full.rows, tiles.g, static_cast<int>(tokens.s), tiles.b);
+        tiles.load_keys(key);
+        tiles.load_values(key);
     }
     mbarrier_wait(&full.rows, 0);
     bool more = true;
@@ -57,7 +46,7 @@ DEVICE void attend_shared(const Arguments &x, const Tokens &tokens, unsigned cha
         wgmma_commit();
         wgmma_wait<0>();
         __syncthreads();  // all have read the keys
-        if (more && threadIdx.x == 0) load_keys(coming);
+        if (more && threadIdx.x == 0) tiles.load_keys(coming);
         tokens.mask(x.p, s, key, -infinity());
         UNROLL for (int r = 0; r < 2; ++r) {
             alpha[r] = softmax.raise(r, quad_max(row_max(s, r)));
@@ -72,7 +61,7 @@ DEVICE void attend_shared(const Arguments &x, const Tokens &tokens, unsigned cha
         wgmma_commit();
         wgmma_wait<0>();
         __syncthreads();  // all have read the values
-        if (more && threadIdx.x == 0) load_values(coming);
+        if (more && threadIdx.x == 0) tiles.load_values(coming);
         key = coming;
     }
 }

@@ -17,6 +17,13 @@ constexpr int THREADS = 128, WARPS = THREADS / 32;
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL;  // of keys and values, and of 64 rows of q and do
 constexpr int RUN = H < 16 ? H : 16;                                 // rows of a token in a warp
 
+struct UnitArguments {
+    Problem p;
+    i64 reach;
+    const u64 *shared, *listed;  // [B,S,G], of shared_tiles.cu
+    i64 rows, first_pair, first_row, pairs, section;  // `UnitRows` of units.py
+};
+
 // Return row r (0 or 1) of a thread's two rows, 8 apart, of the 64.
 DEVICE int row_of_tile(int r) { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r; }
 
@@ -63,25 +70,6 @@ struct Tokens {
     }
 };
 
-// Iterator over the tiles that all of the tokens selected, in the order of the first token's entries.
-struct SharedTiles {
-    const Problem &p;
-    const int reach, limit;
-    const i64 leader;
-    u64 left;
-    template <class Arguments>
-    DEVICE SharedTiles(const Arguments &x, const Tokens &tokens)
-        : p(x.p), reach(static_cast<int>(x.reach)), limit(row_limit(x.p, tokens.b, tokens.s)), leader(tokens.index(x.p, 0)),
-          left(x.shared[leader]) {}
-    // Return the first key of the next tile, 0 if none is left.
-    DEVICE int next_key() {
-        if (!left) return 0;
-        const int entry = __ffsll(left) - 1;
-        left &= left - 1;
-        return tile_of<KEYS>(p, reach, leader, limit, entry) * KEYS;
-    }
-};
-
 // mbarriers of q (and do), of a tile's keys and values, and of the warps' stages.
 struct Barriers {
     u64 rows, k, v, partials[WARPS][RING];
@@ -91,6 +79,36 @@ struct Barriers {
         mbarrier_init(&v, 1);
         for (int i = 0; i < WARPS * RING; ++i) mbarrier_init(&partials[0][i], 1);
         mbarrier_fence_init();
+    }
+};
+
+// Iterator over the tiles that all of the tokens selected, in the order of the first token's entries.
+template <class Arguments>
+struct SharedTiles {
+    const Arguments &x;
+    const int g, b, limit;
+    const i64 leader;
+    u64 left;
+    unsigned char *const k_tile, *const v_tile;
+    Barriers &full;
+    DEVICE SharedTiles(const Arguments &x, const Tokens &tokens, unsigned char *k_tile, unsigned char *v_tile, Barriers &full)
+        : x(x), g(tokens.g), b(tokens.b), limit(row_limit(x.p, tokens.b, tokens.s)), leader(tokens.index(x.p, 0)), left(x.shared[leader]),
+          k_tile(k_tile), v_tile(v_tile), full(full) {}
+    // Return the first key of the next tile, 0 if none is left.
+    DEVICE int next_key() {
+        if (!left) return 0;
+        const int entry = __ffsll(left) - 1;
+        left &= left - 1;
+        return tile_of<KEYS>(x.p, static_cast<int>(x.reach), leader, limit, entry) * KEYS;
+    }
+    // Load the keys or values of the tile from `key` on, by one thread.
+    DEVICE void load_keys(int key) const {
+        mbarrier_arrive_expect(&full.k, K_BYTES);
+        tma_load_key_tile<DK>(k_tile, &x.k, &full.k, key, g, b);
+    }
+    DEVICE void load_values(int key) const {
+        mbarrier_arrive_expect(&full.v, V_BYTES);
+        tma_load_key_tile<DV>(v_tile, &x.v, &full.v, key, g, b);
     }
 };
 
