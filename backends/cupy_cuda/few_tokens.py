@@ -79,7 +79,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
     bf16, alone = q.dtype == torch.bfloat16, B * G <= sm_count
     plan = plan_of(S, h, Dk, Dv, block, bf16, alone, call.device.shared_memory, launch.page_of(call))
-    lists = (0, 0, 0, 1, 0, B * G, 1, 0)  # `TilePlan` (tile_plan.cuh): a tile per CTA, whose list is not in memory
+    lists = (0, 0, 0, 1, 0, B * G, 1, 0, 0)  # `TilePlan` (tile_plan.cuh): a tile per CTA, whose list is not in memory
     launch.start(
         "forward_tiles.cu", plan.macros, q.get_device(), B * G, plan.threads, plan.shared, *lists, o.data_ptr(), lse.data_ptr(),
         maps=(row_map(q, sm90.ROWS // h), tensor_map(call.k, sm90.KEYS, 64, promoted=False), tensor_map(v, sm90.KEYS, 64, promoted=False)),

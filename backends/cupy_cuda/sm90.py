@@ -246,8 +246,7 @@ def start_persistent(
         launch.clear(counter.data_ptr(), 4, device)
     launch.start(
         source, macros, device, min(sm_count, all_tiles), 128 * (shape.consumers + 1), shape.shared,
-        *launch.pointers(*plan[:3]), plan.tiles, plan.capacity, all_tiles, interleaved, *launch.pointers(counter),
-        *(() if plan.order is None else launch.pointers(plan.order)), *values,
+        *launch.pointers(*plan[:3]), plan.tiles, plan.capacity, all_tiles, interleaved, *launch.pointers(counter, plan.order), *values,
         maps=maps, problem=problem, early=listed,
     )  # fmt: skip
 

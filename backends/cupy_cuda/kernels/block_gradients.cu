@@ -52,9 +52,7 @@ struct Found : UnitSegment {
     }
 };
 
-struct Steps : UnitSteps<Arguments, Found> {
-    using UnitSteps<Arguments, Found>::UnitSteps;
-};
+typedef UnitSteps<Arguments, Found> Steps;
 
 // The entries of a segment whose partial dq is stored (its shares): one bit per entry, or all.
 struct ListedShares {
@@ -95,8 +93,7 @@ DEVICE void zero_unseen_keys(const Steps &list, unsigned char *k_tile) {
     named_barrier<128>(1);
 }
 
-// ds^T as operand a of the product with keys: 64 keys of 64 rows, in a swizzled panel. For all threads once the barrier
-// is passed.
+// Store ds^T [keys, rows] as operand a of the product with keys, in a swizzled panel; passes a barrier.
 DEVICE void store_operand(unsigned char *tile, const u32 (&ds)[ROWS / 16][4]) {
     const int lane = threadIdx.x % 32, key0 = threadIdx.x / 32 * 16 + lane / 4;
     UNROLL for (int j = 0; j < ROWS / 8; ++j)
@@ -106,8 +103,7 @@ DEVICE void store_operand(unsigned char *tile, const u32 (&ds)[ROWS / 16][4]) {
     named_barrier<128>(1);
 }
 
-// Columns [column, column + 64) of the shares of dq of tile rows row0 and row0 + 8, which belong to these entries: 16
-// bytes a lane.
+// Store columns [column, column + 64) of the shares of dq of tile rows row0 and row0 + 8.
 DEVICE void store_shares(u16 *to, const float (&dq)[32], float scale, const int (&entries)[2], int row0, int column) {
     UNROLL for (int r = 0; r < 2; ++r) {
         u16 *row = to + (static_cast<i64>(entries[r]) * H + (row0 + 8 * r) % H) * DK + column + threadIdx.x % 4 * 8;

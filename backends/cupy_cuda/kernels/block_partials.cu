@@ -55,8 +55,7 @@ DEVICE int keep_listed(const Arguments &x, const UnitSegment &segment, int *kept
     return all;
 }
 
-// Of every 32 columns of the values, numbers 8 c + 2 j and the next one go to 8 j + 2 c. Values that no row of the
-// segment sees become zeros.
+// Permute every 32 columns of the values: 8 c + 2 j to 8 j + 2 c. Zero those that no row of the segment sees.
 DEVICE void prepare_values(const Steps &list, unsigned char *v_tile) {
     const int limit = last_seen_key<THREADS>(list);
     for (int i = threadIdx.x; i < KEYS * (DV / 32); i += THREADS) {

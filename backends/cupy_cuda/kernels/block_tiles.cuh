@@ -51,8 +51,7 @@ struct ChunkArguments {
     i64 blocks, tiles, chunks;
     int *counts;  // [B*G, chunks, tiles]; after sum_counts.cu the list's rows in earlier chunks
 };
-// Call use(tile, list, count, first_row) for every tile, by one warp each. tile: its number in `table`; count: that of the
-// chunk.
+// Call use(tile, list, count, first_row) for every tile, by one warp each. tile: its number in `table`.
 template <class Use>
 DEVICE void for_tiles(const ChunkArguments &x, u32 *table, Use use) {
     const u32 chunks = x.chunks, tiles = x.tiles, bg = blockIdx.x / chunks, first_row = blockIdx.x % chunks * CHUNK;

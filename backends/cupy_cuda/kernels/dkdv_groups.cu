@@ -35,10 +35,8 @@ struct Arguments : If<ADJACENT, BoxMaps, TokenMaps> {
     BlockTiles blocks;   // SMALL_BLOCK
 };
 
-// Return the CTA's segment; past the list's last segment if there is nothing to do. Compressed keys: CTAs take
-// `segment` rows of the sequence with all tiles of keys that they see, then the rows before, so that concurrent CTAs
-// read the same rows from the L2 cache, which cannot hold q and do of all rows. Window: CTAs take one tile after
-// another, each with all its rows.
+// Return the CTA's segment; past the list's last segment if there is nothing to do. Compressed keys: CTAs take all
+// tiles of `segment` rows, then the rows before, so that concurrent CTAs read the same rows from the L2 cache.
 DEVICE SegmentId segment_of(const Arguments &x, u32 index) {
     if constexpr (COMPRESSED) {
         const u32 tiles = x.lists.tiles, length = x.lists.segment, slots = (static_cast<u32>(x.p.S) + length - 1) / length;
@@ -92,8 +90,7 @@ struct WindowSteps : ListSteps {
     DEVICE WindowSteps(const Arguments &x, SegmentId id, const WindowRows<KEYS, TQ> &window) : ListSteps(x, window, id.list), rows(window) {}
     DEVICE int step_at(int i) const { return rows.step_at(i); }
     DEVICE int row(int step, int i) const { return ListSteps::row(step_at(step), i); }
-    // A window ends within the box of its last step: consumers zero q and do of the tokens past it, because 0 * NaN is
-    // NaN.
+    // Consumers zero q and do of the tokens past the window in the box of its last step, because 0 * NaN is NaN.
     DEVICE void zero_other_tokens(int step, unsigned char *stage) const {
         if (step_at(step) + 1 != steps || end % TQ == 0) return;
 #pragma unroll 1
@@ -106,18 +103,16 @@ struct WindowSteps : ListSteps {
 };
 typedef If<WINDOW, WindowSteps, ListSteps> Steps;
 
-// Two consumer warpgroups, for keys whose sums do not fit one warpgroup's registers, compute two of the four products
-// each:
+// Two consumer warpgroups, for wide keys, compute two of the four products each:
 //
 //   ValueSums  p^T = 2^(c k q^T - lse),  dv = sum p^T do
 //   KeySums    ds^T = p^T * (v do^T - delta),  dk = sum ds^T q
 //
-// ValueSums sends p to KeySums in float32 through shared memory: thread t reads what thread t wrote. Each keeps its
-// operand of the first product, the tile's keys or values, in registers, so that wgmma reads half as much shared
-// memory, and the memory that held the tile becomes the last stage of q and do. The first product of a step and the sum
-// of the step before are in flight together. Next to sums of 256 columns, registers hold only a part of the operand
-// (TILE_STAYS), and two stages fit beside the tile; q and do are then released separately (APART), each as soon as both
-// consumers have used it: while one consumer computes p or ds, the other multiplies.
+// ValueSums sends p to KeySums in float32 through shared memory: thread t reads what thread t wrote. Each keeps the
+// tile's keys or values in registers, so that wgmma reads half as much shared memory, and the memory that held the tile
+// becomes the last stage of q and do. The first product of a step and the sum of the step before are in flight
+// together. Next to sums of 256 columns, registers hold only a part of the tile (TILE_STAYS), and two stages fit beside
+// it; q and do are then released separately (APART), each as soon as both consumers have used it.
 
 // What both consumers know of a segment's steps; list: as of row_steps.cuh, and what dkdv_groups.cu adds to it.
 template <class List>

@@ -18,8 +18,7 @@ struct Arguments {
 
 constexpr int MERGE = DKP + 8;  // floats of a head's row in shared memory, padded against bank conflicts
 
-// Compute delta of every head, one warp per head; store it to global and shared memory, and base-2 lse to shared
-// memory.
+// Compute delta of every head, one warp per head. Shared memory receives it, too, and lse in base 2.
 DEVICE void compute_delta(const Arguments &x, const RowHeads &heads, const u16 *do_tile, float *head_lse, float *head_delta) {
     const int lane = threadIdx.x % 32;
     for (int head = threadIdx.x / 32; head < HEADS; head += THREADS / 32) {

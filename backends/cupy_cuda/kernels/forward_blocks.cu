@@ -48,9 +48,9 @@ struct RowHeads {
     DEVICE i64 first(const Arguments &x) const { return row.index * x.p.h + head0; }  // index in [B,S,G,h]
 };
 
-// Merge the results of a cluster's CTAs through distributed shared memory. Every CTA sends each other CTA the partial
-// results for that CTA's columns, and waits for what all others sent to it, without a cluster barrier. Sums run over
-// the CTAs in order, so that results are bit-equal from run to run. `rank` is the number of the CTA that sends.
+// Merge the results of a cluster's CTAs through distributed shared memory: every CTA sends each other CTA the partial
+// results for that CTA's columns, and waits for what all others sent to it. Sums run over the CTAs in order, so that
+// results are bit-equal from run to run. `rank`: the CTA that sends.
 template <int HEADS>
 struct RowCluster {
     static constexpr int OWN = DV / CLUSTER;  // columns that a CTA writes
@@ -258,8 +258,7 @@ struct Consumer {
         if (E4M3) scale_rows(s, {k_rate[0] * scale, k_rate[1] * scale});
     }
 
-    // Compute the step of `keys` keys at a stage. The first step of a row raises its maxima from LOWEST; in the last
-    // step m and l are final before acc is.
+    // Compute a step. The first step of a row raises its maxima; in the last one m and l are final before acc.
     DEVICE void step(unsigned char *stages, int keys, bool first, bool last, const PipelineState<STAGES> &at) {
         unsigned char *k_tile = stages + at.stage * STAGE_BYTES, *v_tile = k_tile + K_BYTES;
         float s[SHARE / 8][4] = {};

@@ -35,8 +35,7 @@ struct TileAttention : Attention {
     }
     template <int PENDING>
     DEVICE void probabilities(const Step &step, int key) { finish_logits<PENDING>(s, step, key); }
-    // Replace the logits s by p, and compute alpha if a maximum rises. PENDING: wgmma groups that may still be in
-    // flight.
+    // Replace the logits s by p. PENDING: wgmma groups that may still be in flight.
     template <int PENDING, class Tile>
     DEVICE void finish_logits(Tile &s, const Step &step, int key) {
         wgmma_wait<PENDING>();
@@ -64,8 +63,7 @@ struct TileAttention : Attention {
 // IN_TURNS: a row's result is the merge of both consumers' partial sums. Each consumer finishes half of the columns.
 __shared__ float2 statistics[IN_TURNS ? 2 : 1][64];  // m and l of each consumer's rows
 
-// Merge the two consumers' partial results and store o and lse. exchange: per consumer, the half of its acc that the
-// other one finishes.
+// Merge both consumers' partial results and store o and lse. exchange: the half of acc that the other one finishes.
 DEVICE void join_and_write(TileAttention &mine, const Arguments &x, const TokenTile &tile, const RowPair &rows, float4 *exchange, int consumer) {
     constexpr int HALF = DV / 4, BARRIER = 1;  // elements per thread; number of the named barrier
     const int thread = threadIdx.x % 128, other = 1 - consumer;

@@ -47,8 +47,7 @@ struct GatherShared {
 
 // 32 units of a tile, one per lane.
 struct Units {
-    // First key; its page (page_of), -1 if no row sees any key; upper bound on one past the last key that some row
-    // sees.
+    // First key; its page, -1 if no row sees any key; upper bound on one past the last key that some row sees.
     int key, page, visible;
     u64 rows;                // bit r: token r of the tile selected the block
 
@@ -67,8 +66,7 @@ struct Units {
         }
         page = key < visible ? page_of(p, tile.b, key) : -1;
     }
-    // Transpose the selection bits of a step's units (lanes from `first` on): bits of tokens per unit become bits of
-    // units per token.
+    // Publish a step (lanes from `first` on): transpose bits of tokens per unit to bits of units per token.
     DEVICE void publish(GatherShared &shared, int stage, int first) const {
         const int lane = threadIdx.x % 32;
         u64 tokens = UNITS == 1 ? __shfl_sync(ALL_LANES, rows, first) : 0;
@@ -86,8 +84,7 @@ struct Units {
     }
     // Return whether some keys of a loaded unit must be zeroed.
     DEVICE bool cut() const { return page >= 0 && visible < key + UNIT; }
-    // Zero the keys that no row sees in a step's units (lanes from `first` on). Rows are zeroed whole, so the swizzle
-    // does not matter.
+    // Zero the keys that no row sees in a step (lanes from `first` on), in whole rows: the swizzle does not matter.
     template <int COLUMNS>
     DEVICE void zero_unseen(unsigned char *stage, int first) const {
         for (int row = threadIdx.x % 32; row < KEYS; row += 32) {
@@ -192,8 +189,7 @@ DEVICE void produce_keys(const TensorMap &map, const Problem &p, const TilePlan 
     StepProducer<DK, true> producer(shared, shared.keys, map, stages, 0);
     TileScheduler scheduler(shared.tiles, plan);
     for (u32 coming = blockIdx.x; scheduler.publish(coming, p);) {
-        // Request the next tile late, because a tile that is claimed early waits for this one to end. Two steps hide
-        // the latency of the atomic counter.
+        // Request the next tile late: this one delays it. Two steps hide the latency of the atomic counter.
         const int ask = max(steps_of(scheduler.counts.y) - 2, 0);
         u32 answer = 0;
         if (scheduler.counts.y == 0) answer = plan.ask_for_tile();
@@ -244,9 +240,8 @@ struct GatherReader {
         total = steps;
     }
     DEVICE int masked_key(const GatheredStep &step, int partial_steps) const { return step.number < partial_steps ? 0 : NO_MASK; }
-    // Find the next step that a row of this consumer selected, and release steps that no row selected, which waits for
-    // their values. A consumer that still holds values must not wait for step `limit`, whose values the producer loads
-    // into that stage.
+    // Find the next step that a row of this consumer selected; release others, once their values have arrived. A
+    // consumer that holds values must not wait for step `limit`, whose values need their stage.
     DEVICE Found find(GatheredStep &step, int limit) {
         while (next < total) {
             if (next == limit) return LIMIT;
@@ -289,8 +284,7 @@ struct GatherReader {
     DEVICE void release(const GatheredStep &step) { shared.values.release(step.values.stage); }
 };
 
-// Overwrite elements of units that a row did not select with `value`; a step of one unit is overwritten as a whole or
-// not at all.
+// Overwrite elements of units that a row did not select with `value`; a step of one unit is left to the caller.
 template <class Tile>
 DEVICE void mask_units(Tile &s, const u32 (&units)[2], float value) {
     if (UNITS == 1) return;

@@ -34,18 +34,15 @@ typedef unsigned long long u64;
 #define OPERAND DTYPE
 #endif
 
-// Two floats as a pair of 16-bit numbers; `low` comes first in memory.
-DEVICE u32 pack(float low, float high) {
-    u32 pair;
-    asm("cvt.rn." DTYPE "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-// The same in the type of the tensor core's operands.
-DEVICE u32 pack_operand(float low, float high) {
-    u32 pair;
-    asm("cvt.rn." OPERAND "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
+// Two floats as a pair of 16-bit numbers, `low` first in memory. pack_operand: in the type of mma's operands.
+#define PACK(NAME, TYPE) \
+    DEVICE u32 NAME(float low, float high) { \
+        u32 pair; \
+        asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low)); \
+        return pair; \
+    }
+PACK(pack, DTYPE)
+PACK(pack_operand, OPERAND)
 
 // Convert four e4m3 numbers, in the order of memory, to two pairs of float16, exactly (sm_89 and newer).
 DEVICE void unpack_e4m3(u32 bytes, u32 &first, u32 &second) {
@@ -98,8 +95,8 @@ DEVICE void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Where this kernel was started before the one ahead of it in the stream had ended (`launch.start`, early): waits for
-// its end. Nothing that a kernel may have written is read before it, and nothing is written.
+// Wait for the end of the previous kernel of the stream, before which this one may have started (`launch.start`,
+// early). Nothing that a kernel may have written is read before this call, and nothing is written.
 DEVICE void wait_for_kernel_ahead() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -116,8 +113,7 @@ DEVICE void wait_for_stream() {
     wait_for_kernel_ahead();
 }
 
-// Barrier of all threads of a cluster (sm_90 and newer); earlier writes to shared memory are visible to the whole
-// cluster after it.
+// Barrier of all threads of a cluster (sm_90), after which earlier writes to shared memory are visible to all CTAs.
 DEVICE void cluster_sync() { asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // The float at the address of `mine`, but in the shared memory of CTA number `cta` of the cluster.

@@ -8,8 +8,7 @@ struct alignas(64) TensorMap {
     char bytes[128];
 };
 
-// Initialize an mbarrier. A phase completes after `count` arrivals and all expected bytes; waits name the phase by its
-// parity.
+// A phase of an mbarrier completes after `count` arrivals and all expected bytes; waits name the phase by its parity.
 DEVICE void mbarrier_init(u64 *bar, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(count));
 }
@@ -37,8 +36,7 @@ DEVICE void cp_async_mbarrier_arrive(u64 *bar) {
 // Make this thread's writes to shared memory visible to TMA and wgmma, after a following barrier.
 DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Split barrier of all threads of a cluster: mbarriers initialized before cluster_arrive are visible to all CTAs after
-// cluster_wait.
+// Split barrier of a cluster: mbarriers initialized before cluster_arrive are visible to all CTAs after cluster_wait.
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
@@ -87,8 +85,7 @@ DEVICE void tma_prefetch(const TensorMap *map) { asm volatile("prefetch.tensorma
                  ::"r"(shared_address(to)), "l"(map), "r"(shared_address(bar)), __VA_ARGS__ : "memory")
 #define EVICT_FIRST "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"  // for bytes that are read once
 
-// Load the box at (column, key) of k or v [B,G,S_kv,D], or of a page pool with page b. Elements out of bounds load as
-// zeros.
+// Load the box at (column, key) of k or v [B,G,S_kv,D], or of page b of a page pool. Out of bounds it is zeros.
 DEVICE void tma_load_keys(void *to, const TensorMap *map, u64 *bar, int column, int key, int g, int b) {
     TMA_LOAD("4d", "%3, %4, %5, %6", "r"(column), "r"(key), "r"(g), "r"(b));
 }
@@ -118,9 +115,8 @@ DEVICE void cp_async_4(void *to, const void *from, bool exists) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(exists ? 4 : 0) : "memory");
 }
 
-// setmaxnreg: give CONSUMER registers per thread to N consumer warpgroups and PRODUCER to the producer warpgroup. All
-// threads of a CTA (CTAS per multiprocessor) start with equal shares; the CTA would hang if consumers requested more
-// than producers release.
+// setmaxnreg: give CONSUMER registers per thread to N consumer warpgroups and PRODUCER to the producer warpgroup. The
+// CTA would hang if consumers requested more than producers release.
 template <int N, int CONSUMER, int PRODUCER, int CTAS = 1>
 DEVICE void reallocate_registers(bool consumer) {
     constexpr int SHARE = 65536 / CTAS / (128 * (N + 1)) / 8 * 8;
@@ -144,8 +140,7 @@ DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Schedule the computation of x, which is never negative, before the next wait: the compiler must assume that it is
-// stored here.
+// Schedule the computation of x, which is never negative, before the next wait, as if it were stored here.
 DEVICE void compute_before_wait(float x, void *nowhere) {
     asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}" ::"f"(x), "r"(shared_address(nowhere))
                  : "memory");

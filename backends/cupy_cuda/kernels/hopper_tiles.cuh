@@ -36,8 +36,7 @@ struct Pipeline {
     }
 };
 
-// TMA stores a tile in panels of 64 columns: rows of 128 bytes, whose 16-byte chunks are swizzled
-// (CU_TENSOR_MAP_SWIZZLE_128B).
+// A tile is in panels of 64 columns: rows of 128 bytes, whose 16-byte chunks are swizzled (CU_TENSOR_MAP_SWIZZLE_128B).
 constexpr int PANEL = 64 * 128;  // bytes of 64 rows
 // Return the offset of chunk c of a row in its panel.
 DEVICE u32 swizzled(int row, int c) { return row * 128 + (c ^ row % 8) * 16; }
@@ -58,9 +57,8 @@ DEVICE void tma_load_row_tile(unsigned char *to, const TensorMap *map, u64 *bar,
 // Broadcast a value that is equal in all lanes, so that the compiler keeps it in a uniform register.
 DEVICE u32 uniform(u32 x) { return __shfl_sync(ALL_LANES, x, 0); }
 
-// An operand in shared memory is a tile in swizzled panels, given by the lower half of a matrix descriptor in units of
-// 16 bytes; add offsets within the tile to it. Groups of eight rows are 1024 bytes apart in panels, and GROUP bytes
-// apart in tiles of groups (hopper_tiles.cuh).
+// An operand in shared memory is a tile in swizzled panels, given by the lower half of its matrix descriptor, in units
+// of 16 bytes. Groups of eight rows are GROUP bytes apart.
 DEVICE u32 operand(u32 address) { return (address & 0x3ffff) >> 4; }
 constexpr u32 TRANSPOSED = PANEL / 16 << 16;  // add if the tile's columns are the operand's rows
 template <int GROUP = 1024>
@@ -68,8 +66,7 @@ DEVICE u64 descriptor(u32 lower) {
     return lower | static_cast<u64>(GROUP >> 4 | 1 << 30) << 32;
 }
 
-// d = a b^T, 64 x 2 N, for operand a of 64 rows and b of 2 N rows, both with COLUMNS columns. NEXT: bytes between
-// 64-column panels of b.
+// d = a b^T, 64 x 2 N, for operands of COLUMNS columns. NEXT: bytes between 64-column panels of b.
 template <int COLUMNS, int NEXT = PANEL, int GROUP = 1024, int N>
 DEVICE void wgmma_a_bt(float (&d)[N], u32 a, u32 b) {
     UNROLL for (int k = 0; k < COLUMNS / 16; ++k)

@@ -112,8 +112,7 @@ struct SharedTiles {
     }
 };
 
-// Exchange an accumulator of wgmma within a quad: of every 32 columns, a lane then holds eight adjacent ones instead of
-// two of every eight.
+// Exchange an accumulator within a quad: of every 32 columns, a lane then holds eight adjacent ones.
 template <int N>
 DEVICE void adjacent_columns(float (&acc)[N]) {
     UNROLL for (int j = 0; j < N; j += 16)
@@ -137,8 +136,7 @@ DEVICE u64 listed_entries(const Arguments &x, const Tokens &tokens, int row) {
     return row / H < tokens.count ? x.listed[tokens.index(x.p, row / H)] : 0;
 }
 
-// A warp's loads of partials of D columns: round i loads partial i of each of its tokens into stage i % RING, one lane
-// per token.
+// A warp's loads of partials of D columns: round i loads partial i of its tokens to stage i % RING, one lane per token.
 template <int D>
 struct PartialLoads {
     static constexpr int ROW_BYTES = D * 2, STAGE_BYTES = 16 * ROW_BYTES;

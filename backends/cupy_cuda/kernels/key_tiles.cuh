@@ -33,8 +33,7 @@ struct KeyLocation {
     int key, page;
 };
 
-// Iterate over the tiles of a row for one team. Ranges are concatenated 32 at a time, one per lane, so that short and
-// unaligned ranges fill whole tiles and only the last tile of every 32 ranges may be partial.
+// Iterate over the tiles of a row for one team. Ranges are concatenated to fill tiles, 32 at a time, one per lane.
 struct KeyIterator {
     const Problem &p;
     i64 row;    // index in [B,S,G]
@@ -51,8 +50,7 @@ struct KeyIterator {
     DEVICE KeyIterator(const Problem &problem, const Row &row, int tile, int tiles)
         : p(problem), row(row.index), b(row.b), limit(row_limit(problem, row.b, row.s)), step(tiles), next(static_cast<i64>(tile) * TILE) {}
 
-    // Advance to the next tile; return its number of keys, 0 after the last. location: of key lane % TILE of the tile;
-    // zeros past the keys.
+    // Advance to the next tile; return its number of keys, 0 after the last. location: of key lane % TILE of the tile.
     DEVICE int next_tile(KeyLocation &location) {
         const int lane = threadIdx.x % 32;
         while (next >= keys) {
@@ -96,8 +94,7 @@ DEVICE void team_sync() {
         __syncthreads();
 }
 
-// Gather keys into a tile with cp.async: row r is the key whose location lane r holds. Rows from `count` and columns
-// from D on are zero.
+// Gather keys into a tile; lane r holds the location of row r. Rows from `count` and columns from D on are zero.
 template <int D, int PITCH>
 DEVICE void gather_keys(u16 *tile, const KeysTensor &x, const u16 *base, const KeyLocation &location, int count) {
     constexpr int CHUNKS = (PITCH - 8) / 8, ALL_CHUNKS = TILE * CHUNKS;
@@ -137,8 +134,7 @@ struct KeyPipeline {
         return count;
     }
 
-    // Wait for the next tile; return its number of keys, 0 after the last. k() and v() hold the tile until the next
-    // call.
+    // Wait for the next tile, which k() and v() hold until the next call; return its number of keys, 0 after the last.
     DEVICE int next_tile() {
         cp_async_wait<STAGES - 2>();
         team_sync();  // all threads see the tile, and all have finished the previous one, so its buffer is free

@@ -24,8 +24,7 @@ struct KeyToRows {
     }
 };
 
-// Destinations of dk and dv. A list with one segment is stored directly; segments of other lists store float32 partial
-// sums, which sum_parts.cu adds.
+// Destinations of dk and dv: of segments of lists with several, float32 partial sums, which sum_parts.cu adds.
 struct KeyGradients {
     float *part_dk, *part_dv;  // [parts, width, DK], [parts, width, DV]
     u16 *dk, *dv;              // [B*G, S_kv, DK], [B*G, S_kv, DV]
@@ -124,8 +123,7 @@ struct GradientRows {
     }
 };
 
-// Add the partial sums of a list's segments, `stride` floats apart, to `total` in order. Loads are issued in groups,
-// because a chain of dependent loads would be bound by latency.
+// Add the partial sums of a list's segments, `stride` floats apart, in order. Loads are issued in groups, to overlap.
 DEVICE float4 add_parts(float4 total, const float *parts, int segments, i64 stride) {
     constexpr int AHEAD = 8;
     for (int first = 0; first < segments; first += AHEAD) {
@@ -143,8 +141,7 @@ DEVICE float4 add_parts(float4 total, const float *parts, int segments, i64 stri
     return total;
 }
 
-// Return the tile of WIDTH keys of entry range * reach + step of row `row` (index in [B,S,G]), -1 if the range ends
-// before it. limit: the row's `row_limit`.
+// Return the tile of WIDTH keys of entry range * reach + step of row `row` of [B,S,G]; -1 if the range ends before it.
 template <int WIDTH>
 DEVICE int tile_of(const Problem &p, int reach, i64 row, int limit, int entry) {
     int start, end;
@@ -153,8 +150,7 @@ DEVICE int tile_of(const Problem &p, int reach, i64 row, int limit, int entry) {
     return end > start && tile * WIDTH < end ? tile : -1;
 }
 
-// The rows that see any of WIDTH keys from `first_key` on through a window, in steps of TOKENS rows. dkdv_groups.cu
-// walks these instead of a list.
+// The rows that see any of WIDTH keys from `first_key` on through a window, in steps of TOKENS rows (dkdv_groups.cu).
 template <int WIDTH, int TOKENS>
 struct WindowRows {
     i64 first, count;  // the rows [first, first + count)
@@ -170,9 +166,8 @@ struct WindowRows {
         over = static_cast<int>((first_row(p, first_key + p.window) - first) / TOKENS);
         rotation = steps ? static_cast<u32>(first / TOKENS) % static_cast<u32>(steps) : 0;
     }
-    // Return the step at position `i` of the processing order. CTAs of adjacent tiles read nearly the same rows, which
-    // together exceed the L2 cache. Each CTA starts at a multiple of its number of steps, counted from row 0, so that
-    // they read the same rows at the same time.
+    // Return the step at position `i` of the order. CTAs of adjacent tiles read nearly the same rows, more than the L2
+    // cache holds: each starts at a multiple of its number of steps, so that they read the same rows at the same time.
     DEVICE int step_at(int i) const { return i < rotation ? i + steps - rotation : i - rotation; }
 };
 

@@ -85,8 +85,7 @@ DEVICE void add_a_bt(float (&s)[N][4], const u16 *a, int m, const u16 *b) {
     }
 }
 
-// acc += s b for 8 * N columns of s, rounded to 16 bits, and columns [first, first + 8 * M) of b, of which COLUMNS
-// exist.
+// acc += s b for s rounded to 16 bits, and columns [first, first + 8 * M) of b, of which COLUMNS exist.
 template <int PITCH, int COLUMNS, int N, int M>
 DEVICE void add_s_b(float (&acc)[M][4], const float (&s)[N][4], const u16 *b, int first) {
     UNROLL for (int j = 0; j < N; j += 2) {

@@ -36,8 +36,7 @@ struct Stretch {
     unsigned char places[ORDER_TOKENS];  // of each token
 };
 
-// The block of every range of the tokens from row `first` on, NO_BLOCK if it has no keys, and how many selected each
-// block.
+// Load the block of every range of the tokens, NO_BLOCK without keys, and count how many selected each block.
 DEVICE void load_blocks(const Problem &p, u32 bg, i64 first, u32 ranges, const Stretch &stretch, u16 *selected, u32 *numbers) {
     constexpr u32 AT_ONCE = 4;  // of a thread that are loaded together
     const u32 G = p.G, n = p.n;

@@ -71,8 +71,7 @@ struct Problem {
 // Return a pointer to element i of an array of 4- or 8-byte integers.
 DEVICE const int *integer_at(const char *array, i64 bytes, i64 i) { return reinterpret_cast<const int *>(array + i * bytes); }
 
-// A loaded 4- or 8-byte integer. Convert with value() as late as possible: it waits for the load, and later loads wait
-// with it.
+// A loaded 4- or 8-byte integer. Convert with value() as late as possible, because it waits for the load.
 struct Integer {
     int low = 0, high = 0;
     DEVICE Integer() {}
@@ -86,8 +85,7 @@ DEVICE const int *position_at(const Problem &p, i64 b, i64 s) {
     return p.q_pos ? integer_at(p.q_pos, p.pos_bytes, b * p.stride_pb + s * p.stride_ps) : nullptr;
 }
 
-// Return one past the last key that row s at position t may see: min(t + 1, S_kv), or the number of compressed keys
-// that end at or before t. position: from `position_at`.
+// Return one past the last key that row s may see, given its `position_at`; of compressed keys, their number.
 DEVICE int row_limit(const Problem &p, i64 s, const int *position) {
     if constexpr (COMPRESSED) {
         const i64 past = p.start + s + 1 - COMPRESS_BLOCK;  // visible keys after those of compressed key 0
@@ -113,14 +111,12 @@ DEVICE i64 first_row(const Problem &p, i64 key) {
     else return max(0ll, key - (p.S_kv - p.S));
 }
 
-// Key `key` of sequence b is key in_page(key) of page page_of(b, key); without pages, of batch entry b. page_of reads
-// the block table, so the key must exist.
+// Key `key` of sequence b, which must exist, is key in_page(key) of page page_of(b, key); without pages, of entry b.
 constexpr int PAGE_KEYS = PAGED ? PAGE : 1;
 DEVICE int page_of(const Problem &p, int b, int key) { return PAGED ? p.block_table[b * p.stride_table + key / PAGE_KEYS] : b; }
 DEVICE int in_page(int key) { return PAGED ? key % PAGE_KEYS : key; }
 
-// Clamp a range to [max(begin, 0), min(stop, limit)) with end >= start. Clamp before the cast: int64 bounds may exceed
-// int32.
+// Clamp a range to [max(begin, 0), min(stop, limit)), before the cast: int64 bounds may exceed int32.
 template <class Bound>
 DEVICE void clamp_bounds(Bound begin, Bound stop, int limit, int &start, int &end) {
     start = static_cast<int>(min(max(begin, Bound{0}), static_cast<Bound>(limit)));

@@ -21,8 +21,8 @@ constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES 
 
 DEVICE PipelineState<STAGES> state_of(int step) { return {step % STAGES, step / STAGES % 2}; }
 
-// The keys of the tile that each row of a step sees: all before a limit, or (SMALL_BLOCK) those of the blocks that the
-// row selected. mask: zero the elements of all other keys.
+// The keys of the tile that each row of a step sees: all before a limit, or (SMALL_BLOCK) those of its blocks. mask:
+// zero the elements of all other keys.
 struct KeyLimits {
     int limits[ROWS];  // one past the last key of the tile that the row sees; 0 if the list has no such row
     DEVICE void store(int row, int limit, uint2) { limits[row] = limit; }
@@ -62,8 +62,7 @@ struct Shared {
         mbarrier_init(&tile, 1);
         mbarrier_fence_init();
     }
-    // Producers: wait for an empty stage. If two consumers hold the tile in registers, it arrives in the last stage,
-    // which they then release.
+    // Wait for an empty stage. Two consumers that hold the tile in registers first release the last stage, its memory.
     DEVICE void wait_empty(const PipelineState<STAGES> &at) {
         mbarrier_wait(&steps.empty[at.stage], at.parity ^ (CONSUMERS == 2 && !TILE_STAYS && at.stage == STAGES - 1 ? 0 : 1));
     }
@@ -133,8 +132,7 @@ DEVICE void load_step(const List &list, unsigned char *q_tile, u64 *full, int fi
     if (Part::HAS_DO) tma_load_row_tile<DV>(q_tile + K_BYTES, &list.x.d_o, full, g, first, b);
 }
 
-// Load q and do of a step through TMA once its stage is empty, by one warp; one token per lane if they are not
-// adjacent.
+// Load q and do of a step once its stage is empty, by one warp; one token per lane if they are not adjacent.
 template <class Part, class List>
 DEVICE void load_tokens(const List &list, unsigned char *stages, Shared &shared, int step, const StepTokens<List> &tokens, bool adjacent) {
     const int lane = threadIdx.x % 32, b = static_cast<int>(list.b), g = static_cast<int>(list.g);
@@ -169,10 +167,9 @@ DEVICE void produce_tokens(const List &list, unsigned char *stages, Shared &shar
     }
 }
 
-// A copy warp, used if a token has few bytes: load its share of a step once the stage is empty. A step of adjacent
-// tokens comes through TMA. Otherwise the warp copies four rows at once, eight lanes per row, of every COPY_WARPS-th
-// group of four; missing rows are zero. Copies arrive at the barrier asynchronously and need the consumer's fence
-// (wait_for_rows).
+// A copy warp, for tokens of few bytes: load its share of a step once the stage is empty. If its tokens are not
+// adjacent, the warp copies four rows at once, eight lanes per row, of every COPY_WARPS-th group of four. Copies arrive
+// at the barrier asynchronously and need the consumer's fence (wait_for_rows).
 template <class Part, class List>
 DEVICE void copy_step(const List &list, const u16 *q, const u16 *d_out, unsigned char *stages, Shared &shared, int copier, const PipelineState<STAGES> &at,
                       const StepTokens<List> &tokens, bool adjacent) {

@@ -92,8 +92,7 @@ struct OnlineSoftmax {
         return alpha;
     }
 
-    // Replace the logits by p. Groups of TOGETHER elements are summed first and then added to l; this order fixes the
-    // result's bits.
+    // Replace the logits by p. Groups of TOGETHER elements are summed first, which fixes the bits of l.
     template <int TOGETHER, int N>
     DEVICE void exponentiate(float (&s)[N][4]) {
         const float shift[2] = {m[0] * c, m[1] * c};

@@ -40,8 +40,7 @@ struct Segments {
     }
 };
 
-// The record that a CTA of sum_counts.cu publishes for later CTAs: sums of its lists. Records follow the counts in
-// memory.
+// What a CTA of sum_counts.cu publishes for later CTAs, behind the counts in memory: sums of its lists.
 struct Published {
     int sums[3], ready;
 };

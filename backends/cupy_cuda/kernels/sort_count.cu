@@ -32,8 +32,7 @@ struct EntryCursor {
     }
 };
 
-// Store the tiles of a chunk's entries, and count those below TABLE. In 32 bits, because this loop is bound by
-// instructions.
+// Store the tiles of a chunk's entries, and count those below TABLE; in 32 bits, to save instructions.
 DEVICE void find_tiles(const Arguments &x, const Chunk &chunk, int *tiles, int *table) {
     const Problem &p = x.p;
     const u32 n = p.n, reach = x.sort.reach, G = p.G, b = chunk.bg / G, row_ranges = G * n;

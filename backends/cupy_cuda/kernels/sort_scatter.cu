@@ -25,7 +25,7 @@ struct Shared {
 };
 
 // Turn counts into positions in `sorted`, two tiles per thread; return the number of entries. to: where the tiles'
-// entries of this block go. counts: of the chunk, from these tiles on, advanced if the chunk has more blocks (more).
+// entries of this block go. counts: of the chunk from these tiles on, advanced if it has `more` blocks.
 DEVICE int place_lists(Shared &shared, const int (&to)[2], int *counts, int tiles, bool more) {
     const int tile = 2 * threadIdx.x;
     int own[2] = {0, 0};
@@ -51,8 +51,8 @@ DEVICE int place_lists(Shared &shared, const int (&to)[2], int *counts, int tile
     return all[0];
 }
 
-// FEW: compute from the counts of all chunks where the chunk's entries of two tiles per thread go. The CTA of the first
-// chunk of a section of a bg stores where its lists begin, and the segments before them.
+// FEW: compute from all counts where the chunk's entries of two tiles per thread go. The CTA of the first chunk of a
+// section of a bg stores where its lists begin, and the segments before them.
 DEVICE void add_counts(const Arguments &x, const Chunk &chunk, int (&to)[2]) {
     const u32 tiles = x.sort.tiles, chunks = x.sort.chunks, number = blockIdx.x % chunks, tile = 2 * threadIdx.x;
     int sums[3] = {0, 0, 0}, before[3], own[2] = {0, 0}, own_before[2] = {0, 0}, all[3];  // entries, and segments of both kinds
@@ -85,8 +85,7 @@ DEVICE void add_counts(const Arguments &x, const Chunk &chunk, int (&to)[2]) {
     }
 }
 
-// Return the position of element i of `sorted` in ascending order among entries of its tile that one warp counted at
-// once.
+// Return the place of element i of `sorted` in ascending order among entries of its tile that one warp counted at once.
 DEVICE int ordered_place(const u32 *sorted, int i, u32 own) {
     int place = i;
     for (int j = i - 1; (sorted[j] ^ own) < 32; --j) place -= sorted[j] > own;

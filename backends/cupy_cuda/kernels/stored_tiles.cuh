@@ -127,9 +127,9 @@ DEVICE u32 swizzled_bytes(int row, int c) {
 
 // The same functions for e4m3.
 struct E4m3 {
-    // Convert bfloat16 rows of a tile to float16, each times the power of two that brings its largest number to Q_TOP
-    // or above, so that it stays below float16's 65504; rates[r]: the inverse factor. Exact except for numbers below
-    // 2^-32 of the largest. Each thread converts what it has copied (copy_heads), so no barrier is needed.
+    // Convert bfloat16 rows to float16, each times the power of two that brings its largest number to [Q_TOP, 2 Q_TOP);
+    // rates[r]: the inverse factor. Exact except for numbers below 2^-32 of the largest. Each thread converts what it
+    // has copied (copy_heads), so no barrier is needed.
     template <int ROWS, int THREADS>
     DEVICE static void convert_queries(u16 *tile, float *rates) {
         if (!BF16) return;
@@ -292,8 +292,7 @@ DEVICE float sum_of(const float (&sums)[SHARES][ROWS], int row) {
     return sum;
 }
 
-// Zero the values of keys [first, first + SHARE) from key `keys` on, by a warp. Rows are zeroed whole, so the swizzle
-// does not matter.
+// Zero the values of keys [first, first + SHARE) from key `keys` on, in whole rows, by a warp.
 template <int SHARE>
 DEVICE void zero_values(unsigned char *values, int first, int keys) {
     constexpr int CHUNKS = V_BOX * BYTES / 16;  // per row of a box

@@ -17,32 +17,26 @@ typedef If<H == 1, u64, u32> TokenBits;  // one bit per token of a consumer
 constexpr TokenBits TOKEN_MASK = static_cast<TokenBits>(TQ == 64 ? ~0ull : (1ull << TQ % 64) - 1);  // all TQ bits
 
 // The block lists of all tiles, and the scheduler's state. (The compiler spills registers if the fields are reordered.)
-struct AdjacentPlan {
+struct TilePlan {
     const u16 *blocks;            // [all_tiles * capacity]: union of a tile's blocks, whole ones first; null if BY_ARITHMETIC
     const RowBits<TOKENS> *rows;  // [all_tiles * capacity], bit r: token r of the tile selected the block
     const int2 *counts;           // [all_tiles]: number of whole blocks, of all blocks
     i64 tiles, capacity, all_tiles;  // tiles per (b, g), largest list length, tiles of all (b, g)
     i64 interleaved_heads;           // (b, g) whose tiles are interleaved: as many as have K and V in the L2 cache together
     u32 *tile_counter;               // tiles requested, zero before and after the kernel; null: one tile per CTA
+    const unsigned char *order;      // [B,G,stretches,ORDER_TOKENS] (ordered_union.cu); null unless ORDERED
 
-    // Request the next tile from the atomic counter, by one warp; `tile_of` waits for the answer. Each CTA requests
-    // once per tile, so the last request, which gets no tile, wraps the counter to zero.
+    // Request the next tile, by one warp; `tile_of` waits for the answer. A CTA requests once per tile, so the last
+    // request, which gets no tile, wraps the counter to zero.
     DEVICE u32 ask_for_tile() const {
         const u32 all = static_cast<u32>(all_tiles);
         return threadIdx.x % 32 == 0 && tile_counter ? atomicInc(tile_counter, all - 1) : all;
     }
     DEVICE u32 tile_of(u32 answer) const { return gridDim.x + __shfl_sync(ALL_LANES, answer, 0); }
-    DEVICE const unsigned char *token_order() const { return nullptr; }
 };
-struct OrderedPlan : AdjacentPlan {
-    const unsigned char *order;  // [B,G,stretches,ORDER_TOKENS] (ordered_union.cu)
-    DEVICE const unsigned char *token_order() const { return order; }
-};
-typedef If<ORDERED, OrderedPlan, AdjacentPlan> TilePlan;
 
-// Return which tile of a (b, g) comes at position `at`: late tokens, which see the most blocks, come first, so that the
-// last tiles are short. MIXED_TILES: tiles of late and early tokens alternate and the shortest come last, because short
-// tiles are bound by memory, which is idle while long tiles compute.
+// Return which tile of a (b, g) comes at position `at`: late tokens, which see the most blocks, first. MIXED_TILES:
+// late and early tokens alternate, because short tiles are bound by memory, which is idle while long tiles compute.
 DEVICE u32 tile_at(u32 at, u32 tiles) {
     const u32 shortest = tiles / 16;
     if (MIXED_TILES && at < tiles - shortest) return at % 2 ? shortest + at / 2 : tiles - 1 - at / 2;
@@ -66,7 +60,7 @@ struct TokenTile {
     // ORDERED: the tile's tokens in the plan.
     DEVICE const unsigned char *order(const TilePlan &plan, u32 G) const {
         const u32 stretches = (static_cast<u32>(plan.tiles) + OF_STRETCH - 1) / OF_STRETCH;
-        return plan.token_order() + ((b * G + g) * (stretches * OF_STRETCH) + i) * TOKENS;
+        return plan.order + ((b * G + g) * (stretches * OF_STRETCH) + i) * TOKENS;
     }
     // The tile's list among all lists.
     DEVICE u32 index(const TilePlan &plan, u32 G) const { return (b * G + g) * static_cast<u32>(plan.tiles) + i; }
@@ -79,9 +73,8 @@ struct TokenTile {
     }
 };
 
-// block_counts: the number of whole blocks and of all blocks of a tile. block_key: the first key of entry `at` of its
-// list. selected_by: the tokens that selected entry `at`. A tile's steps begin with its partial blocks; in the list,
-// whole blocks come first.
+// block_counts: whole blocks, and all blocks, of a tile. block_key, selected_by: first key, and tokens, of entry `at`
+// of its list, in which whole blocks come first.
 
 // The union that the CTA has built (FEW_TOKENS).
 struct OwnUnion {

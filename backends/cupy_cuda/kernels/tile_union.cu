@@ -67,8 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_union(const __grid_co
     mark_rows(p, b, g, first_row, rows);
     __syncthreads();
 
-    // Each warp has some adjacent blocks. It counts those that have rows; the prefix sum is where its own begin in the
-    // list.
+    // Each warp numbers some adjacent blocks; the prefix sum is where its own begin in the list.
     constexpr int WARPS = THREADS / 32;
     const int lane = thread % 32, share = (all_blocks + 32 * WARPS - 1) / (32 * WARPS) * 32;
     const int first = thread / 32 * share, end = min(first + share, all_blocks);

@@ -30,19 +30,14 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : CONSUMERS == 2 ? 224 :
 constexpr bool ONCE = FEW_TOKENS;  // only one CTA reads each K and V tile
 
 // Queue of the CTA's tiles: the producer of K and V publishes them to all other warps.
-struct AdjacentQueue {
+struct TileQueue {
     static constexpr int AHEAD = 2;
     Pipeline<AHEAD> pipeline;
     u32 number[AHEAD];
     int2 counts[AHEAD];
-    DEVICE unsigned char *tokens_at(int) { return nullptr; }
+    // ORDERED: in use until a warp takes its next tile. The last element is read but not used if H does not divide 64.
+    unsigned char tokens[ORDERED ? AHEAD + 1 : 1][ORDERED ? TOKENS + 1 : 1];
 };
-struct OrderedQueue : AdjacentQueue {
-    // In use until a warp takes its next tile. The last element is read but not used if H does not divide 64.
-    unsigned char tokens[AHEAD + 1][TOKENS + 1];
-    DEVICE unsigned char *tokens_at(int stage) { return tokens[stage]; }
-};
-typedef If<ORDERED, OrderedQueue, AdjacentQueue> TileQueue;
 
 // A warp's position in the queue, and the tile there.
 struct TileScheduler {
@@ -59,7 +54,7 @@ struct TileScheduler {
     DEVICE PipelineState<N> at() const { return {(taken - 1) % N, (taken - 1) / N % 2}; }
     DEVICE TokenTile tile(u32 G) const {
         TokenTile tile(number, plan, G);
-        if (ORDERED) tile.tokens = queue.tokens_at(at<TileQueue::AHEAD + 1>().stage);
+        if (ORDERED) tile.tokens = queue.tokens[at<TileQueue::AHEAD + 1>().stage];
         return tile;
     }
 
@@ -73,7 +68,7 @@ struct TileScheduler {
             const TokenTile tile(number, plan, p.G);
             const unsigned char *order = tile.order(plan, p.G);
 #pragma unroll 1
-            for (int i = threadIdx.x % 32; i < TOKENS; i += 32) queue.tokens_at(taken % (TileQueue::AHEAD + 1))[i] = order[i];
+            for (int i = threadIdx.x % 32; i < TOKENS; i += 32) queue.tokens[taken % (TileQueue::AHEAD + 1)][i] = order[i];
         }
         __syncwarp();  // all lanes have passed the wait, so the barrier may enter its next phase
         if (threadIdx.x % 32 == 0) {
@@ -153,8 +148,7 @@ DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const 
         const int partial = counts.y - counts.x;
         int first_key = 0, first_page = 0;
         u64 rows = 0;
-        // Request the next tile late, because a tile that is claimed early waits for this one to end. Two blocks before
-        // the end hides the latency of the atomic counter.
+        // Request the next tile late: this one delays it. Two blocks hide the latency of the atomic counter.
         const int ask = max(counts.y - 2, 0);
         u32 answer = 0;
         for (int e = 0, step = 0;; ++e) {
@@ -206,8 +200,7 @@ DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const 
     }
 }
 
-// Producer warp: load a consumer's rows of several tensors [B,S,G,H,D] once it has released those of an earlier tile.
-// COLUMNS: D of each tensor.
+// Producer warp: load a consumer's rows of tensors [B,S,G,H,COLUMNS] once it has released those of the tile before.
 template <int... COLUMNS, int N, class... Maps>
 DEVICE void produce_rows(Pipeline<N> &rows, const PipelineState<N> &at, unsigned char *to, const TokenTile &tile, int consumer,
                          const Maps &...maps) {
@@ -254,8 +247,8 @@ struct StepReader {
     }
     // Return the first key of a step if its rows need a mask, else NO_MASK.
     DEVICE int masked_key(const Step &step, int partial_steps) const { return step.number < partial_steps ? pipeline.keys[step.stage] : NO_MASK; }
-    // Find the next step that a row of this consumer selected. A consumer that still holds a stage must not wait for
-    // step `limit`, which the producer loads into that stage once it is released.
+    // Find the next step that a row of this consumer selected. A consumer that holds a stage must not wait for step
+    // `limit`, which the producer loads into that stage.
     DEVICE Found find(Step &step, int limit) {
         while (next < total) {
             if (next == limit) return LIMIT;
@@ -272,39 +265,26 @@ struct StepReader {
     DEVICE void release(const Step &step) { pipeline.release(step.stage); }
 };
 
-// One past the last key that each of a thread's two rows may see: stored, or (ORDERED) recomputed, because few steps
-// have a mask and registers are scarce.
-struct StoredLimits {
-    int limits[2];
-    DEVICE StoredLimits(const TokenTile &, int) {}
-    DEVICE void store(int r, int limit) { limits[r] = limit; }
-    DEVICE int limit_of(const Problem &, int r, int, bool) const { return limits[r]; }
-};
-struct RecomputedLimits {
+// A thread's two rows of the consumer's accumulator, 8 apart; a row is a (token, head) pair.
+struct RowPair {
+    TokenBits bit[2];  // the token's bit in Step::rows; 0 if the row does not exist
+    int limits[2];     // one past the last key that each row may see; ORDERED: recomputed, to save registers
+    const Problem &problem;
     const TokenTile &tile;
     const int consumer;
-    DEVICE RecomputedLimits(const TokenTile &of_tile, int of_consumer) : tile(of_tile), consumer(of_consumer) {}
-    DEVICE void store(int, int) {}
-    DEVICE int limit_of(const Problem &p, int, int token, bool exists) const {
-        return exists ? row_limit(p, tile.b, tile.token(consumer, token)) : 0;
-    }
-};
-
-// A thread's two rows of the consumer's accumulator, 8 apart; a row is a (token, head) pair.
-struct RowPair : If<ORDERED, RecomputedLimits, StoredLimits> {
-    TokenBits bit[2];  // the token's bit in Step::rows; 0 if the row does not exist
-    const Problem &problem;
-    DEVICE RowPair(const Problem &p, const TokenTile &tile, int consumer)
-        : If<ORDERED, RecomputedLimits, StoredLimits>(tile, consumer), problem(p) {
+    DEVICE RowPair(const Problem &p, const TokenTile &of_tile, int of_consumer) : problem(p), tile(of_tile), consumer(of_consumer) {
         UNROLL for (int r = 0; r < 2; ++r) {
             const int token = row(r) / H;
             const i64 s = tile.token(consumer, token);
             const bool exists = token < TQ && s < p.S;
             bit[r] = exists ? TokenBits{1} << token : TokenBits{0};
-            if (!ORDERED) this->store(r, exists ? row_limit(p, tile.b, s) : 0);
+            if (!ORDERED) limits[r] = exists ? row_limit(p, tile.b, s) : 0;
         }
     }
-    DEVICE int limit(int r) const { return limit_of(problem, r, row(r) / H, bit[r]); }
+    DEVICE int limit(int r) const {
+        if (!ORDERED) return limits[r];
+        return bit[r] ? row_limit(problem, tile.b, tile.token(consumer, row(r) / H)) : 0;
+    }
     // Overwrite elements of keys that a row does not see with `value`. first: the key of column 0.
     template <class Tile>
     DEVICE void mask(Tile &s, int first, float value) const {
@@ -378,8 +358,7 @@ DEVICE void consume_steps(Reader &steps, int partial_steps, Rows &q, int q_stage
 }
 
 // Store an accumulator, scaled and rounded, to columns of [B,S,G,H,COLUMNS] from `first` on. Rows with scale 0 get
-// zeros: a row without keys has p = 0 in every step, but a NaN or infinity in its own q or do makes its accumulator
-// NaN.
+// zeros: their accumulator is NaN if their q or do is.
 template <int COLUMNS, int N>
 DEVICE void write_rows(const float (&acc)[N], const float (&scale)[2], u16 *to, const Problem &p, const TokenTile &tile, int consumer,
                        int first = 0) {
