@@ -102,7 +102,6 @@ DEVICE void load_rows(const Steps &list, int step, unsigned char *stage, u64 *fu
         tma_load_row_tile<DK>(stage + token * H * 128, &list.x.q, full, static_cast<int>(list.g), list.row(step, token), static_cast<int>(list.b));
 }
 
-// One of the warpgroups.
 DEVICE void attend(const Steps &list, unsigned char *k_tile, unsigned char *stages, u64 *tile, u64 *full, int warpgroup) {
     const Arguments &x = list.x;
     const u32 keys = uniform(operand(shared_address(k_tile))), values = keys + K_BYTES / 16, stage0 = uniform(operand(shared_address(stages)));

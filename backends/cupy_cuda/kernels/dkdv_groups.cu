@@ -50,7 +50,6 @@ DEVICE SegmentId segment_of(const Arguments &x, u32 index) {
     }
 }
 
-// The steps of a segment.
 struct ListSteps : Segment<KEYS> {
     const Arguments &x;
     const int steps;
@@ -249,7 +248,6 @@ struct KeySums {
     }
 };
 
-// One of both consumers.
 template <class Sums, class List>
 DEVICE void add_products(const List &list, unsigned char *tile, unsigned char *stages, Shared &shared, Pipeline<1> &exchange) {
     const SplitSteps<List> steps(list, stages, shared, exchange);

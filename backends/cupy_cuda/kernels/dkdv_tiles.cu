@@ -35,7 +35,6 @@ struct Query {
     float lse = 0.0f, delta = 0.0f;
 };
 
-// The queries of a step, in shared memory.
 struct Queries {
     i64 q[QUERIES], d_o[QUERIES];
     int low[QUERIES], high[QUERIES];
@@ -84,7 +83,6 @@ struct QueryReader {
     }
 };
 
-// Copy q and do of a step's queries.
 DEVICE void copy_queries(u16 *buffer, const u16 *q, const u16 *d_o, const Queries &queries) {
     copy_rows<DK, KP, QUERIES, THREADS>(buffer, q, [&](int r) { return RowSource{queries.q[r], queries.q[r] >= 0}; });
     copy_rows<DV, VP, QUERIES, THREADS>(buffer + QUERIES * KP, d_o, [&](int r) { return RowSource{queries.d_o[r], queries.d_o[r] >= 0}; });

@@ -15,7 +15,6 @@ struct Arguments {
     QueryGradients to;
 };
 
-// One consumer's dq over a tile.
 struct GatherGradient : Gradient {
     GatherReader &steps;
     const u32 q_tile;  // wgmma operand of q; do follows it
@@ -68,7 +67,6 @@ struct GatherGradient : Gradient {
     }
 };
 
-// A consumer's steps of a tile.
 DEVICE void differentiate_tile(GatherReader &steps, int partial_steps, Pipeline<1> &q, GatherGradient &math) {
     GatheredStep step;
     while (steps.find(step, NO_LIMIT) == STEP) {

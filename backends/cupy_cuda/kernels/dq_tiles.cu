@@ -94,7 +94,6 @@ DEVICE void differentiate(const Arguments &x, unsigned char *stages, unsigned ch
     }
 }
 
-// Producer warp: load a consumer's q, do and (WITH_O) o.
 DEVICE void produce_tiles(const Arguments &x, unsigned char *row_memory, Shared &shared, int consumer) {
     unsigned char *do_tile = row_memory + Q_STAGES * Q_BYTES;
     TileScheduler scheduler(shared.tiles, x.plan);

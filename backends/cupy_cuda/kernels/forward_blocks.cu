@@ -89,7 +89,6 @@ struct RowCluster {
         return row.lse;
     }
 
-    // Return two of this CTA's columns of a head.
     DEVICE float2 combine(const float (&weights)[CLUSTER], int head, int column) const {
         float2 sum = make_float2(0.0f, 0.0f);
         UNROLL for (int cta = 0; cta < CLUSTER; ++cta) {
@@ -251,7 +250,6 @@ struct Consumer {
         v_rate = scales.v.of_head(g);
     }
 
-    // Compute s = q k^T for this share of a step's keys, times their scales.
     DEVICE void add_logits(float (&s)[SHARE / 8][4], const unsigned char *keys, int stage) const {
         Stored::add_q_kt(s, q, keys, share * SHARE);
         const float scale = PAGE_SCALES ? shared.k_scales[stage] : 1.0f;
@@ -289,7 +287,6 @@ struct Consumer {
         if (CLUSTER > 1) send_totals();
     }
 
-    // Compute the row's steps in this CTA.
     DEVICE void attend(unsigned char *stages, PipelineState<STAGES> &at) {
         int keys = 0;
         for (bool first = true; !(keys & LAST); first = false, at.next()) {

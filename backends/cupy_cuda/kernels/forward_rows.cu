@@ -72,7 +72,6 @@ struct TeamResults {
     }
 };
 
-// Store two columns of a head, divided by l.
 DEVICE void write_output(const Arguments &x, i64 out, int split, float c, int column, const PartialSums &sum) {
     const RowTotals totals(c, sum.m, sum.l);
     const float low = sum.low * totals.scale, high = sum.high * totals.scale;
@@ -83,7 +82,6 @@ DEVICE void write_output(const Arguments &x, i64 out, int split, float c, int co
     if (column == 0) x.lse[out] = SPLIT ? totals.lse : totals.lse * LN_2;
 }
 
-// Run the online softmax over this team's tiles.
 DEVICE void attend(const u16 *q_tile, const RowHeads &heads, KeyPipeline &keys, OnlineSoftmax &softmax, float (&acc)[DVP / 8][4]) {
     const HeadsOperand<KP> q(q_tile, heads.warp_head);
     for (int count = keys.next_tile(); count; count = keys.next_tile()) {

@@ -20,7 +20,6 @@ struct Arguments : Maps, UnitArguments {
     float *lse;                  // [B,S,G,H]
 };
 
-// Compute acc and the softmax over the tiles that the tokens share.
 DEVICE void attend_shared(const Arguments &x, const Tokens &tokens, unsigned char *memory, Barriers &full, float (&acc)[DV / 2],
                           OnlineSoftmax &softmax) {
     const u32 q = uniform(operand(shared_address(memory))), keys = q + K_BYTES / 16, values = keys + K_BYTES / 16;
@@ -66,7 +65,6 @@ DEVICE void attend_shared(const Arguments &x, const Tokens &tokens, unsigned cha
     }
 }
 
-// The log-sum-exps of a row's partials.
 struct PartialTotals {
     const float *lse;  // of entry 0
     u64 entries;       // not added yet
@@ -111,7 +109,6 @@ DEVICE void add_partials(PartialLoads<DV> &loads, PartialTotals (&totals)[2], fl
     }
 }
 
-// Store o and lse of this thread's two rows.
 DEVICE void write_rows(const Arguments &x, const Tokens &tokens, const float (&acc)[DV / 2], const float (&m)[2], const float (&l)[2]) {
     UNROLL for (int r = 0; r < 2; ++r) {
         const int row = row_of_tile(r);

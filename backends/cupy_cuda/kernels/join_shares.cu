@@ -17,7 +17,6 @@ struct Arguments : Maps, UnitArguments {
     u16 *dq;                     // [B,S,G,H,DK]
 };
 
-// Compute acc over the tiles that the tokens share.
 DEVICE void differentiate_shared(const Arguments &x, const Tokens &tokens, unsigned char *memory, Barriers &full, float (&acc)[DK / 2]) {
     const u32 q = uniform(operand(shared_address(memory))), keys = q + K_BYTES / 16;
     const u32 d_out = keys + K_BYTES / 16, values = d_out + V_BYTES / 16;

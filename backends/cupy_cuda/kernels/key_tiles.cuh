@@ -149,24 +149,20 @@ struct KeyPipeline {
     DEVICE const u16 *v() const { return buffers + stage * STAGE + TILE * KP; }
 };
 
-// A warp's 16 heads of q or do as mma operand A, in registers or in shared memory. add_products: s += heads * keys^T.
+// A warp's 16 heads of q or do as mma operand A, in registers (Q_REGISTERS) or in shared memory.
 template <int PITCH>
-struct RegisterOperand {
+struct HeadsOperand {
     static constexpr int STEPS = (PITCH - 8) / 16;
-    u32 a[STEPS][4];
-    DEVICE RegisterOperand(const u16 *tile, int warp_head) {
-        UNROLL for (int k = 0; k < STEPS; ++k) load_a<PITCH>(a[k], tile, warp_head, 16 * k);
-    }
-    template <int N>
-    DEVICE void add_products(float (&s)[N][4], const u16 *keys) const { add_a_bt<PITCH, STEPS>(s, a, keys); }
-};
-template <int PITCH>
-struct SharedOperand {
     const u16 *tile;
-    int warp_head;
-    DEVICE SharedOperand(const u16 *heads, int head) : tile(heads), warp_head(head) {}
+    const int warp_head;
+    u32 a[Q_REGISTERS ? STEPS : 1][4];
+    DEVICE HeadsOperand(const u16 *heads, int head) : tile(heads), warp_head(head) {
+        UNROLL for (int k = 0; Q_REGISTERS && k < STEPS; ++k) load_a<PITCH>(a[k], tile, warp_head, 16 * k);
+    }
+    // s += heads * keys^T
     template <int N>
-    DEVICE void add_products(float (&s)[N][4], const u16 *keys) const { add_a_bt<PITCH, (PITCH - 8) / 16>(s, tile, warp_head, keys); }
+    DEVICE void add_products(float (&s)[N][4], const u16 *keys) const {
+        if constexpr (Q_REGISTERS) add_a_bt<PITCH, STEPS>(s, a, keys);
+        else add_a_bt<PITCH, STEPS>(s, tile, warp_head, keys);
+    }
 };
-template <int PITCH>
-using HeadsOperand = If<Q_REGISTERS, RegisterOperand<PITCH>, SharedOperand<PITCH>>;

@@ -19,7 +19,6 @@ struct Arguments {
     uint2 *order;          // [segments]: list and number of each, in order
 };
 
-// The lists that the CTA orders.
 struct Lists {
     const Arguments &x;
     u32 first, count;  // lists

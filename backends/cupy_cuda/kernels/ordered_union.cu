@@ -28,7 +28,6 @@ struct Arguments {
     i64 tiles, capacity;         // of one bg; of a list
 };
 
-// The tokens of a stretch.
 struct Stretch {
     uint2 masks[ORDER_TOKENS];           // of each token, 64 bits for the order
     int limits[ORDER_TOKENS];            // of each token, its row_limit

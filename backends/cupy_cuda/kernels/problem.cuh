@@ -123,7 +123,6 @@ DEVICE void clamp_bounds(Bound begin, Bound stop, int limit, int &start, int &en
     end = max(start, static_cast<int>(max(min(stop, static_cast<Bound>(limit)), Bound{0})));
 }
 
-// A loaded range.
 struct Range {
     Integer begin, stop;
     DEVICE Range() {}

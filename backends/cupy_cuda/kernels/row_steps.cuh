@@ -68,20 +68,21 @@ struct Shared {
     }
 };
 
-// Bytes of a step that arrive together.
-struct QAndDo {
-    static constexpr bool HAS_Q = true, HAS_DO = true;
-    DEVICE static void wait_empty(Shared &shared, const PipelineState<STAGES> &at) { shared.wait_empty(at); }
-    DEVICE static u64 *full(Shared &shared, const PipelineState<STAGES> &at) { return &shared.steps.full[at.stage]; }
+// What of a step arrives together: q and do, or (APART) one of them.
+template <bool Q, bool DO>
+struct Part {
+    static constexpr bool HAS_Q = Q, HAS_DO = DO;
+    DEVICE static void wait_empty(Shared &shared, const PipelineState<STAGES> &at) {
+        if (HAS_Q) shared.wait_empty(at);
+        else shared.d_outs.wait_empty({at.stage, at.parity});
+    }
+    DEVICE static u64 *full(Shared &shared, const PipelineState<STAGES> &at) {
+        return HAS_Q ? &shared.steps.full[at.stage] : &shared.d_outs.full[at.stage];
+    }
 };
-struct OnlyQ : QAndDo {
-    static constexpr bool HAS_DO = false;
-};
-struct OnlyDo {
-    static constexpr bool HAS_Q = false, HAS_DO = true;
-    DEVICE static void wait_empty(Shared &shared, const PipelineState<STAGES> &at) { shared.d_outs.wait_empty({at.stage, at.parity}); }
-    DEVICE static u64 *full(Shared &shared, const PipelineState<STAGES> &at) { return &shared.d_outs.full[at.stage]; }
-};
+typedef Part<true, true> QAndDo;
+typedef Part<true, false> OnlyQ;
+typedef Part<false, true> OnlyDo;
 
 // Consumer: wait for a step. A fence then makes data that lanes copied visible to wgmma.
 DEVICE void wait_for_rows(Shared &shared, const PipelineState<STAGES> &at) {
@@ -151,7 +152,6 @@ DEVICE void load_tokens(const List &list, unsigned char *stages, Shared &shared,
     if (Part::HAS_DO) tma_load_row_tile<DV>(q_tile + K_BYTES + lane * H * 128, &list.x.d_o_token, full, g, tokens.rows[0], b);
 }
 
-// Load q and do of every step, by one warp.
 template <class List>
 DEVICE void produce_tokens(const List &list, unsigned char *stages, Shared &shared) {
     typedef StepTokens<List> Tokens;
@@ -199,7 +199,6 @@ DEVICE void copy_step(const List &list, const u16 *q, const u16 *d_out, unsigned
     cp_async_mbarrier_arrive(Part::full(shared, at));
 }
 
-// A copy warp: load its share of every step.
 template <class List>
 DEVICE void copy_tokens(const List &list, unsigned char *stages, Shared &shared, int copier) {
     const int column = threadIdx.x % 8 * 8;
@@ -378,7 +377,6 @@ struct UnitSteps {
         const int at = step * TQ + i / H;
         return i < TQ * H && at < segment.entries ? at : -1;
     }
-    // That entry.
     DEVICE int entry(int step, int i) const {
         const int at = number(step, i);
         return at < 0 ? -1 : segment.listed[at];

@@ -22,7 +22,6 @@ DEVICE float &element(float (&s)[N], int r, int i) {
 }
 DEVICE int column_of(int i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
-// Elements of a row per thread.
 template <class Tile>
 constexpr int elements = sizeof(Tile) / sizeof(float) / 2;
 
@@ -42,7 +41,6 @@ DEVICE float row_max(Tile &s, int r) {
     return fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
 }
 
-// acc *= alpha, row by row.
 template <class Tile>
 DEVICE void scale_rows(Tile &acc, const float (&alpha)[2]) {
     UNROLL for (int r = 0; r < 2; ++r)

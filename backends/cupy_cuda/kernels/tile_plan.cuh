@@ -62,7 +62,6 @@ struct TokenTile {
         const u32 stretches = (static_cast<u32>(plan.tiles) + OF_STRETCH - 1) / OF_STRETCH;
         return plan.order + ((b * G + g) * (stretches * OF_STRETCH) + i) * TOKENS;
     }
-    // The tile's list among all lists.
     DEVICE u32 index(const TilePlan &plan, u32 G) const { return (b * G + g) * static_cast<u32>(plan.tiles) + i; }
     // The position of a consumer's first token.
     DEVICE i64 position(int consumer) const { return static_cast<i64>(i) * TOKENS + (IN_TURNS ? 0 : consumer * TQ); }
@@ -86,7 +85,6 @@ struct OwnUnion {
         return union_entries[at] & ((1u << TOKEN_BITS) - 1);
     }
 };
-// The lists of the plan.
 struct PlannedUnion {
     DEVICE static int2 block_counts(const Problem &p, const TilePlan &plan, const TokenTile &tile) { return plan.counts[tile.index(plan, p.G)]; }
     DEVICE static int block_key(const Problem &p, const TilePlan &plan, const TokenTile &tile, i64 at) {
@@ -110,7 +108,6 @@ struct TileLimits {
     // Return the blocks at the beginning that the last token does not see whole.
     DEVICE int leading() const { return (last_key - first_key + BLOCK - 1) / BLOCK; }
 };
-// Computed lists (BY_ARITHMETIC).
 struct ComputedUnion {
     DEVICE static int2 block_counts(const Problem &p, const TilePlan &, const TokenTile &tile) {
         const TileLimits limits(p, tile);

@@ -411,7 +411,6 @@ struct Attention {
         if (rises) scale_rows(acc, alpha);
         as_operand(p, s);
     }
-    // Store x.o and x.lse.
     template <class Arguments>
     DEVICE void write(const Arguments &x, const Problem &p, const TokenTile &tile, int consumer) {
         float scale[2];
