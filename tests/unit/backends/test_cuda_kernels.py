@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_sel.backends import cuda_block, cupy_cuda
+from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends.cupy_cuda import (
     arithmetic,
     block_tiles,
     compressed,
+    cuda_block,
     key_to_rows,
     launch,
     sm80,
