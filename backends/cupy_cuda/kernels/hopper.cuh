@@ -46,19 +46,15 @@ DEVICE u32 address_in_cta(const void *mine, u32 cta) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(mine)), "r"(cta));
     return address;
 }
-// Store two floats to `mine` in the shared memory of CTA `cta`; that CTA's mbarrier `bar` counts the 8 bytes.
+// Store floats to `mine` (aligned to all of them) in the shared memory of CTA `cta`; its mbarrier `bar` counts their bytes.
+#define STORE_ASYNC(TYPE, NAMES, BAR, ...) \
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes." TYPE " [%0], {" NAMES "}, [%" BAR "];" \
+                 ::"r"(address_in_cta(mine, cta)), __VA_ARGS__, "r"(address_in_cta(bar, cta)) : "memory")
 DEVICE void store_async(float *mine, u64 *bar, u32 cta, float low, float high) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
-                     address_in_cta(mine, cta)),
-                 "f"(low), "f"(high), "r"(address_in_cta(bar, cta))
-                 : "memory");
+    STORE_ASYNC("v2.f32", "%1, %2", "3", "f"(low), "f"(high));
 }
-// The same for four floats, 16-byte aligned.
 DEVICE void store_async(float *mine, u64 *bar, u32 cta, float4 x) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                     address_in_cta(mine, cta)),
-                 "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(address_in_cta(bar, cta))
-                 : "memory");
+    STORE_ASYNC("v4.f32", "%1, %2, %3, %4", "5", "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w));
 }
 
 // Named barrier `number` (1 or higher) of THREADS threads (whole warps).
@@ -154,18 +150,15 @@ DEVICE void compute_before_wait(float x, void *nowhere) {
 #define D64(i) D32(i), D32(i + 32)
 #define D96(i) D64(i), D32(i + 64)
 #define D128(i) D64(i), D64(i + 64)
+#define TEN(T) "%" #T "0, %" #T "1, %" #T "2, %" #T "3, %" #T "4, %" #T "5, %" #T "6, %" #T "7, %" #T "8, %" #T "9"
 #define NAMES8 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define NAMES16 NAMES8 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define NAMES32 NAMES16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define NAMES64 NAMES32 \
-    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51" \
-    ", %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define NAMES96 NAMES64 \
-    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83" \
-    ", %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define NAMES128 NAMES96 \
-    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112" \
-    ", %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define NAMES16 TEN() ", %10, %11, %12, %13, %14, %15"
+#define NAMES32 TEN() ", " TEN(1) ", " TEN(2) ", %30, %31"
+#define NAMES60 TEN() ", " TEN(1) ", " TEN(2) ", " TEN(3) ", " TEN(4) ", " TEN(5)
+#define NAMES64 NAMES60 ", %60, %61, %62, %63"
+#define NAMES96 NAMES60 ", " TEN(6) ", " TEN(7) ", " TEN(8) ", %90, %91, %92, %93, %94, %95"
+#define NAMES120 NAMES60 ", " TEN(6) ", " TEN(7) ", " TEN(8) ", " TEN(9) ", " TEN(10) ", " TEN(11)
+#define NAMES128 NAMES120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 #define WGMMA(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." DTYPE "." DTYPE " "
 #define SET_P(i) "{\n.reg .pred p;\nsetp.ne.b32 p, %" #i ", 0;\n"
 
