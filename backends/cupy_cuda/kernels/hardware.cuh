@@ -91,9 +91,7 @@ DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memor
 
 // Wait until at most PENDING of this thread's committed groups are in flight.
 template <int PENDING>
-DEVICE void cp_async_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
+DEVICE void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
 // Wait for the end of the previous kernel of the stream, before which this one may have started (`launch.start`,
 // early). Nothing that a kernel may have written is read before this call, and nothing is written.

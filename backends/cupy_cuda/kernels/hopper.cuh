@@ -46,7 +46,7 @@ DEVICE u32 address_in_cta(const void *mine, u32 cta) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(mine)), "r"(cta));
     return address;
 }
-// Store floats to `mine` (aligned to all of them) in the shared memory of CTA `cta`; its mbarrier `bar` counts their bytes.
+// Store floats to `mine` in the shared memory of CTA `cta`, aligned to their bytes, which its mbarrier `bar` counts.
 #define STORE_ASYNC(TYPE, NAMES, BAR, ...) \
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes." TYPE " [%0], {" NAMES "}, [%" BAR "];" \
                  ::"r"(address_in_cta(mine, cta)), __VA_ARGS__, "r"(address_in_cta(bar, cta)) : "memory")
@@ -59,9 +59,7 @@ DEVICE void store_async(float *mine, u64 *bar, u32 cta, float4 x) {
 
 // Named barrier `number` (1 or higher) of THREADS threads (whole warps).
 template <int THREADS>
-DEVICE void named_barrier(int number) {
-    asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
-}
+DEVICE void named_barrier(int number) { asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(THREADS) : "memory"); }
 // The same; return whether `x` is true for any of the threads.
 template <int THREADS>
 DEVICE bool named_barrier_any(int number, bool x) {
@@ -132,9 +130,7 @@ DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Wait until at most PENDING committed groups are in flight.
 template <int PENDING>
-DEVICE void wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
+DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
 
 // Schedule the computation of x, which is never negative, before the next wait, as if it were stored here.
 DEVICE void compute_before_wait(float x, void *nowhere) {

@@ -62,9 +62,7 @@ DEVICE u32 uniform(u32 x) { return __shfl_sync(ALL_LANES, x, 0); }
 DEVICE u32 operand(u32 address) { return (address & 0x3ffff) >> 4; }
 constexpr u32 TRANSPOSED = PANEL / 16 << 16;  // add if the tile's columns are the operand's rows
 template <int GROUP = 1024>
-DEVICE u64 descriptor(u32 lower) {
-    return lower | static_cast<u64>(GROUP >> 4 | 1 << 30) << 32;
-}
+DEVICE u64 descriptor(u32 lower) { return lower | static_cast<u64>(GROUP >> 4 | 1 << 30) << 32; }
 
 // d = a b^T, 64 x 2 N, for operands of COLUMNS columns. NEXT: bytes between 64-column panels of b.
 template <int COLUMNS, int NEXT = PANEL, int GROUP = 1024, int N>

@@ -81,9 +81,7 @@ struct Segment {
 };
 
 // Return the first partial sum of a list; lists of a window are not in memory and have none.
-DEVICE i64 first_part(const KeyToRows &lists, i64 list) {
-    return WINDOW ? 0 : lists.parts[list];
-}
+DEVICE i64 first_part(const KeyToRows &lists, i64 list) { return WINDOW ? 0 : lists.parts[list]; }
 
 // Destination of a warp's 16 keys from `key0` on.
 struct GradientRows {

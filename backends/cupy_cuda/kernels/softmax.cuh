@@ -13,13 +13,9 @@
 constexpr float LOWEST = -1.0e30f;
 
 template <int N>
-DEVICE float &element(float (&s)[N][4], int r, int i) {
-    return s[i / 2][2 * r + i % 2];
-}
+DEVICE float &element(float (&s)[N][4], int r, int i) { return s[i / 2][2 * r + i % 2]; }
 template <int N>
-DEVICE float &element(float (&s)[N], int r, int i) {
-    return s[i / 2 * 4 + 2 * r + i % 2];
-}
+DEVICE float &element(float (&s)[N], int r, int i) { return s[i / 2 * 4 + 2 * r + i % 2]; }
 DEVICE int column_of(int i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
 template <class Tile>

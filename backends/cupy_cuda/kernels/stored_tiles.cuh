@@ -245,9 +245,9 @@ struct E4m3 {
 
 typedef If<E4M3, E4m3, SixteenBit> Stored;
 
-// A consumer warp: 16 rows of a CTA's ROWS. THREADS / 32 warps compute steps of KEYS keys; those of the same rows, SHARES
-// of them, each compute s = q k^T for a share of the keys and, once p is in shared memory, acc += p v for a share of the
-// columns of v, with one lazy maximum. A lane has rows `row0` and row0 + 8.
+// A consumer warp: 16 rows of a CTA's ROWS. THREADS / 32 warps compute steps of KEYS keys; those of the same rows,
+// SHARES of them, each compute s = q k^T for a share of the keys and, once p is in shared memory, acc += p v for a
+// share of the columns of v, with one lazy maximum. A lane has rows `row0` and row0 + 8.
 template <int KEYS, int SHARES, int ROWS, int THREADS>
 struct StepConsumer {
     static constexpr int SHARE = KEYS / SHARES, COLUMNS = DV / SHARES, PP = KEYS + 8;  // PP: row pitch of p
