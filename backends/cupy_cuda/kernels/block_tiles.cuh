@@ -52,8 +52,7 @@ struct ChunkArguments {
     int *counts;  // [B*G, chunks, tiles]; after sum_counts.cu the list's rows in earlier chunks
 };
 // Call use(tile, list, count, first_row) for every tile, by one warp each. tile: its number in `table`.
-template <class Use>
-DEVICE void for_tiles(const ChunkArguments &x, u32 *table, Use use) {
+template <class Use> DEVICE void for_tiles(const ChunkArguments &x, u32 *table, Use use) {
     const u32 chunks = x.chunks, tiles = x.tiles, bg = blockIdx.x / chunks, first_row = blockIdx.x % chunks * CHUNK;
     for (u32 tile0 = 0; tile0 < tiles; tile0 += TABLE) {
         RowMasks::mark(x.p, bg, first_row, x.places + bg * x.blocks, tile0, table);

@@ -114,8 +114,7 @@ typedef If<WINDOW, WindowSteps, ListSteps> Steps;
 // it; q and do are then released separately (APART), each as soon as both consumers have used it.
 
 // What both consumers know of a segment's steps; list: as of row_steps.cuh, and what dkdv_groups.cu adds to it.
-template <class List>
-struct SplitSteps {
+template <class List> struct SplitSteps {
     const List &list;
     unsigned char *stages;
     const u32 stage0;  // an operand
@@ -154,8 +153,7 @@ struct SplitSteps {
 };
 
 // COLUMNS of the tile's keys or values as operand a: the first HELD in registers, the others in shared memory.
-template <int COLUMNS>
-struct TileOperand {
+template <int COLUMNS> struct TileOperand {
     static constexpr int HELD = TILE_STAYS ? 64 : COLUMNS;
     u32 held[HELD / 16][4], others;
 
@@ -183,8 +181,7 @@ struct TileOperand {
     }
 };
 
-template <class List>
-struct ValueSums {
+template <class List> struct ValueSums {
     const SplitSteps<List> &steps;
     TileOperand<DK> keys;
     u32 p[ROWS / 16][4];  // an operand, too
@@ -210,8 +207,7 @@ struct ValueSums {
     DEVICE void write(const GradientRows &rows, const KeyGradients &to) { rows.write<DV>(dv, 1.0f, 0, to.part_dv, to.dv); }
 };
 
-template <class List>
-struct KeySums {
+template <class List> struct KeySums {
     const SplitSteps<List> &steps;
     TileOperand<DV> values;
     u32 ds[ROWS / 16][4];  // an operand, too

@@ -61,8 +61,7 @@ struct TileGradient : Gradient {
         wgmma_add_a_b<DK>(acc, ds, steps.keys(step) + TRANSPOSED);
         wgmma_commit();
     }
-    template <int PENDING>
-    DEVICE void probabilities(const Step &step, int key) {
+    template <int PENDING> DEVICE void probabilities(const Step &step, int key) {
         const float shift[2] = {step.rows & rows.bit[0] ? lse[0] : infinity(), step.rows & rows.bit[1] ? lse[1] : infinity()};
         wgmma_wait<PENDING>();
         logit_gradients(s, dp, c, shift, delta);

@@ -11,8 +11,7 @@ __shared__ u32 union_entries[MOST_ENTRIES];  // block << TOKEN_BITS | tokens, wh
 __shared__ int2 union_counts;                // number of whole blocks, of all blocks
 
 // Build the list of tokens [first, first + S), by all THREADS threads of the CTA.
-template <int THREADS>
-DEVICE void make_union(const Problem &p, u32 b, u32 g, u32 first, u32 S) {
+template <int THREADS> DEVICE void make_union(const Problem &p, u32 b, u32 g, u32 first, u32 S) {
     static_assert(THREADS >= MOST_ENTRIES, "one entry per thread");
     constexpr u32 NONE = 0xffffffffu;
     const u32 n = p.n, e = threadIdx.x, token = e / n;

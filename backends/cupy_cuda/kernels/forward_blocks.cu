@@ -49,8 +49,7 @@ struct RowHeads {
 // Merge the results of a cluster's CTAs through distributed shared memory: every CTA sends each other CTA the partial
 // results for that CTA's columns, and waits for what all others sent to it. Sums run over the CTAs in order, so that
 // results are bit-equal from run to run. `rank`: the CTA that sends.
-template <int HEADS>
-struct RowCluster {
+template <int HEADS> struct RowCluster {
     static constexpr int OWN = DV / CLUSTER;  // columns that a CTA writes
     float parts[CLUSTER][HEADS][OWN];         // acc of every CTA
     float2 totals[CLUSTER][HEADS];            // m and l
@@ -98,8 +97,7 @@ struct RowCluster {
     }
 
     // Write this CTA's columns of `count` heads, once all are received, by THREADS threads. o [HEADS, DV], lse [HEADS].
-    template <int THREADS>
-    DEVICE void write(float c, u32 rank, int count, u16 *o, float *lse) const {
+    template <int THREADS> DEVICE void write(float c, u32 rank, int count, u16 *o, float *lse) const {
         constexpr int LANES = THREADS / HEADS;  // of a head
         const int head = threadIdx.x / LANES, lane = threadIdx.x % LANES;
         if (head >= count) return;

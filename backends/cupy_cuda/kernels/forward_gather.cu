@@ -29,14 +29,12 @@ struct GatherAttention : Attention {
         wgmma_add_a_b<DV, Layout<DV>::GROUP>(acc, p, steps.values_of(step) + (Layout<DV>::NEXT / 16 << 16));
         wgmma_commit();
     }
-    template <int PENDING>
-    DEVICE void probabilities(const GatheredStep &step, int key) {
+    template <int PENDING> DEVICE void probabilities(const GatheredStep &step, int key) {
         if (key != NO_MASK) finish_logits<PENDING, true>(step);
         else finish_logits<PENDING, false>(step);
     }
     // Replace a step's logits s by p, release its keys, and compute alpha if a maximum rises.
-    template <int PENDING, bool PARTIAL>
-    DEVICE void finish_logits(const GatheredStep &step) {
+    template <int PENDING, bool PARTIAL> DEVICE void finish_logits(const GatheredStep &step) {
         u32 units[2];
         UNROLL for (int r = 0; r < 2; ++r) units[r] = rows.bit[r] ? steps.selected(step, RowPair::row(r) / H) : 0;
         wgmma_wait<PENDING>();

@@ -36,14 +36,12 @@ struct TileAttention : Attention {
     template <int PENDING>
     DEVICE void probabilities(const Step &step, int key) { finish_logits<PENDING>(s, step, key); }
     // Replace the logits s by p. PENDING: wgmma groups that may still be in flight.
-    template <int PENDING, class Tile>
-    DEVICE void finish_logits(Tile &s, const Step &step, int key) {
+    template <int PENDING, class Tile> DEVICE void finish_logits(Tile &s, const Step &step, int key) {
         wgmma_wait<PENDING>();
         if (key != NO_MASK) rows.mask(s, key, -infinity());
         exponentiate(s, [&](int r) { return step.rows & rows.bit[r]; });
     }
-    template <int KEYS>
-    DEVICE void brief_step(const Step &step, int key) {
+    template <int KEYS> DEVICE void brief_step(const Step &step, int key) {
         float few[KEYS / 2];
         u32 operand[KEYS / 16][4];
         wgmma_fence();

@@ -19,8 +19,7 @@ constexpr int VALUE_STAGES = STAGES - 1;
 constexpr bool COPIES = UNIT < 8, GROUPED = UNIT >= 8 && UNIT < KEYS;
 constexpr int LOADERS = COPIES ? 2 : 1;  // warps that load K; as many load V
 // Byte offsets in a tile of keys or values between 64-column panels, and between groups of eight rows.
-template <int COLUMNS>
-struct Layout {
+template <int COLUMNS> struct Layout {
     static constexpr int NEXT = GROUPED ? 1024 : PANEL, GROUP = GROUPED ? COLUMNS * 16 : 1024;
 };
 
@@ -85,8 +84,7 @@ struct Units {
     // Return whether some keys of a loaded unit must be zeroed.
     DEVICE bool cut() const { return page >= 0 && visible < key + UNIT; }
     // Zero the keys that no row sees in a step (lanes from `first` on), in whole rows: the swizzle does not matter.
-    template <int COLUMNS>
-    DEVICE void zero_unseen(unsigned char *stage, int first) const {
+    template <int COLUMNS> DEVICE void zero_unseen(unsigned char *stage, int first) const {
         for (int row = threadIdx.x % 32; row < KEYS; row += 32) {
             const int unit = first + row / UNIT;
             if (__shfl_sync(ALL_LANES, key, unit) + row % UNIT < __shfl_sync(ALL_LANES, visible, unit)) continue;
@@ -101,8 +99,7 @@ struct Units {
 };
 
 // A producer warp's loads of K or of V; if two warps share them, part 0 or 1 of each step's units.
-template <int COLUMNS, bool OF_KEYS>
-struct StepProducer {
+template <int COLUMNS, bool OF_KEYS> struct StepProducer {
     static constexpr int N = OF_KEYS ? STAGES : VALUE_STAGES, BYTES = COLUMNS / 64 * PANEL;
     GatherShared &shared;
     Pipeline<N> &pipeline;
@@ -285,8 +282,7 @@ struct GatherReader {
 };
 
 // Overwrite elements of units that a row did not select with `value`; a step of one unit is left to the caller.
-template <class Tile>
-DEVICE void mask_units(Tile &s, const u32 (&units)[2], float value) {
+template <class Tile> DEVICE void mask_units(Tile &s, const u32 (&units)[2], float value) {
     if (UNITS == 1) return;
     const int shift = UNIT == 4 ? threadIdx.x % 4 / 2 : 0;  // a lane holds two of eight columns
     UNROLL for (int r = 0; r < 2; ++r)

@@ -61,8 +61,7 @@ DEVICE void store_async(float *mine, u64 *bar, u32 cta, float4 x) {
 template <int THREADS>
 DEVICE void named_barrier(int number) { asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(THREADS) : "memory"); }
 // The same; return whether `x` is true for any of the threads.
-template <int THREADS>
-DEVICE bool named_barrier_any(int number, bool x) {
+template <int THREADS> DEVICE bool named_barrier_any(int number, bool x) {
     u32 any;
     asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, %2, %3, p;\nselp.u32 %0, 1, 0, q;\n}"
                  : "=r"(any)
@@ -111,8 +110,7 @@ DEVICE void cp_async_4(void *to, const void *from, bool exists) {
 
 // setmaxnreg: give CONSUMER registers per thread to N consumer warpgroups and PRODUCER to the producer warpgroup. The
 // CTA would hang if consumers requested more than producers release.
-template <int N, int CONSUMER, int PRODUCER, int CTAS = 1>
-DEVICE void reallocate_registers(bool consumer) {
+template <int N, int CONSUMER, int PRODUCER, int CTAS = 1> DEVICE void reallocate_registers(bool consumer) {
     constexpr int SHARE = 65536 / CTAS / (128 * (N + 1)) / 8 * 8;
     static_assert(N * (CONSUMER - SHARE) <= SHARE - PRODUCER, "more registers than there are");
     if (consumer)

@@ -3,8 +3,7 @@
 #include "hopper.cuh"
 
 // The next stage of a ring of N, and the parity of its barriers.
-template <int N>
-struct PipelineState {
+template <int N> struct PipelineState {
     int stage = 0, parity = 0;
     DEVICE void next() {
         if (++stage == N) {
@@ -15,8 +14,7 @@ struct PipelineState {
 };
 
 // Barriers of N buffers: producers fill them, consumers release them.
-template <int N>
-struct Pipeline {
+template <int N> struct Pipeline {
     u64 full[N], empty[N];
 
     DEVICE void init(int producer_arrivals, int consumer_arrivals) {
@@ -71,8 +69,7 @@ DEVICE void wgmma_a_bt(float (&d)[N], u32 a, u32 b) {
         wgmma_shared(d, descriptor(a + (k / 4 * PANEL + k % 4 * 32) / 16), descriptor<GROUP>(b + (k / 4 * NEXT + k % 4 * 32) / 16), k > 0);
 }
 // The same with a in registers.
-template <int COLUMNS>
-DEVICE void wgmma_a_bt(float (&d)[32], const u32 (&a)[COLUMNS / 16][4], u32 b) {
+template <int COLUMNS> DEVICE void wgmma_a_bt(float (&d)[32], const u32 (&a)[COLUMNS / 16][4], u32 b) {
     UNROLL for (int k = 0; k < COLUMNS / 16; ++k) wgmma_registers_bt(d, a[k], descriptor(b + (k / 4 * PANEL + k % 4 * 32) / 16), k > 0);
 }
 // Columns [16 k, 16 k + 16) of a warpgroup's 64 rows in swizzled panels: operand a of wgmma_registers.
@@ -86,13 +83,11 @@ DEVICE void wgmma_add_a_b(float (&acc)[COLUMNS / 2], const u32 (&a)[K][4], u32 b
     UNROLL for (int k = 0; k < K; ++k) wgmma_registers(acc, a[k], descriptor<GROUP>(b + k * 2 * GROUP / 16));
 }
 // d = a^T b, 64 x 64, for operands of 16 K rows and 64 columns, both TRANSPOSED.
-template <int K>
-DEVICE void wgmma_at_b(float (&d)[32], u32 a, u32 b) {
+template <int K> DEVICE void wgmma_at_b(float (&d)[32], u32 a, u32 b) {
     UNROLL for (int k = 0; k < K; ++k) wgmma_shared_transposed(d, descriptor(a + k * 2048 / 16), descriptor(b + k * 2048 / 16), k > 0);
 }
 // A 64 x 16 K accumulator, rounded to 16 bits: operand a of wgmma_add_a_b.
-template <int K>
-DEVICE void as_operand(u32 (&a)[K][4], const float (&s)[8 * K]) {
+template <int K> DEVICE void as_operand(u32 (&a)[K][4], const float (&s)[8 * K]) {
     UNROLL for (int k = 0; k < K; ++k)
         UNROLL for (int i = 0; i < 4; ++i) a[k][i] = pack(s[k * 8 + i * 2], s[k * 8 + i * 2 + 1]);
 }

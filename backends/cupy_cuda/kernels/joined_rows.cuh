@@ -33,8 +33,7 @@ struct Tokens {
     u32 b, g;                    // of the pair
     i64 s;                       // the first token
     int count, lowest, highest;  // tokens that exist; smallest and largest row_limit
-    template <class Arguments>
-    DEVICE Tokens(const Arguments &x) {
+    template <class Arguments> DEVICE Tokens(const Arguments &x) {
         const u32 each = (static_cast<u32>(x.rows) + TQ - 1) / TQ, G = x.p.G;
         pair = blockIdx.x / each;
         within = blockIdx.x % each * TQ;
@@ -83,8 +82,7 @@ struct Barriers {
 };
 
 // Iterator over the tiles that all of the tokens selected, in the order of the first token's entries.
-template <class Arguments>
-struct SharedTiles {
+template <class Arguments> struct SharedTiles {
     const Arguments &x;
     const int g, b, limit;
     const i64 leader;
@@ -113,8 +111,7 @@ struct SharedTiles {
 };
 
 // Exchange an accumulator within a quad: of every 32 columns, a lane then holds eight adjacent ones.
-template <int N>
-DEVICE void adjacent_columns(float (&acc)[N]) {
+template <int N> DEVICE void adjacent_columns(float (&acc)[N]) {
     UNROLL for (int j = 0; j < N; j += 16)
         UNROLL for (int i = 0; i < 4; ++i) {
             u32 x[4];
@@ -125,20 +122,17 @@ DEVICE void adjacent_columns(float (&acc)[N]) {
 }
 
 // Return the index of the partial of entry 0 of a row of the tile; of the last token for rows without one.
-template <class Arguments>
-DEVICE i64 first_partial(const Arguments &x, const Tokens &tokens, int row) {
+template <class Arguments> DEVICE i64 first_partial(const Arguments &x, const Tokens &tokens, int row) {
     const i64 token = tokens.pair * x.section + tokens.within + min(row / H, tokens.count - 1);
     return token * EACH * H + row % H;
 }
 // Return the entries of that row's token that have partials, as bits.
-template <class Arguments>
-DEVICE u64 listed_entries(const Arguments &x, const Tokens &tokens, int row) {
+template <class Arguments> DEVICE u64 listed_entries(const Arguments &x, const Tokens &tokens, int row) {
     return row / H < tokens.count ? x.listed[tokens.index(x.p, row / H)] : 0;
 }
 
 // A warp's loads of partials of D columns: round i loads partial i of its tokens to stage i % RING, one lane per token.
-template <int D>
-struct PartialLoads {
+template <int D> struct PartialLoads {
     static constexpr int ROW_BYTES = D * 2, STAGE_BYTES = 16 * ROW_BYTES;
     const u16 *from;  // the partial of entry 0
     unsigned char *stages;
@@ -178,8 +172,7 @@ struct PartialLoads {
 DEVICE int rounds_of(u64 entries, u64 other_entries) { return __reduce_max_sync(ALL_LANES, max(__popcll(entries), __popcll(other_entries))); }
 
 // acc += weight * x for this lane's columns of row r of a partial.
-template <int N>
-DEVICE void add_partial(float (&acc)[N], int r, float weight, const unsigned char *row) {
+template <int N> DEVICE void add_partial(float (&acc)[N], int r, float weight, const unsigned char *row) {
     UNROLL for (int j = 0; j < N / 16; ++j) {
         const uint4 x = *reinterpret_cast<const uint4 *>(row + threadIdx.x % 4 * 16 + j * 64);
         const u32 pairs[4] = {x.x, x.y, x.z, x.w};
@@ -191,8 +184,7 @@ DEVICE void add_partial(float (&acc)[N], int r, float weight, const unsigned cha
 }
 
 // Store this lane's columns of row r of acc * scale.
-template <int N>
-DEVICE void write_row(u16 *to, const float (&acc)[N], int r, float scale) {
+template <int N> DEVICE void write_row(u16 *to, const float (&acc)[N], int r, float scale) {
     UNROLL for (int j = 0; j < N / 16; ++j) {
         u32 y[4];
         UNROLL for (int n = 0; n < 4; ++n) y[n] = pack(acc[16 * j + 4 * n + 2 * r] * scale, acc[16 * j + 4 * n + 2 * r + 1] * scale);

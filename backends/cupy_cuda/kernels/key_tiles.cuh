@@ -150,8 +150,7 @@ struct KeyPipeline {
 };
 
 // A warp's 16 heads of q or do as mma operand A, in registers (Q_REGISTERS) or in shared memory.
-template <int PITCH>
-struct HeadsOperand {
+template <int PITCH> struct HeadsOperand {
     static constexpr int STEPS = (PITCH - 8) / 16;
     const u16 *tile;
     const int warp_head;
@@ -160,8 +159,7 @@ struct HeadsOperand {
         UNROLL for (int k = 0; Q_REGISTERS && k < STEPS; ++k) load_a<PITCH>(a[k], tile, warp_head, 16 * k);
     }
     // s += heads * keys^T
-    template <int N>
-    DEVICE void add_products(float (&s)[N][4], const u16 *keys) const {
+    template <int N> DEVICE void add_products(float (&s)[N][4], const u16 *keys) const {
         if constexpr (Q_REGISTERS) add_a_bt<PITCH, STEPS>(s, a, keys);
         else add_a_bt<PITCH, STEPS>(s, tile, warp_head, keys);
     }

@@ -59,8 +59,7 @@ DEVICE SegmentId segment_at(const KeyToRows &lists, i64 index) {
 }
 
 // The work of a CTA: a segment of the list of one tile of WIDTH keys.
-template <int WIDTH>
-struct Segment {
+template <int WIDTH> struct Segment {
     i64 list, number, begin, end, b, g, bg;
     int first_key;
     bool final;  // the list has no other segment
@@ -140,8 +139,7 @@ DEVICE float4 add_parts(float4 total, const float *parts, int segments, i64 stri
 }
 
 // Return the tile of WIDTH keys of entry range * reach + step of row `row` of [B,S,G]; -1 if the range ends before it.
-template <int WIDTH>
-DEVICE int tile_of(const Problem &p, int reach, i64 row, int limit, int entry) {
+template <int WIDTH> DEVICE int tile_of(const Problem &p, int reach, i64 row, int limit, int entry) {
     int start, end;
     clamped_range(p, row * p.n + entry / reach, limit, start, end);
     const int tile = start / WIDTH + entry % reach;
@@ -149,8 +147,7 @@ DEVICE int tile_of(const Problem &p, int reach, i64 row, int limit, int entry) {
 }
 
 // The rows that see any of WIDTH keys from `first_key` on through a window, in steps of TOKENS rows (dkdv_groups.cu).
-template <int WIDTH, int TOKENS>
-struct WindowRows {
+template <int WIDTH, int TOKENS> struct WindowRows {
     i64 first, count;  // the rows [first, first + count)
     int steps;
     int begun, over;   // in the steps [begun, over) every row sees all keys of the tile
@@ -211,8 +208,7 @@ struct UnitList {
 };
 
 // Load a warp's 16 keys of the sums, from `row` on, as an accumulator of D columns; zeros if `adds` is false.
-template <int D>
-DEVICE void load_sums(float (&acc)[D / 2], const float *sums, i64 row, bool adds) {
+template <int D> DEVICE void load_sums(float (&acc)[D / 2], const float *sums, i64 row, bool adds) {
     sums += row * D;
     UNROLL for (int i = 0; i < elements<float[D / 2]>; i += 2)
         UNROLL for (int r = 0; r < 2; ++r) {

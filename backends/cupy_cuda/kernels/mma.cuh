@@ -35,22 +35,19 @@ DEVICE void copy_heads(u16 *tile, const HeadsTensor &x, const Row &row, int head
 }
 
 // Operand A: rows [m, m + 16) and columns [k, k + 16) of a tile.
-template <int PITCH>
-DEVICE void load_a(u32 (&a)[4], const u16 *tile, int m, int k) {
+template <int PITCH> DEVICE void load_a(u32 (&a)[4], const u16 *tile, int m, int k) {
     const int lane = threadIdx.x % 32;
     ldmatrix(a, tile + (m + lane % 16) * PITCH + k + lane / 16 * 8);
 }
 
 // Two operands B of a b^T, for rows [n, n + 8) and [n + 8, n + 16) of tile b: b[0], b[1] and b[2], b[3].
-template <int PITCH>
-DEVICE void load_b_rows(u32 (&b)[4], const u16 *tile, int n, int k) {
+template <int PITCH> DEVICE void load_b_rows(u32 (&b)[4], const u16 *tile, int n, int k) {
     const int lane = threadIdx.x % 32;
     ldmatrix(b, tile + (n + lane / 16 * 8 + lane % 8) * PITCH + k + lane / 8 % 2 * 8);
 }
 
 // Two operands B of a b, for columns [n, n + 8) and [n + 8, n + 16) of tile b.
-template <int PITCH>
-DEVICE void load_b_columns(u32 (&b)[4], const u16 *tile, int k, int n) {
+template <int PITCH> DEVICE void load_b_columns(u32 (&b)[4], const u16 *tile, int k, int n) {
     const int lane = threadIdx.x % 32;
     ldmatrix_trans(b, tile + (k + lane / 8 % 2 * 8 + lane % 8) * PITCH + n + lane / 16 * 8);
 }
@@ -102,8 +99,7 @@ DEVICE void add_s_b(float (&acc)[M][4], const float (&s)[N][4], const u16 *b, in
 }
 
 // A warp's 16 rows of an accumulator, as floats, to a matrix in shared memory.
-template <int PITCH, int N>
-DEVICE void store_rows(float *matrix, const float (&acc)[N][4]) {
+template <int PITCH, int N> DEVICE void store_rows(float *matrix, const float (&acc)[N][4]) {
     const int lane = threadIdx.x % 32;
     UNROLL for (int r = 0; r < 2; ++r) {
         float *row = matrix + (lane / 4 + 8 * r) * PITCH + lane % 4 * 2;

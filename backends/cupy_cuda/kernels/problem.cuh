@@ -23,20 +23,16 @@ constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 DEVICE float infinity() { return __int_as_float(0x7f800000); }
 
 // If<C, A, B> is A if C, else B.
-template <bool CONDITION, class A, class B>
-struct Choice {
+template <bool CONDITION, class A, class B> struct Choice {
     typedef A Type;
 };
-template <class A, class B>
-struct Choice<false, A, B> {
+template <class A, class B> struct Choice<false, A, B> {
     typedef B Type;
 };
-template <bool CONDITION, class A, class B>
-using If = typename Choice<CONDITION, A, B>::Type;
+template <bool CONDITION, class A, class B> using If = typename Choice<CONDITION, A, B>::Type;
 
 // The smallest unsigned integer type with one bit for each of N rows of a tile. sm90.py allocates the same.
-template <int N>
-using RowBits = If<N <= 8, unsigned char, If<N <= 16, u16, If<N <= 32, u32, u64>>>;
+template <int N> using RowBits = If<N <= 8, unsigned char, If<N <= 16, u16, If<N <= 32, u32, u64>>>;
 
 // q or do [B,S,G,h,D], any strides.
 struct HeadsTensor {
@@ -117,8 +113,7 @@ DEVICE int page_of(const Problem &p, int b, int key) { return PAGED ? p.block_ta
 DEVICE int in_page(int key) { return PAGED ? key % PAGE_KEYS : key; }
 
 // Clamp a range to [max(begin, 0), min(stop, limit)), before the cast: int64 bounds may exceed int32.
-template <class Bound>
-DEVICE void clamp_bounds(Bound begin, Bound stop, int limit, int &start, int &end) {
+template <class Bound> DEVICE void clamp_bounds(Bound begin, Bound stop, int limit, int &start, int &end) {
     start = static_cast<int>(min(max(begin, Bound{0}), static_cast<Bound>(limit)));
     end = max(start, static_cast<int>(max(min(stop, static_cast<Bound>(limit)), Bound{0})));
 }

@@ -69,8 +69,7 @@ struct Shared {
 };
 
 // What of a step arrives together: q and do, or (APART) one of them.
-template <bool Q, bool DO>
-struct Part {
+template <bool Q, bool DO> struct Part {
     static constexpr bool HAS_Q = Q, HAS_DO = DO;
     DEVICE static void wait_empty(Shared &shared, const PipelineState<STAGES> &at) {
         if (HAS_Q) shared.wait_empty(at);
@@ -91,8 +90,7 @@ DEVICE void wait_for_rows(Shared &shared, const PipelineState<STAGES> &at) {
 }
 
 // Load the tile's keys and values, by one lane; with SMALL_BLOCK by one warp, one block per lane.
-template <class List>
-DEVICE void produce_tile(const List &list, unsigned char *k_tile, u64 *bar) {
+template <class List> DEVICE void produce_tile(const List &list, unsigned char *k_tile, u64 *bar) {
     const int lane = SMALL_BLOCK ? threadIdx.x % 32 : 0, b = static_cast<int>(list.b), g = static_cast<int>(list.g);
     int key = list.first_key;
     if (lane == 0) mbarrier_arrive_expect(bar, K_BYTES + V_BYTES);
@@ -107,8 +105,7 @@ DEVICE void produce_tile(const List &list, unsigned char *k_tile, u64 *bar) {
 }
 
 // The tokens of a step that a lane holds: numbers lane and lane + 32.
-template <class List>
-struct StepTokens {
+template <class List> struct StepTokens {
     static constexpr int HALVES = TQ > 32 ? 2 : 1;
     int rows[HALVES];
     DEVICE StepTokens(const List &list, int step) {
@@ -152,8 +149,7 @@ DEVICE void load_tokens(const List &list, unsigned char *stages, Shared &shared,
     if (Part::HAS_DO) tma_load_row_tile<DV>(q_tile + K_BYTES + lane * H * 128, &list.x.d_o_token, full, g, tokens.rows[0], b);
 }
 
-template <class List>
-DEVICE void produce_tokens(const List &list, unsigned char *stages, Shared &shared) {
+template <class List> DEVICE void produce_tokens(const List &list, unsigned char *stages, Shared &shared) {
     typedef StepTokens<List> Tokens;
     Tokens coming(list, 0);
     for (int step = 0; step < list.steps; ++step) {
@@ -218,8 +214,7 @@ DEVICE void copy_tokens(const List &list, unsigned char *stages, Shared &shared,
 
 // SMALL_BLOCK: return one bit per key of the tile: listed token i of a step selected and sees it. starts: first keys of
 // the tile's blocks, one per lane. All lanes must call this.
-template <class List>
-DEVICE uint2 seen_keys(const List &list, int row, int step, int i, int starts) {
+template <class List> DEVICE uint2 seen_keys(const List &list, int row, int step, int i, int starts) {
     const bool exists = row < list.x.p.S;
     const u32 chosen = exists ? list.chosen(step, i) : 0;
     const int limit = exists ? row_limit(list.x.p, list.b, row) : 0;
@@ -232,8 +227,7 @@ DEVICE uint2 seen_keys(const List &list, int row, int step, int i, int starts) {
 }
 
 // Load lse, delta and limits (or key bits) of a step, by one warp, two rows per lane.
-template <class List>
-DEVICE void copy_statistics(const List &list, Shared &shared) {
+template <class List> DEVICE void copy_statistics(const List &list, Shared &shared) {
     const int lane = threadIdx.x % 32;
     int coming[2], starts = 0;
     if constexpr (SMALL_BLOCK) starts = static_cast<int>(list.x.blocks.position(list.list, lane % TILE_BLOCKS * BLOCK_KEYS));
@@ -260,8 +254,7 @@ DEVICE void copy_statistics(const List &list, Shared &shared) {
 }
 
 // Load q and do of every step of adjacent tokens, by one lane.
-template <class List>
-DEVICE void produce_boxes(const List &list, unsigned char *stages, Shared &shared) {
+template <class List> DEVICE void produce_boxes(const List &list, unsigned char *stages, Shared &shared) {
     for (int step = 0; step < list.steps; ++step) {
         const auto at = state_of(step);
         shared.wait_empty(at);
@@ -309,8 +302,7 @@ DEVICE void as_operands(u32 (&p)[ROWS / 16][4], u32 (&ds)[ROWS / 16][4], const f
 }
 
 // Destination of a consumer warp's 16 keys.
-template <class List>
-DEVICE GradientRows gradient_rows(const List &list) {
+template <class List> DEVICE GradientRows gradient_rows(const List &list) {
     const int key0 = threadIdx.x % 128 / 32 * 16;
     const i64 S_kv = list.x.p.S_kv;
     GradientRows rows(list, list.x.lists, S_kv, key0);
@@ -359,8 +351,7 @@ struct UnitSegment {
 };
 
 // The steps of a segment. Its numbers stay in shared memory: the producers have few registers.
-template <class Arguments, class Segment = UnitSegment>
-struct UnitSteps {
+template <class Arguments, class Segment = UnitSegment> struct UnitSteps {
     const Arguments &x;
     const Segment &segment;
     const int first_key, steps;
@@ -384,8 +375,7 @@ struct UnitSteps {
 };
 
 // One past the last key of the tile that any row of the segment sees; for all threads of the consumers.
-template <int THREADS, class Steps>
-DEVICE int last_seen_key(const Steps &list) {
+template <int THREADS, class Steps> DEVICE int last_seen_key(const Steps &list) {
     __shared__ int limits[THREADS / 32];
     const Problem &p = list.x.p;
     int limit = 0;

@@ -44,12 +44,10 @@ struct KeyValueScales {
 
 struct SixteenBit {
     // q needs no conversion.
-    template <int ROWS, int THREADS>
-    DEVICE static void convert_queries(u16 *, float *) {}
+    template <int ROWS, int THREADS> DEVICE static void convert_queries(u16 *, float *) {}
 
     // Load operand A: rows [m, m + 16) of a tile of q.
-    template <int STEPS>
-    DEVICE static void load_queries(u32 (&q)[STEPS][4], const u16 *tile, int m) {
+    template <int STEPS> DEVICE static void load_queries(u32 (&q)[STEPS][4], const u16 *tile, int m) {
         UNROLL for (int k = 0; k < STEPS; ++k) load_a<KP>(q[k], tile, m, 16 * k);
     }
 
@@ -68,8 +66,7 @@ struct SixteenBit {
     }
 
     // Columns [first, first + 8 * N) of KEYS values, left in shared memory.
-    template <int KEYS, int N>
-    struct Values {
+    template <int KEYS, int N> struct Values {
         const unsigned char *tile;
         int first;
         DEVICE Values(const unsigned char *values, int column) : tile(values), first(column) {}
@@ -119,8 +116,7 @@ struct SixteenBit {
 };
 
 // Return the offset of 16-byte chunk c of a row of D bytes in a tile that TMA has swizzled by D bytes (tensor_map.py).
-template <int D>
-DEVICE u32 swizzled_bytes(int row, int c) {
+template <int D> DEVICE u32 swizzled_bytes(int row, int c) {
     static_assert(!E4M3 || D == 128 || D == 64, "a row is as wide as a swizzle");
     return D == 128 ? swizzled(row, c) : row * 64 + (c ^ row / 2 % 4) * 16;
 }
@@ -130,8 +126,7 @@ struct E4m3 {
     // Convert bfloat16 rows to float16, each times the power of two that brings its largest number to [Q_TOP, 2 Q_TOP);
     // rates[r]: the inverse factor. Exact except for numbers below 2^-32 of the largest. Each thread converts what it
     // has copied (copy_heads), so no barrier is needed.
-    template <int ROWS, int THREADS>
-    DEVICE static void convert_queries(u16 *tile, float *rates) {
+    template <int ROWS, int THREADS> DEVICE static void convert_queries(u16 *tile, float *rates) {
         if (!BF16) return;
         constexpr int CHUNKS = DK / 8;  // per row, one for each of CHUNKS adjacent lanes
 #pragma unroll 1
@@ -155,8 +150,7 @@ struct E4m3 {
         }
     }
 
-    template <int STEPS>
-    DEVICE static void load_queries(u32 (&q)[STEPS][4], const u16 *tile, int m) {
+    template <int STEPS> DEVICE static void load_queries(u32 (&q)[STEPS][4], const u16 *tile, int m) {
         const int lane = threadIdx.x % 32;
         UNROLL for (int k = 0; k < STEPS; ++k)
             UNROLL for (int r = 0; r < 2; ++r) {
@@ -182,8 +176,7 @@ struct E4m3 {
     }
 
     // Columns [first, first + 8 * N) of KEYS values, as `ldmatrix_trans` returns them.
-    template <int KEYS, int N>
-    struct Values {
+    template <int KEYS, int N> struct Values {
         u32 pairs[N / 2][KEYS / 32][4];
         DEVICE Values(const unsigned char *values, int first) {
             UNROLL for (int d = 0; d < N / 2; ++d)
@@ -224,8 +217,7 @@ struct E4m3 {
     }
 
     // Return a lane's four adjacent columns of row r among 16.
-    template <int N>
-    DEVICE static float4 four_columns(const float (&acc)[N][4], int r, int j) {
+    template <int N> DEVICE static float4 four_columns(const float (&acc)[N][4], int r, int j) {
         return make_float4(acc[j][2 * r], acc[j + 1][2 * r], acc[j][2 * r + 1], acc[j + 1][2 * r + 1]);
     }
     template <int N, class Cluster>
@@ -248,8 +240,7 @@ typedef If<E4M3, E4m3, SixteenBit> Stored;
 // A consumer warp: 16 rows of a CTA's ROWS. THREADS / 32 warps compute steps of KEYS keys; those of the same rows,
 // SHARES of them, each compute s = q k^T for a share of the keys and, once p is in shared memory, acc += p v for a
 // share of the columns of v, with one lazy maximum. A lane has rows `row0` and row0 + 8.
-template <int KEYS, int SHARES, int ROWS, int THREADS>
-struct StepConsumer {
+template <int KEYS, int SHARES, int ROWS, int THREADS> struct StepConsumer {
     static constexpr int SHARE = KEYS / SHARES, COLUMNS = DV / SHARES, PP = KEYS + 8;  // PP: row pitch of p
     typedef Stored::Values<KEYS, COLUMNS / 8> Values;
     u16 *const q_tile, *const p_tile;
@@ -327,8 +318,7 @@ struct StepConsumer {
 };
 
 // Zero the values of keys [first, first + SHARE) from key `keys` on, in whole rows, by a warp.
-template <int SHARE>
-DEVICE void zero_values(unsigned char *values, int first, int keys) {
+template <int SHARE> DEVICE void zero_values(unsigned char *values, int first, int keys) {
     constexpr int CHUNKS = V_BOX * BYTES / 16;  // per row of a box
     UNROLL for (int panel = 0; panel < DV / V_BOX; ++panel)
         for (int i = max(first, keys) * CHUNKS + threadIdx.x % 32; i < (first + SHARE) * CHUNKS; i += 32)

@@ -50,8 +50,7 @@ struct TileScheduler {
     DEVICE TileScheduler(TileQueue &shared, const TilePlan &lists) : queue(shared), plan(lists) {}
     DEVICE PipelineState<TileQueue::AHEAD> state() const { return {taken % TileQueue::AHEAD, taken / TileQueue::AHEAD % 2}; }
     // The state of a pipeline that uses one stage per tile.
-    template <int N>
-    DEVICE PipelineState<N> at() const { return {(taken - 1) % N, (taken - 1) / N % 2}; }
+    template <int N> DEVICE PipelineState<N> at() const { return {(taken - 1) % N, (taken - 1) / N % 2}; }
     DEVICE TokenTile tile(u32 G) const {
         TokenTile tile(number, plan, G);
         if (ORDERED) tile.tokens = queue.tokens[at<TileQueue::AHEAD + 1>().stage];
@@ -286,8 +285,7 @@ struct RowPair {
         return bit[r] ? row_limit(problem, tile.b, tile.token(consumer, row(r) / H)) : 0;
     }
     // Overwrite elements of keys that a row does not see with `value`. first: the key of column 0.
-    template <class Tile>
-    DEVICE void mask(Tile &s, int first, float value) const {
+    template <class Tile> DEVICE void mask(Tile &s, int first, float value) const {
         UNROLL for (int r = 0; r < 2; ++r) {
             const int end = limit(r);
             UNROLL for (int i = 0; i < elements<Tile>; ++i)
@@ -393,8 +391,7 @@ struct Attention {
         UNROLL for (int i = 0; i < DV / 2; ++i) acc[i] = 0.0f;
     }
     // Replace logits by p, and compute alpha if a maximum rises. takes_part(r): row r selected some of the step's keys.
-    template <class Tile, class Row>
-    DEVICE void exponentiate(Tile &s, Row takes_part) {
+    template <class Tile, class Row> DEVICE void exponentiate(Tile &s, Row takes_part) {
         float top[2];
         UNROLL for (int r = 0; r < 2; ++r) top[r] = takes_part(r) ? row_max(s, r) : LOWEST;
         rises = __any_sync(ALL_LANES, top[0] > softmax.m[0] + slack || top[1] > softmax.m[1] + slack);
@@ -442,8 +439,7 @@ struct Gradient {
     u32 ds[KEYS / 16][4];  // an operand
 
     DEVICE Gradient(const RowPair &pair, float scale_log2) : rows(pair), c(scale_log2) {}
-    template <class Arguments>
-    DEVICE void load_lse(const Arguments &x, const TokenTile &tile, int consumer) {
+    template <class Arguments> DEVICE void load_lse(const Arguments &x, const TokenTile &tile, int consumer) {
         UNROLL for (int r = 0; r < 2; ++r) lse[r] = rows.bit[r] ? x.to.lse[RowPair::index(x.p, tile, consumer, r)] : -infinity();
     }
     // Compute and store delta, and clear acc. sum: this thread's part of do * o.
@@ -462,8 +458,7 @@ struct Gradient {
     }
     DEVICE void finish_probabilities() {}
     DEVICE void update_operand() { as_operand(ds, s); }
-    template <class Arguments>
-    DEVICE void write(const Arguments &x, const TokenTile &tile, int consumer) {
+    template <class Arguments> DEVICE void write(const Arguments &x, const TokenTile &tile, int consumer) {
         float scale[2];
         UNROLL for (int r = 0; r < 2; ++r) scale[r] = lse[r] == infinity() ? 0.0f : static_cast<float>(x.p.scale);
         write_rows<DK>(acc, scale, x.to.dq, x.p, tile, consumer);
@@ -471,8 +466,7 @@ struct Gradient {
 };
 
 // The warpgroups of a CTA: consume(number) runs in each consumer, produce(number) in each warp of the producer.
-template <class Consume, class Produce>
-DEVICE void run_warpgroups(Consume consume, Produce produce) {
+template <class Consume, class Produce> DEVICE void run_warpgroups(Consume consume, Produce produce) {
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup < CONSUMERS) {
         reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PER_SM>(true);
