@@ -13,11 +13,9 @@ constexpr int ROW_BYTES = Q_STAGES * Q_BYTES + DO_BYTES + (WITH_O ? DO_BYTES : 0
 
 struct Maps {
     TensorMap q, d_o, k, v;
-    DEVICE const TensorMap &o_map() const { return d_o; }  // not used
 };
 struct MapsWithO : Maps {
     TensorMap o_rows;
-    DEVICE const TensorMap &o_map() const { return o_rows; }
 };
 struct Arguments : If<WITH_O, MapsWithO, Maps> {
     Problem p;
@@ -93,13 +91,14 @@ DEVICE void differentiate(const Arguments &x, unsigned char *stages, unsigned ch
     }
 }
 
+template <class Arguments>
 DEVICE void produce_tiles(const Arguments &x, unsigned char *row_memory, Shared &shared, int consumer) {
     unsigned char *do_tile = row_memory + Q_STAGES * Q_BYTES;
     TileScheduler scheduler(shared.tiles, x.plan);
     while (scheduler.next_tile()) {
         const TokenTile tile = scheduler.tile(x.p.G);
         produce_rows<DK>(shared.q[consumer], scheduler.at<Q_STAGES>(), row_memory, tile, consumer, x.q);
-        if (WITH_O) produce_rows<DV, DV>(shared.gradients[consumer], scheduler.at<1>(), do_tile, tile, consumer, x.d_o, x.o_map());
+        if constexpr (WITH_O) produce_rows<DV, DV>(shared.gradients[consumer], scheduler.at<1>(), do_tile, tile, consumer, x.d_o, x.o_rows);
         else produce_rows<DV>(shared.gradients[consumer], scheduler.at<1>(), do_tile, tile, consumer, x.d_o);
     }
 }

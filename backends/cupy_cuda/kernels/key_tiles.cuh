@@ -117,9 +117,9 @@ struct KeyPipeline {
     int counts[STAGES];      // keys of the tiles in flight, next tile first
     int stage = STAGES - 1;  // buffer of the tile that `next_tile` returned last
 
-    DEVICE KeyPipeline(const KeyIterator &iterator, u16 *memory, const Row &row)
-        : tiles(iterator), buffers(memory), k_base(iterator.p.k.keys(PAGED ? 0 : row.b, row.g)),
-          v_base(iterator.p.v.keys(PAGED ? 0 : row.b, row.g)) {
+    // Of tiles tile, tile + all, ... of the row.
+    DEVICE KeyPipeline(const Problem &p, const Row &row, int tile, int all, u16 *memory)
+        : tiles(p, row, tile, all), buffers(memory), k_base(p.k.keys(PAGED ? 0 : row.b, row.g)), v_base(p.v.keys(PAGED ? 0 : row.b, row.g)) {
         UNROLL for (int i = 0; i < STAGES - 1; ++i) counts[i] = copy_next(i);
     }
 

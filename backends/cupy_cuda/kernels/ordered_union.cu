@@ -37,24 +37,14 @@ struct Stretch {
 
 // Load the block of every range of the tokens, NO_BLOCK without keys, and count how many selected each block.
 DEVICE void load_blocks(const Problem &p, u32 bg, i64 first, u32 ranges, const Stretch &stretch, u16 *selected, u32 *numbers) {
-    constexpr u32 AT_ONCE = 4;  // of a thread that are loaded together
     const u32 G = p.G, n = p.n;
     const i64 begin = ((bg / G * p.S + first) * G + bg % G) * n;
-    for (u32 from = threadIdx.x; from < ranges; from += THREADS * AT_ONCE) {
-        Range loaded[AT_ONCE];
-        UNROLL for (u32 i = 0; i < AT_ONCE; ++i) {
-            const u32 e = from + i * THREADS;
-            if (e < ranges) loaded[i] = Range(p, range_at(p, begin + e / n * (G * n) + e % n));
-        }
-        UNROLL for (u32 i = 0; i < AT_ONCE; ++i) {
-            const u32 e = from + i * THREADS;
-            if (e >= ranges) break;
-            int start, end;
-            loaded[i].clamp(p, stretch.limits[e / n], start, end);
+    for_ranges<THREADS, 4>(
+        p, ranges, [&](u32 e) { return begin + e / n * (G * n) + e % n; }, [&](u32 e) { return stretch.limits[e / n]; },
+        [&](u32 e, int start, int end) {
             selected[e] = end > start ? start / BLOCK : NO_BLOCK;
             if (end > start) atomicAdd(&numbers[start / BLOCK], 1u);
-        }
-    }
+        });
 }
 
 // The order, by one warp.

@@ -127,6 +127,23 @@ struct Range {
         clamp_bounds(begin.value(p.range_bytes), stop.value(p.range_bytes), limit, start, end);
     }
 };
+// Call use(e, start, end) with the range of each e < all, by THREADS threads, which load AT_ONCE ranges at once. index(e):
+// the range in [B,S,G,n]; limit(e): the `row_limit` of its row.
+template <u32 THREADS, u32 AT_ONCE, class Index, class Limit, class Use>
+DEVICE void for_ranges(const Problem &p, u32 all, Index index, Limit limit, Use use) {
+    for (u32 from = threadIdx.x; from < all; from += THREADS * AT_ONCE) {
+        Range loaded[AT_ONCE];
+        UNROLL for (u32 i = 0; i < AT_ONCE; ++i)
+            if (from + i * THREADS < all) loaded[i] = Range(p, integer_at(p.ranges, p.range_bytes, 2 * index(from + i * THREADS)));
+        UNROLL for (u32 i = 0; i < AT_ONCE; ++i) {
+            const u32 e = from + i * THREADS;
+            if (e >= all) break;
+            int start, end;
+            loaded[i].clamp(p, limit(e), start, end);
+            use(e, start, end);
+        }
+    }
+}
 // Return a pointer to range i of [B,S,G,n].
 DEVICE const int *range_at(const Problem &p, i64 i) { return integer_at(p.ranges, p.range_bytes, 2 * i); }
 DEVICE void clamped_range(const Problem &p, i64 i, int limit, int &start, int &end) {
@@ -140,11 +157,7 @@ struct Row {
 
 // Return row `pid` in the order [B,G,S], so that adjacent CTAs share a group, and often keys.
 DEVICE Row row_of(const Problem &p, u32 pid) {  // 32 bits: a grid has fewer than 2^31 CTAs, and 64-bit divisions are slow
-    u32 S = p.S, G = p.G;
-    Row row;
-    row.s = pid % S;
-    row.b = pid / S / G;
-    row.g = pid / S % G;
-    row.index = (row.b * p.S + row.s) * p.G + row.g;
-    return row;
+    const u32 S = p.S, G = p.G;
+    const i64 b = pid / S / G, s = pid % S, g = pid / S % G;
+    return {b, s, g, (b * p.S + s) * p.G + g};
 }

@@ -28,23 +28,14 @@ DEVICE int lowest_limit(const Problem &p, i64 b, i64 first_row) {
 
 // Set, for every block, the bits of the rows that selected it.
 DEVICE void mark_rows(const Problem &p, i64 b, i64 g, i64 first_row, TokenBits *rows) {
-    constexpr u32 AT_ONCE = 2;  // of a thread that are loaded together
     const u32 n = p.n, all = static_cast<u32>(min(static_cast<i64>(TOKENS), p.S - first_row)) * n;
-    for (u32 from = threadIdx.x; from < all; from += THREADS * AT_ONCE) {
-        Range loaded[AT_ONCE];
-        UNROLL for (u32 i = 0; i < AT_ONCE; ++i) {
-            const u32 e = from + i * THREADS;
-            if (e < all) loaded[i] = Range(p, range_at(p, ((b * p.S + first_row + e / n) * p.G + g) * p.n + e % n));
-        }
-        UNROLL for (u32 i = 0; i < AT_ONCE; ++i) {
-            const u32 e = from + i * THREADS, r = e / n;
-            if (e >= all) break;
-            int start, end;
-            loaded[i].clamp(p, row_limit(p, b, first_row + r), start, end);
-            // In halves: an operation on 64 bits would be a loop.
+    for_ranges<THREADS, 2>(
+        p, all, [&](u32 e) { return ((b * p.S + first_row + e / n) * p.G + g) * p.n + e % n; },
+        [&](u32 e) { return row_limit(p, b, first_row + e / n); },
+        [&](u32 e, int start, int end) {  // in halves: an operation on 64 bits would be a loop
+            const u32 r = e / n;
             if (end > start) atomicOr(reinterpret_cast<u32 *>(&rows[start / BLOCK]) + r / 32, 1u << r % 32);
-        }
-    }
+        });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) tile_union(const __grid_constant__ Arguments x) {
