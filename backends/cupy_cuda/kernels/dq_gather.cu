@@ -6,7 +6,7 @@
 // computes ds, the other runs its products.
 #include "gather_steps.cuh"
 
-constexpr int Q_BYTES = DK / 64 * PANEL, ROW_BYTES = Q_BYTES + DV / 64 * PANEL;  // of a consumer: q, and with do
+constexpr int ROW_BYTES = Q_BYTES + DV / 64 * PANEL;  // of a consumer: q, do
 
 struct Arguments {
     TensorMap q, d_o, k, v;

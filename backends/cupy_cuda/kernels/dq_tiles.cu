@@ -8,7 +8,7 @@
 constexpr bool WITH_O = BY_ARITHMETIC;
 constexpr bool DO_IN_REGISTERS = DK <= 128;  // if acc leaves enough registers
 static_assert(DO_IN_REGISTERS || Q_STAGES == 1, "else do would follow another stage of q");
-constexpr int Q_BYTES = DK / 64 * PANEL, DO_BYTES = DV / 64 * PANEL;
+constexpr int DO_BYTES = DV / 64 * PANEL;
 constexpr int ROW_BYTES = Q_STAGES * Q_BYTES + DO_BYTES + (WITH_O ? DO_BYTES : 0);  // per consumer
 
 struct Maps {

@@ -220,6 +220,7 @@ struct GatheredStep {
 // A consumer's position in the steps of its tile.
 struct GatherReader {
     typedef GatheredStep Step;
+    DEVICE static int steps_of(int blocks) { return ::steps_of(blocks); }
     static constexpr int AHEAD = VALUE_STAGES;
     GatherShared &shared;
     const int consumer;

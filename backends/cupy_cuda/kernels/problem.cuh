@@ -127,7 +127,7 @@ struct Range {
         clamp_bounds(begin.value(p.range_bytes), stop.value(p.range_bytes), limit, start, end);
     }
 };
-// Call use(e, start, end) with the range of each e < all, by THREADS threads, which load AT_ONCE ranges at once. index(e):
+// Call use(e, start, end) with the range of each e < all, by THREADS threads, which load AT_ONCE at once. index(e):
 // the range in [B,S,G,n]; limit(e): the `row_limit` of its row.
 template <u32 THREADS, u32 AT_ONCE, class Index, class Limit, class Use>
 DEVICE void for_ranges(const Problem &p, u32 all, Index index, Limit limit, Use use) {

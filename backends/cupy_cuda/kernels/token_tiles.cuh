@@ -23,7 +23,7 @@
 #include "hopper_tiles.cuh"
 
 constexpr int KEYS = 64, STEPS = BLOCK / KEYS;  // keys per step, steps per block
-constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;
+constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES, Q_BYTES = K_BYTES;  // of a consumer: q
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int PER_SM = CONSUMERS == 1 ? 2 : 1;                                                                // CTAs
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : CONSUMERS == 2 ? 224 : 200, PRODUCER_REGISTERS = 56;  // a thread
@@ -230,6 +230,7 @@ struct Step {
 // A consumer's position in the steps of its tile.
 struct StepReader {
     typedef ::Step Step;
+    DEVICE static int steps_of(int blocks) { return blocks * STEPS; }
     static constexpr int AHEAD = STAGES;  // steps from one to that which needs the stage of its second operand
     StepPipeline &pipeline;
     const int consumer;
@@ -375,11 +376,20 @@ DEVICE void write_rows(const float (&acc)[N], const float (&scale)[2], u16 *to, 
 
 constexpr float SLACK = 8.0f;
 
+struct ForwardArguments {
+    TensorMap q, k, v;
+    Problem p;
+    TilePlan plan;
+    u16 *o;      // [B,S,G,h,DV]
+    float *lse;  // [B,S,G,h]
+};
+
 // One consumer's attention over a tile, of forward_tiles.cu and forward_gather.cu:
 //   s = q k^T,  p = 2^(c (s - m)),  o = sum_j p_j v_j / l,  lse = c m + log2 l         (softmax.cuh)
 // The running maximum m is lazy: it rises only if c (s - m) exceeds SLACK, so that most steps need no reduction over
 // lanes and do not rescale acc. p stays below 2^SLACK, and o = acc / l does not depend on m.
 struct Attention {
+    const u32 q_tile;  // wgmma operand in shared memory
     const RowPair &rows;
     const float slack;  // SLACK / c
     OnlineSoftmax softmax;
@@ -387,7 +397,7 @@ struct Attention {
     u32 p[KEYS / 16][4];  // wgmma operand in registers
     bool rises = false;   // a maximum rises in this step
 
-    DEVICE Attention(const RowPair &pair, float c, float slack) : rows(pair), slack(slack), softmax(c) {
+    DEVICE Attention(u32 q, const RowPair &pair, float c, float slack) : q_tile(q), rows(pair), slack(slack), softmax(c) {
         UNROLL for (int i = 0; i < DV / 2; ++i) acc[i] = 0.0f;
     }
     // Replace logits by p, and compute alpha if a maximum rises. takes_part(r): row r selected some of the step's keys.
@@ -408,17 +418,38 @@ struct Attention {
         if (rises) scale_rows(acc, alpha);
         as_operand(p, s);
     }
-    template <class Arguments>
-    DEVICE void write(const Arguments &x, const Problem &p, const TokenTile &tile, int consumer) {
+    DEVICE void write(const ForwardArguments &x, const TokenTile &tile, int consumer) {
         float scale[2];
         UNROLL for (int r = 0; r < 2; ++r) {
             const RowTotals totals(softmax.c, softmax.m[r], quad_sum(softmax.l[r]));
             scale[r] = totals.scale;
-            if (rows.bit[r] && threadIdx.x % 4 == 0) x.lse[RowPair::index(p, tile, consumer, r)] = totals.lse * LN_2;
+            if (rows.bit[r] && threadIdx.x % 4 == 0) x.lse[RowPair::index(x.p, tile, consumer, r)] = totals.lse * LN_2;
         }
-        write_rows<DV>(acc, scale, x.o, p, tile, consumer);
+        write_rows<DV>(acc, scale, x.o, x.p, tile, consumer);
     }
 };
+
+// Consumer warpgroup: attend to the tiles of this CTA, and store o and lse by finish(attention, tile).
+template <class Math, class Reader, class Shared, class Finish>
+DEVICE void attend_tiles(const ForwardArguments &x, Reader steps, unsigned char *q_memory, Shared &shared, int consumer, Finish finish) {
+    const u32 q_tile = uniform(operand(shared_address(q_memory)));
+    const float c = x.p.scale_log2, slack = SLACK / c;
+    TileScheduler scheduler(shared.tiles, x.plan);
+    while (scheduler.next_tile()) {
+        const TokenTile tile = scheduler.tile(x.p.G);
+        const RowPair rows(x.p, tile, consumer);
+        Math attention(steps, q_tile, rows, c, slack);
+        steps.begin_tile(Reader::steps_of(scheduler.counts.y));
+        shared.q[consumer].wait_full(scheduler.at<1>());
+        if constexpr (Math::HOLDS_Q) {
+            attention.load_q(q_memory);
+            __syncwarp();  // all lanes have read q
+            shared.q[consumer].release(0);
+        }
+        consume_steps<!Math::HOLDS_Q>(steps, Reader::steps_of(scheduler.counts.y - scheduler.counts.x), shared.q[consumer], 0, attention);
+        finish(attention, tile);
+    }
+}
 
 // The gradient of q, of dq_tiles.cu and dq_gather.cu.
 struct QueryGradients {
