@@ -200,11 +200,11 @@ extern "C" __global__ void __launch_bounds__(256, 2) block_gradients(const __gri
     if (found.entries <= 0) return;
     if (producer < 0) {
         reallocate_registers<1, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 2>(true);
-        accumulate(Steps(x, found), memory, ds_tile, stages, shared, shares);
+        accumulate(Steps{x, found}, memory, ds_tile, stages, shared, shares);
         return;
     }
     reallocate_registers<1, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 2>(false);
-    const Steps list(x, found);
+    const Steps list{x, found};
     if (threadIdx.x == 128) produce_tile(list, memory, &shared.tile);
     __syncwarp();
     produce_rows(list, stages, shared, producer);

@@ -83,16 +83,6 @@ DEVICE void mask_logits(const Steps &list, float (&s)[KEYS / 2], int step, int r
     mask_columns(s, 0, limits, -infinity());
 }
 
-// Row r of o * scale: columns [32 j + 8 c, 32 j + 8 c + 8) of lane c of a quad.
-DEVICE void store_row(u16 *to, const float (&o)[DV / 2], int r, float scale) {
-    to += threadIdx.x % 4 * 8;
-    UNROLL for (int j = 0; j < DV / 32; ++j) {
-        u32 x[4];
-        UNROLL for (int i = 0; i < 4; ++i) x[i] = pack(o[j * 16 + i * 4 + r * 2] * scale, o[j * 16 + i * 4 + r * 2 + 1] * scale);
-        store_once(to + j * 32, make_uint4(x[0], x[1], x[2], x[3]));
-    }
-}
-
 // A warpgroup's q of a step into one of its stages: a token a lane, of all warps.
 DEVICE void load_rows(const Steps &list, int step, unsigned char *stage, u64 *full) {
     if (step >= list.steps) return;
@@ -141,7 +131,7 @@ DEVICE void attend(const Steps &list, unsigned char *k_tile, unsigned char *stag
         wgmma_commit();
         wgmma_wait<0>();
         UNROLL for (int r = 0; r < 2; ++r)
-            if (entries[r] >= 0) store_row(x.part_o + (first_row + static_cast<i64>(entries[r]) * H + (row0 + 8 * r) % H) * DV, o, r, scale[r]);
+            if (entries[r] >= 0) write_row<true>(x.part_o + (first_row + static_cast<i64>(entries[r]) * H + (row0 + 8 * r) % H) * DV, o, r, scale[r]);
     }
 }
 
@@ -169,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) block_partials(con
         segment.entries = kept;
     }
     __syncthreads();
-    const Steps list(x, segment);
+    const Steps list{x, segment};
     if (threadIdx.x == 0) produce_tile(list, memory, &tile);
     attend(list, memory, memory + K_BYTES + V_BYTES + warpgroup * STAGES * Q_BYTES, &tile, full[warpgroup], warpgroup);
 }

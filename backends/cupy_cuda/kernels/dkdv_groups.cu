@@ -116,14 +116,11 @@ typedef If<WINDOW, WindowSteps, ListSteps> Steps;
 // What both consumers know of a segment's steps; list: as of row_steps.cuh, and what dkdv_groups.cu adds to it.
 template <class List> struct SplitSteps {
     const List &list;
-    unsigned char *stages;
-    const u32 stage0;  // an operand
+    unsigned char *const stages;
     Shared &shared;
     Pipeline<1> &exchange;
-    const int2 whole;
-    DEVICE SplitSteps(const List &list, unsigned char *stages, Shared &shared, Pipeline<1> &exchange)
-        : list(list), stages(stages), stage0(uniform(operand(shared_address(stages)))), shared(shared), exchange(exchange),
-          whole(list.whole_steps()) {}
+    const u32 stage0 = uniform(operand(shared_address(stages)));  // an operand
+    const int2 whole = list.whole_steps();
     DEVICE u32 q_tile(int step) const { return uniform(stage0 + state_of(step).stage * (STAGE_BYTES / 16)); }
     DEVICE u32 do_tile(int step) const { return q_tile(step) + K_BYTES / 16; }
     DEVICE void wait(int step) const {
@@ -246,7 +243,7 @@ template <class List> struct KeySums {
 
 template <class Sums, class List>
 DEVICE void add_products(const List &list, unsigned char *tile, unsigned char *stages, Shared &shared, Pipeline<1> &exchange) {
-    const SplitSteps<List> steps(list, stages, shared, exchange);
+    const SplitSteps<List> steps{list, stages, shared, exchange};
     Sums sums(steps, tile);
     if (list.steps > 0) {
         sums.wait(0);

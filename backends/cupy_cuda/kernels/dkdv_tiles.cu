@@ -53,11 +53,8 @@ struct Queries {
 struct QueryReader {
     const Arguments &x;
     const Segment<WIDTH> &segment;
-    const u32 h, queries, steps;
-    const bool describes;
-    DEVICE QueryReader(const Arguments &arguments, const Segment<WIDTH> &of)
-        : x(arguments), segment(of), h(x.p.h), queries(static_cast<u32>(of.end - of.begin) * h), steps((queries + QUERIES - 1) / QUERIES),
-          describes(threadIdx.x < QUERIES) {}
+    const u32 h = x.p.h, queries = static_cast<u32>(segment.end - segment.begin) * h, steps = (queries + QUERIES - 1) / QUERIES;
+    const bool describes = threadIdx.x < QUERIES;
 
     // Return the query's entry, -1 if none. Read one step before `describe`, whose addresses depend on it.
     DEVICE int entry(u32 step) const {
@@ -108,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dkdv_tiles(const __grid_co
     if (blockIdx.x >= x.lists.segments[x.lists.lists]) return;
     const Problem &p = x.p;
     const Segment<WIDTH> segment(x.lists, p.G, segment_at(x.lists, blockIdx.x));
-    const QueryReader reader(x, segment);
+    const QueryReader reader{x, segment};
     const int warp = threadIdx.x / 32, key0 = warp % KEY_WARPS * 16, half = warp / KEY_WARPS;
 
     u16 *k_tile = memory, *v_tile = k_tile + WIDTH * KP, *buffers = v_tile + WIDTH * VP;

@@ -84,7 +84,7 @@ DEVICE void differentiate(const Arguments &x, unsigned char *keys, unsigned char
     const Problem &p = x.p;
     const u32 q_tile = uniform(operand(shared_address(row_memory)));
     GatherReader steps(shared, consumer, keys, values);
-    TileScheduler scheduler(shared.tiles, x.plan);
+    TileScheduler scheduler{shared.tiles, x.plan};
     while (scheduler.next_tile()) {
         const TokenTile tile = scheduler.tile(p.G);
         const RowPair rows(p, tile, consumer);

@@ -71,7 +71,7 @@ DEVICE void differentiate(const Arguments &x, unsigned char *stages, unsigned ch
     const Problem &p = x.p;
     const u32 q_tiles = uniform(operand(shared_address(row_memory)));
     StepReader steps(shared.steps, consumer, stages);
-    TileScheduler scheduler(shared.tiles, x.plan);
+    TileScheduler scheduler{shared.tiles, x.plan};
     while (scheduler.next_tile()) {
         const TokenTile tile = scheduler.tile(p.G);
         const RowPair rows(p, tile, consumer);
@@ -94,7 +94,7 @@ DEVICE void differentiate(const Arguments &x, unsigned char *stages, unsigned ch
 template <class Arguments>
 DEVICE void produce_tiles(const Arguments &x, unsigned char *row_memory, Shared &shared, int consumer) {
     unsigned char *do_tile = row_memory + Q_STAGES * Q_BYTES;
-    TileScheduler scheduler(shared.tiles, x.plan);
+    TileScheduler scheduler{shared.tiles, x.plan};
     while (scheduler.next_tile()) {
         const TokenTile tile = scheduler.tile(x.p.G);
         produce_rows<DK>(shared.q[consumer], scheduler.at<Q_STAGES>(), row_memory, tile, consumer, x.q);

@@ -140,11 +140,8 @@ struct Producer {
     unsigned char *const stages;
     Shared &shared;
     const int lane = threadIdx.x % 32;
-    const bool once;  // no other CTA (token of the sequence, heads of the row) reads these keys
+    const bool once = x.p.S == 1 && x.head_tiles == 1;  // no other CTA (token of the sequence, heads of the row) reads these keys
     PipelineState<STAGES> at;
-
-    DEVICE Producer(const Arguments &x, unsigned char *stages, Shared &shared)
-        : x(x), stages(stages), shared(shared), once(x.p.S == 1 && x.head_tiles == 1) {}
 
     template <int COLUMNS, int BOX>
     DEVICE void load(unsigned char *to, const TensorMap *map, u64 *full, int key, i64 g, int page) const {
@@ -319,7 +316,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, PER_SM) for
         return true;
     };
     if (threadIdx.x >= THREADS) {
-        Producer producer(x, memory, shared);
+        Producer producer{x, memory, shared};
         const int *range = producer.range_of(heads.row, rank), *position = position_at(x.p, heads.row.b, heads.row.s);
         wait_for_kernel_ahead();
         producer.load_row(heads.row, rank, range, position);

@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) forward_tiles(cons
     if (FEW_TOKENS) make_union<THREADS>(x.p, blockIdx.x / static_cast<u32>(x.p.G), blockIdx.x % static_cast<u32>(x.p.G), 0, x.p.S);
     __syncthreads();
     auto produce_queries = [&](int consumer) {
-        TileScheduler scheduler(shared.tiles, x.plan);
+        TileScheduler scheduler{shared.tiles, x.plan};
         while (scheduler.next_tile())
             produce_rows<DK>(shared.q[consumer], scheduler.at<1>(), memory + consumer * Q_BYTES, scheduler.tile(x.p.G), consumer, x.q);
     };

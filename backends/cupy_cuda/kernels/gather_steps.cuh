@@ -109,9 +109,6 @@ template <int COLUMNS, bool OF_KEYS> struct StepProducer {
     PipelineState<N> at;
     int raw_parity = 0;
 
-    DEVICE StepProducer(GatherShared &all, Pipeline<N> &own, const TensorMap &tensor, unsigned char *memory, int number)
-        : shared(all), pipeline(own), map(tensor), stages(memory), part(number) {}
-
     // Copy the rows of a step's units with cp.async, 16 bytes per lane; zeros for keys that no row sees.
     DEVICE void copy(const KeysTensor &x, const Units &units, int first, int g, unsigned char *stage) {
         constexpr int CHUNKS = COLUMNS / 8, AT_ONCE = 32 / CHUNKS, SHARE = UNITS / LOADERS;  // chunks per row; rows per copy; units per warp
@@ -183,8 +180,8 @@ DEVICE int steps_of(int blocks) { return (blocks * PARTS + UNITS - 1) / UNITS; }
 
 // Producer warp: fetch the CTA's tiles and load K of their steps.
 DEVICE void produce_keys(const TensorMap &map, const Problem &p, const TilePlan &plan, unsigned char *stages, GatherShared &shared) {
-    StepProducer<DK, true> producer(shared, shared.keys, map, stages, 0);
-    TileScheduler scheduler(shared.tiles, plan);
+    StepProducer<DK, true> producer{shared, shared.keys, map, stages, 0};
+    TileScheduler scheduler{shared.tiles, plan};
     for (u32 coming = blockIdx.x; scheduler.publish(coming, p);) {
         // Request the next tile late: this one delays it. Two steps hide the latency of the atomic counter.
         const int ask = max(steps_of(scheduler.counts.y) - 2, 0);
@@ -200,8 +197,8 @@ DEVICE void produce_keys(const TensorMap &map, const Problem &p, const TilePlan 
 template <int COLUMNS, bool OF_KEYS, int N, class Before>
 DEVICE void produce_part(Pipeline<N> &pipeline, int part, const TensorMap &map, const Problem &p, const TilePlan &plan, unsigned char *stages,
                          GatherShared &shared, Before before) {
-    StepProducer<COLUMNS, OF_KEYS> producer(shared, pipeline, map, stages, part);
-    TileScheduler scheduler(shared.tiles, plan);
+    StepProducer<COLUMNS, OF_KEYS> producer{shared, pipeline, map, stages, part};
+    TileScheduler scheduler{shared.tiles, plan};
     while (scheduler.next_tile()) {
         const TokenTile tile = scheduler.tile(p.G);
         before(scheduler, tile);

@@ -91,3 +91,16 @@ template <int K> DEVICE void as_operand(u32 (&a)[K][4], const float (&s)[8 * K])
     UNROLL for (int k = 0; k < K; ++k)
         UNROLL for (int i = 0; i < 4; ++i) a[k][i] = pack(s[k * 8 + i * 2], s[k * 8 + i * 2 + 1]);
 }
+
+// Store row r of acc * scale, of which this lane has columns [32 j + 8 c, 32 j + 8 c + 8), c its number in its quad.
+// ONCE: the row is read once.
+template <bool ONCE = false, int N> DEVICE void write_row(u16 *to, const float (&acc)[N], int r, float scale) {
+    to += threadIdx.x % 4 * 8;
+    UNROLL for (int j = 0; j < N / 16; ++j) {
+        u32 x[4];
+        UNROLL for (int n = 0; n < 4; ++n) x[n] = pack(acc[16 * j + 4 * n + 2 * r] * scale, acc[16 * j + 4 * n + 2 * r + 1] * scale);
+        const uint4 eight = make_uint4(x[0], x[1], x[2], x[3]);
+        if (ONCE) store_once(to + 32 * j, eight);
+        else *reinterpret_cast<uint4 *>(to + 32 * j) = eight;
+    }
+}

@@ -182,12 +182,3 @@ template <int N> DEVICE void add_partial(float (&acc)[N], int r, float weight, c
         }
     }
 }
-
-// Store this lane's columns of row r of acc * scale.
-template <int N> DEVICE void write_row(u16 *to, const float (&acc)[N], int r, float scale) {
-    UNROLL for (int j = 0; j < N / 16; ++j) {
-        u32 y[4];
-        UNROLL for (int n = 0; n < 4; ++n) y[n] = pack(acc[16 * j + 4 * n + 2 * r] * scale, acc[16 * j + 4 * n + 2 * r + 1] * scale);
-        *reinterpret_cast<uint4 *>(to + 32 * j + threadIdx.x % 4 * 8) = make_uint4(y[0], y[1], y[2], y[3]);
-    }
-}

@@ -354,10 +354,8 @@ struct UnitSegment {
 template <class Arguments, class Segment = UnitSegment> struct UnitSteps {
     const Arguments &x;
     const Segment &segment;
-    const int first_key, steps;
-    const i64 b, g;
-    DEVICE UnitSteps(const Arguments &arguments, const Segment &segment)
-        : x(arguments), segment(segment), first_key(segment.first_key), steps((segment.entries + TQ - 1) / TQ), b(segment.b), g(segment.g) {}
+    const int first_key = segment.first_key, steps = (segment.entries + TQ - 1) / TQ;
+    const i64 b = segment.b, g = segment.g;
     DEVICE int row_of(int entry) const { return static_cast<int>(static_cast<u32>(segment.listed[entry]) / static_cast<u32>(segment.each)); }
     DEVICE int row(int step, int i) const {
         const int entry = step * TQ + i;

@@ -47,7 +47,6 @@ struct TileScheduler {
     u32 number;   // the tile
     int2 counts;  // its number of whole blocks, of all blocks
 
-    DEVICE TileScheduler(TileQueue &shared, const TilePlan &lists) : queue(shared), plan(lists) {}
     DEVICE PipelineState<TileQueue::AHEAD> state() const { return {taken % TileQueue::AHEAD, taken / TileQueue::AHEAD % 2}; }
     // The state of a pipeline that uses one stage per tile.
     template <int N> DEVICE PipelineState<N> at() const { return {(taken - 1) % N, (taken - 1) / N % 2}; }
@@ -140,7 +139,7 @@ DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const 
     const int lane = threadIdx.x % 32;
     int raw_parity = 0;
     PipelineState<STAGES> at;
-    TileScheduler scheduler(shared.tiles, plan);
+    TileScheduler scheduler{shared.tiles, plan};
     for (u32 coming = blockIdx.x; scheduler.publish(coming, p);) {
         const TokenTile tile = scheduler.tile(p.G);
         const int2 counts = scheduler.counts;
@@ -434,7 +433,7 @@ template <class Math, class Reader, class Shared, class Finish>
 DEVICE void attend_tiles(const ForwardArguments &x, Reader steps, unsigned char *q_memory, Shared &shared, int consumer, Finish finish) {
     const u32 q_tile = uniform(operand(shared_address(q_memory)));
     const float c = x.p.scale_log2, slack = SLACK / c;
-    TileScheduler scheduler(shared.tiles, x.plan);
+    TileScheduler scheduler{shared.tiles, x.plan};
     while (scheduler.next_tile()) {
         const TokenTile tile = scheduler.tile(x.p.G);
         const RowPair rows(x.p, tile, consumer);
