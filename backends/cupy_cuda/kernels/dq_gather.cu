@@ -15,12 +15,8 @@ struct Arguments {
     QueryGradients to;
 };
 
-struct GatherGradient : Gradient {
-    GatherReader &steps;
-    const u32 q_tile;  // wgmma operand of q; do follows it
-
-    DEVICE GatherGradient(GatherReader &reader, u32 q, const RowPair &pair, float scale_log2)
-        : Gradient(pair, scale_log2), steps(reader), q_tile(q) {}
+struct GatherGradient : Gradient<GatherReader> {
+    using Gradient::Gradient;
     // do_tile: do, which has arrived.
     DEVICE void begin_tile(const Arguments &x, const TokenTile &tile, int consumer, const unsigned char *do_tile) {
         float sum[2] = {0.0f, 0.0f};
@@ -83,7 +79,7 @@ DEVICE void differentiate(const Arguments &x, unsigned char *keys, unsigned char
                           int consumer) {
     const Problem &p = x.p;
     const u32 q_tile = uniform(operand(shared_address(row_memory)));
-    GatherReader steps(shared, consumer, keys, values);
+    GatherReader steps{shared, consumer, uniform(operand(shared_address(keys))), uniform(operand(shared_address(values)))};
     TileScheduler scheduler{shared.tiles, x.plan};
     while (scheduler.next_tile()) {
         const TokenTile tile = scheduler.tile(p.G);

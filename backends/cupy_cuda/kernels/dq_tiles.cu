@@ -24,13 +24,10 @@ struct Arguments : If<WITH_O, MapsWithO, Maps> {
 };
 
 // The `math` of consume_steps: one consumer's dq over a tile.
-struct TileGradient : Gradient {
-    StepReader &steps;
-    const u32 q_tile;     // an operand
+struct TileGradient : Gradient<StepReader> {
     u32 d_out[DV / 16][4];  // do, an operand
 
-    DEVICE TileGradient(StepReader &reader, u32 q, const RowPair &pair, float scale_log2)
-        : Gradient(pair, scale_log2), steps(reader), q_tile(q) {}
+    using Gradient::Gradient;
     // Read do, compute delta and store it. do_tile: do and (WITH_O) o in shared memory.
     DEVICE void load_gradients(const Arguments &x, const TokenTile &tile, int consumer, const unsigned char *do_tile) {
         float sum[2] = {0.0f, 0.0f};
@@ -70,7 +67,7 @@ struct TileGradient : Gradient {
 DEVICE void differentiate(const Arguments &x, unsigned char *stages, unsigned char *row_memory, Shared &shared, int consumer) {
     const Problem &p = x.p;
     const u32 q_tiles = uniform(operand(shared_address(row_memory)));
-    StepReader steps(shared.steps, consumer, stages);
+    StepReader steps{shared.steps, consumer, uniform(operand(shared_address(stages)))};
     TileScheduler scheduler{shared.tiles, x.plan};
     while (scheduler.next_tile()) {
         const TokenTile tile = scheduler.tile(p.G);

@@ -2,10 +2,8 @@
 // gather (gather_steps.cuh). A step's keys are released as soon as s is computed, for lack of room for stages.
 #include "gather_steps.cuh"
 
-struct GatherAttention : Attention {
-    GatherReader &steps;
-    DEVICE GatherAttention(GatherReader &reader, u32 q, const RowPair &pair, float c, float slack)
-        : Attention(q, pair, c, slack), steps(reader) {}
+struct GatherAttention : Attention<GatherReader> {
+    using Attention::Attention;
     static constexpr int BRIEF = 0;
     static constexpr bool HOLDS_Q = false;
     DEVICE void begin_products(const GatheredStep &step) {
@@ -45,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_gather(const __
     wait_for_stream();
     __syncthreads();
     auto attend = [&](int consumer) {
-        const GatherReader steps(shared, consumer, keys, values);
+        const GatherReader steps{shared, consumer, uniform(operand(shared_address(keys))), uniform(operand(shared_address(values)))};
         attend_tiles<GatherAttention>(x, steps, memory + consumer * Q_BYTES, shared, consumer,
                                       [&](GatherAttention &attention, const TokenTile &tile) { attention.write(x, tile, consumer); });
     };

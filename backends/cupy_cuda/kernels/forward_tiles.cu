@@ -2,15 +2,13 @@
 #include "token_tiles.cuh"
 
 // The `math` of consume_steps.
-struct TileAttention : Attention {
+struct TileAttention : Attention<StepReader> {
     // Windows of a multiple of KEYS: only the last step is brief, with the keys after the tile's first token.
     static constexpr int BRIEF = !WINDOW ? 0 : TOKENS <= 17 ? 16 : TOKENS <= 33 ? 32 : 0;
     static constexpr bool HOLDS_Q = IN_TURNS;  // q is an operand in registers
-    StepReader &steps;
     u32 q[DK / 16][4];
 
-    DEVICE TileAttention(StepReader &reader, u32 q, const RowPair &pair, float c, float slack)
-        : Attention(q, pair, c, slack), steps(reader) {}
+    using Attention::Attention;
     DEVICE void load_q(const unsigned char *memory) {
         UNROLL for (int k = 0; k < DK / 16; ++k) load_operand(q[k], memory, k);
     }
@@ -103,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) forward_tiles(cons
             produce_rows<DK>(shared.q[consumer], scheduler.at<1>(), memory + consumer * Q_BYTES, scheduler.tile(x.p.G), consumer, x.q);
     };
     auto attend = [&](int consumer) {
-        const StepReader steps(shared.steps, consumer, stages);
+        const StepReader steps{shared.steps, consumer, uniform(operand(shared_address(stages)))};
         attend_tiles<TileAttention>(x, steps, memory + consumer * Q_BYTES, shared, consumer, [&](TileAttention &attention, const TokenTile &tile) {
             if (IN_TURNS) join_and_write(attention, x, tile, reinterpret_cast<float4 *>(exchange), consumer);
             else attention.write(x, tile, consumer);

@@ -222,13 +222,9 @@ struct GatherReader {
     GatherShared &shared;
     const int consumer;
     const u32 keys, values;  // wgmma operands of the first stages
-    PipelineState<STAGES> keys_at;
-    PipelineState<VALUE_STAGES> values_at;
-    int next, total;
-
-    DEVICE GatherReader(GatherShared &all, int number, const unsigned char *key_stages, const unsigned char *value_stages)
-        : shared(all), consumer(number), keys(uniform(operand(shared_address(key_stages)))),
-          values(uniform(operand(shared_address(value_stages)))) {}
+    PipelineState<STAGES> keys_at = {};
+    PipelineState<VALUE_STAGES> values_at = {};
+    int next = 0, total = 0;
 
     DEVICE void begin_tile(int steps) {
         next = 0;

@@ -234,11 +234,8 @@ struct StepReader {
     StepPipeline &pipeline;
     const int consumer;
     const u32 stages;  // wgmma operand of the first stage
-    PipelineState<STAGES> at;  // pipeline state of the next step
-    int next, total;
-
-    DEVICE StepReader(StepPipeline &steps, int number, const unsigned char *memory)
-        : pipeline(steps), consumer(number), stages(uniform(operand(shared_address(memory)))) {}
+    PipelineState<STAGES> at = {};  // pipeline state of the next step
+    int next = 0, total = 0;
 
     DEVICE void begin_tile(int steps) {
         next = 0;
@@ -387,7 +384,8 @@ struct ForwardArguments {
 //   s = q k^T,  p = 2^(c (s - m)),  o = sum_j p_j v_j / l,  lse = c m + log2 l         (softmax.cuh)
 // The running maximum m is lazy: it rises only if c (s - m) exceeds SLACK, so that most steps need no reduction over
 // lanes and do not rescale acc. p stays below 2^SLACK, and o = acc / l does not depend on m.
-struct Attention {
+template <class Reader> struct Attention {
+    Reader &steps;
     const u32 q_tile;  // wgmma operand in shared memory
     const RowPair &rows;
     const float slack;  // SLACK / c
@@ -396,7 +394,8 @@ struct Attention {
     u32 p[KEYS / 16][4];  // wgmma operand in registers
     bool rises = false;   // a maximum rises in this step
 
-    DEVICE Attention(u32 q, const RowPair &pair, float c, float slack) : q_tile(q), rows(pair), slack(slack), softmax(c) {
+    DEVICE Attention(Reader &steps, u32 q, const RowPair &pair, float c, float slack)
+        : steps(steps), q_tile(q), rows(pair), slack(slack), softmax(c) {
         UNROLL for (int i = 0; i < DV / 2; ++i) acc[i] = 0.0f;
     }
     // Replace logits by p, and compute alpha if a maximum rises. takes_part(r): row r selected some of the step's keys.
@@ -460,7 +459,9 @@ struct QueryGradients {
 
 // One consumer's gradient over a tile:
 //   delta = sum(do * o) - dlse,  p = 2^(c q k^T - lse),  ds = p * (do v^T - delta),  dq = scale * sum_j ds_j k_j
-struct Gradient {
+template <class Reader> struct Gradient {
+    Reader &steps;
+    const u32 q_tile;  // wgmma operand in shared memory
     static constexpr int BRIEF = 0;  // docs/kernels.md, "Tried and dropped"
     const RowPair &rows;
     const float c;
@@ -468,7 +469,7 @@ struct Gradient {
     float acc[DK / 2], s[KEYS / 2], dp[KEYS / 2];  // acc: [2, DK / 4], s and dp: [2, KEYS / 4], for a thread's two rows
     u32 ds[KEYS / 16][4];  // an operand
 
-    DEVICE Gradient(const RowPair &pair, float scale_log2) : rows(pair), c(scale_log2) {}
+    DEVICE Gradient(Reader &steps, u32 q, const RowPair &pair, float c) : steps(steps), q_tile(q), rows(pair), c(c) {}
     template <class Arguments> DEVICE void load_lse(const Arguments &x, const TokenTile &tile, int consumer) {
         UNROLL for (int r = 0; r < 2; ++r) lse[r] = rows.bit[r] ? x.to.lse[RowPair::index(x.p, tile, consumer, r)] : -infinity();
     }
