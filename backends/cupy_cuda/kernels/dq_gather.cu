@@ -63,18 +63,6 @@ struct GatherGradient : Gradient<GatherReader> {
     }
 };
 
-DEVICE void differentiate_tile(GatherReader &steps, int partial_steps, Pipeline<1> &q, GatherGradient &math) {
-    GatheredStep step;
-    while (steps.find(step, NO_LIMIT) == STEP) {
-        math.begin_products(step);
-        math.finish_products(step, step.number < partial_steps);
-        math.add_sums(step);
-        steps.release_keys(step);
-    }
-    __syncwarp();  // all lanes have seen q and do, of a tile without steps, too: the next phase may pass
-    q.release(0);  // are not read any more
-}
-
 DEVICE void differentiate(const Arguments &x, unsigned char *keys, unsigned char *values, unsigned char *row_memory, GatherShared &shared,
                           int consumer) {
     const Problem &p = x.p;
@@ -85,11 +73,18 @@ DEVICE void differentiate(const Arguments &x, unsigned char *keys, unsigned char
         const TokenTile tile = scheduler.tile(p.G);
         const RowPair rows(p, tile, consumer);
         GatherGradient gradient(steps, q_tile, rows, p.scale_log2);
+        const int partial_steps = steps_of(scheduler.counts.y - scheduler.counts.x);
         steps.begin_tile(steps_of(scheduler.counts.y));
         gradient.load_lse(x, tile, consumer);
         shared.q[consumer].wait_full(scheduler.at<1>());
         gradient.begin_tile(x, tile, consumer, row_memory + Q_BYTES);
-        differentiate_tile(steps, steps_of(scheduler.counts.y - scheduler.counts.x), shared.q[consumer], gradient);
+        for (GatheredStep step; steps.find(step, NO_LIMIT) == STEP; steps.release_keys(step)) {
+            gradient.begin_products(step);
+            gradient.finish_products(step, step.number < partial_steps);
+            gradient.add_sums(step);
+        }
+        __syncwarp();  // all lanes have waited for q and do, even without steps, so the barrier may enter its next phase
+        shared.q[consumer].release(0);
         gradient.write(x, tile, consumer);
     }
 }

@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq_tiles(const __grid_c
     __syncthreads();
     run_warpgroups([&](int consumer) { differentiate(x, stages, memory + consumer * ROW_BYTES, shared, consumer); },
                    [&](int producer) {
-                       if (producer == 0) produce_steps(x.k, x.v, x.p, x.plan, stages, shared);
+                       if (producer == 0) produce_steps(x, stages, shared);
                        else if (producer <= CONSUMERS) produce_tiles(x, memory + (producer - 1) * ROW_BYTES, shared, producer - 1);
                    });
 }

@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) forward_tiles(cons
         });
     };
     run_warpgroups(attend, [&](int producer) {
-        if (producer == 0) produce_steps(x.k, x.v, x.p, x.plan, stages, shared);
+        if (producer == 0) produce_steps(x, stages, shared);
         else if (producer <= CONSUMERS) produce_queries(producer - 1);
     });
 }

@@ -113,10 +113,8 @@ DEVICE void cp_async_4(void *to, const void *from, bool exists) {
 template <int N, int CONSUMER, int PRODUCER, int CTAS = 1> DEVICE void reallocate_registers(bool consumer) {
     constexpr int SHARE = 65536 / CTAS / (128 * (N + 1)) / 8 * 8;
     static_assert(N * (CONSUMER - SHARE) <= SHARE - PRODUCER, "more registers than there are");
-    if (consumer)
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER));
-    else
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER));
+    if (consumer) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER));
+    else asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER));
 }
 
 // wgmma: a warpgroup's products on the tensor core, d (64 x N, N / 2 floats per thread) += a (64 x 16) b (16 x N).

@@ -85,10 +85,8 @@ struct KeyIterator {
 // Synchronize the threads of a team.
 DEVICE void team_sync() {
     static_assert(HEAD_WARPS == 1 || TEAMS == 1, "no barrier of some warps");
-    if (HEAD_WARPS == 1)
-        __syncwarp();
-    else
-        __syncthreads();
+    if (HEAD_WARPS == 1) __syncwarp();
+    else __syncthreads();
 }
 
 // Gather keys into a tile; lane r holds the location of row r. Rows from `count` and columns from D on are zero.

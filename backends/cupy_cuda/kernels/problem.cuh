@@ -23,12 +23,8 @@ constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 DEVICE float infinity() { return __int_as_float(0x7f800000); }
 
 // If<C, A, B> is A if C, else B.
-template <bool CONDITION, class A, class B> struct Choice {
-    typedef A Type;
-};
-template <class A, class B> struct Choice<false, A, B> {
-    typedef B Type;
-};
+template <bool CONDITION, class A, class B> struct Choice { typedef A Type; };
+template <class A, class B> struct Choice<false, A, B> { typedef B Type; };
 template <bool CONDITION, class A, class B> using If = typename Choice<CONDITION, A, B>::Type;
 
 // The smallest unsigned integer type with one bit for each of N rows of a tile. sm90.py allocates the same.

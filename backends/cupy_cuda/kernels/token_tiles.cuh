@@ -133,8 +133,9 @@ DEVICE void zero_rows(unsigned char *stage, int first) {
 }
 
 // Producer warp: fetch the CTA's tiles and load K and V of their steps.
-DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const Problem &p, const TilePlan &plan, unsigned char *stages,
-                          Shared &shared) {
+template <class Arguments> DEVICE void produce_steps(const Arguments &x, unsigned char *stages, Shared &shared) {
+    const Problem &p = x.p;
+    const TilePlan &plan = x.plan;
     StepPipeline &steps = shared.steps;
     const int lane = threadIdx.x % 32;
     int raw_parity = 0;
@@ -181,8 +182,8 @@ DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const 
                 if (unseen) steps.announce(at.stage);
                 else if (lane == 0) {
                     mbarrier_arrive_expect(landed, STAGE_BYTES);
-                    tma_load_key_tile<DK, ONCE>(stage, &k_map, landed, in_page(key), tile.g, page);
-                    tma_load_key_tile<DV, ONCE>(stage + K_BYTES, &v_map, landed, in_page(key), tile.g, page);
+                    tma_load_key_tile<DK, ONCE>(stage, &x.k, landed, in_page(key), tile.g, page);
+                    tma_load_key_tile<DV, ONCE>(stage + K_BYTES, &x.v, landed, in_page(key), tile.g, page);
                 }
                 if (zeroes) {
                     mbarrier_wait(landed, raw_parity);
