@@ -31,8 +31,10 @@ struct Arguments {
 };
 
 constexpr int KEYS = 64, WARPS = 4, THREADS = 32 * WARPS;  // consumers
-constexpr int SHARES = WARPS / HEAD_WARPS, HEADS = 16 * HEAD_WARPS;
+constexpr int SHARES = WARPS / HEAD_WARPS, SHARE = KEYS / SHARES, COLUMNS = DV / SHARES, HEADS = 16 * HEAD_WARPS;
 constexpr int K_BYTES = KEYS * DK * BYTES, V_BYTES = KEYS * DV * BYTES, STAGE_BYTES = K_BYTES + V_BYTES;
+constexpr int PP = KEYS + 8;  // row pitch of p
+
 constexpr u32 PER_RANGE = BLOCK / KEYS;  // steps
 constexpr int LAST = 1 << 30;            // flag in a step's key count
 
@@ -207,30 +209,62 @@ struct Producer {
     }
 };
 
-struct Consumer : StepConsumer<KEYS, SHARES, HEADS, THREADS> {
+// A consumer warp, with its 16 heads and its share of keys and columns.
+struct Consumer {
     Shared &shared;
+    u16 *const q_tile, *const p_tile;
+    const int lane, share, warp_head;
     const u32 rank;   // rank of this CTA in its cluster
     const int count;  // heads that exist
+    const float slack;
+    OnlineSoftmax softmax;
+    u32 q[DK / 16][4];           // operand A
+    float acc[COLUMNS / 8][4] = {};
+    float k_rate[2] = {1.0f, 1.0f}, v_rate = 1.0f;  // E4M3: factors of a row's products and of its o
 
     DEVICE Consumer(Shared &memory, u16 *q_memory, u16 *p_memory, u32 rank, int count, float c, float slack)
-        : StepConsumer(q_memory, p_memory, threadIdx.x / 32 / HEAD_WARPS, threadIdx.x / 32 % HEAD_WARPS * 16, c, slack), shared(memory),
-          rank(rank), count(count) {}
+        : shared(memory), q_tile(q_memory), p_tile(p_memory), lane(threadIdx.x % 32), share(threadIdx.x / 32 / HEAD_WARPS),
+          warp_head(threadIdx.x / 32 % HEAD_WARPS * 16), rank(rank), count(count), slack(slack), softmax(c) {}
+
+    DEVICE int head(int r) const { return warp_head + lane / 4 + 8 * r; }  // of a lane's two rows
 
     DEVICE void load_q(const Problem &p, const RowHeads &heads) {
         copy_heads<DK, KP, HEADS, THREADS>(q_tile, p.q, heads.row, heads.head0, p.h);
-        load_operand(shared.q_rates);
+        cp_async_commit();
+        cp_async_wait<0>();
+        Stored::convert_queries<HEADS, THREADS>(q_tile, shared.q_rates);
+        named_barrier<THREADS>(1);  // q is loaded
+        Stored::load_queries(q, q_tile, warp_head);
+        UNROLL for (int r = 0; E4M3 && BF16 && r < 2; ++r) k_rate[r] *= shared.q_rates[head(r)];
+    }
+
+    // Load the scales of a row's heads; page scales are loaded with the steps.
+    DEVICE void load_scales(const KeyValueScales &scales, i64 g) {
+        if (!E4M3 || PAGE_SCALES) return;
+        k_rate[0] = k_rate[1] = scales.k.of_head(g);
+        v_rate = scales.v.of_head(g);
+    }
+
+    DEVICE void add_logits(float (&s)[SHARE / 8][4], const unsigned char *keys, int stage) const {
+        Stored::add_q_kt(s, q, keys, share * SHARE);
+        const float scale = PAGE_SCALES ? shared.k_scales[stage] : 1.0f;
+        if (E4M3) scale_rows(s, {k_rate[0] * scale, k_rate[1] * scale});
     }
 
     // Compute a step. The first step of a row raises its maxima; in the last one m and l are final before acc.
     DEVICE void step(unsigned char *stages, int keys, bool first, bool last, const PipelineState<STAGES> &at) {
         unsigned char *k_tile = stages + at.stage * STAGE_BYTES, *v_tile = k_tile + K_BYTES;
         float s[SHARE / 8][4] = {};
-        add_logits(s, k_tile, shared.k_scales[at.stage]);
+        add_logits(s, k_tile, at.stage);
         if (E4M3) mbarrier_wait(&shared.values[at.stage], at.parity);
-        Values values(v_tile, share * COLUMNS);
+        Stored::Values<KEYS, COLUMNS / 8> values(v_tile, share * COLUMNS);
         if (keys < KEYS) values.keep(keys);
         if (keys < KEYS) mask_columns(s, share * SHARE, {keys, keys}, -infinity());
-        store_p(s, shared.tops, first);
+        const float top[2] = {row_max(s, 0), row_max(s, 1)};
+        const bool rises = top[0] > softmax.m[0] + slack || top[1] > softmax.m[1] + slack;
+        if (first || named_barrier_any<THREADS>(1, rises))  // also: all have read the previous p
+            raise_maxima<THREADS>(softmax, acc, top, shared.tops, share, head(0));
+        store_p<PP>(softmax, s, p_tile, head(0), share * SHARE);
         if (last) share_sums();
         if (!E4M3) {
             mbarrier_wait(&shared.values[at.stage], at.parity);
@@ -238,7 +272,7 @@ struct Consumer : StepConsumer<KEYS, SHARES, HEADS, THREADS> {
         }
         named_barrier<THREADS>(1);  // p is stored, and hidden values are zeroed
         if (CLUSTER > 1 && last) send_totals();
-        add_values(values, shared.v_scales[at.stage]);
+        Stored::add_p_v<PP, KEYS>(acc, p_tile, warp_head, values, PAGE_SCALES ? shared.v_scales[at.stage] : 1.0f);
     }
 
     // The result of a row without keys.
@@ -261,14 +295,14 @@ struct Consumer : StepConsumer<KEYS, SHARES, HEADS, THREADS> {
     }
 
     // Publish l of this share. After a barrier (the last step has one), total() returns the sum over all shares.
-    DEVICE void share_sums() { store_sums(shared.sums); }
+    DEVICE void share_sums() { store_sums(softmax, shared.sums, share, head(0)); }
     DEVICE float total(int head) const { return sum_of(shared.sums, head); }
 
     DEVICE void write(const Arguments &x, const RowHeads &heads) {
         UNROLL for (int r = 0; r < 2; ++r) {
-            const RowTotals totals(softmax.c, softmax.m[r], total(row(r)));
-            const bool exists = row(r) < count;
-            const i64 out = heads.first(x) + row(r);
+            const RowTotals totals(softmax.c, softmax.m[r], total(head(r)));
+            const bool exists = head(r) < count;
+            const i64 out = heads.first(x) + head(r);
             if (exists && share == 0 && lane % 4 == 0) x.lse[out] = totals.lse * LN_2;
             const float rate = totals.scale == 0.0f ? 0.0f : totals.scale * v_rate;  // no keys: the scale may be NaN
             Stored::write_columns(x.o + out * DV + share * COLUMNS, acc, r, rate, exists);
@@ -279,14 +313,14 @@ struct Consumer : StepConsumer<KEYS, SHARES, HEADS, THREADS> {
     DEVICE void send_totals() {
         for (u32 to = share * 4 + lane % 4; to < CLUSTER; to += 4 * SHARES)
             UNROLL for (int r = 0; r < 2; ++r)
-                if (row(r) < count) shared.cluster().send_totals(rank, row(r), to, softmax.m[r], total(row(r)));
+                if (head(r) < count) shared.cluster().send_totals(rank, head(r), to, softmax.m[r], total(head(r)));
     }
 
     DEVICE void send_columns() {
-        const float rates[2] = {total(row(0)) == 0.0f ? 0.0f : v_rate, total(row(1)) == 0.0f ? 0.0f : v_rate};  // as in `write`
+        const float rates[2] = {total(head(0)) == 0.0f ? 0.0f : v_rate, total(head(1)) == 0.0f ? 0.0f : v_rate};  // as in `write`
         if (E4M3) scale_rows(acc, rates);
         UNROLL for (int r = 0; r < 2; ++r)
-            if (row(r) < count) Stored::send_row(shared.cluster(), rank, row(r), share * COLUMNS, acc, r);
+            if (head(r) < count) Stored::send_row(shared.cluster(), rank, head(r), share * COLUMNS, acc, r);
     }
 
     // Store o and lse: the CTA's own, or its columns of the cluster's merged result.
@@ -302,7 +336,7 @@ struct Consumer : StepConsumer<KEYS, SHARES, HEADS, THREADS> {
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, PER_SM) forward_blocks(const __grid_constant__ Arguments x) {
     extern __shared__ __align__(1024) unsigned char memory[];  // the stages, q, p, Shared
     u16 *q_tile = reinterpret_cast<u16 *>(memory + STAGES * STAGE_BYTES), *p_tile = q_tile + HEADS * KP;
-    Shared &shared = *reinterpret_cast<Shared *>(p_tile + HEADS * Consumer::PP);
+    Shared &shared = *reinterpret_cast<Shared *>(p_tile + HEADS * PP);
     const u32 rank = blockIdx.x % CLUSTER;
     RowHeads heads(x, blockIdx.x / CLUSTER);
     if (threadIdx.x == THREADS) shared.init(x, heads);

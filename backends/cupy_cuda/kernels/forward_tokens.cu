@@ -26,6 +26,7 @@ struct Arguments {
 
 constexpr int KEYS = 64, SHARES = 4, CONSUMERS = 32 * SHARES, ROWS = 16;  // a consumer warp for each share of keys and columns
 constexpr int THREADS = CONSUMERS + 32 < MOST_ENTRIES ? MOST_ENTRIES : CONSUMERS + 32;  // a thread for each entry of the union
+constexpr int SHARE = KEYS / SHARES, COLUMNS = DV / SHARES, PP = KEYS + 8;
 constexpr int K_BYTES = KEYS * DK, V_BYTES = KEYS * DV, STAGE_BYTES = K_BYTES + V_BYTES;
 constexpr u32 PER_BLOCK = BLOCK / KEYS;  // steps
 constexpr int NO_KEY = -1;
@@ -99,44 +100,73 @@ DEVICE void produce_steps(const Arguments &x, const Tile &tile, unsigned char *s
     }
 }
 
-struct Consumer : StepConsumer<KEYS, SHARES, ROWS, CONSUMERS> {
+// A consumer warp: its share of keys and columns.
+struct Consumer {
     const Arguments &x;
     const Tile &tile;
     Shared &shared;
-    int limits[2];  // limits of the lane's two rows, 0 without a token
-    u32 own[2];     // bits of their tokens
+    u16 *const q_tile, *const p_tile;
+    const int lane, share;
+    const float slack;
+    OnlineSoftmax softmax;
+    u32 q[DK / 16][4];  // operand A
+    float acc[COLUMNS / 8][4] = {};
+    float k_rate[2], v_rate;  // factors of a row's products and of its o
+    int limits[2];            // limits of the lane's two rows, 0 without a token
+    u32 own[2];               // bits of their tokens
 
     DEVICE Consumer(const Arguments &x, const Tile &tile, Shared &shared, u16 *q_tile, u16 *p_tile)
-        : StepConsumer(q_tile, p_tile, threadIdx.x / 32, 0, x.p.scale_log2, SLACK / static_cast<float>(x.p.scale_log2)), x(x), tile(tile),
-          shared(shared) {
+        : x(x), tile(tile), shared(shared), q_tile(q_tile), p_tile(p_tile), lane(threadIdx.x % 32), share(threadIdx.x / 32),
+          slack(SLACK / static_cast<float>(x.p.scale_log2)), softmax(x.p.scale_log2) {
         UNROLL for (int r = 0; r < 2; ++r) {
             limits[r] = exists(r) ? tile.limit(row(r) / H) : 0;
             own[r] = 1u << row(r) / H;
         }
     }
+
+    DEVICE int row(int r) const { return lane / 4 + 8 * r; }  // of a lane's two rows
     DEVICE bool exists(int r) const { return row(r) < tile.count * H; }
 
     DEVICE void load_q() {
         const HeadsTensor &from = x.p.q;
-        load_scales(x.scales, tile.g);
+        k_rate[0] = k_rate[1] = PAGE_SCALES ? 1.0f : x.scales.k.of_head(tile.g);
+        v_rate = PAGE_SCALES ? 1.0f : x.scales.v.of_head(tile.g);
         copy_rows<DK, KP, ROWS, CONSUMERS>(q_tile, from.heads(tile.b, tile.first, tile.g), [&](int r) {
             return RowSource{r / H * from.stride_s + r % H * from.stride_h, r < tile.count * H};
         });
-        load_operand(reinterpret_cast<float *>(p_tile));  // there is no p before the first step has passed a barrier
+        cp_async_commit();
+        cp_async_wait<0>();
+        float *rates = reinterpret_cast<float *>(p_tile);  // there is no p before the first step has passed a barrier
+        Stored::convert_queries<ROWS, CONSUMERS>(q_tile, rates);
+        named_barrier<CONSUMERS>(1);  // q is loaded
+        Stored::load_queries(q, q_tile, 0);
+        UNROLL for (int r = 0; BF16 && r < 2; ++r) k_rate[r] *= rates[row(r)];
+    }
+
+    // Compute the logits of this share's keys, -inf for keys that a row does not see.
+    DEVICE void add_logits(float (&s)[SHARE / 8][4], const unsigned char *keys, int stage, const int (&seen)[2]) const {
+        Stored::add_q_kt(s, q, keys, share * SHARE);
+        const float scale = PAGE_SCALES ? shared.k_scales[stage] : 1.0f;
+        scale_rows(s, {k_rate[0] * scale, k_rate[1] * scale});
+        if (min(seen[0], seen[1]) < KEYS) mask_columns(s, share * SHARE, seen, -infinity());
     }
 
     DEVICE void step(unsigned char *k_tile, int stage) {
         unsigned char *v_tile = k_tile + K_BYTES;
         const int key = shared.keys[stage];
-        int seen[2];  // keys of the step before the limits of the rows whose tokens selected it
+        int seen[2];
         UNROLL for (int r = 0; r < 2; ++r) seen[r] = shared.tokens[stage] & own[r] ? limits[r] - key : 0;
         float s[SHARE / 8][4] = {};
-        add_logits(s, k_tile, shared.k_scales[stage]);
-        if (min(seen[0], seen[1]) < KEYS) mask_columns(s, share * SHARE, seen, -infinity());
+        add_logits(s, k_tile, stage, seen);
         if (shared.limits[stage] - key < KEYS) zero_values<SHARE>(v_tile, share * SHARE, shared.limits[stage] - key);
-        store_p(s, shared.tops, false);
+        const float top[2] = {row_max(s, 0), row_max(s, 1)};
+        const bool rises = top[0] > softmax.m[0] + slack || top[1] > softmax.m[1] + slack;
+        if (named_barrier_any<CONSUMERS>(1, rises))  // also: all have read the previous p
+            raise_maxima<CONSUMERS>(softmax, acc, top, shared.tops, share, row(0));
+        store_p<PP>(softmax, s, p_tile, row(0), share * SHARE);
         named_barrier<CONSUMERS>(1);  // p is stored, and hidden values are zeroed
-        add_values(Values(v_tile, share * COLUMNS), shared.v_scales[stage]);
+        const Stored::Values<KEYS, COLUMNS / 8> values(v_tile, share * COLUMNS);
+        Stored::add_p_v<PP, KEYS>(acc, p_tile, 0, values, PAGE_SCALES ? shared.v_scales[stage] : 1.0f);
     }
 
     DEVICE void attend(unsigned char *stages) {
@@ -150,7 +180,7 @@ struct Consumer : StepConsumer<KEYS, SHARES, ROWS, CONSUMERS> {
     }
 
     DEVICE void write() {
-        store_sums(shared.sums);
+        store_sums(softmax, shared.sums, share, row(0));
         named_barrier<CONSUMERS>(1);
         UNROLL for (int r = 0; r < 2; ++r) {
             const RowTotals totals(softmax.c, softmax.m[r], sum_of(shared.sums, row(r)));

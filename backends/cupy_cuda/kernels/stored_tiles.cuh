@@ -237,85 +237,52 @@ struct E4m3 {
 
 typedef If<E4M3, E4m3, SixteenBit> Stored;
 
-// A consumer warp: 16 rows of a CTA's ROWS. THREADS / 32 warps compute steps of KEYS keys; those of the same rows,
-// SHARES of them, each compute s = q k^T for a share of the keys and, once p is in shared memory, acc += p v for a
-// share of the columns of v, with one lazy maximum. A lane has rows `row0` and row0 + 8.
-template <int KEYS, int SHARES, int ROWS, int THREADS> struct StepConsumer {
-    static constexpr int SHARE = KEYS / SHARES, COLUMNS = DV / SHARES, PP = KEYS + 8;  // PP: row pitch of p
-    typedef Stored::Values<KEYS, COLUMNS / 8> Values;
-    u16 *const q_tile, *const p_tile;
-    const int lane, share, row0;
-    const float slack;
-    OnlineSoftmax softmax;
-    u32 q[DK / 16][4];           // operand A
-    float acc[COLUMNS / 8][4] = {};
-    float k_rate[2] = {1.0f, 1.0f}, v_rate = 1.0f;  // E4M3: factors of a row's products and of its o
+// Warps of the same heads each compute s = q k^T for SHARE keys of a step and, once p is in shared memory, acc += p v
+// for a share of the columns of v. A lane has rows `row` and `row + 8`.
 
-    DEVICE StepConsumer(u16 *q_tile, u16 *p_tile, int share, int row0, float c, float slack)
-        : q_tile(q_tile), p_tile(p_tile), lane(threadIdx.x % 32), share(share), row0(row0 + lane / 4), slack(slack), softmax(c) {}
-    DEVICE int row(int r) const { return row0 + 8 * r; }
+// Raise the maxima of a lane's rows to those of all shares, and rescale acc. Called by all THREADS threads.
+template <int THREADS, int SHARES, int ROWS, int N>
+DEVICE void raise_maxima(OnlineSoftmax &softmax, float (&acc)[N][4], const float (&top)[2], float (&tops)[SHARES][ROWS], int share, int row) {
+    UNROLL for (int r = 0; r < 2; ++r) {
+        const float highest = quad_max(top[r]);
+        if (threadIdx.x % 4 == 0) tops[share][row + 8 * r] = highest;
+    }
+    named_barrier<THREADS>(1);
+    float alpha[2];
+    UNROLL for (int r = 0; r < 2; ++r) {
+        float highest = softmax.m[r];
+        UNROLL for (int other = 0; other < SHARES; ++other) highest = fmaxf(highest, tops[other][row + 8 * r]);
+        alpha[r] = softmax.raise(r, highest);
+    }
+    scale_rows(acc, alpha);
+}
 
-    // Load the scales of a row's heads; page scales are loaded with the steps.
-    DEVICE void load_scales(const KeyValueScales &scales, i64 g) {
-        if (!E4M3 || PAGE_SCALES) return;
-        k_rate[0] = k_rate[1] = scales.k.of_head(g);
-        v_rate = scales.v.of_head(g);
+// Turn a share's logits into p and store them to a tile of p. first: the share's first key.
+template <int PITCH, int N>
+DEVICE void store_p(OnlineSoftmax &softmax, float (&s)[N][4], u16 *p_tile, int row, int first) {
+    const int lane = threadIdx.x % 32;
+    softmax.exponentiate<2>(s);
+    UNROLL for (int j = 0; j < N; ++j)
+        UNROLL for (int r = 0; r < 2; ++r)
+            *reinterpret_cast<u32 *>(p_tile + (row + 8 * r) * PITCH + first + 8 * j + lane % 4 * 2) =
+                pack_operand(s[j][2 * r], s[j][2 * r + 1]);
+}
+
+// Store a share's l. After a barrier, sum_of returns the sum of a row over all shares.
+template <int SHARES, int ROWS>
+DEVICE void store_sums(const OnlineSoftmax &softmax, float (&sums)[SHARES][ROWS], int share, int row) {
+    const int lane = threadIdx.x % 32;
+    UNROLL for (int r = 0; r < 2; ++r) {
+        const float sum = quad_sum(softmax.l[r]);
+        if (lane % 4 == 0) sums[share][row + 8 * r] = sum;
     }
-    // Wait for copies to q_tile, and load them. rates: [ROWS], in shared memory.
-    DEVICE void load_operand(float *rates) {
-        cp_async_commit();
-        cp_async_wait<0>();
-        Stored::convert_queries<ROWS, THREADS>(q_tile, rates);
-        named_barrier<THREADS>(1);  // q is loaded
-        Stored::load_queries(q, q_tile, row0 - lane / 4);
-        UNROLL for (int r = 0; E4M3 && BF16 && r < 2; ++r) k_rate[r] *= rates[row(r)];
-    }
-    // Compute s = q k^T for this share of a step's keys, times their scales.
-    DEVICE void add_logits(float (&s)[SHARE / 8][4], const unsigned char *keys, float k_scale) const {
-        Stored::add_q_kt(s, q, keys, share * SHARE);
-        const float scale = PAGE_SCALES ? k_scale : 1.0f;
-        if (E4M3) scale_rows(s, {k_rate[0] * scale, k_rate[1] * scale});
-    }
-    // Turn logits into p, and store it. Maxima rise to those of all shares; acc is rescaled. Called by all threads.
-    DEVICE void store_p(float (&s)[SHARE / 8][4], float (&tops)[SHARES][ROWS], bool first) {
-        const float top[2] = {row_max(s, 0), row_max(s, 1)};
-        const bool rises = top[0] > softmax.m[0] + slack || top[1] > softmax.m[1] + slack;
-        if (first || named_barrier_any<THREADS>(1, rises)) raise_maxima(top, tops);  // also: all have read the previous p
-        softmax.exponentiate<2>(s);
-        UNROLL for (int j = 0; j < SHARE / 8; ++j)
-            UNROLL for (int r = 0; r < 2; ++r)
-                *reinterpret_cast<u32 *>(p_tile + row(r) * PP + share * SHARE + 8 * j + lane % 4 * 2) = pack_operand(s[j][2 * r], s[j][2 * r + 1]);
-    }
-    DEVICE void raise_maxima(const float (&top)[2], float (&tops)[SHARES][ROWS]) {
-        UNROLL for (int r = 0; r < 2; ++r) {
-            const float highest = quad_max(top[r]);
-            if (threadIdx.x % 4 == 0) tops[share][row(r)] = highest;
-        }
-        named_barrier<THREADS>(1);
-        float alpha[2];
-        UNROLL for (int r = 0; r < 2; ++r) {
-            float highest = softmax.m[r];
-            UNROLL for (int other = 0; other < SHARES; ++other) highest = fmaxf(highest, tops[other][row(r)]);
-            alpha[r] = softmax.raise(r, highest);
-        }
-        scale_rows(acc, alpha);
-    }
-    DEVICE void add_values(const Values &values, float v_scale) {
-        Stored::add_p_v<PP, KEYS>(acc, p_tile, row0 - lane / 4, values, PAGE_SCALES ? v_scale : 1.0f);
-    }
-    // Store a share's l. After a barrier, sum_of returns the sum of a row over all shares.
-    DEVICE void store_sums(float (&sums)[SHARES][ROWS]) const {
-        UNROLL for (int r = 0; r < 2; ++r) {
-            const float sum = quad_sum(softmax.l[r]);
-            if (lane % 4 == 0) sums[share][row(r)] = sum;
-        }
-    }
-    DEVICE static float sum_of(const float (&sums)[SHARES][ROWS], int row) {
-        float sum = 0.0f;
-        UNROLL for (int other = 0; other < SHARES; ++other) sum += sums[other][row];
-        return sum;
-    }
-};
+}
+template <int SHARES, int ROWS>
+DEVICE float sum_of(const float (&sums)[SHARES][ROWS], int row) {
+    float sum = 0.0f;
+    UNROLL for (int other = 0; other < SHARES; ++other) sum += sums[other][row];
+    return sum;
+}
 
 // Zero the values of keys [first, first + SHARE) from key `keys` on, in whole rows, by a warp.
 template <int SHARE> DEVICE void zero_values(unsigned char *values, int first, int keys) {
