@@ -73,8 +73,6 @@ template <int HEADS> struct RowCluster {
         store_async(reinterpret_cast<float *>(&totals[rank][head]), &received, to, m, l);
     }
 
-    DEVICE void wait() { mbarrier_wait_cluster(&received, 0); }
-
     // Compute the weight of every CTA's part in o; return lse in base 2.
     DEVICE float weigh(float c, int head, float (&weights)[CLUSTER]) const {
         float m = LOWEST, l = 0.0f;
@@ -88,16 +86,6 @@ template <int HEADS> struct RowCluster {
         return row.lse;
     }
 
-    DEVICE float2 combine(const float (&weights)[CLUSTER], int head, int column) const {
-        float2 sum = make_float2(0.0f, 0.0f);
-        UNROLL for (int cta = 0; cta < CLUSTER; ++cta) {
-            const float2 part = *reinterpret_cast<const float2 *>(&parts[cta][head][column]);
-            sum.x += weights[cta] * part.x;
-            sum.y += weights[cta] * part.y;
-        }
-        return sum;
-    }
-
     // Write this CTA's columns of `count` heads, once all are received, by THREADS threads. o [HEADS, DV], lse [HEADS].
     template <int THREADS> DEVICE void write(float c, u32 rank, int count, u16 *o, float *lse) const {
         constexpr int LANES = THREADS / HEADS;  // of a head
@@ -107,7 +95,12 @@ template <int HEADS> struct RowCluster {
         const float lse_2 = weigh(c, head, weights);
         if (rank == 0 && lane == 0) lse[head] = lse_2 * LN_2;
         for (int column = 2 * lane; column < OWN; column += 2 * LANES) {
-            const float2 sum = combine(weights, head, column);
+            float2 sum = make_float2(0.0f, 0.0f);
+            UNROLL for (int cta = 0; cta < CLUSTER; ++cta) {
+                const float2 part = *reinterpret_cast<const float2 *>(&parts[cta][head][column]);
+                sum.x += weights[cta] * part.x;
+                sum.y += weights[cta] * part.y;
+            }
             *reinterpret_cast<u32 *>(o + head * DV + rank * OWN + column) = pack(sum.x, sum.y);
         }
     }
@@ -327,7 +320,7 @@ struct Consumer {
     DEVICE void finish(const Arguments &x, const RowHeads &heads) {
         if constexpr (CLUSTER > 1) {
             send_columns();
-            shared.cluster().wait();
+            mbarrier_wait_cluster(&shared.cluster().received, 0);
             shared.cluster().write<THREADS>(softmax.c, rank, count, x.o + heads.first(x) * DV, x.lse + heads.first(x));
         } else write(x, heads);
     }

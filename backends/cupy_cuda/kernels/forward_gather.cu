@@ -2,6 +2,8 @@
 // gather (gather_steps.cuh). A step's keys are released as soon as s is computed, for lack of room for stages.
 #include "gather_steps.cuh"
 
+typedef ForwardArguments Arguments;
+
 struct GatherAttention : Attention<GatherReader> {
     using Attention::Attention;
     static constexpr int BRIEF = 0;
@@ -35,7 +37,7 @@ struct GatherAttention : Attention<GatherReader> {
     DEVICE void finish_probabilities() { compute_sums_before_wait(&steps.shared.raw); }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_gather(const __grid_constant__ ForwardArguments x) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_gather(const __grid_constant__ Arguments x) {
     extern __shared__ __align__(1024) unsigned char memory[];  // q of the consumers, the stages of K, those of V
     __shared__ GatherShared shared;
     unsigned char *keys = memory + CONSUMERS * Q_BYTES, *values = keys + STAGES * K_BYTES;

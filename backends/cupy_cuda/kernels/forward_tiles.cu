@@ -1,6 +1,8 @@
 // Forward pass on Hopper: o and lse of tiles of tokens (token_tiles.cuh).
 #include "token_tiles.cuh"
 
+typedef ForwardArguments Arguments;
+
 // The `math` of consume_steps.
 struct TileAttention : Attention<StepReader> {
     // Windows of a multiple of KEYS: only the last step is brief, with the keys after the tile's first token.
@@ -50,7 +52,7 @@ struct TileAttention : Attention<StepReader> {
 __shared__ float2 statistics[IN_TURNS ? 2 : 1][64];  // m and l of each consumer's rows
 
 // Merge both consumers' partial results and store o and lse. exchange: the half of acc that the other one finishes.
-DEVICE void join_and_write(TileAttention &mine, const ForwardArguments &x, const TokenTile &tile, float4 *exchange, int consumer) {
+DEVICE void join_and_write(TileAttention &mine, const Arguments &x, const TokenTile &tile, float4 *exchange, int consumer) {
     constexpr int HALF = DV / 4, BARRIER = 1;  // elements per thread; number of the named barrier
     const int thread = threadIdx.x % 128, other = 1 - consumer;
     OnlineSoftmax &softmax = mine.softmax;
@@ -87,7 +89,7 @@ DEVICE void join_and_write(TileAttention &mine, const ForwardArguments &x, const
     write_rows<DV>(sums, scale, x.o, x.p, tile, consumer, consumer * (DV / 2));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) forward_tiles(const __grid_constant__ ForwardArguments x) {
+extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) forward_tiles(const __grid_constant__ Arguments x) {
     extern __shared__ __align__(1024) unsigned char memory[];  // q per consumer, `exchange`, stages of K and V
     __shared__ Shared shared;
     unsigned char *exchange = memory + CONSUMERS * Q_BYTES, *stages = exchange + (IN_TURNS ? 64 * DV * 4 : 0);

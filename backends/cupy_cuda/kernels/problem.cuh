@@ -154,6 +154,10 @@ struct Row {
 // Return row `pid` in the order [B,G,S], so that adjacent CTAs share a group, and often keys.
 DEVICE Row row_of(const Problem &p, u32 pid) {  // 32 bits: a grid has fewer than 2^31 CTAs, and 64-bit divisions are slow
     const u32 S = p.S, G = p.G;
-    const i64 b = pid / S / G, s = pid % S, g = pid / S % G;
-    return {b, s, g, (b * p.S + s) * p.G + g};
+    Row row;
+    row.s = pid % S;
+    row.b = pid / S / G;
+    row.g = pid / S % G;
+    row.index = (row.b * p.S + row.s) * p.G + row.g;
+    return row;
 }
