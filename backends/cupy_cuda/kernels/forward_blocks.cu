@@ -287,9 +287,8 @@ struct Consumer {
         }
     }
 
-    // Publish l of this share. After a barrier (the last step has one), total() returns the sum over all shares.
     DEVICE void share_sums() { store_sums(softmax, shared.sums, share, head(0)); }
-    DEVICE float total(int head) const { return sum_of(shared.sums, head); }
+    DEVICE float total(int head) const { return sum_of(shared.sums, head); }  // of all shares, after share_sums and a barrier
 
     DEVICE void write(const Arguments &x, const RowHeads &heads) {
         UNROLL for (int r = 0; r < 2; ++r) {

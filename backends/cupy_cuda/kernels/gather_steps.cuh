@@ -179,30 +179,30 @@ template <int COLUMNS, bool OF_KEYS> struct StepProducer {
 DEVICE int steps_of(int blocks) { return (blocks * PARTS + UNITS - 1) / UNITS; }
 
 // Producer warp: fetch the CTA's tiles and load K of their steps.
-DEVICE void produce_keys(const TensorMap &map, const Problem &p, const TilePlan &plan, unsigned char *stages, GatherShared &shared) {
-    StepProducer<DK, true> producer{shared, shared.keys, map, stages, 0};
-    TileScheduler scheduler{shared.tiles, plan};
-    for (u32 coming = blockIdx.x; scheduler.publish(coming, p);) {
+template <class Arguments> DEVICE void produce_keys(const Arguments &x, unsigned char *stages, GatherShared &shared) {
+    StepProducer<DK, true> producer{shared, shared.keys, x.k, stages, 0};
+    TileScheduler scheduler{shared.tiles, x.plan};
+    for (u32 coming = blockIdx.x; scheduler.publish(coming, x.p);) {
         // Request the next tile late: this one delays it. Two steps hide the latency of the atomic counter.
         const int ask = max(steps_of(scheduler.counts.y) - 2, 0);
         u32 answer = 0;
-        if (scheduler.counts.y == 0) answer = plan.ask_for_tile();
-        producer.load_tile(p, plan, scheduler.tile(p.G), scheduler.counts, [&](int step) {
-            if (step == ask) answer = plan.ask_for_tile();
+        if (scheduler.counts.y == 0) answer = x.plan.ask_for_tile();
+        producer.load_tile(x.p, x.plan, scheduler.tile(x.p.G), scheduler.counts, [&](int step) {
+            if (step == ask) answer = x.plan.ask_for_tile();
         });
-        coming = plan.tile_of(answer);
+        coming = x.plan.tile_of(answer);
     }
 }
 // Other producer warps: for each tile that warp 0 publishes, call `before(tile)`, then load its steps.
-template <int COLUMNS, bool OF_KEYS, int N, class Before>
-DEVICE void produce_part(Pipeline<N> &pipeline, int part, const TensorMap &map, const Problem &p, const TilePlan &plan, unsigned char *stages,
-                         GatherShared &shared, Before before) {
+template <int COLUMNS, bool OF_KEYS, int N, class Arguments, class Before>
+DEVICE void produce_part(Pipeline<N> &pipeline, int part, const TensorMap &map, const Arguments &x, unsigned char *stages, GatherShared &shared,
+                         Before before) {
     StepProducer<COLUMNS, OF_KEYS> producer{shared, pipeline, map, stages, part};
-    TileScheduler scheduler{shared.tiles, plan};
+    TileScheduler scheduler{shared.tiles, x.plan};
     while (scheduler.next_tile()) {
-        const TokenTile tile = scheduler.tile(p.G);
+        const TokenTile tile = scheduler.tile(x.p.G);
         before(scheduler, tile);
-        producer.load_tile(p, plan, tile, scheduler.counts, [](int) {});
+        producer.load_tile(x.p, x.plan, tile, scheduler.counts, [](int) {});
     }
 }
 
@@ -287,13 +287,13 @@ template <class Tile> DEVICE void mask_units(Tile &s, const u32 (&units)[2], flo
 // A warp of the producer. rows(scheduler, tile, i) loads the rows of consumer i, by the warp that loads values.
 template <class Arguments, class Rows>
 DEVICE void produce_gathered(const Arguments &x, unsigned char *keys, unsigned char *values, GatherShared &shared, int producer, Rows rows) {
-    if (producer == 0) produce_keys(x.k, x.p, x.plan, keys, shared);
+    if (producer == 0) produce_keys(x, keys, shared);
     else if (producer <= LOADERS)  // rows are free when the first stage of values is
-        produce_part<DV, false>(shared.values, producer - 1, x.v, x.p, x.plan, values, shared, [&](TileScheduler &scheduler, const TokenTile &tile) {
+        produce_part<DV, false>(shared.values, producer - 1, x.v, x, values, shared, [&](TileScheduler &scheduler, const TokenTile &tile) {
             if (producer > 1) return;
 #pragma unroll 1
             for (int i = 0; i < CONSUMERS; ++i) rows(scheduler, tile, i);
         });
     else if (COPIES && producer == 3)
-        produce_part<DK, true>(shared.keys, 1, x.k, x.p, x.plan, keys, shared, [](TileScheduler &, const TokenTile &) {});
+        produce_part<DK, true>(shared.keys, 1, x.k, x, keys, shared, [](TileScheduler &, const TokenTile &) {});
 }

@@ -6,10 +6,7 @@
 template <int N> struct PipelineState {
     int stage = 0, parity = 0;
     DEVICE void next() {
-        if (++stage == N) {
-            stage = 0;
-            parity ^= 1;
-        }
+        if (++stage == N) stage = 0, parity ^= 1;
     }
 };
 

@@ -277,8 +277,7 @@ DEVICE void store_sums(const OnlineSoftmax &softmax, float (&sums)[SHARES][ROWS]
         if (lane % 4 == 0) sums[share][row + 8 * r] = sum;
     }
 }
-template <int SHARES, int ROWS>
-DEVICE float sum_of(const float (&sums)[SHARES][ROWS], int row) {
+template <int SHARES, int ROWS> DEVICE float sum_of(const float (&sums)[SHARES][ROWS], int row) {
     float sum = 0.0f;
     UNROLL for (int other = 0; other < SHARES; ++other) sum += sums[other][row];
     return sum;

@@ -262,26 +262,38 @@ struct StepReader {
     DEVICE void release(const Step &step) { pipeline.release(step.stage); }
 };
 
-// A thread's two rows of the consumer's accumulator, 8 apart; a row is a (token, head) pair.
-struct RowPair {
-    TokenBits bit[2];  // the token's bit in Step::rows; 0 if the row does not exist
-    int limits[2];     // one past the last key that each row may see; ORDERED: recomputed, to save registers
-    const Problem &problem;
+// One past the last key that each of a thread's rows may see: stored, or (ORDERED) recomputed, to save registers.
+struct StoredLimits {
+    int limits[2];
+    DEVICE StoredLimits(const TokenTile &, int) {}
+    DEVICE void store(int r, int limit) { limits[r] = limit; }
+    DEVICE int limit_of(const Problem &, int r, int, bool) const { return limits[r]; }
+};
+struct RecomputedLimits {
     const TokenTile &tile;
     const int consumer;
-    DEVICE RowPair(const Problem &p, const TokenTile &of_tile, int of_consumer) : problem(p), tile(of_tile), consumer(of_consumer) {
+    DEVICE RecomputedLimits(const TokenTile &of_tile, int of_consumer) : tile(of_tile), consumer(of_consumer) {}
+    DEVICE void store(int, int) {}
+    DEVICE int limit_of(const Problem &p, int, int token, bool exists) const {
+        return exists ? row_limit(p, tile.b, tile.token(consumer, token)) : 0;
+    }
+};
+
+// A thread's two rows of the consumer's accumulator, 8 apart; a row is a (token, head) pair.
+struct RowPair : If<ORDERED, RecomputedLimits, StoredLimits> {
+    TokenBits bit[2];  // the token's bit in Step::rows; 0 if the row does not exist
+    const Problem &problem;
+    DEVICE RowPair(const Problem &p, const TokenTile &tile, int consumer)
+        : If<ORDERED, RecomputedLimits, StoredLimits>(tile, consumer), problem(p) {
         UNROLL for (int r = 0; r < 2; ++r) {
             const int token = row(r) / H;
             const i64 s = tile.token(consumer, token);
             const bool exists = token < TQ && s < p.S;
             bit[r] = exists ? TokenBits{1} << token : TokenBits{0};
-            if (!ORDERED) limits[r] = exists ? row_limit(p, tile.b, s) : 0;
+            if (!ORDERED) this->store(r, exists ? row_limit(p, tile.b, s) : 0);
         }
     }
-    DEVICE int limit(int r) const {
-        if (!ORDERED) return limits[r];
-        return bit[r] ? row_limit(problem, tile.b, tile.token(consumer, row(r) / H)) : 0;
-    }
+    DEVICE int limit(int r) const { return limit_of(problem, r, row(r) / H, bit[r]); }
     // Overwrite elements of keys that a row does not see with `value`. first: the key of column 0.
     template <class Tile> DEVICE void mask(Tile &s, int first, float value) const {
         UNROLL for (int r = 0; r < 2; ++r) {
