@@ -13,15 +13,20 @@ struct Arguments {
 constexpr int WIDTH = 16 * KEY_WARPS;
 constexpr int THREADS = 128;
 
+// The row of dk and dv of key `key` of the tile of a list; negative if there is no such key.
+DEVICE i64 row_of_key(const Arguments &x, i64 list, int key) {
+    const i64 position = SMALL_BLOCK ? x.blocks.position(list, key) : list % x.tiles * WIDTH + key;
+    return position < x.S_kv ? list / x.tiles * x.S_kv + position : -1;
+}
+
 template <int D>
 DEVICE void sum(const Arguments &x, i64 list, int key0, const float *parts, int segments, u16 *result) {
     for (int i = threadIdx.x; i < KEYS * (D / 4); i += THREADS) {
         const int at = i * 4;
-        const int key = key0 + at / D;
-        const i64 position = SMALL_BLOCK ? x.blocks.position(list, key) : list % x.tiles * WIDTH + key;
-        if (position >= x.S_kv) continue;
+        const i64 row = row_of_key(x, list, key0 + at / D);
+        if (row < 0) continue;
         const float4 total = add_parts(make_float4(0.0f, 0.0f, 0.0f, 0.0f), parts + at, segments, WIDTH * D);
-        *reinterpret_cast<uint2 *>(result + (list / x.tiles * x.S_kv + position) * D + at % D) = make_uint2(pack(total.x, total.y), pack(total.z, total.w));
+        *reinterpret_cast<uint2 *>(result + row * D + at % D) = make_uint2(pack(total.x, total.y), pack(total.z, total.w));
     }
 }
 
