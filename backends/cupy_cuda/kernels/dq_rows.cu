@@ -65,7 +65,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) dq_rows(const __grid_const
     copy_heads<DK, KP, HEADS, THREADS>(q_tile, p.q, heads.row, heads.head0, p.h);
     copy_heads<DV, VP, HEADS, THREADS>(do_tile, x.d_o, heads.row, heads.head0, p.h);
     cp_async_commit();
-    KeyPipeline keys(p, heads.row, heads.team, TEAMS, buffers + heads.team * STAGES * STAGE);
+    const KeyIterator tiles(p, heads.row, heads.team, TEAMS);
+    KeyPipeline keys(tiles, buffers + heads.team * STAGES * STAGE, heads.row);
     cp_async_wait<STAGES - 1>();
     __syncthreads();  // q and do are loaded
     compute_delta(x, heads, do_tile, head_lse, head_delta);

@@ -110,7 +110,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS) forward_rows(con
     wait_for_stream();
     copy_heads<DK, KP, HEADS, THREADS>(memory, p.q, heads.row, heads.head0, p.h);
     cp_async_commit();
-    KeyPipeline keys(p, heads.row, split * TEAMS + heads.team, splits * TEAMS, memory + HEADS * KP + heads.team * STAGES * STAGE);
+    const KeyIterator tiles(p, heads.row, split * TEAMS + heads.team, splits * TEAMS);
+    KeyPipeline keys(tiles, memory + HEADS * KP + heads.team * STAGES * STAGE, heads.row);
     cp_async_wait<STAGES - 1>();
     __syncthreads();  // q is loaded
     attend(memory, heads, keys, softmax, acc);

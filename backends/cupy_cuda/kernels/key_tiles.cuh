@@ -47,6 +47,9 @@ struct KeyIterator {
     int to_position = 0;  // position minus key number in this lane's range
     int page = 0;         // page of this lane's range
 
+    DEVICE KeyIterator(const Problem &problem, const Row &row, int tile, int tiles)
+        : p(problem), row(row.index), b(row.b), limit(row_limit(problem, row.b, row.s)), step(tiles), next(static_cast<i64>(tile) * TILE) {}
+
     // Advance to the next tile; return its number of keys, 0 after the last. location: of key lane % TILE of the tile.
     DEVICE int next_tile(KeyLocation &location) {
         const int lane = threadIdx.x % 32;
@@ -112,9 +115,9 @@ struct KeyPipeline {
     int counts[STAGES];      // keys of the tiles in flight, next tile first
     int stage = STAGES - 1;  // buffer of the tile that `next_tile` returned last
 
-    // Of tiles tile, tile + all, ... of the row.
-    DEVICE KeyPipeline(const Problem &p, const Row &row, int tile, int all, u16 *memory)
-        : tiles{p, row.index, static_cast<int>(row.b), row_limit(p, row.b, row.s), all, static_cast<i64>(tile) * TILE}, buffers(memory), k_base(p.k.keys(PAGED ? 0 : row.b, row.g)), v_base(p.v.keys(PAGED ? 0 : row.b, row.g)) {
+    DEVICE KeyPipeline(const KeyIterator &iterator, u16 *memory, const Row &row)
+        : tiles(iterator), buffers(memory), k_base(iterator.p.k.keys(PAGED ? 0 : row.b, row.g)),
+          v_base(iterator.p.v.keys(PAGED ? 0 : row.b, row.g)) {
         UNROLL for (int i = 0; i < STAGES - 1; ++i) counts[i] = copy_next(i);
     }
 
