@@ -60,8 +60,7 @@ template <int GROUP = 1024>
 DEVICE u64 descriptor(u32 lower) { return lower | static_cast<u64>(GROUP >> 4 | 1 << 30) << 32; }
 
 // d = a b^T, 64 x 2 N, for operands of COLUMNS columns. NEXT: bytes between 64-column panels of b.
-template <int COLUMNS, int NEXT = PANEL, int GROUP = 1024, int N>
-DEVICE void wgmma_a_bt(float (&d)[N], u32 a, u32 b) {
+template <int COLUMNS, int NEXT = PANEL, int GROUP = 1024, int N> DEVICE void wgmma_a_bt(float (&d)[N], u32 a, u32 b) {
     UNROLL for (int k = 0; k < COLUMNS / 16; ++k)
         wgmma_shared(d, descriptor(a + (k / 4 * PANEL + k % 4 * 32) / 16), descriptor<GROUP>(b + (k / 4 * NEXT + k % 4 * 32) / 16), k > 0);
 }

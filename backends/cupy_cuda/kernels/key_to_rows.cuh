@@ -88,8 +88,7 @@ struct GradientRows {
     int keys[2];        // row offsets of the thread's two keys from `row`; negative if a key does not exist
     bool final;
 
-    template <int WIDTH>
-    DEVICE GradientRows(const Segment<WIDTH> &segment, const KeyToRows &lists, i64 S_kv, int key0)
+    template <int WIDTH> DEVICE GradientRows(const Segment<WIDTH> &segment, const KeyToRows &lists, i64 S_kv, int key0)
         : part_row((first_part(lists, segment.list) + segment.number) * WIDTH + key0),
           row(segment.bg * S_kv + segment.first_key + key0), final(segment.final) {
         place(S_kv - segment.first_key - key0);

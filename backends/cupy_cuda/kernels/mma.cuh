@@ -61,8 +61,7 @@ DEVICE void as_operand(u32 (&a)[4], const float (&left)[4], const float (&right)
 }
 
 // s += a b^T for 16 rows of a, in registers, and 8 * N rows of b; STEPS times 16 columns.
-template <int PITCH, int STEPS, int N>
-DEVICE void add_a_bt(float (&s)[N][4], const u32 (&a)[STEPS][4], const u16 *b) {
+template <int PITCH, int STEPS, int N> DEVICE void add_a_bt(float (&s)[N][4], const u32 (&a)[STEPS][4], const u16 *b) {
     UNROLL for (int k = 0; k < STEPS; ++k)
         UNROLL for (int j = 0; j < N; j += 2) {
             u32 y[4];
@@ -73,8 +72,7 @@ DEVICE void add_a_bt(float (&s)[N][4], const u32 (&a)[STEPS][4], const u16 *b) {
 }
 
 // The same for rows [m, m + 16) of a in shared memory.
-template <int PITCH, int STEPS, int N>
-DEVICE void add_a_bt(float (&s)[N][4], const u16 *a, int m, const u16 *b) {
+template <int PITCH, int STEPS, int N> DEVICE void add_a_bt(float (&s)[N][4], const u16 *a, int m, const u16 *b) {
     UNROLL for (int k = 0; k < STEPS; ++k) {
         u32 x[1][4];
         load_a<PITCH>(x[0], a, m, 16 * k);

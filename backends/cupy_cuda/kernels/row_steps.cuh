@@ -122,8 +122,7 @@ template <class List> struct StepTokens {
 };
 
 // Load q and do of a step of adjacent tokens, starting at this token, by one lane.
-template <class Part, class List>
-DEVICE void load_step(const List &list, unsigned char *q_tile, u64 *full, int first) {
+template <class Part, class List> DEVICE void load_step(const List &list, unsigned char *q_tile, u64 *full, int first) {
     const int b = static_cast<int>(list.b), g = static_cast<int>(list.g);
     mbarrier_arrive_expect(full, TQ * H * 2 * (Part::HAS_Q * DK + Part::HAS_DO * DV));
     if (Part::HAS_Q) tma_load_row_tile<DK>(q_tile, &list.x.q, full, g, first, b);
@@ -195,8 +194,7 @@ DEVICE void copy_step(const List &list, const u16 *q, const u16 *d_out, unsigned
     cp_async_mbarrier_arrive(Part::full(shared, at));
 }
 
-template <class List>
-DEVICE void copy_tokens(const List &list, unsigned char *stages, Shared &shared, int copier) {
+template <class List> DEVICE void copy_tokens(const List &list, unsigned char *stages, Shared &shared, int copier) {
     const int column = threadIdx.x % 8 * 8;
     const u16 *q = list.x.p.q.group(list.b, list.g) + column, *d_out = list.x.d_out.group(list.b, list.g) + column;
     for (int step = 0; step < list.steps; ++step) {
@@ -263,8 +261,7 @@ template <class List> DEVICE void produce_boxes(const List &list, unsigned char 
 }
 
 // Warp `producer` of the producer warpgroup: load its share of the listed rows.
-template <class List>
-DEVICE void produce_rows(const List &list, unsigned char *stages, Shared &shared, int producer) {
+template <class List> DEVICE void produce_rows(const List &list, unsigned char *stages, Shared &shared, int producer) {
     if (producer == 1) copy_statistics(list, shared);
     else if constexpr (ADJACENT) {
         if (producer == 0 && threadIdx.x % 32 == 0) produce_boxes(list, stages, shared);
