@@ -79,9 +79,6 @@ template <int WIDTH> struct Segment {
           first_key(static_cast<int>(list % lists.tiles) * WIDTH), final(true) {}
 };
 
-// Return the first partial sum of a list; lists of a window are not in memory and have none.
-DEVICE i64 first_part(const KeyToRows &lists, i64 list) { return WINDOW ? 0 : lists.parts[list]; }
-
 // Destination of a warp's 16 keys from `key0` on.
 struct GradientRows {
     i64 part_row, row;  // row in the partial sums, row in dk
@@ -89,7 +86,7 @@ struct GradientRows {
     bool final;
 
     template <int WIDTH> DEVICE GradientRows(const Segment<WIDTH> &segment, const KeyToRows &lists, i64 S_kv, int key0)
-        : part_row((first_part(lists, segment.list) + segment.number) * WIDTH + key0),
+        : part_row(((WINDOW ? 0 : lists.parts[segment.list]) + segment.number) * WIDTH + key0),
           row(segment.bg * S_kv + segment.first_key + key0), final(segment.final) {
         place(S_kv - segment.first_key - key0);
     }

@@ -40,18 +40,6 @@ template <int PITCH> DEVICE void load_a(u32 (&a)[4], const u16 *tile, int m, int
     ldmatrix(a, tile + (m + lane % 16) * PITCH + k + lane / 16 * 8);
 }
 
-// Two operands B of a b^T, for rows [n, n + 8) and [n + 8, n + 16) of tile b: b[0], b[1] and b[2], b[3].
-template <int PITCH> DEVICE void load_b_rows(u32 (&b)[4], const u16 *tile, int n, int k) {
-    const int lane = threadIdx.x % 32;
-    ldmatrix(b, tile + (n + lane / 16 * 8 + lane % 8) * PITCH + k + lane / 8 % 2 * 8);
-}
-
-// Two operands B of a b, for columns [n, n + 8) and [n + 8, n + 16) of tile b.
-template <int PITCH> DEVICE void load_b_columns(u32 (&b)[4], const u16 *tile, int k, int n) {
-    const int lane = threadIdx.x % 32;
-    ldmatrix_trans(b, tile + (k + lane / 8 % 2 * 8 + lane % 8) * PITCH + n + lane / 16 * 8);
-}
-
 // Two adjacent accumulator tiles, rounded to 16 bits: operand A.
 DEVICE void as_operand(u32 (&a)[4], const float (&left)[4], const float (&right)[4]) {
     a[0] = pack(left[0], left[1]);
@@ -62,10 +50,11 @@ DEVICE void as_operand(u32 (&a)[4], const float (&left)[4], const float (&right)
 
 // s += a b^T for 16 rows of a, in registers, and 8 * N rows of b; STEPS times 16 columns.
 template <int PITCH, int STEPS, int N> DEVICE void add_a_bt(float (&s)[N][4], const u32 (&a)[STEPS][4], const u16 *b) {
+    const int lane = threadIdx.x % 32;
     UNROLL for (int k = 0; k < STEPS; ++k)
         UNROLL for (int j = 0; j < N; j += 2) {
             u32 y[4];
-            load_b_rows<PITCH>(y, b, 8 * j, 16 * k);
+            ldmatrix(y, b + (8 * j + lane / 16 * 8 + lane % 8) * PITCH + 16 * k + lane / 8 % 2 * 8);  // operands B of rows 8 j to 8 j + 15
             mma(s[j], a[k], y[0], y[1]);
             mma(s[j + 1], a[k], y[2], y[3]);
         }
@@ -83,13 +72,14 @@ template <int PITCH, int STEPS, int N> DEVICE void add_a_bt(float (&s)[N][4], co
 // acc += s b for s rounded to 16 bits, and columns [first, first + 8 * M) of b, of which COLUMNS exist.
 template <int PITCH, int COLUMNS, int N, int M>
 DEVICE void add_s_b(float (&acc)[M][4], const float (&s)[N][4], const u16 *b, int first) {
+    const int lane = threadIdx.x % 32;
     UNROLL for (int j = 0; j < N; j += 2) {
         u32 a[4];
         as_operand(a, s[j], s[j + 1]);
         UNROLL for (int d = 0; d < M; d += 2) {
             if (COLUMNS % (8 * M) && first + 8 * d >= COLUMNS) continue;
             u32 y[4];
-            load_b_columns<PITCH>(y, b, 8 * j, first + 8 * d);
+            ldmatrix_trans(y, b + (8 * j + lane / 8 % 2 * 8 + lane % 8) * PITCH + first + 8 * d + lane / 16 * 8);
             mma(acc[d], a, y[0], y[1]);
             mma(acc[d + 1], a, y[2], y[3]);
         }

@@ -111,10 +111,9 @@ template <class List> struct StepTokens {
     DEVICE StepTokens(const List &list, int step) {
         UNROLL for (int i = 0; i < HALVES; ++i) rows[i] = list.row(step, threadIdx.x % 32 + 32 * i);
     }
-    DEVICE int first() const { return __shfl_sync(ALL_LANES, rows[0], 0); }
     // Return whether the step's tokens are adjacent; a missing last token counts as S, past the last row.
     DEVICE bool adjacent() const {
-        const int lane = threadIdx.x % 32, from = first();
+        const int lane = threadIdx.x % 32, from = __shfl_sync(ALL_LANES, rows[0], 0);
         bool all = true;
         UNROLL for (int i = 0; i < HALVES; ++i) all &= lane + 32 * i >= TQ || rows[i] == from + lane + 32 * i;
         return __ballot_sync(ALL_LANES, !all) == 0;

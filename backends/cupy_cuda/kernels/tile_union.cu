@@ -19,13 +19,6 @@ struct Arguments {
     i64 tiles, capacity;  // tiles per bg; largest list length
 };
 
-// Return the smallest row_limit of the tile, by one warp.
-DEVICE int lowest_limit(const Problem &p, i64 b, i64 first_row) {
-    int lowest = static_cast<int>(p.S_kv);
-    for (int r = threadIdx.x; r < TOKENS && first_row + r < p.S; r += 32) lowest = min(lowest, row_limit(p, b, first_row + r));
-    return __reduce_min_sync(ALL_LANES, lowest);
-}
-
 // Set, for every block, the bits of the rows that selected it.
 DEVICE void mark_rows(const Problem &p, i64 b, i64 g, i64 first_row, TokenBits *rows) {
     const u32 n = p.n, all = static_cast<u32>(min(static_cast<i64>(TOKENS), p.S - first_row)) * n;
@@ -41,7 +34,7 @@ DEVICE void mark_rows(const Problem &p, i64 b, i64 g, i64 first_row, TokenBits *
 extern "C" __global__ void __launch_bounds__(THREADS) tile_union(const __grid_constant__ Arguments x) {
     extern __shared__ __align__(16) u16 memory[];
     TokenBits *rows = reinterpret_cast<TokenBits *>(memory);  // [blocks of keys]
-    __shared__ int lowest;
+    __shared__ int lowest;  // row_limit of the tile
     const Problem &p = x.p;
     const int thread = threadIdx.x, all_blocks = (static_cast<int>(p.S_kv) + BLOCK - 1) / BLOCK;
     const u32 tiles = x.tiles, G = p.G, bg = blockIdx.x / tiles, b = bg / G, g = bg % G;  // 64-bit divisions are slow
@@ -51,7 +44,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_union(const __grid_co
 
     for (int block = thread; block < all_blocks; block += THREADS) rows[block] = 0;
     if (thread < 32) {
-        const int limit = lowest_limit(p, b, first_row);
+        int limit = static_cast<int>(p.S_kv);
+        for (int r = thread; r < TOKENS && first_row + r < p.S; r += 32) limit = min(limit, row_limit(p, b, first_row + r));
+        limit = __reduce_min_sync(ALL_LANES, limit);
         if (thread == 0) lowest = limit;
     }
     __syncthreads();
