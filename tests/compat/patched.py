@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -14,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nsa_sel import decisions
 from nsa_sel.compat import patch_model
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def padded(ids: Tensor, *lengths: int, right: bool = False) -> Tensor:
@@ -35,6 +38,13 @@ def logits(model: Any, ids: Tensor, mask: Tensor | None, cuts: tuple[int, ...], 
         past = out.past_key_values
         parts.append(out.logits)
     return torch.cat(parts, 1)
+
+
+def on(device: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the device; on a GPU with the backends that the policy chooses there."""
+    if device == "cuda":
+        monkeypatch.delenv("NSA_SEL_BACKEND")
+    return device
 
 
 def check_bf16(wanted: Tensor, theirs: Tensor, ours: Tensor) -> None:

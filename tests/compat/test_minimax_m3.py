@@ -16,7 +16,18 @@ from nsa_sel import decisions
 from nsa_sel.compat import patch_model
 from nsa_sel.compat.transformers import minimax_m3
 from nsa_sel.errors import ArgumentError
-from tests.compat.patched import WRAPPERS, check_bf16, check_generation, check_gradients, check_level, check_wrapped, logits, padded
+from tests.compat.patched import (
+    DEVICES,
+    WRAPPERS,
+    check_bf16,
+    check_generation,
+    check_gradients,
+    check_level,
+    check_wrapped,
+    logits,
+    on,
+    padded,
+)
 
 transformers = pytest.importorskip("transformers", reason="pip install transformers")
 
@@ -30,6 +41,9 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 8, "rotary_dim": 4, "index_n_heads": 2, "index_head_dim": 8, "index_block_size": 8,
     "index_topk_blocks": 3, "layer_types": ["full_attention", SPARSE, SPARSE], "mlp_layer_types": ["dense"] * 3, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+GPU_SIZES: dict[str, Any] = {  # that kernels have
+    "head_dim": 64, "rotary_dim": 32, "index_head_dim": 64, "index_block_size": 64, "hidden_size": 256, "max_position_embeddings": 512,
 }  # fmt: skip
 ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": [SPARSE], "mlp_layer_types": ["dense"]}
 IDS = 3 + torch.stack([torch.randperm(75, generator=torch.Generator().manual_seed(i))[:70] for i in range(3)])  # no token twice: no ties
@@ -112,9 +126,8 @@ def test_a_step_over_a_static_cache_without_padding_is_one_graph() -> None:
 
 @pytest.mark.gpu
 def test_a_step_over_a_static_cache_is_captured_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NSA_SEL_BACKEND")
-    sizes = {"head_dim": 64, "rotary_dim": 32, "index_head_dim": 64, "index_block_size": 64, "max_position_embeddings": 512}
-    ours = pair(dtype=torch.bfloat16, hidden_size=256, **sizes)[1].cuda()
+    on("cuda", monkeypatch)
+    ours = pair(dtype=torch.bfloat16, **GPU_SIZES)[1].cuda()
     ids = torch.randint(3, 80, (2, 300), device="cuda")
     cache = transformers.StaticCache(config=ours.config, max_cache_len=384)
     with torch.no_grad():
@@ -150,38 +163,45 @@ def test_a_loaded_model_is_patched_and_saved(tmp_path: Path) -> None:
     assert all(torch.equal(x, again.state_dict()[name]) for name, x in eager.state_dict().items())
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("autocast", [False, True])
-def test_bf16_is_as_near_to_float64_as_the_models_own(autocast: bool) -> None:
+def test_bf16_is_as_near_to_float64_as_the_models_own(autocast: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the blocks that the float64 model chooses."""
-    exact, ours = pair(dtype=torch.float64)
+    sizes = GPU_SIZES if on(device, monkeypatch) == "cuda" else {}
+    exact, ours = (model.to(device) for model in pair(dtype=torch.float64, **sizes))
+    ids = torch.randint(3, 80, (2, 500), device=device) if sizes else IDS
     found: list[Tensor] = []
     hooks = [layer.self_attn.indexer.register_forward_hook(lambda *call: found.append(call[-1])) for layer in exact.model.layers[1:]]
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        with torch.autocast("cpu", enabled=False):
-            wanted = exact(IDS).logits
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=autocast):
+        with torch.autocast(device, enabled=False):
+            wanted = exact(ids).logits
         for hook in hooks:
             hook.remove()
         for model in (exact, ours):
             model.to(torch.float32 if autocast else torch.bfloat16)
             for layer, blocks in zip(model.model.layers[1:], found, strict=True):
                 layer.self_attn.indexer.forward = lambda *args, blocks=blocks, **options: blocks
-        check_bf16(wanted, exact(IDS).logits, ours(IDS).logits)
+        check_bf16(wanted, exact(ids).logits, ours(ids).logits)
 
 
-def test_other_blocks_are_chosen_only_where_scores_are_level() -> None:
-    eager, ours = (model.model.layers[1].self_attn.indexer for model in pair(dtype=torch.bfloat16))
-    S, size = 400, eager.block_size
-    hidden, positions = torch.randn(2, S, 32).bfloat16(), torch.arange(S).expand(2, S)
-    rotary = tuple(y.bfloat16() for y in pair()[0].model.rotary_emb(hidden, position_ids=positions))
+@pytest.mark.parametrize("device", DEVICES)
+def test_other_blocks_are_chosen_only_where_scores_are_level(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = GPU_SIZES if on(device, monkeypatch) == "cuda" else {}
+    model, ours = (model.to(device) for model in pair(dtype=torch.bfloat16, **sizes))
+    eager, ours = (x.model.layers[1].self_attn.indexer for x in (model, ours))
+    S, size, positions = 50 * eager.block_size, eager.block_size, torch.arange(50 * eager.block_size, device=device)
+    hidden = torch.randn(2, S, model.config.hidden_size, device=device).bfloat16()
+    rotary = model.model.rotary_emb(hidden, position_ids=positions.expand(2, S))
     with torch.no_grad():
-        chosen = [
-            torch.zeros(2, 2, S, S // size + 1, dtype=torch.bool).scatter_(-1, i % (S // size + 1), True)[..., :-1]
-            for i in (indexer(hidden, rotary, None, positions) for indexer in (eager, ours))
-        ]
-        q, k = (getattr(eager, f"{x}_norm")(getattr(eager, f"{x}_proj")(hidden).unflatten(2, (-1, 8))).transpose(1, 2) for x in "qk")
+        blocks = [indexer(hidden, rotary, None, positions.expand(2, S)) for indexer in (eager, ours)]  # [B,G,S,n], -1 is none
+        chosen = [torch.zeros(2, 2, S, 51, dtype=torch.bool, device=device).scatter_(-1, i % 51, True)[..., :-1] for i in blocks]
+        heads = [getattr(eager, f"{x}_proj")(hidden).unflatten(2, (-1, eager.head_dim)) for x in "qk"]
+        q, k = (norm(x).transpose(1, 2) for norm, x in zip((eager.q_norm, eager.k_norm), heads, strict=True))
+        rotary = tuple(x[..., : eager.head_dim] for x in rotary)
         q, k = transformers.models.minimax_m3_vl.modeling_minimax_m3_vl.apply_rotary_pos_emb(q, k, *rotary)
-    scores = (q.double() @ k.double().transpose(2, 3)).masked_fill(torch.ones(S, S).triu(1).bool(), -torch.inf)
-    scores = scores.unflatten(3, (-1, size)).amax(-1).masked_fill(torch.arange(S)[:, None] // size == torch.arange(S // size), torch.inf)
+    scores = (q.double() @ k.double().transpose(2, 3)).masked_fill(positions > positions[:, None], -torch.inf)
+    scores = scores.unflatten(3, (-1, size)).amax(-1)
+    scores = scores.masked_fill(positions[:, None] // size == torch.arange(50, device=device), torch.inf)  # forced
     assert check_level(*chosen, scores) < 0.01 * 4 * S
 
 

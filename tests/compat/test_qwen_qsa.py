@@ -15,7 +15,7 @@ from nsa_sel import decisions
 from nsa_sel.compat import patch_model
 from nsa_sel.compat.transformers import qwen_qsa
 from nsa_sel.errors import ArgumentError
-from tests.compat.patched import check_bf16, check_generation, check_gradients, check_level, check_wrapped, logits, padded
+from tests.compat.patched import DEVICES, check_bf16, check_generation, check_gradients, check_level, check_wrapped, logits, on, padded
 
 transformers = pytest.importorskip("transformers", reason="pip install transformers")
 
@@ -32,6 +32,10 @@ SIZES: dict[str, Any] = {
     "hc_lowrank": 8, "layer_types": [QSA, LINEAR, QSA], "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8,
     "indexer_budget": 12, "indexer_compress_ratio": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "max_position_embeddings": 256,
+}  # fmt: skip
+GPU_SIZES: dict[str, Any] = {  # that kernels have
+    "head_dim": 64, "indexer_head_dim": 64, "hidden_size": 256,
+    "rope_parameters": {**SIZES["rope_parameters"], "mrope_section": [8, 4, 4]},
 }  # fmt: skip
 S = 43
 IDS = 3 + torch.stack([torch.randperm(75, generator=torch.Generator().manual_seed(i))[:S] for i in range(3)])
@@ -155,34 +159,40 @@ def test_index_keys_follow_the_padding() -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("autocast", [False, True])
-def test_bf16_is_as_near_to_float64_as_the_models_own(autocast: bool) -> None:
+def test_bf16_is_as_near_to_float64_as_the_models_own(autocast: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model whose rows choose all blocks and all experts, so that rounding changes no choice."""
-    exact, ours = pair(dtype=torch.float64, indexer_budget=64, num_experts_per_tok=4, experts_implementation="eager")
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        with torch.autocast("cpu", enabled=False):
-            wanted = exact(IDS).logits
-        check_bf16(wanted, *(model.to(torch.float32 if autocast else torch.bfloat16)(IDS).logits for model in (exact, ours)))
+    sizes = GPU_SIZES if on(device, monkeypatch) == "cuda" else {}
+    all_chosen = {"indexer_budget": 64, "num_experts_per_tok": 4, "experts_implementation": "eager"}
+    exact, ours = (model.to(device) for model in pair(dtype=torch.float64, **sizes, **all_chosen))
+    ids = IDS.to(device)
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=autocast):
+        with torch.autocast(device, enabled=False):
+            wanted = exact(ids).logits
+        check_bf16(wanted, *(model.to(torch.float32 if autocast else torch.bfloat16)(ids).logits for model in (exact, ours)))
 
 
-def test_other_blocks_are_chosen_only_where_scores_are_level() -> None:
-    eager, ours = (model.model.layers[0].self_attn.indexer for model in pair(dtype=torch.bfloat16))
-    S, size = 200, 4
-    x, positions = torch.randn(1, S, 32).bfloat16(), torch.arange(S)
-    rotary = tuple(y.bfloat16() for y in pair()[0].model.rotary_emb(x, position_ids=positions.expand(3, 1, S)))
-    seen = torch.ones(S, S).tril().bool()
+@pytest.mark.parametrize("device", DEVICES)
+def test_other_blocks_are_chosen_only_where_scores_are_level(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = GPU_SIZES if on(device, monkeypatch) == "cuda" else {}
+    model, ours = (model.to(device) for model in pair(dtype=torch.bfloat16, **sizes))
+    eager, ours = (x.model.layers[0].self_attn.indexer for x in (model, ours))
+    S, size, D = 200, 4, eager.index_head_dim
+    hidden, positions = torch.randn(1, S, model.config.hidden_size, device=device).bfloat16(), torch.arange(S, device=device)
+    rotary = model.model.rotary_emb(hidden, position_ids=positions.expand(3, 1, S))
+    seen = positions <= positions[:, None]
     with torch.no_grad():
-        theirs = eager(x, rotary, seen[None, None], None)[0, 0]
-        start, stop = qwen_qsa.choose(ours, x, rotary, None, None, 1).ranges[0, :, 0].unsqueeze(1).unbind(-1)  # [S,1,n]
+        theirs = eager(hidden, rotary, seen[None, None], None)[0, 0]  # [S,S]
+        start, stop = qwen_qsa.choose(ours, hidden, rotary, None, None, 1).ranges[0, :, 0].unsqueeze(1).unbind(-1)  # [S,1,n]
         mine = ((start <= positions[:, None]) & (positions[:, None] < stop)).any(-1) & seen
-        q = eager.q_layernorm(eager.index_qk_proj(x)[..., :-8].unflatten(2, (-1, 8)))
+        q = eager.q_layernorm(eager.index_qk_proj(hidden)[..., :-D].unflatten(2, (-1, D)))
         q = transformers.models.qwen4_exp.modeling_qwen4_exp.apply_rotary_pos_emb(q, cos=rotary[0], sin=rotary[1], unsqueeze_dim=2)
-        k = qwen_qsa.index_keys(eager, eager.index_qk_proj(x)[..., -8:], rotary, None, None)[0]
+        k = qwen_qsa.index_keys(eager, eager.index_qk_proj(hidden)[..., -D:], rotary, None, None)[0]
     assert torch.equal(theirs.sum(1), mine.sum(1))
     scores = (q[0].double() @ k[0, 0].double().T).relu().sum(1)  # [S,blocks]
-    scores = scores.masked_fill((torch.arange(S // size) + 1) * size > positions[:, None] + 1, -torch.inf)
-    complete = scores.isfinite()
-    blocks = (x.unflatten(1, (-1, size)).all(-1) & complete for x in (theirs, mine))
+    scores = scores.masked_fill(positions[size - 1 :: size] > positions[:, None], -torch.inf)
+    blocks = (x.unflatten(1, (-1, size)).all(-1) & scores.isfinite() for x in (theirs, mine))
     assert check_level(*blocks, scores) < 0.02 * S
 
 
