@@ -228,6 +228,11 @@ def test_models_that_choose_or_mask_keys_are_refused_before_they_run() -> None:
         Config = type(f"{name}Config", (), {"model_type": kind})
         with pytest.raises(ArgumentError, match=rf"{name}, which selects its own keys.*FlashMLA"):
             first_keys(1, 4, 4, config=Config())
+        mine = model(**SIZES)
+        mine.config.model_type = kind
+        for dense in (False, True):
+            with pytest.raises(ArgumentError, match=r"selects its own keys.*FlashMLA"):
+                patch_model(mine, dense=dense)
     with pytest.raises(ArgumentError, match="reads the attention mask itself"):
         first_keys(1, 4, 4, allow_is_causal_skip=False)
     with pytest.raises(ArgumentError, match="the model's attention is a sliding window or chunks, of 16 keys"):

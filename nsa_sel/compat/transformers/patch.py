@@ -120,13 +120,13 @@ def _patch_module(patched: Patched, name: str, module: Any, dense: bool) -> None
         _replace_forward(patched, module, fla.taking_cache(type(module).forward))
         patched.changed[name] = "takes its cache as cache=, too"
     elif register.is_attention(module):
+        config = module.config
+        register.check_model(config)
         if not getattr(module, "is_causal", True):
             patched.left[name] = "attention that is not causal"
         elif not dense:
             patched.left[name] = DENSE
         else:
-            config = module.config
-            register.check_model(config)
             of_all_layers = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
             if getattr(module, "sliding_window", of_all_layers) is not None:
                 found = f"{type(module).__name__} with a sliding window in {name}"
