@@ -8,7 +8,7 @@
     from nsa_sel.compat import flash_nsa                     # for HFNSACore (Scalable-Flash-Native-Sparse-Attention)
     from nsa_sel.compat import FSA_topk_sparse_attention     # for fsa.ops (Flash-Sparse-Attention)
 
-    from nsa_sel.compat import patch_model                   # MiniMax-M3 and Qwen3.8 in transformers: patch_model(model)
+    from nsa_sel.compat import patch_model                   # patch_model(model): MiniMax-M3, Qwen3.8, fla's NSA and MoBA, dense models
     from nsa_sel.compat import register_transformers         # attn_implementation="nsa_sel" of Hugging Face transformers
 
 They are differentiable, and choose a backend as `selection_attention` does. They do not copy q, k or v; with
