@@ -173,6 +173,16 @@ def test_stage1_scores_of_packed_sequences(H: int, h: int, D: int, causal: bool)
     torch.testing.assert_close(again, stage1_of(q, fine, fine, [cu] + [cu_fine] * 2, width, 0.2, causal), atol=1e-12, rtol=1e-10)
 
 
+def test_stage1_of_fewer_rows_than_keys() -> None:
+    lengths, rows = [200, 128, 191], [5, 1, 70]
+    q, k = normal(sum(rows), 6, 8), normal(sum(lengths), 2, 8, seed=1)
+    (fine, cu_fine), (coarse, cu_coarse) = means(k, lengths, 32, 16), means(k, lengths, 128, 64)
+    got = infllm_v2.infllmv2_attn_stage1(q, fine, coarse, bounds(rows), cu_fine, cu_coarse, 70, 11, causal=True)
+    wanted = stage1_of(q, fine, coarse, [bounds(rows), cu_fine, cu_coarse], 11, 8**-0.5, True)
+    torch.testing.assert_close(got, wanted, atol=1e-12, rtol=1e-10)
+    assert float(got.sum()) > 0
+
+
 def test_stage1_in_parts_and_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = normal(300, 32, 128, dtype=torch.bfloat16).requires_grad_(), normal(300, 2, 128, seed=1, dtype=torch.bfloat16)
     cu = bounds([300])
@@ -288,15 +298,25 @@ def test_attention_over_a_cache(S: int, new: int, dense: bool) -> None:
     topk_idx = None if dense else lists_of_blocks(B * H, S, 3, 3).view(B, H, S, 3)
     arguments: dict[str, Any] = {"k": k, "v": v} if new else {}
     o, lse = infllm_v2.infllmv2_attn_with_kvcache(
-        q, *caches, **arguments, cache_seqlens=lengths, causal=True, return_softmax_lse=True, topk_idx=topk_idx
+        q, *caches, **arguments, cache_seqlens=lengths, causal=True, softmax_scale=0.3, return_softmax_lse=True, topk_idx=topk_idx
     )  # fmt: skip
     assert all(torch.equal(*pair) for pair in zip(caches, wanted, strict=True))
     for b, length in enumerate((lengths + new).tolist()):
         keys, values = (cache[b, :length] for cache in wanted)
         blocks = None if topk_idx is None else topk_idx[b]
-        o_b, lse_b = attention_of(q[b], keys, values, blocks, bounds([S]), bounds([length]), D**-0.5)
+        o_b, lse_b = attention_of(q[b], keys, values, blocks, bounds([S]), bounds([length]), 0.3)
         torch.testing.assert_close(o[b], o_b, atol=1e-12, rtol=1e-10)
         torch.testing.assert_close(lse[b].T, lse_b, atol=1e-6, rtol=1e-6)
+
+
+def test_gradients_over_a_cache() -> None:
+    inputs = [normal(*shape, seed=i).requires_grad_() for i, shape in enumerate(((1, 3, 32, 16), (1, 150, 2, 16), (1, 150, 2, 16)))]
+    topk_idx = lists_of_blocks(2, 3, 2, 3)
+    o = infllm_v2.infllmv2_attn_with_kvcache(*inputs, cache_seqlens=140, causal=True, topk_idx=topk_idx[None])
+    assert isinstance(o, Tensor)
+    q, k, v = (x[0] for x in inputs)
+    wanted, _ = attention_of(q, k[:140], v[:140], topk_idx, bounds([3]), bounds([140]), 0.25)
+    assert_same(o[0], wanted, inputs)
 
 
 def test_lengths_of_a_cache_as_a_number_or_left_out() -> None:
