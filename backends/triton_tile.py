@@ -18,9 +18,6 @@ tile, except rows that select nothing. A NaN in a row's own q or do stays in tha
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -31,11 +28,10 @@ from nsa_sel.backends._slices import by_parts
 from nsa_sel.backends._triton import arguments
 from nsa_sel.backends._triton.blocks import MOST_ROWS, BlockUnion, block_union, tile_bytes
 from nsa_sel.backends._triton.dkdv import key_value_gradients
-from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
+from nsa_sel.backends._triton.kernel import Kernel, cached_kernel
 from nsa_sel.backends._triton.rows import row_limit, tile_rows
 from nsa_sel.backends._triton.softmax import LN_2, delta_and_lse, finish_softmax, split_products
 from nsa_sel.backends._triton.tiles import (
-    MIN_TILE,
     kv_descriptors,
     load_columns,
     load_kv,
@@ -44,6 +40,7 @@ from nsa_sel.backends._triton.tiles import (
     row_pointers,
     store_columns,
 )
+from nsa_sel.backends._triton.units import tile_width
 from nsa_sel.backends._triton.walk import add_cut_steps, add_step, empty_dq, empty_sums, store_dq
 from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.core.call import Call
@@ -201,7 +198,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Return o [B,S,G,h,Dv] and lse [B,S,G,h]."""
     heads = arguments.heads(call)
     config = arguments.kernel_config(call, heads, "triton-tile/forward")
-    kernel = _forward(heads, call.selection.n, _block(call), config)
+    kernel = _kernel(forward_kernel, call, heads, config)
 
     def start(call: Call, o: Tensor, lse: Tensor) -> None:
         plan = block_union(call, kernel.constants["TQ"])
@@ -222,7 +219,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     select it."""
     heads = arguments.heads(call)
     config = arguments.kernel_config(call, heads, "triton-tile/dq")
-    kernel = _dq(heads, call.selection.n, _block(call), config)
+    kernel = _kernel(dq_kernel, call, heads, config)
 
     def start(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, dq: Tensor, delta: Tensor) -> None:
         plan = block_union(call, kernel.constants["TQ"])
@@ -247,33 +244,19 @@ def loaded_keys(call: Call, selected: int, count: bool) -> int:
     return keys * -(-heads.h // config.rows)
 
 
-@functools.lru_cache(REMEMBERED)
-def _forward(heads: arguments.Heads, n: int, block: int, config: KernelConfig) -> Kernel:
-    return Kernel(forward_kernel, **_constants(heads, n, block, config))
-
-
-@functools.lru_cache(REMEMBERED)
-def _dq(heads: arguments.Heads, n: int, block: int, config: KernelConfig) -> Kernel:
-    return Kernel(dq_kernel, **_constants(heads, n, block, config))
-
-
-def _constants(heads: arguments.Heads, n: int, block: int, config: KernelConfig) -> dict[str, Any]:
-    """Return the constexpr parameters and compiler options of both kernels."""
-    block_l = config.block_l if block < MIN_TILE else min(config.block_l, block & -block)
-    tiles = {"BLOCK": block, "TQ": _tile_tokens(heads, n, config), "ROWS": config.rows, "BLOCK_L": block_l, "TAIL_L": min(32, block_l)}
-    return {"dims": arguments.split_dims(heads), **tiles, **arguments.options(config)}
+def _kernel(function: object, call: Call, heads: arguments.Heads, config: KernelConfig) -> Kernel:
+    """Return `forward_kernel` or `dq_kernel` with its constants."""
+    block = call.selection.block_size
+    assert block is not None, "Limits.block_aligned_only keeps other selections out"
+    tokens, block_l = _tile_tokens(heads, call.selection.n, config), tile_width(call, config)
+    tiles = {"BLOCK": block, "TQ": tokens, "ROWS": config.rows, "BLOCK_L": block_l, "TAIL_L": min(32, block_l)}
+    return cached_kernel(function, dims=arguments.split_dims(heads), **tiles, **arguments.options(config))
 
 
 def _tile_tokens(heads: arguments.Heads, n: int, config: KernelConfig) -> int:
     """Return TQ: as many tokens as fill the tensor-core tile with their heads, limited by what the plan can sort and
     mark."""
     return max(1, min(MOST_ROWS, config.rows // heads.h, SORTED // n))
-
-
-def _block(call: Call) -> int:
-    block = call.selection.block_size
-    assert block is not None, "Limits.block_aligned_only keeps other selections out"
-    return block
 
 
 def _inputs(call: Call, kernel: Kernel, config: KernelConfig, plan: BlockUnion) -> tuple[Tensor | TensorDescriptor | None, ...]:

@@ -9,7 +9,6 @@ sums per row.
 
 from __future__ import annotations
 
-import functools
 import itertools
 
 import triton
@@ -19,7 +18,7 @@ from torch import Tensor
 from nsa_sel.backends._slices import slices
 from nsa_sel.backends._triton import arguments
 from nsa_sel.backends._triton.blocks import merged
-from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
+from nsa_sel.backends._triton.kernel import cached_kernel
 from nsa_sel.backends._triton.key_to_rows import KeyToRows, list_start
 from nsa_sel.backends._triton.rows import load_range, row_limit
 from nsa_sel.backends._triton.softmax import LOG2_E, dot, p_and_ds, split_products
@@ -41,7 +40,6 @@ from nsa_sel.backends._triton.units import (
 from nsa_sel.backends._triton.walk import add_rows_step
 from nsa_sel.backends.launcher.buffers import temporary, unwritten
 from nsa_sel.core.call import Call
-from nsa_sel.settings.schema import KernelConfig
 
 
 @triton.jit
@@ -264,7 +262,9 @@ def partial_unit(
     block = call.selection.block_size
     whole = block is not None and block % plan.width == 0
     config = arguments.kernel_config(call, heads, name)
-    partial = _partial(heads, config, call.selection.n, plan.reach, plan.block, plan.width, whole, small, sums.by_entry)
+    lists = {"N": call.selection.n, "REACH": plan.reach, "TILES": plan.block, "WHOLE": whole, "BLOCK": small, "BY_ENTRY": sums.by_entry}
+    tiles = {"ROWS": config.rows, "BLOCK_L": plan.width}
+    partial = cached_kernel(partial_dkdv_kernel, dims=arguments.split_dims(heads), **lists, **tiles, **arguments.options(config))
     arguments.announced(call, heads, name, config, partial).launch(
         plan.pieces * plan.block,
         (call.q, call.k, call.v, call.disjoint_ranges(), bits, call.q_pos, lse, do, delta, sums.part_dk, sums.part_dv, part_dq,
@@ -277,30 +277,13 @@ def sum_unit(call: Call, heads: arguments.Heads, plan: KeyToRows, unit: Unit, su
     """Launch `sum_parts_kernel`, which adds one unit's partial sums to dk and dv."""
     sizes = arguments.sizes(call)
     first, last = unit.rows.first_row == 0, unit.rows.first_row + unit.rows.rows == sizes[0]
-    total = _sum_parts(heads, plan.width, plan.block, first and not sums.slice, last and not sums.slice, sums.by_entry)
-    total.launch(
-        (unit.lists.end_list - unit.lists.first_list) * (plan.width // total.constants["ROWS"]),
+    tiles = {"BLOCK_L": plan.width, "TILES": plan.block, "ROWS": min(16, plan.width)}
+    parts = {"FIRST": first and not sums.slice, "LAST": last and not sums.slice, "BY_ENTRY": sums.by_entry}
+    cached_kernel(sum_parts_kernel, dims=arguments.dims(heads), **tiles, **parts, num_warps=4).launch(
+        (unit.lists.end_list - unit.lists.first_list) * (plan.width // tiles["ROWS"]),
         (sums.part_dk, sums.part_dv, sums.sum_dk, sums.sum_dv, sums.dk, sums.dv, plan.ends),
         (sizes[1], unit.lists),
     )
-
-
-@functools.lru_cache(REMEMBERED)
-def _partial(
-    heads: arguments.Heads, config: KernelConfig, n: int, reach: int, tiles: int, width: int, whole: bool, small: int, by_entry: bool
-) -> Kernel:  # fmt: skip
-    return Kernel(
-        partial_dkdv_kernel, dims=arguments.split_dims(heads), N=n, REACH=reach, TILES=tiles, WHOLE=whole, BLOCK=small, BY_ENTRY=by_entry,
-        ROWS=config.rows, BLOCK_L=width, **arguments.options(config),
-    )  # fmt: skip
-
-
-@functools.lru_cache(REMEMBERED)
-def _sum_parts(heads: arguments.Heads, width: int, tiles: int, first: bool, last: bool, by_entry: bool) -> Kernel:
-    return Kernel(
-        sum_parts_kernel, dims=arguments.dims(heads), BLOCK_L=width, TILES=tiles, ROWS=min(16, width), FIRST=first, LAST=last,
-        BY_ENTRY=by_entry, num_warps=4,
-    )  # fmt: skip
 
 
 def key_value_gradients(

@@ -8,20 +8,17 @@ the same walk gives the (row, block)'s share of dq; dk and dv use lists of tiles
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nsa_sel.backends._triton import arguments
-from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
+from nsa_sel.backends._triton.kernel import Kernel, cached_kernel
 from nsa_sel.backends._triton.key_to_rows import KeyToRows, list_start
 from nsa_sel.backends._triton.rows import row_limit
 from nsa_sel.backends._triton.softmax import LOG2_E, finish_softmax
 from nsa_sel.backends._triton.tiles import kv_descriptors, load_columns, load_split, row_pointers, store_columns
-from nsa_sel.backends._triton.units import Unit, load_entries, piece_bounds
+from nsa_sel.backends._triton.units import Unit, load_entries, piece_bounds, tile_width
 from nsa_sel.backends._triton.walk import add_cut_steps, add_whole_steps, empty_dq, empty_sums, store_dq
 from nsa_sel.backends.specs import VISITED_WHOLE
 from nsa_sel.core.call import Call
@@ -159,7 +156,7 @@ def partials(call: Call, plan: KeyToRows, unit: Unit, part_o: Tensor, part_lse: 
     unit."""
     heads = arguments.heads(call)
     config = arguments.kernel_config(call, heads, "triton-tile/forward")
-    kernel = _kernel(forward_visit, heads, call.selection.n, plan.width, config)
+    kernel = _kernel(forward_visit, call, heads, plan, config)
     descriptors = kv_descriptors(call.k, call.v, kernel.constants["dims"], kernel.constants["BLOCK_L"], config.loads == "tma")
     arguments.announced(call, heads, "triton-tile/forward", config, kernel).launch(
         plan.pieces,
@@ -178,7 +175,7 @@ def dq_shares(call: Call, plan: KeyToRows, unit: Unit, lse: Tensor, do: Tensor, 
     """Launch `dq_visit`, which writes part_dq [pairs, section, n, h, Dk] of a unit's entries."""
     heads = arguments.heads(call)
     config = arguments.kernel_config(call, heads, "triton-tile/dq")
-    kernel = _kernel(dq_visit, heads, call.selection.n, plan.width, config)
+    kernel = _kernel(dq_visit, call, heads, plan, config)
     descriptors = kv_descriptors(call.k, call.v, kernel.constants["dims"], kernel.constants["BLOCK_L"], config.loads == "tma")
     arguments.announced(call, heads, "triton-tile/dq", config, kernel).launch(
         plan.pieces,
@@ -187,9 +184,6 @@ def dq_shares(call: Call, plan: KeyToRows, unit: Unit, lse: Tensor, do: Tensor, 
     )
 
 
-@functools.lru_cache(REMEMBERED)
-def _kernel(function: Any, heads: arguments.Heads, n: int, block: int, config: KernelConfig) -> Kernel:
-    return Kernel(
-        function, dims=arguments.split_dims(heads), N=n, WIDTH=block, ROWS=config.rows, BLOCK_L=min(config.block_l, block & -block),
-        **arguments.options(config),
-    )  # fmt: skip
+def _kernel(function: object, call: Call, heads: arguments.Heads, plan: KeyToRows, config: KernelConfig) -> Kernel:
+    tiles = {"WIDTH": plan.width, "ROWS": config.rows, "BLOCK_L": tile_width(call, config)}
+    return cached_kernel(function, dims=arguments.split_dims(heads), N=call.selection.n, **tiles, **arguments.options(config))
