@@ -220,7 +220,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     heads = arguments.heads(call)
     if is_large(call):
         large = _large_plan(call, heads.Dv)
-        return joined_partials(call, large, functools.partial(large_blocks.partials, call, large))
+        return joined_partials(call, large, functools.partial(large_blocks.visit, call, large))
     config = arguments.kernel_config(call, heads, "triton-block/forward")
     plan = _plan(call, tile_width(call, config), heads.Dv, 0)
     tiles = {"EACH": call.selection.n * plan.reach, "ROWS": config.rows, "BLOCK_L": plan.width}
@@ -278,7 +278,7 @@ def dq_of_large(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | N
     plan = _large_plan(call, call.q.shape[4])
 
     def visit(unit: Unit, delta: Tensor, part_dq: Tensor, dq: Tensor) -> None:
-        large_blocks.dq_shares(call, plan, unit, lse, do, delta, part_dq)
+        large_blocks.visit(call, plan, unit, part_dq, None, lse, do, delta)
 
     return sum_of_shares(call, o, lse, do, dlse, plan, visit)
 
