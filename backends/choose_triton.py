@@ -22,7 +22,7 @@ from nsa_sel.backends._triton import choose_dkdv, choose_pages, runs
 from nsa_sel.backends._triton import ranges as ranges_module
 from nsa_sel.backends._triton.arguments import dims_of, heads_of, narrow_suffix
 from nsa_sel.backends._triton.choose_rows import Sizes, bounds_of, by_tma, sizes_of, strides_of
-from nsa_sel.backends._triton.choose_scores import block_scores, importance
+from nsa_sel.backends._triton.choose_scores import block_scores
 from nsa_sel.backends._triton.kernel import Kernel
 from nsa_sel.backends._triton.ranges import top_n
 from nsa_sel.backends._triton.tiles import MIN_TILE, kv_descriptors
@@ -135,7 +135,8 @@ def best_blocks(call: ChooseCall, lse: Tensor | None) -> Tensor:
         positions = part.q_pos
         if call.sequences is not None:
             positions = torch.empty(part.q.shape[:2], dtype=torch.int32, device=call.q.device)
-        _scores(part, part_lse, scores, None if call.sequences is None else positions)
+        config = config_of(part, "choose/importance" if call.pool == NSA_POOL else "choose/scores")
+        block_scores(part, part_lse, scores, config, None if call.sequences is None else positions)
         best_of_many(scores, part_ranges, block_size, first, local, part.start, positions)
     return ranges
 
@@ -172,18 +173,6 @@ def _rows(
     part = call.part(*at)
     b, s = part.q.shape[:2]
     return part, None if lse is None else lse[at], ranges[at], scratch[:b, :s]
-
-
-def _scores(part: ChooseCall, lse: Tensor | None, scores: Tensor, positions: Tensor | None) -> None:
-    """Store the scores of visible blocks to [B,S,G,blocks]; scores of later blocks may stay uninitialized.
-
-    positions: for a packed batch, receives the rows' positions, which only `importance` computes.
-    """
-    config = config_of(part, "choose/importance")
-    if lse is not None and part.pool == NSA_POOL and (part.rule.pieces <= config.block_l or positions is not None):
-        importance(part, lse, scores, config, positions)
-    else:
-        block_scores(part, lse, scores, config_of(part, "choose/scores"))
 
 
 def backward(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

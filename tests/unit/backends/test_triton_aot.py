@@ -111,8 +111,8 @@ def test_append_and_compression_fit() -> None:
         assert kernel["spilled"] == 0, kernel
 
 
-KERNELS_CHOOSE = {"forward_kernel", "importance_kernel", "top_n_kernel", "dq_kernel", "dkdv_kernel", "sum_sections_kernel"}
-TENSOR_CORES = {"forward_kernel", "importance_kernel", "dq_kernel", "dkdv_kernel"}
+KERNELS_CHOOSE = {"forward_kernel", "block_scores_kernel", "top_n_kernel", "dq_kernel", "dkdv_kernel", "sum_sections_kernel"}
+TENSOR_CORES = {"forward_kernel", "block_scores_kernel", "dq_kernel", "dkdv_kernel"}
 
 
 def spills_allowed_choose(kernel: dict[str, object]) -> int:
