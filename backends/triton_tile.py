@@ -50,29 +50,9 @@ SORTED = 2048  # most entries per tile that the plan sorts: rows with more range
 
 
 @triton.jit
-def tile_list(blocks, rows, counts, tile, capacity):
-    """Return pointers to a tile's blocks and row bits, the number of blocks that are whole for every row, and of all
-    blocks."""
-    at = tile.to(tl.int64) * capacity
-    return blocks + at, rows + at, tl.load(counts + 2 * tile), tl.load(counts + 2 * tile + 1)
-
-
-@triton.jit
 def selects(chosen, bit):
     """Return whether row `bit` selects the block: bit r of `chosen` is set if row r of the tile does."""
     return ((chosen >> bit) & 1) != 0
-
-
-@triton.jit
-def cut_block(blocks, row_bits, i, bit, exists, limit, BLOCK: tl.constexpr):
-    """Return the first key of entry i (a cut block), one past the last key that any row sees, and `high`
-    [ROWS]: one past the last key that each row sees, 0 if it did not select the block.
-
-    Keys past the second value may hold NaN and must not be loaded.
-    """
-    high = tl.where(exists & selects(tl.load(row_bits + i), bit), limit, 0)
-    first = tl.load(blocks + i) * BLOCK
-    return first, tl.minimum(first + BLOCK, tl.max(high, 0)), high
 
 
 @triton.jit
@@ -99,14 +79,18 @@ def gather_keys(
 
 @triton.jit
 def walk_union(
-    sums, q, grad, descs, k, v, blocks, row_bits, whole, total, b, g, bit, exists, limit, strides, c,
+    sums, q, grad, descs, k, v, blocks, row_bits, counts, q_pos, tile, capacity, b, g, s, bit, exists, strides, sizes, c,
     dims: tl.constexpr, BLOCK: tl.constexpr, BLOCK_L: tl.constexpr, TAIL_L: tl.constexpr,
 ):  # fmt: skip
-    """Add the blocks of a tile's list to the sums of its rows (walk.py).
+    """Add the blocks of the list of tile number `tile` to the sums of its rows (walk.py).
 
-    bit, exists, limit: [ROWS], each row's bit in `row_bits`, whether it exists, and one past the last key that it may see.
+    s, bit, exists: [ROWS], each row, its bit in `row_bits`, and whether it exists.
     Entries [0, whole) are visible to every row up to their last key; entries [whole, total) may be cut for some row.
     """
+    blocks += tile.to(tl.int64) * capacity
+    row_bits += tile.to(tl.int64) * capacity
+    whole, total = tl.load(counts + 2 * tile), tl.load(counts + 2 * tile + 1)
+    limit = row_limit(q_pos, strides.pos, b.to(tl.int64), s, sizes[0], sizes[1])  # [ROWS]
     REST: tl.constexpr = dims.BLOCK_REST
     STEPS: tl.constexpr = BLOCK // BLOCK_L
     b64, g64 = b.to(tl.int64), g.to(tl.int64)
@@ -131,7 +115,10 @@ def walk_union(
             logits = split_products(q[0], q[1], kv[0], kv[1], REST)  # [ROWS, BLOCK_L]
             sums = add_step(sums, grad, logits, kv, c, REST, None, selected)
         for i in range(whole, total):
-            first, end, high = cut_block(blocks, row_bits, i, bit, exists, limit, BLOCK)
+            # Keys that no row sees may hold NaN and are not loaded.
+            high = tl.where(exists & selects(tl.load(row_bits + i), bit), limit, 0)  # [ROWS], 0 without the block
+            first = tl.load(blocks + i) * BLOCK
+            end = tl.minimum(first + BLOCK, tl.max(high, 0))
             sums = add_cut_steps(sums, q, grad, k, v, strides, b64, g64, 0, first, end, None, high, c, dims, TAIL_L, False)
     return sums
 
@@ -148,17 +135,15 @@ def forward_kernel(
     step in cut blocks.
     TMA: k_desc, k_rest_desc (second column tile of k) and v_desc load whole blocks; None: pointer loads.
     """
-    S, S_kv, G = sizes
+    S, _, G = sizes
     b, g, tile, s, bit, head, out, exists = tile_rows(tl.program_id(0), S, G, tiles, dims.h, TQ, ROWS)
     b64, g64 = b.to(tl.int64), g.to(tl.int64)
     q_rows = row_pointers(q, strides.q, b64, g64, s.to(tl.int64), head)  # [ROWS]
     q_tile = load_split(q_rows, exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)  # [ROWS, BLOCK_D], [ROWS, BLOCK_REST]
-    blocks, rows, whole, total = tile_list(blocks, rows, counts, tile, capacity)
     sums = empty_sums(ROWS, dims.BLOCK_DV, lse.dtype.element_ty)
-    limit = row_limit(q_pos, strides.pos, b64, s, S, S_kv)  # [ROWS]
     acc, l, m = walk_union(
-        sums, q_tile, None, (k_desc, k_rest_desc, v_desc), k, v, blocks, rows, whole, total, b, g, bit, exists, limit, strides,
-        scale_log2, dims, BLOCK, BLOCK_L, TAIL_L,
+        sums, q_tile, None, (k_desc, k_rest_desc, v_desc), k, v, blocks, rows, counts, q_pos, tile, capacity, b, g, s, bit, exists,
+        strides, sizes, scale_log2, dims, BLOCK, BLOCK_L, TAIL_L,
     )  # fmt: skip
     o_tile, lse2 = finish_softmax(acc, l, m, scale_log2)  # [ROWS, BLOCK_DV], [ROWS]
     store_columns(o + out * dims.Dv, o_tile, exists, 0, dims.Dv)
@@ -176,18 +161,16 @@ def dq_kernel(
 
     Grid, tiles and TMA are those of `forward_kernel`; do is [ROWS, BLOCK_DV].
     """
-    S, S_kv, G = sizes
+    S, _, G = sizes
     b, g, tile, s, bit, head, out, exists = tile_rows(tl.program_id(0), S, G, tiles, dims.h, TQ, ROWS)
     b64, g64, s64 = b.to(tl.int64), g.to(tl.int64), s.to(tl.int64)
     q_tile = load_split(row_pointers(q, strides.q, b64, g64, s64, head), exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
     do_tile = load_columns(row_pointers(do, stride_do, b64, g64, s64, head), exists, 0, dims.Dv, dims.BLOCK_DV)
     delta_rows, lse2 = delta_and_lse(o, do_tile, lse, dlse, delta, out, exists, dims)  # [ROWS]
-    blocks, rows, whole, total = tile_list(blocks, rows, counts, tile, capacity)
     sums = empty_dq(ROWS, dims, lse.dtype.element_ty)
-    limit = row_limit(q_pos, strides.pos, b64, s, S, S_kv)  # [ROWS]
     sums = walk_union(
-        sums, q_tile, (do_tile, lse2, delta_rows), (k_desc, k_rest_desc, v_desc), k, v, blocks, rows, whole, total, b, g, bit, exists,
-        limit, strides, scale_log2, dims, BLOCK, BLOCK_L, TAIL_L,
+        sums, q_tile, (do_tile, lse2, delta_rows), (k_desc, k_rest_desc, v_desc), k, v, blocks, rows, counts, q_pos, tile, capacity,
+        b, g, s, bit, exists, strides, sizes, scale_log2, dims, BLOCK, BLOCK_L, TAIL_L,
     )  # fmt: skip
     has_keys = lse2 != float("-inf")  # [ROWS]
     store_dq(dq + out * dims.Dk, sums, scale, has_keys, exists, dims)

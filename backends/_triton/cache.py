@@ -31,22 +31,18 @@ TENSORS = tl.constexpr(6)  # keys and values of three branches
 
 
 @triton.jit
-def to_e4m3(x, scale):
-    """Return x [rows,D] / scale [rows] in e4m3, saturated at 448, with the bits of `nsa_sel.quantize.stored`. NaN stays
-    NaN, because it compares as false."""
-    x = x.to(tl.float32) * tl.div_rn(1.0, scale)[:, None]
-    return tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x)).to(tl.float8e4nv)
-
-
-@triton.jit
 def copy_row(x, to, scale, stride, b, s, slot, G, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Copy x[b, s] [G,D] to row `slot` of `to` [slots,G,D], divided by scales [G] if `to` is in e4m3."""
+    """Copy x[b, s] [G,D] to row `slot` of `to` [slots,G,D], divided by scales [G] if `to` is in e4m3.
+
+    e4m3 saturates at 448, with the bits of `nsa_sel.quantize.stored`. NaN stays NaN, because it compares as false.
+    """
     g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     exists = (g < G)[:, None] & (d < D)[None, :]
     row = x + b * stride[0] + s * stride[1] + g.to(tl.int64)[:, None] * stride[2] + d[None, :]
     numbers = tl.load(row, mask=exists)
     if scale is not None:
-        numbers = to_e4m3(numbers, tl.load(scale + g, mask=g < G, other=1.0))
+        numbers = numbers.to(tl.float32) * tl.div_rn(1.0, tl.load(scale + g, mask=g < G, other=1.0))[:, None]
+        numbers = tl.where(numbers > 448.0, 448.0, tl.where(numbers < -448.0, -448.0, numbers)).to(tl.float8e4nv)
     tl.store(to + slot * G * D + (g * D)[:, None] + d[None, :], numbers, mask=exists)
 
 

@@ -77,19 +77,15 @@ def gate_kernel(
 
 
 @triton.jit
-def raised(lse, gate):
-    """Return lse - ln gate: infinity for a gate of 0, NaN for a negative gate; -inf (a row without keys) stays -inf."""
-    off = gate == 0
-    shifted = tl.where(off, float("inf"), lse - tl.log(tl.where(off, 1.0, gate)))
-    return tl.where(lse == float("-inf"), lse, shifted)
-
-
-@triton.jit
 def raise_branch(lse, to, gates, stride, c: tl.constexpr, at, number, exists):
+    """Store lse - ln gate: infinity for a gate of 0, NaN for a negative gate; -inf (a row without keys) stays -inf."""
     if lse is not None:
         log_sum = tl.load(lse + number, mask=exists, other=0.0)
         gate = tl.load(row_starts(gates, stride, at) + c * stride[4], mask=exists, other=1.0)
-        tl.store(to + number, raised(log_sum, gate.to(log_sum.dtype)), mask=exists)
+        gate = gate.to(log_sum.dtype)
+        off = gate == 0
+        shifted = tl.where(off, float("inf"), log_sum - tl.log(tl.where(off, 1.0, gate)))
+        tl.store(to + number, tl.where(log_sum == float("-inf"), log_sum, shifted), mask=exists)
 
 
 @triton.jit

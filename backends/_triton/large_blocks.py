@@ -30,25 +30,18 @@ def is_large(call: Call) -> bool:
 
 
 @triton.jit
-def visible(limit, listed, first, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr):
-    """Split a block of WIDTH keys into steps without and with a mask.
-
-    Returns the number of steps of BLOCK_L keys without a mask (the whole block if each listed row sees all of it, else
-    0), the first key that needs a mask, and one past the last key that any listed row sees. Callers use two loops,
-    because Triton miscompiles a product in a branch (docs/kernels.md, "Tried and dropped").
-    """
-    end = tl.minimum(first + WIDTH, tl.max(tl.where(listed, limit, 0), 0))
-    steps = tl.where(tl.min(tl.where(listed, limit, first + WIDTH), 0) >= first + WIDTH, WIDTH // BLOCK_L, 0)
-    return steps, tl.where(steps > 0, end, first), end
-
-
-@triton.jit
 def walk_block(
     sums, q, grad, descs, k, v, strides, b, g, first, limit, listed, c, dims: tl.constexpr, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr
 ):  # fmt: skip
     """Add the block that begins at key `first` to the sums of the listed rows (walk.py). limit: [ROWS], one past the
-    last key that each row may see."""
-    steps, cut, end = visible(limit, listed, first, WIDTH, BLOCK_L)
+    last key that each row may see.
+
+    If each listed row sees the whole block, its steps need no mask; else the keys up to the last that any row sees are
+    masked. Two loops, because Triton miscompiles a product in a branch (docs/kernels.md, "Tried and dropped").
+    """
+    end = tl.minimum(first + WIDTH, tl.max(tl.where(listed, limit, 0), 0))
+    steps = tl.where(tl.min(tl.where(listed, limit, first + WIDTH), 0) >= first + WIDTH, WIDTH // BLOCK_L, 0)
+    cut = tl.where(steps > 0, end, first)
     b32, g32 = b.to(tl.int32), g.to(tl.int32)
     sums = add_whole_steps(
         sums, q, grad, descs, k, v, strides, b32, g32, first, 0, steps * BLOCK_L, limit, limit, 0, c, dims, BLOCK_L, False
