@@ -33,7 +33,6 @@ from nsa_sel.backends._triton.rows import row_limit, tile_rows
 from nsa_sel.backends._triton.softmax import LN_2, delta_and_lse, finish_softmax, split_products
 from nsa_sel.backends._triton.tiles import (
     kv_descriptors,
-    load_columns,
     load_kv,
     load_split,
     load_whole,
@@ -41,7 +40,7 @@ from nsa_sel.backends._triton.tiles import (
     store_columns,
 )
 from nsa_sel.backends._triton.units import tile_width
-from nsa_sel.backends._triton.walk import add_cut_steps, add_step, empty_dq, empty_sums, store_dq
+from nsa_sel.backends._triton.walk import add_cut_steps, add_step, empty_dq, empty_sums, load_rows, store_dq
 from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.core.call import Call
 from nsa_sel.settings.schema import KernelConfig
@@ -164,13 +163,12 @@ def dq_kernel(
     S, _, G = sizes
     b, g, tile, s, bit, head, out, exists = tile_rows(tl.program_id(0), S, G, tiles, dims.h, TQ, ROWS)
     b64, g64, s64 = b.to(tl.int64), g.to(tl.int64), s.to(tl.int64)
-    q_tile = load_split(row_pointers(q, strides.q, b64, g64, s64, head), exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
-    do_tile = load_columns(row_pointers(do, stride_do, b64, g64, s64, head), exists, 0, dims.Dv, dims.BLOCK_DV)
+    q_tile, q_rest, do_tile = load_rows(None, None, q, do, strides, stride_do, b64, g64, 0, s64, head, exists, dims, ROWS)
     delta_rows, lse2 = delta_and_lse(o, do_tile, lse, dlse, delta, out, exists, dims)  # [ROWS]
     sums = empty_dq(ROWS, dims, lse.dtype.element_ty)
     sums = walk_union(
-        sums, q_tile, (do_tile, lse2, delta_rows), (k_desc, k_rest_desc, v_desc), k, v, blocks, rows, counts, q_pos, tile, capacity,
-        b, g, s, bit, exists, strides, sizes, scale_log2, dims, BLOCK, BLOCK_L, TAIL_L,
+        sums, (q_tile, q_rest), (do_tile, lse2, delta_rows), (k_desc, k_rest_desc, v_desc), k, v, blocks, rows, counts, q_pos, tile,
+        capacity, b, g, s, bit, exists, strides, sizes, scale_log2, dims, BLOCK, BLOCK_L, TAIL_L,
     )  # fmt: skip
     has_keys = lse2 != float("-inf")  # [ROWS]
     store_dq(dq + out * dims.Dk, sums, scale, has_keys, exists, dims)

@@ -17,9 +17,9 @@ from nsa_sel.backends._triton.kernel import cached_kernel
 from nsa_sel.backends._triton.key_to_rows import KeyToRows, list_start
 from nsa_sel.backends._triton.rows import row_limit
 from nsa_sel.backends._triton.softmax import LOG2_E, finish_softmax
-from nsa_sel.backends._triton.tiles import kv_descriptors, load_columns, load_split, row_pointers, store_columns
+from nsa_sel.backends._triton.tiles import kv_descriptors, load_split, row_pointers, store_columns
 from nsa_sel.backends._triton.units import Unit, load_entries, piece_bounds, tile_width
-from nsa_sel.backends._triton.walk import add_cut_steps, add_whole_steps, empty_dq, empty_sums, store_dq
+from nsa_sel.backends._triton.walk import add_cut_steps, add_whole_steps, empty_dq, empty_sums, load_rows, store_dq
 from nsa_sel.backends.specs import VISITED_WHOLE
 from nsa_sel.core.call import Call
 
@@ -86,8 +86,8 @@ def visit_kernel(
                 head = pair % h
                 s = (entry // N).to(tl.int64)
                 limit = row_limit(q_pos, strides.pos, b, s, S, S_kv)
-                q_tile = load_split(row_pointers(q, strides.q, b, g, s, head), listed, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
                 if do is None:
+                    q_tile = load_split(row_pointers(q, strides.q, b, g, s, head), listed, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
                     acc, l, m = walk_block(
                         empty_sums(ROWS, dims.BLOCK_DV, part_lse.dtype.element_ty), q_tile, None, (k_desc, k_rest_desc, v_desc), k, v,
                         strides, b, g, first, limit, listed, scale_log2, dims, WIDTH, BLOCK_L,
@@ -97,13 +97,13 @@ def visit_kernel(
                     store_columns(part + slot * dims.Dv, o_tile, listed, 0, dims.Dv)
                     tl.store(part_lse + slot, lse2, mask=listed)
                 else:
-                    do_tile = load_columns(row_pointers(do, stride_do, b, g, s, head), listed, 0, dims.Dv, dims.BLOCK_DV)
+                    q_tile, q_rest, do_tile = load_rows(None, None, q, do, strides, stride_do, b, g, 0, s, head, listed, dims, ROWS)
                     out = ((b * S + s) * G + g) * h + head
                     lse2 = tl.load(lse + out, mask=listed, other=float("inf")) * LOG2_E
                     delta_rows = tl.load(delta + out, mask=listed, other=0.0)
                     sums = walk_block(
-                        empty_dq(ROWS, dims, lse.dtype.element_ty), q_tile, (do_tile, lse2, delta_rows), (k_desc, k_rest_desc, v_desc),
-                        k, v, strides, b, g, first, limit, listed, scale_log2, dims, WIDTH, BLOCK_L,
+                        empty_dq(ROWS, dims, lse.dtype.element_ty), (q_tile, q_rest), (do_tile, lse2, delta_rows),
+                        (k_desc, k_rest_desc, v_desc), k, v, strides, b, g, first, limit, listed, scale_log2, dims, WIDTH, BLOCK_L,
                     )  # fmt: skip
                     slot = first_slot + entry.to(tl.int64) * h + head
                     store_dq(part + slot * dims.Dk, sums, scale, None, listed, dims)

@@ -26,13 +26,12 @@ from nsa_sel.backends._triton.tiles import (
     MIN_TILE,
     aligned,
     kv_descriptors,
-    load_columns,
     load_split,
     row_pointers,
     store_columns,
     tile_size,
 )
-from nsa_sel.backends._triton.walk import add_cut_steps, add_whole_steps, empty_dq, empty_sums, store_dq
+from nsa_sel.backends._triton.walk import add_cut_steps, add_whole_steps, empty_dq, empty_sums, load_rows, store_dq
 from nsa_sel.backends._triton.window import keys_of_rows
 from nsa_sel.core.call import ChooseCall, Rule, WindowCall
 from nsa_sel.settings.schema import KernelConfig
@@ -126,8 +125,7 @@ def dq_kernel(
     ACC: tl.constexpr = lse.dtype.element_ty
     b, g, s, head, out, exists, offset, own = locate_tile(tl.program_id(0), cu, cu_cmp, sizes, dims.h, TQ, ROWS)
     b64, g64, s64 = b.to(tl.int64), g.to(tl.int64), s.to(tl.int64)
-    q_tile = load_split(row_pointers(q, strides.q, b64, g64, s64, head), exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
-    do_tile = load_columns(row_pointers(do, stride_do, b64, g64, s64, head), exists, 0, dims.Dv, dims.BLOCK_DV)
+    q_tile, q_rest, do_tile = load_rows(None, None, q, do, strides, stride_do, b64, g64, 0, s64, head, exists, dims, ROWS)
     delta = row_delta(o, do_tile, dlse, out, exists, dims, ACC)  # [ROWS]
     lse2 = tl.load(lse + out, mask=exists, other=0.0) * LOG2_E  # [ROWS]
     if rule is None:
@@ -139,8 +137,8 @@ def dq_kernel(
         tl.store(facts + sizes.S * dims.h, lse2, mask=exists)
     run = run_of_tile(q_pos, bounds, strides, b, s, exists, own, rule, BLOCK_K)
     sums = walk_runs(
-        empty_dq(ROWS, dims, ACC), q_tile, (do_tile, lse2, delta), (k_desc, k_rest_desc, v_desc), k, v, strides, b, g, offset, run,
-        scale_log2, dims, rule, BLOCK_K, TAIL_K,
+        empty_dq(ROWS, dims, ACC), (q_tile, q_rest), (do_tile, lse2, delta), (k_desc, k_rest_desc, v_desc), k, v, strides, b, g, offset,
+        run, scale_log2, dims, rule, BLOCK_K, TAIL_K,
     )  # fmt: skip
     if rule is not None:
         has_keys = lse2 != float("-inf")
