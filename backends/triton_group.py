@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_sel.backends._triton import arguments
 from nsa_sel.backends._triton.combine import combine, count_splits, multiprocessors, partials
@@ -25,7 +24,7 @@ from nsa_sel.backends._triton.dkdv import key_value_gradients
 from nsa_sel.backends._triton.group_blocks import dq_blocks_kernel, forward_blocks_kernel
 from nsa_sel.backends._triton.group_ranges import dq_kernel, dq_small_blocks_kernel, forward_ranges_kernel, forward_small_blocks_kernel
 from nsa_sel.backends._triton.kernel import Kernel, cached_kernel
-from nsa_sel.backends._triton.tiles import MIN_TILE, descriptor, tile_size
+from nsa_sel.backends._triton.tiles import MIN_TILE, kv_descriptors, tile_size
 from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.core.call import Call
 from nsa_sel.settings.schema import KernelConfig
@@ -60,10 +59,10 @@ def _forward_blocks(call: Call, heads: arguments.Heads, name: str, config: Kerne
     o, lse = arguments.outputs(call)
     n = call.selection.n
     kernel = _kernel(forward_blocks_kernel, heads, config, cache=_cache(call), **_block_tiles(call, config))
-    descriptors = _descriptors(call, kernel) if config.loads == "tma" else (None, None)
+    k_desc, _, v_desc = kv_descriptors(call.k, call.v, kernel.constants["dims"], kernel.constants["BLOCK_L"], config.loads == "tma")
     arguments.announced(call, heads, name, config, kernel).launch(
         programs,
-        (call.q, *descriptors, call.k, call.v, *_index(call), *_scales(call), o, lse),
+        (call.q, k_desc, v_desc, call.k, call.v, *_cache_tensors(call), o, lse),
         (arguments.strides(call), _cache_strides(call), arguments.sizes(call), n, call.scale_log2()),
     )
     return o, lse
@@ -86,7 +85,7 @@ def _forward_ranges(
         kernel = _kernel(forward_ranges_kernel, heads, config, **constants, **walking)
     arguments.announced(call, heads, name, config, kernel).launch(
         programs * splits,
-        (call.q, call.k, call.v, *_index(call), *_scales(call), *parts),
+        (call.q, call.k, call.v, *_cache_tensors(call), *parts),
         (arguments.strides(call), _cache_strides(call), arguments.sizes(call), n, splits, call.scale_log2()),
     )
     combine(*parts, o, lse, splits)
@@ -116,7 +115,8 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
         config = arguments.kernel_config(call, heads, "triton-group/dq-blocks", True)
         kernel = _kernel(dq_blocks_kernel, heads, config, **_block_tiles(call, config))
         arguments.announced(call, heads, "triton-group/dq-blocks", config, kernel)
-        kernel.launch(grid, (call.q, *_descriptors(call, kernel), *tensors), numbers)
+        k_desc, _, v_desc = kv_descriptors(call.k, call.v, kernel.constants["dims"], kernel.constants["BLOCK_L"], True)
+        kernel.launch(grid, (call.q, k_desc, v_desc, *tensors), numbers)
     else:
         config = arguments.kernel_config(call, heads, "triton-group/dq")
         block = _small_block(call)
@@ -159,20 +159,17 @@ def _cache(call: Call) -> Cache:
     return Cache(call.lengths is not None, 0 if call.block_table is None else call.k.shape[2], of_pages)
 
 
-def _index(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the tensors that locate a row's keys: ranges, positions or lengths, and the block table."""
-    return call.disjoint_ranges(), call.q_pos if call.lengths is None else call.lengths, call.block_table
-
-
-def _scales(call: Call) -> tuple[Tensor | None, Tensor | None]:
-    """Return the scales of quantized keys and values, or None."""
-    return (None, None) if call.scales is None else (call.scales.k, call.scales.v)
+def _cache_tensors(call: Call) -> tuple[Tensor | None, ...]:
+    """Return the tensors that locate a row's keys (ranges, positions or lengths, the block table), and the scales of
+    quantized keys and values."""
+    scales = (None, None) if call.scales is None else (call.scales.k, call.scales.v)
+    return call.disjoint_ranges(), call.q_pos if call.lengths is None else call.lengths, call.block_table, *scales
 
 
 def _cache_strides(call: Call) -> CacheStrides:
     if call.block_table is None and call.scales is None:
         return _NO_STRIDES
-    k_scale, v_scale = ((0, 0) if x is None else x.stride() for x in _scales(call))
+    k_scale, v_scale = ((0, 0) if x is None else x.stride() for x in _cache_tensors(call)[3:])
     return CacheStrides(0 if call.block_table is None else call.block_table.stride(0), *k_scale, *v_scale)
 
 
@@ -188,11 +185,6 @@ def _block_tiles(call: Call, config: KernelConfig) -> dict[str, int]:
     assert block is not None, "the kernels over blocks run for whole blocks alone"
     block_l = min(config.block_l, block)
     return {"BLOCK": block, "BLOCK_L": block_l, "TAIL_L": min(32, block_l), "NP": tile_size(call.selection.n, 1)}
-
-
-def _descriptors(call: Call, kernel: Kernel) -> tuple[TensorDescriptor, TensorDescriptor]:
-    dims, block_l = kernel.constants["dims"], kernel.constants["BLOCK_L"]
-    return descriptor(call.k, block_l, dims.BLOCK_D), descriptor(call.v, block_l, dims.BLOCK_DV)
 
 
 def _small_block(call: Call) -> int:

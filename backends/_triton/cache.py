@@ -60,18 +60,14 @@ def append_kernel(
     row, which = tl.program_id(0) // TENSORS, tl.program_id(0) % TENSORS
     b, s = (row // S).to(tl.int64), (row % S).to(tl.int64)
     at, last = tl.load(slot + row), tl.load(last_slot + row)
-    if which == 0:
-        copy_row(k_cmp, k_raw, None, strides[0], b, s, last, G, Dk, BLOCK_G, BLOCK_DK)
-    elif which == 1:
-        copy_row(v_cmp, v_raw, None, strides[1], b, s, last, G, Dv, BLOCK_G, BLOCK_DV)
-    elif which == 2:
-        copy_row(k_slc, k, k_scale, strides[2], b, s, at, G, Dk, BLOCK_G, BLOCK_DK)
-    elif which == 3:
-        copy_row(v_slc, v, v_scale, strides[3], b, s, at, G, Dv, BLOCK_G, BLOCK_DV)
-    elif which == 4:
-        copy_row(k_win, k_last, k_last_scale, strides[4], b, s, last, G, Dk, BLOCK_G, BLOCK_DK)
-    else:
-        copy_row(v_win, v_last, v_last_scale, strides[5], b, s, last, G, Dv, BLOCK_G, BLOCK_DV)
+    keys, values = (k_cmp, k_slc, k_win), (v_cmp, v_slc, v_win)
+    to_keys, to_values, slots = (k_raw, k, k_last), (v_raw, v, v_last), (last, at, last)
+    k_scales, v_scales = (None, k_scale, k_last_scale), (None, v_scale, v_last_scale)
+    for c in tl.static_range(3):
+        if which == 2 * c:
+            copy_row(keys[c], to_keys[c], k_scales[c], strides[2 * c], b, s, slots[c], G, Dk, BLOCK_G, BLOCK_DK)
+        elif which == 2 * c + 1:
+            copy_row(values[c], to_values[c], v_scales[c], strides[2 * c + 1], b, s, slots[c], G, Dv, BLOCK_G, BLOCK_DV)
 
 
 def append(

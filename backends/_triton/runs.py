@@ -12,7 +12,7 @@ not read. `rule` decides which run a row sees:
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -39,29 +39,24 @@ from nsa_sel.settings.schema import KernelConfig
 TAIL = 32  # compressed keys per masked step
 
 
-class Run(NamedTuple):
-    """The keys that the rows of a tile see, and the limits of its walk."""
-
-    low: tl.tensor  # [ROWS], the first key that each row sees; unused with a rule, where it is 0
-    high: tl.tensor  # [ROWS], one past the last key that each row sees
-    first: tl.tensor  # the first key that any row sees
-    begun: tl.tensor  # the first key inside all windows
-    whole: tl.tensor  # end of the whole steps of BLOCK_K keys, which all rows see from `begun` on
-    end: tl.tensor  # one past the last key that any row sees
-
-
 @triton.jit
 def run_of_tile(q_pos, bounds, strides, b, s, exists, sizes, rule: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return the `Run` of the rows s [ROWS]."""
+    """Return the run of keys that the rows s [ROWS] see, and the limits of its walk:
+
+    - low, high: [ROWS], the keys [low, high) of each row; low is unused with a rule, where it is 0.
+    - first, end: the keys [first, end) that any row sees.
+    - begun: the first key inside all windows.
+    - whole: end of the whole steps of BLOCK_K keys, which all rows see from `begun` on.
+    """
     if rule is None:
         low, high = keys_of_rows(bounds, s, sizes)
         first, begun = tl.min(low, 0), tl.max(low, 0)
         whole = first + tl.maximum(tl.min(high, 0) - first, 0) // BLOCK_K * BLOCK_K
-        return Run(low, high, first, begun, whole, tl.max(tl.where(low < high, high, 0), 0))
+        return low, high, first, begun, whole, tl.max(tl.where(low < high, high, 0), 0)
     else:
         high = tl.where(exists, seen_keys(q_pos, strides.pos, b.to(tl.int64), s.to(tl.int64), sizes, rule), 0)
         fewest = tl.min(tl.where(exists, high, sizes.C), 0)
-        return Run(high, high, 0, 0, fewest // BLOCK_K * BLOCK_K, tl.max(high, 0))
+        return high, high, 0, 0, fewest // BLOCK_K * BLOCK_K, tl.max(high, 0)
 
 
 @triton.jit
@@ -145,7 +140,7 @@ def dq_kernel(
         store_dq(dq + out * dims.Dk, sums, scale, has_keys, exists, dims)
     else:
         if bounds is not None:  # padding rows see no key
-            has_keys = (run.low < run.high)[:, None]
+            has_keys = (run[0] < run[1])[:, None]
             sums = tl.where(has_keys, sums[0], 0.0), tl.where(has_keys, sums[1], 0.0)
         store_dq(dq + out * dims.Dk, sums, scale, None, exists, dims)
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_sel.backends._triton.arguments import Dims, dims_of, options
+from nsa_sel.backends._triton.arguments import Dims, Strides, dims_of, options
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.softmax import products, split_products
 from nsa_sel.backends._triton.tiles import load_kv, row_descriptors
@@ -36,14 +36,6 @@ class Sizes(NamedTuple):
     start: int  # position of row 0
     window: int
     tiles: int  # tiles of rows, or of keys
-
-
-class Strides(NamedTuple):
-    """Strides in elements. The last dimension is contiguous."""
-
-    q: tuple[int, ...]  # b, s, g, h
-    k: tuple[int, ...]  # b, g, n
-    v: tuple[int, ...]  # b, g, n
 
 
 @triton.jit
@@ -206,7 +198,7 @@ def _dkdv(dims: Dims, config: KernelConfig) -> Kernel:
 
 
 def strides_of(call: WindowCall) -> Strides:
-    return Strides(call.q.stride()[:4], call.k.stride()[:3], call.v.stride()[:3])
+    return Strides(call.q.stride()[:4], call.k.stride()[:3], call.v.stride()[:3], ())
 
 
 def sizes_of(call: WindowCall, tiles: int) -> Sizes:
