@@ -63,7 +63,6 @@ def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
 
     Ranges are ascending, with [0, 0) for padding.
     """
-    call = call if call.scale >= 0 else call.with_positive_scale()
     o, lse = attention(call)
     return o, lse, best_blocks(call, lse)
 
@@ -120,7 +119,10 @@ def best_blocks(call: ChooseCall, lse: Tensor | None) -> Tensor:
     b, s = (span.stop for span in parts[0]) if parts else (0, 0)  # the first part is the largest
     scratch = call.q.new_empty(b, s, G, width, dtype=torch.float32)
     for at in parts:
-        part, part_lse, part_ranges, scores = (call, lse, ranges, scratch) if len(parts) == 1 else _rows(call, lse, ranges, scratch, at)
+        part, part_lse, part_ranges, scores = call, lse, ranges, scratch
+        if len(parts) > 1:
+            part, part_lse, part_ranges = call.part(*at), None if lse is None else lse[at], ranges[at]
+            scores = scratch[: part.q.shape[0], : part.q.shape[1]]
         visible = part.visible_blocks()
         scores = scores if width == visible else scores[..., :visible]  # top_n is faster with fewer
         positions = part.q_pos
@@ -155,15 +157,6 @@ def best_of_many(scores: Tensor, ranges: Tensor, block_size: int, first: int, lo
     top_n(torch.cat(best, 3), own, 1, 0, 0, most)  # as if all were visible
     block = torch.cat(chosen, 3).gather(3, own[..., 0].long())
     ranges.copy_(torch.stack((block, block + 1), -1).mul_(block_size).masked_fill_(own[..., 1:] == 0, 0))
-
-
-def _rows(
-    call: ChooseCall, lse: Tensor | None, ranges: Tensor, scratch: Tensor, at: tuple[slice, slice]
-) -> tuple[ChooseCall, Tensor | None, Tensor, Tensor]:
-    """Return the call, lse, ranges and scores of the rows `at`."""
-    part = call.part(*at)
-    b, s = part.q.shape[:2]
-    return part, None if lse is None else lse[at], ranges[at], scratch[:b, :s]
 
 
 def backward(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -42,7 +42,7 @@ from nsa_sel.backends._triton.rows import (
 )
 from nsa_sel.backends._triton.softmax import LN_2, add_product, chosen_step, delta_and_lse, finish_softmax, p_and_ds, products
 from nsa_sel.backends._triton.tiles import cached_pointers, key_pointers, load_columns, row_pointers, store_columns
-from nsa_sel.backends._triton.walk import empty_sums
+from nsa_sel.backends._triton.walk import empty_sums, store_dq
 
 _SMALLEST = tl.constexpr(1.0e-30)  # initial running scale; not 0, because it is a divisor
 
@@ -265,14 +265,6 @@ def add_dq(acc, q_tile, do_tile, lse2, delta, k, v, strides, b, g, position, val
 
 
 @triton.jit
-def store_row_dq(dq, acc, lse2, out, is_head, scale, dims: tl.constexpr):
-    """Store dq = scale * acc. A row without keys has p = 0, but a NaN or infinity in its q, do or dlse turns 0 * NaN
-    into NaN: it gets zeros."""
-    saw = (lse2 != float("-inf"))[:, None]
-    store_columns(dq + out * dims.Dk, tl.where(saw, acc * scale, 0.0), is_head, 0, dims.Dk)
-
-
-@triton.jit
 def dq_kernel(
     q, k, v, ranges, q_pos, o, lse, do, dlse, dq, delta, strides, stride_do, sizes, n, scale, scale_log2,
     dims: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, NP: tl.constexpr,
@@ -293,7 +285,7 @@ def dq_kernel(
             w = w0 + tl.arange(0, BLOCK_L)
             position, valid = positions_of(w, shift, before, after), w < keys
             acc = add_dq(acc, q_tile, do_tile, lse2, delta_rows, k, v, strides, b, g, position, valid, scale_log2, dims)
-    store_row_dq(dq, acc, lse2, out, is_head, scale, dims)
+    store_dq(dq + out * dims.Dk, (acc, acc), scale, lse2 != float("-inf"), is_head, dims)
 
 
 @triton.jit
@@ -310,4 +302,4 @@ def dq_small_blocks_kernel(
     for w0 in range(0, n * BLOCK, BLOCK_L):
         position, valid = block_keys(row_ranges, w0 + tl.arange(0, BLOCK_L), n * BLOCK, limit, BLOCK)
         acc = add_dq(acc, q_tile, do_tile, lse2, delta_rows, k, v, strides, b, g, position, valid, scale_log2, dims)
-    store_row_dq(dq, acc, lse2, out, is_head, scale, dims)
+    store_dq(dq + out * dims.Dk, (acc, acc), scale, lse2 != float("-inf"), is_head, dims)
