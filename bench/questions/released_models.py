@@ -7,6 +7,7 @@ One attention layer, random weights and hidden states, bf16: projections, norms,
     qwen3.8       hidden 2048, 24 heads over 2 KV heads of 256, 512 of the complete blocks of 4 keys and the incomplete one
 Ways:
     transformers       the model's own code, attn_implementation="sdpa"
+    dense              MiniMax-M3: the same layer without selection (as the model's first layers), attn_implementation="sdpa"
     attention alone    MiniMax-M3: attn_implementation="nsa_sel": the model's own indexer, attention on nsa-sel
     nsa-sel            after `patch_model`
     compiled           after `patch_model` and torch.compile of the layer
@@ -35,39 +36,46 @@ from nsa_sel.compat import patch_model, register_transformers
 from nsa_sel.compat.transformers.qwen_qsa import KEPT
 
 MODELS = {"minimax-m3": "MiniMax-M3", "qwen3.8": "Qwen3.8"}
-WAYS = ("transformers", "attention alone", "nsa-sel", "compiled")
+WAYS = {  # by the title of a table's column
+    "transformers": "transformers", "dense": "dense, SDPA", "attention alone": "attention alone", "nsa-sel": "patch_model",
+    "compiled": "and torch.compile",
+}  # fmt: skip
+M3_ONLY = ("dense", "attention alone")
+COMPILED = 16384  # tokens from which compiled layers are timed: each length compiles for seconds
 OWN_LOOP = 16384  # tokens up to which Qwen3.8's own indexer is timed, which loops over tokens in Python; an eighth with backward
 SLOW = 2.0  # seconds from which one call is timed
 BF16: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
 
 
-def layer_of(model: str, way: str) -> tuple[Any, Any, Any]:
-    """Return a layer that selects blocks, its rotary positions and its configuration, set up for a way."""
+def layer_of(model: str, way: str, device: str = "cuda", **sizes: Any) -> tuple[Any, Any, Any]:
+    """Return a layer that selects blocks, its rotary positions and its configuration, set up for a way.
+
+    Args:
+        model, way: of `MODELS` and `WAYS`.
+        device: in bf16 on "cuda", in float32 on "cpu".
+        sizes: of the model's configuration, instead of its own.
+    """
     torch.manual_seed(0)
     if model == "minimax-m3":
         from transformers.models.minimax_m3_vl import configuration_minimax_m3_vl as m3
         from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as modeling
 
-        config = m3.MiniMaxM3VLTextConfig(layer_types=["minimax_m3_sparse"], num_hidden_layers=1)
+        kind = "full_attention" if way == "dense" else "minimax_m3_sparse"
+        config = m3.MiniMaxM3VLTextConfig(layer_types=[kind], num_hidden_layers=1, **sizes)
         make, positions = modeling.MiniMaxM3VLAttention, modeling.MiniMaxM3VLRotaryEmbedding
     else:
         from transformers.models.qwen4_exp import configuration_qwen4_exp as qsa
         from transformers.models.qwen4_exp import modeling_qwen4_exp as modeling
 
-        indexer = {
-            "indexer_n_heads": 4,
-            "indexer_kv_heads": 1,
-            "indexer_head_dim": 128,
-            "indexer_budget": 2048,
-            "indexer_compress_ratio": 4,
-        }
+        indexer = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128}
+        indexer |= {"indexer_budget": 2048, "indexer_compress_ratio": 4}
         rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}
-        sizes = {"layer_types": ["indexed_attention"], "num_hidden_layers": 1, "num_attention_heads": 24}
-        config = qsa.Qwen4ExpTextConfig(rope_parameters=rope, **sizes, **indexer)
+        heads = {"num_attention_heads": 24, "rope_parameters": rope}
+        config = qsa.Qwen4ExpTextConfig(layer_types=["indexed_attention"], num_hidden_layers=1, **{**indexer, **heads, **sizes})
         make, positions = modeling.Qwen4ExpTextAttention, modeling.Qwen4ExpTextRotaryEmbedding
     config._attn_implementation = "nsa_sel" if way == "attention alone" else "sdpa"
-    with torch.device("cuda"):
-        layer, rotary = make(config, 0).to(torch.bfloat16), positions(config)
+    with torch.device(device):
+        layer, rotary = make(config, 0).to(torch.bfloat16 if device == "cuda" else torch.float32), positions(config)
     if way in ("nsa-sel", "compiled"):
         patch_model(layer)
     if way == "compiled":
@@ -82,11 +90,12 @@ def mask_of(model: str, way: str, B: int, S: int, S_kv: int) -> Tensor | None:
     return torch.ones(S, S_kv, dtype=torch.bool, device="cuda").tril(S_kv - S).expand(B, 1, S, S_kv)
 
 
-def prefill(model: str, way: str, S: int, backward: bool) -> Callable[[], Tensor]:
-    """Return a call of the layer on hidden states [1,S,hidden], forward or forward and backward."""
-    layer, rotary, config = layer_of(model, way)
-    x = torch.randn(1, S, config.hidden_size, generator=torch.Generator("cuda").manual_seed(S), **BF16)
-    positions, mask = torch.arange(S, device="cuda")[None], mask_of(model, way, 1, S, S)
+def prefill(model: str, way: str, S: int, backward: bool, device: str = "cuda", **sizes: Any) -> Callable[[], Tensor]:
+    """Return a call of the layer on hidden states [1,S,hidden], forward or forward and backward; the rest as of `layer_of`."""
+    layer, rotary, config = layer_of(model, way, device, **sizes)
+    x = torch.randn(1, S, config.hidden_size, generator=torch.Generator(device).manual_seed(S), device=device)
+    x = x.to(next(layer.parameters()).dtype)
+    positions, mask = torch.arange(S, device=device)[None], mask_of(model, way, 1, S, S)
     with torch.no_grad():
         embeddings = rotary(x, positions)
 
@@ -115,7 +124,9 @@ def decode(model: str, way: str, B: int, S_kv: int) -> Callable[[], Tensor]:
     cache, draw = DynamicCache(config=config), torch.Generator("cuda").manual_seed(B)
     keys = [torch.randn(B, config.num_key_value_heads, S_kv, config.head_dim, generator=draw, **BF16) for _ in range(2)]
     cache.update(*keys, 0)
-    if model == "minimax-m3":
+    if way == "dense":
+        pass
+    elif model == "minimax-m3":
         cache.layers[0].update_index(torch.randn(B, 1, S_kv, config.index_head_dim, generator=draw, **BF16))
     else:
         cache.update_indexer(torch.randn(B, S_kv, config.indexer_head_dim, generator=draw, **BF16), 0)
@@ -148,7 +159,7 @@ def measure(model: str, make: Callable[[str], Callable[[], Tensor]], ways: list[
             work = make(way)
             o = work()
             torch.cuda.synchronize()
-            if wanted is None and way == WAYS[0]:
+            if wanted is None and way == "transformers":
                 wanted = o.detach().float()
             before, began = torch.cuda.memory_allocated(), time.perf_counter()
             torch.cuda.reset_peak_memory_stats()
@@ -156,7 +167,7 @@ def measure(model: str, make: Callable[[str], Callable[[], Tensor]], ways: list[
             torch.cuda.synchronize()
             seconds = time.perf_counter() - began
             row["peak_gib"] = round((torch.cuda.max_memory_allocated() - before) / 2**30, 3)
-            if wanted is not None:
+            if wanted is not None and way != "dense":
                 row["difference"] = float((o.detach().float() - wanted).abs().max() / wanted.abs().max())
             slow = {"ms_median": seconds * 1e3, "calls": 1}
             row |= slow if seconds > SLOW else milliseconds(work, Timing(rep=rep)).fields()
@@ -179,10 +190,31 @@ def table(rows: list[Row], model: str) -> str:
     def cell(row: Row | None) -> str:
         if row is None:
             return "-"
-        return row.get("error") or f"{markdown.ms(row)} ms, {row['peak_gib']:.3g} GiB"
+        mark = markdown.MARK if not row.get("error") and markdown.scatters(row) else ""
+        return row.get("error") or f"{_number(row['ms_median'])}{mark} ms, {row['peak_gib']:.3g} GiB"
 
     lines = [(case, *(cell(of_way.get(way)) for way in ways)) for case, of_way in cases.items()]
-    return markdown.table([f"{MODELS[model]}, one layer", *ways], lines, left=1)
+    return markdown.table([f"{MODELS[model]}, one layer", *(WAYS[way] for way in ways)], lines, left=1)
+
+
+def highlights(rows: list[Row]) -> str:
+    """Return the README's table: prefill of each model, a line for each length."""
+    ways, times = ("transformers", "dense", "nsa-sel", "compiled"), {(row["model"], row["case"], row["way"]): row for row in rows}
+
+    def cell(row: Row | None) -> str:
+        if row is None or row.get("error"):
+            return "-" if row is None else str(row["error"])
+        return f"{_number(row['ms_median'])} ms, {row['peak_gib']:.3g} GiB"
+
+    lines = []
+    for model, k in [("minimax-m3", 16), ("minimax-m3", 32), ("minimax-m3", 128), ("qwen3.8", 2), ("qwen3.8", 16), ("qwen3.8", 128)]:
+        cells = [cell(times.get((model, f"prefill of {k}k tokens", way))) for way in ways]
+        lines.append((f"{MODELS[model]}, {k}k tokens", *cells))
+    return markdown.table(["one attention layer", *(WAYS[way] for way in ways)], lines, left=1)
+
+
+def _number(x: float) -> str:
+    return f"{x:.3g}" if x < 999.5 else f"{x:,.0f}"
 
 
 def main(
@@ -199,11 +231,11 @@ def main(
     facts = store.stamp()
     for model in models.split(","):
         rows, cases = list[Row](), list[tuple[str, str, Callable[[str], Callable[[], Tensor]], list[str]]]()
-        known = [way for way in ways.split(",") if model == "minimax-m3" or way != "attention alone"]
+        known = [way for way in ways.split(",") if model == "minimax-m3" or way not in M3_ONLY]
         for S in map(int, filter(None, lengths.split(","))):
             for backward in (False, True) if S <= 32768 else (False,):
                 own = model == "minimax-m3" or S <= (OWN_LOOP // 8 if backward else OWN_LOOP)
-                chosen = [way for way in known if own or way != "transformers"]
+                chosen = [way for way in known if {"transformers": own, "compiled": S >= COMPILED}.get(way, True)]
                 case = f"prefill of {S // 1024}k tokens{', forward + backward' if backward else ''}"
                 call = partial(prefill, model, S=S, backward=backward)
                 cases.append((case, "fwd+bwd" if backward else "fwd", call, chosen))
