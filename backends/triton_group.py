@@ -13,6 +13,7 @@ The h heads are the rows of the tensor-core tiles, padded to 16. More than 64 he
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,7 +24,7 @@ from nsa_sel.backends._triton.combine import combine, count_splits, multiprocess
 from nsa_sel.backends._triton.dkdv import key_value_gradients
 from nsa_sel.backends._triton.group_blocks import dq_blocks_kernel, forward_blocks_kernel
 from nsa_sel.backends._triton.group_ranges import dq_kernel, dq_small_blocks_kernel, forward_ranges_kernel, forward_small_blocks_kernel
-from nsa_sel.backends._triton.kernel import Kernel, cached_kernel
+from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel, cached_kernel
 from nsa_sel.backends._triton.tiles import MIN_TILE, kv_descriptors, tile_size
 from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.core.call import Call
@@ -58,7 +59,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 def _forward_blocks(call: Call, heads: arguments.Heads, name: str, config: KernelConfig, programs: int) -> tuple[Tensor, Tensor]:
     o, lse = arguments.outputs(call)
     n = call.selection.n
-    kernel = _kernel(forward_blocks_kernel, heads, config, cache=_cache(call), **_block_tiles(call, config))
+    kernel = _blocks(heads, _cache(call), n, _block(call), config)
     k_desc, _, v_desc = kv_descriptors(call.k, call.v, kernel.constants["dims"], kernel.constants["BLOCK_L"], config.loads == "tma")
     arguments.announced(call, heads, name, config, kernel).launch(
         programs,
@@ -76,13 +77,11 @@ def _forward_ranges(
         config = msgspec.structs.replace(config, num_stages=2)
     o, lse = arguments.outputs(call)
     parts, n, block = partials(call, o, lse, splits), call.selection.n, _small_block(call)
-    constants = {"cache": _cache(call), "SPLIT": splits > 1, "BLOCK_L": config.block_l}
     if block:
-        kernel = _kernel(forward_small_blocks_kernel, heads, config, **constants, BLOCK=block)
+        kernel = _small_blocks(heads, _cache(call), config, splits > 1, block)
     else:
         walk = arguments.walk_width(call)
-        walking = {"ONE_PAGE": _one_page(call), "ONE_WALK": splits > 1 and n <= walk, "NP": walk}
-        kernel = _kernel(forward_ranges_kernel, heads, config, **constants, **walking)
+        kernel = _ranges(heads, _cache(call), config, walk, _one_page(call), splits > 1, splits > 1 and n <= walk)
     arguments.announced(call, heads, name, config, kernel).launch(
         programs * splits,
         (call.q, call.k, call.v, *_cache_tensors(call), *parts),
@@ -113,7 +112,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     numbers = (arguments.strides(call), do.stride()[:4], arguments.sizes(call), n, call.scale, call.scale_log2())
     if _tma_fits(call, heads, "triton-group/dq-blocks"):
         config = arguments.kernel_config(call, heads, "triton-group/dq-blocks", True)
-        kernel = _kernel(dq_blocks_kernel, heads, config, **_block_tiles(call, config))
+        kernel = _kernel(dq_blocks_kernel, heads, config, **_block_tiles(n, _block(call), config))
         arguments.announced(call, heads, "triton-group/dq-blocks", config, kernel)
         k_desc, _, v_desc = kv_descriptors(call.k, call.v, kernel.constants["dims"], kernel.constants["BLOCK_L"], True)
         kernel.launch(grid, (call.q, k_desc, v_desc, *tensors), numbers)
@@ -173,6 +172,25 @@ def _cache_strides(call: Call) -> CacheStrides:
     return CacheStrides(0 if call.block_table is None else call.block_table.stride(0), *k_scale, *v_scale)
 
 
+# Decoding over a cache that grows is never replayed, so its kernels have caches of their own, whose hits take less time.
+@functools.lru_cache(REMEMBERED)
+def _ranges(
+    heads: arguments.Heads, cache: Cache, config: KernelConfig, walk: int, one_page: bool, split: bool, one_walk: bool
+) -> Kernel:  # fmt: skip
+    walking = {"SPLIT": split, "ONE_PAGE": one_page, "ONE_WALK": one_walk, "BLOCK_L": config.block_l, "NP": walk}
+    return _kernel(forward_ranges_kernel, heads, config, cache=cache, **walking)
+
+
+@functools.lru_cache(REMEMBERED)
+def _small_blocks(heads: arguments.Heads, cache: Cache, config: KernelConfig, split: bool, block: int) -> Kernel:
+    return _kernel(forward_small_blocks_kernel, heads, config, cache=cache, SPLIT=split, BLOCK=block, BLOCK_L=config.block_l)
+
+
+@functools.lru_cache(REMEMBERED)
+def _blocks(heads: arguments.Heads, cache: Cache, n: int, block: int, config: KernelConfig) -> Kernel:
+    return _kernel(forward_blocks_kernel, heads, config, cache=cache, **_block_tiles(n, block, config))
+
+
 def _kernel(function: Any, heads: arguments.Heads, config: KernelConfig, **constants: Any) -> Kernel:
     """Return the kernel with the tile of heads, the compiler options and further constants."""
     block_h, dims = _block_h(heads.h), arguments.dims(heads)
@@ -180,11 +198,15 @@ def _kernel(function: Any, heads: arguments.Heads, config: KernelConfig, **const
     return cached_kernel(function, dims=dims, **constants, BLOCK_H=block_h, num_warps=warps, num_stages=config.num_stages)
 
 
-def _block_tiles(call: Call, config: KernelConfig) -> dict[str, int]:
+def _block_tiles(n: int, block: int, config: KernelConfig) -> dict[str, int]:
+    block_l = min(config.block_l, block)
+    return {"BLOCK": block, "BLOCK_L": block_l, "TAIL_L": min(32, block_l), "NP": tile_size(n, 1)}
+
+
+def _block(call: Call) -> int:
     block = call.selection.block_size
     assert block is not None, "the kernels over blocks run for whole blocks alone"
-    block_l = min(config.block_l, block)
-    return {"BLOCK": block, "BLOCK_L": block_l, "TAIL_L": min(32, block_l), "NP": tile_size(call.selection.n, 1)}
+    return block
 
 
 def _small_block(call: Call) -> int:
@@ -205,7 +227,7 @@ def _tma_fits(call: Call, heads: arguments.Heads, kernel: str) -> bool:
     config = call.settings.kernel(kernel + arguments.config_suffix(heads))
     if config.loads != "tma" or not _whole_blocks(call):
         return False
-    whole = call.block_table is None or call.k.shape[2] % _block_tiles(call, config)["BLOCK_L"] == 0
+    whole = call.block_table is None or call.k.shape[2] % min(config.block_l, _block(call)) == 0
     return whole and arguments.tma_fits(call)
 
 

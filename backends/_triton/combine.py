@@ -6,11 +6,13 @@ has lse_i = -inf and w_i = 0.
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_sel.backends._triton.kernel import cached_kernel
+from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.softmax import LN_2, LOWEST
 from nsa_sel.backends._triton.tiles import tile_size
 from nsa_sel.backends.launcher.buffers import temporary
@@ -84,7 +86,11 @@ def partials(call: Call, o: Tensor, lse: Tensor, splits: int) -> tuple[Tensor, T
 def combine(part_o: Tensor, part_lse: Tensor, o: Tensor, lse: Tensor, splits: int) -> None:
     """Launch the merge of `partials` into o and lse, if there are several splits."""
     if splits > 1:
-        tiles = {"SPLITS": tile_size(splits, 1), "BLOCK_DV": tile_size(o.shape[-1])}
-        num_warps = min(4, max(1, tiles["SPLITS"] * tiles["BLOCK_DV"] // 1024))  # up to 32 elements per thread
-        kernel = cached_kernel(combine_kernel, Dv=o.shape[-1], **tiles, num_warps=num_warps)
-        kernel.launch(lse.numel(), (part_o, part_lse, o, lse), (splits,))
+        _combine(o.shape[-1], tile_size(splits, 1)).launch(lse.numel(), (part_o, part_lse, o, lse), (splits,))
+
+
+@functools.lru_cache(REMEMBERED)  # decoding over a cache that grows is never replayed
+def _combine(Dv: int, SPLITS: int) -> Kernel:
+    block_dv = tile_size(Dv)
+    num_warps = min(4, max(1, SPLITS * block_dv // 1024))  # up to 32 elements per thread
+    return Kernel(combine_kernel, Dv=Dv, SPLITS=SPLITS, BLOCK_DV=block_dv, num_warps=num_warps)

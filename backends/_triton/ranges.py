@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel, cached_kernel
+from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.rows import row_position
 from nsa_sel.backends._triton.tiles import tile_size
 from nsa_sel.backends.launcher.buffers import unwritten
@@ -117,10 +117,16 @@ def distinct_ranges(ranges: Tensor, block_size: int) -> Tensor | None:
 
 def _launch(ranges: Tensor, indices: Tensor | None, counts: Tensor | None, unique: Tensor | None, block: int) -> None:
     B, S, G, n, _ = ranges.shape
-    rows, width = B * S * G, tile_size(n, 1)
-    each, warps = max(1, ENTRIES // width), max(1, min(8, width // (256 if unique is None else 128)))
-    kernel = cached_kernel(block_ranges_kernel, BLOCK=block, N=n, NP=width, R=each, num_warps=warps)
-    kernel.launch(-(-rows // each), (ranges, indices, counts, unique), (rows, torch.iinfo(ranges.dtype).max // block - 1))
+    kernel, rows = _block_ranges_kernel(n, block, unique is not None), B * S * G
+    numbers = (rows, torch.iinfo(ranges.dtype).max // block - 1)
+    kernel.launch(-(-rows // kernel.constants["R"]), (ranges, indices, counts, unique), numbers)
+
+
+@functools.lru_cache(REMEMBERED)
+def _block_ranges_kernel(n: int, block: int, sorts: bool) -> Kernel:
+    width = tile_size(n, 1)
+    warps = max(1, min(8, width // 128 if sorts else width // 256))
+    return Kernel(block_ranges_kernel, BLOCK=block, N=n, NP=width, R=max(1, ENTRIES // width), num_warps=warps)
 
 
 MOST_BLOCKS = 16384  # most blocks per row, which one program holds in registers
