@@ -73,7 +73,7 @@ def lanes(typing: Any, array: Any) -> Any:
 def load(typing: Any, array: Any, i: Any) -> Any:
     """Load array[i:i + lanes] as a vector; array is one-dimensional and contiguous."""
     return Vector(array.dtype)(array, types.intp), lambda context, builder, sig, args: builder.load(
-        _address(context, builder, array, *args, sig.return_type), align=array.dtype.bitwidth // 8
+        _address(context, builder, array, args[0], args[1], sig.return_type), align=array.dtype.bitwidth // 8
     )
 
 
@@ -81,7 +81,7 @@ def load(typing: Any, array: Any, i: Any) -> Any:
 def broadcast(typing: Any, array: Any, i: Any) -> Any:
     """Return a vector with array[i] in every lane; i is not negative."""
     return Vector(array.dtype)(array, types.intp), lambda context, builder, sig, args: _splat(
-        builder, context.get_value_type(sig.return_type), builder.load(_address(context, builder, array, *args, array.dtype))
+        builder, context.get_value_type(sig.return_type), builder.load(_address(context, builder, array, args[0], args[1], array.dtype))
     )
 
 

@@ -108,9 +108,10 @@ def distinct_ranges(ranges: Tensor, block_size: int) -> Tensor | None:
 
     The tensors are on the current device.
     """
-    if ranges.shape[3] > MOST_SORTED:
+    B, S, G, n, _ = ranges.shape  # unpacking is twice as fast as passing a torch.Size
+    if n > MOST_SORTED:
         return None
-    unique = unwritten(ranges, *ranges.shape)
+    unique = unwritten(ranges, B, S, G, n, 2)
     _launch(ranges.contiguous(), None, None, unique, block_size)
     return unique
 
