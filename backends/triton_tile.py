@@ -21,14 +21,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_sel.backends._loads import union_keys
 from nsa_sel.backends._slices import by_parts
 from nsa_sel.backends._triton import arguments
-from nsa_sel.backends._triton.blocks import MOST_ROWS, BlockUnion, block_union, tile_bytes
+from nsa_sel.backends._triton.blocks import MOST_ROWS, block_union, tile_bytes
 from nsa_sel.backends._triton.dkdv import key_value_gradients
-from nsa_sel.backends._triton.kernel import Kernel, cached_kernel
+from nsa_sel.backends._triton.kernel import cached_kernel
 from nsa_sel.backends._triton.rows import row_limit, tile_rows
 from nsa_sel.backends._triton.softmax import LN_2, delta_and_lse, finish_softmax, split_products
 from nsa_sel.backends._triton.tiles import (
@@ -177,20 +176,8 @@ def dq_kernel(
 @forward_of_any_scale
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Return o [B,S,G,h,Dv] and lse [B,S,G,h]."""
-    heads = arguments.heads(call)
-    config = arguments.kernel_config(call, heads, "triton-tile/forward")
-    kernel = _kernel(forward_kernel, call, heads, config)
-
-    def start(call: Call, o: Tensor, lse: Tensor) -> None:
-        plan = block_union(call, kernel.constants["TQ"])
-        arguments.announced(call, heads, "triton-tile/forward", config, kernel).launch(
-            plan.programs * -(-heads.h // config.rows),
-            (*_inputs(call, kernel, config, plan), o, lse),
-            (arguments.strides(call), arguments.sizes(call), plan.tiles, plan.capacity, call.scale_log2()),
-        )
-
     o, lse = arguments.outputs(call)
-    by_parts(call, kernel.constants["TQ"], tile_bytes(call, kernel.constants["TQ"]), start, o, lse)
+    _launch(call, forward_kernel, "triton-tile/forward", o, lse)
     return o, lse
 
 
@@ -198,22 +185,36 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv: dq per tile of rows; dk and dv per KV block, summed in ascending order over the rows that
     select it."""
-    heads = arguments.heads(call)
-    config = arguments.kernel_config(call, heads, "triton-tile/dq")
-    kernel = _kernel(dq_kernel, call, heads, config)
-
-    def start(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, dq: Tensor, delta: Tensor) -> None:
-        plan = block_union(call, kernel.constants["TQ"])
-        arguments.announced(call, heads, "triton-tile/dq", config, kernel).launch(
-            plan.programs * -(-heads.h // config.rows),
-            (*_inputs(call, kernel, config, plan), o, lse, do, dlse, dq, delta),
-            (arguments.strides(call), do.stride()[:4], arguments.sizes(call), plan.tiles, plan.capacity, call.scale, call.scale_log2()),
-        )
-
     dq, delta = arguments.row_gradients(call, lse)
-    by_parts(call, kernel.constants["TQ"], tile_bytes(call, kernel.constants["TQ"]), start, o, lse, do, dlse, dq, delta)
-    dk, dv = key_value_gradients(call, heads, lse, do, delta, "triton-tile/dkdv")
+    _launch(call, dq_kernel, "triton-tile/dq", o, lse, do, dlse, dq, delta)
+    dk, dv = key_value_gradients(call, arguments.heads(call), lse, do, delta, "triton-tile/dkdv")
     return dq, dk, dv
+
+
+def _launch(call: Call, function: object, name: str, *tensors: Tensor | None) -> None:
+    """Launch a kernel with the config `name` over all tiles, in parts if their plan would exceed the workspace.
+
+    tensors: o and lse of `forward_kernel`; or o, lse, do, dlse, dq and delta of `dq_kernel`.
+    """
+    heads, block = arguments.heads(call), call.selection.block_size
+    assert block is not None, "Limits.block_aligned_only keeps other selections out"
+    config = arguments.kernel_config(call, heads, name)
+    dims, block_l, tokens = arguments.split_dims(heads), tile_width(call, config), _tile_tokens(heads, call.selection.n, config)
+    tiles = {"BLOCK": block, "TQ": tokens, "ROWS": config.rows, "BLOCK_L": block_l, "TAIL_L": min(32, block_l)}
+    kernel = cached_kernel(function, dims=dims, **tiles, **arguments.options(config))
+
+    def start(part: Call, *tensors: Tensor | None) -> None:
+        plan = block_union(part, tokens)
+        descriptors = kv_descriptors(part.k, part.v, dims, block_l, config.loads == "tma")
+        inputs = part.q, *descriptors, part.k, part.v, plan.blocks, plan.rows, plan.counts, part.q_pos
+        do = tensors[2] if len(tensors) > 2 else None
+        of_do = () if do is None else (do.stride()[:4],)
+        scales = (part.scale_log2(),) if do is None else (part.scale, part.scale_log2())
+        numbers = (arguments.strides(part), *of_do, arguments.sizes(part), plan.tiles, plan.capacity, *scales)
+        programs = plan.programs * -(-heads.h // config.rows)
+        arguments.announced(part, heads, name, config, kernel).launch(programs, (*inputs, *tensors), numbers)
+
+    by_parts(call, tokens, tile_bytes(call, tokens), start, *tensors)
 
 
 def loaded_keys(call: Call, selected: int, count: bool) -> int:
@@ -225,24 +226,7 @@ def loaded_keys(call: Call, selected: int, count: bool) -> int:
     return keys * -(-heads.h // config.rows)
 
 
-def _kernel(function: object, call: Call, heads: arguments.Heads, config: KernelConfig) -> Kernel:
-    """Return `forward_kernel` or `dq_kernel` with its constants."""
-    block = call.selection.block_size
-    assert block is not None, "Limits.block_aligned_only keeps other selections out"
-    tokens, block_l = _tile_tokens(heads, call.selection.n, config), tile_width(call, config)
-    tiles = {"BLOCK": block, "TQ": tokens, "ROWS": config.rows, "BLOCK_L": block_l, "TAIL_L": min(32, block_l)}
-    return cached_kernel(function, dims=arguments.split_dims(heads), **tiles, **arguments.options(config))
-
-
 def _tile_tokens(heads: arguments.Heads, n: int, config: KernelConfig) -> int:
     """Return TQ: as many tokens as fill the tensor-core tile with their heads, limited by what the plan can sort and
     mark."""
     return max(1, min(MOST_ROWS, config.rows // heads.h, SORTED // n))
-
-
-def _inputs(call: Call, kernel: Kernel, config: KernelConfig, plan: BlockUnion) -> tuple[Tensor | TensorDescriptor | None, ...]:
-    """Return the tensors that both kernels read. The TMA descriptors of k, k's second column tile and v are None for
-    pointer loads."""
-    dims, block_l = kernel.constants["dims"], kernel.constants["BLOCK_L"]
-    descriptors = kv_descriptors(call.k, call.v, dims, block_l, config.loads == "tma")
-    return call.q, *descriptors, call.k, call.v, plan.blocks, plan.rows, plan.counts, call.q_pos
