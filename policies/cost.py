@@ -113,14 +113,6 @@ def gathers(request: Request) -> bool:
     return request.page_size is not None and request.page_size % min(STEP, request.block_size or STEP) != 0
 
 
-def seen_of(request: Request) -> float:
-    """Return the number of (row, visible compressed key) pairs, summed over all rows of a "choose" request."""
-    block, stride = request.compress or (1, 1)
-    first, last = max(0, request.S_kv - request.S), request.S_kv
-    seen = [ceil_sum(max(0, keys - block + 1), stride) for keys in (first, last)]
-    return request.B * request.G * request.S / max(1, last - first) * (seen[1] - seen[0])
-
-
 def choice_work(request: Request, backward: bool) -> dict[str, float]:
     """Return `work` of a "choose" request: attention to compressed keys and, forward, the selection of the best
     blocks."""
@@ -129,7 +121,10 @@ def choice_work(request: Request, backward: bool) -> dict[str, float]:
     # Products per (row, key). Forward: logits, o, and the logits again for importance. Backward: logits, dP, dQ; then
     # logits, dP, dV, dK.
     widths = 4 * wide_k + 3 * wide_v if backward else 2 * wide_k + wide_v
-    seen, rows = seen_of(request), request.B * request.S * request.G
+    rows, (block, stride) = request.B * request.S * request.G, request.compress or (1, 1)
+    first, last = max(0, request.S_kv - request.S), request.S_kv
+    seen_first, seen_last = (ceil_sum(max(0, keys - block + 1), stride) for keys in (first, last))
+    seen = rows / max(1, last - first) * (seen_last - seen_first)  # (row, visible compressed key) pairs
     suffix = "-wide" if launch_class(wide_k + wide_v, size) else ""
     return {
         "launch": 1.0,

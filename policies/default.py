@@ -29,11 +29,6 @@ def preference(case: PolicyInput) -> tuple[str, ...]:
     return settings.prefer_forward if case.direction == "forward" else settings.prefer_backward
 
 
-def unpredicted(case: PolicyInput) -> str | None:
-    """Return what puts the request outside all cost models; None if it is inside, or if the profile has no costs."""
-    return cost.beyond_models(case.request) if case.settings.costs else None
-
-
 POLICY = Policy(
     name="default",
     checks=(
@@ -48,5 +43,5 @@ POLICY = Policy(
     ),
     preference=preference,
     predict=cost.predict,
-    unpredicted=unpredicted,
+    unpredicted=lambda case: cost.beyond_models(case.request) if case.settings.costs else None,
 )

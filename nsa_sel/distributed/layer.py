@@ -349,8 +349,17 @@ def tensor_parallel(model: nn.Module, mesh: Any) -> nn.Module:
                 f"a divisor of groups = {layer.groups}",
                 "use fewer ranks, and split the batch or the sequence over the rest",
             )
+    from torch.distributed.tensor import distribute_module  # its import takes 0.5 s
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
     for layer in layers:
-        _split(layer, mesh)
+        layer.register_forward_pre_hook(functools.partial(_shared_input, mesh))
+        by_groups = {name: ColwiseParallel() for name in ("q", "kv", "gate")}
+        parallelize_module(layer, mesh, {**by_groups, "out": RowwiseParallel()})
+        for compress in (layer.compress_k, layer.compress_v):
+            if isinstance(compress, BlockMLP):
+                distribute_module(compress, mesh)  # a replica on each rank
+                compress.of_rank = _replica
     return model
 
 
@@ -360,19 +369,6 @@ def layers_of(model: nn.Module) -> list[NSAttention]:
     if not layers:
         raise ArgumentError("model", f"a {type(model).__name__}", "one with NSAttention layers", "pass a model that has them, or a layer")
     return layers
-
-
-def _split(layer: NSAttention, mesh: Any) -> None:
-    from torch.distributed.tensor import distribute_module  # its import takes 0.5 s
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    layer.register_forward_pre_hook(functools.partial(_shared_input, mesh))
-    by_groups = {name: ColwiseParallel() for name in ("q", "kv", "gate")}
-    parallelize_module(layer, mesh, {**by_groups, "out": RowwiseParallel()})
-    for compress in (layer.compress_k, layer.compress_v):
-        if isinstance(compress, BlockMLP):
-            distribute_module(compress, mesh)  # a replica on each rank
-            compress.of_rank = _replica
 
 
 def _shared_input(mesh: Any, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
