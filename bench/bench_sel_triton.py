@@ -23,7 +23,7 @@ import typer
 from rich.console import Console
 
 from nsa_sel.bench.core import cases, markdown, store
-from nsa_sel.bench.core.cases import MANY, SPANS, length_of
+from nsa_sel.bench.core.cases import MANY, SPANS, Case, length_of
 from nsa_sel.bench.core.command_line import Backends, Device, device_of, echo, program, stderr_console
 from nsa_sel.bench.core.contenders import DENSE, PACKED, backends_on, named, of_framework
 from nsa_sel.bench.core.session import Job, able, run
@@ -33,7 +33,7 @@ from nsa_sel.cli.output import output_file
 from nsa_sel.errors import ArgumentError
 
 RESULTS = Path("bench/results/sel_triton")
-DECODE_BLOCK = 64  # l_sel of the decode matrix
+DECODE_BLOCK, DECODE_KEYS = 64, 4096  # l_sel of the decode matrix, and the keys of each sequence
 SEED = {"N": "64,256,1024", "H": "4,8", "D": "64,128", "Dv": "64,128", "L_list": "16,32,64,128,256,512,1024", "dist": ",".join(SPANS)}
 SEED_DECODE = SEED | {"N": "64,256", "H": "2,4", "L_list": "512,1024"}  # n_sel 8 and 16
 QUICK = SEED | {"N": "64", "H": "4", "D": "64", "Dv": "64", "L_list": "64,1024", "dist": "few,many"}
@@ -41,7 +41,7 @@ QUICK_DECODE = QUICK | {"N": "16", "H": "2", "L_list": "512,1024"}
 DERIVED = ("L", "bytes", "gb_s", "speedup")  # columns of the CSV that follow from the rows
 TEXTS = (  # columns of text
     *("case", "distribution", "dtype", "direction", "backend", "device", "driver", "torch", "triton", "numba", "commit", "command"),
-    *("error", "error_in"),
+    "error",
 )
 SHOWN = ("case", "direction", "backend", "ms", "95% CI", "20th to 80th", "calls", "MB", "GB/s", "against packed", "MAE")
 ROWS_CHECKED = 16
@@ -61,21 +61,27 @@ PARTS = DENSE_PART, VARLEN, DECODE = (
 )
 
 
+def decode_case(N: int, H: int, D: int, Dv: int, n: int, dtype: str) -> Case:
+    """Return one query of each of N sequences over `DECODE_KEYS` keys, in one group of H heads, with n random blocks."""
+    name = f"decode-N{N}-H{H}-D{D}-Dv{Dv}-l{DECODE_BLOCK}-n{n}"
+    return Case(name, "random", N, 1, DECODE_KEYS, 1, H, D, Dv, n, DECODE_BLOCK, dtype)
+
+
 def jobs(
     device: str, *, N: str, H: str, D: str, Dv: str, L_list: str, dist: str, decode: bool, timing: Timing, backends: str, console: Console
 ) -> list[Job]:
-    """The cases of the flags, each with the contenders that run on the device."""
+    """Return the cases of the flags, each with the contenders that run on the device."""
     sizes = list(product(numbers("--N", N), numbers("--H", H), numbers("--D", D), numbers("--Dv", Dv)))
     dtype = "bfloat16" if device == "cuda" else "float32"
     lengths = numbers("--L_list", L_list)
     if max(lengths) > cases.SPAN_KEYS:
         raise ArgumentError("--L_list", max(lengths), f"at most {cases.SPAN_KEYS}, the keys of a case", "leave it out")
     if decode:
-        odd = [L for L in lengths if L % DECODE_BLOCK or L > cases.DECODE_KEYS]
+        odd = [L for L in lengths if L % DECODE_BLOCK or L > DECODE_KEYS]
         if odd:
-            allowed = f"multiples of {DECODE_BLOCK}, at most {cases.DECODE_KEYS}"
+            allowed = f"multiples of {DECODE_BLOCK}, at most {DECODE_KEYS}"
             raise ArgumentError("--L_list", ", ".join(map(str, odd)), allowed, "a decoded row selects whole blocks")
-        found = [cases.block_decode_case(*size, DECODE_BLOCK, L // DECODE_BLOCK, dtype) for size in sizes for L in lengths]
+        found = [decode_case(*size, L // DECODE_BLOCK, dtype) for size in sizes for L in lengths]
     else:
         unknown = [name for name in dist.split(",") if name not in SPANS]
         if unknown:
@@ -94,7 +100,7 @@ def jobs(
 
 
 def moved_bytes(row: Row) -> int:
-    """What the operation has to move: K and V that the rows select, once a row and group, and the tensors of rows and
+    """Return the bytes that the operation has to move: K and V that the rows select, once a row and group, and the tensors of rows and
     gradients.
 
     Forward and decoding: q read and o written. Backward: q, o and do read, dq written, dk and dv written once.
@@ -108,33 +114,32 @@ def moved_bytes(row: Row) -> int:
 
 
 def with_derived(rows: Sequence[Row]) -> list[Row]:
-    """Rows with L, the bytes that must be moved, the GB/s that this comes to, and the speed-up over packed SDPA in the
-    same case.
+    """Return rows with L, the bytes that must be moved, the GB/s that this comes to, and the speedup over packed SDPA in
+    the same case.
     """
-    packed = {_compared(row): row["ms_median"] for row in store.measured(rows) if row["backend"] == PACKED}
-    found = []
+
+    def compared(row: Row) -> tuple[Any, ...]:
+        return tuple(row.get(field) for field in ("case", "dtype", "direction", "streams", "commit", "device"))
+
+    packed, found = {compared(row): row["ms_median"] for row in store.measured(rows) if row["backend"] == PACKED}, []
     for row in rows:
-        ms, moved = row.get("ms_median"), moved_bytes(row)
-        other = packed.get(_compared(row))
-        derived: dict[str, Any] = {"L": length_of(row["case"], row["n"], row["block"]), "bytes": moved}
-        derived |= {"gb_s": moved / ms / 1e6 if ms else None, "speedup": other / ms if ms and other else None}
-        found.append({**row, **derived})
+        ms, moved, other = row.get("ms_median"), moved_bytes(row), packed.get(compared(row))
+        derived: Row = {"L": length_of(row["case"], row["n"], row["block"]), "bytes": moved}
+        found.append({**row, **derived, "gb_s": moved / ms / 1e6 if ms else None, "speedup": other / ms if ms and other else None})
     return found
 
 
 def to_csv(rows: Sequence[Row]) -> str:
-    """All columns of the rows and the derived ones; `from_csv` reads the rows back."""
-    complete = with_derived(rows)
-    columns = list(dict.fromkeys(column for row in complete for column in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    """Return all columns of the rows and the derived ones; `from_csv` reads the rows back."""
+    complete, text = with_derived(rows), io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(column for row in complete for column in row)), lineterminator="\n")
     writer.writeheader()
     writer.writerows(complete)
     return text.getvalue()
 
 
 def from_csv(file: Path) -> list[Row]:
-    """The rows of a file that `to_csv` made, without the derived columns; empty cells are left out."""
+    """Return the rows of a file that `to_csv` made, without the derived columns; empty cells are left out."""
     try:
         with file.open(newline="") as opened:
             found = list(csv.DictReader(opened))
@@ -145,11 +150,17 @@ def from_csv(file: Path) -> list[Row]:
     lacking = {"case", "direction", "backend", "n", "block", "ms_p20", "ms_p80"} - set(found[0] if found else ())
     if lacking:
         raise ArgumentError("the CSV file", f"{file} without {', '.join(sorted(lacking))}", "a file of bench_sel_triton", "mend the path")
-    return [{name: _value(name, text) for name, text in row.items() if text and name not in DERIVED} for row in found]
+
+    def value(column: str, text: str) -> Any:
+        if column in TEXTS or text in ("True", "False"):  # a commit may look like a number
+            return text if column in TEXTS else text == "True"
+        return float(text) if set(text) & set(".einf") else int(text)
+
+    return [{name: value(name, text) for name, text in row.items() if text and name not in DERIVED} for row in found]
 
 
 def report(rows: Sequence[Row]) -> str:
-    """The rows as Markdown, with what they were measured on."""
+    """Return the rows as Markdown, with what they were measured on."""
     lines = []
     commands = ", ".join(f"`{command}`" for command in dict.fromkeys(row["command"] for row in rows))
     for row in with_derived(rows):
@@ -169,7 +180,7 @@ def report(rows: Sequence[Row]) -> str:
 
 
 def parts(rows: Sequence[Row]) -> dict[Part, list[Row]]:
-    """The rows by what they select; parts without rows are left out."""
+    """Return the rows by what they select; parts without rows are left out."""
     found: dict[Part, list[Row]] = {part: [] for part in PARTS}
     for row in rows:
         found[DECODE if row["S"] == 1 else DENSE_PART if row["n"] == 1 else VARLEN].append(row)
@@ -177,7 +188,7 @@ def parts(rows: Sequence[Row]) -> dict[Part, list[Row]]:
 
 
 def write(folder: Path, out: Path, own: Sequence[Row] = (), csv_of_own: Path | None = None) -> list[Path]:
-    """CSV files and report.md of the rows.jsonl of a folder, into `out`.
+    """Write CSV files and report.md of the rows.jsonl of a folder into `out`.
 
     Of several environments or commits that the file has, the last one's rows. `own`: the rows of one command, for a CSV
     of their own.
@@ -198,7 +209,7 @@ def measure(
     decodings: Sequence[bool], device: str, out: Path, console: Console, *, sizes: dict[str, str], iters: int | None, warmup: int,
     streams: int, backends: str, csv: Path | None, quick: bool,
 ) -> tuple[list[Row], list[Path]]:  # fmt: skip
-    """Measure the matrix, its decode matrix or both, into out/rows.jsonl, and write the files: rows and files.
+    """Measure the matrix, its decode matrix or both, into out/rows.jsonl, and write the files. Return rows and files.
 
     sizes: N, H, D, Dv, L_list, dist; an empty one is that of the seed matrix. quick: one size of each, and fewer calls.
     """
@@ -218,7 +229,7 @@ def measure(
 
 
 def default_folder() -> Path:
-    """Where results of today go, below the current folder."""
+    """Return where results of today go, below the current folder."""
     return RESULTS / datetime.date.today().isoformat()
 
 
@@ -264,23 +275,11 @@ def main(
 
 
 def numbers(flag: str, text: str) -> list[int]:
-    """The whole numbers of a comma-separated flag."""
+    """Return the whole numbers of a comma-separated flag."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise ArgumentError(flag, repr(text), "whole numbers > 0, comma-separated", "mend it")
     return [int(part) for part in parts]
-
-
-def _compared(row: Row) -> tuple[Any, ...]:
-    """Equal for rows whose backends are compared."""
-    return row["case"], row["dtype"], row["direction"], row.get("streams"), row.get("commit"), row.get("device")
-
-
-def _value(column: str, text: str) -> Any:
-    """A commit may look like a number: only columns that hold numbers are read as such."""
-    if column in TEXTS:
-        return text
-    return text == "True" if text in ("True", "False") else float(text) if set(text) & set(".einf") else int(text)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""The bodies of `nsa-sel bench` and `nsa-sel threshold`: the same functions as the scripts of this folder, under one
-roof.
-"""
+"""The command `nsa-sel bench`: the matrix of bench_sel_triton, the suites of questions/speed, and the headline."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ import typer
 
 from nsa_sel.bench import bench_sel_triton
 from nsa_sel.bench import headline as claims
-from nsa_sel.bench.core import store
 from nsa_sel.bench.core.command_line import Backends, Device, device_of, echo, stderr_console
 from nsa_sel.bench.core.contenders import DENSE, named
 from nsa_sel.bench.core.peers import given
@@ -19,9 +16,6 @@ from nsa_sel.bench.core.peers import peers as every_peer
 from nsa_sel.bench.core.session import able, run
 from nsa_sel.bench.questions import speed
 from nsa_sel.bench.questions.speed import SUITES, usual_backends
-from nsa_sel.bench.sel_threshold_from_csv import report
-from nsa_sel.bench.threshold_optimizer import MARGIN, TRITON, as_yaml, decided, profile, sentence
-from nsa_sel.cli.output import output_file
 from nsa_sel.errors import ArgumentError
 
 PEERS_SHOWN = (
@@ -33,7 +27,7 @@ Peers = Annotated[
     bool,
     typer.Option(
         "--peers",
-        help="Beside ours: FlexAttention, masked and dense SDPA; flash-linear-attention, FlashAttention, FlashInfer where installed.",
+        help="Beside ours: FlexAttention, masked and dense SDPA; flash-linear-attention where installed.",
     ),
 ]
 Peer = Annotated[
@@ -112,26 +106,3 @@ def _unused(flags: dict[str, Any], beside: str) -> None:
     given_too = [f"--{name}" for name, value in flags.items() if value not in ("", None, 0, [])]
     if given_too:
         raise ArgumentError(", ".join(given_too), "given", f"left out with {beside}", "its cases have sizes of their own")
-
-
-def threshold(
-    rows: Annotated[list[Path], typer.Argument(metavar="ROWS", help="Rows of `nsa-sel bench`: .jsonl or .csv.")],
-    margin: Annotated[float, typer.Option(help="How much faster than packed SDPA Triton must be.")] = MARGIN,
-    backend: Annotated[str, typer.Option(help="The Triton backend that is compared.")] = TRITON,
-    out: Annotated[Path | None, typer.Option(help="Markdown file with the evidence; without it nothing is written.")] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file with the thresholds, for NSA_SEL_CONFIG.")] = None,
-) -> None:
-    """From which L on Triton pays on this GPU, by evidence: sel_triton_min_L for each direction, or undecided."""
-    for option, path in (("--out", out), ("--config", config)):
-        if path is not None:
-            output_file(option, path, make_folder=True)
-    read = [row for file in rows for row in (bench_sel_triton.from_csv(file) if file.suffix == ".csv" else store.read(file))]
-    found = decided(read, margin, backend)
-    if out is not None:
-        store.write_whole(out, report({part.title: some for part, some in bench_sel_triton.parts(read).items()}, margin, backend))
-    if config is not None:
-        store.write_whole(config, as_yaml(profile(read, found, ", ".join(file.name for file in rows))))
-    for each in found:
-        echo(sentence(each))
-    if out or config:
-        echo(f"written: {', '.join(str(path) for path in (out, config) if path)}")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nsa_sel.bench import bench_sel_triton, sel_threshold_from_csv
+from nsa_sel.bench import bench_sel_triton, threshold_optimizer
 from nsa_sel.bench.core import cases, store
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.contenders import DENSE, PACKED, of_framework
@@ -200,7 +200,7 @@ def performance() -> str:
     """Milliseconds of every backend in the prefill, decode and trained cases; ours against dense attention and packed
     SDPA.
     """
-    names = {case.case for case in (*cases.performance_cases(), *cases.decode_cases(), *cases.trained_cases())}
+    names = {case.case for case in (*cases.PERFORMANCE, *cases.DECODE, *cases.TRAINED)}
     index = indexed(read_rows(H200_ROWS))
     chosen = {key: found for key, found in index.items() if key[0] in names and key[1] != "fwd+bwd" and ours(found) is not None}
     mine = [backend for backend in OURS if any(backend in found for found in chosen.values())]
@@ -235,7 +235,7 @@ def breakeven() -> str:
     Text beyond the 8k tokens of SmolLM2's maps is that of models trained with NSA.
     """
     index = indexed(read_rows(H200_ROWS))
-    every = {case.case: case for case in (*cases.breakeven_cases(), *cases.scaling_cases(), *cases.trained_cases())}
+    every = {case.case: case for case in (*cases.BREAKEVEN, *cases.SCALING, *cases.TRAINED)}
     by_length = sorted(every.values(), key=lambda case: case.S)
     lines = []
     for direction in ("fwd", "bwd", "fwd+bwd"):
@@ -421,7 +421,7 @@ def write_matrix(folder: Path, out: Path) -> None:
     bench_sel_triton.write(folder, out)
     (out / "report.md").unlink(missing_ok=True)  # every row of a matrix: too long to commit
     parts = {part.title: bench_sel_triton.from_csv(out / part.file) for part in bench_sel_triton.PARTS if (out / part.file).exists()}
-    store.write_whole(out / "selection_report.md", sel_threshold_from_csv.report(parts))
+    store.write_whole(out / "selection_report.md", threshold_optimizer.report(parts))
 
 
 PICTURE = ROOT / "docs/report/layer"

@@ -74,11 +74,9 @@ class Contender(NamedTuple):
     refuses: Callable[[Case], str | None] = lambda case: None
     every_key: bool = False
     checked: bool = True  # against the oracle
-    peer: bool = False  # another project's, or torch's: a wrong result is a row, not an error
+    peer: bool = False  # another project's, or torch's: a wrong result is a row, and it may have no backward pass
     # The selection of a timed call: "new", with plans built in the call; "kept", prepared before it; None: it has none.
     selection: str | None = "new"
-    finds_gradients: bool = False  # call it to find out whether it has a backward pass
-    forward_only: tuple[str, ...] = ()  # devices on which it has no backward pass
     directions: tuple[str, ...] = ("fwd", "bwd", "fwd+bwd", "decode")
 
 

@@ -177,7 +177,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="JSON-lines file of the rows; overwritten")],
+    out: Annotated[Path, typer.Option(help="JSON-lines file that rows are appended to")],
     rounds: Annotated[int, typer.Option(min=1, help="rounds, each of --calls calls of every part")] = 200,
     calls: Annotated[int, typer.Option(min=1, help="calls of a part in a round")] = CALLS,
     device: Device = "auto",
@@ -201,7 +201,7 @@ def main(
             for part, taken in times.items():
                 p20, median, p80 = np.quantile(taken, (0.2, 0.5, 0.8)).round(3).tolist()
                 rows.append({**common, "part": part, "us_median": median, "us_p20": p20, "us_p80": p80, **facts})
-    store.write_whole(out, store.as_lines(rows))
+    store.append(out, rows)
     echo(table(rows))
 
 

@@ -40,8 +40,8 @@ from torch import Tensor
 from nsa_sel import by_groups, three_branches
 from nsa_sel.attention import selection_attention
 from nsa_sel.bench.core import markdown, peers, store
-from nsa_sel.bench.core.cases import make_selection, text_case
-from nsa_sel.bench.core.command_line import Append, echo, need_gpu, program
+from nsa_sel.bench.core.cases import make_selection, prefill, text_case
+from nsa_sel.bench.core.command_line import Out, echo, need_gpu, program
 from nsa_sel.bench.core.contenders import dense_causal_sdpa
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.core.timing import Timing, milliseconds
@@ -234,7 +234,7 @@ def _by_length(rows: list[Row], directions: tuple[str, str], shown: Callable[[Ro
 
 
 def main(
-    out: Append,
+    out: Out,
     lengths: Annotated[str, typer.Option(help="rows of the sequence, comma-separated")] = "8192,32768,65536,131072",
     heads: Annotated[str, typer.Option(help="heads of a group, comma-separated")] = "16",
     only: Annotated[str, typer.Option(help=f"parts, comma-separated; by default all but {FLEX!r}")] = "",
@@ -252,7 +252,7 @@ def main(
             for name, make in (fla_parts(S) if fla else parts(S, h)).items():
                 if name not in only.split(",") if only else name == FLEX:
                     continue
-                if name == "fla" and (why := lacks or peers.fla_refuses_heads(h)):
+                if name == "fla" and (why := lacks or peers.fla_refuses(prefill("random", S, h))):
                     echo(f"fla was left out: {why}")
                     continue
                 found = measure(make(), rep)

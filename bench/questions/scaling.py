@@ -195,7 +195,7 @@ def measure_here(
             for order in (IN_TURN,) if alone else orders:
                 for row in measured(case, part, ranks, rank, device, samples, count, order):
                     if rank == 0:
-                        store.append(out, [{**row, **store.gpu_state(device), **facts, "quick": quick}])
+                        store.append(out, [{**row, **facts, "quick": quick}])
 
 
 def measured(case: Case, part: str, ranks: int, rank: int, device: str, samples: int, count: bool, order: str) -> Iterator[Row]:
@@ -210,7 +210,8 @@ def measured(case: Case, part: str, ranks: int, rank: int, device: str, samples:
             backend = next(str(each.forward) for each in reversed(decisions()) if each.request.kind == "attend")
             moved = exchanged(ranks)
             alone = timing.spread(slowest(at_hand[direction], *often)).median
-            yield timing.row(case, direction, backend, times, part=part, order=order, ms_at_hand=round(alone, 5), **moved)
+            found = {**case._asdict(), "direction": direction, "backend": backend, **times.fields()}
+            yield {**found, "part": part, "order": order, "ms_at_hand": round(alone, 5), **moved}
     except torch.cuda.OutOfMemoryError as error:
         failed = {"error": store.OUT_OF_MEMORY, "error_in": str(error).partition(".")[0]}
         yield {**case._asdict(), "part": part, "order": order, "ranks": ranks, **failed}

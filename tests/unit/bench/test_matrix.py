@@ -142,7 +142,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         Case("tiny", "random", 1, 64, 64, 2, 2, 16, 16, 2, 16, "bfloat16"),
         Case("one", "random", 2, 1, 64, 2, 2, 16, 16, 2, 16, "bfloat16"),
     ]
-    monkeypatch.setattr(speed, "QUICK", speed.QUICK._replace(cases=lambda: quick))
+    monkeypatch.setattr(speed, "QUICK", speed.QUICK._replace(cases=quick))
 
 
 @pytest.mark.usefixtures("instant", "tiny")
