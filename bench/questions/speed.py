@@ -120,19 +120,15 @@ def table(rows: Sequence[Row], shown: Sequence[str] = SHOWN) -> str:
 
 
 def table_of_caches(rows: Sequence[Row]) -> str:
-    """Return microseconds over a cache in one piece, and over pages: of each format of numbers, in this order."""
-    found: dict[tuple[str, str], dict[tuple[int | None, str], str]] = {}
+    """Return microseconds over a cache in one piece, and over pages: in q's dtype / in e4m3."""
+    cells = []
     for row in measured(rows):
         backend, cache = split_cache(row["backend"])
         if cache is not None:
-            shown = f"{row['ms_median'] * 1e3:.2f}{markdown.MARK * markdown.scatters(row)}"
-            found.setdefault((row["case"], backend), {})[cache.page_size, cache.quantized or row["dtype"]] = shown
-    pages = list(dict.fromkeys(page for times in found.values() for page, _ in times))
-    formats = list(dict.fromkeys(name for times in found.values() for _, name in times))
-    lines = [(*key, *(" / ".join(times.get((page, name), "-") for name in formats) for page in pages)) for key, times in found.items()]
-    return markdown.table(
-        ("case", "backend", f"in one piece: {' / '.join(formats)}", *(f"pages of {page}" for page in pages if page)), lines
-    )
+            where = "in one piece: bf16 / e4m3" if cache.page_size is None else f"pages of {cache.page_size}"
+            text = f"{row['ms_median'] * 1e3:.2f}{markdown.MARK * markdown.scatters(row)}"
+            cells.append(((row["case"], backend), where, cache.quantized is not None, text))
+    return markdown.pivot(["case", "backend"], cells, (False, True))
 
 
 def main(
