@@ -166,12 +166,12 @@ def table(rows: list[Row]) -> str:
     for (case, part, direction, device, order), found in several.items():
         one = alone.get((case, part, direction, device))
         cells = [[markdown.ms(one)], list[str](), list[str]()]
-        for row in map(found.get, numbers):
-            cells[0].append(markdown.ms(row))
-            shares = row["ranks"] if row and case.startswith("strong") else 1
-            cells[1].append(f"{one['ms_median'] / row['ms_median'] / shares:.2f}" if one and row else "-")
-            moved = row["bytes_forward"] + (row["bytes_backward"] if direction != "fwd" else 0) if row else 0
-            cells[2].append(f"{moved / 1e6:.1f}" if row else "-")
+        for other in map(found.get, numbers):
+            shares = other["ranks"] if other and case.startswith("strong") else 1
+            moved = other["bytes_forward"] + (other["bytes_backward"] if direction != "fwd" else 0) if other else 0
+            cells[0].append(markdown.ms(other))
+            cells[1].append(f"{one['ms_median'] / other['ms_median'] / shares:.2f}" if one and other else "-")
+            cells[2].append(f"{moved / 1e6:.1f}" if other else "-")
         times, efficiency, moved_mb = map(" / ".join, cells)
         ways = ", ".join(dict.fromkeys(row["way"] for row in found.values()))
         lines.append([case, part, direction, order, times, efficiency, ways, moved_mb])
