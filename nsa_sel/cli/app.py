@@ -215,7 +215,7 @@ def tune(
     with _errors(as_json):
         from nsa_sel.bench.tune import command as tuning
 
-        sizes = tuning.Sizes(L=L, h=h, Dk=Dk, Dv=Dv, dtype=dtype and dtype.value)
+        sizes = {"L": L, "h": h, "Dk": Dk, "Dv": Dv, "dtype": dtype and dtype.value}
         plan = tuning.plan(backend, cast(Way, direction.value) if direction else None, sizes, quick=quick, dry_run=dry_run)
         if dry_run:
             echo(_pretty(plan.document()) if as_json else plan.text())
