@@ -17,7 +17,7 @@ import io
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -47,18 +47,7 @@ SHOWN = ("case", "direction", "backend", "ms", "95% CI", "20th to 80th", "calls"
 ROWS_CHECKED = 16
 
 
-class Part(NamedTuple):
-    """A part of the matrix, with a CSV file of its own."""
-
-    title: str
-    file: str
-
-
-PARTS = DENSE_PART, VARLEN, DECODE = (
-    Part("One contiguous range a row", "dense.csv"),
-    Part("Several ranges a row", "varlen.csv"),
-    Part("Decoding", "decode.csv"),
-)
+FILES = {"One contiguous range a row": "dense.csv", "Several ranges a row": "varlen.csv", "Decoding": "decode.csv"}  # parts of the matrix
 
 
 def decode_case(N: int, H: int, D: int, Dv: int, n: int, dtype: str) -> Case:
@@ -179,11 +168,12 @@ def report(rows: Sequence[Row]) -> str:
     )
 
 
-def parts(rows: Sequence[Row]) -> dict[Part, list[Row]]:
-    """Return the rows by what they select; parts without rows are left out."""
-    found: dict[Part, list[Row]] = {part: [] for part in PARTS}
+def parts(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Return the rows by what they select, a part of `FILES` each; parts without rows are left out."""
+    one_range, several, decoding = FILES
+    found: dict[str, list[Row]] = {part: [] for part in FILES}
     for row in rows:
-        found[DECODE if row["S"] == 1 else DENSE_PART if row["n"] == 1 else VARLEN].append(row)
+        found[decoding if row["S"] == 1 else one_range if row["n"] == 1 else several].append(row)
     return {part: some for part, some in found.items() if some}
 
 
@@ -195,7 +185,7 @@ def write(folder: Path, out: Path, own: Sequence[Row] = (), csv_of_own: Path | N
     """
     file = folder / "rows.jsonl"
     rows = store.of_last_environment(store.read(file)) if file.exists() else []
-    texts = {out / part.file: to_csv(some) for part, some in parts(rows).items()}
+    texts = {out / FILES[part]: to_csv(some) for part, some in parts(rows).items()}
     if rows:
         texts[out / "report.md"] = report(rows)
     if own and csv_of_own is not None:

@@ -397,8 +397,8 @@ def write_matrix(folder: Path, out: Path) -> None:
     """Write the CSV files and selection_report.md of a matrix into `out`."""
     bench_sel_triton.write(folder, out)
     (out / "report.md").unlink(missing_ok=True)  # every row of a matrix: too long to commit
-    parts = {part.title: bench_sel_triton.from_csv(out / part.file) for part in bench_sel_triton.PARTS if (out / part.file).exists()}
-    store.write_whole(out / "selection_report.md", threshold_optimizer.report(parts))
+    read = {part: bench_sel_triton.from_csv(out / file) for part, file in bench_sel_triton.FILES.items() if (out / file).exists()}
+    store.write_whole(out / "selection_report.md", threshold_optimizer.report(read))
 
 
 PICTURE = ROOT / "docs/report/layer"

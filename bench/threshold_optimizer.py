@@ -223,7 +223,7 @@ def main(
     read = [row for file in rows for row in (from_csv(file) if file.suffix == ".csv" else store.read(file))]
     found = decided(read, margin, backend)
     if out is not None:
-        store.write_whole(out, report({part.title: some for part, some in parts(read).items()}, margin, backend))
+        store.write_whole(out, report(parts(read), margin, backend))
     if config is not None:
         store.write_whole(config, profile(read, found, ", ".join(file.name for file in rows)))
     for each in found:

@@ -86,17 +86,9 @@ def ours(backend: str) -> Contender:
 
     def prepare(problem: Problem) -> Ready:
         old = problem.selection
-        planned = Selection(old.ranges, old.block_size, old.max_length, disjoint=True)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, selection: Selection) -> Tensor:
-            o: Tensor = nsa_sel.selection_attention(q, k, v, selection, backend=backend)
-            return o
-
-        return Ready(
-            call=lambda q, k, v: attend(q, k, v, Selection(old.ranges, old.block_size, old.max_length, disjoint=True)),
-            trained=lambda q, k, v: attend(q, k, v, planned),
-            forget=planned.forget_plans,
-        )
+        new = partial(Selection, old.ranges, old.block_size, old.max_length, disjoint=True)
+        attend, planned = partial(nsa_sel.selection_attention, backend=backend), new()
+        return Ready(lambda q, k, v: attend(q, k, v, new()), lambda q, k, v: attend(q, k, v, planned), planned.forget_plans)
 
     def lacks(device: str) -> str | None:
         return None if entry is None or device in entry.limits.dtypes else f"needs a {'GPU' if device == 'cpu' else 'CPU'}"
