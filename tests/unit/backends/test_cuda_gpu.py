@@ -15,8 +15,7 @@ import torch
 
 import nsa_sel
 from nsa_sel import selection_attention
-from nsa_sel.backends import cuda_block
-from nsa_sel.backends.cupy_cuda import whole_blocks
+from nsa_sel.backends.cupy_cuda import cuda_block, whole_blocks
 from nsa_sel.serving import selection_attention_with_kvcache
 from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.flags import CACHE_FLAG
