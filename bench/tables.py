@@ -17,8 +17,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from nsa_sel.bench import bench_sel_triton, threshold_optimizer
-from nsa_sel.bench.core import cases, store
+from nsa_sel.bench import threshold_optimizer
+from nsa_sel.bench.core import cases, matrix, store
 from nsa_sel.bench.core.contenders import DENSE, PACKED, of_framework
 from nsa_sel.bench.core.markdown import MARK, factor, ms, pivot, scatters, spread, table, with_note
 from nsa_sel.bench.core.store import CPU_ROWS, H100_RESULTS, H200_RESULTS, H200_ROWS, ROOT, Row, read_rows
@@ -399,14 +399,14 @@ def with_tables(text: str) -> str:
 
 def matrices() -> list[Path]:
     """Return the folders of the committed matrices of bench_sel_triton."""
-    return [file.parent for file in sorted((ROOT / bench_sel_triton.RESULTS).glob("*/rows.jsonl"))]
+    return [file.parent for file in sorted((ROOT / matrix.RESULTS).glob("*/rows.jsonl"))]
 
 
 def write_matrix(folder: Path, out: Path) -> None:
     """Write the CSV files and selection_report.md of a matrix into `out`."""
-    bench_sel_triton.write(folder, out)
+    matrix.write(folder, out)
     (out / "report.md").unlink(missing_ok=True)  # every row of a matrix: too long to commit
-    read = {part: bench_sel_triton.from_csv(out / file) for part, file in bench_sel_triton.FILES.items() if (out / file).exists()}
+    read = {part: matrix.from_csv(out / file) for part, file in matrix.FILES.items() if (out / file).exists()}
     store.write_whole(out / "selection_report.md", threshold_optimizer.report(read))
 
 

@@ -20,12 +20,12 @@ from typing import Annotated, Any, NamedTuple
 import typer
 import yaml
 
-from nsa_sel.bench.bench_sel_triton import from_csv, parts
 from nsa_sel.bench.core import markdown, store
 from nsa_sel.bench.core.cases import length_of
 from nsa_sel.bench.core.command_line import echo, program
 from nsa_sel.bench.core.contenders import PACKED
 from nsa_sel.bench.core.markdown import factor
+from nsa_sel.bench.core.matrix import from_csv, parts
 from nsa_sel.bench.core.store import WAYS, Row
 from nsa_sel.cli.output import output_file
 from nsa_sel.core.registry import backends

@@ -53,14 +53,22 @@ def _masked(problem: Problem) -> Ready:
     return Ready(call, call)
 
 
-def _flex(problem: Problem) -> Ready:
-    """Prepare FlexAttention, compiled on a GPU, with a block mask over what every row selects.
+def flex(sees: Callable[..., Tensor], batches: int | None, S: int, S_kv: int, device: str) -> Callable[..., Tensor]:
+    """Return FlexAttention under a mask, compiled on a GPU: o [batches,heads,S,Dv] of q, k, v, whose heads share it.
 
-    Groups are batches, so heads share it.
+    sees: of batch, head, row and key, returns whether the row sees the key. batches: None for a mask that all share.
     """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch.compiler.reset()  # after eight other shapes it would not compile this one, but run it uncompiled
+    on_gpu = device == "cuda"
+    mask = create_block_mask(sees, batches, None, S, S_kv, device=device, _compile=on_gpu)  # S x S_kv is never in memory
+    attend: Any = torch.compile(flex_attention, dynamic=False, fullgraph=True) if on_gpu else flex_attention
+    return lambda q, k, v: attend(q, k, v, block_mask=mask, enable_gqa=q.shape[1] > k.shape[1])
+
+
+def _flex(problem: Problem) -> Ready:
+    """Prepare FlexAttention with a mask of what every row selects. Groups are batches, so heads share it."""
     selection, S_kv, device = problem.selection, problem.k.shape[2], problem.q.device
     B, S, G, h, _ = problem.q.shape
     unit = selection.block_size or 1  # rows select blocks, or keys where ranges are no blocks
@@ -69,12 +77,10 @@ def _flex(problem: Problem) -> Ready:
     def sees(b: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return chosen[b, row, key // unit] & (key <= row + S_kv - S)
 
-    mask = create_block_mask(sees, B * G, None, S, S_kv, device=device, _compile=device.type == "cuda")
-    attend: Any = flex_attention if device.type != "cuda" else torch.compile(flex_attention, dynamic=False)
+    attend = flex(sees, B * G, S, S_kv, device.type)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        heads = q.permute(0, 2, 3, 1, 4).flatten(0, 1)  # [B*G,h,S,Dk]
-        o: Tensor = attend(heads, k.flatten(0, 1).unsqueeze(1), v.flatten(0, 1).unsqueeze(1), block_mask=mask, enable_gqa=h > 1)
+        o = attend(q.permute(0, 2, 3, 1, 4).flatten(0, 1), k.flatten(0, 1).unsqueeze(1), v.flatten(0, 1).unsqueeze(1))
         return o.view(B, G, h, S, -1).permute(0, 3, 1, 2, 4)
 
     return Ready(call, call)

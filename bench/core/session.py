@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,13 +22,11 @@ from nsa_sel.bench.core import timing
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.contenders import Attend, Contender, Problem, Ready, make_problem
 from nsa_sel.bench.core.store import OUT_OF_MEMORY, Row, RowFile, first_line, stamp
-from nsa_sel.bench.core.timing import Timing
+from nsa_sel.bench.core.timing import Timing, WrongResult, new_memory_holds_nan
 from nsa_sel.cli.output import output_file
 from nsa_sel.oracle import oracle_backward, oracle_forward
 
 Tell = Callable[[str], None]
-FAR = 1e4  # added to the values of future keys: a row that gives them any weight changes
-SEEN = 1e-2  # the change that counts
 # Mean error over mean magnitude: some times what rounding does, far below what a wrong key does. The tests hold every
 # backend to less.
 GROSS = {torch.float16: 0.05, torch.bfloat16: 0.05, torch.float32: 1e-3}
@@ -48,10 +44,6 @@ class Job(NamedTuple):
 
 
 # Parity
-
-
-class WrongResult(RuntimeError):
-    """A call's results are wrong, whatever the mean error."""
 
 
 class Sample(NamedTuple):
@@ -126,42 +118,6 @@ def checked_error(name: str, mine: Tensor, exact: Tensor) -> float:
     if not error <= GROSS[mine.dtype] * size:  # NaN is wrong, too
         raise WrongResult(f"{name} is {error:.1e} off in the mean, and {size:.1e} large: it is not the attention of this selection")
     return error
-
-
-@torch.no_grad()
-def is_causal(call: Attend, problem: Problem) -> bool | None:
-    """Return True if the rows up to the middle one do not change when all later keys and values do; None for a single
-    row.
-
-    With S a multiple of the block, the middle row is at a block's first key, so a kernel without a mask in that block
-    fails.
-    """
-    q, k, v = (x.detach() for x in problem[1:4])
-    S, S_kv = q.shape[1], k.shape[2]
-    if S == 1:
-        return None
-    row = S // 2
-    future = row + S_kv - S + 1
-    before = call(q, k, v)[:, : row + 1].clone()
-    k, v = k.clone(), v.clone()
-    k[:, :, future:] *= -3
-    v[:, :, future:] += FAR
-    return bool(((call(q, k, v)[:, : row + 1] - before).abs() <= SEEN).all())
-
-
-@contextmanager
-def new_memory_holds_nan(strict: bool) -> Iterator[None]:
-    """Fill uninitialized memory with NaN.
-
-    Unless strict, operations without a deterministic implementation still run.
-    """
-    torch.use_deterministic_algorithms(True, warn_only=not strict)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 # Runs
@@ -264,7 +220,7 @@ def measured(
                 raise
             more["wrong"] = str(error)
     if contender.peer:
-        more |= {"computes": "every key" if contender.every_key else "selection", "causal": is_causal(ready.call, problem)}
+        more["computes"] = "every key" if contender.every_key else "selection"
         started = time.perf_counter()
         contender.prepare(problem)  # the second time: the first compiles
         if device == "cuda":

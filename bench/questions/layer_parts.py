@@ -127,19 +127,8 @@ def layer_with(
 
 def flex_window(S: int, device: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Return FlexAttention of S rows that see the last `WINDOW` keys: o of q [B,S,G,h,Dk], k, v [B,G,S,D]."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    def near(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        return (key <= row) & (key > row - WINDOW)
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        o = attend(q.flatten(2, 3).transpose(1, 2), k, v, block_mask=mask, enable_gqa=q.shape[3] > 1)
-        return torch.unflatten(o.transpose(1, 2), 2, (-1, q.shape[3]))
-
-    torch.compiler.reset()  # the compiler refuses a function that it has compiled for too many cases
-    mask = create_block_mask(near, None, None, S, S, device=device, _compile=device == "cuda")  # S x S is never in memory
-    attend: Any = torch.compile(flex_attention, dynamic=False, fullgraph=True) if device == "cuda" else flex_attention
-    return call
+    attend = peers.flex(lambda b, head, row, key: (key <= row) & (key > row - WINDOW), None, S, S, device)
+    return lambda q, k, v: torch.unflatten(attend(q.flatten(2, 3).transpose(1, 2), k, v).transpose(1, 2), 2, (-1, q.shape[3]))
 
 
 def fla_parts(S: int) -> dict[str, Callable[[], Part]]:

@@ -23,9 +23,9 @@ from torch import Tensor
 from nsa_sel.bench.core import cases, session, store, timing
 from nsa_sel.bench.core.cases import CHOICE, Case
 from nsa_sel.bench.core.contenders import PACKED, Problem, make_problem, named
-from nsa_sel.bench.core.session import Sample, WrongResult, checked_error, new_memory_holds_nan
+from nsa_sel.bench.core.session import Sample, checked_error
 from nsa_sel.bench.core.store import DIRECTIONS, Row
-from nsa_sel.bench.core.timing import Timing
+from nsa_sel.bench.core.timing import Timing, WrongResult, new_memory_holds_nan
 from nsa_sel.bench.threshold_optimizer import TRITON, thresholds
 from nsa_sel.bench.tune import cost_fit
 from nsa_sel.bench.tune.cost_fit import TERMS, model_of, phase_of

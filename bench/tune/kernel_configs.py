@@ -9,14 +9,14 @@ best of many noisy times is often luck.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from nsa_sel.bench.core import cases, timing
-from nsa_sel.bench.core.session import WrongResult, new_memory_holds_nan
 from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.core.timing import WrongResult, new_memory_holds_nan
 from nsa_sel.bench.tune.search_space import BLOCK, PROBLEMS, TUNED, Case, Job, committed_settings, jobs
 from nsa_sel.bench.tune.tuned_file import Measurements, Run, locked, rewrite, written
 from nsa_sel.core import registry
@@ -42,6 +42,7 @@ from nsa_sel.telemetry import events
 
 TOP = 5  # configs that a result lists
 ROWS, IDENTITY = ".jsonl", ("key", "kernel", "problem", "round", "config")  # of the file of all measurements
+EVENTS = 1000  # of a call, at most
 REP, QUICK_REP, QUICK_SECONDS = 20.0, 10.0, 300.0  # ms of timed calls per config; time limit of `tune_for` per backend
 # Two configs sum in different orders. Allowed error, in units of eps: of the largest value, and of the mean.
 ROUNDINGS = {torch.float16: (8, 4), torch.bfloat16: (8, 4), torch.float32: (64, 32), torch.float64: (64, 32)}
@@ -271,35 +272,22 @@ def checked_results(work: Callable[..., tuple[Tensor, ...]], config: str) -> tup
 
     Raises WrongResult unless they are equal twice and `config` was used.
     """
+    listener, level = BufferingHandler(EVENTS), events.LOGGER.level
     with new_memory_holds_nan(strict=True):
-        with configs_used() as used:
+        events.LOGGER.addHandler(listener)
+        events.LOGGER.setLevel(logging.INFO)
+        try:
             results = work(debug=True)
+        finally:
+            events.LOGGER.removeHandler(listener)
+            events.LOGGER.setLevel(level)
         again = work()
+    used = [record.__dict__["nsa_sel"]["chosen"] for record in listener.buffer if record.getMessage() == "sel.triton.kernel"]
     if config not in used:
         raise WrongResult(f"this problem does not use {config}; it used {', '.join(used)}")
     if not all(torch.equal(a, b) for a, b in zip(results, again, strict=True)):
         raise WrongResult(f"{config} does not give the same results twice")
     return results
-
-
-@contextlib.contextmanager
-def configs_used() -> Iterator[list[str]]:
-    """Return the ids of the chosen configs that `sel.triton.kernel` events name inside the block."""
-    used: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.getMessage() == "sel.triton.kernel":
-                used.append(record.__dict__["nsa_sel"]["chosen"])
-
-    listener, level = Listener(), events.LOGGER.level
-    events.LOGGER.addHandler(listener)
-    events.LOGGER.setLevel(logging.INFO)
-    try:
-        yield used
-    finally:
-        events.LOGGER.removeHandler(listener)
-        events.LOGGER.setLevel(level)
 
 
 def check_agreement(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:

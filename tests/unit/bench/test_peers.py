@@ -15,7 +15,7 @@ from nsa_sel.bench.core import session, store
 from nsa_sel.bench.core.cases import Case, span_case
 from nsa_sel.bench.core.contenders import make_problem
 from nsa_sel.bench.core.peers import peers
-from nsa_sel.bench.core.session import able, is_causal, lacks_gradients, parity, sample
+from nsa_sel.bench.core.session import able, lacks_gradients, parity, sample
 from nsa_sel.bench.questions import speed
 from nsa_sel.cli.app import app
 from tests.helpers.files import ROOT
@@ -73,13 +73,12 @@ def test_the_documented_adapter_is_held_to_the_reference_and_timed_in_every_dire
     assert result.exit_code == 0, result.output
     found = {(row["backend"], row["direction"]): row for row in store.read(adapters / "out" / "peers.jsonl")}
     assert set(found) == {(name, way) for name in ("sdpa-packed", "mine") for way in ("fwd", "bwd", "fwd+bwd", "decode")}
-    for (name, way), row in found.items():
+    for (name, _), row in found.items():
         assert row["mae"] < 1e-6
         assert row["selection"] == "new"
         if name == "mine":
             assert "wrong" not in row
             assert row["computes"] == "selection"
-            assert row["causal"] is (None if way == "decode" else True)
             assert row["prepare_ms"] >= 0
     assert "my_peer" in sys.modules
 
@@ -92,7 +91,7 @@ def test_given_peers_without_gradients_wrong_ones_and_those_that_refuse(adapters
     assert {way for name, way in found if name == "forward"} == {"fwd", "decode"}
     assert found["forward", "fwd"]["mae"] < 1e-6
     assert "tiny forward: its forward alone is measured: RuntimeError: element 0 of tensors does not require grad" in result.stderr
-    assert found["future", "fwd"]["causal"] is False
+    assert "dv is not 0 at keys that no row with a gradient attends to" in found["future", "fwd"]["wrong"]
     assert "it is not the attention of this selection" in found["future", "decode"]["wrong"]
     assert not any(name in ("flat", "picky") for name, _ in found)
     assert "tiny flat: ArgumentError: --peer is 'flat=others:flat', which returned [1, 64, 4, 8]" in result.stderr
@@ -142,4 +141,3 @@ def test_peers_compute_what_they_say(case: Case, name: str) -> None:
     mae, of_gradients = parity(call, problem, exact._replace(gradients=()) if forward_only else exact)
     assert mae < 1e-6
     assert of_gradients is None or of_gradients < 1e-5
-    assert is_causal(call, problem) is (None if case.S == 1 else True)

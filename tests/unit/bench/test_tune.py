@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from nsa_sel.backends.specs import launch_class, tile_columns
 from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.contenders import SLOW as SLOW_BACKENDS
-from nsa_sel.bench.core.session import WrongResult
 from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.core.timing import WrongResult
 from nsa_sel.bench.tune import calls, command, cost_fit, kernel_configs, tuned_file
 from nsa_sel.bench.tune.calls import ORDER, measure_costs, measure_thresholds, wanted
 from nsa_sel.bench.tune.kernel_configs import Runner, Times, tune
