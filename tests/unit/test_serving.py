@@ -43,8 +43,8 @@ def test_only_pages_of_whole_steps_use_tma(page_size: int, monkeypatch: pytest.M
     from nsa_sel.backends import triton_group
 
     loads: list[str] = []
-    real = triton_group._blocks
-    monkeypatch.setattr(triton_group, "_blocks", lambda *given: (loads.append(given[-1].loads), real(*given))[1])
+    real = triton_group._forward_blocks
+    monkeypatch.setattr(triton_group, "_forward_blocks", lambda *given: (loads.append(given[3].loads), real(*given))[1])
     check(make_cache(page_size=page_size, S_q=2, block=32), "triton-group")
     assert loads == ["tma" if page_size == 64 else "pointer"]
 
