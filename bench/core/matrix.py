@@ -158,7 +158,7 @@ def report(rows: Sequence[Row]) -> str:
     table = markdown.table(SHOWN, lines, left=3)
     return (
         f"# Selection attention over L\n\n{markdown.environment(rows[0])}, {commands}\n\n"
-        "Whole calls in ms: the median, its 95% confidence interval by bootstrap, percentiles. MB: K and V that the rows select, once a\n"
+        "Whole calls in ms: the median, its 95% confidence interval, percentiles. MB: K and V that the rows select, once a\n"
         f"row, and the rows' own tensors. `{PACKED}` is the reference.\n\n{markdown.with_note(table)}\n"
     )
 

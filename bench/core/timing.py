@@ -4,6 +4,7 @@ times; and memory in which a checked call can't find an earlier one's results.
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +20,6 @@ MOST_SECONDS = 10.0  # of timed calls, however many were asked for
 FLUSH_BYTES = 256 << 20  # several times any L2 cache
 SETTLE = 0.02  # seconds before each call on a CPU: threads of the previous call may still spin
 SETTLE_GPU = 0.2  # seconds; for less than that after gigabytes were allocated, kernels that load much are slower on an H200
-RESAMPLES = 1000  # of the bootstrap
-SAMPLED_AT_ONCE = 1 << 20  # times per draw of the bootstrap, which bounds its memory
 
 Work = Callable[[], Any]
 
@@ -57,18 +56,13 @@ class Timing(NamedTuple):
     streams: int = 1  # CUDA streams that each run the call at once; the time of all of them is divided by their number
 
 
-def spread(times: Sequence[float], seed: int = 0) -> Spread:
-    """Return the spread of measured times.
-
-    The confidence interval is by bootstrap: medians of samples drawn with replacement.
-    """
-    found, generator = np.asarray(times, dtype=np.float64), np.random.default_rng(seed)
-    at_once = max(1, SAMPLED_AT_ONCE // len(found))
-    sizes = [(min(at_once, RESAMPLES - done), len(found)) for done in range(0, RESAMPLES, at_once)]
-    medians = np.concatenate([np.median(found[generator.integers(0, len(found), size)], axis=1) for size in sizes])
+def spread(times: Sequence[float]) -> Spread:
+    """Return the spread of measured times. The confidence interval lies between order statistics, for any distribution."""
+    found, count = np.sort(np.asarray(times, dtype=np.float64)), len(times)
     p20, median, p80 = np.quantile(found, (0.2, 0.5, 0.8)).tolist()
-    low, high = np.quantile(medians, (0.025, 0.975)).tolist()
-    return Spread(median, p20, p80, low, high, len(found))
+    half = 1.96 * math.sqrt(count) / 2
+    low, high = max(0, round(count / 2 - half) - 1), min(count - 1, round(count / 2 + half))
+    return Spread(median, p20, p80, float(found[low]), float(found[high]), count)
 
 
 def milliseconds(work: Work, timing: Timing, device: str = "cuda") -> Spread:

@@ -22,8 +22,7 @@ One sequence, 4 KV groups, D 128, bf16, NSA's sizes (compressed blocks of 32 eve
 With --fla, fla's own layer instead (64 heads over 4 KV heads, hidden size 2048, projections and rotary positions too):
 after patch_fla(), without and with a window, with dense attention in place of `parallel_nsa`, and as it is.
 Directions: fwd, without gradients; bwd, torch.autograd.grad of the part; fwd+bwd, both in one, with all that is saved
-in between. `peak_mib` is the most memory beyond what was there before (inputs; for bwd also what forward saved),
-`outputs_mib` what of it is o and gradients.
+in between. `workspace_mib` is the most memory beyond inputs and outputs; for bwd also beyond what forward saved.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from nsa_sel.bench.core.cases import make_selection, prefill, text_case
 from nsa_sel.bench.core.command_line import Out, echo, need_gpu, program
 from nsa_sel.bench.core.contenders import dense_causal_sdpa
 from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.core.timing import Timing, milliseconds
+from nsa_sel.bench.core.timing import Timing, milliseconds, workspace_bytes
 from nsa_sel.branches import nsa_attention
 from nsa_sel.compat import parallel_nsa
 from nsa_sel.compressed import compressed_attention
@@ -174,14 +173,10 @@ def measure(part: Part, rep: float) -> list[Row]:
         with torch.set_grad_enabled(direction != "fwd"):
             timed = partial(work, direction, call() if direction == "bwd" else None)
             timed()
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            outputs = sum(x.nbytes for x in timed())
-            peak = torch.cuda.max_memory_allocated() - before
+            space = workspace_bytes(timed)
             times = milliseconds(timed, Timing(rep)).fields()
             del timed  # with what a forward saved
-        rows.append({"direction": direction, **times, "peak_mib": peak >> 20, "outputs_mib": outputs >> 20})
+        rows.append({"direction": direction, **times, "workspace_mib": (space or 0) >> 20})
     return rows
 
 
@@ -195,8 +190,9 @@ def memory_table(rows: list[Row]) -> str:
     """Return MiB beyond inputs and outputs of each part, forward without gradients / forward + backward, by length."""
     cells = []
     for row in by_length(rows):
-        if "outputs_mib" in row and row["direction"] != "bwd":
-            cells.append(((row["part"], row["h"]), f"{row['S'] // 1024}k", row["direction"], f"{row['peak_mib'] - row['outputs_mib']}"))
+        used = row["peak_mib"] - row["outputs_mib"] if "outputs_mib" in row else row.get("workspace_mib")  # as older rows have it
+        if used is not None and row["direction"] != "bwd":
+            cells.append(((row["part"], row["h"]), f"{row['S'] // 1024}k", row["direction"], f"{used}"))
     return markdown.pivot(["part", "h"], cells, ("fwd", "fwd+bwd"), left=1)
 
 
