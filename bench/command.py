@@ -1,5 +1,5 @@
-"""The bodies of `nsa-sel bench` and `nsa-sel threshold`: the same functions as the scripts of this folder, under one
-roof.
+"""The command `nsa-sel bench`, which is that of bench_sel_triton.py too: its matrix, the suites of questions/speed, and
+the headline.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from nsa_sel.bench import bench_sel_triton
 from nsa_sel.bench import headline as claims
-from nsa_sel.bench.core import store
+from nsa_sel.bench.core import matrix
 from nsa_sel.bench.core.command_line import Backends, Device, device_of, echo, stderr_console
 from nsa_sel.bench.core.contenders import DENSE, named
 from nsa_sel.bench.core.peers import given
@@ -19,66 +18,58 @@ from nsa_sel.bench.core.peers import peers as every_peer
 from nsa_sel.bench.core.session import able, run
 from nsa_sel.bench.questions import speed
 from nsa_sel.bench.questions.speed import SUITES, usual_backends
-from nsa_sel.bench.sel_threshold_from_csv import report
-from nsa_sel.bench.threshold_optimizer import MARGIN, TRITON, as_yaml, decided, profile, sentence
-from nsa_sel.cli.output import output_file
 from nsa_sel.errors import ArgumentError
 
 PEERS_SHOWN = (
-    *("case", "direction", "backend", "computes", "selection", "ms_median", "ms_p20", "ms_p80", "mae", "causal", "prepare_ms"),
+    *("case", "direction", "backend", "computes", "selection", "ms_median", "ms_p20", "ms_p80", "mae", "prepare_ms"),
     *("error", "wrong"),
 )
-
-Peers = Annotated[
-    bool,
-    typer.Option(
-        "--peers",
-        help="Beside ours: FlexAttention, masked and dense SDPA; flash-linear-attention, FlashAttention, FlashInfer where installed.",
-    ),
-]
-Peer = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME=MODULE:FUNCTION", help="With --peers, which it implies: also this function (docs/performance.md). Repeatable."
-    ),
-]
-Headline = Annotated[
-    bool, typer.Option("--headline", help="Instead: the README's claims again, on this GPU, each beside dense attention. Minutes.")
-]
 
 
 def bench(
     suite: Annotated[
         str, typer.Option(help=f"Instead of the matrix: {', '.join(SUITES)}, comma-separated, or all (a GPU's sizes); cpu on a CPU.")
     ] = "",
-    peers: Peers = False,
-    peer: Peer = None,
-    headline: Headline = False,
+    peers: Annotated[
+        bool,
+        typer.Option("--peers", help="Beside ours: FlexAttention, masked and dense SDPA; flash-linear-attention where installed."),
+    ] = False,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=MODULE:FUNCTION", help="With --peers, which it implies: also this function (docs/performance.md). Repeatable."
+        ),
+    ] = None,
+    headline: Annotated[
+        bool, typer.Option("--headline", help="Instead: the README's claims again, on this GPU, each beside dense attention. Minutes.")
+    ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Few and small cases: a look at a machine, in minutes.")] = False,
     out: Annotated[
-        Path | None, typer.Option(help=f"Folder of the rows; {bench_sel_triton.RESULTS}/<today> by default. Run again, it resumes.")
+        Path | None, typer.Option(help=f"Folder of the rows; {matrix.RESULTS}/<today> by default. Run again, it resumes.")
     ] = None,
     device: Device = "auto",
     only: Annotated[str, typer.Option(help="With --suite or --peers: only cases whose name contains this.")] = "",
     backends: Backends = "",
-    N: bench_sel_triton.NFlag = "",
-    H: bench_sel_triton.HFlag = "",
-    D: bench_sel_triton.DFlag = "",
-    Dv: bench_sel_triton.DvFlag = "",
-    L_list: bench_sel_triton.LListFlag = "",
-    dist: bench_sel_triton.DistFlag = "",
-    iters: bench_sel_triton.ItersFlag = None,
-    warmup: bench_sel_triton.WarmupFlag = 5,
-    streams: bench_sel_triton.StreamsFlag = 1,
-    decode: bench_sel_triton.DecodeFlag = None,
-    csv: bench_sel_triton.CsvFlag = None,
+    N: Annotated[str, typer.Option("--N", help="query rows [64,256,1024], or sequences decoded [64,256]")] = "",
+    H: Annotated[str, typer.Option("--H", help="heads that share a row's selection [4,8; decoding 2,4]")] = "",
+    D: Annotated[str, typer.Option("--D", help="head dim of q and k [64,128]")] = "",
+    Dv: Annotated[str, typer.Option("--Dv", help="head dim of v [64,128]")] = "",
+    L_list: Annotated[str, typer.Option("--L_list", help="keys that a row selects [16,32,64,128,256,512,1024; decoding 512,1024]")] = "",
+    dist: Annotated[str, typer.Option(help="how L is cut: few (one span), many (8 equal), mixed (2, 4 or 8 random) [few,many,mixed]")] = "",
+    iters: Annotated[int | None, typer.Option(min=3, help="timed calls, of which the median is taken [50; 10 with --quick]")] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="calls before them")] = 5,
+    streams: Annotated[int, typer.Option(min=1, help="CUDA streams that each run the call at once; ms is the time over their number")] = 1,
+    decode: Annotated[
+        int | None, typer.Option(min=0, max=1, help="1, or no value: the decode matrix, S = 1, 8 and 16 blocks of 64 keys")
+    ] = None,
+    csv: Annotated[Path | None, typer.Option(help="write the rows of this command's cases into this CSV file too")] = None,
 ) -> None:
     """Measure Triton against packed SDPA over the lengths of a selection, with CSV and Markdown.
 
     The seed matrix and the decode matrix; --decode 0 or 1 is one of them, and so are sizes. Flags of the matrix go
     without --suite and --peers.
     """
-    where, console, folder = device_of(device), stderr_console(), out or bench_sel_triton.default_folder()
+    where, console, folder = device_of(device), stderr_console(), out or matrix.default_folder()
     sizes = {"N": N, "H": H, "D": D, "Dv": Dv, "L_list": L_list, "dist": dist}
     of_matrix = {**sizes, "decode": decode, "iters": iters, "csv": csv, "warmup": warmup - 5, "streams": streams - 1}
     if headline:
@@ -91,9 +82,11 @@ def bench(
             allowed = "only with --suite or --peers, whose cases have names"
             raise ArgumentError("--only", repr(only), allowed, "add --suite all; the matrix is measured whole without it")
         both = (False, True) if decode is None and not any(sizes.values()) else (bool(decode),)
-        _, written = bench_sel_triton.measure(
+        rows, written = matrix.measure(
             both, where, folder, console, sizes=sizes, iters=iters, warmup=warmup, streams=streams, backends=backends, csv=csv, quick=quick
         )
+        if any(sizes.values()) and rows:
+            echo(matrix.report(rows))
         echo(f"written: {', '.join(map(str, (folder / 'rows.jsonl', *written)))}")
         return
     _unused(of_matrix, "--suite and --peers")
@@ -112,26 +105,3 @@ def _unused(flags: dict[str, Any], beside: str) -> None:
     given_too = [f"--{name}" for name, value in flags.items() if value not in ("", None, 0, [])]
     if given_too:
         raise ArgumentError(", ".join(given_too), "given", f"left out with {beside}", "its cases have sizes of their own")
-
-
-def threshold(
-    rows: Annotated[list[Path], typer.Argument(metavar="ROWS", help="Rows of `nsa-sel bench`: .jsonl or .csv.")],
-    margin: Annotated[float, typer.Option(help="How much faster than packed SDPA Triton must be.")] = MARGIN,
-    backend: Annotated[str, typer.Option(help="The Triton backend that is compared.")] = TRITON,
-    out: Annotated[Path | None, typer.Option(help="Markdown file with the evidence; without it nothing is written.")] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file with the thresholds, for NSA_SEL_CONFIG.")] = None,
-) -> None:
-    """From which L on Triton pays on this GPU, by evidence: sel_triton_min_L for each direction, or undecided."""
-    for option, path in (("--out", out), ("--config", config)):
-        if path is not None:
-            output_file(option, path, make_folder=True)
-    read = [row for file in rows for row in (bench_sel_triton.from_csv(file) if file.suffix == ".csv" else store.read(file))]
-    found = decided(read, margin, backend)
-    if out is not None:
-        store.write_whole(out, report({part.title: some for part, some in bench_sel_triton.parts(read).items()}, margin, backend))
-    if config is not None:
-        store.write_whole(config, as_yaml(profile(read, found, ", ".join(file.name for file in rows))))
-    for each in found:
-        echo(sentence(each))
-    if out or config:
-        echo(f"written: {', '.join(str(path) for path in (out, config) if path)}")

@@ -45,7 +45,8 @@ Gains = dict[str, Gain]  # by what is claimed
 
 
 def headline(folder: Path, console: Console) -> str:
-    """Measure every claim, with rows below `folder`, and return the table.
+    """Measure every claim, with rows below `folder`, and return a table with a line per claim: PASS where the spread here
+    reaches `NEAR` of it, else the difference of medians.
 
     Raises ArgumentError without a GPU or committed rows.
     """
@@ -60,22 +61,15 @@ def headline(folder: Path, console: Console) -> str:
         except Exception as error:  # the other claims are measured all the same
             console.print(f"{part.__name__} was left out: {first_line(error)}")
         torch.cuda.empty_cache()
-    return verdicts(here, torch.cuda.get_device_name())
-
-
-def verdicts(here: Gains, device: str) -> str:
-    """Return a line per claim: PASS where the spread here reaches `NEAR` of it, else the difference of medians."""
-    (pair,) = (pair for pair in training_pairs("speed") if pair.context == CONTEXT)
-    calls = read_rows(H200_ROWS)
-    claims = layer_gains(store.read(PARTS_FILE)) | call_gains(calls) | training_gains(pair.dense, pair.nsa)
-    lines = []
+    calls, lines = read_rows(H200_ROWS), []
+    claims = layer_gains(store.read(PARTS_FILE)) | call_gains(calls) | training_gains(*training_pairs("speed")[CONTEXT])
     for what, claim in claims.items():
         shown: tuple[str, ...] = ("-", "-", "not measured")
         if found := here.get(what):
             verdict = "PASS" if found.high >= NEAR * claim.median else f"{found.median / claim.median - 1:+.0%}"
             shown = factor(found.median), f"{found.low:.2f} to {found.high:.2f}", verdict
         lines.append((what, factor(claim.median), *shown))
-    note = f"How many times as fast as dense attention. README: {calls[-1]['device']}; here: {device}."
+    note = f"How many times as fast as dense attention. README: {calls[-1]['device']}; here: {torch.cuda.get_device_name()}."
     shown_table = table(("claim", "README", "here", "20th to 80th", "verdict"), lines, left=1)
     return f"{note} PASS: the spread here reaches {NEAR:.0%} of the README's.\n\n{shown_table}"
 
@@ -85,12 +79,13 @@ def verdicts(here: Gains, device: str) -> str:
 
 def layer_gains(rows: Iterable[Row]) -> Gains:
     """Return those of a layer's attention, forward and backward, from rows of `layer_parts`."""
-    found, gains = both_passes(rows), Gains()
-    for S in LENGTHS:
-        layer, dense = of_part(found, "layer", S), found.get(("dense", S))
-        if layer and dense:
-            gains[f"attention of a layer, {S // 1024}k tokens, forward + backward"] = gain_of(layer, dense)
-    return gains
+    found = both_passes(rows)
+    both = {S: (of_part(found, "layer", S), found.get(("dense", S))) for S in LENGTHS}
+    return {
+        f"attention of a layer, {S // 1024}k tokens, forward + backward": gain_of(layer, dense)
+        for S, (layer, dense) in both.items()
+        if layer and dense
+    }
 
 
 def call_gains(rows: Iterable[Row]) -> Gains:
@@ -145,15 +140,14 @@ def measure_calls(folder: Path, console: Console) -> Gains:
 
 def measure_training(folder: Path, console: Console) -> Gains:
     """Train as many steps as the committed runs have, by the example's own program, a fresh model each time."""
-    program, facts = store.example("train_nsa_lm"), store.stamp()
-    (pair,) = (pair for pair in training_pairs("speed") if pair.context == CONTEXT)
-    runs = list[list[Row]]()
+    program, facts, runs = store.example("train_nsa_lm"), store.stamp(), list[list[Row]]()
+    steps = len(training_pairs("speed")[CONTEXT][1])
     for attention in ("dense", "nsa"):
         console.print(f"training, {CONTEXT // 1024}k tokens: {attention}")
         sizes = program.of_context(program.Sizes(attention=attention), CONTEXT, None)
         with tempfile.TemporaryDirectory() as out:
             # No step of so few is a checkpoint's; a minute is far more than they take.
-            rows = program.train(Path(out), sizes, None, torch.device("cuda"), None, 1.0, len(pair.nsa), len(pair.nsa) + 1, True)
+            rows = program.train(Path(out), sizes, None, torch.device("cuda"), None, 1.0, steps, steps + 1, True)
         runs.append([row | facts for row in rows])
         torch.cuda.empty_cache()
     store.append(folder / "training.jsonl", [row for rows in runs for row in rows])

@@ -13,14 +13,14 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from nsa_sel.bench import bench_sel_triton, sel_threshold_from_csv
-from nsa_sel.bench.core import cases, store
-from nsa_sel.bench.core.cases import Case
+from nsa_sel.bench import threshold_optimizer
+from nsa_sel.bench.core import cases, matrix, store
 from nsa_sel.bench.core.contenders import DENSE, PACKED, of_framework
-from nsa_sel.bench.core.markdown import MARK, factor, ms, pair_of, scatters, side_by_side, spread, table, with_note
+from nsa_sel.bench.core.markdown import MARK, factor, ms, pivot, scatters, spread, table, with_note
 from nsa_sel.bench.core.store import CPU_ROWS, H100_RESULTS, H200_RESULTS, H200_ROWS, ROOT, Row, read_rows
 from nsa_sel.bench.questions import decoding_steps, layer_parts, released_models, scaling, speed
 from nsa_sel.core import registry
@@ -61,24 +61,6 @@ beyond (`bench/data/README.md`); the layer still chooses its own blocks.
 keys) and choice, without a window."""
 
 
-class Pair(NamedTuple):
-    """Runs of one context, with dense attention and with NSAttention."""
-
-    context: int
-    dense: list[Row]
-    nsa: list[Row]
-
-
-class Shares(NamedTuple):
-    """Percent of dense attention's time, forward and backward together, that each part of a layer and the layer take at
-    a length.
-    """
-
-    S: int
-    parts: dict[str, float]
-    whole: float
-
-
 # Rows
 
 
@@ -106,10 +88,10 @@ def speed_up(of_case: dict[str, Row], over: str = DENSE) -> float | None:
     return None if best is None or other is None else float(other["ms_median"] / best["ms_median"])
 
 
-def training_pairs(kind: str) -> list[Pair]:
-    """Return the runs of each context that was trained with both kinds of attention; kind: speed or long."""
+def training_pairs(kind: str) -> dict[int, tuple[list[Row], list[Row]]]:
+    """Return by context the runs with dense attention and with NSAttention, where both were trained; kind: speed or long."""
     contexts = sorted(int(file.stem.split("-")[1]) for file in TRAINING.glob(f"{kind}-*-nsa.jsonl"))
-    return [Pair(S, *(store.read(TRAINING / f"{kind}-{S}-{name}.jsonl") for name in ("dense", "nsa"))) for S in contexts]
+    return {S: (store.read(TRAINING / f"{kind}-{S}-dense.jsonl"), store.read(TRAINING / f"{kind}-{S}-nsa.jsonl")) for S in contexts}
 
 
 def tokens_per_second(rows: Sequence[Row]) -> float:
@@ -133,15 +115,17 @@ def of_part(found: dict[tuple[str, int], list[Row]], part: str, S: int) -> list[
     return found.get((f"{part} of text", S), found.get((part, S)))
 
 
-def layer_shares() -> list[Shares]:
-    """Return the shares at each length at which all parts and dense attention were measured."""
-    found, shares = both_passes(store.read(PARTS_FILE)), list[Shares]()
+def layer_shares() -> dict[int, dict[str, float]]:
+    """Return, at each length at which everything was measured, the percent of dense attention's time, forward and
+    backward together, that each of `PARTS` and the layer take.
+    """
+    found, shares = both_passes(store.read(PARTS_FILE)), {}
     for S in sorted({S for _, S in found}):
-        of_all = [of_part(found, part, S) for part in ("dense", *PARTS, "layer")]
-        times = [sum(row["ms_median"] for row in both) for both in of_all if both is not None]
+        of_all = {part: of_part(found, part, S) for part in ("dense", *PARTS, "layer")}
+        times = {part: sum(row["ms_median"] for row in both) for part, both in of_all.items() if both is not None}
         if len(times) == len(of_all):
-            *parts, whole = (100 * ms / times[0] for ms in times[1:])
-            shares.append(Shares(S, dict(zip(PARTS, parts, strict=True)), whole))
+            dense = times.pop("dense")
+            shares[S] = {part: 100 * ms / dense for part, ms in times.items()}
     return shares
 
 
@@ -149,7 +133,7 @@ def layer_shares() -> list[Shares]:
 
 
 def claim() -> str:
-    """The README's first figures, in words."""
+    """Return the README's first figures, in words."""
 
     def listed(words: Iterable[str]) -> str:
         *first, last = words
@@ -157,20 +141,20 @@ def claim() -> str:
 
     shares, rates = layer_shares(), training_pairs("speed")
     text = max(row["S"] for row in store.read(PARTS_FILE) if row["part"] == "layer of text")
-    inputs = "text" if text == shares[-1].S else f"text up to {text // 1024}k, random inputs beyond"
-    percents, lengths = listed(f"{each.whole:.0f}%" for each in shares), listed(f"{each.S // 1024}k" for each in shares)
-    gains = listed(f"{tokens_per_second(nsa) / tokens_per_second(dense):.2f}" for _, dense, nsa in rates)
+    inputs = "text" if text == max(shares) else f"text up to {text // 1024}k, random inputs beyond"
+    percents, lengths = listed(f"{of_parts['layer']:.0f}%" for of_parts in shares.values()), listed(f"{S // 1024}k" for S in shares)
+    gains = listed(f"{tokens_per_second(nsa) / tokens_per_second(dense):.2f}" for dense, nsa in rates.values())
     return (
         f"Measured on an NVIDIA H200: attention of one layer, forward and backward, takes {percents} of dense attention's time (cuDNN) at"
         f" {lengths} tokens ({inputs}; 4 KV groups of 16 heads, D 128, bf16). A model of 25 million parameters trains at {gains} times as"
-        f" many tokens per second as with dense attention at {listed(f'{pair.context // 1024}k' for pair in rates)}."
+        f" many tokens per second as with dense attention at {listed(f'{context // 1024}k' for context in rates)}."
         " [layer.md](https://github.com/nsa-sel/nsa-sel/blob/main/docs/layer.md) has all parts, and the losses."
         f" Rows: `{PARTS_FILE.relative_to(ROOT).as_posix()}`, `{TRAINING.relative_to(ROOT).as_posix()}/speed-*.jsonl`."
     )
 
 
 def gains() -> str:
-    """How many times faster the fastest backend is than dense causal attention, over groups of cases."""
+    """Return how many times faster the fastest backend is than dense causal attention, over groups of cases."""
     index = indexed(read_rows(H200_ROWS))
 
     def cell(names: str, directions: tuple[str, ...]) -> str:
@@ -187,7 +171,7 @@ def gains() -> str:
 
 
 def explained(name: str) -> str:
-    """What `nsa-sel explain --device NAME` prints where every package is installed."""
+    """Return what `nsa-sel explain --device NAME` prints where every package is installed."""
     device = GPUS[name]
     offers = tuple(Offer(backend) for backend in registry.backends().values())
     shown = describe(make_decision(example_request(), device, load_policy("default"), settings_for(device), offers))
@@ -197,77 +181,77 @@ def explained(name: str) -> str:
 # docs/performance.md, docs/choosing.md
 
 
-def performance() -> str:
-    """Milliseconds of every backend in the prefill, decode and trained cases; ours against dense attention and packed
-    SDPA.
+def by_backend(index: Index, columns: Sequence[str], over: dict[str, tuple[str, int]] | None = None) -> str:
+    """Return milliseconds of each case, forward / backward, by backend.
+
+    over: further columns, how many times as fast ours is as a backend, with so many digits.
     """
-    names = {case.case for case in (*cases.performance_cases(), *cases.decode_cases(), *cases.trained_cases())}
-    index = indexed(read_rows(H200_ROWS))
-    chosen = {key: found for key, found in index.items() if key[0] in names and key[1] != "fwd+bwd" and ours(found) is not None}
+    cells: list[tuple[tuple[str], str, str, str]] = []
+    for (case, direction), found in index.items():
+        cells += [((case,), name, direction, ms(found.get(name))) for name in columns]
+        for header, (name, digits) in (over or {}).items():
+            cells.append(((case,), header, direction, factor(speed_up(found, name), digits)))
+    return pivot(["case"], cells, ("fwd", "bwd"), left=1)
+
+
+def performance() -> str:
+    """Return milliseconds of every backend in the prefill, decode and trained cases; ours against dense attention and
+    packed SDPA.
+    """
+    names = {case.case for case in (*cases.PERFORMANCE, *cases.DECODE, *cases.TRAINED)}
+    index = indexed(row for row in read_rows(H200_ROWS) if row["case"] in names and row["direction"] != "fwd+bwd")
+    chosen = {key: found for key, found in index.items() if ours(found) is not None}
     mine = [backend for backend in OURS if any(backend in found for found in chosen.values())]
-    lines = [
-        (*key, *(ms(found.get(name)) for name in (*mine, DENSE, PACKED)), factor(speed_up(found)), factor(speed_up(found, PACKED), 0))
-        for key, found in chosen.items()
-    ]
-    headers = ["case", *mine, "dense cuDNN", "packed SDPA", "against dense", "against packed"]
-    return f"{table(headers, side_by_side(lines), left=1)}\n\n{NOTE_TRAINED}"
+    shown = by_backend(chosen, [*mine, DENSE, PACKED], {"against dense": (DENSE, 2), "against packed": (PACKED, 0)})
+    return f"{shown}\n\n{NOTE_TRAINED}"
 
 
-def break_even(lengths: Sequence[int], gains: Sequence[float]) -> str:
-    """From which length on every gain (dense time over ours) is 1 or more, or on which side of the measured lengths
-    that lies.
+def break_even(gains: dict[int, float]) -> str:
+    """Return from which length on every gain (dense time over ours, by length) is 1 or more, or on which side of the
+    measured lengths that lies.
 
     Between the last length that loses and the next one, log(gain) is taken as linear in log(length).
     """
-    losing = [i for i, gain in enumerate(gains) if gain < 1]
+    lengths, losing = list(gains), [S for S, gain in gains.items() if gain < 1]
     if not losing:
         return f"below {lengths[0] // 1024}k"
-    last = losing[-1]
-    if last == len(gains) - 1:
+    if losing[-1] == lengths[-1]:
         return f"above {lengths[-1] // 1024}k"
-    low, high = math.log(gains[last]), math.log(gains[last + 1])
-    return f"{lengths[last] * (lengths[last + 1] / lengths[last]) ** (low / (low - high)) / 1024:.2g}k"
+    last, following = losing[-1], lengths[lengths.index(losing[-1]) + 1]
+    low, high = math.log(gains[last]), math.log(gains[following])
+    return f"{last * (following / last) ** (low / (low - high)) / 1024:.2g}k"
 
 
 def breakeven() -> str:
-    """From which length on ours is faster than dense attention, by h, direction and kind of selection, and how much at
-    each length.
+    """Return from which length on ours is faster than dense attention, by h, direction and kind of selection, and how
+    much at each length.
 
     Text beyond the 8k tokens of SmolLM2's maps is that of models trained with NSA.
     """
-    index = indexed(read_rows(H200_ROWS))
-    every = {case.case: case for case in (*cases.breakeven_cases(), *cases.scaling_cases(), *cases.trained_cases())}
+    index, lines = indexed(read_rows(H200_ROWS)), []
+    every = {case.case: case for case in (*cases.BREAKEVEN, *cases.SCALING, *cases.TRAINED)}
     by_length = sorted(every.values(), key=lambda case: case.S)
-    lines = []
-    for direction in ("fwd", "bwd", "fwd+bwd"):
-        for kind, distributions in (("real", ("real", "trained")), ("random", ("random",))):
-            points: dict[int, list[tuple[Case, dict[str, Row], float]]] = {}
-            for case in (case for case in by_length if case.distribution in distributions):
-                found = index.get((case.case, direction), {})
-                if (gain := speed_up(found)) is not None:
-                    points.setdefault(case.h, []).append((case, found, gain))
-            for h, some in sorted(points.items(), reverse=True):
-                cells = []
-                for case, found, gain in some:
-                    best = ours(found)
-                    marked = scatters(found[DENSE]) or (best is not None and scatters(best))
-                    cells.append(f"{case.S // 1024}k {factor(gain)}{MARK * marked}")
-                lines.append(
-                    (direction, kind, h, break_even([case.S for case, _, _ in some], [gain for *_, gain in some]), ", ".join(cells))
-                )
+    for direction, kind, h in product(("fwd", "bwd", "fwd+bwd"), ("real", "random"), (16, 4, 1)):
+        gains, cells = dict[int, float](), list[str]()
+        for case in (case for case in by_length if case.h == h and (case.distribution == "random") == (kind == "random")):
+            found = index.get((case.case, direction), {})
+            best, gain = ours(found), speed_up(found)
+            if best is not None and gain is not None:
+                gains[case.S] = gain
+                cells.append(f"{case.S // 1024}k {factor(gain)}{MARK * (scatters(found[DENSE]) or scatters(best))}")
+        if gains:
+            lines.append((direction, kind, h, break_even(gains), ", ".join(cells)))
     return table(["direction", "selection", "h", "faster from S", "against dense at S"], lines, left=2)
 
 
 def peers() -> str:
-    """What others offer for the same selections, in one process with ours: milliseconds, medians."""
+    """Return what others offer for the same selections, in one process with ours: milliseconds, medians."""
     index = {key: found for key, found in indexed(rows_of("peers.jsonl", H100_RESULTS)).items() if key[1] != "fwd+bwd"}
-    names = dict.fromkeys(name for found in index.values() for name in found)
-    lines = [(*key, *(ms(found.get(name)) for name in names)) for key, found in index.items()]
-    return table(["case", *names], side_by_side(lines), left=1)
+    return by_backend(index, list(dict.fromkeys(name for found in index.values() for name in found)))
 
 
 def cpu() -> str:
-    """numba against packed, masked and dense SDPA on a CPU: milliseconds, medians."""
+    """Return numba against packed, masked and dense SDPA on a CPU: milliseconds, medians."""
     rows = read_rows(CPU_ROWS)
     numba = {row["direction"]: row["ms_median"] for row in rows if row["backend"] in of_framework("numba")}
     lines = [(row["direction"], row["backend"], ms(row), spread(row), factor(row["ms_median"] / numba[row["direction"]])) for row in rows]
@@ -275,34 +259,30 @@ def cpu() -> str:
 
 
 def overhead() -> str:
-    """What a call takes of the host, and what of that is not its backend's: microseconds, forward / forward + backward."""
+    """Return what a call takes of the host, and what of that is not its backend's: microseconds, forward / forward +
+    backward.
+    """
     parts = ("call", "call, new", "further call, new", "backend", "beyond the backend", "call, calling thread", "call, new, calling thread")
-    lines = []
-    for file in sorted((ROOT / "bench/results").glob("*/overhead.jsonl")):
-        times: dict[tuple[str, str], dict[tuple[str, str], str]] = {}
-        for row in store.read(file):
-            if "us_median" in row:
-                times.setdefault((row["device"], row["backend"]), {})[row["part"], row["direction"]] = f"{row['us_median']:.3g}"
-        for key, found in times.items():
-            lines.append((*key, *(pair_of([found.get((part, way), "-") for way in ("fwd", "fwd+bwd")]) for part in parts)))
-    return table(["device", "backend", *parts], lines)
+    rows = [row for file in sorted((ROOT / "bench/results").glob("*/overhead.jsonl")) for row in store.read(file) if "us_median" in row]
+    cells = [((row["device"], row["backend"]), row["part"], row["direction"], f"{row['us_median']:.3g}") for row in rows]
+    shown = sorted((cell for cell in cells if cell[1] in parts), key=lambda cell: parts.index(cell[1]))
+    return pivot(["device", "backend"], shown, ("fwd", "fwd+bwd"))
 
 
 def models() -> str:
-    """The suite of shipped models on an H100: ms of each backend beside dense attention, and how many times faster the
-    fastest is.
+    """Return the suite of shipped models on an H100: ms of each backend beside dense attention, and how many times
+    faster the fastest is.
     """
     index = indexed(rows_of("models.jsonl", H100_RESULTS))
     names = list(dict.fromkeys(name for found in index.values() for name in found if name != DENSE))
-    lines = [(*key, *(ms(found.get(name)) for name in (*names, DENSE)), factor(speed_up(found))) for key, found in index.items()]
-    return table(["case", *names, DENSE, "against dense"], side_by_side(lines), left=1)
+    return by_backend(index, [*names, DENSE], {"against dense": (DENSE, 2)})
 
 
 # docs/layer.md, docs/varlen.md, docs/distributed.md
 
 
 def layer() -> str:
-    """The parts of a layer; dense attention at lengths that were not measured beside them, from the rows of the
+    """Return the parts of a layer; dense attention at lengths that were not measured beside them, from the rows of the
     selection.
     """
     rows = store.read(PARTS_FILE)
@@ -319,32 +299,29 @@ def layer() -> str:
 
 
 def varlen() -> str:
-    """Packed batches as bench/core/variants.py calls them: milliseconds, medians, of forward and of both passes."""
-    found: dict[tuple[str, str], dict[tuple[str, str], str]] = {}
+    """Return packed batches as bench/core/variants.py calls them: milliseconds, medians, of forward and of both passes."""
+    kinds = {"": "one call", "copied": "one call, k and v copied", "each": "a call for each sequence"}
+    cells = []
     for row in store.measured(rows_of("varlen.jsonl")):
         backend = max((name for name in registry.backends() if row["backend"].startswith(name)), key=len)
         kind = row["backend"].removeprefix(backend).removeprefix("-")
-        found.setdefault((row["case"], backend), {})[kind, row["direction"]] = ms(row)
-    lines = [
-        (*key, *(pair_of([times.get((kind, direction), "-") for direction in ("fwd", "fwd+bwd")]) for kind in ("", "copied", "each")))
-        for key, times in found.items()
-    ]
-    return table(["case", "backend", "one call", "one call, k and v copied", "a call for each sequence"], lines)
+        cells.append(((row["case"], backend), kinds[kind], row["direction"], ms(row)))
+    return pivot(["case", "backend"], cells, ("fwd", "fwd+bwd"))
 
 
 def training_speed() -> str:
-    """Tokens per second of whole training steps."""
+    """Return tokens per second of whole training steps."""
     lines = []
-    for context, dense, nsa in training_pairs("speed"):
+    for context, (dense, nsa) in training_pairs("speed").items():
         rates = tokens_per_second(dense), tokens_per_second(nsa)
         lines.append((f"{context // 1024}k", *(f"{rate / 1e3:.0f}" for rate in rates), f"{rates[1] / rates[0]:.2f}", nsa[-1]["backend"]))
     return table(["context", "dense, thousand tokens/s", "NSAttention", "times", "selected branch"], lines, left=1)
 
 
 def training_losses() -> str:
-    """Held-out losses after as many steps, and the last of the longer run."""
+    """Return held-out losses after as many steps, and the last of the longer run."""
     lines = []
-    for context, *runs in training_pairs("long"):
+    for context, runs in training_pairs("long").items():
         dense, nsa = ({row["step"] + 1: row["held_out_loss"] for row in run if "held_out_loss" in row} for run in runs)
         for step in sorted(dense.keys() | {max(nsa)}):
             one, other = dense.get(step), nsa[step]
@@ -353,7 +330,7 @@ def training_losses() -> str:
 
 
 def training_band() -> str:
-    """The largest distance of averaged losses from the run with packed SDPA."""
+    """Return the largest distance of averaged losses from the run with packed SDPA."""
     runs = {file.stem.removeprefix("band-"): store.read(file) for file in sorted(TRAINING.glob("band-*.jsonl"))}
 
     def averages(rows: Sequence[Row]) -> list[float]:
@@ -368,7 +345,7 @@ def training_band() -> str:
 
 
 def training_ranks() -> str:
-    """Tokens per second of one rank and of several, and the loss after the last step."""
+    """Return tokens per second of one rank and of several, and the loss after the last step."""
     lines, alone = [], dict[str, float]()
     for file in sorted(TRAINING.glob("ranks-*.jsonl"), key=lambda file: (int(file.stem.split("-")[1]), file.stem)):
         (_, context, kind, ranks), rows = file.stem.split("-"), store.read(file)
@@ -423,15 +400,15 @@ def with_tables(text: str) -> str:
 
 def matrices() -> list[Path]:
     """Return the folders of the committed matrices of bench_sel_triton."""
-    return [file.parent for file in sorted((ROOT / bench_sel_triton.RESULTS).glob("*/rows.jsonl"))]
+    return [file.parent for file in sorted((ROOT / matrix.RESULTS).glob("*/rows.jsonl"))]
 
 
 def write_matrix(folder: Path, out: Path) -> None:
     """Write the CSV files and selection_report.md of a matrix into `out`."""
-    bench_sel_triton.write(folder, out)
+    matrix.write(folder, out)
     (out / "report.md").unlink(missing_ok=True)  # every row of a matrix: too long to commit
-    parts = {part.title: bench_sel_triton.from_csv(out / part.file) for part in bench_sel_triton.PARTS if (out / part.file).exists()}
-    store.write_whole(out / "selection_report.md", sel_threshold_from_csv.report(parts))
+    read = {part: matrix.from_csv(out / file) for part, file in matrix.FILES.items() if (out / file).exists()}
+    store.write_whole(out / "selection_report.md", threshold_optimizer.report(read))
 
 
 PICTURE = ROOT / "docs/report/layer"
@@ -463,7 +440,7 @@ def write_picture() -> None:
     from PIL import Image
 
     shares = layer_shares()
-    rates = [(context, tokens_per_second(dense), tokens_per_second(nsa)) for context, dense, nsa in training_pairs("speed")]
+    rates = {context: (tokens_per_second(dense), tokens_per_second(nsa)) for context, (dense, nsa) in training_pairs("speed").items()}
     for i, ending in enumerate(("", "-dark")):
         color = {role: both[i] for role, both in COLORS.items()}
         style: Any = {
@@ -482,19 +459,19 @@ def write_picture() -> None:
             canvas, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.7), layout="constrained")
             left.set(title="Attention of one layer, forward + backward", xlabel="tokens", ylabel="% of dense attention's time")
             left.axhline(100, color=color["dense"], linewidth=1.4)
-            for bar, each in enumerate(shares):
+            for bar, of_parts in enumerate(shares.values()):
                 bottom = 0.0
-                for part, height in each.parts.items():
-                    left.bar(bar, height, 0.6, bottom=bottom, color=color[part])
-                    bottom += height
-                left.text(bar, bottom + 2, f"{100 / each.whole:.2g}x", ha="center", fontsize=8)
-            left.set_xticks(range(len(shares)), [f"{each.S // 1024}k" for each in shares])
+                for part in PARTS:
+                    left.bar(bar, of_parts[part], 0.6, bottom=bottom, color=color[part])
+                    bottom += of_parts[part]
+                left.text(bar, bottom + 2, f"{100 / of_parts['layer']:.2g}x", ha="center", fontsize=8)
+            left.set_xticks(range(len(shares)), [f"{S // 1024}k" for S in shares])
             right.set(title="Training a model of 25M parameters", xlabel="context, tokens", ylabel="thousand tokens per second")
-            for bar, (_, dense, nsa) in enumerate(rates):
+            for bar, (dense, nsa) in enumerate(rates.values()):
                 right.bar(bar - 0.2, dense / 1e3, 0.38, color=color["dense"])
                 right.bar(bar + 0.2, nsa / 1e3, 0.38, color=color["select"])
                 right.text(bar + 0.2, nsa / 1e3, f"{nsa / dense:.2g}x", ha="center", va="bottom", fontsize=8)
-            right.set_xticks(range(len(rates)), [f"{context // 1024}k" for context, _, _ in rates])
+            right.set_xticks(range(len(rates)), [f"{context // 1024}k" for context in rates])
             canvas.suptitle("NSAttention on an NVIDIA H200", fontsize=12, fontweight="bold", x=0.01, ha="left")
             key = {"dense": "dense attention (cuDNN)", **PARTS}
             handles = [Line2D([], [], marker="s", linestyle="", markersize=7, color=color[role], label=key[role]) for role in key]

@@ -1,4 +1,4 @@
-"""What the examples share: command-line options, rows as JSON lines, and pictures of losses.
+"""What the examples share: command-line options, and rows as JSON lines.
 
 Needs typer, from the extra `cli`.
 """
@@ -12,7 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -63,27 +63,3 @@ def read_rows(file: Path) -> list[Row]:
     """Return the rows of a file, without an unfinished last line. A missing file has none."""
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     return [json.loads(line) for line in lines]
-
-
-class Curve(NamedTuple):
-    """Losses at steps. style: a matplotlib format such as "o-"."""
-
-    name: str
-    points: list[tuple[float, float]]  # step, loss
-    style: str = "-"
-
-
-def draw(file: Path, unit: str, curves: list[Curve]) -> None:
-    """Write a picture, or print why not: matplotlib is optional (extra `report`)."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        print(f"{file.name} is not drawn, because matplotlib is not installed. Remedy: pip install matplotlib")
-        return
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for name, points, style in curves:
-        axes.plot(*zip(*points, strict=True), style, linewidth=1, markersize=3, label=name)
-    axes.set(xlabel="step", ylabel=unit)
-    axes.legend()
-    figure.savefig(file, dpi=120)

@@ -3,9 +3,9 @@
     torchrun --standalone --nproc-per-node 2 examples/train_nsa_lm.py --out runs/sliced --parallel context
 
 data       FSDP2 only: each rank has its own sequences
-context    each rank has two slices of every sequence, one from each end (`nsa_sel.distributed.context_parallel`), with
-FSDP2 tensor     each rank has its own KV groups and columns of the MLP, over at most as many ranks as groups; FSDP2
-over the other ranks
+context    each rank has two slices of every sequence, one from each end (`nsa_sel.distributed.context_parallel`); FSDP2
+tensor     each rank has its own KV groups and columns of the MLP, over at most as many ranks as groups; FSDP2 over the
+           other ranks
 
 Every rank draws the whole batch of a step and takes its part, so that a run sees the same bytes on any number of ranks.
 """

@@ -1,18 +1,16 @@
 """Train a small byte-level language model with Native Sparse Attention (arXiv 2502.11089): `nsa_sel.NSAttention` in
 every layer.
 
-    python examples/train_nsa_lm.py --out runs/nsa                            # 8 minutes at 8k context on one H200;
-    again: it resumes python examples/train_nsa_lm.py --out runs/32k --context 32768            # one sequence a step
-    instead of four: as many tokens python examples/train_nsa_lm.py --out runs/packed --backend sdpa-packed   # the same
-    run on another backend python examples/train_nsa_lm.py --out runs/dense --attention dense        # the same model
-    with dense causal attention python examples/train_nsa_lm.py --out runs/tiny --tiny                    # a size for a
-    CPU torchrun --standalone --nproc-per-node 2 examples/train_nsa_lm.py --out runs/sliced --parallel context    #
-    several_ranks.py
+    python examples/train_nsa_lm.py --out runs/nsa                                # 8 minutes at 8k context on one H200
+    python examples/train_nsa_lm.py --out runs/32k --context 32768                # one sequence a step instead of four
+    python examples/train_nsa_lm.py --out runs/packed --backend sdpa-packed       # the same run on another backend
+    python examples/train_nsa_lm.py --out runs/dense --attention dense            # the same model with dense attention
+    python examples/train_nsa_lm.py --out runs/tiny --tiny                        # a size for a CPU
+    torchrun --standalone --nproc-per-node 2 examples/train_nsa_lm.py --out runs/sliced --parallel context
 
 The text is the machine's documentation, or the files of a folder (--text). The folder --out holds text.bin,
-checkpoint.pt, losses.jsonl (one line per step) and losses.png. Start an interrupted or finished run again to resume it:
-losses are those of an uninterrupted run, also on another number of ranks. `examples/compare_losses.py` compares runs.
-Needs the extra `cli`, and matplotlib (`report`) for the picture.
+checkpoint.pt and losses.jsonl (one line per step). Start an interrupted or finished run again to resume it: losses are
+those of an uninterrupted run, also on another number of ranks (several_ranks.py). Needs the extra `cli`.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
-from common import Curve, Device, Row, device_of, draw, facts, program, read_rows, write_rows
+from common import Device, Row, device_of, facts, program, read_rows, write_rows
 from nsa_lm import TINY, LanguageModel, Sizes
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -264,10 +262,6 @@ def train(
             if writes:
                 print(f"step {training.step}: loss {loss:.4f}, held out {row['held_out_loss']:.4f}, {row['tokens_per_second']} tokens/s")
     training.save(checkpoint)
-    if writes:
-        held_out = [(row["step"], row["held_out_loss"]) for row in rows if "held_out_loss" in row]
-        curves = [Curve("training", [(row["step"], row["loss"]) for row in rows])]
-        draw(out / "losses.png", "loss, nats a byte", curves + ([Curve("held out", held_out, "o-")] if held_out else []))
     return rows
 
 

@@ -18,8 +18,7 @@ from nsa_sel.errors import ArgumentError, NsaSelError
 
 INTERRUPTED = 130  # exit code after Ctrl-C, as in shells
 
-Out = Annotated[Path, typer.Option("--out", help="JSON-lines file that rows are appended to; rows that it has are not measured again")]
-Append = Annotated[Path, typer.Option("--out", help="JSON-lines file that rows are appended to")]
+Out = Annotated[Path, typer.Option("--out", help="JSON-lines file that rows are appended to")]
 Device = Annotated[str, typer.Option("--device", help="auto, cuda, cpu")]
 Quick = Annotated[bool, typer.Option("--quick", help="a few small cases instead, on any device")]
 Only = Annotated[str, typer.Option("--only", help="only cases whose name contains this")]

@@ -74,11 +74,9 @@ class Contender(NamedTuple):
     refuses: Callable[[Case], str | None] = lambda case: None
     every_key: bool = False
     checked: bool = True  # against the oracle
-    peer: bool = False  # another project's, or torch's: a wrong result is a row, not an error
+    peer: bool = False  # another project's, or torch's: a wrong result is a row, and it may have no backward pass
     # The selection of a timed call: "new", with plans built in the call; "kept", prepared before it; None: it has none.
     selection: str | None = "new"
-    finds_gradients: bool = False  # call it to find out whether it has a backward pass
-    forward_only: tuple[str, ...] = ()  # devices on which it has no backward pass
     directions: tuple[str, ...] = ("fwd", "bwd", "fwd+bwd", "decode")
 
 
@@ -88,17 +86,9 @@ def ours(backend: str) -> Contender:
 
     def prepare(problem: Problem) -> Ready:
         old = problem.selection
-        planned = Selection(old.ranges, old.block_size, old.max_length, disjoint=True)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, selection: Selection) -> Tensor:
-            o: Tensor = nsa_sel.selection_attention(q, k, v, selection, backend=backend)
-            return o
-
-        return Ready(
-            call=lambda q, k, v: attend(q, k, v, Selection(old.ranges, old.block_size, old.max_length, disjoint=True)),
-            trained=lambda q, k, v: attend(q, k, v, planned),
-            forget=planned.forget_plans,
-        )
+        new = partial(Selection, old.ranges, old.block_size, old.max_length, disjoint=True)
+        attend, planned = partial(nsa_sel.selection_attention, backend=backend), new()
+        return Ready(lambda q, k, v: attend(q, k, v, new()), lambda q, k, v: attend(q, k, v, planned), planned.forget_plans)
 
     def lacks(device: str) -> str | None:
         return None if entry is None or device in entry.limits.dtypes else f"needs a {'GPU' if device == 'cpu' else 'CPU'}"

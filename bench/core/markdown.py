@@ -24,24 +24,30 @@ def table(headers: Sequence[str], lines: Iterable[Sequence[Any]], left: int | No
     return tabulate(cells, headers=headers, tablefmt="github", disable_numparse=True, colalign=align)
 
 
-def side_by_side(lines: Iterable[Sequence[Any]]) -> list[list[str]]:
-    """Merge lines of a case, a direction and cells into one per case: "forward / backward", or a single direction's
-    cell (decoding).
+def pivot(
+    headers: Sequence[str], cells: Iterable[tuple[tuple[Any, ...], Any, Any, str]], parts: Sequence[Any], left: int | None = None
+) -> str:
+    """Return a table of cells, which may come in any order. Of two for the same part of a cell the later one counts.
+
+    Args:
+        headers: of the keys of lines. The other columns are headed by their own names, in the order in which they come.
+        cells: line, column, part and text of each. A line begins with its key.
+        parts: what a cell shows, as "forward / backward"; "-" for those that it lacks. Another part, such as the time of
+            a decoding step, is shown alone.
+        left: as of `table`.
     """
-    cases: dict[str, dict[str, Sequence[Any]]] = {}
-    for case, direction, *cells in lines:
-        cases.setdefault(case, {})[direction] = cells
-    made = []
-    for case, found in cases.items():
-        first = next(iter(found.values()))
-        pairs = zip(*(found.get(direction, ["-"] * len(first)) for direction in ("fwd", "bwd")), strict=True)
-        made.append([case, *(first if len(found) == 1 and "bwd" not in found else map(pair_of, pairs))])
-    return made
+    lines: dict[tuple[Any, ...], dict[Any, dict[Any, str]]] = {}
+    columns: dict[Any, None] = {}
+    for line, column, part, text in cells:
+        lines.setdefault(line, {}).setdefault(column, {})[part] = text
+        columns[column] = None
 
+    def cell(found: dict[Any, str]) -> str:
+        texts = [text for part, text in found.items() if part not in parts][:1] or [found.get(part, "-") for part in parts]
+        return "-" if set(texts) == {"-"} else " / ".join(texts)
 
-def pair_of(cells: Sequence[str]) -> str:
-    """Return two cells as one."""
-    return "-" if set(cells) == {"-"} else " / ".join(cells)
+    found = [(*line, *(cell(some[column]) if column in some else "-" for column in columns)) for line, some in lines.items()]
+    return table([*headers, *map(str, columns)], found, left)
 
 
 def scatters(row: Row) -> bool:

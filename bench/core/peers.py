@@ -1,17 +1,14 @@
 """Others' kernels on our inputs, in the library's layout.
 
-FlexAttention, masked and dense SDPA of torch; where installed flash-linear-attention's NSA, FlashAttention 2 and
-FlashInfer; and functions
-that a user names: `nsa-sel bench --peer NAME=module:function` (docs/performance.md has an adapter). Masks and layouts
-    are made once per
-selection, outside the timed calls: `prepare_ms` of a row is their cost, and its `selection` is "kept". Ours build their
-plans within the timed calls ("new").
+FlexAttention, masked and dense SDPA of torch; where installed flash-linear-attention's NSA; and functions that a user
+names: `nsa-sel bench --peer NAME=module:function` (docs/performance.md has an adapter). Masks and layouts are made once
+per selection, outside the timed calls: `prepare_ms` of a row is their cost, and its `selection` is "kept". Ours build
+their plans within the timed calls ("new").
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 import pkgutil
 import re
@@ -30,13 +27,7 @@ from nsa_sel.core.registry import backends
 from nsa_sel.errors import ArgumentError
 
 FLA = "fla.ops.nsa"
-HALVES = ("float16", "bfloat16")
-INFER_DIMS = (64, 128, 256)
 FORM = re.compile(r"([\w.-]+)=([\w.]+:[\w.]+)")
-
-
-class WrongAnswer(ArgumentError):
-    """A function that the user named returns no o of this layout. The run ends."""
 
 
 def by_tokens(x: Tensor) -> Tensor:
@@ -44,48 +35,15 @@ def by_tokens(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def lacks(package: str, module: str, function: str, install: str, arguments: Iterable[str] = ()) -> Callable[[str], str | None]:
-    """Return a function that says why another package's function can't be called with these arguments on a device
-    ("cpu", "cuda").
-    """
-
-    def why(device: str) -> str | None:
-        if util.find_spec(module.partition(".")[0]) is None:
-            return f"{package} is not installed: {install}"
-        if device != "cuda":
-            return "needs a GPU"
-        try:
-            found = getattr(importlib.import_module(module), function, None)
-        except Exception as error:  # a package's import may raise anything
-            return f"{module} can't be imported ({first_line(error)}): {install} -U"
-        if found is None:
-            return f"{module} has no {function}: {install} -U"
-        lacking = [name for name in arguments if name not in inspect.signature(found).parameters]
-        return f"{module}.{function} has no argument {', '.join(lacking)}: {install} -U" if lacking else None
-
-    return why
-
-
-fla_lacks = lacks(
-    "flash-linear-attention", FLA, "parallel_nsa", "pip install flash-linear-attention",
-    ("q", "k", "v", "g_slc", "block_indices", "block_counts", "block_size"),
-)  # fmt: skip
-flash_lacks = lacks("flash_attn", "flash_attn", "flash_attn_func", "pip install flash-attn")
-infer_lacks = lacks("flashinfer", "flashinfer", "single_prefill_with_kv_cache", "pip install flashinfer-python")
-
-
 def peers() -> tuple[Contender, ...]:
     """Return all of them, whether they run here or not."""
-    packages: dict[str, Any] = {"every_key": True, "peer": True, "selection": None}
     return (
-        Contender("flex-attention", _flex, peer=True, selection="kept", forward_only=("cpu",)),
+        Contender("flex-attention", _flex, peer=True, selection="kept"),
         Contender("masked-sdpa", _masked, peer=True, selection="kept"),
         dense(peer=True),
         dense("dense-flash", "flash", peer=True),
         dense("dense-sdpa", "any", "cpu", peer=True),
-        Contender("fla-nsa", _fla, fla_lacks, _fla_refuses, peer=True),
-        Contender("flash-attention", _flash, flash_lacks, _flash_refuses, **packages),
-        Contender("flashinfer", _infer, infer_lacks, _infer_refuses, **packages, forward_only=("cuda",)),
+        Contender("fla-nsa", _fla, fla_lacks, fla_refuses, peer=True),
     )
 
 
@@ -95,14 +53,22 @@ def _masked(problem: Problem) -> Ready:
     return Ready(call, call)
 
 
-def _flex(problem: Problem) -> Ready:
-    """Prepare FlexAttention, compiled on a GPU, with a block mask over what every row selects.
+def flex(sees: Callable[..., Tensor], batches: int | None, S: int, S_kv: int, device: str) -> Callable[..., Tensor]:
+    """Return FlexAttention under a mask, compiled on a GPU: o [batches,heads,S,Dv] of q, k, v, whose heads share it.
 
-    Groups are batches, so heads share it.
+    sees: of batch, head, row and key, returns whether the row sees the key. batches: None for a mask that all share.
     """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch.compiler.reset()  # after eight other shapes it would not compile this one, but run it uncompiled
+    on_gpu = device == "cuda"
+    mask = create_block_mask(sees, batches, None, S, S_kv, device=device, _compile=on_gpu)  # S x S_kv is never in memory
+    attend: Any = torch.compile(flex_attention, dynamic=False, fullgraph=True) if on_gpu else flex_attention
+    return lambda q, k, v: attend(q, k, v, block_mask=mask, enable_gqa=q.shape[1] > k.shape[1])
+
+
+def _flex(problem: Problem) -> Ready:
+    """Prepare FlexAttention with a mask of what every row selects. Groups are batches, so heads share it."""
     selection, S_kv, device = problem.selection, problem.k.shape[2], problem.q.device
     B, S, G, h, _ = problem.q.shape
     unit = selection.block_size or 1  # rows select blocks, or keys where ranges are no blocks
@@ -111,27 +77,33 @@ def _flex(problem: Problem) -> Ready:
     def sees(b: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return chosen[b, row, key // unit] & (key <= row + S_kv - S)
 
-    mask = create_block_mask(sees, B * G, None, S, S_kv, device=device, _compile=device.type == "cuda")
-    attend: Any = flex_attention if device.type != "cuda" else torch.compile(flex_attention, dynamic=False)
+    attend = flex(sees, B * G, S, S_kv, device.type)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        heads = q.permute(0, 2, 3, 1, 4).flatten(0, 1)  # [B*G,h,S,Dk]
-        o: Tensor = attend(heads, k.flatten(0, 1).unsqueeze(1), v.flatten(0, 1).unsqueeze(1), block_mask=mask, enable_gqa=h > 1)
+        o = attend(q.permute(0, 2, 3, 1, 4).flatten(0, 1), k.flatten(0, 1).unsqueeze(1), v.flatten(0, 1).unsqueeze(1))
         return o.view(B, G, h, S, -1).permute(0, 3, 1, 2, 4)
 
     return Ready(call, call)
 
 
-# Packages
+def fla_lacks(device: str) -> str | None:
+    """Return why flash-linear-attention's NSA can't be called on a device ("cpu", "cuda"), or None."""
+    if util.find_spec(FLA.partition(".")[0]) is None:
+        return "flash-linear-attention is not installed: pip install flash-linear-attention"
+    if device != "cuda":
+        return "needs a GPU"
+    try:
+        importlib.import_module(FLA)
+    except Exception as error:  # a package's import may raise anything
+        return f"{FLA} can't be imported ({first_line(error)}): pip install flash-linear-attention -U"
+    return None
 
 
-def _fla_refuses(case: Case) -> str | None:
-    return fla_refuses_heads(case.h) if case.block else "takes whole blocks alone"
-
-
-def fla_refuses_heads(h: int) -> str | None:
-    """Return why fla's kernels can't take h heads per group."""
-    return None if h >= 16 and not h & (h - 1) else "takes 16, 32 ... heads per group alone"
+def fla_refuses(case: Case) -> str | None:
+    """Return why fla's kernels can't take a case, or None."""
+    if not case.block:
+        return "takes whole blocks alone"
+    return None if case.h >= 16 and not case.h & (case.h - 1) else "takes 16, 32 ... heads per group alone"
 
 
 def _fla(problem: Problem) -> Ready:
@@ -150,38 +122,6 @@ def _fla(problem: Problem) -> Ready:
         options = {"block_indices": indices, "block_counts": indices.shape[-1], "block_size": block_size}
         o: Tensor = parallel_nsa(q.flatten(2, 3).contiguous(), k, v, **options)
         return o.view(B, S, G, h, -1)
-
-    return Ready(call, call, layout=by_tokens)
-
-
-def _flash_refuses(case: Case) -> str | None:
-    fits = case.dtype in HALVES and case.Dk == case.Dv <= 256 and not case.Dk % 8
-    return None if fits else f"takes {' and '.join(HALVES)} with Dk = Dv up to 256, multiples of 8, alone"
-
-
-def _flash(problem: Problem) -> Ready:
-    attend = importlib.import_module("flash_attn").flash_attn_func
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        o: Tensor = attend(q.flatten(2, 3), k.transpose(1, 2), v.transpose(1, 2), causal=True)
-        return o.view(q.shape)
-
-    return Ready(call, call, layout=by_tokens)
-
-
-def _infer_refuses(case: Case) -> str | None:
-    if case.B > 1:
-        return "takes one sequence alone"
-    fits = case.dtype in HALVES and case.Dk == case.Dv in INFER_DIMS
-    return None if fits else f"takes {' and '.join(HALVES)} with Dk = Dv of {', '.join(map(str, INFER_DIMS))} alone"
-
-
-def _infer(problem: Problem) -> Ready:
-    attend = importlib.import_module("flashinfer").single_prefill_with_kv_cache
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        o: Tensor = attend(q[0].flatten(1, 2), *(x[0].transpose(0, 1).contiguous() for x in (k, v)), causal=True)
-        return o.view(q.shape)
 
     return Ready(call, call, layout=by_tokens)
 
@@ -233,7 +173,7 @@ def _given(name: str, value: str, function: Callable[..., Any]) -> Contender:
             if not isinstance(o, Tensor) or o.shape != shape or o.dtype != q.dtype:
                 described = f"{list(o.shape)} {o.dtype}" if isinstance(o, Tensor) else f"a {type(o).__name__}"
                 allowed = f"a function that returns o [B,S,G,h,Dv], here {list(shape)}, in q's dtype {q.dtype}"
-                raise WrongAnswer("--peer", f"{value!r}, which returned {described}", allowed, "reshape or convert what it returns")
+                raise ArgumentError("--peer", f"{value!r}, which returned {described}", allowed, "reshape or convert what it returns")
             return o
 
         return Ready(call, call)
@@ -241,4 +181,4 @@ def _given(name: str, value: str, function: Callable[..., Any]) -> Contender:
     def refuses(case: Case) -> str | None:
         return None if case.block else "takes whole blocks alone"
 
-    return Contender(name, prepare, refuses=refuses, peer=True, finds_gradients=True)
+    return Contender(name, prepare, refuses=refuses, peer=True)

@@ -2,38 +2,31 @@
 continues.
 
 A row that the file has from the same environment and commit is not measured again. A case that runs out of memory gets
-a row without a
-time: `error`, and `error_in`, the step that failed. Checked calls get new memory filled with NaN.
+a row with `error` instead of a time. Checked calls get new memory filled with NaN.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import track
 from torch import Tensor
 
 from nsa_sel.bench.core import timing
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.contenders import Attend, Contender, Problem, Ready, make_problem
-from nsa_sel.bench.core.peers import WrongAnswer
-from nsa_sel.bench.core.store import OUT_OF_MEMORY, Row, RowFile, first_line, gpu_state, stamp
-from nsa_sel.bench.core.timing import Timing
+from nsa_sel.bench.core.store import OUT_OF_MEMORY, Row, RowFile, first_line, stamp
+from nsa_sel.bench.core.timing import Timing, WrongResult, new_memory_holds_nan
 from nsa_sel.cli.output import output_file
-from nsa_sel.errors import ArgumentError
 from nsa_sel.oracle import oracle_backward, oracle_forward
 
 Tell = Callable[[str], None]
-FAR = 1e4  # added to the values of future keys: a row that gives them any weight changes
-SEEN = 1e-2  # the change that counts
 # Mean error over mean magnitude: some times what rounding does, far below what a wrong key does. The tests hold every
 # backend to less.
 GROSS = {torch.float16: 0.05, torch.bfloat16: 0.05, torch.float32: 1e-3}
@@ -51,10 +44,6 @@ class Job(NamedTuple):
 
 
 # Parity
-
-
-class WrongResult(RuntimeError):
-    """A call's results are wrong, whatever the mean error."""
 
 
 class Sample(NamedTuple):
@@ -131,42 +120,6 @@ def checked_error(name: str, mine: Tensor, exact: Tensor) -> float:
     return error
 
 
-@torch.no_grad()
-def is_causal(call: Attend, problem: Problem) -> bool | None:
-    """Return True if the rows up to the middle one do not change when all later keys and values do; None for a single
-    row.
-
-    With S a multiple of the block, the middle row is at a block's first key, so a kernel without a mask in that block
-    fails.
-    """
-    q, k, v = (x.detach() for x in problem[1:4])
-    S, S_kv = q.shape[1], k.shape[2]
-    if S == 1:
-        return None
-    row = S // 2
-    future = row + S_kv - S + 1
-    before = call(q, k, v)[:, : row + 1].clone()
-    k, v = k.clone(), v.clone()
-    k[:, :, future:] *= -3
-    v[:, :, future:] += FAR
-    return bool(((call(q, k, v)[:, : row + 1] - before).abs() <= SEEN).all())
-
-
-@contextmanager
-def new_memory_holds_nan(strict: bool) -> Iterator[None]:
-    """Fill uninitialized memory with NaN.
-
-    Unless strict, operations without a deterministic implementation still run.
-    """
-    torch.use_deterministic_algorithms(True, warn_only=not strict)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 # Runs
 
 
@@ -181,17 +134,14 @@ def wanted(job: Job) -> list[Row]:
 
 
 def able(contenders: Iterable[Contender], device: str, tell: Tell) -> tuple[Contender, ...]:
-    """Return those that run on the device; `tell` gets one line for each that does not, or only forward."""
+    """Return those that run on the device; `tell` gets one line for each that does not."""
     found = []
     for contender in contenders:
         reason = contender.lacks(device)
-        if reason is not None:
-            tell(f"{contender.name} is left out: {reason}")
-        elif device in contender.forward_only:
-            tell(f"{contender.name} has no backward pass on {device}: its forward alone is measured")
-            found.append(contender._replace(directions=("fwd", "decode")))
-        else:
+        if reason is None:
             found.append(contender)
+        else:
+            tell(f"{contender.name} is left out: {reason}")
     return tuple(found)
 
 
@@ -202,37 +152,29 @@ def run(jobs: Sequence[Job], out: Path, device: str, console: Console) -> list[R
     tries it again. Raises ArgumentError if `out` can't be written, before anything is measured.
     """
     out, facts = output_file("--out", out, make_folder=True), stamp(device)
-    done, reused, found = RowFile(out, tell=console.print), 0, []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("rows", total=sum(len(wanted(job)) for job in jobs))
-        for job in jobs:
-            progress.update(task, description=job.case.case)
-            rows = [{**row, **facts} for row in wanted(job)]
-            missing = [row for row in rows if row not in done]
-            reused += len(rows) - len(missing)
-            for row in measured_rows(job, missing, facts, device, console.print) if missing else ():
-                done.add(row)
-            found += done.of(rows)
-            progress.advance(task, len(rows))
+    done, reused, found = RowFile(out), 0, list[Row]()
+    for job in track(jobs, "cases", console=console, transient=True, disable=not console.is_terminal):
+        rows = [{**row, **facts} for row in wanted(job)]
+        missing = [row for row in rows if row not in done]
+        reused += len(rows) - len(missing)
+        for row in measured_rows(job, missing, device, console.print) if missing else ():
+            done.add(row)
+        found += done.of(rows)
     if reused:
         console.print(f"{reused} of {len(found)} rows were in {out.name} from an earlier run in this environment at this commit")
     return found
 
 
-def measured_rows(job: Job, missing: Sequence[Row], facts: Row, device: str, tell: Tell) -> Iterator[Row]:
+def measured_rows(job: Job, missing: Sequence[Row], device: str, tell: Tell) -> Iterator[Row]:
     """Yield the missing rows of one case, whose inputs all contenders share."""
     left = {(row["backend"], row["direction"]): row for row in missing}
 
-    def failed(name: str, error: Exception, doing: str) -> Iterator[Row]:
-        on_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-        if not (on_cpu or isinstance(error, (torch.OutOfMemoryError, MemoryError))):
-            tell(f"{job.case.case} {name}: {first_line(error)}")
-            return
-        tell(f"{job.case.case} {name}: {OUT_OF_MEMORY} ({doing})")
-        for key in list(left):
+    def failed(name: str, error: Exception) -> Iterator[Row]:
+        full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+        tell(f"{job.case.case} {name}: {OUT_OF_MEMORY if full else first_line(error)}")
+        for key in list(left) if full else ():
             if name in ("inputs", key[0]):
-                yield {**left.pop(key), "error": OUT_OF_MEMORY, "error_in": doing, **facts}
+                yield {**left.pop(key), "error": OUT_OF_MEMORY}
 
     samples: dict[bool, Sample] = {}
     try:
@@ -240,7 +182,7 @@ def measured_rows(job: Job, missing: Sequence[Row], facts: Row, device: str, tel
         for every_key in {c.every_key for c in job.contenders if c.checked}:
             samples[every_key] = sample(job.case, problem, job.rows, every_key, backward=job.directions != ("decode",))
     except Exception as error:
-        yield from failed("inputs", error, "inputs")
+        yield from failed("inputs", error)
         return
     for contender in job.contenders:
         directions = [direction for direction in job.directions if (contender.name, direction) in left]
@@ -248,33 +190,25 @@ def measured_rows(job: Job, missing: Sequence[Row], facts: Row, device: str, tel
         if refusal is not None:
             tell(f"{job.case.case} {contender.name}: {refusal}")
         elif directions:
-            doing = ["parity"]
             try:
-                for row in contender_rows(job, contender, directions, problem, samples.get(contender.every_key), device, doing, tell):
-                    del left[contender.name, row["direction"]]
-                    yield {**row, **facts}
-            except WrongAnswer:
-                raise
+                for direction, found in measured(job, contender, directions, problem, samples.get(contender.every_key), device, tell):
+                    yield {**left.pop((contender.name, direction)), **found}
             except Exception as error:
-                yield from failed(contender.name, error, doing[0])
+                yield from failed(contender.name, error)
             if device == "cuda":
-                if any((contender.name, direction) in left for direction in directions):
-                    gc.collect()  # an error's frames hold tensors
+                gc.collect()  # an error's frames hold tensors
                 torch.cuda.empty_cache()
 
 
-def contender_rows(
-    job: Job, contender: Contender, directions: Sequence[str], problem: Problem, exact: Sample | None, device: str, doing: list[str],
-    tell: Tell = lambda words: None,
-) -> Iterator[Row]:  # fmt: skip
-    """Yield the rows of one contender, each as soon as it is measured. doing[0] is the current step."""
-    case, more, ready = job.case, dict(job.more), contender.prepare(problem)
+def measured(
+    job: Job, contender: Contender, directions: Sequence[str], problem: Problem, exact: Sample | None, device: str, tell: Tell
+) -> Iterator[tuple[str, Row]]:
+    """Yield each direction with what measuring it adds to its row, as soon as it is measured."""
     mae: tuple[float | None, float | None] = (None, None)
-    if contender.finds_gradients and "decode" not in directions:
-        lacking = lacks_gradients(ready.call, problem)
-        if lacking is not None:
-            tell(f"{case.case} {contender.name}: its forward alone is measured: {lacking}")
-            contender, directions = contender._replace(directions=("fwd",)), [way for way in directions if way == "fwd"]
+    more, ready = Row(), contender.prepare(problem)
+    if contender.peer and "decode" not in directions and (lacking := lacks_gradients(ready.call, problem)):
+        tell(f"{job.case.case} {contender.name}: its forward alone is measured: {lacking}")
+        contender, directions = contender._replace(directions=("fwd",)), [way for way in directions if way == "fwd"]
     if any(other.peer for other in job.contenders):
         more["selection"] = contender.selection
     if contender.checked and exact is not None:
@@ -286,7 +220,7 @@ def contender_rows(
                 raise
             more["wrong"] = str(error)
     if contender.peer:
-        more |= {"computes": "every key" if contender.every_key else "selection", "causal": is_causal(ready.call, problem)}
+        more["computes"] = "every key" if contender.every_key else "selection"
         started = time.perf_counter()
         contender.prepare(problem)  # the second time: the first compiles
         if device == "cuda":
@@ -294,7 +228,6 @@ def contender_rows(
         more["prepare_ms"] = round((time.perf_counter() - started) * 1e3, 3)
     errors = {"fwd": mae[0], "decode": mae[0], "bwd": mae[1], "fwd+bwd": max((x for x in mae if x is not None), default=None)}
     for direction in directions:
-        doing[0] = direction
         work = work_of(direction, ready, problem)
         with torch.set_grad_enabled(direction not in ("fwd", "decode")):
             if contender.peer:
@@ -304,19 +237,15 @@ def contender_rows(
                 times = timing.replayed_milliseconds(work, job.timing)
             else:
                 times = timing.milliseconds(work, job.timing, device)
-        more |= {"mae": errors[direction], "workspace_bytes": space, **gpu_state(device)}
-        yield timing.row(case, direction, contender.name, times, **more)
+        yield direction, {**times.fields(), **more, "mae": errors[direction], "workspace_bytes": space}
 
 
 def lacks_gradients(call: Attend, problem: Problem) -> str | None:
-    """Return in one line why autograd does not go through a call to q, k and v, or None.
-
-    Raises errors of memory and of the answer.
-    """
+    """Return in one line why autograd does not go through a call to q, k and v, or None. Raises errors of memory."""
     leaves = [x.detach().requires_grad_() for x in problem[1:4]]
     try:
         torch.autograd.grad(call(*leaves), leaves, problem.do)
-    except (torch.OutOfMemoryError, MemoryError, ArgumentError):
+    except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:
         return first_line(error)

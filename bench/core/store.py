@@ -1,10 +1,5 @@
 """Measured rows as JSON lines, and the environment that every row names. A run that was stopped continues from its
 file.
-
-rows = RowFile(file)                    # reads what is there
-for wanted in cases:
-    if wanted not in rows:
-        rows.add({**wanted, **measure(wanted), **stamp()})
 """
 
 from __future__ import annotations
@@ -14,10 +9,10 @@ import importlib
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
@@ -40,10 +35,6 @@ ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ("device", "driver", "torch", "triton", "numba", "threads", "commit")
 IDENTITY = (*Case._fields, "direction", "backend", "streams", "iters", "warmup", "quick")
 OUT_OF_MEMORY = "out of memory"
-STATE_SECONDS = 10.0  # age up to which a reading of clocks and temperature is reused: nvidia-smi takes up to a second
-_STATE = ("sm_mhz", "memory_mhz", "temperature_c")
-_last_state: tuple[float, dict[str, int | None]] = (-STATE_SECONDS, {})
-
 DIRECTIONS: dict[Direction, str] = {"forward": "fwd", "backward": "bwd", "decode": "decode"}  # as rows name them
 WAYS: dict[str, Direction] = {direction: way for way, direction in DIRECTIONS.items()}
 # Committed rows, relative to ROOT
@@ -61,23 +52,17 @@ def key(row: Row) -> Any:
 
 
 class RowFile:
-    """The rows of one file by key.
-
-    Reading tolerates a torn last line, which the first `add` removes. Of two rows with the same key the later one
-    counts.
+    """The rows of one file by key. Of two rows with the same key the later one counts.
 
     Args:
         file: JSON lines; created by the first `add`.
         key: returns what identifies a row.
         owner_only: for the cache folder. Raise OSError for a file that other users may write, and create it with mode
             0600.
-        tell: called with one sentence when a torn last line is removed.
     """
 
-    def __init__(
-        self, file: Path, key: Callable[[Row], Any] = key, *, owner_only: bool = False, tell: Callable[[str], None] = lambda words: None
-    ) -> None:
-        self.file, self.key, self.owner_only, self.tell, self.mended = file, key, owner_only, tell, False
+    def __init__(self, file: Path, key: Callable[[Row], Any] = key, *, owner_only: bool = False) -> None:
+        self.file, self.key, self.owner_only = file, key, owner_only
         content = b""
         if file.exists():
             content = private.read(file) if owner_only else file.read_bytes()
@@ -91,9 +76,6 @@ class RowFile:
 
     def add(self, row: Row) -> Row:
         """Append a row and return it; it is on disk when this returns."""
-        if not self.mended:
-            mend(self.file, self.tell)
-            self.mended = True
         append(self.file, [row], owner_only=self.owner_only)
         self.rows[self.key(row)] = row
         return row
@@ -104,40 +86,42 @@ class RowFile:
 
 
 def append(file: Path, rows: Iterable[Row], *, owner_only: bool = False) -> None:
-    """Add rows to the end of a file; they are on disk when this returns. Raises OSError."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    """Add rows to the end of a file, instead of a last line that an interruption left unfinished; they are on disk when
+    this returns. Raises OSError.
+    """
     if not owner_only:
         file.parent.mkdir(parents=True, exist_ok=True)
-    with open(private.opened(file, flags) if owner_only else os.open(file, flags, 0o666), "ab") as opened:
-        opened.write(as_lines(rows).encode())
+    flags = os.O_RDWR | os.O_CREAT
+    with open(private.opened(file, flags) if owner_only else os.open(file, flags, 0o666), "r+b") as opened:
+        opened.seek(opened.read().rfind(b"\n") + 1)
+        opened.truncate()
+        opened.write("".join(json.dumps(row) + "\n" for row in rows).encode())
         opened.flush()
         os.fsync(opened.fileno())
 
 
-def mend(file: Path, tell: Callable[[str], None]) -> None:
-    """Prepare a file for `append`: remove a torn last line, or add the newline that it lacks."""
-    content = file.read_bytes() if file.exists() else b""
-    whole = content.rfind(b"\n") + 1
-    if torn := content[whole:]:
-        with file.open("r+b") as opened:
-            if _parse_line(torn) is not None:
-                opened.seek(0, os.SEEK_END)
-                opened.write(b"\n")
-            else:
-                opened.truncate(whole)
-                tell(f"{file.name}: dropped {len(torn)} bytes of a last row that an interruption left unfinished")
-
-
 def read(file: Path) -> list[Row]:
-    """Return all rows, including those without a time.
+    """Return all rows, including those without a time, but not an unfinished last line.
 
-    Skips a torn last line. Raises ArgumentError for another bad line, or no file.
+    Raises ArgumentError for another bad line, or no file.
     """
     try:
         content = file.read_bytes()
     except OSError as error:
         raise ArgumentError("the file of rows", f"{file} ({error.strerror})", "a readable file of JSON lines", "mend the path") from error
     return _parse(file, content)
+
+
+def _parse(file: Path, content: bytes) -> list[Row]:
+    rows = []
+    for number, line in enumerate(content.split(b"\n")[:-1], 1):
+        try:
+            rows.append(dict(json.loads(line)))
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"line {number} of {file}", f"{line[:40]!r}...", "one JSON object", "restore the line, or drop it"
+            ) from error
+    return rows
 
 
 def measured(rows: Iterable[Row]) -> list[Row]:
@@ -178,31 +162,6 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def as_lines(rows: Iterable[Row]) -> str:
-    """Return the text of a file of rows."""
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-def _parse(file: Path, content: bytes) -> list[Row]:
-    lines = content.split(b"\n")
-    rows = [(line, _parse_line(line)) for line in lines if line.strip()]
-    if rows and lines[-1].strip() and rows[-1][1] is None:
-        rows.pop()
-    for line, row in rows:
-        if row is None:
-            number = 1 + lines.index(line)
-            raise ArgumentError(f"line {number} of {file}", f"{line[:40]!r}...", "one JSON object", "restore the line, or drop it")
-    return [row for _, row in rows if row]
-
-
-def _parse_line(line: bytes) -> Row | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
-
-
 # The environment
 
 
@@ -236,19 +195,14 @@ def commit() -> str:
 
 def command() -> str:
     """Return the command line of this program, without machine paths."""
-
-    def bare(argument: str) -> str:
-        option, equals, value = argument.rpartition("=")
-        return f"{option}{equals}{Path(value).name if Path(value).is_absolute() else value}"
-
-    program, bench = Path(sys.argv[0]), Path(__file__).resolve().parents[1]
+    program, bench = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[1]
+    called = f"python {program.parent.name}/{program.name}"
     if program.stem in ("nsa-sel", "__main__"):
         called = "nsa-sel"
-    elif program.resolve().is_relative_to(bench):
-        called = f"python -m nsa_sel.bench.{'.'.join(program.resolve().relative_to(bench).with_suffix('').parts)}"
-    else:
-        called = f"python {program.parent.name}/{program.name}"
-    return " ".join((called, *(shlex.quote(bare(argument)) for argument in sys.argv[1:])))
+    elif program.is_relative_to(bench):
+        called = f"python -m nsa_sel.bench.{'.'.join(program.relative_to(bench).with_suffix('').parts)}"
+    arguments = [re.sub(r"(^|=)/.*/", r"\1", argument) for argument in sys.argv[1:]]
+    return " ".join((called, *map(shlex.quote, arguments)))
 
 
 def example(name: str) -> Any:
@@ -258,22 +212,6 @@ def example(name: str) -> Any:
         return importlib.import_module(name)
     finally:
         sys.path.pop(0)
-
-
-def gpu_state(device: str = "cuda") -> dict[str, int | None]:
-    """Return clocks in MHz and temperature of the GPU, at most `STATE_SECONDS` old; None each on a CPU."""
-    global _last_state
-    if device != "cuda":
-        return dict.fromkeys(_STATE)
-    now = time.monotonic()
-    if now - _last_state[0] >= STATE_SECONDS:
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        which = f"GPU-{properties.uuid}" if hasattr(properties, "uuid") else str(torch.cuda.current_device())
-        query = "--query-gpu=clocks.sm,clocks.mem,temperature.gpu"
-        numbers = (_output("nvidia-smi", "-i", which, query, "--format=csv,noheader,nounits") or "").split(",")
-        found = [int(number) if number.strip().isdigit() else None for number in numbers]
-        _last_state = now, dict(zip(_STATE, [*found, None, None, None], strict=False))
-    return _last_state[1]
 
 
 def _version(package: str) -> str | None:

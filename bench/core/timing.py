@@ -1,17 +1,18 @@
-"""How a call is timed: by CUDA events with the L2 cache flushed, by graph replay, or by the clock; and the spread of
-its times.
+"""How a call is timed: by CUDA events with the L2 cache flushed, by graph replay, or by the clock; the spread of its
+times; and memory in which a checked call can't find an earlier one's results.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-
-from nsa_sel.bench.core.cases import Case
 
 GRAPH_CALLS = 20  # calls captured into one graph, which share its launch
 LEAST_CALLS = 3
@@ -19,8 +20,6 @@ MOST_SECONDS = 10.0  # of timed calls, however many were asked for
 FLUSH_BYTES = 256 << 20  # several times any L2 cache
 SETTLE = 0.02  # seconds before each call on a CPU: threads of the previous call may still spin
 SETTLE_GPU = 0.2  # seconds; for less than that after gigabytes were allocated, kernels that load much are slower on an H200
-RESAMPLES = 1000  # of the bootstrap
-SAMPLED_AT_ONCE = 1 << 20  # times per draw of the bootstrap, which bounds its memory
 
 Work = Callable[[], Any]
 
@@ -43,8 +42,9 @@ class Spread(NamedTuple):
         return Spread(median, p20, p80, low, high, self.calls)
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of a row without confidence interval."""
-        return {"ms_median": self.median, "ms_p20": self.p20, "ms_p80": self.p80, "calls": self.calls}
+        """Return the fields of a row."""
+        names = ("ms_median", "ms_p20", "ms_p80", "ms_ci_low", "ms_ci_high")
+        return {**{name: round(number, 5) for name, number in zip(names, self[:5], strict=True)}, "calls": self.calls}
 
 
 class Timing(NamedTuple):
@@ -56,26 +56,13 @@ class Timing(NamedTuple):
     streams: int = 1  # CUDA streams that each run the call at once; the time of all of them is divided by their number
 
 
-def row(case: Case, direction: str, backend: str, times: Spread, **more: Any) -> dict[str, Any]:
-    """Return one measurement: the case, the direction (fwd, bwd, fwd+bwd, decode), the spread in ms, and the rest."""
-    names = ("ms_median", "ms_p20", "ms_p80", "ms_ci_low", "ms_ci_high")
-    found = dict(zip(names, (round(number, 5) for number in times[:5]), strict=True))
-    return {**case._asdict(), "direction": direction, "backend": backend, **found, "calls": times.calls, **more}
-
-
-def spread(times: Sequence[float], seed: int = 0) -> Spread:
-    """Return the spread of measured times.
-
-    The confidence interval is by bootstrap: medians of samples drawn with replacement.
-    """
-    found = np.asarray(times, dtype=np.float64)
-    generator = np.random.default_rng(seed)
-    at_once = max(1, SAMPLED_AT_ONCE // len(found))
-    sizes = [(min(at_once, RESAMPLES - done), len(found)) for done in range(0, RESAMPLES, at_once)]
-    medians = np.concatenate([np.median(found[generator.integers(0, len(found), size)], axis=1) for size in sizes])
+def spread(times: Sequence[float]) -> Spread:
+    """Return the spread of measured times. The confidence interval lies between order statistics, for any distribution."""
+    found, count = np.sort(np.asarray(times, dtype=np.float64)), len(times)
     p20, median, p80 = np.quantile(found, (0.2, 0.5, 0.8)).tolist()
-    low, high = np.quantile(medians, (0.025, 0.975)).tolist()
-    return Spread(median, p20, p80, low, high, len(found))
+    half = 1.96 * math.sqrt(count) / 2
+    low, high = max(0, round(count / 2 - half) - 1), min(count - 1, round(count / 2 + half))
+    return Spread(median, p20, p80, float(found[low]), float(found[high]), count)
 
 
 def milliseconds(work: Work, timing: Timing, device: str = "cuda") -> Spread:
@@ -102,13 +89,12 @@ def milliseconds(work: Work, timing: Timing, device: str = "cuda") -> Spread:
 
 def replayed_milliseconds(work: Work, timing: Timing) -> Spread:
     """Time one call on a GPU by graph replay: `GRAPH_CALLS` calls captured, the replay's time divided."""
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             work()
     torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(GRAPH_CALLS):
             work()
@@ -143,13 +129,11 @@ def workspace_bytes(work: Work, device: str = "cuda") -> int | None:
         return None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
     result = work()
     torch.cuda.synchronize()
-    kept = torch.cuda.memory_allocated() - before
-    peak = torch.cuda.max_memory_allocated() - before
+    extra = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()  # beyond what `result` keeps
     del result
-    return peak - kept
+    return extra
 
 
 def _on_streams(work: Work, count: int) -> Work:
@@ -166,3 +150,22 @@ def _on_streams(work: Work, count: int) -> Work:
             current.wait_stream(stream)
 
     return all_of_them
+
+
+class WrongResult(RuntimeError):
+    """A call's results are wrong, whatever the mean error."""
+
+
+@contextmanager
+def new_memory_holds_nan(strict: bool) -> Iterator[None]:
+    """Fill uninitialized memory with NaN.
+
+    Unless strict, operations without a deterministic implementation still run.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=not strict)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)

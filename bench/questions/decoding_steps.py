@@ -20,8 +20,9 @@ the same process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Annotated, NamedTuple
+from functools import partial
+from itertools import product
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from nsa_sel.attention_layer import NSAttention
 from nsa_sel.bench.core import markdown, store
-from nsa_sel.bench.core.command_line import echo, need_gpu, program
+from nsa_sel.bench.core.command_line import Out, echo, need_gpu, program
 from nsa_sel.bench.core.contenders import dense_causal_sdpa
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.core.timing import Timing, milliseconds, replayed_milliseconds
@@ -43,22 +44,14 @@ G, h, D, PAGE = 4, 16, 128, 64
 FORMATS = {"bf16": torch.bfloat16, "fp8": STORED}
 CHUNK = 4096  # tokens per step that reserves pages
 COPIED = 1 << 30  # bytes
+ON_GPU: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
 
 
-class Part(NamedTuple):
-    """What is timed, and the bytes of keys and values that it has to read."""
-
-    work: Callable[[], object]
-    least_bytes: int
-
-
-def small_layer() -> NSAttention:
-    """Of the sizes in question, and few hidden states: projections are not timed."""
-    return NSAttention(64, G, h, D, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+Part = tuple[Callable[[], object], int]  # what is timed, and the bytes of keys and values that it has to read
 
 
 def grown(layer: NSAttention, B: int, lengths: list[int], kv_dtype: torch.dtype) -> Iterator[tuple[NSACache, list[int], int]]:
-    """A cache of B sequences at each length in turn; the caller adds the last two tokens of each length."""
+    """Yield a cache of B sequences at each length in turn; the caller adds the last two tokens of each length."""
     recent = (layer.window + CHUNK - 2) // PAGE + 2
     cache = NSACache.of([layer], B * -(-max(lengths) // PAGE), PAGE, window_pages=B * recent, kv_dtype=kv_dtype)
     for x in cache.pools:
@@ -76,17 +69,11 @@ def grown(layer: NSAttention, B: int, lengths: list[int], kv_dtype: torch.dtype)
         held = length
 
 
-def new_tokens(B: int) -> Parts:
-    q_cmp, q = torch.randn(2, B, 1, G, h, D, dtype=torch.bfloat16, device="cuda")
-    keys = torch.randn(6, B, 1, G, D, dtype=torch.bfloat16, device="cuda")
-    return Parts._make((q_cmp, q, *keys, torch.rand(B, 1, G, h, 3, dtype=torch.bfloat16, device="cuda")))
-
-
 def parts(layer: NSAttention, cache: NSACache, sequences: list[int], length: int) -> dict[str, Part]:
-    """Every part of a step in which each sequence gets its last token, and the step before."""
-    B, rule, compress = len(sequences), layer.rule, (layer.compress_k, layer.compress_v)
+    """Return every part of a step in which each sequence gets its last token, and the step before."""
+    B, rule, compress, random = len(sequences), layer.rule, (layer.compress_k, layer.compress_v), partial(torch.randn, **ON_GPU)
     before, step = (cache.step(sequences, room=length)[0] for _ in range(2))
-    new = new_tokens(B)
+    new = Parts._make((*random(2, B, 1, G, h, D), *random(6, B, 1, G, D), torch.rand(B, 1, G, h, 3, **ON_GPU)))
     ranges = step.choose(new.q_cmp, rule)[1].ranges
     numbers = B * G * 2 * D  # of K and V, one key of every group
     choose = numbers * rule.compressed_keys(length) * step.pools.k_cmp.itemsize
@@ -95,63 +82,49 @@ def parts(layer: NSAttention, cache: NSACache, sequences: list[int], length: int
     def selected() -> Tensor:
         return step.attend_selected(new.q, Selection.from_ranges(ranges, rule.block_size, disjoint=True), None)
 
-    found = {
-        "extend": Part(lambda: step.extend(new, compress), 0),
-        "choose": Part(lambda: step.choose(new.q_cmp, rule), choose),
-        "select": Part(selected, select),
-        "window": Part(lambda: step.attend_window(new.q), window),
-        "whole": Part(lambda: step.attend(new, compress, rule, None), choose + select + window),
-        "between": Part(lambda: before.attend(new, compress, rule, None), choose + select + window),
+    found: dict[str, Part] = {
+        "extend": (lambda: step.extend(new, compress), 0),
+        "choose": (lambda: step.choose(new.q_cmp, rule), choose),
+        "select": (selected, select),
+        "window": (lambda: step.attend_window(new.q), window),
+        "whole": (lambda: step.attend(new, compress, rule, None), choose + select + window),
+        "between": (lambda: before.attend(new, compress, rule, None), choose + select + window),
     }
     if step.scales is None:
         k, v = (x[: B * length // PAGE].view(B, length, G, D).transpose(1, 2) for x in (step.pools.k, step.pools.v))
-        found["dense"] = Part(lambda: dense_causal_sdpa(new.q, k, v), numbers * length * k.itemsize)
+        found["dense"] = lambda: dense_causal_sdpa(new.q, k, v), numbers * length * k.itemsize
     return found
 
 
-def copy_tbs() -> float:
-    """TB/s of a copy in device memory, reads and writes counted."""
-    x, y = torch.empty(2, COPIED, dtype=torch.uint8, device="cuda")
-    return 2 * COPIED / milliseconds(lambda: y.copy_(x), Timing(20)).median / 1e9
+def measured(layer: NSAttention, B: int, lengths: list[int], kv: str, rep: float) -> Iterator[Row]:
+    """Yield a row of every part at each length."""
+    for cache, sequences, length in grown(layer, B, lengths, FORMATS[kv]):
+        for name, (work, least_bytes) in parts(layer, cache, sequences, length).items():
+            work()
+            decided = events.decisions()[-1].forward if name in ("choose", "select", "window") else None
+            row = {"part": name, "B": B, "S": 1, "S_kv": length, "G": G, "h": h, "D": D, "page_size": PAGE, "kv": kv}
+            times = replayed_milliseconds(work, Timing(rep)).fields()
+            yield {**row, "direction": "decode", "backend": decided, **times, "least_bytes": least_bytes}
 
 
 def table(rows: list[Row]) -> str:
-    """Microseconds of each part, and in brackets the floor, by B, length and format of K and V; then how many times as
-    long dense attention takes."""
-    found = {(*size_of(row), row["part"]): row for row in rows}
-    names = list(dict.fromkeys(row["part"] for row in rows))
-
-    def cell(size: tuple[int, int, str], part: str) -> str:
-        row = found.get((*size, part))
-        return "-" if row is None else f"{row['ms_median'] * 1e3:.1f} ({row['floor_ms'] * 1e3:.1f})"
-
-    lines = []
-    for size in dict.fromkeys(map(size_of, rows)):
-        whole, dense = (found.get((*size, part)) for part in ("whole", "dense"))
-        ahead = markdown.factor(None if whole is None or dense is None else dense["ms_median"] / whole["ms_median"])
-        B, S_kv, kv = size
-        lines.append((B, f"{S_kv // 1024}k", kv, *(cell(size, part) for part in names), ahead))
+    """Return microseconds of each part, and in brackets the floor, by B, length and format of K and V; then how many
+    times as long dense attention takes.
+    """
+    found: dict[tuple[int, int, str], dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault((row["B"], row["S_kv"], row.get("kv", "bf16")), {})[row["part"]] = row
+    names, lines = list(dict.fromkeys(row["part"] for row in rows)), []
+    for (B, S_kv, kv), of_size in found.items():
+        some = [of_size.get(name) for name in names]
+        cells = ["-" if row is None else f"{row['ms_median'] * 1e3:.1f} ({row['floor_ms'] * 1e3:.1f})" for row in some]
+        ahead = of_size["dense"]["ms_median"] / of_size["whole"]["ms_median"] if {"dense", "whole"} <= set(of_size) else None
+        lines.append((B, f"{S_kv // 1024}k", kv, *cells, markdown.factor(ahead)))
     return markdown.table(["B", "keys", "K and V", *names, "dense / whole"], lines, left=0)
 
 
-def size_of(row: Row) -> tuple[int, int, str]:
-    """Sequences, keys, and the format of K and V: bf16 in rows that do not say."""
-    return row["B"], row["S_kv"], row.get("kv", "bf16")
-
-
-def measured(layer: NSAttention, B: int, lengths: list[int], kv: str, bandwidth: float, rep: float) -> Iterator[Row]:
-    """A row of every part at each length."""
-    for cache, sequences, length in grown(layer, B, lengths, FORMATS[kv]):
-        for name, part in parts(layer, cache, sequences, length).items():
-            part.work()
-            decided = events.decisions()[-1].forward if name in ("choose", "select", "window") else None
-            times = replayed_milliseconds(part.work, Timing(rep))
-            row = {"part": name, "B": B, "S": 1, "S_kv": length, "G": G, "h": h, "D": D, "page_size": PAGE, "kv": kv, "direction": "decode"}
-            yield {**row, "backend": decided, **times.fields(), "floor_ms": part.least_bytes / bandwidth / 1e9, "copy_tbs": bandwidth}
-
-
 def main(
-    out: Annotated[Path, typer.Option(help="JSON-lines file that rows are appended to")],
+    out: Out,
     batches: Annotated[str, typer.Option(help="sequences, comma-separated")] = "1,16,64,256",
     lengths: Annotated[
         str, typer.Option(help="keys of each sequence, comma-separated, ascending multiples of 64")
@@ -162,15 +135,17 @@ def main(
     """Time every part at every size; append the rows, and print a table."""
     need_gpu("decoding_steps")
     torch.manual_seed(0)
-    facts, rows, layer = store.stamp(), list[Row](), small_layer()
+    facts, rows = store.stamp(), list[Row]()
+    layer = NSAttention(64, G, h, D, device="cuda", dtype=torch.bfloat16).requires_grad_(False)  # projections are not timed
     with torch.inference_mode():
-        bandwidth = copy_tbs()
-        for B in map(int, batches.split(",")):
-            for kv in formats.split(","):
-                for row in measured(layer, B, list(map(int, lengths.split(","))), kv, bandwidth, rep):
-                    rows.append({**row, **facts})
-                    store.append(out, rows[-1:])
-                torch.cuda.empty_cache()
+        x, y = torch.empty(2, COPIED, dtype=torch.uint8, device="cuda")
+        bandwidth = 2 * COPIED / milliseconds(lambda: y.copy_(x), Timing(20)).median / 1e9  # TB/s, reads and writes counted
+        for B, kv in product(map(int, batches.split(",")), formats.split(",")):
+            for row in measured(layer, B, list(map(int, lengths.split(","))), kv, rep):
+                floor_ms = row.pop("least_bytes") / bandwidth / 1e9
+                rows.append({**row, "floor_ms": floor_ms, "copy_tbs": bandwidth, **facts})
+                store.append(out, rows[-1:])
+            torch.cuda.empty_cache()
     echo(table(rows))
 
 

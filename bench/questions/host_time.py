@@ -12,8 +12,8 @@ Parts, in microseconds:
     backend                the backend's functions alone
     node                   with gradients: an autograd node that runs the backend and nothing else
     beyond the backend     call - backend, or call - node with gradients
-    further call           each call beyond the first, from functions of nine calls and of one: with gradients, what a
-                           layer of a model takes. "further call, new": from block indices
+    further call, new      each call beyond the first, from functions of nine calls and of one: with gradients, what a
+                           layer of a model takes
     ..., calling thread    under torch.autograd.set_multithreading_enabled(False)
 """
 
@@ -23,6 +23,7 @@ import time
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
@@ -30,7 +31,6 @@ from unittest import mock
 import numpy as np
 import torch
 import typer
-from rich.progress import track
 from torch import Tensor
 
 from nsa_sel.attention import selection_attention
@@ -48,42 +48,27 @@ from nsa_sel.core.transforms import REPEATED
 from nsa_sel.errors import BackendError
 from nsa_sel.selection import Selection
 
-CASE = Case("host", "random", 1, 4, 64, 1, 2, 16, 16, 2, 16, "bfloat16")
+CASE = Case("host", "random", 1, 4, 64, 1, 2, 16, 16, 2, 16)
 CALLS = 50  # a round; few enough that a GPU's queue takes all their launches without waiting
 CHOSEN = "chosen"  # by the policy, instead of a backend forced by name
 NOTHING = "nothing"  # the stand-in, which runs in the place of packed SDPA
 MANY = 9  # calls in a function, for what each beyond the first takes
 NEW = "call, new"
 CALLING = ", calling thread"  # of parts with gradients that are also timed there
+Works = dict[str, Callable[[], Any]]
 
 
-def case_of(device: str, rows: int = CASE.S) -> Case:
-    """Return CASE with so many rows, float32 on a CPU."""
-    return CASE._replace(S=rows, S_kv=max(CASE.S_kv, rows), dtype="float32" if device == "cpu" else CASE.dtype)
-
-
-def prepared(case: Case, device: str, needs_grad: bool) -> Problem:
-    """Return the tensors of a case; q, k and v require gradients or do not."""
-    problem = make_problem(case, device)
-    for x in problem[1:4]:
-        x.requires_grad_(needs_grad)
-    return problem
-
-
-def parts(problem: Problem, backend: str) -> dict[str, Callable[[], Any]]:
+def parts(problem: Problem, backend: str) -> Works:
     """Return what is timed, by name. Raises BackendError when `backend` refuses the call."""
     selection, q, k, v, do = problem
     needs_grad, indices, size = q.requires_grad, selection.block_indices, selection.block_size
     forced = {CHOSEN: None, NOTHING: PACKED}.get(backend, backend)
     assert size is not None, "block_indices are of whole blocks"
 
-    def calls(make: Callable[[], Selection]) -> Callable[..., Tensor]:
-        def work(o: Tensor, *keys_and_values: Tensor) -> Tensor:  # the q of a call is the o of the one before it
-            for k, v in zip(keys_and_values[::2], keys_and_values[1::2], strict=True):
-                o = selection_attention(o, k, v, make(), backend=forced)
-            return o
-
-        return work
+    def attend(o: Tensor, *keys_and_values: Tensor, new: bool) -> Tensor:  # the q of a call is the o of the one before it
+        for k, v in zip(keys_and_values[::2], keys_and_values[1::2], strict=True):
+            o = selection_attention(o, k, v, Selection.from_blocks(indices, size) if new else selection, backend=forced)
+        return o
 
     def whole(work: Callable[..., Tensor], count: int = 1) -> Callable[[], Any]:
         """Return the forward, or with gradients both passes, of so many calls, each with its own k and v, as in layers."""
@@ -96,9 +81,8 @@ def parts(problem: Problem, backend: str) -> dict[str, Callable[[], Any]]:
     decision = decide(request_of(q, k, v, selection, needs_grad), device, forced)
     call = Call(q.detach(), k.detach(), v.detach(), selection, None, scale, decision.settings, device)
     call.known[REPEATED] = True  # as calls of a class that was run before
-    forward = registry.load(str(decision.forward)).forward
-    again, new = calls(lambda: selection), calls(lambda: Selection.from_blocks(indices, size))
-    found = {"call": whole(again), "many calls": whole(again, MANY), NEW: whole(new), "many calls, new": whole(new, MANY)}
+    forward, new = registry.load(str(decision.forward)).forward, partial(attend, new=True)
+    found: Works = {"call": whole(partial(attend, new=False)), NEW: whole(new), "many calls, new": whole(new, MANY)}
     if not needs_grad:
         return {**found, "backend": lambda: forward(call)[0]}
     backward = registry.load(str(decision.backward)).backward
@@ -157,7 +141,7 @@ def measured(problem: Problem, backend: str, rounds: int, calls: int) -> dict[st
     works, needs_grad = parts(problem, backend), problem.q.requires_grad
     moved = {f"{name}{CALLING}": works[name] for name in ("call", NEW) if needs_grad}
     taken: dict[str, list[float]] = {name: [] for name in (*works, *moved)}
-    for _ in track(range(rounds + 1), f"{backend}, {'forward + backward' if needs_grad else 'forward'}"):
+    for _ in range(rounds + 1):
         for name, work in works.items():
             taken[name].append(microseconds(work, calls, synchronize))
         with torch.autograd.set_multithreading_enabled(False):  # backward passes run on the thread that calls
@@ -165,8 +149,7 @@ def measured(problem: Problem, backend: str, rounds: int, calls: int) -> dict[st
                 taken[name].append(microseconds(work, calls, synchronize))
     times = {name: np.array(found[1:]) for name, found in taken.items()}  # the first round warms up
     times["beyond the backend"] = times["call"] - times["node" if needs_grad else "backend"]
-    for name, many, one in (("further call", "many calls", "call"), ("further call, new", "many calls, new", NEW)):
-        times[name] = (times.pop(many) - times[one]) / (MANY - 1)
+    times["further call, new"] = (times.pop("many calls, new") - times[NEW]) / (MANY - 1)
     return times
 
 
@@ -177,7 +160,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="JSON-lines file of the rows; overwritten")],
+    out: Annotated[Path, typer.Option(help="JSON-lines file that rows are appended to")],
     rounds: Annotated[int, typer.Option(min=1, help="rounds, each of --calls calls of every part")] = 200,
     calls: Annotated[int, typer.Option(min=1, help="calls of a part in a round")] = CALLS,
     device: Device = "auto",
@@ -188,12 +171,16 @@ def main(
     output_file("--out", out, make_folder=True)
     where = device_of(device)
     torch.set_num_threads(1)  # waking threads for tiny tensors would take longer than the work
-    facts, rows, case = {**store.stamp(where), "threads": 1}, list[Row](), case_of(where, S)
+    case = CASE._replace(S=S, S_kv=max(CASE.S_kv, S), dtype="float32" if where == "cpu" else CASE.dtype)
+    facts, rows = {**store.stamp(where), "threads": 1}, list[Row]()
     for name in backends.split(",") if backends else (NOTHING, CHOSEN, *registry.backends()):
         for direction in ("fwd", "fwd+bwd"):
+            problem = make_problem(case, where)
+            for x in problem[1:4]:
+                x.requires_grad_(direction == "fwd+bwd")
             try:
                 with standing_in() if name == NOTHING else nullcontext():
-                    times = measured(prepared(case, where, direction == "fwd+bwd"), name, rounds, calls)
+                    times = measured(problem, name, rounds, calls)
             except BackendError as error:
                 echo(str(error))
                 break
@@ -201,7 +188,7 @@ def main(
             for part, taken in times.items():
                 p20, median, p80 = np.quantile(taken, (0.2, 0.5, 0.8)).round(3).tolist()
                 rows.append({**common, "part": part, "us_median": median, "us_p20": p20, "us_p80": p80, **facts})
-    store.write_whole(out, store.as_lines(rows))
+    store.append(out, rows)
     echo(table(rows))
 
 

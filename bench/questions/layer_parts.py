@@ -22,14 +22,14 @@ One sequence, 4 KV groups, D 128, bf16, NSA's sizes (compressed blocks of 32 eve
 With --fla, fla's own layer instead (64 heads over 4 KV heads, hidden size 2048, projections and rotary positions too):
 after patch_fla(), without and with a window, with dense attention in place of `parallel_nsa`, and as it is.
 Directions: fwd, without gradients; bwd, torch.autograd.grad of the part; fwd+bwd, both in one, with all that is saved
-in between. `peak_mib` is the most memory beyond what was there before (inputs; for bwd also what forward saved),
-`outputs_mib` what of it is o and gradients.
+in between. `workspace_mib` is the most memory beyond inputs and outputs; for bwd also beyond what forward saved.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 from unittest import mock
 
@@ -40,11 +40,11 @@ from torch import Tensor
 from nsa_sel import three_branches
 from nsa_sel.attention import selection_attention
 from nsa_sel.bench.core import markdown, peers, store
-from nsa_sel.bench.core.cases import make_selection, text_case
-from nsa_sel.bench.core.command_line import Append, echo, need_gpu, program
+from nsa_sel.bench.core.cases import make_selection, prefill, text_case
+from nsa_sel.bench.core.command_line import Out, echo, need_gpu, program
 from nsa_sel.bench.core.contenders import dense_causal_sdpa
 from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.core.timing import Timing, milliseconds
+from nsa_sel.bench.core.timing import Timing, milliseconds, workspace_bytes
 from nsa_sel.branches import nsa_attention
 from nsa_sel.choosing import compressed_attention
 from nsa_sel.compat import parallel_nsa
@@ -68,17 +68,17 @@ def parts(S: int, h: int, device: str = "cuda", dtype: torch.dtype = torch.bfloa
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=dtype, device=device).requires_grad_()
 
-    def q() -> Tensor:
-        return random(1, S, G, h, D)
+    def q(last: int = D) -> Tensor:
+        return random(1, S, G, h, last)
 
     def keys(count: int = S) -> tuple[Tensor, Tensor]:
         return random(1, G, count, D), random(1, G, count, D)
 
-    def gates() -> Tensor:
-        return torch.rand(1, S, G, h, 3, dtype=dtype, device=device).requires_grad_()
+    def of(function: Callable[..., Tensor], *inputs: Tensor, **options: Any) -> Part:
+        return lambda: function(*inputs, **options), inputs
 
-    def of_layer() -> tuple[Tensor, ...]:
-        return q(), *keys(compressed), *keys(), *keys(), gates()
+    def of_layer(function: Callable[..., Tensor], **options: Any) -> Part:
+        return of(function, q(), *keys(compressed), *keys(), *keys(), q(3), **options)
 
     def selecting(blocks: Callable[[Tensor], Tensor]) -> Part:
         inputs = q(), *keys()
@@ -86,17 +86,13 @@ def parts(S: int, h: int, device: str = "cuda", dtype: torch.dtype = torch.bfloa
             chosen = blocks(inputs[0])
         return lambda: selection_attention(*inputs, Selection.from_blocks(chosen, BLOCK, disjoint=True)), inputs
 
-    def of(function: Callable[..., Tensor], *inputs: Tensor, **options: Any) -> Part:
-        return lambda: function(*inputs, **options), inputs
-
     def from_scores() -> Part:
         scores = torch.rand(1, S, G, S // BLOCK, device=device)
         return lambda: Selection.from_scores(scores, N, BLOCK).ranges, ()
 
     def fla() -> Part:
         inputs = random(1, S, G * h, D), random(1, S, G, D), random(1, S, G, D), random(1, S, G * h), random(1, S, G * h)
-        function = importlib.import_module(peers.FLA).parallel_nsa
-        return lambda: function(*inputs, block_counts=N, block_size=BLOCK), inputs
+        return of(importlib.import_module(peers.FLA).parallel_nsa, *inputs, block_counts=N, block_size=BLOCK)
 
     compressed, case = (S - LENGTH) // STRIDE + 1, text_case(S, h)
     found: dict[str, Callable[[], Part]] = {
@@ -104,16 +100,16 @@ def parts(S: int, h: int, device: str = "cuda", dtype: torch.dtype = torch.bfloa
         "from_scores": from_scores,
         "select": lambda: selecting(lambda q: compressed_attention(q, *keys(compressed))[1].block_indices),
         "window": lambda: of(sliding_window_attention, q(), *keys(), window=WINDOW),
-        FLEX: lambda: of(flex_window(S, S, device), q(), *keys()),
-        "gate": lambda: of(gated_sum, q(), q(), q(), gates()),
-        "layer": lambda: of(nsa_attention, *of_layer(), window=WINDOW),
-        "recomputed": lambda: of(nsa_attention, *of_layer(), window=WINDOW, recompute=True),
+        FLEX: lambda: of(flex_window(S, device), q(), *keys()),
+        "gate": lambda: of(gated_sum, q(), q(), q(), q(3)),
+        "layer": lambda: of_layer(nsa_attention, window=WINDOW),
+        "recomputed": lambda: of_layer(nsa_attention, window=WINDOW, recompute=True),
         "fla": fla,
         "dense": lambda: of(dense_causal_sdpa, q(), *keys()),
     }
     if case is not None:
         found["select of text"] = lambda: selecting(lambda q: make_selection(case, q.device).block_indices)
-        found["layer of text"] = lambda: of(layer_with, *of_layer(), blocks=make_selection(case, device).block_indices)
+        found["layer of text"] = lambda: of_layer(layer_with, blocks=make_selection(case, device).block_indices)
     return found
 
 
@@ -128,26 +124,10 @@ def layer_with(
     return three_branches.attention(inputs, options)
 
 
-def flex_window(S: int, S_kv: int, device: str, window: int = WINDOW) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return FlexAttention of rows at the last S positions that see the last `window` keys: o of q [B,S,G,h,Dk], k, v
-    [B,G,S_kv,D].
-    """
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    torch.compiler.reset()  # the compiler refuses a function that it has compiled for too many cases
-    start = S_kv - S
-
-    def near(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        return (key <= row + start) & (key > row + start - window)
-
-    mask = create_block_mask(near, None, None, S, S_kv, device=device, _compile=device == "cuda")  # S x S_kv is never in memory
-    attend: Any = torch.compile(flex_attention, dynamic=False, fullgraph=True) if device == "cuda" else flex_attention
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        o = attend(q.flatten(2, 3).transpose(1, 2), k, v, block_mask=mask, enable_gqa=q.shape[3] > 1)
-        return torch.unflatten(o.transpose(1, 2), 2, (-1, q.shape[3]))
-
-    return call
+def flex_window(S: int, device: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return FlexAttention of S rows that see the last `WINDOW` keys: o of q [B,S,G,h,Dk], k, v [B,G,S,D]."""
+    attend = peers.flex(lambda b, head, row, key: (key <= row) & (key > row - WINDOW), None, S, S, device)
+    return lambda q, k, v: torch.unflatten(attend(q.flatten(2, 3).transpose(1, 2), k, v).transpose(1, 2), 2, (-1, q.shape[3]))
 
 
 def fla_parts(S: int) -> dict[str, Callable[[], Part]]:
@@ -180,61 +160,50 @@ def fla_parts(S: int) -> dict[str, Callable[[], Part]]:
 def measure(part: Part, rep: float) -> list[Row]:
     """Return times in ms and memory in MiB, by direction."""
     call, inputs = part
-
-    def measured(direction: str, work: Callable[[], tuple[Tensor, ...]]) -> Row:
-        work()
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        outputs = sum(x.nbytes for x in work())
-        peak = torch.cuda.max_memory_allocated() - before
-        times = milliseconds(work, Timing(rep)).fields()
-        return {"direction": direction, **times, "peak_mib": peak >> 20, "outputs_mib": outputs >> 20}
-
     with torch.no_grad():
-        rows = [measured("fwd", lambda: (call(),))]
-    if inputs:
-        o = call()
-        do = torch.randn_like(o)
-        rows.append(measured("bwd", lambda: torch.autograd.grad(o, inputs, do, retain_graph=True)))
-        del o
+        do = torch.randn_like(call()) if inputs else None
 
-        def both() -> tuple[Tensor, ...]:
-            o = call()
-            return o, *torch.autograd.grad(o, inputs, do)
+    def work(direction: str, saved: Tensor | None) -> tuple[Tensor, ...]:
+        o = call() if saved is None else saved
+        gradients = torch.autograd.grad(o, inputs, do, retain_graph=saved is not None) if direction != "fwd" else ()
+        return gradients if direction == "bwd" else (o, *gradients)
 
-        rows.append(measured("fwd+bwd", both))
+    rows = []
+    for direction in ("fwd", "bwd", "fwd+bwd") if inputs else ("fwd",):
+        with torch.set_grad_enabled(direction != "fwd"):
+            timed = partial(work, direction, call() if direction == "bwd" else None)
+            timed()
+            space = workspace_bytes(timed)
+            times = milliseconds(timed, Timing(rep)).fields()
+            del timed  # with what a forward saved
+        rows.append({"direction": direction, **times, "workspace_mib": (space or 0) >> 20})
     return rows
 
 
 def table(rows: list[Row]) -> str:
-    """Return ms of each part, forward / backward, by length.
-
-    The last row of a measurement counts; "-": not measured.
-    """
-    return _by_length(rows, ("fwd", "bwd"), lambda row: f"{row['ms_median']:.3g}")
+    """Return ms of each part, forward / backward, by length. The last row of a measurement counts."""
+    cells = (((row["part"], row["h"]), f"{row['S'] // 1024}k", row["direction"], f"{row['ms_median']:.3g}") for row in by_length(rows))
+    return markdown.pivot(["part", "h"], (cell for cell in cells if cell[2] != "fwd+bwd"), ("fwd", "bwd"), left=1)
 
 
 def memory_table(rows: list[Row]) -> str:
     """Return MiB beyond inputs and outputs of each part, forward without gradients / forward + backward, by length."""
-    known = [row for row in rows if "outputs_mib" in row]
-    return _by_length(known, ("fwd", "fwd+bwd"), lambda row: f"{row['peak_mib'] - row['outputs_mib']}")
+    cells = []
+    for row in by_length(rows):
+        used = row["peak_mib"] - row["outputs_mib"] if "outputs_mib" in row else row.get("workspace_mib")  # as older rows have it
+        if used is not None and row["direction"] != "bwd":
+            cells.append(((row["part"], row["h"]), f"{row['S'] // 1024}k", row["direction"], f"{used}"))
+    return markdown.pivot(["part", "h"], cells, ("fwd", "fwd+bwd"), left=1)
 
 
-def _by_length(rows: list[Row], directions: tuple[str, str], shown: Callable[[Row], str]) -> str:
-    found = {(row["part"], row["h"], row["S"], row["direction"]): row for row in rows}
-    lengths = sorted({row["S"] for row in rows})
-
-    def cell(part: str, h: int, S: int) -> str:
-        both = [found.get((part, h, S, direction)) for direction in directions]
-        return " / ".join("-" if row is None else shown(row) for row in both)
-
-    lines = [(part, h, *(cell(part, h, S) for S in lengths)) for part, h in dict.fromkeys((row["part"], row["h"]) for row in rows)]
-    return markdown.table(["part", "h", *(f"{S // 1024}k" for S in lengths)], lines, left=1)
+def by_length(rows: list[Row]) -> list[Row]:
+    """Return rows part by part, with columns in the order of lengths."""
+    order = list(dict.fromkeys((row["part"], row["h"]) for row in rows))
+    return sorted(rows, key=lambda row: (order.index((row["part"], row["h"])), row["S"]))
 
 
 def main(
-    out: Append,
+    out: Out,
     lengths: Annotated[str, typer.Option(help="rows of the sequence, comma-separated")] = "8192,32768,65536,131072",
     heads: Annotated[str, typer.Option(help="heads of a group, comma-separated")] = "16",
     only: Annotated[str, typer.Option(help=f"parts, comma-separated; by default all but {FLEX!r}")] = "",
@@ -252,7 +221,7 @@ def main(
             for name, make in (fla_parts(S) if fla else parts(S, h)).items():
                 if name not in only.split(",") if only else name == FLEX:
                     continue
-                if name == "fla" and (why := lacks or peers.fla_refuses_heads(h)):
+                if name == "fla" and (why := lacks or peers.fla_refuses(prefill("random", S, h))):
                     echo(f"fla was left out: {why}")
                     continue
                 found = measure(make(), rep)

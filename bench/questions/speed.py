@@ -13,14 +13,14 @@ one, and after a copy that aligns them (bench/core/variants.py). Run again, it c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
 import typer
 from tabulate import tabulate
 
 from nsa_sel.bench.core import cases, markdown, variants
-from nsa_sel.bench.core.cases import IN_ONE_PIECE, Case, split_cache
+from nsa_sel.bench.core.cases import Case, split_cache
 from nsa_sel.bench.core.command_line import Backends, Device, Only, Out, Quick, device_of, echo, program, stderr_console
 from nsa_sel.bench.core.contenders import DENSE, PACKED, PREFILL_ONLY, SLOW, Contender, backends_on, named
 from nsa_sel.bench.core.session import Job, able, run
@@ -37,32 +37,32 @@ VARIANTS = "caches", "packed"  # suites that call backends in other ways; not in
 class Suite(NamedTuple):
     """One question: its cases, and how they are measured."""
 
-    cases: Callable[[], list[Case]]
-    packed: bool  # measure packed SDPA, too: up to 1.3 s per call at 32k rows
-    whole: bool  # measure fwd+bwd, beside fwd and bwd
-    rep: float  # ms of timed calls
-    rows: int  # compared with the oracle
+    cases: list[Case]
+    packed: bool = False  # measure packed SDPA, too: up to 1.3 s per call at 32k rows
+    whole: bool = False  # measure fwd+bwd, beside fwd and bwd
+    rep: float = 50  # ms of timed calls
+    rows: int = 64  # compared with the oracle
 
 
 # A case of several suites is measured as in the first of them.
 SUITES = {
-    "performance": Suite(cases.performance_cases, packed=True, whole=True, rep=50, rows=64),
-    "decode": Suite(cases.decode_cases, packed=True, whole=False, rep=50, rows=64),
-    "parallel": Suite(cases.parallel_cases, packed=False, whole=False, rep=50, rows=64),
-    "tokens": Suite(cases.few_token_cases, packed=False, whole=False, rep=20, rows=4),
-    "threshold": Suite(cases.threshold_cases, packed=True, whole=False, rep=50, rows=64),
-    "breakeven": Suite(cases.breakeven_cases, packed=False, whole=True, rep=50, rows=16),
-    "scaling": Suite(cases.scaling_cases, packed=False, whole=False, rep=50, rows=16),
-    "layers": Suite(cases.layer_cases, packed=False, whole=False, rep=20, rows=8),
-    "models": Suite(cases.model_cases, packed=False, whole=False, rep=20, rows=4),
-    "wide": Suite(cases.wide_cases, packed=False, whole=False, rep=20, rows=4),
-    "large": Suite(cases.large_cases, packed=False, whole=False, rep=20, rows=4),
-    "trained": Suite(cases.trained_cases, packed=False, whole=False, rep=50, rows=16),
-    "caches": Suite(cases.serving_cases, packed=False, whole=False, rep=20, rows=64),
-    "packed": Suite(cases.packed_cases, packed=False, whole=True, rep=50, rows=64),
+    "performance": Suite(cases.PERFORMANCE, packed=True, whole=True),
+    "decode": Suite(cases.DECODE, packed=True),
+    "parallel": Suite(cases.PARALLEL),
+    "tokens": Suite(cases.FEW, rep=20, rows=4),
+    "threshold": Suite(cases.THRESHOLD, packed=True),
+    "breakeven": Suite(cases.BREAKEVEN, whole=True, rows=16),
+    "scaling": Suite(cases.SCALING, rows=16),
+    "layers": Suite(cases.OF_LAYERS, rep=20, rows=8),
+    "models": Suite(cases.OF_MODELS, rep=20, rows=4),
+    "wide": Suite(cases.WIDE, rep=20, rows=4),
+    "large": Suite(cases.LARGE, rep=20, rows=4),
+    "trained": Suite(cases.TRAINED, rows=16),
+    "caches": Suite(cases.CACHES, rep=20),
+    "packed": Suite(cases.PACKED, whole=True),
 }
-QUICK = Suite(cases.quick_cases, packed=True, whole=True, rep=10, rows=16)
-OF_CPU = Suite(lambda: [Case("target", "random", 1, 2048, 2048, 2, 4, 64, 64, 8, 64, "float32")], True, whole=True, rep=2000, rows=128)
+QUICK = Suite(cases.QUICK, packed=True, whole=True, rep=10, rows=16)
+OF_CPU = Suite([Case("target", "random", 1, 2048, 2048, 2, 4, 64, 64, 8, 64, "float32")], True, whole=True, rep=2000, rows=128)
 
 
 def usual_backends(device: str) -> list[str]:
@@ -93,7 +93,7 @@ def jobs(suites: dict[str, Suite], contenders: Sequence[Contender], only: str, d
     found: dict[str, Job] = {}
     ours = [contender.name for contender in contenders if not contender.peer and contender.name != DENSE]
     for name, suite in suites.items():
-        for case in suite.cases():
+        for case in suite.cases:
             step = cases.decodes(case)
             takes_part = {PACKED: suite.packed, **dict.fromkeys(PREFILL_ONLY, not step)}
             chosen = tuple(contender for contender in contenders if takes_part.get(contender.name, True))
@@ -108,7 +108,7 @@ def jobs(suites: dict[str, Suite], contenders: Sequence[Contender], only: str, d
                 case = case if device == "cuda" else case._replace(dtype="float32")  # what CPUs compute in
                 more: dict[str, object] = {"quick": True} if name == "quick" else {}
                 found.setdefault(case.case, Job(case, chosen, directions, suite.rows, Timing(suite.rep), more))
-    names = sorted({case.case for suite in suites.values() for case in suite.cases()})
+    names = sorted({case.case for suite in suites.values() for case in suite.cases})
     if not any(only in name for name in names):
         raise ArgumentError("--only", repr(only), f"a part of a case's name, such as {', '.join(names[:SOME])}", "mend it")
     return list(found.values())
@@ -120,22 +120,15 @@ def table(rows: Sequence[Row], shown: Sequence[str] = SHOWN) -> str:
 
 
 def table_of_caches(rows: Sequence[Row]) -> str:
-    """Return microseconds over a cache in one piece, and over pages: of each format of numbers, in this order."""
-    found: dict[tuple[str, str, str, str], dict[str, Row]] = {}
+    """Return microseconds over a cache in one piece, and over pages: in q's dtype / in e4m3."""
+    cells = []
     for row in measured(rows):
         backend, cache = split_cache(row["backend"])
         if cache is not None:
-            numbers = cache.quantized or row["dtype"]
-            found.setdefault((row["case"], backend, cache.layout, numbers), {})[row["backend"].split(", ")[1]] = row
-    formats = list(dict.fromkeys(key[-1] for key in found))
-    pages = list(dict.fromkeys(where for times in found.values() for where in times if where != IN_ONE_PIECE))
-
-    def cell(key: tuple[str, ...], where: str) -> str:
-        of_formats = [found.get((key[0], key[1], key[2], numbers), {}).get(where) for numbers in formats]
-        return " / ".join(f"{row['ms_median'] * 1e3:.2f}{markdown.MARK * markdown.scatters(row)}" if row else "-" for row in of_formats)
-
-    lines = [(*key, *(cell(key, where) for where in (IN_ONE_PIECE, *pages))) for key in dict.fromkeys(key[:-1] for key in found)]
-    return markdown.table(("case", "backend", "layout", f"{IN_ONE_PIECE}: {' / '.join(formats)}", *pages), lines)
+            where = "in one piece: bf16 / e4m3" if cache.page_size is None else f"pages of {cache.page_size}"
+            text = f"{row['ms_median'] * 1e3:.2f}{markdown.MARK * markdown.scatters(row)}"
+            cells.append(((row["case"], backend), where, cache.quantized is not None, text))
+    return markdown.pivot(["case", "backend"], cells, (False, True))
 
 
 def main(

@@ -13,19 +13,19 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from nsa_sel.backends.specs import SPECS
 from nsa_sel.bench.core import cases, session, store, timing
 from nsa_sel.bench.core.cases import CHOICE, Case
-from nsa_sel.bench.core.contenders import DENSE, PACKED, SLOW, Problem, make_problem, named
-from nsa_sel.bench.core.session import Sample, WrongResult, checked_error, new_memory_holds_nan
+from nsa_sel.bench.core.contenders import PACKED, Problem, make_problem, named
+from nsa_sel.bench.core.session import Sample, checked_error
 from nsa_sel.bench.core.store import DIRECTIONS, Row
-from nsa_sel.bench.core.timing import Timing
+from nsa_sel.bench.core.timing import Timing, WrongResult, new_memory_holds_nan
 from nsa_sel.bench.threshold_optimizer import TRITON, thresholds
 from nsa_sel.bench.tune import cost_fit
 from nsa_sel.bench.tune.cost_fit import TERMS, model_of, phase_of
@@ -42,10 +42,9 @@ from nsa_sel.policies.guards import within_limits
 from nsa_sel.settings import tuned
 from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.flags import COMMIT_FLAG, CONFIG_FLAG, FLAGS
-from nsa_sel.settings.schema import Costs, Direction, Settings, Threshold
+from nsa_sel.settings.schema import Costs, Direction, Threshold
 
 ROWS, IDENTITY = ".calls.jsonl", (*Case._fields, "direction", "backend", "launches")  # of the file of rows
-BACKENDS = (*(backend.name for backend in SPECS if backend.cost_terms), DENSE)  # dense attention is for the report alone
 ORDER: tuple[Direction, ...] = ("forward", "decode", "backward")  # used as soon as its rows are complete: the quick ones first
 ORACLE_ROWS = 16  # compared with the oracle
 MAX_ERROR = 1e-3  # mean absolute error of o, and of each gradient
@@ -109,7 +108,7 @@ def measure_thresholds(run: Run, measure: Measure, ways: Sequence[Direction]) ->
     """
     asked = [
         {**case._asdict(), "direction": DIRECTIONS[way], "backend": side, "launches": ""}
-        for case in cases.threshold_cases()
+        for case in cases.THRESHOLD
         for way in ways
         if (case.S == 1) == (way == "decode")
         for side in (TRITON, PACKED)
@@ -133,39 +132,22 @@ def wanted(device: DeviceInfo, ways: Sequence[Direction]) -> list[Row]:
     """Return the rows to measure: case, direction, backend, and under "launches" the kernel configs in force for it
     now.
     """
-    settings = settings_for(device)
-    asked = [way for way in ORDER if way in ways]
-    return [row for way in asked for listed in (_attending, _choosing) for row in listed(device, settings, way)]
-
-
-def _attending(device: DeviceInfo, settings: Settings, way: Direction) -> Iterator[Row]:
-    backward = way == "backward"
-    for case in (case for case in cases.cost_cases() if cases.decodes(case) == (way == "decode")):
-        request = cost_fit.request_of(case, None, backward)
-        kernels = tuned.apply(settings, request, device).kernels
-        for name, contender in zip(BACKENDS, named(",".join(BACKENDS)), strict=True):
-            if contender.refuses(case) or (name in SLOW and case.S > MAX_ROWS):
-                continue
-            if name != DENSE:
-                entry = registry.backends()[name]
-                has_terms = request.phase(backward) in entry.cost_terms and modelled(entry, request, backward)
-                if not has_terms or registry.missing(name):
-                    continue
-            spaces = [space for space in SPACES if (space.backend, space.way) == (name, way)]
-            configs = sorted(kernel_name(space, case.Dk, case.Dv, case.dtype) for space in spaces)
-            launches = ", ".join(kernels[config].config_id(config) for config in configs)
-            yield {**case._asdict(), "direction": DIRECTIONS[way], "backend": name, "launches": launches}
-
-
-def _choosing(device: DeviceInfo, settings: Settings, way: Direction) -> Iterator[Row]:
-    for case in cases.choice_cases() if way != "decode" else ():
+    settings, rows = settings_for(device), []
+    for way, case in ((way, case) for way in ORDER if way in ways for case in (*cases.COSTS, *cases.CHOICES)):
+        if cases.decodes(case) != (way == "decode"):
+            continue
         request = cost_fit.request_of(case, None, way == "backward")
         asked = PolicyInput(request, device, settings, "backward" if way == "backward" else "forward")
-        for name, backend in registry.backends("choose").items():
+        kernels = tuned.apply(settings, request, device).kernels
+        for name, backend in registry.backends(request.kind).items():
+            has_model = request.phase(way == "backward") in backend.cost_terms and modelled(backend, request, way == "backward")
             runs = not registry.missing(name) and not list(within_limits(asked, Offer(backend)))
-            covered = backend.cost_terms and modelled(backend, request, way == "backward")
-            if runs and covered and not (backend.slow and case.S > MAX_ROWS):
-                yield {**case._asdict(), "direction": DIRECTIONS[way], "backend": name, "launches": ""}
+            if has_model and runs and not (backend.slow and case.S > MAX_ROWS):
+                spaces = [space for space in SPACES if (space.backend, space.way) == (name, way)]
+                configs = sorted(kernel_name(space, case.Dk, case.Dv, case.dtype) for space in spaces)
+                launches = ", ".join(kernels[config].config_id(config) for config in configs)
+                rows.append({**case._asdict(), "direction": DIRECTIONS[way], "backend": name, "launches": launches})
+    return rows
 
 
 @without_flags()
@@ -183,36 +165,35 @@ def measure_costs(run: Run, device: DeviceInfo, measure: Measure, ways: Sequence
     Returns:
         The models of all complete directions, None if there are none; and how many rows of these directions are left.
     """
+
+    def phases(costs: Costs) -> set[str]:
+        return {name.partition("/")[2] for name in costs.models}
+
     with locked(run.stamp):
         tuned.forget()  # the configs in force are those of the file now
         asked = wanted(device, ways)
         left = len(asked) - len(collect(run, asked, measure))
         every = wanted(device, ORDER)
-        found = fitted(every, Measurements(run.stamp, ROWS, IDENTITY).of(every))
-        before = written(run.stamp).costs
-        if found is not None and (before is None or _ways(before) <= _ways(found)):
+        found, before = fitted(every, Measurements(run.stamp, ROWS, IDENTITY).of(every)), written(run.stamp).costs
+        if found is not None and (before is None or phases(before) <= phases(found)):
             rewrite(run.stamp, costs=found)
             tuned.forget()
     return found, left
 
 
-def _ways(costs: Costs) -> set[str]:
-    return {name.partition("/")[2] for name in costs.models}
-
-
-def fitted(every: Sequence[Row], known: Sequence[Row]) -> Costs | None:
-    """Return the models of the phases all of whose rows are known, None if no phase has two backends to compare.
+def fitted(every: Sequence[Row], done: Sequence[Row]) -> Costs | None:
+    """Return the models of the phases all of whose rows were measured, None if no phase has two backends to compare.
 
     A backend that mostly fails has fewer rows than its model has terms, and gets no model: the policy then prefers the
-        others.
+    others.
 
     Args:
         every: the rows of all directions, without times.
-        known: those of them that were measured.
+        done: those of them that were measured.
     """
-    counts = Counter(map(phase_of, known))
+    counts = Counter(map(phase_of, done))
     complete = {phase for phase, count in Counter(map(phase_of, every)).items() if counts[phase] == count}
-    timed = [row for row in store.measured(known) if phase_of(row) in complete and cost_fit.is_cost_row(row)]
+    timed = [row for row in store.measured(done) if phase_of(row) in complete and cost_fit.is_cost_row(row)]
     fit = {name for name, count in Counter(map(model_of, timed)).items() if count > len(set(TERMS[name]) - cost_fit.OF_CACHES)}
     compared = Counter(name.partition("/")[2] for name in fit)
     used = [row for row in timed if model_of(row) in fit and compared[phase_of(row) or ""] > 1]
@@ -263,48 +244,43 @@ class Runner:
 
         problem, exact = self._prepared(case, make)
         job = session.Job(case, (contender,), (direction,), ORACLE_ROWS, self.timing)
-        (found,) = session.contender_rows(job, contender, (direction,), problem, exact, self.device, [""])
-        if contender.checked and not found["mae"] <= MAX_ERROR:
+        ((_, found),) = session.measured(job, contender, (direction,), problem, exact, self.device, lambda words: None)
+        if not found["mae"] <= MAX_ERROR:
             raise WrongResult(f"the mean absolute error is {found['mae']:.3g}, allowed {MAX_ERROR}")
-        return found
+        return {**row, **found}
 
     def _choose(self, row: Row) -> Row:
         """Time `compressed_attention`, checked against the fallback in float32.
 
         Gradients sum over thousands of rows: they are compared with their own magnitude (`checked_error`), o with
-            MAX_ERROR.
+        MAX_ERROR.
         """
-        case, direction, backend = cost_fit.case_of(row), row["direction"], row["backend"]
+        case, backward, backend = cost_fit.case_of(row), row["direction"] == "bwd", row["backend"]
 
         def call(inputs: tuple[Tensor, ...], backend: str) -> tuple[Tensor, Tensor]:
             o, selection = compressed_attention(*inputs, block_size=case.block, n=case.n, S_kv=case.S_kv, backend=backend)
             return o, selection.ranges[..., 0]
 
-        def results(inputs: tuple[Tensor, ...], do: Tensor | None, backend: str) -> tuple[Tensor, ...]:
-            with torch.set_grad_enabled(do is not None):
+        def results(inputs: tuple[Tensor, ...], do: Tensor, backend: str, backward: bool) -> tuple[Tensor, ...]:
+            with torch.set_grad_enabled(backward):
                 o, blocks = call(inputs, backend)
-            return blocks, o.detach(), *(() if do is None else torch.autograd.grad(o, inputs, do))
+            return blocks, o.detach(), *(torch.autograd.grad(o, inputs, do) if backward else ())
 
         def make(case: Case) -> tuple[tuple[Tensor, ...], Tensor, tuple[Tensor, ...]]:
             keys = Rule(block_size=case.block, n=case.n).compressed_keys(case.S_kv)
-            q, k, v, do = cases.make_inputs(case._replace(S_kv=keys), self.device)
-            inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
-            return inputs, do, results(inputs, do, registry.fallback("choose"))
+            *inputs, do = cases.make_inputs(case._replace(S_kv=keys), self.device)
+            leaves = tuple(x.requires_grad_() for x in inputs)
+            return leaves, do, results(leaves, do, registry.fallback("choose"), True)
 
         inputs, do, expected = self._prepared(case, make)
         with new_memory_holds_nan(strict=False):
-            blocks, *found = results(inputs, do if direction == "bwd" else None, backend)
+            blocks, *found = results(inputs, do, backend, backward)
         same = float((blocks == expected[0]).float().mean())
         error, *_ = [checked_error(*each) for each in zip(("o", "dq", "dk", "dv"), found, expected[1:], strict=False)]
         if not (same >= LEAST_SAME and error <= MAX_ERROR):
             raise WrongResult(f"{same:.1%} of the blocks are the same, the mean absolute error of o is {error:.3g}, allowed {MAX_ERROR}")
-        with torch.set_grad_enabled(direction == "bwd"):
-            o = call(inputs, backend)[0] if direction == "bwd" else None
-
-            def work() -> Any:
-                return call(inputs, backend) if o is None else torch.autograd.grad(o, inputs, do, retain_graph=True)
-
-            space = timing.workspace_bytes(work, self.device)
+        with torch.set_grad_enabled(backward):
+            o = call(inputs, backend)[0]
+            work = partial(torch.autograd.grad, o, inputs, do, retain_graph=True) if backward else partial(call, inputs, backend)
             times = timing.milliseconds(work, self.timing, self.device)
-        more = {"mae": error, "same_blocks": same, "workspace_bytes": space, **store.gpu_state(self.device)}
-        return {**row, **timing.row(case, direction, backend, times, **more)}
+        return {**row, **times.fields(), "mae": error, "same_blocks": same}

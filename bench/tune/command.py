@@ -24,16 +24,6 @@ ANY_GPU = DeviceInfo(kind="cuda", name="any GPU")  # of a dry run without one: t
 KEY_HEADERS = ("Dk/Dv", "h", "L", "dtype", "direction")
 
 
-class Sizes(NamedTuple):
-    """What the command line asks for; without any size: the cases of bench/tune/search_space.py."""
-
-    L: list[int] | None = None
-    h: int | None = None
-    Dk: int | None = None
-    Dv: int | None = None
-    dtype: str | None = None
-
-
 class Plan(NamedTuple):
     """What to measure on a device."""
 
@@ -53,18 +43,15 @@ class Plan(NamedTuple):
 
     def document(self) -> dict[str, Any]:
         """Return the plan for --json. launches: kernel configs to measure, the committed ones included."""
-        listed = [
-            {"key": job.key, "kernel": job.kernel, "problems": job.problems, "launches": 1 + len(job.candidates)} for job in self.jobs
-        ]
+        jobs = [{"key": job.key, "kernel": job.kernel, "problems": job.problems, "launches": 1 + len(job.candidates)} for job in self.jobs]
         costs = [{name: row[name] for name in ("case", "direction", "backend")} for row in self.costs]
-        totals = {"launches": sum(job["launches"] for job in listed), "most": sum(job.most for job in self.jobs)}  # type: ignore[misc]
-        return {"device": self.device, "jobs": listed, **totals, "thresholds": self.ways, "costs": costs}
+        launches, most = sum(1 + len(job.candidates) for job in self.jobs), sum(job.most for job in self.jobs)
+        return {"device": self.device, "jobs": jobs, "launches": launches, "most": most, "thresholds": self.ways, "costs": costs}
 
     def text(self) -> str:
         """Return the plan for a terminal."""
         rows = [(*_key_cells(job.key), job.config_id(job.committed), 1 + len(job.candidates)) for job in self.jobs]
-        document = self.document()
-        lines = [_table(rows, (*KEY_HEADERS, "committed config", "configs")), ""]
+        document, lines = self.document(), [_table(rows, (*KEY_HEADERS, "committed config", "configs")), ""]
         if self.ways:
             lines.append(f"first the threshold of Triton, for {', '.join(self.ways)}")
         lines.append(
@@ -118,13 +105,14 @@ class Done(NamedTuple):
         return "\n".join(lines)
 
 
-def plan(backend: str | None, way: Direction | None, sizes: Sizes, *, quick: bool, dry_run: bool) -> Plan:
+def plan(backend: str | None, way: Direction | None, sizes: dict[str, Any], *, quick: bool, dry_run: bool) -> Plan:
     """Return what to measure on this machine's current GPU.
 
     Args:
         backend: only this backend; None: all.
         way: only this direction; None: all.
-        sizes: to tune for; empty: the default cases.
+        sizes: to tune for, by the names of `Case`, L a list; None: that of the first default case. Without any, the default
+            cases.
         quick: only configs near the committed ones, of one case, and no costs.
         dry_run: on a machine without a GPU, plan for any GPU.
 
@@ -135,8 +123,8 @@ def plan(backend: str | None, way: Direction | None, sizes: Sizes, *, quick: boo
         close = closest(backend, TUNED)
         value = f"{backend!r} (did you mean {close}?)" if close else repr(backend)
         raise ArgumentError("--backend", value, ", ".join(TUNED), "name a Triton backend: the others have no kernel configs")
-    if sizes.dtype == "float64":
-        raise ArgumentError("--dtype", sizes.dtype, "float16, bfloat16, float32", "Triton backends take no float64 on a GPU")
+    if sizes["dtype"] == "float64":
+        raise ArgumentError("--dtype", "float64", "float16, bfloat16, float32", "Triton backends take no float64 on a GPU")
     here = torch.cuda.is_available()
     if not dry_run:
         if not here:
@@ -145,16 +133,15 @@ def plan(backend: str | None, way: Direction | None, sizes: Sizes, *, quick: boo
         for reason in registry.missing(backend or TUNED[0]):
             raise ArgumentError(reason.field, reason.actual, str(reason.required), reason.remedy)
     cases: tuple[Case, ...] = CASES[:1] if quick else CASES
-    if any(sizes):
-        given = {name: value for name, value in sizes._asdict().items() if value}
-        lengths = given.pop("L", [CASES[0].L])
-        cases = tuple(Case(**{**CASES[0]._asdict(), **given, "L": L}) for L in lengths)
+    given = {name: value for name, value in sizes.items() if value}
+    if given:
+        cases = tuple(Case(**{**CASES[0]._asdict(), **given, "L": L}) for L in given.get("L", [CASES[0].L]))
     device = device_info(torch.device("cuda", torch.cuda.current_device())) if here else ANY_GPU
     settings = committed_settings(device)
     found = jobs(settings, device.sm, cases, backend, way, quick)
     if not found:
         raise ArgumentError("--direction", repr(way), "one that the backend has kernel configs for", "see `nsa-sel tune --dry-run`")
-    ways = () if backend or any(sizes) else DIRECTIONS if way is None else (way,)
+    ways = () if backend or given else DIRECTIONS if way is None else (way,)
     return Plan(device, settings, found, ways, () if quick else tuple(calls.wanted(device, ways)))
 
 

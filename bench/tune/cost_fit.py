@@ -175,29 +175,24 @@ def prior() -> tuple[float, ...]:
 # The fit
 
 
-def models(rows: Sequence[Row]) -> dict[str, CostModel]:
-    """Return the cost model of every backend and direction in the rows, all of which pass `is_cost_row`."""
-    by_model: dict[str, list[Row]] = {}
-    for row in rows:
-        by_model.setdefault(model_of(row), []).append(row)
-    return {name: fit(name, by_model[name]) for name in TERMS if name in by_model}
-
-
 def costs(rows: Sequence[Row], sources: Sequence[str]) -> Costs:
-    """Return the `costs:` part of a profile.
+    """Return the `costs:` part of a profile: the model of every backend and direction in the rows.
 
     Args:
         rows: all pass `is_cost_row`.
         sources: where the rows come from, in words.
     """
-    found = models(rows)
-    errors = sorted(model.median_error for model in found.values())
+    by_model: dict[str, list[Row]] = {}
+    for row in rows:
+        by_model.setdefault(model_of(row), []).append(row)
+    models = {name: fit(name, by_model[name]) for name in TERMS if name in by_model}
+    errors = sorted(model.median_error for model in models.values())
     finding = (
-        f"ms = max(host, sum of price x work), non-negative least squares of the relative error over {len(rows)} rows of {len(found)}"
-        f" models; median errors {errors[0]:.1%} to {errors[-1]:.1%}, worst {max(model.worst_error for model in found.values()):.1%}"
+        f"ms = max(host, sum of price x work), non-negative least squares of the relative error over {len(rows)} rows of {len(models)}"
+        f" models; median errors {errors[0]:.1%} to {errors[-1]:.1%}, worst {max(model.worst_error for model in models.values()):.1%}"
     )
     dtypes = sorted({dtype for row in rows for dtype in DTYPES.get(row["dtype"], (row["dtype"],))})
-    return Costs(provenance="; ".join((finding, *sources)), dtypes=tuple(dtypes), models=found)
+    return Costs(provenance="; ".join((finding, *sources)), dtypes=tuple(dtypes), models=models)
 
 
 def source(name: str, rows: Sequence[Row]) -> str:
@@ -217,9 +212,17 @@ def fit(name: str, rows: Sequence[Row]) -> CostModel:
         name: a key of TERMS.
         rows: whose `model_of` is this name.
     """
+
+    def work(row: Row) -> dict[str, float]:
+        sharing = sharing_of(case_of(row))
+        return work_of(BACKENDS[backend_of(row)], row_request(row, sharing), name.endswith("backward"), sharing)
+
+    def digits(number: float) -> float:
+        return float(f"{number:.4g}")
+
     rows = sorted(rows, key=lambda row: float(row["ms_median"]))
     ms = np.array([row["ms_median"] for row in rows])
-    amounts = np.array([_amounts(row, name) for row in rows])
+    amounts = np.array([[counted.get(term, 0.0) for term in TERMS[name]] for counted in map(work, rows)])
     sizes = [(case_of(row)[1:], gathers(row_request(row, None))) for row in rows]
     alike = Counter(sizes)
     scatter = np.array([(row["ms_p80"] - row["ms_p20"]) / row["ms_median"] for row in rows])
@@ -233,7 +236,7 @@ def fit(name: str, rows: Sequence[Row]) -> CostModel:
         loss = float(votes @ (np.maximum(host, amounts[:, used] @ prices) / ms - 1) ** 2)
         candidates.append((loss, k, host, prices))
     _, _, host, prices = min(candidates, key=lambda found: found[:2])
-    host, terms = _digits(host), {TERMS[name][i]: _digits(price) for i, price in zip(used, prices, strict=True)}
+    host, terms = digits(host), {TERMS[name][i]: digits(price) for i, price in zip(used, prices, strict=True)}
     errors = np.abs(np.maximum(host, amounts[:, used] @ np.array(list(terms.values()))) / ms - 1)
     return CostModel(
         host=host, terms=terms, rows=len(rows), median_error=round(float(np.median(errors)), 3), worst_error=round(float(errors.max()), 3)
@@ -256,13 +259,3 @@ def least_squares(factors: np.ndarray, votes: np.ndarray) -> np.ndarray:
     losses[(prices < 0).any(1)] = np.inf
     found: np.ndarray = prices[np.argmax(losses < losses.min() + 1e-9)] / scale  # of equal ones the first of the smallest
     return found
-
-
-def _amounts(row: Row, name: str) -> list[float]:
-    sharing = sharing_of(case_of(row))
-    counted = work_of(BACKENDS[backend_of(row)], row_request(row, sharing), name.endswith("backward"), sharing)
-    return [counted.get(term, 0.0) for term in TERMS[name]]
-
-
-def _digits(number: float) -> float:
-    return float(f"{number:.4g}")

@@ -9,14 +9,14 @@ best of many noisy times is often luck.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,13 +26,13 @@ from torch import Tensor
 
 from nsa_sel.bench.core import cases, timing
 from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.core.timing import WrongResult, new_memory_holds_nan
 from nsa_sel.bench.tune.search_space import BLOCK, PROBLEMS, TUNED, Case, Job, committed_settings, jobs
 from nsa_sel.bench.tune.tuned_file import Measurements, Run, locked, rewrite, written
 from nsa_sel.core import registry
 from nsa_sel.core.call import Call, device_info
 from nsa_sel.core.decide import decide
 from nsa_sel.core.request import Request
-from nsa_sel.errors import NsaSelError
 from nsa_sel.selection import Selection
 from nsa_sel.settings import tuned
 from nsa_sel.settings.flags import COMMIT_FLAG
@@ -42,6 +42,7 @@ from nsa_sel.telemetry import events
 
 TOP = 5  # configs that a result lists
 ROWS, IDENTITY = ".jsonl", ("key", "kernel", "problem", "round", "config")  # of the file of all measurements
+EVENTS = 1000  # of a call, at most
 REP, QUICK_REP, QUICK_SECONDS = 20.0, 10.0, 300.0  # ms of timed calls per config; time limit of `tune_for` per backend
 # Two configs sum in different orders. Allowed error, in units of eps: of the largest value, and of the mean.
 ROUNDINGS = {torch.float16: (8, 4), torch.bfloat16: (8, 4), torch.float32: (64, 32), torch.float64: (64, 32)}
@@ -49,10 +50,6 @@ ROUNDINGS = {torch.float16: (8, 4), torch.bfloat16: (8, 4), torch.float32: (64, 
 Round = dict[str, dict[KernelConfig, Timed]]  # by problem
 Times = tuple[float, float, float]  # median, 20th and 80th percentile, ms
 Measure = Callable[[Job, str, KernelConfig], Times]  # on a problem of the job; raises for configs that can't run or give wrong results
-
-
-class WrongResult(NsaSelError, RuntimeError):
-    """A config gave other results than the committed one, or not the same twice, or was not used at all."""
 
 
 class TimeIsUp(Exception):
@@ -179,9 +176,9 @@ def is_ahead(found: Round, config: KernelConfig, committed: KernelConfig) -> boo
     """
     if not all(config in times and committed in times for times in found.values()):
         return False
-    pairs = [(times[config], times[committed]) for times in found.values()]
-    surely = any(surely_faster(mine, theirs) for mine, theirs in pairs)
-    return surely and gain(found, config, committed) > 1 and not any(surely_faster(theirs, mine) for mine, theirs in pairs)
+    ahead = [surely_faster(times[config], times[committed]) for times in found.values()]
+    behind = [surely_faster(times[committed], times[config]) for times in found.values()]
+    return any(ahead) and gain(found, config, committed) > 1 and not any(behind)
 
 
 def surely_faster(fast: Timed, slow: Timed) -> bool:
@@ -209,6 +206,7 @@ class Runner:
         self.prepared: tuple[tuple[Case, str], Call, Tensor] | None = None
         self.expected: tuple[object, tuple[Tensor, ...]] | None = None  # the job's committed config on a problem, and its results
 
+    @torch.no_grad()
     def __call__(self, job: Job, problem: str, config: KernelConfig) -> Times:
         """Return the median, 20th and 80th percentile in ms.
 
@@ -216,25 +214,21 @@ class Runner:
             WrongResult: the config's results are not those of the committed one.
         """
         try:
-            with torch.no_grad():
-                return self._measure(job, problem, config)
+            if self.prepared is None or self.prepared[0] != (job.case, problem):
+                self.prepared = self.expected = None  # frees memory first
+                self.prepared = (job.case, problem), *prepare(job, problem, self.device, self.settings)
+            of = (job.key, job.kernel, problem)
+            if self.expected is None or self.expected[0] != of:
+                self.expected = of, checked_results(self._work(job, job.committed), job.config_id(job.committed))
+            work = self._work(job, config)
+            check_agreement(checked_results(work, job.config_id(config)), self.expected[1])
+            if job.key.direction == "decode" and self.device.type == "cuda":
+                return timing.replayed_milliseconds(work, timing.Timing(self.rep))[:3]
+            return timing.milliseconds(work, timing.Timing(self.rep), self.device.type)[:3]
         except torch.OutOfMemoryError:
             self.prepared = self.expected = None
             torch.cuda.empty_cache()
             raise
-
-    def _measure(self, job: Job, problem: str, config: KernelConfig) -> Times:
-        if self.prepared is None or self.prepared[0] != (job.case, problem):
-            self.prepared = self.expected = None  # frees memory first
-            self.prepared = (job.case, problem), *prepare(job, problem, self.device, self.settings)
-        of = (job.key, job.kernel, problem)
-        if self.expected is None or self.expected[0] != of:
-            self.expected = of, checked_results(self._work(job, job.committed), job.config_id(job.committed))
-        work = self._work(job, config)
-        check_agreement(checked_results(work, job.config_id(config)), self.expected[1])
-        if job.key.direction == "decode" and self.device.type == "cuda":
-            return timing.replayed_milliseconds(work, timing.Timing(self.rep))[:3]
-        return timing.milliseconds(work, timing.Timing(self.rep), self.device.type)[:3]
 
     def _work(self, job: Job, config: KernelConfig) -> Callable[..., tuple[Tensor, ...]]:
         """Return one whole call with a config. With debug=True, events name the configs that were used."""
@@ -278,13 +272,17 @@ def checked_results(work: Callable[..., tuple[Tensor, ...]], config: str) -> tup
 
     Raises WrongResult unless they are equal twice and `config` was used.
     """
-    torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN
-    try:
-        with configs_used() as used:
+    listener, level = BufferingHandler(EVENTS), events.LOGGER.level
+    with new_memory_holds_nan(strict=True):
+        events.LOGGER.addHandler(listener)
+        events.LOGGER.setLevel(logging.INFO)
+        try:
             results = work(debug=True)
+        finally:
+            events.LOGGER.removeHandler(listener)
+            events.LOGGER.setLevel(level)
         again = work()
-    finally:
-        torch.use_deterministic_algorithms(False)
+    used = [record.__dict__["nsa_sel"]["chosen"] for record in listener.buffer if record.getMessage() == "sel.triton.kernel"]
     if config not in used:
         raise WrongResult(f"this problem does not use {config}; it used {', '.join(used)}")
     if not all(torch.equal(a, b) for a, b in zip(results, again, strict=True)):
@@ -292,39 +290,17 @@ def checked_results(work: Callable[..., tuple[Tensor, ...]], config: str) -> tup
     return results
 
 
-@contextlib.contextmanager
-def configs_used() -> Iterator[list[str]]:
-    """Return the ids of the chosen configs that `sel.triton.kernel` events name inside the block."""
-    used: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.getMessage() == "sel.triton.kernel":
-                used.append(record.__dict__["nsa_sel"]["chosen"])
-
-    listener, level = Listener(), events.LOGGER.level
-    events.LOGGER.addHandler(listener)
-    events.LOGGER.setLevel(logging.INFO)
-    try:
-        yield used
-    finally:
-        events.LOGGER.removeHandler(listener)
-        events.LOGGER.setLevel(level)
-
-
 def check_agreement(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     """Raise WrongResult unless both differ by at most `ROUNDINGS`, and are -inf (lse of empty rows) in the same
     elements.
     """
     for number, (a, b) in enumerate(zip(found, expected, strict=True)):
-        eps, empty = torch.finfo(a.dtype).eps, b == float("-inf")
+        empty, (most, mean), eps = b == float("-inf"), ROUNDINGS[a.dtype], torch.finfo(a.dtype).eps
         if not torch.equal(a == float("-inf"), empty):
             raise WrongResult(f"result {number} is -inf in other elements than with the committed config")
-        error = torch.where(empty, 0.0, a.float() - b.float()).abs()
-        size = torch.where(empty, 0.0, b.float()).abs()
+        error, size = (torch.where(empty, 0.0, x).abs() for x in (a.float() - b.float(), b.float()))
         if not bool(error.isfinite().all()):
             raise WrongResult(f"result {number} has values that were not written, or are not finite")
-        most, mean = ROUNDINGS[a.dtype]
         if error.max() > most * eps * size.max() or error.mean() > mean * eps * size.mean():
             words = f"largest error {float(error.max()):.3g}, mean {float(error.mean()):.3g}, allowed {most} and {mean} roundings"
             raise WrongResult(f"result {number} differs from the committed config's: {words}")

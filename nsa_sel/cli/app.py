@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 import nsa_sel
 from nsa_sel.attention import selection_attention
 from nsa_sel.bench import command as benches
+from nsa_sel.bench import threshold_optimizer
 from nsa_sel.bench.core.command_line import INTERRUPTED, BenchCommand, device_of, echo
 from nsa_sel.cli import doctor as examination
 from nsa_sel.cli.output import output_file, printable, terminal_columns
@@ -218,7 +219,7 @@ def tune(
     with _errors(as_json):
         from nsa_sel.bench.tune import command as tuning
 
-        sizes = tuning.Sizes(L=L, h=h, Dk=Dk, Dv=Dv, dtype=dtype and dtype.value)
+        sizes = {"L": L, "h": h, "Dk": Dk, "Dv": Dv, "dtype": dtype and dtype.value}
         plan = tuning.plan(backend, cast(Direction, direction.value) if direction else None, sizes, quick=quick, dry_run=dry_run)
         if dry_run:
             echo(_pretty(plan.document()) if as_json else plan.text())
@@ -256,7 +257,7 @@ def _progress(as_json: bool) -> Iterator[Callable[[str, float], None]]:
 
 
 app.command(cls=BenchCommand)(_errors(as_json=False)(benches.bench))
-app.command()(_errors(as_json=False)(benches.threshold))
+app.command("threshold")(_errors(as_json=False)(threshold_optimizer.main))
 
 
 def _choosing_request(request: Request, model: Choice) -> Request:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import nsa_sel
-from nsa_sel.bench.core.cases import make_inputs, make_selection, performance_cases
+from nsa_sel.bench.core.cases import PERFORMANCE, make_inputs, make_selection
 from nsa_sel.core import registry
 from nsa_sel.core.call import device_info
 from nsa_sel.selection import Selection
@@ -420,7 +420,7 @@ def large_of(lane: Lane) -> list[str]:
 
 def check_memory(lane: Lane, case: str, patch: pytest.MonkeyPatch) -> None:
     """A training step's peak is at most 5% above inputs, outputs and the bound on workspace together."""
-    problem = next(x for x in performance_cases() if x.case == case)
+    problem = next(x for x in PERFORMANCE if x.case == case)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     selection = make_selection(problem, "cuda")

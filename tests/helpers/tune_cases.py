@@ -115,18 +115,14 @@ PRICES = {"launch": 0.02, "compressed": 2.0, "compressed-wide": 3.0, "rows": 0.3
 
 
 def priced(row: Row, factor: float = 1.0) -> Row:
-    """The times that the H200's models predict, `factor` times as long; of dense attention, which they leave out, twice triton-group's.
-    Of choosing what `PRICES` say."""
+    """Return the times that the H200's models predict, `factor` times as long; of choosing what `PRICES` say."""
     if row["distribution"] == cases.CHOICE:
         backward = row["direction"] == "bwd"
         counted = work_of(BACKENDS[row["backend"]], request_of(case_of(row), None, backward), backward, ())
         total = sum(PRICES[term] * counted.get(term, 0.0) for term in TERMS[model_of(row)])
         return timed(factor * CHOOSERS[row["backend"]] * total)
-    backend, way = row["backend"], phase_of(row)
-    stands_in = "triton-group" if backend == "dense-cudnn" else backend
-    profile, case = shipped_configs()["sm90_h200.yaml"].costs, case_of(row)
+    profile, case, way = shipped_configs()["sm90_h200.yaml"].costs, case_of(row), phase_of(row)
     assert profile is not None
-    model, sharing = profile.models[f"{stands_in}/{way}"], sharing_of(case)
-    amounts = work_of(BACKENDS[stands_in], request_of(case, sharing, way == "backward"), way == "backward", sharing)
-    predicted = max(model.host, sum(price * amounts.get(term, 0.0) for term, price in model.terms.items()))
-    return timed(predicted * factor * (1.0 if stands_in == backend else 2.0))
+    model, sharing = profile.models[model_of(row)], sharing_of(case)
+    amounts = work_of(BACKENDS[row["backend"]], request_of(case, sharing, way == "backward"), way == "backward", sharing)
+    return timed(factor * max(model.host, sum(price * amounts.get(term, 0.0) for term, price in model.terms.items())))

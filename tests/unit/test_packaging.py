@@ -126,4 +126,4 @@ def test_metadata_names_version_and_light_dependencies(built: Built) -> None:
     assert metadata["Version"] == nsa_sel.__version__
     (every,) = (text for text in metadata.get_all("Requires-Dist", []) if "extra == 'all'" in text.replace('"', "'"))
     optional = set(metadata.get_all("Provides-Extra", []))
-    assert set(re.split(r"[][,]", every)[1:-1]) == optional - {"all", "cuda12", "docs", "trace", "dev"}
+    assert set(re.split(r"[][,]", every)[1:-1]) == optional - {"all", "cuda12", "docs", "dev"}

@@ -13,7 +13,7 @@ from torch import Tensor
 import nsa_sel
 from nsa_sel import NSAttention, compat, compressed_attention, nsa_attention
 from nsa_sel.backends import choose_triton
-from nsa_sel.bench.core.cases import packed_cases
+from nsa_sel.bench.core.cases import PACKED
 from nsa_sel.core import attend
 from nsa_sel.core import packed as packed_batches
 from nsa_sel.core.arguments import Bounds
@@ -341,7 +341,7 @@ def test_aligned_sequences_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> No
 
 def packed_request(**changes: Any) -> Request:
     """32k rows in 12 sequences, after the copy."""
-    case = packed_cases()[-2]
+    case = PACKED[-2]
     assert case.case == "packed-odd-32k-h16"
     facts = {name: getattr(case, name) for name in ("B", "S", "G", "h", "Dk", "Dv", "n", "dtype")}
     room = -(-(case.S + 12 * 63) // 64) * 64

@@ -66,7 +66,11 @@ def attend(
     B, G, S_kv, _ = key.shape
     begin = None if padded is None else padded.view(2, B)[0].to(key.device)
     end = None if padded is None else padded.view(2, B)[1].to(key.device)
-    q = torch.unflatten(query, 1, (G, -1)).permute(0, 3, 1, 2, 4)  # [B,S,G,h,D]
+    whole = block_indices is None or block_indices.shape[-1] * module.indexer.block_size >= S_kv  # rows select all that they see
+    if whole and begin is None and q_pos is None and query.shape[2] in (1, S_kv):
+        return dense(query, key, value, scale)
+    # [B,S,G,h,D]. Contiguous, because kernels read a row's heads together: 4 MiB apart, they meet in the same sets of the L2 cache.
+    q = torch.unflatten(query, 1, (G, -1)).permute(0, 3, 1, 2, 4).contiguous()
     if block_indices is None and begin is None:
         rows = torch.full((1, 1, 1, 1, 2), S_kv, dtype=torch.int32, device=key.device)
         rows[..., 0] = 0
@@ -75,7 +79,7 @@ def attend(
         ranges = torch.stack((begin, end), -1).to(torch.int32)[:, None, None, None]  # type: ignore[arg-type]
         selection = Selection.from_ranges(ranges.expand(B, q.shape[1], G, 1, 2))
     elif begin is None:
-        selection = Selection.from_blocks(block_indices.transpose(1, 2), module.indexer.block_size)
+        selection = Selection.from_blocks(block_indices.transpose(1, 2), module.indexer.block_size, disjoint=True)
     else:
         size, blocks = module.indexer.block_size, block_indices.transpose(1, 2)  # [B,S,G,n]
         bounds = (x.view(B, 1, 1, 1) for x in (begin, end))  # type: ignore[union-attr]
@@ -89,6 +93,13 @@ def attend(
     return torch.where(lse.isneginf().unsqueeze(-1), mean, o).flatten(2, 3)
 
 
+def dense(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """Return o [B,S,H,D] of query [B,H,S,D] over all keys that a row sees, for one row or as many as keys."""
+    groups = {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(query, key, value, is_causal=query.shape[2] > 1, scale=scale, **groups).transpose(1, 2)
+
+
 def choose(
     self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], past_key_values: Any, position_ids: Tensor
 ) -> Tensor:
@@ -98,19 +109,25 @@ def choose(
     forced.
     """
     B, S, _ = hidden_states.shape
-    index_q = self.q_norm(self.q_proj(hidden_states).view(B, S, -1, self.head_dim)).transpose(1, 2)
     index_k = self.k_norm(self.k_proj(hidden_states).view(B, S, 1, self.head_dim)).transpose(1, 2)
     cos, sin = (x[..., : self.head_dim] for x in position_embeddings)
-    index_q, index_k = sys.modules[type(self).forward.__module__].apply_rotary_pos_emb(index_q, index_k, cos, sin)
+    rotate = sys.modules[type(self).forward.__module__].apply_rotary_pos_emb
+    index_k = rotate(index_k, index_k, cos, sin)[1]
     if past_key_values is not None:
         index_k = past_key_values.layers[self.layer_idx].update_index(index_k)
     blocks = -(-index_k.shape[2] // self.block_size)
+    if blocks <= self.topk_blocks:  # all that a row sees, whatever the scores
+        block = torch.arange(blocks, device=index_k.device)
+        chosen = torch.where(block * self.block_size <= position_ids.unsqueeze(-1), block, -1)  # [B,S,blocks]
+        return chosen.unsqueeze(1).expand(-1, self.q_proj.out_features // self.head_dim, -1, -1)
+    index_q = self.q_norm(self.q_proj(hidden_states).view(B, S, -1, self.head_dim)).transpose(1, 2)
+    index_q = rotate(index_q, index_q, cos, sin)[0]
     selection = choose_blocks(
         index_q.transpose(1, 2).unsqueeze(3),  # [B,S,G,1,D]
         index_k,  # [B,1,S_kv,D]
         block_size=self.block_size,
-        n=min(self.topk_blocks, blocks),
-        local=min(self.local_blocks, self.topk_blocks, blocks),
+        n=self.topk_blocks,
+        local=min(self.local_blocks, self.topk_blocks),
         q_pos=position_ids.contiguous(),
     )
     return selection.block_indices.transpose(1, 2)

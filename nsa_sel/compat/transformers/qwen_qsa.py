@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.choosing import choose_blocks
+from nsa_sel.compat.transformers.minimax_m3 import dense
 from nsa_sel.compat.transformers.register import check_mask, check_options, first_keys
 from nsa_sel.core.attend import selection_attention
 from nsa_sel.errors import ArgumentError, shown
@@ -75,7 +76,10 @@ def forward(
     selection = choose(self.indexer, hidden_states, position_embeddings, attention_mask, cache, key.shape[1])
     if cache is not None:
         key, value = cache.update(key, value, self.layer_idx)
-    q = query.transpose(1, 2).unflatten(2, (key.shape[1], -1))  # [B,S,G,h,D]
+    if selection is None:
+        o = dense(query, key, value, self.scaling)
+        return self.o_proj(o.flatten(2) * torch.sigmoid(gate.flatten(2))), None
+    q = query.transpose(1, 2).unflatten(2, (key.shape[1], -1)).contiguous()  # [B,S,G,h,D]; heads together, as in minimax_m3.py
     o, lse = selection_attention(q, key, value, selection, scale=self.scaling, return_lse=True)
     if attention_mask is not None:  # a row that sees no key gets the mean of all values, as in the model's eager attention
         mean = value.mean(2, dtype=torch.float32).to(value.dtype)[:, None, :, None]  # [B,1,G,1,D]
@@ -86,8 +90,9 @@ def forward(
 @torch.no_grad()
 def choose(
     indexer: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], padded: Tensor | None, cache: Any, groups: int
-) -> Selection:
-    """Return the selection of `Qwen4ExpTextQSAIndexer`, one for all groups: its ranges are copied for each.
+) -> Selection | None:
+    """Return the selection of `Qwen4ExpTextQSAIndexer`, one for all groups: its ranges are copied for each. None where
+    rows select all keys that they see, whatever the scores, and are one or as many as the keys, without padding.
 
     A row chooses `block_topk` of the complete blocks of the keys that it sees, by the sum over index heads of
     ReLU(q.k), and takes the incomplete block. Rows of padding before a sequence select nothing.
@@ -101,10 +106,12 @@ def choose(
     (B, S, _), size = hidden_states.shape, indexer.compress_ratio
     heads = indexer.index_qk_proj(hidden_states).view(B, S, -1, indexer.index_head_dim)
     q, raw = heads.split((indexer.index_n_heads, indexer.index_kv_heads), 2)
+    k, S_kv = index_keys(indexer, raw.squeeze(2), position_embeddings, padded, cache)
+    if padded is None and S in (1, S_kv) and S_kv // size <= indexer.block_topk:
+        return None
     rotate = sys.modules[type(indexer).forward.__module__].apply_rotary_pos_emb
     cos, sin = (x[:, -S:] for x in position_embeddings)
     q = rotate(indexer.q_layernorm(q), cos=cos, sin=sin, unsqueeze_dim=2).unsqueeze(2)  # [B,S,1,index heads,D]
-    k, S_kv = index_keys(indexer, raw.squeeze(2), position_embeddings, padded, cache)
     q_pos = limit = begin = None
     if padded is not None:
         begin, end = padded.to(k.device).view(2, B, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from nsa_sel.bench import bench_sel_triton, command, sel_threshold_from_csv
-from nsa_sel.bench.bench_sel_triton import SEED, SEED_DECODE, from_csv
-from nsa_sel.bench.core import store
+from nsa_sel.bench import command, sel_threshold_from_csv
+from nsa_sel.bench.core import matrix, store
 from nsa_sel.bench.core.cases import Case, length_of, make_selection, span_case
+from nsa_sel.bench.core.command_line import program
+from nsa_sel.bench.core.matrix import SEED, SEED_DECODE, from_csv
 from nsa_sel.bench.core.timing import Timing
 from nsa_sel.bench.questions import speed
 from nsa_sel.cli.app import app
@@ -42,11 +42,11 @@ def test_distributions_are_the_requirements(L: int) -> None:
 
 
 def test_the_seed_matrix_is_the_one_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_sel_triton, "able", lambda contenders, device, tell: tuple(contenders))
+    monkeypatch.setattr(matrix, "able", lambda contenders, device, tell: tuple(contenders))
 
     def jobs(decode: bool, **more: Any) -> list[Any]:
         options = {**(SEED_DECODE if decode else SEED), **more}
-        return bench_sel_triton.jobs("cuda", decode=decode, timing=Timing(calls=50), backends="", console=QUIET, **options)
+        return matrix.jobs("cuda", decode=decode, timing=Timing(calls=50), backends="", console=QUIET, **options)
 
     found = jobs(False)
     assert {job.case.S for job in found} == {64, 256, 1024}
@@ -83,7 +83,7 @@ def script(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     """The exit code of `python -m nsa_sel.bench.bench_sel_triton` with these arguments."""
     monkeypatch.setattr(sys, "argv", ["bench_sel_triton.py", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
-        bench_sel_triton.program(bench_sel_triton.main)
+        program(command.bench)
     return int(ended.value.code or 0)
 
 
@@ -135,14 +135,14 @@ def bench(tmp_path: Path, *arguments: object) -> Any:
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quick runs of one tiny case a kind."""
-    sizes = {**bench_sel_triton.QUICK, "N": "8", "H": "2", "D": "16", "Dv": "16", "L_list": "16", "dist": "few"}
-    monkeypatch.setattr(bench_sel_triton, "QUICK", sizes)
-    monkeypatch.setattr(bench_sel_triton, "QUICK_DECODE", {**sizes, "L_list": "64"})
+    sizes = {**matrix.QUICK, "N": "8", "H": "2", "D": "16", "Dv": "16", "L_list": "16", "dist": "few"}
+    monkeypatch.setattr(matrix, "QUICK", sizes)
+    monkeypatch.setattr(matrix, "QUICK_DECODE", {**sizes, "L_list": "64"})
     quick = [
         Case("tiny", "random", 1, 64, 64, 2, 2, 16, 16, 2, 16, "bfloat16"),
         Case("one", "random", 2, 1, 64, 2, 2, 16, 16, 2, 16, "bfloat16"),
     ]
-    monkeypatch.setattr(speed, "QUICK", speed.QUICK._replace(cases=lambda: quick))
+    monkeypatch.setattr(speed, "QUICK", speed.QUICK._replace(cases=quick))
 
 
 @pytest.mark.usefixtures("instant", "tiny")
@@ -161,9 +161,7 @@ def test_nsa_sel_bench_measures_both_matrices(tmp_path: Path) -> None:
         assert words in refused.output
 
 
-def test_nsa_sel_bench_takes_the_flags_of_the_script(tmp_path: Path) -> None:
-    flags = [set(inspect.signature(function).parameters) for function in (bench_sel_triton.main, command.bench)]
-    assert flags[0] <= flags[1]
+def test_flags_that_a_measurement_does_not_use_are_refused(tmp_path: Path) -> None:
     for decode in (("--decode",), ("--decode", 1)):
         unused = bench(tmp_path, *decode, "--dist", "few")
         assert (unused.exit_code, "--dist is 'few'; allowed: none with --decode" in unused.output) == (2, True)

@@ -15,7 +15,7 @@ from nsa_sel.bench.core import session, store
 from nsa_sel.bench.core.cases import Case, span_case
 from nsa_sel.bench.core.contenders import make_problem
 from nsa_sel.bench.core.peers import peers
-from nsa_sel.bench.core.session import able, is_causal, parity, sample
+from nsa_sel.bench.core.session import able, lacks_gradients, parity, sample
 from nsa_sel.bench.questions import speed
 from nsa_sel.cli.app import app
 from tests.helpers.files import ROOT
@@ -57,7 +57,7 @@ def adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         Case("tiny", "random", 1, 64, 64, 2, 2, 16, 8, 2, 16, "bfloat16"),
         Case("one", "random", 2, 1, 64, 2, 2, 16, 16, 2, 16, "bfloat16"),
     ]
-    monkeypatch.setattr(speed, "QUICK", speed.QUICK._replace(cases=lambda: cases))
+    monkeypatch.setattr(speed, "QUICK", speed.QUICK._replace(cases=cases))
     monkeypatch.setattr(command, "every_peer", tuple)
     return tmp_path
 
@@ -73,28 +73,28 @@ def test_the_documented_adapter_is_held_to_the_reference_and_timed_in_every_dire
     assert result.exit_code == 0, result.output
     found = {(row["backend"], row["direction"]): row for row in store.read(adapters / "out" / "peers.jsonl")}
     assert set(found) == {(name, way) for name in ("sdpa-packed", "mine") for way in ("fwd", "bwd", "fwd+bwd", "decode")}
-    for (name, way), row in found.items():
+    for (name, _), row in found.items():
         assert row["mae"] < 1e-6
         assert row["selection"] == "new"
         if name == "mine":
             assert "wrong" not in row
             assert row["computes"] == "selection"
-            assert row["causal"] is (None if way == "decode" else True)
             assert row["prepare_ms"] >= 0
     assert "my_peer" in sys.modules
 
 
 @pytest.mark.usefixtures("instant")
 def test_given_peers_without_gradients_wrong_ones_and_those_that_refuse(adapters: Path) -> None:
-    result = bench("forward=others:forward", "future=others:sees_the_future", "picky=others:refuses")
+    result = bench("forward=others:forward", "future=others:sees_the_future", "flat=others:flat", "picky=others:refuses")
     assert result.exit_code == 0, result.output
     found = {(row["backend"], row["direction"]): row for row in store.read(adapters / "out" / "peers.jsonl")}
     assert {way for name, way in found if name == "forward"} == {"fwd", "decode"}
     assert found["forward", "fwd"]["mae"] < 1e-6
     assert "tiny forward: its forward alone is measured: RuntimeError: element 0 of tensors does not require grad" in result.stderr
-    assert found["future", "fwd"]["causal"] is False
+    assert "dv is not 0 at keys that no row with a gradient attends to" in found["future", "fwd"]["wrong"]
     assert "it is not the attention of this selection" in found["future", "decode"]["wrong"]
-    assert not any(name == "picky" for name, _ in found)
+    assert not any(name in ("flat", "picky") for name, _ in found)
+    assert "tiny flat: ArgumentError: --peer is 'flat=others:flat', which returned [1, 64, 4, 8]" in result.stderr
     assert "one picky: ValueError: takes 16 heads alone" in result.stderr
 
 
@@ -135,9 +135,9 @@ def test_a_bad_flag_is_refused_before_the_first_measurement(
 def test_peers_compute_what_they_say(case: Case, name: str) -> None:
     (peer,) = able([peer for peer in peers() if peer.name == name], "cpu", lambda _: None)
     problem = make_problem(case, "cpu")
-    exact = sample(case, problem, 8, peer.every_key)
-    call = peer.prepare(problem).call
-    mae, of_gradients = parity(call, problem, exact if "bwd" in peer.directions else exact._replace(gradients=()))
+    exact, call = sample(case, problem, 8, peer.every_key), peer.prepare(problem).call
+    forward_only = lacks_gradients(call, problem)
+    assert (forward_only is not None) == (name == "flex-attention")
+    mae, of_gradients = parity(call, problem, exact._replace(gradients=()) if forward_only else exact)
     assert mae < 1e-6
     assert of_gradients is None or of_gradients < 1e-5
-    assert is_causal(call, problem) is (None if case.S == 1 else True)

@@ -8,21 +8,18 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from torch import Tensor
 from typer.testing import CliRunner
 
 from nsa_sel import use_backend
 from nsa_sel.bench import headline
-from nsa_sel.bench.core import cases, store, trained
-from nsa_sel.bench.core.cases import make_selection
+from nsa_sel.bench.core import store
+from nsa_sel.bench.core.cases import make_selection, prefill, text_case
 from nsa_sel.bench.core.contenders import DENSE
 from nsa_sel.bench.core.session import wanted
-from nsa_sel.bench.questions import host_time, layer_parts, save_selections
+from nsa_sel.bench.questions import host_time, layer_parts
 from nsa_sel.bench.questions.host_time import CHOSEN, NOTHING
-from nsa_sel.bench.tune import cost_fit
 from nsa_sel.cli.app import app
-from nsa_sel.errors import ArgumentError, NsaSelError
-from nsa_sel.selection import Selection
+from nsa_sel.errors import NsaSelError
 from tests.helpers.files import table_lines
 
 # Host time
@@ -100,40 +97,17 @@ def test_parts_make_their_own_inputs() -> None:
 
 # Texts of trained models
 
-S, G, N, BLOCK = 1024, 2, 4, 16
 
-
-def blocks(seed: int, S: int = S) -> Tensor:
-    """Return [S,G,N] int16 as a layer chooses them, neighbors alike: scores that last for 16 rows."""
-    scores = torch.rand(1, -(-S // 16), G, -(-S // BLOCK), generator=torch.Generator().manual_seed(seed)).repeat_interleave(16, 1)[:, :S]
-    return Selection.from_scores(scores, N, BLOCK).block_indices[0].short()
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in place of bench/data, without files of trained models."""
-    monkeypatch.setattr(trained, "FOLDER", tmp_path)
-    return tmp_path
-
-
-def test_layers_are_read_back_and_are_cases(folder: Path) -> None:
-    assert trained.contexts() == cases.trained_cases() == []
-    assert cases.text_case(32768, 16) is None
-    trained.file_of(S).write_bytes(save_selections.contents({layer: blocks(layer) for layer in range(3)}, BLOCK, {"step": 300}))
-    found = trained.trained_selection(S, "cpu", [2, 0]).validate()
-    assert (found.block_size, found.disjoint) == (BLOCK, True)
-    assert torch.equal(found.block_indices[0].short(), torch.cat((blocks(2), blocks(0)), 1))
-    maps = torch.stack([blocks(layer)[:, group] for layer, group in ((0, 0), (1, 0), (1, 1), (2, 1))], 1)
-    assert torch.equal(trained.trained_selection(S, "cpu").block_indices[0].short(), maps)
-    assert torch.equal(trained.trained_selection(100, "cpu", [1]).block_indices[0].short(), blocks(1)[:100])
-    facts = {"step": 300, "context": S, "groups": G, "n": N, "block_size": BLOCK, "blocks": S // BLOCK, "layers": [0, 1, 2]}
-    assert trained.provenance(S) == facts
-    assert [case.case for case in cases.trained_cases()] == ["trained-1k-h16", "trained-1k-h4", "trained-1k-h1"]
-    for case in cases.trained_cases():
-        selection = make_selection(case, "cpu", seed=5)
-        assert (selection.ranges.shape, selection.block_size) == ((case.B, case.S, case.G, case.n, 2), case.block)
-        assert cost_fit.sharing_of(case) == tuple(round(ratio, 2) for ratio in selection.measure(S).sharing or ())
-    with pytest.raises(ArgumentError, match=r"^layers is \[1, 5\]; allowed: some of \[0, 1, 2\]"):
-        trained.trained_selection(S, "cpu", [1, 5])
-    with pytest.raises(NsaSelError, match=r"no selections of a trained model over 1025 tokens. Remedy: train .*questions.save_selections"):
-        trained.trained_selection(S + 1, "cpu")
+@pytest.mark.parametrize("S", [100, 32768])
+def test_a_trained_models_rows_choose_the_first_and_the_nearest_blocks(S: int) -> None:
+    """Bits that are read in another order give other blocks: each row has all blocks that it sees, or 16, its own among them."""
+    selection = make_selection(prefill("trained", S, 1), "cpu")
+    assert (selection.validate().block_size, selection.ranges.shape) == (64, (1, S, 4, 16, 2))
+    blocks, own = selection.block_indices[0], torch.arange(S)[:, None] // 64
+    assert torch.equal((blocks >= 0).sum(-1), (own + 1).clamp(max=16).expand(S, 4))
+    for chosen in (torch.zeros_like(own), (own - 1).clamp(min=0), own):
+        assert bool((blocks == chosen[..., None]).any(-1).all())
+    assert text_case(65536, 16) == prefill("trained", 65536, 16)
+    assert text_case(65537, 16) is None
+    with pytest.raises(NsaSelError, match="no selections of a trained model over 65537 tokens"):
+        make_selection(prefill("trained", 65537, 1), "cpu")

@@ -11,9 +11,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from nsa_sel.bench import bench_sel_triton, sel_threshold_from_csv, threshold_optimizer
-from nsa_sel.bench.bench_sel_triton import from_csv, to_csv
-from nsa_sel.bench.core import cases, store
+from nsa_sel.bench import sel_threshold_from_csv, threshold_optimizer
+from nsa_sel.bench.core import cases, matrix, store
+from nsa_sel.bench.core.matrix import from_csv, to_csv
 from nsa_sel.bench.core.store import CPU_ROWS
 from nsa_sel.bench.threshold_optimizer import decided, profile, sentence, thresholds
 from nsa_sel.cli.app import app
@@ -82,16 +82,14 @@ def test_directions_are_apart_and_only_comparable_rows_count() -> None:
 
 def test_a_profile_sets_what_is_decided() -> None:
     rows = [row for way in ("fwd", "bwd", "decode") for row in rows_of({64: (1, 2)}, direction=way)]
-    alike = profile(rows, decided(rows, 1.2), "rows.jsonl")
-    assert alike["runtime"] == {"sel_triton_min_L": 64}
-    text = threshold_optimizer.as_yaml(alike)
-    assert parse_config(text.encode(), "a profile").runtime.sel_triton_min_L == 64
+    alike = profile(rows, decided(rows), "rows.jsonl")
+    assert parse_config(alike.encode(), "a profile").runtime.sel_triton_min_L == {"forward": 64, "backward": 64, "decode": 64}
     for word in ("triton-group 1 ms (0.99 to 1.01) against sdpa-packed 2 ms (1.98 to 2.02)", "rows.jsonl", "a GPU", "commit 1102207"):
-        assert word in alike["provenance"]
+        assert word in yaml.safe_load(alike)["provenance"]
     some = [*rows, *rows_of({256: (1, 1)}, direction="bwd")]
-    assert profile(some, decided(some, 1.2), "")["runtime"] == {"sel_triton_min_L": {"forward": 64, "decode": 64}}
+    assert yaml.safe_load(profile(some, decided(some), ""))["runtime"] == {"sel_triton_min_L": {"forward": 64, "decode": 64}}
     nothing = list(rows_of({64: (1, 1)}))
-    assert profile(nothing, decided(nothing, 1.2), "")["runtime"] == {}
+    assert yaml.safe_load(profile(nothing, decided(nothing), ""))["runtime"] == {}
 
 
 # Files
@@ -104,7 +102,7 @@ def test_csv_keeps_the_rows(tmp_path: Path) -> None:
     read = from_csv(tmp_path / "rows.csv")
     assert read == rows  # a commit of digits and a driver stay text
     assert to_csv(read) == to_csv(rows)
-    triton, packed, gone = bench_sel_triton.with_derived(rows)
+    triton, packed, gone = matrix.with_derived(rows)
     assert (triton["L"], triton["speedup"], packed["speedup"], gone["speedup"]) == (64, 2.0, 1.0, None)
     assert triton["bytes"] == 2 * 64 * (64 * 128 + 4 * 128)  # 64 rows: 64 keys and values each, and q and o of 4 heads
     assert triton["gb_s"] == pytest.approx(triton["bytes"] / 1e6)
@@ -122,25 +120,8 @@ def folder(tmp_path: Path) -> Path:
     dense = rows_of({64: (1, 1.1), 256: (1, 3)})
     varlen = [*rows_of({64: (1, 2), 256: (1, 4)}, dist="mixed"), *rows_of({64: (1, 2)}, dist="many")]
     store.append(tmp_path / "rows.jsonl", [*dense, *varlen])
-    bench_sel_triton.write(tmp_path, tmp_path)
+    matrix.write(tmp_path, tmp_path)
     return tmp_path
-
-
-def test_report_from_csv(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = folder / "selection_report.md"
-    sel_threshold_from_csv.main(folder / "dense.csv", folder / "varlen.csv", margin=1.2, out=out, backend="triton-group")
-    text = out.read_text()
-    assert "**`sel_triton_min_L`, fwd: 256.**" in text
-    verdict, dense, varlen = (table_lines(table) for table in text.split("\n\n") if table.startswith("|"))
-    assert [verdict[0][x] for x in ("direction", "min L", "undecided L", "cases", "least gain from there on")] == [
-        *("fwd", "256", "-", "5", "3.00x")
-    ]
-    assert [(row["L"], row["cases"], row["least gain"], row["runs"]) for row in dense] == [
-        ("64", "1", "1.10x", "packed"),
-        ("256", "1", "3.00x", "Triton"),
-    ]
-    assert [(row["L"], row["cases"]) for row in varlen] == [("64", "2"), ("256", "1")]
-    assert "fwd: triton-group at least 1.2x" in capsys.readouterr().out
 
 
 def test_command_line_gives_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +133,16 @@ def test_command_line_gives_the_same(folder: Path, monkeypatch: pytest.MonkeyPat
         result = ask(*(folder / file for file in files), "--out", report, "--config", config)
         assert result.exit_code == 0, result.output
         assert "fwd: triton-group at least 1.2x faster than sdpa-packed in every case from L = 256" in result.output
-        assert "fwd: 256" in report.read_text()
+        text = report.read_text()
+        assert "**`sel_triton_min_L`, fwd: 256.**" in text
+        (verdict,), dense, varlen = (table_lines(table) for table in text.split("\n\n") if table.startswith("|"))
+        shown = ("direction", "min L", "undecided L", "cases", "least gain from there on")
+        assert [verdict[name] for name in shown] == ["fwd", "256", "-", "5", "3.00x"]
+        assert [(row["L"], row["cases"], row["least gain"], row["runs"]) for row in dense] == [
+            ("64", "1", "1.10x", "packed"),
+            ("256", "1", "3.00x", "Triton"),
+        ]
+        assert [(row["L"], row["cases"]) for row in varlen] == [("64", "2"), ("256", "1")]
         assert yaml.safe_load(config.read_text())["runtime"] == {"sel_triton_min_L": {"forward": 256}}
     assert "from L = 64, the least measured" in ask(folder / "rows.jsonl", "--margin", 1.05, "--out", report).output
     before = sorted(folder.iterdir())

@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 from nsa_sel.backends.specs import launch_class, tile_columns
 from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.contenders import SLOW as SLOW_BACKENDS
-from nsa_sel.bench.core.session import WrongResult as WrongTimes
 from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.core.timing import WrongResult
 from nsa_sel.bench.tune import calls, command, cost_fit, kernel_configs, tuned_file
 from nsa_sel.bench.tune.calls import ORDER, measure_costs, measure_thresholds, wanted
-from nsa_sel.bench.tune.kernel_configs import Runner, Times, WrongResult, tune
+from nsa_sel.bench.tune.kernel_configs import Runner, Times, tune
 from nsa_sel.bench.tune.search_space import CASES, PROBLEMS, SPACES, Case, Job, Problem, configs, jobs
 from nsa_sel.bench.tune.tuned_file import ContextLost, Run, beside
 from nsa_sel.cli.app import app
@@ -386,7 +386,7 @@ def test_a_call_is_timed_and_compared(monkeypatch: pytest.MonkeyPatch, case: cas
     assert [found[field] for field in ("case", "direction", "backend")] == [case.case, direction, backend]
     assert found["mae"] < 1e-5
     monkeypatch.setattr(calls, "MAX_ERROR", -1.0)
-    with pytest.raises(WrongTimes, match=r"the mean absolute error .*, allowed -1.0"):
+    with pytest.raises(WrongResult, match=r"the mean absolute error .*, allowed -1.0"):
         measure(row)
 
 

@@ -105,7 +105,7 @@ def test_too_little_memory_comes_with_a_remedy(fake: Fake) -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught:
         nsa_sel.selection_attention(*problem())
     (note,) = caught.value.__notes__
-    assert note.startswith("fake, forward pass: beside its results it may take up to 1073741824 bytes (runtime.workspace_bytes). Remedy: ")
+    assert note.startswith("fake, forward pass: besides its results it may take up to 1073741824 bytes (runtime.workspace_bytes). Remedy: ")
 
 
 def test_a_fallback_that_is_forbidden(monkeypatch: pytest.MonkeyPatch, fake: Fake) -> None:
