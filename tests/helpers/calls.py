@@ -76,6 +76,20 @@ def refused(function: Callable[..., object], arguments: dict[str, Any], changes:
     assert_in_order(message_of(Wrong("", lambda: function(**arguments | changed))), fragments)
 
 
+def assert_refused(*cases: tuple[str, Callable[[], object]], error: type[Exception] = ArgumentError) -> None:
+    """Check that every attempt raises the error, with a message that the regular expression before it matches."""
+    for words, attempt in cases:
+        with pytest.raises(error, match=words):
+            attempt()
+
+
+def calls_of(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tuple[Any, ...]]:
+    """Collect the positional arguments of every call of the function `name` of a module or class from here on."""
+    calls, function = list[tuple[Any, ...]](), getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *given, **options: (calls.append(given), function(*given, **options))[1])
+    return calls
+
+
 def call(**changes: Any) -> Callable[[], object]:
     """`selection_attention` of good arguments with some replaced; a function is given the good argument."""
 

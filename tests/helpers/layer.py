@@ -67,19 +67,25 @@ def nsa(
 
 
 SMALL: dict[str, Any] = {"window": 6, "compress_block": 8, "compress_stride": 4, "block_size": 8, "n": 4}
-SIZES: dict[str, tuple[int, int, int, int, int | None, dict[str, Any]]] = {  # width, G, h, Dk, Dv, options
-    "mlp": (10, 2, 2, 4, None, {}),
-    "mean": (6, 1, 3, 4, 6, {"compression": "mean", "compress_block": 4, "window": 9}),
-    "no-positions": (6, 2, 1, 2, 4, {"compress_stride": 2, "bias": True, "rotary": False}),
-    "single-keys": (6, 1, 2, 2, 2, {"compression": "mean", "compress_block": 1, "compress_stride": 1, "block_size": 1, "window": 1}),
-}
+SIZES: dict[str, dict[str, Any]] = {
+    "mlp": {"width": 10, "groups": 2, "heads": 2, "head_dim": 4},
+    "mean": {
+        "width": 6, "groups": 1, "heads": 3, "head_dim": 4, "value_dim": 6, "compression": "mean", "compress_block": 4, "window": 9
+    },
+    "no-positions": {
+        "width": 6, "groups": 2, "heads": 1, "head_dim": 2, "value_dim": 4, "compress_stride": 2, "bias": True, "rotary": False
+    },
+    "single-keys": {
+        "width": 6, "groups": 1, "heads": 2, "head_dim": 2, "compression": "mean", "compress_block": 1, "compress_stride": 1,
+        "block_size": 1, "window": 1,
+    },
+}  # fmt: skip
 
 
-def make_layer(name: str = "mlp", dtype: torch.dtype = torch.float64, device: str = "cpu", **changed: Any) -> NSAttention:
+def make_layer(name: str = "mlp", dtype: torch.dtype = torch.float64, **changed: Any) -> NSAttention:
     """A layer all of whose parameters are random; it takes no gradients."""
-    *sizes, options = SIZES[name]
     torch.manual_seed(0)
-    layer = NSAttention(*sizes, **{**SMALL, **options, **changed}, device=device, dtype=dtype)  # type: ignore[arg-type]
+    layer = NSAttention(**{**SMALL, **SIZES[name], **changed}, dtype=dtype)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return layer.requires_grad_(False)

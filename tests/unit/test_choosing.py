@@ -24,8 +24,7 @@ from nsa_sel.errors import BackendError
 from nsa_sel.policies import rules
 from nsa_sel.policies.default import POLICY
 from nsa_sel.settings.config import GPUS
-from tests.helpers import choose as choose_cases
-from tests.helpers.calls import each_of, refused
+from tests.helpers.calls import assert_refused, each_of, last, refused
 from tests.helpers.choose import (
     SHAPES,
     SMALL,
@@ -48,10 +47,6 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 def rows_at(B: int, S: int, S_kv: int) -> Tensor:
     return torch.arange(S_kv - S, S_kv).expand(B, S)
-
-
-def last() -> Decision:
-    return nsa_sel.decisions()[-1]
 
 
 # Each way as its source defines it
@@ -185,7 +180,7 @@ def test_one_graph_without_gradient() -> None:
     expected = every_way(q, k)
     assert not any(x.requires_grad for x in expected)
     found = torch.compile(every_way, fullgraph=True, backend="aot_eager")(q, k)
-    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert all(map(torch.equal, found, expected))
     plain = q.detach()
     with FakeTensorMode() as mode:
         faked = every_way(mode.from_tensor(plain), mode.from_tensor(k))
@@ -197,8 +192,14 @@ def test_autocast_and_transforms() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         choose()
     assert last().request.dtype == "bfloat16"
-    with pytest.raises(BackendError, match="choose_blocks is called inside"):
-        torch.func.vmap(lambda x: choose_blocks(x, k, block_size=4, n=3).ranges)(q[None])
+    call = make_choose_call(WHOLE)
+    compressed = lambda q: compressed_attention(q, call.k, call.v, **call.rule._asdict())[0]  # noqa: E731
+    assert_refused(
+        ("choose_blocks is called inside", lambda: torch.func.vmap(lambda x: choose_blocks(x, k, block_size=4, n=3).ranges)(q[None])),
+        ("compressed_attention", lambda: torch.func.vmap(compressed)(call.q)),
+        ("compressed_attention", lambda: torch.func.grad(lambda q: compressed(q).sum())(call.q)),
+        error=BackendError,
+    )
 
 
 # Bad input
@@ -257,8 +258,9 @@ WRONG: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("way", "changes", "fragments"), WRONG, ids=[f"{way} {', '.join(changes)} {i}" for i, (way, changes, _) in enumerate(WRONG)]
 )
 def test_wrong_calls(way: str, changes: dict[str, Any], fragments: tuple[str, ...]) -> None:
-    call = {"choose": choose_blocks, "moba": moba_selection, "infllm": infllm_selection}[way]
-    sizes = {"choose": {"block_size": 4, "n": 3}, "moba": {"block_size": 4}, "infllm": {}}[way]
+    call, sizes = {
+        "choose": (choose_blocks, {"block_size": 4, "n": 3}), "moba": (moba_selection, {"block_size": 4}), "infllm": (infllm_selection, {})
+    }[way]  # fmt: skip
     refused(call, {"q": randn(1, 20, 2, 1, 16), "k": randn(1, 2, 20, 16), **sizes}, changes, fragments)
 
 
@@ -276,7 +278,7 @@ def test_decode_of_compressed_attention(backend: str) -> None:
     q, options = call.q.squeeze(1), options_of(call, "decode")
     o, selection, lse = compressed_attention(q, call.k, call.v, **options, return_lse=True, backend=backend)
     exact = check_attention((o.unsqueeze(1), lse.unsqueeze(1)), call)
-    choose_cases.assert_chosen(selection.block_indices, exact.importance, exact.blocks)
+    assert_chosen(selection.block_indices, exact.importance, exact.blocks)
     assert selection.ranges.shape == (3, 1, 1, call.rule.n, 2)
     given, chosen = compressed_attention(q, call.k, call.v, **options, q_pos=torch.tensor([84]), backend=backend)
     assert torch.equal(given, o)
@@ -432,17 +434,6 @@ def test_wrong_compressed_calls(changes: dict[str, Any], fragments: tuple[str, .
     refused(compressed_attention, arguments, changes, fragments)
 
 
-@pytest.mark.parametrize("transform", [lambda f: torch.func.vmap(f), lambda f: torch.func.grad(lambda q: f(q).sum())], ids=["vmap", "grad"])
-def test_transforms_are_refused(transform: Any) -> None:
-    call = make_choose_call(WHOLE)
-
-    def work(q: Tensor) -> Tensor:
-        return compressed_attention(q, call.k, call.v, **call.rule._asdict())[0]
-
-    with pytest.raises(BackendError, match="compressed_attention"):
-        transform(work)(call.q)
-
-
 def test_one_graph_with_gradients() -> None:
     """torch.compile(fullgraph, dynamic): the same o, blocks and gradients as eager, at two lengths."""
 
@@ -454,12 +445,8 @@ def test_one_graph_with_gradients() -> None:
     for S in (50, 39):
         call = make_choose_call((1, S, S, 1, 2, 16, 16, SMALL))
         inputs = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
-        found = []
-        for function in (work, compiled):
-            o, ranges = function(*inputs)
-            found.append((o, ranges, *torch.autograd.grad(o.sum(), inputs)))
-        for mine, other in zip(*found, strict=True):
-            assert torch.equal(mine, other)
+        outputs = [function(*inputs) for function in (work, compiled)]
+        assert all(map(torch.equal, *((o, ranges, *torch.autograd.grad(o.sum(), inputs)) for o, ranges in outputs)))
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])
