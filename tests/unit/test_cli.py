@@ -29,6 +29,7 @@ from nsa_sel.core.request import example_request
 from nsa_sel.oracle import oracle_forward
 from nsa_sel.selection import Selection
 from nsa_sel.settings.flags import CACHE_FLAG
+from tests.helpers.cases import make_qkv
 from tests.helpers.files import ROOT
 
 S, G, D, S_KV, BLOCK = 5, 2, 16, 32, 8
@@ -313,29 +314,20 @@ def short_and_without_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.safetensors"
     selection = Selection.from_scores(torch.rand(1, ROWS, GROUPS, ROWS // KEYS), CHOSEN, KEYS, first=1, local=2)
-    tensors = {
-        "q": torch.randn(1, ROWS, GROUPS, HEADS, DIM).bfloat16(),
-        "k": torch.randn(1, GROUPS, ROWS, DIM).bfloat16(),
-        "v": torch.randn(1, GROUPS, ROWS, DIM).bfloat16(),
-        "block_indices": selection.block_indices.to(torch.int8),
-    }
-    safetensors.torch.save_file(tensors, path, {"provenance": json.dumps(FACTS)})
+    q, k, v = make_qkv(1, ROWS, GROUPS, HEADS, DIM, dtype=torch.bfloat16)
+    held = {"q": q, "k": k, "v": v, "block_indices": selection.block_indices.to(torch.int8)}
+    safetensors.torch.save_file(held, path, {"provenance": json.dumps(FACTS)})
     return path
 
 
-def run_demo(trace: Path, *options: str) -> Any:
-    return CliRunner().invoke(app, ["demo", "--trace", str(trace), "--out-dir", str(trace.parent / "out"), *options])
-
-
-def rows_of(result: Any) -> dict[str, Any]:
-    return {row["name"]: row for row in json.loads(result.stdout)["rows"]}
+def rows_of(document: dict[str, Any]) -> dict[str, Any]:
+    return {row["name"]: row for row in document["rows"]}
 
 
 @on_cpu
 def test_every_backend_is_checked_timed_and_drawn(trace: Path) -> None:
-    result = run_demo(trace, "--json")
-    assert result.exit_code == 0, result.output
-    document, rows = json.loads(result.stdout), rows_of(result)
+    document = ask("demo", "--trace", trace, "--out-dir", trace.parent / "out")
+    rows = rows_of(document)
     assert document == json.loads((trace.parent / "out" / "demo.json").read_text())
     assert document["passed"]
     assert {"sdpa-packed", "numba", demo.MASKED, demo.DENSE} <= set(rows)
@@ -354,7 +346,7 @@ def test_every_backend_is_checked_timed_and_drawn(trace: Path) -> None:
             assert row["errors"]["o"]["bound"] == 1e-6
     assert (rows[demo.DENSE]["errors"], rows[demo.DENSE]["passed"]) == ({}, None)
     assert (trace.parent / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
-    output = run_demo(trace).output
+    output = invoke("demo", "--trace", trace, "--out-dir", trace.parent / "out").output
     for words in ("Model: a tiny one, made up, layer 0", "triton-group does not run here: ", "Fastest forward + backward: ", "oracle"):
         assert words in output
 
@@ -370,12 +362,12 @@ def test_every_backend_is_checked_timed_and_drawn(trace: Path) -> None:
 def test_a_wrong_result_gives_exit_code_1(trace: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: Any, verdict: str) -> None:
     """With fewer checked rows than rows: gradients are those of a loss over the checked rows."""
     monkeypatch.setattr(demo, "CHECKED_ROWS", 9)
-    assert run_demo(trace).exit_code == 0
+    assert ask("demo", "--trace", trace, "--out-dir", trace.parent / "out")["passed"]
     right = getattr(numba_cpu, name)
     monkeypatch.setattr(numba_cpu, name, lambda *arguments: change(*right(*arguments)))
-    result = run_demo(trace, "--json")
-    assert (result.exit_code, json.loads(result.stdout)["checked_rows"]) == (1, 9)
-    rows = rows_of(result)
+    document = ask("demo", "--trace", trace, "--out-dir", trace.parent / "out", exit_code=1)
+    rows = rows_of(document)
+    assert document["checked_rows"] == 9
     assert rows["numba"]["verdict"].startswith("WRONG: ")
     assert verdict in rows["numba"]["verdict"]
     assert (rows["numba"]["passed"], rows["sdpa-packed"]["passed"]) == (False, True)
@@ -389,15 +381,11 @@ def test_the_demo_of_the_shipped_trace_passes(tmp_path: Path) -> None:
         metadata = file.metadata()
     cut = {name: tensor[:, :512] if name in ("q", "block_indices") else tensor[:, :, :512] for name, tensor in tensors.items()}
     safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in cut.items()}, tmp_path / "cut.safetensors", metadata)
-    result = run_demo(tmp_path / "cut.safetensors", "--json")
-    assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout)
+    document = ask("demo", "--trace", tmp_path / "cut.safetensors", "--out-dir", tmp_path / "out")
     assert (document["passed"], document["checked_rows"], document["facts"]["tokens"]) == (True, 512, 8192)
 
 
 @on_cpu
 def test_wrong_traces_and_folders_are_clear_errors(trace: Path) -> None:
-    result = CliRunner().invoke(app, ["demo", "--trace", str(trace.parent / "absent.safetensors")])
-    assert (result.exit_code, "a readable .safetensors file" in result.output) == (2, True)
-    result = CliRunner().invoke(app, ["demo", "--trace", str(trace), "--out-dir", str(trace / "folder")])
-    assert (result.exit_code, "--out-dir" in result.output) == (2, True)
+    assert "a readable .safetensors file" in refused("demo", "--trace", trace.parent / "absent.safetensors")
+    assert "--out-dir" in refused("demo", "--trace", trace, "--out-dir", trace / "folder")

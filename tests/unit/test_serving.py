@@ -387,7 +387,8 @@ def gpu_pages(each: str | None, **sizes: Any) -> QuantizedCache:
     """A cache in pages of 64; garbage after a sequence's last page: a key there would be far outside of memory."""
     facts = {"dtype": torch.bfloat16, "device": "cuda", "h": 16, "Dk": 128, "Dv": 128, "block": 64, "room": 512}
     given = make_quantized(each, 64, **{**facts, **sizes})
-    assert (table := given.cache.block_table) is not None
+    table = given.cache.block_table
+    assert table is not None
     return given.replaced(block_table=torch.where(table < 0, 2**30, table))
 
 

@@ -306,17 +306,12 @@ CHOICE_OFFERS = tuple(map(Offer, CHOOSERS))
 CHOICE = example_choice()
 
 
-def choice_model(**terms: float) -> CostModel:
-    priced = {term.replace("_", "-"): price for term, price in terms.items()}
-    return CostModel(host=0.01, terms=priced, rows=9, median_error=0.01, worst_error=0.1)
-
-
 CHOICE_MODELS = {
-    f"{CUDA}/choose": choice_model(launch=0.2, compressed=1.0),
-    f"{TRITON}/choose": choice_model(launch=0.1, compressed=2.0),
-    f"{TORCH}/choose": choice_model(launch=0.5, scores=20.0),
-    f"{CUDA}/choose-backward": choice_model(compressed=3.0),
-    f"{TRITON}/choose-backward": choice_model(compressed=2.0),
+    f"{CUDA}/choose": model(0.01, launch=0.2, compressed=1.0),
+    f"{TRITON}/choose": model(0.01, launch=0.1, compressed=2.0),
+    f"{TORCH}/choose": model(0.01, launch=0.5, scores=20.0),
+    f"{CUDA}/choose-backward": model(0.01, compressed=3.0),
+    f"{TRITON}/choose-backward": model(0.01, compressed=2.0),
 }
 
 
