@@ -274,8 +274,3 @@ def assert_within_twice_baseline(got: Tensor, oracle: Tensor, baseline: Tensor, 
     for name, of in (("max", torch.max), ("mean", torch.mean)):
         limit = 2 * of(allowed) + eps * of(size) + floor
         assert of(error) <= limit, f"{what}: {name} error {of(error):.3e}, allowed {limit:.3e} (baseline {of(allowed):.3e})"
-
-
-def assert_all_close(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], **how: Any) -> None:
-    for x, y in zip(got, expected, strict=True):
-        torch.testing.assert_close(x, y, **how)

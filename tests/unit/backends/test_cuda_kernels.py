@@ -30,6 +30,7 @@ from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
 from tests.contract.lanes import Lane, lanes
 from tests.helpers.caches import QuantizedCache, gathered, make_cache, make_quantized, positions
+from tests.helpers.calls import calls_of
 from tests.helpers.cases import assert_forward, assert_gradients, make_blocks, make_grads, make_qkv, unused_keys
 from tests.helpers.checks import check_both, check_poison, new_memory_is_nan
 from tests.helpers.choose import make_choose_call
@@ -135,8 +136,8 @@ def test_decode_in_splits(monkeypatch: pytest.MonkeyPatch, sm: int, kernels: lis
     assert_forward(results, cache.q, *gathered(cache), cache.selection.ranges, q_pos=positions(cache))
     long = cache._replace(cache_seqlens=cache.cache_seqlens + 1000, block_table=cache.block_table.clamp(min=0))
     full = cache._replace(cache_seqlens=cache.cache_seqlens * 0 + 192, block_table=long.block_table)
-    for one, other in zip(*(cupy_cuda.forward(cache_call(x, gpu)) for x in (long, full)), strict=True):  # clamped to the table
-        assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+    clamped = ((x.nan_to_num(7) for x in cupy_cuda.forward(cache_call(given, gpu))) for given in (long, full))  # to the table
+    assert all(map(torch.equal, *clamped))
 
 
 def test_rows_that_no_wide_copy_can_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,8 +331,7 @@ def test_sections_segments_and_lists_without_rows(monkeypatch: pytest.MonkeyPatc
     """Sums over sections of rows, in registers where a list has one segment; segments of a few entries; tiles that nobody selects."""
     for module, name, value in ((key_to_rows, "SHORTEST", 4), (cuda_block, "SEGMENTS_PER_SM", 16), (cuda_block, "LEAST_HEADS", 4)):
         monkeypatch.setattr(module, name, value)
-    plans, order = [], cuda_block._order
-    monkeypatch.setattr(cuda_block, "_order", lambda call, reach, *sizes: plans.append(sizes) or order(call, reach, *sizes))
+    plans = calls_of(monkeypatch, cuda_block, "_order")
     q, k, v = rows(S=40, G=2, h=4, S_kv=500)
     ranges = make_blocks(1, 40, 2, 500, 3, 64).ranges
     check(cuda_block, call_of(q, k, v, Selection(ranges, 64)))
@@ -339,7 +339,7 @@ def test_sections_segments_and_lists_without_rows(monkeypatch: pytest.MonkeyPatc
     check(cuda_block, call_of(q, k, v, Selection(ranges, 64)))
     few = torch.where(torch.arange(40)[:, None, None, None] < 22, 0, ranges)
     check(cuda_block, call_of(q, k, v, Selection(few, 64), workspace_bytes=300_000))
-    assert [(section, pairs, segment) for section, pairs, segment, _ in plans] == [(40, 2, 8), (16, 2, 4), (16, 1, 16)]
+    assert [sizes[:3] for _, _, *sizes in plans] == [[40, 2, 8], [16, 2, 4], [16, 1, 16]]
     for kernel in ("block_partials.cu", "join_partials.cu"):
         assert started.count(kernel) == 1 + 6 + 6  # a pair at a time, where there are several units
     for kernel in BACKWARD:
@@ -359,8 +359,7 @@ def test_copies_of_expanded_rows_and_keys_stay_until_the_last_kernel(monkeypatch
     by_tma = {"block_partials.cu", "join_partials.cu", "block_gradients.cu", "join_shares.cu"}
 
     def copied(x: Tensor) -> Tensor:
-        found = loadable(x)
-        copies.append(weakref.ref(found))
+        copies.append(weakref.ref(found := loadable(x)))
         return found
 
     def asserted(source: str, *rest: Any, **own: Any) -> None:
@@ -412,7 +411,7 @@ def quantized(**sizes: Any) -> QuantizedCache:
     return make_quantized(**{"h": 3, "block": 64, "lengths": (0, 1, 150), **sizes})
 
 
-def of_quantized(given: QuantizedCache, sm_count: int = GPU.sm_count) -> Call:
+def of_quantized(given: QuantizedCache, sm_count: int) -> Call:
     """More multiprocessors than a row for each: a cluster shares a row, and each token has its own."""
     return cache_call(given.cache, msgspec.structs.replace(GPU, sm_count=sm_count), given.scales)
 

@@ -19,7 +19,6 @@ from nsa_sel.backends._sdpa import attend, dense, gathered, key_tiles
 from nsa_sel.core.call import Call
 from nsa_sel.selection import Selection
 from tests.helpers.cases import (
-    assert_all_close,
     assert_forward,
     assert_gradients,
     edge_selections,
@@ -60,7 +59,8 @@ def test_any_workspace_gives_the_same(workspace_bytes: int, Dv: int) -> None:
     q, k, v = make_qkv(2, 12, 1, 3, 16, Dv, S_kv=90)
     for ranges in (make_spans("mixed", 2, 12, 1, 90, 60), edge_selections(2, 12, 1, 90)["one_contiguous"]):
         expected = all_results(make_call(q, k, v, ranges))
-        assert_all_close(all_results(make_call(q, k, v, ranges, workspace_bytes=workspace_bytes)), expected, atol=2e-6, rtol=1e-5)
+        found = all_results(make_call(q, k, v, ranges, workspace_bytes=workspace_bytes))
+        torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
 
 
 def test_workspace_bounds_the_gathered_keys() -> None:
@@ -88,7 +88,7 @@ def test_repeats_at_the_same_number_of_threads_change_no_bit(count: int) -> None
         for qkv, selection in cases:
             first = run(make_call(*qkv, selection))
             for _ in range(3):
-                assert all(torch.equal(x, y) for x, y in zip(run(make_call(*qkv, selection)), first, strict=True))
+                assert all(map(torch.equal, run(make_call(*qkv, selection)), first))
     finally:
         torch.set_num_threads(threads)
 
@@ -101,14 +101,11 @@ def test_a_gpu_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
         call = make_call(q, k, v, selection)
         meta = dataclasses.replace(call, q=q.to("meta"), k=k.to("meta"), v=v.to("meta"), selection=selection.to("meta"))
         assert sdpa_packed.path(meta) == ("dense" if selection.n == 1 else "varlen")
-        assert [x.shape for x in run_meta(meta)] == [x.shape for x in run(call)]
         positions = dataclasses.replace(meta, q_pos=torch.zeros(2, 60, dtype=torch.int64, device="meta"))
-        assert [x.shape for x in run_meta(positions)] == [x.shape for x in run(call)]
-
-
-def run_meta(call: Call) -> tuple[Tensor, ...]:
-    o, lse = sdpa_packed.forward(call)
-    return o, lse, *sdpa_packed.backward(call, o, lse, torch.empty_like(o), torch.empty_like(lse))
+        for unread in (meta, positions):
+            o, lse = sdpa_packed.forward(unread)
+            grads = sdpa_packed.backward(unread, o, lse, torch.empty_like(o), torch.empty_like(lse))
+            assert [x.shape for x in (o, lse, *grads)] == [x.shape for x in run(call)]
 
 
 @pytest.mark.parametrize("facts", ["block_size", "max_length", "measured", "none"])

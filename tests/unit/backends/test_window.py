@@ -47,31 +47,21 @@ def test_kernels_of_windows_fit(monkeypatch: pytest.MonkeyPatch, shape: str) -> 
         assert kernel["spilled"] == kernel["serialized"] == 0, kernel
 
 
-def small_inputs() -> tuple[torch.Tensor, ...]:
-    return make_qkv(1, 11, 1, 16, 16, 16, S_kv=30, requires_grad=True)
-
-
 def test_triton_loads_by_pointers_what_it_does_by_tma(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window_calls, "takes", lambda q, v, kernels: kernels.name == "Triton")
     config_of, runs = window_triton.config_of, []
     for loads in ("tma", "pointer"):
         own = lambda call, kernel, loads=loads: replace(config_of(call, kernel), block_l=16, rows=32, loads=loads)  # noqa: E731
         monkeypatch.setattr(window_triton, "config_of", own)
-        inputs = small_inputs()
+        inputs = make_qkv(1, 11, 1, 16, 16, 16, S_kv=30, requires_grad=True)
         o = sliding_window_attention(*inputs, 20)
         runs.append((o.detach(), *torch.autograd.grad(o.sum(), inputs)))
-    for one, other in zip(*runs, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*runs)
 
 
-def test_the_op_of_windows_passes_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_op_of_windows_passes_opcheck_and_has_no_second_derivative(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make_qkv(1, 5, 1, 2, 16, S_kv=7, requires_grad=True)
     monkeypatch.setattr(window_calls, "takes", lambda q, v, kernels: kernels.name == "Triton")
     torch.library.opcheck(torch.ops.nsa_sel.window_forward.default, (*inputs, None, 3, 0.25, True, True))
-
-
-def test_kernels_of_windows_have_no_second_derivative(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window_calls, "takes", lambda q, v, kernels: kernels.name == "Triton")
-    inputs = small_inputs()
     with pytest.raises(BackendError, match="sliding_window_attention has no second derivative"):
         torch.autograd.grad(sliding_window_attention(*inputs, 20).sum(), inputs, create_graph=True)
