@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from nsa_sel.distributed import (
     tensor_parallel,
 )
 from nsa_sel.errors import ArgumentError, NsaSelError
+from tests.helpers.calls import assert_refused
 from tests.helpers.cases import assert_within_twice_baseline, gradient_terms
 from tests.helpers.ranks import DEVICE, both_ends, mine, rank, ranks
 
@@ -58,17 +60,11 @@ def weighted(o: Tensor) -> Tensor:
 
 def gradients(layer: nn.Module) -> dict[str, Tensor]:
     """Return the full gradients on every rank; zeros for a parameter that o does not depend on."""
-    grads = {}
-    for name, parameter in layer.named_parameters():
-        of = parameter if parameter.grad is None else parameter.grad
-        full = getattr(of, "full_tensor", of.clone)().detach()
-        grads[name] = torch.zeros_like(full) if parameter.grad is None else full
-    return grads
+    grads = {name: torch.zeros_like(y) if y.grad is None else y.grad for name, y in layer.named_parameters()}
+    return {name: getattr(dy, "full_tensor", dy.clone)().detach() for name, dy in grads.items()}
 
 
-def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    for name, right in wanted.items():
-        torch.testing.assert_close(got[name], right, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"d{name}: {text}")  # type: ignore[misc]
+assert_same = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
 
 
 # Context parallelism
@@ -88,8 +84,7 @@ def sliced_layers_are_the_whole_layer() -> None:
             own = cut(x, 1)
             got = part(own)
             cut(weighted(got.new_ones(o.shape)), 1).mul(got).sum().backward()
-            torch.testing.assert_close(got, cut(o, 1), rtol=1e-10, atol=1e-10)
-            torch.testing.assert_close(own.grad, cut(x.grad, 1), rtol=1e-10, atol=1e-10)
+            assert_same((got, own.grad), (cut(o, 1), cut(x.grad, 1)))
             grads = gradients(part)
             for dx in grads.values():
                 dist.all_reduce(dx)
@@ -198,32 +193,35 @@ def layers_take_slices_of_part_of_the_ranks() -> None:
         whole(x)
         return
     o = context_parallel(layer_of(), first)(x[:, 16 * rank() :][:, :16])
-    torch.testing.assert_close(o, whole(x)[:, 16 * rank() :][:, :16], rtol=1e-10, atol=1e-10)
+    assert_same(o, whole(x)[:, 16 * rank() :][:, :16])
 
 
 def wrong_slices_are_refused() -> None:
-    layer = context_parallel(layer_of())
-    for S, words in ((6, "q is of S = 6 rows; allowed: a multiple of compress_stride = 4"), (0, "q is of S = 0 rows")):
-        with pytest.raises(ArgumentError, match=words):
-            layer(hidden(S))
-    with pytest.raises(ArgumentError, match=r"q is of S = 4 rows; allowed: a multiple of 2 \* compress_stride = 4 on each rank"):
-        context_parallel(layer_of(), both_ends=True)(hidden(4))
-    with pytest.raises(ArgumentError, match="both_ends is 'yes'; allowed: True or False"):
-        context_parallel(layer_of(), both_ends="yes")  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match=rf"S is {2 * ranks() + 1}; allowed: a multiple of {2 * ranks()}, the number of slices"):
-        rank_rows(2 * ranks() + 1, both_ends=True)
-    options = {name: size for name, size in SMALL.items() if name != "n"}
+    layer, options = context_parallel(layer_of()), {name: size for name, size in SMALL.items() if name != "n"}
     tensors = sliced(call_of(16 * ranks(), torch.float32, options), 16, 4)
-    with pytest.raises(ArgumentError, match=r"k_cmp is of \d compressed keys; allowed: \d: those that begin in this rank's 16 keys"):
-        context_parallel_nsa_attention(**{**tensors, "k_cmp": tensors["k_slc"][:, :, :8]}, **options)
-    with pytest.raises(ArgumentError, match="k_slc is of 16 positions; allowed: q's 8 rows"):
-        context_parallel_nsa_attention(**{**tensors, **{name: tensors[name][:, :8] for name in ROW_TENSORS}}, **options)
-    with pytest.raises(ArgumentError, match="exchange is 'all'"):
-        context_parallel(layer_of(), exchange="all")  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="model is a Linear; allowed: one with NSAttention layers"):
-        context_parallel(nn.Linear(2, 2))
-    with pytest.raises(ArgumentError, match=r"model is with an NSAttention\(recompute=True\)"):
-        context_parallel(layer_of({**SMALL, "recompute": True}))
+    other_keys = {**tensors, "k_cmp": tensors["k_slc"][:, :, :8]}
+    fewer_rows = {**tensors, **{name: tensors[name][:, :8] for name in ROW_TENSORS}}
+    assert_refused(
+        ("q is of S = 6 rows; allowed: a multiple of compress_stride = 4", lambda: layer(hidden(6))),
+        ("q is of S = 0 rows", lambda: layer(hidden(0))),
+        (
+            r"q is of S = 4 rows; allowed: a multiple of 2 \* compress_stride = 4 on each rank",
+            lambda: context_parallel(layer_of(), both_ends=True)(hidden(4)),
+        ),
+        ("both_ends is 'yes'; allowed: True or False", lambda: context_parallel(layer_of(), both_ends="yes")),  # type: ignore[arg-type]
+        (
+            f"S is {2 * ranks() + 1}; allowed: a multiple of {2 * ranks()}, the number of slices",
+            lambda: rank_rows(2 * ranks() + 1, both_ends=True),
+        ),
+        (
+            r"k_cmp is of \d compressed keys; allowed: \d: those that begin in this rank's 16 keys",
+            lambda: context_parallel_nsa_attention(**other_keys, **options),
+        ),
+        ("k_slc is of 16 positions; allowed: q's 8 rows", lambda: context_parallel_nsa_attention(**fewer_rows, **options)),
+        ("exchange is 'all'", lambda: context_parallel(layer_of(), exchange="all")),  # type: ignore[arg-type]
+        ("model is a Linear; allowed: one with NSAttention layers", lambda: context_parallel(nn.Linear(2, 2))),
+        (r"model is with an NSAttention\(recompute=True\)", lambda: context_parallel(layer_of({**SMALL, "recompute": True}))),
+    )
 
 
 # FSDP2 and tensor parallelism
@@ -240,8 +238,7 @@ def sharded_layers_are_the_whole_layer() -> None:
         own = mine(x, int(by_slices))
         got = part(own)
         mine(weighted(torch.ones_like(o)), int(by_slices)).mul(got).sum().backward()
-        torch.testing.assert_close(got, mine(o, int(by_slices)), rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(own.grad, ranks() * mine(x.grad, int(by_slices)), rtol=1e-10, atol=1e-10)
+        assert_same((got, own.grad), (mine(o, int(by_slices)), ranks() * mine(x.grad, int(by_slices))))
         assert_same(gradients(part), gradients(whole))
 
 
