@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -73,7 +72,7 @@ def fla_reference(
                 key = (taken[:, None] * block_size + torch.arange(block_size)).flatten()
                 hidden = (key > past + t - cu_q[i]) | (key < 0)
                 key = key.clamp(0, len(keys) - 1)
-                p = ((keys[key, g] @ q[t, head]) * scale).masked_fill(hidden, -math.inf).softmax(0)
+                p = ((keys[key, g] @ q[t, head]) * scale).masked_fill(hidden, -torch.inf).softmax(0)
                 rows.append(p @ values[key, g])
             out.append(torch.stack(rows))
     return torch.stack(out)
@@ -92,7 +91,7 @@ def topk_reference(q: Tensor, k: Tensor, v: Tensor, topk_idx: Tensor, block_size
     mask = mask.tril().repeat_interleave(q.shape[1] // H, 0)
     heads = q.shape[1] // H
     logits = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(heads, 1)) * scale
-    p = logits.masked_fill(~mask, -math.inf).softmax(-1)
+    p = logits.masked_fill(~mask, -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", p, v.repeat_interleave(heads, 1))
 
 
@@ -198,7 +197,7 @@ def near(q: Tensor, k: Tensor, v: Tensor, keys: int) -> Tensor:
     """Dense attention of [B,S,G,h,D] to the last `keys` keys."""
     behind = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[2])
     logits = torch.einsum("bsghd,bgkd->bghsk", q, k) * q.shape[-1] ** -0.5
-    p = logits.masked_fill((behind < 0) | (behind >= keys), -math.inf).softmax(-1)
+    p = logits.masked_fill((behind < 0) | (behind >= keys), -torch.inf).softmax(-1)
     return torch.einsum("bghsk,bgkd->bsghd", p, v)
 
 

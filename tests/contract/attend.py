@@ -7,7 +7,6 @@ the backend (tests/helpers/checks.py). Keys and values lie between NaN in memory
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -54,7 +53,7 @@ FAR = -(2**62)  # a position that 32 bits do not hold
 
 def guarded(x: Tensor) -> Tensor:
     """The same keys [B,G,S_kv,D] as a view of a larger tensor, with NaN before and after them."""
-    return torch.nn.functional.pad(x.detach(), (0, 0, GUARD, GUARD), value=math.nan)[:, :, GUARD:-GUARD].requires_grad_(x.requires_grad)
+    return torch.nn.functional.pad(x.detach(), (0, 0, GUARD, GUARD), value=torch.nan)[:, :, GUARD:-GUARD].requires_grad_(x.requires_grad)
 
 
 def tensors(lane: Lane, shape: Shape, S: int, S_kv: int, **sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -215,9 +214,9 @@ def check_packed(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None:
         check_varlen(lane.name, packed)
     unseen, padding = ~seen_keys(packed), torch.arange(len(packed.q)) >= packed.cu_q[-1]
     clean, spoilt = packed[:3], (packed.q.clone(), packed.k.clone(), packed.v.clone())
-    spoilt[0][padding] = math.nan
+    spoilt[0][padding] = torch.nan
     for x in spoilt[1:]:
-        x[unseen] = math.nan
+        x[unseen] = torch.nan
     results = []
     for given in (clean, spoilt):
         inputs = [x.detach().requires_grad_() for x in given]
@@ -330,7 +329,7 @@ def check_growing(lane: Lane, h: int, patch: pytest.MonkeyPatch) -> None:
     block, first, steps = shape.block or 16, 100, 4
     room = -(-(first + steps) // block) * block
     q, new_k, new_v = make_qkv(1, room, 1, h, shape.Dk, shape.Dv, dtype=lane.dtype, device=lane.place)
-    k, v, row = torch.full_like(new_k, math.nan), torch.full_like(new_v, math.nan), q[:, 0].clone()
+    k, v, row = torch.full_like(new_k, torch.nan), torch.full_like(new_v, torch.nan), q[:, 0].clone()
     q_pos = torch.zeros(1, dtype=torch.int32, device=lane.place)
     kept = Selection.from_blocks(torch.full((1, 1, 1, 2), -1, dtype=torch.int32, device=lane.place), block)
 
@@ -559,7 +558,7 @@ def check_scale(lane: Lane, scale: float, patch: pytest.MonkeyPatch) -> None:
     if abs(scale) < 2:
         torch.testing.assert_close(o.cpu().double(), exact[0], **close)
     assert int(torch.count_nonzero(o[:, 1::3])) == 0
-    assert bool((lse[:, 1::3] == -math.inf).all())
+    assert bool((lse[:, 1::3] == -torch.inf).all())
     if lane.device == "cuda" and abs(scale) > 1e4:  # past what 16-bit kernels resolve: docs/contract.md, "Large logits"
         return
     torch.testing.assert_close(lse.cpu().double(), exact[1].clamp(max=torch.finfo(torch.float32).max), **close)

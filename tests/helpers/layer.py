@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import torch
@@ -131,7 +130,7 @@ def poison(cache: NSACache) -> None:
         start = sequence.recent.first * size
         _mark(recent, sequence.recent.held(), _first_key(sequence) - start, sequence.length - start)
     for x, mask in zip(cache.pools, (pages, pages, pieces, pieces, *[recent] * 4), strict=True):
-        as_bytes(x).masked_fill_(~mask.to(x.device)[None, :, :, None, None], 0x7F if x.dtype == STORED else math.nan)
+        as_bytes(x).masked_fill_(~mask.to(x.device)[None, :, :, None, None], 0x7F if x.dtype == STORED else torch.nan)
 
 
 def _first_key(sequence: CachedSequence) -> int:
@@ -165,7 +164,7 @@ class Model:
         """What the layers make of new tokens [tokens,width] of each sequence; rows without a token hold NaN, and give 0 in each layer."""
         step = self.cache.step(sequences, [len(x) for x in rows], **options)
         poison(self.cache)
-        x = torch.full((len(rows), max(map(len, rows), default=0), self.layers[0].width), math.nan).to(self.layers[0].q.weight)
+        x = torch.full((len(rows), max(map(len, rows), default=0), self.layers[0].width), torch.nan).to(self.layers[0].q.weight)
         for b, new in enumerate(rows):
             x[b, x.shape[1] - len(new) :] = new
         empty = ~step.is_token
@@ -197,7 +196,7 @@ def log_sums(gates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """lse of each branch [B,S,G,h]; -inf for rows without keys, whatever their gates."""
     wide = torch.promote_types(gates.dtype, torch.float32)
     made = 3 * torch.randn(3, *gates.shape[:4], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    made[:, :, :3] = -math.inf
+    made[:, :, :3] = -torch.inf
     first, second, third = made.to(gates.device, wide)
     return first, second, third
 
@@ -207,7 +206,7 @@ Outputs = tuple[list[Tensor], Tensor]  # of the branches; dgates
 
 def by_module(module: Any, do: Tensor, branches: Any, gates: Tensor, lse: Any) -> Outputs:
     """What `module`, the kernels or plain PyTorch, gives the branches, and dgates."""
-    dgates = torch.full(gates.shape, math.nan, dtype=gates.dtype, device=gates.device)
+    dgates = torch.full(gates.shape, torch.nan, dtype=gates.dtype, device=gates.device)
     if lse is None:
         return module.backward(do, branches, gates, dgates, True), dgates
     assert module.backward(do, branches, gates, dgates, False) == [None] * 3
@@ -216,7 +215,7 @@ def by_module(module: Any, do: Tensor, branches: Any, gates: Tensor, lse: Any) -
 
 def raised(lse: Tensor, gate: Tensor) -> Tensor:
     """lse - ln gate in float64."""
-    return (lse.double() - gate.double().log()).where(lse > -math.inf, lse.double())
+    return (lse.double() - gate.double().log()).where(lse > -torch.inf, lse.double())
 
 
 def check_gate(dtype: torch.dtype, device: str, Dv: int) -> None:
@@ -230,7 +229,7 @@ def check_gate(dtype: torch.dtype, device: str, Dv: int) -> None:
         runs = []
         for _ in range(2):
             with new_memory_is_nan():
-                total = torch.full(do.shape, math.nan, dtype=dtype, device=device)
+                total = torch.full(do.shape, torch.nan, dtype=dtype, device=device)
                 module.write_sum(branches, gates, total)
                 runs.append((total, *(by_module(module, do, branches, gates, given) for given in (None, lse))))
         (total, mine, shifted), again = runs
@@ -239,7 +238,7 @@ def check_gate(dtype: torch.dtype, device: str, Dv: int) -> None:
         for c, x in enumerate(shifted[0]):
             assert x.is_contiguous()
             torch.testing.assert_close(x, raised(lse[c], gates[..., c]).to(x.dtype), equal_nan=True, **tolerance(dtype))
-            assert bool((x[:, 1] == torch.where(lse[c][:, 1] == -math.inf, -math.inf, math.inf)).all())
+            assert bool((x[:, 1] == torch.where(lse[c][:, 1] == -torch.inf, -torch.inf, torch.inf)).all())
             assert torch.equal(x[:, 2], lse[c][:, 2])
         assert torch.equal(total, again[0])
         for first, second in zip((mine, shifted), again[1:], strict=True):
@@ -253,7 +252,7 @@ def check_deltas(dtype: torch.dtype, device: str) -> None:
     first, second, _ = log_sums(gates)
     second = second.transpose(1, 3).contiguous().transpose(1, 3)
     for module in (elementwise, _gate_plain):
-        dgates = torch.full((3, *gates.shape[:4]), math.nan, dtype=dtype, device=device).movedim(0, -1)
+        dgates = torch.full((3, *gates.shape[:4]), torch.nan, dtype=dtype, device=device).movedim(0, -1)
         module.write_deltas([first, None, second], dgates)
         assert torch.equal(dgates[..., 0], first.to(dtype))
         assert torch.equal(dgates[..., 2], second.to(dtype))
@@ -271,8 +270,8 @@ def check_gate_parts(dtype: torch.dtype, device: str, Dv: int) -> None:
         module.write_sum(branches, gates, whole)
         for given in (None, lse):
             outputs, dgates = by_module(module, do, branches, gates, given)
-            to = torch.full((*do.shape[:4], Dv + 16), math.nan, dtype=dtype, device=device)[..., :Dv]
-            to_gates = torch.full((3, *gates.shape[:4]), math.nan, dtype=gates.dtype, device=device).movedim(0, -1)
+            to = torch.full((*do.shape[:4], Dv + 16), torch.nan, dtype=dtype, device=device)[..., :Dv]
+            to_gates = torch.full((3, *gates.shape[:4]), torch.nan, dtype=gates.dtype, device=device).movedim(0, -1)
             for g in range(do.shape[2]):
                 of = slice(None), slice(None), slice(g, g + 1)
                 module.write_sum(tuple(x[of] for x in branches), gates[of], to[of])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -105,7 +104,7 @@ def check_varlen(backend: str, packed: Packed, **options: object) -> None:
     o, lse = attend_varlen(backend, packed, q, k, v, **options)
     generator = torch.Generator().manual_seed(1)
     do = torch.randn(o.shape, generator=generator).to(o.dtype).to(o.device)
-    dlse = torch.randn(lse.shape, generator=generator).to(lse.dtype).to(o.device).masked_fill(lse.detach() == -math.inf, 0.0)
+    dlse = torch.randn(lse.shape, generator=generator).to(lse.dtype).to(o.device).masked_fill(lse.detach() == -torch.inf, 0.0)
     dq, dk, dv = torch.autograd.grad((o, lse), (q, k, v), (do, dlse))
     check_sequences(packed, (o.detach(), lse.detach()), (dq, dk, dv), do, dlse)
 
@@ -116,8 +115,8 @@ def check_sequences(packed: Packed, outputs: tuple[Tensor, Tensor], gradients: t
     assert (o.dtype, lse.dtype) == (packed.q.dtype, torch.float32)
     exact = [torch.zeros(x.shape, dtype=torch.float64) for x in (o, *gradients)]
     plain = [torch.zeros_like(x) for x in (o, *gradients)]
-    exact.append(torch.full(lse.shape, -math.inf, dtype=torch.float64))
-    plain.append(torch.full_like(lse, -math.inf))
+    exact.append(torch.full(lse.shape, -torch.inf, dtype=torch.float64))
+    plain.append(torch.full_like(lse, -torch.inf))
     terms = [0.0] * 3
     for rows, keys in packed.each():
         if rows.stop == rows.start or keys.stop == keys.start:
@@ -127,7 +126,7 @@ def check_sequences(packed: Packed, outputs: tuple[Tensor, Tensor], gradients: t
         of_rows, own, grads = ranges[rows][None], (q, k, v), (do[rows][None], dlse[rows][None])
         found = [oracle_forward(*own, of_rows), oracle_backward(*own, of_rows, *grads)]
         o_, lse_ = plain_torch(*own, of_rows)
-        found += [(o_, lse_), torch.autograd.grad((o_, lse_.masked_fill(lse_ == -math.inf, 0.0)), own, grads)]
+        found += [(o_, lse_), torch.autograd.grad((o_, lse_.masked_fill(lse_ == -torch.inf, 0.0)), own, grads)]
         for into, (forward, backward) in ((exact, found[:2]), (plain, found[2:])):
             into[0][rows], into[4][rows], into[1][rows] = forward[0][0].detach(), forward[1][0].detach(), backward[0][0]
             into[2][keys], into[3][keys] = (x[0].transpose(0, 1) for x in backward[1:])

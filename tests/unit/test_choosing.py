@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from typing import Any
 
@@ -88,7 +87,7 @@ def test_qsa(backend: str) -> None:
     rule: dict[str, Any] = {"activation": "relu", "tail": True, "local": 0, "block_size": 4, "compress_block": 4, "compress_stride": 4}
     selection = choose_blocks(q, k, n=3, **rule, q_pos=positions, S_kv=43, backend=backend)
     scores = torch.einsum("bshd,bkd->bshk", q[:, :, 0], k[:, 0]).relu().sum(2, keepdim=True)
-    scores = scores.masked_fill(torch.arange(10) * 4 + 3 > positions[..., None, None], -math.inf)
+    scores = scores.masked_fill(torch.arange(10) * 4 + 3 > positions[..., None, None], -torch.inf)
     assert_chosen(selection.block_indices[..., :3], scores, best(scores, positions, 4, 3, 0, 0))
     assert torch.equal(selection.block_indices[..., 3], torch.where((positions + 1) % 4 > 0, positions // 4, -1).unsqueeze(2))
     assert (selection.block_size, selection.n, selection.disjoint) == (4, 4, True)
@@ -232,7 +231,7 @@ WRONG: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("choose", {"compress_block": 3, "compress_stride": 2}, ("compress_block is 3", "a multiple of compress_stride = 2")),
     ("choose", {"compress_block": 8}, ("compress_block is 8", "at most block_size = 4")),
     ("choose", {"compress_stride": True}, ("compress_stride is True", "a whole number >= 1")),
-    ("choose", {"scale": math.inf}, ("scale is inf", "a finite number")),
+    ("choose", {"scale": torch.inf}, ("scale is inf", "a finite number")),
     ("choose", {"q_pos": torch.arange(19)}, ("q_pos is of shape (19,)", "[S=20] or [B=1, S=20]")),
     ("choose", {"q_pos": torch.arange(1, 21)}, ("q_pos is from 1 to 20", "S_kv = 20")),
     ("choose", {"backend": 3}, ("backend is 3", "the name of a backend")),
@@ -416,7 +415,7 @@ WRONG_COMPRESSED = [
     ({"n": 0}, ("n is 0", "a whole number >= 1")),
     ({"n": 2}, ("first + local is 1 + 2", "at most n = 2", "raise n")),
     ({"first": -1}, ("first + local is -1 + 2",)),
-    ({"scale": math.nan}, ("scale is nan", "a finite number")),
+    ({"scale": torch.nan}, ("scale is nan", "a finite number")),
     ({"S_kv": 49}, ("S_kv is 49", ">= S = 50")),
     ({"S_kv": 50.0}, ("S_kv is 50.0", ">= S = 50")),
     ({"S_kv": 60}, ("k_cmp is of 11 compressed keys", "14 = ")),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -71,7 +70,7 @@ def test_gradients_over_a_contiguous_cache() -> None:
     cache = cache._replace(q=q, k_cache=k_cache, v_cache=v_cache)
     o, lse = selection_attention_with_kvcache(*cache, return_lse=True, backend="sdpa-packed")
     do, dlse = make_grads(q, v_cache)
-    dlse = torch.where(lse.detach() == -math.inf, 0.0, dlse)
+    dlse = torch.where(lse.detach() == -torch.inf, 0.0, dlse)
     got = torch.autograd.grad((o, lse), (q, k_cache, v_cache), (do, dlse))
     wanted = oracle_forward(*(x.detach() for x in (q, *gathered(cache))), cache.selection.ranges, q_pos=positions(cache))
     baseline = plain_torch(q, *gathered(cache), cache.selection.ranges, q_pos=positions(cache))
@@ -354,7 +353,7 @@ def test_quantized_numbers_are_close_to_what_they_stand_for(each: str) -> None:
 
 
 def test_numbers_that_are_not_finite_count_for_no_scale() -> None:
-    stored, scale = nsa_sel.quantize_e4m3(torch.tensor([1, math.nan, math.inf, 1]).view(1, 4, 1, 1).expand(1, 4, 1, 8), "tensor")
+    stored, scale = nsa_sel.quantize_e4m3(torch.tensor([1, torch.nan, torch.inf, 1]).view(1, 4, 1, 1).expand(1, 4, 1, 8), "tensor")
     assert float(scale) == pytest.approx(1 / 448)
     assert stored.float()[0, :, 0, 0].isnan().tolist() == [False, True, True, False]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -47,7 +46,7 @@ def test_oracle_gradients_are_those_of_autograd(shape: str) -> None:
     dlse = dlse.where((call.seen() > 0)[:, :, None, None], 0.0)
     inputs = [x.requires_grad_() for x in (call.q, call.k, call.v)]
     o, lse = plain(*inputs, call)
-    expected = torch.autograd.grad((o, lse.masked_fill(lse == -math.inf, 0.0)), inputs, (do, dlse))
+    expected = torch.autograd.grad((o, lse.masked_fill(lse == -torch.inf, 0.0)), inputs, (do, dlse))
     rule = call.rule
     got = oracle_choose_backward(
         *(x.detach() for x in inputs), do, dlse, S_kv=call.start + call.q.shape[1], compress_block=rule.compress_block,
@@ -61,7 +60,7 @@ def test_oracle_gradients_are_those_of_autograd(shape: str) -> None:
 def test_oracle_importance_is_block_scores_of_p(shape: str) -> None:
     call = make_choose_call(shape, torch.float64)
     p = torch.einsum("bsghd,bgkd->bsghk", call.q * call.scale, call.k)
-    p = p.masked_fill(torch.arange(call.k.shape[2]) >= call.seen()[:, :, None, None, None], -math.inf).softmax(-1).nan_to_num(0.0)
+    p = p.masked_fill(torch.arange(call.k.shape[2]) >= call.seen()[:, :, None, None, None], -torch.inf).softmax(-1).nan_to_num(0.0)
     exact, rule = oracle(call), call.rule
     S_kv = call.start + call.q.shape[1]
     scores = block_scores(p, rule.block_size, rule.compress_block, rule.compress_stride, S_kv)
@@ -112,7 +111,7 @@ def test_importance_carries_spills_from_step_to_step(rule: Rule) -> None:
     exact = oracle(call)
     visible = (torch.arange(call.blocks) <= call.positions()[:, :, None, None] // rule.block_size).expand_as(exact.importance)
     for block_l in (4, 32):
-        scores = torch.full(exact.importance.shape, math.nan)
+        scores = torch.full(exact.importance.shape, torch.nan)
         importance(call, exact.lse.float(), scores, KernelConfig(block_l=block_l, num_warps=4, num_stages=1, rows=128))
         torch.testing.assert_close(scores[visible].double(), exact.importance[visible], rtol=1e-5, atol=1e-6)
 
@@ -242,6 +241,6 @@ def test_later_keys_do_not_reach_earlier_rows(on_hopper: ChooseCall) -> None:
     """NaN in the last keys, which some rows see, but none of the same tile."""
     call, (do, dlse) = on_hopper, make_grads(on_hopper.q, on_hopper.v)
     clean = results(choose_cuda, call, do, dlse)
-    call.k[:, :, 40:], call.v[:, :, 40:] = math.nan, math.nan
+    call.k[:, :, 40:], call.v[:, :, 40:] = torch.nan, torch.nan
     rows, found = (call.seen() <= 40 - 64 // call.rule.compress_stride)[0], results(choose_cuda, call, do, dlse)
     assert all(torch.equal(clean[i][:, rows], found[i][:, rows]) for i in (0, 1, 3))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +45,7 @@ def check(backend: Any, call: Call, do: Tensor | None = None) -> list[Tensor]:
     with new_memory_is_nan():
         o, lse = backend.forward(call)
         random_do, dlse = make_grads(q, v)
-        do, dlse = random_do if do is None else do, torch.where(lse == -math.inf, 0.0, dlse)
+        do, dlse = random_do if do is None else do, torch.where(lse == -torch.inf, 0.0, dlse)
         gradients = backend.backward(call, o, lse, do, dlse)
     assert_forward((o, lse), q, k, v, ranges, *how)
     assert_gradients(gradients, q, k, v, ranges, do, dlse, *how)
@@ -198,7 +197,7 @@ def check_lists(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, q_pos: Tensor |
     """dk and dv from lse, do and delta, against the oracle."""
     own, lse = oracle_forward(q, k, v, ranges, q_pos=q_pos)
     do, dlse = make_grads(q, v)
-    dlse = torch.where(lse == -math.inf, 0.0, dlse).float()
+    dlse = torch.where(lse == -torch.inf, 0.0, dlse).float()
     delta = (do.double() * own).sum(-1) - dlse
     with new_memory_is_nan():
         found = dkdv(lse.float(), do, delta.float())
@@ -222,7 +221,7 @@ def test_gradients_by_lists_of_a_block_or_of_its_tiles(
     ranges = torch.where(torch.arange(S)[:, None, None, None] % 23 == 5, 0, ranges)
     for q_pos in (None, torch.randint(0, S_kv, (1, S), generator=torch.Generator().manual_seed(1))):
         unused, found = unused_keys(q, k, ranges, q_pos).unsqueeze(-1), []
-        spoilt = [torch.where(unused, math.nan, x) for x in (k, v)]
+        spoilt = [torch.where(unused, torch.nan, x) for x in (k, v)]
         for alone in (False, True) if block == 128 else (False,):
             call = call_of(q, *spoilt, Selection(ranges, block), q_pos)
             run = lambda lse, do, delta, call=call: dkdv(call, call.disjoint_ranges(), lse, do, delta)  # noqa: E731

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 from collections.abc import Iterator
@@ -52,7 +51,7 @@ def test_a_key_poisoned_for_later_rows_is_harmless_to_earlier_ones() -> None:
     ranges = torch.tensor([[0, 64]], dtype=torch.int32).expand(1, 64, 1, 1, 2)
     do, dlse = make_grads(q, v)
     clean = run(q, k, v, ranges, do, dlse)
-    k[:, :, 40:], v[:, :, 40:] = math.nan, math.nan
+    k[:, :, 40:], v[:, :, 40:] = torch.nan, torch.nan
     dirty = run(q, k, v, ranges, do, dlse)
     for before, after in zip(clean[:3], dirty[:3], strict=True):
         assert torch.equal(before[:, :40], after[:, :40])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -188,7 +187,8 @@ def check(
 def awkward(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> Tensor:
     """Scores of few different values, so that most tie: zeros of both signs, infinities, NaN, the largest and the smallest numbers."""
     info = torch.finfo(dtype)
-    values = [0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, -math.nan, info.max, info.min, info.smallest_normal, info.tiny / 4, 2.0]
+    ends = [torch.inf, -torch.inf, torch.nan, -torch.nan, info.max, info.min, info.smallest_normal, info.tiny / 4]
+    values = [0.0, -0.0, 1.0, -1.0, *ends, 2.0]
     index = torch.randint(0, len(values), shape, generator=torch.Generator().manual_seed(0))
     return torch.tensor(values, dtype=torch.float64).to(dtype)[index].to(device)
 
@@ -242,8 +242,8 @@ def test_blocks_that_no_row_sees_are_not_read() -> None:
     scores = uniform((1, 40, 1, 10))
     block = torch.arange(10)
     hidden = block > torch.arange(40)[:, None, None] // 4
-    check(scores.masked_fill(hidden, math.nan), 4, 4, rows=32)
-    check(scores.masked_fill(hidden, math.inf), 4, 4, rows=32)
+    check(scores.masked_fill(hidden, torch.nan), 4, 4, rows=32)
+    check(scores.masked_fill(hidden, torch.inf), 4, 4, rows=32)
 
 
 def test_no_rows_and_no_blocks() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -69,7 +67,7 @@ def test_decode_equals_a_prefill_of_one_row() -> None:
     assert torch.equal(oracle_mask(ranges[:, 0], 24, 1), oracle_mask(ranges, 24, 1))
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_unselected_keys_are_never_read(poison: float) -> None:
     q, k, v = make_qkv(2, 6, 2, 2, 8, S_kv=32, dtype=torch.float64)
     ranges = make_spans("few", 2, 6, 2, 32, L=6)

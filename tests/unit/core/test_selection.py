@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-import math
 import pickle
 import sys
 import threading
@@ -95,13 +94,13 @@ def reference_blocks(scores: list[float], t: int, n: int, block_size: int, first
     current = t // block_size
     visible = [block for block in range(len(scores)) if block <= current]
     forced = [block for block in visible if block < first or block > current - local]
-    scored = [block for block in visible if block not in forced and scores[block] > -math.inf]
+    scored = [block for block in visible if block not in forced and scores[block] > -torch.inf]
     scored.sort(key=lambda block: (-scores[block], block))
     return sorted(forced + scored[: n - len(forced)])
 
 
 # Few distinct values make ties likely.
-score = st.sampled_from([0.0, 0.25, -0.25, 1.0, -1.0, 3.0, -math.inf, math.inf, math.nan, 1e-30, 1.0 + 1e-7])
+score = st.sampled_from([0.0, 0.25, -0.25, 1.0, -1.0, 3.0, -torch.inf, torch.inf, torch.nan, 1e-30, 1.0 + 1e-7])
 
 
 @st.composite

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -527,7 +526,7 @@ WRONG_SIZES: dict[str, tuple[dict[str, Any], str]] = {
         r"kv_scales\['k'\] is from 1 to 147; allowed: numbers from 1e-30 to 146\.214 for keys and values of torch\.float16",
     ),
     "negative": ({"kv_scales": {"v": torch.tensor([1.0, -2.0, 1.0])}}, r"kv_scales\['v'\] is from -2 to 1;"),
-    "nan": ({"kv_scales": {"v": math.nan}}, r"kv_scales\['v'\] is from nan to nan;"),
+    "nan": ({"kv_scales": {"v": torch.nan}}, r"kv_scales\['v'\] is from nan to nan;"),
     "of pages": ({"kv_scales": {"k_win": torch.ones(5, 2)}}, r"kv_scales\['k_win'\] is of shape \(5, 2\); .* layers = 3, G = 2"),
     "float64 scales": ({"kv_scales": {"k": torch.ones(3).double()}}, r"kv_scales\['k'\] is of dtype torch.float64"),
     "text": ({"kv_scales": {"k": "1"}}, r"kv_scales\['k'\] is a str"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -166,7 +165,7 @@ def test_nsa_attention_is_the_papers_for_each_sequence(with_lse: bool, monkeypat
         tensors["gates"] = tensors["gates"].detach().abs().requires_grad_()
     with torch.no_grad():
         for name, x in tensors.items():
-            x[keys()[-1].stop if name.endswith("cmp") else CU[-1] :] = math.nan
+            x[keys()[-1].stop if name.endswith("cmp") else CU[-1] :] = torch.nan
     options: dict[str, Any] = {"window": 6, **SIZES, "first": 1, "local": 2}
     o = nsa_attention(**tensors, **options, cu_seqlens=CU)
     do = torch.randn(o.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -226,7 +225,7 @@ def test_a_module_gives_what_it_gives_for_each_sequence(compression: Any, block:
     """Results and gradients of x and all parameters; NaN in padding reaches nothing but its own output."""
     layer = make_layer("mlp", compress_block=block, compression=compression).requires_grad_()
     x = torch.randn(1, T, 10, dtype=torch.float64)
-    x[:, CU[-1] :] = math.nan
+    x[:, CU[-1] :] = torch.nan
     inputs = [x.requires_grad_(), *layer.parameters()]
     alone = torch.cat([layer(x[:, own]) for own in rows() if own.stop > own.start], 1)
     o = layer(x, cu_seqlens=CU)
@@ -242,7 +241,7 @@ def test_a_module_gives_what_it_gives_for_each_sequence(compression: Any, block:
 def test_a_compiled_module_is_one_graph() -> None:
     layer = make_layer("mlp", torch.float32).requires_grad_()
     x, bounds = torch.randn(1, T, 10), torch.tensor(CU)
-    x[:, CU[-1] :] = math.nan
+    x[:, CU[-1] :] = torch.nan
     x.requires_grad_()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     outputs = compiled(x, None, bounds), layer(x, cu_seqlens=bounds)
@@ -305,7 +304,7 @@ WRONG_WINDOWS = [
     ({"k": lambda k: k.half()}, ("k is of dtype torch.float16", "call k.to(q.dtype)")),
     ({"cu_seqlens": [0, 63]}, ("cu_seqlens is 63 last", "at most 62")),
     ({"window": 0}, ("window is 0",)),
-    ({"scale": math.inf}, ("scale is inf",)),
+    ({"scale": torch.inf}, ("scale is inf",)),
 ]  # fmt: skip
 
 
