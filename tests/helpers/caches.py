@@ -18,7 +18,6 @@ from tests.helpers.cases import assert_forward, assert_within_twice_baseline, pl
 from tests.helpers.gpus import captured, replayed
 
 LENGTHS = (0, 1, 9, 150)  # shorter than a block among them
-PAGES = (16, 32, 64, 128, 256)
 
 
 class Cache(NamedTuple):
