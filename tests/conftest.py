@@ -125,6 +125,17 @@ def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def fresh_registry() -> Iterator[None]:
+    """Backends and packages are looked for anew, and forgotten afterwards."""
+    caches = registry.backends, registry.missing
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.fixture
 def configure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Path]:
     """configure(text) -> the file that NSA_SEL_CONFIG names, which holds the text."""
 

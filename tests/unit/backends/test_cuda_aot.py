@@ -13,6 +13,7 @@ import stat
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from nsa_sel.errors import BackendError
 from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.flags import CACHE_FLAG
 from tests.helpers.aot import OF_CUDA, TARGETS, paged_call, target_call
+from tests.helpers.calls import calls_of
 from tests.helpers.cases import make_blocks, make_qkv
 from tests.helpers.cuda import compiled, needs_nvrtc
 from tests.helpers.files import OF_THE_FILE, OF_THE_FOLDER
@@ -207,14 +209,7 @@ def test_compiled_code_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     code = compiler.cubin("combine.cu", COMBINE, "sm_80")
     assert code[:4] == b"\x7fELF"
     (kept,) = (tmp_path / "cubins").iterdir()
-    compile_source = compiler.compile_source
-    times: list[str] = []
-
-    def counted(source: str, macros: compiler.Constants, arch: str) -> tuple[bytes, str]:
-        times.append(source)
-        return compile_source(source, macros, arch)
-
-    monkeypatch.setattr(compiler, "compile_source", counted)
+    times = calls_of(monkeypatch, compiler, "compile_source")
     assert compiler.cubin("combine.cu", COMBINE, "sm_80") == code
     assert times == []
     for broken in (kept.read_bytes()[:-1], b"", kept.read_bytes()[:32], b"\0" * 100):  # as a crash or a full disk leave it
@@ -289,10 +284,7 @@ def test_what_fails_leaves_no_part_of_a_file(monkeypatch: pytest.MonkeyPatch, ke
     assert list(kept.parent.iterdir()) == [kept]
     assert compiler._read(kept) == b"honest code"
 
-    def interrupted(*names: object, **folders: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", interrupted)
+    monkeypatch.setattr(os, "replace", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         compiler._write(kept, b"new")
     assert list(kept.parent.iterdir()) == [kept]
@@ -306,26 +298,15 @@ def test_without_a_home_every_process_compiles(monkeypatch: pytest.MonkeyPatch) 
     assert compiler.cubin("combine.cu", COMBINE, "sm_80") == b"code"
 
 
-def test_what_is_missing_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_a_refusal(monkeypatch: pytest.MonkeyPatch, fresh_registry: None) -> None:
     """No CuPy, no NVRTC, no driver: three reasons with their remedies, and no ImportError."""
-
-    def absent(*arguments: object) -> None:
-        raise OSError("cannot open shared object file")
-
-    def not_installed(distribution: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(distribution)
-
-    monkeypatch.setattr(ctypes, "CDLL", absent)
-    monkeypatch.setattr(importlib.metadata, "version", not_installed)
-    registry.missing.cache_clear()
-    try:
-        found = registry.missing("cupy-cuda")
-        assert [(reason.code, reason.field) for reason in found] == [
-            ("package-missing", "package cupy"), ("library-missing", "library NVRTC"), ("library-missing", "library NVIDIA driver"),
-        ]  # fmt: skip
-        assert all("nsa-sel[cuda13]" in reason.remedy for reason in found[:2])
-        q, k, v = make_qkv(S=8, dtype=torch.float16)
-        with pytest.raises(BackendError, match=r"(?s)Package cupy.*Library NVRTC.*Library NVIDIA driver"):
-            nsa_sel.selection_attention(q, k, v, make_blocks(1, 8, 1, 8, 1, 8), backend="cupy-cuda")
-    finally:
-        registry.missing.cache_clear()
+    monkeypatch.setattr(ctypes, "CDLL", mock.Mock(side_effect=OSError("cannot open shared object file")))
+    monkeypatch.setattr(importlib.metadata, "version", mock.Mock(side_effect=importlib.metadata.PackageNotFoundError))
+    found = registry.missing("cupy-cuda")
+    assert [(reason.code, reason.field) for reason in found] == [
+        ("package-missing", "package cupy"), ("library-missing", "library NVRTC"), ("library-missing", "library NVIDIA driver"),
+    ]  # fmt: skip
+    assert all("nsa-sel[cuda13]" in reason.remedy for reason in found[:2])
+    q, k, v = make_qkv(S=8, dtype=torch.float16)
+    with pytest.raises(BackendError, match=r"(?s)Package cupy.*Library NVRTC.*Library NVIDIA driver"):
+        nsa_sel.selection_attention(q, k, v, make_blocks(1, 8, 1, 8, 1, 8), backend="cupy-cuda")

@@ -26,16 +26,10 @@ from tests.helpers.cases import make_qkv
 from tests.helpers.files import ROOT
 
 ENTRY_POINTS = '[project.entry-points."nsa_sel.backends"]\n'
-CACHES = (registry.backends, registry.missing)
-
-
-def clear_caches() -> None:
-    for cache in CACHES:
-        cache.cache_clear()
 
 
 @pytest.fixture(autouse=True)
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_registry: None) -> Iterator[None]:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     (tmp_path / "loop_backend.py").write_text(text.split("```python\n# loop_backend.py\n")[1].split("```")[0])
     entry = text.split(ENTRY_POINTS)[1].split("```")[0].replace('"', "")
@@ -44,10 +38,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: loop-backend\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(f"[{registry.ENTRY_POINT_GROUP}]\n{entry}")
     monkeypatch.syspath_prepend(tmp_path)
-    clear_caches()
     yield
     sys.modules.pop("loop_backend", None)
-    clear_caches()
 
 
 def test_the_policy_picks_a_preferred_backend_of_another_package(configure: Callable[[str], Path]) -> None:
