@@ -35,7 +35,6 @@ from nsa_sel.distributed import agreement, check_ranks, context, context_paralle
 from nsa_sel.errors import BackendError, NsaSelError
 from nsa_sel.settings import tuned
 from tests.helpers import distributed_layer as layers
-from tests.helpers import distributed_models as models
 from tests.helpers.calls import assert_refused
 from tests.helpers.cases import assert_forward, assert_gradients, make_grads, make_spans
 from tests.helpers.files import ROOT
@@ -364,10 +363,10 @@ CHECKS: tuple[Callable[[], None], ...] = (
     unknown_backends_are_refused_on_all_ranks,
     another_default_device_changes_nothing,
     bad_arguments,
-    models.dtensors_need_no_communication,
-    models.dtensors_of_uneven_parts_and_of_two_dimensions,
-    models.dtensors_are_redistributed_where_needed,
-    models.the_example_trains_as_one_rank,
+    layers.dtensors_need_no_communication,
+    layers.dtensors_of_uneven_parts_and_of_two_dimensions,
+    layers.dtensors_are_redistributed_where_needed,
+    layers.the_example_trains_as_one_rank,
     *layers.ANY_RANKS,
     the_document_runs,
 )

@@ -1,22 +1,24 @@
-"""Check that repeated calls skip validation and dispatch, and that every fact they depend on tells calls apart."""
+"""Check that repeated calls skip validation and dispatch, and that tracers, dispatch modes and autograd modes see the op or are refused."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.logging_tensor import LoggingTensorMode, capture_logs
 
 import nsa_sel
-from nsa_sel import Selection, compressed_attention, selection_attention
+from nsa_sel import Selection, compressed_attention, decisions, selection_attention, selection_attention_with_kvcache
 from nsa_sel.core import attend, choose, run, transforms
-from nsa_sel.errors import BackendError, NsaSelError
+from nsa_sel.errors import ArgumentError, BackendError, NsaSelError
 from tests.helpers.calls import assert_refused, calls_of
-from tests.helpers.cases import assert_forward, make_qkv
+from tests.helpers.cases import assert_forward, make_blocks, make_qkv
 from tests.helpers.choose import SMALL
 
 
@@ -40,7 +42,7 @@ def test_a_repeated_call_is_checked_once(checked: list[Any], decode: bool) -> No
         wide = tuple(part.unsqueeze(1) for part in found) if decode else found
         assert_forward(wide, x.unsqueeze(1) if decode else x, y, z, selection.ranges)
     assert len(checked) == 1
-    assert len({id(decision) for decision in nsa_sel.decisions()[-3:]}) == 1
+    assert len({id(decision) for decision in decisions()[-3:]}) == 1
 
 
 def unaligned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,7 +86,7 @@ def test_other_selections_are_checked(checked: list[Any], other: Selection | Ten
     measured.measure()
     selection_attention(q, k, v, measured)
     assert len(checked) == 3
-    assert nsa_sel.decisions()[-1].request.max_length == 7
+    assert decisions()[-1].request.max_length == 7
 
 
 def test_other_options_are_checked(checked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,10 +102,10 @@ def test_other_options_are_checked(checked: list[Any], monkeypatch: pytest.Monke
     before = len(checked)
     with nsa_sel.use_backend("sdpa-packed"):
         selection_attention(q, k, v, selection, scale=1.0)
-    assert nsa_sel.decisions()[-1].forward == "sdpa-packed"
+    assert decisions()[-1].forward == "sdpa-packed"
     monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
     selection_attention(q, k, v, selection, scale=1.0)
-    assert nsa_sel.decisions()[-1].forward == "sdpa-packed"
+    assert decisions()[-1].forward == "sdpa-packed"
     monkeypatch.delenv("NSA_SEL_BACKEND")
     assert len(checked) == before + 2
     nsa_sel.reset()
@@ -203,7 +205,7 @@ def test_a_repeated_choice_is_checked_once(checked_choices: list[Any], decode: b
         o, lse = (x.unsqueeze(1) if decode else x for x in (found[0], found[2]))
         assert all(map(torch.equal, (o, found[1].ranges, lse), (wanted[0], wanted[1].ranges, wanted[2])))
     assert len(checked_choices) == 1 + 3
-    assert len({id(decision) for decision in nsa_sel.decisions()[-6:]}) == 1
+    assert len({id(decision) for decision in decisions()[-6:]}) == 1
 
 
 def test_other_choices_are_checked(checked_choices: list[Any]) -> None:
@@ -224,3 +226,122 @@ def test_other_choices_are_checked(checked_choices: list[Any]) -> None:
     for bad in ({"n": True}, {"n": 1.0}, {"scale": True}, {"S_kv": 20.0}, {"backend": []}, {"q_pos": torch.arange(7)}):
         with pytest.raises(NsaSelError):
             compressed_attention(q, k, v, **{**sizes, **bad})
+
+
+CPU = ("sdpa-packed", "numba")
+Results = tuple[Tensor, ...]
+
+
+def problem() -> tuple[Tensor, Tensor, Tensor, Selection]:
+    q, k, v = make_qkv(1, 4, 1, 2, 16, S_kv=32, requires_grad=True)
+    return q, k, v, make_blocks(1, 4, 1, 32, 2, 16)
+
+
+def results(q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, backend: str) -> Results:
+    o = selection_attention(q, k, v, selection, backend=backend)
+    return (o.detach(), *torch.autograd.grad(o.square().sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize("backend", CPU)
+def test_make_fx_records_the_attention(backend: str) -> None:
+    q, k, v, selection = problem()
+    q, k, v = (x.detach() for x in (q, k, v))
+    graph = make_fx(lambda *x: selection_attention(*x, selection, backend=backend))(q, k, v)
+    assert graph.graph.find_nodes(op="call_function", target=torch.ops.nsa_sel.selection_forward.default)
+    others = [torch.randn_like(x) for x in (q, k, v)]
+    assert torch.equal(graph(*others), selection_attention(*others, selection, backend=backend))
+
+
+@pytest.mark.parametrize("backend", CPU)
+def test_fake_tensors_give_shapes_and_run_nothing(backend: str) -> None:
+    q, k, v, selection = problem()
+    before = len(decisions())
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = [mode.from_tensor(x) for x in (q, k, v)]
+        o, lse = selection_attention(*fake, selection, return_lse=True, backend=backend)
+        assert (o.shape, o.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, q.shape[:-1], torch.float32)
+    o = selection_attention(*fake, mode.from_tensor(selection.ranges), backend=backend)  # outside of the mode
+    assert (type(o), o.shape) == (type(fake[0]), q.shape)
+    assert len(decisions()) == before
+
+
+@pytest.mark.parametrize("backend", CPU)
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_dual_numbers_are_refused(backend: str, which: int) -> None:
+    *tensors, selection = problem()
+    with forward_ad.dual_level():
+        dual = [x.detach() for x in tensors]
+        dual[which] = forward_ad.make_dual(dual[which], torch.ones_like(dual[which]))
+        refused = ("forward_ad(?s:.*)Remedy: ", lambda: selection_attention(*dual, selection, backend=backend))
+        assert_refused(refused, error=BackendError)
+        assert not decisions()
+        selection_attention(*(x.detach() for x in tensors), selection, backend=backend)  # without tangents
+
+
+@pytest.mark.parametrize("backend", CPU)
+@pytest.mark.parametrize("vectorized", [False, True])
+def test_batched_gradients_are_refused(backend: str, vectorized: bool) -> None:
+    q, k, v, selection = problem()
+
+    def call() -> Any:
+        if vectorized:
+            return torch.autograd.functional.jacobian(lambda x: selection_attention(x, k, v, selection, backend=backend), q, vectorize=True)
+        o = selection_attention(q, k, v, selection, backend=backend)
+        return torch.autograd.grad(o, q, torch.randn(3, *o.shape), is_grads_batched=True)
+
+    with pytest.raises(BackendError, match="batched gradients"):
+        call()
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_nested_and_sparse_tensors_are_refused(name: str) -> None:
+    q, k, v, selection = problem()
+    inputs = {"q": q.detach(), "k": k.detach(), "v": v.detach()}
+    x = inputs[name]
+    selection_attention(**inputs, selection=selection)  # is remembered: checks of later calls begin with its guards
+    with warnings.catch_warnings(action="ignore"):
+        nested = [torch.nested.nested_tensor([x[0], x[0]], layout=layout) for layout in (torch.strided, torch.jagged)]
+    for wrong, words in ((nested[0], "varlen"), (nested[1], "varlen"), (x.to_sparse(), "to_dense")):
+        with pytest.raises(ArgumentError, match=words) as caught:
+            selection_attention(**inputs | {name: wrong}, selection=selection)
+        assert str(caught.value).startswith(f"{name} is ")
+
+
+@pytest.mark.parametrize("backend", CPU)
+def test_lazy_negation_is_resolved(backend: str) -> None:
+    """x.imag of a conjugate is a view whose memory holds the negated numbers."""
+    q, k, v, selection = problem()
+    plain = [x.detach() for x in (q, k, v)]
+    lazy = [torch._neg_view(-x) for x in plain]
+    assert all(x.is_neg() for x in lazy)
+    wanted = results(q, k, v, selection, backend)
+    assert all(map(torch.equal, results(*(x.requires_grad_() for x in lazy), selection, backend), wanted))
+    caches = [x.transpose(1, 2) for x in lazy[1:]]
+    with torch.no_grad():
+        o = selection_attention_with_kvcache(lazy[0], *caches, selection, torch.tensor([32]), backend=backend)
+    torch.testing.assert_close(o, wanted[0])
+    o = selection_attention(q, k, v, selection, backend=backend)
+    do = torch.randn_like(o)
+    assert all(
+        map(torch.equal, torch.autograd.grad(o, (q, k, v), torch._neg_view(-do), retain_graph=True), torch.autograd.grad(o, (q, k, v), do))
+    )
+
+
+def test_tracing_a_call_over_a_cache_is_refused() -> None:
+    q, k, v, selection = problem()
+    tensors = [q.detach(), *(x.detach().transpose(1, 2) for x in (k, v))]
+    lengths = torch.tensor([32])
+
+    def call(*tensors: Tensor) -> Any:
+        return selection_attention_with_kvcache(*tensors, selection, lengths)
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = [mode.from_tensor(x) for x in tensors]
+    with forward_ad.dual_level():
+        assert_refused(
+            ("selection_attention_with_kvcache(?s:.*)make_fx(?s:.*)Remedy: ", lambda: make_fx(call)(*tensors)),
+            ("FakeTensorMode(?s:.*)Remedy: ", lambda: call(*fake)),
+            ("forward_ad(?s:.*)Remedy: ", lambda: call(forward_ad.make_dual(tensors[0], tensors[0]), *tensors[1:])),
+            error=BackendError,
+        )
+    assert not decisions()
