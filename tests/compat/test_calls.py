@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import nsa_sel
-from nsa_sel import compat
+from nsa_sel import compat, compressed_attention, selection_attention, use_backend
 from nsa_sel.compat import FSA_topk_sparse_attention, parallel_nsa, topk_sparse_attention
 from nsa_sel.compression import BlockMean
 from tests.helpers.calls import assert_refused
@@ -32,7 +31,7 @@ TOPK = {"q": ..., "k": ..., "v": ..., "topk_idx": ..., "block_size": ..., "cu_se
 @pytest.fixture(autouse=True)
 def packed_sdpa() -> Iterator[None]:
     """One backend for all tests: the fastest for float64."""
-    with nsa_sel.use_backend("sdpa-packed"):
+    with use_backend("sdpa-packed"):
         yield
 
 
@@ -163,7 +162,7 @@ def test_compressed_attention_gives_each_sequence_its_own_and_blocks_for_the_sel
     wanted, chosen = [], []
     for of in (slice(a, b) for a, b in itertools.pairwise(cu)):
         keys = (mean(x[None, of]) for x in (k, v))
-        each, selection = nsa_sel.compressed_attention(q[None, of].unflatten(2, (H, -1)), *keys, scale=0.3, **rule)
+        each, selection = compressed_attention(q[None, of].unflatten(2, (H, -1)), *keys, scale=0.3, **rule)
         wanted.append(each.flatten(2, 3)[0])
         chosen.append(selection.block_indices[0].transpose(0, 1))
     assert_same(o, torch.cat(wanted), inputs)
@@ -181,8 +180,8 @@ def test_flash_nsa_adds_three_branches_of_each_sequence() -> None:
         rows, gates = q[None, of].unflatten(2, (H, -1)), weight[None, of].unflatten(2, (H, -1)).sigmoid()
         kt, vt = (x[None, of].transpose(1, 2) for x in (k, v))
         means = (BlockMean(4, 2)(x[None, of]) for x in (k, v))
-        o_cmp, selection = nsa_sel.compressed_attention(rows, *means, compress_block=4, compress_stride=2, block_size=8, n=3)
-        branches = o_cmp, nsa_sel.selection_attention(rows, kt, vt, selection), near(rows, kt, vt, window + 1)
+        o_cmp, selection = compressed_attention(rows, *means, compress_block=4, compress_stride=2, block_size=8, n=3)
+        branches = o_cmp, selection_attention(rows, kt, vt, selection), near(rows, kt, vt, window + 1)
         wanted.append(sum(o * gate.unsqueeze(-1) for o, gate in zip(branches, gates.unbind(-1), strict=True)).flatten(2, 3)[0])
     assert_same(compat.flash_nsa(q, k, v, weight, cu, **options), torch.cat(wanted), inputs)
 

@@ -11,13 +11,12 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-import nsa_sel
+from nsa_sel import Selection, choose_blocks, decisions
 from nsa_sel.backends import choose_torch, choose_triton
 from nsa_sel.backends._triton import choose_dkdv, choose_pages, choose_scores, ranges
 from nsa_sel.backends._triton.choose_scores import block_scores
 from nsa_sel.core import registry
 from nsa_sel.core.call import ChooseCall, Pool, Rule
-from nsa_sel.selection import Selection
 from tests.contract.lanes import Lane, lanes, parameters
 from tests.helpers.cases import make_grads
 from tests.helpers.checks import new_memory_is_nan
@@ -122,8 +121,8 @@ def test_choose_what_is_forced(lane: Lane, what: str) -> None:
     if not lane.limits.tiles_only:
         check_pages(lane, call, 4)
         q, k = torch.randn(1, 70, 1, 2, 64, device=lane.place).to(lane.dtype), torch.randn(1, 1, 70, 64, device=lane.place).to(lane.dtype)
-        nsa_sel.choose_blocks(q, k, block_size=16, n=3, first=min(1, rule.first), local=rule.local, backend=lane.name)
-        assert nsa_sel.decisions()[-1].forward == lane.name
+        choose_blocks(q, k, block_size=16, n=3, first=min(1, rule.first), local=rule.local, backend=lane.name)
+        assert decisions()[-1].forward == lane.name
 
 
 @of_all("implied", "given")

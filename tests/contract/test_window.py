@@ -15,8 +15,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-import nsa_sel
-from nsa_sel import sliding_window_attention
+from nsa_sel import reset, sliding_window_attention
 from nsa_sel.backends import window_cuda, window_triton
 from nsa_sel.backends._window import chunks, packed, plain
 from nsa_sel.backends.specs import ARITHMETIC_TILES, WINDOWS
@@ -338,7 +337,7 @@ def test_window_after_a_failure(name: str, broken: str, monkeypatch: pytest.Monk
             torch.testing.assert_close(results(inputs, window, memory=contextlib.nullcontext), wanted)
         torch.testing.assert_close(results(inputs, window, memory=contextlib.nullcontext), wanted)
         assert fail.call_count == times
-        nsa_sel.reset()
+        reset()
 
 
 @pytest.mark.gpu

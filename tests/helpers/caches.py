@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import nsa_sel
+from nsa_sel import Selection, decisions, selection_attention_with_kvcache
 from nsa_sel.oracle import oracle_forward
 from nsa_sel.quantize import STORED
-from nsa_sel.selection import Selection
-from nsa_sel.serving import selection_attention_with_kvcache
 from tests.helpers.cases import assert_forward, assert_within_twice_baseline, plain_torch
 from tests.helpers.gpus import captured, replayed
 
@@ -106,7 +104,7 @@ def check(cache: Cache, backend: str | None) -> tuple[Tensor, Tensor]:
     """o and lse, within twice the baseline's error of the oracle; the recorded decision names the backend and the pages."""
     with torch.no_grad():
         o, lse = selection_attention_with_kvcache(*cache, return_lse=True, backend=backend)
-    decision = nsa_sel.decisions()[-1]
+    decision = decisions()[-1]
     assert backend is None or decision.forward == backend
     assert decision.request.page_size == (None if cache.block_table is None else cache.k_cache.shape[1])
     assert decision.request.S == cache.q.shape[1]
@@ -260,7 +258,7 @@ def check_quantized(given: QuantizedCache, backend: str | None) -> tuple[Tensor,
     cache = given.cache
     with torch.no_grad():
         o, lse = called(given, backend)
-    decision = nsa_sel.decisions()[-1]
+    decision = decisions()[-1]
     assert backend is None or decision.forward == backend
     assert (decision.request.quantized or "").startswith("e4m3")
     assert o.dtype == cache.q.dtype

@@ -12,12 +12,12 @@ import msgspec
 import torch
 from torch import Tensor
 
+from nsa_sel import Selection
 from nsa_sel import oracle as slow
 from nsa_sel.bench.core.cases import span_lengths
 from nsa_sel.core.call import Call, device_info
 from nsa_sel.core.check import check_call
 from nsa_sel.core.request import DeviceInfo
-from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 
 DISTRIBUTIONS = ("few", "many", "mixed")

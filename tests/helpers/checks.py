@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-import nsa_sel
+from nsa_sel import Selection, decisions, selection_attention
 from nsa_sel.oracle import oracle_mask
-from nsa_sel.selection import Selection
 from tests.helpers.cases import RESULTS, assert_forward, assert_gradients, make_grads, unused_keys
 
 
@@ -19,8 +18,8 @@ def attend(
     backend: str, q: Tensor, k: Tensor, v: Tensor, selection: Selection, *, q_pos: Tensor | None = None, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """o and lse of `backend`, forced; numbers do not prove routing, so the recorded decision must name it too."""
-    o, lse = nsa_sel.selection_attention(q, k, v, selection, q_pos=q_pos, scale=scale, return_lse=True, backend=backend)
-    decision = nsa_sel.decisions()[-1]
+    o, lse = selection_attention(q, k, v, selection, q_pos=q_pos, scale=scale, return_lse=True, backend=backend)
+    decision = decisions()[-1]
     assert decision.forward == backend
     assert decision.backward == (backend if decision.request.needs_grad else None)
     return o, lse

@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-import nsa_sel
-from nsa_sel import Selection, selection_attention
+from nsa_sel import Selection, decisions, explain, log_to, reset, selection_attention
 from nsa_sel.core import decide, registry
 from nsa_sel.distributed import agreement, check_ranks, context, context_parallel_attention, exchanges
 from nsa_sel.errors import BackendError, NsaSelError
@@ -57,7 +56,7 @@ def whole_and_split(
     ranges = mine(selection.ranges[:, rows], 1)
     q_pos = None if order is None else mine(first + rows, 0)
     got = context_parallel_attention(*slices, Selection(ranges, selection.block_size), q_pos=q_pos, return_lse=True, backend=backend, **how)
-    assert nsa_sel.decisions()[-1].forward == backend
+    assert decisions()[-1].forward == backend
     grads = torch.autograd.grad(got, slices, (mine(do[:, rows], 1), mine(dlse[:, rows], 1)))
     back = rows.argsort()
     o, lse, dq = (all_of(x.detach(), 1)[:, back] for x in (*got, grads[0]))
@@ -94,7 +93,7 @@ def exchanged_blocks_are_within_the_bound() -> None:
                 assert_bits(got, wanted, backend)
     for count in (False, True):  # rows after their slice attend to the beginning of a block only
         whole_and_split(*problem(32, 64), "sdpa-packed", exchange="blocks", count_blocks=count)
-        assert nsa_sel.decisions()[-1].request.block_size is None, "decided for ranges"
+        assert decisions()[-1].request.block_size is None, "decided for ranges"
 
 
 def rows_visit_slices_within_the_bound() -> None:
@@ -108,8 +107,8 @@ def rows_visit_slices_within_the_bound() -> None:
         ragged = (across, (*problem(ROWS, 2 * ROWS)[:3], spans)) if backend in ANY_RANGES else ()
         for given in (problem(), *ragged, few):
             first, _ = whole_and_split(*given, backend, exchange="rows")
-            assert (exchanges()[-1].kind, nsa_sel.decisions()[-1].request.S) == ("rows", given[0].shape[1])
-            assert nsa_sel.decisions()[-1].request.S_kv < given[1].shape[2], "a slice of the keys"
+            assert (exchanges()[-1].kind, decisions()[-1].request.S) == ("rows", given[0].shape[1])
+            assert decisions()[-1].request.S_kv < given[1].shape[2], "a slice of the keys"
         again, _ = whole_and_split(*few, backend, exchange="rows")
         assert all(map(torch.equal, again, first))
     with torch.no_grad():
@@ -182,7 +181,7 @@ def rank_0_counts_what_neighbors_share() -> None:
         for _ in range(2):
             context_parallel_attention(*slices, exchange="gather", scale=0.7)
     assert count.call_count == (rank() == 0)
-    found, first = nsa_sel.decisions()[-1].request, torch.arange(own, device=DEVICE).expand(len(q), own)
+    found, first = decisions()[-1].request, torch.arange(own, device=DEVICE).expand(len(q), own)
     assert found.counted
     assert found.sharing == decide.count_rows(found, q[:, :own], Selection(selection.ranges[:, :own], BLOCK), first, None)
 
@@ -303,7 +302,7 @@ def first_calls_that_differ_raise_on_all_ranks() -> None:
     )
     with only_rank(1, "NSA_DEBUG_LOG", os.devnull):  # a log for each rank is fine
         small_call(group=group)
-    nsa_sel.log_to(None)
+    log_to(None)
     with mock.patch.object(agreement, "_compare") as compare:
         small_call(group=group)
     compare.assert_not_called()
@@ -324,7 +323,7 @@ def check_ranks_compares_versions_settings_and_tuning() -> None:
         assert_raises_on_all(check_ranks, "versions.numba is 'numba-1' there, 'numba-0' on rank 0")
     small_call()
     if rank() == 1:  # as where one of them has not called sync_tuning()
-        tuned.share(nsa_sel.decisions()[-1].device, tuned.TunedTable("mine.json", "abc", b"", {}, {}, None))
+        tuned.share(decisions()[-1].device, tuned.TunedTable("mine.json", "abc", b"", {}, {}, None))
     assert_raises_on_all(check_ranks, "tuning is 'mine.json abc' there, None on rank 0")
     tuned.forget()
     check_ranks()
@@ -446,8 +445,8 @@ def main() -> None:
         torch.set_num_threads(1)
     if "RANK" not in os.environ:
         folder.mkdir(parents=True, exist_ok=True)
-        nsa_sel.explain(*problem())  # what a decision needs is read once for all ranks
-        nsa_sel.reset()
+        explain(*problem())  # what a decision needs is read once for all ranks
+        reset()
         for backend in BACKENDS:
             registry.load(backend)
         for name, (number, checks) in jobs(words).items():

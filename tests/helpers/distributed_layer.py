@@ -1,4 +1,4 @@
-"""Checks of whole layers and models on several ranks: context parallelism, FSDP2, tensor parallelism, DTensors; see distributed_checks.py."""
+"""Checks of layers and models on several ranks: context and tensor parallelism, FSDP2, DTensors; see distributed_checks.py."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
-import nsa_sel
-from nsa_sel import NSAttention, Selection, nsa_attention, selection_attention, use_backend
+from nsa_sel import NSAttention, Selection, decisions, nsa_attention, selection_attention, use_backend
 from nsa_sel.distributed import (
     context_parallel,
     context_parallel_nsa_attention,
@@ -334,7 +333,7 @@ def dtensors_need_no_communication() -> None:
                 got = selection_attention(*parts, cut, backend=backend)
                 grads = torch.autograd.grad(got, parts, do_cut)
             assert traffic.get_total_counts() == 0, f"{name}: {traffic.get_comm_counts()}"
-            assert nsa_sel.decisions()[-1].forward == backend
+            assert decisions()[-1].forward == backend
             assert got.placements == (Shard(rows),), name
             assert grads[1].placements == ((Partial() if keys is None else Shard(keys)),), name
             full = [x.full_tensor() for x in (got, *grads)]
@@ -373,7 +372,7 @@ def dtensors_are_redistributed_where_needed() -> None:
     with pytest.raises(ArgumentError, match=r"selection is a Tensor; allowed: a DTensor on the mesh of q"):
         selection_attention(placed(q, 1, on), placed(k, 2, on), placed(v, 2, on), selection)
     with (
-        nsa_sel.use_backend("sdpa-packed"),
+        use_backend("sdpa-packed"),
         pytest.raises(BackendError, match="or calls of DTensors, that need gradients"),
     ):
         selection_attention(placed(q, 0, on), placed(k, 0, on), placed(v, 0, on), placed(selection.ranges, 0, on))

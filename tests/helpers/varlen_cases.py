@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import nsa_sel
+from nsa_sel import Selection, decisions, selection_attention_varlen
 from nsa_sel.oracle import oracle_backward, oracle_forward, oracle_mask
-from nsa_sel.selection import Selection
 from tests.helpers.cases import assert_within_twice_baseline, gradient_terms, make_blocks, make_spans, plain_torch
 
 
@@ -91,8 +90,8 @@ def attend_varlen(backend: str, packed: Packed, *inputs: Tensor, **options: obje
     q, k, v = inputs or packed[:3]
     cu_k = None if packed.cu_k == packed.cu_q and len(q) == len(k) else packed.cu_k
     options = {"cu_seqlens_q": packed.cu_q, "cu_seqlens_k": cu_k, **options}
-    o, lse = nsa_sel.selection_attention_varlen(q, k, v, packed.selection, return_lse=True, backend=backend, **options)  # type: ignore[arg-type]
-    decision = nsa_sel.decisions()[-1]
+    o, lse = selection_attention_varlen(q, k, v, packed.selection, return_lse=True, backend=backend, **options)  # type: ignore[arg-type]
+    decision = decisions()[-1]
     assert decision.forward == backend
     assert decision.backward == (backend if decision.request.needs_grad else None)
     return o, lse

@@ -11,8 +11,18 @@ from msgspec.structs import replace
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import nsa_sel
-from nsa_sel import Selection, choose_blocks, compressed_attention, infllm_selection, moba_selection
+from nsa_sel import (
+    Selection,
+    choose_blocks,
+    compressed_attention,
+    decisions,
+    describe,
+    explain_request,
+    infllm_selection,
+    moba_selection,
+    selection_attention,
+    use_backend,
+)
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Offer
 from nsa_sel.core.call import ChooseCall
@@ -107,9 +117,7 @@ def test_infllm(backend: str, coarse: bool) -> None:
     selection = infllm_selection(q, k, **INFLLM, coarse_lse=coarse, q_pos=positions, backend=backend)
     scores = infllm_scores(q, k, positions, coarse=coarse, block=16, l=8, d=4)
     assert_chosen(selection.block_indices, scores, best(scores, positions, 16, 3, 1, 1))
-    assert [decision.request.pool for decision in nsa_sel.decisions()[-2:]][1 - coarse :] == [("lse",)] * coarse + [
-        ("weights", "sum", "max")
-    ]
+    assert [decision.request.pool for decision in decisions()[-2:]][1 - coarse :] == [("lse",)] * coarse + [("weights", "sum", "max")]
 
 
 def test_the_default_windows_of_infllm_are_those_of_its_source() -> None:
@@ -158,8 +166,8 @@ def test_a_decision_replays_and_takes_overrides() -> None:
     assert last().request.kind == "choose"
     assert [verdict.backend for verdict in last().verdicts] == list(registry.backends("choose"))
     assert Decision.from_json(last().to_json()).replay() == ()
-    assert "scores    max over a block, sum over heads, of logits" in nsa_sel.describe(last())
-    with nsa_sel.use_backend("choose-triton"):
+    assert "scores    max over a block, sum over heads, of logits" in describe(last())
+    with use_backend("choose-triton"):
         choose()
     assert (last().forward, last().override) == ("choose-triton", Override("choose-triton", "use_backend"))
     with pytest.raises(BackendError, match="is unknown to compressed_attention and choose_blocks"):
@@ -332,7 +340,7 @@ def test_empty_compressed() -> None:
 
 def attend() -> None:
     q, k, v = torch.randn(1, 8, 1, 2, 16), torch.randn(1, 1, 8, 16), torch.randn(1, 1, 8, 16)
-    nsa_sel.selection_attention(q, k, v, torch.tensor([[0, 4]]).expand(1, 8, 1, 1, 2))
+    selection_attention(q, k, v, torch.tensor([[0, 4]]).expand(1, 8, 1, 1, 2))
 
 
 def compress(**options: Any) -> None:
@@ -346,16 +354,16 @@ def test_a_decision_replays_and_names_every_backend() -> None:
     assert [verdict.backend for verdict in last().verdicts] == list(registry.backends("choose"))
     assert [step.partition(": ")[0] for step in last().steps] == ["choose-cuda", "choose-triton"]
     assert Decision.from_json(last().to_json()).replay() == ()
-    assert "choose-triton" in nsa_sel.describe(last())
+    assert "choose-triton" in describe(last())
 
 
 def test_forcing_a_backend_concerns_its_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    with nsa_sel.use_backend("sdpa-packed"):
+    with use_backend("sdpa-packed"):
         compress()
         assert last().override is None
         attend()
         assert last().forward == "sdpa-packed"
-    with nsa_sel.use_backend("choose-torch"):
+    with use_backend("choose-torch"):
         attend()
         assert last().override is None
         compress()
@@ -391,10 +399,10 @@ def test_on_a_gpu_triton_chooses_but_hopper_has_cuda(monkeypatch: pytest.MonkeyP
     request = example_choice(needs_grad=True)
     monkeypatch.setattr(registry, "offers", lambda request: tuple(map(Offer, registry.backends(request.kind).values())))
     forget_decisions()
-    decision = nsa_sel.explain_request(request, GPUS[name])
+    decision = explain_request(request, GPUS[name])
     assert (decision.forward, decision.backward) == (backend, backend)
     for change in ({"h": 1}, {"h": 65}, {"Dk": 80}, {"Dv": 256}, {"S": 4}, {"aligned": False}):
-        assert nsa_sel.explain_request(replace(request, **change), GPUS[name]).forward == "choose-triton"
+        assert explain_request(replace(request, **change), GPUS[name]).forward == "choose-triton"
     forget_decisions()
 
 

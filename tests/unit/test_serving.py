@@ -11,14 +11,12 @@ import msgspec
 import pytest
 import torch
 
-import nsa_sel
+from nsa_sel import Selection, decisions, describe, explain_request, quantize_e4m3, reset, selection_attention_with_kvcache, warmup
 from nsa_sel.core import registry
 from nsa_sel.core.request import DeviceInfo, example_request
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.oracle import oracle_forward
 from nsa_sel.quantize import STORED
-from nsa_sel.selection import Selection
-from nsa_sel.serving import selection_attention_with_kvcache
 from tests.helpers.caches import (
     EACH,
     LENGTHS,
@@ -244,11 +242,11 @@ def test_gpus_without_e4m3_take_packed_sdpa(sm: int, forward: str) -> None:
     """SM 8.0 has no instruction for it; on SM 8.9 Triton is off by the device rule."""
     device = DeviceInfo(kind="cuda", name="a GPU", sm=sm, sm_count=100, shared_memory=99 << 10)
     request = msgspec.structs.replace(example_request(), S=1, page_size=64, quantized="e4m3/head")
-    decision = nsa_sel.explain_request(request, device)
+    decision = explain_request(request, device)
     assert decision.forward == forward
     (verdict,) = (verdict for verdict in decision.verdicts if verdict.backend == "triton-group")
     assert ("quantized-sm" in {reason.code for reason in verdict.forward}) == (sm < 89)
-    assert "quantized KV cache (e4m3/head)" in nsa_sel.describe(decision)
+    assert "quantized KV cache (e4m3/head)" in describe(decision)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +266,7 @@ def test_gpus_without_e4m3_take_packed_sdpa(sm: int, forward: str) -> None:
 def test_cupy_cuda_reads_whole_steps_of_e4m3_on_hopper(sm: int, facts: dict[str, Any], found: tuple[str, object, str] | None) -> None:
     device = DeviceInfo(kind="cuda", name="a GPU", sm=sm, sm_count=100, shared_memory=227 << 10)
     request = msgspec.structs.replace(example_request(), **{"S": 1, "page_size": 64, "quantized": "e4m3/head", **facts})
-    (verdict,) = (verdict for verdict in nsa_sel.explain_request(request, device).verdicts if verdict.backend == "cupy-cuda")
+    (verdict,) = (verdict for verdict in explain_request(request, device).verdicts if verdict.backend == "cupy-cuda")
     reasons = [reason for reason in verdict.forward if reason.code.startswith("quantized")]
     assert [reason.code for reason in reasons] == ([] if found is None else [found[0]])
     if found is not None:
@@ -281,13 +279,13 @@ def test_a_warmed_call_is_of_the_class_of_the_real_one(page_size: int | None, ea
     """By `warmup`, and before the first call, which keeps its scales."""
     given = make_quantized(each, page_size)
     wanted = check_quantized(given, None)
-    asked = nsa_sel.decisions()[-1].request
-    nsa_sel.warmup("cpu", [asked])
-    assert nsa_sel.decisions()[-1].request == asked
+    asked = decisions()[-1].request
+    warmup("cpu", [asked])
+    assert decisions()[-1].request == asked
     monkeypatch.setenv("NSA_SEL_AUTOTUNE", "warmup")
-    nsa_sel.reset()
+    reset()
     assert all(map(torch.equal, check_quantized(given, None), wanted))
-    assert [decision.request for decision in nsa_sel.decisions()[-3:]] == [asked] * 3  # the call's, the warm-up's, and the call's again
+    assert [decision.request for decision in decisions()[-3:]] == [asked] * 3  # the call's, the warm-up's, and the call's again
 
 
 ONE, HEAD = torch.ones(1), torch.ones(2)
@@ -343,7 +341,7 @@ def test_bad_scales_are_refused(cache: Callable[[Cache], dict[str, Any]], scales
 def test_quantized_numbers_are_close_to_what_they_stand_for(each: str) -> None:
     x = torch.randn(3, 5, 2, 7, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-6, 1e3])[:, None]
     x[1] = 0
-    stored, scale = nsa_sel.quantize_e4m3(x, each)  # type: ignore[arg-type]
+    stored, scale = quantize_e4m3(x, each)  # type: ignore[arg-type]
     assert (stored.dtype, stored.shape) == (STORED, x.shape)
     assert scale.shape == {"tensor": (1,), "head": (2,), "page": (3, 2)}[each]
     wide = scale.reshape(-1, 1, scale.shape[-1], 1)
@@ -353,21 +351,21 @@ def test_quantized_numbers_are_close_to_what_they_stand_for(each: str) -> None:
 
 
 def test_numbers_that_are_not_finite_count_for_no_scale() -> None:
-    stored, scale = nsa_sel.quantize_e4m3(torch.tensor([1, torch.nan, torch.inf, 1]).view(1, 4, 1, 1).expand(1, 4, 1, 8), "tensor")
+    stored, scale = quantize_e4m3(torch.tensor([1, torch.nan, torch.inf, 1]).view(1, 4, 1, 1).expand(1, 4, 1, 8), "tensor")
     assert float(scale) == pytest.approx(1 / 448)
     assert stored.float()[0, :, 0, 0].isnan().tolist() == [False, True, True, False]
 
 
 @pytest.mark.parametrize(("each", "shape"), [("tensor", (1,)), ("head", (2,)), ("page", (0, 2))])
 def test_scales_of_an_empty_cache_have_its_shape(each: str, shape: tuple[int, ...]) -> None:
-    stored, scale = nsa_sel.quantize_e4m3(torch.empty(0, 3, 2, 4), each)  # type: ignore[arg-type]
+    stored, scale = quantize_e4m3(torch.empty(0, 3, 2, 4), each)  # type: ignore[arg-type]
     assert (stored.shape, scale.shape) == ((0, 3, 2, 4), shape)
     assert bool((scale == 1).all())
 
 
 def test_scales_of_tiny_numbers_have_a_reciprocal() -> None:
     x = torch.tensor([0.0, 1e-42, -1e-40, 1e-38]).view(4, 1, 1, 1)
-    stored, scale = nsa_sel.quantize_e4m3(x, "page")
+    stored, scale = quantize_e4m3(x, "page")
     assert scale.flatten().tolist() == [1, *[torch.finfo(torch.float32).tiny] * 3]
     assert bool(((stored.float() * scale.view(4, 1, 1, 1) - x).abs() <= torch.maximum(x.abs() / 16, scale.view(4, 1, 1, 1) / 1024)).all())
 
@@ -375,10 +373,10 @@ def test_scales_of_tiny_numbers_have_a_reciprocal() -> None:
 def test_what_cannot_be_quantized_is_refused() -> None:
     x = torch.ones(1, 1, 1, 1)
     assert_refused(
-        ("^x is a int", lambda: nsa_sel.quantize_e4m3(3)),  # type: ignore[arg-type]
-        (r"^x is torch.float32 of shape \(1, 1\); allowed: a cache \[B,S_max,G,D\]", lambda: nsa_sel.quantize_e4m3(x[0, 0])),
-        ("^x is torch.int32", lambda: nsa_sel.quantize_e4m3(x.int())),
-        ("^each is 'row'; allowed: tensor, head, page", lambda: nsa_sel.quantize_e4m3(x, "row")),  # type: ignore[arg-type]
+        ("^x is a int", lambda: quantize_e4m3(3)),  # type: ignore[arg-type]
+        (r"^x is torch.float32 of shape \(1, 1\); allowed: a cache \[B,S_max,G,D\]", lambda: quantize_e4m3(x[0, 0])),
+        ("^x is torch.int32", lambda: quantize_e4m3(x.int())),
+        ("^each is 'row'; allowed: tensor, head, page", lambda: quantize_e4m3(x, "row")),  # type: ignore[arg-type]
     )
 
 

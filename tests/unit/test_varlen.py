@@ -10,8 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-import nsa_sel
-from nsa_sel import NSAttention, compat, compressed_attention, nsa_attention
+from nsa_sel import (
+    NSAttention,
+    Selection,
+    compat,
+    compressed_attention,
+    decisions,
+    explain_request,
+    nsa_attention,
+    selection_attention,
+    selection_attention_varlen,
+    use_backend,
+    varlen_positions,
+)
 from nsa_sel.backends import choose_triton
 from nsa_sel.bench.core.cases import packed_cases
 from nsa_sel.core import attend
@@ -19,8 +30,6 @@ from nsa_sel.core import packed as packed_batches
 from nsa_sel.core.arguments import Bounds
 from nsa_sel.core.request import Request
 from nsa_sel.errors import ArgumentError, BackendError
-from nsa_sel.selection import Selection
-from nsa_sel.varlen import selection_attention_varlen, varlen_positions
 from tests.contract.lanes import lanes
 from tests.helpers.calls import assert_refused, calls_of, last
 from tests.helpers.cases import make_blocks, make_qkv
@@ -144,7 +153,7 @@ def test_inference_mode_empty_batches_and_one_sequence_equal_the_plain_call() ->
     assert (o.shape, lse.shape) == ((0, 1, 2, 24), (0, 1, 2))
     q, k, v = make_qkv(S=30, G=2, h=2)
     selection = make_blocks(1, 30, 2, 30, 2, 8)
-    wanted = nsa_sel.selection_attention(q, k, v, selection)
+    wanted = selection_attention(q, k, v, selection)
     assert torch.equal(wanted[0], selection_attention_varlen(q[0], k[0].transpose(0, 1), v[0].transpose(0, 1), selection, [0, 30]))
 
 
@@ -272,9 +281,9 @@ def test_backends_of_whole_blocks_serve_any_bounds_when_forced(backend: str) -> 
     check_varlen(backend, pack((5, 0, 1, 18), n=2, spare=3))
     assert last().request.block_size == 16
     packed = pack((1, 2, 0), (20, 1, 17), n=2, G=2, h=3, dtype=torch.float16)  # as many rows as keys, less, and none
-    with nsa_sel.use_backend(backend):
+    with use_backend(backend):
         selection_attention_varlen(*packed[:4], packed.cu_q, packed.cu_k)
-    assert nsa_sel.decisions()[-1].forward == backend
+    assert decisions()[-1].forward == backend
     check_varlen(backend, packed._replace(selection=Selection(packed.selection.ranges.long(), 16)))
 
 
@@ -343,14 +352,14 @@ def packed_request(**changes: Any) -> Request:
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["forward", "and backward"])
 def test_a_gpu_copies_for_a_backend_of_blocks(needs_grad: bool) -> None:
     request = packed_request(needs_grad=needs_grad)
-    decision = nsa_sel.explain_request(request, H200)
+    decision = explain_request(request, H200)
     assert {decision.forward, decision.backward} & set(ON_BLOCKS)
     assert packed_batches._pays(request, H200, None)
     assert packed_batches._pays(packed_request(h=4, needs_grad=needs_grad), H200, None)
     assert not packed_batches._pays(request, H200, "triton-group")
     assert not packed_batches._pays(request, H200, "sdpa-packed")
     assert not packed_batches._pays(request, H200, "a misspelled one")
-    with nsa_sel.use_backend("triton-group"):
+    with use_backend("triton-group"):
         assert not packed_batches._pays(request, H200, None)
         assert packed_batches._pays(request, H200, "triton-tile")
     assert not packed_batches._pays(packed_request(block_size=2, n=512), H200, None)  # which no backend of blocks takes

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_sel import gating
+from nsa_sel import NSACache, gating
 from nsa_sel.backends._triton import cache as cache_kernels
 from nsa_sel.backends._triton import elementwise
-from nsa_sel.cache import NSACache
 from nsa_sel.caching import extend
 from nsa_sel.compression import BlockMLP
 from nsa_sel.quantize import STORED, stored

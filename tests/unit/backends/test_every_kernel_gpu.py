@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-import nsa_sel
+from nsa_sel import Selection, choose_blocks, decisions, infllm_selection, moba_selection, selection_attention_with_kvcache
 from nsa_sel.backends import choose_cuda, choose_triton, cupy_cuda
 from nsa_sel.backends._triton.kernel import Kernel
 from nsa_sel.backends.cupy_cuda import compressed, few_tokens, launch, sm90, token_order, whole_blocks
@@ -19,7 +19,6 @@ from nsa_sel.backends.launcher import cuda_driver
 from nsa_sel.core import registry
 from nsa_sel.core.call import Rule, device_info
 from nsa_sel.core.request import DeviceInfo
-from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from tests.helpers import caches, checks
 from tests.helpers.caches import LENGTHS
@@ -73,9 +72,9 @@ def check_paged(backend: str, q: Any, k: Any, v: Any, selection: Selection, page
     pages = [x.transpose(1, 2).reshape(B * S_kv // page_size, page_size, G, x.shape[3]) for x in (k, v)]
     table = torch.arange(B * S_kv // page_size, dtype=torch.int32, device=q.device).view(B, -1)
     lengths = torch.full((B,), S_kv, dtype=torch.int32, device=q.device)
-    got = nsa_sel.selection_attention_with_kvcache(q, *pages, selection, lengths, table, backend=backend, return_lse=True)
+    got = selection_attention_with_kvcache(q, *pages, selection, lengths, table, backend=backend, return_lse=True)
     assert_forward(got, q, k, v, selection.ranges)
-    assert nsa_sel.decisions()[-1].forward == backend
+    assert decisions()[-1].forward == backend
 
 
 def of_heads(h: int, Dk: int, Dv: int) -> Callable[[str], None]:
@@ -206,14 +205,14 @@ def test_every_kernel_of_choosing_without_attention(width: str) -> None:
     q, k, _ = make_qkv(2, S, 2, 4, Dk, Dk, S_kv=S_kv, dtype=dtype, device="cuda")
     t = torch.arange(S_kv - S, S_kv).expand(2, S)
     slack = 1e-5 if dtype == torch.float32 else 1e-3
-    minimax = nsa_sel.choose_blocks(q[:, :, :, :1], k[:, :1], block_size=64, n=4)
+    minimax = choose_blocks(q[:, :, :, :1], k[:, :1], block_size=64, n=4)
     scores = msa_scores(q[:, :, :, :1], k[:, :1], t, 64)
     assert_chosen(minimax.block_indices, scores, best(scores, t, 64, 4, 0, 1), 1e-5)
     scores = moba_scores(q, k, t, 64)
-    assert_chosen(nsa_sel.moba_selection(q, k, block_size=64, n=4).block_indices, scores, best(scores, t, 64, 4, 0, 1), slack)
+    assert_chosen(moba_selection(q, k, block_size=64, n=4).block_indices, scores, best(scores, t, 64, 4, 0, 1), slack)
     scores = infllm_scores(q, k, t, coarse=True)
-    assert_chosen(nsa_sel.infllm_selection(q, k, n=4, local=2).block_indices, scores, best(scores, t, 64, 4, 1, 2), slack)
-    assert {decision.forward for decision in nsa_sel.decisions()[-4:]} == {"choose-triton"}
+    assert_chosen(infllm_selection(q, k, n=4, local=2).block_indices, scores, best(scores, t, 64, 4, 1, 2), slack)
+    assert {decision.forward for decision in decisions()[-4:]} == {"choose-triton"}
 
 
 @gpu

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from nsa_sel import decisions, selection_attention
+from nsa_sel import decisions, reset, selection_attention
 from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends.cupy_cuda import block_tiles, launch, tensor_map
 from nsa_sel.backends.launcher import cuda_driver, replay
@@ -26,7 +26,6 @@ from nsa_sel.core import ranges as ranges_module
 from nsa_sel.core import registry
 from nsa_sel.core.call import Call, Workspace
 from nsa_sel.core.transforms import REPEATED
-from nsa_sel.core.warm import reset
 from nsa_sel.errors import BackendError
 from nsa_sel.selection import Exact, Selection, Snapshot
 from nsa_sel.settings.config import settings_for

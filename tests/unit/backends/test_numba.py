@@ -15,11 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import nsa_sel
+from nsa_sel import Selection, selection_attention
 from nsa_sel.backends import numba_cpu
 from nsa_sel.backends._numba import kernels
 from nsa_sel.backends._numba.vectors import load, multiply_add, store
-from nsa_sel.selection import Selection
 from tests.helpers.cases import make_call, make_grads, make_qkv, make_spans
 
 
@@ -87,12 +86,12 @@ def test_a_forked_child_has_threads_of_its_own(threads: None) -> None:
     torch.set_num_threads(2)
     q, k, v = make_qkv(1, 40, 1, 4, 16)
     ranges = torch.tensor([[0, 40]]).expand(1, 40, 1, 1, 2)
-    before = nsa_sel.selection_attention(q, k, v, ranges, backend="numba")
+    before = selection_attention(q, k, v, ranges, backend="numba")
     child = os.fork()
     if child == 0:  # no way out but these: the child would go on with the other tests
         try:
             signal.alarm(300)  # if it waits for threads that it does not have
-            same = torch.equal(before, nsa_sel.selection_attention(q, k, v, ranges, backend="numba"))
+            same = torch.equal(before, selection_attention(q, k, v, ranges, backend="numba"))
             os._exit(0 if same and any(thread.is_alive() for thread in numba_cpu._pool()._threads) else 1)
         finally:
             os._exit(2)

@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import nsa_sel
+from nsa_sel import Selection, selection_attention
 from nsa_sel.backends import sdpa_packed
 from nsa_sel.backends._sdpa import attend, dense, gathered, key_tiles
 from nsa_sel.core.call import Call
-from nsa_sel.selection import Selection
 from tests.helpers.cases import (
     assert_forward,
     assert_gradients,
@@ -281,5 +280,5 @@ def test_the_event_tells_the_path(monkeypatch: pytest.MonkeyPatch, logged: Any) 
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
     for path in ("dense", "varlen"):
         monkeypatch.setenv("NSA_SEL_TRITON_FORCE_PATH", path)
-        nsa_sel.selection_attention(q, k, v, edge_selections(1, 8, 1, 16)["one_contiguous"], backend="sdpa-packed")
+        selection_attention(q, k, v, edge_selections(1, 8, 1, 16)["one_contiguous"], backend="sdpa-packed")
     assert logged("sel.path") == [{"backend": "sdpa-packed", "path": path} for path in ("dense", "varlen")]

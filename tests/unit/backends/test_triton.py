@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-import nsa_sel
+from nsa_sel import Selection, selection_attention
 from nsa_sel.backends import triton_group
 from nsa_sel.backends._triton import arguments, blocks, dkdv, units
 from nsa_sel.backends._triton import key_to_rows as key_to_rows_module
@@ -20,7 +20,6 @@ from nsa_sel.backends.launcher.replay import kept_plan
 from nsa_sel.core.call import Call, device_info
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import BackendError
-from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from tests.helpers.calls import assert_refused, calls_of
 from tests.helpers.cases import make_blocks, make_call, make_qkv, make_spans
@@ -170,7 +169,7 @@ def test_plans_are_kept_for_positions_too(monkeypatch: pytest.MonkeyPatch, backe
 
     def run() -> int:
         built.clear()
-        nsa_sel.selection_attention(q, k, v, selection, q_pos=positions, backend=backend).sum().backward()
+        selection_attention(q, k, v, selection, q_pos=positions, backend=backend).sum().backward()
         return len(built)
 
     first = run()
@@ -178,8 +177,8 @@ def test_plans_are_kept_for_positions_too(monkeypatch: pytest.MonkeyPatch, backe
     assert run() == 0
     positions[0] = 31
     assert run() == first
-    o = nsa_sel.selection_attention(q, k, v, selection, q_pos=positions, backend=backend)
-    assert torch.equal(o, nsa_sel.selection_attention(q, k, v, selection, q_pos=positions.clone(), backend=backend))
+    o = selection_attention(q, k, v, selection, q_pos=positions, backend=backend)
+    assert torch.equal(o, selection_attention(q, k, v, selection, q_pos=positions.clone(), backend=backend))
     positions = positions.clone()
     assert run() == 0  # the same positions, which a CPU tells by their values
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import nsa_sel
+from nsa_sel import Selection, decisions, reset, selection_attention
 from nsa_sel.backends import _slices, cupy_cuda, triton_tile
 from nsa_sel.backends._triton import arguments, dkdv, key_to_rows, units
 from nsa_sel.backends._triton.kernel import Kernel
@@ -27,9 +27,7 @@ from nsa_sel.backends.launcher.buffers import unwritten
 from nsa_sel.core import registry
 from nsa_sel.core.call import Call
 from nsa_sel.core.request import DeviceInfo
-from nsa_sel.core.warm import reset
 from nsa_sel.errors import ArgumentError, BackendError
-from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from tests.helpers.calls import assert_refused, calls_of
 from tests.helpers.cases import assert_gradients, make_blocks, make_call, make_grads, make_qkv, make_spans
@@ -79,7 +77,7 @@ def problem(device: str = "cpu", S: int = 2) -> tuple[Tensor, Tensor, Tensor, Se
 
 def results(backend: str, arguments: tuple[Any, ...], workspace: Tensor | None) -> tuple[Tensor, ...]:
     q, k, v, selection = arguments
-    o, lse = nsa_sel.selection_attention(q, k, v, selection, return_lse=True, backend=backend, workspace=workspace)
+    o, lse = selection_attention(q, k, v, selection, return_lse=True, backend=backend, workspace=workspace)
     return o, lse, *torch.autograd.grad((o, lse), (q, k, v), make_grads(q, v))
 
 
@@ -114,11 +112,11 @@ def test_too_small_a_workspace_says_how_large_it_should_be(backend: str) -> None
         size = int(found[1])
         passes.append(found[2])
     assert passes in (["forward"], ["backward"], ["forward", "backward"])
-    assert not registry.is_broken(backend, nsa_sel.decisions()[-1].request)
+    assert not registry.is_broken(backend, decisions()[-1].request)
 
 
 def test_an_invalid_workspace_is_refused() -> None:
-    call = functools.partial(nsa_sel.selection_attention, *problem())
+    call = functools.partial(selection_attention, *problem())
     with torch.inference_mode():
         inner = torch.empty(64, dtype=torch.uint8)
     assert_refused(

@@ -13,8 +13,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.logging_tensor import LoggingTensorMode, capture_logs
 
-import nsa_sel
-from nsa_sel import Selection, compressed_attention, decisions, selection_attention, selection_attention_with_kvcache
+from nsa_sel import Selection, compressed_attention, decisions, reset, selection_attention, selection_attention_with_kvcache, use_backend
 from nsa_sel.core import attend, choose, run, transforms
 from nsa_sel.errors import ArgumentError, BackendError, NsaSelError
 from tests.helpers.calls import assert_refused, calls_of
@@ -100,7 +99,7 @@ def test_other_options_are_checked(checked: list[Any], monkeypatch: pytest.Monke
         with pytest.raises(NsaSelError):
             selection_attention(q, k, v, selection, **bad)  # type: ignore[call-overload]
     before = len(checked)
-    with nsa_sel.use_backend("sdpa-packed"):
+    with use_backend("sdpa-packed"):
         selection_attention(q, k, v, selection, scale=1.0)
     assert decisions()[-1].forward == "sdpa-packed"
     monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
@@ -108,7 +107,7 @@ def test_other_options_are_checked(checked: list[Any], monkeypatch: pytest.Monke
     assert decisions()[-1].forward == "sdpa-packed"
     monkeypatch.delenv("NSA_SEL_BACKEND")
     assert len(checked) == before + 2
-    nsa_sel.reset()
+    reset()
     selection_attention(q, k, v, selection, scale=1.0)
     assert len(checked) == before + 3
 

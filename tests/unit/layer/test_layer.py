@@ -14,15 +14,12 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-import nsa_sel
-from nsa_sel import NSACache, NSAttention, attention_layer, rotary
+from nsa_sel import NSACache, NSASelection, NSAttention, Selection, attention_layer, block_scores, decisions, rotary, selection_attention
 from nsa_sel.backends._triton import elementwise
 from nsa_sel.compression import BlockMean, BlockMLP
 from nsa_sel.errors import ArgumentError, BackendError
-from nsa_sel.layer import NSASelection, block_scores
 from nsa_sel.projection import copy_wide, fits_wide, split_columns
 from nsa_sel.rotary import rotate
-from nsa_sel.selection import Selection
 from tests.helpers import layer as nsa_reference
 from tests.helpers.calls import assert_refused, calls_of
 from tests.helpers.cases import make_qkv
@@ -441,10 +438,10 @@ def test_the_module_equals_the_plain_call_for_scores_and_blocks() -> None:
     module = NSASelection(n=3, block_size=16, backend="sdpa-packed")
     scores = torch.randn(2, 48, 2, 4)
     selection = Selection.from_scores(scores, 3, 16, S_kv=64)
-    wanted = nsa_sel.selection_attention(q, k, v, selection, return_lse=True, backend="sdpa-packed")
+    wanted = selection_attention(q, k, v, selection, return_lse=True, backend="sdpa-packed")
     for given in ({"scores": scores}, {"block_indices": selection.block_indices}):
         assert all(map(torch.equal, module(q, k, v, **given, return_lse=True), wanted))
-    assert nsa_sel.decisions()[-1].forward == "sdpa-packed"
+    assert decisions()[-1].forward == "sdpa-packed"
     module(q, k, v, scores).sum().backward()
     assert q.grad is not None
     assert list(module.parameters()) == []
@@ -456,7 +453,7 @@ def test_positions_and_options_reach_the_call() -> None:
     q_pos, scores = torch.tensor([3, 20, 40, 63]), torch.randn(1, 4, 1, 4)
     got = NSASelection(2, 16, first=0, local=1, scale=0.5)(q, k, v, scores, q_pos=q_pos)
     selection = Selection.from_scores(scores, 2, 16, 0, 1, q_pos=q_pos)
-    assert torch.equal(got, nsa_sel.selection_attention(q, k, v, selection, scale=0.5, q_pos=q_pos))
+    assert torch.equal(got, selection_attention(q, k, v, selection, scale=0.5, q_pos=q_pos))
 
 
 @pytest.mark.parametrize(("block", "length", "stride"), [(64, 32, 16), (16, 16, 16), (32, 32, 8), (16, 32, 16)])

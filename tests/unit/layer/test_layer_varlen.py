@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import nsa_sel
 from nsa_sel import (
     NSAttention,
     compressed_attention,
     compressed_cu_seqlens,
     gating,
     nsa_attention,
+    selection_attention_varlen,
     sliding_window_attention,
 )
 from nsa_sel.compression import BlockMean, BlockMLP
@@ -100,7 +100,7 @@ def test_compressed_attention_equals_a_call_for_each_sequence(form: Any, monkeyp
     assert not o[CU[-1] :].any()
     assert bool((selection.block_indices[0, CU[-1] :] == -1).all())
     k, v = random((T, 2, 16), (T, 2, 8))
-    assert nsa_sel.selection_attention_varlen(inputs[0], k, v, selection, CU).shape == (T, 2, 3, 8)
+    assert selection_attention_varlen(inputs[0], k, v, selection, CU).shape == (T, 2, 3, 8)
 
 
 WRONG_CHOICES = [

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-import nsa_sel
-from nsa_sel import by_groups, gating, nsa_attention
+from nsa_sel import NSAttention, by_groups, decisions, gating, nsa_attention, use_backend
 from nsa_sel.backends._triton import elementwise
 from nsa_sel.core.call import device_info
 from nsa_sel.errors import ArgumentError, BackendError
@@ -87,7 +86,7 @@ def test_keys_of_branches_without_gradients_are_not_saved(wanted: tuple[str, ...
 def test_a_backend_is_forced_for_the_selected_branch() -> None:
     tensors, options = make("two-groups", torch.float32)
     nsa_attention(**tensors, **options, backend="numba")
-    assert [(d.request.kind, d.forward) for d in nsa_sel.decisions()[-2:]] == [("choose", "choose-torch"), ("attend", "numba")]
+    assert [(d.request.kind, d.forward) for d in decisions()[-2:]] == [("choose", "choose-torch"), ("attend", "numba")]
 
 
 # Bad input
@@ -207,7 +206,7 @@ def test_units_of_one_group(own_q: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     torch.testing.assert_close(results(tensors, True, **options), wanted, rtol=1e-12, atol=1e-12)
     with torch.no_grad():
         torch.testing.assert_close(nsa_attention(**tensors, **options), wanted[0], rtol=1e-12, atol=1e-12)
-    assert [(d.request.kind, d.request.B, d.request.G) for d in nsa_sel.decisions()[-8:]] == 4 * [("choose", 1, 1), ("attend", 1, 1)]
+    assert [(d.request.kind, d.request.B, d.request.G) for d in decisions()[-8:]] == 4 * [("choose", 1, 1), ("attend", 1, 1)]
 
 
 @pytest.mark.usefixtures("cheapest_backend")
@@ -316,16 +315,16 @@ def test_gradients_twice_checkpoints_and_no_second_derivative() -> None:
 @pytest.mark.usefixtures("cheapest_backend")
 def test_forced_backends_are_those_of_the_forward_pass() -> None:
     tensors, options = make("two-groups", torch.float32)
-    with nsa_sel.use_backend("numba"):
+    with use_backend("numba"):
         o = nsa_attention(**tensors, **options, recompute=True)
     named = nsa_attention(**tensors, **options, recompute=True, backend="numba")
     for each in (o, named):
-        with nsa_sel.use_backend("sdpa-packed"), counted() as grown:
+        with use_backend("sdpa-packed"), counted() as grown:
             gradients(each, tensors)
         assert grown["calls", "numba"] == 1
     free = nsa_attention(**tensors, **options, recompute=True)
-    other = "sdpa-packed" if nsa_sel.decisions()[-1].forward == "numba" else "numba"
-    with nsa_sel.use_backend(other), counted() as grown:
+    other = "sdpa-packed" if decisions()[-1].forward == "numba" else "numba"
+    with use_backend(other), counted() as grown:
         gradients(free, tensors)
     assert ("calls", other) not in grown
 
@@ -360,7 +359,7 @@ def test_a_layer_recomputes() -> None:
         results.append((o, *torch.autograd.grad(o.sum(), (x, *layer.parameters()))))
     assert all(all(map(torch.equal, other, results[0])) for other in results[1:])
     with pytest.raises(ArgumentError, match="recompute is None"):
-        nsa_sel.NSAttention(10, 2, 2, 4, recompute=None)  # type: ignore[arg-type]
+        NSAttention(10, 2, 2, 4, recompute=None)  # type: ignore[arg-type]
 
 
 def layer_inputs(S: int, G: int, h: int, D: int, seed: int = 0) -> list[Tensor]:

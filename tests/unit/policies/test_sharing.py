@@ -11,20 +11,17 @@ from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
-import nsa_sel
-from nsa_sel import Selection, selection_attention
+from nsa_sel import Decision, Selection, decisions, describe, explain, reset, selection_attention
 from nsa_sel.bench.core.cases import make_inputs, make_selection, prefill, real_selection
 from nsa_sel.bench.tune import cost_fit
 from nsa_sel.core import decide
 from nsa_sel.core.call import request_of
 from nsa_sel.core.check import check_call
-from nsa_sel.core.decision import Decision
 from nsa_sel.core.ranges import sample_rows, sampled_sharing
 from nsa_sel.core.request import SHARING_TOKENS
 from nsa_sel.settings import tuned
 from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.tuned import shape_of
-from nsa_sel.telemetry.describe import describe
 from tests.helpers.calls import counted
 from tests.helpers.cases import make_blocks, make_qkv
 from tests.helpers.gpus import captured, no_waiting, replayed
@@ -68,7 +65,7 @@ def tensors(rows: int = S, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def called(selection: Selection, rows: int = S, **options: Any) -> Decision:
     selection_attention(*tensors(rows), selection, **options)
-    return nsa_sel.decisions()[-1]
+    return decisions()[-1]
 
 
 # Counting
@@ -111,7 +108,7 @@ def test_the_first_call_counts_and_the_count_decides(logged: Events) -> None:
     assert again is decision
     (event,) = logged("sel.sharing")
     assert (event["sharing"], event["rows"]) == (exact.sharing, S)
-    nsa_sel.reset()
+    reset()
     assert called(alike()).forward == "numba"
     assert called(alike()).request.sharing == (1.0,) * 7
     assert len(logged("sel.sharing")) == 2
@@ -181,7 +178,7 @@ def test_a_capture_goes_by_the_prior_and_the_next_call_counts(logged: Events, mo
 
 
 def test_explain_says_what_a_call_will_do(logged: Events) -> None:
-    decision = nsa_sel.explain(*tensors(), apart())
+    decision = explain(*tensors(), apart())
     assert decision.forward == "sdpa-packed"
     assert called(apart()) is decision
     assert len(logged("sel.sharing")) == 1
@@ -201,7 +198,7 @@ def test_compiled_calls_count_when_they_run(logged: Events) -> None:
     with counted() as grown:
         work(q, k, v, apart().block_indices).sum().backward()
     assert grown["backward", "sdpa-packed"] == 1
-    assert (nsa_sel.decisions()[-1].forward, nsa_sel.decisions()[-1].backward) == ("sdpa-packed", "sdpa-packed")
+    assert (decisions()[-1].forward, decisions()[-1].backward) == ("sdpa-packed", "sdpa-packed")
     assert len(logged("sel.sharing")) == 1
 
 
@@ -292,7 +289,7 @@ def fresh(kind: str, S: int = 8192, h: int = 1) -> tuple[tuple[Tensor, ...], Sel
 
 def compile_what_the_prior_picks(q: Tensor, k: Tensor, v: Tensor, selection: Selection) -> None:
     for name in ("triton-tile", "triton-group", "cupy-cuda"):
-        if nsa_sel.explain(q, k, v, selection, backend=name).forward:
+        if explain(q, k, v, selection, backend=name).forward:
             selection_attention(q, k, v, selection, backend=name)
 
 
@@ -313,16 +310,16 @@ def test_a_capture_never_counts(warm: bool, logged: Events) -> None:
     (q, k, v), selection = fresh("random", 32768)
     expected = selection_attention(q, k, v, selection)
     compile_what_the_prior_picks(q, k, v, selection)
-    nsa_sel.reset()
+    reset()
     if warm:
         graph, outputs = captured(lambda: (selection_attention(q, k, v, selection),))
     else:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             outputs = (selection_attention(q, k, v, selection),)
-    source = nsa_sel.decisions()[-1].sharing_source
+    source = decisions()[-1].sharing_source
     assert source == ("counted at the first call" if warm else "prior of base.yaml")
     torch.testing.assert_close(replayed(graph, outputs)[0], expected, rtol=2e-2, atol=2e-2)
     selection_attention(q, k, v, selection)
-    assert nsa_sel.decisions()[-1].sharing_source == "counted at the first call"
+    assert decisions()[-1].sharing_source == "counted at the first call"
     assert len(logged("sel.sharing")) == 2
