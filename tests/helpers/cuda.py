@@ -50,7 +50,7 @@ COMPILE = ["g++", "-std=c++17", "-nostdinc++", "-nostdlib", "-O1", "-w", "-share
 # A shift by all bits or more gives 0 on a GPU, and on a CPU anything: here it ends the process (SIGILL).
 CHECKED = ["-fsanitize=shift-exponent", "-fsanitize-undefined-trap-on-error"]
 UNFORTIFIED = ["-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=0"]  # threads are fibers, which jump between stacks
-KEPT = ROOT / "build" / "emulation"
+KEPT = ROOT / "build" / "nvrtc"  # what NVRTC says, and kernels that are compiled for the CPU
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++, which compiles the kernels for the CPU")
 
 
@@ -145,7 +145,6 @@ def _version() -> str:
 
 
 PTXAS = ("--ptxas-options=-v",)
-KEPT = ROOT / "build" / "nvrtc"
 
 
 def reason_to_skip() -> str | None:

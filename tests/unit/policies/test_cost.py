@@ -11,14 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nsa_sel.backends.specs import CHOOSERS
-from nsa_sel.bench.tune import regret
 from nsa_sel.core.backend import Backend, Limits, Offer, PolicyInput
 from nsa_sel.core.decision import Decision, Override, load_policy, make_decision
 from nsa_sel.core.registry import backends
 from nsa_sel.core.request import SHARING_TOKENS, Request, example_choice
 from nsa_sel.errors import ConfigError
 from nsa_sel.policies.cost import blocks_of, predict, sharing_at, work
-from nsa_sel.settings import config
 from nsa_sel.settings.config import parse_config, settings_for
 from nsa_sel.settings.flags import CONFIG_FLAG
 from nsa_sel.settings.schema import COST_TERMS, CostModel, Costs
@@ -285,20 +283,7 @@ def test_bad_costs_are_refused(text: str, fragments: tuple[str, ...]) -> None:
         assert part in str(caught.value)
 
 
-# Regret
-
-
-@pytest.mark.parametrize(("gpu", "least"), [("h200", 400), ("h100", 150)])
-def test_choices_are_close_to_the_best_measured(gpu: str, least: int) -> None:
-    """95% of the choices are within 10% of the best measured backend and none beyond 60%; decoding is held to 5%."""
-    found = regret.choices(regret.time_rows(gpu), config.GPUS[gpu])
-    report = f"{regret.summary(found)}\n{regret.misses(found)}"
-    decoding = [choice for choice in found if choice.asked.direction == "decode"]
-    assert len(found) >= least
-    assert {choice.asked.cache and choice.asked.cache.page_size for choice in decoding} >= {None, 16, 64}
-    for some, within in ((found, regret.CLOSE), (decoding, 0.05)):
-        assert sum(choice.regret <= within for choice in some) >= 0.95 * len(some), report
-    assert max(choice.regret for choice in found) <= 0.60, report
+# Choosing blocks
 
 
 CUDA, TRITON, TORCH = (backend.name for backend in CHOOSERS)

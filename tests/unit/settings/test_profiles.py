@@ -13,6 +13,7 @@ import pytest
 import nsa_sel.core.decide
 from nsa_sel.bench import tables
 from nsa_sel.bench.core.store import ROOT
+from nsa_sel.bench.tune import regret
 from nsa_sel.bench.tune.derive import PROFILES, render
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Reason
@@ -49,6 +50,22 @@ def test_a_profile_is_derived_from_its_rows(target: str) -> None:
     assert shipped_configs()[Path(target).name] == config.parse_config((ROOT / target).read_bytes(), target)
     by_hand = {"configs/devices/sm89_rtx4090.yaml"}
     assert {*PROFILES, *by_hand} == {file.relative_to(ROOT).as_posix() for file in (ROOT / "configs" / "devices").iterdir()}
+
+
+@pytest.mark.parametrize(("gpu", "least"), [("h200", 400), ("h100", 150)])
+def test_choices_are_close_to_the_best_measured(gpu: str, least: int) -> None:
+    """95% of the choices are within 10% of the best measured backend and none beyond 60%; decoding is held to 5%.
+
+    Here, since deriving a profile and this one both count what rows share, which takes ten seconds in a process.
+    """
+    found = regret.choices(regret.time_rows(gpu), config.GPUS[gpu])
+    report = f"{regret.summary(found)}\n{regret.misses(found)}"
+    decoding = [choice for choice in found if choice.asked.direction == "decode"]
+    assert len(found) >= least
+    assert {choice.asked.cache and choice.asked.cache.page_size for choice in decoding} >= {None, 16, 64}
+    for some, within in ((found, regret.CLOSE), (decoding, 0.05)):
+        assert sum(choice.regret <= within for choice in some) >= 0.95 * len(some), report
+    assert max(choice.regret for choice in found) <= 0.60, report
 
 
 # Lookup: by name, by compute capability, none
