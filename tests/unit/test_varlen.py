@@ -38,7 +38,6 @@ from tests.helpers.policy_cases import A100, H200, INTERPRETER
 from tests.helpers.policy_cases import CPU as PLAIN_CPU
 from tests.helpers.varlen_cases import (
     Packed,
-    assert_unselected_keys_change_nothing,
     attend_varlen,
     check_varlen,
     hide_bounds,
@@ -293,12 +292,6 @@ def test_bounds_on_a_gpu_can_be_aligned() -> None:
         check_varlen("numba", packed, align=True, **tensors(packed))
         assert last().request.block_size == 16
     check_varlen("triton-tile", pack((3, 0, 2), n=2, spare=1), **tensors(pack((3, 0, 2), spare=1)))
-
-
-@pytest.mark.parametrize("backend", ["numba", *ON_BLOCKS])
-def test_nan_in_unselected_keys_changes_nothing(backend: str) -> None:
-    packed = pack((2, 1, 1), (43, 15, 38), n=2, spare=4)
-    assert_unselected_keys_change_nothing(backend, packed, first=43, align=True)
 
 
 def test_invalid_bounds_access_no_other_memory(monkeypatch: pytest.MonkeyPatch) -> None:

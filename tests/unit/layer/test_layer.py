@@ -27,6 +27,8 @@ from tests.helpers.checks import new_memory_is_nan
 from tests.helpers.gpus import captured, no_waiting, replayed
 from tests.helpers.layer import SMALL, check_rotation, make_layer
 
+pytestmark = pytest.mark.usefixtures("cheapest_backend")
+
 
 def make(name: str = "mlp", dtype: torch.dtype = torch.float64, **changed: Any) -> NSAttention:
     """A layer all of whose parameters are random, and require gradients."""
@@ -89,7 +91,6 @@ def gradients(o: Tensor, layer: NSAttention, x: Tensor) -> dict[str, Tensor]:
     return {name: torch.zeros_like(y) if dy is None else dy for (name, y), dy in zip(leaves.items(), found, strict=True)}
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize(
     ("name", "S", "base"), [("mlp", 21, 1e4), ("mlp", 5, 1e4), ("mean", 19, 1e4), ("no-positions", 15, None), ("mean", 13, 500.0)]
 )
@@ -103,7 +104,6 @@ def test_results_and_gradients_are_the_papers(name: str, S: int, base: float | N
     assert all(mine.any() for mine in right.values()) == (S > 5)  # a sequence shorter than a block compresses nothing
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize(("B", "S"), [(0, 5), (2, 0), (0, 0)])
 def test_empty_batches_and_sequences(B: int, S: int) -> None:
     layer = make("mlp", torch.float32)
@@ -113,7 +113,6 @@ def test_empty_batches_and_sequences(B: int, S: int) -> None:
     assert not any(dx.any() for dx in gradients(o, layer, x).values())
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 def test_rotary_positions_are_relative_and_may_be_given() -> None:
     layer = make()
     x, positions = hidden(layer, 12), torch.arange(12)
@@ -130,7 +129,6 @@ def test_rotary_positions_are_relative_and_may_be_given() -> None:
     assert seen == [5, 4, 4]
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize("rotary_of", [True, functools.partial(rotate, base=500.0)], ids=["default", "base"])
 def test_a_step_casts_once_and_makes_one_table(rotary_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make("mlp", torch.float32, rotary=rotary_of, compression="mean")
@@ -144,7 +142,6 @@ def test_a_step_casts_once_and_makes_one_table(rotary_of: Any, monkeypatch: pyte
     assert ([y is seen[0] for y in seen], seen[0].dtype) == ([True] * 3, torch.bfloat16)
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize(("shape", "positions", "named"), [((2, 5, 7), (5,), "x"), ((5, 6), (5,), "x"), ((2, 5, 6), (4,), "positions")])
 def test_what_does_not_rotate(shape: tuple[int, ...], positions: tuple[int, ...], named: str) -> None:
     """The kernel would read other angles, or memory beyond them."""
@@ -152,7 +149,6 @@ def test_what_does_not_rotate(shape: tuple[int, ...], positions: tuple[int, ...]
         rotate(torch.zeros(shape), torch.zeros(positions, dtype=torch.int64))
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize("rotary_of", [True, False])
 def test_transforms_are_refused(rotary_of: bool) -> None:
     """Not with what PyTorch says of the layer's autograd functions."""
@@ -166,7 +162,6 @@ def test_transforms_are_refused(rotary_of: bool) -> None:
     )
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 def test_compression_holds_no_unfolded_windows() -> None:
     """What autograd saves of an MLP over blocks of 4 strides: less than three copies of x, where windows alone are four."""
     module = BlockMLP(8, 16, 4)
@@ -192,7 +187,6 @@ class _Adapted(torch.nn.Module):
         return self.layer(x) + x @ self.b @ self.a.T  # type: ignore[no-any-return]
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 def test_adapters_and_hooks_of_the_compression_take_part() -> None:
     layer, merged = make(), make()
     for module, own in ((layer.compress_k, merged.compress_k), (layer.compress_v, merged.compress_v)):
@@ -216,7 +210,6 @@ def test_adapters_and_hooks_of_the_compression_take_part() -> None:
     torch.testing.assert_close(torch.cat(steps, 1), merged(x[:1]), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 def test_weights_with_a_bias_of_compressed_keys_load_and_give_the_same() -> None:
     """The bias changed no result, and its gradient was rounding that Adam followed: layers no longer have it."""
     old, new = make(), make()
@@ -228,7 +221,6 @@ def test_weights_with_a_bias_of_compressed_keys_load_and_give_the_same() -> None
     torch.testing.assert_close(new(x), old(x))
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize("name", ["mlp", "mean"])
 def test_autocast_checkpoints_and_reruns(name: str) -> None:
     layer = make(name, torch.float32)
@@ -257,7 +249,6 @@ def test_state_dict_and_description() -> None:
     assert all(part in repr(layer) for part in ("groups=2", "value_dim=4", "compress_stride=2", "rotary=False", "BlockMLP", "window=6"))
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_compiled_layer_trains_on_a_gpu(mode: str) -> None:
@@ -277,7 +268,6 @@ def test_a_compiled_layer_trains_on_a_gpu(mode: str) -> None:
     assert all(all(map(torch.equal, other, results[0])) for other in results[1:])
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.gpu
 @pytest.mark.parametrize(("repeats", "recompute"), [(False, False), (True, False), (False, True)], ids=["", "checkpoint", "recompute"])
 def test_a_cuda_graph_replays_a_step_in_autocast(repeats: bool, recompute: bool) -> None:
@@ -317,7 +307,6 @@ def test_wrong_layers_are_refused() -> None:
     )
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize("rotary_of", [True, False])
 def test_wrong_input_is_refused(rotary_of: bool) -> None:
     layer, x = make("mlp", torch.float32, rotary=rotary_of), torch.zeros(1, 3, 10)
@@ -334,7 +323,6 @@ def test_wrong_input_is_refused(rotary_of: bool) -> None:
     )
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 def test_autocast_casts_what_a_layer_does_not_take() -> None:
     x = torch.zeros(1, 3, 10)
     for given, layer in ((x.bfloat16(), make("mlp", torch.float32)), (x, make("mlp", torch.bfloat16))):

@@ -23,6 +23,8 @@ from tests.helpers.cases import assert_within_twice_baseline
 from tests.helpers.gpus import captured, no_waiting, replayed
 from tests.helpers.layer import SIZES, Model, few_bits, make_layer, poison, short_numbers, with_stored_keys
 
+pytestmark = pytest.mark.usefixtures("cheapest_backend")
+
 
 def hidden(model: Model, *shape: int) -> Tensor:
     x = torch.randn(*shape, model.layers[0].width, dtype=torch.float64).to(model.layers[0].q.weight)
@@ -48,7 +50,6 @@ def in_chunks(model: Model, x: Tensor, chunks: list[int]) -> Tensor:
     return torch.cat([torch.stack(model.step(sequences, list(part))) for part in x.split(chunks, 1)], 1)
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize("page_size", [8, 24])
 @pytest.mark.parametrize("name", SIZES)
 def test_chunks_of_any_size_equal_the_prefill(name: str, page_size: int) -> None:
@@ -62,7 +63,6 @@ def test_chunks_of_any_size_equal_the_prefill(name: str, page_size: int) -> None
         assert model.cache.free_pages == model.cache.free_window_pages == 24
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize("name", SIZES)
 def test_long_chunks_run_as_a_prefill(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of one length, by the kernels of a prefill; of other lengths, or with room for a graph, over pages."""
@@ -81,7 +81,6 @@ def test_long_chunks_run_as_a_prefill(name: str, monkeypatch: pytest.MonkeyPatch
     assert [args[5].keys for args in ran[6:]] == [20, 20, 31, 31]
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize("fp8", [False, True])
 def test_random_batches_drafts_and_forks(fp8: bool) -> None:
     """Every output of every sequence that lives is that of the prefill of its tokens."""
@@ -124,7 +123,6 @@ def test_random_batches_drafts_and_forks(fp8: bool) -> None:
     assert (cache.free_pages, cache.free_window_pages) == (40, 24)
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 def test_a_cache_that_is_full_changes_nothing() -> None:
     model = Model([make_layer()], 4, 8)
     cache = model.cache
@@ -141,7 +139,6 @@ def test_a_cache_that_is_full_changes_nothing() -> None:
     close(model, torch.cat((first, model.step([a], [x[0, 20:]])[0]))[None], model.prefill(x))
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_captured_step_follows_other_sequences(fp8: bool) -> None:
     """Fewer of them, with fewer tokens and other lengths, than it was made for."""
@@ -175,7 +172,6 @@ def test_a_captured_step_follows_other_sequences(fp8: bool) -> None:
         cache.step(sequences, 30, into=kept)
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_autocast_and_modes(mode: Any) -> None:
     """The cache holds autocast's dtype; pools are made outside and inside of the mode."""
@@ -202,7 +198,6 @@ def test_autocast_and_modes(mode: Any) -> None:
         layer(x[:, :1], cache=own.step([own.open()])[0])
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 def test_nothing_to_do() -> None:
     model = Model([make_layer()], 4, 8)
     assert model.step([], []) == []
@@ -236,7 +231,6 @@ WRONG_CALLS: dict[str, tuple[Callable[[NSACache, int], object], str]] = {
 }
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize(("name", "work", "message"), [(name, *case) for name, case in WRONG_CALLS.items()], ids=WRONG_CALLS)
 def test_calls_that_are_wrong_change_nothing(name: str, work: Callable[[NSACache, int], object], message: str) -> None:
     cache = NSACache(1, 32, 4, 2, 4, window=6, compress_block=8, compress_stride=4, dtype=torch.float64)
@@ -249,7 +243,6 @@ def test_calls_that_are_wrong_change_nothing(name: str, work: Callable[[NSACache
         assert (cache.length(a), cache.free_pages, cache.free_window_pages) == (20, 27, 30)
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -268,7 +261,6 @@ def test_layers_of_another_kind_are_refused(changed: dict[str, Any], message: st
     )
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 def test_what_is_no_step_and_no_layer_is_named() -> None:
     model, no_layers = Model([make_layer()], 4, 8), r"model_layers is a \w+ \(.*allowed: a list of NSAttention layers"
     step = model.cache.step([model.cache.open()])
@@ -280,7 +272,6 @@ def test_what_is_no_step_and_no_layer_is_named() -> None:
     assert len(list(step)) == 1
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize("part", ["buffer", "copy"])
 def test_a_step_out_of_memory_changes_nothing(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a retry would attend to keys that nobody wrote."""
@@ -299,7 +290,6 @@ def test_a_step_out_of_memory_changes_nothing(part: str, monkeypatch: pytest.Mon
     assert (cache.length(b), (cache.free_pages, cache.free_window_pages, cache.held_pages([a]), cache.held_pages([b]))) == (12, before)
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 def test_layers_refuse_what_a_cache_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model([make_layer()], 4, 8)
     layer, x = model.layers[0], hidden(model, 1, 3)

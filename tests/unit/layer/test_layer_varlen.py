@@ -26,6 +26,8 @@ from tests.helpers.gpus import no_waiting
 from tests.helpers.layer import make_layer
 from tests.helpers.varlen_cases import hide_bounds
 
+pytestmark = pytest.mark.usefixtures("cheapest_backend")
+
 LENGTHS = (5, 0, 1, 27, 8, 18)
 SPARE = 3
 CU = [0, *accumulate(LENGTHS)]
@@ -55,7 +57,6 @@ def batch(x: Tensor) -> Tensor:
 # The compressed branch
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 def test_compressed_bounds_are_those_of_each_sequence_alone() -> None:
     for sizes in ((8, 4), (32, 16), (4, 4)):
         bounds = compressed_cu_seqlens(torch.tensor(CU, dtype=torch.int32), *sizes)
@@ -77,7 +78,6 @@ def test_compressed_keys_of_a_packed_batch_are_zeros_after_its_last_sequence() -
         assert not found[keys()[-1].stop :].any()
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize("form", [list, tuple, torch.tensor, "unreadable"], ids=["list", "tuple", "tensor", "gpu"])
 def test_compressed_attention_equals_a_call_for_each_sequence(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit by bit; `selection_attention_varlen` takes the blocks."""
@@ -127,14 +127,12 @@ WRONG_CHOICES = [
 ]  # fmt: skip
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @each_of(WRONG_CHOICES)
 def test_wrong_choices(changes: dict[str, Any], fragments: tuple[str, ...]) -> None:
     q, k, v = random((T, 2, 3, 16), (C, 2, 16), (C, 2, 24))
     refused(compressed_attention, {"q": q, "k_cmp": k, "v_cmp": v, "cu_seqlens": CU, **SIZES}, changes, fragments)
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 def test_opcheck_of_packed_batches() -> None:
     inputs = random((1, 9, 1, 2, 16), (1, 1, 1, 16), (1, 1, 1, 16))
     arguments = (*inputs, None, torch.tensor([0, 8, 8, 9]), [8, 4, 8, 4, 1, 2], 9, 0.25, None, 8, True)
@@ -153,7 +151,6 @@ def make_nsa(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     return dict(zip(NAMES, random(*shapes, dtype=dtype), strict=True))
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_nsa_attention_is_the_papers_for_each_sequence(with_lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results and gradients, by the reference from the paper's equations; gates with lse are those of bfloat16, and not negative.
@@ -183,7 +180,6 @@ def test_nsa_attention_is_the_papers_for_each_sequence(with_lse: bool, monkeypat
     assert torch.equal(nsa_attention(**tensors, **options, cu_seqlens=torch.tensor(CU)), o)
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize("whole", [False, True])
 def test_bounds_written_after_forward_are_noticed(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the whole layer or of the compressed branch, where the host does not read them: the backward pass would take others."""
@@ -212,14 +208,12 @@ WRONG_LAYERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @each_of(WRONG_LAYERS)
 @pytest.mark.usefixtures("no_kernel")
 def test_wrong_layers(changes: dict[str, Any], fragments: tuple[str, ...]) -> None:
     refused(nsa_attention, {**make_nsa(torch.float32), **SIZES, "cu_seqlens": CU}, changes, fragments)
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize(("compression", "block"), [("mlp", 8), ("mean", 4)])
 def test_a_module_gives_what_it_gives_for_each_sequence(compression: Any, block: int) -> None:
     """Results and gradients of x and all parameters; NaN in padding reaches nothing but its own output."""
@@ -237,7 +231,6 @@ def test_a_module_gives_what_it_gives_for_each_sequence(compression: Any, block:
     assert torch.equal(layer(x, positions, torch.tensor(CU)), o)
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 def test_a_compiled_module_is_one_graph() -> None:
     layer = make_layer("mlp", torch.float32).requires_grad_()
     x, bounds = torch.randn(1, T, 10), torch.tensor(CU)
@@ -248,7 +241,6 @@ def test_a_compiled_module_is_one_graph() -> None:
     torch.testing.assert_close(*((o, *torch.autograd.grad(o.sum(), x)) for o in outputs))
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 def test_wrong_modules() -> None:
     layer, x = make_layer("mlp", torch.float32), torch.zeros(1, T, 10)
     assert_refused(
@@ -263,7 +255,6 @@ def test_wrong_modules() -> None:
 # On a GPU
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.gpu
 def test_a_layer_on_a_gpu_never_waits_for_bounds() -> None:
     """As on a CPU, where the host knows the bounds; in float32, with all blocks chosen; bit-equal reruns, without synchronization."""

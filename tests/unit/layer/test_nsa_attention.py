@@ -20,6 +20,8 @@ from tests.helpers import layer as nsa_reference
 from tests.helpers.calls import assert_refused, counted, each_of, refused
 from tests.helpers.layer import SMALL, by_autograd, check_deltas, check_gate, check_gate_parts, gated, make_layer
 
+pytestmark = pytest.mark.usefixtures("cheapest_backend")
+
 NAMES = ("q", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win", "gates", "q_cmp")
 SHAPES: dict[str, tuple[int, int, int, int, int, int, int, dict[str, Any]]] = {  # B, S, S_kv, G, h, Dk, Dv, changed options
     "two-groups": (2, 19, 19, 2, 2, 4, 4, {}),
@@ -53,7 +55,6 @@ def gradients(o: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
     return tuple(torch.zeros_like(x) if dx is None else dx for x, dx in zip(tensors.values(), found, strict=True))
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_results_and_gradients_are_the_papers(shape: str, with_lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +66,6 @@ def test_results_and_gradients_are_the_papers(shape: str, with_lse: bool, monkey
     torch.testing.assert_close(gradients(o, tensors), gradients(wanted, tensors), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize("wanted", [("gates",), ("gates", "v_slc"), ("k_cmp",), ("q_cmp", "k_win"), ("q",)], ids=str)
 def test_keys_of_branches_without_gradients_are_not_saved(wanted: tuple[str, ...]) -> None:
     """They may be inference tensors, which cannot be."""
@@ -82,7 +82,6 @@ def test_keys_of_branches_without_gradients_are_not_saved(wanted: tuple[str, ...
     assert all(torch.equal(dx, full[name]) for name, dx in zip(wanted, found, strict=True))
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 def test_a_backend_is_forced_for_the_selected_branch() -> None:
     tensors, options = make("two-groups", torch.float32)
     nsa_attention(**tensors, **options, backend="numba")
@@ -119,7 +118,6 @@ WRONG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @each_of(WRONG)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.usefixtures("no_kernel")
@@ -132,7 +130,6 @@ def test_wrong_calls(changes: dict[str, Any], fragments: tuple[str, ...], recomp
 # The gated sum
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 def test_gate_kernels_match_autograd(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elementwise, "INTERPRETED_TILE", 1 << 13)  # so that there are two programs, and the last one has rows to spare
@@ -140,7 +137,6 @@ def test_gate_kernels_match_autograd(dtype: torch.dtype, monkeypatch: pytest.Mon
     check_deltas(dtype, "cpu")
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("Dv", [1, 24, 64, 128, 192, 256])
@@ -148,14 +144,12 @@ def test_gate_kernels_match_autograd_on_a_gpu(dtype: torch.dtype, Dv: int) -> No
     check_gate(dtype, "cuda", Dv)
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "Dv"), [(torch.bfloat16, 128), (torch.float32, 24)])
 def test_parts_of_the_gated_sum_are_those_of_the_whole_on_a_gpu(dtype: torch.dtype, Dv: int) -> None:
     check_gate_parts(dtype, "cuda", Dv)
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 def test_the_gated_sum_goes_through_the_kernels_and_saves_four_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """With kernels as on a GPU: gradients of a sum whose do has stride 0; and no second derivative."""
     monkeypatch.setattr(gating, "on_gpu", lambda gates: True)
@@ -184,7 +178,6 @@ def assert_equal(mine: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
         assert torch.equal(x, right), ("o", *NAMES)[i]
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("own_q", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -195,7 +188,6 @@ def test_results_and_gradients_are_bit_equal(shape: str, own_q: bool, dtype: tor
     assert_equal(results(tensors, True, **options), results(tensors, **options))
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize("own_q", [False, True])
 def test_units_of_one_group(own_q: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, options = make("two-groups")
@@ -209,7 +201,6 @@ def test_units_of_one_group(own_q: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [(d.request.kind, d.request.B, d.request.G) for d in decisions()[-8:]] == 4 * [("choose", 1, 1), ("attend", 1, 1)]
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize(
     ("B", "G", "fitting", "sizes"),
     [
@@ -235,7 +226,6 @@ def test_units_fit_the_workspace(B: int, G: int, fitting: int, sizes: tuple[int,
     assert bool((times == 1).all())
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize("sizes", [(0, 3, 2), (1, 0, 2)])
 def test_no_sequences_and_no_rows(sizes: tuple[int, int, int]) -> None:
     B, S, G = sizes
@@ -248,7 +238,6 @@ def test_no_sequences_and_no_rows(sizes: tuple[int, int, int]) -> None:
     assert not any(x.any() for x in gradients(o, leaves))
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 def test_inputs_and_blocks_are_all_that_is_saved() -> None:
     tensors, options = make("two-groups", torch.float32)
     saved: list[Tensor] = []
@@ -259,7 +248,6 @@ def test_inputs_and_blocks_are_all_that_is_saved() -> None:
     assert (blocks.dtype, blocks.shape) == (torch.int32, (2, 19, 2, 4))
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize(
     ("wanted", "calls"),
     [
@@ -283,7 +271,6 @@ def test_frozen_inputs_cost_nothing(wanted: tuple[str, ...], calls: set[str]) ->
     assert {name[1] for name in grown if name[0] == "calls"} == calls
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 def test_gradients_twice_checkpoints_and_no_second_derivative() -> None:
     tensors, options = make("two-groups", torch.float32)
 
@@ -312,7 +299,6 @@ def test_gradients_twice_checkpoints_and_no_second_derivative() -> None:
         o.sum().backward()
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 def test_forced_backends_are_those_of_the_forward_pass() -> None:
     tensors, options = make("two-groups", torch.float32)
     with use_backend("numba"):
@@ -329,7 +315,6 @@ def test_forced_backends_are_those_of_the_forward_pass() -> None:
     assert ("calls", other) not in grown
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 def test_a_compiled_call_is_one_graph_that_saves_its_inputs() -> None:
     tensors, options = make("two-groups", torch.float32)
     del tensors["q_cmp"]
@@ -347,7 +332,6 @@ def test_a_compiled_call_is_one_graph_that_saves_its_inputs() -> None:
     assert_equal((o, *gradients(o, tensors)), plain)
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 def test_a_layer_recomputes() -> None:
     """`NSAttention` under autocast, checkpointed and not."""
     plain, recomputing = (make_layer("mlp", torch.float32, recompute=recompute).requires_grad_() for recompute in (False, True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from nsa_sel.core.request import SHARING_TOKENS, Request, example_choice
 from nsa_sel.errors import ConfigError
 from nsa_sel.policies.cost import blocks_of, predict, sharing_at, work
 from nsa_sel.settings.config import parse_config, settings_for
-from nsa_sel.settings.flags import CONFIG_FLAG
 from nsa_sel.settings.schema import COST_TERMS, CostModel, Costs
 from nsa_sel.telemetry.describe import describe
 from tests.helpers.policy_cases import A100, CPU, H100, H200, RTX4090, SHORT, TOO_OLD, UNKNOWN, replace, settings
@@ -111,7 +111,7 @@ def test_requests_without_measured_rows_are_not_predicted(changes: dict[str, Any
     ],
 )
 def test_prefills_beyond_the_models_have_a_preference_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sizes: dict[str, int], beyond: str
+    configure: Callable[[str], Path], sizes: dict[str, int], beyond: str
 ) -> None:
     small = replace(SHORT, needs_grad=True, **sizes)
     policy, offers = load_policy("default"), tuple(Offer(backend) for backend in backends().values())
@@ -130,9 +130,7 @@ def test_prefills_beyond_the_models_have_a_preference_of_their_own(
     for device in (H200, H100):
         assert make_decision(replace(small, S=1, needs_grad=False), device, policy, settings_for(device), offers).forward == GROUP
     assert make_decision(small, CPU, policy, settings_for(CPU), offers).forward == "numba"
-    file = tmp_path / "mine.yaml"
-    file.write_text(f"provenance: mine\nruntime: {{prefer_forward: [{TOKEN}]}}\n")
-    monkeypatch.setenv(CONFIG_FLAG, str(file))
+    configure(f"provenance: mine\nruntime: {{prefer_forward: [{TOKEN}]}}\n")
     mine = make_decision(small, H200, policy, settings_for(H200), offers)
     assert (mine.forward, mine.backward) == (TOKEN, "cupy-cuda")  # the file says nothing of backward
 
@@ -151,13 +149,11 @@ def test_a_forced_backend_has_no_runner_up() -> None:
     assert [p.backend for p in decision.predictions] == [TILE, GROUP, BLOCK]
 
 
-def test_a_users_preference_precedes_predicted_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_users_preference_precedes_predicted_times(configure: Callable[[str], Path]) -> None:
     by_time = make_decision(replace(SHORT, needs_grad=True), H200, load_policy("default"), settings_for(H200), OFFERS)
     assert by_time.predictions
     assert by_time.rule.startswith("least predicted time")
-    file = tmp_path / "mine.yaml"
-    file.write_text(f"provenance: mine\nruntime: {{prefer_forward: [{TOKEN}]}}\n")
-    monkeypatch.setenv(CONFIG_FLAG, str(file))
+    file = configure(f"provenance: mine\nruntime: {{prefer_forward: [{TOKEN}]}}\n")
     mine = make_decision(replace(SHORT, needs_grad=True), H200, load_policy("default"), settings_for(H200), OFFERS)
     assert mine.forward == TOKEN
     assert mine.backward == by_time.backward  # of which the file says nothing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -166,15 +167,11 @@ def test_counts_again_after_so_many_calls(repeated: bool, logged: Events, monkey
 
 
 def test_a_capture_goes_by_the_prior_and_the_next_call_counts(logged: Events, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as capture:
-        capture.setattr(decide, "may_wait", lambda q: False)
-        assert called(apart()).forward == called(apart()).forward == "numba"
-    assert logged("sel.sharing") == []
-    assert called(apart()).forward == "sdpa-packed"
-    with monkeypatch.context() as capture:
-        capture.setattr(decide, "may_wait", lambda q: False)
-        assert called(apart()).forward == "sdpa-packed", "a later capture uses the count"
-    assert len(logged("sel.sharing")) == 1
+    found = []
+    for wait in (False, False, True, False):
+        monkeypatch.setattr(decide, "may_wait", lambda q, wait=wait: wait)
+        found.append((called(apart()).forward, len(logged("sel.sharing"))))
+    assert found == [("numba", 0)] * 2 + [("sdpa-packed", 1)] * 2, "a later capture uses the count"
 
 
 def test_explain_says_what_a_call_will_do(logged: Events) -> None:
@@ -210,14 +207,15 @@ def brute_force_sharing(selection: Selection, S_kv: int, tokens: int) -> float:
     B, S, G, n = selection.ranges.shape[:4]
     ranges = selection.ranges.tolist()
 
-    def chosen(b: int, s: int, g: int) -> set[int]:
-        return {start for start, end in ranges[b][s][g] if start < min(end, S_kv - S + s + 1)}
+    def blocks_of_tiles(tokens: int) -> float:
+        """Return the mean number."""
+        counts = []
+        for b, g, first in itertools.product(range(B), range(G), range(0, S, tokens)):
+            rows = range(first, min(first + tokens, S))
+            counts.append(len({start for s in rows for start, end in ranges[b][s][g] if start < min(end, S_kv - S + s + 1)}))
+        return sum(counts) / len(counts)
 
-    pairs = [(b, g) for b in range(B) for g in range(G)]
-    rows = [len(chosen(b, s, g)) for b, g in pairs for s in range(S)]
-    stretches = [range(first, min(first + tokens, S)) for first in range(0, S, tokens)]
-    tiles = [len(set().union(*(chosen(b, s, g) for s in stretch))) for b, g in pairs for stretch in stretches]
-    return (sum(tiles) / len(tiles)) / (sum(rows) / len(rows))
+    return blocks_of_tiles(tokens) / blocks_of_tiles(1)
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 22])
@@ -282,20 +280,14 @@ def test_a_measured_selection_counts_by_its_mean_length() -> None:
     assert (found.max_length, found.mean_length, found.length, shape_of(found)[3]) == (3010, 1500, 1500, 2048)
 
 
-def fresh(kind: str, S: int = 8192, h: int = 1) -> tuple[tuple[Tensor, ...], Selection]:
-    case = prefill(kind, S, h)
+def fresh() -> tuple[tuple[Tensor, ...], Selection]:
+    case = prefill("random", 32768, 1)
     return make_inputs(case, "cuda")[:3], make_selection(case, "cuda")
-
-
-def compile_what_the_prior_picks(q: Tensor, k: Tensor, v: Tensor, selection: Selection) -> None:
-    for name in ("triton-tile", "triton-group", "cupy-cuda"):
-        if explain(q, k, v, selection, backend=name).forward:
-            selection_attention(q, k, v, selection, backend=name)
 
 
 @pytest.mark.gpu
 def test_only_the_first_call_of_a_kind_waits(logged: Events) -> None:
-    (q, k, v), selection = fresh("random", 32768)
+    (q, k, v), selection = fresh()
     selection_attention(q, k, v, selection)
     assert len(logged("sel.sharing")) == 1
     other = Selection(selection.ranges.clone(), 64, disjoint=True)
@@ -307,9 +299,11 @@ def test_only_the_first_call_of_a_kind_waits(logged: Events) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_capture_never_counts(warm: bool, logged: Events) -> None:
-    (q, k, v), selection = fresh("random", 32768)
+    (q, k, v), selection = fresh()
     expected = selection_attention(q, k, v, selection)
-    compile_what_the_prior_picks(q, k, v, selection)
+    for name in ("triton-tile", "triton-group", "cupy-cuda"):  # one of which the prior picks: it is compiled
+        if explain(q, k, v, selection, backend=name).forward:
+            selection_attention(q, k, v, selection, backend=name)
     reset()
     if warm:
         graph, outputs = captured(lambda: (selection_attention(q, k, v, selection),))
