@@ -379,10 +379,19 @@ def training_ranks() -> str:
 
 
 BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"claim": claim, "gains": gains, "explained": lambda: explained("h200")},
+    "README.md": {
+        "released": lambda: released_models.highlights(rows_of("released_models.jsonl")),
+        "claim": claim,
+        "gains": gains,
+        "explained": lambda: explained("h200"),
+    },
     "docs/performance.md": {"h200": performance, "breakeven": breakeven, "peers": peers, "cpu": cpu, "overhead": overhead},
     "docs/compat.md": {"fla": lambda: layer_parts.table(rows_of("profiles/fla_layer.jsonl", H100_RESULTS))},
-    "docs/choosing.md": {"models": models, "released_models": lambda: released_models.table(rows_of("released_models.jsonl"))},
+    "docs/choosing.md": {
+        "models": models,
+        "minimax_m3": lambda: released_models.table(rows_of("released_models.jsonl"), "minimax-m3"),
+        "qwen_qsa": lambda: released_models.table(rows_of("released_models.jsonl"), "qwen3.8"),
+    },
     "docs/layer.md": {
         "parts": layer,
         "memory": lambda: layer_parts.memory_table(store.read(PARTS_FILE)),

@@ -124,10 +124,11 @@ def powers(s, shift, c, dtype: tl.constexpr):
     """Return 2^((s - shift) * c) [M, N] for shift [M] and c = scale * log2 e > 0.
 
     s - shift is exact near the maximum, where precision matters; s * c is not. 16-bit outputs hide that error, so for
-    them one multiply-add per element is enough.
+    them one multiply-add per element is enough. Rows without keys (shift = LOWEST, s = -inf) give 0: LOWEST * c may be
+    -inf.
     """
     if dtype == tl.float16 or dtype == tl.bfloat16:
-        return tl.exp2(s * c - (shift * c)[:, None])
+        return tl.exp2(s * c - tl.where(shift == LOWEST, 0.0, shift * c)[:, None])
     else:
         return tl.exp2((s - shift[:, None]) * c)
 

@@ -2,19 +2,25 @@
 
     python -m nsa_sel.bench.questions.released_models --out bench/results/h200/released_models.jsonl
 
-One attention layer of MiniMax-M3 at its real size (hidden 6144, 64 heads over 4 KV heads of 128, 16 of the blocks of
-128 keys), random
-weights and hidden states, bf16: projections, rotary positions, the indexer, and attention. Ways:
+One attention layer, random weights and hidden states, bf16: projections, norms, rotary positions, the indexer, attention.
+    minimax-m3    hidden 6144, 64 heads over 4 KV heads of 128, 16 of the blocks of 128 keys
+    qwen3.8       hidden 2048, 24 heads over 2 KV heads of 256, 512 of the complete blocks of 4 keys and the incomplete one
+Ways:
     transformers       the model's own code, attn_implementation="sdpa"
-    attention alone    attn_implementation="nsa_sel": the model's own indexer, attention on nsa-sel
+    dense              MiniMax-M3: the same layer without selection (as the model's first layers), attn_implementation="sdpa"
+    attention alone    MiniMax-M3: attn_implementation="nsa_sel": the model's own indexer, attention on nsa-sel
     nsa-sel            after `patch_model`
+    compiled           after `patch_model` and torch.compile of the layer
 Rows have the peak memory beyond weights and inputs, and the largest difference from transformers' output over its
-largest value. A way that runs out of memory has a row with `error`. Needs transformers on a GPU.
+largest value. A way that runs out of memory has a row with `error`; one that takes more than two seconds is timed by
+one call. Needs transformers on a GPU.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,36 +33,75 @@ from nsa_sel.bench.core.command_line import echo, need_gpu, program
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.core.timing import Timing, milliseconds
 from nsa_sel.compat import patch_model, register_transformers
+from nsa_sel.compat.transformers.qwen_qsa import KEPT
 
-WAYS = ("transformers", "attention alone", "nsa-sel")
+MODELS = {"minimax-m3": "MiniMax-M3", "qwen3.8": "Qwen3.8"}
+WAYS = {  # by the title of a table's column
+    "transformers": "transformers", "dense": "dense, SDPA", "attention alone": "attention alone", "nsa-sel": "patch_model",
+    "compiled": "and torch.compile",
+}  # fmt: skip
+M3_ONLY = ("dense", "attention alone")
+COMPILED = 16384  # tokens from which compiled layers are timed: each length compiles for seconds
+OWN_LOOP = 16384  # tokens up to which Qwen3.8's own indexer is timed, which loops over tokens in Python; an eighth with backward
+SLOW = 2.0  # seconds from which one call is timed
+BF16: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
 
 
-def minimax_m3(way: str) -> tuple[Any, Any, Any]:
-    """Return a sparse attention layer, its rotary positions and its configuration, set up for a way."""
-    from transformers.models.minimax_m3_vl import configuration_minimax_m3_vl, modeling_minimax_m3_vl
+def layer_of(model: str, way: str, device: str = "cuda", **sizes: Any) -> tuple[Any, Any, Any]:
+    """Return a layer that selects blocks, its rotary positions and its configuration, set up for a way.
 
-    config = configuration_minimax_m3_vl.MiniMaxM3VLTextConfig(layer_types=["minimax_m3_sparse"], num_hidden_layers=1)
-    config._attn_implementation = "nsa_sel" if way == "attention alone" else "sdpa"
+    Args:
+        model, way: of `MODELS` and `WAYS`.
+        device: in bf16 on "cuda", in float32 on "cpu".
+        sizes: of the model's configuration, instead of its own.
+    """
     torch.manual_seed(0)
-    with torch.device("cuda"):
-        layer = modeling_minimax_m3_vl.MiniMaxM3VLAttention(config, 0).to(torch.bfloat16)
-        rotary = modeling_minimax_m3_vl.MiniMaxM3VLRotaryEmbedding(config)
-    if way == "nsa-sel":
+    if model == "minimax-m3":
+        from transformers.models.minimax_m3_vl import configuration_minimax_m3_vl as m3
+        from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as modeling
+
+        kind = "full_attention" if way == "dense" else "minimax_m3_sparse"
+        config = m3.MiniMaxM3VLTextConfig(layer_types=[kind], num_hidden_layers=1, **sizes)
+        make, positions = modeling.MiniMaxM3VLAttention, modeling.MiniMaxM3VLRotaryEmbedding
+    else:
+        from transformers.models.qwen4_exp import configuration_qwen4_exp as qsa
+        from transformers.models.qwen4_exp import modeling_qwen4_exp as modeling
+
+        indexer = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128}
+        indexer |= {"indexer_budget": 2048, "indexer_compress_ratio": 4}
+        rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}
+        heads = {"num_attention_heads": 24, "rope_parameters": rope}
+        config = qsa.Qwen4ExpTextConfig(layer_types=["indexed_attention"], num_hidden_layers=1, **{**indexer, **heads, **sizes})
+        make, positions = modeling.Qwen4ExpTextAttention, modeling.Qwen4ExpTextRotaryEmbedding
+    config._attn_implementation = "nsa_sel" if way == "attention alone" else "sdpa"
+    with torch.device(device):
+        layer, rotary = make(config, 0).to(torch.bfloat16 if device == "cuda" else torch.float32), positions(config)
+    if way in ("nsa-sel", "compiled"):
         patch_model(layer)
+    if way == "compiled":
+        layer.compile(dynamic=False)
     return layer, rotary, config
 
 
-def prefill(way: str, S: int, backward: bool) -> Callable[[], Tensor]:
-    """Return a call of the layer on hidden states [1,S,hidden], forward or forward and backward."""
-    layer, rotary, config = minimax_m3(way)
-    x = torch.randn(1, S, config.hidden_size, dtype=torch.bfloat16, device="cuda", generator=torch.Generator("cuda").manual_seed(S))
-    positions = torch.arange(S, device="cuda")[None]
+def mask_of(model: str, way: str, B: int, S: int, S_kv: int) -> Tensor | None:
+    """Return the mask that Qwen3.8's own indexer reads, None for what needs no mask."""
+    if model == "minimax-m3" or way != "transformers":
+        return None
+    return torch.ones(S, S_kv, dtype=torch.bool, device="cuda").tril(S_kv - S).expand(B, 1, S, S_kv)
+
+
+def prefill(model: str, way: str, S: int, backward: bool, device: str = "cuda", **sizes: Any) -> Callable[[], Tensor]:
+    """Return a call of the layer on hidden states [1,S,hidden], forward or forward and backward; the rest as of `layer_of`."""
+    layer, rotary, config = layer_of(model, way, device, **sizes)
+    x = torch.randn(1, S, config.hidden_size, generator=torch.Generator(device).manual_seed(S), device=device)
+    x = x.to(next(layer.parameters()).dtype)
+    positions, mask = torch.arange(S, device=device)[None], mask_of(model, way, 1, S, S)
     with torch.no_grad():
         embeddings = rotary(x, positions)
 
     def forward() -> Tensor:
         with torch.set_grad_enabled(backward):
-            o: Tensor = layer(x, embeddings, None, position_ids=positions)[0]
+            o: Tensor = layer(x, embeddings, mask, position_ids=positions)[0]
         return o
 
     def both() -> Tensor:
@@ -68,49 +113,64 @@ def prefill(way: str, S: int, backward: bool) -> Callable[[], Tensor]:
     return both if backward else forward
 
 
-def decode(way: str, B: int, S_kv: int) -> Callable[[], Tensor]:
-    """Return a decoding step of the layer over a cache of B sequences of S_kv keys, which is cut back after each step."""
+def decode(model: str, way: str, B: int, S_kv: int) -> Callable[[], Tensor]:
+    """Return a decoding step of the layer over a DynamicCache of B sequences of S_kv keys.
+
+    The cache is cut back after each step, and keeps what the first step made beside it.
+    """
     from transformers import DynamicCache
 
-    layer, rotary, config = minimax_m3(way)
-    cache = DynamicCache(config=config)
-    draw = torch.Generator("cuda").manual_seed(B)
-    random: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda", "generator": draw}
-    keys = [torch.randn(B, config.num_key_value_heads, S_kv, config.head_dim, **random) for _ in range(2)]
+    layer, rotary, config = layer_of(model, way)
+    cache, draw = DynamicCache(config=config), torch.Generator("cuda").manual_seed(B)
+    keys = [torch.randn(B, config.num_key_value_heads, S_kv, config.head_dim, generator=draw, **BF16) for _ in range(2)]
     cache.update(*keys, 0)
-    cache.layers[0].update_index(torch.randn(B, 1, S_kv, config.index_head_dim, **random))
-    held = {name: value for name, value in vars(cache.layers[0]).items() if isinstance(value, Tensor)}
-    x, positions = torch.randn(B, 1, config.hidden_size, **random), torch.full((B, 1), S_kv, device="cuda")
+    if way == "dense":
+        pass
+    elif model == "minimax-m3":
+        cache.layers[0].update_index(torch.randn(B, 1, S_kv, config.index_head_dim, generator=draw, **BF16))
+    else:
+        cache.update_indexer(torch.randn(B, S_kv, config.indexer_head_dim, generator=draw, **BF16), 0)
+    x = torch.randn(B, 1, config.hidden_size, generator=draw, **BF16)
+    positions, mask = torch.full((B, 1), S_kv, device="cuda"), mask_of(model, way, B, 1, S_kv + 1)
     with torch.no_grad():
-        embeddings = rotary(x, positions)
+        known = positions if model == "minimax-m3" else torch.arange(S_kv + 1, device="cuda").expand(B, -1)
+        embeddings = rotary(x, known)
+    held = {name: value for name, value in vars(cache.layers[0]).items() if isinstance(value, Tensor)}
+    pooled: dict[str, Any] = {}
 
     def step() -> Tensor:
-        vars(cache.layers[0]).update(held)
+        vars(cache.layers[0]).update(held | pooled)
         with torch.no_grad():
-            o: Tensor = layer(x, embeddings, None, past_key_values=cache, position_ids=positions)[0]
+            o: Tensor = layer(x, embeddings, mask, past_key_values=cache, position_ids=positions)[0]
+        if KEPT in vars(cache.layers[0]) and not pooled:
+            raw, begins, index_keys = getattr(cache.layers[0], KEPT)
+            pooled[KEPT] = held["indexer_keys"], begins, index_keys[:, : S_kv // config.indexer_compress_ratio]
         return o
 
     return step
 
 
-def measure(make: Callable[[str], Callable[[], Tensor]], ways: list[str], rep: float, facts: Row) -> list[Row]:
+def measure(model: str, make: Callable[[str], Callable[[], Tensor]], ways: list[str], rep: float, facts: Row) -> list[Row]:
     """Return a row for each way: time, peak memory, and the difference from the first way's output."""
     rows, wanted = [], None
     for way in ways:
-        row = {"model": "minimax-m3", "way": way, **facts}
+        row = {"model": model, "way": way, **facts}
         try:
             work = make(way)
             o = work()
             torch.cuda.synchronize()
-            if wanted is None and way == WAYS[0]:
+            if wanted is None and way == "transformers":
                 wanted = o.detach().float()
-            before = torch.cuda.memory_allocated()
+            before, began = torch.cuda.memory_allocated(), time.perf_counter()
             torch.cuda.reset_peak_memory_stats()
             work()
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - began
             row["peak_gib"] = round((torch.cuda.max_memory_allocated() - before) / 2**30, 3)
-            if wanted is not None:
+            if wanted is not None and way != "dense":
                 row["difference"] = float((o.detach().float() - wanted).abs().max() / wanted.abs().max())
-            row |= milliseconds(work, Timing(rep=rep)).fields()
+            slow = {"ms_median": seconds * 1e3, "calls": 1}
+            row |= slow if seconds > SLOW else milliseconds(work, Timing(rep=rep)).fields()
         except torch.cuda.OutOfMemoryError:
             row["error"] = "out of memory"
         rows.append(row)
@@ -119,45 +179,74 @@ def measure(make: Callable[[str], Callable[[], Tensor]], ways: list[str], rep: f
     return rows
 
 
-def table(rows: list[Row]) -> str:
-    """Return times and peak memory, a line for each case, a column for each way."""
+def table(rows: list[Row], model: str) -> str:
+    """Return a model's times and peak memory, a line for each case, a column for each way."""
     cases: dict[str, dict[str, Row]] = {}
     for row in rows:
-        cases.setdefault(row["case"], {})[row["way"]] = row
+        if row["model"] == model:
+            cases.setdefault(row["case"], {})[row["way"]] = row
+    ways = [way for way in WAYS if any(way in of_way for of_way in cases.values())]
 
     def cell(row: Row | None) -> str:
         if row is None:
             return "-"
-        return row.get("error") or f"{markdown.ms(row)} ms, {row['peak_gib']:.3g} GiB"
+        mark = markdown.MARK if not row.get("error") and markdown.scatters(row) else ""
+        return row.get("error") or f"{_number(row['ms_median'])}{mark} ms, {row['peak_gib']:.3g} GiB"
 
-    lines = [(case, *(cell(of_way.get(way)) for way in WAYS)) for case, of_way in cases.items()]
-    return markdown.table(["MiniMax-M3, one layer", *WAYS], lines, left=1)
+    lines = [(case, *(cell(of_way.get(way)) for way in ways)) for case, of_way in cases.items()]
+    return markdown.table([f"{MODELS[model]}, one layer", *(WAYS[way] for way in ways)], lines, left=1)
+
+
+def highlights(rows: list[Row]) -> str:
+    """Return the README's table: prefill of each model, a line for each length."""
+    ways, times = ("transformers", "dense", "nsa-sel", "compiled"), {(row["model"], row["case"], row["way"]): row for row in rows}
+
+    def cell(row: Row | None) -> str:
+        if row is None or row.get("error"):
+            return "-" if row is None else str(row["error"])
+        return f"{_number(row['ms_median'])} ms, {row['peak_gib']:.3g} GiB"
+
+    lines = []
+    for model, k in [("minimax-m3", 16), ("minimax-m3", 32), ("minimax-m3", 128), ("qwen3.8", 2), ("qwen3.8", 16), ("qwen3.8", 128)]:
+        cells = [cell(times.get((model, f"prefill of {k}k tokens", way))) for way in ways]
+        lines.append((f"{MODELS[model]}, {k}k tokens", *cells))
+    return markdown.table(["one attention layer", *(WAYS[way] for way in ways)], lines, left=1)
+
+
+def _number(x: float) -> str:
+    return f"{x:.3g}" if x < 999.5 else f"{x:,.0f}"
 
 
 def main(
     out: Annotated[Path, typer.Option(help="JSON-lines file that rows are appended to")],
+    models: Annotated[str, typer.Option(help="comma-separated")] = ",".join(MODELS),
     lengths: Annotated[str, typer.Option(help="tokens of a prefill, comma-separated")] = "2048,8192,16384,32768,131072",
     batches: Annotated[str, typer.Option(help="sequences of a decoding step over 32k keys, comma-separated")] = "1,16,64",
     ways: Annotated[str, typer.Option(help="comma-separated")] = ",".join(WAYS),
     rep: Annotated[float, typer.Option(help="milliseconds that the timed calls of a way should fill")] = 100,
 ) -> None:
-    """Time the layer in every way; append the rows, and print a table."""
+    """Time the layers in every way; append the rows, and print a table of each."""
     need_gpu("released_models")
     register_transformers()
-    facts, rows = store.stamp(), list[Row]()
-    chosen = ways.split(",")
-    cases: list[tuple[str, str, Callable[[str], Callable[[], Tensor]]]] = []
-    for S in map(int, filter(None, lengths.split(","))):
-        cases.append((f"prefill of {S // 1024}k tokens", "fwd", lambda way, S=S: prefill(way, S, False)))  # type: ignore[misc]
-        if S <= 32768:
-            cases.append((f"prefill of {S // 1024}k tokens, forward + backward", "fwd+bwd", lambda way, S=S: prefill(way, S, True)))  # type: ignore[misc]
-    for B in map(int, filter(None, batches.split(","))):
-        cases.append((f"decoding step, {B} sequences of 32k keys", "decode", lambda way, B=B: decode(way, B, 32768)))  # type: ignore[misc]
-    for case, direction, make in cases:
-        found = measure(make, chosen, rep, {"case": case, "direction": direction, **facts})
-        store.append(out, found)
-        rows += found
-    echo(table(rows))
+    facts = store.stamp()
+    for model in models.split(","):
+        rows, cases = list[Row](), list[tuple[str, str, Callable[[str], Callable[[], Tensor]], list[str]]]()
+        known = [way for way in ways.split(",") if model == "minimax-m3" or way not in M3_ONLY]
+        for S in map(int, filter(None, lengths.split(","))):
+            for backward in (False, True) if S <= 32768 else (False,):
+                own = model == "minimax-m3" or S <= (OWN_LOOP // 8 if backward else OWN_LOOP)
+                chosen = [way for way in known if {"transformers": own, "compiled": S >= COMPILED}.get(way, True)]
+                case = f"prefill of {S // 1024}k tokens{', forward + backward' if backward else ''}"
+                call = partial(prefill, model, S=S, backward=backward)
+                cases.append((case, "fwd+bwd" if backward else "fwd", call, chosen))
+        for B in map(int, filter(None, batches.split(","))):
+            chosen = [way for way in known if way != "compiled"]
+            cases.append((f"decoding step, {B} sequences of 32k keys", "decode", partial(decode, model, B=B, S_kv=32768), chosen))
+        for case, direction, make, chosen in cases:
+            found = measure(model, make, chosen, rep, {"case": case, "direction": direction, **facts})
+            store.append(out, found)
+            rows += found
+        echo(table(rows, model))
 
 
 if __name__ == "__main__":

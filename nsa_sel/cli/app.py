@@ -168,17 +168,21 @@ def demo(
     out_dir: Annotated[Path, typer.Option(help="Folder of demo.png and demo.json.")] = Path("demo-output"),
     as_json: AsJson = False,
 ) -> None:
-    """Run attention of a language model on every available backend; check, time and draw it. Exit code 1 if one is
-    wrong."""
+    """Run attention of a language model on every available backend; check, time and draw it. Then run a layer of
+    MiniMax-M3 in transformers and on nsa-sel, if transformers is installed. Exit code 1 if one is wrong."""
     with _errors(as_json):
         with needs_extra("report", "nsa-sel demo"):
             from nsa_sel.cli import demo as demonstration
+            from nsa_sel.cli import demo_model
         picture, figures = (output_file("--out-dir", out_dir / name, make_folder=True) for name in ("demo.png", "demo.json"))
         setting = demonstration.prepare(trace)
         if not as_json:
             echo(demonstration.introduction(setting))
         with _progress(as_json) as advance:
             result = demonstration.run(setting, advance)
+            if trace is None:
+                advance("a layer of MiniMax-M3", 1.0)
+                result = msgspec.structs.replace(result, model=demo_model.run(setting.problem.q.device.type))
         document = _pretty(result)
         try:
             figures.write_text(document + "\n")
@@ -186,7 +190,7 @@ def demo(
         except OSError as error:
             raise ArgumentError("--out-dir", f"{out_dir} ({error.strerror})", "a folder that can be written", "choose another") from error
         echo(document if as_json else f"{demonstration.text(result)}\n\nwritten: {picture}, {figures}")
-        if not result.passed:
+        if not result.passed or getattr(result.model, "passed", True) is False:
             raise typer.Exit(1)
 
 

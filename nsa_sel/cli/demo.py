@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nsa_sel.attention import selection_attention
 from nsa_sel.bench.core import cases, contenders, timing
+from nsa_sel.cli import demo_model
 from nsa_sel.cli.output import terminal_columns
 from nsa_sel.cli.tensor_file import Problem, read_problem
 from nsa_sel.core.call import device_info, request_of
@@ -75,6 +76,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[Row, ...]
     refused: dict[str, str]
     passed: bool
+    model: demo_model.Compared | str | None = None  # the demo's second part; why it did not run; None: not asked for
 
 
 class Setting(NamedTuple):
@@ -289,6 +291,8 @@ def text(result: Result) -> str:
     lines.append(f"Bounds of the mean error: {result.bound:g} for o and lse; for gradients that, or twice the error of {MASKED}.")
     wrong = [row.name for row in result.rows if row.passed is False]
     lines.append(f"WRONG: {', '.join(wrong)}." if wrong else "Every result agrees with the oracle.")
+    if result.model is not None:
+        lines += ["", result.model if isinstance(result.model, str) else demo_model.text(result.model)]
     return "\n".join(lines)
 
 

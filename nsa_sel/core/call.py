@@ -267,6 +267,7 @@ def device_info(device: torch.device) -> DeviceInfo:
 
 
 SCRATCH = 64 << 20  # bytes
+LEAST_ROWS = 2048  # rows of a KV group that are scored at once, also where the scratch holds fewer: less would leave a GPU idle
 
 
 class Rule(NamedTuple):

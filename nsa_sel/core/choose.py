@@ -14,7 +14,7 @@ from torch import Tensor
 from nsa_sel.core import registry, run, transforms
 from nsa_sel.core.arguments import Bounds, check_tensors, range_dtype
 from nsa_sel.core.backend import ChooserModule
-from nsa_sel.core.call import DTYPES, NSA_POOL, SCRATCH, ChooseCall, PagedKeys, Pool, Rule, Sequences, device_info, is_aligned
+from nsa_sel.core.call import DTYPES, LEAST_ROWS, NSA_POOL, SCRATCH, ChooseCall, PagedKeys, Pool, Rule, Sequences, device_info, is_aligned
 from nsa_sel.core.check import Index, check_choose, check_scale
 from nsa_sel.core.decide import Decided, decide, recall, remember
 from nsa_sel.core.decision import Decision
@@ -90,8 +90,10 @@ def decided_choice(
     if settings.debug_log != target.followed:
         target.follow(settings)
     longest = S_kv if bounds is None else bounds.longest(S_kv)
-    scratch = min(SCRATCH, settings.workspace_bytes)
-    call = ChooseCall(q, k, v, rule, -(-longest // rule.block_size), S_kv - q.shape[1], scale, settings, q_pos, scratch, pool)
+    blocks = -(-longest // rule.block_size)
+    least = min(LEAST_ROWS * 4 * blocks, settings.workspace_bytes // 4)  # choose_triton's partial sums take four times as much
+    scratch = min(max(SCRATCH, least), settings.workspace_bytes)
+    call = ChooseCall(q, k, v, rule, blocks, S_kv - q.shape[1], scale, settings, q_pos, scratch, pool)
     call.sequences = None if bounds is None else Sequences.of(bounds, rule, q)
     return Decided(call, decision, request)
 

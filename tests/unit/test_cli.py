@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 
 import nsa_sel
 from nsa_sel.backends import numba_cpu
-from nsa_sel.cli import demo
+from nsa_sel.cli import demo, demo_model
 from nsa_sel.cli.app import app
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Reason
@@ -383,6 +384,17 @@ def test_the_demo_of_the_shipped_trace_passes(tmp_path: Path) -> None:
     safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in cut.items()}, tmp_path / "cut.safetensors", metadata)
     document = ask("demo", "--trace", tmp_path / "cut.safetensors", "--out-dir", tmp_path / "out")
     assert (document["passed"], document["checked_rows"], document["facts"]["tokens"]) == (True, 512, 8192)
+
+
+def test_the_demos_layer_of_minimax_m3_equals_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers.models.minimax_m3_vl")
+    monkeypatch.setitem(demo_model.TOKENS, "cpu", (700,))
+    compared = demo_model.run("cpu")
+    assert isinstance(compared, demo_model.Compared)
+    assert compared.passed
+    assert all(words in demo_model.text(compared) for words in ("patch_model", "700 tokens", "outputs differ by at most"))
+    monkeypatch.setitem(sys.modules, "transformers.models.minimax_m3_vl", None)
+    assert str(demo_model.run("cpu")).startswith("No layer of MiniMax-M3 was run: ")
 
 
 @on_cpu
