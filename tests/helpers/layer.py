@@ -12,7 +12,6 @@ from nsa_sel import NSACache, NSAttention, rotary
 from nsa_sel.backends import _gate_plain
 from nsa_sel.backends._triton import elementwise
 from nsa_sel.caching.pools import CacheScales
-from nsa_sel.caching.sequences import CachedSequence
 from nsa_sel.projection import Parts
 from nsa_sel.quantize import STORED, as_bytes, stored
 from tests.helpers.checks import new_memory_is_nan
@@ -128,14 +127,10 @@ def poison(cache: NSACache) -> None:
         _mark(pages, sequence.all.held(), 0, sequence.length)
         _mark(pieces, sequence.all.held(), 0, sequence.length // stride)
         start = sequence.recent.first * size
-        _mark(recent, sequence.recent.held(), _first_key(sequence) - start, sequence.length - start)
+        first = sequence.first_needed(max(sequence.min_length(), 1))  # for the shortest length to which the sequence may be cut
+        _mark(recent, sequence.recent.held(), first - start, sequence.length - start)
     for x, mask in zip(cache.pools, (pages, pages, pieces, pieces, *[recent] * 4), strict=True):
         as_bytes(x).masked_fill_(~mask.to(x.device)[None, :, :, None, None], 0x7F if x.dtype == STORED else torch.nan)
-
-
-def _first_key(sequence: CachedSequence) -> int:
-    """Of the last keys that may be read: those before the shortest length to which the sequence may be cut."""
-    return sequence.first_needed(max(sequence.min_length(), 1))
 
 
 def _mark(mask: Tensor, held: Any, first: int, end: int) -> None:
@@ -197,25 +192,15 @@ def log_sums(gates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     wide = torch.promote_types(gates.dtype, torch.float32)
     made = 3 * torch.randn(3, *gates.shape[:4], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     made[:, :, :3] = -torch.inf
-    first, second, third = made.to(gates.device, wide)
-    return first, second, third
+    return made.to(gates.device, wide).unbind()  # type: ignore[return-value]
 
 
-Outputs = tuple[list[Tensor], Tensor]  # of the branches; dgates
-
-
-def by_module(module: Any, do: Tensor, branches: Any, gates: Tensor, lse: Any) -> Outputs:
-    """What `module`, the kernels or plain PyTorch, gives the branches, and dgates."""
+def by_module(module: Any, do: Tensor, branches: Any, gates: Tensor, lse: Any) -> list[Tensor]:
+    """What `module`, the kernels or plain PyTorch, gives the three branches, and dgates."""
     dgates = torch.full(gates.shape, torch.nan, dtype=gates.dtype, device=gates.device)
-    if lse is None:
-        return module.backward(do, branches, gates, dgates, True), dgates
-    assert module.backward(do, branches, gates, dgates, False) == [None] * 3
-    return module.raise_lse(lse, gates), dgates
-
-
-def raised(lse: Tensor, gate: Tensor) -> Tensor:
-    """lse - ln gate in float64."""
-    return (lse.double() - gate.double().log()).where(lse > -torch.inf, lse.double())
+    given = module.backward(do, branches, gates, dgates, lse is None)
+    assert lse is None or given == [None] * 3
+    return [*(given if lse is None else module.raise_lse(lse, gates)), dgates]
 
 
 def check_gate(dtype: torch.dtype, device: str, Dv: int) -> None:
@@ -231,19 +216,16 @@ def check_gate(dtype: torch.dtype, device: str, Dv: int) -> None:
             with new_memory_is_nan():
                 total = torch.full(do.shape, torch.nan, dtype=dtype, device=device)
                 module.write_sum(branches, gates, total)
-                runs.append((total, *(by_module(module, do, branches, gates, given) for given in (None, lse))))
-        (total, mine, shifted), again = runs
-        for x, right in zip((total, *mine[0], mine[1], shifted[1]), (o, *scaled, dgates, dgates), strict=True):
-            torch.testing.assert_close(x, right.to(x.dtype), **tolerance(dtype))
-        for c, x in enumerate(shifted[0]):
+                runs.append([total, *by_module(module, do, branches, gates, None), *by_module(module, do, branches, gates, lse)])
+        assert all(torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in zip(*runs, strict=True))
+        *found, first, second, third, last = runs[0]
+        torch.testing.assert_close([*found, last], [o, *scaled, dgates, dgates], check_dtype=False, **tolerance(dtype))
+        for c, x in enumerate((first, second, third)):
+            wanted = (lse[c].double() - gates[..., c].double().log()).where(lse[c] > -torch.inf, lse[c].double())
             assert x.is_contiguous()
-            torch.testing.assert_close(x, raised(lse[c], gates[..., c]).to(x.dtype), equal_nan=True, **tolerance(dtype))
+            torch.testing.assert_close(x, wanted.to(x.dtype), equal_nan=True, **tolerance(dtype))
             assert bool((x[:, 1] == torch.where(lse[c][:, 1] == -torch.inf, -torch.inf, torch.inf)).all())
             assert torch.equal(x[:, 2], lse[c][:, 2])
-        assert torch.equal(total, again[0])
-        for first, second in zip((mine, shifted), again[1:], strict=True):
-            assert all(torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in zip(first[0], second[0], strict=True))
-            assert torch.equal(first[1], second[1])
 
 
 def check_deltas(dtype: torch.dtype, device: str) -> None:
@@ -269,7 +251,7 @@ def check_gate_parts(dtype: torch.dtype, device: str, Dv: int) -> None:
         whole = torch.empty_like(do)
         module.write_sum(branches, gates, whole)
         for given in (None, lse):
-            outputs, dgates = by_module(module, do, branches, gates, given)
+            *outputs, dgates = by_module(module, do, branches, gates, given)
             to = torch.full((*do.shape[:4], Dv + 16), torch.nan, dtype=dtype, device=device)[..., :Dv]
             to_gates = torch.full((3, *gates.shape[:4]), torch.nan, dtype=gates.dtype, device=device).movedim(0, -1)
             for g in range(do.shape[2]):

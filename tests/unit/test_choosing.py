@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -381,9 +382,7 @@ def test_forcing_a_backend_concerns_its_own_kind(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_fallback_of_its_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(call: ChooseCall) -> Any:
-        raise RuntimeError("no such kernel")
-
+    broken = mock.Mock(side_effect=RuntimeError("no such kernel"))
     monkeypatch.setattr(registry.load_chooser("choose-triton"), "forward", broken)
     with pytest.raises(RuntimeError, match="no such kernel"):
         compress(backend="choose-triton")

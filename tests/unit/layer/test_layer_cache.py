@@ -6,6 +6,7 @@ import contextlib
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -279,12 +280,10 @@ def test_a_step_out_of_memory_changes_nothing(part: str, monkeypatch: pytest.Mon
     cache, a = model.cache, model.cache.open()
     cache.step([a], 12)
     b = cache.fork(a)
-
-    def fail(*_: Any) -> None:
-        raise torch.OutOfMemoryError
-
     before = cache.free_pages, cache.free_window_pages, cache.held_pages([a]), cache.held_pages([b])
-    monkeypatch.setattr(*((step_tensors, "allocate") if part == "buffer" else (Pools, "copy")), fail)
+    monkeypatch.setattr(
+        *((step_tensors, "allocate") if part == "buffer" else (Pools, "copy")), mock.Mock(side_effect=torch.OutOfMemoryError)
+    )
     with pytest.raises(torch.OutOfMemoryError):
         cache.step([b], 9)
     assert (cache.length(b), (cache.free_pages, cache.free_window_pages, cache.held_pages([a]), cache.held_pages([b]))) == (12, before)

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -164,12 +165,10 @@ def test_a_corrupt_file_is_reported_once_and_ignored(tuned_folder: Path, logged:
     assert "remove the file and run `nsa-sel tune` again" in ignored["words"]
 
 
-def as_a_link_to_nothing(file: Path) -> None:
-    file.unlink()
-    file.symlink_to("nowhere")
+to_nothing = lambda file: (file.unlink(), file.symlink_to("nowhere"))  # noqa: E731
 
 
-@pytest.mark.parametrize(("damage", "words"), [*OF_THE_FILE, *OF_THE_FOLDER, (as_a_link_to_nothing, "is a symbolic link: remove it")])
+@pytest.mark.parametrize(("damage", "words"), [*OF_THE_FILE, *OF_THE_FOLDER, (to_nothing, "is a symbolic link: remove it")])
 def test_a_file_that_is_not_the_users_alone_is_not_used(tuned_folder: Path, logged: Any, damage: Any, words: str) -> None:
     write(result())
     (file,) = tuned_folder.glob("*.json")
@@ -201,13 +200,9 @@ def test_what_is_written_is_the_users_alone(tuned_folder: Path, umask: int) -> N
 @pytest.fixture
 def homeless(tuned_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No home, as for a user id that is on no list."""
-
-    def home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
     for name in ("NSA_SEL_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("Could not determine home directory.")))
 
 
 @pytest.mark.usefixtures("homeless")
