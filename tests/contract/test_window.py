@@ -189,7 +189,7 @@ def test_window_of_many_heads_in_several_chunks(lane: Kernels, monkeypatch: pyte
     check((q, k, v), window)
 
 
-@each(lambda lane: [False, True])
+@each(lambda lane: [False, True] if lane.shapes.keys() & {"decode", "one-row"} else [])
 def test_window_decode(lane: Kernels, what: bool) -> None:
     """A row without its dimension; with lse or without."""
     (q, k, v), window = inputs_of(lane, lane.shapes["one-row" if lane.device == "cuda" else "decode"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -77,20 +78,14 @@ def check_paged(backend: str, q: Any, k: Any, v: Any, selection: Selection, page
     assert decisions()[-1].forward == backend
 
 
-def of_heads(h: int, Dk: int, Dv: int) -> Callable[[str], None]:
-    def run(device: str) -> None:
-        for dtype in (torch.float16, torch.bfloat16):
-            run_all("cupy-cuda", dtype, Dk, Dv, h, device)
-
-    return run
+def _heads(h: int, Dk: int, Dv: int, device: str) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        run_all("cupy-cuda", dtype, Dk, Dv, h, device)
 
 
-def of_blocks(backend: str, S: int, S_kv: int, h: int, Dk: int, Dv: int, block: int) -> Callable[[str], None]:
-    def run(device: str) -> None:
-        q, k, v = make_qkv(1, S, 2, h, Dk, Dv, S_kv=S_kv, dtype=torch.bfloat16, device=device)
-        checks.check_both(backend, q, k, v, make_blocks(1, S, 2, S_kv, N, block, device=device))
-
-    return run
+def _blocks(backend: str, S: int, S_kv: int, h: int, Dk: int, Dv: int, block: int, device: str) -> None:
+    q, k, v = make_qkv(1, S, 2, h, Dk, Dv, S_kv=S_kv, dtype=torch.bfloat16, device=device)
+    checks.check_both(backend, q, k, v, make_blocks(1, S, 2, S_kv, N, block, device=device))
 
 
 def _long_row(device: str) -> None:
@@ -102,7 +97,7 @@ def _long_row(device: str) -> None:
 
 def _tokens_in_order(device: str) -> None:
     with mock.patch.multiple(token_order, LEAST_TOKENS=300, LEAST_ROWS=1):
-        of_blocks("cupy-cuda", 300, 400, 16, 128, 128, BLOCK)(device)
+        _blocks("cupy-cuda", 300, 400, 16, 128, 128, BLOCK, device)
 
 
 def _few_tokens_of_e4m3(device: str) -> None:
@@ -119,19 +114,19 @@ _SMALL = (
 )
 _VISITED = "block_partials shared_tiles join_partials block_gradients join_shares sum_sections"
 CUDA_CASES = {
-    "h16-128": Case(of_heads(16, 128, 128), _TILES + _ROWS + "forward_blocks", _ROWS),
-    "h4-192-128": Case(of_heads(4, 192, 128), _ROWS + "tile_union forward_tiles", _ROWS),
-    "h1-40-24": Case(of_heads(1, 40, 24), _ROWS, _ROWS),
-    "h1-128": Case(of_heads(1, 128, 128), _ROWS + "tile_union forward_tiles forward_blocks", _ROWS),
+    "h16-128": Case(partial(_heads, 16, 128, 128), _TILES + _ROWS + "forward_blocks", _ROWS),
+    "h4-192-128": Case(partial(_heads, 4, 192, 128), _ROWS + "tile_union forward_tiles", _ROWS),
+    "h1-40-24": Case(partial(_heads, 1, 40, 24), _ROWS, _ROWS),
+    "h1-128": Case(partial(_heads, 1, 128, 128), _ROWS + "tile_union forward_tiles forward_blocks", _ROWS),
     # A block of several tiles of keys has one list of rows, which is cut into segments for each tile.
-    "blocks-of-128": Case(of_blocks("cupy-cuda", 100, 600, 16, 128, 128, 128), _TILES + "cut_blocks", _ROWS + "cut_blocks"),
+    "blocks-of-128": Case(partial(_blocks, "cupy-cuda", 100, 600, 16, 128, 128, 128), _TILES + "cut_blocks", _ROWS + "cut_blocks"),
     # More tiles of 16 keys than sort_scatter.cu adds up itself (`key_to_rows.FEW_TILES`).
-    "many-tiles": Case(of_blocks("cupy-cuda", 20, 8448, 1, 40, 24, 16), _ROWS + "sum_counts", _ROWS + "sum_counts"),
+    "many-tiles": Case(partial(_blocks, "cupy-cuda", 20, 8448, 1, 40, 24, 16), _ROWS + "sum_counts", _ROWS + "sum_counts"),
     "long-row": Case(_long_row, "forward_rows combine", "forward_rows combine"),
-    "small-blocks": Case(of_blocks("cupy-cuda", 40, 150, 12, 256, 256, 4), _SMALL, ""),
+    "small-blocks": Case(partial(_blocks, "cupy-cuda", 40, 150, 12, 256, 256, 4), _SMALL, ""),
     "tokens-in-order": Case(_tokens_in_order, "ordered_union", ""),
     "e4m3-tokens": Case(_few_tokens_of_e4m3, "forward_tokens", ""),
-    "cuda-block": Case(of_blocks("cuda-block", 300, 400, 16, 128, 128, BLOCK), _VISITED, ""),
+    "cuda-block": Case(partial(_blocks, "cuda-block", 300, 400, 16, 128, 128, BLOCK), _VISITED, ""),
 }
 
 

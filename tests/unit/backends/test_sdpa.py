@@ -219,17 +219,19 @@ class TestPathOfAGpu:
             assert bool((lse == float("-inf")).all())
             assert not any(x.any() for x in (o, *gathered.backward(call, lse, torch.randn_like(o), torch.zeros_like(lse))))
 
-    def test_static_facts_say_where_rows_select_too_little(self) -> None:
-        """Slices are all that rows may see: dense up to so many times what they may select."""
-        waste = int(dense._WASTE_GPU)
-        assert sdpa_packed.path(self.call(0, 256 // waste, max_length=256 // waste + 1)) == "dense"
-        assert sdpa_packed.path(self.call(0, 256 // waste // 2, max_length=256 // waste // 2)) == "varlen"
-
-    def test_what_was_measured_counts(self) -> None:
-        call = self.call(0, 4)
-        assert sdpa_packed.path(call) == "dense"  # from static facts alone, each row may select all keys
-        call.selection.measure(S_kv=256)
-        assert sdpa_packed.path(call) == "varlen"
+    def test_facts_and_the_workspace_decide(self) -> None:
+        """Slices are all that rows may see: dense up to so many times what they may select, if copies and masks fit the workspace."""
+        fit, copies, measured = 256 // int(dense._WASTE_GPU), 2 * 2 * 256 * 16 * 4, self.call(0, 4)
+        measured.selection.measure(S_kv=256)
+        for call, path in (
+            (self.call(0, fit, max_length=fit + 1), "dense"),
+            (self.call(0, fit // 2, max_length=fit // 2), "varlen"),
+            (self.call(0, 4), "dense"),  # from static facts alone, each row may select all keys
+            (measured, "varlen"),
+            (self.call(0, 256, workspace_bytes=copies), "varlen"),
+            (self.call(0, 256, workspace_bytes=copies + 2 * 256 * 8), "dense"),
+        ):
+            assert sdpa_packed.path(call) == path
 
     def test_the_flag_decides(self) -> None:
         forced_call = self.call(ROW * 5, 7, max_length=7, triton_force_path="dense")
@@ -238,11 +240,6 @@ class TestPathOfAGpu:
         assert sdpa_packed.path(self.call(0, 256, triton_force_path="varlen")) == "varlen"
         two = make_call(*make_qkv(1, 8, 1, 2, 16), make_spans("many", 1, 8, 1, 8, 8), triton_force_path="dense")
         assert sdpa_packed.path(two) == "varlen"  # the fallback runs everything
-
-    def test_copies_and_masks_stay_within_the_workspace(self) -> None:
-        copies = 2 * 2 * 256 * 16 * 4
-        assert sdpa_packed.path(self.call(0, 256, workspace_bytes=copies)) == "varlen"
-        assert sdpa_packed.path(self.call(0, 256, workspace_bytes=copies + 2 * 256 * 8)) == "dense"
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
     def test_what_is_not_finite_stays_with_its_rows(self, bad: float) -> None:

@@ -196,11 +196,9 @@ def test_a_refusal_lists_every_backend() -> None:
 def test_decisions_survive_json(device: DeviceInfo, backend: str | None) -> None:
     decision = decide(replace(LONG, needs_grad=True), device, backend=backend)
     line = decision.to_json()
-    assert "\n" not in line
     again = Decision.from_json(line)
-    assert again == decision
-    assert again.to_json() == line
-    assert again.replay() == decision.replay() == ()
+    assert "\n" not in line
+    assert (again, again.to_json(), again.replay(), decision.replay()) == (decision, line, (), ())
 
 
 def test_replay_names_every_doctored_field() -> None:
@@ -222,13 +220,10 @@ def test_replay_names_every_doctored_field() -> None:
     assert all(field.startswith("verdicts[") and field.endswith("].forward") for field in fields)
 
 
-@pytest.mark.parametrize("line", ["", "{}", "[1]", '{"request": 3}', "nonsense"])
-def test_other_lines_are_refused_as_decisions(line: str) -> None:
-    with pytest.raises(NsaSelError, match="not a decision record"):
-        Decision.from_json(line)
-
-
-def test_replay_refuses_an_unknown_policy() -> None:
+def test_other_lines_and_unknown_policies_are_refused() -> None:
+    for line in ("", "{}", "[1]", '{"request": 3}', "nonsense"):
+        with pytest.raises(NsaSelError, match="not a decision record"):
+            Decision.from_json(line)
     with pytest.raises(NsaSelError, match=r"'whim'.*default"):
         replace(decide(LONG, H100), policy="whim").replay()
 
