@@ -34,7 +34,7 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, int, dict[str, Any]]] = { 
 }
 
 
-def make(shape: str, dtype: torch.dtype = torch.float64, device: str = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]]:
+def make(shape: str, dtype: torch.dtype = torch.float64) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors that require gradients, and options."""
     B, S, S_kv, G, h, Dk, Dv, changed = SHAPES[shape]
     options = {**SMALL, "first": 1, "local": 2, **changed}
@@ -46,7 +46,7 @@ def make(shape: str, dtype: torch.dtype = torch.float64, device: str = "cpu") ->
     generator = torch.Generator().manual_seed(0)
     made = {name: torch.randn(size, generator=generator, dtype=torch.float64) for name, size in sizes.items()}
     made["gates"] = made["gates"].sigmoid()
-    return {name: x.to(device, dtype).requires_grad_() for name, x in made.items()}, options
+    return {name: x.to(dtype).requires_grad_() for name, x in made.items()}, options
 
 
 def gradients(o: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
