@@ -31,17 +31,13 @@ from nsa_sel.settings.flags import CACHE_FLAG
 from tests.helpers.aot import OF_CUDA, TARGETS, paged_call, target_call
 from tests.helpers.calls import calls_of
 from tests.helpers.cases import make_blocks, make_qkv
-from tests.helpers.cuda import compiled, needs_nvrtc
+from tests.helpers.cuda import check_fit, compiled, needs_nvrtc, order_few
 from tests.helpers.files import OF_THE_FILE, OF_THE_FOLDER
 from tests.helpers.policy_cases import H200
 
 pytestmark = pytest.mark.slow  # in all: a compiler at work
 
 
-# Bytes. dkdv_tiles.cu: both accumulators of 128 columns take nearly all registers. dq_gather.cu: as do 256 columns, s and dp, and with some
-# sizes a few words are spilled. forward_gather.cu: with three heads of 256 columns, by which no shift divides.
-# With two heads and blocks of 8 keys dq_gather.cu spills 20 bytes with NVRTC 13.5, 52 with 13.0.
-SPILLS = {(80, "dkdv_tiles.cu"): 8, (90, "dq_gather.cu"): 16, (90, "forward_gather.cu"): 16, (90, "dq_gather.cu", "h2-256-8"): 32}
 HOPPERS = {
     "forward_blocks.cu",
     "forward_tokens.cu",
@@ -69,17 +65,6 @@ def run(shape: str, sm: int) -> None:
     o, lse = cupy_cuda.forward(call)
     if call.q.shape[1] > 1:
         cupy_cuda.backward(call, o, lse, torch.empty_like(o), None)
-
-
-def check_fit(kernels: list[dict[str, Any]], sm: int, shape: str = "") -> set[str]:
-    """Check shared memory, registers and spills of compiled kernels, and return their names."""
-    for kernel in kernels:
-        file = kernel["kernel"]
-        assert kernel["shared"] <= TARGETS[sm][0] * 1024, kernel
-        assert kernel["registers"] * kernel["threads"] <= 65536, kernel
-        assert kernel["spilled"] <= 2 * SPILLS.get((sm, file, shape), SPILLS.get((sm, file), 0) if shape else 0), kernel
-        assert kernel["serialized"] == 0, kernel
-    return {kernel["kernel"] for kernel in kernels}
 
 
 @needs_nvrtc
@@ -131,8 +116,7 @@ def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> No
 @needs_nvrtc
 @pytest.mark.parametrize("shape", ["h16", *(pytest.param(shape, marks=pytest.mark.thorough) for shape in ("h4-fp16", "h12", "h12-256"))])
 def test_kernels_of_tokens_in_order_fit(monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
-    monkeypatch.setattr(token_order, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(token_order, "LEAST_ROWS", 1)
+    order_few(monkeypatch)
     call = target_call(shape, 90)
 
     def tiles() -> None:

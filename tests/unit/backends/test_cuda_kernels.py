@@ -20,7 +20,6 @@ from nsa_sel.backends.cupy_cuda import (
     launch,
     sm80,
     sm90,
-    token_order,
     whole_blocks,
     window,
 )
@@ -33,7 +32,7 @@ from tests.helpers.calls import calls_of
 from tests.helpers.cases import assert_forward, assert_gradients, make_blocks, make_grads, make_qkv, unused_keys
 from tests.helpers.checks import check_both, check_poison, new_memory_is_nan
 from tests.helpers.choose import make_choose_call
-from tests.helpers.cuda import BACKWARDS, EAGER, GPU, LATE_WARP, cache_call, call_of, emulated, needs_compiler, row_map
+from tests.helpers.cuda import BACKWARDS, EAGER, GPU, LATE_WARP, cache_call, call_of, emulated, needs_compiler, order_few, row_map
 from tests.helpers.gpus import noted
 
 pytestmark = [needs_compiler, pytest.mark.slow]  # a compiler, and thousands of emulated products
@@ -166,8 +165,7 @@ OF_A_GPU = ((16, 128, 128, 64), (4, 64, 64, 128), (12, 192, 128, 64), (32, 64, 1
 def test_tiles_of_tokens_that_selected_alike(monkeypatch: pytest.MonkeyPatch, lane: Lane, h: int, Dk: int, Dv: int, block: int) -> None:
     """More tiles than CTAs, a last stretch that is not full, rows and blocks without each other, and positions of any order."""
     lane.open(monkeypatch)
-    monkeypatch.setattr(token_order, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(token_order, "LEAST_ROWS", 1)
+    order_few(monkeypatch)
     started = noted(monkeypatch)
     S, G, S_kv = (100, 2, 260) if lane.slow else (1100, 3, 1300)
     q, k, v = make_qkv(1, S, G, h, Dk, Dv, S_kv=S_kv, dtype=lane.dtype, device=lane.place)

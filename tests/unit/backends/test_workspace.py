@@ -32,7 +32,7 @@ from nsa_sel.settings.config import settings_for
 from tests.helpers.calls import assert_refused, calls_of
 from tests.helpers.cases import assert_gradients, make_blocks, make_call, make_grads, make_qkv, make_spans
 from tests.helpers.checks import attend, check_both, check_deterministic, check_poison, new_memory_is_nan
-from tests.helpers.cuda import GPU, emulated, needs_compiler
+from tests.helpers.cuda import GPU, emulated, needs_compiler, order_few
 from tests.helpers.gpus import HOPPER, needs, noted
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -366,8 +366,7 @@ def test_parts_give_the_bits_of_one_pass(
     monkeypatch: pytest.MonkeyPatch, configure: Callable[[str], Path], started: list[str], backend: str, h: int, D: int, block: int
 ) -> None:
     """Two parts or more of each pass that has a plan, forward and dq."""
-    monkeypatch.setattr(token_order, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(token_order, "LEAST_ROWS", 1)
+    order_few(monkeypatch)
     S = 3090
     q, k, v = make_qkv(S=S, G=2, h=h, Dk=D, S_kv=S, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     do, _ = make_grads(q, v)

@@ -366,17 +366,18 @@ def beyond_inputs_and_outputs(work: Any) -> int:
     return torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in outputs)
 
 
+def step(inputs: list[Tensor], do: Tensor, recompute: bool) -> tuple[Tensor, ...]:
+    o = nsa_attention(*inputs, recompute=recompute)
+    return o, *torch.autograd.grad(o, inputs, do)
+
+
 @pytest.mark.gpu
 def test_a_recomputed_step_fits_the_workspace_and_its_kernels_temporaries() -> None:
     """At 32k: two of the four groups at once, where the plain layer holds the three outputs of all, and dq of all, one of which stays."""
     inputs = layer_inputs(32768, 4, 16, 128)
     do, bound = torch.randn_like(inputs[0]), settings_for(device_info(inputs[0].device)).workspace_bytes
 
-    def step(recompute: bool) -> tuple[Tensor, ...]:
-        o = nsa_attention(*inputs, recompute=recompute)
-        return o, *torch.autograd.grad(o, inputs, do)
-
-    recomputed, plain = (beyond_inputs_and_outputs(lambda way=way: step(way)) for way in (True, False))
+    recomputed, plain = (beyond_inputs_and_outputs(lambda way=way: step(inputs, do, way)) for way in (True, False))
     assert recomputed <= 1.5 * bound
     assert plain >= 5 * do.nbytes  # so that this test sees what it is about
     with torch.no_grad():
@@ -389,15 +390,11 @@ def test_a_recomputed_step_is_bit_equal(monkeypatch: pytest.MonkeyPatch) -> None
     inputs = layer_inputs(2100, 2, 4, 64)
     do = torch.randn_like(inputs[0])
 
-    def step(recompute: bool) -> tuple[Tensor, ...]:
-        o = nsa_attention(*inputs, recompute=recompute)
-        return o, *torch.autograd.grad(o, inputs, do)
-
-    plain = step(False)
+    plain = step(inputs, do, False)
     for _ in range(2):
-        assert all(map(torch.equal, step(True), plain))
+        assert all(map(torch.equal, step(inputs, do, True), plain))
     monkeypatch.setattr(by_groups, "settings_for", lambda device: types.SimpleNamespace(workspace_bytes=1))
-    first, second = step(True), step(True)
+    first, second = step(inputs, do, True), step(inputs, do, True)
     assert all(map(torch.equal, first, second))
     for mine, right in zip(first, plain, strict=True):
         assert float((mine - right).norm() / right.norm()) < 0.01
