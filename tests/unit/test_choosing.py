@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -153,6 +154,9 @@ def test_empty_batch_and_rows() -> None:
         assert choose_blocks(q, k, block_size=4, n=3).ranges.shape == (B, S, 2, 3, 2)
         assert infllm_selection(q, k.expand(-1, 2, -1, -1), **INFLLM).ranges.shape == (B, S, 2, 3, 2)
         assert moba_selection(q, k.expand(-1, 2, -1, -1)).ranges.shape == (B, S, 2, 3, 2)
+        call = make_choose_call((B, S, S, 1, 2, 16, 16, SMALL))
+        o, selection = compressed_attention(call.q, call.k, call.v, **call.rule._asdict(), S_kv=S)
+        assert (o.shape, selection.ranges.shape) == ((B, S, 1, 2, 16), (B, S, 1, SMALL.n, 2))
 
 
 # Decisions
@@ -162,12 +166,7 @@ def choose(**options: Any) -> Selection:
     return choose_blocks(randn(1, 20, 1, 1, 16), randn(1, 1, 20, 16, seed=1), block_size=4, n=3, **options)
 
 
-def test_a_decision_replays_and_takes_overrides() -> None:
-    choose()
-    assert last().request.kind == "choose"
-    assert [verdict.backend for verdict in last().verdicts] == list(registry.backends("choose"))
-    assert Decision.from_json(last().to_json()).replay() == ()
-    assert "scores    max over a block, sum over heads, of logits" in describe(last())
+def test_overrides() -> None:
     with use_backend("choose-triton"):
         choose()
     assert (last().forward, last().override) == ("choose-triton", Override("choose-triton", "use_backend"))
@@ -328,14 +327,6 @@ def test_hooks_on_saved_tensors_may_free_the_inputs() -> None:
     assert all(x.grad is not None for x in (call.q, call.k, call.v))
 
 
-def test_empty_compressed() -> None:
-    for sizes in ((0, 8, 8), (1, 0, 0)):
-        B, S, S_kv = sizes
-        call = make_choose_call((B, S, S_kv, 1, 2, 16, 16, SMALL))
-        o, selection = compressed_attention(call.q, call.k, call.v, **call.rule._asdict(), S_kv=S_kv)
-        assert (o.shape, selection.ranges.shape) == ((B, S, 1, 2, 16), (B, S, 1, SMALL.n, 2))
-
-
 # Decisions
 
 
@@ -349,13 +340,20 @@ def compress(**options: Any) -> None:
     compressed_attention(call.q, call.k, call.v, **options_of(call, "h1"), **options)
 
 
-def test_a_decision_replays_and_names_every_backend() -> None:
-    compress()
-    assert last().request.compress == (SMALL.compress_block, SMALL.compress_stride)
+@pytest.mark.parametrize(
+    ("work", "compressed", "words"),
+    [
+        (choose, (1, 1), "scores    max over a block, sum over heads, of logits"),
+        (compress, (SMALL.compress_block, SMALL.compress_stride), "choose-triton"),
+    ],
+)
+def test_a_decision_replays_and_names_every_backend(work: Callable[[], object], compressed: tuple[int, int], words: str) -> None:
+    work()
+    assert (last().request.kind, last().request.compress) == ("choose", compressed)
     assert [verdict.backend for verdict in last().verdicts] == list(registry.backends("choose"))
     assert [step.partition(": ")[0] for step in last().steps] == ["choose-cuda", "choose-triton"]
     assert Decision.from_json(last().to_json()).replay() == ()
-    assert "choose-triton" in describe(last())
+    assert words in describe(last())
 
 
 def test_forcing_a_backend_concerns_its_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:

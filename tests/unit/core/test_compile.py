@@ -65,6 +65,11 @@ def from_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, **options: Any)
     return selection_attention(q, k, v, Selection.from_blocks(blocks, BLOCK), **options)
 
 
+def by_name(q: Tensor, k: Tensor, v: Tensor, selection: Selection) -> Tensor:
+    """Return o of the op."""
+    return OPS.selection_forward(q, k, v, selection.ranges, None, BLOCK, None, False, None, None, True)[0]  # type: ignore[no-any-return]
+
+
 def compiled(work: Callable[..., Any], backend: Any = "aot_eager") -> Callable[..., Any]:
     return torch.compile(work, fullgraph=True, dynamic=True, backend=backend)
 
@@ -297,22 +302,20 @@ def test_the_ops_of_windows_pass_opcheck() -> None:
 # Refusals
 
 
-def traced_refusal(match: str, *arguments: Any, **options: Any) -> None:
-    """With fullgraph=True PyTorch raises its own error, which contains ours."""
-    with pytest.raises(RuntimeError, match=match):
-        compiled(attend)(*arguments, **options)
-
-
 def test_bad_input_is_refused_while_tracing() -> None:
+    """With fullgraph=True PyTorch raises its own error, which contains ours."""
     q, k, v, selection = problem(64)
     other = Selection.from_ranges(selection.ranges[:, :32], BLOCK)
-    traced_refusal("selection is over rows.*Remedy: one set of ranges per query row and group", q, k, v, other)
-    traced_refusal("k is of head dimension.*Remedy: project q and k to the same size", q, k[..., :8], v, selection)
-    traced_refusal("k is of strides.*Remedy: call k.contiguous", q, k.transpose(2, 3).contiguous().transpose(2, 3), v, selection)
-    traced_refusal("k is of dtype torch.float64.*Remedy", q, k.double(), v, selection)
-    traced_refusal("selection.*a int.*make one with Selection.from_ranges", q, k, v, 3)
-    traced_refusal("q.*a int.*wrap it in torch.as_tensor", 3, k, v, selection)
-    traced_refusal("scale.*'x'.*pass a Python float", q, k, v, selection, scale="x")
+    assert_refused(
+        ("selection is over rows.*Remedy: one set of ranges per query row", lambda: compiled(attend)(q, k, v, other)),
+        ("k is of head dimension.*Remedy: project q and k to the same size", lambda: compiled(attend)(q, k[..., :8], v, selection)),
+        ("k is of strides.*Remedy: call k.contiguous", lambda: compiled(attend)(q, k.mT.contiguous().mT, v, selection)),
+        ("k is of dtype torch.float64.*Remedy", lambda: compiled(attend)(q, k.double(), v, selection)),
+        ("selection.*a int.*make one with Selection.from_ranges", lambda: compiled(attend)(q, k, v, 3)),
+        ("q.*a int.*wrap it in torch.as_tensor", lambda: compiled(attend)(3, k, v, selection)),
+        ("scale.*'x'.*pass a Python float", lambda: compiled(attend)(q, k, v, selection, scale="x")),
+        error=RuntimeError,
+    )
 
 
 def test_bad_input_is_refused_when_the_call_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,8 +356,7 @@ def test_second_derivatives_are_refused() -> None:
     q, k, v, selection = problem(64)
     with pytest.raises(BackendError, match=r"no second derivative.*Remedy"):
         torch.autograd.grad(attend(q, k, v, selection).sum(), q, create_graph=True)
-    o, _ = OPS.selection_forward(q, k, v, selection.ranges, None, BLOCK, None, False, None, None, True)
-    (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+    (dq,) = torch.autograd.grad(by_name(q, k, v, selection).sum(), q, create_graph=True)
     with pytest.raises(BackendError, match=r"no second derivative.*Remedy"):
         dq.sum().backward()
 
@@ -363,18 +365,12 @@ def test_torch_func_is_refused() -> None:
     q, k, v, selection = problem(64)
     q, k, v = (x.detach() for x in (q, k, v))
 
-    def total(q: Tensor) -> Tensor:
-        return selection_attention(q, k, v, selection).sum()
-
-    def mapped(q: Tensor) -> Tensor:
-        return torch.func.vmap(total)(q[None])
-
-    def by_name(q: Tensor) -> Tensor:
-        return OPS.selection_forward(q, k, v, selection.ranges, None, BLOCK, None, False, None, None, False)[0].sum()
-
+    total = lambda q: selection_attention(q, k, v, selection).sum()  # noqa: E731
+    mapped = lambda q: torch.func.vmap(total)(q[None])  # noqa: E731
+    of_op = lambda q: by_name(q, k, v, selection).sum()  # noqa: E731
     for work in (
         mapped, torch.func.grad(total), torch.func.jacrev(total), lambda q: torch.func.jvp(total, (q,), (q,)), compiled(mapped),
-        torch.func.grad(by_name), lambda q: torch.func.vmap(by_name)(q[None]),
+        torch.func.grad(of_op), lambda q: torch.func.vmap(of_op)(q[None]),
     ):  # fmt: skip
         with pytest.raises((BackendError, RuntimeError), match="make its dimension part of the batch B"):
             work(q)
@@ -404,9 +400,6 @@ def test_autocast_casts_inputs_and_gradients(dtype: torch.dtype) -> None:
     cast = [x.detach().to(dtype).requires_grad_() for x in (q, k_wide, v)]
     plain = attend(*cast, selection)
     wanted = plain, *(x.to(y.dtype) for x, y in zip(torch.autograd.grad(plain, cast, do), (q, k_wide, v), strict=True))
-
-    def by_name(q: Tensor, k: Tensor, v: Tensor, selection: Selection) -> Any:
-        return OPS.selection_forward(q, k, v, selection.ranges, None, BLOCK, None, False, None, None, True)[0]
 
     works = (attend, by_name, compiled(attend)) if dtype == torch.bfloat16 else (attend, by_name)  # the dtype is all that differs
     for work in works:
