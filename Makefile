@@ -65,7 +65,7 @@ package: $(STAMP)
 GPU_TEST = PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" NSA_TEST_TRITON_SEL=1 $(PYTHON) -m pytest $(shell $(PYTHON) -c 'import xdist' 2>/dev/null && printf '%s' '-n 8')
 
 gpu-test: need-gpu
-	$(GPU_TEST) -m gpu tests/unit/backends/test_every_kernel_gpu.py tests/unit/policies/test_lanes.py
+	$(GPU_TEST) -m gpu tests/unit/backends/test_every_kernel_gpu.py tests/unit/policies/test_lanes.py tests/compat/test_models_gpu.py
 
 gpu-test-full: need-gpu
 	$(GPU_TEST) -m 'gpu and not slow'
