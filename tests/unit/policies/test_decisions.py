@@ -19,6 +19,7 @@ from nsa_sel.policies import guards
 from nsa_sel.settings.config import settings_for
 from nsa_sel.telemetry.describe import describe
 from nsa_sel.telemetry.log import decision_events, read_decisions
+from tests.helpers.calls import assert_in_order
 from tests.helpers.files import DATA
 from tests.helpers.policy_cases import (
     A100,
@@ -184,8 +185,7 @@ def test_a_refusal_lists_every_backend() -> None:
     message = str(refusal(decision))
     assert decision.forward is None
     assert message.startswith("no backend may run this call:")
-    for text in ("triton-group: device-kind", "triton-token: device-kind", "sdpa-packed: pack-off", "NSA_USE_SEL_PACK"):
-        assert text in message
+    assert_in_order(message, ("triton-group: device-kind", "triton-token: device-kind", "sdpa-packed: pack-off", "NSA_USE_SEL_PACK"))
 
 
 # Records and replay
