@@ -264,13 +264,13 @@ GOOD = "provenance: test\n"
     [
         ("runtime: {sharing_prior: [1.0, 1.1]}", ("sharing_prior needs 7 rising numbers", "$.runtime")),
         ("runtime: {sharing_prior: [1, 2, 3, 4, 5, 6, 5]}", ("sharing_prior needs 7 rising numbers", "$.runtime")),
-        ("runtime: {sharing_prior: [0.5, 2, 3, 4, 5, 6, 7]}", ("$.runtime.sharing_prior[0]", ">= 1.0")),
+        ("runtime: {sharing_prior: [0.5, 2, 3, 4, 5, 6, 7]}", (">= 1.0", "$.runtime.sharing_prior[0]")),
         ("costs: {provenance: x, dtypes: [], models: {a/forward: {host: 0, terms: {toll: 1}, rows: 1, median_error: 0, worst_error: 0}}}",
-         ("$.costs.models[...]", "toll", "visited")),
+         ("toll", "visited", "$.costs.models[...]")),
         ("costs: {provenance: x, dtypes: [], models: {a/forward: {host: 0, terms: {tile: -1}, rows: 1, median_error: 0, worst_error: 0}}}",
-         ("$.costs.models[...].terms[...]", ">= 0.0")),
+         (">= 0.0", "$.costs.models[...].terms[...]")),
         ("costs: {provenance: x, dtypes: [], models: {a/forward: {host: .nan, terms: {}, rows: 1, median_error: 0, worst_error: 0}}}",
-         ("$.costs.models[...].host", ">= 0.0")),
+         (">= 0.0", "$.costs.models[...].host")),
     ],
 )  # fmt: skip
 def test_bad_costs_are_refused(text: str, fragments: tuple[str, ...]) -> None:

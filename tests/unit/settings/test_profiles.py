@@ -162,7 +162,7 @@ OF_HOPPER = replace(H200, name="NVIDIA H100 PCIe"), replace(H200, name="NVIDIA H
 @pytest.mark.parametrize("device", [*ELSEWHERE, *OF_HOPPER], ids=lambda device: device.name)
 def test_an_assumed_profile_is_told_once_with_the_command_that_measures(device: DeviceInfo, logged: Any) -> None:
     (words,) = warned(SHORT, device)
-    assert_in_order(words, (device.name, "nobody has measured", "values of sm90_h200.yaml", "Measure it with: nsa-sel tune"))
+    assert_in_order(words, ("nobody has measured", device.name, "values of sm90_h200.yaml", "Measure it with: nsa-sel tune"))
     assert warned(replace(SHORT, S=1, S_kv=65536), device) == []
     (event,) = logged("sel.profile.assumed")
     assert (event["device"], event["sm"], event["assumed"]) == (device.name, device.sm, "sm90_h200.yaml")
@@ -212,10 +212,11 @@ def test_a_hopper_gpu_without_cupy_is_told_once_what_that_costs(monkeypatch: pyt
     monkeypatch.setattr(registry, "offers", lambda request: without)
     assert warned(example_request(), H200, "triton-tile") == []
     (words,) = warned(example_request(), H200)
-    times = [f"{found.ms:.3g} ms" for found in whole.predictions[:2]]
+    times = [f"{found.ms:.3g} ms" for found in reversed(whole.predictions[:2])]
     assert (whole.forward, whole.runner_up) == ("cupy-cuda", "triton-tile")
     assert_in_order(
-        words, ("NVIDIA H200: package cupy is not installed", "triton-tile instead of cupy-cuda", "times as long", *times, need.remedy)
+        words,
+        ("NVIDIA H200: package cupy is not installed", "triton-tile instead of cupy-cuda", "times as long", *times, need.remedy),
     )
     assert f"-> {words.removeprefix('nsa-sel: NVIDIA H200: ')}" in describe(explain_request(example_request(), H200))
     assert warned(example_request(needs_grad=True), H200) == []
