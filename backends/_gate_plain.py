@@ -22,7 +22,8 @@ def write_sum(branches: Sequence[Tensor], gates: Tensor, to: Tensor, is_token: T
 
 
 def raise_lse(lse: Sequence[Tensor | None], gates: Tensor) -> list[Tensor | None]:
-    return [None if x is None else _raised(x, gates[..., c]) for c, x in enumerate(lse)]
+    """Return lse - ln gate of every branch whose lse is not None; -inf (a row without keys) stays -inf."""
+    return [None if x is None else torch.where(x == -math.inf, x, x - gates[..., c].to(x.dtype).log()) for c, x in enumerate(lse)]
 
 
 def write_deltas(deltas: Sequence[Tensor | None], dgates: Tensor) -> None:
@@ -44,8 +45,3 @@ def scaled(do: Tensor, gate: Tensor) -> Tensor:
     """Return gate * do, computed in float32 or wider."""
     wide = torch.promote_types(do.dtype, torch.float32)
     return (gate.to(wide).unsqueeze(-1) * do.to(wide)).to(do.dtype)
-
-
-def _raised(lse: Tensor, gate: Tensor) -> Tensor:
-    """Return lse - ln gate; -inf (a row without keys) stays -inf."""
-    return torch.where(lse == -math.inf, lse, lse - gate.to(lse.dtype).log())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nsa_sel.backends import choose_triton
 from nsa_sel.backends._triton.arguments import NARROW
-from nsa_sel.backends.cupy_cuda import compressed
+from nsa_sel.backends.cupy_cuda import arithmetic, compressed
 from nsa_sel.core.call import ChooseCall, device_info
 
 
@@ -19,7 +19,7 @@ def attention(call: ChooseCall) -> tuple[Tensor, Tensor]:
     """Return o and lse only."""
     device = device_info(call.q.device)
     call = call if call.scale >= 0 else call.with_positive_scale()
-    return compressed.forward(call, device) if compressed.supports(call, device) else choose_triton.attention(call)
+    return arithmetic.forward(call, device) if compressed.supports(call, device) else choose_triton.attention(call)
 
 
 def paged(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,5 +52,5 @@ def backward_and_delta(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dls
         dq, facts = choose_triton.dq(call, o, lse, do, dlse)
         delta = facts[:, :, 0].transpose(1, 2).contiguous()
     else:
-        dq, delta = compressed.dq(call, device, o, lse, do, dlse)
+        dq, delta = arithmetic.dq(call, device, o, lse, do, dlse)
     return dq, *compressed.dkdv(call, device, lse, do, delta), delta

@@ -49,7 +49,7 @@ def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
         p = logits.softmax(-1).masked_fill_((part_lse == -torch.inf).unsqueeze(-1), 0.0)  # not exp(logits - lse): lse is rounded
         o[at] = _heads(p.flatten(2, 3) @ _visible(part, part.v), h)
         lse[at] = part_lse.transpose(1, 2)
-        importance = block_importance(p.sum(3), call.rule, call.blocks).transpose(1, 2)
+        importance = _over_pieces(p.sum(3), call.rule, call.blocks).transpose(1, 2)
         _, _, size, n, first, local = call.rule
         ranges[at] = whole_blocks(sorted_blocks(importance, n, size, first, local, 0, part.positions()), size)
     return o, lse, ranges
@@ -88,9 +88,9 @@ def block_scores(part: ChooseCall, lse: Tensor | None) -> Tensor:
         logits = logits.relu_().masked_fill_(~seen.unsqueeze(3), -torch.inf)
     x = logits.amax(3) if pool.heads_max else logits.sum(3)
     if pool.block_max:
-        return _largest(x, part.rule, part.blocks, 0.0 if pool.softmax else -torch.inf)
-    scores = block_importance(x.where(seen, 0.0), part.rule, part.blocks)
-    return scores if pool.softmax else scores.where(_largest(seen.float(), part.rule, part.blocks, 0.0) > 0, -torch.inf)
+        return _over_pieces(x, part.rule, part.blocks, 0.0 if pool.softmax else -torch.inf)
+    scores = _over_pieces(x.where(seen, 0.0), part.rule, part.blocks)
+    return scores if pool.softmax else scores.where(_over_pieces(seen.float(), part.rule, part.blocks, 0.0) > 0, -torch.inf)
 
 
 @_without_autocast
@@ -141,26 +141,13 @@ def _packed_backward(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse:
     return dq, dk, dv
 
 
-def block_importance(p: Tensor, rule: Rule, blocks: int) -> Tensor:
-    """Return importance [..., blocks] from p [..., C], summed over heads (Eq. 9).
-
-    Compressed key i adds p to the block of each piece that it covers.
-    """
-    short = blocks * rule.pieces - p.shape[-1]
-    pieces = torch.nn.functional.pad(p, (0, short))
-    for shift in range(1, rule.reach):
-        pieces = pieces + torch.nn.functional.pad(p, (shift, short - shift))
-    return pieces.view(*p.shape[:-1], blocks, rule.pieces).sum(-1)
-
-
-def _largest(x: Tensor, rule: Rule, blocks: int, least: float) -> Tensor:
-    """Return the maximum [..., blocks] of x [..., C] over the compressed keys that cover a piece of the block, or
-    `least`."""
+def _over_pieces(x: Tensor, rule: Rule, blocks: int, least: float | None = None) -> Tensor:
+    """Return the sum [..., blocks] of x [..., C] over the pieces of a block, to each of which compressed keys that cover
+    it add (Eq. 9); with `least`, the maximum of the keys and `least`."""
     short = blocks * rule.pieces - x.shape[-1]
-    pieces = torch.nn.functional.pad(x, (0, short), value=least)
-    for shift in range(1, rule.reach):
-        pieces = pieces.maximum(torch.nn.functional.pad(x, (shift, short - shift), value=least))
-    return pieces.view(*x.shape[:-1], blocks, rule.pieces).amax(-1)
+    pieces = [torch.nn.functional.pad(x, (shift, short - shift), value=least or 0.0) for shift in range(rule.reach)]
+    each = functools.reduce(torch.add if least is None else torch.maximum, pieces).view(*x.shape[:-1], blocks, rule.pieces)
+    return each.sum(-1) if least is None else each.amax(-1)
 
 
 def _logits(part: ChooseCall) -> Tensor:

@@ -13,19 +13,17 @@ A compressed key must not cover more pieces than a block has (rule.reach <= rule
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from nsa_sel.backends._triton import choose_dkdv, choose_pages, runs
 from nsa_sel.backends._triton import ranges as ranges_module
-from nsa_sel.backends._triton.arguments import dims_of, heads_of, narrow_suffix
-from nsa_sel.backends._triton.choose_rows import Sizes, bounds_of, by_tma, sizes_of, strides_of
-from nsa_sel.backends._triton.choose_scores import block_scores, importance
-from nsa_sel.backends._triton.kernel import Kernel
+from nsa_sel.backends._triton.arguments import heads_of, narrow_suffix
+from nsa_sel.backends._triton.choose_rows import bounds_of, sizes_of, strides_of
+from nsa_sel.backends._triton.choose_scores import block_scores
 from nsa_sel.backends._triton.ranges import top_n
-from nsa_sel.backends._triton.tiles import MIN_TILE, kv_descriptors
+from nsa_sel.backends._triton.tiles import MIN_TILE
 from nsa_sel.core.arguments import range_dtype, whole_blocks
 from nsa_sel.core.call import NSA_POOL, ChooseCall
 from nsa_sel.core.ranges import sorted_blocks
@@ -65,7 +63,6 @@ def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
 
     Ranges are ascending, with [0, 0) for padding.
     """
-    call = call if call.scale >= 0 else call.with_positive_scale()
     o, lse = attention(call)
     return o, lse, best_blocks(call, lse)
 
@@ -91,22 +88,15 @@ def attention(call: ChooseCall) -> tuple[Tensor, Tensor]:
     B, S, G, h, _ = call.q.shape
     o = call.q.new_empty(B, S, G, h, call.v.shape[3])
     lse = call.q.new_empty(B, S, G, h, dtype=torch.float32)
-    if lse.numel():
-        kernel, programs, inputs, sizes = _tiles(runs.forward_kernel, call, config_of(call, "choose/forward"))
-        kernel.launch(programs, (*inputs, o, lse), (strides_of(call), sizes, call.scale_log2()))
+    _launch(call, config_of(call, "choose/forward"), (o, lse))
     return o, lse
 
 
-def _tiles(function: Any, call: ChooseCall, config: KernelConfig) -> tuple[Kernel, int, tuple[Any, ...], Sizes]:
-    """Return a kernel over tiles of rows, its grid, the tensors that it reads, and its sizes.
-
-    More than `rows` heads take several programs.
-    """
-    kernel = runs.run_kernel(function, dims_of(call.q, call.v), call.rule, config)
-    descriptors = kv_descriptors(call.k, call.v, kernel.constants["dims"], config.block_l, by_tma(call, config))
-    inputs = (call.q, *descriptors, call.k, call.v, call.q_pos, *bounds_of(call), None)
-    sizes, (B, _, G, h, _) = sizes_of(call, kernel.constants["TQ"]), call.q.shape
-    return kernel, B * G * sizes.tiles * -(-h // config.rows), inputs, sizes
+def _launch(call: ChooseCall, config: KernelConfig, results: tuple[Tensor | None, ...], do: Tensor | None = None) -> None:
+    """Do `runs.launch` if there are rows."""
+    if call.q.numel():
+        sizes = sizes_of(call, runs.tokens_of(call, config))
+        runs.launch(call, call.rule.of_keys(), config, (call.q_pos, *bounds_of(call), None), strides_of(call), sizes, results, do)
 
 
 def log_sum_exp(call: ChooseCall) -> Tensor:
@@ -129,13 +119,17 @@ def best_blocks(call: ChooseCall, lse: Tensor | None) -> Tensor:
     b, s = (span.stop for span in parts[0]) if parts else (0, 0)  # the first part is the largest
     scratch = call.q.new_empty(b, s, G, width, dtype=torch.float32)
     for at in parts:
-        part, part_lse, part_ranges, scores = (call, lse, ranges, scratch) if len(parts) == 1 else _rows(call, lse, ranges, scratch, at)
+        part, part_lse, part_ranges, scores = call, lse, ranges, scratch
+        if len(parts) > 1:
+            part, part_lse, part_ranges = call.part(*at), None if lse is None else lse[at], ranges[at]
+            scores = scratch[: part.q.shape[0], : part.q.shape[1]]
         visible = part.visible_blocks()
         scores = scores if width == visible else scores[..., :visible]  # top_n is faster with fewer
         positions = part.q_pos
         if call.sequences is not None:
             positions = torch.empty(part.q.shape[:2], dtype=torch.int32, device=call.q.device)
-        _scores(part, part_lse, scores, None if call.sequences is None else positions)
+        config = config_of(part, "choose/importance" if call.pool == NSA_POOL else "choose/scores")
+        block_scores(part, part_lse, scores, config, None if call.sequences is None else positions)
         best_of_many(scores, part_ranges, block_size, first, local, part.start, positions)
     return ranges
 
@@ -165,27 +159,6 @@ def best_of_many(scores: Tensor, ranges: Tensor, block_size: int, first: int, lo
     ranges.copy_(torch.stack((block, block + 1), -1).mul_(block_size).masked_fill_(own[..., 1:] == 0, 0))
 
 
-def _rows(
-    call: ChooseCall, lse: Tensor | None, ranges: Tensor, scratch: Tensor, at: tuple[slice, slice]
-) -> tuple[ChooseCall, Tensor | None, Tensor, Tensor]:
-    """Return the call, lse, ranges and scores of the rows `at`."""
-    part = call.part(*at)
-    b, s = part.q.shape[:2]
-    return part, None if lse is None else lse[at], ranges[at], scratch[:b, :s]
-
-
-def _scores(part: ChooseCall, lse: Tensor | None, scores: Tensor, positions: Tensor | None) -> None:
-    """Store the scores of visible blocks to [B,S,G,blocks]; scores of later blocks may stay uninitialized.
-
-    positions: for a packed batch, receives the rows' positions, which only `importance` computes.
-    """
-    config = config_of(part, "choose/importance")
-    if lse is not None and part.pool == NSA_POOL and (part.rule.pieces <= config.block_l or positions is not None):
-        importance(part, lse, scores, config, positions)
-    else:
-        block_scores(part, lse, scores, config_of(part, "choose/scores"))
-
-
 def backward(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return contiguous dq, dk, dv in the dtypes of q, k, v. o and lse are contiguous; do has a contiguous last
     dimension."""
@@ -206,8 +179,5 @@ def dq(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     positive."""
     B, S, G, h = lse.shape
     gradient, facts = torch.empty_like(call.q, memory_format=torch.contiguous_format), lse.new_empty(B, G, 2, S, h)
-    if lse.numel():
-        kernel, programs, inputs, sizes = _tiles(runs.dq_kernel, call, config_of(call, "choose/dq"))
-        numbers = (strides_of(call), do.stride()[:4], sizes, call.scale, call.scale_log2())
-        kernel.launch(programs, (*inputs, o, lse, do, dlse, gradient, None, facts), numbers)
+    _launch(call, config_of(call, "choose/dq"), (o, lse, do, dlse, gradient, None, facts), do)
     return gradient, facts

@@ -126,7 +126,7 @@ SPECS = (
     ),
     Backend(
         name="cuda-block",
-        path="nsa_sel.backends.cuda_block",
+        path="nsa_sel.backends.cupy_cuda.cuda_block",
         framework="cupy",
         limits=msgspec.structs.replace(_BLOCK_LIMITS, dtypes={"cuda": ("float16", "bfloat16")}, min_sm=HOPPER_LISTS.sm),
         requires=(_CUPY, _TRITON),

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,7 +26,7 @@ from torch import Tensor
 from nsa_sel.backends._loads import piecewise_keys
 from nsa_sel.backends._triton import arguments, large_blocks
 from nsa_sel.backends._triton.dkdv import Gradients, key_value_gradients, partial_unit, sum_unit
-from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
+from nsa_sel.backends._triton.kernel import cached_kernel
 from nsa_sel.backends._triton.key_to_rows import KeyToRows, list_start
 from nsa_sel.backends._triton.large_blocks import is_large
 from nsa_sel.backends._triton.rows import load_range, row_limit
@@ -45,7 +46,6 @@ from nsa_sel.backends._triton.units import (
 from nsa_sel.backends.launcher.buffers import temporary
 from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.core.call import Call
-from nsa_sel.settings.schema import KernelConfig
 
 REDUCED = 4  # (row, head) pairs per program of sum_dq_kernel and delta_kernel
 JOINED = 2  # (row, head) pairs per program of join_kernel
@@ -220,10 +220,11 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     heads = arguments.heads(call)
     if is_large(call):
         large = _large_plan(call, heads.Dv)
-        return joined_partials(call, large, functools.partial(large_blocks.partials, call, large))
+        return joined_partials(call, large, functools.partial(large_blocks.visit, call, large))
     config = arguments.kernel_config(call, heads, "triton-block/forward")
     plan = _plan(call, tile_width(call, config), heads.Dv, 0)
-    partial = _partial(heads, config, call.selection.n * plan.reach, plan.width)
+    tiles = {"EACH": call.selection.n * plan.reach, "ROWS": config.rows, "BLOCK_L": plan.width}
+    partial = cached_kernel(partial_kernel, dims=arguments.split_dims(heads), **tiles, **arguments.options(config))
     strides, sizes = arguments.strides(call), arguments.sizes(call)
 
     def visit(unit: Unit, part_o: Tensor, part_lse: Tensor) -> None:
@@ -244,7 +245,9 @@ def joined_partials(call: Call, plan: KeyToRows, visit: Callable[[Unit, Tensor, 
     o, lse = arguments.outputs(call)
     part_lse = temporary(call, lse, plan.pairs, plan.section, n * plan.reach, heads.h)
     part_o = temporary(call, o, plan.pairs, plan.section, n * plan.reach, heads.h, heads.Dv)
-    join = _join(heads, n, plan.reach, plan.width)
+    dims = arguments.dims(heads)
+    chunk = min(tile_size(n * plan.reach, 1), max(1, MOST_JOINED // (JOINED * dims.BLOCK_DV)))
+    join = cached_kernel(join_kernel, dims=dims, N=n, REACH=plan.reach, WIDTH=plan.width, R=JOINED, CHUNK=chunk, num_warps=1)
     reduced = (part_o, part_lse, call.disjoint_ranges(), call.q_pos, o, lse)
     for unit in units(call, plan):
         visit(unit, part_o, part_lse)
@@ -275,7 +278,7 @@ def dq_of_large(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | N
     plan = _large_plan(call, call.q.shape[4])
 
     def visit(unit: Unit, delta: Tensor, part_dq: Tensor, dq: Tensor) -> None:
-        large_blocks.dq_shares(call, plan, unit, lse, do, delta, part_dq)
+        large_blocks.visit(call, plan, unit, part_dq, None, lse, do, delta)
 
     return sum_of_shares(call, o, lse, do, dlse, plan, visit)
 
@@ -298,10 +301,12 @@ def sum_of_shares(
     """
     heads, n = arguments.heads(call), call.selection.n
     dq, delta = arguments.row_gradients(call, lse)
-    rows = lse.numel()
-    _delta(heads).launch(-(-rows // REDUCED), (o, do, dlse, delta), (do.stride()[:4], arguments.sizes(call), rows))
+    rows, dims = lse.numel(), arguments.dims(heads)
+    delta_of = cached_kernel(delta_kernel, dims=dims, R=REDUCED, num_warps=1)
+    delta_of.launch(-(-rows // REDUCED), (o, do, dlse, delta), (do.stride()[:4], arguments.sizes(call), rows))
     part_dq = temporary(call, dq, plan.pairs, plan.section, n * plan.reach, heads.h, heads.Dk)
-    sum_dq = _sum_dq(heads, n, plan.reach, plan.width)
+    acc = tl.float64 if lse.dtype == torch.float64 else tl.float32
+    sum_dq = cached_kernel(sum_dq_kernel, dims=dims, N=n, REACH=plan.reach, WIDTH=plan.width, R=REDUCED, ACC=acc, num_warps=1)
     reduced = (part_dq, call.disjoint_ranges(), call.q_pos, dq)
     for unit in units(call, plan):
         visit(unit, delta, part_dq, dq)
@@ -326,30 +331,6 @@ def loaded_keys(call: Call, selected: int, count: bool) -> int:
 
 def _reduce_grid(unit: Unit, h: int, reduced: int = REDUCED) -> int:
     return -(-(unit.rows.pairs * unit.rows.rows * h) // reduced)
-
-
-@functools.lru_cache(REMEMBERED)
-def _partial(heads: arguments.Heads, config: KernelConfig, each: int, width: int) -> Kernel:
-    dims, options = arguments.split_dims(heads), arguments.options(config)
-    return Kernel(partial_kernel, dims=dims, EACH=each, ROWS=config.rows, BLOCK_L=width, **options)
-
-
-@functools.lru_cache(REMEMBERED)
-def _join(heads: arguments.Heads, n: int, reach: int, width: int) -> Kernel:
-    dims = arguments.dims(heads)
-    chunk = min(tile_size(n * reach, 1), max(1, MOST_JOINED // (JOINED * dims.BLOCK_DV)))
-    return Kernel(join_kernel, dims=dims, N=n, REACH=reach, WIDTH=width, R=JOINED, CHUNK=chunk, num_warps=1)
-
-
-@functools.lru_cache(REMEMBERED)
-def _sum_dq(heads: arguments.Heads, n: int, reach: int, width: int) -> Kernel:
-    acc = tl.float64 if heads.dtype.itemsize == 8 else tl.float32
-    return Kernel(sum_dq_kernel, dims=arguments.dims(heads), N=n, REACH=reach, WIDTH=width, R=REDUCED, ACC=acc, num_warps=1)
-
-
-@functools.lru_cache(REMEMBERED)
-def _delta(heads: arguments.Heads) -> Kernel:
-    return Kernel(delta_kernel, dims=arguments.dims(heads), R=REDUCED, num_warps=1)
 
 
 def _plan(call: Call, width: int, D: int, gradient_columns: int) -> KeyToRows:

@@ -14,20 +14,18 @@ The h heads are the rows of the tensor-core tiles, padded to 16. More than 64 he
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_sel.backends._triton import arguments
-from nsa_sel.backends._triton.combine import combine, count_splits, multiprocessors
+from nsa_sel.backends._triton.combine import combine, count_splits, multiprocessors, partials
 from nsa_sel.backends._triton.dkdv import key_value_gradients
 from nsa_sel.backends._triton.group_blocks import dq_blocks_kernel, forward_blocks_kernel
 from nsa_sel.backends._triton.group_ranges import dq_kernel, dq_small_blocks_kernel, forward_ranges_kernel, forward_small_blocks_kernel
-from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
-from nsa_sel.backends._triton.tiles import MIN_TILE, descriptor, tile_size
-from nsa_sel.backends.launcher.buffers import temporary
+from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel, cached_kernel
+from nsa_sel.backends._triton.tiles import MIN_TILE, kv_descriptors, tile_size
 from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.core.call import Call
 from nsa_sel.settings.schema import KernelConfig
@@ -61,11 +59,11 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 def _forward_blocks(call: Call, heads: arguments.Heads, name: str, config: KernelConfig, programs: int) -> tuple[Tensor, Tensor]:
     o, lse = arguments.outputs(call)
     n = call.selection.n
-    kernel = arguments.announced(call, heads, name, config, _blocks(heads, _cache(call), n, _block(call), config))
-    descriptors = _descriptors(call, kernel) if config.loads == "tma" else (None, None)
-    kernel.launch(
+    kernel = _blocks(heads, _cache(call), n, _block(call), config)
+    k_desc, _, v_desc = kv_descriptors(call.k, call.v, kernel.constants["dims"], kernel.constants["BLOCK_L"], config.loads == "tma")
+    arguments.announced(call, heads, name, config, kernel).launch(
         programs,
-        (call.q, *descriptors, call.k, call.v, *_index(call), *_scales(call), o, lse),
+        (call.q, k_desc, v_desc, call.k, call.v, *_cache_tensors(call), o, lse),
         (arguments.strides(call), _cache_strides(call), arguments.sizes(call), n, call.scale_log2()),
     )
     return o, lse
@@ -78,12 +76,7 @@ def _forward_ranges(
     if config.num_stages > 2 and call.selection.length_bound(call.S_kv) <= splits * config.block_l:
         config = msgspec.structs.replace(config, num_stages=2)
     o, lse = arguments.outputs(call)
-    if splits == 1:
-        to_o, to_lse = o, lse
-    else:
-        to_o = temporary(call, lse, lse.numel(), splits, o.shape[-1])
-        to_lse = temporary(call, lse, lse.numel(), splits)
-    n, block = call.selection.n, _small_block(call)
+    parts, n, block = partials(call, o, lse, splits), call.selection.n, _small_block(call)
     if block:
         kernel = _small_blocks(heads, _cache(call), config, splits > 1, block)
     else:
@@ -91,11 +84,10 @@ def _forward_ranges(
         kernel = _ranges(heads, _cache(call), config, walk, _one_page(call), splits > 1, splits > 1 and n <= walk)
     arguments.announced(call, heads, name, config, kernel).launch(
         programs * splits,
-        (call.q, call.k, call.v, *_index(call), *_scales(call), to_o, to_lse),
+        (call.q, call.k, call.v, *_cache_tensors(call), *parts),
         (arguments.strides(call), _cache_strides(call), arguments.sizes(call), n, splits, call.scale_log2()),
     )
-    if splits > 1:
-        combine(to_o, to_lse, o, lse, splits)
+    combine(*parts, o, lse, splits)
     return o, lse
 
 
@@ -120,12 +112,15 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     numbers = (arguments.strides(call), do.stride()[:4], arguments.sizes(call), n, call.scale, call.scale_log2())
     if _tma_fits(call, heads, "triton-group/dq-blocks"):
         config = arguments.kernel_config(call, heads, "triton-group/dq-blocks", True)
-        kernel = arguments.announced(call, heads, "triton-group/dq-blocks", config, _dq_blocks(heads, n, _block(call), config))
-        kernel.launch(grid, (call.q, *_descriptors(call, kernel), *tensors), numbers)
+        kernel = _kernel(dq_blocks_kernel, heads, config, **_block_tiles(n, _block(call), config))
+        arguments.announced(call, heads, "triton-group/dq-blocks", config, kernel)
+        k_desc, _, v_desc = kv_descriptors(call.k, call.v, kernel.constants["dims"], kernel.constants["BLOCK_L"], True)
+        kernel.launch(grid, (call.q, k_desc, v_desc, *tensors), numbers)
     else:
         config = arguments.kernel_config(call, heads, "triton-group/dq")
         block = _small_block(call)
-        kernel = _dq(heads, config, arguments.walk_width(call), block)
+        function, walking = (dq_small_blocks_kernel, {"BLOCK": block}) if block else (dq_kernel, {"NP": arguments.walk_width(call)})
+        kernel = _kernel(function, heads, config, BLOCK_L=config.block_l, **walking)
         arguments.announced(call, heads, "triton-group/dq", config, kernel).launch(grid, (call.q, *tensors), numbers)
     dk, dv = key_value_gradients(call, heads, lse, do, delta, "triton-group/dkdv")
     return dq, dk, dv
@@ -163,68 +158,49 @@ def _cache(call: Call) -> Cache:
     return Cache(call.lengths is not None, 0 if call.block_table is None else call.k.shape[2], of_pages)
 
 
-def _index(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the tensors that locate a row's keys: ranges, positions or lengths, and the block table."""
-    return call.disjoint_ranges(), call.q_pos if call.lengths is None else call.lengths, call.block_table
-
-
-def _scales(call: Call) -> tuple[Tensor | None, Tensor | None]:
-    """Return the scales of quantized keys and values, or None."""
-    return (None, None) if call.scales is None else (call.scales.k, call.scales.v)
+def _cache_tensors(call: Call) -> tuple[Tensor | None, ...]:
+    """Return the tensors that locate a row's keys (ranges, positions or lengths, the block table), and the scales of
+    quantized keys and values."""
+    scales = (None, None) if call.scales is None else (call.scales.k, call.scales.v)
+    return call.disjoint_ranges(), call.q_pos if call.lengths is None else call.lengths, call.block_table, *scales
 
 
 def _cache_strides(call: Call) -> CacheStrides:
     if call.block_table is None and call.scales is None:
         return _NO_STRIDES
-    k_scale, v_scale = ((0, 0) if x is None else x.stride() for x in _scales(call))
+    k_scale, v_scale = ((0, 0) if x is None else x.stride() for x in _cache_tensors(call)[3:])
     return CacheStrides(0 if call.block_table is None else call.block_table.stride(0), *k_scale, *v_scale)
 
 
+# Decoding over a cache that grows is never replayed, so its kernels have caches of their own, whose hits take less time.
 @functools.lru_cache(REMEMBERED)
 def _ranges(
     heads: arguments.Heads, cache: Cache, config: KernelConfig, walk: int, one_page: bool, split: bool, one_walk: bool
 ) -> Kernel:  # fmt: skip
     walking = {"SPLIT": split, "ONE_PAGE": one_page, "ONE_WALK": one_walk, "BLOCK_L": config.block_l, "NP": walk}
-    return Kernel(forward_ranges_kernel, dims=arguments.dims(heads), cache=cache, **walking, **_rows_and_options(heads, config))
+    return _kernel(forward_ranges_kernel, heads, config, cache=cache, **walking)
 
 
 @functools.lru_cache(REMEMBERED)
 def _small_blocks(heads: arguments.Heads, cache: Cache, config: KernelConfig, split: bool, block: int) -> Kernel:
-    tiles = {"SPLIT": split, "BLOCK": block, "BLOCK_L": config.block_l, **_rows_and_options(heads, config)}
-    return Kernel(forward_small_blocks_kernel, dims=arguments.dims(heads), cache=cache, **tiles)
+    return _kernel(forward_small_blocks_kernel, heads, config, cache=cache, SPLIT=split, BLOCK=block, BLOCK_L=config.block_l)
 
 
 @functools.lru_cache(REMEMBERED)
 def _blocks(heads: arguments.Heads, cache: Cache, n: int, block: int, config: KernelConfig) -> Kernel:
-    tiles = {**_block_tiles(n, block, config), **_rows_and_options(heads, config)}
-    return Kernel(forward_blocks_kernel, dims=arguments.dims(heads), cache=cache, **tiles)
+    return _kernel(forward_blocks_kernel, heads, config, cache=cache, **_block_tiles(n, block, config))
 
 
-@functools.lru_cache(REMEMBERED)
-def _dq(heads: arguments.Heads, config: KernelConfig, walk: int, block: int) -> Kernel:
-    """Return the dq kernel for blocks of fewer than MIN_TILE keys, or if `block` is 0 for ranges."""
-    tiles = {"dims": arguments.dims(heads), "BLOCK_L": config.block_l, **_rows_and_options(heads, config)}
-    return Kernel(dq_small_blocks_kernel, BLOCK=block, **tiles) if block else Kernel(dq_kernel, NP=walk, **tiles)
-
-
-@functools.lru_cache(REMEMBERED)
-def _dq_blocks(heads: arguments.Heads, n: int, block: int, config: KernelConfig) -> Kernel:
-    return Kernel(dq_blocks_kernel, dims=arguments.dims(heads), **_block_tiles(n, block, config), **_rows_and_options(heads, config))
+def _kernel(function: Any, heads: arguments.Heads, config: KernelConfig, **constants: Any) -> Kernel:
+    """Return the kernel with the tile of heads, the compiler options and further constants."""
+    block_h, dims = _block_h(heads.h), arguments.dims(heads)
+    warps = max(config.num_warps, block_h // 16)
+    return cached_kernel(function, dims=dims, **constants, BLOCK_H=block_h, num_warps=warps, num_stages=config.num_stages)
 
 
 def _block_tiles(n: int, block: int, config: KernelConfig) -> dict[str, int]:
     block_l = min(config.block_l, block)
     return {"BLOCK": block, "BLOCK_L": block_l, "TAIL_L": min(32, block_l), "NP": tile_size(n, 1)}
-
-
-def _rows_and_options(heads: arguments.Heads, config: KernelConfig) -> dict[str, int]:
-    block_h = _block_h(heads.h)
-    return {"BLOCK_H": block_h, "num_warps": max(config.num_warps, block_h // 16), "num_stages": config.num_stages}
-
-
-def _descriptors(call: Call, kernel: Kernel) -> tuple[TensorDescriptor, TensorDescriptor]:
-    dims, block_l = kernel.constants["dims"], kernel.constants["BLOCK_L"]
-    return descriptor(call.k, block_l, dims.BLOCK_D), descriptor(call.v, block_l, dims.BLOCK_DV)
 
 
 def _block(call: Call) -> int:

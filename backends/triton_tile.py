@@ -18,33 +18,28 @@ tile, except rows that select nothing. A NaN in a row's own q or do stays in tha
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_sel.backends._loads import union_keys
 from nsa_sel.backends._slices import by_parts
 from nsa_sel.backends._triton import arguments
-from nsa_sel.backends._triton.blocks import MOST_ROWS, BlockUnion, block_union, tile_bytes
+from nsa_sel.backends._triton.blocks import MOST_ROWS, block_union, tile_bytes
 from nsa_sel.backends._triton.dkdv import key_value_gradients
-from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
+from nsa_sel.backends._triton.kernel import cached_kernel
 from nsa_sel.backends._triton.rows import row_limit, tile_rows
 from nsa_sel.backends._triton.softmax import LN_2, delta_and_lse, finish_softmax, split_products
 from nsa_sel.backends._triton.tiles import (
-    MIN_TILE,
     kv_descriptors,
-    load_columns,
     load_kv,
     load_split,
     load_whole,
     row_pointers,
     store_columns,
 )
-from nsa_sel.backends._triton.walk import add_cut_steps, add_step, empty_dq, empty_sums, store_dq
+from nsa_sel.backends._triton.units import tile_width
+from nsa_sel.backends._triton.walk import add_cut_steps, add_step, empty_dq, empty_sums, load_rows, store_dq
 from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.core.call import Call
 from nsa_sel.settings.schema import KernelConfig
@@ -53,29 +48,9 @@ SORTED = 2048  # most entries per tile that the plan sorts: rows with more range
 
 
 @triton.jit
-def tile_list(blocks, rows, counts, tile, capacity):
-    """Return pointers to a tile's blocks and row bits, the number of blocks that are whole for every row, and of all
-    blocks."""
-    at = tile.to(tl.int64) * capacity
-    return blocks + at, rows + at, tl.load(counts + 2 * tile), tl.load(counts + 2 * tile + 1)
-
-
-@triton.jit
 def selects(chosen, bit):
     """Return whether row `bit` selects the block: bit r of `chosen` is set if row r of the tile does."""
     return ((chosen >> bit) & 1) != 0
-
-
-@triton.jit
-def cut_block(blocks, row_bits, i, bit, exists, limit, BLOCK: tl.constexpr):
-    """Return the first key of entry i (a cut block), one past the last key that any row sees, and `high`
-    [ROWS]: one past the last key that each row sees, 0 if it did not select the block.
-
-    Keys past the second value may hold NaN and must not be loaded.
-    """
-    high = tl.where(exists & selects(tl.load(row_bits + i), bit), limit, 0)
-    first = tl.load(blocks + i) * BLOCK
-    return first, tl.minimum(first + BLOCK, tl.max(high, 0)), high
 
 
 @triton.jit
@@ -102,14 +77,18 @@ def gather_keys(
 
 @triton.jit
 def walk_union(
-    sums, q, grad, descs, k, v, blocks, row_bits, whole, total, b, g, bit, exists, limit, strides, c,
+    sums, q, grad, descs, k, v, blocks, row_bits, counts, q_pos, tile, capacity, b, g, s, bit, exists, strides, sizes, c,
     dims: tl.constexpr, BLOCK: tl.constexpr, BLOCK_L: tl.constexpr, TAIL_L: tl.constexpr,
 ):  # fmt: skip
-    """Add the blocks of a tile's list to the sums of its rows (walk.py).
+    """Add the blocks of the list of tile number `tile` to the sums of its rows (walk.py).
 
-    bit, exists, limit: [ROWS], each row's bit in `row_bits`, whether it exists, and one past the last key that it may see.
+    s, bit, exists: [ROWS], each row, its bit in `row_bits`, and whether it exists.
     Entries [0, whole) are visible to every row up to their last key; entries [whole, total) may be cut for some row.
     """
+    blocks += tile.to(tl.int64) * capacity
+    row_bits += tile.to(tl.int64) * capacity
+    whole, total = tl.load(counts + 2 * tile), tl.load(counts + 2 * tile + 1)
+    limit = row_limit(q_pos, strides.pos, b.to(tl.int64), s, sizes[0], sizes[1])  # [ROWS]
     REST: tl.constexpr = dims.BLOCK_REST
     STEPS: tl.constexpr = BLOCK // BLOCK_L
     b64, g64 = b.to(tl.int64), g.to(tl.int64)
@@ -134,7 +113,10 @@ def walk_union(
             logits = split_products(q[0], q[1], kv[0], kv[1], REST)  # [ROWS, BLOCK_L]
             sums = add_step(sums, grad, logits, kv, c, REST, None, selected)
         for i in range(whole, total):
-            first, end, high = cut_block(blocks, row_bits, i, bit, exists, limit, BLOCK)
+            # Keys that no row sees may hold NaN and are not loaded.
+            high = tl.where(exists & selects(tl.load(row_bits + i), bit), limit, 0)  # [ROWS], 0 without the block
+            first = tl.load(blocks + i) * BLOCK
+            end = tl.minimum(first + BLOCK, tl.max(high, 0))
             sums = add_cut_steps(sums, q, grad, k, v, strides, b64, g64, 0, first, end, None, high, c, dims, TAIL_L, False)
     return sums
 
@@ -151,17 +133,15 @@ def forward_kernel(
     step in cut blocks.
     TMA: k_desc, k_rest_desc (second column tile of k) and v_desc load whole blocks; None: pointer loads.
     """
-    S, S_kv, G = sizes
+    S, _, G = sizes
     b, g, tile, s, bit, head, out, exists = tile_rows(tl.program_id(0), S, G, tiles, dims.h, TQ, ROWS)
     b64, g64 = b.to(tl.int64), g.to(tl.int64)
     q_rows = row_pointers(q, strides.q, b64, g64, s.to(tl.int64), head)  # [ROWS]
     q_tile = load_split(q_rows, exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)  # [ROWS, BLOCK_D], [ROWS, BLOCK_REST]
-    blocks, rows, whole, total = tile_list(blocks, rows, counts, tile, capacity)
     sums = empty_sums(ROWS, dims.BLOCK_DV, lse.dtype.element_ty)
-    limit = row_limit(q_pos, strides.pos, b64, s, S, S_kv)  # [ROWS]
     acc, l, m = walk_union(
-        sums, q_tile, None, (k_desc, k_rest_desc, v_desc), k, v, blocks, rows, whole, total, b, g, bit, exists, limit, strides,
-        scale_log2, dims, BLOCK, BLOCK_L, TAIL_L,
+        sums, q_tile, None, (k_desc, k_rest_desc, v_desc), k, v, blocks, rows, counts, q_pos, tile, capacity, b, g, s, bit, exists,
+        strides, sizes, scale_log2, dims, BLOCK, BLOCK_L, TAIL_L,
     )  # fmt: skip
     o_tile, lse2 = finish_softmax(acc, l, m, scale_log2)  # [ROWS, BLOCK_DV], [ROWS]
     store_columns(o + out * dims.Dv, o_tile, exists, 0, dims.Dv)
@@ -179,18 +159,15 @@ def dq_kernel(
 
     Grid, tiles and TMA are those of `forward_kernel`; do is [ROWS, BLOCK_DV].
     """
-    S, S_kv, G = sizes
+    S, _, G = sizes
     b, g, tile, s, bit, head, out, exists = tile_rows(tl.program_id(0), S, G, tiles, dims.h, TQ, ROWS)
     b64, g64, s64 = b.to(tl.int64), g.to(tl.int64), s.to(tl.int64)
-    q_tile = load_split(row_pointers(q, strides.q, b64, g64, s64, head), exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
-    do_tile = load_columns(row_pointers(do, stride_do, b64, g64, s64, head), exists, 0, dims.Dv, dims.BLOCK_DV)
+    q_tile, q_rest, do_tile = load_rows(None, None, q, do, strides, stride_do, b64, g64, 0, s64, head, exists, dims, ROWS)
     delta_rows, lse2 = delta_and_lse(o, do_tile, lse, dlse, delta, out, exists, dims)  # [ROWS]
-    blocks, rows, whole, total = tile_list(blocks, rows, counts, tile, capacity)
     sums = empty_dq(ROWS, dims, lse.dtype.element_ty)
-    limit = row_limit(q_pos, strides.pos, b64, s, S, S_kv)  # [ROWS]
     sums = walk_union(
-        sums, q_tile, (do_tile, lse2, delta_rows), (k_desc, k_rest_desc, v_desc), k, v, blocks, rows, whole, total, b, g, bit, exists,
-        limit, strides, scale_log2, dims, BLOCK, BLOCK_L, TAIL_L,
+        sums, (q_tile, q_rest), (do_tile, lse2, delta_rows), (k_desc, k_rest_desc, v_desc), k, v, blocks, rows, counts, q_pos, tile,
+        capacity, b, g, s, bit, exists, strides, sizes, scale_log2, dims, BLOCK, BLOCK_L, TAIL_L,
     )  # fmt: skip
     has_keys = lse2 != float("-inf")  # [ROWS]
     store_dq(dq + out * dims.Dk, sums, scale, has_keys, exists, dims)
@@ -199,20 +176,8 @@ def dq_kernel(
 @forward_of_any_scale
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Return o [B,S,G,h,Dv] and lse [B,S,G,h]."""
-    heads = arguments.heads(call)
-    config = arguments.kernel_config(call, heads, "triton-tile/forward")
-    kernel = _forward(heads, call.selection.n, _block(call), config)
-
-    def start(call: Call, o: Tensor, lse: Tensor) -> None:
-        plan = block_union(call, kernel.constants["TQ"])
-        arguments.announced(call, heads, "triton-tile/forward", config, kernel).launch(
-            plan.programs * -(-heads.h // config.rows),
-            (*_inputs(call, kernel, config, plan), o, lse),
-            (arguments.strides(call), arguments.sizes(call), plan.tiles, plan.capacity, call.scale_log2()),
-        )
-
     o, lse = arguments.outputs(call)
-    by_parts(call, kernel.constants["TQ"], tile_bytes(call, kernel.constants["TQ"]), start, o, lse)
+    _launch(call, forward_kernel, "triton-tile/forward", o, lse)
     return o, lse
 
 
@@ -220,22 +185,36 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv: dq per tile of rows; dk and dv per KV block, summed in ascending order over the rows that
     select it."""
-    heads = arguments.heads(call)
-    config = arguments.kernel_config(call, heads, "triton-tile/dq")
-    kernel = _dq(heads, call.selection.n, _block(call), config)
-
-    def start(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, dq: Tensor, delta: Tensor) -> None:
-        plan = block_union(call, kernel.constants["TQ"])
-        arguments.announced(call, heads, "triton-tile/dq", config, kernel).launch(
-            plan.programs * -(-heads.h // config.rows),
-            (*_inputs(call, kernel, config, plan), o, lse, do, dlse, dq, delta),
-            (arguments.strides(call), do.stride()[:4], arguments.sizes(call), plan.tiles, plan.capacity, call.scale, call.scale_log2()),
-        )
-
     dq, delta = arguments.row_gradients(call, lse)
-    by_parts(call, kernel.constants["TQ"], tile_bytes(call, kernel.constants["TQ"]), start, o, lse, do, dlse, dq, delta)
-    dk, dv = key_value_gradients(call, heads, lse, do, delta, "triton-tile/dkdv")
+    _launch(call, dq_kernel, "triton-tile/dq", o, lse, do, dlse, dq, delta)
+    dk, dv = key_value_gradients(call, arguments.heads(call), lse, do, delta, "triton-tile/dkdv")
     return dq, dk, dv
+
+
+def _launch(call: Call, function: object, name: str, *tensors: Tensor | None) -> None:
+    """Launch a kernel with the config `name` over all tiles, in parts if their plan would exceed the workspace.
+
+    tensors: o and lse of `forward_kernel`; or o, lse, do, dlse, dq and delta of `dq_kernel`.
+    """
+    heads, block = arguments.heads(call), call.selection.block_size
+    assert block is not None, "Limits.block_aligned_only keeps other selections out"
+    config = arguments.kernel_config(call, heads, name)
+    dims, block_l, tokens = arguments.split_dims(heads), tile_width(call, config), _tile_tokens(heads, call.selection.n, config)
+    tiles = {"BLOCK": block, "TQ": tokens, "ROWS": config.rows, "BLOCK_L": block_l, "TAIL_L": min(32, block_l)}
+    kernel = cached_kernel(function, dims=dims, **tiles, **arguments.options(config))
+
+    def start(part: Call, *tensors: Tensor | None) -> None:
+        plan = block_union(part, tokens)
+        descriptors = kv_descriptors(part.k, part.v, dims, block_l, config.loads == "tma")
+        inputs = part.q, *descriptors, part.k, part.v, plan.blocks, plan.rows, plan.counts, part.q_pos
+        do = tensors[2] if len(tensors) > 2 else None
+        of_do = () if do is None else (do.stride()[:4],)
+        scales = (part.scale_log2(),) if do is None else (part.scale, part.scale_log2())
+        numbers = (arguments.strides(part), *of_do, arguments.sizes(part), plan.tiles, plan.capacity, *scales)
+        programs = plan.programs * -(-heads.h // config.rows)
+        arguments.announced(part, heads, name, config, kernel).launch(programs, (*inputs, *tensors), numbers)
+
+    by_parts(call, tokens, tile_bytes(call, tokens), start, *tensors)
 
 
 def loaded_keys(call: Call, selected: int, count: bool) -> int:
@@ -247,38 +226,7 @@ def loaded_keys(call: Call, selected: int, count: bool) -> int:
     return keys * -(-heads.h // config.rows)
 
 
-@functools.lru_cache(REMEMBERED)
-def _forward(heads: arguments.Heads, n: int, block: int, config: KernelConfig) -> Kernel:
-    return Kernel(forward_kernel, **_constants(heads, n, block, config))
-
-
-@functools.lru_cache(REMEMBERED)
-def _dq(heads: arguments.Heads, n: int, block: int, config: KernelConfig) -> Kernel:
-    return Kernel(dq_kernel, **_constants(heads, n, block, config))
-
-
-def _constants(heads: arguments.Heads, n: int, block: int, config: KernelConfig) -> dict[str, Any]:
-    """Return the constexpr parameters and compiler options of both kernels."""
-    block_l = config.block_l if block < MIN_TILE else min(config.block_l, block & -block)
-    tiles = {"BLOCK": block, "TQ": _tile_tokens(heads, n, config), "ROWS": config.rows, "BLOCK_L": block_l, "TAIL_L": min(32, block_l)}
-    return {"dims": arguments.split_dims(heads), **tiles, **arguments.options(config)}
-
-
 def _tile_tokens(heads: arguments.Heads, n: int, config: KernelConfig) -> int:
     """Return TQ: as many tokens as fill the tensor-core tile with their heads, limited by what the plan can sort and
     mark."""
     return max(1, min(MOST_ROWS, config.rows // heads.h, SORTED // n))
-
-
-def _block(call: Call) -> int:
-    block = call.selection.block_size
-    assert block is not None, "Limits.block_aligned_only keeps other selections out"
-    return block
-
-
-def _inputs(call: Call, kernel: Kernel, config: KernelConfig, plan: BlockUnion) -> tuple[Tensor | TensorDescriptor | None, ...]:
-    """Return the tensors that both kernels read. The TMA descriptors of k, k's second column tile and v are None for
-    pointer loads."""
-    dims, block_l = kernel.constants["dims"], kernel.constants["BLOCK_L"]
-    descriptors = kv_descriptors(call.k, call.v, dims, block_l, config.loads == "tma")
-    return call.q, *descriptors, call.k, call.v, plan.blocks, plan.rows, plan.counts, call.q_pos

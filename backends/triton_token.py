@@ -7,23 +7,19 @@ split rows (_triton/combine.py) and dK/dV (_triton/dkdv.py).
 
 from __future__ import annotations
 
-import functools
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nsa_sel.backends._triton import arguments
-from nsa_sel.backends._triton.combine import combine, count_splits, multiprocessors
+from nsa_sel.backends._triton.combine import combine, count_splits, multiprocessors, partials
 from nsa_sel.backends._triton.dkdv import key_value_gradients
-from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
+from nsa_sel.backends._triton.kernel import cached_kernel
 from nsa_sel.backends._triton.rows import count_keys, locate_row, positions_of, row_limit, share_of, walk_ranges
 from nsa_sel.backends._triton.softmax import LN_2, LOG2_E, LOWEST, reciprocal
 from nsa_sel.backends._triton.tiles import key_pointers, load_columns, row_pointers
-from nsa_sel.backends.launcher.buffers import temporary
 from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.core.call import Call
-from nsa_sel.settings.schema import KernelConfig
 
 SPLIT_KEYS = 32  # fewest keys per program of a split row
 
@@ -146,18 +142,15 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     heads = arguments.heads(call)
     name = "triton-token/forward" if splits == 1 else "triton-token/decode"
     config = arguments.kernel_config(call, heads, name)
-    if splits == 1:
-        to_o, to_lse = o, lse
-    else:
-        to_o = temporary(call, lse, lse.numel(), splits, o.shape[-1])
-        to_lse = temporary(call, lse, lse.numel(), splits)
-    arguments.announced(call, heads, name, config, _forward(heads, config, arguments.walk_width(call), splits > 1)).launch(
+    tiles = {"SPLIT": splits > 1, "BLOCK_L": config.block_l, "NP": arguments.walk_width(call)}
+    kernel = cached_kernel(forward_kernel, dims=arguments.dims(heads), **tiles, **arguments.options(config))
+    parts = partials(call, o, lse, splits)
+    arguments.announced(call, heads, name, config, kernel).launch(
         B * S * G * h * splits,
-        (call.q, call.k, call.v, call.disjoint_ranges(), call.q_pos, to_o, to_lse),
+        (call.q, call.k, call.v, call.disjoint_ranges(), call.q_pos, *parts),
         (arguments.strides(call), arguments.sizes(call), call.selection.n, splits, call.scale_log2()),
     )
-    if splits > 1:
-        combine(to_o, to_lse, o, lse, splits)
+    combine(*parts, o, lse, splits)
     return o, lse
 
 
@@ -168,7 +161,9 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     heads = arguments.heads(call)
     config = arguments.kernel_config(call, heads, "triton-token/dq")
     dq, delta = arguments.row_gradients(call, lse)
-    arguments.announced(call, heads, "triton-token/dq", config, _dq(heads, config, arguments.walk_width(call))).launch(
+    tiles = {"BLOCK_L": config.block_l, "NP": arguments.walk_width(call)}
+    kernel = cached_kernel(dq_kernel, dims=arguments.dims(heads), **tiles, **arguments.options(config))
+    arguments.announced(call, heads, "triton-token/dq", config, kernel).launch(
         lse.numel(),
         (call.q, call.k, call.v, call.disjoint_ranges(), call.q_pos, o, lse, do, dlse, dq, delta),
         (arguments.strides(call), do.stride()[:4], arguments.sizes(call), call.selection.n, call.scale, call.scale_log2()),
@@ -180,14 +175,3 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
 def loaded_keys(call: Call, selected: int, count: bool) -> int:
     """Return how many keys the forward loads: each row's keys, once per head."""
     return selected * call.q.shape[3]
-
-
-@functools.lru_cache(REMEMBERED)
-def _forward(heads: arguments.Heads, config: KernelConfig, walk: int, split: bool) -> Kernel:
-    constants = {"dims": arguments.dims(heads), "SPLIT": split, "BLOCK_L": config.block_l, "NP": walk}
-    return Kernel(forward_kernel, **constants, **arguments.options(config))
-
-
-@functools.lru_cache(REMEMBERED)
-def _dq(heads: arguments.Heads, config: KernelConfig, walk: int) -> Kernel:
-    return Kernel(dq_kernel, dims=arguments.dims(heads), BLOCK_L=config.block_l, NP=walk, **arguments.options(config))

@@ -5,15 +5,11 @@ Forward and dq (with delta) run the kernels of _triton/runs.py, dk and dv that o
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from nsa_sel.backends._triton import runs
-from nsa_sel.backends._triton.arguments import dims_of, heads_of, narrow_suffix
-from nsa_sel.backends._triton.kernel import Kernel
-from nsa_sel.backends._triton.tiles import aligned, kv_descriptors
+from nsa_sel.backends._triton.arguments import heads_of, narrow_suffix
 from nsa_sel.backends._triton.window import dkdv, sizes_of, strides_of
 from nsa_sel.core.call import WindowCall
 from nsa_sel.settings.schema import KernelConfig
@@ -43,8 +39,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, bounds: 
     call = WindowCall.of(q, k, v, window, scale, bounds)
     o = q.new_empty(*q.shape[:-1], v.shape[3])
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    kernel, programs, inputs, sizes = _rows(runs.forward_kernel, call, config_of(call, "window/forward"))
-    kernel.launch(programs, (*inputs, o, lse), (strides_of(call), sizes, call.scale_log2()))
+    _launch(call, config_of(call, "window/forward"), (o, lse))
     return o, lse
 
 
@@ -65,21 +60,10 @@ def backward(
 def dq(call: WindowCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq [B,S,G,h,Dk], and base-2 lse and delta [B,S,G,h] for dk and dv. The scale is positive."""
     gradient, lse2, delta = torch.empty_like(call.q, memory_format=torch.contiguous_format), torch.empty_like(lse), torch.empty_like(lse)
-    kernel, programs, inputs, sizes = _rows(runs.dq_kernel, call, config_of(call, "window/dq"))
-    numbers = (strides_of(call), do.stride()[:4], sizes, call.scale, call.scale_log2())
-    kernel.launch(programs, (*inputs, o, lse, do, dlse, gradient, lse2, delta), numbers)
+    _launch(call, config_of(call, "window/dq"), (o, lse, do, dlse, gradient, lse2, delta), do)
     return gradient, lse2, delta
 
 
-def _rows(function: Any, call: WindowCall, config: KernelConfig) -> tuple[Kernel, int, tuple[Any, ...], Any]:
-    """Return a kernel over tiles of rows, its grid, the tensors that it reads, and its sizes.
-
-    More than `rows` heads take several programs.
-    """
-    B, S, G, h, _ = call.q.shape
-    kernel = runs.run_kernel(function, dims_of(call.q, call.v), None, config)
-    tiles = -(-S // kernel.constants["TQ"])
-    by_tma = config.loads == "tma" and aligned(call.k) and aligned(call.v)
-    descriptors = kv_descriptors(call.k, call.v, kernel.constants["dims"], config.block_l, by_tma)
-    inputs = (call.q, *descriptors, call.k, call.v, None, None, None, call.bounds)
-    return kernel, B * G * tiles * -(-h // config.rows), inputs, sizes_of(call, tiles)
+def _launch(call: WindowCall, config: KernelConfig, results: tuple[Tensor | None, ...], do: Tensor | None = None) -> None:
+    sizes = sizes_of(call, -(-call.q.shape[1] // runs.tokens_of(call, config)))
+    runs.launch(call, None, config, (None, None, None, call.bounds), strides_of(call), sizes, results, do)

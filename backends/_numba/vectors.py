@@ -72,22 +72,17 @@ def lanes(typing: Any, array: Any) -> Any:
 @intrinsic
 def load(typing: Any, array: Any, i: Any) -> Any:
     """Load array[i:i + lanes] as a vector; array is one-dimensional and contiguous."""
-
-    def code(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.load(_address(context, builder, array, args[0], args[1], sig.return_type), align=array.dtype.bitwidth // 8)
-
-    return Vector(array.dtype)(array, types.intp), code
+    return Vector(array.dtype)(array, types.intp), lambda context, builder, sig, args: builder.load(
+        _address(context, builder, array, args[0], args[1], sig.return_type), align=array.dtype.bitwidth // 8
+    )
 
 
 @intrinsic
 def broadcast(typing: Any, array: Any, i: Any) -> Any:
     """Return a vector with array[i] in every lane; i is not negative."""
-
-    def code(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        x = builder.load(_address(context, builder, array, args[0], args[1], array.dtype))
-        return _splat(builder, context.get_value_type(sig.return_type), x)
-
-    return Vector(array.dtype)(array, types.intp), code
+    return Vector(array.dtype)(array, types.intp), lambda context, builder, sig, args: _splat(
+        builder, context.get_value_type(sig.return_type), builder.load(_address(context, builder, array, args[0], args[1], array.dtype))
+    )
 
 
 @intrinsic
@@ -104,11 +99,7 @@ def store(typing: Any, array: Any, i: Any, vector: Any) -> Any:
 @intrinsic
 def splat(typing: Any, x: Any) -> Any:
     """Return a vector with x in every lane."""
-
-    def code(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return _splat(builder, context.get_value_type(sig.return_type), args[0])
-
-    return Vector(x)(x), code
+    return Vector(x)(x), lambda context, builder, sig, args: _splat(builder, context.get_value_type(sig.return_type), args[0])
 
 
 @intrinsic

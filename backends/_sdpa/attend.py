@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nsa_sel.core.call import Call
+from nsa_sel.core.call import Call, is_aligned
 from nsa_sel.telemetry import events
 
 # A step's keys should fit a CPU's caches, but many small steps are bound by Python's overhead. Steps of 2, 4, 8, 16,
@@ -94,7 +94,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float) -
         padded = -(-L // 16) * 16  # the GPU kernel loads a bias in aligned groups of 16 elements
         bias = torch.zeros(*keep.shape[:3], padded, dtype=q.dtype, device=q.device)[..., :L].masked_fill_(~keep, float("-inf"))
     if q.is_cuda:
-        q, k, v = map(_aligned, (q, k, v))
+        q, k, v = (x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))  # as the kernel requires
     k, v = k.expand(-1, H, -1, -1), v.expand(-1, H, -1, -1)
     if q.device.type == "cpu":
         o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
@@ -114,11 +114,3 @@ def _attend_unfused(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale:
     lse = torch.logsumexp(scores, -1)
     p = scores.sub_(lse.unsqueeze(-1)).exp_()
     return (p.view(N, 1, H * M, L) @ v.to(dtype)).view(N, H, M, Dv).to(q.dtype), lse
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """Return x, copied unless all its rows begin at multiples of 16 bytes, as torch's fused GPU kernel requires."""
-    bits = x.data_ptr()
-    for stride in x.stride()[:-1]:
-        bits |= stride * x.element_size()
-    return x if bits % 16 == 0 else x.clone(memory_format=torch.contiguous_format)

@@ -45,7 +45,7 @@ class Strides(NamedTuple):
     q: tuple[int, ...]  # b, s, g, h
     k: tuple[int, ...]  # b, g, n
     v: tuple[int, ...]  # b, g, n
-    pos: tuple[int, ...]  # (b, s) of q_pos, or (b, 0) of lengths
+    pos: tuple[int, ...]  # (b, s) of q_pos, (b, 0) of lengths, or () for windows, which have neither
 
 
 @cached_by_class

@@ -12,7 +12,6 @@ One program sorts the blocks of one tile or row, so building a plan never synchr
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_sel.backends._triton.arguments import position_strides, sizes
-from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
+from nsa_sel.backends._triton.kernel import cached_kernel
 from nsa_sel.backends._triton.key_to_rows import run_ends
 from nsa_sel.backends._triton.rows import load_range, row_limit
 from nsa_sel.backends._triton.softmax import larger
@@ -121,14 +120,15 @@ def _union_plan(call: Call, TQ: int) -> BlockUnion:
     rows = unwritten(call.q, B * G * tiles * TQ * n, dtype=bits_dtype(TQ))
     counts = unwritten(call.q, B * G * tiles, 2, dtype=torch.int32)
     tensors = (call.disjoint_ranges(), call.q_pos, blocks, rows, counts)
-    _union_kernel(n, block, TQ).launch(B * G * tiles, tensors, (position_strides(call), sizes(call), tiles))
+    kernel = cached_kernel(union_kernel, N=n, BLOCK=block, TQ=TQ, **_sorting(TQ * n))
+    kernel.launch(B * G * tiles, tensors, (position_strides(call), sizes(call), tiles))
     return BlockUnion(blocks, rows, counts, tiles, TQ * n, B * G * tiles)
 
 
-@functools.lru_cache(REMEMBERED)
-def _union_kernel(n: int, block: int, TQ: int) -> Kernel:
-    entries = tile_size(TQ * n, 1)
-    return Kernel(union_kernel, N=n, BLOCK=block, TQ=TQ, ENTRIES=entries, num_warps=max(1, min(8, entries // 128)))
+def _sorting(entries: int) -> dict[str, int]:
+    """Return the tile that holds the entries a program sorts, and its warps."""
+    size = tile_size(entries, 1)
+    return {"ENTRIES": size, "num_warps": max(1, min(8, size // 128))}
 
 
 MOST_MERGED = 2048  # most ranges per row that a program sorts
@@ -198,11 +198,6 @@ def _merged_selection(call: Call, width: int) -> tuple[Selection, Tensor]:
     tiles = torch.empty(B, S, G, most, 2, dtype=torch.int32, device=call.q.device)
     bits = torch.empty(B, S, G, most, dtype=torch.int32, device=call.q.device)
     tensors = (call.disjoint_ranges(), call.q_pos, tiles, bits)
-    _merge_kernel(n, most, block, width).launch(B * S * G, tensors, (position_strides(call), sizes(call)))
+    kernel = cached_kernel(merge_kernel, N=n, M=most, BLOCK=block, WIDTH=width, **_sorting(n))
+    kernel.launch(B * S * G, tensors, (position_strides(call), sizes(call)))
     return Selection(tiles, width, disjoint=True), bits
-
-
-@functools.lru_cache(REMEMBERED)
-def _merge_kernel(n: int, most: int, block: int, width: int) -> Kernel:
-    entries = tile_size(n, 1)
-    return Kernel(merge_kernel, N=n, M=most, BLOCK=block, WIDTH=width, ENTRIES=entries, num_warps=max(1, min(8, entries // 128)))

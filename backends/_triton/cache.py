@@ -31,22 +31,18 @@ TENSORS = tl.constexpr(6)  # keys and values of three branches
 
 
 @triton.jit
-def to_e4m3(x, scale):
-    """Return x [rows,D] / scale [rows] in e4m3, saturated at 448, with the bits of `nsa_sel.quantize.stored`. NaN stays
-    NaN, because it compares as false."""
-    x = x.to(tl.float32) * tl.div_rn(1.0, scale)[:, None]
-    return tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x)).to(tl.float8e4nv)
-
-
-@triton.jit
 def copy_row(x, to, scale, stride, b, s, slot, G, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Copy x[b, s] [G,D] to row `slot` of `to` [slots,G,D], divided by scales [G] if `to` is in e4m3."""
+    """Copy x[b, s] [G,D] to row `slot` of `to` [slots,G,D], divided by scales [G] if `to` is in e4m3.
+
+    e4m3 saturates at 448, with the bits of `nsa_sel.quantize.stored`. NaN stays NaN, because it compares as false.
+    """
     g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     exists = (g < G)[:, None] & (d < D)[None, :]
     row = x + b * stride[0] + s * stride[1] + g.to(tl.int64)[:, None] * stride[2] + d[None, :]
     numbers = tl.load(row, mask=exists)
     if scale is not None:
-        numbers = to_e4m3(numbers, tl.load(scale + g, mask=g < G, other=1.0))
+        numbers = numbers.to(tl.float32) * tl.div_rn(1.0, tl.load(scale + g, mask=g < G, other=1.0))[:, None]
+        numbers = tl.where(numbers > 448.0, 448.0, tl.where(numbers < -448.0, -448.0, numbers)).to(tl.float8e4nv)
     tl.store(to + slot * G * D + (g * D)[:, None] + d[None, :], numbers, mask=exists)
 
 
@@ -64,18 +60,14 @@ def append_kernel(
     row, which = tl.program_id(0) // TENSORS, tl.program_id(0) % TENSORS
     b, s = (row // S).to(tl.int64), (row % S).to(tl.int64)
     at, last = tl.load(slot + row), tl.load(last_slot + row)
-    if which == 0:
-        copy_row(k_cmp, k_raw, None, strides[0], b, s, last, G, Dk, BLOCK_G, BLOCK_DK)
-    elif which == 1:
-        copy_row(v_cmp, v_raw, None, strides[1], b, s, last, G, Dv, BLOCK_G, BLOCK_DV)
-    elif which == 2:
-        copy_row(k_slc, k, k_scale, strides[2], b, s, at, G, Dk, BLOCK_G, BLOCK_DK)
-    elif which == 3:
-        copy_row(v_slc, v, v_scale, strides[3], b, s, at, G, Dv, BLOCK_G, BLOCK_DV)
-    elif which == 4:
-        copy_row(k_win, k_last, k_last_scale, strides[4], b, s, last, G, Dk, BLOCK_G, BLOCK_DK)
-    else:
-        copy_row(v_win, v_last, v_last_scale, strides[5], b, s, last, G, Dv, BLOCK_G, BLOCK_DV)
+    keys, values = (k_cmp, k_slc, k_win), (v_cmp, v_slc, v_win)
+    to_keys, to_values, slots = (k_raw, k, k_last), (v_raw, v, v_last), (last, at, last)
+    k_scales, v_scales = (None, k_scale, k_last_scale), (None, v_scale, v_last_scale)
+    for c in tl.static_range(3):
+        if which == 2 * c:
+            copy_row(keys[c], to_keys[c], k_scales[c], strides[2 * c], b, s, slots[c], G, Dk, BLOCK_G, BLOCK_DK)
+        elif which == 2 * c + 1:
+            copy_row(values[c], to_values[c], v_scales[c], strides[2 * c + 1], b, s, slots[c], G, Dv, BLOCK_G, BLOCK_DV)
 
 
 def append(

@@ -19,16 +19,8 @@ from nsa_sel.backends._triton.arguments import Dims, dims_of, options
 from nsa_sel.backends._triton.choose_rows import bounds_of, key_tile, seen_keys, sizes_of, strides_of, tiles_of
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.softmax import products, split_products
-from nsa_sel.backends._triton.tiles import (
-    load_columns,
-    load_kv,
-    load_split,
-    row_descriptors,
-    row_pointers,
-    store_columns,
-    store_split,
-)
-from nsa_sel.backends._triton.walk import add_rows_step
+from nsa_sel.backends._triton.tiles import load_columns, load_kv, row_descriptors, store_columns
+from nsa_sel.backends._triton.walk import add_rows_step, empty_dkdv, load_rows, store_dkdv
 from nsa_sel.core.call import ChooseCall, Rule
 from nsa_sel.settings.schema import KernelConfig
 
@@ -70,9 +62,7 @@ def add_rows(
     """
     FULL: tl.constexpr = ROWS % dims.h == 0 and not MASKED
     h: tl.constexpr = dims.h
-    BLOCK_D: tl.constexpr = dims.BLOCK_D
     REST: tl.constexpr = dims.BLOCK_REST
-    BLOCK_DV: tl.constexpr = dims.BLOCK_DV
     k_tile, k_rest, v_tile = kv
     r = tl.arange(0, ROWS)
     facts += (b * sizes.G + g) * 2 * sizes.S * h
@@ -85,14 +75,7 @@ def add_rows(
         if q_pos is not None:
             seen = seen_keys(q_pos, strides.pos, b, s, sizes, rule)
             exists = exists & (seen > first)  # other rows may hold NaN and are not loaded
-        if q_desc is not None:
-            at = [b.to(tl.int32), pair0 // h, g.to(tl.int32), 0, 0]
-            q_tile = q_desc.load(at).reshape(ROWS, BLOCK_D)
-            q_rest = q_tile
-            do_tile = do_desc.load(at).reshape(ROWS, BLOCK_DV)
-        else:
-            q_tile, q_rest = load_split(row_pointers(q, strides.q, b, g, s, head), exists, dims.Dk, BLOCK_D, REST)
-            do_tile = load_columns(row_pointers(do, stride_do, b, g, s, head), exists, 0, dims.Dv, BLOCK_DV)
+        q_tile, q_rest, do_tile = load_rows(q_desc, do_desc, q, do, strides, stride_do, b, g, pair0 // h, s, head, exists, dims, ROWS)
         logits = split_products(k_tile, k_rest, q_tile, q_rest, REST)  # [BLOCK_K, ROWS]
         # Rows that do not exist get lse = +inf, hence p = 0. Loading after the products takes fewer registers.
         lse2 = tl.load(facts + sizes.S * h + pair, mask=exists, other=None if FULL else float("inf"))
@@ -124,10 +107,6 @@ def dkdv_kernel(
     Tiles: k and v [BLOCK_K, D], loaded once; q and do [ROWS, D] per step.
     TMA: q_desc and do_desc load q and do; None: pointer loads.
     """
-    ACC: tl.constexpr = facts.dtype.element_ty
-    BLOCK_D: tl.constexpr = dims.BLOCK_D
-    REST: tl.constexpr = dims.BLOCK_REST
-    BLOCK_DV: tl.constexpr = dims.BLOCK_DV
     number = tl.program_id(0)
     first, first_key, row0, own, rows = key_tile(number % sections.tiles, cu, cu_cmp, sizes, sections, BLOCK_K)
     pair = number // sections.tiles % sections.pairs
@@ -146,23 +125,19 @@ def dkdv_kernel(
         # With implied positions, keys that no row sees are not loaded: they may hold NaN.
         is_seen = key < own.C if q_pos is not None else (key < own.C) & (first_row(key, own.start, rule) < own.S)
         kv = load_kv(k, v, strides, b, g, first_key + key, is_seen, dims)
-        dk = tl.zeros([BLOCK_K, BLOCK_D], ACC)
-        dk_rest = tl.zeros([BLOCK_K, REST], ACC) if REST > 0 else dk
-        dv = tl.zeros([BLOCK_K, BLOCK_DV], ACC)
         sums = add_rows(
-            (dk, dk_rest, dv), kv, q_desc if cu is None else None, do_desc if cu is None else None, q, do, facts, q_pos, b, g, key, first,
-            begin, whole, strides, stride_do, sizes, own, scale_log2, dims, rule, ROWS, True,
+            empty_dkdv(BLOCK_K, dims, facts.dtype.element_ty), kv, q_desc if cu is None else None, do_desc if cu is None else None, q, do,
+            facts, q_pos, b, g, key, first, begin, whole, strides, stride_do, sizes, own, scale_log2, dims, rule, ROWS, True,
         )  # fmt: skip
         if q_pos is None:
             sums = add_rows(
                 sums, kv, q_desc, do_desc, q, do, facts, q_pos, b, g, key, first, whole, high, strides, stride_do, sizes, own,
                 scale_log2, dims, rule, ROWS, False,
             )  # fmt: skip
-        dk, dk_rest, dv = sums
         part = (section * sections.pairs + pair).to(tl.int64) * sizes.C + first_key + first
         row = tl.arange(0, BLOCK_K)
-        store_split(part_dk + part * dims.Dk + row * dims.Dk, dk * scale, dk_rest * scale, row < own.C - first, dims.Dk, REST)
-        store_columns(part_dv + part * dims.Dv + row * dims.Dv, dv, row < own.C - first, 0, dims.Dv)
+        to_dk, to_dv = part_dk + part * dims.Dk + row * dims.Dk, part_dv + part * dims.Dv + row * dims.Dv
+        store_dkdv(to_dk, to_dv, sums, scale, row < own.C - first, dims)
 
 
 @triton.jit

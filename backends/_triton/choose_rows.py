@@ -20,9 +20,7 @@ from torch import Tensor
 
 from nsa_sel.backends._triton.arguments import Strides
 from nsa_sel.backends._triton.rows import row_position, tile_rows
-from nsa_sel.backends._triton.tiles import aligned
 from nsa_sel.core.call import ChooseCall
-from nsa_sel.settings.schema import KernelConfig
 
 
 class Sizes(NamedTuple):
@@ -64,11 +62,6 @@ def tiles_of(call: ChooseCall, total: int, size: int) -> int:
     """Return the tiles of `total` rows or keys; for a packed batch (tiles within one sequence, with padding) an upper
     bound."""
     return -(-total // size) if call.sequences is None else total // size + len(call.sequences.rows)
-
-
-def by_tma(call: ChooseCall, config: KernelConfig) -> bool:
-    """Return whether the config asks for TMA and TMA can load k and v."""
-    return config.loads == "tma" and aligned(call.k) and aligned(call.v)
 
 
 PROBES = tl.constexpr(32)  # entries per search step, one per thread of a warp
@@ -120,18 +113,6 @@ def sizes_of_sequence(i, cu, cu_cmp, sizes):
 
 
 @triton.jit
-def packed_tile(number, cu, cu_cmp, sizes, TOKENS: tl.constexpr):
-    """Return the first row of tile `number` of TOKENS rows, its sequence's first key and sizes; no keys if it has no
-    rows."""
-    i = sequence_of(number, cu, sizes.start, sizes.S, sizes.sequences, TOKENS)
-    begin, first, own = sizes_of_sequence(i, cu, cu_cmp, sizes)
-    row = begin + (number - begin // TOKENS - i) * TOKENS
-    empty = row >= own.S
-    start, C = tl.where(empty, NOWHERE, own.start), tl.where(empty, 0, own.C)
-    return row, first, Sizes(own.S, C, own.G, start, own.tiles, own.sequences)
-
-
-@triton.jit
 def last_row(s, cu, sizes):
     """Return the rows s, clamped to the last row of their sequence, or to row 0 if it has none."""
     s = tl.minimum(s, sizes.S - 1)
@@ -140,11 +121,17 @@ def last_row(s, cu, sizes):
 
 @triton.jit
 def token_tile(number, cu, cu_cmp, sizes, TOKENS: tl.constexpr):
-    """Do `packed_tile`; for a batch that is not packed, return the tile's first row, key 0 and the batch's sizes."""
+    """Return the first row of tile `number` of TOKENS rows, its sequence's first key and sizes; no keys if it has no
+    rows."""
     if cu is None:
         return number * TOKENS, 0, sizes
     else:
-        return packed_tile(number, cu, cu_cmp, sizes, TOKENS)
+        i = sequence_of(number, cu, sizes.start, sizes.S, sizes.sequences, TOKENS)
+        begin, first, own = sizes_of_sequence(i, cu, cu_cmp, sizes)
+        row = begin + (number - begin // TOKENS - i) * TOKENS
+        empty = row >= own.S
+        start, C = tl.where(empty, NOWHERE, own.start), tl.where(empty, 0, own.C)
+        return row, first, Sizes(own.S, C, own.G, start, own.tiles, own.sequences)
 
 
 @triton.jit
@@ -164,13 +151,12 @@ def key_tile(number, cu, cu_cmp, sizes, sections, BLOCK_K: tl.constexpr):
 def locate_tile(program, cu, cu_cmp, sizes, h: tl.constexpr, TQ: tl.constexpr, ROWS: tl.constexpr):
     """Return b, g, s, head, index in [B,S,G,h] and existence as `tile_rows` does, then the sequence's first key and
     sizes."""
+    b, g, _, s, bit, head, out, exists = tile_rows(program, sizes.S, sizes.G, sizes.tiles, h, TQ, ROWS)
     if cu is None:
-        b, g, _, s, _, head, out, exists = tile_rows(program, sizes.S, sizes.G, sizes.tiles, h, TQ, ROWS)
         return b, g, s, head, out, exists, 0, sizes
     else:
-        b, g, _, s, bit, head, out, exists = tile_rows(program, sizes.S, sizes.G, sizes.tiles, h, TQ, ROWS)
         number = sizes.tiles - 1 - program // ((h + ROWS - 1) // ROWS) % sizes.tiles
-        row, first, own = packed_tile(number, cu, cu_cmp, sizes, TQ)
+        row, first, own = token_tile(number, cu, cu_cmp, sizes, TQ)
         s = row + bit.to(tl.int32)
         exists = (bit < TQ) & (s < own.S) & (head < h)
         s = last_row(s, cu, own)

@@ -5,15 +5,14 @@ With x[i] the largest of a group's heads, or their sum, of the logits c q.k[i], 
 
     score[b] = largest of x[i] over the keys that touch block b, or their sum, each times the pieces of b that it covers
 
-NSA's importance (Eq. 8 to 10) is the sum of weights over heads and keys: `importance_kernel`. `block_scores_kernel`
-takes all other pools, and blocks of many index keys.
+NSA's importance (Eq. 8 to 10) is the sum of weights over heads and keys.
 
 Logits are computed transposed, [keys, heads x tokens] with the tokens of a head adjacent, so that in the layout of a
 tensor-core accumulator reductions over heads and keys stay within a thread or a warp. A key covers `reach` pieces of
 compress_stride keys. Pieces in its own block add to `own`, the others to the `spill` into the next block, which is
 carried along the keys:
 
-    importance[b] = own[b] + spill[b - 1]
+    score[b] = own[b] + spill[b - 1], or the larger of the two
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from torch import Tensor
 from nsa_sel.backends._triton.arguments import Dims, dims_of, options
 from nsa_sel.backends._triton.choose_rows import (
     bounds_of,
-    by_tma,
     last_row,
     seen_keys,
     sizes_of,
@@ -38,7 +36,7 @@ from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.rows import row_position
 from nsa_sel.backends._triton.softmax import LOG2_E, dot
 from nsa_sel.backends._triton.tiles import aligned, key_descriptors, key_pointers, load_split, row_pointers, tile_size
-from nsa_sel.core.call import ChooseCall, Pool, Rule
+from nsa_sel.core.call import NSA_POOL, ChooseCall, Pool, Rule
 from nsa_sel.settings.schema import KernelConfig
 
 
@@ -78,104 +76,6 @@ def key_products(
     if REST > 0:
         products = tl.dot(k_rest, rest_columns, products, input_precision="ieee", out_dtype=products.dtype)
     return products
-
-
-@triton.jit
-def importance_kernel(
-    q, k_desc, k_rest_desc, k, lse, q_pos, cu, cu_cmp, scores, positions, strides, stride_lse, stride_scores, sizes, blocks, scale_log2,
-    dims: tl.constexpr, rule: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr,
-):  # fmt: skip
-    """Store scores [B,S,G,blocks] up to the block of each tile's last position; later scores stay uninitialized.
-
-    For a packed batch, also store the positions [1,S] int32 (-1 for padding), so that `top_n` need not search for each
-    row's sequence.
-
-    Grid: one program per tile of TOKENS rows, late tiles first.
-    Tiles: q [HEADS * TOKENS, BLOCK_D], k [BLOCKS * PIECES, BLOCK_D], with a block's keys padded to PIECES, a power of
-    two.
-    TMA: k_desc and k_rest_desc load keys; None: pointer loads.
-    Masks come after the sum over heads and drop keys that a row may not see, NaN included.
-    """
-    BLOCK_K: tl.constexpr = BLOCKS * PIECES
-    REACH: tl.constexpr = rule.compress_block // rule.compress_stride
-    STEP: tl.constexpr = rule.block_size // rule.compress_stride
-    number = tl.program_id(0)
-    row0, first_key, sizes = token_tile(sizes.tiles - 1 - number % sizes.tiles, cu, cu_cmp, sizes, TOKENS)
-    b, g = number // sizes.tiles // sizes.G, number // sizes.tiles % sizes.G
-    b64, g64 = b.to(tl.int64), g.to(tl.int64)
-
-    s, head, exists, q_columns, rest_columns = query_columns(q, cu, strides, b64, g64, row0, sizes, dims, HEADS, TOKENS)
-    # Columns that do not exist get lse = +inf, hence p = 0.
-    lse2 = tl.load(row_pointers(lse, stride_lse, b64, g64, s, head), mask=exists, other=float("inf")) * LOG2_E
-
-    token = row0 + tl.arange(0, TOKENS)  # [TOKENS], as row, seen and t
-    is_token = token < sizes.S
-    row = last_row(token, cu, sizes).to(tl.int64)
-    seen = seen_keys(q_pos, strides.pos, b64, row, sizes, rule)
-    t = row_position(q_pos, strides.pos, b64, row, sizes.start)
-    if positions is not None:  # noqa: SIM102 - a constant, then a number
-        if g == 0:
-            tl.store(positions + row, tl.maximum(t, -1).to(tl.int32), mask=is_token)
-    t = tl.max(t, 0)
-    end = tl.minimum(tl.where(t < 0, 0, t // rule.block_size + 1), blocks).to(tl.int32)
-
-    r, block = tl.arange(0, BLOCK_K), tl.arange(0, BLOCKS)
-    piece = tl.arange(0, PIECES)
-    own_weight = tl.minimum(REACH, STEP - piece).to(tl.float32)[None, :, None]
-    spill_weight = tl.maximum(REACH - STEP + piece, 0).to(tl.float32)[None, :, None]
-    last = tl.broadcast_to(((block + BLOCKS - 1) % BLOCKS)[:, None], [BLOCKS, TOKENS])
-    spilled = tl.zeros([BLOCKS, TOKENS], tl.float32)  # row 0: spill into the first block of this step
-    out = scores + b64 * stride_scores[0] + g64 * stride_scores[2] + row * stride_scores[1]
-    for first in range(0, end, BLOCKS):
-        key = first * STEP + (r if PIECES == STEP else r // PIECES * STEP + r % PIECES)
-        is_key = key < sizes.C if PIECES == STEP else (key < sizes.C) & (r % PIECES < STEP)
-        products = key_products(
-            q_columns, rest_columns, k_desc, k_rest_desc, k, strides, b, g, first_key + key, is_key, first_key + first * STEP,
-            dims, BLOCK_K,
-        )  # fmt: skip
-        # p: [BLOCK_K, TOKENS], the sum over heads
-        p = tl.sum(tl.exp2(products * scale_log2 - lse2[None, :]).reshape(BLOCK_K, HEADS, TOKENS), 1)
-        visible = tl.where(is_key, key, sizes.C)[:, None] < seen[None, :]
-        p = tl.where(visible, p, 0.0).to(tl.float32).reshape(BLOCKS, PIECES, TOKENS)
-        importance = tl.sum(p * own_weight, 1)  # [BLOCKS, TOKENS]
-        if REACH > 1:
-            spill = tl.gather(tl.sum(p * spill_weight, 1), last, 0)  # row 0: the last block's spill, for the next step
-            importance += tl.where((block == 0)[:, None], spilled, spill)
-            spilled = spill
-        at = first + block
-        tl.store(out[None, :] + at[:, None], importance, mask=(at < blocks)[:, None] & is_token[None, :])
-
-
-def importance(call: ChooseCall, lse: Tensor, scores: Tensor, config: KernelConfig, positions: Tensor | None = None) -> None:
-    """Write the importance of every row's visible blocks to `scores` [B,S,G,blocks] float32; later blocks may stay
-    uninitialized.
-
-    Args:
-        call: with a positive scale and rule.reach <= rule.pieces.
-        lse: [B,S,G,h].
-        scores: with a contiguous last dimension.
-        config: block_l compressed keys a step, `rows` columns of heads and tokens.
-        positions: [1,S] int32, of a packed batch, or None: gets the rows' positions.
-    """
-    if scores.numel() == 0:
-        return
-    kernel = _importance_kernel(dims_of(call.q, call.v), call.rule, config)
-    sizes = sizes_of(call, kernel.constants["TOKENS"])
-    pieces, blocks = kernel.constants["PIECES"], kernel.constants["BLOCKS"]
-    tma = pieces == call.rule.pieces and by_tma(call, config)
-    descriptors = key_descriptors(call.k, kernel.constants["dims"], blocks * pieces, tma)
-    kernel.launch(
-        call.q.shape[0] * sizes.G * sizes.tiles,
-        (call.q, *descriptors, call.k, lse, call.q_pos, *bounds_of(call), scores, positions),
-        (strides_of(call), lse.stride(), scores.stride()[:3], sizes, call.blocks, call.scale_log2()),
-    )
-
-
-@functools.lru_cache(REMEMBERED)
-def _importance_kernel(dims: Dims, rule: Rule, config: KernelConfig) -> Kernel:
-    heads, pieces = tile_size(dims.h, 1), tile_size(rule.pieces, 1)
-    tiles = {"HEADS": heads, "TOKENS": max(1, config.rows // heads), "BLOCKS": max(1, config.block_l // pieces), "PIECES": pieces}
-    return Kernel(importance_kernel, dims=dims, rule=rule.of_keys(), **tiles, **options(config))
 
 
 MOST_BLOCKS = 32  # most blocks per step, because the addresses of their scores take registers
@@ -219,9 +119,9 @@ def over_pieces(x, weight, least, pool: tl.constexpr):
 
 @triton.jit
 def score_steps(
-    steps, last_step, own, pending, spilled, q_columns, rest_columns, lse2, seen, k_desc, k_rest_desc, k, out, is_token, strides, b, g,
-    sizes, blocks, scale, dims: tl.constexpr, rule: tl.constexpr, pool: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCKS: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, MASKED: tl.constexpr,
+    steps, last_step, own, pending, spilled, q_columns, rest_columns, lse2, seen, k_desc, k_rest_desc, k, first_key, out, is_token,
+    strides, b, g, sizes, blocks, scale, dims: tl.constexpr, rule: tl.constexpr, pool: tl.constexpr, HEADS: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Score the blocks of the steps [steps, last_step) and write those that are complete.
 
@@ -243,7 +143,8 @@ def score_steps(
         key = (first + r // PIECES) * STEP + piece
         is_key = (key < sizes.C) & (piece < STEP)
         products = key_products(
-            q_columns, rest_columns, k_desc, k_rest_desc, k, strides, b, g, key, is_key, first * STEP + part * PIECES, dims, BLOCK_K
+            q_columns, rest_columns, k_desc, k_rest_desc, k, strides, b, g, first_key + key, is_key,
+            first_key + first * STEP + part * PIECES, dims, BLOCK_K,
         )  # fmt: skip
         x = over_heads(products, lse2, scale, dims, pool, HEADS, TOKENS)  # [BLOCK_K, TOKENS]
         if MASKED:
@@ -277,59 +178,72 @@ def score_steps(
 
 @triton.jit
 def block_scores_kernel(
-    q, k_desc, k_rest_desc, k, lse, q_pos, scores, strides, stride_lse, stride_scores, sizes, blocks, shares, scale,
+    q, k_desc, k_rest_desc, k, lse, q_pos, cu, cu_cmp, scores, positions, strides, stride_lse, stride_scores, sizes, blocks, shares, scale,
     dims: tl.constexpr, rule: tl.constexpr, pool: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
-    PIECES: tl.constexpr, PARTS: tl.constexpr,
+    PIECES: tl.constexpr, PARTS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Store scores [B,S,G,blocks] up to the block of each tile's last position; later scores stay uninitialized.
 
+    For a packed batch, also store the positions [1,S] int32 (-1 for padding), so that `top_n` need not search for each
+    row's sequence.
+
     Grid: `shares` programs per tile of TOKENS rows, late tiles first; several only if no index key touches two blocks.
-    Tiles: q [HEADS * TOKENS, BLOCK_D + BLOCK_REST], k [BLOCKS * PIECES, BLOCK_D + BLOCK_REST].
+    Tiles: q [HEADS * TOKENS, BLOCK_D + BLOCK_REST], k [BLOCKS * PIECES, BLOCK_D + BLOCK_REST]. The keys of a block are
+    padded to PARTS * PIECES; PIECES is a power of two.
+    TMA: k_desc and k_rest_desc load keys; None: pointer loads.
+    Masks come after the sum over heads and drop keys that a row may not see, NaN included. APART: steps whose keys all
+    rows see take none.
     scale: the logits' scale, times log2 e for softmax weights.
     """
     STEP: tl.constexpr = rule.block_size // rule.compress_stride
     LEAST: tl.constexpr = float("-inf") if pool.block_max and not pool.softmax else 0.0
     number, share = tl.program_id(0) // shares, tl.program_id(0) % shares
-    i = sizes.tiles - 1 - number % sizes.tiles
+    row0, first_key, sizes = token_tile(sizes.tiles - 1 - number % sizes.tiles, cu, cu_cmp, sizes, TOKENS)
     b, g = number // sizes.tiles // sizes.G, number // sizes.tiles % sizes.G
     b64, g64 = b.to(tl.int64), g.to(tl.int64)
 
-    s, head, exists, q_columns, rest_columns = query_columns(
-        q, None, strides, b64, g64, i * TOKENS, sizes, dims, HEADS, TOKENS
-    )  # fmt: skip
+    s, head, exists, q_columns, rest_columns = query_columns(q, cu, strides, b64, g64, row0, sizes, dims, HEADS, TOKENS)
     lse2 = tl.zeros([HEADS * TOKENS], tl.float32)
     if pool.softmax:  # columns that do not exist and rows without keys get lse = +inf, hence weight 0
         lse_columns = tl.load(row_pointers(lse, stride_lse, b64, g64, s, head), mask=exists, other=float("inf")).to(tl.float32)
         lse2 = tl.where(lse_columns == float("-inf"), float("inf"), lse_columns) * LOG2_E
 
-    token = i * TOKENS + tl.arange(0, TOKENS)  # [TOKENS], as row, seen and t
+    token = row0 + tl.arange(0, TOKENS)  # [TOKENS], as row, seen and t
     is_token = token < sizes.S
-    row = tl.minimum(token, sizes.S - 1).to(tl.int64)
+    row = last_row(token, cu, sizes).to(tl.int64)
     seen = seen_keys(q_pos, strides.pos, b64, row, sizes, rule)
-    t = tl.max(row_position(q_pos, strides.pos, b64, row, sizes.start), 0)
+    t = row_position(q_pos, strides.pos, b64, row, sizes.start)
+    if positions is not None:  # noqa: SIM102 - a constant, then a number
+        if g == 0:
+            tl.store(positions + row, tl.maximum(t, -1).to(tl.int32), mask=is_token)
+    t = tl.max(t, 0)
     end = tl.minimum(tl.where(t < 0, 0, t // rule.block_size + 1), blocks).to(tl.int32)
     last_step = (end + BLOCKS - 1) // BLOCKS
     each = (last_step + shares - 1) // shares * PARTS
     step = share * each
     last_step = tl.minimum(last_step * PARTS, step + each)
     whole = step
-    if PARTS * PIECES == STEP:  # steps are contiguous
+    if APART and PARTS * PIECES == STEP:  # steps are contiguous
         whole = tl.maximum(tl.minimum(tl.min(seen, 0) // (BLOCKS * PIECES), last_step), step)
 
     out = scores + b64 * stride_scores[0] + g64 * stride_scores[2] + row * stride_scores[1]
     shared = g if strides.k[1] != 0 else 0  # keys that all groups share have one group in the descriptor
     own = tl.full([BLOCKS, TOKENS], LEAST, tl.float32)
-    own, pending, spilled = score_steps(
-        step, whole, own, own, own, q_columns, rest_columns, lse2, seen, k_desc, k_rest_desc, k, out, is_token, strides, b, shared, sizes,
-        blocks, scale, dims, rule, pool, HEADS, TOKENS, BLOCKS, PIECES, PARTS, False,
-    )  # fmt: skip
+    pending, spilled = own, own
+    if APART:
+        own, pending, spilled = score_steps(
+            step, whole, own, own, own, q_columns, rest_columns, lse2, seen, k_desc, k_rest_desc, k, first_key, out, is_token, strides, b,
+            shared, sizes, blocks, scale, dims, rule, pool, HEADS, TOKENS, BLOCKS, PIECES, PARTS, False,
+        )  # fmt: skip
     score_steps(
-        whole, last_step, own, pending, spilled, q_columns, rest_columns, lse2, seen, k_desc, k_rest_desc, k, out, is_token, strides, b,
-        shared, sizes, blocks, scale, dims, rule, pool, HEADS, TOKENS, BLOCKS, PIECES, PARTS, True,
+        whole, last_step, own, pending, spilled, q_columns, rest_columns, lse2, seen, k_desc, k_rest_desc, k, first_key, out, is_token,
+        strides, b, shared, sizes, blocks, scale, dims, rule, pool, HEADS, TOKENS, BLOCKS, PIECES, PARTS, True,
     )  # fmt: skip
 
 
-def block_scores(call: ChooseCall, lse: Tensor | None, scores: Tensor, config: KernelConfig) -> None:
+def block_scores(
+    call: ChooseCall, lse: Tensor | None, scores: Tensor, config: KernelConfig, positions: Tensor | None = None
+) -> None:  # fmt: skip
     """Write the scores of every row's visible blocks, by call.pool, to `scores` [B,S,G,blocks] float32.
 
     Later blocks may stay uninitialized.
@@ -339,6 +253,7 @@ def block_scores(call: ChooseCall, lse: Tensor | None, scores: Tensor, config: K
         lse: [B,S,G,h] for a pool with softmax, else None.
         scores: with a contiguous last dimension.
         config: block_l index keys a step, `rows` columns of heads and tokens.
+        positions: [1,S] int32, of a packed batch, or None: gets the rows' positions.
     """
     if scores.numel() == 0:
         return
@@ -354,7 +269,7 @@ def block_scores(call: ChooseCall, lse: Tensor | None, scores: Tensor, config: K
         shares = max(1, min(PROGRAMS // programs, call.blocks // (LEAST_STEPS * constants["BLOCKS"])))
     kernel.launch(
         programs * shares,
-        (call.q, *descriptors, call.k, lse, call.q_pos, scores),
+        (call.q, *descriptors, call.k, lse, call.q_pos, *bounds_of(call), scores, positions),
         (
             strides_of(call), (0, 0, 0, 0) if lse is None else lse.stride(), scores.stride()[:3], sizes, call.blocks, shares,
             call.scale_log2() if call.pool.softmax else call.scale,
@@ -366,5 +281,5 @@ def block_scores(call: ChooseCall, lse: Tensor | None, scores: Tensor, config: K
 def _scores_kernel(dims: Dims, rule: Rule, pool: Pool, config: KernelConfig) -> Kernel:
     heads, pieces = tile_size(dims.h, 1), min(tile_size(rule.pieces, 1), config.block_l)
     tiles = {"HEADS": heads, "TOKENS": max(1, config.rows // heads), "BLOCKS": min(MOST_BLOCKS, config.block_l // pieces)}
-    parts = -(-rule.pieces // pieces)
-    return Kernel(block_scores_kernel, dims=dims, rule=rule.of_keys(), pool=pool, **tiles, PIECES=pieces, PARTS=parts, **options(config))
+    pieces_of = {"PIECES": pieces, "PARTS": -(-rule.pieces // pieces), "APART": pool != NSA_POOL}
+    return Kernel(block_scores_kernel, dims=dims, rule=rule.of_keys(), pool=pool, **tiles, **pieces_of, **options(config))

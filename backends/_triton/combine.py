@@ -15,6 +15,7 @@ from torch import Tensor
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.softmax import LN_2, LOWEST
 from nsa_sel.backends._triton.tiles import tile_size
+from nsa_sel.backends.launcher.buffers import temporary
 from nsa_sel.core.call import Call
 
 SMS_WHEN_INTERPRETED = 4  # small, so that interpreter tests split rows with few programs
@@ -75,12 +76,20 @@ def count_splits(call: Call, programs: int, at_once: int, least: int) -> int:
     return max(1, min(splits, -(-call.selection.length_bound(call.S_kv) // least)))
 
 
+def partials(call: Call, o: Tensor, lse: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+    """Return what split rows write: part_o [rows, splits, Dv] and part_lse [rows, splits], or o and lse for one split."""
+    if splits == 1:
+        return o, lse
+    return temporary(call, lse, lse.numel(), splits, o.shape[-1]), temporary(call, lse, lse.numel(), splits)
+
+
 def combine(part_o: Tensor, part_lse: Tensor, o: Tensor, lse: Tensor, splits: int) -> None:
-    """Launch the merge of part_o [rows, splits, Dv] and part_lse [rows, splits] into o and lse."""
-    _combine(o.shape[-1], tile_size(splits, 1)).launch(lse.numel(), (part_o, part_lse, o, lse), (splits,))
+    """Launch the merge of `partials` into o and lse, if there are several splits."""
+    if splits > 1:
+        _combine(o.shape[-1], tile_size(splits, 1)).launch(lse.numel(), (part_o, part_lse, o, lse), (splits,))
 
 
-@functools.lru_cache(REMEMBERED)
+@functools.lru_cache(REMEMBERED)  # decoding over a cache that grows is never replayed
 def _combine(Dv: int, SPLITS: int) -> Kernel:
     block_dv = tile_size(Dv)
     num_warps = min(4, max(1, SPLITS * block_dv // 1024))  # up to 32 elements per thread

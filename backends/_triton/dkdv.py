@@ -9,7 +9,6 @@ sums per row.
 
 from __future__ import annotations
 
-import functools
 import itertools
 
 import triton
@@ -19,11 +18,11 @@ from torch import Tensor
 from nsa_sel.backends._slices import slices
 from nsa_sel.backends._triton import arguments
 from nsa_sel.backends._triton.blocks import merged
-from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
+from nsa_sel.backends._triton.kernel import cached_kernel
 from nsa_sel.backends._triton.key_to_rows import KeyToRows, list_start
 from nsa_sel.backends._triton.rows import load_range, row_limit
 from nsa_sel.backends._triton.softmax import LOG2_E, dot, p_and_ds, split_products
-from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, row_pointers, store_columns, store_split
+from nsa_sel.backends._triton.tiles import load_columns, load_kv, store_columns
 from nsa_sel.backends._triton.units import (
     Slices,
     Unit,
@@ -38,10 +37,9 @@ from nsa_sel.backends._triton.units import (
     units,
     workspace_beside_plan,
 )
-from nsa_sel.backends._triton.walk import add_rows_step
+from nsa_sel.backends._triton.walk import add_rows_step, empty_dkdv, load_rows, store_dkdv
 from nsa_sel.backends.launcher.buffers import temporary, unwritten
 from nsa_sel.core.call import Call
-from nsa_sel.settings.schema import KernelConfig
 
 
 @triton.jit
@@ -82,14 +80,13 @@ def partial_dkdv_kernel(
                     reachable = highest_limit(entries, q_pos, strides.pos, e, e1, b, S, S_kv, N * REACH)
                 kv = load_kv(k, v, strides, b, g, column, column < reachable, dims)
                 masked_end = list_begin + BLOCK_L if q_pos is None else list_start(ends, number + 1, lists.stretches)
-                dk_acc, dk_rest, dv_acc = list_gradients(
+                sums = list_gradients(
                     q, kv, ranges, bits, q_pos, lse, do, delta, part_dq, entries, e, e1, masked_end, bg, b, g, column, r,
                     strides, stride_do, sizes, lists, scale, scale_log2, dims, N, REACH, WHOLE, BLOCK,
                 )  # fmt: skip
                 unit_begin = list_start(ends, lists.first_list, lists.stretches)
                 part = part_number(number, lists, piece, e - unit_begin, TILES, BY_ENTRY) * BLOCK_L + tl.arange(0, BLOCK_L)
-                store_split(part_dk + part * dims.Dk, dk_acc * scale, dk_rest * scale, part >= 0, dims.Dk, dims.BLOCK_REST)
-                store_columns(part_dv + part * dims.Dv, dv_acc, part >= 0, 0, dims.Dv)
+                store_dkdv(part_dk + part * dims.Dk, part_dv + part * dims.Dv, sums, scale, part >= 0, dims)
             e = e1
             number = after
 
@@ -111,9 +108,7 @@ def list_gradients(
     ALWAYS: tl.constexpr = (not WHOLE) or bits is not None
     k_tile, k_rest, v_tile = kv
     ROWS: tl.constexpr = r.shape[0]
-    dk = tl.zeros(k_tile.shape, lse.dtype.element_ty)
-    dk_rest = tl.zeros(k_rest.shape, lse.dtype.element_ty)
-    sums = dk, dk_rest, tl.zeros(v_tile.shape, lse.dtype.element_ty)
+    sums = empty_dkdv(k_tile.shape[0], dims, lse.dtype.element_ty)
     pairs = ((e1 - e) * h).to(tl.int32)
     masked = (tl.maximum(masked_end - e, 0) * h).to(tl.int32)
     first_out = (b * S * G + g) * h
@@ -127,8 +122,7 @@ def list_gradients(
         coming = load_entries(entries, e, pair + ROWS, pairs, h)
         head = pair % h
         s = (entry // (N * REACH)).to(tl.int64)
-        q_tile, q_rest = load_split(row_pointers(q, strides.q, b, g, s, head), listed, dims.Dk, dims.BLOCK_D, REST)
-        do_tile = load_columns(row_pointers(do, stride_do, b, g, s, head), listed, 0, dims.Dv, dims.BLOCK_DV)
+        q_tile, q_rest, do_tile = load_rows(None, None, q, do, strides, stride_do, b, g, 0, s, head, listed, dims, ROWS)
         # Rows past the end of the list get lse = +inf, hence p = 0.
         out = first_out + s * G * h + head
         lse2 = tl.load(lse + out, mask=listed, other=float("inf")) * LOG2_E
@@ -264,7 +258,9 @@ def partial_unit(
     block = call.selection.block_size
     whole = block is not None and block % plan.width == 0
     config = arguments.kernel_config(call, heads, name)
-    partial = _partial(heads, config, call.selection.n, plan.reach, plan.block, plan.width, whole, small, sums.by_entry)
+    lists = {"N": call.selection.n, "REACH": plan.reach, "TILES": plan.block, "WHOLE": whole, "BLOCK": small, "BY_ENTRY": sums.by_entry}
+    tiles = {"ROWS": config.rows, "BLOCK_L": plan.width}
+    partial = cached_kernel(partial_dkdv_kernel, dims=arguments.split_dims(heads), **lists, **tiles, **arguments.options(config))
     arguments.announced(call, heads, name, config, partial).launch(
         plan.pieces * plan.block,
         (call.q, call.k, call.v, call.disjoint_ranges(), bits, call.q_pos, lse, do, delta, sums.part_dk, sums.part_dv, part_dq,
@@ -277,30 +273,13 @@ def sum_unit(call: Call, heads: arguments.Heads, plan: KeyToRows, unit: Unit, su
     """Launch `sum_parts_kernel`, which adds one unit's partial sums to dk and dv."""
     sizes = arguments.sizes(call)
     first, last = unit.rows.first_row == 0, unit.rows.first_row + unit.rows.rows == sizes[0]
-    total = _sum_parts(heads, plan.width, plan.block, first and not sums.slice, last and not sums.slice, sums.by_entry)
-    total.launch(
-        (unit.lists.end_list - unit.lists.first_list) * (plan.width // total.constants["ROWS"]),
+    tiles = {"BLOCK_L": plan.width, "TILES": plan.block, "ROWS": min(16, plan.width)}
+    parts = {"FIRST": first and not sums.slice, "LAST": last and not sums.slice, "BY_ENTRY": sums.by_entry}
+    cached_kernel(sum_parts_kernel, dims=arguments.dims(heads), **tiles, **parts, num_warps=4).launch(
+        (unit.lists.end_list - unit.lists.first_list) * (plan.width // tiles["ROWS"]),
         (sums.part_dk, sums.part_dv, sums.sum_dk, sums.sum_dv, sums.dk, sums.dv, plan.ends),
         (sizes[1], unit.lists),
     )
-
-
-@functools.lru_cache(REMEMBERED)
-def _partial(
-    heads: arguments.Heads, config: KernelConfig, n: int, reach: int, tiles: int, width: int, whole: bool, small: int, by_entry: bool
-) -> Kernel:  # fmt: skip
-    return Kernel(
-        partial_dkdv_kernel, dims=arguments.split_dims(heads), N=n, REACH=reach, TILES=tiles, WHOLE=whole, BLOCK=small, BY_ENTRY=by_entry,
-        ROWS=config.rows, BLOCK_L=width, **arguments.options(config),
-    )  # fmt: skip
-
-
-@functools.lru_cache(REMEMBERED)
-def _sum_parts(heads: arguments.Heads, width: int, tiles: int, first: bool, last: bool, by_entry: bool) -> Kernel:
-    return Kernel(
-        sum_parts_kernel, dims=arguments.dims(heads), BLOCK_L=width, TILES=tiles, ROWS=min(16, width), FIRST=first, LAST=last,
-        BY_ENTRY=by_entry, num_warps=4,
-    )  # fmt: skip
 
 
 def key_value_gradients(

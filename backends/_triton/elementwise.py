@@ -77,19 +77,15 @@ def gate_kernel(
 
 
 @triton.jit
-def raised(lse, gate):
-    """Return lse - ln gate: infinity for a gate of 0, NaN for a negative gate; -inf (a row without keys) stays -inf."""
-    off = gate == 0
-    shifted = tl.where(off, float("inf"), lse - tl.log(tl.where(off, 1.0, gate)))
-    return tl.where(lse == float("-inf"), lse, shifted)
-
-
-@triton.jit
 def raise_branch(lse, to, gates, stride, c: tl.constexpr, at, number, exists):
+    """Store lse - ln gate: infinity for a gate of 0, NaN for a negative gate; -inf (a row without keys) stays -inf."""
     if lse is not None:
         log_sum = tl.load(lse + number, mask=exists, other=0.0)
         gate = tl.load(row_starts(gates, stride, at) + c * stride[4], mask=exists, other=1.0)
-        tl.store(to + number, raised(log_sum, gate.to(log_sum.dtype)), mask=exists)
+        gate = gate.to(log_sum.dtype)
+        off = gate == 0
+        shifted = tl.where(off, float("inf"), log_sum - tl.log(tl.where(off, 1.0, gate)))
+        tl.store(to + number, tl.where(log_sum == float("-inf"), log_sum, shifted), mask=exists)
 
 
 @triton.jit
@@ -168,7 +164,7 @@ def write_sum(branches: Sequence[Tensor], gates: Tensor, to: Tensor, is_token: T
 def raise_lse(lse: Sequence[Tensor | None], gates: Tensor) -> list[Tensor | None]:
     """Return contiguous lse - ln gate for every branch whose lse [B,S,G,h] is not None."""
     given = [None if x is None else x.contiguous() for x in lse]
-    to = [None if x is None else _empty(x) for x in given]
+    to = [None if x is None else torch.empty_like(x) for x in given]
     if gates.numel():
         _launch_rows(raise_kernel, gates, (gates, *given, *to), gates.stride())
     return to
@@ -185,15 +181,11 @@ def backward(do: Tensor, branches: Sequence[Tensor | None], gates: Tensor, dgate
     """Write the gates' gradients of every branch that is not None; if `scales`, return contiguous gate * do of each."""
     do = _unit(do)
     read = [None if o is None else _unit(o) for o in branches]
-    to = [_empty(o) if scales and o is not None else None for o in branches]
+    to = [torch.empty_like(o, memory_format=torch.contiguous_format) if scales and o is not None else None for o in branches]
     if do.numel():
         strides = tuple((do if x is None else x).stride() for x in (do, *read, gates, dgates))
         _launch(gate_backward_kernel, do, (do, *read, gates, dgates, *to), strides)
     return to
-
-
-def _empty(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
 def _unit(x: Tensor) -> Tensor:

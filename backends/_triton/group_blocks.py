@@ -3,7 +3,7 @@ through TMA.
 
 TMA cannot mask, so it loads whole blocks only. Of a row's disjoint blocks at most one is cut (by t or by S_kv);
 pointers load that one in masked tiles of TAIL_L keys. A hole in the list (padding) loads the row's last whole block
-again and is masked out (rows.whole_block).
+again and is masked out, because a branch would keep the compiler from overlapping loads with arithmetic.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nsa_sel.backends._triton.group_ranges import (
     step_weights,
     store_rows,
 )
-from nsa_sel.backends._triton.rows import page_of, split_blocks, whole_block
+from nsa_sel.backends._triton.rows import clamp_range, page_of, split_blocks
 from nsa_sel.backends._triton.softmax import add_product, chosen_step, p_and_ds, products
 from nsa_sel.backends._triton.tiles import cached_pointers, load_columns, store_columns
 from nsa_sel.backends._triton.walk import empty_sums
@@ -32,8 +32,10 @@ from nsa_sel.backends._triton.walk import empty_sums
 def step_keys(row_ranges, step, limit, last_whole, BLOCK: tl.constexpr, BLOCK_L: tl.constexpr):
     """Return the first of the BLOCK_L keys that step number `step` loads, and whether they count."""
     STEPS: tl.constexpr = BLOCK // BLOCK_L
-    c, is_whole = whole_block(row_ranges, step // STEPS, limit, last_whole, BLOCK)
-    return c + step % STEPS * BLOCK_L, is_whole
+    i = step // STEPS
+    start, end = clamp_range(tl.load(row_ranges + 2 * i), tl.load(row_ranges + 2 * i + 1), limit)
+    is_whole = end - start == BLOCK
+    return tl.where(is_whole, start, last_whole) + step % STEPS * BLOCK_L, is_whole
 
 
 @triton.jit

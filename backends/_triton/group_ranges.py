@@ -33,18 +33,16 @@ import triton.language as tl
 from nsa_sel.backends._triton.rows import (
     block_keys,
     count_keys,
-    locate_heads,
     locate_row,
     page_of,
     positions_of,
     row_limit,
     share_of,
-    walk_keys,
     walk_ranges,
 )
-from nsa_sel.backends._triton.softmax import LN_2, add_product, delta_and_lse, finish_softmax, p_and_ds, products, softmax_step
+from nsa_sel.backends._triton.softmax import LN_2, add_product, chosen_step, delta_and_lse, finish_softmax, p_and_ds, products
 from nsa_sel.backends._triton.tiles import cached_pointers, key_pointers, load_columns, row_pointers, store_columns
-from nsa_sel.backends._triton.walk import empty_sums
+from nsa_sel.backends._triton.walk import empty_sums, store_dq
 
 _SMALLEST = tl.constexpr(1.0e-30)  # initial running scale; not 0, because it is a divisor
 
@@ -112,8 +110,9 @@ def row_heads(q, ranges, q_pos, strides, sizes, n, program, dims: tl.constexpr, 
     """Return the row and heads of `program`: b, g, s, heads [BLOCK_H], whether they exist, their index in [B,S,G,h],
     the row's limit, a pointer to its ranges, and its tile of q [BLOCK_H, BLOCK_D]."""
     S, S_kv, G = sizes
-    number, head = locate_heads(program, dims.h, BLOCK_H)
-    b, g, s, row = locate_row(number, S, G)
+    HEAD_TILES: tl.constexpr = (dims.h + BLOCK_H - 1) // BLOCK_H
+    head = program % HEAD_TILES * BLOCK_H + tl.arange(0, BLOCK_H).to(tl.int64)
+    b, g, s, row = locate_row(program // HEAD_TILES, S, G)
     limit = row_limit(q_pos, strides.pos, b, s, S, S_kv, LENGTHS)
     s = s.to(tl.int64)
     q_tile = load_columns(row_pointers(q, strides.q, b, g, s, head), head < dims.h, 0, dims.Dk, dims.BLOCK_D)
@@ -135,7 +134,7 @@ def add_cached_keys(
     v_rows = cached_pointers(v, strides.v, b, g, position, page, cache.PAGE)  # [BLOCK_L]
     v_tile = load_columns(v_rows, valid, 0, dims.Dv, dims.BLOCK_DV)  # [BLOCK_L, BLOCK_DV]
     weight, shrink, v_rate = step_weights(v_factor, v_rate, cache.PAGE_SCALES)
-    return softmax_step(logits, v_tile.to(q_tile.dtype), acc, l, m, c, weight, shrink), v_rate
+    return chosen_step(logits, True, v_tile.to(q_tile.dtype), acc, l, m, c, weight, shrink), v_rate
 
 
 @triton.jit
@@ -165,6 +164,7 @@ def forward_ranges_kernel(
     so that no step waits for them.
     """
     AHEAD: tl.constexpr = cache.PAGE > 0 and not ONE_PAGE
+    PAGE: tl.constexpr = cache.PAGE if ONE_PAGE else 0
     split = tl.program_id(0) % splits
     b, g, _, _, is_head, out, limit, row_ranges, q_tile = row_heads(
         q, ranges, q_pos, strides, sizes, n, tl.program_id(0) // splits, dims, BLOCK_H, cache.LENGTHS
@@ -173,7 +173,7 @@ def forward_ranges_kernel(
     table = block_table + b * of_cache.table if cache.PAGE > 0 else block_table
     low, high = 0, sizes[1]
     if ONE_WALK:
-        shift, before, after, total = walk_keys(row_ranges, 0, n, limit, table, NP, cache.PAGE, ONE_PAGE)
+        shift, before, after, total = walk_ranges(row_ranges, 0, n, limit, NP, table, PAGE)
     elif SPLIT:
         total = count_keys(row_ranges, n, limit, NP)
     if SPLIT:
@@ -185,7 +185,7 @@ def forward_ranges_kernel(
         if ONE_WALK:
             keys = total
         else:
-            shift, before, after, keys = walk_keys(row_ranges, first, n, limit, table, NP, cache.PAGE, ONE_PAGE)
+            shift, before, after, keys = walk_ranges(row_ranges, first, n, limit, NP, table, PAGE)
         begin, stop = tl.maximum(low - base, 0), tl.minimum(keys, high - base)
         if AHEAD:
             w = begin + tl.arange(0, BLOCK_L)
@@ -265,14 +265,6 @@ def add_dq(acc, q_tile, do_tile, lse2, delta, k, v, strides, b, g, position, val
 
 
 @triton.jit
-def store_row_dq(dq, acc, lse2, out, is_head, scale, dims: tl.constexpr):
-    """Store dq = scale * acc. A row without keys has p = 0, but a NaN or infinity in its q, do or dlse turns 0 * NaN
-    into NaN: it gets zeros."""
-    saw = (lse2 != float("-inf"))[:, None]
-    store_columns(dq + out * dims.Dk, tl.where(saw, acc * scale, 0.0), is_head, 0, dims.Dk)
-
-
-@triton.jit
 def dq_kernel(
     q, k, v, ranges, q_pos, o, lse, do, dlse, dq, delta, strides, stride_do, sizes, n, scale, scale_log2,
     dims: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, NP: tl.constexpr,
@@ -293,7 +285,7 @@ def dq_kernel(
             w = w0 + tl.arange(0, BLOCK_L)
             position, valid = positions_of(w, shift, before, after), w < keys
             acc = add_dq(acc, q_tile, do_tile, lse2, delta_rows, k, v, strides, b, g, position, valid, scale_log2, dims)
-    store_row_dq(dq, acc, lse2, out, is_head, scale, dims)
+    store_dq(dq + out * dims.Dk, (acc, acc), scale, lse2 != float("-inf"), is_head, dims)
 
 
 @triton.jit
@@ -310,4 +302,4 @@ def dq_small_blocks_kernel(
     for w0 in range(0, n * BLOCK, BLOCK_L):
         position, valid = block_keys(row_ranges, w0 + tl.arange(0, BLOCK_L), n * BLOCK, limit, BLOCK)
         acc = add_dq(acc, q_tile, do_tile, lse2, delta_rows, k, v, strides, b, g, position, valid, scale_log2, dims)
-    store_row_dq(dq, acc, lse2, out, is_head, scale, dims)
+    store_dq(dq + out * dims.Dk, (acc, acc), scale, lse2 != float("-inf"), is_head, dims)

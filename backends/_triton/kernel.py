@@ -24,7 +24,8 @@ from nsa_sel.backends.launcher.cuda_driver import bind_context, start, stream_of
 from nsa_sel.backends.launcher.packing import Layout, encoder, layout_of
 
 CPU = -1  # device index of CPU tensors (interpreter tests)
-REMEMBERED = 256  # size of kernel caches, and of each kernel's cache of packed numbers (S_kv grows in decoding)
+REMEMBERED = 256  # size of caches per class of calls, and of each kernel's cache of packed numbers (S_kv grows in decoding)
+MOST_KERNELS = 4096
 
 
 class Kernel:
@@ -84,6 +85,12 @@ class Kernel:
             names = self.function.arg_names[len(tensors) + len(numbers) :]
             layout = layout_of(compiled, len(tensors)) if kind[0] != CPU else None
             self._compiled[kind] = compiled, tuple(self.constants[name] for name in names), layout
+
+
+@functools.lru_cache(MOST_KERNELS)
+def cached_kernel(function: Any, **constants: Any) -> Kernel:
+    """Return the `Kernel` of a Triton function and its constants, which are hashable."""
+    return Kernel(function, **constants)
 
 
 def _started(layout: Layout, numbers: bytes, grid: int, device: int, values: list[Any]) -> bool:

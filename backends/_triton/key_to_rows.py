@@ -16,7 +16,6 @@ long list of block 0, which every row selects, is spread over many programs.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_sel.backends._triton.arguments import position_strides, sizes
-from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
+from nsa_sel.backends._triton.kernel import cached_kernel
 from nsa_sel.backends._triton.rows import load_range, row_limit
 from nsa_sel.backends._triton.softmax import larger
 from nsa_sel.backends._triton.tiles import tile_size
@@ -242,15 +241,16 @@ def _build(call: Call, width: int, section: int, pairs: int, piece: int, reach: 
     numbers = (position_strides(call), sizes(call), SortSizes(tiles, B * G, section, stretch, stretches))
     total = lists * stretches
     few = next((few for few in FEW_COUNTS if total <= few), 0) if capacity < 2**31 else 0
-    rank, scatter = _sort(n, reach, width, few)
-    rank.launch(-(-S // stretch) * B * G, (ranges, q_pos, ranks, counts), numbers)
+    constants = {"N": n, "REACH": reach, "WIDTH": width, "SORTED": SORTED, "num_warps": 2}
+    cached_kernel(rank_kernel, **constants).launch(-(-S // stretch) * B * G, (ranges, q_pos, ranks, counts), numbers)
     if capacity < 2**31 and total <= MOST_SUMMED:
         ends = unwritten(q, total, dtype=torch.int32)
         if not few:
-            _ends().launch(1, (counts, ends), (total,))
+            cached_kernel(ends_kernel, CHUNK=4096, num_warps=8).launch(1, (counts, ends), (total,))
     else:
         ends = torch.cumsum(counts, 0, dtype=index)
     tensors = (ranges, q_pos, ranks, counts if few else None, ends, entries, piece_list)
+    scatter = cached_kernel(scatter_kernel, **constants, FEW=few)
     scatter.launch(-(-each // SORTED) * B * G, tensors, (*numbers, total, pairs, piece, pieces))
     return KeyToRows(entries, ends, piece_list, width, tiles, reach, stretches, section, pairs, piece, pieces, block)
 
@@ -282,15 +282,3 @@ def _check_size(call: Call, needed: int, each: int, reach: int, tiles: int, widt
         raise BackendError(
             f"k has {tiles} tiles of {width} keys; allowed: fewer than {MOST_TILES}. Remedy: use a larger block, or sdpa-packed."
         )
-
-
-@functools.lru_cache(REMEMBERED)
-def _ends() -> Kernel:
-    return Kernel(ends_kernel, CHUNK=4096, num_warps=8)
-
-
-@functools.lru_cache(REMEMBERED)
-def _sort(n: int, reach: int, width: int, few: int) -> tuple[Kernel, Kernel]:
-    """Return the rank and scatter kernels."""
-    constants = {"N": n, "REACH": reach, "WIDTH": width, "SORTED": SORTED, "num_warps": 2}
-    return Kernel(rank_kernel, **constants), Kernel(scatter_kernel, FEW=few, **constants)

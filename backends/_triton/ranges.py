@@ -34,12 +34,13 @@ MOST_SORTED = 512  # most blocks per row that a program sorts
 
 @triton.jit
 def block_ranges_kernel(
-    indices, counts, ranges, unique, rows, last, BLOCK: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, R: tl.constexpr
+    ranges, indices, counts, unique, rows, last, BLOCK: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, R: tl.constexpr
 ):  # fmt: skip
     """Store the ranges [rows, N, 2] of blocks [rows, N]: [j * BLOCK, (j + 1) * BLOCK), or [0, 0) for j < 0 and past
     counts [rows].
 
     Grid: one program per R rows.
+    indices: the blocks, or None if `ranges` are blocks or empty already.
     unique: if not None, receives the same ranges in ascending order, with [0, 0) for duplicates, and empty ranges last.
     last: the highest block whose end fits the dtype of the ranges.
     """
@@ -47,27 +48,19 @@ def block_ranges_kernel(
     i = tl.arange(0, NP)
     listed = (row < rows)[:, None] & (i < N)[None, :]
     at = row[:, None] * N + i[None, :]
-    block = tl.load(indices + at, mask=listed, other=-1).to(ranges.dtype.element_ty)
-    if counts is not None:
-        block = tl.where(i[None, :] < tl.load(counts + row, mask=row < rows, other=0)[:, None], block, -1)
-    block = tl.minimum(tl.maximum(block, -1), last).to(ranges.dtype.element_ty)
-    tl.store(ranges + 2 * at, tl.maximum(block, 0) * BLOCK, mask=listed)
-    tl.store(ranges + 2 * at + 1, (block + 1) * BLOCK, mask=listed)
+    if indices is None:
+        start = tl.maximum(tl.load(ranges + 2 * at, mask=listed, other=0), 0)
+        end = tl.load(ranges + 2 * at + 1, mask=listed, other=0)
+        block = tl.where(end > start, start // BLOCK, -1).to(start.dtype)
+    else:
+        block = tl.load(indices + at, mask=listed, other=-1).to(ranges.dtype.element_ty)
+        if counts is not None:
+            block = tl.where(i[None, :] < tl.load(counts + row, mask=row < rows, other=0)[:, None], block, -1)
+        block = tl.minimum(tl.maximum(block, -1), last).to(ranges.dtype.element_ty)
+        tl.store(ranges + 2 * at, tl.maximum(block, 0) * BLOCK, mask=listed)
+        tl.store(ranges + 2 * at + 1, (block + 1) * BLOCK, mask=listed)
     if unique is not None:
         store_distinct(unique, block, at, listed, last, BLOCK, NP, R)
-
-
-@triton.jit
-def distinct_ranges_kernel(ranges, unique, rows, last, BLOCK: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, R: tl.constexpr):
-    """Store `unique` of `block_ranges_kernel` for ranges [rows, N, 2] that are blocks or empty. Grid: one program per R
-    rows."""
-    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    i = tl.arange(0, NP)
-    listed = (row < rows)[:, None] & (i < N)[None, :]
-    at = row[:, None] * N + i[None, :]
-    start = tl.maximum(tl.load(ranges + 2 * at, mask=listed, other=0), 0)
-    end = tl.load(ranges + 2 * at + 1, mask=listed, other=0)
-    store_distinct(unique, tl.where(end > start, start // BLOCK, -1).to(start.dtype), at, listed, last, BLOCK, NP, R)
 
 
 @triton.jit
@@ -105,9 +98,7 @@ def block_ranges(
 def _block_ranges(indices: Tensor, counts: Tensor | None, block_size: int, dtype: torch.dtype, sorts: bool) -> tuple[Tensor, ...]:
     B, S, G, n = indices.shape
     ranges = [unwritten(indices, B, S, G, n, 2, dtype=dtype) for _ in range(1 + sorts)]
-    kernel, rows = _block_ranges_kernel(True, n, block_size, sorts), B * S * G
-    tensors = (indices, counts, ranges[0], ranges[1] if sorts else None)
-    kernel.launch(-(-rows // kernel.constants["R"]), tensors, (rows, torch.iinfo(dtype).max // block_size - 1))
+    _launch(ranges[0], indices, counts, ranges[1] if sorts else None, block_size)
     return tuple(ranges)
 
 
@@ -117,22 +108,26 @@ def distinct_ranges(ranges: Tensor, block_size: int) -> Tensor | None:
 
     The tensors are on the current device.
     """
-    B, S, G, n, _ = ranges.shape
+    B, S, G, n, _ = ranges.shape  # unpacking is twice as fast as passing a torch.Size
     if n > MOST_SORTED:
         return None
     unique = unwritten(ranges, B, S, G, n, 2)
-    kernel, rows = _block_ranges_kernel(False, n, block_size, True), B * S * G
-    numbers = (rows, torch.iinfo(ranges.dtype).max // block_size - 1)
-    kernel.launch(-(-rows // kernel.constants["R"]), (ranges.contiguous(), unique), numbers)
+    _launch(ranges.contiguous(), None, None, unique, block_size)
     return unique
 
 
+def _launch(ranges: Tensor, indices: Tensor | None, counts: Tensor | None, unique: Tensor | None, block: int) -> None:
+    B, S, G, n, _ = ranges.shape
+    kernel, rows = _block_ranges_kernel(n, block, unique is not None), B * S * G
+    numbers = (rows, torch.iinfo(ranges.dtype).max // block - 1)
+    kernel.launch(-(-rows // kernel.constants["R"]), (ranges, indices, counts, unique), numbers)
+
+
 @functools.lru_cache(REMEMBERED)
-def _block_ranges_kernel(of_indices: bool, n: int, block: int, sorts: bool) -> Kernel:
-    NP, function = tile_size(n, 1), block_ranges_kernel if of_indices else distinct_ranges_kernel
-    return Kernel(
-        function, BLOCK=block, N=n, NP=NP, R=max(1, ENTRIES // NP), num_warps=max(1, min(8, NP // 128 if sorts else NP // 256))
-    )  # fmt: skip
+def _block_ranges_kernel(n: int, block: int, sorts: bool) -> Kernel:
+    width = tile_size(n, 1)
+    warps = max(1, min(8, width // 128 if sorts else width // 256))
+    return Kernel(block_ranges_kernel, BLOCK=block, N=n, NP=width, R=max(1, ENTRIES // width), num_warps=warps)
 
 
 MOST_BLOCKS = 16384  # most blocks per row, which one program holds in registers

@@ -20,13 +20,6 @@ def locate_row(number, S, G):
 
 
 @triton.jit
-def locate_heads(program, h: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Return the row number and the heads [BLOCK_H] of `program`. More than BLOCK_H heads take several programs."""
-    HEAD_TILES: tl.constexpr = (h + BLOCK_H - 1) // BLOCK_H
-    return program // HEAD_TILES, program % HEAD_TILES * BLOCK_H + tl.arange(0, BLOCK_H).to(tl.int64)
-
-
-@triton.jit
 def tile_rows(program, S, G, tiles, h: tl.constexpr, TQ: tl.constexpr, ROWS: tl.constexpr):
     """Return b, g and the tile number of `program`, and of its ROWS rows s, bit, head, index in [B,S,G,h], and whether
     they exist.
@@ -98,39 +91,21 @@ def starts_and_lengths(row_ranges, first, n, limit, NP: tl.constexpr):
 
 
 @triton.jit
-def walk_ranges(row_ranges, first, n, limit, NP: tl.constexpr):
+def walk_ranges(row_ranges, first, n, limit, NP: tl.constexpr, table=None, PAGE: tl.constexpr = 0):
     """Concatenate ranges first, ..., first + NP - 1 of a row: key number w in [before, after) has position w + shift.
 
     A kernel can then walk ranges of any length and alignment in full tiles of keys.
+    PAGE > 0: each range lies within one page of `table`, the sequence's row of the block table, which is read once per
+    range; w + shift is the index page * PAGE + offset in the page pool.
     Returns shift, before, after [NP] and the number of keys.
     """
     start, length = starts_and_lengths(row_ranges, first, n, limit, NP)
+    if PAGE > 0:
+        page = page_of(start, length > 0, table, PAGE)
+        start = (page * PAGE + start % PAGE).to(tl.int32)
     after = tl.cumsum(length, 0)
     before = after - length
     return start - before, before, after, tl.sum(length, 0)
-
-
-@triton.jit
-def walk_pages(row_ranges, first, n, limit, table, NP: tl.constexpr, PAGE: tl.constexpr):
-    """Do `walk_ranges` for ranges that each lie within one page: w + shift is the index page * PAGE + offset in the
-    page pool.
-
-    The block table is read once per range, not once per key. table: the sequence's row of the block table.
-    """
-    start, length = starts_and_lengths(row_ranges, first, n, limit, NP)
-    page = page_of(start, length > 0, table, PAGE)
-    after = tl.cumsum(length, 0)
-    before = after - length
-    return (page * PAGE + start % PAGE).to(tl.int32) - before, before, after, tl.sum(length, 0)
-
-
-@triton.jit
-def walk_keys(row_ranges, first, n, limit, table, NP: tl.constexpr, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr):
-    """Do `walk_pages` if ONE_PAGE (each range lies within one page), else `walk_ranges`."""
-    if ONE_PAGE:
-        return walk_pages(row_ranges, first, n, limit, table, NP, PAGE)
-    else:
-        return walk_ranges(row_ranges, first, n, limit, NP)
 
 
 @triton.jit
@@ -195,15 +170,3 @@ def split_blocks(row_ranges, n, limit, BLOCK: tl.constexpr, NP: tl.constexpr):
     listed = tl.max(tl.where(whole, i + 1, 0), 0)
     last_whole = tl.max(tl.where(whole, start, 0), 0)
     return listed, last_whole, tl.max(tl.where(cut, start, 0), 0), tl.max(tl.where(cut, end, 0), 0)
-
-
-@triton.jit
-def whole_block(row_ranges, i, limit, last_whole, BLOCK: tl.constexpr):
-    """Return the start of the block to load for entry i, and whether it counts.
-
-    A hole in the list (padding, the cut block) loads the last whole block again and is masked out, because a branch
-    would keep the compiler from overlapping loads with arithmetic.
-    """
-    start, end = clamp_range(tl.load(row_ranges + 2 * i), tl.load(row_ranges + 2 * i + 1), limit)
-    is_whole = end - start == BLOCK
-    return tl.where(is_whole, start, last_whole), is_whole

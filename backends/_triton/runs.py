@@ -12,59 +12,51 @@ not read. `rule` decides which run a row sees:
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from nsa_sel.backends._triton.arguments import Dims, options
+from nsa_sel.backends._triton.arguments import Dims, dims_of, options
 from nsa_sel.backends._triton.choose_rows import locate_tile, seen_keys
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
-from nsa_sel.backends._triton.rows import tile_rows
 from nsa_sel.backends._triton.softmax import LN_2, LOG2_E, finish_softmax, row_delta
-from nsa_sel.backends._triton.tiles import MIN_TILE, load_columns, load_split, row_pointers, store_columns, tile_size
-from nsa_sel.backends._triton.walk import add_cut_steps, add_whole_steps, empty_dq, empty_sums, store_dq
+from nsa_sel.backends._triton.tiles import (
+    MIN_TILE,
+    aligned,
+    kv_descriptors,
+    load_split,
+    row_pointers,
+    store_columns,
+    tile_size,
+)
+from nsa_sel.backends._triton.walk import add_cut_steps, add_whole_steps, empty_dq, empty_sums, load_rows, store_dq
 from nsa_sel.backends._triton.window import keys_of_rows
-from nsa_sel.core.call import Rule
+from nsa_sel.core.call import ChooseCall, Rule, WindowCall
 from nsa_sel.settings.schema import KernelConfig
 
 TAIL = 32  # compressed keys per masked step
 
 
 @triton.jit
-def locate(cu, cu_cmp, sizes, h: tl.constexpr, rule: tl.constexpr, TQ: tl.constexpr, ROWS: tl.constexpr):
-    """Return b and g of this program's tile, its rows' s, head and index in [B,S,G,h], whether they exist, the index of
-    key 0 in k and v, and the sizes of the rows' sequence."""
-    if rule is None:
-        b, g, _, s, _, head, out, exists = tile_rows(tl.program_id(0), sizes.S, sizes.G, sizes.tiles, h, TQ, ROWS)
-        return b, g, s, head, out, exists, 0, sizes
-    else:
-        return locate_tile(tl.program_id(0), cu, cu_cmp, sizes, h, TQ, ROWS)
-
-
-class Run(NamedTuple):
-    """The keys that the rows of a tile see, and the limits of its walk."""
-
-    low: tl.tensor  # [ROWS], the first key that each row sees; unused with a rule, where it is 0
-    high: tl.tensor  # [ROWS], one past the last key that each row sees
-    first: tl.tensor  # the first key that any row sees
-    begun: tl.tensor  # the first key inside all windows
-    whole: tl.tensor  # end of the whole steps of BLOCK_K keys, which all rows see from `begun` on
-    end: tl.tensor  # one past the last key that any row sees
-
-
-@triton.jit
 def run_of_tile(q_pos, bounds, strides, b, s, exists, sizes, rule: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return the `Run` of the rows s [ROWS]."""
+    """Return the run of keys that the rows s [ROWS] see, and the limits of its walk:
+
+    - low, high: [ROWS], the keys [low, high) of each row; low is unused with a rule, where it is 0.
+    - first, end: the keys [first, end) that any row sees.
+    - begun: the first key inside all windows.
+    - whole: end of the whole steps of BLOCK_K keys, which all rows see from `begun` on.
+    """
     if rule is None:
         low, high = keys_of_rows(bounds, s, sizes)
         first, begun = tl.min(low, 0), tl.max(low, 0)
         whole = first + tl.maximum(tl.min(high, 0) - first, 0) // BLOCK_K * BLOCK_K
-        return Run(low, high, first, begun, whole, tl.max(tl.where(low < high, high, 0), 0))
+        return low, high, first, begun, whole, tl.max(tl.where(low < high, high, 0), 0)
     else:
         high = tl.where(exists, seen_keys(q_pos, strides.pos, b.to(tl.int64), s.to(tl.int64), sizes, rule), 0)
         fewest = tl.min(tl.where(exists, high, sizes.C), 0)
-        return Run(high, high, 0, 0, fewest // BLOCK_K * BLOCK_K, tl.max(high, 0))
+        return high, high, 0, 0, fewest // BLOCK_K * BLOCK_K, tl.max(high, 0)
 
 
 @triton.jit
@@ -100,7 +92,7 @@ def forward_kernel(
     masked step.
     TMA: k_desc, k_rest_desc and v_desc load whole steps; None: pointer loads.
     """
-    b, g, s, head, out, exists, offset, own = locate(cu, cu_cmp, sizes, dims.h, rule, TQ, ROWS)
+    b, g, s, head, out, exists, offset, own = locate_tile(tl.program_id(0), cu, cu_cmp, sizes, dims.h, TQ, ROWS)
     q_rows = row_pointers(q, strides.q, b.to(tl.int64), g.to(tl.int64), s.to(tl.int64), head)  # [ROWS]
     q_tile = load_split(q_rows, exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)  # [ROWS, BLOCK_D], [ROWS, BLOCK_REST]
     run = run_of_tile(q_pos, bounds, strides, b, s, exists, own, rule, BLOCK_K)
@@ -126,10 +118,9 @@ def dq_kernel(
     Grid, tiles and TMA are those of `forward_kernel`; do is [ROWS, BLOCK_DV].
     """
     ACC: tl.constexpr = lse.dtype.element_ty
-    b, g, s, head, out, exists, offset, own = locate(cu, cu_cmp, sizes, dims.h, rule, TQ, ROWS)
+    b, g, s, head, out, exists, offset, own = locate_tile(tl.program_id(0), cu, cu_cmp, sizes, dims.h, TQ, ROWS)
     b64, g64, s64 = b.to(tl.int64), g.to(tl.int64), s.to(tl.int64)
-    q_tile = load_split(row_pointers(q, strides.q, b64, g64, s64, head), exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
-    do_tile = load_columns(row_pointers(do, stride_do, b64, g64, s64, head), exists, 0, dims.Dv, dims.BLOCK_DV)
+    q_tile, q_rest, do_tile = load_rows(None, None, q, do, strides, stride_do, b64, g64, 0, s64, head, exists, dims, ROWS)
     delta = row_delta(o, do_tile, dlse, out, exists, dims, ACC)  # [ROWS]
     lse2 = tl.load(lse + out, mask=exists, other=0.0) * LOG2_E  # [ROWS]
     if rule is None:
@@ -141,22 +132,44 @@ def dq_kernel(
         tl.store(facts + sizes.S * dims.h, lse2, mask=exists)
     run = run_of_tile(q_pos, bounds, strides, b, s, exists, own, rule, BLOCK_K)
     sums = walk_runs(
-        empty_dq(ROWS, dims, ACC), q_tile, (do_tile, lse2, delta), (k_desc, k_rest_desc, v_desc), k, v, strides, b, g, offset, run,
-        scale_log2, dims, rule, BLOCK_K, TAIL_K,
+        empty_dq(ROWS, dims, ACC), (q_tile, q_rest), (do_tile, lse2, delta), (k_desc, k_rest_desc, v_desc), k, v, strides, b, g, offset,
+        run, scale_log2, dims, rule, BLOCK_K, TAIL_K,
     )  # fmt: skip
     if rule is not None:
         has_keys = lse2 != float("-inf")
         store_dq(dq + out * dims.Dk, sums, scale, has_keys, exists, dims)
     else:
         if bounds is not None:  # padding rows see no key
-            has_keys = (run.low < run.high)[:, None]
+            has_keys = (run[0] < run[1])[:, None]
             sums = tl.where(has_keys, sums[0], 0.0), tl.where(has_keys, sums[1], 0.0)
         store_dq(dq + out * dims.Dk, sums, scale, None, exists, dims)
 
 
-def run_kernel(function: Any, dims: Dims, rule: Rule | None, config: KernelConfig) -> Kernel:
-    """Return `forward_kernel` or `dq_kernel` for a rule, or for a window if it is None."""
-    return _kernel(function, dims, None if rule is None else rule.of_keys(), config)
+def tokens_of(call: ChooseCall | WindowCall, config: KernelConfig) -> int:
+    """Return the tokens of a tile. More than `rows` heads take several programs."""
+    return max(1, config.rows // call.q.shape[3])
+
+
+def launch(
+    call: ChooseCall | WindowCall, rule: Rule | None, config: KernelConfig, given: tuple[Tensor | None, ...], strides: Any, sizes: Any,
+    results: tuple[Tensor | None, ...], do: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Launch `forward_kernel`, or `dq_kernel` with `do`.
+
+    Args:
+        rule: of the keys (`Rule.of_keys`), or None for a window.
+        given: q_pos, cu, cu_cmp and bounds.
+        sizes: for tiles of `tokens_of` rows.
+        results: o and lse; or o, lse, do, dlse, dq, base-2 lse and delta.
+    """
+    B, _, G, h, _ = call.q.shape
+    kernel = _kernel(forward_kernel if do is None else dq_kernel, dims_of(call.q, call.v), rule, config)
+    by_tma = config.loads == "tma" and aligned(call.k) and aligned(call.v)
+    descriptors = kv_descriptors(call.k, call.v, kernel.constants["dims"], config.block_l, by_tma)
+    of_do = () if do is None else (do.stride()[:4],)
+    scales = (call.scale_log2(),) if do is None else (call.scale, call.scale_log2())
+    tensors = (call.q, *descriptors, call.k, call.v, *given, *results)
+    kernel.launch(B * G * sizes.tiles * -(-h // config.rows), tensors, (strides, *of_do, sizes, *scales))
 
 
 @functools.lru_cache(REMEMBERED)

@@ -86,15 +86,9 @@ def add_product(acc, a, b):
 
 
 @triton.jit
-def softmax_step(s, v, acc, l, m, c, weight=None, shrink=None):
-    """Add the products s = q k^T [M, BLOCK_L] (-inf where masked) and the values v [BLOCK_L, BLOCK_DV] to (acc, l,
-    m)."""
-    return chosen_step(s, True, v, acc, l, m, c, weight, shrink)
-
-
-@triton.jit
 def chosen_step(s, chosen, v, acc, l, m, c, weight=None, shrink=None):
-    """Do `softmax_step` only for the rows in `chosen` (one bool, or [M]).
+    """Add the products s = q k^T [M, BLOCK_L] (-inf where masked) and the values v [BLOCK_L, BLOCK_DV] to (acc, l, m),
+    only for the rows in `chosen` (one bool, or [M]).
 
     Other rows keep m and l. Their p becomes 0 by a shift of infinity, so masking whole rows has no per-element cost. If
     such a row has a non-finite s, its p and acc become NaN; `finish_softmax` drops acc of rows that were never chosen.

@@ -122,12 +122,13 @@ def key_descriptors(k: Tensor, dims: Any, block_l: int, by_tma: bool = True) -> 
     """
     if not by_tma:
         return None, None
-    return descriptor(k, block_l, dims.BLOCK_D), descriptor(k, block_l, dims.BLOCK_REST) if dims.BLOCK_REST else None
+    rest = descriptor(k, 1, 1, block_l, dims.BLOCK_REST) if dims.BLOCK_REST else None
+    return descriptor(k, 1, 1, block_l, dims.BLOCK_D), rest
 
 
 def kv_descriptors(k: Tensor, v: Tensor, dims: Any, block_l: int, by_tma: bool) -> tuple[CheckedDescriptor | None, ...]:
     """Return `key_descriptors` of k, and a descriptor of v [B,G,S_kv,Dv] or None."""
-    return *key_descriptors(k, dims, block_l, by_tma), descriptor(v, block_l, dims.BLOCK_DV) if by_tma else None
+    return *key_descriptors(k, dims, block_l, by_tma), descriptor(v, 1, 1, block_l, dims.BLOCK_DV) if by_tma else None
 
 
 def row_descriptors(q: Tensor, do: Tensor, dims: Any, rows: int, by_tma: bool) -> tuple[CheckedDescriptor | None, CheckedDescriptor | None]:
@@ -136,24 +137,14 @@ def row_descriptors(q: Tensor, do: Tensor, dims: Any, rows: int, by_tma: bool) -
     tokens = rows // dims.h
     if not by_tma or tokens * dims.h != rows or dims.BLOCK_REST or not (aligned(q) and aligned(do)):
         return None, None
-    return row_descriptor(q, tokens, dims.BLOCK_D), row_descriptor(do, tokens, dims.BLOCK_DV)
+    return descriptor(q, 1, tokens, 1, dims.h, dims.BLOCK_D), descriptor(do, 1, tokens, 1, dims.h, dims.BLOCK_DV)
 
 
-def descriptor(x: Tensor, block_l: int, width: int) -> CheckedDescriptor:
-    """Return a descriptor of k or v for tiles of block_l keys of one batch entry and group, `width` columns wide."""
-    return _descriptor(x, [1, 1, block_l, width])
-
-
-def row_descriptor(x: Tensor, tokens: int, width: int) -> CheckedDescriptor:
-    """Return a descriptor of x [B,S,G,h,D] for tiles of `tokens` rows with all heads of a (b, g), `width` columns
-    wide."""
-    return _descriptor(x, [1, tokens, 1, x.shape[3], width])
-
-
-def _descriptor(x: Tensor, tile: list[int]) -> CheckedDescriptor:
+def descriptor(x: Tensor, *tile: int) -> CheckedDescriptor:
+    """Return a descriptor of x for tiles of this shape."""
     if x.get_device() not in thread.bound:
         bind_context(x.get_device())  # Triton's launcher encodes the descriptor before it binds a context
-    return CheckedDescriptor(x, x.shape, x.stride(), tile)
+    return CheckedDescriptor(x, x.shape, x.stride(), [*tile])
 
 
 def aligned(x: Tensor) -> bool:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from nsa_sel.backends._triton.softmax import LOWEST, add_product, chosen_step, p_and_ds, split_products
-from nsa_sel.backends._triton.tiles import load_kv, load_whole, store_split
+from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, load_whole, row_pointers, store_columns, store_split
 
 
 @triton.jit
@@ -136,6 +136,31 @@ def store_dq(rows, sums, scale, has_keys, exists, dims: tl.constexpr):
 
 
 @triton.jit
+def empty_dkdv(L: tl.constexpr, dims: tl.constexpr, dtype: tl.constexpr):
+    """Return the sums of a tile of L keys: dk / scale in two column tiles, and dv."""
+    BLOCK_DV: tl.constexpr = dims.BLOCK_DV
+    dk, dk_rest = empty_dq(L, dims, dtype)
+    return dk, dk_rest, tl.zeros([L, BLOCK_DV], dtype)
+
+
+@triton.jit
+def load_rows(
+    q_desc, do_desc, q, do, strides, stride_do, b, g, first, s, head, exists, dims: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Return q (two column tiles) and do of ROWS (row, head) pairs.
+
+    Uses TMA, which loads whole rows from `first` on with all their heads, or pointers if q_desc is None.
+    """
+    if q_desc is not None:
+        at = [b.to(tl.int32), first, g.to(tl.int32), 0, 0]
+        q_tile = q_desc.load(at).reshape(ROWS, dims.BLOCK_D)
+        return q_tile, q_tile, do_desc.load(at).reshape(ROWS, dims.BLOCK_DV)
+    else:
+        q_tile, q_rest = load_split(row_pointers(q, strides.q, b, g, s, head), exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
+        return q_tile, q_rest, load_columns(row_pointers(do, stride_do, b, g, s, head), exists, 0, dims.Dv, dims.BLOCK_DV)
+
+
+@triton.jit
 def add_rows_step(sums, p, ds, q, do_tile, REST: tl.constexpr, ROWS_FIRST: tl.constexpr = False):
     """Add one step of rows to the sums of a tile of keys: dk / scale in two column tiles, and dv.
 
@@ -147,3 +172,10 @@ def add_rows_step(sums, p, ds, q, do_tile, REST: tl.constexpr, ROWS_FIRST: tl.co
     if REST > 0:
         dk_rest = add_product(dk_rest, ds.T if ROWS_FIRST else ds, q[1])
     return dk, dk_rest, dv
+
+
+@triton.jit
+def store_dkdv(dk, dv, sums, scale, exists, dims: tl.constexpr):
+    """Store dk = scale * sums and dv of the keys that exist at pointers `dk` and `dv` [BLOCK_L]."""
+    store_split(dk, sums[0] * scale, sums[1] * scale, exists, dims.Dk, dims.BLOCK_REST)
+    store_columns(dv, sums[2], exists, 0, dims.Dv)

@@ -18,19 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_sel.backends._triton.arguments import Dims, dims_of, options
+from nsa_sel.backends._triton.arguments import Dims, Strides, dims_of, options
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.softmax import products, split_products
-from nsa_sel.backends._triton.tiles import (
-    load_columns,
-    load_kv,
-    load_split,
-    row_descriptors,
-    row_pointers,
-    store_columns,
-    store_split,
-)
-from nsa_sel.backends._triton.walk import add_rows_step
+from nsa_sel.backends._triton.tiles import load_kv, row_descriptors
+from nsa_sel.backends._triton.walk import add_rows_step, empty_dkdv, load_rows, store_dkdv
 from nsa_sel.core.call import WindowCall
 from nsa_sel.settings.schema import KernelConfig
 
@@ -44,14 +36,6 @@ class Sizes(NamedTuple):
     start: int  # position of row 0
     window: int
     tiles: int  # tiles of rows, or of keys
-
-
-class Strides(NamedTuple):
-    """Strides in elements. The last dimension is contiguous."""
-
-    q: tuple[int, ...]  # b, s, g, h
-    k: tuple[int, ...]  # b, g, n
-    v: tuple[int, ...]  # b, g, n
 
 
 @triton.jit
@@ -122,14 +106,12 @@ def add_rows(
         row = low + (pair0 + r) // h  # [ROWS], as all below
         exists = row < high
         s, head = tl.minimum(row, sizes.S - 1).to(tl.int64), ((pair0 + r) % h).to(tl.int64)
-        q_tile, q_rest = load_split(row_pointers(q, strides.q, b, g, s, head), exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
-        do_tile = load_columns(row_pointers(do, stride_do, b, g, s, head), exists, 0, dims.Dv, dims.BLOCK_DV)
+        rows = load_rows(None, None, q, do, strides, stride_do, b, g, 0, s, head, exists, dims, ROWS)
         out = ((b * sizes.S + s) * sizes.G + g) * h + head
         # A row that does not exist gets p = 0 from an infinite log-sum-exp.
         lse2_rows = tl.load(lse2 + out, mask=exists, other=float("inf"))
         delta_rows = tl.load(delta + out, mask=exists, other=0.0)
         cut = (low + pair0 // h < begun) | (low + (pair0 + ROWS - 1) // h >= over)
-        rows = q_tile, q_rest, do_tile
         sums = add_step(sums, kv, rows, lse2_rows, delta_rows, bounds, row, key, cut, sizes, scale_log2, dims.BLOCK_REST)
     return sums
 
@@ -152,16 +134,12 @@ def add_steps(
     turn = low // TOKENS % tl.maximum(steps, 1)
     for i in range(0, steps):
         done = tl.where(i < turn, i + steps - turn, i - turn) * TOKENS
-        at = [b.to(tl.int32), low + done, g.to(tl.int32), 0, 0]
-        q_tile = q_desc.load(at).reshape(ROWS, dims.BLOCK_D)
-        do_tile = do_desc.load(at).reshape(ROWS, dims.BLOCK_DV)
+        rows = load_rows(q_desc, do_desc, None, None, None, None, b, g, low + done, None, None, None, dims, ROWS)
         here = out + done.to(tl.int64) * (sizes.G * h)
         lse2_rows = tl.load(lse2 + here + pairs)  # [ROWS]
         delta_rows = tl.load(delta + here + pairs)  # [ROWS]
         cut = (low + done < begun) | (low + done + TOKENS > over)
-        sums = add_step(
-            sums, kv, (q_tile, q_tile, do_tile), lse2_rows, delta_rows, bounds, low + done + r // h, key, cut, sizes, scale_log2, 0
-        )  # fmt: skip
+        sums = add_step(sums, kv, rows, lse2_rows, delta_rows, bounds, low + done + r // h, key, cut, sizes, scale_log2, 0)
     return sums
 
 
@@ -176,10 +154,6 @@ def dkdv_kernel(
     Tiles: k and v [BLOCK_K, D], loaded once; q and do [ROWS, D] per step.
     TMA: q_desc and do_desc load whole steps of rows; None: pointer loads.
     """
-    ACC: tl.constexpr = delta.dtype.element_ty
-    BLOCK_D: tl.constexpr = dims.BLOCK_D
-    REST: tl.constexpr = dims.BLOCK_REST
-    BLOCK_DV: tl.constexpr = dims.BLOCK_DV
     number = tl.program_id(0)
     first = number % sizes.tiles * BLOCK_K
     bg = (number // sizes.tiles).to(tl.int64)
@@ -187,8 +161,7 @@ def dkdv_kernel(
     key = first + tl.arange(0, BLOCK_K)  # [BLOCK_K]
     kv = load_kv(k, v, strides, b, g, key, key < sizes.S_kv, dims)
     low, begun, over, high = row_limits(bounds, first, key, sizes, BLOCK_K)
-    dk_acc = tl.zeros([BLOCK_K, BLOCK_D], ACC)
-    sums = dk_acc, tl.zeros([BLOCK_K, REST], ACC) if REST > 0 else dk_acc, tl.zeros([BLOCK_K, BLOCK_DV], ACC)
+    sums = empty_dkdv(BLOCK_K, dims, delta.dtype.element_ty)
     whole = low
     if q_desc is not None:
         TOKENS: tl.constexpr = ROWS // dims.h
@@ -201,10 +174,8 @@ def dkdv_kernel(
             sums, kv, q_desc, do_desc, lse2, delta, bounds, b, g, key, low, (whole - low) // TOKENS, begun, over, sizes, scale_log2,
             dims, ROWS,
         )  # fmt: skip
-    dk_acc, dk_rest, dv_acc = sums
     out = bg * sizes.S_kv + key
-    store_split(dk + out * dims.Dk, dk_acc * scale, dk_rest * scale, key < sizes.S_kv, dims.Dk, REST)
-    store_columns(dv + out * dims.Dv, dv_acc, key < sizes.S_kv, 0, dims.Dv)
+    store_dkdv(dk + out * dims.Dk, dv + out * dims.Dv, sums, scale, key < sizes.S_kv, dims)
 
 
 def dkdv(call: WindowCall, do: Tensor, lse2: Tensor, delta: Tensor, config: KernelConfig) -> tuple[Tensor, Tensor]:
@@ -227,7 +198,7 @@ def _dkdv(dims: Dims, config: KernelConfig) -> Kernel:
 
 
 def strides_of(call: WindowCall) -> Strides:
-    return Strides(call.q.stride()[:4], call.k.stride()[:3], call.v.stride()[:3])
+    return Strides(call.q.stride()[:4], call.k.stride()[:3], call.v.stride()[:3], ())
 
 
 def sizes_of(call: WindowCall, tiles: int) -> Sizes:

@@ -1,9 +1,9 @@
 """cupy-cuda: CUDA C++ kernels compiled at run time by NVRTC through CuPy, on torch's stream and torch's memory.
 
-This file picks the kernel of a call. sm80.py launches the kernels for all GPUs; sm90.py, whole_blocks.py, few_tokens.py
-and quantized_tokens.py launch those for Hopper; key_to_rows.py builds the lists of rows for dk and dv. compiler.py
-compiles kernels/*.cu, launch.py launches them, tensor_map.py encodes TMA tensor maps. CuPy is imported when a kernel is
-first compiled or loaded.
+This file picks the kernel of a call. sm80.py launches the kernels for all GPUs; sm90.py, whole_blocks.py and
+few_tokens.py launch those for Hopper; cuda_block.py is the backend cuda-block; key_to_rows.py builds the lists of rows
+for dk and dv. compiler.py compiles kernels/*.cu, launch.py launches them, tensor_map.py encodes TMA tensor maps. CuPy
+is imported when a kernel is first compiled or loaded.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from nsa_sel.backends._loads import union_keys
-from nsa_sel.backends.cupy_cuda import few_tokens, quantized_tokens, sm80, sm90, whole_blocks
+from nsa_sel.backends.cupy_cuda import few_tokens, sm80, sm90, whole_blocks
 from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.core.call import Call
 
@@ -27,7 +27,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     kernels need pages of whole steps.
     """
     if call.scales is not None:
-        return quantized_tokens.forward(call) if quantized_tokens.supports(call) else whole_blocks.forward(call)
+        return few_tokens.forward_e4m3(call) if few_tokens.supports_e4m3(call) else whole_blocks.forward(call)
     if sm90.supports_tiles(call):
         return sm90.forward_tiles(call)
     if few_tokens.supports(call):
@@ -64,8 +64,8 @@ def loaded_keys(call: Call, selected: int, count: bool) -> int:
 
     Without `count`, return an upper bound.
     """
-    if count and quantized_tokens.supports(call):
-        return union_keys(call, quantized_tokens.tile_tokens(call.q.shape[1], call.q.shape[3]))
+    if count and few_tokens.supports_e4m3(call):
+        return union_keys(call, few_tokens.tile_tokens(call.q.shape[1], call.q.shape[3]))
     count = count and call.scales is None
     if count and sm90.supports_tiles(call):
         return sm90.loaded_keys(call)

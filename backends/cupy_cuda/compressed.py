@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends.cupy_cuda import arithmetic, sm90
-from nsa_sel.backends.cupy_cuda.arithmetic import BLOCK, Arithmetic
+from nsa_sel.backends.cupy_cuda.arithmetic import BLOCK
 from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows, published, sum_counts, with_parts, write_gradients
 from nsa_sel.core.call import ChooseCall, Rule
 from nsa_sel.core.request import DeviceInfo
@@ -32,16 +32,6 @@ def supports(call: ChooseCall, device: DeviceInfo, *others: Tensor) -> bool:
     return first_keys and call.k.shape[2] > 0 and arithmetic.supports(call, device, *others)
 
 
-def forward(call: ChooseCall, device: DeviceInfo) -> tuple[Tensor, Tensor]:
-    """Return o [B,S,G,h,Dv] and lse [B,S,G,h] in float32; the scale is positive."""
-    return arithmetic.forward(call, keys_of(call), device)
-
-
-def dq(call: ChooseCall, device: DeviceInfo, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return dq [B,S,G,h,Dk] and delta [B,S,G,h] for dk and dv. o, lse and dlse are contiguous."""
-    return arithmetic.dq(call, keys_of(call), device, o, lse, do, dlse, MIXED_TILES=1)
-
-
 def dkdv(call: ChooseCall, device: DeviceInfo, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """Return dk [B,G,C,Dk] and dv [B,G,C,Dv] from lse and delta [B,S,G,h]."""
     lengths = rows_of_tiles(call)
@@ -51,14 +41,9 @@ def dkdv(call: ChooseCall, device: DeviceInfo, lse: Tensor, do: Tensor, delta: T
     ctas = pairs * len(lengths) * -(-call.q.shape[1] // segment)  # segment_of in dkdv_groups.cu; of few tiles, some have nothing to do
 
     def start(values: tuple[int, ...]) -> None:
-        arithmetic.start_dkdv(call, keys_of(call), device, ctas, lse, do, delta, *values)
+        arithmetic.start_dkdv(call, device, ctas, lse, do, delta, *values)
 
     return write_gradients(call, _lists_of(call, lengths, segment), BLOCK, parts, start)
-
-
-def keys_of(call: ChooseCall) -> Arithmetic:
-    """Return the kernel parameters that describe the compressed keys."""
-    return Arithmetic({"COMPRESS_BLOCK": call.rule.compress_block, "COMPRESS_STRIDE": call.rule.compress_stride}, call.start, 0)
 
 
 def rows_of_tiles(call: ChooseCall) -> tuple[int, ...]:

@@ -229,6 +229,7 @@ def write_gradients(
     small = {"SMALL_BLOCK": width // blocks[1].shape[1]} if blocks else {}
     launch.start(
         "sum_parts.cu", launch.macros(call, KEY_WARPS=width // 16, KEYS=keys, **small), k.get_device(), lists.lists * (width // keys),
-        128, 0, *launch.pointers(lists.segments, lists.parts), *gradients, k.shape[2], lists.tiles, *launch.pointers(*blocks),
+        128, 0, *launch.pointers(lists.segments, lists.parts), *gradients, k.shape[2], lists.tiles,
+        *launch.pointers(*(blocks or (None, None))),
     )  # fmt: skip
     return dk, dv

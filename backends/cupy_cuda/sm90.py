@@ -246,8 +246,7 @@ def start_persistent(
         launch.clear(counter.data_ptr(), 4, device)
     launch.start(
         source, macros, device, min(sm_count, all_tiles), 128 * (shape.consumers + 1), shape.shared,
-        *launch.pointers(*plan[:3]), plan.tiles, plan.capacity, all_tiles, interleaved, *launch.pointers(counter),
-        *(() if plan.order is None else launch.pointers(plan.order)), *values,
+        *launch.pointers(*plan[:3]), plan.tiles, plan.capacity, all_tiles, interleaved, *launch.pointers(counter, plan.order), *values,
         maps=maps, problem=problem, early=listed,
     )  # fmt: skip
 
@@ -318,7 +317,7 @@ def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tens
     def start(ctas: int, lists: tuple[int, ...]) -> None:
         launch.start(
             "dkdv_groups.cu", macros, q.get_device(), ctas, shape.threads, shape.shared,
-            *launch.strided(do), *launch.pointers(lse, delta), *lists, order.data_ptr(), *launch.pointers(*blocks),
+            *launch.strided(do), *launch.pointers(lse, delta), *lists, *launch.pointers(order, *(blocks or (None, None))),
             maps=step_maps(call.k, call.v, q, do, keys=small_block(call) or KEYS),
             problem=launch.problem(call, ranges),
         )  # fmt: skip

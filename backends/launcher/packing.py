@@ -76,7 +76,8 @@ def _layout(
             described = descriptions[len(maps)] if len(maps) < len(descriptions) else None
             rank = len(described["block_size"]) if described else 0
             own, left = left[: 1 + 2 * rank], left[1 + 2 * rank :]
-            if not described or not _is_map(own, rank) or described.get("fp4_padded") or described.get("is_im2col"):
+            sizes = [cuda_driver.MAP_BYTES, *rank * [4], *rank * [8]]  # a tensor map, 32-bit sizes and 64-bit strides
+            if not described or [size for _, size in own] != sizes or described.get("fp4_padded") or described.get("is_im2col"):
                 return None
             maps.append((index, _map_of(described, own)))
             head.add(own[0][0], f"{sum(own[-1]) - own[0][0]}s")
@@ -116,11 +117,6 @@ class _Format:
 
     def struct(self) -> struct.Struct:
         return struct.Struct(self.text)
-
-
-def _is_map(parameters: list[tuple[int, int]], rank: int) -> bool:
-    """Return whether the parameters are a tensor map followed by 32-bit sizes and 64-bit strides."""
-    return [size for _, size in parameters] == [cuda_driver.MAP_BYTES, *rank * [4], *rank * [8]]
 
 
 @functools.lru_cache(256)

@@ -11,6 +11,7 @@ Ways:
     attention alone    MiniMax-M3: attn_implementation="nsa_sel": the model's own indexer, attention on nsa-sel
     nsa-sel            after `patch_model`
     compiled           after `patch_model` and torch.compile of the layer
+    graph              MiniMax-M3, decoding, after `patch_model`: over a StaticCache, as a CUDA graph
 Rows have the peak memory beyond weights and inputs, and the largest difference from transformers' output over its
 largest value. A way that runs out of memory has a row with `error`; one that takes more than two seconds is timed by
 one call. Needs transformers on a GPU.
@@ -18,6 +19,7 @@ one call. Needs transformers on a GPU.
 
 from __future__ import annotations
 
+import importlib.metadata
 import time
 from collections.abc import Callable
 from functools import partial
@@ -38,9 +40,9 @@ from nsa_sel.compat.transformers.qwen_qsa import KEPT
 MODELS = {"minimax-m3": "MiniMax-M3", "qwen3.8": "Qwen3.8"}
 WAYS = {  # by the title of a table's column
     "transformers": "transformers", "dense": "dense, SDPA", "attention alone": "attention alone", "nsa-sel": "patch_model",
-    "compiled": "and torch.compile",
+    "compiled": "and torch.compile", "graph": "and a StaticCache in a CUDA graph",
 }  # fmt: skip
-M3_ONLY = ("dense", "attention alone")
+M3_ONLY = ("dense", "attention alone", "graph")
 COMPILED = 16384  # tokens from which compiled layers are timed: each length compiles for seconds
 OWN_LOOP = 16384  # tokens up to which Qwen3.8's own indexer is timed, which loops over tokens in Python; an eighth with backward
 SLOW = 2.0  # seconds from which one call is timed
@@ -114,14 +116,15 @@ def prefill(model: str, way: str, S: int, backward: bool, device: str = "cuda", 
 
 
 def decode(model: str, way: str, B: int, S_kv: int) -> Callable[[], Tensor]:
-    """Return a decoding step of the layer over a DynamicCache of B sequences of S_kv keys.
+    """Return a decoding step of the layer over a cache of B sequences of S_kv keys, which is cut back after each step.
 
-    The cache is cut back after each step, and keeps what the first step made beside it.
+    What the first step made beside the cache stays. Way "graph": a StaticCache, the step replayed as a CUDA graph.
     """
-    from transformers import DynamicCache
+    from transformers import DynamicCache, StaticCache
 
-    layer, rotary, config = layer_of(model, way)
-    cache, draw = DynamicCache(config=config), torch.Generator("cuda").manual_seed(B)
+    layer, rotary, config = layer_of(model, "nsa-sel" if way == "graph" else way)
+    graph, draw = way == "graph", torch.Generator("cuda").manual_seed(B)
+    cache = StaticCache(config=config, max_cache_len=S_kv + 128) if graph else DynamicCache(config=config)
     keys = [torch.randn(B, config.num_key_value_heads, S_kv, config.head_dim, generator=draw, **BF16) for _ in range(2)]
     cache.update(*keys, 0)
     if way == "dense":
@@ -136,18 +139,40 @@ def decode(model: str, way: str, B: int, S_kv: int) -> Callable[[], Tensor]:
         known = positions if model == "minimax-m3" else torch.arange(S_kv + 1, device="cuda").expand(B, -1)
         embeddings = rotary(x, known)
     held = {name: value for name, value in vars(cache.layers[0]).items() if isinstance(value, Tensor)}
+    lengths = [value for name, value in held.items() if "cumulative_length" in name] if graph else []
     pooled: dict[str, Any] = {}
 
     def step() -> Tensor:
-        vars(cache.layers[0]).update(held | pooled)
+        if graph:
+            for length in lengths:
+                length.fill_(S_kv)
+        else:
+            vars(cache.layers[0]).update(held | pooled)
         with torch.no_grad():
-            o: Tensor = layer(x, embeddings, mask, past_key_values=cache, position_ids=positions)[0]
+            o: Tensor = layer(x, embeddings, positions.view(1, B) if graph else mask, past_key_values=cache, position_ids=positions)[0]
         if KEPT in vars(cache.layers[0]) and not pooled:
             raw, begins, index_keys = getattr(cache.layers[0], KEPT)
             pooled[KEPT] = held["indexer_keys"], begins, index_keys[:, : S_kv // config.indexer_compress_ratio]
         return o
 
-    return step
+    return replayed(step) if graph else step
+
+
+def replayed(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Return a step that replays a CUDA graph of `step`."""
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        o = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return o
+
+    return replay
 
 
 def measure(model: str, make: Callable[[str], Callable[[], Tensor]], ways: list[str], rep: float, facts: Row) -> list[Row]:
@@ -228,14 +253,14 @@ def main(
     """Time the layers in every way; append the rows, and print a table of each."""
     need_gpu("released_models")
     register_transformers()
-    facts = store.stamp()
+    facts = {**store.stamp(), "transformers": importlib.metadata.version("transformers")}
     for model in models.split(","):
         rows, cases = list[Row](), list[tuple[str, str, Callable[[str], Callable[[], Tensor]], list[str]]]()
         known = [way for way in ways.split(",") if model == "minimax-m3" or way not in M3_ONLY]
         for S in map(int, filter(None, lengths.split(","))):
             for backward in (False, True) if S <= 32768 else (False,):
                 own = model == "minimax-m3" or S <= (OWN_LOOP // 8 if backward else OWN_LOOP)
-                chosen = [way for way in known if {"transformers": own, "compiled": S >= COMPILED}.get(way, True)]
+                chosen = [way for way in known if {"transformers": own, "compiled": S >= COMPILED, "graph": False}.get(way, True)]
                 case = f"prefill of {S // 1024}k tokens{', forward + backward' if backward else ''}"
                 call = partial(prefill, model, S=S, backward=backward)
                 cases.append((case, "fwd+bwd" if backward else "fwd", call, chosen))

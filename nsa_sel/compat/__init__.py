@@ -8,7 +8,8 @@
     from nsa_sel.compat import flash_nsa                     # for HFNSACore (Scalable-Flash-Native-Sparse-Attention)
     from nsa_sel.compat import FSA_topk_sparse_attention     # for fsa.ops (Flash-Sparse-Attention)
 
-    from nsa_sel.compat import patch_model                   # MiniMax-M3 and Qwen3.8 in transformers: patch_model(model)
+    from nsa_sel.compat import patch_infllm_v2               # MiniCPM4's remote code finds nsa-sel as `infllm_v2`
+    from nsa_sel.compat import patch_model                   # patch_model(model): MiniMax-M3, Qwen3.8, fla's NSA and MoBA, dense models
     from nsa_sel.compat import register_transformers         # attn_implementation="nsa_sel" of Hugging Face transformers
 
 They are differentiable, and choose a backend as `selection_attention` does. They do not copy q, k or v; with
@@ -17,6 +18,7 @@ differ from the originals' on purpose.
 """
 
 from nsa_sel.compat.fla import parallel_moba, parallel_nsa, patch_fla
+from nsa_sel.compat.infllm_v2 import patch_infllm_v2
 from nsa_sel.compat.packed import FSA_topk_sparse_attention, compressed_attention, flash_nsa, topk_sparse_attention
 from nsa_sel.compat.transformers import Patched, patch_model, register_transformers
 
@@ -28,6 +30,7 @@ __all__ = [
     "parallel_moba",
     "parallel_nsa",
     "patch_fla",
+    "patch_infllm_v2",
     "patch_model",
     "register_transformers",
     "topk_sparse_attention",

@@ -7,6 +7,8 @@ import functools
 import importlib
 import inspect
 import itertools
+import sys
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -31,6 +33,7 @@ CALLERS = {
     "parallel_nsa": ("fla.ops.nsa.parallel", "fla.ops.nsa", "fla.layers.nsa"),
     "parallel_moba": ("fla.ops.moba.parallel", "fla.ops.moba", "fla.layers.moba"),
 }  # modules that hold each name
+LAYERS = {"parallel_nsa": ("fla.layers.nsa", "NativeSparseAttention"), "parallel_moba": ("fla.layers.moba", "MoBA")}  # that make each call
 MODELS = {"NSAModel": "fla.models.nsa.modeling_nsa", "MoBAModel": "fla.models.moba.modeling_moba"}
 
 _lock = forks.lock()
@@ -53,8 +56,7 @@ def patch_fla() -> Callable[[], None]:
     Raises:
         ImportError: flash-linear-attention is not installed, or keeps these calls or its models elsewhere.
     """
-    calls = {"parallel_nsa": parallel_nsa, "parallel_moba": parallel_moba}
-    dense = {"flash_attn_func": _dense_attention, "flash_attn_varlen_func": _dense_attention_varlen}
+    calls, dense = _our_calls()
     try:
         modules = [(importlib.import_module(module), name) for name, holders in CALLERS.items() for module in holders]
         replaced = [(module, name, getattr(module, name), calls[name]) for module, name in modules]
@@ -63,7 +65,7 @@ def patch_fla() -> Callable[[], None]:
         for name, module in MODELS.items():
             model = getattr(importlib.import_module(module), name)
             if "cache" not in inspect.signature(model.forward).parameters:
-                replaced.append((model, "forward", model.forward, _taking_cache(model.forward)))
+                replaced.append((model, "forward", model.forward, taking_cache(model.forward)))
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"patch_fla needs flash-linear-attention with parallel_nsa, parallel_moba and their layers and models as in 0.6: {error}."
@@ -89,7 +91,57 @@ def patch_fla() -> Callable[[], None]:
     return undo
 
 
-def _taking_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _our_calls() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what stands for fla's calls, and for those of flash-attn where it is not installed."""
+    dense = {"flash_attn_func": _dense_attention, "flash_attn_varlen_func": _dense_attention_varlen}
+    return {"parallel_nsa": parallel_nsa, "parallel_moba": parallel_moba}, dense
+
+
+def _is_a(module: Any, holder: str, name: str) -> bool:
+    """Return whether a module is of a class of fla, without importing fla."""
+    return isinstance(module, getattr(sys.modules.get(holder), name, ()))
+
+
+def is_layer(module: Any) -> bool:
+    """Return whether a module is an attention layer of fla that selects blocks."""
+    return any(_is_a(module, *layer) for layer in LAYERS.values())
+
+
+def rule_of(layer: Any) -> str:
+    """Return in words which keys a layer of fla attends to."""
+    if _is_a(layer, *LAYERS["parallel_moba"]):
+        return f"MoBA: {layer.moba_topk} of the blocks of {layer.moba_chunk_size} keys, by their mean keys; dense over a cache"
+    return f"NSA: {layer.block_counts} of the blocks of {layer.block_size} keys, their means, and a window of {layer.window_size} keys"
+
+
+def forward_on_nsa_sel(layer: Any) -> Callable[..., Any]:
+    """Return the forward of a layer of fla with the calls of this module, for one instance: fla's modules stay as they
+    are.
+
+    Raises:
+        ArgumentError: the layer's class makes another call than the one that is replaced.
+    """
+    forward: Any = inspect.unwrap(type(layer).forward)
+    call = next(call for call, held in LAYERS.items() if _is_a(layer, *held))
+    if call not in forward.__code__.co_names:
+        found = f"{type(layer).__name__}, whose forward does not call {call}"
+        raise ArgumentError("model", found, f"a layer that calls {call}, as fla's in 0.6", "install such a version, or report the new one")
+    names = {name: value for name, value in forward.__globals__.items() if name != "__name__"}  # torch.compile would look in that module
+    calls, dense = _our_calls()
+    names |= {name: ours for name, ours in calls.items() if name in names}
+    names |= {name: ours for name, ours in dense.items() if names.get(name, ours) is None}
+    ours = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    ours.__kwdefaults__ = forward.__kwdefaults__
+    return ours
+
+
+def drops_cache(module: Any) -> bool:
+    """Return whether a module is a model of fla that takes no `cache=`, the name of transformers 5.24."""
+    known = any(_is_a(module, holder, name) for name, holder in MODELS.items())
+    return known and "cache" not in inspect.signature(type(module).forward).parameters
+
+
+def taking_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return the `forward` of a model of fla with the cache as `cache=`, too, which fla 0.6 drops without a word."""
 
     @functools.wraps(forward)

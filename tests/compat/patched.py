@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from nsa_sel import decisions
+from nsa_sel.compat import patch_model
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def padded(ids: Tensor, *lengths: int, right: bool = False) -> Tensor:
@@ -16,17 +27,46 @@ def padded(ids: Tensor, *lengths: int, right: bool = False) -> Tensor:
     return mask
 
 
-def logits(model: Any, ids: Tensor, mask: Tensor | None, cuts: tuple[int, ...]) -> Tensor:
-    """Return logits [B,S,V] of `ids` in chunks that end at `cuts`, with positions as `generate` counts them."""
-    past, parts = None, []
+def logits(model: Any, ids: Tensor, mask: Tensor | None, cuts: tuple[int, ...], past: Any = None) -> Tensor:
+    """Return logits [B,S,V] of `ids` in chunks that end at `cuts`, with positions as `generate` counts them, over the cache `past`."""
+    parts = []
     for begin, end in zip((0, *cuts), cuts, strict=False):
         options = {}
         if mask is not None:
             options = {"attention_mask": mask[:, :end], "position_ids": (mask[:, :end].cumsum(-1) - 1).clamp(min=0)[:, begin:]}
-        out = model(ids[:, begin:end], past_key_values=past, use_cache=len(cuts) > 1, **options)
+        out = model(ids[:, begin:end], past_key_values=past, use_cache=past is not None or len(cuts) > 1, **options)
         past = out.past_key_values
         parts.append(out.logits)
     return torch.cat(parts, 1)
+
+
+def on(device: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the device; on a GPU with the backends that the policy chooses there."""
+    if device == "cuda":
+        monkeypatch.delenv("NSA_SEL_BACKEND")
+    return device
+
+
+def check_bf16(wanted: Tensor, theirs: Tensor, ours: Tensor) -> None:
+    """Check that the error against float64 is at most twice that of the model's own code."""
+    theirs, ours = ((x.double() - wanted).abs() for x in (theirs, ours))
+    assert ours.mean() <= 2 * theirs.mean()
+    assert ours.max() <= 2 * theirs.max()
+
+
+def check_level(theirs: Tensor, ours: Tensor, scores: Tensor) -> int:
+    """Return how many rows chose other blocks than the model, of `scores`; check that those score the same up to rounding.
+
+    Args:
+        theirs, ours: [...,blocks] bool, of the chosen blocks.
+        scores: [...,blocks] float64; -inf where a block cannot be chosen, and inf where it must be.
+    """
+    assert torch.equal(theirs.sum(-1), ours.sum(-1))
+    rows = (theirs != ours).any(-1)
+    level = scores[rows].isfinite()
+    worst, best = (scores[rows].masked_fill(~(x[rows] & ~y[rows] & level), z) for x, y, z in ((ours, theirs, 9e9), (theirs, ours, -9e9)))
+    assert bool((best.amax(-1) - worst.amin(-1) <= 1e-5 * scores[scores.isfinite()].abs().max()).all())
+    return int(rows.sum())
 
 
 def check_gradients(models: tuple[Any, Any], ids: Tensor, mask: Tensor | None) -> None:
@@ -47,3 +87,50 @@ def check_generation(models: tuple[Any, Any], ids: Tensor, mask: Tensor, new: in
         torch.manual_seed(0)
         tokens.append(model.generate(ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, **options))
     assert torch.equal(*tokens)
+
+
+def sharded(model: Any) -> Any:
+    """Return a model under FSDP2 on one process of the CPU, each attention layer by itself."""
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    for layer in model.model.layers:
+        fully_shard(layer.self_attn if hasattr(layer, "self_attn") else layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def checkpointed(model: Any) -> Any:
+    model.gradient_checkpointing_enable()
+    return model
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "checkpointing": checkpointed,
+    "DDP": lambda model: DistributedDataParallel(model, find_unused_parameters=True),  # indexers have no gradient
+    "FSDP2": sharded,
+}
+
+
+def check_wrapped(eager: Any, ids: Tensor, wrapper: str, first: bool) -> None:
+    """Check loss and gradients of a model that is wrapped first and then patched, or the other way round."""
+    ours = copy.deepcopy(eager).train()
+    wanted = eager.train()(ids, labels=ids).loss
+    wanted.backward()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        if not first:
+            patch_model(ours)
+        ours = WRAPPERS[wrapper](ours)
+        if first:
+            patch_model(ours)
+        before = (None, *decisions())[-1]
+        loss = ours(ids, labels=ids).loss
+        loss.backward()
+        assert decisions()[-1] is not before
+        torch.testing.assert_close(loss, wanted)
+        for (name, one), other in zip(eager.named_parameters(), ours.parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None), name
+            if one.grad is not None:
+                got = other.grad.full_tensor() if isinstance(other.grad, DTensor) else other.grad
+                torch.testing.assert_close(got, one.grad, atol=1e-6, rtol=1e-4, msg=lambda words, name=name: f"{name}: {words}")
+    finally:
+        torch.distributed.destroy_process_group()

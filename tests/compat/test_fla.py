@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel import decisions
-from nsa_sel.compat import parallel_moba, parallel_nsa, patch_fla
+from nsa_sel.compat import parallel_moba, parallel_nsa, patch_fla, patch_model
 from nsa_sel.compression import BlockMean
 from nsa_sel.errors import ArgumentError
 
@@ -138,15 +138,21 @@ def test_blocks_of_the_user_replace_those_that_are_chosen() -> None:
 
 
 @pytest.fixture
-def layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
     """fla.layers.nsa. Its rotary and norm kernels run in Triton's interpreter, which cannot choose among configs: the first is taken."""
     pytest.importorskip("transformers")
     module = pytest.importorskip("fla.layers.nsa", reason="pip install flash-linear-attention")
     from triton.runtime.autotuner import Autotuner
 
     monkeypatch.setattr(Autotuner, "prune_configs", lambda self, kwargs: self.configs[:1])
+    return module
+
+
+@pytest.fixture
+def layers(interpreted: Any) -> Iterator[Any]:
+    """fla.layers.nsa, patched."""
     undo = patch_fla()
-    yield module
+    yield interpreted
     undo()
 
 
@@ -175,12 +181,13 @@ def test_patches_undone_in_any_order_put_back_flas_own(order: tuple[int, ...]) -
     assert held() == own
 
 
-def test_undo_leaves_what_another_library_put_over_the_patch(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    undo, another = patch_fla(), lambda *_: None
-    monkeypatch.setattr(layers, "parallel_nsa", another)
+def test_undo_leaves_what_another_library_put_over_the_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, another = pytest.importorskip("fla.layers.nsa"), lambda *_: None
+    monkeypatch.setattr(module, "parallel_nsa", module.parallel_nsa)  # fla's own is back after the test
+    undo = patch_fla()
+    module.parallel_nsa = another
     undo()
-    assert layers.parallel_nsa is another
+    assert module.parallel_nsa is another
 
 
 def test_flas_layer_runs_on_nsa_sel(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,6 +201,27 @@ def test_flas_layer_runs_on_nsa_sel(layers: Any, monkeypatch: pytest.MonkeyPatch
     ran = list(decisions())[-2:]
     assert [(decision.request.kind, decision.request.n) for decision in ran] == [("choose", 3), ("attend", 3)]
     assert_same(got, with_reference(monkeypatch, layers, lambda: layer(x)[0]), weights)
+
+
+def test_patch_model_changes_one_instance_of_flas_layer(interpreted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    theirs = interpreted.NativeSparseAttention(
+        32, num_heads=4, num_kv_heads=2, head_dim=16, block_size=8, block_counts=3, window_size=12, layer_idx=0
+    )
+    layer, own = copy.deepcopy(theirs), interpreted.parallel_nsa
+    patched = patch_model(layer)
+    assert interpreted.parallel_nsa is own is not parallel_nsa
+    assert str(patched) == "(the module itself): NSA: 3 of the blocks of 8 keys, their means, and a window of 12 keys"
+    x = torch.randn(2, 37, 32, requires_grad=True)
+    wanted = with_reference(monkeypatch, interpreted, lambda: theirs(x)[0])
+    for mine in (layer, copy.deepcopy(layer)):
+        assert mine.forward.args == (mine,)
+        assert_same(mine(x)[0], wanted, [x])
+    patched.undo()
+    assert "forward" not in layer.__dict__
+    monkeypatch.setattr(interpreted.NativeSparseAttention, "forward", lambda self, hidden_states: hidden_states)
+    with pytest.raises(ArgumentError, match="model is NativeSparseAttention, whose forward does not call parallel_nsa; allowed"):
+        patch_model(layer)
 
 
 def flas_model() -> Any:
@@ -389,6 +417,31 @@ def test_flas_moba_model_trains_and_generates_on_nsa_sel(own: Callable[..., Any]
         }
         with torch.no_grad():
             assert torch.equal(model.generate(tokens, **options), own(lambda options=options: model.generate(tokens, **options)))
+
+
+def test_patch_model_changes_one_model_of_flas_moba(
+    own_moba: Callable[..., Any], interpreted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    module = pytest.importorskip("fla.layers.moba")
+    theirs, tokens = flas_moba_model(num_heads=2, moba_topk=2), torch.randint(50, (2, 30))
+    model = copy.deepcopy(theirs)
+    patched = patch_model(model)
+    assert list(patched.changed) == ["model", "model.layers.0.attn", "model.layers.1.attn"]
+    assert "attn: MoBA: 2 of the blocks of 8 keys" in str(patched)
+    assert module.parallel_moba is own_moba
+    with torch.no_grad():
+        first = model(tokens[:, :25], use_cache=True)
+        got = [model(tokens).logits, model(tokens[:, 25:], use_cache=True, cache=first.past_key_values).logits]
+        monkeypatch.setattr(module, "flash_attn_func", plain_dense)
+        first = theirs(tokens[:, :25], use_cache=True)
+        wanted = [theirs(tokens).logits, theirs(tokens[:, 25:], use_cache=True, past_key_values=first.past_key_values).logits]
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
+    patched.undo()
+    assert not any("forward" in x.__dict__ for x in model.modules())
+    for layer in model.model.layers:
+        layer.attn.use_flash_moba = True
+    left = patch_model(model).left
+    assert left == {f"model.layers.{i}.attn": "MoBA by FlashMoBA: use_flash_moba is set" for i in range(2)}
 
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,18 @@ from nsa_sel import decisions
 from nsa_sel.compat import patch_model
 from nsa_sel.compat.transformers import minimax_m3
 from nsa_sel.errors import ArgumentError
-from tests.compat.patched import check_generation, check_gradients, logits, padded
+from tests.compat.patched import (
+    DEVICES,
+    WRAPPERS,
+    check_bf16,
+    check_generation,
+    check_gradients,
+    check_level,
+    check_wrapped,
+    logits,
+    on,
+    padded,
+)
 
 transformers = pytest.importorskip("transformers", reason="pip install transformers")
 
@@ -29,7 +42,17 @@ SIZES: dict[str, Any] = {
     "index_topk_blocks": 3, "layer_types": ["full_attention", SPARSE, SPARSE], "mlp_layer_types": ["dense"] * 3, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 256,
 }  # fmt: skip
+GPU_SIZES: dict[str, Any] = {  # that kernels have
+    "head_dim": 64, "rotary_dim": 32, "index_head_dim": 64, "index_block_size": 64, "hidden_size": 256, "max_position_embeddings": 512,
+}  # fmt: skip
+ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": [SPARSE], "mlp_layer_types": ["dense"]}
 IDS = 3 + torch.stack([torch.randperm(75, generator=torch.Generator().manual_seed(i))[:70] for i in range(3)])  # no token twice: no ties
+
+
+@pytest.fixture(autouse=True)
+def cheapest_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the selected branch: the one that compiles nothing."""
+    monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
 
 
 def pair(seed: int = 0, dtype: torch.dtype = torch.float32, **sizes: Any) -> tuple[Any, Any]:
@@ -46,9 +69,8 @@ def pair(seed: int = 0, dtype: torch.dtype = torch.float32, **sizes: Any) -> tup
 @pytest.mark.parametrize(
     "mask", [None, padded(IDS, 65, 70, 30), padded(IDS, 70, 9, 41, right=True)], ids=["no mask", "padding before", "padding after"]
 )
-def test_logits_equal_the_models_own(mask: Tensor | None, cuts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_equal_the_models_own(mask: Tensor | None, cuts: tuple[int, ...]) -> None:
     """Those of padding, too: the model's indexer reads its keys."""
-    monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
     eager, ours = pair()
     with torch.no_grad():
         torch.testing.assert_close(logits(ours, IDS, mask, cuts), logits(eager, IDS, mask, cuts), atol=1e-6, rtol=0)
@@ -64,9 +86,127 @@ def test_generated_tokens_equal_the_models_own(options: dict[str, Any]) -> None:
     check_generation(pair(), IDS[:, :40], padded(IDS, 65, 70, 38)[:, :40], 64, **options)
 
 
+@pytest.mark.parametrize("mask", [None, padded(IDS, 65, 70, 30)], ids=["no mask", "padding before"])
+def test_a_static_cache_is_read_where_it_is(mask: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend, read = minimax_m3.selection_attention, set()
+
+    def spy(q: Tensor, k: Tensor, *args: Any, **options: Any) -> Any:
+        read.add(k.data_ptr())
+        return attend(q, k, *args, **options)
+
+    monkeypatch.setattr(minimax_m3, "selection_attention", spy)
+    models = pair()
+    caches = [transformers.StaticCache(config=model.config, max_cache_len=83) for model in models]
+    with torch.no_grad():
+        wanted, got = (logits(model, IDS, mask, (20, 21, 22, 50, 70), cache) for model, cache in zip(models, caches, strict=True))
+    torch.testing.assert_close(got, wanted, atol=1e-6, rtol=0)
+    assert read == {layer.keys.data_ptr() for layer in caches[1].layers}
+
+
+@pytest.mark.parametrize(("compiled", "beams"), [(False, {}), (False, {"num_beams": 2}), (True, {})], ids=["greedy", "beams", "compiled"])
+def test_tokens_generated_over_a_static_cache_equal_the_models_own(compiled: bool, beams: dict[str, int]) -> None:
+    models = pair(**(ONE_LAYER if compiled else {}))
+    if compiled:  # as transformers does on a GPU; no step may wait for it
+        config = transformers.CompileConfig(backend="eager", mode=None, fullgraph=True)
+        config._compile_all_devices = True
+        models[1].generation_config.compile_config = config
+    check_generation(models, IDS[:, :40], padded(IDS, 65, 70, 38)[:, :40], 30, cache_implementation="static", **beams)
+
+
+def test_a_step_over_a_static_cache_without_padding_is_one_graph() -> None:
+    """Masks, too, which `generate` makes outside of the graph."""
+    eager, ours = pair(**ONE_LAYER)
+    cache = transformers.StaticCache(config=ours.config, max_cache_len=83)
+    with torch.no_grad():
+        got = [ours(IDS[:, :67], past_key_values=cache).logits]
+        step = torch.compile(ours, backend="eager", fullgraph=True)
+        got += [step(IDS[:, i : i + 1], past_key_values=cache).logits for i in range(67, 70)]
+        torch.testing.assert_close(torch.cat(got, 1), eager(IDS).logits, atol=1e-6, rtol=0)
+
+
+@pytest.mark.gpu
+def test_a_step_over_a_static_cache_is_captured_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    on("cuda", monkeypatch)
+    ours = pair(dtype=torch.bfloat16, **GPU_SIZES)[1].cuda()
+    ids = torch.randint(3, 80, (2, 300), device="cuda")
+    cache = transformers.StaticCache(config=ours.config, max_cache_len=384)
+    with torch.no_grad():
+        wanted = ours(ids).logits[:, -1:]
+        ours(ids[:, :298], past_key_values=cache)
+        token = ids[:, 298:299].clone()
+        ours(token, past_key_values=cache)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = ours(token, past_key_values=cache).logits
+        token.copy_(ids[:, 299:])
+        graph.replay()
+    assert (got - wanted).norm() < 0.02 * wanted.norm()
+
+
+@pytest.mark.parametrize(("wrapper", "first"), [(w, f) for w in WRAPPERS for f in (False, True) if w != "deepcopy" or not f])
+def test_wrapped_models_train_as_the_models_own(wrapper: str, first: bool) -> None:
+    check_wrapped(pair()[0], IDS[:, :40], wrapper, first)
+
+
+def test_a_loaded_model_is_patched_and_saved(tmp_path: Path) -> None:
+    eager, _ = pair()
+    eager.save_pretrained(tmp_path / "own")
+    ours = type(eager).from_pretrained(tmp_path / "own").eval()
+    patched = patch_model(ours)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(IDS).logits, eager(IDS).logits, atol=1e-6, rtol=0)
+    ours.save_pretrained(tmp_path / "patched")
+    patched.undo()
+    again = type(eager).from_pretrained(tmp_path / "patched").eval()
+    assert again.config._attn_implementation == ours.config._attn_implementation == "sdpa"
+    assert all(torch.equal(x, again.state_dict()[name]) for name, x in eager.state_dict().items())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bf16_is_as_near_to_float64_as_the_models_own(autocast: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the blocks that the float64 model chooses."""
+    sizes = GPU_SIZES if on(device, monkeypatch) == "cuda" else {}
+    exact, ours = (model.to(device) for model in pair(dtype=torch.float64, **sizes))
+    ids = torch.randint(3, 80, (2, 500), device=device) if sizes else IDS
+    found: list[Tensor] = []
+    hooks = [layer.self_attn.indexer.register_forward_hook(lambda *call: found.append(call[-1])) for layer in exact.model.layers[1:]]
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=autocast):
+        with torch.autocast(device, enabled=False):
+            wanted = exact(ids).logits
+        for hook in hooks:
+            hook.remove()
+        for model in (exact, ours):
+            model.to(torch.float32 if autocast else torch.bfloat16)
+            for layer, blocks in zip(model.model.layers[1:], found, strict=True):
+                layer.self_attn.indexer.forward = lambda *args, blocks=blocks, **options: blocks
+        check_bf16(wanted, exact(ids).logits, ours(ids).logits)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_other_blocks_are_chosen_only_where_scores_are_level(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = GPU_SIZES if on(device, monkeypatch) == "cuda" else {}
+    model, ours = (model.to(device) for model in pair(dtype=torch.bfloat16, **sizes))
+    eager, ours = (x.model.layers[1].self_attn.indexer for x in (model, ours))
+    S, size, positions = 50 * eager.block_size, eager.block_size, torch.arange(50 * eager.block_size, device=device)
+    hidden = torch.randn(2, S, model.config.hidden_size, device=device).bfloat16()
+    rotary = model.model.rotary_emb(hidden, position_ids=positions.expand(2, S))
+    with torch.no_grad():
+        blocks = [indexer(hidden, rotary, None, positions.expand(2, S)) for indexer in (eager, ours)]  # [B,G,S,n], -1 is none
+        chosen = [torch.zeros(2, 2, S, 51, dtype=torch.bool, device=device).scatter_(-1, i % 51, True)[..., :-1] for i in blocks]
+        heads = [getattr(eager, f"{x}_proj")(hidden).unflatten(2, (-1, eager.head_dim)) for x in "qk"]
+        q, k = (norm(x).transpose(1, 2) for norm, x in zip((eager.q_norm, eager.k_norm), heads, strict=True))
+        rotary = tuple(x[..., : eager.head_dim] for x in rotary)
+        q, k = transformers.models.minimax_m3_vl.modeling_minimax_m3_vl.apply_rotary_pos_emb(q, k, *rotary)
+    scores = (q.double() @ k.double().transpose(2, 3)).masked_fill(positions > positions[:, None], -torch.inf)
+    scores = scores.unflatten(3, (-1, size)).amax(-1)
+    scores = scores.masked_fill(positions[:, None] // size == torch.arange(50, device=device), torch.inf)  # forced
+    assert check_level(*chosen, scores) < 0.01 * 4 * S
+
+
 @pytest.mark.parametrize("shard", range(4))
-def test_random_sizes_equal_the_models_own(shard: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
+def test_random_sizes_equal_the_models_own(shard: int) -> None:
     for seed in range(shard, 200, 4):
         draw = random.Random(seed)
         groups, index_dim, layers = draw.choice((1, 2, 4)), draw.choice((8, 16)), draw.choice((1, 2))
@@ -95,9 +235,10 @@ def test_a_patched_model_keeps_its_weights_and_can_be_undone() -> None:
     patched.undo()
     assert eager.config._attn_implementation == "eager"
     assert all("forward" not in layer.self_attn.indexer.__dict__ for layer in eager.model.layers[1:])
-    copied = copy.deepcopy(ours)
-    assert copied.model.layers[1].self_attn.indexer.forward.__self__ is copied.model.layers[1].self_attn.indexer
-    assert copied.model.layers[1].self_attn.indexer.forward.__func__ is minimax_m3.choose
+    for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        indexer = copied.model.layers[1].self_attn.indexer
+        assert indexer.forward.args == (indexer,)
+        assert indexer.forward.func is minimax_m3.choose
 
 
 def test_the_attention_alone_takes_the_models_own_blocks() -> None:
@@ -123,12 +264,18 @@ def test_compiled_in_one_graph() -> None:
 
 def test_what_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        ArgumentError, match=r"model is Linear, without a layer that selects blocks; allowed: a MiniMax-M3 or Qwen3.8 model"
+        ArgumentError, match=r"model is Linear, without a layer that selects blocks; allowed: a MiniMax-M3 or Qwen3.8 model, or NSA"
     ):
         patch_model(torch.nn.Linear(2, 2))
     eager, ours = pair()
     with pytest.raises(ArgumentError, match=r"position_ids is not those of the cache's slots; allowed: 0 to 69"):
         ours(IDS, position_ids=torch.arange(5, 75)[None])
+    static = transformers.StaticCache(config=ours.config, max_cache_len=80)
+    ours(IDS[:, :30], past_key_values=static)
+    with pytest.raises(ArgumentError, match=r"position_ids is not those of the cache's slots; allowed: 30 to 69"):
+        ours(IDS[:, 30:], past_key_values=static, position_ids=torch.arange(5, 45)[None])
+    with pytest.raises(ArgumentError, match=r"attention_mask is of more than the 1 keys; .* pass the cache of the earlier tokens"):
+        ours(IDS[:, :1], attention_mask=torch.ones_like(IDS), use_cache=False)
     indexer = type(eager.model.layers[1].self_attn.indexer)
     monkeypatch.setattr(indexer, "forward", lambda self, hidden_states, position_embeddings, cache, position_ids: None)  # 5.24
     patch_model(eager).undo()

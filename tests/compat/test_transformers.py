@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel import decisions
-from nsa_sel.compat import register_transformers
+from nsa_sel.compat import patch_model, register_transformers
 from nsa_sel.compat.transformers import attend, first_keys
 from nsa_sel.errors import ArgumentError
 
@@ -92,6 +92,28 @@ def test_generation_equals_the_model_without_a_cache_and_without_padding() -> No
             for _ in range(6):
                 known = torch.cat((known, mine(known, use_cache=False).logits[:, -1:].argmax(-1)), 1)
             assert torch.equal(new[i, begin:], known[0])
+
+
+def test_patch_model_changes_dense_attention_if_asked() -> None:
+    mine, ids = model(**SIZES), tokens(2, 60)
+    with torch.no_grad():
+        wanted = mine(ids).logits
+        mine.set_attn_implementation("eager")
+        with pytest.raises(ArgumentError, match=r"without a layer that selects blocks; .* pass dense=True to select blocks"):
+            patch_model(mine)
+        patched = patch_model(mine, dense=True)  # with the sizes of the user's own register_transformers
+        torch.testing.assert_close(mine(ids).logits, wanted, atol=0, rtol=0)
+    rule = "4 of the blocks of 8 keys, chosen by their mean keys; dense up to 32 keys"
+    assert patched.changed == {f"model.layers.{i}.self_attn": rule for i in range(2)}
+    patched.undo()
+    assert mine.config._attn_implementation == "eager"
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32, "vocab_size": 60}
+    config = transformers.MistralConfig(**sizes, num_key_value_heads=2, sliding_window=8)
+    with pytest.raises(ArgumentError, match=r"MistralAttention with a sliding window in model.layers.0.self_attn; allowed: full"):
+        patch_model(transformers.MistralForCausalLM(config), dense=True)
+    encoder = transformers.BertModel(transformers.BertConfig(**sizes))
+    with pytest.raises(ArgumentError, match=r"BertModel, without a layer that selects blocks; .* docs/choosing.md"):
+        patch_model(encoder, dense=True)
 
 
 def test_gradients_reach_all_weights() -> None:
@@ -206,6 +228,11 @@ def test_models_that_choose_or_mask_keys_are_refused_before_they_run() -> None:
         Config = type(f"{name}Config", (), {"model_type": kind})
         with pytest.raises(ArgumentError, match=rf"{name}, which selects its own keys.*FlashMLA"):
             first_keys(1, 4, 4, config=Config())
+        mine = model(**SIZES)
+        mine.config.model_type = kind
+        for dense in (False, True):
+            with pytest.raises(ArgumentError, match=r"selects its own keys.*FlashMLA"):
+                patch_model(mine, dense=dense)
     with pytest.raises(ArgumentError, match="reads the attention mask itself"):
         first_keys(1, 4, 4, allow_is_causal_skip=False)
     with pytest.raises(ArgumentError, match="the model's attention is a sliding window or chunks, of 16 keys"):

@@ -111,7 +111,7 @@ class Lane(NamedTuple):
             self._take_path(patch)
         if self.device != "emulated":
             return
-        from nsa_sel.backends import cuda_block
+        from nsa_sel.backends.cupy_cuda import cuda_block
         from nsa_sel.backends.launcher import replay
 
         emulated(patch, BACKWARDS | EAGER)

@@ -18,9 +18,9 @@ import msgspec
 import torch
 
 from nsa_sel import NSACache, NSAttention, Selection, explain, selection_attention
-from nsa_sel.backends import choose_triton, cuda_block
+from nsa_sel.backends import choose_triton
 from nsa_sel.backends._triton import choose_pages
-from nsa_sel.backends.cupy_cuda import launch, sm90
+from nsa_sel.backends.cupy_cuda import cuda_block, launch, sm90
 from nsa_sel.core import registry
 from nsa_sel.core.call import Rule
 from nsa_sel.settings.config import settings_for

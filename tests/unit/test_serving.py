@@ -40,9 +40,9 @@ def test_only_pages_of_whole_steps_use_tma(page_size: int, monkeypatch: pytest.M
     """With many rows none is split. TMA loads blocks if pages hold whole steps; pointers load the rest."""
     from nsa_sel.backends import triton_group
 
-    ran = calls_of(monkeypatch, triton_group, "_blocks")
+    ran = calls_of(monkeypatch, triton_group, "_forward_blocks")
     check(make_cache(page_size=page_size, S_q=2, block=32), "triton-group")
-    assert [given[-1].loads for given in ran] == ["tma" if page_size == 64 else "pointer"]
+    assert [given[3].loads for given in ran] == ["tma" if page_size == 64 else "pointer"]
 
 
 @pytest.mark.parametrize(("names", "block_l"), [(("pages", "pages-widest"), 32), (("blocks",), 16)], ids=["forced", "of other heads"])

@@ -4,22 +4,18 @@
 //   p^T = 2^(c k q^T - lse),  ds^T = p^T * (v do^T - delta)
 //   dv = sum p^T do,  dk = scale * sum ds^T q,  and for each (row, range)  dq = scale * ds k
 //
-// Grid: one CTA for each segment of each list of the unit, in the order of order_segments.cu; two CTAs per
-// multiprocessor, as in dkdv_groups.cu: one
-//   computes p and ds, begins, ends or stores while the other multiplies.
+// Grid: one CTA per segment of a list of the unit, in the order of order_segments.cu; two per multiprocessor, as in
+//   dkdv_groups.cu.
 // Sections: a list with one segment adds its rows to the sums of the sections before, in registers; sum_sections.cu
-// does so for others. Tiles: 64 keys by 64 rows (row_steps.cuh). Keys are the rows of all products but the last one,
-// whose operand ds^T goes through shared memory.
-//   Its columns are computed 64 at a time, as the accumulators of dk and dv leave no room for more.
-// Masks: rows of a list are in order, so that only the first entries can lie within the tile. Where no row of the
-// segment sees a key, k may be
-//   NaN, which 0 * k would not cancel in dq: such keys are zeroed once. p and ds of masked keys are replaced, not
-//       multiplied, by 0.
-// Shared tiles: join_shares.cu computes what tiles that adjacent tokens share give dq. Steps whose entries are all such
-// do not need ds as an
-//   operand from shared memory, nor its product with keys.
+//   does so for others.
+// Tiles: 64 keys by 64 rows (row_steps.cuh). Keys are the rows of all products but the last one, whose operand ds^T
+//   goes through shared memory; its columns are computed 64 at a time, because registers are scarce.
+// Masks: only the first entries of a list can lie within the tile. Keys that no row of the segment sees are zeroed
+//   once, because 0 * NaN is NaN; p and ds of other masked keys are replaced, not multiplied, by 0.
+// Shared tiles: join_shares.cu computes what tiles that adjacent tokens share add to dq. Steps of such entries only
+//   skip the product of ds with keys.
 //
-//   SEGMENT  entries of a segment at most if shared tiles are left out, which a bit for each says; 0: none is
+//   SEGMENT  most entries per segment if shared tiles are left out, which one bit per entry says; 0: none is
 #include "row_steps.cuh"
 
 constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 32;  // a thread
@@ -56,9 +52,7 @@ struct Found : UnitSegment {
     }
 };
 
-struct Steps : UnitSteps<Arguments, Found> {
-    using UnitSteps<Arguments, Found>::UnitSteps;
-};
+typedef UnitSteps<Arguments, Found> Steps;
 
 // The entries of a segment whose partial dq is stored (its shares): one bit per entry, or all.
 struct ListedShares {
@@ -99,8 +93,7 @@ DEVICE void zero_unseen_keys(const Steps &list, unsigned char *k_tile) {
     named_barrier<128>(1);
 }
 
-// ds^T as operand a of the product with keys: 64 keys of 64 rows, in a swizzled panel. For all threads once the barrier
-// is passed.
+// Store ds^T [keys, rows] as operand a of the product with keys, in a swizzled panel; passes a barrier.
 DEVICE void store_operand(unsigned char *tile, const u32 (&ds)[ROWS / 16][4]) {
     const int lane = threadIdx.x % 32, key0 = threadIdx.x / 32 * 16 + lane / 4;
     UNROLL for (int j = 0; j < ROWS / 8; ++j)
@@ -110,8 +103,7 @@ DEVICE void store_operand(unsigned char *tile, const u32 (&ds)[ROWS / 16][4]) {
     named_barrier<128>(1);
 }
 
-// Columns [column, column + 64) of the shares of dq of tile rows row0 and row0 + 8, which belong to these entries: 16
-// bytes a lane.
+// Store columns [column, column + 64) of the shares of dq of tile rows row0 and row0 + 8.
 DEVICE void store_shares(u16 *to, const float (&dq)[32], float scale, const int (&entries)[2], int row0, int column) {
     UNROLL for (int r = 0; r < 2; ++r) {
         u16 *row = to + (static_cast<i64>(entries[r]) * H + (row0 + 8 * r) % H) * DK + column + threadIdx.x % 4 * 8;
@@ -153,9 +145,9 @@ DEVICE void accumulate(const Steps &list, unsigned char *k_tile, unsigned char *
         wgmma_wait<1>();  // p^T while dp^T is computed
         exponentiate(s, shared.lse[at.stage], x.p.scale_log2);
         const bool masked = step * TQ < list.segment.masked_entries;
-        if (masked) mask_keys(x.p, s, shared.limit[at.stage]);
+        if (masked) shared.visible[at.stage].mask(x.p, s);
         wgmma_wait<0>();
-        if (masked) mask_keys(x.p, dp, shared.limit[at.stage]);
+        if (masked) shared.visible[at.stage].mask(x.p, dp);
         u32 weights[ROWS / 16][4], ds[ROWS / 16][4];
         as_operands(weights, ds, s, dp, shared.delta[at.stage]);
         if (!shares.any(step)) {
@@ -208,11 +200,11 @@ extern "C" __global__ void __launch_bounds__(256, 2) block_gradients(const __gri
     if (found.entries <= 0) return;
     if (producer < 0) {
         reallocate_registers<1, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 2>(true);
-        accumulate(Steps(x, found), memory, ds_tile, stages, shared, shares);
+        accumulate(Steps{x, found}, memory, ds_tile, stages, shared, shares);
         return;
     }
     reallocate_registers<1, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 2>(false);
-    const Steps list(x, found);
+    const Steps list{x, found};
     if (threadIdx.x == 128) produce_tile(list, memory, &shared.tile);
     __syncwarp();
     produce_rows(list, stages, shared, producer);

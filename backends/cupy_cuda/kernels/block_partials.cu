@@ -4,25 +4,16 @@
 //   s = c q k^T,  p = 2^(s - m),  l = sum p,  o = p v / l,  lse = m + log2 l
 //
 // Grid: one CTA for each segment of each list of the unit, in the order of the lists; two CTAs per multiprocessor.
-// Tiles: 64 rows, TQ = 64 / H listed tokens times H heads, by 64 keys. The tile's keys and values stay, a step brings q
-// alone. Bytes, of rows of 128 columns: a step reads 16 KiB of q, from L2, where a section's q stays, and writes 16 KiB
-// of o to memory: 910 cycles of a
-//   multiprocessor's share (18 bytes a cycle, of 4.3 TB/s, 132 multiprocessors and 1.8 GHz). Its products take 512
-//   cycles of the tensor cores, its exponentials 256. So writing would bound it, if nothing waited; it takes about
-//   twice as long (docs/kernels.md).
-// Warpgroups: two, which take steps in turn, so that a multiprocessor has four steps under way. For a fifth warp
-// registers would not suffice: each
-//   warpgroup has stages of its own, and asks for q by TMA, a token a lane, once the logits of the stage's last step
-//   are there.
-// Masks: rows of a list are in order, so that only the first entries can lie within the tile. Values that no row of the
-// segment sees may be NaN,
-//   which 0 * v would not cancel: they are zeroed once.
-// Order of columns: a lane's accumulators are columns 8 j + 2 c and the next one, c its number in its quad. The columns
-// of v are permuted once,
-//   so that those of four j are eight adjacent columns of o, which it stores at once.
+// Tiles: 64 rows, TQ = 64 / H listed tokens times H heads, by 64 keys. Keys and values stay; a step loads q alone. It
+//   is bound by writing o: 910 cycles, against 512 of the tensor cores, for 128 columns (docs/kernels.md).
+// Warpgroups: two, which take steps in turn. Each has its own stages, and loads q through TMA, one token per lane, once
+//   the logits of the stage's last step are there; there are no registers for a producer warp.
+// Masks: only the first entries of a list can lie within the tile. Values that no row of the segment sees are zeroed
+//   once, because 0 * NaN is NaN.
+// Columns: a lane's accumulators are columns 8 j + 2 c and the next one, c its number in its quad. Columns of v are
+//   permuted once, so that those of four j are eight adjacent columns of o, which the lane stores at once.
 //
-//   STAGES  of q of a warpgroup
-//   STEPS   of a segment at most
+//   STAGES, STEPS  stages of q of a warpgroup; most steps of a segment
 #include "row_steps.cuh"
 
 constexpr int PER_SM = 2, WARPGROUPS = 2, THREADS = 128 * WARPGROUPS, Q_BYTES = K_BYTES;
@@ -64,8 +55,7 @@ DEVICE int keep_listed(const Arguments &x, const UnitSegment &segment, int *kept
     return all;
 }
 
-// Of every 32 columns of the values, numbers 8 c + 2 j and the next one go to 8 j + 2 c. Values that no row of the
-// segment sees become zeros.
+// Permute every 32 columns of the values: 8 c + 2 j to 8 j + 2 c. Zero those that no row of the segment sees.
 DEVICE void prepare_values(const Steps &list, unsigned char *v_tile) {
     const int limit = last_seen_key<THREADS>(list);
     for (int i = threadIdx.x; i < KEYS * (DV / 32); i += THREADS) {
@@ -93,16 +83,6 @@ DEVICE void mask_logits(const Steps &list, float (&s)[KEYS / 2], int step, int r
     mask_columns(s, 0, limits, -infinity());
 }
 
-// Row r of o * scale: columns [32 j + 8 c, 32 j + 8 c + 8) of lane c of a quad.
-DEVICE void store_row(u16 *to, const float (&o)[DV / 2], int r, float scale) {
-    to += threadIdx.x % 4 * 8;
-    UNROLL for (int j = 0; j < DV / 32; ++j) {
-        u32 x[4];
-        UNROLL for (int i = 0; i < 4; ++i) x[i] = pack(o[j * 16 + i * 4 + r * 2] * scale, o[j * 16 + i * 4 + r * 2 + 1] * scale);
-        store_once(to + j * 32, make_uint4(x[0], x[1], x[2], x[3]));
-    }
-}
-
 // A warpgroup's q of a step into one of its stages: a token a lane, of all warps.
 DEVICE void load_rows(const Steps &list, int step, unsigned char *stage, u64 *full) {
     if (step >= list.steps) return;
@@ -112,7 +92,6 @@ DEVICE void load_rows(const Steps &list, int step, unsigned char *stage, u64 *fu
         tma_load_row_tile<DK>(stage + token * H * 128, &list.x.q, full, static_cast<int>(list.g), list.row(step, token), static_cast<int>(list.b));
 }
 
-// One of the warpgroups.
 DEVICE void attend(const Steps &list, unsigned char *k_tile, unsigned char *stages, u64 *tile, u64 *full, int warpgroup) {
     const Arguments &x = list.x;
     const u32 keys = uniform(operand(shared_address(k_tile))), values = keys + K_BYTES / 16, stage0 = uniform(operand(shared_address(stages)));
@@ -152,7 +131,7 @@ DEVICE void attend(const Steps &list, unsigned char *k_tile, unsigned char *stag
         wgmma_commit();
         wgmma_wait<0>();
         UNROLL for (int r = 0; r < 2; ++r)
-            if (entries[r] >= 0) store_row(x.part_o + (first_row + static_cast<i64>(entries[r]) * H + (row0 + 8 * r) % H) * DV, o, r, scale[r]);
+            if (entries[r] >= 0) write_row<true>(x.part_o + (first_row + static_cast<i64>(entries[r]) * H + (row0 + 8 * r) % H) * DV, o, r, scale[r]);
     }
 }
 
@@ -180,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) block_partials(con
         segment.entries = kept;
     }
     __syncthreads();
-    const Steps list(x, segment);
+    const Steps list{x, segment};
     if (threadIdx.x == 0) produce_tile(list, memory, &tile);
     attend(list, memory, memory + K_BYTES + V_BYTES + warpgroup * STAGES * Q_BYTES, &tile, full[warpgroup], warpgroup);
 }

@@ -1,13 +1,10 @@
 // Tiles of blocks smaller than a tile, and the rows that selected any of a tile's blocks (block_tiles.py):
-//   count_blocks.cu   count how many sampled rows selected each block
-//   order_blocks.cu   assign blocks to tiles
-//   count_rows.cu     count each tile's rows per chunk of rows
-//   sum_counts.cu     sum the counts, and count the segments of every list
-//   list_rows.cu      list the rows of every tile, with one bit per block
+// count_blocks.cu counts how many sampled rows selected each block, order_blocks.cu assigns blocks to tiles,
+// count_rows.cu counts each tile's rows per chunk of rows, sum_counts.cu sums the counts, and list_rows.cu lists the
+// rows of every tile, with one bit per block.
 //
-// A row seldom selects all blocks of a tile of 64 adjacent keys, so most rows would use few of them. Blocks that many
-// rows select therefore share tiles, and so do blocks that few rows select, in the order of their positions, because
-// neighboring rows select neighboring blocks.
+// A row seldom selects all blocks of 64 adjacent keys. Blocks that many rows select therefore share tiles, and so do
+// blocks that few rows select, in the order of their positions, because neighboring rows select neighboring blocks.
 #pragma once
 #include "key_to_rows.cuh"
 
@@ -46,3 +43,21 @@ struct RowMasks {
     // Return the blocks of a tile that row r of the chunk selected, as bits.
     DEVICE static u32 chosen(const u32 *table, u32 r, u32 tile) { return table[r * PITCH + tile / 2] >> tile % 2 * 16 & 0xffff; }
 };
+
+// The CTA's chunk of rows: one CTA per (b, g, chunk).
+struct ChunkArguments {
+    Problem p;
+    const int *places;  // [B*G, blocks]
+    i64 blocks, tiles, chunks;
+    int *counts;  // [B*G, chunks, tiles]; after sum_counts.cu the list's rows in earlier chunks
+};
+// Call use(tile, list, count, first_row) for every tile, by one warp each. tile: its number in `table`.
+template <class Use> DEVICE void for_tiles(const ChunkArguments &x, u32 *table, Use use) {
+    const u32 chunks = x.chunks, tiles = x.tiles, bg = blockIdx.x / chunks, first_row = blockIdx.x % chunks * CHUNK;
+    for (u32 tile0 = 0; tile0 < tiles; tile0 += TABLE) {
+        RowMasks::mark(x.p, bg, first_row, x.places + bg * x.blocks, tile0, table);
+        for (u32 tile = threadIdx.x / 32; tile < min(tiles - tile0, static_cast<u32>(TABLE)); tile += RowMasks::THREADS / 32)
+            use(tile, bg * x.tiles + tile0 + tile, x.counts[blockIdx.x * x.tiles + tile0 + tile], first_row);
+        __syncthreads();
+    }
+}

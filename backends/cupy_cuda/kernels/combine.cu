@@ -1,11 +1,8 @@
-// Merge o and lse of rows that forward_rows.cu split over several CTAs with disjoint keys.
+// Merge o and lse of rows that forward_rows.cu split over several CTAs with disjoint keys, in order of the splits.
 //
-//   lse = log2 sum_i 2^lse_i,  o = sum_i 2^(lse_i - lse) o_i
+//   lse = log2 sum_i 2^lse_i,  o = sum_i 2^(lse_i - lse) o_i          (a split without keys has lse_i = -inf)
 //
-// Grid: one CTA per 4 rows of B*S*G*h, one warp per row. Splits are added in order, so that results are bit-equal from
-// run to run. A split without keys has lse_i = -inf and weight 0.
-//
-//   MOST_SPLITS  most splits per row, a multiple of 32
+// Grid: one CTA per 4 rows of B*S*G*h, one warp per row. MOST_SPLITS: most splits per row, a multiple of 32.
 #include "softmax.cuh"
 
 struct Arguments {

@@ -2,152 +2,125 @@
 //
 //   p^T = 2^(c k q^T - lse),  ds^T = p^T * (v do^T - delta),  dv = sum p^T do,  dk = scale * sum ds^T q
 //
-// Grid: one CTA per segment (segment_of), in the order of order_segments.cu. Two CTAs per multiprocessor, so that one
-//   computes p and ds, starts or ends while the other multiplies; or one CTA with two consumers.
-// Tiles: 64 keys by 64 rows, TQ = 64 / H listed tokens times H heads. Products are transposed: with keys as rows, p^T
-//   and ds^T are computed in the registers from which dv += p^T do and dk += ds^T q read them.
-// Warpgroups: one consumer, or two for wide keys (SplitSteps). In the producer warpgroup, one warp loads lse
-//   and delta.
-// TMA: K and V of the tile; q and do of a step, all tokens at once if they are adjacent, else one box per token, or, if
-//   tokens are small (H < 8), cp.async by three warps.
-// Compressed keys: the rows of a list are the last ones of the sequence, from the first that sees a key of the tile.
-//   Entries are computed, and q and do of a step are one box, past whose end TMA loads zeros; so a segment is whole
-//   steps.
-// Window: the rows of a list reach from the tile's first key to the end of the window after its last key; entries are
-//   computed as above. One segment holds all of them, and no list is in memory.
-// Small blocks: with SMALL_BLOCK, a tile holds blocks at any positions, and p and ds of blocks that a row did not
-//   select are replaced by 0.
+// Grid: one CTA per segment of a list (segment_of), in the order of order_segments.cu. Two CTAs per multiprocessor, so
+//   that one computes p and ds, starts or ends while the other multiplies; or one CTA with two consumers.
+// Tiles: 64 keys by 64 rows (row_steps.cuh). Products are transposed: with keys as rows, p^T and ds^T are computed in
+//   the registers from which dv += p^T do and dk += ds^T q read them.
+// Warpgroups: one consumer, or two for wide keys (SplitSteps), and a producer.
+// Compressed keys: a list is the last rows of the sequence, from the first that sees a key of the tile. Window: it
+//   reaches to the end of the window after the tile's last key, in one segment. Both are computed, and q and do of a
+//   step are one box, past whose end TMA loads zeros.
+// Small blocks: a tile holds blocks at any positions; p and ds of blocks that a row did not select are replaced by 0.
 // Masks: rows ascend, so only the first entries of a list can lie within the tile, and only the last ones can have a
 //   window that begins inside the tile. Hidden k and v may be NaN, so p and ds are replaced by 0, not multiplied by 0.
-//
-//   H       heads per group
-//   STAGES  stages of the pipeline of q and do
 #include "row_steps.cuh"
 
 constexpr int NO_END = 0x7fffffff;
 constexpr int CTAS = CONSUMERS == 1 ? 2 : 1;  // per multiprocessor
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 1 ? 224 : 232, PRODUCER_REGISTERS = CONSUMERS == 1 ? 32 : 40;  // a thread
 
-struct Arguments {
+struct BoxMaps {
     TensorMap q, d_o, k, v;  // q, d_o: boxes of a step's tokens
-#if !(COMPRESS_BLOCK || WINDOW)
+};
+struct TokenMaps : BoxMaps {
     TensorMap q_token, d_o_token;
-#endif
+};
+struct Arguments : If<ADJACENT, BoxMaps, TokenMaps> {
     Problem p;
     HeadsTensor d_out;         // do [B,S,G,h,DV]
     const float *lse, *delta;  // [rows, H], lse natural
     KeyToRows lists;
     KeyGradients to;
-#if !(COMPRESS_BLOCK || WINDOW)
-    const uint2 *order;  // [segments]: list and number (order_segments.cu)
-#endif
-#if SMALL_BLOCK
-    BlockTiles blocks;
-#endif
+    const uint2 *order;  // [segments]: list and number (order_segments.cu); null if ADJACENT
+    BlockTiles blocks;   // SMALL_BLOCK
 };
 
-// Return the CTA's segment; past the list's last segment if there is nothing to do. Compressed keys: CTAs take
-// `segment` rows of the sequence with all tiles of keys that they see, then the rows before, so that concurrent CTAs
-// read the same rows from the L2 cache, which cannot hold q and do of all rows. Window: CTAs take one tile after
-// another, each with all its rows.
+// Return the CTA's segment; past the list's last segment if there is nothing to do. Compressed keys: CTAs take all
+// tiles of `segment` rows, then the rows before, so that concurrent CTAs read the same rows from the L2 cache.
 DEVICE SegmentId segment_of(const Arguments &x, u32 index) {
-#if COMPRESS_BLOCK
-    const u32 tiles = x.lists.tiles, length = x.lists.segment, slots = (static_cast<u32>(x.p.S) + length - 1) / length;
-    const u32 tile = index % tiles, slot = slots - 1 - index / tiles % slots;
-    return {index / tiles / slots * tiles + tile, slot - first_row(x.p, static_cast<i64>(tile) * KEYS) / length};
-#elif WINDOW
-    return {index, 0};
-#else
-    const uint2 at = x.order[index];
-    return {at.x, at.y};
-#endif
+    if constexpr (COMPRESSED) {
+        const u32 tiles = x.lists.tiles, length = x.lists.segment, slots = (static_cast<u32>(x.p.S) + length - 1) / length;
+        const u32 tile = index % tiles, slot = slots - 1 - index / tiles % slots;
+        return {index / tiles / slots * tiles + tile, slot - first_row(x.p, static_cast<i64>(tile) * KEYS) / length};
+    } else if constexpr (WINDOW) {
+        return {index, 0};
+    } else {
+        const uint2 at = x.order[index];
+        return {at.x, at.y};
+    }
 }
 
-// The steps of a segment.
 struct ListSteps : Segment<KEYS> {
     const Arguments &x;
     const int steps;
     i64 row0 = 0;  // ADJACENT: row of `begin`
-#if WINDOW
-    const WindowRows<KEYS, TQ> rows;
-    DEVICE ListSteps(const Arguments &arguments, SegmentId id)
-        : ListSteps(arguments, id, WindowRows<KEYS, TQ>(arguments.p, id.list % arguments.lists.tiles * KEYS)) {}
-    DEVICE ListSteps(const Arguments &arguments, SegmentId id, const WindowRows<KEYS, TQ> &window)
-        : Segment<KEYS>(arguments.lists, arguments.p.G, id.list, window.count), x(arguments), steps(window.steps), row0(window.first),
-          rows(window) {}
-    DEVICE int step_at(int i) const { return rows.step_at(i); }  // the step at position `i`
-#else
+    DEVICE ListSteps(const Arguments &arguments, const WindowRows<KEYS, TQ> &window, i64 list)
+        : Segment<KEYS>(arguments.lists, arguments.p.G, list, window.count), x(arguments), steps(window.steps), row0(window.first) {}
     DEVICE ListSteps(const Arguments &arguments, SegmentId id)
         : Segment<KEYS>(arguments.lists, arguments.p.G, id), x(arguments), steps(static_cast<int>((end - begin + TQ - 1) / TQ)) {
-        if (ADJACENT) row0 = x.p.S - (x.lists.begins[list + 1] - begin);
+        if (COMPRESSED) row0 = x.p.S - (x.lists.begins[list + 1] - begin);
     }
-    DEVICE int step_at(int i) const { return i; }
-#endif
+    DEVICE int step_at(int i) const { return i; }  // the step at position `i`
     // Return the row of listed token i of a step, or S (past the last row) if there is none.
     DEVICE int row(int step, int i) const {
-        const i64 at = begin + static_cast<i64>(step_at(step)) * TQ + i;
+        const i64 at = begin + static_cast<i64>(step) * TQ + i;
         if (i >= TQ || at >= end) return static_cast<int>(x.p.S);
         if (ADJACENT) return static_cast<int>(row0 + at - begin);
-#if SMALL_BLOCK
-        return x.lists.entries[at];
-#endif
+        if (SMALL_BLOCK) return x.lists.entries[at];
         return static_cast<u32>(x.lists.entries[at]) / static_cast<u32>(x.p.n * x.lists.reach);
     }
-#if SMALL_BLOCK
-    // Return the blocks of the tile that listed token i of a step (which must exist) selected.
+    // SMALL_BLOCK: return the blocks of the tile that listed token i of a step (which must exist) selected.
     DEVICE u32 chosen(int step, int i) const { return x.blocks.chosen[begin + static_cast<i64>(step) * TQ + i]; }
-#endif
-    // A window ends within the box of its last step: consumers zero q and do of the tokens past it, because 0 * NaN is
-    // NaN.
+    DEVICE void zero_other_tokens(int, unsigned char *) const {}
+    // Return the steps [x, y) of the list in which every row sees all keys of the tile. With implied positions, only
+    // the first KEYS entries of a list in memory can lie within the tile; with q_pos, any of its own entries.
+    DEVICE int2 whole_steps() const {
+        i64 masked;  // entries from `begin` on
+        if constexpr (COMPRESSED) masked = first_row(x.p, min(first_key + static_cast<i64>(KEYS), x.p.S_kv) - 1) - row0;
+        else masked = (x.p.q_pos ? x.lists.begins[list + 1] : x.lists.begins[list] + KEYS) - begin;
+        return make_int2(static_cast<int>((masked + TQ - 1) / TQ), NO_END);
+    }
+};
+
+// The steps of all rows that see a tile through a window.
+struct WindowSteps : ListSteps {
+    const WindowRows<KEYS, TQ> rows;
+    DEVICE WindowSteps(const Arguments &x, SegmentId id) : WindowSteps(x, id, WindowRows<KEYS, TQ>(x.p, id.list % x.lists.tiles * KEYS)) {}
+    DEVICE WindowSteps(const Arguments &x, SegmentId id, const WindowRows<KEYS, TQ> &window) : ListSteps(x, window, id.list), rows(window) {}
+    DEVICE int step_at(int i) const { return rows.step_at(i); }
+    DEVICE int row(int step, int i) const { return ListSteps::row(step_at(step), i); }
+    // Consumers zero q and do of the tokens past the window in the box of its last step, because 0 * NaN is NaN.
     DEVICE void zero_other_tokens(int step, unsigned char *stage) const {
-        if (!WINDOW || step_at(step) + 1 != steps || end % TQ == 0) return;
+        if (step_at(step) + 1 != steps || end % TQ == 0) return;
 #pragma unroll 1
         for (int i = threadIdx.x % 128; i < STAGE_BYTES / 16; i += 128)
             if (i % (PANEL / 16) >= end % TQ * H * 8) *reinterpret_cast<uint4 *>(stage + i * 16) = make_uint4(0, 0, 0, 0);
         fence_async_proxy();
         named_barrier<128>(1 + threadIdx.x / 128);
     }
-    // Return the steps [x, y) of the list in which every row sees all keys of the tile.
-    DEVICE int2 whole_steps() const {
-#if WINDOW
-        return make_int2(rows.begun, rows.over);
-#elif COMPRESS_BLOCK
-        const i64 begun = first_row(x.p, min(first_key + static_cast<i64>(KEYS), x.p.S_kv) - 1) - row0;
-        return make_int2(static_cast<int>((begun + TQ - 1) / TQ), NO_END);
-#else
-        // With implied positions, only the first KEYS entries of a list can lie within the tile; with q_pos, any of its
-        // own entries.
-        const i64 masked = x.p.q_pos ? x.lists.begins[list + 1] : x.lists.begins[list] + KEYS;
-        return make_int2(static_cast<int>((masked - begin + TQ - 1) / TQ), NO_END);
-#endif
-    }
+    DEVICE int2 whole_steps() const { return make_int2(rows.begun, rows.over); }
 };
+typedef If<WINDOW, WindowSteps, ListSteps> Steps;
 
-// Two consumer warpgroups, for keys whose sums do not fit one warpgroup's registers, compute two of the four products
-// each:
+// Two consumer warpgroups, for wide keys, compute two of the four products each:
 //
 //   ValueSums  p^T = 2^(c k q^T - lse),  dv = sum p^T do
 //   KeySums    ds^T = p^T * (v do^T - delta),  dk = sum ds^T q
 //
-// ValueSums sends p to KeySums in float32 through shared memory: thread t reads what thread t wrote. Each keeps its
-// operand of the first product, the tile's keys or values, in registers, so that wgmma reads half as much shared
-// memory, and the memory that held the tile becomes the last stage of q and do. The first product of a step and the sum
-// of the step before are in flight together. Next to sums of 256 columns, registers hold only a part of the operand
-// (TILE_STAYS), and two stages fit beside the tile; q and do are then released separately (APART), each as soon as both
-// consumers have used it: while one consumer computes p or ds, the other multiplies.
+// ValueSums sends p to KeySums in float32 through shared memory: thread t reads what thread t wrote. Each keeps the
+// tile's keys or values in registers, so that wgmma reads half as much shared memory, and the memory that held the tile
+// becomes the last stage of q and do. The first product of a step and the sum of the step before are in flight
+// together. Next to sums of 256 columns, registers hold only a part of the tile (TILE_STAYS), and two stages fit beside
+// it; q and do are then released separately (APART), each as soon as both consumers have used it.
 
 // What both consumers know of a segment's steps; list: as of row_steps.cuh, and what dkdv_groups.cu adds to it.
-template <class List>
-struct SplitSteps {
+template <class List> struct SplitSteps {
     const List &list;
-    unsigned char *stages;
-    const u32 stage0;  // an operand
+    unsigned char *const stages;
     Shared &shared;
     Pipeline<1> &exchange;
-    const int2 whole;
-    DEVICE SplitSteps(const List &list, unsigned char *stages, Shared &shared, Pipeline<1> &exchange)
-        : list(list), stages(stages), stage0(uniform(operand(shared_address(stages)))), shared(shared), exchange(exchange),
-          whole(list.whole_steps()) {}
+    const u32 stage0 = uniform(operand(shared_address(stages)));  // an operand
+    const int2 whole = list.whole_steps();
     DEVICE u32 q_tile(int step) const { return uniform(stage0 + state_of(step).stage * (STAGE_BYTES / 16)); }
     DEVICE u32 do_tile(int step) const { return q_tile(step) + K_BYTES / 16; }
     DEVICE void wait(int step) const {
@@ -163,12 +136,8 @@ struct SplitSteps {
     }
     DEVICE void release_do(int step) const { shared.d_outs.release(step % STAGES); }
     DEVICE void mask(float (&x)[ROWS / 2], int step) const {
-#if SMALL_BLOCK
-        mask_keys(x, shared.seen[state_of(step).stage]);
-#else
         const int in_list = list.step_at(step);
-        if (in_list < whole.x || in_list >= whole.y) mask_keys(list.x.p, x, shared.limit[state_of(step).stage]);
-#endif
+        if (SMALL_BLOCK || in_list < whole.x || in_list >= whole.y) shared.visible[state_of(step).stage].mask(list.x.p, x);
     }
     // A thread's part of p^T of a step, 16 bytes at a time.
     DEVICE float4 *place() const { return reinterpret_cast<float4 *>(stages + STAGES * STAGE_BYTES) + threadIdx.x % 128; }
@@ -181,8 +150,7 @@ struct SplitSteps {
 };
 
 // COLUMNS of the tile's keys or values as operand a: the first HELD in registers, the others in shared memory.
-template <int COLUMNS>
-struct TileOperand {
+template <int COLUMNS> struct TileOperand {
     static constexpr int HELD = TILE_STAYS ? 64 : COLUMNS;
     u32 held[HELD / 16][4], others;
 
@@ -210,8 +178,7 @@ struct TileOperand {
     }
 };
 
-template <class List>
-struct ValueSums {
+template <class List> struct ValueSums {
     const SplitSteps<List> &steps;
     TileOperand<DK> keys;
     u32 p[ROWS / 16][4];  // an operand, too
@@ -237,8 +204,7 @@ struct ValueSums {
     DEVICE void write(const GradientRows &rows, const KeyGradients &to) { rows.write<DV>(dv, 1.0f, 0, to.part_dv, to.dv); }
 };
 
-template <class List>
-struct KeySums {
+template <class List> struct KeySums {
     const SplitSteps<List> &steps;
     TileOperand<DV> values;
     u32 ds[ROWS / 16][4];  // an operand, too
@@ -275,10 +241,9 @@ struct KeySums {
     }
 };
 
-// One of both consumers.
 template <class Sums, class List>
 DEVICE void add_products(const List &list, unsigned char *tile, unsigned char *stages, Shared &shared, Pipeline<1> &exchange) {
-    const SplitSteps<List> steps(list, stages, shared, exchange);
+    const SplitSteps<List> steps{list, stages, shared, exchange};
     Sums sums(steps, tile);
     if (list.steps > 0) {
         sums.wait(0);
@@ -323,7 +288,7 @@ DEVICE void add_products(const List &list, unsigned char *tile, unsigned char *s
 }
 
 // Consumer warpgroup, if there is one: compute all four products.
-DEVICE void accumulate(const Arguments &x, const ListSteps &list, unsigned char *k_tile, unsigned char *stages, Shared &shared) {
+DEVICE void accumulate(const Arguments &x, const Steps &list, unsigned char *k_tile, unsigned char *stages, Shared &shared) {
     const Problem &p = x.p;
     const u32 keys = uniform(operand(shared_address(k_tile))), values = keys + K_BYTES / 16;
     const u32 stage0 = uniform(operand(shared_address(stages)));
@@ -345,16 +310,10 @@ DEVICE void accumulate(const Arguments &x, const ListSteps &list, unsigned char 
         wgmma_commit();
         wgmma_wait<1>();  // compute p^T while dp^T is in flight
         exponentiate(s, shared.lse[at.stage], p.scale_log2);
-#if SMALL_BLOCK
-        mask_keys(s, shared.seen[at.stage]);
+        const bool masked = SMALL_BLOCK || in_list < whole.x || in_list >= whole.y;
+        if (masked) shared.visible[at.stage].mask(p, s);
         wgmma_wait<0>();
-        mask_keys(dp, shared.seen[at.stage]);
-#else
-        const bool masked = in_list < whole.x || in_list >= whole.y;
-        if (masked) mask_keys(p, s, shared.limit[at.stage]);
-        wgmma_wait<0>();
-        if (masked) mask_keys(p, dp, shared.limit[at.stage]);
-#endif
+        if (masked) shared.visible[at.stage].mask(p, dp);
         u32 weights[ROWS / 16][4], ds[ROWS / 16][4];
         as_operands(weights, ds, s, dp, shared.delta[at.stage]);
         wgmma_fence();
@@ -380,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), CTAS) dkdv_g
     unsigned char *stages = memory + (OWN_MEMORY ? STAGE_BYTES : 0);
     unsigned char *tile = memory + (OWN_MEMORY ? 0 : (STAGES - 1) * STAGE_BYTES);
     const int producer = threadIdx.x / 32 - 4 * CONSUMERS;
-    const ListSteps list(x, id);
+    const Steps list(x, id);
     if (threadIdx.x == 0) {
         exchange.init(4, 4);
         shared.init();
@@ -390,8 +349,8 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), CTAS) dkdv_g
     if (producer < 0) {
         reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, CTAS>(true);
         if constexpr (CONSUMERS == 1) accumulate(x, list, tile, stages, shared);
-        else if (threadIdx.x < 128) add_products<ValueSums<ListSteps>>(list, tile, stages, shared, exchange);
-        else add_products<KeySums<ListSteps>>(list, tile, stages, shared, exchange);
+        else if (threadIdx.x < 128) add_products<ValueSums<Steps>>(list, tile, stages, shared, exchange);
+        else add_products<KeySums<Steps>>(list, tile, stages, shared, exchange);
         return;
     }
     reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, CTAS>(false);

@@ -4,15 +4,12 @@
 //
 // Grid: one CTA per segment of a list. The order of all sums is fixed, whichever CTA runs first.
 // Tiles: WIDTH keys by QUERIES queries, which are (listed row, head) pairs, so that any number of heads fills a step.
-//   Products are transposed: with keys as rows, p^T and ds^T are computed in the registers from which dv += p^T do and
-//   dk += ds^T q
-//       read them.
+//   Products are transposed, as in dkdv_groups.cu.
 // Loads: cp.async, double-buffered; no TMA, because rows are scattered.
-// Masks: keys [low, high) of the tile are visible to a query. Others may hold NaN, so p and ds are replaced by 0, not
-//   multiplied by 0.
+// Masks: a query sees keys [low, high) of the tile. Others may hold NaN, so p and ds are replaced by 0.
 //
 //   KEY_WARPS     warps along the keys, 16 keys each: WIDTH = 16 * KEY_WARPS
-//   COLUMN_WARPS  1, or 2: two warps share 16 keys, and half of the columns of dk and dv each (wide heads: registers)
+//   COLUMN_WARPS  1, or 2 for wide heads: two warps share 16 keys, with half of the columns of dk and dv each
 //   QUERIES       16 or 32
 #include "key_to_rows.cuh"
 #include "mma.cuh"
@@ -38,7 +35,6 @@ struct Query {
     float lse = 0.0f, delta = 0.0f;
 };
 
-// The queries of a step, in shared memory.
 struct Queries {
     i64 q[QUERIES], d_o[QUERIES];
     int low[QUERIES], high[QUERIES];
@@ -57,11 +53,8 @@ struct Queries {
 struct QueryReader {
     const Arguments &x;
     const Segment<WIDTH> &segment;
-    const u32 h, queries, steps;
-    const bool describes;
-    DEVICE QueryReader(const Arguments &arguments, const Segment<WIDTH> &of)
-        : x(arguments), segment(of), h(x.p.h), queries(static_cast<u32>(of.end - of.begin) * h), steps((queries + QUERIES - 1) / QUERIES),
-          describes(threadIdx.x < QUERIES) {}
+    const u32 h = x.p.h, queries = static_cast<u32>(segment.end - segment.begin) * h, steps = (queries + QUERIES - 1) / QUERIES;
+    const bool describes = threadIdx.x < QUERIES;
 
     // Return the query's entry, -1 if none. Read one step before `describe`, whose addresses depend on it.
     DEVICE int entry(u32 step) const {
@@ -87,7 +80,6 @@ struct QueryReader {
     }
 };
 
-// Copy q and do of a step's queries.
 DEVICE void copy_queries(u16 *buffer, const u16 *q, const u16 *d_o, const Queries &queries) {
     copy_rows<DK, KP, QUERIES, THREADS>(buffer, q, [&](int r) { return RowSource{queries.q[r], queries.q[r] >= 0}; });
     copy_rows<DV, VP, QUERIES, THREADS>(buffer + QUERIES * KP, d_o, [&](int r) { return RowSource{queries.d_o[r], queries.d_o[r] >= 0}; });
@@ -113,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dkdv_tiles(const __grid_co
     if (blockIdx.x >= x.lists.segments[x.lists.lists]) return;
     const Problem &p = x.p;
     const Segment<WIDTH> segment(x.lists, p.G, segment_at(x.lists, blockIdx.x));
-    const QueryReader reader(x, segment);
+    const QueryReader reader{x, segment};
     const int warp = threadIdx.x / 32, key0 = warp % KEY_WARPS * 16, half = warp / KEY_WARPS;
 
     u16 *k_tile = memory, *v_tile = k_tile + WIDTH * KP, *buffers = v_tile + WIDTH * VP;

@@ -2,9 +2,8 @@
 //
 //   delta = sum(do * o) - dlse,  p = 2^(c q k^T - lse),  ds = p * (do v^T - delta),  dq = scale * sum_j ds_j k_j
 //
-// Grid: one CTA per (row, HEADS heads). Tiles and loads: as in forward_rows.cu, over the same keys (key_tiles.cuh); do
-//   is also in shared memory.
-// Masks: ds = 0 past a tile's last key; k and v are zeros there.
+// Grid: one CTA per (row, HEADS heads). Tiles and loads: as in forward_rows.cu (key_tiles.cuh). ds = 0 past a tile's
+// last key, where k and v are zeros.
 #include "key_tiles.cuh"
 
 struct Arguments {
@@ -19,8 +18,7 @@ struct Arguments {
 
 constexpr int MERGE = DKP + 8;  // floats of a head's row in shared memory, padded against bank conflicts
 
-// Compute delta of every head, one warp per head; store it to global and shared memory, and base-2 lse to shared
-// memory.
+// Compute delta of every head, one warp per head. Shared memory receives it, too, and lse in base 2.
 DEVICE void compute_delta(const Arguments &x, const RowHeads &heads, const u16 *do_tile, float *head_lse, float *head_delta) {
     const int lane = threadIdx.x % 32;
     for (int head = threadIdx.x / 32; head < HEADS; head += THREADS / 32) {

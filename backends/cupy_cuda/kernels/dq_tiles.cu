@@ -1,50 +1,33 @@
-// Backward pass on Hopper: dq of tiles of tokens, and delta for dk and dv. Grid, tiles, TMA and masks: see
-// token_tiles.cuh.
+// Backward pass on Hopper: dq of tiles of tokens, and delta for dk and dv (token_tiles.cuh).
 //
-//   delta = sum(do * o) - dlse,  p = 2^(c q k^T - lse),  ds = p * (do v^T - delta),  dq = scale * sum_j ds_j k_j
-//
-// WITH_O: for compressed keys or a window a tile has few steps, so loading o from memory for delta would take much of
-// its time; o then comes through TMA with do.
 // do is held in registers as the operand of do v^T, so that wgmma reads half as much shared memory, and do (and o) of
-// the next tile can be loaded as soon as this one's are read. q of the next tile has its own stage.
+// the next tile can be loaded as soon as this one's are read. WITH_O: for compressed keys or a window a tile has few
+// steps, so o comes through TMA with do; loading it from memory for delta would take much of the tile's time.
 #include "token_tiles.cuh"
 
 constexpr bool WITH_O = BY_ARITHMETIC;
 constexpr bool DO_IN_REGISTERS = DK <= 128;  // if acc leaves enough registers
 static_assert(DO_IN_REGISTERS || Q_STAGES == 1, "else do would follow another stage of q");
-constexpr int Q_BYTES = DK / 64 * PANEL, DO_BYTES = DV / 64 * PANEL;
+constexpr int DO_BYTES = DV / 64 * PANEL;
 constexpr int ROW_BYTES = Q_STAGES * Q_BYTES + DO_BYTES + (WITH_O ? DO_BYTES : 0);  // per consumer
 
 struct Maps {
     TensorMap q, d_o, k, v;
-    DEVICE const TensorMap &o_map() const { return d_o; }  // not used
 };
 struct MapsWithO : Maps {
     TensorMap o_rows;
-    DEVICE const TensorMap &o_map() const { return o_rows; }
 };
 struct Arguments : If<WITH_O, MapsWithO, Maps> {
     Problem p;
     TilePlan plan;
-    const u16 *o;             // [B,S,G,h,DV], contiguous
-    const float *lse, *dlse;  // [B,S,G,h]; dlse may be null
-    u16 *dq;                  // [B,S,G,h,DK]
-    float *delta;             // [B,S,G,h]
+    QueryGradients to;
 };
 
 // The `math` of consume_steps: one consumer's dq over a tile.
-struct QueryGradient {
-    static constexpr int BRIEF = 0;  // docs/kernels.md, "Tried and dropped"
-    StepReader &steps;
-    const u32 q_tile;  // an operand
-    const RowPair &rows;
-    const float c;
-    float delta[2], lse[2];  // lse in base 2; infinity for a row without keys, so that p = 0
-    float acc[DK / 2], s[KEYS / 2], dp[KEYS / 2];
-    u32 ds[KEYS / 16][4], d_out[DV / 16][4];  // operands
+struct TileGradient : Gradient<StepReader> {
+    u32 d_out[DV / 16][4];  // do, an operand
 
-    DEVICE QueryGradient(StepReader &reader, u32 q, const RowPair &pair, float scale_log2)
-        : steps(reader), q_tile(q), rows(pair), c(scale_log2) {}
+    using Gradient::Gradient;
     // Read do, compute delta and store it. do_tile: do and (WITH_O) o in shared memory.
     DEVICE void load_gradients(const Arguments &x, const TokenTile &tile, int consumer, const unsigned char *do_tile) {
         float sum[2] = {0.0f, 0.0f};
@@ -54,19 +37,13 @@ struct QueryGradient {
             if (WITH_O) load_operand(o, do_tile + DO_BYTES, k);
             UNROLL for (int i = 0; i < 4; ++i) {
                 if (!WITH_O) {
-                    const u16 *row = x.o + RowPair::index(x.p, tile, consumer, i % 2) * DV;
+                    const u16 *row = x.to.o + RowPair::index(x.p, tile, consumer, i % 2) * DV;
                     o[i] = rows.bit[i % 2] ? *reinterpret_cast<const u32 *>(row + k * 16 + i / 2 * 8 + threadIdx.x % 4 * 2) : 0u;
                 }
                 sum[i % 2] = dot2(d_out[k][i], o[i], sum[i % 2]);
             }
         }
-        UNROLL for (int r = 0; r < 2; ++r) {
-            const i64 row = RowPair::index(x.p, tile, consumer, r);
-            delta[r] = quad_sum(sum[r]);
-            if (x.dlse && rows.bit[r]) delta[r] -= x.dlse[row];
-            if (rows.bit[r] && threadIdx.x % 4 == 0) x.delta[row] = delta[r];
-        }
-        UNROLL for (int i = 0; i < DK / 2; ++i) acc[i] = 0.0f;
+        begin(x, tile, consumer, sum);
     }
     DEVICE void begin_products(const Step &step) {
         const u32 keys = steps.keys(step);
@@ -79,53 +56,46 @@ struct QueryGradient {
         wgmma_add_a_b<DK>(acc, ds, steps.keys(step) + TRANSPOSED);
         wgmma_commit();
     }
-    template <int PENDING>
-    DEVICE void probabilities(const Step &step, int key) {
+    template <int PENDING> DEVICE void probabilities(const Step &step, int key) {
         const float shift[2] = {step.rows & rows.bit[0] ? lse[0] : infinity(), step.rows & rows.bit[1] ? lse[1] : infinity()};
         wgmma_wait<PENDING>();
         logit_gradients(s, dp, c, shift, delta);
         if (key != NO_MASK) rows.mask(s, key, 0.0f);
     }
-    DEVICE void finish_probabilities() {}
-    DEVICE void update_operand() { as_operand(ds, s); }
 };
 
 DEVICE void differentiate(const Arguments &x, unsigned char *stages, unsigned char *row_memory, Shared &shared, int consumer) {
     const Problem &p = x.p;
     const u32 q_tiles = uniform(operand(shared_address(row_memory)));
-    StepReader steps(shared.steps, consumer, stages);
-    TileScheduler scheduler(shared.tiles, x.plan);
+    StepReader steps{shared.steps, consumer, uniform(operand(shared_address(stages)))};
+    TileScheduler scheduler{shared.tiles, x.plan};
     while (scheduler.next_tile()) {
         const TokenTile tile = scheduler.tile(p.G);
         const RowPair rows(p, tile, consumer);
         const auto at = scheduler.at<Q_STAGES>();
-        QueryGradient gradient(steps, Q_STAGES == 1 ? q_tiles : uniform(q_tiles + at.stage * (Q_BYTES / 16)), rows, p.scale_log2);
+        TileGradient gradient(steps, Q_STAGES == 1 ? q_tiles : uniform(q_tiles + at.stage * (Q_BYTES / 16)), rows, p.scale_log2);
         steps.begin_tile(scheduler.counts.y * STEPS);
-        float lse[2];
-        UNROLL for (int r = 0; r < 2; ++r) lse[r] = rows.bit[r] ? x.lse[RowPair::index(p, tile, consumer, r)] : -infinity();
+        gradient.load_lse(x, tile, consumer);
         shared.gradients[consumer].wait_full(scheduler.at<1>());
         gradient.load_gradients(x, tile, consumer, row_memory + Q_STAGES * Q_BYTES);
         __syncwarp();  // all lanes have read do and o
         if (DO_IN_REGISTERS) shared.gradients[consumer].release(0);
-        UNROLL for (int r = 0; r < 2; ++r) gradient.lse[r] = lse[r] == -infinity() ? infinity() : lse[r] * LOG2_E;
+        gradient.to_base_2();
         shared.q[consumer].wait_full(at);
-        consume_steps(steps, scheduler.counts, shared.q[consumer], at.stage, gradient);
+        consume_steps(steps, (scheduler.counts.y - scheduler.counts.x) * STEPS, shared.q[consumer], at.stage, gradient);
         if (!DO_IN_REGISTERS) shared.gradients[consumer].release(0);
-
-        float scale[2];
-        UNROLL for (int r = 0; r < 2; ++r) scale[r] = gradient.lse[r] == infinity() ? 0.0f : static_cast<float>(p.scale);
-        write_rows<DK>(gradient.acc, scale, x.dq, p, tile, consumer);
+        gradient.write(x, tile, consumer);
     }
 }
 
-// Producer warp: load a consumer's q, do and (WITH_O) o.
+template <class Arguments>
 DEVICE void produce_tiles(const Arguments &x, unsigned char *row_memory, Shared &shared, int consumer) {
     unsigned char *do_tile = row_memory + Q_STAGES * Q_BYTES;
-    TileScheduler scheduler(shared.tiles, x.plan);
+    TileScheduler scheduler{shared.tiles, x.plan};
     while (scheduler.next_tile()) {
         const TokenTile tile = scheduler.tile(x.p.G);
         produce_rows<DK>(shared.q[consumer], scheduler.at<Q_STAGES>(), row_memory, tile, consumer, x.q);
-        if (WITH_O) produce_rows<DV, DV>(shared.gradients[consumer], scheduler.at<1>(), do_tile, tile, consumer, x.d_o, x.o_map());
+        if constexpr (WITH_O) produce_rows<DV, DV>(shared.gradients[consumer], scheduler.at<1>(), do_tile, tile, consumer, x.d_o, x.o_rows);
         else produce_rows<DV>(shared.gradients[consumer], scheduler.at<1>(), do_tile, tile, consumer, x.d_o);
     }
 }
@@ -134,18 +104,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq_tiles(const __grid_c
     extern __shared__ __align__(1024) unsigned char memory[];  // rows of the consumers, stages of K and V
     __shared__ Shared shared;
     unsigned char *stages = memory + CONSUMERS * ROW_BYTES;
-    const int warpgroup = threadIdx.x / 128, producer = threadIdx.x / 32 - 4 * CONSUMERS;
     if (threadIdx.x == 0) shared.init();
     wait_for_kernel_ahead();
     start_next_kernel();
     __syncthreads();
-    if (warpgroup < CONSUMERS) {
-        reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>(true);
-        differentiate(x, stages, memory + warpgroup * ROW_BYTES, shared, warpgroup);
-        return;
-    }
-    reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>(false);
-    if (producer == 0) produce_steps(x.k, x.v, x.p, x.plan, stages, shared);
-    else if (producer <= CONSUMERS)
-        produce_tiles(x, memory + (producer - 1) * ROW_BYTES, shared, producer - 1);
+    run_warpgroups([&](int consumer) { differentiate(x, stages, memory + consumer * ROW_BYTES, shared, consumer); },
+                   [&](int producer) {
+                       if (producer == 0) produce_steps(x, stages, shared);
+                       else if (producer <= CONSUMERS) produce_tiles(x, memory + (producer - 1) * ROW_BYTES, shared, producer - 1);
+                   });
 }

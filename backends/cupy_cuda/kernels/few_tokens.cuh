@@ -1,9 +1,6 @@
 // Build the union of the blocks that few tokens of a (b, g) selected, inside the CTA that attends to them, so that no
-// plan kernel is needed. Used when sequences decode several tokens at once, with tiles of all or some of a sequence's
-// tokens.
-//
-// Every thread holds one (token, range). The first thread that holds a block writes it to the list, with one bit per
-// token.
+// plan kernel is needed. Every thread holds one (token, range). The first thread that holds a block writes it to the
+// list, with one bit per token.
 #pragma once
 #include "softmax.cuh"
 
@@ -14,8 +11,7 @@ __shared__ u32 union_entries[MOST_ENTRIES];  // block << TOKEN_BITS | tokens, wh
 __shared__ int2 union_counts;                // number of whole blocks, of all blocks
 
 // Build the list of tokens [first, first + S), by all THREADS threads of the CTA.
-template <int THREADS>
-DEVICE void make_union(const Problem &p, u32 b, u32 g, u32 first, u32 S) {
+template <int THREADS> DEVICE void make_union(const Problem &p, u32 b, u32 g, u32 first, u32 S) {
     static_assert(THREADS >= MOST_ENTRIES, "one entry per thread");
     constexpr u32 NONE = 0xffffffffu;
     const u32 n = p.n, e = threadIdx.x, token = e / n;

@@ -2,30 +2,23 @@
 //
 //   s = q k^T,  p = 2^(c (s - m)),  o = sum_j p_j v_j / l,  lse = c m + log2 l         (softmax.cuh)
 //
-// Grid: persistent CTAs, PER_SM per multiprocessor; each takes every gridDim.x-th (row, HEADS heads). Few rows: one
-//   cluster per row.
-// Steps: a range has BLOCK / KEYS steps. The CTAs of a cluster take every CLUSTER-th step of all ranges, including
-//   empty ones, so that each finds its steps without reading other ranges. They merge their results at the end
-//   (RowCluster).
-// Warps: a producer warp loads a row's K and V through TMA, KEYS keys per step, through a pipeline of STAGES stages. It
-//   continues with the next row while four consumer warps finish this one.
-// Tiles: HEAD_WARPS * SHARES consumer warps. Warps of the same 16 heads split a step's keys for s = q k^T and, once p
-//   is in shared memory, the columns of v for acc += p v, so that no partial results need merging. All shares have one
-//   lazy maximum, as in forward_tiles.cu.
-// Pages: hold whole steps. Before the first load, each lane reads the range of its step and then its page: two
-//   dependent loads, for all steps at once.
+// Grid: persistent CTAs, which take every gridDim.x-th (row, HEADS heads). Few rows: one cluster per row, whose
+//   CTAs take every CLUSTER-th step of all ranges, including empty ones, so that each finds its steps without reading
+//   other ranges. They merge their results at the end (RowCluster).
+// Warps: a producer warp loads K and V through TMA, KEYS keys per step; it continues with the next row while four
+//   consumer warps finish this one. Those of the same 16 heads split a step's keys for s = q k^T and, once p is in
+//   shared memory, the columns of v for acc += p v, with one lazy maximum, as in forward_tiles.cu.
+// Pages: hold whole steps. Before the first load each lane reads the range of its step, then its page: two dependent
+//   loads, for all steps at once.
 // Masks: only the last step of a range may have fewer than KEYS keys. Past them, logits are -inf and values are zeroed,
 //   because 0 * NaN is NaN.
-// e4m3: a step's values take half the registers, so they are loaded before its softmax, and only products remain once p
-//   is stored.
 //
-//   STAGES      stages of the K/V pipeline
-//   HEAD_WARPS  1, 2 or 4: warps of 16 heads each
-//   PER_SM      CTAs per multiprocessor
-//   BLOCK       keys per range, a multiple of KEYS
-//   CLUSTER     CTAs of the cluster that shares a row; 1: no clusters
-//   NEXT_FIRST  1: the next kernel may start when all CTAs have started; 0: when they have issued their last loads
-//   E4M3, PAGE_SCALES  quantized cache, see stored_tiles.cuh
+//   STAGES, PER_SM     stages of K and V; CTAs per multiprocessor
+//   HEAD_WARPS         1, 2 or 4: warps of 16 heads each
+//   BLOCK              keys per range, a multiple of KEYS
+//   CLUSTER            CTAs of the cluster that shares a row; 1: no clusters
+//   NEXT_FIRST         the next kernel may start once all CTAs have started, else after their last loads
+//   E4M3, PAGE_SCALES  quantized cache (stored_tiles.cuh): a step's values are in registers before its softmax
 #include "stored_tiles.cuh"
 
 struct Arguments {
@@ -55,11 +48,10 @@ struct RowHeads {
     DEVICE i64 first(const Arguments &x) const { return row.index * x.p.h + head0; }  // index in [B,S,G,h]
 };
 
-// Merge the results of a cluster's CTAs through distributed shared memory. Every CTA sends each other CTA the partial
-// results for that CTA's columns, and waits for what all others sent to it, without a cluster barrier. Sums run over
-// the CTAs in order, so that results are bit-equal from run to run. `rank` is the number of the CTA that sends.
-template <int HEADS>
-struct RowCluster {
+// Merge the results of a cluster's CTAs through distributed shared memory: every CTA sends each other CTA the partial
+// results for that CTA's columns, and waits for what all others sent to it. Sums run over the CTAs in order, so that
+// results are bit-equal from run to run. `rank`: the CTA that sends.
+template <int HEADS> struct RowCluster {
     static constexpr int OWN = DV / CLUSTER;  // columns that a CTA writes
     float parts[CLUSTER][HEADS][OWN];         // acc of every CTA
     float2 totals[CLUSTER][HEADS];            // m and l
@@ -81,8 +73,6 @@ struct RowCluster {
         store_async(reinterpret_cast<float *>(&totals[rank][head]), &received, to, m, l);
     }
 
-    DEVICE void wait() { mbarrier_wait_cluster(&received, 0); }
-
     // Compute the weight of every CTA's part in o; return lse in base 2.
     DEVICE float weigh(float c, int head, float (&weights)[CLUSTER]) const {
         float m = LOWEST, l = 0.0f;
@@ -96,20 +86,8 @@ struct RowCluster {
         return row.lse;
     }
 
-    // Return two of this CTA's columns of a head.
-    DEVICE float2 combine(const float (&weights)[CLUSTER], int head, int column) const {
-        float2 sum = make_float2(0.0f, 0.0f);
-        UNROLL for (int cta = 0; cta < CLUSTER; ++cta) {
-            const float2 part = *reinterpret_cast<const float2 *>(&parts[cta][head][column]);
-            sum.x += weights[cta] * part.x;
-            sum.y += weights[cta] * part.y;
-        }
-        return sum;
-    }
-
     // Write this CTA's columns of `count` heads, once all are received, by THREADS threads. o [HEADS, DV], lse [HEADS].
-    template <int THREADS>
-    DEVICE void write(float c, u32 rank, int count, u16 *o, float *lse) const {
+    template <int THREADS> DEVICE void write(float c, u32 rank, int count, u16 *o, float *lse) const {
         constexpr int LANES = THREADS / HEADS;  // of a head
         const int head = threadIdx.x / LANES, lane = threadIdx.x % LANES;
         if (head >= count) return;
@@ -117,7 +95,12 @@ struct RowCluster {
         const float lse_2 = weigh(c, head, weights);
         if (rank == 0 && lane == 0) lse[head] = lse_2 * LN_2;
         for (int column = 2 * lane; column < OWN; column += 2 * LANES) {
-            const float2 sum = combine(weights, head, column);
+            float2 sum = make_float2(0.0f, 0.0f);
+            UNROLL for (int cta = 0; cta < CLUSTER; ++cta) {
+                const float2 part = *reinterpret_cast<const float2 *>(&parts[cta][head][column]);
+                sum.x += weights[cta] * part.x;
+                sum.y += weights[cta] * part.y;
+            }
             *reinterpret_cast<u32 *>(o + head * DV + rank * OWN + column) = pack(sum.x, sum.y);
         }
     }
@@ -152,11 +135,8 @@ struct Producer {
     unsigned char *const stages;
     Shared &shared;
     const int lane = threadIdx.x % 32;
-    const bool once;  // no other CTA (token of the sequence, heads of the row) reads these keys
+    const bool once = x.p.S == 1 && x.head_tiles == 1;  // no other CTA (token of the sequence, heads of the row) reads these keys
     PipelineState<STAGES> at;
-
-    DEVICE Producer(const Arguments &x, unsigned char *stages, Shared &shared)
-        : x(x), stages(stages), shared(shared), once(x.p.S == 1 && x.head_tiles == 1) {}
 
     template <int COLUMNS, int BOX>
     DEVICE void load(unsigned char *to, const TensorMap *map, u64 *full, int key, i64 g, int page) const {
@@ -258,15 +238,13 @@ struct Consumer {
         v_rate = scales.v.of_head(g);
     }
 
-    // Compute s = q k^T for this share of a step's keys, times their scales.
     DEVICE void add_logits(float (&s)[SHARE / 8][4], const unsigned char *keys, int stage) const {
         Stored::add_q_kt(s, q, keys, share * SHARE);
         const float scale = PAGE_SCALES ? shared.k_scales[stage] : 1.0f;
         if (E4M3) scale_rows(s, {k_rate[0] * scale, k_rate[1] * scale});
     }
 
-    // Compute the step of `keys` keys at a stage. The first step of a row raises its maxima from LOWEST; in the last
-    // step m and l are final before acc is.
+    // Compute a step. The first step of a row raises its maxima; in the last one m and l are final before acc.
     DEVICE void step(unsigned char *stages, int keys, bool first, bool last, const PipelineState<STAGES> &at) {
         unsigned char *k_tile = stages + at.stage * STAGE_BYTES, *v_tile = k_tile + K_BYTES;
         float s[SHARE / 8][4] = {};
@@ -297,7 +275,6 @@ struct Consumer {
         if (CLUSTER > 1) send_totals();
     }
 
-    // Compute the row's steps in this CTA.
     DEVICE void attend(unsigned char *stages, PipelineState<STAGES> &at) {
         int keys = 0;
         for (bool first = true; !(keys & LAST); first = false, at.next()) {
@@ -310,9 +287,8 @@ struct Consumer {
         }
     }
 
-    // Publish l of this share. After a barrier (the last step has one), total() returns the sum over all shares.
     DEVICE void share_sums() { store_sums(softmax, shared.sums, share, head(0)); }
-    DEVICE float total(int head) const { return sum_of(shared.sums, head); }
+    DEVICE float total(int head) const { return sum_of(shared.sums, head); }  // of all shares, after share_sums and a barrier
 
     DEVICE void write(const Arguments &x, const RowHeads &heads) {
         UNROLL for (int r = 0; r < 2; ++r) {
@@ -343,7 +319,7 @@ struct Consumer {
     DEVICE void finish(const Arguments &x, const RowHeads &heads) {
         if constexpr (CLUSTER > 1) {
             send_columns();
-            shared.cluster().wait();
+            mbarrier_wait_cluster(&shared.cluster().received, 0);
             shared.cluster().write<THREADS>(softmax.c, rank, count, x.o + heads.first(x) * DV, x.lse + heads.first(x));
         } else write(x, heads);
     }
@@ -366,7 +342,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, PER_SM) for
         return true;
     };
     if (threadIdx.x >= THREADS) {
-        Producer producer(x, memory, shared);
+        Producer producer{x, memory, shared};
         const int *range = producer.range_of(heads.row, rank), *position = position_at(x.p, heads.row.b, heads.row.s);
         wait_for_kernel_ahead();
         producer.load_row(heads.row, rank, range, position);

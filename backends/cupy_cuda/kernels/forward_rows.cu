@@ -3,13 +3,11 @@
 //
 //   s = q k^T,  p = 2^(c (s - m)),  o = sum_j p_j v_j / l,  lse = c m + log2 l         (softmax.cuh)
 //
-// Grid: one CTA per (row, HEADS heads, split); with CLUSTER > 1 the splits of a row are the CTAs of a cluster.
+// Grid: one CTA per (row, HEADS heads, split). With few rows, each is split over several CTAs to fill the GPU: those of
+//   a cluster (sm_90) merge their results through shared memory; others store partial results, which combine.cu merges.
 // Tiles: 16 heads by TILE gathered keys per warp and step; teams of warps share the tiles (key_tiles.cuh).
 // Loads: cp.async; no TMA, because ranges may begin at any key.
 // Masks: only the last tile of every 32 ranges has fewer than TILE keys; the rest is zeros, whose logits become -inf.
-// Splits: with few rows, each row is split over `splits` CTAs to fill the GPU. The CTAs of a cluster (sm_90) merge
-//   their results through shared memory. Without clusters, or with more splits than a cluster has CTAs, they store
-//   partial results, which combine.cu merges.
 //
 //   SPLIT    1: o and lse are partial results, float32 [rows, h, splits, DV] and [rows, h, splits], lse in base 2
 //   CLUSTER  CTAs of a cluster; 1: no clusters
@@ -74,7 +72,6 @@ struct TeamResults {
     }
 };
 
-// Store two columns of a head, divided by l.
 DEVICE void write_output(const Arguments &x, i64 out, int split, float c, int column, const PartialSums &sum) {
     const RowTotals totals(c, sum.m, sum.l);
     const float low = sum.low * totals.scale, high = sum.high * totals.scale;
@@ -85,7 +82,6 @@ DEVICE void write_output(const Arguments &x, i64 out, int split, float c, int co
     if (column == 0) x.lse[out] = SPLIT ? totals.lse : totals.lse * LN_2;
 }
 
-// Run the online softmax over this team's tiles.
 DEVICE void attend(const u16 *q_tile, const RowHeads &heads, KeyPipeline &keys, OnlineSoftmax &softmax, float (&acc)[DVP / 8][4]) {
     const HeadsOperand<KP> q(q_tile, heads.warp_head);
     for (int count = keys.next_tile(); count; count = keys.next_tile()) {

@@ -1,27 +1,16 @@
-// Forward pass on Hopper: o and lse of tiles of tokens. Formulas, grid, tile shapes, TMA loads and masks: see
-// token_tiles.cuh.
+// Forward pass on Hopper: o and lse of tiles of tokens (token_tiles.cuh).
 #include "token_tiles.cuh"
 
-constexpr int Q_BYTES = DK / 64 * PANEL;  // q tile of one consumer
-
-struct Arguments {
-    TensorMap q, k, v;
-    Problem p;
-    TilePlan plan;
-    u16 *o;      // [B,S,G,h,DV]
-    float *lse;  // [B,S,G,h]
-};
+typedef ForwardArguments Arguments;
 
 // The `math` of consume_steps.
-struct TileAttention : Attention {
+struct TileAttention : Attention<StepReader> {
     // Windows of a multiple of KEYS: only the last step is brief, with the keys after the tile's first token.
     static constexpr int BRIEF = !WINDOW ? 0 : TOKENS <= 17 ? 16 : TOKENS <= 33 ? 32 : 0;
-    StepReader &steps;
-    const u32 q_tile;  // wgmma operand in shared memory
-    u32 q[DK / 16][4];  // wgmma operand in registers, if IN_TURNS
+    static constexpr bool HOLDS_Q = IN_TURNS;  // q is an operand in registers
+    u32 q[DK / 16][4];
 
-    DEVICE TileAttention(StepReader &reader, u32 q, const RowPair &pair, float c, float slack)
-        : Attention(pair, c, slack), steps(reader), q_tile(q) {}
+    using Attention::Attention;
     DEVICE void load_q(const unsigned char *memory) {
         UNROLL for (int k = 0; k < DK / 16; ++k) load_operand(q[k], memory, k);
     }
@@ -36,16 +25,13 @@ struct TileAttention : Attention {
     }
     template <int PENDING>
     DEVICE void probabilities(const Step &step, int key) { finish_logits<PENDING>(s, step, key); }
-    // Replace the logits s by p, and compute alpha if a maximum rises. PENDING: wgmma groups that may still be in
-    // flight.
-    template <int PENDING, class Tile>
-    DEVICE void finish_logits(Tile &s, const Step &step, int key) {
+    // Replace the logits s by p. PENDING: wgmma groups that may still be in flight.
+    template <int PENDING, class Tile> DEVICE void finish_logits(Tile &s, const Step &step, int key) {
         wgmma_wait<PENDING>();
         if (key != NO_MASK) rows.mask(s, key, -infinity());
         exponentiate(s, [&](int r) { return step.rows & rows.bit[r]; });
     }
-    template <int KEYS>
-    DEVICE void brief_step(const Step &step, int key) {
+    template <int KEYS> DEVICE void brief_step(const Step &step, int key) {
         float few[KEYS / 2];
         u32 operand[KEYS / 16][4];
         wgmma_fence();
@@ -65,9 +51,8 @@ struct TileAttention : Attention {
 // IN_TURNS: a row's result is the merge of both consumers' partial sums. Each consumer finishes half of the columns.
 __shared__ float2 statistics[IN_TURNS ? 2 : 1][64];  // m and l of each consumer's rows
 
-// Merge the two consumers' partial results and store o and lse. exchange: per consumer, the half of its acc that the
-// other one finishes.
-DEVICE void join_and_write(TileAttention &mine, const Arguments &x, const TokenTile &tile, const RowPair &rows, float4 *exchange, int consumer) {
+// Merge both consumers' partial results and store o and lse. exchange: the half of acc that the other one finishes.
+DEVICE void join_and_write(TileAttention &mine, const Arguments &x, const TokenTile &tile, float4 *exchange, int consumer) {
     constexpr int HALF = DV / 4, BARRIER = 1;  // elements per thread; number of the named barrier
     const int thread = threadIdx.x % 128, other = 1 - consumer;
     OnlineSoftmax &softmax = mine.softmax;
@@ -89,7 +74,7 @@ DEVICE void join_and_write(TileAttention &mine, const Arguments &x, const TokenT
         others_weight[r] = exp2_fast((others.x - m) * softmax.c);
         const RowTotals totals(softmax.c, m, weight[r] * softmax.l[r] + others_weight[r] * others.y);
         scale[r] = totals.scale;
-        if (consumer == 0 && rows.bit[r] && thread % 4 == 0) x.lse[RowPair::index(x.p, tile, 0, r)] = totals.lse * LN_2;
+        if (consumer == 0 && mine.rows.bit[r] && thread % 4 == 0) x.lse[RowPair::index(x.p, tile, 0, r)] = totals.lse * LN_2;
     }
     const float4 *from = exchange + other * (HALF / 4 * 128) + thread;
     float sums[HALF];
@@ -104,52 +89,28 @@ DEVICE void join_and_write(TileAttention &mine, const Arguments &x, const TokenT
     write_rows<DV>(sums, scale, x.o, x.p, tile, consumer, consumer * (DV / 2));
 }
 
-// Consumer warpgroup: attend to the tiles of this CTA, one after another, and store o and lse.
-DEVICE void attend(const Arguments &x, unsigned char *stages, unsigned char *q_memory, Shared &shared, int consumer, float4 *exchange) {
-    const Problem &p = x.p;
-    const u32 q_tile = uniform(operand(shared_address(q_memory)));
-    const float c = p.scale_log2, slack = SLACK / c;
-    StepReader steps(shared.steps, consumer, stages);
-    TileScheduler scheduler(shared.tiles, x.plan);
-    while (scheduler.next_tile()) {
-        const TokenTile tile = scheduler.tile(p.G);
-        const RowPair rows(p, tile, consumer);
-        TileAttention attention(steps, q_tile, rows, c, slack);
-        steps.begin_tile(scheduler.counts.y * STEPS);
-        shared.q[consumer].wait_full(scheduler.at<1>());
-        if (IN_TURNS) {
-            attention.load_q(q_memory);
-            __syncwarp();  // all lanes have read q
-            shared.q[consumer].release(0);
-        }
-        consume_steps<!IN_TURNS>(steps, scheduler.counts, shared.q[consumer], 0, attention);
-
-        if (IN_TURNS) join_and_write(attention, x, tile, rows, exchange, consumer);
-        else attention.write(x, p, tile, consumer);
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) forward_tiles(const __grid_constant__ Arguments x) {
     extern __shared__ __align__(1024) unsigned char memory[];  // q per consumer, `exchange`, stages of K and V
     __shared__ Shared shared;
     unsigned char *exchange = memory + CONSUMERS * Q_BYTES, *stages = exchange + (IN_TURNS ? 64 * DV * 4 : 0);
-    const int warpgroup = threadIdx.x / 128, producer = threadIdx.x / 32 - 4 * CONSUMERS;
     if (threadIdx.x == 0) shared.init();
     wait_for_stream();
     if (FEW_TOKENS) make_union<THREADS>(x.p, blockIdx.x / static_cast<u32>(x.p.G), blockIdx.x % static_cast<u32>(x.p.G), 0, x.p.S);
     __syncthreads();
-    if (warpgroup < CONSUMERS) {
-        reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PER_SM>(true);
-        attend(x, stages, memory + warpgroup * Q_BYTES, shared, warpgroup, reinterpret_cast<float4 *>(exchange));
-        return;
-    }
-    reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PER_SM>(false);
-    if (producer == 0) produce_steps(x.k, x.v, x.p, x.plan, stages, shared);
-    else if (producer <= CONSUMERS) {
-        const int consumer = producer - 1;
-        TileScheduler scheduler(shared.tiles, x.plan);
+    auto produce_queries = [&](int consumer) {
+        TileScheduler scheduler{shared.tiles, x.plan};
         while (scheduler.next_tile())
-            produce_rows<DK>(shared.q[consumer], scheduler.at<1>(), memory + consumer * Q_BYTES,
-                             scheduler.tile(x.p.G), consumer, x.q);
-    }
+            produce_rows<DK>(shared.q[consumer], scheduler.at<1>(), memory + consumer * Q_BYTES, scheduler.tile(x.p.G), consumer, x.q);
+    };
+    auto attend = [&](int consumer) {
+        const StepReader steps{shared.steps, consumer, uniform(operand(shared_address(stages)))};
+        attend_tiles<TileAttention>(x, steps, memory + consumer * Q_BYTES, shared, consumer, [&](TileAttention &attention, const TokenTile &tile) {
+            if (IN_TURNS) join_and_write(attention, x, tile, reinterpret_cast<float4 *>(exchange), consumer);
+            else attention.write(x, tile, consumer);
+        });
+    };
+    run_warpgroups(attend, [&](int producer) {
+        if (producer == 0) produce_steps(x, stages, shared);
+        else if (producer <= CONSUMERS) produce_queries(producer - 1);
+    });
 }

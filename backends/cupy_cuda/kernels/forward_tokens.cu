@@ -5,16 +5,13 @@
 //
 // Grid: one CTA per (b, g) and TOKENS tokens. The CTA builds the union itself (few_tokens.cuh).
 // Rows: TOKENS tokens times H heads, at most 16: operand A of the tensor core. Rows without a token have q = 0.
-// Warps: a producer warp loads K and V through TMA, KEYS keys per step, for four consumer warps. These split a step's
-//   keys for s = q k^T and, once p is in shared memory, the columns of v. They share one lazy maximum, as in
-//   forward_blocks.cu.
-// Masks: logits are -inf unless the row's token selected the block and the key is at or before its position. Values
-//   that no token sees are zeroed, because 0 * NaN is NaN.
+// Warps: a producer warp loads K and V through TMA; four consumer warps share a step as in forward_blocks.cu.
+// Masks: logits are -inf unless the row's token selected the block and sees the key. Values that no token sees are
+//   zeroed, because 0 * NaN is NaN.
 //
-//   H, TOKENS       heads per group; tokens per tile
-//   STAGES, PER_SM  stages of the K/V pipeline; CTAs per multiprocessor
-//   BLOCK           keys per block, a multiple of KEYS
-//   PAGE_SCALES     see stored_tiles.cuh
+//   H, TOKENS           heads per group; tokens per tile
+//   STAGES, PER_SM      stages of K and V; CTAs per multiprocessor
+//   BLOCK, PAGE_SCALES  keys per block, a multiple of KEYS; see stored_tiles.cuh
 #include "stored_tiles.cuh"
 #include "few_tokens.cuh"
 

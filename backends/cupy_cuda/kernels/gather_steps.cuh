@@ -1,18 +1,16 @@
-// Steps of KEYS keys gathered from blocks of any size, with separate pipelines for keys and values. Shared by
+// Steps of KEYS keys gathered from blocks of any size, with separate pipelines for keys and values, for
 // forward_gather.cu and dq_gather.cu.
 //
 // A unit is one load: a block, or KEYS keys of a larger block. Units of smaller blocks fill a step in the order of the
 // tile's list, partial blocks first (token_tiles.cuh); missing units of the last step hold zeros. One bit per (token,
 // unit) tells whether the token selected the unit; for blocks of KEYS keys or more, one bit per token.
-// Keys have one stage more than values, because a step's first GEMM starts together with the second GEMM of the step
-// before.
 //
 // Producer warps: warp 0 loads K, warp 1 loads q and V. Units of 8 keys or more come through TMA: a box is eight keys
 //   with all their columns, or KEYS keys by 64 columns. Boxes of four keys would take longer than the products, so
 //   lanes copy such units with cp.async, half of them by warps 2 (V) and 3 (K).
 //
 //   BLOCK   keys per block: a divisor of KEYS from 4 on, or a multiple of KEYS
-//   STAGES  stages of K; V has one less
+//   STAGES  stages of K; V has one less, because a step's first GEMM starts with the second GEMM of the step before
 #pragma once
 #include "token_tiles.cuh"
 
@@ -21,8 +19,7 @@ constexpr int VALUE_STAGES = STAGES - 1;
 constexpr bool COPIES = UNIT < 8, GROUPED = UNIT >= 8 && UNIT < KEYS;
 constexpr int LOADERS = COPIES ? 2 : 1;  // warps that load K; as many load V
 // Byte offsets in a tile of keys or values between 64-column panels, and between groups of eight rows.
-template <int COLUMNS>
-struct Layout {
+template <int COLUMNS> struct Layout {
     static constexpr int NEXT = GROUPED ? 1024 : PANEL, GROUP = GROUPED ? COLUMNS * 16 : 1024;
 };
 
@@ -49,8 +46,7 @@ struct GatherShared {
 
 // 32 units of a tile, one per lane.
 struct Units {
-    // First key; its page (page_of), -1 if no row sees any key; upper bound on one past the last key that some row
-    // sees.
+    // First key; its page, -1 if no row sees any key; upper bound on one past the last key that some row sees.
     int key, page, visible;
     u64 rows;                // bit r: token r of the tile selected the block
 
@@ -69,8 +65,7 @@ struct Units {
         }
         page = key < visible ? page_of(p, tile.b, key) : -1;
     }
-    // Transpose the selection bits of a step's units (lanes from `first` on): bits of tokens per unit become bits of
-    // units per token.
+    // Publish a step (lanes from `first` on): transpose bits of tokens per unit to bits of units per token.
     DEVICE void publish(GatherShared &shared, int stage, int first) const {
         const int lane = threadIdx.x % 32;
         u64 tokens = UNITS == 1 ? __shfl_sync(ALL_LANES, rows, first) : 0;
@@ -88,10 +83,8 @@ struct Units {
     }
     // Return whether some keys of a loaded unit must be zeroed.
     DEVICE bool cut() const { return page >= 0 && visible < key + UNIT; }
-    // Zero the keys that no row sees in a step's units (lanes from `first` on). Rows are zeroed whole, so the swizzle
-    // does not matter.
-    template <int COLUMNS>
-    DEVICE void zero_unseen(unsigned char *stage, int first) const {
+    // Zero the keys that no row sees in a step (lanes from `first` on), in whole rows: the swizzle does not matter.
+    template <int COLUMNS> DEVICE void zero_unseen(unsigned char *stage, int first) const {
         for (int row = threadIdx.x % 32; row < KEYS; row += 32) {
             const int unit = first + row / UNIT;
             if (__shfl_sync(ALL_LANES, key, unit) + row % UNIT < __shfl_sync(ALL_LANES, visible, unit)) continue;
@@ -106,8 +99,7 @@ struct Units {
 };
 
 // A producer warp's loads of K or of V; if two warps share them, part 0 or 1 of each step's units.
-template <int COLUMNS, bool OF_KEYS>
-struct StepProducer {
+template <int COLUMNS, bool OF_KEYS> struct StepProducer {
     static constexpr int N = OF_KEYS ? STAGES : VALUE_STAGES, BYTES = COLUMNS / 64 * PANEL;
     GatherShared &shared;
     Pipeline<N> &pipeline;
@@ -116,9 +108,6 @@ struct StepProducer {
     const int part;
     PipelineState<N> at;
     int raw_parity = 0;
-
-    DEVICE StepProducer(GatherShared &all, Pipeline<N> &own, const TensorMap &tensor, unsigned char *memory, int number)
-        : shared(all), pipeline(own), map(tensor), stages(memory), part(number) {}
 
     // Copy the rows of a step's units with cp.async, 16 bytes per lane; zeros for keys that no row sees.
     DEVICE void copy(const KeysTensor &x, const Units &units, int first, int g, unsigned char *stage) {
@@ -190,31 +179,30 @@ struct StepProducer {
 DEVICE int steps_of(int blocks) { return (blocks * PARTS + UNITS - 1) / UNITS; }
 
 // Producer warp: fetch the CTA's tiles and load K of their steps.
-DEVICE void produce_keys(const TensorMap &map, const Problem &p, const TilePlan &plan, unsigned char *stages, GatherShared &shared) {
-    StepProducer<DK, true> producer(shared, shared.keys, map, stages, 0);
-    TileScheduler scheduler(shared.tiles, plan);
-    for (u32 coming = blockIdx.x; scheduler.publish(coming, p);) {
-        // Request the next tile late, because a tile that is claimed early waits for this one to end. Two steps hide
-        // the latency of the atomic counter.
+template <class Arguments> DEVICE void produce_keys(const Arguments &x, unsigned char *stages, GatherShared &shared) {
+    StepProducer<DK, true> producer{shared, shared.keys, x.k, stages, 0};
+    TileScheduler scheduler{shared.tiles, x.plan};
+    for (u32 coming = blockIdx.x; scheduler.publish(coming, x.p);) {
+        // Request the next tile late: this one delays it. Two steps hide the latency of the atomic counter.
         const int ask = max(steps_of(scheduler.counts.y) - 2, 0);
         u32 answer = 0;
-        if (scheduler.counts.y == 0) answer = plan.ask_for_tile();
-        producer.load_tile(p, plan, scheduler.tile(p.G), scheduler.counts, [&](int step) {
-            if (step == ask) answer = plan.ask_for_tile();
+        if (scheduler.counts.y == 0) answer = x.plan.ask_for_tile();
+        producer.load_tile(x.p, x.plan, scheduler.tile(x.p.G), scheduler.counts, [&](int step) {
+            if (step == ask) answer = x.plan.ask_for_tile();
         });
-        coming = plan.tile_of(answer);
+        coming = x.plan.tile_of(answer);
     }
 }
 // Other producer warps: for each tile that warp 0 publishes, call `before(tile)`, then load its steps.
-template <int COLUMNS, bool OF_KEYS, int N, class Before>
-DEVICE void produce_part(Pipeline<N> &pipeline, int part, const TensorMap &map, const Problem &p, const TilePlan &plan, unsigned char *stages,
-                         GatherShared &shared, Before before) {
-    StepProducer<COLUMNS, OF_KEYS> producer(shared, pipeline, map, stages, part);
-    TileScheduler scheduler(shared.tiles, plan);
+template <int COLUMNS, bool OF_KEYS, int N, class Arguments, class Before>
+DEVICE void produce_part(Pipeline<N> &pipeline, int part, const TensorMap &map, const Arguments &x, unsigned char *stages, GatherShared &shared,
+                         Before before) {
+    StepProducer<COLUMNS, OF_KEYS> producer{shared, pipeline, map, stages, part};
+    TileScheduler scheduler{shared.tiles, x.plan};
     while (scheduler.next_tile()) {
-        const TokenTile tile = scheduler.tile(p.G);
+        const TokenTile tile = scheduler.tile(x.p.G);
         before(scheduler, tile);
-        producer.load_tile(p, plan, tile, scheduler.counts, [](int) {});
+        producer.load_tile(x.p, x.plan, tile, scheduler.counts, [](int) {});
     }
 }
 
@@ -228,24 +216,23 @@ struct GatheredStep {
 
 // A consumer's position in the steps of its tile.
 struct GatherReader {
+    typedef GatheredStep Step;
+    DEVICE static int steps_of(int blocks) { return ::steps_of(blocks); }
+    static constexpr int AHEAD = VALUE_STAGES;
     GatherShared &shared;
     const int consumer;
     const u32 keys, values;  // wgmma operands of the first stages
-    PipelineState<STAGES> keys_at;
-    PipelineState<VALUE_STAGES> values_at;
-    int next, total;
-
-    DEVICE GatherReader(GatherShared &all, int number, const unsigned char *key_stages, const unsigned char *value_stages)
-        : shared(all), consumer(number), keys(uniform(operand(shared_address(key_stages)))),
-          values(uniform(operand(shared_address(value_stages)))) {}
+    PipelineState<STAGES> keys_at = {};
+    PipelineState<VALUE_STAGES> values_at = {};
+    int next = 0, total = 0;
 
     DEVICE void begin_tile(int steps) {
         next = 0;
         total = steps;
     }
-    // Find the next step that a row of this consumer selected, and release steps that no row selected, which waits for
-    // their values. A consumer that still holds values must not wait for step `limit`, whose values the producer loads
-    // into that stage.
+    DEVICE int masked_key(const GatheredStep &step, int partial_steps) const { return step.number < partial_steps ? 0 : NO_MASK; }
+    // Find the next step that a row of this consumer selected; release others, once their values have arrived. A
+    // consumer that holds values must not wait for step `limit`, whose values need their stage.
     DEVICE Found find(GatheredStep &step, int limit) {
         while (next < total) {
             if (next == limit) return LIMIT;
@@ -258,7 +245,7 @@ struct GatherReader {
             shared.values.wait_full(step.values);
             __syncwarp();  // all lanes have read the bits
             release_keys(step);
-            release_values(step);
+            release(step);
         }
         return END;
     }
@@ -285,16 +272,28 @@ struct GatherReader {
     DEVICE u32 keys_of(const GatheredStep &step) const { return uniform(keys + step.keys.stage * (K_BYTES / 16)); }  // an operand
     DEVICE u32 values_of(const GatheredStep &step) const { return uniform(values + step.values.stage * (V_BYTES / 16)); }
     DEVICE void release_keys(const GatheredStep &step) { shared.keys.release(step.keys.stage); }
-    DEVICE void release_values(const GatheredStep &step) { shared.values.release(step.values.stage); }
+    DEVICE void release(const GatheredStep &step) { shared.values.release(step.values.stage); }
 };
 
-// Overwrite elements of units that a row did not select with `value`; a step of one unit is overwritten as a whole or
-// not at all.
-template <class Tile>
-DEVICE void mask_units(Tile &s, const u32 (&units)[2], float value) {
+// Overwrite elements of units that a row did not select with `value`; a step of one unit is left to the caller.
+template <class Tile> DEVICE void mask_units(Tile &s, const u32 (&units)[2], float value) {
     if (UNITS == 1) return;
     const int shift = UNIT == 4 ? threadIdx.x % 4 / 2 : 0;  // a lane holds two of eight columns
     UNROLL for (int r = 0; r < 2; ++r)
         UNROLL for (int i = 0; i < elements<Tile>; ++i)
             if (!(units[r] >> shift >> i / 2 * 8 / UNIT & 1)) element(s, r, i) = value;
+}
+
+// A warp of the producer. rows(scheduler, tile, i) loads the rows of consumer i, by the warp that loads values.
+template <class Arguments, class Rows>
+DEVICE void produce_gathered(const Arguments &x, unsigned char *keys, unsigned char *values, GatherShared &shared, int producer, Rows rows) {
+    if (producer == 0) produce_keys(x, keys, shared);
+    else if (producer <= LOADERS)  // rows are free when the first stage of values is
+        produce_part<DV, false>(shared.values, producer - 1, x.v, x, values, shared, [&](TileScheduler &scheduler, const TokenTile &tile) {
+            if (producer > 1) return;
+#pragma unroll 1
+            for (int i = 0; i < CONSUMERS; ++i) rows(scheduler, tile, i);
+        });
+    else if (COPIES && producer == 3)
+        produce_part<DK, true>(shared.keys, 1, x.k, x, keys, shared, [](TileScheduler &, const TokenTile &) {});
 }

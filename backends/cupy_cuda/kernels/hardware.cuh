@@ -1,11 +1,10 @@
 // PTX instructions of sm_80 and newer as functions: conversions, cp.async, clusters, mma.sync and ldmatrix.
 // Tests replace this file by one that does the same on a CPU (tests/helpers/emulation/hardware.cuh).
 //
-// Every kernel is compiled with these constants; NVRTC needs no include folder, since no header of the toolkit is used:
+// Every kernel is compiled with these constants; no header of the toolkit is used:
 //   BF16     1: bfloat16, 0: float16
 //   DK, DV   columns of a key and of a value, multiples of 8
-//   ALIGNED  1: rows of q, k, v (and do) begin at multiples of 16 bytes and are copied by cp.async; 0: element by
-// element
+//   ALIGNED  1: rows of q, k, v (and do) begin at multiples of 16 bytes and are copied by cp.async; 0: by element
 //   E4M3     1: keys and values are e4m3, and products are of float16 (stored_tiles.cuh)
 #pragma once
 
@@ -35,18 +34,15 @@ typedef unsigned long long u64;
 #define OPERAND DTYPE
 #endif
 
-// Two floats as a pair of 16-bit numbers; `low` comes first in memory.
-DEVICE u32 pack(float low, float high) {
-    u32 pair;
-    asm("cvt.rn." DTYPE "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-// The same in the type of the tensor core's operands.
-DEVICE u32 pack_operand(float low, float high) {
-    u32 pair;
-    asm("cvt.rn." OPERAND "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
+// Two floats as a pair of 16-bit numbers, `low` first in memory. pack_operand: in the type of mma's operands.
+#define PACK(NAME, TYPE) \
+    DEVICE u32 NAME(float low, float high) { \
+        u32 pair; \
+        asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low)); \
+        return pair; \
+    }
+PACK(pack, DTYPE)
+PACK(pack_operand, OPERAND)
 
 // Convert four e4m3 numbers, in the order of memory, to two pairs of float16, exactly (sm_89 and newer).
 DEVICE void unpack_e4m3(u32 bytes, u32 &first, u32 &second) {
@@ -95,12 +91,10 @@ DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memor
 
 // Wait until at most PENDING of this thread's committed groups are in flight.
 template <int PENDING>
-DEVICE void cp_async_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
+DEVICE void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
-// Where this kernel was started before the one ahead of it in the stream had ended (`launch.start`, early): waits for
-// its end. Nothing that a kernel may have written is read before it, and nothing is written.
+// Wait for the end of the previous kernel of the stream, before which this one may have started (`launch.start`,
+// early). Nothing that a kernel may have written is read before this call, and nothing is written.
 DEVICE void wait_for_kernel_ahead() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -117,8 +111,7 @@ DEVICE void wait_for_stream() {
     wait_for_kernel_ahead();
 }
 
-// Barrier of all threads of a cluster (sm_90 and newer); earlier writes to shared memory are visible to the whole
-// cluster after it.
+// Barrier of all threads of a cluster (sm_90), after which earlier writes to shared memory are visible to all CTAs.
 DEVICE void cluster_sync() { asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // The float at the address of `mine`, but in the shared memory of CTA number `cta` of the cluster.
@@ -143,18 +136,11 @@ DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 }
 
 // Four 8 x 8 matrices from shared memory: lane l passes the address of row l % 8 of matrix l / 8, and receives the pair
-// (r, c) of each.
-DEVICE void ldmatrix(u32 (&x)[4], const u16 *row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(shared_address(row))
-                 : "memory");
-}
-
-// The same, each matrix transposed.
-DEVICE void ldmatrix_trans(u32 (&x)[4], const u16 *row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(shared_address(row))
-                 : "memory");
-}
+// (r, c) of each. ldmatrix_trans: each matrix transposed.
+#define LDMATRIX(NAME, TRANS) \
+    DEVICE void NAME(u32 (&x)[4], const u16 *row) { \
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4" TRANS ".shared.b16 {%0,%1,%2,%3}, [%4];" \
+                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(shared_address(row)) : "memory"); \
+    }
+LDMATRIX(ldmatrix, "")
+LDMATRIX(ldmatrix_trans, ".trans")

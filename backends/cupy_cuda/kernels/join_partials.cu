@@ -4,50 +4,33 @@
 //   s = c q k^T,  p = 2^(s - m),  acc = sum p v,  l = sum p                     over the shared tiles  (softmax.cuh)
 //   w_i = 2^(lse_i - m),  o = (acc + sum_i w_i o_i) / (l + sum_i w_i),  lse = m + log2(l + sum_i w_i)
 //
-// Why: partials are most of the bytes that cuda-block moves, written once and read once. A tile that all of TQ adjacent
-// tokens
-//   selected takes two products here, 512 cycles of the tensor cores, and no memory. With random selections these tiles
-// are
-//   the forced blocks, 3 of 16.
-// Grid: one CTA per 64 rows of the unit (joined_rows.cuh: macros, loads of partials).
-// Masks: two masks per row tell which tiles are shared and which entries have partials (shared_tiles.cu). A row's limit
-// cuts
-//   some shared tiles; values that no row sees are zeroed, because 0 * NaN is NaN.
+// Partials are most of the bytes that cuda-block moves. A tile that all of TQ adjacent tokens selected takes two
+// products here and no memory; with random selections these are the forced blocks, 3 of 16.
+// Grid: one CTA per 64 rows of the unit (joined_rows.cuh).
+// Masks: a row's limit cuts some shared tiles; values that no row sees are zeroed, because 0 * NaN is NaN.
 #include "joined_rows.cuh"
 
-struct Arguments {
+struct Maps {
     TensorMap q, k, v;  // q: boxes of TQ tokens
-    Problem p;
-    i64 reach;
-    const u64 *shared, *listed;  // [B,S,G], of shared_tiles.cu
-    i64 rows, first_pair, first_row, pairs, section;  // `UnitRows` of units.py
+};
+struct Arguments : Maps, UnitArguments {
     const u16 *part_o;           // [pairs, section, EACH, H, DV]
     const float *part_lse;       // [pairs, section, EACH, H], in base 2
     u16 *o;                      // [B,S,G,H,DV]
     float *lse;                  // [B,S,G,H]
 };
 
-// Compute acc and the softmax over the tiles that the tokens share.
 DEVICE void attend_shared(const Arguments &x, const Tokens &tokens, unsigned char *memory, Barriers &full, float (&acc)[DV / 2],
                           OnlineSoftmax &softmax) {
     const u32 q = uniform(operand(shared_address(memory))), keys = q + K_BYTES / 16, values = keys + K_BYTES / 16;
-    const int g = static_cast<int>(tokens.g), b = static_cast<int>(tokens.b);
-    SharedTiles tiles(x, tokens);
+    SharedTiles<Arguments> tiles(x, tokens, memory + K_BYTES, memory + 2 * K_BYTES, full);
     if (!tiles.left) return;
-    auto load_keys = [&](int key) {
-        mbarrier_arrive_expect(&full.k, K_BYTES);
-        tma_load_key_tile<DK>(memory + K_BYTES, &x.k, &full.k, key, g, b);
-    };
-    auto load_values = [&](int key) {
-        mbarrier_arrive_expect(&full.v, V_BYTES);
-        tma_load_key_tile<DV>(memory + 2 * K_BYTES, &x.v, &full.v, key, g, b);
-    };
     int key = tiles.next_key();
     if (threadIdx.x == 0) {
         mbarrier_arrive_expect(&full.rows, K_BYTES);
-        tma_load_row_tile<DK>(memory, &x.q, &full.rows, g, static_cast<int>(tokens.s), b);
-        load_keys(key);
-        load_values(key);
+        tma_load_row_tile<DK>(memory, &x.q, &full.rows, tiles.g, static_cast<int>(tokens.s), tiles.b);
+        tiles.load_keys(key);
+        tiles.load_values(key);
     }
     mbarrier_wait(&full.rows, 0);
     bool more = true;
@@ -62,7 +45,7 @@ DEVICE void attend_shared(const Arguments &x, const Tokens &tokens, unsigned cha
         wgmma_commit();
         wgmma_wait<0>();
         __syncthreads();  // all have read the keys
-        if (more && threadIdx.x == 0) load_keys(coming);
+        if (more && threadIdx.x == 0) tiles.load_keys(coming);
         tokens.mask(x.p, s, key, -infinity());
         UNROLL for (int r = 0; r < 2; ++r) {
             alpha[r] = softmax.raise(r, quad_max(row_max(s, r)));
@@ -77,12 +60,11 @@ DEVICE void attend_shared(const Arguments &x, const Tokens &tokens, unsigned cha
         wgmma_commit();
         wgmma_wait<0>();
         __syncthreads();  // all have read the values
-        if (more && threadIdx.x == 0) load_values(coming);
+        if (more && threadIdx.x == 0) tiles.load_values(coming);
         key = coming;
     }
 }
 
-// The log-sum-exps of a row's partials.
 struct PartialTotals {
     const float *lse;  // of entry 0
     u64 entries;       // not added yet
@@ -127,7 +109,6 @@ DEVICE void add_partials(PartialLoads<DV> &loads, PartialTotals (&totals)[2], fl
     }
 }
 
-// Store o and lse of this thread's two rows.
 DEVICE void write_rows(const Arguments &x, const Tokens &tokens, const float (&acc)[DV / 2], const float (&m)[2], const float (&l)[2]) {
     UNROLL for (int r = 0; r < 2; ++r) {
         const int row = row_of_tile(r);

@@ -1,50 +1,35 @@
 // dq of the rows of a unit on Hopper, from their partial sums (block_gradients.cu) and from the tiles of keys that
-// adjacent tokens share.
+// adjacent tokens share, as in join_partials.cu.
 //
 //   p = 2^(c q k^T - lse),  ds = p * (do v^T - delta),  acc = sum ds k                     over the shared tiles
 //   dq = scale * acc + sum_i dq_i
 //
-// Why: as in join_partials.cu. A shared tile takes three products here, two of which dk and dv need anyway; storing its
-//   partial dq would take another product, a round trip of ds through shared memory, and memory.
-// Grid: one CTA per 64 rows of the unit (joined_rows.cuh: macros, loads of partials).
-// Masks: as in join_partials.cu. ds of masked keys is replaced by 0, not multiplied by 0; keys that no row sees are
-// zeroed.
+// Grid: one CTA per 64 rows of the unit (joined_rows.cuh).
+// Masks: ds of masked keys is replaced by 0, not multiplied by 0; keys that no row sees are zeroed.
 #include "joined_rows.cuh"
 
-struct Arguments {
+struct Maps {
     TensorMap q, d_o, k, v;  // q, do: boxes of TQ tokens
-    Problem p;
-    i64 reach;
-    const u64 *shared, *listed;  // [B,S,G], of shared_tiles.cu
-    i64 rows, first_pair, first_row, pairs, section;  // `UnitRows` of units.py
+};
+struct Arguments : Maps, UnitArguments {
     const u16 *part_dq;          // [pairs, section, EACH, H, DK]
     const float *lse, *delta;    // [B,S,G,H], lse natural
     u16 *dq;                     // [B,S,G,H,DK]
 };
 
-// Compute acc over the tiles that the tokens share.
 DEVICE void differentiate_shared(const Arguments &x, const Tokens &tokens, unsigned char *memory, Barriers &full, float (&acc)[DK / 2]) {
     const u32 q = uniform(operand(shared_address(memory))), keys = q + K_BYTES / 16;
     const u32 d_out = keys + K_BYTES / 16, values = d_out + V_BYTES / 16;
     unsigned char *k_tile = memory + K_BYTES, *do_tile = k_tile + K_BYTES, *v_tile = do_tile + V_BYTES;
-    const int g = static_cast<int>(tokens.g), b = static_cast<int>(tokens.b);
-    SharedTiles tiles(x, tokens);
+    SharedTiles<Arguments> tiles(x, tokens, k_tile, v_tile, full);
     if (!tiles.left) return;
-    auto load_keys = [&](int key) {
-        mbarrier_arrive_expect(&full.k, K_BYTES);
-        tma_load_key_tile<DK>(k_tile, &x.k, &full.k, key, g, b);
-    };
-    auto load_values = [&](int key) {
-        mbarrier_arrive_expect(&full.v, V_BYTES);
-        tma_load_key_tile<DV>(v_tile, &x.v, &full.v, key, g, b);
-    };
     int key = tiles.next_key();
     if (threadIdx.x == 0) {
         mbarrier_arrive_expect(&full.rows, K_BYTES + V_BYTES);
-        tma_load_row_tile<DK>(memory, &x.q, &full.rows, g, static_cast<int>(tokens.s), b);
-        tma_load_row_tile<DV>(do_tile, &x.d_o, &full.rows, g, static_cast<int>(tokens.s), b);
-        load_keys(key);
-        load_values(key);
+        tma_load_row_tile<DK>(memory, &x.q, &full.rows, tiles.g, static_cast<int>(tokens.s), tiles.b);
+        tma_load_row_tile<DV>(do_tile, &x.d_o, &full.rows, tiles.g, static_cast<int>(tokens.s), tiles.b);
+        tiles.load_keys(key);
+        tiles.load_values(key);
     }
     float lse[2], delta[2];
     UNROLL for (int r = 0; r < 2; ++r) {
@@ -68,7 +53,7 @@ DEVICE void differentiate_shared(const Arguments &x, const Tokens &tokens, unsig
         wgmma_commit();
         wgmma_wait<0>();
         __syncthreads();  // all have read the values
-        if (more && threadIdx.x == 0) load_values(coming);
+        if (more && threadIdx.x == 0) tiles.load_values(coming);
         logit_gradients(s, dp, static_cast<float>(x.p.scale_log2), lse, delta);
         tokens.mask(x.p, s, key, 0.0f);
         as_operand(ds, s);
@@ -78,7 +63,7 @@ DEVICE void differentiate_shared(const Arguments &x, const Tokens &tokens, unsig
         wgmma_commit();
         wgmma_wait<0>();
         __syncthreads();  // all have read the keys
-        if (more && threadIdx.x == 0) load_keys(coming);
+        if (more && threadIdx.x == 0) tiles.load_keys(coming);
         key = coming;
     }
 }

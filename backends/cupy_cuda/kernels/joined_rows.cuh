@@ -2,16 +2,12 @@
 // the tiles of keys that all of the tokens selected (shared_tiles.cu), and add the partials of all other entries: while
 // one CTA multiplies, others on the multiprocessor read partials at memory speed.
 //
-// Partials: each warp owns 16 rows, and loads one partial per token and round into one of RING stages, by bulk loads,
-// which
-//   take no registers. The stages reuse the memory of the products. Accumulators are exchanged within a quad once, so
-// that a
-//   lane holds eight adjacent columns of every 32, and reads them in one load.
-// Arguments of a kernel: p, reach, the masks `shared` and `listed` [B,S,G], and the fields of `UnitRows` (units.py).
+// Partials: each warp owns 16 rows, and loads one partial per token and round into one of RING stages, by bulk loads.
+// The stages reuse the memory of the products. Accumulators are exchanged within a quad once, so that a lane holds
+// eight adjacent columns of every 32.
 //
-//   H, EACH  heads per group, a divisor of 64; entries per row, n * reach, at most 64
-//   PER_SM   CTAs per multiprocessor
-//   RING     stages per warp
+//   H, EACH       heads per group, a divisor of 64; entries per row, n * reach, at most 64
+//   PER_SM, RING  CTAs per multiprocessor; stages per warp
 #pragma once
 #include "key_to_rows.cuh"
 #include "hopper_tiles.cuh"
@@ -20,6 +16,13 @@ constexpr int KEYS = 64, TQ = 64 / H;  // keys per tile; adjacent tokens that ma
 constexpr int THREADS = 128, WARPS = THREADS / 32;
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL;  // of keys and values, and of 64 rows of q and do
 constexpr int RUN = H < 16 ? H : 16;                                 // rows of a token in a warp
+
+struct UnitArguments {
+    Problem p;
+    i64 reach;
+    const u64 *shared, *listed;  // [B,S,G], of shared_tiles.cu
+    i64 rows, first_pair, first_row, pairs, section;  // `UnitRows` of units.py
+};
 
 // Return row r (0 or 1) of a thread's two rows, 8 apart, of the 64.
 DEVICE int row_of_tile(int r) { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r; }
@@ -30,8 +33,7 @@ struct Tokens {
     u32 b, g;                    // of the pair
     i64 s;                       // the first token
     int count, lowest, highest;  // tokens that exist; smallest and largest row_limit
-    template <class Arguments>
-    DEVICE Tokens(const Arguments &x) {
+    template <class Arguments> DEVICE Tokens(const Arguments &x) {
         const u32 each = (static_cast<u32>(x.rows) + TQ - 1) / TQ, G = x.p.G;
         pair = blockIdx.x / each;
         within = blockIdx.x % each * TQ;
@@ -67,25 +69,6 @@ struct Tokens {
     }
 };
 
-// Iterator over the tiles that all of the tokens selected, in the order of the first token's entries.
-struct SharedTiles {
-    const Problem &p;
-    const int reach, limit;
-    const i64 leader;
-    u64 left;
-    template <class Arguments>
-    DEVICE SharedTiles(const Arguments &x, const Tokens &tokens)
-        : p(x.p), reach(static_cast<int>(x.reach)), limit(row_limit(x.p, tokens.b, tokens.s)), leader(tokens.index(x.p, 0)),
-          left(x.shared[leader]) {}
-    // Return the first key of the next tile, 0 if none is left.
-    DEVICE int next_key() {
-        if (!left) return 0;
-        const int entry = __ffsll(left) - 1;
-        left &= left - 1;
-        return tile_of<KEYS>(p, reach, leader, limit, entry) * KEYS;
-    }
-};
-
 // mbarriers of q (and do), of a tile's keys and values, and of the warps' stages.
 struct Barriers {
     u64 rows, k, v, partials[WARPS][RING];
@@ -98,10 +81,37 @@ struct Barriers {
     }
 };
 
-// Exchange an accumulator of wgmma within a quad: of every 32 columns, a lane then holds eight adjacent ones instead of
-// two of every eight.
-template <int N>
-DEVICE void adjacent_columns(float (&acc)[N]) {
+// Iterator over the tiles that all of the tokens selected, in the order of the first token's entries.
+template <class Arguments> struct SharedTiles {
+    const Arguments &x;
+    const int g, b, limit;
+    const i64 leader;
+    u64 left;
+    unsigned char *const k_tile, *const v_tile;
+    Barriers &full;
+    DEVICE SharedTiles(const Arguments &x, const Tokens &tokens, unsigned char *k_tile, unsigned char *v_tile, Barriers &full)
+        : x(x), g(tokens.g), b(tokens.b), limit(row_limit(x.p, tokens.b, tokens.s)), leader(tokens.index(x.p, 0)), left(x.shared[leader]),
+          k_tile(k_tile), v_tile(v_tile), full(full) {}
+    // Return the first key of the next tile, 0 if none is left.
+    DEVICE int next_key() {
+        if (!left) return 0;
+        const int entry = __ffsll(left) - 1;
+        left &= left - 1;
+        return tile_of<KEYS>(x.p, static_cast<int>(x.reach), leader, limit, entry) * KEYS;
+    }
+    // Load the keys or values of the tile from `key` on, by one thread.
+    DEVICE void load_keys(int key) const {
+        mbarrier_arrive_expect(&full.k, K_BYTES);
+        tma_load_key_tile<DK>(k_tile, &x.k, &full.k, key, g, b);
+    }
+    DEVICE void load_values(int key) const {
+        mbarrier_arrive_expect(&full.v, V_BYTES);
+        tma_load_key_tile<DV>(v_tile, &x.v, &full.v, key, g, b);
+    }
+};
+
+// Exchange an accumulator within a quad: of every 32 columns, a lane then holds eight adjacent ones.
+template <int N> DEVICE void adjacent_columns(float (&acc)[N]) {
     UNROLL for (int j = 0; j < N; j += 16)
         UNROLL for (int i = 0; i < 4; ++i) {
             u32 x[4];
@@ -112,21 +122,17 @@ DEVICE void adjacent_columns(float (&acc)[N]) {
 }
 
 // Return the index of the partial of entry 0 of a row of the tile; of the last token for rows without one.
-template <class Arguments>
-DEVICE i64 first_partial(const Arguments &x, const Tokens &tokens, int row) {
+template <class Arguments> DEVICE i64 first_partial(const Arguments &x, const Tokens &tokens, int row) {
     const i64 token = tokens.pair * x.section + tokens.within + min(row / H, tokens.count - 1);
     return token * EACH * H + row % H;
 }
 // Return the entries of that row's token that have partials, as bits.
-template <class Arguments>
-DEVICE u64 listed_entries(const Arguments &x, const Tokens &tokens, int row) {
+template <class Arguments> DEVICE u64 listed_entries(const Arguments &x, const Tokens &tokens, int row) {
     return row / H < tokens.count ? x.listed[tokens.index(x.p, row / H)] : 0;
 }
 
-// A warp's loads of partials of D columns: round i loads partial i of each of its tokens into stage i % RING, one lane
-// per token.
-template <int D>
-struct PartialLoads {
+// A warp's loads of partials of D columns: round i loads partial i of its tokens to stage i % RING, one lane per token.
+template <int D> struct PartialLoads {
     static constexpr int ROW_BYTES = D * 2, STAGE_BYTES = 16 * ROW_BYTES;
     const u16 *from;  // the partial of entry 0
     unsigned char *stages;
@@ -166,8 +172,7 @@ struct PartialLoads {
 DEVICE int rounds_of(u64 entries, u64 other_entries) { return __reduce_max_sync(ALL_LANES, max(__popcll(entries), __popcll(other_entries))); }
 
 // acc += weight * x for this lane's columns of row r of a partial.
-template <int N>
-DEVICE void add_partial(float (&acc)[N], int r, float weight, const unsigned char *row) {
+template <int N> DEVICE void add_partial(float (&acc)[N], int r, float weight, const unsigned char *row) {
     UNROLL for (int j = 0; j < N / 16; ++j) {
         const uint4 x = *reinterpret_cast<const uint4 *>(row + threadIdx.x % 4 * 16 + j * 64);
         const u32 pairs[4] = {x.x, x.y, x.z, x.w};
@@ -175,15 +180,5 @@ DEVICE void add_partial(float (&acc)[N], int r, float weight, const unsigned cha
             acc[16 * j + 4 * n + 2 * r] += weight * to_float(static_cast<u16>(pairs[n]));
             acc[16 * j + 4 * n + 2 * r + 1] += weight * to_float(static_cast<u16>(pairs[n] >> 16));
         }
-    }
-}
-
-// Store this lane's columns of row r of acc * scale.
-template <int N>
-DEVICE void write_row(u16 *to, const float (&acc)[N], int r, float scale) {
-    UNROLL for (int j = 0; j < N / 16; ++j) {
-        u32 y[4];
-        UNROLL for (int n = 0; n < 4; ++n) y[n] = pack(acc[16 * j + 4 * n + 2 * r] * scale, acc[16 * j + 4 * n + 2 * r + 1] * scale);
-        *reinterpret_cast<uint4 *>(to + 32 * j + threadIdx.x % 4 * 8) = make_uint4(y[0], y[1], y[2], y[3]);
     }
 }

@@ -1,16 +1,13 @@
-// Gather the keys of one query row into tiles of TILE keys through a cp.async pipeline. Shared by forward_rows.cu and
+// Gather the keys of one query row into tiles of TILE keys through a cp.async pipeline, for forward_rows.cu and
 // dq_rows.cu.
 //
-// A CTA computes HEADS heads of a row. Its warps form teams. Team t takes every TEAMS-th tile through its own STAGES
-// buffers, so that teams never wait for each other; the kernel merges their results at the end. All warps of a team
-// share its tiles, and each owns 16 heads.
+// A CTA computes HEADS heads of a row. Team t of its warps takes every TEAMS-th tile through its own STAGES buffers, so
+// that teams never wait for each other; each warp of a team owns 16 heads. The kernel merges the teams' results.
 //
-//   TILE         keys per tile: 16 or 32
-//   STAGES       buffers per team, 2 or more
-//   TEAMS        teams per CTA; 1 if a team has several warps
-//   HEAD_WARPS   warps per team
-//   Q_REGISTERS  1: q (and do) stay in registers; 0: they are read from shared memory for every tile (wide heads)
-//   ONE_PAGE     1: every range lies within one page, which is read with the range; 0: the page is read for every key
+//   TILE, STAGES       keys per tile, 16 or 32; buffers per team, 2 or more
+//   TEAMS, HEAD_WARPS  teams per CTA, 1 if a team has several warps; warps per team
+//   Q_REGISTERS        1: q (and do) stay in registers; 0: they are read from shared memory for every tile (wide heads)
+//   ONE_PAGE           1: every range lies within one page, which is read with the range; 0: it is read for every key
 #pragma once
 #include "mma.cuh"
 #include "softmax.cuh"
@@ -36,8 +33,7 @@ struct KeyLocation {
     int key, page;
 };
 
-// Iterate over the tiles of a row for one team. Ranges are concatenated 32 at a time, one per lane, so that short and
-// unaligned ranges fill whole tiles and only the last tile of every 32 ranges may be partial.
+// Iterate over the tiles of a row for one team. Ranges are concatenated to fill tiles, 32 at a time, one per lane.
 struct KeyIterator {
     const Problem &p;
     i64 row;    // index in [B,S,G]
@@ -54,8 +50,7 @@ struct KeyIterator {
     DEVICE KeyIterator(const Problem &problem, const Row &row, int tile, int tiles)
         : p(problem), row(row.index), b(row.b), limit(row_limit(problem, row.b, row.s)), step(tiles), next(static_cast<i64>(tile) * TILE) {}
 
-    // Advance to the next tile; return its number of keys, 0 after the last. location: of key lane % TILE of the tile;
-    // zeros past the keys.
+    // Advance to the next tile; return its number of keys, 0 after the last. location: of key lane % TILE of the tile.
     DEVICE int next_tile(KeyLocation &location) {
         const int lane = threadIdx.x % 32;
         while (next >= keys) {
@@ -93,14 +88,11 @@ struct KeyIterator {
 // Synchronize the threads of a team.
 DEVICE void team_sync() {
     static_assert(HEAD_WARPS == 1 || TEAMS == 1, "no barrier of some warps");
-    if (HEAD_WARPS == 1)
-        __syncwarp();
-    else
-        __syncthreads();
+    if (HEAD_WARPS == 1) __syncwarp();
+    else __syncthreads();
 }
 
-// Gather keys into a tile with cp.async: row r is the key whose location lane r holds. Rows from `count` and columns
-// from D on are zero.
+// Gather keys into a tile; lane r holds the location of row r. Rows from `count` and columns from D on are zero.
 template <int D, int PITCH>
 DEVICE void gather_keys(u16 *tile, const KeysTensor &x, const u16 *base, const KeyLocation &location, int count) {
     constexpr int CHUNKS = (PITCH - 8) / 8, ALL_CHUNKS = TILE * CHUNKS;
@@ -140,8 +132,7 @@ struct KeyPipeline {
         return count;
     }
 
-    // Wait for the next tile; return its number of keys, 0 after the last. k() and v() hold the tile until the next
-    // call.
+    // Wait for the next tile, which k() and v() hold until the next call; return its number of keys, 0 after the last.
     DEVICE int next_tile() {
         cp_async_wait<STAGES - 2>();
         team_sync();  // all threads see the tile, and all have finished the previous one, so its buffer is free
@@ -156,24 +147,18 @@ struct KeyPipeline {
     DEVICE const u16 *v() const { return buffers + stage * STAGE + TILE * KP; }
 };
 
-// A warp's 16 heads of q or do as mma operand A, in registers or in shared memory. add_products: s += heads * keys^T.
-template <int PITCH>
-struct RegisterOperand {
+// A warp's 16 heads of q or do as mma operand A, in registers (Q_REGISTERS) or in shared memory.
+template <int PITCH> struct HeadsOperand {
     static constexpr int STEPS = (PITCH - 8) / 16;
-    u32 a[STEPS][4];
-    DEVICE RegisterOperand(const u16 *tile, int warp_head) {
-        UNROLL for (int k = 0; k < STEPS; ++k) load_a<PITCH>(a[k], tile, warp_head, 16 * k);
-    }
-    template <int N>
-    DEVICE void add_products(float (&s)[N][4], const u16 *keys) const { add_a_bt<PITCH, STEPS>(s, a, keys); }
-};
-template <int PITCH>
-struct SharedOperand {
     const u16 *tile;
-    int warp_head;
-    DEVICE SharedOperand(const u16 *heads, int head) : tile(heads), warp_head(head) {}
-    template <int N>
-    DEVICE void add_products(float (&s)[N][4], const u16 *keys) const { add_a_bt<PITCH, (PITCH - 8) / 16>(s, tile, warp_head, keys); }
+    const int warp_head;
+    u32 a[Q_REGISTERS ? STEPS : 1][4];
+    DEVICE HeadsOperand(const u16 *heads, int head) : tile(heads), warp_head(head) {
+        UNROLL for (int k = 0; Q_REGISTERS && k < STEPS; ++k) load_a<PITCH>(a[k], tile, warp_head, 16 * k);
+    }
+    // s += heads * keys^T
+    template <int N> DEVICE void add_products(float (&s)[N][4], const u16 *keys) const {
+        if constexpr (Q_REGISTERS) add_a_bt<PITCH, STEPS>(s, a, keys);
+        else add_a_bt<PITCH, STEPS>(s, tile, warp_head, keys);
+    }
 };
-template <int PITCH>
-using HeadsOperand = If<Q_REGISTERS, RegisterOperand<PITCH>, SharedOperand<PITCH>>;

@@ -1,13 +1,11 @@
 // The inverted selection: for every tile of keys, the list of rows that selected any of them (key_to_rows.py). Also:
 // code that the dk/dv kernels share.
 //
-// With bg = b * G + g, entry e of bg is (s * n + range) * reach + step: row s, and the step-th tile of `width` keys
-// that the range touches. List bg * tiles + tile holds the entries of that tile in ascending order. A counting sort
-// builds the lists (sort.cuh). Long lists are split into segments, one CTA each.
-//
-// The tiles of a block share one list, because a row that sees one of them whole sees all before it. An entry is then a
-// (row, range), filed under the last tile that the row sees; the list of a tile is the block's list from the tile's own
-// entries on.
+// Entry e of bg = b * G + g is (s * n + range) * reach + step: row s, and the step-th tile of `width` keys that the
+// range touches. List bg * tiles + tile holds the entries of that tile in ascending order (sort.cuh). Long lists are
+// split into segments, one CTA each. The tiles of a block share one list, because a row that sees one of them whole
+// sees all before it: an entry is a (row, range), filed under the last tile that the row sees, and the list of a tile
+// is the block's list from the tile's own entries on.
 #pragma once
 #include "softmax.cuh"
 
@@ -26,8 +24,7 @@ struct KeyToRows {
     }
 };
 
-// Destinations of dk and dv. A list with one segment is stored directly; segments of other lists store float32 partial
-// sums, which sum_parts.cu adds.
+// Destinations of dk and dv: of segments of lists with several, float32 partial sums, which sum_parts.cu adds.
 struct KeyGradients {
     float *part_dk, *part_dv;  // [parts, width, DK], [parts, width, DV]
     u16 *dk, *dv;              // [B*G, S_kv, DK], [B*G, S_kv, DV]
@@ -35,19 +32,16 @@ struct KeyGradients {
 
 // Blocks smaller than a tile (SMALL_BLOCK keys): a tile holds TILE_BLOCKS blocks at any positions, its slots
 // (order_blocks.cu). A list holds each row once, with one bit per slot whose block the row selected.
-#if SMALL_BLOCK
-constexpr int TILE_BLOCKS = 64 / SMALL_BLOCK;
-
+constexpr int BLOCK_KEYS = SMALL_BLOCK ? SMALL_BLOCK : 64, TILE_BLOCKS = 64 / BLOCK_KEYS;
 struct BlockTiles {
     const u16 *chosen;  // bits of every entry
     const int *slots;   // [lists, TILE_BLOCKS]: block of each slot; one past the last block for empty slots
 
     // Return the position of key `key` of a list's tile; S_kv or more if it does not exist.
     DEVICE i64 position(i64 list, int key) const {
-        return static_cast<i64>(slots[list * TILE_BLOCKS + key / SMALL_BLOCK]) * SMALL_BLOCK + key % SMALL_BLOCK;
+        return static_cast<i64>(slots[list * TILE_BLOCKS + key / BLOCK_KEYS]) * BLOCK_KEYS + key % BLOCK_KEYS;
     }
 };
-#endif
 
 // Segment `number` of a list.
 struct SegmentId {
@@ -65,8 +59,7 @@ DEVICE SegmentId segment_at(const KeyToRows &lists, i64 index) {
 }
 
 // The work of a CTA: a segment of the list of one tile of WIDTH keys.
-template <int WIDTH>
-struct Segment {
+template <int WIDTH> struct Segment {
     i64 list, number, begin, end, b, g, bg;
     int first_key;
     bool final;  // the list has no other segment
@@ -86,20 +79,14 @@ struct Segment {
           first_key(static_cast<int>(list % lists.tiles) * WIDTH), final(true) {}
 };
 
-// Return the first partial sum of a list; lists of a window are not in memory and have none.
-DEVICE i64 first_part(const KeyToRows &lists, i64 list) {
-    return WINDOW ? 0 : lists.parts[list];
-}
-
 // Destination of a warp's 16 keys from `key0` on.
 struct GradientRows {
     i64 part_row, row;  // row in the partial sums, row in dk
     int keys[2];        // row offsets of the thread's two keys from `row`; negative if a key does not exist
     bool final;
 
-    template <int WIDTH>
-    DEVICE GradientRows(const Segment<WIDTH> &segment, const KeyToRows &lists, i64 S_kv, int key0)
-        : part_row((first_part(lists, segment.list) + segment.number) * WIDTH + key0),
+    template <int WIDTH> DEVICE GradientRows(const Segment<WIDTH> &segment, const KeyToRows &lists, i64 S_kv, int key0)
+        : part_row(((WINDOW ? 0 : lists.parts[segment.list]) + segment.number) * WIDTH + key0),
           row(segment.bg * S_kv + segment.first_key + key0), final(segment.final) {
         place(S_kv - segment.first_key - key0);
     }
@@ -129,8 +116,7 @@ struct GradientRows {
     }
 };
 
-// Add the partial sums of a list's segments, `stride` floats apart, to `total` in order. Loads are issued in groups,
-// because a chain of dependent loads would be bound by latency.
+// Add the partial sums of a list's segments, `stride` floats apart, in order. Loads are issued in groups, to overlap.
 DEVICE float4 add_parts(float4 total, const float *parts, int segments, i64 stride) {
     constexpr int AHEAD = 8;
     for (int first = 0; first < segments; first += AHEAD) {
@@ -148,20 +134,16 @@ DEVICE float4 add_parts(float4 total, const float *parts, int segments, i64 stri
     return total;
 }
 
-// Return the tile of WIDTH keys of entry range * reach + step of row `row` (index in [B,S,G]), -1 if the range ends
-// before it. limit: the row's `row_limit`.
-template <int WIDTH>
-DEVICE int tile_of(const Problem &p, int reach, i64 row, int limit, int entry) {
+// Return the tile of WIDTH keys of entry range * reach + step of row `row` of [B,S,G]; -1 if the range ends before it.
+template <int WIDTH> DEVICE int tile_of(const Problem &p, int reach, i64 row, int limit, int entry) {
     int start, end;
     clamped_range(p, row * p.n + entry / reach, limit, start, end);
     const int tile = start / WIDTH + entry % reach;
     return end > start && tile * WIDTH < end ? tile : -1;
 }
 
-// The rows that see any of WIDTH keys from `first_key` on through a window, in steps of TOKENS rows. dkdv_groups.cu
-// walks these instead of a list.
-template <int WIDTH, int TOKENS>
-struct WindowRows {
+// The rows that see any of WIDTH keys from `first_key` on through a window, in steps of TOKENS rows (dkdv_groups.cu).
+template <int WIDTH, int TOKENS> struct WindowRows {
     i64 first, count;  // the rows [first, first + count)
     int steps;
     int begun, over;   // in the steps [begun, over) every row sees all keys of the tile
@@ -175,9 +157,8 @@ struct WindowRows {
         over = static_cast<int>((first_row(p, first_key + p.window) - first) / TOKENS);
         rotation = steps ? static_cast<u32>(first / TOKENS) % static_cast<u32>(steps) : 0;
     }
-    // Return the step at position `i` of the processing order. CTAs of adjacent tiles read nearly the same rows, which
-    // together exceed the L2 cache. Each CTA starts at a multiple of its number of steps, counted from row 0, so that
-    // they read the same rows at the same time.
+    // Return the step at position `i` of the order. CTAs of adjacent tiles read nearly the same rows, more than the L2
+    // cache holds: each starts at a multiple of its number of steps, so that they read the same rows at the same time.
     DEVICE int step_at(int i) const { return i < rotation ? i + steps - rotation : i - rotation; }
 };
 
@@ -223,8 +204,7 @@ struct UnitList {
 };
 
 // Load a warp's 16 keys of the sums, from `row` on, as an accumulator of D columns; zeros if `adds` is false.
-template <int D>
-DEVICE void load_sums(float (&acc)[D / 2], const float *sums, i64 row, bool adds) {
+template <int D> DEVICE void load_sums(float (&acc)[D / 2], const float *sums, i64 row, bool adds) {
     sums += row * D;
     UNROLL for (int i = 0; i < elements<float[D / 2]>; i += 2)
         UNROLL for (int r = 0; r < 2; ++r) {

@@ -1,8 +1,7 @@
 // Tensor-core products of a warp (mma.sync) with operands in shared memory, and cp.async copies of these operands.
 //
-// A tile in shared memory is row-major. Its columns are padded to a multiple of 16, and rows to an odd number of
-// 16-byte units, so that the eight rows that `ldmatrix` reads at once lie in different banks. In an accumulator of N
-// tiles of 16 x 8, float [j][i] of a lane is at row lane / 4 + i / 2 * 8 and column 8 * j + lane % 4 * 2 + i % 2.
+// A tile in shared memory is row-major, its columns padded to a multiple of 16, and its rows to an odd number of
+// 16-byte units, so that the eight rows that `ldmatrix` reads at once lie in different banks.
 #pragma once
 #include "problem.cuh"
 
@@ -36,24 +35,9 @@ DEVICE void copy_heads(u16 *tile, const HeadsTensor &x, const Row &row, int head
 }
 
 // Operand A: rows [m, m + 16) and columns [k, k + 16) of a tile.
-template <int PITCH>
-DEVICE void load_a(u32 (&a)[4], const u16 *tile, int m, int k) {
+template <int PITCH> DEVICE void load_a(u32 (&a)[4], const u16 *tile, int m, int k) {
     const int lane = threadIdx.x % 32;
     ldmatrix(a, tile + (m + lane % 16) * PITCH + k + lane / 16 * 8);
-}
-
-// Two operands B of a b^T, for rows [n, n + 8) and [n + 8, n + 16) of tile b: b[0], b[1] and b[2], b[3].
-template <int PITCH>
-DEVICE void load_b_rows(u32 (&b)[4], const u16 *tile, int n, int k) {
-    const int lane = threadIdx.x % 32;
-    ldmatrix(b, tile + (n + lane / 16 * 8 + lane % 8) * PITCH + k + lane / 8 % 2 * 8);
-}
-
-// Two operands B of a b, for columns [n, n + 8) and [n + 8, n + 16) of tile b.
-template <int PITCH>
-DEVICE void load_b_columns(u32 (&b)[4], const u16 *tile, int k, int n) {
-    const int lane = threadIdx.x % 32;
-    ldmatrix_trans(b, tile + (k + lane / 8 % 2 * 8 + lane % 8) * PITCH + n + lane / 16 * 8);
 }
 
 // Two adjacent accumulator tiles, rounded to 16 bits: operand A.
@@ -65,20 +49,19 @@ DEVICE void as_operand(u32 (&a)[4], const float (&left)[4], const float (&right)
 }
 
 // s += a b^T for 16 rows of a, in registers, and 8 * N rows of b; STEPS times 16 columns.
-template <int PITCH, int STEPS, int N>
-DEVICE void add_a_bt(float (&s)[N][4], const u32 (&a)[STEPS][4], const u16 *b) {
+template <int PITCH, int STEPS, int N> DEVICE void add_a_bt(float (&s)[N][4], const u32 (&a)[STEPS][4], const u16 *b) {
+    const int lane = threadIdx.x % 32;
     UNROLL for (int k = 0; k < STEPS; ++k)
         UNROLL for (int j = 0; j < N; j += 2) {
             u32 y[4];
-            load_b_rows<PITCH>(y, b, 8 * j, 16 * k);
+            ldmatrix(y, b + (8 * j + lane / 16 * 8 + lane % 8) * PITCH + 16 * k + lane / 8 % 2 * 8);  // operands B of rows 8 j to 8 j + 15
             mma(s[j], a[k], y[0], y[1]);
             mma(s[j + 1], a[k], y[2], y[3]);
         }
 }
 
 // The same for rows [m, m + 16) of a in shared memory.
-template <int PITCH, int STEPS, int N>
-DEVICE void add_a_bt(float (&s)[N][4], const u16 *a, int m, const u16 *b) {
+template <int PITCH, int STEPS, int N> DEVICE void add_a_bt(float (&s)[N][4], const u16 *a, int m, const u16 *b) {
     UNROLL for (int k = 0; k < STEPS; ++k) {
         u32 x[1][4];
         load_a<PITCH>(x[0], a, m, 16 * k);
@@ -86,17 +69,17 @@ DEVICE void add_a_bt(float (&s)[N][4], const u16 *a, int m, const u16 *b) {
     }
 }
 
-// acc += s b for 8 * N columns of s, rounded to 16 bits, and columns [first, first + 8 * M) of b, of which COLUMNS
-// exist.
+// acc += s b for s rounded to 16 bits, and columns [first, first + 8 * M) of b, of which COLUMNS exist.
 template <int PITCH, int COLUMNS, int N, int M>
 DEVICE void add_s_b(float (&acc)[M][4], const float (&s)[N][4], const u16 *b, int first) {
+    const int lane = threadIdx.x % 32;
     UNROLL for (int j = 0; j < N; j += 2) {
         u32 a[4];
         as_operand(a, s[j], s[j + 1]);
         UNROLL for (int d = 0; d < M; d += 2) {
             if (COLUMNS % (8 * M) && first + 8 * d >= COLUMNS) continue;
             u32 y[4];
-            load_b_columns<PITCH>(y, b, 8 * j, first + 8 * d);
+            ldmatrix_trans(y, b + (8 * j + lane / 8 % 2 * 8 + lane % 8) * PITCH + first + 8 * d + lane / 16 * 8);
             mma(acc[d], a, y[0], y[1]);
             mma(acc[d + 1], a, y[2], y[3]);
         }
@@ -104,8 +87,7 @@ DEVICE void add_s_b(float (&acc)[M][4], const float (&s)[N][4], const u16 *b, in
 }
 
 // A warp's 16 rows of an accumulator, as floats, to a matrix in shared memory.
-template <int PITCH, int N>
-DEVICE void store_rows(float *matrix, const float (&acc)[N][4]) {
+template <int PITCH, int N> DEVICE void store_rows(float *matrix, const float (&acc)[N][4]) {
     const int lane = threadIdx.x % 32;
     UNROLL for (int r = 0; r < 2; ++r) {
         float *row = matrix + (lane / 4 + 8 * r) * PITCH + lane % 4 * 2;

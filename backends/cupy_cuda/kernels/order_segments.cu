@@ -1,11 +1,8 @@
-// Order the segments of lists for the CTAs of dkdv_groups.cu and block_gradients.cu. The order changes no result,
-// because each segment has its own memory for its sums.
-//
-// Segments are ordered by stretch, so that those that share rows run at about the same time and read q and do of these
-// rows from the L2 cache; and by length within a stretch, longest first, so that short ones fill the gaps at the end. A
-// stretch of dkdv_groups.cu is the segments that begin within a range of rows, counted over all (b, g). With BY_UNITS,
-// for block_gradients.cu, each unit (_triton/units.py) is ordered separately, and a stretch is some of its pairs (b,
-// g).
+// Order the segments of lists for the CTAs of dkdv_groups.cu and block_gradients.cu: by stretch, so that those that
+// share rows run at about the same time and read q and do from the L2 cache, and longest first within a stretch, so
+// that short ones fill the gaps at the end. The order changes no result. A stretch is the segments that begin within a
+// range of rows, counted over all (b, g). BY_UNITS (block_gradients.cu): it is some pairs (b, g) of a unit
+// (_triton/units.py), and each unit is ordered separately.
 //
 // Grid: one CTA, or one per unit. A counting sort; segments with the same key come in any order.
 #include "key_to_rows.cuh"
@@ -22,7 +19,6 @@ struct Arguments {
     uint2 *order;          // [segments]: list and number of each, in order
 };
 
-// The lists that the CTA orders.
 struct Lists {
     const Arguments &x;
     u32 first, count;  // lists

@@ -1,20 +1,15 @@
 // Reorder tokens so that tokens with similar selections share a tile, and build the unions of the tiles' blocks, as
 // tile_union.cu does.
 //
-// A warpgroup computes the union of the blocks that its TQ tokens selected. Selections of trained models vary from
-// token to token: the union of adjacent tokens is up to twice the selection of one. Within a stretch of ORDER_TOKENS
-// tokens, the order is greedy: the next token is the one that adds the fewest blocks to the union of its warpgroup's
-// previous tokens, or, for a warpgroup's first token, to the union of the previous warpgroup. Ties go to the first
-// token.
+// The union of adjacent tokens of trained models is up to twice the selection of one. The order within a stretch of
+// ORDER_TOKENS tokens is greedy: the next token is the one that adds the fewest blocks to the union of its warpgroup's
+// tokens so far, or, for a warpgroup's first token, to the union of the previous warpgroup. Ties go to the first token.
 //
-// Grid: one CTA per (b, g, stretch), which numbers the blocks that its tokens selected. For the order a token's blocks
-// are 64 bits. Blocks that only one token selected, or all did, cost the same in any order and have no bit; the others
-// share bits if there are more. For the lists a block has a bit for each place of the stretch, of which every tile
-// takes its own.
+// Grid: one CTA per (b, g, stretch), which numbers the blocks that its tokens selected. For the order, a token's blocks
+// are 64 bits: blocks that one token or all selected cost the same in any order and have no bit; others share bits if
+// there are more than 64. For the lists, a block has one bit per place of the stretch; each tile takes its own bits.
 //
-//   ORDER_TOKENS  tokens of a stretch
-//   TOKENS, TQ    of a tile, of a warpgroup
-//   BLOCK         keys of a block
+//   ORDER_TOKENS, TOKENS, TQ, BLOCK  tokens of a stretch, of a tile, of a warpgroup; keys of a block
 #include "problem.cuh"
 
 constexpr int THREADS = 128, EACH = (ORDER_TOKENS + 31) / 32;  // tokens of a lane, words of a block's bits
@@ -33,7 +28,6 @@ struct Arguments {
     i64 tiles, capacity;         // of one bg; of a list
 };
 
-// The tokens of a stretch.
 struct Stretch {
     uint2 masks[ORDER_TOKENS];           // of each token, 64 bits for the order
     int limits[ORDER_TOKENS];            // of each token, its row_limit
@@ -41,27 +35,16 @@ struct Stretch {
     unsigned char places[ORDER_TOKENS];  // of each token
 };
 
-// The block of every range of the tokens from row `first` on, NO_BLOCK if it has no keys, and how many selected each
-// block.
+// Load the block of every range of the tokens, NO_BLOCK without keys, and count how many selected each block.
 DEVICE void load_blocks(const Problem &p, u32 bg, i64 first, u32 ranges, const Stretch &stretch, u16 *selected, u32 *numbers) {
-    constexpr u32 AT_ONCE = 4;  // of a thread that are loaded together
     const u32 G = p.G, n = p.n;
     const i64 begin = ((bg / G * p.S + first) * G + bg % G) * n;
-    for (u32 from = threadIdx.x; from < ranges; from += THREADS * AT_ONCE) {
-        Range loaded[AT_ONCE];
-        UNROLL for (u32 i = 0; i < AT_ONCE; ++i) {
-            const u32 e = from + i * THREADS;
-            if (e < ranges) loaded[i] = Range(p, range_at(p, begin + e / n * (G * n) + e % n));
-        }
-        UNROLL for (u32 i = 0; i < AT_ONCE; ++i) {
-            const u32 e = from + i * THREADS;
-            if (e >= ranges) break;
-            int start, end;
-            loaded[i].clamp(p, stretch.limits[e / n], start, end);
+    for_ranges<THREADS, 4>(
+        p, ranges, [&](u32 e) { return begin + e / n * (G * n) + e % n; }, [&](u32 e) { return stretch.limits[e / n]; },
+        [&](u32 e, int start, int end) {
             selected[e] = end > start ? start / BLOCK : NO_BLOCK;
             if (end > start) atomicAdd(&numbers[start / BLOCK], 1u);
-        }
-    }
+        });
 }
 
 // The order, by one warp.

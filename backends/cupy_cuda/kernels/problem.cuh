@@ -4,17 +4,15 @@
 //   forward    o = sum_j p_j v_j
 //   backward   delta = sum(do * o) - dL,  ds = p * (do v^T - delta),  dq = scale * ds k,  dk = scale * ds^T q,
 //              dv = p^T do
-// Kernels compute in base 2 with c = scale * log2 e, because exp2 is one instruction. lse in memory is a natural
-// logarithm.
+// Kernels compute in base 2 with c = scale * log2 e, because exp2 is one instruction; lse in memory is natural.
 //
 // The keys that a row sees are its ranges, clamped to its limit, or (BY_ARITHMETIC) follow from its position:
-//   COMPRESS_BLOCK, COMPRESS_STRIDE  if COMPRESS_BLOCK > 0, k and v are compressed keys: a row sees those whose block
-//                                    ends at or before its position
+//   COMPRESS_BLOCK, COMPRESS_STRIDE  if > 0, k and v are compressed keys: a row sees those whose block ends at or
+//                                    before its position
 //   WINDOW                           1: a row sees the last `window` keys, including its own
-// K and V may be the cache of several sequences, each with its own length:
-//   PAGE  keys per page: key j of sequence b is key j % PAGE of page block_table[b, j / PAGE]; 0: a cache without
-// pages;
-//         -1: no cache
+//   PAGE                             keys per page of a cache of several sequences, each with its own length: key j of
+//                                    sequence b is key j % PAGE of page block_table[b, j / PAGE]; 0: no pages;
+//                                    -1: no cache
 #pragma once
 #include "warp.cuh"
 
@@ -25,20 +23,12 @@ constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 DEVICE float infinity() { return __int_as_float(0x7f800000); }
 
 // If<C, A, B> is A if C, else B.
-template <bool CONDITION, class A, class B>
-struct Choice {
-    typedef A Type;
-};
-template <class A, class B>
-struct Choice<false, A, B> {
-    typedef B Type;
-};
-template <bool CONDITION, class A, class B>
-using If = typename Choice<CONDITION, A, B>::Type;
+template <bool CONDITION, class A, class B> struct Choice { typedef A Type; };
+template <class A, class B> struct Choice<false, A, B> { typedef B Type; };
+template <bool CONDITION, class A, class B> using If = typename Choice<CONDITION, A, B>::Type;
 
 // The smallest unsigned integer type with one bit for each of N rows of a tile. sm90.py allocates the same.
-template <int N>
-using RowBits = If<N <= 8, unsigned char, If<N <= 16, u16, If<N <= 32, u32, u64>>>;
+template <int N> using RowBits = If<N <= 8, unsigned char, If<N <= 16, u16, If<N <= 32, u32, u64>>>;
 
 // q or do [B,S,G,h,D], any strides.
 struct HeadsTensor {
@@ -73,8 +63,7 @@ struct Problem {
 // Return a pointer to element i of an array of 4- or 8-byte integers.
 DEVICE const int *integer_at(const char *array, i64 bytes, i64 i) { return reinterpret_cast<const int *>(array + i * bytes); }
 
-// A loaded 4- or 8-byte integer. Convert with value() as late as possible: it waits for the load, and later loads wait
-// with it.
+// A loaded 4- or 8-byte integer. Convert with value() as late as possible, because it waits for the load.
 struct Integer {
     int low = 0, high = 0;
     DEVICE Integer() {}
@@ -88,8 +77,7 @@ DEVICE const int *position_at(const Problem &p, i64 b, i64 s) {
     return p.q_pos ? integer_at(p.q_pos, p.pos_bytes, b * p.stride_pb + s * p.stride_ps) : nullptr;
 }
 
-// Return one past the last key that row s at position t may see: min(t + 1, S_kv), or the number of compressed keys
-// that end at or before t. position: from `position_at`.
+// Return one past the last key that row s may see, given its `position_at`; of compressed keys, their number.
 DEVICE int row_limit(const Problem &p, i64 s, const int *position) {
     if constexpr (COMPRESSED) {
         const i64 past = p.start + s + 1 - COMPRESS_BLOCK;  // visible keys after those of compressed key 0
@@ -115,21 +103,17 @@ DEVICE i64 first_row(const Problem &p, i64 key) {
     else return max(0ll, key - (p.S_kv - p.S));
 }
 
-// Key `key` of sequence b is key in_page(key) of page page_of(b, key); without pages, of batch entry b. page_of reads
-// the block table, so the key must exist.
+// Key `key` of sequence b, which must exist, is key in_page(key) of page page_of(b, key); without pages, of entry b.
 constexpr int PAGE_KEYS = PAGED ? PAGE : 1;
 DEVICE int page_of(const Problem &p, int b, int key) { return PAGED ? p.block_table[b * p.stride_table + key / PAGE_KEYS] : b; }
 DEVICE int in_page(int key) { return PAGED ? key % PAGE_KEYS : key; }
 
-// Clamp a range to [max(begin, 0), min(stop, limit)) with end >= start. Clamp before the cast: int64 bounds may exceed
-// int32.
-template <class Bound>
-DEVICE void clamp_bounds(Bound begin, Bound stop, int limit, int &start, int &end) {
+// Clamp a range to [max(begin, 0), min(stop, limit)), before the cast: int64 bounds may exceed int32.
+template <class Bound> DEVICE void clamp_bounds(Bound begin, Bound stop, int limit, int &start, int &end) {
     start = static_cast<int>(min(max(begin, Bound{0}), static_cast<Bound>(limit)));
     end = max(start, static_cast<int>(max(min(stop, static_cast<Bound>(limit)), Bound{0})));
 }
 
-// A loaded range.
 struct Range {
     Integer begin, stop;
     DEVICE Range() {}
@@ -139,6 +123,23 @@ struct Range {
         clamp_bounds(begin.value(p.range_bytes), stop.value(p.range_bytes), limit, start, end);
     }
 };
+// Call use(e, start, end) with the range of each e < all, by THREADS threads, which load AT_ONCE at once. index(e):
+// the range in [B,S,G,n]; limit(e): the `row_limit` of its row.
+template <u32 THREADS, u32 AT_ONCE, class Index, class Limit, class Use>
+DEVICE void for_ranges(const Problem &p, u32 all, Index index, Limit limit, Use use) {
+    for (u32 from = threadIdx.x; from < all; from += THREADS * AT_ONCE) {
+        Range loaded[AT_ONCE];
+        UNROLL for (u32 i = 0; i < AT_ONCE; ++i)
+            if (from + i * THREADS < all) loaded[i] = Range(p, integer_at(p.ranges, p.range_bytes, 2 * index(from + i * THREADS)));
+        UNROLL for (u32 i = 0; i < AT_ONCE; ++i) {
+            const u32 e = from + i * THREADS;
+            if (e >= all) break;
+            int start, end;
+            loaded[i].clamp(p, limit(e), start, end);
+            use(e, start, end);
+        }
+    }
+}
 // Return a pointer to range i of [B,S,G,n].
 DEVICE const int *range_at(const Problem &p, i64 i) { return integer_at(p.ranges, p.range_bytes, 2 * i); }
 DEVICE void clamped_range(const Problem &p, i64 i, int limit, int &start, int &end) {
@@ -152,7 +153,7 @@ struct Row {
 
 // Return row `pid` in the order [B,G,S], so that adjacent CTAs share a group, and often keys.
 DEVICE Row row_of(const Problem &p, u32 pid) {  // 32 bits: a grid has fewer than 2^31 CTAs, and 64-bit divisions are slow
-    u32 S = p.S, G = p.G;
+    const u32 S = p.S, G = p.G;
     Row row;
     row.s = pid % S;
     row.b = pid / S / G;

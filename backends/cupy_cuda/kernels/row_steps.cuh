@@ -1,14 +1,11 @@
 // Gradients over the list of rows that selected a tile of keys: 64 keys by steps of 64 rows, TQ = 64 / H listed tokens
-// times H heads. dkdv_groups.cu and block_gradients.cu share the loads of steps and the computation of p and ds from
-// products. block_partials.cu uses the sizes and the load of the tile.
-//
-//   p^T = 2^(c k q^T - lse),  ds^T = p^T * (v do^T - delta)
+// times H heads. Loads of steps, and p and ds from products, for dkdv_groups.cu and block_gradients.cu;
+// block_partials.cu uses the sizes and the load of the tile.
 //
 // A list is a struct with: x, the kernel's arguments (tensor maps, p, d_out, lse, delta are read); b, g, first_key,
 // steps; and row(step, i), the row of listed token i of a step, or S (past the last row) if there is none.
 //
-//   H       heads per group
-//   STAGES  stages of the pipeline of q and do
+//   H, STAGES  heads per group; stages of the pipeline of q and do
 #pragma once
 #include "key_to_rows.cuh"
 #include "hopper_tiles.cuh"
@@ -24,16 +21,40 @@ constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES 
 
 DEVICE PipelineState<STAGES> state_of(int step) { return {step % STAGES, step / STAGES % 2}; }
 
+// The keys of the tile that each row of a step sees: all before a limit, or (SMALL_BLOCK) those of its blocks. mask:
+// zero the elements of all other keys.
+struct KeyLimits {
+    int limits[ROWS];  // one past the last key of the tile that the row sees; 0 if the list has no such row
+    DEVICE void store(int row, int limit, uint2) { limits[row] = limit; }
+    DEVICE void mask(const Problem &p, float (&x)[ROWS / 2]) const {
+        const int lane = threadIdx.x % 32, key0 = threadIdx.x % 128 / 32 * 16 + lane / 4;
+        UNROLL for (int j = 0; j < ROWS / 8; ++j)
+            UNROLL for (int i = 0; i < 4; ++i)
+                if (hidden(p, key0 + i / 2 * 8, limits[8 * j + lane % 4 * 2 + i % 2])) x[4 * j + i] = 0.0f;
+    }
+};
+struct KeyBits {
+    u16 seen[KEYS / 16][ROWS];  // one bit per key of a warp
+    DEVICE void store(int row, int, uint2 keys) {
+        UNROLL for (int warp = 0; warp < KEYS / 16; ++warp) seen[warp][row] = static_cast<u16>((warp < 2 ? keys.x : keys.y) >> warp % 2 * 16);
+    }
+    DEVICE void mask(const Problem &, float (&x)[ROWS / 2]) const {
+        const int lane = threadIdx.x % 32;
+        const u16 *bits = seen[threadIdx.x % 128 / 32] + lane % 4 * 2;
+        UNROLL for (int j = 0; j < ROWS / 8; ++j) {
+            const u32 two_rows = *reinterpret_cast<const u32 *>(bits + 8 * j) >> lane / 4;
+            UNROLL for (int i = 0; i < 4; ++i)
+                if (!(two_rows >> (i % 2 * 16 + i / 2 * 8) & 1)) x[4 * j + i] = 0.0f;
+        }
+    }
+};
+
 struct Shared {
     Pipeline<STAGES> steps;               // q, do, lse, delta; APART: without do
     Pipeline<APART ? STAGES : 1> d_outs;  // APART: do
     u64 tile;
     float lse[STAGES][ROWS], delta[STAGES][ROWS];
-#if SMALL_BLOCK
-    u16 seen[STAGES][KEYS / 16][ROWS];  // one bit per key of a warp: the row selected and sees it
-#else
-    int limit[STAGES][ROWS];  // one past the last key of the tile that the row sees; 0 if the list has no such row
-#endif
+    If<(SMALL_BLOCK > 0), KeyBits, KeyLimits> visible[STAGES];
 
     DEVICE void init() {
         steps.init((BY_TMA ? 1 : 32 * COPY_WARPS) + 32 + 32, 4 * CONSUMERS);  // rows; statistics copied, and written; a lane of every consumer warp
@@ -41,27 +62,26 @@ struct Shared {
         mbarrier_init(&tile, 1);
         mbarrier_fence_init();
     }
-    // Producers: wait for an empty stage. If two consumers hold the tile in registers, it arrives in the last stage,
-    // which they then release.
+    // Wait for an empty stage. Two consumers that hold the tile in registers first release the last stage, its memory.
     DEVICE void wait_empty(const PipelineState<STAGES> &at) {
         mbarrier_wait(&steps.empty[at.stage], at.parity ^ (CONSUMERS == 2 && !TILE_STAYS && at.stage == STAGES - 1 ? 0 : 1));
     }
 };
 
-// Bytes of a step that arrive together.
-struct QAndDo {
-    static constexpr bool HAS_Q = true, HAS_DO = true;
-    DEVICE static void wait_empty(Shared &shared, const PipelineState<STAGES> &at) { shared.wait_empty(at); }
-    DEVICE static u64 *full(Shared &shared, const PipelineState<STAGES> &at) { return &shared.steps.full[at.stage]; }
+// What of a step arrives together: q and do, or (APART) one of them.
+template <bool Q, bool DO> struct Part {
+    static constexpr bool HAS_Q = Q, HAS_DO = DO;
+    DEVICE static void wait_empty(Shared &shared, const PipelineState<STAGES> &at) {
+        if (HAS_Q) shared.wait_empty(at);
+        else shared.d_outs.wait_empty({at.stage, at.parity});
+    }
+    DEVICE static u64 *full(Shared &shared, const PipelineState<STAGES> &at) {
+        return HAS_Q ? &shared.steps.full[at.stage] : &shared.d_outs.full[at.stage];
+    }
 };
-struct OnlyQ : QAndDo {
-    static constexpr bool HAS_DO = false;
-};
-struct OnlyDo {
-    static constexpr bool HAS_Q = false, HAS_DO = true;
-    DEVICE static void wait_empty(Shared &shared, const PipelineState<STAGES> &at) { shared.d_outs.wait_empty({at.stage, at.parity}); }
-    DEVICE static u64 *full(Shared &shared, const PipelineState<STAGES> &at) { return &shared.d_outs.full[at.stage]; }
-};
+typedef Part<true, true> QAndDo;
+typedef Part<true, false> OnlyQ;
+typedef Part<false, true> OnlyDo;
 
 // Consumer: wait for a step. A fence then makes data that lanes copied visible to wgmma.
 DEVICE void wait_for_rows(Shared &shared, const PipelineState<STAGES> &at) {
@@ -69,42 +89,31 @@ DEVICE void wait_for_rows(Shared &shared, const PipelineState<STAGES> &at) {
     if (!BY_TMA) fence_async_proxy();
 }
 
-#if SMALL_BLOCK
-// Load the tile's keys and values, by one warp, one block per lane.
-template <class List>
-DEVICE void produce_tile(const List &list, unsigned char *k_tile, u64 *bar) {
-    const int lane = threadIdx.x % 32, b = static_cast<int>(list.b), g = static_cast<int>(list.g);
+// Load the tile's keys and values, by one lane; with SMALL_BLOCK by one warp, one block per lane.
+template <class List> DEVICE void produce_tile(const List &list, unsigned char *k_tile, u64 *bar) {
+    const int lane = SMALL_BLOCK ? threadIdx.x % 32 : 0, b = static_cast<int>(list.b), g = static_cast<int>(list.g);
+    int key = list.first_key;
     if (lane == 0) mbarrier_arrive_expect(bar, K_BYTES + V_BYTES);
-    __syncwarp();
-    if (lane >= TILE_BLOCKS) return;
-    const int key = static_cast<int>(list.x.blocks.position(list.list, lane * SMALL_BLOCK));
-    unsigned char *to = k_tile + lane * SMALL_BLOCK * 128;
-    tma_load_key_tile<DK>(to, &list.x.k, bar, key, g, b);
-    tma_load_key_tile<DV>(to + K_BYTES, &list.x.v, bar, key, g, b);
+    if constexpr (SMALL_BLOCK) {
+        __syncwarp();
+        if (lane >= TILE_BLOCKS) return;
+        key = static_cast<int>(list.x.blocks.position(list.list, lane * BLOCK_KEYS));
+        k_tile += lane * BLOCK_KEYS * 128;
+    }
+    tma_load_key_tile<DK>(k_tile, &list.x.k, bar, key, g, b);
+    tma_load_key_tile<DV>(k_tile + K_BYTES, &list.x.v, bar, key, g, b);
 }
-#else
-// Load the tile's keys and values, by one lane.
-template <class List>
-DEVICE void produce_tile(const List &list, unsigned char *k_tile, u64 *bar) {
-    const int b = static_cast<int>(list.b), g = static_cast<int>(list.g);
-    mbarrier_arrive_expect(bar, K_BYTES + V_BYTES);
-    tma_load_key_tile<DK>(k_tile, &list.x.k, bar, list.first_key, g, b);
-    tma_load_key_tile<DV>(k_tile + K_BYTES, &list.x.v, bar, list.first_key, g, b);
-}
-#endif
 
 // The tokens of a step that a lane holds: numbers lane and lane + 32.
-template <class List>
-struct StepTokens {
+template <class List> struct StepTokens {
     static constexpr int HALVES = TQ > 32 ? 2 : 1;
     int rows[HALVES];
     DEVICE StepTokens(const List &list, int step) {
         UNROLL for (int i = 0; i < HALVES; ++i) rows[i] = list.row(step, threadIdx.x % 32 + 32 * i);
     }
-    DEVICE int first() const { return __shfl_sync(ALL_LANES, rows[0], 0); }
     // Return whether the step's tokens are adjacent; a missing last token counts as S, past the last row.
     DEVICE bool adjacent() const {
-        const int lane = threadIdx.x % 32, from = first();
+        const int lane = threadIdx.x % 32, from = __shfl_sync(ALL_LANES, rows[0], 0);
         bool all = true;
         UNROLL for (int i = 0; i < HALVES; ++i) all &= lane + 32 * i >= TQ || rows[i] == from + lane + 32 * i;
         return __ballot_sync(ALL_LANES, !all) == 0;
@@ -112,16 +121,14 @@ struct StepTokens {
 };
 
 // Load q and do of a step of adjacent tokens, starting at this token, by one lane.
-template <class Part, class List>
-DEVICE void load_step(const List &list, unsigned char *q_tile, u64 *full, int first) {
+template <class Part, class List> DEVICE void load_step(const List &list, unsigned char *q_tile, u64 *full, int first) {
     const int b = static_cast<int>(list.b), g = static_cast<int>(list.g);
     mbarrier_arrive_expect(full, TQ * H * 2 * (Part::HAS_Q * DK + Part::HAS_DO * DV));
     if (Part::HAS_Q) tma_load_row_tile<DK>(q_tile, &list.x.q, full, g, first, b);
     if (Part::HAS_DO) tma_load_row_tile<DV>(q_tile + K_BYTES, &list.x.d_o, full, g, first, b);
 }
 
-// Load q and do of a step through TMA once its stage is empty, by one warp; one token per lane if they are not
-// adjacent.
+// Load q and do of a step once its stage is empty, by one warp; one token per lane if they are not adjacent.
 template <class Part, class List>
 DEVICE void load_tokens(const List &list, unsigned char *stages, Shared &shared, int step, const StepTokens<List> &tokens, bool adjacent) {
     const int lane = threadIdx.x % 32, b = static_cast<int>(list.b), g = static_cast<int>(list.g);
@@ -140,9 +147,7 @@ DEVICE void load_tokens(const List &list, unsigned char *stages, Shared &shared,
     if (Part::HAS_DO) tma_load_row_tile<DV>(q_tile + K_BYTES + lane * H * 128, &list.x.d_o_token, full, g, tokens.rows[0], b);
 }
 
-// Load q and do of every step, by one warp.
-template <class List>
-DEVICE void produce_tokens(const List &list, unsigned char *stages, Shared &shared) {
+template <class List> DEVICE void produce_tokens(const List &list, unsigned char *stages, Shared &shared) {
     typedef StepTokens<List> Tokens;
     Tokens coming(list, 0);
     for (int step = 0; step < list.steps; ++step) {
@@ -156,10 +161,9 @@ DEVICE void produce_tokens(const List &list, unsigned char *stages, Shared &shar
     }
 }
 
-// A copy warp, used if a token has few bytes: load its share of a step once the stage is empty. A step of adjacent
-// tokens comes through TMA. Otherwise the warp copies four rows at once, eight lanes per row, of every COPY_WARPS-th
-// group of four; missing rows are zero. Copies arrive at the barrier asynchronously and need the consumer's fence
-// (wait_for_rows).
+// A copy warp, for tokens of few bytes: load its share of a step once the stage is empty. If its tokens are not
+// adjacent, the warp copies four rows at once, eight lanes per row, of every COPY_WARPS-th group of four. Copies arrive
+// at the barrier asynchronously and need the consumer's fence (wait_for_rows).
 template <class Part, class List>
 DEVICE void copy_step(const List &list, const u16 *q, const u16 *d_out, unsigned char *stages, Shared &shared, int copier, const PipelineState<STAGES> &at,
                       const StepTokens<List> &tokens, bool adjacent) {
@@ -189,9 +193,7 @@ DEVICE void copy_step(const List &list, const u16 *q, const u16 *d_out, unsigned
     cp_async_mbarrier_arrive(Part::full(shared, at));
 }
 
-// A copy warp: load its share of every step.
-template <class List>
-DEVICE void copy_tokens(const List &list, unsigned char *stages, Shared &shared, int copier) {
+template <class List> DEVICE void copy_tokens(const List &list, unsigned char *stages, Shared &shared, int copier) {
     const int column = threadIdx.x % 8 * 8;
     const u16 *q = list.x.p.q.group(list.b, list.g) + column, *d_out = list.x.d_out.group(list.b, list.g) + column;
     for (int step = 0; step < list.steps; ++step) {
@@ -207,40 +209,33 @@ DEVICE void copy_tokens(const List &list, unsigned char *stages, Shared &shared,
     cp_async_wait<0>();
 }
 
-#if SMALL_BLOCK
-// Return one bit per key of the tile: listed token i of a step selected and sees it. starts: first keys of the tile's
-// blocks, one per lane. All lanes must call this.
-template <class List>
-DEVICE uint2 seen_keys(const List &list, int row, int step, int i, int starts) {
+// SMALL_BLOCK: return one bit per key of the tile: listed token i of a step selected and sees it. starts: first keys of
+// the tile's blocks, one per lane. All lanes must call this.
+template <class List> DEVICE uint2 seen_keys(const List &list, int row, int step, int i, int starts) {
     const bool exists = row < list.x.p.S;
     const u32 chosen = exists ? list.chosen(step, i) : 0;
     const int limit = exists ? row_limit(list.x.p, list.b, row) : 0;
     u32 bits[2] = {0, 0};
     UNROLL for (int slot = 0; slot < TILE_BLOCKS; ++slot) {
-        const int first = slot * SMALL_BLOCK, keys = min(limit - __shfl_sync(ALL_LANES, starts, slot), SMALL_BLOCK);  // causal clamp
+        const int first = slot * BLOCK_KEYS, keys = min(limit - __shfl_sync(ALL_LANES, starts, slot), BLOCK_KEYS);  // causal clamp
         if (chosen >> slot & 1) bits[first / 32] |= (~0u >> (32 - keys)) << first % 32;
     }
     return make_uint2(bits[0], bits[1]);
 }
-#endif
 
 // Load lse, delta and limits (or key bits) of a step, by one warp, two rows per lane.
-template <class List>
-DEVICE void copy_statistics(const List &list, Shared &shared) {
+template <class List> DEVICE void copy_statistics(const List &list, Shared &shared) {
     const int lane = threadIdx.x % 32;
-#if SMALL_BLOCK
-    const int starts = static_cast<int>(list.x.blocks.position(list.list, lane % TILE_BLOCKS * SMALL_BLOCK));
-#endif
-    int coming[2];
+    int coming[2], starts = 0;
+    if constexpr (SMALL_BLOCK) starts = static_cast<int>(list.x.blocks.position(list.list, lane % TILE_BLOCKS * BLOCK_KEYS));
     for (int i = 0; i < 2; ++i) coming[i] = list.row(0, (lane + 32 * i) / H);
     for (int step = 0; step < list.steps; ++step) {
         const auto at = state_of(step);
         const int rows[2] = {coming[0], coming[1]};
         for (int i = 0; i < 2; ++i) coming[i] = list.row(step + 1, (lane + 32 * i) / H);
-#if SMALL_BLOCK
-        uint2 seen[2];  // computed before the stage is empty, to hide the latency
-        for (int i = 0; i < 2; ++i) seen[i] = seen_keys(list, rows[i], step, (lane + 32 * i) / H, starts);
-#endif
+        uint2 seen[2];  // SMALL_BLOCK; computed before the stage is empty, to hide the latency
+        for (int i = 0; i < 2; ++i)
+            if constexpr (SMALL_BLOCK) seen[i] = seen_keys(list, rows[i], step, (lane + 32 * i) / H, starts);
         shared.wait_empty(at);
         for (int i = 0; i < 2; ++i) {
             const int row = lane + 32 * i;
@@ -248,12 +243,7 @@ DEVICE void copy_statistics(const List &list, Shared &shared) {
             const i64 index = exists ? ((list.b * list.x.p.S + rows[i]) * list.x.p.G + list.g) * H + row % H : 0;
             cp_async_4(&shared.lse[at.stage][row], list.x.lse + index, exists);
             cp_async_4(&shared.delta[at.stage][row], list.x.delta + index, exists);
-#if SMALL_BLOCK
-            UNROLL for (int warp = 0; warp < KEYS / 16; ++warp)
-                shared.seen[at.stage][warp][row] = static_cast<u16>((warp < 2 ? seen[i].x : seen[i].y) >> warp % 2 * 16);
-#else
-            shared.limit[at.stage][row] = exists ? row_limit(list.x.p, list.b, rows[i]) - list.first_key : 0;
-#endif
+            shared.visible[at.stage].store(row, SMALL_BLOCK || !exists ? 0 : row_limit(list.x.p, list.b, rows[i]) - list.first_key, seen[i]);
         }
         cp_async_mbarrier_arrive(&shared.steps.full[at.stage]);
         mbarrier_arrive(&shared.steps.full[at.stage]);
@@ -261,8 +251,7 @@ DEVICE void copy_statistics(const List &list, Shared &shared) {
 }
 
 // Load q and do of every step of adjacent tokens, by one lane.
-template <class List>
-DEVICE void produce_boxes(const List &list, unsigned char *stages, Shared &shared) {
+template <class List> DEVICE void produce_boxes(const List &list, unsigned char *stages, Shared &shared) {
     for (int step = 0; step < list.steps; ++step) {
         const auto at = state_of(step);
         shared.wait_empty(at);
@@ -271,8 +260,7 @@ DEVICE void produce_boxes(const List &list, unsigned char *stages, Shared &share
 }
 
 // Warp `producer` of the producer warpgroup: load its share of the listed rows.
-template <class List>
-DEVICE void produce_rows(const List &list, unsigned char *stages, Shared &shared, int producer) {
+template <class List> DEVICE void produce_rows(const List &list, unsigned char *stages, Shared &shared, int producer) {
     if (producer == 1) copy_statistics(list, shared);
     else if constexpr (ADJACENT) {
         if (producer == 0 && threadIdx.x % 32 == 0) produce_boxes(list, stages, shared);
@@ -296,25 +284,6 @@ DEVICE void exponentiate(float (&s)[ROWS / 2], const float *lses, float c) {
     }
 }
 
-// Zero elements of keys that a row does not see.
-#if SMALL_BLOCK
-DEVICE void mask_keys(float (&x)[ROWS / 2], const u16 (&seen)[KEYS / 16][ROWS]) {
-    const int lane = threadIdx.x % 32;
-    const u16 *bits = seen[threadIdx.x % 128 / 32] + lane % 4 * 2;
-    UNROLL for (int j = 0; j < ROWS / 8; ++j) {
-        const u32 two_rows = *reinterpret_cast<const u32 *>(bits + 8 * j) >> lane / 4;
-        UNROLL for (int i = 0; i < 4; ++i)
-            if (!(two_rows >> (i % 2 * 16 + i / 2 * 8) & 1)) x[4 * j + i] = 0.0f;
-    }
-}
-#endif
-DEVICE void mask_keys(const Problem &p, float (&x)[ROWS / 2], const int *limits) {
-    const int lane = threadIdx.x % 32, key0 = threadIdx.x % 128 / 32 * 16 + lane / 4;
-    UNROLL for (int j = 0; j < ROWS / 8; ++j)
-        UNROLL for (int i = 0; i < 4; ++i)
-            if (hidden(p, key0 + i / 2 * 8, limits[8 * j + lane % 4 * 2 + i % 2])) x[4 * j + i] = 0.0f;
-}
-
 // Compute p^T and ds^T = p^T * (dp^T - delta), rounded to wgmma operands.
 DEVICE void as_operands(u32 (&p)[ROWS / 16][4], u32 (&ds)[ROWS / 16][4], const float (&s)[ROWS / 2], const float (&dp)[ROWS / 2],
                         const float *deltas) {
@@ -329,18 +298,17 @@ DEVICE void as_operands(u32 (&p)[ROWS / 16][4], u32 (&ds)[ROWS / 16][4], const f
 }
 
 // Destination of a consumer warp's 16 keys.
-template <class List>
-DEVICE GradientRows gradient_rows(const List &list) {
+template <class List> DEVICE GradientRows gradient_rows(const List &list) {
     const int key0 = threadIdx.x % 128 / 32 * 16;
     const i64 S_kv = list.x.p.S_kv;
     GradientRows rows(list, list.x.lists, S_kv, key0);
-#if SMALL_BLOCK
-    rows.row = list.bg * S_kv;
-    for (int r = 0; r < 2; ++r) {
-        const i64 position = list.x.blocks.position(list.list, key0 + threadIdx.x % 32 / 4 + 8 * r);
-        rows.keys[r] = position < S_kv ? static_cast<int>(position) : -1;
+    if constexpr (SMALL_BLOCK) {
+        rows.row = list.bg * S_kv;
+        for (int r = 0; r < 2; ++r) {
+            const i64 position = list.x.blocks.position(list.list, key0 + threadIdx.x % 32 / 4 + 8 * r);
+            rows.keys[r] = position < S_kv ? static_cast<int>(position) : -1;
+        }
     }
-#endif
     return rows;
 }
 
@@ -379,14 +347,11 @@ struct UnitSegment {
 };
 
 // The steps of a segment. Its numbers stay in shared memory: the producers have few registers.
-template <class Arguments, class Segment = UnitSegment>
-struct UnitSteps {
+template <class Arguments, class Segment = UnitSegment> struct UnitSteps {
     const Arguments &x;
     const Segment &segment;
-    const int first_key, steps;
-    const i64 b, g;
-    DEVICE UnitSteps(const Arguments &arguments, const Segment &segment)
-        : x(arguments), segment(segment), first_key(segment.first_key), steps((segment.entries + TQ - 1) / TQ), b(segment.b), g(segment.g) {}
+    const int first_key = segment.first_key, steps = (segment.entries + TQ - 1) / TQ;
+    const i64 b = segment.b, g = segment.g;
     DEVICE int row_of(int entry) const { return static_cast<int>(static_cast<u32>(segment.listed[entry]) / static_cast<u32>(segment.each)); }
     DEVICE int row(int step, int i) const {
         const int entry = step * TQ + i;
@@ -397,7 +362,6 @@ struct UnitSteps {
         const int at = step * TQ + i / H;
         return i < TQ * H && at < segment.entries ? at : -1;
     }
-    // That entry.
     DEVICE int entry(int step, int i) const {
         const int at = number(step, i);
         return at < 0 ? -1 : segment.listed[at];
@@ -405,8 +369,7 @@ struct UnitSteps {
 };
 
 // One past the last key of the tile that any row of the segment sees; for all threads of the consumers.
-template <int THREADS, class Steps>
-DEVICE int last_seen_key(const Steps &list) {
+template <int THREADS, class Steps> DEVICE int last_seen_key(const Steps &list) {
     __shared__ int limits[THREADS / 32];
     const Problem &p = list.x.p;
     int limit = 0;

@@ -2,11 +2,9 @@
 // block_partials.cu to all others.
 //
 // Grid: one CTA per 64 tokens of a pair (b, g), in groups of TQ = 64 / H. An entry of a row (key_to_rows.cuh) is shared
-// if every token of its group has an entry for the same tile. The group's first token then has one, too, so only its
-// entries are searched for among those of the others.
+// if every token of its group has an entry for the same tile; only the first token's entries are searched for.
 //
-//   H     heads per group, a divisor of 64
-//   EACH  entries per row, n * reach, at most 64
+//   H, EACH  heads per group, a divisor of 64; entries per row, n * reach, at most 64
 #include "key_to_rows.cuh"
 
 constexpr int KEYS = 64, TQ = 64 / H, TOKENS = 64, THREADS = 128;

@@ -2,8 +2,8 @@
 // other lanes (a quad).
 //
 // Logits s_j arrive tile by tile. A row keeps m = max_j s_j, l = sum_j p_j and acc = sum_j p_j v_j, where
-// p_j = 2^(c (s_j - m)). If m rises, l and acc are multiplied by alpha = 2^(c (m_old - m)).
-// At the end o = acc / l and lse = c m + log2 l. A row without keys has l = 0 and gives o = 0 and lse = -inf.
+// p_j = 2^(c (s_j - m)). If m rises, l and acc are multiplied by alpha = 2^(c (m_old - m)). At the end o = acc / l and
+// lse = c m + log2 l. A row without keys has l = 0 and gives o = 0 and lse = -inf.
 //
 // mma.sync accumulates in float [N][4], wgmma in float [4 * N]. Element i of row r is in column `column_of(i)` of both.
 #pragma once
@@ -12,39 +12,27 @@
 // Initial maximum, below any logit but finite: exp2(-inf - LOWEST) is 0, while exp2(-inf - -inf) would be NaN.
 constexpr float LOWEST = -1.0e30f;
 
-template <int N>
-DEVICE float &element(float (&s)[N][4], int r, int i) {
-    return s[i / 2][2 * r + i % 2];
-}
-template <int N>
-DEVICE float &element(float (&s)[N], int r, int i) {
-    return s[i / 2 * 4 + 2 * r + i % 2];
-}
+template <int N> DEVICE float &element(float (&s)[N][4], int r, int i) { return s[i / 2][2 * r + i % 2]; }
+template <int N> DEVICE float &element(float (&s)[N], int r, int i) { return s[i / 2 * 4 + 2 * r + i % 2]; }
 DEVICE int column_of(int i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
-// Elements of a row per thread.
-template <class Tile>
-constexpr int elements = sizeof(Tile) / sizeof(float) / 2;
+template <class Tile> constexpr int elements = sizeof(Tile) / sizeof(float) / 2;
 
 // Overwrite elements of row r with `value` where first + column >= limit[r].
-template <class Tile>
-DEVICE void mask_columns(Tile &s, int first, const int (&limit)[2], float value) {
+template <class Tile> DEVICE void mask_columns(Tile &s, int first, const int (&limit)[2], float value) {
     UNROLL for (int r = 0; r < 2; ++r)
         UNROLL for (int i = 0; i < elements<Tile>; ++i)
             if (first + column_of(i) >= limit[r]) element(s, r, i) = value;
 }
 
 // Return the maximum of row r's elements in this thread; four independent chains hide the latency.
-template <class Tile>
-DEVICE float row_max(Tile &s, int r) {
+template <class Tile> DEVICE float row_max(Tile &s, int r) {
     float tops[4];
     UNROLL for (int i = 0; i < elements<Tile>; ++i) tops[i % 4] = i < 4 ? element(s, r, i) : fmaxf(tops[i % 4], element(s, r, i));
     return fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
 }
 
-// acc *= alpha, row by row.
-template <class Tile>
-DEVICE void scale_rows(Tile &acc, const float (&alpha)[2]) {
+template <class Tile> DEVICE void scale_rows(Tile &acc, const float (&alpha)[2]) {
     UNROLL for (int r = 0; r < 2; ++r)
         UNROLL for (int i = 0; i < elements<Tile>; ++i) element(acc, r, i) *= alpha[r];
 }
@@ -92,10 +80,8 @@ struct OnlineSoftmax {
         return alpha;
     }
 
-    // Replace the logits by p. Groups of TOGETHER elements are summed first and then added to l; this order fixes the
-    // result's bits.
-    template <int TOGETHER, int N>
-    DEVICE void exponentiate(float (&s)[N][4]) {
+    // Replace the logits by p. Groups of TOGETHER elements are summed first, which fixes the bits of l.
+    template <int TOGETHER, int N> DEVICE void exponentiate(float (&s)[N][4]) {
         const float shift[2] = {m[0] * c, m[1] * c};
         UNROLL for (int i = 0; i < 2 * N; i += TOGETHER)
             UNROLL for (int r = 0; r < 2; ++r) {
@@ -109,8 +95,7 @@ struct OnlineSoftmax {
     }
 
     // The same for row r, in four chains. p = 0 if the row does not take part, unless its logits are NaN.
-    template <int N>
-    DEVICE void exponentiate(float (&s)[N], int r, bool takes_part) {
+    template <int N> DEVICE void exponentiate(float (&s)[N], int r, bool takes_part) {
         const float shift = takes_part ? m[r] * c : infinity();
         float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
         UNROLL for (int i = 0; i < N / 2; ++i) {
@@ -127,8 +112,7 @@ struct PartialSums {
 };
 
 // Merge partial(0), ..., partial(N - 1) in this order.
-template <int N, class Partial>
-DEVICE PartialSums combine_partials(float c, Partial partial) {
+template <int N, class Partial> DEVICE PartialSums combine_partials(float c, Partial partial) {
     PartialSums all[N], sum = {LOWEST, 0.0f, 0.0f, 0.0f};
     UNROLL for (int i = 0; i < N; ++i) {
         all[i] = partial(i);

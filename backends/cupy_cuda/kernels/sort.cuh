@@ -1,12 +1,9 @@
-// Counting sort of the entries of key_to_rows.cuh into lists, in ascending order (key_to_rows.py):
-//   sort_count.cu    compute the tile of every entry, and count the entries per chunk and list
-//   sum_counts.cu    prefix sums of the counts, and the number of segments per list
-//   sort_scatter.cu  scatter the entries to their lists; with few counts it also does the work of sum_counts.cu, which
-//                    is then not launched
+// Counting sort of the entries of key_to_rows.cuh into lists, in ascending order (key_to_rows.py): sort_count.cu
+// computes the tile of every entry and counts the entries per chunk and list; sum_counts.cu computes prefix sums of the
+// counts, and the number of segments per list; sort_scatter.cu scatters the entries, and sums few counts itself.
 //
 // A chunk is a run of entries of one section of the rows of one bg. Lists are ordered by section, bg, tile; counts are
-// [sections * B*G, chunks, tiles]. Entries, lists and counts fit in 31 bits, which all kernels rely on, because 64-bit
-// divisions are slow.
+// [sections * B*G, chunks, tiles]. Entries, lists and counts fit in 31 bits, because 64-bit divisions are slow.
 #pragma once
 #include "softmax.cuh"
 
@@ -43,8 +40,7 @@ struct Segments {
     }
 };
 
-// The record that a CTA of sum_counts.cu publishes for later CTAs: sums of its lists. Records follow the counts in
-// memory.
+// What a CTA of sum_counts.cu publishes for later CTAs, behind the counts in memory: sums of its lists.
 struct Published {
     int sums[3], ready;
 };

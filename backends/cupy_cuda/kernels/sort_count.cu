@@ -1,10 +1,9 @@
 // Counting sort, first step: compute the tile of every entry, and count the entries per chunk and list (sort.cuh).
 //
-// Grid: one CTA per chunk. Counts of up to TABLE tiles at a time are in shared memory.
-// Entries: with reach 1, a range has one entry, filed under the last tile that its row sees (key_to_rows.cuh).
+// Grid: one CTA per chunk. Counts of up to TABLE tiles at a time are in shared memory. With reach 1, a range has one
+// entry, filed under the last tile that its row sees (key_to_rows.cuh).
 //
-//   WIDTH        keys per tile
-//   RANGE_BYTES  bytes per bound of a range
+//   WIDTH, RANGE_BYTES  keys per tile; bytes per bound of a range
 #include "sort.cuh"
 
 typedef If<RANGE_BYTES == 4, int, i64> Bound;
@@ -33,8 +32,7 @@ struct EntryCursor {
     }
 };
 
-// Store the tiles of a chunk's entries, and count those below TABLE. In 32 bits, because this loop is bound by
-// instructions.
+// Store the tiles of a chunk's entries, and count those below TABLE; in 32 bits, to save instructions.
 DEVICE void find_tiles(const Arguments &x, const Chunk &chunk, int *tiles, int *table) {
     const Problem &p = x.p;
     const u32 n = p.n, reach = x.sort.reach, G = p.G, b = chunk.bg / G, row_ranges = G * n;

@@ -1,12 +1,10 @@
 // Counting sort, last step: scatter every entry to its list (sort.cuh).
 //
 // Grid: one CTA per chunk. It sorts BLOCK entries at a time in shared memory, so that entries of a list are stored
-// together. Each warp counts its 32 * EACH adjacent entries per tile, 32 at a time. Lanes that count the same tile at
-// once get their ranks in any order; ordered_place restores the order when entries are stored.
+// together. Lanes that count the same tile at once get their ranks in any order; ordered_place restores the order.
 //
 //   EACH  entries per thread and block
-//   FEW   1: counts come from sort_count.cu, and there are so few that every CTA sums them itself: at most TABLE tiles and
-//         chunks of BLOCK entries. There are few CTAs, too, so registers matter more than occupancy
+//   FEW   1: every CTA sums the counts of sort_count.cu itself: at most TABLE tiles, and chunks of BLOCK entries
 #include "sort.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS, BLOCK = EACH * THREADS, TABLE = 2 * THREADS;  // tiles per pass
@@ -27,7 +25,7 @@ struct Shared {
 };
 
 // Turn counts into positions in `sorted`, two tiles per thread; return the number of entries. to: where the tiles'
-// entries of this block go. counts: of the chunk, from these tiles on, advanced if the chunk has more blocks (more).
+// entries of this block go. counts: of the chunk from these tiles on, advanced if it has `more` blocks.
 DEVICE int place_lists(Shared &shared, const int (&to)[2], int *counts, int tiles, bool more) {
     const int tile = 2 * threadIdx.x;
     int own[2] = {0, 0};
@@ -53,8 +51,8 @@ DEVICE int place_lists(Shared &shared, const int (&to)[2], int *counts, int tile
     return all[0];
 }
 
-// FEW: compute from the counts of all chunks where the chunk's entries of two tiles per thread go. The CTA of the first
-// chunk of a section of a bg stores where its lists begin, and the segments before them.
+// FEW: compute from all counts where the chunk's entries of two tiles per thread go. The CTA of the first chunk of a
+// section of a bg stores where its lists begin, and the segments before them.
 DEVICE void add_counts(const Arguments &x, const Chunk &chunk, int (&to)[2]) {
     const u32 tiles = x.sort.tiles, chunks = x.sort.chunks, number = blockIdx.x % chunks, tile = 2 * threadIdx.x;
     int sums[3] = {0, 0, 0}, before[3], own[2] = {0, 0}, own_before[2] = {0, 0}, all[3];  // entries, and segments of both kinds
@@ -87,8 +85,7 @@ DEVICE void add_counts(const Arguments &x, const Chunk &chunk, int (&to)[2]) {
     }
 }
 
-// Return the position of element i of `sorted` in ascending order among entries of its tile that one warp counted at
-// once.
+// Return the place of element i of `sorted` in ascending order among entries of its tile that one warp counted at once.
 DEVICE int ordered_place(const u32 *sorted, int i, u32 own) {
     int place = i;
     for (int j = i - 1; (sorted[j] ^ own) < 32; --j) place -= sorted[j] > own;

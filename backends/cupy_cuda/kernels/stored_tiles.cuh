@@ -5,19 +5,14 @@
 //
 //   s_j = a (q K_j^T),  o = sum_j p_j c V_j / l
 //
-// Scales never touch the numbers, nor p: p is at most 2^SLACK, far within float16, whatever the scales are. a
-// multiplies the logits in float32. A step lies in one page: c multiplies its product p V in float32 before that is
-// added to acc; c of a head is applied once, at the end. Either may be negative or zero, since the maximum is that of
-// scaled logits.
+// Scales multiply float32 numbers only: a the logits, c of a page the step's product p V (a step lies in one page), c
+// of a head the result. They may be negative or zero, since the maximum is that of scaled logits.
 //
 // Order of e4m3 numbers: a lane receives a pair of bytes where it would receive one 16-bit number.
-//   K  `ldmatrix` gives lane t of a quad bytes 4 t ... 4 t + 3 of a key's 16: two pairs, which are b0 and b1.
-// Contraction
-//      indices 2 t, 2 t + 1, 2 t + 8, 2 t + 9 therefore stand for columns 4 t ... 4 t + 3; q is read in the same order.
-//   V  `ldmatrix_trans` gives it columns 2 r and 2 r + 1 of keys 2 t and 2 t + 1, with r = lane / 4. Of 16 columns, the
-//      even ones are one product's operand and the odd ones another's: columns 4 t ... 4 t + 3 of o alternate between
-// the
-//      two accumulators.
+//   K  `ldmatrix` gives lane t of a quad bytes 4 t ... 4 t + 3 of a key's 16: two pairs, b0 and b1. Contraction
+//      indices 2 t, 2 t + 1, 2 t + 8, 2 t + 9 stand for columns 4 t ... 4 t + 3; q is read in the same order.
+//   V  `ldmatrix_trans` gives it columns 2 r and 2 r + 1 of keys 2 t and 2 t + 1, with r = lane / 4. Even columns of 16
+//      are one product's operand, odd ones another's: o's columns 4 t ... 4 t + 3 alternate between two accumulators.
 //
 //   E4M3         1: keys and values are e4m3
 //   PAGE_SCALES  1: each page and head has its own scales; 0: each head has
@@ -49,12 +44,10 @@ struct KeyValueScales {
 
 struct SixteenBit {
     // q needs no conversion.
-    template <int ROWS, int THREADS>
-    DEVICE static void convert_queries(u16 *, float *) {}
+    template <int ROWS, int THREADS> DEVICE static void convert_queries(u16 *, float *) {}
 
     // Load operand A: rows [m, m + 16) of a tile of q.
-    template <int STEPS>
-    DEVICE static void load_queries(u32 (&q)[STEPS][4], const u16 *tile, int m) {
+    template <int STEPS> DEVICE static void load_queries(u32 (&q)[STEPS][4], const u16 *tile, int m) {
         UNROLL for (int k = 0; k < STEPS; ++k) load_a<KP>(q[k], tile, m, 16 * k);
     }
 
@@ -73,8 +66,7 @@ struct SixteenBit {
     }
 
     // Columns [first, first + 8 * N) of KEYS values, left in shared memory.
-    template <int KEYS, int N>
-    struct Values {
+    template <int KEYS, int N> struct Values {
         const unsigned char *tile;
         int first;
         DEVICE Values(const unsigned char *values, int column) : tile(values), first(column) {}
@@ -124,19 +116,17 @@ struct SixteenBit {
 };
 
 // Return the offset of 16-byte chunk c of a row of D bytes in a tile that TMA has swizzled by D bytes (tensor_map.py).
-template <int D>
-DEVICE u32 swizzled_bytes(int row, int c) {
+template <int D> DEVICE u32 swizzled_bytes(int row, int c) {
     static_assert(!E4M3 || D == 128 || D == 64, "a row is as wide as a swizzle");
     return D == 128 ? swizzled(row, c) : row * 64 + (c ^ row / 2 % 4) * 16;
 }
 
 // The same functions for e4m3.
 struct E4m3 {
-    // Convert bfloat16 rows of a tile to float16, each times the power of two that brings its largest number to Q_TOP
-    // or above, so that it stays below float16's 65504; rates[r]: the inverse factor. Exact except for numbers below
-    // 2^-32 of the largest. Each thread converts what it has copied (copy_heads), so no barrier is needed.
-    template <int ROWS, int THREADS>
-    DEVICE static void convert_queries(u16 *tile, float *rates) {
+    // Convert bfloat16 rows to float16, each times the power of two that brings its largest number to [Q_TOP, 2 Q_TOP);
+    // rates[r]: the inverse factor. Exact except for numbers below 2^-32 of the largest. Each thread converts what it
+    // has copied (copy_heads), so no barrier is needed.
+    template <int ROWS, int THREADS> DEVICE static void convert_queries(u16 *tile, float *rates) {
         if (!BF16) return;
         constexpr int CHUNKS = DK / 8;  // per row, one for each of CHUNKS adjacent lanes
 #pragma unroll 1
@@ -160,8 +150,7 @@ struct E4m3 {
         }
     }
 
-    template <int STEPS>
-    DEVICE static void load_queries(u32 (&q)[STEPS][4], const u16 *tile, int m) {
+    template <int STEPS> DEVICE static void load_queries(u32 (&q)[STEPS][4], const u16 *tile, int m) {
         const int lane = threadIdx.x % 32;
         UNROLL for (int k = 0; k < STEPS; ++k)
             UNROLL for (int r = 0; r < 2; ++r) {
@@ -187,8 +176,7 @@ struct E4m3 {
     }
 
     // Columns [first, first + 8 * N) of KEYS values, as `ldmatrix_trans` returns them.
-    template <int KEYS, int N>
-    struct Values {
+    template <int KEYS, int N> struct Values {
         u32 pairs[N / 2][KEYS / 32][4];
         DEVICE Values(const unsigned char *values, int first) {
             UNROLL for (int d = 0; d < N / 2; ++d)
@@ -229,8 +217,7 @@ struct E4m3 {
     }
 
     // Return a lane's four adjacent columns of row r among 16.
-    template <int N>
-    DEVICE static float4 four_columns(const float (&acc)[N][4], int r, int j) {
+    template <int N> DEVICE static float4 four_columns(const float (&acc)[N][4], int r, int j) {
         return make_float4(acc[j][2 * r], acc[j + 1][2 * r], acc[j][2 * r + 1], acc[j + 1][2 * r + 1]);
     }
     template <int N, class Cluster>
@@ -290,17 +277,14 @@ DEVICE void store_sums(const OnlineSoftmax &softmax, float (&sums)[SHARES][ROWS]
         if (lane % 4 == 0) sums[share][row + 8 * r] = sum;
     }
 }
-template <int SHARES, int ROWS>
-DEVICE float sum_of(const float (&sums)[SHARES][ROWS], int row) {
+template <int SHARES, int ROWS> DEVICE float sum_of(const float (&sums)[SHARES][ROWS], int row) {
     float sum = 0.0f;
     UNROLL for (int other = 0; other < SHARES; ++other) sum += sums[other][row];
     return sum;
 }
 
-// Zero the values of keys [first, first + SHARE) from key `keys` on, by a warp. Rows are zeroed whole, so the swizzle
-// does not matter.
-template <int SHARE>
-DEVICE void zero_values(unsigned char *values, int first, int keys) {
+// Zero the values of keys [first, first + SHARE) from key `keys` on, in whole rows, by a warp.
+template <int SHARE> DEVICE void zero_values(unsigned char *values, int first, int keys) {
     constexpr int CHUNKS = V_BOX * BYTES / 16;  // per row of a box
     UNROLL for (int panel = 0; panel < DV / V_BOX; ++panel)
         for (int i = max(first, keys) * CHUNKS + threadIdx.x % 32; i < (first + SHARE) * CHUNKS; i += 32)

@@ -7,9 +7,7 @@ struct Arguments {
     const i64 *segments, *parts;  // [lists + 1]: see KeyToRows
     KeyGradients to;
     i64 S_kv, tiles;
-#if SMALL_BLOCK
-    BlockTiles blocks;
-#endif
+    BlockTiles blocks;  // SMALL_BLOCK
 };
 
 constexpr int WIDTH = 16 * KEY_WARPS;
@@ -17,11 +15,7 @@ constexpr int THREADS = 128;
 
 // The row of dk and dv of key `key` of the tile of a list; negative if there is no such key.
 DEVICE i64 row_of_key(const Arguments &x, i64 list, int key) {
-#if SMALL_BLOCK
-    const i64 position = x.blocks.position(list, key);
-#else
-    const i64 position = list % x.tiles * WIDTH + key;
-#endif
+    const i64 position = SMALL_BLOCK ? x.blocks.position(list, key) : list % x.tiles * WIDTH + key;
     return position < x.S_kv ? list / x.tiles * x.S_kv + position : -1;
 }
 

@@ -1,10 +1,8 @@
 // Tile scheduling: the order in which CTAs take tiles of tokens, and the list of key blocks that a tile's steps walk.
 //
 // Selected blocks: the list is the union of the blocks of the tile's tokens (tile_union.cu, ordered_union.cu).
-// Compressed keys: every token sees the first ones, so block e of the list is computed: blocks 0, 1, ... of BLOCK
-//   compressed keys, whole as far as the tile's first token sees them.
-// Window: also computed: blocks of BLOCK keys starting at the first key that the tile's first token sees, whole where
-//   the windows of all tokens of the tile overlap.
+// Compressed keys: blocks 0, 1, ... of BLOCK compressed keys, whole as far as the tile's first token sees them.
+// Window: blocks of BLOCK keys from the first key on that the tile's first token sees, whole where all windows overlap.
 //
 //   ORDER_TOKENS  tiles hold tokens with similar selections instead of adjacent ones (ordered_union.cu)
 //   FEW_TOKENS    a tile holds all tokens of a (b, g), and its CTA builds the list itself (few_tokens.cuh)
@@ -19,32 +17,26 @@ typedef If<H == 1, u64, u32> TokenBits;  // one bit per token of a consumer
 constexpr TokenBits TOKEN_MASK = static_cast<TokenBits>(TQ == 64 ? ~0ull : (1ull << TQ % 64) - 1);  // all TQ bits
 
 // The block lists of all tiles, and the scheduler's state. (The compiler spills registers if the fields are reordered.)
-struct AdjacentPlan {
+struct TilePlan {
     const u16 *blocks;            // [all_tiles * capacity]: union of a tile's blocks, whole ones first; null if BY_ARITHMETIC
     const RowBits<TOKENS> *rows;  // [all_tiles * capacity], bit r: token r of the tile selected the block
     const int2 *counts;           // [all_tiles]: number of whole blocks, of all blocks
     i64 tiles, capacity, all_tiles;  // tiles per (b, g), largest list length, tiles of all (b, g)
     i64 interleaved_heads;           // (b, g) whose tiles are interleaved: as many as have K and V in the L2 cache together
     u32 *tile_counter;               // tiles requested, zero before and after the kernel; null: one tile per CTA
+    const unsigned char *order;      // [B,G,stretches,ORDER_TOKENS] (ordered_union.cu); null unless ORDERED
 
-    // Request the next tile from the atomic counter, by one warp; `tile_of` waits for the answer. Each CTA requests
-    // once per tile, so the last request, which gets no tile, wraps the counter to zero.
+    // Request the next tile, by one warp; `tile_of` waits for the answer. A CTA requests once per tile, so the last
+    // request, which gets no tile, wraps the counter to zero.
     DEVICE u32 ask_for_tile() const {
         const u32 all = static_cast<u32>(all_tiles);
         return threadIdx.x % 32 == 0 && tile_counter ? atomicInc(tile_counter, all - 1) : all;
     }
     DEVICE u32 tile_of(u32 answer) const { return gridDim.x + __shfl_sync(ALL_LANES, answer, 0); }
-    DEVICE const unsigned char *token_order() const { return nullptr; }
 };
-struct OrderedPlan : AdjacentPlan {
-    const unsigned char *order;  // [B,G,stretches,ORDER_TOKENS] (ordered_union.cu)
-    DEVICE const unsigned char *token_order() const { return order; }
-};
-typedef If<ORDERED, OrderedPlan, AdjacentPlan> TilePlan;
 
-// Return which tile of a (b, g) comes at position `at`: late tokens, which see the most blocks, come first, so that the
-// last tiles are short. MIXED_TILES: tiles of late and early tokens alternate and the shortest come last, because short
-// tiles are bound by memory, which is idle while long tiles compute.
+// Return which tile of a (b, g) comes at position `at`: late tokens, which see the most blocks, first. MIXED_TILES:
+// late and early tokens alternate, because short tiles are bound by memory, which is idle while long tiles compute.
 DEVICE u32 tile_at(u32 at, u32 tiles) {
     const u32 shortest = tiles / 16;
     if (MIXED_TILES && at < tiles - shortest) return at % 2 ? shortest + at / 2 : tiles - 1 - at / 2;
@@ -68,9 +60,8 @@ struct TokenTile {
     // ORDERED: the tile's tokens in the plan.
     DEVICE const unsigned char *order(const TilePlan &plan, u32 G) const {
         const u32 stretches = (static_cast<u32>(plan.tiles) + OF_STRETCH - 1) / OF_STRETCH;
-        return plan.token_order() + ((b * G + g) * (stretches * OF_STRETCH) + i) * TOKENS;
+        return plan.order + ((b * G + g) * (stretches * OF_STRETCH) + i) * TOKENS;
     }
-    // The tile's list among all lists.
     DEVICE u32 index(const TilePlan &plan, u32 G) const { return (b * G + g) * static_cast<u32>(plan.tiles) + i; }
     // The position of a consumer's first token.
     DEVICE i64 position(int consumer) const { return static_cast<i64>(i) * TOKENS + (IN_TURNS ? 0 : consumer * TQ); }
@@ -81,9 +72,8 @@ struct TokenTile {
     }
 };
 
-// block_counts: the number of whole blocks and of all blocks of a tile. block_key: the first key of entry `at` of its
-// list. selected_by: the tokens that selected entry `at`. A tile's steps begin with its partial blocks; in the list,
-// whole blocks come first.
+// block_counts: whole blocks, and all blocks, of a tile. block_key, selected_by: first key, and tokens, of entry `at`
+// of its list, in which whole blocks come first.
 
 // The union that the CTA has built (FEW_TOKENS).
 struct OwnUnion {
@@ -95,7 +85,6 @@ struct OwnUnion {
         return union_entries[at] & ((1u << TOKEN_BITS) - 1);
     }
 };
-// The lists of the plan.
 struct PlannedUnion {
     DEVICE static int2 block_counts(const Problem &p, const TilePlan &plan, const TokenTile &tile) { return plan.counts[tile.index(plan, p.G)]; }
     DEVICE static int block_key(const Problem &p, const TilePlan &plan, const TokenTile &tile, i64 at) {
@@ -119,7 +108,6 @@ struct TileLimits {
     // Return the blocks at the beginning that the last token does not see whole.
     DEVICE int leading() const { return (last_key - first_key + BLOCK - 1) / BLOCK; }
 };
-// Computed lists (BY_ARITHMETIC).
 struct ComputedUnion {
     DEVICE static int2 block_counts(const Problem &p, const TilePlan &, const TokenTile &tile) {
         const TileLimits limits(p, tile);

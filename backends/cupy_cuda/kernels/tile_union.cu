@@ -1,13 +1,10 @@
 // Build the union of the blocks that a tile of TOKENS adjacent rows selected: one list per tile, ascending by block,
-// with one bit per row for each block (token_tiles.cuh).
+// with one bit per row for each block (token_tiles.cuh). Blocks that every row of the tile sees to their last key come
+// first.
 //
-// Grid: one CTA per (b, g, tile of rows). Shared memory holds TOKENS bits per block of keys; blocks with any bit go
-// into the list. Whole blocks, which every row of the tile sees to their last key, come first: all up to the lowest
-// row's limit.
+// Grid: one CTA per (b, g, tile of rows). Shared memory holds TOKENS bits per block of keys.
 //
-//   TOKENS         rows of a tile, at most 64
-//   BLOCK          keys of a block
-//   UNION_THREADS  of a CTA
+//   TOKENS, BLOCK, UNION_THREADS  rows of a tile, at most 64; keys of a block; threads of a CTA
 #include "problem.cuh"
 
 constexpr int THREADS = UNION_THREADS;
@@ -22,38 +19,22 @@ struct Arguments {
     i64 tiles, capacity;  // tiles per bg; largest list length
 };
 
-// Return the smallest row_limit of the tile, by one warp.
-DEVICE int lowest_limit(const Problem &p, i64 b, i64 first_row) {
-    int lowest = static_cast<int>(p.S_kv);
-    for (int r = threadIdx.x; r < TOKENS && first_row + r < p.S; r += 32) lowest = min(lowest, row_limit(p, b, first_row + r));
-    return __reduce_min_sync(ALL_LANES, lowest);
-}
-
 // Set, for every block, the bits of the rows that selected it.
 DEVICE void mark_rows(const Problem &p, i64 b, i64 g, i64 first_row, TokenBits *rows) {
-    constexpr u32 AT_ONCE = 2;  // of a thread that are loaded together
     const u32 n = p.n, all = static_cast<u32>(min(static_cast<i64>(TOKENS), p.S - first_row)) * n;
-    for (u32 from = threadIdx.x; from < all; from += THREADS * AT_ONCE) {
-        Range loaded[AT_ONCE];
-        UNROLL for (u32 i = 0; i < AT_ONCE; ++i) {
-            const u32 e = from + i * THREADS;
-            if (e < all) loaded[i] = Range(p, range_at(p, ((b * p.S + first_row + e / n) * p.G + g) * p.n + e % n));
-        }
-        UNROLL for (u32 i = 0; i < AT_ONCE; ++i) {
-            const u32 e = from + i * THREADS, r = e / n;
-            if (e >= all) break;
-            int start, end;
-            loaded[i].clamp(p, row_limit(p, b, first_row + r), start, end);
-            // In halves: an operation on 64 bits would be a loop.
+    for_ranges<THREADS, 2>(
+        p, all, [&](u32 e) { return ((b * p.S + first_row + e / n) * p.G + g) * p.n + e % n; },
+        [&](u32 e) { return row_limit(p, b, first_row + e / n); },
+        [&](u32 e, int start, int end) {  // in halves: an operation on 64 bits would be a loop
+            const u32 r = e / n;
             if (end > start) atomicOr(reinterpret_cast<u32 *>(&rows[start / BLOCK]) + r / 32, 1u << r % 32);
-        }
-    }
+        });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) tile_union(const __grid_constant__ Arguments x) {
     extern __shared__ __align__(16) u16 memory[];
     TokenBits *rows = reinterpret_cast<TokenBits *>(memory);  // [blocks of keys]
-    __shared__ int lowest;
+    __shared__ int lowest;  // row_limit of the tile
     const Problem &p = x.p;
     const int thread = threadIdx.x, all_blocks = (static_cast<int>(p.S_kv) + BLOCK - 1) / BLOCK;
     const u32 tiles = x.tiles, G = p.G, bg = blockIdx.x / tiles, b = bg / G, g = bg % G;  // 64-bit divisions are slow
@@ -63,15 +44,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_union(const __grid_co
 
     for (int block = thread; block < all_blocks; block += THREADS) rows[block] = 0;
     if (thread < 32) {
-        const int limit = lowest_limit(p, b, first_row);
+        int limit = static_cast<int>(p.S_kv);
+        for (int r = thread; r < TOKENS && first_row + r < p.S; r += 32) limit = min(limit, row_limit(p, b, first_row + r));
+        limit = __reduce_min_sync(ALL_LANES, limit);
         if (thread == 0) lowest = limit;
     }
     __syncthreads();
     mark_rows(p, b, g, first_row, rows);
     __syncthreads();
 
-    // Each warp has some adjacent blocks. It counts those that have rows; the prefix sum is where its own begin in the
-    // list.
+    // Each warp numbers some adjacent blocks; the prefix sum is where its own begin in the list.
     constexpr int WARPS = THREADS / 32;
     const int lane = thread % 32, share = (all_blocks + 32 * WARPS - 1) / (32 * WARPS) * 32;
     const int first = thread / 32 * share, end = min(first + share, all_blocks);

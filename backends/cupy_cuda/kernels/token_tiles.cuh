@@ -1,55 +1,43 @@
-// Persistent, warp-specialized kernels over tiles of tokens on Hopper: code that forward_tiles.cu and dq_tiles.cu
-// share.
+// Persistent, warp-specialized kernels over tiles of tokens on Hopper: forward_tiles.cu, dq_tiles.cu and, with steps of
+// their own (gather_steps.cuh), forward_gather.cu and dq_gather.cu.
 //
-// Grid: persistent, at most one CTA per multiprocessor; with FEW_TOKENS one CTA per tile, two per multiprocessor. CTAs
-//   pull tiles from an atomic counter, because tiles differ in length.
-// Tile: TOKENS = CONSUMERS * TQ tokens of one (b, g) with their H heads; adjacent tokens, or in the order of
-//   ordered_union.cu.
-// Warpgroups: each of CONSUMERS consumer warpgroups owns a 64-row accumulator: TQ = 64 / H tokens times H heads. In the
-//   producer warpgroup, warp 0 loads K and V of the union of the tile's blocks (tile_plan.cuh), once for all consumers,
-//   in steps of KEYS keys, through a pipeline of STAGES stages. Warp 1 + i loads q (and do) of consumer i, one tile
-//   ahead.
-// TMA: all loads of q, do, K and V.
-// Steps: every consumer waits for every step and computes those that one of its tokens selected. Rows that did not
-//   select the step's block are masked by shifting their logits to -inf, at no per-element cost.
-// Pages: hold whole steps. The page of a block's first key is read with the block; later pages are read in turn if some
-//   row sees a key in them. Otherwise the step's page is -1, for which TMA loads zeros.
-// Masks: a tile's steps begin with its partial blocks, which the causal clamp, a window or the end of the cache cuts
-//   for some row. They take a per-element mask, and keys that no row sees are zeroed in shared memory, because 0 * NaN
-//   is NaN. Whole blocks follow, which every row of the tile sees up to their last key: no mask.
-// One head: two consumers own the same 64 tokens, because the union of 128 tokens is longer, and alternate steps
-//   (IN_TURNS).
+// Grid: at most one CTA per multiprocessor; CTAs pull tiles from an atomic counter, because tiles differ in length.
+//   FEW_TOKENS: one CTA per tile, two per multiprocessor.
+// Tile: TOKENS = CONSUMERS * TQ tokens of one (b, g), adjacent or in the order of ordered_union.cu. Each consumer
+//   warpgroup owns a 64-row accumulator: TQ = 64 / H tokens times H heads.
+// Producer warpgroup: warp 0 loads K and V of the union of the tile's blocks (tile_plan.cuh) through TMA, once for all
+//   consumers, KEYS keys per step, through STAGES stages. Warp 1 + i loads q (and do) of consumer i, one tile ahead.
+// Steps: consumers compute the steps that one of their tokens selected. Rows that did not select the step's block are
+//   masked by shifting their logits to -inf, at no per-element cost.
+// Pages: hold whole steps. A step whose keys no row sees may have page -1, for which TMA loads zeros.
+// Masks: the partial blocks, which the causal clamp, a window or the end of the cache cuts for some row, come first.
+//   They take a per-element mask, and keys that no row sees are zeroed in shared memory, because 0 * NaN is NaN. Every
+//   row sees the other blocks up to their last key: no mask.
+// One head: the consumers own the same 64 tokens and alternate steps (IN_TURNS): the union of 128 tokens is longer.
 //
-//   H          heads per group (1 to 64)
-//   CONSUMERS  consumer warpgroups
-//   STAGES     stages of the K/V pipeline
-//   BLOCK      keys per block, a multiple of 64
-//   Q_STAGES   stages of a consumer's q; with 2, the next tile's q is loaded during this tile
+//   H, CONSUMERS      heads per group (1 to 64), consumer warpgroups
+//   STAGES, Q_STAGES  stages of K and V; stages of a consumer's q (2: the next tile's q is loaded during this tile)
+//   BLOCK             keys per block, a multiple of 64
 #pragma once
 #include "tile_plan.cuh"
 #include "hopper_tiles.cuh"
 
 constexpr int KEYS = 64, STEPS = BLOCK / KEYS;  // keys per step, steps per block
-constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;
+constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES, Q_BYTES = K_BYTES;  // of a consumer: q
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int PER_SM = CONSUMERS == 1 ? 2 : 1;                                                                // CTAs
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : CONSUMERS == 2 ? 224 : 200, PRODUCER_REGISTERS = 56;  // a thread
 constexpr bool ONCE = FEW_TOKENS;  // only one CTA reads each K and V tile
 
 // Queue of the CTA's tiles: the producer of K and V publishes them to all other warps.
-struct AdjacentQueue {
+struct TileQueue {
     static constexpr int AHEAD = 2;
     Pipeline<AHEAD> pipeline;
     u32 number[AHEAD];
     int2 counts[AHEAD];
-    DEVICE unsigned char *tokens_at(int) { return nullptr; }
+    // ORDERED: in use until a warp takes its next tile. The last element is read but not used if H does not divide 64.
+    unsigned char tokens[ORDERED ? AHEAD + 1 : 1][ORDERED ? TOKENS + 1 : 1];
 };
-struct OrderedQueue : AdjacentQueue {
-    // In use until a warp takes its next tile. The last element is read but not used if H does not divide 64.
-    unsigned char tokens[AHEAD + 1][TOKENS + 1];
-    DEVICE unsigned char *tokens_at(int stage) { return tokens[stage]; }
-};
-typedef If<ORDERED, OrderedQueue, AdjacentQueue> TileQueue;
 
 // A warp's position in the queue, and the tile there.
 struct TileScheduler {
@@ -59,14 +47,12 @@ struct TileScheduler {
     u32 number;   // the tile
     int2 counts;  // its number of whole blocks, of all blocks
 
-    DEVICE TileScheduler(TileQueue &shared, const TilePlan &lists) : queue(shared), plan(lists) {}
     DEVICE PipelineState<TileQueue::AHEAD> state() const { return {taken % TileQueue::AHEAD, taken / TileQueue::AHEAD % 2}; }
     // The state of a pipeline that uses one stage per tile.
-    template <int N>
-    DEVICE PipelineState<N> at() const { return {(taken - 1) % N, (taken - 1) / N % 2}; }
+    template <int N> DEVICE PipelineState<N> at() const { return {(taken - 1) % N, (taken - 1) / N % 2}; }
     DEVICE TokenTile tile(u32 G) const {
         TokenTile tile(number, plan, G);
-        if (ORDERED) tile.tokens = queue.tokens_at(at<TileQueue::AHEAD + 1>().stage);
+        if (ORDERED) tile.tokens = queue.tokens[at<TileQueue::AHEAD + 1>().stage];
         return tile;
     }
 
@@ -80,7 +66,7 @@ struct TileScheduler {
             const TokenTile tile(number, plan, p.G);
             const unsigned char *order = tile.order(plan, p.G);
 #pragma unroll 1
-            for (int i = threadIdx.x % 32; i < TOKENS; i += 32) queue.tokens_at(taken % (TileQueue::AHEAD + 1))[i] = order[i];
+            for (int i = threadIdx.x % 32; i < TOKENS; i += 32) queue.tokens[taken % (TileQueue::AHEAD + 1)][i] = order[i];
         }
         __syncwarp();  // all lanes have passed the wait, so the barrier may enter its next phase
         if (threadIdx.x % 32 == 0) {
@@ -147,21 +133,21 @@ DEVICE void zero_rows(unsigned char *stage, int first) {
 }
 
 // Producer warp: fetch the CTA's tiles and load K and V of their steps.
-DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const Problem &p, const TilePlan &plan, unsigned char *stages,
-                          Shared &shared) {
+template <class Arguments> DEVICE void produce_steps(const Arguments &x, unsigned char *stages, Shared &shared) {
+    const Problem &p = x.p;
+    const TilePlan &plan = x.plan;
     StepPipeline &steps = shared.steps;
     const int lane = threadIdx.x % 32;
     int raw_parity = 0;
     PipelineState<STAGES> at;
-    TileScheduler scheduler(shared.tiles, plan);
+    TileScheduler scheduler{shared.tiles, plan};
     for (u32 coming = blockIdx.x; scheduler.publish(coming, p);) {
         const TokenTile tile = scheduler.tile(p.G);
         const int2 counts = scheduler.counts;
         const int partial = counts.y - counts.x;
         int first_key = 0, first_page = 0;
         u64 rows = 0;
-        // Request the next tile late, because a tile that is claimed early waits for this one to end. Two blocks before
-        // the end hides the latency of the atomic counter.
+        // Request the next tile late: this one delays it. Two blocks hide the latency of the atomic counter.
         const int ask = max(counts.y - 2, 0);
         u32 answer = 0;
         for (int e = 0, step = 0;; ++e) {
@@ -196,8 +182,8 @@ DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const 
                 if (unseen) steps.announce(at.stage);
                 else if (lane == 0) {
                     mbarrier_arrive_expect(landed, STAGE_BYTES);
-                    tma_load_key_tile<DK, ONCE>(stage, &k_map, landed, in_page(key), tile.g, page);
-                    tma_load_key_tile<DV, ONCE>(stage + K_BYTES, &v_map, landed, in_page(key), tile.g, page);
+                    tma_load_key_tile<DK, ONCE>(stage, &x.k, landed, in_page(key), tile.g, page);
+                    tma_load_key_tile<DV, ONCE>(stage + K_BYTES, &x.v, landed, in_page(key), tile.g, page);
                 }
                 if (zeroes) {
                     mbarrier_wait(landed, raw_parity);
@@ -213,8 +199,7 @@ DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const 
     }
 }
 
-// Producer warp: load a consumer's rows of several tensors [B,S,G,H,D] once it has released those of an earlier tile.
-// COLUMNS: D of each tensor.
+// Producer warp: load a consumer's rows of tensors [B,S,G,H,COLUMNS] once it has released those of the tile before.
 template <int... COLUMNS, int N, class... Maps>
 DEVICE void produce_rows(Pipeline<N> &rows, const PipelineState<N> &at, unsigned char *to, const TokenTile &tile, int consumer,
                          const Maps &...maps) {
@@ -233,32 +218,34 @@ DEVICE void produce_rows(Pipeline<N> &rows, const PipelineState<N> &at, unsigned
     ((tma_load_row_tile<COLUMNS>(to, &maps, full, tile.g, s, tile.b), to += COLUMNS / 64 * PANEL), ...);
 }
 
+constexpr int NO_LIMIT = -1, NO_MASK = -1;
+enum Found { STEP, LIMIT, END };
+
 // A step of a tile, and the consumer's tokens that selected it.
 struct Step {
     int number, stage;
     TokenBits rows;
 };
 
-constexpr int NO_LIMIT = -1;
-enum Found { STEP, LIMIT, END };
-
 // A consumer's position in the steps of its tile.
 struct StepReader {
+    typedef ::Step Step;
+    DEVICE static int steps_of(int blocks) { return blocks * STEPS; }
+    static constexpr int AHEAD = STAGES;  // steps from one to that which needs the stage of its second operand
     StepPipeline &pipeline;
     const int consumer;
     const u32 stages;  // wgmma operand of the first stage
-    PipelineState<STAGES> at;  // pipeline state of the next step
-    int next, total;
-
-    DEVICE StepReader(StepPipeline &steps, int number, const unsigned char *memory)
-        : pipeline(steps), consumer(number), stages(uniform(operand(shared_address(memory)))) {}
+    PipelineState<STAGES> at = {};  // pipeline state of the next step
+    int next = 0, total = 0;
 
     DEVICE void begin_tile(int steps) {
         next = 0;
         total = steps;
     }
-    // Find the next step that a row of this consumer selected. A consumer that still holds a stage must not wait for
-    // step `limit`, which the producer loads into that stage once it is released.
+    // Return the first key of a step if its rows need a mask, else NO_MASK.
+    DEVICE int masked_key(const Step &step, int partial_steps) const { return step.number < partial_steps ? pipeline.keys[step.stage] : NO_MASK; }
+    // Find the next step that a row of this consumer selected. A consumer that holds a stage must not wait for step
+    // `limit`, which the producer loads into that stage.
     DEVICE Found find(Step &step, int limit) {
         while (next < total) {
             if (next == limit) return LIMIT;
@@ -275,8 +262,7 @@ struct StepReader {
     DEVICE void release(const Step &step) { pipeline.release(step.stage); }
 };
 
-// One past the last key that each of a thread's two rows may see: stored, or (ORDERED) recomputed, because few steps
-// have a mask and registers are scarce.
+// One past the last key that each of a thread's rows may see: stored, or (ORDERED) recomputed, to save registers.
 struct StoredLimits {
     int limits[2];
     DEVICE StoredLimits(const TokenTile &, int) {}
@@ -309,8 +295,7 @@ struct RowPair : If<ORDERED, RecomputedLimits, StoredLimits> {
     }
     DEVICE int limit(int r) const { return limit_of(problem, r, row(r) / H, bit[r]); }
     // Overwrite elements of keys that a row does not see with `value`. first: the key of column 0.
-    template <class Tile>
-    DEVICE void mask(Tile &s, int first, float value) const {
+    template <class Tile> DEVICE void mask(Tile &s, int first, float value) const {
         UNROLL for (int r = 0; r < 2; ++r) {
             const int end = limit(r);
             UNROLL for (int i = 0; i < elements<Tile>; ++i)
@@ -325,7 +310,8 @@ struct RowPair : If<ORDERED, RecomputedLimits, StoredLimits> {
 };
 
 // Run a consumer through the steps of a tile. Software pipeline: the first GEMM of one step and the second GEMM of the
-// step before are in flight together, while the probabilities of the former are computed. `math` provides
+// step before are in flight together, while the probabilities of the former are computed. `steps` is a StepReader or a
+// GatherReader. `math` provides
 //   begin_products(step)                start s = q k^T, asynchronous
 //   probabilities<PENDING>(step, key)   turn s into p, in registers, while PENDING later wgmma groups are in flight;
 //                                       `key`: the step's first key if rows need a mask, else NO_MASK
@@ -334,13 +320,10 @@ struct RowPair : If<ORDERED, RecomputedLimits, StoredLimits> {
 //   begin_sums(step)                    start acc += operand * keys or values, asynchronous
 //   BRIEF                               keys of a brief step, 0 if there are none
 //   brief_step<BRIEF>(step, key)        do all of the above for the first BRIEF keys of a step
-constexpr int NO_MASK = -1;
-
 // READS_Q: the products read q from shared memory, so q is released after the last step.
-template <bool READS_Q = true, class Math>
-DEVICE void consume_steps(StepReader &steps, int2 counts, Pipeline<Q_STAGES> &q, int q_stage, Math &math) {
-    const int partial_steps = (counts.y - counts.x) * STEPS;
-    Step coming;
+template <bool READS_Q = true, class Reader, class Rows, class Math>
+DEVICE void consume_steps(Reader &steps, int partial_steps, Rows &q, int q_stage, Math &math) {
+    typename Reader::Step coming;
     auto find = [&](int limit) {
         const Found found = steps.find(coming, limit);
         if (READS_Q && found == END) {
@@ -351,7 +334,7 @@ DEVICE void consume_steps(StepReader &steps, int2 counts, Pipeline<Q_STAGES> &q,
     };
     Found found = find(NO_LIMIT);
     while (found == STEP) {
-        Step held = coming;  // its second GEMM has not started
+        auto held = coming;  // its second GEMM has not started
         if constexpr (Math::BRIEF > 0)
             if (held.number < partial_steps && steps.pipeline.visible[held.stage] <= Math::BRIEF) {
                 math.template brief_step<Math::BRIEF>(held, steps.pipeline.keys[held.stage]);
@@ -361,9 +344,9 @@ DEVICE void consume_steps(StepReader &steps, int2 counts, Pipeline<Q_STAGES> &q,
             }
         wgmma_fence();
         math.begin_products(held);
-        math.template probabilities<0>(held, held.number < partial_steps ? steps.pipeline.keys[held.stage] : NO_MASK);
+        math.template probabilities<0>(held, steps.masked_key(held, partial_steps));
         math.update_operand();
-        while ((found = find(held.number + STAGES)) == STEP && coming.number >= partial_steps) {
+        while ((found = find(held.number + Reader::AHEAD)) == STEP && coming.number >= partial_steps) {
             wgmma_fence();
             math.begin_products(coming);
             math.begin_sums(held);
@@ -383,8 +366,7 @@ DEVICE void consume_steps(StepReader &steps, int2 counts, Pipeline<Q_STAGES> &q,
 }
 
 // Store an accumulator, scaled and rounded, to columns of [B,S,G,H,COLUMNS] from `first` on. Rows with scale 0 get
-// zeros: a row without keys has p = 0 in every step, but a NaN or infinity in its own q or do makes its accumulator
-// NaN.
+// zeros: their accumulator is NaN if their q or do is.
 template <int COLUMNS, int N>
 DEVICE void write_rows(const float (&acc)[N], const float (&scale)[2], u16 *to, const Problem &p, const TokenTile &tile, int consumer,
                        int first = 0) {
@@ -403,11 +385,21 @@ DEVICE void write_rows(const float (&acc)[N], const float (&scale)[2], u16 *to, 
 
 constexpr float SLACK = 8.0f;
 
+struct ForwardArguments {
+    TensorMap q, k, v;
+    Problem p;
+    TilePlan plan;
+    u16 *o;      // [B,S,G,h,DV]
+    float *lse;  // [B,S,G,h]
+};
+
 // One consumer's attention over a tile, of forward_tiles.cu and forward_gather.cu:
 //   s = q k^T,  p = 2^(c (s - m)),  o = sum_j p_j v_j / l,  lse = c m + log2 l         (softmax.cuh)
 // The running maximum m is lazy: it rises only if c (s - m) exceeds SLACK, so that most steps need no reduction over
 // lanes and do not rescale acc. p stays below 2^SLACK, and o = acc / l does not depend on m.
-struct Attention {
+template <class Reader> struct Attention {
+    Reader &steps;
+    const u32 q_tile;  // wgmma operand in shared memory
     const RowPair &rows;
     const float slack;  // SLACK / c
     OnlineSoftmax softmax;
@@ -415,12 +407,12 @@ struct Attention {
     u32 p[KEYS / 16][4];  // wgmma operand in registers
     bool rises = false;   // a maximum rises in this step
 
-    DEVICE Attention(const RowPair &pair, float c, float slack) : rows(pair), slack(slack), softmax(c) {
+    DEVICE Attention(Reader &steps, u32 q, const RowPair &pair, float c, float slack)
+        : steps(steps), q_tile(q), rows(pair), slack(slack), softmax(c) {
         UNROLL for (int i = 0; i < DV / 2; ++i) acc[i] = 0.0f;
     }
     // Replace logits by p, and compute alpha if a maximum rises. takes_part(r): row r selected some of the step's keys.
-    template <class Tile, class Row>
-    DEVICE void exponentiate(Tile &s, Row takes_part) {
+    template <class Tile, class Row> DEVICE void exponentiate(Tile &s, Row takes_part) {
         float top[2];
         UNROLL for (int r = 0; r < 2; ++r) top[r] = takes_part(r) ? row_max(s, r) : LOWEST;
         rises = __any_sync(ALL_LANES, top[0] > softmax.m[0] + slack || top[1] > softmax.m[1] + slack);
@@ -437,15 +429,94 @@ struct Attention {
         if (rises) scale_rows(acc, alpha);
         as_operand(p, s);
     }
-    // Store x.o and x.lse.
-    template <class Arguments>
-    DEVICE void write(const Arguments &x, const Problem &p, const TokenTile &tile, int consumer) {
+    DEVICE void write(const ForwardArguments &x, const TokenTile &tile, int consumer) {
         float scale[2];
         UNROLL for (int r = 0; r < 2; ++r) {
             const RowTotals totals(softmax.c, softmax.m[r], quad_sum(softmax.l[r]));
             scale[r] = totals.scale;
-            if (rows.bit[r] && threadIdx.x % 4 == 0) x.lse[RowPair::index(p, tile, consumer, r)] = totals.lse * LN_2;
+            if (rows.bit[r] && threadIdx.x % 4 == 0) x.lse[RowPair::index(x.p, tile, consumer, r)] = totals.lse * LN_2;
         }
-        write_rows<DV>(acc, scale, x.o, p, tile, consumer);
+        write_rows<DV>(acc, scale, x.o, x.p, tile, consumer);
     }
 };
+
+// Consumer warpgroup: attend to the tiles of this CTA, and store o and lse by finish(attention, tile).
+template <class Math, class Reader, class Shared, class Finish>
+DEVICE void attend_tiles(const ForwardArguments &x, Reader steps, unsigned char *q_memory, Shared &shared, int consumer, Finish finish) {
+    const u32 q_tile = uniform(operand(shared_address(q_memory)));
+    const float c = x.p.scale_log2, slack = SLACK / c;
+    TileScheduler scheduler{shared.tiles, x.plan};
+    while (scheduler.next_tile()) {
+        const TokenTile tile = scheduler.tile(x.p.G);
+        const RowPair rows(x.p, tile, consumer);
+        Math attention(steps, q_tile, rows, c, slack);
+        steps.begin_tile(Reader::steps_of(scheduler.counts.y));
+        shared.q[consumer].wait_full(scheduler.at<1>());
+        if constexpr (Math::HOLDS_Q) {
+            attention.load_q(q_memory);
+            __syncwarp();  // all lanes have read q
+            shared.q[consumer].release(0);
+        }
+        consume_steps<!Math::HOLDS_Q>(steps, Reader::steps_of(scheduler.counts.y - scheduler.counts.x), shared.q[consumer], 0, attention);
+        finish(attention, tile);
+    }
+}
+
+// The gradient of q, of dq_tiles.cu and dq_gather.cu.
+struct QueryGradients {
+    const u16 *o;             // [B,S,G,h,DV], contiguous
+    const float *lse, *dlse;  // [B,S,G,h]; dlse may be null
+    u16 *dq;                  // [B,S,G,h,DK]
+    float *delta;             // [B,S,G,h]
+};
+
+// One consumer's gradient over a tile:
+//   delta = sum(do * o) - dlse,  p = 2^(c q k^T - lse),  ds = p * (do v^T - delta),  dq = scale * sum_j ds_j k_j
+template <class Reader> struct Gradient {
+    Reader &steps;
+    const u32 q_tile;  // wgmma operand in shared memory
+    static constexpr int BRIEF = 0;  // docs/kernels.md, "Tried and dropped"
+    const RowPair &rows;
+    const float c;
+    float delta[2], lse[2];  // lse in base 2; infinity for a row without keys, so that p = 0
+    float acc[DK / 2], s[KEYS / 2], dp[KEYS / 2];  // acc: [2, DK / 4], s and dp: [2, KEYS / 4], for a thread's two rows
+    u32 ds[KEYS / 16][4];  // an operand
+
+    DEVICE Gradient(Reader &steps, u32 q, const RowPair &pair, float c) : steps(steps), q_tile(q), rows(pair), c(c) {}
+    template <class Arguments> DEVICE void load_lse(const Arguments &x, const TokenTile &tile, int consumer) {
+        UNROLL for (int r = 0; r < 2; ++r) lse[r] = rows.bit[r] ? x.to.lse[RowPair::index(x.p, tile, consumer, r)] : -infinity();
+    }
+    // Compute and store delta, and clear acc. sum: this thread's part of do * o.
+    template <class Arguments>
+    DEVICE void begin(const Arguments &x, const TokenTile &tile, int consumer, const float (&sum)[2]) {
+        UNROLL for (int r = 0; r < 2; ++r) {
+            const i64 row = RowPair::index(x.p, tile, consumer, r);
+            delta[r] = quad_sum(sum[r]);
+            if (x.to.dlse && rows.bit[r]) delta[r] -= x.to.dlse[row];
+            if (rows.bit[r] && threadIdx.x % 4 == 0) x.to.delta[row] = delta[r];
+        }
+        UNROLL for (int i = 0; i < DK / 2; ++i) acc[i] = 0.0f;
+    }
+    DEVICE void to_base_2() {
+        UNROLL for (int r = 0; r < 2; ++r) lse[r] = lse[r] == -infinity() ? infinity() : lse[r] * LOG2_E;
+    }
+    DEVICE void finish_probabilities() {}
+    DEVICE void update_operand() { as_operand(ds, s); }
+    template <class Arguments> DEVICE void write(const Arguments &x, const TokenTile &tile, int consumer) {
+        float scale[2];
+        UNROLL for (int r = 0; r < 2; ++r) scale[r] = lse[r] == infinity() ? 0.0f : static_cast<float>(x.p.scale);
+        write_rows<DK>(acc, scale, x.to.dq, x.p, tile, consumer);
+    }
+};
+
+// The warpgroups of a CTA: consume(number) runs in each consumer, produce(number) in each warp of the producer.
+template <class Consume, class Produce> DEVICE void run_warpgroups(Consume consume, Produce produce) {
+    const int warpgroup = threadIdx.x / 128;
+    if (warpgroup < CONSUMERS) {
+        reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PER_SM>(true);
+        consume(warpgroup);
+    } else {
+        reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PER_SM>(false);
+        produce(threadIdx.x / 32 - 4 * CONSUMERS);
+    }
+}

@@ -33,10 +33,8 @@ DEVICE int warp_prefix_sum(int x) {
     return x;
 }
 
-// Inclusive prefix sums of N numbers over the threads of the CTA, in place in `x`; `total` receives the sums over all
-// threads.
-template <int THREADS, int N>
-DEVICE void block_prefix_sum(int (&x)[N], int (&total)[N]) {
+// Inclusive prefix sums of N numbers over the threads of the CTA, in place; `total`: the sums over all threads.
+template <int THREADS, int N> DEVICE void block_prefix_sum(int (&x)[N], int (&total)[N]) {
     __shared__ int sums[N][THREADS / 32];
     const int warp = threadIdx.x / 32;
     UNROLL for (int n = 0; n < N; ++n) {

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nsa_sel.choosing import choose_blocks
 from nsa_sel.core.attend import selection_attention
+from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 
 MODEL_TYPE = "minimax_m3_vl_text"
@@ -21,12 +22,33 @@ MODEL_TYPE = "minimax_m3_vl_text"
 
 def is_attention(module: Any) -> bool:
     """Return whether a module is an attention layer of MiniMax-M3's text model."""
-    return getattr(getattr(module, "config", None), "model_type", None) == MODEL_TYPE and hasattr(module, "indexer")
+    return is_config(getattr(module, "config", None)) and hasattr(module, "indexer")
+
+
+def is_config(config: Any) -> bool:
+    """Return whether a configuration is that of MiniMax-M3's text model."""
+    return getattr(config, "model_type", None) == MODEL_TYPE
+
+
+def rows_and_padding(mask: Tensor | None, S: int, S_kv: int) -> tuple[Tensor | None, Tensor | None]:
+    """Return the slots of the rows [S], None for the last S, and the first and last keys as `attend` takes them.
+
+    Args:
+        mask: what `first_keys` returned; with two dimensions, that of a StaticCache.
+        S, S_kv: rows, and slots of the cache.
+    """
+    if mask is None or mask.dim() != 2:
+        return None, mask
+    if S_kv <= S:
+        raise ArgumentError("attention_mask", f"of more than the {S_kv} keys", "[B, keys]", "pass the cache of the earlier tokens")
+    first = mask[0, :1]
+    return first if S == 1 else first + torch.arange(S, device=mask.device), mask[1:].flatten() if len(mask) > 1 else None
 
 
 def attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, padded: Tensor | None, block_indices: Tensor | None, scale: float | None
-) -> Tensor:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, padded: Tensor | None, block_indices: Tensor | None, scale: float | None,
+    q_pos: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return o [B,S,H,D] of a layer, over the blocks of its indexer or, in layers without one, over all visible keys.
 
     A row that sees no key gets the mean of all values, as in the model's eager attention: rows of padding, and the
@@ -36,9 +58,10 @@ def attend(
         module: the attention layer.
         query: [B,H,S,D].
         key, value: [B,G,S_kv,D], the keys of the cache and of these rows; slot j holds key j.
-        padded: what `first_keys` returned.
+        padded: the first key of each sequence, then the key after each one's last, [2 * B]; None without padding.
         block_indices: [B,G,S,n], blocks of slots, -1 is padding; None: all keys.
         scale: factor of the logits, by default 1/sqrt(D).
+        q_pos: slots of the rows [S], by default the last S: a StaticCache has free slots after them.
     """
     B, G, S_kv, _ = key.shape
     begin = None if padded is None else padded.view(2, B)[0].to(key.device)
@@ -60,8 +83,8 @@ def attend(
         stop = torch.minimum((blocks + 1) * size, next(bounds)).masked_fill(blocks < 0, 0)
         selection = Selection.from_ranges(torch.stack((start, stop), -1), disjoint=True)
     if begin is None:
-        return selection_attention(q, key, value, selection, scale=scale).flatten(2, 3)
-    o, lse = selection_attention(q, key, value, selection, scale=scale, return_lse=True)
+        return selection_attention(q, key, value, selection, scale=scale, q_pos=q_pos).flatten(2, 3)
+    o, lse = selection_attention(q, key, value, selection, scale=scale, q_pos=q_pos, return_lse=True)
     mean = value.mean(2, dtype=torch.float32).to(value.dtype)[:, None, :, None]  # [B,1,G,1,D]
     return torch.where(lse.isneginf().unsqueeze(-1), mean, o).flatten(2, 3)
 
@@ -78,7 +101,7 @@ def choose(
     index_q = self.q_norm(self.q_proj(hidden_states).view(B, S, -1, self.head_dim)).transpose(1, 2)
     index_k = self.k_norm(self.k_proj(hidden_states).view(B, S, 1, self.head_dim)).transpose(1, 2)
     cos, sin = (x[..., : self.head_dim] for x in position_embeddings)
-    index_q, index_k = sys.modules[type(self).__module__].apply_rotary_pos_emb(index_q, index_k, cos, sin)
+    index_q, index_k = sys.modules[type(self).forward.__module__].apply_rotary_pos_emb(index_q, index_k, cos, sin)
     if past_key_values is not None:
         index_k = past_key_values.layers[self.layer_idx].update_index(index_k)
     blocks = -(-index_k.shape[2] // self.block_size)

@@ -1,4 +1,4 @@
-"""`patch_model`: released models of transformers that select blocks, on nsa-sel."""
+"""`patch_model`: run the attention layers of a loaded model on nsa-sel, with nothing changed outside of the model."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
 
-from nsa_sel.compat.transformers import minimax_m3, qwen_qsa
+from nsa_sel.compat import fla
+from nsa_sel.compat.transformers import minimax_m3, qwen_qsa, register
 from nsa_sel.compat.transformers.register import NAME, register_transformers
 from nsa_sel.errors import ArgumentError
 
@@ -25,6 +25,8 @@ QSA_INDEXER_PARTS = (
     "index_qk_proj", "q_layernorm", "k_layernorm", "index_n_heads", "index_kv_heads", "index_head_dim", "compress_ratio", "block_topk",
     "layer_idx",
 )  # fmt: skip
+
+DENSE = "dense causal attention; dense=True selects blocks"
 
 
 @dataclass
@@ -46,20 +48,29 @@ class Patched:
             self._undo.pop()()
 
     def __str__(self) -> str:
-        return "\n".join(f"{name}: {rule}" for name, rule in (self.changed | self.left).items())
+        left = {name: f"left as it is: {why}" for name, why in self.left.items()}
+        return "\n".join(f"{name or '(the module itself)'}: {rule}" for name, rule in (self.changed | left).items())
 
 
-def patch_model(model: torch.nn.Module) -> Patched:
-    """Run the layers of a transformers model that select blocks on nsa-sel, with the model's own weights.
+def patch_model(model: torch.nn.Module, *, dense: bool = False) -> Patched:
+    """Run the layers of a model that select blocks on nsa-sel, with the model's own weights.
 
-    Takes MiniMax-M3 (`transformers.models.minimax_m3_vl`): attention over the blocks of its indexer, the indexer
-    without a score for every pair of tokens, and dense attention in layers without an indexer. And Qwen3.8 (QSA,
-    `transformers.models.qwen4_exp`): the attention layers with an indexer; its linear attention is left as it is.
-    Prefill whole or in chunks, padded batches, `generate` over a DynamicCache, gradients. Weights, `state_dict` and the
-    cache's layout stay as they are; nothing outside of the model is changed.
+    Takes
+
+    - MiniMax-M3 (`transformers.models.minimax_m3_vl`): attention over the blocks of its indexer, the indexer without a
+      score for every pair of tokens, and dense attention in layers without an indexer;
+    - Qwen3.8 (QSA, `transformers.models.qwen4_exp`): the attention layers with an indexer;
+    - flash-linear-attention's `NativeSparseAttention` and `MoBA` layers, and their models' cache as `cache=`, as
+      `patch_fla` does for all models of the process;
+    - with dense=True, the dense causal attention of any model that supports `attn_implementation="nsa_sel"`, which
+      then selects blocks without training (`register_transformers`, with its sizes). MiniMax-M3's stays dense.
+
+    Prefill whole or in chunks, padded batches, `generate`, gradients. Weights, `state_dict` and the cache's layout stay
+    as they are; nothing outside of the model is changed. A copy of a patched model is patched, too.
 
     Args:
         model: the model, or any module that holds such layers.
+        dense: also change layers with dense causal attention.
 
     Returns:
         What was changed, with `undo()`.
@@ -67,44 +78,64 @@ def patch_model(model: torch.nn.Module) -> Patched:
     Raises:
         ArgumentError: the model has no such layer, or its class differs from the one that this version knows.
     """
-    is_qsa, patched = qwen_qsa.is_attention, Patched()
-    layers: dict[str, Any] = {name: x for name, x in model.named_modules() if minimax_m3.is_attention(x) or is_qsa(x)}
-    if not layers:
-        remedy = (
-            "for a dense model call register_transformers() and model.set_attn_implementation('nsa_sel'); docs/choosing.md lists models"
-        )
-        found = f"{type(model).__name__}, without a layer that selects blocks"
-        raise ArgumentError("model", found, "a MiniMax-M3 or Qwen3.8 model", remedy)
-    for module in layers.values():
-        if is_qsa(module):
-            _check_parts(module, QSA_PARTS, QSA_ARGUMENTS)
-            _check_parts(module.indexer, QSA_INDEXER_PARTS)
-        elif module.indexer is not None:
-            _check_parts(module.indexer, M3_PARTS, M3_ARGUMENTS)
-    register_transformers()
-    qwen_qsa.register()
-    configs: dict[int, tuple[Any, str]] = {}
-    for name, module in layers.items():
-        indexer = module.indexer
-        if is_qsa(module):
-            configs[id(module.config)] = module.config, qwen_qsa.NAME
-            _replace_forward(patched, module, qwen_qsa.forward)
-            rule = f"{indexer.block_topk} of the complete blocks of {indexer.compress_ratio} keys and the incomplete one"
-            patched.changed[name] = f"{rule}, chosen by choose_blocks"
-            continue
-        configs[id(module.config)] = module.config, NAME
-        if indexer is None:
-            patched.changed[name] = "dense causal attention"
-            continue
-        _replace_forward(patched, indexer, minimax_m3.choose)
-        patched.changed[name] = f"{indexer.topk_blocks} of the blocks of {indexer.block_size} keys, chosen by choose_blocks"
-    for name, module in model.named_modules():
-        if getattr(module, "layer_type", None) == "linear_attention" and hasattr(module, "linear_attn"):
-            patched.left[f"{name}.linear_attn"] = "linear attention, which selects no keys"
-    for config, implementation in configs.values():
-        patched._undo.append(partial(setattr, config, "_attn_implementation", config._attn_implementation))
-        config._attn_implementation = implementation
+    patched = Patched()
+    try:
+        for name, module in model.named_modules():
+            _patch_module(patched, name, module, dense)
+        if not patched.changed:
+            found = f"{type(model).__name__}, without a layer that selects blocks"
+            remedy = "pass dense=True to select blocks in its dense attention, without training"
+            remedy = remedy if DENSE in patched.left.values() else "docs/choosing.md lists models"
+            raise ArgumentError("model", found, "a MiniMax-M3 or Qwen3.8 model, or NSA or MoBA of flash-linear-attention", remedy)
+    except Exception:
+        patched.undo()
+        raise
     return patched
+
+
+def _patch_module(patched: Patched, name: str, module: Any, dense: bool) -> None:
+    """Run one module on nsa-sel if it is a layer that `patch_model` takes, and record what it is."""
+    if qwen_qsa.is_attention(module):
+        indexer = module.indexer
+        _check_parts(module, QSA_PARTS, QSA_ARGUMENTS)
+        _check_parts(indexer, QSA_INDEXER_PARTS)
+        _replace_forward(patched, module, qwen_qsa.forward)
+        _set_implementation(patched, module.config, qwen_qsa.NAME)
+        rule = f"{indexer.block_topk} of the complete blocks of {indexer.compress_ratio} keys and the incomplete one"
+        patched.changed[name] = f"{rule}, chosen by choose_blocks"
+    elif minimax_m3.is_attention(module):
+        indexer, patched.changed[name] = module.indexer, "dense causal attention"
+        if indexer is not None:
+            _check_parts(indexer, M3_PARTS, M3_ARGUMENTS)
+            _replace_forward(patched, indexer, minimax_m3.choose)
+            patched.changed[name] = f"{indexer.topk_blocks} of the blocks of {indexer.block_size} keys, chosen by choose_blocks"
+        _set_implementation(patched, module.config, NAME)
+    elif fla.is_layer(module):
+        if getattr(module, "use_flash_moba", False):
+            patched.left[name] = "MoBA by FlashMoBA: use_flash_moba is set"
+        else:
+            _replace_forward(patched, module, fla.forward_on_nsa_sel(module))
+            patched.changed[name] = fla.rule_of(module)
+    elif fla.drops_cache(module):
+        _replace_forward(patched, module, fla.taking_cache(type(module).forward))
+        patched.changed[name] = "takes its cache as cache=, too"
+    elif register.is_attention(module):
+        config = module.config
+        register.check_model(config)
+        if not getattr(module, "is_causal", True):
+            patched.left[name] = "attention that is not causal"
+        elif not dense:
+            patched.left[name] = DENSE
+        else:
+            of_all_layers = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
+            if getattr(module, "sliding_window", of_all_layers) is not None:
+                found = f"{type(module).__name__} with a sliding window in {name}"
+                raise ArgumentError("model", found, "full causal attention in all layers", register.ANOTHER)
+            _set_implementation(patched, config, NAME)
+            n, size = register.registered_sizes["n"], register.registered_sizes["block_size"]
+            patched.changed[name] = f"{n} of the blocks of {size} keys, chosen by their mean keys; dense up to {n * size} keys"
+    elif getattr(module, "layer_type", None) == "linear_attention" and hasattr(module, "linear_attn"):
+        patched.left[f"{name}.linear_attn"] = "linear attention, which selects no keys"
 
 
 def _check_parts(module: Any, parts: tuple[str, ...], arguments: tuple[str, ...] | None = None) -> None:
@@ -119,5 +150,18 @@ def _check_parts(module: Any, parts: tuple[str, ...], arguments: tuple[str, ...]
 
 
 def _replace_forward(patched: Patched, module: Any, forward: Callable[..., Any]) -> None:
-    module.forward = MethodType(forward, module)
-    patched._undo.append(partial(module.__dict__.pop, "forward", None))
+    before = module.__dict__.get("forward")
+    module.forward = partial(forward, module)  # copy.deepcopy and pickle bind it to the copy
+    undo = partial(module.__dict__.pop, "forward", None) if before is None else partial(module.__dict__.__setitem__, "forward", before)
+    patched._undo.append(undo)
+
+
+def _set_implementation(patched: Patched, config: Any, implementation: str) -> None:
+    """Set a configuration's attention implementation, which transformers reads in each call."""
+    if config._attn_implementation == implementation:
+        return
+    if not register.registered_sizes:  # the sizes of an earlier call of the user's stay
+        register_transformers()
+    qwen_qsa.register()
+    patched._undo.append(partial(setattr, config, "_attn_implementation", config._attn_implementation))
+    config._attn_implementation = implementation

@@ -69,7 +69,7 @@ def forward(
     key = self.k_norm(self.k_proj(hidden_states).view(B, S, -1, D)).transpose(1, 2)
     value = self.v_proj(hidden_states).view(B, S, -1, D).transpose(1, 2)
     cos, sin = (x[:, -S:] for x in position_embeddings)
-    query, key = sys.modules[type(self).__module__].apply_rotary_pos_emb(query, key, cos, sin)
+    query, key = sys.modules[type(self).forward.__module__].apply_rotary_pos_emb(query, key, cos, sin)
     check_mask(attention_mask)
     check_options(self, query, key, {"dropout": self.attention_dropout if self.training else 0.0, **options})
     selection = choose(self.indexer, hidden_states, position_embeddings, attention_mask, cache, key.shape[1])
@@ -101,7 +101,7 @@ def choose(
     (B, S, _), size = hidden_states.shape, indexer.compress_ratio
     heads = indexer.index_qk_proj(hidden_states).view(B, S, -1, indexer.index_head_dim)
     q, raw = heads.split((indexer.index_n_heads, indexer.index_kv_heads), 2)
-    rotate = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
+    rotate = sys.modules[type(indexer).forward.__module__].apply_rotary_pos_emb
     cos, sin = (x[:, -S:] for x in position_embeddings)
     q = rotate(indexer.q_layernorm(q), cos=cos, sin=sin, unsqueeze_dim=2).unsqueeze(2)  # [B,S,1,index heads,D]
     k, S_kv = index_keys(indexer, raw.squeeze(2), position_embeddings, padded, cache)
@@ -151,7 +151,7 @@ def index_keys(
     each = (first.unsqueeze(-1) + torch.arange(size, device=device)).clamp(max=S_kv - 1)
     k = indexer.k_layernorm(raw[batch.unsqueeze(-1), each].float().mean(2).to(raw.dtype))
     cos, sin = (x.expand(B, -1, -1)[batch, first] for x in position_embeddings)
-    k = sys.modules[type(indexer).__module__].apply_rotary_pos_emb(k.unsqueeze(2), cos=cos, sin=sin, unsqueeze_dim=2).squeeze(2)
+    k = sys.modules[type(indexer).forward.__module__].apply_rotary_pos_emb(k.unsqueeze(2), cos=cos, sin=sin, unsqueeze_dim=2).squeeze(2)
     if kept is not None:
         longer = torch.nn.functional.pad(kept, (0, 0, 0, S_kv // size + 1 - kept.shape[1]))
         k = longer.scatter(1, block.unsqueeze(-1).expand_as(k), k)

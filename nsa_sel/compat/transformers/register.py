@@ -7,6 +7,7 @@ attention.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ OWN_SELECTION = {
     "glm_moe_dsa": LATENT, "hy_v4": LATENT, "hy_v4_vl_text": LATENT, "mistral_large4_text": LATENT,
     "qwen4_exp_text": "call nsa_sel.compat.patch_model(model), or run it with attn_implementation='sdpa'",
 }  # fmt: skip
+registered_sizes: dict[str, int] = {}  # n, block_size, first, local of the last `register_transformers`
 
 
 def register_transformers(*, n: int = 16, block_size: int = 64, first: int = 1, local: int = 2) -> None:
@@ -71,18 +73,26 @@ def register_transformers(*, n: int = 16, block_size: int = 64, first: int = 1, 
         returned."""
         check_model(getattr(module, "config", None))
         check_options(module, query, key, options)
-        check_mask(attention_mask)
-        selects = minimax_m3.is_attention(module)
-        right = check_positions(options.get("position_ids"), attention_mask, query.shape[2], key.shape[2], slots=selects)
+        selects, q_pos = minimax_m3.is_attention(module), None
         if selects:
-            o = minimax_m3.attend(module, query, key, value, attention_mask, options.get("block_indices"), options.get("scaling"))
+            q_pos, attention_mask = minimax_m3.rows_and_padding(attention_mask, query.shape[2], key.shape[2])
+        check_mask(attention_mask)
+        right = check_positions(options.get("position_ids"), attention_mask, query.shape[2], key.shape[2], selects, q_pos)
+        if selects:
+            o = minimax_m3.attend(module, query, key, value, attention_mask, options.get("block_indices"), options.get("scaling"), q_pos)
         else:
-            sizes = {"n": n, "block_size": block_size, "first": first, "local": local}
-            o = attend(query, key, value, attention_mask, options.get("scaling"), sizes)
+            o = attend(query, key, value, attention_mask, options.get("scaling"), registered_sizes)
         return o if right is None else torch.where(right, o, float("nan")), None
 
+    registered_sizes.update(n=n, block_size=block_size, first=first, local=local)
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, first_keys)
+
+
+def is_attention(module: Any) -> bool:
+    """Return whether a module is an attention layer of transformers whose configuration sets its implementation."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names and hasattr(module, "config")
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, padded: Tensor | None, scale: float | None, sizes: dict[str, Any]) -> Tensor:
@@ -110,10 +120,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, padded: Tensor | None, sca
 def first_keys(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, mask_function: Any = None,
     attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, local_size: int | None = None, config: Any = None,
-    **kwargs: Any,
+    device: Any = None, **kwargs: Any,
 ) -> Tensor | None:  # fmt: skip
     """Return the first key of each sequence, then the key after each one's last, [2 * B] int64 on the CPU; None without
     padding.
+
+    For MiniMax-M3 over a StaticCache: the slot of the first row, the first key, and the key after the last, [3,B] int64
+    on the device; without padding [1,B], the first row's slot alone. Reading a padding mask waits for the device.
 
     transformers calls this in place of making a mask, once per kind of mask in each forward pass. Its arguments tell
     what the model asks of attention, so what is not there is refused before anything is computed.
@@ -133,24 +146,34 @@ def first_keys(
     if mask_function is not None and mask_function is not causal_mask_function:
         found = "of packed sequences, or of a mask function of the model's own"
         raise ArgumentError("position_ids or the mask", found, f"one causal sequence a row {HERE}", UNPACKED)
-    end = kv_offset + kv_length
-    if int(q_offset) + q_length != end:
-        found = f"of {end} keys for queries up to {int(q_offset) + q_length}"
+    end, last = kv_offset + kv_length, q_offset + q_length
+    static = minimax_m3.is_config(config) and kv_length > q_length and (isinstance(q_offset, Tensor) or last != end)
+    if not static and int(last) != end:
+        found = f"of {end} keys for queries up to {int(last)}"
         raise ArgumentError("past_key_values or attention_mask", found, "a cache that grows, and a mask of its keys", "use a DynamicCache")
-    if not allow_is_causal_skip:  # the model asks for a mask with columns, to change it or to choose keys by it
+    if not allow_is_causal_skip and not static:  # the model asks for a mask with columns, to change it or to choose keys by it
         raise refused_model(config, "reads the attention mask itself", ANOTHER)
+    first_row = torch.zeros(1, batch_size, dtype=torch.int64, device=device) + q_offset if static else None
     if attention_mask is None:
-        return None
-    if attention_mask.shape[1] < end:
-        found = f"of {attention_mask.shape[1]} keys where {end} are there"
-        raise ArgumentError("attention_mask", found, "[B, keys]: those of the cache, too", "pass 1 for each earlier token")
+        return first_row
+    if attention_mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        remedy = "make masks before, by transformers' create_masks_for_generate, or leave it out if nothing is padded"
+        raise ArgumentError("attention_mask", "[B, keys] while a CUDA graph is captured", "masks for the layers", remedy)
     real = attention_mask[:, kv_offset:end].bool()
     begin = real.int().argmax(1)
     ends = begin + real.sum(1)
-    key = torch.arange(kv_length, device=real.device)
-    if bool(((key < ends[:, None]) & (key >= begin[:, None]) & ~real).any()):
+    key = torch.arange(real.shape[1], device=real.device)
+    narrow = torch.zeros_like(ends) + last > attention_mask.shape[1]
+    holes = (key < ends[:, None]) & (key >= begin[:, None]) & ~real
+    any_narrow, any_holes, any_padded = torch.stack([x.any() for x in (narrow, holes, begin.bool() | (ends + kv_offset < last))]).tolist()
+    if any_narrow:
+        found = f"of {attention_mask.shape[1]} keys where {int(last)} are there"
+        raise ArgumentError("attention_mask", found, "[B, keys]: those of the cache, too", "pass 1 for each earlier token")
+    if any_holes:
         raise ArgumentError("attention_mask", "0 between keys", "0 before and after a sequence's keys", "pad at one end")
-    return None if bool(real.all()) else torch.cat((begin, ends)).cpu()
+    if not any_padded:
+        return first_row
+    return torch.cat((begin, ends)).cpu() if first_row is None else torch.cat((first_row, begin[None], ends[None]))
 
 
 def check_model(config: Any) -> None:
@@ -172,7 +195,9 @@ def check_mask(attention_mask: Tensor | None) -> None:
         raise ArgumentError("attention_mask", found, "[B, keys] of 0 and 1: padding before and after", "leave it out for a causal mask")
 
 
-def check_positions(position_ids: Tensor | None, padded: Tensor | None, S: int, S_kv: int, slots: bool) -> Tensor | None:
+def check_positions(
+    position_ids: Tensor | None, padded: Tensor | None, S: int, S_kv: int, slots: bool, q_pos: Tensor | None
+) -> Tensor | None:  # fmt: skip
     """Raise ArgumentError for packed sequences: positions that do not rise from token to token, padding apart.
 
     It reads the positions in each call, so the host waits for the device. Where it cannot, under torch.compile and
@@ -184,13 +209,15 @@ def check_positions(position_ids: Tensor | None, padded: Tensor | None, S: int, 
         padded: what `first_keys` returned.
         S, S_kv: rows and keys.
         slots: positions must be those of the cache's slots, where nothing is padded: MiniMax-M3's masks go by both.
+        q_pos: the rows' slots [S], by default the last S.
     """
     if position_ids is None or S < 2 or (slots and padded is not None):
         return None
     if position_ids.dim() > 2 or position_ids.shape[-1] != S:
         raise ArgumentError("position_ids", f"of shape {tuple(position_ids.shape)}", f"[B, {S}] {HERE}", ANOTHER)
     if slots:
-        right = position_ids == torch.arange(S_kv - S, S_kv, device=position_ids.device)
+        q_pos = torch.arange(S_kv - S, S_kv, device=position_ids.device) if q_pos is None else q_pos
+        right = position_ids == q_pos
     else:
         right = position_ids[..., 1:] > position_ids[..., :-1]  # [B, S - 1]
         if padded is not None:
@@ -200,8 +227,8 @@ def check_positions(position_ids: Tensor | None, padded: Tensor | None, S: int, 
     if torch.compiler.is_compiling() or (right.is_cuda and torch.cuda.is_current_stream_capturing()):
         return right.all()
     if not bool(right.all()):
-        if slots:
-            allowed = f"{S_kv - S} to {S_kv - 1}, the slots of the tokens in the cache"
+        if q_pos is not None:
+            allowed = f"{int(q_pos[0])} to {int(q_pos[-1])}, the slots of the tokens in the cache"
             raise ArgumentError("position_ids", "not those of the cache's slots", allowed, "leave position_ids out")
         raise ArgumentError("position_ids", "of packed sequences", f"positions that rise {HERE}", UNPACKED)
     return None

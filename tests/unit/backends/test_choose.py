@@ -12,8 +12,7 @@ from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_sel.backends import choose_cuda, choose_torch, choose_triton
-from nsa_sel.backends._triton import choose_dkdv, choose_rows
-from nsa_sel.backends._triton.choose_scores import importance
+from nsa_sel.backends._triton import choose_dkdv, choose_rows, choose_scores
 from nsa_sel.backends.cupy_cuda import compressed
 from nsa_sel.core.call import ChooseCall, Rule, device_info
 from nsa_sel.layer import block_scores
@@ -111,7 +110,7 @@ def test_importance_carries_spills_from_step_to_step(rule: Rule) -> None:
     visible = (torch.arange(call.blocks) <= call.positions()[:, :, None, None] // rule.block_size).expand_as(exact.importance)
     for block_l in (4, 32):
         scores = torch.full(exact.importance.shape, torch.nan)
-        importance(call, exact.lse.float(), scores, KernelConfig(block_l=block_l, num_warps=4, num_stages=1, rows=128))
+        choose_scores.block_scores(call, exact.lse.float(), scores, KernelConfig(block_l=block_l, num_warps=4, num_stages=1, rows=128))
         torch.testing.assert_close(scores[visible].double(), exact.importance[visible], rtol=1e-5, atol=1e-6)
 
 

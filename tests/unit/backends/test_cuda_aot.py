@@ -19,9 +19,9 @@ import pytest
 import torch
 
 import nsa_sel
-from nsa_sel.backends import cuda_block, cupy_cuda
+from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends._triton.kernel import Kernel
-from nsa_sel.backends.cupy_cuda import compiler, key_to_rows, sm80, sm90, token_order
+from nsa_sel.backends.cupy_cuda import compiler, cuda_block, key_to_rows, sm80, sm90, token_order
 from nsa_sel.core import registry
 from nsa_sel.core.call import Call
 from nsa_sel.core.check import check_call

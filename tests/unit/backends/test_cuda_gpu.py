@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from nsa_sel import selection_attention, selection_attention_with_kvcache
-from nsa_sel.backends import cuda_block
-from nsa_sel.backends.cupy_cuda import whole_blocks
+from nsa_sel.backends.cupy_cuda import cuda_block, whole_blocks
 from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.flags import CACHE_FLAG
 from tests.helpers.caches import LENGTHS, check, make_cache

@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_sel.backends import cuda_block, cupy_cuda
+from nsa_sel.backends import cupy_cuda, window_cuda
 from nsa_sel.backends.cupy_cuda import (
     arithmetic,
     block_tiles,
     compressed,
+    cuda_block,
     key_to_rows,
     launch,
     sm80,
     sm90,
     whole_blocks,
-    window,
 )
 from nsa_sel.core.call import Call, Rule, WindowCall
 from nsa_sel.oracle import oracle_backward, oracle_forward
@@ -253,9 +253,9 @@ def test_windows_of_wide_keys(monkeypatch: pytest.MonkeyPatch, h: int, S: int, S
     ranges = torch.stack((last - size, last), -1)[None, :, None, None].expand(1, S, 2, 1, 2)
     call, (do, dlse) = WindowCall(q, k, v, size, 192**-0.5), make_grads(q, v)
     with new_memory_is_nan():
-        o, lse = window.forward(call, GPU)
-        dq, delta = window.dq(call, GPU, o, lse, do, dlse)
-        gradients = dq, *window.dkdv(call, GPU, lse, do, delta)
+        o, lse = arithmetic.forward(call, GPU)
+        dq, delta = arithmetic.dq(call, GPU, o, lse, do, dlse)
+        gradients = dq, *window_cuda.dkdv(call, GPU, lse, do, delta)
     assert_forward((o, lse), q, k, v, ranges)
     assert_gradients(gradients, q, k, v, ranges, do, dlse)
 

@@ -42,8 +42,7 @@ OLDER = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9)
 SPILLS = {
     "forward_ranges_kernel": 16,
     "forward_small_blocks_kernel": 16,
-    "forward_visit": 64,
-    "dq_visit": 64,
+    "visit_kernel": 64,
     "dq_blocks_kernel": 16,
     "partial_dkdv_kernel": 640,
     "partial_kernel": 160,
@@ -52,7 +51,7 @@ SPILLS = {
     "sum_parts_kernel": 16,
 }
 WIDE_TILE, TILE = 448, 64  # triton-tile with head dims of 256, or of 192 on sm_120, and with others
-LARGE = {"forward_visit", "dq_visit"}  # of triton-block, over large blocks
+LARGE = {"visit_kernel"}  # of triton-block, over large blocks
 SHARED = {"rank_kernel", "scatter_kernel", "partial_dkdv_kernel", "sum_parts_kernel"}
 GROUP = {"forward_ranges_kernel", "forward_blocks_kernel", "dq_kernel", "dq_blocks_kernel"}
 KERNELS = {
@@ -112,8 +111,8 @@ def test_append_and_compression_fit() -> None:
         assert kernel["spilled"] == 0, kernel
 
 
-KERNELS_CHOOSE = {"forward_kernel", "importance_kernel", "top_n_kernel", "dq_kernel", "dkdv_kernel", "sum_sections_kernel"}
-TENSOR_CORES = {"forward_kernel", "importance_kernel", "dq_kernel", "dkdv_kernel"}
+KERNELS_CHOOSE = {"forward_kernel", "block_scores_kernel", "top_n_kernel", "dq_kernel", "dkdv_kernel", "sum_sections_kernel"}
+TENSOR_CORES = {"forward_kernel", "block_scores_kernel", "dq_kernel", "dkdv_kernel"}
 
 
 def spills_allowed_choose(kernel: dict[str, object]) -> int:

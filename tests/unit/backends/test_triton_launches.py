@@ -52,7 +52,7 @@ def test_arguments_of_one_kind_take_one_kernel() -> None:
 
 def test_checked_descriptors_pass_the_checks_they_leave_out() -> None:
     x = torch.zeros(2, 3, 64, 40, dtype=torch.bfloat16).transpose(1, 2)[..., :32]
-    mine, own = tiles.descriptor(x, 16, 32), TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, 16, 32])
+    mine, own = tiles.descriptor(x, 1, 1, 16, 32), TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, 16, 32])
     assert (mine.base is own.base, [*mine.shape], [*mine.strides]) == (True, own.shape, own.strides)
     assert (mine.block_shape, mine.padding) == (own.block_shape, own.padding)
 

@@ -1,9 +1,9 @@
-"""cuda-block: triton-block with TMA and wgmma kernels for Hopper (kernels/block_partials.cu,
+"""The backend cuda-block: triton-block with TMA and wgmma kernels for Hopper (kernels/block_partials.cu,
 kernels/block_gradients.cu).
 
 Blocks are visited as tiles of 64 keys. Units are triton-block's. Triton kernels also compute calls that the CUDA
 kernels do not take (`takes`), merge partials for some head counts (`_joins`), sum dq for few heads, and visit large
-blocks, except for dk and dv (dkdv_groups.cu). Lists and their segments come from cupy_cuda/key_to_rows.py. NaN spreads
+blocks, except for dk and dv (dkdv_groups.cu). Lists and their segments come from key_to_rows.py. NaN spreads
 as in triton-block.
 """
 
