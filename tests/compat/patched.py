@@ -106,6 +106,18 @@ def check_generation(models: tuple[Any, Any], ids: Tensor, mask: Tensor, new: in
     assert torch.equal(*tokens)
 
 
+def check_shorter_prompt(model: Any, ids: Tensor, shorter: int, new: int) -> None:
+    """Check that of two prompts, of which one is padded on the left, a model generates what it does of each alone, without a cache."""
+    lengths = ids.shape[1], ids.shape[1] - shorter
+    with torch.no_grad():
+        found = model.generate(ids, attention_mask=padded(ids, *lengths), max_new_tokens=new, do_sample=False, pad_token_id=0)
+        for row, tokens, length in zip(found, ids, lengths, strict=True):
+            known = tokens[None, -length:]
+            for _ in range(new):
+                known = torch.cat((known, model(known, use_cache=False).logits[:, -1:].argmax(-1)), 1)
+            assert torch.equal(row[-length - new :], known[0])
+
+
 def sharded(model: Any) -> Any:
     """Return a model under FSDP2 on one process of the CPU, each attention layer by itself."""
     mesh = torch.distributed.init_device_mesh("cpu", (1,))

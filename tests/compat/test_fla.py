@@ -16,6 +16,7 @@ from nsa_sel import decisions
 from nsa_sel.compat import parallel_moba, parallel_nsa, patch_fla, patch_model
 from nsa_sel.compression import BlockMean
 from nsa_sel.errors import ArgumentError
+from tests.compat.patched import check_shorter_prompt
 
 B, S, G, h, D, BLOCK, N, WINDOW = 2, 150, 2, 3, 16, 16, 4, 24  # the last block is not whole
 SCALE = D**-0.5
@@ -241,15 +242,7 @@ def test_flas_model_trains_and_generates_on_nsa_sel(layers: Any, monkeypatch: py
     weights = [x for x in model.parameters() if x.requires_grad]
     assert_same(model(tokens).logits, with_reference(monkeypatch, layers, lambda: model(tokens).logits), weights)
 
-    mask = torch.ones_like(tokens)
-    mask[1, :5] = 0  # a shorter prompt, padded on the left
-    with torch.no_grad():
-        new = model.generate(tokens, attention_mask=mask, max_new_tokens=4, do_sample=False, pad_token_id=0)
-        for i, first in enumerate((0, 5)):
-            known = tokens[i : i + 1, first:]
-            for _ in range(4):  # without a cache
-                known = torch.cat((known, model(known, use_cache=False).logits[:, -1:].argmax(-1)), 1)
-            assert torch.equal(new[i, first:], known[0])
+    check_shorter_prompt(model, tokens, 5, 4)
 
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])

@@ -13,6 +13,7 @@ from nsa_sel import decisions
 from nsa_sel.compat import patch_model, register_transformers
 from nsa_sel.compat.transformers import attend, first_keys
 from nsa_sel.errors import ArgumentError
+from tests.compat.patched import check_shorter_prompt
 from tests.helpers.calls import assert_refused
 
 transformers = pytest.importorskip("transformers", reason="pip install transformers")
@@ -83,16 +84,7 @@ def test_enough_blocks_are_dense_attention() -> None:
 
 
 def test_generation_equals_the_model_without_a_cache_and_without_padding() -> None:
-    mine, ids = model(**SIZES), tokens(2, 60)
-    mask = torch.ones_like(ids)
-    mask[1, :13] = 0
-    with torch.no_grad():
-        new = mine.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
-        for i, begin in enumerate((0, 13)):
-            known = ids[i : i + 1, begin:]
-            for _ in range(6):
-                known = torch.cat((known, mine(known, use_cache=False).logits[:, -1:].argmax(-1)), 1)
-            assert torch.equal(new[i, begin:], known[0])
+    check_shorter_prompt(model(**SIZES), tokens(2, 60), 13, 6)
 
 
 def test_patch_model_changes_dense_attention_if_asked() -> None:
