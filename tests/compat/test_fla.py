@@ -469,6 +469,7 @@ def float_results(layer: Any, x: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.gpu
 def test_flas_layer_in_bfloat16_is_near_its_plain_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NSA_SEL_BACKEND")
     module = pytest.importorskip("fla.layers.nsa", reason="pip install flash-linear-attention")
     torch.manual_seed(0)
     sizes = {"num_heads": 32, "num_kv_heads": 2, "head_dim": 64, "block_size": 64, "block_counts": 4, "window_size": 100, "layer_idx": 0}
