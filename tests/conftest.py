@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import hypothesis
 import pytest
@@ -117,12 +118,20 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(name: str) -> None:
-        raise AssertionError(f"{name} was loaded, although the call is wrong")
-
-    monkeypatch.setattr(registry, "load", load)
-    monkeypatch.setattr(registry, "load_chooser", load)
+    for load in ("load", "load_chooser"):
+        monkeypatch.setattr(registry, load, mock.Mock(side_effect=AssertionError("a backend was loaded, although the call is wrong")))
     monkeypatch.setattr("nsa_sel.core.decide.device_info", lambda device: DeviceInfo(kind="cpu"))  # no interpreter, whatever runs the tests
+
+
+@pytest.fixture
+def fresh_registry() -> Iterator[None]:
+    """Backends and packages are looked for anew, and forgotten afterwards."""
+    caches = registry.backends, registry.missing
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
 
 
 @pytest.fixture

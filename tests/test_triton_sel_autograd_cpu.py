@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import nsa_sel
-from nsa_sel.selection import Selection
+from nsa_sel import Selection, decisions, selection_attention, use_backend
 from tests.helpers.cases import make_blocks, make_qkv, make_spans
 from tests.helpers.checks import attend
 
@@ -58,7 +57,7 @@ def test_amp_training_stays_with_float32(backend: str) -> None:
         for _ in range(5):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
                 q, k, v = project(x).chunk(3, -1)
-                o = nsa_sel.selection_attention(q.unsqueeze(3), k.transpose(1, 2), v.transpose(1, 2), selection, backend=backend)
+                o = selection_attention(q.unsqueeze(3), k.transpose(1, 2), v.transpose(1, 2), selection, backend=backend)
             assert o.dtype == (torch.bfloat16 if enabled else torch.float32)
             loss = (o.float() - target).square().mean()
             optimizer.zero_grad()
@@ -70,9 +69,9 @@ def test_amp_training_stays_with_float32(backend: str) -> None:
 
 def test_backward_uses_the_backend_pinned_at_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = make_qkv(S=4, G=1, h=2, Dk=8, requires_grad=True)
-    with nsa_sel.use_backend("numba"):
-        o = nsa_sel.selection_attention(q, k, v, make_blocks(1, 4, 1, 4, 1, 4))
-    assert nsa_sel.decisions()[-1].backward == "numba"
+    with use_backend("numba"):
+        o = selection_attention(q, k, v, make_blocks(1, 4, 1, 4, 1, 4))
+    assert decisions()[-1].backward == "numba"
     monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
     from nsa_sel.backends import sdpa_packed
 
@@ -85,7 +84,7 @@ def test_backward_uses_the_backend_pinned_at_forward(monkeypatch: pytest.MonkeyP
 def test_an_index_written_after_forward_is_noticed(backend: str, what: str) -> None:
     q, k, v = make_qkv(S=4, G=1, h=2, Dk=8, S_kv=9, requires_grad=True)
     selection, q_pos = make_blocks(1, 4, 1, 9, 2, 4), torch.arange(5, 9)
-    o = nsa_sel.selection_attention(q, k, v, selection, q_pos=q_pos, backend=backend)
+    o = selection_attention(q, k, v, selection, q_pos=q_pos, backend=backend)
     (selection.ranges if what == "ranges" else q_pos).fill_(0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         o.sum().backward()

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-import nsa_sel
+from nsa_sel import Selection, selection_attention
 from nsa_sel.core.call import device_info
-from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from tests.contract.attend import EDGES, cells, run
 from tests.contract.lanes import Lane
@@ -101,7 +100,7 @@ def test_any_flag_that_asks_for_events_shows_each_kernel(
     q, k, v = make_qkv(S=3, G=1, h=2, Dk=8, Dv=16, S_kv=20, requires_grad=True)
     for flag in flags:
         monkeypatch.setenv(flag, "1")
-    nsa_sel.selection_attention(q, k, v, edge_selections(1, 3, 1, 20)["one_contiguous"], backend="triton-group").sum().backward()
+    selection_attention(q, k, v, edge_selections(1, 3, 1, 20)["one_contiguous"], backend="triton-group").sum().backward()
     kernels = [("sel.triton.kernel", f"triton-group/{name}") for name in ("decode", "dq", "dkdv")]
     found = [(line["event"], line.get("kernel")) for line in events_on(capsys.readouterr().err)]
     assert found == [kernels[0], ("sel.triton.reads", None), *kernels[1:], ("sel.triton.bwd", None)]
@@ -114,7 +113,7 @@ def test_events_name_the_kernel_that_runs(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setenv("NSA_DEBUG_LOG", "1")
 
     def event() -> dict[str, str]:
-        nsa_sel.selection_attention(q, k, v, one, backend="triton-group")
+        selection_attention(q, k, v, one, backend="triton-group")
         return events_on(capsys.readouterr().err)[0]
 
     committed = settings_for(device_info(torch.device("cpu"))).kernel("triton-group/decode")
@@ -139,10 +138,10 @@ def test_tiles_narrower_than_head_dims_are_widened_with_one_warning(backend: str
     arguments.dims.cache_clear()
     q, k, v = make_qkv(S=3, G=1, h=2, Dk=40, Dv=24, S_kv=20)
     one = Selection.from_ranges(edge_selections(1, 3, 1, 20)["one_contiguous"])
-    wanted = nsa_sel.selection_attention(q, k, v, one, backend=backend)
+    wanted = selection_attention(q, k, v, one, backend=backend)
     monkeypatch.setenv("NSA_SEL_TRITON_BLOCK_D", "32")
     with pytest.warns(RuntimeWarning, match=r"BLOCK_D is 32, but .* Dk = 40 in one tile.*set it to 64 or more") as told:
-        found = [nsa_sel.selection_attention(q, k, v, one, backend=backend) for _ in range(2)]
+        found = [selection_attention(q, k, v, one, backend=backend) for _ in range(2)]
     assert all(torch.equal(o, wanted) for o in found)
     assert len(told) == 1
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import nsa_sel
-from nsa_sel.selection import Selection
+from nsa_sel import Selection, decisions, explain, selection_attention
 from tests.contract.attend import cells, run
 from tests.contract.lanes import Lane
 from tests.helpers.cases import assert_forward, make_blocks, make_qkv, make_spans
@@ -43,8 +42,8 @@ def test_the_policy_routes_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "128")
     q, k, v = gpu_qkv("bfloat16", S=200, G=1, h=4, Dk=64)
     for n, framework in ((4, "triton"), (3, "sdpa")):
-        nsa_sel.selection_attention(q, k, v, make_blocks(1, 200, 1, 200, n, 32, device="cuda"))
-        decision = nsa_sel.decisions()[-1]
+        selection_attention(q, k, v, make_blocks(1, 200, 1, 200, n, 32, device="cuda"))
+        decision = decisions()[-1]
         if decision.settings.triton_off is not None:
             framework = "sdpa"  # the device rule (ADR) stands
         assert str(decision.forward).startswith(framework)
@@ -81,16 +80,16 @@ def test_a_kernel_that_fails_is_replaced_and_not_tried_again(monkeypatch: pytest
     monkeypatch.setattr("nsa_sel.core.decide.settings_for", impossible)
     q, k, v = gpu_qkv("float16", S=200, G=1, h=4, Dk=128, S_kv=5000)  # a tile of 2048 keys takes 512 KiB
     selection = Selection.from_ranges(make_spans("few", 1, 200, 1, 5000, 4500, device="cuda"))
-    o = nsa_sel.selection_attention(q, k, v, selection)
-    decision = nsa_sel.decisions()[-1]
+    o = selection_attention(q, k, v, selection)
+    decision = decisions()[-1]
     assert decision.forward == "sdpa-packed"
     assert decision.override is not None
     assert "failure of triton-group" in decision.override.source
     assert bool(o.isfinite().all())
-    again = nsa_sel.explain(q, k, v, selection)
+    again = explain(q, k, v, selection)
     assert any(reason.code == "failed-before" for verdict in again.verdicts for reason in verdict.forward)
     with pytest.raises(Exception, match=r"(?i)shared memory|resource|failed"):
-        nsa_sel.selection_attention(q, k, v, selection, backend="triton-group")
+        selection_attention(q, k, v, selection, backend="triton-group")
 
 
 @pytest.mark.gpu
@@ -139,8 +138,8 @@ def test_decoding_by_the_policys_choice(model: str, B: int) -> None:
     q, k, v = inputs(model, B, 1)
     selection = selection_of(model, B, 1)
     with new_memory_is_nan():
-        runs = [nsa_sel.selection_attention(q, k, v, selection, return_lse=True) for _ in range(50)]
-    assert nsa_sel.decisions()[-1].forward not in (None, "sdpa-packed")
+        runs = [selection_attention(q, k, v, selection, return_lse=True) for _ in range(50)]
+    assert decisions()[-1].forward not in (None, "sdpa-packed")
     assert_forward(runs[0], q, k, v, selection.ranges)
     assert all(torch.equal(x, y) for run in runs for x, y in zip(runs[0], run, strict=True))
 
@@ -152,10 +151,10 @@ def test_heads_that_select_for_themselves_copy_no_keys() -> None:
     q = torch.randn(1, S, G * r, 1, D, dtype=torch.bfloat16, device="cuda")
     k, v = (torch.randn(1, G, 65536, D, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     selection = make_blocks(1, S, G * r, 65536, 2, 4096, device="cuda")
-    nsa_sel.selection_attention(q, k, v, selection, backend="triton-tile")  # compiles, and caches the selection's rows
+    selection_attention(q, k, v, selection, backend="triton-tile")  # compiles, and caches the selection's rows
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    nsa_sel.selection_attention(q, k, v, selection, backend="triton-tile")
+    selection_attention(q, k, v, selection, backend="triton-tile")
     repeated = 2 * r * k.numel() * k.element_size()
     assert torch.cuda.max_memory_allocated() - before < repeated / 4

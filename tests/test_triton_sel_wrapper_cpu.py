@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ import nsa_sel
 from nsa_sel.core import registry
 from nsa_sel.core.call import request_of
 from nsa_sel.core.check import check_call
-from nsa_sel.core.decision import Decision
 from nsa_sel.errors import BackendError
 from tests.helpers.calls import call_forced, check, last, problem
 from tests.helpers.cases import assert_gradients, make_qkv, make_spans
@@ -64,13 +62,8 @@ def test_use_backend_and_argument_are_recorded() -> None:
 
 
 def test_use_backend_stays_in_its_thread() -> None:
-    arguments = problem()
-    seen: list[Decision] = []
-    with nsa_sel.use_backend("sdpa-packed"):
-        thread = threading.Thread(target=lambda: seen.append(nsa_sel.explain(*arguments)))
-        thread.start()
-        thread.join()
-    assert seen[0].override is None
+    with nsa_sel.use_backend("sdpa-packed"), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(nsa_sel.explain, *problem()).result().override is None
 
 
 def test_use_backend_ends_with_an_error() -> None:
@@ -122,8 +115,7 @@ def test_explain_sees_autocast() -> None:
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_the_request_knows_the_alignment_of_all_tensors(which: int, start: int, row: int, aligned: bool) -> None:
     """Pointers and all strides but the last are multiples of 16 bytes, four float32."""
-    q, k, v = (torch.randn(1, 4, 1, 2, 16), torch.randn(1, 1, 8, 16), torch.randn(1, 1, 8, 16))
-    tensors = [q, k, v]
+    tensors = [*make_qkv(1, 4, 1, 2, 16, S_kv=8)]
     shape = tensors[which].shape
     wide = torch.randn(*shape[:-1], row).flatten()
     strides = torch.empty(*shape[:-1], row).stride()
@@ -159,11 +151,10 @@ def test_lse_alone_may_be_differentiated() -> None:
 def test_decode_form_equals_one_row_of_prefill(q_pos: Tensor | None) -> None:
     q, k, v = make_qkv(2, 1, 3, 4, 16, 8, S_kv=40)
     ranges = make_spans("few", 2, 1, 3, 40, L=16)
-    o, lse = nsa_sel.selection_attention(q[:, 0], k, v, ranges[:, 0], q_pos=q_pos, return_lse=True)
+    found = nsa_sel.selection_attention(q[:, 0], k, v, ranges[:, 0], q_pos=q_pos, return_lse=True)
     whole = nsa_sel.selection_attention(q, k, v, ranges, q_pos=q_pos, return_lse=True)
-    assert (o.shape, lse.shape) == ((2, 3, 4, 8), (2, 3, 4))
-    assert torch.equal(o, whole[0][:, 0])
-    assert torch.equal(lse, whole[1][:, 0])
+    assert [x.shape for x in found] == [(2, 3, 4, 8), (2, 3, 4)]
+    assert all(torch.equal(x, y[:, 0]) for x, y in zip(found, whole, strict=True))
     check(q[:, 0], k, v, ranges[:, 0], q_pos=q_pos)
 
 
@@ -171,10 +162,8 @@ def test_decode_form_equals_one_row_of_prefill(q_pos: Tensor | None) -> None:
 def test_nothing_to_do(B: int, S: int, n: int) -> None:
     q, k, v = make_qkv(B, S, 2, 3, 16, 8, S_kv=20, requires_grad=True)
     o, lse = nsa_sel.selection_attention(q, k, v, torch.zeros(B, S, 2, n, 2, dtype=torch.int32), return_lse=True)
-    assert torch.equal(o, torch.zeros(B, S, 2, 3, 8))
-    assert torch.equal(lse, torch.full((B, S, 2, 3), -math.inf))
-    o.sum().backward()
-    assert all(torch.equal(tensor.grad, torch.zeros_like(tensor)) for tensor in (q, k, v))
+    assert all(map(torch.equal, (o, lse), (torch.zeros(B, S, 2, 3, 8), torch.full((B, S, 2, 3), -torch.inf))))
+    assert not any(dx.any() for dx in torch.autograd.grad(o.sum(), (q, k, v)))
     assert last().forward == "sdpa-packed"
 
 

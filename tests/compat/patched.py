@@ -69,15 +69,32 @@ def check_level(theirs: Tensor, ours: Tensor, scores: Tensor) -> int:
     return int(rows.sum())
 
 
+def assert_same_gradients(model: Any, other: Any, atol: float = 1e-6, rtol: float = 1e-4) -> None:
+    for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None), name
+        if mine.grad is not None:
+            got = theirs.grad.full_tensor() if isinstance(theirs.grad, DTensor) else theirs.grad
+            torch.testing.assert_close(got, mine.grad, atol=atol, rtol=rtol, msg=lambda words, name=name: f"{name}: {words}")
+
+
+def take_the_lowest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make Qwen3.8's own code take, of equal scores, the lower block: torch.topk promises none, and ReLU makes many zeros."""
+    topk = torch.Tensor.topk
+
+    def lowest(x: Tensor, k: int, dim: int = -1, **options: Any) -> Any:
+        if dim != 0:
+            return topk(x, k, dim, **options)
+        return torch.return_types.topk([y[:k] for y in x.sort(dim=0, descending=True, stable=True)])
+
+    monkeypatch.setattr(torch.Tensor, "topk", lowest)
+
+
 def check_gradients(models: tuple[Any, Any], ids: Tensor, mask: Tensor | None) -> None:
     """Check that a training step gives both models the same gradients. No row of padding predicts a token."""
     labels = ids if mask is None else ids.masked_fill((mask == 0) | (mask.roll(1, 1) == 0), -100)
     for model in models:
         model.train()(ids, labels=labels, attention_mask=mask).loss.backward()
-    for (name, one), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None), name
-        if one.grad is not None:
-            torch.testing.assert_close(other.grad, one.grad, atol=1e-6, rtol=1e-4, msg=lambda words, name=name: f"{name}: {words}")
+    assert_same_gradients(*models)
 
 
 def check_generation(models: tuple[Any, Any], ids: Tensor, mask: Tensor, new: int, **options: Any) -> None:
@@ -87,6 +104,18 @@ def check_generation(models: tuple[Any, Any], ids: Tensor, mask: Tensor, new: in
         torch.manual_seed(0)
         tokens.append(model.generate(ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, **options))
     assert torch.equal(*tokens)
+
+
+def check_shorter_prompt(model: Any, ids: Tensor, shorter: int, new: int) -> None:
+    """Check that of two prompts, of which one is padded on the left, a model generates what it does of each alone, without a cache."""
+    lengths = ids.shape[1], ids.shape[1] - shorter
+    with torch.no_grad():
+        found = model.generate(ids, attention_mask=padded(ids, *lengths), max_new_tokens=new, do_sample=False, pad_token_id=0)
+        for row, tokens, length in zip(found, ids, lengths, strict=True):
+            known = tokens[None, -length:]
+            for _ in range(new):
+                known = torch.cat((known, model(known, use_cache=False).logits[:, -1:].argmax(-1)), 1)
+            assert torch.equal(row[-length - new :], known[0])
 
 
 def sharded(model: Any) -> Any:
@@ -127,10 +156,6 @@ def check_wrapped(eager: Any, ids: Tensor, wrapper: str, first: bool) -> None:
         loss.backward()
         assert decisions()[-1] is not before
         torch.testing.assert_close(loss, wanted)
-        for (name, one), other in zip(eager.named_parameters(), ours.parameters(), strict=True):
-            assert (one.grad is None) == (other.grad is None), name
-            if one.grad is not None:
-                got = other.grad.full_tensor() if isinstance(other.grad, DTensor) else other.grad
-                torch.testing.assert_close(got, one.grad, atol=1e-6, rtol=1e-4, msg=lambda words, name=name: f"{name}: {words}")
+        assert_same_gradients(eager, ours)
     finally:
         torch.distributed.destroy_process_group()

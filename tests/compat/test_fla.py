@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from nsa_sel import decisions
 from nsa_sel.compat import parallel_moba, parallel_nsa, patch_fla, patch_model
 from nsa_sel.compression import BlockMean
 from nsa_sel.errors import ArgumentError
+from tests.compat.patched import check_shorter_prompt
 
 B, S, G, h, D, BLOCK, N, WINDOW = 2, 150, 2, 3, 16, 16, 4, 24  # the last block is not whole
 SCALE = D**-0.5
@@ -53,7 +53,7 @@ def near(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     k, v = (x.repeat_interleave(heads, 2) for x in (k, v))
     behind = torch.arange(q.shape[1], device=q.device)[:, None] - torch.arange(k.shape[1], device=q.device)
     logits = torch.einsum("bthd,bchd->bhtc", q, k) * q.shape[-1] ** -0.5
-    p = logits.masked_fill((behind < 0) | (behind >= window), -math.inf).softmax(-1)
+    p = logits.masked_fill((behind < 0) | (behind >= window), -torch.inf).softmax(-1)
     return torch.einsum("bhtc,bchd->bthd", p, v)
 
 
@@ -94,7 +94,7 @@ def test_packed_sequences_have_branches_of_their_own(window: int) -> None:
     given = [x.detach()[:1] for x in inputs()[: 6 if window else 5]]
     cu = [0, 37, 37, 38, 140]
     for x in given:
-        x[:, 140:] = math.nan  # padding
+        x[:, 140:] = torch.nan  # padding
         x.requires_grad_()
     options: dict[str, Any] = {"block_counts": N, "block_size": BLOCK, "window_size": window}
     gates = () if window else (None,)
@@ -242,15 +242,7 @@ def test_flas_model_trains_and_generates_on_nsa_sel(layers: Any, monkeypatch: py
     weights = [x for x in model.parameters() if x.requires_grad]
     assert_same(model(tokens).logits, with_reference(monkeypatch, layers, lambda: model(tokens).logits), weights)
 
-    mask = torch.ones_like(tokens)
-    mask[1, :5] = 0  # a shorter prompt, padded on the left
-    with torch.no_grad():
-        new = model.generate(tokens, attention_mask=mask, max_new_tokens=4, do_sample=False, pad_token_id=0)
-        for i, first in enumerate((0, 5)):
-            known = tokens[i : i + 1, first:]
-            for _ in range(4):  # without a cache
-                known = torch.cat((known, model(known, use_cache=False).logits[:, -1:].argmax(-1)), 1)
-            assert torch.equal(new[i, first:], known[0])
+    check_shorter_prompt(model, tokens, 5, 4)
 
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])
@@ -280,7 +272,7 @@ def plain_flash(
     for (a, b), (c, d) in zip(itertools.pairwise(cu_seqlens_q.tolist()), itertools.pairwise(cu_seqlens_k.tolist()), strict=True):
         logits = torch.einsum("thd,chd->htc", q[a:b], k[c:d]) * q.shape[-1] ** -0.5
         if causal:
-            logits = logits.masked_fill(torch.ones_like(logits[0], dtype=torch.bool).triu(d - c - (b - a) + 1), -math.inf)
+            logits = logits.masked_fill(torch.ones_like(logits[0], dtype=torch.bool).triu(d - c - (b - a) + 1), -torch.inf)
         outputs.append(torch.einsum("htc,chd->thd", logits.softmax(-1), v[c:d]))
         logs.append(logits.logsumexp(-1))
     return torch.cat(outputs).to(dtype), torch.cat(logs, 1), None, None
@@ -295,7 +287,7 @@ def plain_flash_backward(
     for (a, b), (c, d) in zip(itertools.pairwise(cu_seqlens_q.tolist()), itertools.pairwise(cu_seqlens_k.tolist()), strict=True):
         logits = torch.einsum("thd,chd->htc", q[a:b], k[c:d]) * softmax_scale
         if causal:
-            logits = logits.masked_fill(torch.ones_like(logits[0], dtype=torch.bool).triu(1), -math.inf)
+            logits = logits.masked_fill(torch.ones_like(logits[0], dtype=torch.bool).triu(1), -torch.inf)
         p = (logits - softmax_lse[:, a:b, None]).exp()
         dp = torch.einsum("thd,chd->htc", dout[a:b], v[c:d]) - (dout[a:b] * out[a:b]).sum(-1).T.unsqueeze(-1)
         dq[a:b] = torch.einsum("htc,chd->thd", p * dp, k[c:d]) * softmax_scale
@@ -334,7 +326,7 @@ def test_parallel_moba_with_fewer_kv_heads_and_padding(own_moba: Callable[..., T
     """The original has neither: it stands here on repeated heads and on sequences that are not empty."""
     q, k, v = (x.detach()[:1] for x in inputs()[:3])
     for x in (q, k, v):
-        x[:, cu[-1] :] = math.nan
+        x[:, cu[-1] :] = torch.nan
         x.requires_grad_()
     bounds = torch.tensor(cu).unique()
     k_all, v_all = (x[:, : cu[-1]].repeat_interleave(h, 2) for x in (k, v))

@@ -157,30 +157,19 @@ def assert_same(got: Tensor, wanted: Tensor, inputs: list[Tensor]) -> None:
 LENGTHS = [200, 31, 128, 0, 191, 143]  # 31, 191 and 143 end one token before a mean begins; 191 before a coarse one, too
 
 
+@pytest.mark.parametrize(("rows", "keys"), [(LENGTHS, LENGTHS), ([5, 1, 70], [200, 128, 191])], ids=["prefill", "chunks"])
 @pytest.mark.parametrize(("H", "h", "D"), [(2, 16, 128), (1, 3, 8)])
 @pytest.mark.parametrize("causal", [True, False])
-def test_stage1_scores_of_packed_sequences(H: int, h: int, D: int, causal: bool) -> None:
-    T = sum(LENGTHS)
-    q, k = normal(T, H * h, D), normal(T, H, D, seed=1)
-    cu = bounds(LENGTHS)
-    (fine, cu_fine), (coarse, cu_coarse) = means(k, LENGTHS, 32, 16), means(k, LENGTHS, 128, 64)
+def test_stage1_scores_of_packed_sequences(H: int, h: int, D: int, causal: bool, rows: list[int], keys: list[int]) -> None:
+    q, k, cu = normal(sum(rows), H * h, D), normal(sum(keys), H, D, seed=1), bounds(rows)
+    (fine, cu_fine), (coarse, cu_coarse) = means(k, keys, 32, 16), means(k, keys, 128, 64)
     width = int(cu_fine.diff().max())
-    options: dict[str, Any] = {"max_seqlen_q": 200, "max_seqlen_k": width, "causal": causal, "softmax_scale": 0.2}
-    wanted = stage1_of(q, fine, coarse, [cu, cu_fine, cu_coarse], width, 0.2, causal)
-    got = infllm_v2.infllmv2_attn_stage1(q, fine, coarse, cu, cu_fine, cu_coarse, **options)
-    torch.testing.assert_close(got, wanted, atol=1e-12, rtol=1e-10)
-    again = infllm_v2.infllmv2_attn_stage1(q, fine, fine, cu, cu_fine, cu_fine, **options)  # as many coarse means as fine ones
-    torch.testing.assert_close(again, stage1_of(q, fine, fine, [cu] + [cu_fine] * 2, width, 0.2, causal), atol=1e-12, rtol=1e-10)
-
-
-def test_stage1_of_fewer_rows_than_keys() -> None:
-    lengths, rows = [200, 128, 191], [5, 1, 70]
-    q, k = normal(sum(rows), 6, 8), normal(sum(lengths), 2, 8, seed=1)
-    (fine, cu_fine), (coarse, cu_coarse) = means(k, lengths, 32, 16), means(k, lengths, 128, 64)
-    got = infllm_v2.infllmv2_attn_stage1(q, fine, coarse, bounds(rows), cu_fine, cu_coarse, 70, 11, causal=True)
-    wanted = stage1_of(q, fine, coarse, [bounds(rows), cu_fine, cu_coarse], 11, 8**-0.5, True)
-    torch.testing.assert_close(got, wanted, atol=1e-12, rtol=1e-10)
-    assert float(got.sum()) > 0
+    options: dict[str, Any] = {"max_seqlen_q": max(rows), "max_seqlen_k": width, "causal": causal, "softmax_scale": 0.2}
+    for of_coarse, cu_of_coarse in ((coarse, cu_coarse), (fine, cu_fine)):  # at last as many coarse means as fine ones
+        got = infllm_v2.infllmv2_attn_stage1(q, fine, of_coarse, cu, cu_fine, cu_of_coarse, **options)
+        wanted = stage1_of(q, fine, of_coarse, [cu, cu_fine, cu_of_coarse], width, 0.2, causal)
+        torch.testing.assert_close(got, wanted, atol=1e-12, rtol=1e-10)
+        assert float(got.sum()) > 0
 
 
 def test_stage1_in_parts_and_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:

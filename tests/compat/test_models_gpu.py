@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from nsa_sel import decisions
 from nsa_sel.errors import ArgumentError
-from tests.compat.patched import logits, padded
+from tests.compat.patched import assert_same_gradients, logits, padded, take_the_lowest
 
 M3: dict[str, Any] = {
     "vocab_size": 400, "hidden_size": 128, "num_attention_heads": 8, "head_dim": 64, "rotary_dim": 32, "index_head_dim": 64,
@@ -32,14 +31,7 @@ def test_a_model_equals_its_own_code(model: str, sizes: dict[str, Any], monkeypa
     No token comes twice, so MiniMax-M3 has no ties. Qwen3.8's ReLU makes zeros, of which its code is made to take the
     lowest.
     """
-    topk = torch.Tensor.topk
-
-    def lowest(x: Tensor, k: int, dim: int = -1, **options: Any) -> Any:
-        if dim != 0:
-            return topk(x, k, dim, **options)
-        return torch.return_types.topk([y[:k] for y in x.sort(dim=0, descending=True, stable=True)])
-
-    monkeypatch.setattr(torch.Tensor, "topk", lowest)
+    take_the_lowest(monkeypatch)
     try:
         eager, ours = (x.cuda() for x in importlib.import_module(f"tests.compat.test_{model}").pair(**sizes))
     except ArgumentError as error:
@@ -56,6 +48,4 @@ def test_a_model_equals_its_own_code(model: str, sizes: dict[str, Any], monkeypa
     assert torch.equal(*tokens)
     for x in (eager, ours):
         x.train()(ids, labels=ids).loss.backward()
-    for (name, one), other in zip(eager.named_parameters(), ours.parameters(), strict=True):
-        if one.grad is not None:
-            torch.testing.assert_close(other.grad, one.grad, atol=1e-5, rtol=1e-3, msg=lambda words, name=name: f"{name}: {words}")
+    assert_same_gradients(eager, ours, 1e-5, 1e-3)

@@ -15,7 +15,19 @@ from nsa_sel import decisions
 from nsa_sel.compat import patch_model
 from nsa_sel.compat.transformers import qwen_qsa
 from nsa_sel.errors import ArgumentError
-from tests.compat.patched import DEVICES, check_bf16, check_generation, check_gradients, check_level, check_wrapped, logits, on, padded
+from tests.compat.patched import (
+    DEVICES,
+    check_bf16,
+    check_generation,
+    check_gradients,
+    check_level,
+    check_wrapped,
+    logits,
+    on,
+    padded,
+    take_the_lowest,
+)
+from tests.helpers.calls import assert_refused
 
 transformers = pytest.importorskip("transformers", reason="pip install transformers")
 
@@ -44,7 +56,7 @@ ONES = torch.ones_like(IDS)
 
 @pytest.fixture(autouse=True)
 def plain_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linear attention without fla's kernels; of equal scores the lower block: torch.topk promises none, and ReLU makes many zeros."""
+    """Linear attention without fla's kernels, and of equal scores the lower block."""
     modeling = transformers.models.qwen4_exp.modeling_qwen4_exp
     names = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update")
     for name in names:
@@ -55,14 +67,7 @@ def plain_code(monkeypatch: pytest.MonkeyPatch) -> None:
             return function(*args, **{name: value for name, value in options.items() if name in taken})
 
         monkeypatch.setattr(modeling, name, run)
-    topk = torch.Tensor.topk
-
-    def stable(x: Tensor, k: int, dim: int = -1, **options: Any) -> Any:
-        if dim != 0:
-            return topk(x, k, dim, **options)
-        return torch.return_types.topk([y[:k] for y in x.sort(dim=0, descending=True, stable=True)])
-
-    monkeypatch.setattr(torch.Tensor, "topk", stable)
+    take_the_lowest(monkeypatch)
     monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
 
 
@@ -234,19 +239,23 @@ def test_what_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     eager, ours = pair()
     unpatched = copy.deepcopy(eager)
     unpatched.set_attn_implementation("nsa_sel")
-    with pytest.raises(ArgumentError, match=r"selects its own keys; .* Remedy: call nsa_sel.compat.patch_model\(model\), or run it with"):
-        unpatched(IDS)
-    with pytest.raises(ArgumentError, match=r"attention_mask is of shape \(3, 1, 43, 43\); allowed: \[B, keys\] of 0 and 1"):
-        ours(IDS, attention_mask=ONES[:, None, None].expand(-1, 1, S, -1).bool())
-    with pytest.raises(ArgumentError, match=r"attention_mask is 0 between keys"):
-        ours(IDS, attention_mask=ONES.index_fill(1, torch.tensor([20]), 0))
-    with pytest.raises(ArgumentError, match=r"position_ids or the mask is of packed sequences"):
-        ours(IDS[:1], position_ids=torch.cat((torch.arange(20), torch.arange(S - 20)))[None], use_cache=False)
-    with pytest.raises(ArgumentError, match=r"past_key_values or attention_mask .* a cache that grows"):
-        ours.generate(IDS[:, :9], cache_implementation="static", max_new_tokens=3)
-    ours.train().model.layers[0].self_attn.attention_dropout = 0.1
-    with pytest.raises(ArgumentError, match=r"attention_dropout is 0.1; allowed: 0"):
-        ours(IDS)
+    dropping = copy.deepcopy(ours).train()
+    dropping.model.layers[0].self_attn.attention_dropout = 0.1
+    packed = torch.cat((torch.arange(20), torch.arange(S - 20)))[None]
+    assert_refused(
+        (r"selects its own keys; .* Remedy: call nsa_sel.compat.patch_model\(model\), or run it with", lambda: unpatched(IDS)),
+        (
+            r"attention_mask is of shape \(3, 1, 43, 43\); allowed: \[B, keys\] of 0 and 1",
+            lambda: ours(IDS, attention_mask=ONES[:, None, None].expand(-1, 1, S, -1).bool()),
+        ),
+        ("attention_mask is 0 between keys", lambda: ours(IDS, attention_mask=ONES.index_fill(1, torch.tensor([20]), 0))),
+        ("position_ids or the mask is of packed sequences", lambda: ours(IDS[:1], position_ids=packed, use_cache=False)),
+        (
+            r"past_key_values or attention_mask .* a cache that grows",
+            lambda: ours.generate(IDS[:, :9], cache_implementation="static", max_new_tokens=3),
+        ),
+        ("attention_dropout is 0.1; allowed: 0", lambda: dropping(IDS)),
+    )
     attention = type(eager.model.layers[0].self_attn)
     newest = lambda self, hidden_states, position_embeddings, attention_mask, cache, **kwargs: None  # noqa: E731
     monkeypatch.setattr(attention, "forward", newest)

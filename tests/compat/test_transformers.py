@@ -13,6 +13,8 @@ from nsa_sel import decisions
 from nsa_sel.compat import patch_model, register_transformers
 from nsa_sel.compat.transformers import attend, first_keys
 from nsa_sel.errors import ArgumentError
+from tests.compat.patched import check_shorter_prompt
+from tests.helpers.calls import assert_refused
 
 transformers = pytest.importorskip("transformers", reason="pip install transformers")
 SIZES = {"n": 4, "block_size": 8, "first": 1, "local": 2}
@@ -82,16 +84,7 @@ def test_enough_blocks_are_dense_attention() -> None:
 
 
 def test_generation_equals_the_model_without_a_cache_and_without_padding() -> None:
-    mine, ids = model(**SIZES), tokens(2, 60)
-    mask = torch.ones_like(ids)
-    mask[1, :13] = 0
-    with torch.no_grad():
-        new = mine.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
-        for i, begin in enumerate((0, 13)):
-            known = ids[i : i + 1, begin:]
-            for _ in range(6):
-                known = torch.cat((known, mine(known, use_cache=False).logits[:, -1:].argmax(-1)), 1)
-            assert torch.equal(new[i, begin:], known[0])
+    check_shorter_prompt(model(**SIZES), tokens(2, 60), 13, 6)
 
 
 def test_patch_model_changes_dense_attention_if_asked() -> None:
@@ -123,31 +116,32 @@ def test_gradients_reach_all_weights() -> None:
 
 
 def test_what_is_not_there_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"first \+ local is 1 \+ 2"):
-        register_transformers(n=2)
-    with pytest.raises(ArgumentError, match="n is 0"):
-        register_transformers(n=0)
-    mine, ids = model(**SIZES), tokens(1, 12)
-    holes = torch.ones_like(ids)
-    holes[0, 4] = 0
-    with pytest.raises(ArgumentError, match="attention_mask is 0 between keys"):
-        mine(ids, attention_mask=holes)
-    with pytest.raises(ArgumentError, match="position_ids or the mask is of packed sequences"):
-        mine(ids, position_ids=torch.cat((torch.arange(6), torch.arange(6)))[None], use_cache=False)
-    for options in ({}, {"use_cache": True, "attention_mask": torch.ones_like(ids)}):  # transformers looks at neither
-        with pytest.raises(ArgumentError, match=r"position_ids is of packed sequences.*Remedy: pass sequences as a padded"):
-            mine(ids, position_ids=torch.cat((torch.arange(6), torch.arange(6)))[None], **options)
-    with pytest.raises(ArgumentError, match=r"past_key_values or attention_mask is of 32 keys for queries up to 12.*DynamicCache"):
-        mine(ids, past_key_values=transformers.StaticCache(config=mine.config, max_cache_len=32))
-    with pytest.raises(ArgumentError, match=r"attention_mask is of shape \(1, 1, 12, 12\); allowed: \[B, keys\]"):
-        mine(ids, attention_mask=torch.ones(1, 1, 12, 12, dtype=torch.bool).tril())
-    mine.config.attention_dropout = 0.1
-    for layer in mine.model.layers:
+    mine, dropping, ids, ones = model(**SIZES), model(**SIZES).train(), tokens(1, 12), torch.ones(1, 12, dtype=torch.long)
+    static, packed = transformers.StaticCache(config=mine.config, max_cache_len=32), torch.cat((torch.arange(6), torch.arange(6)))[None]
+    for layer in dropping.model.layers:
         layer.self_attn.attention_dropout = 0.1
-    with pytest.raises(ArgumentError, match=r"attention_dropout is 0.1; allowed: 0"):
-        mine.train()(ids)
-    with pytest.raises(ArgumentError, match="is_causal is False"):
-        transformers.AttentionInterface()["nsa_sel"](torch.nn.Module(), *torch.ones(3, 1, 2, 4, 8), None, is_causal=False)
+    unseen = r"position_ids is of packed sequences.*Remedy: pass sequences as a padded"  # transformers looks at neither
+    assert_refused(
+        (r"first \+ local is 1 \+ 2", lambda: register_transformers(n=2)),
+        ("n is 0", lambda: register_transformers(n=0)),
+        ("attention_mask is 0 between keys", lambda: mine(ids, attention_mask=ones.index_fill(1, torch.tensor([4]), 0))),
+        ("position_ids or the mask is of packed sequences", lambda: mine(ids, position_ids=packed, use_cache=False)),
+        (unseen, lambda: mine(ids, position_ids=packed)),
+        (unseen, lambda: mine(ids, position_ids=packed, use_cache=True, attention_mask=ones)),
+        (
+            r"past_key_values or attention_mask is of 32 keys for queries up to 12.*DynamicCache",
+            lambda: mine(ids, past_key_values=static),
+        ),
+        (
+            r"attention_mask is of shape \(1, 1, 12, 12\); allowed: \[B, keys\]",
+            lambda: mine(ids, attention_mask=torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()),
+        ),
+        ("attention_dropout is 0.1; allowed: 0", lambda: dropping(ids)),
+        (
+            "is_causal is False",
+            lambda: transformers.AttentionInterface()["nsa_sel"](torch.nn.Module(), *torch.ones(3, 1, 2, 4, 8), None, is_causal=False),
+        ),
+    )
 
 
 class Attention(torch.nn.Module):
@@ -226,17 +220,17 @@ def test_mask_narrower_than_the_keys_is_refused() -> None:
 def test_models_that_choose_or_mask_keys_are_refused_before_they_run() -> None:
     for name, kind in (("DeepseekV32", "deepseek_v32"), ("Glm5NextText", "glm5_next_text"), ("HyV4VLText", "hy_v4_vl_text")):
         Config = type(f"{name}Config", (), {"model_type": kind})
-        with pytest.raises(ArgumentError, match=rf"{name}, which selects its own keys.*FlashMLA"):
-            first_keys(1, 4, 4, config=Config())
         mine = model(**SIZES)
         mine.config.model_type = kind
-        for dense in (False, True):
-            with pytest.raises(ArgumentError, match=r"selects its own keys.*FlashMLA"):
-                patch_model(mine, dense=dense)
-    with pytest.raises(ArgumentError, match="reads the attention mask itself"):
-        first_keys(1, 4, 4, allow_is_causal_skip=False)
-    with pytest.raises(ArgumentError, match="the model's attention is a sliding window or chunks, of 16 keys"):
-        first_keys(1, 4, 4, local_size=16)
+        assert_refused(
+            (rf"{name}, which selects its own keys.*FlashMLA", lambda: first_keys(1, 4, 4, config=Config())),  # noqa: B023
+            ("selects its own keys.*FlashMLA", lambda: patch_model(mine)),  # noqa: B023
+            ("selects its own keys.*FlashMLA", lambda: patch_model(mine, dense=True)),  # noqa: B023
+        )
+    assert_refused(
+        ("reads the attention mask itself", lambda: first_keys(1, 4, 4, allow_is_causal_skip=False)),
+        ("the model's attention is a sliding window or chunks, of 16 keys", lambda: first_keys(1, 4, 4, local_size=16)),
+    )
 
 
 def test_positions_of_one_sequence_are_taken() -> None:
@@ -259,7 +253,6 @@ def test_padding_at_the_end_is_no_padding() -> None:
         assert first_keys(2, 4, 4, attention_mask=mask).tolist() == wanted  # type: ignore[union-attr]
 
 
-transformers = pytest.importorskip("transformers", reason="pip install transformers")
 auto = pytest.importorskip("transformers.models.auto.modeling_auto")
 SMALL = {
     "vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False, "is_decoder": True,

@@ -7,9 +7,9 @@ the backend (tests/helpers/checks.py). Keys and values lie between NaN in memory
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ FAR = -(2**62)  # a position that 32 bits do not hold
 
 def guarded(x: Tensor) -> Tensor:
     """The same keys [B,G,S_kv,D] as a view of a larger tensor, with NaN before and after them."""
-    return torch.nn.functional.pad(x.detach(), (0, 0, GUARD, GUARD), value=math.nan)[:, :, GUARD:-GUARD].requires_grad_(x.requires_grad)
+    return torch.nn.functional.pad(x.detach(), (0, 0, GUARD, GUARD), value=torch.nan)[:, :, GUARD:-GUARD].requires_grad_(x.requires_grad)
 
 
 def tensors(lane: Lane, shape: Shape, S: int, S_kv: int, **sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,10 +157,8 @@ def check_positions(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None
 
 def check_reuse(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None:
     """A selection that served other positions, heads and numbers of keys, or ranges that were written since, gives what a new one gives."""
-    S = lane.rows(shape)
-    S_kv = S + 2 * (shape.block or 8)
-    q, k, v = tensors(lane, shape, S, S_kv)
-    kept = selection_of(lane, shape, S, S_kv)
+    (q, k, v), kept = problem(lane, shape)
+    S, S_kv = q.shape[1], k.shape[2]
     early = torch.arange(S, device=lane.place)
     fewer = S_kv - (shape.block or 8)
     attend(lane.name, q, k[:, :, :fewer], v[:, :, :fewer], kept)
@@ -183,6 +181,13 @@ def selection_of(lane: Lane, shape: Shape, S: int, S_kv: int, n: int = 3, **how:
     if shape.block is None:
         return Selection.from_ranges(make_spans("few", 1, S, 1, S_kv, 10, device=lane.place, **how))
     return make_blocks(1, S, 1, S_kv, n, shape.block, device=lane.place, **how)
+
+
+def problem(lane: Lane, shape: Shape, S: int | None = None, more: int = 0, seed: int = 0, **sizes: Any) -> tuple[Any, Selection]:
+    """Return q, k, v and a selection of the usual size: two blocks, and `more`, before the rows."""
+    S = S or lane.rows(shape)
+    S_kv = S + 2 * (shape.block or 8) + more
+    return tensors(lane, shape, S, S_kv, seed=seed, **sizes), selection_of(lane, shape, S, S_kv, seed=seed)
 
 
 def check_poison(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None:
@@ -215,9 +220,9 @@ def check_packed(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None:
         check_varlen(lane.name, packed)
     unseen, padding = ~seen_keys(packed), torch.arange(len(packed.q)) >= packed.cu_q[-1]
     clean, spoilt = packed[:3], (packed.q.clone(), packed.k.clone(), packed.v.clone())
-    spoilt[0][padding] = math.nan
+    spoilt[0][padding] = torch.nan
     for x in spoilt[1:]:
-        x[unseen] = math.nan
+        x[unseen] = torch.nan
     results = []
     for given in (clean, spoilt):
         inputs = [x.detach().requires_grad_() for x in given]
@@ -229,14 +234,11 @@ def check_packed(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None:
 
 def check_graph(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None:
     """A replay follows what was written in place since the capture (on a CPU, where a rerun stands in for it, the checks themselves)."""
-    S = lane.rows(shape)
-    S_kv = S + 2 * (shape.block or 8)
-    static = [x.clone() for x in tensors(lane, shape, S, S_kv)]
-    do = torch.randn(*static[0].shape[:-1], shape.Dv).to(static[0])
-    kept = selection_of(lane, shape, S, S_kv)
+    qkv, kept = problem(lane, shape)
+    static, do = [x.clone() for x in qkv], torch.randn(*qkv[0].shape[:-1], shape.Dv).to(qkv[0])
     graph, outputs = captured(lambda: _pass(lane, static, kept, do), lane.place)
     for seed in (1, 2):
-        others, selection = tensors(lane, shape, S, S_kv, seed=seed), selection_of(lane, shape, S, S_kv, seed=seed)
+        others, selection = problem(lane, shape, seed=seed)
         for old, new in zip((*static, kept.ranges), (*others, selection.ranges), strict=True):
             old.copy_(new)
         wanted = _pass(lane, others, selection, do)
@@ -270,9 +272,7 @@ def check_many_keys(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None
 
 def check_workspace(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None:
     """A caller's workspace, filled with NaN, changes no bit and holds no result."""
-    S = lane.rows(shape)
-    S_kv = S + 2 * (shape.block or 8)
-    qkv, selection = tensors(lane, shape, S, S_kv), selection_of(lane, shape, S, S_kv)
+    qkv, selection = problem(lane, shape)
     workspace = torch.full((1 << (28 if lane.device == "cuda" else 23),), 0xFF, dtype=torch.uint8, device=lane.place)
     runs = []
     for buffer in (None, workspace):
@@ -286,9 +286,7 @@ def check_workspace(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None
 
 def check_compile(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None:
     """A call that torch.compile traces as one graph gives the bits of an eager call, forward and backward."""
-    S = lane.rows(shape)
-    S_kv = S + 2 * (shape.block or 8)
-    qkv, kept = tensors(lane, shape, S, S_kv), selection_of(lane, shape, S, S_kv)
+    qkv, kept = problem(lane, shape)
     do = torch.randn(*qkv[0].shape[:-1], shape.Dv).to(qkv[0])
 
     def call(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> tuple[Tensor, Tensor]:
@@ -309,9 +307,7 @@ def check_compile(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None:
 def check_autocast(lane: Lane, dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
     """Under autocast a call of float32 computes in its dtype, and gradients come back in float32."""
     shape = lane.shapes()[-1]
-    S = min(40, lane.rows(shape))
-    S_kv = S + 2 * (shape.block or 8)
-    qkv, kept = tensors(lane, shape, S, S_kv, dtype=torch.float32), selection_of(lane, shape, S, S_kv)
+    qkv, kept = problem(lane, shape, min(40, lane.rows(shape)), dtype=torch.float32)
     results = []
     for cast in (True, False):
         inputs = [x.detach().requires_grad_() for x in qkv]
@@ -330,7 +326,7 @@ def check_growing(lane: Lane, h: int, patch: pytest.MonkeyPatch) -> None:
     block, first, steps = shape.block or 16, 100, 4
     room = -(-(first + steps) // block) * block
     q, new_k, new_v = make_qkv(1, room, 1, h, shape.Dk, shape.Dv, dtype=lane.dtype, device=lane.place)
-    k, v, row = torch.full_like(new_k, math.nan), torch.full_like(new_v, math.nan), q[:, 0].clone()
+    k, v, row = torch.full_like(new_k, torch.nan), torch.full_like(new_v, torch.nan), q[:, 0].clone()
     q_pos = torch.zeros(1, dtype=torch.int32, device=lane.place)
     kept = Selection.from_blocks(torch.full((1, 1, 1, 2), -1, dtype=torch.int32, device=lane.place), block)
 
@@ -352,9 +348,7 @@ def check_growing(lane: Lane, h: int, patch: pytest.MonkeyPatch) -> None:
 def check_host(lane: Lane, what: str, patch: pytest.MonkeyPatch) -> None:
     """A training step never waits for the GPU, nor does a capture with flags of debugging; replays allocate nothing."""
     shape = lane.shapes()[-1]
-    S = lane.rows(shape)
-    S_kv = S + 2 * (shape.block or 8)
-    qkv, kept = tensors(lane, shape, S, S_kv), selection_of(lane, shape, S, S_kv)
+    qkv, kept = problem(lane, shape)
     do = torch.randn(*qkv[0].shape[:-1], shape.Dv).to(qkv[0])
     if what == "debug":
         for flag in ("NSA_DEBUG_TRITON", "NSA_DEBUG_COMPARE", "NSA_DEBUG_TIMING"):
@@ -533,11 +527,9 @@ def check_layouts(lane: Lane, what: str, patch: pytest.MonkeyPatch) -> None:
 def check_dtype(lane: Lane, dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
     """Spans and blocks in each dtype that the limits name; products above the largest float16 number."""
     for shape in lane.shapes()[:2] if lane.slow else lane.shapes():
-        S = lane.rows(shape)
-        S_kv = S + 2 * (shape.block or 8) + 3
-        q, k, v = tensors(lane, shape, S, S_kv, dtype=dtype)
-        check_both(lane.name, q, k, v, selection_of(lane, shape, S, S_kv))
-    o, lse = attend(lane.name, 300 * q, 300 * k, v, selection_of(lane, shape, S, S_kv))
+        (q, k, v), selection = problem(lane, shape, more=3, dtype=dtype)
+        check_both(lane.name, q, k, v, selection)
+    o, lse = attend(lane.name, 300 * q, 300 * k, v, selection)
     assert bool(o.isfinite().all())
     assert bool(lse.isfinite().all())
 
@@ -550,12 +542,9 @@ def check_scale(lane: Lane, scale: float, patch: pytest.MonkeyPatch) -> None:
 
 def _check_scale(lane: Lane, scale: float, dtype: torch.dtype) -> None:
     shape = lane.shapes()[-1] if lane.device == "emulated" else lane.shapes()[0]
-    S = min(20, lane.rows(shape))
-    S_kv = S + 2 * (shape.block or 8) + 3
-    q, k, v = tensors(lane, shape, S, S_kv, dtype=dtype)
-    ranges = selection_of(lane, shape, S, S_kv).ranges.clone()
+    (q, k, v), selection = problem(lane, shape, min(20, lane.rows(shape)), more=3, dtype=dtype)
+    ranges, q = selection.ranges.clone(), q[..., :1, :].expand_as(q).contiguous()
     ranges[:, 1::3] = 0
-    q = q[..., :1, :].expand_as(q).contiguous()
     selection = Selection(ranges, shape.block)
     o, lse = attend(lane.name, q, k, v, selection, scale=scale)
     exact = nsa_sel.oracle.oracle_forward(q, k, v, ranges, scale)
@@ -564,7 +553,7 @@ def _check_scale(lane: Lane, scale: float, dtype: torch.dtype) -> None:
     if abs(scale) < 2:
         torch.testing.assert_close(o.cpu().double(), exact[0], **close)
     assert int(torch.count_nonzero(o[:, 1::3])) == 0
-    assert bool((lse[:, 1::3] == -math.inf).all())
+    assert bool((lse[:, 1::3] == -torch.inf).all())
     if lane.device != "emulated" and dtype.itemsize == 2 and abs(scale) > 1e4:  # docs/contract.md, "Large logits"
         return
     torch.testing.assert_close(lse.cpu().double(), exact[1].clamp(max=torch.finfo(torch.float32).max), **close)
@@ -624,18 +613,10 @@ def check_keys_of_calls(lane: Lane, what: str, patch: pytest.MonkeyPatch) -> Non
 
 def check_fallback(lane: Lane, direction: str, patch: pytest.MonkeyPatch) -> None:
     """A forced backend that fails raises."""
-
-    shape = lane.shapes()[0]
-    S = lane.rows(shape)
-    S_kv = S + 2 * (shape.block or 8)
-    q, k, v = (x.requires_grad_() for x in tensors(lane, shape, S, S_kv))
-
-    def fails(*_: Any) -> Any:
-        raise RuntimeError("no such kernel")
-
-    patch.setattr(registry.load(lane.name), direction, fails)
+    qkv, selection = problem(lane, lane.shapes()[0])
+    patch.setattr(registry.load(lane.name), direction, mock.Mock(side_effect=RuntimeError("no such kernel")))
     with pytest.raises(RuntimeError, match="no such kernel"):
-        attend(lane.name, q, k, v, selection_of(lane, shape, S, S_kv))[0].sum().backward()
+        attend(lane.name, *(x.requires_grad_() for x in qkv), selection)[0].sum().backward()
 
 
 class Asked(NamedTuple):

@@ -157,8 +157,3 @@ def parameters(cells: list[tuple[Lane, Any]]) -> list[Any]:
     return [
         pytest.param(lane, what, marks=lane.marks(), id=f"{lane.name}-{lane.device}-{getattr(what, 'name', what)}") for lane, what in cells
     ]
-
-
-on_gpu = pytest.mark.parametrize(
-    "backend", [pytest.param(lane.name, marks=lane.marks()) for lane in lanes("cuda") if "bfloat16" in lane.limits.dtypes["cuda"]]
-)

@@ -6,7 +6,6 @@ Compared with float64 autograd of masked attention, within twice the error of th
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -73,7 +72,7 @@ def attended(lane: Lane, inputs: Inputs, work: Any = nsa_attention) -> Tensor:
 def masked(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> Tensor:
     """Attention [B,S,G,h,Dv] under keep [B,S,G,keys], in the precision of q; zeros over no keys."""
     logits = torch.einsum("bsghd,bgkd->bsghk", q, k) * scale
-    p = torch.softmax(logits.masked_fill(~keep.unsqueeze(3), -math.inf), -1).masked_fill(~keep.unsqueeze(3), 0.0)
+    p = torch.softmax(logits.masked_fill(~keep.unsqueeze(3), -torch.inf), -1).masked_fill(~keep.unsqueeze(3), 0.0)
     return torch.einsum("bsghk,bgkd->bsghd", p, v)
 
 
@@ -157,14 +156,10 @@ def test_layer_compiled_and_under_autocast(lane: Lane, what: None) -> None:
     """A traced call is one graph with an eager call's bits, gradients too; float32 under autocast computes in its dtype."""
     *sizes, rule, window = sizes_of(lane)
     inputs = inputs_of(lane, "mixed", torch.float32 if torch.float32 in lane.dtypes else torch.float16)
-    runs = []
     traced = torch.compile(nsa_attention, fullgraph=True, backend="aot_eager")
-    for work in (nsa_attention, traced):
-        o = attended(lane, inputs, work)
-        runs.append((o.detach(), *torch.autograd.grad(o.sum(), inputs[:9])))
+    outputs = [attended(lane, inputs, work) for work in (nsa_attention, traced)]
+    torch.testing.assert_close(*((o, *torch.autograd.grad(o.sum(), inputs[:9])) for o in outputs))
     torch._dynamo.reset()  # later sizes would be traced as symbols, which takes long
-    for one, other in zip(*runs, strict=True):
-        torch.testing.assert_close(one, other)
     if torch.float32 not in lane.dtypes:
         return
     with torch.autocast(lane.place, torch.float16):
@@ -194,6 +189,4 @@ def test_layer_whose_window_kernels_fail_in_backward_takes_gates_otherwise(monke
     monkeypatch.delattr(window_triton, "backward")
     o = attended(lane, inputs)
     with pytest.warns(RuntimeWarning, match="The Triton kernels of sliding_window_attention failed"):
-        found = torch.autograd.grad(o.sum(), inputs[:9])
-    for mine, right in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine, right)
+        torch.testing.assert_close(torch.autograd.grad(o.sum(), inputs[:9]), wanted)

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-import nsa_sel
-from nsa_sel import sliding_window_attention
+from nsa_sel import reset, sliding_window_attention
 from nsa_sel.backends import window_cuda, window_triton
-from nsa_sel.backends._window import packed
+from nsa_sel.backends._window import chunks, packed, plain
 from nsa_sel.backends.specs import ARITHMETIC_TILES, WINDOWS
 from nsa_sel.core import registry
 from nsa_sel.core import window as window_calls
@@ -175,11 +174,29 @@ def test_window_shapes(lane: Kernels, what: str) -> None:
     if lane.device == "cuda":
         assert any(TAKES(inputs[0], inputs[2], kernels) for kernels in WINDOWS) == (what != "320")
     found, do = check(inputs, window), make_grads(inputs[0], inputs[2])[0]
-    o = sliding_window_attention(*inputs, window)
-    gradients = torch.autograd.grad(o, inputs, do)
-    ranges = ranges_of(inputs[0], inputs[1].shape[2], window).to(lane.place)
+    o, ranges = sliding_window_attention(*inputs, window), ranges_of(inputs[0], inputs[1].shape[2], window).to(lane.place)
     assert_forward((o, found[1]), *inputs, ranges)
-    assert_gradients(gradients, *inputs, ranges, do)
+    assert_gradients(torch.autograd.grad(o, inputs, do), *inputs, ranges, do)
+
+
+@pytest.mark.parametrize("lane", LANES[:1], ids=["chunks"])
+def test_window_of_many_heads_in_several_chunks(lane: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks shorter than the window, logits in several pieces, and K and V in a cache's layout."""
+    monkeypatch.setattr(chunks, "_ROWS", 64)
+    monkeypatch.setattr(plain, "_PIECE", 100_000)
+    (q, k, v), window = inputs_of(lane, (2, 300, 310, 2, 2, 16, 16, 75))
+    k, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (k, v))
+    check((q, k, v), window)
+
+
+@each(lambda lane: [False, True] if lane.shapes.keys() & {"decode", "one-row"} else [])
+def test_window_decode(lane: Kernels, what: bool) -> None:
+    """A row without its dimension; with lse or without."""
+    (q, k, v), window = inputs_of(lane, lane.shapes["one-row" if lane.device == "cuda" else "decode"])
+    found = sliding_window_attention(q.squeeze(1), k, v, window, return_lse=what)
+    whole = sliding_window_attention(q, k, v, window, return_lse=what)
+    pairs = zip(found, whole, strict=True) if what else [(found, whole)]
+    assert all(torch.equal(mine.unsqueeze(1), right) for mine, right in pairs)
 
 
 @each(lambda lane: lane.dtypes)
@@ -194,8 +211,7 @@ def test_window_strides(lane: Kernels, what: None) -> None:
     wanted = results((q, k, v), window)
     q = q.detach().permute(3, 1, 0, 2, 4).contiguous().permute(2, 1, 3, 0, 4).requires_grad_()
     k, v = (x.detach().permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3).requires_grad_() for x in (k, v))
-    for mine, right in zip(results((q, k, v), window), wanted, strict=True):
-        torch.testing.assert_close(mine, right)
+    torch.testing.assert_close(results((q, k, v), window), wanted)
     if lane.name != "cuda":  # its TMA does not load them
         padded = torch.nn.functional.pad(q.detach(), (1, 0))[..., 1:].requires_grad_()
         check((padded, k, v), window)
@@ -210,10 +226,10 @@ def test_window_reads_nothing_that_counts_for_nothing(lane: Kernels, what: None)
     for _ in range(2 if lane.place == "cpu" else 20):
         assert all(map(torch.equal, results((q, k, v), window), clean))
     unseen = (torch.arange(S + 90, device=lane.place) <= 90 - window)[:, None]
-    spoilt = (x.detach().masked_fill(unseen, math.nan).requires_grad_() for x in (k, v))
+    spoilt = (x.detach().masked_fill(unseen, torch.nan).requires_grad_() for x in (k, v))
     assert all(map(torch.equal, results((q, *spoilt), window), clean))
     bad = q.detach().clone()
-    bad[:, 50] = math.nan  # sees the keys 121 to 140
+    bad[:, 50] = torch.nan  # sees the keys 121 to 140
     found = results((bad.requires_grad_(), k, v), window)
     rows, key = torch.arange(S) != 50, torch.arange(S + 90)
     far = (key < 64) | (key >= 192)
@@ -241,23 +257,23 @@ def test_window_packed_batches(lane: Kernels, what: tuple[tuple[int, ...], int, 
     q, k, v = inputs[0].detach()[0], *(x.detach()[0].transpose(0, 1).contiguous() for x in inputs[1:])
     last = cu[-1]
     for x in (q, k, v, do, dlse):
-        x[last:] = math.nan
+        x[last:] = torch.nan
     given = tuple(x.requires_grad_() for x in (q, k, v))
     bounds = torch.tensor(cu, device=lane.place)
     with new_memory_is_nan():
         o, lse = sliding_window_attention(*given, window, cu_seqlens=bounds, return_lse=True)
         gradients = torch.autograd.grad((o, lse), given, (do, dlse))
-    assert bool((lse[last:] == -math.inf).all())
+    assert bool((lse[last:] == -torch.inf).all())
     assert all(int(torch.count_nonzero(x[last:])) == 0 for x in (o, *gradients))
     for begin, end in itertools.pairwise(cu):
         if begin < end:
             rows = slice(begin, end)
-            own = (q[rows][None], *(x[rows].transpose(0, 1)[None] for x in (k, v)))
-            own = tuple(x.detach() for x in own)
+            own, grads = (
+                (x[0][rows][None].detach(), *(y[rows].transpose(0, 1)[None].detach() for y in x[1:])) for x in ((q, k, v), gradients)
+            )
             ranges = ranges_of(own[0], end - begin, window).to(lane.place)
             assert_forward((o[rows][None], lse[rows][None]), *own, ranges)
-            dq, dk, dv = gradients[0][rows][None], *(x[rows].transpose(0, 1)[None] for x in gradients[1:])
-            assert_gradients((dq, dk, dv), *own, ranges, do[rows][None], dlse[rows][None])
+            assert_gradients(grads, *own, ranges, do[rows][None], dlse[rows][None])
 
 
 @each()
@@ -300,8 +316,7 @@ def test_window_one_output_alone(lane: Kernels, what: str) -> None:
     i = ("o", "lse").index(what)
     alone = torch.autograd.grad(both[i], inputs, grads[i], retain_graph=True)
     zeros = [grad if j == i else torch.zeros_like(grad) for j, grad in enumerate(grads)]
-    for mine, right in zip(alone, torch.autograd.grad(both, inputs, zeros), strict=True):
-        torch.testing.assert_close(mine, right)
+    torch.testing.assert_close(alone, torch.autograd.grad(both, inputs, zeros))
 
 
 @pytest.mark.parametrize("broken", ["forward", "backward"])
@@ -311,12 +326,7 @@ def test_window_after_a_failure(name: str, broken: str, monkeypatch: pytest.Monk
     lane = Kernels("chunks" if name == "triton" else "triton", "interpreter")
     lane.open(monkeypatch)
     inputs, window = inputs_of(lane, SMALL["decode"])
-    calls, wanted = list[str](), results(inputs, window)
-
-    def fail(*_: Any) -> None:
-        calls.append(broken)
-        raise RuntimeError("no such kernel")
-
+    wanted, fail = results(inputs, window), mock.Mock(side_effect=RuntimeError("no such kernel"))
     monkeypatch.setattr(window_calls, "takes", lambda q, v, kernels: name == "cuda" or kernels.name == "Triton")
     if name == "cuda":
         monkeypatch.setattr(window_cuda, "forward", window_triton.forward)
@@ -324,11 +334,10 @@ def test_window_after_a_failure(name: str, broken: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(window_cuda if name == "cuda" else window_triton, broken, fail)
     for times in (1, 2):
         with pytest.warns(RuntimeWarning, match=r"kernels of sliding_window_attention failed, .*no such kernel"):
-            found = results(inputs, window, memory=contextlib.nullcontext)
-        for mine, right in zip((*found, *results(inputs, window, memory=contextlib.nullcontext)), (*wanted, *wanted), strict=True):
-            torch.testing.assert_close(mine, right)
-        assert len(calls) == times
-        nsa_sel.reset()
+            torch.testing.assert_close(results(inputs, window, memory=contextlib.nullcontext), wanted)
+        torch.testing.assert_close(results(inputs, window, memory=contextlib.nullcontext), wanted)
+        assert fail.call_count == times
+        reset()
 
 
 @pytest.mark.gpu
@@ -343,8 +352,7 @@ def test_window_beyond_32_bits(lane: Kernels) -> None:
         assert torch.equal(found[:, -256:], wanted)
         wanted, found = torch.autograd.grad(wanted, few, do[:, -256:]), torch.autograd.grad(found, (q, k, v), do)
         assert torch.equal(found[0][:, -256:], wanted[0])
-        for mine, right in zip(found[1:], wanted[1:], strict=True):
-            torch.testing.assert_close(mine[:, :, -128:], right[:, :, -128:])
+        torch.testing.assert_close(*([x[:, :, -128:] for x in grads[1:]] for grads in (found, wanted)))
 
 
 @pytest.mark.gpu

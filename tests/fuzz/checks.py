@@ -45,13 +45,6 @@ def _tensor(numbers: Any, shape: tuple[int, ...], dtype: str) -> Tensor:
     return torch.tensor(numbers, dtype=getattr(torch, dtype)).reshape(shape)
 
 
-def _q_pos(f: Facts) -> Tensor | None:
-    if f.get("q_pos") is None:
-        return None
-    shared = bool(f["q_pos"]) and not isinstance(f["q_pos"][0], list)
-    return _tensor(f["q_pos"], (f["S"],) if shared else (f["B"], f["S"]), f["q_pos_dtype"])
-
-
 def make_selection(f: Facts, device: str) -> Selection | Tensor:
     """The selection as the case asks for it."""
     s, rows = f["selection"], (f["B"], f["S"], f["G"])
@@ -184,7 +177,10 @@ def check_call(case: Case, f: Facts) -> None:
     q, k, v = (x[:1].expand_as(x) if how == "expanded" else x for x, how in zip((q * f["size"], k, v), f["layouts"], strict=True))
     q, k, v, do = (x.to(dtype).clone() for x in (q, k, v, do if f["do"] == "random" else torch.ones_like(do)))
     dlse = dlse.to(lse_dtype(q))
-    ranges, q_pos = expected_ranges(f), _q_pos(f)
+    ranges, q_pos = expected_ranges(f), None
+    if f["q_pos"] is not None:
+        shared = bool(f["q_pos"]) and not isinstance(f["q_pos"][0], list)
+        q_pos = _tensor(f["q_pos"], (S,) if shared else (B, S), f["q_pos_dtype"])
     seen = oracle_mask(ranges, S_kv, S, q_pos)  # [B,S,G,S_kv]
     truth = Truth.of([q, k, v], ranges, do * (f["uses"] != "lse"), dlse * (f["uses"] != "o"), f["scale"], q_pos) if B else None
     if f["poison"]:

@@ -22,6 +22,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,23 +94,6 @@ PAGED_OF_CUDA = {  # likewise
 }
 
 
-class TargetDriver:
-    """As much of a Triton driver as compiling needs."""
-
-    def __init__(self, target: int | str) -> None:
-        """target: 10 x the compute capability of an NVIDIA GPU, or the name of an AMD architecture."""
-        self.target = GPUTarget("hip", target, 64) if isinstance(target, str) else GPUTarget("cuda", target, 32)
-
-    def get_current_device(self) -> int | str:
-        return self.target.arch  # Triton remembers kernels, and their target, per device
-
-    def get_current_stream(self, device: int | str) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-
 def target_call(shape: str, sm: int) -> Call:
     """A call of `shape` on a GPU of compute capability sm/10 that is not here: CPU tensors and injected device facts."""
     kilobytes, sms = TARGETS[sm]
@@ -169,20 +153,17 @@ def stop_at_shared_memory(backend: Any = None, stages: dict[str, Any] | None = N
 
 @contextlib.contextmanager
 def launches_compile(target: int | str, whole: bool = True) -> Iterator[list[Any]]:
-    """Inside, launches compile for a GPU of this target (`TargetDriver`), and append the kernel to the list, instead of running it.
-    whole: to machine code, not only until shared memory is known."""
+    """Inside, launches compile for a GPU of this target (10 x the compute capability, or the name of an AMD architecture), and append the
+    kernel to the list, instead of running it. whole: to machine code, not only until shared memory is known."""
     compiled: list[Any] = []
+    gpu = GPUTarget("hip", target, 64) if isinstance(target, str) else GPUTarget("cuda", PTX_OF.get(target, target), 32)
+    # Triton remembers kernels, and their target, per device.
+    driver = {"get_current_device": lambda: gpu.arch, "get_current_stream": lambda device: 0, "get_current_target": lambda: gpu}
+    triton.runtime.driver.set_active(types.SimpleNamespace(**driver))
     triton.knobs.runtime.add_stages_inspection_hook = None if whole else stop_at_shared_memory
-    triton.runtime.driver.set_active(TargetDriver(target if isinstance(target, str) else PTX_OF.get(target, target)))
-    launch = triton.runtime.jit.KernelInterface.__getitem__
-    triton.runtime.jit.KernelInterface.__getitem__ = lambda kernel, grid: (
-        lambda *args, **options: compiled.append(kernel.run(*args, grid=grid, warmup=True, **options))
-    )
-    try:
+    launch = lambda kernel, grid: lambda *args, **options: compiled.append(kernel.run(*args, grid=grid, warmup=True, **options))  # noqa: E731
+    with mock.patch.object(triton.runtime.jit.KernelInterface, "__getitem__", launch):
         yield compiled
-    finally:
-        triton.runtime.jit.KernelInterface.__getitem__ = launch
-        triton.knobs.runtime.add_stages_inspection_hook = None
 
 
 def compile_backend(name: str, shape: str, sm: int, whole: bool = True) -> list[dict[str, Any]]:
@@ -268,48 +249,28 @@ CHOICES_OF_PAGES = {  # new tokens over compressed keys in pages; name: S, keys,
 }
 
 
-def compile_choice(name: str, sm: int) -> list[dict[str, Any]]:
+def choose(name: str) -> None:
+    """Launch what a choice does: of pages, four compressed keys a page, whose parts are joined, or of as many blocks as `top_n` takes."""
     if name == MOST_BLOCKS:
-        return compile_top_n(sm)
+        ranges.top_n(torch.zeros(1, 3, 2, ranges.MOST_BLOCKS), torch.zeros(1, 3, 2, 16, 2, dtype=torch.int32), 64, 1, 2, 0)
+        return
     if name in CHOICES_OF_PAGES:
-        return compile_paged(name, sm)
+        S, keys, h, Dk, Dv, dtype = CHOICES_OF_PAGES[name]
+        call = make_choose_call((1, S, 64, 1, h, Dk, Dv, Rule()), dtype, q_pos=torch.zeros(1, S, dtype=torch.int64))
+        call.k, call.v = (torch.randn(64, 4, 1, D, dtype=dtype).transpose(1, 2) for D in (Dk, Dv))
+        call.blocks, call.pages = keys // 64, PagedKeys(torch.zeros(1, keys // 64, dtype=torch.int32), 1)
+        choose_triton.paged(call)
+        return
     (*shape, dtype), pool = POOLS[name] if name in POOLS else (CHOICES[name], NSA_POOL)
     call = make_choose_call(tuple(shape), dtype, pool=pool)
     call.q_pos = torch.zeros(call.q.shape[:2], dtype=torch.int64) if name == "positions" else None
     if name == "packed":
         call.sequences = Sequences.of(Bounds.of("cu_seqlens", [0, 5000, 8000], call.q.shape[1], call.q), call.rule, call.q)
-    with launches_compile(sm) as compiled:
-        if name in POOLS:
-            choose_triton.best_blocks(call, choose_triton.log_sum_exp(call) if pool.softmax else None)
-        else:
-            o, lse, _ = choose_triton.forward(call)
-            choose_triton.backward(call, o, lse, torch.empty_like(o), None)
-    return [choice_facts(name, kernel, sm) for kernel in compiled]
-
-
-def choice_facts(name: str, kernel: Any, sm: int) -> dict[str, Any]:
-    used = resources(kernel, sm)
-    looped = spills_in_loops(kernel) if used["spilled"] else 0  # disassembling takes as long as assembling
-    return {"shape": name, "sm": sm, "limit": TARGETS[sm][0] * 1024, **used, "looped": looped}
-
-
-def compile_paged(name: str, sm: int) -> list[dict[str, Any]]:
-    """Four compressed keys a page; parts are joined."""
-    S, keys, h, Dk, Dv, dtype = CHOICES_OF_PAGES[name]
-    call = make_choose_call((1, S, 64, 1, h, Dk, Dv, Rule()), dtype, q_pos=torch.zeros(1, S, dtype=torch.int64))
-    call.k, call.v = (torch.randn(64, 4, 1, D, dtype=dtype).transpose(1, 2) for D in (Dk, Dv))
-    call.blocks, call.pages = keys // 64, PagedKeys(torch.zeros(1, keys // 64, dtype=torch.int32), 1)
-    with launches_compile(sm) as compiled:
-        choose_triton.paged(call)
-    return [choice_facts(name, kernel, sm) for kernel in compiled]
-
-
-def compile_top_n(sm: int) -> list[dict[str, Any]]:
-    """The kernel for as many blocks as it takes."""
-    scores, best = torch.zeros(1, 3, 2, ranges.MOST_BLOCKS), torch.zeros(1, 3, 2, 16, 2, dtype=torch.int32)
-    with launches_compile(sm) as compiled:
-        ranges.top_n(scores, best, 64, 1, 2, 0)
-    return [choice_facts(MOST_BLOCKS, kernel, sm) for kernel in compiled]
+    if name in POOLS:
+        choose_triton.best_blocks(call, choose_triton.log_sum_exp(call) if pool.softmax else None)
+    else:
+        o, lse, _ = choose_triton.forward(call)
+        choose_triton.backward(call, o, lse, torch.empty_like(o), None)
 
 
 def spills_in_loops(kernel: Any) -> int:
@@ -335,8 +296,13 @@ def choose_kernels(*asked: str) -> Iterator[dict[str, Any]]:
     for word in asked:
         if word.isdigit():
             sm = int(word)
-        else:
-            yield from compile_choice(word, sm)
+            continue
+        with launches_compile(sm) as compiled:
+            choose(word)
+        for kernel in compiled:
+            used = resources(kernel, sm)
+            looped = spills_in_loops(kernel) if used["spilled"] else 0  # disassembling takes as long as assembling
+            yield {"shape": word, "sm": sm, "limit": TARGETS[sm][0] * 1024, **used, "looped": looped}
 
 
 NEW_TOKENS = {"one": (1, 128, torch.bfloat16), "many": (64, 128, torch.bfloat16), "many-fp32": (64, 128, torch.float32)}  # sequences, D

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-import nsa_sel
+from nsa_sel import Selection, decisions, selection_attention_with_kvcache
 from nsa_sel.oracle import oracle_forward
 from nsa_sel.quantize import STORED
-from nsa_sel.selection import Selection
-from nsa_sel.serving import selection_attention_with_kvcache
 from tests.helpers.cases import assert_forward, assert_within_twice_baseline, plain_torch
 from tests.helpers.gpus import captured, replayed
 
 LENGTHS = (0, 1, 9, 150)  # shorter than a block among them
-PAGES = (16, 32, 64, 128, 256)
 
 
 class Cache(NamedTuple):
@@ -59,7 +55,7 @@ def make_cache(
     whole = [torch.randn(B, room, G, D, generator=generator) for D in (Dk, Dv)]
     for b, length in enumerate(lengths):
         for x in whole:
-            x[b, length:] = math.nan
+            x[b, length:] = torch.nan
     if block is None:
         length = torch.randint(5, 41, (B, S_q, G, n), generator=generator)
         start = torch.randint(0, room // n - 40, (B, S_q, G, n), generator=generator) + torch.arange(n) * (room // n)
@@ -74,7 +70,7 @@ def make_cache(
         used = [-(-length // page_size) for length in lengths]
         order = torch.randperm(sum(used) + 3, generator=generator).int()
         table = torch.full((B, each), -1, dtype=torch.int32)
-        caches = [torch.full((len(order), page_size, *x.shape[2:]), math.nan) for x in whole]
+        caches = [torch.full((len(order), page_size, *x.shape[2:]), torch.nan) for x in whole]
         taken = 0
         for b in range(B):
             for i in range(used[b]):
@@ -108,14 +104,14 @@ def check(cache: Cache, backend: str | None) -> tuple[Tensor, Tensor]:
     """o and lse, within twice the baseline's error of the oracle; the recorded decision names the backend and the pages."""
     with torch.no_grad():
         o, lse = selection_attention_with_kvcache(*cache, return_lse=True, backend=backend)
-    decision = nsa_sel.decisions()[-1]
+    decision = decisions()[-1]
     assert backend is None or decision.forward == backend
     assert decision.request.page_size == (None if cache.block_table is None else cache.k_cache.shape[1])
     assert decision.request.S == cache.q.shape[1]
     assert_forward((o, lse), cache.q, *gathered(cache), cache.selection.ranges, q_pos=positions(cache))
     nothing = (positions(cache) < 0)[:, :, None, None]
     assert bool((o.masked_select(nothing.unsqueeze(-1)) == 0).all())
-    assert bool((lse.masked_select(nothing) == -math.inf).all())
+    assert bool((lse.masked_select(nothing) == -torch.inf).all())
     return o, lse
 
 
@@ -181,7 +177,7 @@ def make_quantized(each: str | None, page_size: int | None = 16, *, dtype: torch
         stored.append((x / wide).clamp(-448, 448).to(STORED))
         exact.append(stored[-1].double() * wide.double())
         if each == "page":
-            scale[x.isnan().all(3).all(2).all(1)] = math.nan
+            scale[x.isnan().all(3).all(2).all(1)] = torch.nan
         if each is not None:
             scales[f"{name}_scale"] = scale
     q = plain.q.to(dtype)
@@ -253,7 +249,7 @@ def with_nan_in_unselected_keys(given: QuantizedCache) -> QuantizedCache:
         stored[f"{name}_cache"].view(torch.uint8)[unselected] = 0x7F  # NaN
         scale = scales[f"{name}_scale"]
         if scale.dim() == 2:
-            scales[f"{name}_scale"] = scale.masked_fill(unselected.all(1), math.nan)
+            scales[f"{name}_scale"] = scale.masked_fill(unselected.all(1), torch.nan)
     return given._replace(scales=scales).replaced(**stored)
 
 
@@ -262,7 +258,7 @@ def check_quantized(given: QuantizedCache, backend: str | None) -> tuple[Tensor,
     cache = given.cache
     with torch.no_grad():
         o, lse = called(given, backend)
-    decision = nsa_sel.decisions()[-1]
+    decision = decisions()[-1]
     assert backend is None or decision.forward == backend
     assert (decision.request.quantized or "").startswith("e4m3")
     assert o.dtype == cache.q.dtype
@@ -273,5 +269,5 @@ def check_quantized(given: QuantizedCache, backend: str | None) -> tuple[Tensor,
     assert_within_twice_baseline(lse, exact[1], baseline[1], "lse")
     nothing = (positions(cache) < 0)[:, :, None, None]
     assert bool((o.masked_select(nothing.unsqueeze(-1)) == 0).all())
-    assert bool((lse.masked_select(nothing) == -math.inf).all())
+    assert bool((lse.masked_select(nothing) == -torch.inf).all())
     return o, lse

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import nsa_sel
-from nsa_sel.core.decision import Decision
+from nsa_sel import Decision, decisions, selection_attention, use_backend
 from nsa_sel.errors import ArgumentError, NsaSelError
 from nsa_sel.telemetry import events
 from tests.helpers.cases import assert_forward, make_qkv, make_spans
@@ -26,12 +25,12 @@ runtime:
 
 
 def last() -> Decision:
-    return nsa_sel.decisions()[-1]
+    return decisions()[-1]
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, **options: Any) -> None:
     """o and lse of the public call against the oracle."""
-    assert_forward(nsa_sel.selection_attention(q, k, v, ranges, return_lse=True, **options), q, k, v, ranges, **options)
+    assert_forward(selection_attention(q, k, v, ranges, return_lse=True, **options), q, k, v, ranges, **options)
 
 
 def problem(**options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -42,12 +41,12 @@ def problem(**options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def call_forced(monkeypatch: pytest.MonkeyPatch, name: str, source: str) -> None:
     if source == "NSA_SEL_BACKEND":
         monkeypatch.setenv(source, name)
-        nsa_sel.selection_attention(*problem())
+        selection_attention(*problem())
     elif source == "use_backend":
-        with nsa_sel.use_backend(name):
-            nsa_sel.selection_attention(*problem())
+        with use_backend(name):
+            selection_attention(*problem())
     else:
-        nsa_sel.selection_attention(*problem(), backend=name)
+        selection_attention(*problem(), backend=name)
 
 
 B, S, G, h, Dk, Dv, S_kv = 2, 4, 3, 2, 16, 8, 24
@@ -76,6 +75,20 @@ def refused(function: Callable[..., object], arguments: dict[str, Any], changes:
     assert_in_order(message_of(Wrong("", lambda: function(**arguments | changed))), fragments)
 
 
+def assert_refused(*cases: tuple[str, Callable[[], object]], error: type[Exception] = ArgumentError) -> None:
+    """Check that every attempt raises the error, with a message that the regular expression before it matches."""
+    for words, attempt in cases:
+        with pytest.raises(error, match=words):
+            attempt()
+
+
+def calls_of(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tuple[Any, ...]]:
+    """Collect the positional arguments of every call of the function `name` of a module or class from here on."""
+    calls, function = list[tuple[Any, ...]](), getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *given, **options: (calls.append(given), function(*given, **options))[1])
+    return calls
+
+
 def call(**changes: Any) -> Callable[[], object]:
     """`selection_attention` of good arguments with some replaced; a function is given the good argument."""
 
@@ -84,7 +97,7 @@ def call(**changes: Any) -> Callable[[], object]:
         arguments: dict[str, Any] = {"q": q, "k": k, "v": v, "selection": torch.tensor([[0, 5], [7, 9]]).expand(B, S, G, 2, 2)}
         for name, change in changes.items():
             arguments[name] = change(arguments[name]) if callable(change) else change
-        return nsa_sel.selection_attention(**arguments)
+        return selection_attention(**arguments)
 
     return attempt
 

@@ -12,12 +12,12 @@ import msgspec
 import torch
 from torch import Tensor
 
+from nsa_sel import Selection
 from nsa_sel import oracle as slow
 from nsa_sel.bench.core.cases import span_lengths
 from nsa_sel.core.call import Call, device_info
 from nsa_sel.core.check import check_call
 from nsa_sel.core.request import DeviceInfo
-from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 
 DISTRIBUTIONS = ("few", "many", "mixed")
@@ -274,8 +274,3 @@ def assert_within_twice_baseline(got: Tensor, oracle: Tensor, baseline: Tensor, 
     for name, of in (("max", torch.max), ("mean", torch.mean)):
         limit = 2 * of(allowed) + eps * of(size) + floor
         assert of(error) <= limit, f"{what}: {name} error {of(error):.3e}, allowed {limit:.3e} (baseline {of(allowed):.3e})"
-
-
-def assert_all_close(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], **how: Any) -> None:
-    for x, y in zip(got, expected, strict=True):
-        torch.testing.assert_close(x, y, **how)

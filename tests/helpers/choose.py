@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -103,9 +102,9 @@ def plain(q: Tensor, k: Tensor, v: Tensor, call: ChooseCall) -> tuple[Tensor, Te
     seen = visible(call)[:, :, None, None]
     logits = torch.einsum("bsghd,bgkd->bsghk", q * call.scale, k)
     some = seen.any(-1, keepdim=True)
-    logits = torch.where(seen, logits, torch.where(some, -math.inf, 0.0).to(logits.dtype))
+    logits = torch.where(seen, logits, torch.where(some, -torch.inf, 0.0).to(logits.dtype))
     p = torch.where(some, torch.softmax(logits, -1), 0.0)
-    lse = torch.where(some.squeeze(-1), torch.logsumexp(logits.to(torch.promote_types(q.dtype, torch.float32)), -1), -math.inf)
+    lse = torch.where(some.squeeze(-1), torch.logsumexp(logits.to(torch.promote_types(q.dtype, torch.float32)), -1), -torch.inf)
     return torch.einsum("bsghk,bgkd->bsghd", p, v), lse
 
 
@@ -122,7 +121,7 @@ def in_pages(call: ChooseCall, slots: int) -> ChooseCall:
     page, slot = table[b, (c + skipped) // slots].long(), (c + skipped) % slots
 
     def paged(x: Tensor) -> Tensor:
-        pages = torch.full((len(order), slots, G, x.shape[3]), math.nan, dtype=x.dtype, device=x.device)
+        pages = torch.full((len(order), slots, G, x.shape[3]), torch.nan, dtype=x.dtype, device=x.device)
         pages[page, slot] = x[b, :, c]
         return pages.transpose(1, 2)
 
@@ -156,7 +155,7 @@ def check_gradients(forward: Forward, backward: Backward, call: ChooseCall, *, w
     exact = oracle_choose_backward(call.q, call.k, call.v, do, exact_dlse if with_lse else None, **_positions(call))
     inputs = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
     plain_o, plain_lse = plain(*inputs, call)
-    plain_lse = plain_lse.masked_fill(plain_lse == -math.inf, 0.0)
+    plain_lse = plain_lse.masked_fill(plain_lse == -torch.inf, 0.0)
     outputs, grads = ((plain_o, plain_lse), (do, dlse)) if with_lse else ((plain_o,), (do,))
     baselines = torch.autograd.grad(outputs, inputs, grads)
     terms = gradient_terms(call.q, call.k, call.v, do, call.scale) if call.k.numel() else (0.0,) * 3
@@ -179,7 +178,7 @@ def poisoned(call: ChooseCall) -> ChooseCall:
     unseen = ~visible(call).any(1)[:, None, :, None]
     assert bool(empty.any())
     assert bool(unseen.any())
-    q, k, v = (x.masked_fill(where, math.nan) for x, where in ((call.q, empty), (call.k, unseen), (call.v, unseen)))
+    q, k, v = (x.masked_fill(where, torch.nan) for x, where in ((call.q, empty), (call.k, unseen), (call.v, unseen)))
     return call.of(q, k, v)
 
 
@@ -195,7 +194,7 @@ def check_unread(backend: ModuleType, call: ChooseCall, reruns: int = 1) -> tupl
     do, dlse = make_grads(call.q, call.v)
     clean = results(backend, call, do, dlse)
     empty = (call.seen() == 0)[:, :, None, None]
-    spoilt = poisoned(call), do.masked_fill(empty[..., None], math.nan), dlse.masked_fill(empty, math.nan)
+    spoilt = poisoned(call), do.masked_fill(empty[..., None], torch.nan), dlse.masked_fill(empty, torch.nan)
     assert not any(bool(x.isnan().any()) for x in clean)
     for _ in range(reruns):
         assert all(map(torch.equal, clean, results(backend, *spoilt)))
@@ -213,7 +212,7 @@ def pooled_scores(
     scale, d, l, m, C = D**-0.5 if scale is None else scale, compress_stride, compress_block, block_size, k.shape[2]
     i, j = torch.arange(C)[:, None], torch.arange(-(-S_kv // m))
     pieces = ((i * d + l).minimum(j * m + m) - (i * d).maximum(j * m)).clamp(min=0).double() // d  # [C,blocks]
-    found = torch.full((B, S, G, len(j)), -math.inf, dtype=torch.float64)
+    found = torch.full((B, S, G, len(j)), -torch.inf, dtype=torch.float64)
     for b, s, g in torch.cartesian_prod(torch.arange(B), torch.arange(S), torch.arange(G)).tolist():
         t = int(positions[b, s])
         seen = sum(i * d + l - 1 <= t for i in range(C))
@@ -221,15 +220,15 @@ def pooled_scores(
         x = x.relu() if relu else x
         if softmax:
             total = x.logsumexp(-1) if lse is None else lse[b, s, g].double().cpu()
-            x = torch.exp(x - total[:, None]) if bool((total > -math.inf).all()) else torch.zeros_like(x)
+            x = torch.exp(x - total[:, None]) if bool((total > -torch.inf).all()) else torch.zeros_like(x)
         x = (x.sum(0) if heads == "sum" else x.amax(0))[:, None]
         touching = pieces[:seen] > 0
         if seen:
-            score = x.where(touching, -math.inf).amax(0) if reduce == "max" else (x * pieces[:seen]).sum(0)
-            found[b, s, g] = score.where(touching.any(0), -math.inf)
+            score = x.where(touching, -torch.inf).amax(0) if reduce == "max" else (x * pieces[:seen]).sum(0)
+            found[b, s, g] = score.where(touching.any(0), -torch.inf)
         if softmax:
             found[b, s, g] = found[b, s, g].where(touching.any(0), 0.0)
-        found[b, s, g, max(0, t // m + 1) :] = -math.inf
+        found[b, s, g, max(0, t // m + 1) :] = -torch.inf
     return found
 
 
@@ -238,8 +237,8 @@ def msa_scores(q: Tensor, k: Tensor, positions: Tensor, block_size: int) -> Tens
     and one index key for all of them, k [B,1,S_kv,D]."""
     q, k = q.double().cpu(), k.double().cpu()
     logits = torch.einsum("bsgd,bkd->bsgk", q[:, :, :, 0], k[:, 0])
-    logits = logits.masked_fill(torch.arange(k.shape[2]) > positions[:, :, None, None], -math.inf)
-    padded = torch.nn.functional.pad(logits, (0, -k.shape[2] % block_size), value=-math.inf)
+    logits = logits.masked_fill(torch.arange(k.shape[2]) > positions[:, :, None, None], -torch.inf)
+    padded = torch.nn.functional.pad(logits, (0, -k.shape[2] % block_size), value=-torch.inf)
     return padded.unflatten(-1, (-1, block_size)).amax(-1)
 
 
@@ -247,11 +246,11 @@ def moba_scores(q: Tensor, k: Tensor, positions: Tensor, block_size: int) -> Ten
     """MoBA (arXiv 2502.13189, Eq. 5-6): q . mean(keys of the block) for blocks before the current one; [B,S,heads,blocks]."""
     B, S, G, h, _ = q.shape
     blocks = -(-k.shape[2] // block_size)
-    found = torch.full((B, S, G * h, blocks), -math.inf, dtype=torch.float64)
+    found = torch.full((B, S, G * h, blocks), -torch.inf, dtype=torch.float64)
     for j in range(k.shape[2] // block_size):
         mean = k[:, :, j * block_size : (j + 1) * block_size].float().mean(2).to(k.dtype).double().cpu()  # in k's dtype, as the source
         affinity = torch.einsum("bsghd,bgd->bsgh", q.double().cpu(), mean).flatten(2)
-        found[..., j] = affinity.masked_fill((positions // block_size <= j)[:, :, None], -math.inf)
+        found[..., j] = affinity.masked_fill((positions // block_size <= j)[:, :, None], -torch.inf)
     return found
 
 
@@ -264,16 +263,16 @@ def infllm_scores(q: Tensor, k: Tensor, positions: Tensor, *, coarse: bool, bloc
     def logits(l: int, d: int) -> Tensor:
         means = k.unfold(2, l, d).float().mean(-1).to(k.dtype).double().cpu()
         x = torch.einsum("bsghd,bgcd->bsghc", q * D**-0.5, means)
-        return x.masked_fill(torch.arange(means.shape[2]) * d + l - 1 > positions[:, :, None, None, None], -math.inf)
+        return x.masked_fill(torch.arange(means.shape[2]) * d + l - 1 > positions[:, :, None, None, None], -torch.inf)
 
     fine = logits(l, d)
     total = (logits(4 * l, 4 * d) if coarse else fine).logsumexp(-1, keepdim=True)
-    p = torch.where(total > -math.inf, torch.exp(fine - total), 0.0).sum(3)
+    p = torch.where(total > -torch.inf, torch.exp(fine - total), 0.0).sum(3)
     blocks = -(-k.shape[2] // block)
     p = torch.nn.functional.pad(p, (0, blocks * block // d + 1 - p.shape[-1]))
     pooled = torch.nn.functional.max_pool1d(p.flatten(0, 2).unsqueeze(1), block // d + 1, block // d, padding=1)
     scores = pooled[:, 0, :blocks].view(B, S, G, blocks)
-    return scores.masked_fill(torch.arange(blocks) > (positions // block)[:, :, None, None], -math.inf)
+    return scores.masked_fill(torch.arange(blocks) > (positions // block)[:, :, None, None], -torch.inf)
 
 
 def best(scores: Tensor, positions: Tensor, block_size: int, n: int, first: int, local: int) -> Tensor:
@@ -283,7 +282,7 @@ def best(scores: Tensor, positions: Tensor, block_size: int, n: int, first: int,
         current = int(positions[b, s]) // block_size
         row = scores[b, s, g].tolist()
         forced = [j for j in range(min(current + 1, len(row))) if j < first or j > current - local]
-        others = sorted((j for j, x in enumerate(row) if j <= current and j not in forced and x > -math.inf), key=lambda j: (-row[j], j))
+        others = sorted((j for j, x in enumerate(row) if j <= current and j not in forced and x > -torch.inf), key=lambda j: (-row[j], j))
         picked = sorted((forced + others)[:n])
         chosen[b, s, g, : len(picked)] = torch.tensor(picked, dtype=torch.int32)
     return chosen
@@ -301,6 +300,6 @@ def assert_chosen(blocks: Tensor, scores: Tensor, expected: Tensor, slack: float
     assert torch.equal((blocks >= 0).sum(-1), (expected >= 0).sum(-1))
     listed = blocks.where(blocks >= 0, 1 << 30)
     assert bool(((listed.diff(dim=-1) > 0) | (listed[..., 1:] == 1 << 30)).all())
-    finite = scores.where(scores > -math.inf, 0.0)
+    finite = scores.where(scores > -torch.inf, 0.0)
     totals = [finite.gather(-1, x.clamp(min=0).long()).where(x >= 0, 0.0).sum(-1) for x in (expected, blocks)]
     assert bool((totals[0] - totals[1] <= slack * finite.abs().amax(-1)).all())

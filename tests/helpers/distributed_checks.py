@@ -11,11 +11,14 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import pickle
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,14 +28,13 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-import nsa_sel
-from nsa_sel import Selection, selection_attention
+from nsa_sel import Selection, decisions, explain, log_to, reset, selection_attention
 from nsa_sel.core import decide, registry
-from nsa_sel.distributed import context, context_parallel_attention, exchanges
-from nsa_sel.errors import ArgumentError
-from tests.helpers import distributed_agreement as calls
+from nsa_sel.distributed import agreement, check_ranks, context, context_parallel_attention, exchanges
+from nsa_sel.errors import BackendError, NsaSelError
+from nsa_sel.settings import tuned
 from tests.helpers import distributed_layer as layers
-from tests.helpers import distributed_models as models
+from tests.helpers.calls import assert_refused
 from tests.helpers.cases import assert_forward, assert_gradients, make_grads, make_spans
 from tests.helpers.files import ROOT
 from tests.helpers.ranks import ANY_RANGES, BACKENDS, BLOCK, DEVICE, DTYPE, EQUAL, ROWS, D, all_of, mine, my_turn, problem, rank, ranks
@@ -54,7 +56,7 @@ def whole_and_split(
     ranges = mine(selection.ranges[:, rows], 1)
     q_pos = None if order is None else mine(first + rows, 0)
     got = context_parallel_attention(*slices, Selection(ranges, selection.block_size), q_pos=q_pos, return_lse=True, backend=backend, **how)
-    assert nsa_sel.decisions()[-1].forward == backend
+    assert decisions()[-1].forward == backend
     grads = torch.autograd.grad(got, slices, (mine(do[:, rows], 1), mine(dlse[:, rows], 1)))
     back = rows.argsort()
     o, lse, dq = (all_of(x.detach(), 1)[:, back] for x in (*got, grads[0]))
@@ -91,7 +93,7 @@ def exchanged_blocks_are_within_the_bound() -> None:
                 assert_bits(got, wanted, backend)
     for count in (False, True):  # rows after their slice attend to the beginning of a block only
         whole_and_split(*problem(32, 64), "sdpa-packed", exchange="blocks", count_blocks=count)
-        assert nsa_sel.decisions()[-1].request.block_size is None, "decided for ranges"
+        assert decisions()[-1].request.block_size is None, "decided for ranges"
 
 
 def rows_visit_slices_within_the_bound() -> None:
@@ -105,8 +107,8 @@ def rows_visit_slices_within_the_bound() -> None:
         ragged = (across, (*problem(ROWS, 2 * ROWS)[:3], spans)) if backend in ANY_RANGES else ()
         for given in (problem(), *ragged, few):
             first, _ = whole_and_split(*given, backend, exchange="rows")
-            assert (exchanges()[-1].kind, nsa_sel.decisions()[-1].request.S) == ("rows", given[0].shape[1])
-            assert nsa_sel.decisions()[-1].request.S_kv < given[1].shape[2], "a slice of the keys"
+            assert (exchanges()[-1].kind, decisions()[-1].request.S) == ("rows", given[0].shape[1])
+            assert decisions()[-1].request.S_kv < given[1].shape[2], "a slice of the keys"
         again, _ = whole_and_split(*few, backend, exchange="rows")
         assert all(map(torch.equal, again, first))
     with torch.no_grad():
@@ -179,7 +181,7 @@ def rank_0_counts_what_neighbors_share() -> None:
         for _ in range(2):
             context_parallel_attention(*slices, exchange="gather", scale=0.7)
     assert count.call_count == (rank() == 0)
-    found, first = nsa_sel.decisions()[-1].request, torch.arange(own, device=DEVICE).expand(len(q), own)
+    found, first = decisions()[-1].request, torch.arange(own, device=DEVICE).expand(len(q), own)
     assert found.counted
     assert found.sharing == decide.count_rows(found, q[:, :own], Selection(selection.ranges[:, :own], BLOCK), first, None)
 
@@ -209,8 +211,7 @@ def nan_in_unselected_keys_changes_nothing() -> None:
             rows = mine(q, 1)
             o = context_parallel_attention(rows, *slices, Selection(mine(first.ranges, 1), BLOCK), exchange=exchange)
             results.append((o.detach(), *torch.autograd.grad(o, (rows, *slices), mine(make_grads(q, v)[0], 1))))
-    for clean, poisoned in zip(results[:3], results[3:], strict=True):
-        assert all(map(torch.equal, clean, poisoned))
+    assert all(map(torch.equal, sum(results[:3], ()), sum(results[3:], ())))
 
 
 def another_default_device_changes_nothing() -> None:
@@ -228,22 +229,109 @@ def another_default_device_changes_nothing() -> None:
 
 def bad_arguments() -> None:
     q, k, v, selection = problem(64)
-    slices = mine(q, 1), mine(k, 2), mine(v, 2)
-    with pytest.raises(ArgumentError, match="exchange is 'all'; allowed: auto, gather, blocks, rows"):
-        context_parallel_attention(*slices, mine(selection.ranges, 1), exchange="all")
-    with pytest.raises(ArgumentError, match="'blocks', but the selection is not of whole blocks"):
-        context_parallel_attention(*slices, mine(selection.ranges, 1), exchange="blocks")
+    slices, own = (mine(q, 1), mine(k, 2), mine(v, 2)), mine(selection.ranges, 1)
     blocks = Selection.from_blocks(torch.zeros(2, 64 // ranks(), 2, 1, dtype=torch.int32, device=DEVICE), 64)
-    with pytest.raises(ArgumentError, match="no multiple of the block size 64"):
-        context_parallel_attention(*slices, blocks, exchange="blocks")
-    with pytest.raises(ArgumentError, match="selection is over rows"):
-        context_parallel_attention(*slices, selection)
-    with pytest.raises(ArgumentError, match="group is a str"):
-        context_parallel_attention(*slices, mine(selection.ranges, 1), group="dp")
     alone = dist.new_group([0])
-    if rank():
-        with pytest.raises(ArgumentError, match="group is one without this rank"):
-            context_parallel_attention(*slices, mine(selection.ranges, 1), group=alone)
+    wrong: list[tuple[str, Any, dict[str, Any]]] = [
+        ("exchange is 'all'; allowed: auto, gather, blocks, rows", own, {"exchange": "all"}),
+        ("'blocks', but the selection is not of whole blocks", own, {"exchange": "blocks"}),
+        ("no multiple of the block size 64", blocks, {"exchange": "blocks"}),
+        ("selection is over rows", selection, {}),
+        ("group is a str", own, {"group": "dp"}),
+        *[("group is one without this rank", own, {"group": alone})] * (rank() > 0),
+    ]
+    assert_refused(*((words, partial(context_parallel_attention, *slices, given, **how)) for words, given, how in wrong))
+
+
+# Ranks compare what their decisions depend on
+
+
+@contextmanager
+def only_rank(number: int, name: str, value: str) -> Iterator[None]:
+    """Set a flag on one rank alone."""
+    if rank() == number:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+
+
+def assert_raises_on_all(work: Callable[[], object], words: str) -> None:
+    """Check the error, and that it survives pickling."""
+    with pytest.raises(NsaSelError) as raised:
+        work()
+    assert words in str(raised.value)
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
+
+
+def small_call(S: int = 32, D: int = 16, n: int = 1, dtype: torch.dtype = torch.float32, grad: bool = False, **how: Any) -> Tensor:
+    """Return o of S rows of this rank, with different values on each rank."""
+    torch.manual_seed(rank())
+    sizes = (1, S, 1, 2, D), (1, 1, S, D), (1, 1, S, D)
+    q, k, v = (torch.randn(size, dtype=dtype, device=DEVICE, requires_grad=grad) for size in sizes)
+    blocks = torch.arange(n, dtype=torch.int32, device=DEVICE).expand(1, S, 1, n).contiguous()
+    return context_parallel_attention(q, k, v, Selection.from_blocks(blocks, how.pop("block", 16)), **how)
+
+
+DIFFERENT_CALLS: dict[str, dict[str, Any]] = {  # what the error says -> arguments of all ranks but the first
+    "keys is 16 there, 32 on rank 0": {"S": 16, "D": 32},
+    "Dv is 32 there, 16 on rank 0": {"D": 32},
+    "n is 2 there, 1 on rank 0": {"n": 2},
+    "block_size is 8 there, 16 on rank 0": {"block": 8},
+    "dtype is 'torch.float64' there, 'torch.float32' on rank 0": {"dtype": torch.float64},
+    "needs_grad is True there, False on rank 0": {"grad": True},
+    "scale is 0.5 there, 0.25 on rank 0": {"scale": 0.5},
+    "has_pos is True there, False on rank 0": {"q_pos": torch.arange(32)},
+    "exchange is 'rows' there, 'auto' on rank 0": {"exchange": "rows"},
+    "backend is 'sdpa-packed' there, None on rank 0": {"backend": "sdpa-packed"},
+}
+
+
+def first_calls_that_differ_raise_on_all_ranks() -> None:
+    """Ranks compare again until their calls are equal, and then no more."""
+    group = dist.new_group()
+    for words, how in DIFFERENT_CALLS.items():
+        how = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in how.items()}
+        assert_raises_on_all(lambda how=how: small_call(group=group, **(how if rank() else {})), words)
+    with only_rank(1, "NSA_SEL_TRITON_MIN_L", "77"):
+        assert_raises_on_all(lambda: small_call(group=group), "settings.sel_triton_min_L is 77 there")
+    assert_raises_on_all(
+        lambda: check_ranks(group) if rank() else small_call(group=group),
+        "call is 'check_ranks' there, 'context_parallel_attention' on rank 0",
+    )
+    with only_rank(1, "NSA_DEBUG_LOG", os.devnull):  # a log for each rank is fine
+        small_call(group=group)
+    log_to(None)
+    with mock.patch.object(agreement, "_compare") as compare:
+        small_call(group=group)
+    compare.assert_not_called()
+
+
+def every_call_is_compared_while_debugging() -> None:
+    small_call()
+    with only_rank(rank(), "NSA_DEBUG_TRITON", "1"):
+        assert_raises_on_all(lambda: small_call(scale=0.5 if rank() else None), "scale is 0.5 there, 0.25 on rank 0")
+        small_call()
+
+
+def check_ranks_compares_versions_settings_and_tuning() -> None:
+    check_ranks()
+    with only_rank(1, "NSA_SEL_TRITON_MIN_L", "77"):
+        assert_raises_on_all(check_ranks, "settings.sel_triton_min_L is 77 there")
+    with mock.patch.object(tuned, "version_of", lambda package: f"{package}-{rank()}"):
+        assert_raises_on_all(check_ranks, "versions.numba is 'numba-1' there, 'numba-0' on rank 0")
+    small_call()
+    if rank() == 1:  # as where one of them has not called sync_tuning()
+        tuned.share(decisions()[-1].device, tuned.TunedTable("mine.json", "abc", b"", {}, {}, None))
+    assert_raises_on_all(check_ranks, "tuning is 'mine.json abc' there, None on rank 0")
+    tuned.forget()
+    check_ranks()
+
+
+def unknown_backends_are_refused_on_all_ranks() -> None:
+    with pytest.raises(BackendError, match="nothing-such"):
+        small_call(backend="nothing-such")
 
 
 # Documents
@@ -268,13 +356,16 @@ CHECKS: tuple[Callable[[], None], ...] = (
     rank_0_counts_what_neighbors_share,
     decode_sends_rows,
     nan_in_unselected_keys_changes_nothing,
-    *calls.CHECKS,
+    first_calls_that_differ_raise_on_all_ranks,
+    every_call_is_compared_while_debugging,
+    check_ranks_compares_versions_settings_and_tuning,
+    unknown_backends_are_refused_on_all_ranks,
     another_default_device_changes_nothing,
     bad_arguments,
-    models.dtensors_need_no_communication,
-    models.dtensors_of_uneven_parts_and_of_two_dimensions,
-    models.dtensors_are_redistributed_where_needed,
-    models.the_example_trains_as_one_rank,
+    layers.dtensors_need_no_communication,
+    layers.dtensors_of_uneven_parts_and_of_two_dimensions,
+    layers.dtensors_are_redistributed_where_needed,
+    layers.the_example_trains_as_one_rank,
     *layers.ANY_RANKS,
     the_document_runs,
 )
@@ -354,8 +445,8 @@ def main() -> None:
         torch.set_num_threads(1)
     if "RANK" not in os.environ:
         folder.mkdir(parents=True, exist_ok=True)
-        nsa_sel.explain(*problem())  # what a decision needs is read once for all ranks
-        nsa_sel.reset()
+        explain(*problem())  # what a decision needs is read once for all ranks
+        reset()
         for backend in BACKENDS:
             registry.load(backend)
         for name, (number, checks) in jobs(words).items():

@@ -1,30 +1,37 @@
-"""Checks of NSA's whole layer on several ranks: context parallelism, FSDP2, tensor parallelism; run by distributed_checks.py."""
+"""Checks of layers and models on several ranks: context and tensor parallelism, FSDP2, DTensors; see distributed_checks.py."""
 
 from __future__ import annotations
 
 import copy
+import functools
+import tempfile
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
-from nsa_sel import NSAttention, nsa_attention, use_backend
+from nsa_sel import NSAttention, Selection, decisions, nsa_attention, selection_attention, use_backend
 from nsa_sel.distributed import (
     context_parallel,
     context_parallel_nsa_attention,
     rank_rows,
     tensor_parallel,
 )
-from nsa_sel.errors import ArgumentError, NsaSelError
-from tests.helpers.cases import assert_within_twice_baseline, gradient_terms
-from tests.helpers.ranks import DEVICE, both_ends, mine, rank, ranks
+from nsa_sel.errors import ArgumentError, BackendError, NsaSelError
+from tests.helpers.calls import assert_refused
+from tests.helpers.cases import assert_forward, assert_gradients, assert_within_twice_baseline, gradient_terms, make_grads
+from tests.helpers.files import ROOT, load
+from tests.helpers.ranks import BACKENDS, BLOCK, DEVICE, EQUAL, ROWS, both_ends, mine, my_turn, problem, rank, ranks
 
 WIDTH, B = 12, 2
 SMALL: dict[str, Any] = {"window": 12, "compress_block": 8, "compress_stride": 4, "block_size": 16, "n": 3}
@@ -58,17 +65,11 @@ def weighted(o: Tensor) -> Tensor:
 
 def gradients(layer: nn.Module) -> dict[str, Tensor]:
     """Return the full gradients on every rank; zeros for a parameter that o does not depend on."""
-    grads = {}
-    for name, parameter in layer.named_parameters():
-        of = parameter if parameter.grad is None else parameter.grad
-        full = getattr(of, "full_tensor", of.clone)().detach()
-        grads[name] = torch.zeros_like(full) if parameter.grad is None else full
-    return grads
+    grads = {name: torch.zeros_like(y) if y.grad is None else y.grad for name, y in layer.named_parameters()}
+    return {name: getattr(dy, "full_tensor", dy.clone)().detach() for name, dy in grads.items()}
 
 
-def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    for name, right in wanted.items():
-        torch.testing.assert_close(got[name], right, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"d{name}: {text}")  # type: ignore[misc]
+assert_same = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
 
 
 # Context parallelism
@@ -88,8 +89,7 @@ def sliced_layers_are_the_whole_layer() -> None:
             own = cut(x, 1)
             got = part(own)
             cut(weighted(got.new_ones(o.shape)), 1).mul(got).sum().backward()
-            torch.testing.assert_close(got, cut(o, 1), rtol=1e-10, atol=1e-10)
-            torch.testing.assert_close(own.grad, cut(x.grad, 1), rtol=1e-10, atol=1e-10)
+            assert_same((got, own.grad), (cut(o, 1), cut(x.grad, 1)))
             grads = gradients(part)
             for dx in grads.values():
                 dist.all_reduce(dx)
@@ -198,32 +198,35 @@ def layers_take_slices_of_part_of_the_ranks() -> None:
         whole(x)
         return
     o = context_parallel(layer_of(), first)(x[:, 16 * rank() :][:, :16])
-    torch.testing.assert_close(o, whole(x)[:, 16 * rank() :][:, :16], rtol=1e-10, atol=1e-10)
+    assert_same(o, whole(x)[:, 16 * rank() :][:, :16])
 
 
 def wrong_slices_are_refused() -> None:
-    layer = context_parallel(layer_of())
-    for S, words in ((6, "q is of S = 6 rows; allowed: a multiple of compress_stride = 4"), (0, "q is of S = 0 rows")):
-        with pytest.raises(ArgumentError, match=words):
-            layer(hidden(S))
-    with pytest.raises(ArgumentError, match=r"q is of S = 4 rows; allowed: a multiple of 2 \* compress_stride = 4 on each rank"):
-        context_parallel(layer_of(), both_ends=True)(hidden(4))
-    with pytest.raises(ArgumentError, match="both_ends is 'yes'; allowed: True or False"):
-        context_parallel(layer_of(), both_ends="yes")  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match=rf"S is {2 * ranks() + 1}; allowed: a multiple of {2 * ranks()}, the number of slices"):
-        rank_rows(2 * ranks() + 1, both_ends=True)
-    options = {name: size for name, size in SMALL.items() if name != "n"}
+    layer, options = context_parallel(layer_of()), {name: size for name, size in SMALL.items() if name != "n"}
     tensors = sliced(call_of(16 * ranks(), torch.float32, options), 16, 4)
-    with pytest.raises(ArgumentError, match=r"k_cmp is of \d compressed keys; allowed: \d: those that begin in this rank's 16 keys"):
-        context_parallel_nsa_attention(**{**tensors, "k_cmp": tensors["k_slc"][:, :, :8]}, **options)
-    with pytest.raises(ArgumentError, match="k_slc is of 16 positions; allowed: q's 8 rows"):
-        context_parallel_nsa_attention(**{**tensors, **{name: tensors[name][:, :8] for name in ROW_TENSORS}}, **options)
-    with pytest.raises(ArgumentError, match="exchange is 'all'"):
-        context_parallel(layer_of(), exchange="all")  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="model is a Linear; allowed: one with NSAttention layers"):
-        context_parallel(nn.Linear(2, 2))
-    with pytest.raises(ArgumentError, match=r"model is with an NSAttention\(recompute=True\)"):
-        context_parallel(layer_of({**SMALL, "recompute": True}))
+    other_keys = {**tensors, "k_cmp": tensors["k_slc"][:, :, :8]}
+    fewer_rows = {**tensors, **{name: tensors[name][:, :8] for name in ROW_TENSORS}}
+    assert_refused(
+        ("q is of S = 6 rows; allowed: a multiple of compress_stride = 4", lambda: layer(hidden(6))),
+        ("q is of S = 0 rows", lambda: layer(hidden(0))),
+        (
+            r"q is of S = 4 rows; allowed: a multiple of 2 \* compress_stride = 4 on each rank",
+            lambda: context_parallel(layer_of(), both_ends=True)(hidden(4)),
+        ),
+        ("both_ends is 'yes'; allowed: True or False", lambda: context_parallel(layer_of(), both_ends="yes")),  # type: ignore[arg-type]
+        (
+            f"S is {2 * ranks() + 1}; allowed: a multiple of {2 * ranks()}, the number of slices",
+            lambda: rank_rows(2 * ranks() + 1, both_ends=True),
+        ),
+        (
+            r"k_cmp is of \d compressed keys; allowed: \d: those that begin in this rank's 16 keys",
+            lambda: context_parallel_nsa_attention(**other_keys, **options),
+        ),
+        ("k_slc is of 16 positions; allowed: q's 8 rows", lambda: context_parallel_nsa_attention(**fewer_rows, **options)),
+        ("exchange is 'all'", lambda: context_parallel(layer_of(), exchange="all")),  # type: ignore[arg-type]
+        ("model is a Linear; allowed: one with NSAttention layers", lambda: context_parallel(nn.Linear(2, 2))),
+        (r"model is with an NSAttention\(recompute=True\)", lambda: context_parallel(layer_of({**SMALL, "recompute": True}))),
+    )
 
 
 # FSDP2 and tensor parallelism
@@ -240,8 +243,7 @@ def sharded_layers_are_the_whole_layer() -> None:
         own = mine(x, int(by_slices))
         got = part(own)
         mine(weighted(torch.ones_like(o)), int(by_slices)).mul(got).sum().backward()
-        torch.testing.assert_close(got, mine(o, int(by_slices)), rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(own.grad, ranks() * mine(x.grad, int(by_slices)), rtol=1e-10, atol=1e-10)
+        assert_same((got, own.grad), (mine(o, int(by_slices)), ranks() * mine(x.grad, int(by_slices))))
         assert_same(gradients(part), gradients(whole))
 
 
@@ -296,3 +298,109 @@ ANY_RANKS = (
     groups_that_ranks_do_not_divide_are_refused,
     first_calls_of_layers_that_differ_raise_on_all_ranks,
 )
+
+
+example, several = load("train_nsa_lm"), load("several_ranks")  # here, for all ranks that are forked
+
+
+# DTensors
+
+
+# The size that is cut, into no fewer parts than there are ranks, and its dimension: of q; of k and v; of ranges.
+CUTS = {"B": (0, 0, 0), "G": (2, 1, 2), "S": (1, None, 1), "h": (3, None, None)}
+
+
+def mesh() -> DeviceMesh:
+    return init_device_mesh(DEVICE, (ranks(),))
+
+
+def placed(x: Tensor, dim: int | None, on: DeviceMesh) -> DTensor:
+    return distribute_tensor(x.detach(), on, [Replicate() if dim is None else Shard(dim)]).requires_grad_(x.requires_grad)
+
+
+def dtensors_need_no_communication() -> None:
+    on = mesh()
+    for name, (rows, keys, index) in CUTS.items():
+        q, k, v, selection = problem(**{} if name == "S" else {name: ranks()})
+        do = make_grads(q, v)[0]
+        for backend in BACKENDS:
+            o, lse = selection_attention(q, k, v, selection, return_lse=True, backend=backend)
+            wanted = o, *torch.autograd.grad(o, (q, k, v), do)
+            parts = placed(q, rows, on), placed(k, keys, on), placed(v, keys, on)
+            cut = Selection.from_ranges(placed(selection.ranges, index, on), BLOCK)
+            do_cut = placed(do, rows, on)
+            with CommDebugMode() as traffic:
+                got = selection_attention(*parts, cut, backend=backend)
+                grads = torch.autograd.grad(got, parts, do_cut)
+            assert traffic.get_total_counts() == 0, f"{name}: {traffic.get_comm_counts()}"
+            assert decisions()[-1].forward == backend
+            assert got.placements == (Shard(rows),), name
+            assert grads[1].placements == ((Partial() if keys is None else Shard(keys)),), name
+            full = [x.full_tensor() for x in (got, *grads)]
+            if keys is not None and EQUAL[backend]:  # nothing is summed over ranks; how a GPU cuts the sums of dk, dv is not compared
+                assert all(map(torch.equal, full[: 1 if DEVICE == "cuda" else 4], wanted)), name
+            if my_turn():
+                assert_forward((full[0], lse), q, k, v, selection.ranges)
+                assert_gradients(tuple(full[1:]), q, k, v, selection.ranges, do)
+
+
+def dtensors_of_uneven_parts_and_of_two_dimensions() -> None:
+    """The last rank has a group and a row less than the others; a mesh of batch entries by groups, and autocast."""
+    q, k, v, selection = problem(ROWS - 1, ROWS, G=2 * ranks() - 1)
+    flat, deep = mesh(), init_device_mesh(DEVICE, (1, ranks()))
+    for on, rows, keys in (
+        (flat, [Shard(2)], [Shard(1)]),
+        (flat, [Shard(1)], [Replicate()]),
+        (deep, [Shard(0), Shard(2)], [Shard(0), Shard(1)]),
+    ):
+        parts = (distribute_tensor(x.detach(), on, how) for x, how in ((q, rows), (k, keys), (v, keys)))
+        cut = Selection.from_ranges(distribute_tensor(selection.ranges, on, rows), BLOCK)
+        got, got_lse = selection_attention(*parts, cut, return_lse=True)
+        assert got.placements == got_lse.placements == tuple(rows)
+        assert_forward((got.full_tensor(), got_lse.full_tensor()), q, k, v, selection.ranges)
+    with torch.autocast(DEVICE, dtype=torch.float16):
+        half = selection_attention(*(placed(x, dim, flat) for x, dim in ((q, 2), (k, 1), (v, 1))), placed(selection.ranges, 2, flat))
+    assert (half.dtype, half.placements) == (torch.float16, (Shard(2),))
+
+
+def dtensors_are_redistributed_where_needed() -> None:
+    """DTensor gathers keys that are sharded along the sequence, and shards a replicated selection."""
+    q, k, v, selection = problem(B=ranks())
+    on = mesh()
+    o = selection_attention(placed(q, 1, on), placed(k, 2, on), placed(v, 2, on), placed(selection.ranges, None, on))
+    assert_forward((o.full_tensor(), selection_attention(q, k, v, selection, return_lse=True)[1]), q, k, v, selection.ranges)
+    with pytest.raises(ArgumentError, match=r"selection is a Tensor; allowed: a DTensor on the mesh of q"):
+        selection_attention(placed(q, 1, on), placed(k, 2, on), placed(v, 2, on), selection)
+    with (
+        use_backend("sdpa-packed"),
+        pytest.raises(BackendError, match="or calls of DTensors, that need gradients"),
+    ):
+        selection_attention(placed(q, 0, on), placed(k, 0, on), placed(v, 0, on), placed(selection.ranges, 0, on))
+
+
+# Models
+
+
+def the_example_trains_as_one_rank() -> None:
+    """A run that goes on in another way after every step has the losses of one that one rank alone made."""
+    with tempfile.TemporaryDirectory() as own:
+        shared = [own]
+        dist.broadcast_object_list(shared)
+        text, how, sizes = ROOT / "docs", {"minutes": 9, "every": 1, "graph": False}, replace(example.TINY, layers=1, batch=ranks())
+
+        def losses(folder: str, steps: int, parallel: Any = None) -> list[float]:
+            rows = example.train(Path(folder), sizes, None, torch.device(DEVICE), text, steps=steps, ranks=parallel, **how)
+            return [row["loss"] for row in rows]
+
+        alone = losses(f"{own}/alone", len(several.WAYS))
+        for steps, way in enumerate(several.WAYS, 1):
+            parallel, _ = several.join(way, sizes, torch.device(DEVICE))
+            found = losses(f"{shared[0]}/together", steps, parallel)
+            dist.barrier()  # the first rank wrote the checkpoint
+        assert found == pytest.approx(alone, rel=1e-4 if DEVICE == "cpu" else 1e-3)  # bfloat16 on a GPU
+        one, device = replace(sizes, batch=1), torch.device(DEVICE)
+        assert_refused(
+            (f"--batch is 1; .* multiple of {ranks()}, on {ranks()} ranks", lambda: several.join("data", one, device)),
+            ("--parallel is 'pipeline'; allowed: data, context, tensor", lambda: several.join("pipeline", sizes, device)),
+        )
+        dist.barrier()

@@ -27,20 +27,6 @@ def table_lines(table: str) -> list[dict[str, str]]:
     return [dict(zip(head, line, strict=True)) for line in rest]
 
 
-def as_a_folder(file: Path) -> None:
-    file.unlink()
-    file.mkdir()
-
-
-def as_a_fifo(file: Path) -> None:
-    file.unlink()
-    os.mkfifo(file)
-
-
-def as_a_link(file: Path) -> None:
-    file.symlink_to(file.rename(file.with_name("elsewhere")))
-
-
 def as_another_users(file: Path) -> None:
     if os.geteuid():
         pytest.skip("only root may give a file away")
@@ -50,11 +36,11 @@ def as_another_users(file: Path) -> None:
 OF_THE_FILE: list[tuple[Callable[[Path], object], str]] = [
     (lambda file: file.chmod(0o666), r"may be written by other users \(-rw-rw-rw-\): remove it, or `chmod go-w` it"),
     (as_another_users, r"belongs to another user \(uid 12345\): remove it, or set NSA_SEL_CACHE"),
-    (as_a_link, "is a symbolic link: remove it"),
-    (as_a_fifo, "is a FIFO, not a regular file: remove it"),
+    (lambda file: file.symlink_to(file.rename(file.with_name("elsewhere"))), "is a symbolic link: remove it"),
+    (lambda file: (file.unlink(), os.mkfifo(file)), "is a FIFO, not a regular file: remove it"),
 ]
 OF_THE_FOLDER: list[tuple[Callable[[Path], object], str]] = [  # and where a folder stands in the file's place: nothing can be written there
     (lambda file: file.parent.chmod(0o777), r"may be written by other users \(drwxrwxrwx\): remove it, or `chmod go-w`"),
     (lambda file: as_another_users(file.parent), r"belongs to another user \(uid 12345\): remove it, or set NSA_SEL_CACHE"),
-    (as_a_folder, "is a directory, not a regular file: remove it"),
+    (lambda file: (file.unlink(), file.mkdir()), "is a directory, not a regular file: remove it"),
 ]

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import sys
 import tempfile
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,22 +53,15 @@ def one_at_a_time() -> Iterator[None]:
             torch.cuda.empty_cache()
 
 
-class Rerun:
-    """A stand-in for a graph on a CPU: a replay runs the step anew and writes into the outputs of the capture."""
-
-    def __init__(self, step: Step, outputs: tuple[Tensor, ...]) -> None:
-        self.step, self.outputs = step, outputs
-
-    def replay(self) -> None:
-        for output, new in zip(self.outputs, self.step(), strict=True):
-            output.detach().copy_(new)
-
-
 def captured(step: Step, device: str = "cuda") -> tuple[Any, tuple[Tensor, ...]]:
-    """The graph of one step, and the tensors that its replays write. A capture raises where the host would wait for the device."""
+    """The graph of one step, and the tensors that its replays write. A capture raises where the host would wait for the device.
+
+    On a CPU a replay runs the step anew and writes into the outputs of the first run.
+    """
     if device == "cpu":
         outputs = step()
-        return Rerun(step, outputs), outputs
+        rerun = lambda: [x.detach().copy_(new) for x, new in zip(outputs, step(), strict=True)]  # noqa: E731
+        return types.SimpleNamespace(replay=rerun), outputs
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from nsa_sel import NSACache, NSAttention, rotary
 from nsa_sel.backends import _gate_plain
 from nsa_sel.backends._triton import elementwise
 from nsa_sel.caching.pools import CacheScales
-from nsa_sel.caching.sequences import CachedSequence
 from nsa_sel.projection import Parts
 from nsa_sel.quantize import STORED, as_bytes, stored
 from tests.helpers.checks import new_memory_is_nan
@@ -67,19 +65,25 @@ def nsa(
 
 
 SMALL: dict[str, Any] = {"window": 6, "compress_block": 8, "compress_stride": 4, "block_size": 8, "n": 4}
-SIZES: dict[str, tuple[int, int, int, int, int | None, dict[str, Any]]] = {  # width, G, h, Dk, Dv, options
-    "mlp": (10, 2, 2, 4, None, {}),
-    "mean": (6, 1, 3, 4, 6, {"compression": "mean", "compress_block": 4, "window": 9}),
-    "no-positions": (6, 2, 1, 2, 4, {"compress_stride": 2, "bias": True, "rotary": False}),
-    "single-keys": (6, 1, 2, 2, 2, {"compression": "mean", "compress_block": 1, "compress_stride": 1, "block_size": 1, "window": 1}),
-}
+SIZES: dict[str, dict[str, Any]] = {
+    "mlp": {"width": 10, "groups": 2, "heads": 2, "head_dim": 4},
+    "mean": {
+        "width": 6, "groups": 1, "heads": 3, "head_dim": 4, "value_dim": 6, "compression": "mean", "compress_block": 4, "window": 9
+    },
+    "no-positions": {
+        "width": 6, "groups": 2, "heads": 1, "head_dim": 2, "value_dim": 4, "compress_stride": 2, "bias": True, "rotary": False
+    },
+    "single-keys": {
+        "width": 6, "groups": 1, "heads": 2, "head_dim": 2, "compression": "mean", "compress_block": 1, "compress_stride": 1,
+        "block_size": 1, "window": 1,
+    },
+}  # fmt: skip
 
 
-def make_layer(name: str = "mlp", dtype: torch.dtype = torch.float64, device: str = "cpu", **changed: Any) -> NSAttention:
+def make_layer(name: str = "mlp", dtype: torch.dtype = torch.float64, **changed: Any) -> NSAttention:
     """A layer all of whose parameters are random; it takes no gradients."""
-    *sizes, options = SIZES[name]
     torch.manual_seed(0)
-    layer = NSAttention(*sizes, **{**SMALL, **options, **changed}, device=device, dtype=dtype)  # type: ignore[arg-type]
+    layer = NSAttention(**{**SMALL, **SIZES[name], **changed}, dtype=dtype)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return layer.requires_grad_(False)
@@ -123,14 +127,10 @@ def poison(cache: NSACache) -> None:
         _mark(pages, sequence.all.held(), 0, sequence.length)
         _mark(pieces, sequence.all.held(), 0, sequence.length // stride)
         start = sequence.recent.first * size
-        _mark(recent, sequence.recent.held(), _first_key(sequence) - start, sequence.length - start)
+        first = max(0, max(sequence.min_length(), 1) + 1 - sequence.last_keys)  # for the shortest length to which the sequence may be cut
+        _mark(recent, sequence.recent.held(), first - start, sequence.length - start)
     for x, mask in zip(cache.pools, (pages, pages, pieces, pieces, *[recent] * 4), strict=True):
-        as_bytes(x).masked_fill_(~mask.to(x.device)[None, :, :, None, None], 0x7F if x.dtype == STORED else math.nan)
-
-
-def _first_key(sequence: CachedSequence) -> int:
-    """Of the last keys that may be read: those before the shortest length to which the sequence may be cut."""
-    return max(0, max(sequence.min_length(), 1) + 1 - sequence.last_keys)
+        as_bytes(x).masked_fill_(~mask.to(x.device)[None, :, :, None, None], 0x7F if x.dtype == STORED else torch.nan)
 
 
 def _mark(mask: Tensor, held: Any, first: int, end: int) -> None:
@@ -159,7 +159,7 @@ class Model:
         """What the layers make of new tokens [tokens,width] of each sequence; rows without a token hold NaN, and give 0 in each layer."""
         step = self.cache.step(sequences, [len(x) for x in rows], **options)
         poison(self.cache)
-        x = torch.full((len(rows), max(map(len, rows), default=0), self.layers[0].width), math.nan).to(self.layers[0].q.weight)
+        x = torch.full((len(rows), max(map(len, rows), default=0), self.layers[0].width), torch.nan).to(self.layers[0].q.weight)
         for b, new in enumerate(rows):
             x[b, x.shape[1] - len(new) :] = new
         empty = ~step.is_token
@@ -191,26 +191,16 @@ def log_sums(gates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """lse of each branch [B,S,G,h]; -inf for rows without keys, whatever their gates."""
     wide = torch.promote_types(gates.dtype, torch.float32)
     made = 3 * torch.randn(3, *gates.shape[:4], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    made[:, :, :3] = -math.inf
-    first, second, third = made.to(gates.device, wide)
-    return first, second, third
+    made[:, :, :3] = -torch.inf
+    return made.to(gates.device, wide).unbind()  # type: ignore[return-value]
 
 
-Outputs = tuple[list[Tensor], Tensor]  # of the branches; dgates
-
-
-def by_module(module: Any, do: Tensor, branches: Any, gates: Tensor, lse: Any) -> Outputs:
-    """What `module`, the kernels or plain PyTorch, gives the branches, and dgates."""
-    dgates = torch.full(gates.shape, math.nan, dtype=gates.dtype, device=gates.device)
-    if lse is None:
-        return module.backward(do, branches, gates, dgates, True), dgates
-    assert module.backward(do, branches, gates, dgates, False) == [None] * 3
-    return module.raise_lse(lse, gates), dgates
-
-
-def raised(lse: Tensor, gate: Tensor) -> Tensor:
-    """lse - ln gate in float64."""
-    return (lse.double() - gate.double().log()).where(lse > -math.inf, lse.double())
+def by_module(module: Any, do: Tensor, branches: Any, gates: Tensor, lse: Any) -> list[Tensor]:
+    """What `module`, the kernels or plain PyTorch, gives the three branches, and dgates."""
+    dgates = torch.full(gates.shape, torch.nan, dtype=gates.dtype, device=gates.device)
+    given = module.backward(do, branches, gates, dgates, lse is None)
+    assert lse is None or given == [None] * 3
+    return [*(given if lse is None else module.raise_lse(lse, gates)), dgates]
 
 
 def check_gate(dtype: torch.dtype, device: str, Dv: int) -> None:
@@ -224,21 +214,18 @@ def check_gate(dtype: torch.dtype, device: str, Dv: int) -> None:
         runs = []
         for _ in range(2):
             with new_memory_is_nan():
-                total = torch.full(do.shape, math.nan, dtype=dtype, device=device)
+                total = torch.full(do.shape, torch.nan, dtype=dtype, device=device)
                 module.write_sum(branches, gates, total)
-                runs.append((total, *(by_module(module, do, branches, gates, given) for given in (None, lse))))
-        (total, mine, shifted), again = runs
-        for x, right in zip((total, *mine[0], mine[1], shifted[1]), (o, *scaled, dgates, dgates), strict=True):
-            torch.testing.assert_close(x, right.to(x.dtype), **tolerance(dtype))
-        for c, x in enumerate(shifted[0]):
+                runs.append([total, *by_module(module, do, branches, gates, None), *by_module(module, do, branches, gates, lse)])
+        assert all(torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in zip(*runs, strict=True))
+        *found, first, second, third, last = runs[0]
+        torch.testing.assert_close([*found, last], [o, *scaled, dgates, dgates], check_dtype=False, **tolerance(dtype))
+        for c, x in enumerate((first, second, third)):
+            wanted = (lse[c].double() - gates[..., c].double().log()).where(lse[c] > -torch.inf, lse[c].double())
             assert x.is_contiguous()
-            torch.testing.assert_close(x, raised(lse[c], gates[..., c]).to(x.dtype), equal_nan=True, **tolerance(dtype))
-            assert bool((x[:, 1] == torch.where(lse[c][:, 1] == -math.inf, -math.inf, math.inf)).all())
+            torch.testing.assert_close(x, wanted.to(x.dtype), equal_nan=True, **tolerance(dtype))
+            assert bool((x[:, 1] == torch.where(lse[c][:, 1] == -torch.inf, -torch.inf, torch.inf)).all())
             assert torch.equal(x[:, 2], lse[c][:, 2])
-        assert torch.equal(total, again[0])
-        for first, second in zip((mine, shifted), again[1:], strict=True):
-            assert all(torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in zip(first[0], second[0], strict=True))
-            assert torch.equal(first[1], second[1])
 
 
 def check_deltas(dtype: torch.dtype, device: str) -> None:
@@ -247,7 +234,7 @@ def check_deltas(dtype: torch.dtype, device: str) -> None:
     first, second, _ = log_sums(gates)
     second = second.transpose(1, 3).contiguous().transpose(1, 3)
     for module in (elementwise, _gate_plain):
-        dgates = torch.full((3, *gates.shape[:4]), math.nan, dtype=dtype, device=device).movedim(0, -1)
+        dgates = torch.full((3, *gates.shape[:4]), torch.nan, dtype=dtype, device=device).movedim(0, -1)
         module.write_deltas([first, None, second], dgates)
         assert torch.equal(dgates[..., 0], first.to(dtype))
         assert torch.equal(dgates[..., 2], second.to(dtype))
@@ -264,9 +251,9 @@ def check_gate_parts(dtype: torch.dtype, device: str, Dv: int) -> None:
         whole = torch.empty_like(do)
         module.write_sum(branches, gates, whole)
         for given in (None, lse):
-            outputs, dgates = by_module(module, do, branches, gates, given)
-            to = torch.full((*do.shape[:4], Dv + 16), math.nan, dtype=dtype, device=device)[..., :Dv]
-            to_gates = torch.full((3, *gates.shape[:4]), math.nan, dtype=gates.dtype, device=device).movedim(0, -1)
+            *outputs, dgates = by_module(module, do, branches, gates, given)
+            to = torch.full((*do.shape[:4], Dv + 16), torch.nan, dtype=dtype, device=device)[..., :Dv]
+            to_gates = torch.full((3, *gates.shape[:4]), torch.nan, dtype=gates.dtype, device=device).movedim(0, -1)
             for g in range(do.shape[2]):
                 of = slice(None), slice(None), slice(g, g + 1)
                 module.write_sum(tuple(x[of] for x in branches), gates[of], to[of])

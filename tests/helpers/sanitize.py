@@ -17,13 +17,12 @@ from unittest import mock
 import msgspec
 import torch
 
-import nsa_sel
+from nsa_sel import NSACache, NSAttention, Selection, explain, selection_attention
 from nsa_sel.backends import choose_triton
 from nsa_sel.backends._triton import choose_pages
 from nsa_sel.backends.cupy_cuda import cuda_block, launch, sm90
 from nsa_sel.core import registry
 from nsa_sel.core.call import Rule
-from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from tests.helpers.caches import LENGTHS, check, check_quantized, make_cache, make_quantized
 from tests.helpers.cases import make_blocks, make_call, make_grads, make_qkv, make_spans
@@ -51,7 +50,7 @@ def run(backend: str, blocks: list[int]) -> int:
             whole = [(k, make_blocks(B, S, G, S_kv, min(3, S_kv // block), block, device="cuda")) for block in blocks]
             for keys, selection in (*whole, (cached, Selection.from_ranges(spans))):
                 if not refused(backend, q, keys, v, selection):
-                    o, lse = nsa_sel.selection_attention(q, keys, v, selection, return_lse=True, backend=backend)
+                    o, lse = selection_attention(q, keys, v, selection, return_lse=True, backend=backend)
                     torch.autograd.grad((o, lse), (q, k, v), make_grads(q, v))
                     calls += 1
     torch.cuda.synchronize()
@@ -60,7 +59,7 @@ def run(backend: str, blocks: list[int]) -> int:
 
 def refused(backend: str, *call: Any) -> bool:
     """Whether the backend's limits refuse a call."""
-    verdicts = nsa_sel.explain(*call, backend=backend).verdicts
+    verdicts = explain(*call, backend=backend).verdicts
     against = [reason for verdict in verdicts if verdict.backend == backend for reason in (*verdict.forward, *verdict.backward)]
     return any(reason.kind == "unsupported" for reason in against)
 
@@ -82,7 +81,7 @@ def run_units() -> int:
         for S, G in shapes:
             q, k, v = make_qkv(1, S, G, 16, 128, 128, S_kv=S + 600, dtype=torch.bfloat16, device="cuda", requires_grad=True)
             selection = make_blocks(1, S, G, S + 600, 4, 64, device="cuda")
-            o, lse = nsa_sel.selection_attention(q, k, v, selection, return_lse=True, backend="cuda-block")
+            o, lse = selection_attention(q, k, v, selection, return_lse=True, backend="cuda-block")
             torch.autograd.grad((o, lse), (q, k, v), make_grads(q, v))
     kernels = [call.args[0] for call in start.call_args_list]
     assert [call.args[1] for call in streams.call_args_list] == [2, 1]
@@ -129,8 +128,8 @@ def run_caches(backend: str) -> int:
 
 def run_layer() -> int:
     """How many steps of two sequences a layer took over a cache: chunks of a prefill, tokens, drafts, and a fork."""
-    layer = nsa_sel.NSAttention(256, 2, 16, 64, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
-    cache = nsa_sel.NSACache.of([layer], 64, 32)
+    layer = NSAttention(256, 2, 16, 64, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    cache = NSACache.of([layer], 64, 32)
     sequences = [cache.open(), cache.open()]
     counts: list[list[int]] = [[100, 40], [300, 0], [1, 1], [1, 1], [4, 2], [1, 1]]
     for number, tokens in enumerate(counts):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import weakref
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,18 @@ from msgspec.structs import replace
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import nsa_sel
-from nsa_sel import Selection, choose_blocks, compressed_attention, infllm_selection, moba_selection
+from nsa_sel import (
+    Selection,
+    choose_blocks,
+    compressed_attention,
+    decisions,
+    describe,
+    explain_request,
+    infllm_selection,
+    moba_selection,
+    selection_attention,
+    use_backend,
+)
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Offer
 from nsa_sel.core.call import ChooseCall
@@ -24,8 +35,7 @@ from nsa_sel.errors import BackendError
 from nsa_sel.policies import rules
 from nsa_sel.policies.default import POLICY
 from nsa_sel.settings.config import GPUS
-from tests.helpers import choose as choose_cases
-from tests.helpers.calls import each_of, refused
+from tests.helpers.calls import assert_refused, each_of, last, refused
 from tests.helpers.choose import (
     SHAPES,
     SMALL,
@@ -48,10 +58,6 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 def rows_at(B: int, S: int, S_kv: int) -> Tensor:
     return torch.arange(S_kv - S, S_kv).expand(B, S)
-
-
-def last() -> Decision:
-    return nsa_sel.decisions()[-1]
 
 
 # Each way as its source defines it
@@ -93,7 +99,7 @@ def test_qsa(backend: str) -> None:
     rule: dict[str, Any] = {"activation": "relu", "tail": True, "local": 0, "block_size": 4, "compress_block": 4, "compress_stride": 4}
     selection = choose_blocks(q, k, n=3, **rule, q_pos=positions, S_kv=43, backend=backend)
     scores = torch.einsum("bshd,bkd->bshk", q[:, :, 0], k[:, 0]).relu().sum(2, keepdim=True)
-    scores = scores.masked_fill(torch.arange(10) * 4 + 3 > positions[..., None, None], -math.inf)
+    scores = scores.masked_fill(torch.arange(10) * 4 + 3 > positions[..., None, None], -torch.inf)
     assert_chosen(selection.block_indices[..., :3], scores, best(scores, positions, 4, 3, 0, 0))
     assert torch.equal(selection.block_indices[..., 3], torch.where((positions + 1) % 4 > 0, positions // 4, -1).unsqueeze(2))
     assert (selection.block_size, selection.n, selection.disjoint) == (4, 4, True)
@@ -113,9 +119,7 @@ def test_infllm(backend: str, coarse: bool) -> None:
     selection = infllm_selection(q, k, **INFLLM, coarse_lse=coarse, q_pos=positions, backend=backend)
     scores = infllm_scores(q, k, positions, coarse=coarse, block=16, l=8, d=4)
     assert_chosen(selection.block_indices, scores, best(scores, positions, 16, 3, 1, 1))
-    assert [decision.request.pool for decision in nsa_sel.decisions()[-2:]][1 - coarse :] == [("lse",)] * coarse + [
-        ("weights", "sum", "max")
-    ]
+    assert [decision.request.pool for decision in decisions()[-2:]][1 - coarse :] == [("lse",)] * coarse + [("weights", "sum", "max")]
 
 
 def test_the_default_windows_of_infllm_are_those_of_its_source() -> None:
@@ -150,6 +154,9 @@ def test_empty_batch_and_rows() -> None:
         assert choose_blocks(q, k, block_size=4, n=3).ranges.shape == (B, S, 2, 3, 2)
         assert infllm_selection(q, k.expand(-1, 2, -1, -1), **INFLLM).ranges.shape == (B, S, 2, 3, 2)
         assert moba_selection(q, k.expand(-1, 2, -1, -1)).ranges.shape == (B, S, 2, 3, 2)
+        call = make_choose_call((B, S, S, 1, 2, 16, 16, SMALL))
+        o, selection = compressed_attention(call.q, call.k, call.v, **call.rule._asdict(), S_kv=S)
+        assert (o.shape, selection.ranges.shape) == ((B, S, 1, 2, 16), (B, S, 1, SMALL.n, 2))
 
 
 # Decisions
@@ -159,13 +166,8 @@ def choose(**options: Any) -> Selection:
     return choose_blocks(randn(1, 20, 1, 1, 16), randn(1, 1, 20, 16, seed=1), block_size=4, n=3, **options)
 
 
-def test_a_decision_replays_and_takes_overrides() -> None:
-    choose()
-    assert last().request.kind == "choose"
-    assert [verdict.backend for verdict in last().verdicts] == list(registry.backends("choose"))
-    assert Decision.from_json(last().to_json()).replay() == ()
-    assert "scores    max over a block, sum over heads, of logits" in nsa_sel.describe(last())
-    with nsa_sel.use_backend("choose-triton"):
+def test_overrides() -> None:
+    with use_backend("choose-triton"):
         choose()
     assert (last().forward, last().override) == ("choose-triton", Override("choose-triton", "use_backend"))
     with pytest.raises(BackendError, match="is unknown to compressed_attention and choose_blocks"):
@@ -185,7 +187,7 @@ def test_one_graph_without_gradient() -> None:
     expected = every_way(q, k)
     assert not any(x.requires_grad for x in expected)
     found = torch.compile(every_way, fullgraph=True, backend="aot_eager")(q, k)
-    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert all(map(torch.equal, found, expected))
     plain = q.detach()
     with FakeTensorMode() as mode:
         faked = every_way(mode.from_tensor(plain), mode.from_tensor(k))
@@ -197,8 +199,14 @@ def test_autocast_and_transforms() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         choose()
     assert last().request.dtype == "bfloat16"
-    with pytest.raises(BackendError, match="choose_blocks is called inside"):
-        torch.func.vmap(lambda x: choose_blocks(x, k, block_size=4, n=3).ranges)(q[None])
+    call = make_choose_call(WHOLE)
+    compressed = lambda q: compressed_attention(q, call.k, call.v, **call.rule._asdict())[0]  # noqa: E731
+    assert_refused(
+        ("choose_blocks is called inside", lambda: torch.func.vmap(lambda x: choose_blocks(x, k, block_size=4, n=3).ranges)(q[None])),
+        ("compressed_attention", lambda: torch.func.vmap(compressed)(call.q)),
+        ("compressed_attention", lambda: torch.func.grad(lambda q: compressed(q).sum())(call.q)),
+        error=BackendError,
+    )
 
 
 # Bad input
@@ -231,7 +239,7 @@ WRONG: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("choose", {"compress_block": 3, "compress_stride": 2}, ("compress_block is 3", "a multiple of compress_stride = 2")),
     ("choose", {"compress_block": 8}, ("compress_block is 8", "at most block_size = 4")),
     ("choose", {"compress_stride": True}, ("compress_stride is True", "a whole number >= 1")),
-    ("choose", {"scale": math.inf}, ("scale is inf", "a finite number")),
+    ("choose", {"scale": torch.inf}, ("scale is inf", "a finite number")),
     ("choose", {"q_pos": torch.arange(19)}, ("q_pos is of shape (19,)", "[S=20] or [B=1, S=20]")),
     ("choose", {"q_pos": torch.arange(1, 21)}, ("q_pos is from 1 to 20", "S_kv = 20")),
     ("choose", {"backend": 3}, ("backend is 3", "the name of a backend")),
@@ -257,8 +265,9 @@ WRONG: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("way", "changes", "fragments"), WRONG, ids=[f"{way} {', '.join(changes)} {i}" for i, (way, changes, _) in enumerate(WRONG)]
 )
 def test_wrong_calls(way: str, changes: dict[str, Any], fragments: tuple[str, ...]) -> None:
-    call = {"choose": choose_blocks, "moba": moba_selection, "infllm": infllm_selection}[way]
-    sizes = {"choose": {"block_size": 4, "n": 3}, "moba": {"block_size": 4}, "infllm": {}}[way]
+    call, sizes = {
+        "choose": (choose_blocks, {"block_size": 4, "n": 3}), "moba": (moba_selection, {"block_size": 4}), "infllm": (infllm_selection, {})
+    }[way]  # fmt: skip
     refused(call, {"q": randn(1, 20, 2, 1, 16), "k": randn(1, 2, 20, 16), **sizes}, changes, fragments)
 
 
@@ -276,7 +285,7 @@ def test_decode_of_compressed_attention(backend: str) -> None:
     q, options = call.q.squeeze(1), options_of(call, "decode")
     o, selection, lse = compressed_attention(q, call.k, call.v, **options, return_lse=True, backend=backend)
     exact = check_attention((o.unsqueeze(1), lse.unsqueeze(1)), call)
-    choose_cases.assert_chosen(selection.block_indices, exact.importance, exact.blocks)
+    assert_chosen(selection.block_indices, exact.importance, exact.blocks)
     assert selection.ranges.shape == (3, 1, 1, call.rule.n, 2)
     given, chosen = compressed_attention(q, call.k, call.v, **options, q_pos=torch.tensor([84]), backend=backend)
     assert torch.equal(given, o)
@@ -318,20 +327,12 @@ def test_hooks_on_saved_tensors_may_free_the_inputs() -> None:
     assert all(x.grad is not None for x in (call.q, call.k, call.v))
 
 
-def test_empty_compressed() -> None:
-    for sizes in ((0, 8, 8), (1, 0, 0)):
-        B, S, S_kv = sizes
-        call = make_choose_call((B, S, S_kv, 1, 2, 16, 16, SMALL))
-        o, selection = compressed_attention(call.q, call.k, call.v, **call.rule._asdict(), S_kv=S_kv)
-        assert (o.shape, selection.ranges.shape) == ((B, S, 1, 2, 16), (B, S, 1, SMALL.n, 2))
-
-
 # Decisions
 
 
 def attend() -> None:
     q, k, v = torch.randn(1, 8, 1, 2, 16), torch.randn(1, 1, 8, 16), torch.randn(1, 1, 8, 16)
-    nsa_sel.selection_attention(q, k, v, torch.tensor([[0, 4]]).expand(1, 8, 1, 1, 2))
+    selection_attention(q, k, v, torch.tensor([[0, 4]]).expand(1, 8, 1, 1, 2))
 
 
 def compress(**options: Any) -> None:
@@ -339,22 +340,29 @@ def compress(**options: Any) -> None:
     compressed_attention(call.q, call.k, call.v, **options_of(call, "h1"), **options)
 
 
-def test_a_decision_replays_and_names_every_backend() -> None:
-    compress()
-    assert last().request.compress == (SMALL.compress_block, SMALL.compress_stride)
+@pytest.mark.parametrize(
+    ("work", "compressed", "words"),
+    [
+        (choose, (1, 1), "scores    max over a block, sum over heads, of logits"),
+        (compress, (SMALL.compress_block, SMALL.compress_stride), "choose-triton"),
+    ],
+)
+def test_a_decision_replays_and_names_every_backend(work: Callable[[], object], compressed: tuple[int, int], words: str) -> None:
+    work()
+    assert (last().request.kind, last().request.compress) == ("choose", compressed)
     assert [verdict.backend for verdict in last().verdicts] == list(registry.backends("choose"))
     assert [step.partition(": ")[0] for step in last().steps] == ["choose-cuda", "choose-triton"]
     assert Decision.from_json(last().to_json()).replay() == ()
-    assert "choose-triton" in nsa_sel.describe(last())
+    assert words in describe(last())
 
 
 def test_forcing_a_backend_concerns_its_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    with nsa_sel.use_backend("sdpa-packed"):
+    with use_backend("sdpa-packed"):
         compress()
         assert last().override is None
         attend()
         assert last().forward == "sdpa-packed"
-    with nsa_sel.use_backend("choose-torch"):
+    with use_backend("choose-torch"):
         attend()
         assert last().override is None
         compress()
@@ -372,9 +380,7 @@ def test_forcing_a_backend_concerns_its_own_kind(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_fallback_of_its_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(call: ChooseCall) -> Any:
-        raise RuntimeError("no such kernel")
-
+    broken = mock.Mock(side_effect=RuntimeError("no such kernel"))
     monkeypatch.setattr(registry.load_chooser("choose-triton"), "forward", broken)
     with pytest.raises(RuntimeError, match="no such kernel"):
         compress(backend="choose-triton")
@@ -390,10 +396,10 @@ def test_on_a_gpu_triton_chooses_but_hopper_has_cuda(monkeypatch: pytest.MonkeyP
     request = example_choice(needs_grad=True)
     monkeypatch.setattr(registry, "offers", lambda request: tuple(map(Offer, registry.backends(request.kind).values())))
     forget_decisions()
-    decision = nsa_sel.explain_request(request, GPUS[name])
+    decision = explain_request(request, GPUS[name])
     assert (decision.forward, decision.backward) == (backend, backend)
     for change in ({"h": 1}, {"h": 65}, {"Dk": 80}, {"Dv": 256}, {"S": 4}, {"aligned": False}):
-        assert nsa_sel.explain_request(replace(request, **change), GPUS[name]).forward == "choose-triton"
+        assert explain_request(replace(request, **change), GPUS[name]).forward == "choose-triton"
     forget_decisions()
 
 
@@ -414,7 +420,7 @@ WRONG_COMPRESSED = [
     ({"n": 0}, ("n is 0", "a whole number >= 1")),
     ({"n": 2}, ("first + local is 1 + 2", "at most n = 2", "raise n")),
     ({"first": -1}, ("first + local is -1 + 2",)),
-    ({"scale": math.nan}, ("scale is nan", "a finite number")),
+    ({"scale": torch.nan}, ("scale is nan", "a finite number")),
     ({"S_kv": 49}, ("S_kv is 49", ">= S = 50")),
     ({"S_kv": 50.0}, ("S_kv is 50.0", ">= S = 50")),
     ({"S_kv": 60}, ("k_cmp is of 11 compressed keys", "14 = ")),
@@ -432,17 +438,6 @@ def test_wrong_compressed_calls(changes: dict[str, Any], fragments: tuple[str, .
     refused(compressed_attention, arguments, changes, fragments)
 
 
-@pytest.mark.parametrize("transform", [lambda f: torch.func.vmap(f), lambda f: torch.func.grad(lambda q: f(q).sum())], ids=["vmap", "grad"])
-def test_transforms_are_refused(transform: Any) -> None:
-    call = make_choose_call(WHOLE)
-
-    def work(q: Tensor) -> Tensor:
-        return compressed_attention(q, call.k, call.v, **call.rule._asdict())[0]
-
-    with pytest.raises(BackendError, match="compressed_attention"):
-        transform(work)(call.q)
-
-
 def test_one_graph_with_gradients() -> None:
     """torch.compile(fullgraph, dynamic): the same o, blocks and gradients as eager, at two lengths."""
 
@@ -454,12 +449,8 @@ def test_one_graph_with_gradients() -> None:
     for S in (50, 39):
         call = make_choose_call((1, S, S, 1, 2, 16, 16, SMALL))
         inputs = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
-        found = []
-        for function in (work, compiled):
-            o, ranges = function(*inputs)
-            found.append((o, ranges, *torch.autograd.grad(o.sum(), inputs)))
-        for mine, other in zip(*found, strict=True):
-            assert torch.equal(mine, other)
+        outputs = [function(*inputs) for function in (work, compiled)]
+        assert all(map(torch.equal, *((o, ranges, *torch.autograd.grad(o.sum(), inputs)) for o, ranges in outputs)))
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])

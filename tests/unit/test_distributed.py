@@ -24,6 +24,7 @@ from nsa_sel.distributed import (
     context_parallel_nsa_attention,
 )  # fmt: skip
 from nsa_sel.errors import BackendError, NsaSelError
+from tests.helpers.calls import assert_refused
 from tests.helpers.cases import make_blocks, make_qkv
 from tests.helpers.files import ROOT
 
@@ -87,20 +88,24 @@ def test_gpus_pass_a_share_of_all_checks(tmp_path: Path, share: int) -> None:
 
 
 def test_calls_outside_a_job_are_refused() -> None:
-    q, k, v = make_qkv()
-    with pytest.raises(NsaSelError, match="context_parallel_attention is called outside a distributed job"):
-        context_parallel_attention(q, k, v, make_blocks(1, 16, 1, 16, 1, 16))
-    with pytest.raises(NsaSelError, match="check_ranks is called outside a distributed job"):
-        check_ranks()
-    with pytest.raises(NsaSelError, match="context_parallel is called outside a distributed job"):
-        context_parallel(NSAttention(8, 1, 1, 4))
-    with pytest.raises(NsaSelError, match="context_parallel_nsa_attention is called outside a distributed job"):
-        context_parallel_nsa_attention(*[torch.zeros(1)] * 8)
+    words, blocks = "is called outside a distributed job", make_blocks(1, 16, 1, 16, 1, 16)
+    assert_refused(
+        (f"context_parallel_attention {words}", lambda: context_parallel_attention(*make_qkv(), blocks)),
+        (f"check_ranks {words}", check_ranks),
+        (f"context_parallel {words}", lambda: context_parallel(NSAttention(8, 1, 1, 4))),
+        (f"context_parallel_nsa_attention {words}", lambda: context_parallel_nsa_attention(*[torch.zeros(1)] * 8)),
+        error=NsaSelError,
+    )
 
 
 def test_compiled_calls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nsa_sel.core.transforms.is_compiling", lambda: True)
-    with pytest.raises(BackendError, match=r"Remedy: call it in a function under torch\.compiler\.disable"):
-        context_parallel_attention(*make_qkv(), make_blocks(1, 16, 1, 16, 1, 16))
-    with pytest.raises(BackendError, match=r"context_parallel_nsa_attention is called in a function that torch\.compile traces"):
-        context_parallel_nsa_attention(*[torch.zeros(1)] * 8)
+    traced = r"context_parallel_nsa_attention is called in a function that torch\.compile traces"
+    assert_refused(
+        (
+            r"Remedy: call it in a function under torch\.compiler\.disable",
+            lambda: context_parallel_attention(*make_qkv(), make_blocks(1, 16, 1, 16, 1, 16)),
+        ),
+        (traced, lambda: context_parallel_nsa_attention(*[torch.zeros(1)] * 8)),
+        error=BackendError,
+    )

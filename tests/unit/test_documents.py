@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from nsa_sel.core import registry
 from nsa_sel.settings.config import parse_config
 from tests.helpers.files import ROOT
 
@@ -29,13 +27,10 @@ def blocks(document: str, language: str) -> list[str]:
 
 
 @pytest.fixture
-def packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+def packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh_registry: None) -> Path:
     """A folder whose modules and entry points are seen as installed."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    registry.backends.cache_clear()
-    yield tmp_path
-    registry.backends.cache_clear()
-    registry.missing.cache_clear()
+    return tmp_path
 
 
 @pytest.mark.parametrize("document", [name for name, text in TEXTS.items() if "```python\n" in text])
@@ -68,9 +63,3 @@ def test_configuration_is_valid() -> None:
     assert found
     for block in found:
         parse_config(block.encode(), "a document")
-
-
-# Names and links
-
-
-# Tables

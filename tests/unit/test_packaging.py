@@ -12,7 +12,6 @@ import sysconfig
 import venv
 import zipfile
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -57,23 +56,17 @@ runpy.run_module("nsa_sel", run_name="__main__")  # as python -m nsa_sel
 """
 
 
-class Built(NamedTuple):
-    """The sdist, and the wheel built from its files alone."""
-
-    sdist: Path
-    wheel: Path
-
-
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from the files of the sdist alone."""
     folder = tmp_path_factory.mktemp("packaging")
     # A copy: setuptools would take in what earlier builds left in the checkout, and leave its own.
     source = folder / "source"
     shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(*NOT_SOURCE))
     # Without --sdist or --wheel, the wheel is built from the unpacked sdist.
     run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(source)], folder)
-    (sdist,), (wheel,) = (folder / "dist").glob("*.tar.gz"), (folder / "dist").glob("*.whl")
-    return Built(sdist, wheel)
+    (wheel,) = (folder / "dist").glob("*.whl")
+    return wheel
 
 
 def run(command: list[str], folder: Path) -> str:
@@ -94,33 +87,32 @@ def package_files() -> set[str]:
     return {name for name in files if not name.startswith((RESULTS, DATA)) or name == f"{DATA}smollm2_maps.npz"}
 
 
-def test_wheel_has_every_file_and_one_top_level_name(built: Built) -> None:
-    with zipfile.ZipFile(built.wheel) as wheel:
-        names = {name for name in wheel.namelist() if not name.endswith("/")}
-        sizes = {info.filename: info.file_size for info in wheel.infolist() if not info.filename.endswith((".py", ".cu", ".cuh"))}
+def test_wheel_has_every_file_and_one_top_level_name(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as file:
+        names = {name for name in file.namelist() if not name.endswith("/")}
+        sizes = {info.filename: info.file_size for info in file.infolist() if not info.filename.endswith((".py", ".cu", ".cuh"))}
     assert sum(sizes.values()) <= 1 << 20, sizes
     metadata = {name for name in names if name.split("/")[0].endswith(".dist-info")}
     assert names - metadata == package_files()
     assert any(name.endswith("licenses/LICENSE") for name in metadata)
 
 
-def test_installed_wheel_works_away_from_the_checkout(built: Built, tmp_path: Path) -> None:
+def test_installed_wheel_works_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
     home = tmp_path / "venv"
     venv.create(home, with_pip=False)
     python = str(home / "bin" / "python")
     site = Path(run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], tmp_path).strip())
     # Dependencies are this environment's. Its .pth files, the editable install's among them, are not read this way.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-    run([sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", "--no-compile", str(built.wheel)], tmp_path)
+    run([sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", "--no-compile", str(wheel)], tmp_path)
     (tmp_path / "use.py").write_text(USE)
     assert run([python, "-I", "use.py", str(site)], tmp_path) == f"nsa-sel {nsa_sel.__version__}\n"
     assert "Usage" in run([str(home / "bin" / "nsa-sel"), "-h"], tmp_path)
 
 
-def test_metadata_names_version_and_light_dependencies(built: Built) -> None:
-    with zipfile.ZipFile(built.wheel) as wheel:
-        (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
-        metadata = email.message_from_bytes(wheel.read(name))
+def test_metadata_names_version_and_light_dependencies(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as file:
+        metadata = email.message_from_bytes(file.read(f"nsa_sel-{nsa_sel.__version__}.dist-info/METADATA"))
     needed = [text for text in metadata.get_all("Requires-Dist", []) if "extra ==" not in text]
     assert {re.split(r"[^\w-]", text)[0] for text in needed} == {"torch", "triton", "numpy", "msgspec", "PyYAML"}
     assert metadata["Version"] == nsa_sel.__version__

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +11,12 @@ import msgspec
 import pytest
 import torch
 
-import nsa_sel
+from nsa_sel import Selection, decisions, describe, explain_request, quantize_e4m3, reset, selection_attention_with_kvcache, warmup
 from nsa_sel.core import registry
 from nsa_sel.core.request import DeviceInfo, example_request
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.oracle import oracle_forward
 from nsa_sel.quantize import STORED
-from nsa_sel.selection import Selection
-from nsa_sel.serving import selection_attention_with_kvcache
 from tests.helpers.caches import (
     EACH,
     LENGTHS,
@@ -33,6 +30,7 @@ from tests.helpers.caches import (
     make_quantized,
     positions,
 )
+from tests.helpers.calls import assert_refused, calls_of
 from tests.helpers.cases import assert_gradients, assert_within_twice_baseline, make_grads, plain_torch
 from tests.helpers.gpus import needs, needs_hopper
 
@@ -42,11 +40,9 @@ def test_only_pages_of_whole_steps_use_tma(page_size: int, monkeypatch: pytest.M
     """With many rows none is split. TMA loads blocks if pages hold whole steps; pointers load the rest."""
     from nsa_sel.backends import triton_group
 
-    loads: list[str] = []
-    real = triton_group._forward_blocks
-    monkeypatch.setattr(triton_group, "_forward_blocks", lambda *given: (loads.append(given[3].loads), real(*given))[1])
+    ran = calls_of(monkeypatch, triton_group, "_forward_blocks")
     check(make_cache(page_size=page_size, S_q=2, block=32), "triton-group")
-    assert loads == ["tma" if page_size == 64 else "pointer"]
+    assert [given[3].loads for given in ran] == ["tma" if page_size == 64 else "pointer"]
 
 
 @pytest.mark.parametrize(("names", "block_l"), [(("pages", "pages-widest"), 32), (("blocks",), 16)], ids=["forced", "of other heads"])
@@ -63,8 +59,7 @@ def test_pages_are_bit_equal_to_a_contiguous_cache(lengths: tuple[int, ...], siz
     G = 1 if len(lengths) == 2 else 2
     whole = check(make_cache(lengths, None, block=32, G=G), "triton-group")
     for page_size in sizes:
-        paged = check(make_cache(lengths, page_size, block=32, G=G), "triton-group")
-        assert all(torch.equal(a, b) for a, b in zip(paged, whole, strict=True))
+        assert all(map(torch.equal, check(make_cache(lengths, page_size, block=32, G=G), "triton-group"), whole))
 
 
 def test_gradients_over_a_contiguous_cache() -> None:
@@ -73,7 +68,7 @@ def test_gradients_over_a_contiguous_cache() -> None:
     cache = cache._replace(q=q, k_cache=k_cache, v_cache=v_cache)
     o, lse = selection_attention_with_kvcache(*cache, return_lse=True, backend="sdpa-packed")
     do, dlse = make_grads(q, v_cache)
-    dlse = torch.where(lse.detach() == -math.inf, 0.0, dlse)
+    dlse = torch.where(lse.detach() == -torch.inf, 0.0, dlse)
     got = torch.autograd.grad((o, lse), (q, k_cache, v_cache), (do, dlse))
     wanted = oracle_forward(*(x.detach() for x in (q, *gathered(cache))), cache.selection.ranges, q_pos=positions(cache))
     baseline = plain_torch(q, *gathered(cache), cache.selection.ranges, q_pos=positions(cache))
@@ -144,10 +139,6 @@ def test_bad_arguments_are_refused(changes: dict[str, Any], message: str) -> Non
         selection_attention_with_kvcache(*make_cache()._replace(**changes))
 
 
-def gpu_cache(page_size: int | None, **sizes: object) -> Cache:
-    return make_cache(page_size=page_size, **{"dtype": torch.bfloat16, "device": "cuda", "Dk": 64, "Dv": 128, **sizes})  # type: ignore[arg-type]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("page_size", "each"), [(16, None), (24, None), (64, None), (None, "head"), (24, "page"), (64, "head"), (64, "page")]
@@ -158,11 +149,11 @@ def test_many_rows_use_tma_where_pages_hold_whole_steps(
 ) -> None:
     """Enough rows to fill the GPU are not split; TMA needs Hopper or newer."""
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
-    sizes: dict[str, Any] = {"lengths": LENGTHS * 64, "S_q": 2, "dtype": dtype}
+    sizes: dict[str, Any] = {"lengths": LENGTHS * 64, "S_q": 2, "dtype": dtype, "device": "cuda", "Dk": 64, "Dv": 128}
     if each is None:
-        check(gpu_cache(page_size, **sizes), "triton-group")
+        check(make_cache(page_size=page_size, **sizes), "triton-group")
     else:
-        check_quantized(gpu_quantized(each, page_size, **sizes, block=32), "triton-group")
+        check_quantized(make_quantized(each, page_size, **sizes, block=32), "triton-group")
     configs = [event["config"] for event in logged("sel.triton.kernel")]
     tma = torch.cuda.get_device_capability() >= (9, 0) and page_size != 24
     assert [config.split(":")[0].split("-wide")[0] for config in configs] == [f"triton-group/decode-{'blocks' if tma else 'pages'}"]
@@ -222,19 +213,18 @@ def test_packed_sdpa_gathers_within_its_workspace(configure: Callable[[str], Pat
     given = make_quantized("page", 16, S_q=4)
     wanted = check_quantized(given, "sdpa-packed")
     configure("provenance: a test\nruntime: {workspace_bytes: 65536}\n")
-    got = check_quantized(given, "sdpa-packed")
-    assert all(map(torch.equal, got, wanted))
+    assert all(map(torch.equal, check_quantized(given, "sdpa-packed"), wanted))
 
 
 def test_quantized_caches_refuse_gradients() -> None:
     for page_size in (None, 16):
         given = make_quantized("head", page_size)
         wanted = given.cache._replace(q=given.cache.q.clone().requires_grad_())
-        with pytest.raises(ArgumentError, match=r"^q is .* requires gradients.*none over a quantized cache.*no_grad|^q is .*paged"):
-            selection_attention_with_kvcache(*wanted, **given.scales)
+        scales = {**given.scales, "k_scale": given.scales["k_scale"].clone().requires_grad_()}
         with torch.no_grad():
             selection_attention_with_kvcache(*wanted, **given.scales)
-        scales = {**given.scales, "k_scale": given.scales["k_scale"].clone().requires_grad_()}
+        with pytest.raises(ArgumentError, match=r"^q is .* requires gradients.*none over a quantized cache.*no_grad|^q is .*paged"):
+            selection_attention_with_kvcache(*wanted, **given.scales)
         with pytest.raises(ArgumentError, match=r"^k_scale is a tensor that requires gradients"):
             selection_attention_with_kvcache(*given.cache, **scales)
 
@@ -252,11 +242,11 @@ def test_gpus_without_e4m3_take_packed_sdpa(sm: int, forward: str) -> None:
     """SM 8.0 has no instruction for it; on SM 8.9 Triton is off by the device rule."""
     device = DeviceInfo(kind="cuda", name="a GPU", sm=sm, sm_count=100, shared_memory=99 << 10)
     request = msgspec.structs.replace(example_request(), S=1, page_size=64, quantized="e4m3/head")
-    decision = nsa_sel.explain_request(request, device)
+    decision = explain_request(request, device)
     assert decision.forward == forward
     (verdict,) = (verdict for verdict in decision.verdicts if verdict.backend == "triton-group")
     assert ("quantized-sm" in {reason.code for reason in verdict.forward}) == (sm < 89)
-    assert "quantized KV cache (e4m3/head)" in nsa_sel.describe(decision)
+    assert "quantized KV cache (e4m3/head)" in describe(decision)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +266,7 @@ def test_gpus_without_e4m3_take_packed_sdpa(sm: int, forward: str) -> None:
 def test_cupy_cuda_reads_whole_steps_of_e4m3_on_hopper(sm: int, facts: dict[str, Any], found: tuple[str, object, str] | None) -> None:
     device = DeviceInfo(kind="cuda", name="a GPU", sm=sm, sm_count=100, shared_memory=227 << 10)
     request = msgspec.structs.replace(example_request(), **{"S": 1, "page_size": 64, "quantized": "e4m3/head", **facts})
-    (verdict,) = (verdict for verdict in nsa_sel.explain_request(request, device).verdicts if verdict.backend == "cupy-cuda")
+    (verdict,) = (verdict for verdict in explain_request(request, device).verdicts if verdict.backend == "cupy-cuda")
     reasons = [reason for reason in verdict.forward if reason.code.startswith("quantized")]
     assert [reason.code for reason in reasons] == ([] if found is None else [found[0]])
     if found is not None:
@@ -289,17 +279,13 @@ def test_a_warmed_call_is_of_the_class_of_the_real_one(page_size: int | None, ea
     """By `warmup`, and before the first call, which keeps its scales."""
     given = make_quantized(each, page_size)
     wanted = check_quantized(given, None)
-    asked = nsa_sel.decisions()[-1].request
-    nsa_sel.warmup("cpu", [asked])
-    assert nsa_sel.decisions()[-1].request == asked
+    asked = decisions()[-1].request
+    warmup("cpu", [asked])
+    assert decisions()[-1].request == asked
     monkeypatch.setenv("NSA_SEL_AUTOTUNE", "warmup")
-    nsa_sel.reset()
+    reset()
     assert all(map(torch.equal, check_quantized(given, None), wanted))
-    assert [decision.request for decision in nsa_sel.decisions()[-3:]] == [asked] * 3  # the call's, the warm-up's, and the call's again
-
-
-def _e5m2(cache: Cache) -> dict[str, Any]:
-    return {"k_cache": cache.k_cache.to(torch.float8_e5m2)}
+    assert [decision.request for decision in decisions()[-3:]] == [asked] * 3  # the call's, the warm-up's, and the call's again
 
 
 ONE, HEAD = torch.ones(1), torch.ones(2)
@@ -308,7 +294,11 @@ ONE, HEAD = torch.ones(1), torch.ones(2)
 @pytest.mark.parametrize(
     ("cache", "scales", "message"),
     [
-        (_e5m2, {}, r"^k_cache is of dtype torch.float8_e5m2; allowed: .*e5m2 has 2 bits of mantissa.*quantize to torch.float8_e4m3fn"),
+        (
+            lambda c: {"k_cache": c.k_cache.to(torch.float8_e5m2)},
+            {},
+            r"^k_cache is of dtype torch.float8_e5m2; .*e5m2 has 2 bits.*quantize",
+        ),
         (lambda c: {"v_cache": c.v_cache.to(torch.float8_e5m2)}, {}, r"^v_cache is of dtype torch.float8_e5m2"),
         (lambda c: {"k_cache": c.k_cache.view(torch.uint8)}, {}, r"^k_cache is of dtype torch.uint8.*k_cache\.view\(torch.float8_e4m3fn\)"),
         (lambda c: {"v_cache": c.v_cache.float()}, {}, r"^v_cache is of dtype torch.float32; allowed: k_cache's dtype torch.float8_e4m3fn"),
@@ -334,6 +324,11 @@ ONE, HEAD = torch.ones(1), torch.ones(2)
         ),
         (lambda c: {}, {"k_scale": HEAD, "v_scale": torch.ones(3, 2)}, r"^v_scale is of shape \(3, 2\); allowed: .*pages = 15"),
         (lambda c: {}, {"k_scale": HEAD, "v_scale": torch.ones(2, 15)}, r"^v_scale is of shape \(2, 15\)"),
+        (
+            lambda c: make_quantized(None, None).cache._asdict(),  # contiguous: no pages have scales
+            {"k_scale": torch.ones(4, 2), "v_scale": torch.ones(4, 2)},
+            r"^k_scale is of shape \(4, 2\); allowed: one number, \[G\] for G = 2\. .*each group one",
+        ),
     ],
 )
 def test_bad_scales_are_refused(cache: Callable[[Cache], dict[str, Any]], scales: dict[str, Any], message: str) -> None:
@@ -342,17 +337,11 @@ def test_bad_scales_are_refused(cache: Callable[[Cache], dict[str, Any]], scales
         selection_attention_with_kvcache(*given._replace(**cache(given)), **scales)
 
 
-def test_a_contiguous_cache_has_no_scales_of_pages() -> None:
-    given = make_quantized(None, None).cache
-    with pytest.raises(ArgumentError, match=r"^k_scale is of shape \(4, 2\); allowed: one number, \[G\] for G = 2\. .*each group one"):
-        selection_attention_with_kvcache(*given, k_scale=torch.ones(4, 2), v_scale=torch.ones(4, 2))
-
-
 @pytest.mark.parametrize("each", ["tensor", "head", "page"])
 def test_quantized_numbers_are_close_to_what_they_stand_for(each: str) -> None:
     x = torch.randn(3, 5, 2, 7, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-6, 1e3])[:, None]
     x[1] = 0
-    stored, scale = nsa_sel.quantize_e4m3(x, each)  # type: ignore[arg-type]
+    stored, scale = quantize_e4m3(x, each)  # type: ignore[arg-type]
     assert (stored.dtype, stored.shape) == (STORED, x.shape)
     assert scale.shape == {"tensor": (1,), "head": (2,), "page": (3, 2)}[each]
     wide = scale.reshape(-1, 1, scale.shape[-1], 1)
@@ -362,61 +351,42 @@ def test_quantized_numbers_are_close_to_what_they_stand_for(each: str) -> None:
 
 
 def test_numbers_that_are_not_finite_count_for_no_scale() -> None:
-    x = torch.ones(1, 4, 1, 8)
-    x[0, 1], x[0, 2] = math.nan, math.inf
-    stored, scale = nsa_sel.quantize_e4m3(x, "tensor")
+    stored, scale = quantize_e4m3(torch.tensor([1, torch.nan, torch.inf, 1]).view(1, 4, 1, 1).expand(1, 4, 1, 8), "tensor")
     assert float(scale) == pytest.approx(1 / 448)
     assert stored.float()[0, :, 0, 0].isnan().tolist() == [False, True, True, False]
 
 
 @pytest.mark.parametrize(("each", "shape"), [("tensor", (1,)), ("head", (2,)), ("page", (0, 2))])
 def test_scales_of_an_empty_cache_have_its_shape(each: str, shape: tuple[int, ...]) -> None:
-    stored, scale = nsa_sel.quantize_e4m3(torch.empty(0, 3, 2, 4), each)  # type: ignore[arg-type]
+    stored, scale = quantize_e4m3(torch.empty(0, 3, 2, 4), each)  # type: ignore[arg-type]
     assert (stored.shape, scale.shape) == ((0, 3, 2, 4), shape)
     assert bool((scale == 1).all())
 
 
 def test_scales_of_tiny_numbers_have_a_reciprocal() -> None:
     x = torch.tensor([0.0, 1e-42, -1e-40, 1e-38]).view(4, 1, 1, 1)
-    stored, scale = nsa_sel.quantize_e4m3(x, "page")
+    stored, scale = quantize_e4m3(x, "page")
     assert scale.flatten().tolist() == [1, *[torch.finfo(torch.float32).tiny] * 3]
     assert bool(((stored.float() * scale.view(4, 1, 1, 1) - x).abs() <= torch.maximum(x.abs() / 16, scale.view(4, 1, 1, 1) / 1024)).all())
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ((3,), r"^x is a int"),
-        ((torch.ones(2, 3),), r"^x is torch.float32 of shape \(2, 3\); allowed: a cache \[B,S_max,G,D\]"),
-        ((torch.ones(1, 1, 1, 1, dtype=torch.int32),), r"^x is torch.int32"),
-        ((torch.ones(1, 1, 1, 1), "row"), r"^each is 'row'; allowed: tensor, head, page"),
-    ],
-)
-def test_what_cannot_be_quantized_is_refused(given: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        nsa_sel.quantize_e4m3(*given)
-
-
-def gpu_quantized(each: str | None, page_size: int | None, **sizes: Any) -> QuantizedCache:
-    return make_quantized(each, page_size, **{"dtype": torch.bfloat16, "device": "cuda", "Dk": 64, "Dv": 128, **sizes})
-
-
-GARBAGE = 2**30  # after a sequence's last page: a key there would be far outside of memory
-
-
-def gpu_cache_gpu(each: str | None, page_size: int | None, **sizes: Any) -> QuantizedCache:
-    given = make_quantized(
-        each, page_size, **{"dtype": torch.bfloat16, "device": "cuda", "h": 16, "Dk": 128, "Dv": 128, "block": 64, "room": 512, **sizes}
+def test_what_cannot_be_quantized_is_refused() -> None:
+    x = torch.ones(1, 1, 1, 1)
+    assert_refused(
+        ("^x is a int", lambda: quantize_e4m3(3)),  # type: ignore[arg-type]
+        (r"^x is torch.float32 of shape \(1, 1\); allowed: a cache \[B,S_max,G,D\]", lambda: quantize_e4m3(x[0, 0])),
+        ("^x is torch.int32", lambda: quantize_e4m3(x.int())),
+        ("^each is 'row'; allowed: tensor, head, page", lambda: quantize_e4m3(x, "row")),  # type: ignore[arg-type]
     )
+
+
+def gpu_pages(each: str | None, **sizes: Any) -> QuantizedCache:
+    """A cache in pages of 64; garbage after a sequence's last page: a key there would be far outside of memory."""
+    facts = {"dtype": torch.bfloat16, "device": "cuda", "h": 16, "Dk": 128, "Dv": 128, "block": 64, "room": 512}
+    given = make_quantized(each, 64, **{**facts, **sizes})
     table = given.cache.block_table
-    return given if table is None else given.replaced(block_table=torch.where(table < 0, GARBAGE, table))
-
-
-def check_twice(given: QuantizedCache) -> tuple[torch.Tensor, torch.Tensor]:
-    """`check_quantized`, and the same bits again."""
-    found = check_quantized(given, "cupy-cuda")
-    assert all(map(torch.equal, found, called(given, "cupy-cuda")))
-    return found
+    assert table is not None
+    return given.replaced(block_table=torch.where(table < 0, 2**30, table))
 
 
 @pytest.mark.gpu
@@ -424,7 +394,8 @@ def check_twice(given: QuantizedCache) -> tuple[torch.Tensor, torch.Tensor]:
 @needs_hopper
 @pytest.mark.parametrize("factor", [1e-30, 1e-3, 100.0, 1e30])
 def test_scales_of_pages_may_have_any_size(factor: float) -> None:
-    check_twice(gpu_cache_gpu("page", 64, lengths=(150, 300)).scaled(v=factor))
+    given = gpu_pages("page", lengths=(150, 300)).scaled(v=factor)
+    assert all(map(torch.equal, check_quantized(given, "cupy-cuda"), called(given, "cupy-cuda")))
 
 
 @pytest.mark.gpu
@@ -432,7 +403,7 @@ def test_scales_of_pages_may_have_any_size(factor: float) -> None:
 @needs_hopper
 @pytest.mark.parametrize("each", EACH)
 def test_a_step_is_one_launch(each: str | None, started: list[str]) -> None:
-    given = gpu_cache_gpu(each, 64)
+    given = gpu_pages(each)
     called(given, "cupy-cuda")
     started.clear()
     called(given, "cupy-cuda")

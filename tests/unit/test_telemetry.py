@@ -6,8 +6,8 @@ import contextlib
 import json
 import subprocess
 import sys
-import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,12 @@ import nsa_sel
 import nsa_sel.core.decide
 from nsa_sel.backends import numba_cpu
 from nsa_sel.core.call import Call
-from nsa_sel.core.request import Request
-from nsa_sel.errors import ArgumentError
 from nsa_sel.oracle import oracle_mask
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from nsa_sel.telemetry import events, passes
 from nsa_sel.telemetry.log import decision_events, read_decisions
-from tests.helpers.calls import counted, last, problem
+from tests.helpers.calls import assert_refused, counted, last, problem
 from tests.helpers.cases import make_blocks, make_call, make_qkv, make_spans
 from tests.helpers.files import ROOT
 from tests.helpers.policy_cases import CPU, H100, H200, LONG, RTX4090, SHORT, decide, replace
@@ -63,22 +61,17 @@ def test_failures_and_fallbacks_are_counted_by_reason(monkeypatch: pytest.Monkey
 
 
 def test_no_call_is_lost_between_threads() -> None:
-    decisions = [replace(decide(SHORT, CPU), rule=str(i)) for i in range(4)]
+    decision = decide(SHORT, CPU)
 
-    def record(decision: Any) -> None:
+    def record(rule: str) -> None:
         for _ in range(2000):
-            events.record(decision, SHORT)
+            events.record(replace(decision, rule=rule), SHORT)
             events.count("failed", "nobody")
 
-    with counted() as grown:
-        threads = [threading.Thread(target=record, args=(decision,)) for decision in decisions]
-        for thread in threads:
-            thread.start()
-        for _ in range(50):
-            events.counters()
-        for thread in threads:
-            thread.join()
-    assert (grown["calls", str(decisions[0].forward)], grown["failed", "nobody"]) == (8000, 8000)
+    with counted() as grown, ThreadPoolExecutor(5) as pool:
+        pool.submit(lambda: [events.counters() for _ in range(50)])
+        assert list(pool.map(record, "0123")) == [None] * 4
+    assert (grown["calls", str(decision.forward)], grown["failed", "nobody"]) == (8000, 8000)
 
 
 def test_many_decisions_are_counted_and_the_last_kept() -> None:
@@ -89,7 +82,6 @@ def test_many_decisions_are_counted_and_the_last_kept() -> None:
         assert len(events._recorded) < 2 * events.KEPT_DECISIONS
         assert [kept.rule for kept in events.decisions()] == [str(i) for i in range(calls)][-events.KEPT_DECISIONS :]
     assert grown["calls", str(decision.forward)] == calls
-    assert [kept.rule for kept in events.decisions()][-1] == str(calls - 1)
 
 
 # Forks
@@ -177,10 +169,6 @@ def test_debug_flags_add_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert (reads["tokens"], reads["bytes"], reads["rows"]) == (tokens, tokens * (16 + 24) * 4, 48)
 
 
-def events_on(stderr: str) -> list[str]:
-    return [json.loads(line)["event"] for line in stderr.splitlines()]
-
-
 @pytest.mark.usefixtures("plain_cpu")
 @pytest.mark.parametrize(
     ("flag", "event"), [("NSA_DEBUG_TRITON", "sel.reads"), ("NSA_DEBUG_TIMING", "sel.timing"), ("NSA_DEBUG_COMPARE", "sel.compare")]
@@ -192,7 +180,7 @@ def test_debug_flags_alone_show_their_events_on_stderr(
 
     def shown() -> list[str]:
         nsa_sel.selection_attention(*arguments)
-        return events_on(capsys.readouterr().err)
+        return [json.loads(line)["event"] for line in capsys.readouterr().err.splitlines()]
 
     assert shown() == []
     monkeypatch.setenv(flag, "1")
@@ -226,40 +214,34 @@ DECISIONS = [
 ]
 
 
-def write(log: Path, *requests: Request) -> list[str]:
-    """Log a call of each request and return the names of the log's events."""
+def write(log: Path, *decisions: nsa_sel.Decision) -> list[str]:
+    """Log a call of each decision and return the last lines of the log."""
     nsa_sel.log_to(str(log))
-    for request in requests:
-        events.record(decide(request, H100), request)
+    for decision in decisions:
+        events.record(decision, decision.request)
     nsa_sel.log_to(None)
-    return [json.loads(line)["event"] for line in log.read_text().splitlines() if line]
+    return [line for line in log.read_text().splitlines() if line]
 
 
 @pytest.mark.parametrize("decision", DECISIONS, ids=lambda decision: f"{decision.device.name}-{decision.forward}")
 def test_a_decision_is_read_back_whole(tmp_path: Path, decision: nsa_sel.Decision) -> None:
-    log = tmp_path / "log.jsonl"
-    nsa_sel.log_to(str(log))
-    events.record(decision, decision.request)
-    nsa_sel.log_to(None)
-    assert read_decisions(log) == [decision] == [nsa_sel.Decision.from_json(decision.to_json())]
-    assert nsa_sel.decisions()[-1] is decision
-    assert len(log.read_bytes().splitlines()[-1]) <= 2048
+    assert len(write(tmp_path / "log.jsonl", decision)[-1]) <= 2048
+    assert read_decisions(tmp_path / "log.jsonl") == [decision] == [nsa_sel.Decision.from_json(decision.to_json())]
+    assert last() is decision
 
 
 def test_settings_are_written_once_to_each_target(tmp_path: Path) -> None:
-    once = ["sel.settings", "sel.decision", "sel.decision"]
-    assert write(tmp_path / "a.jsonl", SHORT, LONG) == once
-    assert write(tmp_path / "b.jsonl", SHORT, LONG) == once
-    assert write(tmp_path / "a.jsonl", SHORT)[3:] == ["sel.settings", "sel.decision"], "a later process may append"
+    twice = decide(SHORT, H100), decide(LONG, H100)
+    lines = [write(tmp_path / "a.jsonl", *twice), write(tmp_path / "b.jsonl", *twice), write(tmp_path / "a.jsonl", twice[0])[3:]]
+    once = ["sel.settings", "sel.decision"]
+    assert [[json.loads(line)["event"] for line in some] for some in lines] == [[*once, once[1]]] * 2 + [once], "a later process may append"
 
 
 def test_a_line_cut_short_by_a_crash_costs_no_other_line(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
-    write(log, SHORT)
+    write(log, decide(SHORT, H100))
     log.write_bytes(log.read_bytes()[:-100])
-    nsa_sel.log_to(str(log))
-    events.record(decide(LONG, H100), LONG)
-    nsa_sel.log_to(None)
+    write(log, decide(LONG, H100))
     log.write_bytes(b'{"event": "\xff"}\n' + log.read_bytes())
     assert read_decisions(log) == [decide(LONG, H100)]
 
@@ -270,11 +252,9 @@ def test_a_line_that_is_not_a_decision_is_named(tmp_path: Path, field: str, valu
     (name, settings), (_, fields) = decision_events(decide(SHORT, H100), set())
     fields["decision"] = {**msgspec.json.decode(fields["decision"]), field: value}
     log.write_bytes(b"\n".join(msgspec.json.encode(line) for line in ({"event": name, **settings}, {"event": "sel.decision", **fields})))
-    with pytest.raises(ArgumentError, match=f"line 2 of {log} is not a decision"):
-        read_decisions(log)
+    assert_refused((f"line 2 of {log} is not a decision", lambda: read_decisions(log)))
     log.write_bytes(log.read_bytes().splitlines()[1])
-    with pytest.raises(ArgumentError, match=r"line 1 of .* keep the sel.settings lines when you cut a log"):
-        read_decisions(log)
+    assert_refused(("line 1 of .* keep the sel.settings lines when you cut a log", lambda: read_decisions(log)))
 
 
 @pytest.mark.parametrize(("S", "S_kv"), [(1, 40), (12, 12), (12, 40), (40, 40)])
@@ -295,10 +275,6 @@ def test_keys_read(S: int, S_kv: int, positions: bool) -> None:
     assert passes.keys_read(call, count=False)[1] == ("bound" if positions else "measured")
     if not positions:
         assert passes.keys_read(call, count=False)[0] == exact
-        shorter = (
-            make_call(q[:, : min(S, 12)], k[:, :, :12], v[:, :, :12], Selection.from_ranges(ranges[:, : min(S, 12)])) if S > 1 else None
-        )
-        assert shorter is None or passes.keys_read(shorter, count=False)[1] == "bound"
         selection.ranges[:, :, :, 0] = 0  # written: what was measured and counted holds no more
         assert passes.keys_read(call, count=False)[1] == "bound"
         assert passes.keys_read(call, count=True) == (int(oracle_mask(selection.ranges, S_kv, S).sum()), "counted")
@@ -386,12 +362,7 @@ def test_reads_tell_what_is_loaded(monkeypatch: pytest.MonkeyPatch, logged: Any,
 def test_gradients_are_compared(monkeypatch: pytest.MonkeyPatch, logged: Any) -> None:
     monkeypatch.setenv("NSA_DEBUG_COMPARE", "1")
     real = numba_cpu.backward
-
-    def wrong(*arguments: Any) -> Any:
-        dq, dk, dv = real(*arguments)
-        return dq, dk + 0.5, dv
-
-    monkeypatch.setattr(numba_cpu, "backward", wrong)
+    monkeypatch.setattr(numba_cpu, "backward", lambda *given: [dx + off for dx, off in zip(real(*given), (0, 0.5, 0), strict=True)])
     q, k, v = make_qkv(1, 4, 1, 2, 16, S_kv=32, requires_grad=True)
     nsa_sel.selection_attention(q, k, v, make_blocks(1, 4, 1, 32, 2, 8)).sum().backward()
     forward, backward = logged("sel.compare")

@@ -10,8 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-import nsa_sel
-from nsa_sel import NSAttention, compat, compressed_attention, nsa_attention
+from nsa_sel import (
+    NSAttention,
+    Selection,
+    compat,
+    compressed_attention,
+    decisions,
+    explain_request,
+    nsa_attention,
+    selection_attention,
+    selection_attention_varlen,
+    use_backend,
+    varlen_positions,
+)
 from nsa_sel.backends import choose_triton
 from nsa_sel.bench.core.cases import PACKED
 from nsa_sel.core import attend
@@ -19,16 +30,14 @@ from nsa_sel.core import packed as packed_batches
 from nsa_sel.core.arguments import Bounds
 from nsa_sel.core.request import Request
 from nsa_sel.errors import ArgumentError, BackendError
-from nsa_sel.selection import Selection
-from nsa_sel.varlen import selection_attention_varlen, varlen_positions
 from tests.contract.lanes import lanes
+from tests.helpers.calls import assert_refused, calls_of, last
 from tests.helpers.cases import make_blocks, make_qkv
 from tests.helpers.gpus import captured, no_waiting, replayed
 from tests.helpers.policy_cases import A100, H200, INTERPRETER
 from tests.helpers.policy_cases import CPU as PLAIN_CPU
 from tests.helpers.varlen_cases import (
     Packed,
-    assert_unselected_keys_change_nothing,
     attend_varlen,
     check_varlen,
     hide_bounds,
@@ -48,8 +57,8 @@ def test_unaligned_blocks_become_ranges() -> None:
     with pytest.raises(BackendError, match=r"block-aligned .*whole blocks"):
         attend_varlen("triton-tile", packed, align=False)
     selection_attention_varlen(*packed[:4], packed.cu_q)
-    assert nsa_sel.decisions()[-1].request.block_size is None
-    assert nsa_sel.decisions()[-1].request.max_length == 25  # min(2 blocks of 16, 17 rounded up to 32, all keys)
+    assert last().request.block_size is None
+    assert last().request.max_length == 25  # min(2 blocks of 16, 17 rounded up to 32, all keys)
 
 
 @pytest.mark.parametrize("packed", [pack(ALIGNED), pack((3, 5), (32, 18))], ids=["the same", "more keys"])
@@ -58,7 +67,7 @@ def test_all_forms_of_bounds_give_equal_results(packed: Packed) -> None:
     for form in (tuple, torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32)):
         got = attend_varlen("sdpa-packed", packed, cu_seqlens_q=form(packed.cu_q), cu_seqlens_k=form(packed.cu_k))
         assert all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
-        assert nsa_sel.decisions()[-1].request.block_size == 16
+        assert last().request.block_size == 16
     rows = Selection.from_ranges(packed.ranges(), 16)  # [T,G,n,2]
     got = attend_varlen("sdpa-packed", packed._replace(selection=rows))
     assert all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
@@ -70,16 +79,16 @@ def test_all_forms_of_bounds_give_equal_results(packed: Packed) -> None:
 def test_bounds_on_a_gpu_align_only_by_promise_or_for_one_sequence() -> None:
     packed = pack((20,))
     selection_attention_varlen(*packed[:4], **tensors(packed))
-    assert nsa_sel.decisions()[-1].request.block_size == 16
+    assert last().request.block_size == 16
     for packed in (pack((16, 0, 3), n=2, spare=1), pack((1, 18, 0, 2), (32, 16, 16, 21), n=2)):
         check_varlen("numba", packed, **tensors(packed))
-        assert nsa_sel.decisions()[-1].request.block_size is None
+        assert last().request.block_size is None
         check_varlen("numba", packed, block_aligned=True, **tensors(packed))
-        assert nsa_sel.decisions()[-1].request.block_size == 16
+        assert last().request.block_size == 16
         selection_attention_varlen(*packed[:4], **tensors(packed))
-        assert nsa_sel.decisions()[-1].request.block_size is None
+        assert last().request.block_size is None
         selection_attention_varlen(*packed[:4], packed.cu_q, packed.cu_k)  # a list is the host's own
-        assert nsa_sel.decisions()[-1].request.block_size == 16
+        assert last().request.block_size == 16
 
 
 def test_a_broken_promise_of_alignment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,9 +103,7 @@ def test_a_broken_promise_of_alignment_is_refused(monkeypatch: pytest.MonkeyPatc
 
 @unseen
 def test_moved_selections_are_cached_until_an_input_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed, made = pack((3, 5), (32, 18)), []
-    real = packed_batches.positions_in_sequences
-    monkeypatch.setattr(packed_batches, "positions_in_sequences", lambda *args: made.append(1) or real(*args))
+    packed, made = pack((3, 5), (32, 18)), calls_of(monkeypatch, packed_batches, "positions_in_sequences")
     cu_q, cu_k = torch.tensor(packed.cu_q), torch.tensor(packed.cu_k)
     for _ in range(2):  # two layers
         selection_attention_varlen(*packed[:4], cu_q, cu_k)
@@ -116,11 +123,11 @@ def test_measured_sharing_is_used_for_packed_rows() -> None:
     packed = pack(ALIGNED)
     assert packed.selection.measure().sharing
     selection_attention_varlen(*packed[:4], packed.cu_q)
-    assert nsa_sel.decisions()[-1].request.sharing == packed.selection.sharing
+    assert last().request.sharing == packed.selection.sharing
     one_row_each = Selection(packed.selection.ranges.transpose(0, 1), 16)
     one_row_each.measure()
     selection_attention_varlen(*packed[:3], one_row_each, packed.cu_q)
-    assert nsa_sel.decisions()[-1].request.sharing is None
+    assert last().request.sharing is None
 
 
 def test_varlen_positions_restart_in_every_sequence() -> None:
@@ -145,7 +152,7 @@ def test_inference_mode_empty_batches_and_one_sequence_equal_the_plain_call() ->
     assert (o.shape, lse.shape) == ((0, 1, 2, 24), (0, 1, 2))
     q, k, v = make_qkv(S=30, G=2, h=2)
     selection = make_blocks(1, 30, 2, 30, 2, 8)
-    wanted = nsa_sel.selection_attention(q, k, v, selection)
+    wanted = selection_attention(q, k, v, selection)
     assert torch.equal(wanted[0], selection_attention_varlen(q[0], k[0].transpose(0, 1), v[0].transpose(0, 1), selection, [0, 30]))
 
 
@@ -172,9 +179,8 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input(name: str) -> None:
-    changes, message = BAD[name]
+@pytest.mark.parametrize(("changes", "message"), BAD.values(), ids=BAD)
+def test_bad_input(changes: dict[str, Any], message: str) -> None:
     arguments = {
         "q": torch.zeros(8, 2, 2, 16), "k": torch.zeros(8, 2, 16), "v": torch.zeros(8, 2, 16),
         "selection": torch.zeros(8, 2, 1, 2).int(), "cu_seqlens_q": [0, 8],
@@ -214,9 +220,7 @@ def test_calls_never_wait_for_the_device(backend: str, lengths: tuple[tuple[int,
         found = step(backend, fresh, block_aligned=True, **options)
         fresh.selection.forget_plans()
         listed = step(backend, fresh)
-    for one, other, third in zip(expected, found, listed, strict=True):
-        assert torch.equal(one, other)
-        assert torch.equal(one, third)
+    assert all(map(torch.equal, expected * 2, found + listed))
 
 
 @pytest.mark.gpu
@@ -260,10 +264,6 @@ def test_calls_of_other_libraries_do_not_wait_for_the_device() -> None:
         assert all(bool(x.isfinite().all()) for x in gradients)
 
 
-def last_request() -> Request:
-    return nsa_sel.decisions()[-1].request
-
-
 # Results
 
 
@@ -272,17 +272,17 @@ def test_sequences_of_any_length(backend: str) -> None:
     for lengths_k in (MIXED, (1, 3, 17, 20, 0, 33)):
         packed = pack(MIXED, lengths_k, G=2, h=3, spare=3)
         check_varlen(backend, packed, align=True)
-        assert last_request().block_size == 16
+        assert last().request.block_size == 16
 
 
 @pytest.mark.parametrize("backend", ON_BLOCKS)
 def test_backends_of_whole_blocks_serve_any_bounds_when_forced(backend: str) -> None:
     check_varlen(backend, pack((5, 0, 1, 18), n=2, spare=3))
-    assert last_request().block_size == 16
+    assert last().request.block_size == 16
     packed = pack((1, 2, 0), (20, 1, 17), n=2, G=2, h=3, dtype=torch.float16)  # as many rows as keys, less, and none
-    with nsa_sel.use_backend(backend):
+    with use_backend(backend):
         selection_attention_varlen(*packed[:4], packed.cu_q, packed.cu_k)
-    assert nsa_sel.decisions()[-1].forward == backend
+    assert decisions()[-1].forward == backend
     check_varlen(backend, packed._replace(selection=Selection(packed.selection.ranges.long(), 16)))
 
 
@@ -290,14 +290,8 @@ def test_backends_of_whole_blocks_serve_any_bounds_when_forced(backend: str) -> 
 def test_bounds_on_a_gpu_can_be_aligned() -> None:
     for packed in (pack(MIXED, n=2, spare=1), pack((1, 18, 0, 2), (33, 16, 5, 1), n=2)):
         check_varlen("numba", packed, align=True, **tensors(packed))
-        assert last_request().block_size == 16
+        assert last().request.block_size == 16
     check_varlen("triton-tile", pack((3, 0, 2), n=2, spare=1), **tensors(pack((3, 0, 2), spare=1)))
-
-
-@pytest.mark.parametrize("backend", ["numba", *ON_BLOCKS])
-def test_nan_in_unselected_keys_changes_nothing(backend: str) -> None:
-    packed = pack((2, 1, 1), (43, 15, 38), n=2, spare=4)
-    assert_unselected_keys_change_nothing(backend, packed, first=43, align=True)
 
 
 def test_invalid_bounds_access_no_other_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +307,7 @@ def test_invalid_bounds_access_no_other_memory(monkeypatch: pytest.MonkeyPatch) 
 def test_debugging_accepts_blocks_longer_than_their_sequence(monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...]) -> None:
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
     check_varlen("numba", pack(lengths, n=2), align=True)
-    assert last_request().block_size == 16
+    assert last().request.block_size == 16
 
 
 # When
@@ -323,10 +317,10 @@ def test_a_cpu_copies_only_on_request() -> None:
     packed = pack((5, 9), n=2)
     for options, block_size in (({}, None), ({"align": False}, None), ({"align": True}, 16)):
         selection_attention_varlen(*packed[:4], packed.cu_q, **options)
-        assert last_request().block_size == block_size
+        assert last().request.block_size == block_size
     for backend, found in (("numba", None), ("triton-group", None), ("triton-tile", 16)):
         attend_varlen(backend, packed)
-        assert last_request().block_size == found
+        assert last().request.block_size == found
 
 
 def test_aligned_sequences_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,14 +345,14 @@ def packed_request(**changes: Any) -> Request:
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["forward", "and backward"])
 def test_a_gpu_copies_for_a_backend_of_blocks(needs_grad: bool) -> None:
     request = packed_request(needs_grad=needs_grad)
-    decision = nsa_sel.explain_request(request, H200)
+    decision = explain_request(request, H200)
     assert {decision.forward, decision.backward} & set(ON_BLOCKS)
     assert packed_batches._pays(request, H200, None)
     assert packed_batches._pays(packed_request(h=4, needs_grad=needs_grad), H200, None)
     assert not packed_batches._pays(request, H200, "triton-group")
     assert not packed_batches._pays(request, H200, "sdpa-packed")
     assert not packed_batches._pays(request, H200, "a misspelled one")
-    with nsa_sel.use_backend("triton-group"):
+    with use_backend("triton-group"):
         assert not packed_batches._pays(request, H200, None)
         assert packed_batches._pays(request, H200, "triton-tile")
     assert not packed_batches._pays(packed_request(block_size=2, n=512), H200, None)  # which no backend of blocks takes
@@ -385,11 +379,10 @@ def test_a_compiled_call_copies_too() -> None:
     inputs = [x.detach().requires_grad_() for x in packed[:3]]
     for backend, align, block_size in (("numba", True, 16), ("triton-tile", None, 16), ("numba", None, None)):
         o = compiled(*inputs, packed.selection.ranges, torch.tensor(packed.cu_q), backend, align)
-        assert last_request().block_size == block_size
+        assert last().request.block_size == block_size
         eager = work(*inputs, packed.selection.ranges, torch.tensor(packed.cu_q), backend, align)
-        found, wanted = (torch.autograd.grad(x.square().sum(), inputs) for x in (o, eager))
-        for mine, other in zip((o, *found), (eager, *wanted), strict=True):
-            assert torch.equal(mine, other)
+        found, wanted = ((x, *torch.autograd.grad(x.square().sum(), inputs)) for x in (o, eager))
+        assert all(map(torch.equal, found, wanted))
 
 
 # Errors
@@ -397,12 +390,13 @@ def test_a_compiled_call_copies_too() -> None:
 
 def test_align_without_blocks_is_refused() -> None:
     packed = pack((5, 9), block_size=None)
-    with pytest.raises(ArgumentError, match=r"align is True, but the selection has no block_size; allowed: .*whole blocks.*from_blocks"):
-        selection_attention_varlen(*packed[:4], packed.cu_q, align=True)
+    no_blocks = r"align is True, but the selection has no block_size; allowed: .*whole blocks.*from_blocks"
     for align in (None, False):
         selection_attention_varlen(*packed[:4], packed.cu_q, align=align)
-    with pytest.raises(ArgumentError, match="align is 'yes'; allowed: True, False or None"):
-        selection_attention_varlen(*packed[:4], packed.cu_q, align="yes")  # type: ignore[arg-type]
+    assert_refused(
+        (no_blocks, lambda: selection_attention_varlen(*packed[:4], packed.cu_q, align=True)),
+        ("align is 'yes'; allowed: True, False or None", lambda: selection_attention_varlen(*packed[:4], packed.cu_q, align="yes")),  # type: ignore[arg-type]
+    )
 
 
 LENGTHS = (5, 0, 1, 14)
@@ -428,9 +422,7 @@ def test_longest_sequences() -> None:
 def test_the_search_is_as_wide_as_the_longest_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit by bit the same results. Rows beyond a promise that does not hold choose among the first blocks, and no others change."""
     hide_bounds(monkeypatch)
-    widths: list[int] = []
-    top_n = choose_triton.top_n
-    monkeypatch.setattr(choose_triton, "top_n", lambda scores, *rest: (widths.append(scores.shape[-1]), top_n(scores, *rest)))
+    searched = calls_of(monkeypatch, choose_triton, "top_n")
     inputs = [x.detach() for x in random_leaves((T, 1, 2, 16), (C, 1, 16), (C, 1, 16))]
 
     def run(**more: Any) -> tuple[Tensor, ...]:
@@ -438,10 +430,8 @@ def test_the_search_is_as_wide_as_the_longest_sequence(monkeypatch: pytest.Monke
         return o, lse, selection.ranges[0]
 
     wanted, promised, (o, lse, cut) = run(), run(max_seqlen=14), run(max_seqlen=8)
-    assert widths == [-(-T // 8), 16 // 8, 8 // 8]
-    assert all(torch.equal(a, b) for a, b in zip(promised, wanted, strict=True))
-    assert torch.equal(o, wanted[0])
-    assert torch.equal(lse, wanted[1])
+    assert [scores.shape[-1] for scores, *_ in searched] == [-(-T // 8), 16 // 8, 8 // 8]
+    assert all(map(torch.equal, (*promised, o, lse), (*wanted, *wanted[:2])))
     position = torch.cat([torch.arange(length) for length in (*LENGTHS, T - int(BOUNDS[-1]))])
     assert torch.equal(cut[position < 8], wanted[2][position < 8])
     assert int(cut.max()) == 8 < int(wanted[2].max())
@@ -450,16 +440,14 @@ def test_the_search_is_as_wide_as_the_longest_sequence(monkeypatch: pytest.Monke
 def test_the_layer_passes_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through nsa_attention and NSAttention."""
     hide_bounds(monkeypatch)
-    torch.manual_seed(0)
-    seen: list[int | None] = []
-    longest = Bounds.longest
-    monkeypatch.setattr(Bounds, "longest", lambda self, T: seen.append(self.most) or longest(self, T))
-    layer = NSAttention(10, 1, 2, 4, window=6, **CHOICE)
-    x = torch.randn(1, T, 10)
+    seen = calls_of(monkeypatch, Bounds, "longest")
+    layer, x = NSAttention(10, 1, 2, 4, window=6, **CHOICE), torch.randn(1, T, 10)
     wanted = layer(x, cu_seqlens=BOUNDS)
-    assert set(seen) == {None}
+    assert {bounds.most for bounds, _ in seen} == {None}
     assert torch.equal(layer(x, cu_seqlens=BOUNDS, max_seqlen=14), wanted)
-    assert 14 in seen
-    for call in (lambda: layer(x, max_seqlen=3), lambda: nsa_attention(*random_leaves(*[(1, 9, 1, 2, 4)] * 8), max_seqlen=3)):
-        with pytest.raises(ArgumentError, match="max_seqlen is 3; allowed: None without cu_seqlens"):
-            call()
+    assert 14 in [bounds.most for bounds, _ in seen]
+    words = "max_seqlen is 3; allowed: None without cu_seqlens"
+    assert_refused(
+        (words, lambda: layer(x, max_seqlen=3)),
+        (words, lambda: nsa_attention(*random_leaves(*[(1, 9, 1, 2, 4)] * 8), max_seqlen=3)),
+    )

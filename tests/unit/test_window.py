@@ -1,123 +1,61 @@
-"""Check what `sliding_window_attention` takes and refuses, its chunks, and compiled calls; its results are in the contract table."""
+"""Check what `sliding_window_attention` takes and refuses, and parts of its kernels; its results are in the contract table."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa_sel import sliding_window_attention
-from nsa_sel.backends._window import chunks, plain
-from nsa_sel.backends.specs import WINDOWS
-from nsa_sel.core import registry
+from nsa_sel.backends import window_cuda, window_triton
 from nsa_sel.core import window as window_calls
 from nsa_sel.errors import BackendError
-from tests.helpers.calls import each_of, refused
-from tests.helpers.gpus import HOPPER
-from tests.helpers.windows import inputs_of, masked_softmax, results
-
-# name: B, S, S_kv, G, h, Dk, Dv, window
-CPU_SHAPES = {
-    "h1": (1, 150, 150, 1, 1, 16, 16, 40),
-    "h3": (2, 131, 131, 2, 3, 16, 24, 37),
-    "one-row": (3, 1, 85, 1, 4, 16, 16, 32),
-}
-GPU_SHAPES = {
-    "long": (1, 1024, 1024, 2, 4, 64, 64, 128),
-    "h1": (2, 300, 300, 2, 1, 64, 64, 101),
-    "h3": (2, 331, 331, 2, 3, 64, 64, 100),
-    "one-row": (3, 1, 500, 2, 16, 128, 128, 128),
-}
-SHAPES = {"cpu": CPU_SHAPES, "cuda": GPU_SHAPES, "triton": GPU_SHAPES}
-gpu = pytest.mark.gpu
+from tests.helpers.calls import assert_refused, each_of, refused
+from tests.helpers.cases import make_qkv
+from tests.helpers.cuda import check_fit, compiled, needs_nvrtc
+from tests.helpers.policy_cases import H200
 
 
-def cells(cpu: tuple[str, ...], on_gpu: tuple[str, ...]) -> Any:
-    """Return the mark that runs a test `(device, shape)` with these shapes; on a GPU with CUDA kernels and with those of Triton."""
-    found = [pytest.param("cpu", name) for name in cpu]
-    found += [pytest.param(kernels, name, marks=gpu) for kernels in ("cuda", "triton") for name in on_gpu]
-    return pytest.mark.parametrize(("device", "shape"), found, indirect=["device"])
-
-
-@pytest.fixture
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the device. On a GPU, CUDA kernels take most calls on Hopper; Triton kernels can take all."""
-    if request.param == "triton":
-        monkeypatch.setattr(window_calls, "WINDOWS", WINDOWS[1:])
-    elif request.param == "cuda" and (not HOPPER or registry.missing("cupy-cuda")):
-        pytest.skip("no kernels but Triton's")
-    return "cpu" if request.param == "cpu" else "cuda"
-
-
-@pytest.fixture(autouse=True)
-def nothing_has_failed() -> Any:
-    """Check that the kernels run: a failure warns, and leaves the rest of the process to the chunks."""
-    yield
-    assert {name for name, _ in registry.broken}.isdisjoint(kernels.path for kernels in WINDOWS)
-
-
-def made(device: str, shape: str, dtype: torch.dtype | None = None) -> tuple[tuple[Tensor, ...], int]:
-    """Return q, k, v, in bfloat16 on a GPU and float32 on a CPU, and the window."""
-    dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
-    return inputs_of(SHAPES[device][shape], dtype, device)
-
-
-@pytest.mark.parametrize("with_lse", [False, True], ids=["o", "lse"])
-def test_long_windows_of_many_heads_come_in_several_chunks(monkeypatch: pytest.MonkeyPatch, with_lse: bool) -> None:
-    """Chunks shorter than the window, logits in several pieces, and K and V in a cache's layout."""
-    monkeypatch.setattr(chunks, "_ROWS", 64)
-    monkeypatch.setattr(plain, "_PIECE", 100_000)
-    (q, k, v), window = inputs_of((2, 300, 310, 2, 2, 16, 16, 75))
-    k, v = (x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (k, v))
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, window: int, **options: Any) -> Any:
-        work = sliding_window_attention if options else masked_softmax
-        return work(q, k.transpose(1, 2), v.transpose(1, 2), window, **options)
-
-    got = results(attend, (q, k, v), window, with_lse, return_lse=with_lse)
-    for mine, right in zip(got, results(attend, (q, k, v), window, with_lse), strict=True):
-        torch.testing.assert_close(mine, right)
-
-
-@pytest.mark.parametrize("return_lse", [False, True])
-@cells(("one-row",), ("one-row",))
-def test_decode(device: str, shape: str, return_lse: bool) -> None:
-    (q, k, v), window = made(device, shape)
-    found = sliding_window_attention(q.squeeze(1), k, v, window, return_lse=return_lse)
-    whole = sliding_window_attention(q, k, v, window, return_lse=return_lse)
-    pairs = zip(found, whole, strict=True) if return_lse else [(found, whole)]
-    assert all(torch.equal(mine.unsqueeze(1), right) for mine, right in pairs)
+def inputs(*sizes: int, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k, v of B, S, G, h, Dk, Dv that require gradients."""
+    return make_qkv(*(sizes or (1, 150, 1, 1, 16, 16)), **options, requires_grad=True)
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_gradcheck(return_lse: bool) -> None:
-    inputs, window = inputs_of((1, 38, 40, 1, 2, 3, 2, 4), torch.float64)
-    assert torch.autograd.gradcheck(lambda *x: sliding_window_attention(*x, window, return_lse=return_lse), inputs, fast_mode=True)
+    given = inputs(1, 38, 1, 2, 3, 2, S_kv=40, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda *x: sliding_window_attention(*x, 4, return_lse=return_lse), given, fast_mode=True)
 
 
-@pytest.mark.parametrize("sizes", [(0, 8, 8), (1, 0, 8), (1, 0, 0)], ids=["batch", "rows", "keys"])
-def test_empty_inputs_have_zero_gradients(sizes: tuple[int, int, int]) -> None:
-    inputs, _ = inputs_of((*sizes, 1, 2, 16, 24, 4))
-    o, lse = sliding_window_attention(*inputs, 4, return_lse=True)
-    assert (o.shape, lse.shape) == ((*sizes[:2], 1, 2, 24), (*sizes[:2], 1, 2))
-    o.sum().backward()
-    assert all(x.grad is not None and int(torch.count_nonzero(x.grad)) == 0 for x in inputs)
+@pytest.mark.parametrize(("B", "S", "S_kv"), [(0, 8, 8), (1, 0, 8), (1, 0, 0)], ids=["batch", "rows", "keys"])
+def test_empty_inputs_have_zero_gradients(B: int, S: int, S_kv: int) -> None:
+    given = inputs(B, S, 1, 2, 16, 24, S_kv=S_kv)
+    o, lse = sliding_window_attention(*given, 4, return_lse=True)
+    assert (o.shape, lse.shape) == ((B, S, 1, 2, 24), (B, S, 1, 2))
+    assert not any(bool(dx.any()) for dx in torch.autograd.grad(o.sum(), given))
 
 
-def test_lse_has_no_second_derivative() -> None:
-    inputs, window = made("cpu", "h1")
-    _, lse = sliding_window_attention(*inputs, window, return_lse=True)
-    with pytest.raises(BackendError, match="sliding_window_attention has no second derivative"):
-        torch.autograd.grad(lse.sum(), inputs, create_graph=True)
-    with pytest.raises(BackendError, match="sliding_window_attention is called inside a backward pass of batched gradients"):
-        torch.autograd.grad(lse, inputs, torch.ones(2, *lse.shape), is_grads_batched=True)
-
-
-# Bad input
+def test_second_derivatives_transforms_and_fakes_are_refused() -> None:
+    q, k, v = inputs()
+    _, lse = sliding_window_attention(q, k, v, 40, return_lse=True)
+    batched = torch.ones(2, *lse.shape)
+    attend = lambda q: sliding_window_attention(q, k, v, 40)  # noqa: E731
+    assert_refused(
+        ("sliding_window_attention has no second derivative", lambda: torch.autograd.grad(lse.sum(), (q, k, v), create_graph=True)),
+        (
+            "sliding_window_attention is called inside a backward pass of batched gradients",
+            lambda: torch.autograd.grad(lse, (q, k, v), batched, is_grads_batched=True),
+        ),
+        ("sliding_window_attention", lambda: torch.func.vmap(attend)(q.detach())),
+        ("sliding_window_attention", lambda: torch.func.grad(lambda q: attend(q).sum())(q.detach())),
+        error=BackendError,
+    )
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(BackendError, match="sliding_window_attention is called while PyTorch"):
+        attend(q)
 
 
 WRONG = [
@@ -133,26 +71,60 @@ WRONG = [
     ({"window": True}, ("window is True", "a whole number >= 1")),
     ({"window": 2.0}, ("window is 2.0", "a whole number >= 1")),
     ({"window": 1 << 31}, ("window is 2147483648", "< 2^31")),
-    ({"scale": math.nan}, ("scale is nan", "a finite number")),
+    ({"scale": torch.nan}, ("scale is nan", "a finite number")),
     ({"return_lse": 1}, ("return_lse is 1", "True or False")),
 ]  # fmt: skip
 
 
 @each_of(WRONG)
 def test_wrong_calls(changes: dict[str, Any], fragments: tuple[str, ...]) -> None:
-    (q, k, v), window = made("cpu", "h1")
-    arguments = {"q": q.detach(), "k": k.detach(), "v": v.detach(), "window": window}
-    refused(sliding_window_attention, arguments, changes, fragments)
+    q, k, v = (x.detach() for x in inputs())
+    refused(sliding_window_attention, {"q": q, "k": k, "v": v, "window": 40}, changes, fragments)
 
 
-@pytest.mark.parametrize("transform", [torch.func.vmap, lambda f: torch.func.grad(lambda q: f(q).sum())], ids=["vmap", "grad"])
-def test_transforms_are_refused(transform: Any) -> None:
-    (q, k, v), window = made("cpu", "h1")
-    with pytest.raises(BackendError, match="sliding_window_attention"):
-        transform(lambda q: sliding_window_attention(q, k, v, window))(q.detach())
+ALL = {"forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu"}
+FITTING = {  # B, S, S_kv, G, h, Dk, Dv
+    "h16": (1, 8192, 8192, 4, 16, 128, 128),
+    "h8-64": (4, 8192, 8192, 2, 8, 64, 64),
+    "h3": (1, 2000, 4000, 2, 3, 64, 128),
+    "h48-192": (1, 500, 1100, 1, 48, 192, 128),
+}
+OF_TRITON = {"h8-64": {"dq_tiles.cu"}}
 
 
-def test_faked_calls_are_refused() -> None:
-    (q, k, v), window = made("cpu", "h1")
-    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(BackendError, match="sliding_window_attention is called while PyTorch"):
-        sliding_window_attention(q, k, v, window)
+@needs_nvrtc
+@pytest.mark.slow  # a compiler at work
+@pytest.mark.parametrize("shape", ["h16", *(pytest.param(shape, marks=pytest.mark.thorough) for shape in FITTING if shape != "h16")])
+def test_kernels_of_windows_fit(monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
+    B, S, S_kv, G, h, Dk, Dv = FITTING[shape]
+    q, k, v = make_qkv(B, S, G, h, Dk, Dv, S_kv=S_kv, dtype=torch.bfloat16)
+    monkeypatch.setattr(window_cuda, "device_info", lambda device: H200)
+    monkeypatch.setattr(window_triton, "backward", lambda *_: None)
+    monkeypatch.setattr(window_triton, "dq", lambda call, o, lse, *_: (o, lse, lse))
+
+    def run() -> None:
+        o, lse = window_cuda.forward(q, k, v, 512, 0.1)
+        window_cuda.backward(q, k, v, o, lse, torch.empty_like(o), None, 512, 0.1)
+
+    kernels = compiled(monkeypatch, 90, run)
+    assert check_fit(kernels, 90) == ALL - OF_TRITON.get(shape, set())
+
+
+def test_triton_loads_by_pointers_what_it_does_by_tma(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window_calls, "takes", lambda q, v, kernels: kernels.name == "Triton")
+    config_of, runs = window_triton.config_of, []
+    for loads in ("tma", "pointer"):
+        own = lambda call, kernel, loads=loads: replace(config_of(call, kernel), block_l=16, rows=32, loads=loads)  # noqa: E731
+        monkeypatch.setattr(window_triton, "config_of", own)
+        inputs = make_qkv(1, 11, 1, 16, 16, 16, S_kv=30, requires_grad=True)
+        o = sliding_window_attention(*inputs, 20)
+        runs.append((o.detach(), *torch.autograd.grad(o.sum(), inputs)))
+    torch.testing.assert_close(*runs)
+
+
+def test_the_op_of_windows_passes_opcheck_and_has_no_second_derivative(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_qkv(1, 5, 1, 2, 16, S_kv=7, requires_grad=True)
+    monkeypatch.setattr(window_calls, "takes", lambda q, v, kernels: kernels.name == "Triton")
+    torch.library.opcheck(torch.ops.nsa_sel.window_forward.default, (*inputs, None, 3, 0.25, True, True))
+    with pytest.raises(BackendError, match="sliding_window_attention has no second derivative"):
+        torch.autograd.grad(sliding_window_attention(*inputs, 20).sum(), inputs, create_graph=True)

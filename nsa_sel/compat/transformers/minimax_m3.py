@@ -95,9 +95,8 @@ def attend(
 
 def dense(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     """Return o [B,S,H,D] of query [B,H,S,D] over all keys that a row sees, for one row or as many as keys."""
-    groups = {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}
-    attend = torch.nn.functional.scaled_dot_product_attention
-    return attend(query, key, value, is_causal=query.shape[2] > 1, scale=scale, **groups).transpose(1, 2)
+    attend, shared = torch.nn.functional.scaled_dot_product_attention, key.shape[1] != query.shape[1]
+    return attend(query, key, value, is_causal=query.shape[2] > 1, scale=scale, enable_gqa=shared).transpose(1, 2)
 
 
 def choose(

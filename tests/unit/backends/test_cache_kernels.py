@@ -5,17 +5,15 @@ Triton's interpreter rounds to e4m3 in its own way, and makes 384 of NaN: there,
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from nsa_sel import gating
+from nsa_sel import NSACache, gating
 from nsa_sel.backends._triton import cache as cache_kernels
 from nsa_sel.backends._triton import elementwise
-from nsa_sel.cache import NSACache
 from nsa_sel.caching.step import _weights as weights_of
 from nsa_sel.caching.step import append, covered, put
 from nsa_sel.compression import BlockMLP
@@ -57,8 +55,8 @@ def test_append_writes_every_key_to_its_page(device: str) -> None:
         put(wanted[i], slot, y)
     to = step.pools
     cache_kernels.append(keys, (to.k_raw, to.v_raw, to.k, to.v, to.k_win, to.v_win), step.tensors.slot, step.tensors.recent_slot)
-    for mine, right in zip(to, wanted, strict=True):
-        torch.testing.assert_close(mine[:-1], right[:-1], rtol=0, atol=0, equal_nan=True)  # nobody reads the last page
+    own, right = ([x[:-1] for x in pools] for pools in (to, wanted))  # nobody reads the last page
+    torch.testing.assert_close(own, right, rtol=0, atol=0, equal_nan=True)
 
 
 def appended(keys: list[Tensor], scales: tuple[Tensor, ...]) -> list[Tensor]:
@@ -102,7 +100,7 @@ def test_append_quantizes_with_the_bits_of_a_cpu(dtype: torch.dtype) -> None:
 def test_compressed_keys_are_those_of_the_mlp(device: str, dtype: torch.dtype, tokens: list[int]) -> None:
     """Within twice the error of the module in the same precision, from float64; nothing else is written. New keys are not in pages yet."""
     cache, step, keys = new_tokens(device, dtype, tokens)
-    append(step.pools, step.tensors, [torch.full_like(x, math.nan) for x in keys])
+    append(step.pools, step.tensors, [torch.full_like(x, torch.nan) for x in keys])
     before = [x.clone() for x in step.pools]
     placed = step.tensors.compressed_slot < 24 * 2
     assert bool(placed.any())
@@ -126,10 +124,10 @@ def test_rows_without_a_token_give_zero(device: str) -> None:
     """Whatever the branches and gates hold there; the others give the gated sum, bit for bit."""
     branches, gates = torch.randn(3, 2, 3, 2, 5, 24, device=device), torch.rand(2, 3, 2, 5, 3, device=device)
     is_token = torch.tensor([[False, True, True], [False, False, True]], device=device)
-    wanted, found = torch.empty_like(branches[0]), torch.full_like(branches[0], math.nan)
+    wanted, found = torch.empty_like(branches[0]), torch.full_like(branches[0], torch.nan)
     elementwise.write_sum(tuple(branches), gates, wanted)
     for x in (*branches, gates):
-        x[~is_token] = math.nan
+        x[~is_token] = torch.nan
     elementwise.write_sum(tuple(branches), gates, found, is_token)
     assert torch.equal(found, wanted * is_token[:, :, None, None, None])
     plain = gating.sum_of_tokens(tuple(branches.cpu()), gates.cpu(), is_token.cpu())

@@ -13,6 +13,7 @@ import stat
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,18 +29,15 @@ from nsa_sel.errors import BackendError
 from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.flags import CACHE_FLAG
 from tests.helpers.aot import OF_CUDA, TARGETS, paged_call, target_call
+from tests.helpers.calls import calls_of
 from tests.helpers.cases import make_blocks, make_qkv
-from tests.helpers.cuda import compiled, needs_nvrtc
+from tests.helpers.cuda import check_fit, compiled, needs_nvrtc, order_few
 from tests.helpers.files import OF_THE_FILE, OF_THE_FOLDER
 from tests.helpers.policy_cases import H200
 
 pytestmark = pytest.mark.slow  # in all: a compiler at work
 
 
-# Bytes. dkdv_tiles.cu: both accumulators of 128 columns take nearly all registers. dq_gather.cu: as do 256 columns, s and dp, and with some
-# sizes a few words are spilled. forward_gather.cu: with three heads of 256 columns, by which no shift divides.
-# With two heads and blocks of 8 keys dq_gather.cu spills 20 bytes with NVRTC 13.5, 52 with 13.0.
-SPILLS = {(80, "dkdv_tiles.cu"): 8, (90, "dq_gather.cu"): 16, (90, "forward_gather.cu"): 16, (90, "dq_gather.cu", "h2-256-8"): 32}
 HOPPERS = {
     "forward_blocks.cu",
     "forward_tokens.cu",
@@ -67,17 +65,6 @@ def run(shape: str, sm: int) -> None:
     o, lse = cupy_cuda.forward(call)
     if call.q.shape[1] > 1:
         cupy_cuda.backward(call, o, lse, torch.empty_like(o), None)
-
-
-def check_fit(kernels: list[dict[str, Any]], sm: int, shape: str = "") -> set[str]:
-    """Check shared memory, registers and spills of compiled kernels, and return their names."""
-    for kernel in kernels:
-        file = kernel["kernel"]
-        assert kernel["shared"] <= TARGETS[sm][0] * 1024, kernel
-        assert kernel["registers"] * kernel["threads"] <= 65536, kernel
-        assert kernel["spilled"] <= 2 * SPILLS.get((sm, file, shape), SPILLS.get((sm, file), 0) if shape else 0), kernel
-        assert kernel["serialized"] == 0, kernel
-    return {kernel["kernel"] for kernel in kernels}
 
 
 @needs_nvrtc
@@ -129,8 +116,7 @@ def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> No
 @needs_nvrtc
 @pytest.mark.parametrize("shape", ["h16", *(pytest.param(shape, marks=pytest.mark.thorough) for shape in ("h4-fp16", "h12", "h12-256"))])
 def test_kernels_of_tokens_in_order_fit(monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
-    monkeypatch.setattr(token_order, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(token_order, "LEAST_ROWS", 1)
+    order_few(monkeypatch)
     call = target_call(shape, 90)
 
     def tiles() -> None:
@@ -207,14 +193,7 @@ def test_compiled_code_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     code = compiler.cubin("combine.cu", COMBINE, "sm_80")
     assert code[:4] == b"\x7fELF"
     (kept,) = (tmp_path / "cubins").iterdir()
-    compile_source = compiler.compile_source
-    times: list[str] = []
-
-    def counted(source: str, macros: compiler.Constants, arch: str) -> tuple[bytes, str]:
-        times.append(source)
-        return compile_source(source, macros, arch)
-
-    monkeypatch.setattr(compiler, "compile_source", counted)
+    times = calls_of(monkeypatch, compiler, "compile_source")
     assert compiler.cubin("combine.cu", COMBINE, "sm_80") == code
     assert times == []
     for broken in (kept.read_bytes()[:-1], b"", kept.read_bytes()[:32], b"\0" * 100):  # as a crash or a full disk leave it
@@ -289,10 +268,7 @@ def test_what_fails_leaves_no_part_of_a_file(monkeypatch: pytest.MonkeyPatch, ke
     assert list(kept.parent.iterdir()) == [kept]
     assert compiler._read(kept) == b"honest code"
 
-    def interrupted(*names: object, **folders: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", interrupted)
+    monkeypatch.setattr(os, "replace", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         compiler._write(kept, b"new")
     assert list(kept.parent.iterdir()) == [kept]
@@ -306,26 +282,15 @@ def test_without_a_home_every_process_compiles(monkeypatch: pytest.MonkeyPatch) 
     assert compiler.cubin("combine.cu", COMBINE, "sm_80") == b"code"
 
 
-def test_what_is_missing_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_a_refusal(monkeypatch: pytest.MonkeyPatch, fresh_registry: None) -> None:
     """No CuPy, no NVRTC, no driver: three reasons with their remedies, and no ImportError."""
-
-    def absent(*arguments: object) -> None:
-        raise OSError("cannot open shared object file")
-
-    def not_installed(distribution: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(distribution)
-
-    monkeypatch.setattr(ctypes, "CDLL", absent)
-    monkeypatch.setattr(importlib.metadata, "version", not_installed)
-    registry.missing.cache_clear()
-    try:
-        found = registry.missing("cupy-cuda")
-        assert [(reason.code, reason.field) for reason in found] == [
-            ("package-missing", "package cupy"), ("library-missing", "library NVRTC"), ("library-missing", "library NVIDIA driver"),
-        ]  # fmt: skip
-        assert all("nsa-sel[cuda13]" in reason.remedy for reason in found[:2])
-        q, k, v = make_qkv(S=8, dtype=torch.float16)
-        with pytest.raises(BackendError, match=r"(?s)Package cupy.*Library NVRTC.*Library NVIDIA driver"):
-            nsa_sel.selection_attention(q, k, v, make_blocks(1, 8, 1, 8, 1, 8), backend="cupy-cuda")
-    finally:
-        registry.missing.cache_clear()
+    monkeypatch.setattr(ctypes, "CDLL", mock.Mock(side_effect=OSError("cannot open shared object file")))
+    monkeypatch.setattr(importlib.metadata, "version", mock.Mock(side_effect=importlib.metadata.PackageNotFoundError))
+    found = registry.missing("cupy-cuda")
+    assert [(reason.code, reason.field) for reason in found] == [
+        ("package-missing", "package cupy"), ("library-missing", "library NVRTC"), ("library-missing", "library NVIDIA driver"),
+    ]  # fmt: skip
+    assert all("nsa-sel[cuda13]" in reason.remedy for reason in found[:2])
+    q, k, v = make_qkv(S=8, dtype=torch.float16)
+    with pytest.raises(BackendError, match=r"(?s)Package cupy.*Library NVRTC.*Library NVIDIA driver"):
+        nsa_sel.selection_attention(q, k, v, make_blocks(1, 8, 1, 8, 1, 8), backend="cupy-cuda")

@@ -13,10 +13,8 @@ import msgspec
 import pytest
 import torch
 
-import nsa_sel
-from nsa_sel import selection_attention
+from nsa_sel import selection_attention, selection_attention_with_kvcache
 from nsa_sel.backends.cupy_cuda import cuda_block, whole_blocks
-from nsa_sel.serving import selection_attention_with_kvcache
 from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.flags import CACHE_FLAG
 from tests.helpers.caches import LENGTHS, check, make_cache
@@ -39,21 +37,20 @@ def test_on_another_stream() -> None:
         late = q.clone()
         found = attend("cupy-cuda", late, k, v, selection)
     torch.cuda.current_stream().wait_stream(stream)
-    for one, other in zip(expected, found, strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, expected, found))
 
 
 def test_streams_share_a_plan() -> None:
     """Each launch has a tile counter of its own."""
     q, k, v = make_qkv(S=1400, G=2, h=16, Dk=128, Dv=128, dtype=torch.bfloat16, device="cuda")
     selection = make_blocks(1, 1400, 2, 1400, 7, 64, device="cuda")
-    expected = nsa_sel.selection_attention(q, k, v, selection, backend="cupy-cuda")
+    expected = selection_attention(q, k, v, selection, backend="cupy-cuda")
     torch.cuda.synchronize()
     streams, found = [torch.cuda.Stream() for _ in range(3)], []
     for _ in range(20):
         for stream in streams:
             with torch.cuda.stream(stream):
-                found.append(nsa_sel.selection_attention(q, k, v, selection, backend="cupy-cuda"))
+                found.append(selection_attention(q, k, v, selection, backend="cupy-cuda"))
     torch.cuda.synchronize()
     assert all(torch.equal(o, expected) for o in found)
 

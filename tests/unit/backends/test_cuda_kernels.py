@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,6 @@ from nsa_sel.backends.cupy_cuda import (
     launch,
     sm80,
     sm90,
-    token_order,
     whole_blocks,
 )
 from nsa_sel.core.call import Call, Rule, WindowCall
@@ -30,10 +28,11 @@ from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
 from tests.contract.lanes import Lane, lanes
 from tests.helpers.caches import QuantizedCache, gathered, make_cache, make_quantized, positions
+from tests.helpers.calls import calls_of
 from tests.helpers.cases import assert_forward, assert_gradients, make_blocks, make_grads, make_qkv, unused_keys
 from tests.helpers.checks import check_both, check_poison, new_memory_is_nan
 from tests.helpers.choose import make_choose_call
-from tests.helpers.cuda import BACKWARDS, EAGER, GPU, LATE_WARP, cache_call, call_of, emulated, needs_compiler, row_map
+from tests.helpers.cuda import BACKWARDS, EAGER, GPU, LATE_WARP, cache_call, call_of, emulated, needs_compiler, order_few, row_map
 from tests.helpers.gpus import noted
 
 pytestmark = [needs_compiler, pytest.mark.slow]  # a compiler, and thousands of emulated products
@@ -45,7 +44,7 @@ def check(backend: Any, call: Call, do: Tensor | None = None) -> list[Tensor]:
     with new_memory_is_nan():
         o, lse = backend.forward(call)
         random_do, dlse = make_grads(q, v)
-        do, dlse = random_do if do is None else do, torch.where(lse == -math.inf, 0.0, dlse)
+        do, dlse = random_do if do is None else do, torch.where(lse == -torch.inf, 0.0, dlse)
         gradients = backend.backward(call, o, lse, do, dlse)
     assert_forward((o, lse), q, k, v, ranges, *how)
     assert_gradients(gradients, q, k, v, ranges, do, dlse, *how)
@@ -135,8 +134,8 @@ def test_decode_in_splits(monkeypatch: pytest.MonkeyPatch, sm: int, kernels: lis
     assert_forward(results, cache.q, *gathered(cache), cache.selection.ranges, q_pos=positions(cache))
     long = cache._replace(cache_seqlens=cache.cache_seqlens + 1000, block_table=cache.block_table.clamp(min=0))
     full = cache._replace(cache_seqlens=cache.cache_seqlens * 0 + 192, block_table=long.block_table)
-    for one, other in zip(*(cupy_cuda.forward(cache_call(x, gpu)) for x in (long, full)), strict=True):  # clamped to the table
-        assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+    clamped = ((x.nan_to_num(7) for x in cupy_cuda.forward(cache_call(given, gpu))) for given in (long, full))  # to the table
+    assert all(map(torch.equal, *clamped))
 
 
 def test_rows_that_no_wide_copy_can_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,8 +165,7 @@ OF_A_GPU = ((16, 128, 128, 64), (4, 64, 64, 128), (12, 192, 128, 64), (32, 64, 1
 def test_tiles_of_tokens_that_selected_alike(monkeypatch: pytest.MonkeyPatch, lane: Lane, h: int, Dk: int, Dv: int, block: int) -> None:
     """More tiles than CTAs, a last stretch that is not full, rows and blocks without each other, and positions of any order."""
     lane.open(monkeypatch)
-    monkeypatch.setattr(token_order, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(token_order, "LEAST_ROWS", 1)
+    order_few(monkeypatch)
     started = noted(monkeypatch)
     S, G, S_kv = (100, 2, 260) if lane.slow else (1100, 3, 1300)
     q, k, v = make_qkv(1, S, G, h, Dk, Dv, S_kv=S_kv, dtype=lane.dtype, device=lane.place)
@@ -197,7 +195,7 @@ def check_lists(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, q_pos: Tensor |
     """dk and dv from lse, do and delta, against the oracle."""
     own, lse = oracle_forward(q, k, v, ranges, q_pos=q_pos)
     do, dlse = make_grads(q, v)
-    dlse = torch.where(lse == -math.inf, 0.0, dlse).float()
+    dlse = torch.where(lse == -torch.inf, 0.0, dlse).float()
     delta = (do.double() * own).sum(-1) - dlse
     with new_memory_is_nan():
         found = dkdv(lse.float(), do, delta.float())
@@ -221,7 +219,7 @@ def test_gradients_by_lists_of_a_block_or_of_its_tiles(
     ranges = torch.where(torch.arange(S)[:, None, None, None] % 23 == 5, 0, ranges)
     for q_pos in (None, torch.randint(0, S_kv, (1, S), generator=torch.Generator().manual_seed(1))):
         unused, found = unused_keys(q, k, ranges, q_pos).unsqueeze(-1), []
-        spoilt = [torch.where(unused, math.nan, x) for x in (k, v)]
+        spoilt = [torch.where(unused, torch.nan, x) for x in (k, v)]
         for alone in (False, True) if block == 128 else (False,):
             call = call_of(q, *spoilt, Selection(ranges, block), q_pos)
             run = lambda lse, do, delta, call=call: dkdv(call, call.disjoint_ranges(), lse, do, delta)  # noqa: E731
@@ -245,7 +243,7 @@ def test_gradients_of_pairs_whose_lists_do_not_fit_together(monkeypatch: pytest.
     check_lists(q, k, v, selection.ranges, positions, lambda lse, do, delta: sm90.dkdv_groups(call, call.disjoint_ranges(), lse, do, delta))
 
 
-@pytest.mark.parametrize(("h", "S", "S_kv", "size"), [(16, 40, 110, 30), (3, 70, 150, 30), (16, 70, 300, 200)])
+@pytest.mark.parametrize(("h", "S", "S_kv", "size"), [(16, 40, 110, 30), (3, 70, 150, 30), (16, 40, 300, 200)])
 def test_windows_of_wide_keys(monkeypatch: pytest.MonkeyPatch, h: int, S: int, S_kv: int, size: int) -> None:
     """Boxes that reach past the window, tiles that no row sees, and blocks that all tokens of a tile see whole."""
     emulated(monkeypatch)
@@ -330,8 +328,7 @@ def test_sections_segments_and_lists_without_rows(monkeypatch: pytest.MonkeyPatc
     """Sums over sections of rows, in registers where a list has one segment; segments of a few entries; tiles that nobody selects."""
     for module, name, value in ((key_to_rows, "SHORTEST", 4), (cuda_block, "SEGMENTS_PER_SM", 16), (cuda_block, "LEAST_HEADS", 4)):
         monkeypatch.setattr(module, name, value)
-    plans, order = [], cuda_block._order
-    monkeypatch.setattr(cuda_block, "_order", lambda call, reach, *sizes: plans.append(sizes) or order(call, reach, *sizes))
+    plans = calls_of(monkeypatch, cuda_block, "_order")
     q, k, v = rows(S=40, G=2, h=4, S_kv=500)
     ranges = make_blocks(1, 40, 2, 500, 3, 64).ranges
     check(cuda_block, call_of(q, k, v, Selection(ranges, 64)))
@@ -339,7 +336,7 @@ def test_sections_segments_and_lists_without_rows(monkeypatch: pytest.MonkeyPatc
     check(cuda_block, call_of(q, k, v, Selection(ranges, 64)))
     few = torch.where(torch.arange(40)[:, None, None, None] < 22, 0, ranges)
     check(cuda_block, call_of(q, k, v, Selection(few, 64), workspace_bytes=300_000))
-    assert [(section, pairs, segment) for section, pairs, segment, _ in plans] == [(40, 2, 8), (16, 2, 4), (16, 1, 16)]
+    assert [sizes[:3] for _, _, *sizes in plans] == [[40, 2, 8], [16, 2, 4], [16, 1, 16]]
     for kernel in ("block_partials.cu", "join_partials.cu"):
         assert started.count(kernel) == 1 + 6 + 6  # a pair at a time, where there are several units
     for kernel in BACKWARD:
@@ -359,8 +356,7 @@ def test_copies_of_expanded_rows_and_keys_stay_until_the_last_kernel(monkeypatch
     by_tma = {"block_partials.cu", "join_partials.cu", "block_gradients.cu", "join_shares.cu"}
 
     def copied(x: Tensor) -> Tensor:
-        found = loadable(x)
-        copies.append(weakref.ref(found))
+        copies.append(weakref.ref(found := loadable(x)))
         return found
 
     def asserted(source: str, *rest: Any, **own: Any) -> None:
@@ -412,7 +408,7 @@ def quantized(**sizes: Any) -> QuantizedCache:
     return make_quantized(**{"h": 3, "block": 64, "lengths": (0, 1, 150), **sizes})
 
 
-def of_quantized(given: QuantizedCache, sm_count: int = GPU.sm_count) -> Call:
+def of_quantized(given: QuantizedCache, sm_count: int) -> Call:
     """More multiprocessors than a row for each: a cluster shares a row, and each token has its own."""
     return cache_call(given.cache, msgspec.structs.replace(GPU, sm_count=sm_count), given.scales)
 

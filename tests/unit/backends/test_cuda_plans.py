@@ -19,7 +19,7 @@ from nsa_sel.errors import BackendError
 from nsa_sel.selection import Selection
 from tests.helpers.caches import make_cache
 from tests.helpers.cases import make_blocks, make_qkv, make_spans
-from tests.helpers.cuda import BACKWARDS, GPU, cache_call, call_of, emulated, needs_compiler
+from tests.helpers.cuda import BACKWARDS, GPU, cache_call, call_of, emulated, needs_compiler, order_few
 
 SEGMENTS = key_to_rows.with_parts(32)
 
@@ -218,12 +218,6 @@ def test_the_union_of_a_tile(monkeypatch: pytest.MonkeyPatch, tokens: int, n: in
         q_pos = torch.randint(0, S_kv, (B, S), generator=torch.Generator().manual_seed(1)) if rows == "given" else None
         call = call_of(q, k, v, make_blocks(B, S, G, S_kv, n, block), q_pos)
     check_union(call, sm90.plan_of(call, tokens), tokens, block, lambda b, g, first: range(first, min(first + tokens, S)), lengths)
-
-
-def order_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of few tokens have an order, too."""
-    monkeypatch.setattr(token_order, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(token_order, "LEAST_ROWS", 1)
 
 
 @needs_compiler

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -11,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-import nsa_sel
+from nsa_sel import Selection, choose_blocks, decisions, infllm_selection, moba_selection, selection_attention_with_kvcache
 from nsa_sel.backends import choose_cuda, choose_triton, cupy_cuda
 from nsa_sel.backends._triton.kernel import Kernel
 from nsa_sel.backends.cupy_cuda import compressed, few_tokens, launch, sm90, token_order, whole_blocks
@@ -19,7 +20,6 @@ from nsa_sel.backends.launcher import cuda_driver
 from nsa_sel.core import registry
 from nsa_sel.core.call import Rule, device_info
 from nsa_sel.core.request import DeviceInfo
-from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from tests.helpers import caches, checks
 from tests.helpers.caches import LENGTHS
@@ -73,25 +73,19 @@ def check_paged(backend: str, q: Any, k: Any, v: Any, selection: Selection, page
     pages = [x.transpose(1, 2).reshape(B * S_kv // page_size, page_size, G, x.shape[3]) for x in (k, v)]
     table = torch.arange(B * S_kv // page_size, dtype=torch.int32, device=q.device).view(B, -1)
     lengths = torch.full((B,), S_kv, dtype=torch.int32, device=q.device)
-    got = nsa_sel.selection_attention_with_kvcache(q, *pages, selection, lengths, table, backend=backend, return_lse=True)
+    got = selection_attention_with_kvcache(q, *pages, selection, lengths, table, backend=backend, return_lse=True)
     assert_forward(got, q, k, v, selection.ranges)
-    assert nsa_sel.decisions()[-1].forward == backend
+    assert decisions()[-1].forward == backend
 
 
-def of_heads(h: int, Dk: int, Dv: int) -> Callable[[str], None]:
-    def run(device: str) -> None:
-        for dtype in (torch.float16, torch.bfloat16):
-            run_all("cupy-cuda", dtype, Dk, Dv, h, device)
-
-    return run
+def _heads(h: int, Dk: int, Dv: int, device: str) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        run_all("cupy-cuda", dtype, Dk, Dv, h, device)
 
 
-def of_blocks(backend: str, S: int, S_kv: int, h: int, Dk: int, Dv: int, block: int) -> Callable[[str], None]:
-    def run(device: str) -> None:
-        q, k, v = make_qkv(1, S, 2, h, Dk, Dv, S_kv=S_kv, dtype=torch.bfloat16, device=device)
-        checks.check_both(backend, q, k, v, make_blocks(1, S, 2, S_kv, N, block, device=device))
-
-    return run
+def _blocks(backend: str, S: int, S_kv: int, h: int, Dk: int, Dv: int, block: int, device: str) -> None:
+    q, k, v = make_qkv(1, S, 2, h, Dk, Dv, S_kv=S_kv, dtype=torch.bfloat16, device=device)
+    checks.check_both(backend, q, k, v, make_blocks(1, S, 2, S_kv, N, block, device=device))
 
 
 def _long_row(device: str) -> None:
@@ -103,7 +97,7 @@ def _long_row(device: str) -> None:
 
 def _tokens_in_order(device: str) -> None:
     with mock.patch.multiple(token_order, LEAST_TOKENS=300, LEAST_ROWS=1):
-        of_blocks("cupy-cuda", 300, 400, 16, 128, 128, BLOCK)(device)
+        _blocks("cupy-cuda", 300, 400, 16, 128, 128, BLOCK, device)
 
 
 def _few_tokens_of_e4m3(device: str) -> None:
@@ -120,19 +114,19 @@ _SMALL = (
 )
 _VISITED = "block_partials shared_tiles join_partials block_gradients join_shares sum_sections"
 CUDA_CASES = {
-    "h16-128": Case(of_heads(16, 128, 128), _TILES + _ROWS + "forward_blocks", _ROWS),
-    "h4-192-128": Case(of_heads(4, 192, 128), _ROWS + "tile_union forward_tiles", _ROWS),
-    "h1-40-24": Case(of_heads(1, 40, 24), _ROWS, _ROWS),
-    "h1-128": Case(of_heads(1, 128, 128), _ROWS + "tile_union forward_tiles forward_blocks", _ROWS),
+    "h16-128": Case(partial(_heads, 16, 128, 128), _TILES + _ROWS + "forward_blocks", _ROWS),
+    "h4-192-128": Case(partial(_heads, 4, 192, 128), _ROWS + "tile_union forward_tiles", _ROWS),
+    "h1-40-24": Case(partial(_heads, 1, 40, 24), _ROWS, _ROWS),
+    "h1-128": Case(partial(_heads, 1, 128, 128), _ROWS + "tile_union forward_tiles forward_blocks", _ROWS),
     # A block of several tiles of keys has one list of rows, which is cut into segments for each tile.
-    "blocks-of-128": Case(of_blocks("cupy-cuda", 100, 600, 16, 128, 128, 128), _TILES + "cut_blocks", _ROWS + "cut_blocks"),
+    "blocks-of-128": Case(partial(_blocks, "cupy-cuda", 100, 600, 16, 128, 128, 128), _TILES + "cut_blocks", _ROWS + "cut_blocks"),
     # More tiles of 16 keys than sort_scatter.cu adds up itself (`key_to_rows.FEW_TILES`).
-    "many-tiles": Case(of_blocks("cupy-cuda", 20, 8448, 1, 40, 24, 16), _ROWS + "sum_counts", _ROWS + "sum_counts"),
+    "many-tiles": Case(partial(_blocks, "cupy-cuda", 20, 8448, 1, 40, 24, 16), _ROWS + "sum_counts", _ROWS + "sum_counts"),
     "long-row": Case(_long_row, "forward_rows combine", "forward_rows combine"),
-    "small-blocks": Case(of_blocks("cupy-cuda", 40, 150, 12, 256, 256, 4), _SMALL, ""),
+    "small-blocks": Case(partial(_blocks, "cupy-cuda", 40, 150, 12, 256, 256, 4), _SMALL, ""),
     "tokens-in-order": Case(_tokens_in_order, "ordered_union", ""),
     "e4m3-tokens": Case(_few_tokens_of_e4m3, "forward_tokens", ""),
-    "cuda-block": Case(of_blocks("cuda-block", 300, 400, 16, 128, 128, BLOCK), _VISITED, ""),
+    "cuda-block": Case(partial(_blocks, "cuda-block", 300, 400, 16, 128, 128, BLOCK), _VISITED, ""),
 }
 
 
@@ -206,14 +200,14 @@ def test_every_kernel_of_choosing_without_attention(width: str) -> None:
     q, k, _ = make_qkv(2, S, 2, 4, Dk, Dk, S_kv=S_kv, dtype=dtype, device="cuda")
     t = torch.arange(S_kv - S, S_kv).expand(2, S)
     slack = 1e-5 if dtype == torch.float32 else 1e-3
-    minimax = nsa_sel.choose_blocks(q[:, :, :, :1], k[:, :1], block_size=64, n=4)
+    minimax = choose_blocks(q[:, :, :, :1], k[:, :1], block_size=64, n=4)
     scores = msa_scores(q[:, :, :, :1], k[:, :1], t, 64)
     assert_chosen(minimax.block_indices, scores, best(scores, t, 64, 4, 0, 1), 1e-5)
     scores = moba_scores(q, k, t, 64)
-    assert_chosen(nsa_sel.moba_selection(q, k, block_size=64, n=4).block_indices, scores, best(scores, t, 64, 4, 0, 1), slack)
+    assert_chosen(moba_selection(q, k, block_size=64, n=4).block_indices, scores, best(scores, t, 64, 4, 0, 1), slack)
     scores = infllm_scores(q, k, t, coarse=True)
-    assert_chosen(nsa_sel.infllm_selection(q, k, n=4, local=2).block_indices, scores, best(scores, t, 64, 4, 1, 2), slack)
-    assert {decision.forward for decision in nsa_sel.decisions()[-4:]} == {"choose-triton"}
+    assert_chosen(infllm_selection(q, k, n=4, local=2).block_indices, scores, best(scores, t, 64, 4, 1, 2), slack)
+    assert {decision.forward for decision in decisions()[-4:]} == {"choose-triton"}
 
 
 @gpu

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from nsa_sel import decisions, selection_attention
+from nsa_sel import decisions, reset, selection_attention
 from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends.cupy_cuda import block_tiles, launch, tensor_map
 from nsa_sel.backends.launcher import cuda_driver, replay
@@ -26,18 +26,12 @@ from nsa_sel.core import ranges as ranges_module
 from nsa_sel.core import registry
 from nsa_sel.core.call import Call, Workspace
 from nsa_sel.core.transforms import REPEATED
-from nsa_sel.core.warm import reset
 from nsa_sel.errors import BackendError
 from nsa_sel.selection import Exact, Selection, Snapshot
 from nsa_sel.settings.config import settings_for
 from tests.helpers import cuda as emulate
 from tests.helpers.cases import assert_forward, assert_gradients, make_blocks, make_grads, make_qkv
 from tests.helpers.cuda import GPU, needs_compiler
-
-
-def ctas_threads_and_shared(config: int) -> tuple[int, ...]:
-    """Of the CUlaunchConfig at this address."""
-    return struct.unpack("<I8xI8xI", ctypes.string_at(config, 28))
 
 
 @pytest.fixture
@@ -57,8 +51,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         emulate._library(source, macros).run(ctas, threads, shared, 0, cuda_driver.thread.arguments)
         return 0
 
-    def launch_kernel(handle: int, ctas: int, y: int, z: int, threads: int, *others: int) -> None:
-        start(handle, ctas, threads, others[2])
+    def launch_with(config: int, handle: int, *_: Any) -> int:
+        """config: the address of a CUlaunchConfig."""
+        return start(handle, *struct.unpack("<I8xI8xI", ctypes.string_at(config, 28)))
 
     def clear(address: int, size: int, *_: int) -> int:
         ctypes.memset(address, 0, size)
@@ -70,12 +65,13 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return emulate.map_of(address, shape, strides, box[2], box[3], dtype.itemsize)
 
     runtime = types.SimpleNamespace(setDevice=lambda device: None, memsetAsync=lambda address, value, size, stream: clear(address, size))
-    monkeypatch.setattr(launch, "_interfaces", lambda: (types.SimpleNamespace(launchKernel=launch_kernel), runtime))
+    kernel = types.SimpleNamespace(launchKernel=lambda handle, ctas, y, z, threads, *others: start(handle, ctas, threads, others[2]))
+    monkeypatch.setattr(launch, "_interfaces", lambda: (kernel, runtime))
     monkeypatch.setattr(launch, "_starts_early", lambda device: False)
     monkeypatch.setattr(launch, "function", function)
     monkeypatch.setattr(tensor_map, "_encoded", encoded)
     monkeypatch.setattr(cuda_driver, "stream_of", lambda device: 0)
-    monkeypatch.setattr(cuda_driver, "_launch", lambda: lambda config, handle, *_: start(handle, *ctas_threads_and_shared(config)))
+    monkeypatch.setattr(cuda_driver, "_launch", lambda: launch_with)
     monkeypatch.setattr(replay, "stream_of", lambda device: 0)
     monkeypatch.setattr(replay, "clear", clear)
     monkeypatch.setattr(Selection, "_on_gpu", True)  # else it compares ranges with a copy
@@ -86,14 +82,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Collect the number of launches of each replay."""
-    found: list[int] = []
-
-    def play(recording: replay.Recording, *others: Any) -> Any:
-        found.append(len(recording.steps))
-        return real(recording, *others)
-
-    real = replay._play
-    monkeypatch.setattr(replay, "_play", play)
+    found, play = list[int](), replay._play
+    monkeypatch.setattr(replay, "_play", lambda recording, *others: (found.append(len(recording.steps)), play(recording, *others))[1])
     return found
 
 
@@ -142,9 +132,7 @@ def test_other_tensors_of_a_class_are_replayed(driver: list[str], played: list[i
 def test_tensor_maps_are_encoded_anew(driver: list[str], played: list[int]) -> None:
     known: dict[Any, Any] = {REPEATED: True}
     for seed in range(4):
-        calls = [call_of(seed, facts, S=1, D=64, block=64) for facts in (None, known)]
-        wanted, got = (list(cupy_cuda.forward(call)) for call in calls)
-        assert_equal(got, wanted)
+        assert_equal(*(list(cupy_cuda.forward(call_of(seed, facts, S=1, D=64, block=64))) for facts in (known, None)))
     assert driver == 8 * ["forward_blocks.cu"]
     assert played == [1, 1]
 
@@ -181,12 +169,9 @@ def test_replayed_lists_of_small_blocks_are_those_that_were_built(driver: list[s
     """Their counts of blocks are zeroed again."""
     known: dict[Any, Any] = {REPEATED: True}
     plans = [block_tiles.block_lists_of(call_of(0, facts)) for facts in (known, known, known, known, None)]
+    whole = [[x.begins, x.segments, x.parts, x.slots, *(y[: int(x.begins[-1])] for y in (x.entries, x.chosen))] for x in plans]
     assert played
-    for plan in plans[1:]:
-        for name in ("begins", "segments", "parts", "slots"):
-            assert torch.equal(getattr(plan, name), getattr(plans[0], name)), name
-        for name in ("entries", "chosen"):
-            assert torch.equal(*(getattr(x, name)[: int(x.begins[-1])] for x in (plan, plans[0]))), name
+    assert all(all(map(torch.equal, plan, whole[0])) for plan in whole[1:])
 
 
 def moved(x: Tensor) -> Tensor:
@@ -225,15 +210,6 @@ def test_what_differs_runs_as_it_is_written(monkeypatch: pytest.MonkeyPatch, dri
     assert bool(played) == (what == "refused")
 
 
-def work(call: Call, *given: Any) -> tuple[Tensor, ...]:
-    """A pass of one launch, with what a test makes of it."""
-    o, lse = unwritten(call.q, 4), unwritten(call.q, 4)
-    extra = given[0](call) if given else None
-    step = (0, 1, 32, 0, False, None, launch.layout(0, False, 3))
-    cuda_driver.thread.recording.launch(*step, values=(o.data_ptr(), lse.data_ptr(), call.k.data_ptr() if extra is None else extra))
-    return o, lse
-
-
 FOREIGN = torch.zeros(64)
 
 
@@ -253,11 +229,13 @@ FOREIGN = torch.zeros(64)
     ],
 )
 def test_a_recording_tells_what_each_address_is(extra: Any, recorded: bool) -> None:
-    call = call_of(0, None)
+    """Of a pass of one launch."""
+    call, step = call_of(0, None), (0, 1, 32, 0, False, None, launch.layout(0, False, 3))
     recorder = replay.Recorder([x.data_ptr() for x in (call.q, call.k, call.v, call.selection.ranges)])
     with recorder:
-        result = work(call, extra)
-    assert (recorder.finished(result, False) is not None) == recorded
+        o, lse = unwritten(call.q, 4), unwritten(call.q, 4)
+        cuda_driver.thread.recording.launch(*step, values=(o.data_ptr(), lse.data_ptr(), extra(call)))
+    assert (recorder.finished((o, lse), False) is not None) == recorded
     assert cuda_driver.thread.recording is None
 
 
@@ -272,15 +250,13 @@ def test_debug_triton_names_the_pass_whose_launches_depend_on_more_than_its_clas
         cuda_driver.thread.recording.launch(*step, values=(o.data_ptr(), constants.pop(0)))
         return (o,)
 
-    def run(seed: int) -> None:
-        call = call_of(seed, known)
+    calls = [call_of(seed, known) for seed in range(3)]
+    for call in calls:
         call.settings = msgspec.structs.replace(call.settings, debug_triton=True)
-        replay.replayed(call, forward)
-
-    run(0)
-    run(1)
+    replay.replayed(calls[0], forward)
+    replay.replayed(calls[1], forward)
     with pytest.raises(BackendError, match=r"test_launcher.*forward: a pass of one class of calls had constants .*launcher"):
-        run(2)
+        replay.replayed(calls[2], forward)
 
 
 @needs_compiler
@@ -311,11 +287,9 @@ def test_old_recordings_make_room(monkeypatch: pytest.MonkeyPatch, driver: list[
     monkeypatch.setattr(replay, "MOST_RECORDINGS", 3)
     replay._recordings.clear()
     facts: list[dict[Any, Any]] = [{REPEATED: True} for _ in range(2)]
-    for known in facts:
-        for _ in range(3):
-            passes(call_of(0, known), 0)
-    held = [sum(isinstance(x, replay.Recording) for x in known.values()) for known in facts]
-    assert held == [0, 3]
+    for number in range(6):
+        passes(call_of(0, facts[number // 3]), 0)
+    assert [sum(isinstance(x, replay.Recording) for x in known.values()) for known in facts] == [0, 3]
 
 
 BACKENDS = ("triton-token", "triton-group", "triton-tile", "triton-block", "cuda-block", "cupy-cuda")

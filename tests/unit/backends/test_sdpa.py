@@ -13,13 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import nsa_sel
+from nsa_sel import Selection, selection_attention
 from nsa_sel.backends import sdpa_packed
 from nsa_sel.backends._sdpa import attend, dense, gathered, key_tiles
 from nsa_sel.core.call import Call
-from nsa_sel.selection import Selection
 from tests.helpers.cases import (
-    assert_all_close,
     assert_forward,
     assert_gradients,
     edge_selections,
@@ -60,7 +58,8 @@ def test_any_workspace_gives_the_same(workspace_bytes: int, Dv: int) -> None:
     q, k, v = make_qkv(2, 12, 1, 3, 16, Dv, S_kv=90)
     for ranges in (make_spans("mixed", 2, 12, 1, 90, 60), edge_selections(2, 12, 1, 90)["one_contiguous"]):
         expected = all_results(make_call(q, k, v, ranges))
-        assert_all_close(all_results(make_call(q, k, v, ranges, workspace_bytes=workspace_bytes)), expected, atol=2e-6, rtol=1e-5)
+        found = all_results(make_call(q, k, v, ranges, workspace_bytes=workspace_bytes))
+        torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
 
 
 def test_workspace_bounds_the_gathered_keys() -> None:
@@ -88,7 +87,7 @@ def test_repeats_at_the_same_number_of_threads_change_no_bit(count: int) -> None
         for qkv, selection in cases:
             first = run(make_call(*qkv, selection))
             for _ in range(3):
-                assert all(torch.equal(x, y) for x, y in zip(run(make_call(*qkv, selection)), first, strict=True))
+                assert all(map(torch.equal, run(make_call(*qkv, selection)), first))
     finally:
         torch.set_num_threads(threads)
 
@@ -101,14 +100,11 @@ def test_a_gpu_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
         call = make_call(q, k, v, selection)
         meta = dataclasses.replace(call, q=q.to("meta"), k=k.to("meta"), v=v.to("meta"), selection=selection.to("meta"))
         assert sdpa_packed.path(meta) == ("dense" if selection.n == 1 else "varlen")
-        assert [x.shape for x in run_meta(meta)] == [x.shape for x in run(call)]
         positions = dataclasses.replace(meta, q_pos=torch.zeros(2, 60, dtype=torch.int64, device="meta"))
-        assert [x.shape for x in run_meta(positions)] == [x.shape for x in run(call)]
-
-
-def run_meta(call: Call) -> tuple[Tensor, ...]:
-    o, lse = sdpa_packed.forward(call)
-    return o, lse, *sdpa_packed.backward(call, o, lse, torch.empty_like(o), torch.empty_like(lse))
+        for unread in (meta, positions):
+            o, lse = sdpa_packed.forward(unread)
+            grads = sdpa_packed.backward(unread, o, lse, torch.empty_like(o), torch.empty_like(lse))
+            assert [x.shape for x in (o, lse, *grads)] == [x.shape for x in run(call)]
 
 
 @pytest.mark.parametrize("facts", ["block_size", "max_length", "measured", "none"])
@@ -223,17 +219,19 @@ class TestPathOfAGpu:
             assert bool((lse == float("-inf")).all())
             assert not any(x.any() for x in (o, *gathered.backward(call, lse, torch.randn_like(o), torch.zeros_like(lse))))
 
-    def test_static_facts_say_where_rows_select_too_little(self) -> None:
-        """Slices are all that rows may see: dense up to so many times what they may select."""
-        waste = int(dense._WASTE_GPU)
-        assert sdpa_packed.path(self.call(0, 256 // waste, max_length=256 // waste + 1)) == "dense"
-        assert sdpa_packed.path(self.call(0, 256 // waste // 2, max_length=256 // waste // 2)) == "varlen"
-
-    def test_what_was_measured_counts(self) -> None:
-        call = self.call(0, 4)
-        assert sdpa_packed.path(call) == "dense"  # from static facts alone, each row may select all keys
-        call.selection.measure(S_kv=256)
-        assert sdpa_packed.path(call) == "varlen"
+    def test_facts_and_the_workspace_decide(self) -> None:
+        """Slices are all that rows may see: dense up to so many times what they may select, if copies and masks fit the workspace."""
+        fit, copies, measured = 256 // int(dense._WASTE_GPU), 2 * 2 * 256 * 16 * 4, self.call(0, 4)
+        measured.selection.measure(S_kv=256)
+        for call, path in (
+            (self.call(0, fit, max_length=fit + 1), "dense"),
+            (self.call(0, fit // 2, max_length=fit // 2), "varlen"),
+            (self.call(0, 4), "dense"),  # from static facts alone, each row may select all keys
+            (measured, "varlen"),
+            (self.call(0, 256, workspace_bytes=copies), "varlen"),
+            (self.call(0, 256, workspace_bytes=copies + 2 * 256 * 8), "dense"),
+        ):
+            assert sdpa_packed.path(call) == path
 
     def test_the_flag_decides(self) -> None:
         forced_call = self.call(ROW * 5, 7, max_length=7, triton_force_path="dense")
@@ -242,11 +240,6 @@ class TestPathOfAGpu:
         assert sdpa_packed.path(self.call(0, 256, triton_force_path="varlen")) == "varlen"
         two = make_call(*make_qkv(1, 8, 1, 2, 16), make_spans("many", 1, 8, 1, 8, 8), triton_force_path="dense")
         assert sdpa_packed.path(two) == "varlen"  # the fallback runs everything
-
-    def test_copies_and_masks_stay_within_the_workspace(self) -> None:
-        copies = 2 * 2 * 256 * 16 * 4
-        assert sdpa_packed.path(self.call(0, 256, workspace_bytes=copies)) == "varlen"
-        assert sdpa_packed.path(self.call(0, 256, workspace_bytes=copies + 2 * 256 * 8)) == "dense"
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
     def test_what_is_not_finite_stays_with_its_rows(self, bad: float) -> None:
@@ -284,5 +277,5 @@ def test_the_event_tells_the_path(monkeypatch: pytest.MonkeyPatch, logged: Any) 
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
     for path in ("dense", "varlen"):
         monkeypatch.setenv("NSA_SEL_TRITON_FORCE_PATH", path)
-        nsa_sel.selection_attention(q, k, v, edge_selections(1, 8, 1, 16)["one_contiguous"], backend="sdpa-packed")
+        selection_attention(q, k, v, edge_selections(1, 8, 1, 16)["one_contiguous"], backend="sdpa-packed")
     assert logged("sel.path") == [{"backend": "sdpa-packed", "path": path} for path in ("dense", "varlen")]

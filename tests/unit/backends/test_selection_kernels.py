@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ from nsa_sel.backends._triton.ranges import top_n
 from nsa_sel.core import ranges as ranges_module
 from nsa_sel.core.arguments import range_dtype, whole_blocks
 from nsa_sel.core.ranges import disjoint, sorted_blocks
-from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
+from tests.helpers.calls import assert_refused, calls_of
 
 
 def some_blocks(n: int, dtype: torch.dtype) -> Tensor:
@@ -33,14 +33,8 @@ def some_blocks(n: int, dtype: torch.dtype) -> Tensor:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Has the kernel run on CPU tensors, too; collects the launches."""
-    started: list[Any] = []
-    launch = Kernel.launch
-
-    def counted(self: Kernel, *arguments: Any) -> None:
-        started.append(self.function)
-        launch(self, *arguments)
-
-    monkeypatch.setattr(Kernel, "launch", counted)
+    started, launch = list[Any](), Kernel.launch
+    monkeypatch.setattr(Kernel, "launch", lambda self, *arguments: (started.append(self.function), launch(self, *arguments)))
     monkeypatch.setattr(ranges_module, "on_gpu", lambda indices: True)
     monkeypatch.setattr(ranges_module, "_failed", [])
     monkeypatch.setattr(ranges_module, "_classes", {})
@@ -56,14 +50,12 @@ def test_one_kernel_gives_the_ranges_and_the_distinct_ones(n: int, dtype: torch.
         expected = whole_blocks(used, size)
         ranges, unique = kernels.block_ranges(indices, counts, size, expected.dtype, True, {})
         assert unique is not None
-        assert torch.equal(ranges, expected)
-        assert torch.equal(unique, disjoint(expected))
         again = kernels.distinct_ranges(expected.transpose(1, 2), size)
-        assert again is not None
-        assert torch.equal(again, disjoint(expected.transpose(1, 2)))
         alone, none = kernels.block_ranges(indices.transpose(1, 2), None, size, expected.dtype, False, {})
         assert none is None
-        assert torch.equal(alone, whole_blocks(indices.transpose(1, 2), size))
+        assert again is not None
+        wanted = expected, disjoint(expected), disjoint(expected.transpose(1, 2)), whole_blocks(indices.transpose(1, 2), size)
+        assert all(map(torch.equal, (ranges, unique, again, alone), wanted))
 
 
 def test_a_selection_of_blocks_is_one_launch(launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,8 +64,7 @@ def test_a_selection_of_blocks_is_one_launch(launches: list[Any], monkeypatch: p
     found = selection.disjoint_ranges()
     assert launches == [kernels.block_ranges_kernel]
     expected = whole_blocks(indices, 64)
-    assert torch.equal(selection.ranges, expected)
-    assert torch.equal(found, disjoint(expected))
+    assert all(map(torch.equal, (selection.ranges, found), (expected, disjoint(expected))))
     selection.ranges[..., 1] = selection.ranges[..., 0]  # nothing is selected any more
     assert not (selection.disjoint_ranges() != 0).any()
 
@@ -86,9 +77,7 @@ def test_a_selection_of_blocks_is_one_launch(launches: list[Any], monkeypatch: p
 
 @pytest.mark.parametrize("decode", [False, True])
 def test_blocks_that_were_seen_before_are_not_checked_again(launches: list[Any], monkeypatch: pytest.MonkeyPatch, decode: bool) -> None:
-    taken: list[Any] = []
-    real = ranges_module._takes
-    monkeypatch.setattr(ranges_module, "_takes", lambda x: taken.append(x) or real(x))
+    taken = calls_of(monkeypatch, ranges_module, "_takes")
     counts = torch.arange(20).reshape(2, 5, 2) % 5
     for seed in range(3):
         indices = some_blocks(4, torch.int32) + seed
@@ -109,9 +98,7 @@ def test_blocks_that_were_seen_before_are_not_checked_again(launches: list[Any],
         Selection.from_blocks(indices, 64)
         Selection.from_blocks(indices, 64)
     assert len(taken) == 7
-    for bad in (True, 0, 64.0):
-        with pytest.raises(ArgumentError, match="block_size"):
-            Selection.from_blocks(indices, bad)  # type: ignore[arg-type]
+    assert_refused(*(("block_size", lambda bad=bad: Selection.from_blocks(indices, bad)) for bad in (True, 0, 64.0)))  # type: ignore[misc]
     launched = len(launches)
     monkeypatch.setattr(ranges_module, "capturing", lambda x: True)
     assert torch.equal(Selection.from_blocks(indices, 64).ranges, whole_blocks(indices.unsqueeze(1) if decode else indices, 64))
@@ -131,10 +118,7 @@ def test_ranges_that_are_no_blocks_are_found_by_pytorch(launches: list[Any]) -> 
 
 
 def test_pytorch_replaces_a_kernel_that_fails(launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> None:
-        raise RuntimeError("no C compiler")
-
-    monkeypatch.setattr(kernels, "block_ranges", fails)
+    monkeypatch.setattr(kernels, "block_ranges", mock.Mock(side_effect=RuntimeError("no C compiler")))
     indices = some_blocks(4, torch.int32)
     with pytest.warns(RuntimeWarning, match="no C compiler"):
         selection = Selection.from_blocks(indices, 64)
@@ -203,7 +187,8 @@ def check(
 def awkward(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> Tensor:
     """Scores of few different values, so that most tie: zeros of both signs, infinities, NaN, the largest and the smallest numbers."""
     info = torch.finfo(dtype)
-    values = [0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, -math.nan, info.max, info.min, info.smallest_normal, info.tiny / 4, 2.0]
+    ends = [torch.inf, -torch.inf, torch.nan, -torch.nan, info.max, info.min, info.smallest_normal, info.tiny / 4]
+    values = [0.0, -0.0, 1.0, -1.0, *ends, 2.0]
     index = torch.randint(0, len(values), shape, generator=torch.Generator().manual_seed(0))
     return torch.tensor(values, dtype=torch.float64).to(dtype)[index].to(device)
 
@@ -257,8 +242,8 @@ def test_blocks_that_no_row_sees_are_not_read() -> None:
     scores = uniform((1, 40, 1, 10))
     block = torch.arange(10)
     hidden = block > torch.arange(40)[:, None, None] // 4
-    check(scores.masked_fill(hidden, math.nan), 4, 4, rows=32)
-    check(scores.masked_fill(hidden, math.inf), 4, 4, rows=32)
+    check(scores.masked_fill(hidden, torch.nan), 4, 4, rows=32)
+    check(scores.masked_fill(hidden, torch.inf), 4, 4, rows=32)
 
 
 def test_no_rows_and_no_blocks() -> None:
@@ -291,13 +276,8 @@ def test_top_n_on_a_gpu(blocks: int, dtype: torch.dtype) -> None:
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The shapes of scores that the kernel got from `Selection.from_scores`."""
-    shapes: list[torch.Size] = []
-    real = ranges_module._kernel()
-
-    def top_n(scores: Tensor, *arguments: Any) -> None:
-        shapes.append(scores.shape)
-        real.top_n(scores, *arguments)
-
+    shapes, real = list[torch.Size](), ranges_module._kernel()
+    top_n = lambda scores, *arguments: (shapes.append(scores.shape), real.top_n(scores, *arguments))  # noqa: E731
     monkeypatch.setattr(ranges_module, "_kernel", lambda: SimpleNamespace(top_n=top_n, MOST_BLOCKS=20))
     return shapes
 

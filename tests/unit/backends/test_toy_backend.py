@@ -14,28 +14,21 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-import nsa_sel
+from nsa_sel import Selection, decisions, selection_attention
 from nsa_sel.bench.core import contenders, session
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.timing import Timing
 from nsa_sel.cli.app import app
 from nsa_sel.core import registry
-from nsa_sel.selection import Selection
 from tests.contract import attend as contract
 from tests.helpers.cases import make_qkv
 from tests.helpers.files import ROOT
 
 ENTRY_POINTS = '[project.entry-points."nsa_sel.backends"]\n'
-CACHES = (registry.backends, registry.missing)
-
-
-def clear_caches() -> None:
-    for cache in CACHES:
-        cache.cache_clear()
 
 
 @pytest.fixture(autouse=True)
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_registry: None) -> Iterator[None]:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     (tmp_path / "loop_backend.py").write_text(text.split("```python\n# loop_backend.py\n")[1].split("```")[0])
     entry = text.split(ENTRY_POINTS)[1].split("```")[0].replace('"', "")
@@ -44,17 +37,15 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: loop-backend\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(f"[{registry.ENTRY_POINT_GROUP}]\n{entry}")
     monkeypatch.syspath_prepend(tmp_path)
-    clear_caches()
     yield
     sys.modules.pop("loop_backend", None)
-    clear_caches()
 
 
 def test_the_policy_picks_a_preferred_backend_of_another_package(configure: Callable[[str], Path]) -> None:
     configure("provenance: x\nruntime: {prefer_forward: [loop], prefer_backward: [loop]}\n")
     q, k, v = make_qkv(S=4, S_kv=16, requires_grad=True)
-    nsa_sel.selection_attention(q, k, v, Selection(torch.tensor([0, 9]).expand(1, 4, 1, 1, 2))).sum().backward()
-    decision = nsa_sel.decisions()[-1]
+    selection_attention(q, k, v, Selection(torch.tensor([0, 9]).expand(1, 4, 1, 1, 2))).sum().backward()
+    decision = decisions()[-1]
     assert (decision.forward, decision.backward, decision.override) == ("loop", "loop", None)
 
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-import nsa_sel
+from nsa_sel import Selection, selection_attention
 from nsa_sel.backends import triton_group
 from nsa_sel.backends._triton import arguments, blocks, dkdv, units
 from nsa_sel.backends._triton import key_to_rows as key_to_rows_module
@@ -20,8 +20,8 @@ from nsa_sel.backends.launcher.replay import kept_plan
 from nsa_sel.core.call import Call, device_info
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import BackendError
-from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
+from tests.helpers.calls import assert_refused, calls_of
 from tests.helpers.cases import make_blocks, make_call, make_qkv, make_spans
 from tests.helpers.checks import attend, check_both, check_deterministic, check_poison
 from tests.helpers.files import ROOT
@@ -63,10 +63,13 @@ def test_tiles_by_tma_and_by_pointers(monkeypatch: pytest.MonkeyPatch, logged: A
 @both
 def test_ranges_and_odd_blocks_are_refused(backend: str) -> None:
     q, k, v = make_qkv(S=4, G=1, h=2, Dk=16, S_kv=40)
-    with pytest.raises(BackendError, match=r"block-aligned .*whole blocks"):
-        attend(backend, q, k, v, Selection.from_ranges(make_spans("few", 1, 4, 1, 40, 8)))
-    with pytest.raises(BackendError, match=r"block-multiple .*a multiple of 16"):
-        attend(backend, q, k, v, make_blocks(1, 4, 1, 40, 2, 12))
+    sizes = "4 or 8 or a multiple of 16" if backend == "triton-tile" else "a multiple of 16"
+    assert_refused(
+        ("block-aligned .*whole blocks", lambda: attend(backend, q, k, v, Selection(make_spans("few", 1, 4, 1, 40, 8)))),
+        (f"block-multiple .*{sizes}", lambda: attend(backend, q, k, v, make_blocks(1, 4, 1, 40, 2, 12))),
+        (f"block-multiple .*{sizes}", lambda: attend(backend, q, k, v, make_blocks(1, 4, 1, 40, 2, 5))),
+        error=BackendError,
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,11 +86,10 @@ def test_units_of_rows_and_groups_give_the_same_results(
     if summed is not None:
         monkeypatch.setattr(key_to_rows_module, "MOST_SUMMED", summed)
         monkeypatch.setattr(key_to_rows_module, "FEW_COUNTS", ())
-    sizes, build = [], units.key_to_rows
-    monkeypatch.setattr(units, "key_to_rows", lambda call, width, *size: sizes.append(size[:2]) or build(call, width, *size))
+    lists = calls_of(monkeypatch, units, "key_to_rows")
     change_settings(monkeypatch, workspace_bytes=workspace)
     check_both(backend, *make_qkv(S=6, G=2, h=2, Dk=16, S_kv=48), make_blocks(1, 6, 2, 48, 3, 16))
-    assert unit in sizes
+    assert unit in [sizes[2:4] for sizes in lists]
 
 
 def _call(B: int, S: int, G: int, h: int, S_kv: int, selection: Selection) -> Call:
@@ -99,14 +101,12 @@ def test_the_block_union_names_each_block_once_with_its_rows(TQ: int) -> None:
     B, S, G, S_kv, block = 2, 70, 2, 100, 16
     selection = make_blocks(B, S, G, S_kv, 4, block)
     plan = block_union(_call(B, S, G, 1, S_kv, selection), TQ)
-    indices = selection.block_indices
     for tile in range(B * G * plan.tiles):
         b, g, first = tile // plan.tiles // G, tile // plan.tiles % G, tile % plan.tiles * TQ
         chosen: dict[int, int] = {}
         for r in range(min(TQ, S - first)):
-            for j in indices[b, first + r, g].tolist():
-                if j >= 0:
-                    chosen[j] = chosen.get(j, 0) | 1 << r
+            for j in {*selection.block_indices[b, first + r, g].tolist()} - {-1}:
+                chosen[j] = chosen.get(j, 0) | 1 << r
         whole, total = plan.counts[tile].tolist()
         start = tile * plan.capacity
         rows = [x % 2**64 for x in plan.rows[start : start + total].tolist()]
@@ -129,27 +129,21 @@ def test_gradients_of_tiles_that_share_a_list(
     ranges = make_blocks(1, S, 2, S_kv, 1, 128).ranges
     ranges = torch.where(torch.arange(S)[:, None, None, None] % 7 == 3, 0, ranges)
     q_pos = torch.randint(0, S_kv, (1, S), generator=torch.Generator().manual_seed(1)) if positions else None
-    selection, sizes, plan = Selection(ranges, 128, disjoint=True), [], units.key_to_rows
-    monkeypatch.setattr(units, "key_to_rows", lambda call, *numbers: sizes.append(numbers) or plan(call, *numbers))
+    selection, lists = Selection(ranges, 128, disjoint=True), calls_of(monkeypatch, units, "key_to_rows")
     check_both("triton-tile", q, k, v, selection, q_pos=q_pos)
     check_poison("triton-tile", q, k, v, selection, q_pos=q_pos)
     if not positions:
         check_deterministic("triton-tile", q, k, v, selection, reruns=2)
-    assert {size[2] for size in sizes} == {pairs}
-    assert {size[4] for size in sizes} == {4}
+    assert {(sizes[3], sizes[5]) for sizes in lists} == {(pairs, 4)}
 
 
 def test_lists_follow_how_far_a_range_reaches() -> None:
     """`measure` bounds ranges of any length: a plan that was made before has room for more tiles of each."""
     selection = Selection.from_ranges(make_spans("few", 1, 20, 1, 64, 20))
-    reaches = []
-    for _ in range(2):
-        call = _call(1, 20, 1, 2, 64, selection)
-        plan = key_to_rows(call, 16, 20, 1, 16)
-        assert plan.reach == call.reach(16)
-        reaches.append(plan.reach)
-        selection.measure()
-    assert reaches[1] < reaches[0]
+    call = _call(1, 20, 1, 2, 64, selection)
+    before = key_to_rows(call, 16, 20, 1, 16).reach
+    selection.measure()
+    assert key_to_rows(call, 16, 20, 1, 16).reach == call.reach(16) < before
 
 
 def test_plans_are_shared_and_follow_the_ranges() -> None:
@@ -171,12 +165,11 @@ def test_plans_are_kept_for_positions_too(monkeypatch: pytest.MonkeyPatch, backe
     """Forward, backward and the next layer share them, until the positions are others or written."""
     q, k, v = make_qkv(S=2, G=1, h=1, S_kv=32, requires_grad=True)
     selection, positions = make_blocks(1, 2, 1, 32, 1, 16), torch.tensor([3, 20])
-    built, build = [], getattr(module, builder)
-    monkeypatch.setattr(module, builder, lambda *args: built.append(1) or build(*args))
+    built = calls_of(monkeypatch, module, builder)
 
     def run() -> int:
         built.clear()
-        nsa_sel.selection_attention(q, k, v, selection, q_pos=positions, backend=backend).sum().backward()
+        selection_attention(q, k, v, selection, q_pos=positions, backend=backend).sum().backward()
         return len(built)
 
     first = run()
@@ -184,8 +177,8 @@ def test_plans_are_kept_for_positions_too(monkeypatch: pytest.MonkeyPatch, backe
     assert run() == 0
     positions[0] = 31
     assert run() == first
-    o = nsa_sel.selection_attention(q, k, v, selection, q_pos=positions, backend=backend)
-    assert torch.equal(o, nsa_sel.selection_attention(q, k, v, selection, q_pos=positions.clone(), backend=backend))
+    o = selection_attention(q, k, v, selection, q_pos=positions, backend=backend)
+    assert torch.equal(o, selection_attention(q, k, v, selection, q_pos=positions.clone(), backend=backend))
     positions = positions.clone()
     assert run() == 0  # the same positions, which a CPU tells by their values
 
@@ -193,11 +186,9 @@ def test_plans_are_kept_for_positions_too(monkeypatch: pytest.MonkeyPatch, backe
 @pytest.mark.parametrize(("B", "G", "D", "parts"), [(1, 2, 16, 5), (6, 1, 136, 2)])
 def test_small_blocks_are_decoded_in_parts(monkeypatch: pytest.MonkeyPatch, B: int, G: int, D: int, parts: int) -> None:
     """Fewer rows than the interpreter's multiprocessors, and fewer than twice as many."""
-    joined: list[int] = []
-    combine = triton_group.combine
-    monkeypatch.setattr(triton_group, "combine", lambda *of: (joined.append(of[-1]), combine(*of)))
+    joined = calls_of(monkeypatch, triton_group, "combine")
     check_both("triton-group", *make_qkv(B=B, S=1, G=G, h=3, Dk=D, S_kv=250), make_blocks(B, 1, G, 250, 40, 4))
-    assert joined == [parts]
+    assert [of[-1] for of in joined] == [parts]
 
 
 @pytest.mark.parametrize(
@@ -210,18 +201,10 @@ def test_few_warps_share_a_row_of_small_blocks_while_a_multiprocessor_has_room(B
     assert triton_group._count_splits(call, config, 2 * B) == parts
 
 
-def test_other_small_blocks_are_refused_with_the_sizes_that_are_taken() -> None:
-    with pytest.raises(BackendError, match=r"block-multiple .*4 or 8 or a multiple of 16"):
-        attend("triton-tile", *make_qkv(S=4, G=1, h=2, Dk=16, S_kv=40), make_blocks(1, 4, 1, 40, 2, 5))
-
-
 def test_gradients_of_small_blocks_list_a_row_once_for_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    widths: list[Any] = []
-    plan = dkdv.plan_within
-    monkeypatch.setattr(dkdv, "plan_within", lambda call, *sizes: widths.append(call.selection.block_size) or plan(call, *sizes))
+    plans = calls_of(monkeypatch, dkdv, "plan_within")
     check_both("triton-group", *make_qkv(S=3, G=1, h=2, Dk=16, S_kv=63), make_blocks(1, 3, 1, 63, 6, 4))
-    assert widths
-    assert all(width >= 16 for width in widths)
+    assert min(call.selection.block_size for call, *_ in plans) >= 16
 
 
 @pytest.mark.parametrize("file", sorted(ROOT.glob("backends/**/*triton*/**/*.py")) + sorted(ROOT.glob("backends/triton_*.py")), ids=str)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import struct
 import types
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,11 +36,6 @@ def tensors() -> list[torch.Tensor]:
     return [*whole, *(x.view(-1)[1:] for x in whole), whole[0][::2]]
 
 
-def kinds(x: Any) -> object:
-    """What tells arguments like x apart in the cache of compiled kernels."""
-    return number_kinds((x,))[0] if isinstance(x, int | float | tuple) else tensor_kinds((x,))[0][0]
-
-
 def test_arguments_of_one_kind_take_one_kernel() -> None:
     """Kinds are at least as fine as what the compiler looks at (its own function says what that is)."""
     makers = (TensorDescriptor, CheckedDescriptor)
@@ -46,7 +43,8 @@ def test_arguments_of_one_kind_take_one_kernel() -> None:
     descriptors = [make(x, [64, 32], [32, 1], block) for x in tensors()[:3] for block in blocks for make in makers]
     tuples = [(48, 1), (48, 2), (48, (1, 2**31)), (32, (1, 2**40)), Strides((1, 16), (3,), (), (0, 5)), Strides((1, 32), (5,), (), (16, 7))]
     arguments = [None, 0.5, 2.0, *NUMBERS, *tuples, *tensors(), *descriptors]
-    seen = [(kinds(x), native_specialize_impl(CUDABackend, x, False, True, True)) for x in arguments]
+    kinds = [number_kinds((x,))[0] if isinstance(x, int | float | tuple) else tensor_kinds((x,))[0][0] for x in arguments]
+    seen = [*zip(kinds, (native_specialize_impl(CUDABackend, x, False, True, True) for x in arguments), strict=True)]
     for (one, theirs), (other, their_other) in itertools.combinations(seen, 2):
         assert one != other or theirs == their_other
     assert len({str(theirs) for _, theirs in seen[-len(descriptors) :]}) == 6  # the compiler sees no difference between the makers
@@ -59,16 +57,10 @@ def test_checked_descriptors_pass_the_checks_they_leave_out() -> None:
     assert (mine.block_shape, mine.padding) == (own.block_shape, own.padding)
 
 
-class Compiled:
-    """Stands for a compiled kernel: remembers what it was run with."""
+class Compiled(mock.Mock):
+    """Stands for a compiled kernel."""
 
     function, packed_metadata = 7, (4, 1, 0)
-
-    def __init__(self) -> None:
-        self.launches: list[Any] = []
-
-    def run(self, *arguments: Any) -> None:
-        self.launches.append(arguments)
 
 
 class Function:
@@ -80,11 +72,7 @@ class Function:
         self.made: list[Compiled] = []
 
     def __getitem__(self, grid: Any) -> Any:
-        def launch(*arguments: Any, **constants: Any) -> Compiled:
-            self.made.append(Compiled())
-            return self.made[-1]
-
-        return launch
+        return lambda *arguments, **constants: self.made.append(Compiled()) or self.made[-1]
 
 
 @pytest.fixture
@@ -102,7 +90,7 @@ def test_a_like_launch_skips_the_compiler(function: Function) -> None:
     fill.launch(3, (x,), (32,))
     fill.launch(5, (y,), (48,))
     assert len(function.made) == 1
-    assert function.made[0].launches == [(5, 1, 1, 5, 7, (4, 1, 0), None, None, None, y.data_ptr(), 48, 64)]
+    function.made[0].run.assert_called_once_with(5, 1, 1, 5, 7, (4, 1, 0), None, None, None, y.data_ptr(), 48, 64)
     others: list[tuple[torch.Tensor | None, int]] = [(x, 33), (x, 1), (x, 2**31), (x[1:], 32), (x.double(), 32)]
     for tensor, number in others:
         fill.launch(3, (tensor,), (number,))
@@ -115,21 +103,16 @@ def test_a_like_launch_skips_the_compiler(function: Function) -> None:
 def test_hooks_of_launches_are_served(function: Function, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A hook in the chain, or one that replaces the chain, gets its launches through Triton; None is no hook."""
     fill, x = Kernel(function, D=64), torch.zeros(8)
-    chain = getattr(triton.knobs.runtime, name)
+    chain = copy.copy(getattr(triton.knobs.runtime, name))
     assert not kernel_module.hooked()
     fill.launch(3, (x,), (32,))
-    for hook in (None, lambda _: None):
+    for hook, made in ((None, 1), (lambda _: None, 2), (chain, 2)):
         monkeypatch.setattr(triton.knobs.runtime, name, hook)
         fill.launch(3, (x,), (32,))
-    assert len(function.made) == 2
-    monkeypatch.setattr(triton.knobs.runtime, name, chain)
-    hook = print
-    chain.add(hook)
-    try:
-        fill.launch(3, (x,), (32,))
-    finally:
-        chain.remove(hook)
-    assert len(function.made) == 3
+        assert len(function.made) == made
+    chain.add(print)
+    fill.launch(3, (x,), (32,))
+    chain.remove(print)
     fill.launch(3, (x,), (32,))
     assert len(function.made) == 3
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import weakref
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import nsa_sel
+from nsa_sel import Selection, decisions, reset, selection_attention
 from nsa_sel.backends import _slices, cupy_cuda, triton_tile
 from nsa_sel.backends._triton import arguments, dkdv, key_to_rows, units
 from nsa_sel.backends._triton.kernel import Kernel
@@ -26,13 +27,12 @@ from nsa_sel.backends.launcher.buffers import unwritten
 from nsa_sel.core import registry
 from nsa_sel.core.call import Call
 from nsa_sel.core.request import DeviceInfo
-from nsa_sel.core.warm import reset
 from nsa_sel.errors import ArgumentError, BackendError
-from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
+from tests.helpers.calls import assert_refused, calls_of
 from tests.helpers.cases import assert_gradients, make_blocks, make_call, make_grads, make_qkv, make_spans
 from tests.helpers.checks import attend, check_both, check_deterministic, check_poison, new_memory_is_nan
-from tests.helpers.cuda import GPU, emulated, needs_compiler
+from tests.helpers.cuda import GPU, emulated, needs_compiler, order_few
 from tests.helpers.gpus import HOPPER, needs, noted
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -77,7 +77,7 @@ def problem(device: str = "cpu", S: int = 2) -> tuple[Tensor, Tensor, Tensor, Se
 
 def results(backend: str, arguments: tuple[Any, ...], workspace: Tensor | None) -> tuple[Tensor, ...]:
     q, k, v, selection = arguments
-    o, lse = nsa_sel.selection_attention(q, k, v, selection, return_lse=True, backend=backend, workspace=workspace)
+    o, lse = selection_attention(q, k, v, selection, return_lse=True, backend=backend, workspace=workspace)
     return o, lse, *torch.autograd.grad((o, lse), (q, k, v), make_grads(q, v))
 
 
@@ -85,9 +85,7 @@ def results(backend: str, arguments: tuple[Any, ...], workspace: Tensor | None) 
 def test_a_pass_takes_its_temporaries_from_the_workspace(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     device = "cuda" if backend == "cupy-cuda" else "cpu"
     q, k, v, selection = problem(device)
-    made: list[Tensor] = []
-    real = buffers.unwritten
-    monkeypatch.setattr(buffers, "unwritten", lambda *how, **more: made.append(real(*how, **more)) or made[-1])
+    made = calls_of(monkeypatch, buffers, "unwritten")
     results(backend, (q, k, v, selection), torch.empty(1 << 20, dtype=torch.uint8, device=device))
     assert made == []
     results(backend, (q, k, v, selection), None)
@@ -114,49 +112,28 @@ def test_too_small_a_workspace_says_how_large_it_should_be(backend: str) -> None
         size = int(found[1])
         passes.append(found[2])
     assert passes in (["forward"], ["backward"], ["forward", "backward"])
-    assert not registry.is_broken(backend, nsa_sel.decisions()[-1].request)
+    assert not registry.is_broken(backend, decisions()[-1].request)
 
 
-@pytest.mark.parametrize(
-    ("workspace", "value"),
-    [
-        (1 << 20, "a int"),
-        (torch.empty(64), "of dtype torch.float32"),
-        (torch.empty(64, 2, dtype=torch.uint8)[:, 0], "strides (2,)"),
-        (torch.empty(64, dtype=torch.uint8, device="meta"), "on meta"),
-    ],
-)
-def test_an_invalid_workspace_is_refused(workspace: Any, value: str) -> None:
-    with pytest.raises(ArgumentError, match=rf"workspace.*{re.escape(value)}"):
-        nsa_sel.selection_attention(*problem(), workspace=workspace)
-
-
-def test_a_workspace_is_refused_in_inference_mode_and_torch_compile() -> None:
-    q, k, v, selection = problem()
+def test_an_invalid_workspace_is_refused() -> None:
+    call = functools.partial(selection_attention, *problem())
     with torch.inference_mode():
         inner = torch.empty(64, dtype=torch.uint8)
-    with pytest.raises(ArgumentError, match=r"workspace.*inference_mode"):
-        nsa_sel.selection_attention(q, k, v, selection, workspace=inner)
-
-    def call(workspace: Tensor) -> Tensor:
-        o: Tensor = nsa_sel.selection_attention(q, k, v, selection, workspace=workspace)
-        return o
-
+    assert_refused(
+        ("workspace.*a int", lambda: call(workspace=1 << 20)),
+        ("workspace.*of dtype torch.float32", lambda: call(workspace=torch.empty(64))),
+        (r"workspace.*strides \(2,\)", lambda: call(workspace=torch.empty(64, 2, dtype=torch.uint8)[:, 0])),
+        ("workspace.*on meta", lambda: call(workspace=torch.empty(64, dtype=torch.uint8, device="meta"))),
+        ("workspace.*inference_mode", lambda: call(workspace=inner)),
+    )
     with pytest.raises(Exception, match=r"workspace.*torch.compile"):
-        torch.compile(call, backend="eager", fullgraph=True)(torch.empty(64, dtype=torch.uint8))
+        torch.compile(lambda x: call(workspace=x), backend="eager", fullgraph=True)(torch.empty(64, dtype=torch.uint8))
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[tuple[int, ...]]:
     """Collect batch entries and rows of every slice that `module` makes."""
-    found: list[tuple[int, ...]] = []
-    cut = _slices.slices
-
-    def slices(*of: Any) -> Any:
-        for part, at in cut(*of):
-            found.append(tuple(part.q.shape[:2]))
-            yield part, at
-
-    monkeypatch.setattr(module, "slices", slices)
+    found, cut = list[tuple[int, ...]](), _slices.slices
+    monkeypatch.setattr(module, "slices", lambda *of: ((found.append(tuple(part.q.shape[:2])), (part, at))[1] for part, at in cut(*of)))
     return found
 
 
@@ -204,7 +181,7 @@ def test_a_pair_in_one_slice_gets_the_bits_of_one_plan(monkeypatch: pytest.Monke
 
     whole = gradients()
     monkeypatch.setattr(dkdv, "slices_of", lambda call, width: Slices(10, 1 << 62))
-    assert all(torch.equal(a, b) for a, b in zip(whole, gradients(), strict=True))
+    assert all(map(torch.equal, whole, gradients()))
 
 
 @pytest.mark.slow
@@ -389,8 +366,7 @@ def test_parts_give_the_bits_of_one_pass(
     monkeypatch: pytest.MonkeyPatch, configure: Callable[[str], Path], started: list[str], backend: str, h: int, D: int, block: int
 ) -> None:
     """Two parts or more of each pass that has a plan, forward and dq."""
-    monkeypatch.setattr(token_order, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(token_order, "LEAST_ROWS", 1)
+    order_few(monkeypatch)
     S = 3090
     q, k, v = make_qkv(S=S, G=2, h=h, Dk=D, S_kv=S, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     do, _ = make_grads(q, v)
@@ -401,8 +377,7 @@ def test_parts_give_the_bits_of_one_pass(
     def results() -> list[Tensor]:
         with new_memory_is_nan():
             o, lse = attend(backend, q, k, v, Selection(ranges, block, disjoint=True))
-            dq = torch.autograd.grad(o, q, do)[0]
-        return [o, lse, dq]
+            return [o, lse, torch.autograd.grad(o, q, do)[0]]
 
     whole = results()
     assert not parts

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-import nsa_sel
-from nsa_sel import Selection
+from nsa_sel import Selection, describe, explain_request, log_to, use_backend
 from nsa_sel.errors import ArgumentError, BackendError, CacheFull, ConfigError, NsaSelError
 from tests.helpers.calls import B, Dk, Dv, G, S, S_kv, Wrong, assert_in_order, call, h, message_of
 from tests.helpers.policy_cases import H100, LONG
@@ -138,7 +137,7 @@ SELECTIONS = [
     Wrong("first a bool", lambda: Selection.from_scores(scores(1, 8, 1, 2), 4, 4, first=True), ("first + local is True + 2",)),
     Wrong("a promise in words", lambda: Selection.from_ranges(ranges(1, 1, 1, 1, 2), disjoint="no"), ("disjoint is 'no'", "True or False")),
     Wrong("a promise of blocks in words", lambda: Selection.from_blocks(ranges(1, 1, 1, 2), 16, disjoint="no"), ("disjoint is 'no'",)),
-    Wrong("a number as a log", lambda: nsa_sel.log_to(2), ("target is 2", "the name of a file")),  # type: ignore[arg-type]
+    Wrong("a number as a log", lambda: log_to(2), ("target is 2", "the name of a file")),  # type: ignore[arg-type]
     Wrong("local a float", lambda: Selection.from_scores(scores(1, 8, 1, 2), 4, 4, local=1.5), ("first + local is 1 + 1.5",)),
     Wrong("scores of other blocks", lambda: Selection.from_scores(scores(1, 8, 1, 3), 4, 4),
           ("scores is [B,S,G,blocks] = (1, 8, 1, 3) over 3 blocks of 4", "2 blocks for S_kv = 8",
@@ -148,7 +147,7 @@ SELECTIONS = [
           ("q_pos is of shape (7,)", "[S=8] or [B=1, S=8]")),
     Wrong("positions a list", lambda: Selection.from_scores(scores(1, 8, 1, 2), 4, 4, q_pos=[1]), ("q_pos is a list",)),
     Wrong("measured with text", lambda: Selection(ranges(1, 1, 1, 1, 2)).measure("64"), ("S_kv is '64'", "whole number", "k.shape[2]")),
-    Wrong("several decisions described", lambda: nsa_sel.describe(()), ("decision is a tuple", "one Decision", "decisions()[-1]")),
+    Wrong("several decisions described", lambda: describe(()), ("decision is a tuple", "one Decision", "decisions()[-1]")),
     Wrong("blocks of ranges", lambda: Selection.from_ranges(ranges(1, 1, 1, 1, 2)).block_indices, ("block_size is None",)),
 ]  # fmt: skip
 
@@ -165,7 +164,7 @@ def test_wrong_calls_name_argument_value_allowed_and_remedy(wrong: Wrong) -> Non
 @pytest.mark.usefixtures("no_kernel")
 def test_use_backend_needs_a_name() -> None:
     def attempt() -> None:
-        with nsa_sel.use_backend(None):
+        with use_backend(None):
             pass
 
     assert_in_order(message_of(Wrong("use_backend", attempt)), ("name is None", "; allowed: ", "Remedy: "))
@@ -174,7 +173,7 @@ def test_use_backend_needs_a_name() -> None:
 @pytest.mark.usefixtures("no_kernel")
 @pytest.mark.parametrize(("name", "meant"), [("triton_tile", "triton-tile"), ("sdpa", "sdpa-packed"), ("chose-torch", "choose-torch")])
 def test_use_backend_checks_the_name_on_entry(name: str, meant: str) -> None:
-    with pytest.raises(BackendError) as caught, nsa_sel.use_backend(name):
+    with pytest.raises(BackendError) as caught, use_backend(name):
         pytest.fail("entered")
     assert_in_order(str(caught.value), (f"{name!r} (use_backend) is unknown", f"did you mean {meant!r}?", "Allowed: ", "Remedy: "))
 
@@ -183,7 +182,7 @@ def every_error() -> list[NsaSelError]:
     """One of each class, of those with a signature of their own also by keywords and with a decision."""
     words = ("x", 3, "y", "do")
     keywords: dict[str, Any] = dict(zip(("value", "allowed", "remedy"), words[1:], strict=True))
-    decision = nsa_sel.explain_request(LONG, H100)
+    decision = explain_request(LONG, H100)
     made = [ArgumentError(argument="x", **keywords), ConfigError(source="x", **keywords), BackendError("no", decision), NsaSelError("no")]
     classes, signatures = [NsaSelError], {ArgumentError: words, ConfigError: words, CacheFull: ("pages", 3)}
     for kind in classes:

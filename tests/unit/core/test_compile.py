@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,8 +27,9 @@ from nsa_sel import (
 )
 from nsa_sel.backends import numba_cpu
 from nsa_sel.core import attend as attend_module
-from nsa_sel.errors import ArgumentError, BackendError
+from nsa_sel.errors import BackendError, NsaSelError
 from tests.contract.lanes import lanes
+from tests.helpers.calls import assert_refused
 from tests.helpers.cases import make_blocks, make_grads, make_qkv
 
 OPS = torch.ops.nsa_sel
@@ -61,6 +63,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, selection: Any, **options: Any) -> A
 
 def from_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, **options: Any) -> Any:
     return selection_attention(q, k, v, Selection.from_blocks(blocks, BLOCK), **options)
+
+
+def by_name(q: Tensor, k: Tensor, v: Tensor, selection: Selection) -> Tensor:
+    """Return o of the op."""
+    return OPS.selection_forward(q, k, v, selection.ranges, None, BLOCK, None, False, None, None, True)[0]  # type: ignore[no-any-return]
 
 
 def compiled(work: Callable[..., Any], backend: Any = "aot_eager") -> Callable[..., Any]:
@@ -147,26 +154,21 @@ def windows(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, return_lse: 
     return o if return_lse else (o,)
 
 
-def assert_windows_equal(backend: Any, S: int, packed: bool, return_lse: bool) -> None:
-    """Compiled windows are bit-equal to eager ones."""
-    q, k, v, _ = problem(S, B=1 if packed else 2)
-    bounds = torch.tensor([0, S // 3, S - 1]) if packed else None  # the last row is padding
-    both = [work(q, k, v, bounds, return_lse) for work in (compiled(windows, backend), windows)]
-    do = [torch.randn_like(x) for x in both[0]]
-    for mine, right in zip(*((*outputs, *torch.autograd.grad(outputs, (q, k, v), do)) for outputs in both), strict=True):
-        assert torch.equal(mine, right)
-
-
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 def test_one_graph_of_windows_serves_every_length(packed: bool, return_lse: bool) -> None:
     counter, graphs = counting()
     for S in (70, 150, 97):
-        assert_windows_equal(counter, S, packed, return_lse)
+        q, k, v, _ = problem(S, B=1 if packed else 2)
+        bounds = torch.tensor([0, S // 3, S - 1]) if packed else None  # the last row is padding
+        both = [work(q, k, v, bounds, return_lse) for work in (compiled(windows, counter), windows)]
+        do = [torch.randn_like(x) for x in both[0]]
+        assert all(map(torch.equal, *((*outputs, *torch.autograd.grad(outputs, (q, k, v), do)) for outputs in both)))
     assert graphs == {"forward": 1, "backward": 1}
 
 
-def check_layer(backend: Any) -> None:
+def test_a_layer_trains_at_every_length_with_two_graphs() -> None:
+    backend, graphs = counting()
     layer = NSAttention(16, 1, 2, 8, n=4, block_size=32, window=64)
     fast = torch.compile(layer, fullgraph=True, backend=backend)  # the first length is static, the second makes it a symbol
     for S in (256, 200, 300):
@@ -174,14 +176,7 @@ def check_layer(backend: Any) -> None:
         inputs = (x, *layer.parameters())
         got, wanted = fast(x), layer(x)
         do = torch.randn_like(wanted)
-        torch.testing.assert_close(got, wanted)
-        for mine, right in zip(*(torch.autograd.grad(o, inputs, do) for o in (got, wanted)), strict=True):
-            torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
-
-
-def test_a_layer_trains_at_every_length_with_two_graphs() -> None:
-    counter, graphs = counting()
-    check_layer(counter)
+        torch.testing.assert_close(*((o, *torch.autograd.grad(o, inputs, do)) for o in (got, wanted)), rtol=1e-4, atol=1e-5)
     assert graphs == {"forward": 2, "backward": 2}
 
 
@@ -209,12 +204,8 @@ def test_every_form_of_the_call_compiles_into_one_graph() -> None:
     inputs = (q, k, v, selection, q[:, -1].detach().requires_grad_(), selection.ranges[:, -1])
     wanted, got = work(*inputs), compiled(work)(*inputs)
     assert_equal(tuple(got), tuple(wanted))
-
-    def gradients(outputs: list[Tensor]) -> tuple[Tensor, ...]:
-        loss = torch.stack([x[x.isfinite()].square().sum() for x in outputs]).sum()
-        return torch.autograd.grad(loss, (q, k, v, inputs[4]))
-
-    assert_equal(gradients(got), gradients(wanted))
+    losses = (torch.stack([x[x.isfinite()].square().sum() for x in outputs]).sum() for outputs in (got, wanted))
+    assert_equal(*(torch.autograd.grad(loss, (q, k, v, inputs[4])) for loss in losses))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -249,17 +240,13 @@ def test_eager_calls_skip_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_compiled_calls_fall_back_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> None:
-        raise RuntimeError("out of order")
-
     monkeypatch.delenv("NSA_SEL_BACKEND")
-    q, k, v, selection = problem(64)
-    wanted = results(attend, q, k, v, selection, backend="sdpa-packed")
-    monkeypatch.setattr(numba_cpu, "forward", broken)
-    monkeypatch.setattr(numba_cpu, "backward", broken)
+    given = problem(64)
+    wanted = results(attend, *given, backend="sdpa-packed")
+    for direction in ("forward", "backward"):
+        monkeypatch.setattr(numba_cpu, direction, mock.Mock(side_effect=RuntimeError("out of order")))
     with pytest.warns(RuntimeWarning, match="sdpa-packed runs calls"):
-        got = results(compiled(attend), q, k, v, selection)
-    assert_equal(got, wanted)
+        assert_equal(results(compiled(attend), *given), wanted)
 
 
 def test_export_of_choices_takes_any_length() -> None:
@@ -315,34 +302,33 @@ def test_the_ops_of_windows_pass_opcheck() -> None:
 # Refusals
 
 
-def traced_refusal(match: str, *arguments: Any, **options: Any) -> None:
-    """With fullgraph=True PyTorch raises its own error, which contains ours."""
-    with pytest.raises(RuntimeError, match=match):
-        compiled(attend)(*arguments, **options)
-
-
 def test_bad_input_is_refused_while_tracing() -> None:
+    """With fullgraph=True PyTorch raises its own error, which contains ours."""
     q, k, v, selection = problem(64)
     other = Selection.from_ranges(selection.ranges[:, :32], BLOCK)
-    traced_refusal("selection is over rows.*Remedy: one set of ranges per query row and group", q, k, v, other)
-    traced_refusal("k is of head dimension.*Remedy: project q and k to the same size", q, k[..., :8], v, selection)
-    traced_refusal("k is of strides.*Remedy: call k.contiguous", q, k.transpose(2, 3).contiguous().transpose(2, 3), v, selection)
-    traced_refusal("k is of dtype torch.float64.*Remedy", q, k.double(), v, selection)
-    traced_refusal("selection.*a int.*make one with Selection.from_ranges", q, k, v, 3)
-    traced_refusal("q.*a int.*wrap it in torch.as_tensor", 3, k, v, selection)
-    traced_refusal("scale.*'x'.*pass a Python float", q, k, v, selection, scale="x")
+    assert_refused(
+        ("selection is over rows.*Remedy: one set of ranges per query row", lambda: compiled(attend)(q, k, v, other)),
+        ("k is of head dimension.*Remedy: project q and k to the same size", lambda: compiled(attend)(q, k[..., :8], v, selection)),
+        ("k is of strides.*Remedy: call k.contiguous", lambda: compiled(attend)(q, k.mT.contiguous().mT, v, selection)),
+        ("k is of dtype torch.float64.*Remedy", lambda: compiled(attend)(q, k.double(), v, selection)),
+        ("selection.*a int.*make one with Selection.from_ranges", lambda: compiled(attend)(q, k, v, 3)),
+        ("q.*a int.*wrap it in torch.as_tensor", lambda: compiled(attend)(3, k, v, selection)),
+        ("scale.*'x'.*pass a Python float", lambda: compiled(attend)(q, k, v, selection, scale="x")),
+        error=RuntimeError,
+    )
 
 
 def test_bad_input_is_refused_when_the_call_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks of values and of this machine's backends raise our own errors."""
     q, k, v, selection = problem(64)
-    with pytest.raises(ArgumentError, match="q_pos is from 9 to 72; allowed"):
-        compiled(attend, "eager")(q, k, v, selection, q_pos=torch.arange(64) + 9)
-    with pytest.raises(BackendError, match="did you mean 'numba'"):
-        compiled(attend, "eager")(q, k, v, selection, backend="nmba")
+    work, twice = compiled(attend, "eager"), torch.ones(2, 64, 2, 2, dtype=torch.int32)
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
-    with pytest.raises(ArgumentError, match="has a block twice"):
-        compiled(from_blocks, "eager")(q, k, v, torch.ones(2, 64, 2, 2, dtype=torch.int32))
+    assert_refused(
+        ("q_pos is from 9 to 72; allowed", lambda: work(q, k, v, selection, q_pos=torch.arange(64) + 9)),
+        ("did you mean 'numba'", lambda: work(q, k, v, selection, backend="nmba")),
+        ("has a block twice", lambda: compiled(from_blocks, "eager")(q, k, v, twice)),
+        error=NsaSelError,
+    )
 
 
 def test_use_backend_is_refused_around_compiled_calls_with_gradients() -> None:
@@ -370,8 +356,7 @@ def test_second_derivatives_are_refused() -> None:
     q, k, v, selection = problem(64)
     with pytest.raises(BackendError, match=r"no second derivative.*Remedy"):
         torch.autograd.grad(attend(q, k, v, selection).sum(), q, create_graph=True)
-    o, _ = OPS.selection_forward(q, k, v, selection.ranges, None, BLOCK, None, False, None, None, True)
-    (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+    (dq,) = torch.autograd.grad(by_name(q, k, v, selection).sum(), q, create_graph=True)
     with pytest.raises(BackendError, match=r"no second derivative.*Remedy"):
         dq.sum().backward()
 
@@ -380,23 +365,14 @@ def test_torch_func_is_refused() -> None:
     q, k, v, selection = problem(64)
     q, k, v = (x.detach() for x in (q, k, v))
 
-    def total(q: Tensor) -> Tensor:
-        return selection_attention(q, k, v, selection).sum()
-
-    def mapped(q: Tensor) -> Tensor:
-        return torch.func.vmap(total)(q[None])
-
-    for work in (mapped, torch.func.grad(total), torch.func.jacrev(total), lambda q: torch.func.jvp(total, (q,), (q,))):
-        with pytest.raises(BackendError, match="make its dimension part of the batch B"):
-            work(q)
-    with pytest.raises(RuntimeError, match="make its dimension part of the batch B"):
-        compiled(mapped)(q)
-
-    def by_name(q: Tensor) -> Tensor:
-        return OPS.selection_forward(q, k, v, selection.ranges, None, BLOCK, None, False, None, None, False)[0].sum()
-
-    for work in (torch.func.grad(by_name), lambda q: torch.func.vmap(by_name)(q[None])):
-        with pytest.raises(BackendError, match="make its dimension part of the batch B"):
+    total = lambda q: selection_attention(q, k, v, selection).sum()  # noqa: E731
+    mapped = lambda q: torch.func.vmap(total)(q[None])  # noqa: E731
+    of_op = lambda q: by_name(q, k, v, selection).sum()  # noqa: E731
+    for work in (
+        mapped, torch.func.grad(total), torch.func.jacrev(total), lambda q: torch.func.jvp(total, (q,), (q,)), compiled(mapped),
+        torch.func.grad(of_op), lambda q: torch.func.vmap(of_op)(q[None]),
+    ):  # fmt: skip
+        with pytest.raises((BackendError, RuntimeError), match="make its dimension part of the batch B"):
             work(q)
 
 
@@ -424,9 +400,6 @@ def test_autocast_casts_inputs_and_gradients(dtype: torch.dtype) -> None:
     cast = [x.detach().to(dtype).requires_grad_() for x in (q, k_wide, v)]
     plain = attend(*cast, selection)
     wanted = plain, *(x.to(y.dtype) for x, y in zip(torch.autograd.grad(plain, cast, do), (q, k_wide, v), strict=True))
-
-    def by_name(q: Tensor, k: Tensor, v: Tensor, selection: Selection) -> Any:
-        return OPS.selection_forward(q, k, v, selection.ranges, None, BLOCK, None, False, None, None, True)[0]
 
     works = (attend, by_name, compiled(attend)) if dtype == torch.bfloat16 else (attend, by_name)  # the dtype is all that differs
     for work in works:

@@ -142,12 +142,6 @@ def modules() -> Iterator[tuple[str, Path]]:
                 yield ".".join(below), file
 
 
-def every_file() -> list[Path]:
-    folders = [folder for folder in ROOT.iterdir() if folder.is_dir() and not folder.name.startswith((".", "build", "dist"))]
-    own = [file for folder in folders if folder.name != "shared" for file in folder.rglob("*.py")]
-    return sorted({file.resolve() for file in [*ROOT.glob("*.py"), *own]})
-
-
 @functools.cache
 def all_imports(file: Path) -> frozenset[str]:
     """The dotted names that a file imports, inside functions and for type checkers too: several tests read every file."""
@@ -194,6 +188,9 @@ def test_no_import_circle() -> None:
     TopologicalSorter({name: imported(file, files) - {name} for name, file in files.items()}).prepare()  # raises CycleError
 
 
+DOORS = ("attention", "varlen", "serving", "layer", "compat", "distributed", "settings.warmup")
+
+
 @pytest.mark.parametrize(
     ("room", "forbidden"),
     [
@@ -205,38 +202,26 @@ def test_no_import_circle() -> None:
         ("policies", ("backends.triton", "backends._triton", "backends.cupy_cuda", "backends.numba_cpu", "backends.sdpa_packed")),
         ("settings", ("attention", "policies", "bench", "cli")),
         ("telemetry", ("attention", "policies", "bench", "cli")),
+        *((door, tuple(f"{other}." for other in DOORS if other != door)) for door in DOORS),  # a door opens no other
     ],
 )
 def test_rooms_keep_to_themselves(room: str, forbidden: tuple[str, ...]) -> None:
-    own = [(name, file) for name, file in modules() if name.startswith(f"{room}.")]
+    own = [(name, file) for name, file in modules() if f"{name}.".startswith(f"{room}.")]
     assert own
     for name, file in own:
         for target in all_imports(file):
-            assert not target.startswith(tuple(f"nsa_sel.{module}" for module in forbidden)), f"{name} imports {target}"
-
-
-def test_doors_import_no_other_door() -> None:
-    doors = ("attention", "varlen", "serving", "layer", "compat", "distributed", "settings.warmup")
-    for name, file in modules():
-        door = next((door for door in doors if name == door or name.startswith(f"{door}.")), None)
-        others = tuple(f"nsa_sel.{other}." for other in doors if other != door)
-        if door is not None:
-            targets = all_imports(file)
-            assert not [target for target in targets if f"{target}.".startswith(others)], name
+            assert not f"{target}.".startswith(tuple(f"nsa_sel.{module}" for module in forbidden)), f"{name} imports {target}"
 
 
 def test_the_oracle_shares_no_code() -> None:
-    targets = all_imports(ROOT / "nsa_sel" / "oracle.py")
-    assert not any(target.startswith("nsa_sel") for target in targets)
+    assert not any(target.startswith("nsa_sel") for target in all_imports(ROOT / "nsa_sel" / "oracle.py"))
 
 
 def test_one_import_name() -> None:
     """`import backends` would make a second module object beside nsa_sel.backends."""
-    files = every_file()
+    files = files_of_modules().values()
     assert Path(__file__).resolve() in files
-    for file in files:
-        for target in all_imports(file):
-            assert target.split(".")[0] not in LINKED, f"{file.relative_to(ROOT)} imports {target}; write nsa_sel.{target}"
+    assert not {file: wrong for file in files if (wrong := {x for x in all_imports(file) if x.split(".")[0] in LINKED})}
 
 
 EXTRAS = ("numba", "typer", "click", "rich", "tabulate", "safetensors", "matplotlib", "PIL", "cupy")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
 
-from nsa_sel.oracle import oracle_backward, oracle_forward, oracle_mask
-from tests.helpers.cases import DISTRIBUTIONS, edge_selections, make_grads, make_qkv, make_spans, plain_torch
+from nsa_sel.oracle import oracle_mask
+from tests.helpers.cases import DISTRIBUTIONS, edge_selections, make_grads, make_qkv, make_spans, oracle_results, plain_results
 
 SHAPES = [  # B, S, G, h, Dk, Dv, S_kv
     (1, 16, 1, 2, 16, 16, 16),
@@ -21,23 +19,10 @@ SHAPES = [  # B, S, G, h, Dk, Dv, S_kv
 
 def check(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, scale: float | None = None, q_pos: Tensor | None = None) -> None:
     """Forward and hand backward (with and without dlse) equal the dense attention's to float64 rounding."""
-    o, lse = oracle_forward(q, k, v, ranges, scale, q_pos)
-    expected_o, expected_lse = plain_torch(q, k, v, ranges, scale, q_pos)
-    assert o.dtype == lse.dtype == torch.float64
-    torch.testing.assert_close(o, expected_o, rtol=0, atol=1e-13)
-    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-13)
-    do, dlse = make_grads(q, v)
-    empty = expected_lse == -math.inf
-    for with_dlse in (False, True):
-        got = oracle_backward(q, k, v, ranges, do, dlse if with_dlse else None, scale, q_pos)
-        inputs = [tensor.detach().clone().requires_grad_() for tensor in (q, k, v)]
-        o, lse = plain_torch(*inputs, ranges, scale, q_pos)
-        loss = (o * do).sum()
-        if with_dlse:
-            loss = loss + (lse.masked_fill(empty, 0.0) * dlse).sum()
-        for name, mine, theirs in zip(("dq", "dk", "dv"), got, torch.autograd.grad(loss, inputs), strict=True):
-            assert mine.dtype == torch.float64
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+    do, own = make_grads(q, v)
+    for dlse in (None, own):
+        found = oracle_results(q, k, v, ranges, do, dlse, scale, q_pos)
+        torch.testing.assert_close(found, plain_results(q, k, v, ranges, do, dlse, scale, q_pos), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -66,9 +51,7 @@ def test_overlaps_count_a_key_once() -> None:
     q, k, v = make_qkv(1, 4, 1, 2, 8, dtype=torch.float64, S_kv=16)
     overlapping = torch.tensor([[0, 6], [4, 9], [5, 6]]).expand(1, 4, 1, 3, 2)
     union = torch.tensor([[0, 9]]).expand(1, 4, 1, 1, 2)
-    do, dlse = make_grads(q, v)
-    assert all(map(torch.equal, oracle_forward(q, k, v, overlapping), oracle_forward(q, k, v, union)))
-    assert all(map(torch.equal, oracle_backward(q, k, v, overlapping, do, dlse), oracle_backward(q, k, v, union, do, dlse)))
+    assert all(map(torch.equal, *(oracle_results(q, k, v, ranges, *make_grads(q, v)) for ranges in (overlapping, union))))
     check(q, k, v, overlapping)
 
 
@@ -77,32 +60,24 @@ def test_decode_equals_a_prefill_of_one_row() -> None:
     ranges = make_spans("few", 3, 1, 2, 24, L=10)
     do, dlse = make_grads(q, v)
     for q_pos in (None, torch.tensor([[4], [11], [23]])):
-        o, lse = oracle_forward(q[:, 0], k, v, ranges[:, 0], q_pos=q_pos)
-        assert o.shape == (3, 2, 4, 8)
-        full_o, full_lse = oracle_forward(q, k, v, ranges, q_pos=q_pos)
-        assert torch.equal(o, full_o[:, 0])
-        assert torch.equal(lse, full_lse[:, 0])
-        dq, dk, dv = oracle_backward(q[:, 0], k, v, ranges[:, 0], do[:, 0], dlse[:, 0], q_pos=q_pos)
-        full = oracle_backward(q, k, v, ranges, do, dlse, q_pos=q_pos)
-        assert torch.equal(dq, full[0][:, 0])
-        assert torch.equal(dk, full[1])
-        assert torch.equal(dv, full[2])
+        found = oracle_results(q[:, 0], k, v, ranges[:, 0], do[:, 0], dlse[:, 0], q_pos=q_pos)
+        assert found[0].shape == (3, 2, 4, 8)
+        o, lse, dq, dk, dv = oracle_results(q, k, v, ranges, do, dlse, q_pos=q_pos)
+        assert all(map(torch.equal, found, (o[:, 0], lse[:, 0], dq[:, 0], dk, dv)))
     assert torch.equal(oracle_mask(ranges[:, 0], 24, 1), oracle_mask(ranges, 24, 1))
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_unselected_keys_are_never_read(poison: float) -> None:
     q, k, v = make_qkv(2, 6, 2, 2, 8, S_kv=32, dtype=torch.float64)
     ranges = make_spans("few", 2, 6, 2, 32, L=6)
     do, dlse = make_grads(q, v)
     unused = ~oracle_mask(ranges, 32, 6).any(1)  # [B,G,S_kv]: no row of the sequence selects the key
     assert bool(unused.any())
-    clean = [*oracle_forward(q, k, v, ranges), *oracle_backward(q, k, v, ranges, do, dlse)]
-    k, v = (torch.where(unused.unsqueeze(-1), poison, tensor) for tensor in (k, v))
-    dirty = [*oracle_forward(q, k, v, ranges), *oracle_backward(q, k, v, ranges, do, dlse)]
+    clean = oracle_results(q, k, v, ranges, do, dlse)
+    dirty = oracle_results(q, *(torch.where(unused.unsqueeze(-1), poison, x) for x in (k, v)), ranges, do, dlse)
     assert all(map(torch.equal, clean, dirty))
-    assert bool((dirty[3][unused] == 0).all())
-    assert bool((dirty[4][unused] == 0).all())
+    assert not any(bool(x[unused].any()) for x in dirty[3:])
 
 
 def test_the_mask_equals_one_by_hand() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-import math
 import pickle
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Measured, Selection
+from tests.helpers.calls import assert_refused
 from tests.helpers.cases import make_blocks
 
 FAR = torch.iinfo(torch.int32).max
@@ -38,11 +39,22 @@ def keys_of(ranges: Tensor) -> set[int]:
 # from_blocks
 
 
-def test_from_blocks_turns_indices_into_ranges() -> None:
-    selection = Selection.from_blocks(torch.tensor([3, -1, 0], dtype=torch.int32).reshape(1, 1, 1, 3), 16)
-    assert selection.ranges.reshape(-1, 2).tolist() == [[48, 64], [0, 0], [0, 16]]
-    assert selection.block_indices.flatten().tolist() == [3, -1, 0]
-    assert selection.ranges.dtype == torch.int32
+BLOCKS: list[tuple[torch.dtype, list[int], int, list[list[int]]]] = [  # indices of blocks of so many keys, and their ranges
+    (torch.int32, [3, -1, 0], 16, [[48, 64], [0, 0], [0, 16]]),
+    (torch.uint8, [255, 1], 64, [[255 * 64, 256 * 64], [64, 128]]),
+    (torch.int8, [127, 1], 64, [[127 * 64, 128 * 64], [64, 128]]),
+    (torch.int16, [2**15 - 1, 1], 64, [[(2**15 - 1) * 64, 2**21], [64, 128]]),
+    (torch.int32, [FAR, 2**26, 2], 64, [[FAR - 127, FAR - 63], [FAR - 127, FAR - 63], [128, 192]]),  # does not wrap around
+    *((torch.int32, [0, 1, 2], size, [[j * size, (j + 1) * size] for j in range(3)]) for size in (1 << 20, 1 << 30, FAR)),
+]
+
+
+@pytest.mark.parametrize(("dtype", "blocks", "size", "ranges"), BLOCKS)
+def test_from_blocks_turns_indices_into_ranges(dtype: torch.dtype, blocks: list[int], size: int, ranges: list[list[int]]) -> None:
+    selection = Selection.from_blocks(torch.tensor(blocks, dtype=dtype).reshape(1, 1, 1, -1), size)
+    assert selection.ranges.reshape(-1, 2).tolist() == ranges
+    assert selection.block_indices.flatten().tolist() == [start // size if end else -1 for start, end in ranges]
+    assert selection.ranges.dtype == (torch.int32 if size < 1 << 20 else torch.int64)
 
 
 def test_from_blocks_heeds_counts() -> None:
@@ -54,35 +66,13 @@ def test_from_blocks_heeds_counts() -> None:
     assert decode.block_indices.tolist() == [[[[3, -1, -1]]]]
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
-def test_from_blocks_takes_small_integers(dtype: torch.dtype) -> None:
-    biggest = torch.iinfo(dtype).max
-    selection = Selection.from_blocks(torch.tensor([biggest, 1], dtype=dtype).reshape(1, 1, 1, 2), 64)
-    assert selection.block_indices.flatten().tolist() == [biggest, 1]
-    assert selection.ranges.dtype == torch.int32
-
-
-def test_from_blocks_does_not_wrap_around() -> None:
-    selection = Selection.from_blocks(torch.tensor([FAR, 2**26, 2], dtype=torch.int32).reshape(1, 1, 1, 3), 64)
-    start, end = selection.ranges[0, 0, 0].unbind(-1)
-    assert start.tolist() == [FAR + 1 - 128, FAR + 1 - 128, 128]
-    assert (end - start).tolist() == [64, 64, 64]
-
-
-@pytest.mark.parametrize("block_size", [1 << 20, 1 << 30, FAR])
-def test_huge_blocks_keep_their_keys(block_size: int) -> None:
-    selection = Selection.from_blocks(torch.tensor([0, 1, 2], dtype=torch.int32).reshape(1, 1, 1, 3), block_size)
-    assert selection.ranges.reshape(-1, 2).tolist() == [[j * block_size, (j + 1) * block_size] for j in range(3)]
-
-
 def test_debugging_validates_new_selections(monkeypatch: pytest.MonkeyPatch) -> None:
     overlapping, twice = row((0, 5), (3, 8)), torch.tensor([2, 0, 2]).reshape(1, 1, 1, 3)
     Selection.from_ranges(overlapping)
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
-    with pytest.raises(ArgumentError, match=r"merge\(\)"):
-        Selection.from_ranges(overlapping)
-    with pytest.raises(ArgumentError, match="has a block twice"):
-        Selection.from_blocks(twice, 16)
+    assert_refused(
+        (r"merge\(\)", lambda: Selection.from_ranges(overlapping)), ("has a block twice", lambda: Selection.from_blocks(twice, 16))
+    )
     Selection.from_ranges(row((0, 5), (5, 8)))
     Selection.from_blocks(torch.tensor([-1, 0, -1]).reshape(1, 1, 1, 3), 16)
 
@@ -95,13 +85,13 @@ def reference_blocks(scores: list[float], t: int, n: int, block_size: int, first
     current = t // block_size
     visible = [block for block in range(len(scores)) if block <= current]
     forced = [block for block in visible if block < first or block > current - local]
-    scored = [block for block in visible if block not in forced and scores[block] > -math.inf]
+    scored = [block for block in visible if block not in forced and scores[block] > -torch.inf]
     scored.sort(key=lambda block: (-scores[block], block))
     return sorted(forced + scored[: n - len(forced)])
 
 
 # Few distinct values make ties likely.
-score = st.sampled_from([0.0, 0.25, -0.25, 1.0, -1.0, 3.0, -math.inf, math.inf, math.nan, 1e-30, 1.0 + 1e-7])
+score = st.sampled_from([0.0, 0.25, -0.25, 1.0, -1.0, 3.0, -torch.inf, torch.inf, torch.nan, 1e-30, 1.0 + 1e-7])
 
 
 @st.composite
@@ -160,8 +150,7 @@ def wild_rows(draw: st.DrawFn) -> Tensor:
 @given(ranges=wild_rows())
 def test_merge_gives_sorted_disjoint_ranges_of_the_same_keys(ranges: Tensor) -> None:
     merged = Selection.from_ranges(ranges).merge()
-    assert merged.ranges.shape == ranges.shape
-    assert merged.ranges.dtype == ranges.dtype
+    assert (merged.ranges.shape, merged.ranges.dtype) == (ranges.shape, ranges.dtype)
     merged.validate()
     for before, after in zip(ranges[0, :, 0], merged.ranges[0, :, 0], strict=True):
         assert keys_of(after) == keys_of(before)
@@ -296,27 +285,20 @@ def test_plans_are_built_once_until_the_ranges_are_written() -> None:
 
 def test_threads_may_make_plans_of_one_selection() -> None:
     """By chance: a third of the runs failed while the oldest plan was looked for in the dict itself."""
-    selection, errors, together = Selection.from_ranges(row((0, 4))), list[Exception](), threading.Barrier(8)
+    selection, together = Selection.from_ranges(row((0, 4))), threading.Barrier(8)
 
     def work(thread: int) -> None:
         together.wait()
-        try:
-            for number in range(4000):
-                selection.plan((thread, number % 40), object)
-        except Exception as error:
-            errors.append(error)
+        for number in range(4000):
+            selection.plan((thread, number % 40), object)
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        threads = [threading.Thread(target=work, args=(thread,)) for thread in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(work, range(8))) == [None] * 8
     finally:
         sys.setswitchinterval(before)
-    assert errors == []
 
 
 @pytest.mark.parametrize("where", ["nsa_sel.selection.capturing", "torch.compiler.is_compiling"])

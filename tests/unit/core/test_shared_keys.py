@@ -9,11 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-import nsa_sel
+from nsa_sel import (
+    Selection,
+    decisions,
+    explain,
+    infllm_selection,
+    selection_attention,
+    selection_attention_varlen,
+    selection_attention_with_kvcache,
+    sliding_window_attention,
+)
 from nsa_sel.core import run
 from nsa_sel.core.shared_keys import as_rows, call_of_rows
-from nsa_sel.errors import ArgumentError
-from nsa_sel.selection import Selection
+from tests.helpers.calls import assert_refused, calls_of
 from tests.helpers.cases import assert_forward, assert_gradients, make_blocks, make_grads, make_qkv
 from tests.helpers.checks import check_both, check_deterministic, check_poison
 
@@ -43,23 +51,21 @@ def test_positions_poison_and_reruns(backend: str) -> None:
 
 def test_backends_get_the_callers_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a copy, nor an expanded view: the same memory, shape and strides."""
-    calls: list[Any] = []
-    real = run.run_pass
-    monkeypatch.setattr(run, "run_pass", lambda call, *others: calls.append(call) or real(call, *others))
+    calls = calls_of(monkeypatch, run, "run_pass")
     q, k, v = shared(B=2, G=3)
     k = k.transpose(1, 2).contiguous().transpose(1, 2)  # a [B,S_kv,G,D] cache
-    nsa_sel.selection_attention(q, k, v, make_blocks(2, 6, 6, 40, 2, 8))
-    (call,) = calls
+    selection_attention(q, k, v, make_blocks(2, 6, 6, 40, 2, 8))
+    ((call, *_),) = calls
     for mine, given in ((call.k, k), (call.v, v)):
         assert (mine.data_ptr(), mine.shape, mine.stride()) == (given.data_ptr(), given.shape, given.stride())
     assert call.q.shape == (2, 12, 3, 2, 16)
-    assert nsa_sel.decisions()[-1].request.G == 3
+    assert decisions()[-1].request.G == 3
 
 
 def test_rows_are_those_of_one_head_after_another() -> None:
     """Tokens of one head are neighbors, which share more than heads of one token do; q of one token is not copied."""
     q, k, v = shared(G=1, r=4)
-    decision = nsa_sel.explain(q, k, v, make_blocks(1, 6, 4, 40, 2, 8))
+    decision = explain(q, k, v, make_blocks(1, 6, 4, 40, 2, 8))
     assert (decision.request.S, decision.request.G, decision.request.h) == (24, 1, 2)
     rows, _, at = call_of_rows(q, make_blocks(1, 6, 4, 40, 2, 8), None, 40, 4)
     assert torch.equal(rows[0, 6:12, 0], q[0, :, 1])
@@ -72,11 +78,11 @@ def test_forward_and_backward_share_one_selection_of_rows() -> None:
     q, k, v = (x.requires_grad_() for x in shared())
     selection = make_blocks(1, 6, 4, 40, 2, 8)
     for _ in range(2):
-        nsa_sel.selection_attention(q, k, v, selection).sum().backward()
+        selection_attention(q, k, v, selection).sum().backward()
     assert selection._snapshot is not None
     assert [key[0] for key in selection._snapshot.plans] == ["shared_keys"]
     selection.ranges[0, 0] = 0  # drops the plan
-    o, lse = nsa_sel.selection_attention(q, k, v, selection, return_lse=True)
+    o, lse = selection_attention(q, k, v, selection, return_lse=True)
     assert_forward((o, lse), q, k, v, selection.ranges)
 
 
@@ -87,15 +93,15 @@ def test_packed_batches(align: bool | None) -> None:
     parts = [make_blocks(1, end - start, 4, end - start, 2, 4, seed=start).block_indices for start, end in pairwise(cu)]
     selection = Selection.from_blocks(torch.cat(parts, 1)[0].unsqueeze(0), 4)
     packed = (q.squeeze(0), *(x.squeeze(0).transpose(0, 1) for x in (k, v)))
-    o, lse = nsa_sel.selection_attention_varlen(*packed, selection, cu, return_lse=True, align=align)
+    o, lse = selection_attention_varlen(*packed, selection, cu, return_lse=True, align=align)
     do, _ = make_grads(q, v)
     got = torch.autograd.grad(o, (q, k, v), do.squeeze(0))
     assert o.shape == (26, 2 * r, 2, 16)
-    for (start, end), ranges in zip(pairwise(cu), (Selection.from_blocks(x, 4).ranges for x in parts), strict=True):
-        one = q[:, start:end], k[:, :, start:end], v[:, :, start:end]
-        assert_forward((o[None, start:end], lse[None, start:end]), *(x.detach() for x in one), ranges)
-        mine = (got[0][:, start:end], got[1][:, :, start:end], got[2][:, :, start:end])
-        assert_gradients(mine, *(x.detach() for x in one), ranges, do[:, start:end])
+    for (start, end), blocks in zip(pairwise(cu), parts, strict=True):
+        one, grads = ((x[:, start:end], y[:, :, start:end], z[:, :, start:end]) for x, y, z in ([x.detach() for x in (q, k, v)], got))
+        ranges = Selection.from_blocks(blocks, 4).ranges
+        assert_forward((o[None, start:end], lse[None, start:end]), *one, ranges)
+        assert_gradients(grads, *one, ranges, do[:, start:end])
 
 
 @pytest.mark.parametrize("page", [None, 8])
@@ -107,22 +113,20 @@ def test_caches(page: int | None, S: int) -> None:
     caches, table = (k.transpose(1, 2), v.transpose(1, 2)), None
     if page:
         order = torch.randperm(10, generator=torch.Generator().manual_seed(0))
-        pools = (x.unflatten(1, (5, page)).flatten(0, 1)[order] for x in caches)
-        table = order.argsort().view(2, 5).int()
-        caches = tuple(pools)
-    o, lse = nsa_sel.selection_attention_with_kvcache(q, *caches, selection, lengths, table, return_lse=True)
+        caches, table = tuple(x.unflatten(1, (5, page)).flatten(0, 1)[order] for x in caches), order.argsort().view(2, 5).int()
+    o, lse = selection_attention_with_kvcache(q, *caches, selection, lengths, table, return_lse=True)
     position = lengths[:, None] - S + torch.arange(S)
     assert_forward((o, lse), q, k, v, selection.ranges, q_pos=position)
 
 
 def test_a_selection_of_other_rows_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"k is of shape .* where q has 2 groups for each of k and v, pass a selection over all 4"):
-        nsa_sel.selection_attention(*shared(), make_blocks(1, 6, 2, 40, 2, 8))
-    for takes_none in (lambda q, k, v: nsa_sel.sliding_window_attention(q, k, v, 8), lambda q, k, v: nsa_sel.infllm_selection(q, k)):
-        with pytest.raises(ArgumentError, match="where q has 2 groups for each of k and v, put the heads of q into 2 groups"):
-            takes_none(*shared())
-    q, k, v = shared(G=2, r=2)
-    with pytest.raises(ArgumentError, match="k is of shape"):
-        nsa_sel.selection_attention(q[:, :, :3], k, v, make_blocks(1, 6, 3, 40, 2, 8))
-    with pytest.raises(ArgumentError, match="at most S_kv = 5 rows"):
-        nsa_sel.selection_attention(*shared(S=6, S_kv=5), torch.zeros(1, 6, 4, 1, 2, dtype=torch.int32))
+    q, k, v = shared()
+    two, three, few = make_blocks(1, 6, 2, 40, 2, 8), make_blocks(1, 6, 3, 40, 2, 8), torch.zeros(1, 6, 4, 1, 2).int()
+    words = "where q has 2 groups for each of k and v, put the heads of q into 2 groups"
+    assert_refused(
+        ("k is of shape .* 2 groups for each of k and v, pass a selection over all 4", lambda: selection_attention(q, k, v, two)),
+        (words, lambda: sliding_window_attention(q, k, v, 8)),
+        (words, lambda: infllm_selection(q, k)),
+        ("k is of shape", lambda: selection_attention(q[:, :, :3], k, v, three)),
+        ("at most S_kv = 5 rows", lambda: selection_attention(*shared(S=6, S_kv=5), few)),
+    )

@@ -14,38 +14,25 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-import nsa_sel
-from nsa_sel import NSACache, NSAttention, attention_layer, rotary
+from nsa_sel import NSACache, NSASelection, NSAttention, Selection, attention_layer, block_scores, decisions, rotary, selection_attention
 from nsa_sel.backends._triton import elementwise
 from nsa_sel.compression import BlockMean, BlockMLP
 from nsa_sel.errors import ArgumentError, BackendError
-from nsa_sel.layer import NSASelection, block_scores
 from nsa_sel.projection import copy_wide, fits_wide, split_columns
 from nsa_sel.rotary import rotate
-from nsa_sel.selection import Selection
 from tests.helpers import layer as nsa_reference
+from tests.helpers.calls import assert_refused, calls_of
 from tests.helpers.cases import make_qkv
 from tests.helpers.checks import new_memory_is_nan
 from tests.helpers.gpus import captured, no_waiting, replayed
-from tests.helpers.layer import check_rotation
+from tests.helpers.layer import SMALL, check_rotation, make_layer
 
-SMALL: dict[str, Any] = {"window": 6, "compress_block": 8, "compress_stride": 4, "block_size": 8, "n": 4}
-SIZES: dict[str, tuple[int, int, int, int, int | None, dict[str, Any]]] = {  # width, G, h, Dk, Dv, options
-    "mlp": (10, 2, 2, 4, None, {}),
-    "mean": (6, 1, 3, 4, 6, {"compression": "mean", "compress_block": 4}),
-    "half-sized-strides": (6, 2, 1, 2, 4, {"compress_stride": 2, "bias": True, "rotary": False}),
-    "another-base": (6, 1, 2, 6, 2, {"compression": "mean", "rotary": functools.partial(rotate, base=500.0)}),
-}
+pytestmark = pytest.mark.usefixtures("cheapest_backend")
 
 
-def make(name: str = "mlp", dtype: torch.dtype = torch.float64, device: str = "cpu") -> NSAttention:
-    """A layer all of whose parameters are random."""
-    *sizes, changed = SIZES[name]
-    torch.manual_seed(0)
-    layer = NSAttention(*sizes, **{**SMALL, **changed}, device=device, dtype=dtype)  # type: ignore[arg-type]
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    return layer
+def make(name: str = "mlp", dtype: torch.dtype = torch.float64, **changed: Any) -> NSAttention:
+    """A layer all of whose parameters are random, and require gradients."""
+    return make_layer(name, dtype, **changed).requires_grad_()
 
 
 def hidden(layer: NSAttention, S: int, B: int = 2) -> Tensor:
@@ -104,23 +91,19 @@ def gradients(o: Tensor, layer: NSAttention, x: Tensor) -> dict[str, Tensor]:
     return {name: torch.zeros_like(y) if dy is None else dy for (name, y), dy in zip(leaves.items(), found, strict=True)}
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize(
-    ("name", "S", "base"),
-    [("mlp", 21, 1e4), ("mlp", 5, 1e4), ("mean", 19, 1e4), ("half-sized-strides", 15, None), ("another-base", 13, 500.0)],
+    ("name", "S", "base"), [("mlp", 21, 1e4), ("mlp", 5, 1e4), ("mean", 19, 1e4), ("no-positions", 15, None), ("mean", 13, 500.0)]
 )
 def test_results_and_gradients_are_the_papers(name: str, S: int, base: float | None) -> None:
-    layer = make(name)
+    layer = make(name, **({"rotary": functools.partial(rotate, base=base)} if base == 500 else {}))
     x = hidden(layer, S)
     o, wanted = layer(x), reference(layer, x, base)
     torch.testing.assert_close(o, wanted, rtol=1e-9, atol=1e-9)
     right = gradients(wanted, layer, x)
-    for parameter, mine in gradients(o, layer, x).items():
-        torch.testing.assert_close(mine, right[parameter], rtol=1e-8, atol=1e-8, msg=lambda text, p=parameter: f"d{p}: {text}")  # type: ignore[misc]
+    torch.testing.assert_close(gradients(o, layer, x), right, rtol=1e-8, atol=1e-8)
     assert all(mine.any() for mine in right.values()) == (S > 5)  # a sequence shorter than a block compresses nothing
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize(("B", "S"), [(0, 5), (2, 0), (0, 0)])
 def test_empty_batches_and_sequences(B: int, S: int) -> None:
     layer = make("mlp", torch.float32)
@@ -130,7 +113,6 @@ def test_empty_batches_and_sequences(B: int, S: int) -> None:
     assert not any(dx.any() for dx in gradients(o, layer, x).values())
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 def test_rotary_positions_are_relative_and_may_be_given() -> None:
     layer = make()
     x, positions = hidden(layer, 12), torch.arange(12)
@@ -142,31 +124,24 @@ def test_rotary_positions_are_relative_and_may_be_given() -> None:
     apart = layer(x, torch.stack((positions, 2 * positions)))
     torch.testing.assert_close(apart, torch.cat((o[:1], layer(x, 2 * positions)[1:])))
     seen = []
-    custom = make("mlp")
-    custom.rotary = lambda y, at: seen.append((y.shape, at.shape)) or rotate(y, at)  # type: ignore[func-returns-value]
-    torch.testing.assert_close(custom(x), o)
-    assert [len(shape) for shape, _ in seen] == [5, 4, 4]
+    layer.rotary = lambda y, at: seen.append(y.dim()) or rotate(y, at)  # type: ignore[func-returns-value]
+    torch.testing.assert_close(layer(x), o)
+    assert seen == [5, 4, 4]
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize("rotary_of", [True, functools.partial(rotate, base=500.0)], ids=["default", "base"])
 def test_a_step_casts_once_and_makes_one_table(rotary_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = NSAttention(10, 2, 2, 4, rotary=rotary_of, compression="mean", **SMALL)
-    tables, make = [], rotary._cos_and_sin
-    monkeypatch.setattr(rotary, "_cos_and_sin", lambda *args: tables.append(args) or make(*args))  # type: ignore[func-returns-value]
-    x, seen = hidden(layer, 20), []
+    layer = make("mlp", torch.float32, rotary=rotary_of, compression="mean")
+    tables, x, seen = calls_of(monkeypatch, rotary, "_cos_and_sin"), hidden(layer, 20), []
     for projection in (layer.q, layer.kv, layer.gate):
         projection.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     with torch.autocast("cpu", torch.bfloat16):
         o = layer(x)
     gradients(o, layer, x)
     assert len(tables) == 1
-    assert len(seen) == 3
-    assert all(y is seen[0] for y in seen)
-    assert seen[0].dtype == torch.bfloat16
+    assert ([y is seen[0] for y in seen], seen[0].dtype) == ([True] * 3, torch.bfloat16)
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize(("shape", "positions", "named"), [((2, 5, 7), (5,), "x"), ((5, 6), (5,), "x"), ((2, 5, 6), (4,), "positions")])
 def test_what_does_not_rotate(shape: tuple[int, ...], positions: tuple[int, ...], named: str) -> None:
     """The kernel would read other angles, or memory beyond them."""
@@ -174,37 +149,30 @@ def test_what_does_not_rotate(shape: tuple[int, ...], positions: tuple[int, ...]
         rotate(torch.zeros(shape), torch.zeros(positions, dtype=torch.int64))
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize("rotary_of", [True, False])
 def test_transforms_are_refused(rotary_of: bool) -> None:
     """Not with what PyTorch says of the layer's autograd functions."""
-    layer = NSAttention(10, 2, 2, 4, rotary=rotary_of, **SMALL)
+    layer, words = make("mlp", torch.float32, rotary=rotary_of), "NSAttention is called inside a transform"
     x = hidden(layer, 20).detach()
-    for work in (
-        torch.func.grad(lambda y: layer(y).sum()),
-        lambda y: torch.func.jvp(layer, (y,), (y,)),
-        torch.func.vmap(lambda y: layer(y[None])),
-    ):
-        with pytest.raises(BackendError, match="NSAttention is called inside a transform"):
-            work(x)
+    assert_refused(
+        (words, lambda: torch.func.grad(lambda y: layer(y).sum())(x)),
+        (words, lambda: torch.func.jvp(layer, (x,), (x,))),
+        (words, lambda: torch.func.vmap(lambda y: layer(y[None]))(x)),
+        error=BackendError,
+    )
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 def test_compression_holds_no_unfolded_windows() -> None:
     """What autograd saves of an MLP over blocks of 4 strides: less than three copies of x, where windows alone are four."""
     module = BlockMLP(8, 16, 4)
     x = torch.randn(1, 400, 2, 8, requires_grad=True)
-    saved: dict[int, int] = {}
-
-    def keep(y: Tensor) -> Tensor:
-        saved[y.untyped_storage().data_ptr()] = y.untyped_storage().nbytes()
-        return y
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda y: y):
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda y: saved.append(y) or y, lambda y: y):
         module(x)
-    parameters = {y.untyped_storage().data_ptr() for y in module.parameters()}
-    held = sum(size for address, size in saved.items() if address not in parameters)
-    assert x.nbytes <= held < 3 * x.nbytes
+    held = {y.untyped_storage().data_ptr(): y.untyped_storage().nbytes() for y in saved}
+    for y in module.parameters():
+        held.pop(y.untyped_storage().data_ptr(), None)
+    assert x.nbytes <= sum(held.values()) < 3 * x.nbytes
 
 
 class _Adapted(torch.nn.Module):
@@ -219,7 +187,6 @@ class _Adapted(torch.nn.Module):
         return self.layer(x) + x @ self.b @ self.a.T  # type: ignore[no-any-return]
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 def test_adapters_and_hooks_of_the_compression_take_part() -> None:
     layer, merged = make(), make()
     for module, own in ((layer.compress_k, merged.compress_k), (layer.compress_v, merged.compress_v)):
@@ -243,10 +210,10 @@ def test_adapters_and_hooks_of_the_compression_take_part() -> None:
     torch.testing.assert_close(torch.cat(steps, 1), merged(x[:1]), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 def test_weights_with_a_bias_of_compressed_keys_load_and_give_the_same() -> None:
     """The bias changed no result, and its gradient was rounding that Adam followed: layers no longer have it."""
-    old, new = make(), NSAttention(*SIZES["mlp"][:4], **SMALL, dtype=torch.float64)
+    old, new = make(), make()
+    torch.nn.init.zeros_(new.q.weight)
     assert "compress_k.second.bias" not in new.state_dict()
     old.compress_k.second.bias = torch.nn.Parameter(torch.randn(4, dtype=torch.float64))  # type: ignore[union-attr]
     new.load_state_dict(old.state_dict())
@@ -254,7 +221,6 @@ def test_weights_with_a_bias_of_compressed_keys_load_and_give_the_same() -> None
     torch.testing.assert_close(new(x), old(x))
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize("name", ["mlp", "mean"])
 def test_autocast_checkpoints_and_reruns(name: str) -> None:
     layer = make(name, torch.float32)
@@ -274,7 +240,7 @@ def test_autocast_checkpoints_and_reruns(name: str) -> None:
 
 
 def test_state_dict_and_description() -> None:
-    layer = make("half-sized-strides")
+    layer = make("no-positions")
     other = NSAttention(6, 2, 1, 2, 4, **{**SMALL, "compress_stride": 2}, bias=True, rotary=False).double()
     x = hidden(layer, 17)
     assert not torch.allclose(other(x), layer(x))
@@ -283,7 +249,6 @@ def test_state_dict_and_description() -> None:
     assert all(part in repr(layer) for part in ("groups=2", "value_dim=4", "compress_stride=2", "rotary=False", "BlockMLP", "window=6"))
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_compiled_layer_trains_on_a_gpu(mode: str) -> None:
@@ -299,12 +264,10 @@ def test_a_compiled_layer_trains_on_a_gpu(mode: str) -> None:
         torch.compiler.cudagraph_mark_step_begin()
         o = compiled(x)
         results.append([y.detach().clone() for y in (o, *gradients(o, layer, x).values())])
-    for mine, right in zip(results[0], wanted, strict=True):
-        torch.testing.assert_close(mine, right, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(results[0], wanted, rtol=1e-3, atol=1e-4)
     assert all(all(map(torch.equal, other, results[0])) for other in results[1:])
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.gpu
 @pytest.mark.parametrize(("repeats", "recompute"), [(False, False), (True, False), (False, True)], ids=["", "checkpoint", "recompute"])
 def test_a_cuda_graph_replays_a_step_in_autocast(repeats: bool, recompute: bool) -> None:
@@ -330,50 +293,36 @@ def test_a_cuda_graph_replays_a_step_in_autocast(repeats: bool, recompute: bool)
         assert all(map(torch.equal, found, wanted))
 
 
-@pytest.mark.usefixtures("cheapest_backend")
-@pytest.mark.parametrize(
-    ("arguments", "options", "fragments"),
-    [
-        ((0, 1, 1, 4), {}, ("width is 0", "a whole number >= 1")),
-        ((8, 1, True, 4), {}, ("heads is True",)),
-        ((8, 1, 1, 3), {}, ("head_dim is 3", "an even number", "rotary=False")),
-        ((8, 1, 1, 4), {"rotary": 5e5}, ("rotary is 500000.0; allowed: True, False or a callable", "base=...")),
-        ((8, 1, 1, 4), {"bias": torch.zeros(2)}, ("bias is tensor", "True or False")),
-        ((8, 1, 1, 4), {"compression": "max"}, ("compression is 'max'", "'mlp', 'mean'")),
-        ((8, 1, 1, 4), {"compress_block": 24}, ("compress_block is 24", "a multiple of compress_stride = 16")),
-        ((8, 1, 1, 4), {"n": 2}, ("first + local is 1 + 2",)),
-        ((8, 1, 1, 4), {"window": 0}, ("window is 0",)),
-    ],
-)
-def test_wrong_layers(arguments: tuple[Any, ...], options: dict[str, Any], fragments: tuple[str, ...]) -> None:
-    with pytest.raises(ArgumentError) as caught:
-        NSAttention(*arguments, **options)
-    assert all(fragment in str(caught.value) for fragment in fragments), str(caught.value)
+def test_wrong_layers_are_refused() -> None:
+    assert_refused(
+        ("width is 0.*a whole number >= 1", lambda: NSAttention(0, 1, 1, 4)),
+        ("heads is True", lambda: NSAttention(8, 1, True, 4)),
+        ("head_dim is 3.*an even number.*rotary=False", lambda: NSAttention(8, 1, 1, 3)),
+        (r"rotary is 500000.0; allowed: True, False or a callable.*base=\.\.\.", lambda: NSAttention(8, 1, 1, 4, rotary=5e5)),  # type: ignore[arg-type]
+        ("bias is tensor.*True or False", lambda: NSAttention(8, 1, 1, 4, bias=torch.zeros(2))),  # type: ignore[arg-type]
+        ("compression is 'max'.*'mlp', 'mean'", lambda: NSAttention(8, 1, 1, 4, compression="max")),  # type: ignore[arg-type]
+        ("compress_block is 24.*a multiple of compress_stride = 16", lambda: NSAttention(8, 1, 1, 4, compress_block=24)),
+        (r"first \+ local is 1 \+ 2", lambda: NSAttention(8, 1, 1, 4, n=2)),
+        ("window is 0", lambda: NSAttention(8, 1, 1, 4, window=0)),
+    )
 
 
-@pytest.mark.usefixtures("cheapest_backend")
-@pytest.mark.parametrize(
-    ("x", "positions", "fragment"),
-    [
-        (torch.zeros(3, 10), None, "x is of shape (3, 10); allowed: [B,S,width = 10]"),
-        (torch.zeros(1, 3, 9), None, "x is of shape (1, 3, 9)"),
-        ([1], None, "x is a list"),
-        (torch.zeros(1, 3, 10, dtype=torch.long), None, "x is torch.int64 on cpu; allowed: a floating dtype on cpu or cuda"),
-        (torch.zeros(1, 3, 10, device="meta"), None, "x is torch.float32 on meta"),
-        (torch.zeros(1, 3, 10), torch.zeros(4, dtype=torch.long), "positions is of shape (4,)"),
-        (torch.zeros(1, 3, 10), torch.zeros(3), "positions is of dtype torch.float32"),
-        (torch.zeros(1, 3, 10).bfloat16(), None, "x is torch.bfloat16; allowed: torch.float32, the dtype of the layer's parameters"),
-        (torch.zeros(1, 3, 10).double(), None, "x is torch.float64; allowed: torch.float32"),
-    ],
-)
-@pytest.mark.parametrize("rotary", [True, False])
-def test_wrong_input(x: Any, positions: Tensor | None, fragment: str, rotary: bool) -> None:
-    with pytest.raises(ArgumentError) as caught:
-        NSAttention(10, 2, 2, 4, **SMALL, rotary=rotary)(x, positions)
-    assert fragment in str(caught.value)
+@pytest.mark.parametrize("rotary_of", [True, False])
+def test_wrong_input_is_refused(rotary_of: bool) -> None:
+    layer, x = make("mlp", torch.float32, rotary=rotary_of), torch.zeros(1, 3, 10)
+    assert_refused(
+        (r"x is of shape \(3, 10\); allowed: \[B,S,width = 10\]", lambda: layer(x[0])),
+        (r"x is of shape \(1, 3, 9\)", lambda: layer(x[..., :9])),
+        ("x is a list", lambda: layer([1])),
+        ("x is torch.int64 on cpu; allowed: a floating dtype on cpu or cuda", lambda: layer(x.long())),
+        ("x is torch.float32 on meta", lambda: layer(x.to("meta"))),
+        (r"positions is of shape \(4,\)", lambda: layer(x, torch.zeros(4, dtype=torch.long))),
+        ("positions is of dtype torch.float32", lambda: layer(x, torch.zeros(3))),
+        ("x is torch.bfloat16; allowed: torch.float32, the dtype of the layer's parameters", lambda: layer(x.bfloat16())),
+        ("x is torch.float64; allowed: torch.float32", lambda: layer(x.double())),
+    )
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 def test_autocast_casts_what_a_layer_does_not_take() -> None:
     x = torch.zeros(1, 3, 10)
     for given, layer in ((x.bfloat16(), make("mlp", torch.float32)), (x, make("mlp", torch.bfloat16))):
@@ -383,36 +332,17 @@ def test_autocast_casts_what_a_layer_does_not_take() -> None:
             assert layer(given).dtype == torch.bfloat16
 
 
-JOINED: dict[str, Any] = {"compress_block": 8, "compress_stride": 4, "block_size": 8, "n": 3, "local": 1, "window": 6}
-
-
-class Adapted(nn.Linear):
-    """As adapters and quantized layers are: another class in the layer's place."""
-
-
-def make_joined(dtype: torch.dtype = torch.float64, heads: int = 2, **options: Any) -> NSAttention:
-    torch.manual_seed(0)
-    layer = NSAttention(10, 2, heads, 4, **{"value_dim": 6, **JOINED, **options}, dtype=dtype)
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    return layer
+def make_joined(**options: Any) -> NSAttention:
+    return make(**{"value_dim": 6, "n": 3, "local": 1, **options})
 
 
 def results(layer: NSAttention, **given: Any) -> tuple[Tensor, ...]:
     """o, and the gradients of x and of the parameters that have one."""
-    x = hidden(layer, 21)
-    if "cu_seqlens" in given:
-        x = x[:1]
+    x = hidden(layer, 21, 1 if "cu_seqlens" in given else 2)
     with new_memory_is_nan():
         o = layer(x, **given)
         leaves = [y for y in (x, *layer.parameters()) if y.requires_grad]
         return o.detach(), *torch.autograd.grad(o.square().sum(), leaves)
-
-
-@contextlib.contextmanager
-def apart() -> Iterator[None]:
-    with mock.patch.object(attention_layer, "joins", return_value=False):
-        yield
 
 
 @contextlib.contextmanager
@@ -437,10 +367,8 @@ def test_joined_layers_compute_the_same(options: dict[str, Any], given: dict[str
     layer = make_joined(**options)
     with joined(1):
         found = results(layer, **given)
-    with apart(), joined(0):
-        wanted = results(layer, **given)
-    for mine, right in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine, right, rtol=1e-10, atol=1e-10)
+    with mock.patch.object(attention_layer, "joins", return_value=False), joined(0):
+        torch.testing.assert_close(found, results(layer, **given), rtol=1e-10, atol=1e-10)
     assert all(map(torch.equal, found, results(layer, **given)))
 
 
@@ -460,22 +388,8 @@ def test_frozen_parameters_and_inputs() -> None:
         assert torch.equal(layer(hidden(layer, 21)), found[0])
 
 
-def weight_norms(layer: NSAttention) -> None:
-    weight_norm(layer.q)
-
-
-def replaces(layer: NSAttention) -> None:
-    other = Adapted(10, layer.kv.out_features, bias=False, dtype=torch.float64)
-    other.load_state_dict(layer.kv.state_dict())
-    layer.kv = other
-
-
-def shadows(layer: NSAttention) -> None:
-    layer.gate.forward = functools.partial(nn.Linear.forward, layer.gate)  # type: ignore[method-assign]
-
-
-def turns_itself(layer: NSAttention) -> None:
-    layer.rotary = lambda x, positions: rotate(x, positions)
+class Adapted(nn.Linear):
+    """As adapters and quantized layers are: another class in the layer's place."""
 
 
 @pytest.mark.parametrize(
@@ -484,10 +398,10 @@ def turns_itself(layer: NSAttention) -> None:
         lambda layer: layer.q.register_forward_hook(lambda *_: None),
         lambda layer: layer.kv.register_forward_pre_hook(lambda *_: None),
         lambda layer: layer.gate.register_full_backward_hook(lambda *_: None),
-        weight_norms,
-        replaces,
-        shadows,
-        turns_itself,
+        lambda layer: weight_norm(layer.q),
+        lambda layer: layer.kv.__setattr__("__class__", Adapted),
+        lambda layer: layer.gate.__setattr__("forward", functools.partial(nn.Linear.forward, layer.gate)),
+        lambda layer: layer.__setattr__("rotary", lambda x, positions: rotate(x, positions)),
     ],
     ids=["hook", "pre-hook", "backward-hook", "parametrization", "adapter", "forward", "rotary"],
 )
@@ -501,7 +415,7 @@ def test_changed_projections_are_called_one_by_one(change: Callable[[NSAttention
 
 def test_rows_that_kernels_cannot_read_are_not_joined() -> None:
     """Of 7 numbers of 8 bytes, where TMA takes multiples of 16."""
-    layer = NSAttention(10, 1, 1, 2, 2, **JOINED, dtype=torch.float64)
+    layer = make_joined(groups=1, heads=1, head_dim=2, value_dim=2)
     assert (layer.q.out_features + layer.kv.out_features + layer.gate.out_features) % 2
     with joined(0):
         layer(hidden(layer, 21))
@@ -512,10 +426,10 @@ def test_the_module_equals_the_plain_call_for_scores_and_blocks() -> None:
     module = NSASelection(n=3, block_size=16, backend="sdpa-packed")
     scores = torch.randn(2, 48, 2, 4)
     selection = Selection.from_scores(scores, 3, 16, S_kv=64)
-    wanted = nsa_sel.selection_attention(q, k, v, selection, return_lse=True, backend="sdpa-packed")
-    for got in (module(q, k, v, scores, return_lse=True), module(q, k, v, block_indices=selection.block_indices, return_lse=True)):
-        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
-    assert nsa_sel.decisions()[-1].forward == "sdpa-packed"
+    wanted = selection_attention(q, k, v, selection, return_lse=True, backend="sdpa-packed")
+    for given in ({"scores": scores}, {"block_indices": selection.block_indices}):
+        assert all(map(torch.equal, module(q, k, v, **given, return_lse=True), wanted))
+    assert decisions()[-1].forward == "sdpa-packed"
     module(q, k, v, scores).sum().backward()
     assert q.grad is not None
     assert list(module.parameters()) == []
@@ -527,7 +441,7 @@ def test_positions_and_options_reach_the_call() -> None:
     q_pos, scores = torch.tensor([3, 20, 40, 63]), torch.randn(1, 4, 1, 4)
     got = NSASelection(2, 16, first=0, local=1, scale=0.5)(q, k, v, scores, q_pos=q_pos)
     selection = Selection.from_scores(scores, 2, 16, 0, 1, q_pos=q_pos)
-    assert torch.equal(got, nsa_sel.selection_attention(q, k, v, selection, scale=0.5, q_pos=q_pos))
+    assert torch.equal(got, selection_attention(q, k, v, selection, scale=0.5, q_pos=q_pos))
 
 
 @pytest.mark.parametrize(("block", "length", "stride"), [(64, 32, 16), (16, 16, 16), (32, 32, 8), (16, 32, 16)])
@@ -545,29 +459,17 @@ def test_block_scores_follow_the_paper(block: int, length: int, stride: int, S_k
     assert not got.requires_grad
 
 
-P = (1, 1, 1, 1, 3)
-WRONG_SELECTIONS: dict[str, Any] = {
-    "neither": (lambda q, k, v: NSASelection()(q, k, v), r"^scores, block_indices is neither given"),
-    "both": (
-        lambda q, k, v: NSASelection()(q, k, v, torch.zeros(1), block_indices=torch.zeros(1)),
-        r"^scores, block_indices is both given",
-    ),
-    "list": (lambda q, k, v: NSASelection()(q, [k], v, torch.zeros(1, 16, 1, 1)), r"^k is a list"),
-    "stride": (
-        lambda *_: block_scores(torch.zeros(P), 64, 24, 16, 64),
-        r"^compress_block is 24; allowed: a multiple of compress_stride = 16",
-    ),
-    "block": (lambda *_: block_scores(torch.zeros(P), 0, 32, 16, 64), r"^block_size is 0; allowed: a whole number"),
-    "p": (lambda *_: block_scores(torch.zeros(1, 3), 64, 32, 16, 64), r"^p is of shape \(1, 3\)"),
-    "other keys": (lambda *_: block_scores(torch.zeros(1, 1, 1, 1, 9), 64, 32, 16, 64), r"^p is of shape .*9\); allowed: \[B,S,G,h,3\]"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_SELECTIONS)
-def test_bad_arguments_are_refused(name: str) -> None:
-    work, message = WRONG_SELECTIONS[name]
-    with pytest.raises(ArgumentError, match=message):
-        work(*make_qkv(S=16))
+def test_bad_arguments_are_refused() -> None:
+    (q, k, v), p = make_qkv(S=16), torch.zeros(1, 1, 1, 1, 3)
+    assert_refused(
+        ("^scores, block_indices is neither given", lambda: NSASelection()(q, k, v)),
+        ("^scores, block_indices is both given", lambda: NSASelection()(q, k, v, p, block_indices=p)),
+        ("^k is a list", lambda: NSASelection()(q, [k], v, torch.zeros(1, 16, 1, 1))),  # type: ignore[arg-type]
+        ("^compress_block is 24; allowed: a multiple of compress_stride = 16", lambda: block_scores(p, 64, 24, 16, 64)),
+        ("^block_size is 0; allowed: a whole number", lambda: block_scores(p, 0, 32, 16, 64)),
+        (r"^p is of shape \(1, 3\)", lambda: block_scores(p[0, 0, 0], 64, 32, 16, 64)),
+        (r"^p is of shape .*9\); allowed: \[B,S,G,h,3\]", lambda: block_scores(torch.zeros(1, 1, 1, 1, 9), 64, 32, 16, 64)),
+    )
 
 
 def test_gradients_of_rotary_positions() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,9 +20,12 @@ from nsa_sel.caching.step import CacheStep, LayerStep
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import ArgumentError, BackendError, CacheFull
 from nsa_sel.quantize import STORED, stored
+from tests.helpers.calls import assert_refused, calls_of
 from tests.helpers.cases import assert_within_twice_baseline
 from tests.helpers.gpus import captured, no_waiting, replayed
 from tests.helpers.layer import SIZES, Model, few_bits, make_layer, poison, short_numbers, with_stored_keys
+
+pytestmark = pytest.mark.usefixtures("cheapest_backend")
 
 
 def hidden(model: Model, *shape: int) -> Tensor:
@@ -46,11 +49,9 @@ def close(model: Model, got: Tensor, wanted: Tensor) -> None:
 def in_chunks(model: Model, x: Tensor, chunks: list[int]) -> Tensor:
     """[B,S,width] of x, chunk by chunk, in new sequences."""
     sequences = [model.cache.open() for _ in x]
-    parts = [torch.stack(model.step(sequences, list(part))) for part in x.split(chunks, 1)]
-    return torch.cat(parts, 1)
+    return torch.cat([torch.stack(model.step(sequences, list(part))) for part in x.split(chunks, 1)], 1)
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize("page_size", [8, 24])
 @pytest.mark.parametrize("name", SIZES)
 def test_chunks_of_any_size_equal_the_prefill(name: str, page_size: int) -> None:
@@ -64,28 +65,24 @@ def test_chunks_of_any_size_equal_the_prefill(name: str, page_size: int) -> None
         assert model.cache.free_pages == model.cache.free_window_pages == 24
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize("name", SIZES)
 def test_long_chunks_run_as_a_prefill(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of one length, by the kernels of a prefill; of other lengths, or with room for a graph, over pages."""
     monkeypatch.setattr(nsa_cache, "MIN_PREFILL_ROWS", 5)
     model = Model([make_layer(name), make_layer(name)], 40, 8)
     x = hidden(model, 2, 60)
-    wanted, cache, ran = model.prefill(x), model.cache, list[int]()
-    work = LayerStep.prefill
-    monkeypatch.setattr(LayerStep, "prefill", lambda *args: ran.append(args[5].keys) or work(*args))  # type: ignore[func-returns-value]
+    wanted, cache, ran = model.prefill(x), model.cache, calls_of(monkeypatch, LayerStep, "prefill")
     close(model, in_chunks(model, x, [23, 5, 3, 29]), wanted)
-    assert ran == [23, 23, 28, 28, 60, 60]
+    assert [args[5].keys for args in ran] == [23, 23, 28, 28, 60, 60]
     a, b = cache.open(), cache.open()
     first = [model.step([a], [x[0, :20]])[0], model.step([b], [x[1, :31]])[0]]
     rest = model.step([a, b], [x[0, 20:49], x[1, 31:]])
     close(model, torch.cat((first[0], rest[0])), wanted[0, :49])
     close(model, torch.cat((first[1], rest[1])), wanted[1])
     close(model, model.step([a], [x[0, 49:]], room=64)[0], wanted[0, 49:])
-    assert ran[6:] == [20, 20, 31, 31]
+    assert [args[5].keys for args in ran[6:]] == [20, 20, 31, 31]
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize("fp8", [False, True])
 def test_random_batches_drafts_and_forks(fp8: bool) -> None:
     """Every output of every sequence that lives is that of the prefill of its tokens."""
@@ -128,7 +125,6 @@ def test_random_batches_drafts_and_forks(fp8: bool) -> None:
     assert (cache.free_pages, cache.free_window_pages) == (40, 24)
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 def test_a_cache_that_is_full_changes_nothing() -> None:
     model = Model([make_layer()], 4, 8)
     cache = model.cache
@@ -145,7 +141,6 @@ def test_a_cache_that_is_full_changes_nothing() -> None:
     close(model, torch.cat((first, model.step([a], [x[0, 20:]])[0]))[None], model.prefill(x))
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_captured_step_follows_other_sequences(fp8: bool) -> None:
     """Fewer of them, with fewer tokens and other lengths, than it was made for."""
@@ -179,7 +174,6 @@ def test_a_captured_step_follows_other_sequences(fp8: bool) -> None:
         cache.step(sequences, 30, into=kept)
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_autocast_and_modes(mode: Any) -> None:
     """The cache holds autocast's dtype; pools are made outside and inside of the mode."""
@@ -206,7 +200,6 @@ def test_autocast_and_modes(mode: Any) -> None:
         layer(x[:, :1], cache=own.step([own.open()])[0])
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 def test_nothing_to_do() -> None:
     model = Model([make_layer()], 4, 8)
     assert model.step([], []) == []
@@ -214,26 +207,6 @@ def test_nothing_to_do() -> None:
     assert model.step([a, model.cache.open()], [hidden(model, 0)] * 2)[0].shape == (0, 10)
     assert model.cache.length(a) == 0
     assert model.cache.free_pages == model.cache.free_window_pages == 4
-
-
-WRONG_SIZES: dict[str, tuple[dict[str, Any], str]] = {
-    "no pages": ({"pages": 0}, "pages is 0; allowed: a whole number >= 1"),
-    "pages as a float": ({"pages": 4.0}, "pages is 4.0"),
-    "odd pages": ({"page_size": 24}, "page_size is 24; allowed: a multiple of compress_stride = 16"),
-    "no window": ({"window": 0}, "window is 0"),
-    "strides": ({"compress_block": 24}, "compress_block is 24; allowed: a multiple of compress_stride"),
-    "float8": ({"dtype": torch.float8_e4m3fn}, r"dtype is torch.float8_e4m3fn; allowed: float16"),
-    "several dtypes": ({"dtype": [torch.float32]}, r"dtype is \[torch.float32\]; allowed: float16"),
-    "window pages": ({"window_pages": -1}, "window_pages is -1"),
-}
-
-
-@pytest.mark.usefixtures("cheapest_backend")
-@pytest.mark.parametrize("name", WRONG_SIZES)
-def test_sizes_that_make_no_cache(name: str) -> None:
-    changed, message = WRONG_SIZES[name]
-    with pytest.raises(ArgumentError, match=message):
-        NSACache(**{"layers": 1, "pages": 4, "page_size": 16, "groups": 1, "head_dim": 4, **changed})
 
 
 WRONG_CALLS: dict[str, tuple[Callable[[NSACache, int], object], str]] = {
@@ -260,10 +233,8 @@ WRONG_CALLS: dict[str, tuple[Callable[[NSACache, int], object], str]] = {
 }
 
 
-@pytest.mark.usefixtures("cheapest_backend")
-@pytest.mark.parametrize("name", WRONG_CALLS)
-def test_calls_that_are_wrong_change_nothing(name: str) -> None:
-    work, message = WRONG_CALLS[name]
+@pytest.mark.parametrize(("name", "work", "message"), [(name, *case) for name, case in WRONG_CALLS.items()], ids=WRONG_CALLS)
+def test_calls_that_are_wrong_change_nothing(name: str, work: Callable[[NSACache, int], object], message: str) -> None:
     cache = NSACache(1, 32, 4, 2, 4, window=6, compress_block=8, compress_stride=4, dtype=torch.float64)
     a = cache.open()
     for _ in range(20):
@@ -274,40 +245,35 @@ def test_calls_that_are_wrong_change_nothing(name: str) -> None:
         assert (cache.length(a), cache.free_pages, cache.free_window_pages) == (20, 27, 30)
 
 
-WRONG_LAYERS: dict[str, tuple[dict[str, Any], str]] = {
-    "window": ({"window": 5}, "cache is of window = 6; allowed: the layer's window = 5"),
-    "stride": ({"compress_stride": 2}, "cache is of compress_stride = 4"),
-    "dtype": ({"dtype": torch.float32}, "cache is of torch.float64; allowed: torch.float32, .* make it with dtype=torch.float32"),
-}
-
-
-@pytest.mark.usefixtures("cheapest_backend")
-@pytest.mark.parametrize("name", WRONG_LAYERS)
-def test_layers_of_another_kind_are_refused(name: str) -> None:
-    changed, message = WRONG_LAYERS[name]
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"window": 5}, "cache is of window = 6; allowed: the layer's window = 5"),
+        ({"compress_stride": 2}, "cache is of compress_stride = 4"),
+        ({"dtype": torch.float32}, "cache is of torch.float64; allowed: torch.float32, .* make it with dtype=torch.float32"),
+    ],
+    ids=str,
+)
+def test_layers_of_another_kind_are_refused(changed: dict[str, Any], message: str) -> None:
     model, other = Model([make_layer()], 4, 8), make_layer(**changed)
     x = hidden(model, 1, 1).to(other.q.weight)
-    with pytest.raises(ArgumentError, match=message):
-        other(x, cache=model.cache.step([model.cache.open()])[0])
-    with pytest.raises(ArgumentError, match="2 layers of 2 kinds"):
-        NSACache.of([*model.layers, other], 4, 8)
+    assert_refused(
+        (message, lambda: other(x, cache=model.cache.step([model.cache.open()])[0])),
+        ("2 layers of 2 kinds", lambda: NSACache.of([*model.layers, other], 4, 8)),
+    )
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 def test_what_is_no_step_and_no_layer_is_named() -> None:
-    model = Model([make_layer()], 4, 8)
+    model, no_layers = Model([make_layer()], 4, 8), r"model_layers is a \w+ \(.*allowed: a list of NSAttention layers"
     step = model.cache.step([model.cache.open()])
-    with pytest.raises(ArgumentError, match=r"cache is a CacheStep; .* Remedy: pass step\[i\]"):
-        model.layers[0](hidden(model, 1, 1), cache=step)  # type: ignore[arg-type]
-    for wrong in (model.layers[0], [torch.nn.Linear(1, 1)]):
-        with pytest.raises(ArgumentError, match=r"model_layers is a \w+ \(.*allowed: a list of NSAttention layers"):
-            NSACache.of(wrong, 4, 8)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="kv_scales is a list; allowed: a mapping from k, v"):
-        NSACache.of(model.layers, 4, 8, dtype=torch.float32, kv_dtype=STORED, kv_scales=[1.0])  # type: ignore[arg-type]
+    assert_refused(
+        (r"cache is a CacheStep; .* Remedy: pass step\[i\]", lambda: model.layers[0](hidden(model, 1, 1), cache=step)),  # type: ignore[arg-type]
+        (no_layers, lambda: NSACache.of(model.layers[0], 4, 8)),  # type: ignore[arg-type]
+        (no_layers, lambda: NSACache.of([torch.nn.Linear(1, 1)], 4, 8)),  # type: ignore[list-item]
+    )
     assert len(list(step)) == 1
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 @pytest.mark.parametrize("part", ["buffer", "copy"])
 def test_a_step_out_of_memory_changes_nothing(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a retry would attend to keys that nobody wrote."""
@@ -315,31 +281,25 @@ def test_a_step_out_of_memory_changes_nothing(part: str, monkeypatch: pytest.Mon
     cache, a = model.cache, model.cache.open()
     cache.step([a], 12)
     b = cache.fork(a)
-
-    def fail(*_: Any) -> None:
-        raise torch.OutOfMemoryError
-
     before = cache.free_pages, cache.free_window_pages, cache.held_pages([a]), cache.held_pages([b])
-    with monkeypatch.context() as patch:
-        patch.setattr(*((step_tensors, "allocate") if part == "buffer" else (Pools, "copy")), fail)
-        with pytest.raises(torch.OutOfMemoryError):
-            cache.step([b], 9)
+    monkeypatch.setattr(
+        *((step_tensors, "allocate") if part == "buffer" else (Pools, "copy")), mock.Mock(side_effect=torch.OutOfMemoryError)
+    )
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.step([b], 9)
     assert (cache.length(b), (cache.free_pages, cache.free_window_pages, cache.held_pages([a]), cache.held_pages([b]))) == (12, before)
 
 
-@pytest.mark.usefixtures("cheapest_backend")
 def test_layers_refuse_what_a_cache_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model([make_layer()], 4, 8)
     layer, x = model.layers[0], hidden(model, 1, 3)
     of_step = model.cache.step([model.cache.open()], 3)[0]
-    with pytest.raises(ArgumentError, match=r"x is of shape \(1, 2, 10\); allowed: \[B=1, S=3, width\]"):
-        layer(x[:, :2], cache=of_step)
-    with pytest.raises(ArgumentError, match="cache is given with cu_seqlens"):
-        layer(x, cu_seqlens=[0, 3], cache=of_step)
-    with pytest.raises(ArgumentError, match="x is a tensor that requires gradients"):
-        layer(x.requires_grad_(), cache=of_step)
-    with torch.no_grad():
-        close(model, layer(x, cache=of_step), layer(x))
+    assert_refused(
+        (r"x is of shape \(1, 2, 10\); allowed: \[B=1, S=3, width\]", lambda: layer(x[:, :2], cache=of_step)),
+        ("cache is given with cu_seqlens", lambda: layer(x, cu_seqlens=[0, 3], cache=of_step)),
+        ("x is a tensor that requires gradients", lambda: layer(x.clone().requires_grad_(), cache=of_step)),
+    )
+    close(model, layer(x, cache=of_step), layer(x))
     monkeypatch.setattr("nsa_sel.core.transforms.is_compiling", lambda: True)
     with pytest.raises(BackendError, match=r"NSAttention with a cache is called in a function that torch\.compile traces"):
         layer(x, cache=of_step)
@@ -511,10 +471,8 @@ def test_layers_attend_to_what_is_stored(name: str, monkeypatch: pytest.MonkeyPa
     baseline = model.plain[0](x)
     assert float((layer(x) - baseline).abs().max()) > 0.01 * float(baseline.abs().max())
     for chunks in ([45], [1] * 5 + [3, 19, 1, 17], [7, 1, 8, 29]):
-        sequences = [model.cache.open() for _ in x]
-        found = torch.cat([torch.stack(model.step(sequences, list(part))) for part in x.split(chunks, 1)], 1) - x
-        assert_within_twice_baseline(found, exact, baseline)
-        for sequence in sequences:
+        assert_within_twice_baseline(in_chunks(model, x, chunks) - x, exact, baseline)
+        for sequence in (*model.cache._sequences,):
             model.cache.free(sequence)
 
 
@@ -522,8 +480,7 @@ def test_scales_of_any_shape_are_those_of_layers_and_groups() -> None:
     each = torch.rand(3, 2) + 0.1
     scales = NSACache(**FP8_SIZES, kv_scales={"k": each, "v": each[:, 0], "k_win": 0.5}).scales
     assert scales is not None
-    for found, wanted in zip(scales, (each, each[:, :1].expand(3, 2), torch.full((3, 2), 0.5), torch.ones(3, 2)), strict=True):
-        assert torch.equal(found, wanted)
+    assert all(map(torch.equal, scales, (each, each[:, :1].expand(3, 2), torch.full((3, 2), 0.5), torch.ones(3, 2))))
     assert NSACache(**{**FP8_SIZES, "kv_dtype": torch.bfloat16}).scales is None
 
 
@@ -538,7 +495,16 @@ def test_float16_holds_what_its_caches_store() -> None:
     assert torch.equal(found, (every.float() * scale[:, None]).half().view_as(found))
 
 
-WRONG_FP8: dict[str, tuple[dict[str, Any], str]] = {
+WRONG_SIZES: dict[str, tuple[dict[str, Any], str]] = {
+    "no pages": ({"pages": 0}, "pages is 0; allowed: a whole number >= 1"),
+    "pages as a float": ({"pages": 4.0}, "pages is 4.0"),
+    "odd pages": ({"page_size": 24}, "page_size is 24; allowed: a multiple of compress_stride = 16"),
+    "no window": ({"window": 0}, "window is 0"),
+    "strides": ({"compress_block": 24}, "compress_block is 24; allowed: a multiple of compress_stride"),
+    "float8": ({"kv_dtype": None, "dtype": STORED}, r"dtype is torch.float8_e4m3fn; allowed: float16"),
+    "several dtypes": ({"kv_dtype": None, "dtype": [torch.float32]}, r"dtype is \[torch.float32\]; allowed: float16"),
+    "window pages": ({"window_pages": -1}, "window_pages is -1"),
+    "a list of scales": ({"kv_scales": [1.0]}, "kv_scales is a list; allowed: a mapping from k, v"),
     "e5m2": ({"kv_dtype": torch.float8_e5m2}, r"kv_dtype is torch.float8_e5m2; allowed: torch.float8_e4m3fn, .*: e5m2 has 2 bits"),
     "another": ({"kv_dtype": torch.float32}, r"kv_dtype is torch.float32; allowed: torch.float8_e4m3fn, or the cache's dtype torch.bf"),
     "float64": ({"dtype": torch.float64}, r"dtype is torch.float64; allowed: torch.float16, .* with kv_dtype"),
@@ -550,25 +516,21 @@ WRONG_FP8: dict[str, tuple[dict[str, Any], str]] = {
         r"kv_scales\['k'\] is from 1 to 147; allowed: numbers from 1e-30 to 146\.214 for keys and values of torch\.float16",
     ),
     "negative": ({"kv_scales": {"v": torch.tensor([1.0, -2.0, 1.0])}}, r"kv_scales\['v'\] is from -2 to 1;"),
-    "nan": ({"kv_scales": {"v": math.nan}}, r"kv_scales\['v'\] is from nan to nan;"),
+    "nan": ({"kv_scales": {"v": torch.nan}}, r"kv_scales\['v'\] is from nan to nan;"),
     "of pages": ({"kv_scales": {"k_win": torch.ones(5, 2)}}, r"kv_scales\['k_win'\] is of shape \(5, 2\); .* layers = 3, G = 2"),
     "float64 scales": ({"kv_scales": {"k": torch.ones(3).double()}}, r"kv_scales\['k'\] is of dtype torch.float64"),
     "text": ({"kv_scales": {"k": "1"}}, r"kv_scales\['k'\] is a str"),
 }
 
 
-@pytest.mark.parametrize("name", WRONG_FP8)
-def test_what_makes_no_cache(name: str) -> None:
-    changed, message = WRONG_FP8[name]
-    with pytest.raises(ArgumentError, match=message):
-        NSACache(**{**FP8_SIZES, **changed})
+@pytest.mark.parametrize(("changed", "message"), WRONG_SIZES.values(), ids=WRONG_SIZES)
+def test_what_makes_no_cache(changed: dict[str, Any], message: str) -> None:
+    assert_refused((message, lambda: NSACache(**{**FP8_SIZES, **changed})))
 
 
-@pytest.mark.parametrize(("sm", "refused"), [(86, True), (89, False), (90, False)])
-def test_gpus_without_e4m3_are_refused(sm: int, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pools, "device_info", lambda device: DeviceInfo(kind="cuda", name="a GPU", sm=sm))
-    if not refused:
-        assert NSACache(**FP8_SIZES).pools.k.dtype == STORED
-        return
+def test_gpus_without_e4m3_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = iter((89, 90, 86))
+    monkeypatch.setattr(pools, "device_info", lambda device: DeviceInfo(kind="cuda", name="a GPU", sm=next(gpus)))
+    assert NSACache(**FP8_SIZES).pools.k.dtype == NSACache(**FP8_SIZES).pools.k.dtype == STORED
     with pytest.raises(ArgumentError, match=r"kv_dtype is .* on a GPU of SM 8\.6; allowed: GPUs of SM 8\.9 and newer.*leave kv_dtype out"):
         NSACache(**FP8_SIZES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,20 +12,17 @@ from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
-import nsa_sel
-from nsa_sel import Selection, selection_attention
+from nsa_sel import Decision, Selection, decisions, describe, explain, reset, selection_attention
 from nsa_sel.bench.core.cases import make_inputs, make_selection, prefill, real_selection
 from nsa_sel.bench.tune import cost_fit
 from nsa_sel.core import decide
 from nsa_sel.core.call import request_of
 from nsa_sel.core.check import check_call
-from nsa_sel.core.decision import Decision
 from nsa_sel.core.ranges import sample_rows, sampled_sharing
 from nsa_sel.core.request import SHARING_TOKENS
 from nsa_sel.settings import tuned
 from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.tuned import shape_of
-from nsa_sel.telemetry.describe import describe
 from tests.helpers.calls import counted
 from tests.helpers.cases import make_blocks, make_qkv
 from tests.helpers.gpus import captured, no_waiting, replayed
@@ -68,7 +66,7 @@ def tensors(rows: int = S, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def called(selection: Selection, rows: int = S, **options: Any) -> Decision:
     selection_attention(*tensors(rows), selection, **options)
-    return nsa_sel.decisions()[-1]
+    return decisions()[-1]
 
 
 # Counting
@@ -111,7 +109,7 @@ def test_the_first_call_counts_and_the_count_decides(logged: Events) -> None:
     assert again is decision
     (event,) = logged("sel.sharing")
     assert (event["sharing"], event["rows"]) == (exact.sharing, S)
-    nsa_sel.reset()
+    reset()
     assert called(alike()).forward == "numba"
     assert called(alike()).request.sharing == (1.0,) * 7
     assert len(logged("sel.sharing")) == 2
@@ -169,19 +167,15 @@ def test_counts_again_after_so_many_calls(repeated: bool, logged: Events, monkey
 
 
 def test_a_capture_goes_by_the_prior_and_the_next_call_counts(logged: Events, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as capture:
-        capture.setattr(decide, "may_wait", lambda q: False)
-        assert called(apart()).forward == called(apart()).forward == "numba"
-    assert logged("sel.sharing") == []
-    assert called(apart()).forward == "sdpa-packed"
-    with monkeypatch.context() as capture:
-        capture.setattr(decide, "may_wait", lambda q: False)
-        assert called(apart()).forward == "sdpa-packed", "a later capture uses the count"
-    assert len(logged("sel.sharing")) == 1
+    found = []
+    for wait in (False, False, True, False):
+        monkeypatch.setattr(decide, "may_wait", lambda q, wait=wait: wait)
+        found.append((called(apart()).forward, len(logged("sel.sharing"))))
+    assert found == [("numba", 0)] * 2 + [("sdpa-packed", 1)] * 2, "a later capture uses the count"
 
 
 def test_explain_says_what_a_call_will_do(logged: Events) -> None:
-    decision = nsa_sel.explain(*tensors(), apart())
+    decision = explain(*tensors(), apart())
     assert decision.forward == "sdpa-packed"
     assert called(apart()) is decision
     assert len(logged("sel.sharing")) == 1
@@ -201,7 +195,7 @@ def test_compiled_calls_count_when_they_run(logged: Events) -> None:
     with counted() as grown:
         work(q, k, v, apart().block_indices).sum().backward()
     assert grown["backward", "sdpa-packed"] == 1
-    assert (nsa_sel.decisions()[-1].forward, nsa_sel.decisions()[-1].backward) == ("sdpa-packed", "sdpa-packed")
+    assert (decisions()[-1].forward, decisions()[-1].backward) == ("sdpa-packed", "sdpa-packed")
     assert len(logged("sel.sharing")) == 1
 
 
@@ -213,14 +207,15 @@ def brute_force_sharing(selection: Selection, S_kv: int, tokens: int) -> float:
     B, S, G, n = selection.ranges.shape[:4]
     ranges = selection.ranges.tolist()
 
-    def chosen(b: int, s: int, g: int) -> set[int]:
-        return {start for start, end in ranges[b][s][g] if start < min(end, S_kv - S + s + 1)}
+    def blocks_of_tiles(tokens: int) -> float:
+        """Return the mean number."""
+        counts = []
+        for b, g, first in itertools.product(range(B), range(G), range(0, S, tokens)):
+            rows = range(first, min(first + tokens, S))
+            counts.append(len({start for s in rows for start, end in ranges[b][s][g] if start < min(end, S_kv - S + s + 1)}))
+        return sum(counts) / len(counts)
 
-    pairs = [(b, g) for b in range(B) for g in range(G)]
-    rows = [len(chosen(b, s, g)) for b, g in pairs for s in range(S)]
-    stretches = [range(first, min(first + tokens, S)) for first in range(0, S, tokens)]
-    tiles = [len(set().union(*(chosen(b, s, g) for s in stretch))) for b, g in pairs for stretch in stretches]
-    return (sum(tiles) / len(tiles)) / (sum(rows) / len(rows))
+    return blocks_of_tiles(tokens) / blocks_of_tiles(1)
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 22])
@@ -285,20 +280,14 @@ def test_a_measured_selection_counts_by_its_mean_length() -> None:
     assert (found.max_length, found.mean_length, found.length, shape_of(found)[3]) == (3010, 1500, 1500, 2048)
 
 
-def fresh(kind: str, S: int = 8192, h: int = 1) -> tuple[tuple[Tensor, ...], Selection]:
-    case = prefill(kind, S, h)
+def fresh() -> tuple[tuple[Tensor, ...], Selection]:
+    case = prefill("random", 32768, 1)
     return make_inputs(case, "cuda")[:3], make_selection(case, "cuda")
-
-
-def compile_what_the_prior_picks(q: Tensor, k: Tensor, v: Tensor, selection: Selection) -> None:
-    for name in ("triton-tile", "triton-group", "cupy-cuda"):
-        if nsa_sel.explain(q, k, v, selection, backend=name).forward:
-            selection_attention(q, k, v, selection, backend=name)
 
 
 @pytest.mark.gpu
 def test_only_the_first_call_of_a_kind_waits(logged: Events) -> None:
-    (q, k, v), selection = fresh("random", 32768)
+    (q, k, v), selection = fresh()
     selection_attention(q, k, v, selection)
     assert len(logged("sel.sharing")) == 1
     other = Selection(selection.ranges.clone(), 64, disjoint=True)
@@ -310,19 +299,21 @@ def test_only_the_first_call_of_a_kind_waits(logged: Events) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_capture_never_counts(warm: bool, logged: Events) -> None:
-    (q, k, v), selection = fresh("random", 32768)
+    (q, k, v), selection = fresh()
     expected = selection_attention(q, k, v, selection)
-    compile_what_the_prior_picks(q, k, v, selection)
-    nsa_sel.reset()
+    for name in ("triton-tile", "triton-group", "cupy-cuda"):  # one of which the prior picks: it is compiled
+        if explain(q, k, v, selection, backend=name).forward:
+            selection_attention(q, k, v, selection, backend=name)
+    reset()
     if warm:
         graph, outputs = captured(lambda: (selection_attention(q, k, v, selection),))
     else:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             outputs = (selection_attention(q, k, v, selection),)
-    source = nsa_sel.decisions()[-1].sharing_source
+    source = decisions()[-1].sharing_source
     assert source == ("counted at the first call" if warm else "prior of base.yaml")
     torch.testing.assert_close(replayed(graph, outputs)[0], expected, rtol=2e-2, atol=2e-2)
     selection_attention(q, k, v, selection)
-    assert nsa_sel.decisions()[-1].sharing_source == "counted at the first call"
+    assert decisions()[-1].sharing_source == "counted at the first call"
     assert len(logged("sel.sharing")) == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -231,15 +231,6 @@ def test_an_edited_file_is_read_anew_once_decisions_are_forgotten(pinned: Path) 
 
 
 # The registry: installed packages, entry points, failures
-
-
-@pytest.fixture
-def fresh_registry() -> Iterator[None]:
-    registry.backends.cache_clear()
-    registry.missing.cache_clear()
-    yield
-    registry.backends.cache_clear()
-    registry.missing.cache_clear()
 
 
 def entry_point(monkeypatch: pytest.MonkeyPatch, loaded: object) -> None:

@@ -8,23 +8,22 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
 import torch
 
-import nsa_sel
+from nsa_sel import Decision, Selection, decisions, describe, explain_request, reset, selection_attention
 from nsa_sel.bench.tune import kernel_configs
 from nsa_sel.bench.tune.tuned_file import Run
 from nsa_sel.core.call import device_info
-from nsa_sel.core.decide import explain_request
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import ConfigError
 from nsa_sel.settings import tuned
 from nsa_sel.settings.config import forget_settings, settings_for
 from nsa_sel.settings.schema import Direction, KernelConfig
 from nsa_sel.settings.tuned import stamp_of
-from nsa_sel.telemetry.describe import describe
 from tests.helpers.cases import make_qkv, make_spans
 from tests.helpers.files import OF_THE_FILE, OF_THE_FOLDER
 from tests.helpers.policy_cases import H100, H200, SHORT, replace
@@ -57,7 +56,7 @@ def test_a_tuned_launch_is_used_and_the_decision_names_it() -> None:
     assert decision.settings.fingerprint != before.settings.fingerprint
     assert f"kernel    {FORWARD}:tma-L32-R16-w2-s3 ({source})" in describe(decision)
     assert "triton-tile" not in "".join(line for line in describe(decision).splitlines() if line.startswith("kernel"))
-    assert nsa_sel.Decision.from_json(decision.to_json()).replay() == ()
+    assert Decision.from_json(decision.to_json()).replay() == ()
     assert str(Path.home()) not in decision.to_json()
 
 
@@ -104,14 +103,14 @@ def test_the_launch_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch, logged: 
     write(result("triton-group/forward-widest", winner, key("forward", **small)), device=here)
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
     q, k, v = make_qkv(S=9, h=2, S_kv=40)
-    nsa_sel.selection_attention(q, k, v, nsa_sel.Selection.from_ranges(make_spans("few", 1, 9, 1, 40, 20)), backend="triton-group")
+    selection_attention(q, k, v, Selection.from_ranges(make_spans("few", 1, 9, 1, 40, 20)), backend="triton-group")
     (used,) = logged("sel.triton.kernel")
     assert used["chosen"] == winner.config_id("triton-group/forward-widest")
-    assert used["source"] == nsa_sel.decisions()[-1].settings.tuned
+    assert used["source"] == decisions()[-1].settings.tuned
     (loaded,) = logged("sel.tuned.loaded")
     assert loaded["fingerprint"] in used["source"]
     monkeypatch.setenv("NSA_SEL_AUTOTUNE", "off")
-    nsa_sel.selection_attention(q, k, v, nsa_sel.Selection.from_ranges(make_spans("few", 1, 9, 1, 40, 20)), backend="triton-group")
+    selection_attention(q, k, v, Selection.from_ranges(make_spans("few", 1, 9, 1, 40, 20)), backend="triton-group")
     assert logged("sel.triton.kernel")[1]["chosen"] == COMMITTED_SMALL
     assert logged("sel.triton.kernel")[1]["source"] == "base.yaml"
 
@@ -159,26 +158,24 @@ def test_a_corrupt_file_is_reported_once_and_ignored(tuned_folder: Path, logged:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         forget_settings()
-        nsa_sel.reset()
+        reset()
         assert launch() == COMMITTED
     (ignored,) = logged("sel.tuned.ignored")
     assert (ignored["why"], words in ignored["words"]) == ("corrupt", True)
     assert "remove the file and run `nsa-sel tune` again" in ignored["words"]
 
 
-def as_a_link_to_nothing(file: Path) -> None:
-    file.unlink()
-    file.symlink_to("nowhere")
+to_nothing = lambda file: (file.unlink(), file.symlink_to("nowhere"))  # noqa: E731
 
 
-@pytest.mark.parametrize(("damage", "words"), [*OF_THE_FILE, *OF_THE_FOLDER, (as_a_link_to_nothing, "is a symbolic link: remove it")])
+@pytest.mark.parametrize(("damage", "words"), [*OF_THE_FILE, *OF_THE_FOLDER, (to_nothing, "is a symbolic link: remove it")])
 def test_a_file_that_is_not_the_users_alone_is_not_used(tuned_folder: Path, logged: Any, damage: Any, words: str) -> None:
     write(result())
     (file,) = tuned_folder.glob("*.json")
     assert launch() == OTHER
     damage(file)
     tuned.forget()
-    nsa_sel.reset()
+    reset()
     with pytest.warns(RuntimeWarning, match=f"is ignored, the committed kernel configs are used: .*{words}"):
         assert launch() == COMMITTED
     assert [event["why"] for event in logged("sel.tuned.ignored")] == ["unreadable"]
@@ -203,13 +200,9 @@ def test_what_is_written_is_the_users_alone(tuned_folder: Path, umask: int) -> N
 @pytest.fixture
 def homeless(tuned_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No home, as for a user id that is on no list."""
-
-    def home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
     for name in ("NSA_SEL_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("Could not determine home directory.")))
 
 
 @pytest.mark.usefixtures("homeless")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from nsa_sel.core.request import example_request
 from nsa_sel.errors import ArgumentError, NsaSelError
 from nsa_sel.settings import tuned
 from nsa_sel.settings.warmup import warmup
+from tests.helpers.calls import assert_refused
 from tests.helpers.cases import make_qkv, make_spans
 from tests.helpers.files import ROOT
 from tests.helpers.policy_cases import H200, SHORT, replace
@@ -65,22 +67,21 @@ def test_requests_are_requests_or_their_fields(monkeypatch: pytest.MonkeyPatch) 
     request = replace(example_request(), S=3, S_kv=128)
     assert warmup(CPU, [request])[0].request == request
     assert warmup("cpu", [{"S": 5}])[0].request == replace(example_request(needs_grad=True), S=5, S_kv=5, max_length=5)
-    seen: list[Any] = []
-    monkeypatch.setattr(warming, "warm", lambda request, device, tune: seen.append((request, device, tune)))
+    warm = mock.Mock()
+    monkeypatch.setattr(warming, "warm", warm)
     warmup()
-    ((request, device, tune),) = seen
+    request, device, tune = warm.call_args.args
     assert (device, tune, request.needs_grad, request.Dk) == (CPU, False, True, 128)
 
 
-@pytest.mark.parametrize("bad", [{"rows": 3}, {"S": "many"}, {"dtype": 3}])
-def test_bad_requests_are_named(bad: dict[str, Any]) -> None:
-    with pytest.raises(ArgumentError, match=r"requests is .*allowed: the fields of Request: B, S, S_kv"):
-        warmup("cpu", [bad])
-
-
-def test_tuning_on_a_cpu_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"tune is True; allowed: False on a CPU\. Remedy: Triton needs a GPU"):
-        warmup("cpu", [SMALL], tune=True)
+def test_bad_requests_and_tuning_on_a_cpu_are_refused() -> None:
+    fields = r"requests is .*allowed: the fields of Request: B, S, S_kv"
+    assert_refused(
+        (fields, lambda: warmup("cpu", [{"rows": 3}])),
+        (fields, lambda: warmup("cpu", [{"S": "many"}])),
+        (fields, lambda: warmup("cpu", [{"dtype": 3}])),
+        (r"tune is True; allowed: False on a CPU\. Remedy: Triton needs a GPU", lambda: warmup("cpu", [SMALL], tune=True)),
+    )
 
 
 @pytest.mark.usefixtures("capture")
@@ -120,11 +121,7 @@ def test_a_warmup_waits_for_the_end_of_a_capture(monkeypatch: pytest.MonkeyPatch
 
 def test_a_warmup_that_fails_is_told_and_the_call_runs(monkeypatch: pytest.MonkeyPatch, logged: Any) -> None:
     monkeypatch.setenv("NSA_SEL_AUTOTUNE", "warmup")
-
-    def fail(*arguments: Any) -> None:
-        raise torch.OutOfMemoryError("no room for a warm-up")
-
-    monkeypatch.setattr(core_warm, "_tensors", fail)
+    monkeypatch.setattr(core_warm, "_tensors", mock.Mock(side_effect=torch.OutOfMemoryError("no room for a warm-up")))
     with pytest.warns(RuntimeWarning, match="the warm-up failed, kernels compile at their first call: .*no room"):
         assert call().isfinite().all()
     assert "no room" in logged("sel.triton.warmup")[0]["error"]
