@@ -246,7 +246,7 @@ def joined_partials(call: Call, plan: KeyToRows, visit: Callable[[Unit, Tensor, 
     part_lse = temporary(call, lse, plan.pairs, plan.section, n * plan.reach, heads.h)
     part_o = temporary(call, o, plan.pairs, plan.section, n * plan.reach, heads.h, heads.Dv)
     dims = arguments.dims(heads)
-    chunk = min(tile_size(n * plan.reach, 1), max(1, MOST_JOINED // (JOINED * dims.BLOCK_DV)))
+    chunk = min(tile_size(n * plan.reach, 1), 32, max(1, MOST_JOINED // (JOINED * dims.BLOCK_DV)))  # Triton 3.6 compiles no sum over more
     join = cached_kernel(join_kernel, dims=dims, N=n, REACH=plan.reach, WIDTH=plan.width, R=JOINED, CHUNK=chunk, num_warps=1)
     reduced = (part_o, part_lse, call.disjoint_ranges(), call.q_pos, o, lse)
     for unit in units(call, plan):

@@ -267,6 +267,8 @@ def test_what_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             "model is Linear, without a layer that selects blocks; allowed: a MiniMax-M3 or Qwen3.8 model, or NSA",
             lambda: patch_model(torch.nn.Linear(2, 2)),
         ),
+        ("model is a MiniMaxM3VLTextConfig; allowed: a torch.nn.Module", lambda: patch_model(eager.config)),
+        ("config.index_n_heads is 1; allowed: 2, the KV heads", lambda: pair(index_n_heads=1)),
         (f"{slots}0 to 69", lambda: ours(IDS, position_ids=torch.arange(5, 75)[None])),
         (f"{slots}30 to 69", lambda: ours(IDS[:, 30:], past_key_values=static, position_ids=torch.arange(5, 45)[None])),
         (

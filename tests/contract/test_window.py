@@ -369,5 +369,5 @@ def test_window_calls_that_cuda_leaves_to_triton(lane: Kernels, monkeypatch: pyt
         WindowCall(*(x.float() for x in (q, k, v)), 512, 1.0),
         WindowCall(q[..., :1, :], k, v, 512, 1.0),
     ):
-        assert not window_cuda.cuda.supports(call, device_info(q.device))
+        assert not window_cuda.supports(call, device_info(q.device))
         assert window_cuda.forward(*call[:5], call.bounds) == ("o", "lse")

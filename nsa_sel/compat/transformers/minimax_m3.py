@@ -69,8 +69,7 @@ def attend(
     whole = block_indices is None or block_indices.shape[-1] * module.indexer.block_size >= S_kv  # rows select all that they see
     if whole and begin is None and q_pos is None and query.shape[2] in (1, S_kv):
         return dense(query, key, value, scale)
-    # [B,S,G,h,D]. Contiguous, because kernels read a row's heads together: 4 MiB apart, they meet in the same sets of the L2 cache.
-    q = torch.unflatten(query, 1, (G, -1)).permute(0, 3, 1, 2, 4).contiguous()
+    q = torch.unflatten(query, 1, (G, -1)).permute(0, 3, 1, 2, 4)  # [B,S,G,h,D]
     if block_indices is None and begin is None:
         rows = torch.full((1, 1, 1, 1, 2), S_kv, dtype=torch.int32, device=key.device)
         rows[..., 0] = 0

@@ -46,6 +46,8 @@ class Patched:
         """Put the model's own code back."""
         while self._undo:
             self._undo.pop()()
+        self.changed.clear()
+        self.left.clear()
 
     def __str__(self) -> str:
         left = {name: f"left as it is: {why}" for name, why in self.left.items()}
@@ -78,6 +80,8 @@ def patch_model(model: torch.nn.Module, *, dense: bool = False) -> Patched:
     Raises:
         ArgumentError: the model has no such layer, or its class differs from the one that this version knows.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentError("model", f"a {type(model).__name__}", "a torch.nn.Module", "load the model first, for example by from_pretrained")
     patched = Patched()
     try:
         for name, module in model.named_modules():
@@ -107,6 +111,11 @@ def _patch_module(patched: Patched, name: str, module: Any, dense: bool) -> None
         indexer, patched.changed[name] = module.indexer, "dense causal attention"
         if indexer is not None:
             _check_parts(indexer, M3_PARTS, M3_ARGUMENTS)
+            heads, groups = (x.out_features // x_dim for x, x_dim in ((indexer.q_proj, indexer.head_dim), (module.k_proj, module.head_dim)))
+            if heads != groups:
+                raise ArgumentError(
+                    "config.index_n_heads", heads, f"{groups}, the KV heads", "run this model with attn_implementation='sdpa'"
+                )
             _replace_forward(patched, indexer, minimax_m3.choose)
             patched.changed[name] = f"{indexer.topk_blocks} of the blocks of {indexer.block_size} keys, chosen by choose_blocks"
         _set_implementation(patched, module.config, NAME)

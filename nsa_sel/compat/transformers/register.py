@@ -229,7 +229,7 @@ def check_positions(
     if not bool(right.all()):
         if q_pos is not None:
             allowed = f"{int(q_pos[0])} to {int(q_pos[-1])}, the slots of the tokens in the cache"
-            raise ArgumentError("position_ids", "not those of the cache's slots", allowed, "leave position_ids out")
+            raise ArgumentError("position_ids", "not those of the cache's slots", allowed, f"leave position_ids out; {UNPACKED}")
         raise ArgumentError("position_ids", "of packed sequences", f"positions that rise {HERE}", UNPACKED)
     return None
 
