@@ -81,7 +81,7 @@ def patch_model(model: torch.nn.Module, *, dense: bool = False) -> Patched:
         ArgumentError: the model has no such layer, or its class differs from the one that this version knows.
     """
     if not isinstance(model, torch.nn.Module):
-        raise ArgumentError("model", f"a {type(model).__name__}", "a torch.nn.Module", "load the model first, for example by from_pretrained")
+        raise ArgumentError("model", f"a {type(model).__name__}", "a torch.nn.Module", "load it first, for example by from_pretrained")
     patched = Patched()
     try:
         for name, module in model.named_modules():
