@@ -146,31 +146,19 @@ class NSAttention(nn.Module):
         check_transforms(x, name="NSAttention")
         check_longest(max_seqlen, cu_seqlens)
         if x.dim() != 3 or x.shape[2] != self.width:
-            raise ArgumentError(
-                "x",
-                f"of shape {tuple(x.shape)}",
-                f"[B,S,width = {self.width}]",
-                "a batch of one is x.unsqueeze(0); for another width make NSAttention(width, ...)",
-            )
+            remedy = "a batch of one is x.unsqueeze(0); for another width make NSAttention(width, ...)"
+            raise ArgumentError("x", f"of shape {tuple(x.shape)}", f"[B,S,width = {self.width}]", remedy)
         if not (x.is_cpu or x.is_cuda) or not x.is_floating_point():
             raise ArgumentError("x", f"{x.dtype} on {x.device}", "a floating dtype on cpu or cuda", "move or cast it as the parameters")
         if cu_seqlens is not None and len(x) != 1:
-            raise ArgumentError(
-                "x",
-                f"of B = {len(x)} with cu_seqlens",
-                "[1,T,width]",
-                "pass the tokens of all sequences in a row: x.flatten(0, 1).unsqueeze(0)",
-            )
+            remedy = "pass the tokens of all sequences in a row: x.flatten(0, 1).unsqueeze(0)"
+            raise ArgumentError("x", f"of B = {len(x)} with cu_seqlens", "[1,T,width]", remedy)
         if cu_seqlens is not None and self.context is not None:
             raise ArgumentError("cu_seqlens", "given with context parallelism", "None there", "pass whole sequences, or one GPU's batch")
         if cache is not None:
             if not isinstance(cache, LayerStep):
-                raise ArgumentError(
-                    "cache",
-                    f"a {type(cache).__name__}",
-                    "a step of an NSACache, for this layer",
-                    "pass step[i] of step = cache.step(...), i being the layer's number in the model",
-                )
+                remedy = "pass step[i] of step = cache.step(...), i being the layer's number in the model"
+                raise ArgumentError("cache", f"a {type(cache).__name__}", "a step of an NSACache, for this layer", remedy)
             cache.check(x, self.rule, self.window, cu_seqlens is not None, self.context is not None)
             positions = cache.tensors.position if positions is None else positions
         bounds = None if cu_seqlens is None else Bounds.of("cu_seqlens", cu_seqlens, x.shape[1], x)

@@ -100,12 +100,8 @@ def selection_attention_with_kvcache(
         if block_table is not None or scales is not None:
             name = next(name for name, x in (("q", q), ("k_cache", k), ("v_cache", v)) if x.requires_grad)
             kind, other = ("paged", "without pages") if scales is None else ("quantized", "of q's dtype")
-            raise ArgumentError(
-                name,
-                "a tensor that requires gradients",
-                f"none over a {kind} cache",
-                f"call it under torch.no_grad(), or use a cache {other}",
-            )
+            remedy = f"call it under torch.no_grad(), or use a cache {other}"
+            raise ArgumentError(name, "a tensor that requires gradients", f"none over a {kind} cache", remedy)
         results = _with_gradients(q, k, v, selection, cache_seqlens, scale, backend)
     elif r > 1:
         results = _of_shared_keys(q, k, v, selection, scale, backend, cache_seqlens, block_table, scales, r)

@@ -85,13 +85,10 @@ def selection_attention(
     """
     if type(return_lse) is not bool:
         check_flag("return_lse", return_lse)
-    decided = None
-    if transforms.untransformed():
-        with_casts = transforms.any_autocast() and transforms.casts(q)
-        decided = None if with_casts else _recall(q, k, v, selection, scale, q_pos, None, backend)
+    recalls = transforms.untransformed() and not (transforms.any_autocast() and transforms.casts(q))
+    decided = _recall(q, k, v, selection, scale, q_pos, None, backend) if recalls else None
     if decided is None:
-        plain = transforms.plain(q, k, v)
-        if not plain:
+        if not (plain := transforms.plain(q, k, v)):
             transforms.check_transforms(q, k, v)
         tensors = None if plain or is_compiling() else sys.modules.get("torch.distributed.tensor")  # not imported: no DTensors
         sharded = tensors is not None and isinstance(q, tensors.DTensor)
@@ -100,12 +97,8 @@ def selection_attention(
             return _of_shared_keys(q, k, v, as_selection(selection), q_pos, r, return_lse, options)
         if not plain and transforms.traces(q, k, v):
             if workspace is not None:
-                raise ArgumentError(
-                    "workspace",
-                    "given to a call that torch.compile, a dispatch mode or DTensor traces",
-                    "None there",
-                    "leave it out; temporaries are then allocated",
-                )
+                traced = "given to a call that torch.compile, a dispatch mode or DTensor traces"
+                raise ArgumentError("workspace", traced, "None there", "leave it out; temporaries are then allocated")
             check_tensors(q=q, k=k, v=v)
             if sharded:
                 from nsa_sel.core import sharding  # imports torch.distributed.tensor, which takes 0.5 s
@@ -124,8 +117,7 @@ def selection_attention(
     else:
         o, lse, _ = run.run_forward(decided)
     if q.dim() == 4:
-        o = o.squeeze(1)
-        lse = lse.squeeze(1) if return_lse else lse
+        o, lse = o.squeeze(1), lse.squeeze(1) if return_lse else lse
     return (o, lse) if return_lse else o
 
 

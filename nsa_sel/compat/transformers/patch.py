@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -160,7 +161,7 @@ def _check_parts(module: Any, parts: tuple[str, ...], arguments: tuple[str, ...]
 
 def _replace_forward(patched: Patched, module: Any, forward: Callable[..., Any]) -> None:
     before = module.__dict__.get("forward")
-    module.forward = partial(forward, module)  # copy.deepcopy and pickle bind it to the copy
+    module.forward = MethodType(forward, module)  # copy.deepcopy binds it to the copy, and torch.compile shares its code between layers
     undo = partial(module.__dict__.pop, "forward", None) if before is None else partial(module.__dict__.__setitem__, "forward", before)
     patched._undo.append(undo)
 
