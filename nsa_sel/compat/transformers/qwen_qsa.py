@@ -151,6 +151,9 @@ def index_keys(
             old, kept = before.shape[1], keys
         raw = cache.update_indexer(raw, indexer.layer_idx)
     S_kv, device = raw.shape[1], raw.device
+    if kept is not None and padded is None and S_kv // size == old // size:  # no block became complete
+        setattr(layer, KEPT, (raw, begins, kept))
+        return kept[:, None, : S_kv // size], S_kv
     begin = torch.zeros(1, 1, dtype=torch.int64, device=device) if padded is None else padded[:B].to(device)[:, None]
     block = (old - begin).clamp(min=0) // size + torch.arange((S_kv - old) // size + 1, device=device)  # [B or 1, blocks to compute]
     block = block.expand(B, -1)
