@@ -347,11 +347,14 @@ def _trained_layers(context: int) -> Tensor:
     with np.load(DATA / f"trained_{context}.npz") as arrays:
         for name in sorted(name for name in arrays.files if name.startswith("layer")):
             bits = np.unpackbits(arrays[name], axis=-1, count=context)  # [groups,blocks,context]
-            chosen = np.bitwise_xor.accumulate(bits, axis=-1).view(bool).transpose(2, 0, 1)
-            blocks = np.full((*chosen.shape[:2], 16), -1, np.int16)
-            row, group, block = np.nonzero(chosen)
-            column = chosen.cumsum(-1, dtype=np.int16)[row, group, block] - 1  # within its row and group
-            blocks[row, group, column] = block
+            chosen = np.bitwise_xor.accumulate(bits, axis=-1).view(bool)
+            group, block, row = np.nonzero(chosen)
+            number = row * len(chosen) + group  # of a row and group
+            order = np.argsort(number, kind="stable")  # blocks stay ascending
+            each = np.bincount(number, minlength=context * len(chosen))
+            column = np.arange(len(number)) - np.repeat(each.cumsum() - each, each)
+            blocks = np.full((context, len(chosen), 16), -1, np.int16)
+            blocks[row[order], group[order], column] = block[order]
             found.append(torch.from_numpy(blocks))
     return torch.stack(found)
 
