@@ -174,7 +174,7 @@ MODELS = {  # docs/choosing.md: G, h, Dk, Dv, n, block
 
 
 def model_case(model: str, size: str, S: int, kind: str = "") -> Case:
-    """Return S rows over as many keys in a shipped model's shape, whose neighbors are alike unless `kind` says otherwise."""
+    """Return S rows over S keys in a shipped model's shape. Neighboring rows choose alike unless `kind` says otherwise."""
     return Case(f"models-{model}-{size}", kind or (PER_HEAD_ALIKE if model == "moba" else ALIKE), 1, S, S, *MODELS[model])
 
 
@@ -349,7 +349,7 @@ def _trained_layers(context: int) -> Tensor:
             bits = np.unpackbits(arrays[name], axis=-1, count=context)  # [groups,blocks,context]
             chosen = np.bitwise_xor.accumulate(bits, axis=-1).view(bool)
             group, block, row = np.nonzero(chosen)
-            number = row * len(chosen) + group  # of a row and group
+            number = row * len(chosen) + group  # index of the (row, group) pair
             order = np.argsort(number, kind="stable")  # blocks stay ascending
             each = np.bincount(number, minlength=context * len(chosen))
             column = np.arange(len(number)) - np.repeat(each.cumsum() - each, each)
