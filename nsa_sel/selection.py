@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.arguments import as_positions, as_rows, as_tensor, check_flag, check_positive
-from nsa_sel.core.ranges import best_blocks, check_ranges, distinct_ranges, merged, ranges_of_blocks, rounded, sharing_of_blocks
+from nsa_sel.core.ranges import (
+    best_blocks,
+    check_ranges,
+    checked_blocks_of,
+    distinct_ranges,
+    merged,
+    ranges_of_blocks,
+    ranges_of_indices,
+    rounded,
+    sharing_of_blocks,
+)
 from nsa_sel.core.transforms import capturing
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.settings.flags import debugging
@@ -59,6 +69,14 @@ class Snapshot(NamedTuple):
     plans: dict[Any, Plan]
 
 
+class Indices(NamedTuple):
+    """Block indices in place of ranges."""
+
+    tensor: Tensor  # [B,S,G,n], int32 or int64, contiguous
+    version: int | None  # when the selection was made; None for a tensor without a version counter
+    dtype: torch.dtype  # of the ranges
+
+
 UNKNOWN = "unknown"  # the state of a tensor without a version counter
 
 
@@ -104,11 +122,12 @@ class Selection:
         measured: what `measure` returned last, else None.
     """
 
-    ranges: Tensor
+    ranges: Tensor  # made by `__getattr__` if the selection has `_indices`
     n: int
     block_size: int | None
     max_length: int | None
     disjoint: bool
+    _indices: Indices | None = None
     measured: Measured | None = None
     _cut_block: int | None = None  # the block size of ranges that were blocks before they were cut; unsorted
     _snapshot: Snapshot | None = None  # read once by each method: another thread may replace it meanwhile
@@ -121,14 +140,56 @@ class Selection:
         facts["max_length"] = max_length
         facts["disjoint"] = disjoint or n < 2
 
+    @classmethod
+    def _of_indices(cls, indices: Tensor, block_size: int, dtype: torch.dtype, disjoint: bool) -> Selection:
+        """Return a selection of checked, contiguous block indices, whose ranges of `dtype` are made when they are first
+        asked for."""
+        selection = cls.__new__(cls)
+        facts, n = selection.__dict__, indices.shape[-1]
+        facts["n"] = n
+        facts["block_size"] = block_size
+        facts["max_length"] = None
+        facts["disjoint"] = disjoint or n < 2
+        facts["_indices"] = Indices(indices, None if indices.is_inference() else indices._version, dtype)
+        return selection
+
+    def __getattr__(self, name: str) -> Tensor:
+        """Make the ranges of block indices, which are then what the selection holds."""
+        if name != "ranges" or self._indices is None or self.block_size is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        made = ranges_of_indices(self._unwritten(self._indices), self.block_size, self._indices.dtype)
+        return self.__dict__.setdefault("ranges", made)  # type: ignore[no-any-return]  # of two threads, the first one's
+
+    @property
+    def indices(self) -> Tensor | None:
+        """Return the block indices [B,S,G,n] that kernels may read instead of ranges; None once there are ranges, which
+        may be written."""
+        return None if self._indices is None or "ranges" in self.__dict__ else self._unwritten(self._indices)
+
+    @property
+    def listed(self) -> Tensor:
+        """Return the block indices [B,S,G,n], or if there are ranges [B,S,G,n,2], those: for checks of shape and device
+        that need no ranges."""
+        return self.ranges if self._indices is None or "ranges" in self.__dict__ else self._indices.tensor
+
+    @staticmethod
+    def _unwritten(indices: Indices) -> Tensor:
+        """Return the block indices; ArgumentError if PyTorch has written them since `from_blocks`."""
+        if indices.version is not None and indices.version != indices.tensor._version:
+            raise ArgumentError(
+                "block_indices", "written after Selection.from_blocks", "no write before the selection is used",
+                "make the Selection after the write, or pass block_indices.clone()",
+            )  # fmt: skip
+        return indices.tensor
+
     def __setattr__(self, name: str, value: object) -> None:
-        if name in _FACTS and name in self.__dict__:
+        if name in _FACTS and "n" in self.__dict__:
             raise ArgumentError(f"selection.{name}", "replaced", "the value it was made with", "make a new Selection, or write into ranges")
         object.__setattr__(self, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: leaves out the plans, which belong to this tensor and its version."""
-        return {**self.__dict__, "_snapshot": self._valid_exact()}
+        return {**self.__dict__, "ranges": self.ranges, "_indices": None, "_snapshot": self._valid_exact()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         exact = state.pop("_snapshot")
@@ -189,12 +250,16 @@ class Selection:
             disjoint: promises that no row has duplicates, as after top-k, which saves looking for them on the device.
 
         Returns:
-            A Selection with ranges [B,S,G,n,2].
+            A Selection with ranges [B,S,G,n,2]. Of up to 8 query rows per sequence on a GPU it keeps `block_indices`,
+            which kernels read: do not write to them while the selection is in use.
 
         Raises:
             ArgumentError: a wrong shape or dtype; under NSA_DEBUG_TRITON=1 also duplicates in a row.
         """
-        ranges, unique = ranges_of_blocks(block_indices, block_size, block_counts, disjoint)
+        blocks = checked_blocks_of(block_indices, block_size, block_counts, disjoint)
+        if blocks.kept and not debugging():
+            return cls._of_indices(blocks.indices, block_size, blocks.dtype, disjoint)
+        ranges, unique = ranges_of_blocks(blocks, block_size)
         selection = cls(ranges, block_size, disjoint=disjoint)
         if unique is None:
             checked = validates(ranges)

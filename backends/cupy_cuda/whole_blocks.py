@@ -23,6 +23,7 @@ from nsa_sel.core.call import Call
 CONSUMER_WARPS = 4  # plus one producer warp
 # Cluster size -> percentage of a GPU's CTAs that can run in such clusters at once (cuOccupancyMaxActiveClusters, H200).
 FITTING = {1: 100, 2: 100, 4: 91, 8: 91, 16: 85}
+MOST_NAMED = 1 << 12  # words of a bitmap of blocks, see `launch.named_blocks`
 MANY_STEPS = 8  # steps per CTA, see `next_first`
 UNDER_WAY = 1 << 16  # bytes of keys and values in flight per CTA if it has a multiprocessor to itself
 
@@ -80,13 +81,13 @@ def next_first(work: int, steps: int, cluster: int, ctas: int) -> bool:
 @functools.lru_cache(maxsize=1024)
 def plan_of(
     work: int, h: int, Dk: int, Dv: int, n: int, block: int, bf16: bool, sm_count: int, shared_memory: int, page: int | None = None,
-    page_scales: bool | None = None,
+    page_scales: bool | None = None, named: int = 0,
 ) -> Plan:  # fmt: skip
     """Return the launch of forward_blocks.cu for `work` (row, heads) of n blocks.
 
     Two CTAs per multiprocessor, or one if a warp holds all columns in registers. As many stages as fit if all
     multiprocessors have two CTAs; otherwise fewer stages are faster, because loads in flight arrive together and then
-    wait for their products. page_scales: from `page_scales_of`.
+    wait for their products. page_scales: from `page_scales_of`. named: from `launch.named_blocks`.
     """
     size, quantized = 2, {}
     if page_scales is not None:
@@ -97,6 +98,7 @@ def plan_of(
     cluster = cluster_size(work, steps, per_sm * sm_count)
     heads, step_bytes = 16 * head_warps, size * KEYS * (Dk + Dv)
     own_bytes = 1024 if page_scales is None else 1280  # `Shared`; for e4m3 it holds a factor per head
+    own_bytes += 4 * named
     own_bytes += heads * (4 * Dv + 8 * cluster) if cluster > 1 else 0
     row_bytes = 2 * heads * (Dk + 8 + KEYS + 8) + own_bytes  # with q and p
     stages = min(2 * MOST_STAGES // size, ((shared_memory + SYSTEM) // per_sm - SYSTEM - row_bytes) // step_bytes)
@@ -106,7 +108,8 @@ def plan_of(
         stages = min(stages, max(2, UNDER_WAY // step_bytes))
     macros = constants(
         BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=1, STAGES=stages, HEAD_WARPS=head_warps, PER_SM=per_sm, BLOCK=block, CLUSTER=cluster,
-        NEXT_FIRST=int(next_first(work, steps, cluster, per_sm * sm_count)), SHARED_BYTES=own_bytes, **launch.cache_macros(page),
+        NEXT_FIRST=int(next_first(work, steps, cluster, per_sm * sm_count)), SHARED_BYTES=own_bytes, NAMED_WORDS=named,
+        **launch.cache_macros(page),
         **quantized,
     )  # fmt: skip
     ctas = work * cluster if cluster > 1 else min(work, per_sm * sm_count)
@@ -131,16 +134,16 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     Dv = call.v.shape[-1]
     assert selection.block_size is not None, "supports"
     o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
-    work = B * S * G * head_tiles(h)
+    work, (listed, named) = B * S * G * head_tiles(h), launch.named_blocks(call, MOST_NAMED)
     macros, ctas, shared = plan_of(
         work, h, Dk, Dv, selection.n, selection.block_size, q.dtype == torch.bfloat16, facts.sm_count, facts.shared_memory,
-        launch.page_of(call), page_scales_of(call),
+        launch.page_of(call), page_scales_of(call), named or 0,
     )  # fmt: skip
-    ranges, stored = call.disjoint_ranges(), (loadable(call.k), loadable(call.v))
+    stored = loadable(call.k), loadable(call.v)
     launch.start(
         "forward_blocks.cu", macros, q.get_device(), ctas, 32 * (CONSUMER_WARPS + 1), shared,
         o.data_ptr(), lse.data_ptr(), head_tiles(h), work, *launch.scales(call),
-        maps=tuple(map(step_map, stored)), problem=launch.problem(call, ranges),
+        maps=tuple(map(step_map, stored)), problem=launch.problem(call, *listed),
         early=S == 1 or ctas > work,  # without clusters, rows that share blocks in L2 are slower
     )  # fmt: skip
     return o, lse

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.arguments import Bounds, compressed_bounds, range_dtype, row_positions
-from nsa_sel.core.request import DeviceInfo, Request
+from nsa_sel.core.request import FEW_TOKENS, DeviceInfo, Request
 from nsa_sel.core.transforms import REPEATED, capturing
 from nsa_sel.errors import ArgumentError
 from nsa_sel.quantize import Scales
@@ -146,6 +146,7 @@ class Call(_Logits):
     known: dict[Any, Any] = field(default_factory=dict, init=False)
     _capturing: bool | None = field(default=None, init=False)
     _disjoint: Tensor | None = field(default=None, init=False)  # the disjoint ranges of a capture, or of inference mode
+    _listed: tuple[Tensor, int] | None = field(default=None, init=False)  # see `listed`
     problem: tuple[Any, Any] | None = field(default=None, init=False)  # of ranges: what a backend's kernels all take (cupy_cuda/launch.py)
 
     def others(self) -> tuple[Any, ...]:
@@ -185,6 +186,21 @@ class Call(_Logits):
         if self._disjoint is None:
             self._disjoint = self.selection.disjoint_ranges(self._capturing)
         return self._disjoint
+
+    def listed(self) -> tuple[Tensor, int]:
+        """Return contiguous ranges [B,S,G,n,2] and 0, or block indices [B,S,G,n] and their block size.
+
+        For kernels that skip a block that the row has named before: of few rows, blocks may repeat. Other ranges are
+        disjoint.
+        """
+        if self._listed is None:
+            selection = self.selection
+            size, indices = selection.block_size, selection.indices
+            if size is None or self.q.shape[1] > FEW_TOKENS:
+                self._listed = self.disjoint_ranges(), 0
+            else:
+                self._listed = (selection.ranges.contiguous(), 0) if indices is None else (indices, size)
+        return self._listed
 
     def selects_nothing(self) -> bool:
         """Return True if there are no rows, keys or ranges."""
