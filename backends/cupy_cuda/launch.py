@@ -19,7 +19,6 @@ from nsa_sel.backends.cupy_cuda.compiler import Constants, architecture, constan
 from nsa_sel.backends.launcher import cuda_driver
 from nsa_sel.backends.launcher.cuda_driver import Pointers, thread
 from nsa_sel.core.call import Call, ChooseCall, WindowCall
-from nsa_sel.core.request import FEW_TOKENS
 from nsa_sel.errors import BackendError
 
 PORTABLE_CLUSTER = 8  # largest cluster size that needs no attribute
@@ -172,7 +171,7 @@ def named_blocks(call: Call, most: int) -> tuple[tuple[Tensor, int], int | None]
     `most` words are needed, these are disjoint ranges; NAMED_WORDS is then None.
     """
     size, n = call.selection.block_size, call.selection.n
-    if size is None or call.q.shape[1] > FEW_TOKENS:
+    if size is None or not call.may_repeat():
         return call.listed(), None
     words = 0 if n <= 32 else max(64, 1 << (call.S_kv // (32 * size)).bit_length())
     return (call.listed(), words) if words <= most else ((call.disjoint_ranges(), 0), None)

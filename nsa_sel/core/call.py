@@ -194,13 +194,16 @@ class Call(_Logits):
         disjoint.
         """
         if self._listed is None:
-            selection = self.selection
-            size, indices = selection.block_size, selection.indices
+            indices, size = self.selection.indices, self.selection.block_size
             if size is None or self.q.shape[1] > FEW_TOKENS:
                 self._listed = self.disjoint_ranges(), 0
             else:
-                self._listed = (selection.ranges.contiguous(), 0) if indices is None else (indices, size)
+                self._listed = (self.selection.ranges.contiguous(), 0) if indices is None else (indices, size)
         return self._listed
+
+    def may_repeat(self) -> bool:
+        """Return True if a row of `listed` may name a block twice."""
+        return self.selection.block_size is not None and self.selection.n > 1 and self.q.shape[1] <= FEW_TOKENS
 
     def selects_nothing(self) -> bool:
         """Return True if there are no rows, keys or ranges."""

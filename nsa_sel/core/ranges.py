@@ -2,8 +2,8 @@
 blocks, and the best blocks by score.
 
 On a GPU one kernel makes ranges from block indices and removes duplicates, and one finds the best blocks; plain PyTorch
-does so elsewhere and where operations are traced. A CUDA graph captures PyTorch's operations where it can't keep a
-plan: the graph needs another kernel than calls before the capture, and loading a kernel during a capture breaks it.
+does so elsewhere and where operations are traced. A CUDA graph captures the kernels that calls before the capture have
+loaded: loading one during a capture breaks it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from nsa_sel.core.arguments import (
     whole_blocks,
 )
 from nsa_sel.core.request import FEW_TOKENS, SHARING_TOKENS
-from nsa_sel.core.transforms import capturing
 from nsa_sel.errors import ArgumentError, shown, warn
 from nsa_sel.settings.flags import value_of
 
@@ -191,11 +190,6 @@ class Blocks(NamedTuple):
         """Return True if a selection keeps the indices and makes ranges only when they are asked for."""
         return self.facts is not None and self.facts.kept
 
-    @property
-    def dtype(self) -> torch.dtype:
-        assert self.facts is not None, "kept"
-        return self.facts.dtype
-
 
 class _Facts(NamedTuple):
     """Facts of all block indices of a class that a kernel takes."""
@@ -203,7 +197,6 @@ class _Facts(NamedTuple):
     as_given: bool  # the checks change nothing
     dtype: torch.dtype  # of the ranges
     kept: bool  # attention kernels read the indices themselves
-    several: bool  # a row has several blocks, which may not be distinct
     find_unique: bool
     recordings: dict[Any, Any]
 
@@ -213,7 +206,7 @@ class _Facts(NamedTuple):
         dtype = torch.int64 if indices.dtype == torch.int64 else range_dtype(block_size)
         kept = counts is None and indices.shape[1] <= FEW_TOKENS and indices.is_contiguous()
         # A plan made in inference mode could not be kept: see `Selection.plan`.
-        return cls(as_given, dtype, kept, several, several and not torch.is_inference_mode_enabled(), {})
+        return cls(as_given, dtype, kept, several and not torch.is_inference_mode_enabled(), {})
 
 
 def checked_blocks_of(block_indices: Tensor, block_size: int, block_counts: Tensor | None, disjoint: bool) -> Blocks:
@@ -240,15 +233,9 @@ def ranges_of_blocks(blocks: Blocks, block_size: int) -> tuple[Tensor, Tensor | 
     """Return ranges [B,S,G,n,2], and those of distinct blocks (`ranges.disjoint`) if a kernel computed them."""
     indices, counts, facts = blocks
     results: tuple[Tensor, Tensor | None] | None = None
-    if facts is not None and not _failed and not (facts.several and capturing(indices)):
+    if facts is not None and not _failed:
         results = _run("block_ranges", indices, counts, block_size, facts.dtype, facts.find_unique, facts.recordings)
     return (whole_blocks(padded(indices, counts), block_size), None) if results is None else results
-
-
-def ranges_of_indices(indices: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
-    """Return ranges [B,S,G,n,2] of `dtype` from kept block indices."""
-    results = _run("block_ranges", indices, None, block_size, dtype, False, {}) if _takes(indices) else None
-    return whole_blocks(indices, block_size) if results is None else results[0]
 
 
 _classes: dict[Any, transforms.Classes] = {}
@@ -268,8 +255,7 @@ def _key(block_indices: Any, block_size: Any, block_counts: Any, disjoint: Any) 
 
 def distinct_ranges(ranges: Tensor, block_size: int | None) -> Tensor:
     """`ranges.disjoint`, of blocks on a GPU by one kernel."""
-    by_kernel = block_size is not None and _takes(ranges) and not capturing(ranges)
-    results: Tensor | None = _run("distinct_ranges", ranges, block_size) if by_kernel else None
+    results: Tensor | None = _run("distinct_ranges", ranges, block_size) if block_size is not None and _takes(ranges) else None
     return disjoint(ranges) if results is None else results
 
 

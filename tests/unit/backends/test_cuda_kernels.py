@@ -25,6 +25,7 @@ from nsa_sel.backends.cupy_cuda import (
 )
 from nsa_sel.core import arguments
 from nsa_sel.core.call import Call, Rule, WindowCall
+from nsa_sel.core.ranges import Blocks
 from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
 from tests.contract.lanes import Lane, lanes
@@ -131,7 +132,7 @@ def check_indices(forward: Callable[[Call], Any], block: int, indices: Tensor, i
     B, _, G, _ = indices.shape
     q, k, v = make_qkv(B, 1, G, 3, 64, 64, S_kv=S_kv, dtype=torch.float16)
     ranges = arguments.whole_blocks(indices, block)
-    selection = Selection._of_indices(indices, block, ranges.dtype, False) if indexed else Selection(ranges, block)
+    selection = Selection._of_indices(Blocks(indices, None, None), block, False) if indexed else Selection(ranges, block)
     with new_memory_is_nan():
         found = forward(call_of(q, k, v, selection, device=gpu))
     assert_forward(found, q, k, v, ranges)
