@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from nsa_sel import selection as selection_module
 from nsa_sel.backends._triton import ranges as kernels
 from nsa_sel.backends._triton.kernel import Kernel
 from nsa_sel.backends._triton.ranges import top_n
@@ -69,8 +71,9 @@ def test_a_selection_of_blocks_is_one_launch(launches: list[Any], monkeypatch: p
     assert not (selection.disjoint_ranges() != 0).any()
 
     promised = Selection.from_blocks(indices, 64, disjoint=True)
-    assert launches == [kernels.block_ranges_kernel] * 3
+    assert launches == [kernels.block_ranges_kernel] * 2  # of few rows: no ranges before someone asks
     assert promised.disjoint_ranges() is promised.ranges
+    assert launches == [kernels.block_ranges_kernel] * 3
     with torch.inference_mode():  # no plan is kept, and none is computed ahead
         assert torch.equal(Selection.from_blocks(indices, 64).disjoint_ranges(), disjoint(expected))
 
@@ -99,10 +102,55 @@ def test_blocks_that_were_seen_before_are_not_checked_again(launches: list[Any],
         Selection.from_blocks(indices, 64)
     assert len(taken) == 7
     assert_refused(*(("block_size", lambda bad=bad: Selection.from_blocks(indices, bad)) for bad in (True, 0, 64.0)))  # type: ignore[misc]
-    launched = len(launches)
-    monkeypatch.setattr(ranges_module, "capturing", lambda x: True)
-    assert torch.equal(Selection.from_blocks(indices, 64).ranges, whole_blocks(indices.unsqueeze(1) if decode else indices, 64))
-    assert len(launches) == launched
+
+
+@pytest.mark.parametrize("S", [5, 20])
+def test_a_capture_makes_ranges_and_distinct_ones_in_one_launch(launches: list[Any], monkeypatch: pytest.MonkeyPatch, S: int) -> None:
+    indices = some_blocks(4, torch.int32).repeat(1, 4, 1, 1)[:, :S]
+    expected = whole_blocks(indices, 64)
+    outside = Selection.from_blocks(indices, 64)
+    assert torch.equal(outside.disjoint_ranges(), disjoint(expected))
+    monkeypatch.setattr(selection_module, "capturing", lambda x: True)
+    captured = Selection.from_blocks(indices, 64)
+    assert torch.equal(captured.disjoint_ranges(True), disjoint(expected))
+    assert captured.disjoint_ranges(True) is captured.disjoint_ranges(True)
+    assert len(launches) == 2
+    outside.disjoint_ranges(True)  # a replay must follow writes since the capture
+    captured.ranges[..., 1] = captured.ranges[..., 0]  # nothing is selected any more
+    assert not (captured.disjoint_ranges(True) != 0).any()
+    assert len(launches) == 4
+
+
+def test_few_rows_keep_their_block_indices(launches: list[Any]) -> None:
+    indices = some_blocks(4, torch.int32)
+    selection = Selection.from_blocks(indices, 64)
+    assert selection.indices is indices
+    assert selection.listed is indices
+    assert not launches
+    copied = copy.deepcopy(selection)
+    assert copied.indices is None
+    assert torch.equal(copied.ranges, whole_blocks(indices, 64))
+    assert selection.indices is None  # the ranges may be written
+    assert selection.listed is selection.ranges
+    many = Selection.from_blocks(indices.repeat(1, 2, 1, 1), 64)
+    assert many.indices is None
+    for refused in (Selection.from_blocks(indices, 64, torch.ones(2, 5, 2, dtype=torch.int32)), Selection.from_ranges(copied.ranges, 64)):
+        assert refused.indices is None
+    assert_refused(("selection.ranges", lambda: setattr(Selection.from_blocks(indices, 64), "ranges", copied.ranges)))
+    with pytest.raises(AttributeError, match="rows"):
+        selection.rows  # noqa: B018
+
+
+def test_block_indices_that_were_written_are_refused(launches: list[Any]) -> None:
+    indices = some_blocks(4, torch.int32)
+    selection, made = Selection.from_blocks(indices, 64), Selection.from_blocks(indices, 64)
+    before = made.ranges.clone()
+    indices[0] = 1
+    assert torch.equal(made.ranges, before)
+    assert_refused(("block_indices", lambda: selection.indices), ("block_indices", lambda: selection.ranges))
+    with torch.inference_mode():  # no counter of writes
+        inferred = Selection.from_blocks(indices.clone(), 64)
+    assert torch.equal(inferred.ranges, whole_blocks(indices, 64))
 
 
 def test_ranges_that_are_no_blocks_are_found_by_pytorch(launches: list[Any]) -> None:
@@ -120,9 +168,9 @@ def test_ranges_that_are_no_blocks_are_found_by_pytorch(launches: list[Any]) -> 
 def test_pytorch_replaces_a_kernel_that_fails(launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "block_ranges", mock.Mock(side_effect=RuntimeError("no C compiler")))
     indices = some_blocks(4, torch.int32)
+    selection = Selection.from_blocks(indices, 64)
     with pytest.warns(RuntimeWarning, match="no C compiler"):
-        selection = Selection.from_blocks(indices, 64)
-    assert torch.equal(selection.ranges, whole_blocks(indices, 64))
+        assert torch.equal(selection.ranges, whole_blocks(indices, 64))
     assert not launches
     assert torch.equal(Selection.from_blocks(indices, 64).ranges, selection.ranges)  # without a second warning
 
@@ -133,7 +181,7 @@ def test_traced_operations_stay_pytorch(launches: list[Any]) -> None:
     assert torch.equal(compiled(indices), whole_blocks(indices, 64))
     assert not launches
     for _ in range(2):
-        Selection.from_blocks(indices, 64)
+        assert Selection.from_blocks(indices, 64).ranges is not None
     assert len(launches) == 2
     traced = make_fx(lambda x: Selection.from_blocks(x, 64).ranges, tracing_mode="real")(indices)
     assert torch.equal(traced(indices + 1), whole_blocks(indices + 1, 64))
