@@ -20,11 +20,11 @@
 //   CLUSTER            CTAs of the cluster that shares a row; 1: no clusters
 //   NEXT_FIRST         the next kernel may start once all CTAs have started, else after their last loads
 //   E4M3, PAGE_SCALES  quantized cache (stored_tiles.cuh): a step's values are in registers before its softmax
-#include "named_blocks.cuh"
 #include "stored_tiles.cuh"
+#include "gathered_row.cuh"
 
 struct Arguments {
-    TensorMap k, v;
+    TensorMap k, v;  // not SMALL
     Problem p;
     u16 *o;      // [rows, h, DV]
     float *lse;  // [rows, h]
@@ -32,13 +32,12 @@ struct Arguments {
     KeyValueScales scales;  // E4M3
 };
 
-constexpr int KEYS = 64, WARPS = 4, THREADS = 32 * WARPS;  // consumers
+constexpr int WARPS = 4, THREADS = 32 * WARPS;  // consumers
 constexpr int SHARES = WARPS / HEAD_WARPS, SHARE = KEYS / SHARES, COLUMNS = DV / SHARES, HEADS = 16 * HEAD_WARPS;
-constexpr int K_BYTES = KEYS * DK * BYTES, V_BYTES = KEYS * DV * BYTES, STAGE_BYTES = K_BYTES + V_BYTES;
 constexpr int PP = KEYS + 8;  // row pitch of p
 
-constexpr u32 PER_BLOCK = BLOCK / KEYS;  // steps
-constexpr int LAST = 1 << 30;            // flag in a step's key count
+constexpr u32 PER_BLOCK = SMALL ? 1 : BLOCK / KEYS;  // steps
+constexpr int LOADING = SMALL ? 32 * LOADERS : 32;    // threads of producer warps
 
 // A CTA's current work: heads [head0, head0 + HEADS) of a row.
 struct RowHeads {
@@ -112,20 +111,22 @@ struct NoCluster {};
 struct Shared : If<(CLUSTER > 1), RowCluster<HEADS>, NoCluster> {
     Pipeline<STAGES> steps;  // stages of k; v arrives later
     u64 values[STAGES];
-    int keys[STAGES];  // keys of a step, plus LAST for the row's last step in this CTA
+    int keys[STAGES];  // keys of a step (SMALL: KEYS, or 1 for fewer), plus LAST for the row's last step in this CTA
     float k_scales[STAGES], v_scales[STAGES];  // PAGE_SCALES: scales of a step's page
     float q_rates[HEADS];                      // E4M3: factors of a row's products
     float tops[SHARES][HEADS], sums[SHARES][HEADS];
-    NamedBlocks named;
+    int unit_keys[STAGES][SMALL ? KEYS / BLOCK : 1];  // SMALL: keys of a step's blocks
+    NamedBlocks named;  // last: behind it, if SMALL, the list of a row's blocks
 
     DEVICE RowCluster<HEADS> &cluster() { return *reinterpret_cast<RowCluster<HEADS> *>(this); }  // CLUSTER > 1
 
     // Called by one thread.
     DEVICE void init(const Arguments &x, const RowHeads &heads) {
-        steps.init(1 + PAGE_SCALES, WARPS);  // one lane of each consumer warp arrives
-        for (u64 &bar : values) mbarrier_init(&bar, 1 + PAGE_SCALES);
+        steps.init(SMALL ? 65 : 1 + PAGE_SCALES, WARPS);  // SMALL: lanes of two warps, and for `keys`; a lane of each consumer warp
+        for (u64 &bar : values) mbarrier_init(&bar, SMALL ? 64 : 1 + PAGE_SCALES);
         if (CLUSTER > 1) cluster().init(heads.existing(x));
         mbarrier_fence_init();
+        if (SMALL) return;
         tma_prefetch(&x.k);
         tma_prefetch(&x.v);
     }
@@ -255,6 +256,14 @@ struct Consumer {
         if (E4M3) scale_rows(s, {k_rate[0] * scale, k_rate[1] * scale});
     }
 
+    // Overwrite logits of keys that a step's blocks do not have. Their values are zeros.
+    DEVICE void mask_units(float (&s)[SHARE / 8][4], const int *unit_keys) const {
+        UNROLL for (int i = 0; i < elements<float[SHARE / 8][4]>; ++i) {
+            const int key = share * SHARE + column_of(i);
+            if (key % BLOCK >= unit_keys[key / BLOCK]) UNROLL for (int r = 0; r < 2; ++r) element(s, r, i) = -infinity();
+        }
+    }
+
     // Compute a step. The first step of a row raises its maxima; in the last one m and l are final before acc.
     DEVICE void step(unsigned char *stages, int keys, bool first, bool last, const PipelineState<STAGES> &at) {
         unsigned char *k_tile = stages + at.stage * STAGE_BYTES, *v_tile = k_tile + K_BYTES;
@@ -262,8 +271,13 @@ struct Consumer {
         add_logits(s, k_tile, at.stage);
         if (E4M3) mbarrier_wait(&shared.values[at.stage], at.parity);
         Stored::Values<KEYS, COLUMNS / 8> values(v_tile, share * COLUMNS);
-        if (keys < KEYS) values.keep(keys);
-        if (keys < KEYS) mask_columns(s, share * SHARE, {keys, keys}, -infinity());
+        if (keys < KEYS) {
+            if constexpr (SMALL) mask_units(s, shared.unit_keys[at.stage]);
+            else {
+                values.keep(keys);
+                mask_columns(s, share * SHARE, {keys, keys}, -infinity());
+            }
+        }
         const float top[2] = {row_max(s, 0), row_max(s, 1)};
         const bool rises = top[0] > softmax.m[0] + slack || top[1] > softmax.m[1] + slack;
         if (first || named_barrier_any<THREADS>(1, rises))  // also: all have read the previous p
@@ -272,7 +286,7 @@ struct Consumer {
         if (last) share_sums();
         if (!E4M3) {
             mbarrier_wait(&shared.values[at.stage], at.parity);
-            if (keys < KEYS) zero_values<SHARE>(v_tile, share * SHARE, keys);
+            if (!SMALL && keys < KEYS) zero_values<SHARE>(v_tile, share * SHARE, keys);
         }
         named_barrier<THREADS>(1);  // p is stored, and hidden values are zeroed
         if (CLUSTER > 1 && last) send_totals();
@@ -336,7 +350,7 @@ struct Consumer {
     }
 };
 
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, PER_SM) forward_blocks(const __grid_constant__ Arguments x) {
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + LOADING, PER_SM) forward_blocks(const __grid_constant__ Arguments x) {
     extern __shared__ __align__(1024) unsigned char memory[];  // the stages, q, p, Shared
     u16 *q_tile = reinterpret_cast<u16 *>(memory + STAGES * STAGE_BYTES), *p_tile = q_tile + HEADS * KP;
     Shared &shared = *reinterpret_cast<Shared *>(p_tile + HEADS * PP);
@@ -352,7 +366,17 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, PER_SM) for
         heads = RowHeads(x, number);
         return true;
     };
-    if (threadIdx.x >= THREADS) {
+    if constexpr (SMALL) {
+        if (threadIdx.x >= THREADS) {
+            GatheringProducer<Shared> producer{x.p, memory, shared, reinterpret_cast<int *>(&shared + 1), shared.named};
+            wait_for_kernel_ahead();
+            do producer.load_row(heads.row, rank, position_at(x.p, heads.row.b, heads.row.s));
+            while (next_row());
+            if (!NEXT_FIRST) start_next_kernel();
+            if (CLUSTER > 1) cluster_wait();
+            return;
+        }
+    } else if (threadIdx.x >= THREADS) {
         Producer producer{x, memory, shared};
         const int *block = producer.block_at(heads.row, 0), *position = position_at(x.p, heads.row.b, heads.row.s);
         wait_for_kernel_ahead();

@@ -127,10 +127,10 @@ def repeated_blocks(B: int, G: int, n: int, blocks: int, dtype: torch.dtype) -> 
     return indices
 
 
-def check_indices(forward: Callable[[Call], Any], block: int, indices: Tensor, indexed: bool, gpu: Any, S_kv: int) -> None:
+def check_indices(forward: Callable[[Call], Any], block: int, indices: Tensor, indexed: bool, gpu: Any, S_kv: int, D: int = 64) -> None:
     """The kernel reads block indices, or ranges of the same blocks, without a promise."""
     B, _, G, _ = indices.shape
-    q, k, v = make_qkv(B, 1, G, 3, 64, 64, S_kv=S_kv, dtype=torch.float16)
+    q, k, v = make_qkv(B, 1, G, 3, D, D, S_kv=S_kv, dtype=torch.float16)
     ranges = arguments.whole_blocks(indices, block)
     selection = Selection._of_indices(Blocks(indices, None, None), block, False) if indexed else Selection(ranges, block)
     with new_memory_is_nan():
@@ -154,6 +154,26 @@ def test_whole_blocks_count_once(
     indices = repeated_blocks(2, 2, n, S_kv // block, dtype)
     gpu = msgspec.structs.replace(GPU, sm_count=-(-5 * cluster // 2))
     check_indices(whole_blocks.forward, block, indices, indexed, gpu, S_kv)
+
+
+@pytest.mark.parametrize("mode", [0, BACKWARDS | EAGER])
+@pytest.mark.parametrize(
+    ("n", "block", "dtype", "cluster", "D", "indexed"),
+    [
+        (3, 16, torch.int32, 1, 64, True),
+        (20, 32, torch.int64, 4, 64, True),
+        (45, 8, torch.int32, 2, 128, False),
+        (70, 4, torch.int64, 1, 256, True),
+        (129, 4, torch.int32, 2, 256, True),
+    ],
+)
+def test_small_blocks_count_once(
+    monkeypatch: pytest.MonkeyPatch, n: int, block: int, dtype: torch.dtype, cluster: int, D: int, indexed: bool, mode: int
+) -> None:
+    emulated(monkeypatch, mode)
+    S_kv = max(300, n * block // 2)
+    gpu = msgspec.structs.replace(GPU, sm_count=-(-5 * cluster // (1 if D == 256 else 2)))
+    check_indices(whole_blocks.forward, block, repeated_blocks(2, 2, n, S_kv // block, dtype), indexed, gpu, S_kv, D)
 
 
 @pytest.mark.parametrize("mode", [0, BACKWARDS])
