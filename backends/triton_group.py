@@ -137,7 +137,6 @@ class Cache(NamedTuple):
     LENGTHS: bool  # q_pos holds sequence lengths instead of positions
     PAGE: int  # keys per page; 0 if k and v are not paged
     PAGE_SCALES: bool  # quantized keys have one scale per page and head
-    INDEXED: int  # keys per block if the kernel reads block indices, 0 if ranges
     REPEATS: bool  # a row may name a block twice
 
 
@@ -158,14 +157,14 @@ _NO_STRIDES = CacheStrides(0, 0, 0, 0, 0)
 def _cache(call: Call) -> Cache:
     of_pages = call.scales is not None and call.scales.page_keys > 0
     page = 0 if call.block_table is None else call.k.shape[2]
-    return Cache(call.lengths is not None, page, of_pages, call.listed()[1], call.may_repeat())
+    return Cache(call.lengths is not None, page, of_pages, call.may_repeat())
 
 
 def _cache_tensors(call: Call) -> tuple[Tensor | None, ...]:
     """Return the tensors that locate a row's keys (ranges, positions or lengths, the block table), and the scales of
     quantized keys and values."""
     scales = (None, None) if call.scales is None else (call.scales.k, call.scales.v)
-    return call.listed()[0], call.q_pos if call.lengths is None else call.lengths, call.block_table, *scales
+    return call.listed_ranges(), call.q_pos if call.lengths is None else call.lengths, call.block_table, *scales
 
 
 def _cache_strides(call: Call) -> CacheStrides:

@@ -254,14 +254,14 @@ class Selection:
             disjoint: promises that no row has duplicates, as after top-k, which saves looking for them on the device.
 
         Returns:
-            A Selection with ranges [B,S,G,n,2]. Of up to 8 query rows per sequence on a GPU it keeps `block_indices`,
-            which kernels read: do not write to them while the selection is in use.
+            A Selection with ranges [B,S,G,n,2]. In a CUDA graph, one of up to 8 query rows per sequence keeps
+            `block_indices`, which kernels read: don't write to them within the graph while the selection is in use.
 
         Raises:
             ArgumentError: a wrong shape or dtype; under NSA_DEBUG_TRITON=1 also duplicates in a row.
         """
         blocks = checked_blocks_of(block_indices, block_size, block_counts, disjoint)
-        if blocks.kept and not debugging():
+        if blocks.kept() and not debugging():
             return cls._of_indices(blocks, block_size, disjoint)
         ranges, unique = ranges_of_blocks(blocks, block_size)
         selection, checked = cls(ranges, block_size, disjoint=disjoint), validates(ranges)

@@ -22,17 +22,18 @@ from nsa_sel.backends._triton.group_ranges import (
     step_weights,
     store_rows,
 )
-from nsa_sel.backends._triton.rows import is_new, load_entry, new_entries, page_of, split_blocks
+from nsa_sel.backends._triton.rows import clamp_range, is_new, new_entries, page_of, split_blocks
 from nsa_sel.backends._triton.softmax import add_product, chosen_step, p_and_ds, products
 from nsa_sel.backends._triton.tiles import cached_pointers, load_columns, store_columns
 from nsa_sel.backends._triton.walk import empty_sums
 
 
 @triton.jit
-def step_keys(row_ranges, step, limit, last_whole, BLOCK: tl.constexpr, BLOCK_L: tl.constexpr, INDEXED: tl.constexpr = 0):
+def step_keys(row_ranges, step, limit, last_whole, BLOCK: tl.constexpr, BLOCK_L: tl.constexpr):
     """Return the first of the BLOCK_L keys that step number `step` loads, and whether its block is whole."""
     STEPS: tl.constexpr = BLOCK // BLOCK_L
-    start, end = load_entry(row_ranges, step // STEPS, limit, tl.full([], True, tl.int1), INDEXED)
+    i = step // STEPS
+    start, end = clamp_range(tl.load(row_ranges + 2 * i), tl.load(row_ranges + 2 * i + 1), limit)
     is_whole = end - start == BLOCK
     return tl.where(is_whole, start, last_whole) + step % STEPS * BLOCK_L, is_whole
 
@@ -74,18 +75,18 @@ def forward_blocks_kernel(
     AHEAD: tl.constexpr = PAGE > 0 or k.dtype.element_ty != q.dtype.element_ty
     BLOCK_DV: tl.constexpr = dims.BLOCK_DV
     b, g, _, _, is_head, out, limit, row_ranges, q_tile = row_heads(
-        q, ranges, q_pos, strides, sizes, n, tl.program_id(0), dims, BLOCK_H, cache.LENGTHS, 1 if cache.INDEXED else 2
+        q, ranges, q_pos, strides, sizes, n, tl.program_id(0), dims, BLOCK_H, cache.LENGTHS
     )
 
     q_tile, k_rate, v_rate = quantized_row(q_tile, k, k_scale, v_scale, of_cache, g, cache.PAGE_SCALES)
     table = block_table + b * of_cache.table if PAGE > 0 else block_table
-    starts, listed, last_whole, cut_start, cut_end = split_blocks(row_ranges, n, limit, BLOCK, NP, cache.INDEXED)
+    starts, listed, last_whole, cut_start, cut_end = split_blocks(row_ranges, n, limit, BLOCK, NP)
     new = new_entries(starts, NP)
     acc, l, m = empty_sums(BLOCK_H, BLOCK_DV, lse.dtype.element_ty)
     w = tl.arange(0, BLOCK_L)
     steps = listed * (BLOCK // BLOCK_L)
     if AHEAD:
-        coming, coming_whole = step_keys(row_ranges, 0, limit, last_whole, BLOCK, BLOCK_L, cache.INDEXED)
+        coming, coming_whole = step_keys(row_ranges, 0, limit, last_whole, BLOCK, BLOCK_L)
     if PAGE > 0:
         exists = steps > 0 if TMA else w < steps * BLOCK_L
         coming_page = page_of(coming if TMA else coming + w, exists, table, PAGE)
@@ -93,9 +94,9 @@ def forward_blocks_kernel(
     for step in range(0, steps):
         if AHEAD:
             c, is_whole = coming, coming_whole
-            coming, coming_whole = step_keys(row_ranges, tl.minimum(step + 1, steps - 1), limit, last_whole, BLOCK, BLOCK_L, cache.INDEXED)
+            coming, coming_whole = step_keys(row_ranges, tl.minimum(step + 1, steps - 1), limit, last_whole, BLOCK, BLOCK_L)
         else:
-            c, is_whole = step_keys(row_ranges, step, limit, last_whole, BLOCK, BLOCK_L, cache.INDEXED)
+            c, is_whole = step_keys(row_ranges, step, limit, last_whole, BLOCK, BLOCK_L)
         if cache.REPEATS:
             is_whole = is_whole & is_new(starts, new, step // STEPS, c - step % STEPS * BLOCK_L, NP)
         page, k_factor, v_factor = c, 1.0, 1.0

@@ -10,8 +10,8 @@ Masks: key numbers past the last key are loaded as zeros and get logits of -inf 
 
 Constants that forward kernels share:
     cache   where keys lie: LENGTHS (q_pos holds sequence lengths), PAGE (k and v are page pools [pages,G,PAGE,D]; 0:
-            not paged), PAGE_SCALES (quantized keys have one scale per page and head), INDEXED (`ranges` holds indices
-            of blocks of so many keys; 0: ranges), REPEATS (a row may name a block twice)
+            not paged), PAGE_SCALES (quantized keys have one scale per page and head), REPEATS (a row may
+            name a block twice)
     SPLIT   few rows: a row's keys are split over `splits` programs, which write float32 partials [rows, splits, ...]
             with base-2 lse for combine.py
 
@@ -109,10 +109,9 @@ def step_weights(v_factor, v_rate, PAGE_SCALES: tl.constexpr):
 @triton.jit
 def row_heads(
     q, ranges, q_pos, strides, sizes, n, program, dims: tl.constexpr, BLOCK_H: tl.constexpr, LENGTHS: tl.constexpr = False,
-    PER_RANGE: tl.constexpr = 2,
 ):  # fmt: skip
     """Return the row and heads of `program`: b, g, s, heads [BLOCK_H], whether they exist, their index in [B,S,G,h],
-    the row's limit, a pointer to its ranges (of PER_RANGE numbers each), and its tile of q [BLOCK_H, BLOCK_D]."""
+    the row's limit, a pointer to its ranges, and its tile of q [BLOCK_H, BLOCK_D]."""
     S, S_kv, G = sizes
     HEAD_TILES: tl.constexpr = (dims.h + BLOCK_H - 1) // BLOCK_H
     head = program % HEAD_TILES * BLOCK_H + tl.arange(0, BLOCK_H).to(tl.int64)
@@ -120,7 +119,7 @@ def row_heads(
     limit = row_limit(q_pos, strides.pos, b, s, S, S_kv, LENGTHS)
     s = s.to(tl.int64)
     q_tile = load_columns(row_pointers(q, strides.q, b, g, s, head), head < dims.h, 0, dims.Dk, dims.BLOCK_D)
-    return b, g, s, head, head < dims.h, row * dims.h + head, limit, ranges + row * n * PER_RANGE, q_tile
+    return b, g, s, head, head < dims.h, row * dims.h + head, limit, ranges + row * n * 2, q_tile
 
 
 @triton.jit
@@ -171,16 +170,15 @@ def forward_ranges_kernel(
     PAGE: tl.constexpr = cache.PAGE if ONE_PAGE else 0
     split = tl.program_id(0) % splits
     b, g, _, _, is_head, out, limit, row_ranges, q_tile = row_heads(
-        q, ranges, q_pos, strides, sizes, n, tl.program_id(0) // splits, dims, BLOCK_H, cache.LENGTHS,
-        1 if cache.INDEXED else 2,
+        q, ranges, q_pos, strides, sizes, n, tl.program_id(0) // splits, dims, BLOCK_H, cache.LENGTHS
     )  # fmt: skip
     q_tile, k_rate, v_rate = quantized_row(q_tile, k, k_scale, v_scale, of_cache, g, cache.PAGE_SCALES)
     table = block_table + b * of_cache.table if cache.PAGE > 0 else block_table
     low, high = 0, sizes[1]
     if ONE_WALK:
-        shift, before, after, total = walk_ranges(row_ranges, 0, n, limit, NP, table, PAGE, cache.INDEXED, cache.REPEATS)
+        shift, before, after, total = walk_ranges(row_ranges, 0, n, limit, NP, table, PAGE, cache.REPEATS)
     elif SPLIT:
-        total = count_keys(row_ranges, n, limit, NP, cache.INDEXED, cache.REPEATS)
+        total = count_keys(row_ranges, n, limit, NP, cache.REPEATS)
     if SPLIT:
         low, high = share_of(split, splits, total, BLOCK_L)
 
@@ -190,7 +188,7 @@ def forward_ranges_kernel(
         if ONE_WALK:
             keys = total
         else:
-            shift, before, after, keys = walk_ranges(row_ranges, first, n, limit, NP, table, PAGE, cache.INDEXED, cache.REPEATS)
+            shift, before, after, keys = walk_ranges(row_ranges, first, n, limit, NP, table, PAGE, cache.REPEATS)
         begin, stop = tl.maximum(low - base, 0), tl.minimum(keys, high - base)
         if AHEAD:
             w = begin + tl.arange(0, BLOCK_L)
@@ -226,8 +224,7 @@ def forward_small_blocks_kernel(
     """
     split = tl.program_id(0) % splits
     b, g, _, _, is_head, out, limit, row_ranges, q_tile = row_heads(
-        q, ranges, q_pos, strides, sizes, n, tl.program_id(0) // splits, dims, BLOCK_H, cache.LENGTHS,
-        1 if cache.INDEXED else 2,
+        q, ranges, q_pos, strides, sizes, n, tl.program_id(0) // splits, dims, BLOCK_H, cache.LENGTHS
     )  # fmt: skip
     q_tile, k_rate, v_rate = quantized_row(q_tile, k, k_scale, v_scale, of_cache, g, cache.PAGE_SCALES)
     table = block_table + b * of_cache.table if cache.PAGE > 0 else block_table
@@ -237,11 +234,11 @@ def forward_small_blocks_kernel(
         stop = tl.minimum(n * BLOCK, high)
 
     sums = empty_sums(BLOCK_H, dims.BLOCK_DV, lse.dtype.element_ty)
-    coming, coming_valid = block_keys(row_ranges, begin, stop, limit, n, BLOCK, BLOCK_L, cache.INDEXED, cache.REPEATS)
+    coming, coming_valid = block_keys(row_ranges, begin, stop, limit, n, BLOCK, BLOCK_L, cache.REPEATS)
     coming_page = page_of(coming, coming_valid, table, cache.PAGE) if cache.PAGE > 0 else coming
     for w0 in range(begin, stop, BLOCK_L):
         position, valid, page = coming, coming_valid, coming_page  # [BLOCK_L]
-        coming, coming_valid = block_keys(row_ranges, w0 + BLOCK_L, stop, limit, n, BLOCK, BLOCK_L, cache.INDEXED, cache.REPEATS)
+        coming, coming_valid = block_keys(row_ranges, w0 + BLOCK_L, stop, limit, n, BLOCK, BLOCK_L, cache.REPEATS)
         coming_page = page_of(coming, coming_valid, table, cache.PAGE) if cache.PAGE > 0 else coming
         sums, v_rate = add_cached_keys(
             sums, v_rate, q_tile, k_rate, k, v, k_scale, v_scale, strides, of_cache, b, g, position, page, valid,

@@ -1,7 +1,7 @@
 """Map programs to query rows, and rows to the keys they select: limits, clamped ranges, walks over ranges and blocks.
 
 `limit` is one past the last key that a row may see, min(t + 1, S_kv). `row_ranges` points to a row's n ranges (start,
-end). With INDEXED > 0 it points to n indices of blocks of INDEXED keys instead.
+end).
 
 With REPEATS, ranges are blocks of which a row may name one several times: the first entry that names it counts, all
 others are empty. Every entry is compared with those before it. Without, ranges of a row are disjoint.
@@ -88,35 +88,24 @@ def load_range(pointer, limit, exists):
 
 
 @triton.jit
-def load_entry(row_ranges, i, limit, exists, INDEXED: tl.constexpr = 0):
-    """Return the clamped (start, end) of each range or block index i of a row, (0, 0) where `exists` is false."""
-    if INDEXED == 0:
-        return load_range(row_ranges + 2 * i, limit, exists)
-    else:
-        block = tl.load(row_ranges + i, mask=exists, other=-1)
-        start = tl.minimum(tl.maximum(block, -1), limit).to(tl.int64) * INDEXED  # negative: padding
-        return clamp_range(start, start + INDEXED, limit)
-
-
-@triton.jit
-def starts_and_lengths(row_ranges, first, n, limit, NP: tl.constexpr, INDEXED: tl.constexpr = 0, REPEATS: tl.constexpr = False):
+def starts_and_lengths(row_ranges, first, n, limit, NP: tl.constexpr, REPEATS: tl.constexpr = False):
     """Return starts and lengths [NP] of ranges first, ..., first + NP - 1 of a row, clamped."""
     i = first + tl.arange(0, NP)
-    start, end = load_entry(row_ranges, i, limit, i < n, INDEXED)
+    start, end = load_range(row_ranges + 2 * i, limit, i < n)
     length = tl.maximum(end - start, 0)
     if REPEATS:
-        length = tl.where(is_repeated(row_ranges, i, start, first + NP, n, limit, min(NP, 16), INDEXED), 0, length)
+        length = tl.where(is_repeated(row_ranges, i, start, first + NP, n, limit, min(NP, 16)), 0, length)
     return start, length
 
 
 @triton.jit
-def is_repeated(row_ranges, i, start, last, n, limit, NP: tl.constexpr, INDEXED: tl.constexpr):
+def is_repeated(row_ranges, i, start, last, n, limit, NP: tl.constexpr):
     """Return whether an entry before i [N] of a row, all of them before `last`, names the block that begins at `start`
     [N], too. NP: entries that are compared at once."""
     again = i < 0
     for first in range(0, last, NP):
         j = first + tl.arange(0, NP)
-        other, end = load_entry(row_ranges, j, limit, j < n, INDEXED)
+        other, end = load_range(row_ranges + 2 * j, limit, j < n)
         other = tl.where(end > other, other, -1)
         same = (start[:, None] == other[None, :]) & (j[None, :] < i[:, None])  # [N, NP]
         again |= tl.max(same.to(tl.int32), 1) > 0
@@ -125,7 +114,7 @@ def is_repeated(row_ranges, i, start, last, n, limit, NP: tl.constexpr, INDEXED:
 
 @triton.jit
 def walk_ranges(
-    row_ranges, first, n, limit, NP: tl.constexpr, table=None, PAGE: tl.constexpr = 0, INDEXED: tl.constexpr = 0,
+    row_ranges, first, n, limit, NP: tl.constexpr, table=None, PAGE: tl.constexpr = 0,
     REPEATS: tl.constexpr = False,
 ):  # fmt: skip
     """Concatenate ranges first, ..., first + NP - 1 of a row: key number w in [before, after) has position w + shift.
@@ -135,7 +124,7 @@ def walk_ranges(
     range; w + shift is the index page * PAGE + offset in the page pool.
     Returns shift, before, after [NP] and the number of keys.
     """
-    start, length = starts_and_lengths(row_ranges, first, n, limit, NP, INDEXED, REPEATS)
+    start, length = starts_and_lengths(row_ranges, first, n, limit, NP, REPEATS)
     if PAGE > 0:
         page = page_of(start, length > 0, table, PAGE)
         start = (page * PAGE + start % PAGE).to(tl.int32)
@@ -145,11 +134,11 @@ def walk_ranges(
 
 
 @triton.jit
-def count_keys(row_ranges, n, limit, NP: tl.constexpr, INDEXED: tl.constexpr = 0, REPEATS: tl.constexpr = False):
+def count_keys(row_ranges, n, limit, NP: tl.constexpr, REPEATS: tl.constexpr = False):
     """Return how many keys a row selects."""
     total = 0
     for first in range(0, n, NP):
-        _, length = starts_and_lengths(row_ranges, first, n, limit, NP, INDEXED, REPEATS)
+        _, length = starts_and_lengths(row_ranges, first, n, limit, NP, REPEATS)
         total += tl.sum(length, 0)
     return total
 
@@ -173,7 +162,7 @@ def positions_of(w, shift, before, after):
 
 @triton.jit
 def block_keys(
-    row_ranges, first, stop, limit, n, BLOCK: tl.constexpr, BLOCK_L: tl.constexpr, INDEXED: tl.constexpr = 0,
+    row_ranges, first, stop, limit, n, BLOCK: tl.constexpr, BLOCK_L: tl.constexpr,
     REPEATS: tl.constexpr = False,
 ):  # fmt: skip
     """Return positions [BLOCK_L] of the key numbers from `first` on, a multiple of BLOCK_L, and whether they exist, for
@@ -185,10 +174,10 @@ def block_keys(
     UNITS: tl.constexpr = BLOCK_L // EACH
     w = first + tl.arange(0, UNITS) * EACH
     i = w // BLOCK  # [UNITS], as start and end
-    start, end = load_entry(row_ranges, i, limit, w < stop, INDEXED)
+    start, end = load_range(row_ranges + 2 * i, limit, w < stop)
     if REPEATS:
         last = tl.minimum((first + BLOCK_L) // BLOCK + 1, n)
-        end = tl.where(is_repeated(row_ranges, i, start, last, n, limit, COMPARED, INDEXED), start, end)
+        end = tl.where(is_repeated(row_ranges, i, start, last, n, limit, COMPARED), start, end)
     position = (start + w % BLOCK)[:, None] + tl.arange(0, EACH)[None, :]  # [UNITS, EACH]
     valid = position < end[:, None]
     return position.reshape(BLOCK_L), valid.reshape(BLOCK_L)
@@ -202,7 +191,7 @@ def page_of(position, exists, table, PAGE: tl.constexpr):
 
 
 @triton.jit
-def split_blocks(row_ranges, n, limit, BLOCK: tl.constexpr, NP: tl.constexpr, INDEXED: tl.constexpr = 0):
+def split_blocks(row_ranges, n, limit, BLOCK: tl.constexpr, NP: tl.constexpr):
     """Split a row of blocks of BLOCK keys into whole blocks and the one that the limit cuts (at most one, which may be
     named several times).
 
@@ -210,7 +199,7 @@ def split_blocks(row_ranges, n, limit, BLOCK: tl.constexpr, NP: tl.constexpr, IN
     block's start, and [start, end) of the cut block (empty if none).
     """
     i = tl.arange(0, NP)
-    start, end = load_entry(row_ranges, i, limit, i < n, INDEXED)
+    start, end = load_range(row_ranges + 2 * i, limit, i < n)
     whole = end - start == BLOCK
     cut = (end > start) & (end - start < BLOCK)
     listed = tl.max(tl.where(whole, i + 1, 0), 0)

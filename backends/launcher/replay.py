@@ -142,7 +142,7 @@ def _plan_again(
 def _kind(call: Call, work: Callable[..., Any], ranges: Tensor, numbers: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the key of a recording in `Call.known`. It has `exact()`, because `measure` may run between forward and
     backward."""
-    return work, ranges.dtype, ranges.dim(), call.selection.exact(), *numbers
+    return work, ranges.dtype, call.selection.exact(), *numbers
 
 
 def _built(call: Call, build: Callable[..., Any], numbers: tuple[Any, ...]) -> KeptPlan:
@@ -160,12 +160,12 @@ def replayed(
     """Return `work(call, *given, *numbers)` (a pass, or building a plan), run or replayed.
 
     Its kernels read q, k, v, the tensors in `given`, and the disjoint ranges; in the forward pass of few rows (without
-    `given`) those of `Call.listed`. A pass of few rows that reads the disjoint ranges is never recorded.
+    `given`) `Call.listed_ranges`. A pass of few rows that reads the disjoint ranges is never recorded.
     """
     recordings, settings = call.known, call.settings
     if REPEATED not in recordings or call.workspace is not None or (settings.traced and not settings.debug_triton) or call.capturing():
         return work(call, *given, *numbers)
-    ranges = call.disjoint_ranges() if plan or given else call.listed()[0]
+    ranges = call.disjoint_ranges() if plan or given else call.listed_ranges()
     key = _kind(call, work, ranges, numbers)
     if given:
         key += tuple([None if x is None else (x.dtype, x.stride()) for x in given])

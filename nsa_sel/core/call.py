@@ -146,7 +146,7 @@ class Call(_Logits):
     known: dict[Any, Any] = field(default_factory=dict, init=False)
     _capturing: bool | None = field(default=None, init=False)
     _disjoint: Tensor | None = field(default=None, init=False)  # the disjoint ranges of a capture, or of inference mode
-    _listed: tuple[Tensor, int] | None = field(default=None, init=False)  # see `listed`
+    _listed: Tensor | None = field(default=None, init=False)  # see `listed_ranges`
     problem: tuple[Any, Any] | None = field(default=None, init=False)  # of ranges: what a backend's kernels all take (cupy_cuda/launch.py)
 
     def others(self) -> tuple[Any, ...]:
@@ -187,22 +187,23 @@ class Call(_Logits):
             self._disjoint = self.selection.disjoint_ranges(self._capturing)
         return self._disjoint
 
-    def listed(self) -> tuple[Tensor, int]:
-        """Return contiguous ranges [B,S,G,n,2] and 0, or block indices [B,S,G,n] and their block size.
-
-        For kernels that skip a block that the row has named before: of few rows, blocks may repeat. Other ranges are
-        disjoint.
-        """
+    def listed_ranges(self) -> Tensor:
+        """Return contiguous ranges [B,S,G,n,2] for kernels that skip a block that the row has named before: of few
+        rows, blocks may repeat (`may_repeat`); other ranges are disjoint."""
+        if self.selection.block_size is None or self.q.shape[1] > FEW_TOKENS:
+            return self.disjoint_ranges()
         if self._listed is None:
-            indices, size = self.selection.indices, self.selection.block_size
-            if size is None or self.q.shape[1] > FEW_TOKENS:
-                self._listed = self.disjoint_ranges(), 0
-            else:
-                self._listed = (self.selection.ranges.contiguous(), 0) if indices is None else (indices, size)
+            self._listed = self.selection.ranges.contiguous()
         return self._listed
 
+    def listed(self) -> tuple[Tensor, int]:
+        """Return `listed_ranges` and 0, or what a selection has in their stead: block indices [B,S,G,n], contiguous, and
+        their block size."""
+        indices, size = self.selection.indices, self.selection.block_size
+        return (self.listed_ranges(), 0) if indices is None or size is None else (indices, size)
+
     def may_repeat(self) -> bool:
-        """Return True if a row of `listed` may name a block twice."""
+        """Return True if a row of `listed_ranges` may name a block twice."""
         return self.selection.block_size is not None and self.selection.n > 1 and self.q.shape[1] <= FEW_TOKENS
 
     def selects_nothing(self) -> bool:

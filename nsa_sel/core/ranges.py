@@ -30,6 +30,7 @@ from nsa_sel.core.arguments import (
     whole_blocks,
 )
 from nsa_sel.core.request import FEW_TOKENS, SHARING_TOKENS
+from nsa_sel.core.transforms import capturing
 from nsa_sel.errors import ArgumentError, shown, warn
 from nsa_sel.settings.flags import value_of
 
@@ -185,10 +186,10 @@ class Blocks(NamedTuple):
     counts: Tensor | None  # [B,S,G]
     facts: _Facts | None
 
-    @property
     def kept(self) -> bool:
-        """Return True if a selection keeps the indices and makes ranges only when they are asked for."""
-        return self.facts is not None and self.facts.kept
+        """Return True if a selection keeps the indices, and makes ranges only when they are asked for: of few rows in a
+        CUDA graph, where making ranges would take a kernel of every replay."""
+        return self.facts is not None and self.facts.few and capturing(self.indices)
 
 
 class _Facts(NamedTuple):
@@ -196,17 +197,17 @@ class _Facts(NamedTuple):
 
     as_given: bool  # the checks change nothing
     dtype: torch.dtype  # of the ranges
-    kept: bool  # attention kernels read the indices themselves
+    few: bool  # attention kernels can read the indices themselves, and skip duplicates
     find_unique: bool
     recordings: dict[Any, Any]
 
     @classmethod
     def of(cls, indices: Tensor, counts: Tensor | None, as_given: bool, block_size: int, disjoint: bool) -> _Facts:
-        several = not disjoint and indices.shape[-1] > 1
         dtype = torch.int64 if indices.dtype == torch.int64 else range_dtype(block_size)
-        kept = counts is None and indices.shape[1] <= FEW_TOKENS and indices.is_contiguous()
+        few, several = indices.shape[1] <= FEW_TOKENS, not disjoint and indices.shape[-1] > 1
         # A plan made in inference mode could not be kept: see `Selection.plan`.
-        return cls(as_given, dtype, kept, several and not torch.is_inference_mode_enabled(), {})
+        find_unique = several and not few and not torch.is_inference_mode_enabled()
+        return cls(as_given, dtype, few and counts is None and indices.is_contiguous(), find_unique, {})
 
 
 def checked_blocks_of(block_indices: Tensor, block_size: int, block_counts: Tensor | None, disjoint: bool) -> Blocks:

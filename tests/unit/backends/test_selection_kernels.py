@@ -61,7 +61,7 @@ def test_one_kernel_gives_the_ranges_and_the_distinct_ones(n: int, dtype: torch.
 
 
 def test_a_selection_of_blocks_is_one_launch(launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    indices = some_blocks(4, torch.int64)
+    indices = some_blocks(4, torch.int64).repeat(1, 4, 1, 1)
     selection = Selection.from_blocks(indices, 64)
     found = selection.disjoint_ranges()
     assert launches == [kernels.block_ranges_kernel]
@@ -71,11 +71,14 @@ def test_a_selection_of_blocks_is_one_launch(launches: list[Any], monkeypatch: p
     assert not (selection.disjoint_ranges() != 0).any()
 
     promised = Selection.from_blocks(indices, 64, disjoint=True)
-    assert launches == [kernels.block_ranges_kernel] * 2  # of few rows: no ranges before someone asks
-    assert promised.disjoint_ranges() is promised.ranges
     assert launches == [kernels.block_ranges_kernel] * 3
+    assert promised.disjoint_ranges() is promised.ranges
     with torch.inference_mode():  # no plan is kept, and none is computed ahead
         assert torch.equal(Selection.from_blocks(indices, 64).disjoint_ranges(), disjoint(expected))
+    few = Selection.from_blocks(indices[:, :8].contiguous(), 64)  # whose kernels find duplicates themselves
+    assert len(launches) == 6
+    assert torch.equal(few.disjoint_ranges(), disjoint(expected[:, :8]))
+    assert len(launches) == 7
 
 
 @pytest.mark.parametrize("decode", [False, True])
@@ -104,24 +107,27 @@ def test_blocks_that_were_seen_before_are_not_checked_again(launches: list[Any],
     assert_refused(*(("block_size", lambda bad=bad: Selection.from_blocks(indices, bad)) for bad in (True, 0, 64.0)))  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("S", [5, 20])
-def test_a_capture_makes_ranges_and_distinct_ones_in_one_launch(launches: list[Any], monkeypatch: pytest.MonkeyPatch, S: int) -> None:
-    indices = some_blocks(4, torch.int32).repeat(1, 4, 1, 1)[:, :S]
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (ranges_module, selection_module):
+        monkeypatch.setattr(module, "capturing", lambda x: True)
+
+
+def test_a_capture_makes_ranges_and_distinct_ones_in_one_launch(launches: list[Any], capturing: None) -> None:
+    indices = some_blocks(4, torch.int32).repeat(1, 4, 1, 1)
     expected = whole_blocks(indices, 64)
-    outside = Selection.from_blocks(indices, 64)
-    assert torch.equal(outside.disjoint_ranges(), disjoint(expected))
-    monkeypatch.setattr(selection_module, "capturing", lambda x: True)
-    captured = Selection.from_blocks(indices, 64)
-    assert torch.equal(captured.disjoint_ranges(True), disjoint(expected))
-    assert captured.disjoint_ranges(True) is captured.disjoint_ranges(True)
-    assert len(launches) == 2
-    outside.disjoint_ranges(True)  # a replay must follow writes since the capture
-    captured.ranges[..., 1] = captured.ranges[..., 0]  # nothing is selected any more
-    assert not (captured.disjoint_ranges(True) != 0).any()
+    selection = Selection.from_blocks(indices, 64)
+    assert torch.equal(selection.disjoint_ranges(), disjoint(expected))
+    assert selection.disjoint_ranges() is selection.disjoint_ranges()
+    assert len(launches) == 1
+    selection.ranges[..., 1] = selection.ranges[..., 0]  # nothing is selected any more
+    assert not (selection.disjoint_ranges() != 0).any()
+    other = Selection.from_ranges(expected, 64)  # a replay must follow writes since the capture
+    assert other.disjoint_ranges() is not other.disjoint_ranges()
     assert len(launches) == 4
 
 
-def test_few_rows_keep_their_block_indices(launches: list[Any]) -> None:
+def test_few_rows_in_a_capture_keep_their_block_indices(launches: list[Any], capturing: None) -> None:
     indices = some_blocks(4, torch.int32)
     selection = Selection.from_blocks(indices, 64)
     assert selection.indices is indices
@@ -132,16 +138,16 @@ def test_few_rows_keep_their_block_indices(launches: list[Any]) -> None:
     assert torch.equal(copied.ranges, whole_blocks(indices, 64))
     assert selection.indices is None  # the ranges may be written
     assert selection.listed is selection.ranges
-    many = Selection.from_blocks(indices.repeat(1, 2, 1, 1), 64)
-    assert many.indices is None
-    for refused in (Selection.from_blocks(indices, 64, torch.ones(2, 5, 2, dtype=torch.int32)), Selection.from_ranges(copied.ranges, 64)):
-        assert refused.indices is None
+    counts = torch.ones(2, 5, 2, dtype=torch.int32)
+    many, strided = indices.repeat(1, 2, 1, 1), indices.mT.contiguous().mT
+    others = Selection.from_blocks(many, 64), Selection.from_blocks(indices, 64, counts), Selection.from_blocks(strided, 64)
+    assert all(other.indices is None for other in (*others, Selection.from_ranges(copied.ranges, 64)))
     assert_refused(("selection.ranges", lambda: setattr(Selection.from_blocks(indices, 64), "ranges", copied.ranges)))
     with pytest.raises(AttributeError, match="rows"):
         selection.rows  # noqa: B018
 
 
-def test_block_indices_that_were_written_are_refused(launches: list[Any]) -> None:
+def test_block_indices_that_were_written_are_refused(launches: list[Any], capturing: None) -> None:
     indices = some_blocks(4, torch.int32)
     selection, made = Selection.from_blocks(indices, 64), Selection.from_blocks(indices, 64)
     before = made.ranges.clone()
@@ -168,9 +174,9 @@ def test_ranges_that_are_no_blocks_are_found_by_pytorch(launches: list[Any]) -> 
 def test_pytorch_replaces_a_kernel_that_fails(launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "block_ranges", mock.Mock(side_effect=RuntimeError("no C compiler")))
     indices = some_blocks(4, torch.int32)
-    selection = Selection.from_blocks(indices, 64)
     with pytest.warns(RuntimeWarning, match="no C compiler"):
-        assert torch.equal(selection.ranges, whole_blocks(indices, 64))
+        selection = Selection.from_blocks(indices, 64)
+    assert torch.equal(selection.ranges, whole_blocks(indices, 64))
     assert not launches
     assert torch.equal(Selection.from_blocks(indices, 64).ranges, selection.ranges)  # without a second warning
 
@@ -181,7 +187,7 @@ def test_traced_operations_stay_pytorch(launches: list[Any]) -> None:
     assert torch.equal(compiled(indices), whole_blocks(indices, 64))
     assert not launches
     for _ in range(2):
-        assert Selection.from_blocks(indices, 64).ranges is not None
+        Selection.from_blocks(indices, 64)
     assert len(launches) == 2
     traced = make_fx(lambda x: Selection.from_blocks(x, 64).ranges, tracing_mode="real")(indices)
     assert torch.equal(traced(indices + 1), whole_blocks(indices + 1, 64))
