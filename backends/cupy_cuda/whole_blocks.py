@@ -14,16 +14,13 @@ from torch import Tensor
 
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
-from nsa_sel.backends.cupy_cuda.sm90 import KEYS, MOST_STAGES, SYSTEM, loadable, mappable, steps_in_pages
+from nsa_sel.backends.cupy_cuda.sm90 import KEYS, MOST_STAGES, SYSTEM, loadable, mappable
 from nsa_sel.backends.cupy_cuda.tensor_map import tensor_map
 from nsa_sel.backends.launcher.buffers import unwritten
 from nsa_sel.backends.specs import HOPPER_STEPS, WIDEST
 from nsa_sel.core.call import Call
-from nsa_sel.core.request import FEW_TOKENS
 
 CONSUMER_WARPS, LOADERS = 4, 4  # warps; those that load small blocks, else one (gathered_row.cuh)
-SMALL_BLOCKS = (4, 8, 16, 32)
-WIDE, WIDE_HEADS = 256, 32  # columns beyond HOPPER_STEPS, and the most heads then: registers
 # Cluster size -> percentage of a GPU's CTAs that can run in such clusters at once (cuOccupancyMaxActiveClusters, H200).
 FITTING = {1: 100, 2: 100, 4: 91, 8: 91, 16: 85}
 NO_MAPS = bytes(128), bytes(128)  # lanes copy small blocks
@@ -44,16 +41,12 @@ class Plan(NamedTuple):
 def supports(call: Call) -> bool:
     """Return whether forward_blocks.cu computes this call on Hopper: rows of blocks of a multiple of 64 keys, or few
     rows of smaller blocks or wider keys."""
-    size, steps, few = call.selection.block_size, HOPPER_STEPS, call.q.shape[1] <= FEW_TOKENS and call.scales is None
-    if call.device.sm != steps.sm or size is None:
+    (_, S, _, h, Dk), Dv, size = call.q.shape, call.v.shape[-1], call.selection.block_size
+    page = None if call.block_table is None else call.k.shape[2]
+    if call.device.sm != HOPPER_STEPS.sm or size is None or not HOPPER_STEPS.fit(S, h, Dk, Dv, size, page, call.scales is not None):
         return False
-    h, *dims = call.q.shape[3], call.q.shape[4], call.v.shape[-1]
-    if not all(D in steps.dims or (few and D == WIDE and h <= WIDE_HEADS) for D in dims):
-        return False
-    if size % steps.keys == 0:
-        return steps_in_pages(call) and mappable(call.k, call.v) and launch.aligned(call.q)
-    within = call.block_table is None or call.k.shape[2] % size == 0
-    return few and size in SMALL_BLOCKS and within and launch.aligned(call.q, call.k, call.v)
+    loaded = mappable(call.k, call.v) if size % KEYS == 0 else launch.aligned(call.k, call.v)
+    return loaded and launch.aligned(call.q)
 
 
 def head_tiles(h: int) -> int:
