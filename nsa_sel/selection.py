@@ -116,8 +116,8 @@ class Selection:
         n: ranges per row, empty ones included.
         block_size: states that every non-empty range is one whole block [j*block_size, (j+1)*block_size).
         max_length: an upper bound on the keys of a row.
-        disjoint: promises that no key is in two ranges of a row, which saves finding the union on the device. Under
-            NSA_DEBUG_TRITON=1 overlapping ranges are refused.
+        disjoint: promises that no key is in two ranges of a row, which saves finding the union of ranges that are not
+            blocks. Under NSA_DEBUG_TRITON=1 overlapping ranges are refused.
         measured: what `measure` returned last, else None.
     """
 
@@ -251,7 +251,8 @@ class Selection:
                 negative entries are padding (uint8 has none: 255 is a block). A duplicate counts once.
             block_size: keys of a block.
             block_counts: [B,S,G], or [B,G]: entry i of a row counts only if i < block_counts. By default all count.
-            disjoint: promises that no row has duplicates, as after top-k, which saves looking for them on the device.
+            disjoint: promises that no row has duplicates. Decoding never needs it; it saves a prefill the memory of a
+                second copy of the ranges.
 
         Returns:
             A Selection with ranges [B,S,G,n,2]. In a CUDA graph, one of up to 8 query rows per sequence keeps

@@ -73,6 +73,9 @@ OF_CUDA = {  # likewise, for which cupy-cuda alone has kernels, or constants, of
     "decode-B64-h16": (64, 1, 4096, 4, 16, 128, 128, 16, 64, torch.bfloat16),
     "decode-B16-h64": (16, 1, 4096, 4, 64, 128, 128, 16, 64, torch.bfloat16),
     "decode-B64-h64-64-128": (64, 1, 4096, 4, 64, 64, 128, 16, 64, torch.bfloat16),
+    "decode-B64-h12-small": (64, 1, 4096, 2, 12, 128, 128, 64, 4, torch.bfloat16),
+    "decode-B64-h32-256": (64, 1, 4096, 4, 32, 256, 256, 16, 64, torch.bfloat16),
+    "decode-B64-h32-256-small": (64, 1, 4096, 2, 32, 256, 256, 64, 16, torch.float16),
     "decode-B64-h4-64": (64, 1, 4096, 4, 4, 64, 64, 16, 128, torch.float16),
 }
 PAGED = {  # name: (B, S, pages of a sequence, page size, G, h, D, n, block_size): forward alone, in bfloat16
