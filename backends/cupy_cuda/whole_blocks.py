@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
-from nsa_sel.backends.cupy_cuda.sm90 import KEYS, MOST_STAGES, SYSTEM, loadable, mappable
+from nsa_sel.backends.cupy_cuda.sm90 import KEYS, MOST_STAGES, loadable, mappable
 from nsa_sel.backends.cupy_cuda.tensor_map import tensor_map
 from nsa_sel.backends.launcher.buffers import unwritten
 from nsa_sel.backends.specs import HOPPER_STEPS, WIDEST
@@ -106,7 +106,7 @@ def plan_of(
     own_bytes += 4 * named + 512 * small  # bitmap of blocks; keys of a step's blocks
     own_bytes += heads * (4 * Dv + 8 * cluster) if cluster > 1 else 0
     row_bytes = 2 * heads * (Dk + 8 + KEYS + 8) + own_bytes + 4 * n * small  # with q, p, and the list of small blocks
-    stages = min(2 * MOST_STAGES // size, ((shared_memory + SYSTEM) // per_sm - SYSTEM - row_bytes) // step_bytes)
+    stages = min(2 * MOST_STAGES // size, ((shared_memory + launch.SYSTEM) // per_sm - launch.SYSTEM - row_bytes) // step_bytes)
     if cluster > 1:
         stages = min(stages, -(-steps // cluster))
     if per_sm == 2 and (cluster > 1 or 10 * work < 9 * per_sm * sm_count):
