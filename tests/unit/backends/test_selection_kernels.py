@@ -198,7 +198,7 @@ def test_traced_operations_stay_pytorch(launches: list[Any]) -> None:
 @pytest.mark.parametrize("n", [3, 16, 300])
 def test_a_gpu_gives_the_ranges_in_one_launch(n: int) -> None:
     """On a thread that has launched nothing yet, too."""
-    indices, found = some_blocks(n, torch.int64).cuda(), list[tuple[Tensor, Tensor]]()
+    indices, found = some_blocks(n, torch.int64).repeat(1, 2, 1, 1).cuda(), list[tuple[Tensor, Tensor]]()
 
     def select() -> None:
         selection = Selection.from_blocks(indices, 64)
