@@ -29,7 +29,7 @@ from nsa_sel.backends.launcher.buffers import unwritten
 from nsa_sel.backends.launcher.replay import recorded
 
 ENTRIES = 256  # entries per program: rows of few blocks share one
-MOST_SORTED = 512  # most blocks per row that a program sorts
+MOST_SORTED = 1024  # most blocks per row that a program sorts
 
 
 @triton.jit
