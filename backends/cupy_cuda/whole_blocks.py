@@ -1,5 +1,4 @@
-"""Launch forward_blocks.cu on Hopper: rows of whole blocks that share no keys with their neighbors, as in batched
-decoding.
+"""Launch forward_blocks.cu on Hopper: rows of blocks that share no keys with their neighbors, as in batched decoding.
 
 A CTA, or a cluster of them, takes a row. No plan is launched.
 """
@@ -24,6 +23,7 @@ CONSUMER_WARPS, LOADERS = 4, 4  # warps; those that load small blocks, else one 
 # Cluster size -> percentage of a GPU's CTAs that can run in such clusters at once (cuOccupancyMaxActiveClusters, H200).
 FITTING = {1: 100, 2: 100, 4: 91, 8: 91, 16: 85}
 NO_MAPS = bytes(128), bytes(128)  # lanes copy small blocks
+MOST_LISTED = 1 << 12  # small blocks of a row, whose list is in shared memory
 MOST_NAMED = 1 << 12  # words of a bitmap of blocks, see `launch.named_blocks`
 MANY_STEPS = 8  # steps per CTA, see `next_first`
 UNDER_WAY = 1 << 16  # bytes of keys and values in flight per CTA if it has a multiprocessor to itself
@@ -45,8 +45,9 @@ def supports(call: Call) -> bool:
     page = None if call.block_table is None else call.k.shape[2]
     if call.device.sm != HOPPER_STEPS.sm or size is None or not HOPPER_STEPS.fit(S, h, Dk, Dv, size, page, call.scales is not None):
         return False
-    loaded = mappable(call.k, call.v) if size % KEYS == 0 else launch.aligned(call.k, call.v)
-    return loaded and launch.aligned(call.q)
+    if size % KEYS == 0:
+        return mappable(call.k, call.v) and launch.aligned(call.q)
+    return call.selection.n <= MOST_LISTED and launch.aligned(call.q, call.k, call.v)
 
 
 def head_tiles(h: int) -> int:
@@ -90,7 +91,7 @@ def plan_of(
 ) -> Plan:  # fmt: skip
     """Return the launch of forward_blocks.cu for `work` (row, heads) of n blocks.
 
-    Two CTAs per multiprocessor, or one if a warp holds all columns in registers. As many stages as fit if all
+    Two CTAs per multiprocessor, or one if a warp holds all columns in registers, or keys are wide. As many stages as fit if all
     multiprocessors have two CTAs; otherwise fewer stages are faster, because loads in flight arrive together and then
     wait for their products. page_scales: from `page_scales_of`. named: from `launch.named_blocks`.
     """
