@@ -144,10 +144,11 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         work, h, Dk, Dv, selection.n, selection.block_size, q.dtype == torch.bfloat16, facts.sm_count, facts.shared_memory,
         launch.page_of(call), page_scales_of(call), named or 0,
     )  # fmt: skip
-    maps = NO_MAPS if selection.block_size < KEYS else (step_map(loadable(call.k)), step_map(loadable(call.v)))
+    stored = () if selection.block_size < KEYS else (loadable(call.k), loadable(call.v))  # copies must live until the launch
     launch.start(
         "forward_blocks.cu", plan.macros, q.get_device(), plan.ctas, plan.threads, plan.shared,
-        o.data_ptr(), lse.data_ptr(), head_tiles(h), work, *launch.scales(call), maps=maps, problem=launch.problem(call, *listed),
+        o.data_ptr(), lse.data_ptr(), head_tiles(h), work, *launch.scales(call), maps=tuple(map(step_map, stored)) or NO_MAPS,
+        problem=launch.problem(call, *listed),
         early=S == 1 or plan.ctas > work,  # without clusters, rows that share blocks in L2 are slower
     )  # fmt: skip
     return o, lse
