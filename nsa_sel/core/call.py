@@ -116,7 +116,7 @@ class Call(_Logits):
         q: [B,S,G,h,Dk]; float16, bfloat16, float32 or float64, with a contiguous last dimension; k and v likewise.
         k: [B,G,S_kv,Dk], or pages [pages,G,page_size,Dk]; of dtype float8_e4m3fn with `scales`, and v likewise.
         v: [B,G,S_kv,Dv], or pages [pages,G,page_size,Dv].
-        selection: over the rows [B,S,G].
+        selection: over the rows [B,S,G], or [B,S,1] for all groups.
         q_pos: [B,S] int32 or int64, positions of the rows; None for S_kv - S + s.
         scale: factor of the logits.
         settings: of the decision.
@@ -166,6 +166,11 @@ class Call(_Logits):
         """Keys that a sequence has room for."""
         return self.k.shape[2] if self.block_table is None else self.block_table.shape[1] * self.k.shape[2]
 
+    @property
+    def groups_per_selection(self) -> int:
+        """KV groups that share the ranges of a row: G for a selection of one group, else 1."""
+        return 1 if self.selection.ranges.shape[2] == self.q.shape[2] else self.q.shape[2]
+
     def positions(self) -> Tensor:
         """Return the position of every query row, [B,S] int64; negative where a cached sequence is shorter than S."""
         return positions(self.q, self.k.shape[2] if self.block_table is None else self.S_kv, self.q_pos, self.lengths)
@@ -213,11 +218,12 @@ class Call(_Logits):
 
     def clamped_ranges(self) -> tuple[Tensor, Tensor]:
         """Return start, end [B,S,G,n] int64 after the causal clamp to [max(start, 0), min(end, t + 1, S_kv)); end >=
-        start."""
+        start. Groups that share ranges have a stride of 0."""
         start, end = self.disjoint_ranges().long().unbind(-1)
         start = start.clamp(min=0)
         limit = (self.positions() + 1).clamp(max=self.S_kv)[:, :, None, None]
-        return start, torch.maximum(torch.minimum(end, limit), start)
+        end = torch.maximum(torch.minimum(end, limit), start)
+        return start.expand(-1, -1, self.q.shape[2], -1), end.expand(-1, -1, self.q.shape[2], -1)
 
 
 def request_of(

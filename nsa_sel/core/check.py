@@ -47,7 +47,7 @@ def check_call(
     if not isinstance(selection, Selection):
         selection = as_selection(selection, None if decode else (B, S, G))
     ranges = selection.ranges
-    if ranges.shape != (B, S, G, selection.n, 2):
+    if ranges.shape != (B, S, G, selection.n, 2) and ranges.shape != (B, S, 1, selection.n, 2):
         raise _other_rows(ranges, q_shape, k.shape, decode)
     if ranges.device != device:
         raise ArgumentError("selection", f"on {ranges.device}", f"q's device {device}", "call selection.to(q.device)")
@@ -140,10 +140,11 @@ def _other_rows(ranges: Tensor, q_shape: torch.Size, k_shape: torch.Size, decode
     B, S, G, h, _ = q_shape
     rows = tuple(ranges.shape[:3])
     value = f"over rows [B,S,G] = {rows}" if rows != (B, S, G) else f"of ranges {tuple(ranges.shape)}"
-    remedy = "one set of ranges per query row and group"
+    remedy = "one set of ranges per query row and group, or per query row for all groups"
     if decode and rows[:2] == (B, G) and rows[2] == k_shape[2]:  # q [B,S,heads,D], k [B,S_kv,G,D]
         remedy = f"of flash-attn's layout pass q.unflatten(2, ({rows[2]}, {h // rows[2]})), k.transpose(1, 2) and v.transpose(1, 2)"
-    return ArgumentError("selection", value, f"ranges [B,S,G,n,2] over q's rows {(B, S, G)}", remedy)
+    allowed = f"ranges [B,S,G,n,2] over q's rows {(B, S, G)}" + ("" if G == 1 else f", or {(B, S, 1)} for all groups")
+    return ArgumentError("selection", value, allowed, remedy)
 
 
 def _other_layout(name: str, shape: torch.Size, q_shape: torch.Size, decode: bool, selects: bool) -> ArgumentError:
