@@ -120,7 +120,7 @@ def _tiles(call: Call, ranges: np.ndarray, *, listed: bool) -> _Tiles:
             _parallel(kernels.list_rows, B * G, work, ranges, at[:-1].copy(), rows, True, S, G, share, n, tiles)
         return _Tiles(slot, at, rows)
 
-    plan: _Tiles = call.selection.plan(("numba", listed, call.k.shape[2]), build)
+    plan: _Tiles = call.selection.plan(("numba", listed, call.k.shape[2], share), build)
     return plan
 
 

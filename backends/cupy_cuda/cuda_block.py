@@ -166,7 +166,7 @@ def _find_shared(call: Call, reach: int, h: int) -> Shared:
     B, S, G = q.shape[:3]
     shared, listed = (unwritten(q, B, S, G, dtype=torch.int64) for _ in range(2))
     launch.start(
-        "shared_tiles.cu", launch.integer_macros(H=h, EACH=each), q.get_device(), B * G * -(-S // 64), 128, 0,
+        "shared_tiles.cu", launch.integer_macros(H=h, EACH=each, **launch.share_macros(call.groups_per_selection)), q.get_device(), B * G * -(-S // 64), 128, 0,
         reach, *launch.pointers(shared, listed), problem=launch.problem(call, call.disjoint_ranges()),
     )  # fmt: skip
     return Shared(shared, listed)
@@ -285,7 +285,8 @@ def _join(call: Call, source: str) -> tuple[Constants, int]:
     per_sm, columns, tiles = (JOIN_PER_SM, Dv, 2 * Dk + Dv) if source == "join_partials.cu" else (SHARES_PER_SM, Dk, 2 * (Dk + Dv))
     ring_bytes = sm90.PANEL * columns // 64  # 64 rows
     ring = ((call.device.shared_memory + sm90.SYSTEM) // per_sm - sm90.SYSTEM - sm90.STATIC) // ring_bytes
-    macros = launch.macros(call, H=h, EACH=call.selection.n * call.reach(WIDTH), PER_SM=per_sm, RING=ring)
+    share = launch.share_macros(call.groups_per_selection)
+    macros = launch.macros(call, H=h, EACH=call.selection.n * call.reach(WIDTH), PER_SM=per_sm, RING=ring, **share)
     return macros, max(ring * ring_bytes, sm90.PANEL * tiles // 64)
 
 

@@ -149,17 +149,28 @@ def cache_macros(page: int | None) -> dict[str, int]:
     return {} if page is None else {"PAGE": page}
 
 
+def share_macros(share: int) -> dict[str, int]:
+    """Return the macros of a kernel that reads ranges which `share` groups share (`Call.groups_per_selection`)."""
+    return {} if share == 1 else {"SHARE": share}
+
+
+def plan_problem(call: Call) -> tuple[Any, ...]:
+    """Return `problem` for kernels that read the ranges alone: its groups are those of the selection."""
+    ranges, share = call.disjoint_ranges(), call.groups_per_selection
+    return problem(call, ranges) if share == 1 else _problem(call, ranges, 1)
+
+
 def problem(call: Call, ranges: Tensor) -> tuple[Any, ...]:
     """Return the values of `Problem` (problem.cuh), computed once per call. ranges: the selection's, contiguous."""
     if call.problem is None or call.problem[0] is not ranges:
-        call.problem = ranges, _problem(call, ranges)
+        call.problem = ranges, _problem(call, ranges, call.q.shape[2])
     values: tuple[Any, ...] = call.problem[1]
     return values
 
 
-def _problem(call: Call, ranges: Tensor) -> tuple[Any, ...]:
+def _problem(call: Call, ranges: Tensor, G: int) -> tuple[Any, ...]:
     q, q_pos, table = call.q, call.q_pos, call.block_table
-    _, S, G, h, _ = q.shape
+    _, S, _, h, _ = q.shape
     positions: tuple[int, ...] = (0, 0, 0)
     pos_bytes = 0
     if call.lengths is not None:

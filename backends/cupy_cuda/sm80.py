@@ -94,7 +94,7 @@ def row_shape(h: int, Dk: int, Dv: int, longest: int, shared_memory: int, backwa
 @functools.lru_cache(maxsize=1024)
 def row_plan(
     rows: int, h: int, Dk: int, Dv: int, longest: int, bf16: bool, aligned: bool, sm: int | None, sm_count: int, shared_memory: int,
-    page: int | None = None, one_page: bool = False,
+    page: int | None = None, one_page: bool = False, share: int = 1,
 ) -> RowPlan:  # fmt: skip
     """Return the launch for `rows` rows of at most `longest` keys, each split over enough CTAs to fill the GPU.
 
@@ -108,7 +108,7 @@ def row_plan(
     if sm in WITH_CLUSTERS and tiles <= MOST_CLUSTER_TILES * MOST_CTAS:
         splits = cluster = 1 << min(splits, MOST_CTAS).bit_length() - 1
     combined = splits > cluster
-    cache = {**launch.cache_macros(page), **({"ONE_PAGE": 1} if one_page else {})}
+    cache = {**launch.cache_macros(page), **({"ONE_PAGE": 1} if one_page else {}), **launch.share_macros(share)}
     macros = constants(
         BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=int(aligned), SPLIT=int(combined), CLUSTER=cluster, **shape.macros(), **cache
     )  # fmt: skip
@@ -131,7 +131,7 @@ def forward_rows(call: Call) -> tuple[Tensor, Tensor]:
     longest, aligned = call.selection.length_bound(call.S_kv), launch.problem_aligned(call, problem)
     macros, shape, head_tiles, splits, combined = row_plan(
         rows, h, Dk, Dv, longest, bf16, aligned, facts.sm, facts.sm_count, facts.shared_memory,
-        page, bool(page and block and page % block == 0),
+        page, bool(page and block and page % block == 0), call.groups_per_selection,
     )  # fmt: skip
     o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
     split_o, split_lse = o, lse
@@ -157,7 +157,8 @@ def dq_rows(call: Call, ranges: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse
     dq, delta = unwritten(q, B, S, G, h, Dk), temporary(call, lse, B, S, G, h)
     shape = row_shape(h, Dk, call.v.shape[-1], call.selection.length_bound(call.k.shape[2]), call.device.shared_memory, True)
     head_tiles = shape.head_tiles(h)
-    macros = launch.macros(call, aligned=launch.aligned(q, call.k, call.v, do), **shape.macros())
+    share = launch.share_macros(call.groups_per_selection)
+    macros = launch.macros(call, aligned=launch.aligned(q, call.k, call.v, do), **shape.macros(), **share)
     launch.start(
         "dq_rows.cu", macros, q.get_device(), B * S * G * head_tiles, shape.threads, shape.shared,
         *launch.strided(do), *launch.pointers(o, lse, dlse, dq, delta), head_tiles, problem=launch.problem(call, ranges),
@@ -190,7 +191,8 @@ def dkdv_tiles(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tenso
     """Return dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]."""
     key_warps, column_warps, queries, shared = tile_shape(call)
     aligned = launch.aligned(call.q, call.k, call.v, do)
-    macros = launch.macros(call, aligned=aligned, KEY_WARPS=key_warps, COLUMN_WARPS=column_warps, QUERIES=queries)
+    warps = {"KEY_WARPS": key_warps, "COLUMN_WARPS": column_warps}
+    macros = launch.macros(call, aligned=aligned, QUERIES=queries, **warps, **launch.share_macros(call.groups_per_selection))
 
     def start(ctas: int, lists: tuple[int, ...]) -> None:
         launch.start(

@@ -71,7 +71,7 @@ class TilePlan(NamedTuple):
     blocks: Tensor | None  # [all tiles * capacity] unsigned 16 bits; None if visible keys are computed (BY_ARITHMETIC)
     rows: Tensor | None  # [all tiles * capacity], bit r: row r of the tile selected the block; smallest dtype that fits
     counts: Tensor | None  # [all tiles, 2] int32
-    tiles: int  # per batch entry and group
+    tiles: int  # per batch entry and group of the selection
     capacity: int
     counter: Tensor | None = None  # tile counter, one int32, zero between passes
     order: Tensor | None = None  # token order [B,G,stretches,stretch] uint8; None for tiles of adjacent tokens
@@ -217,7 +217,7 @@ def _tile_macros(call: Call, shape: TileShape, stretch: int | None) -> Constants
     assert block is not None, "supports_tiles"
     return launch.macros(
         call, H=call.q.shape[3], CONSUMERS=shape.consumers, STAGES=shape.stages, Q_STAGES=shape.q_stages, BLOCK=block,
-        **launch.cache_macros(launch.page_of(call)), **({"ORDER_TOKENS": stretch} if stretch else {}),
+        **launch.share_macros(call.groups_per_selection), **launch.cache_macros(launch.page_of(call)), **({"ORDER_TOKENS": stretch} if stretch else {}),
     )  # fmt: skip
 
 
@@ -268,7 +268,7 @@ def _plan_sizes(call: Call, stretch: int | None, backward: bool = False) -> tupl
         _capacity(call, tokens) * (BLOCK_NUMBER.itemsize + bits_dtype(tokens).itemsize) * (rows // tokens)
         for tokens in ({own, forward} if stretch else {own})
     )
-    return rows, call.q.shape[2] * lists
+    return rows, call.selection.ranges.shape[2] * lists
 
 
 def plan_of(call: Call, tokens: int, stretch: int | None = None) -> TilePlan:
@@ -279,7 +279,7 @@ def plan_of(call: Call, tokens: int, stretch: int | None = None) -> TilePlan:
 
 def _build(call: Call, tokens: int, stretch: int | None) -> TilePlan:
     q, block = call.q, call.selection.block_size
-    B, S, G = q.shape[:3]
+    B, S, G = call.selection.ranges.shape[:3]
     assert block is not None, "supports_tiles"
     blocks_of_keys = -(-call.S_kv // block)
     assert blocks_of_keys <= 1 << 16, "TileKernels.blocks_max"
@@ -301,7 +301,7 @@ def _build(call: Call, tokens: int, stretch: int | None) -> TilePlan:
     macros = launch.integer_macros(TOKENS=tokens, BLOCK=block, UNION_THREADS=threads, **lengths)
     launch.start(
         "tile_union.cu", macros, call.q.get_device(), all_tiles, threads, shared, *lists, tiles, capacity,
-        problem=launch.problem(call, call.disjoint_ranges()),
+        problem=launch.plan_problem(call),
     )  # fmt: skip
     return TilePlan(blocks, rows, counts, tiles, capacity, counter)
 

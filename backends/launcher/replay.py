@@ -108,8 +108,8 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *numbers: Any) -> KeptPlan:
-    """Return `build(call, *numbers)`, cached in the selection by key, numbers, S_kv, and positions or lengths (causal
-    clamp).
+    """Return `build(call, *numbers)`, cached in the selection by key, numbers, S_kv, the groups that share a row of it,
+    and positions or lengths (causal clamp).
 
     Everything in the plan except the values of its tensors must follow from these, because a recording accepts any plan
     with this key.
@@ -120,7 +120,7 @@ def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *n
     if call.capturing():
         return KeptPlan(build(call, *numbers))
     made_from = () if call.q_pos is None and call.lengths is None else (call.q_pos, call.lengths)
-    key = (*key, *numbers, call.k.shape[2])
+    key = (*key, *numbers, call.k.shape[2], call.groups_per_selection)
     plan: KeptPlan = call.selection.plan(key, lambda: _built(call, build, numbers), *made_from)
     if thread.recording is not None:
         thread.recording.use(call, plan, (key, _kind(call, build, call.disjoint_ranges(), numbers), build, numbers))

@@ -69,7 +69,7 @@ struct QueryReader {
         const u32 e = static_cast<u32>(entry), reach = x.lists.reach, row_entries = static_cast<u32>(p.n) * reach;
         const i64 head = (step * QUERIES + threadIdx.x) % h, s = e / row_entries, row = (segment.b * p.S + s) * p.G + segment.g;
         int start, end;
-        clamped_range(p, row * p.n + e % row_entries / reach, row_limit(p, segment.b, s), start, end);
+        clamped_range(p, ranges_row(row) * p.n + e % row_entries / reach, row_limit(p, segment.b, s), start, end);
         query.q = s * p.q.stride_s + head * p.q.stride_h;
         query.d_o = s * x.d_o.stride_s + head * x.d_o.stride_h;
         query.low = max(start - segment.first_key, 0);

@@ -173,7 +173,7 @@ struct Producer {
 
     // Return a pointer to this lane's range, of step `first` + lane * CLUSTER of a row.
     DEVICE const int *range_of(const Row &row, u32 first) const {
-        return range_at(x.p, row.index * x.p.n + (first + lane * CLUSTER) / PER_RANGE);
+        return range_at(x.p, ranges_row(row.index) * x.p.n + (first + lane * CLUSTER) / PER_RANGE);
     }
 
     // Load ranges and the row's position together; the page follows when both have arrived.

@@ -137,7 +137,7 @@ DEVICE float4 add_parts(float4 total, const float *parts, int segments, i64 stri
 // Return the tile of WIDTH keys of entry range * reach + step of row `row` of [B,S,G]; -1 if the range ends before it.
 template <int WIDTH> DEVICE int tile_of(const Problem &p, int reach, i64 row, int limit, int entry) {
     int start, end;
-    clamped_range(p, row * p.n + entry / reach, limit, start, end);
+    clamped_range(p, ranges_row(row) * p.n + entry / reach, limit, start, end);
     const int tile = start / WIDTH + entry % reach;
     return end > start && tile * WIDTH < end ? tile : -1;
 }
