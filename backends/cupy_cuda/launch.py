@@ -151,7 +151,7 @@ def cache_macros(page: int | None) -> dict[str, int]:
 
 def share_macros(share: int) -> dict[str, int]:
     """Return the macros of a kernel that reads ranges which `share` groups share (`Call.groups_per_selection`)."""
-    return {} if share == 1 else {"SHARE": share}
+    return {} if share == 1 else {"SHARED_BY": share}
 
 
 def plan_problem(call: Call) -> tuple[Any, ...]:

@@ -62,6 +62,7 @@ SHAPES = {  # name: (B, S, S_kv, G, h, Dk, Dv, n, block_size, dtype)
     "h1-large": (1, 2048, 2048, 8, 1, 128, 128, 3, 512, torch.bfloat16),  # blocks that triton-block visits whole
     "positions-h4": (1, 4096, 4096, 4, 4, 128, 128, 16, 64, torch.bfloat16),
 }
+ONE_GROUP = "one-group-"
 OF_CUDA = {  # likewise, for which cupy-cuda alone has kernels, or constants, of their own
     "h12": (1, 2048, 2048, 2, 12, 128, 128, 16, 64, torch.bfloat16),
     "h1": (1, 2048, 2048, 4, 1, 128, 128, 16, 64, torch.bfloat16),
@@ -95,12 +96,16 @@ PAGED_OF_CUDA = {  # likewise
 
 
 def target_call(shape: str, sm: int) -> Call:
-    """A call of `shape` on a GPU of compute capability sm/10 that is not here: CPU tensors and injected device facts."""
+    """A call of `shape` on a GPU of compute capability sm/10 that is not here: CPU tensors and injected device facts.
+
+    `ONE_GROUP` before the name of a shape: the selection has one group for all.
+    """
     kilobytes, sms = TARGETS[sm]
     device = DeviceInfo(kind="cuda", name="target", sm=sm, sm_count=sms, shared_memory=kilobytes * 1024)
-    B, S, S_kv, G, h, Dk, Dv, n, block, dtype = (SHAPES | OF_CUDA)[shape]
+    B, S, S_kv, G, h, Dk, Dv, n, block, dtype = (SHAPES | OF_CUDA)[shape.removeprefix(ONE_GROUP)]
     q, k, v = torch.empty(B, S, G, h, Dk, dtype=dtype), torch.empty(B, G, S_kv, Dk, dtype=dtype), torch.empty(B, G, S_kv, Dv, dtype=dtype)
-    selection = Selection.from_ranges(torch.zeros(B, S, G, n, 2, dtype=torch.int32), block_size=block)
+    ranges = torch.zeros(B, S, 1 if shape.startswith(ONE_GROUP) else G, n, 2, dtype=torch.int32)
+    selection = Selection.from_ranges(ranges, block_size=block)
     q_pos = torch.zeros(B, S, dtype=torch.int64) if shape.startswith("positions") else None
     checked = check_call(q, k, v, selection, None, q_pos)
     return Call(q, k, v, checked[3], q_pos, checked[4], settings_for(device), device)
@@ -211,7 +216,7 @@ def attend_kernels(targets: str, *asked: str) -> Iterator[dict[str, Any]]:
             if shape in PAGED:
                 takes = backend.reads_caches
             else:
-                block, limits = SHAPES[shape][8], backend.limits
+                block, limits = SHAPES[shape.removeprefix(ONE_GROUP)][8], backend.limits
                 takes = not limits.block_aligned_only or (block is not None and limits.takes_block(block))
             if not takes:
                 continue

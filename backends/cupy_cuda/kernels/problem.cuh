@@ -13,7 +13,7 @@
 //   PAGE                             keys per page of a cache of several sequences, each with its own length: key j of
 //                                    sequence b is key j % PAGE of page block_table[b, j / PAGE]; 0: no pages;
 //                                    -1: no cache
-//   SHARE                            groups that share the ranges of a row: 1, or G
+//   SHARED_BY                            groups that share the ranges of a row: 1, or G
 #pragma once
 #include "warp.cuh"
 
@@ -52,7 +52,7 @@ struct Problem {
     KeysTensor k, v;     // [B,G,S_kv,DK], [B,G,S_kv,DV]
     const char *q_pos;   // [B,S], or null: positions are S_kv - S + s; CACHED: lengths [B], positions are lengths[b] - S + s
     i64 stride_pb, stride_ps;
-    const char *ranges;  // [B,S,G/SHARE,n,2], contiguous
+    const char *ranges;  // [B,S,G/SHARED_BY,n,2], contiguous
     i64 pos_bytes, range_bytes;  // bytes per position and per bound of a range: 4 or 8
     i64 S, S_kv, G, h, n;        // n: ranges per row
     const int *block_table;  // [B, pages per sequence]; entries past a sequence's keys are undefined
@@ -125,7 +125,7 @@ struct Range {
     }
 };
 // Call use(e, start, end) with the range of each e < all, by THREADS threads, which load AT_ONCE at once. index(e):
-// the range in [B,S,G/SHARE,n]; limit(e): the `row_limit` of its row.
+// the range in [B,S,G/SHARED_BY,n]; limit(e): the `row_limit` of its row.
 template <u32 THREADS, u32 AT_ONCE, class Index, class Limit, class Use>
 DEVICE void for_ranges(const Problem &p, u32 all, Index index, Limit limit, Use use) {
     for (u32 from = threadIdx.x; from < all; from += THREADS * AT_ONCE) {
@@ -141,9 +141,9 @@ DEVICE void for_ranges(const Problem &p, u32 all, Index index, Limit limit, Use 
         }
     }
 }
-// Return the row of `ranges` [B,S,G/SHARE] that a row of [B,S,G] has.
-DEVICE i64 ranges_row(i64 row) { return row / SHARE; }
-// Return a pointer to range i of [B,S,G/SHARE,n].
+// Return the row of `ranges` [B,S,G/SHARED_BY] that a row of [B,S,G] has.
+DEVICE i64 ranges_row(i64 row) { return row / SHARED_BY; }
+// Return a pointer to range i of [B,S,G/SHARED_BY,n].
 DEVICE const int *range_at(const Problem &p, i64 i) { return integer_at(p.ranges, p.range_bytes, 2 * i); }
 DEVICE void clamped_range(const Problem &p, i64 i, int limit, int &start, int &end) {
     Range(p, range_at(p, i)).clamp(p, limit, start, end);

@@ -57,12 +57,12 @@ struct TokenTile {
         b = bg / G;
         g = bg % G;
     }
-    // ORDERED: the tile's tokens in the plan, which SHARE groups share.
+    // ORDERED: the tile's tokens in the plan, which SHARED_BY groups share.
     DEVICE const unsigned char *order(const TilePlan &plan, u32 G) const {
         const u32 stretches = (static_cast<u32>(plan.tiles) + OF_STRETCH - 1) / OF_STRETCH;
-        return plan.order + ((b * G + g) / SHARE * (stretches * OF_STRETCH) + i) * TOKENS;
+        return plan.order + ((b * G + g) / SHARED_BY * (stretches * OF_STRETCH) + i) * TOKENS;
     }
-    DEVICE u32 index(const TilePlan &plan, u32 G) const { return (b * G + g) / SHARE * static_cast<u32>(plan.tiles) + i; }
+    DEVICE u32 index(const TilePlan &plan, u32 G) const { return (b * G + g) / SHARED_BY * static_cast<u32>(plan.tiles) + i; }
     // The position of a consumer's first token.
     DEVICE i64 position(int consumer) const { return static_cast<i64>(i) * TOKENS + (IN_TURNS ? 0 : consumer * TQ); }
     // A consumer's token number `at`; S or more if it does not exist.
