@@ -132,13 +132,13 @@ def list_gradients(
         p, ds = p_and_ds(logits, do_tile, v_tile, lse2, delta_rows, scale_log2)  # [ROWS, BLOCK_L] both
         if ALWAYS or p0 < masked:
             limit = row_limit(q_pos, strides.pos, b, s, S, S_kv)
-            row = ((b * S + s) * G + g) // dims.SHARE  # of ranges and bits
             if WHOLE:
                 seen = listed[:, None] & (column[None, :] < limit[:, None])
                 if bits is not None:
-                    chosen = tl.load(bits + row * N + entry % N, mask=listed, other=0)
+                    chosen = tl.load(bits + ((b * S + s) * G + g) // dims.SHARE * N + entry % N, mask=listed, other=0)
                     seen &= ((chosen[:, None] >> (column % column.shape[0] // BLOCK)[None, :]) & 1) != 0
             else:
+                row = ((b * S + s) * G + g) // dims.SHARE
                 start, end = load_range(ranges + (row * N + entry // REACH % N) * 2, limit, listed)
                 seen = (column[None, :] >= start[:, None]) & (column[None, :] < end[:, None])
             # Hidden keys and values may be NaN, and p and ds with them: select by the mask instead of multiplying by
