@@ -60,7 +60,7 @@ def oracle_forward(
             groups: groups g*r to g*r + r - 1 of q read KV group g.
         k: [B,G,S_kv,Dk].
         v: [B,G,S_kv,Dv].
-        ranges: [B,S,G,n,2], or [B,G,n,2] for decode; any integer dtype; half-open.
+        ranges: [B,S,G,n,2], or [B,S,1,n,2] for all groups; without S for decode; any integer dtype; half-open.
         scale: factor of the logits, by default 1/sqrt(Dk).
         q_pos: [S] or [B,S], positions of the rows, by default S_kv - S + s.
 
@@ -76,7 +76,7 @@ def oracle_forward(
     scale = 1.0 / math.sqrt(Dk) if scale is None else scale
     o = torch.zeros(B, S, G, h, Dv, dtype=torch.float64, device="cpu")
     lse = torch.full((B, S, G, h), -math.inf, dtype=torch.float64, device="cpu")
-    for b, s, g, keys in _rows(ranges, S_kv, S, q_pos):
+    for b, s, g, keys in _rows(ranges, S_kv, S, q_pos, G):
         kv = g * k.shape[1] // G
         scores = scale * (q[b, s, g].double() @ k[b, kv, keys].double().T)
         lse[b, s, g] = scores.logsumexp(-1)
@@ -123,7 +123,7 @@ def oracle_backward(
     dlse = torch.zeros(do.shape[:-1], device="cpu") if dlse is None else dlse.detach().cpu()
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     dq, dk, dv = (torch.zeros(tensor.shape, dtype=torch.float64, device="cpu") for tensor in (q, k, v))
-    for b, s, g, keys in _rows(ranges, k.shape[2], q.shape[1], q_pos):
+    for b, s, g, keys in _rows(ranges, k.shape[2], q.shape[1], q_pos, q.shape[2]):
         kv = g * k.shape[1] // q.shape[2]
         q_row, k_row, v_row, do_row = q[b, s, g].double(), k[b, kv, keys].double(), v[b, kv, keys].double(), do[b, s, g].double()
         p = torch.softmax(scale * (q_row @ k_row.T), -1)
@@ -136,9 +136,9 @@ def oracle_backward(
     return dq, dk, dv
 
 
-def _rows(ranges: Tensor, S_kv: int, S: int, q_pos: Tensor | None) -> Iterator[tuple[int, int, int, Tensor]]:
-    """b, s, g and the ascending keys of every row with at least one key."""
-    rows = (ranges.unsqueeze(1) if ranges.dim() == 4 else ranges).tolist()
+def _rows(ranges: Tensor, S_kv: int, S: int, q_pos: Tensor | None, G: int = -1) -> Iterator[tuple[int, int, int, Tensor]]:
+    """b, s, g and the ascending keys of every row with at least one key. G: groups of the rows, by default of the ranges."""
+    rows = (ranges.unsqueeze(1) if ranges.dim() == 4 else ranges).expand(-1, -1, G, -1, -1).tolist()
     for b, of_sequence in enumerate(rows):
         positions = range(S_kv - S, S_kv) if q_pos is None else (q_pos[b] if q_pos.dim() == 2 else q_pos).tolist()
         for s, of_query in enumerate(of_sequence):

@@ -79,7 +79,7 @@ def validates(ranges: Tensor) -> bool:
 
 class Selection:
     """Half-open key ranges [B,S,G,n,2] of every query row, shared by the h heads of a KV group (NSA, arXiv 2502.11089,
-    Eq. 10-12).
+    Eq. 10-12). A selection with G = 1 serves calls of any number of groups, which then share it.
 
     Make one with `from_blocks`, `from_scores` or `from_ranges`. A row attends to the union of its ranges. Using a
     selection never reads the device, but for the one count of a class that `NSA_SEL_COUNT_SHARING` describes

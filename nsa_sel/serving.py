@@ -52,7 +52,8 @@ def selection_attention_with_kvcache(
             contiguous last dimension. The keys of the new tokens are already in it. q and the selection may have r
             times its groups, as in `selection_attention`.
         v_cache: likewise, with Dv.
-        selection: over rows [B,S_q,G], in positions of each row's own sequence: a `Selection`, or ranges [B,S_q,G,n,2].
+        selection: over rows [B,S_q,G], or [B,S_q,1] for all groups, in positions of each row's own sequence: a
+            `Selection`, or ranges [B,S_q,G,n,2].
             Its block size and the page size need not divide each other.
         cache_seqlens: [B] int32 or int64, the keys of each sequence. Checked on a CPU; on a GPU a length past the end
             is clamped.

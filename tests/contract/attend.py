@@ -177,6 +177,18 @@ def _same(lane: Lane, qkv: tuple[Tensor, ...], kept: Selection, q_pos: Tensor | 
     assert all(map(torch.equal, *runs))
 
 
+def check_one_group(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None:
+    """A selection of one group for all groups, one that served a single group before, gives the bits of its ranges for each of them."""
+    (q, k, v), one = problem(lane, shape, G=3)
+    each = Selection(one.ranges.expand(-1, -1, 3, -1, -1).contiguous(), one.block_size)
+    if lane.device != "emulated":
+        attend(lane.name, q[:, :, :1], k[:, :1], v[:, :1], one)
+    assert all(map(torch.equal, results_of(lane.name, q, k, v, one), results_of(lane.name, q, k, v, each)))
+    check_both(lane.name, q, k, v, one)
+    last = Selection(one.ranges[:, -1:].contiguous(), one.block_size)
+    check_forward(lane.name, q[:, -1:], k, v, last)
+
+
 def selection_of(lane: Lane, shape: Shape, S: int, S_kv: int, n: int = 3, **how: Any) -> Selection:
     if shape.block is None:
         return Selection.from_ranges(make_spans("few", 1, S, 1, S_kv, 10, device=lane.place, **how))
@@ -437,6 +449,7 @@ SHAPED: dict[str, Callable[[Lane, Shape, pytest.MonkeyPatch], None]] = {
     "promised": check_promised,
     "positions": check_positions,
     "reuse": check_reuse,
+    "one-group": check_one_group,
     "poison": check_poison,
     "packed": check_packed,
     "graph": check_graph,
@@ -448,8 +461,8 @@ SHAPED: dict[str, Callable[[Lane, Shape, pytest.MonkeyPatch], None]] = {
 
 # Where every pass takes a second: what does not depend on the kernel family is tested with few.
 FEW: dict[str, dict[str, int]] = {
-    "emulated": {"graph": 0, "workspace": 1, "packed": 2, "reuse": 1, "many-rows": 0, "compile": 1},
-    "interpreter": {"graph": 0, "workspace": 1, "many-keys": 1, "many-rows": 0, "compile": 1},
+    "emulated": {"one-group": 2, "graph": 0, "workspace": 1, "packed": 2, "reuse": 1, "many-rows": 0, "compile": 1},
+    "interpreter": {"one-group": 2, "graph": 0, "workspace": 1, "many-keys": 1, "many-rows": 0, "compile": 1},
     "cpu": {"many-rows": 0, "compile": 1},
     "cuda": {"compile": 2},
     "key-tiles": {"poison": 0, "packed": 0},  # which packed SDPA takes where all keys are finite
