@@ -123,11 +123,13 @@ def counting() -> tuple[Any, Counter[str]]:
 
 
 @on_devices
-def test_one_graph_serves_every_length(backend: str, device: str) -> None:
+@pytest.mark.parametrize("groups", [2, 1], ids=["of-each-group", "of-all-groups"])
+def test_one_graph_serves_every_length(backend: str, device: str, groups: int) -> None:
     counter, graphs = counting()
     fast = compiled(from_blocks, counter)
     for S in (80, 128, 96):  # none is a head dim: PyTorch treats sizes that are equal in the first call as one
         q, k, v, selection = problem_on(device, S)
+        selection = Selection(selection.ranges[:, :, :groups].contiguous(), BLOCK)
         got = results(fast, q, k, v, selection.block_indices, backend=backend)
         decision = decisions()[-1]
         assert (decision.forward, decision.backward, decision.request.S) == (backend, backend, S)
@@ -286,6 +288,8 @@ def check_ops(backend: str, q: Tensor, k: Tensor, v: Tensor, selection: Selectio
 def test_the_ops_pass_opcheck(backend: str, device: str) -> None:
     given = problem(2, 1, 1, B=1, S_kv=32, n=1) if device == "cpu" else problem_on(device, 64)
     check_ops(backend, *(x.detach().half().requires_grad_() for x in given[:3]), given[3], ALL_CHECKS)
+    q, k, v, selection = problem_on(device, 32)
+    check_ops(backend, q, k, v, Selection(selection.ranges[:, :, :1].contiguous(), BLOCK), ALL_CHECKS[:3])
 
 
 def test_the_ops_of_windows_pass_opcheck() -> None:
