@@ -331,6 +331,8 @@ def _by_slices(
         for x in sums:
             x.zero_()
         for part, at in slices(call, slice(b, b + 1), slice(g, g + 1), cut.rows):
-            _add_rows(part, heads._replace(share=1), lse[at].contiguous(), do[at], delta[at].contiguous(), name, width, sums, cut.partial_bytes)
+            _add_rows(
+                part, heads._replace(share=1), lse[at].contiguous(), do[at], delta[at].contiguous(), name, width, sums, cut.partial_bytes
+            )
         dk[b, g], dv[b, g] = sums[0][0], sums[1][0]
     return dk, dv

@@ -61,7 +61,9 @@ def consumers_of(S: int, h: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_of(S: int, h: int, Dk: int, Dv: int, block: int, bf16: bool, alone: bool, shared_memory: int, page: int | None, share: int) -> Plan:
+def plan_of(
+    S: int, h: int, Dk: int, Dv: int, block: int, bf16: bool, alone: bool, shared_memory: int, page: int | None, share: int
+) -> Plan:
     """Return the launch of forward_tiles.cu with one tile per sequence.
 
     Two CTAs per multiprocessor; one if there are no more CTAs than that (`alone`) or if a tile has several consumers.

@@ -73,10 +73,10 @@ def attend(
     if block_indices is None and begin is None:
         rows = torch.full((1, 1, 1, 1, 2), S_kv, dtype=torch.int32, device=key.device)
         rows[..., 0] = 0
-        selection = Selection.from_ranges(rows.expand(B, q.shape[1], G, 1, 2))
+        selection = Selection.from_ranges(rows.expand(B, q.shape[1], 1, 1, 2))
     elif block_indices is None:
         ranges = torch.stack((begin, end), -1).to(torch.int32)[:, None, None, None]  # type: ignore[arg-type]
-        selection = Selection.from_ranges(ranges.expand(B, q.shape[1], G, 1, 2))
+        selection = Selection.from_ranges(ranges.expand(B, q.shape[1], 1, 1, 2))
     elif begin is None:
         selection = Selection.from_blocks(block_indices.transpose(1, 2), module.indexer.block_size, disjoint=True)
     else:
