@@ -85,10 +85,10 @@ def _build(call: Call, capacity: int, segment: int) -> BlockLists:
     entries, chosen = unwritten(q, capacity, dtype=torch.int32), unwritten(q, capacity, dtype=torch.int16)
     counts = unwritten(q, lists * chunks + published(lists), dtype=torch.int32)
     table = min(MOST_TABLE, 1 << max(6, (tiles - 1).bit_length()))  # of a few sizes: a kernel is compiled anew for each
-    share, problem = launch.share_macros(call.groups_per_selection), launch.problem(call, ranges)
-    macros = launch.integer_macros(SMALL_BLOCK=size, TABLE=table, **share)
+    share, problem = call.groups_per_selection, launch.problem(call, ranges)
+    macros = launch.integer_macros(SMALL_BLOCK=size, TABLE=table, SHARED_BY=share)
     shared = CHUNK * (table // 2 + 1) * 4
-    sampling = launch.integer_macros(SMALL_BLOCK=size, SAMPLED=SAMPLED, **share)
+    sampling = launch.integer_macros(SMALL_BLOCK=size, SAMPLED=SAMPLED, SHARED_BY=share)
     launch.clear(popularity.data_ptr(), 4 * B * G * blocks, on)
     launch.start("count_blocks.cu", sampling, on, B * G * sampled, 128, 0, blocks, sampled, popularity.data_ptr(), problem=problem)
     launch.start(

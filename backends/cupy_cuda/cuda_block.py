@@ -165,8 +165,9 @@ def _find_shared(call: Call, reach: int, h: int) -> Shared:
     q, each = call.q, call.selection.n * reach
     B, S, G = q.shape[:3]
     shared, listed = (unwritten(q, B, S, G, dtype=torch.int64) for _ in range(2))
+    macros = launch.integer_macros(H=h, EACH=each, SHARED_BY=call.groups_per_selection)
     launch.start(
-        "shared_tiles.cu", launch.integer_macros(H=h, EACH=each, **launch.share_macros(call.groups_per_selection)), q.get_device(), B * G * -(-S // 64), 128, 0,
+        "shared_tiles.cu", macros, q.get_device(), B * G * -(-S // 64), 128, 0,
         reach, *launch.pointers(shared, listed), problem=launch.problem(call, call.disjoint_ranges()),
     )  # fmt: skip
     return Shared(shared, listed)
@@ -285,8 +286,8 @@ def _join(call: Call, source: str) -> tuple[Constants, int]:
     per_sm, columns, tiles = (JOIN_PER_SM, Dv, 2 * Dk + Dv) if source == "join_partials.cu" else (SHARES_PER_SM, Dk, 2 * (Dk + Dv))
     ring_bytes = sm90.PANEL * columns // 64  # 64 rows
     ring = ((call.device.shared_memory + sm90.SYSTEM) // per_sm - sm90.SYSTEM - sm90.STATIC) // ring_bytes
-    share = launch.share_macros(call.groups_per_selection)
-    macros = launch.macros(call, H=h, EACH=call.selection.n * call.reach(WIDTH), PER_SM=per_sm, RING=ring, **share)
+    each, share = call.selection.n * call.reach(WIDTH), call.groups_per_selection
+    macros = launch.macros(call, H=h, EACH=each, SHARED_BY=share, PER_SM=per_sm, RING=ring)
     return macros, max(ring * ring_bytes, sm90.PANEL * tiles // 64)
 
 

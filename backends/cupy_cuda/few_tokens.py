@@ -74,7 +74,7 @@ def plan_of(
     stages = ((shared_memory + 1024) // per_sm - sm90.STATIC - q_bytes) // step_bytes
     macros = constants(
         BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=1, H=h, CONSUMERS=consumers, STAGES=stages, Q_STAGES=1, BLOCK=block, FEW_TOKENS=1,
-        **launch.cache_macros(page), **launch.share_macros(share),
+        SHARED_BY=share, **launch.cache_macros(page),
     )  # fmt: skip
     return Plan(macros, 128 * (consumers + 1), q_bytes + stages * step_bytes)
 
@@ -133,7 +133,7 @@ def plan_of_e4m3(
     stages = min(2 * sm90.MOST_STAGES, ((shared_memory + sm90.SYSTEM) // E4M3_PER_SM - 2 * sm90.STATIC - row_bytes) // step_bytes)
     macros = constants(
         BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=1, E4M3=1, PAGE_SCALES=int(page_scales), H=h, TOKENS=tokens, STAGES=stages,
-        PER_SM=E4M3_PER_SM, BLOCK=block, **launch.cache_macros(page), **launch.share_macros(share),
+        PER_SM=E4M3_PER_SM, BLOCK=block, SHARED_BY=share, **launch.cache_macros(page),
     )  # fmt: skip
     threads = max(MOST_ENTRIES, 32 * (E4M3_CONSUMER_WARPS + 1))  # a thread for each entry of the union
     return TokensPlan(macros, -(-S // tokens), threads, stages * step_bytes + row_bytes)

@@ -148,8 +148,7 @@ def sort(call: Call, width: int, reach: int, section: int, kinds: Kinds) -> tupl
     numbers = (S * n * reach, reach, tiles, B * G, section * n * reach, chunk, chunks)
     ranges = call.disjoint_ranges()
     problem = launch.problem(call, ranges)
-    share = launch.share_macros(call.groups_per_selection)
-    count = launch.integer_macros(WIDTH=width, RANGE_BYTES=ranges.element_size(), **share)
+    count = launch.integer_macros(WIDTH=width, RANGE_BYTES=ranges.element_size(), SHARED_BY=call.groups_per_selection)
     scatter = launch.integer_macros(EACH=block // 256, FEW=int(few))
     launch.start(
         "sort_count.cu", count, on, parts * chunks, 256, 0,

@@ -149,11 +149,6 @@ def cache_macros(page: int | None) -> dict[str, int]:
     return {} if page is None else {"PAGE": page}
 
 
-def share_macros(share: int) -> dict[str, int]:
-    """Return the macros of a kernel that reads ranges which `share` groups share (`Call.groups_per_selection`)."""
-    return {} if share == 1 else {"SHARED_BY": share}
-
-
 def plan_problem(call: Call) -> tuple[Any, ...]:
     """Return `problem` for kernels that read the ranges alone: its groups are those of the selection."""
     ranges, share = call.disjoint_ranges(), call.groups_per_selection

@@ -108,7 +108,7 @@ def row_plan(
     if sm in WITH_CLUSTERS and tiles <= MOST_CLUSTER_TILES * MOST_CTAS:
         splits = cluster = 1 << min(splits, MOST_CTAS).bit_length() - 1
     combined = splits > cluster
-    cache = {**launch.cache_macros(page), **({"ONE_PAGE": 1} if one_page else {}), **launch.share_macros(share)}
+    cache = {**launch.cache_macros(page), **({"ONE_PAGE": 1} if one_page else {}), "SHARED_BY": share}
     macros = constants(
         BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=int(aligned), SPLIT=int(combined), CLUSTER=cluster, **shape.macros(), **cache
     )  # fmt: skip
@@ -157,8 +157,8 @@ def dq_rows(call: Call, ranges: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse
     dq, delta = unwritten(q, B, S, G, h, Dk), temporary(call, lse, B, S, G, h)
     shape = row_shape(h, Dk, call.v.shape[-1], call.selection.length_bound(call.k.shape[2]), call.device.shared_memory, True)
     head_tiles = shape.head_tiles(h)
-    share = launch.share_macros(call.groups_per_selection)
-    macros = launch.macros(call, aligned=launch.aligned(q, call.k, call.v, do), **shape.macros(), **share)
+    aligned, share = launch.aligned(q, call.k, call.v, do), call.groups_per_selection
+    macros = launch.macros(call, aligned=aligned, SHARED_BY=share, **shape.macros())
     launch.start(
         "dq_rows.cu", macros, q.get_device(), B * S * G * head_tiles, shape.threads, shape.shared,
         *launch.strided(do), *launch.pointers(o, lse, dlse, dq, delta), head_tiles, problem=launch.problem(call, ranges),
@@ -191,8 +191,8 @@ def dkdv_tiles(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tenso
     """Return dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]."""
     key_warps, column_warps, queries, shared = tile_shape(call)
     aligned = launch.aligned(call.q, call.k, call.v, do)
-    warps = {"KEY_WARPS": key_warps, "COLUMN_WARPS": column_warps}
-    macros = launch.macros(call, aligned=aligned, QUERIES=queries, **warps, **launch.share_macros(call.groups_per_selection))
+    tiles = {"KEY_WARPS": key_warps, "COLUMN_WARPS": column_warps, "QUERIES": queries}
+    macros = launch.macros(call, aligned=aligned, SHARED_BY=call.groups_per_selection, **tiles)
 
     def start(ctas: int, lists: tuple[int, ...]) -> None:
         launch.start(

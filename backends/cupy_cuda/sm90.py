@@ -217,7 +217,7 @@ def _tile_macros(call: Call, shape: TileShape, stretch: int | None) -> Constants
     assert block is not None, "supports_tiles"
     return launch.macros(
         call, H=call.q.shape[3], CONSUMERS=shape.consumers, STAGES=shape.stages, Q_STAGES=shape.q_stages, BLOCK=block,
-        **launch.share_macros(call.groups_per_selection), **launch.cache_macros(launch.page_of(call)), **({"ORDER_TOKENS": stretch} if stretch else {}),
+        SHARED_BY=call.groups_per_selection, **launch.cache_macros(launch.page_of(call)), **({"ORDER_TOKENS": stretch} if stretch else {}),
     )  # fmt: skip
 
 

@@ -107,7 +107,7 @@ def plan_of(
     macros = constants(
         BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=1, STAGES=stages, HEAD_WARPS=head_warps, PER_SM=per_sm, BLOCK=block, CLUSTER=cluster,
         NEXT_FIRST=int(next_first(work, steps, cluster, per_sm * sm_count)), SHARED_BYTES=own_bytes, **launch.cache_macros(page),
-        **quantized, **launch.share_macros(share),
+        SHARED_BY=share, **quantized,
     )  # fmt: skip
     ctas = work * cluster if cluster > 1 else min(work, per_sm * sm_count)
     return Plan(macros, ctas, stages * step_bytes + row_bytes)

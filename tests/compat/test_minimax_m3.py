@@ -227,7 +227,7 @@ def test_a_patched_model_keeps_its_weights_and_can_be_undone() -> None:
     assert list(patched.changed) == [f"model.layers.{i}.self_attn" for i in range(3)]
     assert "3 of the blocks of 8 keys" in str(patched)
     assert eager.config._attn_implementation == "nsa_sel"
-    with pytest.raises(ArgumentError, match="model is pickled with patched layers; .* Remedy: save its state_dict, or call undo()"):
+    with pytest.raises(ArgumentError, match=r"model is pickled with patched layers; .* Remedy: save its state_dict, or call undo\(\)"):
         pickle.dumps(eager)
     patched.undo()
     assert eager.config._attn_implementation == "eager"
