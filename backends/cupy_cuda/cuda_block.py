@@ -357,4 +357,4 @@ def _cut_lists(call: Call, sizes: Sizes, segment: int) -> tuple[KeyToRows, Tenso
 
 def _sort(call: Call, section: int, forward: int, backward: int, reach: int) -> tuple[Tensor, ...]:
     """Build the lists for sections of `section` rows, with segments of `forward` and of `backward` entries."""
-    return sort(call, WIDTH, reach, section, ((forward, False), (backward, False)))
+    return sort(call, WIDTH, reach, section, ((forward, False), (backward, False)), call.q.shape[2])

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -308,7 +307,7 @@ def _build(call: Call, tokens: int, stretch: int | None) -> TilePlan:
 
 def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """Return dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]."""
-    pairs = math.prod(call.k.shape[:2])
+    pairs = call.k.shape[0] * call.selection.ranges.shape[2]  # that have lists of their own
     if pairs > 1 and not (list_bytes(call)[1] if small_block(call) else lists_fit(call, KEYS, pairs)):
         return _by_pairs(call, lse, do, delta)
     q, (macros, shape, rows) = call.q, _groups(call)
@@ -368,7 +367,8 @@ def _groups(call: Call) -> tuple[Constants, GroupShape, int]:
     shape = group_shape(Dk, Dv, call.device)
     rows = max(STRETCH_BYTES // (h * (Dk + Dv) * call.q.element_size()), -(-B * G * S // MOST_STRETCHES))
     small = small_block(call)
-    return launch.macros(call, H=h, STAGES=shape.stages, **({} if small is None else {"SMALL_BLOCK": small})), shape, rows
+    blocks = {} if small is None else {"SMALL_BLOCK": small}
+    return launch.macros(call, H=h, STAGES=shape.stages, SHARED_BY=call.groups_per_selection, **blocks), shape, rows
 
 
 def _order(call: Call, rows: int, segment: int) -> tuple[Tensor]:

@@ -21,7 +21,7 @@ struct RowMasks {
         for (int i = threadIdx.x; i < CHUNK * PITCH; i += THREADS) table[i] = 0;
         __syncthreads();
         for (u32 r = threadIdx.x / 32; r < CHUNK && first_row + r < p.S; r += THREADS / 32) {
-            const i64 s = first_row + r, first_range = ranges_row((b * p.S + s) * G + g) * n;
+            const i64 s = first_row + r, first_range = ((b * p.S + s) * G + g) * n;
             const int limit = row_limit(p, b, s);
             for (u32 first = lane; first - lane < n; first += 32 * EACH) {
                 Range ranges[EACH];

@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) count_blocks(const __grid_
     const int limit = row_limit(p, b, s);
     for (u32 i = threadIdx.x; i < p.n; i += THREADS) {
         int start, end;
-        clamped_range(p, ranges_row((b * p.S + s) * G + g) * p.n + i, limit, start, end);
+        clamped_range(p, ((b * p.S + s) * G + g) * p.n + i, limit, start, end);
         if (end > start) atomicAdd(&x.counts[bg * x.blocks + start / SMALL_BLOCK], 1);
     }
 }

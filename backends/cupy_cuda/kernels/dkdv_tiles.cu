@@ -102,9 +102,9 @@ DEVICE void probabilities(float (&s)[QUERIES / 8][4], float (&dp)[QUERIES / 8][4
 extern "C" __global__ void __launch_bounds__(THREADS) dkdv_tiles(const __grid_constant__ Arguments x) {
     extern __shared__ __align__(16) u16 memory[];  // the tile's k and v, then two buffers
     __shared__ Queries described[3];               // this step, the next (being copied), and the one after
-    if (blockIdx.x >= x.lists.segments[x.lists.lists]) return;
+    if (cta_of_group() >= x.lists.segments[x.lists.lists]) return;
     const Problem &p = x.p;
-    const Segment<WIDTH> segment(x.lists, p.G, segment_at(x.lists, blockIdx.x));
+    const Segment<WIDTH> segment(x.lists, p.G, segment_at(x.lists, cta_of_group()));
     const QueryReader reader{x, segment};
     const int warp = threadIdx.x / 32, key0 = warp % KEY_WARPS * 16, half = warp / KEY_WARPS;
 
