@@ -83,7 +83,9 @@ def test_lists_hold_every_entry_of_a_tile_in_order(
         monkeypatch.setattr(key_to_rows, "FEW_COUNTS", few)
     q_pos = torch.randint(0, S_kv, (B, S), dtype=torch.int32, generator=torch.Generator().manual_seed(1)) if few == 0 else None
     call = rows_call(B, S, G, S_kv, selection(), q_pos)  # type: ignore[operator]
-    entries, begins, segments, parts = (x.tolist() for x in key_to_rows.sort(call, width, call.reach(width), section, SEGMENTS, call.q.shape[2]))
+    entries, begins, segments, parts = (
+        x.tolist() for x in key_to_rows.sort(call, width, call.reach(width), section, SEGMENTS, call.q.shape[2])
+    )
     expected = lists_of(call, width, section)
     assert [entries[begin:end] for begin, end in pairwise(begins)] == expected
     numbers = [-(-len(x) // 32) for x in expected]
