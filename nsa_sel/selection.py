@@ -243,6 +243,11 @@ class Selection:
         return cls.from_ranges(best_blocks(scores, n, block_size, first, local, S_kv, q_pos), block_size, disjoint=True)
 
     @property
+    def groups(self) -> int:
+        """KV groups of the rows; with 1, calls of any number of groups share the selection."""
+        return self.ranges.shape[2]
+
+    @property
     def block_indices(self) -> Tensor:
         """Block indices [B,S,G,n] in the ranges' dtype, -1 where a range is empty; ArgumentError without a block_size."""
         if self.block_size is None:

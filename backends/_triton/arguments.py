@@ -69,7 +69,7 @@ def sizes(call: Call) -> tuple[int, int, int]:
 
 def plan_sizes(call: Call) -> tuple[int, int, int]:
     """Return `sizes` for the plans of a selection, whose groups are the selection's."""
-    return call.q.shape[1], call.S_kv, call.selection.ranges.shape[2]
+    return call.q.shape[1], call.S_kv, call.selection.groups
 
 
 def path(call: Call, kernel: str) -> Literal["dense", "varlen"]:

@@ -100,7 +100,7 @@ def union_kernel(
 
 def tile_bytes(call: Call, TQ: int) -> int:
     """Return the bytes of the plan for one tile of rows of all groups."""
-    return call.selection.ranges.shape[2] * TQ * call.selection.n * (torch.int32.itemsize + bits_dtype(TQ).itemsize)
+    return call.selection.groups * TQ * call.selection.n * (torch.int32.itemsize + bits_dtype(TQ).itemsize)
 
 
 def block_union(call: Call, TQ: int) -> BlockUnion:
@@ -110,7 +110,7 @@ def block_union(call: Call, TQ: int) -> BlockUnion:
 
 
 def _union_plan(call: Call, TQ: int) -> BlockUnion:
-    B, S, G, n = call.selection.ranges.shape[:4]
+    (B, S), G, n = call.q.shape[:2], call.selection.groups, call.selection.n
     block, S_kv = call.selection.block_size, call.k.shape[2]
     assert block is not None, "Limits.block_aligned_only keeps other selections out"
     if -(-S_kv // block) > MOST_BLOCKS:
@@ -193,7 +193,7 @@ def most_tiles(call: Call, width: int) -> int:
 
 
 def _merged_selection(call: Call, width: int) -> tuple[Selection, Tensor]:
-    B, S, G, n = call.selection.ranges.shape[:4]
+    (B, S), G, n = call.q.shape[:2], call.selection.groups, call.selection.n
     block, most = call.selection.block_size, most_tiles(call, width)
     assert block is not None, "`merges` asks"
     tiles = torch.empty(B, S, G, most, 2, dtype=torch.int32, device=call.q.device)

@@ -59,7 +59,7 @@ def block_lists_of(call: Call) -> BlockLists:
 
 def list_bytes(call: Call) -> tuple[int, bool]:
     """Return the bytes of the lists, and whether they fit the workspace."""
-    B, S, G = call.selection.ranges.shape[:3]
+    (B, S), G = call.q.shape[:2], call.selection.groups
     counts, capacity = B * G * -(-call.k.shape[2] // KEYS) * -(-S // CHUNK), _capacity(call)
     needed = ENTRY_BYTES * capacity + 4 * counts
     return needed, needed <= max(call.settings.workspace_bytes, 1 << 20) and max(capacity, counts) < 2**31
@@ -67,13 +67,13 @@ def list_bytes(call: Call) -> tuple[int, bool]:
 
 def _capacity(call: Call) -> int:
     """Return a bound on the entries of all lists."""
-    B, S, G = call.selection.ranges.shape[:3]
+    (B, S), G = call.q.shape[:2], call.selection.groups
     return B * G * S * min(call.selection.n, -(-call.k.shape[2] // KEYS))
 
 
 def _build(call: Call, capacity: int, segment: int) -> BlockLists:
     q, on, size = call.q, call.q.get_device(), call.selection.block_size
-    B, S, G = call.selection.ranges.shape[:3]
+    (B, S), G = call.q.shape[:2], call.selection.groups
     assert size is not None, "supports_tiles"
     tiles, blocks, chunks, sampled = (-(-x // y) for x, y in ((call.k.shape[2], KEYS), (call.k.shape[2], size), (S, CHUNK), (S, SAMPLED)))
     lists, (needed, fits) = B * G * tiles, list_bytes(call)

@@ -97,7 +97,7 @@ def numbers_of_lists(call: Call, width: int) -> tuple[int, int, int, int]:
 
 
 def build_lists(call: Call, width: int, reach: int, block: int, segment: int) -> KeyToRows:
-    B, S, G = call.selection.ranges.shape[:3]
+    (B, S), G = call.q.shape[:2], call.selection.groups
     tiles, kinds = -(-call.k.shape[2] // width), with_parts(segment)
     found = sort(call, width, reach, S, kinds, G)
     lists = KeyToRows(*found, B * G * tiles, tiles, reach, segment, block)
@@ -150,8 +150,8 @@ def sort(call: Call, width: int, reach: int, section: int, kinds: Kinds, G: int)
     counts = unwritten(q, lists * chunks + (0 if few else published(lists)), dtype=torch.int32)
     numbers = (S * n * reach, reach, tiles, B * G, section * n * reach, chunk, chunks)
     ranges = call.disjoint_ranges()
-    problem = launch.plan_problem(call) if G == ranges.shape[2] else launch.problem(call, ranges)
-    count = launch.integer_macros(WIDTH=width, RANGE_BYTES=ranges.element_size(), SHARED_BY=G // ranges.shape[2])
+    problem = launch.plan_problem(call) if G == call.selection.groups else launch.problem(call, ranges)
+    count = launch.integer_macros(WIDTH=width, RANGE_BYTES=ranges.element_size(), SHARED_BY=G // call.selection.groups)
     scatter = launch.integer_macros(EACH=block // 256, FEW=int(few))
     launch.start(
         "sort_count.cu", count, on, parts * chunks, 256, 0,

@@ -267,7 +267,7 @@ def _plan_sizes(call: Call, stretch: int | None, backward: bool = False) -> tupl
         _capacity(call, tokens) * (BLOCK_NUMBER.itemsize + bits_dtype(tokens).itemsize) * (rows // tokens)
         for tokens in ({own, forward} if stretch else {own})
     )
-    return rows, call.selection.ranges.shape[2] * lists
+    return rows, call.selection.groups * lists
 
 
 def plan_of(call: Call, tokens: int, stretch: int | None = None) -> TilePlan:
@@ -278,7 +278,7 @@ def plan_of(call: Call, tokens: int, stretch: int | None = None) -> TilePlan:
 
 def _build(call: Call, tokens: int, stretch: int | None) -> TilePlan:
     q, block = call.q, call.selection.block_size
-    B, S, G = call.selection.ranges.shape[:3]
+    (B, S), G = call.q.shape[:2], call.selection.groups
     assert block is not None, "supports_tiles"
     blocks_of_keys = -(-call.S_kv // block)
     assert blocks_of_keys <= 1 << 16, "TileKernels.blocks_max"
@@ -307,7 +307,7 @@ def _build(call: Call, tokens: int, stretch: int | None) -> TilePlan:
 
 def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """Return dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]."""
-    pairs = call.k.shape[0] * call.selection.ranges.shape[2]  # that have lists of their own
+    pairs = call.k.shape[0] * call.selection.groups  # that have lists of their own
     if pairs > 1 and not (list_bytes(call)[1] if small_block(call) else lists_fit(call, KEYS, pairs)):
         return _by_pairs(call, lse, do, delta)
     q, (macros, shape, rows) = call.q, _groups(call)

@@ -169,7 +169,7 @@ class Call(_Logits):
     @property
     def groups_per_selection(self) -> int:
         """KV groups that share the ranges of a row: G for a selection of one group, else 1."""
-        return 1 if self.selection.ranges.shape[2] == self.q.shape[2] else self.q.shape[2]
+        return self.q.shape[2] // self.selection.groups
 
     def positions(self) -> Tensor:
         """Return the position of every query row, [B,S] int64; negative where a cached sequence is shorter than S."""
