@@ -97,17 +97,17 @@ def _prepare(call: Call, *, listed: bool) -> _Prepared:
     ranges = call.disjoint_ranges().to(torch.int64).view(-1).numpy()
     position = call.positions().contiguous().numpy()
     q, k, v = _flat(call.q, dtype), _flat(call.k, dtype), _flat(call.v, dtype)
-    tiles = _tiles(call, ranges, listed=listed)
-    scale = q[0].dtype.type(call.scale * kernels.LOG2E)
     share = call.groups_per_selection
+    tiles = _tiles(call, ranges, share, listed=listed)
+    scale = q[0].dtype.type(call.scale * kernels.LOG2E)
     problem = Problem(S, G, h, Dk, Dv, S_kv, n, -(-S_kv // int(TILE)), scale, share, ranges, position.ravel(), tiles.slot)
     work = B * S * G * h * call.selection.length_bound(S_kv) * max(Dk, Dv)
     return _Prepared(problem, tiles, q, k, v, position.max(1) + 1, work, dtype)
 
 
-def _tiles(call: Call, ranges: np.ndarray, *, listed: bool) -> _Tiles:
+def _tiles(call: Call, ranges: np.ndarray, share: int, *, listed: bool) -> _Tiles:
     B, S, G = call.q.shape[:3]
-    tiles, n, share = -(-call.k.shape[2] // int(TILE)), call.selection.n, call.groups_per_selection
+    tiles, n = -(-call.k.shape[2] // int(TILE)), call.selection.n
 
     def build() -> _Tiles:
         at, work = np.zeros(B * G * tiles + 1, np.int64), 8 * ranges.size * share
