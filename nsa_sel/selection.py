@@ -359,17 +359,13 @@ class Selection:
             return key
         return *key, torch._C._cuda_getCurrentRawStream(ranges.get_device())
 
-    def kept(self, on: tuple[Any, ...]) -> Any:
-        """Return the cached plan that depends on the ranges alone; None if there is none. on: its key and the current
-        stream, as of `_on_stream`."""
+    def kept(self) -> dict[Any, Plan]:
+        """Return the cached plans of the ranges as they are now, by key and current stream (`_on_stream`)."""
         snapshot = self._snapshot
-        plan = None if snapshot is None else snapshot.plans.get(on)
-        if snapshot is None or plan is None or plan.made_from or not self._is_current(snapshot):
-            return None
-        return plan.value
+        return snapshot.plans if snapshot is not None and self._is_current(snapshot) else {}
 
     def keep(self, on: tuple[Any, ...], value: Any) -> None:
-        """Cache a plan that depends on the ranges alone, as they are now. on: as of `kept`."""
+        """Cache a plan that depends on the ranges alone, as they are now. on: its key and the current stream."""
         snapshot = self._current()
         if snapshot is not None:
             _keep(snapshot.plans, on, Plan([], (), value))

@@ -11,7 +11,7 @@ import functools
 import struct
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,6 @@ _CONFIG = struct.Struct(f"<{_GRID.size}sQQI4x")  # whole CUlaunchConfig: that pa
 # CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION. The driver only reads it.
 _EARLY = ctypes.create_string_buffer(struct.pack("<I4xI60x", 6, 1), 72)
 _MOST_READY = 4096  # largest number of (recording, stream) entries per thread
-Steps = tuple[tuple[Any, ...], ...]
 
 
 class _Thread(threading.local):
@@ -33,7 +32,7 @@ class _Thread(threading.local):
         self.arguments = ctypes.create_string_buffer(MOST_BYTES)
         self.bound = {-1}  # -1: a CPU, which needs no context
         self.recording: Any = None  # the recorder of the running pass (_replay.py)
-        self.ready: dict[tuple[int, int], Steps] = {}  # prepared launches per (recording, stream)
+        self.ready: dict[tuple[int, int], Ready] = {}  # prepared launches per (recording, stream)
 
 
 thread = _Thread()
@@ -44,6 +43,7 @@ class Pointers(threading.local):
     """The kernelParams array of a launch: pointers to the packed arguments, at `offsets` in the thread's buffer."""
 
     def __init__(self, offsets: tuple[int, ...]) -> None:
+        self.offsets = offsets
         begin = ctypes.addressof(thread.arguments)
         self.list = (ctypes.c_void_p * len(offsets))(*(begin + offset for offset in offsets))
         self.address = ctypes.addressof(self.list)
@@ -102,14 +102,36 @@ def _packed_config(grid_of: bytes, stream: int, early: bool) -> bytes:
     return _CONFIG.pack(grid_of, stream, ctypes.addressof(_EARLY) if early else 0, early)
 
 
-def ready(number: int, device: int, steps: Steps, stream: int) -> Steps:
+class Step(NamedTuple):
+    """One recorded launch."""
+
+    function: int
+    grid: bytes  # `grid`
+    early: bool  # as in `start`
+    offsets: tuple[int, ...]  # of each kernel parameter among the packed arguments of all launches
+
+
+class Ready(NamedTuple):
+    """Recorded launches, prepared for one thread and stream."""
+
+    pack: Callable[..., None]  # packs the arguments of all launches into `arguments`
+    arguments: Any
+    values: Callable[[list[Any]], tuple[Any, ...]]
+    launches: tuple[tuple[int, int, int], ...]  # addresses of the CUlaunchConfig, of the function and of the kernelParams array
+    memory: tuple[Any, ...]  # what these addresses point to
+
+
+def ready(
+    number: int, device: int, stream: int, steps: tuple[Step, ...], arguments: struct.Struct, values: Callable[[list[Any]], tuple[Any, ...]]
+) -> Ready:  # fmt: skip
     """Return launches prepared for `start_all` on this thread and stream, from a cache if they were prepared before.
 
     Args:
         number: a unique id of `steps`.
         device, stream: the target of the launches.
-        steps: per kernel the function, its `grid`, `early` and `pointers` as in `start`, the struct that packs its
-            arguments, and a function that takes their values from a table.
+        steps: the launches.
+        arguments: packs the arguments of all of them.
+        values: takes these arguments from a table.
     """
     at = thread
     prepared = at.ready.get((number, stream))
@@ -118,27 +140,30 @@ def ready(number: int, device: int, steps: Steps, stream: int) -> Steps:
             bind_context(device)
         if len(at.ready) >= _MOST_READY:
             at.ready.clear()
-        prepared = at.ready[number, stream] = tuple([_ready(at.arguments, stream, *step) for step in steps])
+        prepared = at.ready[number, stream] = _ready(stream, steps, arguments, values)
     return prepared
 
 
-def _ready(
-    packed: Any, stream: int, function: int, grid_of: bytes, early: bool, pointers: Pointers, arguments: struct.Struct, values: Any
-) -> tuple[Any, ...]:
-    config = ctypes.create_string_buffer(_packed_config(grid_of, stream, early))  # returned, so that it outlives its address
-    return arguments.pack_into, packed, values, ctypes.addressof(config), function, pointers.address, config
+def _ready(stream: int, steps: tuple[Step, ...], arguments: struct.Struct, values: Any) -> Ready:
+    packed = ctypes.create_string_buffer(arguments.size)
+    begin = ctypes.addressof(packed)
+    configs = [ctypes.create_string_buffer(_packed_config(step.grid, stream, step.early)) for step in steps]
+    pointers = [(ctypes.c_void_p * len(step.offsets))(*(begin + offset for offset in step.offsets)) for step in steps]
+    addressed = zip(map(ctypes.addressof, configs), (step.function for step in steps), map(ctypes.addressof, pointers), strict=True)
+    return Ready(arguments.pack_into, packed, values, tuple(addressed), (configs, pointers))
 
 
-def start_all(steps: Steps, table: list[Any]) -> int:
+def start_all(prepared: Ready, table: list[Any]) -> int:
     """Launch kernels in order; return the status of the first launch that fails, or 0.
 
     Args:
-        steps: what `ready` returned on this thread.
-        table: argument values that the steps pick from.
+        prepared: what `ready` returned on this thread.
+        table: argument values that the launches pick from.
     """
+    pack, packed, values, launches, _ = prepared
+    pack(packed, 0, *values(table))
     launch = _launch()
-    for pack, packed, values, config, function, pointers, _ in steps:
-        pack(packed, 0, *values(table))
+    for config, function, pointers in launches:
         status: int = launch(config, function, pointers, None)
         if status:
             return status

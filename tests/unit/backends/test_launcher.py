@@ -45,15 +45,16 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             kernels.append((source, macros))
         return kernels.index((source, macros))
 
-    def start(handle: int, ctas: int, threads: int, shared: int, *_: Any, **__: Any) -> int:
+    def start(handle: int, ctas: int, threads: int, shared: int, arguments: Any) -> int:
         source, macros = kernels[handle]
         started.append(source)
-        emulate._library(source, macros).run(ctas, threads, shared, 0, cuda_driver.thread.arguments)
+        emulate._library(source, macros).run(ctas, threads, shared, 0, arguments)
         return 0
 
-    def launch_with(config: int, handle: int, *_: Any) -> int:
-        """config: the address of a CUlaunchConfig."""
-        return start(handle, *struct.unpack("<I8xI8xI", ctypes.string_at(config, 28)))
+    def launch_with(config: int, handle: int, parameters: int, _: None) -> int:
+        """config: the address of a CUlaunchConfig; parameters: of an array of pointers to arguments."""
+        ctas, threads, shared = struct.unpack("<I8xI8xI", ctypes.string_at(config, 28))
+        return start(handle, ctas, threads, shared, ctypes.c_void_p.from_address(parameters))
 
     def clear(address: int, size: int, *_: int) -> int:
         ctypes.memset(address, 0, size)
@@ -65,7 +66,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return emulate.map_of(address, shape, strides, box[2], box[3], dtype.itemsize)
 
     runtime = types.SimpleNamespace(setDevice=lambda device: None, memsetAsync=lambda address, value, size, stream: clear(address, size))
-    kernel = types.SimpleNamespace(launchKernel=lambda handle, ctas, y, z, threads, *others: start(handle, ctas, threads, others[2]))
+    own = cuda_driver.thread.arguments
+    kernel = types.SimpleNamespace(launchKernel=lambda handle, ctas, y, z, threads, *others: start(handle, ctas, threads, others[2], own))
     monkeypatch.setattr(launch, "_interfaces", lambda: (kernel, runtime))
     monkeypatch.setattr(launch, "_starts_early", lambda device: False)
     monkeypatch.setattr(launch, "function", function)
@@ -124,8 +126,8 @@ def test_other_tensors_of_a_class_are_replayed(driver: list[str], played: list[i
         driver.clear()
         if seed == 1:
             assert played == []
-    assert len(played) == 9  # three times: forward, backward, and the lists of the backward
-    assert sum(played[-3:]) == len(launched)
+    assert len(played) == 6  # three times: forward, and backward with its lists
+    assert sum(played[-2:]) == len(launched)
 
 
 @needs_compiler
@@ -161,17 +163,45 @@ def test_plans_follow_writes_into_the_ranges(driver: list[str], played: list[int
         plain = replace(call)
         plain.selection = Selection(call.selection.ranges, 16)
         assert_equal(passes(call, seed), passes(plain, seed))
-    assert len(played) == 9
+    assert len(played) == 6
 
 
 @needs_compiler
 def test_replayed_lists_of_small_blocks_are_those_that_were_built(driver: list[str], played: list[int]) -> None:
     """Their counts of blocks are zeroed again."""
     known: dict[Any, Any] = {REPEATED: True}
-    plans = [block_tiles.block_lists_of(call_of(0, facts)) for facts in (known, known, known, known, None)]
+
+    def listed(call: Call) -> tuple[Tensor]:
+        block_tiles.block_lists_of(call)
+        return (unwritten(call.q, 4),)
+
+    def lists_of(call: Call) -> Any:
+        replay.replayed(call, listed)
+        return block_tiles.block_lists_of(call)
+
+    plans = [lists_of(call_of(0, facts)) for facts in (known, known, known, known, None)]
     whole = [[x.begins, x.segments, x.parts, x.slots, *(y[: int(x.begins[-1])] for y in (x.entries, x.chosen))] for x in plans]
-    assert played
+    assert len(played) == 2
     assert all(all(map(torch.equal, plan, whole[0])) for plan in whole[1:])
+
+
+@needs_compiler
+def test_a_pass_has_recordings_with_and_without_its_plans(driver: list[str], played: list[int]) -> None:
+    """What a replay builds is what other passes use, and is not built again."""
+    known: dict[Any, Any] = {REPEATED: True}
+    for seed in range(4):
+        call = call_of(seed, known)
+        wanted = passes(call_of(seed, None), seed)
+        driver.clear()
+        played.clear()
+        for _ in range(2):
+            assert_equal(passes(call, seed), wanted)
+        assert driver.count("sort_count.cu") == 1
+    assert played == [1, 5, 1, 3]
+    plain = replace(call)  # runs as it is written, with the lists that the replay has built
+    plain.known = {}
+    assert_equal(passes(plain, 3), wanted)
+    assert driver.count("sort_count.cu") == 1
 
 
 def moved(x: Tensor) -> Tensor:
@@ -204,7 +234,7 @@ def test_what_differs_runs_as_it_is_written(monkeypatch: pytest.MonkeyPatch, dri
         o, lse = cupy_cuda.forward(call)
         do = torch.ones(o.shape[-1], dtype=o.dtype).expand(o.shape)
         assert_equal(list(cupy_cuda.backward(call, o, lse, do, None)), list(cupy_cuda.backward(plain, o, lse, do, None)))
-        assert played == [1, 2]  # the forward, and the lists
+        assert played == [1]  # the forward
         return
     assert_equal(passes(call, 1), passes(plain, 1))
     assert bool(played) == (what == "refused")
@@ -235,7 +265,7 @@ def test_a_recording_tells_what_each_address_is(extra: Any, recorded: bool) -> N
     with recorder:
         o, lse = unwritten(call.q, 4), unwritten(call.q, 4)
         cuda_driver.thread.recording.launch(*step, values=(o.data_ptr(), lse.data_ptr(), extra(call)))
-    assert (recorder.finished((o, lse), False) is not None) == recorded
+    assert (recorder.finished((o, lse)) is not None) == recorded
     assert cuda_driver.thread.recording is None
 
 
@@ -289,7 +319,7 @@ def test_old_recordings_make_room(monkeypatch: pytest.MonkeyPatch, driver: list[
     facts: list[dict[Any, Any]] = [{REPEATED: True} for _ in range(2)]
     for number in range(6):
         passes(call_of(0, facts[number // 3]), 0)
-    assert [sum(isinstance(x, replay.Recording) for x in known.values()) for known in facts] == [0, 3]
+    assert [sum(len(x.made) for x in known.values() if isinstance(x, replay.Recordings)) for known in facts] == [1, 2]
 
 
 BACKENDS = ("triton-token", "triton-group", "triton-tile", "triton-block", "cuda-block", "cupy-cuda")
