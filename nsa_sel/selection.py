@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.arguments import as_positions, as_rows, as_tensor, check_flag, check_positive
+from nsa_sel.core.plans import Plans, keep
 from nsa_sel.core.ranges import best_blocks, check_ranges, distinct_ranges, merged, ranges_of_blocks, rounded, sharing_of_blocks
 from nsa_sel.core.transforms import capturing
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.settings.flags import debugging
 
 _FACTS = frozenset(("ranges", "n", "block_size", "max_length", "disjoint"))  # can't be replaced
-_MOST_PLANS = 16
 _DISJOINT = ("disjoint",)  # the plan of `disjoint_ranges`
 
 
@@ -41,14 +41,6 @@ class Exact(NamedTuple):
     total: tuple[int, int] | None  # S_kv, and the keys of all rows at the default positions
 
 
-class Plan(NamedTuple):
-    """A cached plan."""
-
-    states: list[Any]  # of `made_from` when it was built
-    made_from: tuple[Any, ...]  # kept alive, so that no other tensor reuses the memory
-    value: Any
-
-
 class Snapshot(NamedTuple):
     """All that is cached for one version of the ranges. It is replaced as a whole, so that a thread sees an old one or
     a new one."""
@@ -56,7 +48,7 @@ class Snapshot(NamedTuple):
     version: int  # of the ranges
     copy: Tensor | None  # of the ranges, where comparing is cheap (CPU) or asked for (debugging)
     exact: Exact | None
-    plans: dict[Any, Plan]
+    plans: Plans
 
 
 UNKNOWN = "unknown"  # the state of a tensor without a version counter
@@ -202,7 +194,7 @@ class Selection:
             checked = debugging()  # nothing compiles or captures the call
             snapshot = selection._remember(checked=checked)
             if snapshot is not None:
-                _keep(snapshot.plans, selection._on_stream(_DISJOINT), Plan([], (), unique))
+                keep(snapshot.plans, selection._on_stream(_DISJOINT), unique)
         if checked:
             selection.validate()
         return selection
@@ -322,7 +314,7 @@ class Selection:
         Tensors made under torch.inference_mode() have no version counter: plans made from them are not cached.
 
         Args:
-            key: of the cache, which holds `_MOST_PLANS` plans.
+            key: of the cache, which holds `MOST_PLANS` plans.
             build: makes the plan.
             made_from: tensors and plain values that the plan depends on besides the ranges; a change rebuilds it, too.
 
@@ -341,8 +333,9 @@ class Selection:
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False):  # a later call may record gradients
                     return self.plan(key, build, *made_from)
-            kept = Plan(states, made_from, build())
-            _keep(snapshot.plans, on, kept)
+            value = build()
+            keep(snapshot.plans, on, value, states, made_from)
+            return value
         return kept.value
 
     def _current(self) -> Snapshot | None:
@@ -359,16 +352,13 @@ class Selection:
             return key
         return *key, torch._C._cuda_getCurrentRawStream(ranges.get_device())
 
-    def kept(self) -> dict[Any, Plan]:
-        """Return the cached plans of the ranges as they are now, by key and current stream (`_on_stream`)."""
+    def plans(self) -> Plans:
+        """Return the cached plans of the ranges as they are now, by key and current stream (`_on_stream`); an empty dict,
+        which nothing keeps, for tensors that have no version."""
         snapshot = self._snapshot
-        return snapshot.plans if snapshot is not None and self._is_current(snapshot) else {}
-
-    def keep(self, on: tuple[Any, ...], value: Any) -> None:
-        """Cache a plan that depends on the ranges alone, as they are now. on: its key and the current stream."""
-        snapshot = self._current()
-        if snapshot is not None:
-            _keep(snapshot.plans, on, Plan([], (), value))
+        if snapshot is None or not self._is_current(snapshot):
+            snapshot = self._remember()
+        return {} if snapshot is None else snapshot.plans
 
     def _is_current(self, snapshot: Snapshot) -> bool:
         """Return True if the ranges are as they were; ArgumentError where debugging finds an unannounced GPU write."""
@@ -522,9 +512,3 @@ class Selection:
     def __repr__(self) -> str:
         facts = f"block_size={self.block_size}, max_length={self.max_length}, disjoint={self.disjoint}, measured={self.measured}"
         return f"Selection(ranges={tuple(self.ranges.shape)} {self.ranges.dtype} on {self.ranges.device}, {facts})"
-
-
-def _keep(plans: dict[Any, Plan], on: tuple[Any, ...], plan: Plan) -> None:
-    if len(plans) >= _MOST_PLANS:  # a growing KV cache makes new keys at every step
-        plans.pop(next(iter(tuple(plans)), None), None)  # a tuple: another thread may add a plan meanwhile
-    plans[on] = plan

@@ -21,7 +21,6 @@ _GRID = struct.Struct("<7I4x")  # first part of CUlaunchConfig (cuda.h): grid, b
 _CONFIG = struct.Struct(f"<{_GRID.size}sQQI4x")  # whole CUlaunchConfig: that part, stream, attributes and their count
 # CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION. The driver only reads it.
 _EARLY = ctypes.create_string_buffer(struct.pack("<I4xI60x", 6, 1), 72)
-_MOST_READY = 4096  # largest number of (recording, stream) entries per thread
 
 
 class _Thread(threading.local):
@@ -32,7 +31,7 @@ class _Thread(threading.local):
         self.arguments = ctypes.create_string_buffer(MOST_BYTES)
         self.bound = {-1}  # -1: a CPU, which needs no context
         self.recording: Any = None  # the recorder of the running pass (_replay.py)
-        self.ready: dict[tuple[int, int], Ready] = {}  # prepared launches per (recording, stream)
+        self.ready: dict[tuple[int, int], Any] = {}  # of replays, per (recording, stream)
 
 
 thread = _Thread()
@@ -111,57 +110,36 @@ class Step(NamedTuple):
     offsets: tuple[int, ...]  # of each kernel parameter among the packed arguments of all launches
 
 
-class Ready(NamedTuple):
-    """Recorded launches, prepared for one thread and stream."""
+class Packed(NamedTuple):
+    """A buffer for the arguments of recorded launches of one thread and stream."""
 
     pack: Callable[..., None]  # packs the arguments of all launches into `arguments`
     arguments: Any
-    values: Callable[[list[Any]], tuple[Any, ...]]
     launches: tuple[tuple[int, int, int], ...]  # addresses of the CUlaunchConfig, of the function and of the kernelParams array
     memory: tuple[Any, ...]  # what these addresses point to
 
 
-def ready(
-    number: int, device: int, stream: int, steps: tuple[Step, ...], arguments: struct.Struct, values: Callable[[list[Any]], tuple[Any, ...]]
-) -> Ready:  # fmt: skip
-    """Return launches prepared for `start_all` on this thread and stream, from a cache if they were prepared before.
+def packed(device: int, stream: int, steps: tuple[Step, ...], arguments: struct.Struct) -> Packed:
+    """Return a buffer for `start_all`.
 
     Args:
-        number: a unique id of `steps`.
         device, stream: the target of the launches.
         steps: the launches.
         arguments: packs the arguments of all of them.
-        values: takes these arguments from a table.
     """
-    at = thread
-    prepared = at.ready.get((number, stream))
-    if prepared is None:
-        if device not in at.bound:
-            bind_context(device)
-        if len(at.ready) >= _MOST_READY:
-            at.ready.clear()
-        prepared = at.ready[number, stream] = _ready(stream, steps, arguments, values)
-    return prepared
-
-
-def _ready(stream: int, steps: tuple[Step, ...], arguments: struct.Struct, values: Any) -> Ready:
-    packed = ctypes.create_string_buffer(arguments.size)
-    begin = ctypes.addressof(packed)
+    if device not in thread.bound:
+        bind_context(device)
+    buffer = ctypes.create_string_buffer(arguments.size)
+    begin = ctypes.addressof(buffer)
     configs = [ctypes.create_string_buffer(_packed_config(step.grid, stream, step.early)) for step in steps]
     pointers = [(ctypes.c_void_p * len(step.offsets))(*(begin + offset for offset in step.offsets)) for step in steps]
     addressed = zip(map(ctypes.addressof, configs), (step.function for step in steps), map(ctypes.addressof, pointers), strict=True)
-    return Ready(arguments.pack_into, packed, values, tuple(addressed), (configs, pointers))
+    return Packed(arguments.pack_into, buffer, tuple(addressed), (configs, pointers))
 
 
-def start_all(prepared: Ready, table: list[Any]) -> int:
-    """Launch kernels in order; return the status of the first launch that fails, or 0.
-
-    Args:
-        prepared: what `ready` returned on this thread.
-        table: argument values that the launches pick from.
-    """
-    pack, packed, values, launches, _ = prepared
-    pack(packed, 0, *values(table))
+def start_all(launches: tuple[tuple[int, int, int], ...]) -> int:
+    """Launch kernels in order; return the status of the first launch that fails, or 0. launches: of a `Packed` of this
+    thread."""
     launch = _launch()
     for config, function, pointers in launches:
         status: int = launch(config, function, pointers, None)

@@ -29,7 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_sel.backends.launcher import cuda_driver
 from nsa_sel.backends.launcher.buffers import allocator, contiguous
-from nsa_sel.backends.launcher.cuda_driver import MAP_ALIGNMENT, clear, ready, start_all, stream_of, thread
+from nsa_sel.backends.launcher.cuda_driver import MAP_ALIGNMENT, clear, start_all, stream_of, thread
+from nsa_sel.core.plans import Plans, keep
 from nsa_sel.core.transforms import REPEATED
 from nsa_sel.errors import BackendError
 
@@ -41,17 +42,18 @@ _fills = torch._C._get_deterministic_algorithms  # if True, PyTorch fills new te
 TRIES = 3  # failed recording attempts per class after its first pass: a pass that compiles cannot be recorded
 LEAST_ADDRESS = 1 << 32  # arguments of at least this value are addresses
 MOST_BYTES = 1 << 30  # largest buffer of temporaries, or of plans; calls that need more are GPU-bound, so replay saves nothing
-MOST_RECORDINGS = 1024
+MOST_RECORDINGS, MOST_READY = 1024, 1024  # in the process; per thread, for each stream
+MOST_PACKED, NEW_ADDRESSES = 128, 8  # see `_Ready`
 _numbers = itertools.count()
 _recordings: deque[tuple[list[Recording], Recording]] = deque()  # every recording, with the list that holds it, oldest first
 # Operations that launch nothing.
 _VIEWS = (torch.ops.aten.slice.Tensor, torch.ops.aten.view.default, torch.ops.aten.view.dtype)
 _CODES = re.compile(r"(\d*)(\D)")  # count and code in a struct format
-_INPUT, _OFFSET, _MAP, _CONSTANT = range(4)  # sections of the address table of `_play`
+_INPUT, _OFFSET, _MAP, _CONSTANT = range(4)  # sections of the table of `_Ready.pack`
 
 
 class Recording(NamedTuple):
-    """The recorded launches of a pass, plans that it builds included. `entry` means an index in the table of `_play`."""
+    """The recorded launches of a pass, plans that it builds included. `entry` means an index in the table of `_Ready.pack`."""
 
     number: int  # unique id
     device: int
@@ -60,7 +62,9 @@ class Recording(NamedTuple):
     scratch: int  # bytes of temporaries
     kept: int  # bytes of the tensors of the plans that it builds
     given: tuple[tuple[Any, ...], ...]  # keys of the plans that the selection must have
-    built: dict[tuple[Any, ...], tuple[Any, ...]]  # plans that it must lack, by key: type, fields (tensors as `_Part`), offsets
+    built: dict[
+        tuple[Any, ...], tuple[Any, ...]
+    ]  # plans that it must lack, by key: `KeptPlan`'s type, fields (tensors as `_Part`), offsets
     offsets: tuple[tuple[int, int], ...]  # entry, bytes
     maps: tuple[tuple[int, Callable[[int], bytes | None]], ...]  # entry, encoder of tensor maps
     constants: tuple[bytes, ...]
@@ -88,30 +92,34 @@ class _Part(NamedTuple):
 
 
 class KeptPlan:
-    """A plan cached in a selection: its value, or the type, fields and buffer from which `value` makes it on demand."""
+    """A plan cached in a selection: its value, or the facts and the buffer from which `value` makes it on demand."""
 
-    __slots__ = ("_buffer", "_fields", "_kind", "_value", "addresses")
+    __slots__ = ("_buffer", "_facts", "_value")
 
-    def __init__(
-        self, value: Any, kind: Any = None, fields: tuple[Any, ...] = (), offsets: Sequence[int] = (), buffer: Tensor | None = None
-    ) -> None:
-        self._value, self._kind, self._fields, self._buffer = value, kind, fields, buffer
-        begin = 0 if buffer is None else buffer.data_ptr()
-        self.addresses = [x.data_ptr() for x in _tensors(value)] if buffer is None else [begin + offset for offset in offsets]
+    def __init__(self, value: Any, facts: tuple[Any, ...] = (), buffer: Tensor | None = None) -> None:
+        self._value, self._facts, self._buffer = value, facts, buffer
+
+    def addresses(self) -> list[int]:
+        """Return the addresses of the plan's tensors."""
+        if self._buffer is None:
+            return [x.data_ptr() for x in _tensors(self._value)]
+        begin = self._buffer.data_ptr()
+        return [begin + offset for offset in self._facts[2]]
 
     @property
     def value(self) -> Any:
         """Return the plan, a tuple of tensors and numbers."""
-        if self._value is None and self._kind is not None:
+        if self._value is None and self._buffer is not None:
             outer, thread.recording = thread.recording, None  # views launch nothing: do not refuse the recording
             try:
-                self._value = self._kind(self._view(x) if type(x) is _Part else x for x in self._fields)
+                kind, fields, _ = self._facts
+                self._value = kind(self._view(x) if type(x) is _Part else x for x in fields)
             finally:
                 thread.recording = outer
         return self._value
 
     def _view(self, part: _Part) -> Tensor:
-        assert self._buffer is not None, "who has fields has a buffer"
+        assert self._buffer is not None, "who has facts has a buffer"
         end = part.offset + math.prod(part.sizes) * part.dtype.itemsize
         return self._buffer[part.offset : end].view(part.dtype).view(part.sizes)
 
@@ -132,8 +140,9 @@ def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *n
     """
     if call.capturing():
         return KeptPlan(build(call, *numbers))
+    # `()` or `(q_pos, lengths)`: part of the key, so that replays, which have neither, take no plan of other positions
     made_from = () if call.q_pos is None and call.lengths is None else (call.q_pos, call.lengths)
-    key, new = (*key, *numbers, call.k.shape[2]), list[bool]()
+    key, new = (*key, *numbers, call.k.shape[2], bool(made_from)), list[bool]()
 
     def built() -> KeptPlan:
         new.append(True)
@@ -231,11 +240,13 @@ def recorded(recordings: dict[Any, Any], key: Any, inputs: Sequence[Tensor | Non
     if of_class is None:  # do not record the first pass: most keys occur once
         recordings.setdefault(key, Recordings())
         return work()
-    for recording in of_class.made:
-        plans = _plans_of(recording, call)
-        if plans is not None:
-            result = _play(recording, addresses, call, plans)
-            return work() if result is None else result  # if the driver refused a launch, the pass raises its own error
+    if of_class.made:
+        stream, kept = stream_of(of_class.made[0].device), Plans() if call is None else call.selection.plans()
+        for recording in of_class.made:
+            ready = _ready(recording, stream)
+            if ready.fits(kept):
+                result = _play(ready, addresses, kept)
+                return work() if result is None else result  # if the driver refused a launch, the pass raises its own error
     if of_class.failed == TRIES:
         return work()
     recorder = Recorder(addresses)
@@ -253,47 +264,84 @@ def recorded(recordings: dict[Any, Any], key: Any, inputs: Sequence[Tensor | Non
     return result
 
 
-def _plans_of(recording: Recording, call: Call) -> list[KeptPlan] | None:
-    """Return the plans that a recording takes; None if the selection lacks one, or has one that the recording builds."""
-    if not recording.given and not recording.built:
-        return []
-    kept, on = call.selection.kept(), () if recording.device < 0 else (stream_of(recording.device),)
-    given, built = ([kept.get((*key, *on)) for key in keys] for keys in (recording.given, recording.built))
-    if any(plan is None or plan.made_from for plan in given) or not all(plan is None or plan.made_from for plan in built):
-        return None
-    return [plan.value for plan in given]
+class _Ready:
+    """A recording, ready for one thread and stream, with the arguments of its last passes.
 
-
-def _play(recording: Recording, inputs: list[int], call: Call, plans: list[KeptPlan]) -> Any:
-    """Replay a pass and return its result, or None if the driver refuses a launch. plans: `_plans_of`.
-
-    Builds a table of argument values: addresses of inputs, outputs, temporaries and plans; addresses at an offset
-    within these; tensor maps; packed constants.
+    A caching allocator returns the same addresses again and again, other ones to each layer of a model: packed arguments
+    are cached by addresses, in one buffer more for every NEW_ADDRESSES passes that find none.
     """
-    number, device, make, outputs_of, scratch_bytes, kept_bytes, _, built, offsets, maps_of, constants, cleared, *launches, _ = recording
-    stream = stream_of(device)
-    outputs = tuple([make(*facts) for facts in outputs_of])
-    scratch = make((scratch_bytes,), (1,), torch.uint8) if scratch_bytes else None
-    kept = make((kept_bytes,), (1,), torch.uint8) if kept_bytes else None
-    table: list[Any] = inputs + [x.data_ptr() for x in outputs]
-    table += 0 if scratch is None else scratch.data_ptr(), 0 if kept is None else kept.data_ptr()
-    for plan in plans:
-        table += plan.addresses
-    if offsets:
-        table += [table[entry] + offset for entry, offset in offsets]
-    if maps_of:
-        maps = [encode(table[entry]) for entry, encode in maps_of]
+
+    __slots__ = ("built", "given", "missed", "packed", "recording", "stream")
+
+    def __init__(self, recording: Recording, stream: int) -> None:
+        on = () if recording.device < 0 else (stream,)
+        self.recording, self.stream = recording, stream
+        self.given = tuple([(*key, *on) for key in recording.given])  # keys of its plans on the stream
+        self.built = {(*key, *on): facts for key, facts in recording.built.items()}
+        self.packed: dict[tuple[int, ...], tuple[cuda_driver.Packed, Any]] = {}  # and what is cleared, by addresses
+        self.missed = 0
+
+    def fits(self, kept: Plans) -> bool:
+        """Return True if the selection has the plans that the recording takes, and none that it builds."""
+        return kept.keys().isdisjoint(self.built) and (not self.given or all(map(kept.__contains__, self.given)))
+
+    def pack(self, addresses: tuple[int, ...]) -> tuple[cuda_driver.Packed, Any] | None:
+        """Return the launches for these addresses, and the memory to clear before; None if the driver refuses a tensor
+        map.
+
+        Builds a table of argument values: addresses of inputs, outputs, temporaries and plans; addresses at an offset
+        within these; tensor maps; packed constants.
+        """
+        recording, table = self.recording, list[Any](addresses)
+        table += [table[entry] + offset for entry, offset in recording.offsets]
+        maps = [encode(table[entry]) for entry, encode in recording.maps]
         if None in maps:
             return None
         table += maps
-    table += constants
-    for entry, size in cleared:
-        if clear(table[entry], size, stream):
-            return None
-    if start_all(ready(number, device, stream, *launches), table):
+        table += recording.constants
+        self.missed += 1
+        if len(self.packed) < min(MOST_PACKED, 1 + self.missed // NEW_ADDRESSES):
+            packed = cuda_driver.packed(recording.device, self.stream, recording.steps, recording.arguments)
+        else:
+            packed, _ = self.packed.pop(next(iter(self.packed)))  # the oldest
+        packed.pack(packed.arguments, 0, *recording.values(table))
+        found = self.packed[addresses] = packed, [(table[entry], size) for entry, size in recording.cleared]
+        return found
+
+
+def _ready(recording: Recording, stream: int) -> _Ready:
+    cache, key = thread.ready, (recording.number, stream)
+    ready: _Ready | None = cache.get(key)
+    if ready is None:
+        if len(cache) >= MOST_READY:
+            cache.clear()
+        ready = cache[key] = _Ready(recording, stream)
+    return ready
+
+
+def _play(ready: _Ready, inputs: list[int], kept: Plans) -> Any:
+    """Replay a pass and return its result, or None if the driver refuses a launch. kept: the plans of its selection."""
+    recording = ready.recording
+    make = recording.make
+    outputs = tuple([make(*facts) for facts in recording.outputs])
+    scratch = make((recording.scratch,), (1,), torch.uint8) if recording.scratch else None
+    plans = make((recording.kept,), (1,), torch.uint8) if recording.kept else None
+    inputs += [x.data_ptr() for x in outputs]
+    inputs += 0 if scratch is None else scratch.data_ptr(), 0 if plans is None else plans.data_ptr()
+    for key in ready.given:
+        inputs += kept[key].value.addresses()
+    addresses = tuple(inputs)
+    found = ready.packed.get(addresses) or ready.pack(addresses)
+    if found is None:
         return None
-    for key, facts in built.items():
-        call.selection.keep(key if device < 0 else (*key, stream), KeptPlan(None, *facts, kept))
+    packed, cleared = found
+    for address, size in cleared:
+        if clear(address, size, ready.stream):
+            return None
+    if start_all(packed.launches):
+        return None
+    for key, facts in ready.built.items():
+        keep(kept, key, KeptPlan(None, facts, plans))
     return outputs
 
 
@@ -405,7 +453,7 @@ def _packed(tensors: list[Tensor], entry: int) -> tuple[int, list[_Span]]:
 
 
 class _Table:
-    """Builds the table of `_play` from recorded values, and the struct that packs the arguments of all launches into one
+    """Builds the table of `_Ready.pack` from recorded values, and the struct that packs the arguments of all launches into one
     buffer. A location is (section of the table, index in the section)."""
 
     def __init__(self, spans: list[_Span], bases: int, encoders: dict[bytes, tuple[int, Callable[[int], bytes | None]]]) -> None:

@@ -85,7 +85,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def played(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Collect the number of launches of each replay."""
     found, play = list[int](), replay._play
-    monkeypatch.setattr(replay, "_play", lambda recording, *others: (found.append(len(recording.steps)), play(recording, *others))[1])
+    monkeypatch.setattr(replay, "_play", lambda ready, *others: (found.append(len(ready.recording.steps)), play(ready, *others))[1])
     return found
 
 
