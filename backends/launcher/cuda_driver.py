@@ -11,7 +11,7 @@ import functools
 import struct
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,6 +19,8 @@ MOST_BYTES = 4096  # largest kernel argument buffer
 MAP_BYTES, MAP_ALIGNMENT = 128, 64  # size and alignment of a CUtensorMap
 _GRID = struct.Struct("<7I4x")  # first part of CUlaunchConfig (cuda.h): grid, block, shared memory
 _CONFIG = struct.Struct(f"<{_GRID.size}sQQI4x")  # whole CUlaunchConfig: that part, stream, attributes and their count
+STREAM_OFFSET = _GRID.size  # of the stream in a CUlaunchConfig
+_NON_BLOCKING, _RELAXED = 1, 2  # CU_STREAM_NON_BLOCKING, CU_STREAM_CAPTURE_MODE_RELAXED
 # CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION. The driver only reads it.
 _EARLY = ctypes.create_string_buffer(struct.pack("<I4xI60x", 6, 1), 72)
 
@@ -32,6 +34,7 @@ class _Thread(threading.local):
         self.bound = {-1}  # -1: a CPU, which needs no context
         self.recording: Any = None  # the recorder of the running pass (_replay.py)
         self.ready: dict[tuple[int, int], Any] = {}  # of replays, per (recording, stream)
+        self.captures: dict[int, int] = {}  # the stream for captures, per device
 
 
 thread = _Thread()
@@ -54,10 +57,16 @@ def _library() -> Any:
 
 
 @functools.cache
-def _launch() -> Any:
-    launch = _library().cuLaunchKernelEx
-    launch.argtypes = (ctypes.c_void_p,) * 4
-    return launch
+def _function(name: str, pointers: int) -> Any:
+    """Return a function of the driver that takes so many pointers (or numbers of their size)."""
+    function = getattr(_library(), name)
+    function.argtypes = (ctypes.c_void_p,) * pointers
+    return function
+
+
+def launch_function() -> Any:
+    """Return cuLaunchKernelEx(config, function, parameters, extra)."""
+    return _function("cuLaunchKernelEx", 4)
 
 
 @functools.cache
@@ -80,7 +89,7 @@ def clear(address: int, size: int, stream: int) -> int:
 
 
 def grid(ctas: int, threads: int, shared: int) -> bytes:
-    """Pack grid, block and shared memory size as `ready` expects them."""
+    """Pack grid, block and shared memory size as `packed_config` takes them."""
     return _GRID.pack(ctas, 1, 1, threads, 1, 1, shared)
 
 
@@ -92,60 +101,56 @@ def start(
     early: programmatic dependent launch; the kernel may start before the previous kernel of the stream ends.
     """
     at = thread
-    at.config.raw = _packed_config(grid(ctas, threads, shared), stream, early)
-    status: int = _launch()(ctypes.addressof(at.config), function, pointers.address, None)
+    at.config.raw = packed_config(grid(ctas, threads, shared), stream, early)
+    status: int = launch_function()(ctypes.addressof(at.config), function, pointers.address, None)
     return status
 
 
-def _packed_config(grid_of: bytes, stream: int, early: bool) -> bytes:
+def packed_config(grid_of: bytes, stream: int, early: bool) -> bytes:
+    """Pack a CUlaunchConfig. grid_of: `grid`."""
     return _CONFIG.pack(grid_of, stream, ctypes.addressof(_EARLY) if early else 0, early)
 
 
-class Step(NamedTuple):
-    """One recorded launch."""
+class Graph:
+    """An instantiated CUDA graph of launches, whose arguments are fixed."""
 
-    function: int
-    grid: bytes  # `grid`
-    early: bool  # as in `start`
-    offsets: tuple[int, ...]  # of each kernel parameter among the packed arguments of all launches
+    def __init__(self, handle: int) -> None:
+        self._handle, self._start, self._destroy = handle, _function("cuGraphLaunch", 2), _function("cuGraphExecDestroy", 1)
 
+    def start(self, stream: int) -> int:
+        """Launch the graph; return the driver's status."""
+        status: int = self._start(self._handle, stream)
+        return status
 
-class Packed(NamedTuple):
-    """A buffer for the arguments of recorded launches of one thread and stream."""
-
-    pack: Callable[..., None]  # packs the arguments of all launches into `arguments`
-    arguments: Any
-    launches: tuple[tuple[int, int, int], ...]  # addresses of the CUlaunchConfig, of the function and of the kernelParams array
-    memory: tuple[Any, ...]  # what these addresses point to
+    def __del__(self) -> None:  # the driver waits for launches that still run
+        self._destroy(self._handle)
 
 
-def packed(device: int, stream: int, steps: tuple[Step, ...], arguments: struct.Struct) -> Packed:
-    """Return a buffer for `start_all`.
+def captured(device: int, start: Callable[[int], int]) -> Graph | None:
+    """Return the launches of `start(stream)`, which returns the driver's status, as a graph; None if the driver refuses.
 
-    Args:
-        device, stream: the target of the launches.
-        steps: the launches.
-        arguments: packs the arguments of all of them.
+    The capture runs on a stream of this thread, and minds no capture of another thread.
     """
-    if device not in thread.bound:
-        bind_context(device)
-    buffer = ctypes.create_string_buffer(arguments.size)
-    begin = ctypes.addressof(buffer)
-    configs = [ctypes.create_string_buffer(_packed_config(step.grid, stream, step.early)) for step in steps]
-    pointers = [(ctypes.c_void_p * len(step.offsets))(*(begin + offset for offset in step.offsets)) for step in steps]
-    addressed = zip(map(ctypes.addressof, configs), (step.function for step in steps), map(ctypes.addressof, pointers), strict=True)
-    return Packed(arguments.pack_into, buffer, tuple(addressed), (configs, pointers))
-
-
-def start_all(launches: tuple[tuple[int, int, int], ...]) -> int:
-    """Launch kernels in order; return the status of the first launch that fails, or 0. launches: of a `Packed` of this
-    thread."""
-    launch = _launch()
-    for config, function, pointers in launches:
-        status: int = launch(config, function, pointers, None)
-        if status:
-            return status
-    return 0
+    mode, graph, made = ctypes.c_int(_RELAXED), ctypes.c_void_p(), ctypes.c_void_p()
+    exchange = _function("cuThreadExchangeStreamCaptureMode", 1)
+    if device not in thread.captures:
+        stream = ctypes.c_void_p()
+        if _function("cuStreamCreate", 2)(ctypes.addressof(stream), _NON_BLOCKING):
+            return None
+        thread.captures[device] = stream.value or 0
+    on = thread.captures[device]
+    exchange(ctypes.addressof(mode))
+    try:
+        if _function("cuStreamBeginCapture_v2", 2)(on, _RELAXED):
+            return None
+        status = start(on)
+        status = _function("cuStreamEndCapture", 2)(on, ctypes.addressof(graph)) or status
+        status = status or _function("cuGraphInstantiateWithFlags", 3)(ctypes.addressof(made), graph, 0)
+        if graph:
+            _function("cuGraphDestroy", 1)(graph)
+    finally:
+        exchange(ctypes.addressof(mode))
+    return None if status or not made.value else Graph(made.value)
 
 
 def bind_context(device: int) -> None:

@@ -28,8 +28,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_sel.backends.launcher import cuda_driver
+from nsa_sel.backends.launcher.batch import Batch, Step
 from nsa_sel.backends.launcher.buffers import allocator, contiguous
-from nsa_sel.backends.launcher.cuda_driver import MAP_ALIGNMENT, clear, start_all, stream_of, thread
+from nsa_sel.backends.launcher.cuda_driver import MAP_ALIGNMENT, stream_of, thread
 from nsa_sel.core.plans import Plans, keep
 from nsa_sel.core.transforms import REPEATED
 from nsa_sel.errors import BackendError
@@ -43,17 +44,17 @@ TRIES = 3  # failed recording attempts per class after its first pass: a pass th
 LEAST_ADDRESS = 1 << 32  # arguments of at least this value are addresses
 MOST_BYTES = 1 << 30  # largest buffer of temporaries, or of plans; calls that need more are GPU-bound, so replay saves nothing
 MOST_RECORDINGS, MOST_READY = 1024, 1024  # in the process; per thread, for each stream
-MOST_PACKED, NEW_ADDRESSES = 128, 8  # see `_Ready`
+MOST_BATCHES, NEW_ADDRESSES = 128, 8  # see `_Ready`
 _numbers = itertools.count()
 _recordings: deque[tuple[list[Recording], Recording]] = deque()  # every recording, with the list that holds it, oldest first
 # Operations that launch nothing.
 _VIEWS = (torch.ops.aten.slice.Tensor, torch.ops.aten.view.default, torch.ops.aten.view.dtype)
 _CODES = re.compile(r"(\d*)(\D)")  # count and code in a struct format
-_INPUT, _OFFSET, _MAP, _CONSTANT = range(4)  # sections of the table of `_Ready.pack`
+_INPUT, _OFFSET, _MAP, _CONSTANT = range(4)  # sections of the table of `_Ready.batch`
 
 
 class Recording(NamedTuple):
-    """The recorded launches of a pass, plans that it builds included. `entry` means an index in the table of `_Ready.pack`."""
+    """The recorded launches of a pass, plans that it builds included. `entry` means an index in the table of `_Ready.batch`."""
 
     number: int  # unique id
     device: int
@@ -69,7 +70,7 @@ class Recording(NamedTuple):
     maps: tuple[tuple[int, Callable[[int], bytes | None]], ...]  # entry, encoder of tensor maps
     constants: tuple[bytes, ...]
     cleared: tuple[tuple[int, int], ...]  # entry, bytes
-    steps: tuple[cuda_driver.Step, ...]  # launches
+    steps: tuple[Step, ...]  # launches
     arguments: struct.Struct  # packs the arguments of all launches
     values: Callable[[list[Any]], tuple[Any, ...]]  # takes these arguments from the table
     kernels: tuple[Any, ...]  # kernel objects, held so that their code stays loaded
@@ -168,7 +169,7 @@ def replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, .
     ranges = call.disjoint_ranges()
     key = (work, ranges.dtype, call.selection.exact())  # exact(), because `measure` may run between forward and backward
     if given:
-        key += tuple([None if x is None else (x.dtype, x.stride()) for x in given])
+        key += tuple([None if x is None else (x.dtype, x.is_contiguous() or x.stride()) for x in given])
     inputs = (call.q, call.k, call.v, ranges, *given)
     if settings.debug_triton:
         return checked(recordings, key, inputs, work, lambda: work(call, *given))
@@ -268,26 +269,25 @@ class _Ready:
     """A recording, ready for one thread and stream, with the arguments of its last passes.
 
     A caching allocator returns the same addresses again and again, other ones to each layer of a model: packed arguments
-    are cached by addresses, in one buffer more for every NEW_ADDRESSES passes that find none.
+    are cached by addresses, in one batch more for every NEW_ADDRESSES passes that find none.
     """
 
-    __slots__ = ("built", "given", "missed", "packed", "recording", "stream")
+    __slots__ = ("batches", "built", "given", "missed", "recording", "stream")
 
     def __init__(self, recording: Recording, stream: int) -> None:
         on = () if recording.device < 0 else (stream,)
         self.recording, self.stream = recording, stream
         self.given = tuple([(*key, *on) for key in recording.given])  # keys of its plans on the stream
         self.built = {(*key, *on): facts for key, facts in recording.built.items()}
-        self.packed: dict[tuple[int, ...], tuple[cuda_driver.Packed, Any]] = {}  # and what is cleared, by addresses
+        self.batches: dict[tuple[int, ...], Batch] = {}  # by addresses
         self.missed = 0
 
     def fits(self, kept: Plans) -> bool:
         """Return True if the selection has the plans that the recording takes, and none that it builds."""
         return kept.keys().isdisjoint(self.built) and (not self.given or all(map(kept.__contains__, self.given)))
 
-    def pack(self, addresses: tuple[int, ...]) -> tuple[cuda_driver.Packed, Any] | None:
-        """Return the launches for these addresses, and the memory to clear before; None if the driver refuses a tensor
-        map.
+    def batch(self, addresses: tuple[int, ...]) -> Batch | None:
+        """Return the launches with these addresses; None if the driver refuses a tensor map.
 
         Builds a table of argument values: addresses of inputs, outputs, temporaries and plans; addresses at an offset
         within these; tensor maps; packed constants.
@@ -300,13 +300,13 @@ class _Ready:
         table += maps
         table += recording.constants
         self.missed += 1
-        if len(self.packed) < min(MOST_PACKED, 1 + self.missed // NEW_ADDRESSES):
-            packed = cuda_driver.packed(recording.device, self.stream, recording.steps, recording.arguments)
+        if len(self.batches) < min(MOST_BATCHES, 1 + self.missed // NEW_ADDRESSES):
+            batch = Batch(recording.device, self.stream, recording.steps, recording.arguments)
         else:
-            packed, _ = self.packed.pop(next(iter(self.packed)))  # the oldest
-        packed.pack(packed.arguments, 0, *recording.values(table))
-        found = self.packed[addresses] = packed, [(table[entry], size) for entry, size in recording.cleared]
-        return found
+            batch = self.batches.pop(next(iter(self.batches)))  # the oldest
+        batch.pack(recording.values(table), [(table[entry], size) for entry, size in recording.cleared])
+        self.batches[addresses] = batch
+        return batch
 
 
 def _ready(recording: Recording, stream: int) -> _Ready:
@@ -331,14 +331,8 @@ def _play(ready: _Ready, inputs: list[int], kept: Plans) -> Any:
     for key in ready.given:
         inputs += kept[key].value.addresses()
     addresses = tuple(inputs)
-    found = ready.packed.get(addresses) or ready.pack(addresses)
-    if found is None:
-        return None
-    packed, cleared = found
-    for address, size in cleared:
-        if clear(address, size, ready.stream):
-            return None
-    if start_all(packed.launches):
+    batch = ready.batches.get(addresses) or ready.batch(addresses)
+    if batch is None or batch.start():
         return None
     for key, facts in ready.built.items():
         keep(kept, key, KeptPlan(None, facts, plans))
@@ -453,7 +447,7 @@ def _packed(tensors: list[Tensor], entry: int) -> tuple[int, list[_Span]]:
 
 
 class _Table:
-    """Builds the table of `_Ready.pack` from recorded values, and the struct that packs the arguments of all launches into one
+    """Builds the table of `_Ready.batch` from recorded values, and the struct that packs the arguments of all launches into one
     buffer. A location is (section of the table, index in the section)."""
 
     def __init__(self, spans: list[_Span], bases: int, encoders: dict[bytes, tuple[int, Callable[[int], bytes | None]]]) -> None:
@@ -461,7 +455,7 @@ class _Table:
         self.offsets: list[tuple[int, int]] = []
         self.maps: list[tuple[int, Callable[[int], bytes | None]]] = []
         self.constants: list[bytes] = []
-        self.steps: list[cuda_driver.Step] = []
+        self.steps: list[Step] = []
         self.codes, self.locations = "<", list[tuple[int, int]]()  # of the arguments of all launches
 
     def add(self, function: int, grid: bytes, early: bool, pointers: Any, arguments: struct.Struct, values: tuple[Any, ...]) -> None:
@@ -469,7 +463,7 @@ class _Table:
         self.codes += f"{-struct.calcsize(self.codes) % MAP_ALIGNMENT}x"
         begin = struct.calcsize(self.codes)
         offsets = () if pointers is None else pointers.offsets
-        self.steps.append(cuda_driver.Step(function, grid, early, tuple(begin + offset for offset in offsets)))
+        self.steps.append(Step(function, grid, early, tuple(begin + offset for offset in offsets)))
         same, numbers, left = "", list[Any](), iter(values)  # codes and values of the current run of scalars
         for number, code in [*_CODES.findall(arguments.format[1:]), ("", "")]:
             for one in [number + code] if code in ("s", "") else int(number or 1) * [code]:

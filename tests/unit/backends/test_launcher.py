@@ -73,9 +73,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(launch, "function", function)
     monkeypatch.setattr(tensor_map, "_encoded", encoded)
     monkeypatch.setattr(cuda_driver, "stream_of", lambda device: 0)
-    monkeypatch.setattr(cuda_driver, "_launch", lambda: launch_with)
+    monkeypatch.setattr(cuda_driver, "launch_function", lambda: launch_with)
     monkeypatch.setattr(replay, "stream_of", lambda device: 0)
-    monkeypatch.setattr(replay, "clear", clear)
+    monkeypatch.setattr(cuda_driver, "clear", clear)
     monkeypatch.setattr(Selection, "_on_gpu", True)  # else it compares ranges with a copy
     tensor_map._encoder.cache_clear()
     return started
@@ -229,7 +229,7 @@ def test_what_differs_runs_as_it_is_written(monkeypatch: pytest.MonkeyPatch, dri
     elif what == "a hook":
         monkeypatch.setattr(cuda_driver, "hooked", lambda: True)
     elif what == "refused":
-        monkeypatch.setattr(cuda_driver, "_launch", lambda: lambda *_: 1)
+        monkeypatch.setattr(cuda_driver, "launch_function", lambda: lambda *_: 1)
     if what == "expanded do":
         o, lse = cupy_cuda.forward(call)
         do = torch.ones(o.shape[-1], dtype=o.dtype).expand(o.shape)
