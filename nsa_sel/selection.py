@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.arguments import as_positions, as_rows, as_tensor, check_flag, check_positive
-from nsa_sel.core.plans import Plans, keep
+from nsa_sel.core.plans import DISJOINT, Plan, Plans, make_room
 from nsa_sel.core.ranges import best_blocks, check_ranges, distinct_ranges, merged, ranges_of_blocks, rounded, sharing_of_blocks
 from nsa_sel.core.transforms import capturing
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.settings.flags import debugging
 
 _FACTS = frozenset(("ranges", "n", "block_size", "max_length", "disjoint"))  # can't be replaced
-_DISJOINT = ("disjoint",)  # the plan of `disjoint_ranges`
 
 
 class Measured(NamedTuple):
@@ -194,7 +193,7 @@ class Selection:
             checked = debugging()  # nothing compiles or captures the call
             snapshot = selection._remember(checked=checked)
             if snapshot is not None:
-                keep(snapshot.plans, selection._on_stream(_DISJOINT), unique)
+                snapshot.plans[selection._on_stream(DISJOINT)] = Plan(unique)
         if checked:
             selection.validate()
         return selection
@@ -303,10 +302,10 @@ class Selection:
         if capturing(self.ranges) if captured is None else captured:
             return distinct_ranges(self.ranges, self.block_size)
         snapshot = self._snapshot  # `kept`, inlined
-        kept = None if snapshot is None else snapshot.plans.get(self._on_stream(_DISJOINT) if self.ranges.is_cuda else _DISJOINT)
+        kept = None if snapshot is None else snapshot.plans.get(self._on_stream(DISJOINT) if self.ranges.is_cuda else DISJOINT)
         if snapshot is not None and kept is not None and self._is_current(snapshot):
             return kept.value  # type: ignore[no-any-return]
-        return self.plan(_DISJOINT, lambda: distinct_ranges(self.ranges, self.block_size))  # type: ignore[no-any-return]
+        return self.plan(DISJOINT, lambda: distinct_ranges(self.ranges, self.block_size))  # type: ignore[no-any-return]
 
     def plan(self, key: tuple[Any, ...], build: Callable[[], Any], *made_from: Any) -> Any:
         """Return the cached result of `build()`, rebuilt after the ranges were written.
@@ -321,7 +320,7 @@ class Selection:
         Returns:
             What `build` returned.
         """
-        states = [state_of(x) for x in made_from] if made_from else []
+        states = tuple([state_of(x) for x in made_from]) if made_from else ()
         snapshot = None if UNKNOWN in states else self._snapshot
         if UNKNOWN not in states and (snapshot is None or not self._is_current(snapshot)):
             snapshot = self._remember()
@@ -333,12 +332,12 @@ class Selection:
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False):  # a later call may record gradients
                     return self.plan(key, build, *made_from)
-            value = build()
-            keep(snapshot.plans, on, value, states, made_from)
-            return value
+            kept = Plan(build(), states, made_from)
+            make_room(snapshot.plans)
+            snapshot.plans[on] = kept
         return kept.value
 
-    def _current(self) -> Snapshot | None:
+    def current(self) -> Snapshot | None:
         """Return the snapshot of the ranges as they are, a new one if they were written; None for tensors that have no
         version."""
         snapshot = self._snapshot
@@ -351,14 +350,6 @@ class Selection:
         if not ranges.is_cuda or torch.compiler.is_compiling():
             return key
         return *key, torch._C._cuda_getCurrentRawStream(ranges.get_device())
-
-    def plans(self) -> Plans:
-        """Return the cached plans of the ranges as they are now, by key and current stream (`_on_stream`); an empty dict,
-        which nothing keeps, for tensors that have no version."""
-        snapshot = self._snapshot
-        if snapshot is None or not self._is_current(snapshot):
-            snapshot = self._remember()
-        return {} if snapshot is None else snapshot.plans
 
     def _is_current(self, snapshot: Snapshot) -> bool:
         """Return True if the ranges are as they were; ArgumentError where debugging finds an unannounced GPU write."""
@@ -487,7 +478,7 @@ class Selection:
         longest = int(lengths.max()) if rows else 0
         sharing = None if self.block_size is None else sharing_of_blocks(torch.where(end > start, start // self.block_size, -1))
         self.measured = measured = Measured(rows, int((lengths == 0).sum()), longest, total / max(1, rows), total, sharing)
-        snapshot = self._current()
+        snapshot = self.current()
         if snapshot is not None:
             of_keys = (S_kv, total) if S_kv is not None and q_pos is None else None
             exact = Exact(most, sharing and rounded(sharing), int(float(f"{measured.mean_length:.2g}")), of_keys)

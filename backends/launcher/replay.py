@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import operator
 import re
 import struct
@@ -31,7 +30,7 @@ from nsa_sel.backends.launcher import cuda_driver
 from nsa_sel.backends.launcher.batch import Batch, Step
 from nsa_sel.backends.launcher.buffers import allocator, contiguous
 from nsa_sel.backends.launcher.cuda_driver import MAP_ALIGNMENT, stream_of, thread
-from nsa_sel.core.plans import Plans, keep
+from nsa_sel.core.plans import Part, Plan, PlanInBuffer, Plans, make_room, tensors_of
 from nsa_sel.core.transforms import REPEATED
 from nsa_sel.errors import BackendError
 
@@ -63,9 +62,7 @@ class Recording(NamedTuple):
     scratch: int  # bytes of temporaries
     kept: int  # bytes of the tensors of the plans that it builds
     given: tuple[tuple[Any, ...], ...]  # keys of the plans that the selection must have
-    built: dict[
-        tuple[Any, ...], tuple[Any, ...]
-    ]  # plans that it must lack, by key: `KeptPlan`'s type, fields (tensors as `_Part`), offsets
+    built: dict[tuple[Any, ...], tuple[Any, ...]]  # plans that it must lack, by key: the facts of `PlanInBuffer`
     offsets: tuple[tuple[int, int], ...]  # entry, bytes
     maps: tuple[tuple[int, Callable[[int], bytes | None]], ...]  # entry, encoder of tensor maps
     constants: tuple[bytes, ...]
@@ -85,51 +82,42 @@ class Recordings:
         self.made: list[Recording] = []
         self.failed = 0
 
+    def run(self, addresses: list[int], kept: Plans, work: Callable[[], Any]) -> Any:
+        """Return `work()`, run or replayed.
 
-class _Part(NamedTuple):
-    offset: int
-    sizes: tuple[int, ...]
-    dtype: torch.dtype
+        Args:
+            addresses: of the tensors that kernels read, 0 for None. Replays need multiples of 16.
+            kept: the plans of the selection.
+            work: the pass.
+        """
+        if thread.recording is not None or functools.reduce(operator.or_, addresses) & 15 or _fills() or cuda_driver.hooked():
+            return work()  # the first: nested in a pass that is being recorded
+        if self.made:
+            stream, cache = stream_of(self.made[0].device), thread.ready
+            for recording in self.made:
+                ready = cache.get((recording.number, stream)) or _ready(recording, stream)
+                if kept.keys().isdisjoint(ready.built) and (not ready.given or all(map(kept.__contains__, ready.given))):
+                    result = ready.play(addresses, kept)
+                    return work() if result is None else result  # if the driver refused a launch, the pass raises its own error
+        return work() if self.failed == TRIES else self._record(addresses, work)
 
-
-class KeptPlan:
-    """A plan cached in a selection: its value, or the facts and the buffer from which `value` makes it on demand."""
-
-    __slots__ = ("_buffer", "_facts", "_value")
-
-    def __init__(self, value: Any, facts: tuple[Any, ...] = (), buffer: Tensor | None = None) -> None:
-        self._value, self._facts, self._buffer = value, facts, buffer
-
-    def addresses(self) -> list[int]:
-        """Return the addresses of the plan's tensors."""
-        if self._buffer is None:
-            return [x.data_ptr() for x in _tensors(self._value)]
-        begin = self._buffer.data_ptr()
-        return [begin + offset for offset in self._facts[2]]
-
-    @property
-    def value(self) -> Any:
-        """Return the plan, a tuple of tensors and numbers."""
-        if self._value is None and self._buffer is not None:
-            outer, thread.recording = thread.recording, None  # views launch nothing: do not refuse the recording
-            try:
-                kind, fields, _ = self._facts
-                self._value = kind(self._view(x) if type(x) is _Part else x for x in fields)
-            finally:
-                thread.recording = outer
-        return self._value
-
-    def _view(self, part: _Part) -> Tensor:
-        assert self._buffer is not None, "who has facts has a buffer"
-        end = part.offset + math.prod(part.sizes) * part.dtype.itemsize
-        return self._buffer[part.offset : end].view(part.dtype).view(part.sizes)
+    def _record(self, addresses: list[int], work: Callable[[], Any]) -> Any:
+        recorder = Recorder(addresses)
+        with recorder:
+            result = work()
+        recording = recorder.finished(result)
+        if recording is None:
+            self.failed += 1
+            return result
+        self.made.append(recording)
+        _recordings.append((self.made, recording))
+        if len(_recordings) > MOST_RECORDINGS:  # a growing cache makes a new class at every step
+            made, oldest = _recordings.popleft()
+            made.remove(oldest)
+        return result
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [x for x in value if isinstance(x, Tensor)] if isinstance(value, tuple) else []
-
-
-def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *numbers: Any) -> KeptPlan:
+def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *numbers: Any) -> Plan:
     """Return `build(call, *numbers)`, cached in the selection by key, numbers, S_kv, and positions or lengths (causal
     clamp).
 
@@ -140,19 +128,19 @@ def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *n
     capture, and a plan built in a capture holds no data until the graph is replayed.
     """
     if call.capturing():
-        return KeptPlan(build(call, *numbers))
+        return Plan(build(call, *numbers))
     # `()` or `(q_pos, lengths)`: part of the key, so that replays, which have neither, take no plan of other positions
     made_from = () if call.q_pos is None and call.lengths is None else (call.q_pos, call.lengths)
     key, new = (*key, *numbers, call.k.shape[2], bool(made_from)), list[bool]()
 
-    def built() -> KeptPlan:
+    def built() -> Any:
         new.append(True)
-        return KeptPlan(build(call, *numbers))
+        return build(call, *numbers)
 
     recorder: Recorder | None = thread.recording
     if recorder is not None and key in recorder.plans:  # the selection of an inference mode keeps nothing
         return recorder.plans[key]
-    plan: KeptPlan = call.selection.plan(key, built, *made_from)
+    plan = Plan(call.selection.plan(key, built, *made_from))
     if recorder is not None:
         recorder.use(call, key, plan, bool(new))
     return plan
@@ -163,31 +151,37 @@ def replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, .
 
     Its kernels read q, k, v, the disjoint ranges, and the tensors in `given`.
     """
-    recordings, settings = call.known, call.settings
-    if REPEATED not in recordings or call.workspace is not None or (settings.traced and not settings.debug_triton) or call.capturing():
+    known, settings = call.known, call.settings
+    if REPEATED not in known or call.workspace is not None or call.capturing():
         return work(call, *given)
-    ranges = call.disjoint_ranges()
-    key = (work, ranges.dtype, call.selection.exact())  # exact(), because `measure` may run between forward and backward
-    if given:
-        key += tuple([None if x is None else (x.dtype, x.is_contiguous() or x.stride()) for x in given])
-    inputs = (call.q, call.k, call.v, ranges, *given)
+    ranges, snapshot = call.disjoint_ranges(), call.selection.current()
+    kept, exact = ({}, None) if snapshot is None else (snapshot.plans, snapshot.exact)
+    # `measure` may run between forward and backward; a row's longest range, its mean and sharing decide on sizes
+    key = (work, ranges.dtype, exact and exact[:3], *[None if x is None else (x.dtype, x.is_contiguous() or x.stride()) for x in given])
+    addresses = [call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), ranges.data_ptr()]
+    addresses += [0 if x is None else x.data_ptr() for x in given]
     if settings.debug_triton:
-        return checked(recordings, key, inputs, work, lambda: work(call, *given))
-    return recorded(recordings, key, inputs, lambda: work(call, *given), call)
+        return checked(known, key, addresses, work, lambda: work(call, *given))
+    recordings = known.get(key)
+    if recordings is None:
+        if not settings.traced:  # do not record the first pass: most keys occur once
+            known.setdefault(key, Recordings())
+        return work(call, *given)
+    return recordings.run(addresses, kept, lambda: work(call, *given))
 
 
-def checked(
-    recordings: dict[Any, Any], key: Any, inputs: Sequence[Tensor | None], backend: Callable[..., Any], work: Callable[[], Any]
-) -> Any:
+def checked(recordings: dict[Any, Any], key: Any, addresses: list[int], backend: Callable[..., Any], work: Callable[[], Any]) -> Any:
     """Return `work()`. Record it, and raise BackendError if its launches differ from the first recording of its class.
 
     Args:
-        recordings, key, inputs, work: those of `recorded`.
+        recordings: by key, for first recordings.
+        key: of the class.
+        addresses, work: those of `Recordings.run`.
         backend: the pass; the error names it.
     """
     if thread.recording is not None or _fills() or cuda_driver.hooked():
         return work()
-    recorder = Recorder([0 if x is None else x.data_ptr() for x in inputs])
+    recorder = Recorder(addresses)
     with recorder:
         result = work()
     made = recorder.finished(result)
@@ -221,48 +215,20 @@ class _Launches(NamedTuple):
         return cls(kernels, grids, *facts)
 
 
-def recorded(recordings: dict[Any, Any], key: Any, inputs: Sequence[Tensor | None], work: Callable[[], Any], call: Call = None) -> Any:
-    """Return `work()`, run or replayed.
+def recorded(recordings: dict[Any, Any], key: Any, inputs: Sequence[Tensor | None], work: Callable[[], Any]) -> Any:
+    """Return `work()`, which uses no plan, run or replayed.
 
     Args:
         recordings: the `Recordings` of a class of calls, by key.
-        key: everything that determines the launches of `work`, including the device, except for addresses and for which
-            plans the selection has. Replays need all addresses to be multiples of 16.
+        key: everything that determines the launches of `work`, including the device, except for addresses.
         inputs: the tensors that kernels read.
-        work: a pass.
-        call: the pass's call, whose plans it uses.
+        work: a function that keeps to the rule for passes.
     """
-    if thread.recording is not None:  # nested in a pass that is being recorded
-        return work()
     of_class = recordings.get(key)
-    addresses = [0 if x is None else x.data_ptr() for x in inputs]
-    if functools.reduce(operator.or_, addresses) & 15 or _fills() or cuda_driver.hooked():
-        return work()
     if of_class is None:  # do not record the first pass: most keys occur once
         recordings.setdefault(key, Recordings())
         return work()
-    if of_class.made:
-        stream, kept = stream_of(of_class.made[0].device), Plans() if call is None else call.selection.plans()
-        for recording in of_class.made:
-            ready = _ready(recording, stream)
-            if ready.fits(kept):
-                result = _play(ready, addresses, kept)
-                return work() if result is None else result  # if the driver refused a launch, the pass raises its own error
-    if of_class.failed == TRIES:
-        return work()
-    recorder = Recorder(addresses)
-    with recorder:
-        result = work()
-    recording = recorder.finished(result)
-    if recording is None:
-        of_class.failed += 1
-        return result
-    of_class.made.append(recording)
-    _recordings.append((of_class.made, recording))
-    if len(_recordings) > MOST_RECORDINGS:  # a growing cache makes a new class at every step
-        old, its_recording = _recordings.popleft()
-        old.remove(its_recording)
-    return result
+    return of_class.run([0 if x is None else x.data_ptr() for x in inputs], {}, work)
 
 
 class _Ready:
@@ -282,9 +248,25 @@ class _Ready:
         self.batches: dict[tuple[int, ...], Batch] = {}  # by addresses
         self.missed = 0
 
-    def fits(self, kept: Plans) -> bool:
-        """Return True if the selection has the plans that the recording takes, and none that it builds."""
-        return kept.keys().isdisjoint(self.built) and (not self.given or all(map(kept.__contains__, self.given)))
+    def play(self, inputs: list[int], kept: Plans) -> Any:
+        """Replay a pass and return its result, or None if the driver refuses a launch. kept: the plans of its selection."""
+        recording = self.recording
+        make = recording.make
+        outputs = tuple([make(*facts) for facts in recording.outputs])
+        scratch = make((recording.scratch,), (1,), torch.uint8) if recording.scratch else None
+        plans = make((recording.kept,), (1,), torch.uint8) if recording.kept else None
+        inputs += [x.data_ptr() for x in outputs]
+        inputs += 0 if scratch is None else scratch.data_ptr(), 0 if plans is None else plans.data_ptr()
+        for key in self.given:
+            inputs += kept[key].addresses()
+        addresses = tuple(inputs)
+        batch = self.batches.get(addresses) or self.batch(addresses)
+        if batch is None or batch.start():
+            return None
+        for key, facts in self.built.items():
+            make_room(kept)
+            kept[key] = PlanInBuffer(plans, facts)
+        return outputs
 
     def batch(self, addresses: tuple[int, ...]) -> Batch | None:
         """Return the launches with these addresses; None if the driver refuses a tensor map.
@@ -319,26 +301,6 @@ def _ready(recording: Recording, stream: int) -> _Ready:
     return ready
 
 
-def _play(ready: _Ready, inputs: list[int], kept: Plans) -> Any:
-    """Replay a pass and return its result, or None if the driver refuses a launch. kept: the plans of its selection."""
-    recording = ready.recording
-    make = recording.make
-    outputs = tuple([make(*facts) for facts in recording.outputs])
-    scratch = make((recording.scratch,), (1,), torch.uint8) if recording.scratch else None
-    plans = make((recording.kept,), (1,), torch.uint8) if recording.kept else None
-    inputs += [x.data_ptr() for x in outputs]
-    inputs += 0 if scratch is None else scratch.data_ptr(), 0 if plans is None else plans.data_ptr()
-    for key in ready.given:
-        inputs += kept[key].value.addresses()
-    addresses = tuple(inputs)
-    batch = ready.batches.get(addresses) or ready.batch(addresses)
-    if batch is None or batch.start():
-        return None
-    for key, facts in ready.built.items():
-        keep(kept, key, KeptPlan(None, facts, plans))
-    return outputs
-
-
 class _Span(NamedTuple):
     """Memory [begin, begin + size), which starts `offset` bytes after the address in a table entry."""
 
@@ -354,7 +316,7 @@ class Recorder:
     def __init__(self, inputs: list[int]) -> None:
         self.inputs, self.refused = inputs, False
         self.made: list[Tensor] = []  # tensors that `unwritten` allocated
-        self.plans: dict[tuple[Any, ...], KeptPlan] = {}  # by key
+        self.plans: dict[tuple[Any, ...], Plan] = {}  # by key
         self.built: list[tuple[Any, ...]] = []  # keys of the plans that the pass builds
         self.encoders: dict[bytes, tuple[int, Callable[[int], bytes | None]]] = {}  # tensor map -> address, encoder
         self.cleared: list[tuple[int, int]] = []
@@ -372,7 +334,7 @@ class Recorder:
         thread.recording = self._mode.recorder = None  # break the reference cycle, which would keep tensors alive
         self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def use(self, call: Call, key: tuple[Any, ...], plan: KeptPlan, new: bool) -> None:
+    def use(self, call: Call, key: tuple[Any, ...], plan: Plan, new: bool) -> None:
         """Record that the pass uses a plan; new: it has built the plan."""
         self.refused |= call.q.data_ptr() != self.inputs[0] or REPEATED not in call.known
         self.plans[key] = plan
@@ -388,10 +350,10 @@ class Recorder:
 
     def finished(self, result: Any) -> Recording | None:
         """Return the recording of a pass that returned `result`, or None if it cannot be replayed."""
-        outputs, built = _tensors(result), [self.plans[key].value for key in self.built]
-        kept = [x for value in built for x in _tensors(value)]
+        outputs, built = tensors_of(result), [self.plans[key].value for key in self.built]
+        kept = [x for value in built for x in tensors_of(value)]
         given = {key: plan for key, plan in self.plans.items() if key not in self.built}
-        of_given = [x for plan in given.values() for x in _tensors(plan.value)]
+        of_given = [x for plan in given.values() for x in tensors_of(plan.value)]
         own = [x for x in self.made if not any(x is y for y in outputs + kept)]
         if (
             self.refused
@@ -430,9 +392,9 @@ class Recorder:
         facts = {}
         for key in self.built:
             value = self.plans[key].value
-            fields = tuple(_Part(next(spans).offset, tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in value)
+            fields = tuple(Part(next(spans).offset, tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in value)
             kind = getattr(type(value), "_make", tuple)  # `_make` for named tuples
-            facts[key] = kind, fields, tuple(x.offset for x in fields if type(x) is _Part)
+            facts[key] = kind, fields, tuple(x.offset for x in fields if type(x) is Part)
         return facts
 
 

@@ -84,8 +84,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Collect the number of launches of each replay."""
-    found, play = list[int](), replay._play
-    monkeypatch.setattr(replay, "_play", lambda ready, *others: (found.append(len(ready.recording.steps)), play(ready, *others))[1])
+    found, play = list[int](), replay._Ready.play
+    monkeypatch.setattr(replay._Ready, "play", lambda ready, *others: (found.append(len(ready.recording.steps)), play(ready, *others))[1])
     return found
 
 
