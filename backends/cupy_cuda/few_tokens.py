@@ -89,7 +89,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     launch.start(
         "forward_tiles.cu", plan.macros, q.get_device(), B * G, plan.threads, plan.shared, *lists, o.data_ptr(), lse.data_ptr(),
         maps=(row_map(q, sm90.ROWS // h), tensor_map(call.k, sm90.KEYS, 64, promoted=False), tensor_map(v, sm90.KEYS, 64, promoted=False)),
-        problem=launch.problem(call, call.disjoint_ranges()), early=True,
+        problem=launch.problem(call, *call.listed()), early=True,
     )  # fmt: skip
     return o, lse
 
@@ -149,6 +149,6 @@ def forward_e4m3(call: Call) -> tuple[Tensor, Tensor]:
     launch.start(
         "forward_tokens.cu", plan.macros, q.get_device(), B * G * plan.tiles, plan.threads, plan.shared,
         o.data_ptr(), lse.data_ptr(), plan.tiles, *launch.scales(call), maps=tuple(map(step_map, stored)),
-        problem=launch.problem(call, call.disjoint_ranges()), early=True,
+        problem=launch.problem(call, *call.listed()), early=True,
     )  # fmt: skip
     return o, lse

@@ -149,12 +149,13 @@ def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *n
 def replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, ...] = ()) -> Any:
     """Return `work(call, *given)`, a pass, run or replayed.
 
-    Its kernels read q, k, v, the disjoint ranges, and the tensors in `given`.
+    Its kernels read q, k, v, the tensors in `given`, and the disjoint ranges; in the forward pass of few rows (without
+    `given`) `Call.listed_ranges`. A pass of few rows that reads the disjoint ranges is never recorded.
     """
     known, settings = call.known, call.settings
     if REPEATED not in known or call.workspace is not None or call.capturing():
         return work(call, *given)
-    ranges, snapshot = call.disjoint_ranges(), call.selection.current()
+    ranges, snapshot = call.disjoint_ranges() if given else call.listed_ranges(), call.selection.current()
     kept, exact = ({}, None) if snapshot is None else (snapshot.plans, snapshot.exact)
     # `measure` may run between forward and backward; a row's longest range, its mean and sharing decide on sizes
     key = (work, ranges.dtype, exact and exact[:3], *[None if x is None else (x.dtype, x.is_contiguous() or x.stride()) for x in given])

@@ -5,7 +5,8 @@ backward, decode.
     python -m nsa_sel.bench.questions.speed --suite caches --out bench/results/h200/serving.jsonl
     python -m nsa_sel.bench.questions.speed --suite packed --out bench/results/h200/varlen.jsonl
 
-Whole calls are timed: a fresh `Selection` each time, so that plans are built within it. Parity is checked in the same
+Whole calls are timed: a fresh `Selection` each time, from block indices and without a promise, so that plans are built
+within it; a decoding step as one of 20 calls in a CUDA graph. Parity is checked in the same
 run, on outputs whose memory held NaN, for sampled rows against the float64 oracle (`mae`). Suite caches: decoding over
 KV caches in one piece and in pages, in bf16 and in e4m3. Suite packed: all sequences of a batch in one call, one by
 one, and after a copy that aligns them (bench/core/variants.py). Run again, it continues.

@@ -50,7 +50,7 @@ HOPPERS = {
     "ordered_union.cu",
     "order_segments.cu",
 }
-OF_CUDA_USUAL = ("decode-B64-h16", "decode-B16-h64")
+OF_CUDA_USUAL = ("decode-B64-h16", "decode-B16-h64", "decode-small")
 OF_LISTS = {"sort_count.cu", "sort_scatter.cu"}  # of few counts; of more also sum_counts.cu
 OF_JOIN = {"shared_tiles.cu", "join_partials.cu", "join_shares.cu"}
 OF_CUDA_BLOCK = {"block_partials.cu", "block_gradients.cu", "sum_sections.cu"}
