@@ -412,7 +412,7 @@ class Selection:
                 with torch.inference_mode(False):  # a later call may record gradients
                     return self.plan(key, build, *made_from)
             kept = Plan(build(), states, made_from)
-            make_room(snapshot.plans)
+            make_room(snapshot.plans, 1)
             snapshot.plans[on] = kept
         return kept.value
 

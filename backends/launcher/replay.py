@@ -19,7 +19,7 @@ import operator
 import re
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,8 @@ from nsa_sel.backends.launcher import cuda_driver
 from nsa_sel.backends.launcher.batch import Batch, Step
 from nsa_sel.backends.launcher.buffers import allocator, contiguous
 from nsa_sel.backends.launcher.cuda_driver import MAP_ALIGNMENT, stream_of, thread
-from nsa_sel.core.plans import Part, Plan, PlanInBuffer, Plans, make_room, tensors_of
+from nsa_sel.core.plans import DISJOINT, Part, Plan, PlanInBuffer, Plans, make_room, tensors_of
+from nsa_sel.core.request import FEW_TOKENS
 from nsa_sel.core.transforms import REPEATED
 from nsa_sel.errors import BackendError
 
@@ -82,23 +83,22 @@ class Recordings:
         self.made: list[Recording] = []
         self.failed = 0
 
-    def run(self, addresses: list[int], kept: Plans, work: Callable[[], Any]) -> Any:
+    def run(self, addresses: list[int], stream: int, kept: Plans, work: Callable[[], Any]) -> Any:
         """Return `work()`, run or replayed.
 
         Args:
             addresses: of the tensors that kernels read, 0 for None. Replays need multiples of 16.
+            stream: the current stream, 0 on a CPU.
             kept: the plans of the selection.
             work: the pass.
         """
         if thread.recording is not None or functools.reduce(operator.or_, addresses) & 15 or _fills() or cuda_driver.hooked():
             return work()  # the first: nested in a pass that is being recorded
-        if self.made:
-            stream, cache = stream_of(self.made[0].device), thread.ready
-            for recording in self.made:
-                ready = cache.get((recording.number, stream)) or _ready(recording, stream)
-                if kept.keys().isdisjoint(ready.built) and (not ready.given or all(map(kept.__contains__, ready.given))):
-                    result = ready.play(addresses, kept)
-                    return work() if result is None else result  # if the driver refused a launch, the pass raises its own error
+        for recording in self.made:
+            ready = thread.ready.get((recording.number, stream)) or _ready(recording, stream)
+            if kept.keys().isdisjoint(ready.built) and (not ready.given or all(map(kept.__contains__, ready.given))):
+                result = ready.play(addresses, kept)
+                return work() if result is None else result  # if the driver refused a launch, the pass raises its own error
         return work() if self.failed == TRIES else self._record(addresses, work)
 
     def _record(self, addresses: list[int], work: Callable[[], Any]) -> Any:
@@ -155,8 +155,14 @@ def replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, .
     known, settings = call.known, call.settings
     if REPEATED not in known or call.workspace is not None or call.capturing():
         return work(call, *given)
-    ranges, snapshot = call.disjoint_ranges() if given else call.listed_ranges(), call.selection.current()
+    snapshot = call.selection.current()
     kept, exact = ({}, None) if snapshot is None else (snapshot.plans, snapshot.exact)
+    stream = stream_of(call.q.get_device()) if call.q.is_cuda else 0
+    distinct = kept.get((*DISJOINT, stream) if call.q.is_cuda else DISJOINT)
+    if distinct is not None and (given or call.q.shape[1] > FEW_TOKENS):
+        ranges = distinct.value
+    else:
+        ranges = call.disjoint_ranges() if given else call.listed_ranges()
     # `measure` may run between forward and backward; a row's longest range, its mean and sharing decide on sizes
     key = (work, ranges.dtype, exact and exact[:3], *[None if x is None else (x.dtype, x.is_contiguous() or x.stride()) for x in given])
     addresses = [call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), ranges.data_ptr()]
@@ -168,7 +174,7 @@ def replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, .
         if not settings.traced:  # do not record the first pass: most keys occur once
             known.setdefault(key, Recordings())
         return work(call, *given)
-    return recordings.run(addresses, kept, lambda: work(call, *given))
+    return recordings.run(addresses, stream, kept, lambda: work(call, *given))
 
 
 def checked(recordings: dict[Any, Any], key: Any, addresses: list[int], backend: Callable[..., Any], work: Callable[[], Any]) -> Any:
@@ -216,20 +222,22 @@ class _Launches(NamedTuple):
         return cls(kernels, grids, *facts)
 
 
-def recorded(recordings: dict[Any, Any], key: Any, inputs: Sequence[Tensor | None], work: Callable[[], Any]) -> Any:
+def recorded(recordings: dict[Any, Any], key: Any, inputs: tuple[Tensor, *tuple[Tensor | None, ...]], work: Callable[[], Any]) -> Any:
     """Return `work()`, which uses no plan, run or replayed.
 
     Args:
         recordings: the `Recordings` of a class of calls, by key.
         key: everything that determines the launches of `work`, including the device, except for addresses.
-        inputs: the tensors that kernels read.
+        inputs: the tensors that kernels read; the first is on the device of all.
         work: a function that keeps to the rule for passes.
     """
     of_class = recordings.get(key)
     if of_class is None:  # do not record the first pass: most keys occur once
         recordings.setdefault(key, Recordings())
         return work()
-    return of_class.run([0 if x is None else x.data_ptr() for x in inputs], {}, work)
+    device = inputs[0].get_device()
+    stream = stream_of(device) if device >= 0 else 0
+    return of_class.run([0 if x is None else x.data_ptr() for x in inputs], stream, {}, work)
 
 
 class _Ready:
@@ -264,9 +272,10 @@ class _Ready:
         batch = self.batches.get(addresses) or self.batch(addresses)
         if batch is None or batch.start():
             return None
-        for key, facts in self.built.items():
-            make_room(kept)
-            kept[key] = PlanInBuffer(plans, facts)
+        if self.built:
+            make_room(kept, len(self.built))
+            for key, facts in self.built.items():
+                kept[key] = PlanInBuffer(plans, facts)
         return outputs
 
     def batch(self, addresses: tuple[int, ...]) -> Batch | None:

@@ -68,9 +68,9 @@ class PlanInBuffer:
 Plans = dict[Any, Plan | PlanInBuffer]  # by key and, on a GPU, by stream
 
 
-def make_room(plans: Plans) -> None:
-    """Drop the oldest plan of many: a growing KV cache makes new keys at every step."""
-    if len(plans) >= MOST_PLANS:
+def make_room(plans: Plans, new: int) -> None:
+    """Drop the oldest plans of many, to add `new` ones: a growing KV cache makes new keys at every step."""
+    while len(plans) + new > MOST_PLANS and plans:
         plans.pop(next(iter(tuple(plans)), None), None)  # a tuple: another thread may add a plan meanwhile
 
 

@@ -45,7 +45,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, decided: Decided, with_lse: bool) -> tuple[Tensor, ...] | Tensor:
         call, known = decided.call, decided.call.known
         *outputs, decision = run_forward(decided)
-        ctx.save_for_backward(q, k, v, *outputs[:2], *transforms.versioned(*call.read_again()))
+        ctx.save_for_backward(q, k, v, *outputs[:2], *call.read_again())
         if known is not None and _LAYOUT not in known:
             known[_LAYOUT] = _layout(q, k, v)
         ctx.of_call = type(call), call.others(), known, decision  # one attribute: each takes time

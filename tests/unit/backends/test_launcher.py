@@ -171,12 +171,12 @@ def test_replayed_lists_of_small_blocks_are_those_that_were_built(driver: list[s
     """Their counts of blocks are zeroed again."""
     known: dict[Any, Any] = {REPEATED: True}
 
-    def listed(call: Call) -> tuple[Tensor]:
+    def listed(call: Call, o: Tensor) -> tuple[Tensor]:
         block_tiles.block_lists_of(call)
         return (unwritten(call.q, 4),)
 
     def lists_of(call: Call) -> Any:
-        replay.replayed(call, listed)
+        replay.replayed(call, listed, (call.q,))
         return block_tiles.block_lists_of(call)
 
     plans = [lists_of(call_of(0, facts)) for facts in (known, known, known, known, None)]
