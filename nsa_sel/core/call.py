@@ -192,7 +192,8 @@ class Call(_Logits):
         """Return contiguous ranges [B,S,G,n,2] for kernels that skip a block that the row has named before: of few
         rows, blocks may repeat (`may_repeat`); other ranges are disjoint."""
         if self.selection.block_size is None or self.q.shape[1] > FEW_TOKENS:
-            return self.disjoint_ranges()
+            captured = self.capturing() or self.selection.ranges.is_inference()
+            return self.disjoint_ranges() if captured else self.selection.disjoint_ranges(False)
         if self._listed is None:
             self._listed = self.selection.ranges.contiguous()
         return self._listed
