@@ -58,10 +58,11 @@ class Batch:
     def _start_each(self, stream: int) -> int:
         launch = cuda_driver.launch_function()
         for address, size in self._cleared:
-            if status := cuda_driver.clear(address, size, stream):
+            status = cuda_driver.clear(address, size, stream)
+            if status:
                 return status
         for config, function, pointers in self._launches:
-            status: int = launch(config, function, pointers, None)
+            status = launch(config, function, pointers, None)
             if status:
                 return status
         return 0

@@ -217,7 +217,7 @@ class _Launches(NamedTuple):
 
     @classmethod
     def of(cls, recording: Recording) -> _Launches:
-        kernels, grids = (tuple(step[i] for step in recording.steps) for i in (0, 1))
+        kernels, grids = tuple(step.function for step in recording.steps), tuple(step.grid for step in recording.steps)
         facts = recording.outputs, recording.scratch, recording.offsets, recording.constants, recording.cleared
         return cls(kernels, grids, *facts)
 
@@ -272,7 +272,7 @@ class _Ready:
         batch = self.batches.get(addresses) or self.batch(addresses)
         if batch is None or batch.start():
             return None
-        if self.built:
+        if plans is not None:
             make_room(kept, len(self.built))
             for key, facts in self.built.items():
                 kept[key] = PlanInBuffer(plans, facts)

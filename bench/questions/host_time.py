@@ -198,8 +198,8 @@ def main(
     output_file("--out", out, make_folder=True)
     where = device_of(device)
     torch.set_num_threads(1)  # waking threads for tiny tensors would take longer than the work
-    sizes = {"S": S, "S_kv": max(CASE.S_kv, S), "h": h, "G": G, "Dk": D, "Dv": D, "n": n, "block": block}
-    case = CASE._replace(**sizes, dtype="float32" if where == "cpu" else CASE.dtype)
+    dtype = "float32" if where == "cpu" else CASE.dtype
+    case = CASE._replace(S=S, S_kv=max(CASE.S_kv, S), h=h, G=G, Dk=D, Dv=D, n=n, block=block, dtype=dtype)
     facts, rows = {**store.stamp(where), "threads": 1}, list[Row]()
     for name in backends.split(",") if backends else (NOTHING, CHOSEN, DENSE, *registry.backends()):
         for direction in ("fwd", "fwd+bwd"):

@@ -133,7 +133,7 @@ def _backward_and_delta_of(name: str, call: Call | ChooseCall) -> Callable[..., 
 
 def gradients(call: Any, decision: Any, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv of a call with outputs o and lse; do or dlse is None if o or lse is unused."""
-    return _gradients(call, decision, backward_of, o, lse, do, dlse)[:3]
+    return _gradients(call, decision, backward_of, o, lse, do, dlse)[:3]  # type: ignore[return-value]
 
 
 def gradients_and_delta(

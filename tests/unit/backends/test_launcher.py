@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from nsa_sel import decisions, reset, selection_attention
 from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends.cupy_cuda import block_tiles, launch, tensor_map
-from nsa_sel.backends.launcher import cuda_driver, replay
+from nsa_sel.backends.launcher import batch, cuda_driver, replay
 from nsa_sel.backends.launcher.buffers import unwritten
 from nsa_sel.core import ranges as ranges_module
 from nsa_sel.core import registry
@@ -202,6 +202,44 @@ def test_a_pass_has_recordings_with_and_without_its_plans(driver: list[str], pla
     plain.known = {}
     assert_equal(passes(plain, 3), wanted)
     assert driver.count("sort_count.cu") == 1
+
+
+def test_launches_whose_arguments_repeat_become_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []  # stream and argument of each launch, or the stream of a graph
+
+    def launch_with(config: int, function: int, parameters: int, _: None) -> int:
+        (stream,) = struct.unpack_from("<Q", ctypes.string_at(config, 40), cuda_driver.STREAM_OFFSET)
+        started.append((stream, ctypes.c_int64.from_address(ctypes.c_void_p.from_address(parameters).value or 0).value))
+        return 0
+
+    def captured(device: int, start: Callable[[int], int]) -> Any:
+        assert start(77) == 0
+        return types.SimpleNamespace(start=lambda stream: started.append(stream) or 0)
+
+    monkeypatch.setattr(cuda_driver, "bind_context", lambda device: None)
+    monkeypatch.setattr(cuda_driver, "launch_function", lambda: launch_with)
+    monkeypatch.setattr(cuda_driver, "captured", captured)
+    steps = tuple(batch.Step(1, cuda_driver.grid(1, 32, 0), False, (offset,)) for offset in (0, 8))
+    launches = batch.Batch(0, 5, steps, struct.Struct("<qq"))
+    for values in ((1, 2), (3, 4)):
+        launches.pack(values, [])
+        started.clear()
+        for _ in range(batch.GRAPH_AFTER + 2):
+            assert launches.start() == 0
+        each = [(5, value) for value in values]
+        assert started == [*each * (batch.GRAPH_AFTER - 1), *((77, value) for value in values), *each, 5, 5]
+
+
+@needs_compiler
+def test_packed_arguments_are_those_of_the_addresses(driver: list[str], played: list[int]) -> None:
+    """Tensors that take turns get batches of their own; new ones take the oldest batch."""
+    known: dict[Any, Any] = {REPEATED: True}
+    calls = [call_of(seed, known) for seed in range(3)]
+    wanted = [cupy_cuda.forward(call_of(seed, None)) for seed in range(3)]
+    for number in range(40):
+        turn = number % 3 if number < 30 else 0
+        assert_equal(list(cupy_cuda.forward(calls[turn])), list(wanted[turn]))
+    assert len(played) == 38
 
 
 def moved(x: Tensor) -> Tensor:
