@@ -56,7 +56,7 @@ class Batch:
         return self._start_each(self._stream)
 
     def _start_each(self, stream: int) -> int:
-        launch = cuda_driver.launch_function()
+        launch, status = cuda_driver.launch_function(), 0
         for address, size in self._cleared:
             status = cuda_driver.clear(address, size, stream)
             if status:
@@ -64,8 +64,8 @@ class Batch:
         for config, function, pointers in self._launches:
             status = launch(config, function, pointers, None)
             if status:
-                return status
-        return 0
+                break
+        return status
 
     def _start_on(self, stream: int) -> int:
         """Start the launches on another stream."""
