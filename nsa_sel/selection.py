@@ -82,7 +82,7 @@ def state_of(x: Any) -> Any:
 def validates(ranges: Tensor) -> bool:
     """Return True if a new selection is validated: under NSA_DEBUG_TRITON, but not in a CUDA graph, whose ranges can't
     be read. Compiled calls validate when they run."""
-    return not torch.compiler.is_compiling() and debugging() and not capturing(ranges)
+    return debugging() and not torch.compiler.is_compiling() and not capturing(ranges)
 
 
 class Selection:

@@ -70,6 +70,8 @@ class _Attention(torch.autograd.Function):
 
 # `Function.apply` without its handling of torch.func, under which no call gets here: saves microseconds of Python.
 _apply: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply
+# A node's `apply` is what autograd calls: it would look for a `vjp`, and then call `backward`.
+_Attention._backward_cls.apply = _Attention.backward  # type: ignore[attr-defined]
 
 
 def _layout(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
