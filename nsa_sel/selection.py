@@ -4,7 +4,7 @@ backends build from it."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -143,16 +143,15 @@ class Selection:
         facts["_indices"] = Indices(blocks, None if indices.is_inference() else indices._version)
         return selection
 
-    def __getattr__(self, name: str) -> Tensor:
-        """Make the ranges of block indices, which are then what the selection holds."""
-        if name != "ranges" or self._indices is None or self.block_size is None:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self._unwritten(self._indices)
-        made, unique = ranges_of_blocks(self._indices.blocks, self.block_size)
-        ranges: Tensor = self.__dict__.setdefault("ranges", made)
-        if unique is not None and ranges is made:  # of two threads, the first one's
-            self._keep_distinct(unique, debugging())
-        return ranges
+    if not TYPE_CHECKING:  # else every name would be an attribute
+
+        def __getattr__(self, name: str) -> Tensor:
+            """Make the ranges of block indices, which are then what the selection holds."""
+            if name != "ranges" or self._indices is None or self.block_size is None:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            self._unwritten(self._indices)
+            ranges, _ = ranges_of_blocks(self._indices.blocks, self.block_size)
+            return self.__dict__.setdefault("ranges", ranges)  # of two threads, the first one's
 
     @property
     def indices(self) -> Tensor | None:

@@ -128,7 +128,7 @@ def plan_of_e4m3(
     """Return the launch of forward_tokens.cu, with as many stages as fit in shared memory."""
     tokens = tile_tokens(S, h)
     row_bytes, step_bytes = 2 * E4M3_TILE_ROWS * (Dk + 8 + sm90.KEYS + 8), sm90.KEYS * (Dk + Dv)
-    stages = min(2 * sm90.MOST_STAGES, ((shared_memory + sm90.SYSTEM) // E4M3_PER_SM - 2 * sm90.STATIC - row_bytes) // step_bytes)
+    stages = min(2 * sm90.MOST_STAGES, ((shared_memory + launch.SYSTEM) // E4M3_PER_SM - 2 * sm90.STATIC - row_bytes) // step_bytes)
     macros = constants(
         BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=1, E4M3=1, PAGE_SCALES=int(page_scales), H=h, TOKENS=tokens, STAGES=stages,
         PER_SM=E4M3_PER_SM, BLOCK=block, **launch.cache_macros(page),

@@ -21,6 +21,7 @@ from nsa_sel.backends.launcher.cuda_driver import Pointers, thread
 from nsa_sel.core.call import Call, ChooseCall, WindowCall
 from nsa_sel.errors import BackendError
 
+SYSTEM = 1024  # bytes of shared memory per CTA that the system reserves
 PORTABLE_CLUSTER = 8  # largest cluster size that needs no attribute
 _NON_PORTABLE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED (cuda.h)
 

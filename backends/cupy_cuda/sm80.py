@@ -25,7 +25,6 @@ WITH_CLUSTERS = (90, 100)  # SMs whose clusters merge splits through shared memo
 MOST_CTAS = 8  # largest cluster on these GPUs
 MOST_CLUSTER_TILES = 8  # most tiles per team in a cluster; with more, more splits than a cluster has CTAs may be faster
 CTAS_PER_SM = 2  # rows are split until there are this many CTAs per multiprocessor, if they fit
-SYSTEM = 1024  # bytes of shared memory that the driver takes per CTA
 NARROW = 272  # padded columns of a key plus its value up to which one warp holds dk and dv of 16 keys in registers
 
 
@@ -106,7 +105,7 @@ def row_plan(
     shape = row_shape(h, Dk, Dv, longest, shared_memory - 4 * 4 * max(1, named), False)
     head_tiles = shape.head_tiles(h)
     tiles = -(-longest // (TILE * shape.teams))  # of a team
-    per_sm = min(CTAS_PER_SM, (shared_memory + SYSTEM) // (shape.shared + SYSTEM))  # with more CTAs, some would wait
+    per_sm = min(CTAS_PER_SM, (shared_memory + launch.SYSTEM) // (shape.shared + launch.SYSTEM))  # with more CTAs, some would wait
     splits = max(1, min(MOST_SPLITS, tiles, per_sm * sm_count // (rows * head_tiles)))
     cluster = 1
     if sm in WITH_CLUSTERS and tiles <= MOST_CLUSTER_TILES * MOST_CTAS:

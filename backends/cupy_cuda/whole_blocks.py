@@ -1,5 +1,4 @@
-"""Launch forward_blocks.cu on Hopper: rows of whole blocks that share no keys with their neighbors, as in batched
-decoding.
+"""Launch forward_blocks.cu on Hopper: rows of blocks that share no keys with their neighbors, as in batched decoding.
 
 A CTA, or a cluster of them, takes a row. No plan is launched.
 """
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
-from nsa_sel.backends.cupy_cuda.sm90 import KEYS, MOST_STAGES, SYSTEM, loadable, mappable
+from nsa_sel.backends.cupy_cuda.sm90 import KEYS, MOST_STAGES, loadable, mappable
 from nsa_sel.backends.cupy_cuda.tensor_map import tensor_map
 from nsa_sel.backends.launcher.buffers import unwritten
 from nsa_sel.backends.specs import HOPPER_STEPS, WIDEST
@@ -24,6 +23,7 @@ CONSUMER_WARPS, LOADERS = 4, 4  # warps; those that load small blocks, else one 
 # Cluster size -> percentage of a GPU's CTAs that can run in such clusters at once (cuOccupancyMaxActiveClusters, H200).
 FITTING = {1: 100, 2: 100, 4: 91, 8: 91, 16: 85}
 NO_MAPS = bytes(128), bytes(128)  # lanes copy small blocks
+MOST_LISTED = 1 << 12  # small blocks of a row, whose list is in shared memory
 MOST_NAMED = 1 << 12  # words of a bitmap of blocks, see `launch.named_blocks`
 MANY_STEPS = 8  # steps per CTA, see `next_first`
 UNDER_WAY = 1 << 16  # bytes of keys and values in flight per CTA if it has a multiprocessor to itself
@@ -45,8 +45,9 @@ def supports(call: Call) -> bool:
     page = None if call.block_table is None else call.k.shape[2]
     if call.device.sm != HOPPER_STEPS.sm or size is None or not HOPPER_STEPS.fit(S, h, Dk, Dv, size, page, call.scales is not None):
         return False
-    loaded = mappable(call.k, call.v) if size % KEYS == 0 else launch.aligned(call.k, call.v)
-    return loaded and launch.aligned(call.q)
+    if size % KEYS == 0:
+        return mappable(call.k, call.v) and launch.aligned(call.q)
+    return call.selection.n <= MOST_LISTED and launch.aligned(call.q, call.k, call.v)
 
 
 def head_tiles(h: int) -> int:
@@ -90,7 +91,7 @@ def plan_of(
 ) -> Plan:  # fmt: skip
     """Return the launch of forward_blocks.cu for `work` (row, heads) of n blocks.
 
-    Two CTAs per multiprocessor, or one if a warp holds all columns in registers. As many stages as fit if all
+    Two CTAs per multiprocessor, or one if a warp holds all columns in registers, or keys are wide. As many stages as fit if all
     multiprocessors have two CTAs; otherwise fewer stages are faster, because loads in flight arrive together and then
     wait for their products. page_scales: from `page_scales_of`. named: from `launch.named_blocks`.
     """
@@ -106,7 +107,7 @@ def plan_of(
     own_bytes += 4 * named + 512 * small  # bitmap of blocks; keys of a step's blocks
     own_bytes += heads * (4 * Dv + 8 * cluster) if cluster > 1 else 0
     row_bytes = 2 * heads * (Dk + 8 + KEYS + 8) + own_bytes + 4 * n * small  # with q, p, and the list of small blocks
-    stages = min(2 * MOST_STAGES // size, ((shared_memory + SYSTEM) // per_sm - SYSTEM - row_bytes) // step_bytes)
+    stages = min(2 * MOST_STAGES // size, ((shared_memory + launch.SYSTEM) // per_sm - launch.SYSTEM - row_bytes) // step_bytes)
     if cluster > 1:
         stages = min(stages, -(-steps // cluster))
     if per_sm == 2 and (cluster > 1 or 10 * work < 9 * per_sm * sm_count):
@@ -143,10 +144,11 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         work, h, Dk, Dv, selection.n, selection.block_size, q.dtype == torch.bfloat16, facts.sm_count, facts.shared_memory,
         launch.page_of(call), page_scales_of(call), named or 0,
     )  # fmt: skip
-    maps = NO_MAPS if selection.block_size < KEYS else (step_map(loadable(call.k)), step_map(loadable(call.v)))
+    stored = () if selection.block_size < KEYS else (loadable(call.k), loadable(call.v))  # copies must live until the launch
     launch.start(
         "forward_blocks.cu", plan.macros, q.get_device(), plan.ctas, plan.threads, plan.shared,
-        o.data_ptr(), lse.data_ptr(), head_tiles(h), work, *launch.scales(call), maps=maps, problem=launch.problem(call, *listed),
+        o.data_ptr(), lse.data_ptr(), head_tiles(h), work, *launch.scales(call), maps=tuple(map(step_map, stored)) or NO_MAPS,
+        problem=launch.problem(call, *listed),
         early=S == 1 or plan.ctas > work,  # without clusters, rows that share blocks in L2 are slower
     )  # fmt: skip
     return o, lse

@@ -2,8 +2,8 @@
 blocks, and the best blocks by score.
 
 On a GPU one kernel makes ranges from block indices and removes duplicates, and one finds the best blocks; plain PyTorch
-does so elsewhere and where operations are traced. A CUDA graph captures the kernels that calls before the capture have
-loaded: loading one during a capture breaks it.
+does so elsewhere and where operations are traced. A CUDA graph captures kernels that calls before the capture have
+loaded, else PyTorch's operations: loading a kernel during a capture breaks it.
 """
 
 from __future__ import annotations
@@ -185,11 +185,12 @@ class Blocks(NamedTuple):
     indices: Tensor  # [B,S,G,n] int32 or int64
     counts: Tensor | None  # [B,S,G]
     facts: _Facts | None
+    captured: bool = False  # by a CUDA graph
 
     def kept(self) -> bool:
         """Return True if a selection keeps the indices, and makes ranges only when they are asked for: of few rows in a
         CUDA graph, where making ranges would take a kernel of every replay."""
-        return self.facts is not None and self.facts.few and capturing(self.indices)
+        return self.facts is not None and self.facts.few and self.captured
 
 
 class _Facts(NamedTuple):
@@ -221,7 +222,7 @@ def checked_blocks_of(block_indices: Tensor, block_size: int, block_counts: Tens
             facts = value
             break
     if facts is not None and facts.as_given:
-        return Blocks(block_indices, block_counts, facts)
+        return Blocks(block_indices, block_counts, facts, capturing(block_indices))
     check_flag("disjoint", disjoint)
     indices, counts = checked_blocks(block_indices, block_size, block_counts)
     if facts is None and _takes(indices):
@@ -231,15 +232,15 @@ def checked_blocks_of(block_indices: Tensor, block_size: int, block_counts: Tens
             if len(_classes) >= _MOST:
                 _classes.clear()
             _classes[key] = transforms.with_class(_classes.get(key, ()), facts, *given)
-    return Blocks(indices, counts, facts)
+    return Blocks(indices, counts, facts, facts is not None and capturing(indices))
 
 
 def ranges_of_blocks(blocks: Blocks, block_size: int) -> tuple[Tensor, Tensor | None]:
     """Return ranges [B,S,G,n,2], and those of distinct blocks (`ranges.disjoint`) if a kernel computed them."""
-    indices, counts, facts = blocks
+    indices, counts, facts, _ = blocks
     results: tuple[Tensor, Tensor | None] | None = None
     if facts is not None and not _failed:
-        results = _run("block_ranges", indices, counts, block_size, facts.dtype, facts.find_unique, facts.recordings)
+        results = _run("block_ranges", indices, counts, block_size, facts.dtype, facts.find_unique, facts.recordings, blocks.captured)
     return (whole_blocks(padded(indices, counts), block_size), None) if results is None else results
 
 
@@ -261,7 +262,8 @@ def _key(block_indices: Any, block_size: Any, block_counts: Any, disjoint: Any) 
 
 def distinct_ranges(ranges: Tensor, block_size: int | None) -> Tensor:
     """`ranges.disjoint`, of blocks on a GPU by one kernel."""
-    results: Tensor | None = _run("distinct_ranges", ranges, block_size) if block_size is not None and _takes(ranges) else None
+    by_kernel = block_size is not None and _takes(ranges)
+    results: Tensor | None = _run("distinct_ranges", ranges, block_size, capturing(ranges)) if by_kernel else None
     return disjoint(ranges) if results is None else results
 
 

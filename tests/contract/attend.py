@@ -598,7 +598,7 @@ def check_repeats(lane: Lane, S: int, patch: pytest.MonkeyPatch) -> None:
             for indices in sets:
                 given.copy_(indices)
                 wanted.append(step())
-                assert_forward(wanted[-1], q, k, v, Selection.from_blocks(indices, block).ranges)
+                assert_forward(wanted[-1], q, k, v, Selection.from_blocks(indices, block).ranges.to(lane.place))
             graph, outputs = captured(step, lane.place)
             for indices, right in zip(sets, wanted, strict=True):
                 given.copy_(indices)

@@ -1,4 +1,4 @@
-// Forward pass on Hopper for rows of whole blocks that share no keys with their neighbors, as in batched decoding.
+// Forward pass on Hopper for rows of blocks that share no keys with their neighbors, as in batched decoding.
 //
 //   s = q k^T,  p = 2^(c (s - m)),  o = sum_j p_j v_j / l,  lse = c m + log2 l         (softmax.cuh)
 //
@@ -6,6 +6,7 @@
 //   CTAs take every CLUSTER-th step of all blocks, including empty ones, and merge their results at the end (RowCluster).
 // Duplicates: every CTA reads all blocks of its row, 32 at a time, one per lane. A block that an earlier lane holds, or
 //   whose bit is set, is empty (named_blocks.cuh).
+// Small blocks: four producer warps gather them instead, several per step (gathered_row.cuh).
 // Warps: a producer warp loads K and V through TMA, KEYS keys per step; it continues with the next row while four
 //   consumer warps finish this one. Those of the same 16 heads split a step's keys for s = q k^T and, once p is in
 //   shared memory, the columns of v for acc += p v, with one lazy maximum, as in forward_tiles.cu.
@@ -16,7 +17,7 @@
 //
 //   STAGES, PER_SM     stages of K and V; CTAs per multiprocessor
 //   HEAD_WARPS         1, 2 or 4: warps of 16 heads each
-//   BLOCK              keys per block, a multiple of KEYS
+//   BLOCK              keys per block: a multiple of KEYS, or (SMALL) a divisor from 4 to 32
 //   CLUSTER            CTAs of the cluster that shares a row; 1: no clusters
 //   NEXT_FIRST         the next kernel may start once all CTAs have started, else after their last loads
 //   E4M3, PAGE_SCALES  quantized cache (stored_tiles.cuh): a step's values are in registers before its softmax

@@ -127,10 +127,12 @@ def repeated_blocks(B: int, G: int, n: int, blocks: int, dtype: torch.dtype) -> 
     return indices
 
 
-def check_indices(forward: Callable[[Call], Any], block: int, indices: Tensor, indexed: bool, gpu: Any, S_kv: int, D: int = 64) -> None:
+def check_indices(
+    forward: Callable[[Call], Any], block: int, indices: Tensor, indexed: bool, gpu: Any, S_kv: int, D: int = 64, h: int = 3
+) -> None:
     """The kernel reads block indices, or ranges of the same blocks, without a promise."""
     B, _, G, _ = indices.shape
-    q, k, v = make_qkv(B, 1, G, 3, D, D, S_kv=S_kv, dtype=torch.float16)
+    q, k, v = make_qkv(B, 1, G, h, D, D, S_kv=S_kv, dtype=torch.float16)
     ranges = arguments.whole_blocks(indices, block)
     selection = Selection._of_indices(Blocks(indices, None, None), block, False) if indexed else Selection(ranges, block)
     with new_memory_is_nan():
@@ -174,6 +176,26 @@ def test_small_blocks_count_once(
     S_kv = max(300, n * block // 2)
     gpu = msgspec.structs.replace(GPU, sm_count=-(-5 * cluster // (1 if D == 256 else 2)))
     check_indices(whole_blocks.forward, block, repeated_blocks(2, 2, n, S_kv // block, dtype), indexed, gpu, S_kv, D)
+
+
+@pytest.mark.parametrize("cluster", [1, 4])
+def test_keys_of_256_columns(monkeypatch: pytest.MonkeyPatch, cluster: int) -> None:
+    emulated(monkeypatch, BACKWARDS | EAGER)
+    gpu = msgspec.structs.replace(GPU, sm_count=5 * cluster)
+    check_indices(whole_blocks.forward, 64, repeated_blocks(2, 2, 5, 9, torch.int32), True, gpu, 600, 256, 20)
+
+
+@pytest.mark.parametrize(("page_size", "S_q", "block", "sms"), [(None, 1, 4, 30), (8, 3, 8, 5), (48, 1, 16, 30), (12, 8, 4, 2)])
+def test_small_blocks_of_caches(monkeypatch: pytest.MonkeyPatch, page_size: int | None, S_q: int, block: int, sms: int) -> None:
+    """In pages of one block or several; sequences without keys, rows over a cluster, several rows of a CTA. NaN where nobody has a key."""
+    emulated(monkeypatch, BACKWARDS | EAGER)
+    facts = {"S_q": S_q, "G": 1, "h": 3, "Dk": 64, "Dv": 128, "block": block, "room": 640, "dtype": torch.float16, "n": 34}
+    cache = make_cache((0, 1, 150, 640), page_size, **facts)  # type: ignore[arg-type]
+    call = cache_call(cache, msgspec.structs.replace(GPU, sm_count=sms))
+    assert whole_blocks.supports(call)
+    with new_memory_is_nan():
+        found = whole_blocks.forward(call)
+    assert_forward(found, cache.q, *gathered(cache), cache.selection.ranges, q_pos=positions(cache))
 
 
 @pytest.mark.parametrize("mode", [0, BACKWARDS])

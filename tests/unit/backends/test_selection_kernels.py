@@ -113,7 +113,9 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "capturing", lambda x: True)
 
 
-def test_a_capture_makes_ranges_and_distinct_ones_in_one_launch(launches: list[Any], capturing: None) -> None:
+def test_a_capture_makes_ranges_and_distinct_ones_in_one_launch(
+    launches: list[Any], capturing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     indices = some_blocks(4, torch.int32).repeat(1, 4, 1, 1)
     expected = whole_blocks(indices, 64)
     selection = Selection.from_blocks(indices, 64)
@@ -124,6 +126,11 @@ def test_a_capture_makes_ranges_and_distinct_ones_in_one_launch(launches: list[A
     assert not (selection.disjoint_ranges() != 0).any()
     other = Selection.from_ranges(expected, 64)  # a replay must follow writes since the capture
     assert other.disjoint_ranges() is not other.disjoint_ranges()
+    assert len(launches) == 4
+    monkeypatch.setattr(Kernel, "loaded", lambda *_: False)  # what would be loaded in the capture
+    unloaded = Selection.from_blocks(indices, 64)
+    assert torch.equal(unloaded.ranges, expected)
+    assert torch.equal(unloaded.disjoint_ranges(), disjoint(expected))
     assert len(launches) == 4
 
 
@@ -198,7 +205,7 @@ def test_traced_operations_stay_pytorch(launches: list[Any]) -> None:
 @pytest.mark.parametrize("n", [3, 16, 300])
 def test_a_gpu_gives_the_ranges_in_one_launch(n: int) -> None:
     """On a thread that has launched nothing yet, too."""
-    indices, found = some_blocks(n, torch.int64).cuda(), list[tuple[Tensor, Tensor]]()
+    indices, found = some_blocks(n, torch.int64).repeat(1, 2, 1, 1).cuda(), list[tuple[Tensor, Tensor]]()
 
     def select() -> None:
         selection = Selection.from_blocks(indices, 64)
