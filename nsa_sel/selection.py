@@ -255,22 +255,23 @@ class Selection:
         if blocks.kept() and not debugging():
             return cls._of_indices(blocks, block_size, disjoint)
         ranges, unique = ranges_of_blocks(blocks, block_size)
-        selection, checked = cls(ranges, block_size, disjoint=disjoint), validates(ranges)
+        selection, checked = cls(ranges, block_size, disjoint=disjoint), debugging() and validates(ranges)
         if unique is not None:
-            selection._keep_distinct(unique, checked)
+            selection._keep_distinct(unique, checked, blocks.captured)
         if checked:
             selection.validate()
         return selection
 
-    def _keep_distinct(self, unique: Tensor, checked: bool) -> None:
+    def _keep_distinct(self, unique: Tensor, checked: bool, captured: bool) -> None:
         """Cache the ranges of distinct blocks, which a kernel has just made with the ranges. checked: `validates`."""
-        if capturing(self.ranges):
-            if not self.ranges.is_inference():
-                self.__dict__["_captured"] = self.ranges._version, unique
+        ranges = self.ranges
+        if ranges.is_inference():
             return
-        snapshot = self._remember(checked=checked)
-        if snapshot is not None:
-            snapshot.plans[self._on_stream(DISJOINT)] = Plan(unique)
+        if captured:
+            self.__dict__["_captured"] = ranges._version, unique
+            return
+        copy = ranges.detach().clone() if checked or not self._on_gpu else None
+        self.__dict__["_snapshot"] = Snapshot(ranges._version, copy, None, {self._on_stream(DISJOINT): Plan(unique)})
 
     @classmethod
     def from_scores(
@@ -419,7 +420,9 @@ class Selection:
         """Return the snapshot of the ranges as they are, a new one if they were written; None for tensors that have no
         version."""
         snapshot = self._snapshot
-        return snapshot if snapshot is not None and self._is_current(snapshot) else self._remember()
+        if snapshot is not None and (self.ranges._version == snapshot.version if snapshot.copy is None else self._is_current(snapshot)):
+            return snapshot
+        return self._remember()
 
     def _on_stream(self, key: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the key of a plan on the current stream: another stream could read it too early, or after its memory

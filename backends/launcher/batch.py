@@ -48,10 +48,12 @@ class Batch:
 
     def start(self) -> int:
         """Start the launches in order; return the driver's status of the first one that fails, or 0."""
-        if self._graph is not None:
-            return self._graph.start(self._stream)
+        graph = self._graph
+        if graph is not None:
+            status: int = graph.start(graph.handle, self._stream)
+            return status
         self._starts += 1
-        if self._starts == GRAPH_AFTER and self._device >= 0 and len(self._launches) + len(self._cleared) > 1:
+        if self._starts == GRAPH_AFTER and self._device >= 0:
             self._graph = cuda_driver.captured(self._device, self._start_on)
         return self._start_each(self._stream)
 

@@ -112,18 +112,16 @@ def packed_config(grid_of: bytes, stream: int, early: bool) -> bytes:
 
 
 class Graph:
-    """An instantiated CUDA graph of launches, whose arguments are fixed."""
+    """An instantiated CUDA graph of launches, whose arguments are fixed. `start(handle, stream)` launches it, and returns
+    the driver's status."""
+
+    __slots__ = ("_destroy", "handle", "start")
 
     def __init__(self, handle: int) -> None:
-        self._handle, self._start, self._destroy = handle, _function("cuGraphLaunch", 2), _function("cuGraphExecDestroy", 1)
-
-    def start(self, stream: int) -> int:
-        """Launch the graph; return the driver's status."""
-        status: int = self._start(self._handle, stream)
-        return status
+        self.handle, self.start, self._destroy = handle, _function("cuGraphLaunch", 2), _function("cuGraphExecDestroy", 1)
 
     def __del__(self) -> None:  # the driver waits for launches that still run
-        self._destroy(self._handle)
+        self._destroy(self.handle)
 
 
 def captured(device: int, start: Callable[[int], int]) -> Graph | None:

@@ -214,7 +214,7 @@ def test_launches_whose_arguments_repeat_become_a_graph(monkeypatch: pytest.Monk
 
     def captured(device: int, start: Callable[[int], int]) -> Any:
         assert start(77) == 0
-        return types.SimpleNamespace(start=lambda stream: started.append(stream) or 0)
+        return types.SimpleNamespace(handle=9, start=lambda handle, stream: started.append(stream) or 0)
 
     monkeypatch.setattr(cuda_driver, "bind_context", lambda device: None)
     monkeypatch.setattr(cuda_driver, "launch_function", lambda: launch_with)
