@@ -100,9 +100,8 @@ def _prepare(call: Call, *, listed: bool) -> _Prepared:
     share = call.groups_per_selection
     tiles = _tiles(call, ranges, share, listed=listed)
     scale = q[0].dtype.type(call.scale * kernels.LOG2E)
-    problem = Problem(
-        S, G, h, Dk, Dv, S_kv, n, -(-S_kv // int(TILE)), scale, share, ranges, not listed and call.may_repeat(), position.ravel(), tiles.slot
-    )
+    sizes, repeats = (S, G, h, Dk, Dv, S_kv, n, -(-S_kv // int(TILE))), not listed and call.may_repeat()
+    problem = Problem(*sizes, scale, share, ranges, repeats, position.ravel(), tiles.slot)
     work = B * S * G * h * call.selection.length_bound(S_kv) * max(Dk, Dv)
     return _Prepared(problem, tiles, q, k, v, position.max(1) + 1, work, dtype)
 

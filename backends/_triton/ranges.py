@@ -98,7 +98,9 @@ def block_ranges(
         made = indices.new_empty(0, dtype=dtype)
         if not _is_loaded(indices.shape, made, *tensors, made if sorts else None, block_size):
             return None
-    ranges = recorded(recordings, sorts, tensors, lambda: _block_ranges(*tensors, block_size, dtype, sorts))
+        ranges = _block_ranges(*tensors, block_size, dtype, sorts)
+    else:
+        ranges = recorded(recordings, sorts, tensors, lambda: _block_ranges(*tensors, block_size, dtype, sorts))
     return ranges[0], ranges[1] if sorts else None
 
 

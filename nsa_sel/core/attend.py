@@ -167,7 +167,14 @@ def _recall(
     """
     key = _key(q, k, v, selection, scale, q_pos, needs_grad, backend)
     classes = recall(key)
-    entry = None if classes is None else transforms.find_class(classes, *((q, k) if v is k else (q, k, v)), selection.listed)
+    if classes is None:
+        return None
+    tensors = (q, k, selection.listed) if v is k else (q, k, v, selection.listed)
+    entry = None
+    for guards, value in classes:  # `transforms.find_class`, inlined
+        if guards.check(*tensors):
+            entry = value
+            break
     if entry is None:
         return None
     request, decision, checked_scale, sharing, known = entry

@@ -153,9 +153,10 @@ class Call(_Logits):
         """Return the arguments that follow q, k and v: what a backward pass keeps outside of autograd's saved tensors."""
         return self.selection, self.q_pos, self.scale, self.settings, self.device, self.lengths, self.block_table, self.workspace
 
-    def read_again(self) -> tuple[Tensor | None, ...]:
-        """Return the inputs besides q, k and v that the backward pass reads."""
-        return self.selection.ranges, self.q_pos
+    def read_again(self) -> list[Tensor]:
+        """Return the inputs besides q, k and v that the backward pass reads, if they have a version counter: autograd
+        notices writes to them before backward."""
+        return [x for x in (self.selection.ranges, self.q_pos) if x is not None and not x.is_inference()]
 
     def nothing(self) -> tuple[Tensor, Tensor]:
         """Return o and lse of a call that selects nothing."""
@@ -196,7 +197,8 @@ class Call(_Logits):
         """Return contiguous ranges [B,S,G,n,2] for kernels that skip a block that the row has named before: of few
         rows, blocks may repeat (`may_repeat`); other ranges are disjoint."""
         if self.selection.block_size is None or self.q.shape[1] > FEW_TOKENS:
-            return self.disjoint_ranges()
+            captured = self.capturing() or self.selection.ranges.is_inference()
+            return self.disjoint_ranges() if captured else self.selection.disjoint_ranges(False)
         if self._listed is None:
             self._listed = self.selection.ranges.contiguous()
         return self._listed
@@ -425,9 +427,10 @@ class ChooseCall(_Logits):
         """Return the arguments that follow q, k and v: what a backward pass keeps outside of autograd's saved tensors."""
         return self.rule, self.blocks, self.start, self.scale, self.settings, self.q_pos, self.scratch, self.pool, self.sequences
 
-    def read_again(self) -> tuple[Tensor | None, ...]:
-        """Return the inputs besides q, k and v that the backward pass reads."""
-        return self.q_pos, None if self.sequences is None else self.sequences.rows
+    def read_again(self) -> list[Tensor]:
+        """Return the inputs besides q, k and v that the backward pass reads, if they have a version counter."""
+        rows = None if self.sequences is None else self.sequences.rows
+        return [x for x in (self.q_pos, rows) if x is not None and not x.is_inference()]
 
     def selects_nothing(self) -> bool:
         """Return True if there are no rows. Without keys, blocks are chosen all the same."""

@@ -216,7 +216,11 @@ def checked_blocks_of(block_indices: Tensor, block_size: int, block_counts: Tens
     again."""
     given = (block_indices,) if block_counts is None else (block_indices, block_counts)
     key = _key(block_indices, block_size, block_counts, disjoint)
-    facts: _Facts | None = None if key is None else transforms.find_class(_classes.get(key, ()), *given)
+    facts: _Facts | None = None
+    for guards, value in () if key is None else _classes.get(key, ()):  # `transforms.find_class`, inlined
+        if guards.check(*given):
+            facts = value
+            break
     if facts is not None and facts.as_given:
         return Blocks(block_indices, block_counts, facts, capturing(block_indices))
     check_flag("disjoint", disjoint)
@@ -247,7 +251,8 @@ _MOST = 1024  # shapes
 def _key(block_indices: Any, block_size: Any, block_counts: Any, disjoint: Any) -> tuple[Any, ...] | None:
     """Return the facts that guards do not compare, and shapes, which keep classes few; None if no kernel runs or guards
     can't be used."""
-    if type(block_size) is not int or type(disjoint) is not bool or not transforms.plain(block_indices):
+    plain = type(block_indices) in transforms.PLAIN and transforms.untransformed()
+    if not plain or type(block_size) is not int or type(disjoint) is not bool:
         return None
     try:
         return block_indices.shape, block_size, None if block_counts is None else block_counts.shape, disjoint

@@ -17,7 +17,7 @@ from nsa_sel.bench.core.cases import make_selection, prefill, text_case
 from nsa_sel.bench.core.contenders import DENSE
 from nsa_sel.bench.core.session import wanted
 from nsa_sel.bench.questions import host_time, layer_parts
-from nsa_sel.bench.questions.host_time import CHOSEN, NOTHING
+from nsa_sel.bench.questions.host_time import CHOSEN, COMPILED, NOTHING, STEP
 from nsa_sel.cli.app import app
 from nsa_sel.errors import NsaSelError
 from tests.helpers.files import table_lines
@@ -25,13 +25,16 @@ from tests.helpers.files import table_lines
 # Host time
 
 
-def test_host_time_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_host_time_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda work, fullgraph: work)  # takes a minute
     out, names = tmp_path / "overhead.jsonl", (NOTHING, CHOSEN, "numba")
-    threads = torch.get_num_threads()
-    host_time.main(out, rounds=2, calls=2, device="cpu", backends=",".join(names), S=70)
+    threads, every = torch.get_num_threads(), (*names, host_time.DENSE)
+    host_time.main(out, rounds=2, calls=2, device="cpu", backends=",".join(every), S=70, layers=2)
     torch.set_num_threads(threads)
     rows = store.read(out)
-    assert {(row["backend"], row["direction"]) for row in rows} == {(name, way) for name in names for way in ("fwd", "fwd+bwd")}
+    assert {(row["backend"], row["direction"]) for row in rows} == {(name, way) for name in every for way in ("fwd", "fwd+bwd")}
+    steps = {(row["backend"], row["part"]) for row in rows if row["part"] in (STEP, COMPILED)}
+    assert steps == {(name, part) for name in (CHOSEN, host_time.DENSE) for part in (STEP, COMPILED)}
     assert all(row["device"] and row["threads"] == 1 and row["command"] and row["S"] == 70 for row in rows)
     assert "beyond the backend" in capsys.readouterr().out
     assert {(name, "further call, new") for name in names} <= {(row["backend"], row["part"]) for row in rows}
