@@ -395,9 +395,10 @@ def order_segments(call: Call, lists: KeyToRows, segments: int, ctas: int, *valu
     return order
 
 
-def listed_maps(k: Tensor, v: Tensor, *rows: Tensor) -> tuple[bytes, ...]:
-    """Return the TMA maps of `rows` (q, or q and do) for boxes of one listed token (row_steps.cuh), and of k and v."""
-    return *(row_map(x, 1) for x in rows), tensor_map(k, KEYS, 64), tensor_map(v, KEYS, 64)
+def listed_maps(k: Tensor, v: Tensor, *rows: Tensor, keys: int = KEYS) -> tuple[bytes, ...]:
+    """Return the TMA maps of `rows` (q, or q and do) for boxes of one listed token (row_steps.cuh), and of k and v for
+    tiles of `keys` keys."""
+    return *(row_map(x, 1) for x in rows), tensor_map(k, keys, 64), tensor_map(v, keys, 64)
 
 
 def adjacent_maps(k: Tensor, v: Tensor, *rows: Tensor, keys: int = KEYS) -> tuple[bytes, ...]:
