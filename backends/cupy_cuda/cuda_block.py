@@ -31,12 +31,12 @@ from nsa_sel.backends.launcher.buffers import temporary, unwritten
 from nsa_sel.backends.launcher.cuda_driver import thread
 from nsa_sel.backends.launcher.passes import backward_of_any_scale, cached_by_class, forward_of_any_scale
 from nsa_sel.backends.launcher.replay import kept_plan
-from nsa_sel.backends.specs import HOPPER_LISTS
+from nsa_sel.backends.specs import HOPPER_LISTS, VISITED_KEYS
 from nsa_sel.core.call import Call
 
 __all__ = ["backward", "forward", "loaded_keys"]
 
-WIDTH, WIDE = sm90.KEYS, 128  # keys per tile; forward, of blocks that are multiples of WIDE
+WIDTH = sm90.KEYS  # keys per tile of the backward pass
 KEYS_SUMMED = 8  # keys per CTA of sum_sections.cu
 L2_BYTES = 36 * 2**20  # bytes of q and do per section, of 50 MiB of L2: rows are read once per selected block
 LONGEST = 2048  # most entries per segment in the backward pass
@@ -241,8 +241,9 @@ def loaded_keys(call: Call, selected: int, count: bool) -> int:
 
 
 def tile_keys(call: Call) -> int:
-    """Return the keys per tile of the forward pass."""
-    return WIDE if call.selection.block_size is not None and call.selection.block_size % WIDE == 0 else WIDTH
+    """Return the keys per tile of the forward pass of a call that the CUDA kernels compute."""
+    assert call.selection.block_size is not None, "takes"
+    return next(width for width in VISITED_KEYS if call.selection.block_size % width == 0)
 
 
 @cached_by_class
