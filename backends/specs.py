@@ -46,6 +46,7 @@ VISITED_WHOLE = 256  # block size from which triton-block and cuda-block visit a
 E4M3_TILE_ROWS = 16  # largest number of tokens times heads per tile of forward_tokens.cu
 # block_gradients.cu, which has no plan of tiles.
 HOPPER_LISTS = msgspec.structs.replace(_WHOLE_STEPS, blocks_max=1 << 24, heads=(1, 64), key_dims=(64, 128))
+VISITED_KEYS = (128, 64)  # keys per tile of block_partials.cu: the first that divides the block size
 HOPPER_STEPS = StepKernels(sm=90, keys=64, dims=(64, 128), few_dims=(256,), few_heads=32, small_blocks=(4, 8, 16, 32))
 
 SPECS = (
@@ -140,7 +141,7 @@ SPECS = (
         shares="blocks",
         tiles=HOPPER_LISTS,
         cost_terms={
-            "forward": ("launch", "union", "pairs", "exact", "visited"),
+            "forward": ("launch", "union", "pairs", "partials", "exact", "visited"),
             "backward": ("launch", "pairs", "exact", "rows", "visited"),
         },
     ),

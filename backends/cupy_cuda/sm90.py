@@ -271,11 +271,12 @@ def _plan_sizes(call: Call, stretch: int | None, backward: bool = False) -> tupl
 
 def plan_of(call: Call, tokens: int, stretch: int | None = None) -> TilePlan:
     """Return the plan for tiles of `tokens` rows, adjacent or reordered within stretches."""
-    plan: TilePlan = kept_plan(call, ("cupy-cuda union", call.S_kv), _build, tokens, stretch).value
+    plan: TilePlan = kept_plan(call, ("cupy-cuda union", call.S_kv), _build, tokens, ROWS // call.q.shape[3], stretch).value
     return plan
 
 
-def _build(call: Call, tokens: int, stretch: int | None) -> TilePlan:
+def _build(call: Call, tokens: int, of_consumer: int, stretch: int | None) -> TilePlan:
+    """Launch the kernel that builds the plan. of_consumer: tokens of a consumer; lists may be in the order of consumers."""
     q, block = call.q, call.selection.block_size
     (B, S), G = call.q.shape[:2], call.selection.groups
     assert block is not None, "supports_tiles"
@@ -296,7 +297,7 @@ def _build(call: Call, tokens: int, stretch: int | None) -> TilePlan:
     lengths = {} if call.lengths is None else launch.cache_macros(0)  # lists do not depend on pages
     shared = (4 if tokens <= 32 else 8) << (blocks_of_keys - 1).bit_length()  # round up, because each size loads another kernel
     threads = 512 if shared > 1 << 14 or tokens * call.selection.n > 512 else 128  # few CTAs fit, or many ranges per CTA
-    macros = launch.integer_macros(TOKENS=tokens, BLOCK=block, UNION_THREADS=threads, **lengths)
+    macros = launch.integer_macros(TOKENS=tokens, TQ=of_consumer, BLOCK=block, UNION_THREADS=threads, **lengths)
     launch.start(
         "tile_union.cu", macros, call.q.get_device(), all_tiles, threads, shared, *lists, tiles, capacity,
         problem=launch.plan_problem(call),
@@ -394,9 +395,10 @@ def order_segments(call: Call, lists: KeyToRows, segments: int, ctas: int, *valu
     return order
 
 
-def listed_maps(k: Tensor, v: Tensor, *rows: Tensor) -> tuple[bytes, ...]:
-    """Return the TMA maps of `rows` (q, or q and do) for boxes of one listed token (row_steps.cuh), and of k and v."""
-    return *(row_map(x, 1) for x in rows), tensor_map(k, KEYS, 64), tensor_map(v, KEYS, 64)
+def listed_maps(k: Tensor, v: Tensor, *rows: Tensor, keys: int = KEYS) -> tuple[bytes, ...]:
+    """Return the TMA maps of `rows` (q, or q and do) for boxes of one listed token (row_steps.cuh), and of k and v for
+    tiles of `keys` keys."""
+    return *(row_map(x, 1) for x in rows), tensor_map(k, keys, 64), tensor_map(v, keys, 64)
 
 
 def adjacent_maps(k: Tensor, v: Tensor, *rows: Tensor, keys: int = KEYS) -> tuple[bytes, ...]:

@@ -154,13 +154,14 @@ DEVICE void compute_before_wait(float x, void *nowhere) {
 #define WGMMA(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." DTYPE "." DTYPE " "
 #define SET_P(i) "{\n.reg .pred p;\nsetp.ne.b32 p, %" #i ", 0;\n"
 
-// d += a b^T, or d = a b^T if not `add`, for descriptors a of 64 rows and b of 64, 32 or 16 rows, of 16 columns. A, B,
+// d += a b^T, or d = a b^T if not `add`, for descriptors a of 64 rows and b of 128, 64, 32 or 16 rows, of 16 columns. A, B,
 // P: the numbers of the operands a, b and add.
 #define WGMMA_SHARED(NAME, N, FLOATS, A, B, P, MAJORS) \
     DEVICE void NAME(float (&d)[FLOATS], u64 a, u64 b, bool add) { \
         asm volatile(SET_P(P) WGMMA(N) "{" NAMES##FLOATS "}, %" #A ", %" #B ", p, 1, 1, " MAJORS ";\n}" \
                      : D##FLOATS(0) : "l"(a), "l"(b), "r"(static_cast<u32>(add))); \
     }
+WGMMA_SHARED(wgmma_shared, 128, 64, 64, 65, 66, "0, 0")
 WGMMA_SHARED(wgmma_shared, 64, 32, 32, 33, 34, "0, 0")
 WGMMA_SHARED(wgmma_shared, 32, 16, 16, 17, 18, "0, 0")
 WGMMA_SHARED(wgmma_shared, 16, 8, 8, 9, 10, "0, 0")

@@ -160,6 +160,7 @@ def test_kernels_of_pages_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: s
         pytest.param(4, 128, 128, 64, torch.bfloat16, marks=pytest.mark.thorough),  # between 16 and 1
         pytest.param(1, 128, 128, 128, torch.float16, marks=pytest.mark.thorough),  # as 16, without shares
         pytest.param(3, 64, 128, 64, torch.float16, marks=pytest.mark.thorough),  # without joins
+        (16, 128, 128, 128, torch.bfloat16),  # tiles of 128 keys forward
         (1, 128, 128, 512, torch.bfloat16),  # visited by Triton
     ],
 )

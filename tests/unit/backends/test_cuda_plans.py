@@ -176,8 +176,27 @@ def selected_blocks(call: Call, block: int) -> list[list[list[set[int]]]]:
     return [[[of_row(b, s, g) for g in range(G)] for s in range(S)] for b in range(B)]
 
 
+def in_order(whole: list[int], partial: list[int], members: dict[int, int], own: int, units: int) -> list[int]:
+    """Blocks in the order of a list for two consumers of `own` tokens each: the shared ones, then steps of either alone."""
+    first, second = ([key for key in whole if members[key] >> own * i & (1 << own) - 1] for i in range(2))
+    listed = [key for key in first if key in second]
+    of_each = [[key for key in keys if key not in listed] for keys in (first, second)]
+    counts = [-(len(partial) + len(listed)) % units]
+    while any(of_each):
+        for keys in of_each:
+            count = counts[0] if counts else units
+            listed += keys[:count]
+            if counts:
+                counts[0] -= len(keys[:count])
+            del keys[:count]
+        counts.clear()
+    return listed + partial
+
+
 def check_union(call: Call, plan: Any, tokens: int, block: int, rows_of: Any, lengths: tuple[int, ...] | None = None) -> int:
     """Every block that a token of the tile may see once, those that all see whole first, with a bit for each token that selected it.
+
+    They ascend, or are in the order of two consumers that gather steps (`in_order`).
 
     Returns:
         The keys that the tiles load.
@@ -199,24 +218,27 @@ def check_union(call: Call, plan: Any, tokens: int, block: int, rows_of: Any, le
         loaded += sum(min(block, highest[key] - key * block) for key in members)
         whole, count = plan.counts[number].tolist()
         found = slice(number * plan.capacity, number * plan.capacity + count)
-        assert plan.blocks[found].tolist() == sorted(members)
-        assert [bits % 2 ** (8 * plan.rows.itemsize) for bits in plan.rows[found].tolist()] == [members[key] for key in sorted(members)]
+        listed = sorted(members)
         assert whole == sum((key + 1) * block <= lowest for key in members)
+        if block < sm90.KEYS and tokens == 2 * (own := sm90.ROWS // call.q.shape[3]):
+            listed = in_order(listed[:whole], listed[whole:], members, own, sm90.KEYS // block)
+        assert plan.blocks[found].tolist() == listed
+        assert [bits % 2 ** (8 * plan.rows.itemsize) for bits in plan.rows[found].tolist()] == [members[key] for key in listed]
     return loaded
 
 
 @needs_compiler
-@pytest.mark.parametrize(("tokens", "n", "block"), [(12, 5, 16), (48, 16, 16), (64, 3, 32)])
+@pytest.mark.parametrize(("tokens", "n", "block", "h"), [(12, 5, 16, 2), (48, 16, 16, 2), (64, 3, 32, 2), (10, 24, 4, 12), (24, 5, 16, 5)])
 @pytest.mark.parametrize("rows", ["implied", "given", "lengths"])
-def test_the_union_of_a_tile(monkeypatch: pytest.MonkeyPatch, tokens: int, n: int, block: int, rows: str) -> None:
+def test_the_union_of_a_tile(monkeypatch: pytest.MonkeyPatch, tokens: int, n: int, block: int, h: int, rows: str) -> None:
     """Of rows whose positions follow from S_kv, are given, or end a sequence of a cache."""
     emulated(monkeypatch, BACKWARDS)
     B, S, G, S_kv, lengths = 2, 70, 2, 300, None
     if rows == "lengths":
         lengths = (150, 9)
-        call = cache_call(make_cache(lengths, 64, S_q=S, h=2, Dv=16, n=3, block=block, dtype=torch.float16))
+        call = cache_call(make_cache(lengths, 64, S_q=S, h=h, Dv=16, n=3, block=block, dtype=torch.float16))
     else:
-        q, k, v = make_qkv(B, S, G, 2, 16, 16, S_kv=S_kv, dtype=torch.float16)
+        q, k, v = make_qkv(B, S, G, h, 16, 16, S_kv=S_kv, dtype=torch.float16)
         q_pos = torch.randint(0, S_kv, (B, S), generator=torch.Generator().manual_seed(1)) if rows == "given" else None
         call = call_of(q, k, v, make_blocks(B, S, G, S_kv, n, block), q_pos)
     check_union(call, sm90.plan_of(call, tokens), tokens, block, lambda b, g, first: range(first, min(first + tokens, S)), lengths)
