@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from nsa_sel.backends._triton import choose_dkdv, choose_pages, runs
+from nsa_sel.backends._triton import choose_dkdv, choose_logits, choose_pages, runs
 from nsa_sel.backends._triton import ranges as ranges_module
 from nsa_sel.backends._triton.arguments import heads_of, narrow_suffix
 from nsa_sel.backends._triton.choose_rows import bounds_of, sizes_of, strides_of
@@ -44,6 +44,8 @@ CONFIGS = {  # by kernel and class of head dims (`narrow_suffix`); one that has 
     "choose/importance-widest": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=32, loads="tma"),
     "choose/scores": KernelConfig(block_l=64, num_warps=4, num_stages=3, rows=128, loads="tma"),
     "choose/scores-widest": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=32, loads="tma"),
+    "choose/logits": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=64, loads="tma"),
+    "choose/logits-widest": KernelConfig(block_l=32, num_warps=4, num_stages=1, rows=32, loads="tma"),
     "choose/dq": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=64, loads="tma"),
     "choose/dq-wide": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=64, loads="tma"),
     "choose/dq-widest": KernelConfig(block_l=32, num_warps=4, num_stages=1, rows=16, loads="tma"),
@@ -128,10 +130,19 @@ def best_blocks(call: ChooseCall, lse: Tensor | None) -> Tensor:
         positions = part.q_pos
         if call.sequences is not None:
             positions = torch.empty(part.q.shape[:2], dtype=torch.int32, device=call.q.device)
-        config = config_of(part, "choose/importance" if call.pool == NSA_POOL else "choose/scores")
-        block_scores(part, part_lse, scores, config, None if call.sequences is None else positions)
+        score(part, part_lse, scores, None if call.sequences is None else positions)
         best_of_many(scores, part_ranges, block_size, first, local, part.start, positions)
     return ranges
+
+
+def score(call: ChooseCall, lse: Tensor | None, scores: Tensor, positions: Tensor | None = None) -> None:
+    """Write the scores of visible blocks to `scores`, and with `positions` those of a packed batch's rows, by the kernel
+    that takes the call (`block_logits`, `block_scores`)."""
+    if choose_logits.takes(call):
+        choose_logits.block_logits(call, scores, config_of(call, "choose/logits"))
+    else:
+        config = config_of(call, "choose/importance" if call.pool == NSA_POOL else "choose/scores")
+        block_scores(call, lse, scores, config, positions)
 
 
 def best_of_many(scores: Tensor, ranges: Tensor, block_size: int, first: int, local: int, start: int, positions: Tensor | None) -> None:

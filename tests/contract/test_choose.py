@@ -14,7 +14,6 @@ from torch import Tensor
 from nsa_sel import Selection, choose_blocks, decisions
 from nsa_sel.backends import choose_torch, choose_triton
 from nsa_sel.backends._triton import choose_dkdv, choose_pages, choose_scores, ranges
-from nsa_sel.backends._triton.choose_scores import block_scores
 from nsa_sel.core import registry
 from nsa_sel.core.call import ChooseCall, Pool, Rule
 from tests.contract.lanes import Lane, lanes, parameters
@@ -367,7 +366,7 @@ def test_choose_by_other_scores(lane: Lane, what: str) -> None:
     exact = scores_of(call, lse)
     if lane.slow:  # the kernel writes the scores of visible blocks alone
         scores = torch.full((*call.q.shape[:3], call.blocks), torch.nan)
-        block_scores(call, lse, scores, choose_triton.config_of(call, "choose/scores"))
+        choose_triton.score(call, lse, scores)
     else:
         scores = choose_torch.block_scores(call, lse).transpose(1, 2)
     visible = (torch.arange(call.blocks) <= call.positions()[:, :, None, None] // call.rule.block_size).expand_as(exact)
