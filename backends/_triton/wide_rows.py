@@ -10,48 +10,73 @@ from torch import Tensor
 import torch
 
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
-from nsa_sel.backends._triton.ranges import EXCLUDED, FORCED, LARGEST, VECTOR, nth_largest, ordered
+from nsa_sel.backends._triton.ranges import EXCLUDED, FORCED, INFINITY, LARGEST, VECTOR, nth_largest, ordered
 from nsa_sel.backends._triton.rows import row_position
 from nsa_sel.backends._triton.tiles import tile_size
 
 
-@triton.jit
-def load_scores(row, stride, block, current, blocks, first, local):
-    """Return the scores of `block` as int32 in the order of `sorted_blocks`: FORCED, `ordered` scores, EXCLUDED."""
-    visible = (block <= current) & (block < blocks)
-    near = (block // VECTOR <= current // VECTOR) & (block < blocks)  # whole vectors keep loads wide
-    x = tl.load(row + block.to(tl.int64) * stride, mask=near, other=0.0)
-    forced = (block < first) | (block > current - local)
-    return tl.where(visible, tl.where(forced, FORCED, ordered(x)), EXCLUDED)
+INFINITE = tl.constexpr(float("inf"))
+LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def group_maxima(row, stride, current, blocks, first, local, CHUNK: tl.constexpr):
-    """Return the maxima [CHUNK] of the scores whose blocks are equal modulo CHUNK, and how many blocks can be selected."""
+def as_float32(x):
+    """Return x as float32, bfloat16 by its bits: Triton's interpreter loses subnormal numbers."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def load_scores(row, stride, begin, current, blocks, first, local, CHUNK: tl.constexpr):
+    """Return the scores [CHUNK] of the blocks from `begin` on: infinity for forced ones alone, others at most the largest
+    finite number, NaN as it is, -inf for blocks that the row does not see."""
     i = tl.arange(0, CHUNK)
-    largest = tl.full([CHUNK], EXCLUDED, tl.int32)
-    count = tl.zeros([CHUNK], tl.int32)
-    for begin in range(0, tl.minimum(current + 1, blocks), CHUNK):
-        key = load_scores(row, stride, begin + i, current, blocks, first, local)
-        largest = tl.maximum(largest, key)
-        count += (key > EXCLUDED).to(tl.int32)
-    return largest, tl.sum(count, 0)
+    chunk = row + (current * 0 + begin).to(tl.int64) * stride
+    if (begin >= first) & (begin + CHUNK <= tl.minimum(blocks, current - local + 1)):
+        x = as_float32(tl.load(chunk + i * stride))
+        x = tl.minimum(x, LARGEST_FLOAT, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        block = begin + i
+        near = (block // VECTOR <= current // VECTOR) & (block < blocks)  # whole vectors keep loads wide
+        x = as_float32(tl.load(chunk + i * stride, mask=near, other=0.0))
+        x = tl.minimum(x, LARGEST_FLOAT, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.where((block < first) | (block > current - local), INFINITE, x)
+        x = tl.where((block <= current) & (block < blocks), x, -INFINITE)
+    return x
 
 
 @triton.jit
-def keep_candidates(row, stride, current, blocks, first, local, low, n, keys, names, CHUNK: tl.constexpr, CAP: tl.constexpr):
-    """Store the blocks whose score is at least `low`, in ascending order, of those equal to it the first n: their scores
-    to `keys` [CAP], their numbers to `names` [CAP]. Return how many are above `low` and how many equal it."""
+def from_ordered(key):
+    """Return the number of which `ordered` is `key`, infinity above the largest finite number."""
+    magnitude = tl.minimum(tl.abs(tl.maximum(key, -LARGEST)), INFINITY)
+    return tl.where(key < 0, magnitude | -0x80000000, magnitude).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def group_maxima(row, stride, current, blocks, first, local, CHUNK: tl.constexpr, STAGES: tl.constexpr):
+    """Return the maxima [CHUNK] of the scores whose blocks are equal modulo CHUNK, in the order of `ordered`."""
+    largest = tl.full([CHUNK], float("-inf"), tl.float32)
+    for begin in tl.range(0, tl.minimum(current + 1, blocks), CHUNK, num_stages=STAGES):
+        largest = tl.maximum(largest, load_scores(row, stride, begin, current, blocks, first, local, CHUNK))  # drops NaN
+    return tl.where(largest == INFINITE, FORCED, ordered(largest))
+
+
+@triton.jit
+def keep_candidates(row, stride, current, blocks, first, local, least, n, values, names, CHUNK: tl.constexpr, CAP: tl.constexpr, STAGES: tl.constexpr):
+    """Store the blocks whose score is at least `least`, in ascending order, of those equal to it the first n: their scores
+    to `values` [CAP], their numbers to `names` [CAP]. Return how many are above `least` and how many equal it."""
     i = tl.arange(0, CHUNK)
-    above, equal = 0, 0
-    for begin in range(0, tl.minimum(current + 1, blocks), CHUNK):
-        key = load_scores(row, stride, begin + i, current, blocks, first, local)
-        packed = (key > low).to(tl.int32) + ((key == low).to(tl.int32) << 16)
+    above, equal = current * 0, current * 0
+    for begin in tl.range(0, tl.minimum(current + 1, blocks), CHUNK, num_stages=STAGES):
+        x = load_scores(row, stride, begin, current, blocks, first, local, CHUNK)
+        packed = (x > least).to(tl.int32) + ((x == least).to(tl.int32) << 16)
         before = tl.cumsum(packed, 0)
         equals = equal + (before >> 16)
         slot = above + (before & 0xFFFF) + tl.minimum(equals, n) - 1
-        kept = ((key > low) | ((key == low) & (equals <= n))) & (slot < CAP)
-        tl.store(keys + slot, key, mask=kept)
+        kept = ((x > least) | ((x == least) & (equals <= n))) & (slot < CAP)
+        tl.store(values + slot, x, mask=kept)
         tl.store(names + slot, begin + i, mask=kept)
         total = tl.sum(packed, 0)
         above += total & 0xFFFF
@@ -62,7 +87,7 @@ def keep_candidates(row, stride, current, blocks, first, local, low, n, keys, na
 @triton.jit
 def wide_rows_kernel(
     scores, q_pos, ranges, scratch, stride_scores, stride_pos, stride_ranges, start, S, G, blocks, n, first, local,
-    BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr, CAP: tl.constexpr, NP: tl.constexpr, SLACK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr, CAP: tl.constexpr, NP: tl.constexpr, SLACK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Store ranges [B,S,G,n,2] of the n best blocks by scores [B,S,G,blocks], ascending, with [0, 0) for padding.
 
@@ -76,29 +101,30 @@ def wide_rows_kernel(
     t = row_position(q_pos, stride_pos, b, s, start)
     current = tl.where(t < 0, -1, tl.minimum(t // BLOCK_SIZE, blocks + local)).to(tl.int32)
     row = scores + b * stride_scores[0] + s * stride_scores[1] + g * stride_scores[2]
-    keys = scratch + number.to(tl.int64) * (2 * CAP)
-    names = keys + CAP
+    values = scratch + number.to(tl.int64) * (2 * CAP)
+    names = (values + CAP).to(tl.pointer_type(tl.int32), bitcast=True)
 
-    largest, count = group_maxima(row, stride_scores[3], current, blocks, first, local, CHUNK)
-    low, high = count * 0 + (EXCLUDED + 1), count * 0 + (LARGEST + 2)  # n scores reach low; only forced ones reach high
-    if count > n:
-        low = bound(largest, n, SLACK)
-    kept = CAP + 1
-    middle = low
+    largest = group_maxima(row, stride_scores[3], current, blocks, first, local, CHUNK, STAGES)
+    low = bound(largest, n, SLACK)  # n scores reach it, or all that can be selected
+    high = low * 0 + (LARGEST + 2)  # only forced blocks reach it
+    middle, kept, reach = low, low * 0 + (CAP + 1), low * 0
     while kept > CAP:
-        above, equal = keep_candidates(row, stride_scores[3], current, blocks, first, local, middle, n, keys, names, CHUNK, CAP)
-        if above + equal >= tl.minimum(count, n):
+        above, equal = keep_candidates(
+            row, stride_scores[3], current, blocks, first, local, from_ordered(middle), n, values, names, CHUNK, CAP, STAGES
+        )
+        if (above + equal >= n) | (middle == low):
             low = middle
+            reach = above + equal
             kept = above + tl.minimum(equal, n)
         else:
             high = middle
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
     tl.debug_barrier()
     c = tl.arange(0, CAP)
-    key = tl.load(keys + c, mask=c < kept, other=EXCLUDED)
+    x = tl.load(values + c, mask=c < kept, other=float("-inf"))
     name = tl.load(names + c, mask=c < kept, other=0)
-    tl.debug_barrier()
-    count = tl.minimum(count, kept)
+    key = tl.where(x == INFINITE, FORCED, ordered(x))
+    count = tl.minimum(reach, kept)
     wanted = tl.minimum(count, n)
     threshold = tl.sum(nth_largest(key[None, :], count + tl.zeros([1], tl.int32), n, NP), 0)
     best_above, best_equal = key > threshold, key == threshold
@@ -133,18 +159,18 @@ def bound(largest, n, SLACK: tl.constexpr):
 
 
 def wide_top_n(scores: Tensor, ranges: Tensor, block_size: int, first: int, local: int, start: int, q_pos: Tensor | None = None,
-    *, chunk: int = 2048, cap: int = 0, warps: int = 4, slack: int = 8) -> None:
+    *, chunk: int = 2048, cap: int = 0, warps: int = 4, slack: int = 8, stages: int = 1, regs: int = 0) -> None:
     B, S, G, blocks = scores.shape
     n = ranges.shape[3]
     cap = cap or tile_size(2 * n, 256)
     chunk = max(chunk, tile_size(2 * n))
-    scratch = torch.empty(B * S * G, 2, cap, dtype=torch.int32, device=scores.device)
-    _kernel(block_size, chunk, cap, tile_size(n, 1), slack, warps).launch(
+    scratch = torch.empty(B * S * G, 2, cap, dtype=torch.float32, device=scores.device)
+    _kernel(block_size, chunk, cap, tile_size(n, 1), slack, warps, stages, regs).launch(
         B * S * G, (scores, q_pos, ranges, scratch),
         (scores.stride(), (0, 0) if q_pos is None else q_pos.stride(), ranges.stride()[:3], start, S, G, blocks, n, first, local),
     )
 
 
 @functools.lru_cache(REMEMBERED)
-def _kernel(block_size, chunk, cap, slots, slack, warps) -> Kernel:
-    return Kernel(wide_rows_kernel, BLOCK_SIZE=block_size, CHUNK=chunk, CAP=cap, NP=slots, SLACK=slack, num_warps=warps)
+def _kernel(block_size, chunk, cap, slots, slack, warps, stages, regs) -> Kernel:
+    return Kernel(wide_rows_kernel, BLOCK_SIZE=block_size, CHUNK=chunk, CAP=cap, NP=slots, SLACK=slack, STAGES=stages, num_warps=warps, **({'maxnreg': regs} if regs else {}))
