@@ -64,9 +64,9 @@ def group_maxima(row, stride, current, blocks, first, local, CHUNK: tl.constexpr
 
 
 @triton.jit
-def keep_candidates(row, stride, current, blocks, first, local, least, n, values, names, CHUNK: tl.constexpr, CAP: tl.constexpr, STAGES: tl.constexpr):
-    """Store the blocks whose score is at least `least`, in ascending order, of those equal to it the first n: their scores
-    to `values` [CAP], their numbers to `names` [CAP]. Return how many are above `least` and how many equal it."""
+def keep_candidates(row, stride, current, blocks, first, local, least, n, names, CHUNK: tl.constexpr, CAP: tl.constexpr, STAGES: tl.constexpr):
+    """Store the blocks whose score is at least `least`, in ascending order, of those equal to it the first n, to `names`
+    [CAP]. Return how many are above `least` and how many equal it."""
     i = tl.arange(0, CHUNK)
     above, equal = current * 0, current * 0
     for begin in tl.range(0, tl.minimum(current + 1, blocks), CHUNK, num_stages=STAGES):
@@ -76,7 +76,6 @@ def keep_candidates(row, stride, current, blocks, first, local, least, n, values
         equals = equal + (before >> 16)
         slot = above + (before & 0xFFFF) + tl.minimum(equals, n) - 1
         kept = ((x > least) | ((x == least) & (equals <= n))) & (slot < CAP)
-        tl.store(values + slot, x, mask=kept)
         tl.store(names + slot, begin + i, mask=kept)
         total = tl.sum(packed, 0)
         above += total & 0xFFFF
@@ -101,8 +100,7 @@ def wide_rows_kernel(
     t = row_position(q_pos, stride_pos, b, s, start)
     current = tl.where(t < 0, -1, tl.minimum(t // BLOCK_SIZE, blocks + local)).to(tl.int32)
     row = scores + b * stride_scores[0] + s * stride_scores[1] + g * stride_scores[2]
-    values = scratch + number.to(tl.int64) * (2 * CAP)
-    names = (values + CAP).to(tl.pointer_type(tl.int32), bitcast=True)
+    names = scratch + number.to(tl.int64) * CAP
 
     largest = group_maxima(row, stride_scores[3], current, blocks, first, local, CHUNK, STAGES)
     low = bound(largest, n, SLACK)  # n scores reach it, or all that can be selected
@@ -110,7 +108,7 @@ def wide_rows_kernel(
     middle, kept, reach = low, low * 0 + (CAP + 1), low * 0
     while kept > CAP:
         above, equal = keep_candidates(
-            row, stride_scores[3], current, blocks, first, local, from_ordered(middle), n, values, names, CHUNK, CAP, STAGES
+            row, stride_scores[3], current, blocks, first, local, from_ordered(middle), n, names, CHUNK, CAP, STAGES
         )
         if (above + equal >= n) | (middle == low):
             low = middle
@@ -121,9 +119,10 @@ def wide_rows_kernel(
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
     tl.debug_barrier()
     c = tl.arange(0, CAP)
-    x = tl.load(values + c, mask=c < kept, other=float("-inf"))
     name = tl.load(names + c, mask=c < kept, other=0)
-    key = tl.where(x == INFINITE, FORCED, ordered(x))
+    x = tl.load(row + name.to(tl.int64) * stride_scores[3], mask=c < kept, other=0.0)
+    forced = (name < first) | (name > current - local)
+    key = tl.where(c < kept, tl.where(forced, FORCED, ordered(x)), EXCLUDED)
     count = tl.minimum(reach, kept)
     wanted = tl.minimum(count, n)
     threshold = tl.sum(nth_largest(key[None, :], count + tl.zeros([1], tl.int32), n, NP), 0)
@@ -164,7 +163,7 @@ def wide_top_n(scores: Tensor, ranges: Tensor, block_size: int, first: int, loca
     n = ranges.shape[3]
     cap = cap or tile_size(2 * n, 256)
     chunk = max(chunk, tile_size(2 * n))
-    scratch = torch.empty(B * S * G, 2, cap, dtype=torch.float32, device=scores.device)
+    scratch = torch.empty(B * S * G, cap, dtype=torch.int32, device=scores.device)
     _kernel(block_size, chunk, cap, tile_size(n, 1), slack, warps, stages, regs).launch(
         B * S * G, (scores, q_pos, ranges, scratch),
         (scores.stride(), (0, 0) if q_pos is None else q_pos.stride(), ranges.stride()[:3], start, S, G, blocks, n, first, local),
