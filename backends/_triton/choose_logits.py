@@ -101,7 +101,7 @@ def block_logits_kernel(
     HEADS: tl.constexpr = dims.h
     queries = ()
     for head in tl.static_range(0, HEADS):
-        queries = queries + (load_columns(row_pointers(q, strides.q, b64, g64, row, head), is_token, 0, dims.Dk, dims.BLOCK_D),)
+        queries = queries + (load_columns(row_pointers(q, strides.q, b64, g64, row, head), is_token, 0, dims.Dk, dims.BLOCK_D),)  # noqa: RUF005
     seen = seen_keys(q_pos, strides.pos, b64, row, sizes, rule)
     t = tl.max(row_position(q_pos, strides.pos, b64, row, sizes.start), 0)
     end = tl.minimum(tl.where(t < 0, 0, t // rule.block_size + 1), blocks).to(tl.int32)

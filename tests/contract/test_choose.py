@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nsa_sel import Selection, choose_blocks, decisions
 from nsa_sel.backends import choose_torch, choose_triton
-from nsa_sel.backends._triton import choose_dkdv, choose_pages, choose_scores, ranges
+from nsa_sel.backends._triton import choose_dkdv, choose_pages, choose_scores, top_n
 from nsa_sel.core import registry
 from nsa_sel.core.call import ChooseCall, Pool, Rule
 from tests.contract.lanes import Lane, lanes, parameters
@@ -375,8 +375,9 @@ def test_choose_by_other_scores(lane: Lane, what: str) -> None:
 
 @of_any_keys(5, 6)
 def test_choose_among_more_blocks_than_a_program_takes(lane: Lane, what: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 blocks at a time, then among the best of each 16, of which a program takes 3 times 5, not 3 times 6."""
-    monkeypatch.setattr(ranges, "MOST_BLOCKS", 16)
+    """Five of 40 blocks, 16 at a time; six are more than a program keeps."""
+    for name, value in (("WIDE", 8), ("MOST_CHOSEN", 5), ("CHUNK", 16), ("LEAST_KEPT", 16)):
+        monkeypatch.setattr(top_n, name, value)
     for first, local in ((0, 0), (1, 2)):
         rule, q_pos = Rule(1, 1, 2, what, first, local), torch.tensor([[79, 0, 3, 33, 34], [65, 31, 32, 63, 50]]).to(lane.place)
         call = make_choose_call((2, 5, 80, 2, 1, 16, 16, rule), lane.dtype, lane.place, pool=LOGITS)

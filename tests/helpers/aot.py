@@ -34,7 +34,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 
 from nsa_sel.backends import choose_triton, window_triton
-from nsa_sel.backends._triton import cache, elementwise, ranges
+from nsa_sel.backends._triton import cache, elementwise, top_n
 from nsa_sel.backends.specs import SPECS
 from nsa_sel.core import registry
 from nsa_sel.core.arguments import Bounds
@@ -250,9 +250,10 @@ CHOICES_OF_PAGES = {  # new tokens over compressed keys in pages; name: S, keys,
 
 
 def choose(name: str) -> None:
-    """Launch what a choice does: of pages, four compressed keys a page, whose parts are joined, or of as many blocks as `top_n` takes."""
+    """Launch what a choice does: of pages, four compressed keys a page, whose parts are joined, or of many blocks, in registers and not."""
     if name == MOST_BLOCKS:
-        ranges.top_n(torch.zeros(1, 3, 2, ranges.MOST_BLOCKS), torch.zeros(1, 3, 2, 16, 2, dtype=torch.int32), 64, 1, 2, 0)
+        for blocks, n in ((top_n.WIDE, 16), (32768, 512)):
+            top_n.top_n(torch.zeros(1, 3, 2, blocks), torch.zeros(1, 3, 2, n, 2, dtype=torch.int32), 4, 0, 0, 0)
         return
     if name in CHOICES_OF_PAGES:
         S, keys, h, Dk, Dv, dtype = CHOICES_OF_PAGES[name]
