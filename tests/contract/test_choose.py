@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nsa_sel import Selection, choose_blocks, decisions
 from nsa_sel.backends import choose_torch, choose_triton
-from nsa_sel.backends._triton import choose_dkdv, choose_pages, choose_scores, top_n
+from nsa_sel.backends._triton import choose_dkdv, choose_logits, choose_pages, choose_scores, top_n
 from nsa_sel.core import registry
 from nsa_sel.core.call import ChooseCall, Pool, Rule
 from tests.contract.lanes import Lane, lanes, parameters
@@ -65,6 +65,7 @@ def few_keys_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
             (choose_pages, "SHARES", 64),
             (choose_dkdv, "SHORTEST", 8),
             (choose_scores, "LEAST_STEPS", 1),
+            (choose_logits, "LEAST_KEYS", 16),
         ):
             monkeypatch.setattr(module, name, value)
 
@@ -293,6 +294,7 @@ def test_choose_beyond_32_bits(lane: Lane, what: int) -> None:
 LOGITS, WEIGHTS, RELU = Pool(False, False, True), Pool(True, False, True), Pool(False, False, True, True)
 POOLS: dict[str, tuple[tuple[int, ...], Rule, Pool]] = {  # B, S, S_kv, G, h, Dk; rule; pool
     "index-keys": ((2, 5, 45, 2, 1, 16), Rule(1, 1, 16, 2, 0, 1), LOGITS),
+    "index-keys-of-short-blocks": ((1, 20, 70, 1, 2, 16), Rule(1, 1, 4, 3, 0, 1), LOGITS),
     "index-keys-of-long-blocks": ((1, 9, 130, 1, 1, 16), Rule(1, 1, 64, 2, 0, 1), LOGITS),
     "long-blocks-of-odd-size": ((1, 10, 100, 1, 3, 16), Rule(2, 1, 40, 2, 0, 1), Pool(False, False, False)),
     "one-key-a-block": ((1, 20, 50, 2, 1, 24), Rule(12, 12, 12, 3, 0, 1), LOGITS),
