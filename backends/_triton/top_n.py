@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.rows import row_position
@@ -27,6 +28,7 @@ from nsa_sel.backends._triton.tiles import tile_size
 
 WIDE = 4096  # most blocks of a row in registers
 MOST_CHOSEN = 4096  # largest n of wider rows, of which twice as many candidates are in registers
+FEW_ROWS = 4096  # that never share a program
 PER_WARP = 1024  # most scores per warp, 32 per thread; half as many if short rows share a warp
 CHUNK = 2048  # blocks of a wide row at once
 CHUNK_PER_WARP = 512  # of them
@@ -140,7 +142,7 @@ def store_best(to, key, block, count, t, exists, n, BLOCK_SIZE: tl.constexpr, NP
 @triton.jit
 def top_n_kernel(
     scores, q_pos, out, stride_scores, stride_pos, stride_out, start, rows, S, G, blocks, n, first, local, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, NP: tl.constexpr, INDICES: tl.constexpr, TAIL: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, NP: tl.constexpr, INDICES: tl.constexpr, TAIL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Store ranges [B,S,G,n,2] of the n best blocks by scores [B,S,G,blocks], ascending, with [0, 0) for padding.
 
@@ -149,6 +151,9 @@ def top_n_kernel(
     per warp if it fits.
     Loads are rounded up to whole vectors; scores of future blocks are masked.
     """
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [ROWS], as g, s, b, t and current
     exists = number < rows
     number = tl.minimum(number, rows - 1)
@@ -237,7 +242,7 @@ def keep_candidates(
 @triton.jit
 def wide_rows_kernel(
     scores, q_pos, out, scratch, stride_scores, stride_pos, stride_out, start, S, G, blocks, n, first, local, BLOCK_SIZE: tl.constexpr,
-    CHUNK: tl.constexpr, ROOM: tl.constexpr, NP: tl.constexpr, INDICES: tl.constexpr, TAIL: tl.constexpr,
+    CHUNK: tl.constexpr, ROOM: tl.constexpr, NP: tl.constexpr, INDICES: tl.constexpr, TAIL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Do `top_n_kernel` for rows of any number of blocks.
 
@@ -246,6 +251,9 @@ def wide_rows_kernel(
     Candidates reach a score that n blocks reach. If they are too many, that score is raised by bisection, a pass over
     the row a step. It ends: less than n blocks are above the threshold, and n at most of those equal to it are kept.
     """
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     g = (number % G).to(tl.int64)
     s = (number // G % S).to(tl.int64)
@@ -294,6 +302,7 @@ def top_n(
     q_pos: Tensor | None = None,
     *,
     tail: bool = False,
+    early: bool = False,
     rows: int | None = None,
     warps: int | None = None,
 ) -> None:
@@ -308,6 +317,7 @@ def top_n(
         start: the position of row 0 where q_pos is None; row s is at start + s.
         q_pos: [B,S] int32 or int64, positions of the rows.
         tail: `out` has room for one more block, which gets the one whose keys the row sees in part, or is empty.
+        early: programmatic dependent launch.
         rows, warps: rows (of at most WIDE blocks) and warps per program; None to choose.
     """
     B, S, G, blocks = scores.shape
@@ -316,7 +326,14 @@ def top_n(
         return
     width, n = tile_size(blocks), out.shape[3] - tail
     strides = scores.stride(), (0, 0) if q_pos is None else q_pos.stride(), out.stride()[:3]
-    constants = {"BLOCK_SIZE": block_size, "NP": tile_size(n, 1), "INDICES": indices, "TAIL": tail}
+    constants = {
+        "BLOCK_SIZE": block_size,
+        "NP": tile_size(n, 1),
+        "INDICES": indices,
+        "TAIL": tail,
+        "EARLY": early,
+        **({"launch_pdl": True} if early else {}),
+    }
     if width > WIDE:
         chunk, room = tile_size(2 * n, CHUNK), tile_size(2 * n, LEAST_KEPT)
         scratch = torch.empty(B * S * G, room, dtype=torch.int32, device=scores.device)
@@ -324,7 +341,7 @@ def top_n(
         kernel = _wide_rows_kernel(chunk, room, warps, **constants)
         kernel.launch(B * S * G, (scores, q_pos, out, scratch), (*strides, start, S, G, blocks, n, first, local))
         return
-    rows = max(1, min(2, PER_WARP // 2 // width)) if rows is None else rows
+    rows = (1 if B * S * G <= FEW_ROWS else max(1, min(2, PER_WARP // 2 // width))) if rows is None else rows
     warps = max(1, min(16, rows * width // PER_WARP)) if warps is None else warps
     kernel = _top_n_kernel(rows, width, warps, **constants)
     kernel.launch(-(-B * S * G // rows), (scores, q_pos, out), (*strides, start, B * S * G, S, G, blocks, n, first, local))

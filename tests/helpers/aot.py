@@ -242,6 +242,16 @@ POOLS = {  # choices without attention; name: shape as above, pool
 }
 
 
+FEW = {  # choices for a few new tokens over index keys; name: S, G, groups of keys, h, D, rule, pool, page size, e4m3
+    "few-msa": (1, 4, 1, 1, 128, Rule(1, 1, 128, 16, 0, 1), Pool(False, False, True), 0, False),
+    "few-msa-e4m3": (1, 4, 1, 1, 128, Rule(1, 1, 128, 16, 0, 1), Pool(False, False, True), 0, True),
+    "few-msa-pages-e4m3": (1, 4, 1, 1, 128, Rule(1, 1, 128, 16, 0, 1), Pool(False, False, True), 64, True),
+    "few-qsa": (1, 2, 1, 4, 128, Rule(4, 4, 4, 512, 0, 0), Pool(False, False, True, True), 0, False),
+    "few-qsa-drafts-pages": (4, 2, 1, 4, 128, Rule(4, 4, 4, 512, 0, 0), Pool(False, False, True, True), 16, False),
+    "few-nsa": (4, 2, 2, 16, 192, Rule(), NSA_POOL, 0, False),
+}
+
+
 CHOICES_OF_PAGES = {  # new tokens over compressed keys in pages; name: S, keys, h, Dk, Dv, dtype
     "pages": (1, 4096, 16, 128, 128, torch.bfloat16),
     "pages-drafts": (4, 4096, 16, 128, 128, torch.bfloat16),
@@ -261,6 +271,18 @@ def choose(name: str) -> None:
         call.k, call.v = (torch.randn(64, 4, 1, D, dtype=dtype).transpose(1, 2) for D in (Dk, Dv))
         call.blocks, call.pages = keys // 64, PagedKeys(torch.zeros(1, keys // 64, dtype=torch.int32), 1)
         choose_triton.paged(call)
+        return
+    if name in FEW:
+        S, G, groups, h, D, rule, pool, page, stored = FEW[name]
+        call = make_choose_call((4, S, 4096, G, h, D, D, rule), torch.bfloat16, pool=pool, tail=rule.local == 0)
+        C, dtype = call.k.shape[2], STORED if stored else torch.bfloat16
+        keys = torch.zeros(*((4 * C // page, page) if page else (4, C)), groups, D, dtype=dtype).transpose(1, 2).expand(-1, G, -1, -1)
+        call.k = call.v = keys
+        call.lengths, call.start = torch.zeros(4, dtype=torch.int32), -S
+        call.pages = PagedKeys(torch.zeros(4, C // page, dtype=torch.int32), 0) if page else None
+        call.scales = Scales(torch.ones(1, groups), torch.ones(1, groups), 0, "head") if stored else None
+        out = torch.empty(4, S, G, rule.n + call.tail, dtype=torch.int32)
+        choose_triton.best_blocks(call, torch.zeros(4, S, G, h) if pool.softmax else None, out)
         return
     (*shape, dtype), pool = POOLS[name] if name in POOLS else (CHOICES[name], NSA_POOL)
     call = make_choose_call(tuple(shape), dtype, pool=pool)

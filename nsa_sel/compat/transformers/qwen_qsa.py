@@ -18,6 +18,7 @@ from nsa_sel.choosing import choose_blocks
 from nsa_sel.compat.transformers.minimax_m3 import dense
 from nsa_sel.compat.transformers.register import check_mask, check_options, first_keys
 from nsa_sel.core.attend import selection_attention
+from nsa_sel.core.request import FEW_TOKENS
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.selection import Selection
 
@@ -117,11 +118,14 @@ def choose(
         begin, end = padded.to(k.device).view(2, B, 1)
         limit = (torch.arange(S_kv - S + 1, S_kv + 1, device=k.device).minimum(end) - begin).clamp(min=0)  # keys that a row sees
         q_pos = (limit - 1).clamp(min=0)
+    if S <= FEW_TOKENS:  # choosing for each group takes less time than a copy of the choice
+        q = q.expand(-1, -1, groups, -1, -1)
     selection = choose_blocks(
         q, k, block_size=size, n=indexer.block_topk, local=0, activation="relu", tail=True, compress_block=size, compress_stride=size,
         q_pos=q_pos, S_kv=S_kv,
     )  # fmt: skip
-    selection = Selection(selection.ranges.expand(-1, -1, groups, -1, -1).contiguous(), size, disjoint=True)
+    if S > FEW_TOKENS:
+        selection = Selection(selection.ranges.expand(-1, -1, groups, -1, -1).contiguous(), size, disjoint=True)
     if padded is None or begin is None or limit is None:
         return selection
     whole = not bool((padded[:B] % size).any())
