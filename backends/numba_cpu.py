@@ -94,12 +94,14 @@ def _prepare(call: Call, *, listed: bool) -> _Prepared:
     B, S, G, h, Dk = call.q.shape
     S_kv, Dv = call.v.shape[2:]
     dtype, n = torch.promote_types(call.q.dtype, torch.float32), call.selection.n
-    ranges = call.disjoint_ranges().to(torch.int64).view(-1).numpy()
+    ranges = (call.disjoint_ranges() if listed else call.listed_ranges()).to(torch.int64).view(-1).numpy()
     position = call.positions().contiguous().numpy()
     q, k, v = _flat(call.q, dtype), _flat(call.k, dtype), _flat(call.v, dtype)
     tiles = _tiles(call, ranges, listed=listed)
     scale = q[0].dtype.type(call.scale * kernels.LOG2E)
-    problem = Problem(S, G, h, Dk, Dv, S_kv, n, -(-S_kv // int(TILE)), scale, ranges, position.ravel(), tiles.slot)
+    problem = Problem(
+        S, G, h, Dk, Dv, S_kv, n, -(-S_kv // int(TILE)), scale, ranges, not listed and call.may_repeat(), position.ravel(), tiles.slot
+    )
     work = B * S * G * h * call.selection.length_bound(S_kv) * max(Dk, Dv)
     return _Prepared(problem, tiles, q, k, v, position.max(1) + 1, work, dtype)
 

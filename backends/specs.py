@@ -46,7 +46,7 @@ VISITED_WHOLE = 256  # block size from which triton-block and cuda-block visit a
 E4M3_TILE_ROWS = 16  # largest number of tokens times heads per tile of forward_tokens.cu
 # block_gradients.cu, which has no plan of tiles.
 HOPPER_LISTS = msgspec.structs.replace(_WHOLE_STEPS, blocks_max=1 << 24, heads=(1, 64), key_dims=(64, 128))
-HOPPER_STEPS = StepKernels(sm=90, keys=64, dims=(64, 128))
+HOPPER_STEPS = StepKernels(sm=90, keys=64, dims=(64, 128), few_dims=(256,), few_heads=32, small_blocks=(4, 8, 16, 32))
 
 SPECS = (
     Backend(
@@ -159,6 +159,7 @@ SPECS = (
         libraries=_CUDA,
         summary="hand-written CUDA: tiles of adjacent rows on Hopper, else one CTA per query row and KV group; dk and dv by KV tiles",
         tiles=HOPPER_TILES,
+        steps=HOPPER_STEPS,
         quantized_by=HOPPER_STEPS,
         reads_caches=True,
         cost_terms={

@@ -4,13 +4,23 @@ backends build from it."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa_sel.core.arguments import as_positions, as_rows, as_tensor, check_flag, check_positive
-from nsa_sel.core.ranges import best_blocks, check_ranges, distinct_ranges, merged, ranges_of_blocks, rounded, sharing_of_blocks
+from nsa_sel.core.ranges import (
+    Blocks,
+    best_blocks,
+    check_ranges,
+    checked_blocks_of,
+    distinct_ranges,
+    merged,
+    ranges_of_blocks,
+    rounded,
+    sharing_of_blocks,
+)
 from nsa_sel.core.transforms import capturing
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.settings.flags import debugging
@@ -59,6 +69,13 @@ class Snapshot(NamedTuple):
     plans: dict[Any, Plan]
 
 
+class Indices(NamedTuple):
+    """Block indices in place of ranges."""
+
+    blocks: Blocks  # contiguous, without counts
+    version: int | None  # of the indices when the selection was made; None for a tensor without a version counter
+
+
 UNKNOWN = "unknown"  # the state of a tensor without a version counter
 
 
@@ -99,18 +116,20 @@ class Selection:
         n: ranges per row, empty ones included.
         block_size: states that every non-empty range is one whole block [j*block_size, (j+1)*block_size).
         max_length: an upper bound on the keys of a row.
-        disjoint: promises that no key is in two ranges of a row, which saves finding the union on the device. Under
-            NSA_DEBUG_TRITON=1 overlapping ranges are refused.
+        disjoint: promises that no key is in two ranges of a row, which saves finding the union of ranges that are not
+            blocks. Under NSA_DEBUG_TRITON=1 overlapping ranges are refused.
         measured: what `measure` returned last, else None.
     """
 
-    ranges: Tensor
+    ranges: Tensor  # made by `__getattr__` if the selection has `_indices`
     n: int
     block_size: int | None
     max_length: int | None
     disjoint: bool
+    _indices: Indices | None = None
     measured: Measured | None = None
     _cut_block: int | None = None  # the block size of ranges that were blocks before they were cut; unsorted
+    _captured: tuple[int, Tensor] | None = None  # version of the ranges, and distinct ones, both made in a CUDA graph
     _snapshot: Snapshot | None = None  # read once by each method: another thread may replace it meanwhile
 
     def __init__(self, ranges: Tensor, block_size: int | None = None, max_length: int | None = None, *, disjoint: bool = False) -> None:
@@ -121,14 +140,59 @@ class Selection:
         facts["max_length"] = max_length
         facts["disjoint"] = disjoint or n < 2
 
+    @classmethod
+    def _of_indices(cls, blocks: Blocks, block_size: int, disjoint: bool) -> Selection:
+        """Return a selection of contiguous block indices, whose ranges are made when they are first asked for."""
+        selection, indices = cls.__new__(cls), blocks.indices
+        facts, n = selection.__dict__, indices.shape[-1]
+        facts["n"] = n
+        facts["block_size"] = block_size
+        facts["max_length"] = None
+        facts["disjoint"] = disjoint or n < 2
+        facts["_indices"] = Indices(blocks, None if indices.is_inference() else indices._version)
+        return selection
+
+    if not TYPE_CHECKING:  # else every name would be an attribute
+
+        def __getattr__(self, name: str) -> Tensor:
+            """Make the ranges of block indices, which are then what the selection holds."""
+            if name != "ranges" or self._indices is None or self.block_size is None:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            self._unwritten(self._indices)
+            ranges, _ = ranges_of_blocks(self._indices.blocks, self.block_size)
+            return self.__dict__.setdefault("ranges", ranges)  # of two threads, the first one's
+
+    @property
+    def indices(self) -> Tensor | None:
+        """Return the block indices [B,S,G,n] that kernels may read instead of ranges; None once there are ranges, which
+        may be written."""
+        return None if self._indices is None or "ranges" in self.__dict__ else self._unwritten(self._indices)
+
+    @property
+    def listed(self) -> Tensor:
+        """Return the block indices [B,S,G,n], or if there are ranges [B,S,G,n,2], those: for checks of shape and device
+        that need no ranges."""
+        return self.ranges if self._indices is None or "ranges" in self.__dict__ else self._indices.blocks.indices
+
+    @staticmethod
+    def _unwritten(indices: Indices) -> Tensor:
+        """Return the block indices; ArgumentError if PyTorch has written them since `from_blocks`."""
+        tensor = indices.blocks.indices
+        if indices.version is not None and indices.version != tensor._version:
+            raise ArgumentError(
+                "block_indices", "written after Selection.from_blocks", "no write before the selection is used",
+                "make the Selection after the write, or pass block_indices.clone()",
+            )  # fmt: skip
+        return tensor
+
     def __setattr__(self, name: str, value: object) -> None:
-        if name in _FACTS and name in self.__dict__:
+        if name in _FACTS and "n" in self.__dict__:
             raise ArgumentError(f"selection.{name}", "replaced", "the value it was made with", "make a new Selection, or write into ranges")
         object.__setattr__(self, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: leaves out the plans, which belong to this tensor and its version."""
-        return {**self.__dict__, "_snapshot": self._valid_exact()}
+        return {**self.__dict__, "ranges": self.ranges, "_indices": None, "_captured": None, "_snapshot": self._valid_exact()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         exact = state.pop("_snapshot")
@@ -186,26 +250,36 @@ class Selection:
                 negative entries are padding (uint8 has none: 255 is a block). A duplicate counts once.
             block_size: keys of a block.
             block_counts: [B,S,G], or [B,G]: entry i of a row counts only if i < block_counts. By default all count.
-            disjoint: promises that no row has duplicates, as after top-k, which saves looking for them on the device.
+            disjoint: promises that no row has duplicates. Decoding never needs it; it saves a prefill the memory of a
+                second copy of the ranges.
 
         Returns:
-            A Selection with ranges [B,S,G,n,2].
+            A Selection with ranges [B,S,G,n,2]. In a CUDA graph, one of up to 8 query rows per sequence keeps
+            `block_indices`, which kernels read: don't write to them within the graph while the selection is in use.
 
         Raises:
             ArgumentError: a wrong shape or dtype; under NSA_DEBUG_TRITON=1 also duplicates in a row.
         """
-        ranges, unique = ranges_of_blocks(block_indices, block_size, block_counts, disjoint)
-        selection = cls(ranges, block_size, disjoint=disjoint)
-        if unique is None:
-            checked = validates(ranges)
-        else:
-            checked = debugging()  # nothing compiles or captures the call
-            snapshot = selection._remember(checked=checked)
-            if snapshot is not None:
-                _keep(snapshot.plans, selection._on_stream(_DISJOINT), Plan([], (), unique))
+        blocks = checked_blocks_of(block_indices, block_size, block_counts, disjoint)
+        if blocks.kept() and not debugging():
+            return cls._of_indices(blocks, block_size, disjoint)
+        ranges, unique = ranges_of_blocks(blocks, block_size)
+        selection, checked = cls(ranges, block_size, disjoint=disjoint), validates(ranges)
+        if unique is not None:
+            selection._keep_distinct(unique, checked)
         if checked:
             selection.validate()
         return selection
+
+    def _keep_distinct(self, unique: Tensor, checked: bool) -> None:
+        """Cache the ranges of distinct blocks, which a kernel has just made with the ranges. checked: `validates`."""
+        if capturing(self.ranges):
+            if not self.ranges.is_inference():
+                self.__dict__["_captured"] = self.ranges._version, unique
+            return
+        snapshot = self._remember(checked=checked)
+        if snapshot is not None:
+            _keep(snapshot.plans, self._on_stream(_DISJOINT), Plan([], (), unique))
 
     @classmethod
     def from_scores(
@@ -301,15 +375,19 @@ class Selection:
         """Contiguous ranges [B,S,G,n,2] of the same keys, without overlaps in a row.
 
         The ranges themselves if `disjoint`; else sorted by start, each without the keys of the ones before it. Cached
-        like a plan, but computed inside a CUDA graph, whose replays must follow writes into the ranges.
+        like a plan. A CUDA graph computes them, because its replays must follow writes into the ranges: once where it
+        makes the ranges, too.
 
         Args:
             captured: whether a CUDA graph is captured, if the caller has asked.
         """
+        ranges = self.ranges  # first: making them may cache the result
         if self.disjoint:
-            return self.ranges.contiguous()
-        if capturing(self.ranges) if captured is None else captured:
-            return distinct_ranges(self.ranges, self.block_size)
+            return ranges.contiguous()
+        if capturing(ranges) if captured is None else captured:
+            if self._captured is not None and self._captured[0] == ranges._version:
+                return self._captured[1]
+            return distinct_ranges(ranges, self.block_size)
         snapshot = self._snapshot  # `kept`, inlined
         kept = None if snapshot is None else snapshot.plans.get(self._on_stream(_DISJOINT) if self.ranges.is_cuda else _DISJOINT)
         if snapshot is not None and kept is not None and self._is_current(snapshot):

@@ -66,6 +66,7 @@ class Problem(NamedTuple):
     tiles: int  # of TILE keys in a sequence
     log2_scale: Any  # scale * log2(e), in the dtype of accumulation
     ranges: np.ndarray  # [B,S,G,n,2] int64, not causally clamped
+    repeats: bool  # forward: ranges are blocks, of which a row may name one several times
     position: np.ndarray  # [B,S] int64
     slot: np.ndarray  # [B,G,tiles] int64: the tile's index among the tiles that any row selects from, -1 for others
 
@@ -251,6 +252,15 @@ def _span(start, end, pair):
 
 
 @jit
+def _is_repeated(ranges, first, r):
+    """Return True if the range at r equals one of those before it from `first` on."""
+    found = False
+    for other in range(first, r, 2):
+        found |= ranges[other] == ranges[r] and ranges[other + 1] == ranges[r + 1]
+    return found
+
+
+@jit
 def _online_softmax(s, lo, hi, first, last, head, row_max, row_sum, out, Dv):
     """Do one online-softmax step of one head for keys [lo, hi): turn s [first, last) into p, and rescale earlier
     sums."""
@@ -297,6 +307,8 @@ def forward_rows(first, last, q, kt, v, o, lse, p):
         row_max[:], row_sum[:], out[:] = -np.inf, 0, 0
         for r in range(at * p.n * 2, (at + 1) * p.n * 2, 2):
             start, end = max(p.ranges[r], 0), min(p.ranges[r + 1], limit)
+            if p.repeats and _is_repeated(p.ranges, at * p.n * 2, r):
+                end = start
             while start < end:
                 tile, lo, hi, left, right = _span(start, end, pair)
                 kt0 = p.slot[row // p.S * p.tiles + tile] * Dk * TILE + left

@@ -75,6 +75,11 @@ class Kernel:
             self._packed.clear()
             self.launch(grid, tensors, numbers)
 
+    def loaded(self, tensors: Sequence[Tensor | TensorDescriptor | None], numbers: tuple[Any, ...]) -> bool:
+        """Return whether `launch` would find its specialization loaded: a CUDA graph's capture breaks if it is not."""
+        kind = (tensors[0].get_device(), *tensor_kinds(tensors)[0], self._number_kinds(numbers))  # type: ignore[union-attr]
+        return kind[0] == CPU or kind in self._compiled
+
     def _compile(
         self, grid: int, tensors: Sequence[Tensor | TensorDescriptor | None], numbers: tuple[Any, ...], kind: tuple[object, ...]
     ) -> None:

@@ -8,6 +8,7 @@ This module imports no `Call`: `nsa_sel.core.ranges` uses it to make a `Selectio
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from nsa_sel.backends.launcher.buffers import unwritten
 from nsa_sel.backends.launcher.replay import recorded
 
 ENTRIES = 256  # entries per program: rows of few blocks share one
-MOST_SORTED = 512  # most blocks per row that a program sorts
+MOST_SORTED = 1024  # most blocks per row that a program sorts
 
 
 @triton.jit
@@ -68,10 +69,11 @@ def store_distinct(unique, block, at, listed, last, BLOCK: tl.constexpr, NP: tl.
 
 
 def block_ranges(
-    indices: Tensor, counts: Tensor | None, block_size: int, dtype: torch.dtype, find_unique: bool, recordings: dict[Any, Any]
-) -> tuple[Tensor, Tensor | None]:
+    indices: Tensor, counts: Tensor | None, block_size: int, dtype: torch.dtype, find_unique: bool, recordings: dict[Any, Any],
+    captured: bool = False,
+) -> tuple[Tensor, Tensor | None] | None:  # fmt: skip
     """Return ranges [B,S,G,n,2] from block indices, and with find_unique the ranges of distinct blocks if n is small
-    enough to sort.
+    enough to sort. None in a CUDA graph whose capture would have to load the kernel.
 
     Args:
         indices: [B,S,G,n], on the current device.
@@ -80,9 +82,14 @@ def block_ranges(
         dtype: dtype of the ranges.
         find_unique: whether to compute distinct ranges.
         recordings: of calls that differ only in the values of the tensors (launcher/replay.py).
+        captured: whether a CUDA graph captures the call.
     """
     sorts = find_unique and indices.shape[3] <= MOST_SORTED
     tensors = indices.contiguous(), None if counts is None else counts.contiguous()
+    if captured:
+        made = indices.new_empty(0, dtype=dtype)
+        if not _is_loaded(indices.shape, made, *tensors, made if sorts else None, block_size):
+            return None
     ranges = recorded(recordings, sorts, tensors, lambda: _block_ranges(*tensors, block_size, dtype, sorts))
     return ranges[0], ranges[1] if sorts else None
 
@@ -90,29 +97,41 @@ def block_ranges(
 def _block_ranges(indices: Tensor, counts: Tensor | None, block_size: int, dtype: torch.dtype, sorts: bool) -> tuple[Tensor, ...]:
     B, S, G, n = indices.shape
     ranges = [unwritten(indices, B, S, G, n, 2, dtype=dtype) for _ in range(1 + sorts)]
-    _launch(ranges[0], indices, counts, ranges[1] if sorts else None, block_size)
+    _launch(indices.shape, ranges[0], indices, counts, ranges[1] if sorts else None, block_size)
     return tuple(ranges)
 
 
-def distinct_ranges(ranges: Tensor, block_size: int) -> Tensor | None:
+def distinct_ranges(ranges: Tensor, block_size: int, captured: bool = False) -> Tensor | None:
     """Return ranges [B,S,G,n,2] of the distinct blocks in `ranges`, whose ranges are blocks or empty; None if n is too
-    large to sort.
+    large to sort, and in a CUDA graph whose capture would have to load the kernel.
 
     The tensors are on the current device.
     """
-    B, S, G, n, _ = ranges.shape  # unpacking is twice as fast as passing a torch.Size
+    shape = B, S, G, n = ranges.shape[:4]
     if n > MOST_SORTED:
         return None
-    unique = unwritten(ranges, B, S, G, n, 2)
-    _launch(ranges.contiguous(), None, None, unique, block_size)
+    unique, ranges = unwritten(ranges, B, S, G, n, 2), ranges.contiguous()
+    if captured and not _is_loaded(shape, ranges, None, None, unique, block_size):
+        return None
+    _launch(shape, ranges, None, None, unique, block_size)
     return unique
 
 
-def _launch(ranges: Tensor, indices: Tensor | None, counts: Tensor | None, unique: Tensor | None, block: int) -> None:
-    B, S, G, n, _ = ranges.shape
-    kernel, rows = _block_ranges_kernel(n, block, unique is not None), B * S * G
-    numbers = (rows, torch.iinfo(ranges.dtype).max // block - 1)
+def _launch(shape: Sequence[int], ranges: Tensor, indices: Tensor | None, counts: Tensor | None, unique: Tensor | None, block: int) -> None:
+    kernel, rows, numbers = _kernel_and_numbers(shape, ranges.dtype, block, unique is not None)
     kernel.launch(-(-rows // kernel.constants["R"]), (ranges, indices, counts, unique), numbers)
+
+
+def _is_loaded(
+    shape: Sequence[int], ranges: Tensor, indices: Tensor | None, counts: Tensor | None, unique: Tensor | None, block: int
+) -> bool:
+    kernel, _, numbers = _kernel_and_numbers(shape, ranges.dtype, block, unique is not None)
+    return kernel.loaded((ranges, indices, counts, unique), numbers)
+
+
+def _kernel_and_numbers(shape: Sequence[int], dtype: torch.dtype, block: int, sorts: bool) -> tuple[Kernel, int, tuple[int, int]]:
+    B, S, G, n = shape
+    return _block_ranges_kernel(n, block, sorts), B * S * G, (B * S * G, torch.iinfo(dtype).max // block - 1)
 
 
 @functools.lru_cache(REMEMBERED)

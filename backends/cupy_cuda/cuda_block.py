@@ -265,7 +265,7 @@ def _partials(call: Call) -> tuple[Constants, int, int]:
     stages of q)."""
     h, Dk = call.q.shape[3:]
     segment, q_bytes, tile_bytes = STEPS * (sm90.ROWS // h), sm90.PANEL * Dk // 64, sm90.PANEL * (Dk + call.v.shape[3]) // 64
-    of_cta = (call.device.shared_memory + sm90.SYSTEM) // PER_SM - sm90.SYSTEM - sm90.STATIC - 4 * segment
+    of_cta = (call.device.shared_memory + launch.SYSTEM) // PER_SM - launch.SYSTEM - sm90.STATIC - 4 * segment
     stages = (of_cta - tile_bytes) // (WARPGROUPS * q_bytes)
     return launch.macros(call, H=h, STAGES=stages, STEPS=STEPS), segment, tile_bytes + WARPGROUPS * stages * q_bytes
 
@@ -284,7 +284,7 @@ def _join(call: Call, source: str) -> tuple[Constants, int]:
     (h, Dk), Dv = call.q.shape[3:], call.v.shape[3]
     per_sm, columns, tiles = (JOIN_PER_SM, Dv, 2 * Dk + Dv) if source == "join_partials.cu" else (SHARES_PER_SM, Dk, 2 * (Dk + Dv))
     ring_bytes = sm90.PANEL * columns // 64  # 64 rows
-    ring = ((call.device.shared_memory + sm90.SYSTEM) // per_sm - sm90.SYSTEM - sm90.STATIC) // ring_bytes
+    ring = ((call.device.shared_memory + launch.SYSTEM) // per_sm - launch.SYSTEM - sm90.STATIC) // ring_bytes
     macros = launch.macros(call, H=h, EACH=call.selection.n * call.reach(WIDTH), PER_SM=per_sm, RING=ring)
     return macros, max(ring * ring_bytes, sm90.PANEL * tiles // 64)
 

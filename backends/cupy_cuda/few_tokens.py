@@ -89,7 +89,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     launch.start(
         "forward_tiles.cu", plan.macros, q.get_device(), B * G, plan.threads, plan.shared, *lists, o.data_ptr(), lse.data_ptr(),
         maps=(row_map(q, sm90.ROWS // h), tensor_map(call.k, sm90.KEYS, 64, promoted=False), tensor_map(v, sm90.KEYS, 64, promoted=False)),
-        problem=launch.problem(call, call.disjoint_ranges()), early=True,
+        problem=launch.problem(call, *call.listed()), early=True,
     )  # fmt: skip
     return o, lse
 
@@ -128,7 +128,7 @@ def plan_of_e4m3(
     """Return the launch of forward_tokens.cu, with as many stages as fit in shared memory."""
     tokens = tile_tokens(S, h)
     row_bytes, step_bytes = 2 * E4M3_TILE_ROWS * (Dk + 8 + sm90.KEYS + 8), sm90.KEYS * (Dk + Dv)
-    stages = min(2 * sm90.MOST_STAGES, ((shared_memory + sm90.SYSTEM) // E4M3_PER_SM - 2 * sm90.STATIC - row_bytes) // step_bytes)
+    stages = min(2 * sm90.MOST_STAGES, ((shared_memory + launch.SYSTEM) // E4M3_PER_SM - 2 * sm90.STATIC - row_bytes) // step_bytes)
     macros = constants(
         BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=1, E4M3=1, PAGE_SCALES=int(page_scales), H=h, TOKENS=tokens, STAGES=stages,
         PER_SM=E4M3_PER_SM, BLOCK=block, **launch.cache_macros(page),
@@ -149,6 +149,6 @@ def forward_e4m3(call: Call) -> tuple[Tensor, Tensor]:
     launch.start(
         "forward_tokens.cu", plan.macros, q.get_device(), B * G * plan.tiles, plan.threads, plan.shared,
         o.data_ptr(), lse.data_ptr(), plan.tiles, *launch.scales(call), maps=tuple(map(step_map, stored)),
-        problem=launch.problem(call, call.disjoint_ranges()), early=True,
+        problem=launch.problem(call, *call.listed()), early=True,
     )  # fmt: skip
     return o, lse

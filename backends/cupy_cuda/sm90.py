@@ -43,7 +43,6 @@ L2_BYTES = 24 * 2**20  # share of the L2 cache (50 MiB) for keys and values
 STRETCH_BYTES = 16 * 2**20  # bytes of q and do per stretch of order_segments.cu
 MOST_STRETCHES = 256  # in order_segments.cu
 STATISTICS = 16 * ROWS  # bytes of `__shared__` variables per stage of dkdv_groups.cu
-SYSTEM = 1024  # bytes of shared memory per CTA that the system reserves
 
 
 class TileShape(NamedTuple):
@@ -419,7 +418,7 @@ def group_shape(Dk: int, Dv: int, device: DeviceInfo, others: int = 0) -> GroupS
     step_bytes, consumers = PANEL * (Dk + Dv) // 64, 1 if max(Dk, Dv) <= MOST_COLUMNS else 2
     others += step_bytes if consumers == 1 or Dk + Dv > MOST_TILE_COLUMNS else 0
     others += 4 * ROWS * KEYS if consumers == 2 else 0
-    of_cta = (device.shared_memory + SYSTEM) * consumers // 2 - STATIC - MOST_STAGES * STATISTICS - others
+    of_cta = (device.shared_memory + launch.SYSTEM) * consumers // 2 - STATIC - MOST_STAGES * STATISTICS - others
     stages = min(MOST_STAGES, of_cta // step_bytes)
     return GroupShape(128 * (consumers + 1), stages, stages * step_bytes + others)
 

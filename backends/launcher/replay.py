@@ -159,12 +159,13 @@ def replayed(
 ) -> Any:
     """Return `work(call, *given, *numbers)` (a pass, or building a plan), run or replayed.
 
-    Its kernels read q, k, v, the disjoint ranges, and the tensors in `given`.
+    Its kernels read q, k, v, the tensors in `given`, and the disjoint ranges; in the forward pass of few rows (without
+    `given`) `Call.listed_ranges`. A pass of few rows that reads the disjoint ranges is never recorded.
     """
     recordings, settings = call.known, call.settings
     if REPEATED not in recordings or call.workspace is not None or (settings.traced and not settings.debug_triton) or call.capturing():
         return work(call, *given, *numbers)
-    ranges = call.disjoint_ranges()
+    ranges = call.disjoint_ranges() if plan or given else call.listed_ranges()
     key = _kind(call, work, ranges, numbers)
     if given:
         key += tuple([None if x is None else (x.dtype, x.stride()) for x in given])

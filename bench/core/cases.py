@@ -190,6 +190,11 @@ OF_MODELS = [
     *(model_decode("qsa", B) for B in (8, 32, 256)),
     model_case("moba", "random-16k", 16384, PER_HEAD), model_case("moba", "32k", 32768),
 ]  # fmt: skip
+# A decoding step of one layer: one sequence and batches, in the shapes of NSA, MiniMax-M3, and QSA with its incomplete block.
+STEPS = [
+    *DECODE[:3], *(model_decode("minimax-m3", B) for B in (1, 64, 256)),
+    *(model_decode("qsa", B)._replace(case=f"models-qsa-tail-decode-B{B}-32k", n=513) for B in (1, 8, 64, 256)),
+]  # fmt: skip
 # Keys and values of 256 columns over blocks of 64 and of 16 keys.
 WIDE = [
     *(

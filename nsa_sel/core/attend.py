@@ -153,7 +153,7 @@ def checked(
     key = _key(q, k, v, selection, scale, q_pos, needs_grad, backend) if counts else None
     if key is not None and not decided.call.selects_nothing():
         entry = decided.request, decided.decision, decided.call.scale, decided.sharing, decided.call.known
-        remember(key, transforms.with_class(recall(key) or (), entry, *((q, k) if v is k else (q, k, v)), decided.call.selection.ranges))
+        remember(key, transforms.with_class(recall(key) or (), entry, *((q, k) if v is k else (q, k, v)), decided.call.selection.listed))
     return decided
 
 
@@ -167,7 +167,7 @@ def _recall(
     """
     key = _key(q, k, v, selection, scale, q_pos, needs_grad, backend)
     classes = recall(key)
-    entry = None if classes is None else transforms.find_class(classes, *((q, k) if v is k else (q, k, v)), selection.ranges)
+    entry = None if classes is None else transforms.find_class(classes, *((q, k) if v is k else (q, k, v)), selection.listed)
     if entry is None:
         return None
     request, decision, checked_scale, sharing, known = entry

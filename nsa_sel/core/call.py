@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.arguments import Bounds, compressed_bounds, range_dtype, row_positions, whole_blocks
-from nsa_sel.core.request import DeviceInfo, Request
+from nsa_sel.core.request import FEW_TOKENS, DeviceInfo, Request
 from nsa_sel.core.transforms import REPEATED, capturing
 from nsa_sel.errors import ArgumentError
 from nsa_sel.quantize import Scales, as_bytes
@@ -146,6 +146,7 @@ class Call(_Logits):
     known: dict[Any, Any] = field(default_factory=dict, init=False)
     _capturing: bool | None = field(default=None, init=False)
     _disjoint: Tensor | None = field(default=None, init=False)  # the disjoint ranges of a capture, or of inference mode
+    _listed: Tensor | None = field(default=None, init=False)  # see `listed_ranges`
     problem: tuple[Any, Any] | None = field(default=None, init=False)  # of ranges: what a backend's kernels all take (cupy_cuda/launch.py)
 
     def others(self) -> tuple[Any, ...]:
@@ -185,6 +186,25 @@ class Call(_Logits):
         if self._disjoint is None:
             self._disjoint = self.selection.disjoint_ranges(self._capturing)
         return self._disjoint
+
+    def listed_ranges(self) -> Tensor:
+        """Return contiguous ranges [B,S,G,n,2] for kernels that skip a block that the row has named before: of few
+        rows, blocks may repeat (`may_repeat`); other ranges are disjoint."""
+        if self.selection.block_size is None or self.q.shape[1] > FEW_TOKENS:
+            return self.disjoint_ranges()
+        if self._listed is None:
+            self._listed = self.selection.ranges.contiguous()
+        return self._listed
+
+    def listed(self) -> tuple[Tensor, int]:
+        """Return `listed_ranges` and 0, or what a selection has in their stead: block indices [B,S,G,n], contiguous, and
+        their block size."""
+        indices, size = self.selection.indices, self.selection.block_size
+        return (self.listed_ranges(), 0) if indices is None or size is None else (indices, size)
+
+    def may_repeat(self) -> bool:
+        """Return True if a row of `listed_ranges` may name a block twice."""
+        return self.selection.block_size is not None and self.selection.n > 1 and self.q.shape[1] <= FEW_TOKENS
 
     def selects_nothing(self) -> bool:
         """Return True if there are no rows, keys or ranges."""

@@ -46,11 +46,11 @@ def check_call(
     S_kv, device = k.shape[2], q.device
     if not isinstance(selection, Selection):
         selection = as_selection(selection, None if decode else (B, S, G))
-    ranges = selection.ranges
-    if ranges.shape != (B, S, G, selection.n, 2):
-        raise _other_rows(ranges, q_shape, k.shape, decode)
-    if ranges.device != device:
-        raise ArgumentError("selection", f"on {ranges.device}", f"q's device {device}", "call selection.to(q.device)")
+    listed = selection.listed  # block indices or ranges
+    if listed.shape not in ((B, S, G, selection.n, 2), (B, S, G, selection.n)):
+        raise _other_rows(selection.ranges, q_shape, k.shape, decode)
+    if listed.device != device:
+        raise ArgumentError("selection", f"on {listed.device}", f"q's device {device}", "call selection.to(q.device)")
     scale = check_scale(scale, Dk)
     if q_pos is not None:
         return q, k, v, selection, scale, check_positions(q_pos, q, S_kv, fake)

@@ -40,6 +40,7 @@ from nsa_sel.core import registry
 from nsa_sel.core.arguments import Bounds
 from nsa_sel.core.call import NSA_POOL, Call, PagedKeys, Pool, Rule, Sequences
 from nsa_sel.core.check import check_call
+from nsa_sel.core.ranges import Blocks
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.quantize import STORED, Scales
 from nsa_sel.selection import Selection
@@ -72,6 +73,9 @@ OF_CUDA = {  # likewise, for which cupy-cuda alone has kernels, or constants, of
     "decode-B64-h16": (64, 1, 4096, 4, 16, 128, 128, 16, 64, torch.bfloat16),
     "decode-B16-h64": (16, 1, 4096, 4, 64, 128, 128, 16, 64, torch.bfloat16),
     "decode-B64-h64-64-128": (64, 1, 4096, 4, 64, 64, 128, 16, 64, torch.bfloat16),
+    "decode-B64-h12-small": (64, 1, 4096, 2, 12, 128, 128, 64, 4, torch.bfloat16),
+    "decode-B64-h32-256": (64, 1, 4096, 4, 32, 256, 256, 16, 64, torch.bfloat16),
+    "decode-B64-h32-256-small": (64, 1, 4096, 2, 32, 256, 256, 64, 16, torch.float16),
     "decode-B64-h4-64": (64, 1, 4096, 4, 4, 64, 64, 16, 128, torch.float16),
 }
 PAGED = {  # name: (B, S, pages of a sequence, page size, G, h, D, n, block_size): forward alone, in bfloat16
@@ -100,7 +104,10 @@ def target_call(shape: str, sm: int) -> Call:
     device = DeviceInfo(kind="cuda", name="target", sm=sm, sm_count=sms, shared_memory=kilobytes * 1024)
     B, S, S_kv, G, h, Dk, Dv, n, block, dtype = (SHAPES | OF_CUDA)[shape]
     q, k, v = torch.empty(B, S, G, h, Dk, dtype=dtype), torch.empty(B, G, S_kv, Dk, dtype=dtype), torch.empty(B, G, S_kv, Dv, dtype=dtype)
-    selection = Selection.from_ranges(torch.zeros(B, S, G, n, 2, dtype=torch.int32), block_size=block)
+    if S == 1 and block is not None:  # decoding reads block indices
+        selection = Selection._of_indices(Blocks(torch.zeros(B, S, G, n, dtype=torch.int32), None, None), block, False)
+    else:
+        selection = Selection.from_ranges(torch.zeros(B, S, G, n, 2, dtype=torch.int32), block_size=block)
     q_pos = torch.zeros(B, S, dtype=torch.int64) if shape.startswith("positions") else None
     checked = check_call(q, k, v, selection, None, q_pos)
     return Call(q, k, v, checked[3], q_pos, checked[4], settings_for(device), device)

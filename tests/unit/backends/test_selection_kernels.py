@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from nsa_sel import selection as selection_module
 from nsa_sel.backends._triton import ranges as kernels
 from nsa_sel.backends._triton import top_n as top_n_module
 from nsa_sel.backends._triton.kernel import Kernel
@@ -60,7 +62,7 @@ def test_one_kernel_gives_the_ranges_and_the_distinct_ones(n: int, dtype: torch.
 
 
 def test_a_selection_of_blocks_is_one_launch(launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    indices = some_blocks(4, torch.int64)
+    indices = some_blocks(4, torch.int64).repeat(1, 4, 1, 1)
     selection = Selection.from_blocks(indices, 64)
     found = selection.disjoint_ranges()
     assert launches == [kernels.block_ranges_kernel]
@@ -74,6 +76,10 @@ def test_a_selection_of_blocks_is_one_launch(launches: list[Any], monkeypatch: p
     assert promised.disjoint_ranges() is promised.ranges
     with torch.inference_mode():  # no plan is kept, and none is computed ahead
         assert torch.equal(Selection.from_blocks(indices, 64).disjoint_ranges(), disjoint(expected))
+    few = Selection.from_blocks(indices[:, :8].contiguous(), 64)  # whose kernels find duplicates themselves
+    assert len(launches) == 6
+    assert torch.equal(few.disjoint_ranges(), disjoint(expected[:, :8]))
+    assert len(launches) == 7
 
 
 @pytest.mark.parametrize("decode", [False, True])
@@ -100,10 +106,65 @@ def test_blocks_that_were_seen_before_are_not_checked_again(launches: list[Any],
         Selection.from_blocks(indices, 64)
     assert len(taken) == 7
     assert_refused(*(("block_size", lambda bad=bad: Selection.from_blocks(indices, bad)) for bad in (True, 0, 64.0)))  # type: ignore[misc]
-    launched = len(launches)
-    monkeypatch.setattr(ranges_module, "capturing", lambda x: True)
-    assert torch.equal(Selection.from_blocks(indices, 64).ranges, whole_blocks(indices.unsqueeze(1) if decode else indices, 64))
-    assert len(launches) == launched
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (ranges_module, selection_module):
+        monkeypatch.setattr(module, "capturing", lambda x: True)
+
+
+def test_a_capture_makes_ranges_and_distinct_ones_in_one_launch(
+    launches: list[Any], capturing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    indices = some_blocks(4, torch.int32).repeat(1, 4, 1, 1)
+    expected = whole_blocks(indices, 64)
+    selection = Selection.from_blocks(indices, 64)
+    assert torch.equal(selection.disjoint_ranges(), disjoint(expected))
+    assert selection.disjoint_ranges() is selection.disjoint_ranges()
+    assert len(launches) == 1
+    selection.ranges[..., 1] = selection.ranges[..., 0]  # nothing is selected any more
+    assert not (selection.disjoint_ranges() != 0).any()
+    other = Selection.from_ranges(expected, 64)  # a replay must follow writes since the capture
+    assert other.disjoint_ranges() is not other.disjoint_ranges()
+    assert len(launches) == 4
+    monkeypatch.setattr(Kernel, "loaded", lambda *_: False)  # what would be loaded in the capture
+    unloaded = Selection.from_blocks(indices, 64)
+    assert torch.equal(unloaded.ranges, expected)
+    assert torch.equal(unloaded.disjoint_ranges(), disjoint(expected))
+    assert len(launches) == 4
+
+
+def test_few_rows_in_a_capture_keep_their_block_indices(launches: list[Any], capturing: None) -> None:
+    indices = some_blocks(4, torch.int32)
+    selection = Selection.from_blocks(indices, 64)
+    assert selection.indices is indices
+    assert selection.listed is indices
+    assert not launches
+    copied = copy.deepcopy(selection)
+    assert copied.indices is None
+    assert torch.equal(copied.ranges, whole_blocks(indices, 64))
+    assert selection.indices is None  # the ranges may be written
+    assert selection.listed is selection.ranges
+    counts = torch.ones(2, 5, 2, dtype=torch.int32)
+    many, strided = indices.repeat(1, 2, 1, 1), indices.mT.contiguous().mT
+    others = Selection.from_blocks(many, 64), Selection.from_blocks(indices, 64, counts), Selection.from_blocks(strided, 64)
+    assert all(other.indices is None for other in (*others, Selection.from_ranges(copied.ranges, 64)))
+    assert_refused(("selection.ranges", lambda: setattr(Selection.from_blocks(indices, 64), "ranges", copied.ranges)))
+    with pytest.raises(AttributeError, match="rows"):
+        selection.rows  # noqa: B018
+
+
+def test_block_indices_that_were_written_are_refused(launches: list[Any], capturing: None) -> None:
+    indices = some_blocks(4, torch.int32)
+    selection, made = Selection.from_blocks(indices, 64), Selection.from_blocks(indices, 64)
+    before = made.ranges.clone()
+    indices[0] = 1
+    assert torch.equal(made.ranges, before)
+    assert_refused(("block_indices", lambda: selection.indices), ("block_indices", lambda: selection.ranges))
+    with torch.inference_mode():  # no counter of writes
+        inferred = Selection.from_blocks(indices.clone(), 64)
+    assert torch.equal(inferred.ranges, whole_blocks(indices, 64))
 
 
 def test_ranges_that_are_no_blocks_are_found_by_pytorch(launches: list[Any]) -> None:
@@ -145,7 +206,7 @@ def test_traced_operations_stay_pytorch(launches: list[Any]) -> None:
 @pytest.mark.parametrize("n", [3, 16, 300])
 def test_a_gpu_gives_the_ranges_in_one_launch(n: int) -> None:
     """On a thread that has launched nothing yet, too."""
-    indices, found = some_blocks(n, torch.int64).cuda(), list[tuple[Tensor, Tensor]]()
+    indices, found = some_blocks(n, torch.int64).repeat(1, 2, 1, 1).cuda(), list[tuple[Tensor, Tensor]]()
 
     def select() -> None:
         selection = Selection.from_blocks(indices, 64)

@@ -128,8 +128,11 @@ def test_prefills_beyond_the_models_have_a_preference_of_their_own(
         assert make_decision(chunk, device, policy, settings_for(device), offers).forward == GROUP
         assert make_decision(replace(chunk, page_size=128), device, policy, settings_for(device), offers).forward == "cupy-cuda"
     assert make_decision(small, A100, policy, settings_for(A100), offers).forward == TILE
-    for device in (H200, H100):
-        assert make_decision(replace(small, S=1, needs_grad=False), device, policy, settings_for(device), offers).forward == GROUP
+    row = replace(small, S=1, needs_grad=False)
+    for device, forward in ((H200, "cupy-cuda"), (H100, "cupy-cuda"), (A100, GROUP)):  # over steps of keys on Hopper
+        assert make_decision(row, device, policy, settings_for(device), offers).forward == forward
+        for changes in ({"Dk": 80}, {"Dk": 256, "h": 33}, {"page_size": 2}):
+            assert make_decision(replace(row, **changes), device, policy, settings_for(device), offers).forward == GROUP
     assert make_decision(small, CPU, policy, settings_for(CPU), offers).forward == "numba"
     configure(f"provenance: mine\nruntime: {{prefer_forward: [{TOKEN}]}}\n")
     mine = make_decision(small, H200, policy, settings_for(H200), offers)
