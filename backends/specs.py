@@ -205,6 +205,7 @@ CHOOSERS = (
             _TRITON_LIMITS,
             dtypes={"cuda": ("float16", "bfloat16", "float32"), "interpreter": ("float16", "float32")},
             choice_max=1 << 18,  # top_n chooses among 16,384 at a time, then among those
+            quantized={"e4m3": 89},
         ),
         requires=(_TRITON,),
         summary="tiles of rows and heads over compressed keys; importance and top n in chunks of rows",
@@ -215,7 +216,7 @@ CHOOSERS = (
         path="nsa_sel.backends.choose_torch",
         framework="torch",
         kind="choose",
-        limits=Limits(dtypes=dict.fromkeys(("cpu", "cuda"), ("float16", "bfloat16", "float32", "float64"))),
+        limits=Limits(dtypes=dict.fromkeys(("cpu", "cuda"), ("float16", "bfloat16", "float32", "float64")), quantized={"e4m3": 0}),
         summary="matrix products and a stable sort, in chunks of rows; the fallback that always runs",
         fallback=True,
         slow=True,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nsa_sel.layer import NSASelection, block_scores
     from nsa_sel.quantize import quantize_e4m3
     from nsa_sel.selection import Selection
-    from nsa_sel.serving import selection_attention_with_kvcache
+    from nsa_sel.serving import choose_blocks_with_kvcache, selection_attention_with_kvcache
     from nsa_sel.settings.warmup import sync_tuning, warmup
     from nsa_sel.telemetry.describe import describe
     from nsa_sel.telemetry.events import counters, decisions
@@ -39,6 +39,7 @@ __all__ = [
     "Selection",
     "block_scores",
     "choose_blocks",
+    "choose_blocks_with_kvcache",
     "compressed_attention",
     "compressed_cu_seqlens",
     "counters",
@@ -70,6 +71,7 @@ _HOMES = {
     "Selection": "selection",
     "block_scores": "layer",
     "choose_blocks": "choosing",
+    "choose_blocks_with_kvcache": "serving",
     "compressed_attention": "choosing",
     "compressed_cu_seqlens": "varlen",
     "counters": "telemetry.events",

@@ -334,9 +334,12 @@ class ChooserModule(Protocol):
     def log_sum_exp(self, call: ChooseCall) -> Tensor:
         """Return lse [B,S,G,h] of `forward` alone."""
 
-    def best_blocks(self, call: ChooseCall, lse: Tensor | None) -> Tensor:
-        """Return ranges of `forward` by the scores that `call.pool` defines; lse [B,S,G,h] for a pool with softmax.
-        Values are not read."""
+    def best_blocks(self, call: ChooseCall, lse: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """Write the best blocks by the scores that `call.pool` defines to `out`, and return it; lse [B,S,G,h] for a pool
+        with softmax. Values are not read.
+
+        out: block indices [B,S,G,n], or ranges [B,S,G,n,2], which are made if it is None; n + 1 with `call.tail`.
+        """
 
 
 class BackendModule(Protocol):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.core.arguments import as_positions, check_forced, check_positive, is_whole
+from nsa_sel.core.arguments import as_positions, check_flag, check_forced, check_positive, is_whole
 from nsa_sel.core.call import DTYPES, Pool, Rule
 from nsa_sel.errors import ArgumentError, renamed, shown
 from nsa_sel.selection import Selection
@@ -216,8 +216,11 @@ def check_index(
     q_pos: Tensor | None,
     S_kv: int | None,
     fake: bool,
+    stored: torch.dtype | None = None,
 ) -> Index:
     """Return the arguments of `choose_blocks`, of dense tensors. Never reads GPU or fake tensors.
+
+    stored: the dtype of quantized index keys, None for q's.
 
     Raises:
         ArgumentError: the first bad argument.
@@ -226,7 +229,7 @@ def check_index(
     groups = q.shape[-3] if q.dim() in (4, 5) else 1
     if k.dim() == 4 and k.shape[1] == 1 and groups > 1:
         k = k.expand(-1, groups, -1, -1)
-    rows = check_sizes(q, k, k)
+    rows = check_sizes(q, k, k, stored)
     if S_kv is None and rule.compress_block == rule.compress_stride == 1:
         S_kv = k.shape[2]
     S_kv = _check_length(rows.shape[1], "k", k, rule, S_kv, q_pos)
@@ -261,6 +264,25 @@ def _check_length(S: int, name: str, k: Tensor, rule: Rule, S_kv: int | None, q_
             "pass S_kv=, the keys of the whole sequence, and the sizes with which it was compressed",
         )
     return S_kv
+
+
+def check_pool(rule: Rule, reduce: str, heads: str, softmax: bool, activation: str | None, tail: bool) -> Pool:
+    """Return the definition of a block's score from the arguments of `choose_blocks`, or raise ArgumentError."""
+    check_flag("softmax", softmax)
+    check_flag("tail", tail)
+    for name, reduction in (("heads", heads), ("reduce", reduce)):
+        if reduction not in ("max", "sum"):
+            raise ArgumentError(name, shown(reduction), "'max' or 'sum'", "pass one of them")
+    if activation not in (None, "relu") or (softmax and activation):
+        raise ArgumentError("activation", shown(activation), "'relu' without softmax, or None", "leave it out, or pass softmax=False")
+    if tail and not (rule.compress_block == rule.compress_stride == rule.block_size and rule.first == rule.local == 0):
+        raise ArgumentError(
+            "tail",
+            True,
+            "False where blocks are forced or an incomplete block has index keys",
+            "pass first=0, local=0 and compress_block = compress_stride = block_size, with one index key per complete block",
+        )
+    return Pool(softmax, heads == "max", reduce == "max", activation == "relu")
 
 
 def check_rule(rule: Rule) -> None:

@@ -34,7 +34,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 
 from nsa_sel.backends import choose_triton, window_triton
-from nsa_sel.backends._triton import cache, elementwise, ranges
+from nsa_sel.backends._triton import cache, elementwise, top_n
 from nsa_sel.backends.specs import SPECS
 from nsa_sel.core import registry
 from nsa_sel.core.arguments import Bounds
@@ -254,6 +254,16 @@ POOLS = {  # choices without attention; name: shape as above, pool
 }
 
 
+FEW = {  # choices for a few new tokens over index keys; name: S, G, groups of keys, h, D, rule, pool, page size, e4m3
+    "few-msa": (1, 4, 1, 1, 128, Rule(1, 1, 128, 16, 0, 1), Pool(False, False, True), 0, False),
+    "few-msa-e4m3": (1, 4, 1, 1, 128, Rule(1, 1, 128, 16, 0, 1), Pool(False, False, True), 0, True),
+    "few-msa-pages-e4m3": (1, 4, 1, 1, 128, Rule(1, 1, 128, 16, 0, 1), Pool(False, False, True), 64, True),
+    "few-qsa": (1, 2, 1, 4, 128, Rule(4, 4, 4, 512, 0, 0), Pool(False, False, True, True), 0, False),
+    "few-qsa-drafts-pages": (4, 2, 1, 4, 128, Rule(4, 4, 4, 512, 0, 0), Pool(False, False, True, True), 16, False),
+    "few-nsa": (4, 2, 2, 16, 192, Rule(), NSA_POOL, 0, False),
+}
+
+
 CHOICES_OF_PAGES = {  # new tokens over compressed keys in pages; name: S, keys, h, Dk, Dv, dtype
     "pages": (1, 4096, 16, 128, 128, torch.bfloat16),
     "pages-drafts": (4, 4096, 16, 128, 128, torch.bfloat16),
@@ -262,9 +272,10 @@ CHOICES_OF_PAGES = {  # new tokens over compressed keys in pages; name: S, keys,
 
 
 def choose(name: str) -> None:
-    """Launch what a choice does: of pages, four compressed keys a page, whose parts are joined, or of as many blocks as `top_n` takes."""
+    """Launch what a choice does: of pages, four compressed keys a page, whose parts are joined, or of many blocks, in registers and not."""
     if name == MOST_BLOCKS:
-        ranges.top_n(torch.zeros(1, 3, 2, ranges.MOST_BLOCKS), torch.zeros(1, 3, 2, 16, 2, dtype=torch.int32), 64, 1, 2, 0)
+        for blocks, n in ((top_n.WIDE, 16), (32768, 512)):
+            top_n.top_n(torch.zeros(1, 3, 2, blocks), torch.zeros(1, 3, 2, n, 2, dtype=torch.int32), 4, 0, 0, 0)
         return
     if name in CHOICES_OF_PAGES:
         S, keys, h, Dk, Dv, dtype = CHOICES_OF_PAGES[name]
@@ -272,6 +283,18 @@ def choose(name: str) -> None:
         call.k, call.v = (torch.randn(64, 4, 1, D, dtype=dtype).transpose(1, 2) for D in (Dk, Dv))
         call.blocks, call.pages = keys // 64, PagedKeys(torch.zeros(1, keys // 64, dtype=torch.int32), 1)
         choose_triton.paged(call)
+        return
+    if name in FEW:
+        S, G, groups, h, D, rule, pool, page, stored = FEW[name]
+        call = make_choose_call((4, S, 4096, G, h, D, D, rule), torch.bfloat16, pool=pool, tail=rule.local == 0)
+        C, dtype = call.k.shape[2], STORED if stored else torch.bfloat16
+        keys = torch.zeros(*((4 * C // page, page) if page else (4, C)), groups, D, dtype=dtype).transpose(1, 2).expand(-1, G, -1, -1)
+        call.k = call.v = keys
+        call.lengths, call.start = torch.zeros(4, dtype=torch.int32), -S
+        call.pages = PagedKeys(torch.zeros(4, C // page, dtype=torch.int32), 0) if page else None
+        call.scales = Scales(torch.ones(1, groups), torch.ones(1, groups), 0, "head") if stored else None
+        out = torch.empty(4, S, G, rule.n + call.tail, dtype=torch.int32)
+        choose_triton.best_blocks(call, torch.zeros(4, S, G, h) if pool.softmax else None, out)
         return
     (*shape, dtype), pool = POOLS[name] if name in POOLS else (CHOICES[name], NSA_POOL)
     call = make_choose_call(tuple(shape), dtype, pool=pool)

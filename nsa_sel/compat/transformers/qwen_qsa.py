@@ -78,13 +78,13 @@ def forward(
         key, value = cache.update(key, value, self.layer_idx)
     if selection is None:
         o = dense(query, key, value, self.scaling)
-        return self.o_proj(o.flatten(2) * torch.sigmoid(gate.flatten(2))), None
+        return self.o_proj((o.flatten(2, -2) * torch.sigmoid(gate)).flatten(2)), None
     q = query.transpose(1, 2).unflatten(2, (key.shape[1], -1))  # [B,S,G,h,D]
     o, lse = selection_attention(q, key, value, selection, scale=self.scaling, return_lse=True)
     if attention_mask is not None:  # a row that sees no key gets the mean of all values, as in the model's eager attention
         mean = value.mean(2, dtype=torch.float32).to(value.dtype)[:, None, :, None]  # [B,1,G,1,D]
         o = torch.where(lse.isneginf().unsqueeze(-1), mean, o)
-    return self.o_proj(o.flatten(2) * torch.sigmoid(gate.flatten(2))), None
+    return self.o_proj((o.flatten(2, -2) * torch.sigmoid(gate)).flatten(2)), None
 
 
 @torch.no_grad()

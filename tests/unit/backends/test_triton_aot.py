@@ -140,11 +140,11 @@ def test_choosing_fits(asked: tuple[str, ...]) -> None:
     for shape, kernels in of.items():
         if shape in ("msa", "moba"):  # without attention
             sm = 80 if shape == "moba" else 90
-            assert {(kernel["kernel"], kernel["sm"]) for kernel in kernels} == {("block_scores_kernel", sm), ("top_n_kernel", sm)}
+            assert {(kernel["kernel"], kernel["sm"]) for kernel in kernels} == {("block_logits_kernel", sm), ("top_n_kernel", sm)}
             for kernel in kernels:
-                assert kernel["wgmma"] == kernel["tma"] == (sm == 90 and kernel["kernel"] == "block_scores_kernel"), kernel
+                assert kernel["wgmma"] == kernel["tma"] == (sm == 90 and kernel["kernel"] == "block_logits_kernel"), kernel
         elif shape == "most-blocks":
-            assert [(kernel["kernel"], kernel["spilled"]) for kernel in kernels] == [("top_n_kernel", 0)]
+            assert [(kernel["kernel"], kernel["spilled"]) for kernel in kernels] == [("top_n_kernel", 0), ("wide_rows_kernel", 0)]
         elif shape.startswith("pages"):
             assert [kernel["kernel"] for kernel in kernels] == ["attention_kernel", "importance_kernel", "top_n_kernel"]
             for kernel in kernels:
