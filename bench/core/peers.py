@@ -215,7 +215,9 @@ def given(values: Sequence[str], others: Iterable[Contender]) -> tuple[Contender
 
     Args:
         values: "NAME=module:function" each. A function gets (q, k, v, block_indices, block_size, scale) and returns o.
-            Modules are looked for where Python does, and then in the current folder.
+            If it has an attribute `prepare`, that is called with (k, v, block_indices, block_size) outside of the timings,
+            and the function gets what it returns as a seventh argument. Modules are looked for where Python does, and
+            then in the current folder.
         others: contenders whose names are taken.
 
     Raises:
@@ -245,12 +247,15 @@ def given(values: Sequence[str], others: Iterable[Contender]) -> tuple[Contender
 
 
 def _given(name: str, value: str, function: Callable[..., Any]) -> Contender:
+    make = getattr(function, "prepare", None)
+
     def prepare(problem: Problem) -> Ready:
         selection, shape = problem.selection, (*problem.q.shape[:-1], problem.v.shape[-1])
         indices, scale = selection.block_indices.long().contiguous(), problem.q.shape[-1] ** -0.5
+        kept = () if make is None else (make(problem.k, problem.v, indices, selection.block_size),)
 
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            o = function(q, k, v, indices, selection.block_size, scale)
+            o = function(q, k, v, indices, selection.block_size, scale, *kept)
             if not isinstance(o, Tensor) or o.shape != shape or o.dtype != q.dtype:
                 described = f"{list(o.shape)} {o.dtype}" if isinstance(o, Tensor) else f"a {type(o).__name__}"
                 allowed = f"a function that returns o [B,S,G,h,Dv], here {list(shape)}, in q's dtype {q.dtype}"
@@ -262,4 +267,4 @@ def _given(name: str, value: str, function: Callable[..., Any]) -> Contender:
     def refuses(case: Case) -> str | None:
         return None if case.block else "takes whole blocks alone"
 
-    return Contender(name, prepare, refuses=refuses, peer=True)
+    return Contender(name, prepare, refuses=refuses, peer=True, selection="new" if make is None else "kept")
