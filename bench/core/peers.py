@@ -26,6 +26,7 @@ from nsa_sel.bench.core.store import first_line
 from nsa_sel.core.registry import backends
 from nsa_sel.errors import ArgumentError
 
+FLA = "fla.ops.nsa"
 FORM = re.compile(r"([\w.-]+)=([\w.]+:[\w.]+)")
 
 
@@ -43,8 +44,8 @@ def peers() -> tuple[Contender, ...]:
         dense("dense-flash", "flash", peer=True),
         dense("dense-sdpa", "any", "cpu", peer=True),
         Contender("fa4", _fa4, lacks("flash_attn.cute", "flash-attn-4"), fa4_refuses, peer=True, every_key=True, selection=None),
-        Contender("fla-nsa", _fla, lacks("fla.ops.nsa", "flash-linear-attention"), fla_refuses, peer=True),
-        Contender("cudnn-nsa", _cudnn, lacks("cudnn", "nvidia-cudnn-frontend[cutedsl]"), cudnn_refuses, peer=True),
+        Contender("fla-nsa", _fla, fla_lacks, fla_refuses, peer=True),
+        Contender("cudnn-nsa", _cudnn, lacks("cudnn", "nvidia-cudnn-frontend"), cudnn_refuses, peer=True),
         Contender("flashinfer", _flashinfer, lacks("flashinfer", "flashinfer-python"), flashinfer_refuses, peer=True, selection="kept"),
     )
 
@@ -108,6 +109,9 @@ def lacks(module: str, package: str) -> Callable[[str], str | None]:
     return why
 
 
+fla_lacks = lacks(FLA, "flash-linear-attention")
+
+
 def halves(case: Case) -> str | None:
     """Return why kernels of 16 bits can't take a case, or None."""
     return None if case.dtype in ("float16", "bfloat16") else "takes float16 and bfloat16 alone"
@@ -157,7 +161,7 @@ def _fla(problem: Problem) -> Ready:
     Keys lie as [B,S_kv,G,D] before the call, which copies nothing. It averages keys and values over blocks in every
     call, for a compression that is not asked for: that is in its times.
     """
-    attend = importlib.import_module("fla.ops.nsa").parallel_nsa
+    attend = importlib.import_module(FLA).parallel_nsa
     indices = problem.selection.block_indices.long().contiguous()
     options = {"block_indices": indices, "block_counts": indices.shape[-1], "block_size": problem.selection.block_size}
 
