@@ -43,10 +43,10 @@ def peers() -> tuple[Contender, ...]:
         dense(peer=True),
         dense("dense-flash", "flash", peer=True),
         dense("dense-sdpa", "any", "cpu", peer=True),
-        Contender("fa4", _fa4, lacks("flash_attn.cute", "flash-attn-4"), fa4_refuses, peer=True, every_key=True, selection=None),
-        Contender("fla-nsa", _fla, fla_lacks, fla_refuses, peer=True),
-        Contender("cudnn-nsa", _cudnn, lacks("cudnn", "nvidia-cudnn-frontend"), cudnn_refuses, peer=True),
-        Contender("flashinfer", _flashinfer, lacks("flashinfer", "flashinfer-python"), flashinfer_refuses, peer=True, selection="kept"),
+        Contender("fa4", _fa4, lacks("flash_attn.cute", "flash-attn-4"), fa4_takes, peer=True, every_key=True, selection=None),
+        Contender("fla-nsa", _fla, fla_lacks, fla_takes, peer=True),
+        Contender("cudnn-nsa", _cudnn, lacks("cudnn", "nvidia-cudnn-frontend"), cudnn_takes, peer=True),
+        Contender("flashinfer", _flashinfer, lacks("flashinfer", "flashinfer-python"), flashinfer_takes, peer=True, selection="kept"),
     )
 
 
@@ -112,36 +112,25 @@ def lacks(module: str, package: str) -> Callable[[str], str | None]:
 fla_lacks = lacks(FLA, "flash-linear-attention")
 
 
-def halves(case: Case) -> str | None:
-    """Return why kernels of 16 bits can't take a case, or None."""
-    return None if case.dtype in ("float16", "bfloat16") else "takes float16 and bfloat16 alone"
+def takes(what: str, fits: Callable[[Case], bool]) -> Callable[[Case], str | None]:
+    """Return a function of a case that returns what alone a kernel takes, or None if the case fits."""
+    return lambda case: None if fits(case) else f"takes {what} alone"
 
 
-def fa4_refuses(case: Case) -> str | None:
-    """Return why FlashAttention-4 can't take a case, or None."""
-    return halves(case) if case.S > 1 else "does not split the keys of a decoded row on SM 9.0"
-
-
-def fla_refuses(case: Case) -> str | None:
-    """Return why fla's kernels can't take a case, or None."""
-    if not case.block:
-        return "takes whole blocks alone"
-    return None if case.h >= 16 and not case.h & (case.h - 1) else "takes 16, 32 ... heads per group alone"
-
-
-def cudnn_refuses(case: Case) -> str | None:
-    """Return why cuDNN's NSA can't take a case, or None."""
-    if case.S != case.S_kv:
-        return "takes as many rows as keys alone"
-    fits = case.h <= 16 and case.block in (16, 32, 64, 128)
-    return halves(case) if fits else "takes up to 16 heads per group and blocks of 16, 32, 64 or 128 keys alone"
-
-
-def flashinfer_refuses(case: Case) -> str | None:
-    """Return why FlashInfer's block-sparse attention can't take a case, or None."""
-    if not case.block or case.S_kv % case.block:
-        return "takes whole blocks alone"
-    return halves(case) if case.Dk == case.Dv in (64, 128, 256) else "takes Dk = Dv of 64, 128 or 256 alone"
+HALVES = ("float16", "bfloat16")
+# FlashAttention-4 splits no keys on SM 9.0: one row would show that alone.
+fa4_takes = takes("several rows in 16 bits", lambda case: case.S > 1 and case.dtype in HALVES)
+fla_takes = takes(
+    "whole blocks, with 16, 32 ... heads per group", lambda case: case.block > 0 and case.h >= 16 and not case.h & (case.h - 1)
+)
+cudnn_takes = takes(
+    "as many rows as keys, up to 16 heads per group, and blocks of 16 to 128 keys, in 16 bits",
+    lambda case: case.S == case.S_kv and case.h <= 16 and case.block in (16, 32, 64, 128) and case.dtype in HALVES,
+)
+flashinfer_takes = takes(
+    "whole blocks, with Dk = Dv of 64, 128 or 256, in 16 bits",
+    lambda case: case.block > 0 and case.S_kv % case.block == 0 and case.Dk == case.Dv in (64, 128, 256) and case.dtype in HALVES,
+)
 
 
 def _fa4(problem: Problem) -> Ready:
