@@ -441,7 +441,7 @@ def check_implementation(
         compared = [one for x in settings if name in claimed for one in _checked(attend, behavior, x, asked)]
         wrong = [words for _, words, _ in compared if words]
         results = ", ".join(dict.fromkeys(x for *_, some in compared for x in some))
-        details = f"{behavior.what} ({results}; calls: {len(compared)})" if compared else behavior.what
+        details = behavior.what + (f" ({results}; calls: {len(compared)})" if compared else " (by no shape)" * (name in claimed))
         error = max((error for error, *_ in compared), default=0.0)
         findings.append(Finding(name, not wrong if compared else None, error, wrong[0] if wrong else details))
         able = asked if findings[-1].holds else able
