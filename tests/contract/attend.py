@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -21,7 +22,7 @@ from nsa_sel.core import registry
 from nsa_sel.core.call import device_info
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
-from nsa_sel.testing import Shape, edge_ranges, new_memory_is_nan
+from nsa_sel.testing import Shape, check_implementation, edge_ranges, new_memory_is_nan
 from tests.contract.lanes import Lane, lanes, parameters
 from tests.helpers.cases import (
     DISTRIBUTIONS,
@@ -72,6 +73,15 @@ def check_edges(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None:
     check_both(lane.name, q, k, v, Selection(ranges, shape.block))
     nothing = Selection(torch.zeros_like(ranges[..., :2, :]).int(), shape.block)
     check_both(lane.name, q, k, v, nothing)
+
+
+def check_contract(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None:
+    """What `nsa_sel.testing` checks of any implementation."""
+    report = check_implementation(
+        partial(nsa_sel.selection_attention, backend=lane.name), shapes=[shape], dtypes=[lane.dtype], device=lane.place
+    )
+    assert report.holds, str(report)
+    assert nsa_sel.decisions()[-1].backward == lane.name
 
 
 def check_promised(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None:
@@ -391,6 +401,7 @@ def check_memory(lane: Lane, case: str, patch: pytest.MonkeyPatch) -> None:
 
 
 SHAPED: dict[str, Callable[[Lane, Shape, pytest.MonkeyPatch], None]] = {
+    "contract": check_contract,
     "edges": check_edges,
     "promised": check_promised,
     "positions": check_positions,
@@ -417,6 +428,8 @@ FEW: dict[str, dict[str, int]] = {
 def shapes_of(behavior: str, lane: Lane) -> list[Shape]:
     """Return the shapes of a lane, the last ones alone where a behavior takes few."""
     shapes = lane.shapes()
+    if behavior == "contract":
+        return [] if lane.slow else shapes[:1]
     if behavior == "many-keys" and lane.name == registry.fallback():  # it has no lists or steps that could end at the 32nd
         return []
     if behavior == "many-rows":  # of kernels that are persistent, or have units
