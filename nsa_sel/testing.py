@@ -309,21 +309,23 @@ def run(attend: Callable[..., Any], problem: Problem, able: set[str]) -> dict[st
     return {name: x.detach() for name, x in zip(names, (*results, *gradients), strict=True)}
 
 
-def expected(problem: Problem) -> dict[str, tuple[Tensor, Tensor, float]]:
+def expected(problem: Problem, gradients: bool) -> dict[str, tuple[Tensor, Tensor, float]]:
     """Return by result the oracle's, the baseline's, and how large the terms are that cancel in it."""
     q, k, v, selection, q_pos, scale = problem
     clean = [x.nan_to_num().requires_grad_() for x in (q, k, v)]
-    o, lse = dense_attention(clean[0], clean[1], clean[2], selection.ranges, scale, q_pos)
-    baseline = o, lse, *torch.autograd.grad(o, clean, problem.do)
-    gradients = oracle_backward(q, k, v, selection.ranges, problem.do, None, scale, q_pos)
-    exact = *oracle_forward(q, k, v, selection.ranges, scale, q_pos), *gradients
-    terms = 0.0, 0.0, *gradient_terms(clean[0], clean[1], clean[2], problem.do, scale)
-    return dict(zip(RESULTS, zip(exact, baseline, terms, strict=True), strict=True))
+    baseline: tuple[Tensor, ...] = dense_attention(clean[0], clean[1], clean[2], selection.ranges, scale, q_pos)
+    exact: tuple[Tensor, ...] = oracle_forward(q, k, v, selection.ranges, scale, q_pos)
+    terms: tuple[float, ...] = (0.0, 0.0)
+    if gradients:
+        exact += oracle_backward(q, k, v, selection.ranges, problem.do, None, scale, q_pos)
+        baseline += torch.autograd.grad(baseline[0], clean, problem.do)
+        terms += gradient_terms(clean[0], clean[1], clean[2], problem.do, scale)
+    return dict(zip(RESULTS, zip(exact, baseline, terms, strict=True), strict=False))
 
 
 def compare(attend: Callable[..., Any], problem: Problem, able: set[str]) -> Compared:
     """Compare a call with the oracle: o, and lse and gradients if `able` has them. Keys of no row must get zeros."""
-    found, wanted = run(attend, problem, able), expected(problem)
+    found, wanted = run(attend, problem, able), expected(problem, "gradients" in able)
     errors = [error_of(x, wanted[name][0], wanted[name][1], name, wanted[name][2]) for name, x in found.items()]
     unused = unused_keys(problem.q, problem.k, problem.selection.ranges, problem.q_pos)
     wrong = [words for _, words in errors if words]
