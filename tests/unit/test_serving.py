@@ -27,6 +27,7 @@ from nsa_sel.core.request import DeviceInfo, example_request
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.oracle import oracle_forward
 from nsa_sel.quantize import STORED
+from nsa_sel.testing import dense_attention
 from tests.helpers.caches import (
     EACH,
     LENGTHS,
@@ -41,7 +42,7 @@ from tests.helpers.caches import (
     positions,
 )
 from tests.helpers.calls import assert_refused, calls_of
-from tests.helpers.cases import assert_gradients, assert_within_twice_baseline, make_grads, plain_torch
+from tests.helpers.cases import assert_gradients, assert_within_twice_baseline, make_grads
 from tests.helpers.gpus import needs, needs_hopper
 
 
@@ -81,7 +82,7 @@ def test_gradients_over_a_contiguous_cache() -> None:
     dlse = torch.where(lse.detach() == -torch.inf, 0.0, dlse)
     got = torch.autograd.grad((o, lse), (q, k_cache, v_cache), (do, dlse))
     wanted = oracle_forward(*(x.detach() for x in (q, *gathered(cache))), cache.selection.ranges, q_pos=positions(cache))
-    baseline = plain_torch(q, *gathered(cache), cache.selection.ranges, q_pos=positions(cache))
+    baseline = dense_attention(q, *gathered(cache), cache.selection.ranges, q_pos=positions(cache))
     assert_within_twice_baseline(o, wanted[0], baseline[0], "o")
     k, v = (x.detach().transpose(1, 2) for x in (k_cache, v_cache))
     got = (got[0], got[1].transpose(1, 2), got[2].transpose(1, 2))
@@ -183,7 +184,7 @@ def test_pools_may_have_more_than_two_to_the_31_elements() -> None:
     )
     near = small._replace(v_cache=small.k_cache)
     k, v = gathered(near)
-    exact, baseline = (of(near.q, k, v, near.selection.ranges, q_pos=positions(near)) for of in (oracle_forward, plain_torch))
+    exact, baseline = (of(near.q, k, v, near.selection.ranges, q_pos=positions(near)) for of in (oracle_forward, dense_attention))
     with_cuda = ("cupy-cuda",) if not registry.missing("cupy-cuda") else ()
     for backend in ("triton-group", "sdpa-packed", *with_cuda):
         o = selection_attention_with_kvcache(*far, backend=backend)
