@@ -99,7 +99,7 @@ def block_logits_kernel(
     is_token = token < sizes.S
     row = tl.minimum(token, sizes.S - 1).to(tl.int64)
     HEADS: tl.constexpr = dims.h
-    queries = ()
+    queries = ()  # type: ignore[var-annotated]
     for head in tl.static_range(0, HEADS):
         queries = queries + (load_columns(row_pointers(q, strides.q, b64, g64, row, head), is_token, 0, dims.Dk, dims.BLOCK_D),)  # noqa: RUF005
     seen = seen_keys(q_pos, strides.pos, b64, row, sizes, rule)
