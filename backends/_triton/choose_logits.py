@@ -21,10 +21,12 @@ from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.rows import row_position
 from nsa_sel.backends._triton.softmax import dot
 from nsa_sel.backends._triton.tiles import aligned, key_descriptors, key_pointers, load_columns, row_pointers
-from nsa_sel.core.call import ChooseCall, Pool, Rule
+from nsa_sel.core.call import ChooseCall, Pool, Rule, device_info
 from nsa_sel.settings.schema import KernelConfig
 
 MOST_HEADS = 4  # heads of a group, whose queries a program holds
+SHARED = 200 << 10  # bytes of shared memory that a GPU needs; others run choose_scores.py, without wgmma as fast
+LONG = 64  # index keys of a block from which a tile of one head is as wide
 PROGRAMS, LEAST_KEYS = 512, 512  # fewer programs share the keys of their rows, each with this many at least
 
 
@@ -99,9 +101,9 @@ def block_logits_kernel(
     is_token = token < sizes.S
     row = tl.minimum(token, sizes.S - 1).to(tl.int64)
     HEADS: tl.constexpr = dims.h
-    queries = ()  # type: ignore[var-annotated]
+    queries = ()
     for head in tl.static_range(0, HEADS):
-        queries = queries + (load_columns(row_pointers(q, strides.q, b64, g64, row, head), is_token, 0, dims.Dk, dims.BLOCK_D),)  # noqa: RUF005
+        queries = queries + (load_columns(row_pointers(q, strides.q, b64, g64, row, head), is_token, 0, dims.Dk, dims.BLOCK_D),)  # type: ignore[assignment]  # noqa: RUF005
     seen = seen_keys(q_pos, strides.pos, b64, row, sizes, rule)
     t = tl.max(row_position(q_pos, strides.pos, b64, row, sizes.start), 0)
     end = tl.minimum(tl.where(t < 0, 0, t // rule.block_size + 1), blocks).to(tl.int32)
@@ -126,10 +128,16 @@ def block_logits_kernel(
 
 def takes(call: ChooseCall) -> bool:
     """Return whether `block_logits` computes the scores of a call."""
-    pieces, pool, dims = call.rule.pieces, call.pool, dims_of(call.q, call.v)
-    one_each = pool.block_max or pieces == 1
-    whole = pieces & (pieces - 1) == 0
-    return not pool.softmax and one_each and call.rule.reach == 1 and whole and dims.h <= MOST_HEADS and dims.BLOCK_REST == 0
+    device, rule, pool, dims = device_info(call.q.device), call.rule, call.pool, dims_of(call.q, call.v)
+    if device.kind != "cpu" and device.shared_memory < SHARED:
+        return False
+    largest = not pool.softmax and (pool.block_max or rule.pieces == 1) and rule.reach == 1
+    return largest and rule.pieces.bit_count() == 1 and dims.h <= MOST_HEADS and dims.BLOCK_REST == 0
+
+
+def name_of(call: ChooseCall) -> str:
+    """Return the name of the kernel's config."""
+    return "choose/logits-long" if call.q.shape[3] == 1 and call.rule.pieces >= LONG else "choose/logits"
 
 
 def block_logits(call: ChooseCall, scores: Tensor, config: KernelConfig) -> None:

@@ -19,11 +19,12 @@ import operator
 import re
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards  # type: ignore[attr-defined]  # see core/transforms.py
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_sel.backends.launcher import cuda_driver
@@ -83,38 +84,94 @@ class Recordings:
         self.made: list[Recording] = []
         self.failed = 0
 
-    def run(self, addresses: list[int], stream: int, kept: Plans, work: Callable[[], Any]) -> Any:
-        """Return `work()`, run or replayed.
+    def replay(self, addresses: list[int], stream: int, kept: Plans) -> Any:
+        """Return the results of a replay; None if nothing fits, or if the driver refuses a launch.
 
         Args:
             addresses: of the tensors that kernels read, 0 for None. Replays need multiples of 16.
             stream: the current stream, 0 on a CPU.
             kept: the plans of the selection.
-            work: the pass.
         """
         if thread.recording is not None or functools.reduce(operator.or_, addresses) & 15 or _fills() or cuda_driver.hooked():
-            return work()  # the first: nested in a pass that is being recorded
+            return None  # the first: nested in a pass that is being recorded
         for recording in self.made:
             ready = thread.ready.get((recording.number, stream)) or _ready(recording, stream)
             if kept.keys().isdisjoint(ready.built) and (not ready.given or all(map(kept.__contains__, ready.given))):
-                result = ready.play(addresses, kept)
-                return work() if result is None else result  # if the driver refused a launch, the pass raises its own error
-        return work() if self.failed == TRIES else self._record(addresses, work)
+                return ready.play(addresses, kept)
+        return None
 
-    def _record(self, addresses: list[int], work: Callable[[], Any]) -> Any:
+    def run(self, addresses: list[int], stream: int, kept: Plans, work: Callable[[], Any]) -> Any:
+        """Return `work()`, a pass, replayed or run, and recorded if it can be. Other arguments are those of `replay`."""
+        result = self.replay(addresses, stream, kept)
+        if result is not None:
+            return result
+        unfit = thread.recording is not None or functools.reduce(operator.or_, addresses) & 15 or _fills() or cuda_driver.hooked()
+        if unfit or self.failed == TRIES:
+            return work()
         recorder = Recorder(addresses)
         with recorder:
             result = work()
         recording = recorder.finished(result)
         if recording is None:
             self.failed += 1
-            return result
-        self.made.append(recording)
-        _recordings.append((self.made, recording))
+        else:
+            self._keep(recording)
+        return result
+
+    def _keep(self, new: Recording) -> None:
+        for old in [x for x in self.made if (x.given, [*x.built]) == (new.given, [*new.built])]:  # the driver refused it
+            self.made.remove(old)
+        self.made.append(new)
+        _recordings.append((self.made, new))
         if len(_recordings) > MOST_RECORDINGS:  # a growing cache makes a new class at every step
             made, oldest = _recordings.popleft()
-            made.remove(oldest)
-        return result
+            if oldest in made:
+                made.remove(oldest)
+
+
+class Shortcut:
+    """The replays of a class's forward or backward passes, for callers that look at nothing else.
+
+    A thread of autograd runs Python with cold caches: every function that a backward pass enters there takes a
+    microsecond.
+    """
+
+    __slots__ = ("_guards", "_recordings")
+
+    def __init__(self, recordings: Recordings, tensors: Sequence[Tensor]) -> None:
+        """tensors: of a recorded pass, of which others must agree; empty if callers have checked theirs."""
+        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None) if tensors else None
+        self._recordings = recordings
+
+    def __call__(self, selection: Any, *tensors: Tensor) -> Any:
+        """Return the results of a pass, or None if it can't be replayed.
+
+        tensors: q, k, v, and of a backward pass o, lse and do; dlse is None.
+        """
+        if self._guards is not None and not self._guards.check(*tensors):
+            return None
+        q, stream, on = tensors[0], 0, DISJOINT
+        if q.is_cuda:
+            device = q.get_device()
+            if torch._C._cuda_isCurrentStreamCapturing() or device != torch._C._cuda_getDevice():
+                return None
+            stream = stream_of(device)
+            on = (*DISJOINT, stream)
+        snapshot = selection.current()
+        if snapshot is None or snapshot.exact is not None:
+            return None
+        distinct = snapshot.plans.get(on)
+        ranges = selection.ranges if selection.disjoint else None if distinct is None else distinct.value
+        if ranges is None or not ranges.is_contiguous():
+            return None
+        addresses = [x.data_ptr() for x in tensors]
+        addresses.insert(3, ranges.data_ptr())
+        if len(addresses) > 4:
+            addresses.append(0)
+        try:
+            return self._recordings.replay(addresses, stream, snapshot.plans)
+        except Exception:  # such as no memory: the pass runs in the usual manner, and raises its own error
+            return None
 
 
 def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *numbers: Any) -> Plan:
@@ -174,7 +231,22 @@ def replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, .
         if not settings.traced:  # do not record the first pass: most keys occur once
             known.setdefault(key, Recordings())
         return work(call, *given)
-    return recordings.run(addresses, stream, kept, lambda: work(call, *given))
+    result = recordings.run(addresses, stream, kept, lambda: work(call, *given))
+    if recordings.made and exact is None and not settings.debug_nvtx:
+        _add_shortcut(call, recordings, given, len(result))
+    return result
+
+
+def _add_shortcut(call: Call, recordings: Recordings, given: tuple[Tensor | None, ...], results: int) -> None:
+    """Add the `Shortcut` of a pass to the facts of its class, if it fits: a forward pass that reads disjoint ranges, or a
+    backward pass without dlse, whose tensors all differ, and that returns dq, dk and dv alone."""
+    if not given:
+        if "forward" not in call.known and not call.may_repeat():
+            call.known["forward"] = Shortcut(recordings, ())
+    elif "backward" not in call.known and given[-1] is None and results == 3:
+        tensors = [call.q, call.k, call.v, *(x for x in given if x is not None)]
+        if len({id(x) for x in tensors}) == len(tensors) == 6:
+            call.known["backward"] = Shortcut(recordings, tensors)
 
 
 def checked(recordings: dict[Any, Any], key: Any, addresses: list[int], backend: Callable[..., Any], work: Callable[[], Any]) -> Any:
@@ -257,18 +329,19 @@ class _Ready:
         self.batches: dict[tuple[int, ...], Batch] = {}  # by addresses
         self.missed = 0
 
-    def play(self, inputs: list[int], kept: Plans) -> Any:
+    def play(self, inputs: Sequence[int], kept: Plans) -> Any:
         """Replay a pass and return its result, or None if the driver refuses a launch. kept: the plans of its selection."""
         recording = self.recording
         make = recording.make
         outputs = tuple([make(*facts) for facts in recording.outputs])
         scratch = make((recording.scratch,), (1,), torch.uint8) if recording.scratch else None
         plans = make((recording.kept,), (1,), torch.uint8) if recording.kept else None
-        inputs += [x.data_ptr() for x in outputs]
-        inputs += 0 if scratch is None else scratch.data_ptr(), 0 if plans is None else plans.data_ptr()
+        addresses: tuple[int, ...] = (
+            *inputs, *[x.data_ptr() for x in outputs],
+            0 if scratch is None else scratch.data_ptr(), 0 if plans is None else plans.data_ptr(),
+        )  # fmt: skip
         for key in self.given:
-            inputs += kept[key].addresses()
-        addresses = tuple(inputs)
+            addresses += tuple(kept[key].addresses())
         batch = self.batches.get(addresses) or self.batch(addresses)
         if batch is None or batch.start():
             return None

@@ -204,6 +204,35 @@ def test_a_pass_has_recordings_with_and_without_its_plans(driver: list[str], pla
     assert driver.count("sort_count.cu") == 1
 
 
+@needs_compiler
+def test_shortcuts_replay_passes_of_their_class_alone(driver: list[str]) -> None:
+    known: dict[Any, Any] = {REPEATED: True}
+    for seed in range(2):
+        passes(call_of(seed, known, S=12), seed)
+    call = call_of(2, known, S=12)
+    o, lse, *gradients = passes(call_of(2, None, S=12), 2)
+    do, _ = make_grads(call.q, call.v, 2)
+    tensors = call.q, call.k, call.v
+    assert known["forward"](call.selection, *tensors) is None  # no disjoint ranges yet
+    call.disjoint_ranges()
+    assert_equal(list(known["forward"](call.selection, *tensors)), [o, lse])
+    assert_equal(list(known["backward"](call.selection, *tensors, o, lse, do)), gradients)
+    assert known["backward"](call.selection, *tensors, o, lse, do.transpose(1, 2).contiguous().transpose(1, 2)) is None
+    assert known["backward"](call.selection, *tensors, o, lse, o) is None  # a tensor twice
+    assert known["backward"](call.selection, *tensors, o, lse, None) is None
+    call.selection.measure()
+    assert known["forward"](call.selection, *tensors) is None
+
+
+@needs_compiler
+def test_few_rows_whose_blocks_may_repeat_have_no_shortcut_forward(driver: list[str], played: list[int]) -> None:
+    known: dict[Any, Any] = {REPEATED: True}
+    for seed in range(3):
+        passes(call_of(seed, known, S=8), seed)
+    assert played
+    assert "forward" not in known
+
+
 def test_launches_whose_arguments_repeat_become_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []  # stream and argument of each launch, or the stream of a graph
 
