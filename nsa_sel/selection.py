@@ -252,7 +252,7 @@ class Selection:
             ArgumentError: a wrong shape or dtype; under NSA_DEBUG_TRITON=1 also duplicates in a row.
         """
         blocks = checked_blocks_of(block_indices, block_size, block_counts, disjoint)
-        if blocks.kept() and not debugging():
+        if blocks.captured and blocks.kept() and not debugging():
             return cls._of_indices(blocks, block_size, disjoint)
         ranges, unique = ranges_of_blocks(blocks, block_size)
         selection, checked = cls(ranges, block_size, disjoint=disjoint), debugging() and validates(ranges)

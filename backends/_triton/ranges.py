@@ -19,7 +19,8 @@ from torch import Tensor
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.tiles import tile_size
 from nsa_sel.backends.launcher.buffers import unwritten
-from nsa_sel.backends.launcher.replay import recorded
+from nsa_sel.backends.launcher.cuda_driver import stream_of
+from nsa_sel.backends.launcher.replay import Recordings
 
 ENTRIES = 256  # entries per program: rows of few blocks share one
 MOST_SORTED = 1024  # most blocks per row that a program sorts
@@ -90,9 +91,14 @@ def block_ranges(
         made = indices.new_empty(0, dtype=dtype)
         if not _is_loaded(indices.shape, made, *tensors, made if sorts else None, block_size):
             return None
+    of_class = recordings.get(sorts)
+    if captured or of_class is None:  # do not record the first call: most classes occur once
+        recordings.setdefault(sorts, Recordings())
         ranges = _block_ranges(*tensors, block_size, dtype, sorts)
     else:
-        ranges = recorded(recordings, sorts, tensors, lambda: _block_ranges(*tensors, block_size, dtype, sorts))
+        stream = stream_of(indices.get_device()) if indices.is_cuda else 0
+        addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        ranges = of_class.run(addresses, stream, {}, lambda: _block_ranges(*tensors, block_size, dtype, sorts))
     return ranges[0], ranges[1] if sorts else None
 
 

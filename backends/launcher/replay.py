@@ -150,7 +150,8 @@ class Shortcut:
         """
         if self._guards is not None and not self._guards.check(*tensors):
             return None
-        q, stream, on = tensors[0], 0, DISJOINT
+        q, stream = tensors[0], 0
+        on: tuple[Any, ...] = DISJOINT
         if q.is_cuda:
             device = q.get_device()
             if torch._C._cuda_isCurrentStreamCapturing() or device != torch._C._cuda_getDevice():
@@ -292,24 +293,6 @@ class _Launches(NamedTuple):
         kernels, grids = tuple(step.function for step in recording.steps), tuple(step.grid for step in recording.steps)
         facts = recording.outputs, recording.scratch, recording.offsets, recording.constants, recording.cleared
         return cls(kernels, grids, *facts)
-
-
-def recorded(recordings: dict[Any, Any], key: Any, inputs: tuple[Tensor, *tuple[Tensor | None, ...]], work: Callable[[], Any]) -> Any:
-    """Return `work()`, which uses no plan, run or replayed.
-
-    Args:
-        recordings: the `Recordings` of a class of calls, by key.
-        key: everything that determines the launches of `work`, including the device, except for addresses.
-        inputs: the tensors that kernels read; the first is on the device of all.
-        work: a function that keeps to the rule for passes.
-    """
-    of_class = recordings.get(key)
-    if of_class is None:  # do not record the first pass: most keys occur once
-        recordings.setdefault(key, Recordings())
-        return work()
-    device = inputs[0].get_device()
-    stream = stream_of(device) if device >= 0 else 0
-    return of_class.run([0 if x is None else x.data_ptr() for x in inputs], stream, {}, work)
 
 
 class _Ready:
