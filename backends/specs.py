@@ -224,6 +224,29 @@ CHOOSERS = (
     ),
 )
 
+# Backends of kind "index_loss", in order of preference.
+LOSSES = (
+    Backend(
+        name="loss-triton",
+        path="nsa_sel.backends.loss_triton",
+        framework="triton",
+        kind="index_loss",
+        limits=_TRITON_LIMITS,
+        requires=(_TRITON,),
+        summary="the indexer's loss by KV tiles, with the rows that select each; its gradients in the same pass",
+    ),
+    Backend(
+        name="loss-torch",
+        path="nsa_sel.backends.loss_torch",
+        framework="torch",
+        kind="index_loss",
+        limits=Limits(dtypes=dict.fromkeys(("cpu", "cuda"), ("float16", "bfloat16", "float32", "float64"))),
+        summary="masked matrix products in chunks of rows; the fallback that always runs",
+        fallback=True,
+        slow=True,
+    ),
+)
+
 # Kernels of sliding windows, in the order in which they are tried; chunks of rows run the rest (_window/).
 WINDOWS = (
     WindowKernels(

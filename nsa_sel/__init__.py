@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from nsa_sel.core.decide import explain_request, use_backend
     from nsa_sel.core.decision import Decision
     from nsa_sel.core.warm import reset
+    from nsa_sel.index_loss import indexer_loss
     from nsa_sel.layer import NSASelection, block_scores
     from nsa_sel.quantize import quantize_e4m3
     from nsa_sel.selection import Selection
@@ -46,6 +47,7 @@ __all__ = [
     "describe",
     "explain",
     "explain_request",
+    "indexer_loss",
     "infllm_selection",
     "log_to",
     "moba_selection",
@@ -77,6 +79,7 @@ _HOMES = {
     "describe": "telemetry.describe",
     "explain": "attention",
     "explain_request": "core.decide",
+    "indexer_loss": "index_loss",
     "infllm_selection": "choosing",
     "log_to": "telemetry.log",
     "moba_selection": "choosing",

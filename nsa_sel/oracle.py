@@ -1,4 +1,5 @@
-"""The float64 reference of attention and of choosing: plain loops that share no code with any backend. For tests; slow.
+"""The float64 reference of attention, of the indexer's loss and of choosing, for tests: plain loops that share no code
+with any backend. Slow.
 
 Equations are those of NSA (arXiv 2502.11089).
 """
@@ -150,6 +151,74 @@ def _rows(ranges: Tensor, S_kv: int, S: int, q_pos: Tensor | None) -> Iterator[t
                 keys = selected.nonzero().squeeze(-1)
                 if len(keys):
                     yield b, s, g, keys
+
+
+# The indexer's loss
+
+
+class IndexLoss(NamedTuple):
+    """The indexer's loss and its gradients; float64 on the CPU."""
+
+    loss: Tensor  # [B,S,G], of every row and index head
+    dq: Tensor  # [B,S,G,Di], gradients of sum(weights * loss)
+    dk: Tensor  # of index_k's shape
+
+
+@_one_thread()
+def oracle_indexer_loss(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    index_q: Tensor,
+    index_k: Tensor,
+    ranges: Tensor | None = None,
+    weights: Tensor | None = None,
+    scale: float | None = None,
+    index_scale: float | None = None,
+    q_pos: Tensor | None = None,
+) -> IndexLoss:
+    """KL(P || pi) of every row, over its visible selected keys J (arXiv 2606.13392), and its gradients:
+
+        P_j = 1/h sum over heads of exp(scale q.k_j - lse)     s_j = index_scale index_q.index_k_j
+        log pi_j = s_j - log sum_{i in J} exp(s_i)             loss = sum_{j in J} P_j (log P_j - log pi_j)
+
+    P has no gradient and sums to 1, since lse is that of the attention over J. With w the row's weight:
+
+        dlog pi_i/ds_j = delta_ij - pi_j     dloss/ds_j = -sum_i P_i (delta_ij - pi_j) = pi_j - P_j
+        dq = w index_scale sum_j (pi_j - P_j) index_k_j     dk_j += w index_scale (pi_j - P_j) index_q
+
+    A row without keys has a loss of 0 and contributes nothing.
+
+    Args:
+        q: [B,S,G,h,Dk], any float dtype and device; k, index_q and index_k likewise.
+        k: [B,G,S_kv,Dk].
+        lse: [B,S,G,h], natural logarithm.
+        index_q: [B,S,G,Di].
+        index_k: [B,S_kv,Di] for all groups, or [B,G,S_kv,Di].
+        ranges: [B,S,G,n,2], any integer dtype, half-open; None: all visible keys.
+        weights: [B,S,G], the gradient of each loss, by default 1.
+        scale, index_scale: factors of the logits, by default 1/sqrt(Dk) and 1/sqrt(Di).
+        q_pos: [S] or [B,S], positions of the rows, by default S_kv - S + s.
+
+    Returns:
+        The loss and its gradients.
+    """
+    q, k, lse, index_q, index_k = (x.detach().cpu().double() for x in (q, k, lse, index_q, index_k))
+    B, S, G, _, Dk = q.shape
+    S_kv, Di = k.shape[2], index_q.shape[-1]
+    scale = 1.0 / math.sqrt(Dk) if scale is None else scale
+    index_scale = 1.0 / math.sqrt(Di) if index_scale is None else index_scale
+    ranges = torch.tensor([0, S_kv]).expand(B, S, G, 1, 2) if ranges is None else ranges
+    loss, dq, dk = torch.zeros(B, S, G, dtype=torch.float64), torch.zeros_like(index_q), torch.zeros_like(index_k)
+    for b, s, g, keys in _rows(ranges, S_kv, S, q_pos):
+        at = (b, keys) if index_k.dim() == 3 else (b, g, keys)
+        P = torch.exp(scale * (q[b, s, g] @ k[b, g, keys].T) - lse[b, s, g, :, None]).mean(0)
+        log_pi = torch.log_softmax(index_scale * (index_k[at] @ index_q[b, s, g]), 0)
+        loss[b, s, g] = torch.where(P > 0, P * (P.log() - log_pi), 0.0).sum()
+        ds = (log_pi.exp() - P) * (1.0 if weights is None else float(weights[b, s, g]))
+        dq[b, s, g] = index_scale * (ds @ index_k[at])
+        dk[at] += index_scale * ds[:, None] * index_q[b, s, g]
+    return IndexLoss(loss, dq, dk)
 
 
 # Choosing

@@ -490,6 +490,69 @@ class ChooseCall(_Logits):
                 yield slice(b, min(B, b + sequences)), slice(s, min(S, s + rows))
 
 
+@dataclass(slots=True, eq=False)
+class IndexLossCall(_Logits):
+    """The checked arguments of one call of `indexer_loss`.
+
+    Attributes:
+        q: [B,S,G,h,Dk] with a contiguous last dimension, k, index_q and index_k likewise.
+        k: [B,G,S_kv,Dk].
+        lse: [B,S,G,h], contiguous, of the main attention over the selected keys; float32, or float64 for float64 inputs.
+        index_q: [B,S,G,Di].
+        index_k: [B,G,S_kv,Di], or [B,1,S_kv,Di] for all groups.
+        selection: over the rows [B,S,G]; None for all visible keys.
+        q_pos: [B,S] int32 or int64, positions of the rows; None for S_kv - S + s.
+        scale, index_scale: factors of the logits.
+        settings, device: of the decision.
+        bounds: of a packed batch without a selection, where B = 1 and row s is key s: where each row's sequence begins
+            and ends, [2,S] int32, contiguous; S and 0 in padding.
+    """
+
+    function: ClassVar[str] = "indexer_loss"  # the public function, for messages
+    workspace: ClassVar[None] = None
+
+    q: Tensor
+    k: Tensor
+    lse: Tensor
+    index_q: Tensor
+    index_k: Tensor
+    selection: Selection | None
+    q_pos: Tensor | None
+    scale: float
+    index_scale: float
+    settings: Settings
+    device: DeviceInfo = CPU
+    bounds: Tensor | None = None
+
+    def timed(self) -> bool:
+        """Return True if NSA_DEBUG_TIMING times this call."""
+        return self.settings.debug_timing and not capturing(self.q)
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return the inputs that a backward pass reads."""
+        ranges = None if self.selection is None else self.selection.ranges
+        return self.q, self.k, self.lse, self.index_q, self.index_k, ranges, self.q_pos, self.bounds
+
+    def selects_nothing(self) -> bool:
+        """Return True if there are no rows, keys or ranges."""
+        return self.q.numel() == 0 or self.k.numel() == 0 or (self.selection is not None and self.selection.n == 0)
+
+    def nothing(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return loss and gradients of a call that selects nothing."""
+        return self.lse.new_zeros(self.q.shape[:3]), torch.zeros_like(self.index_q), self.lse.new_zeros(self.index_k.shape)
+
+    def main(self) -> Call:
+        """Return the logits of the main attention as a call. Its values are not read; neither is the selection without
+        one."""
+        selection = self.selection or Selection(self.q.new_empty(*self.q.shape[:3], 0, 2, dtype=torch.int32))
+        return Call(self.q, self.k, self.k, selection, self.q_pos, self.scale, self.settings, self.device)
+
+    def index(self) -> Call:
+        """Return the logits of the index branch, one head per group, likewise."""
+        k = self.index_k.expand(-1, self.q.shape[2], -1, -1)
+        return replace(self.main(), q=self.index_q.unsqueeze(3), k=k, v=k, scale=self.index_scale)
+
+
 class WindowCall(NamedTuple):
     """The checked arguments of a call with a positive scale.
 

@@ -243,6 +243,55 @@ def check_index(
     return Index(rows, k, lse, S_kv, check_scale(scale, rows.shape[4]), q_pos)
 
 
+def check_index_loss(
+    q: Tensor, k: Tensor, lse: Tensor, index_q: Tensor, index_k: Tensor, selection: Selection | Tensor | None, scale: float | None,
+    index_scale: float | None, q_pos: Tensor | None, fake: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Selection | None, Tensor | None, float, float]:  # fmt: skip
+    """Return the arguments of `indexer_loss`, of dense tensors, in the order of `core.index_loss.Arguments`. Never reads a
+    GPU or fake tensors.
+
+    Raises:
+        ArgumentError: the first bad argument.
+    """
+    if q.dim() != 5:
+        raise ArgumentError("q", f"of shape {tuple(q.shape)}", "[B,S,G,h,Dk]", "split the heads into G groups of h")
+    try:
+        if selection is None:
+            check_sizes(q, k, k)
+            scale = check_scale(scale, q.shape[4])
+            q_pos = None if q_pos is None else check_positions(q_pos, q, k.shape[2], fake)
+            if q_pos is None and q.shape[1] > k.shape[2]:
+                raise ArgumentError("q", f"of S = {q.shape[1]} rows", f"at most S_kv = {k.shape[2]} rows without q_pos", "pass q_pos")
+        else:
+            q, k, _, selection, scale, q_pos = check_call(q, k, k, selection, scale, q_pos, fake)
+    except ArgumentError as error:
+        raise renamed(error, v="k") from None
+    B, S, G, _, _ = q.shape
+    if index_q.shape[:-1] != (B, S, G):
+        raise ArgumentError(
+            "index_q", f"of shape {tuple(index_q.shape)}", f"[B={B}, S={S}, G={G}, Di]", "pass one index head per KV group"
+        )  # fmt: skip
+    index_k = index_k.unsqueeze(1) if index_k.dim() == 3 else index_k
+    of_all = index_k.expand(-1, G, -1, -1) if index_k.dim() == 4 and index_k.shape[1] == 1 else index_k
+    try:
+        check_sizes(index_q.unsqueeze(3), of_all, of_all)
+        if of_all.shape[2] != k.shape[2]:
+            raise ArgumentError("k", f"of {of_all.shape[2]} keys", f"k's {k.shape[2]} keys", "pass one index key per key")
+        if index_q.dtype != q.dtype or index_q.device != q.device:
+            value = f"{index_q.dtype} on {index_q.device}"
+            raise ArgumentError("q", value, f"q's {q.dtype} on {q.device}", "call index_q.to(q) and index_k.to(q)")
+    except ArgumentError as error:
+        raise renamed(error, q="index_q", k="index_k", v="index_k") from None
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if lse.shape != q.shape[:-1] or lse.dtype != wide or lse.device != q.device:
+        raise ArgumentError(
+            "lse", f"{lse.dtype} of shape {tuple(lse.shape)} on {lse.device}", f"{wide} {tuple(q.shape[:-1])} on {q.device}",
+            "pass that of attention over the same keys (return_lse=True)",
+        )  # fmt: skip
+    lse = lse.detach().contiguous()
+    return q, k, lse, index_q, index_k, selection, q_pos, scale, check_scale(index_scale, index_q.shape[3])
+
+
 def _check_length(S: int, name: str, k: Tensor, rule: Rule, S_kv: int | None, q_pos: Tensor | None) -> int:
     """S_kv; ArgumentError unless `name`, k [B,G,C,Dk], are the compressed keys of so many keys."""
     S_kv = S if S_kv is None else S_kv

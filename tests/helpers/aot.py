@@ -2,7 +2,7 @@
 
     python tests/helpers/aot.py 90 [SHAPE...]         # or several targets: 86,89
     python tests/helpers/aot.py 90 [SHAPE...] --shared SHAPE...         # of these, shared memory alone: a third of the time
-    python tests/helpers/aot.py choose 90 SHAPE...         # or cache, gate, window
+    python tests/helpers/aot.py choose 90 SHAPE...         # or cache, gate, window, loss
     python tests/helpers/aot.py hip gfx942 triton-group paged-16 [BACKEND SHAPE...]         # an AMD GPU, forward alone
 
 The backends run as they are, on CPU tensors and with injected device facts; only the launch is replaced by compilation for the
@@ -33,12 +33,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 
-from nsa_sel.backends import choose_triton, window_triton
+from nsa_sel.backends import choose_triton, loss_triton, window_triton
 from nsa_sel.backends._triton import cache, elementwise, ranges
 from nsa_sel.backends.specs import SPECS
 from nsa_sel.core import registry
 from nsa_sel.core.arguments import Bounds
-from nsa_sel.core.call import NSA_POOL, Call, PagedKeys, Pool, Rule, Sequences
+from nsa_sel.core.call import NSA_POOL, Call, IndexLossCall, PagedKeys, Pool, Rule, Sequences
 from nsa_sel.core.check import check_call
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.quantize import STORED, Scales
@@ -359,6 +359,30 @@ def window_kernels(targets: str, *names: str) -> Iterator[dict[str, Any]]:
         yield from ({"shape": name, "sm": sm, "limit": TARGETS[sm][0] * 1024, **resources(kernel, sm)} for kernel in compiled)
 
 
+LOSSES = {  # of an indexer; name: B, S, S_kv, G, h, Dk, Di, n, block, dtype; n = 0: over all visible keys
+    "m3": (1, 2048, 2048, 4, 16, 128, 128, 16, 128, torch.bfloat16),
+    "m3-warm-up": (1, 2048, 2048, 4, 16, 128, 128, 0, 0, torch.bfloat16),
+    "ranges-of-many-tiles": (1, 4096, 8192, 2, 4, 64, 64, 2, None, torch.float16),
+    "h12-256-small": (1, 2048, 2048, 2, 12, 256, 128, 512, 4, torch.bfloat16),
+    "h3-192": (1, 2048, 2048, 2, 3, 192, 256, 8, 64, torch.bfloat16),
+    "h1-256-fp32": (1, 2048, 2048, 2, 1, 256, 256, 8, 64, torch.float32),
+}
+
+
+def loss_kernels(targets: str, *names: str) -> Iterator[dict[str, Any]]:
+    """Yield the kernels of an indexer's loss and its gradients."""
+    for sm, name in itertools.product(map(int, targets.split(",")), names or LOSSES):
+        B, S, S_kv, G, h, Dk, Di, n, block, dtype = LOSSES[name]
+        device = DeviceInfo(kind="cuda", name="target", sm=sm, sm_count=TARGETS[sm][1], shared_memory=TARGETS[sm][0] * 1024)
+        q, k = torch.empty(B, S, G, h, Dk, dtype=dtype), torch.empty(B, G, S_kv, Dk, dtype=dtype)
+        iq, ik = torch.empty(B, S, G, Di, dtype=dtype), torch.empty(B, 1, S_kv, Di, dtype=dtype)
+        selection = Selection(torch.zeros(B, S, G, n, 2, dtype=torch.int32), block) if n else None
+        call = IndexLossCall(q, k, torch.empty(B, S, G, h), iq, ik, selection, None, 0.1, 0.1, settings_for(device), device)
+        with launches_compile(sm) as compiled:
+            loss_triton.forward(call, True)
+        yield from ({"shape": name, "sm": sm, "limit": TARGETS[sm][0] * 1024, **resources(kernel, sm)} for kernel in compiled)
+
+
 LIKE = 80  # AMD has no TMA: the kernel configs of SM 8.0 load by pointer
 LDS = {"gfx942": 64 << 10, "gfx950": 160 << 10}  # bytes of shared memory per workgroup (AMD's CDNA 3 and CDNA 4 ISA documents)
 
@@ -374,7 +398,10 @@ def hip_kernels(arch: str, *asked: str) -> Iterator[dict[str, Any]]:
             yield {"backend": backend, "shape": shape, **facts, "hsaco": len(kernel.asm["hsaco"])}
 
 
-KINDS = {"choose": choose_kernels, "cache": cache_kernels, "gate": gate_kernels, "window": window_kernels, "hip": hip_kernels}
+KINDS = {
+    "choose": choose_kernels, "cache": cache_kernels, "gate": gate_kernels, "window": window_kernels, "loss": loss_kernels,
+    "hip": hip_kernels,
+}  # fmt: skip
 # Line numbers cost time and change no instruction.
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "TRITON_DEFAULT_FP_FUSION": "1", "TRITON_DISABLE_LINE_INFO": "1"}
 

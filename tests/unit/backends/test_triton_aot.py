@@ -175,6 +175,31 @@ def test_windows_fit(sm: int) -> None:
         assert sm < 90 or (kernel["spilled"] == 0 and kernel["wgmma"] and kernel["tma"]), kernel
 
 
+LOSS_PASSES = {"lse_kernel", "join_lse_kernel", "loss_kernel", "sum_rows_kernel", "sum_keys_kernel"}
+DENSE_PASSES = {"dense_lse_kernel", "dense_loss_kernel", "dense_sum_rows_kernel", "dense_sum_keys_kernel"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sm", "shapes"),
+    [
+        (90, ("m3", "m3-warm-up", "ranges-of-many-tiles")),
+        pytest.param(86, ("m3", "m3-warm-up", "h12-256-small", "h3-192", "h1-256-fp32"), marks=pytest.mark.thorough),
+    ],
+)
+def test_the_loss_of_an_indexer_fits(sm: int, shapes: tuple[str, ...]) -> None:
+    """8.6 has the least shared memory."""
+    found = compiled_apart("loss", str(sm), *shapes)
+    for shape in shapes:
+        names = {kernel["kernel"] for kernel in found if kernel["shape"] == shape}
+        assert names >= (DENSE_PASSES if shape == "m3-warm-up" else LOSS_PASSES), shape
+    for kernel in found:
+        assert kernel["shared"] <= kernel["limit"], kernel
+        assert sm < 90 or kernel["wgmma"] == (kernel["kernel"] in ("lse_kernel", "loss_kernel", "dense_lse_kernel", "dense_loss_kernel")), (
+            kernel
+        )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["gfx942", pytest.param("gfx950", marks=pytest.mark.thorough)])
 def test_the_kernels_of_decoding_compile_for_amd_and_fit(arch: str) -> None:
