@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from nsa_sel import use_backend
 from nsa_sel.bench import headline
 from nsa_sel.bench.core import store
-from nsa_sel.bench.core.cases import make_selection, prefill, text_case
+from nsa_sel.bench.core.cases import Case, make_selection, prefill, text_case
 from nsa_sel.bench.core.contenders import DENSE
 from nsa_sel.bench.core.session import wanted
-from nsa_sel.bench.questions import host_time, layer_parts
+from nsa_sel.bench.questions import host_time, indexer_loss, layer_parts
 from nsa_sel.bench.questions.host_time import CHOSEN, NOTHING
 from nsa_sel.cli.app import app
 from nsa_sel.errors import NsaSelError
@@ -93,6 +93,20 @@ def test_parts_make_their_own_inputs() -> None:
             call, inputs = parts[name]()
             assert call().shape[:2] == (1, 256)
             assert all(x.requires_grad for x in inputs)
+
+
+# The loss of an indexer
+
+
+def test_the_loss_of_an_indexer_is_timed_beside_attention() -> None:
+    case = Case("models-minimax-m3-random-0k", "random", 1, 48, 48, 2, 2, 16, 16, 2, 16, "float32")
+    rows = list(indexer_loss.measure(case, list(indexer_loss.TITLES), 1, "cpu"))
+    assert [(row["part"], row["direction"]) for row in rows] == [
+        ("sparse", "fwd+bwd"), ("selected", "bwd"), ("warm-up", "fwd+bwd"), ("dense", "bwd"),
+    ]  # fmt: skip
+    assert [row["backend"] for row in rows[::2]] == 2 * ["loss-torch"]
+    assert all(row["error_loss"] < 1e-5 and row["error_dq"] < 1e-5 for row in rows[::2])
+    assert indexer_loss.table(rows).count("|") == 3 * 7
 
 
 # Texts of trained models
