@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from nsa_sel.core.decide import explain_request, use_backend
     from nsa_sel.core.decision import Decision
     from nsa_sel.core.warm import reset
-    from nsa_sel.indexer_loss import indexer_loss
+    from nsa_sel.index_loss import indexer_loss
     from nsa_sel.layer import NSASelection, block_scores
-    from nsa_sel.msa_layer import MSAttention
+    from nsa_sel.msa_attention import MSAttention
     from nsa_sel.quantize import quantize_e4m3
     from nsa_sel.selection import Selection
     from nsa_sel.serving import choose_blocks_with_kvcache, selection_attention_with_kvcache
@@ -69,7 +69,7 @@ __all__ = [
 ]
 _HOMES = {
     "Decision": "core.decision",
-    "MSAttention": "msa_layer",
+    "MSAttention": "msa_attention",
     "NSACache": "cache",
     "NSASelection": "layer",
     "NSAttention": "attention_layer",
@@ -84,7 +84,7 @@ _HOMES = {
     "describe": "telemetry.describe",
     "explain": "attention",
     "explain_request": "core.decide",
-    "indexer_loss": "indexer_loss",
+    "indexer_loss": "index_loss",
     "infllm_selection": "choosing",
     "log_to": "telemetry.log",
     "moba_selection": "choosing",

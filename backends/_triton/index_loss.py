@@ -1,4 +1,4 @@
-"""The indexer's KL loss and its gradients, KV tile by KV tile (nsa_sel/indexer_loss.py).
+"""The indexer's KL loss and its gradients, KV tile by KV tile (nsa_sel/index_loss.py).
 
 For a row and its visible selected keys j, with base-2 logits of the index branch s_j = index_scale * log2 e * iq.ik_j:
 
