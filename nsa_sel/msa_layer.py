@@ -16,9 +16,10 @@ from nsa_sel.choosing import choose_blocks
 from nsa_sel.core.arguments import as_positions, check_flag, check_positive, check_tensors
 from nsa_sel.core.transforms import check_transforms, in_autocast_dtype
 from nsa_sel.errors import ArgumentError, renamed
-from nsa_sel.indexer_loss import indexer_loss
+from nsa_sel.index_loss import indexer_loss
 from nsa_sel.rotary import Angles, angles_of, rotate_by
 from nsa_sel.selection import Selection
+from nsa_sel.window import sliding_window_attention
 
 
 class MSAttention(nn.Module):
@@ -116,7 +117,7 @@ class MSAttention(nn.Module):
         q, k, v, index_q, index_k = self.project(x, positions)
         selection = None if self.warm_up else self.indexer.choose(index_q, index_k)
         if selection is None:
-            o, lse = dense_attention(q, k, v)
+            o, lse = sliding_window_attention(q, k, v, x.shape[1], return_lse=True)  # dense: a window of all keys
         else:
             o, lse = selection_attention(q, k, v, selection, return_lse=True, backend=self.backend)
         o = self.o_proj(o.flatten(2))
@@ -165,22 +166,6 @@ class MSAttention(nn.Module):
         """Return the options that print(layer) shows."""
         names = ("width", "groups", "heads", "head_dim", "rotary_dim", "rotary_base", "loss_weight", "backend", "warm_up")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-
-
-def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return o [B,S,G,h,D] and lse [B,S,G,h] of causal attention to all keys, by FlashAttention of PyTorch where it runs.
-
-    Args:
-        q: [B,S,G,h,D].
-        k, v: [B,G,S,D].
-    """
-    B, S, G, h, D = q.shape
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and D % 8 == 0 and D <= 256:
-        keys = (x.unsqueeze(2).expand(-1, -1, h, -1, -1).flatten(1, 2) for x in (k, v))  # [B,G*h,S,D]
-        o, lse = torch.ops.aten._scaled_dot_product_flash_attention(q.flatten(2, 3).transpose(1, 2), *keys, 0.0, True)[:2]
-        return o.transpose(1, 2).unflatten(2, (G, h)), lse.transpose(1, 2).unflatten(2, (G, h))
-    whole = torch.tensor((0, S), dtype=torch.int32, device=q.device).expand(B, S, G, 1, 2)
-    return selection_attention(q, k, v, Selection.from_ranges(whole), return_lse=True)
 
 
 class Indexer(nn.Module):

@@ -354,18 +354,6 @@ class LossModule(Protocol):
         """Return dq and dk of sum(weights * loss); weights [B,S,G] are contiguous, in lse's dtype, at most 1."""
 
 
-class LossModule(Protocol):
-    """The functions in the module of a backend of the kind "index_loss". Both get a checked call whose tensors are on the
-    current device."""
-
-    def forward(self, call: IndexLossCall, with_gradients: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return loss [B,S,G] in lse's dtype and the gradients of its sum: dq [B,S,G,Di] in index_q's dtype, and dk in lse's
-        dtype, of index_k's shape. Without with_gradients they are None."""
-
-    def backward(self, call: IndexLossCall, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Return dq and dk of sum(weights * loss); weights [B,S,G] are contiguous, in lse's dtype, at most 1."""
-
-
 class BackendModule(Protocol):
     """The functions in a backend's module. Both get a checked call whose tensors are on the current device.
 

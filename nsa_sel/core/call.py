@@ -579,6 +579,7 @@ class IndexLossCall(_Logits):
     """
 
     function: ClassVar[str] = "indexer_loss"  # the public function, for messages
+    known: ClassVar[None] = None
     workspace: ClassVar[None] = None
 
     q: Tensor

@@ -34,7 +34,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 
 from nsa_sel.backends import choose_triton, loss_triton, window_triton
-from nsa_sel.backends._triton import cache, elementwise, ranges
+from nsa_sel.backends._triton import cache, choose_logits, elementwise, top_n
 from nsa_sel.backends.specs import SPECS
 from nsa_sel.core import registry
 from nsa_sel.core.arguments import Bounds

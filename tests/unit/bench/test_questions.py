@@ -17,7 +17,7 @@ from nsa_sel.bench.core.cases import Case, make_selection, prefill, text_case
 from nsa_sel.bench.core.contenders import DENSE
 from nsa_sel.bench.core.session import wanted
 from nsa_sel.bench.questions import host_time, indexer_loss, layer_parts
-from nsa_sel.bench.questions.host_time import CHOSEN, NOTHING
+from nsa_sel.bench.questions.host_time import CHOSEN, COMPILED, NOTHING, STEP
 from nsa_sel.cli.app import app
 from nsa_sel.errors import NsaSelError
 from tests.helpers.files import table_lines
