@@ -21,6 +21,7 @@ _GRID = struct.Struct("<7I4x")  # first part of CUlaunchConfig (cuda.h): grid, b
 _CONFIG = struct.Struct(f"<{_GRID.size}sQQI4x")  # whole CUlaunchConfig: that part, stream, attributes and their count
 # CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION. The driver only reads it.
 _EARLY = ctypes.create_string_buffer(struct.pack("<I4xI60x", 6, 1), 72)
+_DRIVER_OF_EARLY_GRAPHS = 12040  # first driver whose CUDA graphs support programmatic dependent launch
 _MOST_READY = 4096  # largest number of (recording, stream) entries per thread
 Steps = tuple[tuple[Any, ...], ...]
 
@@ -66,6 +67,14 @@ def _fill() -> Any:
     fill = _library().cuMemsetD8Async
     fill.argtypes = (ctypes.c_void_p, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p)
     return fill
+
+
+@functools.cache
+def starts_early(device: int) -> bool:
+    """Return whether GPU and driver support programmatic dependent launch, also in CUDA graphs."""
+    version = ctypes.c_int()
+    known = torch.cuda.get_device_capability(device) >= (9, 0) and not _library().cuDriverGetVersion(ctypes.byref(version))
+    return known and version.value >= _DRIVER_OF_EARLY_GRAPHS
 
 
 def stream_of(device: int) -> int:
