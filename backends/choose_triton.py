@@ -47,6 +47,8 @@ CONFIGS = {  # by kernel and class of head dims (`narrow_suffix`); one that has 
     "choose/few-widest": KernelConfig(block_l=64, num_warps=4, num_stages=3, loads="tma"),
     "choose/scores": KernelConfig(block_l=64, num_warps=4, num_stages=3, rows=128, loads="tma"),
     "choose/scores-widest": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=32, loads="tma"),
+    "choose/logits-long": KernelConfig(block_l=128, num_warps=8, num_stages=2, rows=128, loads="tma"),
+    "choose/logits-long-widest": KernelConfig(block_l=32, num_warps=4, num_stages=1, rows=32, loads="tma"),
     "choose/logits": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=64, loads="tma"),
     "choose/logits-widest": KernelConfig(block_l=32, num_warps=4, num_stages=1, rows=32, loads="tma"),
     "choose/dq": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=64, loads="tma"),
@@ -149,7 +151,7 @@ def score(call: ChooseCall, lse: Tensor | None, scores: Tensor, positions: Tenso
     if choose_few.takes(call):
         return choose_few.few_scores(call, lse, scores, config_of(call, "choose/few"), positions)
     if choose_logits.takes(call):
-        choose_logits.block_logits(call, scores, config_of(call, "choose/logits"))
+        choose_logits.block_logits(call, scores, config_of(call, choose_logits.name_of(call)))
     else:
         config = config_of(call, "choose/importance" if call.pool == NSA_POOL else "choose/scores")
         block_scores(call, lse, scores, config, positions)

@@ -186,7 +186,7 @@ CHOOSERS = (
             head_dim_multiple=8,
             min_sm=90,
             tiles_only=True,
-            choice_max=1 << 18,  # choose-triton's limit: its kernels select the blocks
+            choice_max=1 << 24,  # choose-triton's limit: its kernels select the blocks
         ),
         requires=(_CUPY, _TRITON),
         libraries=_CUDA,
@@ -203,7 +203,7 @@ CHOOSERS = (
         limits=msgspec.structs.replace(
             _TRITON_LIMITS,
             dtypes={"cuda": ("float16", "bfloat16", "float32"), "interpreter": ("float16", "float32")},
-            choice_max=1 << 18,  # top_n chooses among 16,384 at a time, then among those
+            choice_max=1 << 24,  # whose scores take 64 MiB a row
             quantized={"e4m3": 89},
         ),
         requires=(_TRITON,),

@@ -34,7 +34,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 
 from nsa_sel.backends import choose_triton, window_triton
-from nsa_sel.backends._triton import cache, elementwise, top_n
+from nsa_sel.backends._triton import cache, choose_logits, elementwise, top_n
 from nsa_sel.backends.specs import SPECS
 from nsa_sel.core import registry
 from nsa_sel.core.arguments import Bounds
@@ -327,7 +327,8 @@ def choose_kernels(*asked: str) -> Iterator[dict[str, Any]]:
         if word.isdigit():
             sm = int(word)
             continue
-        with launches_compile(sm) as compiled:
+        device = DeviceInfo(kind="cuda", sm=sm, shared_memory=TARGETS[sm][0] * 1024)
+        with launches_compile(sm) as compiled, mock.patch.object(choose_logits, "device_info", lambda _, device=device: device):
             choose(word)
         for kernel in compiled:
             used = resources(kernel, sm)

@@ -139,10 +139,10 @@ def test_choosing_fits(asked: tuple[str, ...]) -> None:
     assert len(found) == sum(map(len, of.values()))
     for shape, kernels in of.items():
         if shape in ("msa", "moba"):  # without attention
-            sm = 80 if shape == "moba" else 90
-            assert {(kernel["kernel"], kernel["sm"]) for kernel in kernels} == {("block_logits_kernel", sm), ("top_n_kernel", sm)}
+            sm, scoring = (80, "block_scores_kernel") if shape == "moba" else (90, "block_logits_kernel")
+            assert {(kernel["kernel"], kernel["sm"]) for kernel in kernels} == {(scoring, sm), ("top_n_kernel", sm)}
             for kernel in kernels:
-                assert kernel["wgmma"] == kernel["tma"] == (sm == 90 and kernel["kernel"] == "block_logits_kernel"), kernel
+                assert kernel["wgmma"] == kernel["tma"] == (kernel["kernel"] == "block_logits_kernel"), kernel
         elif shape == "most-blocks":
             assert [(kernel["kernel"], kernel["spilled"]) for kernel in kernels] == [("top_n_kernel", 0), ("wide_rows_kernel", 0)]
         elif shape.startswith("few"):
