@@ -28,6 +28,7 @@ from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.rows import page_of, row_position
 from nsa_sel.backends._triton.softmax import LOG2_E, dot
 from nsa_sel.backends._triton.tiles import MIN_TILE, aligned, cached_pointers, descriptor, load_columns, row_pointers, tile_size
+from nsa_sel.backends.launcher.cuda_driver import starts_early
 from nsa_sel.core.call import ChooseCall, Pool, Rule, device_info
 from nsa_sel.settings.schema import KernelConfig
 
@@ -213,12 +214,11 @@ def few_scores(call: ChooseCall, lse: Tensor | None, scores: Tensor, config: Ker
     if page % config.block_l and (page % half == 0 or call.k.dtype == call.q.dtype):  # TMA takes steps within a page
         config = msgspec.structs.replace(config, block_l=half)
     cache = Cache(call.lengths is not None, page, call.scales is not None and call.scales.page_keys > 0)
-    facts = device_info(call.q.device)
-    sms = facts.sm_count if call.q.is_cuda else SMS_WHEN_INTERPRETED
+    sms = device_info(call.q.device).sm_count if call.q.is_cuda else SMS_WHEN_INTERPRETED
     pieces = min(tile_size(call.rule.pieces, 1), config.block_l)
     programs, steps = B * (G // shared), -(-blocks * pieces // config.block_l)
     parts = parts_of(max(1, programs), max(1, steps), sms)
-    early = (facts.sm or 0) >= 90 and programs * parts <= TOGETHER * sms
+    early = call.q.is_cuda and programs * parts <= TOGETHER * sms and starts_early(call.q.get_device())
     kernel = _few_scores(dims_of(call.q, call.v), call.rule, call.pool, cache, S, shared, early, config)
     tiles = kernel.constants
     step = tiles["BLOCKS"] * tiles["PIECES"]

@@ -49,12 +49,13 @@ def head_logits(q_tile, k_tile, pool: tl.constexpr):
 @triton.jit
 def logit_steps(
     step, last_step, own, queries, seen, k_desc, k, out, is_token, strides, b, g, sizes, blocks, scale,
-    dims: tl.constexpr, pool: tl.constexpr, STEP: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
+    dims: tl.constexpr, rule: tl.constexpr, pool: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Score the BLOCK_K keys of each of the steps [step, last_step) and write the blocks that are complete.
 
     own [TOKENS]: the largest of the current block's keys so far, where a block of STEP keys takes several steps.
     """
+    STEP: tl.constexpr = rule.block_size // rule.compress_stride
     TOKENS: tl.constexpr = out.shape[0]
     BLOCKS: tl.constexpr = max(1, BLOCK_K // STEP)
     PARTS: tl.constexpr = max(1, STEP // BLOCK_K)
@@ -83,14 +84,15 @@ def logit_steps(
 
 @triton.jit
 def block_logits_kernel(
-    q, k_desc, k, q_pos, scores, strides, stride_scores, sizes, blocks, shares, scale, dims: tl.constexpr,
-    pool: tl.constexpr, STEP: tl.constexpr, TOKENS: tl.constexpr, BLOCK_K: tl.constexpr, rule: tl.constexpr,
+    q, k_desc, k, q_pos, scores, strides, stride_scores, sizes, blocks, shares, scale, dims: tl.constexpr, rule: tl.constexpr,
+    pool: tl.constexpr, TOKENS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Store scores [B,S,G,blocks] up to the block of each tile's last position; later scores stay uninitialized.
 
     Grid: `shares` programs per tile of TOKENS rows, late tiles first. Tiles: q [TOKENS, BLOCK_D] per head, k [BLOCK_K,
     BLOCK_D]. TMA: k_desc loads keys; None: pointer loads. Steps whose keys all rows see take no mask.
     """
+    STEP: tl.constexpr = rule.block_size // rule.compress_stride
     PARTS: tl.constexpr = max(1, STEP // BLOCK_K)
     BLOCKS: tl.constexpr = max(1, BLOCK_K // STEP)
     number, share = tl.program_id(0) // shares, tl.program_id(0) % shares
@@ -103,7 +105,8 @@ def block_logits_kernel(
     HEADS: tl.constexpr = dims.h
     queries = ()
     for head in tl.static_range(0, HEADS):
-        queries = queries + (load_columns(row_pointers(q, strides.q, b64, g64, row, head), is_token, 0, dims.Dk, dims.BLOCK_D),)  # type: ignore[assignment]  # noqa: RUF005
+        q_tile = load_columns(row_pointers(q, strides.q, b64, g64, row, head), is_token, 0, dims.Dk, dims.BLOCK_D)
+        queries = queries + (q_tile,)  # type: ignore[assignment]  # noqa: RUF005
     seen = seen_keys(q_pos, strides.pos, b64, row, sizes, rule)
     t = tl.max(row_position(q_pos, strides.pos, b64, row, sizes.start), 0)
     end = tl.minimum(tl.where(t < 0, 0, t // rule.block_size + 1), blocks).to(tl.int32)
@@ -117,11 +120,11 @@ def block_logits_kernel(
     shared = g if strides.k[1] != 0 else 0  # keys that all groups share have one group in the descriptor
     own = tl.full([TOKENS], float("-inf"), tl.float32)
     own = logit_steps(
-        step, whole, own, queries, seen, k_desc, k, out, is_token, strides, b, shared, sizes, blocks, scale, dims, pool, STEP, BLOCK_K,
+        step, whole, own, queries, seen, k_desc, k, out, is_token, strides, b, shared, sizes, blocks, scale, dims, rule, pool, BLOCK_K,
         False,
     )  # fmt: skip
     logit_steps(
-        whole, last_step, own, queries, seen, k_desc, k, out, is_token, strides, b, shared, sizes, blocks, scale, dims, pool, STEP, BLOCK_K,
+        whole, last_step, own, queries, seen, k_desc, k, out, is_token, strides, b, shared, sizes, blocks, scale, dims, rule, pool, BLOCK_K,
         True,
     )  # fmt: skip
 
@@ -157,7 +160,7 @@ def block_logits(call: ChooseCall, scores: Tensor, config: KernelConfig) -> None
     sizes = sizes_of(call, constants["TOKENS"])
     k = call.k if call.k.stride(1) else call.k[:, :1]  # keys that all groups share have one group in the descriptor
     desc = key_descriptors(k, constants["dims"], constants["BLOCK_K"], config.loads == "tma" and aligned(call.k))[0]
-    programs, keys = call.q.shape[0] * sizes.G * sizes.tiles, call.blocks * constants["STEP"]
+    programs, keys = call.q.shape[0] * sizes.G * sizes.tiles, call.blocks * call.rule.pieces
     shares = max(1, min(PROGRAMS // programs, keys // LEAST_KEYS))
     kernel.launch(
         programs * shares,
@@ -168,5 +171,5 @@ def block_logits(call: ChooseCall, scores: Tensor, config: KernelConfig) -> None
 
 @functools.lru_cache(REMEMBERED)
 def _logits_kernel(dims: Dims, rule: Rule, pool: Pool, config: KernelConfig) -> Kernel:
-    tiles = {"STEP": rule.pieces, "TOKENS": config.rows, "BLOCK_K": config.block_l}
-    return Kernel(block_logits_kernel, dims=dims, pool=pool, **tiles, rule=rule.of_keys(), **options(config))
+    tiles = {"TOKENS": config.rows, "BLOCK_K": config.block_l}
+    return Kernel(block_logits_kernel, dims=dims, rule=rule.of_keys(), pool=pool, **tiles, **options(config))

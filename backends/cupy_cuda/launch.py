@@ -25,7 +25,6 @@ SYSTEM = 1024  # bytes of shared memory per CTA that the system reserves
 PORTABLE_CLUSTER = 8  # largest cluster size that needs no attribute
 _NON_PORTABLE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED (cuda.h)
 
-_DRIVER_OF_EARLY_GRAPHS = 12040  # first driver whose CUDA graphs support programmatic dependent launch
 _one_struct = Pointers((0,))
 
 
@@ -35,13 +34,6 @@ def _interfaces() -> tuple[Any, Any]:
     from cupy_backends.cuda.api import driver, runtime
 
     return driver, runtime
-
-
-@functools.cache
-def _starts_early(device: int) -> bool:
-    """Return whether GPU and driver support programmatic dependent launch."""
-    _, runtime = _interfaces()
-    return torch.cuda.get_device_capability(device) >= (9, 0) and runtime.driverGetVersion() >= _DRIVER_OF_EARLY_GRAPHS
 
 
 @functools.cache
@@ -92,7 +84,7 @@ def start(
     packed = layout(len(maps), bool(problem), len(values))
     packed.pack_into(thread.arguments, 0, *maps, *problem, *values)
     stream = cuda_driver.stream_of(device)
-    early = early and _starts_early(device)
+    early = early and cuda_driver.starts_early(device)
     if thread.recording is not None:
         thread.recording.launch(handle, ctas, threads, shared, early, _one_struct, packed, values=(*maps, *problem, *values))
     if early:

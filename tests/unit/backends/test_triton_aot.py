@@ -122,8 +122,8 @@ def spills_allowed_choose(kernel: dict[str, object]) -> int:
 
 # Attention and its choice; a choice without attention; few rows over pages. The others have the same kernels of other sizes and bounds, or
 # for 8.0.
-SOME_CHOOSE = ("h16", "msa", "pages")
-OTHERS = ("h8-64", "most-blocks", "packed", "pages-drafts", "80", "moba")
+SOME_CHOOSE = ("h16", "msa", "pages", "few-msa-pages-e4m3")
+OTHERS = ("h8-64", "most-blocks", "packed", "pages-drafts", "few-msa-e4m3", "few-qsa-drafts-pages", "few-nsa", "80", "moba", "few-msa")
 
 
 @pytest.mark.slow
@@ -145,6 +145,9 @@ def test_choosing_fits(asked: tuple[str, ...]) -> None:
                 assert kernel["wgmma"] == kernel["tma"] == (kernel["kernel"] == "block_logits_kernel"), kernel
         elif shape == "most-blocks":
             assert [(kernel["kernel"], kernel["spilled"]) for kernel in kernels] == [("top_n_kernel", 0), ("wide_rows_kernel", 0)]
+        elif shape.startswith("few"):
+            assert [kernel["kernel"] for kernel in kernels] == ["few_scores_kernel", "top_n_kernel"]
+            assert kernels[0]["spilled"] == 0, kernels
         elif shape.startswith("pages"):
             assert [kernel["kernel"] for kernel in kernels] == ["attention_kernel", "importance_kernel", "top_n_kernel"]
             for kernel in kernels:
