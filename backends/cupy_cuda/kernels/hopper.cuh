@@ -103,6 +103,10 @@ DEVICE void bulk_load_once(void *to, const void *from, int bytes, u64 *bar) {
                  ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(bar)) : "memory");
 }
 
+// `cp_async_16` (hardware.cuh) to an address in shared memory.
+DEVICE void cp_async_16(u32 to, const u16 *from, bool exists) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
+}
 // cp.async of 4 bytes, or zeros if `exists` is false.
 DEVICE void cp_async_4(void *to, const void *from, bool exists) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(exists ? 4 : 0) : "memory");

@@ -93,6 +93,12 @@ struct PlannedUnion {
     DEVICE static u64 selected_by(const Problem &p, const TilePlan &plan, const TokenTile &tile, i64 at) {
         return plan.rows[tile.index(plan, p.G) * plan.capacity + at];
     }
+    // Load entry `at` to the L1 cache.
+    DEVICE static void prefetch(const Problem &p, const TilePlan &plan, const TokenTile &tile, i64 at) {
+        const i64 index = tile.index(plan, p.G) * plan.capacity + min(at, plan.capacity - 1);
+        prefetch_l1(plan.blocks + index);
+        prefetch_l1(plan.rows + index);
+    }
 };
 // `row_limit` of a tile's first and last token, and the first key that each of them sees.
 struct TileLimits {

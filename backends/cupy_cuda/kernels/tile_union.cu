@@ -3,8 +3,8 @@
 // order.
 //
 // Steps that gather several blocks (gather_steps.cuh), for two consumers: blocks that rows of both selected come first,
-// then alternately a step of blocks of the first consumer alone and one of the second. A consumer skips the steps of the
-// other; of random selections that is a quarter of them.
+// then those of the first consumer alone, then those of the second. A consumer skips the steps of the other; of random
+// selections that is a quarter of them.
 //
 // Grid: one CTA per (b, g, tile of rows). Shared memory holds TOKENS bits per block of keys.
 //
@@ -49,25 +49,6 @@ DEVICE Class class_of(TokenBits rows, bool whole) {
     return !BY_CONSUMER || (first && first != rows) ? SHARED : first ? FIRST : SECOND;
 }
 
-// The order of a list whose classes have `counts` blocks. A tile's steps begin with the partial blocks; the step that
-// holds the last shared block is filled up before whole steps of either consumer alternate.
-struct ListOrder {
-    const int (&counts)[CLASSES];
-    DEVICE int whole() const { return counts[SHARED] + counts[FIRST] + counts[SECOND]; }
-    // Return the position of block `i` of a class.
-    DEVICE int position(Class of, int i) const {
-        if (of == SHARED) return i;
-        if (of == PARTIAL) return whole() + i;
-        const int begin = counts[SHARED], room = -(counts[PARTIAL] + begin) & (UNITS - 1);
-        const int filled[2] = {min(room, counts[FIRST]), min(room - min(room, counts[FIRST]), counts[SECOND])};
-        const int own = of == FIRST ? i : i - filled[1] + filled[0], other = of == FIRST ? SECOND : FIRST;
-        if (of == FIRST && i < filled[0]) return begin + i;
-        if (of == SECOND && i < filled[1]) return begin + filled[0] + i;
-        const int at = own - filled[0], ahead = (at / UNITS + (of == SECOND)) * UNITS;  // of the other consumer
-        return begin + filled[0] + filled[1] + at + min(ahead, counts[other] - filled[other - FIRST]);
-    }
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS) tile_union(const __grid_constant__ Arguments x) {
     extern __shared__ __align__(16) u16 memory[];
     TokenBits *rows = reinterpret_cast<TokenBits *>(memory);  // [blocks of keys]
@@ -101,20 +82,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_union(const __grid_co
             UNROLL for (int c = 0; c < CLASSES; c += NEXT_CLASS) upto[c] += kind(block) == c;
     UNROLL for (int c = 0; c < CLASSES; ++c) own[c] = upto[c];
     block_prefix_sum<THREADS>(upto, total);
-    UNROLL for (int c = 0; c < CLASSES; ++c) upto[c] = __shfl_sync(ALL_LANES, upto[c] - own[c], 0);
-    const ListOrder order{total};
-    if (thread == 0) x.counts[blockIdx.x] = make_int2(order.whole(), order.whole() + total[PARTIAL]);
-    const i64 list = blockIdx.x * x.capacity;
+    i64 next[CLASSES], begin = blockIdx.x * x.capacity;
+    UNROLL for (int c = 0; c < CLASSES; ++c) {
+        next[c] = begin + __shfl_sync(ALL_LANES, upto[c] - own[c], 0);
+        begin += total[c];
+    }
+    const int whole = total[SHARED] + total[FIRST] + total[SECOND];
+    if (thread == 0) x.counts[blockIdx.x] = make_int2(whole, whole + total[PARTIAL]);
     for (int block = first + lane; block - lane < end; block += 32) {
         const int listed = block < end && rows[block] ? kind(block) : -1;
         UNROLL for (int c = 0; c < CLASSES; c += NEXT_CLASS) {
             const u32 all = __ballot_sync(ALL_LANES, listed == c);
             if (listed == c) {
-                const i64 at = list + order.position(static_cast<Class>(c), upto[c] + __popc(all & ((1u << lane) - 1)));
+                const i64 at = next[c] + __popc(all & ((1u << lane) - 1));
                 x.blocks[at] = static_cast<u16>(block);
                 x.rows[at] = static_cast<RowBits<TOKENS>>(rows[block]);
             }
-            upto[c] += __popc(all);
+            next[c] += __popc(all);
         }
     }
 }

@@ -176,21 +176,11 @@ def selected_blocks(call: Call, block: int) -> list[list[list[set[int]]]]:
     return [[[of_row(b, s, g) for g in range(G)] for s in range(S)] for b in range(B)]
 
 
-def in_order(whole: list[int], partial: list[int], members: dict[int, int], own: int, units: int) -> list[int]:
-    """Blocks in the order of a list for two consumers of `own` tokens each: the shared ones, then steps of either alone."""
-    first, second = ([key for key in whole if members[key] >> own * i & (1 << own) - 1] for i in range(2))
-    listed = [key for key in first if key in second]
-    of_each = [[key for key in keys if key not in listed] for keys in (first, second)]
-    counts = [-(len(partial) + len(listed)) % units]
-    while any(of_each):
-        for keys in of_each:
-            count = counts[0] if counts else units
-            listed += keys[:count]
-            if counts:
-                counts[0] -= len(keys[:count])
-            del keys[:count]
-        counts.clear()
-    return listed + partial
+def in_order(whole: list[int], partial: list[int], members: dict[int, int], own: int) -> list[int]:
+    """Blocks in the order of a list for two consumers of `own` tokens each: of both, of the first alone, of the second alone."""
+    of_first = [bool(members[key] & (1 << own) - 1) for key in whole]
+    alone = [2 * (not first) + (first and not members[key] >> own) for key, first in zip(whole, of_first, strict=True)]
+    return [key for kind in (0, 1, 2) for key, own_kind in zip(whole, alone, strict=True) if own_kind == kind] + partial
 
 
 def check_union(call: Call, plan: Any, tokens: int, block: int, rows_of: Any, lengths: tuple[int, ...] | None = None) -> int:
@@ -221,7 +211,7 @@ def check_union(call: Call, plan: Any, tokens: int, block: int, rows_of: Any, le
         listed = sorted(members)
         assert whole == sum((key + 1) * block <= lowest for key in members)
         if block < sm90.KEYS and tokens == 2 * (own := sm90.ROWS // call.q.shape[3]):
-            listed = in_order(listed[:whole], listed[whole:], members, own, sm90.KEYS // block)
+            listed = in_order(listed[:whole], listed[whole:], members, own)
         assert plan.blocks[found].tolist() == listed
         assert [bits % 2 ** (8 * plan.rows.itemsize) for bits in plan.rows[found].tolist()] == [members[key] for key in listed]
     return loaded
