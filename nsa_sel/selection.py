@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.arguments import as_positions, as_rows, as_tensor, check_flag, check_positive
+from nsa_sel.core.plans import DISJOINT, Plan, Plans, make_room
 from nsa_sel.core.ranges import (
     Blocks,
     best_blocks,
@@ -26,8 +27,6 @@ from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.settings.flags import debugging
 
 _FACTS = frozenset(("ranges", "n", "block_size", "max_length", "disjoint"))  # can't be replaced
-_MOST_PLANS = 16
-_DISJOINT = ("disjoint",)  # the plan of `disjoint_ranges`
 
 
 class Measured(NamedTuple):
@@ -51,14 +50,6 @@ class Exact(NamedTuple):
     total: tuple[int, int] | None  # S_kv, and the keys of all rows at the default positions
 
 
-class Plan(NamedTuple):
-    """A cached plan."""
-
-    states: list[Any]  # of `made_from` when it was built
-    made_from: tuple[Any, ...]  # kept alive, so that no other tensor reuses the memory
-    value: Any
-
-
 class Snapshot(NamedTuple):
     """All that is cached for one version of the ranges. It is replaced as a whole, so that a thread sees an old one or
     a new one."""
@@ -66,7 +57,7 @@ class Snapshot(NamedTuple):
     version: int  # of the ranges
     copy: Tensor | None  # of the ranges, where comparing is cheap (CPU) or asked for (debugging)
     exact: Exact | None
-    plans: dict[Any, Plan]
+    plans: Plans
 
 
 class Indices(NamedTuple):
@@ -91,12 +82,12 @@ def state_of(x: Any) -> Any:
 def validates(ranges: Tensor) -> bool:
     """Return True if a new selection is validated: under NSA_DEBUG_TRITON, but not in a CUDA graph, whose ranges can't
     be read. Compiled calls validate when they run."""
-    return not torch.compiler.is_compiling() and debugging() and not capturing(ranges)
+    return debugging() and not torch.compiler.is_compiling() and not capturing(ranges)
 
 
 class Selection:
     """Half-open key ranges [B,S,G,n,2] of every query row, shared by the h heads of a KV group (NSA, arXiv 2502.11089,
-    Eq. 10-12).
+    Eq. 10-12). A selection with G = 1 serves calls of any number of groups, which then share it.
 
     Make one with `from_blocks`, `from_scores` or `from_ranges`. A row attends to the union of its ranges. Using a
     selection never reads the device, but for the one count of a class that `NSA_SEL_COUNT_SHARING` describes
@@ -261,25 +252,26 @@ class Selection:
             ArgumentError: a wrong shape or dtype; under NSA_DEBUG_TRITON=1 also duplicates in a row.
         """
         blocks = checked_blocks_of(block_indices, block_size, block_counts, disjoint)
-        if blocks.kept() and not debugging():
+        if blocks.captured and blocks.kept() and not debugging():
             return cls._of_indices(blocks, block_size, disjoint)
         ranges, unique = ranges_of_blocks(blocks, block_size)
-        selection, checked = cls(ranges, block_size, disjoint=disjoint), validates(ranges)
+        selection, checked = cls(ranges, block_size, disjoint=disjoint), debugging() and validates(ranges)
         if unique is not None:
-            selection._keep_distinct(unique, checked)
+            selection._keep_distinct(unique, checked, blocks.captured)
         if checked:
             selection.validate()
         return selection
 
-    def _keep_distinct(self, unique: Tensor, checked: bool) -> None:
+    def _keep_distinct(self, unique: Tensor, checked: bool, captured: bool) -> None:
         """Cache the ranges of distinct blocks, which a kernel has just made with the ranges. checked: `validates`."""
-        if capturing(self.ranges):
-            if not self.ranges.is_inference():
-                self.__dict__["_captured"] = self.ranges._version, unique
+        ranges = self.ranges
+        if ranges.is_inference():
             return
-        snapshot = self._remember(checked=checked)
-        if snapshot is not None:
-            _keep(snapshot.plans, self._on_stream(_DISJOINT), Plan([], (), unique))
+        if captured:
+            self.__dict__["_captured"] = ranges._version, unique
+            return
+        copy = ranges.detach().clone() if checked or not self._on_gpu else None
+        self.__dict__["_snapshot"] = Snapshot(ranges._version, copy, None, {self._on_stream(DISJOINT): Plan(unique)})
 
     @classmethod
     def from_scores(
@@ -315,6 +307,11 @@ class Selection:
             ArgumentError: shapes, dtypes or numbers that do not fit together.
         """
         return cls.from_ranges(best_blocks(scores, n, block_size, first, local, S_kv, q_pos), block_size, disjoint=True)
+
+    @property
+    def groups(self) -> int:
+        """KV groups of the rows; with 1, calls of any number of groups share the selection."""
+        return self.listed.shape[2]
 
     @property
     def block_indices(self) -> Tensor:
@@ -389,10 +386,10 @@ class Selection:
                 return self._captured[1]
             return distinct_ranges(ranges, self.block_size)
         snapshot = self._snapshot  # `kept`, inlined
-        kept = None if snapshot is None else snapshot.plans.get(self._on_stream(_DISJOINT) if self.ranges.is_cuda else _DISJOINT)
+        kept = None if snapshot is None else snapshot.plans.get(self._on_stream(DISJOINT) if self.ranges.is_cuda else DISJOINT)
         if snapshot is not None and kept is not None and self._is_current(snapshot):
             return kept.value  # type: ignore[no-any-return]
-        return self.plan(_DISJOINT, lambda: distinct_ranges(self.ranges, self.block_size))  # type: ignore[no-any-return]
+        return self.plan(DISJOINT, lambda: distinct_ranges(self.ranges, self.block_size))  # type: ignore[no-any-return]
 
     def plan(self, key: tuple[Any, ...], build: Callable[[], Any], *made_from: Any) -> Any:
         """Return the cached result of `build()`, rebuilt after the ranges were written.
@@ -400,14 +397,14 @@ class Selection:
         Tensors made under torch.inference_mode() have no version counter: plans made from them are not cached.
 
         Args:
-            key: of the cache, which holds `_MOST_PLANS` plans.
+            key: of the cache, which holds `MOST_PLANS` plans.
             build: makes the plan.
             made_from: tensors and plain values that the plan depends on besides the ranges; a change rebuilds it, too.
 
         Returns:
             What `build` returned.
         """
-        states = [state_of(x) for x in made_from] if made_from else []
+        states = tuple([state_of(x) for x in made_from]) if made_from else ()
         snapshot = None if UNKNOWN in states else self._snapshot
         if UNKNOWN not in states and (snapshot is None or not self._is_current(snapshot)):
             snapshot = self._remember()
@@ -419,15 +416,18 @@ class Selection:
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False):  # a later call may record gradients
                     return self.plan(key, build, *made_from)
-            kept = Plan(states, made_from, build())
-            _keep(snapshot.plans, on, kept)
+            kept = Plan(build(), states, made_from)
+            make_room(snapshot.plans, 1)
+            snapshot.plans[on] = kept
         return kept.value
 
-    def _current(self) -> Snapshot | None:
+    def current(self) -> Snapshot | None:
         """Return the snapshot of the ranges as they are, a new one if they were written; None for tensors that have no
         version."""
         snapshot = self._snapshot
-        return snapshot if snapshot is not None and self._is_current(snapshot) else self._remember()
+        if snapshot is not None and (self.ranges._version == snapshot.version if snapshot.copy is None else self._is_current(snapshot)):
+            return snapshot
+        return self._remember()
 
     def _on_stream(self, key: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the key of a plan on the current stream: another stream could read it too early, or after its memory
@@ -436,21 +436,6 @@ class Selection:
         if not ranges.is_cuda or torch.compiler.is_compiling():
             return key
         return *key, torch._C._cuda_getCurrentRawStream(ranges.get_device())
-
-    def kept(self, on: tuple[Any, ...]) -> Any:
-        """Return the cached plan that depends on the ranges alone; None if there is none. on: its key and the current
-        stream, as of `_on_stream`."""
-        snapshot = self._snapshot
-        plan = None if snapshot is None else snapshot.plans.get(on)
-        if snapshot is None or plan is None or plan.made_from or not self._is_current(snapshot):
-            return None
-        return plan.value
-
-    def keep(self, on: tuple[Any, ...], value: Any) -> None:
-        """Cache a plan that depends on the ranges alone, as they are now. on: as of `kept`."""
-        snapshot = self._current()
-        if snapshot is not None:
-            _keep(snapshot.plans, on, Plan([], (), value))
 
     def _is_current(self, snapshot: Snapshot) -> bool:
         """Return True if the ranges are as they were; ArgumentError where debugging finds an unannounced GPU write."""
@@ -579,7 +564,7 @@ class Selection:
         longest = int(lengths.max()) if rows else 0
         sharing = None if self.block_size is None else sharing_of_blocks(torch.where(end > start, start // self.block_size, -1))
         self.measured = measured = Measured(rows, int((lengths == 0).sum()), longest, total / max(1, rows), total, sharing)
-        snapshot = self._current()
+        snapshot = self.current()
         if snapshot is not None:
             of_keys = (S_kv, total) if S_kv is not None and q_pos is None else None
             exact = Exact(most, sharing and rounded(sharing), int(float(f"{measured.mean_length:.2g}")), of_keys)
@@ -604,9 +589,3 @@ class Selection:
     def __repr__(self) -> str:
         facts = f"block_size={self.block_size}, max_length={self.max_length}, disjoint={self.disjoint}, measured={self.measured}"
         return f"Selection(ranges={tuple(self.ranges.shape)} {self.ranges.dtype} on {self.ranges.device}, {facts})"
-
-
-def _keep(plans: dict[Any, Plan], on: tuple[Any, ...], plan: Plan) -> None:
-    if len(plans) >= _MOST_PLANS:  # a growing KV cache makes new keys at every step
-        plans.pop(next(iter(tuple(plans)), None), None)  # a tuple: another thread may add a plan meanwhile
-    plans[on] = plan

@@ -65,7 +65,7 @@ def selection_attention(
         k: [B,G,S_kv,Dk].
         v: [B,G,S_kv,Dv].
         selection: a `Selection`, or its ranges [B,S,G,n,2] ([B,G,n,2] for decode), half-open, shared by the h heads of
-            a group.
+            a group. With 1 in place of G all groups share them, without a copy for each.
         scale: factor of the logits, by default 1/sqrt(Dk).
         q_pos: key positions of the rows, [S] or [B,S], by default S_kv - S + s.
         return_lse: also return the log-sum-exp.
@@ -167,7 +167,14 @@ def _recall(
     """
     key = _key(q, k, v, selection, scale, q_pos, needs_grad, backend)
     classes = recall(key)
-    entry = None if classes is None else transforms.find_class(classes, *((q, k) if v is k else (q, k, v)), selection.listed)
+    if classes is None:
+        return None
+    tensors = (q, k, selection.listed) if v is k else (q, k, v, selection.listed)
+    entry = None
+    for guards, value in classes:  # `transforms.find_class`, inlined
+        if guards.check(*tensors):
+            entry = value
+            break
     if entry is None:
         return None
     request, decision, checked_scale, sharing, known = entry

@@ -175,7 +175,8 @@ def rounded(sharing: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(round(ratio, 2) for ratio in sharing)
 
 
-KERNELS = "nsa_sel.backends._triton.ranges"  # imported with the first block indices, or scores, on a GPU
+KERNELS = "nsa_sel.backends._triton.ranges"  # imported with the first block indices on a GPU
+TOP_N = "nsa_sel.backends._triton.top_n"  # with the first scores
 _failed: list[bool] = []  # an entry once the kernel has failed: it is not tried again
 
 
@@ -216,7 +217,11 @@ def checked_blocks_of(block_indices: Tensor, block_size: int, block_counts: Tens
     again."""
     given = (block_indices,) if block_counts is None else (block_indices, block_counts)
     key = _key(block_indices, block_size, block_counts, disjoint)
-    facts: _Facts | None = None if key is None else transforms.find_class(_classes.get(key, ()), *given)
+    facts: _Facts | None = None
+    for guards, value in () if key is None else _classes.get(key, ()):  # `transforms.find_class`, inlined
+        if guards.check(*given):
+            facts = value
+            break
     if facts is not None and facts.as_given:
         return Blocks(block_indices, block_counts, facts, capturing(block_indices))
     check_flag("disjoint", disjoint)
@@ -247,7 +252,8 @@ _MOST = 1024  # shapes
 def _key(block_indices: Any, block_size: Any, block_counts: Any, disjoint: Any) -> tuple[Any, ...] | None:
     """Return the facts that guards do not compare, and shapes, which keep classes few; None if no kernel runs or guards
     can't be used."""
-    if type(block_size) is not int or type(disjoint) is not bool or not transforms.plain(block_indices):
+    plain = type(block_indices) in transforms.PLAIN and transforms.untransformed()
+    if not plain or type(block_size) is not int or type(disjoint) is not bool:
         return None
     try:
         return block_indices.shape, block_size, None if block_counts is None else block_counts.shape, disjoint
@@ -290,9 +296,9 @@ def on_gpu(indices: Tensor) -> bool:
 
 
 @functools.cache
-def _kernel() -> Any:
-    """Return the module of the kernels; None without Triton."""
-    return importlib.import_module(KERNELS) if importlib.util.find_spec("triton") is not None else None
+def _kernel(module: str = KERNELS) -> Any:
+    """Return a module of kernels; None without Triton."""
+    return importlib.import_module(module) if importlib.util.find_spec("triton") is not None else None
 
 
 TOP_N_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -306,8 +312,8 @@ def best_blocks(scores: Tensor, n: int, block_size: int, first: int, local: int,
     B, S, G, blocks = scores.shape
     if q_pos is not None:
         q_pos = as_positions(q_pos, B, S, scores.device)
-    kernel = _kernel() if _top_n_takes(scores) else None
-    if kernel is None or blocks > kernel.MOST_BLOCKS:
+    kernel = _kernel(TOP_N) if _top_n_takes(scores) else None
+    if kernel is None or not kernel.chooses(blocks, n):
         return whole_blocks(sorted_blocks(scores, n, block_size, first, local, S_kv, q_pos), block_size)
     ranges = torch.empty(B, S, G, n, 2, dtype=range_dtype(block_size), device=scores.device)
     with torch.cuda.device(scores.device):
