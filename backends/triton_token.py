@@ -57,7 +57,7 @@ def forward_kernel(
     split = tl.program_id(0) % splits
     b, g, s, row, head = locate(S, G, tl.program_id(0) // splits, dims.h)
     limit = row_limit(q_pos, strides.pos, b, s, S, S_kv)
-    row_ranges = ranges + row * n * 2
+    row_ranges = ranges + row // dims.SHARE * n * 2
     q_row = load_row(q, strides.q, b, g, s, head, dims.Dk, dims.BLOCK_D, ACC)
 
     low, high = 0, S_kv
@@ -108,7 +108,7 @@ def dq_kernel(
     BLOCK_D: tl.constexpr = dims.BLOCK_D
     b, g, s, row, head = locate(S, G, tl.program_id(0), dims.h)
     limit = row_limit(q_pos, strides.pos, b, s, S, S_kv)
-    row_ranges = ranges + row * n * 2
+    row_ranges = ranges + row // dims.SHARE * n * 2
     q_row = load_row(q, strides.q, b, g, s, head, dims.Dk, BLOCK_D, ACC)
     do_row = load_row(do, stride_do, b, g, s, head, dims.Dv, dims.BLOCK_DV, ACC)
     out = row * dims.h + head

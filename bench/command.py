@@ -12,7 +12,7 @@ import typer
 from nsa_sel.bench import headline as claims
 from nsa_sel.bench.core import matrix
 from nsa_sel.bench.core.command_line import Backends, Device, device_of, echo, stderr_console
-from nsa_sel.bench.core.contenders import DENSE, named
+from nsa_sel.bench.core.contenders import named
 from nsa_sel.bench.core.peers import given
 from nsa_sel.bench.core.peers import peers as every_peer
 from nsa_sel.bench.core.session import able, run
@@ -32,7 +32,11 @@ def bench(
     ] = "",
     peers: Annotated[
         bool,
-        typer.Option("--peers", help="Beside ours: FlexAttention, masked and dense SDPA; flash-linear-attention where installed."),
+        typer.Option(
+            "--peers",
+            help="Beside ours: FlexAttention, masked and dense SDPA; where installed fla, cuDNN's NSA, FlashInfer, FlashAttention-4."
+            " With --backends: those that it names.",
+        ),
     ] = False,
     peer: Annotated[
         list[str] | None,
@@ -90,10 +94,12 @@ def bench(
         echo(f"written: {', '.join(map(str, (folder / 'rows.jsonl', *written)))}")
         return
     _unused(of_matrix, "--suite and --peers")
-    ours = named(backends or ",".join(usual_backends(where)))
     others = (*every_peer(), *given(peer or (), every_peer())) if peers or peer else ()
-    if others:  # dense attention is one of them, there with its parity
-        ours = [contender for contender in ours if contender.name != DENSE]
+    asked = backends.split(",") if backends else usual_backends(where)
+    of_peers = {contender.name for contender in others}  # dense attention is one of them, there with its parity
+    ours = [contender for name in asked if name not in of_peers for contender in named(name)]
+    if backends and of_peers.intersection(asked):
+        others = tuple(contender for contender in others if contender.name in asked)
     contenders = able((*ours, *others), where, console.print)
     suites = speed.suites_of(suite or "performance,decode", quick, where)
     rows = run(speed.jobs(suites, contenders, only, where), folder / f"{'peers' if others else 'suites'}.jsonl", where, console)

@@ -87,7 +87,7 @@ def validates(ranges: Tensor) -> bool:
 
 class Selection:
     """Half-open key ranges [B,S,G,n,2] of every query row, shared by the h heads of a KV group (NSA, arXiv 2502.11089,
-    Eq. 10-12).
+    Eq. 10-12). A selection with G = 1 serves calls of any number of groups, which then share it.
 
     Make one with `from_blocks`, `from_scores` or `from_ranges`. A row attends to the union of its ranges. Using a
     selection never reads the device, but for the one count of a class that `NSA_SEL_COUNT_SHARING` describes
@@ -307,6 +307,11 @@ class Selection:
             ArgumentError: shapes, dtypes or numbers that do not fit together.
         """
         return cls.from_ranges(best_blocks(scores, n, block_size, first, local, S_kv, q_pos), block_size, disjoint=True)
+
+    @property
+    def groups(self) -> int:
+        """KV groups of the rows; with 1, calls of any number of groups share the selection."""
+        return self.listed.shape[2]
 
     @property
     def block_indices(self) -> Tensor:

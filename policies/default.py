@@ -14,12 +14,12 @@ from nsa_sel.policies import cost, guards, rules
 def preference(case: PolicyInput) -> tuple[str, ...]:
     """Return the order of preference for this direction: measured if the device has a profile, else conservative.
 
-    Empty for "choose" requests, which use the registry's order. On a GPU, prefills outside the cost models use
+    Empty for requests of other kinds than "attend", which use the registry's order. On a GPU, prefills outside the cost models use
     `prefer_tiles`, unless the user's file sets an order; backends whose tile kernels do not take the call are left out
     of it. Decoding steps outside the models prefer backends whose kernels over steps of keys take them.
     """
     settings, request = case.settings, case.request
-    if request.kind == "choose":
+    if request.kind != "attend":
         return ()
     own = settings.config_file is not None and settings.sources.get(f"prefer_{case.direction}") == settings.config_file
     backward = case.direction == "backward"

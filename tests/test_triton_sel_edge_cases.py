@@ -13,7 +13,7 @@ from nsa_sel.core.call import device_info
 from nsa_sel.settings.config import settings_for
 from tests.contract.attend import EDGES, cells, run
 from tests.contract.lanes import Lane
-from tests.helpers.cases import assert_forward, edge_selections, make_blocks, make_call, make_qkv
+from tests.helpers.cases import assert_forward, every_key, make_blocks, make_call, make_qkv
 from tests.helpers.checks import attend, check_both, check_forward, put, results_of, selected
 
 pytestmark = pytest.mark.slow  # in all: the interpreter knows no threads
@@ -31,7 +31,7 @@ def test_one_range_a_row_takes_the_path_that_the_flag_names(
     from nsa_sel.backends._triton import arguments
 
     q, k, v = make_qkv(S=S, G=1, h=2, Dk=8, Dv=16, S_kv=20)
-    one = Selection.from_ranges(edge_selections(1, S, 1, 20)["one_contiguous"])
+    one = Selection.from_ranges(every_key(1, S, 1, 20))
     walks, width = [], arguments.walk_width
     monkeypatch.setattr(arguments, "walk_width", lambda call: walks.append(width(call)) or walks[-1])
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
@@ -100,7 +100,7 @@ def test_any_flag_that_asks_for_events_shows_each_kernel(
     q, k, v = make_qkv(S=3, G=1, h=2, Dk=8, Dv=16, S_kv=20, requires_grad=True)
     for flag in flags:
         monkeypatch.setenv(flag, "1")
-    selection_attention(q, k, v, edge_selections(1, 3, 1, 20)["one_contiguous"], backend="triton-group").sum().backward()
+    selection_attention(q, k, v, every_key(1, 3, 1, 20), backend="triton-group").sum().backward()
     kernels = [("sel.triton.kernel", f"triton-group/{name}") for name in ("decode", "dq", "dkdv")]
     found = [(line["event"], line.get("kernel")) for line in events_on(capsys.readouterr().err)]
     assert found == [kernels[0], ("sel.triton.reads", None), *kernels[1:], ("sel.triton.bwd", None)]
@@ -109,7 +109,7 @@ def test_any_flag_that_asks_for_events_shows_each_kernel(
 def test_events_name_the_kernel_that_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """All block sizes, what triton-group changes of the config (one step needs two stages, 80 heads are two tiles of 64), and flags."""
     q, k, v = (x.half() for x in make_qkv(S=1, G=1, h=80, Dk=24, Dv=8, S_kv=20))
-    one = Selection.from_ranges(edge_selections(1, 1, 1, 20)["one_contiguous"])
+    one = Selection.from_ranges(every_key(1, 1, 1, 20))
     monkeypatch.setenv("NSA_DEBUG_LOG", "1")
 
     def event() -> dict[str, str]:
@@ -137,7 +137,7 @@ def test_tiles_narrower_than_head_dims_are_widened_with_one_warning(backend: str
 
     arguments.dims.cache_clear()
     q, k, v = make_qkv(S=3, G=1, h=2, Dk=40, Dv=24, S_kv=20)
-    one = Selection.from_ranges(edge_selections(1, 3, 1, 20)["one_contiguous"])
+    one = Selection.from_ranges(every_key(1, 3, 1, 20))
     wanted = selection_attention(q, k, v, one, backend=backend)
     monkeypatch.setenv("NSA_SEL_TRITON_BLOCK_D", "32")
     with pytest.warns(RuntimeWarning, match=r"BLOCK_D is 32, but .* Dk = 40 in one tile.*set it to 64 or more") as told:

@@ -119,7 +119,7 @@ def row_heads(
     limit = row_limit(q_pos, strides.pos, b, s, S, S_kv, LENGTHS)
     s = s.to(tl.int64)
     q_tile = load_columns(row_pointers(q, strides.q, b, g, s, head), head < dims.h, 0, dims.Dk, dims.BLOCK_D)
-    return b, g, s, head, head < dims.h, row * dims.h + head, limit, ranges + row * n * 2, q_tile
+    return b, g, s, head, head < dims.h, row * dims.h + head, limit, ranges + row // dims.SHARE * n * 2, q_tile
 
 
 @triton.jit

@@ -115,10 +115,10 @@ def _started(layout: Layout, numbers: bytes, grid: int, device: int, values: lis
         return True
     layout.tensors.pack_into(thread.arguments, 0, *values, numbers)
     if thread.recording is not None:
-        step = layout.function, grid, layout.threads, layout.shared, False, layout.pointers, layout.tensors
+        step = layout.function, grid, layout.threads, layout.shared, layout.early, layout.pointers, layout.tensors
         thread.recording.launch(*step, values=(*values, numbers))
         thread.recording.kernels.append(layout.compiled)
-    return not start(layout.function, grid, layout.threads, layout.shared, stream_of(device), layout.pointers)
+    return not start(layout.function, grid, layout.threads, layout.shared, stream_of(device), layout.pointers, early=layout.early)
 
 
 def _refuse_recording() -> None:

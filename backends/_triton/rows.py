@@ -25,9 +25,9 @@ def locate_row(number, S, G):
 
 
 @triton.jit
-def tile_rows(program, S, G, tiles, h: tl.constexpr, TQ: tl.constexpr, ROWS: tl.constexpr):
-    """Return b, g and the tile number of `program`, and of its ROWS rows s, bit, head, index in [B,S,G,h], and whether
-    they exist.
+def tile_rows(program, S, G, tiles, h: tl.constexpr, TQ: tl.constexpr, ROWS: tl.constexpr, SHARE: tl.constexpr = 1):
+    """Return b, g and the tile number of `program` in a plan that SHARE groups share, and of its ROWS rows s, bit, head,
+    index in [B,S,G,h], and whether they exist.
 
     bit: the row's token within the tile, which is its bit in the tile's block list. Each of the last five is [ROWS].
     Late tiles, which see the most blocks, start first.
@@ -44,7 +44,7 @@ def tile_rows(program, S, G, tiles, h: tl.constexpr, TQ: tl.constexpr, ROWS: tl.
     exists = (bit < TQ) & (s < S) & (head < h)
     s = tl.minimum(s, S - 1)
     out = ((b.to(tl.int64) * S + s.to(tl.int64)) * G + g.to(tl.int64)) * h + head.to(tl.int64)
-    return b, g, (b * G + g) * tiles + i, s, bit.to(tl.int64), head.to(tl.int64), out, exists
+    return b, g, (b * G + g) // SHARE * tiles + i, s, bit.to(tl.int64), head.to(tl.int64), out, exists
 
 
 @triton.jit

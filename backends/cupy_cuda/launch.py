@@ -25,7 +25,6 @@ SYSTEM = 1024  # bytes of shared memory per CTA that the system reserves
 PORTABLE_CLUSTER = 8  # largest cluster size that needs no attribute
 _NON_PORTABLE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED (cuda.h)
 
-_DRIVER_OF_EARLY_GRAPHS = 12040  # first driver whose CUDA graphs support programmatic dependent launch
 _one_struct = Pointers((0,))
 
 
@@ -35,13 +34,6 @@ def _interfaces() -> tuple[Any, Any]:
     from cupy_backends.cuda.api import driver, runtime
 
     return driver, runtime
-
-
-@functools.cache
-def _starts_early(device: int) -> bool:
-    """Return whether GPU and driver support programmatic dependent launch."""
-    _, runtime = _interfaces()
-    return torch.cuda.get_device_capability(device) >= (9, 0) and runtime.driverGetVersion() >= _DRIVER_OF_EARLY_GRAPHS
 
 
 @functools.cache
@@ -92,7 +84,7 @@ def start(
     packed = layout(len(maps), bool(problem), len(values))
     packed.pack_into(thread.arguments, 0, *maps, *problem, *values)
     stream = cuda_driver.stream_of(device)
-    early = early and _starts_early(device)
+    early = early and cuda_driver.starts_early(device)
     if thread.recording is not None:
         thread.recording.launch(handle, ctas, threads, shared, early, _one_struct, packed, values=(*maps, *problem, *values))
     if early:
@@ -150,6 +142,12 @@ def cache_macros(page: int | None) -> dict[str, int]:
     return {} if page is None else {"PAGE": page}
 
 
+def plan_problem(call: Call) -> tuple[Any, ...]:
+    """Return `problem` for kernels that read the ranges alone: its groups are those of the selection."""
+    ranges, share = call.disjoint_ranges(), call.groups_per_selection
+    return problem(call, ranges) if share == 1 else _problem(call, ranges, 0, 1)
+
+
 def problem(call: Call, ranges: Tensor, indexed_block: int = 0) -> tuple[Any, ...]:
     """Return the values of `Problem` (problem.cuh), computed once per call.
 
@@ -159,7 +157,7 @@ def problem(call: Call, ranges: Tensor, indexed_block: int = 0) -> tuple[Any, ..
         indexed_block: keys per block if `ranges` are block indices, else 0.
     """
     if call.problem is None or call.problem[0] is not ranges:
-        call.problem = ranges, _problem(call, ranges, indexed_block)
+        call.problem = ranges, _problem(call, ranges, indexed_block, call.q.shape[2])
     values: tuple[Any, ...] = call.problem[1]
     return values
 
@@ -178,9 +176,9 @@ def named_blocks(call: Call, most: int) -> tuple[tuple[Tensor, int], int | None]
     return (call.listed(), words) if words <= most else ((call.disjoint_ranges(), 0), None)
 
 
-def _problem(call: Call, ranges: Tensor, indexed_block: int) -> tuple[Any, ...]:
+def _problem(call: Call, ranges: Tensor, indexed_block: int, G: int) -> tuple[Any, ...]:
     q, q_pos, table = call.q, call.q_pos, call.block_table
-    _, S, G, h, _ = q.shape
+    _, S, _, h, _ = q.shape
     positions: tuple[int, ...] = (0, 0, 0)
     pos_bytes = 0
     if call.lengths is not None:

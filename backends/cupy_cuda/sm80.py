@@ -95,7 +95,7 @@ def row_shape(h: int, Dk: int, Dv: int, longest: int, shared_memory: int, backwa
 @functools.lru_cache(maxsize=1024)
 def row_plan(
     rows: int, h: int, Dk: int, Dv: int, longest: int, bf16: bool, aligned: bool, sm: int | None, sm_count: int, shared_memory: int,
-    page: int | None = None, one_page: bool = False, block: int = 0, named: int = 0,
+    page: int | None = None, one_page: bool = False, block: int = 0, named: int = 0, share: int = 1,
 ) -> RowPlan:  # fmt: skip
     """Return the launch for `rows` rows of at most `longest` keys, each split over enough CTAs to fill the GPU.
 
@@ -111,7 +111,7 @@ def row_plan(
     if sm in WITH_CLUSTERS and tiles <= MOST_CLUSTER_TILES * MOST_CTAS:
         splits = cluster = 1 << min(splits, MOST_CTAS).bit_length() - 1
     combined = splits > cluster
-    cache = {**launch.cache_macros(page), **({"ONE_PAGE": 1} if one_page else {})}
+    cache = {**launch.cache_macros(page), **({"ONE_PAGE": 1} if one_page else {}), "SHARED_BY": share}
     if block:
         cache |= {"REPEATED_BLOCK": block, "NAMED_WORDS": named}
     macros = constants(
@@ -137,6 +137,7 @@ def forward_rows(call: Call) -> tuple[Tensor, Tensor]:
     macros, shape, head_tiles, splits, combined = row_plan(
         rows, h, Dk, Dv, longest, bf16, aligned, facts.sm, facts.sm_count, facts.shared_memory,
         page, bool(page and block and page % block == 0), 0 if named is None or block is None else block, named or 0,
+        call.groups_per_selection,
     )  # fmt: skip
     o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
     split_o, split_lse = o, lse
@@ -162,7 +163,8 @@ def dq_rows(call: Call, ranges: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse
     dq, delta = unwritten(q, B, S, G, h, Dk), temporary(call, lse, B, S, G, h)
     shape = row_shape(h, Dk, call.v.shape[-1], call.selection.length_bound(call.k.shape[2]), call.device.shared_memory, True)
     head_tiles = shape.head_tiles(h)
-    macros = launch.macros(call, aligned=launch.aligned(q, call.k, call.v, do), **shape.macros())
+    aligned, share = launch.aligned(q, call.k, call.v, do), call.groups_per_selection
+    macros = launch.macros(call, aligned=aligned, SHARED_BY=share, **shape.macros())
     launch.start(
         "dq_rows.cu", macros, q.get_device(), B * S * G * head_tiles, shape.threads, shape.shared,
         *launch.strided(do), *launch.pointers(o, lse, dlse, dq, delta), head_tiles, problem=launch.problem(call, ranges),
@@ -195,7 +197,8 @@ def dkdv_tiles(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tenso
     """Return dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]."""
     key_warps, column_warps, queries, shared = tile_shape(call)
     aligned = launch.aligned(call.q, call.k, call.v, do)
-    macros = launch.macros(call, aligned=aligned, KEY_WARPS=key_warps, COLUMN_WARPS=column_warps, QUERIES=queries)
+    tiles = {"KEY_WARPS": key_warps, "COLUMN_WARPS": column_warps, "QUERIES": queries}
+    macros = launch.macros(call, aligned=aligned, SHARED_BY=call.groups_per_selection, **tiles)
 
     def start(ctas: int, lists: tuple[int, ...]) -> None:
         launch.start(

@@ -87,7 +87,7 @@ def next_first(work: int, steps: int, cluster: int, ctas: int) -> bool:
 @functools.lru_cache(maxsize=1024)
 def plan_of(
     work: int, h: int, Dk: int, Dv: int, n: int, block: int, bf16: bool, sm_count: int, shared_memory: int, page: int | None = None,
-    page_scales: bool | None = None, named: int = 0,
+    page_scales: bool | None = None, named: int = 0, share: int = 1,
 ) -> Plan:  # fmt: skip
     """Return the launch of forward_blocks.cu for `work` (row, heads) of n blocks.
 
@@ -115,7 +115,7 @@ def plan_of(
     macros = constants(
         BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=1, STAGES=stages, HEAD_WARPS=head_warps, PER_SM=per_sm, BLOCK=block, CLUSTER=cluster,
         NEXT_FIRST=int(next_first(work, steps, cluster, per_sm * sm_count)), SHARED_BYTES=own_bytes, NAMED_WORDS=named,
-        **launch.cache_macros(page), **quantized,
+        **launch.cache_macros(page), SHARED_BY=share, **quantized,
     )  # fmt: skip
     ctas = work * cluster if cluster > 1 else min(work, per_sm * sm_count)
     return Plan(macros, ctas, 32 * (CONSUMER_WARPS + (LOADERS if small else 1)), stages * step_bytes + row_bytes)
@@ -142,7 +142,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     work, (listed, named) = B * S * G * head_tiles(h), launch.named_blocks(call, MOST_NAMED)
     plan = plan_of(
         work, h, Dk, Dv, selection.n, selection.block_size, q.dtype == torch.bfloat16, facts.sm_count, facts.shared_memory,
-        launch.page_of(call), page_scales_of(call), named or 0,
+        launch.page_of(call), page_scales_of(call), named or 0, call.groups_per_selection,
     )  # fmt: skip
     stored = () if selection.block_size < KEYS else (loadable(call.k), loadable(call.v))  # copies must live until the launch
     launch.start(

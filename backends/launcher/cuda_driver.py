@@ -24,6 +24,7 @@ STREAM_OFFSET = _GRID.size  # of the stream in a CUlaunchConfig
 _NON_BLOCKING, _RELAXED = 1, 2  # CU_STREAM_NON_BLOCKING, CU_STREAM_CAPTURE_MODE_RELAXED
 # CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION. The driver only reads it.
 _EARLY = ctypes.create_string_buffer(struct.pack("<I4xI60x", 6, 1), 72)
+_DRIVER_OF_EARLY_GRAPHS = 12040  # first driver whose CUDA graphs support programmatic dependent launch
 
 
 class _Thread(threading.local):
@@ -75,6 +76,14 @@ def _fill() -> Any:
     fill = _library().cuMemsetD8Async
     fill.argtypes = (ctypes.c_void_p, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p)
     return fill
+
+
+@functools.cache
+def starts_early(device: int) -> bool:
+    """Return whether GPU and driver support programmatic dependent launch, also in CUDA graphs."""
+    version = ctypes.c_int()
+    known = torch.cuda.get_device_capability(device) >= (9, 0) and not _library().cuDriverGetVersion(ctypes.byref(version))
+    return known and version.value >= _DRIVER_OF_EARLY_GRAPHS
 
 
 def stream_of(device: int) -> int:

@@ -178,8 +178,8 @@ class Shortcut:
 
 
 def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *numbers: Any) -> Plan:
-    """Return `build(call, *numbers)`, cached in the selection by key, numbers, S_kv, and positions or lengths (causal
-    clamp).
+    """Return `build(call, *numbers)`, cached in the selection by key, numbers, S_kv, the groups that share a row of it,
+    and positions or lengths (causal clamp).
 
     Everything in the plan except the values of its tensors must follow from these, because a recording accepts any plan
     with this key.
@@ -191,7 +191,7 @@ def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *n
         return Plan(build(call, *numbers))
     # `()` or `(q_pos, lengths)`: part of the key, so that replays, which have neither, take no plan of other positions
     made_from = () if call.q_pos is None and call.lengths is None else (call.q_pos, call.lengths)
-    key = (*key, *numbers, call.k.shape[2], bool(made_from))
+    key = (*key, *numbers, call.k.shape[2], call.groups_per_selection, bool(made_from))
     recorder: Recorder | None = thread.recording
     if recorder is None:
         return Plan(call.selection.plan(key, lambda: build(call, *numbers), *made_from))

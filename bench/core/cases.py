@@ -183,12 +183,15 @@ def model_decode(model: str, B: int = 64) -> Case:
     return Case(f"models-{model}-decode-B{B}-32k", PER_HEAD if model == "moba" else "random", B, 1, 32768, *MODELS[model])
 
 
-# Shapes of shipped models, 16k rows and decoding; QSA's up to 128k rows and from 8 to 256 sequences, MoBA's up to 32k.
+# Shapes of shipped models, 16k rows and decoding; QSA's up to 128k rows and from 8 to 256 sequences, M3's and MoBA's up
+# to 32k.
 OF_MODELS = [
     *(case for model in MODELS for case in (model_case(model, "16k", 16384), model_decode(model))),
     model_case("qsa", "random-16k", 16384, "random"), *(model_case("qsa", f"{S}k", S * 1024) for S in (32, 64, 128)),
     *(model_decode("qsa", B) for B in (8, 32, 256)),
     model_case("moba", "random-16k", 16384, PER_HEAD), model_case("moba", "32k", 32768),
+    model_case("minimax-m3", "random-16k", 16384, "random"), model_case("minimax-m3", "32k", 32768),
+    model_case("minimax-m3", "random-32k", 32768, "random"),
 ]  # fmt: skip
 # A decoding step of one layer: one sequence and batches, in the shapes of NSA, MiniMax-M3, and QSA with its incomplete block.
 STEPS = [

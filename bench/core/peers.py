@@ -1,9 +1,9 @@
 """Others' kernels on our inputs, in the library's layout.
 
-FlexAttention, masked and dense SDPA of torch; where installed flash-linear-attention's NSA; and functions that a user
-names: `nsa-sel bench --peer NAME=module:function` (docs/performance.md has an adapter). Masks and layouts are made once
-per selection, outside the timed calls: `prepare_ms` of a row is their cost, and its `selection` is "kept". Ours build
-their plans within the timed calls ("new").
+FlexAttention, masked and dense SDPA of torch; where installed flash-linear-attention's NSA, cuDNN's NSA, FlashInfer and
+FlashAttention-4; and functions that a user names: `nsa-sel bench --peer NAME=module:function` (docs/performance.md has
+adapters). Masks, plans and layouts are made once per selection, outside the timed calls: `prepare_ms` of a row is their
+cost, and its `selection` is "kept". Ours build their plans within the timed calls ("new").
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def peers() -> tuple[Contender, ...]:
         dense(peer=True),
         dense("dense-flash", "flash", peer=True),
         dense("dense-sdpa", "any", "cpu", peer=True),
-        Contender("fla-nsa", _fla, fla_lacks, fla_refuses, peer=True),
+        Contender("fa4", _fa4, lacks("flash_attn.cute", "flash-attn-4"), fa4_takes, peer=True, every_key=True, selection=None),
+        Contender("fla-nsa", _fla, fla_lacks, fla_takes, peer=True),
+        Contender("cudnn-nsa", _cudnn, lacks("cudnn", "nvidia-cudnn-frontend"), cudnn_takes, peer=True),
+        Contender("flashinfer", _flashinfer, lacks("flashinfer", "flashinfer-python"), flashinfer_takes, peer=True, selection="kept"),
     )
 
 
@@ -86,44 +89,115 @@ def _flex(problem: Problem) -> Ready:
     return Ready(call, call)
 
 
-def fla_lacks(device: str) -> str | None:
-    """Return why flash-linear-attention's NSA can't be called on a device ("cpu", "cuda"), or None."""
-    if util.find_spec(FLA.partition(".")[0]) is None:
-        return "flash-linear-attention is not installed: pip install flash-linear-attention"
-    if device != "cuda":
-        return "needs a GPU"
-    try:
-        importlib.import_module(FLA)
-    except Exception as error:  # a package's import may raise anything
-        return f"{FLA} can't be imported ({first_line(error)}): pip install flash-linear-attention -U"
-    return None
+# Of other packages
 
 
-def fla_refuses(case: Case) -> str | None:
-    """Return why fla's kernels can't take a case, or None."""
-    if not case.block:
-        return "takes whole blocks alone"
-    return None if case.h >= 16 and not case.h & (case.h - 1) else "takes 16, 32 ... heads per group alone"
+def lacks(module: str, package: str) -> Callable[[str], str | None]:
+    """Return a function of a device ("cpu", "cuda") that returns why a package can't be called there, or None."""
+
+    def why(device: str) -> str | None:
+        if util.find_spec(module.partition(".")[0]) is None:
+            return f"not installed: pip install {package}"
+        if device != "cuda":
+            return "needs a GPU"
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # a package's import may raise anything
+            return f"{module} can't be imported ({first_line(error)}): pip install -U {package}"
+        return None
+
+    return why
+
+
+fla_lacks = lacks(FLA, "flash-linear-attention")
+
+
+def takes(what: str, fits: Callable[[Case], bool]) -> Callable[[Case], str | None]:
+    """Return a function of a case that returns what alone a kernel takes, or None if the case fits."""
+    return lambda case: None if fits(case) else f"takes {what} alone"
+
+
+HALVES = ("float16", "bfloat16")
+# FlashAttention-4 splits no keys on SM 9.0: one row would show that alone.
+fa4_takes = takes("several rows in 16 bits", lambda case: case.S > 1 and case.dtype in HALVES)
+fla_takes = takes(
+    "whole blocks, with 16, 32 ... heads per group", lambda case: case.block > 0 and case.h >= 16 and not case.h & (case.h - 1)
+)
+cudnn_takes = takes(
+    "as many rows as keys, up to 16 heads per group, and blocks of 16 to 128 keys, in 16 bits",
+    lambda case: case.S == case.S_kv and case.h <= 16 and case.block in (16, 32, 64, 128) and case.dtype in HALVES,
+)
+flashinfer_takes = takes(
+    "whole blocks, with Dk = Dv of 64, 128 or 256, in 16 bits",
+    lambda case: case.block > 0 and case.S_kv % case.block == 0 and case.Dk == case.Dv in (64, 128, 256) and case.dtype in HALVES,
+)
+
+
+def _fa4(problem: Problem) -> Ready:
+    """Prepare dense causal FlashAttention-4, whose causal mask ends at the last key."""
+    attend = importlib.import_module("flash_attn.cute").flash_attn_func
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o, *_ = attend(q.flatten(2, 3), k.transpose(1, 2), v.transpose(1, 2), causal=True)
+        return o.unflatten(2, q.shape[2:4])  # type: ignore[no-any-return]
+
+    return Ready(call, call, layout=by_tokens)
 
 
 def _fla(problem: Problem) -> Ready:
     """Prepare `parallel_nsa` of flash-linear-attention with the selection's blocks, without compression and window.
 
     Keys lie as [B,S_kv,G,D] before the call, which copies nothing. It averages keys and values over blocks in every
-    call, for a compression
-    that is not asked for: that is in its times.
+    call, for a compression that is not asked for: that is in its times.
     """
-    parallel_nsa = importlib.import_module(FLA).parallel_nsa
-    block_size, indices = problem.selection.block_size, problem.selection.block_indices.long().contiguous()
-    B, S, G, h, _ = problem.q.shape
+    attend = importlib.import_module(FLA).parallel_nsa
+    indices = problem.selection.block_indices.long().contiguous()
+    options = {"block_indices": indices, "block_counts": indices.shape[-1], "block_size": problem.selection.block_size}
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (x.transpose(1, 2).contiguous() for x in (k, v))
-        options = {"block_indices": indices, "block_counts": indices.shape[-1], "block_size": block_size}
-        o: Tensor = parallel_nsa(q.flatten(2, 3).contiguous(), k, v, **options)
-        return o.view(B, S, G, h, -1)
+        o = attend(q.flatten(2, 3).contiguous(), *(x.transpose(1, 2).contiguous() for x in (k, v)), **options)
+        return o.unflatten(2, q.shape[2:4])  # type: ignore[no-any-return]
 
     return Ready(call, call, layout=by_tokens)
+
+
+def _cudnn(problem: Problem) -> Ready:
+    """Prepare the selection attention of cuDNN's frontend, forward alone, over rows of all sequences end to end."""
+    attend = importlib.import_module("cudnn").NSA.selection_attention_wrapper
+    B, S, G, h, Dk = problem.q.shape
+    indices = problem.selection.block_indices.int().sort(-1, descending=True).values.flatten(0, 1)  # padding last
+    bounds = torch.arange(B + 1, dtype=torch.int32, device=problem.q.device) * S
+    options = {"block_size": problem.selection.block_size, "scale_softmax": Dk**-0.5, "max_s_q": S, "max_s_k": S, "is_causal": True}
+    of_rows = indices.contiguous(), (indices >= 0).sum(-1, dtype=torch.int32), bounds, bounds
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys_and_values = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (k, v))
+        found = attend(q.flatten(2, 3).flatten(0, 1), *keys_and_values, *of_rows, **options)
+        return found["o_tensor"].view(B, S, G, h, -1)  # type: ignore[no-any-return]
+
+    return Ready(call, call, layout=by_tokens)
+
+
+def _flashinfer(problem: Problem) -> Ready:
+    """Prepare FlashInfer's block-sparse attention, forward alone: each row of a group is a block of one row.
+
+    Keys of all sequences and groups are end to end. A mask of each selected block's keys makes it causal.
+    """
+    (B, S, G, h, Dk), S_kv, size = problem.q.shape, problem.k.shape[2], problem.selection.block_size or 1
+    indices, device = problem.selection.block_indices.long(), problem.q.device
+    position = torch.arange(S_kv - S, S_kv, device=device).view(S, 1, 1).expand_as(indices)
+    chosen = (indices >= 0) & (indices * size <= position)  # [B,S,G,n]
+    first = torch.arange(B * G, device=device).view(B, 1, G, 1) * (S_kv // size)  # block of each sequence and group
+    mask = indices[chosen].unsqueeze(-1) * size + torch.arange(size, device=device) <= position[chosen].unsqueeze(-1)
+    ends = torch.nn.functional.pad(chosen.sum(-1).flatten().cumsum(0), (1, 0)).int()
+    wrapper = importlib.import_module("flashinfer").BlockSparseAttentionWrapper(torch.empty(1 << 28, dtype=torch.uint8, device=device))
+    sizes = B * S * G, B * G * S_kv, 1, size, h, 1, Dk
+    wrapper.plan(ends, (indices + first)[chosen].int(), *sizes, mask=mask.unsqueeze(1), q_data_type=problem.q.dtype)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return wrapper.run(q.flatten(0, 2), *(x.flatten(0, 2).unsqueeze(1) for x in (k, v))).view(B, S, G, h, -1)  # type: ignore[no-any-return]
+
+    return Ready(call, call)
 
 
 # Functions of the user
@@ -134,7 +208,9 @@ def given(values: Sequence[str], others: Iterable[Contender]) -> tuple[Contender
 
     Args:
         values: "NAME=module:function" each. A function gets (q, k, v, block_indices, block_size, scale) and returns o.
-            Modules are looked for where Python does, and then in the current folder.
+            If it has an attribute `prepare`, that is called with (k, v, block_indices, block_size) outside of the timings,
+            and the function gets what it returns as a seventh argument. Modules are looked for where Python does, and
+            then in the current folder.
         others: contenders whose names are taken.
 
     Raises:
@@ -164,12 +240,15 @@ def given(values: Sequence[str], others: Iterable[Contender]) -> tuple[Contender
 
 
 def _given(name: str, value: str, function: Callable[..., Any]) -> Contender:
+    make = getattr(function, "prepare", None)
+
     def prepare(problem: Problem) -> Ready:
         selection, shape = problem.selection, (*problem.q.shape[:-1], problem.v.shape[-1])
         indices, scale = selection.block_indices.long().contiguous(), problem.q.shape[-1] ** -0.5
+        kept = () if make is None else (make(problem.k, problem.v, indices, selection.block_size),)
 
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            o = function(q, k, v, indices, selection.block_size, scale)
+            o = function(q, k, v, indices, selection.block_size, scale, *kept)
             if not isinstance(o, Tensor) or o.shape != shape or o.dtype != q.dtype:
                 described = f"{list(o.shape)} {o.dtype}" if isinstance(o, Tensor) else f"a {type(o).__name__}"
                 allowed = f"a function that returns o [B,S,G,h,Dv], here {list(shape)}, in q's dtype {q.dtype}"
@@ -181,4 +260,4 @@ def _given(name: str, value: str, function: Callable[..., Any]) -> Contender:
     def refuses(case: Case) -> str | None:
         return None if case.block else "takes whole blocks alone"
 
-    return Contender(name, prepare, refuses=refuses, peer=True)
+    return Contender(name, prepare, refuses=refuses, peer=True, selection="new" if make is None else "kept")

@@ -22,9 +22,10 @@ from nsa_sel.bench.core import timing
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.contenders import Attend, Contender, Problem, Ready, make_problem
 from nsa_sel.bench.core.store import OUT_OF_MEMORY, Row, RowFile, first_line, stamp
-from nsa_sel.bench.core.timing import Timing, WrongResult, new_memory_holds_nan
+from nsa_sel.bench.core.timing import Timing, WrongResult
 from nsa_sel.cli.output import output_file
 from nsa_sel.oracle import oracle_backward, oracle_forward
+from nsa_sel.testing import new_memory_is_nan
 
 Tell = Callable[[str], None]
 # Mean error over mean magnitude: some times what rounding does, far below what a wrong key does. The tests hold every
@@ -95,7 +96,7 @@ def parity(call: Attend, problem: Problem, wanted: Sample, strict: bool = True) 
     """
     q, k, v = (x.detach() for x in problem[1:4])
     leaves, gradients, errors = [x.requires_grad_(bool(wanted.gradients)) for x in (q, k, v)], tuple[Tensor, ...](), list[float]()
-    with new_memory_holds_nan(strict):
+    with new_memory_is_nan(strict):
         o = call(*leaves)
         if wanted.gradients:
             gradients = torch.autograd.grad(o, leaves, wanted.do)

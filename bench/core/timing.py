@@ -1,14 +1,12 @@
-"""How a call is timed: by CUDA events with the L2 cache flushed, by graph replay, or by the clock; the spread of its
-times; and memory in which a checked call can't find an earlier one's results.
+"""How a call is timed: by CUDA events with the L2 cache flushed, by graph replay, or by the clock; and the spread of its
+times.
 """
 
 from __future__ import annotations
 
 import math
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -154,18 +152,3 @@ def _on_streams(work: Work, count: int) -> Work:
 
 class WrongResult(RuntimeError):
     """A call's results are wrong, whatever the mean error."""
-
-
-@contextmanager
-def new_memory_holds_nan(strict: bool) -> Iterator[None]:
-    """Fill uninitialized memory with NaN.
-
-    Unless strict, operations without a deterministic implementation still run.
-    """
-    torch.use_deterministic_algorithms(True, warn_only=not strict)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            yield
-    finally:
-        torch.use_deterministic_algorithms(False)

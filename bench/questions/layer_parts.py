@@ -221,7 +221,7 @@ def main(
             for name, make in (fla_parts(S) if fla else parts(S, h)).items():
                 if name not in only.split(",") if only else name == FLEX:
                     continue
-                if name == "fla" and (why := lacks or peers.fla_refuses(prefill("random", S, h))):
+                if name == "fla" and (why := lacks or peers.fla_takes(prefill("random", S, h))):
                     echo(f"fla was left out: {why}")
                     continue
                 found = measure(make(), rep)

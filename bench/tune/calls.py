@@ -25,7 +25,7 @@ from nsa_sel.bench.core.cases import CHOICE, Case
 from nsa_sel.bench.core.contenders import PACKED, Problem, make_problem, named
 from nsa_sel.bench.core.session import Sample, checked_error
 from nsa_sel.bench.core.store import DIRECTIONS, Row
-from nsa_sel.bench.core.timing import Timing, WrongResult, new_memory_holds_nan
+from nsa_sel.bench.core.timing import Timing, WrongResult
 from nsa_sel.bench.threshold_optimizer import TRITON, thresholds
 from nsa_sel.bench.tune import cost_fit
 from nsa_sel.bench.tune.cost_fit import TERMS, model_of, phase_of
@@ -43,6 +43,7 @@ from nsa_sel.settings import tuned
 from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.flags import COMMIT_FLAG, CONFIG_FLAG, FLAGS
 from nsa_sel.settings.schema import Costs, Direction, Threshold
+from nsa_sel.testing import new_memory_is_nan
 
 ROWS, IDENTITY = ".calls.jsonl", (*Case._fields, "direction", "backend", "launches")  # of the file of rows
 ORDER: tuple[Direction, ...] = ("forward", "decode", "backward")  # used as soon as its rows are complete: the quick ones first
@@ -273,7 +274,7 @@ class Runner:
             return leaves, do, results(leaves, do, registry.fallback("choose"), True)
 
         inputs, do, expected = self._prepared(case, make)
-        with new_memory_holds_nan(strict=False):
+        with new_memory_is_nan(strict=False):
             blocks, *found = results(inputs, do, backend, backward)
         same = float((blocks == expected[0]).float().mean())
         error, *_ = [checked_error(*each) for each in zip(("o", "dq", "dk", "dv"), found, expected[1:], strict=False)]

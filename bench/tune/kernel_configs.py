@@ -26,7 +26,7 @@ from torch import Tensor
 
 from nsa_sel.bench.core import cases, timing
 from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.core.timing import WrongResult, new_memory_holds_nan
+from nsa_sel.bench.core.timing import WrongResult
 from nsa_sel.bench.tune.search_space import BLOCK, PROBLEMS, TUNED, Case, Job, committed_settings, jobs
 from nsa_sel.bench.tune.tuned_file import Measurements, Run, locked, rewrite, written
 from nsa_sel.core import registry
@@ -39,6 +39,7 @@ from nsa_sel.settings.flags import COMMIT_FLAG
 from nsa_sel.settings.schema import KernelConfig, Settings
 from nsa_sel.settings.tuned import Result, Timed
 from nsa_sel.telemetry import events
+from nsa_sel.testing import new_memory_is_nan
 
 TOP = 5  # configs that a result lists
 ROWS, IDENTITY = ".jsonl", ("key", "kernel", "problem", "round", "config")  # of the file of all measurements
@@ -273,7 +274,7 @@ def checked_results(work: Callable[..., tuple[Tensor, ...]], config: str) -> tup
     Raises WrongResult unless they are equal twice and `config` was used.
     """
     listener, level = BufferingHandler(EVENTS), events.LOGGER.level
-    with new_memory_holds_nan(strict=True):
+    with new_memory_is_nan(strict=True):
         events.LOGGER.addHandler(listener)
         events.LOGGER.setLevel(logging.INFO)
         try:

@@ -65,7 +65,7 @@ def selection_attention(
         k: [B,G,S_kv,Dk].
         v: [B,G,S_kv,Dv].
         selection: a `Selection`, or its ranges [B,S,G,n,2] ([B,G,n,2] for decode), half-open, shared by the h heads of
-            a group.
+            a group. With 1 in place of G all groups share them, without a copy for each.
         scale: factor of the logits, by default 1/sqrt(Dk).
         q_pos: key positions of the rows, [S] or [B,S], by default S_kv - S + s.
         return_lse: also return the log-sum-exp.

@@ -13,7 +13,7 @@ from nsa_sel.settings.schema import Direction, Settings
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nsa_sel.core.call import Call, ChooseCall
+    from nsa_sel.core.call import Call, ChooseCall, IndexLossCall
 
 ReasonKind = Literal["unavailable", "unsupported", "disabled", "slower"]
 REFUSING_KINDS: tuple[ReasonKind, ...] = ("unavailable", "unsupported", "disabled")  # also for a forced backend
@@ -334,9 +334,24 @@ class ChooserModule(Protocol):
     def log_sum_exp(self, call: ChooseCall) -> Tensor:
         """Return lse [B,S,G,h] of `forward` alone."""
 
-    def best_blocks(self, call: ChooseCall, lse: Tensor | None) -> Tensor:
-        """Return ranges of `forward` by the scores that `call.pool` defines; lse [B,S,G,h] for a pool with softmax.
-        Values are not read."""
+    def best_blocks(self, call: ChooseCall, lse: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """Write the best blocks by the scores that `call.pool` defines to `out`, and return it; lse [B,S,G,h] for a pool
+        with softmax. Values are not read.
+
+        out: block indices [B,S,G,n], or ranges [B,S,G,n,2], which are made if it is None; n + 1 with `call.tail`.
+        """
+
+
+class LossModule(Protocol):
+    """The functions in the module of a backend of the kind "index_loss". Both get a checked call whose tensors are on the
+    current device."""
+
+    def forward(self, call: IndexLossCall, with_gradients: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return loss [B,S,G] in lse's dtype and the gradients of its sum: dq [B,S,G,Di] in index_q's dtype, and dk in lse's
+        dtype, of index_k's shape. Without with_gradients they are None."""
+
+    def backward(self, call: IndexLossCall, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return dq and dk of sum(weights * loss); weights [B,S,G] are contiguous, in lse's dtype, at most 1."""
 
 
 class BackendModule(Protocol):

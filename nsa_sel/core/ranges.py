@@ -175,7 +175,8 @@ def rounded(sharing: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(round(ratio, 2) for ratio in sharing)
 
 
-KERNELS = "nsa_sel.backends._triton.ranges"  # imported with the first block indices, or scores, on a GPU
+KERNELS = "nsa_sel.backends._triton.ranges"  # imported with the first block indices on a GPU
+TOP_N = "nsa_sel.backends._triton.top_n"  # with the first scores
 _failed: list[bool] = []  # an entry once the kernel has failed: it is not tried again
 
 
@@ -295,9 +296,9 @@ def on_gpu(indices: Tensor) -> bool:
 
 
 @functools.cache
-def _kernel() -> Any:
-    """Return the module of the kernels; None without Triton."""
-    return importlib.import_module(KERNELS) if importlib.util.find_spec("triton") is not None else None
+def _kernel(module: str = KERNELS) -> Any:
+    """Return a module of kernels; None without Triton."""
+    return importlib.import_module(module) if importlib.util.find_spec("triton") is not None else None
 
 
 TOP_N_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -311,8 +312,8 @@ def best_blocks(scores: Tensor, n: int, block_size: int, first: int, local: int,
     B, S, G, blocks = scores.shape
     if q_pos is not None:
         q_pos = as_positions(q_pos, B, S, scores.device)
-    kernel = _kernel() if _top_n_takes(scores) else None
-    if kernel is None or blocks > kernel.MOST_BLOCKS:
+    kernel = _kernel(TOP_N) if _top_n_takes(scores) else None
+    if kernel is None or not kernel.chooses(blocks, n):
         return whole_blocks(sorted_blocks(scores, n, block_size, first, local, S_kv, q_pos), block_size)
     ranges = torch.empty(B, S, G, n, 2, dtype=range_dtype(block_size), device=scores.device)
     with torch.cuda.device(scores.device):

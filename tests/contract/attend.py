@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -21,7 +22,8 @@ from nsa_sel.core import registry
 from nsa_sel.core.call import device_info
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
-from tests.contract.lanes import Lane, Shape, lanes, parameters
+from nsa_sel.testing import Shape, check_implementation, edge_ranges, new_memory_is_nan
+from tests.contract.lanes import Lane, lanes, parameters
 from tests.helpers.cases import (
     DISTRIBUTIONS,
     assert_forward,
@@ -39,7 +41,6 @@ from tests.helpers.checks import (
     check_empty_rows,
     check_forward,
     check_one_row,
-    new_memory_is_nan,
     results_of,
     rows_with_holes,
     selected,
@@ -63,57 +64,24 @@ def tensors(lane: Lane, shape: Shape, S: int, S_kv: int, **sizes: Any) -> tuple[
     return q, guarded(k), guarded(v)
 
 
-def rows_of_edges(shape: Shape, S: int, S_kv: int, promised: bool) -> Tensor:
-    """Ranges [1,S,1,4,2] int64, a row after the other of those that are easily mistreated; promised: no two of a row overlap."""
-    far, end, w = 2**63 - 1, S_kv, shape.block or 8
-
-    def row(t: int) -> list[list[tuple[int, int]]]:
-        own = t // w * w
-        blocks = [
-            [],
-            [(0, w), (2 * w, 3 * w)],
-            [(-w, 0), (w, 2 * w)],  # before the first key
-            [(end // w * w, end // w * w + w), (0, w)],  # ends after the last key
-            [(own, own + w), (own + w, own + 2 * w)],
-            [(own + w, own + 2 * w)],  # the future
-            [(2 * w, 3 * w), (0, 0), (0, w), (w, 2 * w)],
-            [(0, 0), (0, 0), (0, 0), (own, own + w)],
-        ]
-        ranges = [
-            [(-far, 3), (5, 6)],
-            [(-7, -4), (1, 3)],
-            [(9, 4), (1, 3), (end, 0)],
-            [(12, 14), (0, 2), (6, 9)],
-            [(0, 4), (4, 8), (8, 9)],
-            [(3, far)],
-            [(-far, far)],
-            [(t, t + 1)],
-            [(t + 1, t + 2), (0, 2)],
-            [(end + 200, end + 300), (0, 1)],
-        ]
-        found = blocks if shape.block else blocks + ranges
-        if not promised:
-            found += [[(0, w), (w, 2 * w), (0, w), (0, w)]] + ([] if shape.block else [[(0, 9), (3, 5), (-4, 12)]])
-        return found
-
-    rows = []
-    for s in range(S):
-        t = S_kv - S + s
-        options = row(t)
-        chosen = options[s % len(options)]
-        rows.append(chosen + [(0, 0)] * (4 - len(chosen)))
-    return torch.tensor(rows)[None, :, None]
-
-
 def check_edges(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None:
     """Empty, inverted, padded, unsorted, overlapping, negative and far ranges; then rows that all select nothing."""
     S = lane.rows(shape) if lane.device != "interpreter" else 20
     S_kv = S + 3 * (shape.block or 8) + 6
     q, k, v = tensors(lane, shape, S, S_kv)
-    ranges = rows_of_edges(shape, S, S_kv, promised=False).to(lane.place)
+    ranges = edge_ranges(shape.block, S, S_kv).to(lane.place)
     check_both(lane.name, q, k, v, Selection(ranges, shape.block))
     nothing = Selection(torch.zeros_like(ranges[..., :2, :]).int(), shape.block)
     check_both(lane.name, q, k, v, nothing)
+
+
+def check_contract(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None:
+    """What `nsa_sel.testing` checks of any implementation."""
+    report = check_implementation(
+        partial(nsa_sel.selection_attention, backend=lane.name), shapes=[shape], dtypes=[lane.dtype], device=lane.place
+    )
+    assert report.holds, str(report)
+    assert nsa_sel.decisions()[-1].backward == lane.name
 
 
 def check_promised(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None:
@@ -121,7 +89,7 @@ def check_promised(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None:
     S = lane.rows(shape) if lane.device != "interpreter" else 18
     S_kv = S + 3 * (shape.block or 8) + 6
     q, k, v = tensors(lane, shape, S, S_kv)
-    ranges = rows_of_edges(shape, S, S_kv, promised=True).to(lane.place)
+    ranges = edge_ranges(shape.block, S, S_kv, disjoint=True).to(lane.place)
     check_both(lane.name, q, k, v, Selection(ranges, shape.block, disjoint=True), with_lse=False)
     first = ranges[..., :1, :].contiguous()
     check_both(lane.name, q, k, v, Selection(first, shape.block))
@@ -175,6 +143,18 @@ def _same(lane: Lane, qkv: tuple[Tensor, ...], kept: Selection, q_pos: Tensor | 
     fresh = Selection(kept.ranges.clone(), kept.block_size)
     runs = [results_of(lane.name, *qkv, selection, q_pos) for selection in (kept, fresh)]
     assert all(map(torch.equal, *runs))
+
+
+def check_one_group(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None:
+    """A selection of one group for all groups, one that served a single group before, gives the bits of its ranges for each of them."""
+    (q, k, v), one = problem(lane, shape, G=3)
+    each = Selection(one.ranges.expand(-1, -1, 3, -1, -1).contiguous(), one.block_size)
+    if lane.device != "emulated":
+        attend(lane.name, q[:, :, :1], k[:, :1], v[:, :1], one)
+    assert all(map(torch.equal, results_of(lane.name, q, k, v, one), results_of(lane.name, q, k, v, each)))
+    check_both(lane.name, q, k, v, one)
+    last = Selection(one.ranges[:, -1:].contiguous(), one.block_size)
+    check_forward(lane.name, q[:, -1:], k, v, last)
 
 
 def selection_of(lane: Lane, shape: Shape, S: int, S_kv: int, n: int = 3, **how: Any) -> Selection:
@@ -433,10 +413,12 @@ def check_memory(lane: Lane, case: str, patch: pytest.MonkeyPatch) -> None:
 
 
 SHAPED: dict[str, Callable[[Lane, Shape, pytest.MonkeyPatch], None]] = {
+    "contract": check_contract,
     "edges": check_edges,
     "promised": check_promised,
     "positions": check_positions,
     "reuse": check_reuse,
+    "one-group": check_one_group,
     "poison": check_poison,
     "packed": check_packed,
     "graph": check_graph,
@@ -448,8 +430,8 @@ SHAPED: dict[str, Callable[[Lane, Shape, pytest.MonkeyPatch], None]] = {
 
 # Where every pass takes a second: what does not depend on the kernel family is tested with few.
 FEW: dict[str, dict[str, int]] = {
-    "emulated": {"graph": 0, "workspace": 1, "packed": 2, "reuse": 1, "many-rows": 0, "compile": 1},
-    "interpreter": {"graph": 0, "workspace": 1, "many-keys": 1, "many-rows": 0, "compile": 1},
+    "emulated": {"one-group": 2, "graph": 0, "workspace": 1, "packed": 2, "reuse": 1, "many-rows": 0, "compile": 1},
+    "interpreter": {"one-group": 2, "graph": 0, "workspace": 1, "many-keys": 1, "many-rows": 0, "compile": 1},
     "cpu": {"many-rows": 0, "compile": 1},
     "cuda": {"compile": 2},
     "key-tiles": {"poison": 0, "packed": 0},  # which packed SDPA takes where all keys are finite
@@ -459,6 +441,8 @@ FEW: dict[str, dict[str, int]] = {
 def shapes_of(behavior: str, lane: Lane) -> list[Shape]:
     """Return the shapes of a lane, the last ones alone where a behavior takes few."""
     shapes = lane.shapes()
+    if behavior == "contract":
+        return [] if lane.slow else shapes[:1]
     if behavior == "many-keys" and lane.name == registry.fallback():  # it has no lists or steps that could end at the 32nd
         return []
     if behavior == "many-rows":  # of kernels that are persistent, or have units

@@ -19,25 +19,13 @@ import torch
 
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Backend, Limits
+from nsa_sel.testing import Shape
 from tests.helpers.cuda import BACKWARDS, EAGER, GPU, emulated, needs_compiler
 from tests.helpers.gpus import HOPPER, SM, needs
 
 SLOW = ("interpreter", "emulated")
 DEFAULT_DTYPE = {"emulated": "float16", "cuda": "bfloat16"}  # of others float32
 PATHS = ("gathered", "buckets", "key-tiles")
-
-
-class Shape(NamedTuple):
-    """Heads of a group, columns of a key and of a value, and keys of a block; None: ranges of any length."""
-
-    h: int
-    Dk: int
-    Dv: int
-    block: int | None
-
-    @property
-    def name(self) -> str:
-        return f"h{self.h}-{self.Dk}x{self.Dv}-{self.block or 'ranges'}"
 
 
 class Lane(NamedTuple):

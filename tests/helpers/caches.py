@@ -12,7 +12,8 @@ from torch import Tensor
 from nsa_sel import Selection, decisions, selection_attention_with_kvcache
 from nsa_sel.oracle import oracle_forward
 from nsa_sel.quantize import STORED
-from tests.helpers.cases import assert_forward, assert_within_twice_baseline, plain_torch
+from nsa_sel.testing import dense_attention
+from tests.helpers.cases import assert_forward, assert_within_twice_baseline
 from tests.helpers.gpus import captured, replayed
 
 LENGTHS = (0, 1, 9, 150)  # shorter than a block among them
@@ -264,7 +265,7 @@ def check_quantized(given: QuantizedCache, backend: str | None) -> tuple[Tensor,
     assert o.dtype == cache.q.dtype
     rows = cache.selection.ranges, None, positions(cache)
     q, (k, v) = cache.q, gathered(given.exact)
-    exact, baseline = oracle_forward(q, k, v, *rows), plain_torch(q.float(), k.float(), v.float(), *rows)
+    exact, baseline = oracle_forward(q, k, v, *rows), dense_attention(q.float(), k.float(), v.float(), *rows)
     assert_within_twice_baseline(o, exact[0], baseline[0].to(o.dtype), "o")
     assert_within_twice_baseline(lse, exact[1], baseline[1], "lse")
     nothing = (positions(cache) < 0)[:, :, None, None]

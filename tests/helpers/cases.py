@@ -19,9 +19,9 @@ from nsa_sel.core.call import Call, device_info
 from nsa_sel.core.check import check_call
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.settings.config import settings_for
+from nsa_sel.testing import dense_attention, error_of, gradient_terms, unused_keys
 
 DISTRIBUTIONS = ("few", "many", "mixed")
-RESULTS = ("o", "lse", "dq", "dk", "dv")
 MOST_KEPT = 64
 
 
@@ -132,63 +132,9 @@ def make_blocks(B: int, S: int, G: int, S_kv: int, n: int, block_size: int, *, s
     return Selection.from_scores(scores, n, block_size, first=min(1, n), local=min(2, n - 1), S_kv=S_kv).to(device)
 
 
-def edge_selections(B: int, S: int, G: int, S_kv: int, *, device: str = "cpu") -> dict[str, Tensor]:
-    """Ranges [B,S,G,n,2] by name that are easily mistreated; those of a row are always disjoint. Wants S_kv >= 16 and S <= S_kv."""
-
-    def everywhere(*ranges: tuple[int, int]) -> Tensor:
-        return torch.tensor(ranges, dtype=torch.int32).expand(B, S, G, len(ranges), 2).clone()
-
-    middle = S_kv // 2
-    rows = torch.arange(S)[None, :, None, None, None]
-    some = everywhere((0, 5), (7, 9))
-    position = torch.arange(S_kv - S, S_kv, dtype=torch.int32)[None, :, None].expand(B, S, G)
-    own = torch.stack((position, position + 1), -1).unsqueeze(-2)
-    edges = {
-        "empty_all": everywhere((0, 0), (3, 3)),
-        "empty_first": torch.where(rows < (S + 1) // 2, 0, some),
-        "empty_last": torch.where(rows >= S // 2, 0, some),
-        "empty_alternating": torch.where(rows % 2 == 0, 0, some),
-        "inverted": everywhere((9, 4), (1, 3), (S_kv, 0)),
-        "padded": everywhere((0, 0), (2, 6), (0, 0), (0, 0), (8, 9), (0, 0)),
-        "unsorted": everywhere((12, 14), (0, 2), (6, 9)),
-        "touching": everywhere((0, 4), (4, 8), (8, 9)),
-        "negative_start": everywhere((-7, 3), (5, 6), (-4, -2)),
-        "past_end": everywhere((0, 1), (3, S_kv + 100), (S_kv + 200, S_kv + 300)),
-        "one_contiguous": everywhere((0, S_kv)),
-        "one_key": everywhere((0, 1)),
-        "own_key": own,
-        "future_only": own + 1,
-        "first_chunk_future": torch.cat((own + 1, everywhere((0, 2))), dim=-2),
-        "int64": everywhere((0, 3), (middle, middle + 4)).long(),
-    }
-    return {name: ranges.to(device) for name, ranges in edges.items()}
-
-
-def plain_torch(
-    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, scale: float | None = None, q_pos: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The baseline: dense masked attention in the inputs' own dtype, for autograd; o [B,S,G,h,Dv], lse [B,S,G,h]; decode too.
-
-    Written without the oracle's code, so that each checks the other. Reads all keys: unselected NaN would spoil gradients.
-    """
-    if q.dim() == 4:
-        o, lse = plain_torch(q.unsqueeze(1), k, v, ranges.unsqueeze(1), scale, q_pos)
-        return o.squeeze(1), lse.squeeze(1)
-    B, S = q.shape[:2]
-    S_kv = k.shape[2]
-    k, v = (x.repeat_interleave(q.shape[2] // x.shape[1], 1) for x in (k, v))
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    key = torch.arange(S_kv, device=q.device)
-    position = torch.arange(S_kv - S, S_kv, device=q.device) if q_pos is None else q_pos
-    position = position.expand(B, S)[:, :, None, None]
-    within = (key >= ranges[..., :1]) & (key < ranges[..., 1:])  # [B,S,G,n,S_kv]
-    mask = (within.any(-2) & (key <= position)).unsqueeze(-2)  # [B,S,G,1,S_kv]
-    filled = mask.any(-1, keepdim=True)
-    scores = torch.einsum("bsghd,bgkd->bsghk", q * scale, k)
-    scores = torch.where(mask, scores, torch.where(filled, -math.inf, 0.0).to(scores.dtype))
-    p = torch.softmax(scores, -1) * filled
-    lse = torch.where(filled.squeeze(-1), torch.logsumexp(scores.to(torch.promote_types(q.dtype, torch.float32)), -1), -math.inf)
-    return torch.einsum("bsghk,bgkd->bsghd", p, v), lse
+def every_key(B: int, S: int, G: int, S_kv: int) -> Tensor:
+    """One range [B,S,G,1,2] a row, of all keys."""
+    return torch.tensor([0, S_kv], dtype=torch.int32).expand(B, S, G, 1, 2).clone()
 
 
 def oracle_results(
@@ -205,7 +151,7 @@ def plain_results(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """o, lse, dq, dk, dv of the baseline."""
     inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-    o, lse = plain_torch(*inputs, ranges, scale, q_pos)
+    o, lse = dense_attention(*inputs, ranges, scale, q_pos)
     # The lse of an empty row is constant: its gradient counts for nothing.
     outputs = (o,) if dlse is None else (o, lse.masked_fill(lse == -math.inf, 0.0))
     return o.detach(), lse.detach(), *torch.autograd.grad(outputs, inputs, (do,) if dlse is None else (do, dlse))
@@ -217,7 +163,7 @@ def assert_forward(
     """o and lse have the contract's dtypes and are as close to the oracle as `assert_within_twice_baseline` asks."""
     assert got[0].dtype == q.dtype
     assert got[1].dtype == lse_dtype(q)
-    oracle, plain = oracle_forward(q, k, v, ranges, scale, q_pos), plain_torch(q, k, v, ranges, scale, q_pos)
+    oracle, plain = oracle_forward(q, k, v, ranges, scale, q_pos), dense_attention(q, k, v, ranges, scale, q_pos)
     for name, mine, exact, baseline in zip(("o", "lse"), got, oracle, plain, strict=True):
         assert_within_twice_baseline(mine, exact, baseline, name)
 
@@ -237,40 +183,7 @@ def assert_gradients(
     assert all(bool((x[unused] == 0).all()) for x in got[1:])
 
 
-def unused_keys(q: Tensor, k: Tensor, ranges: Tensor, q_pos: Tensor | None = None) -> Tensor:
-    """Which keys [B,G,S_kv] no row reads; several groups of q may share those of k."""
-    used = oracle_mask(ranges, k.shape[2], q.shape[1] if q.dim() == 5 else 1, q_pos).any(1)
-    return ~used.unflatten(1, (k.shape[1], -1)).any(2).to(k.device)
-
-
-def gradient_terms(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float | None) -> tuple[float, float, float]:
-    """How large the terms are that cancel in dq, dk, dv: with one key ds = p (do.v - D) is zero, but only to the rounding of do.v."""
-    q, k, v, do = (tensor.abs().double() for tensor in (q, k, v, do))
-    q, do = (tensor if tensor.dim() == 5 else tensor.unsqueeze(1) for tensor in (q, do))
-    k, v = (x.repeat_interleave(q.shape[2] // x.shape[1], 1) for x in (k, v))
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else abs(scale)
-    dp = torch.einsum("bsghd,bgkd->bsghk", do, v).max()
-    score = scale * torch.einsum("bsghd,bgkd->bsghk", q, k).max()
-    return float(scale * dp * k.max()), float(scale * dp * q.max()), float(score * do.max())
-
-
 def assert_within_twice_baseline(got: Tensor, oracle: Tensor, baseline: Tensor, what: str = "result", terms: float = 0.0) -> None:
-    """The error against the float64 oracle, largest and mean, is at most twice the baseline's plus one rounding of the result.
-
-    -inf (lse of empty rows) must be at the same places; NaN is never right. After flash-attention's tests. `terms`: the
-    largest term of sums that cancel; one rounding of it, in the dtype of accumulation, is allowed too.
-    """
-    got, baseline, oracle = got.detach().cpu(), baseline.detach().cpu(), oracle.detach().cpu()
-    assert got.shape == oracle.shape == baseline.shape, f"{what}: shapes {tuple(got.shape)}, {tuple(oracle.shape)}, {tuple(baseline.shape)}"
-    eps = torch.finfo(got.dtype).eps
-    floor = terms * torch.finfo(torch.promote_types(got.dtype, torch.float32)).eps
-    empty = oracle == -math.inf
-    assert torch.equal(got == -math.inf, empty), f"{what}: -inf at the wrong places"
-    got, oracle, baseline = (torch.where(empty, 0.0, tensor.double()) for tensor in (got, oracle, baseline))
-    assert bool(got.isfinite().all()), f"{what}: {int((~got.isfinite()).sum())} values are not finite"
-    if got.numel() == 0:
-        return
-    error, allowed, size = (got - oracle).abs(), (baseline - oracle).abs(), oracle.abs()
-    for name, of in (("max", torch.max), ("mean", torch.mean)):
-        limit = 2 * of(allowed) + eps * of(size) + floor
-        assert of(error) <= limit, f"{what}: {name} error {of(error):.3e}, allowed {limit:.3e} (baseline {of(allowed):.3e})"
+    """Nothing is wrong with a result, as `nsa_sel.testing.error_of` says."""
+    _, wrong = error_of(got, oracle, baseline, what, terms)
+    assert not wrong, wrong

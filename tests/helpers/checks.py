@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from nsa_sel import Selection, decisions, selection_attention
 from nsa_sel.oracle import oracle_mask
-from tests.helpers.cases import RESULTS, assert_forward, assert_gradients, make_grads, unused_keys
+from nsa_sel.testing import RESULTS, new_memory_is_nan
+from tests.helpers.cases import assert_forward, assert_gradients, make_grads, unused_keys
 
 
 def attend(
@@ -71,18 +70,6 @@ Run = Callable[..., tuple[Tensor, ...]]
 POISONS = {"nan": float("nan"), "inf": float("inf"), "negative": float("-inf"), "huge": 1e38}  # huge: products overflow
 EMPTY_PLACES = ("q", "do", "dlse", "keys", "all")
 ALL_POISONS = {"nan": EMPTY_PLACES, **dict.fromkeys(("inf", "negative", "huge"), ("all",))}  # and where to put each
-
-
-@contextlib.contextmanager
-def new_memory_is_nan() -> Iterator[None]:
-    """PyTorch fills new tensors with NaN, those of integers with their largest: results that no kernel wrote show."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what has no deterministic implementation, and NumPy on NaN in Triton's interpreter
-            yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def through(backend: str, selection: Selection, *, q_pos: Tensor | None = None) -> Run:

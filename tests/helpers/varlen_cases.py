@@ -12,7 +12,8 @@ from torch import Tensor
 
 from nsa_sel import Selection, decisions, selection_attention_varlen
 from nsa_sel.oracle import oracle_backward, oracle_forward, oracle_mask
-from tests.helpers.cases import assert_within_twice_baseline, gradient_terms, make_blocks, make_spans, plain_torch
+from nsa_sel.testing import dense_attention
+from tests.helpers.cases import assert_within_twice_baseline, gradient_terms, make_blocks, make_spans
 
 
 class Packed(NamedTuple):
@@ -124,7 +125,7 @@ def check_sequences(packed: Packed, outputs: tuple[Tensor, Tensor], gradients: t
         k, v = (x[keys].transpose(0, 1)[None].detach().requires_grad_() for x in packed[1:3])
         of_rows, own, grads = ranges[rows][None], (q, k, v), (do[rows][None], dlse[rows][None])
         found = [oracle_forward(*own, of_rows), oracle_backward(*own, of_rows, *grads)]
-        o_, lse_ = plain_torch(*own, of_rows)
+        o_, lse_ = dense_attention(*own, of_rows)
         found += [(o_, lse_), torch.autograd.grad((o_, lse_.masked_fill(lse_ == -torch.inf, 0.0)), own, grads)]
         for into, (forward, backward) in ((exact, found[:2]), (plain, found[2:])):
             into[0][rows], into[4][rows], into[1][rows] = forward[0][0].detach(), forward[1][0].detach(), backward[0][0]

@@ -177,7 +177,9 @@ struct Producer {
     }
 
     // Return a pointer to this lane's block, number `first` + lane of a row.
-    DEVICE const int *block_at(const Row &row, u32 first) const { return range_at(x.p, row.index * x.p.n + first + lane); }
+    DEVICE const int *block_at(const Row &row, u32 first) const {
+        return range_at(x.p, ranges_row(row.index) * x.p.n + first + lane);
+    }
 
     // Load blocks and the row's position together; pages follow when both have arrived.
     DEVICE void load_row(const Row &row, u32 rank, const int *block, const int *position) {

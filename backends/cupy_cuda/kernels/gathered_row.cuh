@@ -43,7 +43,7 @@ template <class Shared> struct GatheringProducer {
         for (u32 first = thread; first < n; first += AT_ONCE * THREADS) {
             Range loaded[AT_ONCE];
             UNROLL for (int i = 0; i < AT_ONCE; ++i)
-                if (first + i * THREADS < n) loaded[i] = Range(p, range_at(p, row.index * n + first + i * THREADS));
+                if (first + i * THREADS < n) loaded[i] = Range(p, range_at(p, ranges_row(row.index) * n + first + i * THREADS));
             UNROLL for (int i = 0; i < AT_ONCE; ++i) {
                 int start, stop;
                 loaded[i].clamp(p, limit, start, stop);

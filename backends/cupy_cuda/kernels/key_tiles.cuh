@@ -38,7 +38,7 @@ struct KeyLocation {
 // Iterate over the tiles of a row for one team. Ranges are concatenated to fill tiles, 32 at a time, one per lane.
 struct KeyIterator {
     const Problem &p;
-    i64 row;    // index in [B,S,G]
+    i64 row;    // of ranges
     int b;
     int limit;  // one past the last key that the row may see
     int step;   // tiles between this team's tiles
@@ -50,7 +50,7 @@ struct KeyIterator {
     int page = 0;         // page of this lane's range
 
     DEVICE KeyIterator(const Problem &problem, const Row &row, int tile, int tiles)
-        : p(problem), row(row.index), b(row.b), limit(row_limit(problem, row.b, row.s)), step(tiles), next(static_cast<i64>(tile) * TILE) {}
+        : p(problem), row(ranges_row(row.index)), b(row.b), limit(row_limit(problem, row.b, row.s)), step(tiles), next(static_cast<i64>(tile) * TILE) {}
 
     // Advance to the next tile; return its number of keys, 0 after the last. location: of key lane % TILE of the tile.
     DEVICE int next_tile(KeyLocation &location) {

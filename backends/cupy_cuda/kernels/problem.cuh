@@ -13,6 +13,7 @@
 //   PAGE                             keys per page of a cache of several sequences, each with its own length: key j of
 //                                    sequence b is key j % PAGE of page block_table[b, j / PAGE]; 0: no pages;
 //                                    -1: no cache
+//   SHARED_BY                            groups that share the ranges of a row: 1, or G
 #pragma once
 #include "warp.cuh"
 
@@ -51,7 +52,7 @@ struct Problem {
     KeysTensor k, v;     // [B,G,S_kv,DK], [B,G,S_kv,DV]
     const char *q_pos;   // [B,S], or null: positions are S_kv - S + s; CACHED: lengths [B], positions are lengths[b] - S + s
     i64 stride_pb, stride_ps;
-    const char *ranges;  // [B,S,G,n,2], or block indices [B,S,G,n], contiguous
+    const char *ranges;  // [B,S,G/SHARED_BY,n,2], or block indices [B,S,G/SHARED_BY,n], contiguous
     i64 pos_bytes, range_bytes;  // bytes per position, and per bound of a range or per block index: 4 or 8
     i64 indexed_block;           // keys per block if `ranges` holds block indices, else 0
     i64 S, S_kv, G, h, n;        // n: ranges per row
@@ -135,7 +136,7 @@ struct Range {
     }
 };
 // Call use(e, start, end) with the range of each e < all, by THREADS threads, which load AT_ONCE at once. index(e):
-// the range in [B,S,G,n]; limit(e): the `row_limit` of its row.
+// the range in [B,S,G/SHARED_BY,n]; limit(e): the `row_limit` of its row.
 template <u32 THREADS, u32 AT_ONCE, class Index, class Limit, class Use>
 DEVICE void for_ranges(const Problem &p, u32 all, Index index, Limit limit, Use use) {
     for (u32 from = threadIdx.x; from < all; from += THREADS * AT_ONCE) {
@@ -151,6 +152,8 @@ DEVICE void for_ranges(const Problem &p, u32 all, Index index, Limit limit, Use 
         }
     }
 }
+// Return the row of `ranges` [B,S,G/SHARED_BY] that a row of [B,S,G] has.
+DEVICE i64 ranges_row(i64 row) { return row / SHARED_BY; }
 DEVICE void clamped_range(const Problem &p, i64 i, int limit, int &start, int &end) {
     Range(p, range_at(p, i)).clamp(p, limit, start, end);
 }

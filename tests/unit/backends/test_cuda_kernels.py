@@ -433,6 +433,23 @@ def test_a_selection_serves_calls_of_other_heads(started: list[str]) -> None:
     assert started == [*FORWARD, *BACKWARD, *WITHOUT_SHARES]
 
 
+@pytest.mark.parametrize(("h", "Dk", "Dv"), [(16, 128, 64), (4, 64, 128), (3, 64, 64)])
+def test_blocks_of_128_keys_are_visited_whole_forward(started: list[str], h: int, Dk: int, Dv: int) -> None:
+    """Positions before, within and after each half of a block; a row that selects nothing; NaN in keys that no row sees."""
+    q, k, v = rows(S=40, G=1, h=h, Dk=Dk, Dv=Dv, S_kv=600)
+    at = torch.randint(600, (40,), generator=torch.Generator().manual_seed(0)).sort().values
+    at[:8] = torch.tensor([3, 63, 64, 127, 128, 129, 190, 192])
+    ranges = make_blocks(1, 40, 1, 600, 4, 128).ranges
+    ranges[:, 7] = 0
+    for q_pos in (at, None):
+        results = check(cuda_block, call_of(q, k, v, Selection(ranges, 128), q_pos))[:2]
+        nan = torch.where(unused_keys(q, k, ranges, q_pos).unsqueeze(-1), torch.nan, 0.0).half()
+        poisoned = cuda_block.forward(call_of(q, k + nan, v + nan, Selection(ranges, 128), q_pos))
+        assert all(map(torch.equal, poisoned, results))
+    assert started.count("block_partials.cu") == 4
+    assert started.count("join_partials.cu") == (0 if 64 % h else 4)
+
+
 def test_sections_segments_and_lists_without_rows(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None:
     """Sums over sections of rows, in registers where a list has one segment; segments of a few entries; tiles that nobody selects."""
     for module, name, value in ((key_to_rows, "SHORTEST", 4), (cuda_block, "SEGMENTS_PER_SM", 16), (cuda_block, "LEAST_HEADS", 4)):

@@ -69,7 +69,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     own = cuda_driver.thread.arguments
     kernel = types.SimpleNamespace(launchKernel=lambda handle, ctas, y, z, threads, *others: start(handle, ctas, threads, others[2], own))
     monkeypatch.setattr(launch, "_interfaces", lambda: (kernel, runtime))
-    monkeypatch.setattr(launch, "_starts_early", lambda device: False)
+    monkeypatch.setattr(cuda_driver, "starts_early", lambda device: False)
     monkeypatch.setattr(launch, "function", function)
     monkeypatch.setattr(tensor_map, "_encoded", encoded)
     monkeypatch.setattr(cuda_driver, "stream_of", lambda device: 0)

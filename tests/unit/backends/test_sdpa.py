@@ -20,7 +20,7 @@ from nsa_sel.core.call import Call
 from tests.helpers.cases import (
     assert_forward,
     assert_gradients,
-    edge_selections,
+    every_key,
     make_blocks,
     make_call,
     make_grads,
@@ -56,7 +56,7 @@ def check(call: Call) -> None:
 @pytest.mark.parametrize("workspace_bytes", [0, 1, 20_000, 200_000])
 def test_any_workspace_gives_the_same(workspace_bytes: int, Dv: int) -> None:
     q, k, v = make_qkv(2, 12, 1, 3, 16, Dv, S_kv=90)
-    for ranges in (make_spans("mixed", 2, 12, 1, 90, 60), edge_selections(2, 12, 1, 90)["one_contiguous"]):
+    for ranges in (make_spans("mixed", 2, 12, 1, 90, 60), every_key(2, 12, 1, 90)):
         expected = all_results(make_call(q, k, v, ranges))
         found = all_results(make_call(q, k, v, ranges, workspace_bytes=workspace_bytes))
         torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
@@ -80,7 +80,7 @@ def test_repeats_at_the_same_number_of_threads_change_no_bit(count: int) -> None
     cases = [
         (make_qkv(1, 200, 1, 4, 64), make_blocks(1, 200, 1, 200, 4, 32)),
         (make_qkv(1, 100, 1, 3, 24, 16, S_kv=200), Selection.from_ranges(make_spans("many", 1, 100, 1, 200, 90))),
-        (make_qkv(1, 90, 1, 4, 32), Selection.from_ranges(edge_selections(1, 90, 1, 90)["one_contiguous"])),
+        (make_qkv(1, 90, 1, 4, 32), Selection.from_ranges(every_key(1, 90, 1, 90))),
     ]
     try:
         torch.set_num_threads(count)
@@ -96,7 +96,7 @@ def test_a_gpu_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors without data raise wherever a value is asked for; no device but a CPU may be read."""
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # knows no meta device
     q, k, v = make_qkv(2, 60, 2, 3, 16, S_kv=400)
-    for selection in (make_blocks(2, 60, 2, 400, 4, 32), Selection.from_ranges(edge_selections(2, 60, 2, 400)["one_contiguous"])):
+    for selection in (make_blocks(2, 60, 2, 400, 4, 32), Selection.from_ranges(every_key(2, 60, 2, 400))):
         call = make_call(q, k, v, selection)
         meta = dataclasses.replace(call, q=q.to("meta"), k=k.to("meta"), v=v.to("meta"), selection=selection.to("meta"))
         assert sdpa_packed.path(meta) == ("dense" if selection.n == 1 else "varlen")
@@ -197,10 +197,12 @@ class TestPathOfAGpu:
         return make_call(*make_qkv(2, S, 1, 2, 16, S_kv=S_kv), selection, **how)
 
     @pytest.mark.parametrize("Dv", [16, 8])
-    @pytest.mark.parametrize("edge", ["one_contiguous", "one_key", "own_key", "future_only"])
-    def test_edges(self, edge: str, Dv: int) -> None:
+    @pytest.mark.parametrize("edge", [(0, 40), (0, 1), "own", "future"])
+    def test_edges(self, edge: tuple[int, int] | str, Dv: int) -> None:
+        own = torch.arange(10, 40) + (edge == "future")
+        ranges = torch.stack((own, own + 1), -1) if isinstance(edge, str) else torch.tensor(edge).expand(30, 2)
         for positions in (None, torch.randint(0, 40, (2, 30))):
-            call = make_call(*make_qkv(2, 30, 2, 3, 16, Dv, S_kv=40), edge_selections(2, 30, 2, 40)[edge], q_pos=positions)
+            call = make_call(*make_qkv(2, 30, 2, 3, 16, Dv, S_kv=40), ranges[None, :, None, None].expand(2, -1, 2, -1, -1), q_pos=positions)
             assert sdpa_packed.path(call) == "dense"
             check(call)
 
@@ -277,5 +279,5 @@ def test_the_event_tells_the_path(monkeypatch: pytest.MonkeyPatch, logged: Any) 
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
     for path in ("dense", "varlen"):
         monkeypatch.setenv("NSA_SEL_TRITON_FORCE_PATH", path)
-        selection_attention(q, k, v, edge_selections(1, 8, 1, 16)["one_contiguous"], backend="sdpa-packed")
+        selection_attention(q, k, v, every_key(1, 8, 1, 16), backend="sdpa-packed")
     assert logged("sel.path") == [{"backend": "sdpa-packed", "path": path} for path in ("dense", "varlen")]

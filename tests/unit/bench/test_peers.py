@@ -5,19 +5,24 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
+from nsa_sel import Selection
 from nsa_sel.bench import command
 from nsa_sel.bench.core import session, store
 from nsa_sel.bench.core.cases import Case, span_case
-from nsa_sel.bench.core.contenders import make_problem
-from nsa_sel.bench.core.peers import peers
+from nsa_sel.bench.core.contenders import dense_causal_sdpa, make_problem
+from nsa_sel.bench.core.peers import lacks, peers
 from nsa_sel.bench.core.session import able, lacks_gradients, parity, sample
 from nsa_sel.bench.questions import speed
 from nsa_sel.cli.app import app
+from nsa_sel.testing import dense_attention
 from tests.helpers.files import ROOT
 
 OTHERS = """
@@ -36,6 +41,11 @@ def flat(*args):
 
 def refuses(*args):
     raise ValueError("takes 16 heads alone")
+
+def prepared(q, k, v, indices, size, scale, mask):
+    return attend(q, k, v, indices, size, scale) * mask
+
+prepared.prepare = lambda k, v, indices, size: (indices >= 0).any(-1)[..., None, None]
 """
 
 
@@ -141,3 +151,109 @@ def test_peers_compute_what_they_say(case: Case, name: str) -> None:
     mae, of_gradients = parity(call, problem, exact._replace(gradients=()) if forward_only else exact)
     assert mae < 1e-6
     assert of_gradients is None or of_gradients < 1e-5
+
+
+# Of other packages, with stand-ins that take what the packages take
+
+
+def select(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tensor, starts: Tensor, *_: Any, block_size: int, **more: Any) -> Any:
+    """Stand in for cuDNN's NSA: rows [T,heads,D] of sequences end to end, the first `counts` of each row's indices."""
+    assert more["is_causal"]
+    B, G = len(starts) - 1, k.shape[1]
+    kept = torch.where(torch.arange(indices.shape[-1]) < counts.unsqueeze(-1), indices, -1).unflatten(0, (B, -1))
+    q, k, v = (x.unflatten(0, (B, -1)) for x in (q.unflatten(1, (G, -1)), k, v))
+    ranges = Selection.from_blocks(kept, block_size).ranges
+    o, _ = dense_attention(q, k.transpose(1, 2), v.transpose(1, 2), ranges, more["scale_softmax"])
+    return {"o_tensor": o.flatten(0, 1).flatten(1, 2)}
+
+
+class Blocks:
+    """Stand in for FlashInfer's block-sparse attention, of one row a block, with a mask of each block's keys."""
+
+    def __init__(self, workspace: Tensor) -> None:
+        self.allowed = torch.empty(0)
+
+    def plan(self, ends: Tensor, indices: Tensor, M: int, N: int, R: int, C: int, *sizes: int, mask: Tensor, **more: Any) -> None:
+        assert (R, sizes[1]) == (1, 1)
+        self.allowed = torch.zeros(M, N // C, C, dtype=torch.bool)
+        rows = torch.arange(M).repeat_interleave(ends.diff())
+        self.allowed[rows, indices.long()] = mask.squeeze(1)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        logits = torch.einsum("mhd,ngd->mhn", q, k) * q.shape[-1] ** -0.5
+        logits = logits.masked_fill(~self.allowed.flatten(1).unsqueeze(1), -torch.inf)
+        return torch.einsum("mhn,ngd->mhd", logits.softmax(-1), v)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, None]:
+    """Stand in for FlashAttention-4: [B,S,heads,D], a causal mask that ends at the last key."""
+    assert causal
+    return dense_causal_sdpa(q.unflatten(2, (k.shape[2], -1)), k.transpose(1, 2), v.transpose(1, 2)).flatten(2, 3), None
+
+
+STAND_INS = {
+    "cudnn-nsa": ("cudnn", {"NSA": SimpleNamespace(selection_attention_wrapper=select)}),
+    "flashinfer": ("flashinfer", {"BlockSparseAttentionWrapper": Blocks}),
+    "fa4": ("flash_attn.cute", {"flash_attn_func": dense}),
+}
+
+
+def paged(q: Tensor, cache: Tensor, indices: Tensor, table: Tensor, lengths: Tensor, G: int, scale: float, o: Tensor) -> None:
+    """Stand in for vLLM's kernels, over pages [pages,G,128,2*D]: rows [tokens,heads,D], indices [G,tokens,n]."""
+    B, S_kv = len(table), int(lengths[0])
+    k, v = cache[table.long()].transpose(1, 2).flatten(2, 3)[:, :, :S_kv].chunk(2, -1)  # [B,G,S_kv,D]
+    ranges = Selection.from_blocks(indices.permute(1, 2, 0).unflatten(0, (B, -1)).transpose(2, 3), cache.shape[2]).ranges
+    o.copy_(dense_attention(q.unflatten(1, (G, -1)).unflatten(0, (B, -1)), k, v, ranges, scale)[0].flatten(2, 3).flatten(0, 1))
+
+
+def test_the_documented_adapter_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prefill(
+        q: Tensor, cache: Tensor, indices: Tensor, table: Tensor, starts: Tensor, lengths: Tensor, prefixes: Tensor, most: int,
+        *rest: Any,
+    ) -> None:  # fmt: skip
+        assert starts.diff().tolist() == [most, most]
+        assert (lengths - prefixes).tolist() == [most, most]
+        paged(q, cache, indices, table, lengths, *rest)
+
+    kernels = {"minimax_m3_sparse_attn": prefill, "minimax_m3_sparse_attn_decode": lambda *given: paged(*given[:-1])}
+    name = "vllm.models.minimax_m3.common.ops.sparse_attn"
+    for length in range(1, 7):
+        monkeypatch.setitem(sys.modules, ".".join(name.split(".")[:length]), SimpleNamespace(**kernels))
+    made: dict[str, Any] = {}
+    exec(re.findall(r"^```py\n(# vllm_m3\.py\n.*?)^```$", (ROOT / "docs/performance.md").read_text(), re.MULTILINE | re.DOTALL)[0], made)
+    for S in (1, 40):
+        problem = make_problem(Case("m3", "random", 2, S, 512, 2, 3, 16, 16, 3, 128, "float32"), "cpu")
+        indices = problem.selection.block_indices
+        o = made["attend"](*problem[1:4], indices, 128, 0.25, made["attend"].prepare(problem.k, problem.v, indices, 128))
+        torch.testing.assert_close(o, dense_attention(*problem[1:4], problem.selection.ranges, 0.25)[0])
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_peers_of_other_packages_get_what_the_case_selects(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, members = STAND_INS[name]
+    for parent in {module.partition(".")[0], module}:
+        monkeypatch.setitem(sys.modules, parent, SimpleNamespace(**members))
+    (peer,) = [peer for peer in peers() if peer.name == name]
+    problem = make_problem(Case("blocks", "random", 2, 96, 96, 2, 3, 16, 8, 3, 16, "float32"), "cpu")
+    exact = sample(Case("blocks", "random", 2, 96, 96, 2, 3, 16, 8, 3, 16), problem, 8, peer.every_key)
+    assert parity(peer.prepare(problem).call, problem, exact, strict=False)[0] < 1e-6
+    assert peer.refuses(Case("spans", "few", 1, 1, 64, 1, 20, 96, 64, 1, 0)) is not None
+
+
+def test_a_peer_says_how_to_install_it() -> None:
+    assert lacks("no_such_module", "some-package")("cuda") == "not installed: pip install some-package"
+    assert lacks("json", "some-package")("cpu") == "needs a GPU"
+    assert "(ModuleNotFoundError: No module named 'json.nothing'): pip install -U p" in str(lacks("json.nothing", "p")("cuda"))
+    assert lacks("json.decoder", "some-package")("cuda") is None
+
+
+@pytest.mark.usefixtures("instant")
+def test_named_peers_alone_are_measured(adapters: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "every_peer", peers)
+    names = ["sdpa-packed", "masked-sdpa", "mine"]
+    flags = ["--peers", "--peer", "mine=others:prepared", "--backends", ",".join(names), "--only", "tiny"]
+    result = CliRunner().invoke(app, ["bench", "--quick", "--out", "out", *flags])
+    assert result.exit_code == 0, result.output
+    rows = store.read(adapters / "out" / "peers.jsonl")
+    assert list(dict.fromkeys(row["backend"] for row in rows)) == names
+    assert {row["selection"] for row in rows if row["backend"] == "mine"} == {"kept"}

@@ -54,7 +54,7 @@ dist.destroy_process_group()
 # What a user imports by name: the modules that README and docs/ show.
 PUBLIC = (
     "attention", "varlen", "serving", "compat", "layer", "attention_layer", "rotary", "selection", "distributed", "oracle",
-    "settings.warmup", "errors",
+    "testing", "settings.warmup", "errors",
 )  # fmt: skip
 
 

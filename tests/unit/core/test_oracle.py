@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from nsa_sel.oracle import oracle_mask
-from tests.helpers.cases import DISTRIBUTIONS, edge_selections, make_grads, make_qkv, make_spans, oracle_results, plain_results
+from nsa_sel.testing import edge_ranges, edge_rows, span_rows
+from tests.helpers.cases import DISTRIBUTIONS, make_grads, make_qkv, make_spans, oracle_results, plain_results
 
 SHAPES = [  # B, S, G, h, Dk, Dv, S_kv
     (1, 16, 1, 2, 16, 16, 16),
@@ -33,11 +34,11 @@ def test_the_oracle_equals_dense_attention(shape: tuple[int, ...], kind: str) ->
     check(q, k, v, make_spans(kind, B, S, G, S_kv, L=12))
 
 
-@pytest.mark.parametrize("name", edge_selections(1, 1, 1, 16))
+@pytest.mark.parametrize("behavior", [*edge_rows(0, 0, 1), *span_rows(0, 0)])
 @pytest.mark.parametrize("S", [1, 6, 16])
-def test_the_oracle_equals_dense_attention_on_edge_selections(name: str, S: int) -> None:
+def test_the_oracle_equals_dense_attention_on_edge_rows(behavior: str, S: int) -> None:
     q, k, v = make_qkv(2, S, 2, 3, 8, 16, S_kv=16, dtype=torch.float64)
-    check(q, k, v, edge_selections(2, S, 2, 16)[name])
+    check(q, k, v, edge_ranges(None, S, 16, ("blocks", behavior)).expand(2, -1, 2, -1, -1))
 
 
 @pytest.mark.parametrize("per_sequence", [False, True])
