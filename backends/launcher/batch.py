@@ -53,7 +53,7 @@ class Batch:
             status: int = graph.start(graph.handle, self._stream)
             return status
         self._starts += 1
-        if self._starts == GRAPH_AFTER and self._device >= 0:
+        if self._starts == GRAPH_AFTER and self._device >= 0 and len(self._launches) > 1:
             self._graph = cuda_driver.captured(self._device, self._start_on)
         return self._start_each(self._stream)
 

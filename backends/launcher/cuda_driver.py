@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 MOST_BYTES = 4096  # largest kernel argument buffer
+MOST_GRAPHS = 1024  # two for each layer of a large model; each takes memory
 MAP_BYTES, MAP_ALIGNMENT = 128, 64  # size and alignment of a CUtensorMap
 _GRID = struct.Struct("<7I4x")  # first part of CUlaunchConfig (cuda.h): grid, block, shared memory
 _CONFIG = struct.Struct(f"<{_GRID.size}sQQI4x")  # whole CUlaunchConfig: that part, stream, attributes and their count
@@ -125,20 +126,26 @@ class Graph:
     the driver's status."""
 
     __slots__ = ("_destroy", "handle", "start")
+    alive = 0  # in the process
 
     def __init__(self, handle: int) -> None:
         self.handle, self.start, self._destroy = handle, _function("cuGraphLaunch", 2), _function("cuGraphExecDestroy", 1)
+        Graph.alive += 1
 
     def __del__(self) -> None:  # the driver waits for launches that still run
         self._destroy(self.handle)
+        Graph.alive -= 1
 
 
 def captured(device: int, start: Callable[[int], int]) -> Graph | None:
-    """Return the launches of `start(stream)`, which returns the driver's status, as a graph; None if the driver refuses.
+    """Return the launches of `start(stream)`, which returns the driver's status, as a graph; None if the driver refuses,
+    or if MOST_GRAPHS are alive.
 
     The capture runs on a stream of this thread, and minds no capture of another thread.
     """
     mode, graph, made = ctypes.c_int(_RELAXED), ctypes.c_void_p(), ctypes.c_void_p()
+    if Graph.alive >= MOST_GRAPHS:
+        return None
     exchange = _function("cuThreadExchangeStreamCaptureMode", 1)
     if device not in thread.captures:
         stream = ctypes.c_void_p()

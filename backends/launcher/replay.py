@@ -64,6 +64,7 @@ class Recording(NamedTuple):
     scratch: int  # bytes of temporaries
     kept: int  # bytes of the tensors of the plans that it builds
     given: tuple[tuple[Any, ...], ...]  # keys of the plans that the selection must have
+    by_python: dict[tuple[Any, ...], tuple[Callable[..., Any], tuple[Any, ...]]]  # of these, those that a pass builds first if they lack
     built: dict[tuple[Any, ...], tuple[Any, ...]]  # plans that it must lack, by key: the facts of `PlanInBuffer`
     offsets: tuple[tuple[int, int], ...]  # entry, bytes
     maps: tuple[tuple[int, Callable[[int], bytes | None]], ...]  # entry, encoder of tensor maps
@@ -84,25 +85,26 @@ class Recordings:
         self.made: list[Recording] = []
         self.failed = 0
 
-    def replay(self, addresses: list[int], stream: int, kept: Plans) -> Any:
+    def replay(self, addresses: list[int], stream: int, kept: Plans, call: Call = None) -> Any:
         """Return the results of a replay; None if nothing fits, or if the driver refuses a launch.
 
         Args:
             addresses: of the tensors that kernels read, 0 for None. Replays need multiples of 16.
             stream: the current stream, 0 on a CPU.
             kept: the plans of the selection.
+            call: the pass's call, with which Python builds plans that no replay can build.
         """
         if thread.recording is not None or functools.reduce(operator.or_, addresses) & 15 or _fills() or cuda_driver.hooked():
             return None  # the first: nested in a pass that is being recorded
         for recording in self.made:
             ready = thread.ready.get((recording.number, stream)) or _ready(recording, stream)
-            if kept.keys().isdisjoint(ready.built) and (not ready.given or all(map(kept.__contains__, ready.given))):
+            if kept.keys().isdisjoint(ready.built) and (not ready.given or ready.has_given(kept, call)):
                 return ready.play(addresses, kept)
         return None
 
-    def run(self, addresses: list[int], stream: int, kept: Plans, work: Callable[[], Any]) -> Any:
+    def run(self, addresses: list[int], stream: int, kept: Plans, work: Callable[[], Any], call: Call = None) -> Any:
         """Return `work()`, a pass, replayed or run, and recorded if it can be. Other arguments are those of `replay`."""
-        result = self.replay(addresses, stream, kept)
+        result = self.replay(addresses, stream, kept, call)
         if result is not None:
             return result
         unfit = thread.recording is not None or functools.reduce(operator.or_, addresses) & 15 or _fills() or cuda_driver.hooked()
@@ -189,19 +191,13 @@ def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *n
         return Plan(build(call, *numbers))
     # `()` or `(q_pos, lengths)`: part of the key, so that replays, which have neither, take no plan of other positions
     made_from = () if call.q_pos is None and call.lengths is None else (call.q_pos, call.lengths)
-    key, new = (*key, *numbers, call.k.shape[2], call.groups_per_selection, bool(made_from)), list[bool]()
-
-    def built() -> Any:
-        new.append(True)
-        return build(call, *numbers)
-
+    key = (*key, *numbers, call.k.shape[2], call.groups_per_selection, bool(made_from))
     recorder: Recorder | None = thread.recording
-    if recorder is not None and key in recorder.plans:  # the selection of an inference mode keeps nothing
-        return recorder.plans[key]
-    plan = Plan(call.selection.plan(key, built, *made_from))
-    if recorder is not None:
-        recorder.use(call, key, plan, bool(new))
-    return plan
+    if recorder is None:
+        return Plan(call.selection.plan(key, lambda: build(call, *numbers), *made_from))
+    if key not in recorder.plans:  # the selection of an inference mode keeps nothing
+        recorder.use(call, key, build, numbers, made_from)
+    return recorder.plans[key]
 
 
 def replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, ...] = ()) -> Any:
@@ -232,7 +228,7 @@ def replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, .
         if not settings.traced:  # do not record the first pass: most keys occur once
             known.setdefault(key, Recordings())
         return work(call, *given)
-    result = recordings.run(addresses, stream, kept, lambda: work(call, *given))
+    result = recordings.run(addresses, stream, kept, lambda: work(call, *given), call)
     if recordings.made and exact is None and not settings.debug_nvtx:
         _add_shortcut(call, recordings, given, len(result))
     return result
@@ -312,6 +308,20 @@ class _Ready:
         self.batches: dict[tuple[int, ...], Batch] = {}  # by addresses
         self.missed = 0
 
+    def has_given(self, kept: Plans, call: Call) -> bool:
+        """Return True if the selection has the plans that the recording takes. Those of `Recording.by_python` are built
+        now, if there is a call to build them."""
+        if all(map(kept.__contains__, self.given)):
+            return True
+        by_python = self.recording.by_python
+        lacking = [key for key, on in zip(self.recording.given, self.given, strict=True) if on not in kept]
+        if call is None or any(key not in by_python for key in lacking):
+            return False
+        for key in lacking:
+            build, numbers = by_python[key]
+            call.selection.plan(key, functools.partial(build, call, *numbers))
+        return all(map(kept.__contains__, self.given))
+
     def play(self, inputs: Sequence[int], kept: Plans) -> Any:
         """Replay a pass and return its result, or None if the driver refuses a launch. kept: the plans of its selection."""
         recording = self.recording
@@ -384,6 +394,8 @@ class Recorder:
         self.made: list[Tensor] = []  # tensors that `unwritten` allocated
         self.plans: dict[tuple[Any, ...], Plan] = {}  # by key
         self.built: list[tuple[Any, ...]] = []  # keys of the plans that the pass builds
+        self.builders: dict[tuple[Any, ...], tuple[Callable[..., Any], tuple[Any, ...]]] = {}  # by key: what builds a plan, and its numbers
+        self.by_python: set[tuple[Any, ...]] = set()  # keys of the plans whose building can't be recorded
         self.encoders: dict[bytes, tuple[int, Callable[[int], bytes | None]]] = {}  # tensor map -> address, encoder
         self.cleared: list[tuple[int, int]] = []
         self.kernels: list[Any] = []  # objects that keep kernel code loaded
@@ -400,12 +412,29 @@ class Recorder:
         thread.recording = self._mode.recorder = None  # break the reference cycle, which would keep tensors alive
         self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def use(self, call: Call, key: tuple[Any, ...], plan: Plan, new: bool) -> None:
-        """Record that the pass uses a plan; new: it has built the plan."""
-        self.refused |= call.q.data_ptr() != self.inputs[0] or REPEATED not in call.known
-        self.plans[key] = plan
-        if new:
+    def use(
+        self, call: Call, key: tuple[Any, ...], build: Callable[..., Any], numbers: tuple[Any, ...], made_from: tuple[Any, ...]
+    ) -> None:
+        """Record that the pass uses a plan, and building it if the selection lacks it.
+
+        Where the building can't be recorded, because it runs a PyTorch operation, replays leave it to Python.
+        """
+        before, new = (self.refused, len(self.made), len(self.launches), len(self.cleared), len(self.built)), list[bool]()
+
+        def built() -> Any:
+            new.append(True)
+            return build(call, *numbers)
+
+        self.plans[key] = Plan(call.selection.plan(key, built, *made_from))
+        self.builders[key] = build, numbers
+        if new and self.refused and not before[0]:
+            self.refused, made, launches, cleared, others = before
+            del self.made[made:], self.launches[launches:], self.cleared[cleared:]
+            self.by_python |= {key, *self.built[others:]}
+            del self.built[others:]
+        elif new:
             self.built.append(key)
+        self.refused |= call.q.data_ptr() != self.inputs[0] or REPEATED not in call.known
 
     def launch(
         self, function: int, ctas: int, threads: int, shared: int, early: bool, pointers: Any, arguments: struct.Struct,
@@ -448,6 +477,7 @@ class Recorder:
         return Recording(
             next(_numbers), outputs[0].get_device(), allocator(outputs[0]),
             tuple((tuple(x.shape), contiguous(tuple(x.shape)), x.dtype) for x in outputs), scratch, kept_bytes, tuple(given),
+            {key: self.builders[key] for key in given if key in self.by_python},
             self._built(iter(in_kept)), tuple(table.offsets), tuple(table.maps), tuple(table.constants),
             tuple((table.entry(location), size) for location, size in cleared), tuple(table.steps),
             struct.Struct(table.codes), _getter([table.entry(location) for location in table.locations]), tuple(self.kernels),

@@ -204,6 +204,26 @@ def test_a_pass_has_recordings_with_and_without_its_plans(driver: list[str], pla
     assert driver.count("sort_count.cu") == 1
 
 
+def test_plans_that_run_pytorch_operations_are_built_before_a_replay(driver: list[str], played: list[int]) -> None:
+    known: dict[Any, Any] = {REPEATED: True}
+    builds: list[int] = []
+
+    def build(call: Call, number: int) -> tuple[Tensor]:
+        builds.append(number)
+        return (unwritten(call.q, 8).zero_(),)
+
+    def work(call: Call) -> tuple[Tensor]:
+        replay.kept_plan(call, ("zeros",), build, 7)
+        return (unwritten(call.q, 4),)
+
+    for seed in range(4):
+        call = call_of(seed, known)
+        for _ in range(2):
+            replay.replayed(call, work)
+    assert builds == [7] * 4
+    assert len(played) == 5  # all after one that is run, one that is recorded with a plan, and one without
+
+
 @needs_compiler
 def test_shortcuts_replay_passes_of_their_class_alone(driver: list[str]) -> None:
     known: dict[Any, Any] = {REPEATED: True}
