@@ -65,17 +65,20 @@ def log_sum_exp(call: ChooseCall) -> Tensor:
 
 
 @_without_autocast
-def best_blocks(call: ChooseCall, lse: Tensor | None) -> Tensor:
-    """Return ranges [B,S,G,n,2] of the best blocks by call.pool's scores. lse: [B,S,G,h] if scores use softmax
-    weights."""
-    rule = call.rule
-    ranges = call.q.new_empty(*call.q.shape[:3], rule.n, 2, dtype=range_dtype(rule.block_size))
+def best_blocks(call: ChooseCall, lse: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """Write the best blocks by call.pool's scores to `out` and return it.
+
+    lse: [B,S,G,h] if scores use softmax weights.
+    out: ranges [B,S,G,n,2], also if it is None, or block indices [B,S,G,n]; n + 1 with call.tail.
+    """
+    call, rule = call.gathered(), call.rule
+    if out is None:
+        out = call.q.new_empty(*call.q.shape[:3], rule.n + call.tail, 2, dtype=range_dtype(rule.block_size))
     for at in call.parts(_row_bytes(call)):
         part = call.part(*at)
         scores = block_scores(part, None if lse is None else lse[at]).transpose(1, 2)
-        chosen = sorted_blocks(scores, rule.n, rule.block_size, rule.first, rule.local, 0, part.positions())
-        ranges[at] = whole_blocks(chosen, rule.block_size)
-    return ranges
+        part.store(out[at], sorted_blocks(scores, rule.n, rule.block_size, rule.first, rule.local, 0, part.positions()))
+    return out
 
 
 def block_scores(part: ChooseCall, lse: Tensor | None) -> Tensor:

@@ -3,8 +3,10 @@
 Forward kernels:
     _triton/runs.py            o and lse
     _triton/choose_scores.py   block scores from q, k and lse, as NSA defines them (importance), or for other pools
+    _triton/choose_few.py      block scores of a few new tokens, over a cache
+    _triton/choose_logits.py   block scores from q and k alone, if each key touches one block and a group has few heads
     _triton/choose_pages.py    all of these for a few new tokens over compressed keys in pages
-    _triton/ranges.py          the best blocks
+    _triton/top_n.py           the best blocks
 Scores and top n run on a chunk of rows at a time, so that the scores of all rows are never in memory.
 Backward: dq in _triton/runs.py, dk and dv in _triton/choose_dkdv.py. The selection itself has no gradient.
 A compressed key must not cover more pieces than a block has (rule.reach <= rule.pieces).
@@ -17,14 +19,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from nsa_sel.backends._triton import choose_dkdv, choose_pages, runs
-from nsa_sel.backends._triton import ranges as ranges_module
+from nsa_sel.backends._triton import choose_dkdv, choose_few, choose_logits, choose_pages, runs
 from nsa_sel.backends._triton.arguments import heads_of, narrow_suffix
 from nsa_sel.backends._triton.choose_rows import bounds_of, sizes_of, strides_of
 from nsa_sel.backends._triton.choose_scores import block_scores
-from nsa_sel.backends._triton.ranges import top_n
 from nsa_sel.backends._triton.tiles import MIN_TILE
-from nsa_sel.core.arguments import range_dtype, whole_blocks
+from nsa_sel.backends._triton.top_n import chooses, top_n
+from nsa_sel.core.arguments import range_dtype
 from nsa_sel.core.call import NSA_POOL, ChooseCall
 from nsa_sel.core.ranges import sorted_blocks
 from nsa_sel.settings.schema import KernelConfig
@@ -42,8 +43,14 @@ CONFIGS = {  # by kernel and class of head dims (`narrow_suffix`); one that has 
     "choose/importance": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=128, loads="tma"),
     "choose/importance-narrow": KernelConfig(block_l=64, num_warps=4, num_stages=3, rows=64, loads="tma"),
     "choose/importance-widest": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=32, loads="tma"),
+    "choose/few": KernelConfig(block_l=128, num_warps=4, num_stages=3, loads="tma"),
+    "choose/few-widest": KernelConfig(block_l=64, num_warps=4, num_stages=3, loads="tma"),
     "choose/scores": KernelConfig(block_l=64, num_warps=4, num_stages=3, rows=128, loads="tma"),
     "choose/scores-widest": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=32, loads="tma"),
+    "choose/logits-long": KernelConfig(block_l=128, num_warps=8, num_stages=2, rows=128, loads="tma"),
+    "choose/logits-long-widest": KernelConfig(block_l=32, num_warps=4, num_stages=1, rows=32, loads="tma"),
+    "choose/logits": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=64, loads="tma"),
+    "choose/logits-widest": KernelConfig(block_l=32, num_warps=4, num_stages=1, rows=32, loads="tma"),
     "choose/dq": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=64, loads="tma"),
     "choose/dq-wide": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=64, loads="tma"),
     "choose/dq-widest": KernelConfig(block_l=32, num_warps=4, num_stages=1, rows=16, loads="tma"),
@@ -105,58 +112,60 @@ def log_sum_exp(call: ChooseCall) -> Tensor:
     return attention(call.of(call.q, call.k, call.k[..., :MIN_TILE]))[1]
 
 
-def best_blocks(call: ChooseCall, lse: Tensor | None) -> Tensor:
-    """Return ranges [B,S,G,n,2] of the best blocks, scoring as many rows at once as fit the scratch.
+def best_blocks(call: ChooseCall, lse: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """Write the best blocks to `out` and return it, scoring as many rows at once as fit the scratch.
 
     lse: [B,S,G,h] from any kernel for a pool with softmax, else None.
+    out: ranges [B,S,G,n,2], also if it is None, or block indices [B,S,G,n]; n + 1 with call.tail.
     """
     call = call if call.scale >= 0 else call.with_positive_scale()
-    _, _, block_size, n, first, local = call.rule
+    call = call if choose_few.takes(call) else call.gathered()
     B, S, G = call.q.shape[:3]
-    ranges = call.q.new_empty(B, S, G, n, 2, dtype=range_dtype(block_size))
+    if out is None:
+        out = call.q.new_empty(B, S, G, call.rule.n + call.tail, 2, dtype=range_dtype(call.rule.block_size))
     width = -(-call.blocks // 16) * 16  # rows begin at multiples of 16 bytes
     parts = list(call.parts(G * width * 4))
     b, s = (span.stop for span in parts[0]) if parts else (0, 0)  # the first part is the largest
     scratch = call.q.new_empty(b, s, G, width, dtype=torch.float32)
     for at in parts:
-        part, part_lse, part_ranges, scores = call, lse, ranges, scratch
+        part, part_lse, part_out, scores = call, lse, out, scratch
         if len(parts) > 1:
-            part, part_lse, part_ranges = call.part(*at), None if lse is None else lse[at], ranges[at]
+            part, part_lse, part_out = call.part(*at), None if lse is None else lse[at], out[at]
             scores = scratch[: part.q.shape[0], : part.q.shape[1]]
         visible = part.visible_blocks()
         scores = scores if width == visible else scores[..., :visible]  # top_n is faster with fewer
-        positions = part.q_pos
-        if call.sequences is not None:
+        positions = None  # of rows, if a kernel computes them
+        if call.sequences is not None or call.lengths is not None:
             positions = torch.empty(part.q.shape[:2], dtype=torch.int32, device=call.q.device)
-        config = config_of(part, "choose/importance" if call.pool == NSA_POOL else "choose/scores")
-        block_scores(part, part_lse, scores, config, None if call.sequences is None else positions)
-        best_of_many(scores, part_ranges, block_size, first, local, part.start, positions)
-    return ranges
+        early = score(part, part_lse, scores, positions)
+        best_of(scores, part_out, part, part.q_pos if positions is None else positions, early)
+    return out
 
 
-def best_of_many(scores: Tensor, ranges: Tensor, block_size: int, first: int, local: int, start: int, positions: Tensor | None) -> None:
-    """Do `top_n` for any number of blocks: choose of each MOST_BLOCKS of them, then of those."""
-    (B, S, _, blocks), n, most = scores.shape, ranges.shape[3], ranges_module.MOST_BLOCKS
-    parts = range(0, blocks, most)
-    if len(parts) <= 1:
-        top_n(scores, ranges, block_size, first, local, start, positions)
-        return
-    t = torch.arange(start, start + S, device=scores.device)[None] if positions is None else positions
-    if len(parts) * n > most:  # a program cannot choose among these
-        ranges.copy_(whole_blocks(sorted_blocks(scores, n, block_size, first, local, 0, t.expand(B, -1)), block_size))
-        return
-    current, best, chosen = (t // block_size)[..., None, None], [], []
-    for begin in parts:
-        part, own, before = scores[..., begin : begin + most], torch.empty_like(ranges), begin * block_size
-        top_n(part, own, block_size, max(0, first - begin), local, start - before, None if positions is None else positions - before)
-        block, empty = own[..., 0].long() // block_size, own[..., 1] == 0
-        forced = (block + begin < first) | (block + begin > current - local)
-        best.append(part.gather(3, block).masked_fill(forced, torch.inf).masked_fill(empty, -torch.inf))
-        chosen.append(block + begin)
-    own = torch.empty_like(ranges)
-    top_n(torch.cat(best, 3), own, 1, 0, 0, most)  # as if all were visible
-    block = torch.cat(chosen, 3).gather(3, own[..., 0].long())
-    ranges.copy_(torch.stack((block, block + 1), -1).mul_(block_size).masked_fill_(own[..., 1:] == 0, 0))
+def score(call: ChooseCall, lse: Tensor | None, scores: Tensor, positions: Tensor | None = None) -> bool:
+    """Write the scores of visible blocks to `scores`, and the rows' positions to `positions` unless it is None, by the
+    kernel that takes the call (`few_scores`, `block_logits`, `block_scores`).
+
+    Returns whether the next kernel should start early, too (programmatic dependent launch).
+    """
+    if choose_few.takes(call):
+        return choose_few.few_scores(call, lse, scores, config_of(call, "choose/few"), positions)
+    if choose_logits.takes(call):
+        choose_logits.block_logits(call, scores, config_of(call, choose_logits.name_of(call)))
+    else:
+        config = config_of(call, "choose/importance" if call.pool == NSA_POOL else "choose/scores")
+        block_scores(call, lse, scores, config, positions)
+    return False
+
+
+def best_of(scores: Tensor, out: Tensor, call: ChooseCall, positions: Tensor | None, early: bool) -> None:
+    """Write the best blocks of every row to `out`, by a kernel unless it holds too few candidates."""
+    (B, S, _, blocks), (_, _, block_size, n, first, local) = scores.shape, call.rule
+    if chooses(blocks, n):
+        top_n(scores, out, block_size, first, local, call.start, positions, tail=call.tail, early=early)
+    else:
+        t = torch.arange(call.start, call.start + S, device=scores.device)[None] if positions is None else positions
+        call.store(out, sorted_blocks(scores, n, block_size, first, local, 0, t.expand(B, -1)))
 
 
 def backward(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

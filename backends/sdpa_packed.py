@@ -88,7 +88,7 @@ def loaded_keys(call: Call, selected: int, count: bool) -> int:
         return call.k.shape[0] * call.k.shape[1] * sum(tile.hi - tile.lo for tile in tiles)
     if key_tiles.pays(call, start, end):
         return key_tiles.keys_loaded(call, start, end)
-    return sum(len(ids) * L for ids, L in gathered.buckets(call, start.flatten(0, 2), end.flatten(0, 2)))
+    return sum(len(ids) * L for ids, L in gathered.buckets(call, gathered.rows_of(call, start), gathered.rows_of(call, end)))
 
 
 def _row_products(do: Tensor, o: Tensor, dtype: torch.dtype, budget: int) -> Tensor:

@@ -46,7 +46,8 @@ VISITED_WHOLE = 256  # block size from which triton-block and cuda-block visit a
 E4M3_TILE_ROWS = 16  # largest number of tokens times heads per tile of forward_tokens.cu
 # block_gradients.cu, which has no plan of tiles.
 HOPPER_LISTS = msgspec.structs.replace(_WHOLE_STEPS, blocks_max=1 << 24, heads=(1, 64), key_dims=(64, 128))
-HOPPER_STEPS = StepKernels(sm=90, keys=64, dims=(64, 128))
+VISITED_KEYS = (128, 64)  # keys per tile of block_partials.cu: the first that divides the block size
+HOPPER_STEPS = StepKernels(sm=90, keys=64, dims=(64, 128), few_dims=(256,), few_heads=32, small_blocks=(4, 8, 16, 32))
 
 SPECS = (
     Backend(
@@ -140,7 +141,7 @@ SPECS = (
         shares="blocks",
         tiles=HOPPER_LISTS,
         cost_terms={
-            "forward": ("launch", "union", "pairs", "exact", "visited"),
+            "forward": ("launch", "union", "pairs", "partials", "exact", "visited"),
             "backward": ("launch", "pairs", "exact", "rows", "visited"),
         },
     ),
@@ -159,6 +160,7 @@ SPECS = (
         libraries=_CUDA,
         summary="hand-written CUDA: tiles of adjacent rows on Hopper, else one CTA per query row and KV group; dk and dv by KV tiles",
         tiles=HOPPER_TILES,
+        steps=HOPPER_STEPS,
         quantized_by=HOPPER_STEPS,
         reads_caches=True,
         cost_terms={
@@ -185,7 +187,7 @@ CHOOSERS = (
             head_dim_multiple=8,
             min_sm=90,
             tiles_only=True,
-            choice_max=1 << 18,  # choose-triton's limit: its kernels select the blocks
+            choice_max=1 << 24,  # choose-triton's limit: its kernels select the blocks
         ),
         requires=(_CUPY, _TRITON),
         libraries=_CUDA,
@@ -202,7 +204,8 @@ CHOOSERS = (
         limits=msgspec.structs.replace(
             _TRITON_LIMITS,
             dtypes={"cuda": ("float16", "bfloat16", "float32"), "interpreter": ("float16", "float32")},
-            choice_max=1 << 18,  # top_n chooses among 16,384 at a time, then among those
+            choice_max=1 << 24,  # whose scores take 64 MiB a row
+            quantized={"e4m3": 89},
         ),
         requires=(_TRITON,),
         summary="tiles of rows and heads over compressed keys; importance and top n in chunks of rows",
@@ -213,7 +216,7 @@ CHOOSERS = (
         path="nsa_sel.backends.choose_torch",
         framework="torch",
         kind="choose",
-        limits=Limits(dtypes=dict.fromkeys(("cpu", "cuda"), ("float16", "bfloat16", "float32", "float64"))),
+        limits=Limits(dtypes=dict.fromkeys(("cpu", "cuda"), ("float16", "bfloat16", "float32", "float64")), quantized={"e4m3": 0}),
         summary="matrix products and a stable sort, in chunks of rows; the fallback that always runs",
         fallback=True,
         slow=True,
@@ -221,6 +224,29 @@ CHOOSERS = (
             "choose": ("launch", "scores", "rows", "compressed-wide"),
             "choose-backward": ("launch", "scores", "rows", "compressed-wide"),
         },
+    ),
+)
+
+# Backends of kind "index_loss", in order of preference.
+LOSSES = (
+    Backend(
+        name="loss-triton",
+        path="nsa_sel.backends.loss_triton",
+        framework="triton",
+        kind="index_loss",
+        limits=_TRITON_LIMITS,
+        requires=(_TRITON,),
+        summary="the indexer's loss by KV tiles, with the rows that select each; its gradients in the same pass",
+    ),
+    Backend(
+        name="loss-torch",
+        path="nsa_sel.backends.loss_torch",
+        framework="torch",
+        kind="index_loss",
+        limits=Limits(dtypes=dict.fromkeys(("cpu", "cuda"), ("float16", "bfloat16", "float32", "float64"))),
+        summary="masked matrix products in chunks of rows; the fallback that always runs",
+        fallback=True,
+        slow=True,
     ),
 )
 

@@ -120,9 +120,10 @@ def attend_list(
 
 
 @triton.jit
-def unit_rows(q_pos, stride_pos, sizes, unit, EACH: tl.constexpr, h: tl.constexpr, R: tl.constexpr):
-    """Return for this program's R (row, head) pairs, each [R]: index in [B,S,G,h], row in [B,S,G], limit, first slot,
+def unit_rows(q_pos, stride_pos, sizes, unit, EACH: tl.constexpr, dims: tl.constexpr, R: tl.constexpr):
+    """Return for this program's R (row, head) pairs, each [R]: index in [B,S,G,h], row of the ranges, limit, first slot,
     existence."""
+    h: tl.constexpr = dims.h
     S, S_kv, G = sizes
     i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     head = i % h
@@ -131,7 +132,7 @@ def unit_rows(q_pos, stride_pos, sizes, unit, EACH: tl.constexpr, h: tl.constexp
     b, g, s = (unit.first_pair + pair) // G, (unit.first_pair + pair) % G, unit.first_row + within
     row = (b * S + s) * G + g
     limit = row_limit(q_pos, stride_pos, b, s, S, S_kv)
-    return row * h + head, row, limit, (pair * unit.section + within) * EACH * h + head, i < unit.pairs * unit.rows * h
+    return row * h + head, row // dims.SHARE, limit, (pair * unit.section + within) * EACH * h + head, i < unit.pairs * unit.rows * h
 
 
 @triton.jit
@@ -153,7 +154,7 @@ def join_kernel(
     """
     ACC: tl.constexpr = lse.dtype.element_ty
     BLOCK_DV: tl.constexpr = dims.BLOCK_DV
-    out, row, limit, first_slot, exists = unit_rows(q_pos, stride_pos, sizes, unit, N * REACH, dims.h, R)
+    out, row, limit, first_slot, exists = unit_rows(q_pos, stride_pos, sizes, unit, N * REACH, dims, R)
     column = tl.arange(0, BLOCK_DV)[None, None, :]
     m = tl.full([R], LOWEST, ACC)
     for i0 in range(0, N * REACH, CHUNK):
@@ -194,7 +195,7 @@ def sum_dq_kernel(
     """Add the dq partials of R (row, head) pairs in the order of the ranges. Grid: one program per R pairs of the
     unit."""
     BLOCK_D: tl.constexpr = dims.BLOCK_D
-    out, row, limit, slot, exists = unit_rows(q_pos, stride_pos, sizes, unit, N * REACH, dims.h, R)
+    out, row, limit, slot, exists = unit_rows(q_pos, stride_pos, sizes, unit, N * REACH, dims, R)
     acc = tl.zeros([R, BLOCK_D], ACC)
     for i in range(0, N * REACH):
         used = slot_used(ranges, row, i, limit, exists, N, REACH, WIDTH)

@@ -28,10 +28,10 @@ from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel, cached_kernel
 from nsa_sel.backends._triton.tiles import MIN_TILE, kv_descriptors, tile_size
 from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.core.call import Call
+from nsa_sel.core.request import FEW_TOKENS
 from nsa_sel.settings.schema import KernelConfig
 
 FULL = 8  # warps per program at which one program fills a multiprocessor
-FEW_TOKENS = 8  # up to this many new tokens per sequence, a call counts as a decoding step: its rows share few keys
 
 
 @forward_of_any_scale
@@ -137,6 +137,7 @@ class Cache(NamedTuple):
     LENGTHS: bool  # q_pos holds sequence lengths instead of positions
     PAGE: int  # keys per page; 0 if k and v are not paged
     PAGE_SCALES: bool  # quantized keys have one scale per page and head
+    REPEATS: bool  # a row may name a block twice
 
 
 class CacheStrides(NamedTuple):
@@ -155,14 +156,15 @@ _NO_STRIDES = CacheStrides(0, 0, 0, 0, 0)
 
 def _cache(call: Call) -> Cache:
     of_pages = call.scales is not None and call.scales.page_keys > 0
-    return Cache(call.lengths is not None, 0 if call.block_table is None else call.k.shape[2], of_pages)
+    page = 0 if call.block_table is None else call.k.shape[2]
+    return Cache(call.lengths is not None, page, of_pages, call.may_repeat())
 
 
 def _cache_tensors(call: Call) -> tuple[Tensor | None, ...]:
     """Return the tensors that locate a row's keys (ranges, positions or lengths, the block table), and the scales of
     quantized keys and values."""
     scales = (None, None) if call.scales is None else (call.scales.k, call.scales.v)
-    return call.disjoint_ranges(), call.q_pos if call.lengths is None else call.lengths, call.block_table, *scales
+    return call.listed_ranges(), call.q_pos if call.lengths is None else call.lengths, call.block_table, *scales
 
 
 def _cache_strides(call: Call) -> CacheStrides:

@@ -134,7 +134,7 @@ def forward_kernel(
     TMA: k_desc, k_rest_desc (second column tile of k) and v_desc load whole blocks; None: pointer loads.
     """
     S, _, G = sizes
-    b, g, tile, s, bit, head, out, exists = tile_rows(tl.program_id(0), S, G, tiles, dims.h, TQ, ROWS)
+    b, g, tile, s, bit, head, out, exists = tile_rows(tl.program_id(0), S, G, tiles, dims.h, TQ, ROWS, dims.SHARE)
     b64, g64 = b.to(tl.int64), g.to(tl.int64)
     q_rows = row_pointers(q, strides.q, b64, g64, s.to(tl.int64), head)  # [ROWS]
     q_tile = load_split(q_rows, exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)  # [ROWS, BLOCK_D], [ROWS, BLOCK_REST]
@@ -160,7 +160,7 @@ def dq_kernel(
     Grid, tiles and TMA are those of `forward_kernel`; do is [ROWS, BLOCK_DV].
     """
     S, _, G = sizes
-    b, g, tile, s, bit, head, out, exists = tile_rows(tl.program_id(0), S, G, tiles, dims.h, TQ, ROWS)
+    b, g, tile, s, bit, head, out, exists = tile_rows(tl.program_id(0), S, G, tiles, dims.h, TQ, ROWS, dims.SHARE)
     b64, g64, s64 = b.to(tl.int64), g.to(tl.int64), s.to(tl.int64)
     q_tile, q_rest, do_tile = load_rows(None, None, q, do, strides, stride_do, b64, g64, 0, s64, head, exists, dims, ROWS)
     delta_rows, lse2 = delta_and_lse(o, do_tile, lse, dlse, delta, out, exists, dims)  # [ROWS]
@@ -211,7 +211,7 @@ def _launch(call: Call, function: object, name: str, *tensors: Tensor | None) ->
         of_do = () if do is None else (do.stride()[:4],)
         scales = (part.scale_log2(),) if do is None else (part.scale, part.scale_log2())
         numbers = (arguments.strides(part), *of_do, arguments.sizes(part), plan.tiles, plan.capacity, *scales)
-        programs = plan.programs * -(-heads.h // config.rows)
+        programs = plan.programs * heads.share * -(-heads.h // config.rows)
         arguments.announced(part, heads, name, config, kernel).launch(programs, (*inputs, *tensors), numbers)
 
     by_parts(call, tokens, tile_bytes(call, tokens), start, *tensors)

@@ -41,13 +41,14 @@ def load_row(x, stride, b, g, s, head, D: tl.constexpr, BLOCK_D: tl.constexpr, d
 @triton.jit
 def forward_kernel(
     q, k, v, ranges, q_pos, o, lse, strides, sizes, n, splits, scale_log2,
-    dims: tl.constexpr, SPLIT: tl.constexpr, BLOCK_L: tl.constexpr, NP: tl.constexpr,
+    dims: tl.constexpr, SPLIT: tl.constexpr, BLOCK_L: tl.constexpr, NP: tl.constexpr, REPEATS: tl.constexpr,
 ):  # fmt: skip
     """Compute o = softmax(scale * q k^T) v and lse for one row and head.
 
     Grid: one program per row, head and split of the row's keys. Tiles: k [BLOCK_L, BLOCK_D], v [BLOCK_L, BLOCK_DV],
     through pointers.
     NP: ranges per walk. SPLIT: write float32 partials [rows, splits, ...] with base-2 lse for combine.py.
+    REPEATS: see rows.py.
     Masks: key numbers past the last key are loaded as zeros and get logits of -inf.
     """
     S, S_kv, G = sizes
@@ -56,19 +57,19 @@ def forward_kernel(
     split = tl.program_id(0) % splits
     b, g, s, row, head = locate(S, G, tl.program_id(0) // splits, dims.h)
     limit = row_limit(q_pos, strides.pos, b, s, S, S_kv)
-    row_ranges = ranges + row * n * 2
+    row_ranges = ranges + row // dims.SHARE * n * 2
     q_row = load_row(q, strides.q, b, g, s, head, dims.Dk, dims.BLOCK_D, ACC)
 
     low, high = 0, S_kv
     if SPLIT:
-        low, high = share_of(split, splits, count_keys(row_ranges, n, limit, NP), BLOCK_L)
+        low, high = share_of(split, splits, count_keys(row_ranges, n, limit, NP, REPEATS), BLOCK_L)
 
     acc = tl.zeros([BLOCK_DV], ACC)
     l = tl.sum(tl.zeros([1], ACC), 0)
     m = tl.max(tl.full([1], LOWEST, ACC), 0)
     base = 0
     for first in range(0, n, NP):
-        shift, before, after, keys = walk_ranges(row_ranges, first, n, limit, NP)
+        shift, before, after, keys = walk_ranges(row_ranges, first, n, limit, NP, REPEATS=REPEATS)
         stop = tl.minimum(keys, high - base)
         for w0 in range(tl.maximum(low - base, 0), stop, BLOCK_L):
             w = w0 + tl.arange(0, BLOCK_L)  # [BLOCK_L] key numbers within the walk
@@ -107,7 +108,7 @@ def dq_kernel(
     BLOCK_D: tl.constexpr = dims.BLOCK_D
     b, g, s, row, head = locate(S, G, tl.program_id(0), dims.h)
     limit = row_limit(q_pos, strides.pos, b, s, S, S_kv)
-    row_ranges = ranges + row * n * 2
+    row_ranges = ranges + row // dims.SHARE * n * 2
     q_row = load_row(q, strides.q, b, g, s, head, dims.Dk, BLOCK_D, ACC)
     do_row = load_row(do, stride_do, b, g, s, head, dims.Dv, dims.BLOCK_DV, ACC)
     out = row * dims.h + head
@@ -142,12 +143,12 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     heads = arguments.heads(call)
     name = "triton-token/forward" if splits == 1 else "triton-token/decode"
     config = arguments.kernel_config(call, heads, name)
-    tiles = {"SPLIT": splits > 1, "BLOCK_L": config.block_l, "NP": arguments.walk_width(call)}
+    tiles = {"SPLIT": splits > 1, "BLOCK_L": config.block_l, "NP": arguments.walk_width(call), "REPEATS": call.may_repeat()}
     kernel = cached_kernel(forward_kernel, dims=arguments.dims(heads), **tiles, **arguments.options(config))
     parts = partials(call, o, lse, splits)
     arguments.announced(call, heads, name, config, kernel).launch(
         B * S * G * h * splits,
-        (call.q, call.k, call.v, call.disjoint_ranges(), call.q_pos, *parts),
+        (call.q, call.k, call.v, call.listed_ranges(), call.q_pos, *parts),
         (arguments.strides(call), arguments.sizes(call), call.selection.n, splits, call.scale_log2()),
     )
     combine(*parts, o, lse, splits)

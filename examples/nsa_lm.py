@@ -1,5 +1,5 @@
-"""A small byte-level language model whose attention is `nsa_sel.NSAttention`: trained by train_nsa_lm.py, served by
-serve_nsa_lm.py.
+"""A small byte-level language model whose attention is `nsa_sel.NSAttention` or `nsa_sel.MSAttention`: trained by
+train_nsa_lm.py, served by serve_nsa_lm.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from nsa_sel import NSAttention
+from nsa_sel import MSAttention, NSAttention
 from nsa_sel.errors import ArgumentError
 from nsa_sel.rotary import angles, rotate_by
 
@@ -40,11 +40,13 @@ class Sizes:
     warmup: int = 100  # steps
     seed: int = 0
     attention: str = "nsa"
+    dense_steps: int = 300  # of msa: steps of dense attention in which the indexer learns, before attention is sparse
+    index_loss: float = 1.0  # of msa: weight of the indexer's loss
 
 
 TINY = Sizes(
     context=128, batch=2, layers=2, width=32, groups=2, heads=2, head_dim=16, compress_block=16, compress_stride=8, block=16, n=4,
-    window=32, warmup=5,
+    window=32, warmup=5, dense_steps=6,
 )  # fmt: skip
 
 
@@ -70,16 +72,26 @@ class DenseAttention(nn.Module):
         return self.out(o.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
+def attention_of(sizes: Sizes, backend: str | None) -> DenseAttention | NSAttention | MSAttention:
+    """Return a layer of attention."""
+    heads = sizes.width, sizes.groups, sizes.heads, sizes.head_dim
+    if sizes.attention == "dense":
+        return DenseAttention(sizes)
+    if sizes.attention == "msa":
+        return MSAttention(*heads, block_size=sizes.block, n=sizes.n, loss_weight=sizes.index_loss, backend=backend)
+    return NSAttention(
+        *heads, compress_block=sizes.compress_block, compress_stride=sizes.compress_stride, block_size=sizes.block, n=sizes.n,
+        window=sizes.window, backend=backend,
+    )  # fmt: skip
+
+
 class Block(nn.Module):
     """A transformer block: pre-norm attention and MLP with residuals."""
 
     def __init__(self, sizes: Sizes, backend: str | None) -> None:
         super().__init__()
         self.norms = nn.ModuleList([nn.RMSNorm(sizes.width), nn.RMSNorm(sizes.width)])
-        self.attention = DenseAttention(sizes) if sizes.attention == "dense" else NSAttention(
-            sizes.width, sizes.groups, sizes.heads, sizes.head_dim, compress_block=sizes.compress_block,
-            compress_stride=sizes.compress_stride, block_size=sizes.block, n=sizes.n, window=sizes.window, backend=backend,
-        )  # fmt: skip
+        self.attention = attention_of(sizes, backend)
         self.mlp = nn.Sequential(nn.Linear(sizes.width, 4 * sizes.width), nn.GELU(), nn.Linear(4 * sizes.width, sizes.width))
 
     def forward(self, x: Tensor, **cache: Any) -> Tensor:
@@ -106,6 +118,31 @@ class LanguageModel(nn.Module):
         for i, block in enumerate(self.blocks):
             x = block(x) if step is None else block(x, cache=step[i])
         return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def attention_mass(layer: MSAttention, x: Tensor, rows: int = 64) -> tuple[float, float]:
+    """Return how much of the attention mass the indexer's blocks hold, and how much the n best blocks would.
+
+    Args:
+        layer: an MSA layer.
+        x: [B,S,width], its input.
+        rows: that are compared, evenly spread over those that see more blocks than they choose.
+
+    Returns:
+        Two means over rows and groups, between 0 and 1. Probabilities are those of dense attention, averaged over the
+        heads of a group.
+    """
+    q, k, _, index_q, index_k = layer.project(x)
+    size, n, S = layer.indexer.block_size, layer.indexer.n, x.shape[1]
+    at = torch.linspace(min(n * size, S - 1), S - 1, rows, device=x.device).long()
+    logits = torch.einsum("brghd,bgkd->brghk", q[:, at].float(), k.float()) * q.shape[-1] ** -0.5
+    future = torch.arange(S, device=x.device) > at[:, None, None, None]
+    p = logits.masked_fill(future, -torch.inf).softmax(-1).mean(3)  # [B,rows,G,S]
+    blocks = torch.nn.functional.pad(p, (0, -S % size)).unflatten(-1, (-1, size)).sum(-1)
+    chosen = layer.indexer.choose(index_q, index_k).block_indices[:, at].long()  # [B,rows,G,n], -1 where there is none
+    held = blocks.gather(-1, chosen.clamp(min=0)).where(chosen >= 0, 0.0).sum(-1)
+    return held.mean().item(), blocks.topk(min(n, blocks.shape[-1])).values.sum(-1).mean().item()
 
 
 def nsa_checkpoint(run: Path, *others: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ every layer.
     python examples/train_nsa_lm.py --out runs/32k --context 32768                # one sequence a step instead of four
     python examples/train_nsa_lm.py --out runs/packed --backend sdpa-packed       # the same run on another backend
     python examples/train_nsa_lm.py --out runs/dense --attention dense            # the same model with dense attention
+    python examples/train_nsa_lm.py --out runs/msa --attention msa                # MSA: dense first, while the indexer learns
     python examples/train_nsa_lm.py --out runs/tiny --tiny                        # a size for a CPU
     torchrun --standalone --nproc-per-node 2 examples/train_nsa_lm.py --out runs/sliced --parallel context
 
@@ -31,12 +32,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 import typer
 from common import Device, Row, device_of, facts, program, read_rows, write_rows
-from nsa_lm import TINY, LanguageModel, Sizes
+from nsa_lm import TINY, LanguageModel, Sizes, attention_mass
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.nn.functional import cross_entropy
 
-from nsa_sel import decisions
+from nsa_sel import MSAttention, decisions
 from nsa_sel.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ class Training:
         torch.manual_seed(sizes.seed)
         self.sizes, self.device, self.text, self.step, self.ranks = sizes, device, text, 0, ranks
         self.model = LanguageModel(sizes, backend).to(device)
+        self.msa = [layer for layer in self.model.modules() if isinstance(layer, MSAttention)]
         parameters: Any = self.model.parameters() if ranks is None else ranks.spread(self.model)
         self.graph = GraphedStep(self.update, device) if graph and device.type == "cuda" else None
         self.rate = torch.zeros((), device=device)  # a tensor, so that a captured step reads the current value
@@ -167,8 +169,12 @@ class Training:
         return loss.detach()
 
     def advance(self) -> float:
-        """Run one training step and return its loss."""
-        step = self.step + 1
+        """Run one training step and return its loss. Layers of MSA are dense in the first steps."""
+        step, dense = self.step + 1, self.step < self.sizes.dense_steps
+        if any(layer.warm_up != dense for layer in self.msa):
+            for layer in self.msa:
+                layer.warm_up = dense
+            self.graph = None if self.graph is None else GraphedStep(self.update, self.device)
         self.rate.fill_(self.sizes.learning_rate * min(step / self.sizes.warmup, math.sqrt(self.sizes.warmup / step)))
         data = batch_at(self.text, self.step, self.sizes).to(self.device)
         loss = self.graph.run(data) if self.graph else self.update(data)
@@ -179,6 +185,22 @@ class Training:
     def held_out_loss(self) -> float:
         """Return the loss of one fixed batch of the held-out text."""
         return self.mean(self.loss(batch_at(self.text, 0, self.sizes, held_out=True).to(self.device)))
+
+    def indexer_facts(self) -> Row:
+        """Return the mean loss of the indexers in the last step; none without MSA."""
+        return {"index_loss": sum(float(layer.index_loss) for layer in self.msa) / len(self.msa)} if self.msa else {}  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def mass_facts(self) -> Row:
+        """Return the share of attention mass that chosen and best blocks hold in held-out text, by layer; none without
+        MSA."""
+        inputs: list[Tensor] = []
+        hooks = [layer.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0])) for layer in self.msa]
+        self.held_out_loss()
+        for hook in hooks:
+            hook.remove()
+        masses = [attention_mass(layer, x[:1]) for layer, x in zip(self.msa, inputs, strict=True)]
+        return {"mass": [held for held, _ in masses], "best_mass": [best for _, best in masses]} if masses else {}
 
     def mean(self, loss: Tensor) -> float:
         """Return the mean loss of all ranks."""
@@ -250,10 +272,10 @@ def train(
         trained += ms / 1e3
         row: Row = {
             "step": step, "loss": loss, "ms": round(ms, 3), "tokens_per_second": round(tokens / ms * 1e3),
-            "seconds": round(trained, 3), "attention": sizes.attention, "backend": chosen(sizes), **origin,
+            "seconds": round(trained, 3), "attention": sizes.attention, "backend": chosen(sizes), **training.indexer_facts(), **origin,
         }  # fmt: skip
         if training.step % every == 0:
-            row["held_out_loss"] = training.held_out_loss()
+            row |= {"held_out_loss": training.held_out_loss(), **training.mass_facts()}
         rows.append(row)
         if writes:
             write_rows(log, [row])
@@ -282,7 +304,7 @@ def main(
     out: Annotated[Path, typer.Option(help="folder of the run; an existing one is resumed")],
     minutes: Annotated[float, typer.Option(help="of training in this process; start it again for more")] = 8,
     steps: Annotated[int | None, typer.Option(help="the step to stop at, counted from the run's beginning")] = None,
-    attention: Annotated[str, typer.Option(help="nsa, or dense: full causal attention in its place")] = "nsa",
+    attention: Annotated[str, typer.Option(help="nsa, msa, or dense: full causal attention in its place")] = "nsa",
     backend: Annotated[str | None, typer.Option(help="of the selected branch; by default the policy chooses")] = None,
     text: Annotated[Path | None, typer.Option(help="folder or file of text, such as a run's text.bin; by default the machine's")] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="a size for a CPU")] = False,
@@ -295,8 +317,8 @@ def main(
     device: Device = "auto",
 ) -> None:
     """Train, or resume training, a byte-level language model with NSA."""
-    if attention not in ("nsa", "dense"):
-        raise ArgumentError("--attention", repr(attention), "nsa, dense", "pass one of these")
+    if attention not in ("nsa", "msa", "dense"):
+        raise ArgumentError("--attention", repr(attention), "nsa, msa, dense", "pass one of these")
     if attention == "dense" and backend is not None:
         raise ArgumentError("--backend", repr(backend), "none with --attention dense", "leave one of the two out")
     sizes = of_context(replace(TINY if tiny else Sizes(), attention=attention, seed=seed), context, batch)

@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from nsa_sel.core.decide import explain_request, use_backend
     from nsa_sel.core.decision import Decision
     from nsa_sel.core.warm import reset
+    from nsa_sel.index_loss import indexer_loss
     from nsa_sel.layer import NSASelection, block_scores
+    from nsa_sel.msa_layer import MSAttention
     from nsa_sel.quantize import quantize_e4m3
     from nsa_sel.selection import Selection
-    from nsa_sel.serving import selection_attention_with_kvcache
+    from nsa_sel.serving import choose_blocks_with_kvcache, selection_attention_with_kvcache
     from nsa_sel.settings.warmup import sync_tuning, warmup
     from nsa_sel.telemetry.describe import describe
     from nsa_sel.telemetry.events import counters, decisions
@@ -33,12 +35,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Decision",
+    "MSAttention",
     "NSACache",
     "NSASelection",
     "NSAttention",
     "Selection",
     "block_scores",
     "choose_blocks",
+    "choose_blocks_with_kvcache",
     "compressed_attention",
     "compressed_cu_seqlens",
     "counters",
@@ -46,6 +50,7 @@ __all__ = [
     "describe",
     "explain",
     "explain_request",
+    "indexer_loss",
     "infllm_selection",
     "log_to",
     "moba_selection",
@@ -64,12 +69,14 @@ __all__ = [
 ]
 _HOMES = {
     "Decision": "core.decision",
+    "MSAttention": "msa_layer",
     "NSACache": "cache",
     "NSASelection": "layer",
     "NSAttention": "attention_layer",
     "Selection": "selection",
     "block_scores": "layer",
     "choose_blocks": "choosing",
+    "choose_blocks_with_kvcache": "serving",
     "compressed_attention": "choosing",
     "compressed_cu_seqlens": "varlen",
     "counters": "telemetry.events",
@@ -77,6 +84,7 @@ _HOMES = {
     "describe": "telemetry.describe",
     "explain": "attention",
     "explain_request": "core.decide",
+    "indexer_loss": "index_loss",
     "infllm_selection": "choosing",
     "log_to": "telemetry.log",
     "moba_selection": "choosing",

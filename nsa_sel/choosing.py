@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
 
 from nsa_sel.compression import BlockMean
 from nsa_sel.core import choose, run, transforms
 from nsa_sel.core.arguments import CuSeqlens, check_flag, check_positive, check_tensors
 from nsa_sel.core.call import Pool, Rule
-from nsa_sel.core.check import check_choose, check_index, check_rule, check_sizes
+from nsa_sel.core.check import check_choose, check_index, check_pool, check_rule, check_sizes
 from nsa_sel.core.packed import check_longest, check_packed_choose
-from nsa_sel.errors import ArgumentError, shown
+from nsa_sel.core.request import FEW_TOKENS
 from nsa_sel.selection import Selection
 
 Reduction = Literal["max", "sum"]
@@ -171,19 +170,8 @@ def choose_blocks(
         ArgumentError: bad input, before any kernel runs.
         BackendError: as `selection_attention`.
     """
-    check_flag("softmax", softmax)
-    check_flag("tail", tail)
-    if activation not in (None, "relu") or (softmax and activation):
-        raise ArgumentError("activation", shown(activation), "'relu' without softmax, or None", "leave it out, or pass softmax=False")
-    pool = Pool(softmax, _is_max("heads", heads), _is_max("reduce", reduce), activation == "relu")
     rule = Rule(compress_block, compress_stride, block_size, n, first, local)
-    if tail and not (compress_block == compress_stride == block_size and first == local == 0):
-        raise ArgumentError(
-            "tail",
-            True,
-            "False where blocks are forced or an incomplete block has index keys",
-            "pass first=0, local=0 and compress_block = compress_stride = block_size, with one index key per complete block",
-        )
+    pool = check_pool(rule, reduce, heads, softmax, activation, tail)
     q, k = _plain("choose_blocks", q, k)
     if lse is not None:
         check_tensors(lse=lse)
@@ -289,21 +277,23 @@ def infllm_selection(
     return _choose(q, means, rule, pool, lse, scale, q_pos, k.shape[2], backend)
 
 
+def chosen_blocks(q: Tensor, k: Tensor, rule: Rule, pool: Pool, q_pos: Tensor | None) -> Tensor:
+    """Return block indices [B,S,G,n] int32 of `choose_blocks`, for models whose indexer returns them."""
+    q, k = _plain("choose_blocks", q, k)
+    index = check_index(q, k, rule, pool, None, None, q_pos, None, transforms.traces(q, k))
+    return choose.best_blocks(index, rule, pool, None, indices=True)
+
+
 def _choose(
     q: Tensor, k: Tensor, rule: Rule, pool: Pool, lse: Tensor | None, scale: float | None, q_pos: Tensor | None, S_kv: int | None,
     backend: str | None, tail: bool = False,
 ) -> Selection:  # fmt: skip
     """Choose for the tensors that `_plain` returned. tail: add the block of the row's position, if the row does not see
-    all of it."""
+    all of it. Attention to few rows reads block indices."""
     index = check_index(q, k, rule, pool, lse, scale, q_pos, S_kv, transforms.traces(q, k))
-    ranges = choose.best_blocks(index, rule, pool, backend)
-    if tail:
-        B, S, G = ranges.shape[:3]
-        q_pos = torch.arange(index.S_kv - S, index.S_kv, device=q.device) if index.q_pos is None else index.q_pos
-        begin = (q_pos + 1) // rule.block_size * rule.block_size
-        last = torch.stack((begin, begin + rule.block_size), -1).where((begin <= q_pos).unsqueeze(-1), 0)  # attention cuts it at q_pos
-        ranges = torch.cat((ranges, last.to(ranges.dtype).unsqueeze(-2).unsqueeze(-3).expand(B, S, G, 1, 2)), 3)
-    return Selection.from_ranges(ranges, rule.block_size, disjoint=True)
+    if index.q.shape[1] <= FEW_TOKENS:
+        return Selection.from_blocks(choose.best_blocks(index, rule, pool, backend, tail, indices=True), rule.block_size, disjoint=True)
+    return Selection.from_ranges(choose.best_blocks(index, rule, pool, backend, tail), rule.block_size, disjoint=True)
 
 
 def _plain(name: str, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -314,10 +304,3 @@ def _plain(name: str, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         q, k, _ = transforms.materialized(q, k, k)
     q, k, _ = transforms.in_autocast_dtype(q, k, k)
     return q.detach(), k.detach()
-
-
-def _is_max(name: str, reduction: str) -> bool:
-    """Raise ArgumentError for anything but the two reductions."""
-    if reduction not in ("max", "sum"):
-        raise ArgumentError(name, shown(reduction), "'max' or 'sum'", "pass one of them")
-    return reduction == "max"

@@ -1,4 +1,5 @@
-"""The float64 reference of attention and of choosing: plain loops that share no code with any backend. For tests; slow.
+"""The float64 reference of attention, of the indexer's loss and of choosing, for tests: plain loops that share no code
+with any backend. Slow.
 
 Equations are those of NSA (arXiv 2502.11089).
 """
@@ -60,7 +61,7 @@ def oracle_forward(
             groups: groups g*r to g*r + r - 1 of q read KV group g.
         k: [B,G,S_kv,Dk].
         v: [B,G,S_kv,Dv].
-        ranges: [B,S,G,n,2], or [B,G,n,2] for decode; any integer dtype; half-open.
+        ranges: [B,S,G,n,2], or [B,S,1,n,2] for all groups; without S for decode; any integer dtype; half-open.
         scale: factor of the logits, by default 1/sqrt(Dk).
         q_pos: [S] or [B,S], positions of the rows, by default S_kv - S + s.
 
@@ -76,7 +77,7 @@ def oracle_forward(
     scale = 1.0 / math.sqrt(Dk) if scale is None else scale
     o = torch.zeros(B, S, G, h, Dv, dtype=torch.float64, device="cpu")
     lse = torch.full((B, S, G, h), -math.inf, dtype=torch.float64, device="cpu")
-    for b, s, g, keys in _rows(ranges, S_kv, S, q_pos):
+    for b, s, g, keys in _rows(ranges, S_kv, S, q_pos, G):
         kv = g * k.shape[1] // G
         scores = scale * (q[b, s, g].double() @ k[b, kv, keys].double().T)
         lse[b, s, g] = scores.logsumexp(-1)
@@ -123,7 +124,7 @@ def oracle_backward(
     dlse = torch.zeros(do.shape[:-1], device="cpu") if dlse is None else dlse.detach().cpu()
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     dq, dk, dv = (torch.zeros(tensor.shape, dtype=torch.float64, device="cpu") for tensor in (q, k, v))
-    for b, s, g, keys in _rows(ranges, k.shape[2], q.shape[1], q_pos):
+    for b, s, g, keys in _rows(ranges, k.shape[2], q.shape[1], q_pos, q.shape[2]):
         kv = g * k.shape[1] // q.shape[2]
         q_row, k_row, v_row, do_row = q[b, s, g].double(), k[b, kv, keys].double(), v[b, kv, keys].double(), do[b, s, g].double()
         p = torch.softmax(scale * (q_row @ k_row.T), -1)
@@ -136,9 +137,9 @@ def oracle_backward(
     return dq, dk, dv
 
 
-def _rows(ranges: Tensor, S_kv: int, S: int, q_pos: Tensor | None) -> Iterator[tuple[int, int, int, Tensor]]:
-    """b, s, g and the ascending keys of every row with at least one key."""
-    rows = (ranges.unsqueeze(1) if ranges.dim() == 4 else ranges).tolist()
+def _rows(ranges: Tensor, S_kv: int, S: int, q_pos: Tensor | None, G: int = -1) -> Iterator[tuple[int, int, int, Tensor]]:
+    """b, s, g and the ascending keys of every row with at least one key. G: groups of the rows, by default of the ranges."""
+    rows = (ranges.unsqueeze(1) if ranges.dim() == 4 else ranges).expand(-1, -1, G, -1, -1).tolist()
     for b, of_sequence in enumerate(rows):
         positions = range(S_kv - S, S_kv) if q_pos is None else (q_pos[b] if q_pos.dim() == 2 else q_pos).tolist()
         for s, of_query in enumerate(of_sequence):
@@ -150,6 +151,74 @@ def _rows(ranges: Tensor, S_kv: int, S: int, q_pos: Tensor | None) -> Iterator[t
                 keys = selected.nonzero().squeeze(-1)
                 if len(keys):
                     yield b, s, g, keys
+
+
+# The indexer's loss
+
+
+class IndexLoss(NamedTuple):
+    """The indexer's loss and its gradients; float64 on the CPU."""
+
+    loss: Tensor  # [B,S,G], of every row and index head
+    dq: Tensor  # [B,S,G,Di], gradients of sum(weights * loss)
+    dk: Tensor  # of index_k's shape
+
+
+@_one_thread()
+def oracle_indexer_loss(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    index_q: Tensor,
+    index_k: Tensor,
+    ranges: Tensor | None = None,
+    weights: Tensor | None = None,
+    scale: float | None = None,
+    index_scale: float | None = None,
+    q_pos: Tensor | None = None,
+) -> IndexLoss:
+    """KL(P || pi) of every row, over its visible selected keys J (arXiv 2606.13392), and its gradients:
+
+        P_j = 1/h sum over heads of exp(scale q.k_j - lse)     s_j = index_scale index_q.index_k_j
+        log pi_j = s_j - log sum_{i in J} exp(s_i)             loss = sum_{j in J} P_j (log P_j - log pi_j)
+
+    P has no gradient and sums to 1, since lse is that of the attention over J. With w the row's weight:
+
+        dlog pi_i/ds_j = delta_ij - pi_j     dloss/ds_j = -sum_i P_i (delta_ij - pi_j) = pi_j - P_j
+        dq = w index_scale sum_j (pi_j - P_j) index_k_j     dk_j += w index_scale (pi_j - P_j) index_q
+
+    A row without keys has a loss of 0 and contributes nothing.
+
+    Args:
+        q: [B,S,G,h,Dk], any float dtype and device; k, index_q and index_k likewise.
+        k: [B,G,S_kv,Dk].
+        lse: [B,S,G,h], natural logarithm.
+        index_q: [B,S,G,Di].
+        index_k: [B,S_kv,Di] for all groups, or [B,G,S_kv,Di].
+        ranges: [B,S,G,n,2], any integer dtype, half-open; None: all visible keys.
+        weights: [B,S,G], the gradient of each loss, by default 1.
+        scale, index_scale: factors of the logits, by default 1/sqrt(Dk) and 1/sqrt(Di).
+        q_pos: [S] or [B,S], positions of the rows, by default S_kv - S + s.
+
+    Returns:
+        The loss and its gradients.
+    """
+    q, k, lse, index_q, index_k = (x.detach().cpu().double() for x in (q, k, lse, index_q, index_k))
+    B, S, G, _, Dk = q.shape
+    S_kv, Di = k.shape[2], index_q.shape[-1]
+    scale = 1.0 / math.sqrt(Dk) if scale is None else scale
+    index_scale = 1.0 / math.sqrt(Di) if index_scale is None else index_scale
+    ranges = torch.tensor([0, S_kv]).expand(B, S, G, 1, 2) if ranges is None else ranges
+    loss, dq, dk = torch.zeros(B, S, G, dtype=torch.float64), torch.zeros_like(index_q), torch.zeros_like(index_k)
+    for b, s, g, keys in _rows(ranges, S_kv, S, q_pos):
+        at = (b, keys) if index_k.dim() == 3 else (b, g, keys)
+        P = torch.exp(scale * (q[b, s, g] @ k[b, g, keys].T) - lse[b, s, g, :, None]).mean(0)
+        log_pi = torch.log_softmax(index_scale * (index_k[at] @ index_q[b, s, g]), 0)
+        loss[b, s, g] = torch.where(P > 0, P * (P.log() - log_pi), 0.0).sum()
+        ds = (log_pi.exp() - P) * (1.0 if weights is None else float(weights[b, s, g]))
+        dq[b, s, g] = index_scale * (ds @ index_k[at])
+        dk[at] += index_scale * ds[:, None] * index_q[b, s, g]
+    return IndexLoss(loss, dq, dk)
 
 
 # Choosing

@@ -4,20 +4,29 @@ backends build from it."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa_sel.core.arguments import as_positions, as_rows, as_tensor, check_flag, check_positive
-from nsa_sel.core.ranges import best_blocks, check_ranges, distinct_ranges, merged, ranges_of_blocks, rounded, sharing_of_blocks
+from nsa_sel.core.plans import DISJOINT, Plan, Plans, make_room
+from nsa_sel.core.ranges import (
+    Blocks,
+    best_blocks,
+    check_ranges,
+    checked_blocks_of,
+    distinct_ranges,
+    merged,
+    ranges_of_blocks,
+    rounded,
+    sharing_of_blocks,
+)
 from nsa_sel.core.transforms import capturing
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.settings.flags import debugging
 
 _FACTS = frozenset(("ranges", "n", "block_size", "max_length", "disjoint"))  # can't be replaced
-_MOST_PLANS = 16
-_DISJOINT = ("disjoint",)  # the plan of `disjoint_ranges`
 
 
 class Measured(NamedTuple):
@@ -41,14 +50,6 @@ class Exact(NamedTuple):
     total: tuple[int, int] | None  # S_kv, and the keys of all rows at the default positions
 
 
-class Plan(NamedTuple):
-    """A cached plan."""
-
-    states: list[Any]  # of `made_from` when it was built
-    made_from: tuple[Any, ...]  # kept alive, so that no other tensor reuses the memory
-    value: Any
-
-
 class Snapshot(NamedTuple):
     """All that is cached for one version of the ranges. It is replaced as a whole, so that a thread sees an old one or
     a new one."""
@@ -56,7 +57,14 @@ class Snapshot(NamedTuple):
     version: int  # of the ranges
     copy: Tensor | None  # of the ranges, where comparing is cheap (CPU) or asked for (debugging)
     exact: Exact | None
-    plans: dict[Any, Plan]
+    plans: Plans
+
+
+class Indices(NamedTuple):
+    """Block indices in place of ranges."""
+
+    blocks: Blocks  # contiguous, without counts
+    version: int | None  # of the indices when the selection was made; None for a tensor without a version counter
 
 
 UNKNOWN = "unknown"  # the state of a tensor without a version counter
@@ -74,12 +82,12 @@ def state_of(x: Any) -> Any:
 def validates(ranges: Tensor) -> bool:
     """Return True if a new selection is validated: under NSA_DEBUG_TRITON, but not in a CUDA graph, whose ranges can't
     be read. Compiled calls validate when they run."""
-    return not torch.compiler.is_compiling() and debugging() and not capturing(ranges)
+    return debugging() and not torch.compiler.is_compiling() and not capturing(ranges)
 
 
 class Selection:
     """Half-open key ranges [B,S,G,n,2] of every query row, shared by the h heads of a KV group (NSA, arXiv 2502.11089,
-    Eq. 10-12).
+    Eq. 10-12). A selection with G = 1 serves calls of any number of groups, which then share it.
 
     Make one with `from_blocks`, `from_scores` or `from_ranges`. A row attends to the union of its ranges. Using a
     selection never reads the device, but for the one count of a class that `NSA_SEL_COUNT_SHARING` describes
@@ -99,18 +107,20 @@ class Selection:
         n: ranges per row, empty ones included.
         block_size: states that every non-empty range is one whole block [j*block_size, (j+1)*block_size).
         max_length: an upper bound on the keys of a row.
-        disjoint: promises that no key is in two ranges of a row, which saves finding the union on the device. Under
-            NSA_DEBUG_TRITON=1 overlapping ranges are refused.
+        disjoint: promises that no key is in two ranges of a row, which saves finding the union of ranges that are not
+            blocks. Under NSA_DEBUG_TRITON=1 overlapping ranges are refused.
         measured: what `measure` returned last, else None.
     """
 
-    ranges: Tensor
+    ranges: Tensor  # made by `__getattr__` if the selection has `_indices`
     n: int
     block_size: int | None
     max_length: int | None
     disjoint: bool
+    _indices: Indices | None = None
     measured: Measured | None = None
     _cut_block: int | None = None  # the block size of ranges that were blocks before they were cut; unsorted
+    _captured: tuple[int, Tensor] | None = None  # version of the ranges, and distinct ones, both made in a CUDA graph
     _snapshot: Snapshot | None = None  # read once by each method: another thread may replace it meanwhile
 
     def __init__(self, ranges: Tensor, block_size: int | None = None, max_length: int | None = None, *, disjoint: bool = False) -> None:
@@ -121,14 +131,59 @@ class Selection:
         facts["max_length"] = max_length
         facts["disjoint"] = disjoint or n < 2
 
+    @classmethod
+    def _of_indices(cls, blocks: Blocks, block_size: int, disjoint: bool) -> Selection:
+        """Return a selection of contiguous block indices, whose ranges are made when they are first asked for."""
+        selection, indices = cls.__new__(cls), blocks.indices
+        facts, n = selection.__dict__, indices.shape[-1]
+        facts["n"] = n
+        facts["block_size"] = block_size
+        facts["max_length"] = None
+        facts["disjoint"] = disjoint or n < 2
+        facts["_indices"] = Indices(blocks, None if indices.is_inference() else indices._version)
+        return selection
+
+    if not TYPE_CHECKING:  # else every name would be an attribute
+
+        def __getattr__(self, name: str) -> Tensor:
+            """Make the ranges of block indices, which are then what the selection holds."""
+            if name != "ranges" or self._indices is None or self.block_size is None:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            self._unwritten(self._indices)
+            ranges, _ = ranges_of_blocks(self._indices.blocks, self.block_size)
+            return self.__dict__.setdefault("ranges", ranges)  # of two threads, the first one's
+
+    @property
+    def indices(self) -> Tensor | None:
+        """Return the block indices [B,S,G,n] that kernels may read instead of ranges; None once there are ranges, which
+        may be written."""
+        return None if self._indices is None or "ranges" in self.__dict__ else self._unwritten(self._indices)
+
+    @property
+    def listed(self) -> Tensor:
+        """Return the block indices [B,S,G,n], or if there are ranges [B,S,G,n,2], those: for checks of shape and device
+        that need no ranges."""
+        return self.ranges if self._indices is None or "ranges" in self.__dict__ else self._indices.blocks.indices
+
+    @staticmethod
+    def _unwritten(indices: Indices) -> Tensor:
+        """Return the block indices; ArgumentError if PyTorch has written them since `from_blocks`."""
+        tensor = indices.blocks.indices
+        if indices.version is not None and indices.version != tensor._version:
+            raise ArgumentError(
+                "block_indices", "written after Selection.from_blocks", "no write before the selection is used",
+                "make the Selection after the write, or pass block_indices.clone()",
+            )  # fmt: skip
+        return tensor
+
     def __setattr__(self, name: str, value: object) -> None:
-        if name in _FACTS and name in self.__dict__:
+        if name in _FACTS and "n" in self.__dict__:
             raise ArgumentError(f"selection.{name}", "replaced", "the value it was made with", "make a new Selection, or write into ranges")
         object.__setattr__(self, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: leaves out the plans, which belong to this tensor and its version."""
-        return {**self.__dict__, "_snapshot": self._valid_exact()}
+        return {**self.__dict__, "ranges": self.ranges, "_indices": None, "_captured": None, "_snapshot": self._valid_exact()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         exact = state.pop("_snapshot")
@@ -186,26 +241,37 @@ class Selection:
                 negative entries are padding (uint8 has none: 255 is a block). A duplicate counts once.
             block_size: keys of a block.
             block_counts: [B,S,G], or [B,G]: entry i of a row counts only if i < block_counts. By default all count.
-            disjoint: promises that no row has duplicates, as after top-k, which saves looking for them on the device.
+            disjoint: promises that no row has duplicates. Decoding never needs it; it saves a prefill the memory of a
+                second copy of the ranges.
 
         Returns:
-            A Selection with ranges [B,S,G,n,2].
+            A Selection with ranges [B,S,G,n,2]. In a CUDA graph, one of up to 8 query rows per sequence keeps
+            `block_indices`, which kernels read: don't write to them within the graph while the selection is in use.
 
         Raises:
             ArgumentError: a wrong shape or dtype; under NSA_DEBUG_TRITON=1 also duplicates in a row.
         """
-        ranges, unique = ranges_of_blocks(block_indices, block_size, block_counts, disjoint)
-        selection = cls(ranges, block_size, disjoint=disjoint)
-        if unique is None:
-            checked = validates(ranges)
-        else:
-            checked = debugging()  # nothing compiles or captures the call
-            snapshot = selection._remember(checked=checked)
-            if snapshot is not None:
-                _keep(snapshot.plans, selection._on_stream(_DISJOINT), Plan([], (), unique))
+        blocks = checked_blocks_of(block_indices, block_size, block_counts, disjoint)
+        if blocks.captured and blocks.kept() and not debugging():
+            return cls._of_indices(blocks, block_size, disjoint)
+        ranges, unique = ranges_of_blocks(blocks, block_size)
+        selection, checked = cls(ranges, block_size, disjoint=disjoint), debugging() and validates(ranges)
+        if unique is not None:
+            selection._keep_distinct(unique, checked, blocks.captured)
         if checked:
             selection.validate()
         return selection
+
+    def _keep_distinct(self, unique: Tensor, checked: bool, captured: bool) -> None:
+        """Cache the ranges of distinct blocks, which a kernel has just made with the ranges. checked: `validates`."""
+        ranges = self.ranges
+        if ranges.is_inference():
+            return
+        if captured:
+            self.__dict__["_captured"] = ranges._version, unique
+            return
+        copy = ranges.detach().clone() if checked or not self._on_gpu else None
+        self.__dict__["_snapshot"] = Snapshot(ranges._version, copy, None, {self._on_stream(DISJOINT): Plan(unique)})
 
     @classmethod
     def from_scores(
@@ -241,6 +307,11 @@ class Selection:
             ArgumentError: shapes, dtypes or numbers that do not fit together.
         """
         return cls.from_ranges(best_blocks(scores, n, block_size, first, local, S_kv, q_pos), block_size, disjoint=True)
+
+    @property
+    def groups(self) -> int:
+        """KV groups of the rows; with 1, calls of any number of groups share the selection."""
+        return self.listed.shape[2]
 
     @property
     def block_indices(self) -> Tensor:
@@ -301,20 +372,24 @@ class Selection:
         """Contiguous ranges [B,S,G,n,2] of the same keys, without overlaps in a row.
 
         The ranges themselves if `disjoint`; else sorted by start, each without the keys of the ones before it. Cached
-        like a plan, but computed inside a CUDA graph, whose replays must follow writes into the ranges.
+        like a plan. A CUDA graph computes them, because its replays must follow writes into the ranges: once where it
+        makes the ranges, too.
 
         Args:
             captured: whether a CUDA graph is captured, if the caller has asked.
         """
+        ranges = self.ranges  # first: making them may cache the result
         if self.disjoint:
-            return self.ranges.contiguous()
-        if capturing(self.ranges) if captured is None else captured:
-            return distinct_ranges(self.ranges, self.block_size)
+            return ranges.contiguous()
+        if capturing(ranges) if captured is None else captured:
+            if self._captured is not None and self._captured[0] == ranges._version:
+                return self._captured[1]
+            return distinct_ranges(ranges, self.block_size)
         snapshot = self._snapshot  # `kept`, inlined
-        kept = None if snapshot is None else snapshot.plans.get(self._on_stream(_DISJOINT) if self.ranges.is_cuda else _DISJOINT)
+        kept = None if snapshot is None else snapshot.plans.get(self._on_stream(DISJOINT) if self.ranges.is_cuda else DISJOINT)
         if snapshot is not None and kept is not None and self._is_current(snapshot):
             return kept.value  # type: ignore[no-any-return]
-        return self.plan(_DISJOINT, lambda: distinct_ranges(self.ranges, self.block_size))  # type: ignore[no-any-return]
+        return self.plan(DISJOINT, lambda: distinct_ranges(self.ranges, self.block_size))  # type: ignore[no-any-return]
 
     def plan(self, key: tuple[Any, ...], build: Callable[[], Any], *made_from: Any) -> Any:
         """Return the cached result of `build()`, rebuilt after the ranges were written.
@@ -322,14 +397,14 @@ class Selection:
         Tensors made under torch.inference_mode() have no version counter: plans made from them are not cached.
 
         Args:
-            key: of the cache, which holds `_MOST_PLANS` plans.
+            key: of the cache, which holds `MOST_PLANS` plans.
             build: makes the plan.
             made_from: tensors and plain values that the plan depends on besides the ranges; a change rebuilds it, too.
 
         Returns:
             What `build` returned.
         """
-        states = [state_of(x) for x in made_from] if made_from else []
+        states = tuple([state_of(x) for x in made_from]) if made_from else ()
         snapshot = None if UNKNOWN in states else self._snapshot
         if UNKNOWN not in states and (snapshot is None or not self._is_current(snapshot)):
             snapshot = self._remember()
@@ -341,15 +416,18 @@ class Selection:
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False):  # a later call may record gradients
                     return self.plan(key, build, *made_from)
-            kept = Plan(states, made_from, build())
-            _keep(snapshot.plans, on, kept)
+            kept = Plan(build(), states, made_from)
+            make_room(snapshot.plans, 1)
+            snapshot.plans[on] = kept
         return kept.value
 
-    def _current(self) -> Snapshot | None:
+    def current(self) -> Snapshot | None:
         """Return the snapshot of the ranges as they are, a new one if they were written; None for tensors that have no
         version."""
         snapshot = self._snapshot
-        return snapshot if snapshot is not None and self._is_current(snapshot) else self._remember()
+        if snapshot is not None and (self.ranges._version == snapshot.version if snapshot.copy is None else self._is_current(snapshot)):
+            return snapshot
+        return self._remember()
 
     def _on_stream(self, key: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the key of a plan on the current stream: another stream could read it too early, or after its memory
@@ -358,21 +436,6 @@ class Selection:
         if not ranges.is_cuda or torch.compiler.is_compiling():
             return key
         return *key, torch._C._cuda_getCurrentRawStream(ranges.get_device())
-
-    def kept(self, on: tuple[Any, ...]) -> Any:
-        """Return the cached plan that depends on the ranges alone; None if there is none. on: its key and the current
-        stream, as of `_on_stream`."""
-        snapshot = self._snapshot
-        plan = None if snapshot is None else snapshot.plans.get(on)
-        if snapshot is None or plan is None or plan.made_from or not self._is_current(snapshot):
-            return None
-        return plan.value
-
-    def keep(self, on: tuple[Any, ...], value: Any) -> None:
-        """Cache a plan that depends on the ranges alone, as they are now. on: as of `kept`."""
-        snapshot = self._current()
-        if snapshot is not None:
-            _keep(snapshot.plans, on, Plan([], (), value))
 
     def _is_current(self, snapshot: Snapshot) -> bool:
         """Return True if the ranges are as they were; ArgumentError where debugging finds an unannounced GPU write."""
@@ -501,7 +564,7 @@ class Selection:
         longest = int(lengths.max()) if rows else 0
         sharing = None if self.block_size is None else sharing_of_blocks(torch.where(end > start, start // self.block_size, -1))
         self.measured = measured = Measured(rows, int((lengths == 0).sum()), longest, total / max(1, rows), total, sharing)
-        snapshot = self._current()
+        snapshot = self.current()
         if snapshot is not None:
             of_keys = (S_kv, total) if S_kv is not None and q_pos is None else None
             exact = Exact(most, sharing and rounded(sharing), int(float(f"{measured.mean_length:.2g}")), of_keys)
@@ -526,9 +589,3 @@ class Selection:
     def __repr__(self) -> str:
         facts = f"block_size={self.block_size}, max_length={self.max_length}, disjoint={self.disjoint}, measured={self.measured}"
         return f"Selection(ranges={tuple(self.ranges.shape)} {self.ranges.dtype} on {self.ranges.device}, {facts})"
-
-
-def _keep(plans: dict[Any, Plan], on: tuple[Any, ...], plan: Plan) -> None:
-    if len(plans) >= _MOST_PLANS:  # a growing KV cache makes new keys at every step
-        plans.pop(next(iter(tuple(plans)), None), None)  # a tuple: another thread may add a plan meanwhile
-    plans[on] = plan

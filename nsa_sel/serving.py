@@ -1,5 +1,5 @@
-"""Decoding over a KV cache, contiguous or paged: sequences of different lengths in one call, with one or more new
-tokens each."""
+"""Decoding over a KV cache, contiguous or paged: attention, and the choice of blocks by cached index keys. Sequences of
+different lengths in one call, with one or more new tokens each."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports torch._dynamo at once
 from torch.compiler import is_compiling
 
-from nsa_sel.core import attend, run, shared_keys, transforms
+from nsa_sel.core import attend, choose, run, shared_keys, transforms
 from nsa_sel.core.arguments import check_flag, check_tensors
-from nsa_sel.core.check import as_selection, check_call
+from nsa_sel.core.call import PagedKeys, Rule
+from nsa_sel.core.check import as_selection, check_call, check_index, check_pool, check_rule
 from nsa_sel.core.decide import decide_call
 from nsa_sel.core.warm import prepared
 from nsa_sel.errors import ArgumentError, renamed
@@ -52,7 +53,8 @@ def selection_attention_with_kvcache(
             contiguous last dimension. The keys of the new tokens are already in it. q and the selection may have r
             times its groups, as in `selection_attention`.
         v_cache: likewise, with Dv.
-        selection: over rows [B,S_q,G], in positions of each row's own sequence: a `Selection`, or ranges [B,S_q,G,n,2].
+        selection: over rows [B,S_q,G], or [B,S_q,1] for all groups, in positions of each row's own sequence: a
+            `Selection`, or ranges [B,S_q,G,n,2].
             Its block size and the page size need not divide each other.
         cache_seqlens: [B] int32 or int64, the keys of each sequence. Checked on a CPU; on a GPU a length past the end
             is clamped.
@@ -75,7 +77,7 @@ def selection_attention_with_kvcache(
     """
     if is_compiling():
         options: Any = {"k_scale": k_scale, "v_scale": v_scale, "scale": scale, "return_lse": return_lse, "backend": backend}
-        return _uncompiled(q, k_cache, v_cache, selection, cache_seqlens, block_table, **options)
+        return _uncompiled(selection_attention_with_kvcache, q, k_cache, v_cache, selection, cache_seqlens, block_table, **options)
     transforms.check_traced("selection_attention_with_kvcache", q, k_cache, v_cache)
     check_flag("return_lse", return_lse)
     decode = isinstance(q, Tensor) and q.dim() == 4
@@ -112,11 +114,84 @@ def selection_attention_with_kvcache(
     return (o, lse) if return_lse else o
 
 
+def choose_blocks_with_kvcache(
+    q: Tensor, k_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None = None, *, block_size: int = 128, n: int = 16,
+    first: int = 0, local: int = 1, reduce: Literal["max", "sum"] = "max", heads: Literal["max", "sum"] = "sum", softmax: bool = False,
+    activation: Literal["relu"] | None = None, tail: bool = False, compress_block: int = 1, compress_stride: int = 1,
+    k_scale: Tensor | None = None, scale: float | None = None, out: Tensor | None = None, backend: str | None = None,
+) -> Selection:  # fmt: skip
+    """`choose_blocks` for each sequence's last S_q tokens by the index keys of its cache, for
+    `selection_attention_with_kvcache`.
+
+    New token s of sequence b is at position cache_seqlens[b] - S_q + s; a token below position 0 chooses nothing. Index
+    keys that no token of a sequence sees are not read, or count for nothing, NaN included. Lengths are never read from a
+    GPU: a CUDA graph of the call may be replayed after its inputs were written in place. No gradient. Under
+    torch.autocast nothing is cast. torch.compile breaks its graph here, and runs the call eagerly.
+
+    Args:
+        q: [B,S_q,G,h,Dk], or [B,G,h,Dk] for one new token per sequence: index queries. float16, bfloat16, float32 or
+            float64.
+        k_cache: index keys [B,C_max,G,Dk], or with a block table pages [pages,page_size,G,Dk]; one group of them for
+            all groups of q, or one for each. Any strides with a contiguous last dimension. Of q's dtype, or of
+            float8_e4m3fn beside q in float16, bfloat16 or float32. Index key i stands for the keys that
+            compress_block and compress_stride say, for one key by default.
+        cache_seqlens: [B] int32 or int64, the keys of each sequence (not its index keys). Checked on a CPU; on a GPU a
+            length past the end is clamped.
+        block_table: [B, pages of a sequence] int32. Index key i of sequence b is i % page_size of page block_table[b,
+            i // page_size]. Entries past a sequence's index keys may hold anything. Checked on a CPU; on a GPU a page
+            that does not exist is undefined behavior.
+        block_size, n, first, local, reduce, heads, softmax, activation, tail, compress_block, compress_stride, scale,
+            backend: as of `choose_blocks`.
+        k_scale: of index keys in float8_e4m3fn: key = stored * k_scale. float32, of one element, [G] of k_cache, or
+            [pages,G] for pages; None for 1.
+        out: [B,S_q,G,n] int32 or int64 ([B,G,n] for q of 4 dimensions; n + 1 with tail), contiguous. Gets the block
+            indices, ascending, -1 last; with tail, in the last column the incomplete block or -1.
+
+    Returns:
+        The `Selection` of whole blocks over rows [B,S_q,G]; with `out`, of `out`: do not write to it while the selection
+        is in use.
+
+    Raises:
+        ArgumentError: bad input, before any kernel runs.
+        BackendError: as `selection_attention`; make_fx or FakeTensorMode traces the call.
+    """
+    rule = Rule(compress_block, compress_stride, block_size, n, first, local)
+    if is_compiling():
+        options: Any = {"reduce": reduce, "heads": heads, "softmax": softmax, "activation": activation, "tail": tail, "k_scale": k_scale}
+        options |= {"scale": scale, "out": out, "backend": backend, **rule._asdict()}
+        return _uncompiled(choose_blocks_with_kvcache, q, k_cache, cache_seqlens, block_table, **options)  # type: ignore[no-any-return]
+    transforms.check_traced("choose_blocks_with_kvcache", q, k_cache, k_cache)
+    check_rule(rule)
+    pool = check_pool(rule, reduce, heads, softmax, activation, tail)
+    decode = isinstance(q, Tensor) and q.dim() == 4
+    if decode:
+        q = q.unsqueeze(1)
+    S_kv = _check_cache(q, k_cache, None, cache_seqlens, block_table, rule)
+    scales = scales_of(q, k_cache, k_cache, k_scale, k_scale, block_table is not None)
+    q, k_cache, _ = transforms.materialized(q, k_cache, k_cache)
+    k, pages, cast = k_cache.detach().transpose(1, 2), None, None if scales is None else STORED
+    room = k
+    if block_table is not None:  # check a view of the shape that contiguous keys would have; nothing reads it
+        pages = PagedKeys(block_table, 0)
+        room = k.as_strided((len(q), k.shape[1], block_table.shape[1] * k.shape[2], k.shape[3]), (0, 0, 0, k.stride(3)))
+    try:
+        index = check_index(q.detach(), room, rule, pool, None, scale, None, S_kv, False, cast)
+    except ArgumentError as error:
+        raise renamed(error, k="k_cache") from None
+    if out is not None:
+        _check_out(out, q, n + tail, decode)
+        out = out.view(*q.shape[:3], n + tail)
+    index = index._replace(k=k.expand(-1, q.shape[2], -1, -1))
+    cache = choose.IndexCache(cache_seqlens, pages, scales)
+    chosen = choose.best_blocks(index, rule, pool, backend, tail, True, cache, out)
+    return Selection.from_blocks(chosen, block_size, disjoint=True)
+
+
 @_disable_dynamo
-def _uncompiled(*arguments: Any, **options: Any) -> Any:
+def _uncompiled(function: Any, *arguments: Any, **options: Any) -> Any:
     """Return the eager call, in a function that torch.compile traces: there is no op for it, and checks and decisions
     are no graph."""
-    return selection_attention_with_kvcache(*arguments, **options)
+    return function(*arguments, **options)
 
 
 def _with_gradients(
@@ -148,9 +223,13 @@ def _of_shared_keys(
     return shared_keys.from_sequences(o, r), shared_keys.from_sequences(lse, r)
 
 
-def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None) -> int:
-    """Check the shapes of a cache and return the number of keys that a sequence has room for. Reads nothing on a GPU."""
-    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, cache_seqlens=cache_seqlens)
+def _check_cache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor | None, cache_seqlens: Tensor, block_table: Tensor | None, rule: Rule | None = None
+) -> int:  # fmt: skip
+    """Check the shapes of a cache, or with a rule those of a cache of index keys, and return the number of keys that a
+    sequence has room for. Reads nothing on a GPU."""
+    tensors = {"k_cache": k_cache} if v_cache is None else {"k_cache": k_cache, "v_cache": v_cache}
+    check_tensors(q=q, cache_seqlens=cache_seqlens, **tensors)
     if block_table is not None:
         check_tensors(block_table=block_table)
     if q.dim() != 5:
@@ -160,7 +239,10 @@ def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Ten
     B, S_q, G, _, _ = q.shape
     k_shape = k_cache.shape
     groups = G // shared_keys.ratio(G, k_shape[2]) if len(k_shape) == 4 else G
-    for name, shape in (("k_cache", k_shape), ("v_cache", v_cache.shape)):
+    if rule is not None and groups > 1:
+        groups = G
+    for name, x in tensors.items():
+        shape = x.shape
         same = len(shape) == 4 and shape[2] == groups and shape[:2] == k_shape[:2]
         if not same or (shape[0] != B if block_table is None else 0 in shape[:2]):
             allowed = f"[B={B}, S_max, G={G}, D]" if block_table is None else f"[pages, page_size, G={G}, D] with at least one page"
@@ -170,16 +252,22 @@ def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Ten
                 remedy = "pass these sequences alone; for pages [pages, page_size, G, D] pass block_table=, int32 [B, pages of a sequence]"
             raise ArgumentError(name, f"of shape {tuple(shape)}", allowed, remedy)
     _check_index("cache_seqlens", cache_seqlens, q, "[B]", (B,), (torch.int32, torch.int64))
-    if block_table is None:
-        S_kv = k_shape[1]
-    else:
+    room = k_shape[1]
+    if block_table is not None:
         _check_index("block_table", block_table, q, "[B, pages of a sequence]", (B, *(block_table.shape[1:2] or (1,))), (torch.int32,))
-        S_kv = block_table.shape[1] * k_shape[1]
+        room *= block_table.shape[1]
+    S_kv = room if rule is None else room * rule.compress_stride + rule.compress_block - 1  # before it needs another index key
     if S_q > S_kv:
         raise ArgumentError("q", f"of S_q = {S_q} tokens", f"at most the {S_kv} that the cache has room for", "pass only the new tokens")
-    if not q.is_cpu or not B:
-        return S_kv
-    # On a CPU, where reading is free, check that lengths fit and pages exist.
+    if q.is_cpu and B:
+        _check_lengths(cache_seqlens, S_kv, block_table, k_shape[0], k_shape[1], rule)
+    return S_kv
+
+
+def _check_lengths(
+    cache_seqlens: Tensor, S_kv: int, block_table: Tensor | None, pages: int, page_size: int, rule: Rule | None
+) -> None:  # fmt: skip
+    """Check on a CPU, where reading is free, that lengths fit and pages exist."""
     if int(cache_seqlens.min()) < 0 or int(cache_seqlens.max()) > S_kv:
         raise ArgumentError(
             "cache_seqlens",
@@ -187,19 +275,33 @@ def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Ten
             f"lengths in [0, {S_kv}], the room of the cache",
             "count each sequence's keys",
         )
-    if block_table is not None:
-        pages, page_size = k_shape[:2]
-        used = torch.arange(block_table.shape[1], device=block_table.device) * page_size < cache_seqlens.unsqueeze(1)
-        wrong = used & ((block_table < 0) | (block_table >= pages))
-        if bool(wrong.any()):
-            b, i = wrong.nonzero()[0].tolist()
-            raise ArgumentError(
-                f"block_table[{b}, {i}]",
-                int(block_table[b, i]),
-                f"pages in [0, {pages}) for all keys of cache_seqlens[{b}] = {int(cache_seqlens[b])}",
-                "give the sequence this page, or shorten it",
-            )
-    return S_kv
+    if block_table is None:
+        return
+    keys = cache_seqlens if rule is None else (cache_seqlens - rule.compress_block) // rule.compress_stride + 1
+    used = torch.arange(block_table.shape[1], device=block_table.device) * page_size < keys.unsqueeze(1)
+    wrong = used & ((block_table < 0) | (block_table >= pages))
+    if bool(wrong.any()):
+        b, i = wrong.nonzero()[0].tolist()
+        raise ArgumentError(
+            f"block_table[{b}, {i}]",
+            int(block_table[b, i]),
+            f"pages in [0, {pages}) for all keys of cache_seqlens[{b}] = {int(cache_seqlens[b])}",
+            "give the sequence this page, or shorten it",
+        )
+
+
+def _check_out(out: Tensor, q: Tensor, n: int, decode: bool) -> None:
+    """Check the tensor that gets block indices of q [B,S_q,G,h,Dk]."""
+    check_tensors(out=out)
+    B, S_q, G = q.shape[:3]
+    shape = (B, G, n) if decode else (B, S_q, G, n)
+    if tuple(out.shape) != shape or out.dtype not in (torch.int32, torch.int64) or out.device != q.device or not out.is_contiguous():
+        raise ArgumentError(
+            "out",
+            f"{out.dtype} of shape {tuple(out.shape)} and strides {out.stride()} on {out.device}",
+            f"contiguous {shape} of torch.int32 or torch.int64 on {q.device}",
+            "pass such a tensor, or leave it out",
+        )
 
 
 def _check_index(name: str, x: Tensor, q: Tensor, layout: str, shape: tuple[Any, ...], dtypes: tuple[torch.dtype, ...]) -> None:

@@ -228,7 +228,8 @@ def dense_attention(
 def unused_keys(q: Tensor, k: Tensor, ranges: Tensor, q_pos: Tensor | None = None) -> Tensor:
     """Return which keys [B,G,S_kv] no row reads; several groups of q may share those of k."""
     used = oracle_mask(ranges, k.shape[2], q.shape[1] if q.dim() == 5 else 1, q_pos).any(1)
-    return ~used.view(len(used), k.shape[1], -1, used.shape[-1]).any(2).to(k.device)
+    used = used.expand(-1, q.shape[-3], -1)  # of a selection of one group for all
+    return ~used.reshape(len(used), k.shape[1], -1, used.shape[-1]).any(2).to(k.device)
 
 
 def gradient_terms(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float | None) -> tuple[float, float, float]:

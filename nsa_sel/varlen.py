@@ -55,8 +55,9 @@ def selection_attention_varlen(
         q: [T,G,h,Dk].
         k: [Tk,G,Dk].
         v: [Tk,G,Dv].
-        selection: over rows [T,G,n,2], in positions of each row's own sequence: a `Selection` of T rows, for example
-            from `Selection.from_blocks` of [T,G,n], or ranges. Keys of other sequences are never selected.
+        selection: over rows [T,G,n,2], or [T,1,n,2] for all groups, in positions of each row's own sequence: a
+            `Selection` of T rows, for example from `Selection.from_blocks` of [T,G,n], or ranges. Keys of other
+            sequences are never selected.
         cu_seqlens_q: [N+1] int32 or int64 on the CPU or on q's device, or a list: sequence i has the rows
             [cu_seqlens_q[i], cu_seqlens_q[i+1]). Bounds on a GPU are not checked.
         cu_seqlens_k: likewise of keys, by default cu_seqlens_q.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from nsa_sel.backends.specs import E4M3_TILE_ROWS, HOPPER_STEPS, VISITED_WHOLE, WIDEST, launch_class, tile_columns
+from nsa_sel.backends.specs import E4M3_TILE_ROWS, HOPPER_STEPS, VISITED_KEYS, VISITED_WHOLE, WIDEST, launch_class, tile_columns
 from nsa_sel.core.backend import Backend, PolicyInput
 from nsa_sel.core.request import FEW_TOKENS, SHARING_TOKENS, Request
 
@@ -80,11 +80,13 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...]) -> dict[s
     read = keys * -(-h // TILE_ROWS) * key_bytes
     suffix = "-wide" if launch_class(wide_k + wide_v, size) else ""
     by_rows = not HOPPER_STEPS.take(request)
+    visited = block if block >= VISITED_WHOLE else next((width for width in VISITED_KEYS if block % width == 0), block)
     return {
         "launch": 1.0,
         "rows-read": read / 1e9 if by_rows else 0.0,
         "union": tile_blocks(request, sharing, tokens) * block * tokens / max(1, rows) / 1e3,
         "pairs": pairs / 1e6,
+        "partials": keys / visited * h * Dv * size / 1e9,
         "rows": rows * h * (Dk + Dv) * size * (2 if backward else 1) / 1e9,
         "read" + suffix: read / 1e9,
         "gathered": read / 1e9 if gathers(request) else 0.0,

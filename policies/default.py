@@ -14,19 +14,23 @@ from nsa_sel.policies import cost, guards, rules
 def preference(case: PolicyInput) -> tuple[str, ...]:
     """Return the order of preference for this direction: measured if the device has a profile, else conservative.
 
-    Empty for "choose" requests, which use the registry's order. On a GPU, prefills outside the cost models use
+    Empty for requests of other kinds than "attend", which use the registry's order. On a GPU, prefills outside the cost models use
     `prefer_tiles`, unless the user's file sets an order; backends whose tile kernels do not take the call are left out
-    of it.
+    of it. Decoding steps outside the models prefer backends whose kernels over steps of keys take them.
     """
     settings, request = case.settings, case.request
-    if request.kind == "choose":
+    if request.kind != "attend":
         return ()
     own = settings.config_file is not None and settings.sources.get(f"prefer_{case.direction}") == settings.config_file
-    if not own and case.device.kind == "cuda" and cost.beyond_models(request) and request.S > FEW_TOKENS:
-        backward = case.direction == "backward"
+    backward = case.direction == "backward"
+    usual = settings.prefer_backward if backward else settings.prefer_forward
+    if own or case.device.kind != "cuda" or not cost.beyond_models(request):
+        return usual
+    if request.S > FEW_TOKENS:
         by_rows = {x.name for x in SPECS if x.tiles and not (case.device.sm == x.tiles.sm and x.tiles.take(request, backward))}
         return tuple(name for name in settings.prefer_tiles if name not in by_rows)
-    return settings.prefer_forward if case.direction == "forward" else settings.prefer_backward
+    by_steps = () if backward else tuple(x.name for x in SPECS if x.steps and case.device.sm == x.steps.sm and x.steps.take_few(request))
+    return *by_steps, *(name for name in usual if name not in by_steps)
 
 
 POLICY = Policy(

@@ -65,7 +65,9 @@ class Problem(NamedTuple):
     n: int
     tiles: int  # of TILE keys in a sequence
     log2_scale: Any  # scale * log2(e), in the dtype of accumulation
-    ranges: np.ndarray  # [B,S,G,n,2] int64, not causally clamped
+    share: int  # groups that share the ranges of a row: G or 1
+    ranges: np.ndarray  # [B,S,G/share,n,2] int64, not causally clamped
+    repeats: bool  # forward: ranges are blocks, of which a row may name one several times
     position: np.ndarray  # [B,S] int64
     slot: np.ndarray  # [B,G,tiles] int64: the tile's index among the tiles that any row selects from, -1 for others
 
@@ -176,7 +178,7 @@ def _exp2(x):
 
 
 @jit
-def list_rows(first, last, ranges, at, rows, fill, S, G, n, tiles):
+def list_rows(first, last, ranges, at, rows, fill, S, G, share, n, tiles):
     """Count in `at` the query rows whose ranges touch a tile, for every KV head b * G + g and tile; if `fill`, list
     them in ascending order.
 
@@ -187,7 +189,7 @@ def list_rows(first, last, ranges, at, rows, fill, S, G, n, tiles):
         b, g = head // G, head % G
         seen[:] = -1
         for s in range(S):
-            r0 = ((b * S + s) * G + g) * n * 2
+            r0 = ((b * S + s) * G + g) // share * n * 2
             for r in range(r0, r0 + 2 * n, 2):
                 start, end = max(ranges[r], 0), min(ranges[r + 1], tiles * TILE)
                 if start < end:
@@ -242,12 +244,28 @@ def _locate(row, p):
 
 
 @jit
+def _ranges_of(at, p):
+    """Return where the ranges of the row at offset `at` in [B,S,G] begin."""
+    r0 = at // p.share * p.n * 2
+    return range(r0, r0 + p.n * 2, 2)
+
+
+@jit
 def _span(start, end, pair):
     """Return the tile of key `start`, the keys [lo, hi) of that tile in [start, end), and [lo, hi) widened to pairs of
     vectors."""
     tile = start // TILE
     lo, hi = start - tile * TILE, min(end - tile * TILE, TILE)
     return tile, lo, hi, lo // pair * pair, (hi + pair - 1) // pair * pair
+
+
+@jit
+def _is_repeated(ranges, first, r):
+    """Return True if the range at r equals one of those before it from `first` on."""
+    found = False
+    for other in range(first, r, 2):
+        found |= ranges[other] == ranges[r] and ranges[other + 1] == ranges[r + 1]
+    return found
 
 
 @jit
@@ -295,8 +313,10 @@ def forward_rows(first, last, q, kt, v, o, lse, p):
         b, g, i, at, limit = _locate(row, p)
         _scaled(query, 0, q, _offset(q_step, b, i, g), q_step[3], h, Dk, p.log2_scale)
         row_max[:], row_sum[:], out[:] = -np.inf, 0, 0
-        for r in range(at * p.n * 2, (at + 1) * p.n * 2, 2):
+        for r in _ranges_of(at, p):
             start, end = max(p.ranges[r], 0), min(p.ranges[r + 1], limit)
+            if p.repeats and _is_repeated(p.ranges, at // p.share * p.n * 2, r):
+                end = start
             while start < end:
                 tile, lo, hi, left, right = _span(start, end, pair)
                 kt0 = p.slot[row // p.S * p.tiles + tile] * Dk * TILE + left
@@ -345,7 +365,7 @@ def dq_rows(first, last, q, k, kt, vt, o, lse, do, dlse, dq, delta, scale, p):
             delta[at * h + m] = product - dlse[_offset(dlse_step, b, i, g) + m * dlse_step[3]]
             lse2[m] = lse[_offset(lse_step, b, i, g) + m * lse_step[3]] * LOG2E
         out[:] = 0
-        for r in range(at * p.n * 2, (at + 1) * p.n * 2, 2):
+        for r in _ranges_of(at, p):
             start, end = max(p.ranges[r], 0), min(p.ranges[r + 1], limit)
             while start < end:
                 tile, lo, hi, left, right = _span(start, end, pair)
@@ -383,7 +403,7 @@ def _gather_rows(entry, stop, rows, b, g, tile0, q, do, query, gradient, row_of,
     while count < len(row_of) and entry < stop:
         i = rows[entry]
         entry += 1
-        r0, visible = ((b * p.S + i) * p.G + g) * p.n * 2, min(TILE, p.S_kv - tile0, p.position[b * p.S + i] + 1 - tile0)
+        r0, visible = ((b * p.S + i) * p.G + g) // p.share * p.n * 2, min(TILE, p.S_kv - tile0, p.position[b * p.S + i] + 1 - tile0)
         marked[count] = _mark(keep, count * TILE, p.ranges, r0, p.n, tile0, visible)
         if marked[count] > 0:
             _scaled(query, count * h * Dk, q, _offset(q_step, b, i, g), q_step[3], h, Dk, p.log2_scale)

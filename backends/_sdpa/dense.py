@@ -79,7 +79,7 @@ def _tiles_by_position(call: Call, height: int) -> tuple[list[Tile], int]:
     tiles = [Tile(at.start, at.stop, 0, S_kv if moved else S_kv - S + at.stop) for at in attend.slices(S, height)]
     measured = None if moved else call.selection.total_length(S_kv)
     if measured is not None:
-        return tiles, measured
+        return tiles, measured * call.groups_per_selection
     most = call.selection.length_bound(S_kv)
     # Rows that see fewer keys than `most`: S_kv - S + 1, S_kv - S + 2, ...
     short = 0 if moved else max(0, min(S, most - (S_kv - S)))

@@ -108,7 +108,7 @@ def packed(call: Call, start: Tensor, end: Tensor, per_key: int, direction: str)
     covers all its chunks.
     """
     S, G = call.q.shape[1:3]
-    start, end = start.reshape(-1, call.selection.n), end.reshape(-1, call.selection.n)
+    start, end = rows_of(call, start), rows_of(call, end)
     k, v = (call.k, call.v) if call.scales is None else (call.k.view(torch.uint8), call.v.view(torch.uint8))
     (k_table, k_strides), (v_table, v_strides) = _table(k), _table(v)
     wide = attend.accumulate(call.q.dtype)
@@ -122,7 +122,8 @@ def packed(call: Call, start: Tensor, end: Tensor, per_key: int, direction: str)
         with attend.timed_bucket(call, direction, L, len(ids_of_bucket)):
             for chunk in attend.slices(len(ids_of_bucket), max(step, half // (L * _INDEX_BYTES))):
                 ids = ids_of_bucket[chunk]
-                position, keep, filled = positions(start[ids], end[ids], L)
+                row = ids // call.groups_per_selection
+                position, keep, filled = positions(start[row], end[row], L)
                 b, g = (ids // (S * G)).unsqueeze(1), (ids % G).unsqueeze(1)
                 index = {strides: position * strides[2] + (b * strides[0] + g * strides[1]) for strides in {k_strides, v_strides}}
                 rows = Rows(ids, keep, filled, position, [k_table, v_table], [index[k_strides], index[v_strides]], buffers)
@@ -146,15 +147,20 @@ def _table(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
 
 def buckets(call: Call, start: Tensor, end: Tensor) -> list[tuple[Tensor, int]]:
     """Return (ids [r], L) per bucket: each row goes to the next power of two, by its length on a CPU, by a static bound
-    on a GPU."""
+    on a GPU. start, end: from `rows_of`."""
     if not attend.may_read(call):
         return static_buckets(call)
-    total = (end - start).sum(1)
+    total = (end - start).sum(1).repeat_interleave(call.groups_per_selection)
     longest = int(total.max())
     powers = _powers(longest)
     level = torch.bucketize(total, total.new_tensor(powers))
     ids = [((level == i) & (total > 0)).nonzero().squeeze(1) for i in range(len(powers))]
     return [(rows, min(L, longest)) for rows, L in zip(ids, powers, strict=True) if len(rows)]
+
+
+def rows_of(call: Call, x: Tensor) -> Tensor:
+    """Return starts or ends [B,S,G,n] as [rows,n] of the selection, whose rows several groups may share."""
+    return x[:, :, :: call.groups_per_selection].reshape(-1, call.selection.n)
 
 
 def static_buckets(call: Call) -> list[tuple[Tensor, int]]:

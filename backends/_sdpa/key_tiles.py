@@ -138,7 +138,7 @@ def rows_by_tile(call: Call, start: Tensor, end: Tensor) -> Lists:
         pairs = zip(start.transpose(1, 2).flatten(0, 1), end.transpose(1, 2).flatten(0, 1), strict=True)
         return [_touching(*pair, S_kv, width) for pair in pairs]
 
-    lists: Lists = call.selection.plan(("sdpa-packed", S_kv, width), build, call.q_pos)
+    lists: Lists = call.selection.plan(("sdpa-packed", S_kv, width, call.groups_per_selection), build, call.q_pos)
     return lists
 
 

@@ -67,6 +67,11 @@ def sizes(call: Call) -> tuple[int, int, int]:
     return S, call.S_kv, G
 
 
+def plan_sizes(call: Call) -> tuple[int, int, int]:
+    """Return `sizes` for the plans of a selection, whose groups are the selection's."""
+    return call.q.shape[1], call.S_kv, call.selection.groups
+
+
 def path(call: Call, kernel: str) -> Literal["dense", "varlen"]:
     """Return which path `kernel` takes.
 
@@ -94,11 +99,12 @@ class Heads(NamedTuple):
     Dv: int
     block_d: int  # NSA_SEL_TRITON_BLOCK_D and _BLOCK_DV, which may widen the tiles that hold Dk and Dv; 0 if unset
     block_dv: int
+    share: int = 1
 
 
 class Dims(NamedTuple):
-    """The constexpr parameter `dims` of kernels: h heads of Dk and Dv columns, and the widths of the tiles that hold
-    them."""
+    """The constexpr parameter `dims` of kernels: h heads of Dk and Dv columns, the widths of the tiles that hold them, and
+    how many groups share the ranges of a row (`Call.groups_per_selection`)."""
 
     h: int
     Dk: int
@@ -106,13 +112,14 @@ class Dims(NamedTuple):
     BLOCK_D: int
     BLOCK_REST: int  # width of the second tile of Dk, 0 if one tile holds it
     BLOCK_DV: int
+    SHARE: int
 
 
 @cached_by_class
 def heads(call: Call) -> Heads:
     q, settings = call.q, call.settings
     _, _, _, h, Dk = q.shape
-    return Heads(q.dtype, h, Dk, call.v.shape[3], settings.block_d or 0, settings.block_dv or 0)
+    return Heads(q.dtype, h, Dk, call.v.shape[3], settings.block_d or 0, settings.block_dv or 0, call.groups_per_selection)
 
 
 def heads_of(q: Tensor, v: Tensor) -> Heads:
@@ -133,7 +140,7 @@ def dims(of: Heads) -> Dims:
         if 0 < tile < columns:
             runs = f"the kernel runs as without the flag; unset it, or set it to {tile_size(columns)} or more"
             warn(f"NSA_SEL_TRITON_{flag} is {tile}, but Triton kernels hold {dim} = {columns} in one tile, which it can only widen: {runs}")
-    return Dims(of.h, of.Dk, of.Dv, max(tile_size(of.Dk), of.block_d), 0, max(tile_size(of.Dv), of.block_dv))
+    return Dims(of.h, of.Dk, of.Dv, max(tile_size(of.Dk), of.block_d), 0, max(tile_size(of.Dv), of.block_dv), of.share)
 
 
 @functools.lru_cache(REMEMBERED)

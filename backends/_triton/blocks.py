@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_sel.backends._triton.arguments import position_strides, sizes
+from nsa_sel.backends._triton.arguments import plan_sizes, position_strides
 from nsa_sel.backends._triton.kernel import cached_kernel
 from nsa_sel.backends._triton.key_to_rows import run_ends
 from nsa_sel.backends._triton.rows import load_range, row_limit
@@ -38,7 +38,7 @@ MOST_BLOCKS = 2**31 // MOST_ROWS - 1  # the other bits of the sort key hold the 
 
 class BlockUnion(NamedTuple):
     """Block lists of all tiles. Tile (b*G + g)*tiles + i holds rows [i*TQ, (i+1)*TQ) of (b, g); its list starts at tile
-    * capacity."""
+    * capacity. G counts the groups of the selection."""
 
     blocks: Tensor  # [B*G*tiles * capacity] int32, block numbers
     rows: Tensor  # [B*G*tiles * capacity], bit r: row i*TQ + r selects the block; smallest dtype with TQ bits
@@ -100,7 +100,7 @@ def union_kernel(
 
 def tile_bytes(call: Call, TQ: int) -> int:
     """Return the bytes of the plan for one tile of rows of all groups."""
-    return call.q.shape[2] * TQ * call.selection.n * (torch.int32.itemsize + bits_dtype(TQ).itemsize)
+    return call.selection.groups * TQ * call.selection.n * (torch.int32.itemsize + bits_dtype(TQ).itemsize)
 
 
 def block_union(call: Call, TQ: int) -> BlockUnion:
@@ -110,7 +110,7 @@ def block_union(call: Call, TQ: int) -> BlockUnion:
 
 
 def _union_plan(call: Call, TQ: int) -> BlockUnion:
-    B, S, G, n = call.selection.ranges.shape[:4]
+    (B, S), G, n = call.q.shape[:2], call.selection.groups, call.selection.n
     block, S_kv = call.selection.block_size, call.k.shape[2]
     assert block is not None, "Limits.block_aligned_only keeps other selections out"
     if -(-S_kv // block) > MOST_BLOCKS:
@@ -121,7 +121,7 @@ def _union_plan(call: Call, TQ: int) -> BlockUnion:
     counts = unwritten(call.q, B * G * tiles, 2, dtype=torch.int32)
     tensors = (call.disjoint_ranges(), call.q_pos, blocks, rows, counts)
     kernel = cached_kernel(union_kernel, N=n, BLOCK=block, TQ=TQ, **_sorting(TQ * n))
-    kernel.launch(B * G * tiles, tensors, (position_strides(call), sizes(call), tiles))
+    kernel.launch(B * G * tiles, tensors, (position_strides(call), plan_sizes(call), tiles))
     return BlockUnion(blocks, rows, counts, tiles, TQ * n, B * G * tiles)
 
 
@@ -170,7 +170,8 @@ def merge_kernel(
 
 
 def merged(call: Call, width: int) -> tuple[Call, Tensor | None]:
-    """Return the call over tiles of `width` keys, and bits [B,S,G,n] of the blocks that each of its ranges selects.
+    """Return the call over tiles of `width` keys, and bits [B,S,G,n] of the blocks that each of its ranges selects, with
+    the groups of the selection.
 
     Calls over larger blocks or over ranges are returned unchanged, with None.
     """
@@ -192,12 +193,12 @@ def most_tiles(call: Call, width: int) -> int:
 
 
 def _merged_selection(call: Call, width: int) -> tuple[Selection, Tensor]:
-    B, S, G, n = call.selection.ranges.shape[:4]
+    (B, S), G, n = call.q.shape[:2], call.selection.groups, call.selection.n
     block, most = call.selection.block_size, most_tiles(call, width)
     assert block is not None, "`merges` asks"
     tiles = torch.empty(B, S, G, most, 2, dtype=torch.int32, device=call.q.device)
     bits = torch.empty(B, S, G, most, dtype=torch.int32, device=call.q.device)
     tensors = (call.disjoint_ranges(), call.q_pos, tiles, bits)
     kernel = cached_kernel(merge_kernel, N=n, M=most, BLOCK=block, WIDTH=width, **_sorting(n))
-    kernel.launch(B * S * G, tensors, (position_strides(call), sizes(call)))
+    kernel.launch(B * S * G, tensors, (position_strides(call), plan_sizes(call)))
     return Selection(tiles, width, disjoint=True), bits

@@ -22,9 +22,9 @@ from nsa_sel.backends._triton.arguments import Dims, dims_of, options
 from nsa_sel.backends._triton.choose_rows import Sizes, seen_keys, strides_of
 from nsa_sel.backends._triton.combine import SMS_WHEN_INTERPRETED, combine_row, joined_lse
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
-from nsa_sel.backends._triton.ranges import MOST_BLOCKS, top_n
 from nsa_sel.backends._triton.softmax import LN_2, LOWEST, finish_softmax, split_products, weights_step
 from nsa_sel.backends._triton.tiles import cached_pointers, load_columns, load_split, row_pointers, store_columns, tile_size
+from nsa_sel.backends._triton.top_n import chooses, top_n
 from nsa_sel.core.call import ChooseCall, Rule, device_info
 from nsa_sel.settings.schema import KernelConfig
 
@@ -157,7 +157,7 @@ def takes(call: ChooseCall) -> bool:
     """Return whether the kernels take a call over pages: few rows, 16 or 32 bits, blocks that fit a step, and not too
     many for a program."""
     few = call.q.shape[1] * call.q.shape[3] <= MOST_ROWS and call.q.element_size() <= 4 and call.q.numel() > 0
-    return few and call.rule.pieces <= MOST_PIECES and _blocks(call) <= MOST_BLOCKS
+    return few and call.rule.pieces <= MOST_PIECES and chooses(_blocks(call), call.rule.n)
 
 
 def row_bytes(call: ChooseCall) -> int:

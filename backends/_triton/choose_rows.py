@@ -35,14 +35,22 @@ class Sizes(NamedTuple):
 
 
 @triton.jit
+def keys_until(t, C, rule: tl.constexpr):
+    """Return how many of the C compressed keys of a sequence rows at positions t see (int32)."""
+    past = t + 1 - rule.compress_block
+    return tl.where(past >= 0, tl.minimum(past // rule.compress_stride + 1, C), 0).to(tl.int32)
+
+
+@triton.jit
 def seen_keys(q_pos, stride_pos, b, s, sizes, rule: tl.constexpr):
     """Return how many compressed keys the rows s see (int32)."""
-    past = row_position(q_pos, stride_pos, b, s, sizes.start) + 1 - rule.compress_block
-    return tl.where(past >= 0, tl.minimum(past // rule.compress_stride + 1, sizes.C), 0).to(tl.int32)
+    return keys_until(row_position(q_pos, stride_pos, b, s, sizes.start), sizes.C, rule)
 
 
 def strides_of(call: ChooseCall) -> Strides:
     pos = (0, 0) if call.q_pos is None else call.q_pos.stride()
+    if call.lengths is not None:
+        pos = call.lengths.stride(0), 0
     return Strides(call.q.stride()[:4], call.k.stride()[:3], call.v.stride()[:3], pos)
 
 

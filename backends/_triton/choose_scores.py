@@ -118,6 +118,53 @@ def over_pieces(x, weight, least, pool: tl.constexpr):
 
 
 @triton.jit
+def block_totals(
+    x, part, own, pending, spilled, least, rule: tl.constexpr, pool: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Add the index keys of a step, x [BLOCKS * PIECES, TOKENS], to the scores of its blocks.
+
+    Returns the totals [BLOCKS, TOKENS], which are whole after the last of the PARTS steps of a block, and own, pending
+    and spilled as of `score_steps`, for the next step.
+    """
+    TOKENS: tl.constexpr = x.shape[1]
+    REACH: tl.constexpr = rule.compress_block // rule.compress_stride
+    STEP: tl.constexpr = rule.block_size // rule.compress_stride
+    block = tl.arange(0, BLOCKS)
+    x = x.to(tl.float32).reshape(BLOCKS, PIECES, TOKENS)
+    inside = part * PIECES + tl.arange(0, PIECES)
+    mine = over_pieces(x, tl.minimum(REACH, STEP - inside), least, pool) if REACH > 1 else over_pieces(x, inside * 0 + 1, least, pool)
+    own = mine if PARTS == 1 else tl.where(part == 0, mine, join(own, mine, pool))
+    total = own
+    if REACH > 1:
+        spill = over_pieces(x, tl.maximum(REACH - STEP + inside, 0), least, pool)
+        pending = spill if PARTS == 1 else tl.where(part == 0, spill, join(pending, spill, pool))
+        if BLOCKS > 1:
+            before = tl.broadcast_to(((block + BLOCKS - 1) % BLOCKS)[:, None], [BLOCKS, TOKENS])
+            earlier = tl.gather(pending, before, 0)  # row 0: the last block's spill, for the next step
+            total = join(own, tl.where((block == 0)[:, None], spilled, earlier), pool)
+            spilled = earlier
+        else:
+            total = join(own, spilled, pool)
+            spilled = tl.where(part == PARTS - 1, pending, spilled)
+    return total, own, pending, spilled
+
+
+@triton.jit
+def scaled_totals(total, at, seen, scale, rule: tl.constexpr, pool: tl.constexpr):
+    """Return the scores [BLOCKS, TOKENS] of the blocks `at` [BLOCKS]: logits times their scale, and of sums -inf where a
+    row sees none of a block's keys."""
+    if not pool.softmax:
+        total *= scale
+        if not pool.block_max:
+            REACH: tl.constexpr = rule.compress_block // rule.compress_stride
+            STEP: tl.constexpr = rule.block_size // rule.compress_stride
+            some = tl.maximum(at * STEP - REACH + 1, 0)[:, None] < seen[None, :]
+            total = tl.where(some, total, float("-inf"))
+    return total
+
+
+@triton.jit
 def score_steps(
     steps, last_step, own, pending, spilled, q_columns, rest_columns, lse2, seen, k_desc, k_rest_desc, k, first_key, out, is_token,
     strides, b, g, sizes, blocks, scale, dims: tl.constexpr, rule: tl.constexpr, pool: tl.constexpr, HEADS: tl.constexpr,
@@ -130,11 +177,9 @@ def score_steps(
     spilled: contributions of earlier keys to the current blocks, in row 0 if a step holds several blocks.
     """
     BLOCK_K: tl.constexpr = BLOCKS * PIECES
-    REACH: tl.constexpr = rule.compress_block // rule.compress_stride
     STEP: tl.constexpr = rule.block_size // rule.compress_stride
     LEAST: tl.constexpr = float("-inf") if pool.block_max and not pool.softmax else 0.0
     block = tl.arange(0, BLOCKS)
-    before = tl.broadcast_to(((block + BLOCKS - 1) % BLOCKS)[:, None], [BLOCKS, TOKENS])
     r = tl.arange(0, BLOCK_K)
     for i in range(steps, last_step):
         part = i % PARTS
@@ -149,28 +194,9 @@ def score_steps(
         x = over_heads(products, lse2, scale, dims, pool, HEADS, TOKENS)  # [BLOCK_K, TOKENS]
         if MASKED:
             x = tl.where(tl.where(is_key, key, sizes.C)[:, None] < seen[None, :], x, LEAST)
-        x = x.to(tl.float32).reshape(BLOCKS, PIECES, TOKENS)
-
-        inside = part * PIECES + tl.arange(0, PIECES)
-        mine = over_pieces(x, tl.minimum(REACH, STEP - inside), LEAST, pool) if REACH > 1 else over_pieces(x, inside * 0 + 1, LEAST, pool)
-        own = mine if PARTS == 1 else tl.where(part == 0, mine, join(own, mine, pool))
-        total = own
-        if REACH > 1:
-            spill = over_pieces(x, tl.maximum(REACH - STEP + inside, 0), LEAST, pool)
-            pending = spill if PARTS == 1 else tl.where(part == 0, spill, join(pending, spill, pool))
-            if BLOCKS > 1:
-                earlier = tl.gather(pending, before, 0)  # row 0: the last block's spill, for the next step
-                total = join(own, tl.where((block == 0)[:, None], spilled, earlier), pool)
-                spilled = earlier
-            else:
-                total = join(own, spilled, pool)
-                spilled = tl.where(part == PARTS - 1, pending, spilled)
+        total, own, pending, spilled = block_totals(x, part, own, pending, spilled, LEAST, rule, pool, BLOCKS, PIECES, PARTS)
         at = first + block
-        if not pool.softmax:
-            total *= scale
-            if not pool.block_max:
-                some = tl.maximum(at * STEP - REACH + 1, 0)[:, None] < seen[None, :]
-                total = tl.where(some, total, float("-inf"))
+        total = scaled_totals(total, at, seen, scale, rule, pool)
         done = at < blocks if PARTS == 1 else at + (PARTS - 1 - part) * blocks < blocks
         tl.store(out[None, :] + at[:, None], total, mask=done[:, None] & is_token[None, :])
     return own, pending, spilled

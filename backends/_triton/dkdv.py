@@ -135,10 +135,11 @@ def list_gradients(
             if WHOLE:
                 seen = listed[:, None] & (column[None, :] < limit[:, None])
                 if bits is not None:
-                    chosen = tl.load(bits + ((b * S + s) * G + g) * N + entry % N, mask=listed, other=0)
+                    chosen = tl.load(bits + ((b * S + s) * G + g) // dims.SHARE * N + entry % N, mask=listed, other=0)
                     seen &= ((chosen[:, None] >> (column % column.shape[0] // BLOCK)[None, :]) & 1) != 0
             else:
-                start, end = load_range(ranges + (((b * S + s) * G + g) * N + entry // REACH % N) * 2, limit, listed)
+                row = ((b * S + s) * G + g) // dims.SHARE
+                start, end = load_range(ranges + (row * N + entry // REACH % N) * 2, limit, listed)
                 seen = (column[None, :] >= start[:, None]) & (column[None, :] < end[:, None])
             # Hidden keys and values may be NaN, and p and ds with them: select by the mask instead of multiplying by
             # it.
@@ -330,6 +331,8 @@ def _by_slices(
         for x in sums:
             x.zero_()
         for part, at in slices(call, slice(b, b + 1), slice(g, g + 1), cut.rows):
-            _add_rows(part, heads, lse[at].contiguous(), do[at], delta[at].contiguous(), name, width, sums, cut.partial_bytes)
+            _add_rows(
+                part, heads._replace(share=1), lse[at].contiguous(), do[at], delta[at].contiguous(), name, width, sums, cut.partial_bytes
+            )
         dk[b, g], dv[b, g] = sums[0][0], sums[1][0]
     return dk, dv

@@ -22,7 +22,7 @@ from nsa_sel.backends._triton.group_ranges import (
     step_weights,
     store_rows,
 )
-from nsa_sel.backends._triton.rows import clamp_range, page_of, split_blocks
+from nsa_sel.backends._triton.rows import clamp_range, is_new, new_entries, page_of, split_blocks
 from nsa_sel.backends._triton.softmax import add_product, chosen_step, p_and_ds, products
 from nsa_sel.backends._triton.tiles import cached_pointers, load_columns, store_columns
 from nsa_sel.backends._triton.walk import empty_sums
@@ -30,7 +30,7 @@ from nsa_sel.backends._triton.walk import empty_sums
 
 @triton.jit
 def step_keys(row_ranges, step, limit, last_whole, BLOCK: tl.constexpr, BLOCK_L: tl.constexpr):
-    """Return the first of the BLOCK_L keys that step number `step` loads, and whether they count."""
+    """Return the first of the BLOCK_L keys that step number `step` loads, and whether its block is whole."""
     STEPS: tl.constexpr = BLOCK // BLOCK_L
     i = step // STEPS
     start, end = clamp_range(tl.load(row_ranges + 2 * i), tl.load(row_ranges + 2 * i + 1), limit)
@@ -69,6 +69,7 @@ def forward_blocks_kernel(
     """
     PAGE: tl.constexpr = cache.PAGE
     TMA: tl.constexpr = k_desc is not None
+    STEPS: tl.constexpr = BLOCK // BLOCK_L
     # Read the next step's range, page and scales one step ahead. Otherwise every step waits for its page and its keys
     # arrive one pipeline stage late, which costs time when keys are small (8 bits).
     AHEAD: tl.constexpr = PAGE > 0 or k.dtype.element_ty != q.dtype.element_ty
@@ -79,7 +80,8 @@ def forward_blocks_kernel(
 
     q_tile, k_rate, v_rate = quantized_row(q_tile, k, k_scale, v_scale, of_cache, g, cache.PAGE_SCALES)
     table = block_table + b * of_cache.table if PAGE > 0 else block_table
-    listed, last_whole, cut_start, cut_end = split_blocks(row_ranges, n, limit, BLOCK, NP)
+    starts, listed, last_whole, cut_start, cut_end = split_blocks(row_ranges, n, limit, BLOCK, NP)
+    new = new_entries(starts, NP)
     acc, l, m = empty_sums(BLOCK_H, BLOCK_DV, lse.dtype.element_ty)
     w = tl.arange(0, BLOCK_L)
     steps = listed * (BLOCK // BLOCK_L)
@@ -95,6 +97,8 @@ def forward_blocks_kernel(
             coming, coming_whole = step_keys(row_ranges, tl.minimum(step + 1, steps - 1), limit, last_whole, BLOCK, BLOCK_L)
         else:
             c, is_whole = step_keys(row_ranges, step, limit, last_whole, BLOCK, BLOCK_L)
+        if cache.REPEATS:
+            is_whole = is_whole & is_new(starts, new, step // STEPS, c - step % STEPS * BLOCK_L, NP)
         page, k_factor, v_factor = c, 1.0, 1.0
         if PAGE > 0:
             page, k_factor, v_factor = coming_page, coming_k, coming_v
@@ -134,7 +138,7 @@ def dq_blocks_kernel(
     b, g, is_head, out, limit, row_ranges, q_tile, do_tile, delta_rows, lse2 = row_gradients(
         q, ranges, q_pos, o, lse, do, dlse, delta, strides, stride_do, sizes, n, dims, BLOCK_H
     )  # fmt: skip
-    listed, last_whole, cut_start, cut_end = split_blocks(row_ranges, n, limit, BLOCK, NP)
+    _, listed, last_whole, cut_start, cut_end = split_blocks(row_ranges, n, limit, BLOCK, NP)
     acc = tl.zeros([BLOCK_H, BLOCK_D], delta.dtype.element_ty)
     for step in range(0, listed * (BLOCK // BLOCK_L)):
         c, is_whole = step_keys(row_ranges, step, limit, last_whole, BLOCK, BLOCK_L)

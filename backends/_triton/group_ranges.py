@@ -10,7 +10,8 @@ Masks: key numbers past the last key are loaded as zeros and get logits of -inf 
 
 Constants that forward kernels share:
     cache   where keys lie: LENGTHS (q_pos holds sequence lengths), PAGE (k and v are page pools [pages,G,PAGE,D]; 0:
-            not paged), PAGE_SCALES (quantized keys have one scale per page and head)
+            not paged), PAGE_SCALES (quantized keys have one scale per page and head), REPEATS (a row may
+            name a block twice)
     SPLIT   few rows: a row's keys are split over `splits` programs, which write float32 partials [rows, splits, ...]
             with base-2 lse for combine.py
 
@@ -106,7 +107,9 @@ def step_weights(v_factor, v_rate, PAGE_SCALES: tl.constexpr):
 
 
 @triton.jit
-def row_heads(q, ranges, q_pos, strides, sizes, n, program, dims: tl.constexpr, BLOCK_H: tl.constexpr, LENGTHS: tl.constexpr = False):
+def row_heads(
+    q, ranges, q_pos, strides, sizes, n, program, dims: tl.constexpr, BLOCK_H: tl.constexpr, LENGTHS: tl.constexpr = False,
+):  # fmt: skip
     """Return the row and heads of `program`: b, g, s, heads [BLOCK_H], whether they exist, their index in [B,S,G,h],
     the row's limit, a pointer to its ranges, and its tile of q [BLOCK_H, BLOCK_D]."""
     S, S_kv, G = sizes
@@ -116,7 +119,7 @@ def row_heads(q, ranges, q_pos, strides, sizes, n, program, dims: tl.constexpr, 
     limit = row_limit(q_pos, strides.pos, b, s, S, S_kv, LENGTHS)
     s = s.to(tl.int64)
     q_tile = load_columns(row_pointers(q, strides.q, b, g, s, head), head < dims.h, 0, dims.Dk, dims.BLOCK_D)
-    return b, g, s, head, head < dims.h, row * dims.h + head, limit, ranges + row * n * 2, q_tile
+    return b, g, s, head, head < dims.h, row * dims.h + head, limit, ranges + row // dims.SHARE * n * 2, q_tile
 
 
 @triton.jit
@@ -173,9 +176,9 @@ def forward_ranges_kernel(
     table = block_table + b * of_cache.table if cache.PAGE > 0 else block_table
     low, high = 0, sizes[1]
     if ONE_WALK:
-        shift, before, after, total = walk_ranges(row_ranges, 0, n, limit, NP, table, PAGE)
+        shift, before, after, total = walk_ranges(row_ranges, 0, n, limit, NP, table, PAGE, cache.REPEATS)
     elif SPLIT:
-        total = count_keys(row_ranges, n, limit, NP)
+        total = count_keys(row_ranges, n, limit, NP, cache.REPEATS)
     if SPLIT:
         low, high = share_of(split, splits, total, BLOCK_L)
 
@@ -185,7 +188,7 @@ def forward_ranges_kernel(
         if ONE_WALK:
             keys = total
         else:
-            shift, before, after, keys = walk_ranges(row_ranges, first, n, limit, NP, table, PAGE)
+            shift, before, after, keys = walk_ranges(row_ranges, first, n, limit, NP, table, PAGE, cache.REPEATS)
         begin, stop = tl.maximum(low - base, 0), tl.minimum(keys, high - base)
         if AHEAD:
             w = begin + tl.arange(0, BLOCK_L)
@@ -231,12 +234,11 @@ def forward_small_blocks_kernel(
         stop = tl.minimum(n * BLOCK, high)
 
     sums = empty_sums(BLOCK_H, dims.BLOCK_DV, lse.dtype.element_ty)
-    coming, coming_valid = block_keys(row_ranges, begin + tl.arange(0, BLOCK_L), stop, limit, BLOCK)
+    coming, coming_valid = block_keys(row_ranges, begin, stop, limit, n, BLOCK, BLOCK_L, cache.REPEATS)
     coming_page = page_of(coming, coming_valid, table, cache.PAGE) if cache.PAGE > 0 else coming
     for w0 in range(begin, stop, BLOCK_L):
-        w = w0 + tl.arange(0, BLOCK_L)  # [BLOCK_L] key numbers
-        position, valid, page = coming, coming_valid, coming_page
-        coming, coming_valid = block_keys(row_ranges, w + BLOCK_L, stop, limit, BLOCK)
+        position, valid, page = coming, coming_valid, coming_page  # [BLOCK_L]
+        coming, coming_valid = block_keys(row_ranges, w0 + BLOCK_L, stop, limit, n, BLOCK, BLOCK_L, cache.REPEATS)
         coming_page = page_of(coming, coming_valid, table, cache.PAGE) if cache.PAGE > 0 else coming
         sums, v_rate = add_cached_keys(
             sums, v_rate, q_tile, k_rate, k, v, k_scale, v_scale, strides, of_cache, b, g, position, page, valid,
@@ -300,6 +302,6 @@ def dq_small_blocks_kernel(
     )  # fmt: skip
     acc = tl.zeros([BLOCK_H, BLOCK_D], delta.dtype.element_ty)
     for w0 in range(0, n * BLOCK, BLOCK_L):
-        position, valid = block_keys(row_ranges, w0 + tl.arange(0, BLOCK_L), n * BLOCK, limit, BLOCK)
+        position, valid = block_keys(row_ranges, w0, n * BLOCK, limit, n, BLOCK, BLOCK_L)
         acc = add_dq(acc, q_tile, do_tile, lse2, delta_rows, k, v, strides, b, g, position, valid, scale_log2, dims)
     store_dq(dq + out * dims.Dk, (acc, acc), scale, lse2 != float("-inf"), is_head, dims)

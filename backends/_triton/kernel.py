@@ -75,6 +75,11 @@ class Kernel:
             self._packed.clear()
             self.launch(grid, tensors, numbers)
 
+    def loaded(self, tensors: Sequence[Tensor | TensorDescriptor | None], numbers: tuple[Any, ...]) -> bool:
+        """Return whether `launch` would find its specialization loaded: a CUDA graph's capture breaks if it is not."""
+        kind = (tensors[0].get_device(), *tensor_kinds(tensors)[0], self._number_kinds(numbers))  # type: ignore[union-attr]
+        return kind[0] == CPU or kind in self._compiled
+
     def _compile(
         self, grid: int, tensors: Sequence[Tensor | TensorDescriptor | None], numbers: tuple[Any, ...], kind: tuple[object, ...]
     ) -> None:
@@ -110,10 +115,10 @@ def _started(layout: Layout, numbers: bytes, grid: int, device: int, values: lis
         return True
     layout.tensors.pack_into(thread.arguments, 0, *values, numbers)
     if thread.recording is not None:
-        step = layout.function, grid, layout.threads, layout.shared, False, layout.pointers, layout.tensors
+        step = layout.function, grid, layout.threads, layout.shared, layout.early, layout.pointers, layout.tensors
         thread.recording.launch(*step, values=(*values, numbers))
         thread.recording.kernels.append(layout.compiled)
-    return not start(layout.function, grid, layout.threads, layout.shared, stream_of(device), layout.pointers)
+    return not start(layout.function, grid, layout.threads, layout.shared, stream_of(device), layout.pointers, early=layout.early)
 
 
 def _refuse_recording() -> None:

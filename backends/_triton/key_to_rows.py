@@ -94,7 +94,7 @@ def run_ends(value, real, i, N: tl.constexpr):
 
 @triton.jit
 def _tile_of(
-    ranges, q_pos, stride_pos, sizes, e, bg, N: tl.constexpr, REACH: tl.constexpr, WIDTH: tl.constexpr
+    ranges, q_pos, stride_pos, sizes, e, bg, N: tl.constexpr, REACH: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr
 ):  # fmt: skip
     """Return the KV tile of entry e of pair bg, or -1 if the range does not reach that far or the row must not see
     it."""
@@ -103,7 +103,8 @@ def _tile_of(
     s = e // (N * REACH)
     inside = s < S
     limit = row_limit(q_pos, stride_pos, b, tl.minimum(s, S - 1), S, S_kv)
-    start, end = load_range(ranges + (((b * S + s) * G + bg % G) * N + e // REACH % N) * 2, limit, inside)
+    row = ((b * S + s) * G + bg % G) // SHARE
+    start, end = load_range(ranges + (row * N + e // REACH % N) * 2, limit, inside)
     last = ((end - 1) // WIDTH).to(tl.int32)
     tile = last if REACH == 1 else (start // WIDTH + e % REACH).to(tl.int32)
     return tl.where((end > start) & (tile <= last), tile, -1)
@@ -118,7 +119,7 @@ def _list_of(tile, bg, s, sort):
 @triton.jit
 def rank_kernel(
     ranges, q_pos, ranks, counts, stride_pos, sizes, sort,
-    N: tl.constexpr, REACH: tl.constexpr, WIDTH: tl.constexpr, SORTED: tl.constexpr,
+    N: tl.constexpr, REACH: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr, SORTED: tl.constexpr,
 ):  # fmt: skip
     """Number the entries of one stretch of pair bg within each tile, and count them. Grid: one program per (stretch,
     bg).
@@ -136,7 +137,7 @@ def rank_kernel(
     tl.debug_barrier()
     e1 = tl.minimum(s0 + sort.stretch, S) * (N * REACH)
     for e0 in range(s0 * (N * REACH), e1, SORTED):
-        tile = _tile_of(ranges, q_pos, stride_pos, sizes, e0 + i, bg, N, REACH, WIDTH)
+        tile = _tile_of(ranges, q_pos, stride_pos, sizes, e0 + i, bg, N, REACH, WIDTH, SHARE)
         key = tl.sort(tl.where((tile >= 0) & (e0 + i < e1), tile * SORTED + i, NOWHERE))
         tile = key // SORTED
         real = key != NOWHERE
@@ -172,7 +173,7 @@ def _upto(ends, sums, i, exists, FEW: tl.constexpr):
 @triton.jit
 def scatter_kernel(
     ranges, q_pos, ranks, counts, ends, entries, piece_list, stride_pos, sizes, sort, total, pairs, piece, pieces,
-    N: tl.constexpr, REACH: tl.constexpr, WIDTH: tl.constexpr, SORTED: tl.constexpr, FEW: tl.constexpr,
+    N: tl.constexpr, REACH: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr, SORTED: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """Store every entry in its list, and for each piece the list in which it begins.
 
@@ -188,7 +189,7 @@ def scatter_kernel(
         tl.store(ends + share, sums, mask=share < tl.where(tl.program_id(0) == 0, total, 0))
     bg = tl.program_id(0) % sort.pairs_all
     e = tl.program_id(0) // sort.pairs_all * SORTED + tl.arange(0, SORTED)
-    tile = _tile_of(ranges, q_pos, stride_pos, sizes, e, bg, N, REACH, WIDTH)
+    tile = _tile_of(ranges, q_pos, stride_pos, sizes, e, bg, N, REACH, WIDTH, SHARE)
     real = tile >= 0
     s = tl.minimum(e // (N * REACH), S - 1)
     number = _list_of(tile, bg, s, sort)
@@ -215,7 +216,7 @@ def key_to_rows(call: Call, width: int, section: int, pairs: int, piece: int, bl
 
 
 def _build(call: Call, width: int, section: int, pairs: int, piece: int, reach: int, block: int) -> KeyToRows:
-    B, S, G, n = call.selection.ranges.shape[:4]
+    (B, S, G), n = call.q.shape[:3], call.selection.n
     tiles = -(-call.k.shape[2] // width)
     each = S * n * reach
     capacity = B * G * each
@@ -241,7 +242,7 @@ def _build(call: Call, width: int, section: int, pairs: int, piece: int, reach: 
     numbers = (position_strides(call), sizes(call), SortSizes(tiles, B * G, section, stretch, stretches))
     total = lists * stretches
     few = next((few for few in FEW_COUNTS if total <= few), 0) if capacity < 2**31 else 0
-    constants = {"N": n, "REACH": reach, "WIDTH": width, "SORTED": SORTED, "num_warps": 2}
+    constants = {"N": n, "REACH": reach, "WIDTH": width, "SHARE": call.groups_per_selection, "SORTED": SORTED, "num_warps": 2}
     cached_kernel(rank_kernel, **constants).launch(-(-S // stretch) * B * G, (ranges, q_pos, ranks, counts), numbers)
     if capacity < 2**31 and total <= MOST_SUMMED:
         ends = unwritten(q, total, dtype=torch.int32)

@@ -97,6 +97,6 @@ def problem(call: ChooseCall | WindowCall, keys: Arithmetic) -> tuple[int | floa
     q, k = call.q, call.k
     _, S, G, h, _ = q.shape
     return (
-        *launch.strided(q), *launch.strided(k), *launch.strided(call.v), 0, 0, 0, 0, 0, 0,
+        *launch.strided(q), *launch.strided(k), *launch.strided(call.v), 0, 0, 0, 0, 0, 0, 0,
         S, k.shape[2], G, h, 0, 0, 0, keys.start, keys.window, call.scale, call.scale_log2(),
     )  # fmt: skip

@@ -51,14 +51,15 @@ def block_lists_of(call: Call) -> BlockLists:
     """Return the lists of a call whose block size is less than 64 and divides 64."""
     B, _, G = call.q.shape[:3]
     tiles, capacity = -(-call.k.shape[2] // KEYS), _capacity(call)
-    segment = segment_length(call, KEYS, capacity, LONGEST, SEGMENTS_PER_SM, B * G * tiles, ENTRY_BYTES)
+    entries = capacity * call.groups_per_selection
+    segment = segment_length(call, KEYS, entries, LONGEST, SEGMENTS_PER_SM, B * G * tiles, ENTRY_BYTES)
     lists: BlockLists = kept_plan(call, ("cupy-cuda block lists",), _build, capacity, segment).value
     return lists
 
 
 def list_bytes(call: Call) -> tuple[int, bool]:
     """Return the bytes of the lists, and whether they fit the workspace."""
-    B, S, G = call.q.shape[:3]
+    (B, S), G = call.q.shape[:2], call.selection.groups
     counts, capacity = B * G * -(-call.k.shape[2] // KEYS) * -(-S // CHUNK), _capacity(call)
     needed = ENTRY_BYTES * capacity + 4 * counts
     return needed, needed <= max(call.settings.workspace_bytes, 1 << 20) and max(capacity, counts) < 2**31
@@ -66,13 +67,13 @@ def list_bytes(call: Call) -> tuple[int, bool]:
 
 def _capacity(call: Call) -> int:
     """Return a bound on the entries of all lists."""
-    B, S, G = call.q.shape[:3]
+    (B, S), G = call.q.shape[:2], call.selection.groups
     return B * G * S * min(call.selection.n, -(-call.k.shape[2] // KEYS))
 
 
 def _build(call: Call, capacity: int, segment: int) -> BlockLists:
-    q, on, size, ranges = call.q, call.q.get_device(), call.selection.block_size, call.disjoint_ranges()
-    B, S, G = q.shape[:3]
+    q, on, size = call.q, call.q.get_device(), call.selection.block_size
+    (B, S), G = call.q.shape[:2], call.selection.groups
     assert size is not None, "supports_tiles"
     tiles, blocks, chunks, sampled = (-(-x // y) for x, y in ((call.k.shape[2], KEYS), (call.k.shape[2], size), (S, CHUNK), (S, SAMPLED)))
     lists, (needed, fits) = B * G * tiles, list_bytes(call)
@@ -85,7 +86,7 @@ def _build(call: Call, capacity: int, segment: int) -> BlockLists:
     entries, chosen = unwritten(q, capacity, dtype=torch.int32), unwritten(q, capacity, dtype=torch.int16)
     counts = unwritten(q, lists * chunks + published(lists), dtype=torch.int32)
     table = min(MOST_TABLE, 1 << max(6, (tiles - 1).bit_length()))  # of a few sizes: a kernel is compiled anew for each
-    macros, problem = launch.integer_macros(SMALL_BLOCK=size, TABLE=table), launch.problem(call, ranges)
+    macros, problem = launch.integer_macros(SMALL_BLOCK=size, TABLE=table), launch.plan_problem(call)
     shared = CHUNK * (table // 2 + 1) * 4
     sampling = launch.integer_macros(SMALL_BLOCK=size, SAMPLED=SAMPLED)
     launch.clear(popularity.data_ptr(), 4 * B * G * blocks, on)

@@ -1,10 +1,10 @@
 """The backend cuda-block: triton-block with TMA and wgmma kernels for Hopper (kernels/block_partials.cu,
 kernels/block_gradients.cu).
 
-Blocks are visited as tiles of 64 keys. Units are triton-block's. Triton kernels also compute calls that the CUDA
-kernels do not take (`takes`), merge partials for some head counts (`_joins`), sum dq for few heads, and visit large
-blocks, except for dk and dv (dkdv_groups.cu). Lists and their segments come from key_to_rows.py. NaN spreads
-as in triton-block.
+Blocks are visited as tiles of 64 keys. In the forward pass a block of 128 keys is one tile, which halves its partial
+results. Units are triton-block's. Triton kernels also compute calls that the CUDA kernels do not take (`takes`), merge
+partials for some head counts (`_joins`), sum dq for few heads, and visit large blocks, except for dk and dv
+(dkdv_groups.cu). Lists and their segments come from key_to_rows.py. NaN spreads as in triton-block.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from nsa_sel.backends.launcher.buffers import temporary, unwritten
 from nsa_sel.backends.launcher.cuda_driver import thread
 from nsa_sel.backends.launcher.passes import backward_of_any_scale, cached_by_class, forward_of_any_scale
 from nsa_sel.backends.launcher.replay import kept_plan
-from nsa_sel.backends.specs import HOPPER_LISTS
+from nsa_sel.backends.specs import HOPPER_LISTS, VISITED_KEYS
 from nsa_sel.core.call import Call
 
 __all__ = ["backward", "forward", "loaded_keys"]
 
-WIDTH = sm90.KEYS
+WIDTH = sm90.KEYS  # keys per tile of the backward pass
 KEYS_SUMMED = 8  # keys per CTA of sum_sections.cu
 L2_BYTES = 36 * 2**20  # bytes of q and do per section, of 50 MiB of L2: rows are read once per selected block
 LONGEST = 2048  # most entries per segment in the backward pass
@@ -61,12 +61,13 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Return o [B,S,G,h,Dv] and lse [B,S,G,h]."""
     if not takes(call) or is_large(call):
         return triton_block.forward(call)
-    lists, *cuts = _cut_lists(call, _sizes(call, call.reach(WIDTH)), _partials(call)[1])
+    width = tile_keys(call)
+    lists, *cuts = _cut_lists(call, width, _sizes(call, width), _partials(call)[1])
     q, k, v = map(sm90.loadable, (call.q, call.k, call.v))  # copies stay until the end
-    maps = sm90.listed_maps(k, v, q)
-    if not _joins(call, lists.section):
+    maps = sm90.listed_maps(k, v, q, keys=width)
+    if not _joins(call, width, lists.section):
         return triton_block.joined_partials(call, lists, _visits(call, lists, cuts, maps, None))
-    return _joined(call, lists, cuts, maps, sm90.adjacent_maps(k, v, q), _shared(call, lists.reach))
+    return _joined(call, lists, cuts, maps, sm90.adjacent_maps(k, v, q), _shared(call, width))
 
 
 def _visits(
@@ -115,7 +116,7 @@ def _joined(
             with torch.cuda.stream(streams[turn]):
                 visit(unit, *parts[turn], early=early and i > 0)
                 _start_join(
-                    "join_partials.cu", call, lists.reach, unit, masks, *parts[turn], o, lse, maps=join_maps, problem=problem, early=early
+                    "join_partials.cu", call, lists.width, unit, masks, *parts[turn], o, lse, maps=join_maps, problem=problem, early=early
                 )
     finally:  # also if a launch fails, because the partials are freed then
         for stream in filter(None, streams):
@@ -123,12 +124,12 @@ def _joined(
     return o, lse
 
 
-def _start_join(source: str, call: Call, reach: int, unit: Unit, masks: Shared, *tensors: Tensor, **others: Any) -> None:
+def _start_join(source: str, call: Call, width: int, unit: Unit, masks: Shared, *tensors: Tensor, **others: Any) -> None:
     """Launch the kernel that computes a unit's rows over the tiles that their tokens share, and adds the partials of
     all others."""
-    (macros, shared), tokens = _join(call, source), sm90.ROWS // call.q.shape[3]
+    (macros, shared), tokens = _join(call, source, width), sm90.ROWS // call.q.shape[3]
     launch.start(
-        source, macros, call.q.get_device(), unit.rows.pairs * -(-unit.rows.rows // tokens), 128, shared, reach,
+        source, macros, call.q.get_device(), unit.rows.pairs * -(-unit.rows.rows // tokens), 128, shared, call.reach(width),
         *launch.pointers(*masks), *unit.rows, *launch.pointers(*tensors), **others,
     )  # fmt: skip
 
@@ -156,17 +157,18 @@ def _stream(device: torch.device, thread: int, number: int) -> torch.cuda.Stream
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _shared(call: Call, reach: int) -> Shared:
-    masks: Shared = kept_plan(call, ("cuda-block shared",), _find_shared, reach, call.q.shape[3]).value
+def _shared(call: Call, width: int) -> Shared:
+    masks: Shared = kept_plan(call, ("cuda-block shared",), _find_shared, width, call.q.shape[3]).value
     return masks
 
 
-def _find_shared(call: Call, reach: int, h: int) -> Shared:
-    q, each = call.q, call.selection.n * reach
+def _find_shared(call: Call, width: int, h: int) -> Shared:
+    q, reach = call.q, call.reach(width)
     B, S, G = q.shape[:3]
     shared, listed = (unwritten(q, B, S, G, dtype=torch.int64) for _ in range(2))
+    macros = launch.integer_macros(H=h, EACH=call.selection.n * reach, SHARED_BY=call.groups_per_selection, TILE=width)
     launch.start(
-        "shared_tiles.cu", launch.integer_macros(H=h, EACH=each), q.get_device(), B * G * -(-S // 64), 128, 0,
+        "shared_tiles.cu", macros, q.get_device(), B * G * -(-S // 64), 128, 0,
         reach, *launch.pointers(shared, listed), problem=launch.problem(call, call.disjoint_ranges()),
     )  # fmt: skip
     return Shared(shared, listed)
@@ -183,15 +185,15 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     q, k, v, S = call.q, call.k, call.v, call.q.shape[1]
     loaded = [sm90.loadable(x) for x in (k, v, q, do)]  # do may be an expanded constant; copies live until the end
     do = loaded[3]
-    sizes, device = _sizes(call, call.reach(WIDTH)), q.get_device()
-    lists, *cuts = _cut_lists(call, sizes, sizes.segment)
+    sizes, device = _sizes(call, WIDTH), q.get_device()
+    lists, *cuts = _cut_lists(call, WIDTH, sizes, sizes.segment)
     (order,) = kept_plan(call, ("cuda-block order",), _order, lists.reach, *sizes).value
     parts = [temporary(call, lse, sizes.parts, WIDTH, x.shape[3]) for x in (k, v)]
     sums = [temporary(call, lse, lists.pairs, lists.tiles, WIDTH, x.shape[3]) if lists.section < S else None for x in (k, v)]
     dk, dv = unwritten(k, *k.shape), unwritten(v, *v.shape)
     maps, problem = sm90.step_maps(*loaded), launch.problem(call, call.disjoint_ranges())
-    joins = _joins(call, lists.section) and q.shape[3] >= LEAST_HEADS and sizes.segment <= LONGEST
-    masks = _shared(call, lists.reach) if joins else None
+    joins = _joins(call, WIDTH, lists.section) and q.shape[3] >= LEAST_HEADS and sizes.segment <= LONGEST
+    masks = _shared(call, WIDTH) if joins else None
     visiting, summing, shared = _constants(call, LONGEST if joins else 0)
 
     def visit(unit: Unit, delta: Tensor, part_dq: Tensor, dq: Tensor) -> None:
@@ -206,9 +208,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
             *launch.pointers(part_dq, order, masks.listed if masks else None), maps=maps, problem=problem,
         )  # fmt: skip
         if masks:
-            _start_join(
-                "join_shares.cu", call, lists.reach, unit, masks, part_dq, lse, delta, dq, maps=maps[:4], problem=problem, early=True
-            )
+            _start_join("join_shares.cu", call, WIDTH, unit, masks, part_dq, lse, delta, dq, maps=maps[:4], problem=problem, early=True)
         launch.start("sum_sections.cu", summing, device, count * (WIDTH // KEYS_SUMMED), 128, 0, *to, problem=problem)
 
     return triton_block.sum_of_shares(call, o, lse, do, dlse, lists, visit, summed=joins)[0], dk, dv
@@ -224,13 +224,14 @@ def loaded_keys(call: Call, selected: int, count: bool) -> int:
         return triton_block.loaded_keys(call, selected, count)
     if not count:
         return selected
-    section, segment = _sizes(call, call.reach(WIDTH)).section, _partials(call)[1]
-    lists = lists_of(call, section, WIDTH)
+    width = tile_keys(call)
+    section, segment = _sizes(call, width).section, _partials(call)[1]
+    lists = lists_of(call, section, width)
     rows, reads, loaded = lists.rows, lists.selected, 0
-    if _joins(call, section):
-        (B, S, G), tokens, tiles = call.q.shape[:3], sm90.ROWS // call.q.shape[3], -(-call.S_kv // WIDTH)
+    if _joins(call, width, section):
+        (B, S, G), tokens, tiles = call.q.shape[:3], sm90.ROWS // call.q.shape[3], -(-call.S_kv // width)
         pairs = B * G * tiles
-        groups = lists_of(call, tokens, WIDTH)
+        groups = lists_of(call, tokens, width)
         shared = groups.rows == (S - groups.number // pairs * tokens).clamp(max=tokens)
         of_list = groups.number // pairs * tokens // section * pairs + groups.number % pairs
         at = torch.searchsorted(lists.number, of_list[shared])
@@ -238,6 +239,12 @@ def loaded_keys(call: Call, selected: int, count: bool) -> int:
         reads = reads.index_add(0, at, -groups.selected[shared])
         loaded = int(groups.keys[shared].sum())
     return loaded + int(torch.minimum(-(-rows // segment) * lists.keys, reads).sum())
+
+
+def tile_keys(call: Call) -> int:
+    """Return the keys per tile of the forward pass of a call that the CUDA kernels compute."""
+    assert call.selection.block_size is not None, "takes"
+    return next(width for width in VISITED_KEYS if call.selection.block_size % width == 0)
 
 
 @cached_by_class
@@ -263,29 +270,30 @@ def _constants(call: Call, segment: int) -> tuple[Constants, Constants, int]:
 def _partials(call: Call) -> tuple[Constants, int, int]:
     """Return the macros of block_partials.cu, most entries per segment, and bytes of dynamic shared memory (a tile,
     stages of q)."""
-    h, Dk = call.q.shape[3:]
-    segment, q_bytes, tile_bytes = STEPS * (sm90.ROWS // h), sm90.PANEL * Dk // 64, sm90.PANEL * (Dk + call.v.shape[3]) // 64
-    of_cta = (call.device.shared_memory + sm90.SYSTEM) // PER_SM - sm90.SYSTEM - sm90.STATIC - 4 * segment
+    (h, Dk), Dv, width = call.q.shape[3:], call.v.shape[3], tile_keys(call)
+    segment, q_bytes, tile_bytes = STEPS * (sm90.ROWS // h), sm90.PANEL * Dk // 64, 2 * width * (Dk + Dv)
+    of_cta = (call.device.shared_memory + launch.SYSTEM) // PER_SM - launch.SYSTEM - sm90.STATIC - 4 * segment
     stages = (of_cta - tile_bytes) // (WARPGROUPS * q_bytes)
-    return launch.macros(call, H=h, STAGES=stages, STEPS=STEPS), segment, tile_bytes + WARPGROUPS * stages * q_bytes
+    return launch.macros(call, H=h, TILE=width, STAGES=stages, STEPS=STEPS), segment, tile_bytes + WARPGROUPS * stages * q_bytes
 
 
-def _joins(call: Call, section: int) -> bool:
+def _joins(call: Call, width: int, section: int) -> bool:
     """Return whether join_partials.cu merges: 64 rows are whole tokens of one section, and a mask holds the entries of
     a row."""
     S, h = call.q.shape[1], call.q.shape[3]
     aligned = section >= S or section % (sm90.ROWS // h) == 0
-    return sm90.ROWS % h == 0 and aligned and call.selection.n * call.reach(WIDTH) <= MASK_BITS
+    return sm90.ROWS % h == 0 and aligned and call.selection.n * call.reach(width) <= MASK_BITS
 
 
 @cached_by_class
-def _join(call: Call, source: str) -> tuple[Constants, int]:
+def _join(call: Call, source: str, width: int) -> tuple[Constants, int]:
     """Return the macros of a join kernel and its bytes of dynamic shared memory (rows and a tile, or stages)."""
     (h, Dk), Dv = call.q.shape[3:], call.v.shape[3]
     per_sm, columns, tiles = (JOIN_PER_SM, Dv, 2 * Dk + Dv) if source == "join_partials.cu" else (SHARES_PER_SM, Dk, 2 * (Dk + Dv))
     ring_bytes = sm90.PANEL * columns // 64  # 64 rows
-    ring = ((call.device.shared_memory + sm90.SYSTEM) // per_sm - sm90.SYSTEM - sm90.STATIC) // ring_bytes
-    macros = launch.macros(call, H=h, EACH=call.selection.n * call.reach(WIDTH), PER_SM=per_sm, RING=ring)
+    ring = ((call.device.shared_memory + launch.SYSTEM) // per_sm - launch.SYSTEM - sm90.STATIC) // ring_bytes
+    each, share = call.selection.n * call.reach(width), call.groups_per_selection
+    macros = launch.macros(call, H=h, EACH=each, SHARED_BY=share, TILE=width, PER_SM=per_sm, RING=ring)
     return macros, max(ring * ring_bytes, sm90.PANEL * tiles // 64)
 
 
@@ -299,22 +307,22 @@ class Sizes(NamedTuple):
 
 
 @cached_by_class
-def _sizes(call: Call, reach: int) -> Sizes:
+def _sizes(call: Call, width: int) -> Sizes:
     """Return units whose q and do per pair fit L2_BYTES, and whose shares of dq, partial sums and sums fit the
     workspace.
 
     The partials of o and lse also fit, so that both passes share their lists.
     """
     B, S, G, h, Dk = call.q.shape
-    entries, columns, tiles = call.selection.n * reach, Dk + call.v.shape[3], -(-call.k.shape[2] // WIDTH)
-    size, tile_bytes, workspace = call.q.element_size(), 4 * WIDTH * columns, workspace_beside_plan(call, WIDTH)
+    entries, columns, tiles = call.selection.n * call.reach(width), Dk + call.v.shape[3], -(-call.k.shape[2] // width)
+    size, tile_bytes, workspace = call.q.element_size(), 4 * width * columns, workspace_beside_plan(call, width)
     share_bytes = entries * h * max(Dk * size, call.v.shape[3] * size + 4)  # of a row
     most = max((3 * workspace // 4 - tiles * tile_bytes) // share_bytes, workspace // 8 // share_bytes, 1)
     fitting = min(most, max(1, L2_BYTES // (h * columns * size)))
     section = S if fitting >= S else triton_block.even_section(S, fitting)
 
     def of(pairs: int) -> Sizes:
-        segment = segment_length(call, WIDTH, pairs * section * entries, LONGEST, SEGMENTS_PER_SM)
+        segment = segment_length(call, width, pairs * section * entries, LONGEST, SEGMENTS_PER_SM)
         return Sizes(section, pairs, segment, most_segments(pairs * section * entries, segment, pairs * tiles))
 
     def used(sizes: Sizes) -> int:
@@ -334,7 +342,7 @@ def _order(call: Call, reach: int, section: int, pairs: int, segment: int, parts
     part of the key.
     """
     (B, S, G, h, Dk), Dv = call.q.shape, call.v.shape[3]
-    lists, begins, segments = _cut_lists(call, Sizes(section, pairs, segment, parts), segment)
+    lists, begins, segments = _cut_lists(call, WIDTH, Sizes(section, pairs, segment, parts), segment)
     cut = SegmentedLists(None, begins, segments, segments, begins.shape[0] - 1, lists.tiles, reach, segment)
     units = -(-S // section) * -(-B * G // pairs)
     stretch = sm90.STRETCH_BYTES // (section * h * (Dk + Dv) * call.q.element_size())
@@ -342,17 +350,17 @@ def _order(call: Call, reach: int, section: int, pairs: int, segment: int, parts
     return (sm90.order_segments(call, cut, parts * units, units, B * G, pairs, 0, 0, stretch, BY_UNITS=1),)
 
 
-def _cut_lists(call: Call, sizes: Sizes, segment: int) -> tuple[KeyToRows, Tensor, Tensor]:
-    """Return the lists of both passes, and `begins` and `segments` of key_to_rows.cuh for segments of at most `segment`
-    entries."""
-    reach, forward = call.reach(WIDTH), _partials(call)[1]
-    numbers = (sizes.section, forward, sizes.segment, reach)
+def _cut_lists(call: Call, width: int, sizes: Sizes, segment: int) -> tuple[KeyToRows, Tensor, Tensor]:
+    """Return the lists for tiles of `width` keys, which both passes share if it is WIDTH, and `begins` and `segments` of
+    key_to_rows.cuh for segments of at most `segment` entries."""
+    reach, forward = call.reach(width), _partials(call)[1]
+    numbers = (width, sizes.section, forward, sizes.segment, reach)
     entries, begins, *segments = kept_plan(call, ("cuda-block lists",), _sort, *numbers).value
     # Triton's kernels read none of these lists.
-    lists = KeyToRows(entries, begins, None, WIDTH, -(-call.k.shape[2] // WIDTH), reach, 1, *sizes[:2], piece=0, pieces=0)
+    lists = KeyToRows(entries, begins, None, width, -(-call.k.shape[2] // width), reach, 1, *sizes[:2], piece=0, pieces=0)
     return lists, begins, segments[segment != forward]
 
 
-def _sort(call: Call, section: int, forward: int, backward: int, reach: int) -> tuple[Tensor, ...]:
+def _sort(call: Call, width: int, section: int, forward: int, backward: int, reach: int) -> tuple[Tensor, ...]:
     """Build the lists for sections of `section` rows, with segments of `forward` and of `backward` entries."""
-    return sort(call, WIDTH, reach, section, ((forward, False), (backward, False)))
+    return sort(call, width, reach, section, ((forward, False), (backward, False)), call.q.shape[2])

@@ -61,7 +61,9 @@ def consumers_of(S: int, h: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_of(S: int, h: int, Dk: int, Dv: int, block: int, bf16: bool, alone: bool, shared_memory: int, page: int | None) -> Plan:
+def plan_of(
+    S: int, h: int, Dk: int, Dv: int, block: int, bf16: bool, alone: bool, shared_memory: int, page: int | None, share: int
+) -> Plan:
     """Return the launch of forward_tiles.cu with one tile per sequence.
 
     Two CTAs per multiprocessor; one if there are no more CTAs than that (`alone`) or if a tile has several consumers.
@@ -72,7 +74,7 @@ def plan_of(S: int, h: int, Dk: int, Dv: int, block: int, bf16: bool, alone: boo
     stages = ((shared_memory + 1024) // per_sm - sm90.STATIC - q_bytes) // step_bytes
     macros = constants(
         BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=1, H=h, CONSUMERS=consumers, STAGES=stages, Q_STAGES=1, BLOCK=block, FEW_TOKENS=1,
-        **launch.cache_macros(page),
+        SHARED_BY=share, **launch.cache_macros(page),
     )  # fmt: skip
     return Plan(macros, 128 * (consumers + 1), q_bytes + stages * step_bytes)
 
@@ -84,12 +86,12 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     assert block is not None, "supports"
     o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
     bf16, alone = q.dtype == torch.bfloat16, B * G <= sm_count
-    plan = plan_of(S, h, Dk, Dv, block, bf16, alone, call.device.shared_memory, launch.page_of(call))
+    plan = plan_of(S, h, Dk, Dv, block, bf16, alone, call.device.shared_memory, launch.page_of(call), call.groups_per_selection)
     lists = (0, 0, 0, 1, 0, B * G, 1, 0, 0)  # `TilePlan` (tile_plan.cuh): a tile per CTA, whose list is not in memory
     launch.start(
         "forward_tiles.cu", plan.macros, q.get_device(), B * G, plan.threads, plan.shared, *lists, o.data_ptr(), lse.data_ptr(),
         maps=(row_map(q, sm90.ROWS // h), tensor_map(call.k, sm90.KEYS, 64, promoted=False), tensor_map(v, sm90.KEYS, 64, promoted=False)),
-        problem=launch.problem(call, call.disjoint_ranges()), early=True,
+        problem=launch.problem(call, *call.listed()), early=True,
     )  # fmt: skip
     return o, lse
 
@@ -123,15 +125,15 @@ def tile_tokens(S: int, h: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def plan_of_e4m3(
-    S: int, h: int, Dk: int, Dv: int, block: int, bf16: bool, shared_memory: int, page: int | None, page_scales: bool
+    S: int, h: int, Dk: int, Dv: int, block: int, bf16: bool, shared_memory: int, page: int | None, page_scales: bool, share: int
 ) -> TokensPlan:  # fmt: skip
     """Return the launch of forward_tokens.cu, with as many stages as fit in shared memory."""
     tokens = tile_tokens(S, h)
     row_bytes, step_bytes = 2 * E4M3_TILE_ROWS * (Dk + 8 + sm90.KEYS + 8), sm90.KEYS * (Dk + Dv)
-    stages = min(2 * sm90.MOST_STAGES, ((shared_memory + sm90.SYSTEM) // E4M3_PER_SM - 2 * sm90.STATIC - row_bytes) // step_bytes)
+    stages = min(2 * sm90.MOST_STAGES, ((shared_memory + launch.SYSTEM) // E4M3_PER_SM - 2 * sm90.STATIC - row_bytes) // step_bytes)
     macros = constants(
         BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=1, E4M3=1, PAGE_SCALES=int(page_scales), H=h, TOKENS=tokens, STAGES=stages,
-        PER_SM=E4M3_PER_SM, BLOCK=block, **launch.cache_macros(page),
+        PER_SM=E4M3_PER_SM, BLOCK=block, SHARED_BY=share, **launch.cache_macros(page),
     )  # fmt: skip
     threads = max(MOST_ENTRIES, 32 * (E4M3_CONSUMER_WARPS + 1))  # a thread for each entry of the union
     return TokensPlan(macros, -(-S // tokens), threads, stages * step_bytes + row_bytes)
@@ -144,11 +146,11 @@ def forward_e4m3(call: Call) -> tuple[Tensor, Tensor]:
     assert block is not None, "Backend.quantized_by"
     o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
     bf16, page, page_scales = q.dtype == torch.bfloat16, launch.page_of(call), bool(page_scales_of(call))
-    plan = plan_of_e4m3(S, h, Dk, Dv, block, bf16, call.device.shared_memory, page, page_scales)
+    plan = plan_of_e4m3(S, h, Dk, Dv, block, bf16, call.device.shared_memory, page, page_scales, call.groups_per_selection)
     stored = (sm90.loadable(call.k), sm90.loadable(call.v))
     launch.start(
         "forward_tokens.cu", plan.macros, q.get_device(), B * G * plan.tiles, plan.threads, plan.shared,
         o.data_ptr(), lse.data_ptr(), plan.tiles, *launch.scales(call), maps=tuple(map(step_map, stored)),
-        problem=launch.problem(call, call.disjoint_ranges()), early=True,
+        problem=launch.problem(call, *call.listed()), early=True,
     )  # fmt: skip
     return o, lse

@@ -31,7 +31,9 @@ Kinds = tuple[tuple[int, bool], tuple[int, bool]]  # of segments: entries at mos
 class KeyToRows(NamedTuple):
     """The lists: `KeyToRows` and `Segment` of key_to_rows.cuh say what they hold."""
 
-    entries: Tensor | None  # [B * G * S * n * reach] int32; unwritten past the last list's end; None: arithmetic (dkdv_groups.cu)
+    entries: (
+        Tensor | None
+    )  # [B * G * S * n * reach] int32, G: groups of the selection; unwritten past the last list's end; None: arithmetic (dkdv_groups.cu)
     begins: Tensor  # [lists + 1] int64
     segments: Tensor  # [lists + 1] int64
     parts: Tensor  # [lists + 1] int64
@@ -95,9 +97,9 @@ def numbers_of_lists(call: Call, width: int) -> tuple[int, int, int, int]:
 
 
 def build_lists(call: Call, width: int, reach: int, block: int, segment: int) -> KeyToRows:
-    B, S, G = call.q.shape[:3]
+    (B, S), G = call.q.shape[:2], call.selection.groups
     tiles, kinds = -(-call.k.shape[2] // width), with_parts(segment)
-    found = sort(call, width, reach, S, kinds)
+    found = sort(call, width, reach, S, kinds, G)
     lists = KeyToRows(*found, B * G * tiles, tiles, reach, segment, block)
     if block > 1:
         launch.start(
@@ -122,15 +124,16 @@ def with_parts(segment: int) -> Kinds:
     return (segment, False), (segment, True)
 
 
-def sort(call: Call, width: int, reach: int, section: int, kinds: Kinds) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def sort(call: Call, width: int, reach: int, section: int, kinds: Kinds, G: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The lists for tiles of `width` keys and sections of so many rows: by sections, in each by (batch entry, group),
-    in each by tiles. reach: entries of a range, for the tiles that it may meet; 1: for the last of them.
+    in each by tiles. reach: entries of a range, for the tiles that it may meet; 1: for the last of them. G: groups of q,
+    or those of the selection.
 
     Returns:
         Entries [B * G * S * n * reach] int32, list after list, and what `sum_counts` returns.
     """
     q, n, on = call.q, call.selection.n, call.q.get_device()
-    B, S, G = q.shape[:3]
+    B, S = q.shape[:2]
     tiles, parts = -(-call.k.shape[2] // width), B * G * -(-S // section)  # parts: sections of all (batch entry, group)
     capacity, lists = B * G * S * n * reach, parts * tiles
     block = SORTED if capacity > SORTED * call.device.sm_count else SORTED // 2
@@ -147,8 +150,8 @@ def sort(call: Call, width: int, reach: int, section: int, kinds: Kinds) -> tupl
     counts = unwritten(q, lists * chunks + (0 if few else published(lists)), dtype=torch.int32)
     numbers = (S * n * reach, reach, tiles, B * G, section * n * reach, chunk, chunks)
     ranges = call.disjoint_ranges()
-    problem = launch.problem(call, ranges)
-    count = launch.integer_macros(WIDTH=width, RANGE_BYTES=ranges.element_size())
+    problem = launch.plan_problem(call) if G == call.selection.groups else launch.problem(call, ranges)
+    count = launch.integer_macros(WIDTH=width, RANGE_BYTES=ranges.element_size(), SHARED_BY=G // call.selection.groups)
     scatter = launch.integer_macros(EACH=block // 256, FEW=int(few))
     launch.start(
         "sort_count.cu", count, on, parts * chunks, 256, 0,
@@ -208,18 +211,19 @@ def list_gradients(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same over lists in memory. blocks: the tensors of `BlockTiles` (key_to_rows.cuh), if tiles are of small
     blocks."""
-    entries = lists.capacity()
-    parts = most_parts(entries, lists.segment, lists.lists)
-    ctas = most_segments(entries, lists.segment, lists.lists)
-    return write_gradients(call, lists, width, parts, lambda values: start(ctas, values), blocks)
+    entries, share = lists.capacity(), call.groups_per_selection
+    parts = share * most_parts(entries, lists.segment, lists.lists)
+    ctas = share * most_segments(entries, lists.segment, lists.lists)
+    return write_gradients(call, lists, width, parts, lambda values: start(ctas, values), blocks, share)
 
 
 def write_gradients(
     call: Call | ChooseCall, lists: KeyToRows, width: int, parts: int, start: Callable[[tuple[int, ...]], None],
-    blocks: tuple[Tensor, ...] = (),
+    blocks: tuple[Tensor, ...] = (), share: int = 1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv]. start(values): the kernel over the lists, whose segments have `parts`
-    parts or fewer, given the values of its `KeyToRows` and `KeyGradients`. blocks: as of `list_gradients`."""
+    parts or fewer, given the values of its `KeyToRows` and `KeyGradients`. blocks: as of `list_gradients`. share: groups that
+    share the lists."""
     k, v = call.k, call.v
     part_dk, part_dv = (temporary(call, x, parts, width, x.shape[3], dtype=torch.float32) for x in (k, v))
     dk, dv = unwritten(k, *k.shape), unwritten(v, *v.shape)
@@ -228,7 +232,8 @@ def write_gradients(
     keys = 8 if lists.lists * (width // 8) >= SUM_CTAS else 2
     small = {"SMALL_BLOCK": width // blocks[1].shape[1]} if blocks else {}
     launch.start(
-        "sum_parts.cu", launch.macros(call, KEY_WARPS=width // 16, KEYS=keys, **small), k.get_device(), lists.lists * (width // keys),
+        "sum_parts.cu", launch.macros(call, KEY_WARPS=width // 16, KEYS=keys, SHARED_BY=share, **small), k.get_device(),
+        share * lists.lists * (width // keys),
         128, 0, *launch.pointers(lists.segments, lists.parts), *gradients, k.shape[2], lists.tiles,
         *launch.pointers(*(blocks or (None, None))),
     )  # fmt: skip

@@ -21,10 +21,10 @@ from nsa_sel.backends.launcher.cuda_driver import Pointers, thread
 from nsa_sel.core.call import Call, ChooseCall, WindowCall
 from nsa_sel.errors import BackendError
 
+SYSTEM = 1024  # bytes of shared memory per CTA that the system reserves
 PORTABLE_CLUSTER = 8  # largest cluster size that needs no attribute
 _NON_PORTABLE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED (cuda.h)
 
-_DRIVER_OF_EARLY_GRAPHS = 12040  # first driver whose CUDA graphs support programmatic dependent launch
 _one_struct = Pointers((0,))
 
 
@@ -37,17 +37,10 @@ def _interfaces() -> tuple[Any, Any]:
 
 
 @functools.cache
-def _starts_early(device: int) -> bool:
-    """Return whether GPU and driver support programmatic dependent launch."""
-    _, runtime = _interfaces()
-    return torch.cuda.get_device_capability(device) >= (9, 0) and runtime.driverGetVersion() >= _DRIVER_OF_EARLY_GRAPHS
-
-
-@functools.cache
 def layout(maps: int, problem: bool, values: int) -> struct.Struct:
     """Return the layout of a kernel's `Arguments`: tensor maps, `Problem` (problem.cuh), and 8-byte values, without
     padding."""
-    return struct.Struct("<" + maps * "128s" + problem * "28q2d" + values * "q")
+    return struct.Struct("<" + maps * "128s" + problem * "29q2d" + values * "q")
 
 
 @functools.cache
@@ -91,7 +84,7 @@ def start(
     packed = layout(len(maps), bool(problem), len(values))
     packed.pack_into(thread.arguments, 0, *maps, *problem, *values)
     stream = cuda_driver.stream_of(device)
-    early = early and _starts_early(device)
+    early = early and cuda_driver.starts_early(device)
     if thread.recording is not None:
         thread.recording.launch(handle, ctas, threads, shared, early, _one_struct, packed, values=(*maps, *problem, *values))
     if early:
@@ -149,17 +142,43 @@ def cache_macros(page: int | None) -> dict[str, int]:
     return {} if page is None else {"PAGE": page}
 
 
-def problem(call: Call, ranges: Tensor) -> tuple[Any, ...]:
-    """Return the values of `Problem` (problem.cuh), computed once per call. ranges: the selection's, contiguous."""
+def plan_problem(call: Call) -> tuple[Any, ...]:
+    """Return `problem` for kernels that read the ranges alone: its groups are those of the selection."""
+    ranges, share = call.disjoint_ranges(), call.groups_per_selection
+    return problem(call, ranges) if share == 1 else _problem(call, ranges, 0, 1)
+
+
+def problem(call: Call, ranges: Tensor, indexed_block: int = 0) -> tuple[Any, ...]:
+    """Return the values of `Problem` (problem.cuh), computed once per call.
+
+    Args:
+        call: the call.
+        ranges: the selection's ranges, or its block indices; contiguous.
+        indexed_block: keys per block if `ranges` are block indices, else 0.
+    """
     if call.problem is None or call.problem[0] is not ranges:
-        call.problem = ranges, _problem(call, ranges)
+        call.problem = ranges, _problem(call, ranges, indexed_block, call.q.shape[2])
     values: tuple[Any, ...] = call.problem[1]
     return values
 
 
-def _problem(call: Call, ranges: Tensor) -> tuple[Any, ...]:
+def named_blocks(call: Call, most: int) -> tuple[tuple[Tensor, int], int | None]:
+    """Return what a kernel with `NamedBlocks` (named_blocks.cuh) reads, for `problem`, and NAMED_WORDS.
+
+    A row of more than 32 blocks, which may be duplicates, needs a bit for each block of a sequence, rounded up to a
+    power of two, so that growing sequences share kernels. Without a block size, of many rows, and where more than
+    `most` words are needed, these are disjoint ranges; NAMED_WORDS is then None.
+    """
+    size, n = call.selection.block_size, call.selection.n
+    if size is None or not call.may_repeat():
+        return call.listed(), None
+    words = 0 if n <= 32 else max(64, 1 << (call.S_kv // (32 * size)).bit_length())
+    return (call.listed(), words) if words <= most else ((call.disjoint_ranges(), 0), None)
+
+
+def _problem(call: Call, ranges: Tensor, indexed_block: int, G: int) -> tuple[Any, ...]:
     q, q_pos, table = call.q, call.q_pos, call.block_table
-    _, S, G, h, _ = q.shape
+    _, S, _, h, _ = q.shape
     positions: tuple[int, ...] = (0, 0, 0)
     pos_bytes = 0
     if call.lengths is not None:
@@ -167,7 +186,7 @@ def _problem(call: Call, ranges: Tensor) -> tuple[Any, ...]:
     elif q_pos is not None:
         positions, pos_bytes = (q_pos.data_ptr(), *q_pos.stride()), q_pos.element_size()
     return (
-        *strided(q), *strided(call.k), *strided(call.v), *positions, ranges.data_ptr(), pos_bytes, ranges.element_size(),
+        *strided(q), *strided(call.k), *strided(call.v), *positions, ranges.data_ptr(), pos_bytes, ranges.element_size(), indexed_block,
         S, call.S_kv, G, h, call.selection.n, *((0, 0) if table is None else (table.data_ptr(), table.stride(0))),
         0, 0, call.scale, call.scale_log2(),
     )  # fmt: skip

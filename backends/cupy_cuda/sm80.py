@@ -18,12 +18,13 @@ from nsa_sel.backends.cupy_cuda.key_to_rows import key_value_gradients
 from nsa_sel.backends.launcher.buffers import temporary, unwritten
 from nsa_sel.core.call import Call
 
+MOST_NAMED = 1 << 10  # words of a warp's bitmap of blocks, in static shared memory: see `launch.named_blocks`
 TILE, STAGES = 16, 2  # keys per tile, buffers per team: key_tiles.cuh
 MOST_SPLITS = 64  # per row
 WITH_CLUSTERS = (90, 100)  # SMs whose clusters merge splits through shared memory; untested on consumer GPUs
 MOST_CTAS = 8  # largest cluster on these GPUs
 MOST_CLUSTER_TILES = 8  # most tiles per team in a cluster; with more, more splits than a cluster has CTAs may be faster
-CTAS_PER_SM = 2  # rows are split until there are this many CTAs per multiprocessor
+CTAS_PER_SM = 2  # rows are split until there are this many CTAs per multiprocessor, if they fit
 NARROW = 272  # padded columns of a key plus its value up to which one warp holds dk and dv of 16 keys in registers
 
 
@@ -94,21 +95,25 @@ def row_shape(h: int, Dk: int, Dv: int, longest: int, shared_memory: int, backwa
 @functools.lru_cache(maxsize=1024)
 def row_plan(
     rows: int, h: int, Dk: int, Dv: int, longest: int, bf16: bool, aligned: bool, sm: int | None, sm_count: int, shared_memory: int,
-    page: int | None = None, one_page: bool = False,
+    page: int | None = None, one_page: bool = False, block: int = 0, named: int = 0, share: int = 1,
 ) -> RowPlan:  # fmt: skip
     """Return the launch for `rows` rows of at most `longest` keys, each split over enough CTAs to fill the GPU.
 
     page: of a cache, keys of a page, 0 without pages. one_page: whether each range lies within a page.
+    block: keys per block, of rows that may name one twice, else 0. named: from `launch.named_blocks`.
     """
-    shape = row_shape(h, Dk, Dv, longest, shared_memory, False)
+    shape = row_shape(h, Dk, Dv, longest, shared_memory - 4 * 4 * max(1, named), False)
     head_tiles = shape.head_tiles(h)
     tiles = -(-longest // (TILE * shape.teams))  # of a team
-    splits = max(1, min(MOST_SPLITS, tiles, CTAS_PER_SM * sm_count // (rows * head_tiles)))
+    per_sm = min(CTAS_PER_SM, (shared_memory + launch.SYSTEM) // (shape.shared + launch.SYSTEM))  # with more CTAs, some would wait
+    splits = max(1, min(MOST_SPLITS, tiles, per_sm * sm_count // (rows * head_tiles)))
     cluster = 1
     if sm in WITH_CLUSTERS and tiles <= MOST_CLUSTER_TILES * MOST_CTAS:
         splits = cluster = 1 << min(splits, MOST_CTAS).bit_length() - 1
     combined = splits > cluster
-    cache = {**launch.cache_macros(page), **({"ONE_PAGE": 1} if one_page else {})}
+    cache = {**launch.cache_macros(page), **({"ONE_PAGE": 1} if one_page else {}), "SHARED_BY": share}
+    if block:
+        cache |= {"REPEATED_BLOCK": block, "NAMED_WORDS": named}
     macros = constants(
         BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=int(aligned), SPLIT=int(combined), CLUSTER=cluster, **shape.macros(), **cache
     )  # fmt: skip
@@ -126,12 +131,13 @@ def forward_rows(call: Call) -> tuple[Tensor, Tensor]:
     B, S, G, h, Dk = q.shape
     rows, Dv, bf16 = B * S * G, call.v.shape[3], q.dtype == torch.bfloat16
     page, block = launch.page_of(call), call.selection.block_size
-    ranges = call.disjoint_ranges()
-    problem = launch.problem(call, ranges)
+    listed, named = launch.named_blocks(call, MOST_NAMED)
+    problem = launch.problem(call, *listed)
     longest, aligned = call.selection.length_bound(call.S_kv), launch.problem_aligned(call, problem)
     macros, shape, head_tiles, splits, combined = row_plan(
         rows, h, Dk, Dv, longest, bf16, aligned, facts.sm, facts.sm_count, facts.shared_memory,
-        page, bool(page and block and page % block == 0),
+        page, bool(page and block and page % block == 0), 0 if named is None or block is None else block, named or 0,
+        call.groups_per_selection,
     )  # fmt: skip
     o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
     split_o, split_lse = o, lse
@@ -157,7 +163,8 @@ def dq_rows(call: Call, ranges: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse
     dq, delta = unwritten(q, B, S, G, h, Dk), temporary(call, lse, B, S, G, h)
     shape = row_shape(h, Dk, call.v.shape[-1], call.selection.length_bound(call.k.shape[2]), call.device.shared_memory, True)
     head_tiles = shape.head_tiles(h)
-    macros = launch.macros(call, aligned=launch.aligned(q, call.k, call.v, do), **shape.macros())
+    aligned, share = launch.aligned(q, call.k, call.v, do), call.groups_per_selection
+    macros = launch.macros(call, aligned=aligned, SHARED_BY=share, **shape.macros())
     launch.start(
         "dq_rows.cu", macros, q.get_device(), B * S * G * head_tiles, shape.threads, shape.shared,
         *launch.strided(do), *launch.pointers(o, lse, dlse, dq, delta), head_tiles, problem=launch.problem(call, ranges),
@@ -190,7 +197,8 @@ def dkdv_tiles(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tenso
     """Return dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]."""
     key_warps, column_warps, queries, shared = tile_shape(call)
     aligned = launch.aligned(call.q, call.k, call.v, do)
-    macros = launch.macros(call, aligned=aligned, KEY_WARPS=key_warps, COLUMN_WARPS=column_warps, QUERIES=queries)
+    tiles = {"KEY_WARPS": key_warps, "COLUMN_WARPS": column_warps, "QUERIES": queries}
+    macros = launch.macros(call, aligned=aligned, SHARED_BY=call.groups_per_selection, **tiles)
 
     def start(ctas: int, lists: tuple[int, ...]) -> None:
         launch.start(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +42,6 @@ L2_BYTES = 24 * 2**20  # share of the L2 cache (50 MiB) for keys and values
 STRETCH_BYTES = 16 * 2**20  # bytes of q and do per stretch of order_segments.cu
 MOST_STRETCHES = 256  # in order_segments.cu
 STATISTICS = 16 * ROWS  # bytes of `__shared__` variables per stage of dkdv_groups.cu
-SYSTEM = 1024  # bytes of shared memory per CTA that the system reserves
 
 
 class TileShape(NamedTuple):
@@ -71,7 +69,7 @@ class TilePlan(NamedTuple):
     blocks: Tensor | None  # [all tiles * capacity] unsigned 16 bits; None if visible keys are computed (BY_ARITHMETIC)
     rows: Tensor | None  # [all tiles * capacity], bit r: row r of the tile selected the block; smallest dtype that fits
     counts: Tensor | None  # [all tiles, 2] int32
-    tiles: int  # per batch entry and group
+    tiles: int  # per batch entry and group of the selection
     capacity: int
     counter: Tensor | None = None  # tile counter, one int32, zero between passes
     order: Tensor | None = None  # token order [B,G,stretches,stretch] uint8; None for tiles of adjacent tokens
@@ -217,7 +215,7 @@ def _tile_macros(call: Call, shape: TileShape, stretch: int | None) -> Constants
     assert block is not None, "supports_tiles"
     return launch.macros(
         call, H=call.q.shape[3], CONSUMERS=shape.consumers, STAGES=shape.stages, Q_STAGES=shape.q_stages, BLOCK=block,
-        **launch.cache_macros(launch.page_of(call)), **({"ORDER_TOKENS": stretch} if stretch else {}),
+        SHARED_BY=call.groups_per_selection, **launch.cache_macros(launch.page_of(call)), **({"ORDER_TOKENS": stretch} if stretch else {}),
     )  # fmt: skip
 
 
@@ -268,18 +266,19 @@ def _plan_sizes(call: Call, stretch: int | None, backward: bool = False) -> tupl
         _capacity(call, tokens) * (BLOCK_NUMBER.itemsize + bits_dtype(tokens).itemsize) * (rows // tokens)
         for tokens in ({own, forward} if stretch else {own})
     )
-    return rows, call.q.shape[2] * lists
+    return rows, call.selection.groups * lists
 
 
 def plan_of(call: Call, tokens: int, stretch: int | None = None) -> TilePlan:
     """Return the plan for tiles of `tokens` rows, adjacent or reordered within stretches."""
-    plan: TilePlan = kept_plan(call, ("cupy-cuda union", call.S_kv), _build, tokens, stretch).value
+    plan: TilePlan = kept_plan(call, ("cupy-cuda union", call.S_kv), _build, tokens, ROWS // call.q.shape[3], stretch).value
     return plan
 
 
-def _build(call: Call, tokens: int, stretch: int | None) -> TilePlan:
+def _build(call: Call, tokens: int, of_consumer: int, stretch: int | None) -> TilePlan:
+    """Launch the kernel that builds the plan. of_consumer: tokens of a consumer; lists may be in the order of consumers."""
     q, block = call.q, call.selection.block_size
-    B, S, G = q.shape[:3]
+    (B, S), G = call.q.shape[:2], call.selection.groups
     assert block is not None, "supports_tiles"
     blocks_of_keys = -(-call.S_kv // block)
     assert blocks_of_keys <= 1 << 16, "TileKernels.blocks_max"
@@ -298,17 +297,17 @@ def _build(call: Call, tokens: int, stretch: int | None) -> TilePlan:
     lengths = {} if call.lengths is None else launch.cache_macros(0)  # lists do not depend on pages
     shared = (4 if tokens <= 32 else 8) << (blocks_of_keys - 1).bit_length()  # round up, because each size loads another kernel
     threads = 512 if shared > 1 << 14 or tokens * call.selection.n > 512 else 128  # few CTAs fit, or many ranges per CTA
-    macros = launch.integer_macros(TOKENS=tokens, BLOCK=block, UNION_THREADS=threads, **lengths)
+    macros = launch.integer_macros(TOKENS=tokens, TQ=of_consumer, BLOCK=block, UNION_THREADS=threads, **lengths)
     launch.start(
         "tile_union.cu", macros, call.q.get_device(), all_tiles, threads, shared, *lists, tiles, capacity,
-        problem=launch.problem(call, call.disjoint_ranges()),
+        problem=launch.plan_problem(call),
     )  # fmt: skip
     return TilePlan(blocks, rows, counts, tiles, capacity, counter)
 
 
 def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """Return dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]."""
-    pairs = math.prod(call.k.shape[:2])
+    pairs = call.k.shape[0] * call.selection.groups  # that have lists of their own
     if pairs > 1 and not (list_bytes(call)[1] if small_block(call) else lists_fit(call, KEYS, pairs)):
         return _by_pairs(call, lse, do, delta)
     q, (macros, shape, rows) = call.q, _groups(call)
@@ -368,7 +367,8 @@ def _groups(call: Call) -> tuple[Constants, GroupShape, int]:
     shape = group_shape(Dk, Dv, call.device)
     rows = max(STRETCH_BYTES // (h * (Dk + Dv) * call.q.element_size()), -(-B * G * S // MOST_STRETCHES))
     small = small_block(call)
-    return launch.macros(call, H=h, STAGES=shape.stages, **({} if small is None else {"SMALL_BLOCK": small})), shape, rows
+    blocks = {} if small is None else {"SMALL_BLOCK": small}
+    return launch.macros(call, H=h, STAGES=shape.stages, SHARED_BY=call.groups_per_selection, **blocks), shape, rows
 
 
 def _order(call: Call, rows: int, segment: int) -> tuple[Tensor]:
@@ -395,9 +395,10 @@ def order_segments(call: Call, lists: KeyToRows, segments: int, ctas: int, *valu
     return order
 
 
-def listed_maps(k: Tensor, v: Tensor, *rows: Tensor) -> tuple[bytes, ...]:
-    """Return the TMA maps of `rows` (q, or q and do) for boxes of one listed token (row_steps.cuh), and of k and v."""
-    return *(row_map(x, 1) for x in rows), tensor_map(k, KEYS, 64), tensor_map(v, KEYS, 64)
+def listed_maps(k: Tensor, v: Tensor, *rows: Tensor, keys: int = KEYS) -> tuple[bytes, ...]:
+    """Return the TMA maps of `rows` (q, or q and do) for boxes of one listed token (row_steps.cuh), and of k and v for
+    tiles of `keys` keys."""
+    return *(row_map(x, 1) for x in rows), tensor_map(k, keys, 64), tensor_map(v, keys, 64)
 
 
 def adjacent_maps(k: Tensor, v: Tensor, *rows: Tensor, keys: int = KEYS) -> tuple[bytes, ...]:
@@ -419,7 +420,7 @@ def group_shape(Dk: int, Dv: int, device: DeviceInfo, others: int = 0) -> GroupS
     step_bytes, consumers = PANEL * (Dk + Dv) // 64, 1 if max(Dk, Dv) <= MOST_COLUMNS else 2
     others += step_bytes if consumers == 1 or Dk + Dv > MOST_TILE_COLUMNS else 0
     others += 4 * ROWS * KEYS if consumers == 2 else 0
-    of_cta = (device.shared_memory + SYSTEM) * consumers // 2 - STATIC - MOST_STAGES * STATISTICS - others
+    of_cta = (device.shared_memory + launch.SYSTEM) * consumers // 2 - STATIC - MOST_STAGES * STATISTICS - others
     stages = min(MOST_STAGES, of_cta // step_bytes)
     return GroupShape(128 * (consumers + 1), stages, stages * step_bytes + others)
 

@@ -53,10 +53,10 @@ def start_union(call: Call, stretch: int, tokens: int, *values: int) -> None:
         ORDER_TOKENS=stretch, TOKENS=tokens, TQ=HOPPER_TILES.warpgroup_rows // call.q.shape[3], BLOCK=block, **lengths
     )
     shared = 1 << (_shared(call, stretch, block) - 1).bit_length()  # round up, because each size loads another kernel
-    B, S, G = call.q.shape[:3]
+    (B, S), G = call.q.shape[:2], call.selection.groups
     launch.start(
         "ordered_union.cu", macros, call.q.get_device(), B * G * -(-S // stretch), THREADS, shared, *values,
-        problem=launch.problem(call, call.disjoint_ranges()),
+        problem=launch.plan_problem(call),
     )  # fmt: skip
 
 

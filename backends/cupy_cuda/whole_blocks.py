@@ -1,5 +1,4 @@
-"""Launch forward_blocks.cu on Hopper: rows of whole blocks that share no keys with their neighbors, as in batched
-decoding.
+"""Launch forward_blocks.cu on Hopper: rows of blocks that share no keys with their neighbors, as in batched decoding.
 
 A CTA, or a cluster of them, takes a row. No plan is launched.
 """
@@ -14,33 +13,41 @@ from torch import Tensor
 
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
-from nsa_sel.backends.cupy_cuda.sm90 import KEYS, MOST_STAGES, SYSTEM, loadable, mappable, steps_in_pages
+from nsa_sel.backends.cupy_cuda.sm90 import KEYS, MOST_STAGES, loadable, mappable
 from nsa_sel.backends.cupy_cuda.tensor_map import tensor_map
 from nsa_sel.backends.launcher.buffers import unwritten
-from nsa_sel.backends.specs import HOPPER_STEPS
+from nsa_sel.backends.specs import HOPPER_STEPS, WIDEST
 from nsa_sel.core.call import Call
 
-CONSUMER_WARPS = 4  # plus one producer warp
+CONSUMER_WARPS, LOADERS = 4, 4  # warps; those that load small blocks, else one (gathered_row.cuh)
 # Cluster size -> percentage of a GPU's CTAs that can run in such clusters at once (cuOccupancyMaxActiveClusters, H200).
 FITTING = {1: 100, 2: 100, 4: 91, 8: 91, 16: 85}
+NO_MAPS = bytes(128), bytes(128)  # lanes copy small blocks
+MOST_LISTED = 1 << 12  # small blocks of a row, whose list is in shared memory
+MOST_NAMED = 1 << 12  # words of a bitmap of blocks, see `launch.named_blocks`
 MANY_STEPS = 8  # steps per CTA, see `next_first`
 UNDER_WAY = 1 << 16  # bytes of keys and values in flight per CTA if it has a multiprocessor to itself
 
 
 class Plan(NamedTuple):
-    """The launch of forward_blocks.cu: macros, CTAs, bytes of dynamic shared memory."""
+    """The launch of forward_blocks.cu: macros, CTAs, threads, bytes of dynamic shared memory."""
 
     macros: Constants
     ctas: int
+    threads: int
     shared: int
 
 
 def supports(call: Call) -> bool:
-    """Return whether forward_blocks.cu computes this call: rows of blocks of a multiple of 64 keys, on Hopper."""
-    size, steps = call.selection.block_size, HOPPER_STEPS
-    if call.device.sm != steps.sm or size is None or size % steps.keys or not steps_in_pages(call):
+    """Return whether forward_blocks.cu computes this call on Hopper: rows of blocks of a multiple of 64 keys, or few
+    rows of smaller blocks or wider keys."""
+    (_, S, _, h, Dk), Dv, size = call.q.shape, call.v.shape[-1], call.selection.block_size
+    page = None if call.block_table is None else call.k.shape[2]
+    if call.device.sm != HOPPER_STEPS.sm or size is None or not HOPPER_STEPS.fit(S, h, Dk, Dv, size, page, call.scales is not None):
         return False
-    return call.q.shape[4] in steps.dims and call.v.shape[-1] in steps.dims and mappable(call.k, call.v) and launch.aligned(call.q)
+    if size % KEYS == 0:
+        return mappable(call.k, call.v) and launch.aligned(call.q)
+    return call.selection.n <= MOST_LISTED and launch.aligned(call.q, call.k, call.v)
 
 
 def head_tiles(h: int) -> int:
@@ -80,37 +87,38 @@ def next_first(work: int, steps: int, cluster: int, ctas: int) -> bool:
 @functools.lru_cache(maxsize=1024)
 def plan_of(
     work: int, h: int, Dk: int, Dv: int, n: int, block: int, bf16: bool, sm_count: int, shared_memory: int, page: int | None = None,
-    page_scales: bool | None = None,
+    page_scales: bool | None = None, named: int = 0, share: int = 1,
 ) -> Plan:  # fmt: skip
     """Return the launch of forward_blocks.cu for `work` (row, heads) of n blocks.
 
-    Two CTAs per multiprocessor, or one if a warp holds all columns in registers. As many stages as fit if all
+    Two CTAs per multiprocessor, or one if a warp holds all columns in registers, or keys are wide. As many stages as fit if all
     multiprocessors have two CTAs; otherwise fewer stages are faster, because loads in flight arrive together and then
-    wait for their products. page_scales: from `page_scales_of`.
+    wait for their products. page_scales: from `page_scales_of`. named: from `launch.named_blocks`.
     """
     size, quantized = 2, {}
     if page_scales is not None:
         size, quantized = 1, {"E4M3": 1, "PAGE_SCALES": int(page_scales)}
     head_warps = min(CONSUMER_WARPS, 1 << (-(-h // 16) - 1).bit_length())
-    steps = n * block // KEYS
-    per_sm = 1 if head_warps == CONSUMER_WARPS else 2
+    steps, small = -(-n * block // KEYS), block < KEYS
+    per_sm = 1 if head_warps == CONSUMER_WARPS or Dk + Dv > WIDEST else 2
     cluster = cluster_size(work, steps, per_sm * sm_count)
     heads, step_bytes = 16 * head_warps, size * KEYS * (Dk + Dv)
     own_bytes = 1024 if page_scales is None else 1280  # `Shared`; for e4m3 it holds a factor per head
+    own_bytes += 4 * named + 512 * small  # bitmap of blocks; keys of a step's blocks
     own_bytes += heads * (4 * Dv + 8 * cluster) if cluster > 1 else 0
-    row_bytes = 2 * heads * (Dk + 8 + KEYS + 8) + own_bytes  # with q and p
-    stages = min(2 * MOST_STAGES // size, ((shared_memory + SYSTEM) // per_sm - SYSTEM - row_bytes) // step_bytes)
+    row_bytes = 2 * heads * (Dk + 8 + KEYS + 8) + own_bytes + 4 * n * small  # with q, p, and the list of small blocks
+    stages = min(2 * MOST_STAGES // size, ((shared_memory + launch.SYSTEM) // per_sm - launch.SYSTEM - row_bytes) // step_bytes)
     if cluster > 1:
         stages = min(stages, -(-steps // cluster))
     if per_sm == 2 and (cluster > 1 or 10 * work < 9 * per_sm * sm_count):
         stages = min(stages, max(2, UNDER_WAY // step_bytes))
     macros = constants(
         BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=1, STAGES=stages, HEAD_WARPS=head_warps, PER_SM=per_sm, BLOCK=block, CLUSTER=cluster,
-        NEXT_FIRST=int(next_first(work, steps, cluster, per_sm * sm_count)), SHARED_BYTES=own_bytes, **launch.cache_macros(page),
-        **quantized,
+        NEXT_FIRST=int(next_first(work, steps, cluster, per_sm * sm_count)), SHARED_BYTES=own_bytes, NAMED_WORDS=named,
+        **launch.cache_macros(page), SHARED_BY=share, **quantized,
     )  # fmt: skip
     ctas = work * cluster if cluster > 1 else min(work, per_sm * sm_count)
-    return Plan(macros, ctas, stages * step_bytes + row_bytes)
+    return Plan(macros, ctas, 32 * (CONSUMER_WARPS + (LOADERS if small else 1)), stages * step_bytes + row_bytes)
 
 
 def page_scales_of(call: Call) -> bool | None:
@@ -131,16 +139,16 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     Dv = call.v.shape[-1]
     assert selection.block_size is not None, "supports"
     o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
-    work = B * S * G * head_tiles(h)
-    macros, ctas, shared = plan_of(
+    work, (listed, named) = B * S * G * head_tiles(h), launch.named_blocks(call, MOST_NAMED)
+    plan = plan_of(
         work, h, Dk, Dv, selection.n, selection.block_size, q.dtype == torch.bfloat16, facts.sm_count, facts.shared_memory,
-        launch.page_of(call), page_scales_of(call),
+        launch.page_of(call), page_scales_of(call), named or 0, call.groups_per_selection,
     )  # fmt: skip
-    ranges, stored = call.disjoint_ranges(), (loadable(call.k), loadable(call.v))
+    stored = () if selection.block_size < KEYS else (loadable(call.k), loadable(call.v))  # copies must live until the launch
     launch.start(
-        "forward_blocks.cu", macros, q.get_device(), ctas, 32 * (CONSUMER_WARPS + 1), shared,
-        o.data_ptr(), lse.data_ptr(), head_tiles(h), work, *launch.scales(call),
-        maps=tuple(map(step_map, stored)), problem=launch.problem(call, ranges),
-        early=S == 1 or ctas > work,  # without clusters, rows that share blocks in L2 are slower
+        "forward_blocks.cu", plan.macros, q.get_device(), plan.ctas, plan.threads, plan.shared,
+        o.data_ptr(), lse.data_ptr(), head_tiles(h), work, *launch.scales(call), maps=tuple(map(step_map, stored)) or NO_MAPS,
+        problem=launch.problem(call, *listed),
+        early=S == 1 or plan.ctas > work,  # without clusters, rows that share blocks in L2 are slower
     )  # fmt: skip
     return o, lse

@@ -5,7 +5,8 @@ and passes after that are replayed: their launches start without the backend's P
 
     buffers       uninitialized tensors: `unwritten` for results, `temporary` for the rest
     passes        decorators of a backend's passes, and values cached per class of calls
-    replay        `replayed` records and replays passes, `kept_plan` caches and replays plans of a selection
+    replay        `replayed` records and replays passes, with the plans that they build; `kept_plan` caches plans
+    batch         the launches of a replay with packed arguments: one by one, or as one CUDA graph
     packing       where a compiled Triton kernel expects its arguments
     cuda_driver   launches and TMA descriptors through the CUDA driver
 

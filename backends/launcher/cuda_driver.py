@@ -19,10 +19,11 @@ MOST_BYTES = 4096  # largest kernel argument buffer
 MAP_BYTES, MAP_ALIGNMENT = 128, 64  # size and alignment of a CUtensorMap
 _GRID = struct.Struct("<7I4x")  # first part of CUlaunchConfig (cuda.h): grid, block, shared memory
 _CONFIG = struct.Struct(f"<{_GRID.size}sQQI4x")  # whole CUlaunchConfig: that part, stream, attributes and their count
+STREAM_OFFSET = _GRID.size  # of the stream in a CUlaunchConfig
+_NON_BLOCKING, _RELAXED = 1, 2  # CU_STREAM_NON_BLOCKING, CU_STREAM_CAPTURE_MODE_RELAXED
 # CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION. The driver only reads it.
 _EARLY = ctypes.create_string_buffer(struct.pack("<I4xI60x", 6, 1), 72)
-_MOST_READY = 4096  # largest number of (recording, stream) entries per thread
-Steps = tuple[tuple[Any, ...], ...]
+_DRIVER_OF_EARLY_GRAPHS = 12040  # first driver whose CUDA graphs support programmatic dependent launch
 
 
 class _Thread(threading.local):
@@ -33,7 +34,8 @@ class _Thread(threading.local):
         self.arguments = ctypes.create_string_buffer(MOST_BYTES)
         self.bound = {-1}  # -1: a CPU, which needs no context
         self.recording: Any = None  # the recorder of the running pass (_replay.py)
-        self.ready: dict[tuple[int, int], Steps] = {}  # prepared launches per (recording, stream)
+        self.ready: dict[tuple[int, int], Any] = {}  # of replays, per (recording, stream)
+        self.captures: dict[int, int] = {}  # the stream for captures, per device
 
 
 thread = _Thread()
@@ -44,6 +46,7 @@ class Pointers(threading.local):
     """The kernelParams array of a launch: pointers to the packed arguments, at `offsets` in the thread's buffer."""
 
     def __init__(self, offsets: tuple[int, ...]) -> None:
+        self.offsets = offsets
         begin = ctypes.addressof(thread.arguments)
         self.list = (ctypes.c_void_p * len(offsets))(*(begin + offset for offset in offsets))
         self.address = ctypes.addressof(self.list)
@@ -55,10 +58,16 @@ def _library() -> Any:
 
 
 @functools.cache
-def _launch() -> Any:
-    launch = _library().cuLaunchKernelEx
-    launch.argtypes = (ctypes.c_void_p,) * 4
-    return launch
+def _function(name: str, pointers: int) -> Any:
+    """Return a function of the driver that takes so many pointers (or numbers of their size)."""
+    function = getattr(_library(), name)
+    function.argtypes = (ctypes.c_void_p,) * pointers
+    return function
+
+
+def launch_function() -> Any:
+    """Return cuLaunchKernelEx(config, function, parameters, extra)."""
+    return _function("cuLaunchKernelEx", 4)
 
 
 @functools.cache
@@ -66,6 +75,14 @@ def _fill() -> Any:
     fill = _library().cuMemsetD8Async
     fill.argtypes = (ctypes.c_void_p, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p)
     return fill
+
+
+@functools.cache
+def starts_early(device: int) -> bool:
+    """Return whether GPU and driver support programmatic dependent launch, also in CUDA graphs."""
+    version = ctypes.c_int()
+    known = torch.cuda.get_device_capability(device) >= (9, 0) and not _library().cuDriverGetVersion(ctypes.byref(version))
+    return known and version.value >= _DRIVER_OF_EARLY_GRAPHS
 
 
 def stream_of(device: int) -> int:
@@ -81,7 +98,7 @@ def clear(address: int, size: int, stream: int) -> int:
 
 
 def grid(ctas: int, threads: int, shared: int) -> bytes:
-    """Pack grid, block and shared memory size as `ready` expects them."""
+    """Pack grid, block and shared memory size as `packed_config` takes them."""
     return _GRID.pack(ctas, 1, 1, threads, 1, 1, shared)
 
 
@@ -93,56 +110,54 @@ def start(
     early: programmatic dependent launch; the kernel may start before the previous kernel of the stream ends.
     """
     at = thread
-    at.config.raw = _packed_config(grid(ctas, threads, shared), stream, early)
-    status: int = _launch()(ctypes.addressof(at.config), function, pointers.address, None)
+    at.config.raw = packed_config(grid(ctas, threads, shared), stream, early)
+    status: int = launch_function()(ctypes.addressof(at.config), function, pointers.address, None)
     return status
 
 
-def _packed_config(grid_of: bytes, stream: int, early: bool) -> bytes:
+def packed_config(grid_of: bytes, stream: int, early: bool) -> bytes:
+    """Pack a CUlaunchConfig. grid_of: `grid`."""
     return _CONFIG.pack(grid_of, stream, ctypes.addressof(_EARLY) if early else 0, early)
 
 
-def ready(number: int, device: int, steps: Steps, stream: int) -> Steps:
-    """Return launches prepared for `start_all` on this thread and stream, from a cache if they were prepared before.
+class Graph:
+    """An instantiated CUDA graph of launches, whose arguments are fixed. `start(handle, stream)` launches it, and returns
+    the driver's status."""
 
-    Args:
-        number: a unique id of `steps`.
-        device, stream: the target of the launches.
-        steps: per kernel the function, its `grid`, `early` and `pointers` as in `start`, the struct that packs its
-            arguments, and a function that takes their values from a table.
+    __slots__ = ("_destroy", "handle", "start")
+
+    def __init__(self, handle: int) -> None:
+        self.handle, self.start, self._destroy = handle, _function("cuGraphLaunch", 2), _function("cuGraphExecDestroy", 1)
+
+    def __del__(self) -> None:  # the driver waits for launches that still run
+        self._destroy(self.handle)
+
+
+def captured(device: int, start: Callable[[int], int]) -> Graph | None:
+    """Return the launches of `start(stream)`, which returns the driver's status, as a graph; None if the driver refuses.
+
+    The capture runs on a stream of this thread, and minds no capture of another thread.
     """
-    at = thread
-    prepared = at.ready.get((number, stream))
-    if prepared is None:
-        if device not in at.bound:
-            bind_context(device)
-        if len(at.ready) >= _MOST_READY:
-            at.ready.clear()
-        prepared = at.ready[number, stream] = tuple([_ready(at.arguments, stream, *step) for step in steps])
-    return prepared
-
-
-def _ready(
-    packed: Any, stream: int, function: int, grid_of: bytes, early: bool, pointers: Pointers, arguments: struct.Struct, values: Any
-) -> tuple[Any, ...]:
-    config = ctypes.create_string_buffer(_packed_config(grid_of, stream, early))  # returned, so that it outlives its address
-    return arguments.pack_into, packed, values, ctypes.addressof(config), function, pointers.address, config
-
-
-def start_all(steps: Steps, table: list[Any]) -> int:
-    """Launch kernels in order; return the status of the first launch that fails, or 0.
-
-    Args:
-        steps: what `ready` returned on this thread.
-        table: argument values that the steps pick from.
-    """
-    launch = _launch()
-    for pack, packed, values, config, function, pointers, _ in steps:
-        pack(packed, 0, *values(table))
-        status: int = launch(config, function, pointers, None)
-        if status:
-            return status
-    return 0
+    mode, graph, made = ctypes.c_int(_RELAXED), ctypes.c_void_p(), ctypes.c_void_p()
+    exchange = _function("cuThreadExchangeStreamCaptureMode", 1)
+    if device not in thread.captures:
+        stream = ctypes.c_void_p()
+        if _function("cuStreamCreate", 2)(ctypes.addressof(stream), _NON_BLOCKING):
+            return None
+        thread.captures[device] = stream.value or 0
+    on = thread.captures[device]
+    exchange(ctypes.addressof(mode))
+    try:
+        if _function("cuStreamBeginCapture_v2", 2)(on, _RELAXED):
+            return None
+        status = start(on)
+        status = _function("cuStreamEndCapture", 2)(on, ctypes.addressof(graph)) or status
+        status = status or _function("cuGraphInstantiateWithFlags", 3)(ctypes.addressof(made), graph, 0)
+        if graph:
+            _function("cuGraphDestroy", 1)(graph)
+    finally:
+        exchange(ctypes.addressof(mode))
+    return None if status or not made.value else Graph(made.value)
 
 
 def bind_context(device: int) -> None:

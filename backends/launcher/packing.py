@@ -33,6 +33,7 @@ class Layout(NamedTuple):
     maps: tuple[tuple[int, Any], ...]  # per descriptor: index among the tensors, encoder
     numbers: struct.Struct
     constant: tuple[bool, ...]  # which of the flattened numbers were compiled in as constants
+    early: bool = False  # programmatic dependent launch
     compiled: Any = None  # the kernel object, held because its code is unloaded with it
 
     def packed_numbers(self, numbers: tuple[Any, ...]) -> bytes:
@@ -54,7 +55,7 @@ def layout_of(compiled: Any, tensors: int) -> Layout | None:
     None."""
     meta = compiled.metadata
     plain = meta.num_ctas == 1 and meta.shared <= MOST_SHARED and not getattr(compiled.run, "gsan_enabled", False)
-    for name in ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size"):
+    for name in ("launch_cooperative_grid", "global_scratch_size", "profile_scratch_size"):
         plain = plain and not getattr(meta, name, 0)
     parameters = cuda_driver.parameters(compiled.function) if plain else None
     if not parameters or sum(parameters[-1]) > cuda_driver.MOST_BYTES:
@@ -62,7 +63,7 @@ def layout_of(compiled: Any, tensors: int) -> Layout | None:
     types = list(compiled.src.signature.values())
     descriptions = getattr(meta, "tensordesc_meta", None) or []
     layout = _layout(compiled.function, 32 * meta.num_warps, meta.shared, parameters, types[:tensors], types[tensors:], descriptions)
-    return layout and layout._replace(compiled=compiled)
+    return layout and layout._replace(compiled=compiled, early=bool(getattr(meta, "launch_pdl", False)))
 
 
 def _layout(

@@ -2,8 +2,9 @@
 
 The package states what a backend must keep to. One of the first passes of a class is recorded: which kernels it
 launches, with which scalars, and to which tensor each address belongs. Later passes allocate their results and one
-buffer for all temporaries, fill in the addresses, and launch the kernels. Plans of selections are recorded separately;
-all tensors of a plan lie in one buffer, which the selection keeps.
+buffer for all temporaries, fill in the addresses, and launch the kernels. A pass that builds plans of a new
+selection is recorded with them: their kernels are launched by the same replay, and their tensors lie in one buffer,
+which the selection keeps. A call whose selection has these plans already replays another recording, without them.
 
 A recording holds no tensor and no address. A pass is never recorded if it compiles, runs a PyTorch operation, or passes
 an address that belongs to none of its tensors or to several; it then always runs as Python. So do all passes during a
@@ -14,21 +15,24 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import operator
 import re
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards  # type: ignore[attr-defined]  # see core/transforms.py
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_sel.backends.launcher import cuda_driver
+from nsa_sel.backends.launcher.batch import Batch, Step
 from nsa_sel.backends.launcher.buffers import allocator, contiguous
-from nsa_sel.backends.launcher.cuda_driver import clear, ready, start_all, stream_of, thread
+from nsa_sel.backends.launcher.cuda_driver import MAP_ALIGNMENT, stream_of, thread
+from nsa_sel.core.plans import DISJOINT, Part, Plan, PlanInBuffer, Plans, make_room, tensors_of
+from nsa_sel.core.request import FEW_TOKENS
 from nsa_sel.core.transforms import REPEATED
 from nsa_sel.errors import BackendError
 
@@ -37,79 +41,143 @@ from nsa_sel.errors import BackendError
 Call = Any
 ALIGNMENT = 256  # bytes between tensors in one buffer: enough for TMA and 16-byte loads
 _fills = torch._C._get_deterministic_algorithms  # if True, PyTorch fills new tensors
-TRIES = 3  # recording attempts per class after its first pass: a pass that compiles cannot be recorded
+TRIES = 3  # failed recording attempts per class after its first pass: a pass that compiles cannot be recorded
 LEAST_ADDRESS = 1 << 32  # arguments of at least this value are addresses
-MOST_BYTES = 1 << 30  # largest buffer of temporaries; calls that need more are GPU-bound, so replay saves nothing
-MOST_KEPT = 1 << 20  # bytes of temporaries that may stay in a plan's buffer, because a separate allocation takes time
-MOST_RECORDINGS = 1024
+MOST_BYTES = 1 << 30  # largest buffer of temporaries, or of plans; calls that need more are GPU-bound, so replay saves nothing
+MOST_RECORDINGS, MOST_READY = 1024, 1024  # in the process; per thread, for each stream
+MOST_BATCHES, NEW_ADDRESSES = 128, 8  # see `_Ready`
 _numbers = itertools.count()
-_recordings: deque[tuple[dict[Any, Any], Any]] = deque()  # (dict, key) of every recording, oldest first
+_recordings: deque[tuple[list[Recording], Recording]] = deque()  # every recording, with the list that holds it, oldest first
 # Operations that launch nothing.
 _VIEWS = (torch.ops.aten.slice.Tensor, torch.ops.aten.view.default, torch.ops.aten.view.dtype)
 _CODES = re.compile(r"(\d*)(\D)")  # count and code in a struct format
-_INPUT, _OFFSET, _MAP, _CONSTANT = range(4)  # sections of the address table of `_play`
+_INPUT, _OFFSET, _MAP, _CONSTANT = range(4)  # sections of the table of `_Ready.batch`
 
 
 class Recording(NamedTuple):
-    """The recorded launches of a pass or of building a plan. `entry` means an index in the address table of `_play`."""
+    """The recorded launches of a pass, plans that it builds included. `entry` means an index in the table of `_Ready.batch`."""
 
     number: int  # unique id
     device: int
     make: Callable[..., Tensor]  # `allocator`
     outputs: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # sizes, strides and dtype of each result
     scratch: int  # bytes of temporaries
-    plans: tuple[tuple[Any, ...], ...]  # per plan: its key, its recording's key in `Call.known`, build, numbers
+    kept: int  # bytes of the tensors of the plans that it builds
+    given: tuple[tuple[Any, ...], ...]  # keys of the plans that the selection must have
+    built: dict[tuple[Any, ...], tuple[Any, ...]]  # plans that it must lack, by key: the facts of `PlanInBuffer`
     offsets: tuple[tuple[int, int], ...]  # entry, bytes
     maps: tuple[tuple[int, Callable[[int], bytes | None]], ...]  # entry, encoder of tensor maps
     constants: tuple[bytes, ...]
     cleared: tuple[tuple[int, int], ...]  # entry, bytes
-    steps: tuple[Any, ...]  # launches, see `cuda_driver.ready`
+    steps: tuple[Step, ...]  # launches
+    arguments: struct.Struct  # packs the arguments of all launches
+    values: Callable[[list[Any]], tuple[Any, ...]]  # takes these arguments from the table
     kernels: tuple[Any, ...]  # kernel objects, held so that their code stays loaded
-    plan: tuple[Any, ...] | None  # for a plan: type, fields (tensors as `_Part` of the buffer), offsets
 
 
-class _Part(NamedTuple):
-    offset: int
-    sizes: tuple[int, ...]
-    dtype: torch.dtype
+class Recordings:
+    """What was recorded for one class: for each set of plans that calls brought along, a recording; failed attempts."""
+
+    __slots__ = ("failed", "made")
+
+    def __init__(self) -> None:
+        self.made: list[Recording] = []
+        self.failed = 0
+
+    def replay(self, addresses: list[int], stream: int, kept: Plans) -> Any:
+        """Return the results of a replay; None if nothing fits, or if the driver refuses a launch.
+
+        Args:
+            addresses: of the tensors that kernels read, 0 for None. Replays need multiples of 16.
+            stream: the current stream, 0 on a CPU.
+            kept: the plans of the selection.
+        """
+        if thread.recording is not None or functools.reduce(operator.or_, addresses) & 15 or _fills() or cuda_driver.hooked():
+            return None  # the first: nested in a pass that is being recorded
+        for recording in self.made:
+            ready = thread.ready.get((recording.number, stream)) or _ready(recording, stream)
+            if kept.keys().isdisjoint(ready.built) and (not ready.given or all(map(kept.__contains__, ready.given))):
+                return ready.play(addresses, kept)
+        return None
+
+    def run(self, addresses: list[int], stream: int, kept: Plans, work: Callable[[], Any]) -> Any:
+        """Return `work()`, a pass, replayed or run, and recorded if it can be. Other arguments are those of `replay`."""
+        result = self.replay(addresses, stream, kept)
+        if result is not None:
+            return result
+        unfit = thread.recording is not None or functools.reduce(operator.or_, addresses) & 15 or _fills() or cuda_driver.hooked()
+        if unfit or self.failed == TRIES:
+            return work()
+        recorder = Recorder(addresses)
+        with recorder:
+            result = work()
+        recording = recorder.finished(result)
+        if recording is None:
+            self.failed += 1
+        else:
+            self._keep(recording)
+        return result
+
+    def _keep(self, new: Recording) -> None:
+        for old in [x for x in self.made if (x.given, [*x.built]) == (new.given, [*new.built])]:  # the driver refused it
+            self.made.remove(old)
+        self.made.append(new)
+        _recordings.append((self.made, new))
+        if len(_recordings) > MOST_RECORDINGS:  # a growing cache makes a new class at every step
+            made, oldest = _recordings.popleft()
+            if oldest in made:
+                made.remove(oldest)
 
 
-class KeptPlan:
-    """A plan cached in a selection: its value, or the type, fields and buffer from which `value` makes it on demand."""
+class Shortcut:
+    """The replays of a class's forward or backward passes, for callers that look at nothing else.
 
-    __slots__ = ("_buffer", "_fields", "_kind", "_value", "addresses")
+    A thread of autograd runs Python with cold caches: every function that a backward pass enters there takes a
+    microsecond.
+    """
 
-    def __init__(
-        self, value: Any, kind: Any = None, fields: tuple[Any, ...] = (), offsets: Sequence[int] = (), buffer: Tensor | None = None
-    ) -> None:
-        self._value, self._kind, self._fields, self._buffer = value, kind, fields, buffer
-        begin = 0 if buffer is None else buffer.data_ptr()
-        self.addresses = [x.data_ptr() for x in _tensors(value)] if buffer is None else [begin + offset for offset in offsets]
+    __slots__ = ("_guards", "_recordings")
 
-    @property
-    def value(self) -> Any:
-        """Return the plan, a tuple of tensors and numbers."""
-        if self._value is None and self._kind is not None:
-            outer, thread.recording = thread.recording, None  # views launch nothing: do not refuse the recording
-            try:
-                self._value = self._kind(self._view(x) if type(x) is _Part else x for x in self._fields)
-            finally:
-                thread.recording = outer
-        return self._value
+    def __init__(self, recordings: Recordings, tensors: Sequence[Tensor]) -> None:
+        """tensors: of a recorded pass, of which others must agree; empty if callers have checked theirs."""
+        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None) if tensors else None
+        self._recordings = recordings
 
-    def _view(self, part: _Part) -> Tensor:
-        assert self._buffer is not None, "who has fields has a buffer"
-        end = part.offset + math.prod(part.sizes) * part.dtype.itemsize
-        return self._buffer[part.offset : end].view(part.dtype).view(part.sizes)
+    def __call__(self, selection: Any, *tensors: Tensor) -> Any:
+        """Return the results of a pass, or None if it can't be replayed.
+
+        tensors: q, k, v, and of a backward pass o, lse and do; dlse is None.
+        """
+        if self._guards is not None and not self._guards.check(*tensors):
+            return None
+        q, stream = tensors[0], 0
+        on: tuple[Any, ...] = DISJOINT
+        if q.is_cuda:
+            device = q.get_device()
+            if torch._C._cuda_isCurrentStreamCapturing() or device != torch._C._cuda_getDevice():
+                return None
+            stream = stream_of(device)
+            on = (*DISJOINT, stream)
+        snapshot = selection.current()
+        if snapshot is None or snapshot.exact is not None:
+            return None
+        distinct = snapshot.plans.get(on)
+        ranges = selection.ranges if selection.disjoint else None if distinct is None else distinct.value
+        if ranges is None or not ranges.is_contiguous():
+            return None
+        addresses = [x.data_ptr() for x in tensors]
+        addresses.insert(3, ranges.data_ptr())
+        if len(addresses) > 4:
+            addresses.append(0)
+        try:
+            return self._recordings.replay(addresses, stream, snapshot.plans)
+        except Exception:  # such as no memory: the pass runs in the usual manner, and raises its own error
+            return None
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [x for x in value if isinstance(x, Tensor)] if isinstance(value, tuple) else []
-
-
-def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *numbers: Any) -> KeptPlan:
-    """Return `build(call, *numbers)`, cached in the selection by key, numbers, S_kv, and positions or lengths (causal
-    clamp).
+def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *numbers: Any) -> Plan:
+    """Return `build(call, *numbers)`, cached in the selection by key, numbers, S_kv, the groups that share a row of it,
+    and positions or lengths (causal clamp).
 
     Everything in the plan except the values of its tensors must follow from these, because a recording accepts any plan
     with this key.
@@ -118,80 +186,88 @@ def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *n
     capture, and a plan built in a capture holds no data until the graph is replayed.
     """
     if call.capturing():
-        return KeptPlan(build(call, *numbers))
+        return Plan(build(call, *numbers))
+    # `()` or `(q_pos, lengths)`: part of the key, so that replays, which have neither, take no plan of other positions
     made_from = () if call.q_pos is None and call.lengths is None else (call.q_pos, call.lengths)
-    key = (*key, *numbers, call.k.shape[2])
-    plan: KeptPlan = call.selection.plan(key, lambda: _built(call, build, numbers), *made_from)
-    if thread.recording is not None:
-        thread.recording.use(call, plan, (key, _kind(call, build, call.disjoint_ranges(), numbers), build, numbers))
+    key, new = (*key, *numbers, call.k.shape[2], call.groups_per_selection, bool(made_from)), list[bool]()
+
+    def built() -> Any:
+        new.append(True)
+        return build(call, *numbers)
+
+    recorder: Recorder | None = thread.recording
+    if recorder is not None and key in recorder.plans:  # the selection of an inference mode keeps nothing
+        return recorder.plans[key]
+    plan = Plan(call.selection.plan(key, built, *made_from))
+    if recorder is not None:
+        recorder.use(call, key, plan, bool(new))
     return plan
 
 
-def _plan_again(
-    call: Call, inputs: list[int], on: tuple[Any, ...], key: tuple[Any, ...], kind: Any, build: Callable[..., Any], numbers: tuple[Any, ...]
-) -> KeptPlan:  # fmt: skip
-    """Build a plan for a pass that is being replayed with these inputs. on: see `Selection.keep`."""
-    recording = call.known.get(kind)
-    plan: KeptPlan | None = _play(recording, inputs[:4], call) if type(recording) is Recording else None
-    if plan is None:
-        return call.selection.plan(key, lambda: _built(call, build, numbers))  # type: ignore[no-any-return]
-    call.selection.keep(on, plan)
-    return plan
+def replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, ...] = ()) -> Any:
+    """Return `work(call, *given)`, a pass, run or replayed.
 
-
-def _kind(call: Call, work: Callable[..., Any], ranges: Tensor, numbers: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the key of a recording in `Call.known`. It has `exact()`, because `measure` may run between forward and
-    backward."""
-    return work, ranges.dtype, call.selection.exact(), *numbers
-
-
-def _built(call: Call, build: Callable[..., Any], numbers: tuple[Any, ...]) -> KeptPlan:
-    outer, thread.recording = thread.recording, None
-    try:
-        built = replayed(call, build, (), numbers, plan=True)
-    finally:
-        thread.recording = outer
-    return built if type(built) is KeptPlan else KeptPlan(built)
-
-
-def replayed(
-    call: Call, work: Callable[..., Any], given: tuple[Tensor | None, ...] = (), numbers: tuple[Any, ...] = (), plan: bool = False
-) -> Any:
-    """Return `work(call, *given, *numbers)` (a pass, or building a plan), run or replayed.
-
-    Its kernels read q, k, v, the disjoint ranges, and the tensors in `given`.
+    Its kernels read q, k, v, the tensors in `given`, and the disjoint ranges; in the forward pass of few rows (without
+    `given`) `Call.listed_ranges`. A pass of few rows that reads the disjoint ranges is never recorded.
     """
-    recordings, settings = call.known, call.settings
-    if REPEATED not in recordings or call.workspace is not None or (settings.traced and not settings.debug_triton) or call.capturing():
-        return work(call, *given, *numbers)
-    ranges = call.disjoint_ranges()
-    key = _kind(call, work, ranges, numbers)
-    if given:
-        key += tuple([None if x is None else (x.dtype, x.stride()) for x in given])
-    inputs = (call.q, call.k, call.v, ranges, *given)
+    known, settings = call.known, call.settings
+    if REPEATED not in known or call.workspace is not None or call.capturing():
+        return work(call, *given)
+    snapshot = call.selection.current()
+    kept, exact = ({}, None) if snapshot is None else (snapshot.plans, snapshot.exact)
+    stream = stream_of(call.q.get_device()) if call.q.is_cuda else 0
+    distinct = kept.get((*DISJOINT, stream) if call.q.is_cuda else DISJOINT)
+    if distinct is not None and (given or call.q.shape[1] > FEW_TOKENS):
+        ranges = distinct.value
+    else:
+        ranges = call.disjoint_ranges() if given else call.listed_ranges()
+    # `measure` may run between forward and backward; a row's longest range, its mean and sharing decide on sizes
+    key = (work, ranges.dtype, exact and exact[:3], *[None if x is None else (x.dtype, x.is_contiguous() or x.stride()) for x in given])
+    addresses = [call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), ranges.data_ptr()]
+    addresses += [0 if x is None else x.data_ptr() for x in given]
     if settings.debug_triton:
-        return checked(recordings, key, inputs, work, lambda: work(call, *given, *numbers), plan)
-    return recorded(recordings, key, inputs, lambda: work(call, *given, *numbers), call, plan)
+        return checked(known, key, addresses, work, lambda: work(call, *given))
+    recordings = known.get(key)
+    if recordings is None:
+        if not settings.traced:  # do not record the first pass: most keys occur once
+            known.setdefault(key, Recordings())
+        return work(call, *given)
+    result = recordings.run(addresses, stream, kept, lambda: work(call, *given))
+    if recordings.made and exact is None and not settings.debug_nvtx:
+        _add_shortcut(call, recordings, given, len(result))
+    return result
 
 
-def checked(
-    recordings: dict[Any, Any], key: Any, inputs: Sequence[Tensor | None], backend: Callable[..., Any], work: Callable[[], Any], plan: bool
-) -> Any:  # fmt: skip
+def _add_shortcut(call: Call, recordings: Recordings, given: tuple[Tensor | None, ...], results: int) -> None:
+    """Add the `Shortcut` of a pass to the facts of its class, if it fits: a forward pass that reads disjoint ranges, or a
+    backward pass without dlse, whose tensors all differ, and that returns dq, dk and dv alone."""
+    if not given:
+        if "forward" not in call.known and not call.may_repeat():
+            call.known["forward"] = Shortcut(recordings, ())
+    elif "backward" not in call.known and given[-1] is None and results == 3:
+        tensors = [call.q, call.k, call.v, *(x for x in given if x is not None)]
+        if len({id(x) for x in tensors}) == len(tensors) == 6:
+            call.known["backward"] = Shortcut(recordings, tensors)
+
+
+def checked(recordings: dict[Any, Any], key: Any, addresses: list[int], backend: Callable[..., Any], work: Callable[[], Any]) -> Any:
     """Return `work()`. Record it, and raise BackendError if its launches differ from the first recording of its class.
 
     Args:
-        recordings, key, inputs, work, plan: those of `recorded`.
-        backend: the pass, or what builds the plan; the error names it.
+        recordings: by key, for first recordings.
+        key: of the class.
+        addresses, work: those of `Recordings.run`.
+        backend: the pass; the error names it.
     """
     if thread.recording is not None or _fills() or cuda_driver.hooked():
         return work()
-    recorder = Recorder([0 if x is None else x.data_ptr() for x in inputs])
+    recorder = Recorder(addresses)
     with recorder:
         result = work()
-    made = recorder.finished(result, plan)
+    made = recorder.finished(result)
     if made is None:
         return result
-    first = recordings.setdefault(("checked", key), made)
+    first = recordings.setdefault(("checked", key, made.given, *made.built), made)
     for field, was, now in zip(_Launches._fields, _Launches.of(first), _Launches.of(made), strict=True):
         if was != now:
             raise BackendError(
@@ -214,91 +290,81 @@ class _Launches(NamedTuple):
 
     @classmethod
     def of(cls, recording: Recording) -> _Launches:
-        kernels, grids = (tuple(step[i] for step in recording.steps) for i in (0, 1))
+        kernels, grids = tuple(step.function for step in recording.steps), tuple(step.grid for step in recording.steps)
         facts = recording.outputs, recording.scratch, recording.offsets, recording.constants, recording.cleared
         return cls(kernels, grids, *facts)
 
 
-def recorded(
-    recordings: dict[Any, Any], key: Any, inputs: Sequence[Tensor | None], work: Callable[[], Any], call: Call = None, plan: bool = False
-) -> Any:
-    """Return `work()`, run or replayed.
+class _Ready:
+    """A recording, ready for one thread and stream, with the arguments of its last passes.
 
-    Args:
-        recordings: the recordings of a class of calls, by key.
-        key: everything that determines the launches of `work`, including the device, except for addresses. Replays need
-            all addresses to be multiples of 16.
-        inputs: the tensors that kernels read.
-        work: a pass, or building a plan.
-        call: the pass's call, whose plans it uses.
-        plan: whether `work` builds a plan.
+    A caching allocator returns the same addresses again and again, other ones to each layer of a model: packed arguments
+    are cached by addresses, in one batch more for every NEW_ADDRESSES passes that find none.
     """
-    if thread.recording is not None:  # nested in a pass that is being recorded
-        return work()
-    recording = recordings.get(key)
-    addresses = [0 if x is None else x.data_ptr() for x in inputs]
-    if functools.reduce(operator.or_, addresses) & 15 or _fills() or cuda_driver.hooked():
-        return work()
-    if type(recording) is Recording:
-        result = _play(recording, addresses, call)
-        if result is not None:
-            return result
-        recording = 0  # the driver refused a launch: run the pass, which raises its own error
-    if recording is None or recording == TRIES:  # do not record the first pass: most keys occur once
-        recordings.setdefault(key, 0)
-        return work()
-    recorder = Recorder(addresses)
-    with recorder:
-        result = work()
-    made = recorder.finished(result, plan)
-    recordings[key] = made or recording + 1
-    if made:
-        _recordings.append((recordings, key))
-        if len(_recordings) > MOST_RECORDINGS:  # a growing cache makes a new class at every step
-            old, its_key = _recordings.popleft()
-            old.pop(its_key, None)
-    return result
 
+    __slots__ = ("batches", "built", "given", "missed", "recording", "stream")
 
-def _play(recording: Recording, inputs: list[int], call: Call) -> Any:
-    """Replay a pass and return its result, or None if the driver refuses a launch.
+    def __init__(self, recording: Recording, stream: int) -> None:
+        on = () if recording.device < 0 else (stream,)
+        self.recording, self.stream = recording, stream
+        self.given = tuple([(*key, *on) for key in recording.given])  # keys of its plans on the stream
+        self.built = {(*key, *on): facts for key, facts in recording.built.items()}
+        self.batches: dict[tuple[int, ...], Batch] = {}  # by addresses
+        self.missed = 0
 
-    Builds a table of argument values: addresses of inputs, outputs, temporaries and tensors of plans; addresses at an
-    offset within these; tensor maps; packed constants.
-    """
-    number, device, make, outputs_of, scratch_bytes, plans_of, offsets, maps_of, constants, cleared, steps, _, plan_of = recording
-    stream = stream_of(device)
-    steps = ready(number, device, steps, stream)
-    outputs = tuple([make(*facts) for facts in outputs_of])
-    table: list[Any] = inputs + [y.data_ptr() for y in outputs]
-    scratch = make((scratch_bytes,), (1,), torch.uint8) if scratch_bytes else None
-    table.append(0 if scratch is None else scratch.data_ptr())
-    plans = []  # hold references until all kernels are queued: in inference mode nothing else does
-    for key, kind, build, numbers in plans_of:
-        assert call is not None, "a pass that uses plans has a call"
-        on = key if device < 0 else (*key, stream)
-        plan = call.selection.kept(on)
-        if plan is None:
-            plan = _plan_again(call, inputs, on, key, kind, build, numbers)
-        plans.append(plan)
-        table += plan.addresses
-    if offsets:
-        table += [table[entry] + offset for entry, offset in offsets]
-    if maps_of:
-        maps = [encode(table[entry]) for entry, encode in maps_of]
+    def play(self, inputs: Sequence[int], kept: Plans) -> Any:
+        """Replay a pass and return its result, or None if the driver refuses a launch. kept: the plans of its selection."""
+        recording = self.recording
+        make = recording.make
+        outputs = tuple([make(*facts) for facts in recording.outputs])
+        scratch = make((recording.scratch,), (1,), torch.uint8) if recording.scratch else None
+        plans = make((recording.kept,), (1,), torch.uint8) if recording.kept else None
+        addresses: tuple[int, ...] = (
+            *inputs, *[x.data_ptr() for x in outputs],
+            0 if scratch is None else scratch.data_ptr(), 0 if plans is None else plans.data_ptr(),
+        )  # fmt: skip
+        for key in self.given:
+            addresses += tuple(kept[key].addresses())
+        batch = self.batches.get(addresses) or self.batch(addresses)
+        if batch is None or batch.start():
+            return None
+        if plans is not None:
+            make_room(kept, len(self.built))
+            for key, facts in self.built.items():
+                kept[key] = PlanInBuffer(plans, facts)
+        return outputs
+
+    def batch(self, addresses: tuple[int, ...]) -> Batch | None:
+        """Return the launches with these addresses; None if the driver refuses a tensor map.
+
+        Builds a table of argument values: addresses of inputs, outputs, temporaries and plans; addresses at an offset
+        within these; tensor maps; packed constants.
+        """
+        recording, table = self.recording, list[Any](addresses)
+        table += [table[entry] + offset for entry, offset in recording.offsets]
+        maps = [encode(table[entry]) for entry, encode in recording.maps]
         if None in maps:
             return None
         table += maps
-    table += constants
-    for entry, size in cleared:
-        if clear(table[entry], size, stream):
-            return None
-    if start_all(steps, table):
-        return None
-    if plan_of is None:
-        return outputs
-    kind, fields, locations = plan_of
-    return KeptPlan(None, kind, fields, locations, outputs[0])
+        table += recording.constants
+        self.missed += 1
+        if len(self.batches) < min(MOST_BATCHES, 1 + self.missed // NEW_ADDRESSES):
+            batch = Batch(recording.device, self.stream, recording.steps, recording.arguments)
+        else:
+            batch = self.batches.pop(next(iter(self.batches)))  # the oldest
+        batch.pack(recording.values(table), [(table[entry], size) for entry, size in recording.cleared])
+        self.batches[addresses] = batch
+        return batch
+
+
+def _ready(recording: Recording, stream: int) -> _Ready:
+    cache, key = thread.ready, (recording.number, stream)
+    ready: _Ready | None = cache.get(key)
+    if ready is None:
+        if len(cache) >= MOST_READY:
+            cache.clear()
+        ready = cache[key] = _Ready(recording, stream)
+    return ready
 
 
 class _Span(NamedTuple):
@@ -316,8 +382,8 @@ class Recorder:
     def __init__(self, inputs: list[int]) -> None:
         self.inputs, self.refused = inputs, False
         self.made: list[Tensor] = []  # tensors that `unwritten` allocated
-        self.plans: list[tuple[Any, ...]] = []
-        self.plan_tensors: list[Tensor] = []
+        self.plans: dict[tuple[Any, ...], Plan] = {}  # by key
+        self.built: list[tuple[Any, ...]] = []  # keys of the plans that the pass builds
         self.encoders: dict[bytes, tuple[int, Callable[[int], bytes | None]]] = {}  # tensor map -> address, encoder
         self.cleared: list[tuple[int, int]] = []
         self.kernels: list[Any] = []  # objects that keep kernel code loaded
@@ -334,13 +400,12 @@ class Recorder:
         thread.recording = self._mode.recorder = None  # break the reference cycle, which would keep tensors alive
         self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def use(self, call: Call, plan: KeptPlan, arguments: tuple[Any, ...]) -> None:
-        """Record that the pass uses a plan."""
-        q = call.q.data_ptr()
-        self.refused |= q != self.inputs[0] or REPEATED not in call.known
-        if arguments not in self.plans:
-            self.plans.append(arguments)
-            self.plan_tensors += _tensors(plan.value)
+    def use(self, call: Call, key: tuple[Any, ...], plan: Plan, new: bool) -> None:
+        """Record that the pass uses a plan; new: it has built the plan."""
+        self.refused |= call.q.data_ptr() != self.inputs[0] or REPEATED not in call.known
+        self.plans[key] = plan
+        if new:
+            self.built.append(key)
 
     def launch(
         self, function: int, ctas: int, threads: int, shared: int, early: bool, pointers: Any, arguments: struct.Struct,
@@ -349,53 +414,54 @@ class Recorder:
         """Record a kernel launch: the arguments of `cuda_driver.start`, and the values that were packed."""
         self.launches.append((function, cuda_driver.grid(ctas, threads, shared), early, pointers, arguments, values))
 
-    def finished(self, result: Any, plan: bool) -> Recording | None:
-        """Return the recording of a pass (or plan) that returned `result`, or None if it cannot be replayed."""
-        outputs = _tensors(result)
-        own = [x for x in self.made if not any(x is y for y in outputs)]
-        simple = isinstance(result, tuple) and all(isinstance(x, Tensor | int | None) for x in result)
-        low = any(0 < x < LEAST_ADDRESS for x in (*self.inputs, *(x.data_ptr() for x in self.made + self.plan_tensors)))
-        large = sum(x.nbytes for x in (self.made if plan else own)) > MOST_BYTES
+    def finished(self, result: Any) -> Recording | None:
+        """Return the recording of a pass that returned `result`, or None if it cannot be replayed."""
+        outputs, built = tensors_of(result), [self.plans[key].value for key in self.built]
+        kept = [x for value in built for x in tensors_of(value)]
+        given = {key: plan for key, plan in self.plans.items() if key not in self.built}
+        of_given = [x for plan in given.values() for x in tensors_of(plan.value)]
+        own = [x for x in self.made if not any(x is y for y in outputs + kept)]
         if (
             self.refused
             or not outputs
-            or low
-            or large
-            or not simple
-            or len(own) + len(outputs) != len(self.made)
-            or (not plan and len(outputs) != len(result))
+            or not all(isinstance(value, tuple) and all(isinstance(x, Tensor | int | None) for x in value) for value in (result, *built))
+            or len(outputs) != len(result)
+            or len(own) + len(kept) + len(outputs) != len(self.made)
+            or any(0 < x < LEAST_ADDRESS for x in (*self.inputs, *(x.data_ptr() for x in self.made + of_given)))
+            or max(sum(x.nbytes for x in tensors) for tensors in (own, kept)) > MOST_BYTES
         ):
             return None
-        first, spans = len(self.inputs), [_Span(x, 1, i, 0) for i, x in enumerate(self.inputs) if x]
-        facts = [(tuple(x.shape), contiguous(tuple(x.shape)), x.dtype) for x in outputs]
-        if plan:
-            apart = sum(x.nbytes for x in own) > MOST_KEPT
-            size, parts = _packed(outputs if apart else outputs + own, first)
-            spans += parts
-            facts = [((size,), (1,), torch.uint8)]
-            locations = [_Part(part.offset, tuple(x.shape), x.dtype) for part, x in zip(parts, outputs, strict=False)]
-            fields = iter(locations)
-            kind = getattr(type(result), "_make", tuple)  # `_make` for named tuples
-            described = kind, tuple(next(fields) if isinstance(x, Tensor) else x for x in result), tuple(x.offset for x in locations)
-            own = own if apart else []
-        else:
-            spans += [_Span(x.data_ptr(), x.nbytes, first + i, 0) for i, x in enumerate(outputs)]
-        scratch, parts = _packed(own, first + len(facts))
-        spans += parts
-        after = first + len(facts) + 1
-        spans += [_Span(x.data_ptr(), x.nbytes, after + i, 0) for i, x in enumerate(self.plan_tensors)]
-        table = _Table(spans, after + len(self.plan_tensors), self.encoders)
-        steps = [(*step, *table.packed(arguments, values)) for *step, arguments, values in self.launches]
+        first = len(self.inputs)
+        spans = [_Span(x, 1, i, 0) for i, x in enumerate(self.inputs) if x]
+        spans += [_Span(x.data_ptr(), x.nbytes, first + i, 0) for i, x in enumerate(outputs)]
+        after = first + len(outputs)
+        scratch, in_scratch = _packed(own, after)
+        kept_bytes, in_kept = _packed(kept, after + 1)
+        spans += in_scratch + in_kept
+        spans += [_Span(x.data_ptr(), x.nbytes, after + 2 + i, 0) for i, x in enumerate(of_given)]
+        table = _Table(spans, after + 2 + len(of_given), self.encoders)
+        for function, grid, early, pointers, arguments, values in self.launches:
+            table.add(function, grid, early, pointers, arguments, values)
         cleared = [(table.location(address), size) for address, size in self.cleared]
         if table.refused:
             return None
         return Recording(
-            next(_numbers), outputs[0].get_device(), allocator(outputs[0]), tuple(facts), scratch, tuple(self.plans),
-            tuple(table.offsets), tuple(table.maps), tuple(table.constants),
-            tuple((table.entry(location), size) for location, size in cleared),
-            tuple((*step, _getter([table.entry(location) for location in locations])) for *step, locations in steps), tuple(self.kernels),
-            described if plan else None,
+            next(_numbers), outputs[0].get_device(), allocator(outputs[0]),
+            tuple((tuple(x.shape), contiguous(tuple(x.shape)), x.dtype) for x in outputs), scratch, kept_bytes, tuple(given),
+            self._built(iter(in_kept)), tuple(table.offsets), tuple(table.maps), tuple(table.constants),
+            tuple((table.entry(location), size) for location, size in cleared), tuple(table.steps),
+            struct.Struct(table.codes), _getter([table.entry(location) for location in table.locations]), tuple(self.kernels),
         )  # fmt: skip
+
+    def _built(self, spans: Iterator[_Span]) -> dict[tuple[Any, ...], tuple[Any, ...]]:
+        """Return `Recording.built`. spans: of the tensors of all plans that the pass builds."""
+        facts = {}
+        for key in self.built:
+            value = self.plans[key].value
+            fields = tuple(Part(next(spans).offset, tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in value)
+            kind = getattr(type(value), "_make", tuple)  # `_make` for named tuples
+            facts[key] = kind, fields, tuple(x.offset for x in fields if type(x) is Part)
+        return facts
 
 
 def _packed(tensors: list[Tensor], entry: int) -> tuple[int, list[_Span]]:
@@ -409,37 +475,39 @@ def _packed(tensors: list[Tensor], entry: int) -> tuple[int, list[_Span]]:
 
 
 class _Table:
-    """Builds the table of `_play` from recorded values. A location is (section of the table, index in the section)."""
+    """Builds the table of `_Ready.batch` from recorded values, and the struct that packs the arguments of all launches into one
+    buffer. A location is (section of the table, index in the section)."""
 
     def __init__(self, spans: list[_Span], bases: int, encoders: dict[bytes, tuple[int, Callable[[int], bytes | None]]]) -> None:
         self.spans, self.bases, self.encoders, self.refused = spans, bases, encoders, False
         self.offsets: list[tuple[int, int]] = []
         self.maps: list[tuple[int, Callable[[int], bytes | None]]] = []
         self.constants: list[bytes] = []
+        self.steps: list[Step] = []
+        self.codes, self.locations = "<", list[tuple[int, int]]()  # of the arguments of all launches
 
-    def packed(self, arguments: struct.Struct, values: tuple[Any, ...]) -> tuple[struct.Struct, list[tuple[int, int]]]:
-        """Return the struct with which a replay packs a kernel's arguments, and the locations of its values.
-
-        Runs of adjacent scalars are packed once into a constant.
-        """
-        codes, locations, left = "<", list[tuple[int, int]](), iter(values)
-        same, numbers = "", list[Any]()  # codes and values of the current run of scalars
+    def add(self, function: int, grid: bytes, early: bool, pointers: Any, arguments: struct.Struct, values: tuple[Any, ...]) -> None:
+        """Add the arguments of a launch. Runs of adjacent scalars are packed once into a constant."""
+        self.codes += f"{-struct.calcsize(self.codes) % MAP_ALIGNMENT}x"
+        begin = struct.calcsize(self.codes)
+        offsets = () if pointers is None else pointers.offsets
+        self.steps.append(Step(function, grid, early, tuple(begin + offset for offset in offsets)))
+        same, numbers, left = "", list[Any](), iter(values)  # codes and values of the current run of scalars
         for number, code in [*_CODES.findall(arguments.format[1:]), ("", "")]:
             for one in [number + code] if code in ("s", "") else int(number or 1) * [code]:
                 value = next(left) if one and code != "x" else None
                 address = value in self.encoders if type(value) is bytes else type(value) is int and value >= LEAST_ADDRESS
                 if same and (address or not one):
                     together = struct.pack("<" + same, *numbers)
-                    codes += f"{len(together)}s"
-                    locations.append(self.location(together))
+                    self.codes += f"{len(together)}s"
+                    self.locations.append(self.location(together))
                     same, numbers = "", []
                 if address:
-                    codes += one
-                    locations.append(self.location(value))
+                    self.codes += one
+                    self.locations.append(self.location(value))
                 else:
                     same += one
                     numbers += [] if code == "x" else [value]
-        return struct.Struct(codes), locations
 
     def location(self, value: Any) -> tuple[int, int]:
         if type(value) is bytes and value in self.encoders:

@@ -193,6 +193,11 @@ OF_MODELS = [
     model_case("minimax-m3", "random-16k", 16384, "random"), model_case("minimax-m3", "32k", 32768),
     model_case("minimax-m3", "random-32k", 32768, "random"),
 ]  # fmt: skip
+# A decoding step of one layer: one sequence and batches, in the shapes of NSA, MiniMax-M3, and QSA with its incomplete block.
+STEPS = [
+    *DECODE[:3], *(model_decode("minimax-m3", B) for B in (1, 64, 256)),
+    *(model_decode("qsa", B)._replace(case=f"models-qsa-tail-decode-B{B}-32k", n=513) for B in (1, 8, 64, 256)),
+]  # fmt: skip
 # Keys and values of 256 columns over blocks of 64 and of 16 keys.
 WIDE = [
     *(

@@ -81,12 +81,16 @@ class Contender(NamedTuple):
 
 
 def ours(backend: str) -> Contender:
-    """Return a backend of the registry, with plans built anew in every call. Each call of an unknown name fails."""
+    """Return a backend of the registry. Every call makes a selection of block indices, without a promise, and plans.
+    Each call of an unknown name fails."""
     entry = registered().get(backend)
 
     def prepare(problem: Problem) -> Ready:
         old = problem.selection
-        new = partial(Selection, old.ranges, old.block_size, old.max_length, disjoint=True)
+        if old.block_size is None:
+            new: Callable[[], Selection] = partial(Selection, old.ranges, None, old.max_length, disjoint=True)
+        else:
+            new = partial(Selection.from_blocks, old.block_indices, old.block_size)  # what a model has
         attend, planned = partial(nsa_sel.selection_attention, backend=backend), new()
         return Ready(lambda q, k, v: attend(q, k, v, new()), lambda q, k, v: attend(q, k, v, planned), planned.forget_plans)
 

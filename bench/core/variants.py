@@ -54,10 +54,11 @@ def _over_cache(backend: str, cache: Cache, problem: Problem) -> Ready:
         v_cache, options["v_scale"] = quantize_e4m3(v_cache, each)
     k_cache, v_cache = k_cache.contiguous(), v_cache.contiguous()
     lengths = torch.full((B,), S_kv, dtype=torch.int32, device=problem.q.device)
-    ranges, block = problem.selection.ranges, problem.selection.block_size
+    indices, block = problem.selection.block_indices, problem.selection.block_size
+    assert block is not None, "caches are decoded over blocks"
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        fresh = Selection(ranges, block, disjoint=True)
+        fresh = Selection.from_blocks(indices, block)
         o: Tensor = selection_attention_with_kvcache(q, k_cache, v_cache, fresh, lengths, **options)
         return o
 

@@ -4,8 +4,10 @@ backward, decode.
     python -m nsa_sel.bench.questions.speed --out bench/results/h200/selection.jsonl
     python -m nsa_sel.bench.questions.speed --suite caches --out bench/results/h200/serving.jsonl
     python -m nsa_sel.bench.questions.speed --suite packed --out bench/results/h200/varlen.jsonl
+    python -m nsa_sel.bench.questions.speed --suite steps --out bench/results/h200/profiles/steps.jsonl
 
-Whole calls are timed: a fresh `Selection` each time, so that plans are built within it. Parity is checked in the same
+Whole calls are timed: a fresh `Selection` each time, from block indices and without a promise, so that plans are built
+within it; a decoding step as one of 20 calls in a CUDA graph. Parity is checked in the same
 run, on outputs whose memory held NaN, for sampled rows against the float64 oracle (`mae`). Suite caches: decoding over
 KV caches in one piece and in pages, in bf16 and in e4m3. Suite packed: all sequences of a batch in one call, one by
 one, and after a copy that aligns them (bench/core/variants.py). Run again, it continues.
@@ -55,6 +57,7 @@ SUITES = {
     "scaling": Suite(cases.SCALING, rows=16),
     "layers": Suite(cases.OF_LAYERS, rep=20, rows=8),
     "models": Suite(cases.OF_MODELS, rep=20, rows=4),
+    "steps": Suite(cases.STEPS, rep=20, rows=4),
     "wide": Suite(cases.WIDE, rep=20, rows=4),
     "large": Suite(cases.LARGE, rep=20, rows=4),
     "trained": Suite(cases.TRAINED, rows=16),
@@ -117,6 +120,19 @@ def jobs(suites: dict[str, Suite], contenders: Sequence[Contender], only: str, d
 def table(rows: Sequence[Row], shown: Sequence[str] = SHOWN) -> str:
     """Return the rows as they are read on a terminal."""
     return tabulate([[row.get(column) for column in shown] for row in rows], headers=shown, tablefmt="github")
+
+
+def table_of_steps(rows: Sequence[Row], bandwidth: float) -> str:
+    """Return microseconds of decoding steps, and what reading the selected keys and values once takes at `bandwidth`
+    bytes per second.
+    """
+    cells = []
+    for row in measured(rows):
+        case = Case(**{name: row[name] for name in Case._fields})
+        least = case.B * case.G * case.n * case.block * (case.Dk + case.Dv) * 2 / bandwidth * 1e6
+        text = f"{row['ms_median'] * 1e3:.3g}{markdown.MARK * markdown.scatters(row)}"
+        cells.append(((case.case, f"{least:.3g}"), row["backend"], False, text))
+    return markdown.pivot(["case", "read once"], cells, (False,))
 
 
 def table_of_caches(rows: Sequence[Row]) -> str:

@@ -201,8 +201,7 @@ class LayerStep(NamedTuple):
 
     def attend_window(self, q: Tensor) -> Tensor:
         """Return the window branch [B,S,G,h,Dv]: each row attends to one range of the recent keys."""
-        ranges = self.tensors.window_ranges[:, :, None, None].expand(-1, -1, q.shape[2], -1, -1)
-        selection = Selection(ranges, None, self.sizes.window, disjoint=True)
+        selection = Selection(self.tensors.window_ranges[:, :, None, None], None, self.sizes.window, disjoint=True)
         k_scale, v_scale = (None, None) if self.scales is None else self.scales[2:]
         return selection_attention_with_kvcache(
             q, self.pools.k_win, self.pools.v_win, selection, self.tensors.recent_lengths, self.tensors.recent_table, k_scale=k_scale,

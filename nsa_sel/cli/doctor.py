@@ -14,7 +14,7 @@ from nsa_sel.core.backend import REFUSING_KINDS
 from nsa_sel.core.call import device_info
 from nsa_sel.core.decide import explain_request
 from nsa_sel.core.decision import missed, refusal
-from nsa_sel.core.request import DeviceInfo, example_choice, example_request
+from nsa_sel.core.request import DeviceInfo, example_choice, example_loss, example_request
 from nsa_sel.errors import NsaSelError
 from nsa_sel.settings.flags import unknown_variables
 from nsa_sel.telemetry.describe import table
@@ -126,12 +126,13 @@ def _utf8(text: str) -> str:
 
 def _examine_device(device: DeviceInfo) -> dict[str, Any]:
     try:
-        decision, choice = (explain_request(example(needs_grad=True), device) for example in (example_request, example_choice))
+        examples = example_request, example_choice, example_loss
+        decision, *others = (explain_request(example(needs_grad=True), device) for example in examples)
     except NsaSelError as error:
         return {"device": device, "settings": None, "error": str(error), "backends": []}
     backends = []
-    specs = registry.backends() | registry.backends("choose")
-    for verdict in (*decision.verdicts, *choice.verdicts):
+    specs = registry.backends() | registry.backends("choose") | registry.backends("index_loss")
+    for verdict in (*decision.verdicts, *(verdict for other in others for verdict in other.verdicts)):
         # Leave out reasons that concern the example request, not the machine.
         reasons = dict.fromkeys((*verdict.forward, *verdict.backward))
         lacks = [reason for reason in reasons if reason.kind in REFUSING_KINDS and not reason.field.startswith("request.")]

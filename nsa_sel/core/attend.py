@@ -65,7 +65,7 @@ def selection_attention(
         k: [B,G,S_kv,Dk].
         v: [B,G,S_kv,Dv].
         selection: a `Selection`, or its ranges [B,S,G,n,2] ([B,G,n,2] for decode), half-open, shared by the h heads of
-            a group.
+            a group. With 1 in place of G all groups share them, without a copy for each.
         scale: factor of the logits, by default 1/sqrt(Dk).
         q_pos: key positions of the rows, [S] or [B,S], by default S_kv - S + s.
         return_lse: also return the log-sum-exp.
@@ -153,7 +153,7 @@ def checked(
     key = _key(q, k, v, selection, scale, q_pos, needs_grad, backend) if counts else None
     if key is not None and not decided.call.selects_nothing():
         entry = decided.request, decided.decision, decided.call.scale, decided.sharing, decided.call.known
-        remember(key, transforms.with_class(recall(key) or (), entry, *((q, k) if v is k else (q, k, v)), decided.call.selection.ranges))
+        remember(key, transforms.with_class(recall(key) or (), entry, *((q, k) if v is k else (q, k, v)), decided.call.selection.listed))
     return decided
 
 
@@ -167,7 +167,14 @@ def _recall(
     """
     key = _key(q, k, v, selection, scale, q_pos, needs_grad, backend)
     classes = recall(key)
-    entry = None if classes is None else transforms.find_class(classes, *((q, k) if v is k else (q, k, v)), selection.ranges)
+    if classes is None:
+        return None
+    tensors = (q, k, selection.listed) if v is k else (q, k, v, selection.listed)
+    entry = None
+    for guards, value in classes:  # `transforms.find_class`, inlined
+        if guards.check(*tensors):
+            entry = value
+            break
     if entry is None:
         return None
     request, decision, checked_scale, sharing, known = entry

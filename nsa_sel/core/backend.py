@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from nsa_sel.core.request import DeviceInfo, Kind, Request
+from nsa_sel.core.request import FEW_TOKENS, DeviceInfo, Kind, Request
 from nsa_sel.settings.schema import Direction, Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nsa_sel.core.call import Call, ChooseCall
+    from nsa_sel.core.call import Call, ChooseCall, IndexLossCall
 
 ReasonKind = Literal["unavailable", "unsupported", "disabled", "slower"]
 REFUSING_KINDS: tuple[ReasonKind, ...] = ("unavailable", "unsupported", "disabled")  # also for a forced backend
@@ -168,16 +168,34 @@ class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepKernels(msgspec.Struct, frozen=True, kw_only=True):
-    """The calls of kernels that load whole steps of keys by TMA, a step from one block and one page."""
+    """The calls of kernels that load whole steps of keys by TMA, a step from one block and one page. Of few rows they
+    also take wider keys, and gather small blocks."""
 
     sm: int  # the compute capability they are compiled for
     keys: int  # of a step
     dims: tuple[int, ...]  # columns of keys and of values
+    few_dims: tuple[int, ...] = ()  # of few rows; with up to `few_heads` heads
+    few_heads: int = 0
+    small_blocks: tuple[int, ...] = ()  # of few rows
 
     def take(self, request: Request) -> bool:
-        """Return True if the forward pass of these sizes runs on them."""
+        """Return True if the forward pass of these sizes loads whole steps."""
         whole = request.block_size is not None and request.block_size % self.keys == 0 and (request.page_size or 0) % self.keys == 0
         return whole and request.aligned and request.Dk in self.dims and request.Dv in self.dims
+
+    def take_few(self, request: Request) -> bool:
+        """Return True if the forward pass of these few rows runs on them."""
+        sizes = request.S, request.h, request.Dk, request.Dv, request.block_size, request.page_size
+        return request.aligned and request.S <= FEW_TOKENS and self.fit(*sizes, request.quantized is not None)
+
+    def fit(self, S: int, h: int, Dk: int, Dv: int, block: int | None, page: int | None, quantized: bool) -> bool:
+        """Return True if the sizes do: S rows per sequence of h heads; pages of `page` keys, None without pages."""
+        few = S <= FEW_TOKENS and not quantized
+        if block is None or not all(D in self.dims or (few and D in self.few_dims and h <= self.few_heads) for D in (Dk, Dv)):
+            return False
+        if block % self.keys == 0:
+            return (page or 0) % self.keys == 0
+        return few and block in self.small_blocks and (page or 0) % block == 0
 
     def wanted(self) -> str:
         """Describe the calls that `take` and `sm` accept."""
@@ -231,6 +249,7 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         "rows"  # what shares loads of K and V: the heads of a row, a tile of tokens, all rows of a KV block
     )
     tiles: TileKernels | None = None
+    steps: StepKernels | None = None  # kernels of rows, without a plan
     quantized_by: StepKernels | None = None  # the kernels that alone read quantized caches; None: all do
     cost_terms: Mapping[str, tuple[str, ...]] = {}  # `Request.phase` -> the terms of its cost model
     same_price_if_wide: tuple[str, ...] = ()  # phases in which products of wide and of narrow keys take the same time
@@ -315,9 +334,24 @@ class ChooserModule(Protocol):
     def log_sum_exp(self, call: ChooseCall) -> Tensor:
         """Return lse [B,S,G,h] of `forward` alone."""
 
-    def best_blocks(self, call: ChooseCall, lse: Tensor | None) -> Tensor:
-        """Return ranges of `forward` by the scores that `call.pool` defines; lse [B,S,G,h] for a pool with softmax.
-        Values are not read."""
+    def best_blocks(self, call: ChooseCall, lse: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """Write the best blocks by the scores that `call.pool` defines to `out`, and return it; lse [B,S,G,h] for a pool
+        with softmax. Values are not read.
+
+        out: block indices [B,S,G,n], or ranges [B,S,G,n,2], which are made if it is None; n + 1 with `call.tail`.
+        """
+
+
+class LossModule(Protocol):
+    """The functions in the module of a backend of the kind "index_loss". Both get a checked call whose tensors are on the
+    current device."""
+
+    def forward(self, call: IndexLossCall, with_gradients: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return loss [B,S,G] in lse's dtype and the gradients of its sum: dq [B,S,G,Di] in index_q's dtype, and dk in lse's
+        dtype, of index_k's shape. Without with_gradients they are None."""
+
+    def backward(self, call: IndexLossCall, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return dq and dk of sum(weights * loss); weights [B,S,G] are contiguous, in lse's dtype, at most 1."""
 
 
 class BackendModule(Protocol):

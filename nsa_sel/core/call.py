@@ -14,11 +14,11 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from nsa_sel.core.arguments import Bounds, compressed_bounds, range_dtype, row_positions
-from nsa_sel.core.request import DeviceInfo, Request
+from nsa_sel.core.arguments import Bounds, compressed_bounds, range_dtype, row_positions, whole_blocks
+from nsa_sel.core.request import FEW_TOKENS, DeviceInfo, Request
 from nsa_sel.core.transforms import REPEATED, capturing
 from nsa_sel.errors import ArgumentError
-from nsa_sel.quantize import Scales
+from nsa_sel.quantize import Scales, as_bytes
 from nsa_sel.selection import Selection
 from nsa_sel.settings.schema import Settings
 
@@ -116,7 +116,7 @@ class Call(_Logits):
         q: [B,S,G,h,Dk]; float16, bfloat16, float32 or float64, with a contiguous last dimension; k and v likewise.
         k: [B,G,S_kv,Dk], or pages [pages,G,page_size,Dk]; of dtype float8_e4m3fn with `scales`, and v likewise.
         v: [B,G,S_kv,Dv], or pages [pages,G,page_size,Dv].
-        selection: over the rows [B,S,G].
+        selection: over the rows [B,S,G], or [B,S,1] for all groups.
         q_pos: [B,S] int32 or int64, positions of the rows; None for S_kv - S + s.
         scale: factor of the logits.
         settings: of the decision.
@@ -146,15 +146,17 @@ class Call(_Logits):
     known: dict[Any, Any] = field(default_factory=dict, init=False)
     _capturing: bool | None = field(default=None, init=False)
     _disjoint: Tensor | None = field(default=None, init=False)  # the disjoint ranges of a capture, or of inference mode
+    _listed: Tensor | None = field(default=None, init=False)  # see `listed_ranges`
     problem: tuple[Any, Any] | None = field(default=None, init=False)  # of ranges: what a backend's kernels all take (cupy_cuda/launch.py)
 
     def others(self) -> tuple[Any, ...]:
         """Return the arguments that follow q, k and v: what a backward pass keeps outside of autograd's saved tensors."""
         return self.selection, self.q_pos, self.scale, self.settings, self.device, self.lengths, self.block_table, self.workspace
 
-    def read_again(self) -> tuple[Tensor | None, ...]:
-        """Return the inputs besides q, k and v that the backward pass reads."""
-        return self.selection.ranges, self.q_pos
+    def read_again(self) -> list[Tensor]:
+        """Return the inputs besides q, k and v that the backward pass reads, if they have a version counter: autograd
+        notices writes to them before backward."""
+        return [x for x in (self.selection.ranges, self.q_pos) if x is not None and not x.is_inference()]
 
     def nothing(self) -> tuple[Tensor, Tensor]:
         """Return o and lse of a call that selects nothing."""
@@ -165,6 +167,11 @@ class Call(_Logits):
     def S_kv(self) -> int:
         """Keys that a sequence has room for."""
         return self.k.shape[2] if self.block_table is None else self.block_table.shape[1] * self.k.shape[2]
+
+    @property
+    def groups_per_selection(self) -> int:
+        """KV groups that share the ranges of a row: G for a selection of one group, else 1."""
+        return self.q.shape[2] // self.selection.groups
 
     def positions(self) -> Tensor:
         """Return the position of every query row, [B,S] int64; negative where a cached sequence is shorter than S."""
@@ -185,6 +192,26 @@ class Call(_Logits):
         if self._disjoint is None:
             self._disjoint = self.selection.disjoint_ranges(self._capturing)
         return self._disjoint
+
+    def listed_ranges(self) -> Tensor:
+        """Return contiguous ranges [B,S,G,n,2] for kernels that skip a block that the row has named before: of few
+        rows, blocks may repeat (`may_repeat`); other ranges are disjoint."""
+        if self.selection.block_size is None or self.q.shape[1] > FEW_TOKENS:
+            captured = self.capturing() or self.selection.ranges.is_inference()
+            return self.disjoint_ranges() if captured else self.selection.disjoint_ranges(False)
+        if self._listed is None:
+            self._listed = self.selection.ranges.contiguous()
+        return self._listed
+
+    def listed(self) -> tuple[Tensor, int]:
+        """Return `listed_ranges` and 0, or what a selection has in their stead: block indices [B,S,G,n], contiguous, and
+        their block size."""
+        indices, size = self.selection.indices, self.selection.block_size
+        return (self.listed_ranges(), 0) if indices is None or size is None else (indices, size)
+
+    def may_repeat(self) -> bool:
+        """Return True if a row of `listed_ranges` may name a block twice."""
+        return self.selection.block_size is not None and self.selection.n > 1 and self.q.shape[1] <= FEW_TOKENS
 
     def selects_nothing(self) -> bool:
         """Return True if there are no rows, keys or ranges."""
@@ -213,11 +240,12 @@ class Call(_Logits):
 
     def clamped_ranges(self) -> tuple[Tensor, Tensor]:
         """Return start, end [B,S,G,n] int64 after the causal clamp to [max(start, 0), min(end, t + 1, S_kv)); end >=
-        start."""
+        start. Groups that share ranges have a stride of 0."""
         start, end = self.disjoint_ranges().long().unbind(-1)
         start = start.clamp(min=0)
         limit = (self.positions() + 1).clamp(max=self.S_kv)[:, :, None, None]
-        return start, torch.maximum(torch.minimum(end, limit), start)
+        end = torch.maximum(torch.minimum(end, limit), start)
+        return start.expand(-1, -1, self.q.shape[2], -1), end.expand(-1, -1, self.q.shape[2], -1)
 
 
 def request_of(
@@ -326,9 +354,13 @@ class PagedKeys(NamedTuple):
     table: Tensor  # [B, pages of a sequence] int32
     skipped: int  # pieces at the start of a sequence in which no compressed key ends
 
-    def gathered(self, x: Tensor) -> Tensor:
-        """Return [B,G,C,D] of pages x [pages,G,slots,D]."""
-        pages = x.transpose(1, 2).index_select(0, self.table.flatten()).unflatten(0, self.table.shape)  # type: ignore[no-untyped-call]
+    def gathered(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Return [B,G,C,D] of pages x [pages,G,slots,D], without reading entries of the table past the keys seen [B]."""
+        table = self.table
+        if seen is not None:
+            first = torch.arange(table.shape[1], device=x.device) * x.shape[2]
+            table = table.where(first < (seen + self.skipped).unsqueeze(1), 0)
+        pages = x.transpose(1, 2).index_select(0, table.flatten()).unflatten(0, table.shape)  # type: ignore[no-untyped-call]
         return pages.flatten(1, 2)[:, self.skipped :].transpose(1, 2)  # type: ignore[no-any-return]
 
 
@@ -373,8 +405,11 @@ class ChooseCall(_Logits):
         settings: of the decision.
         sequences: of a packed batch, where B = 1 and q_pos is None; their compressed keys follow one another in k and
             v.
-        pages: where k and v are pages [pages,G,slots,D]; then there is a q_pos. Backends without a function `paged` get
-            them gathered.
+        pages: where k and v are pages [pages,G,slots,D]; then there is a q_pos, or there are lengths. Backends without a
+            function `paged` get them gathered.
+        lengths: [B] int32 or int64, keys of each sequence, in place of q_pos: row s is at lengths[b] + start + s.
+        scales: of quantized index keys, else None.
+        tail: whether a row's block that it sees in part is chosen beside the n.
     """
 
     function: ClassVar[str] = "compressed_attention"  # the public function, for messages
@@ -394,14 +429,18 @@ class ChooseCall(_Logits):
     pool: Pool = NSA_POOL
     sequences: Sequences | None = None
     pages: PagedKeys | None = None
+    lengths: Tensor | None = None
+    scales: Scales | None = None
+    tail: bool = False
 
     def others(self) -> tuple[Any, ...]:
         """Return the arguments that follow q, k and v: what a backward pass keeps outside of autograd's saved tensors."""
         return self.rule, self.blocks, self.start, self.scale, self.settings, self.q_pos, self.scratch, self.pool, self.sequences
 
-    def read_again(self) -> tuple[Tensor | None, ...]:
-        """Return the inputs besides q, k and v that the backward pass reads."""
-        return self.q_pos, None if self.sequences is None else self.sequences.rows
+    def read_again(self) -> list[Tensor]:
+        """Return the inputs besides q, k and v that the backward pass reads, if they have a version counter."""
+        rows = None if self.sequences is None else self.sequences.rows
+        return [x for x in (self.q_pos, rows) if x is not None and not x.is_inference()]
 
     def selects_nothing(self) -> bool:
         """Return True if there are no rows. Without keys, blocks are chosen all the same."""
@@ -419,8 +458,21 @@ class ChooseCall(_Logits):
         return self.k.shape[2] if self.pages is None else max(0, self.pages.table.shape[1] * self.k.shape[2] - self.pages.skipped)
 
     def gathered(self) -> ChooseCall:
-        """Return the same call without pages."""
-        return self if self.pages is None else replace(self, k=self.pages.gathered(self.k), v=self.pages.gathered(self.v), pages=None)
+        """Return the same call without pages, lengths and scales: of contiguous keys, in float32 if they are quantized."""
+        if self.pages is None and self.lengths is None and self.scales is None:
+            return self
+        k, v, q_pos = self._gathered(self.k), self._gathered(self.v), self.positions()
+        if self.scales is None:
+            return replace(self, k=k, v=v, q_pos=q_pos, pages=None, lengths=None)
+        k = k.float()
+        if self.scales.k is not None:
+            scale = self.scales.k[:, :, None, None]  # [pages or 1,G,1,1]
+            k *= self._gathered(scale.expand(-1, -1, self.k.shape[2], -1)) if self.scales.page_keys else scale
+        return replace(self, q=self.q.float(), k=k, v=k, q_pos=q_pos, pages=None, lengths=None, scales=None)
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """Return x without pages. Entries of the table past what any row sees are not read."""
+        return x if self.pages is None else self.pages.gathered(as_bytes(x), self.seen().amax(1)).view(x.dtype)
 
     def of(self, q: Tensor, k: Tensor, v: Tensor) -> ChooseCall:
         """Return the call of other tensors of the same sizes, such as those that autograd saved."""
@@ -435,6 +487,9 @@ class ChooseCall(_Logits):
         B, S = self.q.shape[:2]
         if self.q_pos is not None:
             return self.q_pos.long()
+        if self.lengths is not None:
+            t = self.lengths.long().unsqueeze(1) + torch.arange(self.start, self.start + S, device=self.q.device)
+            return t.clamp(max=self.blocks * self.rule.block_size - 1)
         if self.sequences is not None:
             return row_positions(self.sequences.rows, self.start + S)[:, self.start :]
         return torch.arange(self.start, self.start + S, device=self.q.device).expand(B, S)
@@ -442,26 +497,41 @@ class ChooseCall(_Logits):
     def seen(self) -> Tensor:
         """Return the number of compressed keys that each row sees, [B,S] int64: always the first ones of its sequence."""
         past = self.positions() + 1 - self.rule.compress_block
-        return torch.where(past >= 0, past // self.rule.compress_stride + 1, 0).clamp(max=self.k.shape[2])
+        return torch.where(past >= 0, past // self.rule.compress_stride + 1, 0).clamp(max=self.C)
 
     def most_seen(self) -> int:
         """Return a bound on `seen`, exact where positions are implied; does not wait for a GPU."""
-        C = self.k.shape[2]
-        if self.q_pos is not None:
+        C = self.C
+        if self.q_pos is not None or self.lengths is not None:
             return C
         past = self.start + self.q.shape[1] - self.rule.compress_block
         return min(C, past // self.rule.compress_stride + 1) if past >= 0 else 0
 
     def visible_blocks(self) -> int:
-        """Return a bound on the blocks that any row sees, exact where positions are implied; does not wait for a GPU."""
-        if self.q_pos is not None:
-            return self.blocks
-        return max(0, min(self.blocks, (self.start + self.q.shape[1] - 1) // self.rule.block_size + 1))
+        """Return a bound on the blocks that any row sees, exact where positions are implied; does not wait for a GPU. With a
+        tail, on those that it may choose: an incomplete block has no index key."""
+        blocks = min(self.blocks, self.C) if self.tail else self.blocks
+        if self.q_pos is not None or self.lengths is not None:
+            return blocks
+        return max(0, min(blocks, (self.start + self.q.shape[1] - 1) // self.rule.block_size + 1))
+
+    def incomplete_blocks(self) -> Tensor:
+        """Return the block [B,S,1,1] that each row sees in part, -1 for none."""
+        t = self.positions()[:, :, None, None]
+        return torch.where((t >= 0) & ((t + 1) % self.rule.block_size != 0), t // self.rule.block_size, -1)
+
+    def store(self, out: Tensor, chosen: Tensor) -> None:
+        """Write the chosen blocks [B,S,G,n], and with `tail` the incomplete ones, to indices [B,S,G,n] or ranges
+        [B,S,G,n,2]."""
+        if self.tail:
+            chosen = torch.cat((chosen, self.incomplete_blocks().expand(-1, -1, chosen.shape[2], -1).to(chosen.dtype)), 3)
+        out.copy_(chosen if out.dim() == 4 else whole_blocks(chosen, self.rule.block_size))
 
     def part(self, batch: slice, rows: slice) -> ChooseCall:
         """Return the call for some rows of some sequences, on views."""
         q_pos = None if self.q_pos is None else self.q_pos[batch, rows]
-        part = replace(self, q=self.q[batch, rows], start=self.start + (rows.start or 0), q_pos=q_pos)
+        lengths = None if self.lengths is None else self.lengths[batch]
+        part = replace(self, q=self.q[batch, rows], start=self.start + (rows.start or 0), q_pos=q_pos, lengths=lengths)
         if self.pages is None:
             part.k, part.v = self.k[batch], self.v[batch]
         else:
@@ -488,6 +558,70 @@ class ChooseCall(_Logits):
         for b in range(0, B, sequences):
             for s in range(0, S, rows):
                 yield slice(b, min(B, b + sequences)), slice(s, min(S, s + rows))
+
+
+@dataclass(slots=True, eq=False)
+class IndexLossCall(_Logits):
+    """The checked arguments of one call of `indexer_loss`.
+
+    Attributes:
+        q: [B,S,G,h,Dk] with a contiguous last dimension, k, index_q and index_k likewise.
+        k: [B,G,S_kv,Dk].
+        lse: [B,S,G,h], contiguous, of the main attention over the selected keys; float32, or float64 for float64 inputs.
+        index_q: [B,S,G,Di].
+        index_k: [B,G,S_kv,Di], or [B,1,S_kv,Di] for all groups.
+        selection: over the rows [B,S,G]; None for all visible keys.
+        q_pos: [B,S] int32 or int64, positions of the rows; None for S_kv - S + s.
+        scale, index_scale: factors of the logits.
+        settings, device: of the decision.
+        bounds: of a packed batch without a selection, where B = 1 and row s is key s: where each row's sequence begins
+            and ends, [2,S] int32, contiguous; S and 0 in padding.
+    """
+
+    function: ClassVar[str] = "indexer_loss"  # the public function, for messages
+    known: ClassVar[None] = None
+    workspace: ClassVar[None] = None
+
+    q: Tensor
+    k: Tensor
+    lse: Tensor
+    index_q: Tensor
+    index_k: Tensor
+    selection: Selection | None
+    q_pos: Tensor | None
+    scale: float
+    index_scale: float
+    settings: Settings
+    device: DeviceInfo = CPU
+    bounds: Tensor | None = None
+
+    def timed(self) -> bool:
+        """Return True if NSA_DEBUG_TIMING times this call."""
+        return self.settings.debug_timing and not capturing(self.q)
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return the inputs that a backward pass reads."""
+        ranges = None if self.selection is None else self.selection.ranges
+        return self.q, self.k, self.lse, self.index_q, self.index_k, ranges, self.q_pos, self.bounds
+
+    def selects_nothing(self) -> bool:
+        """Return True if there are no rows, keys or ranges."""
+        return self.q.numel() == 0 or self.k.numel() == 0 or (self.selection is not None and self.selection.n == 0)
+
+    def nothing(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return loss and gradients of a call that selects nothing."""
+        return self.lse.new_zeros(self.q.shape[:3]), torch.zeros_like(self.index_q), self.lse.new_zeros(self.index_k.shape)
+
+    def main(self) -> Call:
+        """Return the logits of the main attention as a call. Its values are not read; neither is the selection without
+        one."""
+        selection = self.selection or Selection(self.q.new_empty(*self.q.shape[:3], 0, 2, dtype=torch.int32))
+        return Call(self.q, self.k, self.k, selection, self.q_pos, self.scale, self.settings, self.device)
+
+    def index(self) -> Call:
+        """Return the logits of the index branch, one head per group, likewise."""
+        k = self.index_k.expand(-1, self.q.shape[2], -1, -1)
+        return replace(self.main(), q=self.index_q.unsqueeze(3), k=k, v=k, scale=self.index_scale)
 
 
 class WindowCall(NamedTuple):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.core.arguments import as_positions, check_forced, check_positive, is_whole
+from nsa_sel.core.arguments import as_positions, check_flag, check_forced, check_positive, is_whole
 from nsa_sel.core.call import DTYPES, Pool, Rule
 from nsa_sel.errors import ArgumentError, renamed, shown
 from nsa_sel.selection import Selection
@@ -46,11 +46,12 @@ def check_call(
     S_kv, device = k.shape[2], q.device
     if not isinstance(selection, Selection):
         selection = as_selection(selection, None if decode else (B, S, G))
-    ranges = selection.ranges
-    if ranges.shape != (B, S, G, selection.n, 2):
-        raise _other_rows(ranges, q_shape, k.shape, decode)
-    if ranges.device != device:
-        raise ArgumentError("selection", f"on {ranges.device}", f"q's device {device}", "call selection.to(q.device)")
+    listed = selection.listed  # block indices or ranges
+    rows = (B, S, G, selection.n), (B, S, 1, selection.n)
+    if listed.shape[:4] not in rows:
+        raise _other_rows(selection.ranges, q_shape, k.shape, decode)
+    if listed.device != device:
+        raise ArgumentError("selection", f"on {listed.device}", f"q's device {device}", "call selection.to(q.device)")
     scale = check_scale(scale, Dk)
     if q_pos is not None:
         return q, k, v, selection, scale, check_positions(q_pos, q, S_kv, fake)
@@ -140,10 +141,11 @@ def _other_rows(ranges: Tensor, q_shape: torch.Size, k_shape: torch.Size, decode
     B, S, G, h, _ = q_shape
     rows = tuple(ranges.shape[:3])
     value = f"over rows [B,S,G] = {rows}" if rows != (B, S, G) else f"of ranges {tuple(ranges.shape)}"
-    remedy = "one set of ranges per query row and group"
+    remedy = "one set of ranges per query row and group, or per query row for all groups"
     if decode and rows[:2] == (B, G) and rows[2] == k_shape[2]:  # q [B,S,heads,D], k [B,S_kv,G,D]
         remedy = f"of flash-attn's layout pass q.unflatten(2, ({rows[2]}, {h // rows[2]})), k.transpose(1, 2) and v.transpose(1, 2)"
-    return ArgumentError("selection", value, f"ranges [B,S,G,n,2] over q's rows {(B, S, G)}", remedy)
+    allowed = f"ranges [B,S,G,n,2] over q's rows {(B, S, G)}" + ("" if G == 1 else f", or {(B, S, 1)} for all groups")
+    return ArgumentError("selection", value, allowed, remedy)
 
 
 def _other_layout(name: str, shape: torch.Size, q_shape: torch.Size, decode: bool, selects: bool) -> ArgumentError:
@@ -214,8 +216,11 @@ def check_index(
     q_pos: Tensor | None,
     S_kv: int | None,
     fake: bool,
+    stored: torch.dtype | None = None,
 ) -> Index:
     """Return the arguments of `choose_blocks`, of dense tensors. Never reads GPU or fake tensors.
+
+    stored: the dtype of quantized index keys, None for q's.
 
     Raises:
         ArgumentError: the first bad argument.
@@ -224,7 +229,7 @@ def check_index(
     groups = q.shape[-3] if q.dim() in (4, 5) else 1
     if k.dim() == 4 and k.shape[1] == 1 and groups > 1:
         k = k.expand(-1, groups, -1, -1)
-    rows = check_sizes(q, k, k)
+    rows = check_sizes(q, k, k, stored)
     if S_kv is None and rule.compress_block == rule.compress_stride == 1:
         S_kv = k.shape[2]
     S_kv = _check_length(rows.shape[1], "k", k, rule, S_kv, q_pos)
@@ -243,6 +248,55 @@ def check_index(
     return Index(rows, k, lse, S_kv, check_scale(scale, rows.shape[4]), q_pos)
 
 
+def check_index_loss(
+    q: Tensor, k: Tensor, lse: Tensor, index_q: Tensor, index_k: Tensor, selection: Selection | Tensor | None, scale: float | None,
+    index_scale: float | None, q_pos: Tensor | None, fake: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Selection | None, Tensor | None, float, float]:  # fmt: skip
+    """Return the arguments of `indexer_loss`, of dense tensors, in the order of `core.index_loss.Arguments`. Never reads a
+    GPU or fake tensors.
+
+    Raises:
+        ArgumentError: the first bad argument.
+    """
+    if q.dim() != 5:
+        raise ArgumentError("q", f"of shape {tuple(q.shape)}", "[B,S,G,h,Dk]", "split the heads into G groups of h")
+    try:
+        if selection is None:
+            check_sizes(q, k, k)
+            scale = check_scale(scale, q.shape[4])
+            q_pos = None if q_pos is None else check_positions(q_pos, q, k.shape[2], fake)
+            if q_pos is None and q.shape[1] > k.shape[2]:
+                raise ArgumentError("q", f"of S = {q.shape[1]} rows", f"at most S_kv = {k.shape[2]} rows without q_pos", "pass q_pos")
+        else:
+            q, k, _, selection, scale, q_pos = check_call(q, k, k, selection, scale, q_pos, fake)
+    except ArgumentError as error:
+        raise renamed(error, v="k") from None
+    B, S, G, _, _ = q.shape
+    if index_q.shape[:-1] != (B, S, G):
+        raise ArgumentError(
+            "index_q", f"of shape {tuple(index_q.shape)}", f"[B={B}, S={S}, G={G}, Di]", "pass one index head per KV group"
+        )  # fmt: skip
+    index_k = index_k.unsqueeze(1) if index_k.dim() == 3 else index_k
+    of_all = index_k.expand(-1, G, -1, -1) if index_k.dim() == 4 and index_k.shape[1] == 1 else index_k
+    try:
+        check_sizes(index_q.unsqueeze(3), of_all, of_all)
+        if of_all.shape[2] != k.shape[2]:
+            raise ArgumentError("k", f"of {of_all.shape[2]} keys", f"k's {k.shape[2]} keys", "pass one index key per key")
+        if index_q.dtype != q.dtype or index_q.device != q.device:
+            value = f"{index_q.dtype} on {index_q.device}"
+            raise ArgumentError("q", value, f"q's {q.dtype} on {q.device}", "call index_q.to(q) and index_k.to(q)")
+    except ArgumentError as error:
+        raise renamed(error, q="index_q", k="index_k", v="index_k") from None
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if lse.shape != q.shape[:-1] or lse.dtype != wide or lse.device != q.device:
+        raise ArgumentError(
+            "lse", f"{lse.dtype} of shape {tuple(lse.shape)} on {lse.device}", f"{wide} {tuple(q.shape[:-1])} on {q.device}",
+            "pass that of attention over the same keys (return_lse=True)",
+        )  # fmt: skip
+    lse = lse.detach().contiguous()
+    return q, k, lse, index_q, index_k, selection, q_pos, scale, check_scale(index_scale, index_q.shape[3])
+
+
 def _check_length(S: int, name: str, k: Tensor, rule: Rule, S_kv: int | None, q_pos: Tensor | None) -> int:
     """S_kv; ArgumentError unless `name`, k [B,G,C,Dk], are the compressed keys of so many keys."""
     S_kv = S if S_kv is None else S_kv
@@ -259,6 +313,25 @@ def _check_length(S: int, name: str, k: Tensor, rule: Rule, S_kv: int | None, q_
             "pass S_kv=, the keys of the whole sequence, and the sizes with which it was compressed",
         )
     return S_kv
+
+
+def check_pool(rule: Rule, reduce: str, heads: str, softmax: bool, activation: str | None, tail: bool) -> Pool:
+    """Return the definition of a block's score from the arguments of `choose_blocks`, or raise ArgumentError."""
+    check_flag("softmax", softmax)
+    check_flag("tail", tail)
+    for name, reduction in (("heads", heads), ("reduce", reduce)):
+        if reduction not in ("max", "sum"):
+            raise ArgumentError(name, shown(reduction), "'max' or 'sum'", "pass one of them")
+    if activation not in (None, "relu") or (softmax and activation):
+        raise ArgumentError("activation", shown(activation), "'relu' without softmax, or None", "leave it out, or pass softmax=False")
+    if tail and not (rule.compress_block == rule.compress_stride == rule.block_size and rule.first == rule.local == 0):
+        raise ArgumentError(
+            "tail",
+            True,
+            "False where blocks are forced or an incomplete block has index keys",
+            "pass first=0, local=0 and compress_block = compress_stride = block_size, with one index key per complete block",
+        )
+    return Pool(softmax, heads == "max", reduce == "max", activation == "relu")
 
 
 def check_rule(rule: Rule) -> None:

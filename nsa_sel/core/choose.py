@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -19,6 +19,7 @@ from nsa_sel.core.check import Index, check_choose, check_scale
 from nsa_sel.core.decide import Decided, decide, recall, remember
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.request import Request
+from nsa_sel.quantize import Scales
 from nsa_sel.telemetry import log
 
 LSE = ("lse",)  # the pool of a request for the log-sum-exp alone
@@ -120,7 +121,18 @@ def attention_of(name: str, _: Any) -> Callable[..., Any]:
     return getattr(module, "attention", module.forward)
 
 
-def best_blocks(index: Index, rule: Rule, pool: Pool | None, backend: str | None) -> Tensor:
+class IndexCache(NamedTuple):
+    """The cache of index keys that a checked call chooses from."""
+
+    lengths: Tensor  # [B] int32 or int64, keys of each sequence
+    pages: PagedKeys | None
+    scales: Scales | None
+
+
+def best_blocks(
+    index: Index, rule: Rule, pool: Pool | None, backend: str | None, tail: bool = False, indices: bool = False,
+    cache: IndexCache | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Choose blocks by the scores of index keys, or return the log-sum-exp of their logits alone.
 
     Args:
@@ -129,45 +141,68 @@ def best_blocks(index: Index, rule: Rule, pool: Pool | None, backend: str | None
         pool: the definition of a block's score; with softmax and no index.lse, weights are those of the index keys
             themselves. None: the log-sum-exp alone.
         backend: the name of a backend to force.
+        tail: also take the block that a row sees in part.
+        indices: return block indices.
+        cache: where index.k are the keys of a cache, or pages.
+        out: [B,S,G,n] int32 or int64 (n + 1 with tail), to write the block indices to.
 
     Returns:
-        Ranges [B,S,G,n,2], ascending, [0, 0) last. For a pool of None lse [B,S,G,h], natural logarithm, float32 (float64
-        for float64 inputs), -inf for rows that see no index key.
+        Ranges [B,S,G,n,2], ascending, [0, 0) last; or block indices [B,S,G,n] int32, -1 last; with tail, n + 1. For a
+        pool of None lse [B,S,G,h], natural logarithm, float32 (float64 for float64 inputs), -inf for rows that see no
+        index key.
     """
     if transforms.traces(index.q, index.k):
-        return torch.ops.nsa_sel.choose_blocks(*index, list(rule), None if pool is None else list(pool), backend)  # type: ignore[no-any-return]
-    return _best_blocks(index, rule, pool, backend)
+        return torch.ops.nsa_sel.choose_blocks(*index, list(rule), None if pool is None else list(pool), backend, tail, indices)  # type: ignore[no-any-return]
+    return _best_blocks(index, rule, pool, backend, tail, indices, cache, out)
 
 
-def _best_blocks(index: Index, rule: Rule, pool: Pool | None, backend: str | None) -> Tensor:
+def _best_blocks(
+    index: Index, rule: Rule, pool: Pool | None, backend: str | None, tail: bool, indices: bool, cache: IndexCache | None = None,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     q, k, lse, S_kv, scale, q_pos = index
+    made = _result(q, rule, tail, indices, pool is None) if out is None else out
     if q.numel() == 0:
-        return _no_blocks(q, rule, pool is None)
+        return made
 
     def function_of(name: str, _: Any) -> Callable[[ChooseCall], tuple[Tensor]]:
         module = registry.load_chooser(name)
 
         def function(call: ChooseCall) -> tuple[Tensor]:
             own = _log_sum_exp(module, call) if pool is None or (pool.softmax and lse is None) else lse
-            return (own if pool is None else module.best_blocks(call, own),)  # type: ignore[return-value]
+            if pool is None:
+                return (own,)  # type: ignore[return-value]
+            module.best_blocks(call, own, made)
+            return (made,)
 
         return function
 
-    request = msgspec.structs.replace(request_of(q, k, k, rule, S_kv, False), Dv=0, pool=LSE if pool is None else pool.words())
+    request = msgspec.structs.replace(
+        request_of(q, k, k, rule, S_kv, False), Dv=0, pool=LSE if pool is None else pool.words(),
+        page_size=None if cache is None or cache.pages is None else k.shape[2],
+        quantized=None if cache is None or cache.scales is None else cache.scales.quantized,
+    )  # fmt: skip
     decision = decide(request, device_info(q.device), backend)
     decided = decided_choice(q, k, k, rule, scale, q_pos, decision, request, pool=NSA_POOL if pool is None else pool)
+    decided.call.tail = tail
+    if cache is not None:
+        decided.call.lengths, decided.call.pages, decided.call.scales = cache
+        decided.call.start = -q.shape[1]
     return run.run_forward(decided, function_of)[0]  # type: ignore[no-any-return]
 
 
-def _no_blocks(q: Tensor, rule: Rule, lse: bool) -> Tensor:
-    """Return an empty result of `best_blocks`."""
+def _result(q: Tensor, rule: Rule, tail: bool, indices: bool, lse: bool) -> Tensor:
+    """Return the uninitialized result of `best_blocks`."""
     if lse:
         return q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
-    return q.new_empty(*q.shape[:3], rule.n, 2, dtype=range_dtype(rule.block_size))
+    if indices:
+        return q.new_empty(*q.shape[:3], rule.n + tail, dtype=torch.int32)
+    return q.new_empty(*q.shape[:3], rule.n + tail, 2, dtype=range_dtype(rule.block_size))
 
 
 def _log_sum_exp(module: ChooserModule, call: ChooseCall) -> Tensor:
     """Return lse. Keys that all groups share are treated as one group of all heads."""
+    call = call.gathered()
     q, k = call.q, call.k
     if k.stride(1) or q.shape[2] == 1:
         return module.log_sum_exp(call)
@@ -228,14 +263,15 @@ run.define(
 @torch.library.custom_op("nsa_sel::choose_blocks", mutates_args=())
 def _blocks(
     q: Tensor, k: Tensor, lse: Tensor | None, S_kv: int, scale: float, q_pos: Tensor | None, rule: list[int], pool: list[bool] | None,
-    backend: str | None,
+    backend: str | None, tail: bool, indices: bool,
 ) -> Tensor:  # fmt: skip
-    return _best_blocks(Index(q, k, lse, S_kv, scale, q_pos), Rule(*rule), None if pool is None else Pool(*pool), backend)
+    index = Index(q, k, lse, S_kv, scale, q_pos)
+    return _best_blocks(index, Rule(*rule), None if pool is None else Pool(*pool), backend, tail, indices)
 
 
 @_blocks.register_fake
 def _(
     q: Tensor, k: Tensor, lse: Tensor | None, S_kv: int, scale: float, q_pos: Tensor | None, rule: list[int], pool: list[bool] | None,
-    backend: str | None,
+    backend: str | None, tail: bool, indices: bool,
 ) -> Tensor:  # fmt: skip
-    return _no_blocks(q, Rule(*rule), pool is None)
+    return _result(q, Rule(*rule), tail, indices, pool is None)

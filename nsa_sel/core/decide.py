@@ -350,7 +350,7 @@ def may_wait(q: Tensor) -> bool:
 def count_rows(request: Request, q: Tensor, selection: Selection, q_pos: Tensor | None, lengths: Tensor | None) -> tuple[float, ...]:
     """Return the sharing of a sample of the call's rows. Reads the device."""
     started = time.perf_counter()
-    b, s, g = sample_rows(request.B, request.S, request.G, request.n, q.device)
+    b, s, g = sample_rows(request.B, request.S, selection.groups, request.n, q.device)
     limit = (positions(q, request.S_kv, q_pos, lengths)[b, s] + 1).clamp(max=request.S_kv)
     assert request.block_size is not None, "see countable"
     sharing = sampled_sharing(selection.ranges[b, s, g], limit, request.block_size)

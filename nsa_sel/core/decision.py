@@ -242,13 +242,16 @@ def changes(path: str, old: Any, new: Any) -> list[FieldChange]:
     return [] if old == new else [FieldChange(path, old, new)]
 
 
+_FUNCTIONS = {"attend": "selection_attention", "choose": "compressed_attention and choose_blocks", "index_loss": "indexer_loss"}
+
+
 def refusal(decision: Decision) -> str | None:
     """Return why no backend may run the call, with every reason of every candidate; None if one may."""
     if decision.forward is not None and (decision.backward is not None or not decision.request.needs_grad):
         return None
     names = [verdict.backend for verdict in decision.verdicts]
     if decision.override is not None and decision.override.backend not in names:
-        call = {"attend": "selection_attention", "choose": "compressed_attention and choose_blocks"}[decision.request.kind]
+        call = _FUNCTIONS[decision.request.kind]
         if decision.override.source != "argument":  # the others name a backend of any kind
             names += [name for name in every_name() if name not in names]
         return unknown_backend(decision.override.backend, decision.override.source, call, names)

@@ -44,12 +44,12 @@ def packed_attention(
         selection = Selection.from_ranges(selection)
     selection = as_selection(selection)
     rows = tuple(selection.ranges.shape[:3])  # [T,1,G] if made from ranges [T,G,n,2]
-    if rows not in ((1, T, G), (T, 1, G)):
+    if rows not in ((1, T, G), (T, 1, G), (1, T, 1), (T, 1, 1)):
         raise ArgumentError(
             "selection",
             f"over rows {rows}",
-            f"[T,G] = {(T, G)}, with a dimension of 1 before or between",
-            "one set of ranges per query row and group",
+            f"[T,G] = {(T, G)}, or [T,1] for all groups, with a dimension of 1 before or between",
+            "one set of ranges per query row and group, or per query row",
         )
     if selection.ranges.device != q.device:
         raise ArgumentError("selection", f"on {selection.ranges.device}", f"q's device {q.device}", "call selection.to(q.device)")

@@ -2,8 +2,8 @@
 blocks, and the best blocks by score.
 
 On a GPU one kernel makes ranges from block indices and removes duplicates, and one finds the best blocks; plain PyTorch
-does so elsewhere and where operations are traced. A CUDA graph captures PyTorch's operations where it can't keep a
-plan: the graph needs another kernel than calls before the capture, and loading a kernel during a capture breaks it.
+does so elsewhere and where operations are traced. A CUDA graph captures kernels that calls before the capture have
+loaded, else PyTorch's operations: loading a kernel during a capture breaks it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nsa_sel.core.arguments import (
     range_dtype,
     whole_blocks,
 )
-from nsa_sel.core.request import SHARING_TOKENS
+from nsa_sel.core.request import FEW_TOKENS, SHARING_TOKENS
 from nsa_sel.core.transforms import capturing
 from nsa_sel.errors import ArgumentError, shown, warn
 from nsa_sel.settings.flags import value_of
@@ -175,36 +175,23 @@ def rounded(sharing: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(round(ratio, 2) for ratio in sharing)
 
 
-KERNELS = "nsa_sel.backends._triton.ranges"  # imported with the first block indices, or scores, on a GPU
+KERNELS = "nsa_sel.backends._triton.ranges"  # imported with the first block indices on a GPU
+TOP_N = "nsa_sel.backends._triton.top_n"  # with the first scores
 _failed: list[bool] = []  # an entry once the kernel has failed: it is not tried again
 
 
-def ranges_of_blocks(
-    block_indices: Tensor, block_size: int, block_counts: Tensor | None, disjoint: bool
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return ranges [B,S,G,n,2] from the arguments of `Selection.from_blocks`, and those of distinct blocks
-    (`ranges.disjoint`) if a kernel computed them."""
-    given = (block_indices,) if block_counts is None else (block_indices, block_counts)
-    key = _key(block_indices, block_size, block_counts, disjoint)
-    facts: _Facts | None = None if key is None else transforms.find_class(_classes.get(key, ()), *given)
-    if facts is not None and facts.as_given:
-        indices, counts = block_indices, block_counts
-    else:
-        check_flag("disjoint", disjoint)
-        indices, counts = checked_blocks(block_indices, block_size, block_counts)
-        if facts is None and _takes(indices):
-            several, as_given = not disjoint and indices.shape[-1] > 1, indices is block_indices and counts is block_counts
-            dtype = torch.int64 if indices.dtype == torch.int64 else range_dtype(block_size)
-            # A plan made in inference mode could not be kept: see `Selection.plan`.
-            facts = _Facts(as_given, dtype, several, several and not torch.is_inference_mode_enabled(), {})
-            if key is not None:
-                if len(_classes) >= _MOST:
-                    _classes.clear()
-                _classes[key] = transforms.with_class(_classes.get(key, ()), facts, *given)
-    results: tuple[Tensor, Tensor | None] | None = None
-    if facts is not None and not _failed and not (facts.several and capturing(indices)):
-        results = _run("block_ranges", indices, counts, block_size, facts.dtype, facts.find_unique, facts.recordings)
-    return (whole_blocks(padded(indices, counts), block_size), None) if results is None else results
+class Blocks(NamedTuple):
+    """The checked arguments of `Selection.from_blocks`, and the facts of their class if a kernel takes them."""
+
+    indices: Tensor  # [B,S,G,n] int32 or int64
+    counts: Tensor | None  # [B,S,G]
+    facts: _Facts | None
+    captured: bool = False  # by a CUDA graph
+
+    def kept(self) -> bool:
+        """Return True if a selection keeps the indices, and makes ranges only when they are asked for: of few rows in a
+        CUDA graph, where making ranges would take a kernel of every replay."""
+        return self.facts is not None and self.facts.few and self.captured
 
 
 class _Facts(NamedTuple):
@@ -212,9 +199,50 @@ class _Facts(NamedTuple):
 
     as_given: bool  # the checks change nothing
     dtype: torch.dtype  # of the ranges
-    several: bool  # a row has several blocks, which may not be distinct
+    few: bool  # attention kernels can read the indices themselves, and skip duplicates
     find_unique: bool
     recordings: dict[Any, Any]
+
+    @classmethod
+    def of(cls, indices: Tensor, counts: Tensor | None, as_given: bool, block_size: int, disjoint: bool) -> _Facts:
+        dtype = torch.int64 if indices.dtype == torch.int64 else range_dtype(block_size)
+        few, several = indices.shape[1] <= FEW_TOKENS, not disjoint and indices.shape[-1] > 1
+        # A plan made in inference mode could not be kept: see `Selection.plan`.
+        find_unique = several and not few and not torch.is_inference_mode_enabled()
+        return cls(as_given, dtype, few and counts is None and indices.is_contiguous(), find_unique, {})
+
+
+def checked_blocks_of(block_indices: Tensor, block_size: int, block_counts: Tensor | None, disjoint: bool) -> Blocks:
+    """Return the checked arguments of `Selection.from_blocks`; those of a class that passed before are not checked
+    again."""
+    given = (block_indices,) if block_counts is None else (block_indices, block_counts)
+    key = _key(block_indices, block_size, block_counts, disjoint)
+    facts: _Facts | None = None
+    for guards, value in () if key is None else _classes.get(key, ()):  # `transforms.find_class`, inlined
+        if guards.check(*given):
+            facts = value
+            break
+    if facts is not None and facts.as_given:
+        return Blocks(block_indices, block_counts, facts, capturing(block_indices))
+    check_flag("disjoint", disjoint)
+    indices, counts = checked_blocks(block_indices, block_size, block_counts)
+    if facts is None and _takes(indices):
+        as_given = indices is block_indices and counts is block_counts
+        facts = _Facts.of(indices, counts, as_given, block_size, disjoint)
+        if key is not None:
+            if len(_classes) >= _MOST:
+                _classes.clear()
+            _classes[key] = transforms.with_class(_classes.get(key, ()), facts, *given)
+    return Blocks(indices, counts, facts, facts is not None and capturing(indices))
+
+
+def ranges_of_blocks(blocks: Blocks, block_size: int) -> tuple[Tensor, Tensor | None]:
+    """Return ranges [B,S,G,n,2], and those of distinct blocks (`ranges.disjoint`) if a kernel computed them."""
+    indices, counts, facts, _ = blocks
+    results: tuple[Tensor, Tensor | None] | None = None
+    if facts is not None and not _failed:
+        results = _run("block_ranges", indices, counts, block_size, facts.dtype, facts.find_unique, facts.recordings, blocks.captured)
+    return (whole_blocks(padded(indices, counts), block_size), None) if results is None else results
 
 
 _classes: dict[Any, transforms.Classes] = {}
@@ -224,7 +252,8 @@ _MOST = 1024  # shapes
 def _key(block_indices: Any, block_size: Any, block_counts: Any, disjoint: Any) -> tuple[Any, ...] | None:
     """Return the facts that guards do not compare, and shapes, which keep classes few; None if no kernel runs or guards
     can't be used."""
-    if type(block_size) is not int or type(disjoint) is not bool or not transforms.plain(block_indices):
+    plain = type(block_indices) in transforms.PLAIN and transforms.untransformed()
+    if not plain or type(block_size) is not int or type(disjoint) is not bool:
         return None
     try:
         return block_indices.shape, block_size, None if block_counts is None else block_counts.shape, disjoint
@@ -234,8 +263,8 @@ def _key(block_indices: Any, block_size: Any, block_counts: Any, disjoint: Any) 
 
 def distinct_ranges(ranges: Tensor, block_size: int | None) -> Tensor:
     """`ranges.disjoint`, of blocks on a GPU by one kernel."""
-    by_kernel = block_size is not None and _takes(ranges) and not capturing(ranges)
-    results: Tensor | None = _run("distinct_ranges", ranges, block_size) if by_kernel else None
+    by_kernel = block_size is not None and _takes(ranges)
+    results: Tensor | None = _run("distinct_ranges", ranges, block_size, capturing(ranges)) if by_kernel else None
     return disjoint(ranges) if results is None else results
 
 
@@ -267,9 +296,9 @@ def on_gpu(indices: Tensor) -> bool:
 
 
 @functools.cache
-def _kernel() -> Any:
-    """Return the module of the kernels; None without Triton."""
-    return importlib.import_module(KERNELS) if importlib.util.find_spec("triton") is not None else None
+def _kernel(module: str = KERNELS) -> Any:
+    """Return a module of kernels; None without Triton."""
+    return importlib.import_module(module) if importlib.util.find_spec("triton") is not None else None
 
 
 TOP_N_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -283,8 +312,8 @@ def best_blocks(scores: Tensor, n: int, block_size: int, first: int, local: int,
     B, S, G, blocks = scores.shape
     if q_pos is not None:
         q_pos = as_positions(q_pos, B, S, scores.device)
-    kernel = _kernel() if _top_n_takes(scores) else None
-    if kernel is None or blocks > kernel.MOST_BLOCKS:
+    kernel = _kernel(TOP_N) if _top_n_takes(scores) else None
+    if kernel is None or not kernel.chooses(blocks, n):
         return whole_blocks(sorted_blocks(scores, n, block_size, first, local, S_kv, q_pos), block_size)
     ranges = torch.empty(B, S, G, n, 2, dtype=range_dtype(block_size), device=scores.device)
     with torch.cuda.device(scores.device):

@@ -14,8 +14,8 @@ from typing import Any, cast, get_args
 
 import msgspec
 
-from nsa_sel.backends.specs import CHOOSERS, SPECS
-from nsa_sel.core.backend import Backend, BackendModule, ChooserModule, Library, Offer, Reason
+from nsa_sel.backends.specs import CHOOSERS, LOSSES, SPECS
+from nsa_sel.core.backend import Backend, BackendModule, ChooserModule, Library, LossModule, Offer, Reason
 from nsa_sel.core.request import Kind, Request
 from nsa_sel.errors import BackendError
 
@@ -30,7 +30,7 @@ def backends(kind: Kind = "attend") -> dict[str, Backend]:
 
 
 def _every() -> dict[str, Backend]:
-    every = {spec.name: spec for spec in (*SPECS, *CHOOSERS)}
+    every = {spec.name: spec for spec in (*SPECS, *CHOOSERS, *LOSSES)}
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
         spec = entry.load()
         if not isinstance(spec, Backend):
@@ -50,7 +50,7 @@ def _every() -> dict[str, Backend]:
 @functools.cache
 def fallback(kind: Kind = "attend") -> str:
     """Return the name of the backend that replaces one of this kind that failed."""
-    return next(spec.name for spec in (*SPECS, *CHOOSERS) if spec.fallback and spec.kind == kind)
+    return next(spec.name for spec in (*SPECS, *CHOOSERS, *LOSSES) if spec.fallback and spec.kind == kind)
 
 
 def load(name: str) -> BackendModule:
@@ -61,6 +61,11 @@ def load(name: str) -> BackendModule:
 def load_chooser(name: str) -> ChooserModule:
     """`load`, of a backend of the kind "choose"."""
     return cast(ChooserModule, _module(backends("choose")[name].path))
+
+
+def load_loss(name: str) -> LossModule:
+    """`load`, of a backend of the kind "index_loss"."""
+    return cast(LossModule, _module(backends("index_loss")[name].path))
 
 
 def kind_of(name: str) -> Kind | None:

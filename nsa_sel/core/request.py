@@ -6,7 +6,8 @@ from typing import Literal
 
 import msgspec
 
-Kind = Literal["attend", "choose"]  # attention to selected blocks; to compressed keys, with the blocks that they choose
+# Attention to selected blocks; to compressed keys, with the blocks that they choose; the loss of an indexer.
+Kind = Literal["attend", "choose", "index_loss"]
 Quantized = Literal["e4m3", "e4m3/tensor", "e4m3/head", "e4m3/page"]  # format of K and V, and what has a scale of its own
 FEW_TOKENS = 8  # new tokens of a sequence up to which a call is a decoding step
 SHARING_TOKENS = (1, 2, 4, 8, 16, 32, 64)  # tile sizes, in adjacent query tokens, that `sharing` covers
@@ -24,7 +25,7 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """The static facts of one call of `selection_attention`, `compressed_attention` or `choose_blocks`.
+    """The static facts of one call of `selection_attention`, `compressed_attention`, `choose_blocks` or `indexer_loss`.
 
     Attributes:
         B, S, S_kv, G, h, Dk, Dv: sizes of q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv].
@@ -40,7 +41,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         page_size: keys of a page in a paged cache, else None. S_kv is then the room of a row of the block table.
         quantized: format of the numbers of a KV cache that are not of `dtype`, and what has a scale of its own: the
             tensor, each head, or each head of each page; None for a cache of `dtype`.
-        kind: which of the two. For "choose", n blocks of block_size are chosen of S_kv keys, and max_length is S_kv.
+        kind: which of the three. For "choose", n blocks of block_size are chosen of S_kv keys, and max_length is S_kv. For
+            "index_loss", Dv is the head dimension of the index branch.
         compress: keys of a compressed key, and from one to the next; None for "attend".
         pool: of a choice without attention, where Dv is 0: what is scored, and how it is reduced over heads, and over a
             block (`nsa_sel.core.call.Pool.words`); ("lse",) for the log-sum-exp alone; None for attention.
@@ -80,9 +82,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     def phase(self, backward: bool) -> str:
         """Return the phase: cost models are fitted to each apart.
 
-        One of "forward", "backward", "decode" (one query per sequence), "tokens" (up to `FEW_TOKENS`), "choose" and
-        "choose-backward"; over a quantized cache "decode-e4m3", and so on (`phase_of_format`).
+        One of "forward", "backward", "decode" (one query per sequence), "tokens" (up to `FEW_TOKENS`), "choose",
+        "choose-backward", "index-loss" and "index-loss-backward"; over a quantized cache "decode-e4m3", and so on (`phase_of_format`).
         """
+        if self.kind == "index_loss":
+            return "index-loss-backward" if backward else "index-loss"
         if self.kind == "choose":
             return "choose-backward" if backward else "choose"
         if backward:
@@ -117,3 +121,8 @@ def example_request(*, needs_grad: bool = False) -> Request:
 def example_choice(*, needs_grad: bool = False) -> Request:
     """Return the choice of the blocks of `example_request`, from compressed keys of 32 keys every 16 keys."""
     return msgspec.structs.replace(example_request(needs_grad=needs_grad), max_length=8192, kind="choose", compress=(32, 16))
+
+
+def example_loss(*, needs_grad: bool = False) -> Request:
+    """Return the loss of an indexer over the blocks of `example_request`."""
+    return msgspec.structs.replace(example_request(needs_grad=needs_grad), kind="index_loss")

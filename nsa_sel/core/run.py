@@ -44,30 +44,39 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, decided: Decided, with_lse: bool) -> tuple[Tensor, ...] | Tensor:
         call, known = decided.call, decided.call.known
-        *outputs, ctx.decision = run_forward(decided)
-        ctx.save_for_backward(q, k, v, *outputs[:2], *transforms.versioned(*call.read_again()))
+        *outputs, decision = run_forward(decided)
+        ctx.save_for_backward(q, k, v, *outputs[:2], *call.read_again())
         if known is not None and _LAYOUT not in known:
             known[_LAYOUT] = _layout(q, k, v)
-        ctx.kind, ctx.others, ctx.known = type(call), call.others(), known
-        ctx.mark_non_differentiable(*outputs[2:])
+        ctx.of_call = type(call), call.others(), known, decision  # one attribute: each takes time
+        if len(outputs) > 2:
+            ctx.mark_non_differentiable(*outputs[2:])
         ctx.set_materialize_grads(False)
         return tuple(outputs) if with_lse else outputs[0]
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None = None, _: None = None) -> tuple[Tensor | None, ...]:
+        kind, others, known, decision = ctx.of_call
         if torch.is_grad_enabled():
-            transforms.refuse_second_derivative(ctx.kind.function)
+            transforms.refuse_second_derivative(kind.function)
         if do is None and dlse is None:
             return (None,) * 5
-        q, k, v, o, lse = ctx.saved_tensors[:5]
-        call = ctx.kind(q, k, v, *ctx.others)
-        if ctx.known is not None and _layout(q, k, v) == ctx.known[_LAYOUT]:  # hooks on saved tensors may return others
-            call.known = ctx.known
-        return *gradients(call, ctx.decision, o, lse, do, dlse), None, None
+        q, k, v, o, lse, *_ = ctx.saved_tensors
+        replay = known.get("backward") if known and dlse is None and others[-1] is None and not registry.broken else None
+        found = None if replay is None else replay(others[0], q, k, v, o, lse, do)
+        if found is not None:
+            events.count("backward", decision.backward)
+            return *found, None, None
+        call = kind(q, k, v, *others)
+        if known is not None and _layout(q, k, v) == known[_LAYOUT]:  # hooks on saved tensors may return others
+            call.known = known
+        return *gradients(call, decision, o, lse, do, dlse), None, None
 
 
 # `Function.apply` without its handling of torch.func, under which no call gets here: saves microseconds of Python.
 _apply: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply
+# A node's `apply` is what autograd calls: it would look for a `vjp`, and then call `backward`.
+_Attention._backward_cls.apply = _Attention.backward  # type: ignore[attr-defined]
 
 
 def _layout(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
@@ -106,6 +115,11 @@ def forward_of(name: str, call: Call | ChooseCall) -> Callable[[Any], tuple[Tens
 def run_forward(decided: Decided, function_of: FunctionOf = forward_of) -> Any:
     """Return the outputs of a call, followed by the decision of the backend that ran: the decided one, or the fallback."""
     call, decision = decided.call, decided.decision
+    replay = call.known.get("forward") if call.known and call.workspace is None and not registry.broken else None
+    outputs = replay(call.selection, call.q, call.k, call.v) if replay is not None and function_of is forward_of else None
+    if outputs is not None:
+        events.record(decision, decided.request)
+        return *outputs, decision
     if call.selects_nothing():
         outputs = call.nothing()
     else:
@@ -118,35 +132,48 @@ def run_forward(decided: Decided, function_of: FunctionOf = forward_of) -> Any:
     return *outputs, decision
 
 
+def backward_of(name: str, call: Call | ChooseCall) -> Callable[..., Any]:
+    """Return the function of backend `name` that runs the backward pass of a call."""
+    return (registry.load_chooser if isinstance(call, ChooseCall) else registry.load)(name).backward  # type: ignore[operator]
+
+
+def _backward_and_delta_of(name: str, call: Call | ChooseCall) -> Callable[..., Any]:
+    """`backward_of`, of the function that also returns delta if the backend has it."""
+    module: Any = None if isinstance(call, ChooseCall) else registry.load(name)
+    return getattr(module, "backward_and_delta", None) or backward_of(name, call)
+
+
 def gradients(call: Any, decision: Any, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv of a call with outputs o and lse; do or dlse is None if o or lse is unused."""
-    return gradients_and_delta(call, decision, o, lse, do, dlse, False)[:3]
+    return _gradients(call, decision, backward_of, o, lse, do, dlse)[:3]  # type: ignore[return-value]
 
 
 def gradients_and_delta(
-    call: Any, decision: Any, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None, with_delta: bool = True
+    call: Any, decision: Any, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return `gradients`, and delta = sum(do * o) - dlse [B,S,G,h] if it is asked for and the backend computes it."""
+    """Return `gradients`, and delta = sum(do * o) - dlse [B,S,G,h] if the backend computes it."""
+    dq, dk, dv, *delta = _gradients(call, decision, _backward_and_delta_of, o, lse, do, dlse)
+    return dq, dk, dv, delta[0] if delta else None
 
-    def function_of(name: str, call: Call | ChooseCall) -> Any:
-        module: Any = registry.load_chooser(name) if isinstance(call, ChooseCall) else registry.load(name)
-        return module.backward_and_delta if with_delta and hasattr(module, "backward_and_delta") else module.backward
 
+def _gradients(
+    call: Any, decision: Any, function_of: FunctionOf, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None
+) -> tuple[Tensor, ...]:
     transforms.check_gradients(do, dlse, name=call.function)
-    if call.q.numel() == 0 or call.k.numel() == 0 or call.selects_nothing():
-        return torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v), None
+    if call.selects_nothing() or call.k.numel() == 0:
+        return torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v)
     do = torch.zeros_like(o) if do is None else do.resolve_neg() if do.is_neg() else do
     dlse = None if dlse is None else dlse.resolve_neg()
     # Kernels read rows with a contiguous last dimension; an expanded gradient (from .sum()) has stride 0 there.
-    do = do if do.stride()[-1] == 1 else do.contiguous()
-    (dq, dk, dv, *delta), decision = run_pass(call, decision, "backward", function_of, o, lse, do, dlse)
+    do = do if do.stride(-1) == 1 else do.contiguous()
+    found, decision = run_pass(call, decision, "backward", function_of, o, lse, do, dlse)
     if decision is not None:
         events.count("backward", str(decision.backward))
         if call.settings.debug_compare:
             _compare(
-                call, decision.backward, "backward", (dq, dk, dv), lambda name, call: registry.load(name).backward(call, o, lse, do, dlse)
+                call, decision.backward, "backward", found[:3], lambda name, call: registry.load(name).backward(call, o, lse, do, dlse)
             )
-    return dq, dk, dv, delta[0] if delta else None
+    return found  # type: ignore[no-any-return]
 
 
 def run_pass(call: Any, decision: Any, direction: str, function_of: FunctionOf, *given: Tensor | None) -> tuple[Any, Any]:

@@ -42,7 +42,7 @@ def arguments(q: Any, k: Any, v: Any, selection: Selection | Tensor, q_pos: Any)
     return selection, q_pos
 
 
-def _strategies(q_pos: Any) -> list[tuple[Any, Any, Any, Any, Any]]:
+def _strategies(ranges: Any, q_pos: Any) -> list[tuple[Any, Any, Any, Any, Any]]:
     """Return the shardings of a call on one dimension of a mesh.
 
     Each has the placements of q, o and lse; of ranges; of k and v; of q_pos; of dk and dv.
@@ -52,7 +52,7 @@ def _strategies(q_pos: Any) -> list[tuple[Any, Any, Any, Any, Any]]:
     strategies: list[Any] = [
         (whole, whole, whole, pos, whole),
         (Shard(0), Shard(0), Shard(0), batch, Shard(0)),  # batch entries
-        (Shard(2), Shard(2), Shard(1), pos, Shard(1)),  # KV groups
+        (Shard(2), whole if ranges.shape[2] == 1 else Shard(2), Shard(1), pos, Shard(1)),  # KV groups
         (Shard(3), whole, whole, pos, Partial()),  # heads of a group
     ]
     if q_pos is not None:
@@ -62,7 +62,7 @@ def _strategies(q_pos: Any) -> list[tuple[Any, Any, Any, Any, Any]]:
 
 def _forward(q: Any, k: Any, v: Any, ranges: Any, q_pos: Any, *static: Any) -> list[tuple[Placements, Placements]]:
     rest = [None] * len(static)
-    return [([rows, rows], [rows, keys, keys, index, position, *rest]) for rows, index, keys, position, _ in _strategies(q_pos)]
+    return [([rows, rows], [rows, keys, keys, index, position, *rest]) for rows, index, keys, position, _ in _strategies(ranges, q_pos)]
 
 
 def _backward(
@@ -74,7 +74,7 @@ def _backward(
             [rows, sums, sums],
             [None if do is None else rows, None if dlse is None else rows, rows, keys, keys, rows, rows, index, position, *rest],
         )
-        for rows, index, keys, position, sums in _strategies(q_pos)
+        for rows, index, keys, position, sums in _strategies(ranges, q_pos)
     ]
 
 

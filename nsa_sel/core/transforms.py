@@ -19,7 +19,7 @@ from nsa_sel.errors import BackendError
 transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active  # inside torch.func's vmap, grad, jvp ...
 _len_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _NO_DISPATCH = Tensor.__torch_dispatch__
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
 _tracing: Callable[[], Any] = torch._C._get_tracing_state  # by torch.jit.trace
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # for any device; faster than asking for one by name
 
@@ -47,7 +47,7 @@ def plain(*tensors: Any) -> bool:
     Then only autocast, lazy negation and gradients are left to handle.
     """
     for x in tensors:
-        if type(x) not in _PLAIN:
+        if type(x) not in PLAIN:
             return False
     return untransformed()
 
@@ -73,7 +73,7 @@ def traces(*tensors: Any) -> bool:
     """
     if is_compiling() or _len_modes():
         return True
-    return any(type(x) not in _PLAIN and getattr(x, "__torch_dispatch__", None) is not _NO_DISPATCH for x in tensors)
+    return any(type(x) not in PLAIN and getattr(x, "__torch_dispatch__", None) is not _NO_DISPATCH for x in tensors)
 
 
 def check_traced(name: str, *tensors: Any, compiles: bool = True) -> None:

@@ -54,9 +54,10 @@ class SlidingCall:
         """Return the arguments that follow q, k and v: what a backward pass keeps outside of autograd's saved tensors."""
         return self.window, self.scale, self.bounds, self.rows
 
-    def read_again(self) -> tuple[Tensor | None, ...]:
-        """Return the inputs besides q, k and v that the backward pass reads."""
-        return (None if self.bounds is None else self.bounds.tensor,)
+    def read_again(self) -> list[Tensor]:
+        """Return the inputs besides q, k and v that the backward pass reads, if they have a version counter."""
+        tensor = None if self.bounds is None else self.bounds.tensor
+        return [] if tensor is None or tensor.is_inference() else [tensor]
 
     def selects_nothing(self) -> bool:
         """Return False: calls without rows get no further than `attend`."""

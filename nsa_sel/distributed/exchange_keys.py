@@ -132,7 +132,7 @@ def counted_slots(wanted: Tensor, rank: int, group: dist.ProcessGroup) -> list[l
 def exchange(k: Tensor, v: Tensor, wanted: Tensor, route: BlockRoute, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Sent]:
     """Return the compact k [B,G,keys,Dk] and v of this rank, of sum(route.incoming) + route.own blocks, and what was
     sent."""
-    Dk = k.shape[3]
+    Dk, wanted = k.shape[3], wanted.expand(-1, k.shape[1], -1)  # of one group for all, if the selection has one
     # The wanted blocks of each rank's slice, ascending and padded with -1: int32 [B,G,route.blocks] per rank.
     unwanted, order = torch.sort((~_by_owner(wanted, route)).to(torch.uint8), dim=-1, stable=True)
     indices = torch.where(unwanted == 0, order, -1).int().unbind(2)

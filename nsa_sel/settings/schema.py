@@ -25,6 +25,7 @@ COST_TERMS = {  # the work that a cost model may charge for; policies/cost.py co
     "launch": "1 per call",
     "union": "thousands of keys that the program of one tile of adjacent tokens visits in sequence",
     "pairs": "millions of (row, block) pairs",
+    "partials": "GB of partial o that cuda-block writes: one per (row, tile of keys)",
     "rows": "GB of q and o, and of their gradients in the backward pass",
     "read": "GB of K and V loaded by one program per row, for all its heads",
     "read-wide": "the same where a key and its value have more than 256 16-bit numbers: other kernel configs, other speed",

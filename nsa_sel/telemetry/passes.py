@@ -87,10 +87,10 @@ def keys_read(call: Call, count: bool) -> tuple[int, Source]:
             start, end = call.clamped_ranges()
             return int((end - start).sum())
 
-        return selection.plan(("keys read", S_kv), total, call.q_pos, call.lengths), "counted"
+        return selection.plan(("keys read", S_kv, G), total, call.q_pos, call.lengths), "counted"
     measured = None if own_positions else selection.total_length(S_kv)
     if measured is not None:
-        return measured, "measured"
+        return measured * call.groups_per_selection, "measured"
     most = selection.length_bound(S_kv)
     if own_positions:
         return B * S * G * most, "bound"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -226,8 +227,11 @@ def test_a_patched_model_keeps_its_weights_and_can_be_undone() -> None:
     assert list(patched.changed) == [f"model.layers.{i}.self_attn" for i in range(3)]
     assert "3 of the blocks of 8 keys" in str(patched)
     assert eager.config._attn_implementation == "nsa_sel"
+    with pytest.raises(ArgumentError, match=r"model is pickled with patched layers; .* Remedy: save its state_dict, or call undo\(\)"):
+        pickle.dumps(eager)
     patched.undo()
     assert eager.config._attn_implementation == "eager"
+    assert type(pickle.loads(pickle.dumps(eager))) is type(eager)
     assert all("forward" not in layer.self_attn.indexer.__dict__ for layer in eager.model.layers[1:])
     indexer = copy.deepcopy(ours).model.layers[1].self_attn.indexer
     assert indexer.forward.__self__ is indexer

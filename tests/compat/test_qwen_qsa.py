@@ -189,7 +189,7 @@ def test_other_blocks_are_chosen_only_where_scores_are_level(device: str, monkey
     seen = positions <= positions[:, None]
     with torch.no_grad():
         theirs = eager(hidden, rotary, seen[None, None], None)[0, 0]  # [S,S]
-        start, stop = qwen_qsa.choose(ours, hidden, rotary, None, None, 1).ranges[0, :, 0].unsqueeze(1).unbind(-1)  # [S,1,n]
+        start, stop = qwen_qsa.choose(ours, hidden, rotary, None, None).ranges[0, :, 0].unsqueeze(1).unbind(-1)  # [S,1,n]
         mine = ((start <= positions[:, None]) & (positions[:, None] < stop)).any(-1) & seen
         q = eager.q_layernorm(eager.index_qk_proj(hidden)[..., :-D].unflatten(2, (-1, D)))
         q = transformers.models.qwen4_exp.modeling_qwen4_exp.apply_rotary_pos_emb(q, cos=rotary[0], sin=rotary[1], unsqueeze_dim=2)

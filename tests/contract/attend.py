@@ -145,6 +145,18 @@ def _same(lane: Lane, qkv: tuple[Tensor, ...], kept: Selection, q_pos: Tensor | 
     assert all(map(torch.equal, *runs))
 
 
+def check_one_group(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None:
+    """A selection of one group for all groups, one that served a single group before, gives the bits of its ranges for each of them."""
+    (q, k, v), one = problem(lane, shape, G=3)
+    each = Selection(one.ranges.expand(-1, -1, 3, -1, -1).contiguous(), one.block_size)
+    if lane.device != "emulated":
+        attend(lane.name, q[:, :, :1], k[:, :1], v[:, :1], one)
+    assert all(map(torch.equal, results_of(lane.name, q, k, v, one), results_of(lane.name, q, k, v, each)))
+    check_both(lane.name, q, k, v, one)
+    last = Selection(one.ranges[:, -1:].contiguous(), one.block_size)
+    check_forward(lane.name, q[:, -1:], k, v, last)
+
+
 def selection_of(lane: Lane, shape: Shape, S: int, S_kv: int, n: int = 3, **how: Any) -> Selection:
     if shape.block is None:
         return Selection.from_ranges(make_spans("few", 1, S, 1, S_kv, 10, device=lane.place, **how))
@@ -406,6 +418,7 @@ SHAPED: dict[str, Callable[[Lane, Shape, pytest.MonkeyPatch], None]] = {
     "promised": check_promised,
     "positions": check_positions,
     "reuse": check_reuse,
+    "one-group": check_one_group,
     "poison": check_poison,
     "packed": check_packed,
     "graph": check_graph,
@@ -417,8 +430,8 @@ SHAPED: dict[str, Callable[[Lane, Shape, pytest.MonkeyPatch], None]] = {
 
 # Where every pass takes a second: what does not depend on the kernel family is tested with few.
 FEW: dict[str, dict[str, int]] = {
-    "emulated": {"graph": 0, "workspace": 1, "packed": 2, "reuse": 1, "many-rows": 0, "compile": 1},
-    "interpreter": {"graph": 0, "workspace": 1, "many-keys": 1, "many-rows": 0, "compile": 1},
+    "emulated": {"one-group": 2, "graph": 0, "workspace": 1, "packed": 2, "reuse": 1, "many-rows": 0, "compile": 1},
+    "interpreter": {"one-group": 2, "graph": 0, "workspace": 1, "many-keys": 1, "many-rows": 0, "compile": 1},
     "cpu": {"many-rows": 0, "compile": 1},
     "cuda": {"compile": 2},
     "key-tiles": {"poison": 0, "packed": 0},  # which packed SDPA takes where all keys are finite
@@ -547,6 +560,36 @@ def check_decode(lane: Lane, B: int, patch: pytest.MonkeyPatch) -> None:
         assert all(torch.equal(x, y[:, 0]) for x, y in zip(decoded, whole, strict=True))
 
 
+def check_repeats(lane: Lane, S: int, patch: pytest.MonkeyPatch) -> None:
+    """Block indices of few rows without a promise: unsorted, with duplicates, padding and blocks past the end in any position, of 32 and
+    of 64 bits. A graph reads those that its replay has. Reruns give the same bits."""
+    for shape in (shape for shape in lane.shapes() if shape.block):
+        block = shape.block or 1
+        for n, dtype in ((5, torch.int64), (34, torch.int32)) if not lane.slow or S == 1 else ((5, torch.int32),):
+            q, k, v = tensors(lane, shape, S, n * block + 3, B=2)
+            sets = [
+                torch.randint(-2, n + 3, (2, S, 1, n), generator=torch.Generator().manual_seed(seed), dtype=dtype) for seed in (n, n + 1)
+            ]
+            for indices in sets:
+                indices[0, 0, 0, 1] = torch.iinfo(torch.int32).max if dtype == torch.int32 else 1 << 62
+                indices[..., n // 2], indices[..., n - 1] = indices[..., 0], indices[..., 2]
+            given = sets[0].clone().to(lane.place)
+
+            def step(given: Tensor = given, block: int = block, qkv: tuple[Tensor, ...] = (q, k, v)) -> tuple[Tensor, ...]:
+                return attend(lane.name, *qkv, Selection.from_blocks(given, block))
+
+            wanted = []
+            for indices in sets:
+                given.copy_(indices)
+                wanted.append(step())
+                assert_forward(wanted[-1], q, k, v, Selection.from_blocks(indices, block).ranges.to(lane.place))
+            graph, outputs = captured(step, lane.place)
+            for indices, right in zip(sets, wanted, strict=True):
+                given.copy_(indices)
+                for _ in range(50 if lane.device == "cuda" else 1):
+                    assert all(map(torch.equal, replayed(graph, outputs), right))
+
+
 def check_most_ranges(lane: Lane, n: int, patch: pytest.MonkeyPatch) -> None:
     """As many ranges of a row as the limits allow, or 2,048."""
     n = min(n, lane.limits.ranges_max)
@@ -660,6 +703,7 @@ PLAIN: dict[str, tuple[Callable[[Lane, Any, pytest.MonkeyPatch], None], Callable
     "dtype": (check_dtype, lambda lane: lane.dtypes),
     "scale": (check_scale, lambda lane: [-0.3, 1e9] if lane.slow else [0.0, -0.3, 1e9] + [1e4] * (lane.device == "cuda")),
     "decode": (check_decode, lambda lane: [2] if lane.slow else [1, 3, 150] if lane.device == "cuda" else [3]),
+    "repeats": (check_repeats, lambda lane: [1, 8] if lane.device == "cuda" else [1, 2]),
     "most-ranges": (check_most_ranges, lambda lane: [] if lane.slow and lane.backend.shares == "blocks" else [2048]),
     "call-keys": (check_keys_of_calls, lambda lane: [] if lane.slow else ["q", "k", "v", "needs-grad"]),
     "failure": (check_fallback, lambda lane: ["forward", "backward"]),

@@ -109,6 +109,15 @@ def check_lengths(lane: Lane, layout: Layout, patch: pytest.MonkeyPatch) -> None
         assert all(map(torch.equal, attended(cache), attended(fresh)))
 
 
+def check_one_group(lane: Lane, layout: Layout, patch: pytest.MonkeyPatch) -> None:
+    """A selection of one group for all groups gives the bits of its ranges for each of them."""
+    cache = make_cache(**{**layout.sizes(lane), "G": 2})
+    ranges, facts = cache.selection.ranges[:, :, :1].contiguous(), (cache.selection.block_size, cache.selection.max_length)
+    one = cache._replace(selection=Selection(ranges, *facts))
+    each = cache._replace(selection=Selection(ranges.expand(-1, -1, 2, -1, -1).contiguous(), *facts))
+    assert all(map(torch.equal, check(one, lane.name), check(each, lane.name)))
+
+
 def check_strides(lane: Lane, layout: Layout, patch: pytest.MonkeyPatch) -> None:
     """Pages of K between those of V, heads before keys: views, without copies."""
     cache = make_cache(**{**layout.sizes(lane), "Dv": layout.Dk})
@@ -185,6 +194,7 @@ CHECKS: dict[str, tuple[Any, Any]] = {
         check_lengths,
         lambda lane: [x for x in layouts(lane) if x.page != 256] if lane.backend.reads_caches else layouts(lane)[:1],
     ),
+    "one-group": (check_one_group, lambda lane: layouts(lane)[:3] if lane.slow else layouts(lane)),
     "strides": (check_strides, lambda lane: layouts(lane)[:2]),
     "scales": (check_scales, scaled),
     "numbers": (check_numbers, numbers_of),

@@ -15,7 +15,9 @@ from tests.contract.attend import cells, run
 from tests.contract.lanes import PATHS, Lane
 
 
-@cells(*PATHS, only=("edges", "promised", "positions", "poison", "packed", "size", "dtype", "scale", "decode", "reuse", "layouts"))
+@cells(
+    *PATHS, only=("edges", "promised", "positions", "poison", "packed", "size", "dtype", "scale", "decode", "reuse", "one-group", "layouts")
+)
 def test_attend_by_packed_sdpa(behavior: str, lane: Lane, what: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run(behavior, lane, what, monkeypatch)
 

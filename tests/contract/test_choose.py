@@ -13,8 +13,7 @@ from torch import Tensor
 
 from nsa_sel import Selection, choose_blocks, decisions
 from nsa_sel.backends import choose_torch, choose_triton
-from nsa_sel.backends._triton import choose_dkdv, choose_pages, choose_scores, ranges
-from nsa_sel.backends._triton.choose_scores import block_scores
+from nsa_sel.backends._triton import choose_dkdv, choose_logits, choose_pages, choose_scores, top_n
 from nsa_sel.core import registry
 from nsa_sel.core.call import ChooseCall, Pool, Rule
 from tests.contract.lanes import Lane, lanes, parameters
@@ -66,6 +65,7 @@ def few_keys_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
             (choose_pages, "SHARES", 64),
             (choose_dkdv, "SHORTEST", 8),
             (choose_scores, "LEAST_STEPS", 1),
+            (choose_logits, "LEAST_KEYS", 16),
         ):
             monkeypatch.setattr(module, name, value)
 
@@ -294,6 +294,7 @@ def test_choose_beyond_32_bits(lane: Lane, what: int) -> None:
 LOGITS, WEIGHTS, RELU = Pool(False, False, True), Pool(True, False, True), Pool(False, False, True, True)
 POOLS: dict[str, tuple[tuple[int, ...], Rule, Pool]] = {  # B, S, S_kv, G, h, Dk; rule; pool
     "index-keys": ((2, 5, 45, 2, 1, 16), Rule(1, 1, 16, 2, 0, 1), LOGITS),
+    "index-keys-of-short-blocks": ((1, 20, 70, 1, 2, 16), Rule(1, 1, 4, 3, 0, 1), LOGITS),
     "index-keys-of-long-blocks": ((1, 9, 130, 1, 1, 16), Rule(1, 1, 64, 2, 0, 1), LOGITS),
     "long-blocks-of-odd-size": ((1, 10, 100, 1, 3, 16), Rule(2, 1, 40, 2, 0, 1), Pool(False, False, False)),
     "one-key-a-block": ((1, 20, 50, 2, 1, 24), Rule(12, 12, 12, 3, 0, 1), LOGITS),
@@ -367,7 +368,7 @@ def test_choose_by_other_scores(lane: Lane, what: str) -> None:
     exact = scores_of(call, lse)
     if lane.slow:  # the kernel writes the scores of visible blocks alone
         scores = torch.full((*call.q.shape[:3], call.blocks), torch.nan)
-        block_scores(call, lse, scores, choose_triton.config_of(call, "choose/scores"))
+        choose_triton.score(call, lse, scores)
     else:
         scores = choose_torch.block_scores(call, lse).transpose(1, 2)
     visible = (torch.arange(call.blocks) <= call.positions()[:, :, None, None] // call.rule.block_size).expand_as(exact)
@@ -376,8 +377,9 @@ def test_choose_by_other_scores(lane: Lane, what: str) -> None:
 
 @of_any_keys(5, 6)
 def test_choose_among_more_blocks_than_a_program_takes(lane: Lane, what: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 blocks at a time, then among the best of each 16, of which a program takes 3 times 5, not 3 times 6."""
-    monkeypatch.setattr(ranges, "MOST_BLOCKS", 16)
+    """Five of 40 blocks, 16 at a time; six are more than a program keeps."""
+    for name, value in (("WIDE", 8), ("MOST_CHOSEN", 5), ("CHUNK", 16), ("LEAST_KEPT", 16)):
+        monkeypatch.setattr(top_n, name, value)
     for first, local in ((0, 0), (1, 2)):
         rule, q_pos = Rule(1, 1, 2, what, first, local), torch.tensor([[79, 0, 3, 33, 34], [65, 31, 32, 63, 50]]).to(lane.place)
         call = make_choose_call((2, 5, 80, 2, 1, 16, 16, rule), lane.dtype, lane.place, pool=LOGITS)

@@ -62,9 +62,10 @@ def _gpu_sizes(rng: random.Random, seed: int) -> Facts:
     return {**z, "S_kv": S + rng.choice((0, 1, 64, 200)), "block": block, "dtype": dtype, "backends": [backend, "sdpa-packed"]}
 
 
-def _each(z: Facts, row: Any) -> list[Any]:
-    """row() for every row of every group: [B][S][G]."""
-    return [[[row() for _ in range(z["G"])] for _ in range(z["S"])] for _ in range(z["B"])]
+def _each(z: Facts, row: Any, one: bool) -> list[Any]:
+    """row() for every row of every group: [B][S][G]; one: for all groups of a row."""
+    groups = (lambda: [row()] * z["G"]) if one else (lambda: [row() for _ in range(z["G"])])
+    return [[groups() for _ in range(z["S"])] for _ in range(z["B"])]
 
 
 def _spans(rng: random.Random, S_kv: int, n: int, how: str) -> list[list[int]]:
@@ -95,16 +96,17 @@ def selection(rng: random.Random, z: Facts) -> Facts:
     how = "blocks" if z["backends"][0] in BY_BLOCKS else rng.choice(("ranges", "blocks", "blocks"))
     n, empty = rng.choice((0, 1, 1, 2, 3, 4, 9)), rng.choice((0.0, 0.0, 0.3, 1.0))  # empty: the share of rows with nothing
     then = rng.choice(("", "", "measure", "merge", "to", "copy", "deepcopy", "pickle"))
-    made: Facts = {"how": how, "n": n, "dtype": rng.choice(("int32", "int64")), "then": then, "block": z["block"]}
+    one = rng.random() < 0.2  # selection for all groups
+    made: Facts = {"how": how, "n": n, "dtype": rng.choice(("int32", "int64")), "then": then, "block": z["block"], "one": one}
     if how == "ranges":
         kind = rng.choice(("tidy", "odd", "wild"))
-        made["ranges"] = _each(z, lambda: [[0, 0]] * n if rng.random() < empty else _spans(rng, z["S_kv"], n, kind))
+        made["ranges"] = _each(z, lambda: [[0, 0]] * n if rng.random() < empty else _spans(rng, z["S_kv"], n, kind), one)
         made |= {"bare": rng.random() < 0.2, "bounded": rng.random() < 0.3}  # a tensor, no Selection; with max_length
     else:
         dtype, twice = rng.choice(list(TOPS)), rng.random() < 0.3
         none = [255 if dtype == "uint8" else -1] * n
-        made |= {"dtype": dtype, "blocks": _each(z, lambda: none if rng.random() < empty else _blocks(rng, z, n, dtype, twice))}
-        made["counts"] = _each(z, lambda: rng.randint(-1, n + 1)) if rng.random() < 0.3 else None
+        made |= {"dtype": dtype, "blocks": _each(z, lambda: none if rng.random() < empty else _blocks(rng, z, n, dtype, twice), one)}
+        made["counts"] = _each(z, lambda: rng.randint(-1, n + 1), one) if rng.random() < 0.3 else None
     return made
 
 

@@ -51,6 +51,7 @@ def make_selection(f: Facts, device: str) -> Selection | Tensor:
     s, rows = f["selection"], (f["B"], f["S"], f["G"])
 
     def place(x: Tensor) -> Tensor:
+        x = x[:, :, :1] if s["one"] else x
         return (x.squeeze(1) if f.get("decode") else x).to(device)
 
     if s["how"] == "ranges":

@@ -2,7 +2,7 @@
 
     python tests/helpers/aot.py 90 [SHAPE...]         # or several targets: 86,89
     python tests/helpers/aot.py 90 [SHAPE...] --shared SHAPE...         # of these, shared memory alone: a third of the time
-    python tests/helpers/aot.py choose 90 SHAPE...         # or cache, gate, window
+    python tests/helpers/aot.py choose 90 SHAPE...         # or cache, gate, window, loss
     python tests/helpers/aot.py hip gfx942 triton-group paged-16 [BACKEND SHAPE...]         # an AMD GPU, forward alone
 
 The backends run as they are, on CPU tensors and with injected device facts; only the launch is replaced by compilation for the
@@ -33,13 +33,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 
-from nsa_sel.backends import choose_triton, window_triton
-from nsa_sel.backends._triton import cache, elementwise, ranges
+from nsa_sel.backends import choose_triton, loss_triton, window_triton
+from nsa_sel.backends._triton import cache, choose_logits, elementwise, top_n
 from nsa_sel.backends.specs import SPECS
 from nsa_sel.core import registry
 from nsa_sel.core.arguments import Bounds
-from nsa_sel.core.call import NSA_POOL, Call, PagedKeys, Pool, Rule, Sequences
+from nsa_sel.core.call import NSA_POOL, Call, IndexLossCall, PagedKeys, Pool, Rule, Sequences
 from nsa_sel.core.check import check_call
+from nsa_sel.core.ranges import Blocks
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.quantize import STORED, Scales
 from nsa_sel.selection import Selection
@@ -62,6 +63,7 @@ SHAPES = {  # name: (B, S, S_kv, G, h, Dk, Dv, n, block_size, dtype)
     "h1-large": (1, 2048, 2048, 8, 1, 128, 128, 3, 512, torch.bfloat16),  # blocks that triton-block visits whole
     "positions-h4": (1, 4096, 4096, 4, 4, 128, 128, 16, 64, torch.bfloat16),
 }
+ONE_GROUP = "one-group-"
 OF_CUDA = {  # likewise, for which cupy-cuda alone has kernels, or constants, of their own
     "h12": (1, 2048, 2048, 2, 12, 128, 128, 16, 64, torch.bfloat16),
     "h1": (1, 2048, 2048, 4, 1, 128, 128, 16, 64, torch.bfloat16),
@@ -72,6 +74,9 @@ OF_CUDA = {  # likewise, for which cupy-cuda alone has kernels, or constants, of
     "decode-B64-h16": (64, 1, 4096, 4, 16, 128, 128, 16, 64, torch.bfloat16),
     "decode-B16-h64": (16, 1, 4096, 4, 64, 128, 128, 16, 64, torch.bfloat16),
     "decode-B64-h64-64-128": (64, 1, 4096, 4, 64, 64, 128, 16, 64, torch.bfloat16),
+    "decode-B64-h12-small": (64, 1, 4096, 2, 12, 128, 128, 64, 4, torch.bfloat16),
+    "decode-B64-h32-256": (64, 1, 4096, 4, 32, 256, 256, 16, 64, torch.bfloat16),
+    "decode-B64-h32-256-small": (64, 1, 4096, 2, 32, 256, 256, 64, 16, torch.float16),
     "decode-B64-h4-64": (64, 1, 4096, 4, 4, 64, 64, 16, 128, torch.float16),
 }
 PAGED = {  # name: (B, S, pages of a sequence, page size, G, h, D, n, block_size): forward alone, in bfloat16
@@ -95,12 +100,19 @@ PAGED_OF_CUDA = {  # likewise
 
 
 def target_call(shape: str, sm: int) -> Call:
-    """A call of `shape` on a GPU of compute capability sm/10 that is not here: CPU tensors and injected device facts."""
+    """A call of `shape` on a GPU of compute capability sm/10 that is not here: CPU tensors and injected device facts.
+
+    `ONE_GROUP` before the name of a shape: the selection has one group for all.
+    """
     kilobytes, sms = TARGETS[sm]
     device = DeviceInfo(kind="cuda", name="target", sm=sm, sm_count=sms, shared_memory=kilobytes * 1024)
-    B, S, S_kv, G, h, Dk, Dv, n, block, dtype = (SHAPES | OF_CUDA)[shape]
+    B, S, S_kv, G, h, Dk, Dv, n, block, dtype = (SHAPES | OF_CUDA)[shape.removeprefix(ONE_GROUP)]
     q, k, v = torch.empty(B, S, G, h, Dk, dtype=dtype), torch.empty(B, G, S_kv, Dk, dtype=dtype), torch.empty(B, G, S_kv, Dv, dtype=dtype)
-    selection = Selection.from_ranges(torch.zeros(B, S, G, n, 2, dtype=torch.int32), block_size=block)
+    groups = 1 if shape.startswith(ONE_GROUP) else G
+    if S == 1 and block is not None:  # decoding reads block indices
+        selection = Selection._of_indices(Blocks(torch.zeros(B, S, groups, n, dtype=torch.int32), None, None), block, False)
+    else:
+        selection = Selection.from_ranges(torch.zeros(B, S, groups, n, 2, dtype=torch.int32), block_size=block)
     q_pos = torch.zeros(B, S, dtype=torch.int64) if shape.startswith("positions") else None
     checked = check_call(q, k, v, selection, None, q_pos)
     return Call(q, k, v, checked[3], q_pos, checked[4], settings_for(device), device)
@@ -211,7 +223,7 @@ def attend_kernels(targets: str, *asked: str) -> Iterator[dict[str, Any]]:
             if shape in PAGED:
                 takes = backend.reads_caches
             else:
-                block, limits = SHAPES[shape][8], backend.limits
+                block, limits = SHAPES[shape.removeprefix(ONE_GROUP)][8], backend.limits
                 takes = not limits.block_aligned_only or (block is not None and limits.takes_block(block))
             if not takes:
                 continue
@@ -242,6 +254,16 @@ POOLS = {  # choices without attention; name: shape as above, pool
 }
 
 
+FEW = {  # choices for a few new tokens over index keys; name: S, G, groups of keys, h, D, rule, pool, page size, e4m3
+    "few-msa": (1, 4, 1, 1, 128, Rule(1, 1, 128, 16, 0, 1), Pool(False, False, True), 0, False),
+    "few-msa-e4m3": (1, 4, 1, 1, 128, Rule(1, 1, 128, 16, 0, 1), Pool(False, False, True), 0, True),
+    "few-msa-pages-e4m3": (1, 4, 1, 1, 128, Rule(1, 1, 128, 16, 0, 1), Pool(False, False, True), 64, True),
+    "few-qsa": (1, 2, 1, 4, 128, Rule(4, 4, 4, 512, 0, 0), Pool(False, False, True, True), 0, False),
+    "few-qsa-drafts-pages": (4, 2, 1, 4, 128, Rule(4, 4, 4, 512, 0, 0), Pool(False, False, True, True), 16, False),
+    "few-nsa": (4, 2, 2, 16, 192, Rule(), NSA_POOL, 0, False),
+}
+
+
 CHOICES_OF_PAGES = {  # new tokens over compressed keys in pages; name: S, keys, h, Dk, Dv, dtype
     "pages": (1, 4096, 16, 128, 128, torch.bfloat16),
     "pages-drafts": (4, 4096, 16, 128, 128, torch.bfloat16),
@@ -250,9 +272,10 @@ CHOICES_OF_PAGES = {  # new tokens over compressed keys in pages; name: S, keys,
 
 
 def choose(name: str) -> None:
-    """Launch what a choice does: of pages, four compressed keys a page, whose parts are joined, or of as many blocks as `top_n` takes."""
+    """Launch what a choice does: of pages, four compressed keys a page, whose parts are joined, or of many blocks, in registers and not."""
     if name == MOST_BLOCKS:
-        ranges.top_n(torch.zeros(1, 3, 2, ranges.MOST_BLOCKS), torch.zeros(1, 3, 2, 16, 2, dtype=torch.int32), 64, 1, 2, 0)
+        for blocks, n in ((top_n.WIDE, 16), (32768, 512)):
+            top_n.top_n(torch.zeros(1, 3, 2, blocks), torch.zeros(1, 3, 2, n, 2, dtype=torch.int32), 4, 0, 0, 0)
         return
     if name in CHOICES_OF_PAGES:
         S, keys, h, Dk, Dv, dtype = CHOICES_OF_PAGES[name]
@@ -260,6 +283,18 @@ def choose(name: str) -> None:
         call.k, call.v = (torch.randn(64, 4, 1, D, dtype=dtype).transpose(1, 2) for D in (Dk, Dv))
         call.blocks, call.pages = keys // 64, PagedKeys(torch.zeros(1, keys // 64, dtype=torch.int32), 1)
         choose_triton.paged(call)
+        return
+    if name in FEW:
+        S, G, groups, h, D, rule, pool, page, stored = FEW[name]
+        call = make_choose_call((4, S, 4096, G, h, D, D, rule), torch.bfloat16, pool=pool, tail=rule.local == 0)
+        C, dtype = call.k.shape[2], STORED if stored else torch.bfloat16
+        keys = torch.zeros(*((4 * C // page, page) if page else (4, C)), groups, D, dtype=dtype).transpose(1, 2).expand(-1, G, -1, -1)
+        call.k = call.v = keys
+        call.lengths, call.start = torch.zeros(4, dtype=torch.int32), -S
+        call.pages = PagedKeys(torch.zeros(4, C // page, dtype=torch.int32), 0) if page else None
+        call.scales = Scales(torch.ones(1, groups), torch.ones(1, groups), 0, "head") if stored else None
+        out = torch.empty(4, S, G, rule.n + call.tail, dtype=torch.int32)
+        choose_triton.best_blocks(call, torch.zeros(4, S, G, h) if pool.softmax else None, out)
         return
     (*shape, dtype), pool = POOLS[name] if name in POOLS else (CHOICES[name], NSA_POOL)
     call = make_choose_call(tuple(shape), dtype, pool=pool)
@@ -297,7 +332,8 @@ def choose_kernels(*asked: str) -> Iterator[dict[str, Any]]:
         if word.isdigit():
             sm = int(word)
             continue
-        with launches_compile(sm) as compiled:
+        device = DeviceInfo(kind="cuda", sm=sm, shared_memory=TARGETS[sm][0] * 1024)
+        with launches_compile(sm) as compiled, mock.patch.object(choose_logits, "device_info", lambda _, device=device: device):
             choose(word)
         for kernel in compiled:
             used = resources(kernel, sm)
@@ -359,6 +395,30 @@ def window_kernels(targets: str, *names: str) -> Iterator[dict[str, Any]]:
         yield from ({"shape": name, "sm": sm, "limit": TARGETS[sm][0] * 1024, **resources(kernel, sm)} for kernel in compiled)
 
 
+LOSSES = {  # of an indexer; name: B, S, S_kv, G, h, Dk, Di, n, block, dtype; n = 0: over all visible keys
+    "m3": (1, 2048, 2048, 4, 16, 128, 128, 16, 128, torch.bfloat16),
+    "m3-warm-up": (1, 2048, 2048, 4, 16, 128, 128, 0, 0, torch.bfloat16),
+    "ranges-of-many-tiles": (1, 4096, 8192, 2, 4, 64, 64, 2, None, torch.float16),
+    "h12-256-small": (1, 2048, 2048, 2, 12, 256, 128, 512, 4, torch.bfloat16),
+    "h3-192": (1, 2048, 2048, 2, 3, 192, 256, 8, 64, torch.bfloat16),
+    "h1-256-fp32": (1, 2048, 2048, 2, 1, 256, 256, 8, 64, torch.float32),
+}
+
+
+def loss_kernels(targets: str, *names: str) -> Iterator[dict[str, Any]]:
+    """Yield the kernels of an indexer's loss and its gradients."""
+    for sm, name in itertools.product(map(int, targets.split(",")), names or LOSSES):
+        B, S, S_kv, G, h, Dk, Di, n, block, dtype = LOSSES[name]
+        device = DeviceInfo(kind="cuda", name="target", sm=sm, sm_count=TARGETS[sm][1], shared_memory=TARGETS[sm][0] * 1024)
+        q, k = torch.empty(B, S, G, h, Dk, dtype=dtype), torch.empty(B, G, S_kv, Dk, dtype=dtype)
+        iq, ik = torch.empty(B, S, G, Di, dtype=dtype), torch.empty(B, 1, S_kv, Di, dtype=dtype)
+        selection = Selection(torch.zeros(B, S, G, n, 2, dtype=torch.int32), block) if n else None
+        call = IndexLossCall(q, k, torch.empty(B, S, G, h), iq, ik, selection, None, 0.1, 0.1, settings_for(device), device)
+        with launches_compile(sm) as compiled:
+            loss_triton.forward(call, True)
+        yield from ({"shape": name, "sm": sm, "limit": TARGETS[sm][0] * 1024, **resources(kernel, sm)} for kernel in compiled)
+
+
 LIKE = 80  # AMD has no TMA: the kernel configs of SM 8.0 load by pointer
 LDS = {"gfx942": 64 << 10, "gfx950": 160 << 10}  # bytes of shared memory per workgroup (AMD's CDNA 3 and CDNA 4 ISA documents)
 
@@ -374,7 +434,10 @@ def hip_kernels(arch: str, *asked: str) -> Iterator[dict[str, Any]]:
             yield {"backend": backend, "shape": shape, **facts, "hsaco": len(kernel.asm["hsaco"])}
 
 
-KINDS = {"choose": choose_kernels, "cache": cache_kernels, "gate": gate_kernels, "window": window_kernels, "hip": hip_kernels}
+KINDS = {
+    "choose": choose_kernels, "cache": cache_kernels, "gate": gate_kernels, "window": window_kernels, "loss": loss_kernels,
+    "hip": hip_kernels,
+}  # fmt: skip
 # Line numbers cost time and change no instruction.
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "TRITON_DEFAULT_FP_FUSION": "1", "TRITON_DISABLE_LINE_INFO": "1"}
 

@@ -70,9 +70,10 @@ def emulated(monkeypatch: pytest.MonkeyPatch, mode: int = 0) -> None:
 
     monkeypatch.setattr(launch, "start", start)
     monkeypatch.setattr(launch, "clear", clear)
-    for module in (sm90, whole_blocks):
+    for module in (sm90, whole_blocks, few_tokens):
         monkeypatch.setattr(module, "tensor_map", tensor_map)
-    monkeypatch.setattr(sm90, "row_map", row_map)
+    for module in (sm90, few_tokens):
+        monkeypatch.setattr(module, "row_map", row_map)
     monkeypatch.setattr(sm90, "key_group_map", lambda x: tensor_map(x, 8, 64))
 
 

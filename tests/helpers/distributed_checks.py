@@ -96,6 +96,16 @@ def exchanged_blocks_are_within_the_bound() -> None:
         assert decisions()[-1].request.block_size is None, "decided for ranges"
 
 
+def one_selection_for_all_groups_is_within_the_bound() -> None:
+    q, k, v, selection = problem()
+    one = Selection(selection.ranges[:, :, :1].contiguous(), BLOCK)
+    for how in ({"exchange": "gather"}, {"exchange": "rows"}, {"exchange": "blocks"}, {"exchange": "blocks", "count_blocks": True}):
+        whole_and_split(q, k, v, one, BACKENDS[0], **how)
+    few = problem(3 * ranks(), 6 * BLOCK * ranks())
+    for exchange in ("rows", "blocks"):
+        whole_and_split(*few[:3], Selection(few[3].ranges[:, :, :1].contiguous(), BLOCK), BACKENDS[0], exchange=exchange)
+
+
 def rows_visit_slices_within_the_bound() -> None:
     """A prefill, few rows over long slices, blocks across slices, spans, empty rows; reruns are bit-equal."""
     few = problem(3 * ranks(), 6 * BLOCK * ranks())
@@ -348,6 +358,7 @@ def the_document_runs() -> None:
 CHECKS: tuple[Callable[[], None], ...] = (
     gathering_is_bit_equal,
     exchanged_blocks_are_within_the_bound,
+    one_selection_for_all_groups_is_within_the_bound,
     rows_visit_slices_within_the_bound,
     only_selected_blocks_of_a_long_slice_are_kept,
     sums_of_16_bit_gradients_are_within_the_bound,

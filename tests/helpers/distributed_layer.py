@@ -345,7 +345,8 @@ def dtensors_need_no_communication() -> None:
 
 
 def dtensors_of_uneven_parts_and_of_two_dimensions() -> None:
-    """The last rank has a group and a row less than the others; a mesh of batch entries by groups, and autocast."""
+    """The last rank has a group and a row less than the others; one selection for all groups; a mesh of batch entries by groups;
+    autocast."""
     q, k, v, selection = problem(ROWS - 1, ROWS, G=2 * ranks() - 1)
     flat, deep = mesh(), init_device_mesh(DEVICE, (1, ranks()))
     for on, rows, keys in (
@@ -358,6 +359,10 @@ def dtensors_of_uneven_parts_and_of_two_dimensions() -> None:
         got, got_lse = selection_attention(*parts, cut, return_lse=True)
         assert got.placements == got_lse.placements == tuple(rows)
         assert_forward((got.full_tensor(), got_lse.full_tensor()), q, k, v, selection.ranges)
+    one = selection.ranges[:, :, :1]
+    parts = (distribute_tensor(x.detach(), flat, [Shard(dim)]) for x, dim in ((q, 2), (k, 1), (v, 1)))
+    got = selection_attention(*parts, Selection.from_ranges(distribute_tensor(one, flat, [Replicate()]), BLOCK), return_lse=True)
+    assert_forward(tuple(x.full_tensor() for x in got), q, k, v, one)
     with torch.autocast(DEVICE, dtype=torch.float16):
         half = selection_attention(*(placed(x, dim, flat) for x, dim in ((q, 2), (k, 1), (v, 1))), placed(selection.ranges, 2, flat))
     assert (half.dtype, half.placements) == (torch.float16, (Shard(2),))

@@ -103,9 +103,9 @@ def run_lists() -> int:
         sm90._lists(call, sm90._groups(call)[2])
         if block < sm90.KEYS:
             continue
-        reach = call.reach(sm90.KEYS)
-        cuda_block._find_shared(call, reach, h)
-        cuda_block._order(call, reach, *cuda_block._sizes(call, reach))
+        for width in {sm90.KEYS, cuda_block.tile_keys(call)}:
+            cuda_block._find_shared(call, width, h)
+        cuda_block._order(call, call.reach(sm90.KEYS), *cuda_block._sizes(call, sm90.KEYS))
     torch.cuda.synchronize()
     return len(sizes)
 

@@ -11,7 +11,17 @@ import msgspec
 import pytest
 import torch
 
-from nsa_sel import Selection, decisions, describe, explain_request, quantize_e4m3, reset, selection_attention_with_kvcache, warmup
+from nsa_sel import (
+    Selection,
+    choose_blocks_with_kvcache,
+    decisions,
+    describe,
+    explain_request,
+    quantize_e4m3,
+    reset,
+    selection_attention_with_kvcache,
+    warmup,
+)
 from nsa_sel.core import registry
 from nsa_sel.core.request import DeviceInfo, example_request
 from nsa_sel.errors import ArgumentError, BackendError
@@ -409,3 +419,69 @@ def test_a_step_is_one_launch(each: str | None, started: list[str]) -> None:
     started.clear()
     called(given, "cupy-cuda")
     assert started == ["forward_blocks.cu"]
+
+
+def index_cache(**changes: Any) -> dict[str, Any]:
+    """Arguments of a choice over pages of 16 index keys: two sequences with room for 64 keys, two groups that share a key."""
+    table = torch.tensor([[1, 3, -1, -1], [0, 2, 4, -1]], dtype=torch.int32)
+    arguments = {"q": torch.randn(2, 1, 2, 1, 16), "k_cache": torch.randn(5, 16, 1, 16), "cache_seqlens": torch.tensor([20, 40])}
+    return {**arguments, "block_table": table, "block_size": 16, "n": 2, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": torch.zeros(2, 16)}, r"^q is of shape \(2, 16\); allowed: \[B,S_q,G,h,Dk\]"),
+        ({"k_cache": torch.zeros(5, 16, 3, 16)}, r"^k_cache is of shape .* allowed: \[pages, page_size, G=2, D\]"),
+        ({"k_cache": torch.zeros(5, 16, 1, 8)}, r"^k_cache is of head dimension 8"),
+        ({"k_cache": torch.zeros(5, 16, 1, 16).half()}, r"^k_cache is of dtype torch.float16"),
+        ({"k_cache": torch.zeros(5, 16, 1, 16).to(torch.float8_e5m2)}, r"^k_cache is of dtype torch.float8_e5m2"),
+        ({"k_scale": torch.ones(1)}, r"^k_scale is given for an unquantized cache"),
+        ({"k_cache": torch.zeros(5, 16, 1, 16).to(STORED), "k_scale": torch.ones(3)}, r"^k_scale is of shape \(3,\)"),
+        ({"cache_seqlens": torch.tensor([20, 65])}, r"^cache_seqlens is from 20 to 65; allowed: lengths in \[0, 64\]"),
+        ({"cache_seqlens": torch.tensor([33, 40])}, r"^block_table\[0, 2\] is -1"),
+        ({"cache_seqlens": torch.tensor([133, 40]), "compress_block": 4, "compress_stride": 4}, r"^block_table\[0, 2\] is -1"),
+        ({"out": torch.zeros(2, 1, 2, 2)}, r"^out is torch.float32 of shape"),
+        ({"out": torch.zeros(2, 1, 2, 3, dtype=torch.int32)}, r"^out is torch.int32 of shape .*allowed: contiguous \(2, 1, 2, 2\)"),
+        ({"q": torch.zeros(2, 2, 1, 16), "out": torch.zeros(2, 1, 2, 2).int()}, r"^out is .*allowed: contiguous \(2, 2, 2\)"),
+        ({"reduce": "mean"}, r"^reduce is 'mean'"),
+        ({"tail": True}, r"^tail is True"),
+        ({"softmax": True, "activation": "relu"}, r"^activation is 'relu'"),
+        ({"n": 0}, r"^n is 0"),
+        ({"local": 3}, r"^first \+ local is 3|^first"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_of_a_choice_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        choose_blocks_with_kvcache(**index_cache(**changes))
+
+
+def test_index_keys_of_blocks_need_pages_for_complete_blocks_alone() -> None:
+    """131 keys have 32 index keys, of two pages; 132 have 33."""
+    sizes = {"compress_block": 4, "compress_stride": 4, "cache_seqlens": torch.tensor([131, 40])}
+    assert choose_blocks_with_kvcache(**index_cache(**sizes)).block_indices.shape == (2, 1, 2, 2)
+
+
+def test_what_cannot_choose_over_a_cache_says_why() -> None:
+    for name, codes in (("choose-cuda", "device-kind|tiles-only"), ("numba", "choose")):
+        with pytest.raises((BackendError, ArgumentError), match=codes):
+            choose_blocks_with_kvcache(**index_cache(), backend=name)
+    stored = index_cache(k_cache=torch.zeros(5, 16, 1, 16).to(STORED))
+    with pytest.raises(BackendError, match="quantized"):
+        choose_blocks_with_kvcache(**stored, backend="choose-cuda")
+
+
+@pytest.mark.gpu
+def test_pools_of_index_keys_may_have_more_than_two_to_the_31_elements() -> None:
+    """The last pages of a pool that 32-bit offsets can't reach, by TMA and by pointers."""
+    for page_size in (64, 16):
+        pages = 2**31 // (128 * page_size) + 8
+        pool = torch.zeros(pages, page_size, 1, 128, dtype=torch.bfloat16, device="cuda")
+        pool[-6:].normal_()
+        q, lengths = torch.randn(1, 4, 1, 128, dtype=torch.bfloat16, device="cuda"), torch.tensor([5 * page_size], device="cuda")
+        table = torch.arange(5, dtype=torch.int32, device="cuda")[None]
+        options: dict[str, Any] = {"block_size": 16, "n": 2, "local": 0, "backend": "choose-triton"}
+        far = choose_blocks_with_kvcache(q, pool, lengths, table + pages - 6, **options)
+        near = choose_blocks_with_kvcache(q, pool[-6:].clone(), lengths, table, **options)
+        assert torch.equal(far.block_indices, near.block_indices)
+        assert int(near.block_indices.max()) > 1

@@ -4,8 +4,8 @@
 //   s = c q k^T,  p = 2^(s - m),  l = sum p,  o = p v / l,  lse = m + log2 l
 //
 // Grid: one CTA for each segment of each list of the unit, in the order of the lists; two CTAs per multiprocessor.
-// Tiles: 64 rows, TQ = 64 / H listed tokens times H heads, by 64 keys. Keys and values stay; a step loads q alone. It
-//   is bound by writing o: 910 cycles, against 512 of the tensor cores, for 128 columns (docs/kernels.md).
+// Tiles: 64 rows, TQ = 64 / H listed tokens times H heads, by TILE keys. Keys and values stay; a step loads q alone. For
+//   128 columns writing o takes 910 cycles, the tensor cores 512 for 64 keys and 1024 for 128 (docs/kernels.md).
 // Warpgroups: two, which take steps in turn. Each has its own stages, and loads q through TMA, one token per lane, once
 //   the logits of the stage's last step are there; there are no registers for a producer warp.
 // Masks: only the first entries of a list can lie within the tile. Values that no row of the segment sees are zeroed
@@ -13,10 +13,13 @@
 // Columns: a lane's accumulators are columns 8 j + 2 c and the next one, c its number in its quad. Columns of v are
 //   permuted once, so that those of four j are eight adjacent columns of o, which the lane stores at once.
 //
+//   TILE           keys of a tile: 64, or 128 for blocks of that size, which have one partial then instead of two
 //   STAGES, STEPS  stages of q of a warpgroup; most steps of a segment
 #include "row_steps.cuh"
 
 constexpr int PER_SM = 2, WARPGROUPS = 2, THREADS = 128 * WARPGROUPS, Q_BYTES = K_BYTES;
+constexpr int NEXT = TILE * 128;  // bytes between 64-column panels of the tile
+constexpr int TILE_K_BYTES = DK / 64 * NEXT, TILE_V_BYTES = DV / 64 * NEXT;
 
 struct Arguments {
     TensorMap q, k, v;
@@ -58,12 +61,12 @@ DEVICE int keep_listed(const Arguments &x, const UnitSegment &segment, int *kept
 // Permute every 32 columns of the values: 8 c + 2 j to 8 j + 2 c. Zero those that no row of the segment sees.
 DEVICE void prepare_values(const Steps &list, unsigned char *v_tile) {
     const int limit = last_seen_key<THREADS>(list);
-    for (int i = threadIdx.x; i < KEYS * (DV / 32); i += THREADS) {
-        const int key = i % KEYS, chunk = i / KEYS * 4;  // of the 16-byte chunks of a key
+    for (int i = threadIdx.x; i < TILE * (DV / 32); i += THREADS) {
+        const int key = i % TILE, chunk = i / TILE * 4;  // of the 16-byte chunks of a key
         uint4 *chunks[4];
         u32 x[4][4];
         UNROLL for (int c = 0; c < 4; ++c) {
-            chunks[c] = reinterpret_cast<uint4 *>(v_tile + chunk / 8 * PANEL + swizzled(key, chunk % 8 + c));
+            chunks[c] = reinterpret_cast<uint4 *>(v_tile + chunk / 8 * NEXT + swizzled(key, chunk % 8 + c));
             const uint4 four = key < limit ? *chunks[c] : make_uint4(0, 0, 0, 0);
             x[c][0] = four.x, x[c][1] = four.y, x[c][2] = four.z, x[c][3] = four.w;
         }
@@ -74,11 +77,11 @@ DEVICE void prepare_values(const Steps &list, unsigned char *v_tile) {
 }
 
 // -inf in place of the logits of keys that the rows of these tile rows do not see.
-DEVICE void mask_logits(const Steps &list, float (&s)[KEYS / 2], int step, int row0) {
+DEVICE void mask_logits(const Steps &list, float (&s)[TILE / 2], int step, int row0) {
     int limits[2];
     UNROLL for (int r = 0; r < 2; ++r) {
         const int number = list.number(step, row0 + 8 * r);
-        limits[r] = number < 0 ? KEYS : row_limit(list.x.p, list.b, list.row_of(number)) - list.first_key;
+        limits[r] = number < 0 ? TILE : row_limit(list.x.p, list.b, list.row_of(number)) - list.first_key;
     }
     mask_columns(s, 0, limits, -infinity());
 }
@@ -94,20 +97,20 @@ DEVICE void load_rows(const Steps &list, int step, unsigned char *stage, u64 *fu
 
 DEVICE void attend(const Steps &list, unsigned char *k_tile, unsigned char *stages, u64 *tile, u64 *full, int warpgroup) {
     const Arguments &x = list.x;
-    const u32 keys = uniform(operand(shared_address(k_tile))), values = keys + K_BYTES / 16, stage0 = uniform(operand(shared_address(stages)));
+    const u32 keys = uniform(operand(shared_address(k_tile))), values = keys + TILE_K_BYTES / 16, stage0 = uniform(operand(shared_address(stages)));
     const int row0 = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     const i64 first_row = list.segment.first_entry * H;
     for (int i = 0; i < STAGES; ++i) load_rows(list, warpgroup + i * WARPGROUPS, stages + i * Q_BYTES, full + i);
     mbarrier_wait(tile, 0);
-    prepare_values(list, k_tile + K_BYTES);
+    prepare_values(list, k_tile + TILE_K_BYTES);
     wait_for_kernel_ahead();  // which reads the partials of the unit before
     PipelineState<STAGES> at;
     for (int step = warpgroup; step < list.steps; step += WARPGROUPS, at.next()) {
         const int entries[2] = {list.entry(step, row0), list.entry(step, row0 + 8)};
-        float s[KEYS / 2], o[DV / 2];
+        float s[TILE / 2], o[DV / 2];
         mbarrier_wait(full + at.stage, at.parity);
         wgmma_fence();
-        wgmma_a_bt<DK>(s, uniform(stage0 + at.stage * (Q_BYTES / 16)), keys);
+        wgmma_a_bt<DK, NEXT>(s, uniform(stage0 + at.stage * (Q_BYTES / 16)), keys);
         wgmma_commit();
         wgmma_wait<0>();
         named_barrier<128>(2 + warpgroup);  // all warps have read q
@@ -123,11 +126,11 @@ DEVICE void attend(const Steps &list, unsigned char *k_tile, unsigned char *stag
             if (entries[r] >= 0 && threadIdx.x % 4 == 0)
                 x.part_lse[first_row + static_cast<i64>(entries[r]) * H + (row0 + 8 * r) % H] = totals.lse;
         }
-        u32 p[KEYS / 16][4];
+        u32 p[TILE / 16][4];
         as_operand(p, s);
         UNROLL for (int i = 0; i < DV / 2; ++i) o[i] = 0.0f;
         wgmma_fence();
-        wgmma_add_a_b<DV>(o, p, values + TRANSPOSED);
+        wgmma_add_a_b<DV>(o, p, values + (NEXT / 16 << 16));
         wgmma_commit();
         wgmma_wait<0>();
         UNROLL for (int r = 0; r < 2; ++r)
@@ -142,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) block_partials(con
     __shared__ int listed[STEPS * TQ];
     start_next_kernel();
     const int warpgroup = threadIdx.x / 128;
-    if (threadIdx.x < 32) segment.find(x.lists, x.p, x.entries, x.reach, blockIdx.x);
+    if (threadIdx.x < 32) segment.find<TILE>(x.lists, x.p, x.entries, x.reach, blockIdx.x);
     if (threadIdx.x == 32) {
         mbarrier_init(&tile, 1);
         for (int i = 0; i < WARPGROUPS * STAGES; ++i) mbarrier_init(&full[0][i], 1);
@@ -160,6 +163,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) block_partials(con
     }
     __syncthreads();
     const Steps list{x, segment};
-    if (threadIdx.x == 0) produce_tile(list, memory, &tile);
-    attend(list, memory, memory + K_BYTES + V_BYTES + warpgroup * STAGES * Q_BYTES, &tile, full[warpgroup], warpgroup);
+    if (threadIdx.x == 0) {
+        const int b = static_cast<int>(list.b), g = static_cast<int>(list.g);
+        mbarrier_arrive_expect(&tile, TILE_K_BYTES + TILE_V_BYTES);
+        tma_load_key_tile<DK, false, 64, NEXT>(memory, &x.k, &tile, list.first_key, g, b);
+        tma_load_key_tile<DV, false, 64, NEXT>(memory + TILE_K_BYTES, &x.v, &tile, list.first_key, g, b);
+    }
+    attend(list, memory, memory + TILE_K_BYTES + TILE_V_BYTES + warpgroup * STAGES * Q_BYTES, &tile, full[warpgroup], warpgroup);
 }

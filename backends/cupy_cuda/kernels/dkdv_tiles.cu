@@ -69,7 +69,7 @@ struct QueryReader {
         const u32 e = static_cast<u32>(entry), reach = x.lists.reach, row_entries = static_cast<u32>(p.n) * reach;
         const i64 head = (step * QUERIES + threadIdx.x) % h, s = e / row_entries, row = (segment.b * p.S + s) * p.G + segment.g;
         int start, end;
-        clamped_range(p, row * p.n + e % row_entries / reach, row_limit(p, segment.b, s), start, end);
+        clamped_range(p, ranges_row(row) * p.n + e % row_entries / reach, row_limit(p, segment.b, s), start, end);
         query.q = s * p.q.stride_s + head * p.q.stride_h;
         query.d_o = s * x.d_o.stride_s + head * x.d_o.stride_h;
         query.low = max(start - segment.first_key, 0);
@@ -102,9 +102,9 @@ DEVICE void probabilities(float (&s)[QUERIES / 8][4], float (&dp)[QUERIES / 8][4
 extern "C" __global__ void __launch_bounds__(THREADS) dkdv_tiles(const __grid_constant__ Arguments x) {
     extern __shared__ __align__(16) u16 memory[];  // the tile's k and v, then two buffers
     __shared__ Queries described[3];               // this step, the next (being copied), and the one after
-    if (blockIdx.x >= x.lists.segments[x.lists.lists]) return;
+    if (cta_of_group() >= x.lists.segments[x.lists.lists]) return;
     const Problem &p = x.p;
-    const Segment<WIDTH> segment(x.lists, p.G, segment_at(x.lists, blockIdx.x));
+    const Segment<WIDTH> segment(x.lists, p.G, segment_at(x.lists, cta_of_group()));
     const QueryReader reader{x, segment};
     const int warp = threadIdx.x / 32, key0 = warp % KEY_WARPS * 16, half = warp / KEY_WARPS;
 

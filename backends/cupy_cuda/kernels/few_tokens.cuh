@@ -20,7 +20,8 @@ template <int THREADS> DEVICE void make_union(const Problem &p, u32 b, u32 g, u3
     for (u32 s = 0; s < S; ++s) lowest = min(lowest, row_limit(p, b, first + s));
     if (token < S) {
         int start, end;
-        clamped_range(p, ((static_cast<i64>(b) * p.S + first + token) * p.G + g) * n + e % n, row_limit(p, b, first + token), start, end);
+        const i64 row = ranges_row((static_cast<i64>(b) * p.S + first + token) * p.G + g);
+        clamped_range(p, row * n + e % n, row_limit(p, b, first + token), start, end);
         if (end > start) block = start / BLOCK;
         union_entries[e] = block;
     }

@@ -1,28 +1,31 @@
-// Forward pass on Hopper for rows of whole blocks that share no keys with their neighbors, as in batched decoding.
+// Forward pass on Hopper for rows of blocks that share no keys with their neighbors, as in batched decoding.
 //
 //   s = q k^T,  p = 2^(c (s - m)),  o = sum_j p_j v_j / l,  lse = c m + log2 l         (softmax.cuh)
 //
 // Grid: persistent CTAs, which take every gridDim.x-th (row, HEADS heads). Few rows: one cluster per row, whose
-//   CTAs take every CLUSTER-th step of all ranges, including empty ones, so that each finds its steps without reading
-//   other ranges. They merge their results at the end (RowCluster).
+//   CTAs take every CLUSTER-th step of all blocks, including empty ones, and merge their results at the end (RowCluster).
+// Duplicates: every CTA reads all blocks of its row, 32 at a time, one per lane. A block that an earlier lane holds, or
+//   whose bit is set, is empty (named_blocks.cuh).
+// Small blocks: four producer warps gather them instead, several per step (gathered_row.cuh).
 // Warps: a producer warp loads K and V through TMA, KEYS keys per step; it continues with the next row while four
 //   consumer warps finish this one. Those of the same 16 heads split a step's keys for s = q k^T and, once p is in
 //   shared memory, the columns of v for acc += p v, with one lazy maximum, as in forward_tiles.cu.
-// Pages: hold whole steps. Before the first load each lane reads the range of its step, then its page: two dependent
+// Pages: hold whole steps. Before the first load each lane reads a block, then the page of its step: two dependent
 //   loads, for all steps at once.
 // Masks: only the last step of a range may have fewer than KEYS keys. Past them, logits are -inf and values are zeroed,
 //   because 0 * NaN is NaN.
 //
 //   STAGES, PER_SM     stages of K and V; CTAs per multiprocessor
 //   HEAD_WARPS         1, 2 or 4: warps of 16 heads each
-//   BLOCK              keys per range, a multiple of KEYS
+//   BLOCK              keys per block: a multiple of KEYS, or (SMALL) a divisor from 4 to 32
 //   CLUSTER            CTAs of the cluster that shares a row; 1: no clusters
 //   NEXT_FIRST         the next kernel may start once all CTAs have started, else after their last loads
 //   E4M3, PAGE_SCALES  quantized cache (stored_tiles.cuh): a step's values are in registers before its softmax
 #include "stored_tiles.cuh"
+#include "gathered_row.cuh"
 
 struct Arguments {
-    TensorMap k, v;
+    TensorMap k, v;  // not SMALL
     Problem p;
     u16 *o;      // [rows, h, DV]
     float *lse;  // [rows, h]
@@ -30,13 +33,12 @@ struct Arguments {
     KeyValueScales scales;  // E4M3
 };
 
-constexpr int KEYS = 64, WARPS = 4, THREADS = 32 * WARPS;  // consumers
+constexpr int WARPS = 4, THREADS = 32 * WARPS;  // consumers
 constexpr int SHARES = WARPS / HEAD_WARPS, SHARE = KEYS / SHARES, COLUMNS = DV / SHARES, HEADS = 16 * HEAD_WARPS;
-constexpr int K_BYTES = KEYS * DK * BYTES, V_BYTES = KEYS * DV * BYTES, STAGE_BYTES = K_BYTES + V_BYTES;
 constexpr int PP = KEYS + 8;  // row pitch of p
 
-constexpr u32 PER_RANGE = BLOCK / KEYS;  // steps
-constexpr int LAST = 1 << 30;            // flag in a step's key count
+constexpr u32 PER_BLOCK = SMALL ? 1 : BLOCK / KEYS;  // steps
+constexpr int LOADING = SMALL ? 32 * LOADERS : 32;    // threads of producer warps
 
 // A CTA's current work: heads [head0, head0 + HEADS) of a row.
 struct RowHeads {
@@ -110,19 +112,22 @@ struct NoCluster {};
 struct Shared : If<(CLUSTER > 1), RowCluster<HEADS>, NoCluster> {
     Pipeline<STAGES> steps;  // stages of k; v arrives later
     u64 values[STAGES];
-    int keys[STAGES];  // keys of a step, plus LAST for the row's last step in this CTA
+    int keys[STAGES];  // keys of a step (SMALL: KEYS, or 1 for fewer), plus LAST for the row's last step in this CTA
     float k_scales[STAGES], v_scales[STAGES];  // PAGE_SCALES: scales of a step's page
     float q_rates[HEADS];                      // E4M3: factors of a row's products
     float tops[SHARES][HEADS], sums[SHARES][HEADS];
+    int unit_keys[STAGES][SMALL ? KEYS / BLOCK : 1];  // SMALL: keys of a step's blocks
+    NamedBlocks named;  // last: behind it, if SMALL, the list of a row's blocks
 
     DEVICE RowCluster<HEADS> &cluster() { return *reinterpret_cast<RowCluster<HEADS> *>(this); }  // CLUSTER > 1
 
     // Called by one thread.
     DEVICE void init(const Arguments &x, const RowHeads &heads) {
-        steps.init(1 + PAGE_SCALES, WARPS);  // one lane of each consumer warp arrives
-        for (u64 &bar : values) mbarrier_init(&bar, 1 + PAGE_SCALES);
+        steps.init(SMALL ? 65 : 1 + PAGE_SCALES, WARPS);  // SMALL: lanes of two warps, and for `keys`; a lane of each consumer warp
+        for (u64 &bar : values) mbarrier_init(&bar, SMALL ? 64 : 1 + PAGE_SCALES);
         if (CLUSTER > 1) cluster().init(heads.existing(x));
         mbarrier_fence_init();
+        if (SMALL) return;
         tma_prefetch(&x.k);
         tma_prefetch(&x.v);
     }
@@ -171,33 +176,43 @@ struct Producer {
         at.next();
     }
 
-    // Return a pointer to this lane's range, of step `first` + lane * CLUSTER of a row.
-    DEVICE const int *range_of(const Row &row, u32 first) const {
-        return range_at(x.p, row.index * x.p.n + (first + lane * CLUSTER) / PER_RANGE);
+    // Return a pointer to this lane's block, number `first` + lane of a row.
+    DEVICE const int *block_at(const Row &row, u32 first) const {
+        return range_at(x.p, ranges_row(row.index) * x.p.n + first + lane);
     }
 
-    // Load ranges and the row's position together; the page follows when both have arrived.
-    DEVICE void load_row(const Row &row, u32 rank, const int *range, const int *position) {
-        const u32 steps = static_cast<u32>(x.p.n) * PER_RANGE;
+    // Load blocks and the row's position together; pages follow when both have arrived.
+    DEVICE void load_row(const Row &row, u32 rank, const int *block, const int *position) {
+        const u32 n = x.p.n;
         int limit = 0;
-        for (u32 first = rank; first < steps || first == rank; first += 32 * CLUSTER, range = range_of(row, first)) {
-            const u32 step = first + lane * CLUSTER;
+        for (u32 first = 0; first < n; first += 32, block = block_at(row, first)) {
             Range loaded;
-            if (step < steps) loaded = Range(x.p, range);
-            if (first == rank) limit = row_limit(x.p, row.s, position);
-            int key, stop;
-            loaded.clamp(x.p, limit, key, stop);
-            key += step % PER_RANGE * KEYS;
-            const bool exists = key < stop, more = first + 32 * CLUSTER < steps;
-            const int page = exists ? page_of(x.p, row.b, key) : 0;
-            u32 left = __ballot_sync(ALL_LANES, exists);
-            if (!left && !more) load_nothing();
-            for (; left; left &= left - 1, at.next()) {
-                shared.steps.wait_empty(at);
-                __syncwarp();  // all lanes have passed the wait, so the barrier may enter its next phase
-                if (lane == __ffs(left) - 1) load_step(row.g, key, page, min(stop - key, KEYS) | (more || left & (left - 1) ? 0 : LAST));
-                __syncwarp();
-            }
+            if (first + lane < n) loaded = Range(x.p, block);
+            if (first == 0) limit = row_limit(x.p, row.s, position);
+            int start, stop;
+            loaded.clamp(x.p, limit, start, stop);
+            if (first == 0) shared.named.clear(limit / BLOCK);
+            if (!shared.named.add(start / BLOCK, stop > start)) stop = start;
+            const u32 steps = min(n - first, 32u) * PER_BLOCK;
+            for (u32 step = rank; step == rank || step < steps; step += 32 * CLUSTER)
+                load_steps(row, step + lane * CLUSTER, start, stop, first + 32 < n || step + 32 * CLUSTER < steps);
+        }
+    }
+
+    // Load one step per lane, of the 32 blocks [start, stop) that the lanes hold. more: the row may have further steps.
+    DEVICE void load_steps(const Row &row, u32 step, int start, int stop, bool more) {
+        const u32 holder = step / PER_BLOCK;
+        const int key = __shfl_sync(ALL_LANES, start, holder % 32) + step % PER_BLOCK * KEYS;
+        stop = __shfl_sync(ALL_LANES, stop, holder % 32);
+        const bool exists = holder < 32 && key < stop;
+        const int page = exists ? page_of(x.p, row.b, key) : 0;
+        u32 left = __ballot_sync(ALL_LANES, exists);
+        if (!left && !more) load_nothing();
+        for (; left; left &= left - 1, at.next()) {
+            shared.steps.wait_empty(at);
+            __syncwarp();  // all lanes have passed the wait, so the barrier may enter its next phase
+            if (lane == __ffs(left) - 1) load_step(row.g, key, page, min(stop - key, KEYS) | (more || left & (left - 1) ? 0 : LAST));
+            __syncwarp();
         }
     }
 };
@@ -244,6 +259,14 @@ struct Consumer {
         if (E4M3) scale_rows(s, {k_rate[0] * scale, k_rate[1] * scale});
     }
 
+    // Overwrite logits of keys that a step's blocks do not have. Their values are zeros.
+    DEVICE void mask_units(float (&s)[SHARE / 8][4], const int *unit_keys) const {
+        UNROLL for (int i = 0; i < elements<float[SHARE / 8][4]>; ++i) {
+            const int key = share * SHARE + column_of(i);
+            if (key % BLOCK >= unit_keys[key / BLOCK]) UNROLL for (int r = 0; r < 2; ++r) element(s, r, i) = -infinity();
+        }
+    }
+
     // Compute a step. The first step of a row raises its maxima; in the last one m and l are final before acc.
     DEVICE void step(unsigned char *stages, int keys, bool first, bool last, const PipelineState<STAGES> &at) {
         unsigned char *k_tile = stages + at.stage * STAGE_BYTES, *v_tile = k_tile + K_BYTES;
@@ -251,8 +274,13 @@ struct Consumer {
         add_logits(s, k_tile, at.stage);
         if (E4M3) mbarrier_wait(&shared.values[at.stage], at.parity);
         Stored::Values<KEYS, COLUMNS / 8> values(v_tile, share * COLUMNS);
-        if (keys < KEYS) values.keep(keys);
-        if (keys < KEYS) mask_columns(s, share * SHARE, {keys, keys}, -infinity());
+        if (keys < KEYS) {
+            if constexpr (SMALL) mask_units(s, shared.unit_keys[at.stage]);
+            else {
+                values.keep(keys);
+                mask_columns(s, share * SHARE, {keys, keys}, -infinity());
+            }
+        }
         const float top[2] = {row_max(s, 0), row_max(s, 1)};
         const bool rises = top[0] > softmax.m[0] + slack || top[1] > softmax.m[1] + slack;
         if (first || named_barrier_any<THREADS>(1, rises))  // also: all have read the previous p
@@ -261,7 +289,7 @@ struct Consumer {
         if (last) share_sums();
         if (!E4M3) {
             mbarrier_wait(&shared.values[at.stage], at.parity);
-            if (keys < KEYS) zero_values<SHARE>(v_tile, share * SHARE, keys);
+            if (!SMALL && keys < KEYS) zero_values<SHARE>(v_tile, share * SHARE, keys);
         }
         named_barrier<THREADS>(1);  // p is stored, and hidden values are zeroed
         if (CLUSTER > 1 && last) send_totals();
@@ -325,7 +353,7 @@ struct Consumer {
     }
 };
 
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, PER_SM) forward_blocks(const __grid_constant__ Arguments x) {
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + LOADING, PER_SM) forward_blocks(const __grid_constant__ Arguments x) {
     extern __shared__ __align__(1024) unsigned char memory[];  // the stages, q, p, Shared
     u16 *q_tile = reinterpret_cast<u16 *>(memory + STAGES * STAGE_BYTES), *p_tile = q_tile + HEADS * KP;
     Shared &shared = *reinterpret_cast<Shared *>(p_tile + HEADS * PP);
@@ -341,13 +369,22 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, PER_SM) for
         heads = RowHeads(x, number);
         return true;
     };
-    if (threadIdx.x >= THREADS) {
+    if constexpr (SMALL) {
+        if (threadIdx.x >= THREADS) {
+            GatheringProducer<Shared> producer{x.p, memory, shared, reinterpret_cast<int *>(&shared + 1), shared.named};
+            wait_for_kernel_ahead();
+            do producer.load_row(heads.row, rank, position_at(x.p, heads.row.b, heads.row.s));
+            while (next_row());
+            if (!NEXT_FIRST) start_next_kernel();
+            if (CLUSTER > 1) cluster_wait();
+            return;
+        }
+    } else if (threadIdx.x >= THREADS) {
         Producer producer{x, memory, shared};
-        const int *range = producer.range_of(heads.row, rank), *position = position_at(x.p, heads.row.b, heads.row.s);
+        const int *block = producer.block_at(heads.row, 0), *position = position_at(x.p, heads.row.b, heads.row.s);
         wait_for_kernel_ahead();
-        producer.load_row(heads.row, rank, range, position);
-        while (next_row())
-            producer.load_row(heads.row, rank, producer.range_of(heads.row, rank), position_at(x.p, heads.row.b, heads.row.s));
+        producer.load_row(heads.row, rank, block, position);
+        while (next_row()) producer.load_row(heads.row, rank, producer.block_at(heads.row, 0), position_at(x.p, heads.row.b, heads.row.s));
         if (!NEXT_FIRST) start_next_kernel();
         if (CLUSTER > 1) cluster_wait();
         return;

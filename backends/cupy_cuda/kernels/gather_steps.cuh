@@ -23,6 +23,8 @@ template <int COLUMNS> struct Layout {
     static constexpr int NEXT = GROUPED ? 1024 : PANEL, GROUP = GROUPED ? COLUMNS * 16 : 1024;
 };
 
+typedef If<TOKENS <= 32, u32, u64> TileBits;  // one bit per token of a tile
+
 struct GatherShared {
     Pipeline<STAGES> keys;
     Pipeline<VALUE_STAGES> values;
@@ -48,7 +50,7 @@ struct GatherShared {
 struct Units {
     // First key; its page, -1 if no row sees any key; upper bound on one past the last key that some row sees.
     int key, page, visible;
-    u64 rows;                // bit r: token r of the tile selected the block
+    TileBits rows;  // bit r: token r of the tile selected the block
 
     DEVICE Units(const Problem &p, const TilePlan &plan, const TokenTile &tile, int2 counts, int first) : key(0), rows(0) {
         const int lane = threadIdx.x % 32, e = first + lane, partial = (counts.y - counts.x) * PARTS;
@@ -56,8 +58,9 @@ struct Units {
         if (exists) {
             const int at = list_offset(counts, e / PARTS);
             key = Union::block_key(p, plan, tile, at) + e % PARTS * UNIT;
-            rows = Union::selected_by(p, plan, tile, at);
+            rows = static_cast<TileBits>(Union::selected_by(p, plan, tile, at));
         }
+        Union::prefetch(p, plan, tile, first / PARTS + 64);  // copies depend on the list
         visible = exists ? key + UNIT : key;
         for (int i = first; i < min(partial, first + 32); ++i) {
             const int last = last_visible(p, tile, __shfl_sync(ALL_LANES, rows, i - first));
@@ -68,12 +71,12 @@ struct Units {
     // Publish a step (lanes from `first` on): transpose bits of tokens per unit to bits of units per token.
     DEVICE void publish(GatherShared &shared, int stage, int first) const {
         const int lane = threadIdx.x % 32;
-        u64 tokens = UNITS == 1 ? __shfl_sync(ALL_LANES, rows, first) : 0;
+        u64 tokens = UNITS == 1 ? static_cast<u64>(__shfl_sync(ALL_LANES, rows, first)) : 0;
         UNROLL for (int half = 0; UNITS > 1 && half < TOKENS; half += 32) {
             u32 units = 0;  // of token half + lane
-#pragma unroll 4
+#pragma unroll 2
             for (int r = 0; r < min(32, TOKENS - half); ++r) {
-                const u32 all = __ballot_sync(ALL_LANES, static_cast<u32>(rows >> half) >> r & 1);
+                const u32 all = __ballot_sync(ALL_LANES, static_cast<u32>(rows >> half % (8 * sizeof(rows))) >> r & 1);
                 if (r == lane) units = all >> first & ((1u << UNITS) - 1);
             }
             if (half + lane < TOKENS) shared.selected[stage][half + lane] = static_cast<u16>(units);
@@ -109,39 +112,53 @@ template <int COLUMNS, bool OF_KEYS> struct StepProducer {
     PipelineState<N> at;
     int raw_parity = 0;
 
-    // Copy the rows of a step's units with cp.async, 16 bytes per lane; zeros for keys that no row sees.
-    DEVICE void copy(const KeysTensor &x, const Units &units, int first, int g, unsigned char *stage) {
-        constexpr int CHUNKS = COLUMNS / 8, AT_ONCE = 32 / CHUNKS, SHARE = UNITS / LOADERS;  // chunks per row; rows per copy; units per warp
+    // Copy the rows of a step's units with cp.async, 16 bytes per lane; zeros for keys that no row sees. The addresses of
+    // the units of eight rows of the stage are computed at once, to overlap their latencies.
+    DEVICE void copy(const KeysTensor &x, const Units &units, int first, const TokenTile &tile, unsigned char *stage) {
+        constexpr int CHUNKS = COLUMNS / 8, AT_ONCE = 32 / CHUNKS;    // chunks per row; rows per copy
+        constexpr int SHARE = UNITS / LOADERS, TOGETHER = COPIES ? 8 / UNIT : 1;  // units per warp
         const int lane = threadIdx.x % 32, chunk = lane % CHUNKS, lane_row = lane / CHUNKS;
-        const i64 begin = units.page < 0 ? 0 : units.page * x.stride_b + in_page(units.key) * x.stride_n;
-        const u16 *from = x.data + g * x.stride_g + lane_row * x.stride_n + chunk * 8;
-        unsigned char *to = stage + chunk / 8 * PANEL + part * SHARE * UNIT * 128;
+        const int packed = units.key * 8 + min(max(units.visible - units.key, 0), UNIT);
+        const u16 *from = x.data + (PAGED ? 0 : tile.b * x.stride_b) + tile.g * x.stride_g + lane_row * x.stride_n + chunk * 8;
+        u32 to = shared_address(stage) + chunk / 8 * PANEL + part * SHARE * UNIT * 128 + swizzled(lane_row, chunk % 8);
 #pragma unroll 1
-        for (int u = 0; u < SHARE; ++u) {
-            const u16 *row_from = from + __shfl_sync(ALL_LANES, begin, first + part * SHARE + u);
-            const int seen = __shfl_sync(ALL_LANES, units.visible - units.key, first + part * SHARE + u) - lane_row;
-            UNROLL for (int r = 0; r < UNIT; r += AT_ONCE, row_from += AT_ONCE * x.stride_n)
-                if (lane_row < AT_ONCE)
-                    cp_async_16(reinterpret_cast<u16 *>(to + swizzled(u * UNIT + r + lane_row, chunk % 8)), row_from, r < seen);
+        for (int u = 0; u < SHARE; u += TOGETHER, to += TOGETHER * UNIT * 128) {
+            const u16 *row[TOGETHER];
+            int seen[TOGETHER];
+            UNROLL for (int i = 0; i < TOGETHER; ++i) {
+                const int at = first + part * SHARE + u + i, unit = __shfl_sync(ALL_LANES, packed, at);
+                row[i] = from + in_page(unit / 8) * x.stride_n;
+                if (PAGED) row[i] += max(__shfl_sync(ALL_LANES, units.page, at), 0) * x.stride_b;
+                seen[i] = unit % 8 - lane_row;
+            }
+            UNROLL for (int i = 0; i < TOGETHER; ++i)
+                UNROLL for (int r = 0; r < UNIT; r += AT_ONCE, row[i] += AT_ONCE * x.stride_n)
+                    if (lane_row < AT_ONCE) cp_async_16((to ^ (i * UNIT + r) * 16) + (i * UNIT + r) * 128, row[i], r < seen[i]);
         }
     }
     // Load a step: the units from lane `first` on.
-    DEVICE void load(const Problem &p, const Units &units, int first, int g) {
-        const int lane = threadIdx.x % 32, unit = lane - first;
+    DEVICE void load(const Problem &p, const Units &units, int first, const TokenTile &tile) {
+        const int g = static_cast<int>(tile.g), lane = threadIdx.x % 32, unit = lane - first;
         const bool own = unit >= 0 && unit < UNITS;
         unsigned char *stage = stages + at.stage * BYTES;
         if (COPIES) {
-            if (OF_KEYS && part == 0 && own) shared.first_key[at.stage][unit] = units.key;
-            copy(OF_KEYS ? p.k : p.v, units, first, g, stage);
+            copy(OF_KEYS ? p.k : p.v, units, first, tile, stage);
             cp_async_mbarrier_arrive(&pipeline.full[at.stage]);
-            __syncwarp();
-            if (OF_KEYS && part == 0) pipeline.announce(at.stage);
+            if (OF_KEYS && part == 0) {
+                if (own) shared.first_key[at.stage][unit] = units.key;
+                units.publish(shared, at.stage, first);
+                __syncwarp();
+                pipeline.announce(at.stage);
+            }
             at.next();
             return;
         }
         const bool zeroes = __any_sync(ALL_LANES, own && units.cut());
         u64 *raw = &shared.raw[OF_KEYS ? 0 : 1], *landed = zeroes ? raw : &pipeline.full[at.stage];
-        if (OF_KEYS && own) shared.first_key[at.stage][unit] = units.key;
+        if (OF_KEYS) {
+            if (own) shared.first_key[at.stage][unit] = units.key;
+            units.publish(shared, at.stage, first);
+        }
         __syncwarp();
         if (lane == 0) mbarrier_arrive_expect(landed, BYTES);
         __syncwarp();
@@ -169,8 +186,7 @@ template <int COLUMNS, bool OF_KEYS> struct StepProducer {
             for (int i = 0; i < 32 && e + i < all; i += UNITS) {
                 before((e + i) / UNITS);
                 pipeline.wait_empty(at);
-                if (OF_KEYS && part == 0) units.publish(shared, at.stage, i);
-                load(p, units, i, tile.g);
+                load(p, units, i, tile);
             }
         }
     }
@@ -260,7 +276,7 @@ struct GatherReader {
         const int *first = shared.first_key[step.keys.stage];
         const int limits[2] = {rows.limit(0), rows.limit(1)};
         u32 unseen = 0;  // one bit per element; the loop is not unrolled, because registers are scarce
-#pragma unroll 1
+#pragma unroll 2
         for (int i = 0; i < N; ++i) {
             const int column = column_of(i), key = first[column / UNIT] + column % UNIT;
             UNROLL for (int r = 0; r < 2; ++r) unseen |= static_cast<u32>(hidden(rows.problem, key, limits[r])) << (N * r + i);

@@ -82,6 +82,9 @@ DEVICE void cp_async_16(u16 *to, const u16 *from, bool exists) {
 #endif
 }
 
+// Load the line of an address to the L1 cache.
+DEVICE void prefetch_l1(const void *from) { asm volatile("prefetch.global.L1 [%0];" ::"l"(from)); }
+
 // Store 16 bytes that are read once, and not soon: they leave the caches first.
 DEVICE void store_once(void *to, uint4 x) {
     asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");

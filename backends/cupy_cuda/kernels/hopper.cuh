@@ -103,6 +103,10 @@ DEVICE void bulk_load_once(void *to, const void *from, int bytes, u64 *bar) {
                  ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(bar)) : "memory");
 }
 
+// `cp_async_16` (hardware.cuh) to an address in shared memory.
+DEVICE void cp_async_16(u32 to, const u16 *from, bool exists) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
+}
 // cp.async of 4 bytes, or zeros if `exists` is false.
 DEVICE void cp_async_4(void *to, const void *from, bool exists) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(exists ? 4 : 0) : "memory");
@@ -154,13 +158,14 @@ DEVICE void compute_before_wait(float x, void *nowhere) {
 #define WGMMA(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." DTYPE "." DTYPE " "
 #define SET_P(i) "{\n.reg .pred p;\nsetp.ne.b32 p, %" #i ", 0;\n"
 
-// d += a b^T, or d = a b^T if not `add`, for descriptors a of 64 rows and b of 64, 32 or 16 rows, of 16 columns. A, B,
+// d += a b^T, or d = a b^T if not `add`, for descriptors a of 64 rows and b of 128, 64, 32 or 16 rows, of 16 columns. A, B,
 // P: the numbers of the operands a, b and add.
 #define WGMMA_SHARED(NAME, N, FLOATS, A, B, P, MAJORS) \
     DEVICE void NAME(float (&d)[FLOATS], u64 a, u64 b, bool add) { \
         asm volatile(SET_P(P) WGMMA(N) "{" NAMES##FLOATS "}, %" #A ", %" #B ", p, 1, 1, " MAJORS ";\n}" \
                      : D##FLOATS(0) : "l"(a), "l"(b), "r"(static_cast<u32>(add))); \
     }
+WGMMA_SHARED(wgmma_shared, 128, 64, 64, 65, 66, "0, 0")
 WGMMA_SHARED(wgmma_shared, 64, 32, 32, 33, 34, "0, 0")
 WGMMA_SHARED(wgmma_shared, 32, 16, 16, 17, 18, "0, 0")
 WGMMA_SHARED(wgmma_shared, 16, 8, 8, 9, 10, "0, 0")

@@ -36,12 +36,12 @@ constexpr int PANEL = 64 * 128;  // bytes of 64 rows
 // Return the offset of chunk c of a row in its panel.
 DEVICE u32 swizzled(int row, int c) { return row * 128 + (c ^ row % 8) * 16; }
 
-// Load a tile of COLUMNS columns of k or v in boxes of BOX columns (one panel). ONCE: the tile is read once.
-template <int COLUMNS, bool ONCE = false, int BOX = 64>
+// Load a tile of COLUMNS columns of k or v in boxes of BOX columns (one panel of NEXT bytes). ONCE: the tile is read once.
+template <int COLUMNS, bool ONCE = false, int BOX = 64, int NEXT = PANEL>
 DEVICE void tma_load_key_tile(unsigned char *to, const TensorMap *map, u64 *bar, int key, int g, int b) {
     UNROLL for (int c = 0; c < COLUMNS; c += BOX)
-        if (ONCE) tma_load_keys_once(to + c / BOX * PANEL, map, bar, c, key, g, b);
-        else tma_load_keys(to + c / BOX * PANEL, map, bar, c, key, g, b);
+        if (ONCE) tma_load_keys_once(to + c / BOX * NEXT, map, bar, c, key, g, b);
+        else tma_load_keys(to + c / BOX * NEXT, map, bar, c, key, g, b);
 }
 // The same for q or do.
 template <int COLUMNS>

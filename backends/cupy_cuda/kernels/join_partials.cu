@@ -33,9 +33,7 @@ DEVICE void attend_shared(const Arguments &x, const Tokens &tokens, unsigned cha
         tiles.load_values(key);
     }
     mbarrier_wait(&full.rows, 0);
-    bool more = true;
-    for (int parity = 0; more; parity ^= 1) {
-        more = tiles.left != 0;
+    for (int parity = 0; key >= 0; parity ^= 1) {
         const int coming = tiles.next_key();
         float s[KEYS / 2], alpha[2];
         u32 p[KEYS / 16][4];
@@ -45,7 +43,7 @@ DEVICE void attend_shared(const Arguments &x, const Tokens &tokens, unsigned cha
         wgmma_commit();
         wgmma_wait<0>();
         __syncthreads();  // all have read the keys
-        if (more && threadIdx.x == 0) tiles.load_keys(coming);
+        if (coming >= 0 && threadIdx.x == 0) tiles.load_keys(coming);
         tokens.mask(x.p, s, key, -infinity());
         UNROLL for (int r = 0; r < 2; ++r) {
             alpha[r] = softmax.raise(r, quad_max(row_max(s, r)));
@@ -60,7 +58,7 @@ DEVICE void attend_shared(const Arguments &x, const Tokens &tokens, unsigned cha
         wgmma_commit();
         wgmma_wait<0>();
         __syncthreads();  // all have read the values
-        if (more && threadIdx.x == 0) tiles.load_values(coming);
+        if (coming >= 0 && threadIdx.x == 0) tiles.load_values(coming);
         key = coming;
     }
 }

@@ -39,9 +39,7 @@ DEVICE void differentiate_shared(const Arguments &x, const Tokens &tokens, unsig
         delta[r] = x.delta[index];
     }
     mbarrier_wait(&full.rows, 0);
-    bool more = true;
-    for (int parity = 0; more; parity ^= 1) {
-        more = tiles.left != 0;
+    for (int parity = 0; key >= 0; parity ^= 1) {
         const int coming = tiles.next_key();
         float s[KEYS / 2], dp[KEYS / 2];
         u32 ds[KEYS / 16][4];
@@ -53,7 +51,7 @@ DEVICE void differentiate_shared(const Arguments &x, const Tokens &tokens, unsig
         wgmma_commit();
         wgmma_wait<0>();
         __syncthreads();  // all have read the values
-        if (more && threadIdx.x == 0) tiles.load_values(coming);
+        if (coming >= 0 && threadIdx.x == 0) tiles.load_values(coming);
         logit_gradients(s, dp, static_cast<float>(x.p.scale_log2), lse, delta);
         tokens.mask(x.p, s, key, 0.0f);
         as_operand(ds, s);
@@ -63,7 +61,7 @@ DEVICE void differentiate_shared(const Arguments &x, const Tokens &tokens, unsig
         wgmma_commit();
         wgmma_wait<0>();
         __syncthreads();  // all have read the keys
-        if (more && threadIdx.x == 0) tiles.load_keys(coming);
+        if (coming >= 0 && threadIdx.x == 0) tiles.load_keys(coming);
         key = coming;
     }
 }

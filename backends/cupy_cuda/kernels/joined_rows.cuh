@@ -6,13 +6,14 @@
 // The stages reuse the memory of the products. Accumulators are exchanged within a quad once, so that a lane holds
 // eight adjacent columns of every 32.
 //
+//   TILE          keys per shared tile: 64, or 128, which are two steps
 //   H, EACH       heads per group, a divisor of 64; entries per row, n * reach, at most 64
 //   PER_SM, RING  CTAs per multiprocessor; stages per warp
 #pragma once
 #include "key_to_rows.cuh"
 #include "hopper_tiles.cuh"
 
-constexpr int KEYS = 64, TQ = 64 / H;  // keys per tile; adjacent tokens that may share a tile, with H heads each
+constexpr int KEYS = 64, TQ = 64 / H;  // keys per step; adjacent tokens that may share a tile, with H heads each
 constexpr int THREADS = 128, WARPS = THREADS / 32;
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL;  // of keys and values, and of 64 rows of q and do
 constexpr int RUN = H < 16 ? H : 16;                                 // rows of a token in a warp
@@ -84,20 +85,23 @@ struct Barriers {
 // Iterator over the tiles that all of the tokens selected, in the order of the first token's entries.
 template <class Arguments> struct SharedTiles {
     const Arguments &x;
-    const int g, b, limit;
+    const int g, b, limit, last;
     const i64 leader;
     u64 left;
+    int key = -1;  // of the step
     unsigned char *const k_tile, *const v_tile;
     Barriers &full;
     DEVICE SharedTiles(const Arguments &x, const Tokens &tokens, unsigned char *k_tile, unsigned char *v_tile, Barriers &full)
-        : x(x), g(tokens.g), b(tokens.b), limit(row_limit(x.p, tokens.b, tokens.s)), leader(tokens.index(x.p, 0)), left(x.shared[leader]),
+        : x(x), g(tokens.g), b(tokens.b), limit(row_limit(x.p, tokens.b, tokens.s)), last(tokens.highest), leader(tokens.index(x.p, 0)), left(x.shared[leader]),
           k_tile(k_tile), v_tile(v_tile), full(full) {}
-    // Return the first key of the next tile, 0 if none is left.
+    // Return the first key of the next step, negative if none is left.
     DEVICE int next_key() {
-        if (!left) return 0;
+        key += KEYS;
+        if (TILE > KEYS && key % TILE == KEYS && key < last) return key;
+        if (!left) return key = -1;
         const int entry = __ffsll(left) - 1;
         left &= left - 1;
-        return tile_of<KEYS>(x.p, static_cast<int>(x.reach), leader, limit, entry) * KEYS;
+        return key = tile_of<TILE>(x.p, static_cast<int>(x.reach), leader, limit, entry) * TILE;
     }
     // Load the keys or values of the tile from `key` on, by one thread.
     DEVICE void load_keys(int key) const {

@@ -8,8 +8,10 @@
 //   TEAMS, HEAD_WARPS  teams per CTA, 1 if a team has several warps; warps per team
 //   Q_REGISTERS        1: q (and do) stay in registers; 0: they are read from shared memory for every tile (wide heads)
 //   ONE_PAGE           1: every range lies within one page, which is read with the range; 0: it is read for every key
+//   REPEATED_BLOCK     keys per block, of rows that may name a block twice; 0: the ranges of a row are disjoint
 #pragma once
 #include "mma.cuh"
+#include "named_blocks.cuh"
 #include "softmax.cuh"
 
 constexpr int HEADS = 16 * HEAD_WARPS;
@@ -36,7 +38,7 @@ struct KeyLocation {
 // Iterate over the tiles of a row for one team. Ranges are concatenated to fill tiles, 32 at a time, one per lane.
 struct KeyIterator {
     const Problem &p;
-    i64 row;    // index in [B,S,G]
+    i64 row;    // of ranges
     int b;
     int limit;  // one past the last key that the row may see
     int step;   // tiles between this team's tiles
@@ -48,7 +50,7 @@ struct KeyIterator {
     int page = 0;         // page of this lane's range
 
     DEVICE KeyIterator(const Problem &problem, const Row &row, int tile, int tiles)
-        : p(problem), row(row.index), b(row.b), limit(row_limit(problem, row.b, row.s)), step(tiles), next(static_cast<i64>(tile) * TILE) {}
+        : p(problem), row(ranges_row(row.index)), b(row.b), limit(row_limit(problem, row.b, row.s)), step(tiles), next(static_cast<i64>(tile) * TILE) {}
 
     // Advance to the next tile; return its number of keys, 0 after the last. location: of key lane % TILE of the tile.
     DEVICE int next_tile(KeyLocation &location) {
@@ -78,6 +80,11 @@ struct KeyIterator {
     DEVICE void load_ranges(int lane) {
         int start = 0, end = 0;
         if (first_range + lane < p.n) clamped_range(p, row * p.n + first_range + lane, limit, start, end);
+        if constexpr (REPEATED_BLOCK > 0) {
+            __shared__ NamedBlocks named[THREADS / 32];  // of each warp
+            if (first_range == 0) named[threadIdx.x / 32].clear(limit / REPEATED_BLOCK);
+            if (!named[threadIdx.x / 32].add(start / REPEATED_BLOCK, end > start)) end = start;
+        }
         prefix = warp_prefix_sum(end - start);
         to_position = start - (prefix - (end - start));
         keys = __shfl_sync(ALL_LANES, prefix, 31);

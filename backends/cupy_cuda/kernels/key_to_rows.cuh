@@ -9,6 +9,12 @@
 #pragma once
 #include "softmax.cuh"
 
+
+// SHARED_BY groups that share a selection share its lists: a CTA takes a segment for one of them. The grid has as many
+// CTAs for each group, one group after the other.
+DEVICE u32 group_of_cta() { return SHARED_BY == 1 ? 0 : blockIdx.x / (gridDim.x / SHARED_BY); }
+DEVICE u32 cta_of_group() { return SHARED_BY == 1 ? blockIdx.x : blockIdx.x % (gridDim.x / SHARED_BY); }
+
 struct KeyToRows {
     const int *entries;   // e, list after list
     const i64 *begins;    // [lists + 1]: first entry of each list
@@ -68,7 +74,7 @@ template <int WIDTH> struct Segment {
         final = lists.segments[list + 1] - lists.segments[list] == 1;
         begin = lists.begins[list] + number * lists.segment;
         end = min(begin + lists.segment, lists.end(list));
-        bg = list / lists.tiles;
+        bg = list / lists.tiles * SHARED_BY + group_of_cta();
         b = bg / G;
         g = bg % G;
         first_key = static_cast<int>(list % lists.tiles) * WIDTH;
@@ -88,6 +94,7 @@ struct GradientRows {
     template <int WIDTH> DEVICE GradientRows(const Segment<WIDTH> &segment, const KeyToRows &lists, i64 S_kv, int key0)
         : part_row(((WINDOW ? 0 : lists.parts[segment.list]) + segment.number) * WIDTH + key0),
           row(segment.bg * S_kv + segment.first_key + key0), final(segment.final) {
+        if (SHARED_BY > 1) part_row += group_of_cta() * lists.parts[lists.lists] * WIDTH;
         place(S_kv - segment.first_key - key0);
     }
     DEVICE GradientRows(i64 part_row, i64 row, i64 keys_left, bool final) : part_row(part_row), row(row), final(final) { place(keys_left); }
@@ -137,7 +144,7 @@ DEVICE float4 add_parts(float4 total, const float *parts, int segments, i64 stri
 // Return the tile of WIDTH keys of entry range * reach + step of row `row` of [B,S,G]; -1 if the range ends before it.
 template <int WIDTH> DEVICE int tile_of(const Problem &p, int reach, i64 row, int limit, int entry) {
     int start, end;
-    clamped_range(p, row * p.n + entry / reach, limit, start, end);
+    clamped_range(p, ranges_row(row) * p.n + entry / reach, limit, start, end);
     const int tile = start / WIDTH + entry % reach;
     return end > start && tile * WIDTH < end ? tile : -1;
 }

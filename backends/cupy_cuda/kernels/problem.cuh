@@ -13,6 +13,7 @@
 //   PAGE                             keys per page of a cache of several sequences, each with its own length: key j of
 //                                    sequence b is key j % PAGE of page block_table[b, j / PAGE]; 0: no pages;
 //                                    -1: no cache
+//   SHARED_BY                            groups that share the ranges of a row: 1, or G
 #pragma once
 #include "warp.cuh"
 
@@ -51,8 +52,9 @@ struct Problem {
     KeysTensor k, v;     // [B,G,S_kv,DK], [B,G,S_kv,DV]
     const char *q_pos;   // [B,S], or null: positions are S_kv - S + s; CACHED: lengths [B], positions are lengths[b] - S + s
     i64 stride_pb, stride_ps;
-    const char *ranges;  // [B,S,G,n,2], contiguous
-    i64 pos_bytes, range_bytes;  // bytes per position and per bound of a range: 4 or 8
+    const char *ranges;  // [B,S,G/SHARED_BY,n,2], or block indices [B,S,G/SHARED_BY,n], contiguous
+    i64 pos_bytes, range_bytes;  // bytes per position, and per bound of a range or per block index: 4 or 8
+    i64 indexed_block;           // keys per block if `ranges` holds block indices, else 0
     i64 S, S_kv, G, h, n;        // n: ranges per row
     const int *block_table;  // [B, pages per sequence]; entries past a sequence's keys are undefined
     i64 stride_table;
@@ -114,23 +116,33 @@ template <class Bound> DEVICE void clamp_bounds(Bound begin, Bound stop, int lim
     end = max(start, static_cast<int>(max(min(stop, static_cast<Bound>(limit)), Bound{0})));
 }
 
+// Return a pointer to range i of [B,S,G,n], or to block index i.
+DEVICE const int *range_at(const Problem &p, i64 i) { return integer_at(p.ranges, p.range_bytes, p.indexed_block ? i : 2 * i); }
+
+// A loaded range, or block index (`begin`). By default empty.
 struct Range {
     Integer begin, stop;
-    DEVICE Range() {}
-    DEVICE Range(const Problem &p, const int *at) : begin(at, p.range_bytes), stop(at + p.range_bytes / 4, p.range_bytes) {}
+    DEVICE Range() { begin.low = begin.high = -1; }
+    DEVICE Range(const Problem &p, const int *at) : begin(at, p.range_bytes) {
+        if (!p.indexed_block) stop = Integer(at + p.range_bytes / 4, p.range_bytes);
+    }
 
     DEVICE void clamp(const Problem &p, int limit, int &start, int &end) const {
-        clamp_bounds(begin.value(p.range_bytes), stop.value(p.range_bytes), limit, start, end);
+        const i64 first = begin.value(p.range_bytes);
+        if (p.indexed_block) {
+            const i64 key = min(max(first, -1ll), static_cast<i64>(limit)) * p.indexed_block;  // negative: padding
+            clamp_bounds(key, key + p.indexed_block, limit, start, end);
+        } else clamp_bounds(first, stop.value(p.range_bytes), limit, start, end);
     }
 };
 // Call use(e, start, end) with the range of each e < all, by THREADS threads, which load AT_ONCE at once. index(e):
-// the range in [B,S,G,n]; limit(e): the `row_limit` of its row.
+// the range in [B,S,G/SHARED_BY,n]; limit(e): the `row_limit` of its row.
 template <u32 THREADS, u32 AT_ONCE, class Index, class Limit, class Use>
 DEVICE void for_ranges(const Problem &p, u32 all, Index index, Limit limit, Use use) {
     for (u32 from = threadIdx.x; from < all; from += THREADS * AT_ONCE) {
         Range loaded[AT_ONCE];
         UNROLL for (u32 i = 0; i < AT_ONCE; ++i)
-            if (from + i * THREADS < all) loaded[i] = Range(p, integer_at(p.ranges, p.range_bytes, 2 * index(from + i * THREADS)));
+            if (from + i * THREADS < all) loaded[i] = Range(p, range_at(p, index(from + i * THREADS)));
         UNROLL for (u32 i = 0; i < AT_ONCE; ++i) {
             const u32 e = from + i * THREADS;
             if (e >= all) break;
@@ -140,8 +152,8 @@ DEVICE void for_ranges(const Problem &p, u32 all, Index index, Limit limit, Use 
         }
     }
 }
-// Return a pointer to range i of [B,S,G,n].
-DEVICE const int *range_at(const Problem &p, i64 i) { return integer_at(p.ranges, p.range_bytes, 2 * i); }
+// Return the row of `ranges` [B,S,G/SHARED_BY] that a row of [B,S,G] has.
+DEVICE i64 ranges_row(i64 row) { return row / SHARED_BY; }
 DEVICE void clamped_range(const Problem &p, i64 i, int limit, int &start, int &end) {
     Range(p, range_at(p, i)).clamp(p, limit, start, end);
 }

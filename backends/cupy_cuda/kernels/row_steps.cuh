@@ -325,6 +325,7 @@ struct UnitSegment {
     int part;  // its number among the segments of the unit
 
     // Whether the unit has a segment number `index`, in the order of the lists or that of order_segments.cu.
+    template <int WIDTH = KEYS>
     DEVICE bool find(const UnitLists &lists, const Problem &p, const int *all_entries, i64 reach, u32 index, const uint2 *order = nullptr) {
         const i64 segment = lists.segments[lists.first_list] + index;
         entries = 0;
@@ -336,9 +337,9 @@ struct UnitSegment {
         const i64 begin = lists.begins[list] + number * lists.segment;
         listed = all_entries + begin;
         entries = static_cast<int>(min(lists.begins[list + 1] - begin, lists.segment));
-        masked_entries = p.q_pos ? entries : static_cast<int>(lists.begins[list] + KEYS - begin);
+        masked_entries = p.q_pos ? entries : static_cast<int>(lists.begins[list] + WIDTH - begin);
         each = static_cast<int>(p.n * reach);
-        first_key = static_cast<int>(unit.tile) * KEYS;
+        first_key = static_cast<int>(unit.tile) * WIDTH;
         b = static_cast<int>(unit.pair / p.G);
         g = static_cast<int>(unit.pair % p.G);
         first_entry = ((unit.pair - lists.first_pair) * lists.section - lists.first_row) * each;

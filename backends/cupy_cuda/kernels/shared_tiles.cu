@@ -4,10 +4,11 @@
 // Grid: one CTA per 64 tokens of a pair (b, g), in groups of TQ = 64 / H. An entry of a row (key_to_rows.cuh) is shared
 // if every token of its group has an entry for the same tile; only the first token's entries are searched for.
 //
+//   TILE     keys per tile
 //   H, EACH  heads per group, a divisor of 64; entries per row, n * reach, at most 64
 #include "key_to_rows.cuh"
 
-constexpr int KEYS = 64, TQ = 64 / H, TOKENS = 64, THREADS = 128;
+constexpr int TQ = 64 / H, TOKENS = 64, THREADS = 128;
 
 struct Arguments {
     Problem p;
@@ -24,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) shared_tiles(const __grid_
     const u32 b = bg / G, g = bg % G;
     for (int i = threadIdx.x; i < EACH * tokens; i += THREADS) {
         const i64 s = first + i / EACH;
-        tiles[i % EACH][i / EACH] = tile_of<KEYS>(p, static_cast<int>(x.reach), (b * p.S + s) * G + g, row_limit(p, b, s), i % EACH);
+        tiles[i % EACH][i / EACH] = tile_of<TILE>(p, static_cast<int>(x.reach), (b * p.S + s) * G + g, row_limit(p, b, s), i % EACH);
     }
     __syncthreads();
     const int token = threadIdx.x, leader = token / TQ * TQ;

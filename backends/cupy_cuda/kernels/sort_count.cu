@@ -35,9 +35,9 @@ struct EntryCursor {
 // Store the tiles of a chunk's entries, and count those below TABLE; in 32 bits, to save instructions.
 DEVICE void find_tiles(const Arguments &x, const Chunk &chunk, int *tiles, int *table) {
     const Problem &p = x.p;
-    const u32 n = p.n, reach = x.sort.reach, G = p.G, b = chunk.bg / G, row_ranges = G * n;
+    const u32 n = p.n, reach = x.sort.reach, G = p.G, b = chunk.bg / G, row_ranges = G / SHARED_BY * n;
     const int S_kv = p.S_kv, first_position = static_cast<int>(p.S_kv - p.S);
-    const Bound *ranges = reinterpret_cast<const Bound *>(p.ranges) + 2 * (b * p.S * G + chunk.bg % G) * p.n;  // of row 0
+    const Bound *ranges = reinterpret_cast<const Bound *>(p.ranges) + 2 * ranges_row(b * p.S * G + chunk.bg % G) * p.n;  // of row 0
     const EntryCursor stride(n, reach, THREADS);
     EntryCursor at(n, reach, chunk.first + threadIdx.x);
     for (u32 first = chunk.first + threadIdx.x; first < chunk.end; first += EACH * THREADS) {

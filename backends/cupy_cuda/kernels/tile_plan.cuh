@@ -57,12 +57,12 @@ struct TokenTile {
         b = bg / G;
         g = bg % G;
     }
-    // ORDERED: the tile's tokens in the plan.
+    // ORDERED: the tile's tokens in the plan, which SHARED_BY groups share.
     DEVICE const unsigned char *order(const TilePlan &plan, u32 G) const {
         const u32 stretches = (static_cast<u32>(plan.tiles) + OF_STRETCH - 1) / OF_STRETCH;
-        return plan.order + ((b * G + g) * (stretches * OF_STRETCH) + i) * TOKENS;
+        return plan.order + ((b * G + g) / SHARED_BY * (stretches * OF_STRETCH) + i) * TOKENS;
     }
-    DEVICE u32 index(const TilePlan &plan, u32 G) const { return (b * G + g) * static_cast<u32>(plan.tiles) + i; }
+    DEVICE u32 index(const TilePlan &plan, u32 G) const { return (b * G + g) / SHARED_BY * static_cast<u32>(plan.tiles) + i; }
     // The position of a consumer's first token.
     DEVICE i64 position(int consumer) const { return static_cast<i64>(i) * TOKENS + (IN_TURNS ? 0 : consumer * TQ); }
     // A consumer's token number `at`; S or more if it does not exist.
@@ -92,6 +92,12 @@ struct PlannedUnion {
     }
     DEVICE static u64 selected_by(const Problem &p, const TilePlan &plan, const TokenTile &tile, i64 at) {
         return plan.rows[tile.index(plan, p.G) * plan.capacity + at];
+    }
+    // Load entry `at` to the L1 cache.
+    DEVICE static void prefetch(const Problem &p, const TilePlan &plan, const TokenTile &tile, i64 at) {
+        const i64 index = tile.index(plan, p.G) * plan.capacity + min(at, plan.capacity - 1);
+        prefetch_l1(plan.blocks + index);
+        prefetch_l1(plan.rows + index);
     }
 };
 // `row_limit` of a tile's first and last token, and the first key that each of them sees.

@@ -1,5 +1,5 @@
-"""MiniMax-M3 (MSA, arXiv 2606.13392): attention to the blocks that its indexer chose, and the indexer by
-`choose_blocks`.
+"""MiniMax-M3 (MSA, arXiv 2606.13392): attention to the blocks that its indexer chose, and the indexer as
+`choose_blocks` chooses.
 
 Blocks are those of transformers' own code: blocks of cache slots, so padding before the text shifts them.
 """
@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_sel.choosing import choose_blocks
+from nsa_sel.choosing import chosen_blocks
 from nsa_sel.core.attend import selection_attention
+from nsa_sel.core.call import Pool, Rule
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 
@@ -73,10 +74,10 @@ def attend(
     if block_indices is None and begin is None:
         rows = torch.full((1, 1, 1, 1, 2), S_kv, dtype=torch.int32, device=key.device)
         rows[..., 0] = 0
-        selection = Selection.from_ranges(rows.expand(B, q.shape[1], G, 1, 2))
+        selection = Selection.from_ranges(rows.expand(B, q.shape[1], 1, 1, 2))
     elif block_indices is None:
         ranges = torch.stack((begin, end), -1).to(torch.int32)[:, None, None, None]  # type: ignore[arg-type]
-        selection = Selection.from_ranges(ranges.expand(B, q.shape[1], G, 1, 2))
+        selection = Selection.from_ranges(ranges.expand(B, q.shape[1], 1, 1, 2))
     elif begin is None:
         selection = Selection.from_blocks(block_indices.transpose(1, 2), module.indexer.block_size, disjoint=True)
     else:
@@ -120,12 +121,11 @@ def choose(
         return chosen.unsqueeze(1).expand(-1, self.q_proj.out_features // self.head_dim, -1, -1)
     index_q = self.q_norm(self.q_proj(hidden_states).view(B, S, -1, self.head_dim)).transpose(1, 2)
     index_q = rotate(index_q, index_q, cos, sin)[0]
-    selection = choose_blocks(
+    chosen = chosen_blocks(
         index_q.transpose(1, 2).unsqueeze(3),  # [B,S,G,1,D]
         index_k,  # [B,1,S_kv,D]
-        block_size=self.block_size,
-        n=self.topk_blocks,
-        local=min(self.local_blocks, self.topk_blocks),
-        q_pos=position_ids.contiguous(),
+        Rule(1, 1, self.block_size, self.topk_blocks, 0, min(self.local_blocks, self.topk_blocks)),
+        Pool(softmax=False, block_max=True),
+        position_ids.contiguous(),
     )
-    return selection.block_indices.transpose(1, 2)
+    return chosen.transpose(1, 2)

@@ -162,8 +162,20 @@ def _check_parts(module: Any, parts: tuple[str, ...], arguments: tuple[str, ...]
 def _replace_forward(patched: Patched, module: Any, forward: Callable[..., Any]) -> None:
     before = module.__dict__.get("forward")
     module.forward = MethodType(forward, module)  # copy.deepcopy binds it to the copy, and torch.compile shares its code between layers
+    module.nsa_sel_patch = _RefusesPickle()
     undo = partial(module.__dict__.pop, "forward", None) if before is None else partial(module.__dict__.__setitem__, "forward", before)
-    patched._undo.append(undo)
+    patched._undo += [undo, partial(module.__dict__.pop, "nsa_sel_patch", None)]
+
+
+class _RefusesPickle:
+    """An attribute of patched modules. A pickle would look the new forward up in the module by its name, and lose it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _RefusesPickle:
+        return self
+
+    def __reduce__(self) -> str:
+        remedy = "save its state_dict, or call undo() of what patch_model returned before, and patch the model that was loaded"
+        raise ArgumentError("model", "pickled with patched layers", "a model with its own code", remedy)
 
 
 def _set_implementation(patched: Patched, config: Any, implementation: str) -> None:

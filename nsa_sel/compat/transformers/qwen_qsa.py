@@ -73,26 +73,26 @@ def forward(
     query, key = sys.modules[type(self).forward.__module__].apply_rotary_pos_emb(query, key, cos, sin)
     check_mask(attention_mask)
     check_options(self, query, key, {"dropout": self.attention_dropout if self.training else 0.0, **options})
-    selection = choose(self.indexer, hidden_states, position_embeddings, attention_mask, cache, key.shape[1])
+    selection = choose(self.indexer, hidden_states, position_embeddings, attention_mask, cache)
     if cache is not None:
         key, value = cache.update(key, value, self.layer_idx)
     if selection is None:
         o = dense(query, key, value, self.scaling)
-        return self.o_proj(o.flatten(2) * torch.sigmoid(gate.flatten(2))), None
+        return self.o_proj((o.flatten(2, -2) * torch.sigmoid(gate)).flatten(2)), None
     q = query.transpose(1, 2).unflatten(2, (key.shape[1], -1))  # [B,S,G,h,D]
     o, lse = selection_attention(q, key, value, selection, scale=self.scaling, return_lse=True)
     if attention_mask is not None:  # a row that sees no key gets the mean of all values, as in the model's eager attention
         mean = value.mean(2, dtype=torch.float32).to(value.dtype)[:, None, :, None]  # [B,1,G,1,D]
         o = torch.where(lse.isneginf().unsqueeze(-1), mean, o)
-    return self.o_proj(o.flatten(2) * torch.sigmoid(gate.flatten(2))), None
+    return self.o_proj((o.flatten(2, -2) * torch.sigmoid(gate)).flatten(2)), None
 
 
 @torch.no_grad()
 def choose(
-    indexer: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], padded: Tensor | None, cache: Any, groups: int
+    indexer: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], padded: Tensor | None, cache: Any
 ) -> Selection | None:
-    """Return the selection of `Qwen4ExpTextQSAIndexer`, one for all groups: its ranges are copied for each. None where
-    rows select all keys that they see, whatever the scores, and are one or as many as the keys, without padding.
+    """Return the selection of `Qwen4ExpTextQSAIndexer`, of one group for all KV groups. None where rows select all keys
+    that they see, whatever the scores, and are one or as many as the keys, without padding.
 
     A row chooses `block_topk` of the complete blocks of the keys that it sees, by the sum over index heads of
     ReLU(q.k), and takes the incomplete block. Rows of padding before a sequence select nothing.
@@ -101,7 +101,6 @@ def choose(
         indexer: the layer's indexer.
         hidden_states, position_embeddings, cache: as of `forward`.
         padded: what `visible_keys` returned.
-        groups: KV groups.
     """
     (B, S, _), size = hidden_states.shape, indexer.compress_ratio
     heads = indexer.index_qk_proj(hidden_states).view(B, S, -1, indexer.index_head_dim)
@@ -121,7 +120,6 @@ def choose(
         q, k, block_size=size, n=indexer.block_topk, local=0, activation="relu", tail=True, compress_block=size, compress_stride=size,
         q_pos=q_pos, S_kv=S_kv,
     )  # fmt: skip
-    selection = Selection(selection.ranges.expand(-1, -1, groups, -1, -1).contiguous(), size, disjoint=True)
     if padded is None or begin is None or limit is None:
         return selection
     whole = not bool((padded[:B] % size).any())

@@ -400,6 +400,8 @@ DEVICE u32 shared_address(const void *pointer) {
     return static_cast<u32>(static_cast<const char *>(pointer) - reinterpret_cast<const char *>(dynamic_memory));
 }
 
+DEVICE void prefetch_l1(const void *) {}
+
 DEVICE void store_once(void *to, uint4 x) {
     require(reinterpret_cast<uintptr_t>(to) % 16 == 0, "global memory is not aligned");
     memcpy(to, &x, 16);

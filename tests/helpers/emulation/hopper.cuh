@@ -125,6 +125,9 @@ DEVICE void bulk_load_once(void *to, const void *from, int bytes, u64 *bar) {
         complete(bar, 0, -bytes);
     });
 }
+DEVICE void cp_async_16(u32 to, const u16 *from, bool exists) {
+    cp_async_16(reinterpret_cast<u16 *>(reinterpret_cast<char *>(dynamic_memory) + to), from, exists);
+}
 DEVICE void cp_async_4(void *to, const void *from, bool exists) {
     if (exists) memcpy(to, from, 4);
     else memset(to, 0, 4);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_sel.backends import choose_cuda, choose_torch, choose_triton
-from nsa_sel.backends._triton import choose_dkdv, choose_rows, choose_scores
+from nsa_sel.backends._triton import choose_dkdv, choose_few, choose_rows, choose_scores
 from nsa_sel.backends.cupy_cuda import compressed
 from nsa_sel.core.call import ChooseCall, Rule, device_info
 from nsa_sel.layer import block_scores
@@ -197,6 +198,17 @@ def test_segments_are_whole_steps_whose_parts_fit(h: int, scratch: int) -> None:
     segments = [x for x in compressed.segments_of(lengths, segment) if x > 1]
     assert 4 * sum(segments) * 4 * 64 * 128 <= compressed.PARTS * scratch
     assert sum(-(-rows // segment) for rows in lengths) == sum(compressed.segments_of(lengths, segment))
+
+
+@pytest.mark.parametrize("steps", [1, 64, 256, 2048])
+def test_parts_of_few_rows_end_together(steps: int) -> None:
+    """On an H200. Of up to 256 programs the last round leaves a fifth of the multiprocessors idle at most, if there are steps enough."""
+    for programs in range(1, 257):
+        parts = choose_few.parts_of(programs, steps, 132)
+        rounds = programs * parts / (2 * 132)
+        assert 1 <= parts <= steps
+        assert parts == steps or rounds / math.ceil(rounds) > 0.8, (programs, parts)
+    assert choose_few.parts_of(5000, steps, 132) == 1
 
 
 @pytest.fixture

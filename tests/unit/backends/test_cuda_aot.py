@@ -21,14 +21,14 @@ import torch
 import nsa_sel
 from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends._triton.kernel import Kernel
-from nsa_sel.backends.cupy_cuda import compiler, cuda_block, key_to_rows, sm80, sm90, token_order
+from nsa_sel.backends.cupy_cuda import compiler, cuda_block, key_to_rows, launch, sm80, sm90, token_order
 from nsa_sel.core import registry
 from nsa_sel.core.call import Call
 from nsa_sel.core.check import check_call
 from nsa_sel.errors import BackendError
 from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.flags import CACHE_FLAG
-from tests.helpers.aot import OF_CUDA, TARGETS, paged_call, target_call
+from tests.helpers.aot import OF_CUDA, ONE_GROUP, TARGETS, paged_call, target_call
 from tests.helpers.calls import calls_of
 from tests.helpers.cases import make_blocks, make_qkv
 from tests.helpers.cuda import check_fit, compiled, needs_nvrtc, order_few
@@ -50,7 +50,7 @@ HOPPERS = {
     "ordered_union.cu",
     "order_segments.cu",
 }
-OF_CUDA_USUAL = ("decode-B64-h16", "decode-B16-h64")
+OF_CUDA_USUAL = ("decode-B64-h16", "decode-B16-h64", "decode-small")
 OF_LISTS = {"sort_count.cu", "sort_scatter.cu"}  # of few counts; of more also sum_counts.cu
 OF_JOIN = {"shared_tiles.cu", "join_partials.cu", "join_shares.cu"}
 OF_CUDA_BLOCK = {"block_partials.cu", "block_gradients.cu", "sum_sections.cu"}
@@ -79,6 +79,7 @@ def run(shape: str, sm: int) -> None:
         *((90, shape) for shape in OF_CUDA_USUAL),
         *(pytest.param(sm, "decode-h16", marks=pytest.mark.thorough) for sm in (89, 90, 100)),  # else 8.9 has the constants of 8.6
         *(pytest.param(sm, "h16", marks=pytest.mark.thorough) for sm in (86, 100, 120)),  # the kernels of 8.0, with constants of their own
+        *(pytest.param(90, f"{ONE_GROUP}{shape}", marks=pytest.mark.thorough) for shape in ("h16", "h12-256-small")),
         *(pytest.param(86, shape, marks=pytest.mark.thorough) for shape in ("h64-192-128", "decode-B64-h16")),
         # As h12-256-small, which has the most columns, rows of a step and lists, and as decode-B16-h64: mostly in fewer registers. Or, of
         # one head, as 8.0.
@@ -159,6 +160,7 @@ def test_kernels_of_pages_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: s
         pytest.param(4, 128, 128, 64, torch.bfloat16, marks=pytest.mark.thorough),  # between 16 and 1
         pytest.param(1, 128, 128, 128, torch.float16, marks=pytest.mark.thorough),  # as 16, without shares
         pytest.param(3, 64, 128, 64, torch.float16, marks=pytest.mark.thorough),  # without joins
+        (16, 128, 128, 128, torch.bfloat16),  # tiles of 128 keys forward
         (1, 128, 128, 512, torch.bfloat16),  # visited by Triton
     ],
 )
@@ -179,7 +181,7 @@ def test_kernels_of_cuda_block_fit(monkeypatch: pytest.MonkeyPatch, h: int, Dk: 
     }
     for kernel in kernels:
         per_sm = {**per_sm_of, "sort_scatter.cu": 3}.get(kernel["kernel"], 1)  # CTAs
-        assert per_sm * (kernel["shared"] + sm90.SYSTEM) <= TARGETS[90][0] * 1024 + sm90.SYSTEM, kernel
+        assert per_sm * (kernel["shared"] + launch.SYSTEM) <= TARGETS[90][0] * 1024 + launch.SYSTEM, kernel
         assert per_sm * kernel["registers"] * kernel["threads"] <= 65536, kernel
         assert kernel["spilled"] == kernel["serialized"] == 0, kernel
 

@@ -23,7 +23,9 @@ from nsa_sel.backends.cupy_cuda import (
     sm90,
     whole_blocks,
 )
+from nsa_sel.core import arguments
 from nsa_sel.core.call import Call, Rule, WindowCall
+from nsa_sel.core.ranges import Blocks
 from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
 from tests.contract.lanes import Lane, lanes
@@ -107,6 +109,113 @@ def test_a_cluster_takes_tokens_blocks_of_two_steps_and_many_ranges(monkeypatch:
     """More steps than a warp looks at at once, and more heads than a warp has: 34 ranges of 128 keys over two CTAs."""
     emulated(monkeypatch, BACKWARDS)
     row_of_cluster(128, 2, lengths=(200, 4480), S_q=2, h=17, n=34, block=128, room=4480)
+
+
+# Block indices
+
+
+def repeated_blocks(B: int, G: int, n: int, blocks: int, dtype: torch.dtype) -> Tensor:
+    """Block indices [B,1,G,n], unsorted: duplicates near and far, padding in any position, blocks past the end, values near the dtype's
+    bounds."""
+    indices = torch.randint(-2, blocks + 3, (B, 1, G, n), generator=torch.Generator().manual_seed(n), dtype=dtype)
+    indices[..., n // 2] = indices[..., 0]
+    if n > 33:
+        indices[..., 33], indices[..., n - 1] = indices[..., 1], indices[..., 2]
+    indices[..., 1] = torch.iinfo(dtype).max if dtype == torch.int32 else 1 << 62
+    if dtype == torch.int64:
+        indices[..., 2] = -(1 << 62)
+    return indices
+
+
+def check_indices(
+    forward: Callable[[Call], Any], block: int, indices: Tensor, indexed: bool, gpu: Any, S_kv: int, D: int = 64, h: int = 3
+) -> None:
+    """The kernel reads block indices, or ranges of the same blocks, without a promise."""
+    B, _, G, _ = indices.shape
+    q, k, v = make_qkv(B, 1, G, h, D, D, S_kv=S_kv, dtype=torch.float16)
+    ranges = arguments.whole_blocks(indices, block)
+    selection = Selection._of_indices(Blocks(indices, None, None), block, False) if indexed else Selection(ranges, block)
+    with new_memory_is_nan():
+        found = forward(call_of(q, k, v, selection, device=gpu))
+    assert_forward(found, q, k, v, ranges)
+
+
+INDICES = [
+    *((3, 64, torch.int32, 1, True), (5, 128, torch.int64, 4, True), (16, 64, torch.int32, 8, True)),
+    *((40, 64, torch.int32, 2, True), (40, 64, torch.int64, 2, False), (70, 64, torch.int64, 1, True)),
+]
+
+
+@pytest.mark.parametrize("mode", [0, BACKWARDS | EAGER])
+@pytest.mark.parametrize(("n", "block", "dtype", "cluster", "indexed"), INDICES)
+def test_whole_blocks_count_once(
+    monkeypatch: pytest.MonkeyPatch, n: int, block: int, dtype: torch.dtype, cluster: int, indexed: bool, mode: int
+) -> None:
+    emulated(monkeypatch, mode)
+    S_kv = 65 * n if n > 32 else 700
+    indices = repeated_blocks(2, 2, n, S_kv // block, dtype)
+    gpu = msgspec.structs.replace(GPU, sm_count=-(-5 * cluster // 2))
+    check_indices(whole_blocks.forward, block, indices, indexed, gpu, S_kv)
+
+
+@pytest.mark.parametrize("mode", [0, BACKWARDS | EAGER])
+@pytest.mark.parametrize(
+    ("n", "block", "dtype", "cluster", "D", "indexed"),
+    [
+        (3, 16, torch.int32, 1, 64, True),
+        (20, 32, torch.int64, 4, 64, True),
+        (45, 8, torch.int32, 2, 128, False),
+        (70, 4, torch.int64, 1, 256, True),
+        (129, 4, torch.int32, 2, 256, True),
+    ],
+)
+def test_small_blocks_count_once(
+    monkeypatch: pytest.MonkeyPatch, n: int, block: int, dtype: torch.dtype, cluster: int, D: int, indexed: bool, mode: int
+) -> None:
+    emulated(monkeypatch, mode)
+    S_kv = max(300, n * block // 2)
+    gpu = msgspec.structs.replace(GPU, sm_count=-(-5 * cluster // (1 if D == 256 else 2)))
+    check_indices(whole_blocks.forward, block, repeated_blocks(2, 2, n, S_kv // block, dtype), indexed, gpu, S_kv, D)
+
+
+@pytest.mark.parametrize("cluster", [1, 4])
+def test_keys_of_256_columns(monkeypatch: pytest.MonkeyPatch, cluster: int) -> None:
+    emulated(monkeypatch, BACKWARDS | EAGER)
+    gpu = msgspec.structs.replace(GPU, sm_count=5 * cluster)
+    check_indices(whole_blocks.forward, 64, repeated_blocks(2, 2, 5, 9, torch.int32), True, gpu, 600, 256, 20)
+
+
+@pytest.mark.parametrize(("page_size", "S_q", "block", "sms"), [(None, 1, 4, 30), (8, 3, 8, 5), (48, 1, 16, 30), (12, 8, 4, 2)])
+def test_small_blocks_of_caches(monkeypatch: pytest.MonkeyPatch, page_size: int | None, S_q: int, block: int, sms: int) -> None:
+    """In pages of one block or several; sequences without keys, rows over a cluster, several rows of a CTA. NaN where nobody has a key."""
+    emulated(monkeypatch, BACKWARDS | EAGER)
+    facts = {"S_q": S_q, "G": 1, "h": 3, "Dk": 64, "Dv": 128, "block": block, "room": 640, "dtype": torch.float16, "n": 34}
+    cache = make_cache((0, 1, 150, 640), page_size, **facts)  # type: ignore[arg-type]
+    call = cache_call(cache, msgspec.structs.replace(GPU, sm_count=sms))
+    assert whole_blocks.supports(call)
+    with new_memory_is_nan():
+        found = whole_blocks.forward(call)
+    assert_forward(found, cache.q, *gathered(cache), cache.selection.ranges, q_pos=positions(cache))
+
+
+@pytest.mark.parametrize("mode", [0, BACKWARDS])
+@pytest.mark.parametrize(
+    ("n", "block", "dtype", "sm", "indexed"),
+    [
+        (3, 16, torch.int32, 90, True),
+        (5, 4, torch.int64, 86, True),
+        (70, 4, torch.int32, 90, False),
+        (129, 4, torch.int64, 90, True),
+    ],
+)
+def test_blocks_of_gathered_rows_count_once(
+    monkeypatch: pytest.MonkeyPatch, n: int, block: int, dtype: torch.dtype, sm: int, indexed: bool, mode: int
+) -> None:
+    emulated(monkeypatch, mode)
+    S_kv = max(300, 7 * n)
+    check_indices(
+        sm80.forward_rows, block, repeated_blocks(2, 2, n, S_kv // block, dtype), indexed, msgspec.structs.replace(GPU, sm=sm), S_kv
+    )
 
 
 # Rows
@@ -322,6 +431,23 @@ def test_a_selection_serves_calls_of_other_heads(started: list[str]) -> None:
     for h in (16, 4):
         check(cuda_block, call_of(*rows(S=20, G=1, h=h, S_kv=600), selection))
     assert started == [*FORWARD, *BACKWARD, *WITHOUT_SHARES]
+
+
+@pytest.mark.parametrize(("h", "Dk", "Dv"), [(16, 128, 64), (4, 64, 128), (3, 64, 64)])
+def test_blocks_of_128_keys_are_visited_whole_forward(started: list[str], h: int, Dk: int, Dv: int) -> None:
+    """Positions before, within and after each half of a block; a row that selects nothing; NaN in keys that no row sees."""
+    q, k, v = rows(S=40, G=1, h=h, Dk=Dk, Dv=Dv, S_kv=600)
+    at = torch.randint(600, (40,), generator=torch.Generator().manual_seed(0)).sort().values
+    at[:8] = torch.tensor([3, 63, 64, 127, 128, 129, 190, 192])
+    ranges = make_blocks(1, 40, 1, 600, 4, 128).ranges
+    ranges[:, 7] = 0
+    for q_pos in (at, None):
+        results = check(cuda_block, call_of(q, k, v, Selection(ranges, 128), q_pos))[:2]
+        nan = torch.where(unused_keys(q, k, ranges, q_pos).unsqueeze(-1), torch.nan, 0.0).half()
+        poisoned = cuda_block.forward(call_of(q, k + nan, v + nan, Selection(ranges, 128), q_pos))
+        assert all(map(torch.equal, poisoned, results))
+    assert started.count("block_partials.cu") == 4
+    assert started.count("join_partials.cu") == (0 if 64 % h else 4)
 
 
 def test_sections_segments_and_lists_without_rows(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None:

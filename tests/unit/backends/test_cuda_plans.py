@@ -83,7 +83,9 @@ def test_lists_hold_every_entry_of_a_tile_in_order(
         monkeypatch.setattr(key_to_rows, "FEW_COUNTS", few)
     q_pos = torch.randint(0, S_kv, (B, S), dtype=torch.int32, generator=torch.Generator().manual_seed(1)) if few == 0 else None
     call = rows_call(B, S, G, S_kv, selection(), q_pos)  # type: ignore[operator]
-    entries, begins, segments, parts = (x.tolist() for x in key_to_rows.sort(call, width, call.reach(width), section, SEGMENTS))
+    entries, begins, segments, parts = (
+        x.tolist() for x in key_to_rows.sort(call, width, call.reach(width), section, SEGMENTS, call.q.shape[2])
+    )
     expected = lists_of(call, width, section)
     assert [entries[begin:end] for begin, end in pairwise(begins)] == expected
     numbers = [-(-len(x) // 32) for x in expected]
@@ -174,8 +176,17 @@ def selected_blocks(call: Call, block: int) -> list[list[list[set[int]]]]:
     return [[[of_row(b, s, g) for g in range(G)] for s in range(S)] for b in range(B)]
 
 
+def in_order(whole: list[int], partial: list[int], members: dict[int, int], own: int) -> list[int]:
+    """Blocks in the order of a list for two consumers of `own` tokens each: of both, of the first alone, of the second alone."""
+    of_first = [bool(members[key] & (1 << own) - 1) for key in whole]
+    alone = [2 * (not first) + (first and not members[key] >> own) for key, first in zip(whole, of_first, strict=True)]
+    return [key for kind in (0, 1, 2) for key, own_kind in zip(whole, alone, strict=True) if own_kind == kind] + partial
+
+
 def check_union(call: Call, plan: Any, tokens: int, block: int, rows_of: Any, lengths: tuple[int, ...] | None = None) -> int:
     """Every block that a token of the tile may see once, those that all see whole first, with a bit for each token that selected it.
+
+    They ascend, or are in the order of two consumers that gather steps (`in_order`).
 
     Returns:
         The keys that the tiles load.
@@ -197,24 +208,27 @@ def check_union(call: Call, plan: Any, tokens: int, block: int, rows_of: Any, le
         loaded += sum(min(block, highest[key] - key * block) for key in members)
         whole, count = plan.counts[number].tolist()
         found = slice(number * plan.capacity, number * plan.capacity + count)
-        assert plan.blocks[found].tolist() == sorted(members)
-        assert [bits % 2 ** (8 * plan.rows.itemsize) for bits in plan.rows[found].tolist()] == [members[key] for key in sorted(members)]
+        listed = sorted(members)
         assert whole == sum((key + 1) * block <= lowest for key in members)
+        if block < sm90.KEYS and tokens == 2 * (own := sm90.ROWS // call.q.shape[3]):
+            listed = in_order(listed[:whole], listed[whole:], members, own)
+        assert plan.blocks[found].tolist() == listed
+        assert [bits % 2 ** (8 * plan.rows.itemsize) for bits in plan.rows[found].tolist()] == [members[key] for key in listed]
     return loaded
 
 
 @needs_compiler
-@pytest.mark.parametrize(("tokens", "n", "block"), [(12, 5, 16), (48, 16, 16), (64, 3, 32)])
+@pytest.mark.parametrize(("tokens", "n", "block", "h"), [(12, 5, 16, 2), (48, 16, 16, 2), (64, 3, 32, 2), (10, 24, 4, 12), (24, 5, 16, 5)])
 @pytest.mark.parametrize("rows", ["implied", "given", "lengths"])
-def test_the_union_of_a_tile(monkeypatch: pytest.MonkeyPatch, tokens: int, n: int, block: int, rows: str) -> None:
+def test_the_union_of_a_tile(monkeypatch: pytest.MonkeyPatch, tokens: int, n: int, block: int, h: int, rows: str) -> None:
     """Of rows whose positions follow from S_kv, are given, or end a sequence of a cache."""
     emulated(monkeypatch, BACKWARDS)
     B, S, G, S_kv, lengths = 2, 70, 2, 300, None
     if rows == "lengths":
         lengths = (150, 9)
-        call = cache_call(make_cache(lengths, 64, S_q=S, h=2, Dv=16, n=3, block=block, dtype=torch.float16))
+        call = cache_call(make_cache(lengths, 64, S_q=S, h=h, Dv=16, n=3, block=block, dtype=torch.float16))
     else:
-        q, k, v = make_qkv(B, S, G, 2, 16, 16, S_kv=S_kv, dtype=torch.float16)
+        q, k, v = make_qkv(B, S, G, h, 16, 16, S_kv=S_kv, dtype=torch.float16)
         q_pos = torch.randint(0, S_kv, (B, S), generator=torch.Generator().manual_seed(1)) if rows == "given" else None
         call = call_of(q, k, v, make_blocks(B, S, G, S_kv, n, block), q_pos)
     check_union(call, sm90.plan_of(call, tokens), tokens, block, lambda b, g, first: range(first, min(first + tokens, S)), lengths)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from nsa_sel import decisions, reset, selection_attention
 from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends.cupy_cuda import block_tiles, launch, tensor_map
-from nsa_sel.backends.launcher import cuda_driver, replay
+from nsa_sel.backends.launcher import batch, cuda_driver, replay
 from nsa_sel.backends.launcher.buffers import unwritten
 from nsa_sel.core import ranges as ranges_module
 from nsa_sel.core import registry
@@ -45,15 +45,16 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             kernels.append((source, macros))
         return kernels.index((source, macros))
 
-    def start(handle: int, ctas: int, threads: int, shared: int, *_: Any, **__: Any) -> int:
+    def start(handle: int, ctas: int, threads: int, shared: int, arguments: Any) -> int:
         source, macros = kernels[handle]
         started.append(source)
-        emulate._library(source, macros).run(ctas, threads, shared, 0, cuda_driver.thread.arguments)
+        emulate._library(source, macros).run(ctas, threads, shared, 0, arguments)
         return 0
 
-    def launch_with(config: int, handle: int, *_: Any) -> int:
-        """config: the address of a CUlaunchConfig."""
-        return start(handle, *struct.unpack("<I8xI8xI", ctypes.string_at(config, 28)))
+    def launch_with(config: int, handle: int, parameters: int, _: None) -> int:
+        """config: the address of a CUlaunchConfig; parameters: of an array of pointers to arguments."""
+        ctas, threads, shared = struct.unpack("<I8xI8xI", ctypes.string_at(config, 28))
+        return start(handle, ctas, threads, shared, ctypes.c_void_p.from_address(parameters))
 
     def clear(address: int, size: int, *_: int) -> int:
         ctypes.memset(address, 0, size)
@@ -65,15 +66,16 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return emulate.map_of(address, shape, strides, box[2], box[3], dtype.itemsize)
 
     runtime = types.SimpleNamespace(setDevice=lambda device: None, memsetAsync=lambda address, value, size, stream: clear(address, size))
-    kernel = types.SimpleNamespace(launchKernel=lambda handle, ctas, y, z, threads, *others: start(handle, ctas, threads, others[2]))
+    own = cuda_driver.thread.arguments
+    kernel = types.SimpleNamespace(launchKernel=lambda handle, ctas, y, z, threads, *others: start(handle, ctas, threads, others[2], own))
     monkeypatch.setattr(launch, "_interfaces", lambda: (kernel, runtime))
-    monkeypatch.setattr(launch, "_starts_early", lambda device: False)
+    monkeypatch.setattr(cuda_driver, "starts_early", lambda device: False)
     monkeypatch.setattr(launch, "function", function)
     monkeypatch.setattr(tensor_map, "_encoded", encoded)
     monkeypatch.setattr(cuda_driver, "stream_of", lambda device: 0)
-    monkeypatch.setattr(cuda_driver, "_launch", lambda: launch_with)
+    monkeypatch.setattr(cuda_driver, "launch_function", lambda: launch_with)
     monkeypatch.setattr(replay, "stream_of", lambda device: 0)
-    monkeypatch.setattr(replay, "clear", clear)
+    monkeypatch.setattr(cuda_driver, "clear", clear)
     monkeypatch.setattr(Selection, "_on_gpu", True)  # else it compares ranges with a copy
     tensor_map._encoder.cache_clear()
     return started
@@ -82,8 +84,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Collect the number of launches of each replay."""
-    found, play = list[int](), replay._play
-    monkeypatch.setattr(replay, "_play", lambda recording, *others: (found.append(len(recording.steps)), play(recording, *others))[1])
+    found, play = list[int](), replay._Ready.play
+    monkeypatch.setattr(replay._Ready, "play", lambda ready, *others: (found.append(len(ready.recording.steps)), play(ready, *others))[1])
     return found
 
 
@@ -124,8 +126,8 @@ def test_other_tensors_of_a_class_are_replayed(driver: list[str], played: list[i
         driver.clear()
         if seed == 1:
             assert played == []
-    assert len(played) == 9  # three times: forward, backward, and the lists of the backward
-    assert sum(played[-3:]) == len(launched)
+    assert len(played) == 6  # three times: forward, and backward with its lists
+    assert sum(played[-2:]) == len(launched)
 
 
 @needs_compiler
@@ -161,17 +163,112 @@ def test_plans_follow_writes_into_the_ranges(driver: list[str], played: list[int
         plain = replace(call)
         plain.selection = Selection(call.selection.ranges, 16)
         assert_equal(passes(call, seed), passes(plain, seed))
-    assert len(played) == 9
+    assert len(played) == 6
 
 
 @needs_compiler
 def test_replayed_lists_of_small_blocks_are_those_that_were_built(driver: list[str], played: list[int]) -> None:
     """Their counts of blocks are zeroed again."""
     known: dict[Any, Any] = {REPEATED: True}
-    plans = [block_tiles.block_lists_of(call_of(0, facts)) for facts in (known, known, known, known, None)]
+
+    def listed(call: Call, o: Tensor) -> tuple[Tensor]:
+        block_tiles.block_lists_of(call)
+        return (unwritten(call.q, 4),)
+
+    def lists_of(call: Call) -> Any:
+        replay.replayed(call, listed, (torch.zeros(64),))
+        return block_tiles.block_lists_of(call)
+
+    plans = [lists_of(call_of(0, facts)) for facts in (known, known, known, known, None)]
     whole = [[x.begins, x.segments, x.parts, x.slots, *(y[: int(x.begins[-1])] for y in (x.entries, x.chosen))] for x in plans]
-    assert played
+    assert len(played) == 2
     assert all(all(map(torch.equal, plan, whole[0])) for plan in whole[1:])
+
+
+@needs_compiler
+def test_a_pass_has_recordings_with_and_without_its_plans(driver: list[str], played: list[int]) -> None:
+    """What a replay builds is what other passes use, and is not built again."""
+    known: dict[Any, Any] = {REPEATED: True}
+    for seed in range(4):
+        call = call_of(seed, known)
+        wanted = passes(call_of(seed, None), seed)
+        driver.clear()
+        played.clear()
+        for _ in range(2):
+            assert_equal(passes(call, seed), wanted)
+        assert driver.count("sort_count.cu") == 1
+    assert played == [1, 5, 1, 3]
+    plain = replace(call)  # runs as it is written, with the lists that the replay has built
+    plain.known = {}
+    assert_equal(passes(plain, 3), wanted)
+    assert driver.count("sort_count.cu") == 1
+
+
+@needs_compiler
+def test_shortcuts_replay_passes_of_their_class_alone(driver: list[str]) -> None:
+    known: dict[Any, Any] = {REPEATED: True}
+    for seed in range(2):
+        passes(call_of(seed, known, S=12), seed)
+    call = call_of(2, known, S=12)
+    o, lse, *gradients = passes(call_of(2, None, S=12), 2)
+    do, _ = make_grads(call.q, call.v, 2)
+    tensors = call.q, call.k, call.v
+    assert known["forward"](call.selection, *tensors) is None  # no disjoint ranges yet
+    call.disjoint_ranges()
+    assert_equal(list(known["forward"](call.selection, *tensors)), [o, lse])
+    assert_equal(list(known["backward"](call.selection, *tensors, o, lse, do)), gradients)
+    assert known["backward"](call.selection, *tensors, o, lse, do.transpose(1, 2).contiguous().transpose(1, 2)) is None
+    assert known["backward"](call.selection, *tensors, o, lse, o) is None  # a tensor twice
+    assert known["backward"](call.selection, *tensors, o, lse, None) is None
+    call.selection.measure()
+    assert known["forward"](call.selection, *tensors) is None
+
+
+@needs_compiler
+def test_few_rows_whose_blocks_may_repeat_have_no_shortcut_forward(driver: list[str], played: list[int]) -> None:
+    known: dict[Any, Any] = {REPEATED: True}
+    for seed in range(3):
+        passes(call_of(seed, known, S=8), seed)
+    assert played
+    assert "forward" not in known
+
+
+def test_launches_whose_arguments_repeat_become_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []  # stream and argument of each launch, or the stream of a graph
+
+    def launch_with(config: int, function: int, parameters: int, _: None) -> int:
+        (stream,) = struct.unpack_from("<Q", ctypes.string_at(config, 40), cuda_driver.STREAM_OFFSET)
+        started.append((stream, ctypes.c_int64.from_address(ctypes.c_void_p.from_address(parameters).value or 0).value))
+        return 0
+
+    def captured(device: int, start: Callable[[int], int]) -> Any:
+        assert start(77) == 0
+        return types.SimpleNamespace(handle=9, start=lambda handle, stream: started.append(stream) or 0)
+
+    monkeypatch.setattr(cuda_driver, "bind_context", lambda device: None)
+    monkeypatch.setattr(cuda_driver, "launch_function", lambda: launch_with)
+    monkeypatch.setattr(cuda_driver, "captured", captured)
+    steps = tuple(batch.Step(1, cuda_driver.grid(1, 32, 0), False, (offset,)) for offset in (0, 8))
+    launches = batch.Batch(0, 5, steps, struct.Struct("<qq"))
+    for values in ((1, 2), (3, 4)):
+        launches.pack(values, [])
+        started.clear()
+        for _ in range(batch.GRAPH_AFTER + 2):
+            assert launches.start() == 0
+        each = [(5, value) for value in values]
+        assert started == [*each * (batch.GRAPH_AFTER - 1), *((77, value) for value in values), *each, 5, 5]
+
+
+@needs_compiler
+def test_packed_arguments_are_those_of_the_addresses(driver: list[str], played: list[int]) -> None:
+    """Tensors that take turns get batches of their own; new ones take the oldest batch."""
+    known: dict[Any, Any] = {REPEATED: True}
+    calls = [call_of(seed, known) for seed in range(3)]
+    wanted = [cupy_cuda.forward(call_of(seed, None)) for seed in range(3)]
+    for number in range(40):
+        turn = number % 3 if number < 30 else 0
+        assert_equal(list(cupy_cuda.forward(calls[turn])), list(wanted[turn]))
+    assert len(played) == 38
 
 
 def moved(x: Tensor) -> Tensor:
@@ -199,12 +296,12 @@ def test_what_differs_runs_as_it_is_written(monkeypatch: pytest.MonkeyPatch, dri
     elif what == "a hook":
         monkeypatch.setattr(cuda_driver, "hooked", lambda: True)
     elif what == "refused":
-        monkeypatch.setattr(cuda_driver, "_launch", lambda: lambda *_: 1)
+        monkeypatch.setattr(cuda_driver, "launch_function", lambda: lambda *_: 1)
     if what == "expanded do":
         o, lse = cupy_cuda.forward(call)
         do = torch.ones(o.shape[-1], dtype=o.dtype).expand(o.shape)
         assert_equal(list(cupy_cuda.backward(call, o, lse, do, None)), list(cupy_cuda.backward(plain, o, lse, do, None)))
-        assert played == [1, 2]  # the forward, and the lists
+        assert played == [1]  # the forward
         return
     assert_equal(passes(call, 1), passes(plain, 1))
     assert bool(played) == (what == "refused")
@@ -235,7 +332,7 @@ def test_a_recording_tells_what_each_address_is(extra: Any, recorded: bool) -> N
     with recorder:
         o, lse = unwritten(call.q, 4), unwritten(call.q, 4)
         cuda_driver.thread.recording.launch(*step, values=(o.data_ptr(), lse.data_ptr(), extra(call)))
-    assert (recorder.finished((o, lse), False) is not None) == recorded
+    assert (recorder.finished((o, lse)) is not None) == recorded
     assert cuda_driver.thread.recording is None
 
 
@@ -289,7 +386,7 @@ def test_old_recordings_make_room(monkeypatch: pytest.MonkeyPatch, driver: list[
     facts: list[dict[Any, Any]] = [{REPEATED: True} for _ in range(2)]
     for number in range(6):
         passes(call_of(0, facts[number // 3]), 0)
-    assert [sum(isinstance(x, replay.Recording) for x in known.values()) for known in facts] == [0, 3]
+    assert [sum(len(x.made) for x in known.values() if isinstance(x, replay.Recordings)) for known in facts] == [1, 2]
 
 
 BACKENDS = ("triton-token", "triton-group", "triton-tile", "triton-block", "cuda-block", "cupy-cuda")

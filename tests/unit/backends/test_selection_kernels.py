@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from nsa_sel import selection as selection_module
 from nsa_sel.backends._triton import ranges as kernels
+from nsa_sel.backends._triton import top_n as top_n_module
 from nsa_sel.backends._triton.kernel import Kernel
-from nsa_sel.backends._triton.ranges import top_n
+from nsa_sel.backends._triton.top_n import top_n
 from nsa_sel.core import ranges as ranges_module
 from nsa_sel.core.arguments import range_dtype, whole_blocks
 from nsa_sel.core.ranges import disjoint, sorted_blocks
@@ -59,7 +62,7 @@ def test_one_kernel_gives_the_ranges_and_the_distinct_ones(n: int, dtype: torch.
 
 
 def test_a_selection_of_blocks_is_one_launch(launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    indices = some_blocks(4, torch.int64)
+    indices = some_blocks(4, torch.int64).repeat(1, 4, 1, 1)
     selection = Selection.from_blocks(indices, 64)
     found = selection.disjoint_ranges()
     assert launches == [kernels.block_ranges_kernel]
@@ -73,6 +76,10 @@ def test_a_selection_of_blocks_is_one_launch(launches: list[Any], monkeypatch: p
     assert promised.disjoint_ranges() is promised.ranges
     with torch.inference_mode():  # no plan is kept, and none is computed ahead
         assert torch.equal(Selection.from_blocks(indices, 64).disjoint_ranges(), disjoint(expected))
+    few = Selection.from_blocks(indices[:, :8].contiguous(), 64)  # whose kernels find duplicates themselves
+    assert len(launches) == 6
+    assert torch.equal(few.disjoint_ranges(), disjoint(expected[:, :8]))
+    assert len(launches) == 7
 
 
 @pytest.mark.parametrize("decode", [False, True])
@@ -99,10 +106,65 @@ def test_blocks_that_were_seen_before_are_not_checked_again(launches: list[Any],
         Selection.from_blocks(indices, 64)
     assert len(taken) == 7
     assert_refused(*(("block_size", lambda bad=bad: Selection.from_blocks(indices, bad)) for bad in (True, 0, 64.0)))  # type: ignore[misc]
-    launched = len(launches)
-    monkeypatch.setattr(ranges_module, "capturing", lambda x: True)
-    assert torch.equal(Selection.from_blocks(indices, 64).ranges, whole_blocks(indices.unsqueeze(1) if decode else indices, 64))
-    assert len(launches) == launched
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (ranges_module, selection_module):
+        monkeypatch.setattr(module, "capturing", lambda x: True)
+
+
+def test_a_capture_makes_ranges_and_distinct_ones_in_one_launch(
+    launches: list[Any], capturing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    indices = some_blocks(4, torch.int32).repeat(1, 4, 1, 1)
+    expected = whole_blocks(indices, 64)
+    selection = Selection.from_blocks(indices, 64)
+    assert torch.equal(selection.disjoint_ranges(), disjoint(expected))
+    assert selection.disjoint_ranges() is selection.disjoint_ranges()
+    assert len(launches) == 1
+    selection.ranges[..., 1] = selection.ranges[..., 0]  # nothing is selected any more
+    assert not (selection.disjoint_ranges() != 0).any()
+    other = Selection.from_ranges(expected, 64)  # a replay must follow writes since the capture
+    assert other.disjoint_ranges() is not other.disjoint_ranges()
+    assert len(launches) == 4
+    monkeypatch.setattr(Kernel, "loaded", lambda *_: False)  # what would be loaded in the capture
+    unloaded = Selection.from_blocks(indices, 64)
+    assert torch.equal(unloaded.ranges, expected)
+    assert torch.equal(unloaded.disjoint_ranges(), disjoint(expected))
+    assert len(launches) == 4
+
+
+def test_few_rows_in_a_capture_keep_their_block_indices(launches: list[Any], capturing: None) -> None:
+    indices = some_blocks(4, torch.int32)
+    selection = Selection.from_blocks(indices, 64)
+    assert selection.indices is indices
+    assert selection.listed is indices
+    assert not launches
+    copied = copy.deepcopy(selection)
+    assert copied.indices is None
+    assert torch.equal(copied.ranges, whole_blocks(indices, 64))
+    assert selection.indices is None  # the ranges may be written
+    assert selection.listed is selection.ranges
+    counts = torch.ones(2, 5, 2, dtype=torch.int32)
+    many, strided = indices.repeat(1, 2, 1, 1), indices.mT.contiguous().mT
+    others = Selection.from_blocks(many, 64), Selection.from_blocks(indices, 64, counts), Selection.from_blocks(strided, 64)
+    assert all(other.indices is None for other in (*others, Selection.from_ranges(copied.ranges, 64)))
+    assert_refused(("selection.ranges", lambda: setattr(Selection.from_blocks(indices, 64), "ranges", copied.ranges)))
+    with pytest.raises(AttributeError, match="rows"):
+        selection.rows  # noqa: B018
+
+
+def test_block_indices_that_were_written_are_refused(launches: list[Any], capturing: None) -> None:
+    indices = some_blocks(4, torch.int32)
+    selection, made = Selection.from_blocks(indices, 64), Selection.from_blocks(indices, 64)
+    before = made.ranges.clone()
+    indices[0] = 1
+    assert torch.equal(made.ranges, before)
+    assert_refused(("block_indices", lambda: selection.indices), ("block_indices", lambda: selection.ranges))
+    with torch.inference_mode():  # no counter of writes
+        inferred = Selection.from_blocks(indices.clone(), 64)
+    assert torch.equal(inferred.ranges, whole_blocks(indices, 64))
 
 
 def test_ranges_that_are_no_blocks_are_found_by_pytorch(launches: list[Any]) -> None:
@@ -144,7 +206,7 @@ def test_traced_operations_stay_pytorch(launches: list[Any]) -> None:
 @pytest.mark.parametrize("n", [3, 16, 300])
 def test_a_gpu_gives_the_ranges_in_one_launch(n: int) -> None:
     """On a thread that has launched nothing yet, too."""
-    indices, found = some_blocks(n, torch.int64).cuda(), list[tuple[Tensor, Tensor]]()
+    indices, found = some_blocks(n, torch.int64).repeat(1, 2, 1, 1).cuda(), list[tuple[Tensor, Tensor]]()
 
     def select() -> None:
         selection = Selection.from_blocks(indices, 64)
@@ -214,8 +276,41 @@ def test_numbers_of_blocks(blocks: int, n: int) -> None:
 
 
 def test_many_blocks() -> None:
-    check(uniform((1, 2, 1, 16384)), 16, 64)
+    check(uniform((1, 2, 1, 4096)), 16, 64)
     check(uniform((1, 2, 1, 5000)).mul(64).round(), 300, 64)
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of more than 16 blocks are wide: chunks of 32, room for 16 candidates, or for twice as many as are chosen."""
+    for name, value in (("WIDE", 16), ("CHUNK", 32), ("LEAST_KEPT", 16)):
+        monkeypatch.setattr(top_n_module, name, value)
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("n", [1, 5, 8, 20])
+def test_wide_rows(n: int) -> None:
+    """Few candidates, as many as there is room for (an arithmetic progression), and more: equal scores, and thresholds that many reach."""
+    first, local = min(1, n - 1), min(2, n // 2)
+    rising = torch.arange(150.0).expand(1, 4, 2, 150)
+    same_group = torch.rand(1, 4, 2, 150, generator=torch.Generator().manual_seed(3)) + 9.0 * (torch.arange(150) % 32 < 3)
+    positive = (uniform((1, 4, 2, 150)) * 20 - 15).relu()
+    for scores in (uniform((1, 4, 2, 150)), torch.zeros(1, 4, 2, 150), rising, -rising, same_group, positive, rising * 1e37):
+        check(scores, n, 4, first, local)
+        check(scores, n, 4, 0, 0)
+    for dtype in DTYPES:
+        check(awkward((1, 6, 2, 100), dtype), n, 4, first, local)
+        check(awkward((1, 6, 2, 100), dtype).abs(), n, 4, 0, 0)
+
+
+@pytest.mark.usefixtures("wide")
+def test_wide_rows_at_given_positions_with_strides_and_forced_blocks() -> None:
+    q_pos = torch.randint(-40, 400, (2, 8), generator=torch.Generator().manual_seed(2))
+    q_pos[0, :4] = torch.tensor([-(1 << 40), 1 << 40, -1, 0])
+    scores = uniform((2, 100, 8, 2)).permute(0, 2, 3, 1)  # [2, 8, 2, 100]
+    check(scores, 5, 4, q_pos=q_pos)
+    check(scores, 60, 4, first=33, local=27, q_pos=q_pos)
+    check(scores.masked_fill(torch.arange(100) > q_pos[:, :, None, None] // 4, torch.nan), 7, 4, first=0, local=0, q_pos=q_pos)
 
 
 def test_given_positions() -> None:
@@ -259,26 +354,31 @@ def test_blocks_whose_keys_need_64_bits() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("blocks", [1, 20, 64, 128, 500, 512, 1000, 2048, 5000, 16384])
+@pytest.mark.parametrize("blocks", [1, 20, 64, 128, 500, 512, 1000, 2048, 4096, 5000, 16384, 40000])
 def test_top_n_on_a_gpu(blocks: int, dtype: torch.dtype) -> None:
     for n in (1, 16, 64):
         local, first = min(2, n - 1), min(1, n // 4)
         for scores in (awkward((2, 61, 2, blocks), dtype, "cuda"), uniform((2, 61, 2, blocks), dtype, "cuda")):
             check(scores, n, 64, first, local)
             check(scores, n, 64, 0, 0)
+    if blocks >= 4096:
+        rising = torch.arange(blocks, device="cuda").to(dtype).expand(1, 9, 1, blocks)
+        for n in (512, 2000):
+            for scores in (awkward(rising.shape, dtype, "cuda"), uniform(rising.shape, dtype, "cuda"), rising, rising % 2048 // 256):
+                check(scores, n, 4, 0, 0)
     q_pos = torch.randint(-40, 70 * blocks, (2, 61), generator=torch.Generator().manual_seed(2)).cuda()
     check(uniform((2, 61, 2, blocks), dtype, "cuda"), 16, 64, q_pos=q_pos)
     for rows, warps in ((1, 1), (8, 1), (4, 4), (16, 4)):  # rows of a warp, and rows across warps
-        if rows * blocks < 16384:
+        if rows * blocks < 16384 and blocks <= 4096:
             check(awkward((2, 61, 2, blocks), dtype, "cuda"), 16, 64, rows=rows, warps=warps)
 
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The shapes of scores that the kernel got from `Selection.from_scores`."""
-    shapes, real = list[torch.Size](), ranges_module._kernel()
+    shapes, real = list[torch.Size](), ranges_module._kernel(ranges_module.TOP_N)
     top_n = lambda scores, *arguments: (shapes.append(scores.shape), real.top_n(scores, *arguments))  # noqa: E731
-    monkeypatch.setattr(ranges_module, "_kernel", lambda: SimpleNamespace(top_n=top_n, MOST_BLOCKS=20))
+    monkeypatch.setattr(ranges_module, "_kernel", lambda module: SimpleNamespace(top_n=top_n, chooses=lambda blocks, n: blocks <= 20))
     return shapes
 
 

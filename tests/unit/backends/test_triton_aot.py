@@ -122,8 +122,8 @@ def spills_allowed_choose(kernel: dict[str, object]) -> int:
 
 # Attention and its choice; a choice without attention; few rows over pages. The others have the same kernels of other sizes and bounds, or
 # for 8.0.
-SOME_CHOOSE = ("h16", "msa", "pages")
-OTHERS = ("h8-64", "most-blocks", "packed", "pages-drafts", "80", "moba")
+SOME_CHOOSE = ("h16", "msa", "pages", "few-msa-pages-e4m3")
+OTHERS = ("h8-64", "most-blocks", "packed", "pages-drafts", "few-msa-e4m3", "few-qsa-drafts-pages", "few-nsa", "80", "moba", "few-msa")
 
 
 @pytest.mark.slow
@@ -139,12 +139,15 @@ def test_choosing_fits(asked: tuple[str, ...]) -> None:
     assert len(found) == sum(map(len, of.values()))
     for shape, kernels in of.items():
         if shape in ("msa", "moba"):  # without attention
-            sm = 80 if shape == "moba" else 90
-            assert {(kernel["kernel"], kernel["sm"]) for kernel in kernels} == {("block_scores_kernel", sm), ("top_n_kernel", sm)}
+            sm, scoring = (80, "block_scores_kernel") if shape == "moba" else (90, "block_logits_kernel")
+            assert {(kernel["kernel"], kernel["sm"]) for kernel in kernels} == {(scoring, sm), ("top_n_kernel", sm)}
             for kernel in kernels:
-                assert kernel["wgmma"] == kernel["tma"] == (sm == 90 and kernel["kernel"] == "block_scores_kernel"), kernel
+                assert kernel["wgmma"] == kernel["tma"] == (kernel["kernel"] == "block_logits_kernel"), kernel
         elif shape == "most-blocks":
-            assert [(kernel["kernel"], kernel["spilled"]) for kernel in kernels] == [("top_n_kernel", 0)]
+            assert [(kernel["kernel"], kernel["spilled"]) for kernel in kernels] == [("top_n_kernel", 0), ("wide_rows_kernel", 0)]
+        elif shape.startswith("few"):
+            assert [kernel["kernel"] for kernel in kernels] == ["few_scores_kernel", "top_n_kernel"]
+            assert kernels[0]["spilled"] == 0, kernels
         elif shape.startswith("pages"):
             assert [kernel["kernel"] for kernel in kernels] == ["attention_kernel", "importance_kernel", "top_n_kernel"]
             for kernel in kernels:
@@ -173,6 +176,31 @@ def test_windows_fit(sm: int) -> None:
     for kernel in found:
         assert kernel["shared"] <= kernel["limit"], kernel
         assert sm < 90 or (kernel["spilled"] == 0 and kernel["wgmma"] and kernel["tma"]), kernel
+
+
+LOSS_PASSES = {"lse_kernel", "join_lse_kernel", "loss_kernel", "sum_rows_kernel", "sum_keys_kernel"}
+DENSE_PASSES = {"dense_lse_kernel", "dense_loss_kernel", "dense_sum_rows_kernel", "dense_sum_keys_kernel"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sm", "shapes"),
+    [
+        (90, ("m3", "m3-warm-up", "ranges-of-many-tiles")),
+        pytest.param(86, ("m3", "m3-warm-up", "h12-256-small", "h3-192", "h1-256-fp32"), marks=pytest.mark.thorough),
+    ],
+)
+def test_the_loss_of_an_indexer_fits(sm: int, shapes: tuple[str, ...]) -> None:
+    """8.6 has the least shared memory."""
+    found = compiled_apart("loss", str(sm), *shapes)
+    for shape in shapes:
+        names = {kernel["kernel"] for kernel in found if kernel["shape"] == shape}
+        assert names >= (DENSE_PASSES if shape == "m3-warm-up" else LOSS_PASSES), shape
+    for kernel in found:
+        assert kernel["shared"] <= kernel["limit"], kernel
+        assert sm < 90 or kernel["wgmma"] == (kernel["kernel"] in ("lse_kernel", "loss_kernel", "dense_lse_kernel", "dense_loss_kernel")), (
+            kernel
+        )
 
 
 @pytest.mark.slow

@@ -161,7 +161,7 @@ def test_flags_and_short_numbers_take_their_bytes() -> None:
 
 
 def test_a_launch_that_needs_more_than_arguments_has_no_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = {"launch_cooperative_grid": False, "launch_pdl": False, "global_scratch_size": 0, "profile_scratch_size": 0}
+    plain = {"launch_cooperative_grid": False, "global_scratch_size": 0, "profile_scratch_size": 0}
     meta = {"num_ctas": 1, "num_warps": 4, "shared": 0, "tensordesc_meta": (), **plain}
     source = types.SimpleNamespace(signature={"x": "*fp32", "n": "i32"})
 
@@ -171,7 +171,8 @@ def test_a_launch_that_needs_more_than_arguments_has_no_layout(monkeypatch: pyte
         )
 
     monkeypatch.setattr(cuda_driver, "parameters", lambda function: [(0, 8), (8, 4), (16, 8), (24, 8)])
-    assert layout() is not None
+    assert not layout().early
+    assert layout(launch_pdl=True).early
     needs = {**dict.fromkeys(plain, 1), "num_ctas": 2, "shared": 10**6}
     assert not any(layout(**{name: value}) for name, value in needs.items())
     monkeypatch.setattr(cuda_driver, "parameters", lambda function: None)  # of an old driver

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 from nsa_sel import use_backend
 from nsa_sel.bench import headline
 from nsa_sel.bench.core import store
-from nsa_sel.bench.core.cases import make_selection, prefill, text_case
+from nsa_sel.bench.core.cases import Case, make_selection, prefill, text_case
 from nsa_sel.bench.core.contenders import DENSE
 from nsa_sel.bench.core.session import wanted
-from nsa_sel.bench.questions import host_time, layer_parts
-from nsa_sel.bench.questions.host_time import CHOSEN, NOTHING
+from nsa_sel.bench.questions import choosing_steps, host_time, indexer_loss, layer_parts
+from nsa_sel.bench.questions.host_time import CHOSEN, COMPILED, NOTHING, STEP
 from nsa_sel.cli.app import app
 from nsa_sel.errors import NsaSelError
 from tests.helpers.files import table_lines
@@ -25,13 +25,16 @@ from tests.helpers.files import table_lines
 # Host time
 
 
-def test_host_time_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_host_time_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda work, fullgraph: work)  # takes a minute
     out, names = tmp_path / "overhead.jsonl", (NOTHING, CHOSEN, "numba")
-    threads = torch.get_num_threads()
-    host_time.main(out, rounds=2, calls=2, device="cpu", backends=",".join(names), S=70)
+    threads, every = torch.get_num_threads(), (*names, host_time.DENSE)
+    host_time.main(out, rounds=2, calls=2, device="cpu", backends=",".join(every), S=70, layers=2)
     torch.set_num_threads(threads)
     rows = store.read(out)
-    assert {(row["backend"], row["direction"]) for row in rows} == {(name, way) for name in names for way in ("fwd", "fwd+bwd")}
+    assert {(row["backend"], row["direction"]) for row in rows} == {(name, way) for name in every for way in ("fwd", "fwd+bwd")}
+    steps = {(row["backend"], row["part"]) for row in rows if row["part"] in (STEP, COMPILED)}
+    assert steps == {(name, part) for name in (CHOSEN, host_time.DENSE) for part in (STEP, COMPILED)}
     assert all(row["device"] and row["threads"] == 1 and row["command"] and row["S"] == 70 for row in rows)
     assert "beyond the backend" in capsys.readouterr().out
     assert {(name, "further call, new") for name in names} <= {(row["backend"], row["part"]) for row in rows}
@@ -95,6 +98,20 @@ def test_parts_make_their_own_inputs() -> None:
             assert all(x.requires_grad for x in inputs)
 
 
+# The loss of an indexer
+
+
+def test_the_loss_of_an_indexer_is_timed_beside_attention() -> None:
+    case = Case("models-minimax-m3-random-0k", "random", 1, 48, 48, 2, 2, 16, 16, 2, 16, "float32")
+    rows = list(indexer_loss.measure(case, list(indexer_loss.TITLES), 1, "cpu"))
+    assert [(row["part"], row["direction"]) for row in rows] == [
+        ("sparse", "fwd+bwd"), ("selected", "bwd"), ("warm-up", "fwd+bwd"), ("dense", "bwd"),
+    ]  # fmt: skip
+    assert [row["backend"] for row in rows[::2]] == 2 * ["loss-torch"]
+    assert all(row["error_loss"] < 1e-5 and row["error_dq"] < 1e-5 for row in rows[::2])
+    assert indexer_loss.table(rows).count("|") == 3 * 7
+
+
 # Texts of trained models
 
 
@@ -111,3 +128,25 @@ def test_a_trained_models_rows_choose_the_first_and_the_nearest_blocks(S: int) -
     assert text_case(65537, 16) is None
     with pytest.raises(NsaSelError, match="no selections of a trained model over 65537 tokens"):
         make_selection(prefill("trained", 65537, 1), "cpu")
+
+
+# Choosing for one new token
+
+
+def test_choosing_steps_show_each_cache_beside_its_floor() -> None:
+    of = {"model": "MiniMax-M3", "B": 64, "S_kv": 32768}
+    rows = [
+        {**of, "kv": kv, "page_size": page, **times(0.1), "floor_ms": 0.05} for kv, page in (("bf16", None), ("bf16", 64), ("e4m3", None))
+    ]
+    rows.append({**rows[0], "model": "Qwen3.8", "B": 1})
+    lines = table_lines(choosing_steps.table(rows))
+    caches = ("bf16", "bf16, pages of 64", "e4m3")
+    assert lines[0] == {"indexer": "MiniMax-M3", "B": "64", "keys": "32k", **dict.fromkeys(caches, "100.0 (50.0)")}
+    assert [lines[1][name] for name in ("B", *caches)] == ["1", "100.0 (50.0)", "-", "-"]
+
+
+@pytest.mark.parametrize("page", [8, 64])
+def test_pages_of_index_keys_hold_the_keys_of_their_sequences(page: int) -> None:
+    k = torch.randn(3, 128, 1, choosing_steps.D)
+    pages, block_table = choosing_steps.in_pages(k, page)
+    assert torch.equal(pages[block_table.long()].flatten(1, 2), k)

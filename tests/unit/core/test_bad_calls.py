@@ -68,6 +68,8 @@ CALLS = [
     Wrong("ranges of 3 dims", call(selection=ranges(B, S, 2)), ("ranges is of shape", "[B,S,G,n,2]", "missing axes")),
     Wrong("ranges of other rows", call(selection=ranges(B, S + 1, G, 2, 2)), ("rows [B,S,G] = (2, 5, 3)", "(2, 4, 3)")),
     Wrong("ranges a head", call(selection=ranges(B, S, G * h, 2, 2)), ("rows [B,S,G] = (2, 4, 6)", "one set of ranges")),
+    Wrong("ranges of some groups", call(selection=ranges(B, S, G - 1, 2, 2)),
+          ("rows [B,S,G] = (2, 4, 2)", "(2, 4, 3), or (2, 4, 1) for all groups", "or per query row for all groups")),
     Wrong("decode ranges for prefill", call(selection=ranges(B, G, 2, 2)), ("rows [B,S,G] = (2, 1, 3)", "(2, 4, 3)")),
     Wrong("block indices for a selection", call(selection=ranges(B, S, G, 2)),
           ("selection is a tensor torch.int32 of shape (2, 4, 3, 2)", "looks like block indices", "Selection.from_blocks(")),

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from nsa_sel import (
     NSAttention,
     Selection,
+    choose_blocks_with_kvcache,
     compressed_attention,
     decisions,
     selection_attention,
@@ -123,11 +124,13 @@ def counting() -> tuple[Any, Counter[str]]:
 
 
 @on_devices
-def test_one_graph_serves_every_length(backend: str, device: str) -> None:
+@pytest.mark.parametrize("groups", [2, 1], ids=["of-each-group", "of-all-groups"])
+def test_one_graph_serves_every_length(backend: str, device: str, groups: int) -> None:
     counter, graphs = counting()
     fast = compiled(from_blocks, counter)
     for S in (80, 128, 96):  # none is a head dim: PyTorch treats sizes that are equal in the first call as one
         q, k, v, selection = problem_on(device, S)
+        selection = Selection(selection.ranges[:, :, :groups].contiguous(), BLOCK)
         got = results(fast, q, k, v, selection.block_indices, backend=backend)
         decision = decisions()[-1]
         assert (decision.forward, decision.backward, decision.request.S) == (backend, backend, S)
@@ -209,13 +212,14 @@ def test_every_form_of_the_call_compiles_into_one_graph() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_call_over_a_cache_runs_between_graphs(device: str) -> None:
-    """It is no op. PyTorch 2.11 could not trace its checks and decisions, and raised an internal error."""
+def test_calls_over_a_cache_run_between_graphs(device: str) -> None:
+    """They are no ops. PyTorch 2.11 could not trace their checks and decisions, and raised an internal error."""
     k, v, lengths = torch.randn(2, 40, 1, 8, device=device), torch.randn(2, 40, 1, 8, device=device), torch.tensor([40, 17], device=device)
-    selection = Selection.from_blocks(torch.tensor([[[[0, 1]]], [[[1, 2]]]], device=device), 16)
 
     def work(q: Tensor) -> Tensor:
-        return selection_attention_with_kvcache(q * 2, k, v, selection, lengths) + 1  # type: ignore[no-any-return]
+        q = q * 2
+        selection = choose_blocks_with_kvcache(q, k, lengths, block_size=16, n=2)
+        return selection_attention_with_kvcache(q, k, v, selection, lengths) + 1  # type: ignore[no-any-return]
 
     counter, q = CompileCounter(), torch.randn(2, 1, 1, 4, 8, device=device)
     assert torch.equal(torch.compile(work, backend=counter)(q), work(q))
@@ -286,6 +290,8 @@ def check_ops(backend: str, q: Tensor, k: Tensor, v: Tensor, selection: Selectio
 def test_the_ops_pass_opcheck(backend: str, device: str) -> None:
     given = problem(2, 1, 1, B=1, S_kv=32, n=1) if device == "cpu" else problem_on(device, 64)
     check_ops(backend, *(x.detach().half().requires_grad_() for x in given[:3]), given[3], ALL_CHECKS)
+    q, k, v, selection = problem_on(device, 32)
+    check_ops(backend, q, k, v, Selection(selection.ranges[:, :, :1].contiguous(), BLOCK), ALL_CHECKS[:3])
 
 
 def test_the_ops_of_windows_pass_opcheck() -> None:

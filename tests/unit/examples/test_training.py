@@ -73,6 +73,19 @@ def test_it_learns_and_backends_agree(tmp_path: Path) -> None:
     assert (dense[0]["attention"], dense[0]["backend"]) == ("dense", None)
 
 
+def test_msa_trains_its_indexer_first_with_dense_attention(tmp_path: Path) -> None:
+    rows = run(tmp_path / "whole", 12, attention="msa", every=4)
+    assert rows[5]["index_loss"] < rows[0]["index_loss"]
+    assert rows[11]["index_loss"] < rows[6]["index_loss"]
+    sparse = run(tmp_path / "sparse", 1, attention="msa", dense_steps=0)
+    assert sparse[0]["index_loss"] != rows[0]["index_loss"]
+    masses = [(row["mass"], row["best_mass"]) for row in rows if "mass" in row]
+    assert len(masses) == 3
+    assert all(0 < held <= best + 1e-6 for both in masses for held, best in zip(*both, strict=True))
+    run(tmp_path / "parts", 5, attention="msa", every=4)
+    assert losses(run(tmp_path / "parts", 12, attention="msa", every=4)) == losses(rows)
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     run(tmp_path / "run", 1)
     with pytest.raises(ArgumentError, match=r"^--out is a folder of a run with other sizes"):
@@ -105,7 +118,7 @@ def test_backends_train_alike_on_a_gpu(tmp_path: Path) -> None:
 # The model
 
 
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize("attention", ["nsa", "msa", "dense"])
 def test_no_byte_sees_a_later_one(attention: str) -> None:
     torch.manual_seed(0)
     model = example.LanguageModel(replace(example.TINY, attention=attention), "sdpa-packed")

@@ -128,8 +128,11 @@ def test_prefills_beyond_the_models_have_a_preference_of_their_own(
         assert make_decision(chunk, device, policy, settings_for(device), offers).forward == GROUP
         assert make_decision(replace(chunk, page_size=128), device, policy, settings_for(device), offers).forward == "cupy-cuda"
     assert make_decision(small, A100, policy, settings_for(A100), offers).forward == TILE
-    for device in (H200, H100):
-        assert make_decision(replace(small, S=1, needs_grad=False), device, policy, settings_for(device), offers).forward == GROUP
+    row = replace(small, S=1, needs_grad=False)
+    for device, forward in ((H200, "cupy-cuda"), (H100, "cupy-cuda"), (A100, GROUP)):  # over steps of keys on Hopper
+        assert make_decision(row, device, policy, settings_for(device), offers).forward == forward
+        for changes in ({"Dk": 80}, {"Dk": 256, "h": 33}, {"page_size": 2}):
+            assert make_decision(replace(row, **changes), device, policy, settings_for(device), offers).forward == GROUP
     assert make_decision(small, CPU, policy, settings_for(CPU), offers).forward == "numba"
     configure(f"provenance: mine\nruntime: {{prefer_forward: [{TOKEN}]}}\n")
     mine = make_decision(small, H200, policy, settings_for(H200), offers)
@@ -189,6 +192,7 @@ def test_work_of_the_example_equals_a_count_by_hand() -> None:
     assert forward["pairs"] == pytest.approx(pairs / 1e6)
     assert forward["read"] == pytest.approx(pairs * 64 * 256 * 2 / 1e9)
     assert forward["exact"] == pytest.approx(pairs * 64 * 16 * 2 * 256 / 1e12)
+    assert forward["partials"] == pytest.approx(pairs * 16 * 128 * 2 / 1e9)
     assert forward["tile"] == pytest.approx(pairs * SIMILAR[2] / 4 * 64 * 64 * 2 * 256 / 1e12)
     assert work(SHORT, True, SIMILAR)["exact"] == pytest.approx(2 * forward["exact"])
     odd = work(replace(SHORT, h=3), False, SIMILAR)  # 21 tokens x 3 heads are 63 of 64 rows
@@ -201,7 +205,8 @@ def test_sharing_is_interpolated_between_measured_sizes() -> None:
     assert sharing_at(DIFFERENT, 21) == pytest.approx(6.0 + 0.5 * math.log2(21 / 16))
 
 
-OF_A_REGIME = ("rows-read", "union")  # small pages run on another kernel; a union shrinks as more heads fill a tile
+# Small pages run on another kernel; a union shrinks as more heads fill a tile; blocks of 256 keys have fewer partials than of 192.
+OF_A_REGIME = ("rows-read", "union", "partials")
 EVERY = {f"{name}/{direction}": model(launch=1, **{t.replace("-", "_"): 1.0 for t in COST_TERMS if t not in ("launch", *OF_A_REGIME)})
          for name in (GROUP, TILE, BLOCK, TOKEN, "sdpa-packed") for direction in ("forward", "backward")}  # fmt: skip
 

@@ -1,0 +1,268 @@
+"""Choose blocks for a few new tokens of each sequence: index keys are loaded once, contiguous or in pages.
+
+A program scores a part of a sequence's blocks for all rows that share an index key: its tokens, and the groups whose
+index key it is. There are as many parts as fill the GPU, and the device decides where they end, so that programs of a
+short sequence share the keys that it has. `top_n` then chooses of the scores of all blocks, which are few here.
+
+Quantized index keys (e4m3) become float16 or q's dtype in registers, as in group_ranges.py; scales multiply products.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import msgspec
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nsa_sel.backends._triton.arguments import Dims, dims_of, options
+from nsa_sel.backends._triton.choose_rows import keys_until, strides_of
+from nsa_sel.backends._triton.choose_scores import block_totals, over_heads, scaled_totals
+from nsa_sel.backends._triton.combine import SMS_WHEN_INTERPRETED
+from nsa_sel.backends._triton.group_ranges import float16_rows
+from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
+from nsa_sel.backends._triton.rows import page_of, row_position
+from nsa_sel.backends._triton.softmax import LOG2_E, dot
+from nsa_sel.backends._triton.tiles import MIN_TILE, aligned, cached_pointers, descriptor, load_columns, row_pointers, tile_size
+from nsa_sel.backends.launcher.cuda_driver import starts_early
+from nsa_sel.core.call import ChooseCall, Pool, Rule, device_info
+from nsa_sel.settings.schema import KernelConfig
+
+MOST_TOKENS = 8  # most new tokens of a sequence
+MOST_COLUMNS = 128  # most queries of a program: new tokens, groups that share an index key, and heads
+TOGETHER = 2  # programs that a multiprocessor runs at once
+STEPS, MOST_ROUNDS = 32, 4  # steps of a program, if no more rounds of programs are needed
+
+
+class Cache(NamedTuple):
+    """Layout of index keys, the constexpr parameter `cache`."""
+
+    LENGTHS: bool  # `positions` holds lengths of sequences instead
+    PAGE: int  # index keys of a page; 0 if they are contiguous
+    PAGE_SCALES: bool  # each page and group has a scale of its own
+
+
+@triton.jit
+def owner_queries(
+    q, lse, strides, stride_lse, b, owner, S, k_dtype: tl.constexpr, dims: tl.constexpr, softmax: tl.constexpr, SHARED: tl.constexpr,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Load the queries of an owner's columns, see `few_scores_kernel`.
+
+    Returns them [BLOCK_D, HEADS * TOKENS] in the dtype that multiplies keys; the factors of their products [1, HEADS *
+    TOKENS], or 1; and with softmax their base-2 lse [HEADS * TOKENS]: +inf, hence weights of 0, for columns that do not
+    exist and for rows without keys.
+    """
+    column = tl.arange(0, HEADS * TOKENS)  # [HEADS * TOKENS]
+    head, token = (column // TOKENS).to(tl.int64), column % TOKENS
+    exists = (token < S * SHARED) & (head < dims.h)
+    s, g = tl.minimum(token // SHARED, S - 1).to(tl.int64), owner * SHARED + token % SHARED
+    q_tile = load_columns(row_pointers(q, strides.q, b, g, s, head), exists, 0, dims.Dk, dims.BLOCK_D)
+    rate, lse2 = 1.0, tl.zeros([HEADS * TOKENS], tl.float32)
+    if k_dtype != q_tile.dtype and q_tile.dtype == tl.bfloat16:
+        q_tile, factor = float16_rows(q_tile)
+        rate = factor.T
+    if softmax:
+        lse_columns = tl.load(row_pointers(lse, stride_lse, b, g, s, head), mask=exists, other=float("inf")).to(tl.float32)
+        lse2 = tl.where(lse_columns == float("-inf"), float("inf"), lse_columns) * LOG2_E
+    return q_tile.T, rate, lse2
+
+
+@triton.jit
+def part_of_steps(t, blocks, part, parts, rule: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr):
+    """Return the first step of a part of the steps of BLOCKS blocks that rows at positions t see, and the one after its
+    last."""
+    last = tl.max(t, 0)
+    end = tl.minimum(tl.where(last < 0, 0, last // rule.block_size + 1), blocks)
+    steps = tl.cdiv(end, BLOCKS)
+    each = tl.cdiv(steps, parts)
+    return part * each * PARTS, tl.minimum(steps, (part + 1) * each) * PARTS
+
+
+@triton.jit
+def few_scores_kernel(
+    q, k_desc, k, k_scale, block_table, lse, positions, scores, row_positions, strides, stride_scale, stride_table, stride_lse,
+    stride_scores, S, start, C, owners, blocks, room, parts, scale,
+    dims: tl.constexpr, rule: tl.constexpr, pool: tl.constexpr, cache: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Store scores [B,S,G,blocks] up to the block of each sequence's last position; later scores stay uninitialized. If
+    row_positions is not None, also store the positions [B,S] int32.
+
+    Grid: one program per sequence, owner of index keys (SHARED groups), and part of the sequence's steps of BLOCKS
+    blocks.
+    Tiles: q [HEADS * TOKENS, BLOCK_D], k [BLOCKS * PIECES, BLOCK_D]. Column head * TOKENS + token; token
+    s * SHARED + i is new token s of the owner's i-th group. The keys of a block are padded to PARTS * PIECES.
+    TMA: k_desc loads keys, of whole steps and pages; None: pointer loads. The block table is read one step ahead.
+    Keys that no row sees are loaded only within the last step, and masked after the sum over heads, NaN included.
+    room: keys of the longest sequence, to which positions are clamped.
+    scale: the logits' scale, times log2 e for softmax weights.
+    """
+    REACH: tl.constexpr = rule.compress_block // rule.compress_stride
+    STEP: tl.constexpr = rule.block_size // rule.compress_stride
+    BLOCK_K: tl.constexpr = BLOCKS * PIECES
+    LEAST: tl.constexpr = float("-inf") if pool.block_max and not pool.softmax else 0.0
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    part, number = tl.program_id(0) % parts, tl.program_id(0) // parts
+    owner, b = (number % owners).to(tl.int64), (number // owners).to(tl.int64)
+
+    token = tl.arange(0, TOKENS)  # [TOKENS], as row, g, t and seen
+    is_token = token < S * SHARED
+    row, g = tl.minimum(token // SHARED, S - 1).to(tl.int64), owner * SHARED + token % SHARED
+    if cache.LENGTHS:
+        t = tl.load(positions + b * strides.pos[0]).to(tl.int64) + (start + row)
+    else:
+        t = row_position(positions, strides.pos, b, row, start)
+    t = tl.minimum(tl.maximum(t, -1), room - 1).to(tl.int32)
+    if row_positions is not None:
+        tl.store(row_positions + b * S + row, t, mask=is_token & (part == 0) & (g == 0))
+    seen = keys_until(t, C, rule)
+    C = tl.max(seen, 0)
+    first_step, last_step = part_of_steps(t, blocks, part, parts, rule, BLOCKS, PARTS)
+    q_columns, rate, lse2 = owner_queries(
+        q, lse, strides, stride_lse, b, owner, S, k.dtype.element_ty, dims, pool.softmax, SHARED, HEADS, TOKENS
+    )
+    if k_scale is not None and not cache.PAGE_SCALES:
+        rate *= tl.load(k_scale + owner * stride_scale[1])
+
+    out = scores + b * stride_scores[0] + g * stride_scores[2] + row * stride_scores[1]
+    table = block_table + b * stride_table if cache.PAGE > 0 else block_table
+    r, block = tl.arange(0, BLOCK_K), tl.arange(0, BLOCKS)
+    own = tl.full([BLOCKS, TOKENS], LEAST, tl.float32)
+    pending, spilled = own, own
+    # The step before the first one computes what its keys add to the first block, and stores nothing.
+    begin = tl.maximum(first_step - (PARTS if REACH > 1 else 0), 0)
+    coming = step_pages(k_desc, table, begin, C, STEP, BLOCKS, PIECES, PARTS, cache)
+    for i in range(begin, last_step):
+        inner, first, page = i % PARTS, i // PARTS * BLOCKS, coming
+        coming = step_pages(k_desc, table, i + 1, C, STEP, BLOCKS, PIECES, PARTS, cache)
+        piece = inner * PIECES + r % PIECES  # [BLOCK_K], as key
+        key = (first + r // PIECES) * STEP + piece
+        is_key = (key < C) & (piece < STEP)
+        k_tile, factor = step_keys(
+            k_desc, k, k_scale, page, strides, stride_scale, b, owner, key, is_key, first * STEP + inner * PIECES, dims, BLOCK_K, cache
+        )
+        products = dot(k_tile.to(q_columns.dtype), q_columns) * rate * factor  # [BLOCK_K, HEADS * TOKENS]
+        x = over_heads(products, lse2, scale, dims, pool, HEADS, TOKENS)  # [BLOCK_K, TOKENS]
+        x = tl.where(tl.where(is_key, key, C)[:, None] < seen[None, :], x, LEAST)
+        total, own, pending, spilled = block_totals(x, inner, own, pending, spilled, LEAST, rule, pool, BLOCKS, PIECES, PARTS)
+        at = first + block
+        total = scaled_totals(total, at, seen, scale, rule, pool)
+        done = (at < blocks) & (inner == PARTS - 1) & (i >= first_step)
+        tl.store(out[None, :] + at[:, None], total, mask=done[:, None] & is_token[None, :])
+
+
+@triton.jit
+def step_pages(
+    k_desc, table, i, C, STEP: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, cache: tl.constexpr
+):  # fmt: skip
+    """Return the page of step i for TMA, or the page [BLOCK_K] of each of its keys; 0 without pages."""
+    page = 0
+    if cache.PAGE > 0:
+        r = tl.arange(0, BLOCKS * PIECES)
+        key = (i // PARTS * BLOCKS + r // PIECES) * STEP + i % PARTS * PIECES + r % PIECES
+        if k_desc is not None:
+            key = i // PARTS * BLOCKS * STEP + i % PARTS * PIECES
+        page = page_of(key, key < C, table, cache.PAGE)
+    return page
+
+
+@triton.jit
+def step_keys(
+    k_desc, k, k_scale, page, strides, stride_scale, b, g, key, is_key, first, dims: tl.constexpr, BLOCK_K: tl.constexpr,
+    cache: tl.constexpr,
+):  # fmt: skip
+    """Return the index keys of a step [BLOCK_K, BLOCK_D], and the factor of their products: [BLOCK_K, 1], or 1 without
+    scales per page."""
+    factor = 1.0
+    if k_desc is not None:
+        row = page if cache.PAGE > 0 else b.to(tl.int32)
+        k_tile = k_desc.load([row, g.to(tl.int32), first % cache.PAGE if cache.PAGE > 0 else first, 0]).reshape(BLOCK_K, dims.BLOCK_D)
+    else:
+        k_tile = load_columns(cached_pointers(k, strides.k, b, g, key, page, cache.PAGE), is_key, 0, dims.Dk, dims.BLOCK_D)
+    if cache.PAGE_SCALES:
+        factor = tl.load(k_scale + page.to(tl.int64) * stride_scale[0] + g * stride_scale[1])
+        if k_desc is None:
+            factor = factor[:, None]
+    return k_tile, factor
+
+
+def takes(call: ChooseCall) -> bool:
+    """Return whether the kernel takes a call: few new tokens, 16 or 32 bits, and no key that touches three blocks."""
+    _, S, G, h, _ = call.q.shape
+    if call.sequences is not None or S > MOST_TOKENS or call.q.element_size() > 4 or call.rule.reach > call.rule.pieces:
+        return False
+    return tile_size(S * _shared(call), 1) * tile_size(h, 1) <= MOST_COLUMNS
+
+
+def few_scores(call: ChooseCall, lse: Tensor | None, scores: Tensor, config: KernelConfig, positions: Tensor | None) -> bool:
+    """Write the scores of every row's visible blocks, by call.pool, to `scores` [B,S,G,blocks] float32, and the rows'
+    positions to `positions` [B,S] int32 if it is given. Later blocks may stay uninitialized.
+
+    Returns whether the kernel was started early (programmatic dependent launch), as the next one then may be.
+    """
+    (B, S, G), (table, _), shared, blocks = call.q.shape[:3], call.pages or (None, 0), _shared(call), scores.shape[3]
+    k_scale = None if call.scales is None else call.scales.k
+    page = 0 if table is None else call.k.shape[2]
+    half = config.block_l // 2
+    if page % config.block_l and (page % half == 0 or call.k.dtype == call.q.dtype):  # TMA takes steps within a page
+        config = msgspec.structs.replace(config, block_l=half)
+    cache = Cache(call.lengths is not None, page, call.scales is not None and call.scales.page_keys > 0)
+    sms = device_info(call.q.device).sm_count if call.q.is_cuda else SMS_WHEN_INTERPRETED
+    pieces = min(tile_size(call.rule.pieces, 1), config.block_l)
+    programs, steps = B * (G // shared), -(-blocks * pieces // config.block_l)
+    parts = parts_of(max(1, programs), max(1, steps), sms)
+    early = call.q.is_cuda and programs * parts <= TOGETHER * sms and starts_early(call.q.get_device())
+    kernel = _few_scores(dims_of(call.q, call.v), call.rule, call.pool, cache, S, shared, early, config)
+    tiles = kernel.constants
+    step = tiles["BLOCKS"] * tiles["PIECES"]
+    whole = tiles["PARTS"] * tiles["PIECES"] == call.rule.pieces and page % step == 0
+    k = call.k if shared == 1 else call.k[:, :1]
+    desc = descriptor(k, 1, 1, step, tiles["dims"].BLOCK_D) if whole and config.loads == "tma" and aligned(k) else None
+    kernel.launch(
+        programs * parts,
+        (call.q, desc, k, k_scale, table, lse, call.q_pos if call.lengths is None else call.lengths, scores, positions),
+        (
+            strides_of(call), (0, 0) if k_scale is None else k_scale.stride(), 0 if table is None else table.stride(0),
+            (0, 0, 0, 0) if lse is None else lse.stride(), scores.stride()[:3], S, call.start, call.C, G // shared, blocks,
+            call.blocks * call.rule.block_size, parts, call.scale_log2() if call.pool.softmax else call.scale,
+        ),
+    )  # fmt: skip
+    return early
+
+
+@functools.lru_cache(REMEMBERED)
+def parts_of(programs: int, steps: int, sms: int) -> int:
+    """Return how many parts each of `programs` takes: the fewest that leave programs at most STEPS steps, or as few as
+    possible, and at most a tenth of the multiprocessors, which run TOGETHER programs at a time, idle in the last
+    round."""
+    counts = [max(1, TOGETHER * rounds * sms // programs) for rounds in range(1, MOST_ROUNDS + 1)]
+
+    def cost(parts: int) -> tuple[float, float, int]:
+        rounds = programs * parts / (TOGETHER * sms)
+        return max(0.1, 1 - rounds / math.ceil(rounds)), max(STEPS, steps / parts), parts
+
+    return min(steps, min(counts, key=cost))
+
+
+def _shared(call: ChooseCall) -> int:
+    """Return the groups that share an index key: all of them, or one."""
+    return 1 if call.k.stride(1) else call.q.shape[2]
+
+
+@functools.lru_cache(REMEMBERED)
+def _few_scores(
+    dims: Dims, rule: Rule, pool: Pool, cache: Cache, S: int, shared: int, early: bool, config: KernelConfig
+) -> Kernel:  # fmt: skip
+    heads, pieces = tile_size(dims.h, 1), min(tile_size(rule.pieces, 1), config.block_l)
+    dims = dims._replace(BLOCK_D=dims.BLOCK_D + (dims.BLOCK_D if dims.BLOCK_REST else 0), BLOCK_REST=0)  # one tile holds Dk
+    tiles = {"SHARED": shared, "HEADS": heads, "TOKENS": max(tile_size(S * shared, 1), MIN_TILE // heads)}
+    tiles |= {"BLOCKS": config.block_l // pieces, "PIECES": pieces, "PARTS": -(-rule.pieces // pieces), "EARLY": early}
+    started = {"launch_pdl": True} if early else {}
+    return Kernel(few_scores_kernel, dims=dims, rule=rule.of_keys(), pool=pool, cache=cache, **tiles, **started, **options(config))

@@ -1,0 +1,79 @@
+"""Plans that a selection caches for one version of its ranges: lists, unions and counts that backends build from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+MOST_PLANS = 16
+DISJOINT = ("disjoint",)  # the key of disjoint ranges (`Selection.disjoint_ranges`)
+
+
+class Plan:
+    """A cached plan."""
+
+    __slots__ = ("made_from", "states", "value")
+
+    def __init__(self, value: Any, states: Sequence[Any] = (), made_from: tuple[Any, ...] = ()) -> None:
+        self.value = value
+        self.states = states  # of `made_from` when it was built
+        self.made_from = made_from  # kept alive, so that no other tensor reuses the memory
+
+    def addresses(self) -> list[int]:
+        """Return the addresses of the plan's tensors."""
+        return [x.data_ptr() for x in tensors_of(self.value)]
+
+
+class Part(NamedTuple):
+    """A tensor within a buffer."""
+
+    offset: int  # bytes
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    def of(self, buffer: Tensor) -> Tensor:
+        end = self.offset + math.prod(self.sizes) * self.dtype.itemsize
+        return buffer[self.offset : end].view(self.dtype).view(self.sizes)
+
+
+class PlanInBuffer:
+    """A plan of the ranges alone, whose tensors lie in one buffer. Most are read by kernels only: views take time, and
+    are made when Python asks for the value."""
+
+    __slots__ = ("_buffer", "_facts", "_value")
+    states, made_from = (), ()
+
+    def __init__(self, buffer: Tensor, facts: tuple[Any, tuple[Any, ...], tuple[int, ...]]) -> None:
+        """facts: the type of the value, its fields (tensors as `Part`), and the offsets of its tensors."""
+        self._buffer, self._facts, self._value = buffer, facts, None
+
+    def addresses(self) -> list[int]:
+        """Return the addresses of the plan's tensors."""
+        begin = self._buffer.data_ptr()
+        return [begin + offset for offset in self._facts[2]]
+
+    @property
+    def value(self) -> Any:
+        """Return the plan, a tuple of tensors and numbers."""
+        if self._value is None:
+            kind, fields, _ = self._facts
+            self._value = kind(x.of(self._buffer) if type(x) is Part else x for x in fields)
+        return self._value
+
+
+Plans = dict[Any, Plan | PlanInBuffer]  # by key and, on a GPU, by stream
+
+
+def make_room(plans: Plans, new: int) -> None:
+    """Drop the oldest plans of many, to add `new` ones: a growing KV cache makes new keys at every step."""
+    while len(plans) + new > MOST_PLANS and plans:
+        plans.pop(next(iter(tuple(plans)), None), None)  # a tuple: another thread may add a plan meanwhile
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors of a plan's or a pass's value, if it is a tuple."""
+    return [x for x in value if isinstance(x, Tensor)] if isinstance(value, tuple) else []

@@ -1,0 +1,137 @@
+"""Check `MSAttention` against transformers' MiniMax-M3 layer, whose weights it loads, and its loss against the formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from nsa_sel import MSAttention
+from nsa_sel.errors import ArgumentError
+from tests.compat.test_minimax_m3 import ONE_LAYER, SIZES, transformers
+
+S = 70
+
+
+@pytest.fixture(autouse=True)
+def cheapest_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of attention: the one that compiles nothing."""
+    monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
+
+
+def layer(**options: Any) -> MSAttention:
+    """Return a layer of the tiny model's sizes with random weights and norms."""
+    torch.manual_seed(0)
+    made = MSAttention(32, 2, 2, 8, block_size=8, n=3, rotary_dim=4, rotary_base=5e6, **options)
+    for name, parameter in made.named_parameters():
+        torch.nn.init.normal_(parameter, std=0.3 if "norm" in name else 0.5)
+    return made
+
+
+def hidden(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(2, S, 32, generator=torch.Generator().manual_seed(1), dtype=dtype)
+
+
+def expected_loss(made: MSAttention, x: Tensor, selected: bool) -> Tensor:
+    """Return the mean of KL(P || pi) over rows and groups, by the formulas, with autograd's gradients."""
+    q, k, _, index_q, index_k = made.project(x)
+    position = torch.arange(S)
+    visible = position <= position[:, None]
+    if selected:
+        blocks = made.indexer.choose(index_q, index_k).block_indices
+        chosen = (blocks.unsqueeze(-1) == position // 8).any(3)  # [B,S,G,S]
+    else:
+        chosen = torch.ones(2, S, 2, S, dtype=torch.bool)
+    keeps = chosen & visible[:, None]
+    logits = torch.einsum("bsghd,bgtd->bsght", q, k) * 8**-0.5
+    p = logits.masked_fill(~keeps.unsqueeze(3), -torch.inf).softmax(-1).mean(3).detach()
+    index = torch.einsum("bsgd,btd->bsgt", index_q, index_k) * 8**-0.5
+    log_pi = index.masked_fill(~keeps, -torch.inf).log_softmax(-1)
+    return torch.where(p > 0, p * (p.clamp(min=1e-300).log() - log_pi), 0.0).sum(-1).mean()
+
+
+def gradients(made: MSAttention) -> dict[str, Tensor]:
+    """Return the gradients of all parameters that have one, by name."""
+    return {name: parameter.grad.clone() for name, parameter in made.named_parameters() if parameter.grad is not None}
+
+
+def test_it_loads_a_layer_of_minimax_m3_and_equals_it() -> None:
+    rope = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}
+    config = transformers.MiniMaxM3VLTextConfig(**SIZES | ONE_LAYER, rope_parameters=rope, attn_implementation="eager")
+    torch.manual_seed(0)
+    model = transformers.models.minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLTextModel(config).eval()
+    theirs, x = model.layers[0].self_attn, hidden()
+    made = layer()
+    made.load_state_dict(theirs.state_dict())
+    position = torch.arange(S)[None]
+    with torch.no_grad():
+        o = theirs(x, model.rotary_emb(x, position), None, position_ids=position.expand(2, -1))[0]
+        torch.testing.assert_close(made(x), o, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("warm_up", [False, True])
+def test_the_loss_is_that_of_the_formulas_and_teaches_the_indexer_alone(warm_up: bool) -> None:
+    made, x = layer(dtype=torch.float64), hidden(torch.float64).requires_grad_()
+    made.warm_up = warm_up
+    o, loss = made(x, return_loss=True)
+    wanted = expected_loss(made, x, not warm_up)
+    assert abs(loss.item() - wanted.item()) < 1e-6
+    loss.backward()
+    got = gradients(made)
+    assert x.grad is None or not x.grad.any()
+    assert {name.split(".")[0] for name in got} == {"indexer"}
+    made.zero_grad()
+    wanted.backward()
+    for name, gradient in gradients(made).items():
+        torch.testing.assert_close(got.get(name, torch.zeros_like(gradient)), gradient, atol=1e-7, rtol=1e-5)
+
+
+def test_a_weight_adds_the_loss_to_the_backward_pass() -> None:
+    made, x, do = layer(loss_weight=0.5), hidden(), torch.randn(2, S, 32, generator=torch.Generator().manual_seed(2))
+    made(x).backward(do)
+    both = gradients(made)
+    made.zero_grad()
+    o, loss = made(x, return_loss=True)
+    assert made.index_loss is not None
+    assert made.index_loss.item() == loss.item()
+    torch.autograd.backward((o, loss), (do, torch.tensor(0.5)))
+    for name, gradient in gradients(made).items():
+        torch.testing.assert_close(both[name], gradient, msg=name)
+    made.zero_grad()
+    made.eval()(x).backward(do)
+    assert not any(name.startswith("indexer") for name in gradients(made))
+
+
+def test_checkpointing_recomputes_the_same_gradients() -> None:
+    made, x = layer(loss_weight=1.0), hidden()
+    made(x).sum().backward()
+    wanted = gradients(made)
+    made.zero_grad()
+    checkpoint(made, x, use_reentrant=False).sum().backward()
+    for name, gradient in gradients(made).items():
+        assert torch.equal(gradient, wanted[name]), name
+
+
+def test_it_compiles_as_one_graph() -> None:
+    made, x = layer(loss_weight=1.0), hidden()
+    wanted = made(x)
+    wanted.sum().backward()
+    eager = gradients(made)
+    made.zero_grad()
+    o = torch.compile(made, fullgraph=True, backend="aot_eager")(x)
+    o.sum().backward()
+    torch.testing.assert_close(o, wanted)
+    for name, gradient in gradients(made).items():
+        torch.testing.assert_close(gradient, eager[name], msg=name)
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"^rotary_dim is 5; allowed: an even number from 0 to 8"):
+        MSAttention(32, 2, 2, 8, rotary_dim=5)
+    with pytest.raises(ArgumentError, match=r"^x is of shape \(2, 70, 31\)"):
+        layer()(hidden()[..., :31])
+    with pytest.raises(ArgumentError, match=r"^positions is"):
+        layer()(hidden(), torch.arange(3))
