@@ -34,7 +34,7 @@ def bench(
         bool,
         typer.Option(
             "--peers",
-            help="Beside ours: FlexAttention, masked and dense SDPA; where installed fla, cuDNN's NSA, FlashInfer, FlashAttention-4."
+            help="Beside ours: FlexAttention, masked and dense SDPA; where installed fla, cuDNN's NSA, FlashAttention-4."
             " With --backends: those that it names.",
         ),
     ] = False,

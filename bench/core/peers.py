@@ -1,6 +1,6 @@
 """Others' kernels on our inputs, in the library's layout.
 
-FlexAttention, masked and dense SDPA of torch; where installed flash-linear-attention's NSA, cuDNN's NSA, FlashInfer and
+FlexAttention, masked and dense SDPA of torch; where installed flash-linear-attention's NSA, cuDNN's NSA and
 FlashAttention-4; and functions that a user names: `nsa-sel bench --peer NAME=module:function` (docs/performance.md has
 adapters). Masks, plans and layouts are made once per selection, outside the timed calls: `prepare_ms` of a row is their
 cost, and its `selection` is "kept". Ours build their plans within the timed calls ("new").
@@ -46,7 +46,6 @@ def peers() -> tuple[Contender, ...]:
         Contender("fa4", _fa4, lacks("flash_attn.cute", "flash-attn-4"), fa4_takes, peer=True, every_key=True, selection=None),
         Contender("fla-nsa", _fla, fla_lacks, fla_takes, peer=True),
         Contender("cudnn-nsa", _cudnn, lacks("cudnn", "nvidia-cudnn-frontend"), cudnn_takes, peer=True),
-        Contender("flashinfer", _flashinfer, lacks("flashinfer", "flashinfer-python"), flashinfer_takes, peer=True, selection="kept"),
     )
 
 
@@ -127,10 +126,6 @@ cudnn_takes = takes(
     "as many rows as keys, up to 16 heads per group, and blocks of 16 to 128 keys, in 16 bits",
     lambda case: case.S == case.S_kv and case.h <= 16 and case.block in (16, 32, 64, 128) and case.dtype in HALVES,
 )
-flashinfer_takes = takes(
-    "whole blocks, with Dk = Dv of 64, 128 or 256, in 16 bits",
-    lambda case: case.block > 0 and case.S_kv % case.block == 0 and case.Dk == case.Dv in (64, 128, 256) and case.dtype in HALVES,
-)
 
 
 def _fa4(problem: Problem) -> Ready:
@@ -176,28 +171,6 @@ def _cudnn(problem: Problem) -> Ready:
         return found["o_tensor"].view(B, S, G, h, -1)  # type: ignore[no-any-return]
 
     return Ready(call, call, layout=by_tokens)
-
-
-def _flashinfer(problem: Problem) -> Ready:
-    """Prepare FlashInfer's block-sparse attention, forward alone: each row of a group is a block of one row.
-
-    Keys of all sequences and groups are end to end. A mask of each selected block's keys makes it causal.
-    """
-    (B, S, G, h, Dk), S_kv, size = problem.q.shape, problem.k.shape[2], problem.selection.block_size or 1
-    indices, device = problem.selection.block_indices.long(), problem.q.device
-    position = torch.arange(S_kv - S, S_kv, device=device).view(S, 1, 1).expand_as(indices)
-    chosen = (indices >= 0) & (indices * size <= position)  # [B,S,G,n]
-    first = torch.arange(B * G, device=device).view(B, 1, G, 1) * (S_kv // size)  # block of each sequence and group
-    mask = indices[chosen].unsqueeze(-1) * size + torch.arange(size, device=device) <= position[chosen].unsqueeze(-1)
-    ends = torch.nn.functional.pad(chosen.sum(-1).flatten().cumsum(0), (1, 0)).int()
-    wrapper = importlib.import_module("flashinfer").BlockSparseAttentionWrapper(torch.empty(1 << 28, dtype=torch.uint8, device=device))
-    sizes = B * S * G, B * G * S_kv, 1, size, h, 1, Dk
-    wrapper.plan(ends, (indices + first)[chosen].int(), *sizes, mask=mask.unsqueeze(1), q_data_type=problem.q.dtype)
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return wrapper.run(q.flatten(0, 2), *(x.flatten(0, 2).unsqueeze(1) for x in (k, v))).view(B, S, G, h, -1)  # type: ignore[no-any-return]
-
-    return Ready(call, call)
 
 
 # Functions of the user

@@ -167,24 +167,6 @@ def select(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tensor, sta
     return {"o_tensor": o.flatten(0, 1).flatten(1, 2)}
 
 
-class Blocks:
-    """Stand in for FlashInfer's block-sparse attention, of one row a block, with a mask of each block's keys."""
-
-    def __init__(self, workspace: Tensor) -> None:
-        self.allowed = torch.empty(0)
-
-    def plan(self, ends: Tensor, indices: Tensor, M: int, N: int, R: int, C: int, *sizes: int, mask: Tensor, **more: Any) -> None:
-        assert (R, sizes[1]) == (1, 1)
-        self.allowed = torch.zeros(M, N // C, C, dtype=torch.bool)
-        rows = torch.arange(M).repeat_interleave(ends.diff())
-        self.allowed[rows, indices.long()] = mask.squeeze(1)
-
-    def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        logits = torch.einsum("mhd,ngd->mhn", q, k) * q.shape[-1] ** -0.5
-        logits = logits.masked_fill(~self.allowed.flatten(1).unsqueeze(1), -torch.inf)
-        return torch.einsum("mhn,ngd->mhd", logits.softmax(-1), v)
-
-
 def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, None]:
     """Stand in for FlashAttention-4: [B,S,heads,D], a causal mask that ends at the last key."""
     assert causal
@@ -193,7 +175,6 @@ def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, None]:
 
 STAND_INS = {
     "cudnn-nsa": ("cudnn", {"NSA": SimpleNamespace(selection_attention_wrapper=select)}),
-    "flashinfer": ("flashinfer", {"BlockSparseAttentionWrapper": Blocks}),
     "fa4": ("flash_attn.cute", {"flash_attn_func": dense}),
 }
 
