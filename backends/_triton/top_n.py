@@ -5,9 +5,9 @@ cannot be selected (future blocks, NaN, -inf). Bisection finds the largest thres
 ends early if exactly n do. All blocks above it are selected, and the first ones of those equal to it. One prefix sum
 counts both, in the two halves of an integer, which gives every selected block its index in the ascending list.
 
-Rows of up to WIDE blocks are held in registers. Of wider rows (`wide_rows_kernel`) only candidates are: a first pass
-takes the maxima of groups of blocks; about the n-th largest of them is a score that n blocks reach, and hardly more;
-a second pass keeps those blocks.
+Rows of up to WIDE blocks are held in registers, few rows of up to WIDE_IF_FEW. Of wider rows (`wide_rows_kernel`) only
+candidates are: a first pass takes the maxima of groups of blocks; about the n-th largest of them is a score that n
+blocks reach, and hardly more; a second pass keeps those blocks.
 
 This module imports no `Call`: `nsa_sel.core.ranges` uses it to make a `Selection`.
 """
@@ -26,7 +26,8 @@ from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.rows import row_position
 from nsa_sel.backends._triton.tiles import tile_size
 
-WIDE = 4096  # most blocks of a row in registers
+WIDE, WIDE_IF_FEW = 4096, 16384  # most blocks of a row in registers, and of at most FEW_WIDE rows, for which latency counts
+FEW_WIDE = 256
 MOST_CHOSEN = 4096  # largest n of wider rows, of which twice as many candidates are in registers
 FEW_ROWS = 4096  # that never share a program
 PER_WARP = 1024  # most scores per warp, 32 per thread; half as many if short rows share a warp
@@ -334,7 +335,7 @@ def top_n(
         "EARLY": early,
         **({"launch_pdl": True} if early else {}),
     }
-    if width > WIDE:
+    if width > (WIDE_IF_FEW if B * S * G <= FEW_WIDE else WIDE):
         chunk, room = tile_size(2 * n, CHUNK), tile_size(2 * n, LEAST_KEPT)
         scratch = torch.empty(B * S * G, room, dtype=torch.int32, device=scores.device)
         warps = max(1, min(16, chunk // CHUNK_PER_WARP)) if warps is None else warps

@@ -378,7 +378,7 @@ def test_choose_by_other_scores(lane: Lane, what: str) -> None:
 @of_any_keys(5, 6)
 def test_choose_among_more_blocks_than_a_program_takes(lane: Lane, what: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five of 40 blocks, 16 at a time; six are more than a program keeps."""
-    for name, value in (("WIDE", 8), ("MOST_CHOSEN", 5), ("CHUNK", 16), ("LEAST_KEPT", 16)):
+    for name, value in (("WIDE", 8), ("FEW_WIDE", 0), ("MOST_CHOSEN", 5), ("CHUNK", 16), ("LEAST_KEPT", 16)):
         monkeypatch.setattr(top_n, name, value)
     for first, local in ((0, 0), (1, 2)):
         rule, q_pos = Rule(1, 1, 2, what, first, local), torch.tensor([[79, 0, 3, 33, 34], [65, 31, 32, 63, 50]]).to(lane.place)

@@ -274,7 +274,7 @@ CHOICES_OF_PAGES = {  # new tokens over compressed keys in pages; name: S, keys,
 def choose(name: str) -> None:
     """Launch what a choice does: of pages, four compressed keys a page, whose parts are joined, or of many blocks, in registers and not."""
     if name == MOST_BLOCKS:
-        for blocks, n in ((top_n.WIDE, 16), (32768, 512)):
+        for blocks, n in ((top_n.WIDE_IF_FEW, 16), (32768, 512)):
             top_n.top_n(torch.zeros(1, 3, 2, blocks), torch.zeros(1, 3, 2, n, 2, dtype=torch.int32), 4, 0, 0, 0)
         return
     if name in CHOICES_OF_PAGES:

@@ -283,7 +283,7 @@ def test_many_blocks() -> None:
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of more than 16 blocks are wide: chunks of 32, room for 16 candidates, or for twice as many as are chosen."""
-    for name, value in (("WIDE", 16), ("CHUNK", 32), ("LEAST_KEPT", 16)):
+    for name, value in (("WIDE", 16), ("FEW_WIDE", 0), ("CHUNK", 32), ("LEAST_KEPT", 16)):
         monkeypatch.setattr(top_n_module, name, value)
 
 
