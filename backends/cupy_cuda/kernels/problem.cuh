@@ -13,7 +13,7 @@
 //   PAGE                             keys per page of a cache of several sequences, each with its own length: key j of
 //                                    sequence b is key j % PAGE of page block_table[b, j / PAGE]; 0: no pages;
 //                                    -1: no cache
-//   SHARED_BY                            groups that share the ranges of a row: 1, or G
+//   SHARED_BY                        groups that share the ranges of a row: 1, or G
 #pragma once
 #include "warp.cuh"
 

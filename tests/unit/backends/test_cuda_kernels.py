@@ -130,14 +130,15 @@ def repeated_blocks(B: int, G: int, n: int, blocks: int, dtype: torch.dtype) -> 
 def check_indices(
     forward: Callable[[Call], Any], block: int, indices: Tensor, indexed: bool, gpu: Any, S_kv: int, D: int = 64, h: int = 3
 ) -> None:
-    """The kernel reads block indices, or ranges of the same blocks, without a promise."""
+    """The kernel reads block indices, or ranges of the same blocks, without a promise: those of each group, or of all."""
     B, _, G, _ = indices.shape
     q, k, v = make_qkv(B, 1, G, h, D, D, S_kv=S_kv, dtype=torch.float16)
-    ranges = arguments.whole_blocks(indices, block)
-    selection = Selection._of_indices(Blocks(indices, None, None), block, False) if indexed else Selection(ranges, block)
-    with new_memory_is_nan():
-        found = forward(call_of(q, k, v, selection, device=gpu))
-    assert_forward(found, q, k, v, ranges)
+    for blocks in (indices, indices[:, :, :1].contiguous()):
+        ranges = arguments.whole_blocks(blocks, block)
+        selection = Selection._of_indices(Blocks(blocks, None, None), block, False) if indexed else Selection(ranges, block)
+        with new_memory_is_nan():
+            found = forward(call_of(q, k, v, selection, device=gpu))
+        assert_forward(found, q, k, v, ranges)
 
 
 INDICES = [
