@@ -210,7 +210,7 @@ def oracle_indexer_loss(
     index_scale = 1.0 / math.sqrt(Di) if index_scale is None else index_scale
     ranges = torch.tensor([0, S_kv]).expand(B, S, G, 1, 2) if ranges is None else ranges
     loss, dq, dk = torch.zeros(B, S, G, dtype=torch.float64), torch.zeros_like(index_q), torch.zeros_like(index_k)
-    for b, s, g, keys in _rows(ranges, S_kv, S, q_pos):
+    for b, s, g, keys in _rows(ranges, S_kv, S, q_pos, G):
         at = (b, keys) if index_k.dim() == 3 else (b, g, keys)
         P = torch.exp(scale * (q[b, s, g] @ k[b, g, keys].T) - lse[b, s, g, :, None]).mean(0)
         log_pi = torch.log_softmax(index_scale * (index_k[at] @ index_q[b, s, g]), 0)

@@ -54,15 +54,16 @@ KEYS = 16  # keys per program of the kernels that add partial sums of index keys
 
 @triton.jit
 def entry_keys(
-    ranges, bits, q_pos, stride_pos, entry, b, g, s, listed, sizes, N: tl.constexpr, REACH: tl.constexpr, WHOLE: tl.constexpr
+    ranges, bits, q_pos, stride_pos, entry, b, g, s, listed, sizes,
+    N: tl.constexpr, REACH: tl.constexpr, WHOLE: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """Return which keys the rows s [E] of a tile's list see: [low, high), and bits of blocks (unused without `bits`).
 
-    WHOLE: a row's range covers its tile up to the causal clamp.
+    WHOLE: a row's range covers its tile up to the causal clamp. SHARE: groups that share the ranges of a row.
     """
     S, S_kv, G = sizes
     limit = row_limit(q_pos, stride_pos, b, s, S, S_kv)
-    of_row = ((b * S + s) * G + g) * N
+    of_row = ((b * S + s) * G + g) // SHARE * N
     if WHOLE:
         low, high = entry * 0, tl.where(listed, limit, 0)
     else:
@@ -132,7 +133,9 @@ def lse_kernel(
                     entry, s = rows_at(entries, e, at, listed, N * REACH)
                     q_rows = row_pointers(index_q, strides.q, b, g, s, 0)
                     q_tile, q_rest = load_split(q_rows, listed, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
-                    low, high, chosen = entry_keys(ranges, bits, q_pos, strides.pos, entry, b, g, s, listed, sizes, N, REACH, WHOLE)
+                    low, high, chosen = entry_keys(
+                        ranges, bits, q_pos, strides.pos, entry, b, g, s, listed, sizes, N, REACH, WHOLE, dims.SHARE
+                    )  # fmt: skip
                     seen = sees(
                         column[None, :], tl.arange(0, BLOCK_L)[None, :], low[:, None], high[:, None], chosen[:, None], bits is not None,
                         BLOCK,
@@ -154,7 +157,7 @@ def join_lse_kernel(
     """Join the shares of R rows to index_lse [B,S,G], in base 2; -inf for rows without keys. Grid: one program per R rows
     of the unit."""
     ACC: tl.constexpr = index_lse.dtype.element_ty
-    out, row, limit, first_slot, exists = unit_rows(q_pos, stride_pos, sizes, unit, N * REACH, 1, R)
+    out, row, limit, first_slot, exists = unit_rows(q_pos, stride_pos, sizes, unit, N * REACH, dims, R)
     m = tl.full([R], LOWEST, ACC)
     l = tl.zeros([R], ACC)
     for i in range(0, N * REACH, CHUNK):
@@ -227,7 +230,9 @@ def list_loss(
             low, high = visible_keys(ranges, q_pos, strides.pos, b, s, listed, sizes)
             chosen = low
         else:
-            low, high, chosen = entry_keys(ranges, bits, q_pos, strides.pos, entry, b, g, s, listed, sizes, N, REACH, WHOLE)
+            low, high, chosen = entry_keys(
+                ranges, bits, q_pos, strides.pos, entry, b, g, s, listed, sizes, N, REACH, WHOLE, index_dims.SHARE
+            )  # fmt: skip
         within = tl.arange(0, L)[:, None]
         seen = sees(column[:, None], within, low[None, :], high[None, :], chosen[None, :], bits is not None, BLOCK)  # [L, E]
         row = (b * S + s) * G + g
@@ -322,7 +327,7 @@ def sum_rows_kernel(
     """
     ACC: tl.constexpr = part_loss.dtype.element_ty
     BLOCK_D: tl.constexpr = dims.BLOCK_D
-    out, row, limit, slot, exists = unit_rows(q_pos, stride_pos, sizes, unit, N * REACH, 1, R)
+    out, row, limit, slot, exists = unit_rows(q_pos, stride_pos, sizes, unit, N * REACH, dims, R)
     total = tl.zeros([R], ACC)
     acc = tl.zeros([R, BLOCK_D], ACC)
     for i in range(0, N * REACH):

@@ -153,6 +153,17 @@ def test_index_loss_shapes(lane: Lane, what: str) -> None:
     assert_near(results(lane, of, weights), of.oracle(weights), lane.dtype)
 
 
+@of_all("blocks", "ranges", "small-blocks")
+def test_index_loss_with_one_selection_for_all_groups(lane: Lane, what: str) -> None:
+    of = inputs_of(SMALL[what], lane.dtype, lane.place)
+    of = of._replace(lse=of.lse.nan_to_num(neginf=0.0))  # any: it is that of the other selection
+    assert of.selection is not None
+    one, block = of.selection.ranges[:, :, :1].contiguous(), of.selection.block_size
+    every = Selection(one.expand(-1, -1, of.q.shape[2], -1, -1).contiguous(), block)
+    shared, expanded = results(lane, of._replace(selection=Selection(one, block))), results(lane, of._replace(selection=every))
+    assert all(map(torch.equal, shared, expanded))
+
+
 @each(lambda lane: [dtype for dtype in lane.dtypes if dtype != lane.dtype])
 def test_index_loss_dtypes(lane: Lane, what: torch.dtype) -> None:
     for name in ("blocks", "all-keys"):
