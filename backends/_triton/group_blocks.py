@@ -138,7 +138,7 @@ def dq_blocks_kernel(
     b, g, is_head, out, limit, row_ranges, q_tile, do_tile, delta_rows, lse2 = row_gradients(
         q, ranges, q_pos, o, lse, do, dlse, delta, strides, stride_do, sizes, n, dims, BLOCK_H
     )  # fmt: skip
-    _, listed, last_whole, cut_start, cut_end = split_blocks(row_ranges, n, limit, BLOCK, NP)
+    _starts, listed, last_whole, cut_start, cut_end = split_blocks(row_ranges, n, limit, BLOCK, NP)
     acc = tl.zeros([BLOCK_H, BLOCK_D], delta.dtype.element_ty)
     for step in range(0, listed * (BLOCK // BLOCK_L)):
         c, is_whole = step_keys(row_ranges, step, limit, last_whole, BLOCK, BLOCK_L)
