@@ -47,8 +47,8 @@ def check_call(
     if not isinstance(selection, Selection):
         selection = as_selection(selection, None if decode else (B, S, G))
     listed = selection.listed  # block indices or ranges
-    rows = (B, S, G, selection.n), (B, S, 1, selection.n)
-    if listed.shape[:4] not in rows:
+    of_rows = listed.shape  # compared one by one: torch.compile does not search a tuple for sizes that vary
+    if not (of_rows[0] == B and of_rows[1] == S and (of_rows[2] == G or of_rows[2] == 1) and of_rows[3] == selection.n):
         raise _other_rows(selection.ranges, q_shape, k.shape, decode)
     if listed.device != device:
         raise ArgumentError("selection", f"on {listed.device}", f"q's device {device}", "call selection.to(q.device)")
