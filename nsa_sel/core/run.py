@@ -134,13 +134,17 @@ def run_forward(decided: Decided, function_of: FunctionOf = forward_of) -> Any:
 
 def backward_of(name: str, call: Call | ChooseCall) -> Callable[..., Any]:
     """Return the function of backend `name` that runs the backward pass of a call."""
-    return (registry.load_chooser if isinstance(call, ChooseCall) else registry.load)(name).backward  # type: ignore[operator]
+    return _module_of(name, call).backward  # type: ignore[no-any-return]
 
 
 def _backward_and_delta_of(name: str, call: Call | ChooseCall) -> Callable[..., Any]:
     """`backward_of`, of the function that also returns delta if the backend has it."""
-    module: Any = None if isinstance(call, ChooseCall) else registry.load(name)
-    return getattr(module, "backward_and_delta", None) or backward_of(name, call)
+    module = _module_of(name, call)
+    return getattr(module, "backward_and_delta", None) or module.backward  # type: ignore[no-any-return]
+
+
+def _module_of(name: str, call: Call | ChooseCall) -> Any:
+    return (registry.load_chooser if isinstance(call, ChooseCall) else registry.load)(name)  # type: ignore[operator]
 
 
 def gradients(call: Any, decision: Any, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
