@@ -22,7 +22,7 @@ from nsa_sel.bench.core import cases, matrix, store
 from nsa_sel.bench.core.contenders import DENSE, PACKED, of_framework
 from nsa_sel.bench.core.markdown import MARK, factor, ms, pivot, scatters, spread, table, with_note
 from nsa_sel.bench.core.store import CPU_ROWS, H100_RESULTS, H200_RESULTS, H200_ROWS, ROOT, Row, read_rows
-from nsa_sel.bench.questions import decoding_steps, layer_parts, released_models, scaling, speed
+from nsa_sel.bench.questions import choosing_steps, decoding_steps, layer_parts, released_models, scaling, speed
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Offer
 from nsa_sel.core.decision import load_policy, make_decision
@@ -356,6 +356,8 @@ def training_ranks() -> str:
     return table(["context", "parallel", "ranks", "thousand tokens/s", "over one rank", f"loss after {len(rows)} steps"], lines, left=2)
 
 
+COPY_RATE = 4.28e12  # bytes per second that a copy reads and writes on an H200
+
 BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "released": lambda: released_models.highlights(rows_of("released_models.jsonl")),
@@ -367,6 +369,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     "docs/compat.md": {"fla": lambda: layer_parts.table(rows_of("profiles/fla_layer.jsonl", H100_RESULTS))},
     "docs/choosing.md": {
         "models": models,
+        "choosing_steps": lambda: choosing_steps.table(rows_of("choosing_steps.jsonl")),
         "minimax_m3": lambda: released_models.table(rows_of("released_models.jsonl"), "minimax-m3"),
         "qwen_qsa": lambda: released_models.table(rows_of("released_models.jsonl"), "qwen3.8"),
     },
@@ -379,6 +382,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/serving.md": {
         "serving": lambda: speed.table_of_caches(rows_of("serving.jsonl")),
+        "indices": lambda: speed.table_of_steps(rows_of("profiles/steps.jsonl"), COPY_RATE),
         "steps": lambda: decoding_steps.table(
             [row for row in rows_of("profiles/decoding_steps.jsonl") if row.get("kv", "bf16") == "bf16" and row["B"] in (1, 64)]
         ),

@@ -458,7 +458,7 @@ def test_new_tensors_and_selections(backend: str, played: list[Any], S: int, blo
     for x, y in zip(problems, wanted, strict=True):
         played.clear()
         assert_equal(step(backend, x, block, loss_of_lse=loss_of_lse), y)
-    assert len(played) >= 3  # forward, backward, its lists
+    assert len(played) >= 2  # forward, and backward with its lists
     if S > 100:
         return  # the oracle takes long
     q, k, v, do, blocks = problems[-1]
