@@ -369,7 +369,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     "docs/compat.md": {"fla": lambda: layer_parts.table(rows_of("profiles/fla_layer.jsonl", H100_RESULTS))},
     "docs/choosing.md": {
         "models": models,
-        "choosing_steps": lambda: choosing_steps.table(rows_of("choosing_steps.jsonl")),
+        "choosing_steps": lambda: choosing_steps.table(rows_of("profiles/choosing_steps.jsonl")),
         "minimax_m3": lambda: released_models.table(rows_of("released_models.jsonl"), "minimax-m3"),
         "qwen_qsa": lambda: released_models.table(rows_of("released_models.jsonl"), "qwen3.8"),
     },

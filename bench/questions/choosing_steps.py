@@ -1,6 +1,6 @@
 """What does choosing blocks for one new token of each sequence take, by cached index keys?
 
-    python -m nsa_sel.bench.questions.choosing_steps --out bench/results/h200/choosing_steps.jsonl
+    python -m nsa_sel.bench.questions.choosing_steps --out bench/results/h200/profiles/choosing_steps.jsonl
 
 The indexers of MiniMax-M3 (4 index heads, one index key of 128 per token, 16 of the blocks of 128) and of Qwen3.8 (4
 index heads, one index key of 128 per block of 4, 512 blocks and the incomplete one), random numbers, bf16 queries; times
