@@ -293,10 +293,12 @@ def several_ranks() -> Any:
 
 
 def chosen(sizes: Sizes) -> str | None:
-    """Return the backends of the last selected branch, forward and backward; None for dense attention."""
+    """Return the backends of the last selected branch, forward and backward; None for dense attention, and before one."""
     if sizes.attention == "dense":
         return None
-    last = next(decision for decision in reversed(decisions()) if decision.request.kind == "attend")
+    last = next((decision for decision in reversed(decisions()) if decision.request.kind == "attend"), None)
+    if last is None:  # MSA's first steps are dense
+        return None
     return str(last.forward) if last.backward in (None, last.forward) else f"{last.forward} / {last.backward}"
 
 
