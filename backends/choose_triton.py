@@ -134,7 +134,7 @@ def best_blocks(call: ChooseCall, lse: Tensor | None, out: Tensor | None = None)
             scores = scratch[: part.q.shape[0], : part.q.shape[1]]
         visible = part.visible_blocks()
         scores = scores if width == visible else scores[..., :visible]  # top_n is faster with fewer
-        positions = None  # of rows, if a kernel computes them
+        positions = None  # positions of the rows; None if a kernel computes them
         if call.sequences is not None or call.lengths is not None:
             positions = torch.empty(part.q.shape[:2], dtype=torch.int32, device=call.q.device)
         early = score(part, part_lse, scores, positions)

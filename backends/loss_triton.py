@@ -41,7 +41,7 @@ from nsa_sel.settings.schema import KernelConfig
 HOPPER = KernelConfig(block_l=128, num_warps=8, num_stages=2, rows=64)
 HOPPER_UNROLLED = 4  # `Work.unrolled`
 LARGE = 200 << 10  # bytes of shared memory that a CTA of `HOPPER` takes
-CONFIGS = {  # for 99 KiB of shared memory
+CONFIGS = {  # they fit 99 KiB of shared memory
     "": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=64),
     "wide": KernelConfig(block_l=32, num_warps=4, num_stages=1, rows=32),
     "float32": KernelConfig(block_l=16, num_warps=4, num_stages=1, rows=16),

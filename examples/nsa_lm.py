@@ -40,8 +40,8 @@ class Sizes:
     warmup: int = 100  # steps
     seed: int = 0
     attention: str = "nsa"
-    dense_steps: int = 300  # of msa: steps of dense attention in which the indexer learns, before attention is sparse
-    index_loss: float = 1.0  # of msa: weight of the indexer's loss
+    dense_steps: int = 300  # first steps of msa, whose attention is dense while the indexer learns
+    index_loss: float = 1.0  # weight of the indexer's loss, with msa
 
 
 TINY = Sizes(

@@ -64,7 +64,7 @@ class Indices(NamedTuple):
     """Block indices in place of ranges."""
 
     blocks: Blocks  # contiguous, without counts
-    version: int | None  # of the indices when the selection was made; None for a tensor without a version counter
+    version: int | None  # the indices' version when the selection was made; None for a tensor without a version counter
 
 
 UNKNOWN = "unknown"  # the state of a tensor without a version counter
@@ -151,7 +151,7 @@ class Selection:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             self._unwritten(self._indices)
             ranges, _ = ranges_of_blocks(self._indices.blocks, self.block_size)
-            return self.__dict__.setdefault("ranges", ranges)  # of two threads, the first one's
+            return self.__dict__.setdefault("ranges", ranges)  # if two threads make them, the first one's stay
 
     @property
     def indices(self) -> Tensor | None:

@@ -28,7 +28,7 @@ Row = list[tuple[int, int]]  # the ranges of a row
 
 RESULTS = ("o", "lse", "dq", "dk", "dv")
 SPAN = 8  # keys of a "block" where ranges have any length
-MOST_RANGES = 4  # of a row of `edge_rows`
+MOST_RANGES = 4  # ranges per row of `edge_rows`
 LATER = ("outside", "future", "ranges", "far ranges")  # behaviors of ranges that begin after a row's position
 TWICE = ("duplicates", "overlaps")  # behaviors of keys in two ranges
 
@@ -64,7 +64,7 @@ class Problem(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What all problems of a run share."""
+    """The facts that all problems of a run share."""
 
     shape: Shape
     dtype: torch.dtype
@@ -284,13 +284,14 @@ def new_memory_is_nan(strict: bool = False) -> Iterator[None]:
 
     Unless strict, operations without a deterministic implementation still run.
     """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=not strict)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what has no deterministic implementation, and NumPy on NaN in Triton's interpreter
             yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 Compared = tuple[float, str, tuple[str, ...]]  # the largest error, what is wrong in words, and the results compared
@@ -347,7 +348,7 @@ def rerun(attend: Callable[..., Any], problem: Problem, able: set[str]) -> Compa
 
 
 class Behavior(NamedTuple):
-    """What an implementation owes, the problems that show it, and how their results are compared."""
+    """One behavior: what an implementation must do, the problems that test it, and how results are compared."""
 
     what: str
     problems: Callable[[Setting], Iterable[Problem]]
@@ -433,7 +434,7 @@ def check_implementation(
         A `Report`. An exception that `attend` raises is in its behavior's details.
 
     Raises:
-        ArgumentError: a claim that is no behavior.
+        ArgumentError: a claim that does not name a behavior.
     """
     claimed, able, findings = set(claims), set[str](), list[Finding]()
     if unknown := claimed - set(BEHAVIORS):

@@ -377,7 +377,7 @@ def sum_keys_kernel(
 
 
 class Results(NamedTuple):
-    """What the kernels write. Gradients are None for the loss alone."""
+    """The results of the kernels. Gradients are None if only the loss is asked for."""
 
     loss: Tensor  # [B,S,G], in lse's dtype
     dq: Tensor | None  # [B,S,G,Di]

@@ -234,7 +234,7 @@ def sections(work: Work, gradients: bool) -> Iterator[Section]:
     (B, S, G, _, Di), S_kv = index.q.shape, index.k.shape[2]
     tiles = -(-S_kv // width)
     row_bytes = tiles * (accumulator + gradients * Di * (index.q.element_size() + accumulator * width / CHUNK))
-    chunks = max(1, int(index.settings.workspace_bytes / (row_bytes * CHUNK)))  # of all pairs
+    chunks = max(1, int(index.settings.workspace_bytes / (row_bytes * CHUNK)))  # chunks of all pairs together
     pairs = min(B * G, chunks)
     rows = min(S, chunks // pairs * CHUNK)
     for pair in range(0, B * G, pairs):

@@ -29,10 +29,10 @@ from nsa_sel.backends._triton.tiles import tile_size
 WIDE, WIDE_IF_FEW = 4096, 16384  # most blocks of a row in registers, and of at most FEW_WIDE rows, for which latency counts
 FEW_WIDE = 256
 MOST_CHOSEN = 4096  # largest n of wider rows, of which twice as many candidates are in registers
-FEW_ROWS = 4096  # that never share a program
+FEW_ROWS = 4096  # up to this many rows, each has a program of its own
 PER_WARP = 1024  # most scores per warp, 32 per thread; half as many if short rows share a warp
 CHUNK = 2048  # blocks of a wide row at once
-CHUNK_PER_WARP = 512  # of them
+CHUNK_PER_WARP = 512  # scores of a chunk per warp
 LEAST_KEPT = 256  # room for candidates
 
 BOUNDED = tl.constexpr(2048)  # widest row for which maxima of groups bound the threshold

@@ -307,7 +307,7 @@ def _build(call: Call, tokens: int, of_consumer: int, stretch: int | None) -> Ti
 
 def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """Return dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]."""
-    pairs = call.k.shape[0] * call.selection.groups  # that have lists of their own
+    pairs = call.k.shape[0] * call.selection.groups  # each pair has its own lists
     if pairs > 1 and not (list_bytes(call)[1] if small_block(call) else lists_fit(call, KEYS, pairs)):
         return _by_pairs(call, lse, do, delta)
     q, (macros, shape, rows) = call.q, _groups(call)

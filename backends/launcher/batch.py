@@ -20,7 +20,7 @@ class Step(NamedTuple):
     function: int
     grid: bytes  # `cuda_driver.grid`
     early: bool  # programmatic dependent launch
-    offsets: tuple[int, ...]  # of each kernel parameter among the packed arguments of all launches
+    offsets: tuple[int, ...]  # where each kernel parameter begins in the packed arguments of all launches
 
 
 class Batch:

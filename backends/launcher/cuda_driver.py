@@ -20,7 +20,7 @@ MOST_GRAPHS = 1024  # two for each layer of a large model; each takes memory
 MAP_BYTES, MAP_ALIGNMENT = 128, 64  # size and alignment of a CUtensorMap
 _GRID = struct.Struct("<7I4x")  # first part of CUlaunchConfig (cuda.h): grid, block, shared memory
 _CONFIG = struct.Struct(f"<{_GRID.size}sQQI4x")  # whole CUlaunchConfig: that part, stream, attributes and their count
-STREAM_OFFSET = _GRID.size  # of the stream in a CUlaunchConfig
+STREAM_OFFSET = _GRID.size  # where the stream is in a CUlaunchConfig
 _NON_BLOCKING, _RELAXED = 1, 2  # CU_STREAM_NON_BLOCKING, CU_STREAM_CAPTURE_MODE_RELAXED
 # CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION. The driver only reads it.
 _EARLY = ctypes.create_string_buffer(struct.pack("<I4xI60x", 6, 1), 72)
@@ -35,7 +35,7 @@ class _Thread(threading.local):
         self.arguments = ctypes.create_string_buffer(MOST_BYTES)
         self.bound = {-1}  # -1: a CPU, which needs no context
         self.recording: Any = None  # the recorder of the running pass (_replay.py)
-        self.ready: dict[tuple[int, int], Any] = {}  # of replays, per (recording, stream)
+        self.ready: dict[tuple[int, int], Any] = {}  # prepared replays by (recording, stream)
         self.captures: dict[int, int] = {}  # the stream for captures, per device
 
 

@@ -64,7 +64,8 @@ class Recording(NamedTuple):
     scratch: int  # bytes of temporaries
     kept: int  # bytes of the tensors of the plans that it builds
     given: tuple[tuple[Any, ...], ...]  # keys of the plans that the selection must have
-    by_python: dict[tuple[Any, ...], tuple[Callable[..., Any], tuple[Any, ...]]]  # of these, those that a pass builds first if they lack
+    # Of the given plans, those that Python builds if the selection lacks them.
+    by_python: dict[tuple[Any, ...], tuple[Callable[..., Any], tuple[Any, ...]]]
     built: dict[tuple[Any, ...], tuple[Any, ...]]  # plans that it must lack, by key: the facts of `PlanInBuffer`
     offsets: tuple[tuple[int, int], ...]  # entry, bytes
     maps: tuple[tuple[int, Callable[[int], bytes | None]], ...]  # entry, encoder of tensor maps
@@ -77,7 +78,7 @@ class Recording(NamedTuple):
 
 
 class Recordings:
-    """What was recorded for one class: for each set of plans that calls brought along, a recording; failed attempts."""
+    """The recordings of one class, one for each set of plans that selections already had, and the number of failed attempts."""
 
     __slots__ = ("failed", "made")
 
@@ -514,7 +515,7 @@ class _Table:
         self.maps: list[tuple[int, Callable[[int], bytes | None]]] = []
         self.constants: list[bytes] = []
         self.steps: list[Step] = []
-        self.codes, self.locations = "<", list[tuple[int, int]]()  # of the arguments of all launches
+        self.codes, self.locations = "<", list[tuple[int, int]]()  # struct format and sources of all launches' arguments
 
     def add(self, function: int, grid: bytes, early: bool, pointers: Any, arguments: struct.Struct, values: tuple[Any, ...]) -> None:
         """Add the arguments of a launch. Runs of adjacent scalars are packed once into a constant."""

@@ -90,7 +90,7 @@ def ours(backend: str) -> Contender:
         if old.block_size is None:
             new: Callable[[], Selection] = partial(Selection, old.ranges, None, old.max_length, disjoint=True)
         else:
-            new = partial(Selection.from_blocks, old.block_indices, old.block_size)  # what a model has
+            new = partial(Selection.from_blocks, old.block_indices, old.block_size)  # a model has block indices
         attend, planned = partial(nsa_sel.selection_attention, backend=backend), new()
         return Ready(lambda q, k, v: attend(q, k, v, new()), lambda q, k, v: attend(q, k, v, planned), planned.forget_plans)
 

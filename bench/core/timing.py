@@ -1,4 +1,4 @@
-"""How a call is timed: by CUDA events with the L2 cache flushed, by graph replay, or by the clock; and the spread of its
+"""Time a call by CUDA events with the L2 cache flushed, by graph replay, or by the clock, and return the spread of its
 times.
 """
 

@@ -1,4 +1,4 @@
-"""What does choosing blocks for one new token of each sequence take, by cached index keys?
+"""Measure how long choosing blocks by cached index keys takes for one new token of each sequence.
 
     python -m nsa_sel.bench.questions.choosing_steps --out bench/results/h200/profiles/choosing_steps.jsonl
 

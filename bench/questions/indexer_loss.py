@@ -1,4 +1,4 @@
-"""What does the loss of an indexer cost, beside the backward passes of the attention that it learns from?
+"""Measure the loss of an indexer, and the backward passes of the attention that it learns from.
 
     python -m nsa_sel.bench.questions.indexer_loss --out bench/results/h200/indexer_loss.jsonl
 
@@ -33,7 +33,7 @@ from nsa_sel.oracle import oracle_indexer_loss
 from nsa_sel.selection import Selection
 from nsa_sel.telemetry.events import decisions
 
-TITLES = {  # of parts
+TITLES = {  # of the measured parts, in the order of the table's columns
     "sparse": "loss, sparse", "selected": "selected attention, backward", "warm-up": "loss, warm-up",
     "dense": "dense attention (cuDNN), backward",
 }  # fmt: skip
@@ -137,7 +137,7 @@ def main(
     dense: Annotated[int, typer.Option(help="tokens up to which the warm-up and dense attention are timed")] = LONGEST_DENSE,
     rep: Annotated[float, typer.Option(help="milliseconds that the timed calls of a part should fill")] = 200,
 ) -> None:
-    """Time the loss and the backward passes beside it; append the rows, and print a table."""
+    """Time the loss and attention's backward passes; append the rows, and print a table."""
     need_gpu("indexer_loss")
     facts, rows = store.stamp(), list[Row]()
     for S in map(int, lengths.split(",")):

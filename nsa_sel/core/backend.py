@@ -174,9 +174,9 @@ class StepKernels(msgspec.Struct, frozen=True, kw_only=True):
     sm: int  # the compute capability they are compiled for
     keys: int  # of a step
     dims: tuple[int, ...]  # columns of keys and of values
-    few_dims: tuple[int, ...] = ()  # of few rows; with up to `few_heads` heads
+    few_dims: tuple[int, ...] = ()  # further head dims for calls of few rows with up to `few_heads` heads
     few_heads: int = 0
-    small_blocks: tuple[int, ...] = ()  # of few rows
+    small_blocks: tuple[int, ...] = ()  # block sizes below `keys` for calls of few rows
 
     def take(self, request: Request) -> bool:
         """Return True if the forward pass of these sizes loads whole steps."""

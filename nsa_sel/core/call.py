@@ -204,7 +204,7 @@ class Call(_Logits):
         return self._listed
 
     def listed(self) -> tuple[Tensor, int]:
-        """Return `listed_ranges` and 0, or what a selection has in their stead: block indices [B,S,G,n], contiguous, and
+        """Return `listed_ranges` and 0, or if the selection holds block indices instead: these [B,S,G,n], contiguous, and
         their block size."""
         indices, size = self.selection.indices, self.selection.block_size
         return (self.listed_ranges(), 0) if indices is None or size is None else (indices, size)
@@ -409,7 +409,7 @@ class ChooseCall(_Logits):
             function `paged` get them gathered.
         lengths: [B] int32 or int64, keys of each sequence, in place of q_pos: row s is at lengths[b] + start + s.
         scales: of quantized index keys, else None.
-        tail: whether a row's block that it sees in part is chosen beside the n.
+        tail: whether a row's incomplete block is added to the n.
     """
 
     function: ClassVar[str] = "compressed_attention"  # the public function, for messages

@@ -20,7 +20,7 @@ class Plan:
 
     def __init__(self, value: Any, states: Sequence[Any] = (), made_from: tuple[Any, ...] = ()) -> None:
         self.value = value
-        self.states = states  # of `made_from` when it was built
+        self.states = states  # the states that `made_from` had when the plan was built
         self.made_from = made_from  # kept alive, so that no other tensor reuses the memory
 
     def addresses(self) -> list[int]:

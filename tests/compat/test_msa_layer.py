@@ -18,7 +18,7 @@ S = 70
 
 @pytest.fixture(autouse=True)
 def cheapest_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of attention: the one that compiles nothing."""
+    """Force the backend that compiles nothing."""
     monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
 
 

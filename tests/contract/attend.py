@@ -76,7 +76,7 @@ def check_edges(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None:
 
 
 def check_contract(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None:
-    """What `nsa_sel.testing` checks of any implementation."""
+    """Check the cell with `nsa_sel.testing`, as any other implementation."""
     report = check_implementation(
         partial(nsa_sel.selection_attention, backend=lane.name), shapes=[shape], dtypes=[lane.dtype], device=lane.place
     )

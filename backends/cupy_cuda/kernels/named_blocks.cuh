@@ -19,8 +19,8 @@ struct NamedBlocks {
     // Return whether this lane's block exists and no earlier entry names it.
     DEVICE bool add(int block, bool exists) {
         const int lane = threadIdx.x % 32;
-        const u32 alike = __match_any_sync(ALL_LANES, exists ? block : -1 - lane);
-        bool is_new = exists && __ffs(alike) - 1 == lane;
+        const u32 same_block = __match_any_sync(ALL_LANES, exists ? block : -1 - lane);
+        bool is_new = exists && __ffs(same_block) - 1 == lane;
         if (NAMED_WORDS == 0) return is_new;
         is_new = is_new && !(words[block / 32] >> block % 32 & 1);
         __syncwarp();

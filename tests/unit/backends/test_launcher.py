@@ -187,7 +187,7 @@ def test_replayed_lists_of_small_blocks_are_those_that_were_built(driver: list[s
 
 @needs_compiler
 def test_a_pass_has_recordings_with_and_without_its_plans(driver: list[str], played: list[int]) -> None:
-    """What a replay builds is what other passes use, and is not built again."""
+    """Other passes use the plans that a replay builds, and do not build them again."""
     known: dict[Any, Any] = {REPEATED: True}
     for seed in range(4):
         call = call_of(seed, known)
