@@ -11,7 +11,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports tor
 from torch.compiler import is_compiling
 
 from nsa_sel.core import attend, choose, run, shared_keys, transforms
-from nsa_sel.core.arguments import check_flag, check_tensors
+from nsa_sel.core.arguments import Requests, check_flag, check_tensors
 from nsa_sel.core.call import PagedKeys, Rule
 from nsa_sel.core.check import as_selection, check_call, check_index, check_pool, check_rule
 from nsa_sel.core.decide import decide_call
@@ -224,10 +224,14 @@ def _of_shared_keys(
 
 
 def _check_cache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor | None, cache_seqlens: Tensor, block_table: Tensor | None, rule: Rule | None = None
+    q: Tensor, k_cache: Tensor, v_cache: Tensor | None, cache_seqlens: Tensor, block_table: Tensor | None, rule: Rule | None = None,
+    requests: Requests | None = None,
 ) -> int:  # fmt: skip
     """Check the shapes of a cache, or with a rule those of a cache of index keys, and return the number of keys that a
-    sequence has room for. Reads nothing on a GPU."""
+    sequence has room for. Reads nothing on a GPU.
+
+    requests: of packed rows, q [1,T,G,h,Dk].
+    """
     tensors = {"k_cache": k_cache} if v_cache is None else {"k_cache": k_cache, "v_cache": v_cache}
     check_tensors(q=q, cache_seqlens=cache_seqlens, **tensors)
     if block_table is not None:
@@ -237,6 +241,8 @@ def _check_cache(
             "q", f"of shape {tuple(q.shape)}", "[B,S_q,G,h,Dk], or [B,G,h,Dk] for one new token", "split the heads into G groups of h"
         )
     B, S_q, G, _, _ = q.shape
+    if requests is not None:
+        B, S_q = requests.number, 0  # rows before a request's first key see nothing
     k_shape = k_cache.shape
     groups = G // shared_keys.ratio(G, k_shape[2]) if len(k_shape) == 4 else G
     if rule is not None and groups > 1:
