@@ -133,18 +133,19 @@ class Recordings:
 
 
 class Shortcut:
-    """The replays of a class's forward or backward passes, for callers that look at nothing else.
+    """The replays of a class's forward or backward passes, for callers that look at nothing else. Forward passes from
+    block indices, which make the ranges, have one of their own.
 
     A thread of autograd runs Python with cold caches: every function that a backward pass enters there takes a
     microsecond.
     """
 
-    __slots__ = ("_guards", "_recordings")
+    __slots__ = ("_guards", "_of_indices", "_recordings")
 
-    def __init__(self, recordings: Recordings, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, recordings: Recordings, tensors: Sequence[Tensor], of_indices: bool = False) -> None:
         """tensors: of a recorded pass, of which others must agree; empty if callers have checked theirs."""
         self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None) if tensors else None
-        self._recordings = recordings
+        self._recordings, self._of_indices = recordings, of_indices
 
     def __call__(self, selection: Any, *tensors: Tensor) -> Any:
         """Return the results of a pass, or None if it can't be replayed.
@@ -161,21 +162,31 @@ class Shortcut:
                 return None
             stream = stream_of(device)
             on = (*DISJOINT, stream)
-        snapshot = selection.current()
-        if snapshot is None or snapshot.exact is not None:
-            return None
-        distinct = snapshot.plans.get(on)
-        ranges = selection.ranges if selection.disjoint else None if distinct is None else distinct.value
-        if ranges is None or not ranges.is_contiguous():
-            return None
         addresses = [x.data_ptr() for x in tensors]
-        addresses.insert(3, ranges.data_ptr())
-        if len(addresses) > 4:
-            addresses.append(0)
+        plans: Plans = {}
+        if self._of_indices:
+            addresses.append(selection.indices.data_ptr())
+        else:
+            snapshot = selection.current()
+            if snapshot is None or snapshot.exact is not None:
+                return None
+            plans = snapshot.plans
+            distinct = plans.get(on)
+            if distinct is not None:
+                addresses.insert(3, distinct.addresses()[0])
+            elif selection.disjoint and selection.ranges.is_contiguous():
+                addresses.insert(3, selection.ranges.data_ptr())
+            else:
+                return None
+            if len(addresses) > 4:
+                addresses.append(0)
         try:
-            return self._recordings.replay(addresses, stream, snapshot.plans)
+            result = self._recordings.replay(addresses, stream, plans)
         except Exception:  # such as no memory: the pass runs in the usual manner, and raises its own error
             return None
+        if self._of_indices and result is not None:
+            selection.keep(plans[on], plans[on].buffer, stream, plans)
+        return result
 
 
 def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *numbers: Any) -> Plan:
@@ -205,22 +216,26 @@ def replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, .
     """Return `work(call, *given)`, a pass, run or replayed.
 
     Its kernels read q, k, v, the tensors in `given`, and the disjoint ranges; in the forward pass of few rows (without
-    `given`) `Call.listed_ranges`. A pass of few rows that reads the disjoint ranges is never recorded.
+    `given`) `Call.listed`. A pass of few rows that reads the disjoint ranges is never recorded. A forward pass of more
+    rows from block indices makes their ranges, too.
     """
-    known, settings = call.known, call.settings
+    known, settings, selection = call.known, call.settings, call.selection
     if REPEATED not in known or call.workspace is not None or call.capturing():
         return work(call, *given)
-    snapshot = call.selection.current()
+    few, on = not given and call.q.shape[1] <= FEW_TOKENS, DISJOINT
+    of_indices = not given and not few and not settings.debug_triton and not torch.is_inference_mode_enabled()
+    indices = selection.indices if of_indices else None
+    snapshot = None if indices is not None else selection.current()
     kept, exact = ({}, None) if snapshot is None else (snapshot.plans, snapshot.exact)
     stream = stream_of(call.q.get_device()) if call.q.is_cuda else 0
-    distinct = kept.get((*DISJOINT, stream) if call.q.is_cuda else DISJOINT)
-    if distinct is not None and (given or call.q.shape[1] > FEW_TOKENS):
-        ranges = distinct.value
-    else:
-        ranges = call.disjoint_ranges() if given else call.listed_ranges()
+    if call.q.is_cuda:
+        on = (*DISJOINT, stream)
+    listed = indices if indices is not None else call.listed()[0] if few else call.disjoint_ranges()
     # `measure` may run between forward and backward; a row's longest range, its mean and sharing decide on sizes
-    key = (work, ranges.dtype, exact and exact[:3], *[None if x is None else (x.dtype, x.is_contiguous() or x.stride()) for x in given])
-    addresses = [call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), ranges.data_ptr()]
+    key = (
+        work, listed.dtype, listed.dim(), exact and exact[:3], *[None if x is None else (x.dtype, x.is_contiguous() or x.stride()) for x in given]
+    )
+    addresses = [call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), listed.data_ptr()]
     addresses += [0 if x is None else x.data_ptr() for x in given]
     if settings.debug_triton:
         return checked(known, key, addresses, work, lambda: work(call, *given))
@@ -229,18 +244,37 @@ def replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, .
         if not settings.traced:  # do not record the first pass: most keys occur once
             known.setdefault(key, Recordings())
         return work(call, *given)
-    result = recordings.run(addresses, stream, kept, lambda: work(call, *given), call)
+    if indices is None:
+        result = recordings.run(addresses, stream, kept, lambda: work(call, *given), call)
+    elif recordings.failed == TRIES:  # one of its plans can't be recorded
+        selection.counted  # noqa: B018  # makes the ranges
+        return replayed(call, work)
+    else:
+        result = recordings.run(addresses, stream, kept, lambda: _with_ranges(call, work))
+        if kept:
+            selection.keep(kept[on], kept[on].buffer, stream, kept)
     if recordings.made and exact is None and not settings.debug_nvtx:
-        _add_shortcut(call, recordings, given, len(result))
+        _add_shortcut(call, recordings, given, len(result), indices is not None)
     return result
 
 
-def _add_shortcut(call: Call, recordings: Recordings, given: tuple[Tensor | None, ...], results: int) -> None:
-    """Add the `Shortcut` of a pass to the facts of its class, if it fits: a forward pass that reads disjoint ranges, or a
-    backward pass without dlse, whose tensors all differ, and that returns dq, dk and dv alone."""
+def _with_ranges(call: Call, work: Callable[..., Any]) -> Any:
+    """Make the ranges of a call's block indices, and run a forward pass; its recording builds them as a plan."""
+    call.selection.counted  # noqa: B018
+    recorder: Recorder | None = thread.recording
+    if recorder is not None:
+        recorder.plans[DISJOINT] = call.selection._made.plan
+        recorder.built.append(DISJOINT)
+    return work(call)
+
+
+def _add_shortcut(call: Call, recordings: Recordings, given: tuple[Tensor | None, ...], results: int, of_indices: bool) -> None:
+    """Add the `Shortcut` of a pass to the facts of its class, if it fits: a forward pass that reads disjoint ranges or
+    makes them, or a backward pass without dlse, whose tensors all differ, and that returns dq, dk and dv alone."""
     if not given:
-        if "forward" not in call.known and not call.may_repeat():
-            call.known["forward"] = Shortcut(recordings, ())
+        name = "forward of indices" if of_indices else "forward"
+        if name not in call.known and not call.may_repeat():
+            call.known[name] = Shortcut(recordings, (), of_indices)
     elif "backward" not in call.known and given[-1] is None and results == 3:
         tensors = [call.q, call.k, call.v, *(x for x in given if x is not None)]
         if len({id(x) for x in tensors}) == len(tensors) == 6:
@@ -456,6 +490,7 @@ class Recorder:
             or not outputs
             or not all(isinstance(value, tuple) and all(isinstance(x, Tensor | int | None) for x in value) for value in (result, *built))
             or len(outputs) != len(result)
+            or (self.by_python and DISJOINT in self.built)  # nobody would keep such a plan with the ranges
             or len(own) + len(kept) + len(outputs) != len(self.made)
             or any(0 < x < LEAST_ADDRESS for x in (*self.inputs, *(x.data_ptr() for x in self.made + of_given)))
             or max(sum(x.nbytes for x in tensors) for tensors in (own, kept)) > MOST_BYTES

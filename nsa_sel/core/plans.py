@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 MOST_PLANS = 16
-DISJOINT = ("disjoint",)  # the key of disjoint ranges (`Selection.disjoint_ranges`)
+DISJOINT = ("disjoint",)  # the key of a tuple that begins with `Selection.disjoint_ranges`
 
 
 class Plan:
@@ -44,16 +44,16 @@ class PlanInBuffer:
     """A plan of the ranges alone, whose tensors lie in one buffer. Most are read by kernels only: views take time, and
     are made when Python asks for the value."""
 
-    __slots__ = ("_buffer", "_facts", "_value")
+    __slots__ = ("_facts", "_value", "buffer")
     states, made_from = (), ()
 
     def __init__(self, buffer: Tensor, facts: tuple[Any, tuple[Any, ...], tuple[int, ...]]) -> None:
         """facts: the type of the value, its fields (tensors as `Part`), and the offsets of its tensors."""
-        self._buffer, self._facts, self._value = buffer, facts, None
+        self.buffer, self._facts, self._value = buffer, facts, None
 
     def addresses(self) -> list[int]:
         """Return the addresses of the plan's tensors."""
-        begin = self._buffer.data_ptr()
+        begin = self.buffer.data_ptr()
         return [begin + offset for offset in self._facts[2]]
 
     @property
@@ -61,7 +61,7 @@ class PlanInBuffer:
         """Return the plan, a tuple of tensors and numbers."""
         if self._value is None:
             kind, fields, _ = self._facts
-            self._value = kind(x.of(self._buffer) if type(x) is Part else x for x in fields)
+            self._value = kind(x.of(self.buffer) if type(x) is Part else x for x in fields)
         return self._value
 
 
