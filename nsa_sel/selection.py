@@ -162,9 +162,9 @@ class Selection:
             made = self._made
             if torch.compiler.is_compiling():  # in a graph, which keeps nothing
                 return ranges_of_blocks(self._indices.blocks._replace(facts=None), self.block_size)[0] if made is None else made.plan.value[-1]
-            stream = self._stream()
             if made is None:
-                return self._make(stream)
+                return self._make()
+            stream = self._stream()
             if stream != made.stream and stream not in made.waited:
                 made.waited.add(stream)
                 if not capturing(made.counted):  # before a capture, PyTorch waits for all streams
@@ -173,18 +173,24 @@ class Selection:
                     torch.cuda.current_stream(device).wait_stream(others)
             return made.plan.value[-1]
 
-    def _make(self, stream: int) -> Tensor:
-        """Make the ranges of block indices, and keep them, but not those that a capture makes for others."""
+    def _make(self, captured: bool = False) -> Tensor:
+        """Make and keep the ranges of block indices. captured: in a CUDA graph, or while one is captured."""
         assert self._indices is not None and self.block_size is not None
-        self._unwritten(self._indices)
-        blocks, captured = self._indices.blocks, capturing(self._indices.blocks.indices)
+        blocks, indices = self._indices.blocks, self._unwritten(self._indices)
+        if not captured and capturing(indices):
+            if blocks.captured:
+                captured = True
+            else:  # ranges made by the graph would hold no data before its first replay, and ignore writes into them
+                side = torch.cuda.Stream(indices.device)
+                with torch.cuda.stream(side):
+                    ranges = self._make(captured=True)
+                side.synchronize()
+                return ranges
         with torch.inference_mode(False):  # else a later call could not record gradients
             ranges, unique = ranges_of_blocks(blocks._replace(captured=captured), self.block_size)
-        if captured and not blocks.captured:
-            return ranges
         disjoint = ranges if self.disjoint else unique
         plan = Plan((ranges,) if disjoint is None else (disjoint, ranges))
-        self.keep(plan, ranges, stream, {} if disjoint is None else {self._on_stream(DISJOINT): plan})
+        self.keep(plan, ranges, self._stream(), {} if disjoint is None else {self._on_stream(DISJOINT): plan})
         return ranges
 
     def keep(self, plan: Plan | PlanInBuffer, counted: Tensor, stream: int, plans: Plans) -> None:
@@ -196,8 +202,13 @@ class Selection:
     @property
     def indices(self) -> Tensor | None:
         """Return the block indices [B,S,G,n] that kernels may read instead of ranges; None once there are ranges, which
-        may be written."""
+        may be written. Don't ask in a CUDA graph's capture (`captured_indices`)."""
         return None if self._indices is None or self._made is not None else self._unwritten(self._indices)
+
+    @property
+    def captured_indices(self) -> Tensor | None:
+        """`indices` in a capture: None for a selection made before, whose ranges may be written between replays."""
+        return self.indices if self._indices is not None and self._indices.blocks.captured else None
 
     @property
     def listed(self) -> Tensor:
@@ -291,9 +302,8 @@ class Selection:
                 second copy of the ranges.
 
         Returns:
-            A Selection with ranges [B,S,G,n,2]. On a GPU they are made when the selection is first used: don't write to
-            `block_indices` before. In a CUDA graph, kernels read those of up to 8 query rows per sequence: don't write
-            to them within the graph while the selection is in use.
+            A Selection with ranges [B,S,G,n,2]. On a GPU it reads `block_indices` when it is used, not before: don't
+            write to them while it is in use. PyTorch's writes are refused.
 
         Raises:
             ArgumentError: a wrong shape or dtype; under NSA_DEBUG_TRITON=1 also duplicates in a row.
