@@ -41,6 +41,7 @@ from nsa_sel.errors import BackendError
 Call = Any
 ALIGNMENT = 256  # bytes between tensors in one buffer: enough for TMA and 16-byte loads
 _fills = torch._C._get_deterministic_algorithms  # if True, PyTorch fills new tensors
+_address = Tensor.data_ptr
 TRIES = 3  # failed recording attempts per class after its first pass: a pass that compiles cannot be recorded
 LEAST_ADDRESS = 1 << 32  # arguments of at least this value are addresses
 MOST_BYTES = 1 << 30  # largest buffer of temporaries, or of plans; calls that need more are GPU-bound, so replay saves nothing
@@ -90,17 +91,18 @@ class Recordings:
         """Return the results of a replay; None if nothing fits, or if the driver refuses a launch.
 
         Args:
-            addresses: of the tensors that kernels read, 0 for None. Replays need multiples of 16.
+            addresses: of the tensors that kernels read, 0 for None. Replays need multiples of 16 (`_Ready.batch`).
             stream: the current stream, 0 on a CPU.
             kept: the plans of the selection.
             call: the pass's call, with which Python builds plans that no replay can build.
         """
-        if thread.recording is not None or functools.reduce(operator.or_, addresses) & 15 or _fills() or cuda_driver.hooked():
+        if thread.recording is not None or _fills() or cuda_driver.hooked():
             return None  # the first: nested in a pass that is being recorded
         for recording in self.made:
             ready = thread.ready.get((recording.number, stream)) or _ready(recording, stream)
-            if kept.keys().isdisjoint(ready.built) and (not ready.given or ready.has_given(kept, call)):
-                return ready.play(addresses, kept)
+            given = [*map(kept.get, ready.given)]
+            if (kept.keys().isdisjoint(ready.built)) and (None not in given or ready.build_given(kept, given, call)):
+                return ready.play(addresses, kept, given)
         return None
 
     def run(self, addresses: list[int], stream: int, kept: Plans, work: Callable[[], Any], call: Call = None) -> Any:
@@ -162,7 +164,7 @@ class Shortcut:
                 return None
             stream = stream_of(device)
             on = (*DISJOINT, stream)
-        addresses = [x.data_ptr() for x in tensors]
+        addresses = [*map(_address, tensors)]
         plans: Plans = {}
         if self._of_indices:
             addresses.append(selection.indices.data_ptr())
@@ -333,59 +335,68 @@ class _Ready:
     are cached by addresses, in one batch more for every NEW_ADDRESSES passes that find none.
     """
 
-    __slots__ = ("batches", "built", "given", "missed", "recording", "stream")
+    __slots__ = ("batches", "built", "given", "missed", "outputs", "recording", "stream")
 
     def __init__(self, recording: Recording, stream: int) -> None:
         on = () if recording.device < 0 else (stream,)
         self.recording, self.stream = recording, stream
         self.given = tuple([(*key, *on) for key in recording.given])  # keys of its plans on the stream
         self.built = {(*key, *on): facts for key, facts in recording.built.items()}
+        self.outputs = tuple(zip(*recording.outputs, strict=True))  # sizes, strides and dtypes
         self.batches: dict[tuple[int, ...], Batch] = {}  # by addresses
         self.missed = 0
 
-    def has_given(self, kept: Plans, call: Call) -> bool:
-        """Return True if the selection has the plans that the recording takes. Those of `Recording.by_python` are built
-        now, if there is a call to build them."""
-        if all(map(kept.__contains__, self.given)):
-            return True
+    def build_given(self, kept: Plans, given: list[Any], call: Call) -> bool:
+        """Build those of `Recording.by_python` that the selection lacks, if there is a call to build them; return True if
+        `given` then has all plans that the recording takes."""
         by_python = self.recording.by_python
-        lacking = [key for key, on in zip(self.recording.given, self.given, strict=True) if on not in kept]
-        if call is None or any(key not in by_python for key in lacking):
+        lacking = [i for i, plan in enumerate(given) if plan is None]
+        if call is None or any(self.recording.given[i] not in by_python for i in lacking):
             return False
-        for key in lacking:
+        for i in lacking:
+            key = self.recording.given[i]
             build, numbers = by_python[key]
             call.selection.plan(key, functools.partial(build, call, *numbers))
-        return all(map(kept.__contains__, self.given))
+            given[i] = kept.get(self.given[i])
+        return None not in given
 
-    def play(self, inputs: Sequence[int], kept: Plans) -> Any:
-        """Replay a pass and return its result, or None if the driver refuses a launch. kept: the plans of its selection."""
-        recording = self.recording
+    def play(self, inputs: Sequence[int], kept: Plans, given: Sequence[Plan | PlanInBuffer]) -> Any:
+        """Replay a pass and return its result, or None if the driver refuses a launch.
+
+        kept: the plans of its selection; given: those that the recording takes.
+        """
+        recording, scratch, plans = self.recording, None, None
         make = recording.make
-        outputs = tuple([make(*facts) for facts in recording.outputs])
-        scratch = make((recording.scratch,), (1,), torch.uint8) if recording.scratch else None
-        plans = make((recording.kept,), (1,), torch.uint8) if recording.kept else None
-        addresses: tuple[int, ...] = (
-            *inputs, *[x.data_ptr() for x in outputs],
-            0 if scratch is None else scratch.data_ptr(), 0 if plans is None else plans.data_ptr(),
-        )  # fmt: skip
-        for key in self.given:
-            addresses += tuple(kept[key].addresses())
+        outputs = (*map(make, *self.outputs),)
+        scratch_at = plans_at = 0
+        if recording.scratch:
+            scratch = make((recording.scratch,), (1,), torch.uint8)
+            scratch_at = scratch.data_ptr()
+        if recording.kept:
+            plans = make((recording.kept,), (1,), torch.uint8)
+            plans_at = plans.data_ptr()
+        addresses = (*inputs, *map(_address, outputs), scratch_at, plans_at)
+        for plan in given:
+            addresses += plan.addresses()
         batch = self.batches.get(addresses) or self.batch(addresses)
         if batch is None or batch.start():
             return None
         if plans is not None:
-            make_room(kept, len(self.built))
+            if kept:
+                make_room(kept, len(self.built))
             for key, facts in self.built.items():
-                kept[key] = PlanInBuffer(plans, facts)
+                kept[key] = PlanInBuffer(plans, plans_at, facts)
         return outputs
 
     def batch(self, addresses: tuple[int, ...]) -> Batch | None:
-        """Return the launches with these addresses; None if the driver refuses a tensor map.
+        """Return the launches with these addresses; None if one is no multiple of 16, or the driver refuses a tensor map.
 
         Builds a table of argument values: addresses of inputs, outputs, temporaries and plans; addresses at an offset
         within these; tensor maps; packed constants.
         """
         recording, table = self.recording, list[Any](addresses)
+        if functools.reduce(operator.or_, addresses) & 15:
+            return None
         table += [table[entry] + offset for entry, offset in recording.offsets]
         maps = [encode(table[entry]) for entry, encode in recording.maps]
         if None in maps:

@@ -23,9 +23,9 @@ class Plan:
         self.states = states  # the states that `made_from` had when the plan was built
         self.made_from = made_from  # kept alive, so that no other tensor reuses the memory
 
-    def addresses(self) -> list[int]:
+    def addresses(self) -> tuple[int, ...]:
         """Return the addresses of the plan's tensors."""
-        return [x.data_ptr() for x in tensors_of(self.value)]
+        return tuple([x.data_ptr() for x in tensors_of(self.value)])
 
 
 class Part(NamedTuple):
@@ -44,17 +44,18 @@ class PlanInBuffer:
     """A plan of the ranges alone, whose tensors lie in one buffer. Most are read by kernels only: views take time, and
     are made when Python asks for the value."""
 
-    __slots__ = ("_facts", "_value", "buffer")
+    __slots__ = ("_begin", "_facts", "_value", "buffer")
     states, made_from = (), ()
 
-    def __init__(self, buffer: Tensor, facts: tuple[Any, tuple[Any, ...], tuple[int, ...]]) -> None:
-        """facts: the type of the value, its fields (tensors as `Part`), and the offsets of its tensors."""
-        self.buffer, self._facts, self._value = buffer, facts, None
+    def __init__(self, buffer: Tensor, begin: int, facts: tuple[Any, tuple[Any, ...], tuple[int, ...]]) -> None:
+        """begin: the buffer's address. facts: the type of the value, its fields (tensors as `Part`), and the offsets of
+        its tensors."""
+        self.buffer, self._begin, self._facts, self._value = buffer, begin, facts, None
 
-    def addresses(self) -> list[int]:
+    def addresses(self) -> tuple[int, ...]:
         """Return the addresses of the plan's tensors."""
-        begin = self.buffer.data_ptr()
-        return [begin + offset for offset in self._facts[2]]
+        begin = self._begin
+        return tuple([begin + offset for offset in self._facts[2]])
 
     @property
     def value(self) -> Any:
