@@ -60,20 +60,13 @@ class Snapshot(NamedTuple):
     plans: Plans
 
 
-class Indices(NamedTuple):
-    """Block indices in place of ranges."""
-
-    blocks: Blocks  # contiguous, without counts
-    version: int | None  # the indices' version when the selection was made; None for a tensor without a version counter
-
-
 class Made(NamedTuple):
     """The ranges that were made from block indices."""
 
     plan: Plan | PlanInBuffer  # of (disjoint ranges, ranges) or of (ranges,)
     counted: Tensor  # shares the version counter of the ranges
     stream: int  # that made them
-    waited: set[int]  # other streams that have waited for it
+    waited: list[int]  # other streams that have waited for it
 
 
 UNKNOWN = "unknown"  # the state of a tensor without a version counter
@@ -121,12 +114,13 @@ class Selection:
         measured: what `measure` returned last, else None.
     """
 
-    ranges: Tensor  # of `_made` if the selection has `_indices`
+    ranges: Tensor  # of `_made` if the selection has `_blocks`
     n: int
     block_size: int | None
     max_length: int | None
     disjoint: bool
-    _indices: Indices | None = None
+    _blocks: Blocks | None = None  # block indices in place of ranges, contiguous, without counts
+    _version: int | None = None  # of the block indices when the selection was made; None: they have no version counter
     _made: Made | None = None
     measured: Measured | None = None
     _cut_block: int | None = None  # the block size of ranges that were blocks before they were cut; unsorted
@@ -150,23 +144,24 @@ class Selection:
         facts["block_size"] = block_size
         facts["max_length"] = None
         facts["disjoint"] = disjoint or n < 2
-        facts["_indices"] = Indices(blocks, None if indices.is_inference() else indices._version)
+        facts["_blocks"] = blocks
+        facts["_version"] = None if indices.is_inference() else indices._version
         return selection
 
     if not TYPE_CHECKING:  # else every name would be an attribute
 
         def __getattr__(self, name: str) -> Tensor:
             """Return the ranges of block indices, which are made when they are first asked for."""
-            if name != "ranges" or self._indices is None:
+            if name != "ranges" or self._blocks is None:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             made = self._made
             if torch.compiler.is_compiling():  # in a graph, which keeps nothing
-                return ranges_of_blocks(self._indices.blocks._replace(facts=None), self.block_size)[0] if made is None else made.plan.value[-1]
+                return ranges_of_blocks(self._blocks._replace(facts=None), self.block_size)[0] if made is None else made.plan.value[-1]
             if made is None:
                 return self._make()
             stream = self._stream()
             if stream != made.stream and stream not in made.waited:
-                made.waited.add(stream)
+                made.waited.append(stream)
                 if not capturing(made.counted):  # before a capture, PyTorch waits for all streams
                     device, maker = made.counted.device, made.stream
                     others = torch.cuda.ExternalStream(maker, device) if maker else torch.cuda.default_stream(device)
@@ -175,8 +170,10 @@ class Selection:
 
     def _make(self, captured: bool = False) -> Tensor:
         """Make and keep the ranges of block indices. captured: in a CUDA graph, or while one is captured."""
-        assert self._indices is not None and self.block_size is not None
-        blocks, indices = self._indices.blocks, self._unwritten(self._indices)
+        blocks, indices = self._blocks, self.indices
+        assert blocks is not None and self.block_size is not None
+        if indices is None:  # another thread has made them
+            return self.ranges
         if not captured and capturing(indices):
             if blocks.captured:
                 captured = True
@@ -196,42 +193,41 @@ class Selection:
     def keep(self, plan: Plan | PlanInBuffer, counted: Tensor, stream: int, plans: Plans) -> None:
         """Keep the ranges of block indices, and the plans that were made with them. counted: see `Made`."""
         facts = self.__dict__
-        facts["_snapshot"] = Snapshot(counted._version, None if self._on_gpu else plan.value[-1].clone(), None, plans)
-        facts["_made"] = Made(plan, counted, stream, set())
+        copy = None if counted.is_cuda or self._on_gpu else plan.value[-1].clone()
+        facts["_snapshot"] = Snapshot(counted._version, copy, None, plans)
+        facts["_made"] = Made(plan, counted, stream, [])
 
     @property
     def indices(self) -> Tensor | None:
         """Return the block indices [B,S,G,n] that kernels may read instead of ranges; None once there are ranges, which
         may be written. Don't ask in a CUDA graph's capture (`captured_indices`)."""
-        return None if self._indices is None or self._made is not None else self._unwritten(self._indices)
+        blocks = self._blocks
+        if blocks is None or self._made is not None:
+            return None
+        indices, version = blocks.indices, self._version
+        if version is not None and version != indices._version:
+            raise ArgumentError(
+                "block_indices", "written after Selection.from_blocks", "no write before the selection is used",
+                "make the Selection after the write, or pass block_indices.clone()",
+            )  # fmt: skip
+        return indices
 
     @property
     def captured_indices(self) -> Tensor | None:
         """`indices` in a capture: None for a selection made before, whose ranges may be written between replays."""
-        return self.indices if self._indices is not None and self._indices.blocks.captured else None
+        return self.indices if self._blocks is not None and self._blocks.captured else None
 
     @property
     def listed(self) -> Tensor:
         """Return the block indices [B,S,G,n], or if there are none the ranges [B,S,G,n,2]: for checks of shape and
         device that need no ranges."""
-        return self.ranges if self._indices is None else self._indices.blocks.indices
+        return self.ranges if self._blocks is None else self._blocks.indices
 
     @property
     def counted(self) -> Tensor:
         """Return a tensor that shares the version counter of the ranges."""
         made = self._made
         return self.ranges if made is None else made.counted
-
-    @staticmethod
-    def _unwritten(indices: Indices) -> Tensor:
-        """Return the block indices; ArgumentError if PyTorch has written them since `from_blocks`."""
-        tensor = indices.blocks.indices
-        if indices.version is not None and indices.version != tensor._version:
-            raise ArgumentError(
-                "block_indices", "written after Selection.from_blocks", "no write before the selection is used",
-                "make the Selection after the write, or pass block_indices.clone()",
-            )  # fmt: skip
-        return tensor
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _FACTS and "n" in self.__dict__:
@@ -240,7 +236,7 @@ class Selection:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: leaves out the plans, which belong to this tensor and its version."""
-        return {**self.__dict__, "ranges": self.ranges, "_indices": None, "_made": None, "_captured": None, "_snapshot": self._valid_exact()}
+        return {**self.__dict__, "ranges": self.ranges, "_blocks": None, "_made": None, "_captured": None, "_snapshot": self._valid_exact()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         exact = state.pop("_snapshot")

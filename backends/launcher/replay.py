@@ -135,19 +135,18 @@ class Recordings:
 
 
 class Shortcut:
-    """The replays of a class's forward or backward passes, for callers that look at nothing else. Forward passes from
-    block indices, which make the ranges, have one of their own.
+    """The replays of a class's forward or backward passes, for callers that look at nothing else.
 
     A thread of autograd runs Python with cold caches: every function that a backward pass enters there takes a
     microsecond.
     """
 
-    __slots__ = ("_guards", "_of_indices", "_recordings")
+    __slots__ = ("_guards", "recordings")
 
-    def __init__(self, recordings: Recordings, tensors: Sequence[Tensor], of_indices: bool = False) -> None:
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
         """tensors: of a recorded pass, of which others must agree; empty if callers have checked theirs."""
         self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None) if tensors else None
-        self._recordings, self._of_indices = recordings, of_indices
+        self.recordings: list[Recordings | None] = [None, None]  # of passes that read ranges; that make them from block indices
 
     def __call__(self, selection: Any, *tensors: Tensor) -> Any:
         """Return the results of a pass, or None if it can't be replayed.
@@ -165,9 +164,9 @@ class Shortcut:
             stream = stream_of(device)
             on = (*DISJOINT, stream)
         addresses = [*map(_address, tensors)]
-        plans: Plans = {}
-        if self._of_indices:
-            addresses.append(selection.indices.data_ptr())
+        indices, plans = selection.indices, Plans()
+        if indices is not None:
+            address = indices.data_ptr()
         else:
             snapshot = selection.current()
             if snapshot is None or snapshot.exact is not None:
@@ -175,18 +174,20 @@ class Shortcut:
             plans = snapshot.plans
             distinct = plans.get(on)
             if distinct is not None:
-                addresses.insert(3, distinct.addresses()[0])
+                address = distinct.addresses()[0]
             elif selection.disjoint and selection.ranges.is_contiguous():
-                addresses.insert(3, selection.ranges.data_ptr())
+                address = selection.ranges.data_ptr()
             else:
                 return None
-            if len(addresses) > 4:
-                addresses.append(0)
+        addresses.insert(3, address)
+        if len(addresses) > 4:
+            addresses.append(0)
+        recordings = self.recordings[indices is not None]
         try:
-            result = self._recordings.replay(addresses, stream, plans)
+            result = None if recordings is None else recordings.replay(addresses, stream, plans)
         except Exception:  # such as no memory: the pass runs in the usual manner, and raises its own error
             return None
-        if self._of_indices and result is not None:
+        if indices is not None and result is not None:
             selection.keep(plans[on], plans[on].buffer, stream, plans)
         return result
 
@@ -274,13 +275,13 @@ def _add_shortcut(call: Call, recordings: Recordings, given: tuple[Tensor | None
     """Add the `Shortcut` of a pass to the facts of its class, if it fits: a forward pass that reads disjoint ranges or
     makes them, or a backward pass without dlse, whose tensors all differ, and that returns dq, dk and dv alone."""
     if not given:
-        name = "forward of indices" if of_indices else "forward"
-        if name not in call.known and not call.may_repeat():
-            call.known[name] = Shortcut(recordings, (), of_indices)
+        if not call.may_repeat():
+            call.known.setdefault("forward", Shortcut(())).recordings[of_indices] = recordings
     elif "backward" not in call.known and given[-1] is None and results == 3:
         tensors = [call.q, call.k, call.v, *(x for x in given if x is not None)]
         if len({id(x) for x in tensors}) == len(tensors) == 6:
-            call.known["backward"] = Shortcut(recordings, tensors)
+            call.known["backward"] = shortcut = Shortcut(tensors)
+            shortcut.recordings[False] = recordings
 
 
 def checked(recordings: dict[Any, Any], key: Any, addresses: list[int], backend: Callable[..., Any], work: Callable[[], Any]) -> Any:
