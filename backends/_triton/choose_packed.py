@@ -26,6 +26,7 @@ from nsa_sel.backends._triton.tiles import aligned, descriptor
 from nsa_sel.core.call import ChooseCall, Pool, Rule
 from nsa_sel.settings.schema import KernelConfig
 
+REGISTERS, PER_SM = 1 << 16, 2  # registers of a multiprocessor, and programs that it runs at once
 COUNTED = 1024  # requests whose tiles are counted at once
 
 
@@ -171,4 +172,7 @@ def _scores_of_tiles(call: ChooseCall, scores: Tensor, config: KernelConfig, pos
 @functools.lru_cache(REMEMBERED)
 def _packed_logits(dims: Dims, rule: Rule, pool: Pool, cache: Cache, config: KernelConfig) -> Kernel:
     tiles = {"TOKENS": config.rows, "BLOCK_K": config.block_l}
-    return Kernel(packed_logits_kernel, dims=dims, rule=rule.of_keys(), pool=pool, cache=cache, **tiles, **options(config))
+    registers = min(255, REGISTERS // (PER_SM * 32 * config.num_warps))
+    return Kernel(
+        packed_logits_kernel, dims=dims, rule=rule.of_keys(), pool=pool, cache=cache, **tiles, maxnreg=registers, **options(config)
+    )  # fmt: skip
