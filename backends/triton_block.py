@@ -43,8 +43,8 @@ from nsa_sel.backends._triton.units import (
     units,
     workspace_beside_plan,
 )
-from nsa_sel.backends.launcher.buffers import outputs, temporary
-from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale
+from nsa_sel.backends.launcher.buffers import temporary
+from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale, outputs
 from nsa_sel.core.call import Call
 
 REDUCED = 4  # (row, head) pairs per program of sum_dq_kernel and delta_kernel

@@ -26,8 +26,7 @@ from nsa_sel.backends._triton.group_blocks import dq_blocks_kernel, forward_bloc
 from nsa_sel.backends._triton.group_ranges import dq_kernel, dq_small_blocks_kernel, forward_ranges_kernel, forward_small_blocks_kernel
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel, cached_kernel
 from nsa_sel.backends._triton.tiles import MIN_TILE, kv_descriptors, tile_size
-from nsa_sel.backends.launcher.buffers import outputs
-from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale
+from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale, outputs
 from nsa_sel.core.call import Call
 from nsa_sel.core.request import FEW_TOKENS
 from nsa_sel.settings.schema import KernelConfig

@@ -18,8 +18,7 @@ from nsa_sel.backends._triton.kernel import cached_kernel
 from nsa_sel.backends._triton.rows import count_keys, locate_row, positions_of, row_limit, share_of, walk_ranges
 from nsa_sel.backends._triton.softmax import LN_2, LOG2_E, LOWEST, reciprocal
 from nsa_sel.backends._triton.tiles import key_pointers, load_columns, row_pointers
-from nsa_sel.backends.launcher.buffers import outputs
-from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale
+from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale, outputs
 from nsa_sel.core.call import Call
 
 SPLIT_KEYS = 32  # fewest keys per program of a split row

@@ -26,9 +26,9 @@ from nsa_sel.backends.cupy_cuda import launch, sm90
 from nsa_sel.backends.cupy_cuda.compiler import Constants
 from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows as SegmentedLists
 from nsa_sel.backends.cupy_cuda.key_to_rows import lists_fit, most_segments, segment_length, sort
-from nsa_sel.backends.launcher.buffers import outputs, temporary, unwritten
+from nsa_sel.backends.launcher.buffers import temporary, unwritten
 from nsa_sel.backends.launcher.cuda_driver import thread
-from nsa_sel.backends.launcher.passes import backward_of_any_scale, cached_by_class, forward_of_any_scale
+from nsa_sel.backends.launcher.passes import backward_of_any_scale, cached_by_class, forward_of_any_scale, outputs
 from nsa_sel.backends.launcher.replay import kept_plan
 from nsa_sel.backends.specs import HOPPER_LISTS, VISITED_KEYS
 from nsa_sel.core.call import Call

@@ -17,7 +17,7 @@ from nsa_sel.backends.cupy_cuda import launch, sm90
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
 from nsa_sel.backends.cupy_cuda.tensor_map import row_map, tensor_map
 from nsa_sel.backends.cupy_cuda.whole_blocks import page_scales_of, step_map
-from nsa_sel.backends.launcher.buffers import outputs
+from nsa_sel.backends.launcher.passes import outputs
 from nsa_sel.backends.specs import E4M3_TILE_ROWS, HOPPER_TILES
 from nsa_sel.core.call import Call
 from nsa_sel.core.request import FEW_TOKENS

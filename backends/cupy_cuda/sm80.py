@@ -15,7 +15,8 @@ from torch import Tensor
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
 from nsa_sel.backends.cupy_cuda.key_to_rows import key_value_gradients
-from nsa_sel.backends.launcher.buffers import outputs, temporary, unwritten
+from nsa_sel.backends.launcher.buffers import temporary, unwritten
+from nsa_sel.backends.launcher.passes import outputs
 from nsa_sel.core.call import Call
 
 MOST_NAMED = 1 << 10  # words of a warp's bitmap of blocks, in static shared memory: see `launch.named_blocks`

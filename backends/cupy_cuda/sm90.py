@@ -24,8 +24,8 @@ from nsa_sel.backends.cupy_cuda.compiler import Constants
 from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows, build_lists, list_gradients, lists_fit, most_segments, numbers_of_lists
 from nsa_sel.backends.cupy_cuda.tensor_map import key_group_map, row_map, tensor_map
 from nsa_sel.backends.cupy_cuda.token_order import places, start_union, stretch_of
-from nsa_sel.backends.launcher.buffers import bits_dtype, outputs, temporary, unwritten
-from nsa_sel.backends.launcher.passes import cached_by_class
+from nsa_sel.backends.launcher.buffers import bits_dtype, temporary, unwritten
+from nsa_sel.backends.launcher.passes import cached_by_class, outputs
 from nsa_sel.backends.launcher.replay import kept_plan
 from nsa_sel.backends.specs import HOPPER_TILES
 from nsa_sel.core.call import Call, ChooseCall, WindowCall

@@ -15,7 +15,7 @@ from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
 from nsa_sel.backends.cupy_cuda.sm90 import KEYS, MOST_STAGES, loadable, mappable
 from nsa_sel.backends.cupy_cuda.tensor_map import tensor_map
-from nsa_sel.backends.launcher.buffers import outputs
+from nsa_sel.backends.launcher.passes import outputs
 from nsa_sel.backends.specs import HOPPER_STEPS, WIDEST
 from nsa_sel.core.call import Call
 

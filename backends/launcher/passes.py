@@ -6,8 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 
+from nsa_sel.backends.launcher.buffers import unwritten
 from nsa_sel.backends.launcher.replay import replayed
 from nsa_sel.core.call import Call
 
@@ -40,6 +42,20 @@ def backward_of_any_scale(backward: Function) -> Function:
         return -dq, dk, dv
 
     return cast(Function, run)
+
+
+def outputs(call: Call) -> tuple[Tensor, Tensor]:
+    """Return contiguous o [B,S,G,h,Dv] and lse [B,S,G,h] for a kernel of a `Call` to write: the caller's, or uninitialized.
+
+    lse is float32, or float64 for float64 inputs (only in Triton's interpreter).
+    """
+    q, (o, lse) = call.q, call.out
+    B, S, G, h, _ = q.shape  # unpacking is twice as fast as passing a torch.Size
+    if o is None or not o.is_contiguous():
+        o = unwritten(q, B, S, G, h, call.v.shape[3])
+    if lse is None or not lse.is_contiguous():
+        lse = unwritten(q, B, S, G, h, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return o, lse
 
 
 def cached_by_class(derive: Function) -> Function:
