@@ -370,6 +370,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     "docs/choosing.md": {
         "models": models,
         "choosing_steps": lambda: choosing_steps.table(rows_of("profiles/choosing_steps.jsonl")),
+        "choosing_requests": lambda: choosing_steps.table(rows_of("profiles/choosing_requests.jsonl")),
         "minimax_m3": lambda: released_models.table(rows_of("released_models.jsonl"), "minimax-m3"),
         "qwen_qsa": lambda: released_models.table(rows_of("released_models.jsonl"), "qwen3.8"),
     },
