@@ -1,6 +1,6 @@
 """A small matrix of forced calls, forward and backward, for compute-sanitizer:
 
-compute-sanitizer --tool memcheck --error-exitcode 86 python tests/helpers/sanitize.py cupy-cuda 48 64
+compute-sanitizer --tool memcheck --error-exitcode 86 python -m tests.helpers.sanitize cupy-cuda 48 64
 
 The numbers are block sizes. Blocks of 4 to 32 and of 64 run Hopper's kernels, whose TMA loads only memcheck supports. Calls that the
 backend's limits refuse are left out. Without numbers the calls are over caches: one new token and more, few rows and many, pages and none,
