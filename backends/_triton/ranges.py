@@ -24,10 +24,6 @@ from nsa_sel.backends.launcher.replay import Recordings
 
 ENTRIES = 256  # entries per program: rows of few blocks share one
 MOST_SORTED = 1024  # most blocks per row that a program sorts
-WIDE = tl.constexpr(
-    128
-)  # a row of more blocks is only sorted if it has duplicates: sorting 1,024 blocks takes 25 times as long as storing them
-WINDOW, MOST_WINDOWS = tl.constexpr(4096), tl.constexpr(32)  # blocks that a histogram counts, and histograms of a row
 
 
 @triton.jit
@@ -39,8 +35,7 @@ def block_ranges_kernel(
 
     Grid: one program per R rows.
     indices: the blocks, or None if `ranges` are blocks or empty already.
-    unique: if not None, receives the same ranges with [0, 0) for duplicates: in ascending order, empty ranges last; those
-        of a wide row without duplicates as they are.
+    unique: if not None, receives the same ranges in ascending order, with [0, 0) for duplicates, and empty ranges last.
     last: the highest block whose end fits the dtype of the ranges.
     """
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
@@ -56,49 +51,22 @@ def block_ranges_kernel(
         if counts is not None:
             block = tl.where(i[None, :] < tl.load(counts + row, mask=row < rows, other=0)[:, None], block, -1)
         block = tl.minimum(tl.maximum(block, -1), last).to(ranges.dtype.element_ty)
-        store_blocks(ranges, block, at, listed, BLOCK)
+        tl.store(ranges + 2 * at, tl.maximum(block, 0) * BLOCK, mask=listed)
+        tl.store(ranges + 2 * at + 1, (block + 1) * BLOCK, mask=listed)
     if unique is not None:
         store_distinct(unique, block, at, listed, last, BLOCK, NP, R)
 
 
 @triton.jit
-def has_duplicates(block, NP: tl.constexpr):
-    """Return whether some of a row's blocks [NP] are equal, -1 aside; True without a look if they are far apart."""
-    first = tl.min(tl.where(block < 0, tl.max(block, 0), block), 0)
-    windows = (tl.max(block, 0) - first) // WINDOW + 1
-    most = (windows > MOST_WINDOWS).to(tl.int32) * 2
-    if most == 0:
-        for window in range(windows.to(tl.int32)):
-            offset = block - first - window * WINDOW
-            here = (block >= 0) & (offset >= 0) & (offset < WINDOW)
-            counts = tl.histogram(tl.where(here, offset, 0).to(tl.int32), WINDOW, mask=here)  # [WINDOW]
-            most = tl.maximum(most, tl.max(counts, 0))
-    return most > 1
-
-
-@triton.jit
 def store_distinct(unique, block, at, listed, last, BLOCK: tl.constexpr, NP: tl.constexpr, R: tl.constexpr):
-    """Store the ranges of each row's blocks [R, NP], with [0, 0) for duplicates and for -1: in ascending order, but wide
-    rows without duplicates as they are."""
-    sorts = True
-    if NP > WIDE and R == 1:
-        sorts = has_duplicates(tl.reshape(block, [NP]), NP)
-    if sorts:
-        i = tl.arange(0, NP)
-        far = last + 1  # sorts after every block
-        ordered = tl.sort(tl.where(block < 0, far, block).to(block.dtype), dim=1)
-        before = tl.gather(ordered, tl.broadcast_to(tl.maximum(i - 1, 0)[None, :], [R, NP]), 1)
-        new = (ordered != far) & ((i == 0)[None, :] | (ordered != before))
-        store_blocks(unique, tl.where(new, ordered, -1).to(block.dtype), at, listed, BLOCK)
-    else:
-        store_blocks(unique, block, at, listed, BLOCK)
-
-
-@triton.jit
-def store_blocks(ranges, block, at, listed, BLOCK: tl.constexpr):
-    """Store the ranges of blocks, [0, 0) for -1."""
-    tl.store(ranges + 2 * at, tl.maximum(block, 0) * BLOCK, mask=listed)
-    tl.store(ranges + 2 * at + 1, (block + 1) * BLOCK, mask=listed)
+    """Store the ranges of each row's blocks [R, NP] in ascending order, with [0, 0) for duplicates and for -1."""
+    i = tl.arange(0, NP)
+    far = last + 1  # sorts after every block
+    block = tl.sort(tl.where(block < 0, far, block).to(block.dtype), dim=1)
+    before = tl.gather(block, tl.broadcast_to(tl.maximum(i - 1, 0)[None, :], [R, NP]), 1)
+    new = (block != far) & ((i == 0)[None, :] | (block != before))
+    tl.store(unique + 2 * at, tl.where(new, block, 0) * BLOCK, mask=listed)
+    tl.store(unique + 2 * at + 1, tl.where(new, block + 1, 0) * BLOCK, mask=listed)
 
 
 def block_ranges(

@@ -214,7 +214,7 @@ def sanitized(tool: str, arguments: tuple[str, ...], cache: Path) -> str:
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": paths, CACHE_FLAG: str(cache)}
     # A status is no finding: cuda_driver.parameters asks until the driver says that there is no next one, and a launch that fails raises.
     statuses = ("--report-api-errors", "no") if tool == "memcheck" else ()
-    command = [sanitizer, "--tool", tool, *statuses, "--error-exitcode", "86", sys.executable, "tests/helpers/sanitize.py", *arguments]
+    command = [sanitizer, "--tool", tool, *statuses, "--error-exitcode", "86", sys.executable, "-m", "tests.helpers.sanitize", *arguments]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=1200)
     assert run.returncode == 0, (run.stdout + run.stderr)[-4000:]
     return run.stdout

@@ -61,24 +61,6 @@ def test_one_kernel_gives_the_ranges_and_the_distinct_ones(n: int, dtype: torch.
         assert all(map(torch.equal, (ranges, unique, again, alone), wanted))
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_only_wide_rows_with_duplicates_or_far_blocks_are_sorted(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    indices = torch.stack([torch.randperm(9000, generator=generator)[:150] for _ in range(5)]).to(dtype).reshape(1, 5, 1, 150)
-    indices[0, 0, 0, 7:9] = -1
-    indices[0, 1, 0, 149] = indices[0, 1, 0, 3]  # a duplicate
-    indices[0, 2, 0, 5] = (1 << 29) - 2  # too far from the others to look for duplicates
-    indices[0, 3] = -1
-    expected = whole_blocks(indices, 4)
-    ranges, unique = kernels.block_ranges(indices, None, 4, expected.dtype, True, {})
-    assert unique is not None
-    assert torch.equal(ranges, expected)
-    in_order = disjoint(expected)
-    ordered = [torch.equal(unique[0, row], in_order[0, row]) for row in range(5)]
-    as_given = [torch.equal(unique[0, row], ranges[0, row]) for row in range(5)]
-    assert (ordered, as_given) == ([False, True, True, True, False], [True, False, False, True, True])
-
-
 def test_a_selection_of_blocks_is_one_launch(launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     indices = some_blocks(4, torch.int64).repeat(1, 4, 1, 1)
     selection = Selection.from_blocks(indices, 64)
