@@ -171,14 +171,15 @@ class Selection:
     def _make(self, captured: bool = False) -> Tensor:
         """Make and keep the ranges of block indices. captured: in a CUDA graph, or while one is captured."""
         blocks, indices = self._blocks, self.indices
-        assert blocks is not None and self.block_size is not None
+        assert blocks is not None
+        assert self.block_size is not None
         if indices is None:  # another thread has made them
             return self.ranges
         if not captured and capturing(indices):
             if blocks.captured:
                 captured = True
             else:  # ranges made by the graph would hold no data before its first replay, and ignore writes into them
-                side = torch.cuda.Stream(indices.device)
+                side = torch.cuda.Stream(indices.device)  # type: ignore[no-untyped-call]
                 with torch.cuda.stream(side):
                     ranges = self._make(captured=True)
                 side.synchronize()

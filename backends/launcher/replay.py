@@ -100,8 +100,8 @@ class Recordings:
             return None  # the first: nested in a pass that is being recorded
         for recording in self.made:
             ready = thread.ready.get((recording.number, stream)) or _ready(recording, stream)
-            given = [*map(kept.get, ready.given)]
-            if (kept.keys().isdisjoint(ready.built)) and (None not in given or ready.build_given(kept, given, call)):
+            given: list[Any] = [*map(kept.get, ready.given)]
+            if kept.keys().isdisjoint(ready.built) and (None not in given or ready.build_given(kept, given, call)):
                 return ready.play(addresses, kept, given)
         return None
 
@@ -189,7 +189,7 @@ class Shortcut:
         except Exception:  # such as no memory: the pass runs in the usual manner, and raises its own error
             return None
         if indices is not None and result is not None:
-            selection.keep(plans[on], plans[on].buffer, stream, plans)
+            selection.keep(plans[on], plans[on].buffer, stream, plans)  # type: ignore[union-attr]
         return result
 
 
@@ -226,20 +226,17 @@ def replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, .
     known, settings, selection = call.known, call.settings, call.selection
     if REPEATED not in known or call.workspace is not None or call.capturing():
         return work(call, *given)
-    few, on = not given and call.q.shape[1] <= FEW_TOKENS, DISJOINT
+    few = not given and call.q.shape[1] <= FEW_TOKENS
     of_indices = not (given or few or settings.debug_triton or selection.unsearched or torch.is_inference_mode_enabled())
     indices = selection.indices if of_indices else None
     snapshot = None if indices is not None else selection.current()
     kept, exact = ({}, None) if snapshot is None else (snapshot.plans, snapshot.exact)
     stream = stream_of(call.q.get_device()) if call.q.is_cuda else 0
-    if call.q.is_cuda:
-        on = (*DISJOINT, stream)
+    on = (*DISJOINT, stream) if call.q.is_cuda else DISJOINT
     listed = indices if indices is not None else call.listed()[0] if few else call.union_ranges()
     # `measure` may run between forward and backward; a row's longest range, its mean and sharing decide on sizes
-    key = (
-        work, listed.dtype, listed.dim(), selection.unsearched, exact and exact[:3],
-        *[None if x is None else (x.dtype, x.is_contiguous() or x.stride()) for x in given],
-    )  # fmt: skip
+    of_given = [None if x is None else (x.dtype, x.is_contiguous() or x.stride()) for x in given]
+    key = (work, listed.dtype, listed.dim(), selection.unsearched, exact and exact[:3], *of_given)
     addresses = [call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), listed.data_ptr()]
     addresses += [0 if x is None else x.data_ptr() for x in given]
     if settings.debug_triton:
