@@ -117,7 +117,7 @@ class Recordings:
         with recorder:
             result = work()
         recording = recorder.finished(result)
-        if recording is None:
+        if recording is None or (recording.by_python and call is None):
             self.failed += 1
         else:
             self._keep(recording)
@@ -227,8 +227,8 @@ def replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, .
     if REPEATED not in known or call.workspace is not None or call.capturing():
         return work(call, *given)
     few = not given and call.q.shape[1] <= FEW_TOKENS
-    of_indices = not (given or few or settings.debug_triton or selection.unsearched or torch.is_inference_mode_enabled())
-    indices = selection.indices if of_indices else None
+    made_here = not (given or settings.debug_triton or selection.unsearched or torch.is_inference_mode_enabled())
+    indices = selection.indices if few or made_here else None
     snapshot = None if indices is not None else selection.current()
     kept, exact = ({}, None) if snapshot is None else (snapshot.plans, snapshot.exact)
     stream = stream_of(call.q.get_device()) if call.q.is_cuda else 0
@@ -252,8 +252,8 @@ def replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, .
         selection.counted  # noqa: B018  # makes the ranges
         return replayed(call, work)
     else:
-        result = recordings.run(addresses, stream, kept, lambda: _with_ranges(call, work))
-        if kept:
+        result = recordings.run(addresses, stream, kept, lambda: work(call) if few else _with_ranges(call, work))
+        if on in kept:
             selection.keep(kept[on], kept[on].buffer, stream, kept)
     if recordings.made and exact is None and not settings.debug_nvtx:
         _add_shortcut(call, recordings, given, len(result), _kind(selection, indices))
@@ -506,7 +506,6 @@ class Recorder:
             or not outputs
             or not all(isinstance(value, tuple) and all(isinstance(x, Tensor | int | None) for x in value) for value in (result, *built))
             or len(outputs) != len(result)
-            or (self.by_python and DISJOINT in self.built)  # nobody would keep such a plan with the ranges
             or len(own) + len(kept) + len(outputs) != len(self.made)
             or any(0 < x < LEAST_ADDRESS for x in (*self.inputs, *(x.data_ptr() for x in self.made + of_given)))
             or max(sum(x.nbytes for x in tensors) for tensors in (own, kept)) > MOST_BYTES
