@@ -153,7 +153,7 @@ def _tile_maps(call: Call) -> tuple[bytes, bytes]:
     """Return the TMA maps of k and v for the steps of tile kernels; for blocks smaller than a step, eight keys with all
     columns."""
     block = call.selection.block_size or KEYS
-    return (key_group_map(call.k), key_group_map(call.v)) if block < KEYS else key_maps(call)
+    return (key_group_map(call.k), key_group_map(call.v)) if 8 <= block < KEYS else key_maps(call, min(block, KEYS))
 
 
 def forward_tiles(call: Call) -> tuple[Tensor, Tensor]:

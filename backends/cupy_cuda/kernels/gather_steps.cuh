@@ -6,9 +6,8 @@
 // unit) tells whether the token selected the unit; for blocks of KEYS keys or more, one bit per token.
 //
 // Producer warps: warp 0 loads K, warp 1 loads q and V. Units of 8 keys or more come through TMA: a box is eight keys
-//   with all their columns, or KEYS keys by 64 columns. Boxes of four keys would take longer than the products, so of
-//   units of four keys two that are adjacent share a box (tile_union.cu lists them first), and lanes copy the others with
-//   cp.async. Warps 2 (V) and 3 (K) load half of such steps.
+//   with all their columns, or KEYS keys by 64 columns. Boxes of four keys would take longer than the products, so
+//   lanes copy such units with cp.async, half of them by warps 2 (V) and 3 (K).
 //
 //   BLOCK   keys per block: a divisor of KEYS from 4 on, or a multiple of KEYS
 //   STAGES  stages of K; V has one less, because a step's first GEMM starts with the second GEMM of the step before
@@ -17,7 +16,7 @@
 
 constexpr int UNIT = BLOCK < KEYS ? BLOCK : KEYS, UNITS = KEYS / UNIT, PARTS = BLOCK / UNIT;  // keys per unit; units per step; units per block
 constexpr int VALUE_STAGES = STAGES - 1;
-constexpr bool COPIES = UNIT < 8, GROUPED = UNIT < KEYS;  // GROUPED: boxes of eight keys
+constexpr bool COPIES = UNIT < 8, GROUPED = UNIT >= 8 && UNIT < KEYS;
 constexpr int LOADERS = COPIES ? 2 : 1;  // warps that load K; as many load V
 // Byte offsets in a tile of keys or values between 64-column panels, and between groups of eight rows.
 template <int COLUMNS> struct Layout {
@@ -37,8 +36,8 @@ struct GatherShared {
     int first_key[STAGES][UNITS];   // first key of each unit
 
     DEVICE void init() {
-        keys.init(COPIES ? 33 * LOADERS + 1 : 1, 4 * CONSUMERS);  // copies of a loader's lanes, its boxes; and the metadata
-        values.init(COPIES ? 33 * LOADERS : 1, 4 * CONSUMERS);
+        keys.init(COPIES ? 32 * LOADERS + 1 : 1, 4 * CONSUMERS);  // all lanes' copies, and one arrival for the metadata
+        values.init(COPIES ? 32 * LOADERS : 1, 4 * CONSUMERS);
         tiles.pipeline.init(1, 4 * CONSUMERS + 2 * LOADERS - 1);
         for (int i = 0; i < CONSUMERS; ++i) q[i].init(1, 4);
         mbarrier_init(&raw[0], 1);
@@ -52,7 +51,6 @@ struct Units {
     // First key; its page, -1 if no row sees any key; upper bound on one past the last key that some row sees.
     int key, page, visible;
     TileBits rows;  // bit r: token r of the tile selected the block
-    u32 pairs;      // COPIES: bit u: rows see all keys of units u and u + 1, which are eight aligned keys
 
     DEVICE Units(const Problem &p, const TilePlan &plan, const TokenTile &tile, int2 counts, int first) : key(0), rows(0) {
         const int lane = threadIdx.x % 32, e = first + lane, partial = (counts.y - counts.x) * PARTS;
@@ -69,9 +67,6 @@ struct Units {
             if (i == e) visible = last;
         }
         page = key < visible ? page_of(p, tile.b, key) : -1;
-        if (!COPIES) return;
-        const int whole_key = visible - key == UNIT ? key : -1, next_key = __shfl_xor_sync(ALL_LANES, whole_key, 1);
-        pairs = __ballot_sync(ALL_LANES, lane % 2 == 0 && whole_key >= 0 && whole_key % 8 == 0 && next_key == whole_key + UNIT);
     }
     // Publish a step (lanes from `first` on): transpose bits of tokens per unit to bits of units per token.
     DEVICE void publish(GatherShared &shared, int stage, int first) const {
@@ -117,26 +112,23 @@ template <int COLUMNS, bool OF_KEYS> struct StepProducer {
     PipelineState<N> at;
     int raw_parity = 0;
 
-    static constexpr int SHARE = UNITS / LOADERS, TOGETHER = COPIES ? 8 / UNIT : 1;  // units of a loader; of eight rows of a stage
-
-    // Copy the rows of a loader's units but pairs with cp.async, 16 bytes per lane; zeros for keys that no row sees. The
-    // addresses of the units of eight rows of the stage are computed at once, to overlap their latencies.
+    // Copy the rows of a step's units with cp.async, 16 bytes per lane; zeros for keys that no row sees. The addresses of
+    // the units of eight rows of the stage are computed at once, to overlap their latencies.
     DEVICE void copy(const KeysTensor &x, const Units &units, int first, const TokenTile &tile, unsigned char *stage) {
-        constexpr int CHUNKS = COLUMNS / 8, AT_ONCE = 32 / CHUNKS;  // chunks per row; rows per copy
+        constexpr int CHUNKS = COLUMNS / 8, AT_ONCE = 32 / CHUNKS;    // chunks per row; rows per copy
+        constexpr int SHARE = UNITS / LOADERS, TOGETHER = COPIES ? 8 / UNIT : 1;  // units per warp
         const int lane = threadIdx.x % 32, chunk = lane % CHUNKS, lane_row = lane / CHUNKS;
         const int packed = units.key * 8 + min(max(units.visible - units.key, 0), UNIT);
         const u16 *from = x.data + (PAGED ? 0 : tile.b * x.stride_b) + tile.g * x.stride_g + lane_row * x.stride_n + chunk * 8;
-        const u32 to_stage = shared_address(stage) + chunk / 8 * Layout<COLUMNS>::NEXT + swizzled(lane_row, chunk % 8);
+        u32 to = shared_address(stage) + chunk / 8 * PANEL + part * SHARE * UNIT * 128 + swizzled(lane_row, chunk % 8);
 #pragma unroll 1
-        for (int u = part * SHARE; u < (part + 1) * SHARE; u += TOGETHER) {
-            if (units.pairs >> (first + u) & 1) continue;
-            const u32 to = to_stage + u / TOGETHER * Layout<COLUMNS>::GROUP;
+        for (int u = 0; u < SHARE; u += TOGETHER, to += TOGETHER * UNIT * 128) {
             const u16 *row[TOGETHER];
             int seen[TOGETHER];
             UNROLL for (int i = 0; i < TOGETHER; ++i) {
-                const int unit = __shfl_sync(ALL_LANES, packed, first + u + i);
+                const int at = first + part * SHARE + u + i, unit = __shfl_sync(ALL_LANES, packed, at);
                 row[i] = from + in_page(unit / 8) * x.stride_n;
-                if (PAGED) row[i] += max(__shfl_sync(ALL_LANES, units.page, first + u + i), 0) * x.stride_b;
+                if (PAGED) row[i] += max(__shfl_sync(ALL_LANES, units.page, at), 0) * x.stride_b;
                 seen[i] = unit % 8 - lane_row;
             }
             UNROLL for (int i = 0; i < TOGETHER; ++i)
@@ -150,11 +142,6 @@ template <int COLUMNS, bool OF_KEYS> struct StepProducer {
         const bool own = unit >= 0 && unit < UNITS;
         unsigned char *stage = stages + at.stage * BYTES;
         if (COPIES) {
-            const u32 boxes = units.pairs >> first >> part * SHARE & ((1u << SHARE) - 1);
-            if (lane == 0) mbarrier_arrive_expect(&pipeline.full[at.stage], __popc(boxes) * 8 * COLUMNS * 2);
-            __syncwarp();
-            if (static_cast<u32>(unit - part * SHARE) < SHARE && units.pairs >> lane & 1)
-                tma_load_key_group(stage + unit / 2 * Layout<COLUMNS>::GROUP, &map, &pipeline.full[at.stage], in_page(units.key), g, units.page);
             copy(OF_KEYS ? p.k : p.v, units, first, tile, stage);
             cp_async_mbarrier_arrive(&pipeline.full[at.stage]);
             if (OF_KEYS && part == 0) {

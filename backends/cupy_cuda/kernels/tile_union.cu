@@ -4,8 +4,7 @@
 //
 // Steps that gather several blocks (gather_steps.cuh), for two consumers: blocks that rows of both selected come first,
 // then those of the first consumer alone, then those of the second. A consumer skips the steps of the other; of random
-// selections that is a quarter of them. Of blocks of four keys, two that fill eight aligned keys are a pair, which one
-// box loads: in the step they must be units 2 i and 2 i + 1. Pairs of a class come before its other blocks.
+// selections that is a quarter of them.
 //
 // Grid: one CTA per (b, g, tile of rows). Shared memory holds TOKENS bits per block of keys.
 //
@@ -15,7 +14,7 @@
 
 constexpr int THREADS = UNION_THREADS;
 constexpr int UNITS = BLOCK < 64 ? 64 / BLOCK : 1;  // blocks of a step
-constexpr bool BY_CONSUMER = UNITS > 1 && TOKENS == 2 * TQ, PAIRS = BLOCK == 4;
+constexpr bool BY_CONSUMER = UNITS > 1 && TOKENS == 2 * TQ;
 typedef If<TOKENS <= 32, u32, u64> TokenBits;  // one bit per row
 
 struct Arguments {
@@ -39,32 +38,16 @@ DEVICE void mark_rows(const Problem &p, i64 b, i64 g, i64 first_row, TokenBits *
         });
 }
 
-// Classes of whole blocks: selected by rows of both consumers (or not BY_CONSUMER), of the first alone, of the second
-// alone. With PAIRS a class is two kinds: pairs, whose two blocks are of the class together, and single blocks. The last
-// kind is of blocks that some row does not see whole.
-enum Class { SHARED, FIRST, SECOND, CLASSES };
-constexpr int EACH = PAIRS ? 2 : 1, PARTIAL = EACH * CLASSES, KINDS = PARTIAL + 1;
-constexpr int NEXT_CLASS = BY_CONSUMER ? 1 : int(CLASSES);  // from one class in use to the next
+// Classes of blocks: selected by rows of both consumers (or not BY_CONSUMER), of the first alone, of the second alone;
+// not seen whole by every row.
+enum Class { SHARED, FIRST, SECOND, PARTIAL, CLASSES };
+constexpr int NEXT_CLASS = BY_CONSUMER ? 1 : PARTIAL;  // from one class in use to the next
 
-DEVICE int class_of(TokenBits rows) {
+DEVICE Class class_of(TokenBits rows, bool whole) {
+    if (!whole) return PARTIAL;
     const TokenBits first = rows & ((TokenBits{1} << TQ % TOKENS) - 1);
     return !BY_CONSUMER || (first && first != rows) ? SHARED : first ? FIRST : SECOND;
 }
-// Return the kind of a selected block; lowest: the keys that every row sees.
-DEVICE int kind_of(const TokenBits *rows, int block, int all_blocks, int lowest) {
-    auto whole = [&](int other) { return (other + 1) * static_cast<i64>(BLOCK) <= lowest; };
-    if (!whole(block)) return PARTIAL;
-    if (!PAIRS) return class_of(rows[block]);
-    const bool paired = whole(block | 1) && (block ^ 1) < all_blocks && rows[block ^ 1];
-    return 2 * class_of(paired ? rows[block] | rows[block ^ 1] : rows[block]) + !paired;
-}
-
-// Where the blocks of a kind are listed: number i is entry begin + i, from `lead` on with `gap` entries before it.
-struct Places {
-    i64 begin;
-    int lead, gap;
-    DEVICE i64 of(int i) const { return begin + i + (i < lead ? 0 : gap); }
-};
 
 extern "C" __global__ void __launch_bounds__(THREADS) tile_union(const __grid_constant__ Arguments x) {
     extern __shared__ __align__(16) u16 memory[];
@@ -92,39 +75,30 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_union(const __grid_co
     constexpr int WARPS = THREADS / 32;
     const int lane = thread % 32, share = (all_blocks + 32 * WARPS - 1) / (32 * WARPS) * 32;
     const int first = thread / 32 * share, end = min(first + share, all_blocks);
-    auto kind = [&](int block) { return kind_of(rows, block, all_blocks, lowest); };
-    int upto[KINDS] = {}, own[KINDS], total[KINDS];
+    auto kind = [&](int block) { return class_of(rows[block], (block + 1) * static_cast<i64>(BLOCK) <= lowest); };
+    int upto[CLASSES] = {}, own[CLASSES], total[CLASSES];
     for (int block = first + lane; block < end; block += 32)
-        if (rows[block]) {
-            const int its = kind(block);
-            UNROLL for (int k = 0; k < KINDS; ++k) upto[k] += its == k;
-        }
-    UNROLL for (int k = 0; k < KINDS; ++k) own[k] = upto[k];
+        if (rows[block])
+            UNROLL for (int c = 0; c < CLASSES; c += NEXT_CLASS) upto[c] += kind(block) == c;
+    UNROLL for (int c = 0; c < CLASSES; ++c) own[c] = upto[c];
     block_prefix_sum<THREADS>(upto, total);
-    int next[KINDS], whole = 0;  // number of the warp's next block of each kind; whole blocks
-    UNROLL for (int k = 0; k < KINDS; ++k) next[k] = __shfl_sync(ALL_LANES, upto[k] - own[k], 0);
-    Places places[KINDS];
-    UNROLL for (int k = 0; k < PARTIAL; k += EACH) {
-        const i64 begin = blockIdx.x * x.capacity + whole;
-        // Steps begin with the partial blocks. A single block before pairs that would begin with an odd unit.
-        const int lead = PAIRS ? (whole + total[PARTIAL]) % 2 & total[k + EACH - 1] > 0 : 0;
-        places[k] = {begin + lead, 0, 0};
-        if (PAIRS) places[k + 1] = {begin, lead, total[k]};
-        UNROLL for (int i = 0; i < EACH; ++i) whole += total[k + i];
+    i64 next[CLASSES], begin = blockIdx.x * x.capacity;
+    UNROLL for (int c = 0; c < CLASSES; ++c) {
+        next[c] = begin + __shfl_sync(ALL_LANES, upto[c] - own[c], 0);
+        begin += total[c];
     }
-    places[PARTIAL] = {blockIdx.x * x.capacity + whole, 0, 0};
+    const int whole = total[SHARED] + total[FIRST] + total[SECOND];
     if (thread == 0) x.counts[blockIdx.x] = make_int2(whole, whole + total[PARTIAL]);
     for (int block = first + lane; block - lane < end; block += 32) {
         const int listed = block < end && rows[block] ? kind(block) : -1;
-        UNROLL for (int k = 0; k < KINDS; ++k) {
-            if (k % (EACH * NEXT_CLASS) >= EACH && k != PARTIAL) continue;
-            const u32 all = __ballot_sync(ALL_LANES, listed == k);
-            if (listed == k) {
-                const i64 at = places[k].of(next[k] + __popc(all & ((1u << lane) - 1)));
+        UNROLL for (int c = 0; c < CLASSES; c += NEXT_CLASS) {
+            const u32 all = __ballot_sync(ALL_LANES, listed == c);
+            if (listed == c) {
+                const i64 at = next[c] + __popc(all & ((1u << lane) - 1));
                 x.blocks[at] = static_cast<u16>(block);
                 x.rows[at] = static_cast<RowBits<TOKENS>>(rows[block]);
             }
-            next[k] += __popc(all);
+            next[c] += __popc(all);
         }
     }
 }

@@ -176,22 +176,11 @@ def selected_blocks(call: Call, block: int) -> list[list[list[set[int]]]]:
     return [[[of_row(b, s, g) for g in range(G)] for s in range(S)] for b in range(B)]
 
 
-def in_order(whole: list[int], partial: list[int], members: dict[int, int], own: int | None, pairs: bool) -> list[int]:
-    """Blocks in the order of a list for two consumers of `own` tokens each: of both, of the first alone, of the second alone; of one
-    consumer if own is None. pairs: of a class, two blocks that fill a pair come first; a pair is at units 2 i and 2 i + 1 of a step."""
-    paired = {key for key in whole if pairs and key ^ 1 in whole}
-    of_both = {key: members[key] | (members[key ^ 1] if key in paired else 0) for key in whole}
-    kinds: dict[tuple[int, bool], list[int]] = {}
-    for key in whole:
-        of_first = own is None or bool(of_both[key] & (1 << own) - 1)
-        alone = own is not None and (2 * (not of_first) + (of_first and not of_both[key] >> own))
-        kinds.setdefault((int(alone), key in paired), []).append(key)
-    order = list[int]()
-    for alone in range(3):
-        single = kinds.get((alone, False), [])
-        lead = (len(order) + len(partial)) % 2 if pairs else 0
-        order += single[:lead] + kinds.get((alone, True), []) + single[lead:]
-    return order + partial
+def in_order(whole: list[int], partial: list[int], members: dict[int, int], own: int) -> list[int]:
+    """Blocks in the order of a list for two consumers of `own` tokens each: of both, of the first alone, of the second alone."""
+    of_first = [bool(members[key] & (1 << own) - 1) for key in whole]
+    alone = [2 * (not first) + (first and not members[key] >> own) for key, first in zip(whole, of_first, strict=True)]
+    return [key for kind in (0, 1, 2) for key, own_kind in zip(whole, alone, strict=True) if own_kind == kind] + partial
 
 
 def check_union(call: Call, plan: Any, tokens: int, block: int, rows_of: Any, lengths: tuple[int, ...] | None = None) -> int:
@@ -221,17 +210,15 @@ def check_union(call: Call, plan: Any, tokens: int, block: int, rows_of: Any, le
         found = slice(number * plan.capacity, number * plan.capacity + count)
         listed = sorted(members)
         assert whole == sum((key + 1) * block <= lowest for key in members)
-        own = sm90.ROWS // call.q.shape[3]
-        listed = in_order(listed[:whole], listed[whole:], members, own if block < sm90.KEYS and tokens == 2 * own else None, block == 4)
+        if block < sm90.KEYS and tokens == 2 * (own := sm90.ROWS // call.q.shape[3]):
+            listed = in_order(listed[:whole], listed[whole:], members, own)
         assert plan.blocks[found].tolist() == listed
         assert [bits % 2 ** (8 * plan.rows.itemsize) for bits in plan.rows[found].tolist()] == [members[key] for key in listed]
     return loaded
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("tokens", "n", "block", "h"), [(12, 5, 16, 2), (48, 16, 16, 2), (64, 3, 32, 2), (10, 24, 4, 12), (5, 24, 4, 12), (24, 5, 16, 5)]
-)
+@pytest.mark.parametrize(("tokens", "n", "block", "h"), [(12, 5, 16, 2), (48, 16, 16, 2), (64, 3, 32, 2), (10, 24, 4, 12), (24, 5, 16, 5)])
 @pytest.mark.parametrize("rows", ["implied", "given", "lengths"])
 def test_the_union_of_a_tile(monkeypatch: pytest.MonkeyPatch, tokens: int, n: int, block: int, h: int, rows: str) -> None:
     """Of rows whose positions follow from S_kv, are given, or end a sequence of a cache."""
