@@ -200,6 +200,14 @@ class Call(_Logits):
             self._disjoint = self.selection.disjoint_ranges(self._capturing)
         return self._disjoint
 
+    def union_ranges(self) -> Tensor:
+        """Return `Selection.union_ranges`."""
+        if not self.selection.unsearched:
+            return self.disjoint_ranges()
+        if self._listed is None:
+            self._listed = self.selection.union_ranges()
+        return self._listed
+
     def listed_ranges(self) -> Tensor:
         """Return contiguous ranges [B,S,G,n,2] for kernels that skip a block that the row has named before: of few
         rows, blocks may repeat (`may_repeat`); other ranges are disjoint."""
