@@ -11,12 +11,12 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports tor
 from torch.compiler import is_compiling
 
 from nsa_sel.core import attend, choose, run, shared_keys, transforms
-from nsa_sel.core.arguments import check_flag, check_tensors
+from nsa_sel.core.arguments import CuSeqlens, Requests, as_tensor, check_flag, check_tensors
 from nsa_sel.core.call import PagedKeys, Rule
 from nsa_sel.core.check import as_selection, check_call, check_index, check_pool, check_rule
 from nsa_sel.core.decide import decide_call
 from nsa_sel.core.warm import prepared
-from nsa_sel.errors import ArgumentError, renamed
+from nsa_sel.errors import ArgumentError, renamed, shown
 from nsa_sel.quantize import STORED, Scales, scales_of
 from nsa_sel.selection import Selection
 
@@ -118,19 +118,23 @@ def choose_blocks_with_kvcache(
     q: Tensor, k_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None = None, *, block_size: int = 128, n: int = 16,
     first: int = 0, local: int = 1, reduce: Literal["max", "sum"] = "max", heads: Literal["max", "sum"] = "sum", softmax: bool = False,
     activation: Literal["relu"] | None = None, tail: bool = False, compress_block: int = 1, compress_stride: int = 1,
-    k_scale: Tensor | None = None, scale: float | None = None, out: Tensor | None = None, backend: str | None = None,
+    k_scale: Tensor | None = None, scale: float | None = None, cu_seqlens_q: CuSeqlens | None = None, max_seqlen_q: int | None = None,
+    out: Tensor | None = None, backend: str | None = None,
 ) -> Selection:  # fmt: skip
     """`choose_blocks` for each sequence's last S_q tokens by the index keys of its cache, for
     `selection_attention_with_kvcache`.
 
-    New token s of sequence b is at position cache_seqlens[b] - S_q + s; a token below position 0 chooses nothing. Index
+    New token s of sequence b is at position cache_seqlens[b] - S_q + s; a token below position 0 chooses nothing. With
+    cu_seqlens_q, the tokens of R requests follow one another: any mix of prefill, with or without a prefix, and decoding
+    in one call. Token i of request r is row cu_seqlens_q[r] + i, at position cache_seqlens[r] - cu_seqlens_q[r + 1] +
+    cu_seqlens_q[r] + i. Rows from cu_seqlens_q[R] on are padding and choose nothing. Index
     keys that no token of a sequence sees are not read, or count for nothing, NaN included. Lengths are never read from a
     GPU: a CUDA graph of the call may be replayed after its inputs were written in place. No gradient. Under
     torch.autocast nothing is cast. torch.compile breaks its graph here, and runs the call eagerly.
 
     Args:
-        q: [B,S_q,G,h,Dk], or [B,G,h,Dk] for one new token per sequence: index queries. float16, bfloat16, float32 or
-            float64.
+        q: [B,S_q,G,h,Dk], or [B,G,h,Dk] for one new token per sequence, or [T,G,h,Dk] with cu_seqlens_q: index queries.
+            float16, bfloat16, float32 or float64.
         k_cache: index keys [B,C_max,G,Dk], or with a block table pages [pages,page_size,G,Dk]; one group of them for
             all groups of q, or one for each. Any strides with a contiguous last dimension. Of q's dtype, or of
             float8_e4m3fn beside q in float16, bfloat16 or float32. Index key i stands for the keys that
@@ -144,12 +148,17 @@ def choose_blocks_with_kvcache(
             backend: as of `choose_blocks`.
         k_scale: of index keys in float8_e4m3fn: key = stored * k_scale. float32, of one element, [G] of k_cache, or
             [pages,G] for pages; None for 1.
+        cu_seqlens_q: [R+1] int32 or int64 on q's device or a CPU, or a list: request r has the rows [cu_seqlens_q[r],
+            cu_seqlens_q[r+1]), and the r-th length, cache or row of the block table. Not checked on a GPU.
+        max_seqlen_q: the most rows of a request, where cu_seqlens_q is on a GPU; by default T. A batch of few rows per
+            request (decoding) needs fewer kernels.
         out: [B,S_q,G,n] int32 or int64 ([B,G,n] for q of 4 dimensions; n + 1 with tail), contiguous. Gets the block
-            indices, ascending, -1 last; with tail, in the last column the incomplete block or -1.
+            indices, ascending, -1 last; with tail, in the last column the incomplete block or -1. With cu_seqlens_q
+            [T,G,n], or more rows, which stay as they are; any strides with a contiguous last dimension.
 
     Returns:
-        The `Selection` of whole blocks over rows [B,S_q,G]; with `out`, of `out`: do not write to it while the selection
-        is in use.
+        The `Selection` of whole blocks over rows [B,S_q,G] ([T,1,G] with cu_seqlens_q); with `out`, of `out`: do not
+        write to it while the selection is in use.
 
     Raises:
         ArgumentError: bad input, before any kernel runs.
@@ -158,33 +167,52 @@ def choose_blocks_with_kvcache(
     rule = Rule(compress_block, compress_stride, block_size, n, first, local)
     if is_compiling():
         options: Any = {"reduce": reduce, "heads": heads, "softmax": softmax, "activation": activation, "tail": tail, "k_scale": k_scale}
-        options |= {"scale": scale, "out": out, "backend": backend, **rule._asdict()}
+        options |= {"scale": scale, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "out": out, "backend": backend}
+        options |= rule._asdict()
         return _uncompiled(choose_blocks_with_kvcache, q, k_cache, cache_seqlens, block_table, **options)  # type: ignore[no-any-return]
     transforms.check_traced("choose_blocks_with_kvcache", q, k_cache, k_cache)
     check_rule(rule)
     pool = check_pool(rule, reduce, heads, softmax, activation, tail)
-    decode = isinstance(q, Tensor) and q.dim() == 4
+    decode, requests = isinstance(q, Tensor) and q.dim() == 4, packed_requests(q, cu_seqlens_q, max_seqlen_q, cache_seqlens)
     if decode:
-        q = q.unsqueeze(1)
-    S_kv = _check_cache(q, k_cache, None, cache_seqlens, block_table, rule)
+        q = q.unsqueeze(1 if requests is None else 0)
+    S_kv = _check_cache(q, k_cache, None, cache_seqlens, block_table, rule, requests)
     scales = scales_of(q, k_cache, k_cache, k_scale, k_scale, block_table is not None)
     q, k_cache, _ = transforms.materialized(q, k_cache, k_cache)
     k, pages, cast = k_cache.detach().transpose(1, 2), None, None if scales is None else STORED
-    room = k
-    if block_table is not None:  # check a view of the shape that contiguous keys would have; nothing reads it
+    room, rows = k, q.detach()
+    if block_table is not None:
         pages = PagedKeys(block_table, 0)
         room = k.as_strided((len(q), k.shape[1], block_table.shape[1] * k.shape[2], k.shape[3]), (0, 0, 0, k.stride(3)))
+    elif requests is not None:
+        room = k.as_strided((1, *k.shape[1:]), (0, 0, 0, k.stride(3)))
+    # Check views of the shape that contiguous keys of a batch would have, and no rows where they are packed.
     try:
-        index = check_index(q.detach(), room, rule, pool, None, scale, None, S_kv, False, cast)
+        index = check_index(rows if requests is None else rows[:, :0], room, rule, pool, None, scale, None, S_kv, False, cast)
     except ArgumentError as error:
         raise renamed(error, k="k_cache") from None
     if out is not None:
-        _check_out(out, q, n + tail, decode)
-        out = out.view(*q.shape[:3], n + tail)
-    index = index._replace(k=k.expand(-1, q.shape[2], -1, -1))
-    cache = choose.IndexCache(cache_seqlens, pages, scales)
+        _check_out(out, q, n + tail, decode, requests is not None)
+        out = out.view(*q.shape[:3], n + tail) if requests is None else out[: q.shape[1]].unsqueeze(0)
+    index = index._replace(q=rows, k=k.expand(-1, q.shape[2], -1, -1))
+    cache = choose.IndexCache(cache_seqlens, pages, scales, requests)
     chosen = choose.best_blocks(index, rule, pool, backend, tail, True, cache, out)
-    return Selection.from_blocks(chosen, block_size, disjoint=True)
+    return Selection.from_blocks(chosen if requests is None else chosen.squeeze(0), block_size, disjoint=True)
+
+
+def packed_requests(q: object, cu_seqlens_q: CuSeqlens | None, max_seqlen_q: int | None, cache_seqlens: Tensor) -> Requests | None:
+    """Return the requests of packed rows q [T,G,h,Dk], from the arguments of a call over caches; None without
+    cu_seqlens_q."""
+    if cu_seqlens_q is None:
+        if max_seqlen_q is not None:
+            raise ArgumentError("max_seqlen_q", shown(max_seqlen_q), "None without cu_seqlens_q", "pass cu_seqlens_q, or leave it out")
+        return None
+    rows = as_tensor("q", q)
+    if rows.dim() != 4:
+        remedy = "pass the rows of all requests end to end"
+        raise ArgumentError("q", f"of shape {tuple(rows.shape)}", "[T,G,h,Dk] with cu_seqlens_q", remedy)
+    check_tensors(cache_seqlens=cache_seqlens)
+    return Requests.of(rows, cu_seqlens_q, max_seqlen_q, cache_seqlens)
 
 
 @_disable_dynamo
@@ -224,10 +252,14 @@ def _of_shared_keys(
 
 
 def _check_cache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor | None, cache_seqlens: Tensor, block_table: Tensor | None, rule: Rule | None = None
+    q: Tensor, k_cache: Tensor, v_cache: Tensor | None, cache_seqlens: Tensor, block_table: Tensor | None, rule: Rule | None = None,
+    requests: Requests | None = None,
 ) -> int:  # fmt: skip
     """Check the shapes of a cache, or with a rule those of a cache of index keys, and return the number of keys that a
-    sequence has room for. Reads nothing on a GPU."""
+    sequence has room for. Reads nothing on a GPU.
+
+    requests: of packed rows, q [1,T,G,h,Dk].
+    """
     tensors = {"k_cache": k_cache} if v_cache is None else {"k_cache": k_cache, "v_cache": v_cache}
     check_tensors(q=q, cache_seqlens=cache_seqlens, **tensors)
     if block_table is not None:
@@ -237,6 +269,8 @@ def _check_cache(
             "q", f"of shape {tuple(q.shape)}", "[B,S_q,G,h,Dk], or [B,G,h,Dk] for one new token", "split the heads into G groups of h"
         )
     B, S_q, G, _, _ = q.shape
+    if requests is not None:
+        B, S_q = requests.number, 0  # rows before a request's first key see nothing
     k_shape = k_cache.shape
     groups = G // shared_keys.ratio(G, k_shape[2]) if len(k_shape) == 4 else G
     if rule is not None and groups > 1:
@@ -290,16 +324,20 @@ def _check_lengths(
         )
 
 
-def _check_out(out: Tensor, q: Tensor, n: int, decode: bool) -> None:
-    """Check the tensor that gets block indices of q [B,S_q,G,h,Dk]."""
+def _check_out(out: Tensor, q: Tensor, n: int, decode: bool, packed: bool) -> None:
+    """Check the tensor that gets block indices of q [B,S_q,G,h,Dk]. packed: of q [1,T,G,h,Dk]."""
     check_tensors(out=out)
     B, S_q, G = q.shape[:3]
-    shape = (B, G, n) if decode else (B, S_q, G, n)
-    if tuple(out.shape) != shape or out.dtype not in (torch.int32, torch.int64) or out.device != q.device or not out.is_contiguous():
+    shape: tuple[Any, ...] = (B, G, n) if decode else (B, S_q, G, n)
+    fits, layout = tuple(out.shape) == shape and out.is_contiguous(), "contiguous"
+    if packed:
+        shape, layout = (f"at least {S_q}", G, n), "a contiguous last dimension,"
+        fits = out.dim() == 3 and len(out) >= S_q and out.shape[1:] == (G, n) and out.stride(2) == 1
+    if not fits or out.dtype not in (torch.int32, torch.int64) or out.device != q.device:
         raise ArgumentError(
             "out",
             f"{out.dtype} of shape {tuple(out.shape)} and strides {out.stride()} on {out.device}",
-            f"contiguous {shape} of torch.int32 or torch.int64 on {q.device}",
+            f"{layout} {shape} of torch.int32 or torch.int64 on {q.device}",
             "pass such a tensor, or leave it out",
         )
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from nsa_sel.core.arguments import Bounds, compressed_bounds, range_dtype, row_positions, whole_blocks
+from nsa_sel.core.arguments import Bounds, Requests, compressed_bounds, range_dtype, row_positions, whole_blocks
 from nsa_sel.core.request import FEW_TOKENS, DeviceInfo, Request
 from nsa_sel.core.transforms import REPEATED, capturing
 from nsa_sel.errors import ArgumentError
@@ -410,6 +410,8 @@ class ChooseCall(_Logits):
         lengths: [B] int32 or int64, keys of each sequence, in place of q_pos: row s is at lengths[b] + start + s.
         scales: of quantized index keys, else None.
         tail: whether a row's incomplete block is added to the n.
+        requests: of packed rows, where B = 1 and `lengths`, and k or the block table, have an entry for each request.
+            `start` is the first row of a part. Backends that do not take such calls get one per request.
     """
 
     function: ClassVar[str] = "compressed_attention"  # the public function, for messages
@@ -432,6 +434,7 @@ class ChooseCall(_Logits):
     lengths: Tensor | None = None
     scales: Scales | None = None
     tail: bool = False
+    requests: Requests | None = None
 
     def others(self) -> tuple[Any, ...]:
         """Return the arguments that follow q, k and v: what a backward pass keeps outside of autograd's saved tensors."""
@@ -488,6 +491,7 @@ class ChooseCall(_Logits):
         if self.q_pos is not None:
             return self.q_pos.long()
         if self.lengths is not None:
+            assert self.requests is None, "its backends compute the rows' positions"
             t = self.lengths.long().unsqueeze(1) + torch.arange(self.start, self.start + S, device=self.q.device)
             return t.clamp(max=self.blocks * self.rule.block_size - 1)
         if self.sequences is not None:
@@ -530,8 +534,12 @@ class ChooseCall(_Logits):
     def part(self, batch: slice, rows: slice) -> ChooseCall:
         """Return the call for some rows of some sequences, on views."""
         q_pos = None if self.q_pos is None else self.q_pos[batch, rows]
-        lengths = None if self.lengths is None else self.lengths[batch]
-        part = replace(self, q=self.q[batch, rows], start=self.start + (rows.start or 0), q_pos=q_pos, lengths=lengths)
+        part = replace(self, q=self.q[batch, rows], start=self.start + (rows.start or 0), q_pos=q_pos)
+        return part if self.requests is not None else part.over_caches(batch)
+
+    def over_caches(self, batch: slice) -> ChooseCall:
+        """Return the call over the lengths, keys and block tables of some sequences."""
+        part = replace(self, lengths=None if self.lengths is None else self.lengths[batch])
         if self.pages is None:
             part.k, part.v = self.k[batch], self.v[batch]
         else:
@@ -549,6 +557,14 @@ class ChooseCall(_Logits):
             if end > begin:
                 q, k, v = self.q[:, rows], self.k[:, :, keys], self.v[:, :, keys]
                 yield rows, keys, replace(self, q=q, k=k, v=v, blocks=-(-(end - begin) // self.rule.block_size), sequences=None)
+
+    def each_request(self) -> Iterator[tuple[slice, ChooseCall]]:
+        """Return the rows and the call of every request. Waits for a GPU as `Requests.spans`."""
+        assert self.requests is not None
+        for r, (begin, end) in enumerate(self.requests.spans()):
+            if end > begin:
+                rows = replace(self, q=self.q[:, begin:end], start=begin - end, requests=None)
+                yield slice(begin, end), rows.over_caches(slice(r, r + 1))
 
     def parts(self, row_bytes: int) -> Iterator[tuple[slice, slice]]:
         """Sequences and rows, in order, whose temporaries of row_bytes per row fit the scratch; one row at least."""

@@ -37,7 +37,7 @@ from nsa_sel.backends import choose_triton, loss_triton, window_triton
 from nsa_sel.backends._triton import cache, choose_logits, elementwise, top_n
 from nsa_sel.backends.specs import SPECS
 from nsa_sel.core import registry
-from nsa_sel.core.arguments import Bounds
+from nsa_sel.core.arguments import Bounds, Requests
 from nsa_sel.core.call import NSA_POOL, Call, IndexLossCall, PagedKeys, Pool, Rule, Sequences
 from nsa_sel.core.check import check_call
 from nsa_sel.core.ranges import Blocks
@@ -262,6 +262,13 @@ FEW = {  # choices for a few new tokens over index keys; name: S, G, groups of k
     "few-qsa-drafts-pages": (4, 2, 1, 4, 128, Rule(4, 4, 4, 512, 0, 0), Pool(False, False, True, True), 16, False),
     "few-nsa": (4, 2, 2, 16, 192, Rule(), NSA_POOL, 0, False),
 }
+PACKED = {  # likewise, of packed rows of requests
+    "packed-msa": (4096, 4, 1, 1, 128, Rule(1, 1, 128, 16, 0, 1), Pool(False, False, True), 0, False),
+    "packed-msa-pages": (4096, 4, 1, 1, 128, Rule(1, 1, 128, 16, 0, 1), Pool(False, False, True), 128, False),
+    "packed-msa-pages-e4m3": (4096, 4, 1, 1, 128, Rule(1, 1, 128, 16, 0, 1), Pool(False, False, True), 128, True),
+    "packed-qsa-pages": (4096, 2, 1, 4, 128, Rule(4, 4, 4, 512, 0, 0), Pool(False, False, True, True), 64, False),
+    "packed-h8": (4096, 2, 1, 8, 128, Rule(1, 1, 64, 16, 0, 1), Pool(False, False, True), 64, False),
+}
 
 
 CHOICES_OF_PAGES = {  # new tokens over compressed keys in pages; name: S, keys, h, Dk, Dv, dtype
@@ -284,8 +291,8 @@ def choose(name: str) -> None:
         call.blocks, call.pages = keys // 64, PagedKeys(torch.zeros(1, keys // 64, dtype=torch.int32), 1)
         choose_triton.paged(call)
         return
-    if name in FEW:
-        S, G, groups, h, D, rule, pool, page, stored = FEW[name]
+    if name in FEW or name in PACKED:
+        S, G, groups, h, D, rule, pool, page, stored = (FEW | PACKED)[name]
         call = make_choose_call((4, S, 4096, G, h, D, D, rule), torch.bfloat16, pool=pool, tail=rule.local == 0)
         C, dtype = call.k.shape[2], STORED if stored else torch.bfloat16
         keys = torch.zeros(*((4 * C // page, page) if page else (4, C)), groups, D, dtype=dtype).transpose(1, 2).expand(-1, G, -1, -1)
@@ -293,7 +300,9 @@ def choose(name: str) -> None:
         call.lengths, call.start = torch.zeros(4, dtype=torch.int32), -S
         call.pages = PagedKeys(torch.zeros(4, C // page, dtype=torch.int32), 0) if page else None
         call.scales = Scales(torch.ones(1, groups), torch.ones(1, groups), 0, "head") if stored else None
-        out = torch.empty(4, S, G, rule.n + call.tail, dtype=torch.int32)
+        if name in PACKED:
+            call.requests, call.q, call.start = Requests(torch.zeros(5, dtype=torch.int32), S, None), call.q[:1], 0
+        out = torch.empty(len(call.q), S, G, rule.n + call.tail, dtype=torch.int32)
         choose_triton.best_blocks(call, torch.zeros(4, S, G, h) if pool.softmax else None, out)
         return
     (*shape, dtype), pool = POOLS[name] if name in POOLS else (CHOICES[name], NSA_POOL)

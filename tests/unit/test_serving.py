@@ -456,6 +456,38 @@ def test_bad_arguments_of_a_choice_are_refused(changes: dict[str, Any], message:
         choose_blocks_with_kvcache(**index_cache(**changes))
 
 
+PACKED = {"q": torch.zeros(5, 2, 1, 16), "cu_seqlens_q": [0, 2, 5]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_seqlen_q": 3}, r"^max_seqlen_q is 3; allowed: None without cu_seqlens_q"),
+        ({"cu_seqlens_q": [0, 2, 5]}, r"^q is of shape \(2, 1, 2, 1, 16\); allowed: \[T,G,h,Dk\] with cu_seqlens_q"),
+        ({**PACKED, "cu_seqlens_q": [0, 5]}, r"^cu_seqlens_q is of 1 requests"),
+        ({**PACKED, "cu_seqlens_q": [0, 2, 6]}, r"^cu_seqlens_q is 6 last; allowed: at most 5"),
+        ({**PACKED, "cu_seqlens_q": [0, 3, 2]}, r"^cu_seqlens_q is 3, then 2"),
+        ({**PACKED, "cu_seqlens_q": torch.tensor([0.0, 2.0, 5.0])}, r"^cu_seqlens_q is torch.float32"),
+        ({**PACKED, "max_seqlen_q": 2}, r"^max_seqlen_q is 2; allowed: at least 3"),
+        ({**PACKED, "max_seqlen_q": 0}, r"^max_seqlen_q is 0"),
+        ({**PACKED, "cache_seqlens": torch.tensor([20, 40, 3])}, r"^cu_seqlens_q is of 2 requests"),
+        ({**PACKED, "cache_seqlens": torch.tensor([33, 40])}, r"^block_table\[0, 2\] is -1"),
+        ({**PACKED, "k_cache": torch.zeros(5, 16, 3, 16)}, r"^k_cache is of shape .* allowed: \[pages, page_size, G=2, D\]"),
+        ({**PACKED, "k_cache": torch.zeros(5, 16, 1, 8)}, r"^k_cache is of head dimension 8"),
+        ({**PACKED, "out": torch.zeros(4, 2, 2).int()}, r"^out is .*allowed: a contiguous last dimension, \('at least 5', 2, 2\)"),
+        ({**PACKED, "out": torch.zeros(5, 2, 4).int()[..., ::2]}, r"^out is .* and strides \(8, 4, 2\)"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_of_packed_requests_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        choose_blocks_with_kvcache(**index_cache(**changes))
+
+
+def test_no_packed_rows_choose_nothing() -> None:
+    none = index_cache(q=torch.zeros(0, 2, 1, 16), cu_seqlens_q=[0, 0, 0])
+    assert choose_blocks_with_kvcache(**none).block_indices.shape == (0, 1, 2, 2)
+
+
 def test_index_keys_of_blocks_need_pages_for_complete_blocks_alone() -> None:
     """131 keys have 32 index keys, of two pages; 132 have 33."""
     sizes = {"compress_block": 4, "compress_stride": 4, "cache_seqlens": torch.tensor([131, 40])}
