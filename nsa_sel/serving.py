@@ -3,7 +3,7 @@ different lengths in one call, with one or more new tokens each."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from nsa_sel.core.arguments import CuSeqlens, Requests, as_tensor, check_flag, c
 from nsa_sel.core.call import PagedKeys, Rule
 from nsa_sel.core.check import as_selection, check_call, check_index, check_pool, check_rule
 from nsa_sel.core.decide import decide_call
+from nsa_sel.core.packed import rows_of
 from nsa_sel.core.warm import prepared
 from nsa_sel.errors import ArgumentError, renamed, shown
 from nsa_sel.quantize import STORED, Scales, scales_of
@@ -25,36 +26,42 @@ from nsa_sel.selection import Selection
 def selection_attention_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, selection: Selection | Tensor, cache_seqlens: Tensor, block_table: Tensor | None = None, *,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, scale: float | None = None, return_lse: Literal[False] = False,
-    backend: str | None = None,
+    backend: str | None = None, cu_seqlens_q: CuSeqlens | None = None, max_seqlen_q: int | None = None, out: Tensor | None = None,
+    lse_out: Tensor | None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def selection_attention_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, selection: Selection | Tensor, cache_seqlens: Tensor, block_table: Tensor | None = None, *,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, scale: float | None = None, return_lse: Literal[True],
-    backend: str | None = None,
+    backend: str | None = None, cu_seqlens_q: CuSeqlens | None = None, max_seqlen_q: int | None = None, out: Tensor | None = None,
+    lse_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def selection_attention_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, selection: Selection | Tensor, cache_seqlens: Tensor,
     block_table: Tensor | None = None, *, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    scale: float | None = None, return_lse: bool = False, backend: str | None = None,
+    scale: float | None = None, return_lse: bool = False, backend: str | None = None, cu_seqlens_q: CuSeqlens | None = None,
+    max_seqlen_q: int | None = None, out: Tensor | None = None, lse_out: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """`selection_attention` of each sequence's last S_q tokens over its KV cache; named after flash-attention's
     flash_attn_with_kvcache.
 
     New token s of sequence b is at position cache_seqlens[b] - S_q + s, so new tokens see each other causally; a token
-    below position 0 sees nothing (o = 0, lse = -inf). Lengths are never read from a GPU: a CUDA graph of it may be
+    below position 0 sees nothing (o = 0, lse = -inf). With `cu_seqlens_q` the new tokens of R requests are packed, any
+    number of each: prefill in chunks, decoding and drafts in one call. Lengths are never read from a GPU: a CUDA graph of it may be
     replayed after its inputs were written in place. Gradients are supported without pages and quantization only. Under
     torch.autocast nothing is cast: a cache keeps its dtype. torch.compile breaks its graph here, and runs the call
     eagerly.
 
     Args:
-        q: [B,S_q,G,h,Dk], or [B,G,h,Dk] for one new token per sequence; dtypes as of `selection_attention`.
+        q: [B,S_q,G,h,Dk], or [B,G,h,Dk] for one new token per sequence; dtypes as of `selection_attention`. With
+            cu_seqlens_q [T,G,h,Dk], and R in place of B below.
         k_cache: [B,S_max,G,Dk], or with a block table pages [pages,page_size,G,Dk] in vLLM's layout. Any strides with a
             contiguous last dimension. The keys of the new tokens are already in it. q and the selection may have r
             times its groups, as in `selection_attention`.
         v_cache: likewise, with Dv.
         selection: over rows [B,S_q,G], or [B,S_q,1] for all groups, in positions of each row's own sequence: a
-            `Selection`, or ranges [B,S_q,G,n,2].
+            `Selection`, or ranges [B,S_q,G,n,2]. With cu_seqlens_q over [T,G], or [T,1]: of block indices [T,G,n], or
+            ranges [T,G,n,2].
             Its block size and the page size need not divide each other.
         cache_seqlens: [B] int32 or int64, the keys of each sequence. Checked on a CPU; on a GPU a length past the end
             is clamped.
@@ -66,10 +73,18 @@ def selection_attention_with_kvcache(
             anything.
         v_scale: likewise; both or neither.
         scale, return_lse, backend: as of `selection_attention`.
+        cu_seqlens_q: [R+1] int32 or int64 on q's device or a CPU, or a list: request r has the rows [cu_seqlens_q[r],
+            cu_seqlens_q[r+1]), its last tokens, the last of them at position cache_seqlens[r] - 1, and the r-th cache or
+            row of the block table. Rows from cu_seqlens_q[R] on are padding: o = 0, lse = -inf. Not checked on a GPU.
+        max_seqlen_q: the most rows of a request, where cu_seqlens_q is on a GPU; by default T. Up to 8, a batch runs as a
+            decoding step.
+        out: gets o, of its shape and dtype, any strides with a contiguous last dimension; contiguous, it saves a copy.
+            Without gradients, and not of memory that the call reads.
+        lse_out: gets lse likewise, any strides.
 
     Returns:
-        o [B,S_q,G,h,Dv] ([B,G,h,Dv] for q of 4 dimensions) in q's dtype. With return_lse=True (o, lse): lse [B,S_q,G,h]
-        float32 (float64 for float64 inputs).
+        o [B,S_q,G,h,Dv] ([B,G,h,Dv] or [T,G,h,Dv] for q of 4 dimensions) in q's dtype; `out` if given. With
+        return_lse=True (o, lse): lse [B,S_q,G,h] float32 (float64 for float64 inputs).
 
     Raises:
         ArgumentError: bad input; gradients over a paged or quantized cache.
@@ -77,40 +92,47 @@ def selection_attention_with_kvcache(
     """
     if is_compiling():
         options: Any = {"k_scale": k_scale, "v_scale": v_scale, "scale": scale, "return_lse": return_lse, "backend": backend}
+        options |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "out": out, "lse_out": lse_out}
         return _uncompiled(selection_attention_with_kvcache, q, k_cache, v_cache, selection, cache_seqlens, block_table, **options)
     transforms.check_traced("selection_attention_with_kvcache", q, k_cache, v_cache)
     check_flag("return_lse", return_lse)
-    decode = isinstance(q, Tensor) and q.dim() == 4
-    if decode:
+    flat, requests = isinstance(q, Tensor) and q.dim() == 4, packed_requests(q, cu_seqlens_q, max_seqlen_q, cache_seqlens)
+    if flat:
         q = q.unsqueeze(1)
-    S_kv = _check_cache(q, k_cache, v_cache, cache_seqlens, block_table)
+    S_kv = _check_cache(q, k_cache, v_cache, cache_seqlens, block_table, requests=requests)
     scales = scales_of(q, k_cache, v_cache, k_scale, v_scale, block_table is not None)
     q, k_cache, v_cache = transforms.materialized(q, k_cache, v_cache)
-    k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+    k, v, packed = k_cache.transpose(1, 2), v_cache.transpose(1, 2), requests is not None
+    if packed and block_table is None:  # a request's keys are one page
+        block_table = torch.arange(len(k), dtype=torch.int32, device=q.device).unsqueeze(1)
     # For pages, check views of the shape that contiguous keys would have; nothing reads them.
     k_checked, v_checked = k, v
     if block_table is not None:
         k_checked, v_checked = (x.as_strided((len(q), x.shape[1], S_kv, x.shape[3]), (0, 0, 0, x.stride(3))) for x in (k, v))
     r = shared_keys.ratio(q.shape[2], k.shape[1])
-    selection = as_selection(selection, None if decode else (q.shape[0], q.shape[1], q.shape[2]))
+    selection = as_selection(selection, None if flat else (q.shape[0], q.shape[1], q.shape[2]))
+    if packed and selection.listed.shape[:2] == (1, len(q)):
+        selection = shared_keys.with_ranges(selection, selection.ranges.transpose(0, 1))
     try:
         checked = (q, selection) if r == 1 else shared_keys.one_of(q, selection, r)
         *_, scale, _ = check_call(checked[0], k_checked, v_checked, checked[1], scale, None, stored=None if scales is None else STORED)
     except ArgumentError as error:
         raise renamed(error, k="k_cache", v="v_cache") from None
+    given = _check_results(q, v.shape[3], flat, out=out, lse_out=lse_out)
     if transforms.needs_grad(q, k, v):
-        if block_table is not None or scales is not None:
-            name = next(name for name, x in (("q", q), ("k_cache", k), ("v_cache", v)) if x.requires_grad)
-            kind, other = ("paged", "without pages") if scales is None else ("quantized", "of q's dtype")
-            remedy = f"call it under torch.no_grad(), or use a cache {other}"
-            raise ArgumentError(name, "a tensor that requires gradients", f"none over a {kind} cache", remedy)
+        _check_gradients(q, k, v, "packed" * packed or "paged" * (block_table is not None) or "quantized" * (scales is not None), given)
         results = _with_gradients(q, k, v, selection, cache_seqlens, scale, backend)
-    elif r > 1:
-        results = _of_shared_keys(q, k, v, selection, scale, backend, cache_seqlens, block_table, scales, r)
     else:
-        decided = decide_call(q, k, v, selection, scale, None, False, backend, cache_seqlens, block_table, scales)
-        results = run.attend(prepared(decided, backend))
-    o, lse = (x.squeeze(1) for x in results) if decode else results
+        rows = None if requests is None else rows_of(requests.cu, cache_seqlens, len(q), S_kv)
+        where = _Keys(cache_seqlens, block_table, rows)
+        if r > 1:
+            results = _of_shared_keys(q, k, v, selection, scale, backend, where, scales, r)
+        else:
+            results = where.attend(q, k, v, selection, scale, backend, scales, given)
+    o, lse = (x if to is None else _written(x, to) for x, to in zip(results, given, strict=True))
+    if flat:
+        o, lse = o.squeeze(1), lse.squeeze(1)
+    o, lse = (x if to is None else to for x, to in ((o, out), (lse, lse_out)))
     return (o, lse) if return_lse else o
 
 
@@ -234,21 +256,64 @@ def _with_gradients(
     return o, lse
 
 
+class _Keys(NamedTuple):
+    """Where the keys of sequences are, and of a packed batch what its rows read (`core.packed.rows_of`)."""
+
+    lengths: Tensor
+    block_table: Tensor | None
+    rows: Tensor | None
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, backend: str | None, scales: Scales | None,
+        out: tuple[Tensor | None, Tensor | None] = (None, None),
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Return o and lse without gradients; rows of a packed batch are sequences of one token."""
+        lengths, table_rows = (self.lengths, None) if self.rows is None else self.rows.unbind(1)
+        decided = decide_call(
+            q, k, v, selection, scale, None, False, backend, lengths, self.block_table, scales, table_rows=table_rows, out=out
+        )  # fmt: skip
+        o, lse = run.attend(prepared(decided, backend))
+        return o, lse
+
+    def repeated(self, r: int) -> _Keys:
+        """Return the keys of sequences that are r times as many, each r times."""
+        if self.rows is not None:
+            return self._replace(rows=self.rows.repeat_interleave(r, 0))
+        table = None if self.block_table is None else self.block_table.repeat_interleave(r, 0)
+        return _Keys(self.lengths.repeat_interleave(r), table, None)
+
+
 def _of_shared_keys(
-    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, backend: str | None, lengths: Tensor, block_table: Tensor | None,
-    scales: Scales | None, r: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, backend: str | None, where: _Keys, scales: Scales | None, r: int
+) -> tuple[Tensor, Tensor]:
     """Return o and lse where r groups of q share a KV group: as r rows of a token, or over pages as r sequences of the
     same pages."""
-    if block_table is None:
-        position = lengths.unsqueeze(1) + torch.arange(-q.shape[1], 0, device=q.device)
+    if where.block_table is None:
+        position = where.lengths.unsqueeze(1) + torch.arange(-q.shape[1], 0, device=q.device)
         rows, chosen, at = shared_keys.call_of_rows(q, selection, position, k.shape[2], r)
         o, lse = run.attend(prepared(decide_call(rows, k, v, chosen, scale, at, False, backend, scales=scales), backend))
         return shared_keys.from_rows(o, r), shared_keys.from_rows(lse, r)
     rows, chosen = shared_keys.as_sequences(q, r), shared_keys.with_ranges(selection, shared_keys.as_sequences(selection.ranges, r))
-    lengths, block_table = lengths.repeat_interleave(r), block_table.repeat_interleave(r, 0)
-    o, lse = run.attend(prepared(decide_call(rows, k, v, chosen, scale, None, False, backend, lengths, block_table, scales), backend))
+    o, lse = where.repeated(r).attend(rows, k, v, chosen, scale, backend, scales)
     return shared_keys.from_sequences(o, r), shared_keys.from_sequences(lse, r)
+
+
+def _written(x: Tensor, to: Tensor) -> Tensor:
+    """Return `to` with the numbers of x, which a kernel may have written there."""
+    return to if to.data_ptr() == x.data_ptr() else to.copy_(x)
+
+
+def _check_gradients(q: Tensor, k: Tensor, v: Tensor, kind: str, given: tuple[Tensor | None, Tensor | None]) -> None:
+    """Raise ArgumentError for gradients where the cache, the batch (`kind`) or given outputs have none."""
+    name = next(name for name, x in (("q", q), ("k_cache", k), ("v_cache", v)) if x.requires_grad)
+    value = "a tensor that requires gradients"
+    if kind:
+        other = "a cache of q's dtype" if kind == "quantized" else f"a call that is not {kind}"
+        raise ArgumentError(
+            name, value, f"none over a {kind} {'batch' if kind == 'packed' else 'cache'}", f"call it under torch.no_grad(), or use {other}"
+        )
+    if given != (None, None):
+        raise ArgumentError(name, value, "none together with out or lse_out", "call it under torch.no_grad(), or leave them out")
 
 
 def _check_cache(
@@ -338,6 +403,36 @@ def _check_out(out: Tensor, q: Tensor, n: int, decode: bool, packed: bool) -> No
             "out",
             f"{out.dtype} of shape {tuple(out.shape)} and strides {out.stride()} on {out.device}",
             f"{layout} {shape} of torch.int32 or torch.int64 on {q.device}",
+            "pass such a tensor, or leave it out",
+        )
+
+
+def _check_results(q: Tensor, Dv: int, flat: bool, **given: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return the tensors that get o [B,S_q,G,h,Dv] and lse of q [B,S_q,G,h,Dk], as the call has them; None where none is
+    given."""
+    wide, found = torch.promote_types(q.dtype, torch.float32), []
+    for (name, x), shape, dtype in zip(given.items(), ((*q.shape[:-1], Dv), q.shape[:-1]), (q.dtype, wide), strict=True):
+        if x is not None:
+            check_tensors(**{name: x})
+            wanted = (*shape[:1], *shape[2:]) if flat else tuple(shape)
+            fits = x.dim() > 0 and (x.stride(-1) == 1 or x.shape[-1] == 1 or name == "lse_out")
+            _check_result(name, x, q, wanted, (dtype,), fits, "" if name == "lse_out" else "a contiguous last dimension, ")
+            x = x.unsqueeze(1) if flat else x
+        found.append(x)
+    return found[0], found[1]
+
+
+def _check_result(
+    name: str, x: Tensor, q: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], fits: bool, layout: str
+) -> None:
+    """Raise ArgumentError unless x has this shape and one of the dtypes, is on q's device, and its strides are fit: of the
+    `layout`."""
+    check_tensors(**{name: x})
+    if tuple(x.shape) != shape or x.dtype not in dtypes or x.device != q.device or not fits:
+        raise ArgumentError(
+            name,
+            f"{x.dtype} of shape {tuple(x.shape)} and strides {x.stride()} on {x.device}",
+            f"{layout}{shape} of {' or '.join(map(str, dtypes))} on {q.device}",
             "pass such a tensor, or leave it out",
         )
 

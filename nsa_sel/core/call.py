@@ -125,6 +125,9 @@ class Call(_Logits):
         block_table: [B, pages of a sequence] int32, the pages of each sequence in a paged cache.
         workspace: memory for temporaries, if the user passed one.
         scales: of a quantized cache, None for k and v of q's dtype. Without gradients.
+        table_rows: [B] int32, the row of the block table that each sequence has; None for its own. Sequences are then rows
+            of a packed batch, S is 1, and lengths and table_rows are the columns of one tensor (`core.packed.rows_of`).
+        out: o and lse to write, or None for new ones. Backends may ignore them.
         known: cache of facts that follow from shapes, strides, alignment and settings alone, shared by the calls of a
             class (core/attend.py). Not copied by `replace`.
     """
@@ -143,6 +146,8 @@ class Call(_Logits):
     block_table: Tensor | None = None
     workspace: Workspace | None = None
     scales: Scales | None = None
+    table_rows: Tensor | None = None
+    out: tuple[Tensor | None, Tensor | None] = (None, None)
     known: dict[Any, Any] = field(default_factory=dict, init=False)
     _capturing: bool | None = field(default=None, init=False)
     _disjoint: Tensor | None = field(default=None, init=False)  # the disjoint ranges of a capture, or of inference mode
@@ -692,8 +697,8 @@ def call_over_pool(call: Call, block_table: Tensor) -> Call:
     page = start // page_size + torch.arange(pieces, device=start.device)  # [B,S,G,n,pieces], in the sequence
     low, high = torch.maximum(start, page * page_size), torch.minimum(end, (page + 1) * page_size)
     filled = high > low
-    sequence = torch.arange(len(block_table), device=start.device).view(-1, 1, 1, 1, 1)
-    pool_page = block_table[sequence, torch.where(filled, page, 0)].long()
+    sequence = torch.arange(len(block_table), device=start.device) if call.table_rows is None else call.table_rows
+    pool_page = block_table[sequence.view(-1, 1, 1, 1, 1), torch.where(filled, page, 0)].long()
     low, high = (torch.where(filled, x + pool_page * page_keys - page * page_size, 0) for x in (low, high))
     ranges = torch.stack((low, high), -1).flatten(3, 4).flatten(0, 1).unsqueeze(0)
     rows = ranges.shape[1]
@@ -703,7 +708,10 @@ def call_over_pool(call: Call, block_table: Tensor) -> Call:
     if scales is not None and scales.page_keys:
         scales = scales._replace(page_keys=page_keys)
     q = call.q.flatten(0, 1).unsqueeze(0)
-    return replace(call, q=q, k=k, v=v, selection=selection, q_pos=last, lengths=None, block_table=None, scales=scales)
+    return replace(
+        call, q=q, k=k, v=v, selection=selection, q_pos=last, lengths=None, block_table=None, scales=scales, table_rows=None,
+        out=(None, None),
+    )  # fmt: skip
 
 
 def _pool(name: str, x: Tensor) -> tuple[Tensor, int]:

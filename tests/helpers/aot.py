@@ -63,7 +63,7 @@ SHAPES = {  # name: (B, S, S_kv, G, h, Dk, Dv, n, block_size, dtype)
     "h1-large": (1, 2048, 2048, 8, 1, 128, 128, 3, 512, torch.bfloat16),  # blocks that triton-block visits whole
     "positions-h4": (1, 4096, 4096, 4, 4, 128, 128, 16, 64, torch.bfloat16),
 }
-ONE_GROUP = "one-group-"
+ONE_GROUP, PACKED = "one-group-", "-packed"
 OF_CUDA = {  # likewise, for which cupy-cuda alone has kernels, or constants, of their own
     "h12": (1, 2048, 2048, 2, 12, 128, 128, 16, 64, torch.bfloat16),
     "h1": (1, 2048, 2048, 4, 1, 128, 128, 16, 64, torch.bfloat16),
@@ -82,6 +82,7 @@ OF_CUDA = {  # likewise, for which cupy-cuda alone has kernels, or constants, of
 PAGED = {  # name: (B, S, pages of a sequence, page size, G, h, D, n, block_size): forward alone, in bfloat16
     "paged-16-split": (1, 1, 4096, 16, 4, 16, 128, 16, 64),
     "paged-16": (256, 1, 1024, 16, 4, 16, 128, 16, 64),
+    "paged-128-packed": (256, 1, 256, 128, 4, 16, 128, 16, 128),
     "paged-16-widest": (64, 4, 1024, 16, 1, 16, 256, 16, 64),
     "paged-256": (64, 4, 128, 256, 4, 16, 128, 16, 64),
     "paged-16-split-e4m3-page": (1, 1, 4096, 16, 4, 16, 128, 16, 64),  # quantized, and what has a scale of its own
@@ -119,19 +120,23 @@ def target_call(shape: str, sm: int) -> Call:
 
 
 def paged_call(shape: str, sm: int) -> Call:
-    """A call over a pool of pages, likewise."""
+    """A call over a pool of pages, likewise; with `PACKED` in the shape's name, of the rows of a packed batch."""
     B, S, each, page_size, G, h, D, n, block = (PAGED | PAGED_OF_CUDA)[shape]
     kilobytes, sms = TARGETS[sm]
     device = DeviceInfo(kind="cuda", name="target", sm=sm, sm_count=sms, shared_memory=kilobytes * 1024)
     q, pages = torch.empty(B, S, G, h, D, dtype=torch.bfloat16), torch.empty(1, page_size, G, D, dtype=torch.bfloat16).transpose(1, 2)
     selection = Selection(torch.zeros(B, S, G, n, 2, dtype=torch.int32), block)
     lengths, table = torch.ones(B, dtype=torch.int32), torch.zeros(B, each, dtype=torch.int32)
-    scales = None
+    scales, table_rows = None, None
+    if PACKED in shape:
+        lengths, table_rows = torch.ones(B, 2, dtype=torch.int32).unbind(1)
     if "e4m3" in shape:
         scale = torch.ones(1, G)
         scales = Scales(scale, scale, page_size if shape.endswith("page") else 0, shape.rpartition("-")[2])
         pages = pages.to(STORED)
-    return Call(q, pages, pages, selection, None, D**-0.5, settings_for(device), device, lengths, table, scales=scales)
+    return Call(
+        q, pages, pages, selection, None, D**-0.5, settings_for(device), device, lengths, table, scales=scales, table_rows=table_rows
+    )
 
 
 class SharedMemoryIsKnown(Exception):
