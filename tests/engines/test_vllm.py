@@ -14,16 +14,8 @@ from torch import Tensor
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from nsa_sel.engines import vllm as plugin
-from nsa_sel.oracle import oracle_forward
-from tests.engines.vllm_package import PAGE, SPARSE, Step, forward_context, import_model, make_config, make_step
-
-G, h, D, n = 2, 4, 128, SPARSE["sparse_topk_blocks"]
-STEPS = {  # new tokens and cached tokens of each request
-    "mixed": ([1, 1, 1, 7, 40, 3], [300, 0, 700, 130, 0, 640]),
-    "decode": ([1, 1, 1, 1], [0, 127, 128, 900]),
-    "prefill": ([33, 1, 150], [0, 511, 90]),
-    "verify": ([4, 4, 5], [600, 13, 200]),
-}
+from tests.engines.steps import FORCED, INDEX_D, PAGE, STEPS, D, G, Step, h, make_step, n
+from tests.engines.vllm_package import common_metadata, forward_context, import_model, make_config
 
 
 @pytest.fixture(scope="module")
@@ -70,28 +62,13 @@ def metadata_of(m3: Any, step: Step, speculative: int) -> dict[str, Any]:
     config, spec = make_config(speculative), FullAttentionSpec(PAGE, num_kv_heads=G, head_size=D, dtype=torch.float16)
     backends = {"attention": m3.attention.MiniMaxM3SparseBackend, "indexer.index_cache": m3.indexer.MiniMaxM3IndexerBackend}
     made = {name: backend.get_builder_cls()(spec, [name], config, torch.device("cpu")) for name, backend in backends.items()}
-    return {name: builder.build(0, step.common) for name, builder in made.items()}
+    return {name: builder.build(0, common_metadata(step)) for name, builder in made.items()}
 
 
-def requests_of(step: Step) -> list[tuple[int, slice]]:
-    """Length and rows of each request."""
-    starts = itertools.accumulate(step.queries, initial=0)
-    return [(length, slice(*rows)) for length, rows in zip(step.lengths, itertools.pairwise(starts), strict=True)]
-
-
-def pages_of(step: Step, keys: list[Tensor]) -> Tensor:
-    """Pages [pages,128,...] of the requests' keys [keys,...]; NaN where no request has a key."""
-    pages = torch.full((step.pages, PAGE, *keys[0].shape[1:]), torch.nan)
-    for request, of_request in enumerate(keys):
-        for page, piece in zip(step.table[request].tolist(), of_request.split(PAGE), strict=False):
-            pages[page, : len(piece)] = piece
-    return pages
-
-
-def blocks_of(step: Step, made: torch.Generator) -> Tensor:
+def random_blocks(step: Step, made: torch.Generator) -> Tensor:
     """[tokens,G,n] int32: random blocks up to each token's position, and -1 where it has fewer."""
     indices = torch.full((sum(step.queries), G, n), -1, dtype=torch.int32)
-    for length, rows in requests_of(step):
+    for length, rows in step.requests:
         for row, g in itertools.product(range(rows.start, rows.stop), range(G)):
             chosen = torch.randperm((length - rows.stop + row) // PAGE + 1, generator=made)[:n]
             indices[row, g, : len(chosen)] = chosen.int()
@@ -106,19 +83,14 @@ def test_attention_is_within_twice_the_error_of_vllms_kernels(m3: Any, name: str
     assert metadata["attention"].num_decodes == {"mixed": 3, "decode": 4, "prefill": 0, "verify": 2}[name]
     query = torch.randn(sum(step.queries), G * h * D, generator=made).half()
     keys = [torch.randn(length, G, 2 * D, generator=made).half() for length in step.lengths]
-    cache, layer = pages_of(step, keys).half(), SimpleNamespace(layer_name="attention", topk_indices_buffer=blocks_of(step, made))
+    layer = SimpleNamespace(layer_name="attention", topk_indices_buffer=random_blocks(step, made))
+    cache = step.paged(keys, torch.float16)
     if dtype == "fp8":
         layer._k_scale, layer._v_scale = torch.tensor(0.5), torch.tensor(2.0)
         scales = torch.tensor([0.5, 2.0]).repeat_interleave(D)
         keys = [(x / scales).to(torch.float8_e4m3fn).double() * scales for x in keys]
         cache = (cache / scales).to(torch.float8_e4m3fn).view(torch.uint8)
-    expected = torch.empty(len(query), G, h, D, dtype=torch.float64)
-    for (_, rows), of_request in zip(requests_of(step), keys, strict=True):
-        start = PAGE * layer.topk_indices_buffer[rows][None].long()
-        ranges = torch.stack((start, start + PAGE), -1) * (start >= 0)[..., None]
-        k, v = of_request.transpose(0, 1)[None].split(D, -1)
-        expected[rows] = oracle_forward(query[rows].view(1, -1, G, h, D), k, v, ranges)[0][0]
-    errors = []
+    expected, errors = step.attention(query, keys, layer.topk_indices_buffer), []
     for implementation in (m3.attention.MiniMaxM3SparseTritonImpl, chosen_by(m3, dtype)[0]):
         attention = implementation(G * h, D, D**-0.5, G, dtype, topk_blocks=n, sparse_block_size=PAGE)
         output = torch.full_like(query, torch.nan)
@@ -130,42 +102,31 @@ def test_attention_is_within_twice_the_error_of_vllms_kernels(m3: Any, name: str
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-@pytest.mark.parametrize("forced", [(1, 0), (0, 1), (0, 0)], ids=["first", "local", "none"])
+@pytest.mark.parametrize("forced", FORCED)
 @pytest.mark.parametrize("name", STEPS)
-def test_the_indexer_chooses_the_blocks_that_vllms_kernels_choose(m3: Any, name: str, forced: tuple[int, int], dtype: str) -> None:
+def test_the_indexer_chooses_the_blocks_that_vllms_kernels_choose(m3: Any, name: str, forced: str, dtype: str) -> None:
     step, made = make_step(*STEPS[name]), torch.Generator().manual_seed(2)
-    metadata, width = metadata_of(m3, step, 3 * (name == "verify")), SPARSE["sparse_index_dim"]
-    stored = torch.float8_e4m3fn if dtype == "fp8" else torch.float16
-    query = torch.randn(sum(step.queries), G * width, generator=made).to(stored)
-    keys = [torch.randn(length, width, generator=made).to(stored) for length in step.lengths]
-    found = []
+    metadata, stored = metadata_of(m3, step, 3 * (name == "verify")), torch.float8_e4m3fn if dtype == "fp8" else torch.float16
+    query = torch.randn(sum(step.queries), G * INDEX_D, generator=made).to(stored)
+    keys = [torch.randn(length, INDEX_D, generator=made).to(stored) for length in step.lengths]
+    expected, decodes = step.best_blocks(query, keys, *FORCED[forced]), metadata["attention"].num_decode_tokens
     for implementation in (m3.indexer.MiniMaxM3IndexerTritonImpl, chosen_by(m3)[1]):
         buffer = torch.full((len(query) + 5, G, n), 77, dtype=torch.int32)
-        indexer = make_indexer(implementation, forced, dtype, buffer)
-        indexer.index_cache.bind_kv_cache(pages_of(step, [x.float() for x in keys]).to(stored)[:, None])
+        indexer = make_indexer(implementation, FORCED[forced], dtype, buffer)
+        indexer.index_cache.bind_kv_cache(step.paged(keys, stored)[:, None])
         with forward_context(metadata), torch.inference_mode():
-            decoded, prefilled = indexer(query)
-        decodes = metadata["attention"].num_decode_tokens
-        for part, rows in ((decoded, buffer[:decodes]), (prefilled, buffer[decodes:-5])):
+            parts = indexer(query)
+        assert buffer[:-5].sort(-1).values.equal(expected)
+        assert (buffer[-5:] == 77).all()
+        for part, rows in zip(parts, (buffer[:decodes], buffer[decodes:-5]), strict=True):
             assert (part is None) == (len(rows) == 0)
             assert part is None or (part.transpose(0, 1)[: len(rows)].equal(rows) and part.data_ptr() == rows.data_ptr())
-        assert (buffer[-5:] == 77).all()
-        found.append(buffer[:-5].sort(-1).values)
-    assert found[0].equal(found[1])
-    for (length, rows), of_request in zip(requests_of(step), keys, strict=True):
-        scores = query[rows].view(-1, G, width).double() @ of_request.double().T  # [rows,G,keys]
-        for row, g in itertools.product(range(len(scores)), range(G)):
-            position = length - len(scores) + row
-            best = torch.tensor([x.max() for x in scores[row, g, : position + 1].split(PAGE)])
-            best[: forced[0]], best[len(best) - forced[1] :] = torch.inf, torch.inf
-            kept = best.topk(min(n, len(best))).indices.sort().values
-            assert found[1][rows][row, g, n - len(kept) :].equal(kept.int())
 
 
 def make_indexer(implementation: type, forced: tuple[int, int], dtype: str, buffer: Tensor | None) -> Any:
     from vllm.config import set_current_vllm_config
 
-    sizes = {"topk_blocks": n, "sparse_block_size": PAGE, "num_index_heads": G, "index_head_dim": SPARSE["sparse_index_dim"]}
+    sizes = {"topk_blocks": n, "sparse_block_size": PAGE, "num_index_heads": G, "index_head_dim": INDEX_D}
     first, local = forced
     with set_current_vllm_config(make_config()):
         return implementation(
@@ -180,4 +141,4 @@ def test_runs_that_measure_memory_have_no_caches(m3: Any) -> None:
     with forward_context(None):
         made = attention(G * h, D, D**-0.5, G, topk_blocks=n, sparse_block_size=PAGE)
         assert made.forward(SimpleNamespace(layer_name="attention"), output, torch.empty(0), output) is output
-        assert make_indexer(indexer, (0, 1), "bf16", None)(torch.zeros(3, G * 64)) == (None, None)
+        assert make_indexer(indexer, (0, 1), "bf16", None)(torch.zeros(3, G * INDEX_D)) == (None, None)

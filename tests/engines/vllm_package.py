@@ -1,19 +1,19 @@
-"""vLLM's MiniMax-M3 on a CPU: what its CPU wheel lacks, and batches, metadata and layers as its runner makes them."""
+"""vLLM's MiniMax-M3 on a CPU: what its CPU wheel lacks, and metadata as its runner makes them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language
-from torch import Tensor
 
-PAGE = 128
-SPARSE = {"sparse_num_index_heads": 2, "sparse_index_dim": 64, "sparse_topk_blocks": 3, "sparse_block_size": PAGE}
+from tests.engines.steps import INDEX_D, PAGE, G, Step, n, take_one_config
+
+SPARSE = {"sparse_num_index_heads": G, "sparse_index_dim": INDEX_D, "sparse_topk_blocks": n, "sparse_block_size": PAGE}
 
 
 def import_model() -> SimpleNamespace:
@@ -32,40 +32,21 @@ def import_model() -> SimpleNamespace:
     from vllm.models.minimax_m3.common import indexer, sparse_attention
     from vllm.models.minimax_m3.common.ops import index_topk
 
-    for kernel in (index_topk._topk_index_kernel.fn, index_topk._topk_index_partial_kernel.fn):
-        kernel.configs = kernel.configs[-1:]  # the interpreter takes one
+    take_one_config(index_topk)
     indexer.get_tensor_model_parallel_world_size = lambda: 1
     return SimpleNamespace(model=model, indexer=indexer, attention=sparse_attention)
 
 
-class Step(NamedTuple):
-    """A batch of a step: the common metadata that vLLM's builders take, and what it was made from."""
-
-    common: Any
-    queries: list[int]  # new tokens of each request
-    lengths: list[int]  # keys of each request, the new ones among them
-    table: Tensor  # [requests, pages of a request]; entries past the length are not pages
-    pages: int
-
-
-def make_step(queries: Sequence[int], contexts: Sequence[int], *, speculative: int = 0, seed: int = 0) -> Step:
-    """Return a step, as vLLM's runner orders it: requests that decode come first."""
+def common_metadata(step: Step) -> Any:
+    """Return what vLLM's runner gives to builders of metadata."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    lengths = [q + c for q, c in zip(queries, contexts, strict=True)]
-    used = [-(-length // PAGE) for length in lengths]
-    table = torch.full((len(queries), max(used) + 2), 2**30, dtype=torch.int32)
-    shuffled = torch.randperm(sum(used) + 3, generator=torch.Generator().manual_seed(seed)).int()
-    for row, count in enumerate(used):
-        table[row, :count], shuffled = shuffled[:count], shuffled[count:]
-    starts = torch.tensor([0, *queries]).cumsum(0).int()
-    common = CommonAttentionMetadata(
-        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=torch.tensor(lengths, dtype=torch.int32),
-        num_reqs=len(queries), num_actual_tokens=sum(queries), max_query_len=max(queries), max_seq_len=max(lengths),
-        block_table_tensor=table, slot_mapping=torch.zeros(sum(queries), dtype=torch.int64),
-        seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
+    starts, lengths = torch.tensor([0, *step.queries]).cumsum(0).int(), torch.tensor(step.lengths, dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lengths, seq_lens_cpu_upper_bound=lengths,
+        num_reqs=len(step.queries), num_actual_tokens=sum(step.queries), max_query_len=max(step.queries), max_seq_len=max(step.lengths),
+        block_table_tensor=step.table, slot_mapping=torch.zeros(sum(step.queries), dtype=torch.int64),
     )  # fmt: skip
-    return Step(common, list(queries), lengths, table, sum(used) + 3)
 
 
 def make_config(speculative: int = 0) -> Any:
