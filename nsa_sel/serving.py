@@ -390,21 +390,14 @@ def _check_lengths(
 
 
 def _check_out(out: Tensor, q: Tensor, n: int, decode: bool, packed: bool) -> None:
-    """Check the tensor that gets block indices of q [B,S_q,G,h,Dk]. packed: of q [1,T,G,h,Dk]."""
+    """Check the tensor that gets block indices of q [B,S_q,G,h,Dk]. packed: of q [1,T,G,h,Dk], or of more rows."""
     check_tensors(out=out)
     B, S_q, G = q.shape[:3]
-    shape: tuple[Any, ...] = (B, G, n) if decode else (B, S_q, G, n)
-    fits, layout = tuple(out.shape) == shape and out.is_contiguous(), "contiguous"
+    shape, fits, layout = (B, G, n) if decode else (B, S_q, G, n), out.is_contiguous(), "contiguous "
     if packed:
-        shape, layout = (f"at least {S_q}", G, n), "a contiguous last dimension,"
-        fits = out.dim() == 3 and len(out) >= S_q and out.shape[1:] == (G, n) and out.stride(2) == 1
-    if not fits or out.dtype not in (torch.int32, torch.int64) or out.device != q.device:
-        raise ArgumentError(
-            "out",
-            f"{out.dtype} of shape {tuple(out.shape)} and strides {out.stride()} on {out.device}",
-            f"{layout} {shape} of torch.int32 or torch.int64 on {q.device}",
-            "pass such a tensor, or leave it out",
-        )
+        shape, layout = (max(S_q, *out.shape[:1]) if out.dim() else S_q, G, n), "a contiguous last dimension, "
+        fits = out.dim() > 0 and (out.stride(-1) == 1 or n == 1)
+    _check_result("out", out, q, shape, (torch.int32, torch.int64), fits, layout)
 
 
 def _check_results(q: Tensor, Dv: int, flat: bool, **given: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

@@ -144,7 +144,7 @@ def few_scores_kernel(
                 for s in range(0, rows, TOKENS):
                     padding = s + tl.arange(0, TOKENS)
                     tl.store(row_positions + first_row + padding, -1, mask=padding < rows)
-            rows = 0
+            rows *= 0
         batch, b = tl.zeros([], tl.int64), tl.minimum(b, requests - 1).to(tl.int64)
     token = tl.arange(0, TOKENS)  # [TOKENS], as row, g, t and seen
     is_token = token < rows * SHARED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any, NamedTuple
 
 import pytest
@@ -68,9 +69,12 @@ class Cache(NamedTuple):
     keys: Tensor  # [B,groups,C,D] of every sequence in float64, 0 where it has none
 
 
-def make_cache(lane: Lane, case: Index, dtype: torch.dtype, seed: int = 0) -> Cache:
-    """NaN in all index keys, and in scales of pages, that no token sees; pages that do not exist in the table after the last one."""
-    generator, lengths, rule = torch.Generator().manual_seed(seed), torch.tensor(LENGTHS[lane.device]), case.rule
+def make_cache(lane: Lane, case: Index, dtype: torch.dtype, seed: int = 0, sizes: tuple[int, ...] = ()) -> Cache:
+    """Sequences of `sizes` keys, by default LENGTHS.
+
+    NaN in all index keys, and in scales of pages, that no token sees; pages that do not exist in the table after the last one.
+    """
+    generator, lengths, rule = torch.Generator().manual_seed(seed), torch.tensor(sizes or LENGTHS[lane.device]), case.rule
     B, C, D = len(lengths), rule.compressed_keys(ROOM[lane.device]), case.D
     page = case.page or C
     each = -(-C // page)
@@ -230,15 +234,19 @@ class Packed(NamedTuple):
     rows: Cache
 
 
-def make_packed(lane: Lane, case: Index, dtype: torch.dtype, number: int, seed: int = 0) -> Packed:
-    cache, lengths = make_cache(lane, case, dtype, seed), torch.tensor(LENGTHS[lane.device])
-    counts = torch.tensor(ROWS[number]).repeat(len(lengths) // 4 + 1)[: len(lengths)]
+def make_packed(
+    lane: Lane, case: Index, dtype: torch.dtype, new: tuple[int, ...], lengths: tuple[int, ...] = (), seed: int = 0
+) -> Packed:  # fmt: skip
+    """`new` rows of each request over so many keys, by default those of LENGTHS in turn."""
+    lengths = lengths or LENGTHS[lane.device]
+    cache = make_cache(lane, case, dtype, seed, lengths)
+    counts, seen = torch.tensor(new).repeat(-(-len(lengths) // len(new)))[: len(lengths)], torch.tensor(lengths)
     cu = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     T, padding = int(cu[-1]), 3
     q = torch.randn(T, case.G, case.h, case.D, generator=torch.Generator().manual_seed(seed)).to(dtype)
     q = torch.cat((q, q.new_full((padding, *q.shape[1:]), torch.nan)))
-    request = torch.repeat_interleave(torch.arange(len(lengths)), counts)
-    seen = (lengths[request] - cu[request + 1] + torch.arange(T) + 1).clamp(min=0)  # keys up to each row's own
+    request = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    seen = (seen[request] - cu[request + 1] + torch.arange(T) + 1).clamp(min=0)  # keys up to each row's own
     rows = cache._replace(q=q[:T, None].to(lane.place), cache_seqlens=seen.int().to(lane.place), keys=cache.keys[request])
     return Packed(cache._replace(q=q.to(lane.place)), cu.int().to(lane.place), rows)
 
@@ -253,7 +261,7 @@ def check_packed(lane: Lane, case: Index, packed: Packed, blocks: Tensor) -> Non
 @of(PACKED)
 def test_choose_for_packed_requests(lane: Lane, case: Index, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any mix of prefill, decoding and requests without rows, also in parts that cut requests, and into rows of a larger buffer."""
-    packed = make_packed(lane, case, lane.dtype, number)
+    packed = make_packed(lane, case, lane.dtype, ROWS[number])
     T, n = len(packed.cache.q), case.rule.n + bool(case.pool.get("tail"))
     selection = chosen(lane, case, packed.cache, cu_seqlens_q=packed.cu)
     assert decisions()[-1].forward == lane.name
@@ -272,13 +280,28 @@ def test_choose_for_packed_requests(lane: Lane, case: Index, number: int, monkey
 def test_choose_for_packed_requests_by_quantized_keys(lane: Lane, case: Index) -> None:
     if lane.device == "cuda" and SM < 89:
         pytest.skip("quantized-sm")
-    packed = make_packed(lane, case, lane.dtype, 0)
+    packed = make_packed(lane, case, lane.dtype, ROWS[0])
     check_packed(lane, case, packed, chosen(lane, case, packed.cache, cu_seqlens_q=packed.cu).block_indices.squeeze(1))
 
 
 @of((Index(page=16), Index(h=4, rule=QSA, pool=RELU)))
 def test_packed_ties_go_to_the_lower_block(lane: Lane, case: Index) -> None:
-    packed = make_packed(lane, case, lane.dtype, 0)
+    packed = make_packed(lane, case, lane.dtype, ROWS[0])
     k_cache, keys = packed.cache.k_cache, torch.zeros_like(packed.rows.keys)
     packed = packed._replace(cache=packed.cache._replace(k_cache=k_cache.where(k_cache.isnan(), 0)), rows=packed.rows._replace(keys=keys))
     check_packed(lane, case, packed, chosen(lane, case, packed.cache, cu_seqlens_q=packed.cu).block_indices.squeeze(1))
+
+
+@pytest.mark.parametrize("seed", range(8))
+@of((Index(),))
+def test_random_steps_of_packed_requests(lane: Lane, case: Index, seed: int) -> None:
+    """Chunks with and without a prefix, decoding, drafts, and requests without rows or keys."""
+    rng, steps = random.Random(seed), 20 if lane.device == "cuda" else 1
+    for step in range(seed * steps, (seed + 1) * steps):
+        case = rng.choice(PACKED)
+        new = [rng.choice((0, 1, 1, 2, 4, 8, 9, 70 if lane.device == "cuda" else 20)) for _ in range(rng.randint(1, 9))]
+        lengths = [min(ROOM[lane.device], rng.choice((rows, rows + rng.randint(0, 150), max(0, rows - 1), 0, 1, 1400))) for rows in new]
+        packed = make_packed(lane, case, lane.dtype, tuple(new), tuple(lengths), seed=step)
+        most = rng.choice((None, max(*new, 1), max(*new, 1) + 5))
+        selection = chosen(lane, case, packed.cache, cu_seqlens_q=packed.cu, max_seqlen_q=most)
+        check_packed(lane, case, packed, selection.block_indices.squeeze(1))
