@@ -102,13 +102,10 @@ def attend(call: dict[str, Any], longest: int, packed: dict[str, Any]) -> Tensor
         call["idx_q"].unsqueeze(2), index_keys, call["seq_lens"], table, block_size=call["block_size_k"], n=call["topk"],
         first=call["init_blocks"], local=call["local_blocks"], scale=1.0, **packed,
     )  # fmt: skip
-    scales = {}
+    scales: dict[str, Any] = {}
     if k.dtype == STORED:
         scales = {name: torch.full((1,), call[name] or 1.0, device=q.device) for name in ("k_scale", "v_scale")}
     o = torch.empty_like(q)
-    rows = (x.unflatten(1, (G, -1)) for x in (q, o))  # [tokens,G,h,D]
-    rows_q, rows_o = rows
-    selection_attention_with_kvcache(
-        rows_q, k, v, selection, call["seq_lens"], table, scale=call["sm_scale"], out=rows_o, **packed, **scales
-    )
+    rows, out = (x.view(len(x), G, -1, x.shape[2]) for x in (q, o))  # [tokens,G,h,D]
+    selection_attention_with_kvcache(rows, k, v, selection, call["seq_lens"], table, scale=call["sm_scale"], out=out, **packed, **scales)
     return o

@@ -23,6 +23,7 @@ from nsa_sel.serving import choose_blocks_with_kvcache, selection_attention_with
 
 MODEL = "vllm.models.minimax_m3"
 VERSIONS = ("0.32", "0.33")
+PAGE = 128  # keys of a page and of a block
 ATTENTION, INDEXER = f"{MODEL}.common.sparse_attention", f"{MODEL}.common.indexer"
 SELECTORS = {  # module: its function that picks the implementation, and that function's arguments
     ATTENTION: ("select_main_backend_and_impl_cls", {"topk_blocks", "kv_cache_dtype", "num_kv_heads", "emits_sparse_block_table"}),
@@ -66,19 +67,18 @@ def replace_selectors() -> None:
     """Wrap both functions by which vLLM picks implementations, in all modules of the model that imported them."""
     from vllm import __version__ as version
 
-    originals = {}
+    originals: dict[str, Callable[..., Any]] = {}
     for module, (name, arguments) in SELECTORS.items():
         original = getattr(sys.modules.get(module), name, None)
-        tested = original is not None and set(inspect.signature(original).parameters) == arguments
-        if not tested or ".".join(version.split(".")[:2]) not in VERSIONS:
+        if original is None or set(inspect.signature(original).parameters) != arguments or ".".join(version.split(".")[:2]) not in VERSIONS:
             message = "nsa-sel leaves MiniMax-M3 to vLLM %s, whose %s.%s it has not been tested with; it takes vLLM %s"
             return log.warning(message, version, module, name, " and ".join(VERSIONS))
         originals[name] = original
     for name, original in originals.items():
         wrapped = WRAPPERS[name](original)
-        for module in [loaded for key, loaded in sys.modules.items() if key.startswith(f"{MODEL}.")]:
-            if vars(module).get(name) is original:
-                setattr(module, name, wrapped)
+        for loaded in [loaded for key, loaded in sys.modules.items() if key.startswith(f"{MODEL}.")]:
+            if vars(loaded).get(name) is original:
+                setattr(loaded, name, wrapped)
 
 
 def wrap_attention_selector(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,16 +155,15 @@ class SparseAttention:
         step = step_of(layer.layer_name)
         if step is None:
             return output
-        G, D, scales = self.num_kv_heads, self.head_size, {}
+        G, D = self.num_kv_heads, self.head_size
+        scales: dict[str, Any] = {}
         if self.use_fp8_kv:
             kv_cache, scales = kv_cache.view(STORED), {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
-        k, v = kv_cache.transpose(1, 2).split(D, -1)  # [pages,128,G,D]
+        k, v = (x.transpose(1, 2) for x in (kv_cache[..., :D], kv_cache[..., D:]))  # [pages,128,G,D]
         rows = (x[: step.num_actual_tokens].view(-1, G, self.num_heads // G, D) for x in (query, output))  # [tokens,G,h,D]
-        for part, packed, (q, o, indices) in parts_of(step, *rows, layer.topk_indices_buffer):
+        for lengths, table, packed, (q, o, indices) in parts_of(step, *rows, layer.topk_indices_buffer):
             selection = Selection.from_blocks(indices, self.block_size, disjoint=True)
-            selection_attention_with_kvcache(
-                q, k, v, selection, part.seq_lens, part.block_table, scale=self.scale, out=o, **packed, **scales
-            )
+            selection_attention_with_kvcache(q, k, v, selection, lengths, table, scale=self.scale, out=o, **packed, **scales)
         return output
 
 
@@ -196,9 +195,9 @@ class Indexer:
         rows = index_query[:tokens].view(-1, G, 1, self.index_head_dim)
         rows = rows.bfloat16() if rows.dtype == STORED else rows  # exact; keys stay in e4m3
         keys = self.index_cache.kv_cache.unsqueeze(2)  # [pages,128,1,D]
-        rule = {"block_size": self.block_size, "n": n, "first": self.init_blocks, "local": self.local_blocks, "scale": 1.0}
-        for part, packed, (q, chosen) in parts_of(step, rows, out):
-            choose_blocks_with_kvcache(q, keys, part.seq_lens, part.block_table, out=chosen, **rule, **packed)
+        rule: dict[str, Any] = {"block_size": self.block_size, "n": n, "first": self.init_blocks, "local": self.local_blocks, "scale": 1.0}
+        for lengths, table, packed, (q, chosen) in parts_of(step, rows, out):
+            choose_blocks_with_kvcache(q, keys, lengths, table, out=chosen, **rule, **packed)
         decoded, prefilled = out[:tokens].transpose(0, 1).tensor_split((step.num_decode_tokens,), 1)
         return (decoded if step.num_decodes else None), (prefilled if step.num_prefills else None)
 
@@ -211,14 +210,16 @@ def step_of(layer: str) -> Any:
     return metadata[layer] if isinstance(metadata, dict) else None
 
 
-def parts_of(step: Any, *tensors: Tensor) -> Iterator[tuple[Any, dict[str, Any], list[Tensor]]]:
-    """Yield the parts of a step: its metadata, the arguments of packed rows, and each tensor's rows [tokens, ...].
+def parts_of(step: Any, *tensors: Tensor) -> Iterator[tuple[Tensor, Tensor, dict[str, Any], list[Tensor]]]:
+    """Yield the parts of a step: lengths and block table, the arguments of packed rows, and each tensor's rows.
 
-    Decoded tokens come first, as many per request: [requests, tokens of each, ...]. Prefilled ones follow, packed."""
-    decoded = step.num_decode_tokens
+    Decoded tokens come first, as many per request: [requests, tokens of each, ...]. Prefilled ones follow, packed. The
+    block table, as wide as the longest text that vLLM serves, is cut to a power of two of pages: few shapes."""
+    decoded, pages = step.num_decode_tokens, 1 << ((step.max_seq_len - 1) // PAGE).bit_length()
     if step.num_decodes:
-        shape = (step.num_decodes, step.decode.decode_query_len)
-        yield step.decode, {}, [x[:decoded].unflatten(0, shape) for x in tensors]
+        part, shape = step.decode, (step.num_decodes, step.decode.decode_query_len)
+        yield part.seq_lens, part.block_table[:, :pages], {}, [x[:decoded].view(*shape, *x.shape[1:]) for x in tensors]
     if step.num_prefills:
-        packed = {"cu_seqlens_q": step.prefill.cu_seqlens_q, "max_seqlen_q": step.prefill.max_query_len}
-        yield step.prefill, packed, [x[decoded : step.num_actual_tokens] for x in tensors]
+        part = step.prefill
+        packed = {"cu_seqlens_q": part.cu_seqlens_q, "max_seqlen_q": part.max_query_len}
+        yield part.seq_lens, part.block_table[:, :pages], packed, [x[decoded : step.num_actual_tokens] for x in tensors]
