@@ -161,7 +161,7 @@ class Call(_Logits):
     def read_again(self) -> list[Tensor]:
         """Return the inputs besides q, k and v that the backward pass reads, if they have a version counter: autograd
         notices writes to them before backward."""
-        return [x for x in (self.selection.ranges, self.q_pos) if x is not None and not x.is_inference()]
+        return [x for x in (self.selection.counted, self.q_pos) if x is not None and not x.is_inference()]
 
     def nothing(self) -> tuple[Tensor, Tensor]:
         """Return o and lse of a call that selects nothing."""
@@ -209,10 +209,12 @@ class Call(_Logits):
         return self._listed
 
     def listed(self) -> tuple[Tensor, int]:
-        """Return `listed_ranges` and 0, or if the selection holds block indices instead: these [B,S,G,n], contiguous, and
-        their block size."""
-        indices, size = self.selection.indices, self.selection.block_size
-        return (self.listed_ranges(), 0) if indices is None or size is None else (indices, size)
+        """Return `listed_ranges` and 0, or of few rows, if the selection holds block indices instead: these [B,S,G,n],
+        contiguous, and their block size."""
+        selection, indices = self.selection, None
+        if self.q.shape[1] <= FEW_TOKENS:
+            indices = selection.captured_indices if self.capturing() else selection.indices
+        return (self.listed_ranges(), 0) if indices is None or selection.block_size is None else (indices, selection.block_size)
 
     def may_repeat(self) -> bool:
         """Return True if a row of `listed_ranges` may name a block twice."""
