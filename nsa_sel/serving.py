@@ -124,10 +124,10 @@ def selection_attention_with_kvcache(
         _check_gradients(q, k, v, "packed" * packed or "paged" * (block_table is not None) or "quantized" * (scales is not None), given)
         results = _with_gradients(q, k, v, selection, cache_seqlens, scale, backend)
     else:
-        rows = (
-            None if requests is None else rows_of(requests.cu, cache_seqlens, len(q), S_kv, math.lcm(k.shape[2], selection.block_size or 1))
-        )
-        where = _Keys(cache_seqlens, block_table, None if rows is None else rows[:-1], 1 if requests is None else requests.most)
+        where = _Keys(cache_seqlens, block_table)
+        if requests is not None:
+            unit = math.lcm(max(1, k.shape[2]), selection.block_size or 1)
+            where = where._replace(rows=rows_of(requests.cu, cache_seqlens, len(q), S_kv, unit)[:-1], most_rows=requests.most)
         if r > 1:
             results = _of_shared_keys(q, k, v, selection, scale, backend, where, scales, r)
         else:

@@ -17,7 +17,7 @@ from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.tiles import tile_size
 
 ROWS, BOUNDS = 32, 32
-ENTRIES = 512  # (row, range) pairs per program of `join_rows`
+COMPARED = 2048  # pairs of a row's blocks per program of `join_rows`
 
 
 @triton.jit
@@ -126,5 +126,5 @@ def join_rows(
 def _join_kernel(n: int, block: int, page: int, indexed: bool) -> Kernel:
     width = tile_size(n, 1)
     return Kernel(
-        join_rows_kernel, N=n, BLOCK=block, PAGE=page, INDEXED=indexed, NP=width, ROWS=max(1, ENTRIES // width // width), num_warps=4
+        join_rows_kernel, N=n, BLOCK=block, PAGE=page, INDEXED=indexed, NP=width, ROWS=max(1, COMPARED // width // width), num_warps=4
     )

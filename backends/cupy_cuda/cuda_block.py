@@ -79,15 +79,22 @@ def _visits(
     """
     (macros, segment, shared), device = _partials(call), call.q.get_device()
     segments = most_segments(lists.pairs * lists.section * call.selection.n * lists.reach, segment, lists.pairs * lists.tiles)
-    if call.block_table is not None:  # they take several
+    counters = None
+    if call.block_table is not None:  # CTAs take several
         segments = min(segments, PER_SM * call.device.sm_count)
+        counters = temporary(call, call.q, call.q.shape[2] * -(-call.q.shape[1] // lists.section), dtype=torch.int32)
+        launch.clear(counters.data_ptr(), 4 * counters.numel(), device)
+
+    def counter_of(unit: Unit) -> int:
+        return 0 if counters is None else counters.data_ptr() + 4 * (unit.lists.first_list // unit.lists.tiles)
+
     problem = launch.problem(call, call.disjoint_ranges())
 
     def visit(unit: Unit, part_o: Tensor, part_lse: Tensor, early: bool = False) -> None:
         launch.start(
             "block_partials.cu", macros, device, segments, 128 * WARPGROUPS, shared, lists.entries.data_ptr(), lists.reach,
-            *launch.pointers(listed, *cuts), segment, *unit.lists, *launch.pointers(part_o, part_lse), maps=maps, problem=problem,
-            early=early,
+            *launch.pointers(listed, *cuts), segment, *unit.lists, *launch.pointers(part_o, part_lse), counter_of(unit), maps=maps,
+            problem=problem, early=early,
         )  # fmt: skip
 
     return visit
@@ -108,9 +115,8 @@ def _joined(
     o, lse = outputs(call)
     sizes = (lists.pairs, lists.section, call.selection.n * lists.reach, h)
     parts = [(temporary(call, o, *sizes, o.shape[4]), temporary(call, lse, *sizes)) for _ in range(turns)]
+    visit, problem = _visits(call, lists, cuts, maps, masks.listed), launch.problem(call, call.disjoint_ranges())
     streams, early = _streams(q, turns), turns == 1
-    visit = _visits(call, lists, cuts, maps, masks.listed)
-    problem = launch.problem(call, call.disjoint_ranges())
     try:
         for i, unit in enumerate(units(call, lists)):
             turn = i % turns

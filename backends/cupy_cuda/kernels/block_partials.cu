@@ -15,8 +15,8 @@
 //
 //   TILE           keys of a tile: 64, or 128 for blocks of that size, which have one partial then instead of two
 //   STAGES, STEPS  stages of q of a warpgroup; most steps of a segment
-//   JOINED         pages of many requests (problem.cuh). There may be many more lists than segments, so that a CTA takes
-//                  every gridDim.x-th segment
+//   JOINED         pages of many requests (problem.cuh). There may be many more lists than segments, so that CTAs take
+//                  segments until none is left
 #include "row_steps.cuh"
 
 constexpr int PER_SM = 2, WARPGROUPS = 2, THREADS = 128 * WARPGROUPS, Q_BYTES = K_BYTES;
@@ -32,6 +32,7 @@ struct Arguments {
     UnitLists lists;
     u16 *part_o;      // [pairs, section, n * reach, H, DV]
     float *part_lse;  // [pairs, section, n * reach, H], in base 2
+    u32 *counter;     // JOINED: segments of the unit that CTAs have requested; zero before and after
 };
 typedef UnitSteps<Arguments> Steps;
 
@@ -106,15 +107,14 @@ DEVICE void load_rows(const Steps &list, int step, unsigned char *stage, u64 *fu
         tma_load_row_tile<DK>(stage + token * H * 128, &list.x.q, full, static_cast<int>(list.g), list.row(step, token), static_cast<int>(list.b));
 }
 
-DEVICE void attend(const Steps &list, UnitSegment &segment, unsigned char *k_tile, unsigned char *stages, u64 *tile, int parity, u64 *full, PipelineState<STAGES> &at,
-                   int warpgroup) {
+DEVICE void attend(const Steps &list, unsigned char *k_tile, unsigned char *stages, u64 *tile, int parity, u64 *full,
+                   int2 &state, int warpgroup) {
     const Arguments &x = list.x;
     const u32 keys = uniform(operand(shared_address(k_tile))), values = keys + TILE_K_BYTES / 16, stage0 = uniform(operand(shared_address(stages)));
     const int row0 = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     const i64 first_row = list.segment.first_entry * H;
-    PipelineState<STAGES> to = at;
+    PipelineState<STAGES> at{state.x, state.y}, to = at;
     for (int i = 0; i < STAGES; ++i, to.next()) load_rows(list, warpgroup + i * WARPGROUPS, stages + to.stage * Q_BYTES, full + to.stage);
-    find_masked_entries(list, segment);
     mbarrier_wait(tile, parity);
     prepare_values(list, k_tile + TILE_K_BYTES);
     wait_for_kernel_ahead();  // which reads the partials of the unit before
@@ -149,6 +149,14 @@ DEVICE void attend(const Steps &list, UnitSegment &segment, unsigned char *k_til
         UNROLL for (int r = 0; r < 2; ++r)
             if (entries[r] >= 0) write_row<true>(x.part_o + (first_row + static_cast<i64>(entries[r]) * H + (row0 + 8 * r) % H) * DV, o, r, scale[r]);
     }
+    if (JOINED && threadIdx.x % 128 == 0) state = make_int2(at.stage, at.parity);
+}
+
+// Return the next segment. As many requests as segments are made, so that the last one wraps the counter to zero.
+DEVICE u32 request_segment(const Arguments &x) {
+    const UnitLists &lists = x.lists;
+    const i64 segments = lists.segments[lists.end_list] - lists.segments[lists.first_list];
+    return gridDim.x + atomicInc(x.counter, static_cast<u32>(segments - 1));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) block_partials(const __grid_constant__ Arguments x) {
@@ -157,23 +165,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) block_partials(con
     __shared__ UnitSegment segment;
     __shared__ int listed[STEPS * TQ];
     __shared__ struct {
-        u32 segment;
+        u32 segment, next;
         int parity;  // of `tile`
+        int2 at[WARPGROUPS];  // stage and parity of the warpgroups' next steps
     } turn;  // in shared memory, because registers are scarce
     start_next_kernel();
     const int warpgroup = threadIdx.x / 128;
-    if (threadIdx.x == 0) turn = {blockIdx.x, 0};
+    if (threadIdx.x == 0) {
+        turn.segment = blockIdx.x;
+        turn.parity = 0;
+        for (int2 &at : turn.at) at = make_int2(0, 0);
+    }
     __syncwarp();
     if (threadIdx.x == 32) {
         mbarrier_init(&tile, 1);
         for (int i = 0; i < WARPGROUPS * STAGES; ++i) mbarrier_init(&full[0][i], 1);
         mbarrier_fence_init();
     }
-    PipelineState<STAGES> at;
     for (;;) {
         if (threadIdx.x < 32) segment.find<TILE>(x.lists, x.p, x.entries, x.reach, turn.segment);
         __syncthreads();
         if (JOINED && segment.entries == 0) break;
+        if (JOINED && threadIdx.x == THREADS / 2) turn.next = request_segment(x);
         const int kept = keep_listed(x, segment, listed);
         if (kept > 0) {
             if (threadIdx.x == 0) {
@@ -188,12 +201,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) block_partials(con
                 tma_load_key_tile<DK, false, 64, NEXT>(memory, &x.k, &tile, in_page(list.first_key), g, b);
                 tma_load_key_tile<DV, false, 64, NEXT>(memory + TILE_K_BYTES, &x.v, &tile, in_page(list.first_key), g, b);
             }
-            attend(list, segment, memory, memory + TILE_K_BYTES + TILE_V_BYTES + warpgroup * STAGES * Q_BYTES, &tile, turn.parity, full[warpgroup], at, warpgroup);
+            find_masked_entries(list, segment);
+            attend(list, memory, memory + TILE_K_BYTES + TILE_V_BYTES + warpgroup * STAGES * Q_BYTES, &tile, turn.parity, full[warpgroup], turn.at[warpgroup], warpgroup);
         } else wait_for_kernel_ahead();
         if (!JOINED) break;
         __syncthreads();  // all have read the tile and the segment
         if (threadIdx.x == 0) {
-            turn.segment += gridDim.x;
+            turn.segment = turn.next;
             turn.parity ^= kept > 0;
         }
         __syncwarp();
