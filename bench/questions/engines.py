@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Annotated, Any
 
@@ -48,9 +49,9 @@ def metadata(decodes: int, prefills: list[tuple[int, int]]) -> tuple[Any, Any, i
     new, lengths = [tokens for tokens, _ in prefills], [KEYS] * decodes + [sum(request) for request in prefills]
     pages = [-(-length // PAGE) for length in lengths]
     table = torch.full((len(lengths), max(pages)), 2**30, dtype=torch.int32, device="cuda")  # garbage past a request's pages
-    shuffled = iter(torch.randperm(sum(pages), device="cuda").int().split(pages))
-    for row, count in zip(table, pages, strict=True):
-        row[:count] = next(shuffled)
+    shuffled = torch.randperm(sum(pages), dtype=torch.int32, device="cuda")
+    for row, count, end in zip(table, pages, itertools.accumulate(pages), strict=True):
+        row[:count] = shuffled[end - count : end]
     keys, starts = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (lengths, [0, *itertools.accumulate(new)]))
     counts = (keys, max(lengths), keys, decodes + sum(new), decodes, decodes, len(new), sum(new))
     cached, found = keys[decodes:] - starts.diff(), []
@@ -88,14 +89,14 @@ def measured(case: str, kv: str, rep: float) -> Iterator[Row]:
     decodes, prefills = CASES[case]
     attention_step, indexer_step, pages = metadata(decodes, prefills)
     forward_context._forward_context = SimpleNamespace(attn_metadata={"layer": attention_step, "layer.index_cache": indexer_step})
-    tokens, options = attention_step.num_actual_tokens, {"dtype": torch.bfloat16, "device": "cuda"}
+    tokens, random = attention_step.num_actual_tokens, partial(torch.randn, dtype=torch.bfloat16, device="cuda")
     buffer = torch.full((tokens, G, n), -1, dtype=torch.int32, device="cuda")
     one = torch.ones((), device="cuda")
     layer = SimpleNamespace(layer_name="layer", topk_indices_buffer=buffer, _k_scale=one, _v_scale=one)
-    cache = torch.randn(pages, G, PAGE, 2 * D, **options)
+    cache = random(pages, G, PAGE, 2 * D)
     cache = cache.to(STORED).view(torch.uint8) if kv == "fp8" else cache
-    index_cache = torch.randn(pages, 1, PAGE, D, **options)
-    query, index_query = torch.randn(tokens, G * h * D, **options), torch.randn(tokens, G * D, **options)
+    index_cache = random(pages, 1, PAGE, D)
+    query, index_query = random(tokens, G * h * D), random(tokens, G * D)
     parts, chosen, outputs = {}, {}, {}
     for name, (attention_class, indexer_class) in classes().items():
         attention = attention_class(G * h, D, D**-0.5, G, "fp8" if kv == "fp8" else "auto", **SIZES)
@@ -108,8 +109,8 @@ def measured(case: str, kv: str, rep: float) -> Iterator[Row]:
         indexer(index_query)
         chosen[name], outputs[name] = buffer.sort(-1).values, torch.full_like(query, torch.nan)
         parts[name] = {
-            "indexer": lambda indexer=indexer: indexer(index_query),
-            "attention": lambda attention=attention, o=outputs[name]: attention.forward(layer, query, cache, o),
+            "indexer": partial(indexer, index_query),
+            "attention": partial(attention.forward, layer, query, cache, outputs[name]),
         }
     parts["vllm"]["indexer"]()  # the blocks that both attend to
     for of_contender in parts.values():
