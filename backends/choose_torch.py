@@ -74,6 +74,11 @@ def best_blocks(call: ChooseCall, lse: Tensor | None, out: Tensor | None = None)
     call, rule = call.gathered(), call.rule
     if out is None:
         out = call.q.new_empty(*call.q.shape[:3], rule.n + call.tail, 2, dtype=range_dtype(rule.block_size))
+    if call.sequences is not None:
+        out.fill_(-1 if out.dim() == 4 else 0)  # rows of padding
+        for rows, _, sequence in call.each_sequence():
+            best_blocks(sequence, None, out[:, rows])
+        return out
     for at in call.parts(_row_bytes(call)):
         part = call.part(*at)
         scores = block_scores(part, None if lse is None else lse[at]).transpose(1, 2)
