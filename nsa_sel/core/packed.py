@@ -296,7 +296,8 @@ def check_packed_index(
     check_packed_sizes(q=q, k=k)
     check_rows_are_keys(q, "k", k)
     bounds = Bounds.of("cu_seqlens", cu_seqlens, len(q), q, max_seqlen)
-    return check_index(*as_batch(q, k), rule, pool, None, scale, None, None, traces(q, k)), bounds
+    rows, keys = as_batch(q, k)
+    return check_index(rows, keys, rule, pool, None, scale, None, None, traces(q, k)), bounds
 
 
 def check_rows_are_keys(q: Tensor, name: str, k: Tensor) -> None:
