@@ -314,6 +314,7 @@ def main(
     batch: Annotated[int | None, typer.Option(help="sequences a step, by default as many as keep its bytes, at least one")] = None,
     seed: Annotated[int, typer.Option(help="of weights and batches")] = 0,
     dense_steps: Annotated[int | None, typer.Option(help="of msa: first steps, whose attention is dense while the indexer learns")] = None,
+    block_score: Annotated[str, typer.Option(help="of msa: max, as MiniMax-M3, or sum (docs/indexer.md)")] = "max",
     every: Annotated[int, typer.Option(help="steps between checkpoints")] = 100,
     graph: Annotated[bool, typer.Option(help="capture a step as a CUDA graph, on a GPU")] = True,
     parallel: Annotated[str | None, typer.Option(help="under torchrun: data, context, or tensor (several_ranks.py)")] = None,
@@ -325,7 +326,7 @@ def main(
     if attention == "dense" and backend is not None:
         raise ArgumentError("--backend", repr(backend), "none with --attention dense", "leave one of the two out")
     sizes = of_context(replace(TINY if tiny else Sizes(), attention=attention, seed=seed), context, batch)
-    sizes = sizes if dense_steps is None else replace(sizes, dense_steps=dense_steps)
+    sizes = replace(sizes, block_score=block_score, dense_steps=sizes.dense_steps if dense_steps is None else dense_steps)
     here, ranks = torch.device(device_of(device)), None
     if parallel is not None:
         ranks, here = several_ranks().join(parallel, sizes, here)

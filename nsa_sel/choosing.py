@@ -158,7 +158,7 @@ def choose_blocks(
         q_pos: [S] or [B,S] int32 or int64, positions of the rows, by default S_kv - S + s.
         S_kv: keys of the sequence; by default C where index keys stand for one key each, else S.
         cu_seqlens, max_seqlen: for a packed batch, as of `compressed_attention`: q is then [T,G,h,Dk], and k [T,G,Dk] or
-            [T,1,Dk], one index key per key. Not together with softmax, tail, q_pos or S_kv.
+            [T,1,Dk], one index key per key. Not together with tail, lse, q_pos or S_kv.
         backend: the name of a backend to force (`nsa-sel doctor`); else `use_backend`, then NSA_SEL_BACKEND, then the
             policy decides.
 

@@ -16,7 +16,7 @@ from nsa_sel.choosing import choose_blocks
 from nsa_sel.core.arguments import Bounds, CuSeqlens, as_positions, check_flag, check_positive, check_tensors, row_positions
 from nsa_sel.core.packed import check_longest
 from nsa_sel.core.transforms import check_transforms, in_autocast_dtype
-from nsa_sel.errors import ArgumentError, renamed
+from nsa_sel.errors import ArgumentError, renamed, shown
 from nsa_sel.index_loss import indexer_loss
 from nsa_sel.rotary import Angles, angles_of, rotate_by
 from nsa_sel.selection import Selection
@@ -28,8 +28,8 @@ from nsa_sel.window import sliding_window_attention
 class MSAttention(nn.Module):
     """MiniMax Sparse Attention with its projections, norms, rotary positions and indexer.
 
-    The indexer has one query head per KV group and one key head. A block's score is its largest logit; each group
-    attends to the n best blocks, among them the current one. No gradient flows through the choice: the indexer learns
+    The indexer has one query head per KV group and one key head. A block's score is its largest logit (`block_score`);
+    each group attends to the n best blocks, among them the current one. No gradient flows through the choice: the indexer learns
     by `indexer_loss`, the KL divergence of its softmax from attention's own probabilities, and only the indexer's
     parameters get a gradient from it.
 
@@ -45,6 +45,9 @@ class MSAttention(nn.Module):
         block_size: keys of a block.
         n: blocks per row, the local ones among them.
         local: last visible blocks, the current one among them, that are always chosen.
+        block_score: "max", a block's largest index logit, as in MiniMax-M3; or "sum", the sum of its keys' probabilities
+            by the indexer, which is closer to what the loss teaches: its blocks hold more of the attention mass
+            (docs/indexer.md).
         rotary_dim: leading dimensions of a head that rotate, by default all; an even number, 0 for none.
         rotary_base: base of the angles' geometric series.
         eps: of the norms.
@@ -64,8 +67,9 @@ class MSAttention(nn.Module):
 
     def __init__(
         self, width: int, groups: int, heads: int, head_dim: int, index_dim: int | None = None, *, block_size: int = 128, n: int = 16,
-        local: int = 1, rotary_dim: int | None = None, rotary_base: float = 10000.0, eps: float = 1e-6, loss_weight: float | None = None,
-        backend: str | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        local: int = 1, block_score: Literal["max", "sum"] = "max", rotary_dim: int | None = None, rotary_base: float = 10000.0,
+        eps: float = 1e-6, loss_weight: float | None = None, backend: str | None = None, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         index_dim = head_dim if index_dim is None else index_dim
@@ -87,7 +91,7 @@ class MSAttention(nn.Module):
         self.v_proj = nn.Linear(width, groups * head_dim, bias=False, **options)
         self.o_proj = nn.Linear(groups * heads * head_dim, width, bias=False, **options)
         self.q_norm, self.k_norm = (UnitOffsetNorm(head_dim, eps, **options) for _ in range(2))
-        self.indexer = Indexer(width, groups, index_dim, block_size, n, local, eps, **options)
+        self.indexer = Indexer(width, groups, index_dim, block_size, n, local, block_score, eps, **options)
 
     @overload
     def forward(
@@ -246,9 +250,13 @@ class Indexer(nn.Module):
     Args: as of `MSAttention`.
     """
 
-    def __init__(self, width: int, groups: int, dim: int, block_size: int, n: int, local: int, eps: float, **options: Any) -> None:
+    def __init__(
+        self, width: int, groups: int, dim: int, block_size: int, n: int, local: int, block_score: str, eps: float, **options: Any
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.dim, self.block_size, self.n, self.local = dim, block_size, n, local
+        if block_score not in ("max", "sum"):
+            raise ArgumentError("block_score", shown(block_score), "'max', 'sum'", "pass one of these")
+        self.dim, self.block_size, self.n, self.local, self.block_score = dim, block_size, n, local, block_score
         self.q_proj = nn.Linear(width, groups * dim, bias=False, **options)
         self.k_proj = nn.Linear(width, dim, bias=False, **options)
         self.q_norm, self.k_norm = (UnitOffsetNorm(dim, eps, **options) for _ in range(2))
@@ -273,11 +281,12 @@ class Indexer(nn.Module):
         return choose_blocks_with_kvcache(q.unsqueeze(3), k.unsqueeze(2), lengths, **self._rule())
 
     def _rule(self) -> dict[str, Any]:
-        return {"block_size": self.block_size, "n": self.n, "local": self.local}
+        score = {"reduce": self.block_score, "softmax": self.block_score == "sum"}
+        return {"block_size": self.block_size, "n": self.n, "local": self.local, **score}
 
     def extra_repr(self) -> str:
         """Return the options that print(layer) shows."""
-        return f"block_size={self.block_size}, n={self.n}, local={self.local}"
+        return f"block_size={self.block_size}, n={self.n}, local={self.local}, block_score={self.block_score!r}"
 
 
 class MSACache(NamedTuple):

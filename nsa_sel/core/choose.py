@@ -145,7 +145,7 @@ def best_blocks(
         indices: return block indices.
         cache: where index.k are the keys of a cache, or pages.
         out: [B,S,G,n] int32 or int64 (n + 1 with tail), to write the block indices to.
-        bounds: of the sequences of a packed batch, for a pool without softmax.
+        bounds: of the sequences of a packed batch.
 
     Returns:
         Ranges [B,S,G,n,2], ascending, [0, 0) last; or block indices [B,S,G,n] int32, -1 last; with tail, n + 1. For a

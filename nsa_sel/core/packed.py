@@ -284,7 +284,7 @@ def check_packed_index(
         ArgumentError: the first bad argument; any of `others` that is not None.
     """
     check_rule(rule)
-    refused = {**others, "softmax": pool.softmax or None, "tail": tail or None}
+    refused = {**others, "tail": tail or None}
     name = next((name for name, value in refused.items() if value is not None), None)
     if name is not None:
         raise ArgumentError(name, "given together with cu_seqlens", "one of them", "leave it out, or call it for each sequence")

@@ -129,10 +129,10 @@ def test_it_compiles_as_one_graph() -> None:
         torch.testing.assert_close(gradient, eager[name], msg=name)
 
 
-@pytest.mark.parametrize("warm_up", [False, True])
-def test_a_packed_batch_is_its_sequences_alone(warm_up: bool) -> None:
+@pytest.mark.parametrize(("warm_up", "block_score"), [(False, "max"), (False, "sum"), (True, "max")])
+def test_a_packed_batch_is_its_sequences_alone(warm_up: bool, block_score: str) -> None:
     """Lengths of 0 and 1, and padding that holds NaN."""
-    made, cu = layer(dtype=torch.float64), [0, 33, 33, 34, 60]
+    made, cu = layer(dtype=torch.float64, block_score=block_score), [0, 33, 33, 34, 60]
     made.warm_up = warm_up
     x = hidden(torch.float64)[:1]
     x[:, 60:] = torch.nan
@@ -151,10 +151,11 @@ def test_a_packed_batch_is_its_sequences_alone(warm_up: bool) -> None:
             torch.testing.assert_close(gradient, of_parts[name], atol=1e-6, rtol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("block_score", ["max", "sum"])
 @torch.no_grad()
-def test_cached_tokens_are_those_of_the_whole_text() -> None:
+def test_cached_tokens_are_those_of_the_whole_text(block_score: str) -> None:
     """A prompt, chunks and single tokens; then sequences of two lengths, padded on the right."""
-    made, x = layer(), hidden()
+    made, x = layer(block_score=block_score), hidden()
     whole, cache = made(x), MSACache.of(made, 2, S)
     parts = [made(part, cache=cache) for part in x.split([40, 9, 1, 1, 19], 1)]
     torch.testing.assert_close(torch.cat(parts, 1), whole)
@@ -183,6 +184,8 @@ def test_autocast_is_within_its_error() -> None:
 def test_arguments_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"^rotary_dim is 5; allowed: an even number from 0 to 8"):
         MSAttention(32, 2, 2, 8, rotary_dim=5)
+    with pytest.raises(ArgumentError, match=r"^block_score is 'mean'"):
+        MSAttention(32, 2, 2, 8, block_score="mean")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"^x is of shape \(2, 70, 31\)"):
         layer()(hidden()[..., :31])
     with pytest.raises(ArgumentError, match=r"^positions is"):

@@ -193,7 +193,7 @@ def test_choose_packed_batches(lane: Lane, what: str) -> None:
     check_both(registry.load_chooser(lane.name), PACKED[what](dtype=lane.dtype, device=lane.place), slack(lane))
 
 
-@of_any_keys({"reduce": "max"}, {"reduce": "sum", "first": 1}, {"heads": "max", "activation": "relu"})
+@of_any_keys({"reduce": "max"}, {"reduce": "sum", "first": 1}, {"heads": "max", "activation": "relu"}, {"reduce": "sum", "softmax": True})
 def test_choose_blocks_of_packed_batches_as_each_sequence_alone(lane: Lane, what: dict[str, Any]) -> None:
     """By index keys of one group or of all; NaN in padding."""
     bounds, T, options = [0, *accumulate(MIXED)], sum(MIXED) + 3, {"block_size": 4, "n": 3, "backend": lane.name, **what}

@@ -466,7 +466,8 @@ def test_blocks_of_packed_batches_compile_and_refuse_what_is_not_packed() -> Non
     compiled = torch.compile(choose_blocks, fullgraph=True, backend="aot_eager")(q, k, block_size=4, n=2, cu_seqlens=cu, max_seqlen=9)
     assert torch.equal(compiled.ranges, expected.ranges)
     for name, options in {
-        "q_pos": {"q_pos": torch.arange(20)}, "softmax": {"softmax": True}, "compress_block": {"compress_block": 4, "compress_stride": 4},
+        "q_pos": {"q_pos": torch.arange(20)}, "tail": {"tail": True, "local": 0, "compress_block": 4, "compress_stride": 4},
+        "compress_block": {"compress_block": 4, "compress_stride": 4},
         "k": {"k": randn(19, 1, 16)}, "max_seqlen": {"max_seqlen": 8}, "q": {"q": randn(1, 20, 2, 1, 16)},
     }.items():  # fmt: skip
         with pytest.raises(ArgumentError) as error:
