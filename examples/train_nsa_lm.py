@@ -272,7 +272,8 @@ def train(
         trained += ms / 1e3
         row: Row = {
             "step": step, "loss": loss, "ms": round(ms, 3), "tokens_per_second": round(tokens / ms * 1e3),
-            "seconds": round(trained, 3), "attention": sizes.attention, "backend": chosen(sizes), **training.indexer_facts(), **origin,
+            "seconds": round(trained, 3), "attention": sizes.attention, "backend": chosen(sizes, step), **training.indexer_facts(),
+            **origin,
         }  # fmt: skip
         if training.step % every == 0:
             row |= {"held_out_loss": training.held_out_loss(), **training.mass_facts()}
@@ -292,13 +293,11 @@ def several_ranks() -> Any:
     return importlib.import_module("several_ranks")
 
 
-def chosen(sizes: Sizes) -> str | None:
-    """Return the backends of the last selected branch, forward and backward; None for dense attention, and before one."""
-    if sizes.attention == "dense":
+def chosen(sizes: Sizes, step: int) -> str | None:
+    """Return the backends of the last selected branch, forward and backward; None for a step of dense attention."""
+    if sizes.attention == "dense" or (sizes.attention == "msa" and step < sizes.dense_steps):
         return None
-    last = next((decision for decision in reversed(decisions()) if decision.request.kind == "attend"), None)
-    if last is None:  # MSA's first steps are dense
-        return None
+    last = next(decision for decision in reversed(decisions()) if decision.request.kind == "attend")
     return str(last.forward) if last.backward in (None, last.forward) else f"{last.forward} / {last.backward}"
 
 
