@@ -1,17 +1,20 @@
-"""Measure how long choosing blocks by cached index keys takes for one new token of each sequence.
+"""Measure how long choosing blocks by index keys takes: for one new token of each sequence, and in a prefill.
 
     python -m nsa_sel.bench.questions.choosing_steps --out bench/results/h200/profiles/choosing_steps.jsonl
 
 The indexers of MiniMax-M3 (4 index heads, one index key of 128 per token, 16 of the blocks of 128) and of Qwen3.8 (4
-index heads, one index key of 128 per block of 4, 512 blocks and the incomplete one), random numbers, bf16 queries; times
-by graph replay of `choose_blocks_with_kvcache`, from index keys to block indices. `differ` is the share of rows whose
-blocks differ from those of the reference, `choose-torch`: of scores that agree to five digits either block may be
-chosen. `floor_ms` is what reading the index keys once takes at `read_tbs`, the bandwidth of a sum over 4 GiB measured in
-the same process.
+index heads, one index key of 128 per block of 4, 512 blocks and the incomplete one), random numbers, bf16 queries. Times
+of a new token are by graph replay of `choose_blocks_with_kvcache`, from cached index keys to block indices; those of a
+prefill are whole calls of `choose_blocks`. `differ` is the share of rows whose blocks differ from those of the reference,
+`choose-torch`: of scores that agree to five digits either block may be chosen. `floor_ms` is what reading the index keys
+once takes at `read_tbs`, the bandwidth of a sum over 4 GiB measured in the same process; in a prefill, what the logits of
+all visible index keys take at `matmul_tflops`, the rate of a matrix product measured likewise.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from itertools import product
 from typing import Annotated, Any, NamedTuple
 
@@ -23,12 +26,13 @@ from nsa_sel.bench.core import markdown, store
 from nsa_sel.bench.core.command_line import Out, echo, need_gpu, program
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.core.timing import Timing, milliseconds, replayed_milliseconds
+from nsa_sel.choosing import choose_blocks
 from nsa_sel.quantize import quantize_e4m3
 from nsa_sel.selection import Selection
 from nsa_sel.serving import choose_blocks_with_kvcache
 from nsa_sel.telemetry import events
 
-D, READ = 128, 1 << 32  # columns of an index key; bytes
+D, READ, SQUARE = 128, 1 << 32, 8192  # columns of an index key; bytes; rows and columns of a matrix
 
 
 class Indexer(NamedTuple):
@@ -59,30 +63,43 @@ def in_pages(k: Tensor, page: int) -> tuple[Tensor, Tensor]:
     return pages, order.view(B, -1).int()
 
 
-def measured(model: Indexer, B: int, keys: int, page: int | None, stored: str, rep: float) -> Row:
-    """Return the row of a choice for B sequences of so many keys."""
-    q = torch.randn(B, 1, model.G, model.h, D, dtype=torch.bfloat16, device="cuda")
-    cache, table, scale = torch.randn(B, keys // model.stride, 1, D, dtype=torch.bfloat16, device="cuda"), None, None
-    if page is not None:
-        cache, table = in_pages(cache, page)
-    if stored == "e4m3":
-        cache, scale = quantize_e4m3(cache, "tensor")
-    lengths = torch.full((B,), keys, dtype=torch.int32, device="cuda")
-
-    def choose(backend: str | None = None) -> Selection:
-        return choose_blocks_with_kvcache(q, cache, lengths, table, k_scale=scale, backend=backend, **model.options)
-
+def measured(model: Indexer, B: int, S: int, S_kv: int, choose: Callable[..., Selection]) -> Row:
+    """Return sizes, the backend that the policy takes, and the share of rows whose blocks differ from the reference's."""
     found = choose().block_indices
     backend = events.decisions()[-1].forward
-    differ = (found != choose("choose-torch").block_indices).any(-1).float().mean().item()
-    times = replayed_milliseconds(choose, Timing(rep)).fields()
-    size = {"B": B, "S": 1, "S_kv": keys, "G": model.G, "h": model.h, "D": D, "page_size": page, "kv": stored}
-    least = cache.numel() * cache.element_size()
-    return {"model": model.name, **size, "direction": "choose", "backend": backend, **times, "differ": differ, "least_bytes": least}
+    differ = (found != choose(backend="choose-torch").block_indices).any(-1).float().mean().item()
+    size = {"model": model.name, "B": B, "S": S, "S_kv": S_kv, "G": model.G, "h": model.h, "D": D}
+    return {**size, "direction": "choose", "backend": backend, "differ": differ}
+
+
+def step(model: Indexer, B: int, keys: int, page: int | None, stored: str, rep: float) -> Row:
+    """Return the row of a choice for one new token of each of B sequences of so many keys."""
+    q = torch.randn(B, 1, model.G, model.h, D, dtype=torch.bfloat16, device="cuda")
+    kept, table, scale = torch.randn(B, keys // model.stride, 1, D, dtype=torch.bfloat16, device="cuda"), None, None
+    if page is not None:
+        kept, table = in_pages(kept, page)
+    if stored == "e4m3":
+        kept, scale = quantize_e4m3(kept, "tensor")
+    lengths = torch.full((B,), keys, dtype=torch.int32, device="cuda")
+    choose = partial(choose_blocks_with_kvcache, q, kept, lengths, table, k_scale=scale, **model.options)
+    row = measured(model, B, 1, keys, choose) | replayed_milliseconds(choose, Timing(rep)).fields()
+    rate = read_bandwidth()
+    return {**row, "page_size": page, "kv": stored, "floor_ms": kept.numel() * kept.element_size() / rate / 1e9, "read_tbs": rate}
+
+
+def prefill(model: Indexer, S: int, rep: float) -> Row:
+    """Return the row of a choice for all S tokens of a sequence."""
+    q = torch.randn(1, S, model.G, model.h, D, dtype=torch.bfloat16, device="cuda")
+    k = torch.randn(1, 1, S // model.stride, D, dtype=torch.bfloat16, device="cuda")
+    choose = partial(choose_blocks, q, k, S_kv=S, **model.options)
+    row = measured(model, 1, S, S, choose) | milliseconds(choose, Timing(rep)).fields()
+    rate = matmul_rate()  # a multiplication and an addition for each column of half of all pairs
+    return {**row, "page_size": None, "kv": "bf16", "floor_ms": q.numel() * S / model.stride / rate / 1e9, "matmul_tflops": rate}
 
 
 def table(rows: list[Row]) -> str:
     """Return microseconds, and in brackets the floor, by model and batch; a column for each cache."""
+    rows = [row for row in rows if row["S"] == 1]
     caches = list(dict.fromkeys((row["kv"], row["page_size"]) for row in rows))
     sizes = list(dict.fromkeys((row["model"], row["B"], row["S_kv"]) for row in rows))
     found = {(row["model"], row["B"], row["S_kv"], row["kv"], row["page_size"]): row for row in rows}
@@ -95,10 +112,24 @@ def table(rows: list[Row]) -> str:
     return markdown.table(["indexer", "B", "keys", *names], lines, left=1)
 
 
+def table_of_prefills(rows: list[Row]) -> str:
+    """Return milliseconds of prefills, and their floors."""
+    lines = [(row["model"], f"{row['S'] // 1024}k", markdown.ms(row), f"{row['floor_ms']:.2g}") for row in rows if row["S"] > 1]
+    return markdown.table(["indexer", "tokens", "ms", "logits alone"], lines, left=1)
+
+
+@cache
 def read_bandwidth() -> float:
     """Return the TB/s of reading READ bytes once."""
     x = torch.zeros(READ // 8, dtype=torch.int64, device="cuda")
     return READ / milliseconds(x.sum, Timing(20)).median / 1e9
+
+
+@cache
+def matmul_rate() -> float:
+    """Return the TFLOP/s of a product of square matrices in bf16."""
+    x = torch.randn(SQUARE, SQUARE, dtype=torch.bfloat16, device="cuda")
+    return 2 * SQUARE**3 / milliseconds(partial(torch.mm, x, x), Timing(20)).median / 1e9
 
 
 def main(
@@ -108,20 +139,24 @@ def main(
     keys: Annotated[int, typer.Option(help="keys of each sequence")] = 32768,
     pages: Annotated[str, typer.Option(help="index keys of a page, comma-separated; 0: contiguous")] = "0,64,128",
     formats: Annotated[str, typer.Option(help="of index keys, comma-separated: bf16, e4m3")] = "bf16,e4m3",
+    prefills: Annotated[str, typer.Option(help="tokens of a prefill, comma-separated")] = "16384,32768",
     rep: Annotated[float, typer.Option(help="milliseconds that the timed calls of a row should fill")] = 15,
 ) -> None:
-    """Time every choice; append the rows, and print a table."""
+    """Time every choice; append the rows, and print two tables."""
     need_gpu("choosing_steps")
     torch.manual_seed(0)
-    facts, rows, bandwidth = store.stamp(), list[Row](), read_bandwidth()
-    each = product(models.split(","), map(int, batches.split(",")), formats.split(","), map(int, pages.split(",")))
-    for model, B, stored, page in each:
-        row = measured(MODELS[model], B, keys, page or None, stored, rep)
-        floor_ms = row.pop("least_bytes") / bandwidth / 1e9
-        rows.append({**row, "floor_ms": floor_ms, "read_tbs": bandwidth, **facts})
+    asked, facts, rows = [MODELS[name] for name in models.split(",")], store.stamp(), list[Row]()
+    each = product(asked, map(int, batches.split(",")), formats.split(","), map(int, pages.split(",")))
+
+    def rows_of() -> Iterator[Row]:
+        yield from (step(model, B, keys, page or None, stored, rep) for model, B, stored, page in each)
+        yield from (prefill(model, int(S), rep) for model in asked for S in filter(None, prefills.split(",")))
+
+    for row in rows_of():
+        rows.append({**row, **facts})
         store.append(out, rows[-1:])
         torch.cuda.empty_cache()
-    echo(table(rows))
+    echo(f"{table(rows)}\n\n{table_of_prefills(rows)}")
 
 
 if __name__ == "__main__":
