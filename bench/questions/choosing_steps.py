@@ -5,17 +5,18 @@
 The indexers of MiniMax-M3 (4 index heads, one index key of 128 per token, 16 of the blocks of 128) and of Qwen3.8 (4
 index heads, one index key of 128 per block of 4, 512 blocks and the incomplete one), random numbers, bf16 queries. Times
 of a new token are by graph replay of `choose_blocks_with_kvcache`, from cached index keys to block indices; those of a
-prefill are whole calls of `choose_blocks`. `differ` is the share of rows whose blocks differ from those of the reference,
-`choose-torch`: of scores that agree to five digits either block may be chosen. `floor_ms` is what reading the index keys
-once takes at `read_tbs`, the bandwidth of a sum over 4 GiB measured in the same process; in a prefill, what the logits of
-all visible index keys take at `matmul_tflops`, the rate of a matrix product measured likewise.
+prefill are whole calls of `choose_blocks`. `differ` is the share of sampled rows whose blocks differ from the best ones
+by scores in float64: of scores that agree to five digits either block may be chosen. `floor_ms` is what reading the index
+keys once takes at `read_tbs`, the bandwidth of a sum over 4 GiB measured in the same process; in a prefill, what the
+logits of all visible index keys take at `matmul_tflops`, the rate of a matrix product measured likewise. `--peer` adds
+kernels of MiniMax-M3's indexer (examples/engine_kernels.py), over bf16 keys in pages of 128.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from itertools import product
+from itertools import chain, product
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -24,15 +25,23 @@ from torch import Tensor
 
 from nsa_sel.bench.core import markdown, store
 from nsa_sel.bench.core.command_line import Out, echo, need_gpu, program
+from nsa_sel.bench.core.peers import functions
 from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.core.timing import Timing, milliseconds, replayed_milliseconds
+from nsa_sel.bench.core.timing import Spread, Timing, milliseconds, replayed_milliseconds
 from nsa_sel.choosing import choose_blocks
+from nsa_sel.core.registry import backends
 from nsa_sel.quantize import quantize_e4m3
 from nsa_sel.selection import Selection
 from nsa_sel.serving import choose_blocks_with_kvcache
 from nsa_sel.telemetry import events
 
 D, READ, SQUARE = 128, 1 << 32, 8192  # columns of an index key; bytes; rows and columns of a matrix
+CHECKED = 8  # sequences, and rows of each
+PEERS_PAGE = 128  # index keys
+# By name, a function of (q, pages [pages,128,1,D], lengths [B], block_table [B,pages], block_size, n), which returns the
+# function to time. That one returns block indices [B,S,G,n].
+Choices = dict[str, Callable[[], Selection | Tensor]]
+Peers = dict[str, Callable[..., Callable[[], Tensor]]]
 
 
 class Indexer(NamedTuple):
@@ -63,42 +72,91 @@ def in_pages(k: Tensor, page: int) -> tuple[Tensor, Tensor]:
     return pages, order.view(B, -1).int()
 
 
-def measured(model: Indexer, B: int, S: int, S_kv: int, choose: Callable[..., Selection]) -> Row:
-    """Return sizes, the backend that the policy takes, and the share of rows whose blocks differ from the reference's."""
-    found = choose().block_indices
-    backend = events.decisions()[-1].forward
-    differ = (found != choose(backend="choose-torch").block_indices).any(-1).float().mean().item()
-    size = {"model": model.name, "B": B, "S": S, "S_kv": S_kv, "G": model.G, "h": model.h, "D": D}
-    return {**size, "direction": "choose", "backend": backend, "differ": differ}
+def best_blocks(model: Indexer, q: Tensor, k: Tensor, position: Tensor) -> Tensor:
+    """Return the blocks that rows q [R,G,h,D] at `position` [R] choose of index keys [1 or R,C,D] by scores in float64:
+    ascending, [R,G,n], or n + 1 with a tail; -1 first.
+    """
+    options, stride = model.options, model.stride
+    block, n = options["block_size"], options["n"]
+    logits = torch.einsum("rghd,rcd->rghc", q.double(), k.double().expand(len(q), -1, -1))
+    scores = (logits.relu() if "activation" in options else logits).sum(2)  # [R,G,C]
+    seen = torch.arange(1, k.shape[1] + 1, device=q.device) * stride - 1 <= position[:, None]
+    scores = scores.masked_fill(~seen[:, None], -torch.inf).unflatten(-1, (-1, block // stride)).amax(-1)
+    current = (position // block)[:, None, None].expand(*scores.shape[:2], 1)
+    if options.get("local", 1):
+        scores = scores.scatter(-1, current, torch.inf)
+    best = scores.topk(min(n, scores.shape[-1]))
+    found = best.indices.masked_fill(best.values == -torch.inf, -1)
+    if options.get("tail"):
+        found = torch.cat((found, torch.where((position[:, None, None] + 1) % block > 0, current, -1)), -1)
+    return found.sort(-1).values
 
 
-def step(model: Indexer, B: int, keys: int, page: int | None, stored: str, rep: float) -> Row:
-    """Return the row of a choice for one new token of each of B sequences of so many keys."""
+def measured(model: Indexer, q: Tensor, k: Tensor, S_kv: int, choices: Choices, times: Callable[..., Spread]) -> Iterator[Row]:
+    """Yield the row of each choice.
+
+    Args:
+        q: [B,S,G,h,D].
+        k: [B,C,D], the index keys that were stored, for the check.
+        S_kv: keys of each sequence.
+        choices: by name; "" is the policy's.
+        times: returns the spread of what it is given.
+    """
+    B, S = q.shape[:2]
+    sequence, row = torch.arange(min(B, CHECKED), device=q.device), torch.randperm(S, device=q.device)[:CHECKED]
+    exact = [best_blocks(model, q[b, row], k[b : b + 1], S_kv - S + row) for b in sequence]
+    for name, choose in choices.items():
+        found = choose()
+        chosen = found.block_indices if isinstance(found, Selection) else found
+        differ = [(chosen[b, row].long().sort(-1).values != best).any(-1) for b, best in zip(sequence, exact, strict=True)]
+        size = {"model": model.name, "B": B, "S": S, "S_kv": S_kv, "G": model.G, "h": model.h, "D": D, "direction": "choose"}
+        more = {"backend": name or events.decisions()[-1].forward, "differ": torch.cat(differ).float().mean().item()}
+        yield {**size, **more, **times(choose).fields()}
+
+
+def step(model: Indexer, B: int, keys: int, page: int | None, stored: str, rep: float, peers: Peers = {}) -> Iterator[Row]:  # noqa: B006
+    """Yield the rows of choosing for one new token of each of B sequences of so many keys."""
     q = torch.randn(B, 1, model.G, model.h, D, dtype=torch.bfloat16, device="cuda")
-    kept, table, scale = torch.randn(B, keys // model.stride, 1, D, dtype=torch.bfloat16, device="cuda"), None, None
-    if page is not None:
-        kept, table = in_pages(kept, page)
+    k = kept = torch.randn(B, keys // model.stride, 1, D, dtype=torch.bfloat16, device="cuda")
+    scale = table = None
     if stored == "e4m3":
         kept, scale = quantize_e4m3(kept, "tensor")
-    lengths = torch.full((B,), keys, dtype=torch.int32, device="cuda")
-    choose = partial(choose_blocks_with_kvcache, q, kept, lengths, table, k_scale=scale, **model.options)
-    row = measured(model, B, 1, keys, choose) | replayed_milliseconds(choose, Timing(rep)).fields()
+        k = kept.float() * scale
+    if page is not None:
+        kept, table = in_pages(kept, page)
+    lengths, block, n = torch.full((B,), keys, dtype=torch.int32, device="cuda"), model.options["block_size"], model.options["n"]
+    choices: Choices = {"": lambda: choose_blocks_with_kvcache(q, kept, lengths, table, k_scale=scale, **model.options)}
+    if page == PEERS_PAGE and stored == "bf16":
+        choices |= {name: make(q, kept, lengths, table, block, n) for name, make in peers.items()}
     rate = read_bandwidth()
-    return {**row, "page_size": page, "kv": stored, "floor_ms": kept.numel() * kept.element_size() / rate / 1e9, "read_tbs": rate}
+    of_keys = {"page_size": page, "kv": stored, "floor_ms": kept.numel() * kept.element_size() / rate / 1e9, "read_tbs": rate}
+    for row in measured(model, q, k[:, :, 0], keys, choices, lambda work: replayed_milliseconds(work, Timing(rep))):
+        yield row | of_keys
 
 
-def prefill(model: Indexer, S: int, rep: float) -> Row:
-    """Return the row of a choice for all S tokens of a sequence."""
+def prefill(model: Indexer, S: int, rep: float, peers: Peers = {}) -> Iterator[Row]:  # noqa: B006
+    """Yield the rows of choosing for all S tokens of a sequence."""
     q = torch.randn(1, S, model.G, model.h, D, dtype=torch.bfloat16, device="cuda")
-    k = torch.randn(1, 1, S // model.stride, D, dtype=torch.bfloat16, device="cuda")
-    choose = partial(choose_blocks, q, k, S_kv=S, **model.options)
-    row = measured(model, 1, S, S, choose) | milliseconds(choose, Timing(rep)).fields()
+    k = torch.randn(1, S // model.stride, 1, D, dtype=torch.bfloat16, device="cuda")
+    choices: Choices = {"": lambda: choose_blocks(q, k.transpose(1, 2), S_kv=S, **model.options)}
+    if peers:
+        pages, table = in_pages(k, PEERS_PAGE)
+        lengths = torch.full((1,), S, dtype=torch.int32, device="cuda")
+        given = q, pages, lengths, table, model.options["block_size"], model.options["n"]
+        choices |= {name: make(*given) for name, make in peers.items()}
     rate = matmul_rate()  # a multiplication and an addition for each column of half of all pairs
-    return {**row, "page_size": None, "kv": "bf16", "floor_ms": q.numel() * S / model.stride / rate / 1e9, "matmul_tflops": rate}
+    floor_ms = q.numel() * S / model.stride / rate / 1e9
+    for row in measured(model, q, k[:, :, 0], S, choices, lambda work: milliseconds(work, Timing(rep))):
+        yield row | {
+            "page_size": PEERS_PAGE if row["backend"] in peers else None,
+            "kv": "bf16",
+            "floor_ms": floor_ms,
+            "matmul_tflops": rate,
+        }
 
 
 def table(rows: list[Row]) -> str:
-    """Return microseconds, and in brackets the floor, by model and batch; a column for each cache."""
+    """Return microseconds of steps, and in brackets the floor, by model and batch; a column for each cache."""
     rows = [row for row in rows if row["S"] == 1]
     caches = list(dict.fromkeys((row["kv"], row["page_size"]) for row in rows))
     sizes = list(dict.fromkeys((row["model"], row["B"], row["S_kv"]) for row in rows))
@@ -140,19 +198,24 @@ def main(
     pages: Annotated[str, typer.Option(help="index keys of a page, comma-separated; 0: contiguous")] = "0,64,128",
     formats: Annotated[str, typer.Option(help="of index keys, comma-separated: bf16, e4m3")] = "bf16,e4m3",
     prefills: Annotated[str, typer.Option(help="tokens of a prefill, comma-separated")] = "16384,32768",
+    peer: Annotated[list[str] | None, typer.Option(metavar="NAME=MODULE:FUNCTION", help="also this kernel, for MiniMax-M3")] = None,
     rep: Annotated[float, typer.Option(help="milliseconds that the timed calls of a row should fill")] = 15,
 ) -> None:
     """Time every choice; append the rows, and print two tables."""
     need_gpu("choosing_steps")
     torch.manual_seed(0)
-    asked, facts, rows = [MODELS[name] for name in models.split(",")], store.stamp(), list[Row]()
-    each = product(asked, map(int, batches.split(",")), formats.split(","), map(int, pages.split(",")))
+    facts, rows = store.stamp(), list[Row]()
+    others = {name: function for name, (_, function) in functions(peer or (), backends()).items()}
+    each = list(product(map(int, batches.split(",")), formats.split(","), map(int, pages.split(","))))
 
-    def rows_of() -> Iterator[Row]:
-        yield from (step(model, B, keys, page or None, stored, rep) for model, B, stored, page in each)
-        yield from (prefill(model, int(S), rep) for model in asked for S in filter(None, prefills.split(",")))
+    def rows_of(name: str) -> Iterator[Row]:
+        model, some = MODELS[name], others if name == "m3" else {}
+        for B, stored, page in each:
+            yield from step(model, B, keys, page or None, stored, rep, some)
+        for S in filter(None, prefills.split(",")):
+            yield from prefill(model, int(S), rep, some)
 
-    for row in rows_of():
+    for row in chain.from_iterable(map(rows_of, models.split(","))):
         rows.append({**row, **facts})
         store.append(out, rows[-1:])
         torch.cuda.empty_cache()

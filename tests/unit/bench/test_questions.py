@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from nsa_sel import use_backend
+from nsa_sel import choose_blocks, use_backend
 from nsa_sel.bench import headline
 from nsa_sel.bench.core import cases, contenders, store, variants
 from nsa_sel.bench.core.cases import Case, make_selection, prefill, text_case
@@ -171,3 +171,13 @@ def test_pages_of_index_keys_hold_the_keys_of_their_sequences(page: int) -> None
     k = torch.randn(3, 128, 1, choosing_steps.D)
     pages, block_table = choosing_steps.in_pages(k, page)
     assert torch.equal(pages[block_table.long()].flatten(1, 2), k)
+
+
+@pytest.mark.parametrize(("name", "S"), [("m3", 3000), ("qsa", 4099)])
+def test_choices_are_checked_against_scores_in_float64(name: str, S: int) -> None:
+    model = choosing_steps.MODELS[name]
+    q, k = torch.randn(1, S, model.G, model.h, choosing_steps.D), torch.randn(1, 1, S // model.stride, choosing_steps.D)
+    chosen = choose_blocks(q, k, S_kv=S, backend="choose-torch", **model.options).block_indices
+    rows = torch.tensor([0, 5, 127, 128, S - 2, S - 1])
+    keys = torch.nn.functional.pad(k[0], (0, 0, 0, -k.shape[2] % (model.options["block_size"] // model.stride)))
+    assert torch.equal(choosing_steps.best_blocks(model, q[0, rows], keys, rows), chosen[0, rows].long().sort(-1).values)
