@@ -81,7 +81,7 @@ def best_blocks(model: Indexer, q: Tensor, k: Tensor, position: Tensor) -> Tenso
     logits = torch.einsum("rghd,rcd->rghc", q.double(), k.double().expand(len(q), -1, -1))
     scores = (logits.relu() if "activation" in options else logits).sum(2)  # [R,G,C]
     seen = torch.arange(1, k.shape[1] + 1, device=q.device) * stride - 1 <= position[:, None]
-    scores = scores.masked_fill(~seen[:, None], -torch.inf).unflatten(-1, (-1, block // stride)).amax(-1)
+    scores = torch.unflatten(scores.masked_fill(~seen[:, None], -torch.inf), -1, (-1, block // stride)).amax(-1)
     current = (position // block)[:, None, None].expand(*scores.shape[:2], 1)
     if options.get("local", 1):
         scores = scores.scatter(-1, current, torch.inf)
@@ -89,7 +89,8 @@ def best_blocks(model: Indexer, q: Tensor, k: Tensor, position: Tensor) -> Tenso
     found = best.indices.masked_fill(best.values == -torch.inf, -1)
     if options.get("tail"):
         found = torch.cat((found, torch.where((position[:, None, None] + 1) % block > 0, current, -1)), -1)
-    return found.sort(-1).values
+    ascending: Tensor = found.sort(-1).values
+    return ascending
 
 
 def measured(model: Indexer, q: Tensor, k: Tensor, S_kv: int, choices: Choices, times: Callable[..., Spread]) -> Iterator[Row]:
