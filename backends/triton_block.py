@@ -43,7 +43,7 @@ from nsa_sel.backends._triton.units import (
     units,
     workspace_beside_plan,
 )
-from nsa_sel.backends.launcher.buffers import temporary
+from nsa_sel.backends.launcher.buffers import outputs, temporary
 from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.core.call import Call
 
@@ -244,7 +244,7 @@ def joined_partials(call: Call, plan: KeyToRows, visit: Callable[[Unit, Tensor, 
     base-2 part_lse [pairs, section, n*reach, h].
     """
     heads, n = arguments.heads(call), call.selection.n
-    o, lse = arguments.outputs(call)
+    o, lse = outputs(call)
     part_lse = temporary(call, lse, plan.pairs, plan.section, n * plan.reach, heads.h)
     part_o = temporary(call, o, plan.pairs, plan.section, n * plan.reach, heads.h, heads.Dv)
     dims = arguments.dims(heads)

@@ -1,22 +1,26 @@
-"""Measure how long choosing blocks by index keys takes: for one new token of each sequence, and in a prefill.
+"""Measure how long choosing blocks by index keys takes: for one new token of each sequence, for packed requests over
+caches, and in a prefill.
 
     python -m nsa_sel.bench.questions.choosing_steps --out bench/results/h200/profiles/choosing_steps.jsonl
+    python -m nsa_sel.bench.questions.choosing_steps --models m3 --batches '' --prefills '' \
+        --requests 64x1,1x2048,64x1+1x2048,1x32768 --pages 0,128 --out bench/results/h200/profiles/choosing_requests.jsonl
 
 The indexers of MiniMax-M3 (4 index heads, one index key of 128 per token, 16 of the blocks of 128) and of Qwen3.8 (4
-index heads, one index key of 128 per block of 4, 512 blocks and the incomplete one), random numbers, bf16 queries. Times
-of a new token are by graph replay of `choose_blocks_with_kvcache`, from cached index keys to block indices; those of a
-prefill are whole calls of `choose_blocks`. `differ` is the share of sampled rows whose blocks differ from the best ones
-by scores in float64: of scores that agree to five digits either block may be chosen. `floor_ms` is what reading the index
-keys once takes at `read_tbs`, the bandwidth of a sum over 4 GiB measured in the same process; in a prefill, what the
-logits of all visible index keys take at `matmul_tflops`, the rate of a matrix product measured likewise. `--peer` adds
-kernels of MiniMax-M3's indexer (examples/engine_kernels.py), over bf16 keys in pages of 128.
+index heads, one index key of 128 per block of 4, 512 blocks and the incomplete one), random numbers, bf16 queries.
+Times are by graph replay of `choose_blocks_with_kvcache`, from cached index keys to block indices; those of a prefill
+are whole calls of `choose_blocks`. Packed requests, such as 64x1+1x2048 (64 of one row, one of 2,048), each have all
+the keys. `differ` is the share of sampled rows whose blocks differ from the best ones by scores in float64: of scores
+that agree to five digits either block may be chosen. `floor_ms` is what reading the index keys once takes at
+`read_tbs`, the bandwidth of a sum over 4 GiB measured in the same process; in a prefill, what the logits of all visible
+index keys take at `matmul_tflops`, the rate of a matrix product measured likewise. `--peer` adds kernels of
+MiniMax-M3's indexer (examples/engine_kernels.py), over bf16 keys in pages of 128.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from itertools import chain, product
+from itertools import accumulate, chain, product
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -33,7 +37,7 @@ from nsa_sel.core.registry import backends
 from nsa_sel.quantize import quantize_e4m3
 from nsa_sel.selection import Selection
 from nsa_sel.serving import choose_blocks_with_kvcache
-from nsa_sel.telemetry import events
+from nsa_sel.telemetry.events import decisions
 
 D, READ, SQUARE = 128, 1 << 32, 8192  # columns of an index key; bytes; rows and columns of a matrix
 CHECKED = 8  # sequences, and rows of each
@@ -85,39 +89,56 @@ def best_blocks(model: Indexer, q: Tensor, k: Tensor, position: Tensor) -> Tenso
     current = (position // block)[:, None, None].expand(*scores.shape[:2], 1)
     if options.get("local", 1):
         scores = scores.scatter(-1, current, torch.inf)
-    best = scores.topk(min(n, scores.shape[-1]))
-    found = best.indices.masked_fill(best.values == -torch.inf, -1)
+    values, order = scores.sort(dim=-1, descending=True, stable=True)  # ties go to the lower block
+    found = order[..., :n].masked_fill(values[..., :n] == -torch.inf, -1)
     if options.get("tail"):
         found = torch.cat((found, torch.where((position[:, None, None] + 1) % block > 0, current, -1)), -1)
     ascending: Tensor = found.sort(-1).values
     return ascending
 
 
-def measured(model: Indexer, q: Tensor, k: Tensor, S_kv: int, choices: Choices, times: Callable[..., Spread]) -> Iterator[Row]:
+def measured(
+    model: Indexer, q: Tensor, k: Tensor, new: Sequence[int], S_kv: int, choices: Choices, times: Callable[..., Spread]
+) -> Iterator[Row]:
     """Yield the row of each choice.
 
     Args:
-        q: [B,S,G,h,D].
+        q: [T,G,h,D], the rows of all sequences.
         k: [B,C,D], the index keys that were stored, for the check.
+        new: rows of each sequence.
         S_kv: keys of each sequence.
         choices: by name; "" is the policy's.
         times: returns the spread of what it is given.
     """
-    B, S = q.shape[:2]
-    sequence, row = torch.arange(min(B, CHECKED), device=q.device), torch.randperm(S, device=q.device)[:CHECKED]
-    exact = [best_blocks(model, q[b, row], k[b : b + 1], S_kv - S + row) for b in sequence]
+    exact, starts = dict[int, Tensor](), [0, *accumulate(new)]
+    for b in {*range(min(len(new), CHECKED)), len(new) - 1}:
+        row = torch.randperm(new[b], device=q.device)[:CHECKED]
+        best = best_blocks(model, q[starts[b] + row], k[b : b + 1], S_kv - new[b] + row)
+        exact |= dict(zip((starts[b] + row).tolist(), best, strict=True))
     for name, choose in choices.items():
         found = choose()
-        chosen = found.block_indices if isinstance(found, Selection) else found
-        differ = [(chosen[b, row].long().sort(-1).values != best).any(-1) for b, best in zip(sequence, exact, strict=True)]
-        size = {"model": model.name, "B": B, "S": S, "S_kv": S_kv, "G": model.G, "h": model.h, "D": D, "direction": "choose"}
-        more = {"backend": name or events.decisions()[-1].forward, "differ": torch.cat(differ).float().mean().item()}
-        yield {**size, **more, **times(choose).fields()}
+        chosen = (found.block_indices if isinstance(found, Selection) else found).flatten(0, 1).long().sort(-1).values
+        differ = [(chosen[row] != best).any(-1) for row, best in exact.items()]
+        size = {"model": model.name, "B": len(new), "S": len(q) // len(new), "S_kv": S_kv, "G": model.G, "h": model.h, "D": D}
+        more = {"backend": name or decisions()[-1].forward, "differ": torch.cat(differ).float().mean().item()}
+        yield {**size, "direction": "choose", **more, **times(choose).fields()}
 
 
-def step(model: Indexer, B: int, keys: int, page: int | None, stored: str, rep: float, peers: Peers = {}) -> Iterator[Row]:  # noqa: B006
-    """Yield the rows of choosing for one new token of each of B sequences of so many keys."""
-    q = torch.randn(B, 1, model.G, model.h, D, dtype=torch.bfloat16, device="cuda")
+def step(
+    model: Indexer,
+    new: Sequence[int],
+    keys: int,
+    page: int | None,
+    stored: str,
+    rep: float,
+    requests: str = "",
+    peers: Peers = {},  # noqa: B006
+) -> Iterator[Row]:
+    """Yield the rows of choosing for sequences of `new` rows over so many keys: packed, by the name `requests`, or of one
+    row each.
+    """
+    B, T = len(new), sum(new)
+    q = torch.randn(T, model.G, model.h, D, dtype=torch.bfloat16, device="cuda")
     k = kept = torch.randn(B, keys // model.stride, 1, D, dtype=torch.bfloat16, device="cuda")
     scale = table = None
     if stored == "e4m3":
@@ -126,13 +147,18 @@ def step(model: Indexer, B: int, keys: int, page: int | None, stored: str, rep: 
     if page is not None:
         kept, table = in_pages(kept, page)
     lengths, block, n = torch.full((B,), keys, dtype=torch.int32, device="cuda"), model.options["block_size"], model.options["n"]
-    choices: Choices = {"": lambda: choose_blocks_with_kvcache(q, kept, lengths, table, k_scale=scale, **model.options)}
-    if page == PEERS_PAGE and stored == "bf16":
-        choices |= {name: make(q, kept, lengths, table, block, n) for name, make in peers.items()}
+    options: dict[str, Any] = {"k_scale": scale, **model.options}
+    if requests:
+        options["cu_seqlens_q"] = torch.tensor([0, *accumulate(new)], dtype=torch.int32, device="cuda")
+        options["max_seqlen_q"] = max(new)
+    choices: Choices = {"": lambda: choose_blocks_with_kvcache(q, kept, lengths, table, **options)}
+    if page == PEERS_PAGE and stored == "bf16" and not requests:
+        choices |= {name: make(q.unsqueeze(1), kept, lengths, table, block, n) for name, make in peers.items()}
     rate = read_bandwidth()
     of_keys = {"page_size": page, "kv": stored, "floor_ms": kept.numel() * kept.element_size() / rate / 1e9, "read_tbs": rate}
-    for row in measured(model, q, k[:, :, 0], keys, choices, lambda work: replayed_milliseconds(work, Timing(rep))):
-        yield row | of_keys
+    of_requests = {"requests": requests} if requests else {}
+    for row in measured(model, q, k[:, :, 0], new, keys, choices, lambda work: replayed_milliseconds(work, Timing(rep))):
+        yield row | of_requests | of_keys
 
 
 def prefill(model: Indexer, S: int, rep: float, peers: Peers = {}) -> Iterator[Row]:  # noqa: B006
@@ -147,7 +173,7 @@ def prefill(model: Indexer, S: int, rep: float, peers: Peers = {}) -> Iterator[R
         choices |= {name: make(*given) for name, make in peers.items()}
     rate = matmul_rate()  # a multiplication and an addition for each column of half of all pairs
     floor_ms = q.numel() * S / model.stride / rate / 1e9
-    for row in measured(model, q, k[:, :, 0], S, choices, lambda work: milliseconds(work, Timing(rep))):
+    for row in measured(model, q[0], k[:, :, 0], [S], S, choices, lambda work: milliseconds(work, Timing(rep))):
         yield row | {
             "page_size": PEERS_PAGE if row["backend"] in peers else None,
             "kv": "bf16",
@@ -156,12 +182,17 @@ def prefill(model: Indexer, S: int, rep: float, peers: Peers = {}) -> Iterator[R
         }
 
 
+def counts(requests: str) -> list[int]:
+    """Return the rows of each request of a text such as 64x1+1x2048."""
+    return [rows for part in requests.split("+") for number, rows in [map(int, part.split("x"))] for _ in range(number)]
+
+
 def table(rows: list[Row]) -> str:
     """Return microseconds of steps, and in brackets the floor, by model and batch; a column for each cache."""
-    rows = [row for row in rows if row["S"] == 1]
+    rows = [row for row in rows if row["S"] == 1 or "requests" in row]
     caches = list(dict.fromkeys((row["kv"], row["page_size"]) for row in rows))
-    sizes = list(dict.fromkeys((row["model"], row["B"], row["S_kv"]) for row in rows))
-    found = {(row["model"], row["B"], row["S_kv"], row["kv"], row["page_size"]): row for row in rows}
+    sizes = list(dict.fromkeys((row["model"], row.get("requests", row["B"]), row["S_kv"]) for row in rows))
+    found = {(row["model"], row.get("requests", row["B"]), row["S_kv"], row["kv"], row["page_size"]): row for row in rows}
     lines = []
     for model, B, S_kv in sizes:
         some = [found.get((model, B, S_kv, *cache)) for cache in caches]
@@ -173,7 +204,11 @@ def table(rows: list[Row]) -> str:
 
 def table_of_prefills(rows: list[Row]) -> str:
     """Return milliseconds of prefills, and their floors."""
-    lines = [(row["model"], f"{row['S'] // 1024}k", markdown.ms(row), f"{row['floor_ms']:.2g}") for row in rows if row["S"] > 1]
+    lines = [
+        (row["model"], f"{row['S'] // 1024}k", markdown.ms(row), f"{row['floor_ms']:.2g}")
+        for row in rows
+        if row["S"] > 1 and "requests" not in row
+    ]
     return markdown.table(["indexer", "tokens", "ms", "logits alone"], lines, left=1)
 
 
@@ -194,7 +229,8 @@ def matmul_rate() -> float:
 def main(
     out: Out,
     models: Annotated[str, typer.Option(help=f"comma-separated: {', '.join(MODELS)}")] = "m3,qsa",
-    batches: Annotated[str, typer.Option(help="sequences, comma-separated")] = "1,16,64",
+    batches: Annotated[str, typer.Option(help="sequences of one new token, comma-separated")] = "1,16,64",
+    requests: Annotated[str, typer.Option(help="packed batches, comma-separated, such as 64x1+1x2048")] = "",
     keys: Annotated[int, typer.Option(help="keys of each sequence")] = 32768,
     pages: Annotated[str, typer.Option(help="index keys of a page, comma-separated; 0: contiguous")] = "0,64,128",
     formats: Annotated[str, typer.Option(help="of index keys, comma-separated: bf16, e4m3")] = "bf16,e4m3",
@@ -207,12 +243,13 @@ def main(
     torch.manual_seed(0)
     facts, rows = store.stamp(), list[Row]()
     others = {name: function for name, (_, function) in functions(peer or (), backends()).items()}
-    each = list(product(map(int, batches.split(",")), formats.split(","), map(int, pages.split(","))))
+    named = [("", [1] * int(B)) for B in batches.split(",") if B] + [(name, counts(name)) for name in requests.split(",") if name]
+    each = list(product(named, formats.split(","), map(int, pages.split(","))))
 
     def rows_of(name: str) -> Iterator[Row]:
         model, some = MODELS[name], others if name == "m3" else {}
-        for B, stored, page in each:
-            yield from step(model, B, keys, page or None, stored, rep, some)
+        for (packed, new), stored, page in each:
+            yield from step(model, new, keys, page or None, stored, rep, packed, some)
         for S in filter(None, prefills.split(",")):
             yield from prefill(model, int(S), rep, some)
 
