@@ -96,7 +96,8 @@ def gains(lines: Used) -> dict[str, Gain]:
 
 def times(row: Row) -> tuple[float, float, float]:
     """Return the 20th percentile, the median and the 80th percentile. A way that was timed by one call has the median alone."""
-    return row.get("ms_p20", row["ms_median"]), row["ms_median"], row.get("ms_p80", row["ms_median"])
+    median = float(row["ms_median"])
+    return float(row.get("ms_p20", median)), median, float(row.get("ms_p80", median))
 
 
 def choosing(rows: Iterable[Row]) -> Used:
@@ -117,11 +118,8 @@ def measure_released(folder: Path, console: Console) -> Used:
     for model, case in RELEASED:
         console.print(f"{released_models.MODELS[model]}, {case}")
         ways = [way for way in ("transformers", "dense", "nsa-sel") if model == "minimax-m3" or way != "dense"]
-        count = int(case.split()[2].removesuffix("k"))  # "prefill of 16k tokens", "decoding step, 64 sequences"
-        if "prefill" in case:
-            make = partial(released_models.prefill, model, S=count * 1024, backward="backward" in case)
-        else:
-            make = partial(released_models.decode, model, B=count, S_kv=KEYS)
+        S = 1024 * int(case.split()[2].removesuffix("k"))  # "prefill of 16k tokens"
+        make = partial(released_models.prefill, model, S=S, backward="backward" in case)
         rows += released_models.measure(model, make, ways, REP, {"case": case, **facts})
         store.append(folder / "released_models.jsonl", rows[-len(ways) :])
     return tables.as_used(rows, (), (), ())

@@ -83,7 +83,7 @@ def test_every_claim_is_measured_beside_what_it_names(monkeypatch: pytest.Monkey
     assert (layer["here"], layer["20th to 80th"], layer["verdict"]) == ("10.00x", "8.18 to 12.22", "PASS")
     assert lines["MiniMax-M3 layer, prefill of 128k tokens: dense attention"]["here"] == "10.00x"
     assert lines["MiniMax-M3 layer, prefill of 16k tokens, memory: its library"]["here"] == "10.00x"
-    call = lines["selected blocks, 8k tokens of text, forward + backward: dense attention"]
+    call = lines["selected blocks alone, 8k tokens of text, forward + backward: dense attention"]
     assert (call["here"], call["verdict"][0]) == ("0.50x", "-")
     assert lines[f"{headline.CHOOSING}: {headline.READING}"]["here"] == "0.50x"
     unmeasured = {what for what, line in lines.items() if line["verdict"] == "not measured"}
