@@ -158,7 +158,7 @@ def choose_blocks_with_kvcache(
     rule = Rule(compress_block, compress_stride, block_size, n, first, local)
     if is_compiling():
         options: Any = {"reduce": reduce, "heads": heads, "softmax": softmax, "activation": activation, "tail": tail, "k_scale": k_scale}
-        options |= {"scale": scale, "out": out, "backend": backend, **rule._asdict()}
+        options |= {"scale": scale, "out": out, "backend": backend, **rule.options()}
         return _uncompiled(choose_blocks_with_kvcache, q, k_cache, cache_seqlens, block_table, **options)  # type: ignore[no-any-return]
     transforms.check_traced("choose_blocks_with_kvcache", q, k_cache, k_cache)
     check_rule(rule)

@@ -51,7 +51,7 @@ def check_flag(name: str, value: object) -> None:
 
 def is_whole(value: object) -> bool:
     """Return True for an int or a torch.SymInt (a size under torch.export with dynamic shapes), and False for a bool."""
-    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
 def check_positive(argument: str, value: object, optional: bool = False) -> None:
@@ -177,12 +177,12 @@ class Bounds(NamedTuple):
             if not _readable(bounds):
                 return cls(None, bounds, max_seqlen)
             numbers = tuple(bounds.tolist())
-        elif isinstance(bounds, list | tuple) and len(bounds) > 1 and all(type(bound) is int for bound in bounds):
+        elif isinstance(bounds, (list, tuple)) and len(bounds) > 1 and all(type(bound) is int for bound in bounds):
             numbers = tuple(bounds)
         else:
             raise ArgumentError(
                 name,
-                shown(bounds) if isinstance(bounds, list | tuple) else f"a {type(bounds).__name__}",
+                shown(bounds) if isinstance(bounds, (list, tuple)) else f"a {type(bounds).__name__}",
                 "a tensor [N+1], or a list of N + 1 ints, N >= 1",
                 "pass cumulative lengths that start at 0",
             )
