@@ -206,18 +206,17 @@ class Bounds(NamedTuple):
             )
         return cls(numbers, None)
 
-    @property
     def number(self) -> int:
-        """N, the number of sequences."""
+        """Return N, the number of sequences. No property: torch.compile of torch 2.8 traces none of a NamedTuple."""
         return (len(self.numbers) if self.numbers is not None else self.tensor.numel()) - 1  # type: ignore[union-attr]
 
     def check_sequences(self, keys: Bounds) -> None:
         """Raise ArgumentError unless these bounds of rows and those of keys are of as many sequences."""
-        if keys.number != self.number:
+        if keys.number() != self.number():
             raise ArgumentError(
                 "cu_seqlens_k",
-                f"of {keys.number} sequences",
-                f"cu_seqlens_q's {self.number} sequences",
+                f"of {keys.number()} sequences",
+                f"cu_seqlens_q's {self.number()} sequences",
                 "pass bounds of the same sequences",
             )
 
@@ -306,7 +305,7 @@ def begin_with_blocks(cu_k: Tensor, Tk: int, block: int, room: int) -> tuple[Ten
 def starts_with_blocks(bounds: Bounds, block_size: int | None, promised: bool) -> bool:
     """Return True if every non-empty sequence begins at a multiple of block_size, as read on the host or as promised."""
     if block_size is None or bounds.numbers is None:
-        return block_size is not None and (promised or bounds.number == 1)
+        return block_size is not None and (promised or bounds.number() == 1)
     unaligned = [start for start, end in zip(bounds.numbers, bounds.numbers[1:], strict=False) if end > start and start % block_size]
     if unaligned and promised:
         raise ArgumentError(
