@@ -311,7 +311,7 @@ class Rule(NamedTuple):
     first: int = 1  # first + local <= n
     local: int = 2
 
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, Any]:
         """Return the fields by name. torch.compile of torch 2.8 cannot trace `_asdict`."""
         sizes = {"compress_block": self.compress_block, "compress_stride": self.compress_stride, "block_size": self.block_size}
         return {**sizes, "n": self.n, "first": self.first, "local": self.local}
