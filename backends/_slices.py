@@ -25,7 +25,7 @@ def slices(call: Call, b: slice, g: slice, rows: int) -> Iterator[tuple[Call, tu
         selection._cut_block = whole._cut_block
         k, v = (x[b, g, :seen] for x in (call.k, call.v))
         q_pos = None if call.q_pos is None else call.q_pos[at[:2]]
-        yield replace(call, q=call.q[at], k=k, v=v, selection=selection, q_pos=q_pos, workspace=None), at
+        yield replace(call, q=call.q[at], k=k, v=v, selection=selection, q_pos=q_pos, workspace=None, out=(None, None)), at
 
 
 def by_parts(call: Call, tile_rows: int, tile_bytes: int, start: Callable[..., None], *tensors: Tensor | None) -> None:

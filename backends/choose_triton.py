@@ -5,6 +5,7 @@ Forward kernels:
     _triton/choose_scores.py   block scores from q, k and lse, as NSA defines them (importance), or for other pools
     _triton/choose_few.py      block scores of a few new tokens, over a cache
     _triton/choose_logits.py   block scores from q and k alone, if each key touches one block and a group has few heads
+    _triton/choose_packed.py   both of these for packed rows of requests over caches
     _triton/choose_pages.py    all of these for a few new tokens over compressed keys in pages
     _triton/top_n.py           the best blocks
 Scores and top n run on a chunk of rows at a time, so that the scores of all rows are never in memory.
@@ -19,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from nsa_sel.backends._triton import choose_dkdv, choose_few, choose_logits, choose_pages, runs
+from nsa_sel.backends._triton import choose_dkdv, choose_few, choose_logits, choose_packed, choose_pages, runs
 from nsa_sel.backends._triton.arguments import heads_of, narrow_suffix
 from nsa_sel.backends._triton.choose_rows import bounds_of, sizes_of, strides_of
 from nsa_sel.backends._triton.choose_scores import block_scores
@@ -89,6 +90,11 @@ def paged(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
     return o, lse, ranges
 
 
+def takes_requests(call: ChooseCall) -> bool:
+    """Return whether `best_blocks` takes a call with packed rows."""
+    return choose_packed.takes(call) and chooses(call.visible_blocks(), call.rule.n)
+
+
 def attention(call: ChooseCall) -> tuple[Tensor, Tensor]:
     """Return o and lse only."""
     call = call if call.scale >= 0 else call.with_positive_scale()
@@ -119,7 +125,7 @@ def best_blocks(call: ChooseCall, lse: Tensor | None, out: Tensor | None = None)
     out: ranges [B,S,G,n,2], also if it is None, or block indices [B,S,G,n]; n + 1 with call.tail.
     """
     call = call if call.scale >= 0 else call.with_positive_scale()
-    call = call if choose_few.takes(call) else call.gathered()
+    call = call if call.requests is not None or choose_few.takes(call) else call.gathered()
     B, S, G = call.q.shape[:3]
     if out is None:
         out = call.q.new_empty(B, S, G, call.rule.n + call.tail, 2, dtype=range_dtype(call.rule.block_size))
@@ -148,6 +154,10 @@ def score(call: ChooseCall, lse: Tensor | None, scores: Tensor, positions: Tenso
 
     Returns whether the next kernel should start early, too (programmatic dependent launch).
     """
+    if call.requests is not None:
+        assert positions is not None
+        few, tiles = config_of(call, "choose/few"), config_of(call, choose_logits.name_of(call))
+        return choose_packed.packed_scores(call, scores, few, tiles, positions)
     if choose_few.takes(call):
         return choose_few.few_scores(call, lse, scores, config_of(call, "choose/few"), positions)
     if choose_logits.takes(call):

@@ -43,13 +43,14 @@ from nsa_sel.backends._triton.units import (
     units,
     workspace_beside_plan,
 )
-from nsa_sel.backends.launcher.buffers import temporary
+from nsa_sel.backends.launcher.buffers import outputs, temporary
 from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.core.call import Call
 
 REDUCED = 4  # (row, head) pairs per program of sum_dq_kernel and delta_kernel
 JOINED = 2  # (row, head) pairs per program of join_kernel
 MOST_JOINED = 4096  # elements of partials that a program of join_kernel (one warp) loads at once
+MOST_CHUNK = 16  # of them per pair: Triton 3.6 compiles no sum over 32 in a loop
 
 
 @triton.jit
@@ -243,11 +244,11 @@ def joined_partials(call: Call, plan: KeyToRows, visit: Callable[[Unit, Tensor, 
     base-2 part_lse [pairs, section, n*reach, h].
     """
     heads, n = arguments.heads(call), call.selection.n
-    o, lse = arguments.outputs(call)
+    o, lse = outputs(call)
     part_lse = temporary(call, lse, plan.pairs, plan.section, n * plan.reach, heads.h)
     part_o = temporary(call, o, plan.pairs, plan.section, n * plan.reach, heads.h, heads.Dv)
     dims = arguments.dims(heads)
-    chunk = min(tile_size(n * plan.reach, 1), 32, max(1, MOST_JOINED // (JOINED * dims.BLOCK_DV)))  # Triton 3.6 compiles no sum over more
+    chunk = min(tile_size(n * plan.reach, 1), MOST_CHUNK, max(1, MOST_JOINED // (JOINED * dims.BLOCK_DV)))
     join = cached_kernel(join_kernel, dims=dims, N=n, REACH=plan.reach, WIDTH=plan.width, R=JOINED, CHUNK=chunk, num_warps=1)
     reduced = (part_o, part_lse, call.disjoint_ranges(), call.q_pos, o, lse)
     for unit in units(call, plan):

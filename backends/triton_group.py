@@ -26,6 +26,7 @@ from nsa_sel.backends._triton.group_blocks import dq_blocks_kernel, forward_bloc
 from nsa_sel.backends._triton.group_ranges import dq_kernel, dq_small_blocks_kernel, forward_ranges_kernel, forward_small_blocks_kernel
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel, cached_kernel
 from nsa_sel.backends._triton.tiles import MIN_TILE, kv_descriptors, tile_size
+from nsa_sel.backends.launcher.buffers import outputs
 from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.core.call import Call
 from nsa_sel.core.request import FEW_TOKENS
@@ -57,7 +58,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _forward_blocks(call: Call, heads: arguments.Heads, name: str, config: KernelConfig, programs: int) -> tuple[Tensor, Tensor]:
-    o, lse = arguments.outputs(call)
+    o, lse = outputs(call)
     n = call.selection.n
     kernel = _blocks(heads, _cache(call), n, _block(call), config)
     k_desc, _, v_desc = kv_descriptors(call.k, call.v, kernel.constants["dims"], kernel.constants["BLOCK_L"], config.loads == "tma")
@@ -75,7 +76,7 @@ def _forward_ranges(
     # A walk of one step has nothing to prefetch.
     if config.num_stages > 2 and call.selection.length_bound(call.S_kv) <= splits * config.block_l:
         config = msgspec.structs.replace(config, num_stages=2)
-    o, lse = arguments.outputs(call)
+    o, lse = outputs(call)
     parts, n, block = partials(call, o, lse, splits), call.selection.n, _small_block(call)
     if block:
         kernel = _small_blocks(heads, _cache(call), config, splits > 1, block)
@@ -138,6 +139,7 @@ class Cache(NamedTuple):
     PAGE: int  # keys per page; 0 if k and v are not paged
     PAGE_SCALES: bool  # quantized keys have one scale per page and head
     REPEATS: bool  # a row may name a block twice
+    PACKED: bool  # a sequence is one row of a packed batch, see `Call.table_rows`
 
 
 class CacheStrides(NamedTuple):
@@ -157,7 +159,7 @@ _NO_STRIDES = CacheStrides(0, 0, 0, 0, 0)
 def _cache(call: Call) -> Cache:
     of_pages = call.scales is not None and call.scales.page_keys > 0
     page = 0 if call.block_table is None else call.k.shape[2]
-    return Cache(call.lengths is not None, page, of_pages, call.may_repeat())
+    return Cache(call.lengths is not None, page, of_pages, call.may_repeat(), call.table_rows is not None)
 
 
 def _cache_tensors(call: Call) -> tuple[Tensor | None, ...]:

@@ -40,6 +40,7 @@ from nsa_sel.backends._triton.tiles import (
 )
 from nsa_sel.backends._triton.units import tile_width
 from nsa_sel.backends._triton.walk import add_cut_steps, add_step, empty_dq, empty_sums, load_rows, store_dq
+from nsa_sel.backends.launcher.buffers import outputs
 from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.core.call import Call
 from nsa_sel.settings.schema import KernelConfig
@@ -176,7 +177,7 @@ def dq_kernel(
 @forward_of_any_scale
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Return o [B,S,G,h,Dv] and lse [B,S,G,h]."""
-    o, lse = arguments.outputs(call)
+    o, lse = outputs(call)
     _launch(call, forward_kernel, "triton-tile/forward", o, lse)
     return o, lse
 

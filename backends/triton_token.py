@@ -18,6 +18,7 @@ from nsa_sel.backends._triton.kernel import cached_kernel
 from nsa_sel.backends._triton.rows import count_keys, locate_row, positions_of, row_limit, share_of, walk_ranges
 from nsa_sel.backends._triton.softmax import LN_2, LOG2_E, LOWEST, reciprocal
 from nsa_sel.backends._triton.tiles import key_pointers, load_columns, row_pointers
+from nsa_sel.backends.launcher.buffers import outputs
 from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.core.call import Call
 
@@ -138,7 +139,7 @@ def dq_kernel(
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Return o [B,S,G,h,Dv] and lse [B,S,G,h]."""
     B, S, G, h, _ = call.q.shape
-    o, lse = arguments.outputs(call)
+    o, lse = outputs(call)
     splits = count_splits(call, B * S * G * h, 2 * multiprocessors(call), SPLIT_KEYS)
     heads = arguments.heads(call)
     name = "triton-token/forward" if splits == 1 else "triton-token/decode"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.arguments import as_positions, as_rows, as_tensor, check_flag, check_positive
-from nsa_sel.core.plans import DISJOINT, Plan, Plans, make_room
+from nsa_sel.core.plans import DISJOINT, Plan, PlanInBuffer, Plans, make_room
 from nsa_sel.core.ranges import (
     Blocks,
     best_blocks,
@@ -60,11 +60,13 @@ class Snapshot(NamedTuple):
     plans: Plans
 
 
-class Indices(NamedTuple):
-    """Block indices in place of ranges."""
+class Made(NamedTuple):
+    """The ranges that were made from block indices."""
 
-    blocks: Blocks  # contiguous, without counts
-    version: int | None  # the indices' version when the selection was made; None for a tensor without a version counter
+    plan: Plan | PlanInBuffer  # of (disjoint ranges, ranges) or of (ranges,)
+    counted: Tensor  # shares the version counter of the ranges
+    stream: int  # that made them
+    waited: list[int]  # other streams that have waited for it
 
 
 UNKNOWN = "unknown"  # the state of a tensor without a version counter
@@ -112,12 +114,14 @@ class Selection:
         measured: what `measure` returned last, else None.
     """
 
-    ranges: Tensor  # made by `__getattr__` if the selection has `_indices`
+    ranges: Tensor  # of `_made` if the selection has `_blocks`
     n: int
     block_size: int | None
     max_length: int | None
     disjoint: bool
-    _indices: Indices | None = None
+    _blocks: Blocks | None = None  # block indices in place of ranges, contiguous, without counts
+    _version: int | None = None  # of the block indices when the selection was made; None: they have no version counter
+    _made: Made | None = None
     measured: Measured | None = None
     _cut_block: int | None = None  # the block size of ranges that were blocks before they were cut; unsorted
     _captured: tuple[int, Tensor] | None = None  # version of the ranges, and distinct ones, both made in a CUDA graph
@@ -140,41 +144,91 @@ class Selection:
         facts["block_size"] = block_size
         facts["max_length"] = None
         facts["disjoint"] = disjoint or n < 2
-        facts["_indices"] = Indices(blocks, None if indices.is_inference() else indices._version)
+        facts["_blocks"] = blocks
+        facts["_version"] = None if indices.is_inference() else indices._version
         return selection
 
     if not TYPE_CHECKING:  # else every name would be an attribute
 
         def __getattr__(self, name: str) -> Tensor:
-            """Make the ranges of block indices, which are then what the selection holds."""
-            if name != "ranges" or self._indices is None or self.block_size is None:
+            """Return the ranges of block indices, which are made when they are first asked for."""
+            if name != "ranges" or self._blocks is None:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            self._unwritten(self._indices)
-            ranges, _ = ranges_of_blocks(self._indices.blocks, self.block_size)
-            return self.__dict__.setdefault("ranges", ranges)  # if two threads make them, the first one's stay
+            made = self._made
+            if torch.compiler.is_compiling():  # in a graph, which keeps nothing
+                return ranges_of_blocks(self._blocks._replace(facts=None), self.block_size)[0] if made is None else made.plan.value[-1]
+            if made is None:
+                return self._make()
+            stream = self._stream()
+            if stream != made.stream and stream not in made.waited:
+                made.waited.append(stream)
+                if not capturing(made.counted):  # before a capture, PyTorch waits for all streams
+                    device, maker = made.counted.device, made.stream
+                    others = torch.cuda.ExternalStream(maker, device) if maker else torch.cuda.default_stream(device)
+                    torch.cuda.current_stream(device).wait_stream(others)
+            return made.plan.value[-1]
+
+    def _make(self, captured: bool = False) -> Tensor:
+        """Make and keep the ranges of block indices. captured: in a CUDA graph, or while one is captured."""
+        blocks, indices = self._blocks, self.indices
+        assert blocks is not None
+        assert self.block_size is not None
+        if indices is None:  # another thread has made them
+            return self.ranges
+        if not captured and capturing(indices):
+            if blocks.captured:
+                captured = True
+            else:  # ranges made by the graph would hold no data before its first replay, and ignore writes into them
+                side = torch.cuda.Stream(indices.device)  # type: ignore[no-untyped-call]
+                with torch.cuda.stream(side):
+                    ranges = self._make(captured=True)
+                side.synchronize()
+                return ranges
+        with torch.inference_mode(False):  # else a later call could not record gradients
+            ranges, unique = ranges_of_blocks(blocks._replace(captured=captured), self.block_size)
+        disjoint = ranges if self.disjoint else unique
+        plan = Plan((ranges,) if disjoint is None else (disjoint, ranges))
+        self.keep(plan, ranges, self._stream(), {} if disjoint is None else {self._on_stream(DISJOINT): plan})
+        return ranges
+
+    def keep(self, plan: Plan | PlanInBuffer, counted: Tensor, stream: int, plans: Plans) -> None:
+        """Keep the ranges of block indices, and the plans that were made with them. counted: see `Made`."""
+        facts = self.__dict__
+        copy = None if counted.is_cuda or self._on_gpu else plan.value[-1].clone()
+        facts["_snapshot"] = Snapshot(counted._version, copy, None, plans)
+        facts["_made"] = Made(plan, counted, stream, [])
 
     @property
     def indices(self) -> Tensor | None:
         """Return the block indices [B,S,G,n] that kernels may read instead of ranges; None once there are ranges, which
-        may be written."""
-        return None if self._indices is None or "ranges" in self.__dict__ else self._unwritten(self._indices)
-
-    @property
-    def listed(self) -> Tensor:
-        """Return the block indices [B,S,G,n], or if there are ranges [B,S,G,n,2], those: for checks of shape and device
-        that need no ranges."""
-        return self.ranges if self._indices is None or "ranges" in self.__dict__ else self._indices.blocks.indices
-
-    @staticmethod
-    def _unwritten(indices: Indices) -> Tensor:
-        """Return the block indices; ArgumentError if PyTorch has written them since `from_blocks`."""
-        tensor = indices.blocks.indices
-        if indices.version is not None and indices.version != tensor._version:
+        may be written. Don't ask in a CUDA graph's capture (`captured_indices`)."""
+        blocks = self._blocks
+        if blocks is None or self._made is not None:
+            return None
+        indices, version = blocks.indices, self._version
+        if version is not None and version != indices._version:
             raise ArgumentError(
                 "block_indices", "written after Selection.from_blocks", "no write before the selection is used",
                 "make the Selection after the write, or pass block_indices.clone()",
             )  # fmt: skip
-        return tensor
+        return indices
+
+    @property
+    def captured_indices(self) -> Tensor | None:
+        """`indices` in a capture: None for a selection made before, whose ranges may be written between replays."""
+        return self.indices if self._blocks is not None and self._blocks.captured else None
+
+    @property
+    def listed(self) -> Tensor:
+        """Return the block indices [B,S,G,n], or if there are none the ranges [B,S,G,n,2]: for checks of shape and
+        device that need no ranges."""
+        return self.ranges if self._blocks is None else self._blocks.indices
+
+    @property
+    def counted(self) -> Tensor:
+        """Return a tensor that shares the version counter of the ranges."""
+        made = self._made
+        return self.ranges if made is None else made.counted
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _FACTS and "n" in self.__dict__:
@@ -183,7 +237,7 @@ class Selection:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: leaves out the plans, which belong to this tensor and its version."""
-        return {**self.__dict__, "ranges": self.ranges, "_indices": None, "_captured": None, "_snapshot": self._valid_exact()}
+        return {**self.__dict__, "ranges": self.ranges, "_blocks": None, "_made": None, "_captured": None, "_snapshot": self._valid_exact()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         exact = state.pop("_snapshot")
@@ -245,18 +299,19 @@ class Selection:
                 second copy of the ranges.
 
         Returns:
-            A Selection with ranges [B,S,G,n,2]. In a CUDA graph, one of up to 8 query rows per sequence keeps
-            `block_indices`, which kernels read: don't write to them within the graph while the selection is in use.
+            A Selection with ranges [B,S,G,n,2]. On a GPU it reads `block_indices` when it is used, not before: don't
+            write to them while it is in use. PyTorch's writes are refused.
 
         Raises:
             ArgumentError: a wrong shape or dtype; under NSA_DEBUG_TRITON=1 also duplicates in a row.
         """
         blocks = checked_blocks_of(block_indices, block_size, block_counts, disjoint)
-        if blocks.captured and blocks.kept() and not debugging():
+        debugs = debugging()
+        if blocks.kept() and not debugs:
             return cls._of_indices(blocks, block_size, disjoint)
         ranges, unique = ranges_of_blocks(blocks, block_size)
-        selection, checked = cls(ranges, block_size, disjoint=disjoint), debugging() and validates(ranges)
-        if unique is not None:
+        selection, checked = cls(ranges, block_size, disjoint=disjoint), debugs and validates(ranges)
+        if unique is not None and not ranges.is_inference():
             selection._keep_distinct(unique, checked, blocks.captured)
         if checked:
             selection.validate()
@@ -265,13 +320,11 @@ class Selection:
     def _keep_distinct(self, unique: Tensor, checked: bool, captured: bool) -> None:
         """Cache the ranges of distinct blocks, which a kernel has just made with the ranges. checked: `validates`."""
         ranges = self.ranges
-        if ranges.is_inference():
-            return
         if captured:
             self.__dict__["_captured"] = ranges._version, unique
             return
         copy = ranges.detach().clone() if checked or not self._on_gpu else None
-        self.__dict__["_snapshot"] = Snapshot(ranges._version, copy, None, {self._on_stream(DISJOINT): Plan(unique)})
+        self.__dict__["_snapshot"] = Snapshot(ranges._version, copy, None, {self._on_stream(DISJOINT): Plan((unique,))})
 
     @classmethod
     def from_scores(
@@ -364,7 +417,7 @@ class Selection:
         They are if the ranges are unchanged, and no CUDA graph is captured, whose replays may see other ranges.
         """
         snapshot = self._snapshot
-        if snapshot is None or snapshot.exact is None or capturing(self.ranges) or not self._is_current(snapshot):
+        if snapshot is None or snapshot.exact is None or capturing(self.listed) or not self._is_current(snapshot):
             return None
         return snapshot.exact
 
@@ -385,11 +438,7 @@ class Selection:
             if self._captured is not None and self._captured[0] == ranges._version:
                 return self._captured[1]
             return distinct_ranges(ranges, self.block_size)
-        snapshot = self._snapshot  # `kept`, inlined
-        kept = None if snapshot is None else snapshot.plans.get(self._on_stream(DISJOINT) if self.ranges.is_cuda else DISJOINT)
-        if snapshot is not None and kept is not None and self._is_current(snapshot):
-            return kept.value  # type: ignore[no-any-return]
-        return self.plan(DISJOINT, lambda: distinct_ranges(self.ranges, self.block_size))  # type: ignore[no-any-return]
+        return self.plan(DISJOINT, lambda: (distinct_ranges(self.ranges, self.block_size),))[0]  # type: ignore[no-any-return]
 
     def plan(self, key: tuple[Any, ...], build: Callable[[], Any], *made_from: Any) -> Any:
         """Return the cached result of `build()`, rebuilt after the ranges were written.
@@ -405,12 +454,10 @@ class Selection:
             What `build` returned.
         """
         states = tuple([state_of(x) for x in made_from]) if made_from else ()
-        snapshot = None if UNKNOWN in states else self._snapshot
-        if UNKNOWN not in states and (snapshot is None or not self._is_current(snapshot)):
-            snapshot = self._remember()
+        snapshot = None if UNKNOWN in states else self.current()
         if snapshot is None:
             return build()
-        on = self._on_stream(key) if self.ranges.is_cuda else key
+        on = self._on_stream(key)
         kept = snapshot.plans.get(on)
         if kept is None or kept.states != states:
             if torch.is_inference_mode_enabled():
@@ -424,25 +471,27 @@ class Selection:
     def current(self) -> Snapshot | None:
         """Return the snapshot of the ranges as they are, a new one if they were written; None for tensors that have no
         version."""
+        counted = self.counted  # first: ranges that are made begin a snapshot
         snapshot = self._snapshot
-        if snapshot is not None and (self.ranges._version == snapshot.version if snapshot.copy is None else self._is_current(snapshot)):
+        if snapshot is not None and snapshot.copy is None and snapshot.version == counted._version:
             return snapshot
-        return self._remember()
+        return snapshot if snapshot is not None and self._is_current(snapshot) else self._remember()
 
     def _on_stream(self, key: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the key of a plan on the current stream: another stream could read it too early, or after its memory
         is reused."""
-        ranges = self.ranges
-        if not ranges.is_cuda or torch.compiler.is_compiling():
-            return key
-        return *key, torch._C._cuda_getCurrentRawStream(ranges.get_device())
+        return (*key, self._stream()) if self.listed.is_cuda and not torch.compiler.is_compiling() else key
+
+    def _stream(self) -> int:
+        """Return the current stream's handle; 0 on a CPU."""
+        listed = self.listed
+        return torch._C._cuda_getCurrentRawStream(listed.get_device()) if listed.is_cuda else 0
 
     def _is_current(self, snapshot: Snapshot) -> bool:
         """Return True if the ranges are as they were; ArgumentError where debugging finds an unannounced GPU write."""
-        ranges = self.ranges
-        if snapshot.version != ranges._version:
+        if snapshot.version != self.counted._version:
             return False
-        if snapshot.copy is None or torch.compiler.is_compiling() or torch.equal(snapshot.copy, ranges):
+        if snapshot.copy is None or torch.compiler.is_compiling() or torch.equal(snapshot.copy, self.ranges):
             return True
         if self._on_gpu:
             raise ArgumentError(
@@ -463,7 +512,7 @@ class Selection:
 
     @property
     def _on_gpu(self) -> bool:
-        return self.ranges.is_cuda
+        return self.listed.is_cuda
 
     def invalidate(self) -> None:
         """Drop plans and statistics: call it after a write into the ranges on a GPU that PyTorch does not see."""

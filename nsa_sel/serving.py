@@ -3,7 +3,7 @@ different lengths in one call, with one or more new tokens each."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -11,12 +11,13 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports tor
 from torch.compiler import is_compiling
 
 from nsa_sel.core import attend, choose, run, shared_keys, transforms
-from nsa_sel.core.arguments import check_flag, check_tensors
+from nsa_sel.core.arguments import CuSeqlens, Requests, as_tensor, check_flag, check_tensors
 from nsa_sel.core.call import PagedKeys, Rule
 from nsa_sel.core.check import as_selection, check_call, check_index, check_pool, check_rule
 from nsa_sel.core.decide import decide_call
+from nsa_sel.core.packed import rows_of
 from nsa_sel.core.warm import prepared
-from nsa_sel.errors import ArgumentError, renamed
+from nsa_sel.errors import ArgumentError, renamed, shown
 from nsa_sel.quantize import STORED, Scales, scales_of
 from nsa_sel.selection import Selection
 
@@ -25,36 +26,42 @@ from nsa_sel.selection import Selection
 def selection_attention_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, selection: Selection | Tensor, cache_seqlens: Tensor, block_table: Tensor | None = None, *,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, scale: float | None = None, return_lse: Literal[False] = False,
-    backend: str | None = None,
+    backend: str | None = None, cu_seqlens_q: CuSeqlens | None = None, max_seqlen_q: int | None = None, out: Tensor | None = None,
+    lse_out: Tensor | None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def selection_attention_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, selection: Selection | Tensor, cache_seqlens: Tensor, block_table: Tensor | None = None, *,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, scale: float | None = None, return_lse: Literal[True],
-    backend: str | None = None,
+    backend: str | None = None, cu_seqlens_q: CuSeqlens | None = None, max_seqlen_q: int | None = None, out: Tensor | None = None,
+    lse_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def selection_attention_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, selection: Selection | Tensor, cache_seqlens: Tensor,
     block_table: Tensor | None = None, *, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    scale: float | None = None, return_lse: bool = False, backend: str | None = None,
+    scale: float | None = None, return_lse: bool = False, backend: str | None = None, cu_seqlens_q: CuSeqlens | None = None,
+    max_seqlen_q: int | None = None, out: Tensor | None = None, lse_out: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """`selection_attention` of each sequence's last S_q tokens over its KV cache; named after flash-attention's
     flash_attn_with_kvcache.
 
     New token s of sequence b is at position cache_seqlens[b] - S_q + s, so new tokens see each other causally; a token
-    below position 0 sees nothing (o = 0, lse = -inf). Lengths are never read from a GPU: a CUDA graph of it may be
+    below position 0 sees nothing (o = 0, lse = -inf). With `cu_seqlens_q` the new tokens of R requests are packed, any
+    number of each: prefill in chunks, decoding and drafts in one call. Lengths are never read from a GPU: a CUDA graph of it may be
     replayed after its inputs were written in place. Gradients are supported without pages and quantization only. Under
     torch.autocast nothing is cast: a cache keeps its dtype. torch.compile breaks its graph here, and runs the call
     eagerly.
 
     Args:
-        q: [B,S_q,G,h,Dk], or [B,G,h,Dk] for one new token per sequence; dtypes as of `selection_attention`.
+        q: [B,S_q,G,h,Dk], or [B,G,h,Dk] for one new token per sequence; dtypes as of `selection_attention`. With
+            cu_seqlens_q [T,G,h,Dk], and R in place of B below.
         k_cache: [B,S_max,G,Dk], or with a block table pages [pages,page_size,G,Dk] in vLLM's layout. Any strides with a
             contiguous last dimension. The keys of the new tokens are already in it. q and the selection may have r
             times its groups, as in `selection_attention`.
         v_cache: likewise, with Dv.
         selection: over rows [B,S_q,G], or [B,S_q,1] for all groups, in positions of each row's own sequence: a
-            `Selection`, or ranges [B,S_q,G,n,2].
+            `Selection`, or ranges [B,S_q,G,n,2]. With cu_seqlens_q over [T,G], or [T,1]: of block indices [T,G,n], or
+            ranges [T,G,n,2].
             Its block size and the page size need not divide each other.
         cache_seqlens: [B] int32 or int64, the keys of each sequence. Checked on a CPU; on a GPU a length past the end
             is clamped.
@@ -66,10 +73,18 @@ def selection_attention_with_kvcache(
             anything.
         v_scale: likewise; both or neither.
         scale, return_lse, backend: as of `selection_attention`.
+        cu_seqlens_q: [R+1] int32 or int64 on q's device or a CPU, or a list: request r has the rows [cu_seqlens_q[r],
+            cu_seqlens_q[r+1]), its last tokens, the last of them at position cache_seqlens[r] - 1, and the r-th cache or
+            row of the block table. Rows from cu_seqlens_q[R] on are padding: o = 0, lse = -inf. Not checked on a GPU.
+        max_seqlen_q: the most rows of a request, where cu_seqlens_q is on a GPU; by default T. Up to 8, a batch runs as a
+            decoding step.
+        out: gets o, of its shape and dtype, any strides with a contiguous last dimension; contiguous, it saves a copy.
+            Without gradients, and not of memory that the call reads.
+        lse_out: gets lse likewise, any strides.
 
     Returns:
-        o [B,S_q,G,h,Dv] ([B,G,h,Dv] for q of 4 dimensions) in q's dtype. With return_lse=True (o, lse): lse [B,S_q,G,h]
-        float32 (float64 for float64 inputs).
+        o [B,S_q,G,h,Dv] ([B,G,h,Dv] or [T,G,h,Dv] for q of 4 dimensions) in q's dtype; `out` if given. With
+        return_lse=True (o, lse): lse [B,S_q,G,h] float32 (float64 for float64 inputs).
 
     Raises:
         ArgumentError: bad input; gradients over a paged or quantized cache.
@@ -77,40 +92,47 @@ def selection_attention_with_kvcache(
     """
     if is_compiling():
         options: Any = {"k_scale": k_scale, "v_scale": v_scale, "scale": scale, "return_lse": return_lse, "backend": backend}
+        options |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "out": out, "lse_out": lse_out}
         return _uncompiled(selection_attention_with_kvcache, q, k_cache, v_cache, selection, cache_seqlens, block_table, **options)
     transforms.check_traced("selection_attention_with_kvcache", q, k_cache, v_cache)
     check_flag("return_lse", return_lse)
-    decode = isinstance(q, Tensor) and q.dim() == 4
-    if decode:
+    flat, requests = isinstance(q, Tensor) and q.dim() == 4, packed_requests(q, cu_seqlens_q, max_seqlen_q, cache_seqlens)
+    if flat:
         q = q.unsqueeze(1)
-    S_kv = _check_cache(q, k_cache, v_cache, cache_seqlens, block_table)
+    S_kv = _check_cache(q, k_cache, v_cache, cache_seqlens, block_table, requests=requests)
     scales = scales_of(q, k_cache, v_cache, k_scale, v_scale, block_table is not None)
     q, k_cache, v_cache = transforms.materialized(q, k_cache, v_cache)
-    k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+    k, v, packed = k_cache.transpose(1, 2), v_cache.transpose(1, 2), requests is not None
+    if packed and block_table is None:  # a request's keys are one page
+        block_table = torch.arange(len(k), dtype=torch.int32, device=q.device).unsqueeze(1)
     # For pages, check views of the shape that contiguous keys would have; nothing reads them.
     k_checked, v_checked = k, v
     if block_table is not None:
         k_checked, v_checked = (x.as_strided((len(q), x.shape[1], S_kv, x.shape[3]), (0, 0, 0, x.stride(3))) for x in (k, v))
     r = shared_keys.ratio(q.shape[2], k.shape[1])
-    selection = as_selection(selection, None if decode else (q.shape[0], q.shape[1], q.shape[2]))
+    selection = as_selection(selection, None if flat else (q.shape[0], q.shape[1], q.shape[2]))
+    if packed and selection.listed.shape[:2] == (1, len(q)):
+        selection = shared_keys.with_ranges(selection, selection.ranges.transpose(0, 1))
     try:
         checked = (q, selection) if r == 1 else shared_keys.one_of(q, selection, r)
         *_, scale, _ = check_call(checked[0], k_checked, v_checked, checked[1], scale, None, stored=None if scales is None else STORED)
     except ArgumentError as error:
         raise renamed(error, k="k_cache", v="v_cache") from None
+    given = _check_results(q, v.shape[3], flat, out=out, lse_out=lse_out)
     if transforms.needs_grad(q, k, v):
-        if block_table is not None or scales is not None:
-            name = next(name for name, x in (("q", q), ("k_cache", k), ("v_cache", v)) if x.requires_grad)
-            kind, other = ("paged", "without pages") if scales is None else ("quantized", "of q's dtype")
-            remedy = f"call it under torch.no_grad(), or use a cache {other}"
-            raise ArgumentError(name, "a tensor that requires gradients", f"none over a {kind} cache", remedy)
+        _check_gradients(q, k, v, "packed" * packed or "paged" * (block_table is not None) or "quantized" * (scales is not None), given)
         results = _with_gradients(q, k, v, selection, cache_seqlens, scale, backend)
-    elif r > 1:
-        results = _of_shared_keys(q, k, v, selection, scale, backend, cache_seqlens, block_table, scales, r)
     else:
-        decided = decide_call(q, k, v, selection, scale, None, False, backend, cache_seqlens, block_table, scales)
-        results = run.attend(prepared(decided, backend))
-    o, lse = (x.squeeze(1) for x in results) if decode else results
+        rows = None if requests is None else rows_of(requests.cu, cache_seqlens, len(q), S_kv)
+        where = _Keys(cache_seqlens, block_table, rows)
+        if r > 1:
+            results = _of_shared_keys(q, k, v, selection, scale, backend, where, scales, r)
+        else:
+            results = where.attend(q, k, v, selection, scale, backend, scales, given)
+    o, lse = (x if to is None else _written(x, to) for x, to in zip(results, given, strict=True))
+    if flat:
+        o, lse = o.squeeze(1), lse.squeeze(1)
+    o, lse = (x if to is None else to for x, to in ((o, out), (lse, lse_out)))
     return (o, lse) if return_lse else o
 
 
@@ -118,19 +140,23 @@ def choose_blocks_with_kvcache(
     q: Tensor, k_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None = None, *, block_size: int = 128, n: int = 16,
     first: int = 0, local: int = 1, reduce: Literal["max", "sum"] = "max", heads: Literal["max", "sum"] = "sum", softmax: bool = False,
     activation: Literal["relu"] | None = None, tail: bool = False, compress_block: int = 1, compress_stride: int = 1,
-    k_scale: Tensor | None = None, scale: float | None = None, out: Tensor | None = None, backend: str | None = None,
+    k_scale: Tensor | None = None, scale: float | None = None, cu_seqlens_q: CuSeqlens | None = None, max_seqlen_q: int | None = None,
+    out: Tensor | None = None, backend: str | None = None,
 ) -> Selection:  # fmt: skip
     """`choose_blocks` for each sequence's last S_q tokens by the index keys of its cache, for
     `selection_attention_with_kvcache`.
 
-    New token s of sequence b is at position cache_seqlens[b] - S_q + s; a token below position 0 chooses nothing. Index
+    New token s of sequence b is at position cache_seqlens[b] - S_q + s; a token below position 0 chooses nothing. With
+    cu_seqlens_q, the tokens of R requests follow one another: any mix of prefill, with or without a prefix, and decoding
+    in one call. Token i of request r is row cu_seqlens_q[r] + i, at position cache_seqlens[r] - cu_seqlens_q[r + 1] +
+    cu_seqlens_q[r] + i. Rows from cu_seqlens_q[R] on are padding and choose nothing. Index
     keys that no token of a sequence sees are not read, or count for nothing, NaN included. Lengths are never read from a
     GPU: a CUDA graph of the call may be replayed after its inputs were written in place. No gradient. Under
     torch.autocast nothing is cast. torch.compile breaks its graph here, and runs the call eagerly.
 
     Args:
-        q: [B,S_q,G,h,Dk], or [B,G,h,Dk] for one new token per sequence: index queries. float16, bfloat16, float32 or
-            float64.
+        q: [B,S_q,G,h,Dk], or [B,G,h,Dk] for one new token per sequence, or [T,G,h,Dk] with cu_seqlens_q: index queries.
+            float16, bfloat16, float32 or float64.
         k_cache: index keys [B,C_max,G,Dk], or with a block table pages [pages,page_size,G,Dk]; one group of them for
             all groups of q, or one for each. Any strides with a contiguous last dimension. Of q's dtype, or of
             float8_e4m3fn beside q in float16, bfloat16 or float32. Index key i stands for the keys that
@@ -144,12 +170,17 @@ def choose_blocks_with_kvcache(
             backend: as of `choose_blocks`.
         k_scale: of index keys in float8_e4m3fn: key = stored * k_scale. float32, of one element, [G] of k_cache, or
             [pages,G] for pages; None for 1.
+        cu_seqlens_q: [R+1] int32 or int64 on q's device or a CPU, or a list: request r has the rows [cu_seqlens_q[r],
+            cu_seqlens_q[r+1]), and the r-th length, cache or row of the block table. Not checked on a GPU.
+        max_seqlen_q: the most rows of a request, where cu_seqlens_q is on a GPU; by default T. A batch of few rows per
+            request (decoding) needs fewer kernels.
         out: [B,S_q,G,n] int32 or int64 ([B,G,n] for q of 4 dimensions; n + 1 with tail), contiguous. Gets the block
-            indices, ascending, -1 last; with tail, in the last column the incomplete block or -1.
+            indices, ascending, -1 last; with tail, in the last column the incomplete block or -1. With cu_seqlens_q
+            [T,G,n], or more rows, which stay as they are; any strides with a contiguous last dimension.
 
     Returns:
-        The `Selection` of whole blocks over rows [B,S_q,G]; with `out`, of `out`: do not write to it while the selection
-        is in use.
+        The `Selection` of whole blocks over rows [B,S_q,G] ([T,1,G] with cu_seqlens_q); with `out`, of `out`: do not
+        write to it while the selection is in use.
 
     Raises:
         ArgumentError: bad input, before any kernel runs.
@@ -158,33 +189,52 @@ def choose_blocks_with_kvcache(
     rule = Rule(compress_block, compress_stride, block_size, n, first, local)
     if is_compiling():
         options: Any = {"reduce": reduce, "heads": heads, "softmax": softmax, "activation": activation, "tail": tail, "k_scale": k_scale}
-        options |= {"scale": scale, "out": out, "backend": backend, **rule.options()}
+        options |= {"scale": scale, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "out": out, "backend": backend}
+        options |= rule.options()
         return _uncompiled(choose_blocks_with_kvcache, q, k_cache, cache_seqlens, block_table, **options)  # type: ignore[no-any-return]
     transforms.check_traced("choose_blocks_with_kvcache", q, k_cache, k_cache)
     check_rule(rule)
     pool = check_pool(rule, reduce, heads, softmax, activation, tail)
-    decode = isinstance(q, Tensor) and q.dim() == 4
+    decode, requests = isinstance(q, Tensor) and q.dim() == 4, packed_requests(q, cu_seqlens_q, max_seqlen_q, cache_seqlens)
     if decode:
-        q = q.unsqueeze(1)
-    S_kv = _check_cache(q, k_cache, None, cache_seqlens, block_table, rule)
+        q = q.unsqueeze(1 if requests is None else 0)
+    S_kv = _check_cache(q, k_cache, None, cache_seqlens, block_table, rule, requests)
     scales = scales_of(q, k_cache, k_cache, k_scale, k_scale, block_table is not None)
     q, k_cache, _ = transforms.materialized(q, k_cache, k_cache)
     k, pages, cast = k_cache.detach().transpose(1, 2), None, None if scales is None else STORED
-    room = k
-    if block_table is not None:  # check a view of the shape that contiguous keys would have; nothing reads it
+    room, rows = k, q.detach()
+    if block_table is not None:
         pages = PagedKeys(block_table, 0)
         room = k.as_strided((len(q), k.shape[1], block_table.shape[1] * k.shape[2], k.shape[3]), (0, 0, 0, k.stride(3)))
+    elif requests is not None:
+        room = k.as_strided((1, *k.shape[1:]), (0, 0, 0, k.stride(3)))
+    # Check views of the shape that contiguous keys of a batch would have, and no rows where they are packed.
     try:
-        index = check_index(q.detach(), room, rule, pool, None, scale, None, S_kv, False, cast)
+        index = check_index(rows if requests is None else rows[:, :0], room, rule, pool, None, scale, None, S_kv, False, cast)
     except ArgumentError as error:
         raise renamed(error, k="k_cache") from None
     if out is not None:
-        _check_out(out, q, n + tail, decode)
-        out = out.view(*q.shape[:3], n + tail)
-    index = index._replace(k=k.expand(-1, q.shape[2], -1, -1))
-    cache = choose.IndexCache(cache_seqlens, pages, scales)
+        _check_out(out, q, n + tail, decode, requests is not None)
+        out = out.view(*q.shape[:3], n + tail) if requests is None else out[: q.shape[1]].unsqueeze(0)
+    index = index._replace(q=rows, k=k.expand(-1, q.shape[2], -1, -1))
+    cache = choose.IndexCache(cache_seqlens, pages, scales, requests)
     chosen = choose.best_blocks(index, rule, pool, backend, tail, True, cache, out)
-    return Selection.from_blocks(chosen, block_size, disjoint=True)
+    return Selection.from_blocks(chosen if requests is None else chosen.squeeze(0), block_size, disjoint=True)
+
+
+def packed_requests(q: object, cu_seqlens_q: CuSeqlens | None, max_seqlen_q: int | None, cache_seqlens: Tensor) -> Requests | None:
+    """Return the requests of packed rows q [T,G,h,Dk], from the arguments of a call over caches; None without
+    cu_seqlens_q."""
+    if cu_seqlens_q is None:
+        if max_seqlen_q is not None:
+            raise ArgumentError("max_seqlen_q", shown(max_seqlen_q), "None without cu_seqlens_q", "pass cu_seqlens_q, or leave it out")
+        return None
+    rows = as_tensor("q", q)
+    if rows.dim() != 4:
+        remedy = "pass the rows of all requests end to end"
+        raise ArgumentError("q", f"of shape {tuple(rows.shape)}", "[T,G,h,Dk] with cu_seqlens_q", remedy)
+    check_tensors(cache_seqlens=cache_seqlens)
+    return Requests.of(rows, cu_seqlens_q, max_seqlen_q, cache_seqlens)
 
 
 @_disable_dynamo
@@ -206,28 +256,75 @@ def _with_gradients(
     return o, lse
 
 
+class _Keys(NamedTuple):
+    """Where the keys of sequences are, and of a packed batch what its rows read (`core.packed.rows_of`)."""
+
+    lengths: Tensor
+    block_table: Tensor | None
+    rows: Tensor | None
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, backend: str | None, scales: Scales | None,
+        out: tuple[Tensor | None, Tensor | None] = (None, None),
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Return o and lse without gradients; rows of a packed batch are sequences of one token."""
+        lengths, table_rows = (self.lengths, None) if self.rows is None else self.rows.unbind(1)
+        decided = decide_call(
+            q, k, v, selection, scale, None, False, backend, lengths, self.block_table, scales, table_rows=table_rows, out=out
+        )  # fmt: skip
+        o, lse = run.attend(prepared(decided, backend))
+        return o, lse
+
+    def repeated(self, r: int) -> _Keys:
+        """Return the keys of sequences that are r times as many, each r times."""
+        if self.rows is not None:
+            return self._replace(rows=self.rows.repeat_interleave(r, 0))
+        table = None if self.block_table is None else self.block_table.repeat_interleave(r, 0)
+        return _Keys(self.lengths.repeat_interleave(r), table, None)
+
+
 def _of_shared_keys(
-    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, backend: str | None, lengths: Tensor, block_table: Tensor | None,
-    scales: Scales | None, r: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, backend: str | None, where: _Keys, scales: Scales | None, r: int
+) -> tuple[Tensor, Tensor]:
     """Return o and lse where r groups of q share a KV group: as r rows of a token, or over pages as r sequences of the
     same pages."""
-    if block_table is None:
-        position = lengths.unsqueeze(1) + torch.arange(-q.shape[1], 0, device=q.device)
+    if where.block_table is None:
+        position = where.lengths.unsqueeze(1) + torch.arange(-q.shape[1], 0, device=q.device)
         rows, chosen, at = shared_keys.call_of_rows(q, selection, position, k.shape[2], r)
         o, lse = run.attend(prepared(decide_call(rows, k, v, chosen, scale, at, False, backend, scales=scales), backend))
         return shared_keys.from_rows(o, r), shared_keys.from_rows(lse, r)
     rows, chosen = shared_keys.as_sequences(q, r), shared_keys.with_ranges(selection, shared_keys.as_sequences(selection.ranges, r))
-    lengths, block_table = lengths.repeat_interleave(r), block_table.repeat_interleave(r, 0)
-    o, lse = run.attend(prepared(decide_call(rows, k, v, chosen, scale, None, False, backend, lengths, block_table, scales), backend))
+    o, lse = where.repeated(r).attend(rows, k, v, chosen, scale, backend, scales)
     return shared_keys.from_sequences(o, r), shared_keys.from_sequences(lse, r)
 
 
+def _written(x: Tensor, to: Tensor) -> Tensor:
+    """Return `to` with the numbers of x, which a kernel may have written there."""
+    return to if to.data_ptr() == x.data_ptr() else to.copy_(x)
+
+
+def _check_gradients(q: Tensor, k: Tensor, v: Tensor, kind: str, given: tuple[Tensor | None, Tensor | None]) -> None:
+    """Raise ArgumentError for gradients where the cache, the batch (`kind`) or given outputs have none."""
+    name = next(name for name, x in (("q", q), ("k_cache", k), ("v_cache", v)) if x.requires_grad)
+    value = "a tensor that requires gradients"
+    if kind:
+        other = "a cache of q's dtype" if kind == "quantized" else f"a call that is not {kind}"
+        raise ArgumentError(
+            name, value, f"none over a {kind} {'batch' if kind == 'packed' else 'cache'}", f"call it under torch.no_grad(), or use {other}"
+        )
+    if given != (None, None):
+        raise ArgumentError(name, value, "none together with out or lse_out", "call it under torch.no_grad(), or leave them out")
+
+
 def _check_cache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor | None, cache_seqlens: Tensor, block_table: Tensor | None, rule: Rule | None = None
+    q: Tensor, k_cache: Tensor, v_cache: Tensor | None, cache_seqlens: Tensor, block_table: Tensor | None, rule: Rule | None = None,
+    requests: Requests | None = None,
 ) -> int:  # fmt: skip
     """Check the shapes of a cache, or with a rule those of a cache of index keys, and return the number of keys that a
-    sequence has room for. Reads nothing on a GPU."""
+    sequence has room for. Reads nothing on a GPU.
+
+    requests: of packed rows, q [1,T,G,h,Dk].
+    """
     tensors = {"k_cache": k_cache} if v_cache is None else {"k_cache": k_cache, "v_cache": v_cache}
     check_tensors(q=q, cache_seqlens=cache_seqlens, **tensors)
     if block_table is not None:
@@ -237,6 +334,8 @@ def _check_cache(
             "q", f"of shape {tuple(q.shape)}", "[B,S_q,G,h,Dk], or [B,G,h,Dk] for one new token", "split the heads into G groups of h"
         )
     B, S_q, G, _, _ = q.shape
+    if requests is not None:
+        B, S_q = requests.number, 0  # rows before a request's first key see nothing
     k_shape = k_cache.shape
     groups = G // shared_keys.ratio(G, k_shape[2]) if len(k_shape) == 4 else G
     if rule is not None and groups > 1:
@@ -290,16 +389,43 @@ def _check_lengths(
         )
 
 
-def _check_out(out: Tensor, q: Tensor, n: int, decode: bool) -> None:
-    """Check the tensor that gets block indices of q [B,S_q,G,h,Dk]."""
+def _check_out(out: Tensor, q: Tensor, n: int, decode: bool, packed: bool) -> None:
+    """Check the tensor that gets block indices of q [B,S_q,G,h,Dk]. packed: of q [1,T,G,h,Dk], or of more rows."""
     check_tensors(out=out)
     B, S_q, G = q.shape[:3]
-    shape = (B, G, n) if decode else (B, S_q, G, n)
-    if tuple(out.shape) != shape or out.dtype not in (torch.int32, torch.int64) or out.device != q.device or not out.is_contiguous():
+    shape, fits, layout = (B, G, n) if decode else (B, S_q, G, n), out.is_contiguous(), "contiguous "
+    if packed:
+        shape, layout = (max(S_q, *out.shape[:1]) if out.dim() else S_q, G, n), "a contiguous last dimension, "
+        fits = out.dim() > 0 and (out.stride(-1) == 1 or n == 1)
+    _check_result("out", out, q, shape, (torch.int32, torch.int64), fits, layout)
+
+
+def _check_results(q: Tensor, Dv: int, flat: bool, **given: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return the tensors that get o [B,S_q,G,h,Dv] and lse of q [B,S_q,G,h,Dk], as the call has them; None where none is
+    given."""
+    wide, found = torch.promote_types(q.dtype, torch.float32), []
+    for (name, x), shape, dtype in zip(given.items(), ((*q.shape[:-1], Dv), q.shape[:-1]), (q.dtype, wide), strict=True):
+        if x is not None:
+            check_tensors(**{name: x})
+            wanted = (*shape[:1], *shape[2:]) if flat else tuple(shape)
+            fits = x.dim() > 0 and (x.stride(-1) == 1 or x.shape[-1] == 1 or name == "lse_out")
+            _check_result(name, x, q, wanted, (dtype,), fits, "" if name == "lse_out" else "a contiguous last dimension, ")
+            x = x.unsqueeze(1) if flat else x
+        found.append(x)
+    return found[0], found[1]
+
+
+def _check_result(
+    name: str, x: Tensor, q: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], fits: bool, layout: str
+) -> None:
+    """Raise ArgumentError unless x has this shape and one of the dtypes, is on q's device, and its strides are fit: of the
+    `layout`."""
+    check_tensors(**{name: x})
+    if tuple(x.shape) != shape or x.dtype not in dtypes or x.device != q.device or not fits:
         raise ArgumentError(
-            "out",
-            f"{out.dtype} of shape {tuple(out.shape)} and strides {out.stride()} on {out.device}",
-            f"contiguous {shape} of torch.int32 or torch.int64 on {q.device}",
+            name,
+            f"{x.dtype} of shape {tuple(x.shape)} and strides {x.stride()} on {x.device}",
+            f"{layout}{shape} of {' or '.join(map(str, dtypes))} on {q.device}",
             "pass such a tensor, or leave it out",
         )
 

@@ -23,17 +23,6 @@ WALK, WALK_BLOCKS = 64, 16  # most ranges per walk (for long blocks WALK_BLOCKS)
 LONG_BLOCK = 64  # block size from which WALK_BLOCKS ranges give enough keys per walk
 
 
-def outputs(call: Call) -> tuple[Tensor, Tensor]:
-    """Return uninitialized, contiguous o [B,S,G,h,Dv] and lse [B,S,G,h].
-
-    lse is float32, or float64 for float64 inputs (only in the interpreter, for gradcheck).
-    """
-    q = call.q
-    B, S, G, h, _ = q.shape  # unpacking is twice as fast as passing a torch.Size
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return unwritten(q, B, S, G, h, call.v.shape[3]), unwritten(q, B, S, G, h, dtype=lse_dtype)
-
-
 def row_gradients(call: Call, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Return uninitialized, contiguous dq [B,S,G,h,Dk] and delta [B,S,G,h]."""
     return unwritten(call.q, *call.q.shape), temporary(call, lse, *lse.shape)

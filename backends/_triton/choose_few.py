@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nsa_sel.backends._triton.arguments import Dims, dims_of, options
-from nsa_sel.backends._triton.choose_rows import keys_until, strides_of
+from nsa_sel.backends._triton.choose_rows import keys_until, sequence_of, span_of, strides_of
 from nsa_sel.backends._triton.choose_scores import block_totals, over_heads, scaled_totals
 from nsa_sel.backends._triton.combine import SMS_WHEN_INTERPRETED
 from nsa_sel.backends._triton.group_ranges import float16_rows
@@ -47,11 +47,34 @@ class Cache(NamedTuple):
 
 
 @triton.jit
+def tile_of_request(number, cu, T, start, requests, ROWS: tl.constexpr, SEARCH: tl.constexpr):
+    """Return the request of tile `number`, the tile's first row, its rows, and what to add to a row and the request's
+    length to get the row's position. Request `requests` is the padding.
+
+    cu: bounds of the requests. The T rows of a call count from row `start` of the batch.
+    SEARCH: each request has tiles of ROWS rows (choose_rows.py). Else a tile for each; more rows than ROWS count as none.
+    """
+    if SEARCH:
+        request = sequence_of(number, cu, start, T, requests, ROWS)
+    else:
+        request = number
+    row, end = span_of(request, cu, start, T, requests)
+    if SEARCH:
+        row += (number - row // ROWS - request) * ROWS
+    rows = end - row
+    if SEARCH:
+        rows = tl.minimum(rows, ROWS)
+    else:
+        rows = tl.where((rows > ROWS) & (request < requests), 0, rows)
+    return request, row, rows, start - tl.load(cu + tl.minimum(request + 1, requests))
+
+
+@triton.jit
 def owner_queries(
-    q, lse, strides, stride_lse, b, owner, S, k_dtype: tl.constexpr, dims: tl.constexpr, softmax: tl.constexpr, SHARED: tl.constexpr,
+    q, lse, strides, stride_lse, b, owner, first, S, k_dtype: tl.constexpr, dims: tl.constexpr, softmax: tl.constexpr, SHARED: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Load the queries of an owner's columns, see `few_scores_kernel`.
+    """Load the queries of an owner's columns, see `few_scores_kernel`, of the S rows from `first` on.
 
     Returns them [BLOCK_D, HEADS * TOKENS] in the dtype that multiplies keys; the factors of their products [1, HEADS *
     TOKENS], or 1; and with softmax their base-2 lse [HEADS * TOKENS]: +inf, hence weights of 0, for columns that do not
@@ -60,7 +83,7 @@ def owner_queries(
     column = tl.arange(0, HEADS * TOKENS)  # [HEADS * TOKENS]
     head, token = (column // TOKENS).to(tl.int64), column % TOKENS
     exists = (token < S * SHARED) & (head < dims.h)
-    s, g = tl.minimum(token // SHARED, S - 1).to(tl.int64), owner * SHARED + token % SHARED
+    s, g = (first + tl.maximum(tl.minimum(token // SHARED, S - 1), 0)).to(tl.int64), owner * SHARED + token % SHARED
     q_tile = load_columns(row_pointers(q, strides.q, b, g, s, head), exists, 0, dims.Dk, dims.BLOCK_D)
     rate, lse2 = 1.0, tl.zeros([HEADS * TOKENS], tl.float32)
     if k_dtype != q_tile.dtype and q_tile.dtype == tl.bfloat16:
@@ -85,16 +108,17 @@ def part_of_steps(t, blocks, part, parts, rule: tl.constexpr, BLOCKS: tl.constex
 
 @triton.jit
 def few_scores_kernel(
-    q, k_desc, k, k_scale, block_table, lse, positions, scores, row_positions, strides, stride_scale, stride_table, stride_lse,
-    stride_scores, S, start, C, owners, blocks, room, parts, scale,
+    q, k_desc, k, k_scale, block_table, lse, positions, cu, scores, row_positions, strides, stride_scale, stride_table, stride_lse,
+    stride_scores, S, start, C, owners, blocks, room, parts, requests, scale,
     dims: tl.constexpr, rule: tl.constexpr, pool: tl.constexpr, cache: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, ROWS: tl.constexpr,
+    SEARCH: tl.constexpr,
 ):  # fmt: skip
     """Store scores [B,S,G,blocks] up to the block of each sequence's last position; later scores stay uninitialized. If
     row_positions is not None, also store the positions [B,S] int32.
 
     Grid: one program per sequence, owner of index keys (SHARED groups), and part of the sequence's steps of BLOCKS
-    blocks.
+    blocks. With cu, q is [1,S,G,h,Dk] of `requests` requests, and one per `tile_of_request` instead.
     Tiles: q [HEADS * TOKENS, BLOCK_D], k [BLOCKS * PIECES, BLOCK_D]. Column head * TOKENS + token; token
     s * SHARED + i is new token s of the owner's i-th group. The keys of a block are padded to PARTS * PIECES.
     TMA: k_desc loads keys, of whole steps and pages; None: pointer loads. The block table is read one step ahead.
@@ -112,26 +136,36 @@ def few_scores_kernel(
     part, number = tl.program_id(0) % parts, tl.program_id(0) // parts
     owner, b = (number % owners).to(tl.int64), (number // owners).to(tl.int64)
 
+    batch, first_row, rows = b, 0, S
+    if cu is not None:
+        b, first_row, rows, start = tile_of_request(b.to(tl.int32), cu, S, start, requests, ROWS, SEARCH)
+        if b == requests:
+            if (row_positions is not None) & (part == 0) & (owner == 0):
+                for s in range(0, rows, TOKENS):
+                    padding = s + tl.arange(0, TOKENS)
+                    tl.store(row_positions + first_row + padding, -1, mask=padding < rows)
+            rows *= 0
+        batch, b = tl.zeros([], tl.int64), tl.minimum(b, requests - 1).to(tl.int64)
     token = tl.arange(0, TOKENS)  # [TOKENS], as row, g, t and seen
-    is_token = token < S * SHARED
-    row, g = tl.minimum(token // SHARED, S - 1).to(tl.int64), owner * SHARED + token % SHARED
+    is_token = token < rows * SHARED
+    row, g = (first_row + tl.maximum(tl.minimum(token // SHARED, rows - 1), 0)).to(tl.int64), owner * SHARED + token % SHARED
     if cache.LENGTHS:
         t = tl.load(positions + b * strides.pos[0]).to(tl.int64) + (start + row)
     else:
         t = row_position(positions, strides.pos, b, row, start)
-    t = tl.minimum(tl.maximum(t, -1), room - 1).to(tl.int32)
+    t = tl.where(is_token, tl.minimum(tl.maximum(t, -1), room - 1), -1).to(tl.int32)
     if row_positions is not None:
-        tl.store(row_positions + b * S + row, t, mask=is_token & (part == 0) & (g == 0))
+        tl.store(row_positions + batch * S + row, t, mask=is_token & (part == 0) & (g == 0))
     seen = keys_until(t, C, rule)
     C = tl.max(seen, 0)
     first_step, last_step = part_of_steps(t, blocks, part, parts, rule, BLOCKS, PARTS)
     q_columns, rate, lse2 = owner_queries(
-        q, lse, strides, stride_lse, b, owner, S, k.dtype.element_ty, dims, pool.softmax, SHARED, HEADS, TOKENS
+        q, lse, strides, stride_lse, batch, owner, first_row, rows, k.dtype.element_ty, dims, pool.softmax, SHARED, HEADS, TOKENS
     )
     if k_scale is not None and not cache.PAGE_SCALES:
         rate *= tl.load(k_scale + owner * stride_scale[1])
 
-    out = scores + b * stride_scores[0] + g * stride_scores[2] + row * stride_scores[1]
+    out = scores + batch * stride_scores[0] + g * stride_scores[2] + row * stride_scores[1]
     table = block_table + b * stride_table if cache.PAGE > 0 else block_table
     r, block = tl.arange(0, BLOCK_K), tl.arange(0, BLOCKS)
     own = tl.full([BLOCKS, TOKENS], LEAST, tl.float32)
@@ -194,20 +228,35 @@ def step_keys(
 
 
 def takes(call: ChooseCall) -> bool:
-    """Return whether the kernel takes a call: few new tokens, 16 or 32 bits, and no key that touches three blocks."""
-    _, S, G, h, _ = call.q.shape
-    if call.sequences is not None or S > MOST_TOKENS or call.q.element_size() > 4 or call.rule.reach > call.rule.pieces:
+    """Return whether the kernel takes a call: few new tokens, 16 or 32 bits, and no key that touches three blocks; of
+    requests any number of rows, in tiles."""
+    S, most = call.q.shape[1], most_tokens(call)
+    if call.sequences is not None or call.q.element_size() > 4 or call.rule.reach > call.rule.pieces:
         return False
-    return tile_size(S * _shared(call), 1) * tile_size(h, 1) <= MOST_COLUMNS
+    return (S <= most or call.requests is not None) and most > 0
 
 
-def few_scores(call: ChooseCall, lse: Tensor | None, scores: Tensor, config: KernelConfig, positions: Tensor | None) -> bool:
+def most_tokens(call: ChooseCall) -> int:
+    """Return the most new tokens of a sequence for which a program has columns, 0 for none."""
+    heads, shared = tile_size(call.q.shape[3], 1), _shared(call)
+    return max((S for S in range(1, MOST_TOKENS + 1) if tile_size(S * shared, 1) * heads <= MOST_COLUMNS), default=0)
+
+
+def few_scores(
+    call: ChooseCall, lse: Tensor | None, scores: Tensor, config: KernelConfig, positions: Tensor | None, search: bool = False
+) -> bool:  # fmt: skip
     """Write the scores of every row's visible blocks, by call.pool, to `scores` [B,S,G,blocks] float32, and the rows'
     positions to `positions` [B,S] int32 if it is given. Later blocks may stay uninitialized.
+
+    Rows of requests: those of requests of at most `most_tokens` rows, and padding; with `search` all.
 
     Returns whether the kernel was started early (programmatic dependent launch), as the next one then may be.
     """
     (B, S, G), (table, _), shared, blocks = call.q.shape[:3], call.pages or (None, 0), _shared(call), scores.shape[3]
+    cu, requests, rows = None, 0, S
+    if call.requests is not None:
+        cu, requests, rows = call.requests.cu, call.requests.number, min(call.requests.most, most_tokens(call))
+        B = S // rows + requests if search else requests
     k_scale = None if call.scales is None else call.scales.k
     page = 0 if table is None else call.k.shape[2]
     half = config.block_l // 2
@@ -219,19 +268,20 @@ def few_scores(call: ChooseCall, lse: Tensor | None, scores: Tensor, config: Ker
     programs, steps = B * (G // shared), -(-blocks * pieces // config.block_l)
     parts = parts_of(max(1, programs), max(1, steps), sms)
     early = call.q.is_cuda and programs * parts <= TOGETHER * sms and starts_early(call.q.get_device())
-    kernel = _few_scores(dims_of(call.q, call.v), call.rule, call.pool, cache, S, shared, early, config)
+    tile = rows, search, shared, early
+    kernel = _few_scores(dims_of(call.q, call.v), call.rule, call.pool, cache, *tile, config)
     tiles = kernel.constants
     step = tiles["BLOCKS"] * tiles["PIECES"]
     whole = tiles["PARTS"] * tiles["PIECES"] == call.rule.pieces and page % step == 0
     k = call.k if shared == 1 else call.k[:, :1]
     desc = descriptor(k, 1, 1, step, tiles["dims"].BLOCK_D) if whole and config.loads == "tma" and aligned(k) else None
     kernel.launch(
-        programs * parts,
-        (call.q, desc, k, k_scale, table, lse, call.q_pos if call.lengths is None else call.lengths, scores, positions),
+        (programs + (G // shared if requests else 0)) * parts,  # and the padding
+        (call.q, desc, k, k_scale, table, lse, call.q_pos if call.lengths is None else call.lengths, cu, scores, positions),
         (
             strides_of(call), (0, 0) if k_scale is None else k_scale.stride(), 0 if table is None else table.stride(0),
             (0, 0, 0, 0) if lse is None else lse.stride(), scores.stride()[:3], S, call.start, call.C, G // shared, blocks,
-            call.blocks * call.rule.block_size, parts, call.scale_log2() if call.pool.softmax else call.scale,
+            call.blocks * call.rule.block_size, parts, requests, call.scale_log2() if call.pool.softmax else call.scale,
         ),
     )  # fmt: skip
     return early
@@ -258,11 +308,12 @@ def _shared(call: ChooseCall) -> int:
 
 @functools.lru_cache(REMEMBERED)
 def _few_scores(
-    dims: Dims, rule: Rule, pool: Pool, cache: Cache, S: int, shared: int, early: bool, config: KernelConfig
+    dims: Dims, rule: Rule, pool: Pool, cache: Cache, rows: int, search: bool, shared: int, early: bool, config: KernelConfig
 ) -> Kernel:  # fmt: skip
     heads, pieces = tile_size(dims.h, 1), min(tile_size(rule.pieces, 1), config.block_l)
     dims = dims._replace(BLOCK_D=dims.BLOCK_D + (dims.BLOCK_D if dims.BLOCK_REST else 0), BLOCK_REST=0)  # one tile holds Dk
-    tiles = {"SHARED": shared, "HEADS": heads, "TOKENS": max(tile_size(S * shared, 1), MIN_TILE // heads)}
+    tiles = {"SHARED": shared, "HEADS": heads, "TOKENS": max(tile_size(rows * shared, 1), MIN_TILE // heads)}
     tiles |= {"BLOCKS": config.block_l // pieces, "PIECES": pieces, "PARTS": -(-rule.pieces // pieces), "EARLY": early}
+    tiles |= {"ROWS": rows, "SEARCH": search}
     started = {"launch_pdl": True} if early else {}
     return Kernel(few_scores_kernel, dims=dims, rule=rule.of_keys(), pool=pool, cache=cache, **tiles, **started, **options(config))

@@ -16,11 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_sel.backends._triton.arguments import Dims, dims_of, options
+from nsa_sel.backends._triton.choose_few import Cache, step_keys, step_pages
 from nsa_sel.backends._triton.choose_rows import seen_keys, sizes_of, strides_of
+from nsa_sel.backends._triton.group_ranges import float16_rows
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.rows import row_position
 from nsa_sel.backends._triton.softmax import dot
-from nsa_sel.backends._triton.tiles import aligned, key_descriptors, key_pointers, load_columns, row_pointers
+from nsa_sel.backends._triton.tiles import aligned, key_descriptors, load_columns, row_pointers
 from nsa_sel.core.call import ChooseCall, Pool, Rule, device_info
 from nsa_sel.settings.schema import KernelConfig
 
@@ -30,43 +32,67 @@ LONG = 64  # index keys of a block from which a tile of one head is as wide
 PROGRAMS, LEAST_KEYS = 512, 512  # fewer programs share the keys of their rows, each with this many at least
 
 
+CONTIGUOUS = Cache(False, 0, False)
+
+
 @triton.jit
-def reduced_logits(queries, k_tile, pool: tl.constexpr):
-    """Return x [TOKENS, BLOCK_K]: q.k of each head's queries [TOKENS, BLOCK_D], not scaled yet, reduced over the heads."""
-    x = head_logits(queries[0], k_tile, pool)
+def head_queries(q, strides, b, g, row, is_token, k_dtype: tl.constexpr, scale, dims: tl.constexpr):
+    """Return the queries of each head [TOKENS, BLOCK_D] in the dtype that multiplies keys, and the factors of their
+    products: `scale`, times [TOKENS, 1] of queries that became float16."""
+    HEADS: tl.constexpr = dims.h
+    queries, rates = (), ()
+    for head in tl.static_range(0, HEADS):
+        q_tile = load_columns(row_pointers(q, strides.q, b, g, row, head), is_token, 0, dims.Dk, dims.BLOCK_D)
+        rate = scale
+        if k_dtype != q_tile.dtype and q_tile.dtype == tl.bfloat16:
+            q_tile, factor = float16_rows(q_tile)
+            rate = factor * scale
+        queries, rates = queries + (q_tile,), rates + (rate,)  # type: ignore[assignment]  # noqa: RUF005
+    return queries, rates
+
+
+@triton.jit
+def reduced_logits(queries, rates, k_tile, factor, pool: tl.constexpr):
+    """Return x [TOKENS, BLOCK_K]: q.k of each head's queries [TOKENS, BLOCK_D], not scaled yet, reduced over the heads.
+
+    rates, factor: of the products of quantized keys, [TOKENS, 1] for each head and [1, BLOCK_K], or 1.
+    """
+    x = head_logits(queries[0], rates[0], k_tile, factor, pool)
     for head in tl.static_range(1, len(queries)):
-        other = head_logits(queries[head], k_tile, pool)
+        other = head_logits(queries[head], rates[head], k_tile, factor, pool)
         x = tl.maximum(x, other) if pool.heads_max else x + other
     return x
 
 
 @triton.jit
-def head_logits(q_tile, k_tile, pool: tl.constexpr):
-    x = dot(q_tile, k_tile.T)
+def head_logits(q_tile, rate, k_tile, factor, pool: tl.constexpr):
+    x = dot(q_tile, k_tile.to(q_tile.dtype).T) * rate * factor
     return tl.maximum(x, 0.0) if pool.relu else x
 
 
 @triton.jit
 def logit_steps(
-    step, last_step, own, queries, seen, k_desc, k, out, is_token, strides, b, g, sizes, blocks, scale,
-    dims: tl.constexpr, rule: tl.constexpr, pool: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
+    step, last_step, own, queries, rates, seen, k_desc, k, k_scale, table, out, is_token, strides, stride_scale, b, g, C, blocks, scale,
+    dims: tl.constexpr, rule: tl.constexpr, pool: tl.constexpr, cache: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Score the BLOCK_K keys of each of the steps [step, last_step) and write the blocks that are complete.
 
     own [TOKENS]: the largest of the current block's keys so far, where a block of STEP keys takes several steps.
+    C: keys that exist; the block table is read one step ahead.
     """
     STEP: tl.constexpr = rule.block_size // rule.compress_stride
     TOKENS: tl.constexpr = out.shape[0]
     BLOCKS: tl.constexpr = max(1, BLOCK_K // STEP)
     PARTS: tl.constexpr = max(1, STEP // BLOCK_K)
+    PIECES: tl.constexpr = min(STEP, BLOCK_K)
+    coming = step_pages(k_desc, table, step, C, STEP, BLOCKS, PIECES, PARTS, cache)
     for i in range(step, last_step):
-        key = i * BLOCK_K + tl.arange(0, BLOCK_K)
-        if k_desc is not None:
-            k_tile = k_desc.load([b, g, i * BLOCK_K, 0]).reshape(BLOCK_K, dims.BLOCK_D)
-        else:
-            pointers = key_pointers(k, strides.k, b.to(tl.int64), g.to(tl.int64), key)
-            k_tile = load_columns(pointers, key < sizes.C, 0, dims.Dk, dims.BLOCK_D)
-        x = reduced_logits(queries, k_tile, pool)
+        page, key = coming, i * BLOCK_K + tl.arange(0, BLOCK_K)
+        coming = step_pages(k_desc, table, i + 1, C, STEP, BLOCKS, PIECES, PARTS, cache)
+        k_tile, factor = step_keys(k_desc, k, k_scale, page, strides, stride_scale, b, g, key, key < C, i * BLOCK_K, dims, BLOCK_K, cache)
+        if cache.PAGE_SCALES and k_desc is None:
+            factor = factor.T
+        x = reduced_logits(queries, rates, k_tile, factor, pool)
         if MASKED:
             x = tl.where(key[None, :] < seen[:, None], x, float("-inf"))
         if PARTS > 1:
@@ -85,7 +111,7 @@ def logit_steps(
 @triton.jit
 def block_logits_kernel(
     q, k_desc, k, q_pos, scores, strides, stride_scores, sizes, blocks, shares, scale, dims: tl.constexpr, rule: tl.constexpr,
-    pool: tl.constexpr, TOKENS: tl.constexpr, BLOCK_K: tl.constexpr,
+    pool: tl.constexpr, cache: tl.constexpr, TOKENS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Store scores [B,S,G,blocks] up to the block of each tile's last position; later scores stay uninitialized.
 
@@ -102,11 +128,7 @@ def block_logits_kernel(
     token = row0 + tl.arange(0, TOKENS)  # [TOKENS], as row and seen
     is_token = token < sizes.S
     row = tl.minimum(token, sizes.S - 1).to(tl.int64)
-    HEADS: tl.constexpr = dims.h
-    queries = ()
-    for head in tl.static_range(0, HEADS):
-        q_tile = load_columns(row_pointers(q, strides.q, b64, g64, row, head), is_token, 0, dims.Dk, dims.BLOCK_D)
-        queries = queries + (q_tile,)  # type: ignore[assignment]  # noqa: RUF005
+    queries, rates = head_queries(q, strides, b64, g64, row, is_token, k.dtype.element_ty, 1.0, dims)
     seen = seen_keys(q_pos, strides.pos, b64, row, sizes, rule)
     t = tl.max(row_position(q_pos, strides.pos, b64, row, sizes.start), 0)
     end = tl.minimum(tl.where(t < 0, 0, t // rule.block_size + 1), blocks).to(tl.int32)
@@ -117,15 +139,15 @@ def block_logits_kernel(
     whole = tl.maximum(tl.minimum(tl.min(seen, 0) // BLOCK_K, last_step), step)
 
     out = scores + b64 * stride_scores[0] + g64 * stride_scores[2] + row * stride_scores[1]
-    shared = g if strides.k[1] != 0 else 0  # keys that all groups share have one group in the descriptor
+    shared = g64 if strides.k[1] != 0 else 0 * g64  # keys that all groups share have one group in the descriptor
     own = tl.full([TOKENS], float("-inf"), tl.float32)
     own = logit_steps(
-        step, whole, own, queries, seen, k_desc, k, out, is_token, strides, b, shared, sizes, blocks, scale, dims, rule, pool, BLOCK_K,
-        False,
+        step, whole, own, queries, rates, seen, k_desc, k, None, None, out, is_token, strides, (0, 0), b64, shared, sizes.C, blocks, scale,
+        dims, rule, pool, cache, BLOCK_K, False,
     )  # fmt: skip
     logit_steps(
-        whole, last_step, own, queries, seen, k_desc, k, out, is_token, strides, b, shared, sizes, blocks, scale, dims, rule, pool, BLOCK_K,
-        True,
+        whole, last_step, own, queries, rates, seen, k_desc, k, None, None, out, is_token, strides, (0, 0), b64, shared, sizes.C, blocks,
+        scale, dims, rule, pool, cache, BLOCK_K, True,
     )  # fmt: skip
 
 
@@ -172,4 +194,4 @@ def block_logits(call: ChooseCall, scores: Tensor, config: KernelConfig) -> None
 @functools.lru_cache(REMEMBERED)
 def _logits_kernel(dims: Dims, rule: Rule, pool: Pool, config: KernelConfig) -> Kernel:
     tiles = {"TOKENS": config.rows, "BLOCK_K": config.block_l}
-    return Kernel(block_logits_kernel, dims=dims, rule=rule.of_keys(), pool=pool, **tiles, **options(config))
+    return Kernel(block_logits_kernel, dims=dims, rule=rule.of_keys(), pool=pool, cache=CONTIGUOUS, **tiles, **options(config))

@@ -22,7 +22,7 @@ from nsa_sel.backends._triton.group_ranges import (
     step_weights,
     store_rows,
 )
-from nsa_sel.backends._triton.rows import clamp_range, is_new, new_entries, page_of, split_blocks
+from nsa_sel.backends._triton.rows import clamp_range, is_new, new_entries, page_of, split_blocks, table_row
 from nsa_sel.backends._triton.softmax import add_product, chosen_step, p_and_ds, products
 from nsa_sel.backends._triton.tiles import cached_pointers, load_columns, store_columns
 from nsa_sel.backends._triton.walk import empty_sums
@@ -79,7 +79,7 @@ def forward_blocks_kernel(
     )
 
     q_tile, k_rate, v_rate = quantized_row(q_tile, k, k_scale, v_scale, of_cache, g, cache.PAGE_SCALES)
-    table = block_table + b * of_cache.table if PAGE > 0 else block_table
+    table = table_row(block_table, q_pos, strides, of_cache, b, cache.PACKED) if PAGE > 0 else block_table
     starts, listed, last_whole, cut_start, cut_end = split_blocks(row_ranges, n, limit, BLOCK, NP)
     new = new_entries(starts, NP)
     acc, l, m = empty_sums(BLOCK_H, BLOCK_DV, lse.dtype.element_ty)

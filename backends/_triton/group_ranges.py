@@ -11,7 +11,7 @@ Masks: key numbers past the last key are loaded as zeros and get logits of -inf 
 Constants that forward kernels share:
     cache   where keys lie: LENGTHS (q_pos holds sequence lengths), PAGE (k and v are page pools [pages,G,PAGE,D]; 0:
             not paged), PAGE_SCALES (quantized keys have one scale per page and head), REPEATS (a row may
-            name a block twice)
+            name a block twice), PACKED (a sequence is one row of a packed batch)
     SPLIT   few rows: a row's keys are split over `splits` programs, which write float32 partials [rows, splits, ...]
             with base-2 lse for combine.py
 
@@ -39,6 +39,7 @@ from nsa_sel.backends._triton.rows import (
     positions_of,
     row_limit,
     share_of,
+    table_row,
     walk_ranges,
 )
 from nsa_sel.backends._triton.softmax import LN_2, add_product, chosen_step, delta_and_lse, finish_softmax, p_and_ds, products
@@ -173,7 +174,7 @@ def forward_ranges_kernel(
         q, ranges, q_pos, strides, sizes, n, tl.program_id(0) // splits, dims, BLOCK_H, cache.LENGTHS
     )  # fmt: skip
     q_tile, k_rate, v_rate = quantized_row(q_tile, k, k_scale, v_scale, of_cache, g, cache.PAGE_SCALES)
-    table = block_table + b * of_cache.table if cache.PAGE > 0 else block_table
+    table = table_row(block_table, q_pos, strides, of_cache, b, cache.PACKED) if cache.PAGE > 0 else block_table
     low, high = 0, sizes[1]
     if ONE_WALK:
         shift, before, after, total = walk_ranges(row_ranges, 0, n, limit, NP, table, PAGE, cache.REPEATS)
@@ -227,7 +228,7 @@ def forward_small_blocks_kernel(
         q, ranges, q_pos, strides, sizes, n, tl.program_id(0) // splits, dims, BLOCK_H, cache.LENGTHS
     )  # fmt: skip
     q_tile, k_rate, v_rate = quantized_row(q_tile, k, k_scale, v_scale, of_cache, g, cache.PAGE_SCALES)
-    table = block_table + b * of_cache.table if cache.PAGE > 0 else block_table
+    table = table_row(block_table, q_pos, strides, of_cache, b, cache.PACKED) if cache.PAGE > 0 else block_table
     begin, stop = 0, n * BLOCK  # may exceed the number of keys: empty ranges take key numbers, too
     if SPLIT:
         begin, high = share_of(split, splits, n * BLOCK, BLOCK_L)

@@ -184,6 +184,14 @@ def block_keys(
 
 
 @triton.jit
+def table_row(block_table, q_pos, strides, of_cache, b, PACKED: tl.constexpr):
+    """Return a pointer to sequence b's row of the block table. PACKED: that of its request, which follows its length in
+    q_pos."""
+    request = tl.load(q_pos + b * strides.pos[0] + 1).to(tl.int64) if PACKED else b
+    return block_table + request * of_cache.table
+
+
+@triton.jit
 def page_of(position, exists, table, PAGE: tl.constexpr):
     """Return the page of each key `position`. table: a sequence's row of the block table, read only where the key
     exists."""

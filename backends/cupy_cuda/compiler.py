@@ -20,7 +20,7 @@ from nsa_sel.settings.tuned import cache_folder
 Constants = tuple[tuple[str, int], ...]  # macros, in the order of their names
 OPTIONS = ("-std=c++17", "-lineinfo")
 OPTIONAL = {  # macros that a launcher may leave out, and their values then; the sources that read them explain them
-    "PAGE": -1, "SHARED_BY": 1, "WINDOW": 0, "COMPRESS_BLOCK": 0, "COMPRESS_STRIDE": 1,  # problem.cuh
+    "PAGE": -1, "PACKED": 0, "SHARED_BY": 1, "WINDOW": 0, "COMPRESS_BLOCK": 0, "COMPRESS_STRIDE": 1,  # problem.cuh
     "E4M3": 0, "PAGE_SCALES": 0,  # stored_tiles.cuh
     "ORDER_TOKENS": 0, "FEW_TOKENS": 0, "MIXED_TILES": 0,  # tile_plan.cuh
     "REPEATED_BLOCK": 0, "NAMED_WORDS": 0,  # key_tiles.cuh, named_blocks.cuh

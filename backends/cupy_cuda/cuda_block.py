@@ -19,7 +19,6 @@ from torch import Tensor
 
 from nsa_sel.backends import triton_block
 from nsa_sel.backends._loads import lists_of
-from nsa_sel.backends._triton import arguments
 from nsa_sel.backends._triton.key_to_rows import KeyToRows
 from nsa_sel.backends._triton.large_blocks import is_large
 from nsa_sel.backends._triton.units import Unit, units, workspace_beside_plan
@@ -27,7 +26,7 @@ from nsa_sel.backends.cupy_cuda import launch, sm90
 from nsa_sel.backends.cupy_cuda.compiler import Constants
 from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows as SegmentedLists
 from nsa_sel.backends.cupy_cuda.key_to_rows import lists_fit, most_segments, segment_length, sort
-from nsa_sel.backends.launcher.buffers import temporary, unwritten
+from nsa_sel.backends.launcher.buffers import outputs, temporary, unwritten
 from nsa_sel.backends.launcher.cuda_driver import thread
 from nsa_sel.backends.launcher.passes import backward_of_any_scale, cached_by_class, forward_of_any_scale
 from nsa_sel.backends.launcher.replay import kept_plan
@@ -104,7 +103,7 @@ def _joined(
     q, h = call.q, call.q.shape[3]
     turns = _turns(call, lists)
     lists = lists._replace(pairs=lists.pairs // turns)
-    o, lse = arguments.outputs(call)
+    o, lse = outputs(call)
     sizes = (lists.pairs, lists.section, call.selection.n * lists.reach, h)
     parts = [(temporary(call, o, *sizes, o.shape[4]), temporary(call, lse, *sizes)) for _ in range(turns)]
     streams, early = _streams(q, turns), turns == 1

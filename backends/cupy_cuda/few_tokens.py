@@ -17,7 +17,7 @@ from nsa_sel.backends.cupy_cuda import launch, sm90
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
 from nsa_sel.backends.cupy_cuda.tensor_map import row_map, tensor_map
 from nsa_sel.backends.cupy_cuda.whole_blocks import page_scales_of, step_map
-from nsa_sel.backends.launcher.buffers import unwritten
+from nsa_sel.backends.launcher.buffers import outputs
 from nsa_sel.backends.specs import E4M3_TILE_ROWS, HOPPER_TILES
 from nsa_sel.core.call import Call
 from nsa_sel.core.request import FEW_TOKENS
@@ -84,7 +84,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     q, v, block = call.q, call.v, call.selection.block_size
     (B, S, G, h, Dk), Dv, sm_count = q.shape, v.shape[3], call.device.sm_count
     assert block is not None, "supports"
-    o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
+    o, lse = outputs(call)
     bf16, alone = q.dtype == torch.bfloat16, B * G <= sm_count
     plan = plan_of(S, h, Dk, Dv, block, bf16, alone, call.device.shared_memory, launch.page_of(call), call.groups_per_selection)
     lists = (0, 0, 0, 1, 0, B * G, 1, 0, 0)  # `TilePlan` (tile_plan.cuh): a tile per CTA, whose list is not in memory
@@ -144,7 +144,7 @@ def forward_e4m3(call: Call) -> tuple[Tensor, Tensor]:
     q, block = call.q, call.selection.block_size
     (B, S, G, h, Dk), Dv = q.shape, call.v.shape[3]
     assert block is not None, "Backend.quantized_by"
-    o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
+    o, lse = outputs(call)
     bf16, page, page_scales = q.dtype == torch.bfloat16, launch.page_of(call), bool(page_scales_of(call))
     plan = plan_of_e4m3(S, h, Dk, Dv, block, bf16, call.device.shared_memory, page, page_scales, call.groups_per_selection)
     stored = (sm90.loadable(call.k), sm90.loadable(call.v))

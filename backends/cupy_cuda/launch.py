@@ -137,9 +137,9 @@ def page_of(call: Call) -> int | None:
     return 0 if call.block_table is None else call.k.shape[2]
 
 
-def cache_macros(page: int | None) -> dict[str, int]:
-    """Return the macros of a kernel that reads a cache with such pages."""
-    return {} if page is None else {"PAGE": page}
+def cache_macros(page: int | None, packed: bool = False) -> dict[str, int]:
+    """Return the macros of a kernel that reads a cache with such pages. packed: `Call.table_rows` says whose."""
+    return {} if page is None else {"PAGE": page} | ({"PACKED": 1} if packed else {})
 
 
 def plan_problem(call: Call) -> tuple[Any, ...]:

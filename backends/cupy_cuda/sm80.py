@@ -15,7 +15,7 @@ from torch import Tensor
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
 from nsa_sel.backends.cupy_cuda.key_to_rows import key_value_gradients
-from nsa_sel.backends.launcher.buffers import temporary, unwritten
+from nsa_sel.backends.launcher.buffers import outputs, temporary, unwritten
 from nsa_sel.core.call import Call
 
 MOST_NAMED = 1 << 10  # words of a warp's bitmap of blocks, in static shared memory: see `launch.named_blocks`
@@ -96,6 +96,7 @@ def row_shape(h: int, Dk: int, Dv: int, longest: int, shared_memory: int, backwa
 def row_plan(
     rows: int, h: int, Dk: int, Dv: int, longest: int, bf16: bool, aligned: bool, sm: int | None, sm_count: int, shared_memory: int,
     page: int | None = None, one_page: bool = False, block: int = 0, named: int = 0, share: int = 1,
+    packed: bool = False,
 ) -> RowPlan:  # fmt: skip
     """Return the launch for `rows` rows of at most `longest` keys, each split over enough CTAs to fill the GPU.
 
@@ -111,7 +112,7 @@ def row_plan(
     if sm in WITH_CLUSTERS and tiles <= MOST_CLUSTER_TILES * MOST_CTAS:
         splits = cluster = 1 << min(splits, MOST_CTAS).bit_length() - 1
     combined = splits > cluster
-    cache = {**launch.cache_macros(page), **({"ONE_PAGE": 1} if one_page else {}), "SHARED_BY": share}
+    cache = {**launch.cache_macros(page, packed), **({"ONE_PAGE": 1} if one_page else {}), "SHARED_BY": share}
     if block:
         cache |= {"REPEATED_BLOCK": block, "NAMED_WORDS": named}
     macros = constants(
@@ -137,9 +138,9 @@ def forward_rows(call: Call) -> tuple[Tensor, Tensor]:
     macros, shape, head_tiles, splits, combined = row_plan(
         rows, h, Dk, Dv, longest, bf16, aligned, facts.sm, facts.sm_count, facts.shared_memory,
         page, bool(page and block and page % block == 0), 0 if named is None or block is None else block, named or 0,
-        call.groups_per_selection,
+        call.groups_per_selection, call.table_rows is not None,
     )  # fmt: skip
-    o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
+    o, lse = outputs(call)
     split_o, split_lse = o, lse
     if combined:
         split_o = temporary(call, q, rows * h * splits * Dv, dtype=torch.float32)

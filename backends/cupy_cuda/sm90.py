@@ -24,7 +24,7 @@ from nsa_sel.backends.cupy_cuda.compiler import Constants
 from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows, build_lists, list_gradients, lists_fit, most_segments, numbers_of_lists
 from nsa_sel.backends.cupy_cuda.tensor_map import key_group_map, row_map, tensor_map
 from nsa_sel.backends.cupy_cuda.token_order import places, start_union, stretch_of
-from nsa_sel.backends.launcher.buffers import bits_dtype, temporary, unwritten
+from nsa_sel.backends.launcher.buffers import bits_dtype, outputs, temporary, unwritten
 from nsa_sel.backends.launcher.passes import cached_by_class
 from nsa_sel.backends.launcher.replay import kept_plan
 from nsa_sel.backends.specs import HOPPER_TILES
@@ -158,8 +158,7 @@ def _tile_maps(call: Call) -> tuple[bytes, bytes]:
 
 def forward_tiles(call: Call) -> tuple[Tensor, Tensor]:
     """Return o [B,S,G,h,Dv] and lse [B,S,G,h]; the scale is positive."""
-    B, S, G, h, _ = call.q.shape
-    o, lse = unwritten(call.q, B, S, G, h, call.v.shape[-1]), unwritten(call.q, B, S, G, h, dtype=torch.float32)
+    o, lse = outputs(call)
     stretch = stretch_of(call)
     by_parts(call, *_plan_sizes(call, stretch), functools.partial(_forward, stretch), o, lse)
     return o, lse

@@ -15,7 +15,7 @@ from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
 from nsa_sel.backends.cupy_cuda.sm90 import KEYS, MOST_STAGES, loadable, mappable
 from nsa_sel.backends.cupy_cuda.tensor_map import tensor_map
-from nsa_sel.backends.launcher.buffers import unwritten
+from nsa_sel.backends.launcher.buffers import outputs
 from nsa_sel.backends.specs import HOPPER_STEPS, WIDEST
 from nsa_sel.core.call import Call
 
@@ -87,7 +87,7 @@ def next_first(work: int, steps: int, cluster: int, ctas: int) -> bool:
 @functools.lru_cache(maxsize=1024)
 def plan_of(
     work: int, h: int, Dk: int, Dv: int, n: int, block: int, bf16: bool, sm_count: int, shared_memory: int, page: int | None = None,
-    page_scales: bool | None = None, named: int = 0, share: int = 1,
+    page_scales: bool | None = None, named: int = 0, share: int = 1, packed: bool = False,
 ) -> Plan:  # fmt: skip
     """Return the launch of forward_blocks.cu for `work` (row, heads) of n blocks.
 
@@ -115,7 +115,7 @@ def plan_of(
     macros = constants(
         BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=1, STAGES=stages, HEAD_WARPS=head_warps, PER_SM=per_sm, BLOCK=block, CLUSTER=cluster,
         NEXT_FIRST=int(next_first(work, steps, cluster, per_sm * sm_count)), SHARED_BYTES=own_bytes, NAMED_WORDS=named,
-        **launch.cache_macros(page), SHARED_BY=share, **quantized,
+        **launch.cache_macros(page, packed), SHARED_BY=share, **quantized,
     )  # fmt: skip
     ctas = work * cluster if cluster > 1 else min(work, per_sm * sm_count)
     return Plan(macros, ctas, 32 * (CONSUMER_WARPS + (LOADERS if small else 1)), stages * step_bytes + row_bytes)
@@ -138,11 +138,11 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     B, S, G, h, Dk = q.shape
     Dv = call.v.shape[-1]
     assert selection.block_size is not None, "supports"
-    o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
+    o, lse = outputs(call)
     work, (listed, named) = B * S * G * head_tiles(h), launch.named_blocks(call, MOST_NAMED)
     plan = plan_of(
         work, h, Dk, Dv, selection.n, selection.block_size, q.dtype == torch.bfloat16, facts.sm_count, facts.shared_memory,
-        launch.page_of(call), page_scales_of(call), named or 0, call.groups_per_selection,
+        launch.page_of(call), page_scales_of(call), named or 0, call.groups_per_selection, call.table_rows is not None,
     )  # fmt: skip
     stored = () if selection.block_size < KEYS else (loadable(call.k), loadable(call.v))  # copies must live until the launch
     launch.start(

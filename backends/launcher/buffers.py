@@ -39,6 +39,20 @@ def unwritten(like: Tensor, *sizes: int, dtype: torch.dtype | None = None) -> Te
     return made
 
 
+def outputs(call: Any) -> tuple[Tensor, Tensor]:
+    """Return contiguous o [B,S,G,h,Dv] and lse [B,S,G,h] for a kernel of a `Call` to write: the caller's, or uninitialized.
+
+    lse is float32, or float64 for float64 inputs (only in Triton's interpreter).
+    """
+    q, (o, lse) = call.q, call.out
+    B, S, G, h, _ = q.shape  # unpacking is twice as fast as passing a torch.Size
+    if o is None or not o.is_contiguous():
+        o = unwritten(q, B, S, G, h, call.v.shape[3])
+    if lse is None or not lse.is_contiguous():
+        lse = unwritten(q, B, S, G, h, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return o, lse
+
+
 def bits_dtype(rows: int) -> torch.dtype:
     """Return the smallest integer dtype with one bit per row, for at most 64 rows."""
     return next(x for x in (torch.int8, torch.int16, torch.int32, torch.int64) if torch.iinfo(x).bits >= rows)

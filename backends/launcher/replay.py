@@ -41,6 +41,7 @@ from nsa_sel.errors import BackendError
 Call = Any
 ALIGNMENT = 256  # bytes between tensors in one buffer: enough for TMA and 16-byte loads
 _fills = torch._C._get_deterministic_algorithms  # if True, PyTorch fills new tensors
+_address = Tensor.data_ptr
 TRIES = 3  # failed recording attempts per class after its first pass: a pass that compiles cannot be recorded
 LEAST_ADDRESS = 1 << 32  # arguments of at least this value are addresses
 MOST_BYTES = 1 << 30  # largest buffer of temporaries, or of plans; calls that need more are GPU-bound, so replay saves nothing
@@ -90,17 +91,18 @@ class Recordings:
         """Return the results of a replay; None if nothing fits, or if the driver refuses a launch.
 
         Args:
-            addresses: of the tensors that kernels read, 0 for None. Replays need multiples of 16.
+            addresses: of the tensors that kernels read, 0 for None. Replays need multiples of 16 (`_Ready.batch`).
             stream: the current stream, 0 on a CPU.
             kept: the plans of the selection.
             call: the pass's call, with which Python builds plans that no replay can build.
         """
-        if thread.recording is not None or functools.reduce(operator.or_, addresses) & 15 or _fills() or cuda_driver.hooked():
+        if thread.recording is not None or _fills() or cuda_driver.hooked():
             return None  # the first: nested in a pass that is being recorded
         for recording in self.made:
             ready = thread.ready.get((recording.number, stream)) or _ready(recording, stream)
-            if kept.keys().isdisjoint(ready.built) and (not ready.given or ready.has_given(kept, call)):
-                return ready.play(addresses, kept)
+            given: list[Any] = [*map(kept.get, ready.given)]
+            if kept.keys().isdisjoint(ready.built) and (None not in given or ready.build_given(kept, given, call)):
+                return ready.play(addresses, kept, given)
         return None
 
     def run(self, addresses: list[int], stream: int, kept: Plans, work: Callable[[], Any], call: Call = None) -> Any:
@@ -139,12 +141,12 @@ class Shortcut:
     microsecond.
     """
 
-    __slots__ = ("_guards", "_recordings")
+    __slots__ = ("_guards", "recordings")
 
-    def __init__(self, recordings: Recordings, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
         """tensors: of a recorded pass, of which others must agree; empty if callers have checked theirs."""
         self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None) if tensors else None
-        self._recordings = recordings
+        self.recordings: list[Recordings | None] = [None, None]  # of passes that read ranges; that make them from block indices
 
     def __call__(self, selection: Any, *tensors: Tensor) -> Any:
         """Return the results of a pass, or None if it can't be replayed.
@@ -161,21 +163,33 @@ class Shortcut:
                 return None
             stream = stream_of(device)
             on = (*DISJOINT, stream)
-        snapshot = selection.current()
-        if snapshot is None or snapshot.exact is not None:
-            return None
-        distinct = snapshot.plans.get(on)
-        ranges = selection.ranges if selection.disjoint else None if distinct is None else distinct.value
-        if ranges is None or not ranges.is_contiguous():
-            return None
-        addresses = [x.data_ptr() for x in tensors]
-        addresses.insert(3, ranges.data_ptr())
+        addresses = [*map(_address, tensors)]
+        indices, plans = selection.indices, Plans()
+        if indices is not None:
+            address = indices.data_ptr()
+        else:
+            snapshot = selection.current()
+            if snapshot is None or snapshot.exact is not None:
+                return None
+            plans = snapshot.plans
+            distinct = plans.get(on)
+            if distinct is not None:
+                address = distinct.addresses()[0]
+            elif selection.disjoint and selection.ranges.is_contiguous():
+                address = selection.ranges.data_ptr()
+            else:
+                return None
+        addresses.insert(3, address)
         if len(addresses) > 4:
             addresses.append(0)
+        recordings = self.recordings[indices is not None]
         try:
-            return self._recordings.replay(addresses, stream, snapshot.plans)
+            result = None if recordings is None else recordings.replay(addresses, stream, plans)
         except Exception:  # such as no memory: the pass runs in the usual manner, and raises its own error
             return None
+        if indices is not None and result is not None:
+            selection.keep(plans[on], plans[on].buffer, stream, plans)  # type: ignore[union-attr]
+        return result
 
 
 def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *numbers: Any) -> Plan:
@@ -205,22 +219,24 @@ def replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, .
     """Return `work(call, *given)`, a pass, run or replayed.
 
     Its kernels read q, k, v, the tensors in `given`, and the disjoint ranges; in the forward pass of few rows (without
-    `given`) `Call.listed_ranges`. A pass of few rows that reads the disjoint ranges is never recorded.
+    `given`) `Call.listed`. A pass of few rows that reads the disjoint ranges is never recorded. A forward pass of more
+    rows from block indices makes their ranges, too.
     """
-    known, settings = call.known, call.settings
+    known, settings, selection = call.known, call.settings, call.selection
     if REPEATED not in known or call.workspace is not None or call.capturing():
         return work(call, *given)
-    snapshot = call.selection.current()
+    few = not given and call.q.shape[1] <= FEW_TOKENS
+    of_indices = not given and not few and not settings.debug_triton and not torch.is_inference_mode_enabled()
+    indices = selection.indices if of_indices else None
+    snapshot = None if indices is not None else selection.current()
     kept, exact = ({}, None) if snapshot is None else (snapshot.plans, snapshot.exact)
     stream = stream_of(call.q.get_device()) if call.q.is_cuda else 0
-    distinct = kept.get((*DISJOINT, stream) if call.q.is_cuda else DISJOINT)
-    if distinct is not None and (given or call.q.shape[1] > FEW_TOKENS):
-        ranges = distinct.value
-    else:
-        ranges = call.disjoint_ranges() if given else call.listed_ranges()
+    on = (*DISJOINT, stream) if call.q.is_cuda else DISJOINT
+    listed = indices if indices is not None else call.listed()[0] if few else call.disjoint_ranges()
     # `measure` may run between forward and backward; a row's longest range, its mean and sharing decide on sizes
-    key = (work, ranges.dtype, exact and exact[:3], *[None if x is None else (x.dtype, x.is_contiguous() or x.stride()) for x in given])
-    addresses = [call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), ranges.data_ptr()]
+    of_given = [None if x is None else (x.dtype, x.is_contiguous() or x.stride()) for x in given]
+    key = (work, listed.dtype, listed.dim(), exact and exact[:3], *of_given)
+    addresses = [call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), listed.data_ptr()]
     addresses += [0 if x is None else x.data_ptr() for x in given]
     if settings.debug_triton:
         return checked(known, key, addresses, work, lambda: work(call, *given))
@@ -229,22 +245,41 @@ def replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, .
         if not settings.traced:  # do not record the first pass: most keys occur once
             known.setdefault(key, Recordings())
         return work(call, *given)
-    result = recordings.run(addresses, stream, kept, lambda: work(call, *given), call)
+    if indices is None:
+        result = recordings.run(addresses, stream, kept, lambda: work(call, *given), call)
+    elif recordings.failed == TRIES:  # one of its plans can't be recorded
+        selection.counted  # noqa: B018  # makes the ranges
+        return replayed(call, work)
+    else:
+        result = recordings.run(addresses, stream, kept, lambda: _with_ranges(call, work))
+        if kept:
+            selection.keep(kept[on], kept[on].buffer, stream, kept)
     if recordings.made and exact is None and not settings.debug_nvtx:
-        _add_shortcut(call, recordings, given, len(result))
+        _add_shortcut(call, recordings, given, len(result), indices is not None)
     return result
 
 
-def _add_shortcut(call: Call, recordings: Recordings, given: tuple[Tensor | None, ...], results: int) -> None:
-    """Add the `Shortcut` of a pass to the facts of its class, if it fits: a forward pass that reads disjoint ranges, or a
-    backward pass without dlse, whose tensors all differ, and that returns dq, dk and dv alone."""
+def _with_ranges(call: Call, work: Callable[..., Any]) -> Any:
+    """Make the ranges of a call's block indices, and run a forward pass; its recording builds them as a plan."""
+    call.selection.counted  # noqa: B018
+    recorder: Recorder | None = thread.recording
+    if recorder is not None:
+        recorder.plans[DISJOINT] = call.selection._made.plan
+        recorder.built.append(DISJOINT)
+    return work(call)
+
+
+def _add_shortcut(call: Call, recordings: Recordings, given: tuple[Tensor | None, ...], results: int, of_indices: bool) -> None:
+    """Add the `Shortcut` of a pass to the facts of its class, if it fits: a forward pass that reads disjoint ranges or
+    makes them, or a backward pass without dlse, whose tensors all differ, and that returns dq, dk and dv alone."""
     if not given:
-        if "forward" not in call.known and not call.may_repeat():
-            call.known["forward"] = Shortcut(recordings, ())
+        if not call.may_repeat():
+            call.known.setdefault("forward", Shortcut(())).recordings[of_indices] = recordings
     elif "backward" not in call.known and given[-1] is None and results == 3:
         tensors = [call.q, call.k, call.v, *(x for x in given if x is not None)]
         if len({id(x) for x in tensors}) == len(tensors) == 6:
-            call.known["backward"] = Shortcut(recordings, tensors)
+            call.known["backward"] = shortcut = Shortcut(tensors)
+            shortcut.recordings[False] = recordings
 
 
 def checked(recordings: dict[Any, Any], key: Any, addresses: list[int], backend: Callable[..., Any], work: Callable[[], Any]) -> Any:
@@ -299,59 +334,68 @@ class _Ready:
     are cached by addresses, in one batch more for every NEW_ADDRESSES passes that find none.
     """
 
-    __slots__ = ("batches", "built", "given", "missed", "recording", "stream")
+    __slots__ = ("batches", "built", "given", "missed", "outputs", "recording", "stream")
 
     def __init__(self, recording: Recording, stream: int) -> None:
         on = () if recording.device < 0 else (stream,)
         self.recording, self.stream = recording, stream
         self.given = tuple([(*key, *on) for key in recording.given])  # keys of its plans on the stream
         self.built = {(*key, *on): facts for key, facts in recording.built.items()}
+        self.outputs = tuple(zip(*recording.outputs, strict=True))  # sizes, strides and dtypes
         self.batches: dict[tuple[int, ...], Batch] = {}  # by addresses
         self.missed = 0
 
-    def has_given(self, kept: Plans, call: Call) -> bool:
-        """Return True if the selection has the plans that the recording takes. Those of `Recording.by_python` are built
-        now, if there is a call to build them."""
-        if all(map(kept.__contains__, self.given)):
-            return True
+    def build_given(self, kept: Plans, given: list[Any], call: Call) -> bool:
+        """Build those of `Recording.by_python` that the selection lacks, if there is a call to build them; return True if
+        `given` then has all plans that the recording takes."""
         by_python = self.recording.by_python
-        lacking = [key for key, on in zip(self.recording.given, self.given, strict=True) if on not in kept]
-        if call is None or any(key not in by_python for key in lacking):
+        lacking = [i for i, plan in enumerate(given) if plan is None]
+        if call is None or any(self.recording.given[i] not in by_python for i in lacking):
             return False
-        for key in lacking:
+        for i in lacking:
+            key = self.recording.given[i]
             build, numbers = by_python[key]
             call.selection.plan(key, functools.partial(build, call, *numbers))
-        return all(map(kept.__contains__, self.given))
+            given[i] = kept.get(self.given[i])
+        return None not in given
 
-    def play(self, inputs: Sequence[int], kept: Plans) -> Any:
-        """Replay a pass and return its result, or None if the driver refuses a launch. kept: the plans of its selection."""
-        recording = self.recording
+    def play(self, inputs: Sequence[int], kept: Plans, given: Sequence[Plan | PlanInBuffer]) -> Any:
+        """Replay a pass and return its result, or None if the driver refuses a launch.
+
+        kept: the plans of its selection; given: those that the recording takes.
+        """
+        recording, scratch, plans = self.recording, None, None
         make = recording.make
-        outputs = tuple([make(*facts) for facts in recording.outputs])
-        scratch = make((recording.scratch,), (1,), torch.uint8) if recording.scratch else None
-        plans = make((recording.kept,), (1,), torch.uint8) if recording.kept else None
-        addresses: tuple[int, ...] = (
-            *inputs, *[x.data_ptr() for x in outputs],
-            0 if scratch is None else scratch.data_ptr(), 0 if plans is None else plans.data_ptr(),
-        )  # fmt: skip
-        for key in self.given:
-            addresses += tuple(kept[key].addresses())
+        outputs = (*map(make, *self.outputs),)
+        scratch_at = plans_at = 0
+        if recording.scratch:
+            scratch = make((recording.scratch,), (1,), torch.uint8)
+            scratch_at = scratch.data_ptr()
+        if recording.kept:
+            plans = make((recording.kept,), (1,), torch.uint8)
+            plans_at = plans.data_ptr()
+        addresses = (*inputs, *map(_address, outputs), scratch_at, plans_at)
+        for plan in given:
+            addresses += plan.addresses()
         batch = self.batches.get(addresses) or self.batch(addresses)
         if batch is None or batch.start():
             return None
         if plans is not None:
-            make_room(kept, len(self.built))
+            if kept:
+                make_room(kept, len(self.built))
             for key, facts in self.built.items():
-                kept[key] = PlanInBuffer(plans, facts)
+                kept[key] = PlanInBuffer(plans, plans_at, facts)
         return outputs
 
     def batch(self, addresses: tuple[int, ...]) -> Batch | None:
-        """Return the launches with these addresses; None if the driver refuses a tensor map.
+        """Return the launches with these addresses; None if one is no multiple of 16, or the driver refuses a tensor map.
 
         Builds a table of argument values: addresses of inputs, outputs, temporaries and plans; addresses at an offset
         within these; tensor maps; packed constants.
         """
         recording, table = self.recording, list[Any](addresses)
+        if functools.reduce(operator.or_, addresses) & 15:
+            return None
         table += [table[entry] + offset for entry, offset in recording.offsets]
         maps = [encode(table[entry]) for entry, encode in recording.maps]
         if None in maps:
@@ -456,6 +500,7 @@ class Recorder:
             or not outputs
             or not all(isinstance(value, tuple) and all(isinstance(x, Tensor | int | None) for x in value) for value in (result, *built))
             or len(outputs) != len(result)
+            or (self.by_python and DISJOINT in self.built)  # nobody would keep such a plan with the ranges
             or len(own) + len(kept) + len(outputs) != len(self.made)
             or any(0 < x < LEAST_ADDRESS for x in (*self.inputs, *(x.data_ptr() for x in self.made + of_given)))
             or max(sum(x.nbytes for x in tensors) for tensors in (own, kept)) > MOST_BYTES

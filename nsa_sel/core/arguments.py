@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.errors import ArgumentError, shown
+from nsa_sel.errors import ArgumentError, renamed, shown
 
 _MEANING = {
     "n": "the number of blocks that a row selects",
@@ -17,6 +17,7 @@ _MEANING = {
     "compress_stride": "the number of keys from one compressed key to the next",
     "window": "the number of keys that a row attends to",
     "max_length": "the most keys that a row selects, or leave it out",
+    "max_seqlen_q": "the most rows of a request, or leave it out",
 }
 _MOST = (1 << 31) - 1  # keys of a block, or of a row
 
@@ -254,6 +255,57 @@ def _longest(numbers: tuple[int, ...]) -> int:
 def _readable(bounds: Tensor) -> bool:
     """Return True if the host may read the numbers: on a CPU, not fake, and not while torch.compile traces."""
     return bounds.is_cpu and type(bounds) is Tensor and not torch.compiler.is_compiling()
+
+
+class Requests(NamedTuple):
+    """Requests whose rows follow one another: request r has the rows [cu[r], cu[r+1]), the last ones of its keys; later
+    rows are padding."""
+
+    cu: Tensor  # [R+1] int32, contiguous, on q's device
+    most: int  # rows of a request
+    numbers: tuple[int, ...] | None  # of cu, where the host may read them
+
+    @classmethod
+    def of(cls, q: Tensor, cu_seqlens_q: CuSeqlens, max_seqlen_q: int | None, cache_seqlens: Tensor) -> Requests:
+        """Return the requests of q [T,...] over caches of cache_seqlens [R] keys. Never waits for a GPU.
+
+        Raises:
+            ArgumentError: bad arguments; numbers on a GPU are not checked.
+        """
+        check_positive("max_seqlen_q", max_seqlen_q, optional=True)
+        try:
+            bounds = Bounds.of("cu_seqlens_q", cu_seqlens_q, len(q), q, max_seqlen_q)
+        except ArgumentError as error:
+            raise renamed(error, max_seqlen="max_seqlen_q") from None
+        if cache_seqlens.shape != (bounds.number(),):
+            raise ArgumentError(
+                "cu_seqlens_q",
+                f"of {bounds.number()} requests",
+                f"R + 1 entries for cache_seqlens [R] of shape {tuple(cache_seqlens.shape)}",
+                "pass one length per request, and where its rows begin",
+            )
+        most = max_seqlen_q if bounds.numbers is None else _longest(bounds.numbers)
+        cu = bounds.as_tensor().to(q.device, torch.int32, non_blocking=True).contiguous()
+        return cls(cu, len(q) if most is None else min(most, len(q)), bounds.numbers)
+
+    @property
+    def number(self) -> int:
+        """R, the number of requests."""
+        return len(self.cu) - 1
+
+    def rows(self, lengths: Tensor, T: int) -> tuple[Tensor, Tensor]:
+        """Return request and position, [T] int64, of each of T rows over caches of lengths [R] keys: request 0 and
+        position -1 for padding; a position is negative where a request has more rows than keys."""
+        row, cu = torch.arange(T, device=self.cu.device), self.cu.long()
+        request = torch.searchsorted(cu, row, right=True) - 1  # skips requests without rows
+        padding = request == self.number
+        request = request.masked_fill(padding, 0)
+        return request, (lengths.long()[request] - cu[request + 1] + row).masked_fill(padding, -1)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Return the first row of each request, and the one after its last; waits for a GPU whose numbers the host does
+        not know."""
+        return list(pairwise(self.cu.tolist() if self.numbers is None else self.numbers))
 
 
 def rounded_up(keys: int, block: int) -> int:

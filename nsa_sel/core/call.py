@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from nsa_sel.core.arguments import Bounds, compressed_bounds, range_dtype, row_positions, whole_blocks
+from nsa_sel.core.arguments import Bounds, Requests, compressed_bounds, range_dtype, row_positions, whole_blocks
 from nsa_sel.core.request import FEW_TOKENS, DeviceInfo, Request
 from nsa_sel.core.transforms import REPEATED, capturing
 from nsa_sel.errors import ArgumentError
@@ -125,6 +125,9 @@ class Call(_Logits):
         block_table: [B, pages of a sequence] int32, the pages of each sequence in a paged cache.
         workspace: memory for temporaries, if the user passed one.
         scales: of a quantized cache, None for k and v of q's dtype. Without gradients.
+        table_rows: [B] int32, the row of the block table that each sequence has; None for its own. Sequences are then rows
+            of a packed batch, S is 1, and lengths and table_rows are the columns of one tensor (`core.packed.rows_of`).
+        out: o and lse to write, or None for new ones. Backends may ignore them.
         known: cache of facts that follow from shapes, strides, alignment and settings alone, shared by the calls of a
             class (core/attend.py). Not copied by `replace`.
     """
@@ -143,6 +146,8 @@ class Call(_Logits):
     block_table: Tensor | None = None
     workspace: Workspace | None = None
     scales: Scales | None = None
+    table_rows: Tensor | None = None
+    out: tuple[Tensor | None, Tensor | None] = (None, None)
     known: dict[Any, Any] = field(default_factory=dict, init=False)
     _capturing: bool | None = field(default=None, init=False)
     _disjoint: Tensor | None = field(default=None, init=False)  # the disjoint ranges of a capture, or of inference mode
@@ -156,7 +161,7 @@ class Call(_Logits):
     def read_again(self) -> list[Tensor]:
         """Return the inputs besides q, k and v that the backward pass reads, if they have a version counter: autograd
         notices writes to them before backward."""
-        return [x for x in (self.selection.ranges, self.q_pos) if x is not None and not x.is_inference()]
+        return [x for x in (self.selection.counted, self.q_pos) if x is not None and not x.is_inference()]
 
     def nothing(self) -> tuple[Tensor, Tensor]:
         """Return o and lse of a call that selects nothing."""
@@ -204,10 +209,12 @@ class Call(_Logits):
         return self._listed
 
     def listed(self) -> tuple[Tensor, int]:
-        """Return `listed_ranges` and 0, or if the selection holds block indices instead: these [B,S,G,n], contiguous, and
-        their block size."""
-        indices, size = self.selection.indices, self.selection.block_size
-        return (self.listed_ranges(), 0) if indices is None or size is None else (indices, size)
+        """Return `listed_ranges` and 0, or of few rows, if the selection holds block indices instead: these [B,S,G,n],
+        contiguous, and their block size."""
+        selection, indices = self.selection, None
+        if self.q.shape[1] <= FEW_TOKENS:
+            indices = selection.captured_indices if self.capturing() else selection.indices
+        return (self.listed_ranges(), 0) if indices is None or selection.block_size is None else (indices, selection.block_size)
 
     def may_repeat(self) -> bool:
         """Return True if a row of `listed_ranges` may name a block twice."""
@@ -415,6 +422,8 @@ class ChooseCall(_Logits):
         lengths: [B] int32 or int64, keys of each sequence, in place of q_pos: row s is at lengths[b] + start + s.
         scales: of quantized index keys, else None.
         tail: whether a row's incomplete block is added to the n.
+        requests: of packed rows, where B = 1 and `lengths`, and k or the block table, have an entry for each request.
+            `start` is the first row of a part. Backends that do not take such calls get one per request.
     """
 
     function: ClassVar[str] = "compressed_attention"  # the public function, for messages
@@ -437,6 +446,7 @@ class ChooseCall(_Logits):
     lengths: Tensor | None = None
     scales: Scales | None = None
     tail: bool = False
+    requests: Requests | None = None
 
     def others(self) -> tuple[Any, ...]:
         """Return the arguments that follow q, k and v: what a backward pass keeps outside of autograd's saved tensors."""
@@ -493,6 +503,7 @@ class ChooseCall(_Logits):
         if self.q_pos is not None:
             return self.q_pos.long()
         if self.lengths is not None:
+            assert self.requests is None, "its backends compute the rows' positions"
             t = self.lengths.long().unsqueeze(1) + torch.arange(self.start, self.start + S, device=self.q.device)
             return t.clamp(max=self.blocks * self.rule.block_size - 1)
         if self.sequences is not None:
@@ -535,8 +546,12 @@ class ChooseCall(_Logits):
     def part(self, batch: slice, rows: slice) -> ChooseCall:
         """Return the call for some rows of some sequences, on views."""
         q_pos = None if self.q_pos is None else self.q_pos[batch, rows]
-        lengths = None if self.lengths is None else self.lengths[batch]
-        part = replace(self, q=self.q[batch, rows], start=self.start + (rows.start or 0), q_pos=q_pos, lengths=lengths)
+        part = replace(self, q=self.q[batch, rows], start=self.start + (rows.start or 0), q_pos=q_pos)
+        return part if self.requests is not None else part.over_caches(batch)
+
+    def over_caches(self, batch: slice) -> ChooseCall:
+        """Return the call over the lengths, keys and block tables of some sequences."""
+        part = replace(self, lengths=None if self.lengths is None else self.lengths[batch])
         if self.pages is None:
             part.k, part.v = self.k[batch], self.v[batch]
         else:
@@ -554,6 +569,14 @@ class ChooseCall(_Logits):
             if end > begin:
                 q, k, v = self.q[:, rows], self.k[:, :, keys], self.v[:, :, keys]
                 yield rows, keys, replace(self, q=q, k=k, v=v, blocks=-(-(end - begin) // self.rule.block_size), sequences=None)
+
+    def each_request(self) -> Iterator[tuple[slice, ChooseCall]]:
+        """Return the rows and the call of every request. Waits for a GPU as `Requests.spans`."""
+        assert self.requests is not None
+        for r, (begin, end) in enumerate(self.requests.spans()):
+            if end > begin:
+                rows = replace(self, q=self.q[:, begin:end], start=begin - end, requests=None)
+                yield slice(begin, end), rows.over_caches(slice(r, r + 1))
 
     def parts(self, row_bytes: int) -> Iterator[tuple[slice, slice]]:
         """Sequences and rows, in order, whose temporaries of row_bytes per row fit the scratch; one row at least."""
@@ -681,8 +704,8 @@ def call_over_pool(call: Call, block_table: Tensor) -> Call:
     page = start // page_size + torch.arange(pieces, device=start.device)  # [B,S,G,n,pieces], in the sequence
     low, high = torch.maximum(start, page * page_size), torch.minimum(end, (page + 1) * page_size)
     filled = high > low
-    sequence = torch.arange(len(block_table), device=start.device).view(-1, 1, 1, 1, 1)
-    pool_page = block_table[sequence, torch.where(filled, page, 0)].long()
+    sequence = torch.arange(len(block_table), device=start.device) if call.table_rows is None else call.table_rows
+    pool_page = block_table[sequence.view(-1, 1, 1, 1, 1), torch.where(filled, page, 0)].long()
     low, high = (torch.where(filled, x + pool_page * page_keys - page * page_size, 0) for x in (low, high))
     ranges = torch.stack((low, high), -1).flatten(3, 4).flatten(0, 1).unsqueeze(0)
     rows = ranges.shape[1]
@@ -692,7 +715,10 @@ def call_over_pool(call: Call, block_table: Tensor) -> Call:
     if scales is not None and scales.page_keys:
         scales = scales._replace(page_keys=page_keys)
     q = call.q.flatten(0, 1).unsqueeze(0)
-    return replace(call, q=q, k=k, v=v, selection=selection, q_pos=last, lengths=None, block_table=None, scales=scales)
+    return replace(
+        call, q=q, k=k, v=v, selection=selection, q_pos=last, lengths=None, block_table=None, scales=scales, table_rows=None,
+        out=(None, None),
+    )  # fmt: skip
 
 
 def _pool(name: str, x: Tensor) -> tuple[Tensor, int]:

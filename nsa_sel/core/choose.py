@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core import registry, run, transforms
-from nsa_sel.core.arguments import Bounds, check_tensors, range_dtype
+from nsa_sel.core.arguments import Bounds, Requests, check_tensors, range_dtype
 from nsa_sel.core.backend import ChooserModule
 from nsa_sel.core.call import DTYPES, LEAST_ROWS, NSA_POOL, SCRATCH, ChooseCall, PagedKeys, Pool, Rule, Sequences, device_info, is_aligned
 from nsa_sel.core.check import Index, check_choose, check_scale
@@ -124,9 +124,10 @@ def attention_of(name: str, _: Any) -> Callable[..., Any]:
 class IndexCache(NamedTuple):
     """The cache of index keys that a checked call chooses from."""
 
-    lengths: Tensor  # [B] int32 or int64, keys of each sequence
+    lengths: Tensor  # [B] int32 or int64, keys of each sequence; [R] with requests
     pages: PagedKeys | None
     scales: Scales | None
+    requests: Requests | None = None
 
 
 def best_blocks(
@@ -168,11 +169,19 @@ def _best_blocks(
     def function_of(name: str, _: Any) -> Callable[[ChooseCall], tuple[Tensor]]:
         module = registry.load_chooser(name)
 
-        def function(call: ChooseCall) -> tuple[Tensor]:
+        def choose(call: ChooseCall, out: Tensor) -> tuple[Tensor]:
             own = _log_sum_exp(module, call) if pool is None or (pool.softmax and lse is None) else lse
             if pool is None:
                 return (own,)  # type: ignore[return-value]
-            module.best_blocks(call, own, made)
+            module.best_blocks(call, own, out)
+            return (out,)
+
+        def function(call: ChooseCall) -> tuple[Tensor]:
+            if call.requests is None or getattr(module, "takes_requests", _never)(call):
+                return choose(call, made)
+            made.fill_(-1)
+            for rows, request in call.each_request():
+                choose(request, made[:, rows])
             return (made,)
 
         return function
@@ -186,9 +195,13 @@ def _best_blocks(
     decided = decided_choice(q, k, k, rule, scale, q_pos, decision, request, pool=NSA_POOL if pool is None else pool)
     decided.call.tail = tail
     if cache is not None:
-        decided.call.lengths, decided.call.pages, decided.call.scales = cache
-        decided.call.start = -q.shape[1]
+        decided.call.lengths, decided.call.pages, decided.call.scales, decided.call.requests = cache
+        decided.call.start = -q.shape[1] if cache.requests is None else 0
     return run.run_forward(decided, function_of)[0]  # type: ignore[no-any-return]
+
+
+def _never(_: ChooseCall) -> bool:
+    return False
 
 
 def _result(q: Tensor, rule: Rule, tail: bool, indices: bool, lse: bool) -> Tensor:

@@ -196,12 +196,19 @@ class Decided(NamedTuple):
 def decide_call(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, q_pos: Tensor | None, needs_grad: bool, backend: str | None,
     lengths: Tensor | None = None, block_table: Tensor | None = None, scales: Scales | None = None, counts: bool = True,
+    table_rows: Tensor | None = None, out: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Decided:  # fmt: skip
-    """Decide on arguments that `check_call` returned. counts: False if this call may not count sharing."""
+    """Decide on arguments that `check_call` returned, and those of `Call`. counts: False if this call may not count
+    sharing."""
     request, device = request_of(q, k, v, selection, needs_grad, block_table, scales), device_info(q.device)
+    if table_rows is not None:  # a batch of another number of rows is no new class
+        request = msgspec.structs.replace(request, B=1 << max(0, request.B - 1).bit_length())
     request, count = with_count(request, device, backend, q, selection, q_pos, lengths, counts)
     decision = decide(request, device, backend)
-    call = Call(q, k, v, selection, q_pos, scale, decision.settings, decision.device, lengths, block_table, scales=scales)
+    call = Call(
+        q, k, v, selection, q_pos, scale, decision.settings, decision.device, lengths, block_table, scales=scales, table_rows=table_rows,
+        out=out,
+    )  # fmt: skip
     return Decided(call, decision, request, count)
 
 

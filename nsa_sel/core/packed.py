@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from typing import Any, NamedTuple
 
@@ -77,6 +78,32 @@ def packed_attention(
         q, batch.k, batch.v, batch.selection, scale=scale, q_pos=batch.q_pos, return_lse=return_lse, backend=backend
     )  # fmt: skip
     return (results[0].squeeze(0), results[1].squeeze(0)) if return_lse else results.squeeze(0)
+
+
+KERNELS = "nsa_sel.backends._triton.packed_rows"  # imported with the first packed batch over caches on a GPU
+
+
+def rows_of(cu_seqlens_q: Tensor, cache_seqlens: Tensor, T: int, S_kv: int) -> Tensor:
+    """Return what each of T rows of a packed batch over caches reads, [T,2] int32: how many keys of its request it sees, at
+    most S_kv, and that request. 0 keys for rows behind the last request. Never waits for a GPU.
+
+    Args:
+        cu_seqlens_q: [R+1], the bounds of the requests' rows.
+        cache_seqlens: [R], their keys, those of the rows included.
+        T, S_kv: rows, and the most keys of a request.
+    """
+    device = cu_seqlens_q.device
+    if device.type == "cuda":
+        rows = torch.empty(T, 2, dtype=torch.int32, device=device)
+        with torch.cuda.device(device):
+            importlib.import_module(KERNELS).packed_rows(cu_seqlens_q, cache_seqlens, rows, S_kv)
+        return rows
+    row, ends = torch.arange(T, device=device), cu_seqlens_q[1:].long()
+    request = torch.searchsorted(ends, row, right=True)
+    exists = request < len(ends)
+    request = torch.where(exists, request, 0)
+    keys = (cache_seqlens.long()[request] - ends[request] + row + 1).clamp(0, S_kv)
+    return torch.stack((torch.where(exists, keys, 0), request), 1).int()
 
 
 class Batch(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 MOST_PLANS = 16
-DISJOINT = ("disjoint",)  # the key of disjoint ranges (`Selection.disjoint_ranges`)
+DISJOINT = ("disjoint",)  # the key of a tuple that begins with `Selection.disjoint_ranges`
 
 
 class Plan:
@@ -23,9 +23,9 @@ class Plan:
         self.states = states  # the states that `made_from` had when the plan was built
         self.made_from = made_from  # kept alive, so that no other tensor reuses the memory
 
-    def addresses(self) -> list[int]:
+    def addresses(self) -> tuple[int, ...]:
         """Return the addresses of the plan's tensors."""
-        return [x.data_ptr() for x in tensors_of(self.value)]
+        return tuple([x.data_ptr() for x in tensors_of(self.value)])
 
 
 class Part(NamedTuple):
@@ -44,24 +44,25 @@ class PlanInBuffer:
     """A plan of the ranges alone, whose tensors lie in one buffer. Most are read by kernels only: views take time, and
     are made when Python asks for the value."""
 
-    __slots__ = ("_buffer", "_facts", "_value")
+    __slots__ = ("_begin", "_facts", "_value", "buffer")
     states, made_from = (), ()
 
-    def __init__(self, buffer: Tensor, facts: tuple[Any, tuple[Any, ...], tuple[int, ...]]) -> None:
-        """facts: the type of the value, its fields (tensors as `Part`), and the offsets of its tensors."""
-        self._buffer, self._facts, self._value = buffer, facts, None
+    def __init__(self, buffer: Tensor, begin: int, facts: tuple[Any, tuple[Any, ...], tuple[int, ...]]) -> None:
+        """begin: the buffer's address. facts: the type of the value, its fields (tensors as `Part`), and the offsets of
+        its tensors."""
+        self.buffer, self._begin, self._facts, self._value = buffer, begin, facts, None
 
-    def addresses(self) -> list[int]:
+    def addresses(self) -> tuple[int, ...]:
         """Return the addresses of the plan's tensors."""
-        begin = self._buffer.data_ptr()
-        return [begin + offset for offset in self._facts[2]]
+        begin = self._begin
+        return tuple([begin + offset for offset in self._facts[2]])
 
     @property
     def value(self) -> Any:
         """Return the plan, a tuple of tensors and numbers."""
         if self._value is None:
             kind, fields, _ = self._facts
-            self._value = kind(x.of(self._buffer) if type(x) is Part else x for x in fields)
+            self._value = kind(x.of(self.buffer) if type(x) is Part else x for x in fields)
         return self._value
 
 

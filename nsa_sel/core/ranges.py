@@ -189,9 +189,10 @@ class Blocks(NamedTuple):
     captured: bool = False  # by a CUDA graph
 
     def kept(self) -> bool:
-        """Return True if a selection keeps the indices, and makes ranges only when they are asked for: of few rows in a
-        CUDA graph, where making ranges would take a kernel of every replay."""
-        return self.facts is not None and self.facts.few and self.captured
+        """Return True if a selection keeps the indices, and makes ranges only when they are asked for. In a CUDA graph,
+        those of many rows are made at once: every call would make them again."""
+        facts = self.facts
+        return facts is not None and (facts.few if self.captured else facts.kept)
 
 
 class _Facts(NamedTuple):
@@ -200,6 +201,7 @@ class _Facts(NamedTuple):
     as_given: bool  # the checks change nothing
     dtype: torch.dtype  # of the ranges
     few: bool  # attention kernels can read the indices themselves, and skip duplicates
+    kept: bool  # outside of a capture, indices stand for ranges until these are needed
     find_unique: bool
     recordings: dict[Any, Any]
 
@@ -209,7 +211,10 @@ class _Facts(NamedTuple):
         few, several = indices.shape[1] <= FEW_TOKENS, not disjoint and indices.shape[-1] > 1
         # A plan made in inference mode could not be kept: see `Selection.plan`.
         find_unique = several and not few and not torch.is_inference_mode_enabled()
-        return cls(as_given, dtype, few and counts is None and indices.is_contiguous(), find_unique, {})
+        as_they_are = counts is None and indices.is_contiguous()
+        # Without a version counter nobody would notice that indices were written before their first use.
+        kept = as_they_are and not indices.is_inference() and (few or not torch.is_inference_mode_enabled())
+        return cls(as_given, dtype, few and as_they_are, kept, find_unique, {})
 
 
 def checked_blocks_of(block_indices: Tensor, block_size: int, block_counts: Tensor | None, disjoint: bool) -> Blocks:

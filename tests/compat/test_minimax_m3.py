@@ -271,6 +271,15 @@ def test_compiled_in_one_graph() -> None:
         assert bool(shifted.isnan().all())
 
 
+def test_continuous_batching_has_no_index_keys_and_is_refused() -> None:
+    eager, ours = pair(**ONE_LAYER)
+    if not hasattr(eager, "generate_batch"):
+        pytest.skip("transformers without continuous batching")
+    for model, message in ((eager, SPARSE), (ours, "nsa_sel is not supported for continuous batching")):
+        with pytest.raises(ValueError, match=message):
+            model.generate_batch(IDS[:2].tolist())
+
+
 def test_what_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     eager, ours = pair()
     static = transformers.StaticCache(config=ours.config, max_cache_len=80)

@@ -115,6 +115,17 @@ def test_gradients_reach_all_weights() -> None:
     assert all(bool(x.grad.isfinite().all()) and bool(x.grad.any()) for x in mine.parameters())
 
 
+def test_continuous_batching_is_refused_by_name() -> None:
+    """transformers hands block tables to its flash implementations alone, and refuses others before anything runs."""
+    configuration = pytest.importorskip("transformers.generation.configuration_utils")
+    if not hasattr(getattr(configuration, "ContinuousBatchingConfig", None), "auto_switch_to_flash"):
+        pytest.skip("transformers before 5.23")
+    mine, config = model(**SIZES), configuration.ContinuousBatchingConfig(auto_switch_to_flash=False)
+    with pytest.raises(ValueError, match="Implementation nsa_sel is not supported for continuous batching"):
+        mine.generate_batch(tokens(2, 12).tolist(), continuous_batching_config=config)
+    assert mine.config._attn_implementation == "nsa_sel"
+
+
 def test_what_is_not_there_is_refused() -> None:
     mine, dropping, ids, ones = model(**SIZES), model(**SIZES).train(), tokens(1, 12), torch.ones(1, 12, dtype=torch.long)
     static, packed = transformers.StaticCache(config=mine.config, max_cache_len=32), torch.cat((torch.arange(6), torch.arange(6)))[None]

@@ -25,7 +25,8 @@ from tests.helpers.caches import (
     with_nan_in_unselected_keys,
 )
 from tests.helpers.checks import new_memory_is_nan
-from tests.helpers.gpus import SM, no_waiting
+from tests.helpers.gpus import SM, captured, no_waiting
+from tests.helpers.packed import Step, make_step
 
 LENGTHS = {"cpu": (0, 1, 9, 150), "interpreter": (0, 9, 150), "emulated": (0, 1, 9, 150), "cuda": (0, 1, 9, 150) * 17}
 
@@ -128,6 +129,13 @@ def check_strides(lane: Lane, layout: Layout, patch: pytest.MonkeyPatch) -> None
         assert all(map(torch.equal, check(cache._replace(k_cache=k_cache, v_cache=v_cache), lane.name), wanted))
 
 
+def skip_without_e4m3(lane: Lane) -> None:
+    """Skip a test where this GPU lacks kernels for e4m3."""
+    steps = lane.backend.quantized_by
+    if lane.device == "cuda" and (SM < lane.limits.quantized["e4m3"] or (steps is not None and steps.sm != SM)):
+        pytest.skip("quantized-sm: this GPU has no kernels for e4m3")
+
+
 def _spread(x: Tensor) -> Tensor:
     """The same numbers with other strides: every third of a larger tensor, columns first."""
     if x.dim() == 1:
@@ -137,9 +145,7 @@ def _spread(x: Tensor) -> Tensor:
 
 def check_scales(lane: Lane, layout: Layout, patch: pytest.MonkeyPatch) -> None:
     """e4m3 keys with scales of other strides than the values' scales; NaN in unselected keys and pages of nobody; graphs on a GPU."""
-    steps = lane.backend.quantized_by
-    if lane.device == "cuda" and (SM < lane.limits.quantized["e4m3"] or (steps is not None and steps.sm != SM)):
-        pytest.skip("quantized-sm: this GPU has no kernels for e4m3")
+    skip_without_e4m3(lane)
     given = make_quantized(layout.each, **layout.sizes(lane))
     with new_memory_is_nan():
         wanted = check_quantized(given, lane.name)
@@ -161,8 +167,7 @@ def check_scales(lane: Lane, layout: Layout, patch: pytest.MonkeyPatch) -> None:
 
 def check_numbers(lane: Lane, what: str, patch: pytest.MonkeyPatch) -> None:
     """e4m3 with scales of 0 and negative ones, keys larger than float16 has numbers, one row's q spread over 2^32, a shared cache."""
-    if lane.device == "cuda" and (SM < lane.limits.quantized["e4m3"] or (lane.backend.quantized_by is not None and SM != 90)):
-        pytest.skip("quantized-sm: this GPU has no kernels for e4m3")
+    skip_without_e4m3(lane)
     least = 16 if lane.backend.quantized_by is None else 64  # keys of a block and columns
     for page, each in ((None, "head"), (least, "page")):
         layout = Layout(page, 4 if what == "tokens" else 1, least, 3, least, least, each)
@@ -188,6 +193,42 @@ def numbers_of(lane: Lane) -> list[str]:
     return [*whats, *["spread"] * (bool(whats) and lane.device in ("emulated", "cuda"))]
 
 
+def check_packed(lane: Lane, layout: Layout, patch: pytest.MonkeyPatch) -> None:
+    """Rows of several requests in one call: a prefill, a chunk with a prefix, drafts, decoding, no rows, no keys, one key, and padding."""
+    if layout.each is not None:
+        skip_without_e4m3(lane)
+    facts = {name: value for name, value in layout.sizes(lane).items() if name not in ("S_q", "lengths")}
+    new, lengths = (
+        ((150, 70, 4, 1, 0, 1, 2, 1), (150, 170, 9, 150, 33, 1, 1, 0)) if lane.device == "cuda" else ((3, 2, 0, 1, 2), (3, 150, 33, 1, 1))
+    )
+    facts |= {"spare": 2, "each": layout.each, "room": max(192, 2 * (layout.block or 0)), "page_size": layout.page}
+    for one_pool in (False, True):
+        step = make_step(new, lengths, **facts, one_pool=one_pool and layout.page is not None, seed=int(one_pool))
+        with new_memory_is_nan():
+            wanted = step.check(lane.name)
+        if lane.device == "cuda":
+            check_packed_on_gpu(lane, step, wanted, make_step(new[::-1], lengths[::-1], **facts, seed=2))
+
+
+def check_packed_on_gpu(lane: Lane, step: Step, wanted: tuple[Tensor, Tensor], other: Step) -> None:
+    """A call without waiting, over a table of pages that do not exist behind the last ones, has the same bits; a graph follows writes."""
+    table = step.cache.block_table
+    garbled = step if table is None else step._replace(cache=step.cache._replace(block_table=torch.where(table < 0, 2**30, table)))
+    with no_waiting():
+        found = garbled.called(lane.name)
+    assert all(map(torch.equal, found, wanted))
+    graph, outputs = captured(lambda: step.called(lane.name))
+    for name in ("q", "k_cache", "v_cache", "cache_seqlens", "block_table"):
+        if getattr(step.cache, name) is not None:
+            getattr(step.cache, name).copy_(getattr(other.cache, name))
+    step.cu.copy_(other.cu)
+    step.cache.selection.ranges.copy_(other.cache.selection.ranges)
+    for name, scale in step.scales.items():
+        scale.copy_(other.scales[name])
+    graph.replay()
+    assert all(map(torch.equal, outputs, other.check(lane.name)))
+
+
 CHECKS: dict[str, tuple[Any, Any]] = {
     "cache": (check_cache, layouts),
     "lengths": (
@@ -198,6 +239,7 @@ CHECKS: dict[str, tuple[Any, Any]] = {
     "strides": (check_strides, lambda lane: layouts(lane)[:2]),
     "scales": (check_scales, scaled),
     "numbers": (check_numbers, numbers_of),
+    "packed": (check_packed, lambda lane: [] if lane.limits.block_aligned_only else [*layouts(lane), *scaled(lane)]),
 }
 
 

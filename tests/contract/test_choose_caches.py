@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from nsa_sel import choose_blocks_with_kvcache, decisions, selection_attention_with_kvcache
 from nsa_sel.backends import choose_triton
-from nsa_sel.backends._triton import choose_few
+from nsa_sel.backends._triton import choose_few, choose_logits
+from nsa_sel.core import choose as core_choose
 from nsa_sel.core.call import Rule
 from nsa_sel.quantize import STORED
 from nsa_sel.selection import Selection
@@ -67,9 +69,12 @@ class Cache(NamedTuple):
     keys: Tensor  # [B,groups,C,D] of every sequence in float64, 0 where it has none
 
 
-def make_cache(lane: Lane, case: Index, dtype: torch.dtype, seed: int = 0) -> Cache:
-    """NaN in all index keys, and in scales of pages, that no token sees; pages that do not exist in the table after the last one."""
-    generator, lengths, rule = torch.Generator().manual_seed(seed), torch.tensor(LENGTHS[lane.device]), case.rule
+def make_cache(lane: Lane, case: Index, dtype: torch.dtype, seed: int = 0, sizes: tuple[int, ...] = ()) -> Cache:
+    """Sequences of `sizes` keys, by default LENGTHS.
+
+    NaN in all index keys, and in scales of pages, that no token sees; pages that do not exist in the table after the last one.
+    """
+    generator, lengths, rule = torch.Generator().manual_seed(seed), torch.tensor(sizes or LENGTHS[lane.device]), case.rule
     B, C, D = len(lengths), rule.compressed_keys(ROOM[lane.device]), case.D
     page = case.page or C
     each = -(-C // page)
@@ -134,9 +139,10 @@ def of(cases: tuple[Index, ...], quantized: bool = False) -> Any:
 def few_keys_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter: short sequences take several steps and parts."""
     if not torch.cuda.is_available():
-        small = {name: replace(config, block_l=16) for name, config in choose_triton.CONFIGS.items()}
+        small = {name: replace(config, block_l=16, rows=16) for name, config in choose_triton.CONFIGS.items()}
         monkeypatch.setattr(choose_triton, "config_of", lambda call, kernel: small[kernel])
         monkeypatch.setattr(choose_few, "parts_of", lambda programs, steps, sms: min(3, steps))
+        monkeypatch.setattr(choose_logits, "LEAST_KEYS", 64)
 
 
 @of((*CASES, *(Index(S, 4, 1, 1, 128, Rule(1, 1, 128, 4, 0, 1), page=page) for S, page in ((1, None), (1, 64), (4, 128)))))
@@ -203,3 +209,99 @@ def test_sequences_of_no_batch_choose_nothing(lane: Lane, case: Index) -> None:
     cache = make_cache(lane, case, lane.dtype)
     none = Cache(cache.q[:0], cache.k_cache, cache.cache_seqlens[:0], cache.block_table[:0], None, cache.keys)  # type: ignore[index]
     assert chosen(lane, case, none).block_indices.shape == (0, 1, case.G, case.rule.n)
+
+
+ROWS = (  # of each request: none, more than it has keys, new tokens, and a prefill with and without a prefix
+    (0, 3, 2, 40), (2, 0, 9, 1), (0, 0, 1, 150), (1, 1, 8, 8),
+)  # fmt: skip
+PACKED = (
+    Index(), Index(page=16), Index(page=24, G=4), Index(G=4, groups=4, h=2, page=64, rule=MSA._replace(block_size=32)),
+    Index(h=4, rule=QSA, pool=RELU, page=16), Index(h=5, page=16), Index(2, h=3, pool={"heads": "max"}, page=32),
+    Index(h=3, rule=Rule(8, 4, 16, 3, 0, 1), pool={"reduce": "sum"}), Index(1, 1, 1, 2, rule=Rule(8, 4, 12, 3, 0, 1), pool=WEIGHTS, page=8),
+)  # fmt: skip
+PACKED_STORED = (
+    Index(each="none"), Index(G=2, groups=2, h=2, page=16, each="head"), Index(h=4, rule=QSA, pool=RELU, page=16, each="page"),
+    Index(page=24, each="page"), Index(page=64, each="tensor"),
+)  # fmt: skip
+
+
+class Packed(NamedTuple):
+    """Rows of requests over a cache whose q is [T,G,h,D], NaN in the last rows, which are of no request; and the same rows as sequences
+    of one token each."""
+
+    cache: Cache
+    cu: Tensor
+    rows: Cache
+
+
+def make_packed(
+    lane: Lane, case: Index, dtype: torch.dtype, new: tuple[int, ...], lengths: tuple[int, ...] = (), seed: int = 0
+) -> Packed:  # fmt: skip
+    """`new` rows of each request over so many keys, by default those of LENGTHS in turn."""
+    lengths = lengths or LENGTHS[lane.device]
+    cache = make_cache(lane, case, dtype, seed, lengths)
+    counts, seen = torch.tensor(new).repeat(-(-len(lengths) // len(new)))[: len(lengths)], torch.tensor(lengths)
+    cu = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    T, padding = int(cu[-1]), 3
+    q = torch.randn(T, case.G, case.h, case.D, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    q = torch.cat((q, q.new_full((padding, *q.shape[1:]), torch.nan)))
+    request = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    seen = (seen[request] - cu[request + 1] + torch.arange(T) + 1).clamp(min=0)  # keys up to each row's own
+    rows = cache._replace(q=q[:T, None].to(lane.place), cache_seqlens=seen.int().to(lane.place), keys=cache.keys[request])
+    return Packed(cache._replace(q=q.to(lane.place)), cu.int().to(lane.place), rows)
+
+
+def check_packed(lane: Lane, case: Index, packed: Packed, blocks: Tensor) -> None:
+    T = len(packed.rows.q)
+    check(lane, case._replace(S_q=1), packed.rows, blocks[:T].unsqueeze(1))
+    assert bool((blocks[T:] == -1).all())
+
+
+@pytest.mark.parametrize("number", range(len(ROWS)))
+@of(PACKED)
+def test_choose_for_packed_requests(lane: Lane, case: Index, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any mix of prefill, decoding and requests without rows, also in parts that cut requests, and into rows of a larger buffer."""
+    packed = make_packed(lane, case, lane.dtype, ROWS[number])
+    T, n = len(packed.cache.q), case.rule.n + bool(case.pool.get("tail"))
+    selection = chosen(lane, case, packed.cache, cu_seqlens_q=packed.cu)
+    assert decisions()[-1].forward == lane.name
+    check_packed(lane, case, packed, selection.block_indices.squeeze(1))
+    most = int(packed.cu.diff().max())
+    buffer = torch.full((T + 2, case.G + 1, n + 1), -7, dtype=torch.int32, device=lane.place)
+    monkeypatch.setattr(core_choose, "SCRATCH", 1 << 12)
+    monkeypatch.setattr(core_choose, "LEAST_ROWS", 1)
+    chosen(lane, case, packed.cache, cu_seqlens_q=packed.cu, max_seqlen_q=most, out=buffer[:, 1:, :n])
+    assert torch.equal(buffer[:T, 1:, :n], selection.block_indices.squeeze(1).int())
+    buffer[:T, 1:, :n] = -7
+    assert bool((buffer == -7).all())
+
+
+@of(PACKED_STORED, quantized=True)
+def test_choose_for_packed_requests_by_quantized_keys(lane: Lane, case: Index) -> None:
+    if lane.device == "cuda" and SM < 89:
+        pytest.skip("quantized-sm")
+    packed = make_packed(lane, case, lane.dtype, ROWS[0])
+    check_packed(lane, case, packed, chosen(lane, case, packed.cache, cu_seqlens_q=packed.cu).block_indices.squeeze(1))
+
+
+@of((Index(page=16), Index(h=4, rule=QSA, pool=RELU)))
+def test_packed_ties_go_to_the_lower_block(lane: Lane, case: Index) -> None:
+    packed = make_packed(lane, case, lane.dtype, ROWS[0])
+    k_cache, keys = packed.cache.k_cache, torch.zeros_like(packed.rows.keys)
+    packed = packed._replace(cache=packed.cache._replace(k_cache=k_cache.where(k_cache.isnan(), 0)), rows=packed.rows._replace(keys=keys))
+    check_packed(lane, case, packed, chosen(lane, case, packed.cache, cu_seqlens_q=packed.cu).block_indices.squeeze(1))
+
+
+@pytest.mark.parametrize("seed", range(8))
+@of((Index(),))
+def test_random_steps_of_packed_requests(lane: Lane, case: Index, seed: int) -> None:
+    """Chunks with and without a prefix, decoding, drafts, and requests without rows or keys."""
+    rng, steps = random.Random(seed), 20 if lane.device == "cuda" else 1
+    for step in range(seed * steps, (seed + 1) * steps):
+        case = rng.choice(PACKED)
+        new = [rng.choice((0, 1, 1, 2, 4, 8, 9, 70 if lane.device == "cuda" else 20)) for _ in range(rng.randint(1, 9))]
+        lengths = [min(ROOM[lane.device], rng.choice((rows, rows + rng.randint(0, 150), max(0, rows - 1), 0, 1, 1400))) for rows in new]
+        packed = make_packed(lane, case, lane.dtype, tuple(new), tuple(lengths), seed=step)
+        most = rng.choice((None, max(*new, 1), max(*new, 1) + 5))
+        selection = chosen(lane, case, packed.cache, cu_seqlens_q=packed.cu, max_seqlen_q=most)
+        check_packed(lane, case, packed, selection.block_indices.squeeze(1))

@@ -12,7 +12,7 @@ import torch
 from nsa_sel.settings.flags import CACHE_FLAG
 from tests import conftest
 from tests.fuzz.cases import case
-from tests.fuzz.checks import check
+from tests.fuzz.checks import check, check_packed
 
 
 def main() -> int:
@@ -21,6 +21,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=1, help="how many seeds; one case is printed too")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--kind", choices=("mixed", "packed"), default="mixed", help="packed: steps of several requests over caches")
     options = parser.parse_args()
     for name in [name for name in os.environ if name.startswith("NSA_")]:
         del os.environ[name]
@@ -29,14 +30,15 @@ def main() -> int:
     failed = 0
     with contextlib.contextmanager(conftest.interpreter_of_tests.__wrapped__)():
         for seed in range(options.first, options.first + options.count):
-            one = case(seed, options.device)
+            one = case(seed, options.device) if options.kind == "mixed" else None
             if options.count == 1:
                 print(one)
             try:
-                check(one)
+                check_packed(seed, options.device) if one is None else check(one)
             except Exception as error:
                 failed += 1
-                print(f"FAILED {seed} {one.kind}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+                kind = options.kind if one is None else one.kind
+                print(f"FAILED {seed} {kind}: {type(error).__name__}: {str(error)[:300]}", flush=True)
     print(f"{options.count} cases, {failed} failed", file=sys.stderr)
     return min(failed, 1)
 

@@ -37,7 +37,7 @@ from nsa_sel.backends import choose_triton, loss_triton, window_triton
 from nsa_sel.backends._triton import cache, choose_logits, elementwise, top_n
 from nsa_sel.backends.specs import SPECS
 from nsa_sel.core import registry
-from nsa_sel.core.arguments import Bounds
+from nsa_sel.core.arguments import Bounds, Requests
 from nsa_sel.core.call import NSA_POOL, Call, IndexLossCall, PagedKeys, Pool, Rule, Sequences
 from nsa_sel.core.check import check_call
 from nsa_sel.core.ranges import Blocks
@@ -63,7 +63,7 @@ SHAPES = {  # name: (B, S, S_kv, G, h, Dk, Dv, n, block_size, dtype)
     "h1-large": (1, 2048, 2048, 8, 1, 128, 128, 3, 512, torch.bfloat16),  # blocks that triton-block visits whole
     "positions-h4": (1, 4096, 4096, 4, 4, 128, 128, 16, 64, torch.bfloat16),
 }
-ONE_GROUP = "one-group-"
+ONE_GROUP, PACKED = "one-group-", "-packed"
 OF_CUDA = {  # likewise, for which cupy-cuda alone has kernels, or constants, of their own
     "h12": (1, 2048, 2048, 2, 12, 128, 128, 16, 64, torch.bfloat16),
     "h1": (1, 2048, 2048, 4, 1, 128, 128, 16, 64, torch.bfloat16),
@@ -82,6 +82,7 @@ OF_CUDA = {  # likewise, for which cupy-cuda alone has kernels, or constants, of
 PAGED = {  # name: (B, S, pages of a sequence, page size, G, h, D, n, block_size): forward alone, in bfloat16
     "paged-16-split": (1, 1, 4096, 16, 4, 16, 128, 16, 64),
     "paged-16": (256, 1, 1024, 16, 4, 16, 128, 16, 64),
+    "paged-128-packed": (256, 1, 256, 128, 4, 16, 128, 16, 128),
     "paged-16-widest": (64, 4, 1024, 16, 1, 16, 256, 16, 64),
     "paged-256": (64, 4, 128, 256, 4, 16, 128, 16, 64),
     "paged-16-split-e4m3-page": (1, 1, 4096, 16, 4, 16, 128, 16, 64),  # quantized, and what has a scale of its own
@@ -119,19 +120,23 @@ def target_call(shape: str, sm: int) -> Call:
 
 
 def paged_call(shape: str, sm: int) -> Call:
-    """A call over a pool of pages, likewise."""
+    """A call over a pool of pages, likewise; with `PACKED` in the shape's name, of the rows of a packed batch."""
     B, S, each, page_size, G, h, D, n, block = (PAGED | PAGED_OF_CUDA)[shape]
     kilobytes, sms = TARGETS[sm]
     device = DeviceInfo(kind="cuda", name="target", sm=sm, sm_count=sms, shared_memory=kilobytes * 1024)
     q, pages = torch.empty(B, S, G, h, D, dtype=torch.bfloat16), torch.empty(1, page_size, G, D, dtype=torch.bfloat16).transpose(1, 2)
     selection = Selection(torch.zeros(B, S, G, n, 2, dtype=torch.int32), block)
     lengths, table = torch.ones(B, dtype=torch.int32), torch.zeros(B, each, dtype=torch.int32)
-    scales = None
+    scales, table_rows = None, None
+    if PACKED in shape:
+        lengths, table_rows = torch.ones(B, 2, dtype=torch.int32).unbind(1)
     if "e4m3" in shape:
         scale = torch.ones(1, G)
         scales = Scales(scale, scale, page_size if shape.endswith("page") else 0, shape.rpartition("-")[2])
         pages = pages.to(STORED)
-    return Call(q, pages, pages, selection, None, D**-0.5, settings_for(device), device, lengths, table, scales=scales)
+    return Call(
+        q, pages, pages, selection, None, D**-0.5, settings_for(device), device, lengths, table, scales=scales, table_rows=table_rows
+    )
 
 
 class SharedMemoryIsKnown(Exception):
@@ -262,6 +267,13 @@ FEW = {  # choices for a few new tokens over index keys; name: S, G, groups of k
     "few-qsa-drafts-pages": (4, 2, 1, 4, 128, Rule(4, 4, 4, 512, 0, 0), Pool(False, False, True, True), 16, False),
     "few-nsa": (4, 2, 2, 16, 192, Rule(), NSA_POOL, 0, False),
 }
+PACKED = {  # likewise, of packed rows of requests
+    "packed-msa": (4096, 4, 1, 1, 128, Rule(1, 1, 128, 16, 0, 1), Pool(False, False, True), 0, False),
+    "packed-msa-pages": (4096, 4, 1, 1, 128, Rule(1, 1, 128, 16, 0, 1), Pool(False, False, True), 128, False),
+    "packed-msa-pages-e4m3": (4096, 4, 1, 1, 128, Rule(1, 1, 128, 16, 0, 1), Pool(False, False, True), 128, True),
+    "packed-qsa-pages": (4096, 2, 1, 4, 128, Rule(4, 4, 4, 512, 0, 0), Pool(False, False, True, True), 64, False),
+    "packed-h8": (4096, 2, 1, 8, 128, Rule(1, 1, 64, 16, 0, 1), Pool(False, False, True), 64, False),
+}
 
 
 CHOICES_OF_PAGES = {  # new tokens over compressed keys in pages; name: S, keys, h, Dk, Dv, dtype
@@ -284,8 +296,8 @@ def choose(name: str) -> None:
         call.blocks, call.pages = keys // 64, PagedKeys(torch.zeros(1, keys // 64, dtype=torch.int32), 1)
         choose_triton.paged(call)
         return
-    if name in FEW:
-        S, G, groups, h, D, rule, pool, page, stored = FEW[name]
+    if name in FEW or name in PACKED:
+        S, G, groups, h, D, rule, pool, page, stored = (FEW | PACKED)[name]
         call = make_choose_call((4, S, 4096, G, h, D, D, rule), torch.bfloat16, pool=pool, tail=rule.local == 0)
         C, dtype = call.k.shape[2], STORED if stored else torch.bfloat16
         keys = torch.zeros(*((4 * C // page, page) if page else (4, C)), groups, D, dtype=dtype).transpose(1, 2).expand(-1, G, -1, -1)
@@ -293,7 +305,9 @@ def choose(name: str) -> None:
         call.lengths, call.start = torch.zeros(4, dtype=torch.int32), -S
         call.pages = PagedKeys(torch.zeros(4, C // page, dtype=torch.int32), 0) if page else None
         call.scales = Scales(torch.ones(1, groups), torch.ones(1, groups), 0, "head") if stored else None
-        out = torch.empty(4, S, G, rule.n + call.tail, dtype=torch.int32)
+        if name in PACKED:
+            call.requests, call.q, call.start = Requests(torch.zeros(5, dtype=torch.int32), S, None), call.q[:1], 0
+        out = torch.empty(len(call.q), S, G, rule.n + call.tail, dtype=torch.int32)
         choose_triton.best_blocks(call, torch.zeros(4, S, G, h) if pool.softmax else None, out)
         return
     (*shape, dtype), pool = POOLS[name] if name in POOLS else (CHOICES[name], NSA_POOL)

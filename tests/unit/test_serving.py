@@ -44,6 +44,7 @@ from tests.helpers.caches import (
 from tests.helpers.calls import assert_refused, calls_of
 from tests.helpers.cases import assert_gradients, assert_within_twice_baseline, make_grads
 from tests.helpers.gpus import needs, needs_hopper
+from tests.helpers.packed import make_step
 
 
 @pytest.mark.parametrize("page_size", [16, 24, 64])
@@ -113,6 +114,54 @@ def test_events_count_logical_positions_and_compare_with_pages(monkeypatch: pyte
     check(cache, "triton-group")
     assert logged("sel.triton.reads")[-1]["tokens"] == sum(LENGTHS) * 2
     assert logged("sel.compare")[-1]["mae"] < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cu_seqlens_q": [0, 2]}, r"^cu_seqlens_q is of 1 requests; allowed: R \+ 1 entries"),
+        ({"cu_seqlens_q": [0, 3, 2, 3, 3]}, r"^cu_seqlens_q is 3, then 2 at 2"),
+        ({"cu_seqlens_q": [0, 2, 2, 3, 9]}, r"^cu_seqlens_q is 9 last; allowed: at most 6"),
+        ({"cu_seqlens_q": torch.zeros(5)}, r"^cu_seqlens_q is torch.float32"),
+        ({"max_seqlen_q": 2}, r"^max_seqlen_q is 2; allowed: at least 3"),
+        ({"max_seqlen_q": 0.5}, r"^max_seqlen_q is 0.5"),
+        ({"cu_seqlens_q": None, "max_seqlen_q": 2}, r"^max_seqlen_q is 2; allowed: None without cu_seqlens_q"),
+        ({"q": torch.zeros(2, 3, 2, 2, 16)}, r"^q is of shape .*; allowed: \[T,G,h,Dk\] with cu_seqlens_q"),
+        ({"q": torch.zeros(6, 2, 2, 16, requires_grad=True)}, r"^q is a tensor that requires gradients; allowed: none over a packed batch"),
+        ({"out": torch.zeros(6, 2, 2, 9)}, r"^out is torch.float32 of shape \(6, 2, 2, 9\)"),
+        ({"out": torch.zeros(6, 2, 2, 8).half()}, r"^out is torch.float16 .* allowed: .*of torch.float32"),
+        ({"lse_out": torch.zeros(6, 2)}, r"^lse_out is torch.float32 of shape"),
+        ({"backend": "triton-tile"}, r"triton-tile: paged"),
+    ],
+)
+def test_bad_packed_batches_are_refused(changes: dict[str, Any], message: str) -> None:
+    step = make_step((2, 0, 1, 3), (9, 0, 1, 150), 16, G=2, h=2, Dk=16, Dv=8, n=3, block=16)
+    names = ("q", "k_cache", "v_cache", "selection", "cache_seqlens", "block_table")
+    given = {**dict(zip(names, step.cache, strict=True)), "cu_seqlens_q": step.cu, **changes}
+    with pytest.raises((ArgumentError, BackendError), match=message):
+        selection_attention_with_kvcache(**given)
+
+
+def test_results_of_any_strides_are_written() -> None:
+    """The same for sequences as for packed rows; o and lse are the tensors that were given."""
+    cache = make_cache(S_q=2)
+    wanted = selection_attention_with_kvcache(*cache, return_lse=True)
+    out, lse = torch.zeros(2, *cache.q.shape[:-1], 8), torch.zeros(*cache.q.shape[:-1], 2)
+    for to in (out[0], out.transpose(0, 1)[:, 1]):
+        o, found = selection_attention_with_kvcache(*cache, return_lse=True, out=out[1], lse_out=lse[..., 0])
+        assert o.data_ptr() == out[1].data_ptr()
+        assert torch.equal(out[1], wanted[0])
+        assert torch.equal(found, wanted[1])
+        assert torch.equal(selection_attention_with_kvcache(*cache, out=to), wanted[0])
+
+
+def test_groups_of_q_may_share_keys_of_packed_rows() -> None:
+    step = make_step((20, 1, 0, 3), (30, 100, 5, 3), 16, spare=1, G=4, h=2, Dk=16, Dv=8, n=3, block=16)
+    step = step._replace(cache=step.cache._replace(k_cache=step.cache.k_cache[:, :, ::2], v_cache=step.cache.v_cache[:, :, ::2]))
+    each = [x.repeat_interleave(2, 2) for x in step.cache[1:3]]
+    same = step._replace(cache=step.cache._replace(k_cache=each[0], v_cache=each[1]))
+    for x, y in zip(step.called(None), same.called(None), strict=True):
+        torch.testing.assert_close(x, y)
 
 
 def test_empty_caches_give_empty_results() -> None:
@@ -454,6 +503,38 @@ def index_cache(**changes: Any) -> dict[str, Any]:
 def test_bad_arguments_of_a_choice_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         choose_blocks_with_kvcache(**index_cache(**changes))
+
+
+PACKED = {"q": torch.zeros(5, 2, 1, 16), "cu_seqlens_q": [0, 2, 5]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_seqlen_q": 3}, r"^max_seqlen_q is 3; allowed: None without cu_seqlens_q"),
+        ({"cu_seqlens_q": [0, 2, 5]}, r"^q is of shape \(2, 1, 2, 1, 16\); allowed: \[T,G,h,Dk\] with cu_seqlens_q"),
+        ({**PACKED, "cu_seqlens_q": [0, 5]}, r"^cu_seqlens_q is of 1 requests"),
+        ({**PACKED, "cu_seqlens_q": [0, 2, 6]}, r"^cu_seqlens_q is 6 last; allowed: at most 5"),
+        ({**PACKED, "cu_seqlens_q": [0, 3, 2]}, r"^cu_seqlens_q is 3, then 2"),
+        ({**PACKED, "cu_seqlens_q": torch.tensor([0.0, 2.0, 5.0])}, r"^cu_seqlens_q is torch.float32"),
+        ({**PACKED, "max_seqlen_q": 2}, r"^max_seqlen_q is 2; allowed: at least 3"),
+        ({**PACKED, "max_seqlen_q": 0}, r"^max_seqlen_q is 0"),
+        ({**PACKED, "cache_seqlens": torch.tensor([20, 40, 3])}, r"^cu_seqlens_q is of 2 requests"),
+        ({**PACKED, "cache_seqlens": torch.tensor([33, 40])}, r"^block_table\[0, 2\] is -1"),
+        ({**PACKED, "k_cache": torch.zeros(5, 16, 3, 16)}, r"^k_cache is of shape .* allowed: \[pages, page_size, G=2, D\]"),
+        ({**PACKED, "k_cache": torch.zeros(5, 16, 1, 8)}, r"^k_cache is of head dimension 8"),
+        ({**PACKED, "out": torch.zeros(4, 2, 2).int()}, r"^out is .*allowed: a contiguous last dimension, \(5, 2, 2\)"),
+        ({**PACKED, "out": torch.zeros(5, 2, 4).int()[..., ::2]}, r"^out is .* and strides \(8, 4, 2\)"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_of_packed_requests_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        choose_blocks_with_kvcache(**index_cache(**changes))
+
+
+def test_no_packed_rows_choose_nothing() -> None:
+    none = index_cache(q=torch.zeros(0, 2, 1, 16), cu_seqlens_q=[0, 0, 0])
+    assert choose_blocks_with_kvcache(**none).block_indices.shape == (0, 1, 2, 2)
 
 
 def test_index_keys_of_blocks_need_pages_for_complete_blocks_alone() -> None:

@@ -140,7 +140,7 @@ struct Producer {
     unsigned char *const stages;
     Shared &shared;
     const int lane = threadIdx.x % 32;
-    const bool once = x.p.S == 1 && x.head_tiles == 1;  // no other CTA (token of the sequence, heads of the row) reads these keys
+    const bool once = x.p.S == 1 && x.head_tiles == 1 && !PACKED;  // no other CTA (token of the sequence, heads of the row) reads these keys
     PipelineState<STAGES> at;
 
     template <int COLUMNS, int BOX>

@@ -13,6 +13,8 @@
 //   PAGE                             keys per page of a cache of several sequences, each with its own length: key j of
 //                                    sequence b is key j % PAGE of page block_table[b, j / PAGE]; 0: no pages;
 //                                    -1: no cache
+//   PACKED                           1: a sequence is one row of a packed batch, and `q_pos` holds its keys and the
+//                                    request whose row of the block table it has, [B,2] int32
 //   SHARED_BY                        groups that share the ranges of a row: 1, or G
 #pragma once
 #include "warp.cuh"
@@ -107,7 +109,8 @@ DEVICE i64 first_row(const Problem &p, i64 key) {
 
 // Key `key` of sequence b, which must exist, is key in_page(key) of page page_of(b, key); without pages, of entry b.
 constexpr int PAGE_KEYS = PAGED ? PAGE : 1;
-DEVICE int page_of(const Problem &p, int b, int key) { return PAGED ? p.block_table[b * p.stride_table + key / PAGE_KEYS] : b; }
+DEVICE i64 table_row(const Problem &p, int b) { return PACKED ? *integer_at(p.q_pos, 4, b * p.stride_pb + 1) : b; }
+DEVICE int page_of(const Problem &p, int b, int key) { return PAGED ? p.block_table[table_row(p, b) * p.stride_table + key / PAGE_KEYS] : b; }
 DEVICE int in_page(int key) { return PAGED ? key % PAGE_KEYS : key; }
 
 // Clamp a range to [max(begin, 0), min(stop, limit)), before the cast: int64 bounds may exceed int32.

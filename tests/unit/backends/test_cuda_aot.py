@@ -139,6 +139,8 @@ def test_kernels_of_tokens_in_order_fit(monkeypatch: pytest.MonkeyPatch, shape: 
         (86, "paged-16", {"forward_rows.cu"}),
         (90, "paged-16-split", {"forward_rows.cu"}),
         (90, "paged-64", {"forward_blocks.cu"}),
+        (90, "paged-128-packed", {"forward_blocks.cu"}),
+        (86, "paged-128-packed", {"forward_rows.cu"}),
         (90, "paged-256", {"forward_tiles.cu"}),
         pytest.param(90, "paged-64-S8", {"forward_tiles.cu"}, marks=pytest.mark.thorough),  # as of paged-256 and of the prefill
         (90, "paged-64-prefill", {"tile_union.cu", "forward_tiles.cu"}),

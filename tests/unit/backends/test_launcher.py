@@ -19,11 +19,13 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa_sel import decisions, reset, selection_attention
 from nsa_sel.backends import cupy_cuda
+from nsa_sel.backends._triton import ranges as block_ranges
 from nsa_sel.backends.cupy_cuda import block_tiles, launch, tensor_map
 from nsa_sel.backends.launcher import batch, cuda_driver, replay
 from nsa_sel.backends.launcher.buffers import unwritten
 from nsa_sel.core import ranges as ranges_module
 from nsa_sel.core import registry
+from nsa_sel.core.arguments import whole_blocks
 from nsa_sel.core.call import Call, Workspace
 from nsa_sel.core.transforms import REPEATED
 from nsa_sel.errors import BackendError
@@ -137,6 +139,61 @@ def test_tensor_maps_are_encoded_anew(driver: list[str], played: list[int]) -> N
         assert_equal(*(list(cupy_cuda.forward(call_of(seed, facts, S=1, D=64, block=64))) for facts in (known, None)))
     assert driver == 8 * ["forward_blocks.cu"]
     assert played == [1, 1]
+
+
+@pytest.fixture
+def ranges_kernel(monkeypatch: pytest.MonkeyPatch, driver: list[str]) -> None:
+    """Block indices on the CPU stay what a selection holds; the driver is asked to start the kernel that makes their ranges."""
+    launch_others, arguments, handle = cuda_driver.launch_function(), struct.Struct("<8q"), 1 << 20
+
+    def start(config: int, function: int, parameters: int, extra: None) -> int:
+        if function != handle:
+            return launch_others(config, function, parameters, extra)  # type: ignore[no-any-return]
+        driver.append("ranges")
+        values = arguments.unpack(ctypes.string_at(ctypes.c_void_p.from_address(parameters).value, arguments.size))
+        made, indices, unique, B, S, G, n, block = values
+        shape, kind = (B, S, G, n), ctypes.c_int32 * (B * S * G * n)
+        blocks = torch.frombuffer(kind.from_address(indices), dtype=torch.int32).view(shape)
+        ranges = whole_blocks(blocks, block)
+        for address, x in ((made, ranges), (unique, ranges_module.disjoint(ranges))):
+            ctypes.memmove(address, x.contiguous().data_ptr(), x.nbytes)
+        return 0
+
+    def launch_ranges(shape: Any, ranges: Tensor, indices: Tensor, counts: None, unique: Tensor, block: int) -> None:
+        values = (ranges.data_ptr(), indices.data_ptr(), unique.data_ptr(), *shape, block)
+        arguments.pack_into(cuda_driver.thread.arguments, 0, *values)
+        if cuda_driver.thread.recording is not None:
+            cuda_driver.thread.recording.launch(handle, 1, 1, 0, False, launch._one_struct, arguments, values)
+        start(0, handle, launch._one_struct.address, None)
+
+    monkeypatch.setattr(cuda_driver, "launch_function", lambda: start)
+    monkeypatch.setattr(block_ranges, "_launch", launch_ranges)
+    monkeypatch.setattr(block_ranges, "distinct_ranges", lambda ranges, *_: ranges_module.disjoint(ranges))
+    monkeypatch.setattr(ranges_module, "on_gpu", lambda indices: True)
+    monkeypatch.setattr(ranges_module, "_classes", {})
+
+
+@needs_compiler
+def test_a_forward_pass_makes_the_ranges_of_new_block_indices(ranges_kernel: None, driver: list[str], played: list[int]) -> None:
+    """One replay; later passes read what it made."""
+    known: dict[Any, Any] = {REPEATED: True}
+    for seed in range(5):
+        call, plain = call_of(seed, known, S=16), call_of(seed, None, S=16)
+        blocks = torch.randint(-1, 5, (2, 16, 2, 3), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
+        call.selection = selection = Selection.from_blocks(blocks, 16)
+        plain.selection = Selection(whole_blocks(blocks, 16), 16)
+        wanted = passes(plain, seed)
+        driver.clear()
+        assert_equal(passes(call, seed), wanted)
+        assert_equal(passes(call, seed), wanted)  # of ranges
+        assert driver.count("ranges") == 1
+        blocks.fill_(0)
+        assert torch.equal(selection.ranges, plain.selection.ranges)
+        assert torch.equal(selection.disjoint_ranges(), plain.selection.disjoint_ranges())
+    assert {"forward", "backward"} <= known.keys()
+    assert 2 in played  # the kernel of block indices and the forward pass
+    selection.ranges.zero_()  # a write drops what was made
+    assert not cupy_cuda.forward(call)[0].any()
 
 
 @needs_compiler
@@ -324,7 +381,7 @@ def test_what_differs_runs_as_it_is_written(monkeypatch: pytest.MonkeyPatch, dri
         assert played == [1]  # the forward
         return
     assert_equal(passes(call, 1), passes(plain, 1))
-    assert bool(played) == (what == "refused")
+    assert bool(played) == (what in ("unaligned", "refused"))  # neither started
 
 
 FOREIGN = torch.zeros(64)
@@ -540,6 +597,24 @@ def test_streams_that_share_a_selection(backend: str, played: list[Any]) -> None
         for got in found:
             assert_equal(got, wanted)
     assert played
+
+
+@pytest.mark.gpu
+@on_every_backend
+@pytest.mark.parametrize("S", [100, 1])
+def test_a_selection_that_a_capture_uses_first(backend: str, S: int) -> None:
+    """The graph reads its ranges, which may be written between replays."""
+    q, k, v, _, blocks = inputs_of(0, S)
+    other = inputs_of(1, S)[4]
+    for _ in range(3):
+        wanted = [selection_attention(q, k, v, Selection.from_blocks(x, 64), backend=backend) for x in (blocks, other)]
+    static, graph = Selection.from_blocks(blocks, 64), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = selection_attention(q, k, v, static, backend=backend)
+    for x, expected in zip((blocks, other), wanted, strict=True):
+        static.ranges.copy_(Selection.from_blocks(x, 64).ranges)
+        graph.replay()
+        assert torch.equal(o, expected)
 
 
 @pytest.mark.gpu

@@ -64,6 +64,7 @@ def test_one_kernel_gives_the_ranges_and_the_distinct_ones(n: int, dtype: torch.
 def test_a_selection_of_blocks_is_one_launch(launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     indices = some_blocks(4, torch.int64).repeat(1, 4, 1, 1)
     selection = Selection.from_blocks(indices, 64)
+    assert not launches
     found = selection.disjoint_ranges()
     assert launches == [kernels.block_ranges_kernel]
     expected = whole_blocks(indices, 64)
@@ -72,12 +73,12 @@ def test_a_selection_of_blocks_is_one_launch(launches: list[Any], monkeypatch: p
     assert not (selection.disjoint_ranges() != 0).any()
 
     promised = Selection.from_blocks(indices, 64, disjoint=True)
-    assert launches == [kernels.block_ranges_kernel] * 3
     assert promised.disjoint_ranges() is promised.ranges
+    assert launches == [kernels.block_ranges_kernel] * 3
     with torch.inference_mode():  # no plan is kept, and none is computed ahead
         assert torch.equal(Selection.from_blocks(indices, 64).disjoint_ranges(), disjoint(expected))
     few = Selection.from_blocks(indices[:, :8].contiguous(), 64)  # whose kernels find duplicates themselves
-    assert len(launches) == 6
+    assert len(launches) == 5
     assert torch.equal(few.disjoint_ranges(), disjoint(expected[:, :8]))
     assert len(launches) == 7
 
@@ -145,7 +146,6 @@ def test_few_rows_in_a_capture_keep_their_block_indices(launches: list[Any], cap
     assert copied.indices is None
     assert torch.equal(copied.ranges, whole_blocks(indices, 64))
     assert selection.indices is None  # the ranges may be written
-    assert selection.listed is selection.ranges
     counts = torch.ones(2, 5, 2, dtype=torch.int32)
     many, strided = indices.repeat(1, 2, 1, 1), indices.mT.contiguous().mT
     others = Selection.from_blocks(many, 64), Selection.from_blocks(indices, 64, counts), Selection.from_blocks(strided, 64)
@@ -182,9 +182,9 @@ def test_ranges_that_are_no_blocks_are_found_by_pytorch(launches: list[Any]) -> 
 def test_pytorch_replaces_a_kernel_that_fails(launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "block_ranges", mock.Mock(side_effect=RuntimeError("no C compiler")))
     indices = some_blocks(4, torch.int32)
+    selection = Selection.from_blocks(indices, 64)
     with pytest.warns(RuntimeWarning, match="no C compiler"):
-        selection = Selection.from_blocks(indices, 64)
-    assert torch.equal(selection.ranges, whole_blocks(indices, 64))
+        assert torch.equal(selection.ranges, whole_blocks(indices, 64))
     assert not launches
     assert torch.equal(Selection.from_blocks(indices, 64).ranges, selection.ranges)  # without a second warning
 
@@ -195,11 +195,18 @@ def test_traced_operations_stay_pytorch(launches: list[Any]) -> None:
     assert torch.equal(compiled(indices), whole_blocks(indices, 64))
     assert not launches
     for _ in range(2):
-        Selection.from_blocks(indices, 64)
+        assert torch.equal(Selection.from_blocks(indices, 64).ranges, whole_blocks(indices, 64))
     assert len(launches) == 2
+    attend = torch.compile(lambda selection: selection.ranges + 0, fullgraph=True, backend="eager")  # of a selection made outside
+    for selection in (Selection.from_blocks(indices, 64), Selection.from_blocks(indices, 64).to("cpu")):
+        assert torch.equal(attend(selection), whole_blocks(indices, 64))
+    used = Selection.from_blocks(indices, 64)
+    used.disjoint_ranges()
+    assert torch.equal(attend(used), whole_blocks(indices, 64))
+    launches.clear()
     traced = make_fx(lambda x: Selection.from_blocks(x, 64).ranges, tracing_mode="real")(indices)
     assert torch.equal(traced(indices + 1), whole_blocks(indices + 1, 64))
-    assert len(launches) == 2
+    assert not launches
 
 
 @pytest.mark.gpu
