@@ -21,6 +21,7 @@ def patch_interpreter(patch: pytest.MonkeyPatch) -> None:
 
     reproducible_products(patch, interpreter)
     if not hasattr(interpreter.TensorHandle, "__post_init__"):  # Triton 3.4: its interpreter is made of other parts
+        patch.setattr(interpreter.TensorDescHandle, "validate", lambda self: None)  # takes strides in elements for bytes
         return
     vectorized_scans(patch, interpreter)
     one_patch_a_launch(patch, interpreter)
