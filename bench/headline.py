@@ -102,8 +102,8 @@ def times(row: Row) -> tuple[float, float, float]:
 
 def choosing(rows: Iterable[Row]) -> Used:
     """Return the line of choosing blocks from rows of choosing_steps: contiguous index keys in bf16."""
-    size = {"model": "MiniMax-M3", "B": SEQUENCES, "S_kv": KEYS, "page_size": None, "kv": "bf16"}
-    row = next(row for row in rows if size.items() <= row.items())
+    size = {"model": "MiniMax-M3", "B": SEQUENCES, "S": 1, "S_kv": KEYS, "page_size": None, "kv": "bf16"}
+    row = next(row for row in rows if size.items() <= row.items() and "requests" not in row)
     return {CHOOSING: {READING: {"ms_median": row["floor_ms"]}, NSA_SEL: row}}
 
 
@@ -151,7 +151,7 @@ def measure_calls(folder: Path, console: Console) -> Used:
 def measure_choosing(folder: Path, console: Console) -> Used:
     """Time the choice of blocks for one new token of each sequence, and reading what it reads."""
     console.print(CHOOSING)
-    row = choosing_steps.measured(choosing_steps.MODELS["m3"], SEQUENCES, KEYS, None, "bf16", REP)
+    row = choosing_steps.measured(choosing_steps.MODELS["m3"], [1] * SEQUENCES, KEYS, None, "bf16", REP, None)
     row["floor_ms"] = row.pop("least_bytes") / choosing_steps.read_bandwidth() / 1e9
     store.append(folder / "choosing.jsonl", [{**row, **store.stamp()}])
     return choosing([row])
