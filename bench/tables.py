@@ -416,7 +416,14 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "used": used,
         "explained": lambda: explained("h200"),
     },
-    "docs/performance.md": {"gains": gains, "h200": performance, "breakeven": breakeven, "peers": peers, "cpu": cpu, "overhead": overhead},
+    "docs/performance.md": {
+        "gains": gains,
+        "h200": performance,
+        "breakeven": breakeven,
+        "cpu": cpu,
+        "overhead": overhead,
+        "peers": peers,
+    },
     "docs/compat.md": {"fla": lambda: layer_parts.table(rows_of("profiles/fla_layer.jsonl", H100_RESULTS))},
     "docs/choosing.md": {
         "models": models,
