@@ -22,7 +22,7 @@ from nsa_sel.bench.core import cases, matrix, store
 from nsa_sel.bench.core.contenders import DENSE, PACKED, of_framework
 from nsa_sel.bench.core.markdown import MARK, factor, ms, pivot, scatters, spread, table, with_note
 from nsa_sel.bench.core.store import CPU_ROWS, H100_RESULTS, H200_RESULTS, H200_ROWS, ROOT, Row, read_rows
-from nsa_sel.bench.questions import choosing_steps, decoding_steps, layer_parts, released_models, scaling, speed
+from nsa_sel.bench.questions import choosing_steps, decoding_steps, indexer_loss, layer_parts, released_models, scaling, speed
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Offer
 from nsa_sel.core.decision import load_policy, make_decision
@@ -356,6 +356,36 @@ def training_ranks() -> str:
     return table(["context", "parallel", "ranks", "thousand tokens/s", "over one rank", f"loss after {len(rows)} steps"], lines, left=2)
 
 
+INDEXED = {"dense": "dense", "nsa": "NSAttention", "msa": "MSAttention, max", "sum": "MSAttention, sum"}  # runs msa-8192-*.jsonl
+
+
+def indexed_runs() -> dict[str, list[Row]]:
+    """Return the runs beside those that train an indexer, by the names in `INDEXED`."""
+    return {name: store.read(TRAINING / f"msa-8192-{name}.jsonl") for name in INDEXED}
+
+
+def indexer_losses() -> str:
+    """Return held-out losses after as many steps, and the share of the attention mass of the best blocks that the
+    indexers' blocks hold."""
+    runs = {name: {row["step"] + 1: row for row in rows if "held_out_loss" in row} for name, rows in indexed_runs().items()}
+    lines = []
+    for step in sorted(runs["msa"]):
+        losses = [f"{rows[step]['held_out_loss']:.3f}" for rows in runs.values()]
+        shares = [f"{sum(runs[name][step]['mass']) / sum(runs[name][step]['best_mass']):.1%}" for name in ("msa", "sum")]
+        lines.append((step, *losses, *shares))
+    return table(["steps", *INDEXED.values(), "mass, max", "mass, sum"], lines, left=1)
+
+
+def indexer_speed() -> str:
+    """Return tokens per second of training steps, of MSAttention with dense and with sparse attention."""
+    runs, lines = indexed_runs(), []
+    for name, rows in runs.items():
+        by_phase = {"dense": [row for row in rows if row["backend"] is None], "sparse": [row for row in rows if row["backend"]]}
+        rates = ["-" if len(part) <= SETTLED else f"{tokens_per_second(part) / 1e3:.0f}" for part in by_phase.values()]
+        lines.append((INDEXED[name], *rates))
+    return table(["attention", "dense, thousand tokens/s", "sparse"], lines, left=1)
+
+
 COPY_RATE = 4.28e12  # bytes per second that a copy reads and writes on an H200
 
 BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
@@ -370,6 +400,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     "docs/choosing.md": {
         "models": models,
         "choosing_steps": lambda: choosing_steps.table(rows_of("profiles/choosing_steps.jsonl")),
+        "choosing_requests": lambda: choosing_steps.table(rows_of("profiles/choosing_requests.jsonl")),
         "minimax_m3": lambda: released_models.table(rows_of("released_models.jsonl"), "minimax-m3"),
         "qwen_qsa": lambda: released_models.table(rows_of("released_models.jsonl"), "qwen3.8"),
     },
@@ -386,6 +417,11 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "steps": lambda: decoding_steps.table(
             [row for row in rows_of("profiles/decoding_steps.jsonl") if row.get("kv", "bf16") == "bf16" and row["B"] in (1, 64)]
         ),
+    },
+    "docs/indexer.md": {
+        "indexer_loss": lambda: indexer_loss.table(rows_of("indexer_loss.jsonl")),
+        "indexer_losses": indexer_losses,
+        "indexer_speed": indexer_speed,
     },
     "docs/varlen.md": {"varlen": varlen},
     "docs/distributed.md": {"rank_scaling": lambda: scaling.table(rows_of("scaling.jsonl")), "ranks": training_ranks},

@@ -134,10 +134,11 @@ def sort(call: Call, width: int, reach: int, section: int, kinds: Kinds, G: int)
     """
     q, n, on = call.q, call.selection.n, call.q.get_device()
     B, S = q.shape[:2]
-    tiles, parts = -(-call.k.shape[2] // width), B * G * -(-S // section)  # parts: sections of all (batch entry, group)
+    tiles, parts = -(-call.S_kv // width), B * G * -(-S // section)  # parts: sections of all (batch entry, group)
     capacity, lists = B * G * S * n * reach, parts * tiles
     block = SORTED if capacity > SORTED * call.device.sm_count else SORTED // 2
-    chunk = block * -(-tiles // block)  # the counts are no longer than the lists
+    # The counts are no longer than the lists, or of a joined sequence, most of whose tiles have none, eight times.
+    chunk = block * -(-tiles // (block if call.block_table is None else 8 * block))
     chunks = -(-min(section, S) * n * reach // chunk)
     if not fit(call, capacity) or lists * chunks >= 2**31:
         raise BackendError(

@@ -137,6 +137,11 @@ def page_of(call: Call) -> int | None:
     return 0 if call.block_table is None else call.k.shape[2]
 
 
+def joined_macros(call: Call) -> dict[str, int]:
+    """Return the macros of a kernel that reads the pages of one sequence, at positions (packed.py); none without pages."""
+    return {} if call.block_table is None else {"PAGE": call.k.shape[2], "JOINED": 1}
+
+
 def cache_macros(page: int | None, packed: bool = False) -> dict[str, int]:
     """Return the macros of a kernel that reads a cache with such pages. packed: `Call.table_rows` says whose."""
     return {} if page is None else {"PAGE": page} | ({"PACKED": 1} if packed else {})

@@ -126,7 +126,8 @@ class Call(_Logits):
         workspace: memory for temporaries, if the user passed one.
         scales: of a quantized cache, None for k and v of q's dtype. Without gradients.
         table_rows: [B] int32, the row of the block table that each sequence has; None for its own. Sequences are then rows
-            of a packed batch, S is 1, and lengths and table_rows are the columns of one tensor (`core.packed.rows_of`).
+            of a packed batch, S is 1, and lengths and table_rows are columns of one tensor (`core.packed.rows_of`).
+        most_rows: with table_rows, the most rows of a request.
         out: o and lse to write, or None for new ones. Backends may ignore them.
         known: cache of facts that follow from shapes, strides, alignment and settings alone, shared by the calls of a
             class (core/attend.py). Not copied by `replace`.
@@ -147,6 +148,7 @@ class Call(_Logits):
     workspace: Workspace | None = None
     scales: Scales | None = None
     table_rows: Tensor | None = None
+    most_rows: int = 1
     out: tuple[Tensor | None, Tensor | None] = (None, None)
     known: dict[Any, Any] = field(default_factory=dict, init=False)
     _capturing: bool | None = field(default=None, init=False)

@@ -31,7 +31,7 @@ from nsa_sel.core.call import ChooseCall
 from nsa_sel.core.decide import forget_decisions
 from nsa_sel.core.decision import Decision, Override
 from nsa_sel.core.request import example_choice
-from nsa_sel.errors import BackendError
+from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.policies import rules
 from nsa_sel.policies.default import POLICY
 from nsa_sel.settings.config import GPUS
@@ -458,3 +458,18 @@ def test_opcheck(needs_grad: bool) -> None:
     call = make_choose_call(WHOLE)
     inputs = [x.detach().requires_grad_(needs_grad) for x in (call.q, call.k, call.v)]
     torch.library.opcheck(torch.ops.nsa_sel.choose_forward.default, (*inputs, None, None, list(SMALL), 50, 0.25, None, None, needs_grad))
+
+
+def test_blocks_of_packed_batches_compile_and_refuse_what_is_not_packed() -> None:
+    q, k, cu = randn(20, 2, 1, 16), randn(20, 1, 16, seed=1), torch.tensor([0, 9, 9, 18])
+    expected = choose_blocks(q, k, block_size=4, n=2, cu_seqlens=cu)
+    compiled = torch.compile(choose_blocks, fullgraph=True, backend="aot_eager")(q, k, block_size=4, n=2, cu_seqlens=cu, max_seqlen=9)
+    assert torch.equal(compiled.ranges, expected.ranges)
+    for name, options in {
+        "q_pos": {"q_pos": torch.arange(20)}, "tail": {"tail": True, "local": 0, "compress_block": 4, "compress_stride": 4},
+        "compress_block": {"compress_block": 4, "compress_stride": 4},
+        "k": {"k": randn(19, 1, 16)}, "max_seqlen": {"max_seqlen": 8}, "q": {"q": randn(1, 20, 2, 1, 16)},
+    }.items():  # fmt: skip
+        with pytest.raises(ArgumentError) as error:
+            choose_blocks(**({"q": q, "k": k, "block_size": 4, "n": 2, "cu_seqlens": cu} | options))
+        assert error.value.argument == name

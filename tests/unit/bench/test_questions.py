@@ -16,7 +16,7 @@ from nsa_sel.bench.core import store
 from nsa_sel.bench.core.cases import Case, make_selection, prefill, text_case
 from nsa_sel.bench.core.contenders import DENSE
 from nsa_sel.bench.core.session import wanted
-from nsa_sel.bench.questions import choosing_steps, host_time, indexer_loss, layer_parts
+from nsa_sel.bench.questions import choosing_steps, engines, host_time, indexer_loss, layer_parts, packed_batches
 from nsa_sel.bench.questions.host_time import CHOSEN, COMPILED, NOTHING, STEP
 from nsa_sel.cli.app import app
 from nsa_sel.errors import NsaSelError
@@ -143,6 +143,23 @@ def test_choosing_steps_show_each_cache_beside_its_floor() -> None:
     caches = ("bf16", "bf16, pages of 64", "e4m3")
     assert lines[0] == {"indexer": "MiniMax-M3", "B": "64", "keys": "32k", **dict.fromkeys(caches, "100.0 (50.0)")}
     assert [lines[1][name] for name in ("B", *caches)] == ["1", "100.0 (50.0)", "-", "-"]
+
+
+def test_engines_show_both_parts_beside_vllms() -> None:
+    times_of = {("attention", "vllm"): 3.0, ("attention", "nsa-sel"): 1.5, ("indexer", "vllm"): 1.0, ("indexer", "nsa-sel"): 0.5}
+    of = {"case": "prefill-16k", "kv": "fp8"}
+    rows = [{**of, "part": part, "contender": name, **times(ms)} for (part, name), ms in times_of.items()]
+    (line,) = table_lines(engines.table(rows))
+    assert list(line.values()) == ["prefill-16k", "fp8", "3.000 / 1.500 (2.00x)", "1.000 / 0.500 (2.00x)"]
+
+
+def test_packed_batches_show_one_call_beside_others() -> None:
+    of = {"case": "chunk", "distribution": "random", "floor_ms": 0.2}
+    lines = table_lines(packed_batches.table([{**of, "backend": name, **times(ms)} for name, ms in (("policy", 0.5), ("rows", 1.0))]))
+    assert lines == [{"case": "chunk", "blocks": "random", "policy": "0.500", "rows": "1.000", "floor": "0.200"}]
+    size, products = packed_batches.least([2048], [32768])  # all keys of 4 groups, q and o of 64 heads
+    assert size == 2 * 2 * 128 * (32768 * 4 + 2048 * 64)
+    assert products == 4e-12 * 64 * 128 * 2048 * 2048
 
 
 @pytest.mark.parametrize("page", [8, 64])
