@@ -22,7 +22,7 @@ from nsa_sel.bench.core import cases, matrix, store
 from nsa_sel.bench.core.contenders import DENSE, PACKED, of_framework
 from nsa_sel.bench.core.markdown import MARK, factor, ms, pivot, scatters, spread, table, with_note
 from nsa_sel.bench.core.store import CPU_ROWS, H100_RESULTS, H200_RESULTS, H200_ROWS, ROOT, Row, read_rows
-from nsa_sel.bench.questions import choosing_steps, decoding_steps, indexer_loss, layer_parts, packed_batches, released_models, scaling, speed
+from nsa_sel.bench.questions import choosing_steps, decoding_steps, engines, indexer_loss, layer_parts, packed_batches, released_models, scaling, speed
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Offer
 from nsa_sel.core.decision import load_policy, make_decision
@@ -444,6 +444,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "serving": lambda: speed.table_of_caches(rows_of("serving.jsonl")),
         "indices": lambda: speed.table_of_steps(rows_of("profiles/steps.jsonl"), COPY_RATE),
         "packed": lambda: packed_batches.table([row for row in rows_of("profiles/mixed.jsonl") if row["case"] in packed_batches.ALONE]),
+        "engines": lambda: engines.table(rows_of("profiles/engines.jsonl")),
         "steps": lambda: decoding_steps.table(
             [row for row in rows_of("profiles/decoding_steps.jsonl") if row.get("kv", "bf16") == "bf16" and row["B"] in (1, 64)]
         ),
