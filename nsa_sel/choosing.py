@@ -276,7 +276,7 @@ def infllm_selection(
     q, k = _plain("infllm_selection", q, k)
     check_sizes(q, k, k)
     if coarse_lse:
-        coarse = rule._replace(compress_block=4 * compress_block, compress_stride=4 * compress_stride, block_size=4 * compress_block)
+        coarse = Rule(4 * compress_block, 4 * compress_stride, 4 * compress_block, n, first, local)
         means = BlockMean(coarse.compress_block, coarse.compress_stride)(k.transpose(1, 2))
         index = check_index(q, means, coarse, pool, None, scale, q_pos, k.shape[2], transforms.traces(q, k))
         lse = choose.best_blocks(index, coarse, None, backend)

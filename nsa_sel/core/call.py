@@ -328,6 +328,11 @@ class Rule(NamedTuple):
     first: int = 1  # first + local <= n
     local: int = 2
 
+    def options(self) -> dict[str, Any]:
+        """Return the fields by name. torch.compile of torch 2.8 cannot trace `_asdict`."""
+        sizes = {"compress_block": self.compress_block, "compress_stride": self.compress_stride, "block_size": self.block_size}
+        return {**sizes, "n": self.n, "first": self.first, "local": self.local}
+
     def of_keys(self) -> Rule:
         """Return the rule without counts: what kernels are compiled for."""
         return self._replace(n=0, first=0, local=0)

@@ -158,7 +158,7 @@ def arrange(
     whole = starts_with_blocks(bounds_k, block, block_aligned)
     room, longest, aligning = Tk, bounds_k.longest(Tk), False
     if block is not None and not whole and align is not False:
-        room = rounded_up(Tk + bounds_k.number * (block - 1), block)
+        room = rounded_up(Tk + bounds_k.number() * (block - 1), block)
         if torch.compiler.is_compiling():
             aligning = align is True or (backend is not None and _needs_blocks(backend))
         else:

@@ -249,7 +249,7 @@ def _begin(given: _Tensors, options: _Options, group: Any, *, compressed: bool) 
     _, _, scale, _ = check_choose(q_cmp, k_all, v_all, options.rule, options.scale, None, ranks * S, fake=False)
     options = options._replace(scale=scale)
     compare_call(group, q, _NAME, lambda: {
-        **{**options._asdict(), "rule": options.rule._asdict()}, "compressed": compressed, "dtype": str(q.dtype),
+        **{**options._asdict(), "rule": options.rule.options()}, "compressed": compressed, "dtype": str(q.dtype),
         "sizes": {name: x.shape for name, x in given._asdict().items() if name not in ("k_cmp", "v_cmp")},
         "grads": [name for name, x in given._asdict().items() if x.requires_grad and torch.is_grad_enabled()],
     })  # fmt: skip
@@ -294,7 +294,7 @@ def _attend(of: _Slice) -> Tensor:
     for held, x in zip(cut.held(of.group.rank()), rows if q_cmp is q else torch.split(q_cmp, size, 1), strict=True):
         seen = rule.compressed_keys(held.stop)
         k, v = k_cmp[:, :, :seen], v_cmp[:, :, :seen]
-        o, selection = compressed_attention(x, k, v, scale=scale, S_kv=held.stop, **rule._asdict())
+        o, selection = compressed_attention(x, k, v, scale=scale, S_kv=held.stop, **rule.options())
         compressed.append(o)
         ranges.append(selection.ranges)
     if both_ends:

@@ -47,9 +47,9 @@ def times(ms: float) -> dict[str, float]:
     return {"ms_median": ms, "ms_p20": 0.9 * ms, "ms_p80": 1.1 * ms}
 
 
-def test_every_claim_is_measured_beside_dense_attention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """On a GPU where dense attention takes 100 ms, the layer 10 ms and the call 200 ms, and where the training example
-    fails.
+def test_every_claim_is_measured_beside_what_it_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a GPU where everything else takes 100 ms and 10 GiB, layers 10 ms and 1 GiB and the calls 200 ms, and where the
+    training example fails.
     """
 
     def run(jobs: Any, out: Path, device: str, console: Console) -> list[dict[str, Any]]:
@@ -57,11 +57,20 @@ def test_every_claim_is_measured_beside_dense_attention(monkeypatch: pytest.Monk
         return [{**row, **times(100 if row["backend"] == DENSE else 200)} for row in rows]
 
     def measure(name: str, rep: float) -> list[dict[str, Any]]:
-        return [{"direction": direction, **times(100 if name == "dense" else 10)} for direction in ("fwd", "bwd")]
+        return [{"direction": direction, **times(100 if name == "dense" else 10)} for direction in ("fwd", "bwd", "fwd+bwd")]
 
-    parts = ("layer", "layer of text", "dense")
-    monkeypatch.setattr(headline.layer_parts, "parts", lambda S, h: {name: lambda name=name: name for name in parts})
+    def measure_released(model: str, make: Any, ways: list[str], rep: float, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        found = {way: {**times(10), "peak_gib": 1.0} if way == "nsa-sel" else {**times(100), "peak_gib": 10.0} for way in ways}
+        if "128k" in facts["case"]:
+            found["transformers"] = {"error": "out of memory"}
+        return [{"model": model, "way": way, **facts, **row} for way, row in found.items()]
+
+    monkeypatch.setattr(headline.layer_parts, "parts", lambda S, h: {name: lambda name=name: name for name in ("layer", "dense")})
     monkeypatch.setattr(headline.layer_parts, "measure", measure)
+    monkeypatch.setattr(headline.released_models, "measure", measure_released)
+    indexer = {"model": "MiniMax-M3", "B": 64, "S": 1, "S_kv": 32768, "page_size": None, "kv": "bf16", "least_bytes": 8e7, **times(0.2)}
+    monkeypatch.setattr(headline.choosing_steps, "measured", lambda *sizes: dict(indexer))
+    monkeypatch.setattr(headline.choosing_steps, "read_bandwidth", lambda: 0.8)
     monkeypatch.setattr(headline, "run", run)
     monkeypatch.setattr(headline, "need_gpu", lambda program: None)
     monkeypatch.setattr(headline.store, "stamp", lambda: {"device": "NVIDIA Test"})
@@ -70,12 +79,16 @@ def test_every_claim_is_measured_beside_dense_attention(monkeypatch: pytest.Monk
     text = headline.headline(tmp_path / "rows", Console(quiet=True))
     assert "README: NVIDIA H200; here: NVIDIA Test" in text
     lines = {row["claim"]: row for row in table_lines(text.split("\n\n")[1])}
-    assert len(lines) == 2 + 5 + 1
-    layer = lines["attention of a layer, 8k tokens, forward + backward"]
+    layer = lines["NSA layer, 8k tokens, forward + backward: dense attention"]
     assert (layer["here"], layer["20th to 80th"], layer["verdict"]) == ("10.00x", "8.18 to 12.22", "PASS")
-    call = lines["selected blocks, real-8k-h16, fwd"]
+    assert lines["MiniMax-M3 layer, prefill of 128k tokens: dense attention"]["here"] == "10.00x"
+    assert lines["MiniMax-M3 layer, prefill of 16k tokens, memory: its library"]["here"] == "10.00x"
+    call = lines["selected blocks alone, 8k tokens of text, forward + backward: dense attention"]
     assert (call["here"], call["verdict"][0]) == ("0.50x", "-")
-    assert lines["training step, 8k tokens"]["verdict"] == "not measured"
+    assert lines[f"{headline.CHOOSING}: {headline.READING}"]["here"] == "0.50x"
+    unmeasured = {what for what, line in lines.items() if line["verdict"] == "not measured"}
+    fla = {f"NSA layer, {k}k tokens, forward + backward: its library" for k in (8, 32)}
+    assert unmeasured == {*fla, "model of 25M parameters, training step, 32k tokens: dense attention"}
 
 
 def test_headline_refuses_other_flags_and_needs_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
