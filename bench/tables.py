@@ -273,6 +273,12 @@ def peers() -> str:
     return by_backend(index, list(dict.fromkeys(name for found in index.values() for name in found)))
 
 
+def peers_h200() -> str:
+    """Return attention of MiniMax-M3's shape by ours and by others' kernels, in one process: milliseconds, medians."""
+    index = indexed(row for row in rows_of("profiles/peers.jsonl") if "wrong" not in row)
+    return by_backend(index, list(dict.fromkeys(name for found in index.values() for name in found)))
+
+
 def cpu() -> str:
     """Return numba against packed, masked and dense SDPA on a CPU: milliseconds, medians."""
     rows = read_rows(CPU_ROWS)
@@ -423,6 +429,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "cpu": cpu,
         "overhead": overhead,
         "peers": peers,
+        "peers_h200": peers_h200,
     },
     "docs/compat.md": {"fla": lambda: layer_parts.table(rows_of("profiles/fla_layer.jsonl", H100_RESULTS))},
     "docs/choosing.md": {

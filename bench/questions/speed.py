@@ -56,7 +56,7 @@ SUITES = {
     "breakeven": Suite(cases.BREAKEVEN, whole=True, rows=16),
     "scaling": Suite(cases.SCALING, rows=16),
     "layers": Suite(cases.OF_LAYERS, rep=20, rows=8),
-    "models": Suite(cases.OF_MODELS, rep=100, rows=4),
+    "models": Suite(cases.OF_MODELS, rep=20, rows=4),
     "steps": Suite(cases.STEPS, rep=20, rows=4),
     "wide": Suite(cases.WIDE, rep=20, rows=4),
     "large": Suite(cases.LARGE, rep=20, rows=4),
