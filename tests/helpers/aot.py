@@ -129,7 +129,7 @@ def paged_call(shape: str, sm: int) -> Call:
     lengths, table = torch.ones(B, dtype=torch.int32), torch.zeros(B, each, dtype=torch.int32)
     scales, table_rows = None, None
     if PACKED in shape:
-        lengths, table_rows = torch.ones(B, 2, dtype=torch.int32).unbind(1)
+        lengths, table_rows, *_ = torch.ones(B, 4, dtype=torch.int32).unbind(1)
     if "e4m3" in shape:
         scale = torch.ones(1, G)
         scales = Scales(scale, scale, page_size if shape.endswith("page") else 0, shape.rpartition("-")[2])
