@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.arguments import as_positions, as_rows, as_tensor, check_flag, check_positive
-from nsa_sel.core.plans import DISJOINT, Plan, PlanInBuffer, Plans, make_room
+from nsa_sel.core.plans import DISJOINT, MOST_SEARCHED, Plan, PlanInBuffer, Plans, make_room
 from nsa_sel.core.ranges import (
     Blocks,
     best_blocks,
@@ -436,6 +436,16 @@ class Selection:
                 return self._captured[1]
             return distinct_ranges(ranges, self.block_size)
         return self.plan(DISJOINT, lambda: (distinct_ranges(self.ranges, self.block_size),))[0]  # type: ignore[no-any-return]
+
+    @property
+    def unsearched(self) -> bool:
+        """Return True if `union_ranges` may have a block of a row twice."""
+        return self.n > MOST_SEARCHED and self.block_size is not None and not self.disjoint
+
+    def union_ranges(self, captured: bool | None = None) -> Tensor:
+        """Return contiguous ranges [B,S,G,n,2] for kernels that count a block once however often a row names it: those of
+        many blocks as they are, others `disjoint_ranges`."""
+        return self.ranges.contiguous() if self.unsearched else self.disjoint_ranges(captured)
 
     def plan(self, key: tuple[Any, ...], build: Callable[[], Any], *made_from: Any) -> Any:
         """Return the cached result of `build()`, rebuilt after the ranges were written.

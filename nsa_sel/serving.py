@@ -3,6 +3,7 @@ different lengths in one call, with one or more new tokens each."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -123,8 +124,10 @@ def selection_attention_with_kvcache(
         _check_gradients(q, k, v, "packed" * packed or "paged" * (block_table is not None) or "quantized" * (scales is not None), given)
         results = _with_gradients(q, k, v, selection, cache_seqlens, scale, backend)
     else:
-        rows = None if requests is None else rows_of(requests.cu, cache_seqlens, len(q), S_kv)
-        where = _Keys(cache_seqlens, block_table, rows)
+        where = _Keys(cache_seqlens, block_table)
+        if requests is not None:
+            unit = math.lcm(max(1, k.shape[2]), selection.block_size or 1)
+            where = where._replace(rows=rows_of(requests.cu, cache_seqlens, len(q), S_kv, unit)[:-1], most_rows=requests.most)
         if r > 1:
             results = _of_shared_keys(q, k, v, selection, scale, backend, where, scales, r)
         else:
@@ -190,7 +193,7 @@ def choose_blocks_with_kvcache(
     if is_compiling():
         options: Any = {"reduce": reduce, "heads": heads, "softmax": softmax, "activation": activation, "tail": tail, "k_scale": k_scale}
         options |= {"scale": scale, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "out": out, "backend": backend}
-        options |= rule._asdict()
+        options |= rule.options()
         return _uncompiled(choose_blocks_with_kvcache, q, k_cache, cache_seqlens, block_table, **options)  # type: ignore[no-any-return]
     transforms.check_traced("choose_blocks_with_kvcache", q, k_cache, k_cache)
     check_rule(rule)
@@ -261,16 +264,18 @@ class _Keys(NamedTuple):
 
     lengths: Tensor
     block_table: Tensor | None
-    rows: Tensor | None
+    rows: Tensor | None = None
+    most_rows: int = 1
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, backend: str | None, scales: Scales | None,
         out: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return o and lse without gradients; rows of a packed batch are sequences of one token."""
-        lengths, table_rows = (self.lengths, None) if self.rows is None else self.rows.unbind(1)
+        lengths, table_rows = (self.lengths, None) if self.rows is None else self.rows.unbind(1)[:2]
         decided = decide_call(
-            q, k, v, selection, scale, None, False, backend, lengths, self.block_table, scales, table_rows=table_rows, out=out
+            q, k, v, selection, scale, None, False, backend, lengths, self.block_table, scales, table_rows=table_rows,
+            most_rows=self.most_rows, out=out,
         )  # fmt: skip
         o, lse = run.attend(prepared(decided, backend))
         return o, lse
@@ -278,9 +283,9 @@ class _Keys(NamedTuple):
     def repeated(self, r: int) -> _Keys:
         """Return the keys of sequences that are r times as many, each r times."""
         if self.rows is not None:
-            return self._replace(rows=self.rows.repeat_interleave(r, 0))
+            return self._replace(rows=self.rows.repeat_interleave(r, 0), most_rows=1)
         table = None if self.block_table is None else self.block_table.repeat_interleave(r, 0)
-        return _Keys(self.lengths.repeat_interleave(r), table, None)
+        return _Keys(self.lengths.repeat_interleave(r), table)
 
 
 def _of_shared_keys(

@@ -1,9 +1,9 @@
 """cupy-cuda: CUDA C++ kernels compiled at run time by NVRTC through CuPy, on torch's stream and torch's memory.
 
 This file picks the kernel of a call. sm80.py launches the kernels for all GPUs; sm90.py, whole_blocks.py and
-few_tokens.py launch those for Hopper; cuda_block.py is the backend cuda-block; key_to_rows.py builds the lists of rows
-for dk and dv. compiler.py compiles kernels/*.cu, launch.py launches them, tensor_map.py encodes TMA tensor maps. CuPy
-is imported when a kernel is first compiled or loaded.
+few_tokens.py launch those for Hopper; packed.py launches them for packed batches; cuda_block.py is the backend
+cuda-block; key_to_rows.py builds the lists of rows for dk and dv. compiler.py compiles kernels/*.cu, launch.py launches
+them, tensor_map.py encodes TMA tensor maps. CuPy is imported when a kernel is first compiled or loaded.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from nsa_sel.backends._loads import union_keys
-from nsa_sel.backends.cupy_cuda import few_tokens, sm80, sm90, whole_blocks
+from nsa_sel.backends.cupy_cuda import few_tokens, packed, sm80, sm90, whole_blocks
 from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.core.call import Call
 
@@ -32,6 +32,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         return sm90.forward_tiles(call)
     if few_tokens.supports(call):
         return few_tokens.forward(call)
+    if packed.supports(call):
+        return packed.forward(call)
     if whole_blocks.supports(call):
         return whole_blocks.forward(call)
     return sm80.forward_rows(call)
@@ -52,10 +54,13 @@ def backward_and_delta(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Ten
 
 
 def _backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    o, lse, ranges = o.contiguous(), lse.contiguous(), call.disjoint_ranges()
-    on_tiles = sm90.supports_tiles(call, do)
-    dq, delta = sm90.dq_tiles(call, o, lse, do, dlse) if on_tiles else sm80.dq_rows(call, ranges, o, lse, do, dlse)
-    return dq, *(sm90.dkdv_groups if on_tiles else sm80.dkdv_tiles)(call, ranges, lse, do, delta), delta
+    o, lse = o.contiguous(), lse.contiguous()
+    if sm90.supports_tiles(call, do):
+        dq, delta = sm90.dq_tiles(call, o, lse, do, dlse)
+        return dq, *sm90.dkdv_groups(call, lse, do, delta), delta
+    ranges = call.disjoint_ranges()
+    dq, delta = sm80.dq_rows(call, ranges, o, lse, do, dlse)
+    return dq, *sm80.dkdv_tiles(call, ranges, lse, do, delta), delta
 
 
 def loaded_keys(call: Call, selected: int, count: bool) -> int:

@@ -20,11 +20,12 @@ from nsa_sel.settings.tuned import cache_folder
 Constants = tuple[tuple[str, int], ...]  # macros, in the order of their names
 OPTIONS = ("-std=c++17", "-lineinfo")
 OPTIONAL = {  # macros that a launcher may leave out, and their values then; the sources that read them explain them
-    "PAGE": -1, "PACKED": 0, "SHARED_BY": 1, "WINDOW": 0, "COMPRESS_BLOCK": 0, "COMPRESS_STRIDE": 1,  # problem.cuh
+    "PAGE": -1, "PACKED": 0, "JOINED": 0, "SHARED_BY": 1, "WINDOW": 0, "COMPRESS_BLOCK": 0, "COMPRESS_STRIDE": 1,  # problem.cuh
     "E4M3": 0, "PAGE_SCALES": 0,  # stored_tiles.cuh
     "ORDER_TOKENS": 0, "FEW_TOKENS": 0, "MIXED_TILES": 0,  # tile_plan.cuh
     "REPEATED_BLOCK": 0, "NAMED_WORDS": 0,  # key_tiles.cuh, named_blocks.cuh
-    "CLUSTER": 1, "ONE_PAGE": 0, "SMALL_BLOCK": 0, "BY_UNITS": 0,  # hardware.cuh, key_tiles.cuh, key_to_rows.cuh, order_segments.cu
+    "CLUSTER": 1, "LISTED": 0,  # hardware.cuh, forward_blocks.cu
+    "ONE_PAGE": 0, "SMALL_BLOCK": 0, "BY_UNITS": 0,  # key_tiles.cuh, key_to_rows.cuh, order_segments.cu
 }  # fmt: skip
 _INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
 _ERROR = re.compile(r"^(?P<file>[\w.]+)\((?P<line>\d+)\): (?:catastrophic )?error: *(?P<what>.*)", re.MULTILINE)

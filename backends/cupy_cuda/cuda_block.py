@@ -79,13 +79,22 @@ def _visits(
     """
     (macros, segment, shared), device = _partials(call), call.q.get_device()
     segments = most_segments(lists.pairs * lists.section * call.selection.n * lists.reach, segment, lists.pairs * lists.tiles)
+    counters = None
+    if call.block_table is not None:  # CTAs take several
+        segments = min(segments, PER_SM * call.device.sm_count)
+        counters = temporary(call, call.q, call.q.shape[2] * -(-call.q.shape[1] // lists.section), dtype=torch.int32)
+        launch.clear(counters.data_ptr(), 4 * counters.numel(), device)
+
+    def counter_of(unit: Unit) -> int:
+        return 0 if counters is None else counters.data_ptr() + 4 * (unit.lists.first_list // unit.lists.tiles)
+
     problem = launch.problem(call, call.disjoint_ranges())
 
     def visit(unit: Unit, part_o: Tensor, part_lse: Tensor, early: bool = False) -> None:
         launch.start(
             "block_partials.cu", macros, device, segments, 128 * WARPGROUPS, shared, lists.entries.data_ptr(), lists.reach,
-            *launch.pointers(listed, *cuts), segment, *unit.lists, *launch.pointers(part_o, part_lse), maps=maps, problem=problem,
-            early=early,
+            *launch.pointers(listed, *cuts), segment, *unit.lists, *launch.pointers(part_o, part_lse), counter_of(unit), maps=maps,
+            problem=problem, early=early,
         )  # fmt: skip
 
     return visit
@@ -106,9 +115,8 @@ def _joined(
     o, lse = outputs(call)
     sizes = (lists.pairs, lists.section, call.selection.n * lists.reach, h)
     parts = [(temporary(call, o, *sizes, o.shape[4]), temporary(call, lse, *sizes)) for _ in range(turns)]
+    visit, problem = _visits(call, lists, cuts, maps, masks.listed), launch.problem(call, call.disjoint_ranges())
     streams, early = _streams(q, turns), turns == 1
-    visit = _visits(call, lists, cuts, maps, masks.listed)
-    problem = launch.problem(call, call.disjoint_ranges())
     try:
         for i, unit in enumerate(units(call, lists)):
             turn = i % turns
@@ -180,7 +188,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
         return triton_block.backward(call, o, lse, do, dlse)
     if is_large(call):
         dq, delta = triton_block.dq_of_large(call, o, lse, do, dlse)
-        return dq, *sm90.dkdv_groups(call, call.disjoint_ranges(), lse, sm90.loadable(do), delta)
+        return dq, *sm90.dkdv_groups(call, lse, sm90.loadable(do), delta)
     q, k, v, S = call.q, call.k, call.v, call.q.shape[1]
     loaded = [sm90.loadable(x) for x in (k, v, q, do)]  # do may be an expanded constant; copies live until the end
     do = loaded[3]
@@ -243,7 +251,8 @@ def loaded_keys(call: Call, selected: int, count: bool) -> int:
 def tile_keys(call: Call) -> int:
     """Return the keys per tile of the forward pass of a call that the CUDA kernels compute."""
     assert call.selection.block_size is not None, "takes"
-    return next(width for width in VISITED_KEYS if call.selection.block_size % width == 0)
+    page = 0 if call.block_table is None else call.k.shape[2]
+    return next(width for width in VISITED_KEYS if call.selection.block_size % width == 0 == page % width)
 
 
 @cached_by_class
@@ -273,7 +282,11 @@ def _partials(call: Call) -> tuple[Constants, int, int]:
     segment, q_bytes, tile_bytes = STEPS * (sm90.ROWS // h), sm90.PANEL * Dk // 64, 2 * width * (Dk + Dv)
     of_cta = (call.device.shared_memory + launch.SYSTEM) // PER_SM - launch.SYSTEM - sm90.STATIC - 4 * segment
     stages = (of_cta - tile_bytes) // (WARPGROUPS * q_bytes)
-    return launch.macros(call, H=h, TILE=width, STAGES=stages, STEPS=STEPS), segment, tile_bytes + WARPGROUPS * stages * q_bytes
+    return (
+        launch.macros(call, H=h, TILE=width, STAGES=stages, STEPS=STEPS, **launch.joined_macros(call)),
+        segment,
+        tile_bytes + WARPGROUPS * stages * q_bytes,
+    )
 
 
 def _joins(call: Call, width: int, section: int) -> bool:
@@ -292,7 +305,7 @@ def _join(call: Call, source: str, width: int) -> tuple[Constants, int]:
     ring_bytes = sm90.PANEL * columns // 64  # 64 rows
     ring = ((call.device.shared_memory + launch.SYSTEM) // per_sm - launch.SYSTEM - sm90.STATIC) // ring_bytes
     each, share = call.selection.n * call.reach(width), call.groups_per_selection
-    macros = launch.macros(call, H=h, EACH=each, SHARED_BY=share, TILE=width, PER_SM=per_sm, RING=ring)
+    macros = launch.macros(call, H=h, EACH=each, SHARED_BY=share, TILE=width, PER_SM=per_sm, RING=ring, **launch.joined_macros(call))
     return macros, max(ring * ring_bytes, sm90.PANEL * tiles // 64)
 
 
@@ -313,7 +326,7 @@ def _sizes(call: Call, width: int) -> Sizes:
     The partials of o and lse also fit, so that both passes share their lists.
     """
     B, S, G, h, Dk = call.q.shape
-    entries, columns, tiles = call.selection.n * call.reach(width), Dk + call.v.shape[3], -(-call.k.shape[2] // width)
+    entries, columns, tiles = call.selection.n * call.reach(width), Dk + call.v.shape[3], -(-call.S_kv // width)
     size, tile_bytes, workspace = call.q.element_size(), 4 * width * columns, workspace_beside_plan(call, width)
     share_bytes = entries * h * max(Dk * size, call.v.shape[3] * size + 4)  # of a row
     most = max((3 * workspace // 4 - tiles * tile_bytes) // share_bytes, workspace // 8 // share_bytes, 1)
@@ -356,7 +369,7 @@ def _cut_lists(call: Call, width: int, sizes: Sizes, segment: int) -> tuple[KeyT
     numbers = (width, sizes.section, forward, sizes.segment, reach)
     entries, begins, *segments = kept_plan(call, ("cuda-block lists",), _sort, *numbers).value
     # Triton's kernels read none of these lists.
-    lists = KeyToRows(entries, begins, None, width, -(-call.k.shape[2] // width), reach, 1, *sizes[:2], piece=0, pieces=0)
+    lists = KeyToRows(entries, begins, None, width, -(-call.S_kv // width), reach, 1, *sizes[:2], piece=0, pieces=0)
     return lists, begins, segments[segment != forward]
 
 

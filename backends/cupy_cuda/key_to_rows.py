@@ -134,10 +134,11 @@ def sort(call: Call, width: int, reach: int, section: int, kinds: Kinds, G: int)
     """
     q, n, on = call.q, call.selection.n, call.q.get_device()
     B, S = q.shape[:2]
-    tiles, parts = -(-call.k.shape[2] // width), B * G * -(-S // section)  # parts: sections of all (batch entry, group)
+    tiles, parts = -(-call.S_kv // width), B * G * -(-S // section)  # parts: sections of all (batch entry, group)
     capacity, lists = B * G * S * n * reach, parts * tiles
     block = SORTED if capacity > SORTED * call.device.sm_count else SORTED // 2
-    chunk = block * -(-tiles // block)  # the counts are no longer than the lists
+    # The counts are no longer than the lists, or of a joined sequence, most of whose tiles have none, eight times.
+    chunk = block * -(-tiles // (block if call.block_table is None else 8 * block))
     chunks = -(-min(section, S) * n * reach // chunk)
     if not fit(call, capacity) or lists * chunks >= 2**31:
         raise BackendError(
@@ -150,7 +151,7 @@ def sort(call: Call, width: int, reach: int, section: int, kinds: Kinds, G: int)
     counts = unwritten(q, lists * chunks + (0 if few else published(lists)), dtype=torch.int32)
     numbers = (S * n * reach, reach, tiles, B * G, section * n * reach, chunk, chunks)
     ranges = call.disjoint_ranges()
-    problem = launch.plan_problem(call) if G == call.selection.groups else launch.problem(call, ranges)
+    problem = launch.plan_problem(call, ranges) if G == call.selection.groups else launch.problem(call, ranges)
     count = launch.integer_macros(WIDTH=width, RANGE_BYTES=ranges.element_size(), SHARED_BY=G // call.selection.groups)
     scatter = launch.integer_macros(EACH=block // 256, FEW=int(few))
     launch.start(

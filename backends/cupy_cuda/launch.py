@@ -137,15 +137,19 @@ def page_of(call: Call) -> int | None:
     return 0 if call.block_table is None else call.k.shape[2]
 
 
+def joined_macros(call: Call) -> dict[str, int]:
+    """Return the macros of a kernel that reads the pages of one sequence, at positions (packed.py); none without pages."""
+    return {} if call.block_table is None else {"PAGE": call.k.shape[2], "JOINED": 1}
+
+
 def cache_macros(page: int | None, packed: bool = False) -> dict[str, int]:
     """Return the macros of a kernel that reads a cache with such pages. packed: `Call.table_rows` says whose."""
     return {} if page is None else {"PAGE": page} | ({"PACKED": 1} if packed else {})
 
 
-def plan_problem(call: Call) -> tuple[Any, ...]:
-    """Return `problem` for kernels that read the ranges alone: its groups are those of the selection."""
-    ranges, share = call.disjoint_ranges(), call.groups_per_selection
-    return problem(call, ranges) if share == 1 else _problem(call, ranges, 0, 1)
+def plan_problem(call: Call, ranges: Tensor) -> tuple[Any, ...]:
+    """Return `problem` for kernels that read `ranges` alone: its groups are those of the selection."""
+    return problem(call, ranges) if call.groups_per_selection == 1 else _problem(call, ranges, 0, 1)
 
 
 def problem(call: Call, ranges: Tensor, indexed_block: int = 0) -> tuple[Any, ...]:

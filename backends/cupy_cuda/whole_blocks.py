@@ -50,6 +50,18 @@ def supports(call: Call) -> bool:
     return call.selection.n <= MOST_LISTED and launch.aligned(call.q, call.k, call.v)
 
 
+def alone(call: Call) -> bool:
+    """Return whether a CTA takes a row alone, without a cluster."""
+    B, S, G, h, Dk = call.q.shape
+    assert call.selection.block_size is not None, "supports"
+    return (
+        plan_facts(B * S * G * head_tiles(h), h, Dk + call.v.shape[-1], call.selection.n, call.selection.block_size, call.device.sm_count)[
+            2
+        ]
+        == 1
+    )
+
+
 def head_tiles(h: int) -> int:
     """Return the CTAs of forward_blocks.cu that the heads of a row need."""
     return -(-h // (16 * CONSUMER_WARPS))
@@ -84,10 +96,17 @@ def next_first(work: int, steps: int, cluster: int, ctas: int) -> bool:
     return 2 * work <= clusters_at_once(cluster, ctas) and steps > MANY_STEPS * cluster
 
 
+def plan_facts(work: int, h: int, columns: int, n: int, block: int, sm_count: int) -> tuple[int, int, int]:
+    """Return HEAD_WARPS, PER_SM and CLUSTER of forward_blocks.cu."""
+    head_warps = min(CONSUMER_WARPS, 1 << (-(-h // 16) - 1).bit_length())
+    per_sm = 1 if head_warps == CONSUMER_WARPS or columns > WIDEST else 2
+    return head_warps, per_sm, cluster_size(work, -(-n * block // KEYS), per_sm * sm_count)
+
+
 @functools.lru_cache(maxsize=1024)
 def plan_of(
     work: int, h: int, Dk: int, Dv: int, n: int, block: int, bf16: bool, sm_count: int, shared_memory: int, page: int | None = None,
-    page_scales: bool | None = None, named: int = 0, share: int = 1, packed: bool = False,
+    page_scales: bool | None = None, named: int = 0, share: int = 1, packed: bool = False, listed: bool = False,
 ) -> Plan:  # fmt: skip
     """Return the launch of forward_blocks.cu for `work` (row, heads) of n blocks.
 
@@ -98,10 +117,8 @@ def plan_of(
     size, quantized = 2, {}
     if page_scales is not None:
         size, quantized = 1, {"E4M3": 1, "PAGE_SCALES": int(page_scales)}
-    head_warps = min(CONSUMER_WARPS, 1 << (-(-h // 16) - 1).bit_length())
     steps, small = -(-n * block // KEYS), block < KEYS
-    per_sm = 1 if head_warps == CONSUMER_WARPS or Dk + Dv > WIDEST else 2
-    cluster = cluster_size(work, steps, per_sm * sm_count)
+    head_warps, per_sm, cluster = plan_facts(work, h, Dk + Dv, n, block, sm_count)
     heads, step_bytes = 16 * head_warps, size * KEYS * (Dk + Dv)
     own_bytes = 1024 if page_scales is None else 1280  # `Shared`; for e4m3 it holds a factor per head
     own_bytes += 4 * named + 512 * small  # bitmap of blocks; keys of a step's blocks
@@ -115,7 +132,7 @@ def plan_of(
     macros = constants(
         BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=1, STAGES=stages, HEAD_WARPS=head_warps, PER_SM=per_sm, BLOCK=block, CLUSTER=cluster,
         NEXT_FIRST=int(next_first(work, steps, cluster, per_sm * sm_count)), SHARED_BYTES=own_bytes, NAMED_WORDS=named,
-        **launch.cache_macros(page, packed), SHARED_BY=share, **quantized,
+        LISTED=int(listed), **launch.cache_macros(page, packed), SHARED_BY=share, **quantized,
     )  # fmt: skip
     ctas = work * cluster if cluster > 1 else min(work, per_sm * sm_count)
     return Plan(macros, ctas, 32 * (CONSUMER_WARPS + (LOADERS if small else 1)), stages * step_bytes + row_bytes)
@@ -132,8 +149,9 @@ def step_map(x: Tensor) -> bytes:
     return tensor_map(x, KEYS, min(x.shape[-1], 128 // x.element_size()), promoted=False)
 
 
-def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """Return o [B,S,G,h,Dv] and lse [B,S,G,h]; the scale is positive."""
+def forward(call: Call, listed_rows: bool = False) -> tuple[Tensor, Tensor]:
+    """Return o [B,S,G,h,Dv] and lse [B,S,G,h]; the scale is positive. listed_rows: of a packed batch, write only the rows
+    that it lists (packed.py)."""
     q, facts, selection = call.q, call.device, call.selection
     B, S, G, h, Dk = q.shape
     Dv = call.v.shape[-1]
@@ -142,7 +160,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     work, (listed, named) = B * S * G * head_tiles(h), launch.named_blocks(call, MOST_NAMED)
     plan = plan_of(
         work, h, Dk, Dv, selection.n, selection.block_size, q.dtype == torch.bfloat16, facts.sm_count, facts.shared_memory,
-        launch.page_of(call), page_scales_of(call), named or 0, call.groups_per_selection, call.table_rows is not None,
+        launch.page_of(call), page_scales_of(call), named or 0, call.groups_per_selection, call.table_rows is not None, listed_rows,
     )  # fmt: skip
     stored = () if selection.block_size < KEYS else (loadable(call.k), loadable(call.v))  # copies must live until the launch
     launch.start(

@@ -126,7 +126,8 @@ class Call(_Logits):
         workspace: memory for temporaries, if the user passed one.
         scales: of a quantized cache, None for k and v of q's dtype. Without gradients.
         table_rows: [B] int32, the row of the block table that each sequence has; None for its own. Sequences are then rows
-            of a packed batch, S is 1, and lengths and table_rows are the columns of one tensor (`core.packed.rows_of`).
+            of a packed batch, S is 1, and lengths and table_rows are columns of one tensor (`core.packed.rows_of`).
+        most_rows: with table_rows, the most rows of a request.
         out: o and lse to write, or None for new ones. Backends may ignore them.
         known: cache of facts that follow from shapes, strides, alignment and settings alone, shared by the calls of a
             class (core/attend.py). Not copied by `replace`.
@@ -147,6 +148,7 @@ class Call(_Logits):
     workspace: Workspace | None = None
     scales: Scales | None = None
     table_rows: Tensor | None = None
+    most_rows: int = 1
     out: tuple[Tensor | None, Tensor | None] = (None, None)
     known: dict[Any, Any] = field(default_factory=dict, init=False)
     _capturing: bool | None = field(default=None, init=False)
@@ -197,6 +199,14 @@ class Call(_Logits):
         if self._disjoint is None:
             self._disjoint = self.selection.disjoint_ranges(self._capturing)
         return self._disjoint
+
+    def union_ranges(self) -> Tensor:
+        """Return `Selection.union_ranges`."""
+        if not self.selection.unsearched:
+            return self.disjoint_ranges()
+        if self._listed is None:
+            self._listed = self.selection.union_ranges()
+        return self._listed
 
     def listed_ranges(self) -> Tensor:
         """Return contiguous ranges [B,S,G,n,2] for kernels that skip a block that the row has named before: of few
@@ -317,6 +327,11 @@ class Rule(NamedTuple):
     n: int = 16
     first: int = 1  # first + local <= n
     local: int = 2
+
+    def options(self) -> dict[str, Any]:
+        """Return the fields by name. torch.compile of torch 2.8 cannot trace `_asdict`."""
+        sizes = {"compress_block": self.compress_block, "compress_stride": self.compress_stride, "block_size": self.block_size}
+        return {**sizes, "n": self.n, "first": self.first, "local": self.local}
 
     def of_keys(self) -> Rule:
         """Return the rule without counts: what kernels are compiled for."""

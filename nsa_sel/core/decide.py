@@ -196,7 +196,7 @@ class Decided(NamedTuple):
 def decide_call(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, q_pos: Tensor | None, needs_grad: bool, backend: str | None,
     lengths: Tensor | None = None, block_table: Tensor | None = None, scales: Scales | None = None, counts: bool = True,
-    table_rows: Tensor | None = None, out: tuple[Tensor | None, Tensor | None] = (None, None),
+    table_rows: Tensor | None = None, most_rows: int = 1, out: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Decided:  # fmt: skip
     """Decide on arguments that `check_call` returned, and those of `Call`. counts: False if this call may not count
     sharing."""
@@ -207,7 +207,7 @@ def decide_call(
     decision = decide(request, device, backend)
     call = Call(
         q, k, v, selection, q_pos, scale, decision.settings, decision.device, lengths, block_table, scales=scales, table_rows=table_rows,
-        out=out,
+        most_rows=most_rows, out=out,
     )  # fmt: skip
     return Decided(call, decision, request, count)
 

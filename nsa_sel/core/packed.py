@@ -20,12 +20,12 @@ from nsa_sel.core.arguments import (
     rounded_up,
     starts_with_blocks,
 )
-from nsa_sel.core.call import Rule, device_info, request_of
-from nsa_sel.core.check import as_selection, check_call, check_rule, check_scale, check_sizes
+from nsa_sel.core.call import Pool, Rule, device_info, request_of
+from nsa_sel.core.check import Index, as_selection, check_call, check_index, check_rule, check_scale, check_sizes
 from nsa_sel.core.decide import decide, select
-from nsa_sel.core.request import DeviceInfo, Request
+from nsa_sel.core.request import FEW_TOKENS, DeviceInfo, Request
 from nsa_sel.core.shared_keys import ratio
-from nsa_sel.core.transforms import in_autocast_dtype, needs_grad, transformed
+from nsa_sel.core.transforms import in_autocast_dtype, needs_grad, traces, transformed
 from nsa_sel.errors import ArgumentError, renamed, shown
 from nsa_sel.selection import Selection
 
@@ -81,29 +81,49 @@ def packed_attention(
 
 
 KERNELS = "nsa_sel.backends._triton.packed_rows"  # imported with the first packed batch over caches on a GPU
+MOST_JOINED = 1 << 20  # keys of a joined sequence
 
 
-def rows_of(cu_seqlens_q: Tensor, cache_seqlens: Tensor, T: int, S_kv: int) -> Tensor:
-    """Return what each of T rows of a packed batch over caches reads, [T,2] int32: how many keys of its request it sees, at
-    most S_kv, and that request. 0 keys for rows behind the last request. Never waits for a GPU.
+def rows_of(cu_seqlens_q: Tensor, cache_seqlens: Tensor, T: int, S_kv: int, unit: int) -> Tensor:
+    """Return what each of T rows of a packed batch over caches reads, [T+1,4] int32, without waiting for a GPU.
+
+    Its columns are, for row i: how many keys of its request it sees (0 in padding), and that request. Then where the
+    request begins in a sequence that joins those of more than FEW_TOKENS rows, at a multiple of `unit` keys; -1 for a
+    request of fewer rows, and one that does not fit `joined_keys`. And the i-th row of the latter; their number is in row
+    T.
 
     Args:
-        cu_seqlens_q: [R+1], the bounds of the requests' rows.
+        cu_seqlens_q: [R+1] int32, contiguous, the bounds of the requests' rows.
         cache_seqlens: [R], their keys, those of the rows included.
         T, S_kv: rows, and the most keys of a request.
+        unit: a multiple of the keys of a page and of a block.
     """
-    device = cu_seqlens_q.device
+    device, room = cu_seqlens_q.device, joined_keys(T, len(cache_seqlens), S_kv, unit)
     if device.type == "cuda":
-        rows = torch.empty(T, 2, dtype=torch.int32, device=device)
+        rows = torch.empty(T + 1, 4, dtype=torch.int32, device=device)
         with torch.cuda.device(device):
-            importlib.import_module(KERNELS).packed_rows(cu_seqlens_q, cache_seqlens, rows, S_kv)
+            importlib.import_module(KERNELS).packed_rows(cu_seqlens_q, cache_seqlens, rows, S_kv, unit, room, FEW_TOKENS)
         return rows
-    row, ends = torch.arange(T, device=device), cu_seqlens_q[1:].long()
+    row, ends, lengths = torch.arange(T, device=device), cu_seqlens_q[1:].long(), cache_seqlens.long()
+    needed = torch.where(cu_seqlens_q.diff() > FEW_TOKENS, -(lengths.clamp(0, S_kv) // -unit) * unit, 0)
+    stop = needed.cumsum(0)
+    begin = torch.where((cu_seqlens_q.diff() > FEW_TOKENS) & (stop <= room), stop - needed, -1)
     request = torch.searchsorted(ends, row, right=True)
-    exists = request < len(ends)
-    request = torch.where(exists, request, 0)
-    keys = (cache_seqlens.long()[request] - ends[request] + row + 1).clamp(0, S_kv)
-    return torch.stack((torch.where(exists, keys, 0), request), 1).int()
+    padding = request == len(ends)
+    request = request.masked_fill(padding, 0)
+    keys = (lengths[request] - ends[request] + row + 1).clamp(0, S_kv).masked_fill(padding, 0)
+    begin = begin[request].masked_fill(padding, -1)
+    rows = torch.zeros(T + 1, 4, dtype=torch.int32, device=device)
+    rows[:T, :3] = torch.stack((keys, request, begin), 1)
+    listed = row[begin < 0]
+    rows[: len(listed), 3], rows[T, 3] = listed.int(), len(listed)
+    return rows
+
+
+def joined_keys(T: int, R: int, S_kv: int, unit: int) -> int:
+    """Return how many keys a sequence has that joins requests of more than FEW_TOKENS rows, at most MOST_JOINED."""
+    requests = min(R, T // (FEW_TOKENS + 1))
+    return min(requests * -(-S_kv // unit), MOST_JOINED // unit) * unit
 
 
 class Batch(NamedTuple):
@@ -138,7 +158,7 @@ def arrange(
     whole = starts_with_blocks(bounds_k, block, block_aligned)
     room, longest, aligning = Tk, bounds_k.longest(Tk), False
     if block is not None and not whole and align is not False:
-        room = rounded_up(Tk + bounds_k.number * (block - 1), block)
+        room = rounded_up(Tk + bounds_k.number() * (block - 1), block)
         if torch.compiler.is_compiling():
             aligning = align is True or (backend is not None and _needs_blocks(backend))
         else:
@@ -299,6 +319,32 @@ def check_packed_choose(
             "compress each sequence apart, as nsa_sel.compression does; compressed_cu_seqlens says where each begins",
         )
     return rows, k, v, check_scale(scale, q.shape[3]), bounds
+
+
+def check_packed_index(
+    q: Tensor, k: Tensor, rule: Rule, pool: Pool, tail: bool, scale: float | None, cu_seqlens: CuSeqlens, max_seqlen: int | None,
+    **others: Tensor | int | None,
+) -> tuple[Index, Bounds]:  # fmt: skip
+    """Return the arguments of `choose_blocks` of a packed batch, q [T,G,h,Dk] and k [T,G,Dk] or [T,1,Dk], and the bounds.
+
+    Raises:
+        ArgumentError: the first bad argument; any of `others` that is not None.
+    """
+    check_rule(rule)
+    refused = {**others, "tail": tail or None}
+    name = next((name for name, value in refused.items() if value is not None), None)
+    if name is not None:
+        raise ArgumentError(name, "given together with cu_seqlens", "one of them", "leave it out, or call it for each sequence")
+    if rule.compress_block != 1:
+        remedy = "pass an index key per key, or call it for each sequence"
+        raise ArgumentError("compress_block", rule.compress_block, "1 with cu_seqlens", remedy)
+    if k.dim() == 3 and q.dim() == 4 and k.shape[1] == 1:
+        k = k.expand(-1, q.shape[1], -1)
+    check_packed_sizes(q=q, k=k)
+    check_rows_are_keys(q, "k", k)
+    bounds = Bounds.of("cu_seqlens", cu_seqlens, len(q), q, max_seqlen)
+    rows, keys = as_batch(q, k)
+    return check_index(rows, keys, rule, pool, None, scale, None, None, traces(q, k)), bounds
 
 
 def check_rows_are_keys(q: Tensor, name: str, k: Tensor) -> None:

@@ -30,6 +30,7 @@ from nsa_sel.core.arguments import (
     range_dtype,
     whole_blocks,
 )
+from nsa_sel.core.plans import MOST_SEARCHED
 from nsa_sel.core.request import FEW_TOKENS, SHARING_TOKENS
 from nsa_sel.core.transforms import capturing
 from nsa_sel.errors import ArgumentError, shown, warn
@@ -211,7 +212,7 @@ class _Facts(NamedTuple):
         dtype = torch.int64 if indices.dtype == torch.int64 else range_dtype(block_size)
         few, several = indices.shape[1] <= FEW_TOKENS, not disjoint and indices.shape[-1] > 1
         # A plan made in inference mode could not be kept: see `Selection.plan`.
-        find_unique = several and not few and not torch.is_inference_mode_enabled()
+        find_unique = several and not few and indices.shape[-1] <= MOST_SEARCHED and not torch.is_inference_mode_enabled()
         as_they_are = counts is None and indices.is_contiguous()
         # Without a version counter nobody would notice that indices were written before their first use.
         kept = as_they_are and not indices.is_inference() and (few or not torch.is_inference_mode_enabled())

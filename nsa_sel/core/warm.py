@@ -57,7 +57,7 @@ def prepared(decided: Decided, backend: str | None) -> Decided:
             warn(f"the warm-up failed, kernels compile at their first call: {error!r}")
         decided = decide_call(
             call.q, call.k, call.v, call.selection, call.scale, call.q_pos, request.needs_grad, backend, call.lengths, call.block_table,
-            call.scales, table_rows=call.table_rows, out=call.out,
+            call.scales, table_rows=call.table_rows, most_rows=call.most_rows, out=call.out,
         )  # fmt: skip
     if settings.debug_triton and not decided.call.capturing():
         decided.call.selection.validate()

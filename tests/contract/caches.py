@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nsa_sel.core import packed as core_packed
 from nsa_sel.selection import Selection
 from nsa_sel.serving import selection_attention_with_kvcache
 from tests.contract.lanes import Lane, lanes, parameters
@@ -25,7 +26,7 @@ from tests.helpers.caches import (
     with_nan_in_unselected_keys,
 )
 from tests.helpers.checks import new_memory_is_nan
-from tests.helpers.gpus import SM, captured, no_waiting
+from tests.helpers.gpus import SM, captured, no_waiting, noted
 from tests.helpers.packed import Step, make_step
 
 LENGTHS = {"cpu": (0, 1, 9, 150), "interpreter": (0, 9, 150), "emulated": (0, 1, 9, 150), "cuda": (0, 1, 9, 150) * 17}
@@ -58,6 +59,7 @@ class Layout(NamedTuple):
 ROWS = (Layout(None, 4), Layout(16), Layout(24, 2, None), Layout(64, 2, 32), Layout(64, 2, 128), Layout(256, 8, 64))
 EMULATED = tuple(layout._replace(h=3, Dv=24) for layout in (Layout(None, 4), Layout(16), Layout(24, 2, None), Layout(64, 2, 128)))
 TILES = (Layout(64, 15, 64, 16, 64, 64), Layout(64, 15, 128, 16, 64, 64), Layout(None, 15, 8, 16, 64, 64))
+JOINED = tuple(Layout(page, 1, block, h, 64, 64) for page, block, h in ((64, 64, 16), (64, 128, 16), (128, 128, 4), (256, 64, 3)))
 SCALED = (
     Layout(None, 1, 16, each="head"), Layout(16, 2, 16, each="page"), Layout(64, 2, 32, each="page", Dv=16),
     Layout(24, 1, None, each="tensor"),
@@ -202,12 +204,42 @@ def check_packed(lane: Lane, layout: Layout, patch: pytest.MonkeyPatch) -> None:
         ((150, 70, 4, 1, 0, 1, 2, 1), (150, 170, 9, 150, 33, 1, 1, 0)) if lane.device == "cuda" else ((3, 2, 0, 1, 2), (3, 150, 33, 1, 1))
     )
     facts |= {"spare": 2, "each": layout.each, "room": max(192, 2 * (layout.block or 0)), "page_size": layout.page}
-    for one_pool in (False, True):
-        step = make_step(new, lengths, **facts, one_pool=one_pool and layout.page is not None, seed=int(one_pool))
+    for one_pool in (False, layout.page is not None):
+        facts["one_pool"] = one_pool
+        step = make_step(new, lengths, **facts, seed=int(one_pool))
         with new_memory_is_nan():
             wanted = step.check(lane.name)
         if lane.device == "cuda":
             check_packed_on_gpu(lane, step, wanted, make_step(new[::-1], lengths[::-1], **facts, seed=2))
+
+
+def check_joined(lane: Lane, layout: Layout, patch: pytest.MonkeyPatch) -> None:
+    """Rows of requests with many visit blocks, those of requests with few follow; a request that does not fit is one of few."""
+    from nsa_sel.backends.cupy_cuda import packed
+
+    patch.setattr(packed, "LEAST_ROWS", 1)
+    files = noted(patch)
+    new, lengths = (
+        ((150, 0, 70, 1, 8, 9, 2), (150, 33, 250, 256, 8, 128, 1))
+        if lane.device == "cuda"
+        else ((12, 1, 0, 20, 9, 2), (150, 9, 7, 200, 9, 1))
+    )
+    facts = {name: value for name, value in layout.sizes(lane).items() if name not in ("S_q", "lengths")} | {
+        "spare": 3,
+        "room": 256,
+        "n": 3,
+    }
+    for room in (core_packed.MOST_JOINED, 256 + 128):
+        patch.setattr(core_packed, "MOST_JOINED", room)
+        for index_dtype in (torch.int32, torch.int64):
+            step = make_step(new, lengths, **facts, index_dtype=index_dtype, one=index_dtype == torch.int64)
+            with new_memory_is_nan():
+                wanted = step.check(lane.name)
+            if lane.device == "cuda":
+                check_packed_on_gpu(
+                    lane, step, wanted, make_step(new[::-1], lengths[::-1], **facts, one=index_dtype == torch.int64, seed=2)
+                )
+    assert {"block_partials.cu", "forward_blocks.cu"} <= set(files)
 
 
 def check_packed_on_gpu(lane: Lane, step: Step, wanted: tuple[Tensor, Tensor], other: Step) -> None:
@@ -239,6 +271,7 @@ CHECKS: dict[str, tuple[Any, Any]] = {
     "strides": (check_strides, lambda lane: layouts(lane)[:2]),
     "scales": (check_scales, scaled),
     "numbers": (check_numbers, numbers_of),
+    "joined": (check_joined, lambda lane: JOINED if lane.device in ("emulated", "cuda") and lane.name == "cupy-cuda" else []),
     "packed": (check_packed, lambda lane: [] if lane.limits.block_aligned_only else [*layouts(lane), *scaled(lane)]),
 }
 

@@ -129,7 +129,7 @@ def paged_call(shape: str, sm: int) -> Call:
     lengths, table = torch.ones(B, dtype=torch.int32), torch.zeros(B, each, dtype=torch.int32)
     scales, table_rows = None, None
     if PACKED in shape:
-        lengths, table_rows = torch.ones(B, 2, dtype=torch.int32).unbind(1)
+        lengths, table_rows, *_ = torch.ones(B, 4, dtype=torch.int32).unbind(1)
     if "e4m3" in shape:
         scale = torch.ones(1, G)
         scales = Scales(scale, scale, page_size if shape.endswith("page") else 0, shape.rpartition("-")[2])
@@ -306,7 +306,8 @@ def choose(name: str) -> None:
         call.pages = PagedKeys(torch.zeros(4, C // page, dtype=torch.int32), 0) if page else None
         call.scales = Scales(torch.ones(1, groups), torch.ones(1, groups), 0, "head") if stored else None
         if name in PACKED:
-            call.requests, call.q, call.start = Requests(torch.zeros(5, dtype=torch.int32), S, None), call.q[:1], 0
+            R = 1 if name == "packed-msa-pages" else 4
+            call.requests, call.q, call.start = Requests(torch.zeros(R + 1, dtype=torch.int32), S, None), call.q[:1], 0
         out = torch.empty(len(call.q), S, G, rule.n + call.tail, dtype=torch.int32)
         choose_triton.best_blocks(call, torch.zeros(4, S, G, h) if pool.softmax else None, out)
         return

@@ -15,6 +15,8 @@
 //
 //   TILE           keys of a tile: 64, or 128 for blocks of that size, which have one partial then instead of two
 //   STAGES, STEPS  stages of q of a warpgroup; most steps of a segment
+//   JOINED         pages of many requests (problem.cuh). There may be many more lists than segments, so that CTAs take
+//                  segments until none is left
 #include "row_steps.cuh"
 
 constexpr int PER_SM = 2, WARPGROUPS = 2, THREADS = 128 * WARPGROUPS, Q_BYTES = K_BYTES;
@@ -30,6 +32,7 @@ struct Arguments {
     UnitLists lists;
     u16 *part_o;      // [pairs, section, n * reach, H, DV]
     float *part_lse;  // [pairs, section, n * reach, H], in base 2
+    u32 *counter;     // JOINED: segments of the unit that CTAs have requested; zero before and after
 };
 typedef UnitSteps<Arguments> Steps;
 
@@ -56,6 +59,15 @@ DEVICE int keep_listed(const Arguments &x, const UnitSegment &segment, int *kept
         __syncthreads();
     }
     return all;
+}
+
+// No entries need masks if their rows, at any positions, see the whole tile. Call prepare_values next.
+DEVICE void find_masked_entries(const Steps &list, UnitSegment &segment) {
+    if (!list.x.p.q_pos) return;
+    bool cut = false;
+    for (int entry = threadIdx.x; entry < list.segment.entries; entry += THREADS)
+        cut |= row_limit(list.x.p, list.b, list.row_of(entry)) - list.first_key < TILE;
+    if (!named_barrier_any<THREADS>(1, cut) && threadIdx.x == 0) segment.masked_entries = 0;
 }
 
 // Permute every 32 columns of the values: 8 c + 2 j to 8 j + 2 c. Zero those that no row of the segment sees.
@@ -95,16 +107,17 @@ DEVICE void load_rows(const Steps &list, int step, unsigned char *stage, u64 *fu
         tma_load_row_tile<DK>(stage + token * H * 128, &list.x.q, full, static_cast<int>(list.g), list.row(step, token), static_cast<int>(list.b));
 }
 
-DEVICE void attend(const Steps &list, unsigned char *k_tile, unsigned char *stages, u64 *tile, u64 *full, int warpgroup) {
+DEVICE void attend(const Steps &list, unsigned char *k_tile, unsigned char *stages, u64 *tile, int parity, u64 *full,
+                   int2 &state, int warpgroup) {
     const Arguments &x = list.x;
     const u32 keys = uniform(operand(shared_address(k_tile))), values = keys + TILE_K_BYTES / 16, stage0 = uniform(operand(shared_address(stages)));
     const int row0 = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     const i64 first_row = list.segment.first_entry * H;
-    for (int i = 0; i < STAGES; ++i) load_rows(list, warpgroup + i * WARPGROUPS, stages + i * Q_BYTES, full + i);
-    mbarrier_wait(tile, 0);
+    PipelineState<STAGES> at{state.x, state.y}, to = at;
+    for (int i = 0; i < STAGES; ++i, to.next()) load_rows(list, warpgroup + i * WARPGROUPS, stages + to.stage * Q_BYTES, full + to.stage);
+    mbarrier_wait(tile, parity);
     prepare_values(list, k_tile + TILE_K_BYTES);
     wait_for_kernel_ahead();  // which reads the partials of the unit before
-    PipelineState<STAGES> at;
     for (int step = warpgroup; step < list.steps; step += WARPGROUPS, at.next()) {
         const int entries[2] = {list.entry(step, row0), list.entry(step, row0 + 8)};
         float s[TILE / 2], o[DV / 2];
@@ -136,6 +149,14 @@ DEVICE void attend(const Steps &list, unsigned char *k_tile, unsigned char *stag
         UNROLL for (int r = 0; r < 2; ++r)
             if (entries[r] >= 0) write_row<true>(x.part_o + (first_row + static_cast<i64>(entries[r]) * H + (row0 + 8 * r) % H) * DV, o, r, scale[r]);
     }
+    if (JOINED && threadIdx.x % 128 == 0) state = make_int2(at.stage, at.parity);
+}
+
+// Return the next segment. As many requests as segments are made, so that the last one wraps the counter to zero.
+DEVICE u32 request_segment(const Arguments &x) {
+    const UnitLists &lists = x.lists;
+    const i64 segments = lists.segments[lists.end_list] - lists.segments[lists.first_list];
+    return gridDim.x + atomicInc(x.counter, static_cast<u32>(segments - 1));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) block_partials(const __grid_constant__ Arguments x) {
@@ -143,31 +164,52 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) block_partials(con
     __shared__ u64 tile, full[WARPGROUPS][STAGES];
     __shared__ UnitSegment segment;
     __shared__ int listed[STEPS * TQ];
+    __shared__ struct {
+        u32 segment, next;
+        int parity;  // of `tile`
+        int2 at[WARPGROUPS];  // stage and parity of the warpgroups' next steps
+    } turn;  // in shared memory, because registers are scarce
     start_next_kernel();
     const int warpgroup = threadIdx.x / 128;
-    if (threadIdx.x < 32) segment.find<TILE>(x.lists, x.p, x.entries, x.reach, blockIdx.x);
+    if (threadIdx.x == 0) {
+        turn.segment = blockIdx.x;
+        turn.parity = 0;
+        for (int2 &at : turn.at) at = make_int2(0, 0);
+    }
+    __syncwarp();
     if (threadIdx.x == 32) {
         mbarrier_init(&tile, 1);
         for (int i = 0; i < WARPGROUPS * STAGES; ++i) mbarrier_init(&full[0][i], 1);
         mbarrier_fence_init();
     }
-    __syncthreads();
-    const int kept = keep_listed(x, segment, listed);
-    if (kept == 0) {
-        wait_for_kernel_ahead();
-        return;
+    for (;;) {
+        if (threadIdx.x < 32) segment.find<TILE>(x.lists, x.p, x.entries, x.reach, turn.segment);
+        __syncthreads();
+        if (JOINED && segment.entries == 0) break;
+        if (JOINED && threadIdx.x == THREADS / 2) turn.next = request_segment(x);
+        const int kept = keep_listed(x, segment, listed);
+        if (kept > 0) {
+            if (threadIdx.x == 0) {
+                segment.listed = listed;
+                segment.entries = kept;
+            }
+            __syncthreads();
+            const Steps list{x, segment};
+            if (threadIdx.x == 0) {
+                const int b = page_of(x.p, static_cast<int>(list.b), list.first_key), g = static_cast<int>(list.g);
+                mbarrier_arrive_expect(&tile, TILE_K_BYTES + TILE_V_BYTES);
+                tma_load_key_tile<DK, false, 64, NEXT>(memory, &x.k, &tile, in_page(list.first_key), g, b);
+                tma_load_key_tile<DV, false, 64, NEXT>(memory + TILE_K_BYTES, &x.v, &tile, in_page(list.first_key), g, b);
+            }
+            find_masked_entries(list, segment);
+            attend(list, memory, memory + TILE_K_BYTES + TILE_V_BYTES + warpgroup * STAGES * Q_BYTES, &tile, turn.parity, full[warpgroup], turn.at[warpgroup], warpgroup);
+        } else wait_for_kernel_ahead();
+        if (!JOINED) break;
+        __syncthreads();  // all have read the tile and the segment
+        if (threadIdx.x == 0) {
+            turn.segment = turn.next;
+            turn.parity ^= kept > 0;
+        }
+        __syncwarp();
     }
-    if (threadIdx.x == 0) {
-        segment.listed = listed;
-        segment.entries = kept;
-    }
-    __syncthreads();
-    const Steps list{x, segment};
-    if (threadIdx.x == 0) {
-        const int b = static_cast<int>(list.b), g = static_cast<int>(list.g);
-        mbarrier_arrive_expect(&tile, TILE_K_BYTES + TILE_V_BYTES);
-        tma_load_key_tile<DK, false, 64, NEXT>(memory, &x.k, &tile, list.first_key, g, b);
-        tma_load_key_tile<DV, false, 64, NEXT>(memory + TILE_K_BYTES, &x.v, &tile, list.first_key, g, b);
-    }
-    attend(list, memory, memory + TILE_K_BYTES + TILE_V_BYTES + warpgroup * STAGES * Q_BYTES, &tile, full[warpgroup], warpgroup);
 }

@@ -19,6 +19,7 @@
 //   HEAD_WARPS         1, 2 or 4: warps of 16 heads each
 //   BLOCK              keys per block: a multiple of KEYS, or (SMALL) a divisor from 4 to 32
 //   CLUSTER            CTAs of the cluster that shares a row; 1: no clusters
+//   LISTED             1: take the rows of a packed batch that its last numbers list (_triton/packed_rows.py); PACKED
 //   NEXT_FIRST         the next kernel may start once all CTAs have started, else after their last loads
 //   E4M3, PAGE_SCALES  quantized cache (stored_tiles.cuh): a step's values are in registers before its softmax
 #include "stored_tiles.cuh"
@@ -45,7 +46,16 @@ struct RowHeads {
     Row row;
     int head0;
     DEVICE RowHeads(const Arguments &x, u32 number)
-        : row(row_of(x.p, number / static_cast<u32>(x.head_tiles))), head0(number % static_cast<u32>(x.head_tiles) * HEADS) {}
+        : row(row_of(x.p, number / static_cast<u32>(x.head_tiles))), head0(number % static_cast<u32>(x.head_tiles) * HEADS) {
+        if (LISTED) row.b = listed(x, row.b), row.index = row.b * x.p.G + row.g;
+    }
+    // LISTED: the i-th row of the list; all of them, at the end.
+    DEVICE static int listed(const Arguments &x, i64 i) { return *integer_at(x.p.q_pos, 4, i * x.p.stride_pb + 3); }
+    // Return the number of (row, HEADS heads).
+    DEVICE static u32 all(const Arguments &x) {
+        const u32 rows = static_cast<u32>(x.all) / static_cast<u32>(x.head_tiles * x.p.G);
+        return LISTED ? listed(x, rows) * static_cast<u32>(x.head_tiles * x.p.G) : x.all;
+    }
     DEVICE int existing(const Arguments &x) const { return min(HEADS, static_cast<int>(x.p.h) - head0); }
     DEVICE i64 first(const Arguments &x) const { return row.index * x.p.h + head0; }  // index in [B,S,G,h]
 };
@@ -140,7 +150,7 @@ struct Producer {
     unsigned char *const stages;
     Shared &shared;
     const int lane = threadIdx.x % 32;
-    const bool once = x.p.S == 1 && x.head_tiles == 1 && !PACKED;  // no other CTA (token of the sequence, heads of the row) reads these keys
+    const bool once = x.p.S == 1 && x.head_tiles == 1 && PACKED == LISTED;  // no other CTA (token of the sequence, heads of the row) reads these keys
     PipelineState<STAGES> at;
 
     template <int COLUMNS, int BOX>
@@ -357,7 +367,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + LOADING, PER_SM
     extern __shared__ __align__(1024) unsigned char memory[];  // the stages, q, p, Shared
     u16 *q_tile = reinterpret_cast<u16 *>(memory + STAGES * STAGE_BYTES), *p_tile = q_tile + HEADS * KP;
     Shared &shared = *reinterpret_cast<Shared *>(p_tile + HEADS * PP);
-    const u32 rank = blockIdx.x % CLUSTER;
+    const u32 rank = blockIdx.x % CLUSTER, all = RowHeads::all(x);
+    if (LISTED && blockIdx.x >= all) return;
     RowHeads heads(x, blockIdx.x / CLUSTER);
     if (threadIdx.x == THREADS) shared.init(x, heads);
     __syncthreads();
@@ -365,7 +376,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + LOADING, PER_SM
     if (NEXT_FIRST) start_next_kernel();
     auto next_row = [&, number = blockIdx.x]() mutable {
         number += gridDim.x;
-        if (CLUSTER > 1 || number >= x.all) return false;
+        if (CLUSTER > 1 || number >= all) return false;
         heads = RowHeads(x, number);
         return true;
     };

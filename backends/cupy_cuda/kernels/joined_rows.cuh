@@ -106,11 +106,11 @@ template <class Arguments> struct SharedTiles {
     // Load the keys or values of the tile from `key` on, by one thread.
     DEVICE void load_keys(int key) const {
         mbarrier_arrive_expect(&full.k, K_BYTES);
-        tma_load_key_tile<DK>(k_tile, &x.k, &full.k, key, g, b);
+        tma_load_key_tile<DK>(k_tile, &x.k, &full.k, in_page(key), g, page_of(x.p, b, key));
     }
     DEVICE void load_values(int key) const {
         mbarrier_arrive_expect(&full.v, V_BYTES);
-        tma_load_key_tile<DV>(v_tile, &x.v, &full.v, key, g, b);
+        tma_load_key_tile<DV>(v_tile, &x.v, &full.v, in_page(key), g, page_of(x.p, b, key));
     }
 };
 

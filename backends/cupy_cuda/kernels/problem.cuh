@@ -13,14 +13,16 @@
 //   PAGE                             keys per page of a cache of several sequences, each with its own length: key j of
 //                                    sequence b is key j % PAGE of page block_table[b, j / PAGE]; 0: no pages;
 //                                    -1: no cache
-//   PACKED                           1: a sequence is one row of a packed batch, and `q_pos` holds its keys and the
-//                                    request whose row of the block table it has, [B,2] int32
+//   PACKED                           1: a sequence is one row of a packed batch, and `q_pos` holds its keys, the request
+//                                    whose row of the block table it has, and two other numbers (_triton/packed_rows.py),
+//                                    [B+1,4] int32
+//   JOINED                           1: pages of one sequence, whose rows stand at `q_pos` [1,S]
 //   SHARED_BY                        groups that share the ranges of a row: 1, or G
 #pragma once
 #include "warp.cuh"
 
 constexpr bool COMPRESSED = COMPRESS_BLOCK > 0, BY_ARITHMETIC = COMPRESSED || WINDOW;
-constexpr bool CACHED = PAGE >= 0, PAGED = PAGE > 0;
+constexpr bool CACHED = PAGE >= 0 && !JOINED, PAGED = PAGE > 0;
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 DEVICE float infinity() { return __int_as_float(0x7f800000); }

@@ -22,6 +22,7 @@ struct Shared {
     u32 counts[WARPS][TABLE];  // a warp's entries per tile; then the position of the first one in `sorted`
     u32 sorted[BLOCK + 2];     // between sentinels: tile in the table << 16 | entry in the block
     int to[TABLE];             // per tile: destination in `entries` minus position in `sorted`
+    u32 passes[2];             // see `passes_of`
 };
 
 // Turn counts into positions in `sorted`, two tiles per thread; return the number of entries. to: where the tiles'
@@ -49,6 +50,21 @@ DEVICE int offsets_from_counts(Shared &shared, const int (&to)[2], int *counts, 
         if (more && tile + i < tiles) counts[i] += own[i];
     }
     return all[0];
+}
+
+// Return bit i for pass i, the last one for all later passes, if the block from `first` on has an entry of its tiles.
+DEVICE u64 passes_of(Shared &shared, const int *all_tiles, u32 first, u32 end) {
+    u64 passes = 0;
+    if (threadIdx.x == 0) shared.passes[0] = shared.passes[1] = 0;
+    for (u32 e = first + threadIdx.x; e < min(end, first + BLOCK); e += THREADS)
+        if (all_tiles[e] >= 0) passes |= 1ull << min(static_cast<u32>(all_tiles[e]) / TABLE, 63u);
+    __syncthreads();
+    for (int i = 0; i < 2; ++i) {
+        const u32 half = __reduce_or_sync(ALL_LANES, static_cast<u32>(passes >> 32 * i));
+        if (threadIdx.x % 32 == 0 && half) atomicOr(&shared.passes[i], half);
+    }
+    __syncthreads();
+    return static_cast<u64>(shared.passes[1]) << 32 | shared.passes[0];
 }
 
 // FEW: compute from all counts where the chunk's entries of two tiles per thread go. The CTA of the first chunk of a
@@ -102,8 +118,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, FEW ? 3 : 4) sort_scatter(
     const int *all_tiles = x.tiles + chunk.bg * x.sort.entries_per_bg;
     int to[2];
     if constexpr (FEW) add_counts(x, chunk, to);
-    for (u32 first = chunk.first; first < chunk.end; first += BLOCK)
+    for (u32 first = chunk.first; first < chunk.end; first += BLOCK) {
+        const u64 passes = tiles > TABLE ? passes_of(shared, all_tiles, first, chunk.end) : 1;
         for (u32 tile0 = 0; tile0 < tiles; tile0 += TABLE) {
+            if (!(passes >> min(tile0 / TABLE, 63u) & 1)) continue;
             const u32 number = warp * (32 * EACH) + lane;  // of the thread's first entry in the block
             u32 own[EACH], ranks[EACH];
             UNROLL for (int i = 0; i < EACH; ++i) {
@@ -132,4 +150,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, FEW ? 3 : 4) sort_scatter(
                 x.entries[shared.to[entry >> 16] + ordered_place(sorted, i, entry)] = static_cast<int>(first + (entry & 0xffff));
             }
         }
+    }
 }

@@ -6,6 +6,7 @@ The backend's forward and backward run for real, on CPU tensors and with injecte
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import importlib.metadata
 import os
 import resource
@@ -21,7 +22,7 @@ import torch
 import nsa_sel
 from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends._triton.kernel import Kernel
-from nsa_sel.backends.cupy_cuda import compiler, cuda_block, key_to_rows, launch, sm80, sm90, token_order
+from nsa_sel.backends.cupy_cuda import compiler, cuda_block, key_to_rows, launch, packed, sm80, sm90, token_order
 from nsa_sel.core import registry
 from nsa_sel.core.call import Call
 from nsa_sel.core.check import check_call
@@ -152,6 +153,15 @@ def test_kernels_of_tokens_in_order_fit(monkeypatch: pytest.MonkeyPatch, shape: 
 )
 def test_kernels_of_pages_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str, names: set[str]) -> None:
     assert check_fit(compiled(monkeypatch, sm, lambda: cupy_cuda.forward(paged_call(shape, sm))), sm) == names
+
+
+@needs_nvrtc
+def test_kernels_of_packed_batches_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "join_rows", lambda *_: None)  # a Triton kernel
+    call = dataclasses.replace(paged_call("paged-128-packed", 90), most_rows=256)
+    lists = {"sort_count.cu", "sum_counts.cu", "sort_scatter.cu", "shared_tiles.cu"}
+    names = lists | {"block_partials.cu", "join_partials.cu", "forward_blocks.cu"}
+    assert check_fit(compiled(monkeypatch, 90, lambda: cupy_cuda.forward(call)), 90) == names
 
 
 @needs_nvrtc

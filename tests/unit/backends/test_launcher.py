@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from nsa_sel import decisions, reset, selection_attention
+from nsa_sel import selection as selection_module
 from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends._triton import ranges as block_ranges
 from nsa_sel.backends.cupy_cuda import block_tiles, launch, tensor_map
@@ -198,6 +199,28 @@ def test_a_pass_makes_the_ranges_of_new_block_indices(ranges_kernel: None, drive
     assert played[-4:] == ([2, 5, 1, 3] if S == 16 else [1, 5, 1, 3])  # launches
     selection.ranges.zero_()  # a write drops what was made
     assert not cupy_cuda.forward(call)[0].any()
+
+
+@needs_compiler
+@pytest.mark.parametrize("D", [64, 16])
+def test_passes_over_ranges_that_nobody_searched_are_replayed(
+    driver: list[str], played: list[int], D: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of tiles read the ranges as they are; those of rows disjoint ones, which PyTorch makes here."""
+    monkeypatch.setattr(selection_module, "MOST_SEARCHED", 2)
+    known: dict[Any, Any] = {REPEATED: True}
+    for seed in range(5):
+        call, plain = call_of(seed, known, S=16, D=D), call_of(seed, None, S=16, D=D)
+        ranges = call.selection.ranges
+        ranges[..., 2, :] = ranges[..., 0, :]
+        call.selection, plain.selection = Selection(ranges, 16), Selection(ranges.clone(), 16)
+        wanted = passes(plain, seed)
+        for _ in range(2):
+            assert_equal(passes(call, seed), wanted)
+        promised = call_of(seed, known, S=16, D=D)  # of the same class
+        promised.selection = Selection(ranges_module.disjoint(ranges), 16, disjoint=True)
+        assert_equal(passes(promised, seed)[:3], wanted[:3])
+    assert len(played) >= 6 or D == 16
 
 
 @needs_compiler

@@ -1,0 +1,190 @@
+"""What does one call over rows of several requests take, beside calls of its parts?
+
+    python -m nsa_sel.bench.questions.packed_batches --out bench/results/h200/profiles/mixed.jsonl
+
+MiniMax-M3's attention: 4 KV groups of 16 heads, D 128, 16 blocks of 128 keys, the current one among them, bf16, keys and
+values of pages of 128 in one pool; from block indices, times by graph replay. Cases:
+    decode64   one new token of each of 64 sequences of 32k keys
+    chunk      2k new tokens behind a prefix of 30k
+    prompt     a prompt of 16k tokens
+    mixed      decode64 and chunk
+    mixed-4    decode64, and chunks of 2k tokens behind prefixes of 0, 6k, 14k and 30k
+Backends: the policy's choice, "rows" without visits of blocks (decoding kernels for all rows), "contiguous"
+(selection_attention over keys in one piece, of a case of one request), and "dense" (cuDNN over all keys, of a prompt alone).
+`mae` is the mean difference of o from that of the policy's choice.
+`floor_ms` is what reading each row's keys (decoding) or each request's keys once, q, and writing o take at `copy_tbs`, the
+bandwidth of a copy measured in the same process, or the products at 785 TFLOP/s, if that is longer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from torch import Tensor
+
+from nsa_sel.attention import selection_attention
+from nsa_sel.backends.cupy_cuda import packed
+from nsa_sel.bench.core import markdown, store
+from nsa_sel.bench.core.command_line import Out, echo, need_gpu, program
+from nsa_sel.bench.core.contenders import dense_causal_sdpa
+from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.core.timing import Timing, milliseconds, replayed_milliseconds
+from nsa_sel.selection import Selection
+from nsa_sel.serving import selection_attention_with_kvcache
+from nsa_sel.telemetry import events
+
+G, h, D, n, PAGE = 4, 16, 128, 16, 128  # blocks are pages
+DECODING = ([1] * 64, [32768] * 64)
+CASES = {
+    "decode64": DECODING,
+    "chunk": ([2048], [32768]),
+    "prompt": ([16384], [16384]),
+    "mixed": ([*DECODING[0], 2048], [*DECODING[1], 32768]),
+    "mixed-4": ([*DECODING[0], *[2048] * 4], [*DECODING[1], 2048, 8192, 16384, 32768]),
+}
+ALIKE = 32  # adjacent rows that select alike
+COPIED, TFLOPS = 1 << 30, 785.0
+
+
+class Step(NamedTuple):
+    """A packed batch: q [T,G,h,D], views of a pool, block indices [T,G,n], lengths [R], a block table, bounds [R+1]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    indices: Tensor
+    lengths: Tensor
+    table: Tensor
+    cu: Tensor
+    most: int
+
+    def attend(self) -> Tensor:
+        """Attend in one call."""
+        selection = Selection.from_blocks(self.indices, PAGE)
+        return selection_attention_with_kvcache(
+            self.q, self.k, self.v, selection, self.lengths, self.table, cu_seqlens_q=self.cu, max_seqlen_q=self.most
+        )
+
+    def contiguous(self) -> tuple[Tensor, Tensor]:
+        """Return k and v [1,G,S_kv,D] of the only request."""
+        k, v = (x[self.table[0].long()].flatten(0, 1).transpose(0, 1).unsqueeze(0).contiguous() for x in (self.k, self.v))
+        return k, v
+
+
+def made(new: list[int], lengths: list[int], distribution: str) -> Step:
+    """Return random requests of so many rows and keys, with pages in random order."""
+    pages, used = max(lengths) // PAGE, [length // PAGE for length in lengths]
+    on: dict[str, Any] = {"device": "cuda"}
+    k, v = torch.split(torch.randn(sum(used), G, PAGE, 2 * D, dtype=torch.bfloat16, **on).transpose(1, 2), D, -1)
+    order, table = torch.split(torch.randperm(sum(used), **on).int(), used), torch.zeros(len(new), pages, dtype=torch.int32, **on)
+    for row, own in zip(table, order, strict=True):
+        row[: len(own)] = own
+    position = torch.cat([torch.arange(length - rows, length, **on) for rows, length in zip(new, lengths, strict=True)])
+    scores = torch.rand(len(position), G, pages, **on)
+    if distribution == "alike":
+        scores = scores / 4 + torch.rand(len(position) // ALIKE + 1, G, pages, **on).repeat_interleave(ALIKE, 0)[: len(position)]
+    current, block = position[:, None, None] // PAGE, torch.arange(pages, **on)
+    scores = scores.masked_fill(block > current, -1).masked_fill(block == current, 2)
+    best, indices = scores.topk(n, -1)
+    indices = torch.where(best < 0, -1, indices).int()
+    cu = torch.tensor([0, *itertools.accumulate(new)], dtype=torch.int32, **on)
+    q = torch.randn(len(position), G, h, D, dtype=torch.bfloat16, **on)
+    return Step(q, k, v, indices, torch.tensor(lengths, dtype=torch.int32, **on), table, cu, max(new))
+
+
+def least(new: list[int], lengths: list[int]) -> tuple[float, float]:
+    """Return the bytes and the TFLOP of a batch at least."""
+    keys = sum(min(rows * n * PAGE, length) for rows, length in zip(new, lengths, strict=True))
+    return 2.0 * D * G * (2 * keys + 2 * h * sum(new)), 4e-12 * D * G * h * sum(new) * n * PAGE
+
+
+def works(step: Step) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Yield what is timed by name."""
+    yield "policy", step.attend
+    if step.most > 1:
+        yield "rows", step.attend
+    if len(step.lengths) == 1:
+        k, v = step.contiguous()
+        q, indices = step.q.unsqueeze(0), step.indices.unsqueeze(0)
+        yield "contiguous", lambda: selection_attention(q, k, v, Selection.from_blocks(indices, PAGE))
+        if q.shape[1] == k.shape[2]:
+            yield "dense", lambda: dense_causal_sdpa(q, k, v)
+
+
+def measured(case: str, distribution: str, rep: float) -> Iterator[Row]:
+    """Yield a row of every backend for one case."""
+    new, lengths = CASES[case]
+    step = made(new, lengths, distribution)
+    kept, first = packed.LEAST_ROWS, step.attend().float()
+    for name, work in works(step):
+        packed.LEAST_ROWS = 1 << 30 if name == "rows" else kept
+        mae = float((work().view_as(first).float() - first).abs().mean())
+        decided = name if name == "dense" else events.decisions()[-1].forward
+        facts = {
+            "case": case,
+            "distribution": distribution,
+            "requests": len(new),
+            "T": sum(new),
+            "G": G,
+            "h": h,
+            "D": D,
+            "n": n,
+            "block": PAGE,
+        }
+        size, products = least(new, lengths)
+        times = replayed_milliseconds(work, Timing(rep)).fields()
+        yield {
+            **facts,
+            "direction": "fwd",
+            "backend": name,
+            "ran": decided,
+            "mae": mae,
+            **times,
+            "least_bytes": size,
+            "least_tflop": products,
+        }
+    packed.LEAST_ROWS = kept
+
+
+def table(rows: list[Row]) -> str:
+    """Return milliseconds by case and distribution."""
+    cells: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        cells.setdefault((row["case"], row["distribution"]), {})[row["backend"]] = row
+    names = list(dict.fromkeys(row["backend"] for row in rows))
+    lines = [
+        (*case, *(f"{of[name]['ms_median']:.3f}" if name in of else "-" for name in names), f"{next(iter(of.values()))['floor_ms']:.3f}")
+        for case, of in cells.items()
+    ]
+    return markdown.table(["case", "blocks", *names, "floor"], lines, left=1)
+
+
+def main(
+    out: Out,
+    cases: Annotated[str, typer.Option(help=f"comma-separated, of {', '.join(CASES)}")] = ",".join(CASES),
+    distributions: Annotated[str, typer.Option(help="random, alike: comma-separated")] = "random,alike",
+    rep: Annotated[float, typer.Option(help="milliseconds that the timed calls of a part should fill")] = 40,
+) -> None:
+    """Time every backend on every case; append the rows, and print a table."""
+    need_gpu("packed_batches")
+    torch.manual_seed(0)
+    facts, rows = store.stamp(), list[Row]()
+    with torch.inference_mode():
+        x, y = torch.empty(2, COPIED, dtype=torch.uint8, device="cuda")
+        bandwidth = 2 * COPIED / milliseconds(lambda: y.copy_(x), Timing(20)).median / 1e9  # TB/s, reads and writes counted
+        for distribution, case in itertools.product(distributions.split(","), cases.split(",")):
+            for row in measured(case, distribution, rep):
+                floor = max(row.pop("least_bytes") / bandwidth / 1e9, row.pop("least_tflop") / TFLOPS * 1e3)
+                rows.append({**row, "floor_ms": floor, "copy_tbs": bandwidth, **facts})
+                store.append(out, rows[-1:])
+                echo(f"{row['case']} {row['distribution']} {row['backend']} {row['ms_median']} ms")
+            torch.cuda.empty_cache()
+    echo(table(rows))
+
+
+if __name__ == "__main__":
+    program(main)
