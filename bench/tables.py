@@ -288,11 +288,23 @@ def cpu() -> str:
 
 
 def overhead() -> str:
-    """Return what a call takes of the host, and what of that is not its backend's: microseconds, forward / forward +
-    backward.
+    """Return what a call of tiny tensors takes of the host, and what of that is not its backend's: microseconds, forward /
+    forward + backward.
     """
-    parts = ("call", "call, new", "further call, new", "backend", "beyond the backend", "call, calling thread", "call, new, calling thread")
+    return host_times(False, "call", "call, new", "further call, new", "backend", "beyond the backend", *ON_CALLING_THREAD)
+
+
+def training_overhead() -> str:
+    """Return what a call of a training shape and a step of 24 of them take of the host, as `overhead`."""
+    return host_times(True, "call", "call, new", "further call, new", *ON_CALLING_THREAD, "step", "step, compiled")
+
+
+ON_CALLING_THREAD = ("call, calling thread", "call, new, calling thread")
+
+
+def host_times(of_training: bool, *parts: str) -> str:
     rows = [row for file in sorted((ROOT / "bench/results").glob("*/overhead.jsonl")) for row in store.read(file) if "us_median" in row]
+    rows = [row for row in rows if (row["S"] >= 1024) == of_training]
     cells = [((row["device"], row["backend"]), row["part"], row["direction"], f"{row['us_median']:.3g}") for row in rows]
     shown = sorted((cell for cell in cells if cell[1] in parts), key=lambda cell: parts.index(cell[1]))
     return pivot(["device", "backend"], shown, ("fwd", "fwd+bwd"))
@@ -430,6 +442,10 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "overhead": overhead,
         "peers": peers,
         "peers_h200": peers_h200,
+        "peers": peers,
+        "cpu": cpu,
+        "overhead": overhead,
+        "training_overhead": training_overhead,
     },
     "docs/compat.md": {"fla": lambda: layer_parts.table(rows_of("profiles/fla_layer.jsonl", H100_RESULTS))},
     "docs/choosing.md": {
