@@ -22,7 +22,17 @@ from nsa_sel.bench.core import cases, matrix, store
 from nsa_sel.bench.core.contenders import DENSE, PACKED, of_framework
 from nsa_sel.bench.core.markdown import MARK, factor, ms, pivot, scatters, spread, table, with_note
 from nsa_sel.bench.core.store import CPU_ROWS, H100_RESULTS, H200_RESULTS, H200_ROWS, ROOT, Row, read_rows
-from nsa_sel.bench.questions import choosing_steps, decoding_steps, engines, indexer_loss, layer_parts, packed_batches, released_models, scaling, speed
+from nsa_sel.bench.questions import (
+    choosing_steps,
+    decoding_steps,
+    engines,
+    indexer_loss,
+    layer_parts,
+    packed_batches,
+    released_models,
+    scaling,
+    speed,
+)
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Offer
 from nsa_sel.core.decision import load_policy, make_decision
@@ -440,12 +450,9 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "breakeven": breakeven,
         "cpu": cpu,
         "overhead": overhead,
+        "training_overhead": training_overhead,
         "peers": peers,
         "peers_h200": peers_h200,
-        "peers": peers,
-        "cpu": cpu,
-        "overhead": overhead,
-        "training_overhead": training_overhead,
     },
     "docs/compat.md": {"fla": lambda: layer_parts.table(rows_of("profiles/fla_layer.jsonl", H100_RESULTS))},
     "docs/choosing.md": {
