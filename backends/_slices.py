@@ -16,12 +16,13 @@ LEAST_ROWS = 1024  # fewest rows per part, whatever the workspace: fewer would l
 def slices(call: Call, b: slice, g: slice, rows: int) -> Iterator[tuple[Call, tuple[slice, slice, slice]]]:
     """Yield calls on `rows` rows each of these batch entries and groups, and the slices of their rows in [B,S,G]."""
     S, S_kv, whole = call.q.shape[1], call.k.shape[2], call.selection
-    ranges, groups = call.disjoint_ranges(), g if call.groups_per_selection == 1 else slice(None)
+    ranges, groups = call.union_ranges(), g if call.groups_per_selection == 1 else slice(None)
     for first in range(0, S, rows):
         end = min(S, first + rows)
         at = b, slice(first, end), g
         seen = S_kv if call.q_pos is not None else S_kv - S + end  # keeps default positions
-        selection = Selection(ranges[b, at[1], groups].contiguous(), whole.block_size, whole.length_bound(S_kv), disjoint=True)
+        part, repeats = ranges[b, at[1], groups].contiguous(), whole.unsearched
+        selection = Selection(part, whole.block_size, whole.length_bound(S_kv), disjoint=not repeats)
         selection._cut_block = whole._cut_block
         k, v = (x[b, g, :seen] for x in (call.k, call.v))
         q_pos = None if call.q_pos is None else call.q_pos[at[:2]]

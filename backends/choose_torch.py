@@ -58,7 +58,11 @@ def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
 @_without_autocast
 def log_sum_exp(call: ChooseCall) -> Tensor:
     """Return lse [B,S,G,h] only."""
-    lse = call.q.new_empty(call.q.shape[:-1], dtype=_wide(call))
+    lse = call.q.new_full(call.q.shape[:-1], -torch.inf, dtype=_wide(call))
+    if call.sequences is not None:
+        for rows, _, sequence in call.each_sequence():
+            lse[:, rows] = log_sum_exp(sequence)
+        return lse
     for at in call.parts(_row_bytes(call)):
         lse[at] = _logits(call.part(*at)).logsumexp(-1).transpose(1, 2)
     return lse
@@ -74,6 +78,11 @@ def best_blocks(call: ChooseCall, lse: Tensor | None, out: Tensor | None = None)
     call, rule = call.gathered(), call.rule
     if out is None:
         out = call.q.new_empty(*call.q.shape[:3], rule.n + call.tail, 2, dtype=range_dtype(rule.block_size))
+    if call.sequences is not None:
+        out.fill_(-1 if out.dim() == 4 else 0)  # rows of padding
+        for rows, _, sequence in call.each_sequence():
+            best_blocks(sequence, None if lse is None else lse[:, rows], out[:, rows])
+        return out
     for at in call.parts(_row_bytes(call)):
         part = call.part(*at)
         scores = block_scores(part, None if lse is None else lse[at]).transpose(1, 2)

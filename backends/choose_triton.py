@@ -48,7 +48,7 @@ CONFIGS = {  # by kernel and class of head dims (`narrow_suffix`); one that has 
     "choose/few-widest": KernelConfig(block_l=64, num_warps=4, num_stages=3, loads="tma"),
     "choose/scores": KernelConfig(block_l=64, num_warps=4, num_stages=3, rows=128, loads="tma"),
     "choose/scores-widest": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=32, loads="tma"),
-    "choose/logits-long": KernelConfig(block_l=128, num_warps=8, num_stages=2, rows=128, loads="tma"),
+    "choose/logits-long": KernelConfig(block_l=128, num_warps=4, num_stages=3, rows=64, loads="tma"),
     "choose/logits-long-widest": KernelConfig(block_l=32, num_warps=4, num_stages=1, rows=32, loads="tma"),
     "choose/logits": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=64, loads="tma"),
     "choose/logits-widest": KernelConfig(block_l=32, num_warps=4, num_stages=1, rows=32, loads="tma"),

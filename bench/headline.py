@@ -1,47 +1,48 @@
-"""The README's claims measured again on this GPU, each beside dense attention in the same process: `nsa-sel bench
---headline`.
+"""Measure the README's table again on this GPU: `nsa-sel bench --headline`.
 
-A claim is what the committed rows say, by the functions that make the README's tables: no number of it stands here.
+A claim is a ratio of times measured in one process: how many times as fast as the model's own library and as dense
+attention; for choosing blocks, as reading the index keys once. The README's side comes from the committed rows, by the
+functions that make its table. fla is left out: it tunes itself for minutes.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from rich.console import Console
 
+from nsa_sel.bench import tables
 from nsa_sel.bench.core import store
 from nsa_sel.bench.core.command_line import need_gpu
-from nsa_sel.bench.core.contenders import DENSE, PACKED, named
+from nsa_sel.bench.core.contenders import PACKED, named
 from nsa_sel.bench.core.markdown import factor, table
 from nsa_sel.bench.core.session import able, run
-from nsa_sel.bench.core.store import H200_ROWS, Row, first_line, read_rows
-from nsa_sel.bench.questions import layer_parts, speed
-from nsa_sel.bench.tables import HEADS, PARTS_FILE, SETTLED, both_passes, indexed, of_part, ours, tokens_per_second, training_pairs
+from nsa_sel.bench.core.store import Row, first_line
+from nsa_sel.bench.questions import choosing_steps, layer_parts, released_models, speed
+from nsa_sel.bench.tables import CALLS, CONTEXT, HEADS, LENGTHS, NSA_SEL, RELEASED, Used, training_pairs
 from nsa_sel.cli.output import output_file
 from nsa_sel.errors import ArgumentError
 
-LENGTHS = 8192, 32768  # of the layer
-CASES = {"real-8k-h16": ("fwd", "bwd"), "real-8k-h4": ("fwd", "bwd"), "decode-B64-32k-h16": ("decode",)}  # of the call
-CONTEXT = 8192  # of training
+READING = "reading the index keys once"
+CHOOSING = "choosing blocks, MiniMax-M3's indexer, 64 sequences of 32k keys"
+SEQUENCES, KEYS = 64, 32768  # of choosing
 NEAR = 0.95  # of a claim: what passes
-REP = 100  # ms of timed calls of the layer
+LEAST_GIB = 0.1  # of memory that is claimed
+REP = 30  # ms of timed calls
 
 
 class Gain(NamedTuple):
-    """How many times as fast as dense attention; the least and the most, from the 20th and 80th percentiles of both."""
+    """A ratio of times; the least and the most, from the 20th and 80th percentiles of both."""
 
     median: float
     low: float
     high: float
-
-
-Gains = dict[str, Gain]  # by what is claimed
 
 
 def headline(folder: Path, console: Console) -> str:
@@ -51,94 +52,111 @@ def headline(folder: Path, console: Console) -> str:
     Raises ArgumentError without a GPU or committed rows.
     """
     need_gpu("nsa-sel bench --headline")
-    if not PARTS_FILE.exists():
+    if not tables.PARTS_FILE.exists():
         allowed, remedy = "a checkout, whose bench/results/ holds the rows of the claims", "run it in one, installed with pip install -e"
         raise ArgumentError("nsa-sel bench --headline", "without committed rows", allowed, remedy)
-    folder, here = output_file("--out", folder / "rows.jsonl", make_folder=True).parent, Gains()
-    for part in (measure_layer, measure_calls, measure_training):
+    folder, here = output_file("--out", folder / "rows.jsonl", make_folder=True).parent, dict[str, Gain]()
+    for part in (measure_released, measure_layer, measure_calls, measure_choosing, measure_training):
         try:
-            here |= part(folder, console)
+            here |= gains(part(folder, console))
         except Exception as error:  # the other claims are measured all the same
             console.print(f"{part.__name__} was left out: {first_line(error)}")
         torch.cuda.empty_cache()
-    calls, lines = read_rows(H200_ROWS), []
-    claims = layer_gains(store.read(PARTS_FILE)) | call_gains(calls) | training_gains(*training_pairs("speed")[CONTEXT])
+    readme, lines = tables.committed(), []
+    claims = gains(readme | choosing(tables.rows_of("profiles/choosing_steps.jsonl")))
     for what, claim in claims.items():
         shown: tuple[str, ...] = ("-", "-", "not measured")
         if found := here.get(what):
             verdict = "PASS" if found.high >= NEAR * claim.median else f"{found.median / claim.median - 1:+.0%}"
             shown = factor(found.median), f"{found.low:.2f} to {found.high:.2f}", verdict
         lines.append((what, factor(claim.median), *shown))
-    note = f"How many times as fast as dense attention. README: {calls[-1]['device']}; here: {torch.cuda.get_device_name()}."
+    device = next(row["device"] for columns in readme.values() for row in columns.values())
+    note = (
+        f"How many times as fast, or as little memory, as what follows the colon. README: {device}; here: {torch.cuda.get_device_name()}."
+    )
     shown_table = table(("claim", "README", "here", "20th to 80th", "verdict"), lines, left=1)
     return f"{note} PASS: the spread here reaches {NEAR:.0%} of the README's.\n\n{shown_table}"
 
 
-# Gains, of committed rows and of those measured here
+def gains(lines: Used) -> dict[str, Gain]:
+    """Return the claims of a table: nsa-sel against each other column of a line, in time and, for layers of released
+    models, in memory; except what ran out of memory.
+    """
+    found = {}
+    for what, columns in lines.items():
+        mine = columns.get(NSA_SEL)
+        for column, row in columns.items():
+            if mine and column != NSA_SEL and "ms_median" in mine.keys() & row.keys():
+                (p20, median, p80), (low, mid, high) = times(row), times(mine)
+                found[f"{what}: {column}"] = Gain(median / mid, p20 / high, p80 / low)
+                if column == tables.LIBRARY and min(gib := [x.get("peak_gib", 0) for x in (row, mine)]) > LEAST_GIB:
+                    found[f"{what}, memory: {column}"] = Gain(*[gib[0] / gib[1]] * 3)
+    return found
 
 
-def layer_gains(rows: Iterable[Row]) -> Gains:
-    """Return those of a layer's attention, forward and backward, from rows of `layer_parts`."""
-    found = both_passes(rows)
-    both = {S: (of_part(found, "layer", S), found.get(("dense", S))) for S in LENGTHS}
-    return {
-        f"attention of a layer, {S // 1024}k tokens, forward + backward": gain_of(layer, dense)
-        for S, (layer, dense) in both.items()
-        if layer and dense
-    }
+def times(row: Row) -> tuple[float, float, float]:
+    """Return the 20th percentile, the median and the 80th percentile. A way that was timed by one call has the median alone."""
+    median = float(row["ms_median"])
+    return float(row.get("ms_p20", median)), median, float(row.get("ms_p80", median))
 
 
-def call_gains(rows: Iterable[Row]) -> Gains:
-    """Return those of the selected branch, the fastest backend of each case and direction, from rows of `speed`."""
-    index, gains = indexed(rows), Gains()
-    for case, direction in ((case, direction) for case, directions in CASES.items() for direction in directions):
-        found = index.get((case, direction), {})
-        best = ours(found)
-        if best and DENSE in found:
-            gains[f"selected blocks, {case}, {direction}"] = gain_of([best], [found[DENSE]])
-    return gains
-
-
-def training_gains(dense: Sequence[Row], nsa: Sequence[Row]) -> Gains:
-    """Return that of tokens per second, from rows of examples/train_nsa_lm.py."""
-    spreads = [np.quantile([row["tokens_per_second"] for row in rows[SETTLED:] or rows], (0.2, 0.8)) for rows in (dense, nsa)]
-    (slow, fast), (low, high) = spreads
-    gain = Gain(tokens_per_second(nsa) / tokens_per_second(dense), float(low / fast), float(high / slow))
-    return {f"training step, {CONTEXT // 1024}k tokens": gain}
-
-
-def gain_of(mine: Sequence[Row], dense: Sequence[Row]) -> Gain:
-    """Return the gain of the sums of times."""
-    times, other = ({name: sum(row[f"ms_{name}"] for row in rows) for name in ("median", "p20", "p80")} for rows in (mine, dense))
-    return Gain(other["median"] / times["median"], other["p20"] / times["p80"], other["p80"] / times["p20"])
+def choosing(rows: Iterable[Row]) -> Used:
+    """Return the line of choosing blocks from rows of choosing_steps: contiguous index keys in bf16."""
+    size = {"model": "MiniMax-M3", "B": SEQUENCES, "S": 1, "S_kv": KEYS, "page_size": None, "kv": "bf16"}
+    row = next(row for row in rows if size.items() <= row.items() and "requests" not in row)
+    return {CHOOSING: {READING: {"ms_median": row["floor_ms"]}, NSA_SEL: row}}
 
 
 # Measuring
 
 
-def measure_layer(folder: Path, console: Console) -> Gains:
-    """Time the layer and dense attention."""
+def measure_released(folder: Path, console: Console) -> Used:
+    """Time layers of released models in transformers, with dense attention and after `patch_model`."""
+    if importlib.util.find_spec("transformers") is None:
+        raise ArgumentError("transformers", "not installed", "5.23 or newer", "pip install transformers")
+    facts, rows = store.stamp(), list[Row]()
+    for model, case in RELEASED:
+        console.print(f"{released_models.MODELS[model]}, {case}")
+        ways = [way for way in ("transformers", "dense", "nsa-sel") if model == "minimax-m3" or way != "dense"]
+        S = 1024 * int(case.split()[2].removesuffix("k"))  # "prefill of 16k tokens"
+        make = partial(released_models.prefill, model, S=S, backward="backward" in case)
+        rows += released_models.measure(model, make, ways, REP, {"case": case, **facts})
+        store.append(folder / "released_models.jsonl", rows[-len(ways) :])
+    return tables.as_used(rows, (), (), ())
+
+
+def measure_layer(folder: Path, console: Console) -> Used:
+    """Time NSA's layer and dense attention."""
     facts, rows = store.stamp(), list[Row]()
     for S in LENGTHS:
         parts = layer_parts.parts(S, HEADS)
-        for name in ("layer of text" if "layer of text" in parts else "layer", "dense"):
-            console.print(f"attention, {S // 1024}k tokens: {name}")
+        for name in ("layer", "dense"):
+            console.print(f"NSA layer, {S // 1024}k tokens: {name}")
             found = layer_parts.measure(parts[name](), REP)
             rows += [{"part": name, "S": S, "G": layer_parts.G, "h": HEADS, "D": layer_parts.D, **row, **facts} for row in found]
             torch.cuda.empty_cache()
     store.append(folder / "layer.jsonl", rows)
-    return layer_gains(rows)
+    return tables.as_used((), rows, (), ())
 
 
-def measure_calls(folder: Path, console: Console) -> Gains:
-    """Time the selected branch with every backend, and dense attention."""
+def measure_calls(folder: Path, console: Console) -> Used:
+    """Time the selected branch from block indices with every backend, and dense attention."""
     backends = [name for name in speed.usual_backends("cuda") if name != PACKED]
     contenders = able(named(",".join(backends)), "cuda", console.print)
-    jobs = [job for job in speed.jobs(speed.suites_of("performance,decode", False, "cuda"), contenders, "") if job.case.case in CASES]
-    return call_gains(run([job._replace(directions=CASES[job.case.case]) for job in jobs], folder / "calls.jsonl", "cuda", console))
+    every = {job.case.case: job for job in speed.jobs(speed.suites_of("performance,decode", False, "cuda"), contenders, "")}
+    jobs = [every[case]._replace(directions=(direction,)) for case, direction in CALLS]
+    return tables.as_used((), (), run(jobs, folder / "calls.jsonl", "cuda", console), ())
 
 
-def measure_training(folder: Path, console: Console) -> Gains:
+def measure_choosing(folder: Path, console: Console) -> Used:
+    """Time the choice of blocks for one new token of each sequence, and reading what it reads."""
+    console.print(CHOOSING)
+    rows = list(choosing_steps.step(choosing_steps.MODELS["m3"], [1] * SEQUENCES, KEYS, None, "bf16", REP))
+    store.append(folder / "choosing.jsonl", [{**row, **store.stamp()} for row in rows])
+    return choosing(rows)
+
+
+def measure_training(folder: Path, console: Console) -> Used:
     """Train as many steps as the committed runs have, by the example's own program, a fresh model each time."""
     program, facts, runs = store.example("train_nsa_lm"), store.stamp(), list[list[Row]]()
     steps = len(training_pairs("speed")[CONTEXT][1])
@@ -151,4 +169,4 @@ def measure_training(folder: Path, console: Console) -> Gains:
         runs.append([row | facts for row in rows])
         torch.cuda.empty_cache()
     store.append(folder / "training.jsonl", [row for rows in runs for row in rows])
-    return training_gains(*runs)
+    return tables.as_used((), (), (), runs)

@@ -22,7 +22,17 @@ from nsa_sel.bench.core import cases, matrix, store
 from nsa_sel.bench.core.contenders import DENSE, PACKED, of_framework
 from nsa_sel.bench.core.markdown import MARK, factor, ms, pivot, scatters, spread, table, with_note
 from nsa_sel.bench.core.store import CPU_ROWS, H100_RESULTS, H200_RESULTS, H200_ROWS, ROOT, Row, read_rows
-from nsa_sel.bench.questions import choosing_steps, decoding_steps, layer_parts, packed_batches, released_models, scaling, speed
+from nsa_sel.bench.questions import (
+    choosing_steps,
+    decoding_steps,
+    engines,
+    indexer_loss,
+    layer_parts,
+    packed_batches,
+    released_models,
+    scaling,
+    speed,
+)
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Offer
 from nsa_sel.core.decision import load_policy, make_decision
@@ -30,6 +40,7 @@ from nsa_sel.core.request import example_request
 from nsa_sel.settings.config import GPUS, settings_for
 from nsa_sel.telemetry.describe import describe
 
+Used = dict[str, dict[str, Row]]  # rows of the README's table by line and column
 Index = dict[tuple[str, str], dict[str, Row]]  # by case and direction, in the order of the rows; then by backend
 
 OURS = tuple(name for name in registry.backends() if name != PACKED)
@@ -50,8 +61,22 @@ TRAINING = ROOT / H200_RESULTS / "training"  # runs of examples/train_nsa_lm.py:
 SETTLED = 10  # steps before speed counts: the first ones compile
 BAND_WINDOW = 20  # steps that losses of a band are averaged over
 PARTS_FILE = ROOT / H200_RESULTS / "profiles/layer_parts.jsonl"
-PARTS = {"choose": "compressed keys, choosing", "select": "selected blocks", "window": "window", "gate": "gated sum"}  # bottom to top
 HEADS = 16  # of a group
+# The README's table. Columns, and the lines of each bench's rows
+LIBRARY, DENSE_COLUMN, NSA_SEL = "its library", "dense attention", "nsa-sel"
+RELEASED = (
+    ("minimax-m3", "prefill of 16k tokens"),
+    ("minimax-m3", "prefill of 128k tokens"),
+    ("minimax-m3", "prefill of 16k tokens, forward + backward"),
+    ("qwen3.8", "prefill of 16k tokens"),
+)
+LENGTHS = 8192, 32768  # of NSA's layer
+CALLS = {  # by case and direction
+    ("decode-B64-32k-h16", "decode"): "selected blocks alone, decoding, 64 sequences of 32k keys",
+    ("real-8k-h16", "fwd+bwd"): "selected blocks alone, 8k tokens of text, forward + backward",
+}
+ELSEWHERE = "8k tokens of text", "training step"  # lines of docs/performance.md and docs/layer.md that --headline measures, too
+CONTEXT = 32768  # of training
 NOTE_TRAINED = '"trained": what a model that was trained with NSA at this context selects (`bench/data/README.md`).'
 NOTE_TEXT = """\
 "of text": the selected branch attends to what a model chose in a text, SmolLM2-135M up to 8k and one trained with NSA
@@ -99,58 +124,66 @@ def tokens_per_second(rows: Sequence[Row]) -> float:
     return float(statistics.median(row["tokens_per_second"] for row in rows[SETTLED:] or rows))
 
 
-def both_passes(rows: Iterable[Row]) -> dict[tuple[str, int], list[Row]]:
-    """Return the rows of layer_parts with HEADS heads, by part and length: forward and backward where both were
-    measured.
-    """
-    found: dict[tuple[str, int], dict[str, Row]] = {}
-    for row in rows:
-        if row["h"] == HEADS and row["direction"] in ("fwd", "bwd"):
-            found.setdefault((row["part"], row["S"]), {})[row["direction"]] = row
-    return {key: list(both.values()) for key, both in found.items() if len(both) == 2}
-
-
-def of_part(found: dict[tuple[str, int], list[Row]], part: str, S: int) -> list[Row] | None:
-    """Return a part's rows: those of text where there are any of this length, else those of random inputs."""
-    return found.get((f"{part} of text", S), found.get((part, S)))
-
-
-def layer_shares() -> dict[int, dict[str, float]]:
-    """Return, at each length at which everything was measured, the percent of dense attention's time, forward and
-    backward together, that each of `PARTS` and the layer take.
-    """
-    found, shares = both_passes(store.read(PARTS_FILE)), {}
-    for S in sorted({S for _, S in found}):
-        of_all = {part: of_part(found, part, S) for part in ("dense", *PARTS, "layer")}
-        times = {part: sum(row["ms_median"] for row in both) for part, both in of_all.items() if both is not None}
-        if len(times) == len(of_all):
-            dense = times.pop("dense")
-            shares[S] = {part: 100 * ms / dense for part, ms in times.items()}
-    return shares
-
-
 # README.md
 
 
-def claim() -> str:
-    """Return the README's first figures, in words."""
+def as_used(released: Iterable[Row], parts: Iterable[Row], calls: Iterable[Row], runs: Sequence[Sequence[Row]]) -> Used:
+    """Return the rows of the README's table by line and column.
 
-    def listed(words: Iterable[str]) -> str:
-        *first, last = words
-        return f"{', '.join(first)} and {last}"
+    Args:
+        released, parts, calls: of released_models, layer_parts and speed.
+        runs: of examples/train_nsa_lm.py at CONTEXT, with dense attention and with NSAttention; or none.
+    """
+    found: dict[str, dict[str, Row | None]] = {}
+    of_way = {(row["model"], row["case"], row["way"]): row for row in released}
+    for model, case in RELEASED:
+        ways = {LIBRARY: "transformers", DENSE_COLUMN: "dense", NSA_SEL: "nsa-sel"}
+        columns = {column: of_way.get((model, case, way)) for column, way in ways.items()}
+        found[f"{released_models.MODELS[model]} layer, {case}"] = columns
+    of_part = {(row["part"], row["S"]): row for row in parts if (row["h"], row["direction"]) == (HEADS, "fwd+bwd")}
+    for S in LENGTHS:
+        names = {LIBRARY: "fla", DENSE_COLUMN: "dense", NSA_SEL: "layer"}
+        columns = {column: of_part.get((name, S)) for column, name in names.items()}
+        found[f"NSA layer, {S // 1024}k tokens, forward + backward"] = columns
+    index = indexed(calls)
+    for key, what in CALLS.items():
+        found[what] = {DENSE_COLUMN: index.get(key, {}).get(DENSE), NSA_SEL: ours(index.get(key, {}))}
+    if runs:
+        steps = dict(zip((DENSE_COLUMN, NSA_SEL), map(step_time, runs), strict=True))
+        found[f"model of 25M parameters, training step, {CONTEXT // 1024}k tokens"] = {**steps}
+    return {what: {column: row for column, row in columns.items() if row is not None} for what, columns in found.items()}
 
-    shares, rates = layer_shares(), training_pairs("speed")
-    text = max(row["S"] for row in store.read(PARTS_FILE) if row["part"] == "layer of text")
-    inputs = "text" if text == max(shares) else f"text up to {text // 1024}k, random inputs beyond"
-    percents, lengths = listed(f"{of_parts['layer']:.0f}%" for of_parts in shares.values()), listed(f"{S // 1024}k" for S in shares)
-    gains = listed(f"{tokens_per_second(nsa) / tokens_per_second(dense):.2f}" for dense, nsa in rates.values())
-    return (
-        f"Measured on an NVIDIA H200: attention of one layer, forward and backward, takes {percents} of dense attention's time (cuDNN) at"
-        f" {lengths} tokens ({inputs}; 4 KV groups of 16 heads, D 128, bf16). A model of 25 million parameters trains at {gains} times as"
-        f" many tokens per second as with dense attention at {listed(f'{context // 1024}k' for context in rates)}."
-        " [layer.md](https://github.com/nsa-sel/nsa-sel/blob/main/docs/layer.md) has all parts, and the losses."
-        f" Rows: `{PARTS_FILE.relative_to(ROOT).as_posix()}`, `{TRAINING.relative_to(ROOT).as_posix()}/speed-*.jsonl`."
-    )
+
+def step_time(run: Sequence[Row]) -> Row:
+    """Return a row of the settled steps of a run: milliseconds for its context."""
+    settled = [CONTEXT / row["tokens_per_second"] * 1e3 for row in run[SETTLED:] or run]
+    p20, median, p80 = statistics.quantiles(settled, n=10)[1::3] if len(settled) > 1 else settled * 3
+    return {**run[-1], "ms_median": statistics.median(settled), "ms_p20": p20, "ms_p80": p80}
+
+
+def committed() -> Used:
+    """Return the rows of the README's table that are committed."""
+    runs = training_pairs("speed")[CONTEXT]
+    return as_used(rows_of("released_models.jsonl"), store.read(PARTS_FILE), read_rows(H200_ROWS), runs)
+
+
+def used() -> str:
+    """Return the README's table: time, and peak memory where it was measured; without the lines of `ELSEWHERE`."""
+    names = {"MiniMax": "transformers", "Qwen": "transformers", "NSA": "fla"}
+
+    def cell(what: str, column: str, row: Row | None) -> str:
+        if row is None:
+            return "-"
+        name = next((library + ": " for start, library in names.items() if what.startswith(start)), "") if column == LIBRARY else ""
+        if row.get("error"):
+            return f"{name}{row['error']}"
+        time = released_models.number(row["ms_median"]) + MARK * scatters(row)
+        return f"{name}{time} ms" + (f", {row['peak_gib']:.3g} GiB" if row.get("peak_gib") else "")
+
+    columns = (LIBRARY, DENSE_COLUMN, NSA_SEL)
+    shown = {what: found for what, found in committed().items() if not any(part in what for part in ELSEWHERE)}
+    lines = [(what, *(cell(what, column, found.get(column)) for column in columns)) for what, found in shown.items()]
+    return table(["one NVIDIA H200, bf16", *columns], lines, left=1)
 
 
 def gains() -> str:
@@ -250,6 +283,12 @@ def peers() -> str:
     return by_backend(index, list(dict.fromkeys(name for found in index.values() for name in found)))
 
 
+def peers_h200() -> str:
+    """Return attention of MiniMax-M3's shape by ours and by others' kernels, in one process: milliseconds, medians."""
+    index = indexed(row for row in rows_of("profiles/peers.jsonl") if "wrong" not in row)
+    return by_backend(index, list(dict.fromkeys(name for found in index.values() for name in found)))
+
+
 def cpu() -> str:
     """Return numba against packed, masked and dense SDPA on a CPU: milliseconds, medians."""
     rows = read_rows(CPU_ROWS)
@@ -259,11 +298,23 @@ def cpu() -> str:
 
 
 def overhead() -> str:
-    """Return what a call takes of the host, and what of that is not its backend's: microseconds, forward / forward +
-    backward.
+    """Return what a call of tiny tensors takes of the host, and what of that is not its backend's: microseconds, forward /
+    forward + backward.
     """
-    parts = ("call", "call, new", "further call, new", "backend", "beyond the backend", "call, calling thread", "call, new, calling thread")
+    return host_times(False, "call", "call, new", "further call, new", "backend", "beyond the backend", *ON_CALLING_THREAD)
+
+
+def training_overhead() -> str:
+    """Return what a call of a training shape and a step of 24 of them take of the host, as `overhead`."""
+    return host_times(True, "call", "call, new", "further call, new", *ON_CALLING_THREAD, "step", "step, compiled")
+
+
+ON_CALLING_THREAD = ("call, calling thread", "call, new, calling thread")
+
+
+def host_times(of_training: bool, *parts: str) -> str:
     rows = [row for file in sorted((ROOT / "bench/results").glob("*/overhead.jsonl")) for row in store.read(file) if "us_median" in row]
+    rows = [row for row in rows if (row["S"] >= 1024) == of_training]
     cells = [((row["device"], row["backend"]), row["part"], row["direction"], f"{row['us_median']:.3g}") for row in rows]
     shown = sorted((cell for cell in cells if cell[1] in parts), key=lambda cell: parts.index(cell[1]))
     return pivot(["device", "backend"], shown, ("fwd", "fwd+bwd"))
@@ -356,20 +407,59 @@ def training_ranks() -> str:
     return table(["context", "parallel", "ranks", "thousand tokens/s", "over one rank", f"loss after {len(rows)} steps"], lines, left=2)
 
 
+INDEXED = {"dense": "dense", "nsa": "NSAttention", "msa": "MSAttention, max", "sum": "MSAttention, sum"}  # runs msa-8192-*.jsonl
+
+
+def indexed_runs() -> dict[str, list[Row]]:
+    """Return the runs beside those that train an indexer, by the names in `INDEXED`."""
+    return {name: store.read(TRAINING / f"msa-8192-{name}.jsonl") for name in INDEXED}
+
+
+def indexer_losses() -> str:
+    """Return held-out losses after as many steps, and the share of the attention mass of the best blocks that the
+    indexers' blocks hold."""
+    runs = {name: {row["step"] + 1: row for row in rows if "held_out_loss" in row} for name, rows in indexed_runs().items()}
+    lines = []
+    for step in sorted(runs["msa"]):
+        losses = [f"{rows[step]['held_out_loss']:.3f}" for rows in runs.values()]
+        shares = [f"{sum(runs[name][step]['mass']) / sum(runs[name][step]['best_mass']):.1%}" for name in ("msa", "sum")]
+        lines.append((step, *losses, *shares))
+    return table(["steps", *INDEXED.values(), "mass, max", "mass, sum"], lines, left=1)
+
+
+def indexer_speed() -> str:
+    """Return tokens per second of training steps, of MSAttention with dense and with sparse attention."""
+    runs, lines = indexed_runs(), []
+    for name, rows in runs.items():
+        by_phase = {"dense": [row for row in rows if row["backend"] is None], "sparse": [row for row in rows if row["backend"]]}
+        rates = ["-" if len(part) <= SETTLED else f"{tokens_per_second(part) / 1e3:.0f}" for part in by_phase.values()]
+        lines.append((INDEXED[name], *rates))
+    return table(["attention", "dense, thousand tokens/s", "sparse"], lines, left=1)
+
+
 COPY_RATE = 4.28e12  # bytes per second that a copy reads and writes on an H200
 
 BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
-        "released": lambda: released_models.highlights(rows_of("released_models.jsonl")),
-        "claim": claim,
-        "gains": gains,
+        "used": used,
         "explained": lambda: explained("h200"),
     },
-    "docs/performance.md": {"h200": performance, "breakeven": breakeven, "peers": peers, "cpu": cpu, "overhead": overhead},
+    "docs/performance.md": {
+        "gains": gains,
+        "h200": performance,
+        "breakeven": breakeven,
+        "cpu": cpu,
+        "overhead": overhead,
+        "training_overhead": training_overhead,
+        "peers": peers,
+        "peers_h200": peers_h200,
+    },
     "docs/compat.md": {"fla": lambda: layer_parts.table(rows_of("profiles/fla_layer.jsonl", H100_RESULTS))},
     "docs/choosing.md": {
         "models": models,
         "choosing_steps": lambda: choosing_steps.table(rows_of("profiles/choosing_steps.jsonl")),
+        "choosing_requests": lambda: choosing_steps.table(rows_of("profiles/choosing_requests.jsonl")),
+        "choosing_prefills": lambda: choosing_steps.table_of_prefills(rows_of("profiles/choosing_steps.jsonl")),
         "minimax_m3": lambda: released_models.table(rows_of("released_models.jsonl"), "minimax-m3"),
         "qwen_qsa": lambda: released_models.table(rows_of("released_models.jsonl"), "qwen3.8"),
     },
@@ -384,9 +474,15 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "serving": lambda: speed.table_of_caches(rows_of("serving.jsonl")),
         "indices": lambda: speed.table_of_steps(rows_of("profiles/steps.jsonl"), COPY_RATE),
         "packed": lambda: packed_batches.table([row for row in rows_of("profiles/mixed.jsonl") if row["case"] in packed_batches.ALONE]),
+        "engines": lambda: engines.table(rows_of("profiles/engines.jsonl")),
         "steps": lambda: decoding_steps.table(
             [row for row in rows_of("profiles/decoding_steps.jsonl") if row.get("kv", "bf16") == "bf16" and row["B"] in (1, 64)]
         ),
+    },
+    "docs/indexer.md": {
+        "indexer_loss": lambda: indexer_loss.table(rows_of("indexer_loss.jsonl")),
+        "indexer_losses": indexer_losses,
+        "indexer_speed": indexer_speed,
     },
     "docs/varlen.md": {"varlen": varlen},
     "docs/distributed.md": {"rank_scaling": lambda: scaling.table(rows_of("scaling.jsonl")), "ranks": training_ranks},
@@ -416,76 +512,55 @@ def write_matrix(folder: Path, out: Path) -> None:
     store.write_whole(out / "selection_report.md", threshold_optimizer.report(read))
 
 
-PICTURE = ROOT / "docs/report/layer"
-COLORS = {  # on light and on dark ground; parts of a layer are shades of one hue
-    "surface": ("#ffffff", "#15181d"),
-    "ink": ("#1b1d21", "#e8eaed"),
-    "muted": ("#5a6069", "#a6adb7"),
-    "grid": ("#dde1e6", "#343a43"),
-    "dense": ("#33373d", "#d3d7dc"),
-    "choose": ("#0b3c6f", "#d3e6fb"),
-    "select": ("#2f7ec4", "#8fc1f0"),
-    "window": ("#7fb4e3", "#4d8fcf"),
-    "gate": ("#bcd8f1", "#2b5f96"),
+PICTURE = ROOT / "docs/report/minimax_m3.png"
+LINES: dict[str, tuple[str, dict[str, Any]]] = {  # by way of released_models: name and look
+    "transformers": ("transformers", {"color": "#c8531c", "marker": "s", "linewidth": 2}),
+    "nsa-sel": ("nsa-sel, patch_model(model)", {"color": "#2f7ec4", "marker": "o", "linewidth": 4, "markersize": 8}),
+    "dense": ("dense attention (SDPA)", {"color": "#22262b", "marker": "D", "markersize": 4, "linewidth": 1.5, "linestyle": "--"}),
 }
-PALETTE = 96  # colors of the PNG
 
 
 def write_picture() -> None:
-    """Write the README's picture for light and for dark pages.
-
-    Left, a layer's attention as a share of dense attention's time, part by part; right, training speed with each kind
-    of attention.
-    """
+    """Write the README's picture: time and peak memory of a MiniMax-M3 layer's prefill against its tokens."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed
     from matplotlib import pyplot
-    from matplotlib.lines import Line2D
     from PIL import Image
 
-    shares = layer_shares()
-    rates = {context: (tokens_per_second(dense), tokens_per_second(nsa)) for context, (dense, nsa) in training_pairs("speed").items()}
-    for i, ending in enumerate(("", "-dark")):
-        color = {role: both[i] for role, both in COLORS.items()}
-        style: Any = {
-            **{"font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.axisbelow": True},
-            **{"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.grid.axis": "y"},
-            **{f"{name}.color": color["muted"] for name in ("xtick", "ytick")},
-            **{"figure.facecolor": color["surface"], "axes.facecolor": color["surface"], "grid.color": color["grid"]},
-            **{
-                "text.color": color["ink"],
-                "axes.labelcolor": color["ink"],
-                "axes.titlecolor": color["ink"],
-                "axes.edgecolor": color["muted"],
-            },
-        }
-        with pyplot.rc_context(style):
-            canvas, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.7), layout="constrained")
-            left.set(title="Attention of one layer, forward + backward", xlabel="tokens", ylabel="% of dense attention's time")
-            left.axhline(100, color=color["dense"], linewidth=1.4)
-            for bar, of_parts in enumerate(shares.values()):
-                bottom = 0.0
-                for part in PARTS:
-                    left.bar(bar, of_parts[part], 0.6, bottom=bottom, color=color[part])
-                    bottom += of_parts[part]
-                left.text(bar, bottom + 2, f"{100 / of_parts['layer']:.2g}x", ha="center", fontsize=8)
-            left.set_xticks(range(len(shares)), [f"{S // 1024}k" for S in shares])
-            right.set(title="Training a model of 25M parameters", xlabel="context, tokens", ylabel="thousand tokens per second")
-            for bar, (dense, nsa) in enumerate(rates.values()):
-                right.bar(bar - 0.2, dense / 1e3, 0.38, color=color["dense"])
-                right.bar(bar + 0.2, nsa / 1e3, 0.38, color=color["select"])
-                right.text(bar + 0.2, nsa / 1e3, f"{nsa / dense:.2g}x", ha="center", va="bottom", fontsize=8)
-            right.set_xticks(range(len(rates)), [f"{context // 1024}k" for context in rates])
-            canvas.suptitle("NSAttention on an NVIDIA H200", fontsize=12, fontweight="bold", x=0.01, ha="left")
-            key = {"dense": "dense attention (cuDNN)", **PARTS}
-            handles = [Line2D([], [], marker="s", linestyle="", markersize=7, color=color[role], label=key[role]) for role in key]
-            canvas.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False)
-            drawn = io.BytesIO()
-            canvas.savefig(drawn, format="png", dpi=110)
-            pyplot.close(canvas)
-        few = Image.open(drawn).convert("RGB").quantize(PALETTE, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-        few.save(f"{PICTURE}{ending}.png", optimize=True)
+    of_way: dict[str, dict[int, Row]] = {way: {} for way in LINES}
+    for row in rows_of("released_models.jsonl"):
+        length = re.fullmatch(r"prefill of (\d+)k tokens", row["case"])
+        if length and row["model"] == "minimax-m3" and row["way"] in of_way:
+            of_way[row["way"]][int(length[1])] = row
+    lengths = sorted({k for rows in of_way.values() for k in rows})
+    with pyplot.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}):
+        canvas, panels = pyplot.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
+        fields = {"ms_median": "time, milliseconds", "peak_gib": "peak memory beyond weights and inputs, GiB"}
+        for panel, (field, title) in zip(panels, fields.items(), strict=True):
+            for way, (name, look) in LINES.items():
+                points = sorted((k, row[field]) for k, row in of_way[way].items() if not row.get("error"))
+                panel.plot(*zip(*points, strict=True), label=name, **look)
+            k, last = max((k, row[field]) for k, row in of_way["transformers"].items() if not row.get("error"))
+            note: dict[str, Any] = {
+                "textcoords": "offset points",
+                "ha": "right",
+                "va": "center",
+                "color": LINES["transformers"][1]["color"],
+            }
+            panel.annotate("out of memory from 32k on", (k, last), (-9, 3), **note)
+            panel.set(xscale="log", yscale="log", xlabel="tokens", title=title)
+            panel.set_xticks(lengths, [f"{k}k" for k in lengths])
+            panel.minorticks_off()
+            panel.yaxis.set_major_formatter("{x:g}")
+            panel.grid(axis="y", color="#dde1e6")
+        canvas.suptitle("One attention layer of MiniMax-M3, prefill on an NVIDIA H200", fontsize=12, fontweight="bold")
+        canvas.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(LINES), frameon=False)
+        drawn = io.BytesIO()
+        canvas.savefig(drawn, format="png", dpi=110)
+        pyplot.close(canvas)
+    few = Image.open(drawn).convert("RGB").quantize(64, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(PICTURE, optimize=True)
 
 
 if __name__ == "__main__":

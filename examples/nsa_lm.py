@@ -42,6 +42,7 @@ class Sizes:
     attention: str = "nsa"
     dense_steps: int = 300  # first steps of msa, whose attention is dense while the indexer learns
     index_loss: float = 1.0  # weight of the indexer's loss, with msa
+    block_score: str = "max"  # of MSAttention
 
 
 TINY = Sizes(
@@ -78,7 +79,8 @@ def attention_of(sizes: Sizes, backend: str | None) -> DenseAttention | NSAttent
     if sizes.attention == "dense":
         return DenseAttention(sizes)
     if sizes.attention == "msa":
-        return MSAttention(*heads, block_size=sizes.block, n=sizes.n, loss_weight=sizes.index_loss, backend=backend)
+        options: Any = {"block_score": sizes.block_score, "loss_weight": sizes.index_loss}
+        return MSAttention(*heads, block_size=sizes.block, n=sizes.n, backend=backend, **options)
     return NSAttention(
         *heads, compress_block=sizes.compress_block, compress_stride=sizes.compress_stride, block_size=sizes.block, n=sizes.n,
         window=sizes.window, backend=backend,

@@ -272,7 +272,8 @@ def train(
         trained += ms / 1e3
         row: Row = {
             "step": step, "loss": loss, "ms": round(ms, 3), "tokens_per_second": round(tokens / ms * 1e3),
-            "seconds": round(trained, 3), "attention": sizes.attention, "backend": chosen(sizes), **training.indexer_facts(), **origin,
+            "seconds": round(trained, 3), "attention": sizes.attention, "backend": chosen(sizes, step), **training.indexer_facts(),
+            **origin,
         }  # fmt: skip
         if training.step % every == 0:
             row |= {"held_out_loss": training.held_out_loss(), **training.mass_facts()}
@@ -292,13 +293,11 @@ def several_ranks() -> Any:
     return importlib.import_module("several_ranks")
 
 
-def chosen(sizes: Sizes) -> str | None:
-    """Return the backends of the last selected branch, forward and backward; None for dense attention, and before one."""
-    if sizes.attention == "dense":
+def chosen(sizes: Sizes, step: int) -> str | None:
+    """Return the backends of the last selected branch, forward and backward; None for a step of dense attention."""
+    if sizes.attention == "dense" or (sizes.attention == "msa" and step < sizes.dense_steps):
         return None
-    last = next((decision for decision in reversed(decisions()) if decision.request.kind == "attend"), None)
-    if last is None:  # MSA's first steps are dense
-        return None
+    last = next(decision for decision in reversed(decisions()) if decision.request.kind == "attend")
     return str(last.forward) if last.backward in (None, last.forward) else f"{last.forward} / {last.backward}"
 
 
@@ -313,6 +312,8 @@ def main(
     context: Annotated[int | None, typer.Option(help="bytes of a sequence, such as 8192, 32768 or 65536")] = None,
     batch: Annotated[int | None, typer.Option(help="sequences a step, by default as many as keep its bytes, at least one")] = None,
     seed: Annotated[int, typer.Option(help="of weights and batches")] = 0,
+    dense_steps: Annotated[int | None, typer.Option(help="of msa: first steps, whose attention is dense while the indexer learns")] = None,
+    block_score: Annotated[str, typer.Option(help="of msa: max, as MiniMax-M3, or sum (docs/indexer.md)")] = "max",
     every: Annotated[int, typer.Option(help="steps between checkpoints")] = 100,
     graph: Annotated[bool, typer.Option(help="capture a step as a CUDA graph, on a GPU")] = True,
     parallel: Annotated[str | None, typer.Option(help="under torchrun: data, context, or tensor (several_ranks.py)")] = None,
@@ -324,6 +325,7 @@ def main(
     if attention == "dense" and backend is not None:
         raise ArgumentError("--backend", repr(backend), "none with --attention dense", "leave one of the two out")
     sizes = of_context(replace(TINY if tiny else Sizes(), attention=attention, seed=seed), context, batch)
+    sizes = replace(sizes, block_score=block_score, dense_steps=sizes.dense_steps if dense_steps is None else dense_steps)
     here, ranks = torch.device(device_of(device)), None
     if parallel is not None:
         ranks, here = several_ranks().join(parallel, sizes, here)

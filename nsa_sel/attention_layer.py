@@ -171,7 +171,7 @@ class NSAttention(nn.Module):
             o = cache.attend(parts, (self.compress_k, self.compress_v), self.rule, self.backend)
             return self.out(o.flatten(2))  # type: ignore[no-any-return]
         q_cmp, q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = parts
-        options: Any = {"window": self.window, "backend": self.backend, "recompute": self.recompute, **self.rule._asdict()}
+        options: Any = {"window": self.window, "backend": self.backend, "recompute": self.recompute, **self.rule.options()}
         if cu_seqlens is not None:
             compressed = self.compress_k(k_cmp[0], cu_seqlens), self.compress_v(v_cmp[0], cu_seqlens)
             o = nsa_attention(
@@ -227,6 +227,6 @@ class NSAttention(nn.Module):
     def extra_repr(self) -> str:
         """The options that print(layer) shows."""
         names = ("width", "groups", "heads", "head_dim", "value_dim", "window", "compression", "backend", "recompute")
-        options = {**{name: getattr(self, name) for name in names}, **self.rule._asdict()}
+        options = {**{name: getattr(self, name) for name in names}, **self.rule.options()}
         options["rotary"] = True if self.rotary is rotate else self.rotary or False
         return ", ".join(f"{name}={value!r}" for name, value in options.items())

@@ -109,7 +109,7 @@ def _attend_packed(
         inputs = Inputs(rows, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, q_cmp)
         return three_branches.attention(inputs, Options(window, rule, scale, backend, bounds)).squeeze(0)
     scale = check_scale(scale, q.shape[3])
-    compressed, selection = compressed_attention(own, *cmp, **rule._asdict(), scale=scale, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+    compressed, selection = compressed_attention(own, *cmp, **rule.options(), scale=scale, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
     selected = packed_attention(
         q, *slc, selection, cu_seqlens, None, scale=scale, return_lse=False, backend=backend, block_aligned=False, align=None
     )  # fmt: skip

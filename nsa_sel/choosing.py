@@ -16,7 +16,7 @@ from nsa_sel.core import choose, run, transforms
 from nsa_sel.core.arguments import CuSeqlens, check_flag, check_positive, check_tensors
 from nsa_sel.core.call import Pool, Rule
 from nsa_sel.core.check import check_choose, check_index, check_pool, check_rule, check_sizes
-from nsa_sel.core.packed import check_longest, check_packed_choose
+from nsa_sel.core.packed import check_longest, check_packed_choose, check_packed_index
 from nsa_sel.core.request import FEW_TOKENS
 from nsa_sel.selection import Selection
 
@@ -118,7 +118,7 @@ def choose_blocks(
     reduce: Reduction = "max", heads: Reduction = "sum", softmax: bool = False,
     activation: Literal["relu"] | None = None, tail: bool = False, lse: Tensor | None = None,
     compress_block: int = 1, compress_stride: int = 1, scale: float | None = None, q_pos: Tensor | None = None,
-    S_kv: int | None = None, backend: str | None = None,
+    S_kv: int | None = None, cu_seqlens: CuSeqlens | None = None, max_seqlen: int | None = None, backend: str | None = None,
 ) -> Selection:  # fmt: skip
     """Choose the n best blocks of every row by the scores of index keys.
 
@@ -157,6 +157,8 @@ def choose_blocks(
             whatever it is.
         q_pos: [S] or [B,S] int32 or int64, positions of the rows, by default S_kv - S + s.
         S_kv: keys of the sequence; by default C where index keys stand for one key each, else S.
+        cu_seqlens, max_seqlen: for a packed batch, as of `compressed_attention`: q is then [T,G,h,Dk], and k [T,G,Dk] or
+            [T,1,Dk], one index key per key. Not together with tail, lse, q_pos or S_kv.
         backend: the name of a backend to force (`nsa-sel doctor`); else `use_backend`, then NSA_SEL_BACKEND, then the
             policy decides.
 
@@ -164,7 +166,8 @@ def choose_blocks(
         The `Selection` of whole blocks, with ranges [B,S,G,n,2], for `selection_attention`. Without softmax, a block
         none of whose index keys the row sees is chosen only if forced. With tail, ranges are [B,S,G,n+1,2], and the
         last one is the row's incomplete block, of which causal attention reads the keys up to the row's position, or
-        [0, 0).
+        [0, 0). Of a packed batch: ranges [1,T,G,n,2], for `selection_attention_varlen`, in positions of each row's own
+        sequence; rows after the last sequence get no block.
 
     Raises:
         ArgumentError: bad input, before any kernel runs.
@@ -175,6 +178,10 @@ def choose_blocks(
     q, k = _plain("choose_blocks", q, k)
     if lse is not None:
         check_tensors(lse=lse)
+    check_longest(max_seqlen, cu_seqlens)
+    if cu_seqlens is not None:
+        index, bounds = check_packed_index(q, k, rule, pool, tail, scale, cu_seqlens, max_seqlen, lse=lse, q_pos=q_pos, S_kv=S_kv)
+        return Selection.from_ranges(choose.best_blocks(index, rule, pool, backend, bounds=bounds), block_size, disjoint=True)
     return _choose(q, k, rule, pool, lse, scale, q_pos, S_kv, backend, tail)
 
 
@@ -269,7 +276,7 @@ def infllm_selection(
     q, k = _plain("infllm_selection", q, k)
     check_sizes(q, k, k)
     if coarse_lse:
-        coarse = rule._replace(compress_block=4 * compress_block, compress_stride=4 * compress_stride, block_size=4 * compress_block)
+        coarse = Rule(4 * compress_block, 4 * compress_stride, 4 * compress_block, n, first, local)
         means = BlockMean(coarse.compress_block, coarse.compress_stride)(k.transpose(1, 2))
         index = check_index(q, means, coarse, pool, None, scale, q_pos, k.shape[2], transforms.traces(q, k))
         lse = choose.best_blocks(index, coarse, None, backend)

@@ -6,27 +6,30 @@ The layer is that of MiniMax-M3, and its parameters have the names of transforme
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
 
 from nsa_sel.attention import selection_attention
 from nsa_sel.choosing import choose_blocks
-from nsa_sel.core.arguments import as_positions, check_flag, check_positive, check_tensors
+from nsa_sel.core.arguments import Bounds, CuSeqlens, as_positions, check_flag, check_positive, check_tensors, row_positions
+from nsa_sel.core.packed import check_longest
 from nsa_sel.core.transforms import check_transforms, in_autocast_dtype
-from nsa_sel.errors import ArgumentError, renamed
+from nsa_sel.errors import ArgumentError, renamed, shown
 from nsa_sel.index_loss import indexer_loss
 from nsa_sel.rotary import Angles, angles_of, rotate_by
 from nsa_sel.selection import Selection
+from nsa_sel.serving import choose_blocks_with_kvcache, selection_attention_with_kvcache
+from nsa_sel.varlen import selection_attention_varlen
 from nsa_sel.window import sliding_window_attention
 
 
 class MSAttention(nn.Module):
     """MiniMax Sparse Attention with its projections, norms, rotary positions and indexer.
 
-    The indexer has one query head per KV group and one key head. A block's score is its largest logit; each group
-    attends to the n best blocks, among them the current one. No gradient flows through the choice: the indexer learns
+    The indexer has one query head per KV group and one key head. A block's score is its largest logit (`block_score`);
+    each group attends to the n best blocks, among them the current one. No gradient flows through the choice: the indexer learns
     by `indexer_loss`, the KL divergence of its softmax from attention's own probabilities, and only the indexer's
     parameters get a gradient from it.
 
@@ -42,6 +45,9 @@ class MSAttention(nn.Module):
         block_size: keys of a block.
         n: blocks per row, the local ones among them.
         local: last visible blocks, the current one among them, that are always chosen.
+        block_score: "max", a block's largest index logit, as in MiniMax-M3; or "sum", the sum of its keys' probabilities
+            by the indexer, which is closer to what the loss teaches: its blocks hold more of the attention mass
+            (docs/indexer.md).
         rotary_dim: leading dimensions of a head that rotate, by default all; an even number, 0 for none.
         rotary_base: base of the angles' geometric series.
         eps: of the norms.
@@ -61,8 +67,9 @@ class MSAttention(nn.Module):
 
     def __init__(
         self, width: int, groups: int, heads: int, head_dim: int, index_dim: int | None = None, *, block_size: int = 128, n: int = 16,
-        local: int = 1, rotary_dim: int | None = None, rotary_base: float = 10000.0, eps: float = 1e-6, loss_weight: float | None = None,
-        backend: str | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        local: int = 1, block_score: Literal["max", "sum"] = "max", rotary_dim: int | None = None, rotary_base: float = 10000.0,
+        eps: float = 1e-6, loss_weight: float | None = None, backend: str | None = None, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         index_dim = head_dim if index_dim is None else index_dim
@@ -77,30 +84,46 @@ class MSAttention(nn.Module):
         self.rotary_dim, self.rotary_base = rotary_dim, rotary_base
         self.loss_weight, self.backend, self.warm_up = loss_weight, backend, False
         self.index_loss: Tensor | None = None
+        self.context: Any = None  # where ranks hold slices of the sequence: set by nsa_sel.distributed.context_parallel
         options: Any = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(width, groups * heads * head_dim, bias=False, **options)
         self.k_proj = nn.Linear(width, groups * head_dim, bias=False, **options)
         self.v_proj = nn.Linear(width, groups * head_dim, bias=False, **options)
         self.o_proj = nn.Linear(groups * heads * head_dim, width, bias=False, **options)
         self.q_norm, self.k_norm = (UnitOffsetNorm(head_dim, eps, **options) for _ in range(2))
-        self.indexer = Indexer(width, groups, index_dim, block_size, n, local, eps, **options)
+        self.indexer = Indexer(width, groups, index_dim, block_size, n, local, block_score, eps, **options)
 
     @overload
-    def forward(self, x: Tensor, positions: Tensor | None = None, *, return_loss: Literal[False] = False) -> Tensor: ...
+    def forward(
+        self, x: Tensor, positions: Tensor | None = None, cu_seqlens: CuSeqlens | None = None, max_seqlen: int | None = None, *,
+        cache: MSACache | None = None, return_loss: Literal[False] = False,
+    ) -> Tensor: ...  # fmt: skip
     @overload
-    def forward(self, x: Tensor, positions: Tensor | None = None, *, return_loss: Literal[True]) -> tuple[Tensor, Tensor]: ...
-    def forward(self, x: Tensor, positions: Tensor | None = None, *, return_loss: bool = False) -> Any:
-        """Attend causally from x to itself.
+    def forward(
+        self, x: Tensor, positions: Tensor | None = None, cu_seqlens: CuSeqlens | None = None, max_seqlen: int | None = None, *,
+        cache: MSACache | None = None, return_loss: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    def forward(
+        self, x: Tensor, positions: Tensor | None = None, cu_seqlens: CuSeqlens | None = None, max_seqlen: int | None = None, *,
+        cache: MSACache | None = None, return_loss: bool = False,
+    ) -> Any:  # fmt: skip
+        """Attend causally from x to itself, or with a cache to earlier tokens, too.
 
         Args:
             x: [B,S,width].
-            positions: [S] or [B,S] int32 or int64 for the rotary positions, by default 0 to S - 1. They do not change
-                which keys a row sees.
+            positions: [S] or [B,S] int32 or int64 for the rotary positions, by default those in the sequence: from 0 on,
+                with a cache from its lengths on. They do not change which keys a row sees.
+            cu_seqlens: for a packed batch (docs/varlen.md), x [1,T,width]: [N+1] int32 or int64 on the CPU or on x's
+                device, or a list; sequence i is x[0, cu_seqlens[i]:cu_seqlens[i+1]]. Bounds on a GPU are not checked.
+            max_seqlen: with cu_seqlens, as of `choose_blocks`: no sequence has more rows.
+            cache: x are S new tokens of each of its B sequences. Without gradients, a loss, cu_seqlens or context
+                parallelism.
             return_loss: also return the indexer's loss.
 
         Returns:
             o [B,S,width], or (o, loss): the mean over rows and groups of the KL divergence, float32, in nats. Its
-            gradient reaches the indexer's parameters alone.
+            gradient reaches the indexer's parameters alone. Padding after the last sequence of a packed batch gets o =
+            0, and counts in the mean as a loss of 0.
 
         Raises:
             ArgumentError: bad input.
@@ -109,23 +132,76 @@ class MSAttention(nn.Module):
         check_flag("return_loss", return_loss)
         check_tensors(x=x)
         check_transforms(x, name="MSAttention")
+        check_longest(max_seqlen, cu_seqlens)
         if x.dim() != 3 or x.shape[2] != self.width:
             remedy = "a batch of one is x.unsqueeze(0); for another width make MSAttention(width, ...)"
             raise ArgumentError("x", f"of shape {tuple(x.shape)}", f"[B,S,width = {self.width}]", remedy)
+        if cu_seqlens is not None:
+            if len(x) != 1 or self.context is not None:
+                value = f"given with B = {len(x)}" if self.context is None else "given with context parallelism"
+                remedy = "pass whole sequences, or x.flatten(0, 1).unsqueeze(0)"
+                raise ArgumentError("cu_seqlens", value, "only with x [1,T,width], on one GPU", remedy)
+            bounds = Bounds.of("cu_seqlens", cu_seqlens, x.shape[1], x, max_seqlen)
+            x = bounds.zero_padding(x[0]).unsqueeze(0)  # NaN there would reach the gradients of the weights
+            positions = row_positions(bounds.on(x), x.shape[1])[0].clamp(min=0) if positions is None else positions
+        if cache is not None:
+            self._check_cached(x, cache, cu_seqlens, return_loss)
+            positions = cache.next_positions(x.shape[1]) if positions is None else positions
         (x,) = in_autocast_dtype(x)  # once for all projections
-        learns = return_loss or (self.training and self.loss_weight is not None and torch.is_grad_enabled())
         q, k, v, index_q, index_k = self.project(x, positions)
-        selection = None if self.warm_up else self.indexer.choose(index_q, index_k)
-        if selection is None:
-            o, lse = sliding_window_attention(q, k, v, x.shape[1], return_lse=True)  # dense: a window of all keys
-        else:
-            o, lse = selection_attention(q, k, v, selection, return_lse=True, backend=self.backend)
-        o = self.o_proj(o.flatten(2))
-        if not learns:
-            return o
-        loss = indexer_loss(q, k, lse, index_q, index_k, selection)
+        if cache is not None:
+            lengths = cache.append(k.transpose(1, 2), v.transpose(1, 2), index_k)
+            selection = self.indexer.choose_cached(index_q, cache.index_k, lengths)
+            o = selection_attention_with_kvcache(q, cache.k, cache.v, selection, lengths, backend=self.backend)
+            return self.o_proj(o.flatten(2))
+        learns = return_loss or (self.training and self.loss_weight is not None and torch.is_grad_enabled())
+        if self.context is not None:
+            k, v, index_k = self.context.keys(k, v, index_k)  # of all slices up to this one, whose rows are the last
+        o, loss = self._attend(q, k, v, index_q, index_k, cu_seqlens, max_seqlen, learns)
+        o = o.flatten(2)
+        if loss is None:
+            return self.o_proj(o)
         self.index_loss = loss.detach()
-        return (o, loss) if return_loss else _WithLoss.apply(o, loss, self.loss_weight)  # type: ignore[no-untyped-call]
+        if return_loss:
+            return self.o_proj(o), loss
+        return self.o_proj(_WithLoss.apply(o, loss, self.loss_weight))  # type: ignore[no-untyped-call]
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, index_q: Tensor, index_k: Tensor, cu_seqlens: CuSeqlens | None, max_seqlen: int | None,
+        learns: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Return o [B,S,G,h,D] of what `project` returns, and the indexer's loss if it learns."""
+        options: Any = {}
+        window = max(1, k.shape[2])
+        if cu_seqlens is not None:
+            options["cu_seqlens"] = cu_seqlens
+            q, k, v, index_q, index_k = q[0], k[0].transpose(0, 1), v[0].transpose(0, 1), index_q[0], index_k[0]
+        selection = None
+        if self.warm_up:
+            o, lse = sliding_window_attention(q, k, v, window, return_lse=True, **options)  # dense: a window of all keys
+        elif cu_seqlens is None:
+            selection = self.indexer.choose(index_q, index_k)
+            o, lse = selection_attention(q, k, v, selection, return_lse=True, backend=self.backend)
+        else:
+            selection = self.indexer.choose(index_q, index_k, max_seqlen=max_seqlen, **options)
+            o, lse = selection_attention_varlen(q, k, v, selection, cu_seqlens, return_lse=True, backend=self.backend)
+        loss = indexer_loss(q, k, lse, index_q, index_k, selection, **options) if learns else None
+        return o if cu_seqlens is None else o.unsqueeze(0), loss
+
+    def _check_cached(self, x: Tensor, cache: MSACache, cu_seqlens: CuSeqlens | None, return_loss: bool) -> None:
+        """Raise ArgumentError unless a call may use this cache."""
+        refused = {
+            "cu_seqlens": cu_seqlens is not None, "return_loss": return_loss, "warm_up": self.warm_up, "context": self.context is not None,
+        }  # fmt: skip
+        for name, given in refused.items():
+            if given:
+                raise ArgumentError(name, "given with a cache", "none with a cache", "leave it out, or call the layer without a cache")
+        if not isinstance(cache, MSACache):
+            raise ArgumentError("cache", f"a {type(cache).__name__}", "an MSACache of this layer", "pass MSACache.of(layer, B, room)")
+        if torch.is_grad_enabled() and (x.requires_grad or self.q_proj.weight.requires_grad):
+            raise ArgumentError("cache", "given with gradients enabled", "none with gradients", "call the model under torch.no_grad()")
+        if len(cache.lengths) != len(x):
+            raise ArgumentError("x", f"of B = {len(x)}", f"the cache's {len(cache.lengths)} sequences", "pass tokens of each")
 
     def project(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return what attention and the indexer take of x [B,S,width], with rotary positions.
@@ -146,7 +222,7 @@ class MSAttention(nn.Module):
         """Return the angles of the rows' rotary positions, None without such positions."""
         B, S, _ = x.shape
         if positions is None:
-            positions = torch.arange(S, device=x.device)
+            positions = torch.arange(S, device=x.device) if self.context is None else self.context.positions(S, x.device)
         else:
             try:
                 as_positions(positions, B, S, x.device)
@@ -174,9 +250,13 @@ class Indexer(nn.Module):
     Args: as of `MSAttention`.
     """
 
-    def __init__(self, width: int, groups: int, dim: int, block_size: int, n: int, local: int, eps: float, **options: Any) -> None:
+    def __init__(
+        self, width: int, groups: int, dim: int, block_size: int, n: int, local: int, block_score: str, eps: float, **options: Any
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.dim, self.block_size, self.n, self.local = dim, block_size, n, local
+        if block_score not in ("max", "sum"):
+            raise ArgumentError("block_score", shown(block_score), "'max', 'sum'", "pass one of these")
+        self.dim, self.block_size, self.n, self.local, self.block_score = dim, block_size, n, local, block_score
         self.q_proj = nn.Linear(width, groups * dim, bias=False, **options)
         self.k_proj = nn.Linear(width, dim, bias=False, **options)
         self.q_norm, self.k_norm = (UnitOffsetNorm(dim, eps, **options) for _ in range(2))
@@ -185,14 +265,82 @@ class Indexer(nn.Module):
         """Return index queries [B,S,G,D] and index keys [B,S,D] of x [B,S,width], normed and not yet rotated."""
         return self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.dim))), self.k_norm(self.k_proj(x))
 
-    def choose(self, q: Tensor, k: Tensor) -> Selection:
-        """Return the blocks that rotated index queries choose. No gradient."""
-        q, k = q.detach().unsqueeze(3), k.detach().unsqueeze(1)  # [B,S,G,1,D], [B,1,S,D]
-        return choose_blocks(q, k, block_size=self.block_size, n=self.n, local=self.local)
+    def choose(self, q: Tensor, k: Tensor, **packed: Any) -> Selection:
+        """Return the blocks that rotated index queries choose. No gradient.
+
+        Args:
+            q: [B,S,G,D], or [T,G,D] of a packed batch.
+            k: [B,S_kv,D], or [T,D].
+            packed: cu_seqlens and max_seqlen of `choose_blocks`.
+        """
+        return choose_blocks(q.detach().unsqueeze(-2), k.detach().unsqueeze(1), **self._rule(), **packed)
+
+    def choose_cached(self, q: Tensor, k: Tensor, lengths: Tensor) -> Selection:
+        """Return the blocks that the last queries [B,S,G,D] of sequences of `lengths` keys choose from cached keys
+        [B,room,D]."""
+        return choose_blocks_with_kvcache(q.unsqueeze(3), k.unsqueeze(2), lengths, **self._rule())
+
+    def _rule(self) -> dict[str, Any]:
+        score = {"reduce": self.block_score, "softmax": self.block_score == "sum"}
+        return {"block_size": self.block_size, "n": self.n, "local": self.local, **score}
 
     def extra_repr(self) -> str:
         """Return the options that print(layer) shows."""
-        return f"block_size={self.block_size}, n={self.n}, local={self.local}"
+        return f"block_size={self.block_size}, n={self.n}, local={self.local}, block_score={self.block_score!r}"
+
+
+class MSACache(NamedTuple):
+    """Keys, values and index keys of an `MSAttention` layer for B sequences, each with room for the same number of keys.
+
+    A call appends the new tokens of all sequences and adds their number to the lengths, in place: a CUDA graph of it may
+    be replayed. For prompts of different lengths pad them on the right, then write the true lengths to `lengths`: later
+    tokens overwrite the padding, and nothing sees it.
+
+    Attributes:
+        k, v: [B,room,G,D].
+        index_k: [B,room,Di].
+        lengths: [B] int64, keys of each sequence.
+    """
+
+    k: Tensor
+    v: Tensor
+    index_k: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, layer: MSAttention, B: int, room: int, dtype: torch.dtype | None = None) -> MSACache:
+        """Create an empty cache of a layer, on its device.
+
+        Args:
+            layer: the layer; every layer of a model has its own cache.
+            B: sequences.
+            room: the most keys of a sequence.
+            dtype: by default that of the layer's parameters. Pass autocast's dtype if the model runs under
+                torch.autocast.
+        """
+        for name, size in {"B": B, "room": room}.items():
+            check_positive(name, size)
+        like = layer.k_proj.weight.detach()
+        shapes = (layer.groups, layer.head_dim), (layer.groups, layer.head_dim), (layer.indexer.dim,)
+        k, v, index_k = (like.new_zeros(B, room, *shape, dtype=dtype) for shape in shapes)
+        return cls(k, v, index_k, like.new_zeros(B, dtype=torch.int64))
+
+    def next_positions(self, S: int) -> Tensor:
+        """Return the positions [B,S] of S new tokens."""
+        return self.lengths.unsqueeze(1) + torch.arange(S, device=self.lengths.device)
+
+    def append(self, *new: Tensor) -> Tensor:
+        """Write k, v [B,S,G,D] and index_k [B,S,Di] of new tokens, and return the lengths, which count them."""
+        (B, S), room = new[0].shape[:2], self.k.shape[1]
+        if self.lengths.is_cpu and int(self.lengths.max()) + S > room:
+            raise ArgumentError("x", f"of S = {S} tokens", f"the room that is left of {room} keys", "make a cache with more room")
+        at = torch.arange(B, device=self.lengths.device).unsqueeze(1), self.next_positions(S)
+        for name, cached, x in zip(self._fields, self, new, strict=False):
+            if cached.dtype != x.dtype or cached.shape[2:] != x.shape[2:] or cached.device != x.device:
+                value, allowed = (f"{y.dtype} of {tuple(y.shape[2:])} on {y.device}" for y in (cached, x))
+                raise ArgumentError(f"cache.{name}", value, f"as the layer's: {allowed}", "make it by MSACache.of(layer, B, room, dtype)")
+            cached.index_put_(at, x)
+        return self.lengths.add_(S)
 
 
 class UnitOffsetNorm(nn.Module):

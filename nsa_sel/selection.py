@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.arguments import as_positions, as_rows, as_tensor, check_flag, check_positive
-from nsa_sel.core.plans import DISJOINT, Plan, PlanInBuffer, Plans, make_room
+from nsa_sel.core.plans import DISJOINT, MOST_SEARCHED, Plan, PlanInBuffer, Plans, make_room
 from nsa_sel.core.ranges import (
     Blocks,
     best_blocks,
@@ -18,6 +18,7 @@ from nsa_sel.core.ranges import (
     checked_blocks_of,
     distinct_ranges,
     merged,
+    outside_capture,
     ranges_of_blocks,
     rounded,
     sharing_of_blocks,
@@ -179,11 +180,7 @@ class Selection:
             if blocks.captured:
                 captured = True
             else:  # ranges made by the graph would hold no data before its first replay, and ignore writes into them
-                side = torch.cuda.Stream(indices.device)  # type: ignore[no-untyped-call]
-                with torch.cuda.stream(side):
-                    ranges = self._make(captured=True)
-                side.synchronize()
-                return ranges
+                return outside_capture(indices, lambda: self._make(captured=True))
         with torch.inference_mode(False):  # else a later call could not record gradients
             ranges, unique = ranges_of_blocks(blocks._replace(captured=captured), self.block_size)
         disjoint = ranges if self.disjoint else unique
@@ -439,6 +436,16 @@ class Selection:
                 return self._captured[1]
             return distinct_ranges(ranges, self.block_size)
         return self.plan(DISJOINT, lambda: (distinct_ranges(self.ranges, self.block_size),))[0]  # type: ignore[no-any-return]
+
+    @property
+    def unsearched(self) -> bool:
+        """Return True if `union_ranges` may have a block of a row twice."""
+        return self.n > MOST_SEARCHED and self.block_size is not None and not self.disjoint
+
+    def union_ranges(self, captured: bool | None = None) -> Tensor:
+        """Return contiguous ranges [B,S,G,n,2] for kernels that count a block once however often a row names it: those of
+        many blocks as they are, others `disjoint_ranges`."""
+        return self.ranges.contiguous() if self.unsearched else self.disjoint_ranges(captured)
 
     def plan(self, key: tuple[Any, ...], build: Callable[[], Any], *made_from: Any) -> Any:
         """Return the cached result of `build()`, rebuilt after the ranges were written.

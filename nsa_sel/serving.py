@@ -193,7 +193,7 @@ def choose_blocks_with_kvcache(
     if is_compiling():
         options: Any = {"reduce": reduce, "heads": heads, "softmax": softmax, "activation": activation, "tail": tail, "k_scale": k_scale}
         options |= {"scale": scale, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "out": out, "backend": backend}
-        options |= rule._asdict()
+        options |= rule.options()
         return _uncompiled(choose_blocks_with_kvcache, q, k_cache, cache_seqlens, block_table, **options)  # type: ignore[no-any-return]
     transforms.check_traced("choose_blocks_with_kvcache", q, k_cache, k_cache)
     check_rule(rule)

@@ -36,7 +36,10 @@ COMPRESSED, SELECTED, WINDOW = BRANCHES = range(3)  # in the order of the gates
 
 
 class Inputs(NamedTuple):
-    """Tensors as of `nsa_attention`, checked, or those of a unit; or their gradients, None where none is wanted."""
+    """Tensors as of `nsa_attention`, checked, or those of a unit; or their gradients, None where none is wanted.
+
+    `fields_of` counts the fields: torch.compile of torch 2.8 cannot trace a look at their names.
+    """
 
     q: Any
     k_cmp: Any
@@ -59,7 +62,7 @@ class Inputs(NamedTuple):
     def fields_of(self, c: int) -> tuple[int, int, int]:
         """Where q, k and v of branch c are."""
         own = c == COMPRESSED and self.q_cmp is not None
-        return self._fields.index("q_cmp" if own else "q"), 1 + 2 * c, 2 + 2 * c
+        return 8 if own else 0, 1 + 2 * c, 2 + 2 * c
 
     def for_gradients(self, needs: Needs) -> Inputs:
         """Return the inputs that the gradients of those branches and of the gates read; None for the rest."""
@@ -196,7 +199,7 @@ def attention(inputs: Inputs, options: Options, recompute: bool = False) -> Tens
 
 def _composed(inputs: Inputs, options: Options) -> Tensor:
     rule, scale, S_kv = options.rule, options.scale, inputs.k_slc.shape[2]
-    compressed, selection = compressed_attention(*inputs.branch(COMPRESSED), **rule._asdict(), scale=scale, S_kv=S_kv)
+    compressed, selection = compressed_attention(*inputs.branch(COMPRESSED), **rule.options(), scale=scale, S_kv=S_kv)
     given: Any = {"q_pos": None, "return_lse": False, "backend": options.backend}
     selected = selection_attention(*inputs.branch(SELECTED), selection, scale=scale, **given)
     near = sliding_window_attention(*inputs.branch(WINDOW), options.window, scale=scale)

@@ -154,7 +154,7 @@ def block_logits_kernel(
 def takes(call: ChooseCall) -> bool:
     """Return whether `block_logits` computes the scores of a call."""
     device, rule, pool, dims = device_info(call.q.device), call.rule, call.pool, dims_of(call.q, call.v)
-    if device.kind != "cpu" and device.shared_memory < SHARED:
+    if call.sequences is not None or (device.kind != "cpu" and device.shared_memory < SHARED):
         return False
     largest = not pool.softmax and (pool.block_max or rule.pieces == 1) and rule.reach == 1
     return largest and rule.pieces.bit_count() == 1 and dims.h <= MOST_HEADS and dims.BLOCK_REST == 0

@@ -21,12 +21,14 @@ from nsa_sel.backends._triton.arguments import Dims, dims_of, options
 from nsa_sel.backends._triton.choose_few import Cache
 from nsa_sel.backends._triton.choose_logits import head_queries, logit_steps
 from nsa_sel.backends._triton.choose_rows import PROBES, keys_until, span_of, strides_of
+from nsa_sel.backends._triton.combine import SMS_WHEN_INTERPRETED
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel, cached_kernel
 from nsa_sel.backends._triton.tiles import aligned, descriptor
-from nsa_sel.core.call import ChooseCall, Pool, Rule
+from nsa_sel.core.call import ChooseCall, Pool, Rule, device_info
 from nsa_sel.settings.schema import KernelConfig
 
 REGISTERS, PER_SM = 1 << 16, 2  # registers of a multiprocessor, and programs that it runs at once
+ROUNDS = 2  # of programs, in which few tiles share the keys of their rows
 COUNTED = 1024  # requests whose tiles are counted at once
 
 
@@ -62,7 +64,7 @@ def request_of_tile(tile, starts, requests):
 @triton.jit
 def packed_logits_kernel(
     q, k_desc, k, k_scale, block_table, lengths, cu, starts, scores, positions, strides, stride_scale, stride_table, stride_scores,
-    T, start, C, G, blocks, room, requests, most_shares, scale,
+    T, start, C, G, blocks, room, entries, most_shares, scale,
     dims: tl.constexpr, rule: tl.constexpr, pool: tl.constexpr, cache: tl.constexpr, TOKENS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Store scores [T,G,blocks] of the requests that have tiles up to the block of each tile's last position, and their
@@ -70,7 +72,10 @@ def packed_logits_kernel(
 
     Grid: any number of programs, at least one per tile and group. Tiles: q [TOKENS, BLOCK_D] per head, k [BLOCK_K,
     BLOCK_D]. TMA: k_desc loads keys, of whole pages; None: pointer loads.
+    entries: of cu, one more than requests: never 1, which would be a constant, with which Triton 3.6 does not compile
+    the search.
     """
+    requests = entries - 1
     STEP: tl.constexpr = rule.block_size // rule.compress_stride
     PARTS: tl.constexpr = max(1, STEP // BLOCK_K)
     BLOCKS: tl.constexpr = max(1, BLOCK_K // STEP)
@@ -157,13 +162,14 @@ def _scores_of_tiles(call: ChooseCall, scores: Tensor, config: KernelConfig, pos
     k = call.k if call.k.stride(1) else call.k[:, :1]
     by_tma = config.loads == "tma" and page % config.block_l == 0 and aligned(k)
     desc = descriptor(k, 1, 1, config.block_l, kernel.constants["dims"].BLOCK_D) if by_tma else None
-    programs = max(choose_logits.PROGRAMS, (-(-T // config.rows) + min(requests, T // (least + 1))) * G)
+    sms = device_info(call.q.device).sm_count if call.q.is_cuda else SMS_WHEN_INTERPRETED
+    programs = max(ROUNDS * PER_SM * sms, (-(-T // config.rows) + min(requests, T // (least + 1))) * G)
     kernel.launch(
         programs,
         (call.q, desc, k, k_scale, table, call.lengths, cu, starts, scores, positions),
         (
             strides_of(call), (0, 0) if k_scale is None else k_scale.stride(), 0 if table is None else table.stride(0),
-            scores.stride()[:3], T, call.start, call.C, G, scores.shape[3], call.blocks * call.rule.block_size, requests,
+            scores.stride()[:3], T, call.start, call.C, G, scores.shape[3], call.blocks * call.rule.block_size, len(cu),
             max(1, call.C // choose_logits.LEAST_KEYS), call.scale,
         ),
     )  # fmt: skip

@@ -54,10 +54,13 @@ def backward_and_delta(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Ten
 
 
 def _backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    o, lse, ranges = o.contiguous(), lse.contiguous(), call.disjoint_ranges()
-    on_tiles = sm90.supports_tiles(call, do)
-    dq, delta = sm90.dq_tiles(call, o, lse, do, dlse) if on_tiles else sm80.dq_rows(call, ranges, o, lse, do, dlse)
-    return dq, *(sm90.dkdv_groups if on_tiles else sm80.dkdv_tiles)(call, ranges, lse, do, delta), delta
+    o, lse = o.contiguous(), lse.contiguous()
+    if sm90.supports_tiles(call, do):
+        dq, delta = sm90.dq_tiles(call, o, lse, do, dlse)
+        return dq, *sm90.dkdv_groups(call, lse, do, delta), delta
+    ranges = call.disjoint_ranges()
+    dq, delta = sm80.dq_rows(call, ranges, o, lse, do, dlse)
+    return dq, *sm80.dkdv_tiles(call, ranges, lse, do, delta), delta
 
 
 def loaded_keys(call: Call, selected: int, count: bool) -> int:

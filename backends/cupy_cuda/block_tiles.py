@@ -86,7 +86,7 @@ def _build(call: Call, capacity: int, segment: int) -> BlockLists:
     entries, chosen = unwritten(q, capacity, dtype=torch.int32), unwritten(q, capacity, dtype=torch.int16)
     counts = unwritten(q, lists * chunks + published(lists), dtype=torch.int32)
     table = min(MOST_TABLE, 1 << max(6, (tiles - 1).bit_length()))  # of a few sizes: a kernel is compiled anew for each
-    macros, problem = launch.integer_macros(SMALL_BLOCK=size, TABLE=table), launch.plan_problem(call)
+    macros, problem = launch.integer_macros(SMALL_BLOCK=size, TABLE=table), launch.plan_problem(call, call.union_ranges())
     shared = CHUNK * (table // 2 + 1) * 4
     sampling = launch.integer_macros(SMALL_BLOCK=size, SAMPLED=SAMPLED)
     launch.clear(popularity.data_ptr(), 4 * B * G * blocks, on)

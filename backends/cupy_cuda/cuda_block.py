@@ -188,7 +188,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
         return triton_block.backward(call, o, lse, do, dlse)
     if is_large(call):
         dq, delta = triton_block.dq_of_large(call, o, lse, do, dlse)
-        return dq, *sm90.dkdv_groups(call, call.disjoint_ranges(), lse, sm90.loadable(do), delta)
+        return dq, *sm90.dkdv_groups(call, lse, sm90.loadable(do), delta)
     q, k, v, S = call.q, call.k, call.v, call.q.shape[1]
     loaded = [sm90.loadable(x) for x in (k, v, q, do)]  # do may be an expanded constant; copies live until the end
     do = loaded[3]

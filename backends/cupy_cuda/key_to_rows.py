@@ -151,7 +151,7 @@ def sort(call: Call, width: int, reach: int, section: int, kinds: Kinds, G: int)
     counts = unwritten(q, lists * chunks + (0 if few else published(lists)), dtype=torch.int32)
     numbers = (S * n * reach, reach, tiles, B * G, section * n * reach, chunk, chunks)
     ranges = call.disjoint_ranges()
-    problem = launch.plan_problem(call) if G == call.selection.groups else launch.problem(call, ranges)
+    problem = launch.plan_problem(call, ranges) if G == call.selection.groups else launch.problem(call, ranges)
     count = launch.integer_macros(WIDTH=width, RANGE_BYTES=ranges.element_size(), SHARED_BY=G // call.selection.groups)
     scatter = launch.integer_macros(EACH=block // 256, FEW=int(few))
     launch.start(

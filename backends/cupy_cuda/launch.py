@@ -147,10 +147,9 @@ def cache_macros(page: int | None, packed: bool = False) -> dict[str, int]:
     return {} if page is None else {"PAGE": page} | ({"PACKED": 1} if packed else {})
 
 
-def plan_problem(call: Call) -> tuple[Any, ...]:
-    """Return `problem` for kernels that read the ranges alone: its groups are those of the selection."""
-    ranges, share = call.disjoint_ranges(), call.groups_per_selection
-    return problem(call, ranges) if share == 1 else _problem(call, ranges, 0, 1)
+def plan_problem(call: Call, ranges: Tensor) -> tuple[Any, ...]:
+    """Return `problem` for kernels that read `ranges` alone: its groups are those of the selection."""
+    return problem(call, ranges) if call.groups_per_selection == 1 else _problem(call, ranges, 0, 1)
 
 
 def problem(call: Call, ranges: Tensor, indexed_block: int = 0) -> tuple[Any, ...]:

@@ -204,7 +204,7 @@ def _box_tokens(call: Call, stretch: int | None) -> int:
 def _start_tiles(source: str, call: Call, stretch: int | None, shape: TileShape, maps: tuple[bytes, ...], *values: int) -> None:
     start_persistent(
         source, _tile_macros(call, shape, stretch), call, plan_of(call, shape.tokens, stretch), call.S_kv, call.device.sm_count, shape,
-        *values, maps=maps, problem=launch.problem(call, call.disjoint_ranges()),
+        *values, maps=maps, problem=launch.problem(call, call.union_ranges()),
     )  # fmt: skip
 
 
@@ -299,18 +299,19 @@ def _build(call: Call, tokens: int, of_consumer: int, stretch: int | None) -> Ti
     macros = launch.integer_macros(TOKENS=tokens, TQ=of_consumer, BLOCK=block, UNION_THREADS=threads, **lengths)
     launch.start(
         "tile_union.cu", macros, call.q.get_device(), all_tiles, threads, shared, *lists, tiles, capacity,
-        problem=launch.plan_problem(call),
+        problem=launch.plan_problem(call, call.union_ranges()),
     )  # fmt: skip
     return TilePlan(blocks, rows, counts, tiles, capacity, counter)
 
 
-def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+def dkdv_groups(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """Return dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]."""
     pairs = call.k.shape[0] * call.selection.groups  # each pair has its own lists
     if pairs > 1 and not (list_bytes(call)[1] if small_block(call) else lists_fit(call, KEYS, pairs)):
         return _by_pairs(call, lse, do, delta)
     q, (macros, shape, rows) = call.q, _groups(call)
     lists, blocks, order = _lists(call, rows)
+    ranges = call.union_ranges() if blocks else call.disjoint_ranges()  # as of the lists
 
     def start(ctas: int, lists: tuple[int, ...]) -> None:
         launch.start(
@@ -329,7 +330,7 @@ def _by_pairs(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tenso
     for b, g in itertools.product(range(call.k.shape[0]), range(call.k.shape[1])):
         at = slice(b, b + 1), slice(g, g + 1)
         for pair, rows in slices(call, *at, call.q.shape[1]):
-            dk[at], dv[at] = dkdv_groups(pair, pair.disjoint_ranges(), lse[rows].contiguous(), do[rows], delta[rows].contiguous())
+            dk[at], dv[at] = dkdv_groups(pair, lse[rows].contiguous(), do[rows], delta[rows].contiguous())
     return dk, dv
 
 

@@ -56,7 +56,7 @@ def start_union(call: Call, stretch: int, tokens: int, *values: int) -> None:
     (B, S), G = call.q.shape[:2], call.selection.groups
     launch.start(
         "ordered_union.cu", macros, call.q.get_device(), B * G * -(-S // stretch), THREADS, shared, *values,
-        problem=launch.plan_problem(call),
+        problem=launch.plan_problem(call, call.union_ranges()),
     )  # fmt: skip
 
 

@@ -117,7 +117,7 @@ class Recordings:
         with recorder:
             result = work()
         recording = recorder.finished(result)
-        if recording is None:
+        if recording is None or (recording.by_python and call is None):
             self.failed += 1
         else:
             self._keep(recording)
@@ -146,7 +146,8 @@ class Shortcut:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """tensors: of a recorded pass, of which others must agree; empty if callers have checked theirs."""
         self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None) if tensors else None
-        self.recordings: list[Recordings | None] = [None, None]  # of passes that read ranges; that make them from block indices
+        # Of passes that read disjoint ranges; that make them from block indices; that read ranges which may repeat.
+        self.recordings: list[Recordings | None] = [None, None, None]
 
     def __call__(self, selection: Any, *tensors: Tensor) -> Any:
         """Return the results of a pass, or None if it can't be replayed.
@@ -164,7 +165,7 @@ class Shortcut:
             stream = stream_of(device)
             on = (*DISJOINT, stream)
         addresses = [*map(_address, tensors)]
-        indices, plans = selection.indices, Plans()
+        indices, plans = None if selection.unsearched else selection.indices, Plans()
         if indices is not None:
             address = indices.data_ptr()
         else:
@@ -172,17 +173,17 @@ class Shortcut:
             if snapshot is None or snapshot.exact is not None:
                 return None
             plans = snapshot.plans
-            distinct = plans.get(on)
+            distinct = None if selection.unsearched else plans.get(on)
             if distinct is not None:
                 address = distinct.addresses()[0]
-            elif selection.disjoint and selection.ranges.is_contiguous():
+            elif (selection.disjoint or selection.unsearched) and selection.ranges.is_contiguous():
                 address = selection.ranges.data_ptr()
             else:
                 return None
         addresses.insert(3, address)
         if len(addresses) > 4:
             addresses.append(0)
-        recordings = self.recordings[indices is not None]
+        recordings = self.recordings[_kind(selection, indices)]
         try:
             result = None if recordings is None else recordings.replay(addresses, stream, plans)
         except Exception:  # such as no memory: the pass runs in the usual manner, and raises its own error
@@ -218,7 +219,7 @@ def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *n
 def replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, ...] = ()) -> Any:
     """Return `work(call, *given)`, a pass, run or replayed.
 
-    Its kernels read q, k, v, the tensors in `given`, and the disjoint ranges; in the forward pass of few rows (without
+    Its kernels read q, k, v, the tensors in `given`, and `Call.union_ranges`; in the forward pass of few rows (without
     `given`) `Call.listed`. A pass of few rows that reads the disjoint ranges is never recorded. A forward pass of more
     rows from block indices makes their ranges, too.
     """
@@ -226,16 +227,16 @@ def replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, .
     if REPEATED not in known or call.workspace is not None or call.capturing():
         return work(call, *given)
     few = not given and call.q.shape[1] <= FEW_TOKENS
-    of_indices = not given and not few and not settings.debug_triton and not torch.is_inference_mode_enabled()
-    indices = selection.indices if of_indices else None
+    made_here = not (given or settings.debug_triton or selection.unsearched or torch.is_inference_mode_enabled())
+    indices = selection.indices if few or made_here else None
     snapshot = None if indices is not None else selection.current()
     kept, exact = ({}, None) if snapshot is None else (snapshot.plans, snapshot.exact)
     stream = stream_of(call.q.get_device()) if call.q.is_cuda else 0
     on = (*DISJOINT, stream) if call.q.is_cuda else DISJOINT
-    listed = indices if indices is not None else call.listed()[0] if few else call.disjoint_ranges()
+    listed = indices if indices is not None else call.listed()[0] if few else call.union_ranges()
     # `measure` may run between forward and backward; a row's longest range, its mean and sharing decide on sizes
     of_given = [None if x is None else (x.dtype, x.is_contiguous() or x.stride()) for x in given]
-    key = (work, listed.dtype, listed.dim(), exact and exact[:3], *of_given)
+    key = (work, listed.dtype, listed.dim(), selection.unsearched, exact and exact[:3], *of_given)
     addresses = [call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), listed.data_ptr()]
     addresses += [0 if x is None else x.data_ptr() for x in given]
     if settings.debug_triton:
@@ -251,11 +252,11 @@ def replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, .
         selection.counted  # noqa: B018  # makes the ranges
         return replayed(call, work)
     else:
-        result = recordings.run(addresses, stream, kept, lambda: _with_ranges(call, work))
-        if kept:
+        result = recordings.run(addresses, stream, kept, lambda: work(call) if few else _with_ranges(call, work))
+        if on in kept:
             selection.keep(kept[on], kept[on].buffer, stream, kept)
     if recordings.made and exact is None and not settings.debug_nvtx:
-        _add_shortcut(call, recordings, given, len(result), indices is not None)
+        _add_shortcut(call, recordings, given, len(result), _kind(selection, indices))
     return result
 
 
@@ -269,17 +270,22 @@ def _with_ranges(call: Call, work: Callable[..., Any]) -> Any:
     return work(call)
 
 
-def _add_shortcut(call: Call, recordings: Recordings, given: tuple[Tensor | None, ...], results: int, of_indices: bool) -> None:
-    """Add the `Shortcut` of a pass to the facts of its class, if it fits: a forward pass that reads disjoint ranges or
+def _kind(selection: Any, indices: Tensor | None) -> int:
+    """Return the kind of a pass in `Shortcut.recordings`."""
+    return 2 if selection.unsearched else int(indices is not None)
+
+
+def _add_shortcut(call: Call, recordings: Recordings, given: tuple[Tensor | None, ...], results: int, kind: int) -> None:
+    """Add the `Shortcut` of a pass to the facts of its class, if it fits: a forward pass that reads many rows' ranges or
     makes them, or a backward pass without dlse, whose tensors all differ, and that returns dq, dk and dv alone."""
     if not given:
         if not call.may_repeat():
-            call.known.setdefault("forward", Shortcut(())).recordings[of_indices] = recordings
+            call.known.setdefault("forward", Shortcut(())).recordings[kind] = recordings
     elif "backward" not in call.known and given[-1] is None and results == 3:
         tensors = [call.q, call.k, call.v, *(x for x in given if x is not None)]
         if len({id(x) for x in tensors}) == len(tensors) == 6:
             call.known["backward"] = shortcut = Shortcut(tensors)
-            shortcut.recordings[False] = recordings
+            shortcut.recordings[kind] = recordings
 
 
 def checked(recordings: dict[Any, Any], key: Any, addresses: list[int], backend: Callable[..., Any], work: Callable[[], Any]) -> Any:
@@ -500,7 +506,6 @@ class Recorder:
             or not outputs
             or not all(isinstance(value, tuple) and all(isinstance(x, Tensor | int | None) for x in value) for value in (result, *built))
             or len(outputs) != len(result)
-            or (self.by_python and DISJOINT in self.built)  # nobody would keep such a plan with the ranges
             or len(own) + len(kept) + len(outputs) != len(self.made)
             or any(0 < x < LEAST_ADDRESS for x in (*self.inputs, *(x.data_ptr() for x in self.made + of_given)))
             or max(sum(x.nbytes for x in tensors) for tensors in (own, kept)) > MOST_BYTES

@@ -183,8 +183,13 @@ def model_decode(model: str, B: int = 64) -> Case:
     return Case(f"models-{model}-decode-B{B}-32k", PER_HEAD if model == "moba" else "random", B, 1, 32768, *MODELS[model])
 
 
+def with_tail(case: Case) -> Case:
+    """Return a case of QSA whose rows select the incomplete last block too, beside the n that they choose."""
+    return case._replace(n=case.n + 1)
+
+
 # Shapes of shipped models, 16k rows and decoding; QSA's up to 128k rows and from 8 to 256 sequences, M3's and MoBA's up
-# to 32k.
+# to 32k. "tail": with QSA's incomplete block.
 OF_MODELS = [
     *(case for model in MODELS for case in (model_case(model, "16k", 16384), model_decode(model))),
     model_case("qsa", "random-16k", 16384, "random"), *(model_case("qsa", f"{S}k", S * 1024) for S in (32, 64, 128)),
@@ -192,11 +197,12 @@ OF_MODELS = [
     model_case("moba", "random-16k", 16384, PER_HEAD), model_case("moba", "32k", 32768),
     model_case("minimax-m3", "random-16k", 16384, "random"), model_case("minimax-m3", "32k", 32768),
     model_case("minimax-m3", "random-32k", 32768, "random"),
+    *(with_tail(model_case("qsa", f"tail-{size}", 16384, kind)) for size, kind in (("16k", ""), ("random-16k", "random"))),
 ]  # fmt: skip
 # A decoding step of one layer: one sequence and batches, in the shapes of NSA, MiniMax-M3, and QSA with its incomplete block.
 STEPS = [
     *DECODE[:3], *(model_decode("minimax-m3", B) for B in (1, 64, 256)),
-    *(model_decode("qsa", B)._replace(case=f"models-qsa-tail-decode-B{B}-32k", n=513) for B in (1, 8, 64, 256)),
+    *(with_tail(model_decode("qsa", B))._replace(case=f"models-qsa-tail-decode-B{B}-32k") for B in (1, 8, 64, 256)),
 ]  # fmt: skip
 # Keys and values of 256 columns over blocks of 64 and of 16 keys.
 WIDE = [

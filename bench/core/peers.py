@@ -180,18 +180,31 @@ def given(values: Sequence[str], others: Iterable[Contender]) -> tuple[Contender
     """Return a contender for each value of `--peer`.
 
     Args:
-        values: "NAME=module:function" each. A function gets (q, k, v, block_indices, block_size, scale) and returns o.
-            If it has an attribute `prepare`, that is called with (k, v, block_indices, block_size) outside of the timings,
-            and the function gets what it returns as a seventh argument. Modules are looked for where Python does, and
-            then in the current folder.
+        values: as of `functions`. A function gets (q, k, v, block_indices, block_size, scale) and returns o. If it has an
+            attribute `prepare`, that is called with (k, v, block_indices, block_size) outside of the timings, and the
+            function gets what it returns as a seventh argument.
         others: contenders whose names are taken.
+
+    Raises:
+        ArgumentError: as `functions`.
+    """
+    taken = {*backends(), DENSE, *(other.name for other in others)}
+    return tuple(_given(name, value, function) for name, (value, function) in functions(values, taken).items())
+
+
+def functions(values: Sequence[str], taken: Iterable[str]) -> dict[str, tuple[str, Callable[..., Any]]]:
+    """Return by name what each value of `--peer` names: the value and its function.
+
+    Args:
+        values: "NAME=module:function" each. Modules are looked for where Python does, and then in the current folder.
+        taken: names that a peer may not have.
 
     Raises:
         ArgumentError: a value of another form, a name that is taken, or a function that cannot be imported.
     """
     if values and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    taken, found = {*backends(), DENSE, *(other.name for other in others)}, list[Contender]()
+    taken, found = set(taken), dict[str, tuple[str, Callable[..., Any]]]()
     for value in values:
         match = FORM.fullmatch(value)
         if match is None:
@@ -208,8 +221,8 @@ def given(values: Sequence[str], others: Iterable[Contender]) -> tuple[Contender
             raise ArgumentError("--peer", f"{value!r} ({first_line(error)})", "a function that can be imported", remedy) from error
         if not callable(function):
             raise ArgumentError("--peer", f"{value!r}, a {type(function).__name__}", "a function", "name a function of that module")
-        found.append(_given(name, value, function))
-    return tuple(found)
+        found[name] = value, function
+    return found
 
 
 def _given(name: str, value: str, function: Callable[..., Any]) -> Contender:

@@ -14,6 +14,7 @@ import torch
 
 GRAPH_CALLS = 20  # calls captured into one graph, which share its launch
 LEAST_CALLS = 3
+SLOW_CALL = 20.0  # ms; of what takes longer, LEAST_CALLS calls are timed without a warm-up
 MOST_SECONDS = 10.0  # of timed calls, however many were asked for
 FLUSH_BYTES = 256 << 20  # several times any L2 cache
 SETTLE = 0.02  # seconds before each call on a CPU: threads of the previous call may still spin
@@ -74,10 +75,10 @@ def milliseconds(work: Work, timing: Timing, device: str = "cuda") -> Spread:
         work = _on_streams(work, timing.streams)
     times = call_times(work, LEAST_CALLS, device)
     each = max(min(times), 1e-3)
-    calls, warmup = int(timing.rep / each), int(timing.rep / each) // 2
+    calls, warmup = max(LEAST_CALLS, int(timing.rep / each)), max(LEAST_CALLS, int(timing.rep / each) // 2)
     if timing.calls is not None:
         calls, warmup = min(timing.calls, int(MOST_SECONDS * 1e3 / each)), timing.warmup
-    if calls > LEAST_CALLS:
+    if calls > LEAST_CALLS or (device == "cuda" and each < SLOW_CALL):
         if device == "cuda":
             time.sleep(SETTLE_GPU)  # now that everything is allocated
         call_times(work, warmup, device)

@@ -27,9 +27,12 @@ FORMATS: tuple[Quantized | None, ...] = (None, "e4m3/head")
 READERS = tuple(name for name, backend in registry.backends().items() if backend.reads_caches)
 
 
-def over_caches(backends: Sequence[str]) -> list[Contender]:
-    """Return every backend over every cache: in one piece and in pages, in the inputs' dtype and in e4m3."""
-    caches = [Cache(size, quantized) for quantized in FORMATS for size in (None, *PAGE_SIZES)]
+CACHES = [Cache(size, quantized) for quantized in FORMATS for size in (None, *PAGE_SIZES)]
+E4M3 = Cache(None, "e4m3/head")  # of the suite of steps
+
+
+def over_caches(backends: Sequence[str], caches: Sequence[Cache] = CACHES) -> list[Contender]:
+    """Return every backend over every cache: by default in one piece and in pages, in the inputs' dtype and in e4m3."""
     return [
         Contender(with_cache(backend, cache), partial(_over_cache, backend, cache), ours(backend).lacks, directions=("decode",))
         for cache in caches

@@ -1,24 +1,26 @@
 """Measure how long choosing blocks by index keys takes: for one new token of each sequence, for packed requests over
-caches, and for a prefill.
+caches, and in a prefill.
 
     python -m nsa_sel.bench.questions.choosing_steps --out bench/results/h200/profiles/choosing_steps.jsonl
-    python -m nsa_sel.bench.questions.choosing_steps --models m3 --batches '' --prefills 16384,32768 \
+    python -m nsa_sel.bench.questions.choosing_steps --models m3 --batches '' --prefills '' \
         --requests 64x1,1x2048,64x1+1x2048,1x32768 --pages 0,128 --out bench/results/h200/profiles/choosing_requests.jsonl
 
 The indexers of MiniMax-M3 (4 index heads, one index key of 128 per token, 16 of the blocks of 128) and of Qwen3.8 (4
-index heads, one index key of 128 per block of 4, 512 blocks and the incomplete one), random numbers, bf16 queries; times
-by graph replay of `choose_blocks_with_kvcache`, or in a prefill of `choose_blocks`, from index keys to block indices.
-Packed requests, such as 64x1+1x2048 (64 of one row, one of 2,048), each have all the keys. `differ` is the share of rows whose
-blocks differ from those of the reference, `choose-torch`: of scores that agree to five digits either block may be
-chosen. `floor_ms` is what reading the index keys once takes at `read_tbs`, the bandwidth of a sum over 4 GiB measured in
-the same process.
+index heads, one index key of 128 per block of 4, 512 blocks and the incomplete one), random numbers, bf16 queries.
+Times are by graph replay of `choose_blocks_with_kvcache`, from cached index keys to block indices; those of a prefill
+are whole calls of `choose_blocks`. Packed requests, such as 64x1+1x2048 (64 of one row, one of 2,048), each have all
+the keys. `differ` is the share of sampled rows whose blocks differ from the best ones by scores in float64: of scores
+that agree to five digits either block may be chosen. `floor_ms` is what reading the index keys once takes at
+`read_tbs`, the bandwidth of a sum over 4 GiB measured in the same process; in a prefill, what the logits of all visible
+index keys take at `matmul_tflops`, the rate of a matrix product measured likewise. `--peer` adds kernels of
+MiniMax-M3's indexer (examples/engine_kernels.py), over bf16 keys in pages of 128.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from itertools import accumulate, product
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from itertools import accumulate, chain, product
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -27,15 +29,23 @@ from torch import Tensor
 
 from nsa_sel.bench.core import markdown, store
 from nsa_sel.bench.core.command_line import Out, echo, need_gpu, program
+from nsa_sel.bench.core.peers import functions
 from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.core.timing import Timing, milliseconds, replayed_milliseconds
+from nsa_sel.bench.core.timing import Spread, Timing, milliseconds, replayed_milliseconds
 from nsa_sel.choosing import choose_blocks
+from nsa_sel.core.registry import backends
 from nsa_sel.quantize import quantize_e4m3
 from nsa_sel.selection import Selection
 from nsa_sel.serving import choose_blocks_with_kvcache
 from nsa_sel.telemetry.events import decisions
 
-D, READ = 128, 1 << 32  # columns of an index key; bytes
+D, READ, SQUARE = 128, 1 << 32, 8192  # columns of an index key; bytes; rows and columns of a matrix
+CHECKED = 8  # sequences, and rows of each
+PEERS_PAGE = 128  # index keys
+# By name, a function of (q, pages [pages,128,1,D], lengths [B], block_table [B,pages], block_size, n), which returns the
+# function to time. That one returns block indices [B,S,G,n].
+Choices = dict[str, Callable[[], Selection | Tensor]]
+Peers = dict[str, Callable[..., Callable[[], Tensor]]]
 
 
 class Indexer(NamedTuple):
@@ -66,47 +76,110 @@ def in_pages(k: Tensor, page: int) -> tuple[Tensor, Tensor]:
     return pages, order.view(B, -1).int()
 
 
-def measured(model: Indexer, new: list[int], keys: int, page: int | None, stored: str, rep: float, requests: str | None) -> Row:
-    """Return the row of a choice for requests of `new` rows over so many keys: packed, by the name `requests`, or None
-    for one row each."""
+def best_blocks(model: Indexer, q: Tensor, k: Tensor, position: Tensor) -> Tensor:
+    """Return the blocks that rows q [R,G,h,D] at `position` [R] choose of index keys [1 or R,C,D] by scores in float64:
+    ascending, [R,G,n], or n + 1 with a tail; -1 first.
+    """
+    options, stride = model.options, model.stride
+    block, n = options["block_size"], options["n"]
+    logits = torch.einsum("rghd,rcd->rghc", q.double(), k.double().expand(len(q), -1, -1))
+    scores = (logits.relu() if "activation" in options else logits).sum(2)  # [R,G,C]
+    seen = torch.arange(1, k.shape[1] + 1, device=q.device) * stride - 1 <= position[:, None]
+    scores = torch.unflatten(scores.masked_fill(~seen[:, None], -torch.inf), -1, (-1, block // stride)).amax(-1)
+    current = (position // block)[:, None, None].expand(*scores.shape[:2], 1)
+    if options.get("local", 1):
+        scores = scores.scatter(-1, current, torch.inf)
+    values, order = scores.sort(dim=-1, descending=True, stable=True)  # ties go to the lower block
+    found = order[..., :n].masked_fill(values[..., :n] == -torch.inf, -1)
+    if options.get("tail"):
+        found = torch.cat((found, torch.where((position[:, None, None] + 1) % block > 0, current, -1)), -1)
+    ascending: Tensor = found.sort(-1).values
+    return ascending
+
+
+def measured(
+    model: Indexer, q: Tensor, k: Tensor, new: Sequence[int], S_kv: int, choices: Choices, times: Callable[..., Spread]
+) -> Iterator[Row]:
+    """Yield the row of each choice.
+
+    Args:
+        q: [T,G,h,D], the rows of all sequences.
+        k: [B,C,D], the index keys that were stored, for the check.
+        new: rows of each sequence.
+        S_kv: keys of each sequence.
+        choices: by name; "" is the policy's.
+        times: returns the spread of what it is given.
+    """
+    exact, starts = dict[int, Tensor](), [0, *accumulate(new)]
+    for b in {*range(min(len(new), CHECKED)), len(new) - 1}:
+        row = torch.randperm(new[b], device=q.device)[:CHECKED]
+        best = best_blocks(model, q[starts[b] + row], k[b : b + 1], S_kv - new[b] + row)
+        exact |= dict(zip((starts[b] + row).tolist(), best, strict=True))
+    for name, choose in choices.items():
+        found = choose()
+        chosen = (found.block_indices if isinstance(found, Selection) else found).flatten(0, 1).long().sort(-1).values
+        differ = [(chosen[row] != best).any(-1) for row, best in exact.items()]
+        size = {"model": model.name, "B": len(new), "S": len(q) // len(new), "S_kv": S_kv, "G": model.G, "h": model.h, "D": D}
+        more = {"backend": name or decisions()[-1].forward, "differ": torch.cat(differ).float().mean().item()}
+        yield {**size, "direction": "choose", **more, **times(choose).fields()}
+
+
+def step(
+    model: Indexer,
+    new: Sequence[int],
+    keys: int,
+    page: int | None,
+    stored: str,
+    rep: float,
+    requests: str = "",
+    peers: Peers = {},  # noqa: B006
+) -> Iterator[Row]:
+    """Yield the rows of choosing for sequences of `new` rows over so many keys: packed, by the name `requests`, or of one
+    row each.
+    """
     B, T = len(new), sum(new)
     q = torch.randn(T, model.G, model.h, D, dtype=torch.bfloat16, device="cuda")
-    cache, table, scale = torch.randn(B, keys // model.stride, 1, D, dtype=torch.bfloat16, device="cuda"), None, None
-    if page is not None:
-        cache, table = in_pages(cache, page)
+    k = kept = torch.randn(B, keys // model.stride, 1, D, dtype=torch.bfloat16, device="cuda")
+    scale = table = None
     if stored == "e4m3":
-        cache, scale = quantize_e4m3(cache, "tensor")
-    lengths = torch.full((B,), keys, dtype=torch.int32, device="cuda")
-    cu = torch.tensor([0, *accumulate(new)], dtype=torch.int32, device="cuda")
-    packed: dict[str, Any] = {"cu_seqlens_q": cu, "max_seqlen_q": max(new)} if requests else {}
+        kept, scale = quantize_e4m3(kept, "tensor")
+        k = kept.float() * scale
+    if page is not None:
+        kept, table = in_pages(kept, page)
+    lengths, block, n = torch.full((B,), keys, dtype=torch.int32, device="cuda"), model.options["block_size"], model.options["n"]
+    options: dict[str, Any] = {"k_scale": scale, **model.options}
+    if requests:
+        options["cu_seqlens_q"] = torch.tensor([0, *accumulate(new)], dtype=torch.int32, device="cuda")
+        options["max_seqlen_q"] = max(new)
+    choices: Choices = {"": lambda: choose_blocks_with_kvcache(q, kept, lengths, table, **options)}
+    if page == PEERS_PAGE and stored == "bf16" and not requests:
+        choices |= {name: make(q.unsqueeze(1), kept, lengths, table, block, n) for name, make in peers.items()}
+    rate = read_bandwidth()
+    of_keys = {"page_size": page, "kv": stored, "floor_ms": kept.numel() * kept.element_size() / rate / 1e9, "read_tbs": rate}
+    of_requests = {"requests": requests} if requests else {}
+    for row in measured(model, q, k[:, :, 0], new, keys, choices, lambda work: replayed_milliseconds(work, Timing(rep))):
+        yield row | of_requests | of_keys
 
-    def choose(backend: str | None = None) -> Selection:
-        return choose_blocks_with_kvcache(q, cache, lengths, table, k_scale=scale, backend=backend, **packed, **model.options)
 
-    least = cache.numel() * cache.element_size()
-    size = {"B": B, "S": T // B, "S_kv": keys, "G": model.G, "h": model.h, "D": D, "page_size": page, "kv": stored}
-    name = {"requests": requests} if requests else {}
-    return {"model": model.name, **name, **size, **timed(choose, rep), "least_bytes": least}
-
-
-def prefilled(model: Indexer, S: int, rep: float) -> Row:
-    """Return the row of a prefill's choice, without a cache."""
+def prefill(model: Indexer, S: int, rep: float, peers: Peers = {}) -> Iterator[Row]:  # noqa: B006
+    """Yield the rows of choosing for all S tokens of a sequence."""
     q = torch.randn(1, S, model.G, model.h, D, dtype=torch.bfloat16, device="cuda")
-    k = torch.randn(1, 1, S // model.stride, D, dtype=torch.bfloat16, device="cuda")
-
-    def choose(backend: str | None = None) -> Selection:
-        return choose_blocks(q, k, S_kv=S, backend=backend, **model.options)
-
-    size = {"B": 1, "S": S, "S_kv": S, "G": model.G, "h": model.h, "D": D, "page_size": None, "kv": "bf16"}
-    return {"model": model.name, "requests": "prefill", **size, **timed(choose, rep), "least_bytes": k.numel() * k.element_size()}
-
-
-def timed(choose: Callable[..., Selection], rep: float) -> Row:
-    """Return the times of a choice, its backend, and the share of rows that differ from the reference."""
-    found = choose().block_indices
-    backend = decisions()[-1].forward
-    differ = (found != choose("choose-torch").block_indices).any(-1).float().mean().item()
-    return {"direction": "choose", "backend": backend, **replayed_milliseconds(choose, Timing(rep)).fields(), "differ": differ}
+    k = torch.randn(1, S // model.stride, 1, D, dtype=torch.bfloat16, device="cuda")
+    choices: Choices = {"": lambda: choose_blocks(q, k.transpose(1, 2), S_kv=S, **model.options)}
+    if peers:
+        pages, table = in_pages(k, PEERS_PAGE)
+        lengths = torch.full((1,), S, dtype=torch.int32, device="cuda")
+        given = q, pages, lengths, table, model.options["block_size"], model.options["n"]
+        choices |= {name: make(*given) for name, make in peers.items()}
+    rate = matmul_rate()  # a multiplication and an addition for each column of half of all pairs
+    floor_ms = q.numel() * S / model.stride / rate / 1e9
+    for row in measured(model, q[0], k[:, :, 0], [S], S, choices, lambda work: milliseconds(work, Timing(rep))):
+        yield row | {
+            "page_size": PEERS_PAGE if row["backend"] in peers else None,
+            "kv": "bf16",
+            "floor_ms": floor_ms,
+            "matmul_tflops": rate,
+        }
 
 
 def counts(requests: str) -> list[int]:
@@ -115,7 +188,8 @@ def counts(requests: str) -> list[int]:
 
 
 def table(rows: list[Row]) -> str:
-    """Return microseconds, and in brackets the floor, by model and batch; a column for each cache."""
+    """Return microseconds of steps, and in brackets the floor, by model and batch; a column for each cache."""
+    rows = [row for row in rows if row["S"] == 1 or "requests" in row]
     caches = list(dict.fromkeys((row["kv"], row["page_size"]) for row in rows))
     sizes = list(dict.fromkeys((row["model"], row.get("requests", row["B"]), row["S_kv"]) for row in rows))
     found = {(row["model"], row.get("requests", row["B"]), row["S_kv"], row["kv"], row["page_size"]): row for row in rows}
@@ -128,10 +202,28 @@ def table(rows: list[Row]) -> str:
     return markdown.table(["indexer", "B", "keys", *names], lines, left=1)
 
 
+def table_of_prefills(rows: list[Row]) -> str:
+    """Return milliseconds of prefills, and their floors."""
+    lines = [
+        (row["model"], f"{row['S'] // 1024}k", markdown.ms(row), f"{row['floor_ms']:.2g}")
+        for row in rows
+        if row["S"] > 1 and "requests" not in row
+    ]
+    return markdown.table(["indexer", "tokens", "ms", "logits alone"], lines, left=1)
+
+
+@cache
 def read_bandwidth() -> float:
     """Return the TB/s of reading READ bytes once."""
     x = torch.zeros(READ // 8, dtype=torch.int64, device="cuda")
     return READ / milliseconds(x.sum, Timing(20)).median / 1e9
+
+
+@cache
+def matmul_rate() -> float:
+    """Return the TFLOP/s of a product of square matrices in bf16."""
+    x = torch.randn(SQUARE, SQUARE, dtype=torch.bfloat16, device="cuda")
+    return 2 * SQUARE**3 / milliseconds(partial(torch.mm, x, x), Timing(20)).median / 1e9
 
 
 def main(
@@ -139,28 +231,33 @@ def main(
     models: Annotated[str, typer.Option(help=f"comma-separated: {', '.join(MODELS)}")] = "m3,qsa",
     batches: Annotated[str, typer.Option(help="sequences of one new token, comma-separated")] = "1,16,64",
     requests: Annotated[str, typer.Option(help="packed batches, comma-separated, such as 64x1+1x2048")] = "",
-    prefills: Annotated[str, typer.Option(help="tokens of a prefill without a cache, comma-separated")] = "",
     keys: Annotated[int, typer.Option(help="keys of each sequence")] = 32768,
     pages: Annotated[str, typer.Option(help="index keys of a page, comma-separated; 0: contiguous")] = "0,64,128",
     formats: Annotated[str, typer.Option(help="of index keys, comma-separated: bf16, e4m3")] = "bf16,e4m3",
+    prefills: Annotated[str, typer.Option(help="tokens of a prefill, comma-separated")] = "16384,32768",
+    peer: Annotated[list[str] | None, typer.Option(metavar="NAME=MODULE:FUNCTION", help="also this kernel, for MiniMax-M3")] = None,
     rep: Annotated[float, typer.Option(help="milliseconds that the timed calls of a row should fill")] = 15,
 ) -> None:
-    """Time every choice; append the rows, and print a table."""
+    """Time every choice; append the rows, and print two tables."""
     need_gpu("choosing_steps")
     torch.manual_seed(0)
-    facts, rows, bandwidth = store.stamp(), list[Row](), read_bandwidth()
-    named = [(None, [1] * int(B)) for B in batches.split(",") if B] + [(name, counts(name)) for name in requests.split(",") if name]
-    caches = product(models.split(","), named, formats.split(","), map(int, pages.split(",")))
-    work = [partial(prefilled, MODELS[model], int(S), rep) for model in models.split(",") for S in prefills.split(",") if S]
-    for model, (name, new), stored, page in caches:
-        work.append(partial(measured, MODELS[model], new, keys, page or None, stored, rep, name))
-    for function in work:
-        row = function()
-        floor_ms = row.pop("least_bytes") / bandwidth / 1e9
-        rows.append({**row, "floor_ms": floor_ms, "read_tbs": bandwidth, **facts})
+    facts, rows = store.stamp(), list[Row]()
+    others = {name: function for name, (_, function) in functions(peer or (), backends()).items()}
+    named = [("", [1] * int(B)) for B in batches.split(",") if B] + [(name, counts(name)) for name in requests.split(",") if name]
+    each = list(product(named, formats.split(","), map(int, pages.split(","))))
+
+    def rows_of(name: str) -> Iterator[Row]:
+        model, some = MODELS[name], others if name == "m3" else {}
+        for (packed, new), stored, page in each:
+            yield from step(model, new, keys, page or None, stored, rep, packed, some)
+        for S in filter(None, prefills.split(",")):
+            yield from prefill(model, int(S), rep, some)
+
+    for row in chain.from_iterable(map(rows_of, models.split(","))):
+        rows.append({**row, **facts})
         store.append(out, rows[-1:])
         torch.cuda.empty_cache()
-    echo(table(rows))
+    echo(f"{table(rows)}\n\n{table_of_prefills(rows)}")
 
 
 if __name__ == "__main__":

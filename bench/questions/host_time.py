@@ -213,10 +213,12 @@ def main(
                 echo(str(error))
                 break
             common = {**case._asdict(), "direction": direction, "backend": name, "rounds": rounds, "calls_a_round": calls, "layers": layers}
+            new = list[Row]()
             for part, taken in times.items():
                 p20, median, p80 = np.quantile(taken, (0.2, 0.5, 0.8)).round(3).tolist()
-                rows.append({**common, "part": part, "us_median": median, "us_p20": p20, "us_p80": p80, **facts})
-    store.append(out, rows)
+                new.append({**common, "part": part, "us_median": median, "us_p20": p20, "us_p80": p80, **facts})
+            store.append(out, new)
+            rows += new
     echo(table(rows))
 
 

@@ -216,29 +216,14 @@ def table(rows: list[Row], model: str) -> str:
         if row is None:
             return "-"
         mark = markdown.MARK if not row.get("error") and markdown.scatters(row) else ""
-        return row.get("error") or f"{_number(row['ms_median'])}{mark} ms, {row['peak_gib']:.3g} GiB"
+        return row.get("error") or f"{number(row['ms_median'])}{mark} ms, {row['peak_gib']:.3g} GiB"
 
     lines = [(case, *(cell(of_way.get(way)) for way in ways)) for case, of_way in cases.items()]
     return markdown.table([f"{MODELS[model]}, one layer", *(WAYS[way] for way in ways)], lines, left=1)
 
 
-def highlights(rows: list[Row]) -> str:
-    """Return the README's table: prefill of each model, a line for each length."""
-    ways, times = ("transformers", "dense", "nsa-sel", "compiled"), {(row["model"], row["case"], row["way"]): row for row in rows}
-
-    def cell(row: Row | None) -> str:
-        if row is None or row.get("error"):
-            return "-" if row is None else str(row["error"])
-        return f"{_number(row['ms_median'])} ms, {row['peak_gib']:.3g} GiB"
-
-    lines = []
-    for model, k in [("minimax-m3", 16), ("minimax-m3", 32), ("minimax-m3", 128), ("qwen3.8", 2), ("qwen3.8", 16), ("qwen3.8", 128)]:
-        cells = [cell(times.get((model, f"prefill of {k}k tokens", way))) for way in ways]
-        lines.append((f"{MODELS[model]}, {k}k tokens", *cells))
-    return markdown.table(["one attention layer", *(WAYS[way] for way in ways)], lines, left=1)
-
-
-def _number(x: float) -> str:
+def number(x: float) -> str:
+    """Return a number with three digits, or whole."""
     return f"{x:.3g}" if x < 999.5 else f"{x:,.0f}"
 
 

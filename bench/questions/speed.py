@@ -7,10 +7,10 @@ backward, decode.
     python -m nsa_sel.bench.questions.speed --suite steps --out bench/results/h200/profiles/steps.jsonl
 
 Whole calls are timed: a fresh `Selection` each time, from block indices and without a promise, so that plans are built
-within it; a decoding step as one of 20 calls in a CUDA graph. Parity is checked in the same
-run, on outputs whose memory held NaN, for sampled rows against the float64 oracle (`mae`). Suite caches: decoding over
-KV caches in one piece and in pages, in bf16 and in e4m3. Suite packed: all sequences of a batch in one call, one by
-one, and after a copy that aligns them (bench/core/variants.py). Run again, it continues.
+within it; a decoding step as one of 20 calls in a CUDA graph. Parity is checked in the same run, on outputs whose memory
+held NaN, for sampled rows against the float64 oracle (`mae`). Suite caches: decoding over KV caches in one piece and in
+pages, in bf16 and in e4m3. Suite steps: plain calls, and caches in e4m3. Suite packed: all sequences of a batch in one
+call, one by one, and after a copy that aligns them (bench/core/variants.py). Run again, it continues.
 """
 
 from __future__ import annotations
@@ -100,9 +100,11 @@ def jobs(suites: dict[str, Suite], contenders: Sequence[Contender], only: str, d
             step = cases.decodes(case)
             takes_part = {PACKED: suite.packed, **dict.fromkeys(PREFILL_ONLY, not step)}
             chosen = tuple(contender for contender in contenders if takes_part.get(contender.name, True))
+            names = [backend for backend in ours if takes_part.get(backend, True)]
+            readers = [backend for backend in names if backend in variants.READERS]
+            if name == "steps":
+                chosen += tuple(variants.over_caches(readers, [variants.E4M3]))
             if name in VARIANTS:
-                names = [backend for backend in ours if takes_part.get(backend, True)]
-                readers = [backend for backend in names if backend in variants.READERS]
                 chosen = tuple(variants.over_caches(readers) if name == "caches" else variants.on_packed_batches(case, names))
             if step:  # computes no gradients, and checks none
                 chosen = tuple(contender._replace(directions=("decode",)) for contender in chosen)
@@ -123,16 +125,17 @@ def table(rows: Sequence[Row], shown: Sequence[str] = SHOWN) -> str:
 
 
 def table_of_steps(rows: Sequence[Row], bandwidth: float) -> str:
-    """Return microseconds of decoding steps, and what reading the selected keys and values once takes at `bandwidth`
-    bytes per second.
+    """Return microseconds of decoding steps by what keys and values are stored in; in brackets what reading the selected
+    ones once takes at `bandwidth` bytes per second.
     """
     cells = []
     for row in measured(rows):
-        case = Case(**{name: row[name] for name in Case._fields})
-        least = case.B * case.G * case.n * case.block * (case.Dk + case.Dv) * 2 / bandwidth * 1e6
-        text = f"{row['ms_median'] * 1e3:.3g}{markdown.MARK * markdown.scatters(row)}"
-        cells.append(((case.case, f"{least:.3g}"), row["backend"], False, text))
-    return markdown.pivot(["case", "read once"], cells, (False,))
+        case, (backend, cache) = Case(**{name: row[name] for name in Case._fields}), split_cache(row["backend"])
+        stored, size = ("bf16", 2) if cache is None or cache.quantized is None else ("e4m3", 1)
+        least = case.B * case.G * case.n * case.block * (case.Dk + case.Dv) * size / bandwidth * 1e6
+        text = f"{row['ms_median'] * 1e3:.3g}{markdown.MARK * markdown.scatters(row)} ({least:.3g})"
+        cells.append(((case.case, backend), stored, "decode", text))
+    return markdown.pivot(["case", "backend"], cells, ())
 
 
 def table_of_caches(rows: Sequence[Row]) -> str:

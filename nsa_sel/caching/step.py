@@ -178,7 +178,7 @@ class LayerStep(NamedTuple):
 
         tensors, scales, S_kv = self.tensors, self.scales, lengths.keys
         k, v = gathered(self.pools[2:4], None, PagedKeys(tensors.table, self.sizes.covered_pieces - 1), rule.compressed_keys(S_kv))
-        o_cmp, blocks = compressed_attention(q_cmp, k, v, **rule._asdict(), S_kv=S_kv)
+        o_cmp, blocks = compressed_attention(q_cmp, k, v, **rule.options(), S_kv=S_kv)
         k, v = gathered(self.pools[:2], scales and scales[:2], PagedKeys(tensors.table, 0), S_kv)
         o_slc = selection_attention(q, k, v, blocks, backend=backend)
         k, v = gathered(self.pools[4:6], scales and scales[2:], PagedKeys(tensors.recent_table, 0), lengths.recent_keys)

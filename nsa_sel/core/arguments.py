@@ -52,7 +52,7 @@ def check_flag(name: str, value: object) -> None:
 
 def is_whole(value: object) -> bool:
     """Return True for an int or a torch.SymInt (a size under torch.export with dynamic shapes), and False for a bool."""
-    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
 def check_positive(argument: str, value: object, optional: bool = False) -> None:
@@ -178,12 +178,12 @@ class Bounds(NamedTuple):
             if not _readable(bounds):
                 return cls(None, bounds, max_seqlen)
             numbers = tuple(bounds.tolist())
-        elif isinstance(bounds, list | tuple) and len(bounds) > 1 and all(type(bound) is int for bound in bounds):
+        elif isinstance(bounds, (list, tuple)) and len(bounds) > 1 and all(type(bound) is int for bound in bounds):
             numbers = tuple(bounds)
         else:
             raise ArgumentError(
                 name,
-                shown(bounds) if isinstance(bounds, list | tuple) else f"a {type(bounds).__name__}",
+                shown(bounds) if isinstance(bounds, (list, tuple)) else f"a {type(bounds).__name__}",
                 "a tensor [N+1], or a list of N + 1 ints, N >= 1",
                 "pass cumulative lengths that start at 0",
             )
@@ -207,18 +207,17 @@ class Bounds(NamedTuple):
             )
         return cls(numbers, None)
 
-    @property
     def number(self) -> int:
-        """N, the number of sequences."""
+        """Return N, the number of sequences. No property: torch.compile of torch 2.8 traces none of a NamedTuple."""
         return (len(self.numbers) if self.numbers is not None else self.tensor.numel()) - 1  # type: ignore[union-attr]
 
     def check_sequences(self, keys: Bounds) -> None:
         """Raise ArgumentError unless these bounds of rows and those of keys are of as many sequences."""
-        if keys.number != self.number:
+        if keys.number() != self.number():
             raise ArgumentError(
                 "cu_seqlens_k",
-                f"of {keys.number} sequences",
-                f"cu_seqlens_q's {self.number} sequences",
+                f"of {keys.number()} sequences",
+                f"cu_seqlens_q's {self.number()} sequences",
                 "pass bounds of the same sequences",
             )
 
@@ -278,10 +277,10 @@ class Requests(NamedTuple):
             bounds = Bounds.of("cu_seqlens_q", cu_seqlens_q, len(q), q, max_seqlen_q)
         except ArgumentError as error:
             raise renamed(error, max_seqlen="max_seqlen_q") from None
-        if cache_seqlens.shape != (bounds.number,):
+        if cache_seqlens.shape != (bounds.number(),):
             raise ArgumentError(
                 "cu_seqlens_q",
-                f"of {bounds.number} requests",
+                f"of {bounds.number()} requests",
                 f"R + 1 entries for cache_seqlens [R] of shape {tuple(cache_seqlens.shape)}",
                 "pass one length per request, and where its rows begin",
             )
@@ -358,7 +357,7 @@ def begin_with_blocks(cu_k: Tensor, Tk: int, block: int, room: int) -> tuple[Ten
 def starts_with_blocks(bounds: Bounds, block_size: int | None, promised: bool) -> bool:
     """Return True if every non-empty sequence begins at a multiple of block_size, as read on the host or as promised."""
     if block_size is None or bounds.numbers is None:
-        return block_size is not None and (promised or bounds.number == 1)
+        return block_size is not None and (promised or bounds.number() == 1)
     unaligned = [start for start, end in zip(bounds.numbers, bounds.numbers[1:], strict=False) if end > start and start % block_size]
     if unaligned and promised:
         raise ArgumentError(

@@ -217,7 +217,7 @@ def _traced(
     backend: str | None,
 ) -> Any:  # fmt: skip
     selection = as_selection(selection)
-    if not (scale is None or isinstance(scale, int | float)):
+    if not (scale is None or isinstance(scale, (int, float))):
         raise ArgumentError("scale", repr(scale), "a finite number, or None for 1/sqrt(Dk)", "pass a Python float")
     decode = q.dim() == 4
     if decode:

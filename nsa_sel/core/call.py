@@ -200,6 +200,14 @@ class Call(_Logits):
             self._disjoint = self.selection.disjoint_ranges(self._capturing)
         return self._disjoint
 
+    def union_ranges(self) -> Tensor:
+        """Return `Selection.union_ranges`."""
+        if not self.selection.unsearched:
+            return self.disjoint_ranges()
+        if self._listed is None:
+            self._listed = self.selection.union_ranges()
+        return self._listed
+
     def listed_ranges(self) -> Tensor:
         """Return contiguous ranges [B,S,G,n,2] for kernels that skip a block that the row has named before: of few
         rows, blocks may repeat (`may_repeat`); other ranges are disjoint."""
@@ -319,6 +327,11 @@ class Rule(NamedTuple):
     n: int = 16
     first: int = 1  # first + local <= n
     local: int = 2
+
+    def options(self) -> dict[str, Any]:
+        """Return the fields by name. torch.compile of torch 2.8 cannot trace `_asdict`."""
+        sizes = {"compress_block": self.compress_block, "compress_stride": self.compress_stride, "block_size": self.block_size}
+        return {**sizes, "n": self.n, "first": self.first, "local": self.local}
 
     def of_keys(self) -> Rule:
         """Return the rule without counts: what kernels are compiled for."""

@@ -103,7 +103,7 @@ def check_scale(scale: float | None, Dk: int) -> float:
     """Return the scale as a float; ArgumentError unless it is a finite number or None."""
     if scale is None:
         return 1.0 / math.sqrt(Dk)
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not abs(scale) <= _LARGEST:
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not abs(scale) <= _LARGEST:
         raise ArgumentError("scale", shown(scale), "a finite number, or None for 1/sqrt(Dk)", "pass a Python float")
     return float(scale)
 
@@ -122,7 +122,7 @@ def as_selection(selection: Selection | Tensor, rows: tuple[int, int, int] | Non
         return selection
     if not isinstance(selection, Tensor):
         remedy = "make one with Selection.from_ranges, from_blocks or from_scores"
-        if isinstance(selection, list | tuple):
+        if isinstance(selection, (list, tuple)):
             remedy = "wrap ranges in torch.tensor; block indices and scores go through Selection.from_blocks and from_scores"
         raise ArgumentError("selection", f"a {type(selection).__name__}", "a Selection or a tensor of ranges [B,S,G,n,2]", remedy)
     if selection.dim() == 4 and (selection.is_floating_point() or tuple(selection.shape[:3]) == rows or selection.shape[3] != 2):

@@ -132,7 +132,7 @@ class IndexCache(NamedTuple):
 
 def best_blocks(
     index: Index, rule: Rule, pool: Pool | None, backend: str | None, tail: bool = False, indices: bool = False,
-    cache: IndexCache | None = None, out: Tensor | None = None,
+    cache: IndexCache | None = None, out: Tensor | None = None, bounds: Bounds | None = None,
 ) -> Tensor:  # fmt: skip
     """Choose blocks by the scores of index keys, or return the log-sum-exp of their logits alone.
 
@@ -146,6 +146,7 @@ def best_blocks(
         indices: return block indices.
         cache: where index.k are the keys of a cache, or pages.
         out: [B,S,G,n] int32 or int64 (n + 1 with tail), to write the block indices to.
+        bounds: of the sequences of a packed batch.
 
     Returns:
         Ranges [B,S,G,n,2], ascending, [0, 0) last; or block indices [B,S,G,n] int32, -1 last; with tail, n + 1. For a
@@ -153,13 +154,14 @@ def best_blocks(
         index key.
     """
     if transforms.traces(index.q, index.k):
-        return torch.ops.nsa_sel.choose_blocks(*index, list(rule), None if pool is None else list(pool), backend, tail, indices)  # type: ignore[no-any-return]
-    return _best_blocks(index, rule, pool, backend, tail, indices, cache, out)
+        packed = (None, None) if bounds is None else (bounds.as_tensor(), bounds.most)
+        return torch.ops.nsa_sel.choose_blocks(*index, list(rule), None if pool is None else list(pool), backend, tail, indices, *packed)  # type: ignore[no-any-return]
+    return _best_blocks(index, rule, pool, backend, tail, indices, cache, out, bounds)
 
 
 def _best_blocks(
     index: Index, rule: Rule, pool: Pool | None, backend: str | None, tail: bool, indices: bool, cache: IndexCache | None = None,
-    out: Tensor | None = None,
+    out: Tensor | None = None, bounds: Bounds | None = None,
 ) -> Tensor:  # fmt: skip
     q, k, lse, S_kv, scale, q_pos = index
     made = _result(q, rule, tail, indices, pool is None) if out is None else out
@@ -192,7 +194,7 @@ def _best_blocks(
         quantized=None if cache is None or cache.scales is None else cache.scales.quantized,
     )  # fmt: skip
     decision = decide(request, device_info(q.device), backend)
-    decided = decided_choice(q, k, k, rule, scale, q_pos, decision, request, pool=NSA_POOL if pool is None else pool)
+    decided = decided_choice(q, k, k, rule, scale, q_pos, decision, request, bounds, NSA_POOL if pool is None else pool)
     decided.call.tail = tail
     if cache is not None:
         decided.call.lengths, decided.call.pages, decided.call.scales, decided.call.requests = cache
@@ -276,15 +278,16 @@ run.define(
 @torch.library.custom_op("nsa_sel::choose_blocks", mutates_args=())
 def _blocks(
     q: Tensor, k: Tensor, lse: Tensor | None, S_kv: int, scale: float, q_pos: Tensor | None, rule: list[int], pool: list[bool] | None,
-    backend: str | None, tail: bool, indices: bool,
+    backend: str | None, tail: bool, indices: bool, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
 ) -> Tensor:  # fmt: skip
     index = Index(q, k, lse, S_kv, scale, q_pos)
-    return _best_blocks(index, Rule(*rule), None if pool is None else Pool(*pool), backend, tail, indices)
+    bounds = None if cu_seqlens is None else Bounds.of("cu_seqlens", cu_seqlens, q.shape[1], q, max_seqlen)
+    return _best_blocks(index, Rule(*rule), None if pool is None else Pool(*pool), backend, tail, indices, bounds=bounds)
 
 
 @_blocks.register_fake
 def _(
     q: Tensor, k: Tensor, lse: Tensor | None, S_kv: int, scale: float, q_pos: Tensor | None, rule: list[int], pool: list[bool] | None,
-    backend: str | None, tail: bool, indices: bool,
+    backend: str | None, tail: bool, indices: bool, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
 ) -> Tensor:  # fmt: skip
     return _result(q, Rule(*rule), tail, indices, pool is None)

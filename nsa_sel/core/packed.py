@@ -20,12 +20,12 @@ from nsa_sel.core.arguments import (
     rounded_up,
     starts_with_blocks,
 )
-from nsa_sel.core.call import Rule, device_info, request_of
-from nsa_sel.core.check import as_selection, check_call, check_rule, check_scale, check_sizes
+from nsa_sel.core.call import Pool, Rule, device_info, request_of
+from nsa_sel.core.check import Index, as_selection, check_call, check_index, check_rule, check_scale, check_sizes
 from nsa_sel.core.decide import decide, select
 from nsa_sel.core.request import FEW_TOKENS, DeviceInfo, Request
 from nsa_sel.core.shared_keys import ratio
-from nsa_sel.core.transforms import in_autocast_dtype, needs_grad, transformed
+from nsa_sel.core.transforms import in_autocast_dtype, needs_grad, traces, transformed
 from nsa_sel.errors import ArgumentError, renamed, shown
 from nsa_sel.selection import Selection
 
@@ -158,7 +158,7 @@ def arrange(
     whole = starts_with_blocks(bounds_k, block, block_aligned)
     room, longest, aligning = Tk, bounds_k.longest(Tk), False
     if block is not None and not whole and align is not False:
-        room = rounded_up(Tk + bounds_k.number * (block - 1), block)
+        room = rounded_up(Tk + bounds_k.number() * (block - 1), block)
         if torch.compiler.is_compiling():
             aligning = align is True or (backend is not None and _needs_blocks(backend))
         else:
@@ -319,6 +319,32 @@ def check_packed_choose(
             "compress each sequence apart, as nsa_sel.compression does; compressed_cu_seqlens says where each begins",
         )
     return rows, k, v, check_scale(scale, q.shape[3]), bounds
+
+
+def check_packed_index(
+    q: Tensor, k: Tensor, rule: Rule, pool: Pool, tail: bool, scale: float | None, cu_seqlens: CuSeqlens, max_seqlen: int | None,
+    **others: Tensor | int | None,
+) -> tuple[Index, Bounds]:  # fmt: skip
+    """Return the arguments of `choose_blocks` of a packed batch, q [T,G,h,Dk] and k [T,G,Dk] or [T,1,Dk], and the bounds.
+
+    Raises:
+        ArgumentError: the first bad argument; any of `others` that is not None.
+    """
+    check_rule(rule)
+    refused = {**others, "tail": tail or None}
+    name = next((name for name, value in refused.items() if value is not None), None)
+    if name is not None:
+        raise ArgumentError(name, "given together with cu_seqlens", "one of them", "leave it out, or call it for each sequence")
+    if rule.compress_block != 1:
+        remedy = "pass an index key per key, or call it for each sequence"
+        raise ArgumentError("compress_block", rule.compress_block, "1 with cu_seqlens", remedy)
+    if k.dim() == 3 and q.dim() == 4 and k.shape[1] == 1:
+        k = k.expand(-1, q.shape[1], -1)
+    check_packed_sizes(q=q, k=k)
+    check_rows_are_keys(q, "k", k)
+    bounds = Bounds.of("cu_seqlens", cu_seqlens, len(q), q, max_seqlen)
+    rows, keys = as_batch(q, k)
+    return check_index(rows, keys, rule, pool, None, scale, None, None, traces(q, k)), bounds
 
 
 def check_rows_are_keys(q: Tensor, name: str, k: Tensor) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 MOST_PLANS = 16
+MOST_SEARCHED = 128  # most blocks of a row whose duplicates the kernel that makes ranges removes: of more it would sort for longer
 DISJOINT = ("disjoint",)  # the key of a tuple that begins with `Selection.disjoint_ranges`
 
 

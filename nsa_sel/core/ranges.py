@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from nsa_sel.core.arguments import (
     range_dtype,
     whole_blocks,
 )
+from nsa_sel.core.plans import MOST_SEARCHED
 from nsa_sel.core.request import FEW_TOKENS, SHARING_TOKENS
 from nsa_sel.core.transforms import capturing
 from nsa_sel.errors import ArgumentError, shown, warn
@@ -210,7 +212,7 @@ class _Facts(NamedTuple):
         dtype = torch.int64 if indices.dtype == torch.int64 else range_dtype(block_size)
         few, several = indices.shape[1] <= FEW_TOKENS, not disjoint and indices.shape[-1] > 1
         # A plan made in inference mode could not be kept: see `Selection.plan`.
-        find_unique = several and not few and not torch.is_inference_mode_enabled()
+        find_unique = several and not few and indices.shape[-1] <= MOST_SEARCHED and not torch.is_inference_mode_enabled()
         as_they_are = counts is None and indices.is_contiguous()
         # Without a version counter nobody would notice that indices were written before their first use.
         kept = as_they_are and not indices.is_inference() and (few or not torch.is_inference_mode_enabled())
@@ -248,6 +250,12 @@ def ranges_of_blocks(blocks: Blocks, block_size: int) -> tuple[Tensor, Tensor | 
     if facts is not None and not _failed:
         results = _run("block_ranges", indices, counts, block_size, facts.dtype, facts.find_unique, facts.recordings, blocks.captured)
     return (whole_blocks(padded(indices, counts), block_size), None) if results is None else results
+
+
+def outside_capture(indices: Tensor, make: Callable[[], Tensor]) -> Tensor:
+    """Return `make()`, finished, of block indices that a kernel takes; a capture of the current stream does not hold it."""
+    made: Tensor = _kernel().outside_capture(indices, make)
+    return made
 
 
 _classes: dict[Any, transforms.Classes] = {}

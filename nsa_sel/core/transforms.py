@@ -187,5 +187,5 @@ def hooked(module: Any) -> bool:
     """Return True if calling an nn.Module runs more than the forward of its class: hooks, a replaced forward, a
     compiler."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    replaced = "forward" in vars(module) or module._compiled_call_impl is not None
+    replaced = "forward" in module.__dict__ or module._compiled_call_impl is not None
     return replaced or any(hooks) or bool(_has_any_global_hook())  # type: ignore[no-untyped-call]

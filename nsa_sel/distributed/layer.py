@@ -30,6 +30,7 @@ from nsa_sel.distributed.context import check_exchange, selected_branch
 from nsa_sel.distributed.slices import Cut, Ranges, Reach, Route, rank_rows, with_neighbors
 from nsa_sel.errors import ArgumentError
 from nsa_sel.gating import gated_sum
+from nsa_sel.msa_layer import MSAttention
 from nsa_sel.selection import Selection
 from nsa_sel.window import sliding_window_attention
 
@@ -94,12 +95,15 @@ def context_parallel_nsa_attention(
 
 
 def context_parallel(model: nn.Module, group: Any = None, exchange: cost.Choice = "auto", both_ends: bool = False) -> nn.Module:
-    """Make every `NSAttention` of a model take one slice of the sequence per rank, or two.
+    """Make every `NSAttention` and `MSAttention` of a model take one slice of the sequence per rank, or two.
 
     Rank r of R then calls the model with the tokens [r*S, (r+1)*S) of each sequence, or with both_ends with those of
     `rank_rows`; targets are of the same rows. A slice is a multiple of compress_stride, and S is equal on all ranks.
     Default positions are those in the whole sequence. Parameters are replicas, or sharded by FSDP: a rank's gradients
     are those of its own rows' loss, to be added over ranks.
+
+    An `MSAttention` sends every rank the keys, values and index keys of all slices before its own; it takes no both_ends
+    and no exchange but "auto". Its loss is the mean over the rank's own rows.
 
     Args:
         model: changed in place; its parameters and their names stay.
@@ -111,13 +115,17 @@ def context_parallel(model: nn.Module, group: Any = None, exchange: cost.Choice 
         model.
 
     Raises:
-        ArgumentError: the model has no `NSAttention`, or one that recomputes, the group is none, or no such exchange
-            exists.
+        ArgumentError: the model has no such layer, or one that recomputes or does not take these options, the group is
+            none, or no such exchange exists.
         NsaSelError: there is no distributed job.
     """
     check_exchange(exchange)
     check_flag("both_ends", both_ends)
-    layers = layers_of(model)
+    msa = [module for module in model.modules() if isinstance(module, MSAttention)]
+    if msa and (both_ends or exchange != "auto"):
+        name, value = ("both_ends", both_ends) if both_ends else ("exchange", exchange)
+        raise ArgumentError(name, value, "the default with MSAttention layers", "leave it out")
+    layers = [module for module in model.modules() if isinstance(module, NSAttention)] if msa else layers_of(model)
     if any(layer.recompute for layer in layers):
         raise ArgumentError(
             "model",
@@ -125,13 +133,14 @@ def context_parallel(model: nn.Module, group: Any = None, exchange: cost.Choice 
             "layers that keep their branches' outputs",
             "leave recompute out and wrap the layer in torch.utils.checkpoint",
         )
-    for layer in layers:
-        layer.context = ContextOfLayer(group_of(group, "context_parallel"), exchange, both_ends)
+    context = ContextOfLayer(group_of(group, "context_parallel"), exchange, both_ends)
+    for layer in (*layers, *msa):
+        layer.context = context  # type: ignore[assignment]
     return model
 
 
 class ContextOfLayer:
-    """Attention of an `NSAttention` layer whose sequence is split over ranks."""
+    """Attention of an `NSAttention` or `MSAttention` layer whose sequence is split over ranks."""
 
     def __init__(self, group: dist.ProcessGroup, exchange: cost.Choice, both_ends: bool) -> None:
         self.group, self.exchange, self.both_ends = group, exchange, both_ends
@@ -139,6 +148,13 @@ class ContextOfLayer:
     def positions(self, S: int, device: torch.device) -> Tensor:
         """Return the positions of this rank's rows in the sequence, int64 [S]."""
         return rank_rows(dist.get_world_size(self.group) * S, self.group, both_ends=self.both_ends, device=device)
+
+    def keys(self, k: Tensor, v: Tensor, index_k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return k and v [B,G,S_kv,D] and index keys [B,S_kv,Di] of all slices up to this rank's, from those of its own."""
+        route = _route_of_all_before(Cut(k.shape[2], self.group.size()), self.group.rank())
+        ((k, v),) = with_neighbors([k], [v], route, self.group)
+        ((every, _),) = with_neighbors([index_k.unsqueeze(1)], [index_k[:, None, :, :0]], route, self.group)
+        return k, v, every.squeeze(1)
 
     def attend(self, layer: NSAttention, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *others: Tensor, q_cmp: Tensor) -> Tensor:
         """Run the layer's `nsa_attention`; k_cmp [B,S,G,Dk] and v_cmp [B,S,G,Dv] are still to be compressed."""
@@ -233,7 +249,7 @@ def _begin(given: _Tensors, options: _Options, group: Any, *, compressed: bool) 
     _, _, scale, _ = check_choose(q_cmp, k_all, v_all, options.rule, options.scale, None, ranks * S, fake=False)
     options = options._replace(scale=scale)
     compare_call(group, q, _NAME, lambda: {
-        **{**options._asdict(), "rule": options.rule._asdict()}, "compressed": compressed, "dtype": str(q.dtype),
+        **{**options._asdict(), "rule": options.rule.options()}, "compressed": compressed, "dtype": str(q.dtype),
         "sizes": {name: x.shape for name, x in given._asdict().items() if name not in ("k_cmp", "v_cmp")},
         "grads": [name for name, x in given._asdict().items() if x.requires_grad and torch.is_grad_enabled()],
     })  # fmt: skip
@@ -278,7 +294,7 @@ def _attend(of: _Slice) -> Tensor:
     for held, x in zip(cut.held(of.group.rank()), rows if q_cmp is q else torch.split(q_cmp, size, 1), strict=True):
         seen = rule.compressed_keys(held.stop)
         k, v = k_cmp[:, :, :seen], v_cmp[:, :, :seen]
-        o, selection = compressed_attention(x, k, v, scale=scale, S_kv=held.stop, **rule._asdict())
+        o, selection = compressed_attention(x, k, v, scale=scale, S_kv=held.stop, **rule.options())
         compressed.append(o)
         ranges.append(selection.ranges)
     if both_ends:
@@ -297,6 +313,12 @@ def _route_before_compression(cut: Cut, rank: int, rule: Rule) -> Route:
     """Return the route of keys to be compressed: a block that begins in a slice may end in the next ones."""
     after = rule.compress_block - rule.compress_stride
     return Route.of([Reach.of(cut.ranks, cut.held, lambda each: cut.near(each, after=after))], rank)
+
+
+@functools.lru_cache(maxsize=256)
+def _route_of_all_before(cut: Cut, rank: int) -> Route:
+    """Return the route of the keys of all slices up to each rank's own."""
+    return Route.of([Reach.of(cut.ranks, cut.held, lambda each: cut.near(each, before=cut.size * cut.ranks))], rank)
 
 
 @functools.lru_cache(maxsize=256)

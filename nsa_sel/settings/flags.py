@@ -17,6 +17,7 @@ CONFIG_FLAG = "NSA_SEL_CONFIG"
 CACHE_FLAG = "NSA_SEL_CACHE"  # the folder of tuning results and compiled CUDA kernels
 TEST_FLAG = "NSA_TEST_TRITON_SEL"  # read only by the tests
 COMMIT_FLAG = "NSA_SEL_COMMIT"  # read only by the benches
+ENGINES_FLAG = "NSA_SEL_ENGINES"  # read only by the plugins of vLLM and SGLang
 
 
 class Flag(msgspec.Struct, frozen=True):
@@ -147,6 +148,6 @@ def environment() -> tuple[str | None, ...]:
 
 def unknown_variables() -> dict[str, str | None]:
     """Return the environment variables named NSA_* that are not flags, each with the flag of a similar name."""
-    flags = (*NAMES, TEST_FLAG, COMMIT_FLAG)
+    flags = (*NAMES, TEST_FLAG, COMMIT_FLAG, ENGINES_FLAG)
     names = sorted(name for name in os.environ if name.startswith("NSA_") and name not in flags)
     return {name: closest(name, flags, cutoff=0.6) for name in names}

@@ -53,7 +53,7 @@ def describe(decision: Decision, columns: int = 0) -> str:
     if decision.predictions and request.kind == "attend":
         source = decision.sharing_source if request.sharing else f"not measured: {decision.sharing_source}"
         ratios = ", ".join(f"{t}: {r}" for t, r in zip(SHARING_TOKENS, request.sharing or settings.sharing_prior, strict=True))
-        lines.append(f"sharing   blocks that adjacent tokens select together, relative to one token, by tokens: {ratios} ({source})")
+        lines.append(f"sharing   distinct blocks of adjacent tokens, relative to one: {ratios} ({source})")
     assumed = "" if settings.assumed is None else f", assumes values of {settings.assumed}, measured on another device"
     assumed = ", assumes the built-in values" if settings.assumed == "base.yaml" else assumed
     lines.append(f"config    {settings.profile}{assumed}, fingerprint {settings.fingerprint}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nsa_sel import MSAttention
+from nsa_sel import MSACache, MSAttention
 from nsa_sel.errors import ArgumentError
 from tests.compat.test_minimax_m3 import ONE_LAYER, SIZES, transformers
 
@@ -128,10 +129,75 @@ def test_it_compiles_as_one_graph() -> None:
         torch.testing.assert_close(gradient, eager[name], msg=name)
 
 
+@pytest.mark.parametrize(("warm_up", "block_score"), [(False, "max"), (False, "sum"), (True, "max")])
+def test_a_packed_batch_is_its_sequences_alone(warm_up: bool, block_score: str) -> None:
+    """Lengths of 0 and 1, and padding that holds NaN."""
+    made, cu = layer(dtype=torch.float64, block_score=block_score), [0, 33, 33, 34, 60]
+    made.warm_up = warm_up
+    x = hidden(torch.float64)[:1]
+    x[:, 60:] = torch.nan
+    sequences = [x[:, begin:end] for begin, end in itertools.pairwise(cu) if end > begin]
+    alone = [made(sequence, return_loss=True) for sequence in sequences]
+    wanted = torch.cat([o for o, _ in alone], 1), sum(loss * y.shape[1] for (_, loss), y in zip(alone, sequences, strict=True)) / S
+    (wanted[0].square().sum() + wanted[1]).backward()
+    of_parts = gradients(made)
+    for bounds in (cu, torch.tensor(cu)):
+        made.zero_grad()
+        o, loss = made(x, cu_seqlens=bounds, return_loss=True)
+        torch.testing.assert_close((o[:, :60], loss.double()), (wanted[0], wanted[1].double()), atol=1e-6, rtol=1e-6)
+        assert not o[:, 60:].any()
+        (o.square().sum() + loss).backward()
+        for name, gradient in gradients(made).items():
+            torch.testing.assert_close(gradient, of_parts[name], atol=1e-6, rtol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("block_score", ["max", "sum"])
+@torch.no_grad()
+def test_cached_tokens_are_those_of_the_whole_text(block_score: str) -> None:
+    """A prompt, chunks and single tokens; then sequences of two lengths, padded on the right."""
+    made, x = layer(block_score=block_score), hidden()
+    whole, cache = made(x), MSACache.of(made, 2, S)
+    parts = [made(part, cache=cache) for part in x.split([40, 9, 1, 1, 19], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+    assert cache.lengths.tolist() == [S, S]
+    cache.lengths.zero_()
+    made(x[:, :30].index_fill(1, torch.tensor([29]), 7.0), cache=cache)
+    cache.lengths.copy_(torch.tensor([29, 12]))
+    o = made(torch.stack((x[0, 29:32], x[1, 12:15])), cache=cache)
+    torch.testing.assert_close(o, torch.stack((whole[0, 29:32], whole[1, 12:15])))
+    with pytest.raises(ArgumentError, match=r"^x is of S = 60 tokens; allowed: the room that is left of 70 keys"):
+        made(x[:, :60], cache=cache)
+
+
+def test_autocast_is_within_its_error() -> None:
+    made, x = layer(), hidden()
+    exact, exact_loss = made(x, return_loss=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        o, loss = made(x, return_loss=True)
+    loss.backward()
+    assert o.dtype == torch.bfloat16
+    assert float((o - exact).detach().abs().quantile(0.9)) < 0.1 * float(exact.detach().abs().max())
+    assert abs(loss.item() - exact_loss.item()) < 0.05 * exact_loss.item()
+    assert {name.split(".")[0] for name in gradients(made)} == {"indexer"}
+
+
 def test_arguments_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"^rotary_dim is 5; allowed: an even number from 0 to 8"):
         MSAttention(32, 2, 2, 8, rotary_dim=5)
+    with pytest.raises(ArgumentError, match=r"^block_score is 'mean'"):
+        MSAttention(32, 2, 2, 8, block_score="mean")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"^x is of shape \(2, 70, 31\)"):
         layer()(hidden()[..., :31])
     with pytest.raises(ArgumentError, match=r"^positions is"):
         layer()(hidden(), torch.arange(3))
+    for match, options in {
+        r"^cu_seqlens is given with B = 2": {"cu_seqlens": [0, S]},
+        r"^max_seqlen is 9; allowed: None without": {"max_seqlen": 9},
+        r"^return_loss is given with a cache": {"cache": MSACache.of(layer(), 2, S), "return_loss": True},
+        r"^cache is a dict": {"cache": {}},
+        r"^cache is given with gradients": {"cache": MSACache.of(layer(), 2, S)},
+    }.items():
+        with pytest.raises(ArgumentError, match=match):
+            layer()(hidden(), **options)
+    with torch.no_grad(), pytest.raises(ArgumentError, match=r"^cache.k is torch.float64 of \(2, 8\)"):
+        layer()(hidden(), cache=MSACache.of(layer(), 2, S, torch.float64))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace as changed
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -190,6 +191,22 @@ PACKED: dict[str, Callable[..., ChooseCall]] = {
 @of_any_keys(*PACKED)
 def test_choose_packed_batches(lane: Lane, what: str) -> None:
     check_both(registry.load_chooser(lane.name), PACKED[what](dtype=lane.dtype, device=lane.place), slack(lane))
+
+
+@of_any_keys({"reduce": "max"}, {"reduce": "sum", "first": 1}, {"heads": "max", "activation": "relu"}, {"reduce": "sum", "softmax": True})
+def test_choose_blocks_of_packed_batches_as_each_sequence_alone(lane: Lane, what: dict[str, Any]) -> None:
+    """By index keys of one group or of all; NaN in padding."""
+    bounds, T, options = [0, *accumulate(MIXED)], sum(MIXED) + 3, {"block_size": 4, "n": 3, "backend": lane.name, **what}
+    q, k = torch.randn(T, 2, 3, 16, device=lane.place).to(lane.dtype), torch.randn(T, 2, 16, device=lane.place).to(lane.dtype)
+    q[bounds[-1] :], k[bounds[-1] :] = torch.nan, torch.nan
+    for keys, cu in ((k, bounds), (k[:, :1], torch.tensor(bounds).to(lane.place))):
+        chosen = choose_blocks(q, keys, cu_seqlens=cu, max_seqlen=20, **options)  # type: ignore[arg-type]
+        assert (chosen.ranges.shape, chosen.block_size, chosen.disjoint) == ((1, T, 2, 3, 2), 4, True)
+        assert decisions()[-1].forward == lane.name
+        for begin, end in pairwise(bounds):
+            alone = choose_blocks(q[None, begin:end], keys[begin:end].transpose(0, 1).unsqueeze(0), **options)  # type: ignore[arg-type]
+            assert torch.equal(chosen.block_indices[:, begin:end], alone.block_indices)
+        assert not chosen.ranges[:, bounds[-1] :].any()
 
 
 @of_any_keys(None)

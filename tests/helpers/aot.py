@@ -306,7 +306,8 @@ def choose(name: str) -> None:
         call.pages = PagedKeys(torch.zeros(4, C // page, dtype=torch.int32), 0) if page else None
         call.scales = Scales(torch.ones(1, groups), torch.ones(1, groups), 0, "head") if stored else None
         if name in PACKED:
-            call.requests, call.q, call.start = Requests(torch.zeros(5, dtype=torch.int32), S, None), call.q[:1], 0
+            R = 1 if name == "packed-msa-pages" else 4
+            call.requests, call.q, call.start = Requests(torch.zeros(R + 1, dtype=torch.int32), S, None), call.q[:1], 0
         out = torch.empty(len(call.q), S, G, rule.n + call.tail, dtype=torch.int32)
         choose_triton.best_blocks(call, torch.zeros(4, S, G, h) if pool.softmax else None, out)
         return

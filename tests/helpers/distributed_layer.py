@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
-from nsa_sel import NSAttention, Selection, decisions, nsa_attention, selection_attention, use_backend
+from nsa_sel import MSAttention, NSAttention, Selection, decisions, nsa_attention, selection_attention, use_backend
 from nsa_sel.distributed import (
     context_parallel,
     context_parallel_nsa_attention,
@@ -247,6 +248,30 @@ def sharded_layers_are_the_whole_layer() -> None:
         assert_same(gradients(part), gradients(whole))
 
 
+def sharded_layers_of_msa_are_the_whole_layer() -> None:
+    """FSDP2 over ranks that hold sequences, or slices of them, in both stages of training: outputs and the indexer's loss."""
+
+    def msa() -> MSAttention:
+        torch.manual_seed(0)
+        return MSAttention(WIDTH, 2, 2, 4, block_size=8, n=2, loss_weight=0.5, backend="sdpa-packed", dtype=torch.float64).to(DEVICE)
+
+    for by_slices, warm_up in itertools.product((False, True), repeat=2):
+        whole, part, x = msa(), msa(), hidden(16 * ranks(), batch=2 * ranks())
+        part = fully_shard(context_parallel(part) if by_slices else part, mesh=init_device_mesh(DEVICE, (ranks(),)))
+        whole.warm_up = part.warm_up = warm_up
+        o = whole(x)
+        weighted(o).sum().div(ranks()).backward()
+        own = mine(x, int(by_slices))
+        got = part(own)
+        mine(weighted(torch.ones_like(o)), int(by_slices)).mul(got).sum().backward()
+        assert_same((got, own.grad), (mine(o, int(by_slices)), ranks() * mine(x.grad, int(by_slices))))
+        loss = part.index_loss.clone()
+        dist.all_reduce(loss)
+        assert_same(loss / ranks(), whole.index_loss)
+        assert_same(gradients(part), gradients(whole))
+    assert_refused(("both_ends is True; allowed: the default with MSAttention", lambda: context_parallel(msa(), both_ends=True)))
+
+
 def split_layers_are_the_whole_layer() -> None:
     """Tensor parallelism by groups, alone and below FSDP2; an optimizer's steps keep the layer whole."""
     both = init_device_mesh(DEVICE, (1, ranks()), mesh_dim_names=("dp", "tp"))
@@ -294,6 +319,7 @@ ANY_RANKS = (
     *SLICED,
     wrong_slices_are_refused,
     sharded_layers_are_the_whole_layer,
+    sharded_layers_of_msa_are_the_whole_layer,
     split_layers_are_the_whole_layer,
     groups_that_ranks_do_not_divide_are_refused,
     first_calls_of_layers_that_differ_raise_on_all_ranks,

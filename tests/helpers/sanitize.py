@@ -1,11 +1,12 @@
 """A small matrix of forced calls, forward and backward, for compute-sanitizer:
 
-compute-sanitizer --tool memcheck --error-exitcode 86 python tests/helpers/sanitize.py cupy-cuda 48 64
+compute-sanitizer --tool memcheck --error-exitcode 86 python -m tests.helpers.sanitize cupy-cuda 48 64
 
 The numbers are block sizes. Blocks of 4 to 32 and of 64 run Hopper's kernels, whose TMA loads only memcheck supports. Calls that the
 backend's limits refuse are left out. Without numbers the calls are over caches: one new token and more, few rows and many, pages and none,
 e4m3. "layer" decodes with a layer over `NSACache`, "choosing" chooses among compressed keys in pages. "units" are calls of cuda-block in
-several units; "lists" are the kernels of its plans and of cupy-cuda's, which have no TMA.
+several units; "lists" are the kernels of its plans and of cupy-cuda's, which have no TMA. "indices" reads block indices with duplicates,
+of few rows and of many; "indexers" chooses for few tokens and for many, and computes the loss of an indexer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from unittest import mock
 import msgspec
 import torch
 
-from nsa_sel import NSACache, NSAttention, Selection, explain, selection_attention
+from nsa_sel import NSACache, NSAttention, Selection, choose_blocks, explain, indexer_loss, selection_attention
 from nsa_sel.backends import choose_triton
 from nsa_sel.backends._triton import choose_pages
 from nsa_sel.backends.cupy_cuda import cuda_block, launch, sm90
@@ -154,7 +155,47 @@ def run_choosing() -> int:
     return len(sizes)
 
 
+def run_indices(backend: str = "cupy-cuda") -> int:
+    """How many calls from block indices with duplicates ran, of 32 and of 64 bits; results do not depend on the duplicates' values."""
+    sizes = (  # B, S, G, h, D, S_kv, block, n
+        (1, 1, 2, 12, 256, 2100, 4, 513), (150, 1, 2, 12, 256, 2100, 4, 129), (3, 4, 2, 16, 128, 2000, 64, 16),
+        (1, 30, 2, 12, 256, 1100, 4, 140),
+    )  # fmt: skip
+    for B, S, G, h, D, S_kv, block, n in sizes:
+        q, k, v = make_qkv(B, S, G, h, D, D, S_kv=S_kv, dtype=torch.bfloat16, device="cuda", requires_grad=S > 8)
+        indices = torch.randint(-2, S_kv // block + 2, (B, S, G, n), device="cuda")
+        indices[..., n // 2] = indices[..., 0]
+        results = [selection_attention(q, k, v, Selection.from_blocks(x, block), backend=backend) for x in (indices, indices.int())]
+        assert torch.equal(*results)
+        if S > 8:
+            torch.autograd.grad(results[0].float().sum(), (q, k, v))
+    torch.cuda.synchronize()
+    return 2 * len(sizes)
+
+
+def run_indexers() -> int:
+    """How many calls of an indexer ran: choosing for 1, 4 and 70 tokens, best scores, and the loss, forward and backward."""
+    k, index_k = torch.randn(2, 2, 3000, 64, device="cuda"), torch.randn(2, 1, 3000, 64, device="cuda")
+    k, index_k = k.bfloat16(), index_k.bfloat16()
+    for S in (1, 4, 70):
+        q = torch.randn(2, S, 2, 4, 64, device="cuda", dtype=torch.bfloat16)
+        chosen = choose_blocks(q, index_k, block_size=32, n=16)
+        pooled = {"block_size": 4, "compress_block": 4, "compress_stride": 4, "local": 0, "activation": "relu", "tail": True}
+        tail = choose_blocks(q, index_k[:, :, ::4].contiguous(), n=24, S_kv=3000, **pooled)
+        for selection in (chosen, tail, Selection.from_scores(torch.randn(2, S, 2, 94, device="cuda"), 16, 32, S_kv=3000)):
+            o, lse = selection_attention(q, k, k, selection, return_lse=True)
+            index_q = q[:, :, :, 0].clone().requires_grad_()
+            indexer_loss(q, k, lse, index_q, index_k[:, 0], selection).backward()
+            assert bool(o.isfinite().all())
+    torch.cuda.synchronize()
+    return 3 * 3
+
+
 if __name__ == "__main__":
     name, *numbers = sys.argv[1:]
-    of_name = {"layer": run_layer, "choosing": run_choosing, "units": run_units, "lists": run_lists}.get(name)
+    functions = {
+        "layer": run_layer, "choosing": run_choosing, "units": run_units, "lists": run_lists, "indices": run_indices,
+        "indexers": run_indexers,
+    }  # fmt: skip
+    of_name = functions.get(name)
     print(of_name() if of_name else run(name, list(map(int, numbers))) if numbers else run_caches(name), "calls")

@@ -31,7 +31,7 @@ from nsa_sel.core.call import ChooseCall
 from nsa_sel.core.decide import forget_decisions
 from nsa_sel.core.decision import Decision, Override
 from nsa_sel.core.request import example_choice
-from nsa_sel.errors import BackendError
+from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.policies import rules
 from nsa_sel.policies.default import POLICY
 from nsa_sel.settings.config import GPUS
@@ -155,7 +155,7 @@ def test_empty_batch_and_rows() -> None:
         assert infllm_selection(q, k.expand(-1, 2, -1, -1), **INFLLM).ranges.shape == (B, S, 2, 3, 2)
         assert moba_selection(q, k.expand(-1, 2, -1, -1)).ranges.shape == (B, S, 2, 3, 2)
         call = make_choose_call((B, S, S, 1, 2, 16, 16, SMALL))
-        o, selection = compressed_attention(call.q, call.k, call.v, **call.rule._asdict(), S_kv=S)
+        o, selection = compressed_attention(call.q, call.k, call.v, **call.rule.options(), S_kv=S)
         assert (o.shape, selection.ranges.shape) == ((B, S, 1, 2, 16), (B, S, 1, SMALL.n, 2))
 
 
@@ -200,7 +200,7 @@ def test_autocast_and_transforms() -> None:
         choose()
     assert last().request.dtype == "bfloat16"
     call = make_choose_call(WHOLE)
-    compressed = lambda q: compressed_attention(q, call.k, call.v, **call.rule._asdict())[0]  # noqa: E731
+    compressed = lambda q: compressed_attention(q, call.k, call.v, **call.rule.options())[0]  # noqa: E731
     assert_refused(
         ("choose_blocks is called inside", lambda: torch.func.vmap(lambda x: choose_blocks(x, k, block_size=4, n=3).ranges)(q[None])),
         ("compressed_attention", lambda: torch.func.vmap(compressed)(call.q)),
@@ -275,7 +275,7 @@ WHOLE = (1, 50, 50, 1, 1, 16, 16, SMALL)
 
 
 def options_of(call: ChooseCall, shape: str) -> dict[str, Any]:
-    rule = call.rule._asdict()
+    rule = call.rule.options()
     return {**rule, "scale": call.scale, "S_kv": SHAPES[shape][2]}
 
 
@@ -297,7 +297,7 @@ def test_gradcheck() -> None:
     inputs = tuple(x.detach().requires_grad_() for x in (call.q, call.k, call.v))
 
     def work(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        o, _, lse = compressed_attention(q, k, v, **call.rule._asdict(), return_lse=True)
+        o, _, lse = compressed_attention(q, k, v, **call.rule.options(), return_lse=True)
         return o, lse[:, 7:]
 
     assert torch.autograd.gradcheck(work, inputs)
@@ -308,7 +308,7 @@ def test_gradcheck() -> None:
 def test_positions_written_after_forward_are_noticed() -> None:
     call = make_choose_call((1, 20, 20, 1, 2, 3, 2, SMALL))
     q, q_pos = call.q.requires_grad_(), torch.arange(20)
-    o, _ = compressed_attention(q, call.k, call.v, **call.rule._asdict(), q_pos=q_pos)
+    o, _ = compressed_attention(q, call.k, call.v, **call.rule.options(), q_pos=q_pos)
     q_pos.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         o.sum().backward()
@@ -320,7 +320,7 @@ def test_hooks_on_saved_tensors_may_free_the_inputs() -> None:
     inputs = [x.requires_grad_() + 0 for x in (call.q, call.k, call.v)]
     kept = [weakref.ref(x) for x in inputs]
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
-        o, _ = compressed_attention(*inputs, **call.rule._asdict())
+        o, _ = compressed_attention(*inputs, **call.rule.options())
     del inputs
     assert not any(x() is not None for x in kept)
     o.sum().backward()
@@ -434,7 +434,7 @@ WRONG_COMPRESSED = [
 @each_of(WRONG_COMPRESSED)
 def test_wrong_compressed_calls(changes: dict[str, Any], fragments: tuple[str, ...]) -> None:
     call = make_choose_call(WHOLE)
-    arguments = {"q": call.q, "k_cmp": call.k, "v_cmp": call.v, **call.rule._asdict(), "S_kv": 50}
+    arguments = {"q": call.q, "k_cmp": call.k, "v_cmp": call.v, **call.rule.options(), "S_kv": 50}
     refused(compressed_attention, arguments, changes, fragments)
 
 
@@ -442,7 +442,7 @@ def test_one_graph_with_gradients() -> None:
     """torch.compile(fullgraph, dynamic): the same o, blocks and gradients as eager, at two lengths."""
 
     def work(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        o, selection = compressed_attention(q, k, v, **SMALL._asdict())
+        o, selection = compressed_attention(q, k, v, **SMALL.options())
         return o * 2, selection.ranges
 
     compiled = torch.compile(work, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -458,3 +458,18 @@ def test_opcheck(needs_grad: bool) -> None:
     call = make_choose_call(WHOLE)
     inputs = [x.detach().requires_grad_(needs_grad) for x in (call.q, call.k, call.v)]
     torch.library.opcheck(torch.ops.nsa_sel.choose_forward.default, (*inputs, None, None, list(SMALL), 50, 0.25, None, None, needs_grad))
+
+
+def test_blocks_of_packed_batches_compile_and_refuse_what_is_not_packed() -> None:
+    q, k, cu = randn(20, 2, 1, 16), randn(20, 1, 16, seed=1), torch.tensor([0, 9, 9, 18])
+    expected = choose_blocks(q, k, block_size=4, n=2, cu_seqlens=cu)
+    compiled = torch.compile(choose_blocks, fullgraph=True, backend="aot_eager")(q, k, block_size=4, n=2, cu_seqlens=cu, max_seqlen=9)
+    assert torch.equal(compiled.ranges, expected.ranges)
+    for name, options in {
+        "q_pos": {"q_pos": torch.arange(20)}, "tail": {"tail": True, "local": 0, "compress_block": 4, "compress_stride": 4},
+        "compress_block": {"compress_block": 4, "compress_stride": 4},
+        "k": {"k": randn(19, 1, 16)}, "max_seqlen": {"max_seqlen": 8}, "q": {"q": randn(1, 20, 2, 1, 16)},
+    }.items():  # fmt: skip
+        with pytest.raises(ArgumentError) as error:
+            choose_blocks(**({"q": q, "k": k, "block_size": 4, "n": 2, "cu_seqlens": cu} | options))
+        assert error.value.argument == name

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -119,3 +120,15 @@ def test_metadata_names_version_and_light_dependencies(wheel: Path) -> None:
     (every,) = (text for text in metadata.get_all("Requires-Dist", []) if "extra == 'all'" in text.replace('"', "'"))
     optional = set(metadata.get_all("Provides-Extra", []))
     assert set(re.split(r"[][,]", every)[1:-1]) == optional - {"all", "cuda12", "docs", "dev"}
+
+
+def test_lowest_constraints_are_the_bounds_of_pyproject() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = ("cpu", "cli", "report", "serve", "cuda13")
+    wanted = [*project["dependencies"], *(text for extra in extras for text in project["optional-dependencies"][extra])]
+    bounds = {name: bound for text in wanted for name, bound in re.findall(r"^([\w-]+)(?:\[\w+\])?>=([\d.]+)", text)}
+    lines = (ROOT / "constraints-lowest.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert bounds.keys() | {"pytest"} == pins.keys()
+    for name, bound in bounds.items():
+        assert f"{pins[name]}.0.0".startswith(f"{bound}."), name

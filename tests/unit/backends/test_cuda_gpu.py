@@ -214,7 +214,7 @@ def sanitized(tool: str, arguments: tuple[str, ...], cache: Path) -> str:
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": paths, CACHE_FLAG: str(cache)}
     # A status is no finding: cuda_driver.parameters asks until the driver says that there is no next one, and a launch that fails raises.
     statuses = ("--report-api-errors", "no") if tool == "memcheck" else ()
-    command = [sanitizer, "--tool", tool, *statuses, "--error-exitcode", "86", sys.executable, "tests/helpers/sanitize.py", *arguments]
+    command = [sanitizer, "--tool", tool, *statuses, "--error-exitcode", "86", sys.executable, "-m", "tests.helpers.sanitize", *arguments]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=1200)
     assert run.returncode == 0, (run.stdout + run.stderr)[-4000:]
     return run.stdout
@@ -229,13 +229,13 @@ def test_the_sanitizer_finds_nothing(what: str, calls: int, tool: str, tmp_path:
 
 @needs_hopper
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "calls"), [("cupy-cuda 4 64", 42), ("cuda-block 64 128", 28), ("units", 2)])
+@pytest.mark.parametrize(("what", "calls"), [("cupy-cuda 4 64", 42), ("cuda-block 64 128", 28), ("units", 2), ("indices", 8)])
 def test_memcheck_finds_nothing_in_kernels_of_hopper(what: str, calls: int, tmp_path: Path) -> None:
     """racecheck and synccheck do not support TMA; initcheck takes what it stores as never written."""
     assert f"{calls} calls" in sanitized("memcheck", tuple(what.split()), tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "calls"), [("cupy-cuda", 20), ("triton-group", 20), ("layer", 6), ("choosing", 3)])
+@pytest.mark.parametrize(("what", "calls"), [("cupy-cuda", 20), ("triton-group", 20), ("layer", 6), ("choosing", 3), ("indexers", 9)])
 def test_memcheck_finds_nothing_in_calls_over_caches(what: str, calls: int, tmp_path: Path) -> None:
     assert f"{calls} calls" in sanitized("memcheck", (what,), tmp_path)

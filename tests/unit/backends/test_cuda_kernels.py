@@ -5,12 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
 import torch
 from torch import Tensor
 
+from nsa_sel import selection as selection_module
 from nsa_sel.backends import cupy_cuda, window_cuda
 from nsa_sel.backends.cupy_cuda import (
     arithmetic,
@@ -24,8 +26,9 @@ from nsa_sel.backends.cupy_cuda import (
     whole_blocks,
 )
 from nsa_sel.core import arguments
+from nsa_sel.core.arguments import whole_blocks as ranges_of
 from nsa_sel.core.call import Call, Rule, WindowCall
-from nsa_sel.core.ranges import Blocks
+from nsa_sel.core.ranges import Blocks, disjoint
 from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
 from tests.contract.lanes import Lane, lanes
@@ -75,6 +78,20 @@ def test_any_order_of_threads_and_copies_gives_the_same_bits(
         emulated(monkeypatch, mode)
         runs.append(check(cupy_cuda, call_of(q, k, v, make_blocks(1, S, 1, k.shape[2], 3, block))))
     assert all(torch.equal(x, y) for run in runs for x, y in zip(runs[0], run, strict=True))
+
+
+def test_plans_count_a_block_once_however_often_rows_of_many_blocks_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks for duplicates: plans have one bit for a row and a block."""
+    emulated(monkeypatch)
+    monkeypatch.setattr(selection_module, "MOST_SEARCHED", 4)
+    monkeypatch.setattr(selection_module, "distinct_ranges", mock.Mock(side_effect=AssertionError))
+    q, k, v = make_qkv(1, 24, 2, 12, 64, 64, S_kv=150, dtype=torch.float16)
+    indices = torch.randint(-2, 40, (1, 24, 1, 9), generator=torch.Generator().manual_seed(0))  # for both groups
+    indices[..., 5], indices[..., 8] = indices[..., 0], indices[..., 3]
+    ranges = ranges_of(indices, 4)
+    found = check(cupy_cuda, call_of(q, k, v, Selection(ranges, 4)))
+    again = check(cupy_cuda, call_of(q, k, v, Selection(disjoint(ranges), 4, disjoint=True)))
+    assert all(map(torch.equal, found[:3], again[:3]))  # dk and dv: duplicates count for which blocks share tiles
 
 
 def row_of_cluster(page_size: int | None, cluster: int, **sizes: Any) -> tuple[Tensor, Tensor]:
@@ -350,7 +367,7 @@ def test_gradients_of_pairs_whose_lists_do_not_fit_together(monkeypatch: pytest.
     call = call_of(q, k, v, selection, positions)
     monkeypatch.setattr(block_tiles, "ENTRY_BYTES", call.settings.workspace_bytes // (2 * S * 2))
     assert not block_tiles.list_bytes(call)[1]
-    check_lists(q, k, v, selection.ranges, positions, lambda lse, do, delta: sm90.dkdv_groups(call, call.disjoint_ranges(), lse, do, delta))
+    check_lists(q, k, v, selection.ranges, positions, lambda lse, do, delta: sm90.dkdv_groups(call, lse, do, delta))
 
 
 @pytest.mark.parametrize(("h", "S", "S_kv", "size"), [(16, 40, 110, 30), (3, 70, 150, 30), (16, 40, 300, 200)])

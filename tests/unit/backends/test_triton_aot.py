@@ -122,12 +122,13 @@ def spills_allowed_choose(kernel: dict[str, object]) -> int:
 
 # Attention and its choice; a choice without attention; few rows over pages. The others have the same kernels of other sizes and bounds, or
 # for 8.0.
-SOME_CHOOSE = ("h16", "msa", "pages", "few-msa-pages-e4m3")
+SOME_CHOOSE = ("h16", "msa", "pages", "few-msa-pages-e4m3", "packed-msa-pages")
+PACKED = ("packed-msa", "packed-msa-pages-e4m3", "packed-qsa-pages", "packed-h8")
 OTHERS = ("h8-64", "most-blocks", "packed", "pages-drafts", "few-msa-e4m3", "few-qsa-drafts-pages", "few-nsa", "80", "moba", "few-msa")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", [SOME_CHOOSE, pytest.param(OTHERS, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("asked", [SOME_CHOOSE, pytest.param((*OTHERS, *PACKED), marks=pytest.mark.thorough)])
 def test_choosing_fits(asked: tuple[str, ...]) -> None:
     """In one process."""
     found = compiled_apart("choose", "90", *asked)
@@ -148,6 +149,9 @@ def test_choosing_fits(asked: tuple[str, ...]) -> None:
         elif shape.startswith("few"):
             assert [kernel["kernel"] for kernel in kernels] == ["few_scores_kernel", "top_n_kernel"]
             assert kernels[0]["spilled"] == 0, kernels
+        elif shape.startswith("packed-"):
+            tiles = [] if shape == "packed-h8" else ["tile_starts_kernel", "packed_logits_kernel"]
+            assert [kernel["kernel"] for kernel in kernels] == ["few_scores_kernel", *tiles, "top_n_kernel"]
         elif shape.startswith("pages"):
             assert [kernel["kernel"] for kernel in kernels] == ["attention_kernel", "importance_kernel", "top_n_kernel"]
             for kernel in kernels:

@@ -187,7 +187,7 @@ def paged(q: Tensor, cache: Tensor, indices: Tensor, table: Tensor, lengths: Ten
     o.copy_(dense_attention(q.unflatten(1, (G, -1)).unflatten(0, (B, -1)), k, v, ranges, scale)[0].flatten(2, 3).flatten(0, 1))
 
 
-def test_the_documented_adapter_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_adapter_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     def prefill(
         q: Tensor, cache: Tensor, indices: Tensor, table: Tensor, starts: Tensor, lengths: Tensor, prefixes: Tensor, most: int,
         *rest: Any,
@@ -200,12 +200,11 @@ def test_the_documented_adapter_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None
     name = "vllm.models.minimax_m3.common.ops.sparse_attn"
     for length in range(1, 7):
         monkeypatch.setitem(sys.modules, ".".join(name.split(".")[:length]), SimpleNamespace(**kernels))
-    made: dict[str, Any] = {}
-    exec(re.findall(r"^```py\n(# vllm_m3\.py\n.*?)^```$", (ROOT / "docs/performance.md").read_text(), re.MULTILINE | re.DOTALL)[0], made)
+    attend = store.example("engine_kernels").vllm
     for S in (1, 40):
         problem = make_problem(Case("m3", "random", 2, S, 512, 2, 3, 16, 16, 3, 128, "float32"), "cpu")
         indices = problem.selection.block_indices
-        o = made["attend"](*problem[1:4], indices, 128, 0.25, made["attend"].prepare(problem.k, problem.v, indices, 128))
+        o = attend(*problem[1:4], indices, 128, 0.25, attend.prepare(problem.k, problem.v, indices, 128))
         torch.testing.assert_close(o, dense_attention(*problem[1:4], problem.selection.ranges, 0.25)[0])
 
 

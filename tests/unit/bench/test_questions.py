@@ -10,13 +10,13 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from nsa_sel import use_backend
+from nsa_sel import choose_blocks, use_backend
 from nsa_sel.bench import headline
-from nsa_sel.bench.core import store
+from nsa_sel.bench.core import cases, contenders, store, variants
 from nsa_sel.bench.core.cases import Case, make_selection, prefill, text_case
 from nsa_sel.bench.core.contenders import DENSE
 from nsa_sel.bench.core.session import wanted
-from nsa_sel.bench.questions import choosing_steps, host_time, indexer_loss, layer_parts, packed_batches
+from nsa_sel.bench.questions import choosing_steps, engines, host_time, indexer_loss, layer_parts, packed_batches, speed
 from nsa_sel.bench.questions.host_time import CHOSEN, COMPILED, NOTHING, STEP
 from nsa_sel.cli.app import app
 from nsa_sel.errors import NsaSelError
@@ -47,9 +47,9 @@ def times(ms: float) -> dict[str, float]:
     return {"ms_median": ms, "ms_p20": 0.9 * ms, "ms_p80": 1.1 * ms}
 
 
-def test_every_claim_is_measured_beside_dense_attention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """On a GPU where dense attention takes 100 ms, the layer 10 ms and the call 200 ms, and where the training example
-    fails.
+def test_every_claim_is_measured_beside_what_it_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a GPU where everything else takes 100 ms and 10 GiB, layers 10 ms and 1 GiB and the calls 200 ms, and where the
+    training example fails.
     """
 
     def run(jobs: Any, out: Path, device: str, console: Console) -> list[dict[str, Any]]:
@@ -57,11 +57,19 @@ def test_every_claim_is_measured_beside_dense_attention(monkeypatch: pytest.Monk
         return [{**row, **times(100 if row["backend"] == DENSE else 200)} for row in rows]
 
     def measure(name: str, rep: float) -> list[dict[str, Any]]:
-        return [{"direction": direction, **times(100 if name == "dense" else 10)} for direction in ("fwd", "bwd")]
+        return [{"direction": direction, **times(100 if name == "dense" else 10)} for direction in ("fwd", "bwd", "fwd+bwd")]
 
-    parts = ("layer", "layer of text", "dense")
-    monkeypatch.setattr(headline.layer_parts, "parts", lambda S, h: {name: lambda name=name: name for name in parts})
+    def measure_released(model: str, make: Any, ways: list[str], rep: float, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        found = {way: {**times(10), "peak_gib": 1.0} if way == "nsa-sel" else {**times(100), "peak_gib": 10.0} for way in ways}
+        if "128k" in facts["case"]:
+            found["transformers"] = {"error": "out of memory"}
+        return [{"model": model, "way": way, **facts, **row} for way, row in found.items()]
+
+    monkeypatch.setattr(headline.layer_parts, "parts", lambda S, h: {name: lambda name=name: name for name in ("layer", "dense")})
     monkeypatch.setattr(headline.layer_parts, "measure", measure)
+    monkeypatch.setattr(headline.released_models, "measure", measure_released)
+    indexer = {"model": "MiniMax-M3", "B": 64, "S": 1, "S_kv": 32768, "page_size": None, "kv": "bf16", "floor_ms": 0.1, **times(0.2)}
+    monkeypatch.setattr(headline.choosing_steps, "step", lambda *sizes: iter([indexer]))
     monkeypatch.setattr(headline, "run", run)
     monkeypatch.setattr(headline, "need_gpu", lambda program: None)
     monkeypatch.setattr(headline.store, "stamp", lambda: {"device": "NVIDIA Test"})
@@ -70,12 +78,16 @@ def test_every_claim_is_measured_beside_dense_attention(monkeypatch: pytest.Monk
     text = headline.headline(tmp_path / "rows", Console(quiet=True))
     assert "README: NVIDIA H200; here: NVIDIA Test" in text
     lines = {row["claim"]: row for row in table_lines(text.split("\n\n")[1])}
-    assert len(lines) == 2 + 5 + 1
-    layer = lines["attention of a layer, 8k tokens, forward + backward"]
+    layer = lines["NSA layer, 8k tokens, forward + backward: dense attention"]
     assert (layer["here"], layer["20th to 80th"], layer["verdict"]) == ("10.00x", "8.18 to 12.22", "PASS")
-    call = lines["selected blocks, real-8k-h16, fwd"]
+    assert lines["MiniMax-M3 layer, prefill of 128k tokens: dense attention"]["here"] == "10.00x"
+    assert lines["MiniMax-M3 layer, prefill of 16k tokens, memory: its library"]["here"] == "10.00x"
+    call = lines["selected blocks alone, 8k tokens of text, forward + backward: dense attention"]
     assert (call["here"], call["verdict"][0]) == ("0.50x", "-")
-    assert lines["training step, 8k tokens"]["verdict"] == "not measured"
+    assert lines[f"{headline.CHOOSING}: {headline.READING}"]["here"] == "0.50x"
+    unmeasured = {what for what, line in lines.items() if line["verdict"] == "not measured"}
+    fla = {f"NSA layer, {k}k tokens, forward + backward: its library" for k in (8, 32)}
+    assert unmeasured == {*fla, "model of 25M parameters, training step, 32k tokens: dense attention"}
 
 
 def test_headline_refuses_other_flags_and_needs_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +146,7 @@ def test_a_trained_models_rows_choose_the_first_and_the_nearest_blocks(S: int) -
 
 
 def test_choosing_steps_show_each_cache_beside_its_floor() -> None:
-    of = {"model": "MiniMax-M3", "B": 64, "S_kv": 32768}
+    of = {"model": "MiniMax-M3", "B": 64, "S": 1, "S_kv": 32768}
     rows = [
         {**of, "kv": kv, "page_size": page, **times(0.1), "floor_ms": 0.05} for kv, page in (("bf16", None), ("bf16", 64), ("e4m3", None))
     ]
@@ -143,6 +155,35 @@ def test_choosing_steps_show_each_cache_beside_its_floor() -> None:
     caches = ("bf16", "bf16, pages of 64", "e4m3")
     assert lines[0] == {"indexer": "MiniMax-M3", "B": "64", "keys": "32k", **dict.fromkeys(caches, "100.0 (50.0)")}
     assert [lines[1][name] for name in ("B", *caches)] == ["1", "100.0 (50.0)", "-", "-"]
+    rows.append({**rows[0], "S": 32768, "B": 1})
+    assert table_lines(choosing_steps.table(rows)) == lines
+    assert table_lines(choosing_steps.table_of_prefills(rows)) == [
+        {"indexer": "MiniMax-M3", "tokens": "32k", "ms": "0.1", "logits alone": "0.05"}
+    ]
+
+
+def test_decoding_steps_show_each_format_beside_its_floor() -> None:
+    case = cases.STEPS[0]
+    rows = [
+        {**case._asdict(), "backend": name, "direction": "decode", **times(0.004)} for name in ("mine", f"mine, {variants.E4M3}", "yours")
+    ]
+    mine, yours = table_lines(speed.table_of_steps(rows, 4e12))
+    assert mine == {"case": case.case, "backend": "mine", "bf16": "4 (0.524)", "e4m3": "4 (0.262)"}
+    assert (yours["backend"], yours["e4m3"]) == ("yours", "-")
+
+
+def test_steps_are_measured_over_caches_in_e4m3_too() -> None:
+    jobs = speed.jobs({"steps": speed.SUITES["steps"]}, (contenders.ours("cupy-cuda"), contenders.ours("sdpa-packed")), "qsa-tail")
+    assert [job.case.n for job in jobs] == [513] * 4
+    assert {row["backend"] for row in wanted(jobs[0])} == {"cupy-cuda", f"cupy-cuda, {variants.E4M3}"}
+
+
+def test_engines_show_both_parts_beside_vllms() -> None:
+    times_of = {("attention", "vllm"): 3.0, ("attention", "nsa-sel"): 1.5, ("indexer", "vllm"): 1.0, ("indexer", "nsa-sel"): 0.5}
+    of = {"case": "prefill-16k", "kv": "fp8"}
+    rows = [{**of, "part": part, "contender": name, **times(ms)} for (part, name), ms in times_of.items()]
+    (line,) = table_lines(engines.table(rows))
+    assert list(line.values()) == ["prefill-16k", "fp8", "3.000 / 1.500 (2.00x)", "1.000 / 0.500 (2.00x)"]
 
 
 def test_packed_batches_show_one_call_beside_others() -> None:
@@ -159,3 +200,13 @@ def test_pages_of_index_keys_hold_the_keys_of_their_sequences(page: int) -> None
     k = torch.randn(3, 128, 1, choosing_steps.D)
     pages, block_table = choosing_steps.in_pages(k, page)
     assert torch.equal(pages[block_table.long()].flatten(1, 2), k)
+
+
+@pytest.mark.parametrize(("name", "S"), [("m3", 3000), ("qsa", 4099)])
+def test_choices_are_checked_against_scores_in_float64(name: str, S: int) -> None:
+    model = choosing_steps.MODELS[name]
+    q, k = torch.randn(1, S, model.G, model.h, choosing_steps.D), torch.randn(1, 1, S // model.stride, choosing_steps.D)
+    chosen = choose_blocks(q, k, S_kv=S, backend="choose-torch", **model.options).block_indices
+    rows = torch.tensor([0, 5, 127, 128, S - 2, S - 1])
+    keys = torch.nn.functional.pad(k[0], (0, 0, 0, -k.shape[2] % (model.options["block_size"] // model.stride)))
+    assert torch.equal(choosing_steps.best_blocks(model, q[0, rows], keys, rows), chosen[0, rows].long().sort(-1).values)

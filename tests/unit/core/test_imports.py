@@ -78,7 +78,7 @@ def run(code: str) -> list[set[str]]:
     clean = {name: text for name, text in os.environ.items() if not name.startswith(("NSA_", "TRITON_"))}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=clean, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr
-    return [set(json.loads(line)) for line in done.stdout.splitlines() if line.startswith("[")]
+    return [set(json.loads(line)) for line in done.stdout.splitlines() if line.startswith('["')]  # Gloo prints "[Gloo] ..."
 
 
 def loaded_by(code: str) -> set[str]:
