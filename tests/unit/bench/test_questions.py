@@ -68,9 +68,8 @@ def test_every_claim_is_measured_beside_what_it_names(monkeypatch: pytest.Monkey
     monkeypatch.setattr(headline.layer_parts, "parts", lambda S, h: {name: lambda name=name: name for name in ("layer", "dense")})
     monkeypatch.setattr(headline.layer_parts, "measure", measure)
     monkeypatch.setattr(headline.released_models, "measure", measure_released)
-    indexer = {"model": "MiniMax-M3", "B": 64, "S": 1, "S_kv": 32768, "page_size": None, "kv": "bf16", "least_bytes": 8e7, **times(0.2)}
-    monkeypatch.setattr(headline.choosing_steps, "measured", lambda *sizes: dict(indexer))
-    monkeypatch.setattr(headline.choosing_steps, "read_bandwidth", lambda: 0.8)
+    indexer = {"model": "MiniMax-M3", "B": 64, "S": 1, "S_kv": 32768, "page_size": None, "kv": "bf16", "floor_ms": 0.1, **times(0.2)}
+    monkeypatch.setattr(headline.choosing_steps, "step", lambda *sizes: iter([indexer]))
     monkeypatch.setattr(headline, "run", run)
     monkeypatch.setattr(headline, "need_gpu", lambda program: None)
     monkeypatch.setattr(headline.store, "stamp", lambda: {"device": "NVIDIA Test"})
