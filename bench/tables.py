@@ -22,7 +22,17 @@ from nsa_sel.bench.core import cases, matrix, store
 from nsa_sel.bench.core.contenders import DENSE, PACKED, of_framework
 from nsa_sel.bench.core.markdown import MARK, factor, ms, pivot, scatters, spread, table, with_note
 from nsa_sel.bench.core.store import CPU_ROWS, H100_RESULTS, H200_RESULTS, H200_ROWS, ROOT, Row, read_rows
-from nsa_sel.bench.questions import choosing_steps, decoding_steps, indexer_loss, layer_parts, released_models, scaling, speed
+from nsa_sel.bench.questions import (
+    choosing_steps,
+    decoding_steps,
+    engines,
+    indexer_loss,
+    layer_parts,
+    packed_batches,
+    released_models,
+    scaling,
+    speed,
+)
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Offer
 from nsa_sel.core.decision import load_policy, make_decision
@@ -288,11 +298,23 @@ def cpu() -> str:
 
 
 def overhead() -> str:
-    """Return what a call takes of the host, and what of that is not its backend's: microseconds, forward / forward +
-    backward.
+    """Return what a call of tiny tensors takes of the host, and what of that is not its backend's: microseconds, forward /
+    forward + backward.
     """
-    parts = ("call", "call, new", "further call, new", "backend", "beyond the backend", "call, calling thread", "call, new, calling thread")
+    return host_times(False, "call", "call, new", "further call, new", "backend", "beyond the backend", *ON_CALLING_THREAD)
+
+
+def training_overhead() -> str:
+    """Return what a call of a training shape and a step of 24 of them take of the host, as `overhead`."""
+    return host_times(True, "call", "call, new", "further call, new", *ON_CALLING_THREAD, "step", "step, compiled")
+
+
+ON_CALLING_THREAD = ("call, calling thread", "call, new, calling thread")
+
+
+def host_times(of_training: bool, *parts: str) -> str:
     rows = [row for file in sorted((ROOT / "bench/results").glob("*/overhead.jsonl")) for row in store.read(file) if "us_median" in row]
+    rows = [row for row in rows if (row["S"] >= 1024) == of_training]
     cells = [((row["device"], row["backend"]), row["part"], row["direction"], f"{row['us_median']:.3g}") for row in rows]
     shown = sorted((cell for cell in cells if cell[1] in parts), key=lambda cell: parts.index(cell[1]))
     return pivot(["device", "backend"], shown, ("fwd", "fwd+bwd"))
@@ -428,6 +450,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "breakeven": breakeven,
         "cpu": cpu,
         "overhead": overhead,
+        "training_overhead": training_overhead,
         "peers": peers,
         "peers_h200": peers_h200,
     },
@@ -450,6 +473,8 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     "docs/serving.md": {
         "serving": lambda: speed.table_of_caches(rows_of("serving.jsonl")),
         "indices": lambda: speed.table_of_steps(rows_of("profiles/steps.jsonl"), COPY_RATE),
+        "packed": lambda: packed_batches.table([row for row in rows_of("profiles/mixed.jsonl") if row["case"] in packed_batches.ALONE]),
+        "engines": lambda: engines.table(rows_of("profiles/engines.jsonl")),
         "steps": lambda: decoding_steps.table(
             [row for row in rows_of("profiles/decoding_steps.jsonl") if row.get("kv", "bf16") == "bf16" and row["B"] in (1, 64)]
         ),

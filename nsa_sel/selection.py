@@ -18,6 +18,7 @@ from nsa_sel.core.ranges import (
     checked_blocks_of,
     distinct_ranges,
     merged,
+    outside_capture,
     ranges_of_blocks,
     rounded,
     sharing_of_blocks,
@@ -179,11 +180,7 @@ class Selection:
             if blocks.captured:
                 captured = True
             else:  # ranges made by the graph would hold no data before its first replay, and ignore writes into them
-                side = torch.cuda.Stream(indices.device)  # type: ignore[no-untyped-call]
-                with torch.cuda.stream(side):
-                    ranges = self._make(captured=True)
-                side.synchronize()
-                return ranges
+                return outside_capture(indices, lambda: self._make(captured=True))
         with torch.inference_mode(False):  # else a later call could not record gradients
             ranges, unique = ranges_of_blocks(blocks._replace(captured=captured), self.block_size)
         disjoint = ranges if self.disjoint else unique

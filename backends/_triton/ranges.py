@@ -8,7 +8,7 @@ This module imports no `Call`: `nsa_sel.core.ranges` uses it to make a `Selectio
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.tiles import tile_size
 from nsa_sel.backends.launcher.buffers import unwritten
-from nsa_sel.backends.launcher.cuda_driver import stream_of
+from nsa_sel.backends.launcher.cuda_driver import relaxed, stream_of
 from nsa_sel.backends.launcher.replay import Recordings
 
 ENTRIES = 256  # entries per program: rows of few blocks share one
@@ -123,6 +123,17 @@ def distinct_ranges(ranges: Tensor, block_size: int, captured: bool = False) -> 
         return None
     _launch(shape, ranges, None, None, unique, block_size)
     return unique
+
+
+def outside_capture(like: Tensor, make: Callable[[], Tensor]) -> Tensor:
+    """Return `make()`, run and finished on a stream of its own, while the current stream is captured. The graph does not
+    hold its launches."""
+    with relaxed():
+        side = torch.cuda.Stream(like.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(side):
+            made = make()
+        side.synchronize()
+    return made
 
 
 def _launch(shape: Sequence[int], ranges: Tensor, indices: Tensor | None, counts: Tensor | None, unique: Tensor | None, block: int) -> None:

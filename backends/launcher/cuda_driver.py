@@ -6,11 +6,12 @@ Each thread packs kernel arguments into its own buffer. The driver copies them b
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -143,18 +144,16 @@ def captured(device: int, start: Callable[[int], int]) -> Graph | None:
 
     The capture runs on a stream of this thread, and minds no capture of another thread.
     """
-    mode, graph, made = ctypes.c_int(_RELAXED), ctypes.c_void_p(), ctypes.c_void_p()
+    graph, made = ctypes.c_void_p(), ctypes.c_void_p()
     if Graph.alive >= MOST_GRAPHS:
         return None
-    exchange = _function("cuThreadExchangeStreamCaptureMode", 1)
     if device not in thread.captures:
         stream = ctypes.c_void_p()
         if _function("cuStreamCreate", 2)(ctypes.addressof(stream), _NON_BLOCKING):
             return None
         thread.captures[device] = stream.value or 0
     on = thread.captures[device]
-    exchange(ctypes.addressof(mode))
-    try:
+    with relaxed():
         if _function("cuStreamBeginCapture_v2", 2)(on, _RELAXED):
             return None
         status = start(on)
@@ -162,9 +161,18 @@ def captured(device: int, start: Callable[[int], int]) -> Graph | None:
         status = status or _function("cuGraphInstantiateWithFlags", 3)(ctypes.addressof(made), graph, 0)
         if graph:
             _function("cuGraphDestroy", 1)(graph)
+    return None if status or not made.value else Graph(made.value)
+
+
+@contextlib.contextmanager
+def relaxed() -> Iterator[None]:
+    """Let this thread do what captures on other streams prohibit, such as waiting for a stream."""
+    mode, exchange = ctypes.c_int(_RELAXED), _function("cuThreadExchangeStreamCaptureMode", 1)
+    exchange(ctypes.addressof(mode))
+    try:
+        yield
     finally:
         exchange(ctypes.addressof(mode))
-    return None if status or not made.value else Graph(made.value)
 
 
 def bind_context(device: int) -> None:

@@ -131,10 +131,10 @@ def table(rows: list[Row]) -> str:
         found.setdefault((row["case"], row["kv"]), {})[row["part"], row["contender"]] = row["ms_median"]
     lines = []
     for (case, kv), times in found.items():
-        cells = [
-            f"{vllm:.3f} / {ours:.3f} ({vllm / ours:.2f}x)"
-            for vllm, ours in ((times[part, "vllm"], times[part, "nsa-sel"]) for part in ("attention", "indexer"))
-        ]
+        cells = []
+        for part in ("attention", "indexer"):
+            vllm, ours = times[part, "vllm"], times.get((part, "nsa-sel"))
+            cells.append(f"{vllm:.3f} / -" if ours is None else f"{vllm:.3f} / {ours:.3f} ({vllm / ours:.2f}x)")
         lines.append((case, kv, *cells))
     return markdown.table(["step", "K and V", "attention: vLLM / nsa-sel, ms", "indexer: vLLM / nsa-sel, ms"], lines, left=2)
 

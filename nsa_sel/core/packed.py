@@ -81,7 +81,7 @@ def packed_attention(
 
 
 KERNELS = "nsa_sel.backends._triton.packed_rows"  # imported with the first packed batch over caches on a GPU
-MOST_JOINED = 1 << 20  # keys of a joined sequence
+MOST_JOINED = 1 << 18  # keys of a joined sequence: their number bounds the lists that are sorted
 
 
 def rows_of(cu_seqlens_q: Tensor, cache_seqlens: Tensor, T: int, S_kv: int, unit: int) -> Tensor:

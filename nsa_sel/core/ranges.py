@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -249,6 +250,12 @@ def ranges_of_blocks(blocks: Blocks, block_size: int) -> tuple[Tensor, Tensor | 
     if facts is not None and not _failed:
         results = _run("block_ranges", indices, counts, block_size, facts.dtype, facts.find_unique, facts.recordings, blocks.captured)
     return (whole_blocks(padded(indices, counts), block_size), None) if results is None else results
+
+
+def outside_capture(indices: Tensor, make: Callable[[], Tensor]) -> Tensor:
+    """Return `make()`, finished, of block indices that a kernel takes; a capture of the current stream does not hold it."""
+    made: Tensor = _kernel().outside_capture(indices, make)
+    return made
 
 
 _classes: dict[Any, transforms.Classes] = {}

@@ -63,7 +63,7 @@ SHAPES = {  # name: (B, S, S_kv, G, h, Dk, Dv, n, block_size, dtype)
     "h1-large": (1, 2048, 2048, 8, 1, 128, 128, 3, 512, torch.bfloat16),  # blocks that triton-block visits whole
     "positions-h4": (1, 4096, 4096, 4, 4, 128, 128, 16, 64, torch.bfloat16),
 }
-ONE_GROUP, PACKED = "one-group-", "-packed"
+ONE_GROUP, OF_REQUESTS = "one-group-", "-packed"
 OF_CUDA = {  # likewise, for which cupy-cuda alone has kernels, or constants, of their own
     "h12": (1, 2048, 2048, 2, 12, 128, 128, 16, 64, torch.bfloat16),
     "h1": (1, 2048, 2048, 4, 1, 128, 128, 16, 64, torch.bfloat16),
@@ -120,7 +120,7 @@ def target_call(shape: str, sm: int) -> Call:
 
 
 def paged_call(shape: str, sm: int) -> Call:
-    """A call over a pool of pages, likewise; with `PACKED` in the shape's name, of the rows of a packed batch."""
+    """A call over a pool of pages, likewise; with `OF_REQUESTS` in the shape's name, of the rows of a packed batch."""
     B, S, each, page_size, G, h, D, n, block = (PAGED | PAGED_OF_CUDA)[shape]
     kilobytes, sms = TARGETS[sm]
     device = DeviceInfo(kind="cuda", name="target", sm=sm, sm_count=sms, shared_memory=kilobytes * 1024)
@@ -128,7 +128,7 @@ def paged_call(shape: str, sm: int) -> Call:
     selection = Selection(torch.zeros(B, S, G, n, 2, dtype=torch.int32), block)
     lengths, table = torch.ones(B, dtype=torch.int32), torch.zeros(B, each, dtype=torch.int32)
     scales, table_rows = None, None
-    if PACKED in shape:
+    if OF_REQUESTS in shape:
         lengths, table_rows, *_ = torch.ones(B, 4, dtype=torch.int32).unbind(1)
     if "e4m3" in shape:
         scale = torch.ones(1, G)

@@ -155,6 +155,20 @@ def test_few_rows_in_a_capture_keep_their_block_indices(launches: list[Any], cap
         selection.rows  # noqa: B018
 
 
+@pytest.mark.parametrize("rows", [5, 20])
+def test_a_capture_makes_no_ranges_for_a_selection_made_before(launches: list[Any], monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Kernels read ranges, also of few rows: they may be written between replays."""
+    indices, asides = some_blocks(4, torch.int32).repeat(1, rows // 5, 1, 1), list[bool]()
+    selection = Selection.from_blocks(indices, 64)
+    for module in (ranges_module, selection_module):
+        monkeypatch.setattr(module, "capturing", lambda x: True)
+    monkeypatch.setattr(kernels, "outside_capture", lambda like, make: (asides.append(True), make())[1])
+    assert selection.captured_indices is None
+    assert torch.equal(selection.ranges, whole_blocks(indices, 64))
+    assert selection.ranges is selection.ranges
+    assert (len(launches), asides) == (1, [True])
+
+
 def test_block_indices_that_were_written_are_refused(launches: list[Any], capturing: None) -> None:
     indices = some_blocks(4, torch.int32)
     selection, made = Selection.from_blocks(indices, 64), Selection.from_blocks(indices, 64)
