@@ -163,7 +163,7 @@ class Call(_Logits):
     def read_again(self) -> list[Tensor]:
         """Return the inputs besides q, k and v that the backward pass reads, if they have a version counter: autograd
         notices writes to them before backward."""
-        return [x for x in (self.selection.counted, self.q_pos) if x is not None and not x.is_inference()]
+        return [x for x in (self.selection.ranges, self.q_pos) if x is not None and not x.is_inference()]  # checkpoint compares shapes
 
     def nothing(self) -> tuple[Tensor, Tensor]:
         """Return o and lse of a call that selects nothing."""
