@@ -331,8 +331,12 @@ def check_lists(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, q_pos: Tensor |
     return found
 
 
+def dkdv_tiles(call: Call, *row_tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return sm80.dkdv_tiles(call, call.disjoint_ranges(), *row_tensors)
+
+
 @pytest.mark.parametrize(("h", "S", "block", "dkdv"), [
-    (1, 150, 128, sm90.dkdv_groups), (16, 40, 128, sm90.dkdv_groups), (4, 90, 128, sm80.dkdv_tiles), (3, 60, 16, sm90.dkdv_groups),
+    (1, 150, 128, sm90.dkdv_groups), (16, 40, 128, sm90.dkdv_groups), (4, 90, 128, dkdv_tiles), (3, 60, 16, sm90.dkdv_groups),
 ])  # fmt: skip
 def test_gradients_by_lists_of_a_block_or_of_its_tiles(
     monkeypatch: pytest.MonkeyPatch, short: None, h: int, S: int, block: int, dkdv: Callable[..., Any]
@@ -349,7 +353,7 @@ def test_gradients_by_lists_of_a_block_or_of_its_tiles(
         spoilt = [torch.where(unused, torch.nan, x) for x in (k, v)]
         for alone in (False, True) if block == 128 else (False,):
             call = call_of(q, *spoilt, Selection(ranges, block), q_pos)
-            run = lambda lse, do, delta, call=call: dkdv(call, call.disjoint_ranges(), lse, do, delta)  # noqa: E731
+            run = lambda lse, do, delta, call=call: dkdv(call, lse, do, delta)  # noqa: E731
             with pytest.MonkeyPatch.context() as patched:
                 if alone:
                     patched.setattr(Call, "tiles_of_block", lambda *_: 1)

@@ -191,6 +191,8 @@ def test_a_pass_makes_the_ranges_of_new_block_indices(ranges_kernel: None, drive
         assert_equal(passes(call, seed), wanted)
         assert_equal(passes(call, seed), wanted)  # of ranges
         assert driver.count("ranges") == 1
+        saved, also_saved = call.read_again(), plain.read_again()  # activation checkpoints compare them with those of a recorded pass
+        assert [(x.shape, x.dtype) for x in saved] == [(x.shape, x.dtype) for x in also_saved]
         blocks.fill_(0)
         assert torch.equal(selection.ranges, plain.selection.ranges)
         assert torch.equal(selection.disjoint_ranges(), plain.selection.disjoint_ranges())
