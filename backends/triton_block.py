@@ -50,7 +50,7 @@ from nsa_sel.core.call import Call
 REDUCED = 4  # (row, head) pairs per program of sum_dq_kernel and delta_kernel
 JOINED = 2  # (row, head) pairs per program of join_kernel
 MOST_JOINED = 4096  # elements of partials that a program of join_kernel (one warp) loads at once
-MOST_CHUNK = 16  # of them per pair: Triton 3.6 compiles no sum over 32 in a loop
+MOST_CHUNK = 16  # partials per pair that it loads at once: Triton 3.6 fails to compile a sum over 32 in a loop
 
 
 @triton.jit

@@ -31,9 +31,9 @@ from nsa_sel.errors import ArgumentError
 
 READING = "reading the index keys once"
 CHOOSING = "choosing blocks, MiniMax-M3's indexer, 64 sequences of 32k keys"
-SEQUENCES, KEYS = 64, 32768  # of choosing
+SEQUENCES, KEYS = 64, 32768  # the case of choosing
 NEAR = 0.95  # of a claim: what passes
-LEAST_GIB = 0.1  # of memory that is claimed
+LEAST_GIB = 0.1  # smaller peaks of memory are not compared
 REP = 30  # ms of timed calls
 
 

@@ -28,7 +28,7 @@ from nsa_sel.core.call import ChooseCall, Pool, Rule, device_info
 from nsa_sel.settings.schema import KernelConfig
 
 REGISTERS, PER_SM = 1 << 16, 2  # registers of a multiprocessor, and programs that it runs at once
-ROUNDS = 2  # of programs, in which few tiles share the keys of their rows
+ROUNDS = 2  # a few tiles split their keys over programs until the GPU is filled this many times
 COUNTED = 1024  # requests whose tiles are counted at once
 
 

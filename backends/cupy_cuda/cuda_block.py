@@ -328,7 +328,7 @@ def _sizes(call: Call, width: int) -> Sizes:
     B, S, G, h, Dk = call.q.shape
     entries, columns, tiles = call.selection.n * call.reach(width), Dk + call.v.shape[3], -(-call.S_kv // width)
     size, tile_bytes, workspace = call.q.element_size(), 4 * width * columns, workspace_beside_plan(call, width)
-    if call.block_table is not None:  # there is no backward pass, and most of the tiles that a joined sequence may have are not there
+    if call.block_table is not None:  # no backward pass follows; few of a joined sequence's tiles exist
         tile_bytes = 0
     share_bytes = entries * h * max(Dk * size, call.v.shape[3] * size + 4)  # of a row
     most = max((3 * workspace // 4 - tiles * tile_bytes) // share_bytes, workspace // 8 // share_bytes, 1)

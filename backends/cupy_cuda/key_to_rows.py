@@ -137,7 +137,7 @@ def sort(call: Call, width: int, reach: int, section: int, kinds: Kinds, G: int)
     tiles, parts = -(-call.S_kv // width), B * G * -(-S // section)  # parts: sections of all (batch entry, group)
     capacity, lists = B * G * S * n * reach, parts * tiles
     block = SORTED if capacity > SORTED * call.device.sm_count else SORTED // 2
-    # The counts are no longer than the lists, or of a joined sequence, most of whose tiles have none, eight times.
+    # Counts take no more memory than the lists. A joined sequence has lists for few of its tiles: there, up to eight times as much.
     chunk = block * -(-tiles // (block if call.block_table is None else 8 * block))
     chunks = -(-min(section, S) * n * reach // chunk)
     if not fit(call, capacity) or lists * chunks >= 2**31:

@@ -394,7 +394,7 @@ class _Ready:
         return outputs
 
     def batch(self, addresses: tuple[int, ...]) -> Batch | None:
-        """Return the launches with these addresses; None if one is no multiple of 16, or the driver refuses a tensor map.
+        """Return the launches with these addresses, or None if an address is not a multiple of 16 or the driver refuses a tensor map.
 
         Builds a table of argument values: addresses of inputs, outputs, temporaries and plans; addresses at an offset
         within these; tensor maps; packed constants.

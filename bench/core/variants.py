@@ -28,7 +28,7 @@ READERS = tuple(name for name, backend in registry.backends().items() if backend
 
 
 CACHES = [Cache(size, quantized) for quantized in FORMATS for size in (None, *PAGE_SIZES)]
-E4M3 = Cache(None, "e4m3/head")  # of the suite of steps
+E4M3 = Cache(None, "e4m3/head")  # the e4m3 cache that the suite "steps" times
 
 
 def over_caches(backends: Sequence[str], caches: Sequence[Cache] = CACHES) -> list[Contender]:

@@ -1,5 +1,4 @@
-"""What do the indexer and the sparse attention of a MiniMax-M3 layer take in a step of vLLM, on vLLM's kernels and on the
-plugin?
+"""Time the indexer and the sparse attention of a MiniMax-M3 layer in a step of vLLM, on vLLM's kernels and on the plugin.
 
     python -m nsa_sel.bench.questions.engines --out bench/results/h200/profiles/engines.jsonl
 

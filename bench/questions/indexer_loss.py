@@ -33,7 +33,7 @@ from nsa_sel.oracle import oracle_indexer_loss
 from nsa_sel.selection import Selection
 from nsa_sel.telemetry.events import decisions
 
-TITLES = {  # of the measured parts, in the order of the table's columns
+TITLES = {  # the table's columns, in order, by measured part
     "sparse": "loss, sparse", "selected": "selected attention, backward", "warm-up": "loss, warm-up",
     "dense": "dense attention (cuDNN), backward",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What does one call over rows of several requests take, beside calls of its parts?
+"""Time one call over the rows of several requests, next to calls of its parts.
 
     python -m nsa_sel.bench.questions.packed_batches --out bench/results/h200/profiles/mixed.jsonl
 
@@ -47,7 +47,7 @@ CASES = {
     "mixed-4": ([*DECODING[0], *[2048] * 4], [*DECODING[1], 2048, 8192, 16384, 32768]),
 }
 ALONE = ("decode64", "chunk", "prompt")  # cases of one kind of rows
-ALIKE = 32  # adjacent rows that select alike
+ALIKE = 32  # adjacent rows that select mostly the same blocks
 COPIED, TFLOPS = 1 << 30, 785.0
 
 
