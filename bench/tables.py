@@ -459,7 +459,6 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "models": models,
         "choosing_steps": lambda: choosing_steps.table(rows_of("profiles/choosing_steps.jsonl")),
         "choosing_requests": lambda: choosing_steps.table(rows_of("profiles/choosing_requests.jsonl")),
-        "choosing_prefills": lambda: choosing_steps.table_of_prefills(rows_of("profiles/choosing_steps.jsonl")),
         "minimax_m3": lambda: released_models.table(rows_of("released_models.jsonl"), "minimax-m3"),
         "qwen_qsa": lambda: released_models.table(rows_of("released_models.jsonl"), "qwen3.8"),
     },
