@@ -15,6 +15,7 @@ the loss have the largest errors of the loss and of diq of sampled rows against 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -118,7 +119,6 @@ def measure(case: Case, parts: list[str], rep: float, device: str = "cuda") -> I
         except torch.cuda.OutOfMemoryError:
             row["error"] = store.OUT_OF_MEMORY
         yield row
-        torch.cuda.empty_cache()
 
 
 def table(rows: list[Row]) -> str:
@@ -139,15 +139,13 @@ def main(
 ) -> None:
     """Time the loss and attention's backward passes; append the rows, and print a table."""
     need_gpu("indexer_loss")
-    facts, rows = store.stamp(), list[Row]()
-    for S in map(int, lengths.split(",")):
+
+    def rows_of(S: int) -> Iterator[Row]:
         for number, kind in enumerate(kinds.split(",")):
-            case = model_case("minimax-m3", f"{kind}-{S // 1024}k", S, kind)
             parts = [part for part in TITLES if part in ("sparse", "selected") or (number == 0 and dense >= S)]
-            for row in measure(case, parts, rep):
-                rows.append({**row, **facts})
-                store.append(out, rows[-1:])
-    echo(table(rows))
+            yield from measure(model_case("minimax-m3", f"{kind}-{S // 1024}k", S, kind), parts, rep)
+
+    echo(table(store.kept(out, chain.from_iterable(map(rows_of, map(int, lengths.split(",")))), store.stamp())))
 
 
 if __name__ == "__main__":
