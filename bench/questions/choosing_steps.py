@@ -197,7 +197,7 @@ def table(rows: list[Row]) -> str:
     caches = list(dict.fromkeys(cache for some in found.values() for cache in some))
     lines = []
     for (model, B, S_kv), some in found.items():
-        cells = [f"{row['ms_median'] * 1e3:.1f} ({row['floor_ms'] * 1e3:.1f})" if (row := some.get(cache)) else "-" for cache in caches]
+        cells = [f"{x['ms_median'] * 1e3:.1f} ({x['floor_ms'] * 1e3:.1f})" if (x := some.get(cache)) else "-" for cache in caches]
         lines.append((model, B, f"{S_kv // 1024}k", *cells))
     names = [kv if page is None else f"{kv}, pages of {page}" for kv, page in caches]
     return markdown.table(["indexer", "B", "keys", *names], lines, left=1)
