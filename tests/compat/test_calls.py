@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from nsa_sel import compat, compressed_attention, selection_attention, use_backend
+from nsa_sel import compat, compressed_attention, selection_attention
 from nsa_sel.compat import FSA_topk_sparse_attention, parallel_nsa, topk_sparse_attention
 from nsa_sel.compression import BlockMean
 from tests.helpers.calls import assert_refused
@@ -28,11 +28,7 @@ COMPRESSED = {
 TOPK = {"q": ..., "k": ..., "v": ..., "topk_idx": ..., "block_size": ..., "cu_seqlens": ..., "softmax_scale": None}
 
 
-@pytest.fixture(autouse=True)
-def packed_sdpa() -> Iterator[None]:
-    """One backend for all tests: the fastest for float64."""
-    with use_backend("sdpa-packed"):
-        yield
+pytestmark = pytest.mark.usefixtures("packed_sdpa")
 
 
 @pytest.mark.parametrize(

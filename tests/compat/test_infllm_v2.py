@@ -8,7 +8,7 @@ import itertools
 import math
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,11 +48,7 @@ SIGNATURES = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def packed_sdpa() -> Iterator[None]:
-    """One backend for all tests: the fastest for float64."""
-    with nsa_sel.use_backend("sdpa-packed"):
-        yield
+pytestmark = pytest.mark.usefixtures("packed_sdpa")
 
 
 @pytest.mark.parametrize("call", SIGNATURES, ids=lambda call: call.__name__)

@@ -52,10 +52,7 @@ def shared_graphs() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.fixture(autouse=True)
-def cheapest_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend that compiles nothing; tests name another where it matters."""
-    monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
+pytestmark = pytest.mark.usefixtures("packed_sdpa")
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, selection: Any, **options: Any) -> Any:
