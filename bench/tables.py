@@ -72,12 +72,7 @@ RELEASED = (
     ("qwen3.8", "prefill of 16k tokens"),
 )
 LENGTHS = 8192, 32768  # of NSA's layer
-CALLS = {  # by case and direction
-    ("decode-B64-32k-h16", "decode"): "selected blocks alone, decoding, 64 sequences of 32k keys",
-    ("real-8k-h16", "fwd+bwd"): "selected blocks alone, 8k tokens of text, forward + backward",
-}
-ELSEWHERE = "8k tokens of text", "training step"  # lines of docs/performance.md and docs/layer.md that --headline measures, too
-CONTEXT = 32768  # of training
+DECODING = "decode-B64-32k-h16"  # the case of "selected blocks alone"
 NOTE_TRAINED = '"trained": what a model that was trained with NSA at this context selects (`bench/data/README.md`).'
 NOTE_TEXT = """\
 "of text": the selected branch attends to what a model chose in a text, SmolLM2-135M up to 8k and one trained with NSA
@@ -128,13 +123,8 @@ def tokens_per_second(rows: Sequence[Row]) -> float:
 # README.md
 
 
-def as_used(released: Iterable[Row], parts: Iterable[Row], calls: Iterable[Row], runs: Sequence[Sequence[Row]]) -> Used:
-    """Return the rows of the README's table by line and column.
-
-    Args:
-        released, parts, calls: of released_models, layer_parts and speed.
-        runs: of examples/train_nsa_lm.py at CONTEXT, with dense attention and with NSAttention; or none.
-    """
+def as_used(released: Iterable[Row], parts: Iterable[Row], calls: Iterable[Row]) -> Used:
+    """Return the rows of the README's table by line and column, from rows of released_models, layer_parts and speed."""
     found: dict[str, dict[str, Row | None]] = {}
     of_way = {(row["model"], row["case"], row["way"]): row for row in released}
     for model, case in RELEASED:
@@ -146,30 +136,18 @@ def as_used(released: Iterable[Row], parts: Iterable[Row], calls: Iterable[Row],
         names = {LIBRARY: "fla", DENSE_COLUMN: "dense", NSA_SEL: "layer"}
         columns = {column: of_part.get((name, S)) for column, name in names.items()}
         found[f"NSA layer, {S // 1024}k tokens, forward + backward"] = columns
-    index = indexed(calls)
-    for key, what in CALLS.items():
-        found[what] = {DENSE_COLUMN: index.get(key, {}).get(DENSE), NSA_SEL: ours(index.get(key, {}))}
-    if runs:
-        steps = dict(zip((DENSE_COLUMN, NSA_SEL), map(step_time, runs), strict=True))
-        found[f"model of 25M parameters, training step, {CONTEXT // 1024}k tokens"] = {**steps}
+    of_case = indexed(calls).get((DECODING, "decode"), {})
+    found["selected blocks alone, decoding, 64 sequences of 32k keys"] = {DENSE_COLUMN: of_case.get(DENSE), NSA_SEL: ours(of_case)}
     return {what: {column: row for column, row in columns.items() if row is not None} for what, columns in found.items()}
-
-
-def step_time(run: Sequence[Row]) -> Row:
-    """Return a row of the settled steps of a run: milliseconds for its context."""
-    settled = [CONTEXT / row["tokens_per_second"] * 1e3 for row in run[SETTLED:] or run]
-    p20, median, p80 = statistics.quantiles(settled, n=10)[1::3] if len(settled) > 1 else settled * 3
-    return {**run[-1], "ms_median": statistics.median(settled), "ms_p20": p20, "ms_p80": p80}
 
 
 def committed() -> Used:
     """Return the rows of the README's table that are committed."""
-    runs = training_pairs("speed")[CONTEXT]
-    return as_used(rows_of("released_models.jsonl"), store.read(PARTS_FILE), read_rows(H200_ROWS), runs)
+    return as_used(rows_of("released_models.jsonl"), store.read(PARTS_FILE), read_rows(H200_ROWS))
 
 
 def used() -> str:
-    """Return the README's table: time, and peak memory where it was measured; without the lines of `ELSEWHERE`."""
+    """Return the README's table: time, and peak memory where it was measured."""
     names = {"MiniMax": "transformers", "Qwen": "transformers", "NSA": "fla"}
 
     def cell(what: str, column: str, row: Row | None) -> str:
@@ -182,8 +160,7 @@ def used() -> str:
         return f"{name}{time} ms" + (f", {row['peak_gib']:.3g} GiB" if row.get("peak_gib") else "")
 
     columns = (LIBRARY, DENSE_COLUMN, NSA_SEL)
-    shown = {what: found for what, found in committed().items() if not any(part in what for part in ELSEWHERE)}
-    lines = [(what, *(cell(what, column, found.get(column)) for column in columns)) for what, found in shown.items()]
+    lines = [(what, *(cell(what, column, found.get(column)) for column in columns)) for what, found in committed().items()]
     return table(["one NVIDIA H200, bf16", *columns], lines, left=1)
 
 

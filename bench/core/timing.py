@@ -124,7 +124,7 @@ def call_times(work: Work, calls: int, device: str = "cuda") -> list[float]:
 def copy_bandwidth() -> float:
     """Return the TB/s that a copy of 1 GiB reads and writes on the GPU."""
     x, y = torch.empty(2, 1 << 30, dtype=torch.uint8, device="cuda")
-    return 2 * x.numel() / milliseconds(lambda: y.copy_(x), Timing(20)).median / 1e9
+    return float(2 * x.numel() / milliseconds(lambda: y.copy_(x), Timing(20)).median / 1e9)
 
 
 def workspace_bytes(work: Work, device: str = "cuda") -> int | None:

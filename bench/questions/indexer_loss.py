@@ -39,7 +39,6 @@ TITLES = {  # the table's columns, in order, by measured part
     "dense": "dense attention (cuDNN), backward",
 }  # fmt: skip
 SAMPLED = 8  # rows compared with the oracle
-LONGEST_DENSE = 65536  # rows up to which dense parts are timed by default
 
 
 class Inputs:
@@ -134,7 +133,7 @@ def main(
     out: Annotated[Path, typer.Option(help="JSON-lines file that rows are appended to")],
     lengths: Annotated[str, typer.Option(help="tokens, comma-separated")] = "8192,16384,32768,131072",
     kinds: Annotated[str, typer.Option(help="of selections, comma-separated")] = f"random,{ALIKE}",
-    dense: Annotated[int, typer.Option(help="tokens up to which the warm-up and dense attention are timed")] = LONGEST_DENSE,
+    parts: Annotated[str, typer.Option(help="comma-separated; dense ones of the first kind alone")] = ",".join(TITLES),
     rep: Annotated[float, typer.Option(help="milliseconds that the timed calls of a part should fill")] = 200,
 ) -> None:
     """Time the loss and attention's backward passes; append the rows, and print a table."""
@@ -142,8 +141,8 @@ def main(
 
     def rows_of(S: int) -> Iterator[Row]:
         for number, kind in enumerate(kinds.split(",")):
-            parts = [part for part in TITLES if part in ("sparse", "selected") or (number == 0 and dense >= S)]
-            yield from measure(model_case("minimax-m3", f"{kind}-{S // 1024}k", S, kind), parts, rep)
+            case = model_case("minimax-m3", f"{kind}-{S // 1024}k", S, kind)
+            yield from measure(case, [part for part in parts.split(",") if part in ("sparse", "selected") or number == 0], rep)
 
     echo(table(store.kept(out, chain.from_iterable(map(rows_of, map(int, lengths.split(",")))), store.stamp())))
 
