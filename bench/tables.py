@@ -436,7 +436,6 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "peers": peers,
         "peers_h200": peers_h200,
     },
-    "docs/compat.md": {"fla": lambda: layer_parts.table(rows_of("profiles/fla_layer.jsonl", H100_RESULTS))},
     "docs/choosing.md": {
         "models": models,
         "choosing_steps": lambda: choosing_steps.table(rows_of("profiles/choosing_steps.jsonl")),
