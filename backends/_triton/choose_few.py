@@ -35,7 +35,6 @@ from nsa_sel.settings.schema import KernelConfig
 MOST_TOKENS = 8  # most new tokens of a sequence
 MOST_COLUMNS = 128  # most queries of a program: new tokens, groups that share an index key, and heads
 TOGETHER = 2  # programs that a multiprocessor runs at once
-TURNS = 2
 STEPS, MOST_ROUNDS = 32, 4  # steps of a program, if no more rounds of programs are needed
 
 
@@ -122,7 +121,8 @@ def few_scores_kernel(
     blocks. With cu, q is [1,S,G,h,Dk] of `requests` requests, and one per `tile_of_request` instead.
     Tiles: q [HEADS * TOKENS, BLOCK_D], k [BLOCKS * PIECES, BLOCK_D]. Column head * TOKENS + token; token
     s * SHARED + i is new token s of the owner's i-th group. The keys of a block are padded to PARTS * PIECES.
-    TMA: k_desc loads keys, of whole steps and pages; None: pointer loads. The block table is read one step ahead.
+    TMA: k_desc loads keys, of whole steps and pages; None: pointer loads. The block table is read one turn ahead: of one
+    step, or of TURNS = 2 that are a block.
     Keys that no row sees are loaded only within the last step, and masked after the sum over heads, NaN included.
     room: keys of the longest sequence, to which positions are clamped.
     scale: the logits' scale, times log2 e for softmax weights.
@@ -275,7 +275,7 @@ def few_scores(
     parts = parts_of(max(1, programs), max(1, steps), sms)
     early = call.q.is_cuda and programs * parts <= TOGETHER * sms and starts_early(call.q.get_device())
     tile = rows, search, shared, early
-    kernel = _few_scores(dims_of(call.q, call.v), call.rule, call.pool, cache, *tile, config)
+    kernel = _few_scores(dims_of(call.q, call.v), call.rule, call.pool, cache, *tile, call.k.dtype != call.q.dtype, config)
     tiles = kernel.constants
     step = tiles["BLOCKS"] * tiles["PIECES"]
     whole = tiles["PARTS"] * tiles["PIECES"] == call.rule.pieces and page % step == 0
@@ -314,12 +314,13 @@ def _shared(call: ChooseCall) -> int:
 
 @functools.lru_cache(REMEMBERED)
 def _few_scores(
-    dims: Dims, rule: Rule, pool: Pool, cache: Cache, rows: int, search: bool, shared: int, early: bool, config: KernelConfig
+    dims: Dims, rule: Rule, pool: Pool, cache: Cache, rows: int, search: bool, shared: int, early: bool, stored: bool,
+    config: KernelConfig,
 ) -> Kernel:  # fmt: skip
     heads, pieces = tile_size(dims.h, 1), min(tile_size(rule.pieces, 1), config.block_l)
     dims = dims._replace(BLOCK_D=dims.BLOCK_D + (dims.BLOCK_D if dims.BLOCK_REST else 0), BLOCK_REST=0)  # one tile holds Dk
     tiles = {"SHARED": shared, "HEADS": heads, "TOKENS": max(tile_size(rows * shared, 1), MIN_TILE // heads)}
     tiles |= {"BLOCKS": config.block_l // pieces, "PIECES": pieces, "PARTS": -(-rule.pieces // pieces), "EARLY": early}
-    tiles |= {"ROWS": rows, "SEARCH": search, "TURNS": TURNS if tiles["PARTS"] == 2 else 1}
+    tiles |= {"ROWS": rows, "SEARCH": search, "TURNS": 2 if stored and tiles["PARTS"] == 2 else 1}  # two steps of e4m3 hide latency
     started = {"launch_pdl": True} if early else {}
     return Kernel(few_scores_kernel, dims=dims, rule=rule.of_keys(), pool=pool, cache=cache, **tiles, **started, **options(config))

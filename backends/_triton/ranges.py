@@ -22,7 +22,7 @@ from nsa_sel.backends.launcher.buffers import unwritten
 from nsa_sel.backends.launcher.cuda_driver import relaxed, stream_of
 from nsa_sel.backends.launcher.replay import Recordings
 
-ENTRIES = 256  # entries per program: rows of few blocks share one
+ENTRIES = 128  # entries per program: rows of few blocks share one
 MOST_SORTED = 1024  # most blocks per row that a program sorts
 
 

@@ -56,12 +56,11 @@ class TileShape(NamedTuple):
 
 
 class GroupShape(NamedTuple):
-    """Threads per CTA of dkdv_groups.cu, stages of q and do, bytes of dynamic shared memory, and rows of a step."""
+    """Threads per CTA of dkdv_groups.cu, stages of q and do, and bytes of dynamic shared memory."""
 
     threads: int
     stages: int
     shared: int
-    rows: int
 
 
 class TilePlan(NamedTuple):
@@ -318,7 +317,7 @@ def dkdv_groups(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Ten
         launch.start(
             "dkdv_groups.cu", macros, q.get_device(), ctas, shape.threads, shape.shared,
             *launch.strided(do), *launch.pointers(lse, delta), *lists, *launch.pointers(order, *(blocks or (None, None))),
-            maps=step_maps(call.k, call.v, q, do, keys=small_block(call) or KEYS, rows_of_step=shape.rows),
+            maps=step_maps(call.k, call.v, q, do, keys=small_block(call) or KEYS),
             problem=launch.problem(call, ranges),
         )  # fmt: skip
 
@@ -365,7 +364,7 @@ def small_block(call: Call) -> int | None:
 def _groups(call: Call) -> tuple[Constants, GroupShape, int]:
     """Return the macros and the shape of dkdv_groups.cu, and the rows per stretch of order_segments.cu."""
     (B, S, G, h, Dk), Dv = call.q.shape, call.v.shape[3]
-    shape = group_shape(Dk, Dv, call.device, h=h)
+    shape = group_shape(Dk, Dv, call.device)
     rows = max(STRETCH_BYTES // (h * (Dk + Dv) * call.q.element_size()), -(-B * G * S // MOST_STRETCHES))
     small = small_block(call)
     blocks = {} if small is None else {"SMALL_BLOCK": small}
@@ -402,31 +401,28 @@ def listed_maps(k: Tensor, v: Tensor, *rows: Tensor, keys: int = KEYS) -> tuple[
     return *(row_map(x, 1) for x in rows), tensor_map(k, keys, 64), tensor_map(v, keys, 64)
 
 
-def adjacent_maps(k: Tensor, v: Tensor, *rows: Tensor, keys: int = KEYS, rows_of_step: int = ROWS) -> tuple[bytes, ...]:
+def adjacent_maps(k: Tensor, v: Tensor, *rows: Tensor, keys: int = KEYS) -> tuple[bytes, ...]:
     """Return the TMA maps of `rows` for boxes of a step's adjacent tokens, and of k and v for tiles of `keys` keys."""
-    return *(row_map(x, rows_of_step // x.shape[3]) for x in rows), tensor_map(k, keys, 64), tensor_map(v, keys, 64)
+    return *(row_map(x, ROWS // x.shape[3]) for x in rows), tensor_map(k, keys, 64), tensor_map(v, keys, 64)
 
 
-def step_maps(k: Tensor, v: Tensor, *rows: Tensor, **sizes: int) -> tuple[bytes, ...]:
+def step_maps(k: Tensor, v: Tensor, *rows: Tensor, keys: int = KEYS) -> tuple[bytes, ...]:
     """Return `adjacent_maps`, then maps of q and do for boxes of one token, for steps whose tokens are not adjacent."""
-    return *adjacent_maps(k, v, *rows, **sizes), *(row_map(x, 1) for x in rows)
+    return *adjacent_maps(k, v, *rows, keys=keys), *(row_map(x, 1) for x in rows)
 
 
-def group_shape(Dk: int, Dv: int, device: DeviceInfo, others: int = 0, h: int = 1) -> GroupShape:
+def group_shape(Dk: int, Dv: int, device: DeviceInfo, others: int = 0) -> GroupShape:
     """Return the shape of CTAs of dkdv_groups.cu. others: bytes of shared memory per CTA for other uses.
 
     Either two CTAs per multiprocessor with one consumer each and the tile in shared memory; or, for wide keys, one CTA
     with two consumers, which exchange p and keep the tile in shared memory only if it does not fit their registers.
-    h: heads of listed tokens; if they fill 48 rows but not 64, a step beside such a tile has 48.
     """
-    consumers, stays = 1 if max(Dk, Dv) <= MOST_COLUMNS else 2, Dk + Dv > MOST_TILE_COLUMNS
-    rows = 48 if stays and ROWS % h and 48 % h == 0 else ROWS
-    step_bytes = 2 * rows * (Dk + Dv)
-    others += 2 * KEYS * (Dk + Dv) if consumers == 1 or stays else 0
-    others += 4 * rows * KEYS if consumers == 2 else 0
-    of_cta = (device.shared_memory + launch.SYSTEM) * consumers // 2 - STATIC - others
-    stages = min(MOST_STAGES, of_cta // (step_bytes + STATISTICS))
-    return GroupShape(128 * (consumers + 1), stages, stages * step_bytes + others, rows)
+    step_bytes, consumers = PANEL * (Dk + Dv) // 64, 1 if max(Dk, Dv) <= MOST_COLUMNS else 2
+    others += step_bytes if consumers == 1 or Dk + Dv > MOST_TILE_COLUMNS else 0
+    others += 4 * ROWS * KEYS if consumers == 2 else 0
+    of_cta = (device.shared_memory + launch.SYSTEM) * consumers // 2 - STATIC - MOST_STAGES * STATISTICS - others
+    stages = min(MOST_STAGES, of_cta // step_bytes)
+    return GroupShape(128 * (consumers + 1), stages, stages * step_bytes + others)
 
 
 def loadable(x: Tensor) -> Tensor:

@@ -133,7 +133,7 @@ DEVICE void accumulate(const Steps &list, unsigned char *k_tile, unsigned char *
     zero_unseen_keys(list, k_tile);
     for (int step = 0; step < list.steps; ++step) {
         const auto at = state_of(step);
-        const u32 q_tile = uniform(stage0 + at.stage * (STAGE_BYTES / 16)), do_tile = q_tile + Q_BYTES / 16;
+        const u32 q_tile = uniform(stage0 + at.stage * (STAGE_BYTES / 16)), do_tile = q_tile + K_BYTES / 16;
         int entries[2];
         for (int r = 0; r < 2; ++r) entries[r] = shares.has(list.number(step, row0 + 8 * r)) ? list.entry(step, row0 + 8 * r) : -1;
         wait_for_rows(shared, at);

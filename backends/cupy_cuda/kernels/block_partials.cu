@@ -19,7 +19,7 @@
 //                  segments until none is left
 #include "row_steps.cuh"
 
-constexpr int PER_SM = 2, WARPGROUPS = 2, THREADS = 128 * WARPGROUPS;
+constexpr int PER_SM = 2, WARPGROUPS = 2, THREADS = 128 * WARPGROUPS, Q_BYTES = K_BYTES;
 constexpr int NEXT = TILE * 128;  // bytes between 64-column panels of the tile
 constexpr int TILE_K_BYTES = DK / 64 * NEXT, TILE_V_BYTES = DV / 64 * NEXT;
 

@@ -4,7 +4,7 @@
 //
 // Grid: one CTA per segment of a list (segment_of), in the order of order_segments.cu. Two CTAs per multiprocessor, so
 //   that one computes p and ds, starts or ends while the other multiplies; or one CTA with two consumers.
-// Tiles: 64 keys by ROWS rows (row_steps.cuh). Products are transposed: with keys as rows, p^T and ds^T are computed in
+// Tiles: 64 keys by 64 rows (row_steps.cuh). Products are transposed: with keys as rows, p^T and ds^T are computed in
 //   the registers from which dv += p^T do and dk += ds^T q read them.
 // Warpgroups: one consumer, or two for wide keys (SplitSteps), and a producer.
 // Compressed keys: a list is the last rows of the sequence, from the first that sees a key of the tile. Window: it
@@ -16,7 +16,6 @@
 #include "row_steps.cuh"
 
 constexpr int NO_END = 0x7fffffff;
-constexpr u32 ROWS_TRANSPOSED = ROW_PANEL / 16 << 16;  // as TRANSPOSED, of q and do
 constexpr int CTAS = CONSUMERS == 1 ? 2 : 1;  // per multiprocessor
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 1 ? 224 : 232, PRODUCER_REGISTERS = CONSUMERS == 1 ? 32 : 40;  // a thread
 
@@ -123,7 +122,7 @@ template <class List> struct SplitSteps {
     const u32 stage0 = uniform(operand(shared_address(stages)));  // an operand
     const int2 whole = list.whole_steps();
     DEVICE u32 q_tile(int step) const { return uniform(stage0 + state_of(step).stage * (STAGE_BYTES / 16)); }
-    DEVICE u32 do_tile(int step) const { return q_tile(step) + Q_BYTES / 16; }
+    DEVICE u32 do_tile(int step) const { return q_tile(step) + K_BYTES / 16; }
     DEVICE void wait(int step) const {
         const auto at = state_of(step);
         wait_for_rows(shared, at);
@@ -172,9 +171,9 @@ template <int COLUMNS> struct TileOperand {
     // d = a b^T
     DEVICE void multiply(float (&d)[ROWS / 2], u32 b) const {
         UNROLL for (int k = 0; k < COLUMNS / 16; ++k) {
-            const u64 rows = descriptor(b + (k / 4 * ROW_PANEL + k % 4 * 32) / 16);
-            if (k < HELD / 16) wgmma_registers_bt(d, held[k], rows, k > 0);
-            else wgmma_shared(d, descriptor(others + (k / 4 * PANEL + k % 4 * 32) / 16), rows, k > 0);
+            const u32 offset = (k / 4 * PANEL + k % 4 * 32) / 16;
+            if (k < HELD / 16) wgmma_registers_bt(d, held[k], descriptor(b + offset), k > 0);
+            else wgmma_shared(d, descriptor(others + offset), descriptor(b + offset), k > 0);
         }
     }
 };
@@ -199,7 +198,7 @@ template <class List> struct ValueSums {
     DEVICE void update_operand() { as_operand(p, s); }
     DEVICE void begin_sum(int step) {
         if (APART) steps.wait_do(step);
-        wgmma_add_a_b<DV>(dv, p, steps.do_tile(step) + ROWS_TRANSPOSED);
+        wgmma_add_a_b<DV>(dv, p, steps.do_tile(step) + TRANSPOSED);
     }
     DEVICE void release_sum(int step) const { APART ? steps.release_do(step) : steps.release(step); }
     DEVICE void write(const GradientRows &rows, const KeyGradients &to) { rows.write<DV>(dv, 1.0f, 0, to.part_dv, to.dv); }
@@ -235,7 +234,7 @@ template <class List> struct KeySums {
         steps.exchange.release(0);
     }
     DEVICE void update_operand() { as_operand(ds, dp); }
-    DEVICE void begin_sum(int step) { wgmma_add_a_b<DK>(dk, ds, steps.q_tile(step) + ROWS_TRANSPOSED); }
+    DEVICE void begin_sum(int step) { wgmma_add_a_b<DK>(dk, ds, steps.q_tile(step) + TRANSPOSED); }
     DEVICE void release_sum(int step) const { steps.release(step); }
     DEVICE void write(const GradientRows &rows, const KeyGradients &to) {
         rows.write<DK>(dk, static_cast<float>(steps.list.x.p.scale), 0, to.part_dk, to.dk);
@@ -300,7 +299,7 @@ DEVICE void accumulate(const Arguments &x, const Steps &list, unsigned char *k_t
     mbarrier_wait(&shared.tile, 0);
     for (int step = 0; step < list.steps; ++step) {
         const auto at = state_of(step);
-        const u32 q_tile = uniform(stage0 + at.stage * (STAGE_BYTES / 16)), do_tile = q_tile + Q_BYTES / 16;
+        const u32 q_tile = uniform(stage0 + at.stage * (STAGE_BYTES / 16)), do_tile = q_tile + K_BYTES / 16;
         const int in_list = list.step_at(step);
         wait_for_rows(shared, at);
         list.zero_other_tokens(step, stages + at.stage * STAGE_BYTES);
@@ -337,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), CTAS) dkdv_g
     const SegmentId id = segment_of(x, cta_of_group());
     if (COMPRESSED && (id.number < 0 || id.number >= x.lists.segments[id.list + 1] - x.lists.segments[id.list])) return;
     constexpr bool OWN_MEMORY = CONSUMERS == 1 || TILE_STAYS;  // the tile has its own memory
-    unsigned char *stages = memory + (OWN_MEMORY ? TILE_BYTES : 0);
+    unsigned char *stages = memory + (OWN_MEMORY ? STAGE_BYTES : 0);
     unsigned char *tile = memory + (OWN_MEMORY ? 0 : (STAGES - 1) * STAGE_BYTES);
     const int producer = threadIdx.x / 32 - 4 * CONSUMERS;
     const Steps list(x, id);

@@ -142,7 +142,6 @@ DEVICE void compute_before_wait(float x, void *nowhere) {
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D8(i) D4(i), D4(i + 4)
 #define D16(i) D8(i), D8(i + 8)
-#define D24(i) D16(i), D8(i + 16)
 #define D32(i) D16(i), D16(i + 16)
 #define D64(i) D32(i), D32(i + 32)
 #define D96(i) D64(i), D32(i + 64)
@@ -150,7 +149,6 @@ DEVICE void compute_before_wait(float x, void *nowhere) {
 #define TEN(T) "%" #T "0, %" #T "1, %" #T "2, %" #T "3, %" #T "4, %" #T "5, %" #T "6, %" #T "7, %" #T "8, %" #T "9"
 #define NAMES8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define NAMES16 TEN() ", %10, %11, %12, %13, %14, %15"
-#define NAMES24 TEN() ", " TEN(1) ", %20, %21, %22, %23"
 #define NAMES32 TEN() ", " TEN(1) ", " TEN(2) ", %30, %31"
 #define NAMES60 TEN() ", " TEN(1) ", " TEN(2) ", " TEN(3) ", " TEN(4) ", " TEN(5)
 #define NAMES64 NAMES60 ", %60, %61, %62, %63"
@@ -160,7 +158,7 @@ DEVICE void compute_before_wait(float x, void *nowhere) {
 #define WGMMA(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." DTYPE "." DTYPE " "
 #define SET_P(i) "{\n.reg .pred p;\nsetp.ne.b32 p, %" #i ", 0;\n"
 
-// d += a b^T, or d = a b^T if not `add`, for descriptors a of 64 rows and b of 128, 64, 48, 32 or 16 rows, of 16 columns. A, B,
+// d += a b^T, or d = a b^T if not `add`, for descriptors a of 64 rows and b of 128, 64, 32 or 16 rows, of 16 columns. A, B,
 // P: the numbers of the operands a, b and add.
 #define WGMMA_SHARED(NAME, N, FLOATS, A, B, P, MAJORS) \
     DEVICE void NAME(float (&d)[FLOATS], u64 a, u64 b, bool add) { \
@@ -169,21 +167,17 @@ DEVICE void compute_before_wait(float x, void *nowhere) {
     }
 WGMMA_SHARED(wgmma_shared, 128, 64, 64, 65, 66, "0, 0")
 WGMMA_SHARED(wgmma_shared, 64, 32, 32, 33, 34, "0, 0")
-WGMMA_SHARED(wgmma_shared, 48, 24, 24, 25, 26, "0, 0")
 WGMMA_SHARED(wgmma_shared, 32, 16, 16, 17, 18, "0, 0")
 WGMMA_SHARED(wgmma_shared, 16, 8, 8, 9, 10, "0, 0")
 // The same for transposed a and b: descriptors of 16 rows of 64 columns; d += a^T b, or d = a^T b if not `add`.
 WGMMA_SHARED(wgmma_shared_transposed, 64, 32, 32, 33, 34, "1, 1")
 
 #define A_REGISTERS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
-// d += a b^T, or d = a b^T if not `add`, for a in registers and descriptor b of 64 or 48 rows of 16 columns.
-#define WGMMA_REGISTERS_BT(N, FLOATS, A, B, P) \
-    DEVICE void wgmma_registers_bt(float (&d)[FLOATS], const u32 (&a)[4], u64 b, bool add) { \
-        asm volatile(SET_P(P) WGMMA(N) "{" NAMES##FLOATS "}, {" A "}, %" #B ", p, 1, 1, 0;\n}" \
-                     : D##FLOATS(0) : A_REGISTERS, "l"(b), "r"(static_cast<u32>(add))); \
-    }
-WGMMA_REGISTERS_BT(64, 32, "%32, %33, %34, %35", 36, 37)
-WGMMA_REGISTERS_BT(48, 24, "%24, %25, %26, %27", 28, 29)
+// d += a b^T, or d = a b^T if not `add`, for a in registers and descriptor b of 64 rows of 16 columns.
+DEVICE void wgmma_registers_bt(float (&d)[32], const u32 (&a)[4], u64 b, bool add) {
+    asm volatile(SET_P(37) WGMMA(64) "{" NAMES32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
+                 : D32(0) : A_REGISTERS, "l"(b), "r"(static_cast<u32>(add)));
+}
 // d += a b, for a in registers and descriptor b of 16 rows of N = 64, 128, 192 or 256 columns.
 #define WGMMA_REGISTERS(N, FLOATS, A, B) \
     DEVICE void wgmma_registers(float (&d)[FLOATS], const u32 (&a)[4], u64 b) { \

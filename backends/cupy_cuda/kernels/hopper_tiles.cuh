@@ -44,9 +44,9 @@ DEVICE void tma_load_key_tile(unsigned char *to, const TensorMap *map, u64 *bar,
         else tma_load_keys(to + c / BOX * NEXT, map, bar, c, key, g, b);
 }
 // The same for q or do.
-template <int COLUMNS, int NEXT = PANEL>
+template <int COLUMNS>
 DEVICE void tma_load_row_tile(unsigned char *to, const TensorMap *map, u64 *bar, int g, int s, int b) {
-    UNROLL for (int c = 0; c < COLUMNS; c += 64) tma_load_rows(to + c / 64 * NEXT, map, bar, c, g, s, b);
+    UNROLL for (int c = 0; c < COLUMNS; c += 64) tma_load_rows(to + c / 64 * PANEL, map, bar, c, g, s, b);
 }
 
 // Broadcast a value that is equal in all lanes, so that the compiler keeps it in a uniform register.

@@ -1,5 +1,5 @@
-// Gradients over the list of rows that selected a tile of keys: 64 keys by steps of ROWS rows, TQ listed tokens times H
-// heads. Loads of steps, and p and ds from products, for dkdv_groups.cu and block_gradients.cu;
+// Gradients over the list of rows that selected a tile of keys: 64 keys by steps of 64 rows, TQ = 64 / H listed tokens
+// times H heads. Loads of steps, and p and ds from products, for dkdv_groups.cu and block_gradients.cu;
 // block_partials.cu uses the sizes and the load of the tile.
 //
 // A list is a struct with: x, the kernel's arguments (tensor maps, p, d_out, lse, delta are read); b, g, first_key,
@@ -10,17 +10,14 @@
 #include "key_to_rows.cuh"
 #include "hopper_tiles.cuh"
 
-constexpr int KEYS = 64;
+constexpr int TQ = 64 / H, KEYS = 64, ROWS = 64;
 constexpr bool ADJACENT = BY_ARITHMETIC;  // the tokens of a step are adjacent
 constexpr bool BY_TMA = ADJACENT || H >= 8;
 constexpr int COPY_WARPS = BY_TMA ? 1 : 3;
 constexpr int CONSUMERS = DK > 128 || DV > 128 ? 2 : 1;  // one consumer lacks registers for wider sums
 constexpr bool TILE_STAYS = DK + DV > 320;  // in shared memory: it does not fit two consumers' registers
 constexpr bool APART = TILE_STAYS && !ADJACENT;  // separate pipelines for q and do, two stages each
-constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, TILE_BYTES = K_BYTES + V_BYTES;
-// APART: 48 rows, if tokens fill them but not 64, are three stages.
-constexpr int ROWS = APART && 64 % H && 48 % H == 0 ? 48 : 64, TQ = ROWS / H;
-constexpr int ROW_PANEL = ROWS * 128, Q_BYTES = DK / 64 * ROW_PANEL, STAGE_BYTES = Q_BYTES + DV / 64 * ROW_PANEL;
+constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;  // also q, do
 
 DEVICE PipelineState<STAGES> state_of(int step) { return {step % STAGES, step / STAGES % 2}; }
 
@@ -127,8 +124,8 @@ template <class List> struct StepTokens {
 template <class Part, class List> DEVICE void load_step(const List &list, unsigned char *q_tile, u64 *full, int first) {
     const int b = static_cast<int>(list.b), g = static_cast<int>(list.g);
     mbarrier_arrive_expect(full, TQ * H * 2 * (Part::HAS_Q * DK + Part::HAS_DO * DV));
-    if (Part::HAS_Q) tma_load_row_tile<DK, ROW_PANEL>(q_tile, &list.x.q, full, g, first, b);
-    if (Part::HAS_DO) tma_load_row_tile<DV, ROW_PANEL>(q_tile + Q_BYTES, &list.x.d_o, full, g, first, b);
+    if (Part::HAS_Q) tma_load_row_tile<DK>(q_tile, &list.x.q, full, g, first, b);
+    if (Part::HAS_DO) tma_load_row_tile<DV>(q_tile + K_BYTES, &list.x.d_o, full, g, first, b);
 }
 
 // Load q and do of a step once its stage is empty, by one warp; one token per lane if they are not adjacent.
@@ -146,8 +143,8 @@ DEVICE void load_tokens(const List &list, unsigned char *stages, Shared &shared,
     if (lane == 0) mbarrier_arrive_expect(full, TQ * H * 2 * (Part::HAS_Q * DK + Part::HAS_DO * DV));
     __syncwarp();
     if (lane >= TQ) return;
-    if (Part::HAS_Q) tma_load_row_tile<DK, ROW_PANEL>(q_tile + lane * H * 128, &list.x.q_token, full, g, tokens.rows[0], b);
-    if (Part::HAS_DO) tma_load_row_tile<DV, ROW_PANEL>(q_tile + Q_BYTES + lane * H * 128, &list.x.d_o_token, full, g, tokens.rows[0], b);
+    if (Part::HAS_Q) tma_load_row_tile<DK>(q_tile + lane * H * 128, &list.x.q_token, full, g, tokens.rows[0], b);
+    if (Part::HAS_DO) tma_load_row_tile<DV>(q_tile + K_BYTES + lane * H * 128, &list.x.d_o_token, full, g, tokens.rows[0], b);
 }
 
 template <class List> DEVICE void produce_tokens(const List &list, unsigned char *stages, Shared &shared) {
@@ -189,9 +186,9 @@ DEVICE void copy_step(const List &list, const u16 *q, const u16 *d_out, unsigned
         const u16 *q_row = q + s * list.x.p.q.stride_s + head * list.x.p.q.stride_h;
         const u16 *do_row = d_out + s * list.x.d_out.stride_s + head * list.x.d_out.stride_h;
         unsigned char *to = stages + at.stage * STAGE_BYTES + swizzled(tile_row, column);
-        UNROLL for (int c = 0; c < (Part::HAS_Q ? DK : 0); c += 64) cp_async_16(reinterpret_cast<u16 *>(to + c / 64 * ROW_PANEL), q_row + c, exists);
+        UNROLL for (int c = 0; c < (Part::HAS_Q ? DK : 0); c += 64) cp_async_16(reinterpret_cast<u16 *>(to + c / 64 * PANEL), q_row + c, exists);
         UNROLL for (int c = 0; c < (Part::HAS_DO ? DV : 0); c += 64)
-            cp_async_16(reinterpret_cast<u16 *>(to + Q_BYTES + c / 64 * ROW_PANEL), do_row + c, exists);
+            cp_async_16(reinterpret_cast<u16 *>(to + K_BYTES + c / 64 * PANEL), do_row + c, exists);
     }
     cp_async_mbarrier_arrive(Part::full(shared, at));
 }
@@ -242,7 +239,6 @@ template <class List> DEVICE void copy_statistics(const List &list, Shared &shar
         shared.wait_empty(at);
         for (int i = 0; i < 2; ++i) {
             const int row = lane + 32 * i;
-            if (row >= ROWS) break;
             const bool exists = rows[i] < list.x.p.S;
             const i64 index = exists ? ((list.b * list.x.p.S + rows[i]) * list.x.p.G + list.g) * H + row % H : 0;
             cp_async_4(&shared.lse[at.stage][row], list.x.lse + index, exists);

@@ -245,8 +245,7 @@ DEVICE void wgmma_registers(float (&d)[N], const u32 (&a)[4], u64 b) {
     rows_of(left, a);
     add_product(d, left, true, [=](int k, int column) { return number_at(b, k, column); });
 }
-template <int N>
-DEVICE void wgmma_registers_bt(float (&d)[N], const u32 (&a)[4], u64 b, bool add) {
+DEVICE void wgmma_registers_bt(float (&d)[32], const u32 (&a)[4], u64 b, bool add) {
     float left[2][16];
     rows_of(left, a);
     add_product(d, left, add, [=](int k, int column) { return number_at(b, column, k); });
