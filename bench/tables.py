@@ -313,10 +313,10 @@ def host_times(of_training: bool, *parts: str) -> str:
 
 
 def models() -> str:
-    """Return the suite of shipped models on an H100: ms of each backend beside dense attention, and how many times
-    faster the fastest is.
+    """Return the prefills of shipped models: ms of each backend beside dense attention, and how many times faster the
+    fastest is.
     """
-    index = indexed(rows_of("models.jsonl", H100_RESULTS))
+    index = {key: found for key, found in indexed(rows_of("models.jsonl")).items() if key[1] != "decode"}
     names = list(dict.fromkeys(name for found in index.values() for name in found if name != DENSE))
     return by_backend(index, [*names, DENSE], {"against dense": (DENSE, 2)})
 
