@@ -80,7 +80,7 @@ def headline(folder: Path, console: Console) -> str:
     device = next(row["device"] for columns in readme.values() for row in columns.values())
     note = (
         f"How many times as fast, or as little memory, as what follows the colon. README: {device}; here: {torch.cuda.get_device_name()},"
-        f" in {time.monotonic() - began:.0f} s. PASS: the spread here reaches {NEAR:.0%} of the README's. fla was not run."
+        f" in {time.monotonic() - began:.0f} s. PASS: the spread here reaches {NEAR:.0%} of the README's. fla and vLLM were not run."
     )
     return f"{note}\n\n{table(('claim', 'README', 'here', '20th to 80th', 'verdict'), lines, left=1)}"
 

@@ -430,7 +430,6 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "peers": lambda: beside_ours(rows_of("peers.jsonl", H100_RESULTS)),
         "peers_h200": lambda: beside_ours(rows_of(PEERS_FILE)),
     },
-    "docs/compat.md": {"fla": lambda: layer_parts.table(rows_of("profiles/fla_layer.jsonl", H100_RESULTS))},
     "docs/choosing.md": {
         "models": models,
         "choosing_steps": lambda: choosing_steps.table(rows_of("profiles/choosing_steps.jsonl")),
