@@ -152,7 +152,7 @@ class Selection:
         facts["unsearched"] = n > MOST_SEARCHED and not disjoint
         facts["listed"] = indices
         facts["_blocks"] = blocks
-        facts["_version"] = None if indices.is_inference() else indices._version
+        facts["_version"] = None if torch.compiler.is_compiling() or indices.is_inference() else indices._version
         return selection
 
     if not TYPE_CHECKING:  # else every name would be an attribute
@@ -299,7 +299,7 @@ class Selection:
             ArgumentError: a wrong shape or dtype; under NSA_DEBUG_TRITON=1 also duplicates in a row.
         """
         blocks = checked_blocks_of(block_indices, block_size, block_counts, disjoint)
-        debugs = debugging()
+        debugs = debugging() and not torch.compiler.is_compiling()  # compiled calls validate when they run
         if blocks.kept() and not debugs:
             return cls._of_indices(blocks, block_size, disjoint)
         ranges, unique = ranges_of_blocks(blocks, block_size)

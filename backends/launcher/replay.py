@@ -220,14 +220,15 @@ def replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, .
     """Return `work(call, *given)`, a pass, run or replayed.
 
     Its kernels read q, k, v, the tensors in `given`, and `Call.union_ranges`; in the forward pass of few rows (without
-    `given`) `Call.listed`. A pass of few rows that reads the disjoint ranges is never recorded. A forward pass of more
-    rows from block indices makes their ranges, too.
+    `given`) `Call.listed`. A pass of few rows that reads the disjoint ranges is never recorded. A pass of more rows from
+    block indices makes their ranges, too.
     """
     known, settings, selection = call.known, call.settings, call.selection
     if REPEATED not in known or call.workspace is not None or call.capturing():
         return work(call, *given)
-    few = not given and call.q.shape[1] <= FEW_TOKENS
-    made_here = not (given or settings.debug_triton or selection.unsearched or torch.is_inference_mode_enabled())
+    few_rows = call.q.shape[1] <= FEW_TOKENS
+    few = few_rows and not given
+    made_here = not (few_rows or settings.debug_triton or selection.unsearched or torch.is_inference_mode_enabled())
     indices = selection.indices if few or made_here else None
     snapshot = None if indices is not None else selection.current()
     kept, exact = ({}, None) if snapshot is None else (snapshot.plans, snapshot.exact)
@@ -250,9 +251,9 @@ def replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, .
         result = recordings.run(addresses, stream, kept, lambda: work(call, *given), call)
     elif recordings.failed == TRIES:  # one of its plans can't be recorded
         selection.counted  # noqa: B018  # makes the ranges
-        return replayed(call, work)
+        return replayed(call, work, given)
     else:
-        result = recordings.run(addresses, stream, kept, lambda: work(call) if few else _with_ranges(call, work))
+        result = recordings.run(addresses, stream, kept, lambda: work(call) if few else _with_ranges(call, work, given))
         if on in kept:
             selection.keep(kept[on], kept[on].buffer, stream, kept)
     if recordings.made and exact is None and not settings.debug_nvtx:
@@ -260,14 +261,14 @@ def replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, .
     return result
 
 
-def _with_ranges(call: Call, work: Callable[..., Any]) -> Any:
-    """Make the ranges of a call's block indices, and run a forward pass; its recording builds them as a plan."""
+def _with_ranges(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, ...]) -> Any:
+    """Make the ranges of a call's block indices, and run a pass; its recording builds them as a plan."""
     call.selection.counted  # noqa: B018
     recorder: Recorder | None = thread.recording
     if recorder is not None:
         recorder.plans[DISJOINT] = call.selection._made.plan
         recorder.built.append(DISJOINT)
-    return work(call)
+    return work(call, *given)
 
 
 def _kind(selection: Any, indices: Tensor | None) -> int:
@@ -281,11 +282,12 @@ def _add_shortcut(call: Call, recordings: Recordings, given: tuple[Tensor | None
     if not given:
         if not call.may_repeat():
             call.known.setdefault("forward", Shortcut(())).recordings[kind] = recordings
-    elif "backward" not in call.known and given[-1] is None and results == 3:
+    elif given[-1] is None and results == 3:
         tensors = [call.q, call.k, call.v, *(x for x in given if x is not None)]
-        if len({id(x) for x in tensors}) == len(tensors) == 6:
-            call.known["backward"] = shortcut = Shortcut(tensors)
-            shortcut.recordings[kind] = recordings
+        if "backward" not in call.known and len({id(x) for x in tensors}) == len(tensors) == 6:
+            call.known["backward"] = Shortcut(tensors)
+        if "backward" in call.known:
+            call.known["backward"].recordings[kind] = recordings
 
 
 def checked(recordings: dict[Any, Any], key: Any, addresses: list[int], backend: Callable[..., Any], work: Callable[[], Any]) -> Any:
