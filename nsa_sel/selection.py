@@ -230,7 +230,8 @@ class Selection:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: leaves out the plans, which belong to this tensor and its version."""
-        return {**self.__dict__, **dict.fromkeys(("ranges", "listed", "counted"), self.ranges), **_NOT_COPIED, "_snapshot": self._valid_exact()}
+        ranges = dict.fromkeys(("ranges", "listed", "counted"), self.ranges)
+        return {**self.__dict__, **ranges, **_NOT_COPIED, "_snapshot": self._valid_exact()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         exact = state.pop("_snapshot")

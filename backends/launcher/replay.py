@@ -49,8 +49,10 @@ MOST_RECORDINGS, MOST_READY = 1024, 1024  # in the process; per thread, for each
 MOST_BATCHES, NEW_ADDRESSES = 128, 8  # see `_Ready`
 _numbers = itertools.count()
 _recordings: deque[tuple[list[Recording], Recording]] = deque()  # every recording, with the list that holds it, oldest first
+_aten = torch.ops.aten
 # Operations that launch nothing.
-_VIEWS = (torch.ops.aten.slice.Tensor, torch.ops.aten.view.default, torch.ops.aten.view.dtype)
+_VIEWS = _aten.slice.Tensor, _aten.view.default, _aten.view.dtype, _aten.transpose.int, _aten.unbind.int, _aten.squeeze.dim
+_ALLOCATIONS = (_aten.empty.memory_format, _aten.new_empty.default)
 _CODES = re.compile(r"(\d*)(\D)")  # count and code in a struct format
 _INPUT, _OFFSET, _MAP, _CONSTANT = range(4)  # sections of the table of `_Ready.batch`
 
@@ -76,6 +78,7 @@ class Recording(NamedTuple):
     arguments: struct.Struct  # packs the arguments of all launches
     values: Callable[[list[Any]], tuple[Any, ...]]  # takes these arguments from the table
     kernels: tuple[Any, ...]  # kernel objects, held so that their code stays loaded
+    decided: tuple[tuple[Any, Any], ...] | None  # of a whole call (core/run.py): the decision and request of each of its passes
 
 
 class Recordings:
@@ -108,12 +111,14 @@ class Recordings:
     def run(self, addresses: list[int], stream: int, kept: Plans, work: Callable[[], Any], call: Call = None) -> Any:
         """Return `work()`, a pass, replayed or run, and recorded if it can be. Other arguments are those of `replay`."""
         result = self.replay(addresses, stream, kept, call)
-        if result is not None:
-            return result
-        unfit = thread.recording is not None or functools.reduce(operator.or_, addresses) & 15 or _fills() or cuda_driver.hooked()
-        if unfit or self.failed == TRIES:
+        return self.record(addresses, work, call) if result is None else result
+
+    def record(self, addresses: list[int], work: Callable[[], Any], call: Call = None, whole: bool = False) -> Any:
+        """Return `work()`, recorded if it can be. whole: a call whose class tells how each address is aligned."""
+        unaligned = functools.reduce(operator.or_, addresses) & 15 and not whole
+        if unaligned or thread.recording is not None or _fills() or cuda_driver.hooked() or self.failed == TRIES:
             return work()
-        recorder = Recorder(addresses)
+        recorder = Recorder(addresses, whole)
         with recorder:
             result = work()
         recording = recorder.finished(result)
@@ -201,14 +206,14 @@ def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *n
     with this key.
 
     During a CUDA graph capture the plan is built every time: a graph replay must follow ranges written since the
-    capture, and a plan built in a capture holds no data until the graph is replayed.
+    capture, and a plan built in a capture holds no data until the graph is replayed. So it is in a whole call's recording.
     """
-    if call.capturing():
+    recorder: Recorder | None = thread.recording
+    if call.capturing() or (recorder is not None and recorder.decided is not None):
         return Plan(build(call, *numbers))
     # `()` or `(q_pos, lengths)`: part of the key, so that replays, which have neither, take no plan of other positions
     made_from = () if call.q_pos is None and call.lengths is None else (call.q_pos, call.lengths)
     key = (*key, *numbers, call.k.shape[2], call.groups_per_selection, bool(made_from))
-    recorder: Recorder | None = thread.recording
     if recorder is None:
         return Plan(call.selection.plan(key, lambda: build(call, *numbers), *made_from))
     if key not in recorder.plans:  # the selection of an inference mode keeps nothing
@@ -349,7 +354,7 @@ class _Ready:
         self.recording, self.stream = recording, stream
         self.given = tuple([(*key, *on) for key in recording.given])  # keys of its plans on the stream
         self.built = {(*key, *on): facts for key, facts in recording.built.items()}
-        self.outputs = tuple(zip(*recording.outputs, strict=True))  # sizes, strides and dtypes
+        self.outputs = tuple(zip(*recording.outputs, strict=True)) or ((), (), ())  # sizes, strides and dtypes
         self.batches: dict[tuple[int, ...], Batch] = {}  # by addresses
         self.missed = 0
 
@@ -402,7 +407,7 @@ class _Ready:
         within these; tensor maps; packed constants.
         """
         recording, table = self.recording, list[Any](addresses)
-        if functools.reduce(operator.or_, addresses) & 15:
+        if recording.decided is None and functools.reduce(operator.or_, addresses) & 15:
             return None
         table += [table[entry] + offset for entry, offset in recording.offsets]
         maps = [encode(table[entry]) for entry, encode in recording.maps]
@@ -442,8 +447,9 @@ class _Span(NamedTuple):
 class Recorder:
     """Record one pass of this thread inside a `with` block. `refused` becomes True if the pass cannot be replayed."""
 
-    def __init__(self, inputs: list[int]) -> None:
+    def __init__(self, inputs: list[int], whole: bool = False) -> None:
         self.inputs, self.refused = inputs, False
+        self.decided: list[tuple[Any, Any]] | None = [] if whole else None  # see `Recording`
         self.made: list[Tensor] = []  # tensors that `unwritten` allocated
         self.plans: dict[tuple[Any, ...], Plan] = {}  # by key
         self.built: list[tuple[Any, ...]] = []  # keys of the plans that the pass builds
@@ -502,10 +508,12 @@ class Recorder:
         kept = [x for value in built for x in tensors_of(value)]
         given = {key: plan for key, plan in self.plans.items() if key not in self.built}
         of_given = [x for plan in given.values() for x in tensors_of(plan.value)]
-        own = [x for x in self.made if not any(x is y for y in outputs + kept)]
+        sizes, results = {x.data_ptr(): x.nbytes for x in self.made}, {x.data_ptr() for x in outputs + kept}
+        own = [x for x in self.made if x.data_ptr() not in results]
         if (
             self.refused
-            or not outputs
+            or not self.made
+            or any(sizes.get(x.data_ptr()) != x.nbytes or not x.is_contiguous() for x in outputs)  # results may be views
             or not all(isinstance(value, tuple) and all(isinstance(x, Tensor | int | None) for x in value) for value in (result, *built))
             or len(outputs) != len(result)
             or len(own) + len(kept) + len(outputs) != len(self.made)
@@ -528,12 +536,13 @@ class Recorder:
         if table.refused:
             return None
         return Recording(
-            next(_numbers), outputs[0].get_device(), allocator(outputs[0]),
+            next(_numbers), self.made[0].get_device(), allocator(self.made[0]),
             tuple((tuple(x.shape), contiguous(tuple(x.shape)), x.dtype) for x in outputs), scratch, kept_bytes, tuple(given),
             {key: self.builders[key] for key in given if key in self.by_python},
             self._built(iter(in_kept)), tuple(table.offsets), tuple(table.maps), tuple(table.constants),
             tuple((table.entry(location), size) for location, size in cleared), tuple(table.steps),
             struct.Struct(table.codes), _getter([table.entry(location) for location in table.locations]), tuple(self.kernels),
+            None if self.decided is None else tuple(self.decided),
         )  # fmt: skip
 
     def _built(self, spans: Iterator[_Span]) -> dict[tuple[Any, ...], tuple[Any, ...]]:
@@ -635,6 +644,9 @@ class _RefuseOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # True would import dynamo, which takes two seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.recorder is not None and thread.recording is self.recorder and func not in _VIEWS:
-            self.recorder.refused = True
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if self.recorder is not None and thread.recording is self.recorder:
+            if func in _ALLOCATIONS:
+                self.recorder.made.append(result)
+            self.recorder.refused |= func not in (*_VIEWS, *_ALLOCATIONS)
+        return result
