@@ -192,6 +192,10 @@ def test_a_pass_makes_the_ranges_of_new_block_indices(ranges_kernel: None, drive
         assert_equal(passes(call, seed), wanted)
         assert_equal(passes(call, seed), wanted)  # of ranges
         assert driver.count("ranges") == 1
+        of_op = call_of(seed, known, S=S)  # as in a compiled call, whose backward pass has a selection of its own
+        of_op.selection = Selection.from_blocks(blocks, 16)
+        assert_equal(list(cupy_cuda.backward(of_op, *wanted[:2], make_grads(call.q, call.v, seed)[0], None)), wanted[2:])
+        assert driver.count("ranges") == 2
         saved, also_saved = call.read_again(), plain.read_again()  # activation checkpoints compare them with those of a recorded pass
         assert [(x.shape, x.dtype) for x in saved] == [(x.shape, x.dtype) for x in also_saved]
         blocks.fill_(0)
@@ -199,7 +203,7 @@ def test_a_pass_makes_the_ranges_of_new_block_indices(ranges_kernel: None, drive
         assert torch.equal(selection.disjoint_ranges(), plain.selection.disjoint_ranges())
     assert "backward" in known
     assert ("forward" in known) == (S == 16)
-    assert played[-4:] == ([2, 5, 1, 3] if S == 16 else [1, 5, 1, 3])  # launches
+    assert played[-5:] == ([2, 5, 1, 3, 6] if S == 16 else [5, 1, 3, 1, 5])  # launches
     selection.ranges.zero_()  # a write drops what was made
     assert not cupy_cuda.forward(call)[0].any()
 
