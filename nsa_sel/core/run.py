@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -20,7 +20,7 @@ from nsa_sel.core.call import Call, ChooseCall, call_over_pool
 from nsa_sel.core.decide import Decided, after_failure, forget_decisions, recall, remember
 from nsa_sel.errors import ArgumentError, warn
 from nsa_sel.settings.schema import Settings
-from nsa_sel.telemetry import events, passes
+from nsa_sel.telemetry import events, log, passes
 
 # Given a backend's name and a call: the function of that backend to run. run_pass calls it as function(call, *given).
 FunctionOf = Callable[[str, Any], Callable[..., Any]]
@@ -291,53 +291,53 @@ def _compare(
 # Whole calls over caches
 
 
-class Repeated:
-    """A call of one class with earlier ones, whose launches are replayed: its arguments have passed every check, and nothing
-    on its path but the kernels depends on more than the class."""
+class Repeated(NamedTuple):
+    """A call whose class is told by facts and guards of its tensors. The arguments of later calls of a class need no check, and
+    nothing on their path but the kernels depends on more than the class: its launches are recorded and replayed."""
 
-    __slots__ = ("_addresses", "_classes", "_key", "_recordings", "_stream", "_tensors")
+    key: tuple[Any, ...]
+    tensors: list[Tensor]
+    addresses: list[int]
+    stream: int
+    classes: transforms.Classes  # of the key
+    recordings: Recordings | None  # of the class
 
     @classmethod
     def of(cls, facts: tuple[Any, ...], *tensors: Any) -> Repeated | None:
-        """Return the call with these arguments, unchecked, the first of them q; None if it can't be replayed.
+        """Return the call with these arguments, unchecked, q first; None if it can't be replayed.
 
-        facts: the arguments that are not tensors, and what else decides on the call. Numbers are of the types that the
-            checks want, because 1 equals True.
+        facts: all arguments that are not tensors, numbers of exactly the types that the checks want, because 1 equals True.
         """
         given = [x for x in tensors if x is not None]
         try:
-            if not _on_gpu(given[0]) or not transforms.untransformed() or registry.broken:
+            if not _on_gpu(given[0]) or not transforms.untransformed() or registry.broken or log.followed is not None:
                 return None
-            stream = _stream_outside_capture(given[0])
-            addresses = [x.data_ptr() for x in given]
+            stream, addresses = _stream_outside_capture(given[0]), [x.data_ptr() for x in given]
             shapes, low_bits = [None if x is None else x.shape for x in tensors], [address & 15 for address in addresses]
-            key = (*facts, torch.is_grad_enabled(), *shapes, *low_bits)
         except (AttributeError, RuntimeError):  # no tensor, or one without shape or memory
             return None
         if stream is None or 0 in addresses or len({*addresses}) < len(addresses):  # guards take no tensor twice
             return None
-        self = cls()
-        self._addresses, self._key, self._stream, self._tensors = addresses, key, stream, given
-        self._classes = recall(key) or ()
-        self._recordings = transforms.find_class(self._classes, *given)
-        return self
+        key = (*facts, torch.is_grad_enabled(), *shapes, *low_bits)
+        classes = recall(key) or ()
+        return cls(key, given, addresses, stream, classes, transforms.find_class(classes, *given))
 
     def replay(self) -> tuple[Tensor, ...] | None:
         """Return the results of a replay, or None: the call must be checked and run."""
-        recordings = self._recordings
-        results: tuple[Tensor, ...] | None = None if recordings is None else recordings.replay(self._addresses, self._stream, {})
-        if results is not None:
-            for decided in recordings.made[0].decided:
+        recordings = self.recordings
+        results: tuple[Tensor, ...] | None = None if recordings is None else recordings.replay(self.addresses, self.stream, {})
+        if recordings is not None and results is not None:
+            for decided in recordings.made[0].decided or ():
                 events.record(*decided)
         return results
 
     def run(self, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Return `work()`, the tensors that the checked call makes; record it if an earlier call was of its class."""
-        if self._recordings is not None:
-            return self._recordings.record(self._addresses, work, whole=True)  # type: ignore[no-any-return]
+        if self.recordings is not None:
+            return self.recordings.record(self.addresses, work, whole=True)  # type: ignore[no-any-return]
         results = work()
-        if all(map(_on_gpu, self._tensors)):
-            remember(self._key, transforms.with_class(self._classes, Recordings(), *self._tensors))
+        if all(map(_on_gpu, self.tensors)):
+            remember(self.key, transforms.with_class(self.classes, Recordings(), *self.tensors))
         return results
 
 
