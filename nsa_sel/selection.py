@@ -223,6 +223,14 @@ class Selection:
         """`indices` in a capture: None for a selection made before, whose ranges may be written between replays."""
         return self.indices if self._blocks is not None and self._blocks.captured else None
 
+    def facts_of_listed(self) -> tuple[Any, ...] | None:
+        """Return all that calls of blocks which are read as `listed` depend on besides it; None for other selections, and
+        after `measure`."""
+        snapshot = self._snapshot
+        if self.block_size is None or self._made is not None or (snapshot is not None and snapshot.exact is not None):
+            return None
+        return self.block_size, self.max_length, self.disjoint
+
     def __setattr__(self, name: str, value: object) -> None:
         if name in _FACTS and "n" in self.__dict__:
             raise ArgumentError(f"selection.{name}", "replaced", "the value it was made with", "make a new Selection, or write into ranges")

@@ -97,12 +97,14 @@ def selection_attention_with_kvcache(
         options |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "out": out, "lse_out": lse_out}
         return _uncompiled(selection_attention_with_kvcache, q, k_cache, v_cache, selection, cache_seqlens, block_table, **options)
     again = None
-    if type(selection) is Selection and selection._blocks is not None and _plain_numbers(scale, max_seqlen_q, return_lse):
+    if type(selection) is Selection and _plain_numbers(scale, max_seqlen_q, return_lse) and (static := selection.facts_of_listed()):
         again = run.Repeated.of(
-            ("attend", selection.block_size, selection.disjoint, scale, backend, max_seqlen_q), q, k_cache, v_cache, selection.listed,
-            cache_seqlens, block_table, cu_seqlens_q, k_scale, v_scale, out, lse_out,
+            ("attend", static, scale, backend, max_seqlen_q), q, k_cache, v_cache, selection.listed, cache_seqlens, block_table,
+            cu_seqlens_q, k_scale, v_scale, out, lse_out,
         )  # fmt: skip
-        made = None if again is None or selection.indices is None else again.replay()
+        if again is not None and selection._blocks is not None:
+            selection.indices  # noqa: B018  # refuses those that were written
+        made = None if again is None else again.replay()
         if made is not None:
             return _given_or_made(made, (out, lse_out), return_lse)
     transforms.check_traced("selection_attention_with_kvcache", q, k_cache, v_cache)
@@ -148,7 +150,7 @@ def selection_attention_with_kvcache(
         written = [x if to is None else _written(x, to) for x, to in zip(results, given, strict=True)]
         return tuple((x.squeeze(1) if flat else x) for x, to in zip(written, given, strict=True) if to is None)
 
-    # Rows of blocks are read as indices, without plans that calls of other layers could share.
+    # Such rows of blocks are read as they are listed, without plans that calls of other layers could share.
     repeats = again is not None and not differentiable and (packed or q.shape[1] <= FEW_TOKENS)
     made = again.run(work) if again is not None and repeats else work()
     return _given_or_made(made, (out, lse_out), return_lse)
