@@ -235,41 +235,32 @@ def test_whole_calls_over_pages_are_replayed(monkeypatch: pytest.MonkeyPatch, dr
     """Other tensors of the class alone, also into a given o, and not where a tensor is passed twice or the work is no launch."""
     monkeypatch.setattr(run, "_on_gpu", lambda x: True)
     monkeypatch.setattr(run, "_stream_outside_capture", lambda q: 0)
-    work = None
+
+    def attend(to: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, indices, lengths, table = tensors
+        selection = Selection._of_indices(ranges_module.Blocks(indices, None, None), 64, False)
+        o, lse = cupy_cuda.forward(Call(q, k, v, selection, None, 0.125, settings_for(GPU), GPU, lengths, table, out=(to, None)))
+        return (o.squeeze(1), lse) if to is None else (lse,)
+
     for seed in range(5):
-        q, k, v = make_qkv(3, 1, 2, 4, 64, 64, S_kv=64, dtype=torch.float16, seed=seed)
-        generator = torch.Generator().manual_seed(seed)
-        indices = torch.randint(-1, 3, (3, 1, 2, 2), dtype=torch.int32, generator=generator)
-        lengths = torch.randint(1, 192, (3,), dtype=torch.int32, generator=generator)
-        table, out = torch.randint(0, 3, (3, 3), dtype=torch.int32, generator=generator), torch.empty_like(q)
-        tensors = q, k, v, indices, lengths, table
-
-        def over_pages(to: Tensor | None = None, tensors: tuple[Tensor, ...] = tensors) -> tuple[Tensor, ...]:
-            q, k, v, indices, lengths, table = tensors
-            selection = Selection._of_indices(ranges_module.Blocks(indices, None, None), 64, False)
-            o, lse = cupy_cuda.forward(
-                Call(q, k, v, selection, None, 0.125, settings_for(GPU), GPU, lengths, table, out=(to, None))
-            )  # fmt: skip
-            return (o.squeeze(1), lse) if to is None else (lse,)
-
-        for to in (None, out):
+        some = functools.partial(torch.randint, dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
+        qkv = make_qkv(3, 1, 2, 4, 64, 64, S_kv=64, dtype=torch.float16, seed=seed)
+        tensors = *qkv, some(-1, 3, (3, 1, 2, 2)), some(1, 192, (3,)), some(0, 3, (3, 3))
+        wanted = attend(None, *tensors)
+        for to in (None, torch.empty_like(qkv[0])):
             again = run.Repeated.of(("over pages",), *tensors, to)
             assert again is not None
             made = again.replay()
             assert (made is None) == (seed < 2)
-            made = again.run(functools.partial(over_pages, to)) if made is None else made
-            wanted = over_pages()
-            assert torch.equal(made[0] if to is None else out.squeeze(1), wanted[0])
-            assert torch.equal(made[-1], wanted[1])
-        work = over_pages
-    assert work is not None
+            made = again.run(functools.partial(attend, to, *tensors)) if made is None else made
+            assert_equal([made[0] if to is None else to.squeeze(1), made[-1]], list(wanted))
     assert len(played) == 6
-    assert run.Repeated.of(("over pages",), *tensors, q) is None
+    assert run.Repeated.of(("over pages",), *tensors, tensors[0]) is None
     for _ in range(3):
         again = run.Repeated.of(("a sum",), *tensors)
         assert again is not None
         assert again.replay() is None
-        assert torch.equal(again.run(lambda: (q + 1,))[0], q + 1)
+        assert torch.equal(again.run(lambda: (qkv[0] + 1,))[0], qkv[0] + 1)
 
 
 @needs_compiler
