@@ -3,10 +3,10 @@
     python -m nsa_sel.bench.questions.engines --out bench/results/h200/profiles/engines.jsonl
 
 Needs vLLM 0.32 or 0.33: its classes, metadata, pages and buffer. 4 KV groups of 16 heads, D 128, 16 of the blocks of 128
-keys, random numbers in bf16, K and V in bf16 or e4m3. All steps are timed by graph replay; those with prefilled tokens,
-which vLLM runs outside of its graphs, also call by call. Both classes attend to the blocks that vLLM's indexer chose.
-`same_blocks` is the share of tokens and groups for which both indexers choose the same set; `difference` is the largest
-one of the outputs, relative to the largest output.
+keys, random numbers in bf16, K and V in bf16 or e4m3. Steps of at most 4,096 tokens are timed by graph replay; those with
+prefilled tokens, which vLLM runs outside of its graphs, call by call. Both classes attend to the blocks that vLLM's
+indexer chose. `same_blocks` is the share of tokens and groups for which both indexers choose the same set; `difference` is
+the largest one of the outputs, relative to the largest output.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CASES: dict[str, tuple[int, list[tuple[int, int]]]] = {  # requests that decode 
     "decode-64, 4 chunks of 512": (64, [(512, 1024)] * 4),
     "decode-1": (1, []),
 }
-KEYS = 32768
+KEYS, MOST_REPLAYED = 32768, 4096
 SIZES = {"topk_blocks": n, "sparse_block_size": PAGE}
 
 
@@ -117,7 +117,9 @@ def measured(case: str, kv: str, rep: float) -> Iterator[Row]:
     vllms, ours = outputs.values()
     facts = {"same_blocks": (chosen["vllm"] == chosen["nsa-sel"]).all(-1).float().mean().item()}
     facts["difference"] = ((vllms.float() - ours.float()).abs().max() / vllms.abs().max()).item()
-    timers = {"replay": replayed_milliseconds, **({"calls": milliseconds} if prefills else {})}
+    timers = {"calls": milliseconds} if prefills else {}
+    if tokens <= MOST_REPLAYED:
+        timers["replay"] = replayed_milliseconds
     for part, name, timed in itertools.product(("attention", "indexer"), parts, timers):
         row = {"case": case, "part": part, "contender": name, "kv": kv, "timed": timed, "tokens": tokens, "pages": pages, **facts}
         yield {**row, **timers[timed](parts[name][part], Timing(rep)).fields()}
