@@ -61,7 +61,7 @@ def metadata(decodes: int, prefills: list[tuple[int, int]]) -> tuple[Any, Any, i
             one = getattr(kind, f"MiniMaxM3{name}DecodeMetadata")
             decode = one(seq_lens=keys[:decodes], block_table=table[:decodes], decode_query_len=1, **longest)
         if new:
-            more = {"cu_seqlens_k": starts, "total_kv_blocks": 0} if name == "Sparse" else {}
+            more = {"cu_seqlens_k": starts, "total_kv_blocks": sum(pages[decodes:])} if name == "Sparse" else {}
             several = getattr(kind, f"MiniMaxM3{name}PrefillMetadata")
             prefill = several(
                 cu_seqlens_q=starts, seq_lens=keys[decodes:], context_lens=cached, block_table=table[decodes:], max_query_len=max(new),
