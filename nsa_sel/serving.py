@@ -17,6 +17,7 @@ from nsa_sel.core.call import PagedKeys, Rule
 from nsa_sel.core.check import as_selection, check_call, check_index, check_pool, check_rule
 from nsa_sel.core.decide import decide_call
 from nsa_sel.core.packed import rows_of
+from nsa_sel.core.request import FEW_TOKENS
 from nsa_sel.core.warm import prepared
 from nsa_sel.errors import ArgumentError, renamed, shown
 from nsa_sel.quantize import STORED, Scales, scales_of
@@ -95,6 +96,15 @@ def selection_attention_with_kvcache(
         options: Any = {"k_scale": k_scale, "v_scale": v_scale, "scale": scale, "return_lse": return_lse, "backend": backend}
         options |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "out": out, "lse_out": lse_out}
         return _uncompiled(selection_attention_with_kvcache, q, k_cache, v_cache, selection, cache_seqlens, block_table, **options)
+    again = None
+    if type(selection) is Selection and selection._blocks is not None and _plain_numbers(scale, max_seqlen_q, return_lse):
+        again = run.Repeated.of(
+            ("attend", selection.block_size, selection.disjoint, scale, backend, max_seqlen_q), q, k_cache, v_cache, selection.listed,
+            cache_seqlens, block_table, cu_seqlens_q, k_scale, v_scale, out, lse_out,
+        )  # fmt: skip
+        made = None if again is None or selection.indices is None else again.replay()
+        if made is not None:
+            return _given_or_made(made, (out, lse_out), return_lse)
     transforms.check_traced("selection_attention_with_kvcache", q, k_cache, v_cache)
     check_flag("return_lse", return_lse)
     flat, requests = isinstance(q, Tensor) and q.dim() == 4, packed_requests(q, cu_seqlens_q, max_seqlen_q, cache_seqlens)
@@ -119,23 +129,40 @@ def selection_attention_with_kvcache(
         *_, scale, _ = check_call(checked[0], k_checked, v_checked, checked[1], scale, None, stored=None if scales is None else STORED)
     except ArgumentError as error:
         raise renamed(error, k="k_cache", v="v_cache") from None
-    given = _check_results(q, v.shape[3], flat, out=out, lse_out=lse_out)
-    if transforms.needs_grad(q, k, v):
+    given, differentiable = _check_results(q, v.shape[3], flat, out=out, lse_out=lse_out), transforms.needs_grad(q, k, v)
+    if differentiable:
         _check_gradients(q, k, v, "packed" * packed or "paged" * (block_table is not None) or "quantized" * (scales is not None), given)
-        results = _with_gradients(q, k, v, selection, cache_seqlens, scale, backend)
-    else:
+
+    def work() -> tuple[Tensor, ...]:
+        """Return those of o and lse that are not given."""
         where = _Keys(cache_seqlens, block_table)
         if requests is not None:
             unit = math.lcm(max(1, k.shape[2]), selection.block_size or 1)
             where = where._replace(rows=rows_of(requests.cu, cache_seqlens, len(q), S_kv, unit)[:-1], most_rows=requests.most)
-        if r > 1:
+        if differentiable:
+            results = _with_gradients(q, k, v, selection, cache_seqlens, scale, backend)
+        elif r > 1:
             results = _of_shared_keys(q, k, v, selection, scale, backend, where, scales, r)
         else:
             results = where.attend(q, k, v, selection, scale, backend, scales, given)
-    o, lse = (x if to is None else _written(x, to) for x, to in zip(results, given, strict=True))
-    if flat:
-        o, lse = o.squeeze(1), lse.squeeze(1)
-    o, lse = (x if to is None else to for x, to in ((o, out), (lse, lse_out)))
+        written = [x if to is None else _written(x, to) for x, to in zip(results, given, strict=True)]
+        return tuple((x.squeeze(1) if flat else x) for x, to in zip(written, given, strict=True) if to is None)
+
+    # Rows of blocks are read as indices, without plans that calls of other layers could share.
+    repeats = again is not None and not differentiable and (packed or q.shape[1] <= FEW_TOKENS)
+    made = again.run(work) if again is not None and repeats else work()
+    return _given_or_made(made, (out, lse_out), return_lse)
+
+
+def _plain_numbers(scale: object, most: object, flag: object) -> bool:
+    """Return True for arguments of exactly the types of a float, an int and a bool, or None: others may be equal, too."""
+    return (scale is None or type(scale) is float) and (most is None or type(most) is int) and type(flag) is bool
+
+
+def _given_or_made(made: tuple[Tensor, ...], given: tuple[Tensor | None, Tensor | None], return_lse: bool) -> Any:
+    """Return o, or o and lse, of which those that are not given were made."""
+    left = iter(made)
+    o, lse = (next(left) if to is None else to for to in given)
     return (o, lse) if return_lse else o
 
 
@@ -195,6 +222,14 @@ def choose_blocks_with_kvcache(
         options |= {"scale": scale, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "out": out, "backend": backend}
         options |= rule.options()
         return _uncompiled(choose_blocks_with_kvcache, q, k_cache, cache_seqlens, block_table, **options)  # type: ignore[no-any-return]
+    again = None
+    if {*map(type, rule)} == {int} and _plain_numbers(scale, max_seqlen_q, softmax) and type(tail) is bool:
+        facts = ("choose", rule, reduce, heads, softmax, activation, tail, scale, backend, max_seqlen_q)
+        again = run.Repeated.of(facts, q, k_cache, cache_seqlens, block_table, cu_seqlens_q, k_scale, out)
+        made = None if again is None else again.replay()
+        if made is not None:
+            chosen = made[0] if made else out if cu_seqlens_q is None else out[: len(q)]  # type: ignore[index]
+            return Selection.from_blocks(chosen, block_size, disjoint=True)  # type: ignore[arg-type]
     transforms.check_traced("choose_blocks_with_kvcache", q, k_cache, k_cache)
     check_rule(rule)
     pool = check_pool(rule, reduce, heads, softmax, activation, tail)
@@ -221,8 +256,15 @@ def choose_blocks_with_kvcache(
         out = out.view(*q.shape[:3], n + tail) if requests is None else out[: q.shape[1]].unsqueeze(0)
     index = index._replace(q=rows, k=k.expand(-1, q.shape[2], -1, -1))
     cache = choose.IndexCache(cache_seqlens, pages, scales, requests)
-    chosen = choose.best_blocks(index, rule, pool, backend, tail, True, cache, out)
-    return Selection.from_blocks(chosen if requests is None else chosen.squeeze(0), block_size, disjoint=True)
+
+    def work() -> tuple[Tensor, ...]:
+        """Return the chosen blocks unless `out` gets them."""
+        chosen = choose.untraced_best_blocks(index, rule, pool, backend, tail, True, cache, out)
+        return () if out is not None else (chosen if requests is None else chosen.squeeze(0),)
+
+    made = work() if again is None else again.run(work)
+    chosen = made[0] if made else out if requests is None else out.squeeze(0)  # type: ignore[union-attr]
+    return Selection.from_blocks(chosen, block_size, disjoint=True)  # type: ignore[arg-type]
 
 
 def packed_requests(q: object, cu_seqlens_q: CuSeqlens | None, max_seqlen_q: int | None, cache_seqlens: Tensor) -> Requests | None:

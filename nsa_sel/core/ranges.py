@@ -219,6 +219,9 @@ class _Facts(NamedTuple):
         return cls(as_given, dtype, few and as_they_are, kept, find_unique, {})
 
 
+_TRACED = _Facts(False, torch.int32, False, True, False, {})  # of a graph, whose ops make ranges in their own passes
+
+
 def checked_blocks_of(block_indices: Tensor, block_size: int, block_counts: Tensor | None, disjoint: bool) -> Blocks:
     """Return the checked arguments of `Selection.from_blocks`; those of a class that passed before are not checked
     again."""
@@ -233,6 +236,8 @@ def checked_blocks_of(block_indices: Tensor, block_size: int, block_counts: Tens
         return Blocks(block_indices, block_counts, facts, capturing(block_indices))
     check_flag("disjoint", disjoint)
     indices, counts = checked_blocks(block_indices, block_size, block_counts)
+    if torch.compiler.is_compiling():
+        return Blocks(padded(indices, counts).contiguous(), None, _TRACED)
     if facts is None and _takes(indices):
         as_given = indices is block_indices and counts is block_counts
         facts = _Facts.of(indices, counts, as_given, block_size, disjoint)

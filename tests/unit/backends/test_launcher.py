@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 import types
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from nsa_sel.backends.cupy_cuda import block_tiles, launch, tensor_map
 from nsa_sel.backends.launcher import batch, cuda_driver, replay
 from nsa_sel.backends.launcher.buffers import unwritten
 from nsa_sel.core import ranges as ranges_module
-from nsa_sel.core import registry
+from nsa_sel.core import registry, run
 from nsa_sel.core.arguments import whole_blocks
 from nsa_sel.core.call import Call, Workspace
 from nsa_sel.core.transforms import REPEATED
@@ -191,6 +192,10 @@ def test_a_pass_makes_the_ranges_of_new_block_indices(ranges_kernel: None, drive
         assert_equal(passes(call, seed), wanted)
         assert_equal(passes(call, seed), wanted)  # of ranges
         assert driver.count("ranges") == 1
+        of_op = call_of(seed, known, S=S)  # as in a compiled call, whose backward pass has a selection of its own
+        of_op.selection = Selection.from_blocks(blocks, 16)
+        assert_equal(list(cupy_cuda.backward(of_op, *wanted[:2], make_grads(call.q, call.v, seed)[0], None)), wanted[2:])
+        assert driver.count("ranges") == 2
         saved, also_saved = call.read_again(), plain.read_again()  # activation checkpoints compare them with those of a recorded pass
         assert [(x.shape, x.dtype) for x in saved] == [(x.shape, x.dtype) for x in also_saved]
         blocks.fill_(0)
@@ -198,7 +203,7 @@ def test_a_pass_makes_the_ranges_of_new_block_indices(ranges_kernel: None, drive
         assert torch.equal(selection.disjoint_ranges(), plain.selection.disjoint_ranges())
     assert "backward" in known
     assert ("forward" in known) == (S == 16)
-    assert played[-4:] == ([2, 5, 1, 3] if S == 16 else [1, 5, 1, 3])  # launches
+    assert played[-5:] == ([2, 5, 1, 3, 6] if S == 16 else [5, 1, 3, 1, 5])  # launches
     selection.ranges.zero_()  # a write drops what was made
     assert not cupy_cuda.forward(call)[0].any()
 
@@ -223,6 +228,48 @@ def test_passes_over_ranges_that_nobody_searched_are_replayed(
         promised.selection = Selection(ranges_module.disjoint(ranges), 16, disjoint=True)
         assert_equal(passes(promised, seed)[:3], wanted[:3])
     assert len(played) >= 6 or D == 16
+
+
+@needs_compiler
+def test_whole_calls_over_pages_are_replayed(monkeypatch: pytest.MonkeyPatch, driver: list[str], played: list[int]) -> None:
+    """Other tensors of the class alone, also into a given o, and not where a tensor is passed twice or the work is no launch."""
+    monkeypatch.setattr(run, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(run, "_stream_outside_capture", lambda q: 0)
+    work = None
+    for seed in range(5):
+        q, k, v = make_qkv(3, 1, 2, 4, 64, 64, S_kv=64, dtype=torch.float16, seed=seed)
+        generator = torch.Generator().manual_seed(seed)
+        indices = torch.randint(-1, 3, (3, 1, 2, 2), dtype=torch.int32, generator=generator)
+        lengths = torch.randint(1, 192, (3,), dtype=torch.int32, generator=generator)
+        table, out = torch.randint(0, 3, (3, 3), dtype=torch.int32, generator=generator), torch.empty_like(q)
+        tensors = q, k, v, indices, lengths, table
+
+        def over_pages(to: Tensor | None = None, tensors: tuple[Tensor, ...] = tensors) -> tuple[Tensor, ...]:
+            q, k, v, indices, lengths, table = tensors
+            selection = Selection._of_indices(ranges_module.Blocks(indices, None, None), 64, False)
+            o, lse = cupy_cuda.forward(
+                Call(q, k, v, selection, None, 0.125, settings_for(GPU), GPU, lengths, table, out=(to, None))
+            )  # fmt: skip
+            return (o.squeeze(1), lse) if to is None else (lse,)
+
+        for to in (None, out):
+            again = run.Repeated.of(("over pages",), *tensors, to)
+            assert again is not None
+            made = again.replay()
+            assert (made is None) == (seed < 2)
+            made = again.run(functools.partial(over_pages, to)) if made is None else made
+            wanted = over_pages()
+            assert torch.equal(made[0] if to is None else out.squeeze(1), wanted[0])
+            assert torch.equal(made[-1], wanted[1])
+        work = over_pages
+    assert work is not None
+    assert len(played) == 6
+    assert run.Repeated.of(("over pages",), *tensors, q) is None
+    for _ in range(3):
+        again = run.Repeated.of(("a sum",), *tensors)
+        assert again is not None
+        assert again.replay() is None
+        assert torch.equal(again.run(lambda: (q + 1,))[0], q + 1)
 
 
 @needs_compiler
