@@ -50,8 +50,10 @@ MOST_BATCHES, NEW_ADDRESSES = 128, 8  # see `_Ready`
 _numbers = itertools.count()
 _recordings: deque[tuple[list[Recording], Recording]] = deque()  # every recording, with the list that holds it, oldest first
 _aten = torch.ops.aten
-# Operations that launch nothing.
-_VIEWS = _aten.slice.Tensor, _aten.view.default, _aten.view.dtype, _aten.transpose.int, _aten.unbind.int, _aten.squeeze.dim
+_VIEWS = (  # operations that launch nothing
+    _aten.slice.Tensor, _aten.view.default, _aten.view.dtype, _aten.transpose.int, _aten.unbind.int, _aten.squeeze.dim,
+    _aten.detach.default,
+)  # fmt: skip
 _ALLOCATIONS = (_aten.empty.memory_format, _aten.new_empty.default)
 _CODES = re.compile(r"(\d*)(\D)")  # count and code in a struct format
 _INPUT, _OFFSET, _MAP, _CONSTANT = range(4)  # sections of the table of `_Ready.batch`

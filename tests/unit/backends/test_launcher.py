@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
-from nsa_sel import decisions, reset, selection_attention
+from nsa_sel import choose_blocks_with_kvcache, decisions, reset, selection_attention, selection_attention_with_kvcache
 from nsa_sel import selection as selection_module
 from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends._triton import ranges as block_ranges
@@ -31,7 +31,7 @@ from nsa_sel.core import registry, run
 from nsa_sel.core.arguments import whole_blocks
 from nsa_sel.core.call import Call, Workspace
 from nsa_sel.core.transforms import REPEATED
-from nsa_sel.errors import BackendError
+from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.selection import Exact, Selection, Snapshot
 from nsa_sel.settings.config import settings_for
 from tests.helpers import cuda as emulate
@@ -472,7 +472,7 @@ FOREIGN = torch.zeros(64)
         (lambda call: unwritten(call.q, 100).data_ptr() + 16, True),  # a part of what the pass made
         (lambda call: unwritten(call.q, 100)[8:].data_ptr(), True),
         (lambda call: FOREIGN.data_ptr(), False),
-        (lambda call: torch.empty(100).data_ptr(), False),
+        (lambda call: torch.empty(100).data_ptr(), True),
         (lambda call: unwritten(call.q, 100).zero_().data_ptr(), False),
         (lambda call: 2**32 - 1, True),  # a number
         (lambda call: 2**40, False),  # an address of nothing
@@ -691,6 +691,39 @@ def test_a_selection_that_a_capture_uses_first(backend: str, S: int) -> None:
         static.ranges.copy_(Selection.from_blocks(x, 64).ranges)
         graph.replay()
         assert torch.equal(o, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("most", [1, 600])
+def test_packed_calls_are_replayed(played: list[Any], most: int) -> None:
+    """Choosing and attention, with the same bits as of calls of no class that was there before."""
+    lengths, bounds = torch.tensor([700, 90, 1000], dtype=torch.int32, device="cuda"), torch.tensor([0, 1, 2, 2 + most], device="cuda")
+    table, bounds = torch.randperm(24, device="cuda").int().view(3, 8), bounds.int()
+    packed: dict[str, Any] = {"cu_seqlens_q": bounds, "max_seqlen_q": most}
+
+    def step(seed: int) -> list[Tensor]:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        made = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16, generator=generator)
+        q, k, v = made(most + 2, 4, 16, 128), made(24, 128, 4, 128), made(24, 128, 4, 128)
+        selection = choose_blocks_with_kvcache(q[:, :, :1], k[:, :, :1], lengths, table, n=4, **packed)
+        results = selection_attention_with_kvcache(q, k, v, selection, lengths, table, return_lse=True, **packed)
+        out = torch.empty_like(q)
+        selection_attention_with_kvcache(q, k, v, selection, lengths, table, out=out, **packed)
+        return [selection.listed, *results, out]
+
+    with torch.no_grad():
+        wanted = []
+        for seed in range(4):
+            reset()
+            wanted.append(step(seed))
+        played.clear()
+        for seed in (0, 1, 2, 3, 3):
+            assert_equal(step(seed), wanted[seed])
+            assert torch.equal(wanted[seed][1], wanted[seed][3])
+    assert len(played) >= 12  # three calls of all steps but the first, which is recorded
+    packed["cu_seqlens_q"] = bounds[:3]
+    with pytest.raises(ArgumentError, match="cu_seqlens_q"):
+        step(0)
 
 
 @pytest.mark.gpu
