@@ -117,7 +117,7 @@ def measured(case: str, kv: str, rep: float) -> Iterator[Row]:
     vllms, ours = outputs.values()
     facts = {"same_blocks": (chosen["vllm"] == chosen["nsa-sel"]).all(-1).float().mean().item()}
     facts["difference"] = ((vllms.float() - ours.float()).abs().max() / vllms.abs().max()).item()
-    timers = {"calls": milliseconds} if prefills else {}
+    timers: dict[str, Any] = {"calls": milliseconds} if prefills else {}
     if tokens <= MOST_REPLAYED:
         timers["replay"] = replayed_milliseconds
     for part, name, timed in itertools.product(("attention", "indexer"), parts, timers):
