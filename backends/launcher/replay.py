@@ -6,9 +6,10 @@ buffer for all temporaries, fill in the addresses, and launch the kernels. A pas
 selection is recorded with them: their kernels are launched by the same replay, and their tensors lie in one buffer,
 which the selection keeps. A call whose selection has these plans already replays another recording, without them.
 
-A recording holds no tensor and no address. A pass is never recorded if it compiles, runs a PyTorch operation, or passes
-an address that belongs to none of its tensors or to several; it then always runs as Python. So do all passes during a
-CUDA graph capture.
+A recording holds no tensor and no address. A pass is never recorded if it compiles, runs a PyTorch operation that is
+neither a view nor an allocation, or passes an address that belongs to none of its tensors or to several; it then always
+runs as Python. So do all passes during a CUDA graph capture. Calls over caches are recorded whole, from the checked
+arguments on (core/run.py, `Repeated`); plans are then temporaries like others.
 """
 
 from __future__ import annotations
