@@ -453,7 +453,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     "docs/serving.md": {
         "serving": lambda: speed.table_of_caches(rows_of("serving.jsonl")),
         "indices": lambda: speed.table_of_steps(rows_of("profiles/steps.jsonl"), COPY_RATE),
-        "packed": lambda: packed_batches.table([row for row in rows_of("profiles/mixed.jsonl") if row["case"] in packed_batches.ALONE]),
+        "packed": lambda: packed_batches.table(rows_of("profiles/mixed.jsonl")),
         "engines": lambda: engines.table(rows_of("profiles/engines.jsonl")),
         "steps": lambda: decoding_steps.table(
             [row for row in rows_of("profiles/decoding_steps.jsonl") if row.get("kv", "bf16") == "bf16" and row["B"] in (1, 64)]

@@ -49,7 +49,6 @@ CASES = {
     "mixed": ([*DECODING[0], 2048], [*DECODING[1], 32768]),
     "mixed-4": ([*DECODING[0], *[2048] * 4], [*DECODING[1], 2048, 8192, 16384, 32768]),
 }
-ALONE = ("decode64", "chunk", "prompt")  # cases of one kind of rows
 ALIKE = 32  # adjacent rows that select mostly the same blocks
 TFLOPS = 785.0
 
