@@ -322,7 +322,7 @@ def dkdv_groups(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Ten
             "dkdv_groups.cu", macros, q.get_device(), ctas, shape.threads, shape.shared,
             *launch.strided(do), *launch.pointers(lse, delta), *lists, *launch.pointers(order, *(blocks or (None, None))),
             maps=step_maps(call.k, call.v, q, do, keys=small_block(call) or KEYS),
-            problem=launch.problem(call, ranges),
+            problem=launch.problem(call, ranges), early=True,
         )  # fmt: skip
 
     return list_gradients(call, lists, KEYS, start, blocks)
@@ -394,7 +394,7 @@ def order_segments(call: Call, lists: KeyToRows, segments: int, ctas: int, *valu
     order = unwritten(call.q, segments, 2, dtype=torch.int32)
     launch.start(
         "order_segments.cu", launch.integer_macros(**macros), call.q.get_device(), ctas, 1024, 0,
-        *lists.arguments(), *values, order.data_ptr(),
+        *lists.arguments(), *values, order.data_ptr(), early=True,
     )  # fmt: skip
     return order
 
