@@ -113,7 +113,9 @@ class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
 
     sm: int  # the compute capability they are compiled for
     block_multiple: int
-    blocks_max: int  # KV blocks of a sequence if a tile has 64 tokens, twice or half as many if it has 32 or 128: their bits are in shared memory
+    blocks_max: (
+        int  # KV blocks of a sequence with 64 tokens per tile, whose bits are in shared memory; 128 tokens: half, 32 or fewer: twice
+    )
     heads: tuple[int, int]  # fewest and most heads per group
     key_dims: tuple[int, ...]
     value_dims: tuple[int, ...]

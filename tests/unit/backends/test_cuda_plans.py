@@ -218,7 +218,9 @@ def check_union(call: Call, plan: Any, tokens: int, block: int, rows_of: Any, le
 
 
 @needs_compiler
-@pytest.mark.parametrize(("tokens", "n", "block", "h"), [(12, 5, 16, 2), (48, 16, 16, 2), (64, 3, 32, 2), (128, 5, 64, 1), (10, 24, 4, 12), (24, 5, 16, 5)])
+@pytest.mark.parametrize(
+    ("tokens", "n", "block", "h"), [(12, 5, 16, 2), (48, 16, 16, 2), (64, 3, 32, 2), (128, 5, 64, 1), (10, 24, 4, 12), (24, 5, 16, 5)]
+)
 @pytest.mark.parametrize("rows", ["implied", "given", "lengths"])
 def test_the_union_of_a_tile(monkeypatch: pytest.MonkeyPatch, tokens: int, n: int, block: int, h: int, rows: str) -> None:
     """Of rows whose positions follow from S_kv, are given, or end a sequence of a cache."""
