@@ -26,6 +26,7 @@ from nsa_sel.bench.questions import (
     choosing_steps,
     decoding_steps,
     engines,
+    host_time,
     indexer_loss,
     layer_parts,
     packed_batches,
@@ -33,6 +34,7 @@ from nsa_sel.bench.questions import (
     scaling,
     speed,
 )
+from nsa_sel.bench.questions.host_time import CHOSEN, NOTHING
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Offer
 from nsa_sel.core.decision import load_policy, make_decision
@@ -57,9 +59,8 @@ GAINS = (  # queries and keys, and the names of their cases
     ("decode, 64 to 1,024 of 8k keys", r"threshold-decode-D\d+-L(?!4096)\d+"),
     ("decode, 4,096 of 8k keys", r"threshold-decode-D\d+-L4096"),
 )
-TRAINING = ROOT / H200_RESULTS / "training"  # runs of examples/train_nsa_lm.py: speed-, long-, band- and ranks-*.jsonl, a row a step
+TRAINING = ROOT / H200_RESULTS / "training"  # runs of examples/train_nsa_lm.py: speed-, long- and ranks-*.jsonl, a row a step
 SETTLED = 10  # steps before speed counts: the first ones compile
-BAND_WINDOW = 20  # steps that losses of a band are averaged over
 PARTS_FILE = ROOT / H200_RESULTS / "profiles/layer_parts.jsonl"
 HEADS = 16  # of a group
 # The README's table. Columns, and the lines of each bench's rows
@@ -71,12 +72,7 @@ RELEASED = (
     ("qwen3.8", "prefill of 16k tokens"),
 )
 LENGTHS = 8192, 32768  # of NSA's layer
-CALLS = {  # by case and direction
-    ("decode-B64-32k-h16", "decode"): "selected blocks alone, decoding, 64 sequences of 32k keys",
-    ("real-8k-h16", "fwd+bwd"): "selected blocks alone, 8k tokens of text, forward + backward",
-}
-ELSEWHERE = "8k tokens of text", "training step"  # lines of docs/performance.md and docs/layer.md that --headline measures, too
-CONTEXT = 32768  # of training
+DECODING = "decode-B64-32k-h16"  # the case of "selected blocks alone"
 NOTE_TRAINED = '"trained": what a model that was trained with NSA at this context selects (`bench/data/README.md`).'
 NOTE_TEXT = """\
 "of text": the selected branch attends to what a model chose in a text, SmolLM2-135M up to 8k and one trained with NSA
@@ -127,13 +123,8 @@ def tokens_per_second(rows: Sequence[Row]) -> float:
 # README.md
 
 
-def as_used(released: Iterable[Row], parts: Iterable[Row], calls: Iterable[Row], runs: Sequence[Sequence[Row]]) -> Used:
-    """Return the rows of the README's table by line and column.
-
-    Args:
-        released, parts, calls: of released_models, layer_parts and speed.
-        runs: of examples/train_nsa_lm.py at CONTEXT, with dense attention and with NSAttention; or none.
-    """
+def as_used(released: Iterable[Row], parts: Iterable[Row], calls: Iterable[Row]) -> Used:
+    """Return the rows of the README's table by line and column, from rows of released_models, layer_parts and speed."""
     found: dict[str, dict[str, Row | None]] = {}
     of_way = {(row["model"], row["case"], row["way"]): row for row in released}
     for model, case in RELEASED:
@@ -145,30 +136,18 @@ def as_used(released: Iterable[Row], parts: Iterable[Row], calls: Iterable[Row],
         names = {LIBRARY: "fla", DENSE_COLUMN: "dense", NSA_SEL: "layer"}
         columns = {column: of_part.get((name, S)) for column, name in names.items()}
         found[f"NSA layer, {S // 1024}k tokens, forward + backward"] = columns
-    index = indexed(calls)
-    for key, what in CALLS.items():
-        found[what] = {DENSE_COLUMN: index.get(key, {}).get(DENSE), NSA_SEL: ours(index.get(key, {}))}
-    if runs:
-        steps = dict(zip((DENSE_COLUMN, NSA_SEL), map(step_time, runs), strict=True))
-        found[f"model of 25M parameters, training step, {CONTEXT // 1024}k tokens"] = {**steps}
+    of_case = indexed(calls).get((DECODING, "decode"), {})
+    found["selected blocks alone, decoding, 64 sequences of 32k keys"] = {DENSE_COLUMN: of_case.get(DENSE), NSA_SEL: ours(of_case)}
     return {what: {column: row for column, row in columns.items() if row is not None} for what, columns in found.items()}
-
-
-def step_time(run: Sequence[Row]) -> Row:
-    """Return a row of the settled steps of a run: milliseconds for its context."""
-    settled = [CONTEXT / row["tokens_per_second"] * 1e3 for row in run[SETTLED:] or run]
-    p20, median, p80 = statistics.quantiles(settled, n=10)[1::3] if len(settled) > 1 else settled * 3
-    return {**run[-1], "ms_median": statistics.median(settled), "ms_p20": p20, "ms_p80": p80}
 
 
 def committed() -> Used:
     """Return the rows of the README's table that are committed."""
-    runs = training_pairs("speed")[CONTEXT]
-    return as_used(rows_of("released_models.jsonl"), store.read(PARTS_FILE), read_rows(H200_ROWS), runs)
+    return as_used(rows_of("released_models.jsonl"), store.read(PARTS_FILE), read_rows(H200_ROWS))
 
 
 def used() -> str:
-    """Return the README's table: time, and peak memory where it was measured; without the lines of `ELSEWHERE`."""
+    """Return the README's table: time, and peak memory where it was measured."""
     names = {"MiniMax": "transformers", "Qwen": "transformers", "NSA": "fla"}
 
     def cell(what: str, column: str, row: Row | None) -> str:
@@ -181,8 +160,7 @@ def used() -> str:
         return f"{name}{time} ms" + (f", {row['peak_gib']:.3g} GiB" if row.get("peak_gib") else "")
 
     columns = (LIBRARY, DENSE_COLUMN, NSA_SEL)
-    shown = {what: found for what, found in committed().items() if not any(part in what for part in ELSEWHERE)}
-    lines = [(what, *(cell(what, column, found.get(column)) for column in columns)) for what, found in shown.items()]
+    lines = [(what, *(cell(what, column, found.get(column)) for column in columns)) for what, found in committed().items()]
     return table(["one NVIDIA H200, bf16", *columns], lines, left=1)
 
 
@@ -264,7 +242,7 @@ def breakeven() -> str:
     index, lines = indexed(read_rows(H200_ROWS)), []
     every = {case.case: case for case in (*cases.BREAKEVEN, *cases.SCALING, *cases.TRAINED)}
     by_length = sorted(every.values(), key=lambda case: case.S)
-    for direction, kind, h in product(("fwd", "bwd", "fwd+bwd"), ("real", "random"), (16, 4, 1)):
+    for direction, kind, h in product(("fwd", "fwd+bwd"), ("real", "random"), (16, 4, 1)):
         gains, cells = dict[int, float](), list[str]()
         for case in (case for case in by_length if case.h == h and (case.distribution == "random") == (kind == "random")):
             found = index.get((case.case, direction), {})
@@ -314,7 +292,7 @@ ON_CALLING_THREAD = ("call, calling thread", "call, new, calling thread")
 
 def host_times(of_training: bool, *parts: str) -> str:
     rows = [row for file in sorted((ROOT / "bench/results").glob("*/overhead.jsonl")) for row in store.read(file) if "us_median" in row]
-    rows = [row for row in rows if (row["S"] >= 1024) == of_training]
+    rows = [row for row in rows if (row["S"] >= 1024) == of_training and row["backend"] in (NOTHING, CHOSEN, host_time.DENSE)]
     cells = [((row["device"], row["backend"]), row["part"], row["direction"], f"{row['us_median']:.3g}") for row in rows]
     shown = sorted((cell for cell in cells if cell[1] in parts), key=lambda cell: parts.index(cell[1]))
     return pivot(["device", "backend"], shown, ("fwd", "fwd+bwd"))
@@ -380,21 +358,6 @@ def training_losses() -> str:
     return table(["context", "steps", "dense, nats a byte", "NSAttention", "difference"], lines, left=1)
 
 
-def training_band() -> str:
-    """Return the largest distance of averaged losses from the run with packed SDPA."""
-    runs = {file.stem.removeprefix("band-"): store.read(file) for file in sorted(TRAINING.glob("band-*.jsonl"))}
-
-    def averages(rows: Sequence[Row]) -> list[float]:
-        ends = range(BAND_WINDOW, len(rows) + 1, BAND_WINDOW)
-        return [statistics.fmean(row["loss"] for row in rows[end - BAND_WINDOW : end]) for end in ends]
-
-    lines = []
-    for name, rows in runs.items():
-        far = max(abs(a - b) for a, b in zip(averages(rows), averages(runs[PACKED]), strict=False))
-        lines.append((name, rows[-1]["backend"], len(rows), f"{rows[-1]['loss']:.3f}", f"{far:.4f}"))
-    return table(["forced", "selected branch", "steps", "last loss", "from packed SDPA"], lines, left=2)
-
-
 def training_ranks() -> str:
     """Return tokens per second of one rank and of several, and the loss after the last step."""
     lines, alone = [], dict[str, float]()
@@ -405,6 +368,11 @@ def training_ranks() -> str:
         shown = f"{rate / 1e3:.0f}", f"{rate / alone[context]:.2f}", f"{rows[-1]['loss']:.3f}"
         lines.append((f"{int(context) // 1024}k", kind, ranks, *shown))
     return table(["context", "parallel", "ranks", "thousand tokens/s", "over one rank", f"loss after {len(rows)} steps"], lines, left=2)
+
+
+def rank_scaling() -> str:
+    """Return how training and decoding scale with the number of ranks."""
+    return scaling.table([row for row in rows_of("scaling.jsonl") if (row.get("direction") == "fwd") == (row["S"] == 1)])
 
 
 INDEXED = {"dense": "dense", "nsa": "NSAttention", "msa": "MSAttention, max", "sum": "MSAttention, sum"}  # runs msa-8192-*.jsonl
@@ -468,7 +436,6 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "memory": lambda: layer_parts.memory_table(store.read(PARTS_FILE)),
         "speed": training_speed,
         "losses": training_losses,
-        "band": training_band,
     },
     "docs/serving.md": {
         "serving": lambda: speed.table_of_caches(rows_of("serving.jsonl")),
@@ -485,7 +452,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "indexer_speed": indexer_speed,
     },
     "docs/varlen.md": {"varlen": varlen},
-    "docs/distributed.md": {"rank_scaling": lambda: scaling.table(rows_of("scaling.jsonl")), "ranks": training_ranks},
+    "docs/distributed.md": {"rank_scaling": rank_scaling, "ranks": training_ranks},
 }
 TABLES = {name: make for tables in BY_DOCUMENT.values() for name, make in tables.items()}
 

@@ -15,10 +15,10 @@ from nsa_sel.attention import selection_attention
 from nsa_sel.choosing import choose_blocks
 from nsa_sel.core.arguments import Bounds, CuSeqlens, as_positions, check_flag, check_positive, check_tensors, row_positions
 from nsa_sel.core.packed import check_longest
-from nsa_sel.core.transforms import check_transforms, in_autocast_dtype
+from nsa_sel.core.transforms import check_transforms, in_autocast_dtype, traces
 from nsa_sel.errors import ArgumentError, renamed, shown
 from nsa_sel.index_loss import indexer_loss
-from nsa_sel.rotary import Angles, angles_of, rotate_by
+from nsa_sel.rotary import Angles, angles_of, normed_and_rotated, rotate_by
 from nsa_sel.selection import Selection
 from nsa_sel.serving import choose_blocks_with_kvcache, selection_attention_with_kvcache
 from nsa_sel.varlen import selection_attention_varlen
@@ -212,10 +212,10 @@ class MSAttention(nn.Module):
             q [B,S,G,h,D], k and v [B,G,S,D], index_q [B,S,G,Di], index_k [B,S,Di].
         """
         table = self._angles(x, positions)
-        q = self._rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.heads, self.head_dim))), table)
-        k = self._rotate(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))), table)
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.heads, self.head_dim)), table)
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)), table)
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        index_q, index_k = (self._rotate(y, table) for y in self.indexer(x.detach()))
+        index_q, index_k = self.indexer(x.detach(), table)
         return q, k.transpose(1, 2), v.transpose(1, 2), index_q, index_k
 
     def _angles(self, x: Tensor, positions: Tensor | None) -> Angles | None:
@@ -229,14 +229,6 @@ class MSAttention(nn.Module):
             except ArgumentError as error:
                 raise renamed(error, q_pos="positions") from None
         return angles_of(positions, self.rotary_dim, x.dtype, self.rotary_base) if self.rotary_dim else None
-
-    def _rotate(self, x: Tensor, table: Angles | None) -> Tensor:
-        """Return x [B,S,...,D] with its first rotary_dim columns rotated."""
-        if table is None:
-            return x
-        if self.rotary_dim == x.shape[-1]:
-            return rotate_by(x, table)
-        return torch.cat((rotate_by(x[..., : self.rotary_dim], table), x[..., self.rotary_dim :]), -1)
 
     def extra_repr(self) -> str:
         """Return the options that print(layer) shows."""
@@ -261,9 +253,9 @@ class Indexer(nn.Module):
         self.k_proj = nn.Linear(width, dim, bias=False, **options)
         self.q_norm, self.k_norm = (UnitOffsetNorm(dim, eps, **options) for _ in range(2))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return index queries [B,S,G,D] and index keys [B,S,D] of x [B,S,width], normed and not yet rotated."""
-        return self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.dim))), self.k_norm(self.k_proj(x))
+    def forward(self, x: Tensor, table: Angles | None) -> tuple[Tensor, Tensor]:
+        """Return index queries [B,S,G,D] and index keys [B,S,D] of x [B,S,width], normed and rotated."""
+        return self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.dim)), table), self.k_norm(self.k_proj(x), table)
 
     def choose(self, q: Tensor, k: Tensor, **packed: Any) -> Selection:
         """Return the blocks that rotated index queries choose. No gradient.
@@ -344,7 +336,7 @@ class MSACache(NamedTuple):
 
 
 class UnitOffsetNorm(nn.Module):
-    """RMSNorm over the last dimension, in float32, scaled by 1 + weight.
+    """RMSNorm over the last dimension, in float32, scaled by 1 + weight; then rotary positions. One pass on a GPU.
 
     Args:
         dim: of the last dimension.
@@ -356,10 +348,17 @@ class UnitOffsetNorm(nn.Module):
         super().__init__()
         self.eps, self.weight = eps, nn.Parameter(torch.zeros(dim, **options))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the norm of x [...,dim], in x's dtype."""
+    def forward(self, x: Tensor, table: Angles | None) -> Tensor:
+        """Return the norm of x [B,S,...,dim] in x's dtype, its first columns rotated by the angles of a table, if given."""
+        if x.is_cuda and table is not None and not traces(x, self.weight):
+            return normed_and_rotated(x, self.weight, self.eps, table)
         wide = torch.promote_types(x.dtype, torch.float32)
-        return nn.functional.rms_norm(x.to(wide), self.weight.shape, 1.0 + self.weight.to(wide), self.eps).to(x.dtype)
+        x = nn.functional.rms_norm(x.to(wide), self.weight.shape, 1.0 + self.weight.to(wide), self.eps).to(x.dtype)
+        if table is None:
+            return x
+        rotary_dim = 2 * table.cos.shape[-1]
+        rotated = rotate_by(x[..., :rotary_dim], table)
+        return rotated if rotary_dim == x.shape[-1] else torch.cat((rotated, x[..., rotary_dim:]), -1)
 
 
 class _WithLoss(torch.autograd.Function):

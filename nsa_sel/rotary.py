@@ -121,7 +121,7 @@ def _plain(x: Tensor, plus: Tensor | None, cos: Tensor, sin: Tensor, back: bool)
 def _fused(x: Tensor, plus: Tensor | None, cos: Tensor, sin: Tensor, back: bool, to: Tensor | None = None) -> Tensor:
     """`_plain`, written to `to` [B,S,...,D] of strides that let heads be one dimension, or to a new tensor."""
     to = torch.empty(x.shape, dtype=x.dtype, device=x.device) if to is None else to
-    heads, more, out = (y if y is None else y.unsqueeze(2) if y.dim() == 3 else y.flatten(2, -2) for y in (x, plus, to))
+    heads, more, out = (None if y is None else _heads(y) for y in (x, plus, to))
     importlib.import_module(KERNELS).rotate(heads, more, cos, sin, back, out)
     return to
 
@@ -155,3 +155,29 @@ class _Rotate(torch.autograd.Function):
         kept, do = (None if y is None else y.resolve_neg() for y in (kept, do))
         dx = kept if do is None else _Rotate.apply(do, kept, *ctx.saved_tensors, not ctx.back)[1]  # type: ignore[no-untyped-call]
         return dx, do if ctx.needs_input_grad[1] else None, None, None, None
+
+
+def normed_and_rotated(x: Tensor, weight: Tensor, eps: float, table: Angles) -> Tensor:
+    """x [B,S,...,D] / rms(x) * (1 + weight), rounded, then its first columns rotated by given angles. On a GPU."""
+    return _NormedAndRotated.apply(x, weight, *table, eps)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _NormedAndRotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight, cos, sin)
+        ctx.eps = eps
+        return importlib.import_module(KERNELS).norm_rotate(_heads(x), weight, cos, sin, eps)[0].view(x.shape)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            transforms.refuse_second_derivative("MSAttention")
+        x, weight, cos, sin = ctx.saved_tensors
+        dx, dw = importlib.import_module(KERNELS).norm_rotate(_heads(x), weight, cos, sin, ctx.eps, _heads(do.resolve_neg()))
+        return dx.view(x.shape), dw.to(weight.dtype), None, None, None
+
+
+def _heads(x: Tensor) -> Tensor:
+    """x [B,S,...,D] as [B,S,H,D]."""
+    return x.unsqueeze(2) if x.dim() == 3 else x.flatten(2, -2)

@@ -1,9 +1,11 @@
-"""Kernels of one pass over memory for a layer: the gated sum of NSA's branches and its gradients, and rotary positions.
+"""Kernels of one pass over memory for a layer: the gated sum of NSA's branches and its gradients, rotary positions, and
+norms per head before them.
 
     gated sum   o = sum_c g_c o_c (Eq. 5). Backward, a branch either gets lse - ln g, and its own pass gives the
                 gradient of its gate (formulas: nsa_sel/gating.py): two small kernels, one number per row and branch.
                 Or one pass reads do and the branch, and writes g do and that gradient.
     rotate      (a, b) -> (a cos - b sin, a sin + b cos), or back with -sin, plus another tensor if given
+    norm_rotate x / rms(x) (1 + w) of a head, then the same of its first columns; backward, dx and one sum of dw per program
 
 A row is one head of one token. Grid: one program per ROWS rows. Tiles: [ROWS, BLOCK_D >= Dv] for the gated sum, the
 halves of a row [ROWS, BLOCK] for positions, [ROWS] for the small kernels. Sums are in float32, in float64 for float64
@@ -221,12 +223,23 @@ def _kernel(function: object, D: int, block_d: int, rows: int, double: bool) -> 
 
 
 ROTATE_TILE = 2048  # elements per half tile, 16 per thread
+NORM_TILE = 2048  # elements per tile, likewise
 
 
 @triton.jit
 def rows_of(x, stride, b, s, head):
     """Return pointers to the rows (b, s, head) of x [B,S,H,D]."""
     return x + b * stride[0] + s * stride[1] + head * stride[2]
+
+
+@triton.jit
+def head_rows(rows, S, H, ROWS: tl.constexpr):
+    """Return the indices b, s and head of this program's rows of [B,S,H,D], and which of them exist."""
+    number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    exists = number < rows
+    inside = tl.where(exists, number, 0)
+    token = inside // H
+    return token // S, token % S, inside % H, exists
 
 
 @triton.jit
@@ -238,11 +251,7 @@ def rotate_kernel(
 
     strides: of x, plus and out. cos, sin: [S, HALF] of each sequence, `sequence_angles` elements apart (0: shared).
     """
-    number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    exists = number < rows
-    inside = tl.where(exists, number, 0)
-    token = inside // H
-    b, s, head = token // S, token % S, inside % H
+    b, s, head, exists = head_rows(rows, S, H, ROWS)
     row = rows_of(x, strides[0], b, s, head)
     at = b * sequence_angles + s * HALF
     c, d = load_columns(cos + at, exists, 0, HALF, BLOCK), load_columns(sin + at, exists, 0, HALF, BLOCK)
@@ -276,3 +285,109 @@ def rotate(x: Tensor, plus: Tensor | None, cos: Tensor, sin: Tensor, back: bool,
 @functools.lru_cache(REMEMBERED)
 def _rotate_kernel(half: int, block: int, rows: int, back: bool) -> Kernel:
     return Kernel(rotate_kernel, HALF=half, BLOCK=block, ROWS=rows, BACK=back, num_warps=4)
+
+
+@triton.jit
+def load_head(row, exists, HALF: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, WIDE: tl.constexpr):
+    """Load rows as the two halves that rotate, [ROWS, BLOCK], and the REST columns after them, [ROWS, BLOCK_REST]."""
+    first = load_columns(row, exists, 0, HALF, BLOCK).to(WIDE)
+    second = load_columns(row + HALF, exists, 0, HALF, BLOCK).to(WIDE)
+    rest = load_columns(row + 2 * HALF, exists, 0, REST, BLOCK_REST).to(WIDE) if REST > 0 else first
+    return first, second, rest
+
+
+@triton.jit
+def store_head(row, first, second, rest, exists, HALF: tl.constexpr, REST: tl.constexpr):
+    """Store what `load_head` loads."""
+    store_columns(row, first, exists, 0, HALF)
+    store_columns(row + HALF, second, exists, 0, HALF)
+    if REST > 0:
+        store_columns(row + 2 * HALF, rest, exists, 0, REST)
+
+
+@triton.jit
+def load_scale(weight, HALF: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, WIDE: tl.constexpr):
+    """Load 1 + weight as `load_head` loads a row: [1, BLOCK] twice and [1, BLOCK_REST]."""
+    first, second, rest = load_head(weight + tl.zeros([1], tl.int32), None, HALF, REST, BLOCK, BLOCK_REST, WIDE)
+    return 1.0 + first, 1.0 + second, 1.0 + rest
+
+
+@triton.jit
+def dot_of_rows(a, b, REST: tl.constexpr):
+    """Return the sums of products [ROWS] of two tuples that `load_head` loads."""
+    total = tl.sum(a[0] * b[0], 1) + tl.sum(a[1] * b[1], 1)
+    return total + tl.sum(a[2] * b[2], 1) if REST > 0 else total
+
+
+@triton.jit
+def norm_rotate_kernel(
+    x, weight, cos, sin, out, strides, sequence_angles, rows, S, H, eps,
+    HALF: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Store out = x / rms(x) (1 + weight), rounded, for rows x [B,S,H,2 * HALF + REST]; the first 2 * HALF columns
+    rotated. strides: of x and out; angles as of `rotate_kernel`."""
+    WIDE: tl.constexpr = cos.dtype.element_ty
+    b, s, head, exists = head_rows(rows, S, H, ROWS)
+    x_row = load_head(rows_of(x, strides[0], b, s, head), exists, HALF, REST, BLOCK, BLOCK_REST, WIDE)
+    scale = load_scale(weight, HALF, REST, BLOCK, BLOCK_REST, WIDE)
+    r = tl.rsqrt(dot_of_rows(x_row, x_row, REST) / (2 * HALF + REST) + eps)[:, None]
+    first = (x_row[0] * r * scale[0]).to(x.dtype.element_ty).to(WIDE)
+    second = (x_row[1] * r * scale[1]).to(x.dtype.element_ty).to(WIDE)
+    at = b * sequence_angles + s * HALF
+    c, d = load_columns(cos + at, exists, 0, HALF, BLOCK), load_columns(sin + at, exists, 0, HALF, BLOCK)
+    to = rows_of(out, strides[1], b, s, head)
+    store_head(to, first * c - second * d, first * d + second * c, x_row[2] * r * scale[2], exists, HALF, REST)
+
+
+@triton.jit
+def norm_rotate_backward_kernel(
+    x, weight, cos, sin, do, dx, part_dw, strides, sequence_angles, rows, S, H, eps,
+    HALF: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Store dx of `norm_rotate_kernel`, and this program's sum of dw to part_dw [programs, 2 * HALF + REST].
+
+    With y = x / rms(x) and g = do, rotated back:  dw = sum over rows of g y,
+    dx = (g (1 + w) - y mean(g (1 + w) y)) / rms(x). strides: of x, do and dx.
+    """
+    WIDE: tl.constexpr = cos.dtype.element_ty
+    D: tl.constexpr = 2 * HALF + REST
+    b, s, head, exists = head_rows(rows, S, H, ROWS)
+    x_row = load_head(rows_of(x, strides[0], b, s, head), exists, HALF, REST, BLOCK, BLOCK_REST, WIDE)
+    do_row = load_head(rows_of(do, strides[1], b, s, head), exists, HALF, REST, BLOCK, BLOCK_REST, WIDE)
+    scale = load_scale(weight, HALF, REST, BLOCK, BLOCK_REST, WIDE)
+    at = b * sequence_angles + s * HALF
+    c, d = load_columns(cos + at, exists, 0, HALF, BLOCK), load_columns(sin + at, exists, 0, HALF, BLOCK)
+    g = do_row[0] * c + do_row[1] * d, do_row[1] * c - do_row[0] * d, do_row[2]
+    r = tl.rsqrt(dot_of_rows(x_row, x_row, REST) / D + eps)[:, None]
+    y = x_row[0] * r, x_row[1] * r, x_row[2] * r
+    to_dw = part_dw + tl.program_id(0).to(tl.int64) * D + tl.zeros([1], tl.int32)
+    one = tl.full([1], 1, tl.int1)
+    store_head(
+        to_dw, tl.sum(g[0] * y[0], 0)[None, :], tl.sum(g[1] * y[1], 0)[None, :], tl.sum(g[2] * y[2], 0)[None, :], one, HALF, REST
+    )  # fmt: skip
+    g = g[0] * scale[0], g[1] * scale[1], g[2] * scale[2]
+    mean = (dot_of_rows(g, y, REST) / D)[:, None]
+    to = rows_of(dx, strides[2], b, s, head)
+    store_head(to, (g[0] - y[0] * mean) * r, (g[1] - y[1] * mean) * r, (g[2] - y[2] * mean) * r, exists, HALF, REST)
+
+
+def norm_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, do: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Return x [B,S,H,D] normed and rotated; or, of do [B,S,H,D], dx and dw [D] in the angles' dtype."""
+    (B, S, H, D), half = x.shape, cos.shape[2]
+    x, out, block = _unit(x), torch.empty(x.shape, dtype=x.dtype, device=x.device), tile_size(half)
+    rows = max(1, (NORM_TILE if x.is_cuda else INTERPRETED_TILE) // tile_size(D))
+    programs, block_rest = -(-B * S * H // rows), tile_size(max(1, D - 2 * half))
+    read = [x] if do is None else [x, _unit(do)]
+    numbers = tuple(y.stride()[:3] for y in (*read, out)), 0 if len(cos) == 1 else S * half, B * S * H, S, H, float(eps)
+    dw = cos.new_empty(0 if do is None else programs, D)
+    if out.numel():
+        kernel = _norm_rotate_kernel(do is not None, half, D - 2 * half, block, block_rest, rows)
+        tensors = (out,) if do is None else (read[1], out, dw)
+        kernel.launch(programs, (x, weight.contiguous(), cos, sin, *tensors), numbers)
+    return (out,) if do is None else (out, dw.sum(0))
+
+
+@functools.lru_cache(REMEMBERED)
+def _norm_rotate_kernel(backward: bool, half: int, rest: int, block: int, block_rest: int, rows: int) -> Kernel:
+    function = norm_rotate_backward_kernel if backward else norm_rotate_kernel
+    return Kernel(function, HALF=half, REST=rest, BLOCK=block, BLOCK_REST=block_rest, ROWS=rows, num_warps=4)

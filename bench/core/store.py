@@ -100,6 +100,16 @@ def append(file: Path, rows: Iterable[Row], *, owner_only: bool = False) -> None
         os.fsync(opened.fileno())
 
 
+def kept(file: Path, rows: Iterable[Row], facts: Row) -> list[Row]:
+    """Append each row, with the facts, as soon as it is measured, and return all."""
+    found = []
+    for row in rows:
+        found.append({**row, **facts})
+        append(file, found[-1:])
+        torch.cuda.empty_cache()
+    return found
+
+
 def read(file: Path) -> list[Row]:
     """Return all rows, including those without a time, but not an unfinished last line.
 

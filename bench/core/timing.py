@@ -121,6 +121,12 @@ def call_times(work: Work, calls: int, device: str = "cuda") -> list[float]:
     return [start.elapsed_time(end) for start, end in marks]
 
 
+def copy_bandwidth() -> float:
+    """Return the TB/s that a copy of 1 GiB reads and writes on the GPU."""
+    x, y = torch.empty(2, 1 << 30, dtype=torch.uint8, device="cuda")
+    return float(2 * x.numel() / milliseconds(lambda: y.copy_(x), Timing(20)).median / 1e9)
+
+
 def workspace_bytes(work: Work, device: str = "cuda") -> int | None:
     """Return the peak device memory of a call beyond what it returns; None on a CPU, where the call is just made."""
     if device != "cuda":

@@ -241,7 +241,6 @@ def main(
     """Time every choice; append the rows, and print two tables."""
     need_gpu("choosing_steps")
     torch.manual_seed(0)
-    facts, rows = store.stamp(), list[Row]()
     others = {name: function for name, (_, function) in functions(peer or (), backends()).items()}
     named = [("", [1] * int(B)) for B in batches.split(",") if B] + [(name, counts(name)) for name in requests.split(",") if name]
     each = list(product(named, formats.split(","), map(int, pages.split(","))))
@@ -253,10 +252,7 @@ def main(
         for S in filter(None, prefills.split(",")):
             yield from prefill(model, int(S), rep, some)
 
-    for row in chain.from_iterable(map(rows_of, models.split(","))):
-        rows.append({**row, **facts})
-        store.append(out, rows[-1:])
-        torch.cuda.empty_cache()
+    rows = store.kept(out, chain.from_iterable(map(rows_of, models.split(","))), store.stamp())
     echo(f"{table(rows)}\n\n{table_of_prefills(rows)}")
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import Annotated, Any
 
 import torch
@@ -33,7 +33,7 @@ from nsa_sel.bench.core import markdown, store
 from nsa_sel.bench.core.command_line import Out, echo, need_gpu, program
 from nsa_sel.bench.core.contenders import dense_causal_sdpa
 from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.core.timing import Timing, milliseconds, replayed_milliseconds
+from nsa_sel.bench.core.timing import Timing, copy_bandwidth, replayed_milliseconds
 from nsa_sel.cache import NSACache
 from nsa_sel.projection import Parts
 from nsa_sel.quantize import STORED
@@ -43,7 +43,6 @@ from nsa_sel.telemetry import events
 G, h, D, PAGE = 4, 16, 128, 64
 FORMATS = {"bf16": torch.bfloat16, "fp8": STORED}
 CHUNK = 4096  # tokens per step that reserves pages
-COPIED = 1 << 30  # bytes
 ON_GPU: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
 
 
@@ -96,7 +95,7 @@ def parts(layer: NSAttention, cache: NSACache, sequences: list[int], length: int
     return found
 
 
-def measured(layer: NSAttention, B: int, lengths: list[int], kv: str, rep: float) -> Iterator[Row]:
+def measured(layer: NSAttention, B: int, lengths: list[int], kv: str, rep: float, copy_tbs: float) -> Iterator[Row]:
     """Yield a row of every part at each length."""
     for cache, sequences, length in grown(layer, B, lengths, FORMATS[kv]):
         for name, (work, least_bytes) in parts(layer, cache, sequences, length).items():
@@ -104,7 +103,8 @@ def measured(layer: NSAttention, B: int, lengths: list[int], kv: str, rep: float
             decided = events.decisions()[-1].forward if name in ("choose", "select", "window") else None
             row = {"part": name, "B": B, "S": 1, "S_kv": length, "G": G, "h": h, "D": D, "page_size": PAGE, "kv": kv}
             times = replayed_milliseconds(work, Timing(rep)).fields()
-            yield {**row, "direction": "decode", "backend": decided, **times, "least_bytes": least_bytes}
+            floor = {"floor_ms": least_bytes / copy_tbs / 1e9, "copy_tbs": copy_tbs}
+            yield {**row, "direction": "decode", "backend": decided, **times, **floor}
 
 
 def table(rows: list[Row]) -> str:
@@ -135,18 +135,11 @@ def main(
     """Time every part at every size; append the rows, and print a table."""
     need_gpu("decoding_steps")
     torch.manual_seed(0)
-    facts, rows = store.stamp(), list[Row]()
     layer = NSAttention(64, G, h, D, device="cuda", dtype=torch.bfloat16).requires_grad_(False)  # projections are not timed
     with torch.inference_mode():
-        x, y = torch.empty(2, COPIED, dtype=torch.uint8, device="cuda")
-        bandwidth = 2 * COPIED / milliseconds(lambda: y.copy_(x), Timing(20)).median / 1e9  # TB/s, reads and writes counted
-        for B, kv in product(map(int, batches.split(",")), formats.split(",")):
-            for row in measured(layer, B, list(map(int, lengths.split(","))), kv, rep):
-                floor_ms = row.pop("least_bytes") / bandwidth / 1e9
-                rows.append({**row, "floor_ms": floor_ms, "copy_tbs": bandwidth, **facts})
-                store.append(out, rows[-1:])
-            torch.cuda.empty_cache()
-    echo(table(rows))
+        keys, bandwidth = list(map(int, lengths.split(","))), copy_bandwidth()
+        each = (measured(layer, int(B), keys, kv, rep, bandwidth) for B, kv in product(batches.split(","), formats.split(",")))
+        echo(table(store.kept(out, chain.from_iterable(each), store.stamp())))
 
 
 if __name__ == "__main__":

@@ -147,14 +147,9 @@ def main(
     """Time both parts of every step; append the rows, and print a table."""
     need_gpu("engines")
     torch.manual_seed(0)
-    facts, rows = store.stamp(), list[Row]()
     with torch.inference_mode():
-        for kv, case in itertools.product(formats.split(","), only.split(";")):
-            for row in measured(case, kv, rep):
-                rows.append({**row, **facts})
-                store.append(out, rows[-1:])
-            torch.cuda.empty_cache()
-    echo(table(rows))
+        each = (measured(case, kv, rep) for kv, case in itertools.product(formats.split(","), only.split(";")))
+        echo(table(store.kept(out, itertools.chain.from_iterable(each), store.stamp())))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ the loss have the largest errors of the loss and of diq of sampled rows against 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,7 +39,6 @@ TITLES = {  # the table's columns, in order, by measured part
     "dense": "dense attention (cuDNN), backward",
 }  # fmt: skip
 SAMPLED = 8  # rows compared with the oracle
-LONGEST_DENSE = 65536  # rows up to which dense parts are timed by default
 
 
 class Inputs:
@@ -118,7 +118,6 @@ def measure(case: Case, parts: list[str], rep: float, device: str = "cuda") -> I
         except torch.cuda.OutOfMemoryError:
             row["error"] = store.OUT_OF_MEMORY
         yield row
-        torch.cuda.empty_cache()
 
 
 def table(rows: list[Row]) -> str:
@@ -134,20 +133,18 @@ def main(
     out: Annotated[Path, typer.Option(help="JSON-lines file that rows are appended to")],
     lengths: Annotated[str, typer.Option(help="tokens, comma-separated")] = "8192,16384,32768,131072",
     kinds: Annotated[str, typer.Option(help="of selections, comma-separated")] = f"random,{ALIKE}",
-    dense: Annotated[int, typer.Option(help="tokens up to which the warm-up and dense attention are timed")] = LONGEST_DENSE,
+    parts: Annotated[str, typer.Option(help="comma-separated; dense ones of the first kind alone")] = ",".join(TITLES),
     rep: Annotated[float, typer.Option(help="milliseconds that the timed calls of a part should fill")] = 200,
 ) -> None:
     """Time the loss and attention's backward passes; append the rows, and print a table."""
     need_gpu("indexer_loss")
-    facts, rows = store.stamp(), list[Row]()
-    for S in map(int, lengths.split(",")):
+
+    def rows_of(S: int) -> Iterator[Row]:
         for number, kind in enumerate(kinds.split(",")):
             case = model_case("minimax-m3", f"{kind}-{S // 1024}k", S, kind)
-            parts = [part for part in TITLES if part in ("sparse", "selected") or (number == 0 and dense >= S)]
-            for row in measure(case, parts, rep):
-                rows.append({**row, **facts})
-                store.append(out, rows[-1:])
-    echo(table(rows))
+            yield from measure(case, [part for part in parts.split(",") if part in ("sparse", "selected") or number == 0], rep)
+
+    echo(table(store.kept(out, chain.from_iterable(map(rows_of, map(int, lengths.split(",")))), store.stamp())))
 
 
 if __name__ == "__main__":

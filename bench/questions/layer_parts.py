@@ -28,7 +28,7 @@ in between. `workspace_mib` is the most memory beyond inputs and outputs; for bw
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any
 from unittest import mock
@@ -157,8 +157,8 @@ def fla_parts(S: int) -> dict[str, Callable[[], Part]]:
     }  # fmt: skip
 
 
-def measure(part: Part, rep: float) -> list[Row]:
-    """Return times in ms and memory in MiB, by direction."""
+def measure(part: Part, rep: float, directions: Sequence[str] = ("fwd", "bwd", "fwd+bwd")) -> list[Row]:
+    """Return times in ms and memory in MiB, by direction; of a part without gradients "fwd" alone."""
     call, inputs = part
     with torch.no_grad():
         do = torch.randn_like(call()) if inputs else None
@@ -169,7 +169,7 @@ def measure(part: Part, rep: float) -> list[Row]:
         return gradients if direction == "bwd" else (o, *gradients)
 
     rows = []
-    for direction in ("fwd", "bwd", "fwd+bwd") if inputs else ("fwd",):
+    for direction in directions if inputs else ("fwd",):
         with torch.set_grad_enabled(direction != "fwd"):
             timed = partial(work, direction, call() if direction == "bwd" else None)
             timed()

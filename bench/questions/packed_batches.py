@@ -32,7 +32,7 @@ from nsa_sel.bench.core import markdown, store
 from nsa_sel.bench.core.command_line import Out, echo, need_gpu, program
 from nsa_sel.bench.core.contenders import dense_causal_sdpa
 from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.core.timing import Timing, milliseconds, replayed_milliseconds
+from nsa_sel.bench.core.timing import Timing, copy_bandwidth, replayed_milliseconds
 from nsa_sel.selection import Selection
 from nsa_sel.serving import selection_attention_with_kvcache
 from nsa_sel.telemetry import events
@@ -48,7 +48,7 @@ CASES = {
 }
 ALONE = ("decode64", "chunk", "prompt")  # cases of one kind of rows
 ALIKE = 32  # adjacent rows that select mostly the same blocks
-COPIED, TFLOPS = 1 << 30, 785.0
+TFLOPS = 785.0
 
 
 class Step(NamedTuple):
@@ -116,52 +116,27 @@ def works(step: Step) -> Iterator[tuple[str, Callable[[], Tensor]]]:
             yield "dense", lambda: dense_causal_sdpa(q, k, v)
 
 
-def measured(case: str, distribution: str, rep: float) -> Iterator[Row]:
+def measured(case: str, distribution: str, rep: float, copy_tbs: float) -> Iterator[Row]:
     """Yield a row of every backend for one case."""
     new, lengths = CASES[case]
-    step = made(new, lengths, distribution)
+    step, (size, products) = made(new, lengths, distribution), least(new, lengths)
+    sizes = {"requests": len(new), "T": sum(new), "G": G, "h": h, "D": D, "n": n, "block": PAGE}
+    floor = {"floor_ms": max(size / copy_tbs / 1e9, products / TFLOPS * 1e3), "copy_tbs": copy_tbs}
     kept, first = packed.LEAST_ROWS, step.attend().float()
     for name, work in works(step):
         packed.LEAST_ROWS = 1 << 30 if name == "rows" else kept
         mae = float((work().view_as(first).float() - first).abs().mean())
         decided = name if name == "dense" else events.decisions()[-1].forward
-        facts = {
-            "case": case,
-            "distribution": distribution,
-            "requests": len(new),
-            "T": sum(new),
-            "G": G,
-            "h": h,
-            "D": D,
-            "n": n,
-            "block": PAGE,
-        }
-        size, products = least(new, lengths)
-        times = replayed_milliseconds(work, Timing(rep)).fields()
-        yield {
-            **facts,
-            "direction": "fwd",
-            "backend": name,
-            "ran": decided,
-            "mae": mae,
-            **times,
-            "least_bytes": size,
-            "least_tflop": products,
-        }
+        ran = {"case": case, "distribution": distribution, **sizes, "direction": "fwd", "backend": name, "ran": decided, "mae": mae}
+        yield {**ran, **replayed_milliseconds(work, Timing(rep)).fields(), **floor}
     packed.LEAST_ROWS = kept
 
 
 def table(rows: list[Row]) -> str:
     """Return milliseconds by case and distribution."""
-    cells: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in rows:
-        cells.setdefault((row["case"], row["distribution"]), {})[row["backend"]] = row
-    names = list(dict.fromkeys(row["backend"] for row in rows))
-    lines = [
-        (*case, *(f"{of[name]['ms_median']:.3f}" if name in of else "-" for name in names), f"{next(iter(of.values()))['floor_ms']:.3f}")
-        for case, of in cells.items()
-    ]
-    return markdown.table(["case", "blocks", *names, "floor"], lines, left=1)
+    cells = [((row["case"], row["distribution"]), row["backend"], "fwd", f"{row['ms_median']:.3f}") for row in rows]
+    cells += [(line, "floor", "fwd", f"{row['floor_ms']:.3f}") for (line, *_), row in zip(cells, rows, strict=True)]
+    return markdown.pivot(["case", "blocks"], cells, ("fwd",), left=1)
 
 
 def main(
@@ -173,18 +148,10 @@ def main(
     """Time every backend on every case; append the rows, and print a table."""
     need_gpu("packed_batches")
     torch.manual_seed(0)
-    facts, rows = store.stamp(), list[Row]()
     with torch.inference_mode():
-        x, y = torch.empty(2, COPIED, dtype=torch.uint8, device="cuda")
-        bandwidth = 2 * COPIED / milliseconds(lambda: y.copy_(x), Timing(20)).median / 1e9  # TB/s, reads and writes counted
-        for distribution, case in itertools.product(distributions.split(","), cases.split(",")):
-            for row in measured(case, distribution, rep):
-                floor = max(row.pop("least_bytes") / bandwidth / 1e9, row.pop("least_tflop") / TFLOPS * 1e3)
-                rows.append({**row, "floor_ms": floor, "copy_tbs": bandwidth, **facts})
-                store.append(out, rows[-1:])
-                echo(f"{row['case']} {row['distribution']} {row['backend']} {row['ms_median']} ms")
-            torch.cuda.empty_cache()
-    echo(table(rows))
+        bandwidth = copy_bandwidth()
+        each = (measured(case, kind, rep, bandwidth) for kind, case in itertools.product(distributions.split(","), cases.split(",")))
+        echo(table(store.kept(out, itertools.chain.from_iterable(each), store.stamp())))
 
 
 if __name__ == "__main__":

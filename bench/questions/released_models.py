@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -175,9 +175,9 @@ def replayed(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return replay
 
 
-def measure(model: str, make: Callable[[str], Callable[[], Tensor]], ways: list[str], rep: float, facts: Row) -> list[Row]:
-    """Return a row for each way: time, peak memory, and the difference from the first way's output."""
-    rows, wanted = [], None
+def measure(model: str, make: Callable[[str], Callable[[], Tensor]], ways: list[str], rep: float, facts: Row) -> Iterator[Row]:
+    """Yield a row for each way: time, peak memory, and the difference from the first way's output."""
+    wanted = None
     for way in ways:
         row = {"model": model, "way": way, **facts}
         try:
@@ -198,10 +198,9 @@ def measure(model: str, make: Callable[[str], Callable[[], Tensor]], ways: list[
             row |= slow if seconds > SLOW else milliseconds(work, Timing(rep=rep)).fields()
         except torch.cuda.OutOfMemoryError:
             row["error"] = "out of memory"
-        rows.append(row)
         work = o = None  # type: ignore[assignment]
         torch.cuda.empty_cache()
-    return rows
+        yield row
 
 
 def table(rows: list[Row], model: str) -> str:
@@ -253,9 +252,9 @@ def main(
             chosen = [way for way in known if way != "compiled"]
             cases.append((f"decoding step, {B} sequences of 32k keys", "decode", partial(decode, model, B=B, S_kv=32768), chosen))
         for case, direction, make, chosen in cases:
-            found = measure(model, make, chosen, rep, {"case": case, "direction": direction, **facts})
-            store.append(out, found)
-            rows += found
+            for row in measure(model, make, chosen, rep, {"case": case, "direction": direction, **facts}):
+                store.append(out, [row])
+                rows.append(row)
         echo(table(rows, model))
 
 

@@ -9,6 +9,8 @@ import msgspec
 import torch
 
 from nsa_sel.bench.core import timing
+from nsa_sel.compat.transformers import minimax_m3
+from nsa_sel.errors import ArgumentError
 from nsa_sel.telemetry.describe import table
 
 WAYS = {"transformers": "transformers, sdpa", "nsa-sel": "the same, after patch_model"}
@@ -35,13 +37,17 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 
 def run(device: str) -> Compared | str:
     """Run the layer in both ways on "cuda" in bf16, at its real size, or on "cpu" in float32, a small one; return why
-    not where transformers is not installed or has no MiniMax-M3."""
+    not where transformers is not installed or is older than 5.17."""
     try:
         import transformers.models.minimax_m3_vl  # noqa: F401
 
         from nsa_sel.bench.questions.released_models import prefill
+
+        minimax_m3.check_transformers()
     except ImportError as error:
         return f"No layer of MiniMax-M3 was run: {error}. Remedy: pip install 'transformers>=5.17'."
+    except ArgumentError as error:
+        return f"No layer of MiniMax-M3 was run: {error}"
 
     sizes: dict[str, Any] = SMALL if device == "cpu" else {}
     free = torch.cuda.mem_get_info()[0] / 2**30 if device == "cuda" else 0.0

@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import itertools
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -53,8 +54,10 @@ def patch_fla() -> Callable[[], None]:
         A function that undoes this patch. fla's own functions are back once every patch is undone, in any order.
 
     Raises:
+        ArgumentError: torch sees no GPU, which the kernels that stay fla's need.
         ImportError: flash-linear-attention is not installed, or keeps these calls or its models elsewhere.
     """
+    _need_gpu("patch_fla()")
     calls, dense = _our_calls()
     try:
         modules = [(importlib.import_module(module), name) for name, holders in CALLERS.items() for module in holders]
@@ -96,6 +99,14 @@ def _our_calls() -> tuple[dict[str, Any], dict[str, Any]]:
     return {"parallel_nsa": parallel_nsa, "parallel_moba": parallel_moba}, dense
 
 
+def _need_gpu(what: str) -> None:
+    """Raise ArgumentError where fla's rotary and norm kernels cannot run: Triton's own message there names no remedy."""
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        allowed = "a GPU: the rotary and norm kernels of fla's layers and models are written in Triton and stay fla's"
+        remedy = "on a CPU call nsa_sel.compat.parallel_nsa or parallel_moba, or build the layer with nsa_sel.NSAttention"
+        raise ArgumentError(what, "on a machine without a usable GPU", allowed, remedy)
+
+
 def _is_a(module: Any, holder: str, name: str) -> bool:
     """Return whether a module is of a class of fla, without importing fla."""
     return isinstance(module, getattr(sys.modules.get(holder), name, ()))
@@ -118,8 +129,9 @@ def forward_on_nsa_sel(layer: Any) -> Callable[..., Any]:
     are.
 
     Raises:
-        ArgumentError: the layer's class makes another call than the one that is replaced.
+        ArgumentError: torch sees no GPU, or the layer's class makes another call than the one that is replaced.
     """
+    _need_gpu("patch_model() of fla's layers")
     forward: Any = inspect.unwrap(type(layer).forward)
     call = next(call for call, held in LAYERS.items() if _is_a(layer, *held))
     if call not in forward.__code__.co_names:

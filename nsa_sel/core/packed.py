@@ -331,10 +331,9 @@ def check_packed_index(
         ArgumentError: the first bad argument; any of `others` that is not None.
     """
     check_rule(rule)
-    refused = {**others, "tail": tail or None}
-    name = next((name for name, value in refused.items() if value is not None), None)
-    if name is not None:
-        raise ArgumentError(name, "given together with cu_seqlens", "one of them", "leave it out, or call it for each sequence")
+    for name, value in {**others, "tail": tail or None}.items():
+        if value is not None:
+            raise ArgumentError(name, "given together with cu_seqlens", "one of them", "leave it out, or call it for each sequence")
     if rule.compress_block != 1:
         remedy = "pass an index key per key, or call it for each sequence"
         raise ArgumentError("compress_block", rule.compress_block, "1 with cu_seqlens", remedy)

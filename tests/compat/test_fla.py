@@ -191,6 +191,15 @@ def test_undo_leaves_what_another_library_put_over_the_patch(monkeypatch: pytest
     assert module.parallel_nsa is another
 
 
+def test_patches_are_refused_where_flas_own_kernels_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = pytest.importorskip("fla.layers.nsa").NativeSparseAttention(32, num_heads=4, num_kv_heads=2, head_dim=16, layer_idx=0)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for patch in (patch_fla, lambda: patch_model(layer)):
+        with pytest.raises(ArgumentError, match="on a CPU call nsa_sel"):
+            patch()
+
+
 def test_flas_layer_runs_on_nsa_sel(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     layer = layers.NativeSparseAttention(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +300,9 @@ def test_what_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             lambda: ours(IDS[:, :1], attention_mask=torch.ones_like(IDS), use_cache=False),
         ),
     )
+    with monkeypatch.context() as older:
+        older.setattr(metadata, "version", lambda package: "5.16.1")
+        assert_refused(("transformers is 5.16.1; allowed: 5.17 or newer", lambda: patch_model(eager)))
     indexer = type(eager.model.layers[1].self_attn.indexer)
     monkeypatch.setattr(indexer, "forward", lambda self, hidden_states, position_embeddings, cache, position_ids: None)  # 5.24
     patch_model(eager).undo()

@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa_sel import MSACache, MSAttention
 from nsa_sel.errors import ArgumentError
+from tests.compat.patched import on
 from tests.compat.test_minimax_m3 import ONE_LAYER, SIZES, transformers
+from tests.helpers.gpus import captured, replayed
 
 S = 70
 
@@ -23,13 +25,14 @@ def cheapest_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
 
 
-def layer(**options: Any) -> MSAttention:
-    """Return a layer of the tiny model's sizes with random weights and norms."""
+def layer(device: str = "cpu", **options: Any) -> MSAttention:
+    """Return a layer with random weights and norms: of the tiny model's sizes, on a GPU of sizes that kernels have."""
     torch.manual_seed(0)
-    made = MSAttention(32, 2, 2, 8, block_size=8, n=3, rotary_dim=4, rotary_base=5e6, **options)
+    head_dim, block, rotary_dim = (8, 8, 4) if device == "cpu" else (64, 16, 32)
+    made = MSAttention(32, 2, 2, head_dim, block_size=block, n=3, rotary_dim=rotary_dim, rotary_base=5e6, **options)
     for name, parameter in made.named_parameters():
         torch.nn.init.normal_(parameter, std=0.3 if "norm" in name else 0.5)
-    return made
+    return made.to(device)
 
 
 def hidden(dtype: torch.dtype = torch.float32) -> Tensor:
@@ -52,6 +55,12 @@ def expected_loss(made: MSAttention, x: Tensor, selected: bool) -> Tensor:
     index = torch.einsum("bsgd,btd->bsgt", index_q, index_k) * 8**-0.5
     log_pi = index.masked_fill(~keeps, -torch.inf).log_softmax(-1)
     return torch.where(p > 0, p * (p.clamp(min=1e-300).log() - log_pi), 0.0).sum(-1).mean()
+
+
+def near(got: Any, wanted: Any, error: float) -> None:
+    """Check that tensors differ by at most `error` of their largest value."""
+    for x, y in zip(got, wanted, strict=True):
+        torch.testing.assert_close(x.to(y.dtype), y, rtol=0, atol=error * float(y.detach().abs().max()))
 
 
 def gradients(made: MSAttention) -> dict[str, Tensor]:
@@ -129,44 +138,64 @@ def test_it_compiles_as_one_graph() -> None:
         torch.testing.assert_close(gradient, eager[name], msg=name)
 
 
-@pytest.mark.parametrize(("warm_up", "block_score"), [(False, "max"), (False, "sum"), (True, "max")])
-def test_a_packed_batch_is_its_sequences_alone(warm_up: bool, block_score: str) -> None:
+PACKED = [("cpu", False, "max"), ("cpu", False, "sum"), ("cpu", True, "max")]
+ON_GPUS = [pytest.param("cuda", warm_up, "max", marks=pytest.mark.gpu) for warm_up in (False, True)]
+
+
+@pytest.mark.parametrize(("device", "warm_up", "block_score"), PACKED + ON_GPUS)
+def test_a_packed_batch_is_its_sequences_alone(device: str, warm_up: bool, block_score: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths of 0 and 1, and padding that holds NaN."""
-    made, cu = layer(dtype=torch.float64, block_score=block_score), [0, 33, 33, 34, 60]
+    dtype, error = (torch.float64, 1e-7) if on(device, monkeypatch) == "cpu" else (torch.float32, 1e-3)
+    made, cu = layer(device, dtype=dtype, block_score=block_score), [0, 33, 33, 34, 60]
     made.warm_up = warm_up
-    x = hidden(torch.float64)[:1]
+    x = hidden(dtype)[:1].to(device)
     x[:, 60:] = torch.nan
     sequences = [x[:, begin:end] for begin, end in itertools.pairwise(cu) if end > begin]
     alone = [made(sequence, return_loss=True) for sequence in sequences]
     wanted = torch.cat([o for o, _ in alone], 1), sum(loss * y.shape[1] for (_, loss), y in zip(alone, sequences, strict=True)) / S
     (wanted[0].square().sum() + wanted[1]).backward()
     of_parts = gradients(made)
-    for bounds in (cu, torch.tensor(cu)):
+    for bounds in (cu, torch.tensor(cu, device=device)):
         made.zero_grad()
         o, loss = made(x, cu_seqlens=bounds, return_loss=True)
-        torch.testing.assert_close((o[:, :60], loss.double()), (wanted[0], wanted[1].double()), atol=1e-6, rtol=1e-6)
+        near((o[:, :60], loss), wanted, error)
         assert not o[:, 60:].any()
         (o.square().sum() + loss).backward()
-        for name, gradient in gradients(made).items():
-            torch.testing.assert_close(gradient, of_parts[name], atol=1e-6, rtol=1e-6, msg=name)
+        near(gradients(made).values(), of_parts.values(), error)
 
 
-@pytest.mark.parametrize("block_score", ["max", "sum"])
+@pytest.mark.parametrize(("device", "block_score"), [("cpu", "max"), ("cpu", "sum"), pytest.param("cuda", "max", marks=pytest.mark.gpu)])
 @torch.no_grad()
-def test_cached_tokens_are_those_of_the_whole_text(block_score: str) -> None:
+def test_cached_tokens_are_those_of_the_whole_text(device: str, block_score: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt, chunks and single tokens; then sequences of two lengths, padded on the right."""
-    made, x = layer(block_score=block_score), hidden()
+    error = 1e-5 if on(device, monkeypatch) == "cpu" else 1e-3
+    made, x = layer(device, block_score=block_score), hidden().to(device)
     whole, cache = made(x), MSACache.of(made, 2, S)
     parts = [made(part, cache=cache) for part in x.split([40, 9, 1, 1, 19], 1)]
-    torch.testing.assert_close(torch.cat(parts, 1), whole)
+    near(parts, whole.split([40, 9, 1, 1, 19], 1), error)
     assert cache.lengths.tolist() == [S, S]
     cache.lengths.zero_()
-    made(x[:, :30].index_fill(1, torch.tensor([29]), 7.0), cache=cache)
+    made(x[:, :30].index_fill(1, torch.tensor([29], device=device), 7.0), cache=cache)
     cache.lengths.copy_(torch.tensor([29, 12]))
     o = made(torch.stack((x[0, 29:32], x[1, 12:15])), cache=cache)
-    torch.testing.assert_close(o, torch.stack((whole[0, 29:32], whole[1, 12:15])))
-    with pytest.raises(ArgumentError, match=r"^x is of S = 60 tokens; allowed: the room that is left of 70 keys"):
-        made(x[:, :60], cache=cache)
+    near([o], [torch.stack((whole[0, 29:32], whole[1, 12:15]))], error)
+    if device == "cpu":
+        with pytest.raises(ArgumentError, match=r"^x is of S = 60 tokens; allowed: the room that is left of 70 keys"):
+            made(x[:, :60], cache=cache)
+
+
+@pytest.mark.gpu
+def test_a_captured_token_is_that_of_the_whole_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph of one new token, replayed: lengths grow in place."""
+    made, x = layer(on("cuda", monkeypatch)), hidden().cuda()
+    with torch.no_grad():
+        whole, cache, token = made(x), MSACache.of(made, 2, S), x[:, :1].clone()
+        made(x[:, :40], cache=cache)
+        graph, o = captured(lambda: (made(token, cache=cache),))
+        cache.lengths.fill_(40)
+        for at in range(40, 44):
+            token.copy_(x[:, at : at + 1])
+            near(replayed(graph, o), [whole[:, at : at + 1]], 1e-3)
 
 
 def test_autocast_is_within_its_error() -> None:

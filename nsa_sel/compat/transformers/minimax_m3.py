@@ -7,6 +7,7 @@ Blocks are those of transformers' own code: blocks of cache slots, so padding be
 from __future__ import annotations
 
 import sys
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -19,6 +20,15 @@ from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 
 MODEL_TYPE = "minimax_m3_vl_text"
+OLDEST = 5, 17  # of transformers; up to 5.12 all KV heads shared one choice of blocks
+
+
+def check_transformers() -> None:
+    """Raise ArgumentError for a transformers whose indexer chooses other blocks than this package."""
+    version = metadata.version("transformers")
+    if tuple(map(int, version.split(".")[:2])) < OLDEST:
+        allowed = "5.17 or newer, where each KV head of MiniMax-M3 has blocks of its own"
+        raise ArgumentError("transformers", version, allowed, "pip install 'transformers>=5.17'")
 
 
 def is_attention(module: Any) -> bool:

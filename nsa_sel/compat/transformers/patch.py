@@ -79,7 +79,8 @@ def patch_model(model: torch.nn.Module, *, dense: bool = False) -> Patched:
         What was changed, with `undo()`.
 
     Raises:
-        ArgumentError: the model has no such layer, or its class differs from the one that this version knows.
+        ArgumentError: the model has no such layer, its class differs from the one that this version knows, transformers
+            is older than 5.17 (MiniMax-M3), or torch sees no GPU (flash-linear-attention).
     """
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError("model", f"a {type(model).__name__}", "a torch.nn.Module", "load it first, for example by from_pretrained")
@@ -111,6 +112,7 @@ def _patch_module(patched: Patched, name: str, module: Any, dense: bool) -> None
     elif minimax_m3.is_attention(module):
         indexer, patched.changed[name] = module.indexer, "dense causal attention"
         if indexer is not None:
+            minimax_m3.check_transformers()
             _check_parts(indexer, M3_PARTS, M3_ARGUMENTS)
             heads, groups = (x.out_features // x_dim for x, x_dim in ((indexer.q_proj, indexer.head_dim), (module.k_proj, module.head_dim)))
             if heads != groups:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,46 +50,56 @@ def times(ms: float) -> dict[str, float]:
 
 
 def test_every_claim_is_measured_beside_what_it_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """On a GPU where everything else takes 100 ms and 10 GiB, layers 10 ms and 1 GiB and the calls 200 ms, and where the
-    training example fails.
+    """On a GPU where everything else takes 100 ms and 10 GiB, layers 10 ms and 1 GiB and the calls 200 ms, and where Qwen3.8
+    fails.
     """
 
-    def run(jobs: Any, out: Path, device: str, console: Console) -> list[dict[str, Any]]:
-        rows = [row for job in jobs for row in wanted(job)]
-        return [{**row, **times(100 if row["backend"] == DENSE else 200)} for row in rows]
+    def released(model: str, make: Any, ways: list[str], rep: float, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        for way in ways:
+            row = {**times(10), "peak_gib": 1.0} if way == "nsa-sel" else {**times(100), "peak_gib": 10.0}
+            failed = {"error": "out of memory"} if way == "transformers" and "128k" in facts["case"] else row
+            if model == "qwen3.8":
+                raise RuntimeError("no such layer")
+            yield {"model": model, "way": way, **facts, **failed}
 
-    def measure(name: str, rep: float) -> list[dict[str, Any]]:
-        return [{"direction": direction, **times(100 if name == "dense" else 10)} for direction in ("fwd", "bwd", "fwd+bwd")]
+    def layer(name: str, rep: float, directions: tuple[str, ...]) -> list[dict[str, Any]]:
+        return [{"direction": direction, **times(100 if name == "dense" else 10)} for direction in directions]
 
-    def measure_released(model: str, make: Any, ways: list[str], rep: float, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        found = {way: {**times(10), "peak_gib": 1.0} if way == "nsa-sel" else {**times(100), "peak_gib": 10.0} for way in ways}
-        if "128k" in facts["case"]:
-            found["transformers"] = {"error": "out of memory"}
-        return [{"model": model, "way": way, **facts, **row} for way, row in found.items()]
+    def calls(job: Any, rows: list[dict[str, Any]], device: str, tell: Any) -> Iterator[dict[str, Any]]:
+        yield from ({**row, **times(100 if row["backend"] == DENSE else 200)} for row in rows)
 
+    monkeypatch.setattr(headline.released_models, "measure", released)
     monkeypatch.setattr(headline.layer_parts, "parts", lambda S, h: {name: lambda name=name: name for name in ("layer", "dense")})
-    monkeypatch.setattr(headline.layer_parts, "measure", measure)
-    monkeypatch.setattr(headline.released_models, "measure", measure_released)
-    indexer = {"model": "MiniMax-M3", "B": 64, "S": 1, "S_kv": 32768, "page_size": None, "kv": "bf16", "floor_ms": 0.1, **times(0.2)}
-    monkeypatch.setattr(headline.choosing_steps, "step", lambda *sizes: iter([indexer]))
-    monkeypatch.setattr(headline, "run", run)
+    monkeypatch.setattr(headline.layer_parts, "measure", layer)
+    monkeypatch.setattr(headline, "measured_rows", calls)
     monkeypatch.setattr(headline, "need_gpu", lambda program: None)
     monkeypatch.setattr(headline.store, "stamp", lambda: {"device": "NVIDIA Test"})
-    monkeypatch.setattr(headline.store, "example", lambda name: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Test")
-    text = headline.headline(tmp_path / "rows", Console(quiet=True))
+    told = io.StringIO()
+    text = headline.headline(tmp_path / "rows", Console(file=told, soft_wrap=True))
     assert "README: NVIDIA H200; here: NVIDIA Test" in text
     lines = {row["claim"]: row for row in table_lines(text.split("\n\n")[1])}
-    layer = lines["NSA layer, 8k tokens, forward + backward: dense attention"]
-    assert (layer["here"], layer["20th to 80th"], layer["verdict"]) == ("10.00x", "8.18 to 12.22", "PASS")
+    nsa = lines["NSA layer, 8k tokens, forward + backward: dense attention"]
+    assert (nsa["here"], nsa["20th to 80th"], nsa["verdict"]) == ("10.00x", "8.18 to 12.22", "PASS")
     assert lines["MiniMax-M3 layer, prefill of 128k tokens: dense attention"]["here"] == "10.00x"
     assert lines["MiniMax-M3 layer, prefill of 16k tokens, memory: its library"]["here"] == "10.00x"
-    call = lines["selected blocks alone, 8k tokens of text, forward + backward: dense attention"]
-    assert (call["here"], call["verdict"][0]) == ("0.50x", "-")
-    assert lines[f"{headline.CHOOSING}: {headline.READING}"]["here"] == "0.50x"
+    call = lines["selected blocks alone, decoding, 64 sequences of 32k keys: dense attention"]
+    assert (call["here"], call["verdict"]) == ("0.50x", "-98%")
     unmeasured = {what for what, line in lines.items() if line["verdict"] == "not measured"}
-    fla = {f"NSA layer, {k}k tokens, forward + backward: its library" for k in (8, 32)}
-    assert unmeasured == {*fla, "model of 25M parameters, training step, 32k tokens: dense attention"}
+    qwen = {f"Qwen3.8 layer, prefill of 16k tokens{kind}: its library" for kind in ("", ", memory")}
+    assert unmeasured == {f"NSA layer, {k}k tokens, forward + backward: its library" for k in (8, 32)} | qwen
+    # Rows and verdicts come as they are measured
+    said = [line.partition(" s  ")[2] for line in told.getvalue().splitlines()]
+    assert said[:3] == [
+        f"MiniMax-M3, prefill of 16k tokens, {way}: {ms} ms" for way, ms in (("transformers", 100), ("dense", 100), ("nsa-sel", 10))
+    ]
+    assert said[3:5] == [
+        "-22%: MiniMax-M3 layer, prefill of 16k tokens: its library",
+        "-89%: MiniMax-M3 layer, prefill of 16k tokens, memory: its library",
+    ]
+    assert "MiniMax-M3, prefill of 128k tokens, transformers: out of memory" in said
+    assert "released_models was left out: RuntimeError: no such layer" in said
+    assert [len(store.read(tmp_path / "rows" / f"{part}.jsonl")) for part in headline.PARTS] == [9, 4, 3]
 
 
 def test_headline_refuses_other_flags_and_needs_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from nsa_sel import NSACache, NSASelection, NSAttention, Selection, attention_la
 from nsa_sel.backends._triton import elementwise
 from nsa_sel.compression import BlockMean, BlockMLP
 from nsa_sel.errors import ArgumentError, BackendError
+from nsa_sel.msa_layer import UnitOffsetNorm
 from nsa_sel.projection import copy_wide, fits_wide, split_columns
 from nsa_sel.rotary import rotate
 from tests.helpers import layer as nsa_reference
@@ -513,6 +514,39 @@ def test_the_rotary_kernel_is_exact(dtype: torch.dtype, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("D", [2, 24, 64, 128, 192, 256])
 def test_the_rotary_kernel_is_exact_on_a_gpu(dtype: torch.dtype, D: int) -> None:
     check_rotation(dtype, "cuda", D)
+
+
+NORMED = [("cpu", torch.float32, 12, 4), ("cpu", torch.float16, 8, 8)] + [
+    pytest.param("cuda", dtype, D, rotated, marks=pytest.mark.gpu)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32) for D, rotated in ((64, 64), (128, 64), (24, 8), (192, 128))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("device", "dtype", "D", "rotated"), NORMED)
+def test_norms_with_positions_are_exact(device: str, dtype: torch.dtype, D: int, rotated: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of strided keys, and of queries with positions for each sequence: values and gradients within rounding, reruns bit-equal."""
+    monkeypatch.setattr(elementwise, "INTERPRETED_TILE", 1 << 7)
+    norm = UnitOffsetNorm(D, 1e-5).to(device)
+    torch.nn.init.normal_(norm.weight)
+    make = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    each = torch.randint(0, 1000, (2, 19), generator=torch.Generator().manual_seed(2)).to(device)
+    for x, positions in ((make(2, 19, D + 8)[..., 8:], each[0]), (make(2, 3, 2, 19, D).movedim(3, 1), each)):
+        x = x.to(device, dtype).requires_grad_()
+        do = make(19, *x.shape[2:], 2).movedim(-1, 0).to(x)
+        table = rotary.angles_of(positions, rotated, dtype, 1e4)
+        runs = []
+        for _ in range(2):
+            with new_memory_is_nan():
+                o = rotary.normed_and_rotated(x, norm.weight, norm.eps, table)
+                runs.append((o, *torch.autograd.grad(o, (x, norm.weight), do)))
+        assert all(map(torch.equal, *runs))
+        wide, weight = x.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
+        y = torch.nn.functional.rms_norm(wide, (D,), 1 + weight, norm.eps)
+        wanted = torch.cat((rotary._plain(y[..., :rotated], None, *(z.double() for z in table), False), y[..., rotated:]), -1)
+        exact = wanted, *torch.autograd.grad(wanted, (wide, weight), do.double())
+        for got, value in zip(runs[0], exact, strict=True):
+            error = 4 * torch.finfo(got.dtype).eps * max(1.0, float(value.detach().abs().max()))
+            torch.testing.assert_close(got.double(), value, rtol=0, atol=error)
 
 
 def test_gradients_of_parts_are_one_tensor() -> None:

@@ -100,16 +100,6 @@ def test_offers_within_their_limits_have_no_reasons(offer: Offer, changes: dict[
 # Rules: should it?
 
 
-@pytest.mark.parametrize("source", ["argument", "use_backend", "NSA_SEL_BACKEND"])
-def test_the_device_rule_refuses_forced_triton(source: str) -> None:
-    decision = make_decision(LONG, RTX4090, load_policy("default"), settings_for(RTX4090), OFFERS, Override("triton-group", source))
-    assert decision.forward is None
-    message = str(refusal(decision))
-    assert f"backend 'triton-group', forced by {source}, refuses this call:" in message
-    assert "device-rule (disabled): Triton is disabled on SM 8.9" in message
-    assert "NSA_TRITON_SEL_FORCE=1" in describe(decision)
-
-
 @pytest.mark.parametrize("device", [H100, UNKNOWN], ids=lambda device: device.name)
 @pytest.mark.parametrize(
     ("length", "expected"), [(0, "sdpa-packed"), (4095, "sdpa-packed"), (4096, "triton-group"), (8192, "triton-group")]
@@ -134,6 +124,7 @@ def test_counterfactuals_are_true_sentences() -> None:
     assert f"-> {sentence}" in describe(decide(SHORT, H100))
     assert counterfactuals(decide(SHORT, H100, use_triton_sel=False)) == ()
     assert counterfactuals(decide(LONG, H100)) == ()
+    assert "NSA_SEL_TRITON_MIN_L" not in describe(decide(SHORT, CPU))
 
 
 def test_a_printed_decision_is_one_screen_and_a_described_one_has_reasons_against_backward_alone() -> None:
@@ -158,19 +149,23 @@ def test_triton_is_never_the_choice_on_a_cpu(dtype: str, device: DeviceInfo) -> 
         assert decide(LONG, CPU, backend="triton-group").forward is None
 
 
-def test_a_backend_that_cannot_run_has_no_slower_reason() -> None:
+@pytest.mark.parametrize(
+    ("changes", "device", "options", "found"),
+    [
+        ({}, CPU, {}, ["device-kind"]),
+        ({"dtype": "float32"}, INTERPRETER, {}, ["triton-on-cpu"]),
+        ({"dtype": "float32"}, INTERPRETER, {"backend": "triton-group"}, ["triton-on-cpu"]),
+        ({}, INTERPRETER, {}, ["dtype"]),  # bf16 dots are wrong there
+        ({"dtype": "float64"}, H100, {"use_triton_sel": False}, ["dtype", "triton-off"]),
+    ],
+)
+def test_a_backend_that_cannot_run_has_no_slower_reason(
+    changes: dict[str, Any], device: DeviceInfo, options: dict[str, Any], found: list[str]
+) -> None:
     for request in (SHORT, LONG):
-        assert codes(decide(request, CPU), "triton-group") == ["device-kind"]
-        assert codes(decide(replace(request, dtype="float32"), INTERPRETER), "triton-group") == ["triton-on-cpu"]
-    assert codes(decide(replace(SHORT, dtype="float64"), H100, use_triton_sel=False), "triton-group") == ["dtype", "triton-off"]
-    assert "NSA_SEL_TRITON_MIN_L" not in describe(decide(SHORT, CPU))
-
-
-def test_the_interpreter_runs_when_forced() -> None:
-    decision = decide(replace(LONG, dtype="float32"), INTERPRETER, backend="triton-group")
-    assert decision.forward == "triton-group"
-    assert codes(decision, "triton-group") == ["triton-on-cpu"]
-    assert "dtype" in codes(decide(LONG, INTERPRETER), "triton-group")  # bf16 dots are wrong there
+        decision = decide(replace(request, **changes), device, **options)
+        assert codes(decision, "triton-group") == found
+        assert (decision.forward == "triton-group") == ("backend" in options)
 
 
 def test_each_direction_has_its_own_backend() -> None:

@@ -10,6 +10,8 @@ from nsa_sel.core.decide import explain_request
 from nsa_sel.core.decision import Decision, Override, load_policy, make_decision, refusal
 from nsa_sel.core.request import DeviceInfo, Request, example_choice
 from nsa_sel.settings.config import settings_for
+from nsa_sel.telemetry.describe import describe
+from tests.helpers.calls import assert_in_order
 from tests.helpers.policy_cases import A100, B200, H100, H200, L40S, LONG, OFFERS, RTX3090, RTX4090, RTX5090, SHORT, codes, replace
 
 LANES = {"sm80": (A100,), "sm86": (RTX3090,), "sm89": (RTX4090, L40S), "sm90": (H100, H200), "sm100": (B200,), "sm120": (RTX5090,)}
@@ -101,7 +103,9 @@ def test_forced_triton_runs_unless_the_adr_forbids(device: DeviceInfo, backend: 
     if off(device):
         assert decision.forward is None
         words = "Triton is disabled on SM 8.9 (ADR-2025-08-M4-02). Set NSA_TRITON_SEL_FORCE=1 to try it"
-        assert f"device-rule (disabled): {words}" in str(refusal(decision))
+        forced = f"backend {backend!r}, forced by argument, refuses this call:"
+        assert_in_order(str(refusal(decision)), (forced, f"device-rule (disabled): {words}"))
+        assert "NSA_TRITON_SEL_FORCE=1" in describe(decision)
     else:
         assert (decision.forward, decision.backward) == (backend, backend)
 

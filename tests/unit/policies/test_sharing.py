@@ -133,15 +133,10 @@ def test_a_kind_of_call_has_one_count(logged: Events) -> None:
     assert len(logged("sel.sharing")) == 2
 
 
-@pytest.mark.parametrize("rows", [1, 8])
-def test_decoding_steps_are_not_counted(logged: Events, rows: int) -> None:
-    called(apart(rows), rows)
-    assert logged("sel.sharing") == []
-
-
-@pytest.mark.parametrize("case", ["forced", "ranges", "no costs", "off", "ranks", "no rows"])
+@pytest.mark.parametrize("case", ["forced", "ranges", "no costs", "off", "ranks", "no rows", "a step", "eight steps"])
 def test_what_sharing_does_not_decide_is_not_counted(case: str, logged: Events, monkeypatch: pytest.MonkeyPatch) -> None:
-    selection = apart(0 if case == "no rows" else S)
+    rows = {"no rows": 0, "a step": 1, "eight steps": 8}.get(case, S)
+    selection = apart(rows)
     if case == "no costs":
         monkeypatch.delenv("NSA_SEL_CONFIG")
     if case == "off":
@@ -150,7 +145,7 @@ def test_what_sharing_does_not_decide_is_not_counted(case: str, logged: Events, 
         monkeypatch.setattr(tuned, "distributed", lambda: True)
     if case == "ranges":
         selection = Selection.from_ranges(selection.ranges, disjoint=True)
-    decision = called(selection, 0 if case == "no rows" else S, **({"backend": "sdpa-packed"} if case == "forced" else {}))
+    decision = called(selection, rows, **({"backend": "sdpa-packed"} if case == "forced" else {}))
     assert logged("sel.sharing") == []
     assert decision.request.sharing is None
     if case in ("off", "ranks"):

@@ -72,31 +72,26 @@ def test_choices_are_close_to_the_best_measured(gpu: str, least: int) -> None:
 # Lookup: by name, by compute capability, none
 
 
-def test_a_gpu_finds_its_profile_by_name() -> None:
-    for name in ("NVIDIA H200", "NVIDIA H200 NVL"):
-        found = settings_for(replace(H200, name=name))
-        assert (found.profile, found.assumed) == ("sm90_h200.yaml", None)
+@pytest.mark.parametrize(
+    ("device", "profile", "assumed"),
+    [
+        (H200, "sm90_h200.yaml", None),
+        (replace(H200, name="NVIDIA H200 NVL"), "sm90_h200.yaml", None),
+        (RTX4090, "sm89_rtx4090.yaml", "base.yaml"),  # by a rule for each device of a compute capability
+        (L40S, "sm89_rtx4090.yaml", "base.yaml"),
+        (TOO_OLD, "built-in", None),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_a_device_has_a_profile_by_name_or_by_a_rule(device: DeviceInfo, profile: str, assumed: str | None) -> None:
+    found = settings_for(device)
+    assert (found.profile, found.assumed, found.triton_off is not None) == (profile, assumed, device.sm == 89)
+    assert found.sources.get("costs") == ("sm90_h200.yaml" if device.sm == 90 else None)
+    assert ("assumes the built-in values" in describe(explain_request(SHORT, device))) == (device.sm == 89)
+    if device.sm == 90:
         assert found.sel_triton_min_L == {way: settings_for(H200).min_length(way) for way in DIRECTIONS}
-        assert found.sources["costs"] == "sm90_h200.yaml"
-
-
-def test_an_unmeasured_gpu_assumes_the_nearest_profile_and_every_decision_says_so() -> None:
-    decision = explain_request(replace(LONG, needs_grad=True), B200)
-    assert (decision.settings.profile, decision.settings.assumed) == ("sm90_h200.yaml", "sm90_h200.yaml")
-    assert decision.settings.sources["sel_triton_min_L"] == "sm90_h200.yaml (assumed)"
-    assert decision.settings.sources["costs"] == "sm90_h200.yaml (assumed)"
-    assert decision.settings.provenance.startswith("assumed, no profile names this device; ")
-    assert "(sm90_h200.yaml (assumed))" in decision.rule
-    assert "assumes values of sm90_h200.yaml, measured on another device" in describe(decision)
-    assert decision.settings.fingerprint != settings_for(H200).fingerprint
-    assert "assumes the built-in values" in describe(explain_request(SHORT, RTX4090))
-
-
-def test_a_rule_for_a_compute_capability_speaks_for_each_of_its_devices() -> None:
-    for name in (RTX4090.name, "NVIDIA L40S"):
-        found = settings_for(replace(RTX4090, name=name))
-        assert (found.profile, found.assumed) == ("sm89_rtx4090.yaml", "base.yaml")
-        assert found.triton_off is not None
+    if device is TOO_OLD:
+        assert (found.sources, profile_for(device)) == ({}, None)
 
 
 ELSEWHERE = (A100, replace(A100, name="NVIDIA A30"), RTX3090, B200, RTX5090, UNKNOWN)  # of no compute capability that was measured
@@ -104,10 +99,15 @@ ELSEWHERE = (A100, replace(A100, name="NVIDIA A30"), RTX3090, B200, RTX5090, UNK
 
 @pytest.mark.parametrize("device", ELSEWHERE, ids=lambda device: device.name)
 def test_a_gpu_of_another_compute_capability_takes_over_the_nearest_measured_profile(device: DeviceInfo) -> None:
-    found, measured = settings_for(device), settings_for(H200)
-    assert (found.assumed, found.sel_triton_min_L) == ("sm90_h200.yaml", measured.sel_triton_min_L)
-    assert found.sources["sel_triton_min_L"] == "sm90_h200.yaml (assumed)"
-    assert found.sources["costs"] == "sm90_h200.yaml (assumed)"
+    """And every decision says so."""
+    decision, measured = explain_request(replace(LONG, needs_grad=True), device), settings_for(H200)
+    found = decision.settings
+    assert (found.profile, found.assumed, found.sel_triton_min_L) == ("sm90_h200.yaml", "sm90_h200.yaml", measured.sel_triton_min_L)
+    assert found.sources["sel_triton_min_L"] == found.sources["costs"] == "sm90_h200.yaml (assumed)"
+    assert found.provenance.startswith("assumed, no profile names this device; ")
+    assert "(sm90_h200.yaml (assumed))" in decision.rule
+    assert "assumes values of sm90_h200.yaml, measured on another device" in describe(decision)
+    assert found.fingerprint != measured.fingerprint
     # Launches are compiled for every chip as base.yaml has them; cupy-cuda's model is of kernels that only Hopper has.
     assert found.kernels == shipped_configs()["base.yaml"].kernels != measured.kernels
     assert found.costs is not None
@@ -124,13 +124,6 @@ def test_the_nearest_is_by_compute_capability_and_of_two_the_newer(monkeypatch: 
     found = {sm: config.nearest_measured(sm) for sm in (80, 86, 88, 90, 100, 105, 121)}
     own = {86: "sm86.yaml", 90: "sm90_h200.yaml"}
     assert found == {**own, 80: "sm86.yaml", 88: "sm90_h200.yaml", 100: "sm90_h200.yaml", 105: "sm120.yaml", 121: "sm120.yaml"}
-
-
-def test_a_gpu_that_no_kernel_takes_has_the_built_in_values() -> None:
-    found = settings_for(TOO_OLD)
-    assert (found.profile, found.assumed) == ("built-in", None)
-    assert found.sources == {}
-    assert profile_for(TOO_OLD) is None
 
 
 # The warning
