@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -26,6 +27,7 @@ from tests.helpers.checks import new_memory_is_nan
 from tests.helpers.gpus import captured, one_at_a_time, replayed
 
 LANES = lanes("cpu", "interpreter", "cuda", kind="index_loss")
+SCALES: Any = {"scale": 0.3, "index_scale": -0.3}
 # Largest error relative to the largest value: of a loss, and of a gradient. Triton passes factors of logits as float32.
 ERRORS = {torch.float64: (1e-7, 1e-7), torch.float32: (2e-5, 2e-5), torch.float16: (2e-3, 4e-3), torch.bfloat16: (1e-2, 2e-2)}
 
@@ -42,6 +44,7 @@ class Shape(NamedTuple):
     block: int | None = 16  # None: ranges; 0: all visible keys
     shared: bool = True  # one index key for all groups
     given: bool = False  # q_pos
+    index: str = "random"  # equal: h = 1, and both distributions are the same; flat: all index logits are 0
 
 
 SMALL = {
@@ -57,6 +60,7 @@ SMALL = {
     "other-head-dims": Shape(S=20, S_kv=20, Dk=192, Di=16, h=2, G=1),
     "wide-index": Shape(S=20, S_kv=20, Dk=16, Di=192, h=5, G=1),
     "one-row": Shape(S=1, S_kv=33),
+    **{f"flat-{block}": Shape(h=1, Di=16, block=block, shared=False, index="flat") for block in (16, 0)},
 }
 LARGE = {
     "m3": Shape(S=700, S_kv=1000, G=2, h=16, Dk=128, Di=128, n=4, block=128),
@@ -78,22 +82,26 @@ class Inputs(NamedTuple):
     selection: Selection | None
     q_pos: Tensor | None
 
-    def options(self) -> dict[str, Any]:
-        return {"scale": 0.3, "index_scale": -0.4, "q_pos": self.q_pos}
+    def ranges(self) -> Tensor:
+        """Return the ranges [B,S,G,n,2] on the CPU: of all keys without a selection."""
+        B, S, G, *_ = self.q.shape
+        every = torch.tensor([0, self.k.shape[2]]).expand(B, S, G, 1, 2)
+        return every if self.selection is None else self.selection.ranges.cpu()
 
     def oracle(self, weights: Tensor | None = None) -> IndexLoss:
-        ranges = None if self.selection is None else self.selection.ranges
-        return oracle_indexer_loss(*self[:5], ranges, weights, 0.3, -0.4, None if self.q_pos is None else self.q_pos.cpu())
+        return oracle_indexer_loss(*self[:5], self.ranges(), weights, *SCALES.values(), None if self.q_pos is None else self.q_pos.cpu())
 
 
-def inputs_of(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> Inputs:
+def inputs_of(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
     """Random inputs: duplicates, padding, and blocks and ranges beyond the row and the sequence among the selected ones."""
-    B, S, S_kv, G, h, Dk, Di, n, block, shared, given = shape
-    generator = torch.Generator().manual_seed(seed)
+    B, S, S_kv, G, h, Dk, Di, n, block, shared, given, index = shape
+    generator = torch.Generator().manual_seed(0)
     q, k, iq, ik = (
         torch.randn(*sizes, generator=generator).to(dtype)
         for sizes in ((B, S, G, h, Dk), (B, G, S_kv, Dk), (B, S, G, Di), (B, S_kv, Di) if shared else (B, G, S_kv, Di))
     )
+    if index != "random":
+        iq, ik = q.squeeze(3), -k if index == "equal" else torch.zeros_like(k)
     selection = None
     if block:
         blocks = torch.randint(-1, S_kv // block + 2, (B, S, G, n), generator=generator)
@@ -104,23 +112,20 @@ def inputs_of(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> I
         start = torch.randint(-5, S_kv, (B, S, G, n), generator=generator)
         selection = Selection.from_ranges(torch.stack((start, start + torch.randint(-2, 20, start.shape, generator=generator)), -1))
     q_pos = torch.randint(0, S_kv, (B, S), generator=generator) if given else None
-    ranges = torch.tensor([0, S_kv]).expand(B, S, G, 1, 2) if selection is None else selection.ranges
-    lse = oracle_forward(q, k, k, ranges, 0.3, q_pos)[1].to(torch.promote_types(dtype, torch.float32))
-    moved = [x.to(device) for x in (q, k, lse, iq, ik)]
-    return Inputs(*moved, None if selection is None else selection.to(device), None if q_pos is None else q_pos.to(device))
+    of = Inputs(q, k, q.new_zeros(B, S, G, h), iq, ik, selection, q_pos)
+    lse = oracle_forward(q, k, k, of.ranges(), 0.3, q_pos)[1].to(torch.promote_types(dtype, torch.float32))
+    return Inputs(*(None if x is None else x.to(device) for x in of._replace(lse=lse)))  # type: ignore[arg-type]
 
 
-def results(lane: Lane, of: Inputs, weights: Tensor | None = None, **options: Any) -> IndexLoss:
+def results(lane: Lane, of: Inputs, weights: Tensor | None = None) -> IndexLoss:
     """Loss of every row, and gradients: of the sum, which the forward pass computes, or of weighted rows."""
     iq, ik = (x.detach().requires_grad_() for x in (of.index_q, of.index_k))
+    call = partial(indexer_loss, of.q, of.k, of.lse, iq, ik, of.selection, q_pos=of.q_pos, backend=lane.name, **SCALES)
     with new_memory_is_nan():
-        run = {**of.options(), "backend": lane.name, **options}
-        rows = indexer_loss(of.q, of.k, of.lse, iq, ik, of.selection, reduction="none", **run)
+        with torch.set_grad_enabled(weights is not None):
+            rows = call(reduction="none")
         assert decisions()[-1].forward == lane.name
-        if weights is not None:
-            loss = (rows * weights).sum()
-        else:
-            loss = indexer_loss(of.q, of.k, of.lse, iq, ik, of.selection, reduction="sum", **run)
+        loss = call(reduction="sum") if weights is None else (rows * weights).sum()
         return IndexLoss(rows.detach(), *torch.autograd.grad(loss, (iq, ik)))
 
 
@@ -132,190 +137,175 @@ def assert_near(found: IndexLoss, exact: IndexLoss, dtype: torch.dtype) -> None:
         assert worst <= error, f"{name}: {worst}"
 
 
-def each(whats: Any) -> Any:
-    return pytest.mark.parametrize(("lane", "what"), parameters([(lane, what) for lane in LANES for what in whats(lane)]))
+def recorded(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[IndexLossCall]:
+    """Return a list to which calls are appended as they are made, with other settings."""
+    calls: list[IndexLossCall] = []
+
+    def make(*given: Any) -> IndexLossCall:
+        calls.append(IndexLossCall(*given[:9], replace(given[9], **settings), *given[10:]))
+        return calls[-1]
+
+    monkeypatch.setattr(index_loss, "IndexLossCall", make)
+    return calls
 
 
-def of_all(*whats: Any) -> Any:
-    return each(lambda lane: whats)
+def each(*whats: Any, on_gpus: Any = ()) -> Any:
+    """Parametrize a test by lane and `what`: `whats`, or what a function of the lane returns, and more on GPUs."""
+    of = whats[0] if whats and callable(whats[0]) else lambda lane: whats
+    cells = [(lane, what) for lane in LANES for what in (*of(lane), *(on_gpus if lane.device == "cuda" else ()))]
+    return pytest.mark.parametrize(("lane", "what"), parameters(cells))
 
 
-def shape_of(name: str) -> Shape:
-    return (SMALL | LARGE)[name]
-
-
-@each(lambda lane: [*SMALL, *(LARGE if lane.device == "cuda" else ())])
-def test_index_loss_shapes(lane: Lane, what: str) -> None:
+@each(
+    lambda lane: [*SMALL, *((name, dtype) for dtype in lane.dtypes if dtype != lane.dtype for name in ("blocks", "all-keys"))],
+    on_gpus=LARGE,
+)
+def test_index_loss_is_that_of_the_oracle(lane: Lane, what: Any) -> None:
     """Values and gradients of sums, and of weighted rows."""
-    of = inputs_of(shape_of(what), lane.dtype, lane.place)
-    assert_near(results(lane, of), of.oracle(), lane.dtype)
+    name, dtype = (what, lane.dtype) if isinstance(what, str) else what
+    of = inputs_of((SMALL | LARGE)[name], dtype, lane.place)
+    assert_near(results(lane, of), of.oracle(), dtype)
     weights = torch.randn(of.lse.shape[:-1], generator=torch.Generator().manual_seed(1)).to(of.lse)
-    assert_near(results(lane, of, weights), of.oracle(weights), lane.dtype)
+    assert_near(results(lane, of, weights), of.oracle(weights), dtype)
 
 
-@of_all("blocks", "ranges", "small-blocks")
-def test_index_loss_with_one_selection_for_all_groups(lane: Lane, what: str) -> None:
-    of = inputs_of(SMALL[what], lane.dtype, lane.place)
-    of = of._replace(lse=of.lse.nan_to_num(neginf=0.0))  # any: it is that of the other selection
+@each(16, 0)
+def test_index_loss_of_equal_distributions_is_zero(lane: Lane, what: int) -> None:
+    found = results(lane, inputs_of(Shape(h=1, Di=16, block=what, shared=False, index="equal"), lane.dtype, lane.place))
+    assert float(found.loss.abs().max()) < ERRORS[lane.dtype][0]
+
+
+def one_selection(of: Inputs) -> tuple[Inputs, Inputs]:
+    """Return inputs with one selection for all groups, and the same selection for each group."""
     assert of.selection is not None
-    one, block = of.selection.ranges[:, :, :1].contiguous(), of.selection.block_size
-    every = Selection(one.expand(-1, -1, of.q.shape[2], -1, -1).contiguous(), block)
-    shared, expanded = results(lane, of._replace(selection=Selection(one, block))), results(lane, of._replace(selection=every))
-    assert all(map(torch.equal, shared, expanded))
+    of = of._replace(lse=of.lse.nan_to_num(neginf=0.0))  # any: it is that of the other selection
+    one, block, G = of.selection.ranges[:, :, :1].contiguous(), of.selection.block_size, of.q.shape[2]
+    return of._replace(selection=Selection(one, block)), of._replace(selection=Selection(one.expand(-1, -1, G, -1, -1).contiguous(), block))
 
 
-@each(lambda lane: [dtype for dtype in lane.dtypes if dtype != lane.dtype])
-def test_index_loss_dtypes(lane: Lane, what: torch.dtype) -> None:
-    for name in ("blocks", "all-keys"):
-        of = inputs_of(SMALL[name], what, lane.place)
-        assert_near(results(lane, of), of.oracle(), what)
+def poisoned(of: Inputs) -> tuple[Inputs, Inputs]:
+    """Return inputs, and these with NaN in keys that no row sees and in rows without keys."""
+    visible = oracle_mask(of.ranges(), of.k.shape[2], of.q.shape[1], None if of.q_pos is None else of.q_pos.cpu()).to(of.q.device)
+    rows, keys = ~visible.any(-1), ~visible.any(1)  # [B,S,G] and [B,G,S_kv]
+    q, lse, iq = (x.masked_fill(rows.view(*rows.shape, *[1] * (x.dim() - 3)), torch.nan) for x in (of.q, of.lse, of.index_q))
+    ik = of.index_k.masked_fill((keys.all(1) if of.index_k.dim() == 3 else keys).unsqueeze(-1), torch.nan)
+    return of, of._replace(q=q, k=of.k.masked_fill(keys.unsqueeze(-1), torch.nan), lse=lse, index_q=iq, index_k=ik)
 
 
-@of_all("mean", "sum")
-def test_index_loss_reduces_rows(lane: Lane, what: str) -> None:
+def strided(of: Inputs) -> tuple[Inputs, Inputs]:
+    """Return inputs, and these with other strides."""
+    q = of.q.permute(3, 1, 0, 2, 4).contiguous().permute(2, 1, 3, 0, 4)
+    return of, of._replace(q=q, k=of.k.transpose(1, 2).contiguous().transpose(1, 2))
+
+
+def again(of: Inputs) -> tuple[Inputs, Inputs]:
+    return of, of
+
+
+SAME = {f"{pair.__name__}-{name}": (pair, name) for pair, names in (
+    (one_selection, ("blocks", "ranges", "small-blocks")), (poisoned, ("blocks", "ranges", "small-blocks", "all-keys", "positions")),
+    (strided, ("blocks", "all-keys")), (again, ("blocks", "all-keys", "m3")),
+) for name in names}  # fmt: skip
+
+
+@each(lambda lane: [name for name, (_, shape) in SAME.items() if shape in SMALL or lane.device == "cuda"])
+def test_index_loss_is_bit_equal_for(lane: Lane, what: str) -> None:
+    """Reruns: 50 on a GPU."""
+    pair, name = SAME[what]
+    first, second = pair(inputs_of((SMALL | LARGE)[name], lane.dtype, lane.place))
+    for weights in (None, torch.ones_like(first.lse[..., 0]))[: 1 + (pair is poisoned)]:
+        expected = results(lane, first, weights)
+        for _ in range(50 if pair is again and lane.device == "cuda" else 1):
+            assert all(map(torch.equal, expected, results(lane, second, weights)))
+
+
+@each("mean", "sum")
+def test_index_loss_reduces_rows(lane: Lane, what: Any) -> None:
     """A float16 gradient does not vanish by the factor of the mean before the loss is scaled."""
-    dtype = torch.float16
-    of = inputs_of(SMALL["blocks"], dtype, lane.place)
+    of = inputs_of(SMALL["blocks"], torch.float16, lane.place)
     exact, count = of.oracle(), of.lse[..., 0].numel() if what == "mean" else 1
     iq, ik = of.index_q.clone().requires_grad_(), of.index_k.clone().requires_grad_()
-    loss = indexer_loss(*of[:3], iq, ik, of.selection, reduction=what, backend=lane.name, **of.options())  # type: ignore[arg-type]
-    assert loss.shape == ()
-    assert loss.dtype == torch.float32
+    loss = indexer_loss(*of[:3], iq, ik, of.selection, reduction=what, backend=lane.name, **SCALES)
+    assert (loss.shape, loss.dtype) == ((), torch.float32)
     torch.testing.assert_close(loss.detach().cpu().double(), exact.loss.sum() / count, rtol=1e-3, atol=0)
     scaled = torch.autograd.grad(loss * 1024, (iq, ik))
-    assert_near(IndexLoss(exact.loss, *scaled), IndexLoss(exact.loss, exact.dq * 1024 / count, exact.dk * 1024 / count), dtype)
+    assert_near(exact._replace(dq=scaled[0], dk=scaled[1]), IndexLoss(exact.loss, *(x * 1024 / count for x in exact[1:])), torch.float16)
 
 
-@of_all("blocks", "ranges", "small-blocks", "all-keys", "positions")
-def test_index_loss_reads_nothing_that_no_row_sees(lane: Lane, what: str) -> None:
-    """NaN in keys that no row sees, and in rows without keys, changes no bit."""
-    of = inputs_of(SMALL[what], lane.dtype, lane.place)
-    weights = torch.ones_like(of.lse[..., 0])
-    clean, weighted = results(lane, of), results(lane, of, weights)
-    ranges = torch.tensor([0, of.k.shape[2]]).expand(*weights.shape, 1, 2) if of.selection is None else of.selection.ranges
-    seen = oracle_mask(ranges.cpu(), of.k.shape[2], of.q.shape[1], None if of.q_pos is None else of.q_pos.cpu()).to(lane.place)
-    rows, keys = ~seen.any(-1), ~seen.any(1)  # [B,S,G] and [B,G,S_kv]: without keys, and that no row sees
-    q, lse, iq = (x.masked_fill(rows.view(*rows.shape, *[1] * (x.dim() - 3)), torch.nan) for x in (of.q, of.lse, of.index_q))
-    k, index_keys = of.k.masked_fill(keys.unsqueeze(-1), torch.nan), keys.all(1) if of.index_k.dim() == 3 else keys
-    ik = of.index_k.masked_fill(index_keys.unsqueeze(-1), torch.nan)
-    other = of._replace(q=q, k=k, lse=lse, index_q=iq, index_k=ik)
-    assert all(map(torch.equal, clean, results(lane, other)))
-    assert all(map(torch.equal, weighted, results(lane, other, weights)))
-
-
-@of_all("blocks", "all-keys", "ranges")
-def test_index_loss_reruns_are_bit_equal(lane: Lane, what: str) -> None:
-    of = inputs_of(LARGE["m3"] if lane.device == "cuda" and what == "blocks" else SMALL[what], lane.dtype, lane.place)
-    first = results(lane, of)
-    for _ in range(50 if lane.device == "cuda" else 2):
-        assert all(map(torch.equal, first, results(lane, of)))
-
-
-@of_all("blocks", "all-keys")
+@each("blocks", "all-keys")
 def test_index_loss_in_parts(lane: Lane, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows at once, which other units, slices and sections compute, give the same loss, and gradients but for the order of sums."""
     of = inputs_of(SMALL[what]._replace(B=1, S=36, S_kv=40), lane.dtype, lane.place)
-    whole, make = results(lane, of), IndexLossCall
+    whole = results(lane, of)
     if lane.name == "loss-triton":
         from nsa_sel.backends import loss_triton
         from nsa_sel.backends._triton import index_loss_dense
 
         monkeypatch.setattr(loss_triton, "LEAST_ROWS", 16)
-        monkeypatch.setattr(loss_triton, "room", lambda call: 1 << 12)
+        monkeypatch.setattr(loss_triton, "room", lambda call: 1 << 10)
         monkeypatch.setattr(index_loss_dense, "CHUNK", 16)
-    few = lambda *given: make(*given[:9], replace(given[9], workspace_bytes=1 << 10), *given[10:])  # noqa: E731
-    monkeypatch.setattr(index_loss, "IndexLossCall", few)
+    recorded(monkeypatch, workspace_bytes=1 << 10)
+    chunks = mock.Mock(wraps=loss_torch._mask)
+    monkeypatch.setattr(loss_torch, "_mask", chunks)
     found = results(lane, of)
+    assert chunks.call_count == (2 * 36 if lane.name == "loss-torch" else 0)  # of one row each
     torch.testing.assert_close(found.loss, whole.loss, rtol=1e-5, atol=1e-6)
     near = {"rtol": 2e-2, "atol": 2e-2} if lane.device == "cuda" else {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(found[1:], whole[1:], **near)
 
 
-@each(lambda lane: ["m3", "m3-all-keys"] if lane.device == "cuda" else [])
+@each(on_gpus=["m3", "m3-all-keys"])
 def test_index_loss_stays_within_the_workspace(lane: Lane, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Temporaries beyond the results take at most runtime.workspace_bytes, and what 1,024 rows or one pair need."""
-    of, make, bound = inputs_of(LARGE[what]._replace(S=2048, S_kv=2048), lane.dtype, lane.place), IndexLossCall, 16 << 20
-    made: list[IndexLossCall] = []
-
-    def small(*given: Any) -> IndexLossCall:
-        made.append(make(*given[:9], replace(given[9], workspace_bytes=bound), *given[10:]))
-        return made[-1]
-
-    monkeypatch.setattr(index_loss, "IndexLossCall", small)
+    of, bound = inputs_of(LARGE[what]._replace(S=2048, S_kv=2048), lane.dtype, lane.place), 16 << 20
+    calls = recorded(monkeypatch, workspace_bytes=bound)
     results(lane, of)
-    module = index_loss.registry.load_loss(lane.name)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    kept = module.forward(made[-1], True)
-    extra = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    kept = index_loss.registry.load_loss(lane.name).forward(calls[-1], True)
     assert len(kept) == 3
-    assert extra <= 2 * bound
+    assert torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated() <= 2 * bound
 
 
-@of_all("blocks", "all-keys")
-def test_index_loss_of_equal_logits_is_the_entropy_that_is_left(lane: Lane, what: str) -> None:
-    """Ties: index keys of 0 give a uniform pi; equal distributions a loss of 0."""
-    of = inputs_of(SMALL[what], lane.dtype, lane.place)
-    of = of._replace(index_k=torch.zeros_like(of.index_k))
-    assert_near(results(lane, of), of.oracle(), lane.dtype)
-    one = inputs_of(SMALL[what]._replace(h=1, Di=16, shared=False), lane.dtype, lane.place)
-    found = results(lane, one._replace(index_q=one.q.squeeze(3), index_k=one.k), index_scale=0.3)
-    assert float(found.loss.abs().max()) < ERRORS[lane.dtype][0]
-
-
-MIXED = (5, 0, 1, 18, 8)
-
-
-@of_all("blocks", "aligned", "ranges", "all-keys")
-def test_index_loss_of_a_packed_batch_is_that_of_each_sequence(lane: Lane, what: str) -> None:
-    """Lengths of 0 and 1, and padding after the last sequence, which holds NaN."""
-    lengths = (32, 16, 0, 20) if what == "aligned" else MIXED
-    T, cu = sum(lengths) + 3, torch.tensor([0, *lengths]).cumsum(0)
-    shape = Shape(S=T, S_kv=T, block={"ranges": None, "all-keys": 0}.get(what, 16), shared=what != "ranges")
-    of = inputs_of(shape, lane.dtype, lane.place)
-    iq, ik = of.index_q[0].detach(), (of.index_k[0] if shape.shared else of.index_k[0].transpose(0, 1)).detach()
-    expected = IndexLoss(torch.zeros(T, 2, dtype=torch.float64), torch.zeros(iq.shape).double(), torch.zeros(ik.shape).double())
-    lse = of.lse.clone()
-    for begin, end in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
-        at, all_rows = slice(begin, end), slice(None)
-        own_k = of.k[:, :, at]
-        own = torch.tensor([0, end - begin]).expand(1, end - begin, 2, 1, 2) if of.selection is None else of.selection.ranges[:, at].cpu()
-        own_lse = oracle_forward(of.q[:, at], own_k, own_k, own, 0.3)[1]
-        lse[:, at] = own_lse.to(lse)
-        part = oracle_indexer_loss(of.q[:, at], own_k, own_lse, of.index_q[:, at], of.index_k[..., at, all_rows], own, None, 0.3, -0.4)
-        expected.loss[at], expected.dq[at] = part.loss[0], part.dq[0]
-        expected.dk[at] = part.dk[0] if shape.shared else part.dk[0].transpose(0, 1)
-    q, k, lse = of.q[0].clone(), of.k[0].transpose(0, 1).clone(), lse[0]
-    for x in (q, k, lse, iq, ik):
-        x[cu[-1] :] = torch.nan
-    iq, ik = iq.requires_grad_(), ik.requires_grad_()
-    for bounds in (cu.to(lane.place), cu.tolist()):
-        options = {"cu_seqlens": bounds, "scale": 0.3, "index_scale": -0.4, "backend": lane.name}
-        rows = indexer_loss(q, k, lse, iq, ik, of.selection, reduction="none", **options)  # type: ignore[arg-type]
-        loss = indexer_loss(q, k, lse, iq, ik, of.selection, reduction="sum", **options)  # type: ignore[arg-type]
-        assert_near(IndexLoss(rows.detach(), *torch.autograd.grad(loss, (iq, ik))), expected, lane.dtype)
-
-
-@of_all("blocks", "all-keys")
-def test_index_loss_graphs_autocast_and_strides(lane: Lane, what: str) -> None:
-    """A replay gives the bits of a call, the caller's autocast and strides change none."""
-    of = inputs_of(SMALL[what], lane.dtype, lane.place)
-    module, made = index_loss.registry.load_loss(lane.name), []
-    monkey = lambda *given: made.append(IndexLossCall(*given)) or made[-1]  # noqa: E731
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index_loss, "IndexLossCall", monkey)
-        expected = results(lane, of)
-    call = made[-1]
-    graph = captured(lambda: module.forward(call, True), lane.place)
-    loss, dq, dk = replayed(*graph)
+@each("blocks", "all-keys")
+def test_index_loss_is_bit_equal_in_a_graph_and_under_autocast(lane: Lane, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = recorded(monkeypatch)
+    expected = results(lane, inputs_of(SMALL[what], lane.dtype, lane.place))
+    forward = partial(index_loss.registry.load_loss(lane.name).forward, calls[-1], True)
+    loss, dq, dk = replayed(*captured(forward, lane.place))
     assert torch.equal(loss, expected.loss)
     assert torch.equal(dq, expected.dq)
     assert torch.equal(dk.to(dq.dtype).view_as(expected.dk), expected.dk)
     with torch.autocast(lane.place, torch.float16):
-        assert torch.equal(module.forward(call, True)[0], expected.loss)
-    q = of.q.permute(3, 1, 0, 2, 4).contiguous().permute(2, 1, 3, 0, 4)
-    k = of.k.transpose(1, 2).contiguous().transpose(1, 2)
-    assert all(map(torch.equal, expected, results(lane, of._replace(q=q, k=k))))
+        assert torch.equal(forward()[0], expected.loss)
+
+
+@each("blocks", "aligned", "ranges", "all-keys")
+def test_index_loss_of_a_packed_batch_is_that_of_each_sequence(lane: Lane, what: str) -> None:
+    """Lengths of 0 and 1, and padding after the last sequence, which holds NaN."""
+    lengths = (32, 16, 0, 20) if what == "aligned" else (5, 0, 1, 18, 8)
+    T, cu = sum(lengths) + 3, torch.tensor([0, *lengths]).cumsum(0)
+    shape = Shape(S=T, S_kv=T, block={"ranges": None, "all-keys": 0}.get(what, 16), shared=what != "ranges")
+    of = inputs_of(shape, lane.dtype, lane.place)
+    of = of._replace(lse=of.lse.nan_to_num(neginf=0.0))  # any: it is that of other keys
+
+    def alone(at: slice) -> IndexLoss:
+        selection = None if of.selection is None else Selection(of.selection.ranges[:, at].contiguous(), of.selection.block_size)
+        own = of.q[:, at], of.k[:, :, at], of.lse[:, at].contiguous(), of.index_q[:, at], of.index_k[..., at, :]
+        return results(lane, Inputs(*own, selection, None))
+
+    parts = [alone(slice(begin, end)) for begin, end in pairwise(cu.tolist())]
+    by_token = lambda x: x[0] if shape.shared else x[0].transpose(0, 1)  # noqa: E731
+    packed = of.q[0], of.k[0].transpose(0, 1), of.lse[0], of.index_q[0], by_token(of.index_k)
+    expected = IndexLoss(*(torch.cat(x).double().cpu() for x in zip(*((p.loss[0], p.dq[0], by_token(p.dk)) for p in parts), strict=True)))
+    for x in packed:
+        x[cu[-1] :] = torch.nan
+    iq, ik = (x.clone().requires_grad_() for x in packed[3:])
+    for bounds in (cu.to(lane.place), cu.tolist()):
+        call = partial(indexer_loss, *packed[:3], iq, ik, of.selection, cu_seqlens=bounds, backend=lane.name, **SCALES)
+        rows, *gradients = call(reduction="none").detach(), *torch.autograd.grad(call(reduction="sum"), (iq, ik))
+        assert not any(x[cu[-1] :].any() for x in (rows, *gradients))
+        assert_near(IndexLoss(*(x[: cu[-1]] for x in (rows, *gradients))), expected, lane.dtype)
 
 
 @each(lambda lane: [131_072] if lane.device == "cuda" and not lane.backend.slow else [])
@@ -338,54 +328,41 @@ def test_index_loss_beyond_32_bits(lane: Lane, what: int) -> None:
         torch.testing.assert_close(found[1][:, one], own[1][:, one], rtol=2e-2, atol=2e-2)  # other pieces
 
 
-def call_of(of: Inputs, options: dict[str, Any], iq: Tensor, ik: Tensor) -> Tensor:
-    return indexer_loss(*of[:3], iq, ik, of.selection, **options)
-
-
 @each(lambda lane: [torch.float64] if torch.float64 in lane.dtypes and lane.device != "cuda" else [])
 def test_index_loss_gradients_are_those_of_finite_differences(lane: Lane, what: torch.dtype) -> None:
     of = inputs_of(Shape(S=5, S_kv=9, G=1, h=2, Dk=8, Di=8, block=4), what, lane.place)
-    inputs = of.index_q.clone().requires_grad_(), of.index_k.clone().requires_grad_()
+    inputs = of.index_q.requires_grad_(), of.index_k.requires_grad_()
     for reduction in ("mean", "none"):
-        function = partial(call_of, of, {**of.options(), "reduction": reduction, "backend": lane.name})
-        assert torch.autograd.gradcheck(function, inputs, fast_mode=lane.slow)
+        call = partial(indexer_loss, *of[:3], selection=of.selection, reduction=reduction, backend=lane.name, **SCALES)
+        assert torch.autograd.gradcheck(lambda iq, ik, call=call: call(index_q=iq, index_k=ik), inputs, fast_mode=lane.slow)
 
 
-@of_all(None)
-def test_index_loss_without_rows_keys_or_ranges_is_zero(lane: Lane, what: None) -> None:
-    for shape in (Shape(S=0), Shape(S=0, S_kv=0, block=0), Shape(n=0)):
-        B, S, S_kv, G, h, Dk, Di, n, block, *_ = shape
-        q, k = torch.randn(B, S, G, h, Dk, device=lane.place), torch.randn(B, G, S_kv, Dk, device=lane.place)
-        iq, ik = torch.randn(B, S, G, Di, device=lane.place), torch.randn(B, S_kv, Di, device=lane.place)
-        inputs = [x.to(lane.dtype) for x in (q, k)]
-        iq, ik = (x.to(lane.dtype).requires_grad_() for x in (iq, ik))
-        selection = Selection.from_blocks(torch.zeros(B, S, G, n, dtype=torch.int32, device=lane.place), block) if block else None
-        for reduction in ("mean", "none"):
-            loss = indexer_loss(
-                *inputs, torch.full((B, S, G, h), -torch.inf, device=lane.place), iq, ik, selection, reduction=reduction, backend=lane.name
-            )
-            assert float(loss.detach().sum()) == 0.0
-            dq, dk = torch.autograd.grad(loss.sum(), (iq, ik))
-            assert not dq.any()
-            assert not dk.any()
+@each(Shape(S=0), Shape(S=0, S_kv=0, block=0), Shape(n=0))
+def test_index_loss_without_rows_keys_or_ranges_is_zero(lane: Lane, what: Shape) -> None:
+    q, k, lse, iq, ik, selection, _ = inputs_of(what, lane.dtype, lane.place)
+    iq, ik = iq.requires_grad_(), ik.requires_grad_()
+    for reduction in ("mean", "none"):
+        loss = indexer_loss(q, k, lse.fill_(-torch.inf), iq, ik, selection, reduction=reduction, backend=lane.name)  # type: ignore[arg-type]
+        assert float(loss.detach().sum()) == 0.0
+        assert not any(x.any() for x in torch.autograd.grad(loss.sum(), (iq, ik)))
 
 
 def test_index_loss_is_an_op() -> None:
-    """opcheck, and torch.compile in one graph, with both reductions."""
+    """opcheck, torch.compile in one graph with both reductions, and no second derivative."""
     of = inputs_of(SMALL["blocks"], torch.float32, "cpu")
-    iq, ik = of.index_q.clone().requires_grad_(), of.index_k.clone().requires_grad_()
+    iq, ik = of.index_q.requires_grad_(), of.index_k.requires_grad_()
     assert of.selection is not None
     for uniform in (True, False):
-        facts = (None, None, of.selection.ranges, 16, None, False, 0.3, -0.4, None, True, uniform)
+        facts = (None, None, of.selection.ranges, 16, None, False, *SCALES.values(), None, True, uniform)
         torch.library.opcheck(torch.ops.nsa_sel.indexer_loss, (*of[:3], iq, ik.unsqueeze(1), *facts))
     exact = of.oracle()
     for reduction in ("sum", "none"):
-        function = torch.compile(
-            partial(indexer_loss, reduction=reduction, scale=0.3, index_scale=-0.4), fullgraph=True, backend="aot_eager"
-        )
+        function = torch.compile(partial(indexer_loss, reduction=reduction, **SCALES), fullgraph=True, backend="aot_eager")
         loss = function(*of[:3], iq, ik, of.selection.ranges)
         found = torch.autograd.grad(loss.sum(), (iq, ik))
         assert_near(IndexLoss(loss.detach() if reduction == "none" else exact.loss, *found), exact, torch.float32)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(indexer_loss(*of[:3], iq, ik, of.selection), iq, create_graph=True)
 
 
 @pytest.mark.parametrize("block", [16, None, 0])
@@ -399,97 +376,50 @@ def test_index_loss_compiles_for_packed_batches(block: int | None) -> None:
     torch.testing.assert_close(*(torch.autograd.grad(x, given[3]) for x in (compiled, whole)))
 
 
-def test_index_loss_takes_what_attention_returns() -> None:
-    """With the log-sum-exp of selection_attention P sums to 1, so that the loss is not negative."""
-    of = inputs_of(SMALL["blocks"], torch.float32, "cpu")
-    assert of.selection is not None
-    _, lse = selection_attention(of.q, of.k, of.k, of.selection, return_lse=True)
-    rows = indexer_loss(of.q, of.k, lse, of.index_q, of.index_k, of.selection, reduction="none")
-    assert float(rows.min()) > -1e-5
-    with torch.autocast("cpu", torch.bfloat16):
-        assert float((indexer_loss(of.q, of.k, lse, of.index_q, of.index_k, of.selection, reduction="none") - rows).abs().max()) < 0.05
+BAD = [
+    ("reduction", "max"), ("q", torch.zeros(1, 2, 3, 16)), ("lse", torch.zeros(1, 40, 2, 4)), ("lse", torch.zeros(2, 40, 2, 3).double()),
+    ("index_q", torch.zeros(2, 40, 1, 24)), ("index_q", torch.zeros(2, 40, 2, 24).double()), ("index_k", torch.zeros(2, 59, 24)),
+    ("index_k", torch.zeros(2, 60, 16)), ("index_k", torch.zeros(2, 3, 60, 24)), ("index_scale", torch.nan), ("q_pos", torch.zeros(3)),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("reduction", "max"),
-        ("q", torch.randn(1, 2, 3, 16)),
-        ("lse", torch.randn(1, 40, 2, 4)),
-        ("lse", torch.randn(2, 40, 2, 3, dtype=torch.float64)),
-        ("index_q", torch.randn(2, 40, 1, 24)),
-        ("index_q", torch.randn(2, 40, 2, 24, dtype=torch.float64)),
-        ("index_k", torch.randn(2, 59, 24)),
-        ("index_k", torch.randn(2, 60, 16)),
-        ("index_k", torch.randn(2, 3, 60, 24)),
-        ("index_scale", float("nan")),
-        ("q_pos", torch.zeros(3, dtype=torch.int32)),
-    ],
-)
+@pytest.mark.parametrize(("argument", "value"), BAD)
 def test_index_loss_names_a_bad_argument(argument: str, value: Any) -> None:
-    of = inputs_of(SMALL["blocks"], torch.float32, "cpu")
-    given = {**of._asdict(), **of.options(), argument: value}
+    given = {**inputs_of(SMALL["blocks"], torch.float32, "cpu")._asdict(), **SCALES, argument: value}
     with pytest.raises(ArgumentError) as error:
         indexer_loss(**given)
     assert error.value.argument == argument or argument in ("index_q", "index_scale")
 
 
-def test_index_loss_has_no_second_derivative() -> None:
-    of = inputs_of(SMALL["blocks"], torch.float32, "cpu")
-    iq = of.index_q.clone().requires_grad_()
-    with pytest.raises(RuntimeError, match="second derivative"):
-        torch.autograd.grad(indexer_loss(*of[:3], iq, of.index_k, of.selection), iq, create_graph=True)
-
-
-def test_index_loss_reference_stays_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    of = inputs_of(SMALL["all-keys"], torch.float32, "cpu")
-    largest = []
-    real = loss_torch._logit_gradients
-    monkeypatch.setattr(loss_torch, "SCRATCH", 1 << 14)
-    monkeypatch.setattr(loss_torch, "_logit_gradients", lambda *given: largest.append(given[1][1]) or real(*given))
-    indexer_loss(*of[:5], of.selection)
-    assert {at.stop - at.start for at in largest} == {(1 << 14) // (4 * 2 * 3 * 45 * 4)}
-
-
-def loss_of(of: Inputs, **options: Any) -> Tensor:
-    """Compute the loss with gradients, so that the backward pass runs, too."""
-    iq = of.index_q.clone().requires_grad_()
-    loss = indexer_loss(*of[:3], iq, of.index_k, of.selection, reduction="none", **options)
-    loss.sum().backward()
-    return loss.detach()
-
-
-def test_index_loss_backends_are_forced_as_those_of_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    of = inputs_of(SMALL["blocks"], torch.float32, "cpu")
-    loss_of(of)
-    decision = decisions()[-1]
-    assert (decision.forward, decision.backward, decision.override) == ("loss-torch", "loss-torch", None)
-    assert not decision.replay()
-    with use_backend("loss-torch"):
-        loss_of(of)
-    assert decisions()[-1].override == Override("loss-torch", "use_backend")
-    with use_backend("choose-torch"):  # of another kind
-        loss_of(of)
-    assert decisions()[-1].override is None
-    monkeypatch.setenv("NSA_SEL_BACKEND", "loss-torch")
-    loss_of(of)
-    assert decisions()[-1].override == Override("loss-torch", "NSA_SEL_BACKEND")
-    with pytest.raises(BackendError, match="is unknown to indexer_loss"):
-        loss_of(of, backend="sdpa-packed")
-
-
-def test_index_loss_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_loss_backends_are_forced_and_replaced_as_those_of_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend that fails forward is replaced in the backward pass, too."""
     of = inputs_of(SMALL["blocks"], torch.float32, "cpu")
-    whole = loss_of(of)
+    iq = of.index_q.requires_grad_()
+
+    def overridden(**options: Any) -> Override | None:
+        indexer_loss(*of[:3], iq, of.index_k, of.selection, reduction="none", **options).sum().backward()
+        decision = decisions()[-1]
+        assert (decision.forward, decision.backward) == ("loss-torch", "loss-torch")
+        assert not decision.replay()
+        return decision.override
+
+    assert overridden() is None
+    for name, expected in (("loss-torch", Override("loss-torch", "use_backend")), ("choose-torch", None)):  # the second is of another kind
+        with use_backend(name):
+            assert overridden() == expected
+    with monkeypatch.context() as patch:
+        patch.setenv("NSA_SEL_BACKEND", "loss-torch")
+        assert overridden() == Override("loss-torch", "NSA_SEL_BACKEND")
+    with pytest.raises(BackendError, match="is unknown to indexer_loss"):
+        overridden(backend="sdpa-packed")
     failing = mock.Mock(side_effect=RuntimeError("no such kernel"))
     monkeypatch.setattr(index_loss.registry.load_loss("loss-triton"), "forward", failing)
     with pytest.raises(RuntimeError, match="no such kernel"):
-        loss_of(of, backend="loss-triton")
+        overridden(backend="loss-triton")
     checks = tuple(check for check in POLICY.checks if check is not rules.no_triton_on_cpu)
     monkeypatch.setattr("nsa_sel.policies.default.POLICY", POLICY._replace(checks=checks))
     monkeypatch.setattr(index_loss.registry, "broken", {})
     forget_decisions()
     with pytest.warns(RuntimeWarning, match="loss-triton failed, loss-torch runs calls of this class from now on"):
-        assert torch.equal(loss_of(of), whole)
+        overridden()
     forget_decisions()

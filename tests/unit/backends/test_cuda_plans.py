@@ -45,11 +45,6 @@ def lists_of(call: Call, width: int, section: int) -> list[list[int]]:
     return lists
 
 
-def block_0(S: int) -> Selection:
-    """All rows select block 0, and nothing else."""
-    return Selection(torch.tensor([0, 64]).expand(1, S, 1, 1, 2).contiguous(), 64)
-
-
 def padded(selection: Selection) -> Selection:
     """Without the first ranges of every third row; int64, and bounds that int32 does not hold."""
     ranges = selection.ranges.long()
@@ -67,7 +62,7 @@ def padded(selection: Selection) -> Selection:
         (1, 300, 1, 1300, 64, 300, lambda: padded(make_blocks(1, 300, 1, 1300, 16, 64))),  # a chunk and a part
         (1, 70, 1, 1300, 64, 70, lambda: make_blocks(1, 70, 1, 1300, 4, 128)),
         (2, 36, 2, 70, 16, 20, lambda: Selection.from_ranges(make_spans("mixed", 2, 36, 2, 70, 20))),  # a tile in several ranges of a row
-        (1, 4500, 1, 4500, 64, 4500, lambda: block_0(4500)),
+        (1, 4500, 1, 4500, 64, 4500, lambda: Selection(torch.tensor([0, 64]).repeat(1, 4500, 1, 1, 1), 64)),  # all rows, block 0
         (1, 40, 1, 20000, 16, 40, lambda: make_blocks(1, 40, 1, 20000, 4, 16)),  # more tiles than sort_scatter.cu takes at once
         (1, 300, 1, 70000, 16, 300, lambda: make_blocks(1, 300, 1, 70000, 16, 16)),  # and sort_count.cu: a chunk of two blocks
     ],
@@ -158,7 +153,6 @@ def test_merged_small_blocks_leave_out_blocks_before_key_0() -> None:
     ranges = torch.tensor([[[-4, 0], [4, 8]], [[-8, -4], [0, 0]]])[None, :, None]
     tiles, bits = merged(rows_call(1, 2, 1, 16, Selection(ranges, 4, disjoint=True)), 16)
     assert tiles.selection.ranges.squeeze().tolist() == [[0, 16], [0, 0]]
-    assert bits is not None
     assert bits.squeeze()[0] == 0b10
 
 
@@ -249,9 +243,7 @@ def test_the_union_of_tokens_in_order(monkeypatch: pytest.MonkeyPatch, backward:
     ranges[:, 20:23] = 0
     call = call_of(q, k, v, Selection(ranges, 64), q_pos)
     stretch, tokens = token_order.stretch_of(call), HOPPER_TILES.tokens(h, 64, backward)
-    assert stretch is not None
     plan = sm90.plan_of(call, tokens, stretch)
-    assert plan.order is not None
     order = plan.order.flatten(2)
     rows_of = lambda b, g, first: [first // stretch * stretch + int(x) for x in order[b, g, first : first + tokens]]  # noqa: E731
     loaded = check_union(call, plan, tokens, 64, rows_of)
@@ -267,7 +259,6 @@ def test_stretches_are_whole_tiles_of_both_passes(monkeypatch: pytest.MonkeyPatc
     for h, Dk in call_sizes:
         q, k, v = make_qkv(1, 70, 1, h, Dk, 64, S_kv=70, dtype=torch.float16)
         stretch = token_order.stretch_of(call_of(q, k, v, make_blocks(1, 70, 1, 70, 1, 64)))
-        assert stretch is not None
         assert 0 < stretch < 255
         assert all(stretch % HOPPER_TILES.tokens(h, Dk, backward) == 0 for backward in (False, True))
 

@@ -36,10 +36,12 @@ THOROUGH = [
 ]
 # Bytes that a thread may spill with Triton 3.9's assembler. Most configs were chosen so that nothing spills; dK and dV hold two
 # accumulators and two operands in registers, and measure faster with a pipeline and spills than without either (docs/kernels.md).
-# For dq_blocks_kernel with head dims of 256 the assembler takes 168 registers and spills 8 bytes, or 178 and none.
+# For dq_blocks_kernel with head dims of 256 the assembler takes 168 registers and spills 8 bytes, or 178 and none; also 168 for
+# triton-token's forward_kernel.
 # Triton 3.7's assembler spills up to 440 bytes in a few of the others.
 OLDER = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9)
 SPILLS = {
+    "forward_kernel": 32,
     "forward_ranges_kernel": 16,
     "forward_small_blocks_kernel": 16,
     "visit_kernel": 64,
@@ -116,8 +118,9 @@ TENSOR_CORES = {"forward_kernel", "block_scores_kernel", "dq_kernel", "dkdv_kern
 
 
 def spills_allowed_choose(kernel: dict[str, object]) -> int:
-    """Bytes per thread: a row of few blocks keeps its masks in memory."""
-    return 8 if kernel["kernel"] == "top_n_kernel" else 0
+    """Bytes per thread: a row of few blocks keeps its masks in memory. Triton 3.6 spills nothing in packed_logits_kernel, 3.9 within its
+    loop for Qwen3.8's indexer."""
+    return {"top_n_kernel": 8, "packed_logits_kernel": 72}.get(str(kernel["kernel"]), 0)
 
 
 # Attention and its choice; a choice without attention; few rows over pages. The others have the same kernels of other sizes and bounds, or
@@ -128,14 +131,14 @@ OTHERS = ("h8-64", "most-blocks", "packed", "pages-drafts", "few-msa-e4m3", "few
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", [SOME_CHOOSE, pytest.param((*OTHERS, *PACKED), marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("asked", [SOME_CHOOSE, pytest.param((*PACKED, *OTHERS), marks=pytest.mark.thorough)])
 def test_choosing_fits(asked: tuple[str, ...]) -> None:
     """In one process."""
     found = compiled_apart("choose", "90", *asked)
     for kernel in found:
         assert kernel["shared"] <= kernel["limit"], kernel
         assert kernel["spilled"] <= spills_allowed_choose(kernel), kernel
-        assert kernel["looped"] == 0, kernel
+        assert kernel["looped"] == 0 or kernel["kernel"] == "packed_logits_kernel", kernel
     of = {shape: [kernel for kernel in found if kernel["shape"] == shape] for shape in asked if not shape.isdigit()}
     assert len(found) == sum(map(len, of.values()))
     for shape, kernels in of.items():
