@@ -156,7 +156,7 @@ def sort(call: Call, width: int, reach: int, section: int, kinds: Kinds, G: int)
     scatter = launch.integer_macros(EACH=block // 256, FEW=int(few))
     launch.start(
         "sort_count.cu", count, on, parts * chunks, 256, 0,
-        *numbers, *launch.pointers(tile_of, counts), 0 if few else published(lists) // 4, problem=problem, early=True,
+        *numbers, *launch.pointers(tile_of, counts), 0 if few else published(lists) // 4, problem=problem,
     )  # fmt: skip
     sums = _sums(counts, lists) if few else sum_counts(counts, lists, tiles, chunks, kinds)
     launch.start(
@@ -236,6 +236,6 @@ def write_gradients(
         "sum_parts.cu", launch.macros(call, KEY_WARPS=width // 16, KEYS=keys, SHARED_BY=share, **small), k.get_device(),
         share * lists.lists * (width // keys),
         128, 0, *launch.pointers(lists.segments, lists.parts), *gradients, k.shape[2], lists.tiles,
-        *launch.pointers(*(blocks or (None, None))), early=True,
+        *launch.pointers(*(blocks or (None, None))),
     )  # fmt: skip
     return dk, dv

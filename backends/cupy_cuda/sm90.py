@@ -24,7 +24,7 @@ from nsa_sel.backends.cupy_cuda.compiler import Constants
 from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows, build_lists, list_gradients, lists_fit, most_segments, numbers_of_lists
 from nsa_sel.backends.cupy_cuda.tensor_map import key_group_map, row_map, tensor_map
 from nsa_sel.backends.cupy_cuda.token_order import places, start_union, stretch_of
-from nsa_sel.backends.launcher.buffers import temporary, unwritten
+from nsa_sel.backends.launcher.buffers import bits_dtype, temporary, unwritten
 from nsa_sel.backends.launcher.passes import cached_by_class, outputs
 from nsa_sel.backends.launcher.replay import kept_plan
 from nsa_sel.backends.specs import HOPPER_TILES
@@ -67,7 +67,7 @@ class TilePlan(NamedTuple):
     """The block lists of all tiles: fields of `TilePlan` in tile_plan.cuh."""
 
     blocks: Tensor | None  # [all tiles * capacity] unsigned 16 bits; None if visible keys are computed (BY_ARITHMETIC)
-    rows: Tensor | None  # [all tiles * capacity, bytes] uint8, bit r: row r of the tile selected the block; fewest bytes that fit
+    rows: Tensor | None  # [all tiles * capacity], bit r: row r of the tile selected the block; smallest dtype that fits
     counts: Tensor | None  # [all tiles, 2] int32
     tiles: int  # per batch entry and group of the selection
     capacity: int
@@ -110,13 +110,14 @@ def tile_shape(consumers: int, h: int, Dk: int, Dv: int, q_stages: int, columns:
     """
     row_bytes, step_bytes = consumers * PANEL * (q_stages * Dk + columns) // 64, PANEL * (Dk + Dv) // 64
     stages = (shared_memory - STATIC - row_bytes) // step_bytes
-    return TileShape(consumers, consumers * (ROWS // h), stages, q_stages, row_bytes + stages * step_bytes)
+    return TileShape(consumers, min(64, consumers * (ROWS // h)), stages, q_stages, row_bytes + stages * step_bytes)
 
 
 def forward_shape(q: Tensor, v: Tensor, device: DeviceInfo) -> TileShape:
     """Return the tile shape of forward_tiles.cu."""
     (h, Dk), Dv = q.shape[3:], v.shape[-1]
-    return tile_shape(HOPPER_TILES.warpgroups(h, Dk), h, Dk, Dv, 1, 0, device.shared_memory)
+    exchanged = Dv if h == 1 else 0  # half of a float32 accumulator
+    return tile_shape(HOPPER_TILES.warpgroups(h, Dk), h, Dk, Dv, 1, exchanged, device.shared_memory)
 
 
 def gather_shape(q: Tensor, v: Tensor, device: DeviceInfo, backward: bool = False) -> TileShape:
@@ -253,11 +254,6 @@ def _capacity(call: Call, tokens: int) -> int:
     return min(tokens * call.selection.n, -(-call.S_kv // call.selection.block_size))
 
 
-def _bits_bytes(tokens: int) -> int:
-    """Return the bytes of one bit per token of a tile: `RowBits` of problem.cuh."""
-    return 1 << max(0, (tokens - 1).bit_length() - 3)
-
-
 def _plan_sizes(call: Call, stretch: int | None, backward: bool = False) -> tuple[int, int]:
     """Return the rows per unit of a pass (a tile, or a stretch of tiles), and the bytes of its plan for all groups.
 
@@ -266,7 +262,7 @@ def _plan_sizes(call: Call, stretch: int | None, backward: bool = False) -> tupl
     own, forward = (HOPPER_TILES.tokens(call.q.shape[3], call.q.shape[4], of_dq) for of_dq in (backward, False))
     rows = stretch or own
     lists = sum(
-        _capacity(call, tokens) * (BLOCK_NUMBER.itemsize + _bits_bytes(tokens)) * (rows // tokens)
+        _capacity(call, tokens) * (BLOCK_NUMBER.itemsize + bits_dtype(tokens).itemsize) * (rows // tokens)
         for tokens in ({own, forward} if stretch else {own})
     )
     return rows, call.selection.groups * lists
@@ -288,7 +284,7 @@ def _build(call: Call, tokens: int, of_consumer: int, stretch: int | None) -> Ti
     tiles, capacity = -(-S // tokens), _capacity(call, tokens)
     all_tiles = B * G * tiles
     blocks = unwritten(q, all_tiles * capacity, dtype=BLOCK_NUMBER)
-    rows = unwritten(q, all_tiles * capacity, _bits_bytes(tokens), dtype=torch.uint8)
+    rows = unwritten(q, all_tiles * capacity, dtype=bits_dtype(tokens))
     counts, counter = unwritten(q, all_tiles, 2, dtype=torch.int32), unwritten(q, 1, dtype=torch.int32)
     lists = launch.pointers(blocks, rows, counts, counter)
     if stretch is not None:
@@ -298,7 +294,7 @@ def _build(call: Call, tokens: int, of_consumer: int, stretch: int | None) -> Ti
         start_union(call, stretch, tokens, *lists, *launch.pointers(order, given), tiles, capacity)
         return TilePlan(blocks, rows, counts, tiles, capacity, counter, order)
     lengths = {} if call.lengths is None else launch.cache_macros(0)  # lists do not depend on pages
-    shared = max(4, _bits_bytes(tokens)) << (blocks_of_keys - 1).bit_length()  # round up, because each size loads another kernel
+    shared = (4 if tokens <= 32 else 8) << (blocks_of_keys - 1).bit_length()  # round up, because each size loads another kernel
     threads = 512 if shared > 1 << 14 or tokens * call.selection.n > 512 else 128  # few CTAs fit, or many ranges per CTA
     macros = launch.integer_macros(TOKENS=tokens, TQ=of_consumer, BLOCK=block, UNION_THREADS=threads, **lengths)
     launch.start(
@@ -322,7 +318,7 @@ def dkdv_groups(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Ten
             "dkdv_groups.cu", macros, q.get_device(), ctas, shape.threads, shape.shared,
             *launch.strided(do), *launch.pointers(lse, delta), *lists, *launch.pointers(order, *(blocks or (None, None))),
             maps=step_maps(call.k, call.v, q, do, keys=small_block(call) or KEYS),
-            problem=launch.problem(call, ranges), early=True,
+            problem=launch.problem(call, ranges),
         )  # fmt: skip
 
     return list_gradients(call, lists, KEYS, start, blocks)
@@ -394,7 +390,7 @@ def order_segments(call: Call, lists: KeyToRows, segments: int, ctas: int, *valu
     order = unwritten(call.q, segments, 2, dtype=torch.int32)
     launch.start(
         "order_segments.cu", launch.integer_macros(**macros), call.q.get_device(), ctas, 1024, 0,
-        *lists.arguments(), *values, order.data_ptr(), early=True,
+        *lists.arguments(), *values, order.data_ptr(),
     )  # fmt: skip
     return order
 

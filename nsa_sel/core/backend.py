@@ -113,9 +113,7 @@ class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
 
     sm: int  # the compute capability they are compiled for
     block_multiple: int
-    blocks_max: (
-        int  # KV blocks of a sequence with 64 tokens per tile, whose bits are in shared memory; 128 tokens: half, 32 or fewer: twice
-    )
+    blocks_max: int  # KV blocks of a sequence, twice as many if a tile has at most 32 tokens: its plan keeps their bits in shared memory
     heads: tuple[int, int]  # fewest and most heads per group
     key_dims: tuple[int, ...]
     value_dims: tuple[int, ...]
@@ -126,12 +124,12 @@ class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
     warpgroup_rows: int = 64  # rows (tokens x heads) of one consumer warpgroup
 
     def warpgroups(self, h: int, Dk: int, backward: bool = False) -> int:
-        """Consumer warpgroups per tile: 3, or 2 if a tile would exceed 64 tokens, keys are wide, or dq needs the registers."""
+        """Consumer warpgroups per tile: 3, or 2 if 3 would exceed 64 tokens, keys are wide, or dq needs the registers."""
         return 3 if not backward and Dk <= 128 and 3 * (self.warpgroup_rows // h) <= 64 else 2
 
     def tokens(self, h: int, Dk: int, backward: bool = False) -> int:
-        """Return the tokens per tile: up to 64, or 128 with one head."""
-        return self.warpgroups(h, Dk, backward) * (self.warpgroup_rows // h)
+        """Tokens per tile; with one head both warpgroups have the same ones."""
+        return min(64, self.warpgroups(h, Dk, backward) * (self.warpgroup_rows // h))
 
     def fits(self, S: int, S_kv: int, h: int, Dk: int, Dv: int, block_size: int | None, backward: bool = False) -> bool:
         """Return True if a pass of these sizes runs on tiles."""
@@ -139,7 +137,7 @@ class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
         if block_size is None or not (self.fits_few(heads, Dk, Dv, block_size) or self.gathers(h, Dk, Dv, block_size)):
             return False
         tokens = self.tokens(h, Dk)
-        return tokens <= S and S_kv <= self.blocks_max * 64 // max(32, 1 << (tokens - 1).bit_length()) * block_size
+        return tokens <= S and S_kv <= self.blocks_max * (2 if tokens <= 32 else 1) * block_size
 
     def gathers(self, h: int, Dk: int, Dv: int, block_size: int | None) -> bool:
         """Return True if passes of these sizes, and of many tokens, have pipelines of their own for keys and values."""

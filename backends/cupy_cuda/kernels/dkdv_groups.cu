@@ -332,7 +332,6 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), CTAS) dkdv_g
     extern __shared__ __align__(1024) unsigned char memory[];  // tile of keys and values (if OWN_MEMORY), stages
     __shared__ Shared shared;
     __shared__ Pipeline<1> exchange;  // between two consumers
-    wait_for_stream();
     if (!ADJACENT && cta_of_group() >= x.lists.segments[x.lists.lists]) return;
     const SegmentId id = segment_of(x, cta_of_group());
     if (COMPRESSED && (id.number < 0 || id.number >= x.lists.segments[id.list + 1] - x.lists.segments[id.list])) return;

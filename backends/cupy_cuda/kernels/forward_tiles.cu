@@ -7,7 +7,7 @@ typedef ForwardArguments Arguments;
 struct TileAttention : Attention<StepReader> {
     // Windows of a multiple of KEYS: only the last step is brief, with the keys after the tile's first token.
     static constexpr int BRIEF = !WINDOW ? 0 : TOKENS <= 17 ? 16 : TOKENS <= 33 ? 32 : 0;
-    static constexpr bool HOLDS_Q = H == 1;  // q is an operand in registers, of which two consumers have enough
+    static constexpr bool HOLDS_Q = IN_TURNS;  // q is an operand in registers
     u32 q[DK / 16][4];
 
     using Attention::Attention;
@@ -15,7 +15,7 @@ struct TileAttention : Attention<StepReader> {
         UNROLL for (int k = 0; k < DK / 16; ++k) load_operand(q[k], memory, k);
     }
     DEVICE void begin_products(const Step &step) {
-        if (HOLDS_Q) wgmma_a_bt<DK>(s, q, steps.keys(step));
+        if (IN_TURNS) wgmma_a_bt<DK>(s, q, steps.keys(step));
         else wgmma_a_bt<DK>(s, uniform(q_tile), steps.keys(step));  // uniform() again: offsets in uniform registers
         wgmma_commit();
     }
@@ -48,10 +48,51 @@ struct TileAttention : Attention<StepReader> {
     DEVICE void finish_probabilities() { compute_sums_before_wait(&steps.pipeline.raw); }
 };
 
+// IN_TURNS: a row's result is the merge of both consumers' partial sums. Each consumer finishes half of the columns.
+__shared__ float2 statistics[IN_TURNS ? 2 : 1][64];  // m and l of each consumer's rows
+
+// Merge both consumers' partial results and store o and lse. exchange: the half of acc that the other one finishes.
+DEVICE void join_and_write(TileAttention &mine, const Arguments &x, const TokenTile &tile, float4 *exchange, int consumer) {
+    constexpr int HALF = DV / 4, BARRIER = 1;  // elements per thread; number of the named barrier
+    const int thread = threadIdx.x % 128, other = 1 - consumer;
+    OnlineSoftmax &softmax = mine.softmax;
+    auto sum_at = [&](int half, int i) { return half ? mine.acc[HALF + i] : mine.acc[i]; };  // not indexed
+    UNROLL for (int r = 0; r < 2; ++r) {
+        softmax.l[r] = quad_sum(softmax.l[r]);
+        if (thread % 4 == 0) statistics[consumer][RowPair::row(r)] = make_float2(softmax.m[r], softmax.l[r]);
+    }
+    float4 *to = exchange + consumer * (HALF / 4 * 128) + thread;
+    UNROLL for (int i = 0; i < HALF; i += 4)
+        to[i / 4 * 128] = make_float4(sum_at(other, i), sum_at(other, i + 1), sum_at(other, i + 2), sum_at(other, i + 3));
+    named_barrier<256>(BARRIER);
+
+    float weight[2], others_weight[2], scale[2];
+    UNROLL for (int r = 0; r < 2; ++r) {
+        const float2 others = statistics[other][RowPair::row(r)];  // m, l
+        const float m = fmaxf(softmax.m[r], others.x);
+        weight[r] = exp2_fast((softmax.m[r] - m) * softmax.c);
+        others_weight[r] = exp2_fast((others.x - m) * softmax.c);
+        const RowTotals totals(softmax.c, m, weight[r] * softmax.l[r] + others_weight[r] * others.y);
+        scale[r] = totals.scale;
+        if (consumer == 0 && mine.rows.bit[r] && thread % 4 == 0) x.lse[RowPair::index(x.p, tile, 0, r)] = totals.lse * LN_2;
+    }
+    const float4 *from = exchange + other * (HALF / 4 * 128) + thread;
+    float sums[HALF];
+    UNROLL for (int i = 0; i < HALF; i += 4) {
+        const float4 theirs = from[i / 4 * 128];
+        sums[i] = sum_at(consumer, i) * weight[0] + theirs.x * others_weight[0];
+        sums[i + 1] = sum_at(consumer, i + 1) * weight[0] + theirs.y * others_weight[0];
+        sums[i + 2] = sum_at(consumer, i + 2) * weight[1] + theirs.z * others_weight[1];
+        sums[i + 3] = sum_at(consumer, i + 3) * weight[1] + theirs.w * others_weight[1];
+    }
+    named_barrier<256>(BARRIER);  // both consumers have read `exchange`
+    write_rows<DV>(sums, scale, x.o, x.p, tile, consumer, consumer * (DV / 2));
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) forward_tiles(const __grid_constant__ Arguments x) {
-    extern __shared__ __align__(1024) unsigned char memory[];  // q per consumer, stages of K and V
+    extern __shared__ __align__(1024) unsigned char memory[];  // q per consumer, `exchange`, stages of K and V
     __shared__ Shared shared;
-    unsigned char *stages = memory + CONSUMERS * Q_BYTES;
+    unsigned char *exchange = memory + CONSUMERS * Q_BYTES, *stages = exchange + (IN_TURNS ? 64 * DV * 4 : 0);
     if (threadIdx.x == 0) shared.init();
     wait_for_stream();
     if (FEW_TOKENS) make_union<THREADS>(x.p, blockIdx.x / static_cast<u32>(x.p.G), blockIdx.x % static_cast<u32>(x.p.G), 0, x.p.S);
@@ -63,8 +104,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) forward_tiles(cons
     };
     auto attend = [&](int consumer) {
         const StepReader steps{shared.steps, consumer, uniform(operand(shared_address(stages)))};
-        attend_tiles<TileAttention>(x, steps, memory + consumer * Q_BYTES, shared, consumer,
-                                    [&](TileAttention &attention, const TokenTile &tile) { attention.write(x, tile, consumer); });
+        attend_tiles<TileAttention>(x, steps, memory + consumer * Q_BYTES, shared, consumer, [&](TileAttention &attention, const TokenTile &tile) {
+            if (IN_TURNS) join_and_write(attention, x, tile, reinterpret_cast<float4 *>(exchange), consumer);
+            else attention.write(x, tile, consumer);
+        });
     };
     run_warpgroups(attend, [&](int producer) {
         if (producer == 0) produce_steps(x, stages, shared);

@@ -80,7 +80,6 @@ struct Found {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) order_segments(const __grid_constant__ Arguments x) {
     __shared__ int next[COUNTED];  // segments per key; then the position of the next one
-    wait_for_stream();
     const Lists lists(x);
     const u32 rounds = (lists.segments + AT_ONCE * THREADS - 1) / (AT_ONCE * THREADS);
     for (int i = threadIdx.x; i < COUNTED; i += THREADS) next[i] = 0;

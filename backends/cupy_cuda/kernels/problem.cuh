@@ -32,15 +32,8 @@ template <bool CONDITION, class A, class B> struct Choice { typedef A Type; };
 template <class A, class B> struct Choice<false, A, B> { typedef B Type; };
 template <bool CONDITION, class A, class B> using If = typename Choice<CONDITION, A, B>::Type;
 
-// 128 bits, one per row of a tile.
-struct alignas(16) Bits128 {
-    u64 low, high;
-    DEVICE explicit operator bool() const { return low || high; }
-    // Return the 64 bits from bit n on.
-    DEVICE u64 operator>>(int n) const { return n >= 64 ? high >> (n - 64) : n ? low >> n | high << (64 - n) : low; }
-};
-// The smallest unsigned type with one bit for each of N rows of a tile. sm90.py allocates the same.
-template <int N> using RowBits = If<N <= 8, unsigned char, If<N <= 16, u16, If<N <= 32, u32, If<N <= 64, u64, Bits128>>>>;
+// The smallest unsigned integer type with one bit for each of N rows of a tile. sm90.py allocates the same.
+template <int N> using RowBits = If<N <= 8, unsigned char, If<N <= 16, u16, If<N <= 32, u32, u64>>>;
 
 // q or do [B,S,G,h,D], any strides.
 struct HeadsTensor {

@@ -31,7 +31,6 @@ DEVICE void sum(const Arguments &x, i64 list, int key0, const float *parts, int 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) sum_parts(const __grid_constant__ Arguments x) {
-    wait_for_stream();
     i64 list = cta_of_group() / (WIDTH / KEYS);
     int key0 = cta_of_group() % (WIDTH / KEYS) * KEYS;
     int segments = static_cast<int>(x.segments[list + 1] - x.segments[list]);

@@ -11,8 +11,8 @@
 #include "softmax.cuh"
 
 constexpr bool ORDERED = ORDER_TOKENS > 0;  // tiles hold tokens with similar selections
-constexpr int TQ = 64 / H, TOKENS = CONSUMERS * TQ;
-typedef If<(TOKENS > 64), Bits128, u64> TileTokens;  // one bit per token of a tile
+constexpr bool IN_TURNS = H == 1;  // both consumers own the same 64 tokens and alternate steps
+constexpr int TQ = 64 / H, TOKENS = IN_TURNS ? TQ : CONSUMERS * TQ;
 typedef If<H == 1, u64, u32> TokenBits;  // one bit per token of a consumer
 constexpr TokenBits TOKEN_MASK = static_cast<TokenBits>(TQ == 64 ? ~0ull : (1ull << TQ % 64) - 1);  // all TQ bits
 
@@ -64,7 +64,7 @@ struct TokenTile {
     }
     DEVICE u32 index(const TilePlan &plan, u32 G) const { return (b * G + g) / SHARED_BY * static_cast<u32>(plan.tiles) + i; }
     // The position of a consumer's first token.
-    DEVICE i64 position(int consumer) const { return static_cast<i64>(i) * TOKENS + consumer * TQ; }
+    DEVICE i64 position(int consumer) const { return static_cast<i64>(i) * TOKENS + (IN_TURNS ? 0 : consumer * TQ); }
     // A consumer's token number `at`; S or more if it does not exist.
     DEVICE i64 token(int consumer, int at) const {
         if constexpr (ORDERED) return i / OF_STRETCH * ORDER_TOKENS + tokens[consumer * TQ + at];
@@ -90,7 +90,7 @@ struct PlannedUnion {
     DEVICE static int block_key(const Problem &p, const TilePlan &plan, const TokenTile &tile, i64 at) {
         return plan.blocks[tile.index(plan, p.G) * plan.capacity + at] * BLOCK;
     }
-    DEVICE static TileTokens selected_by(const Problem &p, const TilePlan &plan, const TokenTile &tile, i64 at) {
+    DEVICE static u64 selected_by(const Problem &p, const TilePlan &plan, const TokenTile &tile, i64 at) {
         return plan.rows[tile.index(plan, p.G) * plan.capacity + at];
     }
     // Load entry `at` to the L1 cache.

@@ -8,14 +8,14 @@
 //
 // Grid: one CTA per (b, g, tile of rows). Shared memory holds TOKENS bits per block of keys.
 //
-//   TOKENS, TQ            rows of a tile, at most 128, and of one of its consumers
+//   TOKENS, TQ            rows of a tile, at most 64, and of one of its consumers
 //   BLOCK, UNION_THREADS  keys of a block; threads of a CTA
 #include "problem.cuh"
 
 constexpr int THREADS = UNION_THREADS;
 constexpr int UNITS = BLOCK < 64 ? 64 / BLOCK : 1;  // blocks of a step
 constexpr bool BY_CONSUMER = UNITS > 1 && TOKENS == 2 * TQ;
-typedef If<TOKENS <= 32, u32, RowBits<TOKENS>> TokenBits;  // one bit per row
+typedef If<TOKENS <= 32, u32, u64> TokenBits;  // one bit per row
 
 struct Arguments {
     Problem p;
@@ -32,7 +32,7 @@ DEVICE void mark_rows(const Problem &p, i64 b, i64 g, i64 first_row, TokenBits *
     for_ranges<THREADS, 2>(
         p, all, [&](u32 e) { return ((b * p.S + first_row + e / n) * p.G + g) * p.n + e % n; },
         [&](u32 e) { return row_limit(p, b, first_row + e / n); },
-        [&](u32 e, int start, int end) {  // in words: an operation on 64 bits would be a loop
+        [&](u32 e, int start, int end) {  // in halves: an operation on 64 bits would be a loop
             const u32 r = e / n;
             if (end > start) atomicOr(reinterpret_cast<u32 *>(&rows[start / BLOCK]) + r / 32, 1u << r % 32);
         });
@@ -43,13 +43,10 @@ DEVICE void mark_rows(const Problem &p, i64 b, i64 g, i64 first_row, TokenBits *
 enum Class { SHARED, FIRST, SECOND, PARTIAL, CLASSES };
 constexpr int NEXT_CLASS = BY_CONSUMER ? 1 : PARTIAL;  // from one class in use to the next
 
-template <class Bits> DEVICE Class class_of(Bits rows, bool whole) {
+DEVICE Class class_of(TokenBits rows, bool whole) {
     if (!whole) return PARTIAL;
-    if constexpr (BY_CONSUMER) {
-        const Bits first = rows & ((Bits{1} << TQ % TOKENS) - 1);
-        if (!first || first == rows) return first ? FIRST : SECOND;
-    }
-    return SHARED;
+    const TokenBits first = rows & ((TokenBits{1} << TQ % TOKENS) - 1);
+    return !BY_CONSUMER || (first && first != rows) ? SHARED : first ? FIRST : SECOND;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) tile_union(const __grid_constant__ Arguments x) {
@@ -63,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_union(const __grid_co
     start_next_kernel();
     if (blockIdx.x == 0 && thread == 0) *x.counter = 0;
 
-    for (int block = thread; block < all_blocks; block += THREADS) rows[block] = TokenBits{};
+    for (int block = thread; block < all_blocks; block += THREADS) rows[block] = 0;
     if (thread < 32) {
         int limit = static_cast<int>(p.S_kv);
         for (int r = thread; r < TOKENS && first_row + r < p.S; r += 32) limit = min(limit, row_limit(p, b, first_row + r));

@@ -13,6 +13,7 @@
 // Masks: the partial blocks, which the causal clamp, a window or the end of the cache cuts for some row, come first.
 //   They take a per-element mask, and keys that no row sees are zeroed in shared memory, because 0 * NaN is NaN. Every
 //   row sees the other blocks up to their last key: no mask.
+// One head: the consumers own the same 64 tokens and alternate steps (IN_TURNS): the union of 128 tokens is longer.
 //
 //   H, CONSUMERS      heads per group (1 to 64), consumer warpgroups
 //   STAGES, Q_STAGES  stages of K and V; stages of a consumer's q (2: the next tile's q is loaded during this tile)
@@ -25,8 +26,7 @@ constexpr int KEYS = 64, STEPS = BLOCK / KEYS;  // keys per step, steps per bloc
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES, Q_BYTES = K_BYTES;  // of a consumer: q
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int PER_SM = CONSUMERS == 1 ? 2 : 1;                                                                // CTAs
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : CONSUMERS == 1 ? 200 : TOKENS > 64 ? 216 : 224;  // a thread
-constexpr int PRODUCER_REGISTERS = TOKENS > 64 ? 72 : 56;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : CONSUMERS == 2 ? 224 : 200, PRODUCER_REGISTERS = 56;  // a thread
 constexpr bool ONCE = FEW_TOKENS;  // only one CTA reads each K and V tile
 
 // Queue of the CTA's tiles: the producer of K and V publishes them to all other warps.
@@ -117,16 +117,12 @@ struct Shared {
 };
 
 // Return one past the last key that any of the tile's tokens in `rows` may see.
-DEVICE int last_visible(const Problem &p, const TokenTile &tile, TileTokens rows) {
+DEVICE int last_visible(const Problem &p, const TokenTile &tile, u64 rows) {
     int last = 0;
     for (int r = threadIdx.x % 32; r < TOKENS; r += 32)
         if (rows >> r & 1) last = max(last, row_limit(p, tile.b, tile.token(0, r)));
     return __reduce_max_sync(ALL_LANES, last);
 }
-
-// The bits that another lane holds.
-DEVICE u64 from_lane(u64 x, int lane) { return __shfl_sync(ALL_LANES, x, lane); }
-DEVICE Bits128 from_lane(Bits128 x, int lane) { return {from_lane(x.low, lane), from_lane(x.high, lane)}; }
 
 // Zero a step's keys and values from row `first` on. Rows are zeroed whole, so the swizzle does not matter.
 DEVICE void zero_rows(unsigned char *stage, int first) {
@@ -150,11 +146,11 @@ template <class Arguments> DEVICE void produce_steps(const Arguments &x, unsigne
         const int2 counts = scheduler.counts;
         const int partial = counts.y - counts.x;
         int first_key = 0, first_page = 0;
-        TileTokens rows{};
+        u64 rows = 0;
         // Request the next tile late: this one delays it. Two blocks hide the latency of the atomic counter.
         const int ask = max(counts.y - 2, 0);
         u32 answer = 0;
-        for (int e = 0;; ++e) {
+        for (int e = 0, step = 0;; ++e) {
             if (e == ask) answer = plan.ask_for_tile();
             if (e == counts.y) break;
             if (e % 32 == 0 && e + lane < counts.y) {
@@ -164,18 +160,20 @@ template <class Arguments> DEVICE void produce_steps(const Arguments &x, unsigne
                 first_page = page_of(p, tile.b, first_key);
             }
             const int first = __shfl_sync(ALL_LANES, first_key, e % 32);
-            const TileTokens selected_by = from_lane(rows, e % 32);
-            const TokenBits own = static_cast<TokenBits>(selected_by >> lane % CONSUMERS * TQ) & TOKEN_MASK;  // of consumer `lane`
+            const u64 selected_by = __shfl_sync(ALL_LANES, rows, e % 32);
             int page = __shfl_sync(ALL_LANES, first_page, e % 32);
             const int visible = e < partial ? last_visible(p, tile, selected_by) : first + BLOCK;
-            for (int key = first; key < first + BLOCK; key += KEYS, at.next()) {
+            for (int key = first; key < first + BLOCK; key += KEYS, ++step, at.next()) {
                 unsigned char *stage = stages + at.stage * STAGE_BYTES;
                 const bool unseen = STEPS > 1 && key >= visible;  // no row sees the step: skip its loads and products
                 const bool zeroes = !unseen && key + KEYS > visible;
                 if (PAGED && key > first && in_page(key) == 0) page = key < visible ? page_of(p, tile.b, key) : -1;
                 u64 *landed = zeroes ? &steps.raw : &steps.full[at.stage];
                 steps.wait_empty(at);
-                if (lane < CONSUMERS) steps.rows[at.stage][lane] = unseen ? TokenBits{0} : own;
+                if (lane < CONSUMERS) {
+                    const u64 own = IN_TURNS ? (step % CONSUMERS == lane ? selected_by : 0) : selected_by >> lane * TQ;
+                    steps.rows[at.stage][lane] = unseen ? TokenBits{0} : static_cast<TokenBits>(own) & TOKEN_MASK;
+                }
                 if (lane == 0) {
                     steps.keys[at.stage] = key;
                     steps.visible[at.stage] = visible - key;

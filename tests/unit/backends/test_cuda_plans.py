@@ -189,7 +189,7 @@ def check_union(call: Call, plan: Any, tokens: int, block: int, rows_of: Any, le
     ends = call.positions() + 1 if lengths is None else torch.tensor(lengths)[:, None] + torch.arange(1 - S, 1)
     selected, limits = selected_blocks(call, block), ends.clamp(0, call.k.shape[2] if lengths is None else 1 << 30).tolist()
     assert plan.tiles == -(-S // tokens)
-    assert plan.rows.shape[1] == max(1, 1 << (tokens - 1).bit_length() - 3)
+    assert plan.rows.itemsize == max(1, 1 << (tokens - 1).bit_length() - 3)
     loaded = 0
     for number in range(B * G * plan.tiles):
         b, g, first = number // plan.tiles // G, number // plan.tiles % G, number % plan.tiles * tokens
@@ -207,14 +207,12 @@ def check_union(call: Call, plan: Any, tokens: int, block: int, rows_of: Any, le
         if block < sm90.KEYS and tokens == 2 * (own := sm90.ROWS // call.q.shape[3]):
             listed = in_order(listed[:whole], listed[whole:], members, own)
         assert plan.blocks[found].tolist() == listed
-        assert [int.from_bytes(bytes(bits), "little") for bits in plan.rows[found].tolist()] == [members[key] for key in listed]
+        assert [bits % 2 ** (8 * plan.rows.itemsize) for bits in plan.rows[found].tolist()] == [members[key] for key in listed]
     return loaded
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("tokens", "n", "block", "h"), [(12, 5, 16, 2), (48, 16, 16, 2), (64, 3, 32, 2), (128, 5, 64, 1), (10, 24, 4, 12), (24, 5, 16, 5)]
-)
+@pytest.mark.parametrize(("tokens", "n", "block", "h"), [(12, 5, 16, 2), (48, 16, 16, 2), (64, 3, 32, 2), (10, 24, 4, 12), (24, 5, 16, 5)])
 @pytest.mark.parametrize("rows", ["implied", "given", "lengths"])
 def test_the_union_of_a_tile(monkeypatch: pytest.MonkeyPatch, tokens: int, n: int, block: int, h: int, rows: str) -> None:
     """Of rows whose positions follow from S_kv, are given, or end a sequence of a cache."""

@@ -223,7 +223,7 @@ def test_more_work_is_never_predicted_cheaper(
     costs = costs if shipped else replace(costs, models=EVERY)
 
     def asked(B: int, G: int, h: int, n: int, tiles: int) -> PolicyInput:
-        S = 128 * tiles
+        S = 64 * tiles
         request = replace(SHORT, B=B, S=S, S_kv=S, G=G, h=h, n=n, max_length=min(n * 64, S), sharing=DIFFERENT if different else SIMILAR)
         return PolicyInput(request, H200, settings(costs=costs), "backward" if direction else "forward")
 
