@@ -1,8 +1,8 @@
 """Measure the README's table again on this GPU: `nsa-sel bench --headline`.
 
 A claim is a ratio of times measured in one process: how many times as fast as the model's own library, and as dense
-attention. The README's side comes from the committed rows, by the function that makes its table. fla is left out: it
-tunes itself for minutes.
+attention. The README's side comes from the committed rows, by the function that makes its table. fla, which tunes itself
+for minutes, and vLLM are left out.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def headline(folder: Path, console: Console) -> str:
     device = next(row["device"] for columns in readme.values() for row in columns.values())
     note = (
         f"How many times as fast, or as little memory, as what follows the colon. README: {device}; here: {torch.cuda.get_device_name()},"
-        f" in {time.monotonic() - began:.0f} s. PASS: the spread here reaches {NEAR:.0%} of the README's. fla was not run."
+        f" in {time.monotonic() - began:.0f} s. PASS: the spread here reaches {NEAR:.0%} of the README's. fla and vLLM were not run."
     )
     return f"{note}\n\n{table(('claim', 'README', 'here', '20th to 80th', 'verdict'), lines, left=1)}"
 
@@ -145,7 +145,7 @@ def measure_decoding(console: Console) -> Iterator[tuple[str, Row]]:
     """Time the selected branch from block indices with every backend that decodes, and dense attention."""
     backends = [name for name in speed.usual_backends("cuda") if name != PACKED]
     contenders = able(named(",".join(backends)), "cuda", console.print)
-    (job,) = (job for job in speed.jobs(speed.suites_of("decode", False, "cuda"), contenders, DECODING) if job.case.case == DECODING)
+    (job,) = (job for job in speed.jobs(speed.suites_of("models", False, "cuda"), contenders, DECODING) if job.case.case == DECODING)
     for row in measured_rows(job, wanted(job), "cuda", console.print):
         yield f"decoding, {row['backend']}", row
 

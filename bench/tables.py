@@ -62,6 +62,8 @@ GAINS = (  # queries and keys, and the names of their cases
 TRAINING = ROOT / H200_RESULTS / "training"  # runs of examples/train_nsa_lm.py: speed-, long- and ranks-*.jsonl, a row a step
 SETTLED = 10  # steps before speed counts: the first ones compile
 PARTS_FILE = ROOT / H200_RESULTS / "profiles/layer_parts.jsonl"
+PEERS_FILE = "profiles/peers.jsonl"
+PEERS = DENSE, "fa4", "cudnn-nsa", "fla-nsa", "vllm", "sglang"  # in this order
 HEADS = 16  # of a group
 # The README's table. Columns, and the lines of each bench's rows
 LIBRARY, DENSE_COLUMN, NSA_SEL = "its library", "dense attention", "nsa-sel"
@@ -72,7 +74,7 @@ RELEASED = (
     ("qwen3.8", "prefill of 16k tokens"),
 )
 LENGTHS = 8192, 32768  # of NSA's layer
-DECODING = "decode-B64-32k-h16"  # the case of "selected blocks alone"
+DECODING = "models-minimax-m3-decode-B64-32k"  # the case of "selected blocks alone"
 NOTE_TRAINED = '"trained": what a model that was trained with NSA at this context selects (`bench/data/README.md`).'
 NOTE_TEXT = """\
 "of text": the selected branch attends to what a model chose in a text, SmolLM2-135M up to 8k and one trained with NSA
@@ -137,18 +139,20 @@ def as_used(released: Iterable[Row], parts: Iterable[Row], calls: Iterable[Row])
         columns = {column: of_part.get((name, S)) for column, name in names.items()}
         found[f"NSA layer, {S // 1024}k tokens, forward + backward"] = columns
     of_case = indexed(calls).get((DECODING, "decode"), {})
-    found["selected blocks alone, decoding, 64 sequences of 32k keys"] = {DENSE_COLUMN: of_case.get(DENSE), NSA_SEL: ours(of_case)}
+    columns = {LIBRARY: of_case.get("vllm"), DENSE_COLUMN: of_case.get(DENSE), NSA_SEL: ours(of_case)}
+    found["MiniMax-M3's selected blocks alone, decoding, 64 sequences of 32k keys"] = columns
     return {what: {column: row for column, row in columns.items() if row is not None} for what, columns in found.items()}
 
 
 def committed() -> Used:
     """Return the rows of the README's table that are committed."""
-    return as_used(rows_of("released_models.jsonl"), store.read(PARTS_FILE), read_rows(H200_ROWS))
+    vllm = [row for row in rows_of(PEERS_FILE) if row.get("case") == DECODING and "vllm" in row["command"]]
+    return as_used(rows_of("released_models.jsonl"), store.read(PARTS_FILE), vllm)
 
 
 def used() -> str:
     """Return the README's table: time, and peak memory where it was measured."""
-    names = {"MiniMax": "transformers", "Qwen": "transformers", "NSA": "fla"}
+    names = {"MiniMax-M3 ": "transformers", "MiniMax-M3's": "vLLM", "Qwen": "transformers", "NSA": "fla"}
 
     def cell(what: str, column: str, row: Row | None) -> str:
         if row is None:
@@ -262,9 +266,19 @@ def peers() -> str:
 
 
 def peers_h200() -> str:
-    """Return attention of MiniMax-M3's shape by ours and by others' kernels, in one process: milliseconds, medians."""
-    index = indexed(row for row in rows_of("profiles/peers.jsonl") if "wrong" not in row)
-    return by_backend(index, list(dict.fromkeys(name for found in index.values() for name in found)))
+    """Return milliseconds of others' kernels, each beside ours in a process of its own, and in brackets over the fastest of
+    ours there; of ours the fastest in the last process.
+    """
+    processes: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in store.measured(rows_of(PEERS_FILE)):
+        case = row.get("case") or f"choosing for {row['B']} x 1 of {row['S_kv'] // 1024}k keys"
+        processes.setdefault((case, row["direction"], row["command"]), {})[row["backend"]] = row
+    best = {key: min(row["ms_median"] for name, row in found.items() if name not in PEERS) for key, found in processes.items()}
+    cells = [((case,), NSA_SEL, direction, f"{time:.3g}") for (case, direction, _), time in best.items()]
+    for name, (key, found) in product(PEERS, processes.items()):
+        if name in found:
+            cells.append(((key[0],), name, key[1], f"{ms(found[name])} ({factor(found[name]['ms_median'] / best[key])})"))
+    return pivot(["case"], cells, ("fwd", "bwd"), left=1)
 
 
 def cpu() -> str:
@@ -422,7 +436,6 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "peers": peers,
         "peers_h200": peers_h200,
     },
-    "docs/compat.md": {"fla": lambda: layer_parts.table(rows_of("profiles/fla_layer.jsonl", H100_RESULTS))},
     "docs/choosing.md": {
         "models": models,
         "choosing_steps": lambda: choosing_steps.table(rows_of("profiles/choosing_steps.jsonl")),

@@ -81,17 +81,15 @@ def vllm_choose(q: Tensor, pages: Tensor, lengths: Tensor, block_table: Tensor, 
     rows, keys, most = q.flatten(0, 1).squeeze(2), pages.squeeze(2), block_table.shape[1] * block_size
     starts, before = _starts(q), lengths - S
 
-    def step() -> Tensor:
-        return by_rows(minimax_m3_index_decode(rows, keys, block_table, lengths, most, n, 0, 1, G, 1, 1))
+    def choose() -> Tensor:
+        if S == 1:
+            indices = minimax_m3_index_decode(rows, keys, block_table, lengths, most, n, 0, 1, G, 1, 1)
+        else:
+            scores = minimax_m3_index_score(rows, keys, block_table, starts, lengths, before, S, most, G)
+            indices = minimax_m3_index_topk(scores, starts, before, S, n, 0, 1)
+        return indices.transpose(0, 1).view(B, S, G, n)  # type: ignore[no-any-return]
 
-    def prefill() -> Tensor:
-        scores = minimax_m3_index_score(rows, keys, block_table, starts, lengths, before, S, most, G)
-        return by_rows(minimax_m3_index_topk(scores, starts, before, S, n, 0, 1))
-
-    def by_rows(indices: Tensor) -> Tensor:
-        return indices.transpose(0, 1).view(B, S, G, n)
-
-    return step if S == 1 else prefill
+    return choose
 
 
 def sglang_choose(q: Tensor, pages: Tensor, lengths: Tensor, block_table: Tensor, block_size: int, n: int) -> Callable[[], Tensor]:
@@ -105,23 +103,21 @@ def sglang_choose(q: Tensor, pages: Tensor, lengths: Tensor, block_table: Tensor
     tokens, sequences = slots[block_table.long()].flatten(1), torch.arange(B, device=q.device)
     starts, before, most = _starts(q), lengths - S, tokens.shape[1]
 
-    def step() -> Tensor:
-        _, indices, _ = flash_decode_with_topk_idx(
-            rows, None, keys, None, tokens, lengths, most, sequences, block_size, n, 0, 1, disable_index_value=True, page_size=block_size
-        )
-        return by_rows(indices)
+    of_pages = {"disable_index_value": True, "page_size": block_size}
 
-    def prefill() -> Tensor:
-        _, indices = flash_prefill_with_topk_index(
-            rows, keys, None, None, tokens, sequences, starts, lengths, before, S, most, 1, block_size, n, 0, 1,
-            disable_index_value=True, cu_seqblocks_q=starts, max_seqblock_q=S, all_seqblock_q=B * S, page_size=block_size,
-        )  # fmt: skip
-        return by_rows(indices)
+    def choose() -> Tensor:
+        if S == 1:
+            _, indices, _ = flash_decode_with_topk_idx(
+                rows, None, keys, None, tokens, lengths, most, sequences, block_size, n, 0, 1, **of_pages
+            )
+        else:
+            _, indices = flash_prefill_with_topk_index(
+                rows, keys, None, None, tokens, sequences, starts, lengths, before, S, most, 1, block_size, n, 0, 1,
+                cu_seqblocks_q=starts, max_seqblock_q=S, all_seqblock_q=B * S, **of_pages,
+            )  # fmt: skip
+        return indices.transpose(0, 1).view(B, S, G, n)  # type: ignore[no-any-return]
 
-    def by_rows(indices: Tensor) -> Tensor:
-        return indices.transpose(0, 1).view(B, S, G, n)
-
-    return step if S == 1 else prefill
+    return choose
 
 
 def _by_group(block_indices: Tensor) -> Tensor:
@@ -135,4 +131,4 @@ def _lengths(k: Tensor) -> Tensor:
 def _starts(x: Tensor) -> Tensor:
     """Return cu_seqlens of the rows of x [B,S,...]."""
     B, S = x.shape[:2]
-    return torch.arange(0, (B + 1) * S, S, dtype=torch.int32, device=x.device)
+    return torch.arange(B + 1, dtype=torch.int32, device=x.device) * S

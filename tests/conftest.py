@@ -117,6 +117,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
+def packed_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention runs on the backend that compiles nothing, unless a test names another."""
+    monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
+
+
+@pytest.fixture
 def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     for load in ("load", "load_chooser"):
         monkeypatch.setattr(registry, load, mock.Mock(side_effect=AssertionError("a backend was loaded, although the call is wrong")))

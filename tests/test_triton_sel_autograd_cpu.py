@@ -80,11 +80,12 @@ def test_backward_uses_the_backend_pinned_at_forward(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("backend", ["sdpa-packed", "numba"])
-@pytest.mark.parametrize("what", ["ranges", "q_pos"])
-def test_an_index_written_after_forward_is_noticed(backend: str, what: str) -> None:
+@pytest.mark.parametrize("what", ["k", "ranges", "q_pos"])
+def test_what_is_written_after_forward_is_noticed(backend: str, what: str) -> None:
     q, k, v = make_qkv(S=4, G=1, h=2, Dk=8, S_kv=9, requires_grad=True)
-    selection, q_pos = make_blocks(1, 4, 1, 9, 2, 4), torch.arange(5, 9)
+    selection, q_pos, k = make_blocks(1, 4, 1, 9, 2, 4), torch.arange(5, 9), k * 1.0
     o = selection_attention(q, k, v, selection, q_pos=q_pos, backend=backend)
-    (selection.ranges if what == "ranges" else q_pos).fill_(0)
+    with torch.no_grad():
+        {"k": k, "ranges": selection.ranges, "q_pos": q_pos}[what].fill_(0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         o.sum().backward()

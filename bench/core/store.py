@@ -14,7 +14,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import torch
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.cli.output import output_file
 from nsa_sel.errors import ArgumentError
-from nsa_sel.settings import private
+from nsa_sel.settings import private, tuned
 from nsa_sel.settings.flags import COMMIT_FLAG
 from nsa_sel.settings.schema import Direction
 
@@ -182,10 +181,10 @@ def stamp(device: str = "cuda") -> Row:
         "device": torch.cuda.get_device_name() if on_gpu else _processor(),
         "driver": _output("nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
         "torch": torch.__version__,
-        "triton": _version("triton") if on_gpu else None,
+        "triton": tuned.version_of("triton") if on_gpu else None,
     }
     if not on_gpu:
-        facts |= {"numba": _version("numba"), "threads": torch.get_num_threads()}
+        facts |= {"numba": tuned.version_of("numba"), "threads": torch.get_num_threads()}
     return {**facts, "commit": commit(), "command": command()}
 
 
@@ -222,13 +221,6 @@ def example(name: str) -> Any:
         return importlib.import_module(name)
     finally:
         sys.path.pop(0)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _output(*command: str) -> str | None:

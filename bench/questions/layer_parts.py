@@ -2,7 +2,6 @@
 whole need?
 
     python -m nsa_sel.bench.questions.layer_parts --out bench/results/h200/profiles/layer_parts.jsonl
-    python -m nsa_sel.bench.questions.layer_parts --fla --out bench/results/h100/profiles/fla_layer.jsonl
 
 One sequence, 4 KV groups, D 128, bf16, NSA's sizes (compressed blocks of 32 every 16 keys, 16 blocks of 64, a window of
 512), random inputs: neighbors choose different blocks, which is the hard case for the selected branch. Parts:
@@ -19,8 +18,6 @@ One sequence, 4 KV groups, D 128, bf16, NSA's sizes (compressed blocks of 32 eve
                    choice and selected branch on keys that the branches share; no window, for which it needs another
                    package
     dense          causal attention by cuDNN
-With --fla, fla's own layer instead (64 heads over 4 KV heads, hidden size 2048, projections and rotary positions too):
-after patch_fla(), without and with a window, with dense attention in place of `parallel_nsa`, and as it is.
 Directions: fwd, without gradients; bwd, torch.autograd.grad of the part; fwd+bwd, both in one, with all that is saved
 in between. `workspace_mib` is the most memory beyond inputs and outputs; for bwd also beyond what forward saved.
 """
@@ -31,7 +28,6 @@ import importlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any
-from unittest import mock
 
 import torch
 import typer
@@ -47,10 +43,8 @@ from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.core.timing import Timing, milliseconds, workspace_bytes
 from nsa_sel.branches import nsa_attention
 from nsa_sel.choosing import compressed_attention
-from nsa_sel.compat import parallel_nsa
 from nsa_sel.core.call import Rule
 from nsa_sel.core.check import check_scale
-from nsa_sel.errors import ArgumentError
 from nsa_sel.gating import gated_sum
 from nsa_sel.selection import Selection
 from nsa_sel.telemetry import events
@@ -58,7 +52,6 @@ from nsa_sel.window import sliding_window_attention
 
 G, D, N, BLOCK, STRIDE, LENGTH, WINDOW = 4, 128, 16, 64, 16, 32, 512
 FLEX = "flex window"
-FLA_LAYER, FLA_HIDDEN, FLA_HEADS = "fla.layers.nsa", 2048, 64
 Part = tuple[Callable[[], Tensor], tuple[Tensor, ...]]  # what is timed, and the inputs that get gradients
 
 
@@ -130,33 +123,6 @@ def flex_window(S: int, device: str) -> Callable[[Tensor, Tensor, Tensor], Tenso
     return lambda q, k, v: torch.unflatten(attend(q.flatten(2, 3).transpose(1, 2), k, v).transpose(1, 2), 2, (-1, q.shape[3]))
 
 
-def fla_parts(S: int) -> dict[str, Callable[[], Part]]:
-    """Return fla's layer on hidden states [1,S,FLA_HIDDEN], in every way."""
-    module = importlib.import_module(FLA_LAYER)
-
-    def dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        return dense_causal_sdpa(torch.unflatten(q, 2, (G, -1)), k.transpose(1, 2), v.transpose(1, 2)).flatten(2, 3)
-
-    def layer(function: Any, window: int = 0) -> Part:
-        torch.manual_seed(0)
-        sizes = {"num_heads": FLA_HEADS, "num_kv_heads": G, "head_dim": D, "window_size": window, "layer_idx": 0}
-        made = module.NativeSparseAttention(FLA_HIDDEN, **sizes).to("cuda", torch.bfloat16)
-        x = torch.randn(1, S, FLA_HIDDEN, dtype=torch.bfloat16, device="cuda").requires_grad_()
-        weights = [weight for name, weight in made.named_parameters() if function is not dense or not name.startswith("g_proj")]
-
-        def call() -> Tensor:
-            with mock.patch.object(module, "parallel_nsa", function):
-                o: Tensor = made(x)[0]
-                return o
-
-        return call, (x, *weights)
-
-    return {
-        "on nsa-sel": lambda: layer(parallel_nsa), "with a window": lambda: layer(parallel_nsa, WINDOW), "dense": lambda: layer(dense),
-        "fla": lambda: layer(module.parallel_nsa),  # last: it tunes itself for minutes
-    }  # fmt: skip
-
-
 def measure(part: Part, rep: float, directions: Sequence[str] = ("fwd", "bwd", "fwd+bwd")) -> list[Row]:
     """Return times in ms and memory in MiB, by direction; of a part without gradients "fwd" alone."""
     call, inputs = part
@@ -207,18 +173,14 @@ def main(
     lengths: Annotated[str, typer.Option(help="rows of the sequence, comma-separated")] = "8192,32768,65536,131072",
     heads: Annotated[str, typer.Option(help="heads of a group, comma-separated")] = "16",
     only: Annotated[str, typer.Option(help=f"parts, comma-separated; by default all but {FLEX!r}")] = "",
-    fla: Annotated[bool, typer.Option("--fla", help="fla's own layer, in every way")] = False,
     rep: Annotated[float, typer.Option(help="milliseconds that the timed calls of a part should fill")] = 200,
 ) -> None:
     """Time every part at every length; append the rows, and print a table."""
     need_gpu("layer_parts")
-    lacks = peers.fla_lacks("cuda")
-    if fla and lacks:
-        raise ArgumentError("flash-linear-attention", lacks, "installed", "pip install flash-linear-attention")
-    facts, rows = store.stamp(), list[Row]()
+    facts, rows, lacks = store.stamp(), list[Row](), peers.fla_lacks("cuda")
     for S in map(int, lengths.split(",")):
-        for h in [FLA_HEADS // G] if fla else map(int, heads.split(",")):
-            for name, make in (fla_parts(S) if fla else parts(S, h)).items():
+        for h in map(int, heads.split(",")):
+            for name, make in parts(S, h).items():
                 if name not in only.split(",") if only else name == FLEX:
                     continue
                 if name == "fla" and (why := lacks or peers.fla_takes(prefill("random", S, h))):

@@ -316,6 +316,7 @@ def draw(problem: Problem, result: Result, path: Path) -> None:
         )
         right.bar_label(bars, [f"{_median(s)} ms" for s in spreads], padding=3)
     right.set_xscale("log")
+    right.set_xlim(right=2 * right.get_xlim()[1])  # room for the label of the longest bar
     right.set_yticks(range(len(rows)), [row.name + ("\n(policy)" if row.policy_choice else "") for row in rows])
     right.invert_yaxis()
     right.set(xlabel="milliseconds per call: median, 20% and 80% quantiles", title=f"{result.device}, {result.dtype}")

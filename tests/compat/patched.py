@@ -19,6 +19,12 @@ from nsa_sel.compat import patch_model
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+def assert_same(got: Tensor, wanted: Tensor, inputs: list[Tensor]) -> None:
+    """Values and gradients, float64."""
+    do = torch.randn(got.shape, generator=torch.Generator().manual_seed(2), dtype=got.dtype)
+    torch.testing.assert_close(*((x, *torch.autograd.grad(x, inputs, do)) for x in (got, wanted)), atol=1e-12, rtol=1e-10)
+
+
 def padded(ids: Tensor, *lengths: int, right: bool = False) -> Tensor:
     """Return the attention mask of sequences of these lengths, padded before their first token or after their last."""
     mask = torch.ones_like(ids)

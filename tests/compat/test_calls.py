@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from nsa_sel import compat, compressed_attention, selection_attention, use_backend
+from nsa_sel import compat, compressed_attention, selection_attention
 from nsa_sel.compat import FSA_topk_sparse_attention, parallel_nsa, topk_sparse_attention
 from nsa_sel.compression import BlockMean
+from nsa_sel.testing import dense_attention
+from tests.compat.patched import assert_same
 from tests.helpers.calls import assert_refused
 
 PARALLEL_NSA = {
@@ -28,11 +30,7 @@ COMPRESSED = {
 TOPK = {"q": ..., "k": ..., "v": ..., "topk_idx": ..., "block_size": ..., "cu_seqlens": ..., "softmax_scale": None}
 
 
-@pytest.fixture(autouse=True)
-def packed_sdpa() -> Iterator[None]:
-    """One backend for all tests: the fastest for float64."""
-    with use_backend("sdpa-packed"):
-        yield
+pytestmark = pytest.mark.usefixtures("packed_sdpa")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +48,7 @@ def test_signatures_are_the_originals(call: Callable[..., Tensor], original: dic
     assert list(taken.items()) == list(original.items())
 
 
-# References, written from the originals' documented behavior. Both give NaN where a row selects nothing.
+# A reference, written from the originals' documented behavior. Like them it gives NaN where a row selects nothing.
 
 
 def fla_reference(
@@ -77,21 +75,6 @@ def fla_reference(
     return torch.stack(out)
 
 
-def topk_reference(q: Tensor, k: Tensor, v: Tensor, topk_idx: Tensor, block_size: int, cu: list[int], scale: float) -> Tensor:
-    """Dense attention of [T,HQ,D] under a mask [HQ,T,T] of the listed blocks up to the query's own, below the diagonal."""
-    H, T, _ = topk_idx.shape
-    mask = torch.zeros(H, T, T, dtype=torch.bool)
-    for start, end in itertools.pairwise(cu):
-        for h in range(H):
-            for t in range(start, end):
-                for block in topk_idx[h, t].tolist():
-                    if 0 <= block <= (t - start) // block_size:
-                        mask[h, t, start + block * block_size : min(start + (block + 1) * block_size, end)] = True
-    mask, k, v = mask.tril().repeat_interleave(q.shape[1] // H, 0), *(x.repeat_interleave(q.shape[1] // H, 1) for x in (k, v))
-    logits = torch.einsum("qhd,khd->hqk", q, k) * scale
-    return torch.einsum("hqk,khd->qhd", logits.masked_fill(~mask, -torch.inf).softmax(-1), v)
-
-
 def distinct_blocks(rows: int, H: int, S: int, blocks: int, seed: int = 0) -> Tensor:
     """[rows,H,S] of distinct blocks in any order, future ones among them, some entries -1 but never a row's first: block 0."""
     generator = torch.Generator().manual_seed(seed)
@@ -103,12 +86,6 @@ def distinct_blocks(rows: int, H: int, S: int, blocks: int, seed: int = 0) -> Te
 def normal(*shapes: tuple[int, ...]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
-
-
-def assert_same(got: Tensor, wanted: Tensor, inputs: list[Tensor]) -> None:
-    """Values and gradients, float64."""
-    do = torch.randn(got.shape, generator=torch.Generator().manual_seed(2), dtype=got.dtype)
-    torch.testing.assert_close(*((x, *torch.autograd.grad(x, inputs, do)) for x in (got, wanted)), atol=1e-12, rtol=1e-10)
 
 
 @pytest.mark.parametrize("TQ", [20, 3])
@@ -147,7 +124,7 @@ def test_topk_sparse_attention_matches_its_reference() -> None:
     topk_idx = distinct_blocks(23, H, 4, 6).transpose(0, 1).int().contiguous()
     given = topk_idx.clone()
     for scale in (None, 0.3):
-        wanted = topk_reference(q, k, v, topk_idx, block, cu, scale or 8**-0.5)
+        wanted = fla_reference(q, k, v, topk_idx.transpose(0, 1).long(), None, block, scale or 8**-0.5, cu, cu)
         assert_same(topk_sparse_attention(q, k, v, topk_idx, block, torch.tensor(cu).int(), scale), wanted, inputs)
     assert torch.equal(topk_idx, given)  # the original's PyTorch twin strikes out future blocks in place
 
@@ -181,17 +158,11 @@ def test_flash_nsa_adds_three_branches_of_each_sequence() -> None:
         kt, vt = (x[None, of].transpose(1, 2) for x in (k, v))
         means = (BlockMean(4, 2)(x[None, of]) for x in (k, v))
         o_cmp, selection = compressed_attention(rows, *means, compress_block=4, compress_stride=2, block_size=8, n=3)
-        branches = o_cmp, selection_attention(rows, kt, vt, selection), near(rows, kt, vt, window + 1)
+        t = torch.arange(rows.shape[1])
+        last = torch.stack((t - window, t + 1), -1)[None, :, None, None].expand(-1, -1, H, -1, -1)
+        branches = o_cmp, selection_attention(rows, kt, vt, selection), dense_attention(rows, kt, vt, last)[0]
         wanted.append(sum(o * gate.unsqueeze(-1) for o, gate in zip(branches, gates.unbind(-1), strict=True)).flatten(2, 3)[0])
     assert_same(compat.flash_nsa(q, k, v, weight, cu, **options), torch.cat(wanted), inputs)
-
-
-def near(q: Tensor, k: Tensor, v: Tensor, keys: int) -> Tensor:
-    """Dense attention of [B,S,G,h,D] to the last `keys` keys."""
-    behind = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[2])
-    logits = torch.einsum("bsghd,bgkd->bghsk", q, k) * q.shape[-1] ** -0.5
-    p = logits.masked_fill((behind < 0) | (behind >= keys), -torch.inf).softmax(-1)
-    return torch.einsum("bghsk,bgkd->bsghd", p, v)
 
 
 # Intended differences

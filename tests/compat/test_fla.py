@@ -23,10 +23,7 @@ SCALE = D**-0.5
 ROUNDING = 2e-6  # fla computes in float32
 
 
-@pytest.fixture(autouse=True)
-def cheapest_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the selected branch: the one that compiles nothing."""
-    monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
+pytestmark = pytest.mark.usefixtures("packed_sdpa")
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import itertools
 import math
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from torch import Tensor
 import nsa_sel
 from nsa_sel.compat import infllm_v2, patch_infllm_v2
 from nsa_sel.errors import ArgumentError
+from tests.compat.patched import assert_same
 
 FLASH = {"dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None}
 SIGNATURES = {
@@ -48,11 +49,7 @@ SIGNATURES = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def packed_sdpa() -> Iterator[None]:
-    """One backend for all tests: the fastest for float64."""
-    with nsa_sel.use_backend("sdpa-packed"):
-        yield
+pytestmark = pytest.mark.usefixtures("packed_sdpa")
 
 
 @pytest.mark.parametrize("call", SIGNATURES, ids=lambda call: call.__name__)
@@ -141,14 +138,6 @@ def attention_of(
         out.append(torch.einsum("glqk,kgd->qgld", p, v[c:d]).flatten(1, 2))
         lse.append(logits.logsumexp(-1).flatten(0, 1).T)
     return torch.cat(out), torch.cat(lse)
-
-
-def assert_same(got: Tensor, wanted: Tensor, inputs: list[Tensor]) -> None:
-    """Values and gradients in float64."""
-    torch.testing.assert_close(got, wanted, atol=1e-12, rtol=1e-10)
-    do = normal(*got.shape, seed=9)
-    for mine, other in zip(torch.autograd.grad(got, inputs, do), torch.autograd.grad(wanted, inputs, do), strict=True):
-        torch.testing.assert_close(mine, other, atol=1e-12, rtol=1e-10)
 
 
 # Stage 1

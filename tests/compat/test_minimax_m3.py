@@ -51,10 +51,7 @@ ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": [SPARSE], "m
 IDS = 3 + torch.stack([torch.randperm(75, generator=torch.Generator().manual_seed(i))[:70] for i in range(3)])  # no token twice: no ties
 
 
-@pytest.fixture(autouse=True)
-def cheapest_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the selected branch: the one that compiles nothing."""
-    monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
+pytestmark = pytest.mark.usefixtures("packed_sdpa")
 
 
 def pair(seed: int = 0, dtype: torch.dtype = torch.float32, **sizes: Any) -> tuple[Any, Any]:

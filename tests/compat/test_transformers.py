@@ -20,10 +20,7 @@ transformers = pytest.importorskip("transformers", reason="pip install transform
 SIZES = {"n": 4, "block_size": 8, "first": 1, "local": 2}
 
 
-@pytest.fixture(autouse=True)
-def cheapest_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the selected branch: the one that compiles nothing."""
-    monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
+pytestmark = pytest.mark.usefixtures("packed_sdpa")
 
 
 def model(**sizes: int) -> Any:

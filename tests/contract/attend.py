@@ -673,7 +673,7 @@ def check_matrix(lane: Lane, asked: Asked, patch: pytest.MonkeyPatch) -> None:
     """Forward (on a GPU backward, too) in each dtype, and a mean absolute error of at most 1e-3 in 16 bits, and in float32 of 1e-6 on a
     CPU and of 1e-4 on a GPU. Backends of whole blocks get blocks: 2, 8 of at least 16 keys, or of 32 keys."""
     kind, L, Dk, Dv, h = asked
-    S, G, S_kv = (8, 2, L + 88) if lane.device == "cuda" else (2, 1, L + 88)
+    S, G, S_kv = 8 if lane.device == "cuda" else 64, 2, L + 88  # largest errors of few rows are not comparable
     for dtype in lane.dtypes if lane.device == "cuda" else [torch.float32]:
         q, k, v = make_qkv(1, S, G, h, Dk, Dv, S_kv=S_kv, dtype=dtype, device=lane.place, seed=L + Dk + h)
         if lane.limits.block_aligned_only:

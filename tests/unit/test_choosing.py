@@ -166,14 +166,6 @@ def choose(**options: Any) -> Selection:
     return choose_blocks(randn(1, 20, 1, 1, 16), randn(1, 1, 20, 16, seed=1), block_size=4, n=3, **options)
 
 
-def test_overrides() -> None:
-    with use_backend("choose-triton"):
-        choose()
-    assert (last().forward, last().override) == ("choose-triton", Override("choose-triton", "use_backend"))
-    with pytest.raises(BackendError, match="is unknown to compressed_attention and choose_blocks"):
-        choose(backend="numba")
-
-
 # PyTorch
 
 
@@ -365,8 +357,9 @@ def test_forcing_a_backend_concerns_its_own_kind(monkeypatch: pytest.MonkeyPatch
     with use_backend("choose-torch"):
         attend()
         assert last().override is None
-        compress()
-        assert last().override is not None
+        for work in (compress, choose):
+            work()
+            assert (last().forward, last().override) == ("choose-torch", Override("choose-torch", "use_backend"))
     monkeypatch.setenv("NSA_SEL_BACKEND", "choose-torch")
     attend()
     assert last().override is None
@@ -374,9 +367,9 @@ def test_forcing_a_backend_concerns_its_own_kind(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("NSA_FORCE_PARITY", "1")
     compress()
     assert last().forward == "choose-torch"
-    for name in ("sdpa-packed", "choose-trion"):
-        with pytest.raises(BackendError, match="is unknown"):
-            compress(backend=name)
+    for name, work in (("sdpa-packed", compress), ("choose-trion", compress), ("numba", choose)):
+        with pytest.raises(BackendError, match="is unknown to compressed_attention and choose_blocks"):
+            work(backend=name)
 
 
 def test_the_fallback_of_its_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:

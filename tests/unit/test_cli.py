@@ -174,10 +174,6 @@ class TestExplain:
         assert decision["rule"].startswith("least predicted time" if measured else "first of the preference")
         assert Decision.from_json(json.dumps(decision)).replay() == ()
 
-    def test_a_choice_that_is_none(self) -> None:
-        assert "keys of a block" in refused("explain", "--choose", "moba", "--block-size", 0)
-        assert "its choice has no gradient" in refused("explain", "--choose", "infllm", "--needs-grad")
-
     def test_forced_refusal_prints_every_reason(self) -> None:
         message = refused("explain", "--device", "sm89", "--Dk", 12, "--backend", "triton-group")
         assert_in_order(
@@ -191,6 +187,8 @@ class TestExplain:
             (("--backend", "tritn-group"), ("unknown", "did you mean 'triton-group'?", "sdpa-packed")),
             (("--device", "sm12"), ("--device is 'sm12'", "h100", "sm89")),
             (("--S", 64, "--S-kv", 8), ("--S is 64", "at most S_kv = 8")),
+            (("--choose", "moba", "--block-size", 0), ("keys of a block",)),
+            (("--choose", "infllm", "--needs-grad"), ("its choice has no gradient",)),
         ],
     )
     def test_mistakes_are_named(self, arguments: tuple[object, ...], words: tuple[str, ...]) -> None:

@@ -45,11 +45,6 @@ def lists_of(call: Call, width: int, section: int) -> list[list[int]]:
     return lists
 
 
-def block_0(S: int) -> Selection:
-    """All rows select block 0, and nothing else."""
-    return Selection(torch.tensor([0, 64]).expand(1, S, 1, 1, 2).contiguous(), 64)
-
-
 def padded(selection: Selection) -> Selection:
     """Without the first ranges of every third row; int64, and bounds that int32 does not hold."""
     ranges = selection.ranges.long()
@@ -67,7 +62,7 @@ def padded(selection: Selection) -> Selection:
         (1, 300, 1, 1300, 64, 300, lambda: padded(make_blocks(1, 300, 1, 1300, 16, 64))),  # a chunk and a part
         (1, 70, 1, 1300, 64, 70, lambda: make_blocks(1, 70, 1, 1300, 4, 128)),
         (2, 36, 2, 70, 16, 20, lambda: Selection.from_ranges(make_spans("mixed", 2, 36, 2, 70, 20))),  # a tile in several ranges of a row
-        (1, 4500, 1, 4500, 64, 4500, lambda: block_0(4500)),
+        (1, 4500, 1, 4500, 64, 4500, lambda: Selection(torch.tensor([0, 64]).repeat(1, 4500, 1, 1, 1), 64)),  # all rows, block 0
         (1, 40, 1, 20000, 16, 40, lambda: make_blocks(1, 40, 1, 20000, 4, 16)),  # more tiles than sort_scatter.cu takes at once
         (1, 300, 1, 70000, 16, 300, lambda: make_blocks(1, 300, 1, 70000, 16, 16)),  # and sort_count.cu: a chunk of two blocks
     ],

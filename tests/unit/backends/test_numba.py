@@ -114,14 +114,9 @@ def test_exp2_is_accurate(dtype: type, wider: type, lowest: int) -> None:
     assert ulps.max() <= 2
     whole = x == np.round(x)
     assert np.array_equal(y[whole], exact[whole])
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_exp2_at_the_ends(dtype: type) -> None:
-    x = np.array([-np.inf, np.nan, -1e30, -1100.0, 0.0, -0.0, 1.0, 100.0], dtype)
-    y = np.empty_like(x)
-    exp2_of(x, y)
-    assert np.array_equal(y, np.array([0, np.nan, 0, 0, 1, 1, 2, 2.0**100], dtype), equal_nan=True)
+    ends = np.array([-np.inf, np.nan, -1e30, -1100.0, 0.0, -0.0, 1.0, 100.0], dtype)
+    exp2_of(ends, y)
+    assert np.array_equal(y[: len(ends)], np.array([0, np.nan, 0, 0, 1, 1, 2, 2.0**100], dtype), equal_nan=True)
 
 
 def test_a_multiply_add_rounds_once() -> None:

@@ -297,11 +297,6 @@ def test_numbers_of_blocks(blocks: int, n: int) -> None:
     check(torch.zeros_like(scores), n, 24, first=0, local=0, rows=32)
 
 
-def test_many_blocks() -> None:
-    check(uniform((1, 2, 1, 4096)), 16, 64)
-    check(uniform((1, 2, 1, 5000)).mul(64).round(), 300, 64)
-
-
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of more than 16 blocks are wide: chunks of 32, room for 16 candidates, or for twice as many as are chosen."""
@@ -325,53 +320,54 @@ def test_wide_rows(n: int) -> None:
         check(awkward((1, 6, 2, 100), dtype).abs(), n, 4, 0, 0)
 
 
+def positions(rows: int) -> Tensor:
+    """[2,rows], far before the first key and after the last one among them."""
+    q_pos = torch.randint(-40, 400, (2, rows), generator=torch.Generator().manual_seed(2))
+    q_pos[0, :4] = torch.tensor([-(1 << 40), 1 << 40, -1, 0])
+    return q_pos
+
+
 @pytest.mark.usefixtures("wide")
 def test_wide_rows_at_given_positions_with_strides_and_forced_blocks() -> None:
-    q_pos = torch.randint(-40, 400, (2, 8), generator=torch.Generator().manual_seed(2))
-    q_pos[0, :4] = torch.tensor([-(1 << 40), 1 << 40, -1, 0])
-    scores = uniform((2, 100, 8, 2)).permute(0, 2, 3, 1)  # [2, 8, 2, 100]
+    scores, q_pos = uniform((2, 100, 8, 2)).permute(0, 2, 3, 1), positions(8)  # [2, 8, 2, 100]
     check(scores, 5, 4, q_pos=q_pos)
     check(scores, 60, 4, first=33, local=27, q_pos=q_pos)
     check(scores.masked_fill(torch.arange(100) > q_pos[:, :, None, None] // 4, torch.nan), 7, 4, first=0, local=0, q_pos=q_pos)
 
 
-def test_given_positions() -> None:
-    q_pos = torch.randint(-40, 400, (2, 30), generator=torch.Generator().manual_seed(2))
-    q_pos[0, :4] = torch.tensor([-(1 << 40), 1 << 40, -1, 0])
-    scores = uniform((2, 30, 2, 20))
-    check(scores, 5, q_pos=q_pos, rows=32)
-    check(scores, 5, first=0, local=4, q_pos=q_pos.clamp(-9, 9999).int(), rows=32)
-    check(scores, 5, q_pos=q_pos[:1].expand(2, 30), rows=32)
+HIDDEN = torch.arange(10) > torch.arange(40)[:, None, None] // 4  # [40,1,10]: blocks that no row sees
 
 
-def test_strides_and_a_view_of_the_result() -> None:
-    scores = uniform((3, 20, 2, 24)).permute(1, 3, 2, 0)  # [20, 24, 2, 3]
-    check(scores[:2], 2, 8, first=0, local=1, rows=32)
+@pytest.mark.parametrize(
+    ("scores", "n", "options"),
+    [
+        (uniform((1, 2, 1, 4096)), 16, {"block_size": 64}),
+        (uniform((1, 2, 1, 5000)).mul(64).round(), 300, {"block_size": 64}),
+        (uniform((2, 30, 2, 20)), 5, {"q_pos": positions(30), "rows": 32}),
+        (uniform((2, 30, 2, 20)), 5, {"first": 0, "local": 4, "q_pos": positions(30).clamp(-9, 9999).int(), "rows": 32}),
+        (uniform((2, 30, 2, 20)), 5, {"q_pos": positions(30)[:1].expand(2, 30), "rows": 32}),
+        (uniform((3, 20, 2, 24)).permute(1, 3, 2, 0)[:2], 2, {"block_size": 8, "first": 0, "local": 1, "rows": 32}),
+        (uniform((1, 40, 1, 10)).masked_fill(HIDDEN, torch.nan), 4, {"block_size": 4, "rows": 32}),
+        (uniform((1, 40, 1, 10)).masked_fill(HIDDEN, torch.inf), 4, {"block_size": 4, "rows": 32}),
+        (uniform((1, 0, 1, 1)), 4, {"S_kv": 1}),
+        (uniform((1, 2, 1, 40)), 4, {"block_size": 1 << 27, "rows": 2}),
+    ],
+    ids=["many", "many equal", "positions", "int32", "shared", "strides", "hidden nan", "hidden inf", "no rows", "64 bits"],
+)
+def test_other_scores(scores: Tensor, n: int, options: dict[str, Any]) -> None:
+    check(scores, n, **options)
+
+
+def test_a_view_of_the_result_and_no_blocks() -> None:
     whole = torch.full((2, 24, 2, 4, 2), 77, dtype=torch.int32)
     wide = uniform((2, 24, 2, 5))
     top_n(wide[:, 3:9], whole[:, 3:9], 8, 1, 2, 19)
     assert torch.equal(whole[:, 3:9], whole_blocks(sorted_blocks(wide[:, 3:9], 4, 8, 1, 2, None, torch.arange(19, 25)), 8))
     assert bool((whole[:, :3] == 77).all())
     assert bool((whole[:, 9:] == 77).all())
-
-
-def test_blocks_that_no_row_sees_are_not_read() -> None:
-    scores = uniform((1, 40, 1, 10))
-    block = torch.arange(10)
-    hidden = block > torch.arange(40)[:, None, None] // 4
-    check(scores.masked_fill(hidden, torch.nan), 4, 4, rows=32)
-    check(scores.masked_fill(hidden, torch.inf), 4, 4, rows=32)
-
-
-def test_no_rows_and_no_blocks() -> None:
-    check(uniform((1, 0, 1, 1)), 4, S_kv=1)
     ranges = torch.full((1, 2, 1, 3, 2), 77, dtype=torch.int32)
     top_n(uniform((1, 2, 1, 0)), ranges, 16, 1, 2, 0)
     assert not bool(ranges.any())
-
-
-def test_blocks_whose_keys_need_64_bits() -> None:
-    check(uniform((1, 2, 1, 40)), 4, 1 << 27, rows=2)
 
 
 @pytest.mark.gpu

@@ -28,6 +28,7 @@ from nsa_sel import (
 )
 from nsa_sel.backends import numba_cpu
 from nsa_sel.core import attend as attend_module
+from nsa_sel.core import window as window_calls
 from nsa_sel.errors import BackendError, NsaSelError
 from tests.contract.lanes import lanes
 from tests.helpers.calls import assert_refused
@@ -52,10 +53,7 @@ def shared_graphs() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.fixture(autouse=True)
-def cheapest_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend that compiles nothing; tests name another where it matters."""
-    monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
+pytestmark = pytest.mark.usefixtures("packed_sdpa")
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, selection: Any, **options: Any) -> Any:
@@ -294,7 +292,9 @@ def test_the_ops_pass_opcheck(backend: str, device: str) -> None:
     check_ops(backend, q, k, v, Selection(selection.ranges[:, :, :1].contiguous(), BLOCK), ALL_CHECKS[:3])
 
 
-def test_the_ops_of_windows_pass_opcheck() -> None:
+@pytest.mark.parametrize("triton", [False, True])
+def test_the_ops_of_windows_pass_opcheck(monkeypatch: pytest.MonkeyPatch, triton: bool) -> None:
+    monkeypatch.setattr(window_calls, "takes", lambda q, v, kernels: triton and kernels.name == "Triton")
     q, k, v, _ = problem(9, 1, 1, B=1)
     do, dlse = make_grads(q, v)
     for with_lse, bounds in ((True, None), (False, torch.tensor([0, 3, 8]))):

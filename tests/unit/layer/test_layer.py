@@ -322,14 +322,10 @@ def test_wrong_input_is_refused(rotary_of: bool) -> None:
         ("x is torch.bfloat16; allowed: torch.float32, the dtype of the layer's parameters", lambda: layer(x.bfloat16())),
         ("x is torch.float64; allowed: torch.float32", lambda: layer(x.double())),
     )
-
-
-def test_autocast_casts_what_a_layer_does_not_take() -> None:
-    x = torch.zeros(1, 3, 10)
     for given, layer in ((x.bfloat16(), make("mlp", torch.float32)), (x, make("mlp", torch.bfloat16))):
         with pytest.raises(ArgumentError, match=r"^x is torch\.\w+; allowed: torch\.\w+, .* or run the model under torch\.autocast"):
             layer(given)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16):  # casts what a layer does not take
             assert layer(given).dtype == torch.bfloat16
 
 
@@ -407,19 +403,12 @@ class Adapted(nn.Linear):
     ids=["hook", "pre-hook", "backward-hook", "parametrization", "adapter", "forward", "rotary"],
 )
 def test_changed_projections_are_called_one_by_one(change: Callable[[NSAttention], Any]) -> None:
-    layer, plain = make_joined(), make_joined()
+    layer, plain, odd = make_joined(), make_joined(), make_joined(groups=1, heads=1, head_dim=2, value_dim=2)
     change(layer)
+    assert (odd.q.out_features + odd.kv.out_features + odd.gate.out_features) % 2  # rows of 7 numbers, which TMA can't read
     with joined(0):
-        o = layer(hidden(layer, 21))
+        o, _ = layer(hidden(layer, 21)), odd(hidden(odd, 21))
     torch.testing.assert_close(o, plain(hidden(plain, 21)))
-
-
-def test_rows_that_kernels_cannot_read_are_not_joined() -> None:
-    """Of 7 numbers of 8 bytes, where TMA takes multiples of 16."""
-    layer = make_joined(groups=1, heads=1, head_dim=2, value_dim=2)
-    assert (layer.q.out_features + layer.kv.out_features + layer.gate.out_features) % 2
-    with joined(0):
-        layer(hidden(layer, 21))
 
 
 def test_the_module_equals_the_plain_call_for_scores_and_blocks() -> None:
