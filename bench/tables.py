@@ -415,10 +415,10 @@ def indexer_losses(context: int) -> str:
 def indexer_speed() -> str:
     """Return tokens per second of training steps, of MSAttention with dense and with sparse attention."""
     lines = []
-    for context in (8192,):
+    for context in (8192, 32768):
         runs = indexed_runs(context) | indexed_runs(context, "msa-speed")
-        for name in ("dense", "nsa", "msa"):
-            rows = runs[name]
+        runs.pop("sum", None)
+        for name, rows in runs.items():
             by_phase = [row for row in rows if row["backend"] is None], [row for row in rows if row["backend"]]
             rates = ["-" if len(part) <= SETTLED else f"{tokens_per_second(part) / 1e3:.0f}" for part in by_phase]
             lines.append((f"{context // 1024}k", INDEXED[name], *rates))
