@@ -7,7 +7,6 @@ for minutes, and vLLM are left out.
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -76,21 +75,18 @@ def headline(folder: Path, console: Console) -> str:
         except Exception as error:  # the other claims are measured all the same
             tell(f"{part} was left out: {first_line(error)}")
         torch.cuda.empty_cache()
-    lines = [(what, *line(claim, here.get(what))) for what, claim in claims.items()]
+    lines = [
+        (what, factor(claim.median), factor(mine.median), f"{mine.low:.2f} to {mine.high:.2f}", mine.verdict(claim))
+        if (mine := here.get(what))
+        else (what, factor(claim.median), "-", "-", "not measured")
+        for what, claim in claims.items()
+    ]
     device = next(row["device"] for columns in readme.values() for row in columns.values())
     note = (
         f"How many times as fast, or as little memory, as what follows the colon. README: {device}; here: {torch.cuda.get_device_name()},"
         f" in {time.monotonic() - began:.0f} s. PASS: the spread here reaches {NEAR:.0%} of the README's. fla and vLLM were not run."
     )
     return f"{note}\n\n{table(('claim', 'README', 'here', '20th to 80th', 'verdict'), lines, left=1)}"
-
-
-def line(claim: Gain, here: Gain | None) -> tuple[str, ...]:
-    """Return the cells of a claim."""
-    found = ("-", "-", "not measured")
-    if here:
-        found = factor(here.median), f"{here.low:.2f} to {here.high:.2f}", here.verdict(claim)
-    return factor(claim.median), *found
 
 
 def gains(lines: Used) -> dict[str, Gain]:
@@ -120,8 +116,6 @@ def times(row: Row) -> tuple[float, float, float]:
 
 def measure_released(console: Console) -> Iterator[tuple[str, Row]]:
     """Time layers of released models in transformers, with dense attention and after `patch_model`."""
-    if importlib.util.find_spec("transformers") is None:
-        raise ArgumentError("transformers", "not installed", "5.23 or newer", "pip install transformers")
     for model, case in RELEASED:
         ways = [way for way in ("transformers", "dense", "nsa-sel") if model == "minimax-m3" or way != "dense"]
         S = 1024 * int(case.split()[2].removesuffix("k"))  # "prefill of 16k tokens"

@@ -209,6 +209,12 @@ def by_backend(index: Index, columns: Sequence[str], over: dict[str, tuple[str, 
     return pivot(["case"], cells, ("fwd", "bwd"), left=1)
 
 
+def beside_ours(index: Index, others: Sequence[str], over: dict[str, tuple[str, int]] | None = None) -> str:
+    """Return the table of `by_backend` with one column for the fastest of our backends."""
+    joined = {key: {**found, NSA_SEL: best} for key, found in index.items() if (best := ours(found))}
+    return by_backend(joined, [NSA_SEL, *others], over)
+
+
 def performance() -> str:
     """Return milliseconds of every backend in the prefill, decode and trained cases; ours against dense attention and
     packed SDPA.
@@ -262,7 +268,8 @@ def breakeven() -> str:
 def peers() -> str:
     """Return what others offer for the same selections, in one process with ours: milliseconds, medians."""
     index = {key: found for key, found in indexed(rows_of("peers.jsonl", H100_RESULTS)).items() if key[1] != "fwd+bwd"}
-    return by_backend(index, list(dict.fromkeys(name for found in index.values() for name in found)))
+    names = dict.fromkeys(name for found in index.values() for name in found)
+    return beside_ours(index, [name for name in names if name not in registry.backends()])
 
 
 def peers_h200() -> str:
@@ -313,12 +320,8 @@ def host_times(of_training: bool, *parts: str) -> str:
 
 
 def models() -> str:
-    """Return the suite of shipped models on an H100: ms of each backend beside dense attention, and how many times
-    faster the fastest is.
-    """
-    index = indexed(rows_of("models.jsonl", H100_RESULTS))
-    names = list(dict.fromkeys(name for found in index.values() for name in found if name != DENSE))
-    return by_backend(index, [*names, DENSE], {"against dense": (DENSE, 2)})
+    """Return the suite of shipped models on an H100: ms beside dense attention, and how many times faster ours is."""
+    return beside_ours(indexed(rows_of("models.jsonl", H100_RESULTS)), [DENSE], {"against dense": (DENSE, 2)})
 
 
 # docs/layer.md, docs/varlen.md, docs/distributed.md

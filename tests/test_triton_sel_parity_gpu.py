@@ -83,7 +83,6 @@ def test_a_kernel_that_fails_is_replaced_and_not_tried_again(monkeypatch: pytest
     o = selection_attention(q, k, v, selection)
     decision = decisions()[-1]
     assert decision.forward == "sdpa-packed"
-    assert decision.override is not None
     assert "failure of triton-group" in decision.override.source
     assert bool(o.isfinite().all())
     again = explain(q, k, v, selection)

@@ -210,9 +210,10 @@ def _result(q: Tensor, rule: Rule, tail: bool, indices: bool, lse: bool) -> Tens
     """Return the uninitialized result of `best_blocks`."""
     if lse:
         return q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+    blocks = rule.n + int(tail)  # not + tail: torch 2.8 adds no bool to a symbolic size
     if indices:
-        return q.new_empty(*q.shape[:3], rule.n + tail, dtype=torch.int32)
-    return q.new_empty(*q.shape[:3], rule.n + tail, 2, dtype=range_dtype(rule.block_size))
+        return q.new_empty(*q.shape[:3], blocks, dtype=torch.int32)
+    return q.new_empty(*q.shape[:3], blocks, 2, dtype=range_dtype(rule.block_size))
 
 
 def _log_sum_exp(module: ChooserModule, call: ChooseCall) -> Tensor:

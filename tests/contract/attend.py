@@ -36,6 +36,7 @@ from tests.helpers.cases import (
 )
 from tests.helpers.checks import (
     attend,
+    both_passes,
     check_both,
     check_deterministic,
     check_empty_rows,
@@ -203,12 +204,9 @@ def check_packed(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None:
     spoilt[0][padding] = torch.nan
     for x in spoilt[1:]:
         x[unseen] = torch.nan
-    results = []
-    for given in (clean, spoilt):
-        inputs = [x.detach().requires_grad_() for x in given]
-        with new_memory_is_nan():
-            o, lse = attend_varlen(lane.name, packed, *inputs)
-            results.append((o.detach(), lse.detach(), *torch.autograd.grad(o[: packed.cu_q[-1]].sum(), inputs)))
+    do = (~padding).to(packed.q)[:, None, None, None].expand(*packed.q.shape[:3], shape.Dv)
+    with new_memory_is_nan():
+        results = [both_passes(lambda *qkv: attend_varlen(lane.name, packed, *qkv), given, do) for given in (clean, spoilt)]
     assert all(map(torch.equal, *results))
 
 
@@ -226,9 +224,7 @@ def check_graph(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None:
 
 
 def _pass(lane: Lane, qkv: Any, selection: Selection, do: Tensor) -> tuple[Tensor, ...]:
-    inputs = [x.detach().requires_grad_() for x in qkv]
-    o, lse = attend(lane.name, *inputs, selection)
-    return o, lse, *torch.autograd.grad(o, inputs, do)
+    return both_passes(lambda *qkv: attend(lane.name, *qkv, selection), qkv, do)
 
 
 def check_many_rows(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None:
@@ -254,12 +250,9 @@ def check_workspace(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None
     """A caller's workspace, filled with NaN, changes no bit and holds no result."""
     qkv, selection = problem(lane, shape)
     workspace = torch.full((1 << (28 if lane.device == "cuda" else 23),), 0xFF, dtype=torch.uint8, device=lane.place)
-    runs = []
-    for buffer in (None, workspace):
-        inputs = [x.detach().requires_grad_() for x in qkv]
-        o, lse = nsa_sel.selection_attention(*inputs, selection, return_lse=True, backend=lane.name, workspace=buffer)
-        assert nsa_sel.decisions()[-1].backward == lane.name
-        runs.append((o.detach(), lse.detach(), *torch.autograd.grad(o.sum(), inputs)))
+    call = partial(nsa_sel.selection_attention, selection=selection, return_lse=True, backend=lane.name)
+    runs = [both_passes(partial(call, workspace=buffer), qkv) for buffer in (None, workspace)]
+    assert {decision.backward for decision in nsa_sel.decisions()[-2:]} == {lane.name}
     workspace.fill_(0xFF)
     assert all(map(torch.equal, *runs))
 
@@ -274,12 +267,9 @@ def check_compile(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None:
         o, lse = nsa_sel.selection_attention(q, k, v, selection, return_lse=True, backend=lane.name)
         return o * 1, lse
 
-    runs = []
-    for work in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
-        inputs = [x.detach().requires_grad_() for x in qkv]
-        o, lse = work(*inputs, kept.ranges)
-        assert nsa_sel.decisions()[-1].forward == lane.name
-        runs.append((o.detach(), lse.detach(), *torch.autograd.grad(o, inputs, do)))
+    works = call, torch.compile(call, fullgraph=True, backend="aot_eager")
+    runs = [both_passes(lambda *qkv, work=work: work(*qkv, kept.ranges), qkv, do) for work in works]
+    assert {decision.forward for decision in nsa_sel.decisions()[-2:]} == {lane.name}
     torch._dynamo.reset()  # later sizes would be traced as symbols, which takes long
     assert all(map(torch.equal, *runs))
 
@@ -372,9 +362,7 @@ def check_large(lane: Lane, what: str, patch: pytest.MonkeyPatch) -> None:
         do[-1, -S:].normal_()
 
         def results(q: Tensor, k: Tensor, v: Tensor, do: Tensor, blocks: Tensor) -> tuple[Tensor, ...]:
-            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-            o, lse = attend(lane.name, *inputs, Selection.from_blocks(blocks.contiguous(), block))
-            return o.detach(), lse.detach(), *torch.autograd.grad(o, inputs, do)
+            return both_passes(lambda *qkv: attend(lane.name, *qkv, Selection.from_blocks(blocks.contiguous(), block)), (q, k, v), do)
 
         rows, keys = slice(-S, None), slice(first, None)
         found = results(q, k, v, do, blocks)

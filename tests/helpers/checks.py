@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -59,11 +59,16 @@ def check_deterministic(backend: str, q: Tensor, k: Tensor, v: Tensor, selection
     assert all(torch.equal(a, b) for run in runs for a, b in zip(runs[0], run, strict=True))
 
 
+def both_passes(work: Callable[..., tuple[Tensor, Tensor]], qkv: Iterable[Tensor], do: Tensor | None = None) -> tuple[Tensor, ...]:
+    """o, lse, dq, dk, dv of work(q, k, v) for a gradient of o alone, by default of ones."""
+    inputs = [x.detach().requires_grad_() for x in qkv]
+    o, lse = work(*inputs)
+    return o.detach(), lse.detach(), *torch.autograd.grad(o, inputs, torch.ones_like(o) if do is None else do)
+
+
 def results_of(backend: str, q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None = None) -> tuple[Tensor, ...]:
-    """o, lse, dq, dk, dv for a gradient of o alone."""
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    o, lse = attend(backend, *inputs, selection, q_pos=q_pos)
-    return o.detach(), lse.detach(), *torch.autograd.grad(o, inputs, make_grads(q, v)[0])
+    """o, lse, dq, dk, dv for a random gradient of o alone."""
+    return both_passes(lambda *qkv: attend(backend, *qkv, selection, q_pos=q_pos), (q, k, v), make_grads(q, v)[0])
 
 
 Run = Callable[..., tuple[Tensor, ...]]

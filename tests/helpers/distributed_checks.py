@@ -166,7 +166,6 @@ def auto_takes_the_fewest_bytes() -> None:
     q, k, v, selection = problem(ranks(), 64 * BLOCK * ranks(), n=3)
     whole_and_split(q, k, v, selection, "sdpa-packed")
     few, others = exchanges()[-1], ranks() - 1
-    assert few.blocks is not None
     assert (few.kind, few.counted, few.slots) == ("rows", False, 3 * others)
     a_block = 2 * 2 * BLOCK * 2 * D * DTYPE.itemsize  # B, G, keys, Dk and Dv
     assert few.blocks.forward == few.slots * (a_block + 2 * 2 * 4)

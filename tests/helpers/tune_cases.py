@@ -122,7 +122,6 @@ def priced(row: Row, factor: float = 1.0) -> Row:
         total = sum(PRICES[term] * counted.get(term, 0.0) for term in TERMS[model_of(row)])
         return timed(factor * CHOOSERS[row["backend"]] * total)
     profile, case, way = shipped_configs()["sm90_h200.yaml"].costs, case_of(row), phase_of(row)
-    assert profile is not None
     model, sharing = profile.models[model_of(row)], sharing_of(case)
     amounts = work_of(BACKENDS[row["backend"]], request_of(case, sharing, way == "backward"), way == "backward", sharing)
     return timed(factor * max(model.host, sum(price * amounts.get(term, 0.0) for term, price in model.terms.items())))

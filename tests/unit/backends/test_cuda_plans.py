@@ -153,7 +153,6 @@ def test_merged_small_blocks_leave_out_blocks_before_key_0() -> None:
     ranges = torch.tensor([[[-4, 0], [4, 8]], [[-8, -4], [0, 0]]])[None, :, None]
     tiles, bits = merged(rows_call(1, 2, 1, 16, Selection(ranges, 4, disjoint=True)), 16)
     assert tiles.selection.ranges.squeeze().tolist() == [[0, 16], [0, 0]]
-    assert bits is not None
     assert bits.squeeze()[0] == 0b10
 
 
@@ -242,9 +241,7 @@ def test_the_union_of_tokens_in_order(monkeypatch: pytest.MonkeyPatch, backward:
     ranges[:, 20:23] = 0
     call = call_of(q, k, v, Selection(ranges, 64), q_pos)
     stretch, tokens = token_order.stretch_of(call), HOPPER_TILES.tokens(h, 64, backward)
-    assert stretch is not None
     plan = sm90.plan_of(call, tokens, stretch)
-    assert plan.order is not None
     order = plan.order.flatten(2)
     rows_of = lambda b, g, first: [first // stretch * stretch + int(x) for x in order[b, g, first : first + tokens]]  # noqa: E731
     loaded = check_union(call, plan, tokens, 64, rows_of)
@@ -260,7 +257,6 @@ def test_stretches_are_whole_tiles_of_both_passes(monkeypatch: pytest.MonkeyPatc
     for h, Dk in call_sizes:
         q, k, v = make_qkv(1, 70, 1, h, Dk, 64, S_kv=70, dtype=torch.float16)
         stretch = token_order.stretch_of(call_of(q, k, v, make_blocks(1, 70, 1, 70, 1, 64)))
-        assert stretch is not None
         assert 0 < stretch < 255
         assert all(stretch % HOPPER_TILES.tokens(h, Dk, backward) == 0 for backward in (False, True))
 

@@ -154,7 +154,6 @@ def test_a_thread_without_a_context_takes_the_one_of_the_device(monkeypatch: pyt
 def test_flags_and_short_numbers_take_their_bytes() -> None:
     parameters = [(0, 8), (8, 1), (12, 4), (16, 2), (24, 8), (32, 4), (40, 8)]
     layout = packing._layout(1, 64, 0, parameters, ["*fp32", "constexpr"], ["u1", ("i32", "constexpr"), "i16", "i64", "fp32"], [])
-    assert layout is not None
     data = layout.tensors.pack(2**40, layout.packed_numbers((True, (-5, 1), 7, -(2**40), 0.5)))
     assert data == struct.pack("<Qb3xih6xqf4xQ", 2**40, 1, -5, 7, -(2**40), 0.5, 0)
     assert packing._layout(1, 64, 0, parameters, ["*fp32"], ["u1", "i32", "i16", "i64", "bf16"], []) is None

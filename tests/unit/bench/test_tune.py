@@ -193,7 +193,6 @@ def test_one_process_at_a_time() -> None:
         "with locked(stamp_of(H200)):\n  print('held', flush=True); sys.stdin.read()"
     )
     holder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     with pytest.raises(ArgumentError, match=r"running already for this GPU and environment; .*wait for it"):
         tune(RUN, some_jobs(), times)
@@ -311,7 +310,6 @@ def test_an_unmeasured_gpu_picks_by_predicted_time() -> None:
     before = explain_request(request, UNKNOWN)
     measure_thresholds(HERE, lambda row: timed(1.0 if row["backend"] == "triton-group" else 2.0), DIRECTIONS)
     found, left = measure_costs(HERE, UNKNOWN, priced, DIRECTIONS)
-    assert found is not None
     assert left == 0
     assert phases(found) == PHASES
     off = {name: model.worst_error for name, model in found.models.items() if "token" not in name and model.worst_error >= 0.01}
@@ -334,8 +332,6 @@ def test_costs_of_one_direction_leave_the_profiles_for_the_others() -> None:
     measure_costs(RUN, H200, lambda row: priced(row, 3.0), ("forward",))
     tuned.forget()
     after = explain_request(SHORT, H200).settings.costs
-    assert before is not None
-    assert after is not None
     for name, model in before.models.items():
         assert (after.models[name] == model) == (name.partition("/")[2] not in ("forward", "choose")), name
 
@@ -348,7 +344,6 @@ def test_a_backend_that_fails_has_no_model() -> None:
         return priced(row)
 
     found, _ = measure_costs(HERE, UNKNOWN, broken, DIRECTIONS)
-    assert found is not None
     asked = {cost_fit.model_of(row) for row in wanted(UNKNOWN, DIRECTIONS)}
     assert asked & set(cost_fit.TERMS) - set(found.models) == {"triton-block/backward"}
     errors = [row["error"] for row in json_lines(beside(HERE.stamp, calls.ROWS)) if "error" in row]

@@ -79,7 +79,6 @@ def test_forward_and_backward_share_one_selection_of_rows() -> None:
     selection = make_blocks(1, 6, 4, 40, 2, 8)
     for _ in range(2):
         selection_attention(q, k, v, selection).sum().backward()
-    assert selection._snapshot is not None
     assert [key[0] for key in selection._snapshot.plans] == ["shared_keys"]
     selection.ranges[0, 0] = 0  # drops the plan
     o, lse = selection_attention(q, k, v, selection, return_lse=True)

@@ -466,7 +466,6 @@ def test_layers_attend_to_what_is_stored(name: str, monkeypatch: pytest.MonkeyPa
     heads = 1 + torch.arange(layer.groups)[None]
     scales = {"k": 0.03 * heads, "v": 0.02 * heads, "v_win": 0.004}  # the last saturates
     model = Model([layer], 24, 8, kv_dtype=STORED, kv_scales=scales)
-    assert model.cache.scales is not None
     exact = with_stored_keys(layer, model.cache.scales.layer(0), torch.float64)(x.double())
     baseline = model.plain[0](x)
     assert float((layer(x) - baseline).abs().max()) > 0.01 * float(baseline.abs().max())
@@ -479,7 +478,6 @@ def test_layers_attend_to_what_is_stored(name: str, monkeypatch: pytest.MonkeyPa
 def test_scales_of_any_shape_are_those_of_layers_and_groups() -> None:
     each = torch.rand(3, 2) + 0.1
     scales = NSACache(**FP8_SIZES, kv_scales={"k": each, "v": each[:, 0], "k_win": 0.5}).scales
-    assert scales is not None
     assert all(map(torch.equal, scales, (each, each[:, :1].expand(3, 2), torch.full((3, 2), 0.5), torch.ones(3, 2))))
     assert NSACache(**{**FP8_SIZES, "kv_dtype": torch.bfloat16}).scales is None
 
@@ -489,7 +487,6 @@ def test_float16_holds_what_its_caches_store() -> None:
     every = torch.cat((torch.arange(127), torch.arange(128, 255))).to(torch.uint8).view(STORED)
     scale = quantize_e4m3(torch.tensor([65504.0, -65504.0]).view(1, 1, 2, 1))[1]
     scales = NSACache(**{**FP8_SIZES, "dtype": torch.float16, "kv_scales": {"v": scale.expand(3, 2)}}).scales
-    assert scales is not None
     found = pools.dequantized(every.view(1, 1, -1, 1).expand(1, 2, -1, 1), scales.v[0], torch.float16)
     assert float(found.max()) == 65504.0
     assert torch.equal(found, (every.float() * scale[:, None]).half().view_as(found))

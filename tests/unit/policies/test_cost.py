@@ -220,7 +220,6 @@ def test_more_work_is_never_predicted_cheaper(
     shipped: bool, B: int, G: int, h: int, n: int, tiles: int, direction: bool, grown: str, by: int, different: bool
 ) -> None:
     costs = settings_for(H200).costs
-    assert costs is not None
     costs = costs if shipped else replace(costs, models=EVERY)
 
     def asked(B: int, G: int, h: int, n: int, tiles: int) -> PolicyInput:
@@ -253,8 +252,6 @@ def test_cupy_cuda_is_predicted_only_for_its_tile_kernels() -> None:
     assert asked(S=1, page_size=64) == asked(S=1) < asked(S=1, page_size=16)
     assert asked("backward", h=1) is asked("backward", Dk=256) is None
     wide, narrow = asked("backward", Dk=192), asked("backward")
-    assert wide is not None
-    assert narrow is not None
     assert 1.25 <= wide / narrow <= 4 / 3, "five products: 640 columns in place of 512, and 512 in place of 384"
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+import nsa_sel
+from nsa_sel.backends._triton import arguments
 from nsa_sel.core.backend import Offer, Reason
+from nsa_sel.core.call import Call, device_info
 from nsa_sel.core.decide import explain_request
 from nsa_sel.core.decision import Decision, Override, load_policy, make_decision, refusal
 from nsa_sel.core.request import DeviceInfo, Request, example_choice
 from nsa_sel.settings.config import settings_for
 from nsa_sel.telemetry.describe import describe
 from tests.helpers.calls import assert_in_order
+from tests.helpers.cases import assert_forward, make_blocks, make_qkv
 from tests.helpers.policy_cases import A100, B200, H100, H200, L40S, LONG, OFFERS, RTX3090, RTX4090, RTX5090, SHORT, codes, replace
 
 LANES = {"sm80": (A100,), "sm86": (RTX3090,), "sm89": (RTX4090, L40S), "sm90": (H100, H200), "sm100": (B200,), "sm120": (RTX5090,)}
@@ -76,10 +80,6 @@ def test_16_blocks_of_64_run_on_a_kernel(device: DeviceInfo, shape: str) -> None
 @pytest.mark.parametrize(("device", "loads"), [(A100, "pointer"), (RTX3090, "pointer"), (H100, "tma"), (B200, "tma"), (RTX5090, "tma")])
 def test_kernels_load_as_the_chip_can(device: DeviceInfo, loads: str) -> None:
     """Kernel configs with TMA use pointers before SM 9.0."""
-    from nsa_sel.backends._triton import arguments
-    from nsa_sel.core.call import Call
-    from tests.helpers.cases import make_blocks, make_qkv
-
     q, k, v = make_qkv(1, 8, 1, 4, 64, S_kv=256)
     call = Call(q, k, v, make_blocks(1, 8, 1, 256, 2, 64), None, 0.125, settings_for(device), device)
     assert call.settings.kernels["triton-group/forward-blocks"].loads == "tma"
@@ -163,10 +163,6 @@ def test_choosing_follows_the_rule_too(monkeypatch: pytest.MonkeyPatch, device: 
 @pytest.mark.gpu
 def test_a_real_gpu_is_routed_as_its_lane() -> None:
     """The result matches the oracle; on SM 8.9 the decision says why it is packed SDPA."""
-    import nsa_sel
-    from nsa_sel.core.call import device_info
-    from tests.helpers.cases import assert_forward, make_blocks, make_qkv
-
     device = device_info(torch.device("cuda", 0))
     q, k, v = make_qkv(1, 128, 1, 4, 64, S_kv=512, dtype=torch.bfloat16, device="cuda")
     selection = make_blocks(1, 128, 1, 512, 4, 64, device="cuda")

@@ -110,8 +110,6 @@ def test_a_gpu_of_another_compute_capability_takes_over_the_nearest_measured_pro
     assert found.fingerprint != measured.fingerprint
     # Launches are compiled for every chip as base.yaml has them; cupy-cuda's model is of kernels that only Hopper has.
     assert found.kernels == shipped_configs()["base.yaml"].kernels != measured.kernels
-    assert found.costs is not None
-    assert measured.costs is not None
     left_out = set(measured.costs.models) - set(found.costs.models)
     assert left_out == {name for name in measured.costs.models if name.startswith(config.ONE_SM_ONLY)} != set()
 
@@ -167,7 +165,6 @@ def test_an_assumed_profile_is_told_once_with_the_command_that_measures(device: 
 def test_the_devices_of_the_adr_are_told_alike(monkeypatch: pytest.MonkeyPatch, device: DeviceInfo) -> None:
     (words,) = warned(SHORT, device)
     off = settings_for(device).triton_off
-    assert off is not None
     assert_in_order(words, (device.name, "8.9", "ADR-2025-08-M4-02 keeps Triton off", f"Measure it with: {off.reopen}"))
     assert warned(SHORT, device) == []
     monkeypatch.setenv("NSA_TRITON_SEL_FORCE", "1")
