@@ -63,7 +63,7 @@ TRAINING = ROOT / H200_RESULTS / "training"  # runs of examples/train_nsa_lm.py:
 SETTLED = 10  # steps before speed counts: the first ones compile
 PARTS_FILE = ROOT / H200_RESULTS / "profiles/layer_parts.jsonl"
 PEERS_FILE = "profiles/peers.jsonl"
-PEERS = DENSE, "fa4", "cudnn-nsa", "fla-nsa", "vllm", "sglang"  # in this order
+PEERS = "flex-attention", "masked-sdpa", DENSE, "dense-flash", "fa4", "cudnn-nsa", "fla-nsa", "vllm", "sglang"  # in this order
 HEADS = 16  # of a group
 # The README's table. Columns, and the lines of each bench's rows
 LIBRARY, DENSE_COLUMN, NSA_SEL = "its library", "dense attention", "nsa-sel"
@@ -209,12 +209,6 @@ def by_backend(index: Index, columns: Sequence[str], over: dict[str, tuple[str, 
     return pivot(["case"], cells, ("fwd", "bwd"), left=1)
 
 
-def beside_ours(index: Index, others: Sequence[str], over: dict[str, tuple[str, int]] | None = None) -> str:
-    """Return the table of `by_backend` with one column for the fastest of our backends."""
-    joined = {key: {**found, NSA_SEL: best} for key, found in index.items() if (best := ours(found))}
-    return by_backend(joined, [NSA_SEL, *others], over)
-
-
 def performance() -> str:
     """Return milliseconds of every backend in the prefill, decode and trained cases; ours against dense attention and
     packed SDPA.
@@ -265,19 +259,12 @@ def breakeven() -> str:
     return table(["direction", "selection", "h", "faster from S", "against dense at S"], lines, left=2)
 
 
-def peers() -> str:
-    """Return what others offer for the same selections, in one process with ours: milliseconds, medians."""
-    index = {key: found for key, found in indexed(rows_of("peers.jsonl", H100_RESULTS)).items() if key[1] != "fwd+bwd"}
-    names = dict.fromkeys(name for found in index.values() for name in found)
-    return beside_ours(index, [name for name in names if name not in registry.backends()])
-
-
-def peers_h200() -> str:
-    """Return milliseconds of others' kernels, each beside ours in a process of its own, and in brackets over the fastest of
-    ours there; of ours the fastest in the last process.
+def over_ours(rows: Iterable[Row]) -> str:
+    """Return milliseconds of others' kernels, and in brackets over the fastest of ours in the same process; of ours the
+    fastest in the last process.
     """
     processes: dict[tuple[str, str, str], dict[str, Row]] = {}
-    for row in store.measured(rows_of(PEERS_FILE)):
+    for row in store.measured(row for row in rows if row["direction"] != "fwd+bwd" and "wrong" not in row):
         case = row.get("case") or f"choosing for {row['B']} x 1 of {row['S_kv'] // 1024}k keys"
         processes.setdefault((case, row["direction"], row["command"]), {})[row["backend"]] = row
     best = {key: min(row["ms_median"] for name, row in found.items() if name not in PEERS) for key, found in processes.items()}
@@ -321,7 +308,9 @@ def host_times(of_training: bool, *parts: str) -> str:
 
 def models() -> str:
     """Return the suite of shipped models on an H100: ms beside dense attention, and how many times faster ours is."""
-    return beside_ours(indexed(rows_of("models.jsonl", H100_RESULTS)), [DENSE], {"against dense": (DENSE, 2)})
+    index = indexed(rows_of("models.jsonl", H100_RESULTS))
+    joined = {key: {**found, NSA_SEL: best} for key, found in index.items() if (best := ours(found))}
+    return by_backend(joined, [NSA_SEL, DENSE], {"against dense": (DENSE, 2)})
 
 
 # docs/layer.md, docs/varlen.md, docs/distributed.md
@@ -442,8 +431,8 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "cpu": cpu,
         "overhead": overhead,
         "training_overhead": training_overhead,
-        "peers": peers,
-        "peers_h200": peers_h200,
+        "peers": lambda: over_ours(rows_of("peers.jsonl", H100_RESULTS)),
+        "peers_h200": lambda: over_ours(rows_of(PEERS_FILE)),
     },
     "docs/choosing.md": {
         "models": models,

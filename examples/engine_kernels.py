@@ -130,5 +130,4 @@ def _lengths(k: Tensor) -> Tensor:
 
 def _starts(x: Tensor) -> Tensor:
     """Return cu_seqlens of the rows of x [B,S,...]."""
-    B, S = x.shape[:2]
-    return torch.arange(B + 1, dtype=torch.int32, device=x.device) * S
+    return torch.arange(len(x) + 1, dtype=torch.int32, device=x.device) * x.shape[1]

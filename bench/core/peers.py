@@ -133,7 +133,7 @@ def _fa4(problem: Problem) -> Ready:
     attend = importlib.import_module("flash_attn.cute").flash_attn_func
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        o, *_ = attend(q.flatten(2, 3), k.transpose(1, 2), v.transpose(1, 2), causal=True)
+        o = attend(q.flatten(2, 3), k.transpose(1, 2), v.transpose(1, 2), causal=True)[0]
         return o.unflatten(2, q.shape[2:4])  # type: ignore[no-any-return]
 
     return Ready(call, call, layout=by_tokens)
@@ -243,7 +243,5 @@ def _given(name: str, value: str, function: Callable[..., Any]) -> Contender:
 
         return Ready(call, call)
 
-    def refuses(case: Case) -> str | None:
-        return None if case.block else "takes whole blocks alone"
-
-    return Contender(name, prepare, refuses=refuses, peer=True, selection="new" if make is None else "kept")
+    whole = takes("whole blocks", lambda case: case.block > 0)
+    return Contender(name, prepare, refuses=whole, peer=True, selection="new" if make is None else "kept")

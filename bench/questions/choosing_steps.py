@@ -168,9 +168,8 @@ def prefill(model: Indexer, S: int, rep: float, peers: Peers = {}) -> Iterator[R
     choices: Choices = {"": lambda: choose_blocks(q, k.transpose(1, 2), S_kv=S, **model.options)}
     if peers:
         pages, table = in_pages(k, PEERS_PAGE)
-        lengths = torch.full((1,), S, dtype=torch.int32, device="cuda")
-        given = q, pages, lengths, table, model.options["block_size"], model.options["n"]
-        choices |= {name: make(*given) for name, make in peers.items()}
+        given = pages, torch.tensor([S], dtype=torch.int32, device="cuda"), table, model.options["block_size"], model.options["n"]
+        choices |= {name: make(q, *given) for name, make in peers.items()}
     rate = matmul_rate()  # a multiplication and an addition for each column of half of all pairs
     floor_ms = q.numel() * S / model.stride / rate / 1e9
     for row in measured(model, q[0], k[:, :, 0], [S], S, choices, lambda work: milliseconds(work, Timing(rep))):
