@@ -26,6 +26,7 @@ from nsa_sel.backends._triton.choose_rows import bounds_of, sizes_of, strides_of
 from nsa_sel.backends._triton.choose_scores import block_scores
 from nsa_sel.backends._triton.tiles import MIN_TILE
 from nsa_sel.backends._triton.top_n import chooses, top_n
+from nsa_sel.backends.launcher.buffers import unwritten
 from nsa_sel.core.arguments import range_dtype
 from nsa_sel.core.call import NSA_POOL, ChooseCall
 from nsa_sel.core.ranges import sorted_blocks
@@ -128,11 +129,11 @@ def best_blocks(call: ChooseCall, lse: Tensor | None, out: Tensor | None = None)
     call = call if call.requests is not None or choose_few.takes(call) else call.gathered()
     B, S, G = call.q.shape[:3]
     if out is None:
-        out = call.q.new_empty(B, S, G, call.rule.n + call.tail, 2, dtype=range_dtype(call.rule.block_size))
+        out = unwritten(call.q, B, S, G, call.rule.n + call.tail, 2, dtype=range_dtype(call.rule.block_size))
     width = -(-call.blocks // 16) * 16  # rows begin at multiples of 16 bytes
     parts = list(call.parts(G * width * 4))
     b, s = (span.stop for span in parts[0]) if parts else (0, 0)  # the first part is the largest
-    scratch = call.q.new_empty(b, s, G, width, dtype=torch.float32)
+    scratch = unwritten(call.q, b, s, G, width, dtype=torch.float32)
     for at in parts:
         part, part_lse, part_out, scores = call, lse, out, scratch
         if len(parts) > 1:
@@ -142,7 +143,7 @@ def best_blocks(call: ChooseCall, lse: Tensor | None, out: Tensor | None = None)
         scores = scores if width == visible else scores[..., :visible]  # top_n is faster with fewer
         positions = None  # positions of the rows; None if a kernel computes them
         if call.sequences is not None or call.lengths is not None:
-            positions = torch.empty(part.q.shape[:2], dtype=torch.int32, device=call.q.device)
+            positions = unwritten(call.q, *part.q.shape[:2], dtype=torch.int32)
         early = score(part, part_lse, scores, positions)
         best_of(scores, part_out, part, part.q_pos if positions is None else positions, early)
     return out

@@ -38,8 +38,12 @@ from nsa_sel.backends.triton_block import even_section
 from nsa_sel.core.call import Call, IndexLossCall
 from nsa_sel.settings.schema import KernelConfig
 
-HOPPER = KernelConfig(block_l=128, num_warps=8, num_stages=2, rows=64)
-HOPPER_UNROLLED = 4  # `Work.unrolled`
+HOPPER = KernelConfig(block_l=128, num_warps=8, num_stages=2, rows=64), 4  # and `Work.unrolled`
+HOPPER_NARROW = {  # head dims up to NARROW, by whether all visible keys count. 8 warps take 1.4 and 2.5 times as long there
+    True: (KernelConfig(block_l=128, num_warps=4, num_stages=2, rows=64), 2),
+    False: (KernelConfig(block_l=64, num_warps=4, num_stages=3, rows=128), 1),
+}
+NARROW = 64
 LARGE = 200 << 10  # bytes of shared memory that a CTA of `HOPPER` takes
 CONFIGS = {  # they fit 99 KiB of shared memory
     "": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=64),
@@ -59,13 +63,16 @@ def backward(call: IndexLossCall, weights: Tensor) -> tuple[Tensor, Tensor]:
     return dq, dk  # type: ignore[return-value]
 
 
-def config_of(main: Call, index: Call) -> tuple[KernelConfig, int]:
-    """Return the config for the heads of both on the device of the call, and `Work.unrolled`."""
+def config_of(main: Call, index: Call, dense: bool) -> tuple[KernelConfig, int]:
+    """Return the config for the heads of both on the device of the call, and `Work.unrolled`. dense: without a selection."""
     if main.q.element_size() > 2:
         return CONFIGS["float32"], 0
     if any(arguments.config_suffix(arguments.heads(call)) for call in (main, index)):
         return CONFIGS["wide"], 0
-    return (HOPPER, HOPPER_UNROLLED) if main.device.shared_memory >= LARGE else (CONFIGS[""], 0)
+    if main.device.shared_memory < LARGE:
+        return CONFIGS[""], 0
+    narrow = max(main.q.shape[4], index.q.shape[4]) <= NARROW
+    return HOPPER_NARROW[dense] if narrow else HOPPER
 
 
 def _run(call: IndexLossCall, weights: Tensor | None, with_gradients: bool) -> Results:
@@ -75,7 +82,7 @@ def _run(call: IndexLossCall, weights: Tensor | None, with_gradients: bool) -> R
         dk = torch.zeros(call.index_k.shape, dtype=loss.dtype, device=loss.device)
         results = Results(loss, unwritten(call.index_q, *call.index_q.shape), dk)
     main, index = call.main(), call.index()
-    work = Work(main, index, call.lse, weights, *config_of(main, index))
+    work = Work(main, index, call.lse, weights, *config_of(main, index, call.selection is None))
     if call.selection is None:
         add_dense(work, call.bounds, results)
         return results

@@ -29,8 +29,9 @@ Operand = tuple[np.ndarray, tuple[int, ...]]  # flat memory, and the strides of 
 
 
 class _Tiles(NamedTuple):
-    """The query rows that select from each tile of keys (CSR lists), in the order [B,G,tile]."""
+    """A selection's ranges, and the query rows that select from each tile of keys (CSR lists), in the order [B,G,tile]."""
 
+    ranges: np.ndarray  # [B*S*G*n*2] int64
     slot: np.ndarray  # [B*G*tiles] int64: the tile's index among the tiles that any row selects from, -1 for others
     at: np.ndarray  # [B*G*tiles + 1] int64: offset of each tile's list in `rows`
     rows: np.ndarray  # int32: query rows, ascending within a tile; empty if only the forward needed the plan
@@ -94,35 +95,31 @@ def _prepare(call: Call, *, listed: bool) -> _Prepared:
     B, S, G, h, Dk = call.q.shape
     S_kv, Dv = call.v.shape[2:]
     dtype, n = torch.promote_types(call.q.dtype, torch.float32), call.selection.n
-    ranges = (call.disjoint_ranges() if listed else call.listed_ranges()).to(torch.int64).view(-1).numpy()
     position = call.positions().contiguous().numpy()
     q, k, v = _flat(call.q, dtype), _flat(call.k, dtype), _flat(call.v, dtype)
     share = call.groups_per_selection
-    tiles = _tiles(call, ranges, share, listed=listed)
+    tiles: _Tiles = call.selection.plan(("numba", listed, S_kv, share), functools.partial(_tiles, call, share, listed=listed))
     scale = q[0].dtype.type(call.scale * kernels.LOG2E)
     sizes, repeats = (S, G, h, Dk, Dv, S_kv, n, -(-S_kv // int(TILE))), not listed and call.may_repeat()
-    problem = Problem(*sizes, scale, share, ranges, repeats, position.ravel(), tiles.slot)
+    problem = Problem(*sizes, scale, share, tiles.ranges, repeats, position.ravel(), tiles.slot)
     work = B * S * G * h * call.selection.length_bound(S_kv) * max(Dk, Dv)
     return _Prepared(problem, tiles, q, k, v, position.max(1) + 1, work, dtype)
 
 
-def _tiles(call: Call, ranges: np.ndarray, share: int, *, listed: bool) -> _Tiles:
+def _tiles(call: Call, share: int, *, listed: bool) -> _Tiles:
+    """Return the ranges, as tiles of keys list them; the forward pass, whose rows may name a block twice, needs no lists."""
     B, S, G = call.q.shape[:3]
     tiles, n = -(-call.k.shape[2] // int(TILE)), call.selection.n
-
-    def build() -> _Tiles:
-        at, work = np.zeros(B * G * tiles + 1, np.int64), 8 * ranges.size * share
-        nothing = np.empty(0, np.int32)
-        _parallel(kernels.list_rows, B * G, work, ranges, at[1:], nothing, False, S, G, share, n, tiles)
-        slot = np.where(at[1:] > 0, np.cumsum(at[1:] > 0) - 1, -1)
-        np.cumsum(at, out=at)
-        rows = np.empty(at[-1] if listed else 0, np.int32)
-        if listed:
-            _parallel(kernels.list_rows, B * G, work, ranges, at[:-1].copy(), rows, True, S, G, share, n, tiles)
-        return _Tiles(slot, at, rows)
-
-    plan: _Tiles = call.selection.plan(("numba", listed, call.k.shape[2], share), build)
-    return plan
+    ranges = (call.disjoint_ranges() if listed else call.listed_ranges()).to(torch.int64).view(-1).numpy()
+    at, work = np.zeros(B * G * tiles + 1, np.int64), 8 * ranges.size * share
+    nothing = np.empty(0, np.int32)
+    _parallel(kernels.list_rows, B * G, work, ranges, at[1:], nothing, False, S, G, share, n, tiles)
+    slot = np.where(at[1:] > 0, np.cumsum(at[1:] > 0) - 1, -1)
+    np.cumsum(at, out=at)
+    rows = np.empty(at[-1] if listed else 0, np.int32)
+    if listed:
+        _parallel(kernels.list_rows, B * G, work, ranges, at[:-1].copy(), rows, True, S, G, share, n, tiles)
+    return _Tiles(ranges, slot, at, rows)
 
 
 def _flat(tensor: Tensor, dtype: torch.dtype) -> Operand:

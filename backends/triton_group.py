@@ -13,7 +13,6 @@ The h heads are the rows of the tensor-core tiles, padded to 16. More than 64 he
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,7 +23,7 @@ from nsa_sel.backends._triton.combine import combine, count_splits, multiprocess
 from nsa_sel.backends._triton.dkdv import key_value_gradients
 from nsa_sel.backends._triton.group_blocks import dq_blocks_kernel, forward_blocks_kernel
 from nsa_sel.backends._triton.group_ranges import dq_kernel, dq_small_blocks_kernel, forward_ranges_kernel, forward_small_blocks_kernel
-from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel, cached_kernel
+from nsa_sel.backends._triton.kernel import Kernel, cached_kernel
 from nsa_sel.backends._triton.tiles import MIN_TILE, kv_descriptors, tile_size
 from nsa_sel.backends.launcher.passes import backward_of_any_scale, forward_of_any_scale, outputs
 from nsa_sel.core.call import Call
@@ -175,8 +174,6 @@ def _cache_strides(call: Call) -> CacheStrides:
     return CacheStrides(0 if call.block_table is None else call.block_table.stride(0), *k_scale, *v_scale)
 
 
-# Decoding over a cache that grows is never replayed, so its kernels have caches of their own, whose hits take less time.
-@functools.lru_cache(REMEMBERED)
 def _ranges(
     heads: arguments.Heads, cache: Cache, config: KernelConfig, walk: int, one_page: bool, split: bool, one_walk: bool
 ) -> Kernel:  # fmt: skip
@@ -184,12 +181,10 @@ def _ranges(
     return _kernel(forward_ranges_kernel, heads, config, cache=cache, **walking)
 
 
-@functools.lru_cache(REMEMBERED)
 def _small_blocks(heads: arguments.Heads, cache: Cache, config: KernelConfig, split: bool, block: int) -> Kernel:
     return _kernel(forward_small_blocks_kernel, heads, config, cache=cache, SPLIT=split, BLOCK=block, BLOCK_L=config.block_l)
 
 
-@functools.lru_cache(REMEMBERED)
 def _blocks(heads: arguments.Heads, cache: Cache, n: int, block: int, config: KernelConfig) -> Kernel:
     return _kernel(forward_blocks_kernel, heads, config, cache=cache, **_block_tiles(n, block, config))
 

@@ -381,34 +381,40 @@ def rank_scaling() -> str:
     return scaling.table([row for row in rows_of("scaling.jsonl") if (row.get("direction") == "fwd") == (row["S"] == 1)])
 
 
-INDEXED = {"dense": "dense", "nsa": "NSAttention", "msa": "MSAttention, max", "sum": "MSAttention, sum"}  # runs msa-8192-*.jsonl
+INDEXED = {"dense": "dense", "nsa": "NSAttention", "msa": "MSAttention, max", "sum": "MSAttention, sum"}  # runs msa-CONTEXT-*.jsonl
 
 
-def indexed_runs() -> dict[str, list[Row]]:
-    """Return the runs beside those that train an indexer, by the names in `INDEXED`."""
-    return {name: store.read(TRAINING / f"msa-8192-{name}.jsonl") for name in INDEXED}
+def indexed_runs(context: int, kind: str = "msa") -> dict[str, list[Row]]:
+    """Return the runs beside those that train an indexer, by the names in `INDEXED`; kind: msa or msa-speed."""
+    files = {name: TRAINING / f"{kind}-{context}-{name}.jsonl" for name in INDEXED}
+    return {name: store.read(file) for name, file in files.items() if file.exists()}
 
 
-def indexer_losses() -> str:
+def indexer_losses(context: int) -> str:
     """Return held-out losses after as many steps, and the share of the attention mass of the best blocks that the
     indexers' blocks hold."""
-    runs = {name: {row["step"] + 1: row for row in rows if "held_out_loss" in row} for name, rows in indexed_runs().items()}
+    runs = {name: {row["step"] + 1: row for row in rows if "held_out_loss" in row} for name, rows in indexed_runs(context).items()}
+    learned = [name for name in ("msa", "sum") if name in runs]
     lines = []
     for step in sorted(runs["msa"]):
-        losses = [f"{rows[step]['held_out_loss']:.3f}" for rows in runs.values()]
-        shares = [f"{sum(runs[name][step]['mass']) / sum(runs[name][step]['best_mass']):.1%}" for name in ("msa", "sum")]
+        losses = [f"{rows[step]['held_out_loss']:.3f}" if step in rows else "-" for rows in runs.values()]
+        shares = [f"{sum(runs[name][step]['mass']) / sum(runs[name][step]['best_mass']):.1%}" for name in learned]
         lines.append((step, *losses, *shares))
-    return table(["steps", *INDEXED.values(), "mass, max", "mass, sum"], lines, left=1)
+    masses = [INDEXED[name].replace("MSAttention", "mass") for name in learned]
+    return table(["steps", *(INDEXED[name] for name in runs), *masses], lines, left=1)
 
 
 def indexer_speed() -> str:
     """Return tokens per second of training steps, of MSAttention with dense and with sparse attention."""
-    runs, lines = indexed_runs(), []
-    for name, rows in runs.items():
-        by_phase = {"dense": [row for row in rows if row["backend"] is None], "sparse": [row for row in rows if row["backend"]]}
-        rates = ["-" if len(part) <= SETTLED else f"{tokens_per_second(part) / 1e3:.0f}" for part in by_phase.values()]
-        lines.append((INDEXED[name], *rates))
-    return table(["attention", "dense, thousand tokens/s", "sparse"], lines, left=1)
+    lines = []
+    for context in (8192, 32768):
+        runs = indexed_runs(context) | indexed_runs(context, "msa-speed")
+        runs.pop("sum", None)
+        for name, rows in runs.items():
+            by_phase = [row for row in rows if row["backend"] is None], [row for row in rows if row["backend"]]
+            rates = ["-" if len(part) <= SETTLED else f"{tokens_per_second(part) / 1e3:.0f}" for part in by_phase]
+            lines.append((f"{context // 1024}k", INDEXED[name], *rates))
+    return table(["tokens", "attention", "dense, thousand tokens/s", "sparse"], lines, left=2)
 
 
 COPY_RATE = 4.28e12  # bytes per second that a copy reads and writes on an H200
@@ -444,7 +450,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     "docs/serving.md": {
         "serving": lambda: speed.table_of_caches(rows_of("serving.jsonl")),
         "indices": lambda: speed.table_of_steps(rows_of("profiles/steps.jsonl"), COPY_RATE),
-        "packed": lambda: packed_batches.table([row for row in rows_of("profiles/mixed.jsonl") if row["case"] in packed_batches.ALONE]),
+        "packed": lambda: packed_batches.table(rows_of("profiles/mixed.jsonl")),
         "engines": lambda: engines.table(rows_of("profiles/engines.jsonl")),
         "steps": lambda: decoding_steps.table(
             [row for row in rows_of("profiles/decoding_steps.jsonl") if row.get("kv", "bf16") == "bf16" and row["B"] in (1, 64)]
@@ -452,7 +458,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/indexer.md": {
         "indexer_loss": lambda: indexer_loss.table(rows_of("indexer_loss.jsonl")),
-        "indexer_losses": indexer_losses,
+        "indexer_losses": lambda: indexer_losses(8192),
         "indexer_speed": indexer_speed,
     },
     "docs/varlen.md": {"varlen": varlen},

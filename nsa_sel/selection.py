@@ -28,6 +28,7 @@ from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.settings.flags import debugging
 
 _FACTS = frozenset(("ranges", "n", "block_size", "max_length", "disjoint"))  # can't be replaced
+_NOT_COPIED = dict.fromkeys(("_blocks", "_made", "_captured"))
 
 
 class Measured(NamedTuple):
@@ -65,7 +66,6 @@ class Made(NamedTuple):
     """The ranges that were made from block indices."""
 
     plan: Plan | PlanInBuffer  # of (disjoint ranges, ranges) or of (ranges,)
-    counted: Tensor  # shares the version counter of the ranges
     stream: int  # that made them
     waited: list[int]  # other streams that have waited for it
 
@@ -120,6 +120,9 @@ class Selection:
     block_size: int | None
     max_length: int | None
     disjoint: bool
+    listed: Tensor  # the block indices [B,S,G,n], or if there are none the ranges: for checks that need no ranges
+    counted: Tensor  # shares the version counter of the ranges; of `_made` like them
+    unsearched: bool  # `union_ranges` may have a block of a row twice
     _blocks: Blocks | None = None  # block indices in place of ranges, contiguous, without counts
     _version: int | None = None  # of the block indices when the selection was made; None: they have no version counter
     _made: Made | None = None
@@ -130,11 +133,12 @@ class Selection:
 
     def __init__(self, ranges: Tensor, block_size: int | None = None, max_length: int | None = None, *, disjoint: bool = False) -> None:
         facts, n = self.__dict__, ranges.shape[-2]  # models make a selection for every call: `__setattr__` takes longer
-        facts["ranges"] = ranges
+        facts["ranges"] = facts["listed"] = facts["counted"] = ranges
         facts["n"] = n
         facts["block_size"] = block_size
         facts["max_length"] = max_length
         facts["disjoint"] = disjoint or n < 2
+        facts["unsearched"] = n > MOST_SEARCHED and block_size is not None and not disjoint
 
     @classmethod
     def _of_indices(cls, blocks: Blocks, block_size: int, disjoint: bool) -> Selection:
@@ -145,26 +149,29 @@ class Selection:
         facts["block_size"] = block_size
         facts["max_length"] = None
         facts["disjoint"] = disjoint or n < 2
+        facts["unsearched"] = n > MOST_SEARCHED and not disjoint
+        facts["listed"] = indices
         facts["_blocks"] = blocks
-        facts["_version"] = None if indices.is_inference() else indices._version
+        facts["_version"] = None if torch.compiler.is_compiling() or indices.is_inference() else indices._version
         return selection
 
     if not TYPE_CHECKING:  # else every name would be an attribute
 
         def __getattr__(self, name: str) -> Tensor:
-            """Return the ranges of block indices, which are made when they are first asked for."""
-            if name != "ranges" or self._blocks is None:
+            """Return the ranges of block indices, or `counted`, which are made when they are first asked for."""
+            if name not in ("ranges", "counted") or self._blocks is None:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             made = self._made
             if torch.compiler.is_compiling():  # in a graph, which keeps nothing
                 return ranges_of_blocks(self._blocks._replace(facts=None), self.block_size)[0] if made is None else made.plan.value[-1]
             if made is None:
-                return self._make()
+                ranges = self._make()
+                return ranges if name == "ranges" else self.__dict__["counted"]
             stream = self._stream()
             if stream != made.stream and stream not in made.waited:
                 made.waited.append(stream)
-                if not capturing(made.counted):  # before a capture, PyTorch waits for all streams
-                    device, maker = made.counted.device, made.stream
+                if not capturing(self.listed):  # before a capture, PyTorch waits for all streams
+                    device, maker = self.listed.device, made.stream
                     others = torch.cuda.ExternalStream(maker, device) if maker else torch.cuda.default_stream(device)
                     torch.cuda.current_stream(device).wait_stream(others)
             return made.plan.value[-1]
@@ -189,11 +196,12 @@ class Selection:
         return ranges
 
     def keep(self, plan: Plan | PlanInBuffer, counted: Tensor, stream: int, plans: Plans) -> None:
-        """Keep the ranges of block indices, and the plans that were made with them. counted: see `Made`."""
+        """Keep the ranges of block indices, and the plans that were made with them."""
         facts = self.__dict__
         copy = None if counted.is_cuda or self._on_gpu else plan.value[-1].clone()
         facts["_snapshot"] = Snapshot(counted._version, copy, None, plans)
-        facts["_made"] = Made(plan, counted, stream, [])
+        facts["counted"] = counted
+        facts["_made"] = Made(plan, stream, [])
 
     @property
     def indices(self) -> Tensor | None:
@@ -215,17 +223,13 @@ class Selection:
         """`indices` in a capture: None for a selection made before, whose ranges may be written between replays."""
         return self.indices if self._blocks is not None and self._blocks.captured else None
 
-    @property
-    def listed(self) -> Tensor:
-        """Return the block indices [B,S,G,n], or if there are none the ranges [B,S,G,n,2]: for checks of shape and
-        device that need no ranges."""
-        return self.ranges if self._blocks is None else self._blocks.indices
-
-    @property
-    def counted(self) -> Tensor:
-        """Return a tensor that shares the version counter of the ranges."""
-        made = self._made
-        return self.ranges if made is None else made.counted
+    def facts_of_listed(self) -> tuple[Any, ...] | None:
+        """Return all that calls of blocks which are read as `listed` depend on besides it; None for other selections, and
+        after `measure`."""
+        snapshot = self._snapshot
+        if self.block_size is None or self._made is not None or (snapshot is not None and snapshot.exact is not None):
+            return None
+        return self.block_size, self.max_length, self.disjoint
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _FACTS and "n" in self.__dict__:
@@ -234,7 +238,8 @@ class Selection:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: leaves out the plans, which belong to this tensor and its version."""
-        return {**self.__dict__, "ranges": self.ranges, "_blocks": None, "_made": None, "_captured": None, "_snapshot": self._valid_exact()}
+        ranges = dict.fromkeys(("ranges", "listed", "counted"), self.ranges)
+        return {**self.__dict__, **ranges, **_NOT_COPIED, "_snapshot": self._valid_exact()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         exact = state.pop("_snapshot")
@@ -303,7 +308,7 @@ class Selection:
             ArgumentError: a wrong shape or dtype; under NSA_DEBUG_TRITON=1 also duplicates in a row.
         """
         blocks = checked_blocks_of(block_indices, block_size, block_counts, disjoint)
-        debugs = debugging()
+        debugs = debugging() and not torch.compiler.is_compiling()  # compiled calls validate when they run
         if blocks.kept() and not debugs:
             return cls._of_indices(blocks, block_size, disjoint)
         ranges, unique = ranges_of_blocks(blocks, block_size)
@@ -436,11 +441,6 @@ class Selection:
                 return self._captured[1]
             return distinct_ranges(ranges, self.block_size)
         return self.plan(DISJOINT, lambda: (distinct_ranges(self.ranges, self.block_size),))[0]  # type: ignore[no-any-return]
-
-    @property
-    def unsearched(self) -> bool:
-        """Return True if `union_ranges` may have a block of a row twice."""
-        return self.n > MOST_SEARCHED and self.block_size is not None and not self.disjoint
 
     def union_ranges(self, captured: bool | None = None) -> Tensor:
         """Return contiguous ranges [B,S,G,n,2] for kernels that count a block once however often a row names it: those of

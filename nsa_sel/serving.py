@@ -13,10 +13,11 @@ from torch.compiler import is_compiling
 
 from nsa_sel.core import attend, choose, run, shared_keys, transforms
 from nsa_sel.core.arguments import CuSeqlens, Requests, as_tensor, check_flag, check_tensors
-from nsa_sel.core.call import PagedKeys, Rule
+from nsa_sel.core.call import PagedKeys, Pool, Rule
 from nsa_sel.core.check import as_selection, check_call, check_index, check_pool, check_rule
 from nsa_sel.core.decide import decide_call
 from nsa_sel.core.packed import rows_of
+from nsa_sel.core.request import FEW_TOKENS
 from nsa_sel.core.warm import prepared
 from nsa_sel.errors import ArgumentError, renamed, shown
 from nsa_sel.quantize import STORED, Scales, scales_of
@@ -43,45 +44,37 @@ def selection_attention_with_kvcache(
     scale: float | None = None, return_lse: bool = False, backend: str | None = None, cu_seqlens_q: CuSeqlens | None = None,
     max_seqlen_q: int | None = None, out: Tensor | None = None, lse_out: Tensor | None = None,
 ) -> Any:  # fmt: skip
-    """`selection_attention` of each sequence's last S_q tokens over its KV cache; named after flash-attention's
+    """Attend to the KV cache of each sequence from its last S_q tokens; named after flash-attention's
     flash_attn_with_kvcache.
 
-    New token s of sequence b is at position cache_seqlens[b] - S_q + s, so new tokens see each other causally; a token
-    below position 0 sees nothing (o = 0, lse = -inf). With `cu_seqlens_q` the new tokens of R requests are packed, any
-    number of each: prefill in chunks, decoding and drafts in one call. Lengths are never read from a GPU: a CUDA graph of it may be
-    replayed after its inputs were written in place. Gradients are supported without pages and quantization only. Under
-    torch.autocast nothing is cast: a cache keeps its dtype. torch.compile breaks its graph here, and runs the call
-    eagerly.
+    New token s of sequence b is at position cache_seqlens[b] - S_q + s; a token below position 0 sees nothing (o = 0, lse =
+    -inf). With `cu_seqlens_q` the new tokens of R requests are packed, any number of each: prefill in chunks, decoding and
+    drafts in one call. Lengths are never read from a GPU: a CUDA graph may be replayed after its inputs were written in
+    place. Gradients are supported without pages and quantization only. torch.autocast casts nothing, and torch.compile breaks
+    its graph here.
 
     Args:
         q: [B,S_q,G,h,Dk], or [B,G,h,Dk] for one new token per sequence; dtypes as of `selection_attention`. With
             cu_seqlens_q [T,G,h,Dk], and R in place of B below.
-        k_cache: [B,S_max,G,Dk], or with a block table pages [pages,page_size,G,Dk] in vLLM's layout. Any strides with a
-            contiguous last dimension. The keys of the new tokens are already in it. q and the selection may have r
-            times its groups, as in `selection_attention`.
+        k_cache: [B,S_max,G,Dk], or with a block table pages [pages,page_size,G,Dk]; any strides with a contiguous last
+            dimension. The new tokens' keys are already in it. q and the selection may have r times its groups.
         v_cache: likewise, with Dv.
         selection: over rows [B,S_q,G], or [B,S_q,1] for all groups, in positions of each row's own sequence: a
             `Selection`, or ranges [B,S_q,G,n,2]. With cu_seqlens_q over [T,G], or [T,1]: of block indices [T,G,n], or
-            ranges [T,G,n,2].
-            Its block size and the page size need not divide each other.
-        cache_seqlens: [B] int32 or int64, the keys of each sequence. Checked on a CPU; on a GPU a length past the end
-            is clamped.
-        block_table: [B, pages of a sequence] int32. Key j of sequence b is key j % page_size of page block_table[b, j
-            // page_size]. Entries past a sequence's keys may hold anything. Checked on a CPU; on a GPU a page that does
-            not exist is undefined behavior.
-        k_scale: of a cache in float8_e4m3fn, beside q in float16, bfloat16 or float32: key = stored * k_scale. float32,
-            of one element, [G], or [pages,G] for a paged cache; None for 1. Scales of pages that nobody reads may hold
-            anything.
-        v_scale: likewise; both or neither.
+            ranges [T,G,n,2]. Its block size and the page size need not divide each other.
+        cache_seqlens: [B] int32 or int64, the keys of each sequence. Checked on a CPU, clamped to the cache on a GPU.
+        block_table: [B, pages of a sequence] int32. Key j of sequence b is key j % page_size of page block_table[b, j //
+            page_size]. Entries past a sequence's keys may hold anything; others must be pages, which a CPU checks.
+        k_scale, v_scale: both or neither, of a cache in float8_e4m3fn beside q in float16, bfloat16 or float32: key = stored *
+            k_scale. float32, of one element, [G], or [pages,G] for pages. Those of pages that nobody reads may be anything.
         scale, return_lse, backend: as of `selection_attention`.
         cu_seqlens_q: [R+1] int32 or int64 on q's device or a CPU, or a list: request r has the rows [cu_seqlens_q[r],
-            cu_seqlens_q[r+1]), its last tokens, the last of them at position cache_seqlens[r] - 1, and the r-th cache or
-            row of the block table. Rows from cu_seqlens_q[R] on are padding: o = 0, lse = -inf. Not checked on a GPU.
+            cu_seqlens_q[r+1]), its last tokens, and the r-th length and cache, or row of the block table. Rows from
+            cu_seqlens_q[R] on are padding: o = 0, lse = -inf. Not checked on a GPU.
         max_seqlen_q: the most rows of a request, where cu_seqlens_q is on a GPU; by default T. Up to 8, a batch runs as a
             decoding step.
-        out: gets o, of its shape and dtype, any strides with a contiguous last dimension; contiguous, it saves a copy.
-            Without gradients, and not of memory that the call reads.
-        lse_out: gets lse likewise, any strides.
+        out, lse_out: get o and lse, of their shapes and dtypes; any strides, of `out` with a contiguous last dimension. Without
+            gradients, and not of memory that the call reads. A contiguous `out` saves a copy.
 
     Returns:
         o [B,S_q,G,h,Dv] ([B,G,h,Dv] or [T,G,h,Dv] for q of 4 dimensions) in q's dtype; `out` if given. With
@@ -95,15 +88,39 @@ def selection_attention_with_kvcache(
         options: Any = {"k_scale": k_scale, "v_scale": v_scale, "scale": scale, "return_lse": return_lse, "backend": backend}
         options |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "out": out, "lse_out": lse_out}
         return _uncompiled(selection_attention_with_kvcache, q, k_cache, v_cache, selection, cache_seqlens, block_table, **options)
+    again = None
+    if type(selection) is Selection and _plain_numbers(scale, max_seqlen_q, return_lse) and (static := selection.facts_of_listed()):
+        again = run.Repeated.of(
+            ("attend", static, scale, backend, max_seqlen_q), q, k_cache, v_cache, selection.listed, cache_seqlens, block_table,
+            cu_seqlens_q, k_scale, v_scale, out, lse_out,
+        )  # fmt: skip
+        if again is not None and selection._blocks is not None:
+            selection.indices  # noqa: B018  # refuses those that were written
+        made = None if again is None else again.replay()
+        if made is not None:
+            return _given_or_made(made, (out, lse_out), return_lse)
     transforms.check_traced("selection_attention_with_kvcache", q, k_cache, v_cache)
     check_flag("return_lse", return_lse)
-    flat, requests = isinstance(q, Tensor) and q.dim() == 4, packed_requests(q, cu_seqlens_q, max_seqlen_q, cache_seqlens)
+    packed = packed_requests(q, cu_seqlens_q, max_seqlen_q, cache_seqlens)
+    made = _attend(
+        again, q, k_cache, v_cache, selection, cache_seqlens, block_table, (k_scale, v_scale), scale, backend, packed, (out, lse_out)
+    )
+    return _given_or_made(made, (out, lse_out), return_lse)
+
+
+def _attend(
+    again: run.Repeated | None, q: Tensor, k_cache: Tensor, v_cache: Tensor, selection: Selection | Tensor, cache_seqlens: Tensor,
+    block_table: Tensor | None, k_v_scales: tuple[Tensor | None, Tensor | None], scale: float | None, backend: str | None,
+    requests: Requests | None, outputs: tuple[Tensor | None, Tensor | None],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Check a call, and return those of o and lse that `outputs` does not get. again: the call, if it can be replayed."""
+    flat, packed = isinstance(q, Tensor) and q.dim() == 4, requests is not None
     if flat:
         q = q.unsqueeze(1)
     S_kv = _check_cache(q, k_cache, v_cache, cache_seqlens, block_table, requests=requests)
-    scales = scales_of(q, k_cache, v_cache, k_scale, v_scale, block_table is not None)
+    scales = scales_of(q, k_cache, v_cache, *k_v_scales, block_table is not None)
     q, k_cache, v_cache = transforms.materialized(q, k_cache, v_cache)
-    k, v, packed = k_cache.transpose(1, 2), v_cache.transpose(1, 2), requests is not None
+    k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     if packed and block_table is None:  # a request's keys are one page
         block_table = torch.arange(len(k), dtype=torch.int32, device=q.device).unsqueeze(1)
     # For pages, check views of the shape that contiguous keys would have; nothing reads them.
@@ -119,23 +136,39 @@ def selection_attention_with_kvcache(
         *_, scale, _ = check_call(checked[0], k_checked, v_checked, checked[1], scale, None, stored=None if scales is None else STORED)
     except ArgumentError as error:
         raise renamed(error, k="k_cache", v="v_cache") from None
-    given = _check_results(q, v.shape[3], flat, out=out, lse_out=lse_out)
-    if transforms.needs_grad(q, k, v):
+    given, differentiable = _check_results(q, v.shape[3], flat, *outputs), transforms.needs_grad(q, k, v)
+    if differentiable:
         _check_gradients(q, k, v, "packed" * packed or "paged" * (block_table is not None) or "quantized" * (scales is not None), given)
-        results = _with_gradients(q, k, v, selection, cache_seqlens, scale, backend)
-    else:
+
+    def work() -> tuple[Tensor, ...]:
+        """Return those of o and lse that are not given."""
         where = _Keys(cache_seqlens, block_table)
         if requests is not None:
             unit = math.lcm(max(1, k.shape[2]), selection.block_size or 1)
             where = where._replace(rows=rows_of(requests.cu, cache_seqlens, len(q), S_kv, unit)[:-1], most_rows=requests.most)
-        if r > 1:
+        if differentiable:
+            results = _with_gradients(q, k, v, selection, cache_seqlens, scale, backend)
+        elif r > 1:
             results = _of_shared_keys(q, k, v, selection, scale, backend, where, scales, r)
         else:
             results = where.attend(q, k, v, selection, scale, backend, scales, given)
-    o, lse = (x if to is None else _written(x, to) for x, to in zip(results, given, strict=True))
-    if flat:
-        o, lse = o.squeeze(1), lse.squeeze(1)
-    o, lse = (x if to is None else to for x, to in ((o, out), (lse, lse_out)))
+        written = [x if to is None else _written(x, to) for x, to in zip(results, given, strict=True)]
+        return tuple((x.squeeze(1) if flat else x) for x, to in zip(written, given, strict=True) if to is None)
+
+    # Such rows of blocks are read as they are listed, without plans that calls of other layers could share.
+    repeats = again is not None and not differentiable and (packed or q.shape[1] <= FEW_TOKENS)
+    return again.run(work) if again is not None and repeats else work()
+
+
+def _plain_numbers(scale: object, most: object, flag: object) -> bool:
+    """Return True for arguments of exactly the types of a float, an int and a bool, or None: others may be equal, too."""
+    return (scale is None or type(scale) is float) and (most is None or type(most) is int) and type(flag) is bool
+
+
+def _given_or_made(made: tuple[Tensor, ...], given: tuple[Tensor | None, Tensor | None], return_lse: bool) -> Any:
+    """Return o, or o and lse, of which those that are not given were made."""
+    left = iter(made)
+    o, lse = (next(left) if to is None else to for to in given)
     return (o, lse) if return_lse else o
 
 
@@ -146,37 +179,29 @@ def choose_blocks_with_kvcache(
     k_scale: Tensor | None = None, scale: float | None = None, cu_seqlens_q: CuSeqlens | None = None, max_seqlen_q: int | None = None,
     out: Tensor | None = None, backend: str | None = None,
 ) -> Selection:  # fmt: skip
-    """`choose_blocks` for each sequence's last S_q tokens by the index keys of its cache, for
+    """Choose blocks for each sequence's last S_q tokens by the index keys of its cache, as `choose_blocks` does, for
     `selection_attention_with_kvcache`.
 
     New token s of sequence b is at position cache_seqlens[b] - S_q + s; a token below position 0 chooses nothing. With
-    cu_seqlens_q, the tokens of R requests follow one another: any mix of prefill, with or without a prefix, and decoding
-    in one call. Token i of request r is row cu_seqlens_q[r] + i, at position cache_seqlens[r] - cu_seqlens_q[r + 1] +
-    cu_seqlens_q[r] + i. Rows from cu_seqlens_q[R] on are padding and choose nothing. Index
-    keys that no token of a sequence sees are not read, or count for nothing, NaN included. Lengths are never read from a
-    GPU: a CUDA graph of the call may be replayed after its inputs were written in place. No gradient. Under
-    torch.autocast nothing is cast. torch.compile breaks its graph here, and runs the call eagerly.
+    cu_seqlens_q the new tokens of R requests are packed: any mix of prefill, with or without a prefix, and decoding in one
+    call. Index keys that no token of a sequence sees are not read, or count for nothing, NaN included. Lengths are never read
+    from a GPU: a CUDA graph may be replayed after its inputs were written in place. No gradient. torch.autocast casts
+    nothing, and torch.compile breaks its graph here.
 
     Args:
         q: [B,S_q,G,h,Dk], or [B,G,h,Dk] for one new token per sequence, or [T,G,h,Dk] with cu_seqlens_q: index queries.
             float16, bfloat16, float32 or float64.
-        k_cache: index keys [B,C_max,G,Dk], or with a block table pages [pages,page_size,G,Dk]; one group of them for
-            all groups of q, or one for each. Any strides with a contiguous last dimension. Of q's dtype, or of
-            float8_e4m3fn beside q in float16, bfloat16 or float32. Index key i stands for the keys that
-            compress_block and compress_stride say, for one key by default.
-        cache_seqlens: [B] int32 or int64, the keys of each sequence (not its index keys). Checked on a CPU; on a GPU a
-            length past the end is clamped.
-        block_table: [B, pages of a sequence] int32. Index key i of sequence b is i % page_size of page block_table[b,
-            i // page_size]. Entries past a sequence's index keys may hold anything. Checked on a CPU; on a GPU a page
-            that does not exist is undefined behavior.
+        k_cache: index keys [B,C_max,G,Dk], or with a block table pages [pages,page_size,G,Dk]; one group of them for all
+            groups of q, or one for each; any strides with a contiguous last dimension. Of q's dtype, or of float8_e4m3fn
+            beside q in float16, bfloat16 or float32. Each stands for the keys that compress_block and compress_stride say.
+        cache_seqlens: [B] int32 or int64, the keys (not index keys) of each sequence. Checked on a CPU, clamped on a GPU.
+        block_table: [B, pages of a sequence] int32. Index key i of sequence b is i % page_size of page block_table[b, i //
+            page_size]. Entries past a sequence's index keys may hold anything; others must be pages, which a CPU checks.
         block_size, n, first, local, reduce, heads, softmax, activation, tail, compress_block, compress_stride, scale,
             backend: as of `choose_blocks`.
         k_scale: of index keys in float8_e4m3fn: key = stored * k_scale. float32, of one element, [G] of k_cache, or
             [pages,G] for pages; None for 1.
-        cu_seqlens_q: [R+1] int32 or int64 on q's device or a CPU, or a list: request r has the rows [cu_seqlens_q[r],
-            cu_seqlens_q[r+1]), and the r-th length, cache or row of the block table. Not checked on a GPU.
-        max_seqlen_q: the most rows of a request, where cu_seqlens_q is on a GPU; by default T. A batch of few rows per
-            request (decoding) needs fewer kernels.
+        cu_seqlens_q, max_seqlen_q: as of `selection_attention_with_kvcache`; padding chooses nothing.
         out: [B,S_q,G,n] int32 or int64 ([B,G,n] for q of 4 dimensions; n + 1 with tail), contiguous. Gets the block
             indices, ascending, -1 last; with tail, in the last column the incomplete block or -1. With cu_seqlens_q
             [T,G,n], or more rows, which stay as they are; any strides with a contiguous last dimension.
@@ -195,10 +220,28 @@ def choose_blocks_with_kvcache(
         options |= {"scale": scale, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "out": out, "backend": backend}
         options |= rule.options()
         return _uncompiled(choose_blocks_with_kvcache, q, k_cache, cache_seqlens, block_table, **options)  # type: ignore[no-any-return]
+    again = None
+    if {*map(type, rule)} == {int} and _plain_numbers(scale, max_seqlen_q, softmax) and type(tail) is bool:
+        facts = ("choose", rule, reduce, heads, softmax, activation, tail, scale, backend, max_seqlen_q)
+        again = run.Repeated.of(facts, q, k_cache, cache_seqlens, block_table, cu_seqlens_q, k_scale, out)
+        made = None if again is None else again.replay()
+        if made is not None:
+            chosen = made[0] if made else out if cu_seqlens_q is None else out[: len(q)]  # type: ignore[index]
+            return Selection.from_blocks(chosen, block_size, disjoint=True)  # type: ignore[arg-type]
     transforms.check_traced("choose_blocks_with_kvcache", q, k_cache, k_cache)
     check_rule(rule)
     pool = check_pool(rule, reduce, heads, softmax, activation, tail)
-    decode, requests = isinstance(q, Tensor) and q.dim() == 4, packed_requests(q, cu_seqlens_q, max_seqlen_q, cache_seqlens)
+    packed = packed_requests(q, cu_seqlens_q, max_seqlen_q, cache_seqlens)
+    chosen = _choose(again, q, k_cache, cache_seqlens, block_table, k_scale, scale, rule, pool, tail, backend, packed, out)
+    return Selection.from_blocks(chosen, block_size, disjoint=True)
+
+
+def _choose(
+    again: run.Repeated | None, q: Tensor, k_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None, k_scale: Tensor | None,
+    scale: float | None, rule: Rule, pool: Pool, tail: bool, backend: str | None, requests: Requests | None, out: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Check a call, and return the chosen blocks, `out` if it is given. again: the call, if it can be replayed."""
+    decode = isinstance(q, Tensor) and q.dim() == 4
     if decode:
         q = q.unsqueeze(1 if requests is None else 0)
     S_kv = _check_cache(q, k_cache, None, cache_seqlens, block_table, rule, requests)
@@ -217,12 +260,18 @@ def choose_blocks_with_kvcache(
     except ArgumentError as error:
         raise renamed(error, k="k_cache") from None
     if out is not None:
-        _check_out(out, q, n + tail, decode, requests is not None)
-        out = out.view(*q.shape[:3], n + tail) if requests is None else out[: q.shape[1]].unsqueeze(0)
+        _check_out(out, q, rule.n + tail, decode, requests is not None)
+        out = out.view(*q.shape[:3], rule.n + tail) if requests is None else out[: q.shape[1]].unsqueeze(0)
     index = index._replace(q=rows, k=k.expand(-1, q.shape[2], -1, -1))
     cache = choose.IndexCache(cache_seqlens, pages, scales, requests)
-    chosen = choose.best_blocks(index, rule, pool, backend, tail, True, cache, out)
-    return Selection.from_blocks(chosen if requests is None else chosen.squeeze(0), block_size, disjoint=True)
+
+    def work() -> tuple[Tensor, ...]:
+        """Return the chosen blocks unless `out` gets them."""
+        chosen = choose.untraced_best_blocks(index, rule, pool, backend, tail, True, cache, out)
+        return () if out is not None else (chosen if requests is None else chosen.squeeze(0),)
+
+    made = work() if again is None else again.run(work)
+    return made[0] if made else out if requests is None else out.squeeze(0)  # type: ignore[union-attr, return-value]
 
 
 def packed_requests(q: object, cu_seqlens_q: CuSeqlens | None, max_seqlen_q: int | None, cache_seqlens: Tensor) -> Requests | None:
@@ -405,11 +454,14 @@ def _check_out(out: Tensor, q: Tensor, n: int, decode: bool, packed: bool) -> No
     _check_result("out", out, q, shape, (torch.int32, torch.int64), fits, layout)
 
 
-def _check_results(q: Tensor, Dv: int, flat: bool, **given: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def _check_results(
+    q: Tensor, Dv: int, flat: bool, out: Tensor | None, lse_out: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Return the tensors that get o [B,S_q,G,h,Dv] and lse of q [B,S_q,G,h,Dk], as the call has them; None where none is
     given."""
     wide, found = torch.promote_types(q.dtype, torch.float32), []
-    for (name, x), shape, dtype in zip(given.items(), ((*q.shape[:-1], Dv), q.shape[:-1]), (q.dtype, wide), strict=True):
+    given = ("out", out), ("lse_out", lse_out)
+    for (name, x), shape, dtype in zip(given, ((*q.shape[:-1], Dv), q.shape[:-1]), (q.dtype, wide), strict=True):
         if x is not None:
             check_tensors(**{name: x})
             wanted = (*shape[:1], *shape[2:]) if flat else tuple(shape)

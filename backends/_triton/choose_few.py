@@ -244,8 +244,12 @@ def takes(call: ChooseCall) -> bool:
 
 def most_tokens(call: ChooseCall) -> int:
     """Return the most new tokens of a sequence for which a program has columns, 0 for none."""
-    heads, shared = tile_size(call.q.shape[3], 1), _shared(call)
-    return max((S for S in range(1, MOST_TOKENS + 1) if tile_size(S * shared, 1) * heads <= MOST_COLUMNS), default=0)
+    return _most_tokens(call.q.shape[3], _shared(call))
+
+
+@functools.lru_cache(REMEMBERED)
+def _most_tokens(h: int, shared: int) -> int:
+    return max((S for S in range(1, MOST_TOKENS + 1) if tile_size(S * shared, 1) * tile_size(h, 1) <= MOST_COLUMNS), default=0)
 
 
 def few_scores(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 
 import msgspec
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,6 +23,7 @@ from nsa_sel.backends._triton.choose_rows import PROBES, keys_until, span_of, st
 from nsa_sel.backends._triton.combine import SMS_WHEN_INTERPRETED
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel, cached_kernel
 from nsa_sel.backends._triton.tiles import aligned, descriptor
+from nsa_sel.backends.launcher.buffers import unwritten
 from nsa_sel.core.call import ChooseCall, Pool, Rule, device_info
 from nsa_sel.settings.schema import KernelConfig
 
@@ -154,7 +154,7 @@ def _scores_of_tiles(call: ChooseCall, scores: Tensor, config: KernelConfig, pos
     k_scale, page = None if call.scales is None else call.scales.k, 0 if table is None else call.k.shape[2]
     if page % config.block_l and page % (config.block_l // 2) == 0:  # TMA takes steps within a page
         config = msgspec.structs.replace(config, block_l=config.block_l // 2)
-    starts = torch.empty(requests + 1, dtype=torch.int32, device=cu.device)
+    starts = unwritten(cu, requests + 1)
     counter = cached_kernel(tile_starts_kernel, LEAST=least, TOKENS=config.rows, COUNT=COUNTED, num_warps=4)
     counter.launch(1, (cu, starts), (T, call.start, requests))
     cache = Cache(True, page, call.scales is not None and call.scales.page_keys > 0)

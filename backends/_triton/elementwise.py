@@ -306,13 +306,6 @@ def store_head(row, first, second, rest, exists, HALF: tl.constexpr, REST: tl.co
 
 
 @triton.jit
-def load_scale(weight, HALF: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, WIDE: tl.constexpr):
-    """Load 1 + weight as `load_head` loads a row: [1, BLOCK] twice and [1, BLOCK_REST]."""
-    first, second, rest = load_head(weight + tl.zeros([1], tl.int32), None, HALF, REST, BLOCK, BLOCK_REST, WIDE)
-    return 1.0 + first, 1.0 + second, 1.0 + rest
-
-
-@triton.jit
 def dot_of_rows(a, b, REST: tl.constexpr):
     """Return the sums of products [ROWS] of two tuples that `load_head` loads."""
     total = tl.sum(a[0] * b[0], 1) + tl.sum(a[1] * b[1], 1)
@@ -321,73 +314,55 @@ def dot_of_rows(a, b, REST: tl.constexpr):
 
 @triton.jit
 def norm_rotate_kernel(
-    x, weight, cos, sin, out, strides, sequence_angles, rows, S, H, eps,
+    x, weight, cos, sin, do, out, part_dw, strides, sequence_angles, rows, S, H, eps,
     HALF: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Store out = x / rms(x) (1 + weight), rounded, for rows x [B,S,H,2 * HALF + REST]; the first 2 * HALF columns
-    rotated. strides: of x and out; angles as of `rotate_kernel`."""
-    WIDE: tl.constexpr = cos.dtype.element_ty
-    b, s, head, exists = head_rows(rows, S, H, ROWS)
-    x_row = load_head(rows_of(x, strides[0], b, s, head), exists, HALF, REST, BLOCK, BLOCK_REST, WIDE)
-    scale = load_scale(weight, HALF, REST, BLOCK, BLOCK_REST, WIDE)
-    r = tl.rsqrt(dot_of_rows(x_row, x_row, REST) / (2 * HALF + REST) + eps)[:, None]
-    first = (x_row[0] * r * scale[0]).to(x.dtype.element_ty).to(WIDE)
-    second = (x_row[1] * r * scale[1]).to(x.dtype.element_ty).to(WIDE)
-    at = b * sequence_angles + s * HALF
-    c, d = load_columns(cos + at, exists, 0, HALF, BLOCK), load_columns(sin + at, exists, 0, HALF, BLOCK)
-    to = rows_of(out, strides[1], b, s, head)
-    store_head(to, first * c - second * d, first * d + second * c, x_row[2] * r * scale[2], exists, HALF, REST)
+    """Store out = y (1 + weight), y = x / rms(x), rounded, for rows x [B,S,H,2 * HALF + REST], the first 2 * HALF columns
+    rotated. Or, if do is not None, out = dx, and this program's sum of dw to part_dw [programs, 2 * HALF + REST]:
 
+        dw = sum over rows of g y,  dx = (g (1 + w) - y mean(g (1 + w) y)) / rms(x),  with g = do, rotated back
 
-@triton.jit
-def norm_rotate_backward_kernel(
-    x, weight, cos, sin, do, dx, part_dw, strides, sequence_angles, rows, S, H, eps,
-    HALF: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Store dx of `norm_rotate_kernel`, and this program's sum of dw to part_dw [programs, 2 * HALF + REST].
-
-    With y = x / rms(x) and g = do, rotated back:  dw = sum over rows of g y,
-    dx = (g (1 + w) - y mean(g (1 + w) y)) / rms(x). strides: of x, do and dx.
+    strides: of x, out and do; angles as of `rotate_kernel`.
     """
     WIDE: tl.constexpr = cos.dtype.element_ty
     D: tl.constexpr = 2 * HALF + REST
     b, s, head, exists = head_rows(rows, S, H, ROWS)
-    x_row = load_head(rows_of(x, strides[0], b, s, head), exists, HALF, REST, BLOCK, BLOCK_REST, WIDE)
-    do_row = load_head(rows_of(do, strides[1], b, s, head), exists, HALF, REST, BLOCK, BLOCK_REST, WIDE)
-    scale = load_scale(weight, HALF, REST, BLOCK, BLOCK_REST, WIDE)
+    y = load_head(rows_of(x, strides[0], b, s, head), exists, HALF, REST, BLOCK, BLOCK_REST, WIDE)
+    r = tl.rsqrt(dot_of_rows(y, y, REST) / D + eps)[:, None]
+    y = y[0] * r, y[1] * r, y[2] * r
+    w = load_head(weight + tl.zeros([1], tl.int32), None, HALF, REST, BLOCK, BLOCK_REST, WIDE)  # [1, BLOCK] twice, [1, BLOCK_REST]
     at = b * sequence_angles + s * HALF
     c, d = load_columns(cos + at, exists, 0, HALF, BLOCK), load_columns(sin + at, exists, 0, HALF, BLOCK)
-    g = do_row[0] * c + do_row[1] * d, do_row[1] * c - do_row[0] * d, do_row[2]
-    r = tl.rsqrt(dot_of_rows(x_row, x_row, REST) / D + eps)[:, None]
-    y = x_row[0] * r, x_row[1] * r, x_row[2] * r
-    to_dw = part_dw + tl.program_id(0).to(tl.int64) * D + tl.zeros([1], tl.int32)
-    one = tl.full([1], 1, tl.int1)
-    store_head(
-        to_dw, tl.sum(g[0] * y[0], 0)[None, :], tl.sum(g[1] * y[1], 0)[None, :], tl.sum(g[2] * y[2], 0)[None, :], one, HALF, REST
-    )  # fmt: skip
-    g = g[0] * scale[0], g[1] * scale[1], g[2] * scale[2]
-    mean = (dot_of_rows(g, y, REST) / D)[:, None]
-    to = rows_of(dx, strides[2], b, s, head)
-    store_head(to, (g[0] - y[0] * mean) * r, (g[1] - y[1] * mean) * r, (g[2] - y[2] * mean) * r, exists, HALF, REST)
+    to = rows_of(out, strides[1], b, s, head)
+    if do is None:
+        first, second = (y[0] * (1.0 + w[0])).to(x.dtype.element_ty).to(WIDE), (y[1] * (1.0 + w[1])).to(x.dtype.element_ty).to(WIDE)
+        store_head(to, first * c - second * d, first * d + second * c, y[2] * (1.0 + w[2]), exists, HALF, REST)
+    else:
+        g = load_head(rows_of(do, strides[2], b, s, head), exists, HALF, REST, BLOCK, BLOCK_REST, WIDE)
+        g = g[0] * c + g[1] * d, g[1] * c - g[0] * d, g[2]
+        to_dw = part_dw + tl.program_id(0).to(tl.int64) * D + tl.zeros([1], tl.int32)
+        sums = tl.sum(g[0] * y[0], 0)[None, :], tl.sum(g[1] * y[1], 0)[None, :], tl.sum(g[2] * y[2], 0)[None, :]
+        store_head(to_dw, sums[0], sums[1], sums[2], tl.full([1], 1, tl.int1), HALF, REST)
+        g = g[0] * (1.0 + w[0]), g[1] * (1.0 + w[1]), g[2] * (1.0 + w[2])
+        mean = (dot_of_rows(g, y, REST) / D)[:, None]
+        store_head(to, (g[0] - y[0] * mean) * r, (g[1] - y[1] * mean) * r, (g[2] - y[2] * mean) * r, exists, HALF, REST)
 
 
-def norm_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, do: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Return x [B,S,H,D] normed and rotated; or, of do [B,S,H,D], dx and dw [D] in the angles' dtype."""
+def norm_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, do: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Return x [B,S,H,D] normed and rotated, and None; or, of do [B,S,H,D], dx and dw [D] in the angles' dtype."""
     (B, S, H, D), half = x.shape, cos.shape[2]
-    x, out, block = _unit(x), torch.empty(x.shape, dtype=x.dtype, device=x.device), tile_size(half)
+    x, do, out = _unit(x), None if do is None else _unit(do), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = max(1, (NORM_TILE if x.is_cuda else INTERPRETED_TILE) // tile_size(D))
-    programs, block_rest = -(-B * S * H // rows), tile_size(max(1, D - 2 * half))
-    read = [x] if do is None else [x, _unit(do)]
-    numbers = tuple(y.stride()[:3] for y in (*read, out)), 0 if len(cos) == 1 else S * half, B * S * H, S, H, float(eps)
-    dw = cos.new_empty(0 if do is None else programs, D)
+    programs = -(-B * S * H // rows)
+    dw = None if do is None else cos.new_empty(programs, D)
     if out.numel():
-        kernel = _norm_rotate_kernel(do is not None, half, D - 2 * half, block, block_rest, rows)
-        tensors = (out,) if do is None else (read[1], out, dw)
-        kernel.launch(programs, (x, weight.contiguous(), cos, sin, *tensors), numbers)
-    return (out,) if do is None else (out, dw.sum(0))
+        strides = tuple(y.stride()[:3] for y in (x, out, out if do is None else do))
+        numbers = strides, 0 if len(cos) == 1 else S * half, B * S * H, S, H, float(eps)
+        _norm_rotate_kernel(half, D - 2 * half, rows).launch(programs, (x, weight.contiguous(), cos, sin, do, out, dw), numbers)
+    return out, None if dw is None else dw.sum(0)
 
 
 @functools.lru_cache(REMEMBERED)
-def _norm_rotate_kernel(backward: bool, half: int, rest: int, block: int, block_rest: int, rows: int) -> Kernel:
-    function = norm_rotate_backward_kernel if backward else norm_rotate_kernel
-    return Kernel(function, HALF=half, REST=rest, BLOCK=block, BLOCK_REST=block_rest, ROWS=rows, num_warps=4)
+def _norm_rotate_kernel(half: int, rest: int, rows: int) -> Kernel:
+    blocks = {"BLOCK": tile_size(half), "BLOCK_REST": tile_size(max(1, rest))}
+    return Kernel(norm_rotate_kernel, HALF=half, REST=rest, **blocks, ROWS=rows, num_warps=4)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import triton
@@ -19,8 +18,7 @@ from torch import Tensor
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.tiles import tile_size
 from nsa_sel.backends.launcher.buffers import unwritten
-from nsa_sel.backends.launcher.cuda_driver import relaxed, stream_of
-from nsa_sel.backends.launcher.replay import Recordings
+from nsa_sel.backends.launcher.cuda_driver import relaxed
 
 ENTRIES = 128  # entries per program: rows of few blocks share one
 MOST_SORTED = 1024  # most blocks per row that a program sorts
@@ -75,9 +73,8 @@ def store_ranges(ranges, start, end, at, listed):
 
 
 def block_ranges(
-    indices: Tensor, counts: Tensor | None, block_size: int, dtype: torch.dtype, find_unique: bool, recordings: dict[Any, Any],
-    captured: bool = False,
-) -> tuple[Tensor, Tensor | None] | None:  # fmt: skip
+    indices: Tensor, counts: Tensor | None, block_size: int, dtype: torch.dtype, find_unique: bool, captured: bool = False
+) -> tuple[Tensor, Tensor | None] | None:
     """Return ranges [B,S,G,n,2] from block indices, and with find_unique the ranges of distinct blocks if n is small
     enough to sort. None in a CUDA graph whose capture would have to load the kernel.
 
@@ -87,7 +84,6 @@ def block_ranges(
         block_size: keys per block.
         dtype: dtype of the ranges.
         find_unique: whether to compute distinct ranges.
-        recordings: of calls that differ only in the values of the tensors (launcher/replay.py).
         captured: whether a CUDA graph captures the call.
     """
     sorts = find_unique and indices.shape[3] <= MOST_SORTED
@@ -96,22 +92,11 @@ def block_ranges(
         made = indices.new_empty(0, dtype=dtype)
         if not _is_loaded(indices.shape, made, *tensors, made if sorts else None, block_size):
             return None
-    of_class = recordings.get(sorts)
-    if captured or of_class is None:  # do not record the first call: most classes occur once
-        recordings.setdefault(sorts, Recordings())
-        ranges = _block_ranges(*tensors, block_size, dtype, sorts)
-    else:
-        stream = stream_of(indices.get_device()) if indices.is_cuda else 0
-        addresses = [0 if x is None else x.data_ptr() for x in tensors]
-        ranges = of_class.run(addresses, stream, {}, lambda: _block_ranges(*tensors, block_size, dtype, sorts))
-    return ranges[0], ranges[1] if sorts else None
-
-
-def _block_ranges(indices: Tensor, counts: Tensor | None, block_size: int, dtype: torch.dtype, sorts: bool) -> tuple[Tensor, ...]:
     B, S, G, n = indices.shape
-    ranges = [unwritten(indices, B, S, G, n, 2, dtype=dtype) for _ in range(1 + sorts)]
-    _launch(indices.shape, ranges[0], indices, counts, ranges[1] if sorts else None, block_size)
-    return tuple(ranges)
+    ranges = unwritten(indices, B, S, G, n, 2, dtype=dtype)
+    unique = unwritten(indices, B, S, G, n, 2, dtype=dtype) if sorts else None
+    _launch(indices.shape, ranges, *tensors, unique, block_size)
+    return ranges, unique
 
 
 def distinct_ranges(ranges: Tensor, block_size: int, captured: bool = False) -> Tensor | None:

@@ -25,6 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.rows import row_position
 from nsa_sel.backends._triton.tiles import tile_size
+from nsa_sel.backends.launcher.buffers import unwritten
 
 WIDE, WIDE_IF_FEW = 4096, 16384  # most blocks of a row in registers, and of at most FEW_WIDE rows, for which latency counts
 FEW_WIDE = 256
@@ -337,7 +338,7 @@ def top_n(
     }
     if width > (WIDE_IF_FEW if B * S * G <= FEW_WIDE else WIDE):
         chunk, room = tile_size(2 * n, CHUNK), tile_size(2 * n, LEAST_KEPT)
-        scratch = torch.empty(B * S * G, room, dtype=torch.int32, device=scores.device)
+        scratch = unwritten(scores, B * S * G, room, dtype=torch.int32)
         warps = max(1, min(16, chunk // CHUNK_PER_WARP)) if warps is None else warps
         kernel = _wide_rows_kernel(chunk, room, warps, **constants)
         kernel.launch(B * S * G, (scores, q_pos, out, scratch), (*strides, start, S, G, blocks, n, first, local))

@@ -142,7 +142,10 @@ def _start_join(source: str, call: Call, width: int, unit: Unit, masks: Shared, 
 
 
 def _turns(call: Call, lists: KeyToRows) -> int:
-    """Return how many streams the units alternate between, each with its share of the partials' memory."""
+    """Return how many streams the units alternate between, each with its share of the partials' memory. Packed batches
+    have one, because their passes are replayed."""
+    if call.block_table is not None:
+        return 1
     B, S, G = call.q.shape[:3]
     return min(STREAMS, lists.pairs) if lists.pairs * lists.section < B * S * G else 1
 

@@ -196,13 +196,6 @@ def _problem(call: Call, ranges: Tensor, indexed_block: int, G: int) -> tuple[An
     )  # fmt: skip
 
 
-def problem_aligned(call: Call, values: tuple[Any, ...]) -> bool:
-    """Return `aligned(q, k, v)`, computed from the addresses and strides in the values of `problem`, which is
-    faster."""
-    q, a, b, c, d, k, e, f, g, v, h, i, j = values[:13]
-    return ((q | k | v) % 16 == 0 == (a | b | c | d | e | f | g | h | i | j) % 8) or aligned(call.q, call.k, call.v)
-
-
 def aligned(*tensors: Tensor) -> bool:
     """Return whether all rows begin at multiples of 16 bytes, so that they can be copied 16 bytes at a time."""
     addresses = steps = 0  # bitwise OR: all are multiples of a power of two if the OR is

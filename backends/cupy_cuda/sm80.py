@@ -135,7 +135,7 @@ def forward_rows(call: Call) -> tuple[Tensor, Tensor]:
     page, block = launch.page_of(call), call.selection.block_size
     listed, named = launch.named_blocks(call, MOST_NAMED)
     problem = launch.problem(call, *listed)
-    longest, aligned = call.selection.length_bound(call.S_kv), launch.problem_aligned(call, problem)
+    longest, aligned = call.selection.length_bound(call.S_kv), launch.aligned(call.q, call.k, call.v)
     macros, shape, head_tiles, splits, combined = row_plan(
         rows, h, Dk, Dv, longest, bf16, aligned, facts.sm, facts.sm_count, facts.shared_memory,
         page, bool(page and block and page % block == 0), 0 if named is None or block is None else block, named or 0,

@@ -6,9 +6,10 @@ buffer for all temporaries, fill in the addresses, and launch the kernels. A pas
 selection is recorded with them: their kernels are launched by the same replay, and their tensors lie in one buffer,
 which the selection keeps. A call whose selection has these plans already replays another recording, without them.
 
-A recording holds no tensor and no address. A pass is never recorded if it compiles, runs a PyTorch operation, or passes
-an address that belongs to none of its tensors or to several; it then always runs as Python. So do all passes during a
-CUDA graph capture.
+A recording holds no tensor and no address. A pass is never recorded if it compiles, runs a PyTorch operation that is
+neither a view nor an allocation, or passes an address that belongs to none of its tensors or to several; it then always
+runs as Python. So do all passes during a CUDA graph capture. Calls over caches are recorded whole, from the checked
+arguments on (core/run.py, `Repeated`); plans are then temporaries like others.
 """
 
 from __future__ import annotations
@@ -49,8 +50,12 @@ MOST_RECORDINGS, MOST_READY = 1024, 1024  # in the process; per thread, for each
 MOST_BATCHES, NEW_ADDRESSES = 128, 8  # see `_Ready`
 _numbers = itertools.count()
 _recordings: deque[tuple[list[Recording], Recording]] = deque()  # every recording, with the list that holds it, oldest first
-# Operations that launch nothing.
-_VIEWS = (torch.ops.aten.slice.Tensor, torch.ops.aten.view.default, torch.ops.aten.view.dtype)
+_aten = torch.ops.aten
+_VIEWS = (  # operations that launch nothing
+    _aten.slice.Tensor, _aten.view.default, _aten.view.dtype, _aten.transpose.int, _aten.unbind.int, _aten.squeeze.dim,
+    _aten.detach.default,
+)  # fmt: skip
+_ALLOCATIONS = (_aten.empty.memory_format, _aten.new_empty.default)
 _CODES = re.compile(r"(\d*)(\D)")  # count and code in a struct format
 _INPUT, _OFFSET, _MAP, _CONSTANT = range(4)  # sections of the table of `_Ready.batch`
 
@@ -76,6 +81,7 @@ class Recording(NamedTuple):
     arguments: struct.Struct  # packs the arguments of all launches
     values: Callable[[list[Any]], tuple[Any, ...]]  # takes these arguments from the table
     kernels: tuple[Any, ...]  # kernel objects, held so that their code stays loaded
+    decided: tuple[tuple[Any, Any], ...] | None  # of a whole call (core/run.py): the decision and request of each of its passes
 
 
 class Recordings:
@@ -108,12 +114,14 @@ class Recordings:
     def run(self, addresses: list[int], stream: int, kept: Plans, work: Callable[[], Any], call: Call = None) -> Any:
         """Return `work()`, a pass, replayed or run, and recorded if it can be. Other arguments are those of `replay`."""
         result = self.replay(addresses, stream, kept, call)
-        if result is not None:
-            return result
-        unfit = thread.recording is not None or functools.reduce(operator.or_, addresses) & 15 or _fills() or cuda_driver.hooked()
-        if unfit or self.failed == TRIES:
+        return self.record(addresses, work, call) if result is None else result
+
+    def record(self, addresses: list[int], work: Callable[[], Any], call: Call = None, whole: bool = False) -> Any:
+        """Return `work()`, recorded if it can be. whole: a call whose class tells how each address is aligned."""
+        unaligned = functools.reduce(operator.or_, addresses) & 15 and not whole
+        if unaligned or thread.recording is not None or _fills() or cuda_driver.hooked() or self.failed == TRIES:
             return work()
-        recorder = Recorder(addresses)
+        recorder = Recorder(addresses, whole)
         with recorder:
             result = work()
         recording = recorder.finished(result)
@@ -201,14 +209,14 @@ def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *n
     with this key.
 
     During a CUDA graph capture the plan is built every time: a graph replay must follow ranges written since the
-    capture, and a plan built in a capture holds no data until the graph is replayed.
+    capture, and a plan built in a capture holds no data until the graph is replayed. So it is in a whole call's recording.
     """
-    if call.capturing():
+    recorder: Recorder | None = thread.recording
+    if call.capturing() or (recorder is not None and recorder.decided is not None):
         return Plan(build(call, *numbers))
     # `()` or `(q_pos, lengths)`: part of the key, so that replays, which have neither, take no plan of other positions
     made_from = () if call.q_pos is None and call.lengths is None else (call.q_pos, call.lengths)
     key = (*key, *numbers, call.k.shape[2], call.groups_per_selection, bool(made_from))
-    recorder: Recorder | None = thread.recording
     if recorder is None:
         return Plan(call.selection.plan(key, lambda: build(call, *numbers), *made_from))
     if key not in recorder.plans:  # the selection of an inference mode keeps nothing
@@ -220,14 +228,15 @@ def replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, .
     """Return `work(call, *given)`, a pass, run or replayed.
 
     Its kernels read q, k, v, the tensors in `given`, and `Call.union_ranges`; in the forward pass of few rows (without
-    `given`) `Call.listed`. A pass of few rows that reads the disjoint ranges is never recorded. A forward pass of more
-    rows from block indices makes their ranges, too.
+    `given`) `Call.listed`. A pass of few rows that reads the disjoint ranges is never recorded. A pass of more rows from
+    block indices makes their ranges, too.
     """
     known, settings, selection = call.known, call.settings, call.selection
     if REPEATED not in known or call.workspace is not None or call.capturing():
         return work(call, *given)
-    few = not given and call.q.shape[1] <= FEW_TOKENS
-    made_here = not (given or settings.debug_triton or selection.unsearched or torch.is_inference_mode_enabled())
+    few_rows = call.q.shape[1] <= FEW_TOKENS
+    few = few_rows and not given
+    made_here = not (few_rows or settings.debug_triton or selection.unsearched or torch.is_inference_mode_enabled())
     indices = selection.indices if few or made_here else None
     snapshot = None if indices is not None else selection.current()
     kept, exact = ({}, None) if snapshot is None else (snapshot.plans, snapshot.exact)
@@ -250,9 +259,9 @@ def replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, .
         result = recordings.run(addresses, stream, kept, lambda: work(call, *given), call)
     elif recordings.failed == TRIES:  # one of its plans can't be recorded
         selection.counted  # noqa: B018  # makes the ranges
-        return replayed(call, work)
+        return replayed(call, work, given)
     else:
-        result = recordings.run(addresses, stream, kept, lambda: work(call) if few else _with_ranges(call, work))
+        result = recordings.run(addresses, stream, kept, lambda: work(call) if few else _with_ranges(call, work, given))
         if on in kept:
             selection.keep(kept[on], kept[on].buffer, stream, kept)
     if recordings.made and exact is None and not settings.debug_nvtx:
@@ -260,14 +269,14 @@ def replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, .
     return result
 
 
-def _with_ranges(call: Call, work: Callable[..., Any]) -> Any:
-    """Make the ranges of a call's block indices, and run a forward pass; its recording builds them as a plan."""
+def _with_ranges(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, ...]) -> Any:
+    """Make the ranges of a call's block indices, and run a pass; its recording builds them as a plan."""
     call.selection.counted  # noqa: B018
     recorder: Recorder | None = thread.recording
     if recorder is not None:
         recorder.plans[DISJOINT] = call.selection._made.plan
         recorder.built.append(DISJOINT)
-    return work(call)
+    return work(call, *given)
 
 
 def _kind(selection: Any, indices: Tensor | None) -> int:
@@ -281,11 +290,12 @@ def _add_shortcut(call: Call, recordings: Recordings, given: tuple[Tensor | None
     if not given:
         if not call.may_repeat():
             call.known.setdefault("forward", Shortcut(())).recordings[kind] = recordings
-    elif "backward" not in call.known and given[-1] is None and results == 3:
+    elif given[-1] is None and results == 3:
         tensors = [call.q, call.k, call.v, *(x for x in given if x is not None)]
-        if len({id(x) for x in tensors}) == len(tensors) == 6:
-            call.known["backward"] = shortcut = Shortcut(tensors)
-            shortcut.recordings[kind] = recordings
+        if "backward" not in call.known and len({id(x) for x in tensors}) == len(tensors) == 6:
+            call.known["backward"] = Shortcut(tensors)
+        if "backward" in call.known:
+            call.known["backward"].recordings[kind] = recordings
 
 
 def checked(recordings: dict[Any, Any], key: Any, addresses: list[int], backend: Callable[..., Any], work: Callable[[], Any]) -> Any:
@@ -347,7 +357,7 @@ class _Ready:
         self.recording, self.stream = recording, stream
         self.given = tuple([(*key, *on) for key in recording.given])  # keys of its plans on the stream
         self.built = {(*key, *on): facts for key, facts in recording.built.items()}
-        self.outputs = tuple(zip(*recording.outputs, strict=True))  # sizes, strides and dtypes
+        self.outputs = tuple(zip(*recording.outputs, strict=True)) or ((), (), ())  # sizes, strides and dtypes
         self.batches: dict[tuple[int, ...], Batch] = {}  # by addresses
         self.missed = 0
 
@@ -400,7 +410,7 @@ class _Ready:
         within these; tensor maps; packed constants.
         """
         recording, table = self.recording, list[Any](addresses)
-        if functools.reduce(operator.or_, addresses) & 15:
+        if recording.decided is None and functools.reduce(operator.or_, addresses) & 15:
             return None
         table += [table[entry] + offset for entry, offset in recording.offsets]
         maps = [encode(table[entry]) for entry, encode in recording.maps]
@@ -440,8 +450,9 @@ class _Span(NamedTuple):
 class Recorder:
     """Record one pass of this thread inside a `with` block. `refused` becomes True if the pass cannot be replayed."""
 
-    def __init__(self, inputs: list[int]) -> None:
+    def __init__(self, inputs: list[int], whole: bool = False) -> None:
         self.inputs, self.refused = inputs, False
+        self.decided: list[tuple[Any, Any]] | None = [] if whole else None  # see `Recording`
         self.made: list[Tensor] = []  # tensors that `unwritten` allocated
         self.plans: dict[tuple[Any, ...], Plan] = {}  # by key
         self.built: list[tuple[Any, ...]] = []  # keys of the plans that the pass builds
@@ -500,10 +511,12 @@ class Recorder:
         kept = [x for value in built for x in tensors_of(value)]
         given = {key: plan for key, plan in self.plans.items() if key not in self.built}
         of_given = [x for plan in given.values() for x in tensors_of(plan.value)]
-        own = [x for x in self.made if not any(x is y for y in outputs + kept)]
+        sizes, results = {x.data_ptr(): x.nbytes for x in self.made}, {x.data_ptr() for x in outputs + kept}
+        own = [x for x in self.made if x.data_ptr() not in results]
         if (
             self.refused
-            or not outputs
+            or not self.made
+            or any(sizes.get(x.data_ptr()) != x.nbytes or not x.is_contiguous() for x in outputs)  # results may be views
             or not all(isinstance(value, tuple) and all(isinstance(x, Tensor | int | None) for x in value) for value in (result, *built))
             or len(outputs) != len(result)
             or len(own) + len(kept) + len(outputs) != len(self.made)
@@ -526,12 +539,13 @@ class Recorder:
         if table.refused:
             return None
         return Recording(
-            next(_numbers), outputs[0].get_device(), allocator(outputs[0]),
+            next(_numbers), self.made[0].get_device(), allocator(self.made[0]),
             tuple((tuple(x.shape), contiguous(tuple(x.shape)), x.dtype) for x in outputs), scratch, kept_bytes, tuple(given),
             {key: self.builders[key] for key in given if key in self.by_python},
             self._built(iter(in_kept)), tuple(table.offsets), tuple(table.maps), tuple(table.constants),
             tuple((table.entry(location), size) for location, size in cleared), tuple(table.steps),
             struct.Struct(table.codes), _getter([table.entry(location) for location in table.locations]), tuple(self.kernels),
+            None if self.decided is None else tuple(self.decided),
         )  # fmt: skip
 
     def _built(self, spans: Iterator[_Span]) -> dict[tuple[Any, ...], tuple[Any, ...]]:
@@ -633,6 +647,9 @@ class _RefuseOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # True would import dynamo, which takes two seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.recorder is not None and thread.recording is self.recorder and func not in _VIEWS:
-            self.recorder.refused = True
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if self.recorder is not None and thread.recording is self.recorder:
+            if func in _ALLOCATIONS:
+                self.recorder.made.append(result)
+            self.recorder.refused |= func not in (*_VIEWS, *_ALLOCATIONS)
+        return result

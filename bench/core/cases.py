@@ -37,8 +37,9 @@ class Case(NamedTuple):
     """The sizes of one case, which are the first keys of a measured row.
 
     distribution: random (scores from a normal distribution), `ALIKE`, real (SmolLM2's selections), trained (those of a
-        model that was trained with NSA), packed (random within each sequence of `packed_bounds`), one of `SPANS`,
-        `PER_HEAD` or `PER_HEAD_ALIKE` (k and v have G / HEADS_PER_KV groups), or `CHOICE`.
+        model that was trained with NSA), indexer (of one with `MSAttention`), packed (random within each sequence of
+        `packed_bounds`), one of `SPANS`, `PER_HEAD` or `PER_HEAD_ALIKE` (k and v have G / HEADS_PER_KV groups), or
+        `CHOICE`.
     n: ranges per row, of `block` keys each, or of any length if block is 0.
 
     The layers of a real case, and the keys that a row of spans selects, are only in its name (`layers_of`,
@@ -162,8 +163,11 @@ OF_LAYERS = [
     for some in (*ALONE, *FOURS)
     for h in (16, 4, 1)
 ]
-# Whole texts of the contexts that models were trained at, for each file that a checkout has.
-TRAINED = prefills(*(("trained", S) for S in (32, 64) if (DATA / f"trained_{S * 1024}.npz").exists()))
+# Whole texts of the contexts that models were trained at, for each file that a checkout has: blocks by NSA, and by an
+# indexer that learned.
+TRAINED, INDEXED = (
+    prefills(*((kind, S) for S in (8, 32, 64) if (DATA / f"{kind}_{S * 1024}.npz").exists())) for kind in ("trained", "indexer")
+)
 MODELS = {  # docs/choosing.md: G, h, Dk, Dv, n, block
     "nsa": (4, 16, 192, 128, 16, 64),
     "minimax-m3": (4, 16, 128, 128, 16, 128),
@@ -339,26 +343,27 @@ def layer_selection(layers: list[int], device: torch.device | str) -> Selection:
 
 
 def trained_selection(case: Case, device: torch.device | str) -> Selection:
-    """Return the blocks that a model trained with NSA chose over one long text: the first S rows of the shortest file
-    that has as many, for the groups of the layers in the case's name, or for G of all (layer, group) maps, evenly spread.
+    """Return the blocks that a trained model chose over one long text: the first S rows of the shortest file that has
+    as many, for the groups of the layers in the case's name, or for G of all (layer, group) maps, evenly spread.
 
-    A file trained_CONTEXT.npz (bench/data/README.md) holds, for each layer, one bit per group, block and row: 1 where
-    the row and the row before it differ in choosing the block.
+    A file trained_CONTEXT.npz or indexer_CONTEXT.npz (bench/data/README.md) holds, for each layer, one bit per group,
+    block and row: 1 where the row and the row before it differ in choosing the block.
     """
-    context = min((trained.S for trained in TRAINED if trained.S >= case.S), default=None)
+    kind = case.distribution
+    context = min((each.S for each in (*TRAINED, *INDEXED) if each.S >= case.S and each.distribution == kind), default=None)
     if context is None:
         raise NsaSelError(f"bench/data has no selections of a trained model over {case.S} tokens. Remedy: take fewer, in a checkout.")
-    by_layer = _trained_layers(context).transpose(1, 2)  # [layers,groups,context,n]
+    by_layer = _trained_layers(f"{kind}_{context}.npz", context).transpose(1, 2)  # [layers,groups,context,n]
     layers, maps = layers_of(case.case), by_layer.flatten(0, 1)
     chosen = by_layer[layers].flatten(0, 1) if layers else maps[[len(maps) * (2 * i + 1) // (2 * case.G) for i in range(case.G)]]
     return Selection.from_blocks(chosen[:, : case.S].transpose(0, 1)[None].to(device), 64, disjoint=True)
 
 
 @lru_cache(1)
-def _trained_layers(context: int) -> Tensor:
+def _trained_layers(file: str, context: int) -> Tensor:
     """Return the block indices of every layer of a file, ascending in each row: [layers,context,groups,16] int16."""
     found = []
-    with np.load(DATA / f"trained_{context}.npz") as arrays:
+    with np.load(DATA / file) as arrays:
         for name in sorted(name for name in arrays.files if name.startswith("layer")):
             bits = np.unpackbits(arrays[name], axis=-1, count=context)  # [groups,blocks,context]
             chosen = np.bitwise_xor.accumulate(bits, axis=-1).view(bool)
@@ -430,7 +435,7 @@ def make_selection(case: Case, device: torch.device | str, seed: int = 0) -> Sel
         return span_selection(case, device, seed)
     if case.distribution in ("random", ALIKE, *PER_HEADS, "packed"):
         return (packed_selection if case.distribution == "packed" else random_selection)(case, device, seed)
-    if case.distribution == "trained":
+    if case.distribution in ("trained", "indexer"):
         return trained_selection(case, device)
     layers = layers_of(case.case)
     return layer_selection(layers, device) if layers else real_selection(case.G, device, case.S)

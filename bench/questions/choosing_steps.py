@@ -33,6 +33,7 @@ from nsa_sel.bench.core.command_line import Out, echo, need_gpu, program
 from nsa_sel.bench.core.peers import functions
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.core.timing import Spread, Timing, milliseconds, replayed_milliseconds
+from nsa_sel.bench.questions.host_time import CALLS, microseconds
 from nsa_sel.choosing import choose_blocks
 from nsa_sel.core.registry import backends
 from nsa_sel.quantize import quantize_e4m3
@@ -157,7 +158,7 @@ def step(
         choices |= {name: make(q.unsqueeze(1), kept, lengths, table, block, n) for name, make in peers.items()}
     rate = read_bandwidth()
     of_keys = {"page_size": page, "kv": stored, "floor_ms": kept.numel() * kept.element_size() / rate / 1e9, "read_tbs": rate}
-    of_requests = {"requests": requests} if requests else {}
+    of_requests = {"requests": requests, "host_us": microseconds(choices[""], CALLS, torch.cuda.synchronize)} if requests else {}
     for row in measured(model, q, k[:, :, 0], new, keys, choices, lambda work: replayed_milliseconds(work, Timing(rep))):
         yield row | of_requests | of_keys
 

@@ -3,10 +3,10 @@
     python -m nsa_sel.bench.questions.engines --out bench/results/h200/profiles/engines.jsonl
 
 Needs vLLM 0.32 or 0.33: its classes, metadata, pages and buffer. 4 KV groups of 16 heads, D 128, 16 of the blocks of 128
-keys, random numbers in bf16, K and V in bf16 or e4m3. Steps without prefilled tokens are timed by graph replay, as vLLM
-runs them, others call by call. Both classes attend to the blocks that vLLM's indexer chose. `same_blocks` is the share of
-tokens and groups for which both indexers choose the same set; `difference` is the largest one of the outputs, relative to
-the largest output.
+keys, random numbers in bf16, K and V in bf16 or e4m3. Steps of at most 4,096 tokens are timed by graph replay; those with
+prefilled tokens, which vLLM runs outside of its graphs, call by call. Both classes attend to the blocks that vLLM's
+indexer chose. `same_blocks` is the share of tokens and groups for which both indexers choose the same set; `difference` is
+the largest one of the outputs, relative to the largest output.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CASES: dict[str, tuple[int, list[tuple[int, int]]]] = {  # requests that decode 
     "decode-64, 4 chunks of 512": (64, [(512, 1024)] * 4),
     "decode-1": (1, []),
 }
-KEYS = 32768
+KEYS, MOST_REPLAYED = 32768, 4096
 SIZES = {"topk_blocks": n, "sparse_block_size": PAGE}
 
 
@@ -61,7 +61,7 @@ def metadata(decodes: int, prefills: list[tuple[int, int]]) -> tuple[Any, Any, i
             one = getattr(kind, f"MiniMaxM3{name}DecodeMetadata")
             decode = one(seq_lens=keys[:decodes], block_table=table[:decodes], decode_query_len=1, **longest)
         if new:
-            more = {"cu_seqlens_k": starts, "total_kv_blocks": 0} if name == "Sparse" else {}
+            more = {"cu_seqlens_k": starts, "total_kv_blocks": sum(pages[decodes:])} if name == "Sparse" else {}
             several = getattr(kind, f"MiniMaxM3{name}PrefillMetadata")
             prefill = several(
                 cu_seqlens_q=starts, seq_lens=keys[decodes:], context_lens=cached, block_table=table[decodes:], max_query_len=max(new),
@@ -117,25 +117,27 @@ def measured(case: str, kv: str, rep: float) -> Iterator[Row]:
     vllms, ours = outputs.values()
     facts = {"same_blocks": (chosen["vllm"] == chosen["nsa-sel"]).all(-1).float().mean().item()}
     facts["difference"] = ((vllms.float() - ours.float()).abs().max() / vllms.abs().max()).item()
-    timer = milliseconds if prefills else replayed_milliseconds
-    for part, name in itertools.product(("attention", "indexer"), parts):
-        row = {"case": case, "part": part, "contender": name, "kv": kv, "tokens": tokens, "pages": pages, **facts}
-        yield {**row, **timer(parts[name][part], Timing(rep)).fields()}
+    timers: dict[str, Any] = {"calls": milliseconds} if prefills else {}
+    if tokens <= MOST_REPLAYED:
+        timers["replay"] = replayed_milliseconds
+    for part, name, timed in itertools.product(("attention", "indexer"), parts, timers):
+        row = {"case": case, "part": part, "contender": name, "kv": kv, "timed": timed, "tokens": tokens, "pages": pages, **facts}
+        yield {**row, **timers[timed](parts[name][part], Timing(rep)).fields()}
 
 
 def table(rows: list[Row]) -> str:
-    """Return milliseconds of both parts, vLLM's over ours, by case and format of K and V."""
-    found: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
+    """Return milliseconds of both parts, vLLM's over ours, by case, format of K and V, and timing."""
+    found: dict[tuple[str, str, str], dict[tuple[str, str], float]] = {}
     for row in rows:
-        found.setdefault((row["case"], row["kv"]), {})[row["part"], row["contender"]] = row["ms_median"]
+        found.setdefault((row["case"], row["kv"], row["timed"]), {})[row["part"], row["contender"]] = row["ms_median"]
     lines = []
-    for (case, kv), times in found.items():
+    for case, times in found.items():
         cells = []
         for part in ("attention", "indexer"):
             vllm, ours = times[part, "vllm"], times.get((part, "nsa-sel"))
             cells.append(f"{vllm:.3f} / -" if ours is None else f"{vllm:.3f} / {ours:.3f} ({vllm / ours:.2f}x)")
-        lines.append((case, kv, *cells))
-    return markdown.table(["step", "K and V", "attention: vLLM / nsa-sel, ms", "indexer: vLLM / nsa-sel, ms"], lines, left=2)
+        lines.append((*case, *cells))
+    return markdown.table(["step", "K and V", "timed", "attention: vLLM / nsa-sel, ms", "indexer: vLLM / nsa-sel, ms"], lines, left=3)
 
 
 def main(

@@ -111,8 +111,8 @@ def measure(case: Case, parts: list[str], rep: float, device: str = "cuda") -> I
             work = loss_work(inputs, part) if loss else backward_work(inputs, part)
             row |= {"direction": "fwd+bwd" if loss else "bwd"}
             work()
-            decision = decisions()[-1]
-            row["backend"] = DENSE if part == "dense" else str(decision.forward if loss else decision.backward)
+            decision = None if part == "dense" else decisions()[-1]
+            row["backend"] = DENSE if decision is None else str(decision.forward if loss else decision.backward)
             row["workspace_bytes"] = workspace_bytes(work, device)
             row |= milliseconds(work, Timing(rep=rep), device).fields() | (errors(inputs, part) if loss else {})
         except torch.cuda.OutOfMemoryError:

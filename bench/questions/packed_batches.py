@@ -11,6 +11,7 @@ values of pages of 128 in one pool; from block indices, times by graph replay. C
     mixed-4    decode64, and chunks of 2k tokens behind prefixes of 0, 6k, 14k and 30k
 Backends: the policy's choice, "rows" without visits of blocks (decoding kernels for all rows), "contiguous"
 (selection_attention over keys in one piece, of a case of one request), and "dense" (cuDNN over all keys, of a prompt alone).
+`host_us` is the host's time for a call outside of a graph, without the wait for the GPU.
 `mae` is the mean difference of o from that of the policy's choice.
 `floor_ms` is what reading each row's keys (decoding) or each request's keys once, q, and writing o take at `copy_tbs`, the
 bandwidth of a copy measured in the same process, or the products at 785 TFLOP/s, if that is longer.
@@ -33,6 +34,8 @@ from nsa_sel.bench.core.command_line import Out, echo, need_gpu, program
 from nsa_sel.bench.core.contenders import dense_causal_sdpa
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.core.timing import Timing, copy_bandwidth, replayed_milliseconds
+from nsa_sel.bench.questions.host_time import CALLS, microseconds
+from nsa_sel.core.decide import forget_decisions
 from nsa_sel.selection import Selection
 from nsa_sel.serving import selection_attention_with_kvcache
 from nsa_sel.telemetry import events
@@ -46,7 +49,6 @@ CASES = {
     "mixed": ([*DECODING[0], 2048], [*DECODING[1], 32768]),
     "mixed-4": ([*DECODING[0], *[2048] * 4], [*DECODING[1], 2048, 8192, 16384, 32768]),
 }
-ALONE = ("decode64", "chunk", "prompt")  # cases of one kind of rows
 ALIKE = 32  # adjacent rows that select mostly the same blocks
 TFLOPS = 785.0
 
@@ -125,10 +127,12 @@ def measured(case: str, distribution: str, rep: float, copy_tbs: float) -> Itera
     kept, first = packed.LEAST_ROWS, step.attend().float()
     for name, work in works(step):
         packed.LEAST_ROWS = 1 << 30 if name == "rows" else kept
+        forget_decisions()  # and what was recorded with another value
         mae = float((work().view_as(first).float() - first).abs().mean())
         decided = name if name == "dense" else events.decisions()[-1].forward
         ran = {"case": case, "distribution": distribution, **sizes, "direction": "fwd", "backend": name, "ran": decided, "mae": mae}
-        yield {**ran, **replayed_milliseconds(work, Timing(rep)).fields(), **floor}
+        times = replayed_milliseconds(work, Timing(rep)).fields()
+        yield {**ran, **times, "host_us": microseconds(work, CALLS, torch.cuda.synchronize), **floor}
     packed.LEAST_ROWS = kept
 
 

@@ -60,7 +60,7 @@ SUITES = {
     "steps": Suite(cases.STEPS, rep=20, rows=4),
     "wide": Suite(cases.WIDE, rep=20, rows=4),
     "large": Suite(cases.LARGE, rep=20, rows=4),
-    "trained": Suite(cases.TRAINED, rows=16),
+    "trained": Suite([*cases.TRAINED, *cases.INDEXED], rows=16),
     "caches": Suite(cases.CACHES, rep=20),
     "packed": Suite(cases.PACKED, whole=True),
 }

@@ -224,15 +224,23 @@ def _traced(
         q = q.unsqueeze(1)
     needs_grad = transforms.needs_grad(q, k, v)
     o, lse = torch.ops.nsa_sel.selection_forward(
-        q, k, v, selection.ranges, q_pos, selection.block_size, selection.max_length, selection.disjoint, scale, backend, needs_grad
-    )
+        q, k, v, selection.listed if selection._made is None else selection.ranges, q_pos, selection.block_size, selection.max_length,
+        selection.disjoint, scale, backend, needs_grad,
+    )  # fmt: skip
     if decode:
         o, lse = o.squeeze(1), lse.squeeze(1)
     return (o, lse) if return_lse else o
 
 
+def _selection(listed: Tensor, block_size: int | None, max_length: int | None, disjoint: bool) -> Selection:
+    """Return the selection of an op's argument `listed`: block indices [B,S,G,n], or ranges [B,S,G,n,2]."""
+    if listed.dim() == 4 and block_size is not None:
+        return Selection.from_blocks(listed, block_size, disjoint=disjoint)
+    return Selection.unread(listed, block_size, max_length, disjoint)
+
+
 def _op_forward(
-    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, q_pos: Tensor | None, block_size: int | None, max_length: int | None,
+    q: Tensor, k: Tensor, v: Tensor, listed: Tensor, q_pos: Tensor | None, block_size: int | None, max_length: int | None,
     disjoint: bool, scale: float | None, backend: str | None, needs_grad: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if needs_grad and backend is None and (name := forced_name.get()) is not None:
@@ -241,16 +249,16 @@ def _op_forward(
             " pass may run outside of it; allowed: the argument backend= of selection_attention. Remedy: pass backend=, or set"
             " NSA_SEL_BACKEND."
         )
-    selection = Selection.unread(ranges, block_size, max_length, disjoint)
+    selection = _selection(listed, block_size, max_length, disjoint)
     o, lse, _ = run.run_forward(prepared(checked(q, k, v, selection, scale, q_pos, needs_grad, backend), backend))
     return o.contiguous(), lse.contiguous()  # as `_fake_forward` promises, whatever a backend of another package returns
 
 
 def _op_backward(
-    do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, ranges: Tensor,
+    do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, listed: Tensor,
     q_pos: Tensor | None, block_size: int | None, max_length: int | None, disjoint: bool, scale: float | None, backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    selection = Selection.unread(ranges, block_size, max_length, disjoint)
+    selection = _selection(listed, block_size, max_length, disjoint)
     with contextlib.nullcontext() if forced_name.get() is None else forcing(None):  # the forward pass had none
         # The forward pass has counted; where it could not (in a capture), both go by the prior.
         call, decision, *_ = prepared(checked(q, k, v, selection, scale, q_pos, True, backend, counts=False), backend)
@@ -259,13 +267,13 @@ def _op_backward(
 
 
 def _fake_forward(
-    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, q_pos: Tensor | None, block_size: int | None, max_length: int | None,
+    q: Tensor, k: Tensor, v: Tensor, listed: Tensor, q_pos: Tensor | None, block_size: int | None, max_length: int | None,
     disjoint: bool, scale: float | None, *_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    check_call(q, k, v, Selection.unread(ranges, block_size, max_length, disjoint), scale, q_pos, fake=True)
+    check_call(q, k, v, _selection(listed, block_size, max_length, disjoint), scale, q_pos, fake=True)
     rows = q.shape[:-1]
     return q.new_empty(*rows, v.shape[-1]), q.new_empty(rows, dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-_OPTIONS = "Tensor ranges, Tensor? q_pos, int? block_size, int? max_length, bool disjoint, float? scale, str? backend"
+_OPTIONS = "Tensor listed, Tensor? q_pos, int? block_size, int? max_length, bool disjoint, float? scale, str? backend"
 run.define("selection", _OPTIONS, 2, _op_forward, _op_backward, _fake_forward, function=Call.function)

@@ -156,10 +156,10 @@ def best_blocks(
     if transforms.traces(index.q, index.k):
         packed = (None, None) if bounds is None else (bounds.as_tensor(), bounds.most)
         return torch.ops.nsa_sel.choose_blocks(*index, list(rule), None if pool is None else list(pool), backend, tail, indices, *packed)  # type: ignore[no-any-return]
-    return _best_blocks(index, rule, pool, backend, tail, indices, cache, out, bounds)
+    return untraced_best_blocks(index, rule, pool, backend, tail, indices, cache, out, bounds)
 
 
-def _best_blocks(
+def untraced_best_blocks(
     index: Index, rule: Rule, pool: Pool | None, backend: str | None, tail: bool, indices: bool, cache: IndexCache | None = None,
     out: Tensor | None = None, bounds: Bounds | None = None,
 ) -> Tensor:  # fmt: skip
@@ -283,7 +283,7 @@ def _blocks(
 ) -> Tensor:  # fmt: skip
     index = Index(q, k, lse, S_kv, scale, q_pos)
     bounds = None if cu_seqlens is None else Bounds.of("cu_seqlens", cu_seqlens, q.shape[1], q, max_seqlen)
-    return _best_blocks(index, Rule(*rule), None if pool is None else Pool(*pool), backend, tail, indices, bounds=bounds)
+    return untraced_best_blocks(index, Rule(*rule), None if pool is None else Pool(*pool), backend, tail, indices, bounds=bounds)
 
 
 @_blocks.register_fake

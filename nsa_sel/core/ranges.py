@@ -205,7 +205,6 @@ class _Facts(NamedTuple):
     few: bool  # attention kernels can read the indices themselves, and skip duplicates
     kept: bool  # outside of a capture, indices stand for ranges until these are needed
     find_unique: bool
-    recordings: dict[Any, Any]
 
     @classmethod
     def of(cls, indices: Tensor, counts: Tensor | None, as_given: bool, block_size: int, disjoint: bool) -> _Facts:
@@ -216,7 +215,10 @@ class _Facts(NamedTuple):
         as_they_are = counts is None and indices.is_contiguous()
         # Without a version counter nobody would notice that indices were written before their first use.
         kept = as_they_are and not indices.is_inference() and (few or not torch.is_inference_mode_enabled())
-        return cls(as_given, dtype, few and as_they_are, kept, find_unique, {})
+        return cls(as_given, dtype, few and as_they_are, kept, find_unique)
+
+
+_TRACED = _Facts(False, torch.int32, False, True, False)  # of a graph, whose ops make ranges in their own passes
 
 
 def checked_blocks_of(block_indices: Tensor, block_size: int, block_counts: Tensor | None, disjoint: bool) -> Blocks:
@@ -233,6 +235,8 @@ def checked_blocks_of(block_indices: Tensor, block_size: int, block_counts: Tens
         return Blocks(block_indices, block_counts, facts, capturing(block_indices))
     check_flag("disjoint", disjoint)
     indices, counts = checked_blocks(block_indices, block_size, block_counts)
+    if torch.compiler.is_compiling():
+        return Blocks(padded(indices, counts).contiguous(), None, _TRACED)
     if facts is None and _takes(indices):
         as_given = indices is block_indices and counts is block_counts
         facts = _Facts.of(indices, counts, as_given, block_size, disjoint)
@@ -248,7 +252,7 @@ def ranges_of_blocks(blocks: Blocks, block_size: int) -> tuple[Tensor, Tensor | 
     indices, counts, facts, _ = blocks
     results: tuple[Tensor, Tensor | None] | None = None
     if facts is not None and not _failed:
-        results = _run("block_ranges", indices, counts, block_size, facts.dtype, facts.find_unique, facts.recordings, blocks.captured)
+        results = _run("block_ranges", indices, counts, block_size, facts.dtype, facts.find_unique, blocks.captured)
     return (whole_blocks(padded(indices, counts), block_size), None) if results is None else results
 
 

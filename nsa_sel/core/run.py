@@ -7,17 +7,20 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 
+from nsa_sel.backends.launcher.cuda_driver import stream_of, thread
+from nsa_sel.backends.launcher.replay import Recordings
 from nsa_sel.core import registry, transforms
 from nsa_sel.core.call import Call, ChooseCall, call_over_pool
-from nsa_sel.core.decide import Decided, after_failure, forget_decisions
+from nsa_sel.core.decide import Decided, after_failure, forget_decisions, recall, remember
 from nsa_sel.errors import ArgumentError, warn
-from nsa_sel.telemetry import events, passes
+from nsa_sel.settings.schema import Settings
+from nsa_sel.telemetry import events, log, passes
 
 # Given a backend's name and a call: the function of that backend to run. run_pass calls it as function(call, *given).
 FunctionOf = Callable[[str, Any], Callable[..., Any]]
@@ -126,6 +129,10 @@ def run_forward(decided: Decided, function_of: FunctionOf = forward_of) -> Any:
         outputs, decision = run_pass(call, decision, "forward", function_of)
     if decision is None:
         return *outputs, None
+    recorder = thread.recording
+    if recorder is not None and recorder.decided is not None:  # of a `Repeated`
+        recorder.decided.append((decision, decided.request))
+        recorder.refused |= _observed(call.settings)
     events.record(decision, decided.request)
     if call.settings.debug_compare:
         _compare(call, decision.forward, "forward", outputs[:1], lambda name, call: forward_of(name, call)(call)[:1])
@@ -149,6 +156,11 @@ def _module_of(name: str, call: Call | ChooseCall) -> Any:
 
 def gradients(call: Any, decision: Any, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv of a call with outputs o and lse; do or dlse is None if o or lse is unused."""
+    replay = call.known.get("backward") if call.known and dlse is None and call.workspace is None and not registry.broken else None
+    found: tuple[Tensor, Tensor, Tensor] | None = None if replay is None else replay(call.selection, call.q, call.k, call.v, o, lse, do)
+    if found is not None:
+        events.count("backward", decision.backward)
+        return found
     return _gradients(call, decision, backward_of, o, lse, do, dlse)[:3]  # type: ignore[return-value]
 
 
@@ -201,11 +213,9 @@ def run_pass(call: Any, decision: Any, direction: str, function_of: FunctionOf, 
         events.count("fallbacks", name, "failed-before")
         return run_pass(call, after_failure(decision, name), direction, function_of, *given)
     try:
-        settings = call.settings
         if (
             call.workspace is None
-            and settings.debug_log is None
-            and not (settings.debug_triton or settings.debug_timing or settings.debug_compare or settings.debug_nvtx)
+            and not _observed(call.settings)
             and (not call.q.is_cuda or call.q.get_device() == torch._C._cuda_getDevice())  # CUDA is initialized: q is there
         ):
             return function_of(name, call)(call, *given), decision
@@ -232,6 +242,11 @@ def run_pass(call: Any, decision: Any, direction: str, function_of: FunctionOf, 
         again = after_failure(decision, name)
         events.count("fallbacks", name, type(error).__name__)
         return run_pass(call, again, direction, function_of, *given)
+
+
+def _observed(settings: Settings) -> bool:
+    """Return True if flags ask for records of a pass."""
+    return settings.debug_log is not None or settings.debug_triton or settings.debug_timing or settings.debug_compare or settings.debug_nvtx
 
 
 def _observed_pass(call: Call | ChooseCall, name: str, direction: str, function_of: FunctionOf, given: tuple[Tensor | None, ...]) -> Any:
@@ -271,6 +286,71 @@ def _compare(
         pairs = zip(results, reference(name, silent), strict=True)
         mae = max(float((mine.detach().double() - other.double()).abs().mean()) for mine, other in pairs)
     events.emit("sel.compare", backend=backend, direction=direction, reference=name, mae=mae)
+
+
+# Whole calls over caches
+
+
+class Repeated(NamedTuple):
+    """A call whose class is told by facts and guards of its tensors. The arguments of later calls of a class need no check, and
+    nothing on their path but the kernels depends on more than the class: its launches are recorded and replayed."""
+
+    key: tuple[Any, ...]
+    tensors: list[Tensor]
+    addresses: list[int]
+    stream: int
+    classes: transforms.Classes  # of the key
+    recordings: Recordings | None  # of the class
+
+    @classmethod
+    def of(cls, facts: tuple[Any, ...], *tensors: Any) -> Repeated | None:
+        """Return the call with these arguments, unchecked, q first; None if it can't be replayed.
+
+        facts: all arguments that are not tensors, numbers of exactly the types that the checks want, because 1 equals True.
+        """
+        given = [x for x in tensors if x is not None]
+        try:
+            if not _on_gpu(given[0]) or not transforms.untransformed() or registry.broken or log.followed is not None:
+                return None
+            stream, addresses = _stream_outside_capture(given[0]), [x.data_ptr() for x in given]
+            shapes, low_bits = [None if x is None else x.shape for x in tensors], [address & 15 for address in addresses]
+        except (AttributeError, RuntimeError):  # no tensor, or one without shape or memory
+            return None
+        if stream is None or 0 in addresses or len({*addresses}) < len(addresses):  # guards take no tensor twice
+            return None
+        key = (*facts, torch.is_grad_enabled(), *shapes, *low_bits)
+        classes = recall(key) or ()
+        return cls(key, given, addresses, stream, classes, transforms.find_class(classes, *given))
+
+    def replay(self) -> tuple[Tensor, ...] | None:
+        """Return the results of a replay, or None: the call must be checked and run."""
+        recordings = self.recordings
+        results: tuple[Tensor, ...] | None = None if recordings is None else recordings.replay(self.addresses, self.stream, {})
+        if recordings is not None and results is not None:
+            for decided in recordings.made[0].decided or ():
+                events.record(*decided)
+        return results
+
+    def run(self, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Return `work()`, the tensors that the checked call makes; record it if an earlier call was of its class."""
+        if self.recordings is not None:
+            return self.recordings.record(self.addresses, work, whole=True)  # type: ignore[no-any-return]
+        results = work()
+        if all(map(_on_gpu, self.tensors)):
+            remember(self.key, transforms.with_class(self.classes, Recordings(), *self.tensors))
+        return results
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def _stream_outside_capture(q: Tensor) -> int | None:
+    """Return the current stream; None if a CUDA graph captures it, or if q's device is not the current one."""
+    device = q.get_device()
+    if torch._C._cuda_isCurrentStreamCapturing() or device != torch._C._cuda_getDevice():
+        return None
+    return stream_of(device)
 
 
 # Ops, through which traced calls go

@@ -214,12 +214,14 @@ def parts_of(step: Any, *tensors: Tensor) -> Iterator[tuple[Tensor, Tensor, dict
     """Yield the parts of a step: lengths and block table, the arguments of packed rows, and each tensor's rows.
 
     Decoded tokens come first, as many per request: [requests, tokens of each, ...]. Prefilled ones follow, packed. The
-    block table, as wide as the longest text that vLLM serves, is cut to a power of two of pages: few shapes."""
+    block table, as wide as the longest text that vLLM serves, is cut to a power of two of pages: few shapes. Prefilled
+    requests have no more pages than all of them together, which the attention's metadata count."""
     decoded, pages = step.num_decode_tokens, 1 << ((step.max_seq_len - 1) // PAGE).bit_length()
     if step.num_decodes:
         part, shape = step.decode, (step.num_decodes, step.decode.decode_query_len)
         yield part.seq_lens, part.block_table[:, :pages], {}, [x[:decoded].view(*shape, *x.shape[1:]) for x in tensors]
     if step.num_prefills:
         part = step.prefill
+        pages = min(pages, 1 << (getattr(part, "total_kv_blocks", pages) - 1).bit_length())
         packed = {"cu_seqlens_q": part.cu_seqlens_q, "max_seqlen_q": part.max_query_len}
         yield part.seq_lens, part.block_table[:, :pages], packed, [x[decoded : step.num_actual_tokens] for x in tensors]

@@ -6,7 +6,8 @@ The numbers are block sizes. Blocks of 4 to 32 and of 64 run Hopper's kernels, w
 backend's limits refuse are left out. Without numbers the calls are over caches: one new token and more, few rows and many, pages and none,
 e4m3. "layer" decodes with a layer over `NSACache`, "choosing" chooses among compressed keys in pages. "units" are calls of cuda-block in
 several units; "lists" are the kernels of its plans and of cupy-cuda's, which have no TMA. "indices" reads block indices with duplicates,
-of few rows and of many; "indexers" chooses for few tokens and for many, and computes the loss of an indexer.
+of few rows and of many; "indexers" chooses for few tokens and for many, and computes the loss of an indexer. "packed" attends and chooses
+for rows of several requests over pages.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from unittest import mock
 import msgspec
 import torch
 
-from nsa_sel import NSACache, NSAttention, Selection, choose_blocks, explain, indexer_loss, selection_attention
+from nsa_sel import NSACache, NSAttention, Selection, choose_blocks, choose_blocks_with_kvcache, explain, indexer_loss, selection_attention
 from nsa_sel.backends import choose_triton
 from nsa_sel.backends._triton import choose_pages
-from nsa_sel.backends.cupy_cuda import cuda_block, launch, sm90
+from nsa_sel.backends.cupy_cuda import cuda_block, launch, packed, sm90
 from nsa_sel.core import registry
 from nsa_sel.core.call import Rule
 from nsa_sel.settings.config import settings_for
 from tests.helpers.caches import LENGTHS, check, check_quantized, make_cache, make_quantized
 from tests.helpers.cases import make_blocks, make_call, make_grads, make_qkv, make_spans
 from tests.helpers.choose import check_forward, in_pages, make_choose_call
+from tests.helpers.packed import make_step
 
 SIZES = (  # B, S, G, h, Dk, Dv, S_kv
     (2, 40, 2, 3, 16, 24, 150),
@@ -191,11 +193,26 @@ def run_indexers() -> int:
     return 3 * 3
 
 
+def run_packed() -> int:
+    """How many packed batches ran, whose long requests visit blocks of 64 and of 128 keys, with what an indexer chooses for their rows."""
+    new, lengths = (150, 0, 70, 1, 8, 9, 2), (150, 33, 250, 256, 8, 128, 1)
+    sizes: Any = {"G": 2, "h": 16, "Dk": 128, "Dv": 128, "n": 3, "room": 256, "spare": 3, "one_pool": True}
+    for page, block in ((128, 128), (64, 128), (128, 64)):
+        step = make_step(new, lengths, page, **sizes, block=block, dtype=torch.bfloat16, device="cuda")
+        with mock.patch.object(packed, "LEAST_ROWS", 1), mock.patch.object(launch, "start", wraps=launch.start) as start:
+            step.check("cupy-cuda")
+        assert {"block_partials.cu", "forward_blocks.cu"} <= {call.args[0] for call in start.call_args_list}
+        q, k, table = step.cache.q[:, :, 0].unsqueeze(2), step.cache.k_cache[:, :, :1], step.cache.block_table
+        choose_blocks_with_kvcache(q, k, step.cache.cache_seqlens, table, block_size=block, n=3, cu_seqlens_q=step.cu)
+    torch.cuda.synchronize()
+    return 2 * 3
+
+
 if __name__ == "__main__":
     name, *numbers = sys.argv[1:]
     functions = {
         "layer": run_layer, "choosing": run_choosing, "units": run_units, "lists": run_lists, "indices": run_indices,
-        "indexers": run_indexers,
+        "indexers": run_indexers, "packed": run_packed,
     }  # fmt: skip
     of_name = functions.get(name)
     print(of_name() if of_name else run(name, list(map(int, numbers))) if numbers else run_caches(name), "calls")

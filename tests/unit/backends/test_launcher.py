@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 import types
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
-from nsa_sel import decisions, reset, selection_attention
+from nsa_sel import choose_blocks_with_kvcache, decisions, reset, selection_attention, selection_attention_with_kvcache
 from nsa_sel import selection as selection_module
 from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends._triton import ranges as block_ranges
@@ -26,11 +27,11 @@ from nsa_sel.backends.cupy_cuda import block_tiles, launch, tensor_map
 from nsa_sel.backends.launcher import batch, cuda_driver, replay
 from nsa_sel.backends.launcher.buffers import unwritten
 from nsa_sel.core import ranges as ranges_module
-from nsa_sel.core import registry
+from nsa_sel.core import registry, run
 from nsa_sel.core.arguments import whole_blocks
 from nsa_sel.core.call import Call, Workspace
 from nsa_sel.core.transforms import REPEATED
-from nsa_sel.errors import BackendError
+from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.selection import Exact, Selection, Snapshot
 from nsa_sel.settings.config import settings_for
 from tests.helpers import cuda as emulate
@@ -191,6 +192,10 @@ def test_a_pass_makes_the_ranges_of_new_block_indices(ranges_kernel: None, drive
         assert_equal(passes(call, seed), wanted)
         assert_equal(passes(call, seed), wanted)  # of ranges
         assert driver.count("ranges") == 1
+        of_op = call_of(seed, known, S=S)  # as in a compiled call, whose backward pass has a selection of its own
+        of_op.selection = Selection.from_blocks(blocks, 16)
+        assert_equal(list(cupy_cuda.backward(of_op, *wanted[:2], make_grads(call.q, call.v, seed)[0], None)), wanted[2:])
+        assert driver.count("ranges") == 2
         saved, also_saved = call.read_again(), plain.read_again()  # activation checkpoints compare them with those of a recorded pass
         assert [(x.shape, x.dtype) for x in saved] == [(x.shape, x.dtype) for x in also_saved]
         blocks.fill_(0)
@@ -198,7 +203,7 @@ def test_a_pass_makes_the_ranges_of_new_block_indices(ranges_kernel: None, drive
         assert torch.equal(selection.disjoint_ranges(), plain.selection.disjoint_ranges())
     assert "backward" in known
     assert ("forward" in known) == (S == 16)
-    assert played[-4:] == ([2, 5, 1, 3] if S == 16 else [1, 5, 1, 3])  # launches
+    assert played[-5:] == ([2, 5, 1, 3, 6] if S == 16 else [1, 5, 1, 3, 5])  # launches
     selection.ranges.zero_()  # a write drops what was made
     assert not cupy_cuda.forward(call)[0].any()
 
@@ -223,6 +228,39 @@ def test_passes_over_ranges_that_nobody_searched_are_replayed(
         promised.selection = Selection(ranges_module.disjoint(ranges), 16, disjoint=True)
         assert_equal(passes(promised, seed)[:3], wanted[:3])
     assert len(played) >= 6 or D == 16
+
+
+@needs_compiler
+def test_whole_calls_over_pages_are_replayed(monkeypatch: pytest.MonkeyPatch, driver: list[str], played: list[int]) -> None:
+    """Other tensors of the class alone, also into a given o, and not where a tensor is passed twice or the work is no launch."""
+    monkeypatch.setattr(run, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(run, "_stream_outside_capture", lambda q: 0)
+
+    def attend(to: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, indices, lengths, table = tensors
+        selection = Selection._of_indices(ranges_module.Blocks(indices, None, None), 64, False)
+        o, lse = cupy_cuda.forward(Call(q, k, v, selection, None, 0.125, settings_for(GPU), GPU, lengths, table, out=(to, None)))
+        return (o.squeeze(1), lse) if to is None else (lse,)
+
+    for seed in range(5):
+        some = functools.partial(torch.randint, dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
+        qkv = make_qkv(3, 1, 2, 4, 64, 64, S_kv=64, dtype=torch.float16, seed=seed)
+        tensors = *qkv, some(-1, 3, (3, 1, 2, 2)), some(1, 192, (3,)), some(0, 3, (3, 3))
+        wanted = attend(None, *tensors)
+        for to in (None, torch.empty_like(qkv[0])):
+            again = run.Repeated.of(("over pages",), *tensors, to)
+            assert again is not None
+            made = again.replay()
+            assert (made is None) == (seed < 2)
+            made = again.run(functools.partial(attend, to, *tensors)) if made is None else made
+            assert_equal([made[0] if to is None else to.squeeze(1), made[-1]], list(wanted))
+    assert len(played) == 6
+    assert run.Repeated.of(("over pages",), *tensors, tensors[0]) is None
+    for _ in range(3):
+        again = run.Repeated.of(("a sum",), *tensors)
+        assert again is not None
+        assert again.replay() is None
+        assert torch.equal(again.run(lambda: (qkv[0] + 1,))[0], qkv[0] + 1)
 
 
 @needs_compiler
@@ -425,7 +463,7 @@ FOREIGN = torch.zeros(64)
         (lambda call: unwritten(call.q, 100).data_ptr() + 16, True),  # a part of what the pass made
         (lambda call: unwritten(call.q, 100)[8:].data_ptr(), True),
         (lambda call: FOREIGN.data_ptr(), False),
-        (lambda call: torch.empty(100).data_ptr(), False),
+        (lambda call: torch.empty(100).data_ptr(), True),
         (lambda call: unwritten(call.q, 100).zero_().data_ptr(), False),
         (lambda call: 2**32 - 1, True),  # a number
         (lambda call: 2**40, False),  # an address of nothing
@@ -644,6 +682,39 @@ def test_a_selection_that_a_capture_uses_first(backend: str, S: int) -> None:
         static.ranges.copy_(Selection.from_blocks(x, 64).ranges)
         graph.replay()
         assert torch.equal(o, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("most", [1, 600])
+def test_packed_calls_are_replayed(played: list[Any], most: int) -> None:
+    """Choosing and attention, with the same bits as of calls of no class that was there before."""
+    lengths, bounds = torch.tensor([700, 90, 1000], dtype=torch.int32, device="cuda"), torch.tensor([0, 1, 2, 2 + most], device="cuda")
+    table, bounds = torch.randperm(24, device="cuda").int().view(3, 8), bounds.int()
+    packed: dict[str, Any] = {"cu_seqlens_q": bounds, "max_seqlen_q": most}
+
+    def step(seed: int) -> list[Tensor]:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        made = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16, generator=generator)
+        q, k, v = made(most + 2, 4, 16, 128), made(24, 128, 4, 128), made(24, 128, 4, 128)
+        selection = choose_blocks_with_kvcache(q[:, :, :1], k[:, :, :1], lengths, table, n=4, **packed)
+        results = selection_attention_with_kvcache(q, k, v, selection, lengths, table, return_lse=True, **packed)
+        out = torch.empty_like(q)
+        selection_attention_with_kvcache(q, k, v, selection, lengths, table, out=out, **packed)
+        return [selection.listed, *results, out]
+
+    with torch.no_grad():
+        wanted = []
+        for seed in range(4):
+            reset()
+            wanted.append(step(seed))
+        played.clear()
+        for seed in (0, 1, 2, 3, 3):
+            assert_equal(step(seed), wanted[seed])
+            assert torch.equal(wanted[seed][1], wanted[seed][3])
+    assert len(played) >= 12  # three calls of all steps but the first, which is recorded
+    packed["cu_seqlens_q"] = bounds[:3]
+    with pytest.raises(ArgumentError, match="cu_seqlens_q"):
+        step(0)
 
 
 @pytest.mark.gpu

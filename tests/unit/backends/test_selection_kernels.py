@@ -52,9 +52,9 @@ def test_one_kernel_gives_the_ranges_and_the_distinct_ones(n: int, dtype: torch.
     for counts in (None, torch.arange(20).reshape(2, 5, 2) % (n + 1)):
         used = indices if counts is None else torch.where(torch.arange(n) < counts[..., None], indices, -1)
         expected = whole_blocks(used, size)
-        ranges, unique = kernels.block_ranges(indices, counts, size, expected.dtype, True, {})
+        ranges, unique = kernels.block_ranges(indices, counts, size, expected.dtype, True)
         again = kernels.distinct_ranges(expected.transpose(1, 2), size)
-        alone, none = kernels.block_ranges(indices.transpose(1, 2), None, size, expected.dtype, False, {})
+        alone, none = kernels.block_ranges(indices.transpose(1, 2), None, size, expected.dtype, False)
         assert none is None
         wanted = expected, disjoint(expected), disjoint(expected.transpose(1, 2)), whole_blocks(indices.transpose(1, 2), size)
         assert all(map(torch.equal, (ranges, unique, again, alone), wanted))
