@@ -236,7 +236,8 @@ def checked_blocks_of(block_indices: Tensor, block_size: int, block_counts: Tens
     check_flag("disjoint", disjoint)
     indices, counts = checked_blocks(block_indices, block_size, block_counts)
     if torch.compiler.is_compiling():
-        return Blocks(padded(indices, counts).contiguous(), None, _TRACED)
+        # A copy, because a write to the indices must not change the selection; the compiler drops it if there is none.
+        return Blocks(padded(indices, counts).clone(memory_format=torch.contiguous_format), None, _TRACED)
     if facts is None and _takes(indices):
         as_given = indices is block_indices and counts is block_counts
         facts = _Facts.of(indices, counts, as_given, block_size, disjoint)

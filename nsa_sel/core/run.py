@@ -133,7 +133,8 @@ def run_forward(decided: Decided, function_of: FunctionOf = forward_of) -> Any:
     recorder = thread.recording
     if recorder is not None and recorder.decided is not None:  # of a `Repeated`
         recorder.decided.append((decision, decided.request))
-        recorder.refused |= _observed(call.settings)
+        path = registry.backends(decided.request.kind)[str(decision.forward)].path
+        recorder.refused |= _observed(call.settings) or not path.startswith("nsa_sel.")  # others launch kernels that nobody records
     events.record(decision, decided.request)
     if call.settings.debug_compare:
         _compare(call, decision.forward, "forward", outputs[:1], lambda name, call: forward_of(name, call)(call)[:1])
@@ -315,7 +316,7 @@ class Repeated(NamedTuple):
                 return None
             stream, addresses = _stream_outside_capture(given[0]), [x.data_ptr() for x in given]
             shapes, low_bits = [None if x is None else x.shape for x in tensors], [address & 15 for address in addresses]
-        except (AttributeError, RuntimeError):  # no tensor, or one without shape or memory
+        except (AttributeError, IndexError, RuntimeError):  # no tensor, or one without shape or memory
             return None
         if stream is None or 0 in addresses or len({*addresses}) < len(addresses):  # guards take no tensor twice
             return None
@@ -325,11 +326,10 @@ class Repeated(NamedTuple):
 
     def replay(self) -> tuple[Tensor, ...] | None:
         """Return the results of a replay, or None: the call must be checked and run."""
-        recordings = self.recordings
-        results: tuple[Tensor, ...] | None = None if recordings is None else recordings.replay(self.addresses, self.stream, {})
-        if recordings is not None and results is not None:
-            for decided in recordings.made[0].decided or ():
-                events.record(*decided)
+        made = () if self.recordings is None else (*self.recordings.made,)  # another thread may drop the oldest recordings
+        results: tuple[Tensor, ...] | None = self.recordings.replay(self.addresses, self.stream, {}) if made else None  # type: ignore[union-attr]
+        for decided in () if results is None else made[0].decided or ():
+            events.record(*decided)
         return results
 
     def run(self, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

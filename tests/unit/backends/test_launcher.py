@@ -255,7 +255,13 @@ def test_whole_calls_over_pages_are_replayed(monkeypatch: pytest.MonkeyPatch, dr
             made = again.run(functools.partial(attend, to, *tensors)) if made is None else made
             assert_equal([made[0] if to is None else to.squeeze(1), made[-1]], list(wanted))
     assert len(played) == 6
+    again = run.Repeated.of(("over pages",), *tensors, None)
+    with monkeypatch.context() as patched:  # another thread drops the recording meanwhile
+        patched.setattr(replay.Recordings, "replay", lambda recordings, *_: recordings.made.clear() or ())
+        assert again is not None
+        assert again.replay() == ()
     assert run.Repeated.of(("over pages",), *tensors, tensors[0]) is None
+    assert run.Repeated.of(("nothing",), None) is None
     for _ in range(3):
         again = run.Repeated.of(("a sum",), *tensors)
         assert again is not None

@@ -9,17 +9,19 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from nsa_sel import Selection, decisions, selection_attention
+from nsa_sel import Selection, decisions, selection_attention, selection_attention_with_kvcache
 from nsa_sel.bench.core import contenders, session
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.timing import Timing
 from nsa_sel.cli.app import app
-from nsa_sel.core import registry
+from nsa_sel.core import registry, run
+from nsa_sel.core.call import Call
 from tests.contract import attend as contract
 from tests.helpers.cases import make_qkv
 from tests.helpers.files import ROOT
@@ -69,3 +71,23 @@ def test_doctor_lists_it() -> None:
     assert result.exit_code == 0, result.output
     assert "loop" in result.output
     assert "rows one by one" in result.output
+
+
+def test_its_launches_over_caches_are_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No recorder sees them: a replay would return memory that nothing has written."""
+    monkeypatch.setattr(run, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(run, "_stream_outside_capture", lambda q: 0)
+    registry._every()["loop"] = msgspec.structs.replace(registry.backends()["loop"], reads_caches=True)
+    registry.backends.cache_clear()
+    calls = []
+
+    def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(call)
+        return torch.empty(call.q.shape, dtype=call.q.dtype), torch.empty(call.q.shape[:-1])
+
+    monkeypatch.setattr(registry.load("loop"), "forward", forward)
+    for _ in range(4):
+        q, k, v = torch.ones(2, 1, 1, 16), torch.ones(2, 16, 1, 16), torch.ones(2, 16, 1, 16)
+        selection = Selection.from_blocks(torch.zeros(2, 1, 1, 1, dtype=torch.int32), 16)
+        selection_attention_with_kvcache(q, k, v, selection, torch.tensor([9, 16]), backend="loop")
+    assert len(calls) == 4

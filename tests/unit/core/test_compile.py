@@ -224,6 +224,19 @@ def test_calls_over_a_cache_run_between_graphs(device: str) -> None:
     assert counter.frame_count == counter.op_count == 2
 
 
+def test_a_write_to_block_indices_changes_no_selection_made_before() -> None:
+    q, k, v = make_qkv(S=4, S_kv=64)
+
+    def step(indices: Tensor) -> Any:
+        selection = Selection.from_blocks(indices, BLOCK)
+        indices.fill_(2)
+        return attend(q, k, v, selection)
+
+    indices = torch.tensor([0, 1], dtype=torch.int32).repeat(*q.shape[:3], 1)
+    wanted = attend(q, k, v, Selection.from_blocks(indices.clone(), BLOCK))
+    assert torch.equal(torch.compile(step, fullgraph=True, backend="aot_eager")(indices), wanted)
+
+
 def test_flags_are_read_when_the_call_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     counter, graphs = counting()
     work = compiled(attend, counter)
