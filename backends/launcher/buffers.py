@@ -35,7 +35,7 @@ def unwritten(like: Tensor, *sizes: int, dtype: torch.dtype | None = None) -> Te
         return like.new_empty(sizes, dtype=dtype)
     made: Tensor = allocator(like)(sizes, contiguous(sizes), like.dtype if dtype is None else dtype)
     if thread.recording is not None:
-        thread.recording.made.append(made)
+        thread.recording.hold(made)
     return made
 
 

@@ -453,7 +453,8 @@ class Recorder:
     def __init__(self, inputs: list[int], whole: bool = False) -> None:
         self.inputs, self.refused = inputs, False
         self.decided: list[tuple[Any, Any]] | None = [] if whole else None  # see `Recording`
-        self.made: list[Tensor] = []  # tensors that `unwritten` allocated
+        self.made: list[Tensor] = []  # tensors that the pass allocated, held so that no other gets their addresses
+        self.bytes = 0  # of them
         self.plans: dict[tuple[Any, ...], Plan] = {}  # by key
         self.built: list[tuple[Any, ...]] = []  # keys of the plans that the pass builds
         self.builders: dict[tuple[Any, ...], tuple[Callable[..., Any], tuple[Any, ...]]] = {}  # by key: what builds a plan, and its numbers
@@ -473,6 +474,13 @@ class Recorder:
     def __exit__(self, *error: Any) -> None:
         thread.recording = self._mode.recorder = None  # break the reference cycle, which would keep tensors alive
         self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def hold(self, made: Tensor) -> None:
+        """Record an allocation. A whole call whose parts would free more than MOST_BYTES one after another is not replayed."""
+        self.bytes += made.nbytes
+        self.made.append(made)
+        if self.decided is not None and self.bytes > MOST_BYTES:
+            self.made.clear()
 
     def use(
         self, call: Call, key: tuple[Any, ...], build: Callable[..., Any], numbers: tuple[Any, ...], made_from: tuple[Any, ...]
@@ -650,6 +658,6 @@ class _RefuseOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if self.recorder is not None and thread.recording is self.recorder:
             if func in _ALLOCATIONS:
-                self.recorder.made.append(result)
+                self.recorder.hold(result)
             self.recorder.refused |= func not in (*_VIEWS, *_ALLOCATIONS)
         return result

@@ -269,6 +269,21 @@ def test_whole_calls_over_pages_are_replayed(monkeypatch: pytest.MonkeyPatch, dr
         assert torch.equal(again.run(lambda: (qkv[0] + 1,))[0], qkv[0] + 1)
 
 
+def test_recording_a_whole_call_holds_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call in parts frees the temporaries of each: the recording would hold all of them."""
+    monkeypatch.setattr(replay, "MOST_BYTES", 1000)
+    x, held = torch.empty(1), list[int]()
+    recorder = replay.Recorder([x.data_ptr()], whole=True)
+    with recorder:
+        for _ in range(10):
+            unwritten(x, 100)
+            torch.empty(10)
+            held.append(sum(made.nbytes for made in recorder.made))
+        result = unwritten(x, 8)
+    assert max(held) <= 1000
+    assert recorder.finished((result,)) is None
+
+
 @needs_compiler
 @pytest.mark.parametrize("disjoint", [False, True])
 def test_a_kept_selection_builds_no_plan_again(driver: list[str], played: list[int], disjoint: bool) -> None:
