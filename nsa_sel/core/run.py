@@ -135,6 +135,7 @@ def run_forward(decided: Decided, function_of: FunctionOf = forward_of) -> Any:
         recorder.decided.append((decision, decided.request))
         path = registry.backends(decided.request.kind)[str(decision.forward)].path
         recorder.refused |= _observed(call.settings) or not path.startswith("nsa_sel.")  # others launch kernels that nobody records
+        recorder.refused |= recorder.bytes > call.settings.workspace_bytes  # a replay allocates the temporaries of all parts at once
     events.record(decision, decided.request)
     if call.settings.debug_compare:
         _compare(call, decision.forward, "forward", outputs[:1], lambda name, call: forward_of(name, call)(call)[:1])

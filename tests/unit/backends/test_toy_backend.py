@@ -73,11 +73,17 @@ def test_doctor_lists_it() -> None:
     assert "rows one by one" in result.output
 
 
-def test_its_launches_over_caches_are_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No recorder sees them: a replay would return memory that nothing has written."""
+@pytest.mark.parametrize(("path", "workspace"), [("loop_backend", 1 << 30), ("nsa_sel.loop", 64)], ids=["others", "in parts"])
+def test_its_launches_over_caches_are_not_replayed(
+    path: str, workspace: int, configure: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No recorder sees them: a replay would return memory that nothing has written. Nor is a call of ours that needs more than
+    the workspace at once."""
+    configure(f"provenance: x\nruntime: {{workspace_bytes: {workspace}}}\n")
+    monkeypatch.setitem(sys.modules, path, registry.load("loop"))
     monkeypatch.setattr(run, "_on_gpu", lambda x: True)
     monkeypatch.setattr(run, "_stream_outside_capture", lambda q: 0)
-    registry._every()["loop"] = msgspec.structs.replace(registry.backends()["loop"], reads_caches=True)
+    registry._every()["loop"] = msgspec.structs.replace(registry.backends()["loop"], reads_caches=True, path=path)
     registry.backends.cache_clear()
     calls = []
 
