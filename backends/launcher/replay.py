@@ -132,14 +132,12 @@ class Recordings:
         return result
 
     def _keep(self, new: Recording) -> None:
-        for old in [x for x in self.made if (x.given, [*x.built]) == (new.given, [*new.built])]:  # the driver refused it
-            self.made.remove(old)
-        self.made.append(new)
+        # No `remove`: another thread may have removed it. One with the plans of the new one was refused by the driver.
+        self.made[:] = [*(x for x in self.made if (x.given, [*x.built]) != (new.given, [*new.built])), new]
         _recordings.append((self.made, new))
         if len(_recordings) > MOST_RECORDINGS:  # a growing cache makes a new class at every step
             made, oldest = _recordings.popleft()
-            if oldest in made:
-                made.remove(oldest)
+            made[:] = [x for x in made if x is not oldest]
 
 
 class Shortcut:

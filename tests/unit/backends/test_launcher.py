@@ -269,6 +269,21 @@ def test_whole_calls_over_pages_are_replayed(monkeypatch: pytest.MonkeyPatch, dr
         assert torch.equal(again.run(lambda: (qkv[0] + 1,))[0], qkv[0] + 1)
 
 
+def test_two_threads_may_keep_recordings_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_recordings", replay.deque())
+
+    class Shared(list[Any]):
+        def __iter__(self) -> Any:
+            old = [*super().__iter__()]
+            self.clear()  # by the other thread
+            return iter(old)
+
+    recordings, one = replay.Recordings(), types.SimpleNamespace(given=(), built={})
+    recordings.made = Shared([one])
+    recordings._keep(one)
+    assert len(recordings.made) == 1
+
+
 def test_recording_a_whole_call_holds_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call in parts frees the temporaries of each: the recording would hold all of them."""
     monkeypatch.setattr(replay, "MOST_BYTES", 1000)
