@@ -236,7 +236,7 @@ QUICK = [
     *(Case(f"quick-{kind}-1k-h4", kind, 1, 1024, 1024, 2, 4, 64, 64, 16, 64) for kind in ("real", "random")),
     decode("quick-decode-B4-4k-h4", 4, 4096, 2, 4, 64),
 ]
-# What `nsa-sel tune` measures with every backend for the cost models, in minutes: small calls for the host's share, real
+# `nsa-sel tune` measures these with every backend for the cost models, in minutes: small calls for host time, real
 # and random selections for what neighbors share, 64 to 4,096 keys per row, other head dims, large blocks, and decoding of
 # fewer rows than multiprocessors and of more, one token per step or few.
 COSTS = [

@@ -206,7 +206,7 @@ def pooled_scores(
     reduce: str = "max", heads: str = "sum", softmax: bool = False, relu: bool = False, lse: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """What `choose_blocks` says of itself: index key i touches block j where [i d, i d + l) and [j m, (j + 1) m) overlap."""
+    """Score blocks as `choose_blocks` documents: index key i touches block j if [i d, i d + l) and [j m, (j + 1) m) overlap."""
     q, k = q.double().cpu(), k.double().cpu()
     B, S, G, _, D = q.shape
     scale, d, l, m, C = D**-0.5 if scale is None else scale, compress_stride, compress_block, block_size, k.shape[2]

@@ -208,7 +208,7 @@ def _resources(source: str, macros: compiler.Constants, arch: str, shared: int) 
 
 @functools.cache
 def _log(source: str, macros: compiler.Constants, arch: str) -> str:
-    """What ptxas says. Compiled once for all processes and runs: the name of the file is a digest of all that the compiler reads."""
+    """Return the log of ptxas. Compile once for all processes and runs: the file's name is a digest of all compiler inputs."""
     from cupy_backends.cuda.libs import nvrtc
 
     everything = (compiler.OPTIONS, PTXAS, compiler.definitions(macros), arch, nvrtc.getVersion(), sorted(compiler.sources(source).items()))

@@ -96,7 +96,7 @@ def one_patch_a_launch(patch: pytest.MonkeyPatch, interpreter: Any) -> None:
 
 
 def remembered_types(patch: pytest.MonkeyPatch, interpreter: Any) -> None:
-    """What follows from a dtype and a shape is computed once for each; operands of one dtype or shape need no cast or broadcast."""
+    """Cache results per dtype and shape, and skip casts and broadcasts between operands of one dtype or shape."""
     from triton.language import core
 
     semantic, handle = interpreter.TritonSemantic, interpreter.TensorHandle

@@ -147,7 +147,7 @@ def with_workspace(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many streams each forward pass took."""
+    """Return a list that records the number of streams of each forward pass."""
     counts, real = [], cuda_block._streams
     monkeypatch.setattr(cuda_block, "_streams", lambda like, count: (counts.append(count), real(like, count))[1])
     return counts
@@ -206,7 +206,7 @@ def test_rows_and_keys_that_are_expanded(backend: str) -> None:
 
 
 def sanitized(tool: str, arguments: tuple[str, ...], cache: Path) -> str:
-    """What tests/helpers/sanitize.py prints, in which the tool finds nothing."""
+    """Return the output of tests/helpers/sanitize.py; fail if the tool reports an error."""
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     assert sanitizer is not None, "no compute-sanitizer on the PATH; remedy: install the CUDA toolkit, with which it comes"
     # Every allocation on its own, so that reads past a tensor's end are seen.

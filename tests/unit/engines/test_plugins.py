@@ -165,7 +165,7 @@ def as_floats(*stored: Tensor) -> Tensor:
 
 
 def hooks_of(monkeypatch: pytest.MonkeyPatch, version: str) -> list[str]:
-    """What `register` hooks in SGLang of this version."""
+    """Return the names that `register` hooks in SGLang of this version."""
     found: list[str] = []
     names = {
         "sglang.version": {"__version__": version},
