@@ -100,7 +100,7 @@ class Pass(NamedTuple):
     o: Tensor
     lse: Tensor | None
     gradients: Gradients
-    copies: tuple[Tensor, Tensor] | None = None  # of k and v, which gradients take in their stead
+    copies: tuple[Tensor, Tensor] | None = None  # of k and v, which gradients use instead
 
 
 def run_branches(part: Inputs, options: Options, needs: Needs) -> tuple[tuple[Pass, Pass, Pass], Selection]:

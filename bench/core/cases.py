@@ -178,7 +178,7 @@ MODELS = {  # docs/choosing.md: G, h, Dk, Dv, n, block
 
 
 def model_case(model: str, size: str, S: int, kind: str = "") -> Case:
-    """Return S rows over S keys in a shipped model's shape. Neighboring rows choose alike unless `kind` says otherwise."""
+    """Return S rows over S keys in a shipped model's shape. Neighboring rows choose similar blocks unless `kind` differs."""
     return Case(f"models-{model}-{size}", kind or (PER_HEAD_ALIKE if model == "moba" else ALIKE), 1, S, S, *MODELS[model])
 
 
@@ -383,7 +383,7 @@ def random_selection(case: Case, device: torch.device | str, seed: int, at_once:
     allow.
 
     The first, the previous and the current block are always among the n; in a MoBA case only the current one. The draws
-    depend on the device and on `at_once`. Where neighbors are alike, the rows of a sequence and group share a part of
+    depend on the device and on `at_once`. In an "alike" case the rows of a sequence and group share a part of
     their scores.
     """
     generator = torch.Generator(device=device).manual_seed(seed)

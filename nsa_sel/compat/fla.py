@@ -321,7 +321,7 @@ class _Rows(NamedTuple):
     """Inputs of each query row, [B,TQ,...]."""
 
     q: Tensor  # [B,TQ,H,h,K]
-    g_cmp: Tensor | None  # [B,TQ,H,h]; gates of branches that there are not are None
+    g_cmp: Tensor | None  # [B,TQ,H,h]; gates of absent branches are None
     g_slc: Tensor | None
     g_swa: Tensor | None
     block_indices: Tensor | None

@@ -592,7 +592,7 @@ def check_most_ranges(lane: Lane, n: int, patch: pytest.MonkeyPatch) -> None:
 
 
 def check_keys_of_calls(lane: Lane, what: str, patch: pytest.MonkeyPatch) -> None:
-    """A call like an earlier one but for one fact gets a decision, and launches, of its own."""
+    """A call that differs from an earlier one in one fact gets its own decision and launches."""
     shape = lane.shapes()[0]
     S = lane.rows(shape)
     S_kv = S + 3 * (shape.block or 8)

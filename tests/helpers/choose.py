@@ -129,7 +129,7 @@ def in_pages(call: ChooseCall, slots: int) -> ChooseCall:
 
 
 def check_forward(forward: Forward, call: ChooseCall, slack: float = 0.0) -> None:
-    """o and lse within twice the baseline's error; the oracle's blocks, but for `slack` (see `assert_chosen`)."""
+    """Assert o and lse within twice the baseline's error, and the oracle's blocks within `slack` (see `assert_chosen`)."""
     o, lse, ranges = forward(call)
     exact = check_attention((o, lse), call)
     assert ranges.dtype == torch.int32

@@ -80,7 +80,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, mode: int = 0) -> None:
 def call_of(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None = None, scale: float | None = None, **changed: Any
 ) -> Call:
-    """The checked call on the emulated GPU, with its settings but for `changed`."""
+    """Return a checked call on the emulated GPU, with its settings except `changed`."""
     return make_call(q, k, v, selection, q_pos=q_pos, scale=scale, **{"device": GPU, **changed})
 
 

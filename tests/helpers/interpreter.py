@@ -1,7 +1,7 @@
-"""Triton's interpreter in the tests: several times as fast, and its results those of every CPU.
+"""Make Triton's interpreter several times faster in tests, with equal results on every CPU.
 
 Its time is that of Python calls around small NumPy operations: objects for types and shapes, made anew for each of them. Nothing here
-changes what a kernel computes, but for sums of products of float32 (`dot`);
+changes what a kernel computes, except sums of products of float32 (`dot`);
 tests/unit/backends/test_triton.py compares with it as it is.
 """
 

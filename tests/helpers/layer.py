@@ -204,8 +204,8 @@ def by_module(module: Any, do: Tensor, branches: Any, gates: Tensor, lse: Any) -
 
 
 def check_gate(dtype: torch.dtype, device: str, Dv: int) -> None:
-    """The kernels and plain PyTorch give what autograd does in float64, but for the last rounding; reruns are bit-equal. Gates of exactly 0
-    and 1 and of 1e-6 are among them, and negative ones, for which lse is NaN."""
+    """Kernels and plain PyTorch equal autograd in float64 up to the last rounding; reruns are bit-equal. Gates include exactly 0 and 1,
+    1e-6, and negative ones, for which lse is NaN."""
     branches, gates, do = gated(dtype, device, Dv)
     gates[:, 1], gates[:, 2], gates[:, 5], gates[:, 6] = 0.0, 1.0, 1e-6, -0.5
     lse = log_sums(gates)

@@ -58,7 +58,7 @@ PUBLIC = (
 )  # fmt: skip
 
 
-# Each set of flags in a child of one process, which has imported what every child would, but for modules of ours, which may read flags.
+# Run each set of flags in a fork of one process, which has imported all but our modules, because those may read flags.
 EACH = """
 import json, os, sys
 import msgspec, numba, torch.distributed, yaml
