@@ -112,7 +112,7 @@ def few_scores_kernel(
     stride_scores, S, start, C, owners, blocks, room, parts, requests, scale,
     dims: tl.constexpr, rule: tl.constexpr, pool: tl.constexpr, cache: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr,
     TOKENS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, ROWS: tl.constexpr,
-    SEARCH: tl.constexpr,
+    SEARCH: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """Store scores [B,S,G,blocks] up to the block of each sequence's last position; later scores stay uninitialized. If
     row_positions is not None, also store the positions [B,S] int32.
@@ -121,7 +121,8 @@ def few_scores_kernel(
     blocks. With cu, q is [1,S,G,h,Dk] of `requests` requests, and one per `tile_of_request` instead.
     Tiles: q [HEADS * TOKENS, BLOCK_D], k [BLOCKS * PIECES, BLOCK_D]. Column head * TOKENS + token; token
     s * SHARED + i is new token s of the owner's i-th group. The keys of a block are padded to PARTS * PIECES.
-    TMA: k_desc loads keys, of whole steps and pages; None: pointer loads. The block table is read one step ahead.
+    TMA: k_desc loads keys, of whole steps and pages; None: pointer loads. The block table is read one turn ahead: of one
+    step, or of TURNS = 2 that are a block.
     Keys that no row sees are loaded only within the last step, and masked after the sum over heads, NaN included.
     room: keys of the longest sequence, to which positions are clamped.
     scale: the logits' scale, times log2 e for softmax weights.
@@ -173,23 +174,28 @@ def few_scores_kernel(
     # The step before the first one computes what its keys add to the first block, and stores nothing.
     begin = tl.maximum(first_step - (PARTS if REACH > 1 else 0), 0)
     coming = step_pages(k_desc, table, begin, C, STEP, BLOCKS, PIECES, PARTS, cache)
-    for i in range(begin, last_step):
-        inner, first, page = i % PARTS, i // PARTS * BLOCKS, coming
-        coming = step_pages(k_desc, table, i + 1, C, STEP, BLOCKS, PIECES, PARTS, cache)
-        piece = inner * PIECES + r % PIECES  # [BLOCK_K], as key
-        key = (first + r // PIECES) * STEP + piece
-        is_key = (key < C) & (piece < STEP)
-        k_tile, factor = step_keys(
-            k_desc, k, k_scale, page, strides, stride_scale, b, owner, key, is_key, first * STEP + inner * PIECES, dims, BLOCK_K, cache
-        )
-        products = dot(k_tile.to(q_columns.dtype), q_columns) * rate * factor  # [BLOCK_K, HEADS * TOKENS]
-        x = over_heads(products, lse2, scale, dims, pool, HEADS, TOKENS)  # [BLOCK_K, TOKENS]
-        x = tl.where(tl.where(is_key, key, C)[:, None] < seen[None, :], x, LEAST)
-        total, own, pending, spilled = block_totals(x, inner, own, pending, spilled, LEAST, rule, pool, BLOCKS, PIECES, PARTS)
-        at = first + block
-        total = scaled_totals(total, at, seen, scale, rule, pool)
-        done = (at < blocks) & (inner == PARTS - 1) & (i >= first_step)
-        tl.store(out[None, :] + at[:, None], total, mask=done[:, None] & is_token[None, :])
+    after = step_pages(k_desc, table, begin + TURNS - 1, C, STEP, BLOCKS, PIECES, PARTS, cache)
+    for turn in range(begin, last_step, TURNS):
+        page0, page1 = coming, after
+        coming = step_pages(k_desc, table, turn + TURNS, C, STEP, BLOCKS, PIECES, PARTS, cache)
+        after = step_pages(k_desc, table, turn + 2 * TURNS - 1, C, STEP, BLOCKS, PIECES, PARTS, cache)
+        for j in tl.static_range(TURNS):
+            i = turn + j
+            inner, first, page = j if TURNS == PARTS else i % PARTS, i // PARTS * BLOCKS, page0 if j == 0 else page1
+            piece = inner * PIECES + r % PIECES  # [BLOCK_K], as key
+            key = (first + r // PIECES) * STEP + piece
+            is_key = (key < C) & (piece < STEP)
+            k_tile, factor = step_keys(
+                k_desc, k, k_scale, page, strides, stride_scale, b, owner, key, is_key, first * STEP + inner * PIECES, dims, BLOCK_K, cache
+            )
+            products = dot(k_tile.to(q_columns.dtype), q_columns) * rate * factor  # [BLOCK_K, HEADS * TOKENS]
+            x = over_heads(products, lse2, scale, dims, pool, HEADS, TOKENS)  # [BLOCK_K, TOKENS]
+            x = tl.where(tl.where(is_key, key, C)[:, None] < seen[None, :], x, LEAST)
+            total, own, pending, spilled = block_totals(x, inner, own, pending, spilled, LEAST, rule, pool, BLOCKS, PIECES, PARTS)
+            at = first + block
+            total = scaled_totals(total, at, seen, scale, rule, pool)
+            done = (at < blocks) & (inner == PARTS - 1) & (i >= first_step)
+            tl.store(out[None, :] + at[:, None], total, mask=done[:, None] & is_token[None, :])
 
 
 @triton.jit
@@ -273,7 +279,7 @@ def few_scores(
     parts = parts_of(max(1, programs), max(1, steps), sms)
     early = call.q.is_cuda and programs * parts <= TOGETHER * sms and starts_early(call.q.get_device())
     tile = rows, search, shared, early
-    kernel = _few_scores(dims_of(call.q, call.v), call.rule, call.pool, cache, *tile, config)
+    kernel = _few_scores(dims_of(call.q, call.v), call.rule, call.pool, cache, *tile, call.k.dtype != call.q.dtype, config)
     tiles = kernel.constants
     step = tiles["BLOCKS"] * tiles["PIECES"]
     whole = tiles["PARTS"] * tiles["PIECES"] == call.rule.pieces and page % step == 0
@@ -312,12 +318,13 @@ def _shared(call: ChooseCall) -> int:
 
 @functools.lru_cache(REMEMBERED)
 def _few_scores(
-    dims: Dims, rule: Rule, pool: Pool, cache: Cache, rows: int, search: bool, shared: int, early: bool, config: KernelConfig
+    dims: Dims, rule: Rule, pool: Pool, cache: Cache, rows: int, search: bool, shared: int, early: bool, stored: bool,
+    config: KernelConfig,
 ) -> Kernel:  # fmt: skip
     heads, pieces = tile_size(dims.h, 1), min(tile_size(rule.pieces, 1), config.block_l)
     dims = dims._replace(BLOCK_D=dims.BLOCK_D + (dims.BLOCK_D if dims.BLOCK_REST else 0), BLOCK_REST=0)  # one tile holds Dk
     tiles = {"SHARED": shared, "HEADS": heads, "TOKENS": max(tile_size(rows * shared, 1), MIN_TILE // heads)}
     tiles |= {"BLOCKS": config.block_l // pieces, "PIECES": pieces, "PARTS": -(-rule.pieces // pieces), "EARLY": early}
-    tiles |= {"ROWS": rows, "SEARCH": search}
+    tiles |= {"ROWS": rows, "SEARCH": search, "TURNS": 2 if stored and tiles["PARTS"] == 2 else 1}  # two steps of e4m3 hide latency
     started = {"launch_pdl": True} if early else {}
     return Kernel(few_scores_kernel, dims=dims, rule=rule.of_keys(), pool=pool, cache=cache, **tiles, **started, **options(config))

@@ -20,7 +20,7 @@ from nsa_sel.backends._triton.tiles import tile_size
 from nsa_sel.backends.launcher.buffers import unwritten
 from nsa_sel.backends.launcher.cuda_driver import relaxed
 
-ENTRIES = 256  # entries per program: rows of few blocks share one
+ENTRIES = 128  # entries per program: rows of few blocks share one
 MOST_SORTED = 1024  # most blocks per row that a program sorts
 
 
@@ -49,8 +49,7 @@ def block_ranges_kernel(
         if counts is not None:
             block = tl.where(i[None, :] < tl.load(counts + row, mask=row < rows, other=0)[:, None], block, -1)
         block = tl.minimum(tl.maximum(block, -1), last).to(ranges.dtype.element_ty)
-        tl.store(ranges + 2 * at, tl.maximum(block, 0) * BLOCK, mask=listed)
-        tl.store(ranges + 2 * at + 1, (block + 1) * BLOCK, mask=listed)
+        store_ranges(ranges, tl.maximum(block, 0) * BLOCK, (block + 1) * BLOCK, at, listed)
     if unique is not None:
         store_distinct(unique, block, at, listed, last, BLOCK, NP, R)
 
@@ -63,8 +62,14 @@ def store_distinct(unique, block, at, listed, last, BLOCK: tl.constexpr, NP: tl.
     block = tl.sort(tl.where(block < 0, far, block).to(block.dtype), dim=1)
     before = tl.gather(block, tl.broadcast_to(tl.maximum(i - 1, 0)[None, :], [R, NP]), 1)
     new = (block != far) & ((i == 0)[None, :] | (block != before))
-    tl.store(unique + 2 * at, tl.where(new, block, 0) * BLOCK, mask=listed)
-    tl.store(unique + 2 * at + 1, tl.where(new, block + 1, 0) * BLOCK, mask=listed)
+    store_ranges(unique, tl.where(new, block, 0) * BLOCK, tl.where(new, block + 1, 0) * BLOCK, at, listed)
+
+
+@triton.jit
+def store_ranges(ranges, start, end, at, listed):
+    """Store ranges [R, NP] at `at`, both bounds of one together."""
+    bound = tl.arange(0, 2)
+    tl.store(ranges + (2 * at[:, :, None] + bound[None, None, :]), tl.join(start, end), mask=listed[:, :, None])
 
 
 def block_ranges(

@@ -1,9 +1,10 @@
 """Measure how long choosing blocks by index keys takes: for one new token of each sequence, for packed requests over
 caches, and in a prefill.
 
-    python -m nsa_sel.bench.questions.choosing_steps --out bench/results/h200/profiles/choosing_steps.jsonl
-    python -m nsa_sel.bench.questions.choosing_steps --models m3 --batches '' --prefills '' \
-        --requests 64x1,1x2048,64x1+1x2048,1x32768 --pages 0,128 --out bench/results/h200/profiles/choosing_requests.jsonl
+    python -m nsa_sel.bench.questions.choosing_steps --prefills '' --out bench/results/h200/profiles/choosing_steps.jsonl
+    python -m nsa_sel.bench.questions.choosing_steps --batches '' --out bench/results/h200/profiles/choosing_requests.jsonl
+    python -m nsa_sel.bench.questions.choosing_steps --models m3 --batches '' --prefills '' --formats bf16 --pages 128 \
+        --requests 64x1,1x2048,64x1+1x2048,1x32768 --out bench/results/h200/profiles/choosing_requests.jsonl
 
 The indexers of MiniMax-M3 (4 index heads, one index key of 128 per token, 16 of the blocks of 128) and of Qwen3.8 (4
 index heads, one index key of 128 per block of 4, 512 blocks and the incomplete one), random numbers, bf16 queries.
@@ -188,28 +189,18 @@ def counts(requests: str) -> list[int]:
 
 
 def table(rows: list[Row]) -> str:
-    """Return microseconds of steps, and in brackets the floor, by model and batch; a column for each cache."""
-    rows = [row for row in rows if row["S"] == 1 or "requests" in row]
-    caches = list(dict.fromkeys((row["kv"], row["page_size"]) for row in rows))
-    sizes = list(dict.fromkeys((row["model"], row.get("requests", row["B"]), row["S_kv"]) for row in rows))
-    found = {(row["model"], row.get("requests", row["B"]), row["S_kv"], row["kv"], row["page_size"]): row for row in rows}
+    """Return microseconds, and in brackets the floor, by model and batch; a column for each cache."""
+    found: dict[tuple[str, object, int], dict[tuple[str, int | None], Row]] = {}
+    for row in rows:
+        size = row["model"], row.get("requests", row["B"] if row["S"] == 1 else "prefill"), row["S_kv"]
+        found.setdefault(size, {})[row["kv"], row["page_size"]] = row
+    caches = list(dict.fromkeys(cache for some in found.values() for cache in some))
     lines = []
-    for model, B, S_kv in sizes:
-        some = [found.get((model, B, S_kv, *cache)) for cache in caches]
-        cells = ["-" if row is None else f"{row['ms_median'] * 1e3:.1f} ({row['floor_ms'] * 1e3:.1f})" for row in some]
+    for (model, B, S_kv), some in found.items():
+        cells = [f"{x['ms_median'] * 1e3:.1f} ({x['floor_ms'] * 1e3:.1f})" if (x := some.get(cache)) else "-" for cache in caches]
         lines.append((model, B, f"{S_kv // 1024}k", *cells))
     names = [kv if page is None else f"{kv}, pages of {page}" for kv, page in caches]
     return markdown.table(["indexer", "B", "keys", *names], lines, left=1)
-
-
-def table_of_prefills(rows: list[Row]) -> str:
-    """Return milliseconds of prefills, and their floors."""
-    lines = [
-        (row["model"], f"{row['S'] // 1024}k", markdown.ms(row), f"{row['floor_ms']:.2g}")
-        for row in rows
-        if row["S"] > 1 and "requests" not in row
-    ]
-    return markdown.table(["indexer", "tokens", "ms", "logits alone"], lines, left=1)
 
 
 @cache
@@ -238,7 +229,7 @@ def main(
     peer: Annotated[list[str] | None, typer.Option(metavar="NAME=MODULE:FUNCTION", help="also this kernel, for MiniMax-M3")] = None,
     rep: Annotated[float, typer.Option(help="milliseconds that the timed calls of a row should fill")] = 15,
 ) -> None:
-    """Time every choice; append the rows, and print two tables."""
+    """Time every choice; append the rows, and print a table."""
     need_gpu("choosing_steps")
     torch.manual_seed(0)
     others = {name: function for name, (_, function) in functions(peer or (), backends()).items()}
@@ -252,8 +243,7 @@ def main(
         for S in filter(None, prefills.split(",")):
             yield from prefill(model, int(S), rep, some)
 
-    rows = store.kept(out, chain.from_iterable(map(rows_of, models.split(","))), store.stamp())
-    echo(f"{table(rows)}\n\n{table_of_prefills(rows)}")
+    echo(table(store.kept(out, chain.from_iterable(map(rows_of, models.split(","))), store.stamp())))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from tests.helpers.choose import (
     pooled_scores,
     results,
 )
-from tests.helpers.gpus import captured, one_at_a_time, replayed
+from tests.helpers.gpus import RERUNS, captured, one_at_a_time, replayed
 
 HOPPER = {
     "h16": (1, 1500, 1500, 2, 16, 128, 128, Rule()),
@@ -169,7 +169,7 @@ def test_choose_graphs_and_autocast(lane: Lane, what: None) -> None:
     do, dlse = make_grads(call.q, call.v)
     expected = results(backend, call, do, dlse)
     graph = captured(lambda: results(backend, call, do, dlse), lane.place)
-    assert all(map(torch.equal, expected, replayed(*graph)))
+    assert all(map(torch.equal, expected, replayed(*graph, RERUNS)))
     with torch.autocast(lane.place, torch.float16):
         assert all(map(torch.equal, expected, results(backend, call, do, dlse)))
 
@@ -370,15 +370,16 @@ def check_pooled(lane: Lane, call: ChooseCall) -> None:
 
 @each(lambda lane: [] if lane.limits.tiles_only else [*POOLS, *(POOLS_OF_A_GPU if lane.device == "cuda" else ())])
 def test_choose_by_other_scores(lane: Lane, what: str) -> None:
-    """Also by the scores themselves, with a log-sum-exp of other keys: rows of -inf have weights of 0."""
+    """Also by the scores themselves, with a log-sum-exp of other keys: rows of -inf have weights of 0. Reruns are bit-equal."""
     check_pooled(lane, pooled(lane, what))
     if what in ("index-keys", "weights-max", "relu-of-complete-blocks"):
         (B, S, S_kv, *_), _, _ = POOLS[what]
         q_pos = torch.randint(-3, S_kv, (B, S), generator=torch.Generator().manual_seed(0)).to(lane.place)
         check_pooled(lane, pooled(lane, what, torch.float16, q_pos=q_pos, scale=-0.3))
-    if lane.device == "cuda":
-        return
     call, generator = pooled(lane, what), torch.Generator().manual_seed(3)
+    if lane.device == "cuda":
+        assert all(torch.equal(chosen(lane, call), x) for x in [chosen(lane, call)] for _ in range(RERUNS))
+        return
     lse = torch.randn(call.q.shape[:-1], generator=generator) if call.pool.softmax else None
     if lse is not None:
         lse = lse.where(torch.randn(*call.q.shape[:3], 1, generator=generator) > -1, -torch.inf)
