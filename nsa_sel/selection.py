@@ -345,8 +345,8 @@ class Selection:
         A row at position t sees the blocks that start at or before t.
 
         Args:
-            scores: [B,S,G,blocks] floating point. Higher is better, ties go to the lower index; -inf and NaN exclude a
-                block.
+            scores: [B,S,G,blocks] floating point; gets no gradient. Higher is better, ties go to the lower index; -inf
+                and NaN exclude a block, unless `first` or `local` forces it.
             n: blocks per row.
             block_size: keys of a block.
             first: blocks at the start of the sequence that are always selected.
