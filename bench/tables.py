@@ -396,9 +396,10 @@ def indexer_losses(context: int) -> str:
     runs = {name: {row["step"] + 1: row for row in rows if "held_out_loss" in row} for name, rows in indexed_runs(context).items()}
     learned = [name for name in ("msa", "sum") if name in runs]
     lines = []
-    for step in sorted(runs["msa"]):
+    for step in sorted(set().union(*runs.values())):
         losses = [f"{rows[step]['held_out_loss']:.3f}" if step in rows else "-" for rows in runs.values()]
-        shares = [f"{sum(runs[name][step]['mass']) / sum(runs[name][step]['best_mass']):.1%}" for name in learned]
+        evaluated = [runs[name].get(step) for name in learned]
+        shares = ["-" if row is None else f"{sum(row['mass']) / sum(row['best_mass']):.1%}" for row in evaluated]
         lines.append((step, *losses, *shares))
     masses = [INDEXED[name].replace("MSAttention", "mass") for name in learned]
     return table(["steps", *(INDEXED[name] for name in runs), *masses], lines, left=1)
@@ -459,6 +460,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     "docs/indexer.md": {
         "indexer_loss": lambda: indexer_loss.table(rows_of("indexer_loss.jsonl")),
         "indexer_losses": lambda: indexer_losses(8192),
+        "indexer_losses_32k": lambda: indexer_losses(32768),
         "indexer_speed": indexer_speed,
     },
     "docs/varlen.md": {"varlen": varlen},

@@ -452,12 +452,19 @@ def check_implementation(
     return Report(tuple(findings))
 
 
+def _varied(problem: Problem) -> str:
+    """Return in words the arguments in which problems of one behavior differ."""
+    words = "" if problem.scale is None else f", scale {problem.scale}"
+    words += "" if problem.q_pos is None else f", q_pos {problem.q_pos[:4].tolist()}..."
+    return words + ("" if problem.k.is_contiguous() else f", k with strides {problem.k.stride()}")
+
+
 def _checked(attend: Callable[..., Any], behavior: Behavior, setting: Setting, able: set[str]) -> Iterator[Compared]:
     """Yield the comparisons of a setting's problems; an exception counts as wrong."""
-    where = f" ({setting.shape.name}, {str(setting.dtype).removeprefix('torch.')})"
     for problem in behavior.problems(setting):
+        where = f" ({setting.shape.name}, {str(setting.dtype).removeprefix('torch.')}{_varied(problem)})"
         try:
             error, wrong, results = behavior.check(attend, problem, able)
         except Exception as raised:  # an implementation may raise anything
-            error, wrong, results = math.inf, f"{type(raised).__name__}: {(str(raised).splitlines() or [''])[0]}", ()
+            error, wrong, results = math.inf, f"{type(raised).__name__}: {' '.join(str(raised).split())[:300]}", ()
         yield error, wrong + where if wrong else "", results

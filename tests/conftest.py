@@ -132,7 +132,7 @@ def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def fresh_registry() -> Iterator[None]:
     """Backends and packages are looked for anew, and forgotten afterwards."""
-    caches = registry.backends, registry.missing
+    caches = registry.backends, registry._every, registry.missing
     for cache in caches:
         cache.cache_clear()
     yield

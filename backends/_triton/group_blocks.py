@@ -63,6 +63,7 @@ def forward_blocks_kernel(
 
     Grid: one program per row and tile of BLOCK_H heads.
     Tiles: q [BLOCK_H, BLOCK_D], k [BLOCK_L, BLOCK_D], v [BLOCK_L, BLOCK_DV]; TAIL_L keys per step in the cut block.
+    Products: mma.sync; wgmma, which takes 64 rows, for BLOCK_H = 64.
     TMA: k_desc and v_desc describe k, v [B,G,S_kv,D], or page pools [pages,G,PAGE,D] whose pages hold whole steps of
     BLOCK_L keys; None: pointer loads.
     cache: see group_ranges.py.
@@ -74,32 +75,35 @@ def forward_blocks_kernel(
     # arrive one pipeline stage late, which costs time when keys are small (8 bits).
     AHEAD: tl.constexpr = PAGE > 0 or k.dtype.element_ty != q.dtype.element_ty
     BLOCK_DV: tl.constexpr = dims.BLOCK_DV
+    # is_head, out [BLOCK_H]; limit: one past the row's last visible key
     b, g, _, _, is_head, out, limit, row_ranges, q_tile = row_heads(
         q, ranges, q_pos, strides, sizes, n, tl.program_id(0), dims, BLOCK_H, cache.LENGTHS
     )
 
+    # k_rate: a number, or [BLOCK_H, 1] of bfloat16 rows over quantized keys; v_rate: a number
     q_tile, k_rate, v_rate = quantized_row(q_tile, k, k_scale, v_scale, of_cache, g, cache.PAGE_SCALES)
     table = table_row(block_table, q_pos, strides, of_cache, b, cache.PACKED) if PAGE > 0 else block_table
-    starts, listed, last_whole, cut_start, cut_end = split_blocks(row_ranges, n, limit, BLOCK, NP)
-    new = new_entries(starts, NP)
+    starts, listed, last_whole, cut_start, cut_end = split_blocks(row_ranges, n, limit, BLOCK, NP)  # starts [NP]
+    new = new_entries(starts, NP)  # bits of one int64
     acc, l, m = empty_sums(BLOCK_H, BLOCK_DV, lse.dtype.element_ty)
-    w = tl.arange(0, BLOCK_L)
+    w = tl.arange(0, BLOCK_L)  # [BLOCK_L]
     steps = listed * (BLOCK // BLOCK_L)
     if AHEAD:
         coming, coming_whole = step_keys(row_ranges, 0, limit, last_whole, BLOCK, BLOCK_L)
     if PAGE > 0:
-        exists = steps > 0 if TMA else w < steps * BLOCK_L
-        coming_page = page_of(coming if TMA else coming + w, exists, table, PAGE)
+        exists = steps > 0 if TMA else w < steps * BLOCK_L  # all or nothing
+        coming_page = page_of(coming if TMA else coming + w, exists, table, PAGE)  # a number, or [BLOCK_L] without TMA
         coming_k, coming_v = page_scales(k_scale, v_scale, of_cache, g, coming_page, exists, cache.PAGE_SCALES)
-    for step in range(0, steps):
+    for step in range(0, steps):  # num_stages pipelines the loads of k_tile and v_tile
         if AHEAD:
             c, is_whole = coming, coming_whole
             coming, coming_whole = step_keys(row_ranges, tl.minimum(step + 1, steps - 1), limit, last_whole, BLOCK, BLOCK_L)
         else:
             c, is_whole = step_keys(row_ranges, step, limit, last_whole, BLOCK, BLOCK_L)
         if cache.REPEATS:
-            is_whole = is_whole & is_new(starts, new, step // STEPS, c - step % STEPS * BLOCK_L, NP)
-        page, k_factor, v_factor = c, 1.0, 1.0
+            block_start = c - step % STEPS * BLOCK_L
+            is_whole = is_whole & is_new(starts, new, step // STEPS, block_start, NP)
+        page, k_factor, v_factor = c, 1.0, 1.0  # without pages, `page` is not read
         if PAGE > 0:
             page, k_factor, v_factor = coming_page, coming_k, coming_v
             coming_page = page_of(coming if TMA else coming + w, exists, table, PAGE)

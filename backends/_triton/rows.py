@@ -203,8 +203,8 @@ def split_blocks(row_ranges, n, limit, BLOCK: tl.constexpr, NP: tl.constexpr):
     """Split a row of blocks of BLOCK keys into whole blocks and the one that the limit cuts (at most one, which may be
     named several times).
 
-    Returns the starts of whole blocks [NP], -1 for other entries; the number of entries up to the last whole block, that
-    block's start, and [start, end) of the cut block (empty if none).
+    Returns the starts of whole blocks [NP], -1 for other entries; the number of entries up to the last whole one; the
+    largest start of a whole block; and [start, end) of the cut block (empty if none).
     """
     i = tl.arange(0, NP)
     start, end = load_range(row_ranges + 2 * i, limit, i < n)

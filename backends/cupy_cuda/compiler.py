@@ -79,9 +79,11 @@ def compile_source(source: str, macros: Constants, arch: str, extra: Iterable[st
     except nvrtc.NVRTCError as error:
         version = ".".join(map(str, nvrtc.getVersion()))
         what = _first_error(nvrtc.getProgramLog(program), files) or error
+        remedy = "an NVRTC that knows this GPU, as `pip install 'nsa-sel[cuda13]'` brings it, or another backend"
+        if "not supported on .target" in str(what):
+            remedy = "this kernel is for SM 9.0 alone; use another backend"
         raise BackendError(
-            f"NVRTC {version} does not compile {source} for {arch} with {dict(macros)}: {what}. Remedy: an NVRTC that knows this GPU, as"
-            " `pip install 'nsa-sel[cuda13]'` brings it, or another backend."
+            f"NVRTC {version} does not compile {source} for {arch} with {dict(macros)}: {what}. Remedy: {remedy}."
         ) from error
     finally:
         nvrtc.destroyProgram(program)

@@ -17,7 +17,7 @@ import msgspec
 from nsa_sel.backends.specs import CHOOSERS, LOSSES, SPECS
 from nsa_sel.core.backend import Backend, BackendModule, ChooserModule, Library, LossModule, Offer, Reason
 from nsa_sel.core.request import Kind, Request
-from nsa_sel.errors import BackendError
+from nsa_sel.errors import BackendError, warn
 
 ENTRY_POINT_GROUP = "nsa_sel.backends"
 STICKY = ("illegal memory access", "misaligned address", "device-side assert", "unspecified launch failure", "illegal instruction")
@@ -29,10 +29,18 @@ def backends(kind: Kind = "attend") -> dict[str, Backend]:
     return {name: spec for name, spec in _every().items() if spec.kind == kind}
 
 
+@functools.cache
 def _every() -> dict[str, Backend]:
     every = {spec.name: spec for spec in (*SPECS, *CHOOSERS, *LOSSES)}
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
-        spec = entry.load()
+        try:
+            spec = entry.load()
+        except Exception as error:  # of another package: calls go on without it
+            warn(
+                f"entry point {entry.name!r} of {ENTRY_POINT_GROUP} cannot be loaded, and is left out: {error!r}. Remedy: correct or"
+                " uninstall its package."
+            )
+            continue
         if not isinstance(spec, Backend):
             raise BackendError(
                 f"entry point {entry.name!r} of {ENTRY_POINT_GROUP} gives a {type(spec).__name__}; allowed: an"

@@ -118,6 +118,7 @@ def forward_of(name: str, call: Call | ChooseCall) -> Callable[[Any], tuple[Tens
 def run_forward(decided: Decided, function_of: FunctionOf = forward_of) -> Any:
     """Return the outputs of a call, followed by the decision of the backend that ran: the decided one, or the fallback."""
     call, decision = decided.call, decided.decision
+    # A Shortcut, which launcher/replay.py adds.
     replay = call.known.get("forward") if call.known and call.workspace is None and not registry.broken else None
     outputs = replay(call.selection, call.q, call.k, call.v) if replay is not None and function_of is forward_of else None
     if outputs is not None:

@@ -1,6 +1,6 @@
 """Compile the Triton kernels that calls would launch, for GPUs that are not here, and print a JSON line per kernel.
 
-    python tests/helpers/aot.py 90 [SHAPE...]         # or several targets: 86,89
+    python tests/helpers/aot.py 90 [SHAPE...]         # a minute a shape; or several targets: 86,89
     python tests/helpers/aot.py 90 [SHAPE...] --shared SHAPE...         # of these, shared memory alone: a third of the time
     python tests/helpers/aot.py choose 90 SHAPE...         # or cache, gate, window, loss
     python tests/helpers/aot.py hip gfx942 triton-group paged-16 [BACKEND SHAPE...]         # an AMD GPU, forward alone
@@ -453,6 +453,11 @@ KINDS = {
     "choose": choose_kernels, "cache": cache_kernels, "gate": gate_kernels, "window": window_kernels, "loss": loss_kernels,
     "hip": hip_kernels,
 }  # fmt: skip
+# Targets and names that `__main__` takes; a shape may begin with ONE_GROUP.
+WORDS = {
+    *map(str, TARGETS), *KINDS, *SHAPES, *PAGED, *CHOICES, *POOLS, *FEW, *PACKED, *CHOICES_OF_PAGES, *NEW_TOKENS, *WINDOWS, *LOSSES,
+    *LDS, MOST_BLOCKS, "--shared", *(spec.name for spec in SPECS),
+}  # fmt: skip
 # Line numbers cost time and change no instruction.
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "TRITON_DEFAULT_FP_FUSION": "1", "TRITON_DISABLE_LINE_INFO": "1"}
 
@@ -466,6 +471,9 @@ def compiled_apart(*arguments: str) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
+    unknown = {part.removeprefix(ONE_GROUP) for word in sys.argv[1:] for part in word.split(",")} - WORDS
+    if unknown or len(sys.argv) == 1:
+        sys.exit(f"{__doc__}\nunknown: {', '.join(sorted(unknown)) or 'no target'}; names of shapes: {', '.join(SHAPES | PAGED)}")
     kind, *words = sys.argv[1:]
     for line in KINDS[kind](*words) if kind in KINDS else attend_kernels(kind, *words):
         print(json.dumps(line), flush=True)

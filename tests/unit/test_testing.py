@@ -75,10 +75,15 @@ def test_a_report_prints_a_line_for_each_behavior_and_exceptions_in_words() -> N
     def refuses(*given: Any, **more: Any) -> Any:
         raise ValueError("takes 16 heads alone\nand more")
 
+    varied = check_implementation(refuses, claims=["positions", "scale", "layouts"])
+    facts = {finding.behavior: finding.details.partition("float32, ")[2] for finding in varied.findings if finding.holds is False}
+    assert {name: words.partition(" [")[0].partition(" (")[0] for name, words in facts.items()} == {
+        "positions": "q_pos", "scale": "scale 0.0)", "layouts": "k with strides",
+    }  # fmt: skip
     lines = str(check_implementation(refuses, claims=["blocks", "lse"])).splitlines()
     assert len(lines) == 1 + len(BEHAVIORS)
     assert lines[1].split(maxsplit=5)[:4] == ["blocks", "does", "not", "hold"]
-    assert "ValueError: takes 16 heads alone (h3-16x24-ranges, float32)" in lines[1]
+    assert "ValueError: takes 16 heads alone and more (h3-16x24-ranges, float32)" in lines[1]
     assert lines[3].split() == ["gradients", "not", "claimed", *BEHAVIORS["gradients"].what.split()]
 
 

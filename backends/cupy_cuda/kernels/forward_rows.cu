@@ -6,6 +6,9 @@
 // Grid: one CTA per (row, HEADS heads, split). With few rows, each is split over several CTAs to fill the GPU: those of
 //   a cluster (sm_90) merge their results through shared memory; others store partial results, which combine.cu merges.
 // Tiles: 16 heads by TILE gathered keys per warp and step; teams of warps share the tiles (key_tiles.cuh).
+// Fast because each team has STAGES - 1 tiles in flight while it multiplies one, and waits for no other team.
+// Shapes: q [HEADS][KP], a tile's keys [TILE][KP] and values [TILE][VP], rows padded against bank conflicts (mma.cuh);
+//   sums of 16 heads by DVP columns, DV rounded up to 16, in a warp's registers.
 // Loads: cp.async; no TMA, because ranges may begin at any key.
 // Masks: only the last tile of every 32 ranges has fewer than TILE keys; the rest is zeros, whose logits become -inf.
 //
@@ -31,15 +34,15 @@ struct TeamResults {
           cta_l(cta_m + HEADS) {}
 
     DEVICE void store(const RowHeads &heads, const OnlineSoftmax &softmax, const float (&sums)[DVP / 8][4]) {
-        const int lane = threadIdx.x % 32, row = heads.team * HEADS + heads.warp_head;
+        const int lane = threadIdx.x % 32, slot = heads.team * HEADS + heads.warp_head;  // of [TEAMS][HEADS]
         UNROLL for (int r = 0; r < 2; ++r) {
             const float total = quad_sum(softmax.l[r]);
             if (lane % 4 == 0) {
-                m[row + lane / 4 + 8 * r] = softmax.m[r];
-                l[row + lane / 4 + 8 * r] = total;
+                m[slot + lane / 4 + 8 * r] = softmax.m[r];
+                l[slot + lane / 4 + 8 * r] = total;
             }
         }
-        store_rows<MERGE>(acc + row * MERGE, sums);
+        store_rows<MERGE>(acc + slot * MERGE, sums);
     }
 
     // Merge two columns of a head over the teams, in order.
@@ -112,8 +115,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS) forward_rows(con
     cp_async_commit();
     const KeyIterator tiles(p, heads.row, split * TEAMS + heads.team, splits * TEAMS);
     KeyPipeline keys(tiles, memory + HEADS * KP + heads.team * STAGES * STAGE, heads.row);
-    cp_async_wait<STAGES - 1>();
-    __syncthreads();  // q is loaded
+    cp_async_wait<STAGES - 1>();  // q's group is the oldest of 1 + (STAGES - 1)
+    __syncthreads();              // q is loaded
     attend(memory, heads, keys, softmax, acc);
 
     cp_async_wait<0>();

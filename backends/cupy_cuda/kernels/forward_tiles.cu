@@ -45,7 +45,7 @@ struct TileAttention : Attention<StepReader> {
         wgmma_commit();
         wgmma_wait<0>();
     }
-    DEVICE void finish_probabilities() { compute_sums_before_wait(&steps.pipeline.raw); }
+    DEVICE void finish_probabilities() { compute_sums_before_wait(&steps.pipeline.raw); }  // any shared address
 };
 
 // IN_TURNS: a row's result is the merge of both consumers' partial sums. Each consumer finishes half of the columns.

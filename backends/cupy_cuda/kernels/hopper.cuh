@@ -132,7 +132,8 @@ DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" :::
 template <int PENDING>
 DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
 
-// Schedule the computation of x, which is never negative, before the next wait, as if it were stored here.
+// Force x, which is never negative, to be computed before the next wait, by a store that never executes. nowhere: any
+// shared address.
 DEVICE void compute_before_wait(float x, void *nowhere) {
     asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}" ::"f"(x), "r"(shared_address(nowhere))
                  : "memory");

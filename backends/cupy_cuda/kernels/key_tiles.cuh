@@ -56,7 +56,8 @@ struct KeyIterator {
     DEVICE int next_tile(KeyLocation &location) {
         const int lane = threadIdx.x % 32;
         while (next >= keys) {
-            next -= (keys + TILE - 1) / TILE * TILE;  // tile numbers continue from one group of 32 ranges to the next
+            // Keep the round robin among teams: subtract the whole tiles of these 32 ranges.
+            next -= (keys + TILE - 1) / TILE * TILE;
             first_range += 32;
             if (first_range >= p.n) {
                 keys = 0;

@@ -147,7 +147,8 @@ template <class Arguments> DEVICE void produce_steps(const Arguments &x, unsigne
         const int partial = counts.y - counts.x;
         int first_key = 0, first_page = 0;
         u64 rows = 0;
-        // Request the next tile late: this one delays it. Two blocks hide the latency of the atomic counter.
+        // Ask only two blocks before the end, enough to hide the atomic's latency, so that a slow CTA does not reserve a
+        // tile early.
         const int ask = max(counts.y - 2, 0);
         u32 answer = 0;
         for (int e = 0, step = 0;; ++e) {
@@ -231,7 +232,7 @@ struct Step {
 struct StepReader {
     typedef ::Step Step;
     DEVICE static int steps_of(int blocks) { return blocks * STEPS; }
-    static constexpr int AHEAD = STAGES;  // steps from one to that which needs the stage of its second operand
+    static constexpr int AHEAD = STAGES;  // step i + AHEAD is loaded into the stage that still holds the values of step i
     StepPipeline &pipeline;
     const int consumer;
     const u32 stages;  // wgmma operand of the first stage

@@ -582,7 +582,8 @@ def test_new_tensors_and_selections(backend: str, played: list[Any], S: int, blo
     for x, y in zip(problems, wanted, strict=True):
         played.clear()
         assert_equal(step(backend, x, block, loss_of_lse=loss_of_lse), y)
-    assert len(played) >= 2  # forward, and backward with its lists
+    # Forward, and backward with its lists; a forward pass of few rows that reads disjoint ranges is not recorded.
+    assert len(played) >= (1 if S == 1 and backend in ("triton-tile", "triton-block", "cuda-block") else 2)
     if S > 100:
         return  # the oracle takes long
     q, k, v, do, blocks = problems[-1]

@@ -257,6 +257,16 @@ def test_bad_entry_points_are_named(monkeypatch: pytest.MonkeyPatch, loaded: obj
 
 
 @pytest.mark.usefixtures("fresh_registry")
+def test_an_entry_point_that_cannot_be_loaded_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = importlib.metadata.EntryPoint("mine", "no_such_module_of_nsa_sel:SPEC", registry.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [entry])
+    with pytest.warns(RuntimeWarning, match="'mine' of nsa_sel.backends cannot be loaded, and is left out: ModuleNotFound") as warned:
+        kinds = [registry.backends(), registry.backends("choose")]
+    assert len(warned) == 1
+    assert all(kinds)
+
+
+@pytest.mark.usefixtures("fresh_registry")
 @pytest.mark.parametrize(
     ("package", "version", "code"),
     [("no-such-package-of-nsa-sel", "1.0", "package-missing"), ("pytest", "9999.0", "package-old"), ("pytest", "1.0", None)],
