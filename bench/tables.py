@@ -385,7 +385,7 @@ INDEXED = {"dense": "dense", "nsa": "NSAttention", "msa": "MSAttention, max", "s
 
 
 def indexed_runs(context: int, kind: str = "msa") -> dict[str, list[Row]]:
-    """Return the runs beside those that train an indexer, by the names in `INDEXED`; kind: msa or msa-speed."""
+    """Return the runs beside those that train an indexer, by the names in `INDEXED`; kind: msa, msa-speed or speed."""
     files = {name: TRAINING / f"{kind}-{context}-{name}.jsonl" for name in INDEXED}
     return {name: store.read(file) for name, file in files.items() if file.exists()}
 
@@ -410,6 +410,8 @@ def indexer_speed() -> str:
     lines = []
     for context in (8192, 32768):
         runs = indexed_runs(context) | indexed_runs(context, "msa-speed")
+        if context == 32768:  # programs that compiled ran beside the other runs of dense attention and NSA
+            runs |= indexed_runs(context, "speed")
         runs.pop("sum", None)
         for name, rows in runs.items():
             by_phase = [row for row in rows if row["backend"] is None], [row for row in rows if row["backend"]]
