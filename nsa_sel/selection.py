@@ -293,16 +293,17 @@ class Selection:
         """Return a selection of whole blocks: block j holds the keys [j * block_size, (j + 1) * block_size).
 
         Args:
-            block_indices: [B,S,G,n], or [B,G,n] for one query per sequence; any integer dtype up to 64 bits; any order;
-                negative entries are padding (uint8 has none: 255 is a block). A duplicate counts once.
+            block_indices: [B,S,G,n], [B,G,n] for one query per sequence, or [T,G,n] for calls with cu_seqlens_q; any
+                integer dtype up to 64 bits; any order; negative entries are padding (uint8 has none: 255 is a block). A
+                duplicate counts once.
             block_size: keys of a block.
             block_counts: [B,S,G], or [B,G]: entry i of a row counts only if i < block_counts. By default all count.
             disjoint: promises that no row has duplicates. Decoding never needs it; it saves a prefill the memory of a
                 second copy of the ranges.
 
         Returns:
-            A Selection with ranges [B,S,G,n,2]. On a GPU it reads `block_indices` when it is used, not before: don't
-            write to them while it is in use. PyTorch's writes are refused.
+            A Selection with ranges [B,S,G,n,2]. On a CPU later writes into `block_indices` change nothing. On a GPU it
+            reads them when it is used, not before: don't write to them while it is in use. PyTorch's writes are refused.
 
         Raises:
             ArgumentError: a wrong shape or dtype; under NSA_DEBUG_TRITON=1 also duplicates in a row.
