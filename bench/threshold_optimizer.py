@@ -61,7 +61,7 @@ class Pair(NamedTuple):
 
 
 class Threshold(NamedTuple):
-    """What the rows say of one direction. `length` is None where no L will do."""
+    """Hold the threshold of one direction. `length` is None if no measured L is fast enough."""
 
     direction: str
     length: int | None

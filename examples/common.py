@@ -1,4 +1,4 @@
-"""What the examples share: command-line options, and rows as JSON lines.
+"""Helpers shared by the examples: command-line options, and rows as JSON lines.
 
 Needs typer, from the extra `cli`.
 """

@@ -268,7 +268,7 @@ def main(
     running: Annotated[int, typer.Option(min=1, help="sequences that are decoded at once, at most")] = 16,
     waiting: Annotated[int, typer.Option(min=0, help="requests that wait beside them, at most; further ones get 503")] = 64,
     chunk: Annotated[int, typer.Option(min=2, help="bytes of prompts that are prefilled between two decoding steps")] = 512,
-    prefixes: Annotated[int, typer.Option(min=0, help="sequences that are kept for prompts that begin alike, at most; 0 for none")] = 256,
+    prefixes: Annotated[int, typer.Option(min=0, help="most sequences kept for prompts with a common prefix; 0 for none")] = 256,
     grace: Annotated[float, typer.Option(min=0, help="seconds that running completions have after SIGTERM")] = 10,
     patience: Annotated[float, typer.Option(min=1, help="seconds in which a client must send its request, and take what it is sent")] = 30,
     fp8: Annotated[bool, typer.Option(help="keep K and V in e4m3 with scales of 1, in half the bytes of bfloat16")] = False,

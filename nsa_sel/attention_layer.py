@@ -203,7 +203,7 @@ class NSAttention(nn.Module):
         return torch.arange(S, device=device) if self.context is None else self.context.positions(S, device)  # type: ignore[no-any-return]
 
     def _parts(self, x: Tensor, positions: Tensor | None, many: bool) -> Parts:
-        """What the branches take, with rotary positions in q and the keys of the selected branch and the window.
+        """Return the branches' inputs. q and the keys of the selected branch and the window are rotated.
 
         many: whether x has rows enough that copying the weights into one takes little of the time.
         """

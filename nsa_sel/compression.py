@@ -22,8 +22,7 @@ from nsa_sel.core.transforms import hooked
 
 
 class PackedPieces(NamedTuple):
-    """Where the pieces and blocks of a packed batch are; T keys give room for as many of both as one sequence of T keys
-    has."""
+    """Hold the pieces and blocks of a packed batch. Sizes are those of one sequence of all T keys."""
 
     keys: Tensor  # [pieces,stride] int64, of every piece; some key where there is no piece
     exists: Tensor  # [pieces] bool
@@ -50,7 +49,7 @@ class PackedPieces(NamedTuple):
 
 
 def _owners(bounds: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each of `total` numbers: the sequence whose bounds hold it, its number there, and whether there is one."""
+    """Return each index's sequence by `bounds` and its index there for `total` indices, and whether it exists."""
     number = torch.arange(total, device=bounds.device)
     i = torch.searchsorted(bounds, number, right=True).clamp(1, len(bounds) - 1) - 1
     return i, number - bounds[i], number < bounds[-1]
@@ -140,7 +139,7 @@ class BlockMLP(_Compression):
         return linear(gelu(hidden), second, bias)
 
     def is_plain(self) -> bool:
-        """Whether weights are all that the layers are: nothing hooks or replaces them (LoRA, quantization)."""
+        """Return True if the layers are plain nn.Linear: not hooked or replaced (LoRA, quantization)."""
         layers = self.first, self.second
         return self.of_rank is not None or all(type(layer) is nn.Linear and not hooked(layer) for layer in layers)
 

@@ -225,7 +225,7 @@ def oracle_indexer_loss(
 
 
 class Chosen(NamedTuple):
-    """What choosing gives; float64 on the CPU, blocks int32."""
+    """Results of choosing; float64 on the CPU, blocks int32."""
 
     o: Tensor  # [B,S,G,h,Dv]
     lse: Tensor  # [B,S,G,h], natural logarithm
@@ -362,7 +362,7 @@ def _choosing_rows(
 
 
 def _packed_rows(cu_seqlens: Sequence[int], S: int, l: int, d: int) -> tuple[list[int], list[int], list[int]]:
-    """Of every row the position, -1 for padding, and of its sequence the first compressed key and their number."""
+    """Return each row's position (-1: padding), and its sequence's first compressed key and number of them."""
     positions, firsts, counts, first = [-1] * S, [0] * S, [0] * S, 0
     for begin, end in itertools.pairwise(cu_seqlens):
         count = sum(i * d + l <= end - begin for i in range(end - begin))

@@ -32,13 +32,13 @@ class Heads(NamedTuple):
     value_dim: int
 
     def columns(self) -> list[int]:
-        """Of a group of keys and values: k and v of each branch in turn."""
+        """Return the widths of one KV group: k and v of each branch in turn."""
         return [self.head_dim, self.value_dim] * 3
 
 
 class Parts(NamedTuple):
-    """What the three branches take: [B,S,G,h,D] of queries, [B,S,G,D] of keys and values, [B,S,G,h,3] of gates; or
-    gradients."""
+    """Inputs of the three branches, or their gradients: queries [B,S,G,h,D], keys and values [B,S,G,D], gates
+    [B,S,G,h,3]."""
 
     q_cmp: Any  # q without rotary positions
     q: Any
@@ -56,7 +56,7 @@ class Parts(NamedTuple):
 
 
 def joins(x: Tensor, layers: Sequence[nn.Module]) -> bool:
-    """Whether one product is what these layers would compute of x: nothing hooks, replaces or traces them."""
+    """Return True if the layers can be fused into one GEMM over x: they are not hooked, replaced or traced."""
     if not all(map(_is_plain, layers)) or forward_ad._current_level >= 0:
         return False
     weights: list[Any] = [layer.weight for layer in layers]
@@ -221,6 +221,6 @@ def copy_wide(to: Tensor, x: Tensor) -> None:
 
 
 def fits_wide(x: Tensor) -> bool:
-    """Whether x.view(torch.int64) is possible: rows of whole words, each of which begins at one."""
+    """Return True if x.view(torch.int64) is valid: rows are whole words and aligned to words."""
     offsets = x.storage_offset(), x.shape[-1], *x.stride()[:-1]
     return x.stride(-1) == 1 and all(offset * x.element_size() % WORD == 0 for offset in offsets)

@@ -293,16 +293,17 @@ class Selection:
         """Return a selection of whole blocks: block j holds the keys [j * block_size, (j + 1) * block_size).
 
         Args:
-            block_indices: [B,S,G,n], or [B,G,n] for one query per sequence; any integer dtype up to 64 bits; any order;
-                negative entries are padding (uint8 has none: 255 is a block). A duplicate counts once.
+            block_indices: [B,S,G,n], [B,G,n] for one query per sequence, or [T,G,n] for calls with cu_seqlens_q; any
+                integer dtype up to 64 bits; any order; negative entries are padding (uint8 has none: 255 is a block). A
+                duplicate counts once.
             block_size: keys of a block.
             block_counts: [B,S,G], or [B,G]: entry i of a row counts only if i < block_counts. By default all count.
             disjoint: promises that no row has duplicates. Decoding never needs it; it saves a prefill the memory of a
                 second copy of the ranges.
 
         Returns:
-            A Selection with ranges [B,S,G,n,2]. On a GPU it reads `block_indices` when it is used, not before: don't
-            write to them while it is in use. PyTorch's writes are refused.
+            A Selection with ranges [B,S,G,n,2]. On a CPU later writes into `block_indices` change nothing. On a GPU it
+            reads them when it is used, not before: don't write to them while it is in use. PyTorch's writes are refused.
 
         Raises:
             ArgumentError: a wrong shape or dtype; under NSA_DEBUG_TRITON=1 also duplicates in a row.
@@ -345,8 +346,8 @@ class Selection:
         A row at position t sees the blocks that start at or before t.
 
         Args:
-            scores: [B,S,G,blocks] floating point. Higher is better, ties go to the lower index; -inf and NaN exclude a
-                block.
+            scores: [B,S,G,blocks] floating point; gets no gradient. Higher is better, ties go to the lower index; -inf
+                and NaN exclude a block, unless `first` or `local` forces it.
             n: blocks per row.
             block_size: keys of a block.
             first: blocks at the start of the sequence that are always selected.

@@ -309,7 +309,7 @@ def _with_gradients(
 
 
 class _Keys(NamedTuple):
-    """Where the keys of sequences are, and of a packed batch what its rows read (`core.packed.rows_of`)."""
+    """Hold the lengths and pages of sequences, and for a packed batch its rows (`core.packed.rows_of`)."""
 
     lengths: Tensor
     block_table: Tensor | None

@@ -60,7 +60,7 @@ class Inputs(NamedTuple):
         return Inputs(*parts)
 
     def fields_of(self, c: int) -> tuple[int, int, int]:
-        """Where q, k and v of branch c are."""
+        """Return the field indices of branch c's q, k and v."""
         own = c == COMPRESSED and self.q_cmp is not None
         return 8 if own else 0, 1 + 2 * c, 2 + 2 * c
 
@@ -90,7 +90,7 @@ class Options(NamedTuple):
     bounds: Bounds | None = None  # of a packed batch, where B = 1
 
 
-# Of q, k, v, o and a Gated: dq, dk, dv, and delta if the kernels give it.
+# (q, k, v, o, Gated) -> dq, dk, dv, and delta if the kernels compute it.
 Gradients = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
 
 
@@ -100,7 +100,7 @@ class Pass(NamedTuple):
     o: Tensor
     lse: Tensor | None
     gradients: Gradients
-    copies: tuple[Tensor, Tensor] | None = None  # of k and v, which gradients take in their stead
+    copies: tuple[Tensor, Tensor] | None = None  # of k and v, which gradients use instead
 
 
 def run_branches(part: Inputs, options: Options, needs: Needs) -> tuple[tuple[Pass, Pass, Pass], Selection]:

@@ -119,8 +119,8 @@ def varlen_positions(
 def compressed_cu_seqlens(
     cu_seqlens: CuSeqlens, compress_block: int = 32, compress_stride: int = 16, *, device: torch.device | str | None = None
 ) -> Tensor:
-    """Where the compressed keys of each sequence of a packed batch begin: the layout of `compressed_attention(...,
-    cu_seqlens=)`.
+    """Return the cumulative numbers of compressed keys per sequence, as `compressed_attention(..., cu_seqlens=)` lays
+    them out.
 
     Blocks of keys lie within one sequence: sequence i of L_i keys has max(0, (L_i - compress_block) // compress_stride
     + 1) compressed keys, and they follow one another in the order of the sequences. Together they are no more than

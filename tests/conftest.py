@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported lives on: else looking through it for garbage would take a fifth of the time."""
+    """Exclude imported objects from garbage collection, which would take a fifth of the time."""
     gc.freeze()
     atexit.register(gc.unfreeze)  # some libraries tell what outlives Python
     gc.set_threshold(10_000, 20, 20)  # there is little of the rest
@@ -78,7 +78,7 @@ def pytest_collection_finish() -> None:
 
 
 def gpu_tests_wanted() -> bool:
-    """What NSA_TEST_TRITON_SEL says."""
+    """Return True if NSA_TEST_TRITON_SEL is 1."""
     text = os.environ.get(flags.TEST_FLAG, "0")
     if text not in ("0", "1"):
         raise pytest.UsageError(f"{flags.TEST_FLAG} is {text!r}; allowed: 0 or 1. Remedy: set it to 1 to run the GPU tests, or unset it.")
@@ -155,7 +155,7 @@ def configure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str]
 
 @pytest.fixture
 def tuned_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where `nsa-sel tune` writes: in a cache folder of the test's own."""
+    """Return the folder of `nsa-sel tune` in the test's own cache folder."""
     monkeypatch.setenv("NSA_SEL_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "tuned"
 

@@ -124,8 +124,7 @@ def few_scores_kernel(
     TMA: k_desc loads keys, of whole steps and pages; None: pointer loads. The block table is read one turn ahead: of one
     step, or of TURNS = 2 that are a block.
     Keys that no row sees are loaded only within the last step, and masked after the sum over heads, NaN included.
-    room: keys of the longest sequence, to which positions are clamped.
-    scale: the logits' scale, times log2 e for softmax weights.
+    room: keys of the longest sequence, to which positions are clamped. scale: of logits, times log2 e for softmax weights.
     """
     REACH: tl.constexpr = rule.compress_block // rule.compress_stride
     STEP: tl.constexpr = rule.block_size // rule.compress_stride
@@ -136,7 +135,6 @@ def few_scores_kernel(
         gdc_launch_dependents()
     part, number = tl.program_id(0) % parts, tl.program_id(0) // parts
     owner, b = (number % owners).to(tl.int64), (number // owners).to(tl.int64)
-
     batch, first_row, rows = b, 0, S
     if cu is not None:
         b, first_row, rows, start = tile_of_request(b.to(tl.int32), cu, S, start, requests, ROWS, SEARCH)
@@ -147,17 +145,10 @@ def few_scores_kernel(
                     tl.store(row_positions + first_row + padding, -1, mask=padding < rows)
             rows *= 0
         batch, b = tl.zeros([], tl.int64), tl.minimum(b, requests - 1).to(tl.int64)
-    token = tl.arange(0, TOKENS)  # [TOKENS], as row, g, t and seen
-    is_token = token < rows * SHARED
-    row, g = (first_row + tl.maximum(tl.minimum(token // SHARED, rows - 1), 0)).to(tl.int64), owner * SHARED + token % SHARED
-    if cache.LENGTHS:
-        t = tl.load(positions + b * strides.pos[0]).to(tl.int64) + (start + row)
-    else:
-        t = row_position(positions, strides.pos, b, row, start)
-    t = tl.where(is_token, tl.minimum(tl.maximum(t, -1), room - 1), -1).to(tl.int32)
+    row, g, t, is_token = few_tokens(positions, strides.pos, b, owner, first_row, rows, start, room, SHARED, TOKENS, cache.LENGTHS)
     if row_positions is not None:
         tl.store(row_positions + batch * S + row, t, mask=is_token & (part == 0) & (g == 0))
-    seen = keys_until(t, C, rule)
+    seen = keys_until(t, C, rule)  # [TOKENS]
     C = tl.max(seen, 0)
     first_step, last_step = part_of_steps(t, blocks, part, parts, rule, BLOCKS, PARTS)
     q_columns, rate, lse2 = owner_queries(
@@ -196,6 +187,22 @@ def few_scores_kernel(
             total = scaled_totals(total, at, seen, scale, rule, pool)
             done = (at < blocks) & (inner == PARTS - 1) & (i >= first_step)
             tl.store(out[None, :] + at[:, None], total, mask=done[:, None] & is_token[None, :])
+
+
+@triton.jit
+def few_tokens(
+    positions, stride_pos, b, owner, first_row, rows, start, room, SHARED: tl.constexpr, TOKENS: tl.constexpr, LENGTHS: tl.constexpr
+):  # fmt: skip
+    """Return the row, the group and the position of each token [TOKENS], and whether there is one; -1: a position without keys."""
+    token = tl.arange(0, TOKENS)
+    is_token = token < rows * SHARED
+    row, g = (first_row + tl.maximum(tl.minimum(token // SHARED, rows - 1), 0)).to(tl.int64), owner * SHARED + token % SHARED
+    if LENGTHS:
+        t = tl.load(positions + b * stride_pos[0]).to(tl.int64) + (start + row)
+    else:
+        t = row_position(positions, stride_pos, b, row, start)
+    t = tl.where(is_token, tl.minimum(tl.maximum(t, -1), room - 1), -1).to(tl.int32)
+    return row, g, t, is_token
 
 
 @triton.jit

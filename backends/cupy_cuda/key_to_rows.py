@@ -115,7 +115,7 @@ def fit(call: Call, entries: int) -> bool:
 
 
 def lists_fit(call: Call, width: int, pairs: int = 1) -> bool:
-    """Whether lists of tiles of `width` keys for so many (batch entry, group) fit the workspace together."""
+    """Return True if the lists of `pairs` (batch entry, group) for tiles of `width` keys fit the workspace."""
     return fit(call, pairs * call.q.shape[1] * call.selection.n * call.reach(width) // call.tiles_of_block(width))
 
 
@@ -184,7 +184,7 @@ def published(lists: int) -> int:
 
 
 def sum_counts(counts: Tensor, lists: int, tiles: int, chunks: int, kinds: Kinds) -> tuple[Tensor, Tensor, Tensor]:
-    """Where lists begin among the entries, and how many segments of each kind the lists before have: [lists + 1] int64
+    """Return where each list begins, and for each kind the number of segments in the lists before it: [lists + 1] int64
     each.
 
     Args:

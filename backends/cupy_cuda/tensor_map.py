@@ -16,7 +16,7 @@ from nsa_sel.backends.launcher import cuda_driver
 from nsa_sel.errors import BackendError
 from nsa_sel.quantize import STORED
 
-# Of the driver's enumerations (cuda.h): CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion.
+# Values of CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion (cuda.h).
 UINT8, FLOAT16, BFLOAT16 = 0, 6, 9
 SWIZZLE_64_BYTES, SWIZZLE_128_BYTES = 2, 3
 NO_PROMOTION, PROMOTE_TO_256_BYTES = 0, 3

@@ -178,7 +178,7 @@ MODELS = {  # docs/choosing.md: G, h, Dk, Dv, n, block
 
 
 def model_case(model: str, size: str, S: int, kind: str = "") -> Case:
-    """Return S rows over S keys in a shipped model's shape. Neighboring rows choose alike unless `kind` says otherwise."""
+    """Return S rows over S keys in a shipped model's shape. Neighboring rows choose similar blocks unless `kind` differs."""
     return Case(f"models-{model}-{size}", kind or (PER_HEAD_ALIKE if model == "moba" else ALIKE), 1, S, S, *MODELS[model])
 
 
@@ -236,7 +236,7 @@ QUICK = [
     *(Case(f"quick-{kind}-1k-h4", kind, 1, 1024, 1024, 2, 4, 64, 64, 16, 64) for kind in ("real", "random")),
     decode("quick-decode-B4-4k-h4", 4, 4096, 2, 4, 64),
 ]
-# What `nsa-sel tune` measures with every backend for the cost models, in minutes: small calls for the host's share, real
+# `nsa-sel tune` measures these with every backend for the cost models, in minutes: small calls for host time, real
 # and random selections for what neighbors share, 64 to 4,096 keys per row, other head dims, large blocks, and decoding of
 # fewer rows than multiprocessors and of more, one token per step or few.
 COSTS = [
@@ -383,7 +383,7 @@ def random_selection(case: Case, device: torch.device | str, seed: int, at_once:
     allow.
 
     The first, the previous and the current block are always among the n; in a MoBA case only the current one. The draws
-    depend on the device and on `at_once`. Where neighbors are alike, the rows of a sequence and group share a part of
+    depend on the device and on `at_once`. In an "alike" case the rows of a sequence and group share a part of
     their scores.
     """
     generator = torch.Generator(device=device).manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What a bench compares: our backends, and dense attention of torch.
+"""Implementations that a bench compares: our backends and PyTorch's dense attention.
 
 Each is made ready for a problem and then called as a whole.
 """

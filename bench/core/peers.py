@@ -88,7 +88,7 @@ def _flex(problem: Problem) -> Ready:
     return Ready(call, call)
 
 
-# Of other packages
+# Peers from other packages
 
 
 def lacks(module: str, package: str) -> Callable[[str], str | None]:

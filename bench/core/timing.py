@@ -47,7 +47,7 @@ class Spread(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """How long something is timed: calls that fill `rep` ms, after half as many to warm up, or a number of calls."""
+    """Hold how long to time: calls for `rep` ms, after half as many for warm-up, or `calls` calls."""
 
     rep: float = 50
     calls: int | None = None

@@ -1,5 +1,4 @@
-"""What does a decoding step of NSA's layer take over an `NSACache`, part by part, beside dense attention over the same
-keys?
+"""Time each part of a decoding step of NSA's layer over an `NSACache`, and dense attention over the same keys.
 
     python -m nsa_sel.bench.questions.decoding_steps --out bench/results/h200/profiles/decoding_steps.jsonl
 

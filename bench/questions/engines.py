@@ -127,15 +127,17 @@ def measured(case: str, kv: str, rep: float) -> Iterator[Row]:
 
 def table(rows: list[Row]) -> str:
     """Return milliseconds of both parts, vLLM's over ours, by case, format of K and V, and timing."""
-    found: dict[tuple[str, str, str], dict[tuple[str, str], float]] = {}
+    found: dict[tuple[str, str, str], dict[tuple[str, str], Row]] = {}
     for row in rows:
-        found.setdefault((row["case"], row["kv"], row["timed"]), {})[row["part"], row["contender"]] = row["ms_median"]
+        found.setdefault((row["case"], row["kv"], row["timed"]), {})[row["part"], row["contender"]] = row
     lines = []
     for case, times in found.items():
         cells = []
         for part in ("attention", "indexer"):
             vllm, ours = times[part, "vllm"], times.get((part, "nsa-sel"))
-            cells.append(f"{vllm:.3f} / -" if ours is None else f"{vllm:.3f} / {ours:.3f} ({vllm / ours:.2f}x)")
+            gain = "" if ours is None else f" ({vllm['ms_median'] / ours['ms_median']:.2f}x)"
+            both = ["-" if row is None else f"{row['ms_median']:.3f}{markdown.MARK * markdown.scatters(row)}" for row in (vllm, ours)]
+            cells.append(" / ".join(both) + gain)
         lines.append((*case, *cells))
     return markdown.table(["step", "K and V", "timed", "attention: vLLM / nsa-sel, ms", "indexer: vLLM / nsa-sel, ms"], lines, left=3)
 

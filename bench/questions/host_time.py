@@ -1,4 +1,4 @@
-"""How much host time does one call take beyond its backend: checks, the decision, autograd, events?
+"""Time the host work of one call beyond its backend: checks, the decision, autograd, events.
 
     python -m nsa_sel.bench.questions.host_time --out bench/results/h200/overhead.jsonl
 

@@ -1,5 +1,4 @@
-"""What does each part of NSA's layer take, forward and backward, beside dense attention, and how much memory does the
-whole need?
+"""Time each part of NSA's layer, forward and backward, and dense attention; measure the whole layer's peak memory.
 
     python -m nsa_sel.bench.questions.layer_parts --out bench/results/h200/profiles/layer_parts.jsonl
 

@@ -1,4 +1,4 @@
-"""How long does a released model's attention layer take in transformers, and on nsa-sel after `patch_model`?
+"""Time a released model's attention layer in transformers, and on nsa-sel after `patch_model`.
 
     python -m nsa_sel.bench.questions.released_models --out bench/results/h200/released_models.jsonl
 

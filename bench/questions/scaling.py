@@ -1,4 +1,4 @@
-"""How does context parallelism scale, with as many rows on each rank (weak), and with as many rows in all (strong)?
+"""Measure how context parallelism scales with fixed rows per rank (weak) and with fixed total rows (strong).
 
     python -m nsa_sel.bench.questions.scaling --out bench/results/h200/scaling.jsonl
 

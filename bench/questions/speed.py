@@ -1,5 +1,4 @@
-"""How fast is each backend on this GPU? Ours, packed SDPA and dense attention (cuDNN) in one process: forward,
-backward, decode.
+"""Time each backend on this GPU, packed SDPA and dense attention (cuDNN) in one process: forward, backward, decode.
 
     python -m nsa_sel.bench.questions.speed --out bench/results/h200/selection.jsonl
     python -m nsa_sel.bench.questions.speed --suite caches --out bench/results/h200/serving.jsonl

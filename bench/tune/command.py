@@ -25,7 +25,7 @@ KEY_HEADERS = ("Dk/Dv", "h", "L", "dtype", "direction")
 
 
 class Plan(NamedTuple):
-    """What to measure on a device."""
+    """Hold the measurements to run on a device."""
 
     device: DeviceInfo
     settings: Settings

@@ -54,11 +54,11 @@ Measure = Callable[[Job, str, KernelConfig], Times]  # on a problem of the job; 
 
 
 class TimeIsUp(Exception):
-    """What is left is for the next run."""
+    """Raised when time is up. The next run continues."""
 
 
 class Report(NamedTuple):
-    """What a run did."""
+    """Summary of a run."""
 
     file: Path
     results: tuple[Result, ...]  # of the finished jobs
@@ -67,7 +67,7 @@ class Report(NamedTuple):
     skipped: tuple[str, ...]  # jobs whose committed config can't be measured, and why
 
 
-# What wins
+# Selection of the fastest config
 
 
 def tune(run: Run, jobs: Sequence[Job], measure: Measure) -> Report:

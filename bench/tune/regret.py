@@ -29,9 +29,7 @@ MOST_DRAWN = 1 << 27  # rows times blocks: drawing a larger random selection aga
 
 
 class Choice(NamedTuple):
-    """What was asked (a case, "fwd", "bwd" or "decode", and the cache that its keys are in), the backend that was picked
-    and its ms, the best backend and its ms.
-    """
+    """Hold a request (case, "fwd", "bwd" or "decode", KV cache), the backend picked and the best one, with ms."""
 
     case: Case
     direction: str

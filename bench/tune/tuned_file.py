@@ -1,5 +1,5 @@
-"""What `nsa-sel tune` keeps in the cache folder: the user's file (nsa_sel/settings/tuned.py reads it), its lock, and
-the rows beside it.
+"""Files of `nsa-sel tune` in the cache folder: the user's file (read by nsa_sel/settings/tuned.py), its lock, and its
+rows.
 
 A run that was stopped continues: rows that are in a file are not measured again.
 """

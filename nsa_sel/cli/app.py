@@ -101,7 +101,8 @@ def explain(
 ) -> None:
     """Show which backend would run a call of this shape, and why the others would not. Runs nothing.
 
-    Installed packages are those of this machine, whatever --device says. Exit code 2 if no backend can run the call.
+    With auto, cpu or cuda, packages are those of this machine; for another GPU, all count as installed. Predicted times
+    assume that neighboring rows share blocks as in text. Exit code 2 if no backend can run the call.
     """
     with _errors(as_json):
         S_kv = max(S, _EXAMPLE.S_kv) if S_kv is None else S_kv
@@ -114,7 +115,7 @@ def explain(
             dtype=dtype.value, needs_grad=needs_grad, page_size=page_size, quantized=quantized.value if quantized else None,
         )  # fmt: skip
         request = request if choose is None else _choosing_request(request, choose)
-        decision = explain_request(request, _device_facts(device), backend)
+        decision = explain_request(request, _device_facts(device), backend, all_installed=device not in list(Where))
         echo(decision.to_json() if as_json else describe(decision, terminal_columns()))
         message = refusal(decision)
         if message is not None:

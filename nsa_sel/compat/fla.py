@@ -318,10 +318,10 @@ def _dense_attention_varlen(
 
 
 class _Rows(NamedTuple):
-    """What each query row has, [B,TQ,...]."""
+    """Inputs of each query row, [B,TQ,...]."""
 
     q: Tensor  # [B,TQ,H,h,K]
-    g_cmp: Tensor | None  # [B,TQ,H,h]; gates of branches that there are not are None
+    g_cmp: Tensor | None  # [B,TQ,H,h]; gates of absent branches are None
     g_slc: Tensor | None
     g_swa: Tensor | None
     block_indices: Tensor | None

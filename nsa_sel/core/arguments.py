@@ -74,7 +74,7 @@ def checked_blocks(block_indices: Tensor, block_size: int, block_counts: Tensor 
         if indices.dtype not in (torch.uint8, torch.int8, torch.int16):
             raise ArgumentError("block_indices", f"of dtype {indices.dtype}", "an integer dtype", "call .int() on it")
         indices = indices.int()
-    indices = as_rows(indices, "block_indices", "[B,S,G,n] or [B,G,n]", 4)
+    indices = as_rows(indices, "block_indices", "[B,S,G,n], [B,G,n], or [T,G,n] with cu_seqlens_q", 4)
     check_positive("block_size", block_size)
     if block_counts is None:
         return indices, None

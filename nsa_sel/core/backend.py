@@ -39,7 +39,7 @@ class Reason(msgspec.Struct, frozen=True):
 
     @property
     def fact(self) -> str:
-        """What is wrong, as a sentence without its period."""
+        """Return the reason as a sentence without a period."""
         if self.code not in _FACTS:
             name = self.field.replace("request.", "").replace("settings.", "").replace("device.", "")
             return f"{name} is {self.actual}; it must be {self.required}"
@@ -118,7 +118,7 @@ class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
     key_dims: tuple[int, ...]
     value_dims: tuple[int, ...]
     one_head: bool = False  # the forward pass of many tokens takes one head per group, too
-    # What many tokens take besides these, with keys and values in pipelines of their own:
+    # Also supported for many tokens, with separate pipelines for keys and values:
     gathered_blocks: tuple[int, ...] = ()  # blocks smaller than a step, which gathers them
     wide_dims: tuple[int, ...] = ()  # columns of keys and of values, which are equal
     warpgroup_rows: int = 64  # rows (tokens x heads) of one consumer warpgroup

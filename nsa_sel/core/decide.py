@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from nsa_sel.core import registry
+from nsa_sel.core.backend import Offer
 from nsa_sel.core.call import Call, device_info, positions, request_of
 from nsa_sel.core.decision import Decision, Override, every_name, load_policy, make_decision, missed, refusal, unknown_backend
 from nsa_sel.core.ranges import sample_rows, sampled_sharing
@@ -137,40 +138,52 @@ def forcing(name: str | None) -> Iterator[None]:
         forced_name.reset(token)
 
 
-def explain_request(request: Request, device: DeviceInfo | None = None, backend: str | None = None) -> Decision:
+def explain_request(
+    request: Request, device: DeviceInfo | None = None, backend: str | None = None, *, all_installed: bool = False
+) -> Decision:
     """Return the decision for a request, without tensors.
 
     Args:
         request: the sizes, dtype and flags of a call.
         device: any GPU's facts; by default this machine's first GPU, else its CPU.
         backend: a name to force.
+        all_installed: decide as if no backend lacked a package or library here, for a GPU of another machine.
 
     Returns:
-        The decision, cached or new; `forward` is None when every backend refuses.
+        The decision; `forward` is None when every backend refuses.
     """
     if device is None:
         device = device_info(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+    if all_installed:
+        return _new_decision(request.request_class(), device, backend, all_installed=True)
     return select(request, device, backend)
 
 
 def select(request: Request, device: DeviceInfo, backend: str | None = None) -> Decision:
     """Return the cached or new decision for the request's class under the current flags; `forward` is None when all
     refuse."""
-    if backend is not None:
-        _check_name("backend", backend)
     facts = (request.request_class(), device, backend)
     decision: Decision | None = recall(facts)
     if decision is None:
-        settings = tuned.apply(settings_for(device), facts[0], device)
-        offers = registry.offers(request)
-        _check_config_names(settings)
-        override = _override(backend, settings, request.kind)
-        decision = make_decision(facts[0], device, load_policy("default"), settings, offers, override)
+        decision = _new_decision(facts[0], device, backend)
         remember(facts, decision)
         package = missed(decision) if device.kind == "cuda" else None
         if package is not None and (package.factor or 1) >= WORTH_TELLING and first_time("missed", device, package.reason.field):
             warn(f"{device.name}: {package.words}")
     return decision
+
+
+def _new_decision(request: Request, device: DeviceInfo, backend: str | None, all_installed: bool = False) -> Decision:
+    """Return what the default policy decides for a class of requests under the current flags."""
+    if backend is not None:
+        _check_name("backend", backend)
+    settings = tuned.apply(settings_for(device), request, device)
+    offers = registry.offers(request)
+    if all_installed:
+        offers = tuple(Offer(offer.backend) for offer in offers)
+    _check_config_names(settings)
+    override = _override(backend, settings, request.kind)
+    return make_decision(request, device, load_policy("default"), settings, offers, override)
 
 
 def decide(request: Request, device: DeviceInfo, backend: str | None = None) -> Decision:

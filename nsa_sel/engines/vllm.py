@@ -88,7 +88,7 @@ def wrap_attention_selector(original: Callable[..., Any]) -> Callable[..., Any]:
     def select(**options: Any) -> tuple[Any, Any]:
         backend, chosen = original(**options)
         module = sys.modules[ATTENTION]
-        if chosen is module.MiniMaxM3SparseTritonImpl and applies("sparse attention", options["kv_cache_dtype"]):
+        if applies("sparse attention", options["kv_cache_dtype"], chosen, module.MiniMaxM3SparseTritonImpl):
             return backend, combined(SparseAttention, module.MiniMaxM3SparseImpl)
         return backend, chosen
 
@@ -101,7 +101,7 @@ def wrap_indexer_selector(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def select(**options: Any) -> Any:
         chosen, module = original(**options), sys.modules[INDEXER]
-        if chosen is module.MiniMaxM3IndexerTritonImpl and applies("indexer", options.get("indexer_kv_dtype", "bf16")):
+        if applies("indexer", options.get("indexer_kv_dtype", "bf16"), chosen, module.MiniMaxM3IndexerTritonImpl):
             return combined(Indexer, module.MiniMaxM3IndexerImpl)
         return chosen
 
@@ -112,10 +112,13 @@ WRAPPERS = {"select_main_backend_and_impl_cls": wrap_attention_selector, "select
 
 
 @functools.cache  # the layers of a model share one class, and one line of the log
-def applies(part: str, cache_dtype: str) -> bool:
-    """Return True if nsa-sel takes this part of the model on this device, and log which it is."""
+def applies(part: str, cache_dtype: str, chosen: Any, triton: Any) -> bool:
+    """Return True if nsa-sel takes this part of the model, for which vLLM chose a class, on this device; log which it is."""
     from vllm.platforms import current_platform
 
+    if chosen is not triton:
+        log.info("nsa-sel leaves MiniMax-M3's %s to vLLM, which picks %s, not its Triton kernels", part, chosen)
+        return False
     if "e5m2" in cache_dtype:
         log.warning("nsa-sel leaves MiniMax-M3's %s to vLLM: its cache is %s, not bf16, fp16 or e4m3", part, cache_dtype)
         return False

@@ -1,5 +1,4 @@
-"""What a process may do before its first call: `warmup` compiles kernels, `sync_tuning` shares tuning results among
-ranks."""
+"""Optional steps before the first call: `warmup` compiles kernels, `sync_tuning` shares tuning results among ranks."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_packed_sequences_have_branches_of_their_own(window: int) -> None:
 
 @pytest.mark.parametrize("window", [WINDOW, 0])
 def test_the_last_queries_over_all_keys(window: int) -> None:
-    """What a cache gives: fewer queries than keys, of one sequence and of packed ones of several lengths."""
+    """As with a cache, there are fewer queries than keys, in one sequence and in packed ones of two lengths."""
     given = inputs()
     options: dict[str, Any] = {"block_counts": N, "block_size": BLOCK, "window_size": window}
     whole = reference(*given, **options)
@@ -155,7 +155,7 @@ def layers(interpreted: Any) -> Iterator[Any]:
 
 
 def with_reference(monkeypatch: pytest.MonkeyPatch, layers: Any, work: Callable[[], Any]) -> Any:
-    """What `work` returns with fla's plain functions in place of the patch."""
+    """Return `work()` with fla's plain functions in place of the patch."""
     with monkeypatch.context() as patch:
         patch.setattr(layers, "parallel_nsa", reference)
         return work()

@@ -80,7 +80,7 @@ def means(k: Tensor, lengths: list[int], size: int, every: int) -> tuple[Tensor,
 
 
 def seen_means(row: int, rows: int, count: int, every: int) -> int:
-    """How many of `count` means a row sees, as the CUDA code has it, whose division rounds to 0."""
+    """Return how many of `count` means a row attends to, as in the CUDA code, whose division rounds to 0."""
     return min(count, max(0, (row + 1) // every - 1 + count - int((rows - every + 1) / every)))
 
 

@@ -69,7 +69,7 @@ def pair(seed: int = 0, dtype: torch.dtype = torch.float32, **sizes: Any) -> tup
     "mask", [None, padded(IDS, 65, 70, 30), padded(IDS, 70, 9, 41, right=True)], ids=["no mask", "padding before", "padding after"]
 )
 def test_logits_equal_the_models_own(mask: Tensor | None, cuts: tuple[int, ...]) -> None:
-    """Those of padding, too: the model's indexer reads its keys."""
+    """Logits of padding are equal, too, because the model's indexer reads its keys."""
     eager, ours = pair()
     with torch.no_grad():
         torch.testing.assert_close(logits(ours, IDS, mask, cuts), logits(eager, IDS, mask, cuts), atol=1e-6, rtol=0)

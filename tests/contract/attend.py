@@ -1,4 +1,4 @@
-"""What every backend owes a call of `selection_attention`, as checks of one lane and shape. `cells` lists what is to be tested where.
+"""Checks of `selection_attention` that every backend must pass, each for one lane and shape. `cells` lists which run where.
 
 Each check compares with the float64 oracle (at most twice the error of PyTorch in the same precision) and asserts that the decision names
 the backend (tests/helpers/checks.py). Keys and values lie between NaN in memory.
@@ -441,7 +441,7 @@ def shapes_of(behavior: str, lane: Lane) -> list[Shape]:
     return shapes[max(0, len(shapes) - FEW.get(lane.device, {}).get(behavior, len(shapes))) :]
 
 
-# Of each lane alone.
+# Each lane tests these itself.
 HEADS_AND_DIMS = ((1, 8, 16), (3, 24, 40), (6, 16, 8), (12, 192, 128), (16, 64, 64), (70, 8, 8), (2, 256, 256), (6, 7, 13))
 EMULATED = ((1, 16, 24), (16, 16, 24), (70, 16, 24), (2, 192, 136))  # others are compiled anew
 
@@ -592,7 +592,7 @@ def check_most_ranges(lane: Lane, n: int, patch: pytest.MonkeyPatch) -> None:
 
 
 def check_keys_of_calls(lane: Lane, what: str, patch: pytest.MonkeyPatch) -> None:
-    """A call like an earlier one but for one fact gets a decision, and launches, of its own."""
+    """A call that differs from an earlier one in one fact gets its own decision and launches."""
     shape = lane.shapes()[0]
     S = lane.rows(shape)
     S_kv = S + 3 * (shape.block or 8)

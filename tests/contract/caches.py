@@ -1,4 +1,4 @@
-"""What every backend owes a decoding step over a KV cache: contiguous or in pages, in its own dtype or in e4m3."""
+"""Checks of decoding over a KV cache that every backend must pass: contiguous or in pages, in its own dtype or in e4m3."""
 
 from __future__ import annotations
 

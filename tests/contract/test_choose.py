@@ -137,7 +137,7 @@ def test_choose_reads_nothing_that_counts_for_nothing(lane: Lane, what: str) -> 
 
 @of_all("implied", "given")
 def test_choose_in_parts_of_rows(lane: Lane, what: str) -> None:
-    """Scores, sums and sections of a few rows at once give the same blocks, and gradients but for the order of sums."""
+    """Scores, sums and sections of a few rows at once give the same blocks, and gradients up to the order of sums."""
     backend = registry.load_chooser(lane.name)
     sizes = (2, 37, 100, 1, 4, 16, 24, SMALL) if not lane.limits.tiles_only else HOPPER["h4-batch"]
     call = make_choose_call(sizes, lane.dtype, lane.place)
@@ -211,7 +211,7 @@ def test_choose_blocks_of_packed_batches_as_each_sequence_alone(lane: Lane, what
 
 @of_any_keys(None)
 def test_choose_packed_batches_as_each_sequence_alone(lane: Lane, what: None) -> None:
-    """Bit by bit but for dk and dv, whose sections differ; NaN in every second sequence stays there."""
+    """Results are bit-equal except dk and dv, whose sections differ. NaN in every second sequence stays there."""
     backend = registry.load_chooser(lane.name)
     call = make_packed_call((5, 0, 19, 10), sizes=(1, 3, 16, 24), dtype=lane.dtype, device=lane.place)
     do, dlse = make_grads(call.q, call.v)

@@ -234,7 +234,7 @@ def test_index_loss_reduces_rows(lane: Lane, what: Any) -> None:
 
 @each("blocks", "all-keys")
 def test_index_loss_in_parts(lane: Lane, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rows at once, which other units, slices and sections compute, give the same loss, and gradients but for the order of sums."""
+    """Few rows at once, in other units, slices and sections, give the same loss, and gradients up to the order of sums."""
     of = inputs_of(SMALL[what]._replace(B=1, S=36, S_kv=40), lane.dtype, lane.place)
     whole = results(lane, of)
     if lane.name == "loss-triton":

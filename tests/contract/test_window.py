@@ -64,7 +64,7 @@ LARGE: dict[str, Shape] = {
 
 
 class Kernels(NamedTuple):
-    """What runs windows, and on which device: "interpreter" is a CPU."""
+    """Kernels that run windows, and their device. "interpreter" runs on a CPU."""
 
     name: str
     device: str

@@ -38,7 +38,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chosen_by(m3: Any, dtype: str = "auto") -> tuple[type, type]:
-    """What vLLM's layer and indexer get from the names that they imported."""
+    """Return the classes that vLLM's layer and indexer get from the names that they imported."""
     _, attention = m3.model.select_main_backend_and_impl_cls(topk_blocks=n, kv_cache_dtype=dtype, num_kv_heads=G)
     return attention, m3.indexer.select_indexer_impl_cls(topk_blocks=n, indexer_kv_dtype="bf16")
 

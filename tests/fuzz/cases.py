@@ -143,7 +143,7 @@ def _varlen(rng: random.Random, z: Facts) -> Facts:
 
 
 def _cache(rng: random.Random, z: Facts) -> Facts:
-    """A KV cache; the last sequence fills it, so that there is a key."""
+    """A KV cache. The last sequence fills it, so it has a key."""
     S, page_size = min(z["S"], 4), rng.choice((None, 1, 8, 16, 24, 64))
     S_kv = max(z["S_kv"], S, 4)
     lengths = [rng.choice((0, 1, S, rng.randint(0, S_kv), S_kv)) for _ in range(max(0, z["B"] - 1))] + [S_kv]

@@ -50,7 +50,7 @@ from tests.helpers.files import ROOT
 
 # Bytes of shared memory that one block may use (CUDA C++ programming guide, compute capabilities) and multiprocessors of a usual chip.
 TARGETS = {80: (163, 108), 86: (99, 84), 89: (99, 128), 90: (227, 132), 100: (227, 148), 120: (99, 170)}
-PTX_OF = {89: 86}  # Triton makes the same PTX for both, but for the line that names the target: it is assembled for each
+PTX_OF = {89: 86}  # Triton's PTX differs only in the line that names the target; it is assembled for each
 SHAPES = {  # name: (B, S, S_kv, G, h, Dk, Dv, n, block_size, dtype)
     "h16": (1, 2048, 2048, 4, 16, 128, 128, 16, 64, torch.bfloat16),
     "h4-fp16": (1, 4096, 4096, 4, 4, 64, 64, 16, 64, torch.float16),

@@ -117,7 +117,7 @@ def assert_in_order(message: str, fragments: tuple[str, ...]) -> None:
 
 @contextlib.contextmanager
 def counted() -> Iterator[dict[tuple[str, ...], int]]:
-    """What the counters grew by inside the `with` block; filled when it ends."""
+    """Yield the increments of the counters inside the `with` block, filled when it ends."""
     grown: dict[tuple[str, ...], int] = {}
     before = events.tallies()
     yield grown

@@ -88,7 +88,7 @@ def make_call(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, *, scale: float | None = None, q_pos: Tensor | None = None,
     device: DeviceInfo | None = None, **changed: Any,
 ) -> Call:  # fmt: skip
-    """The checked call that a backend is given, by default on the device of q, with its settings but for `changed`."""
+    """Return a checked call, by default on the device of q, with its settings except `changed`."""
     q, k, v, selection, scale, q_pos = check_call(q, k, v, selection, scale, q_pos)
     device = device_info(q.device) if device is None else device
     return Call(q, k, v, selection, q_pos, scale, msgspec.structs.replace(settings_for(device), **changed), device)

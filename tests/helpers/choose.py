@@ -129,7 +129,7 @@ def in_pages(call: ChooseCall, slots: int) -> ChooseCall:
 
 
 def check_forward(forward: Forward, call: ChooseCall, slack: float = 0.0) -> None:
-    """o and lse within twice the baseline's error; the oracle's blocks, but for `slack` (see `assert_chosen`)."""
+    """Assert o and lse within twice the baseline's error, and the oracle's blocks within `slack` (see `assert_chosen`)."""
     o, lse, ranges = forward(call)
     exact = check_attention((o, lse), call)
     assert ranges.dtype == torch.int32
@@ -206,7 +206,7 @@ def pooled_scores(
     reduce: str = "max", heads: str = "sum", softmax: bool = False, relu: bool = False, lse: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """What `choose_blocks` says of itself: index key i touches block j where [i d, i d + l) and [j m, (j + 1) m) overlap."""
+    """Score blocks as `choose_blocks` documents: index key i touches block j if [i d, i d + l) and [j m, (j + 1) m) overlap."""
     q, k = q.double().cpu(), k.double().cpu()
     B, S, G, _, D = q.shape
     scale, d, l, m, C = D**-0.5 if scale is None else scale, compress_stride, compress_block, block_size, k.shape[2]

@@ -80,7 +80,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, mode: int = 0) -> None:
 def call_of(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None = None, scale: float | None = None, **changed: Any
 ) -> Call:
-    """The checked call on the emulated GPU, with its settings but for `changed`."""
+    """Return a checked call on the emulated GPU, with its settings except `changed`."""
     return make_call(q, k, v, selection, q_pos=q_pos, scale=scale, **{"device": GPU, **changed})
 
 
@@ -208,7 +208,7 @@ def _resources(source: str, macros: compiler.Constants, arch: str, shared: int) 
 
 @functools.cache
 def _log(source: str, macros: compiler.Constants, arch: str) -> str:
-    """What ptxas says. Compiled once for all processes and runs: the name of the file is a digest of all that the compiler reads."""
+    """Return the log of ptxas. Compile once for all processes and runs: the file's name is a digest of all compiler inputs."""
     from cupy_backends.cuda.libs import nvrtc
 
     everything = (compiler.OPTIONS, PTXAS, compiler.definitions(macros), arch, nvrtc.getVersion(), sorted(compiler.sources(source).items()))

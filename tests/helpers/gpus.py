@@ -75,7 +75,7 @@ def captured(step: Step, device: str = "cuda") -> tuple[Any, tuple[Tensor, ...]]
 
 
 def replayed(graph: Any, outputs: tuple[Tensor, ...], reruns: int = 1) -> list[Tensor]:
-    """What a replay writes, NaN or -1 where it writes nothing. On a GPU so many replays write the same bits."""
+    """Return what a replay writes, NaN or -1 elsewhere. On a GPU assert that `reruns` replays are bit-equal."""
     found = []
     for _ in range(reruns if outputs[0].is_cuda else 1):
         for output in outputs:
@@ -96,7 +96,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def forget_launches() -> None:
-    """Of Triton's kernels, those that backends remember."""
+    """Clear the backends' caches of Triton launches."""
     for name, module in list(sys.modules.items()):
         if name.startswith("nsa_sel.backends."):
             for remembering in [value for value in vars(module).values() if hasattr(value, "cache_clear")]:

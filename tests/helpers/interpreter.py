@@ -1,7 +1,7 @@
-"""Triton's interpreter in the tests: several times as fast, and its results those of every CPU.
+"""Make Triton's interpreter several times faster in tests, with equal results on every CPU.
 
 Its time is that of Python calls around small NumPy operations: objects for types and shapes, made anew for each of them. Nothing here
-changes what a kernel computes, but for sums of products of float32 (`dot`);
+changes what a kernel computes, except sums of products of float32 (`dot`);
 tests/unit/backends/test_triton.py compares with it as it is.
 """
 
@@ -96,7 +96,7 @@ def one_patch_a_launch(patch: pytest.MonkeyPatch, interpreter: Any) -> None:
 
 
 def remembered_types(patch: pytest.MonkeyPatch, interpreter: Any) -> None:
-    """What follows from a dtype and a shape is computed once for each; operands of one dtype or shape need no cast or broadcast."""
+    """Cache results per dtype and shape, and skip casts and broadcasts between operands of one dtype or shape."""
     from triton.language import core
 
     semantic, handle = interpreter.TritonSemantic, interpreter.TensorHandle

@@ -156,7 +156,7 @@ class Model:
         return x
 
     def step(self, sequences: list[int], rows: list[Tensor], **options: Any) -> list[Tensor]:
-        """What the layers make of new tokens [tokens,width] of each sequence; rows without a token hold NaN, and give 0 in each layer."""
+        """Return the layers' output for new tokens [tokens,width] of each sequence. Rows without a token hold NaN and must give 0."""
         step = self.cache.step(sequences, [len(x) for x in rows], **options)
         poison(self.cache)
         x = torch.full((len(rows), max(map(len, rows), default=0), self.layers[0].width), torch.nan).to(self.layers[0].q.weight)
@@ -196,7 +196,7 @@ def log_sums(gates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def by_module(module: Any, do: Tensor, branches: Any, gates: Tensor, lse: Any) -> list[Tensor]:
-    """What `module`, the kernels or plain PyTorch, gives the three branches, and dgates."""
+    """Return the gradients of the three branches by `module` (kernels or plain PyTorch), and dgates."""
     dgates = torch.full(gates.shape, torch.nan, dtype=gates.dtype, device=gates.device)
     given = module.backward(do, branches, gates, dgates, lse is None)
     assert lse is None or given == [None] * 3
@@ -204,8 +204,8 @@ def by_module(module: Any, do: Tensor, branches: Any, gates: Tensor, lse: Any) -
 
 
 def check_gate(dtype: torch.dtype, device: str, Dv: int) -> None:
-    """The kernels and plain PyTorch give what autograd does in float64, but for the last rounding; reruns are bit-equal. Gates of exactly 0
-    and 1 and of 1e-6 are among them, and negative ones, for which lse is NaN."""
+    """Kernels and plain PyTorch equal autograd in float64 up to the last rounding; reruns are bit-equal. Gates include exactly 0 and 1,
+    1e-6, and negative ones, for which lse is NaN."""
     branches, gates, do = gated(dtype, device, Dv)
     gates[:, 1], gates[:, 2], gates[:, 5], gates[:, 6] = 0.0, 1.0, 1e-6, -0.5
     lse = log_sums(gates)
@@ -229,7 +229,7 @@ def check_gate(dtype: torch.dtype, device: str, Dv: int) -> None:
 
 
 def check_deltas(dtype: torch.dtype, device: str) -> None:
-    """Those of branches that are given become gates' gradients; of the others nothing is written."""
+    """Given branches' deltas become gradients of gates. Other branches' gradients are not written."""
     _, gates, do = gated(dtype, device)
     first, second, _ = log_sums(gates)
     second = second.transpose(1, 3).contiguous().transpose(1, 3)
@@ -270,8 +270,8 @@ def check_gate_parts(dtype: torch.dtype, device: str, Dv: int) -> None:
 
 
 def check_rotation(dtype: torch.dtype, device: str, D: int) -> None:
-    """Of strided keys with positions for all, and of queries with positions for each sequence, forward and back, alone and plus another.
-    Those of each sequence are of any strides, too."""
+    """Rotate strided keys by shared positions, and queries by positions per sequence of any strides, forward and back, with and without
+    adding another tensor."""
     keys = torch.randn(2, 19, 3, D + 8, generator=torch.Generator().manual_seed(0)).to(device, dtype)[..., 8:]
     queries = torch.randn(2, 19, 3, 2, D, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     each = torch.randint(0, 1000, (2, 19), generator=torch.Generator().manual_seed(2)).to(device)

@@ -19,8 +19,8 @@ DEVICE = sys.argv[1] if len(sys.argv) > 1 and sys.argv[1] in ("cpu", "cuda") els
 BACKENDS = ("sdpa-packed", "triton-group", "triton-tile", "triton-block") if DEVICE == "cuda" else ("sdpa-packed", "numba")
 ANY_RANGES = BACKENDS[:2]  # those that accept ranges
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-# How many of o, lse, dq are bit-equal to one device's when keys are gathered: packed SDPA's backward pass on a CPU multiplies all keys,
-# and on a GPU its rows share buckets.
+# The first EQUAL of o, lse, dq are bit-equal to one device's with gathered keys: packed SDPA's backward pass on a CPU multiplies all
+# keys, and on a GPU its rows share buckets.
 EQUAL = {"numba": 3, "sdpa-packed": 2 if DEVICE == "cpu" else 0, "triton-group": 3, "triton-tile": 2, "triton-block": 2}
 # With fewer rows a rank a GPU's kernels would split them, or use configs for few rows. Slices are whole blocks, on a CPU on up to 4 ranks.
 ROWS = 80 * int(os.environ.get("WORLD_SIZE", 2)) if DEVICE == "cuda" else 64

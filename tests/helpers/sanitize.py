@@ -43,7 +43,7 @@ SIZES = (  # B, S, G, h, Dk, Dv, S_kv
 
 
 def run(backend: str, blocks: list[int]) -> int:
-    """How many calls ran, forward and backward."""
+    """Return the number of calls run, forward and backward."""
     calls = 0
     for dtype in (torch.float16, torch.bfloat16):
         for B, S, G, h, Dk, Dv, S_kv in SIZES:
@@ -61,15 +61,15 @@ def run(backend: str, blocks: list[int]) -> int:
 
 
 def refused(backend: str, *call: Any) -> bool:
-    """Whether the backend's limits refuse a call."""
+    """Return True if the backend's limits refuse a call."""
     verdicts = explain(*call, backend=backend).verdicts
     against = [reason for verdict in verdicts if verdict.backend == backend for reason in (*verdict.forward, *verdict.backward)]
     return any(reason.kind == "unsupported" for reason in against)
 
 
 def run_units() -> int:
-    """How many calls of cuda-block ran in several units, forward and backward: of two streams, and on one, where kernels start early.
-    Adjacent rows share tiles."""
+    """Run cuda-block in several units, forward and backward, on two streams, and on one, where kernels start early. Adjacent rows share
+    tiles. Return the number of calls."""
     masks, shapes, find = [], ((130, 4), (500, 1)), cuda_block._find_shared
     few = mock.patch(
         "nsa_sel.core.decide.settings_for", lambda device: msgspec.structs.replace(settings_for(device), workspace_bytes=8 << 20)
@@ -95,7 +95,7 @@ def run_units() -> int:
 
 
 def run_lists() -> int:
-    """How many selections were listed, and which rows share tiles, for the kernels of Hopper, on any GPU."""
+    """List selections, and rows that share tiles, for Hopper's kernels on any GPU. Return their number."""
     sizes = (  # B, S, G, h, S_kv, block
         (1, 300, 2, 16, 700, 64), (2, 150, 1, 4, 2000, 128), (1, 70, 1, 1, 270_000, 64), (2, 150, 2, 12, 700, 4), (1, 70, 1, 2, 70_000, 32),
     )  # fmt: skip
@@ -114,7 +114,7 @@ def run_lists() -> int:
 
 
 def run_caches(backend: str) -> int:
-    """How many calls over caches ran; their results are those of the oracle."""
+    """Check calls over caches against the oracle. Return their number."""
     quantized = registry.backends()[backend].limits.quantized
     calls = 0
     for page_size in (None, 16, 64):
@@ -130,7 +130,7 @@ def run_caches(backend: str) -> int:
 
 
 def run_layer() -> int:
-    """How many steps of two sequences a layer took over a cache: chunks of a prefill, tokens, drafts, and a fork."""
+    """Run a layer on two sequences over a cache: prefill chunks, tokens, drafts, and a fork. Return the number of steps."""
     layer = NSAttention(256, 2, 16, 64, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
     cache = NSACache.of([layer], 64, 32)
     sequences = [cache.open(), cache.open()]
@@ -144,7 +144,7 @@ def run_layer() -> int:
 
 
 def run_choosing() -> int:
-    """How many calls chose blocks over compressed keys in pages: few sequences, each shared by several programs, and many; the oracle's."""
+    """Check choosing over compressed keys in pages against the oracle: few sequences, split among programs, and many. Return the calls."""
     sizes = ((1, 1, 128), (3, 4, 64), (200, 1, 64))  # B, S, D
     for B, S, D in sizes:
         lengths = torch.randint(0, 4000, (B,), generator=torch.Generator().manual_seed(B)) + (B == 1) * 4000
@@ -158,7 +158,7 @@ def run_choosing() -> int:
 
 
 def run_indices(backend: str = "cupy-cuda") -> int:
-    """How many calls from block indices with duplicates ran, of 32 and of 64 bits; results do not depend on the duplicates' values."""
+    """Run calls from int32 and int64 block indices with duplicates, which must not change the results. Return the number of calls."""
     sizes = (  # B, S, G, h, D, S_kv, block, n
         (1, 1, 2, 12, 256, 2100, 4, 513), (150, 1, 2, 12, 256, 2100, 4, 129), (3, 4, 2, 16, 128, 2000, 64, 16),
         (1, 30, 2, 12, 256, 1100, 4, 140),
@@ -176,7 +176,7 @@ def run_indices(backend: str = "cupy-cuda") -> int:
 
 
 def run_indexers() -> int:
-    """How many calls of an indexer ran: choosing for 1, 4 and 70 tokens, best scores, and the loss, forward and backward."""
+    """Run an indexer: choosing for 1, 4 and 70 tokens, best scores, and the loss, forward and backward. Return the calls."""
     k, index_k = torch.randn(2, 2, 3000, 64, device="cuda"), torch.randn(2, 1, 3000, 64, device="cuda")
     k, index_k = k.bfloat16(), index_k.bfloat16()
     for S in (1, 4, 70):
@@ -194,7 +194,7 @@ def run_indexers() -> int:
 
 
 def run_packed() -> int:
-    """How many packed batches ran, whose long requests visit blocks of 64 and of 128 keys, with what an indexer chooses for their rows."""
+    """Run packed batches whose long requests attend to blocks of 64 and of 128 keys, and an indexer. Return the number of batches."""
     new, lengths = (150, 0, 70, 1, 8, 9, 2), (150, 33, 250, 256, 8, 128, 1)
     sizes: Any = {"G": 2, "h": 16, "Dk": 128, "Dv": 128, "n": 3, "room": 256, "spare": 3, "one_pool": True}
     for page, block in ((128, 128), (64, 128), (128, 64)):

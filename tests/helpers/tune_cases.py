@@ -1,4 +1,4 @@
-"""What the tests of tuning share: a GPU that is not here, jobs, times that need no GPU, and files as `nsa-sel tune` writes them."""
+"""Helpers of the tuning tests: facts of an absent GPU, jobs, times that need no GPU, and files as `nsa-sel tune` writes them."""
 
 from __future__ import annotations
 

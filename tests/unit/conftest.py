@@ -16,6 +16,6 @@ def unreadable_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def cheapest_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the selected branch, on a CPU: the one that compiles nothing."""
+    """Run the selected branch on a CPU with a backend that compiles nothing."""
     if not torch.cuda.is_available():
         monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")

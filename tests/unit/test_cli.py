@@ -143,6 +143,13 @@ class TestExplain:
             assert reasons["triton-group"]["device-rule"] == "another: ADR-2025-08-M4-02"
         assert "ADR-2025-08-M4-02" in invoke("explain", "--device", "sm89").output
 
+    def test_a_gpu_by_name_is_not_judged_by_the_packages_of_this_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        absent = Reason("package-missing", "unavailable", "package x", None, ">= 1", "pip install x")
+        monkeypatch.setattr(registry, "missing", lambda name: () if name == "sdpa-packed" else (absent,))
+        nsa_sel.reset()
+        picked = {device: ask("explain", "--device", device)["forward"] for device in ("cpu", "h200", "sm80")}
+        assert picked == {"cpu": "sdpa-packed", "h200": "cupy-cuda", "sm80": "triton-tile"}
+
     def test_shape_options_reach_the_request(self) -> None:
         shape = ("--B", 2, "--S", 1, "--S-kv", 500, "--G", 3, "--h", 5, "--Dk", 24, "--Dv", 40, "--n", 7)
         request = ask("explain", *shape, "--block-size", 0, "--max-length", 99, "--dtype", "float32", "--needs-grad", "--page-size", 16)[
@@ -167,8 +174,7 @@ class TestExplain:
     def test_a_choice_of_blocks(self, way: str, expected: dict[str, Any]) -> None:
         decision = ask("explain", "--choose", way, "--device", "h200")
         assert {name: decision["request"][name] for name in expected} == expected
-        by_cuda = way == "nsa" and not registry.missing("choose-cuda")
-        assert (decision["request"]["kind"], decision["forward"]) == ("choose", "choose-cuda" if by_cuda else "choose-triton")
+        assert (decision["request"]["kind"], decision["forward"]) == ("choose", "choose-cuda" if way == "nsa" else "choose-triton")
         measured = way == "nsa" and any(name.startswith("choose") for name in decision["settings"]["costs"]["models"])
         assert bool(decision["predictions"]) == measured, "cost models are of compressed_attention alone"
         assert decision["rule"].startswith("least predicted time" if measured else "first of the preference")

@@ -53,6 +53,20 @@ def test_code_runs(document: str, packages: Path) -> None:
         exec(compile(block, f"{document}, python block {number}", "exec"), made.__dict__)
 
 
+def anchors(text: str) -> set[str]:
+    """GitHub's anchors of the headings."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", TEXTS)
+def test_links_lead_to_headings(document: str) -> None:
+    links = re.findall(r"\]\((https://github.com/nsa-sel/nsa-sel/blob/main/)?([^()#:]*)#([^()]+)\)", TEXTS[document])
+    for of_root, path, anchor in links:
+        target = (ROOT if of_root else (ROOT / document).parent) / path if path else ROOT / document
+        assert anchor in anchors(target.read_text()), f"{path}#{anchor}"
+
+
 @pytest.mark.gpu
 def test_code_for_pytorch_runs_on_a_gpu(packages: Path) -> None:
     test_code_runs("docs/pytorch.md", packages)

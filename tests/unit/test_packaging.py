@@ -71,7 +71,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(command: list[str], folder: Path) -> str:
-    """What the command prints, run in `folder` without PYTHON* and NSA_* variables; fails the test with its output."""
+    """Return the output of a command run in `folder` without PYTHON* and NSA_* variables. Fail the test if it fails."""
     env = {name: text for name, text in os.environ.items() if not name.startswith(("PYTHON", "NSA_", "TRITON_"))}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -335,8 +335,8 @@ def test_buckets_are_timed_in_both_directions(monkeypatch: pytest.MonkeyPatch, l
 
 @pytest.mark.parametrize("h", [1, 3])
 def test_reads_tell_what_is_loaded(monkeypatch: pytest.MonkeyPatch, logged: Any, h: int) -> None:
-    """Rows that share blocks: those of a tile load their union, by blocks each is loaded once; nobody loads more than packed's total
-    but for triton-token, whose every head loads by itself."""
+    """Rows share blocks. A tile loads their union, and per-block kernels load each block once. All load at most the selected total,
+    except triton-token, where each head loads its own, and sdpa-packed."""
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
     S, S_kv, block, n = 8, 96, 16, 3
     q, k, v = make_qkv(1, S, 2, h, 16, 8, S_kv=S_kv)

@@ -16,8 +16,8 @@ from nsa_sel.compat.transformers import minimax_m3, qwen_qsa, register
 from nsa_sel.compat.transformers.register import NAME, register_transformers
 from nsa_sel.errors import ArgumentError
 
-# Of the module whose forward is replaced: arguments, whose cache is `cache` from transformers 5.24 on, and what it must
-# have. Models pass all arguments by position, or these by name.
+# Arguments and required attributes of each module whose forward is replaced. transformers 5.24 renames the cache
+# argument to `cache`. Models pass all arguments by position, or these by name.
 M3_ARGUMENTS = ("hidden_states", "position_embeddings", "past_key_values", "position_ids")
 M3_PARTS = ("q_proj", "k_proj", "q_norm", "k_norm", "head_dim", "block_size", "topk_blocks", "local_blocks", "layer_idx")
 QSA_ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs")
@@ -32,7 +32,7 @@ DENSE = "dense causal attention; dense=True selects blocks"
 
 @dataclass
 class Patched:
-    """What `patch_model` changed, by module name.
+    """Record what `patch_model` changed, by module name.
 
     Attributes:
         changed: how each layer attends now.

@@ -60,7 +60,7 @@ def test_append_writes_every_key_to_its_page(device: str) -> None:
 
 
 def appended(keys: list[Tensor], scales: tuple[Tensor, ...]) -> list[Tensor]:
-    """What the kernel makes of keys [N,G,D] for four pools of e4m3, whose slots go backwards; two others take the first as they are."""
+    """Append keys [N,G,D] to four e4m3 pools in reverse slot order, and return them. Two more pools store keys[0] unchanged."""
     x = keys[0]
     N, G, D = x.shape
     pools = [torch.zeros(1, N, G, D, dtype=dtype, device=x.device) for dtype in (x.dtype, x.dtype, *[STORED] * 4)]

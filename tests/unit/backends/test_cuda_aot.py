@@ -1,4 +1,4 @@
-"""What cupy-cuda would launch, compiled by NVRTC for GPUs that are not here: registers and shared memory fit, nothing spills.
+"""Compile cupy-cuda's kernels with NVRTC for absent GPUs: registers and shared memory fit, nothing spills.
 
 The backend's forward and backward run for real, on CPU tensors and with injected device facts; only the launch is replaced.
 """
@@ -290,7 +290,7 @@ def test_what_fails_leaves_no_part_of_a_file(monkeypatch: pytest.MonkeyPatch, ke
 
 @needs_nvrtc
 def test_without_a_home_every_process_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it warns of, and once, tests/unit/settings/test_tuned.py shows."""
+    """tests/unit/settings/test_tuned.py checks that it warns once."""
     monkeypatch.setattr(compiler, "cache_folder", lambda: None)
     monkeypatch.setattr(compiler, "compile_source", lambda *arguments: (b"code", ""))
     assert compiler.cubin("combine.cu", COMBINE, "sm_80") == b"code"

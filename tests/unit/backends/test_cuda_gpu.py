@@ -147,7 +147,7 @@ def with_workspace(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many streams each forward pass took."""
+    """Return a list that records the number of streams of each forward pass."""
     counts, real = [], cuda_block._streams
     monkeypatch.setattr(cuda_block, "_streams", lambda like, count: (counts.append(count), real(like, count))[1])
     return counts
@@ -206,13 +206,13 @@ def test_rows_and_keys_that_are_expanded(backend: str) -> None:
 
 
 def sanitized(tool: str, arguments: tuple[str, ...], cache: Path) -> str:
-    """What tests/helpers/sanitize.py prints, in which the tool finds nothing."""
+    """Return the output of tests/helpers/sanitize.py; fail if the tool reports an error."""
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     assert sanitizer is not None, "no compute-sanitizer on the PATH; remedy: install the CUDA toolkit, with which it comes"
-    # Every allocation on its own, so that reads past a tensor's end are seen.
+    # Allocate each tensor separately, so that reads past its end are reported.
     paths = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": paths, CACHE_FLAG: str(cache)}
-    # A status is no finding: cuda_driver.parameters asks until the driver says that there is no next one, and a launch that fails raises.
+    # Ignore statuses: cuda_driver.parameters asks until the driver reports no next one, and a failed launch raises.
     statuses = ("--report-api-errors", "no") if tool == "memcheck" else ()
     command = [sanitizer, "--tool", tool, *statuses, "--error-exitcode", "86", sys.executable, "-m", "tests.helpers.sanitize", *arguments]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=1200)

@@ -273,7 +273,7 @@ def test_rows_that_no_wide_copy_can_read(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(map(torch.equal, *runs))
 
 
-# Tiles of tokens that selected alike
+# Tiles of tokens with similar selections
 
 EMULATED = next(lane for lane in lanes("emulated") if lane.name == "cupy-cuda")
 ON_GPU = next(lane for lane in lanes("cuda") if lane.name == "cupy-cuda")
@@ -341,8 +341,8 @@ def dkdv_tiles(call: Call, *row_tensors: torch.Tensor) -> tuple[torch.Tensor, to
 def test_gradients_by_lists_of_a_block_or_of_its_tiles(
     monkeypatch: pytest.MonkeyPatch, short: None, h: int, S: int, block: int, dkdv: Callable[..., Any]
 ) -> None:
-    """One list for the tiles of a block gives the bits of one for each tile, but for positions of any order, which add up in another order.
-    Lists of several segments; blocks cut by causality or by the end of the keys; NaN in keys that no row sees."""
+    """One list per block is bit-equal to one per tile, except for unordered positions, whose sums have another order. Lists have several
+    segments, causality or the end of the keys cuts blocks, and keys that no row sees are NaN."""
     emulated(monkeypatch, BACKWARDS | EAGER)
     S_kv, D = S + 210, 64
     q, k, v = make_qkv(S=S, G=2, h=h, Dk=D, Dv=D, S_kv=S_kv, dtype=torch.float16)

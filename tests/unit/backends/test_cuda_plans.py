@@ -215,7 +215,7 @@ def check_union(call: Call, plan: Any, tokens: int, block: int, rows_of: Any, le
 @pytest.mark.parametrize(("tokens", "n", "block", "h"), [(12, 5, 16, 2), (48, 16, 16, 2), (64, 3, 32, 2), (10, 24, 4, 12), (24, 5, 16, 5)])
 @pytest.mark.parametrize("rows", ["implied", "given", "lengths"])
 def test_the_union_of_a_tile(monkeypatch: pytest.MonkeyPatch, tokens: int, n: int, block: int, h: int, rows: str) -> None:
-    """Of rows whose positions follow from S_kv, are given, or end a sequence of a cache."""
+    """Positions of rows follow from S_kv, are given, or end a sequence of a cache."""
     emulated(monkeypatch, BACKWARDS)
     B, S, G, S_kv, lengths = 2, 70, 2, 300, None
     if rows == "lengths":
@@ -336,7 +336,7 @@ def test_pages_of_parts_of_a_step_are_gathered() -> None:
 def test_few_rows_are_shared_by_as_many_multiprocessors_as_run_at_once(
     work: int, steps: int, cluster: int, first: bool, stages: int
 ) -> None:
-    """Of the H200's 132, two CTAs each."""
+    """The H200 has 132, each with two CTAs."""
     plan = whole_blocks.plan_of(work, 16, 128, 128, steps, 64, True, 132, 227 << 10)
     macros = dict(plan.macros)
     assert (macros["CLUSTER"], macros["NEXT_FIRST"], macros["STAGES"]) == (cluster, first, stages)

@@ -183,7 +183,7 @@ def test_every_kernel_of_choosing(width: str) -> None:
 @gpu
 @needs_hopper
 def test_every_cuda_kernel_of_choosing() -> None:
-    """Those of tiles, compiled for compressed keys; tile by tile, and in several segments of rows."""
+    """Tile kernels are compiled for compressed keys and run tile by tile, and in several row segments."""
     for B, S, S_kv, h in ((2, 333, 1200, 16), (1, 2500, 2500, 4)):
         call = make_choose_call((B, S, S_kv, 2, h, 128, 128, Rule(n=4)), torch.bfloat16, "cuda")
         assert compressed.supports(call, device_info(call.q.device))

@@ -232,7 +232,7 @@ def test_passes_over_ranges_that_nobody_searched_are_replayed(
 
 @needs_compiler
 def test_whole_calls_over_pages_are_replayed(monkeypatch: pytest.MonkeyPatch, driver: list[str], played: list[int]) -> None:
-    """Other tensors of the class alone, also into a given o, and not where a tensor is passed twice or the work is no launch."""
+    """Replay only for other tensors of the class, also into a given o, not if a tensor is passed twice or nothing is launched."""
     monkeypatch.setattr(run, "_on_gpu", lambda x: True)
     monkeypatch.setattr(run, "_stream_outside_capture", lambda q: 0)
 
@@ -506,7 +506,7 @@ FOREIGN = torch.zeros(64)
     ],
 )
 def test_a_recording_tells_what_each_address_is(extra: Any, recorded: bool) -> None:
-    """Of a pass of one launch."""
+    """The pass has one launch."""
     call, step = call_of(0, None), (0, 1, 32, 0, False, None, launch.layout(0, False, 3))
     recorder = replay.Recorder([x.data_ptr() for x in (call.q, call.k, call.v, call.selection.ranges)])
     with recorder:
@@ -598,7 +598,7 @@ def step(backend: str, inputs: Inputs, block: int = 64, run: Callable[..., Any] 
 
 
 def as_written(work: Callable[[], Any]) -> Any:
-    """What `work` returns where nothing is recorded."""
+    """Return `work()` without recording."""
     reset()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replay, "TRIES", 0)

@@ -120,7 +120,7 @@ def test_exp2_is_accurate(dtype: type, wider: type, lowest: int) -> None:
 
 
 def test_a_multiply_add_rounds_once() -> None:
-    """Whether LLVM fuses a product and a sum depends on whether machine code is new, or from Numba's cache."""
+    """LLVM's fusion of a product and a sum depends on whether code is new or from Numba's cache."""
 
     @numba.njit
     def run(a: Any, c: Any) -> None:

@@ -109,7 +109,7 @@ def test_a_gpu_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("facts", ["block_size", "max_length", "measured", "none"])
 def test_static_buckets_hold_every_row_and_its_keys(facts: str) -> None:
-    """What a GPU uses, run on a CPU: each row once, in a bucket that its keys fit, and the same results."""
+    """Run the GPU's buckets on a CPU: each row is in one bucket that fits its keys, with the same results."""
     q, k, v = make_qkv(2, 120, 2, 2, 16, S_kv=150)
     selection = make_blocks(2, 120, 2, 150, 3, 16)
     if facts != "block_size":

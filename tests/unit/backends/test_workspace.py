@@ -311,8 +311,8 @@ def test_triton_tile(parts: list[tuple[int, ...]], B: int, tiles: int, cut: list
 @needs_compiler
 @pytest.mark.parametrize("ordered", [False, True])
 def test_cupy_cuda(monkeypatch: pytest.MonkeyPatch, parts: list[tuple[int, ...]], ordered: bool) -> None:
-    """Three tiles of 48 rows, of 100 bytes of a plan each; the last part has fewer rows than a tile. ordered: tiles are of tokens that
-    selected alike, as parts are made of whole stretches, and are not too short for an order of which the whole call has one."""
+    """Three tiles of 48 rows, each with 100 bytes of a plan; the last part has fewer rows than a tile. ordered: tiles hold tokens with
+    similar selections. Parts are whole stretches, long enough to be ordered as the whole call is."""
     emulated(monkeypatch)
     if ordered:
         for name, value in (("LEAST_TOKENS", 100), ("LEAST_ROWS", 800), ("WARPGROUPS", 6)):
@@ -357,7 +357,7 @@ needs_cuda = needs("cupy-cuda")
     ("backend", "h", "D", "block"),
     [
         pytest.param("cupy-cuda", 12, 256, 4, marks=needs_cuda),  # gathered
-        pytest.param("cupy-cuda", 4, 128, 64, marks=needs_cuda),  # tokens that selected alike: parts are whole stretches
+        pytest.param("cupy-cuda", 4, 128, 64, marks=needs_cuda),  # tokens with similar selections: parts are whole stretches
         ("triton-tile", 12, 128, 4),
         ("triton-tile", 4, 128, 64),
     ],

@@ -1,4 +1,4 @@
-"""What tests of benches and tuning share."""
+"""Fixtures of the tests of benches and tuning."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_a_bad_flag_is_refused_before_the_first_measurement(
     assert not (adapters / "out").exists()
 
 
-# Of torch
+# Peers in PyTorch
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_peers_compute_what_they_say(case: Case, name: str) -> None:
     assert of_gradients is None or of_gradients < 1e-5
 
 
-# Of other packages, with stand-ins that take what the packages take
+# Peers from other packages, as stand-ins with the same arguments
 
 
 def select(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tensor, starts: Tensor, *_: Any, block_size: int, **more: Any) -> Any:

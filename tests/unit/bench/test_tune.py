@@ -90,7 +90,7 @@ def test_wide_tiles_have_configs_of_their_own(Dk: int, Dv: int, size: int, expec
     assert launch_class(sum(tile_columns(Dk, Dv, size)), size) == expected
 
 
-# What wins
+# Selection of the fastest config
 
 JOB = some_jobs()[0]
 A, B = JOB.candidates[:2]
@@ -165,7 +165,7 @@ def test_a_failure_is_kept_and_not_tried_again(text: str) -> None:
     assert errors == [f"RuntimeError: {text.splitlines()[0]}"]
 
 
-# What is kept
+# Rows and results on disk
 
 
 def again(*_: Any) -> Any:
@@ -207,7 +207,7 @@ def test_a_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatc
         tune(RUN, some_jobs(), times)
 
 
-# How a config is timed: in the interpreter, on small problems
+# Timing of a config, in the interpreter on small problems
 
 
 @pytest.fixture

@@ -51,14 +51,14 @@ dist.destroy_process_group()
 """
 
 
-# What a user imports by name: the modules that README and docs/ show.
+# Modules that users import by name, as README and docs/ show.
 PUBLIC = (
     "attention", "varlen", "serving", "compat", "layer", "attention_layer", "rotary", "selection", "distributed", "oracle",
     "testing", "settings.warmup", "errors",
 )  # fmt: skip
 
 
-# Each set of flags in a child of one process, which has imported what every child would, but for modules of ours, which may read flags.
+# Run each set of flags in a fork of one process, which has imported all but our modules, because those may read flags.
 EACH = """
 import json, os, sys
 import msgspec, numba, torch.distributed, yaml
@@ -74,7 +74,7 @@ for flags in {flags!r}:
 
 
 def run(code: str) -> list[set[str]]:
-    """What `code` prints last in a fresh process without NSA_* flags and Triton's interpreter: each line a JSON list of modules."""
+    """Return the JSON lists of modules that `code` prints in a fresh process without NSA_* flags and Triton's interpreter."""
     clean = {name: text for name, text in os.environ.items() if not name.startswith(("NSA_", "TRITON_"))}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=clean, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr
@@ -173,7 +173,7 @@ def all_strings(file: Path) -> frozenset[str]:
 
 
 def imported(file: Path, names: Collection[str]) -> set[str]:
-    """Those of `names` that a file imports, in function bodies and for type checkers too, or names in a string.
+    """Return the `names` that a file imports, in function bodies and for type checkers too, or has in a string.
 
     `from package import module` means the module. The strings of backends/specs.py do not count: they name modules as an entry point of
     another package does.

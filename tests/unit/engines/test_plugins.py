@@ -76,10 +76,12 @@ OURS, VLLMS = ("NsaSelSparseAttention", "NsaSelIndexer"), ("MiniMaxM3SparseTrito
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cu130", "0.33.0"])
-def test_vllm_gets_our_classes_where_it_picks_triton(import_model: Model, version: str) -> None:
+def test_vllm_gets_our_classes_where_it_picks_triton(import_model: Model, version: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "vllm.nsa_sel")
     model = import_model(version)
     assert picks(model) == picks(model, "fp8") == OURS
     assert picks(model, "nvfp4") == ("MSA", OURS[1])
+    assert "leaves MiniMax-M3's sparse attention to vLLM, which picks MSA" in caplog.text
     assert picks(model, "fp8_e5m2") == (VLLMS[0], OURS[1])
     vllm.replace_selectors()
     assert picks(model) == OURS
@@ -165,7 +167,7 @@ def as_floats(*stored: Tensor) -> Tensor:
 
 
 def hooks_of(monkeypatch: pytest.MonkeyPatch, version: str) -> list[str]:
-    """What `register` hooks in SGLang of this version."""
+    """Return the names that `register` hooks in SGLang of this version."""
     found: list[str] = []
     names = {
         "sglang.version": {"__version__": version},

@@ -113,7 +113,7 @@ def done(reason: str = "length") -> Any:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_requests_and_cancellations_lose_nothing(seed: int) -> None:
-    """Texts begin alike, with pages for few of them; half of the runs share prefixes.
+    """Texts have a common prefix and pages for few of them. Half of the runs share prefixes.
 
     Steps have the sizes of an engine's graphs.
     """

@@ -146,7 +146,7 @@ def test_no_byte_sees_a_later_one(attention: str) -> None:
 
 @pytest.mark.gpu
 def test_a_captured_step_trains_as_an_eager_one(tmp_path: Path) -> None:
-    """Of a batch, the learning rate and the weights of its own time."""
+    """Each replay uses the current batch, learning rate and weights."""
     device, text = torch.device("cuda"), example.load_text(ROOT / "docs", tmp_path / "text.bin", 512)
     runs = [example.Training(replace(example.TINY, context=512), None, device, text, graph) for graph in (False, True)]
     eager, captured = ([training.advance() for _ in range(8)] for training in runs)

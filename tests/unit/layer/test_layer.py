@@ -164,7 +164,7 @@ def test_transforms_are_refused(rotary_of: bool) -> None:
 
 
 def test_compression_holds_no_unfolded_windows() -> None:
-    """What autograd saves of an MLP over blocks of 4 strides: less than three copies of x, where windows alone are four."""
+    """Autograd saves less than three copies of x for an MLP over blocks of 4 strides; unfolded windows alone are four."""
     module = BlockMLP(8, 16, 4)
     x = torch.randn(1, 400, 2, 8, requires_grad=True)
     saved: list[Tensor] = []
@@ -270,7 +270,7 @@ def test_a_compiled_layer_trains_on_a_gpu(mode: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("repeats", "recompute"), [(False, False), (True, False), (False, True)], ids=["", "checkpoint", "recompute"])
 def test_a_cuda_graph_replays_a_step_in_autocast(repeats: bool, recompute: bool) -> None:
-    """Of new hidden states and parameters. The host never waits for the GPU."""
+    """Replays use new hidden states and parameters. The host never waits for the GPU."""
     torch.manual_seed(0)
     layer = NSAttention(64, 2, 4, 16, device="cuda", recompute=recompute)
     x = torch.randn(2, 700, 64, device="cuda", requires_grad=True)
@@ -342,7 +342,7 @@ def results(layer: NSAttention, **given: Any) -> tuple[Tensor, ...]:
 
 @contextlib.contextmanager
 def joined(times: int) -> Iterator[None]:
-    """How often the projections are joined."""
+    """Assert that the projections are joined `times` times."""
     with mock.patch.object(attention_layer, "project", wraps=attention_layer.project) as project:
         yield
     assert project.call_count == times
@@ -511,7 +511,7 @@ NORMED = [("cpu", torch.float32, 12, 4), ("cpu", torch.float16, 8, 8)] + [
 
 @pytest.mark.parametrize(("device", "dtype", "D", "rotated"), NORMED)
 def test_norms_with_positions_are_exact(device: str, dtype: torch.dtype, D: int, rotated: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of strided keys, and of queries with positions for each sequence: values and gradients within rounding, reruns bit-equal."""
+    """Values and gradients of strided keys, and of queries with positions per sequence, are within rounding, reruns bit-equal."""
     monkeypatch.setattr(elementwise, "INTERPRETED_TILE", 1 << 7)
     norm = UnitOffsetNorm(D, 1e-5).to(device)
     torch.nn.init.normal_(norm.weight)
@@ -553,7 +553,7 @@ def test_gradients_of_parts_are_one_tensor() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize(("first", "size", "room"), [(4, 8, 16), (4, 8, 15), (3, 8, 16), (4, 7, 16), (0, 16, 16)])
 def test_wide_copies_are_copies(dtype: torch.dtype, first: int, size: int, room: int) -> None:
-    """Of rows that begin at words or do not; only what is asked for is written."""
+    """Rows may begin at words or not. Only the requested part is written."""
     source, to = torch.randn(3, 2, 5, room).to(dtype), torch.full((2, 5, 3, room), 7.0, dtype=dtype)
     part, x = to[..., first : first + size], source.permute(1, 2, 0, 3)[..., first : first + size]
     assert fits_wide(x) == (dtype == torch.float64 or (room, first % 4, size) in ((16, 0, 8), (16, 0, 16)))

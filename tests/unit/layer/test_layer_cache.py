@@ -444,7 +444,7 @@ FP8_SIZES: dict[str, Any] = {"layers": 3, "pages": 4, "page_size": 16, "groups":
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**-5, 0.3, 1e30, 1e-30])
 def test_stored_numbers_are_the_nearest(scale: float) -> None:
-    """Of all float16 numbers, ties to even; beyond 448 they saturate, and NaN stays NaN."""
+    """All float16 numbers round to nearest even. Numbers beyond 448 saturate, and NaN stays NaN."""
     x = torch.arange(1 << 16).to(torch.uint16).view(torch.float16)
     found = stored(x, torch.tensor(scale)).double()
     assert torch.equal(found.isnan(), x.isnan())

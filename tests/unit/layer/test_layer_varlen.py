@@ -182,7 +182,7 @@ def test_nsa_attention_is_the_papers_for_each_sequence(with_lse: bool, monkeypat
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_bounds_written_after_forward_are_noticed(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the whole layer or of the compressed branch, where the host does not read them: the backward pass would take others."""
+    """The host does not read the bounds of the whole layer or the compressed branch, so the backward pass would use new ones."""
     hide_bounds(monkeypatch)
     tensors, cu = make_nsa(), torch.tensor(CU)
     if whole:

@@ -132,7 +132,7 @@ def test_wrong_calls(changes: dict[str, Any], fragments: tuple[str, ...], recomp
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 def test_gate_kernels_match_autograd(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elementwise, "INTERPRETED_TILE", 1 << 13)  # so that there are two programs, and the last one has rows to spare
+    monkeypatch.setattr(elementwise, "INTERPRETED_TILE", 1 << 13)  # makes two programs, the last with rows to spare
     check_gate(dtype, "cpu", 24)
     check_deltas(dtype, "cpu")
 

@@ -33,7 +33,7 @@ def routed(device: DeviceInfo, request: Request = LONG, offers: tuple[Offer, ...
 
 
 def off(device: DeviceInfo) -> bool:
-    """Whether the ADR's rule covers this device."""
+    """Return True if the ADR's rule covers this device."""
     return device.sm == 89
 
 
@@ -71,7 +71,7 @@ def test_16_blocks_of_64_run_on_a_kernel(device: DeviceInfo, shape: str) -> None
         return
     measured = decision.settings.assumed is None or device.sm == 90
     for winner in (decision.forward, decision.backward):
-        # What cupy-cuda's cost model was measured on is Hopper's alone; Triton's configs are compiled for each chip by test_triton_aot.py.
+        # cupy-cuda's cost model was measured on Hopper alone. test_triton_aot.py compiles Triton's configs for each chip.
         assert winner in (KERNELS if measured else TRITON)
         assert codes(decision, winner) == []
     assert measured or "sm90_h200.yaml (assumed)" in decision.rule

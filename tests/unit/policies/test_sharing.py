@@ -253,7 +253,7 @@ def test_the_class_of_a_full_prefill_keeps_its_length() -> None:
 
 
 def test_decoding_steps_of_any_length_share_a_class() -> None:
-    """Where only the keys bound a row, that bound is rounded up with their number."""
+    """If only the keys bound a row, that bound is rounded up with S_kv."""
     steps = {replace(SHORT, S=1, S_kv=keys, max_length=keys).request_class() for keys in (5000, 5001, 8192)}
     assert {(step.S_kv, step.max_length) for step in steps} == {(8192, 8192)}
     assert len(steps) == 1

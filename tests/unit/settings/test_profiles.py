@@ -128,7 +128,7 @@ def test_the_nearest_is_by_compute_capability_and_of_two_the_newer(monkeypatch: 
 
 
 def warned(request: Request, device: DeviceInfo, backend: str | None = None) -> list[str]:
-    """What a call decided so warns of."""
+    """Return the warnings of a call decided this way."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         nsa_sel.core.decide.decide(request, device, backend)

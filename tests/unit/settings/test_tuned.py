@@ -37,7 +37,7 @@ def launch(request: Any = SHORT, device: DeviceInfo = H200, kernel: str = FORWAR
     return explain_request(request, device).settings.kernel(kernel)
 
 
-# What a decision takes
+# Tuned results in decisions
 
 
 def test_a_tuned_launch_is_used_and_the_decision_names_it() -> None:
@@ -118,7 +118,7 @@ def test_the_launch_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch, logged: 
 COMMITTED_SMALL = settings_for(H200).kernels["triton-group/forward-widest"].config_id("triton-group/forward-widest")
 
 
-# What does not hold
+# Results that are not used
 
 
 def test_another_environment_is_explained_once(logged: Any) -> None:
