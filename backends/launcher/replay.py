@@ -478,6 +478,7 @@ class Recorder:
         self.bytes += made.nbytes
         self.made.append(made)
         if self.decided is not None and self.bytes > MOST_BYTES:
+            self.refused = True
             self.made.clear()
 
     def use(
