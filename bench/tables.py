@@ -73,7 +73,7 @@ RELEASED = (
     ("minimax-m3", "prefill of 16k tokens, forward + backward"),
     ("qwen3.8", "prefill of 16k tokens"),
 )
-LENGTHS = 8192, 32768  # of NSA's layer
+LENGTHS = 8192, 32768  # tokens that the README times NSA's layer with
 DECODING = "models-minimax-m3-decode-B64-32k"  # the case of "selected blocks alone"
 NOTE_TRAINED = '"trained": what a model that was trained with NSA at this context selects (`bench/data/README.md`).'
 NOTE_TEXT = """\

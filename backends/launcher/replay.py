@@ -81,7 +81,7 @@ class Recording(NamedTuple):
     arguments: struct.Struct  # packs the arguments of all launches
     values: Callable[[list[Any]], tuple[Any, ...]]  # takes these arguments from the table
     kernels: tuple[Any, ...]  # kernel objects, held so that their code stays loaded
-    decided: tuple[tuple[Any, Any], ...] | None  # of a whole call (core/run.py): the decision and request of each of its passes
+    decided: tuple[tuple[Any, Any], ...] | None  # a whole call (core/run.py) keeps the decision and request of each of its passes
 
 
 class Recordings:
@@ -452,7 +452,7 @@ class Recorder:
         self.inputs, self.refused = inputs, False
         self.decided: list[tuple[Any, Any]] | None = [] if whole else None  # see `Recording`
         self.made: list[Tensor] = []  # tensors that the pass allocated, held so that no other gets their addresses
-        self.bytes = 0  # of them
+        self.bytes = 0  # that these tensors take
         self.plans: dict[tuple[Any, ...], Plan] = {}  # by key
         self.built: list[tuple[Any, ...]] = []  # keys of the plans that the pass builds
         self.builders: dict[tuple[Any, ...], tuple[Callable[..., Any], tuple[Any, ...]]] = {}  # by key: what builds a plan, and its numbers
