@@ -324,9 +324,9 @@ class Repeated(NamedTuple):
         try:
             if not _on_gpu(given[0]) or not transforms.untransformed() or log.followed is not None:
                 return None
-            stream, addresses = _stream_outside_capture(given[0]), [x.data_ptr() for x in given]
+            stream, addresses = _stream_outside_capture(given[0]), [*map(Tensor.data_ptr, given)]
             shapes, low_bits = [None if x is None else x.shape for x in tensors], [address & 15 for address in addresses]
-        except (AttributeError, IndexError, RuntimeError):  # no tensor, or one without shape or memory
+        except (AttributeError, IndexError, RuntimeError, TypeError):  # no tensor, or one without shape or memory
             return None
         if stream is None or 0 in addresses or len({*addresses}) < len(addresses):  # guards take no tensor twice
             return None
