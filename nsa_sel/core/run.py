@@ -251,9 +251,9 @@ def run_pass(call: Any, decision: Any, direction: str, function_of: FunctionOf, 
         return run_pass(call, again, direction, function_of, *given)
 
 
-def _failed(decision: Any, name: str) -> bool:
+def _failed(decision: Any, name: str | None) -> bool:
     """Return True if backend `name` has failed for such calls in this process, and no caller forces it."""
-    return decision is not None and decision.override is None and registry.is_broken(name, decision.request)
+    return decision is not None and decision.override is None and registry.is_broken(str(name), decision.request)
 
 
 def _observed(settings: Settings) -> bool:
