@@ -394,7 +394,7 @@ class _Ready:
             scratch = make((recording.scratch,), (1,), torch.uint8)
             scratch_at = scratch.data_ptr()
         if recording.kept:
-            plans = make((recording.kept,), (1,), torch.uint8)
+            plans = make((recording.kept // 4,), (1,), torch.int32)
             plans_at = plans.data_ptr()
         addresses = (*inputs, *map(_address, outputs), scratch_at, plans_at)
         for plan in given:
@@ -567,7 +567,9 @@ class Recorder:
         facts = {}
         for key in self.built:
             value = self.plans[key].value
-            fields = tuple(Part(next(spans).offset, tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in value)
+            fields = tuple(
+                Part(next(spans).offset, tuple(x.shape), contiguous(tuple(x.shape)), x.dtype) if isinstance(x, Tensor) else x for x in value
+            )
             kind = getattr(type(value), "_make", tuple)  # `_make` for named tuples
             facts[key] = kind, fields, tuple(x.offset for x in fields if type(x) is Part)
         return facts
