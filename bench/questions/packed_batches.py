@@ -138,9 +138,11 @@ def measured(case: str, distribution: str, rep: float, copy_tbs: float) -> Itera
 
 
 def table(rows: list[Row]) -> str:
-    """Return milliseconds by case and distribution."""
+    """Return milliseconds by case and distribution, and the host's microseconds for the policy's choice."""
     cells = [((row["case"], row["distribution"]), row["backend"], "fwd", f"{row['ms_median']:.3f}") for row in rows]
     cells += [(line, "floor", "fwd", f"{row['floor_ms']:.3f}") for (line, *_), row in zip(cells, rows, strict=True)]
+    hosts = [row for row in rows if row["backend"] == "policy" and "host_us" in row]
+    cells += [((row["case"], row["distribution"]), "host, us", "fwd", f"{row['host_us']:.0f}") for row in hosts]
     return markdown.pivot(["case", "blocks"], cells, ("fwd",), left=1)
 
 

@@ -226,11 +226,7 @@ def checked_blocks_of(block_indices: Tensor, block_size: int, block_counts: Tens
     again. own: this package has made the indices, and writes them no more."""
     given = (block_indices,) if block_counts is None else (block_indices, block_counts)
     key = _key(block_indices, block_size, block_counts, disjoint, own)
-    facts: _Facts | None = None
-    for guards, value in () if key is None else _classes.get(key, ()):  # `transforms.find_class`, inlined
-        if guards.check(*given):
-            facts = value
-            break
+    facts: _Facts | None = None if key is None else transforms.find_class(_classes.get(key, ()), *given)
     if facts is not None and facts.as_given:
         indices = block_indices if facts.as_given == 4 else block_indices.unsqueeze(1)
         return Blocks(indices, block_counts, facts, capturing(indices))

@@ -752,8 +752,9 @@ def test_a_selection_that_a_capture_uses_first(backend: str, S: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("most", [1, 600])
-def test_packed_calls_are_replayed(played: list[Any], most: int) -> None:
+def test_packed_calls_are_replayed(played: list[Any], most: int, mode: Any) -> None:
     """Choosing and attention, with the same bits as of calls of no class that was there before."""
     lengths, bounds = torch.tensor([700, 90, 1000], dtype=torch.int32, device="cuda"), torch.tensor([0, 1, 2, 2 + most], device="cuda")
     table, bounds = torch.randperm(24, device="cuda").int().view(3, 8), bounds.int()
@@ -769,7 +770,7 @@ def test_packed_calls_are_replayed(played: list[Any], most: int) -> None:
         selection_attention_with_kvcache(q, k, v, selection, lengths, table, out=out, **packed)
         return [selection.listed, *results, out]
 
-    with torch.no_grad():
+    with mode():
         wanted = []
         for seed in range(4):
             reset()
