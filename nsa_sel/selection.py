@@ -312,7 +312,7 @@ class Selection:
 
     @classmethod
     def of_chosen(cls, chosen: Tensor, block_size: int) -> Selection:
-        """`from_blocks` of distinct blocks that this package has chosen, which nobody writes while the selection is in use."""
+        """Return the selection of distinct blocks that this package has chosen, and that nobody writes while it is in use."""
         return cls._of_blocks(checked_blocks_of(chosen, block_size, None, True, own=True), block_size, True)
 
     @classmethod

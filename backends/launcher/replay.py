@@ -128,7 +128,7 @@ class Recordings:
         recorder, result = Recorder(addresses, whole), None
         with contextlib.suppress(torch.OutOfMemoryError), recorder:
             result = work()
-        if result is None:  # what a pass frees, a recording holds
+        if result is None:  # a recording holds what the pass would free
             recorder.made.clear()
             self.failed += 1
             return work()
@@ -482,7 +482,7 @@ class Recorder:
         self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def hold(self, made: Tensor) -> None:
-        """Record an allocation. What allocates more than MOST_BYTES, one after another, is not replayed."""
+        """Record an allocation. A pass or call that allocates more than MOST_BYTES in all is not replayed."""
         self.bytes += made.nbytes
         self.made.append(made)
         if self.bytes > MOST_BYTES:
