@@ -150,20 +150,18 @@ DEVICE void accumulate(const Steps &list, unsigned char *k_tile, unsigned char *
         if (masked) shared.visible[at.stage].mask(x.p, dp);
         u32 weights[ROWS / 16][4], ds[ROWS / 16][4];
         as_operands(weights, ds, s, dp, shared.delta[at.stage]);
+        wgmma_fence();
+        wgmma_add_a_b<DV>(dv, weights, do_tile + TRANSPOSED);
+        wgmma_add_a_b<DK>(dk, ds, q_tile + TRANSPOSED);
+        wgmma_commit();
         if (!shares.any(step)) {
-            wgmma_fence();
-            wgmma_add_a_b<DV>(dv, weights, do_tile + TRANSPOSED);
-            wgmma_add_a_b<DK>(dk, ds, q_tile + TRANSPOSED);
-            wgmma_commit();
             wgmma_wait<0>();
             shared.steps.release(at.stage);
             continue;
         }
-        store_operand(ds_tile, ds);
+        store_operand(ds_tile, ds);  // while the sums are computed
         float dq[DK / 64][32];
         wgmma_fence();
-        wgmma_add_a_b<DV>(dv, weights, do_tile + TRANSPOSED);
-        wgmma_add_a_b<DK>(dk, ds, q_tile + TRANSPOSED);
         wgmma_at_b<KEYS / 16>(dq[0], ds_operand + TRANSPOSED, keys + TRANSPOSED);
         wgmma_commit();
         wgmma_wait<0>();
