@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nsa_sel.backends._triton.arguments import Dims, dims_of, options
 from nsa_sel.backends._triton.choose_rows import keys_until, sequence_of, span_of, strides_of
-from nsa_sel.backends._triton.choose_scores import block_totals, over_heads, scaled_totals
+from nsa_sel.backends._triton.choose_scores import block_totals, join, over_heads, scaled_totals
 from nsa_sel.backends._triton.combine import SMS_WHEN_INTERPRETED
 from nsa_sel.backends._triton.group_ranges import float16_rows
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
@@ -70,6 +70,16 @@ def tile_of_request(number, cu, T, start, requests, ROWS: tl.constexpr, SEARCH: 
 
 
 @triton.jit
+def operand_order(x):
+    """Return x [ROWS, D] with columns in an order that both operands of a product may take: column 16 c + 4 t + 2 i + j
+    becomes 16 c + 8 i + 2 t + j. The float16 numbers that a thread multiplies are then four adjacent ones of e4m3, which
+    it loads at once instead of two by two."""
+    ROWS: tl.constexpr = x.shape[0]
+    D: tl.constexpr = x.shape[1]
+    return x.reshape(ROWS, D // 16, 4, 2, 2).permute(0, 1, 3, 2, 4).reshape(ROWS, D)
+
+
+@triton.jit
 def owner_queries(
     q, lse, strides, stride_lse, b, owner, first, S, k_dtype: tl.constexpr, dims: tl.constexpr, softmax: tl.constexpr, SHARED: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr,
@@ -89,6 +99,8 @@ def owner_queries(
     if k_dtype != q_tile.dtype and q_tile.dtype == tl.bfloat16:
         q_tile, factor = float16_rows(q_tile)
         rate = factor.T
+    if k_dtype.primitive_bitwidth == 8:
+        q_tile = operand_order(q_tile)
     if softmax:
         lse_columns = tl.load(row_pointers(lse, stride_lse, b, g, s, head), mask=exists, other=float("inf")).to(tl.float32)
         lse2 = tl.where(lse_columns == float("-inf"), float("inf"), lse_columns) * LOG2_E
@@ -112,17 +124,17 @@ def few_scores_kernel(
     stride_scores, S, start, C, owners, blocks, room, parts, requests, scale,
     dims: tl.constexpr, rule: tl.constexpr, pool: tl.constexpr, cache: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr,
     TOKENS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, ROWS: tl.constexpr,
-    SEARCH: tl.constexpr, TURNS: tl.constexpr,
+    SEARCH: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Store scores [B,S,G,blocks] up to the block of each sequence's last position; later scores stay uninitialized. If
     row_positions is not None, also store the positions [B,S] int32.
 
     Grid: one program per sequence, owner of index keys (SHARED groups), and part of the sequence's steps of BLOCKS
     blocks. With cu, q is [1,S,G,h,Dk] of `requests` requests, and one per `tile_of_request` instead.
-    Tiles: q [HEADS * TOKENS, BLOCK_D], k [BLOCKS * PIECES, BLOCK_D]. Column head * TOKENS + token; token
-    s * SHARED + i is new token s of the owner's i-th group. The keys of a block are padded to PARTS * PIECES.
-    TMA: k_desc loads keys, of whole steps and pages; None: pointer loads. The block table is read one turn ahead: of one
-    step, or of TURNS = 2 that are a block.
+    Tiles: q [HEADS * TOKENS, BLOCK_D], TILES times k [BLOCKS * PIECES, BLOCK_D] a step. Column head * TOKENS + token;
+    token s * SHARED + i is new token s of the owner's i-th group. The keys of a block are padded to PARTS steps of
+    TILES * PIECES. TILES = 2: BLOCKS = 1, and no key touches two blocks, so that scores of both tiles are joined first.
+    TMA: k_desc loads keys, of whole tiles and pages; None: pointer loads. The block table is read one step ahead.
     Keys that no row sees are loaded only within the last step, and masked after the sum over heads, NaN included.
     room: keys of the longest sequence, to which positions are clamped. scale: of logits, times log2 e for softmax weights.
     """
@@ -164,29 +176,31 @@ def few_scores_kernel(
     pending, spilled = own, own
     # The step before the first one computes what its keys add to the first block, and stores nothing.
     begin = tl.maximum(first_step - (PARTS if REACH > 1 else 0), 0)
-    coming = step_pages(k_desc, table, begin, C, STEP, BLOCKS, PIECES, PARTS, cache)
-    after = step_pages(k_desc, table, begin + TURNS - 1, C, STEP, BLOCKS, PIECES, PARTS, cache)
-    for turn in range(begin, last_step, TURNS):
+    coming = step_pages(k_desc, table, begin * TILES, C, STEP, BLOCKS, PIECES, PARTS * TILES, cache)
+    after = step_pages(k_desc, table, begin * TILES + TILES - 1, C, STEP, BLOCKS, PIECES, PARTS * TILES, cache)
+    for i in range(begin, last_step):
         page0, page1 = coming, after
-        coming = step_pages(k_desc, table, turn + TURNS, C, STEP, BLOCKS, PIECES, PARTS, cache)
-        after = step_pages(k_desc, table, turn + 2 * TURNS - 1, C, STEP, BLOCKS, PIECES, PARTS, cache)
-        for j in tl.static_range(TURNS):
-            i = turn + j
-            inner, first, page = j if TURNS == PARTS else i % PARTS, i // PARTS * BLOCKS, page0 if j == 0 else page1
-            piece = inner * PIECES + r % PIECES  # [BLOCK_K], as key
+        coming = step_pages(k_desc, table, (i + 1) * TILES, C, STEP, BLOCKS, PIECES, PARTS * TILES, cache)
+        after = step_pages(k_desc, table, (i + 2) * TILES - 1, C, STEP, BLOCKS, PIECES, PARTS * TILES, cache)
+        inner, first = i % PARTS, i // PARTS * BLOCKS
+        for j in tl.static_range(TILES):
+            page, before = page0 if j == 0 else page1, (inner * TILES + j) * PIECES
+            piece = before + r % PIECES  # [BLOCK_K], as key
             key = (first + r // PIECES) * STEP + piece
             is_key = (key < C) & (piece < STEP)
             k_tile, factor = step_keys(
-                k_desc, k, k_scale, page, strides, stride_scale, b, owner, key, is_key, first * STEP + inner * PIECES, dims, BLOCK_K, cache
+                k_desc, k, k_scale, page, strides, stride_scale, b, owner, key, is_key, first * STEP + before, dims, BLOCK_K, cache
             )
+            k_tile = operand_order(k_tile) if k_tile.dtype.primitive_bitwidth == 8 else k_tile
             products = dot(k_tile.to(q_columns.dtype), q_columns) * rate * factor  # [BLOCK_K, HEADS * TOKENS]
-            x = over_heads(products, lse2, scale, dims, pool, HEADS, TOKENS)  # [BLOCK_K, TOKENS]
-            x = tl.where(tl.where(is_key, key, C)[:, None] < seen[None, :], x, LEAST)
-            total, own, pending, spilled = block_totals(x, inner, own, pending, spilled, LEAST, rule, pool, BLOCKS, PIECES, PARTS)
-            at = first + block
-            total = scaled_totals(total, at, seen, scale, rule, pool)
-            done = (at < blocks) & (inner == PARTS - 1) & (i >= first_step)
-            tl.store(out[None, :] + at[:, None], total, mask=done[:, None] & is_token[None, :])
+            x_tile = over_heads(products, lse2, scale, dims, pool, HEADS, TOKENS)  # [BLOCK_K, TOKENS]
+            x_tile = tl.where(tl.where(is_key, key, C)[:, None] < seen[None, :], x_tile, LEAST)
+            x = x_tile if j == 0 else join(x, x_tile, pool)  # noqa: F821
+        total, own, pending, spilled = block_totals(x, inner, own, pending, spilled, LEAST, rule, pool, BLOCKS, PIECES, PARTS)
+        at = first + block
+        total = scaled_totals(total, at, seen, scale, rule, pool)
+        done = (at < blocks) & (inner == PARTS - 1) & (i >= first_step)
+        tl.store(out[None, :] + at[:, None], total, mask=done[:, None] & is_token[None, :])
 
 
 @triton.jit
@@ -289,7 +303,7 @@ def few_scores(
     kernel = _few_scores(dims_of(call.q, call.v), call.rule, call.pool, cache, *tile, call.k.dtype != call.q.dtype, config)
     tiles = kernel.constants
     step = tiles["BLOCKS"] * tiles["PIECES"]
-    whole = tiles["PARTS"] * tiles["PIECES"] == call.rule.pieces and page % step == 0
+    whole = tiles["PARTS"] * tiles["TILES"] * tiles["PIECES"] == call.rule.pieces and page % step == 0
     k = call.k if shared == 1 else call.k[:, :1]
     desc = descriptor(k, 1, 1, step, tiles["dims"].BLOCK_D) if whole and config.loads == "tma" and aligned(k) else None
     kernel.launch(
@@ -331,7 +345,9 @@ def _few_scores(
     heads, pieces = tile_size(dims.h, 1), min(tile_size(rule.pieces, 1), config.block_l)
     dims = dims._replace(BLOCK_D=dims.BLOCK_D + (dims.BLOCK_D if dims.BLOCK_REST else 0), BLOCK_REST=0)  # one tile holds Dk
     tiles = {"SHARED": shared, "HEADS": heads, "TOKENS": max(tile_size(rows * shared, 1), MIN_TILE // heads)}
-    tiles |= {"BLOCKS": config.block_l // pieces, "PIECES": pieces, "PARTS": -(-rule.pieces // pieces), "EARLY": early}
-    tiles |= {"ROWS": rows, "SEARCH": search, "TURNS": 2 if stored and tiles["PARTS"] == 2 else 1}  # two steps of e4m3 hide latency
+    parts = -(-rule.pieces // pieces)
+    pair = 1 + (stored and parts == 2 and rule.reach == 1)  # tiles of e4m3 whose loads and products share a step's latency
+    tiles |= {"BLOCKS": config.block_l // pieces, "PIECES": pieces, "PARTS": parts // pair, "EARLY": early}
+    tiles |= {"ROWS": rows, "SEARCH": search, "TILES": pair}
     started = {"launch_pdl": True} if early else {}
     return Kernel(few_scores_kernel, dims=dims, rule=rule.of_keys(), pool=pool, cache=cache, **tiles, **started, **options(config))
