@@ -163,6 +163,11 @@ def few_scores_kernel(
     seen = keys_until(t, C, rule)  # [TOKENS]
     C = tl.max(seen, 0)
     first_step, last_step = part_of_steps(t, blocks, part, parts, rule, BLOCKS, PARTS)
+    table = block_table + b * stride_table if cache.PAGE > 0 else block_table
+    # The step before the first one computes what its keys add to the first block, and stores nothing.
+    begin = tl.maximum(first_step - (PARTS if REACH > 1 else 0), 0)
+    coming = step_pages(k_desc, table, begin * TILES, C, STEP, BLOCKS, PIECES, PARTS * TILES, cache)
+    after = step_pages(k_desc, table, begin * TILES + TILES - 1, C, STEP, BLOCKS, PIECES, PARTS * TILES, cache)
     q_columns, rate, lse2 = owner_queries(
         q, lse, strides, stride_lse, batch, owner, first_row, rows, k.dtype.element_ty, dims, pool.softmax, SHARED, HEADS, TOKENS
     )
@@ -170,14 +175,9 @@ def few_scores_kernel(
         rate *= tl.load(k_scale + owner * stride_scale[1])
 
     out = scores + batch * stride_scores[0] + g * stride_scores[2] + row * stride_scores[1]
-    table = block_table + b * stride_table if cache.PAGE > 0 else block_table
     r, block = tl.arange(0, BLOCK_K), tl.arange(0, BLOCKS)
     own = tl.full([BLOCKS, TOKENS], LEAST, tl.float32)
     pending, spilled = own, own
-    # The step before the first one computes what its keys add to the first block, and stores nothing.
-    begin = tl.maximum(first_step - (PARTS if REACH > 1 else 0), 0)
-    coming = step_pages(k_desc, table, begin * TILES, C, STEP, BLOCKS, PIECES, PARTS * TILES, cache)
-    after = step_pages(k_desc, table, begin * TILES + TILES - 1, C, STEP, BLOCKS, PIECES, PARTS * TILES, cache)
     for i in range(begin, last_step):
         page0, page1 = coming, after
         coming = step_pages(k_desc, table, (i + 1) * TILES, C, STEP, BLOCKS, PIECES, PARTS * TILES, cache)
