@@ -34,7 +34,8 @@ from nsa_sel.settings.schema import KernelConfig
 
 MOST_TOKENS = 8  # most new tokens of a sequence
 MOST_COLUMNS = 128  # most queries of a program: new tokens, groups that share an index key, and heads
-TOGETHER = 2  # programs that a multiprocessor runs at once
+TOGETHER, TOGETHER_PAIRS = 2, 4  # programs that a multiprocessor runs at once; with pairs of tiles, see `few_scores`
+PAIR, PAIRS_COLUMNS = 128, 32  # index keys of such a block; most queries for which registers suffice
 STEPS, MOST_ROUNDS = 32, 4  # steps of a program, if no more rounds of programs are needed
 
 
@@ -290,17 +291,20 @@ def few_scores(
         B = S // rows + requests if search else requests
     k_scale = None if call.scales is None else call.scales.k
     page = 0 if table is None else call.k.shape[2]
-    half = config.block_l // 2
-    if page % config.block_l and (page % half == 0 or call.k.dtype == call.q.dtype):  # TMA takes steps within a page
+    half, stored, together = config.block_l // 2, call.k.dtype != call.q.dtype, TOGETHER
+    pairs = stored and call.rule.reach == 1 and call.rule.pieces == config.block_l == PAIR  # a block is a step of two tiles
+    if pairs and math.prod(columns_of(call.q.shape[3], rows * shared)) <= PAIRS_COLUMNS:
+        together = TOGETHER_PAIRS
+    if pairs or (page % config.block_l and (page % half == 0 or not stored)):  # TMA takes tiles within a page
         config = msgspec.structs.replace(config, block_l=half)
     cache = Cache(call.lengths is not None, page, call.scales is not None and call.scales.page_keys > 0)
     sms = device_info(call.q.device).sm_count if call.q.is_cuda else SMS_WHEN_INTERPRETED
     pieces = min(tile_size(call.rule.pieces, 1), config.block_l)
     programs, steps = B * (G // shared), -(-blocks * pieces // config.block_l)
-    parts = parts_of(max(1, programs), max(1, steps), sms)
-    early = call.q.is_cuda and programs * parts <= TOGETHER * sms and starts_early(call.q.get_device())
+    parts = parts_of(max(1, programs), max(1, steps), together * sms)
+    early = call.q.is_cuda and programs * parts <= together * sms and starts_early(call.q.get_device())
     tile = rows, search, shared, early
-    kernel = _few_scores(dims_of(call.q, call.v), call.rule, call.pool, cache, *tile, call.k.dtype != call.q.dtype, config)
+    kernel = _few_scores(dims_of(call.q, call.v), call.rule, call.pool, cache, *tile, stored, config)
     tiles = kernel.constants
     step = tiles["BLOCKS"] * tiles["PIECES"]
     whole = tiles["PARTS"] * tiles["TILES"] * tiles["PIECES"] == call.rule.pieces and page % step == 0
@@ -319,17 +323,22 @@ def few_scores(
 
 
 @functools.lru_cache(REMEMBERED)
-def parts_of(programs: int, steps: int, sms: int) -> int:
+def parts_of(programs: int, steps: int, together: int) -> int:
     """Return how many parts each of `programs` takes: the fewest that leave programs at most STEPS steps, or as few as
-    possible, and at most a tenth of the multiprocessors, which run TOGETHER programs at a time, idle in the last
-    round."""
-    counts = [max(1, TOGETHER * rounds * sms // programs) for rounds in range(1, MOST_ROUNDS + 1)]
+    possible, and at most a tenth of the GPU, which runs `together` programs at a time, idle in the last round."""
+    counts = [max(1, rounds * together // programs) for rounds in range(1, MOST_ROUNDS + 1)]
 
     def cost(parts: int) -> tuple[float, float, int]:
-        rounds = programs * parts / (TOGETHER * sms)
+        rounds = programs * parts / together
         return max(0.1, 1 - rounds / math.ceil(rounds)), max(STEPS, steps / parts), parts
 
     return min(steps, min(counts, key=cost))
+
+
+def columns_of(h: int, tokens: int) -> tuple[int, int]:
+    """Return HEADS and TOKENS of `few_scores_kernel`."""
+    heads = tile_size(h, 1)
+    return heads, max(tile_size(tokens, 1), MIN_TILE // heads)
 
 
 def _shared(call: ChooseCall) -> int:
@@ -342,12 +351,12 @@ def _few_scores(
     dims: Dims, rule: Rule, pool: Pool, cache: Cache, rows: int, search: bool, shared: int, early: bool, stored: bool,
     config: KernelConfig,
 ) -> Kernel:  # fmt: skip
-    heads, pieces = tile_size(dims.h, 1), min(tile_size(rule.pieces, 1), config.block_l)
+    (heads, tokens), pieces = columns_of(dims.h, rows * shared), min(tile_size(rule.pieces, 1), config.block_l)
     dims = dims._replace(BLOCK_D=dims.BLOCK_D + (dims.BLOCK_D if dims.BLOCK_REST else 0), BLOCK_REST=0)  # one tile holds Dk
-    tiles = {"SHARED": shared, "HEADS": heads, "TOKENS": max(tile_size(rows * shared, 1), MIN_TILE // heads)}
+    tiles = {"SHARED": shared, "HEADS": heads, "TOKENS": tokens}
     parts = -(-rule.pieces // pieces)
-    pair = 1 + (stored and parts == 2 and rule.reach == 1)  # tiles of e4m3 whose loads and products share a step's latency
-    tiles |= {"BLOCKS": config.block_l // pieces, "PIECES": pieces, "PARTS": parts // pair, "EARLY": early}
-    tiles |= {"ROWS": rows, "SEARCH": search, "TILES": pair}
+    together = 1 + (stored and parts == 2 and rule.reach == 1)  # tiles of e4m3 share a step's latency
+    tiles |= {"BLOCKS": config.block_l // pieces, "PIECES": pieces, "PARTS": parts // together, "EARLY": early}
+    tiles |= {"ROWS": rows, "SEARCH": search, "TILES": together}
     started = {"launch_pdl": True} if early else {}
     return Kernel(few_scores_kernel, dims=dims, rule=rule.of_keys(), pool=pool, cache=cache, **tiles, **started, **options(config))
